@@ -1,0 +1,11 @@
+"""Schedules as plain data; imports no jax.
+
+=========================================  =========================================================
+`actions`, `placement`                     what a schedule is
+`catalog`                                  every schedule by name: `catalog.build`
+`gpipe`, `one_f_one_b`                     generators, one file a family
+`validate`                                 proof that a schedule can run, or an error with the grid
+`simulate`                                 both clocks: free-running and lock-step
+`draw`                                     text, SVG and PNG
+=========================================  =========================================================
+"""

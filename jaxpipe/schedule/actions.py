@@ -1,0 +1,107 @@
+"""What a schedule is: for every stage, an ordered list of actions.
+
+Legend used throughout the package: p stages, v chunks a stage, s virtual stage, m microbatches, i microbatch.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import re
+
+from jaxpipe.schedule.placement import Placement
+
+
+class Kind(enum.StrEnum):
+    """What an action computes for one microbatch on one virtual stage."""
+
+    F = "F"
+    """Forward."""
+    B = "B"
+    """Backward for the input: the activation gradient that the previous virtual stage waits for."""
+    W = "W"
+    """Backward for the weights."""
+    BW = "BW"
+    """Fused backward: B and W of a layer together, layer by layer."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, order=True)
+class Action:
+    """One pass of one microbatch through one virtual stage.
+
+    ``str`` and :meth:`parse` are a round trip: virtual stage, kind, microbatch.
+
+    Example:
+      >>> str(Action(2, Kind.F, 0))
+      '2F0'
+      >>> Action.parse("13BW4")
+      Action(virtual_stage=13, kind=<Kind.BW: 'BW'>, microbatch=4)
+    """
+
+    virtual_stage: int
+    kind: Kind
+    microbatch: int
+
+    def __str__(self) -> str:
+        return f"{self.virtual_stage}{self.kind}{self.microbatch}"
+
+    @classmethod
+    def parse(cls, text: str) -> Action:
+        """Reads what ``str`` writes; raises ValueError on anything else."""
+        match = re.fullmatch(r"(\d+)(F|BW|B|W)(\d+)", text.strip())
+        if match is None:
+            raise ValueError(
+                f"{text!r} is not an action: write virtual stage, kind (F, B, W or BW) and "
+                "microbatch, for example '2F0'."
+            )
+        return cls(int(match[1]), Kind(match[2]), int(match[3]))
+
+
+@dataclasses.dataclass(frozen=True)
+class Schedule:
+    """The order in which every stage runs its actions; no times, those come from costs.
+
+    Args:
+      name: the schedule's name, as the registry and the command line spell it.
+      placement: which stage holds which virtual stage.
+      num_microbatches: m; every virtual stage runs microbatches 0..m-1.
+      orders: ``orders[d]`` is what stage ``d`` runs, in order.
+      peak_in_flight: the schedule's own promise, per stage: the most chunk activations that stage keeps
+        from F to the action that frees them (W, or the fused backward). The validator holds it to this.
+    """
+
+    name: str
+    placement: Placement
+    num_microbatches: int
+    orders: tuple[tuple[Action, ...], ...]
+    peak_in_flight: tuple[int, ...] | None = None
+
+    @property
+    def num_stages(self) -> int:
+        return self.placement.num_stages
+
+    @property
+    def num_chunks(self) -> int:
+        return self.placement.num_chunks
+
+
+def dependencies(action: Action, *, num_virtual_stages: int, split: bool) -> list[Action]:
+    """The actions of *other or the same* stage whose results ``action`` reads.
+
+    F waits for F of the previous virtual stage; B (or BW) for its own F and for B of the next virtual
+    stage; W for its own B.
+
+    Args:
+      action: the action that waits.
+      num_virtual_stages: length of the model in virtual stages.
+      split: whether backwards in this schedule are B and W (True) or BW (False).
+    """
+    s, i = action.virtual_stage, action.microbatch
+    if action.kind is Kind.F:
+        return [Action(s - 1, Kind.F, i)] if s > 0 else []
+    if action.kind is Kind.W:
+        return [Action(s, Kind.B, i)]
+    waits = [Action(s, Kind.F, i)]
+    if s + 1 < num_virtual_stages:
+        waits.append(Action(s + 1, Kind.B if split else Kind.BW, i))
+    return waits

@@ -1,0 +1,47 @@
+"""GPipe: all forwards, then all backwards."""
+
+from __future__ import annotations
+
+from jaxpipe.schedule.actions import Action, Kind, Schedule
+from jaxpipe.schedule.placement import linear
+
+
+def gpipe(num_stages: int, num_microbatches: int, *, fused: bool = False) -> Schedule:
+    """Orders every forward before every backward.
+
+    The split form puts W directly after its B: running all B first would not end sooner and would
+    keep what B hands to W for every microbatch.
+
+    ============  =====================================================================
+    bubble        fused (p-1)(F+B+W), split (p-1)(F+B), added to the m(F+B+W) of work
+    in flight     m on every stage
+    constraints   p >= 1, m >= 1, v = 1
+    source        Huang et al., "GPipe", arXiv 1811.06965, section 2.3
+    ============  =====================================================================
+
+    Args:
+      num_stages: p, at least 1.
+      num_microbatches: m, at least 1; may be less than p.
+      fused: run B and W of a microbatch as one action.
+
+    Returns:
+      The schedule, named "gpipe" or "gpipe-fused".
+
+    Example:
+      >>> [str(action) for action in gpipe(1, 2).orders[0]]
+      ['0F0', '0F1', '0B0', '0W0', '0B1', '0W1']
+    """
+    backward = (Kind.BW,) if fused else (Kind.B, Kind.W)
+    microbatches = range(num_microbatches)
+    orders = tuple(
+        tuple(Action(d, Kind.F, i) for i in microbatches)
+        + tuple(Action(d, kind, i) for i in microbatches for kind in backward)
+        for d in range(num_stages)
+    )
+    return Schedule(
+        name="gpipe-fused" if fused else "gpipe",
+        placement=linear(num_stages),
+        num_microbatches=num_microbatches,
+        orders=orders,
+        peak_in_flight=(num_microbatches,) * num_stages,
+    )

@@ -1,0 +1,55 @@
+"""1F1B: one forward, one backward, in turn."""
+
+from __future__ import annotations
+
+from jaxpipe.schedule.actions import Action, Kind, Schedule
+from jaxpipe.schedule.placement import linear
+
+
+def one_f_one_b(num_stages: int, num_microbatches: int, *, fused: bool = False) -> Schedule:
+    """Orders each stage as a few warm-up forwards, then one forward and one backward in turn.
+
+    Stage d warms up with p-d-1 forwards: one for each stage behind it. The split form puts W
+    directly after its B, which keeps the fused form's memory and sends the gradient on before W runs.
+
+    ============  =====================================================================
+    bubble        fused (p-1)(F+B+W), split (p-1)(F+B), added to the m(F+B+W) of work
+    in flight     min(m, p-d) on stage d
+    constraints   p >= 1, m >= 1, v = 1
+    source        Narayanan et al., "PipeDream-Flush", arXiv 2006.09503, section 3.2
+    ============  =====================================================================
+
+    Args:
+      num_stages: p, at least 1.
+      num_microbatches: m, at least 1; may be less than p.
+      fused: run B and W of a microbatch as one action.
+
+    Returns:
+      The schedule, named "1f1b" or "1f1b-fused".
+
+    Example:
+      >>> [str(action) for action in one_f_one_b(2, 2, fused=True).orders[0]]
+      ['0F0', '0F1', '0BW0', '0BW1']
+    """
+    return Schedule(
+        name="1f1b-fused" if fused else "1f1b",
+        placement=linear(num_stages),
+        num_microbatches=num_microbatches,
+        orders=tuple(
+            _stage_order(d, num_stages - d - 1, num_microbatches, fused) for d in range(num_stages)
+        ),
+        peak_in_flight=tuple(min(num_microbatches, num_stages - d) for d in range(num_stages)),
+    )
+
+
+def _stage_order(
+    stage: int, warm_up: int, num_microbatches: int, fused: bool
+) -> tuple[Action, ...]:
+    backward = (Kind.BW,) if fused else (Kind.B, Kind.W)
+    order: list[Action] = []
+    for i in range(num_microbatches + warm_up):
+        if i < num_microbatches:
+            order.append(Action(stage, Kind.F, i))
+        if i >= warm_up:
+            order.extend(Action(stage, kind, i - warm_up) for kind in backward)
+    return tuple(order)

@@ -1,0 +1,233 @@
+"""Time: what a schedule costs on two clocks that must not be mixed up.
+
+*Free-running*: each stage waits only for its inputs, as the papers draw it. *Lock-step*: one SPMD
+program, in which every tick lasts as long as its slowest stage.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import math
+from functools import cached_property
+
+from jaxpipe.schedule.actions import Action, Kind, Schedule, dependencies
+from jaxpipe.schedule.validate import (
+    Walk,
+    message_target,
+    peak_in_flight,
+    result_of,
+    validate,
+    walk,
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Costs:
+    """How long one microbatch takes on one chunk, in any one unit; a fused backward takes b + w.
+
+    Args:
+      f: forward, above 0.
+      b: backward for the input, above 0.
+      w: backward for the weights, above 0.
+      message: one message between two stages, at least 0.
+
+    Raises:
+      ValueError: a cost is out of range or not finite.
+    """
+
+    f: float
+    b: float
+    w: float
+    message: float = 0.0
+
+    def __post_init__(self) -> None:
+        problems = [
+            f"costs.{name}={value} must be a finite number above 0."
+            for name, value in (("f", self.f), ("b", self.b), ("w", self.w))
+            if not (math.isfinite(value) and value > 0)
+        ]
+        if not (math.isfinite(self.message) and self.message >= 0):
+            problems.append(f"costs.message={self.message} must be a finite number, at least 0.")
+        if problems:
+            raise ValueError("\n".join(problems))
+
+    def of(self, kind: Kind) -> float:
+        """The duration of an action of this kind."""
+        return {Kind.F: self.f, Kind.B: self.b, Kind.W: self.w, Kind.BW: self.b + self.w}[kind]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class TimedAction:
+    """An action with its start and end, in the unit of the costs."""
+
+    action: Action
+    start: float
+    end: float
+
+
+@dataclasses.dataclass(frozen=True)
+class Timeline:
+    """A schedule in time.
+
+    Args:
+      schedule: what runs.
+      costs: how long each action takes.
+      clock: "free-running" or "lock-step".
+      rows: ``rows[d]`` is what stage ``d`` runs, in order.
+      makespan: from the first start to the end of everything.
+    """
+
+    schedule: Schedule
+    costs: Costs
+    clock: str
+    rows: tuple[tuple[TimedAction, ...], ...]
+    makespan: float
+
+    @cached_property
+    def stage_bubble_ratios(self) -> tuple[float, ...]:
+        """Per stage, the share of the makespan in which it does not compute."""
+        return tuple(
+            1 - math.fsum(self.costs.of(timed.action.kind) for timed in row) / self.makespan
+            for row in self.rows
+        )
+
+    @cached_property
+    def bubble_ratio(self) -> float:
+        """The share of all stages' time in which they do not compute."""
+        return math.fsum(self.stage_bubble_ratios) / len(self.rows)
+
+    @cached_property
+    def stage_spans(self) -> tuple[float, ...]:
+        """Per stage, from the start of its first action to the end of its last."""
+        return tuple(row[-1].end - row[0].start for row in self.rows)
+
+    @cached_property
+    def peak_in_flight(self) -> tuple[int, ...]:
+        """Per stage, the most chunk activations kept from F to the action that frees them."""
+        return peak_in_flight(self.schedule)
+
+    @cached_property
+    def messages(self) -> dict[tuple[int, int], int]:
+        """How many messages go from one stage to another, by (sender, receiver)."""
+        counts: collections.Counter[tuple[int, int]] = collections.Counter()
+        for stage, order in enumerate(self.schedule.orders):
+            for action in order:
+                target = message_target(action, self.schedule)
+                if target is not None:
+                    counts[stage, target] += 1
+        return dict(sorted(counts.items()))
+
+
+def ticks(schedule: Schedule) -> list[list[tuple[int, Action]]]:
+    """Assigns every action the earliest tick its order and its inputs allow.
+
+    A stage runs at most one action a tick, and a result can be used from the next tick on, on its
+    own stage or, as a message, on another.
+
+    Args:
+      schedule: a schedule that `validate` accepts.
+
+    Returns:
+      Per stage, (tick, action) in order; ticks count from 0.
+
+    Raises:
+      ScheduleError: the schedule cannot run.
+
+    Example:
+      >>> from jaxpipe.schedule.gpipe import gpipe
+      >>> [tick for tick, _ in ticks(gpipe(2, 1))[0]]
+      [0, 3, 4]
+    """
+    walked = _walk(schedule)
+    return [
+        list(zip(row, order, strict=True))
+        for row, order in zip(walked.ticks, schedule.orders, strict=True)
+    ]
+
+
+def simulate(schedule: Schedule, costs: Costs) -> Timeline:
+    """Runs a schedule on the free-running clock: each stage waits only for its inputs.
+
+    A message delays its reader by ``costs.message`` and occupies neither stage. Takes time
+    proportional to the number of actions.
+
+    Args:
+      schedule: a schedule that `validate` accepts.
+      costs: of one chunk.
+
+    Returns:
+      The timeline.
+
+    Raises:
+      ScheduleError: the schedule cannot run.
+
+    Example:
+      >>> from jaxpipe.schedule.one_f_one_b import one_f_one_b
+      >>> simulate(one_f_one_b(4, 8, fused=True), Costs(1, 1, 1)).makespan
+      33.0
+    """
+    stages = schedule.placement.stages
+    rows: list[list[TimedAction]] = [[] for _ in schedule.orders]
+    ends: dict[Action, float] = {}
+    for stage, position in _walk(schedule).order:
+        action = schedule.orders[stage][position]
+        start = rows[stage][-1].end if rows[stage] else 0
+        for needed in dependencies(action, num_virtual_stages=len(stages), split=True):
+            travel = costs.message if stages[needed.virtual_stage] != stage else 0
+            start = max(start, ends[needed] + travel)
+        end = start + costs.of(action.kind)
+        rows[stage].append(TimedAction(action, start, end))
+        ends[result_of(action)] = end
+    return _timeline(schedule, costs, "free-running", rows, max(row[-1].end for row in rows))
+
+
+def lock_step(schedule: Schedule, costs: Costs) -> Timeline:
+    """Runs a schedule tick by tick: every tick lasts as long as its slowest stage.
+
+    This is what one SPMD program does when a tick holds one whole action a stage. With more than
+    one stage, every tick ends with an exchange of messages.
+
+    Args:
+      schedule: a schedule that `validate` accepts.
+      costs: of one chunk.
+
+    Returns:
+      The timeline; the actions of one tick start together.
+
+    Raises:
+      ScheduleError: the schedule cannot run.
+
+    Example:
+      >>> from jaxpipe.schedule.one_f_one_b import one_f_one_b
+      >>> lock_step(one_f_one_b(4, 8, fused=True), Costs(1, 1, 1)).makespan
+      40.0
+    """
+    table = ticks(schedule)
+    durations = [0.0] * (1 + max(row[-1][0] for row in table))
+    for row in table:
+        for tick, action in row:
+            durations[tick] = max(durations[tick], costs.of(action.kind))
+    exchange = costs.message if schedule.num_stages > 1 else 0
+    starts = [0.0]
+    for duration in durations:
+        starts.append(starts[-1] + duration + exchange)
+    rows = [
+        [TimedAction(action, starts[t], starts[t] + costs.of(action.kind)) for t, action in row]
+        for row in table
+    ]
+    return _timeline(schedule, costs, "lock-step", rows, starts[-1])
+
+
+def _timeline(
+    schedule: Schedule, costs: Costs, clock: str, rows: list[list[TimedAction]], makespan: float
+) -> Timeline:
+    return Timeline(schedule, costs, clock, tuple(tuple(row) for row in rows), makespan)
+
+
+def _walk(schedule: Schedule) -> Walk:
+    walked = walk(schedule)
+    # Only `validate` knows how to explain a schedule that stops; pay for it only then.
+    if walked.blockers or not all(schedule.orders):
+        validate(schedule)
+    return walked

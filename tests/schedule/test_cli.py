@@ -1,0 +1,115 @@
+"""The jaxpipe command: what it prints and writes, and what bad input gets."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from jaxpipe.cli import main, parse_costs
+from jaxpipe.schedule import catalog
+from jaxpipe.schedule.simulate import Costs
+
+SHAPE = ["--stages", "4", "--microbatches", "8"]
+
+
+def test_show_draws_and_reports_both_clocks(capsys):
+    assert main(["show", "1f1b-fused", *SHAPE]) == 0
+    out = capsys.readouterr().out
+    assert len([line for line in out.splitlines() if line.startswith("stage ")]) == 4
+    assert "free-running: makespan 33, bubble 27.3%" in out
+    assert "lock-step: makespan 40, bubble 40.0%" in out
+    assert "peak in flight, per stage: 4, 3, 2, 1" in out
+    assert "\x1b" not in out
+
+
+def test_show_json_is_complete(capsys):
+    assert main(["show", "1f1b", *SHAPE, "--costs", "1,2,1,0.5", "--format", "json"]) == 0
+    shown = json.loads(capsys.readouterr().out)
+    assert list(shown) == [
+        "schedule", "stages", "chunks", "microbatches", "costs", "free_running", "lock_step",
+        "peak_in_flight", "actions", "messages",
+    ]  # fmt: skip
+    assert (shown["schedule"], shown["stages"], shown["chunks"]) == ("1f1b", 4, 1)
+    assert shown["costs"] == {"f": 1, "b": 2, "w": 1, "message": 0.5}
+    assert shown["peak_in_flight"] == [4, 3, 2, 1]
+    assert shown["messages"]["total"] == 2 * 3 * 8
+    assert {"sender": 1, "receiver": 0, "count": 8} in shown["messages"]["edges"]
+    for clock in ("free_running", "lock_step"):
+        assert {"makespan", "bubble_ratio", "stage_spans"} <= set(shown[clock])
+        assert len(shown[clock]["stage_spans"]) == 4
+    assert [len(row) for row in shown["actions"]] == [24] * 4
+    assert shown["actions"][3][0] == {
+        "kind": "F", "chunk": 0, "virtual_stage": 3, "microbatch": 0, "start": 4.5, "end": 5.5,
+    }  # fmt: skip
+    assert (
+        max(a["end"] for row in shown["actions"] for a in row) == shown["free_running"]["makespan"]
+    )
+
+
+@pytest.mark.parametrize("kind", ["svg", "png", "json", "text"])
+def test_show_writes_a_file(tmp_path, capsys, kind):
+    out = tmp_path / f"picture.{kind}"
+    assert main(["show", "gpipe", *SHAPE, "--format", kind, "--out", str(out)]) == 0
+    assert out.stat().st_size > 0
+    assert capsys.readouterr().out == ""
+
+
+def test_schedules_lists_every_row(capsys):
+    assert main(["schedules"]) == 0
+    out = capsys.readouterr().out
+    for entry in catalog.entries():
+        for cell in (entry.name, entry.summary, entry.bubble, entry.peak, entry.source):
+            assert cell in out
+
+
+def test_compare_shows_every_schedule(capsys):
+    assert main(["compare", *SHAPE, "--costs", "1,1,1"]) == 0
+    out = capsys.readouterr().out
+    row = next(line for line in out.splitlines() if "1f1b-fused" in line)
+    assert [cell.strip() for cell in row.strip("│").split("│")] == [
+        "1f1b-fused", "4", "33", "27.3%", "40", "40.0%",
+    ]  # fmt: skip
+    assert all(entry.name in out for entry in catalog.entries())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (["show", "1f1d", *SHAPE], "Nearest valid: '1f1b'"),
+        (["show", "gpipe", *SHAPE, "--chunks", "2"], "pipeline.chunks=2 does not fit"),
+        (["show", "gpipe", "--stages", "0", "--microbatches", "8"], "mesh.stage=0 must be"),
+        (["show", "gpipe", *SHAPE, "--costs", "1,1"], "--costs 1,1 must be three or four numbers"),
+        (["show", "gpipe", *SHAPE, "--costs", "1,x,1"], "--costs 1,x,1 must be"),
+        (["compare", *SHAPE, "--costs", "1,0,1"], "costs.b=0.0 must be"),
+        (["show", "gpipe", *SHAPE, "--format", "png"], "--out gpipe.png"),
+        (["show", "gpipe", *SHAPE, "--format", "svg", "--out", "a.png"], "--out a.svg"),
+        (["show", "gpipe", *SHAPE, "--out", "/no/such/folder/a.txt"], "/no/such/folder/a.txt"),
+    ],
+)
+def test_mistakes_go_to_stderr_with_status_2(capsys, arguments, expected):
+    assert main(arguments) == 2
+    printed = capsys.readouterr()
+    assert expected in printed.err
+    assert printed.out == ""
+
+
+@pytest.mark.parametrize("arguments", [["show", "gpipe", "--stages", "many"], ["draw"], []])
+def test_mistakes_in_the_command_line_itself_exit_with_status_2(capsys, arguments):
+    with pytest.raises(SystemExit) as caught:
+        main(arguments)
+    assert caught.value.code == 2
+    assert capsys.readouterr().out == ""
+
+
+def test_costs():
+    assert parse_costs("1,1.2,0.8,0.1") == Costs(1, 1.2, 0.8, 0.1)
+
+
+def test_the_module_runs_as_a_program():
+    command = [sys.executable, "-m", "jaxpipe.cli", "show", "nope", *SHAPE]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert "pipeline.schedule='nope'" in done.stderr

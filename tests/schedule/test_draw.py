@@ -1,0 +1,93 @@
+"""Drawings show every action, at its time, and nothing else."""
+
+from __future__ import annotations
+
+import re
+import sys
+
+import pytest
+
+from jaxpipe.schedule import draw
+from jaxpipe.schedule.actions import Action, Schedule
+from jaxpipe.schedule.catalog import build
+from jaxpipe.schedule.placement import Placement
+from jaxpipe.schedule.simulate import Costs, lock_step, simulate
+
+
+def timeline(name: str = "1f1b", *, p: int = 3, m: int = 4, costs: Costs | None = None):
+    return simulate(build(name, stages=p, microbatches=m), costs or Costs(1, 1, 1))
+
+
+@pytest.fixture
+def v_shape():
+    rows = ("0F0 3F0 3BW0 0BW0", "1F0 2F0 2BW0 1BW0")
+    orders = tuple(tuple(Action.parse(word) for word in row.split()) for row in rows)
+    return simulate(Schedule("v", Placement((0, 1, 1, 0)), 1, orders), Costs(1, 1, 1))
+
+
+def test_text_of_a_small_schedule():
+    assert draw.text(timeline("1f1b", p=2, m=2)).splitlines() == [
+        "stage 0 |F0 F1 ...B0 W0 ...B1 W1 |",
+        "stage 1 |...F0 B0 W0 F1 B1 W1 ...|",
+    ]
+
+
+@pytest.mark.parametrize("clock", [simulate, lock_step])
+@pytest.mark.parametrize("costs", [Costs(1, 1, 1), Costs(1, 1.2, 0.8), Costs(3, 7.1, 2.6, 0.5)])
+@pytest.mark.parametrize("name", ["gpipe", "1f1b", "gpipe-fused", "1f1b-fused"])
+def test_text_shows_every_action_in_order_and_rows_end_together(name, costs, clock):
+    drawn = clock(build(name, stages=3, microbatches=12), costs)
+    lines = draw.text(drawn).splitlines()
+    assert len({len(line) for line in lines}) == 1
+    for line, row in zip(lines, drawn.rows, strict=True):
+        labels = [f"{timed.action.kind}{timed.action.microbatch}" for timed in row]
+        assert re.findall(r"[FBW]+\d+", line) == labels
+
+
+def test_text_names_the_virtual_stage_where_a_stage_has_several(v_shape):
+    assert re.findall(r"\w+", draw.text(v_shape).splitlines()[1].split("|")[1]) == [
+        "1F0", "2F0", "2BW0", "1BW0",
+    ]  # fmt: skip
+
+
+def test_colour_only_where_asked():
+    plain, coloured = draw.text(timeline()), draw.text(timeline(), colour=True)
+    assert "\x1b" not in plain
+    assert re.sub(r"\x1b\[[\d;]*m", "", coloured) == plain
+
+
+def test_figure_has_a_box_and_a_number_for_every_action():
+    drawn = timeline(p=3, m=4)
+    figure = draw.figure(drawn)
+    (axes,) = figure.axes
+    boxes = [path for collection in axes.collections for path in collection.get_paths()]
+    assert len(boxes) == 3 * 4 * 3
+    assert len(axes.texts) == 3 * 4 * 3
+    assert [label.get_text() for label in axes.get_yticklabels()] == [
+        "stage 0", "stage 1", "stage 2",
+    ]  # fmt: skip
+    assert axes.get_title() == draw.caption(drawn)
+
+
+def test_figure_tells_chunks_apart(v_shape):
+    (axes,) = draw.figure(v_shape).axes
+    assert {text.get_color() for text in axes.texts} == {"black", "white"}
+
+
+@pytest.mark.parametrize(("suffix", "start"), [("svg", b"<?xml"), ("png", b"\x89PNG")])
+def test_save_writes_the_same_bytes_twice(tmp_path, suffix, start):
+    paths = [draw.save(timeline(), tmp_path / f"{i}.{suffix}") for i in range(2)]
+    assert paths[0].read_bytes().startswith(start)
+    assert paths[0].read_bytes() == paths[1].read_bytes()
+
+
+def test_save_refuses_other_endings(tmp_path):
+    with pytest.raises(ValueError, match=r"a\.gif.*Nearest valid: \.svg, \.png"):
+        draw.save(timeline(), tmp_path / "a.gif")
+    assert not list(tmp_path.iterdir())
+
+
+def test_drawing_leaves_pyplot_alone():
+    draw.figure(timeline())
+    pyplot = sys.modules.get("matplotlib.pyplot")
+    assert pyplot is None or not pyplot.get_fignums()

@@ -1,0 +1,209 @@
+"""The validator refuses every schedule that cannot run, says why, shows where, and always ends."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+from hypothesis import assume, given
+from hypothesis import strategies as st
+
+from jaxpipe.schedule import catalog
+from jaxpipe.schedule.actions import Action, Kind, Schedule
+from jaxpipe.schedule.placement import Placement, linear, looped
+from jaxpipe.schedule.validate import ScheduleError, peak_in_flight, validate, walk
+
+NAMES = [entry.name for entry in catalog.entries()]
+
+
+def orders(*rows: str) -> tuple[tuple[Action, ...], ...]:
+    return tuple(tuple(Action.parse(word) for word in row.split()) for row in rows)
+
+
+def schedule(*rows: str, m: int, **fields) -> Schedule:
+    return Schedule("test", fields.pop("placement", linear(len(rows))), m, orders(*rows), **fields)
+
+
+def with_order(base: Schedule, stage: int, order: list[Action]) -> Schedule:
+    rows = list(base.orders)
+    rows[stage] = tuple(order)
+    return dataclasses.replace(base, orders=tuple(rows))
+
+
+@st.composite
+def built(draw) -> tuple[Schedule, int, int]:
+    """A valid schedule with a stage and a position in that stage's order."""
+    base = catalog.build(
+        draw(st.sampled_from(NAMES)),
+        stages=draw(st.integers(1, 5)),
+        microbatches=draw(st.integers(1, 6)),
+    )
+    stage = draw(st.integers(0, base.num_stages - 1))
+    return base, stage, draw(st.integers(0, len(base.orders[stage]) - 1))
+
+
+@given(built())
+def test_a_dropped_action_is_refused_by_name(case):
+    base, d, k = case
+    order = list(base.orders[d])
+    dropped = order.pop(k)
+    with pytest.raises(ScheduleError) as caught:
+        validate(with_order(base, d, order))
+    text = str(caught.value)
+    # A missing BW looks like a missing split pair.
+    wanted = str(dropped).replace("BW", "B")
+    assert f"{wanted} is missing from stage {d}" in text
+    assert f">{wanted}?" in text
+
+
+@given(built())
+def test_a_repeated_action_is_refused_by_name(case):
+    base, d, k = case
+    order = list(base.orders[d])
+    order.insert(k, order[k])
+    with pytest.raises(ScheduleError) as caught:
+        validate(with_order(base, d, order))
+    assert f"{order[k]} on stage {d} runs a second time." in str(caught.value)
+    assert f">{order[k]}<" in str(caught.value)
+
+
+@given(built(), st.integers(0, 4))
+def test_an_action_on_the_wrong_stage_is_refused(case, other):
+    base, d, k = case
+    other %= base.num_stages
+    assume(other != d)
+    order = list(base.orders[d])
+    moved = order.pop(k)
+    broken = with_order(with_order(base, d, order), other, [*base.orders[other], moved])
+    wanted = (
+        f"{moved} on stage {other} is on the wrong stage: virtual stage {d} is held by stage {d}."
+    )
+    with pytest.raises(ScheduleError) as caught:
+        validate(broken)
+    assert wanted in str(caught.value)
+
+
+@given(built(), st.data())
+def test_any_reordering_is_either_refused_or_runs_in_dependency_order(case, data):
+    base, d, _ = case
+    shuffled = with_order(base, d, data.draw(st.permutations(base.orders[d])))
+    shuffled = dataclasses.replace(shuffled, peak_in_flight=None)
+    walked = walk(shuffled)
+    if walked.blockers:
+        with pytest.raises(ScheduleError, match="Deadlock"):
+            validate(shuffled)
+    else:
+        validate(shuffled)
+        position = {action: k for k, action in enumerate(shuffled.orders[d])}
+        for action, k in position.items():
+            forward = Action(action.virtual_stage, Kind.F, action.microbatch)
+            assert position[forward] <= k
+
+
+@given(
+    st.lists(
+        st.lists(st.builds(Action, st.integers(-1, 3), st.sampled_from(Kind), st.integers(-1, 3))),
+        min_size=1,
+        max_size=4,
+    ),
+    st.integers(0, 3),
+    st.one_of(st.none(), st.integers(1, 2)),
+)
+def test_anything_at_all_ends_with_an_answer(rows, m, inbox_slots):
+    anything = Schedule("any", linear(len(rows)), m, tuple(tuple(row) for row in rows))
+    try:
+        validate(anything, inbox_slots=inbox_slots)
+    except ScheduleError as error:
+        assert "cannot run" in str(error)  # noqa: PT017
+
+
+def test_the_grid_marks_the_cell_where_a_cycle_stops():
+    stuck = schedule("0F0 0BW0", "1BW0 1F0", m=1)
+    with pytest.raises(ScheduleError) as caught:
+        validate(stuck)
+    assert str(caught.value).splitlines() == [
+        "Schedule 'test' (2 stages, 1 microbatches) cannot run:",
+        "  Deadlock: stage 0 stops for good at 0BW0, which waits for the result of 1B0.",
+        "  Deadlock: stage 1 stops for good at 1BW0, which waits for the result of 1F0.",
+        "tick      0     1     2     3     4     5     6     7     8     9     10    11",
+        "stage 0   0F0  >0BW0< .     .     .     .     .     .     .     .     .     .",
+        "stage 1  >1BW0< 1F0   .     .     .     .     .     .     .     .     .     .",
+    ]
+
+
+def test_large_schedules_show_only_the_surroundings_of_the_cell():
+    base = catalog.build("1f1b", stages=32, microbatches=64)
+    broken = dataclasses.replace(base, peak_in_flight=(*base.peak_in_flight[:20], 1, *[9] * 11))
+    with pytest.raises(ScheduleError) as caught:
+        validate(broken)
+    lines = str(caught.value).splitlines()
+    assert "20F1 on stage 20 exceeds the promised peak in flight: 12 chunks against 1." in lines[1]
+    assert any(line.startswith("stage 20") and ">20F1<" in line for line in lines)
+    assert len(lines) < 20
+    assert max(map(len, lines)) < 120
+
+
+def test_a_promise_above_the_true_peak_is_kept():
+    base = catalog.build("1f1b", stages=3, microbatches=4)
+    validate(dataclasses.replace(base, peak_in_flight=(4, 4, 4)))
+
+
+def test_memory_is_freed_by_w_not_by_b():
+    late = schedule("0F0 0B0 0F1 0B1 0W0 0W1", m=2)
+    assert peak_in_flight(late) == (2,)
+    assert peak_in_flight(schedule("0F0 0BW0 0F1 0BW1", m=2)) == (1,)
+
+
+def test_ranges_are_checked():
+    with pytest.raises(ScheduleError) as caught:
+        validate(schedule("0F0 0BW0 3F0 0F7", m=1))
+    assert "3F0 on stage 0 has no virtual stage: they run from 0 to 0." in str(caught.value)
+    assert "0F7 on stage 0 has no microbatch: they run from 0 to 0." in str(caught.value)
+
+
+@pytest.mark.parametrize("row", ["0F0 0BW0 0B0 0W0", "0F0 0B0 0BW0 0W0", "0F0 0W0 0B0 0BW0"])
+def test_split_and_fused_do_not_mix_for_one_microbatch(row):
+    with pytest.raises(ScheduleError, match="mixes split and fused backward"):
+        validate(schedule(row, m=1))
+
+
+def test_split_and_fused_may_mix_between_virtual_stages_and_microbatches():
+    validate(schedule("0F0 0F1 0BW0 0B1 0W1", "1F0 1B0 1W0 1F1 1BW1", m=2))
+
+
+def test_a_finite_inbox_can_deadlock_an_order_that_runs_without_limit():
+    # Stage 0 sends three activations before it takes a gradient; stage 1 reads the last one first.
+    rows = ("0F0 0F1 0F2 0BW2 0BW1 0BW0", "1F2 1BW2 1F1 1BW1 1F0 1BW0")
+    reordered = schedule(*rows, m=3)
+    validate(reordered)
+    validate(reordered, inbox_slots=3)
+    with pytest.raises(ScheduleError, match="waits for one of the 2 inbox slots of stage 1"):
+        validate(reordered, inbox_slots=2)
+
+
+def test_inbox_slots_must_be_positive():
+    with pytest.raises(ValueError, match="inbox_slots=0 must be at least 1"):
+        validate(catalog.build("gpipe", stages=1, microbatches=1), inbox_slots=0)
+
+
+def test_hops_within_a_stage_need_no_inbox():
+    v_shape = Placement((0, 1, 1, 0))
+    rows = ("0F0 3F0 3BW0 0BW0", "1F0 2F0 2BW0 1BW0")
+    validate(schedule(*rows, m=1, placement=v_shape), inbox_slots=1)
+    validate(schedule("0F0 1F0 1BW0 0BW0", m=1, placement=looped(1, num_chunks=2)), inbox_slots=1)
+
+
+@pytest.mark.parametrize(
+    ("fields", "expected"),
+    [
+        ({"placement": Placement((0, 0, 1))}, "same number of virtual stages"),
+        ({"placement": Placement(())}, "same number of virtual stages"),
+        ({"num_microbatches": 0}, "num_microbatches=0 is below 1"),
+        ({"orders": ()}, "There are 0 orders for 2 stages"),
+        ({"peak_in_flight": (1,)}, "peak_in_flight has 1 values for 2 stages"),
+    ],
+)
+def test_malformed_schedules_are_refused(fields, expected):
+    base = catalog.build("gpipe", stages=2, microbatches=2)
+    with pytest.raises(ScheduleError, match=expected):
+        validate(dataclasses.replace(base, **fields))

@@ -1,0 +1,1 @@
+"""Training of the models in ``models`` with jaxpipe: configuration, text data, loop, metrics."""

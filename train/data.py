@@ -1,0 +1,373 @@
+"""Text as token files: what ``train.prepare`` wrote, read as batches with exact resume.
+
+A data folder holds ``tokenizer.json``, ``train.tokens``, ``heldout.tokens`` and ``meta.json``. A token
+file is a 24-byte header (magic, version, bytes per token, number of tokens) and the tokens, all
+little-endian, so a truncated copy is noticed before training starts.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import os
+import struct
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import grain
+import numpy as np
+from tokenizers import Tokenizer
+
+TRAIN_FILE = "train.tokens"
+HELDOUT_FILE = "heldout.tokens"
+TOKENIZER_FILE = "tokenizer.json"
+META_FILE = "meta.json"
+END_OF_TEXT = "<|endoftext|>"
+
+_HEADER = struct.Struct("<8sIIQ")  # magic, version, bytes per token, number of tokens
+_MAGIC = b"JPTOKENS"
+_VERSION = 1
+_DTYPES: dict[int, np.dtype[Any]] = {2: np.dtype("<u2"), 4: np.dtype("<u4")}
+# Tokens counted at a time, so that memory stays flat however long the token file is.
+_COUNT_BLOCK = 1 << 22
+
+Batch = dict[str, np.ndarray]
+
+
+@dataclasses.dataclass(frozen=True)
+class SplitMeta:
+    """Size of one side of the data: its documents, their UTF-8 bytes, and their tokens."""
+
+    documents: int
+    bytes: int
+    tokens: int
+
+
+@dataclasses.dataclass(frozen=True)
+class DataMeta:
+    """What ``meta.json`` says about a data folder.
+
+    Args:
+      vocab_size: number of tokens the tokenizer knows; every token is below it.
+      tokenizer_sha256: hex digest of ``tokenizer.json``.
+      documents_sha256: hex digest of the names and contents of all documents.
+      train: size of the text that is trained on.
+      heldout: size of the text that is only evaluated on.
+      settings: the options of ``train.prepare`` that decide the content.
+    """
+
+    vocab_size: int
+    tokenizer_sha256: str
+    documents_sha256: str
+    train: SplitMeta
+    heldout: SplitMeta
+    settings: dict[str, Any]
+
+
+def _prepare_hint(folder: Path) -> str:
+    return f"Prepare it with: python -m train.prepare --out {folder}"
+
+
+def write_tokens(path: Path, tokens: np.ndarray, *, vocab_size: int) -> None:
+    """Writes a token file and waits until it is on disk.
+
+    Args:
+      path: file to write.
+      tokens: integers ``[num_tokens]``, each below ``vocab_size``.
+      vocab_size: decides the width of a token: 2 bytes up to 65536, else 4.
+    """
+    assert tokens.size == 0 or int(tokens.max()) < vocab_size
+    dtype = _DTYPES[2 if vocab_size <= 1 << 16 else 4]
+    with path.open("wb") as file:
+        file.write(_HEADER.pack(_MAGIC, _VERSION, dtype.itemsize, len(tokens)))
+        file.write(tokens.astype(dtype).tobytes())
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def read_tokens(path: str | Path) -> np.memmap:
+    """Maps a token file into memory, after checking that it is whole.
+
+    Args:
+      path: a file written by ``train.prepare``.
+
+    Returns:
+      Read-only tokens ``[num_tokens]``, uint16 or uint32.
+
+    Raises:
+      ValueError: the file is missing, unreadable, not a token file, or not as long as its header
+        says.
+
+    Example:
+      >>> tokens = read_tokens("data/stdlib/train.tokens")  # doctest: +SKIP
+    """
+    path = Path(path)
+    where = f"data.path={path.parent}"
+    hint = _prepare_hint(path.parent)
+    try:
+        with path.open("rb") as file:
+            header = file.read(_HEADER.size)
+            actual_bytes = os.fstat(file.fileno()).st_size
+    except FileNotFoundError:
+        raise ValueError(f"{where}: there is no {path.name}. {hint}") from None
+    except OSError as error:
+        raise ValueError(f"{where}: cannot read {path}: {error.strerror}.") from error
+    if len(header) < _HEADER.size:
+        raise ValueError(
+            f"{where}: {path.name} is truncated: expected at least the {_HEADER.size} bytes of a "
+            f"header, found {actual_bytes} bytes. {hint}"
+        )
+    magic, version, itemsize, count = _HEADER.unpack(header)
+    if magic != _MAGIC:
+        raise ValueError(
+            f"{where}: {path.name} is not a jaxpipe token file: expected it to start with the bytes "
+            f"{_MAGIC!r}, found {magic!r} ({actual_bytes} bytes in all). {hint}"
+        )
+    if version != _VERSION or itemsize not in _DTYPES:
+        raise ValueError(
+            f"{where}: {path.name} has format version {version} with {itemsize} bytes a token; "
+            f"this program reads version {_VERSION} with 2 or 4. {hint}"
+        )
+    expected_bytes = _HEADER.size + itemsize * count
+    if actual_bytes != expected_bytes:
+        kind = "truncated" if actual_bytes < expected_bytes else "longer than it says"
+        raise ValueError(
+            f"{where}: {path.name} is {kind}: expected {expected_bytes} bytes ({count} tokens), "
+            f"found {actual_bytes} bytes. {hint}"
+        )
+    if count == 0:
+        raise ValueError(f"{where}: {path.name} holds no tokens. {hint}")
+    return np.memmap(path, dtype=_DTYPES[itemsize], mode="r", offset=_HEADER.size, shape=(count,))
+
+
+def read_meta(folder: str | Path) -> DataMeta:
+    """Reads ``meta.json`` of a data folder and checks that the tokenizer is the one it describes.
+
+    Args:
+      folder: a folder written by ``train.prepare``.
+
+    Returns:
+      The sizes, digests and settings.
+
+    Raises:
+      ValueError: a file is missing or unreadable, or the tokenizer is another one.
+    """
+    folder = Path(folder)
+    hint = _prepare_hint(folder)
+    texts = {}
+    for name in (META_FILE, TOKENIZER_FILE):
+        try:
+            texts[name] = (folder / name).read_bytes()
+        except FileNotFoundError:
+            raise ValueError(f"data.path={folder}: there is no {name}. {hint}") from None
+        except OSError as error:
+            raise ValueError(
+                f"data.path={folder}: cannot read {folder / name}: {error.strerror}."
+            ) from error
+    try:
+        fields = json.loads(texts[META_FILE])
+        fields["train"] = SplitMeta(**fields["train"])
+        fields["heldout"] = SplitMeta(**fields["heldout"])
+        meta = DataMeta(**fields)
+    except (ValueError, TypeError, KeyError) as error:
+        raise ValueError(
+            f"data.path={folder}: {META_FILE} is damaged or foreign ({error}). {hint}"
+        ) from error
+    digest = hashlib.sha256(texts[TOKENIZER_FILE]).hexdigest()
+    if digest != meta.tokenizer_sha256:
+        raise ValueError(
+            f"data.path={folder}: {TOKENIZER_FILE} is not the tokenizer these tokens were made "
+            f"with: expected sha256 {meta.tokenizer_sha256[:12]}..., found {digest[:12]}.... {hint}"
+        )
+    return meta
+
+
+def load_tokenizer(folder: str | Path) -> Tokenizer:
+    """Loads the tokenizer the token files of a folder were made with.
+
+    The text ``<|endoftext|>`` inside a prompt is encoded as ordinary text, as in preparation.
+
+    Args:
+      folder: a folder written by ``train.prepare``.
+
+    Returns:
+      A tokenizer with ``encode(text).ids`` and ``decode(ids)``; the end of a document is
+      ``tokenizer.token_to_id("<|endoftext|>")``.
+
+    Raises:
+      ValueError: as ``read_meta``.
+    """
+    read_meta(folder)
+    tokenizer = Tokenizer.from_file(str(Path(folder) / TOKENIZER_FILE))
+    tokenizer.encode_special_tokens = True
+    return tokenizer
+
+
+def batches(
+    tokens: np.ndarray,
+    *,
+    sequence_length: int,
+    batch_size: int,
+    seed: int,
+    rows: Sequence[int] | None = None,
+) -> grain.DatasetIterator[Batch]:
+    """Yields shuffled windows of the text without end.
+
+    The text is cut into windows of ``sequence_length + 1`` tokens that overlap by one, so every token
+    but the first is predicted once an epoch. Each epoch visits all windows in a new order, which
+    depends on ``seed`` and the epoch only. The tokens after the last whole window (fewer than
+    ``sequence_length``) are not used.
+
+    Args:
+      tokens: integers ``[num_tokens]``.
+      sequence_length: number of predictions a window holds, at least 1.
+      batch_size: windows in the whole batch, over all processes, at least 1.
+      seed: decides the order.
+      rows: indices, in ``[0, batch_size)``, of the rows of the whole batch that this process wants;
+        all by default.
+
+    Returns:
+      An iterator of ``{"tokens": int32 [len(rows), sequence_length + 1]}``. ``get_state()`` is a small
+      dict for JSON and ``set_state()`` continues there at once, to the bit; the state counts whole
+      batches, so it stays valid when the number of processes changes.
+
+    Raises:
+      ValueError: the text is shorter than one window, or a row or size is out of range.
+
+    Example:
+      >>> stream = batches(np.arange(100), sequence_length=8, batch_size=4, seed=0)
+      >>> next(stream)["tokens"].shape
+      (4, 9)
+    """
+    _check_sizes(sequence_length=sequence_length, batch_size=batch_size)
+    num_windows = (len(tokens) - 1) // sequence_length
+    if num_windows < 1:
+        raise ValueError(
+            f"data.sequence_length={sequence_length} does not fit the training text of {len(tokens)} "
+            f"tokens: one window needs sequence_length + 1 of them. "
+            f"Nearest valid: {max(len(tokens) - 1, 0)}."
+        )
+    chosen = _check_rows(rows, batch_size)
+
+    def read(windows: np.ndarray) -> Batch:
+        return _read_windows(tokens, windows[chosen], sequence_length)
+
+    # Window numbers are shuffled and batched, not windows: a process reads its own rows only.
+    dataset = grain.MapDataset.range(num_windows).seed(seed).shuffle().repeat().batch(batch_size)
+    # Memory-mapped reads are far faster than a training step: no reader threads.
+    options = grain.ReadOptions(num_threads=0, prefetch_buffer_size=0)
+    return iter(dataset.map(read).to_iter_dataset(options))
+
+
+def heldout_batches(
+    tokens: np.ndarray,
+    *,
+    sequence_length: int,
+    batch_size: int,
+    num_batches: int,
+    rows: Sequence[int] | None = None,
+) -> Iterator[Batch]:
+    """Yields the same windows, spread evenly over the held-out text, each time it is called.
+
+    Args:
+      tokens: integers ``[num_tokens]``.
+      sequence_length: number of predictions a window holds, at least 1.
+      batch_size: windows in the whole batch, over all processes, at least 1.
+      num_batches: batches to yield, at least 1.
+      rows: indices, in ``[0, batch_size)``, of the rows this process wants; all by default.
+
+    Returns:
+      An iterator of ``num_batches`` times ``{"tokens": int32 [len(rows), sequence_length + 1]}``; no
+      window comes twice.
+
+    Raises:
+      ValueError: the text holds fewer windows than asked for, or a row or size is out of range.
+    """
+    _check_sizes(sequence_length=sequence_length, batch_size=batch_size, num_batches=num_batches)
+    chosen = _check_rows(rows, batch_size)
+    num_windows = max(len(tokens) - 1, 0) // sequence_length
+    needed = num_batches * batch_size
+    if num_windows < needed:
+        nearest = [f"{num_windows // batch_size} batches"] if num_windows >= batch_size else []
+        if len(tokens) > needed:
+            nearest.append(f"sequence_length={(len(tokens) - 1) // needed}")
+        remedy = f"Nearest valid: {' or '.join(nearest)}. " if nearest else ""
+        raise ValueError(
+            f"The held-out text is too short: {num_batches} batches x {batch_size} rows need {needed} "
+            f"windows of data.sequence_length={sequence_length} + 1 tokens, its {len(tokens)} tokens "
+            f"give {num_windows}. "
+            f"{remedy}Or prepare more held-out text with a larger --heldout-fraction."
+        )
+    windows = np.arange(needed, dtype=np.int64) * num_windows // needed
+    return (
+        _read_windows(tokens, batch[chosen], sequence_length)
+        for batch in windows.reshape(num_batches, batch_size)
+    )
+
+
+def unigram_loss(train_tokens: np.ndarray, heldout_tokens: np.ndarray, vocab_size: int) -> float:
+    """Cross-entropy of held-out text under token frequencies alone: what a model must beat.
+
+    With add-one smoothing, ``p(t) = (count(t) + 1) / (num_train_tokens + vocab_size)``.
+
+    Args:
+      train_tokens: integers ``[num_train_tokens]`` to count.
+      heldout_tokens: integers ``[num_heldout_tokens]`` to predict, at least one.
+      vocab_size: number of tokens that exist.
+
+    Returns:
+      Mean of ``-log p`` over the held-out tokens, in nats per token.
+
+    Raises:
+      ValueError: a token is not below ``vocab_size``, or there is no held-out token.
+
+    Example:
+      >>> round(unigram_loss(np.array([0, 0, 1]), np.array([0, 1]), 2), 4)  # -log(3/5 * 2/5) / 2
+      0.7136
+    """
+    if len(heldout_tokens) == 0:
+        raise ValueError("heldout_tokens is empty: there is nothing to predict.")
+    train_counts = _count(train_tokens, vocab_size, "train_tokens")
+    heldout_counts = _count(heldout_tokens, vocab_size, "heldout_tokens")
+    log_p = np.log(train_counts + 1.0) - np.log(len(train_tokens) + vocab_size)
+    return float(-(heldout_counts @ log_p) / len(heldout_tokens))
+
+
+def _count(tokens: np.ndarray, vocab_size: int, name: str) -> np.ndarray:
+    counts = np.zeros(vocab_size, np.int64)
+    for start in range(0, len(tokens), _COUNT_BLOCK):
+        block = np.asarray(tokens[start : start + _COUNT_BLOCK], dtype=np.int64)
+        if int(block.max()) >= vocab_size:
+            raise ValueError(
+                f"{name} holds token {int(block.max())}, but vocab_size={vocab_size}: "
+                f"every token must be below it."
+            )
+        counts += np.bincount(block, minlength=vocab_size)
+    return counts
+
+
+def _read_windows(tokens: np.ndarray, windows: np.ndarray, sequence_length: int) -> Batch:
+    starts = windows.astype(np.int64) * sequence_length
+    out = np.empty((len(starts), sequence_length + 1), np.int32)
+    for row, start in enumerate(starts):
+        out[row] = tokens[start : start + sequence_length + 1]
+    return {"tokens": out}
+
+
+def _check_sizes(**sizes: int) -> None:
+    wrong = [f"{name}={value}" for name, value in sizes.items() if value < 1]
+    if wrong:
+        raise ValueError(f"{', '.join(wrong)}: must be at least 1. Nearest valid: 1.")
+
+
+def _check_rows(rows: Sequence[int] | None, batch_size: int) -> np.ndarray:
+    chosen = np.arange(batch_size) if rows is None else np.asarray(rows, dtype=np.int64)
+    outside = chosen[(chosen < 0) | (chosen >= batch_size)]
+    if outside.size:
+        raise ValueError(
+            f"rows={outside.tolist()} are outside batch_size={batch_size}. "
+            f"Valid: 0 to {batch_size - 1}."
+        )
+    return chosen

@@ -1,0 +1,438 @@
+"""Turns text into a tokenizer and token files: ``python -m train.prepare --out data/stdlib``.
+
+Without ``--text`` it uses the Python sources that ship with CPython's standard library, so it needs no download.
+The result depends on the text and the options only.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import fcntl
+import hashlib
+import json
+import os
+import shutil
+import sys
+import sysconfig
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import tyro
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from train.data import (
+    END_OF_TEXT,
+    HELDOUT_FILE,
+    META_FILE,
+    TOKENIZER_FILE,
+    TRAIN_FILE,
+    DataMeta,
+    SplitMeta,
+    read_meta,
+    read_tokens,
+    write_tokens,
+)
+from train.tokenizer import MIN_VOCAB_SIZE, encode, train_tokenizer
+
+_FILES = frozenset({TRAIN_FILE, HELDOUT_FILE, TOKENIZER_FILE, META_FILE})
+# Installed packages, tests, and programs that some distributions leave out.
+_STDLIB_SKIPPED = frozenset(
+    {"site-packages", "dist-packages", "test", "tests", "idlelib", "lib2to3", "ensurepip"}
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class PrepareOptions:
+    """Turns a folder of text into a tokenizer and token files."""
+
+    out: Path
+    """Folder to write."""
+    text: Path | None = None
+    """Folder of UTF-8 text files; by default the sources of Python's standard library."""
+    vocab_size: int = 2048
+    """Tokens the tokenizer may learn, at least 257."""
+    heldout_fraction: float = 0.05
+    """Share of the documents that is only evaluated on, between 0 and 1."""
+    max_megabytes: float = 12.0
+    """Most text to use, in 10^6 bytes; what is left out is reported."""
+    force: bool = False
+    """Replace data that was prepared with other settings."""
+
+    def settings(self) -> dict[str, Any]:
+        """Returns the options that decide the content, as ``meta.json`` stores them."""
+        return {
+            "text": "stdlib" if self.text is None else str(self.text.resolve()),
+            "vocab_size": self.vocab_size,
+            "heldout_fraction": self.heldout_fraction,
+            "max_megabytes": self.max_megabytes,
+        }
+
+
+@dataclasses.dataclass(frozen=True)
+class Document:
+    """One text; ``name`` is its path below the text folder, with forward slashes."""
+
+    name: str
+    text: str
+
+
+def prepare(options: PrepareOptions, *, console: Console | None = None) -> DataMeta:
+    """Writes the data folder, or leaves it alone when it is already there and whole.
+
+    The folder appears under its name only when it is complete: a killed run leaves the old data or
+    none.
+
+    Args:
+      options: what to read and where to write.
+      console: where to report; standard output by default.
+
+    Returns:
+      What the folder holds.
+
+    Raises:
+      ValueError: an option is out of range, there is no text, or ``options.out`` holds something
+        else.
+      OSError: the folder cannot be written.
+
+    Example:
+      >>> prepare(PrepareOptions(out=Path("data/stdlib"))).vocab_size  # doctest: +SKIP
+      2048
+    """
+    console = console or Console()
+    _check_options(options)
+    existing = _existing_data(options, console)
+    documents, skipped = collect_documents(options)
+    digest = _digest(documents)
+    if existing is not None:
+        _say(console, f"{options.out} is already prepared with these settings.")
+        if existing.documents_sha256 != digest:
+            _say(console, "The text has changed since; --force prepares it again.")
+        return existing
+    train, heldout = split_documents(documents, heldout_fraction=options.heldout_fraction)
+    _say(console, f"{len(documents)} documents, {_num_bytes(documents) / 1e6:.2f} MB of text")
+    for reason, count in sorted(skipped.items()):
+        _say(console, f"left out {count} files: {reason}")
+    train_texts, heldout_texts = ([d.text for d in side] for side in (train, heldout))
+    with _progress(console) as progress:
+        tokenizer = train_tokenizer(train_texts, vocab_size=options.vocab_size, progress=progress)
+        train_tokens = encode(tokenizer, train_texts, progress=progress, label="encode train")
+        heldout_tokens = encode(
+            tokenizer, heldout_texts, progress=progress, label="encode held-out"
+        )
+    tokenizer_json = tokenizer.to_str()
+    meta = DataMeta(
+        vocab_size=tokenizer.get_vocab_size(),
+        tokenizer_sha256=hashlib.sha256(tokenizer_json.encode()).hexdigest(),
+        documents_sha256=digest,
+        train=_size(train, train_tokens),
+        heldout=_size(heldout, heldout_tokens),
+        settings=options.settings(),
+    )
+    with _appearing_folder(options.out) as folder:
+        _write_text(folder / TOKENIZER_FILE, tokenizer_json)
+        write_tokens(folder / TRAIN_FILE, train_tokens, vocab_size=meta.vocab_size)
+        write_tokens(folder / HELDOUT_FILE, heldout_tokens, vocab_size=meta.vocab_size)
+        _write_text(folder / META_FILE, json.dumps(dataclasses.asdict(meta), indent=2) + "\n")
+    fewer = "" if meta.vocab_size == options.vocab_size else " (too little text for more)"
+    _say(
+        console,
+        f"{options.out}: {meta.train.tokens} train and {meta.heldout.tokens} held-out tokens, "
+        f"vocabulary {meta.vocab_size}{fewer}",
+    )
+    return meta
+
+
+def collect_documents(options: PrepareOptions) -> tuple[list[Document], Counter[str]]:
+    """Reads the text, in an order that depends on the names only.
+
+    When there is more than ``max_megabytes``, an even sample by hash of the name is used, not the
+    first names.
+
+    Args:
+      options: names the folder and the limit.
+
+    Returns:
+      The documents sorted by name, and how many files were left out for which reason.
+
+    Raises:
+      ValueError: the folder cannot be read or holds no text.
+    """
+    root = Path(sysconfig.get_path("stdlib")) if options.text is None else options.text
+    limit = options.max_megabytes * 1e6
+    skipped: Counter[str] = Counter()
+    documents: list[Document] = []
+    used = 0
+    for name in sorted(_file_names(root, options), key=_order_key):
+        try:
+            size = (root / name).stat().st_size
+            if used + size > limit:
+                skipped["over --max-megabytes"] += 1
+                continue
+            text = (root / name).read_bytes().decode("utf-8")
+        except UnicodeDecodeError:
+            skipped["not UTF-8 text"] += 1
+            continue
+        except OSError as error:
+            raise ValueError(f"--text={root}: cannot read {name}: {error.strerror}.") from error
+        if not text or "\0" in text:
+            skipped["empty" if not text else "not UTF-8 text"] += 1
+            continue
+        used += size
+        documents.append(Document(name, text))
+    if not documents:
+        found = "; ".join(
+            f"{count} left out: {reason}" for reason, count in sorted(skipped.items())
+        )
+        raise ValueError(
+            f"--text={root}: no text files found ({found or 'the folder holds no files'}). Name a "
+            f"folder with UTF-8 text files, or raise --max-megabytes={options.max_megabytes:g}."
+        )
+    return sorted(documents, key=lambda document: document.name), skipped
+
+
+def split_documents(
+    documents: Sequence[Document], *, heldout_fraction: float
+) -> tuple[list[Document], list[Document]]:
+    """Splits documents by a hash of their name, whatever the other documents are.
+
+    Both sides get at least one document; a single document is cut in two at a line.
+
+    Args:
+      documents: at least one.
+      heldout_fraction: share of the documents to hold out, between 0 and 1.
+
+    Returns:
+      The documents to train on and the held-out ones.
+
+    Raises:
+      ValueError: there is a single document of fewer than two characters.
+    """
+    if len(documents) == 1:
+        return _cut(documents[0], heldout_fraction)
+    ranked = sorted(documents, key=lambda document: _hash("split", document.name))
+    num_heldout = sum(_hash("split", d.name) < heldout_fraction * 2**64 for d in ranked)
+    num_heldout = min(max(num_heldout, 1), len(ranked) - 1)
+    heldout_names = {document.name for document in ranked[:num_heldout]}
+    return (
+        [document for document in documents if document.name not in heldout_names],
+        [document for document in documents if document.name in heldout_names],
+    )
+
+
+def _check_options(options: PrepareOptions) -> None:
+    problems = []
+    if options.vocab_size < MIN_VOCAB_SIZE:
+        problems.append(
+            f"--vocab-size={options.vocab_size} is too small: 256 bytes and {END_OF_TEXT} need a "
+            f"token each. Nearest valid: {MIN_VOCAB_SIZE}."
+        )
+    if not 0 < options.heldout_fraction < 1:
+        problems.append(
+            f"--heldout-fraction={options.heldout_fraction:g} must lie between 0 and 1, "
+            f"for example 0.05."
+        )
+    if not options.max_megabytes > 0:
+        problems.append(
+            f"--max-megabytes={options.max_megabytes:g} must be positive, for example 12."
+        )
+    if options.text is not None and not options.text.is_dir():
+        state = "is a file: name its folder" if options.text.is_file() else "does not exist"
+        problems.append(f"--text={options.text} {state}.")
+    if problems:
+        raise ValueError("\n".join(problems))
+
+
+def _existing_data(options: PrepareOptions, console: Console) -> DataMeta | None:
+    """Returns what ``out`` holds if it can stay, and None if it is to be written."""
+    out = options.out
+    if not out.exists():
+        return None
+    if not out.is_dir():
+        raise ValueError(f"--out={out} is a file. Name a new folder, or one prepared before.")
+    foreign = sorted({path.name for path in out.iterdir()} - _FILES)
+    if foreign:
+        raise ValueError(
+            f"--out={out} holds other files ({', '.join(foreign[:3])}), which would be lost. "
+            f"Name a new folder."
+        )
+    if options.force or not any(out.iterdir()):
+        return None
+    meta, problem = None, ""
+    try:
+        meta = read_meta(out)
+        sizes = [len(read_tokens(out / name)) for name in (TRAIN_FILE, HELDOUT_FILE)]
+        if sizes != [meta.train.tokens, meta.heldout.tokens]:
+            problem = f"its token files are not those of {META_FILE}"
+    except ValueError as error:
+        problem = str(error)
+    if meta is not None:  # also when a token file is damaged: the other text must not replace it
+        _check_same_settings(options, meta)
+    if problem:
+        _say(console, f"{out} is not whole and is prepared again: {problem}")
+        return None
+    return meta
+
+
+def _check_same_settings(options: PrepareOptions, meta: DataMeta) -> None:
+    different = [
+        f"{key} is {meta.settings.get(key)!r} there and {value!r} here"
+        for key, value in options.settings().items()
+        if meta.settings.get(key) != value
+    ]
+    if different:
+        raise ValueError(
+            f"--out={options.out} was prepared with other settings ({'; '.join(different)}). "
+            f"Use the same ones, another --out, or --force to replace it."
+        )
+
+
+def _file_names(root: Path, options: PrepareOptions) -> Iterator[str]:
+    """Yields the path of every file below ``root`` except hidden ones and prepared data."""
+    only_stdlib = options.text is None
+
+    def fail(error: OSError) -> None:
+        raise ValueError(
+            f"--text={root}: cannot read {error.filename}: {error.strerror}."
+        ) from error
+
+    def is_wanted(folder: Path) -> bool:
+        hidden = folder.name.startswith(".") or folder.name == "__pycache__"
+        foreign = only_stdlib and folder.name in _STDLIB_SKIPPED
+        return not hidden and not foreign and folder.resolve() != options.out.resolve()
+
+    for folder, subfolders, files in os.walk(root, onerror=fail):
+        subfolders[:] = [name for name in subfolders if is_wanted(Path(folder, name))]
+        for name in files:
+            path = Path(folder, name)
+            wanted = name.endswith(".py") if only_stdlib else not name.startswith(".")
+            if wanted and path.is_file():  # no sockets, pipes, dangling links
+                yield path.relative_to(root).as_posix()
+
+
+def _hash(purpose: str, name: str) -> int:
+    """Returns 64 bits of the name; one ``purpose`` tells nothing about another."""
+    digest = hashlib.sha256(f"{purpose}:{name}".encode("utf-8", "surrogateescape")).digest()
+    return int.from_bytes(digest[:8], "big")
+
+
+def _order_key(name: str) -> int:
+    return _hash("order", name)
+
+
+def _digest(documents: Sequence[Document]) -> str:
+    digest = hashlib.sha256()
+    for document in documents:
+        for part in (document.name, document.text):
+            data = part.encode("utf-8", "surrogateescape")
+            digest.update(len(data).to_bytes(8, "little") + data)
+    return digest.hexdigest()
+
+
+def _cut(document: Document, heldout_fraction: float) -> tuple[list[Document], list[Document]]:
+    text = document.text
+    if len(text) < 2:
+        raise ValueError(
+            f"The only text, {document.name}, is too short to split into train and held-out parts."
+        )
+    middle = min(max(round(len(text) * (1 - heldout_fraction)), 1), len(text) - 1)
+    line_end = text.rfind("\n", 0, middle) + 1
+    cut = line_end or middle
+    return [Document(document.name, text[:cut])], [Document(document.name, text[cut:])]
+
+
+def _size(documents: Sequence[Document], tokens: np.ndarray) -> SplitMeta:
+    num_bytes = _num_bytes(documents)
+    return SplitMeta(documents=len(documents), bytes=num_bytes, tokens=len(tokens))
+
+
+def _num_bytes(documents: Sequence[Document]) -> int:
+    return sum(len(document.text.encode()) for document in documents)
+
+
+def _say(console: Console, text: str) -> None:
+    # Paths are shown as they are: no line breaks inside, and brackets are not colours.
+    console.print(text, soft_wrap=True, markup=False, highlight=False)
+
+
+def _progress(console: Console) -> Progress:
+    return Progress(
+        TextColumn("{task.description:<16}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        console=console,
+    )
+
+
+def _write_text(path: Path, text: str) -> None:
+    with path.open("w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+@contextlib.contextmanager
+def _appearing_folder(out: Path) -> Iterator[Path]:
+    """Yields a hidden folder that becomes ``out`` if the body succeeds and vanishes if it fails."""
+    out = out.resolve()
+    parent = out.parent
+    parent.mkdir(parents=True, exist_ok=True)
+    prefix = f".{out.name}.partial-"
+    for path in [path for path in parent.iterdir() if path.name.startswith(prefix)]:
+        # The lock of a killed process is gone with it: what can be locked belongs to nobody.
+        with contextlib.suppress(OSError), _locked(path):
+            shutil.rmtree(path)
+    partial = parent / f"{prefix}{os.getpid()}"
+    partial.mkdir()
+    with _locked(partial):
+        try:
+            yield partial
+            _replace(partial, out)
+        finally:
+            shutil.rmtree(partial, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def _replace(new: Path, out: Path) -> None:
+    """Renames ``new`` to ``out``; an old folder steps aside first, as only empty ones give way."""
+    if not out.exists():
+        new.rename(out)
+        return
+    old = new.with_name(f"{new.name}-old")
+    out.rename(old)
+    new.rename(out)
+    shutil.rmtree(old)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs the command line; returns 2 after a message when the input or the disk is at fault."""
+    options = tyro.cli(PrepareOptions, args=arguments, prog="python -m train.prepare")
+    try:
+        prepare(options)
+    except ValueError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    except OSError as error:
+        print(
+            f"error: --out={options.out}: cannot write: {error.strerror or error}.", file=sys.stderr
+        )
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,66 @@
+"""The byte-level BPE tokenizer: learn it from documents, and encode them with it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from rich.progress import Progress
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+from train.data import END_OF_TEXT
+
+MIN_VOCAB_SIZE = 256 + 1  # every byte, and the end of a document
+_ENCODE_GROUP = 32  # documents encoded at a time, in parallel
+
+
+def train_tokenizer(texts: Sequence[str], *, vocab_size: int, progress: Progress) -> Tokenizer:
+    """Trains a byte-level BPE tokenizer: any text can be encoded and decodes to itself.
+
+    Args:
+      texts: documents to learn merges from.
+      vocab_size: most tokens to learn; little text gives fewer.
+      progress: gets a bar over the documents.
+
+    Returns:
+      The tokenizer, with the end-of-document token ``<|endoftext|>``.
+    """
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    # "<|endoftext|>" written inside a document is ordinary text.
+    tokenizer.encode_special_tokens = True
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=[END_OF_TEXT],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tracked = progress.track(texts, total=len(texts), description="train tokenizer")
+    tokenizer.train_from_iterator(tracked, trainer, length=len(texts))
+    return tokenizer
+
+
+def encode(
+    tokenizer: Tokenizer, texts: Sequence[str], *, progress: Progress, label: str
+) -> np.ndarray:
+    """Encodes documents one after the other, each followed by ``<|endoftext|>``.
+
+    Args:
+      tokenizer: from ``train_tokenizer``.
+      texts: documents to encode.
+      progress: gets a bar over the documents.
+      label: name of that bar.
+
+    Returns:
+      Tokens ``[num_tokens]``, uint32.
+    """
+    end = [tokenizer.token_to_id(END_OF_TEXT)]
+    pieces: list[np.ndarray] = []
+    bar = progress.add_task(label, total=len(texts))
+    for start in range(0, len(texts), _ENCODE_GROUP):
+        group = texts[start : start + _ENCODE_GROUP]
+        for encoding in tokenizer.encode_batch_fast(list(group)):
+            pieces.append(np.array(encoding.ids + end, np.uint32))
+        progress.advance(bar, len(group))
+    return np.concatenate(pieces)
