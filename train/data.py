@@ -1,8 +1,8 @@
 """Text as token files: what ``train.prepare`` wrote, read as batches with exact resume.
 
-A data folder holds ``tokenizer.json``, ``train.tokens``, ``heldout.tokens`` and ``meta.json``. A token
-file is a 24-byte header (magic, version, bytes per token, number of tokens) and the tokens, all
-little-endian, so a truncated copy is noticed before training starts.
+A data folder holds ``tokenizer.json``, ``train.tokens``, ``heldout.tokens`` and ``meta.json``. A
+token file is a 24-byte header (magic, version, bytes per token, number of tokens) and the tokens,
+all little-endian, so a truncated copy is noticed before training starts.
 """
 
 from __future__ import annotations
@@ -122,7 +122,7 @@ def read_tokens(path: str | Path) -> np.memmap:
     magic, version, itemsize, count = _HEADER.unpack(header)
     if magic != _MAGIC:
         raise ValueError(
-            f"{where}: {path.name} is not a jaxpipe token file: expected it to start with the bytes "
+            f"{where}: {path.name} is not a jaxpipe token file: expected it to start with "
             f"{_MAGIC!r}, found {magic!r} ({actual_bytes} bytes in all). {hint}"
         )
     if version != _VERSION or itemsize not in _DTYPES:
@@ -215,23 +215,23 @@ def batches(
 ) -> grain.DatasetIterator[Batch]:
     """Yields shuffled windows of the text without end.
 
-    The text is cut into windows of ``sequence_length + 1`` tokens that overlap by one, so every token
-    but the first is predicted once an epoch. Each epoch visits all windows in a new order, which
-    depends on ``seed`` and the epoch only. The tokens after the last whole window (fewer than
+    The text is cut into windows of ``sequence_length + 1`` tokens that overlap by one, so every
+    token but the first is predicted once an epoch. Each epoch visits all windows in a new order,
+    which depends on ``seed`` and the epoch only. The tokens after the last whole window (fewer than
     ``sequence_length``) are not used.
 
     Args:
       tokens: integers ``[num_tokens]``.
       sequence_length: number of predictions a window holds, at least 1.
       batch_size: windows in the whole batch, over all processes, at least 1.
-      seed: decides the order.
+      seed: decides the order, at least 0.
       rows: indices, in ``[0, batch_size)``, of the rows of the whole batch that this process wants;
         all by default.
 
     Returns:
-      An iterator of ``{"tokens": int32 [len(rows), sequence_length + 1]}``. ``get_state()`` is a small
-      dict for JSON and ``set_state()`` continues there at once, to the bit; the state counts whole
-      batches, so it stays valid when the number of processes changes.
+      An iterator of ``{"tokens": int32 [len(rows), sequence_length + 1]}``. ``get_state()`` is a
+      small dict for JSON and ``set_state()`` continues there at once, to the bit; the state counts
+      whole batches, so it stays valid when the number of processes changes.
 
     Raises:
       ValueError: the text is shorter than one window, or a row or size is out of range.
@@ -242,11 +242,13 @@ def batches(
       (4, 9)
     """
     _check_sizes(sequence_length=sequence_length, batch_size=batch_size)
+    if seed < 0:
+        raise ValueError(f"train.seed={seed}: must be at least 0. Nearest valid: 0.")
     num_windows = (len(tokens) - 1) // sequence_length
     if num_windows < 1:
         raise ValueError(
-            f"data.sequence_length={sequence_length} does not fit the training text of {len(tokens)} "
-            f"tokens: one window needs sequence_length + 1 of them. "
+            f"data.sequence_length={sequence_length} does not fit the training text of "
+            f"{len(tokens)} tokens: one window needs sequence_length + 1 of them. "
             f"Nearest valid: {max(len(tokens) - 1, 0)}."
         )
     chosen = _check_rows(rows, batch_size)
@@ -279,8 +281,8 @@ def heldout_batches(
       rows: indices, in ``[0, batch_size)``, of the rows this process wants; all by default.
 
     Returns:
-      An iterator of ``num_batches`` times ``{"tokens": int32 [len(rows), sequence_length + 1]}``; no
-      window comes twice.
+      An iterator of ``num_batches`` times ``{"tokens": int32 [len(rows), sequence_length + 1]}``;
+      no window comes twice.
 
     Raises:
       ValueError: the text holds fewer windows than asked for, or a row or size is out of range.
@@ -295,9 +297,9 @@ def heldout_batches(
             nearest.append(f"sequence_length={(len(tokens) - 1) // needed}")
         remedy = f"Nearest valid: {' or '.join(nearest)}. " if nearest else ""
         raise ValueError(
-            f"The held-out text is too short: {num_batches} batches x {batch_size} rows need {needed} "
-            f"windows of data.sequence_length={sequence_length} + 1 tokens, its {len(tokens)} tokens "
-            f"give {num_windows}. "
+            f"The held-out text is too short: {num_batches} batches x {batch_size} rows need "
+            f"{needed} windows of data.sequence_length={sequence_length} + 1 tokens, its "
+            f"{len(tokens)} tokens give {num_windows}. "
             f"{remedy}Or prepare more held-out text with a larger --heldout-fraction."
         )
     windows = np.arange(needed, dtype=np.int64) * num_windows // needed

@@ -1,7 +1,7 @@
 """Turns text into a tokenizer and token files: ``python -m train.prepare --out data/stdlib``.
 
-Without ``--text`` it uses the Python sources that ship with CPython's standard library, so it needs no download.
-The result depends on the text and the options only.
+Without ``--text`` it uses the Python sources that ship with CPython's standard library, so it needs
+no download. The result depends on the text and the options only.
 """
 
 from __future__ import annotations
@@ -116,7 +116,7 @@ def prepare(options: PrepareOptions, *, console: Console | None = None) -> DataM
     train, heldout = split_documents(documents, heldout_fraction=options.heldout_fraction)
     _say(console, f"{len(documents)} documents, {_num_bytes(documents) / 1e6:.2f} MB of text")
     for reason, count in sorted(skipped.items()):
-        _say(console, f"left out {count} files: {reason}")
+        _say(console, f"files left out ({reason}): {count}")
     train_texts, heldout_texts = ([d.text for d in side] for side in (train, heldout))
     with _progress(console) as progress:
         tokenizer = train_tokenizer(train_texts, vocab_size=options.vocab_size, progress=progress)

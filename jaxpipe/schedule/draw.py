@@ -45,8 +45,8 @@ def text(timeline: Timeline, *, colour: bool = False) -> str:
       >>> from jaxpipe.schedule.gpipe import gpipe
       >>> from jaxpipe.schedule.simulate import Costs, simulate
       >>> print(text(simulate(gpipe(2, 2, fused=True), Costs(1, 1, 1))))
-      stage 0 |F0  F1  .........BW0-----BW1-----|
-      stage 1 |....F0  F1  BW0-----BW1-----.....|
+      stage 0 |F0- F1- ............BW0---- BW1---- |
+      stage 1 |....F0- F1- BW0---- BW1---- ........|
     """
     cells = max(len(_label(timed.action, timeline)) for row in timeline.rows for timed in row) + 1
     shortest = min(timed.end - timed.start for row in timeline.rows for timed in row)
@@ -79,7 +79,7 @@ def _row(row: tuple[TimedAction, ...], timeline: Timeline, scale: float, colour:
 
 
 def figure(timeline: Timeline) -> Figure:
-    """Draws a timeline as a figure: a row of boxes a stage, kinds by colour, microbatches by number.
+    """Draws a timeline as a figure: boxes coloured by kind, numbered by microbatch.
 
     Chunks after a stage's first have a darker edge and white numbers. Uses matplotlib's object
     interface only: no global state, no display.

@@ -16,7 +16,7 @@ def gpipe(num_stages: int, num_microbatches: int, *, fused: bool = False) -> Sch
     bubble        fused (p-1)(F+B+W), split (p-1)(F+B), added to the m(F+B+W) of work
     in flight     m on every stage
     constraints   p >= 1, m >= 1, v = 1
-    source        Huang et al., "GPipe", arXiv 1811.06965, section 2.3
+    source        Huang et al., "GPipe", arXiv 1811.06965
     ============  =====================================================================
 
     Args:

@@ -10,13 +10,14 @@ def one_f_one_b(num_stages: int, num_microbatches: int, *, fused: bool = False) 
     """Orders each stage as a few warm-up forwards, then one forward and one backward in turn.
 
     Stage d warms up with p-d-1 forwards: one for each stage behind it. The split form puts W
-    directly after its B, which keeps the fused form's memory and sends the gradient on before W runs.
+    directly after its B, which keeps the fused form's memory and sends the gradient on
+    before W runs.
 
     ============  =====================================================================
     bubble        fused (p-1)(F+B+W), split (p-1)(F+B), added to the m(F+B+W) of work
     in flight     min(m, p-d) on stage d
     constraints   p >= 1, m >= 1, v = 1
-    source        Narayanan et al., "PipeDream-Flush", arXiv 2006.09503, section 3.2
+    source        Narayanan et al., arXiv 2006.09503 (there "PipeDream-Flush")
     ============  =====================================================================
 
     Args:

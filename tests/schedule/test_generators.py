@@ -7,13 +7,17 @@ import importlib
 import itertools
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxpipe.schedule import catalog
 from jaxpipe.schedule.actions import Kind, dependencies
 from jaxpipe.schedule.simulate import Costs, lock_step, simulate, ticks
 from jaxpipe.schedule.validate import ScheduleError, validate
+
+# No test may depend on how fast the machine is.
+settings.register_profile("jaxpipe", deadline=None)
+settings.load_profile("jaxpipe")
 
 NAMES = [entry.name for entry in catalog.entries()]
 stages = st.integers(1, 9)

@@ -5,13 +5,17 @@ from __future__ import annotations
 import dataclasses
 
 import pytest
-from hypothesis import assume, given
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from jaxpipe.schedule import catalog
 from jaxpipe.schedule.actions import Action, Kind, Schedule
 from jaxpipe.schedule.placement import Placement, linear, looped
 from jaxpipe.schedule.validate import ScheduleError, peak_in_flight, validate, walk
+
+# No test may depend on how fast the machine is.
+settings.register_profile("jaxpipe", deadline=None)
+settings.load_profile("jaxpipe")
 
 NAMES = [entry.name for entry in catalog.entries()]
 

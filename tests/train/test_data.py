@@ -65,7 +65,7 @@ def test_missing_token_file_names_the_command(tmp_path):
 def test_foreign_token_files_are_refused(tmp_path):
     path = tmp_path / "train.tokens"
     path.write_bytes(b"x" * 100)
-    with pytest.raises(ValueError, match="not a jaxpipe token file: .*JPTOKENS"):
+    with pytest.raises(ValueError, match=r"not a jaxpipe token file: .*JPTOKENS"):
         data.read_tokens(path)
     path.write_bytes(struct.pack("<8sIIQ", b"JPTOKENS", 9, 2, 0))
     with pytest.raises(ValueError, match="format version 9"):
@@ -164,6 +164,8 @@ def test_short_text_names_the_nearest_valid_values():
 def test_sizes_and_rows_out_of_range_are_refused():
     with pytest.raises(ValueError, match="sequence_length=0, batch_size=-1: must be at least 1"):
         _stream(sequence_length=0, batch_size=-1)
+    with pytest.raises(ValueError, match=r"train\.seed=-1: must be at least 0"):
+        _stream(seed=-1)
     with pytest.raises(ValueError, match="num_batches=0"):
         data.heldout_batches(_tokens(), sequence_length=5, batch_size=3, num_batches=0)
     with pytest.raises(ValueError, match=r"rows=\[4, -1\] .*Valid: 0 to 3"):

@@ -128,7 +128,7 @@ def test_damaged_data_is_prepared_again(options, name):
 def test_damaged_data_of_other_settings_is_not_replaced(options):
     prepare(options)
     (options.out / "train.tokens").unlink()
-    with pytest.raises(ValueError, match="text is .* there and 'stdlib' here"):
+    with pytest.raises(ValueError, match=r"text is .* there and 'stdlib' here"):
         prepare(dataclasses.replace(options, text=None))
 
 
@@ -160,7 +160,7 @@ def test_a_full_disk_leaves_the_old_data_and_exits_with_2(options, monkeypatch, 
 
 
 def test_a_killed_run_leaves_no_half_data(options):
-    # The child is killed while it writes: nothing carries the final name, and the next run clears up.
+    # Killed while it writes: nothing carries the final name, and the next run clears up.
     code = """
 import os, signal, sys
 from pathlib import Path
@@ -203,7 +203,7 @@ def test_files_left_out_are_counted(options, text):
     assert not names & {"binary.txt", "zeros.txt", "empty.txt", ".hidden", "large.txt"}
     assert skipped == {"not UTF-8 text": 2, "empty": 1, "over --max-megabytes": 1}
     report = _run(dataclasses.replace(options, max_megabytes=0.1))
-    assert "left out 1 files: over --max-megabytes" in report
+    assert "files left out (over --max-megabytes): 1" in report
 
 
 def test_a_limit_keeps_an_even_sample_in_name_order(options):

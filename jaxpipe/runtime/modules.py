@@ -1,0 +1,114 @@
+"""Turns flax nnx modules into what the pipeline runs: a pure function and a tree of arrays."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+PyTree = Any
+
+
+def functional(module: nnx.Module) -> tuple[Callable[..., Any], PyTree]:
+    """Splits a module into a pure function and its parameters.
+
+    Args:
+      module: any nnx module whose only state is parameters (`nnx.Param`) and random streams;
+        concrete, or abstract as `nnx.eval_shape` returns it.
+
+    Returns:
+      ``(apply, params)``. ``apply(params, *args, rng=None)`` calls the module. With ``rng``, one
+      jax key, the module's random streams (dropout) derive from that key alone; with None it runs
+      deterministically, as after `nnx.Module.eval`. ``params`` is a nested dict of arrays (shapes,
+      for an abstract module).
+
+    Raises:
+      ValueError: the module holds other state, such as running statistics.
+
+    Example:
+      >>> apply, params = functional(nnx.Linear(2, 3, rngs=nnx.Rngs(0)))
+      >>> jax.tree.map(jnp.shape, params)
+      {'bias': (3,), 'kernel': (2, 3)}
+      >>> apply(params, jnp.ones((5, 2))).shape
+      (5, 3)
+    """
+    eval_graph, _, _ = _split(nnx.view(module, deterministic=True, raise_if_not_found=False))
+    train_module = nnx.view(module, deterministic=False, raise_if_not_found=False)
+    train_graph, param_state, rng_state = _split(train_module)
+    params_tree = jax.tree.structure(param_state)
+
+    def apply(params: PyTree, *args: Any, rng: jax.Array | None = None) -> Any:
+        graph = eval_graph if rng is None else train_graph
+        state = jax.tree.unflatten(params_tree, jax.tree.leaves(params))
+        # A deterministic module reads no key, but merging wants a value for each.
+        key = jax.random.key(0) if rng is None else rng
+        return nnx.merge(graph, state, _streams(rng_state, key))(*args)
+
+    return apply, nnx.to_pure_dict(param_state)
+
+
+def stack(
+    make_module: Callable[[nnx.Rngs], nnx.Module], *, num_layers: int, rngs: nnx.Rngs
+) -> tuple[Callable[..., Any], PyTree]:
+    """Makes equal layers, stacked as ``params["layers"]`` wants them.
+
+    Each layer draws its own initial values.     Works under `jax.jit` and `jax.eval_shape`.
+
+    Args:
+      make_module: ``make_module(rngs)`` returns one layer.
+      num_layers: how many layers, at least 1.
+      rngs: where the layers' initial values come from; its ``params`` stream is advanced once.
+
+    Returns:
+      ``(apply, params)``: ``apply(layer_params, *args, rng=None)`` runs one layer, as in
+      `functional`; every leaf of ``params`` is [num_layers, ...].
+
+    Raises:
+      ValueError: ``num_layers`` below 1, or a module that `functional` refuses.
+
+    Example:
+      >>> def make(rngs):
+      ...     return nnx.Linear(4, 4, rngs=rngs)
+      >>> apply, layers = stack(make, num_layers=3, rngs=nnx.Rngs(0))
+      >>> layers["kernel"].shape
+      (3, 4, 4)
+    """
+    if num_layers < 1:
+        raise ValueError(f"num_layers={num_layers} must be at least 1. Nearest valid: 1.")
+    apply, _ = functional(nnx.eval_shape(lambda: make_module(nnx.Rngs(0))))
+
+    def initial(key: jax.Array) -> PyTree:
+        return functional(make_module(nnx.Rngs(key)))[1]
+
+    return apply, jax.vmap(initial)(jax.random.split(rngs.params(), num_layers))
+
+
+def _split(module: nnx.Module) -> tuple[nnx.GraphDef, nnx.State, nnx.State]:
+    graph, *states = nnx.split(module, nnx.Param, nnx.RngState, ...)
+    params, streams, other = states
+    flat = nnx.to_flat_state(other)
+    if flat:
+        found = ", ".join(f"{'.'.join(map(str, path))} ({type(v).__name__})" for path, v in flat)
+        raise ValueError(
+            f"{type(module).__name__} keeps state besides its parameters: {found}. A pipelined "
+            "layer must be a pure function of parameters, input and key; use one without running "
+            "state (for example LayerNorm instead of BatchNorm)."
+        )
+    return graph, params, streams
+
+
+def _streams(state: nnx.State, rng: jax.Array) -> nnx.State:
+    """The random streams of ``state``: each its own key, folded from ``rng``, and count 0."""
+    if not jnp.issubdtype(rng.dtype, jax.dtypes.prng_key):
+        rng = jax.random.wrap_key_data(rng)
+    leaves, tree = jax.tree.flatten(state)
+    filled = [
+        jax.random.fold_in(rng, i)
+        if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+        else jnp.zeros(leaf.shape, leaf.dtype)
+        for i, leaf in enumerate(leaves)
+    ]
+    return jax.tree.unflatten(tree, filled)

@@ -1,0 +1,255 @@
+"""The GPT: shapes, causality, grouped queries, sizes, randomness, and the split vocabulary."""
+
+import dataclasses
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec as P
+
+from jaxpipe.runtime.split import split_layer
+from models import gpt
+from models.gpt import GPTConfig
+
+TINY = GPTConfig(
+    vocab_size=61, sequence_length=12, num_layers=2, width=16, num_heads=4, num_kv_heads=2
+)
+GPT2 = dataclasses.replace(
+    TINY, num_kv_heads=None, positions="learned", norm="layer", activation="gelu", bias=True
+)
+FAMILIES = [TINY, GPT2, dataclasses.replace(TINY, tied=False, norm="layer")]
+ids = pytest.mark.parametrize("config", FAMILIES, ids=["llama", "gpt2", "untied"])
+
+
+# Compiled once a config: run operation by operation, the same calls take most of the suite's time.
+init = jax.jit(gpt.init, static_argnums=0)
+logits = jax.jit(gpt.logits, static_argnums=0)
+
+
+def tokens(config, *, rows=3, extra=0):
+    shape = (rows, config.sequence_length + extra)
+    return jax.random.randint(jax.random.key(9), shape, 0, config.vocab_size)
+
+
+@functools.partial(jax.jit, static_argnums=0, static_argnames="axis")
+def loss_of(config, params, batch, rng=None, *, axis=None):
+    """The unpipelined loss from the three functions."""
+    model = gpt.model(config, vocabulary_axis=axis)
+    outer = {"embed": params["embed"], "head": params["head"]}
+    layer_keys = None if rng is None else jax.random.split(rng, config.num_layers)
+    x = model.embed(outer, batch, rng)
+    x, _ = jax.lax.scan(
+        lambda x, layer: (model.layer(layer[0], x, layer[1]), None),
+        x,
+        (params["layers"], layer_keys),
+    )
+    return model.head_loss(outer, x, batch, rng)
+
+
+@ids
+def test_shapes_and_dtypes(config):
+    params = init(config, jax.random.key(0))
+    assert set(params) == {"embed", "layers", "head"}
+    assert ("table" in params["head"]) is not config.tied
+    assert {leaf.dtype for leaf in jax.tree.leaves(params)} == {jnp.dtype("float32")}
+    assert {leaf.shape[0] for leaf in jax.tree.leaves(params["layers"])} == {config.num_layers}
+    scores = logits(config, params, tokens(config))
+    assert scores.shape == (3, config.sequence_length, config.vocab_size)
+    assert scores.dtype == jnp.float32
+
+
+@ids
+def test_a_position_sees_no_later_token(config):
+    params = init(config, jax.random.key(0))
+    before = tokens(config)
+    after = before.at[:, 7].add(1) % config.vocab_size
+    scores, changed = (logits(config, params, t) for t in (before, after))
+    np.testing.assert_array_equal(scores[:, :7], changed[:, :7])
+    assert not np.allclose(scores[:, 7:], changed[:, 7:])
+
+
+@pytest.mark.parametrize("positions", ["rotary", "learned"])
+def test_order_of_the_tokens_matters(positions):
+    config = dataclasses.replace(TINY, positions=positions)
+    params = init(config, jax.random.key(0))
+    row = jnp.arange(config.sequence_length)[None]
+    swapped = row.at[0, :2].set(row[0, 1::-1])
+    last = [logits(config, params, t)[:, -1] for t in (row, swapped)]
+    assert np.abs(last[0] - last[1]).max() > 1e-7
+
+
+def test_rotary_scores_depend_on_distance_only():
+    """Heads that are the same vector everywhere: rotated scores are constant along diagonals."""
+    head = jax.random.normal(jax.random.key(0), (8,))
+    rotated = gpt._rotate(jnp.broadcast_to(head, (1, 6, 1, 8)), theta=100.0)[0, :, 0]
+    scores = rotated @ rotated.T
+    for distance in range(6):
+        diagonal = jnp.diagonal(scores, distance)
+        np.testing.assert_allclose(diagonal, diagonal[0] * jnp.ones_like(diagonal), rtol=1e-5)
+
+
+def test_grouped_queries_equal_repeated_key_and_value_heads():
+    full = dataclasses.replace(TINY, num_kv_heads=TINY.num_heads)
+    params = init(TINY, jax.random.key(0))
+    qkv = params["layers"]["attention"]["qkv"]["kernel"]
+    heads = qkv.reshape(*qkv.shape[:2], -1, TINY.head_width)
+    q, k, v = jnp.split(heads, (4, 6), axis=2)
+    repeated = jnp.concatenate([q, jnp.repeat(k, 2, axis=2), jnp.repeat(v, 2, axis=2)], axis=2)
+    attention = params["layers"]["attention"] | {
+        "qkv": {"kernel": repeated.reshape(*qkv.shape[:2], -1)}
+    }
+    expanded = params | {"layers": params["layers"] | {"attention": attention}}
+    np.testing.assert_allclose(
+        logits(full, expanded, tokens(TINY)),
+        logits(TINY, params, tokens(TINY)),
+        rtol=1e-5,
+        atol=1e-6,
+    )
+
+
+@pytest.mark.parametrize(
+    ("config", "count"),
+    [(GPTConfig.gpt2_124m(), 124_439_808), (GPTConfig.llama_7b(), 6_738_415_616)],
+    ids=["gpt2", "llama"],
+)
+def test_presets_have_the_published_sizes(config, count):
+    assert gpt.num_parameters(config) == count
+
+
+def test_flops_count_what_is_multiplied():
+    """Without its lookups and attention a model does 6 operations a parameter and token."""
+    attention = 12 * TINY.num_layers * TINY.width * TINY.sequence_length
+    assert gpt.flops_per_token(TINY) == 6 * gpt.num_parameters(TINY) + attention
+    for other in (
+        dataclasses.replace(TINY, tied=False),
+        dataclasses.replace(TINY, positions="learned"),
+    ):
+        assert gpt.flops_per_token(other) == gpt.flops_per_token(TINY)
+
+
+@ids
+def test_loss_at_init_is_that_of_a_uniform_guess(config):
+    params = init(config, jax.random.key(0))
+    batch = {"tokens": tokens(config, rows=16, extra=1)}
+    loss = loss_of(config, params, batch)
+    assert loss.dtype == jnp.float32
+    np.testing.assert_allclose(loss, math.log(config.vocab_size), rtol=0.02)
+
+
+def test_model_and_logits_are_the_same_function():
+    params = init(GPT2, jax.random.key(0))
+    batch = {"tokens": tokens(GPT2, extra=1)}
+    scores = jax.nn.log_softmax(logits(GPT2, params, batch["tokens"][:, :-1]))
+    expected = -jnp.take_along_axis(scores, batch["tokens"][:, 1:, None], axis=-1).mean()
+    np.testing.assert_allclose(loss_of(GPT2, params, batch), expected, rtol=1e-6)
+
+
+def test_residual_projections_start_smaller():
+    config = dataclasses.replace(TINY, width=64, num_layers=8)
+    layers = init(config, jax.random.key(0))["layers"]
+    np.testing.assert_allclose(layers["attention"]["qkv"]["kernel"].std(), 0.02, rtol=0.05)
+    np.testing.assert_allclose(layers["mlp"]["down"]["kernel"].std(), 0.02 / 4, rtol=0.05)
+
+
+def test_dropout_depends_on_the_key_alone():
+    config = dataclasses.replace(TINY, dropout=0.3)
+    params = init(TINY, jax.random.key(0))
+    batch = {"tokens": tokens(config, extra=1)}
+    first, again, other = (loss_of(config, params, batch, jax.random.key(k)) for k in (1, 1, 2))
+    assert first == again != other
+    without = loss_of(TINY, params, batch)
+    np.testing.assert_allclose(loss_of(config, params, batch), without, rtol=1e-6)
+
+
+@ids
+def test_split_vocabulary_gives_the_same_loss_and_gradients(config):
+    num_stages, padded = 4, 64
+    params = init(config, jax.random.key(0))
+    config = dataclasses.replace(config, dropout=0.2)
+    batch = {"tokens": tokens(config, extra=1)}
+    rng = jax.random.key(3)
+    split_model = gpt.model(config, vocabulary_axis="stage")
+    expected, expected_grads = jax.value_and_grad(
+        lambda params: loss_of(config, params, batch, rng)
+    )(params)
+
+    is_split = jax.tree.map(
+        lambda dim: dim is not None, split_model.stage_split, is_leaf=lambda dim: dim is None
+    ) | {"layers": jax.tree.map(lambda _: False, params["layers"])}
+    specs = jax.tree.map(lambda split: P("stage") if split else P(), is_split)
+    extra = padded - config.vocab_size
+    placed = jax.tree.map(
+        lambda split, leaf: jnp.pad(leaf, ((0, extra), (0, 0))) if split else leaf,
+        is_split,
+        params,
+    )
+    mesh = jax.make_mesh((num_stages,), ("stage",), axis_types=(jax.sharding.AxisType.Auto,))
+    run = jax.shard_map(
+        jax.value_and_grad(lambda params: loss_of(config, params, batch, rng, axis="stage")),
+        mesh=mesh,
+        in_specs=(specs,),
+        out_specs=(P(), specs),
+        check_vma=False,
+    )
+    loss, grads = jax.jit(run)(placed)
+    np.testing.assert_allclose(loss, expected, rtol=1e-6)
+    jax.tree.map(
+        lambda grad, wanted: np.testing.assert_allclose(
+            grad[: len(wanted)], wanted, rtol=1e-5, atol=1e-6
+        ),
+        grads,
+        expected_grads,
+    )
+
+
+@ids
+def test_weight_half_of_the_backward_is_the_weight_matmuls_only(config):
+    model = gpt.model(config)
+    params = jax.tree.map(lambda leaf: leaf[0], init(config, jax.random.key(0))["layers"])
+    x = jax.random.normal(jax.random.key(1), (2, config.sequence_length, config.width))
+    split = split_layer(model.layer, params, x)
+    program = jax.make_jaxpr(lambda *args: split.backward_weights(*args, None))(
+        params, split.until_w, split.crossing
+    )
+    matrices = [leaf for leaf in jax.tree.leaves(params) if leaf.ndim == 2]
+    assert str(program).count("dot_general[") == len(matrices)
+
+
+def test_bfloat16_compute_keeps_float32_weights_and_gradients():
+    config = dataclasses.replace(TINY, dtype="bfloat16")
+    params = init(TINY, jax.random.key(0))
+    batch = {"tokens": tokens(config, extra=1)}
+    outer = {"embed": params["embed"], "head": params["head"]}
+    assert gpt.model(config).embed(outer, batch, None).dtype == jnp.bfloat16
+    loss, grads = jax.value_and_grad(lambda params: loss_of(config, params, batch))(params)
+    assert {leaf.dtype for leaf in jax.tree.leaves(grads)} == {jnp.dtype("float32")}
+    np.testing.assert_allclose(loss, loss_of(TINY, params, batch), rtol=1e-2)
+
+
+def test_all_failures_come_in_one_message():
+    with pytest.raises(ValueError, match="must divide") as error:
+        dataclasses.replace(TINY, num_heads=5, num_kv_heads=2, norm="batch", dropout=1.0)
+    text = str(error.value)
+    assert "model.num_heads=5 must divide model.width=16. Nearest valid: 4, 8." in text
+    assert "model.num_kv_heads=2 must divide model.num_heads=5. Nearest valid: 1, 5." in text
+    assert "model.norm='batch' must be one of: rms, layer." in text
+    assert "model.dropout=1.0" in text
+
+
+def test_odd_heads_are_refused_for_rotary_positions():
+    with pytest.raises(ValueError, match=r"heads of 3.*even size\. Nearest valid widths: 8, 16\."):
+        dataclasses.replace(TINY, width=12)
+
+
+def test_counts_below_one_are_refused():
+    with pytest.raises(ValueError, match=r"model\.num_layers=0 must be at least 1"):
+        dataclasses.replace(TINY, num_layers=0)
+
+
+def test_longer_inputs_than_the_model_has_positions_for_are_refused():
+    params = init(TINY, jax.random.key(0))
+    with pytest.raises(ValueError, match=r"14 inputs a row.*sequence_length=12"):
+        logits(TINY, params, tokens(TINY, extra=2))

@@ -1,0 +1,116 @@
+"""flax nnx modules as pure functions over plain trees."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from jaxpipe.runtime.modules import functional, stack
+
+WIDTH = 4
+
+
+class Layer(nnx.Module):
+    """A residual layer with two dropouts and a list of submodules."""
+
+    def __init__(self, *, rngs):
+        self.linears = nnx.List([nnx.Linear(WIDTH, WIDTH, rngs=rngs) for _ in range(2)])
+        self.dropouts = nnx.List([nnx.Dropout(0.5, rngs=rngs) for _ in range(2)])
+
+    def __call__(self, x):
+        for linear, dropout in zip(self.linears, self.dropouts, strict=True):
+            x = x + dropout(linear(x))
+        return x
+
+
+@pytest.fixture
+def x():
+    return jax.random.normal(jax.random.key(1), (3, WIDTH))
+
+
+def test_without_key_it_is_the_deterministic_module(x):
+    module = Layer(rngs=nnx.Rngs(0))
+    apply, params = functional(module)
+    actual = apply(params, x)
+    module.eval()
+    np.testing.assert_array_equal(actual, module(x))
+
+
+def test_parameters_are_plain_arrays_and_nothing_else():
+    _, params = functional(Layer(rngs=nnx.Rngs(0)))
+    assert set(params) == {"linears"}
+    assert [leaf.shape for leaf in jax.tree.leaves(params)] == [(4,), (4, 4)] * 2
+    assert all(isinstance(leaf, jax.Array) for leaf in jax.tree.leaves(params))
+
+
+def test_the_module_itself_is_left_as_it_was(x):
+    module = Layer(rngs=nnx.Rngs(0))
+    functional(module)
+    assert not module.dropouts[0].deterministic
+
+
+def test_randomness_depends_on_the_key_alone(x):
+    apply, params = functional(Layer(rngs=nnx.Rngs(0)))
+    first = apply(params, x, rng=jax.random.key(5))
+    np.testing.assert_array_equal(first, apply(params, x, rng=jax.random.key(5)))
+    np.testing.assert_array_equal(first, jax.jit(apply)(params, x, rng=jax.random.key(5)))
+    assert not np.array_equal(first, apply(params, x, rng=jax.random.key(6)))
+
+
+def test_raw_keys_give_the_same_as_typed_keys(x):
+    apply, params = functional(Layer(rngs=nnx.Rngs(0)))
+    raw = apply(params, x, rng=jax.random.PRNGKey(5))
+    np.testing.assert_array_equal(raw, apply(params, x, rng=jax.random.key(5)))
+
+
+def test_each_stream_has_its_own_key():
+    class TwoMasks(nnx.Module):
+        def __init__(self, *, rngs):
+            self.first = nnx.Dropout(0.5, rngs=rngs)
+            self.second = nnx.Dropout(0.5, rngs=rngs)
+
+        def __call__(self, x):
+            return self.first(x), self.second(x)
+
+    apply, params = functional(TwoMasks(rngs=nnx.Rngs(0)))
+    first, second = apply(params, jnp.ones(64), rng=jax.random.key(5))
+    assert not np.array_equal(first, second)
+
+
+def test_gradients_have_the_shape_of_the_parameters(x):
+    apply, params = functional(Layer(rngs=nnx.Rngs(0)))
+    grads = jax.grad(lambda params: apply(params, x).sum())(params)
+    assert jax.tree.map(jnp.shape, grads) == jax.tree.map(jnp.shape, params)
+
+
+def test_running_statistics_are_refused_by_name():
+    module = nnx.BatchNorm(WIDTH, rngs=nnx.Rngs(0))
+    with pytest.raises(ValueError, match=r"BatchNorm keeps state.*mean \(BatchStat\).*LayerNorm"):
+        functional(module)
+
+
+def test_stacked_layers_run_as_a_scan(x):
+    apply, layers = stack(lambda rngs: Layer(rngs=rngs), num_layers=3, rngs=nnx.Rngs(0))
+    kernels = layers["linears"][0]["kernel"]
+    assert kernels.shape == (3, WIDTH, WIDTH)
+    assert not np.array_equal(kernels[0], kernels[1])
+
+    y, _ = jax.lax.scan(lambda x, layer: (apply(layer, x), None), x, layers)
+    expected = x
+    for i in range(3):
+        expected = apply(jax.tree.map(lambda leaf, i=i: leaf[i], layers), expected)
+    np.testing.assert_allclose(y, expected, rtol=1e-6)
+
+
+def test_stack_works_in_eval_shape():
+    shapes = jax.eval_shape(
+        lambda key: stack(lambda rngs: Layer(rngs=rngs), num_layers=3, rngs=nnx.Rngs(key))[1],
+        jax.random.key(0),
+    )
+    assert shapes["linears"][1]["bias"].shape == (3, WIDTH)
+
+
+def test_stack_of_no_layers_is_refused():
+    with pytest.raises(ValueError, match=r"num_layers=0 must be at least 1\. Nearest valid: 1"):
+        stack(lambda rngs: Layer(rngs=rngs), num_layers=0, rngs=nnx.Rngs(0))

@@ -1,0 +1,150 @@
+"""The vocabulary split over four devices against the whole table on one."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec as P
+
+from jaxpipe.runtime.vocabulary import cross_entropy, lookup
+
+STAGES = 4
+VOCAB, PADDED, WIDTH = 13, 16, 6  # the last slice holds three rows of padding
+
+
+@pytest.fixture
+def mesh():
+    return jax.make_mesh((STAGES,), ("stage",), axis_types=(jax.sharding.AxisType.Auto,))
+
+
+@pytest.fixture
+def case():
+    keys = jax.random.split(jax.random.key(0), 5)
+    # Padding rows are large on purpose: reading them would show.
+    padding = jnp.full((PADDED - VOCAB, WIDTH), 50.0)
+    return {
+        "table": jnp.concatenate([jax.random.normal(keys[0], (VOCAB, WIDTH)), padding]),
+        "head": jnp.concatenate([jax.random.normal(keys[1], (VOCAB, WIDTH)), padding]),
+        "mix": jax.random.normal(keys[2], (WIDTH, WIDTH)),
+        "ids": jax.random.randint(keys[3], (3, 5), 0, VOCAB),
+        "targets": jax.random.randint(keys[4], (3, 5), 0, VOCAB),
+    }
+
+
+def split_run(mesh, function, specs, out_specs):
+    """``function`` under shard_map, as the pipeline runs it."""
+    return jax.jit(
+        jax.shard_map(function, mesh=mesh, in_specs=specs, out_specs=out_specs, check_vma=False)
+    )
+
+
+def test_lookup_of_a_split_table_is_plain_indexing(mesh, case):
+    split = split_run(
+        mesh, lambda table, ids: lookup(table, ids, axis="stage"), (P("stage"), P()), P()
+    )
+    np.testing.assert_array_equal(split(case["table"], case["ids"]), case["table"][case["ids"]])
+    np.testing.assert_array_equal(lookup(case["table"], case["ids"]), case["table"][case["ids"]])
+
+
+def test_cross_entropy_is_log_softmax_of_the_real_rows(case):
+    x = jax.random.normal(jax.random.key(1), (3, 5, WIDTH))
+
+    def plain(x, table):
+        scores = jax.nn.log_softmax(x @ table[:VOCAB].T)
+        return -jnp.take_along_axis(scores, case["targets"][..., None], axis=-1).mean()
+
+    def fused(x, table):
+        return cross_entropy(x, table, case["targets"], vocab_size=VOCAB)
+
+    expected, expected_grads = jax.value_and_grad(plain, argnums=(0, 1))(x, case["head"])
+    loss, grads = jax.value_and_grad(fused, argnums=(0, 1))(x, case["head"])
+    np.testing.assert_allclose(loss, expected, rtol=1e-6)
+    for grad, wanted in zip(grads, expected_grads, strict=True):
+        np.testing.assert_allclose(grad, wanted, rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_split_gradients_equal_whole_gradients(mesh, case, tied):
+    params = {"table": case["table"], "mix": case["mix"]}
+    specs = {"table": P("stage"), "mix": P()}
+    if not tied:
+        params["head"], specs["head"] = case["head"], P("stage")
+
+    def loss(params, ids, targets, axis):
+        x = jnp.tanh(lookup(params["table"], ids, axis=axis) @ params["mix"])
+        head = params["table" if tied else "head"]
+        return cross_entropy(x, head, targets, vocab_size=VOCAB, axis=axis)
+
+    def on_each_stage(params, ids, targets):
+        value, grads = jax.value_and_grad(loss)(params, ids, targets, "stage")
+        # One row a device, to see that every device holds the complete gradient.
+        return value[None], grads | {"mix": grads["mix"][None]}
+
+    expected, expected_grads = jax.value_and_grad(loss)(params, case["ids"], case["targets"], None)
+    split = split_run(
+        mesh, on_each_stage, (specs, P(), P()), (P("stage"), specs | {"mix": P("stage")})
+    )
+    values, grads = split(params, case["ids"], case["targets"])
+
+    np.testing.assert_allclose(values, jnp.full(STAGES, expected), rtol=1e-6)
+    for copy in grads.pop("mix"):
+        np.testing.assert_allclose(copy, expected_grads["mix"], rtol=1e-5, atol=1e-6)
+    for name, grad in grads.items():
+        np.testing.assert_allclose(grad, expected_grads[name], rtol=1e-5, atol=1e-6)
+        np.testing.assert_array_equal(grad[VOCAB:], 0)
+
+
+def test_a_slice_of_nothing_but_padding_is_harmless(mesh, case):
+    x = jax.random.normal(jax.random.key(1), (3, 5, WIDTH))
+    targets = case["targets"] % 5
+
+    def loss(x, table, axis):
+        return cross_entropy(x, table, targets, vocab_size=5, axis=axis)
+
+    split = split_run(
+        mesh,
+        lambda x, table: jax.value_and_grad(loss)(x, table, "stage"),
+        (P(), P("stage")),
+        (P(), P()),
+    )
+    value, grad = split(x, case["head"])
+    expected, expected_grad = jax.value_and_grad(loss)(x, case["head"], None)
+    np.testing.assert_allclose(value, expected, rtol=1e-6)
+    np.testing.assert_allclose(grad, expected_grad, rtol=1e-5, atol=1e-7)
+
+
+def test_large_logits_do_not_overflow(case):
+    loss = cross_entropy(
+        1e4 * jnp.ones((3, 5, WIDTH)), case["table"], case["targets"], vocab_size=VOCAB
+    )
+    assert jnp.isfinite(loss)
+
+
+def test_bfloat16_inputs_keep_float32_loss_and_table_gradient(case):
+    x = jax.random.normal(jax.random.key(1), (3, 5, WIDTH), jnp.bfloat16)
+
+    def loss(x, table):
+        return cross_entropy(x, table, case["targets"], vocab_size=VOCAB)
+
+    value, (dx, dtable) = jax.value_and_grad(loss, argnums=(0, 1))(x, case["head"])
+    assert (value.dtype, dx.dtype, dtable.dtype) == (jnp.float32, jnp.bfloat16, jnp.float32)
+
+
+def test_backward_scales_with_the_cotangent(case):
+    x = jax.random.normal(jax.random.key(1), (3, 5, WIDTH))
+
+    def loss(x, factor):
+        return factor * cross_entropy(x, case["head"], case["targets"], vocab_size=VOCAB)
+
+    np.testing.assert_allclose(jax.grad(loss)(x, 3.0), 3 * jax.grad(loss)(x, 1.0), rtol=1e-6)
+
+
+def test_the_logits_are_computed_once(case):
+    """Three matmuls: logits, dx and dtable; the backward does not compute the logits again."""
+    x = jax.random.normal(jax.random.key(1), (3, 5, WIDTH))
+
+    def loss(x, table):
+        return cross_entropy(x, table, case["targets"], vocab_size=VOCAB)
+
+    program = str(jax.make_jaxpr(jax.grad(loss, argnums=(0, 1)))(x, case["head"]))
+    assert program.count("dot_general[") == 3
