@@ -1,0 +1,21 @@
+"""Pipeline-parallel training for JAX: every schedule as plain data, one SPMD program to run it."""
+
+from jaxpipe.runtime import unpipelined as unpipelined
+from jaxpipe.runtime import vocabulary as vocabulary
+from jaxpipe.runtime.mesh import make_mesh as make_mesh
+from jaxpipe.runtime.model import Model as Model
+from jaxpipe.runtime.modules import functional as functional
+from jaxpipe.runtime.modules import stack as stack
+from jaxpipe.runtime.pipeline import Pipeline as Pipeline
+from jaxpipe.schedule import catalog as schedules
+
+__all__ = [
+    "Model",
+    "Pipeline",
+    "functional",
+    "make_mesh",
+    "schedules",
+    "stack",
+    "unpipelined",
+    "vocabulary",
+]

@@ -379,19 +379,28 @@ def _attention_kernel(q_BSNH: jax.Array) -> Literal["cudnn"] | None:
     return "cudnn" if fits and jax.default_backend() == "gpu" else None
 
 
-@jax.custom_vjp
 def _matmul(x, kernel):
-    """``x @ kernel`` in x's dtype; the kernel's gradient stays float32, never rounded."""
-    return x @ kernel.astype(x.dtype)
+    """``x @ kernel`` in x's dtype; the kernel's gradient stays float32, never rounded.
+
+    The forward matmul is a plain one, for the rematerialisation policies to see.
+    """
+    y = x @ jax.lax.stop_gradient(kernel.astype(x.dtype))
+    return _with_kernel_gradient(y, x, kernel)
 
 
-def _matmul_backward(residuals, dy):
-    x, kernel = residuals
+@jax.custom_vjp
+def _with_kernel_gradient(y, x, kernel):
+    """``y``, which is ``x @ kernel``; its backward adds the gradient for the kernel alone."""
+    del x, kernel
+    return y
+
+
+def _kernel_gradient(x, dy):
     dkernel = jnp.einsum("...i,...o->io", x, dy, preferred_element_type=jnp.float32)
-    return dy @ kernel.astype(x.dtype).T, dkernel
+    return dy, None, dkernel
 
 
-_matmul.defvjp(lambda x, kernel: (_matmul(x, kernel), (x, kernel)), _matmul_backward)
+_with_kernel_gradient.defvjp(lambda y, x, kernel: (y, x), _kernel_gradient)
 
 
 def _failures(config: GPTConfig) -> Iterator[str]:

@@ -154,9 +154,7 @@ def _cut(forward: core.ClosedJaxpr, backward: core.ClosedJaxpr, params_tree) -> 
     until_w = saved(read_by_w)
     until_b = [v for v in saved(read_by_b) if v not in until_w]
     made_by_b = {v for eqn in b_eqns for v in eqn.outvars} | {dy_var}
-    crossing = sorted(
-        (read_by_w & made_by_b) - set(bw_inputs), key=_order(backward.jaxpr)
-    )
+    crossing = sorted((read_by_w & made_by_b) - set(bw_inputs), key=_order(backward.jaxpr))
 
     def split_inputs(params, rng) -> dict:
         return dict(zip(without_x, [*jax.tree.leaves(params), *jax.tree.leaves(rng)], strict=True))
@@ -228,7 +226,9 @@ def _inline(jaxpr, consts, args) -> list:
         if eqn.primitive.name in _INLINED:
             inner = eqn.params["jaxpr"] if "jaxpr" in eqn.params else eqn.params["call_jaxpr"]
             closed = isinstance(inner, core.ClosedJaxpr)
-            outs = _inline(inner.jaxpr, inner.consts, values) if closed else _inline(inner, (), values)
+            outs = (
+                _inline(inner.jaxpr, inner.consts, values) if closed else _inline(inner, (), values)
+            )
         else:
             outs = _bind(eqn, values)
         env.update(zip(eqn.outvars, outs, strict=True))

@@ -190,7 +190,9 @@ def forward_only(schedule: Schedule) -> Schedule:
 class _Lowering:
     """The passes of `lower`, which share the tick of every action."""
 
-    def __init__(self, schedule: Schedule, layer_counts: tuple[int, ...], weight_slots: int) -> None:
+    def __init__(
+        self, schedule: Schedule, layer_counts: tuple[int, ...], weight_slots: int
+    ) -> None:
         self.schedule = schedule
         self.layer_counts = layer_counts
         self.weight_slots = weight_slots
@@ -265,9 +267,7 @@ class _Lowering:
         slots: dict[tuple[int, int], int] = {}
         number = 0
         for stage in range(self.schedule.num_stages):
-            mine = {
-                k: v for k, v in lives.items() if self.schedule.placement.stages[k[0]] == stage
-            }
+            mine = {k: v for k, v in lives.items() if self.schedule.placement.stages[k[0]] == stage}
             coloured = colour_intervals(mine)
             slots |= coloured
             number = max(number, 1 + max(coloured.values(), default=-1))
@@ -276,7 +276,8 @@ class _Lowering:
     def _pass(self, kind: Kind, slots: dict, weights: dict, gradients: dict) -> Pass:
         fields = [field.name for field in dataclasses.fields(Pass)]
         columns = {
-            name: np.full((self.num_ticks, self.schedule.num_stages), 0, np.int32) for name in fields
+            name: np.full((self.num_ticks, self.schedule.num_stages), 0, np.int32)
+            for name in fields
         }
         inbox = slots["x"] if kind is Kind.F else slots["dy"]
         for stage, row in enumerate(self.rows):
@@ -299,7 +300,9 @@ class _Lowering:
                     columns[name][tick, stage] = value
         return Pass(**columns)
 
-    def _uniform(self, kind: Kind, virtual_stage: int, slots: dict) -> tuple[np.ndarray, np.ndarray]:
+    def _uniform(
+        self, kind: Kind, virtual_stage: int, slots: dict
+    ) -> tuple[np.ndarray, np.ndarray]:
         """Columns of a phase that all stages run when one virtual stage does a kind of action."""
         microbatch = np.full(self.num_ticks, NONE, np.int32)
         slot = np.zeros(self.num_ticks, np.int32)

@@ -218,6 +218,33 @@ def test_weight_half_of_the_backward_is_the_weight_matmuls_only(config):
     assert str(program).count("dot_general[") == len(matrices)
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_every_remat_policy_keeps_less_than_the_one_before(dtype):
+    config = dataclasses.replace(TINY, dtype=dtype)
+    layer = gpt.model(config).layer
+    params = jax.tree.map(lambda leaf: leaf[0], init(TINY, jax.random.key(0))["layers"])
+    x = jnp.zeros((2, config.sequence_length, config.width), dtype)
+    kept = {}
+    for remat in ("none", "dots", "full"):
+        split = split_layer(layer, params, x, remat=remat)
+        kept[remat] = sum(
+            math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in split.until_b + split.until_w
+        )
+    assert kept["none"] > kept["dots"] > kept["full"] == x.nbytes
+
+
+def test_kernel_gradients_are_those_of_a_plain_matmul():
+    x, kernel = jnp.split(jax.random.normal(jax.random.key(0), (2, 5, 5)), 2)
+
+    def through(matmul):
+        return jax.grad(lambda x, kernel: jnp.sin(matmul(x, kernel)).sum(), argnums=(0, 1))
+
+    for grad, wanted in zip(
+        through(gpt._matmul)(x, kernel[0]), through(jnp.matmul)(x, kernel[0]), strict=True
+    ):
+        np.testing.assert_allclose(grad, wanted, rtol=1e-5, atol=1e-6)
+
+
 def test_bfloat16_compute_keeps_float32_weights_and_gradients():
     config = dataclasses.replace(TINY, dtype="bfloat16")
     params = init(TINY, jax.random.key(0))

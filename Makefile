@@ -1,0 +1,45 @@
+# `make train` and `make test` need nothing but Python 3.11+, pip and a package registry.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+INSTALLED := $(VENV)/.installed
+DATA := data/stdlib
+CONFIG ?= configs/gpt-tiny.yaml
+
+.PHONY: setup train test test-fast test-all lint types bench docs
+
+setup: $(INSTALLED)
+
+$(INSTALLED): pyproject.toml
+	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "jaxpipe needs Python 3.11 or newer: make PYTHON=python3.12 ...")'
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[test]'
+	touch $(INSTALLED)
+
+train: setup
+	$(BIN)/python -m train.prepare --out $(DATA)
+	$(BIN)/python train/train.py --config $(CONFIG) $(ARGS)
+
+test: setup
+	$(BIN)/python -m pytest -n 2 -m 'not slow'
+
+test-fast: setup
+	$(BIN)/python -m pytest -n 2 -m 'not slow and not end_to_end'
+
+test-all: setup
+	$(BIN)/python -m pytest -n 2
+
+lint: setup
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/lint-imports
+
+types: setup
+	$(BIN)/mypy
+
+bench: setup
+	$(BIN)/python benchmarks/memory.py
+
+docs: setup
+	$(BIN)/python -m pip install --quiet --editable '.[docs]'
+	$(BIN)/mkdocs build --strict

@@ -1,0 +1,480 @@
+"""The executor: one SPMD program that runs any tick table.
+
+`run` is the body of the `jax.shard_map` that `jaxpipe.Pipeline` builds; everything here sees one device's
+part. It scans over the table's ticks. A tick runs up to four loops over layers (F, B, BW, W), each from
+``lo`` to ``hi`` of its cell, so that an idle stage runs none; then it exchanges messages with ``ppermute``, and
+all stages together compute the embedding of the microbatch that enters and the loss of the one that leaves.
+
+Rules that keep it fast and correct:
+
+- no ``cond`` or ``switch`` around buffers: XLA copies whatever passes through one; loops alias in place;
+- a gated loop's body reads its loop index through `_tie`, or XLA hoists it out and runs it on idle ticks;
+- ``ppermute`` is never inside control flow that differs by stage: its rendezvous spans all devices.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from jaxpipe.runtime.keys import embed_layer, head_layer, layer_key
+from jaxpipe.runtime.layout import Layout
+from jaxpipe.runtime.mesh import DATA, STAGE
+from jaxpipe.runtime.model import Model
+from jaxpipe.runtime.split import Split, split_layer
+from jaxpipe.schedule.actions import Kind
+from jaxpipe.schedule.lower import NONE, TickTable
+
+PyTree = Any
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """Everything about a run that is known before it is traced.
+
+    Args:
+      model: the user's functions.
+      layout: where parameters live.
+      table: the tick table to run.
+      remat: rematerialisation policy, by name.
+      zero: ZeRO level 0 to 3; 0 when the data axis has one device.
+      poison: fill buffers and idle messages with NaN, to prove that nothing from a bubble is used.
+    """
+
+    model: Model
+    layout: Layout
+    table: TickTable
+    remat: str
+    zero: int
+    poison: bool = False
+
+    @property
+    def trains(self) -> bool:
+        return bool(self.table.passes.keys() & {Kind.B, Kind.BW})
+
+
+def run(plan: Plan, placed: PyTree, microbatches: PyTree, rng: jax.Array | None):
+    """Runs one step on this device.
+
+    Args:
+      plan: what to run.
+      placed: this device's part of the placed parameters.
+      microbatches: this data shard's rows, leaves ``[m, rows, ...]``.
+      rng: the step's key, or None.
+
+    Returns:
+      The mean loss of this data shard, equal on every stage, and this device's part of the gradients,
+      reduced over data and shaped like ``placed``; only the loss if the table has no backward.
+    """
+    return _Run(plan, placed, microbatches, rng).execute()
+
+
+def predicted_bytes(plan: Plan, placed: PyTree, microbatches: PyTree, rng) -> dict[str, int]:
+    """Bytes of every buffer of `buffer_shapes`, for a run with these arguments."""
+    run = _Run(plan, placed, microbatches, rng)
+    return {
+        name: sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(shapes))
+        for name, shapes in buffer_shapes(plan, run.x, run.split).items()
+    }
+
+
+def buffer_shapes(plan: Plan, x: Any, split: Split | None) -> dict[str, Any]:
+    """Shapes of every buffer the tick loop carries, by name; their bytes are the schedule's prediction.
+
+    Args:
+      plan: what will run.
+      x: shape of one layer's input, on one device.
+      split: of one layer; None for a forward-only table.
+    """
+    slots, room = plan.table.num_slots, plan.table.layers_per_chunk
+    shapes: dict[str, Any] = {"x": jax.ShapeDtypeStruct((slots["x"], x.size), x.dtype)}
+    if plan.zero == 3:
+        rows = plan.table.gathers.num_slots * room
+        shapes["weights"] = _stacked(plan.layout.layers, rows)
+    if split is None:
+        return shapes
+    shapes["dy"] = jax.ShapeDtypeStruct((slots["dy"], x.size), x.dtype)
+    for name in ("until_b", "until_w", "crossing"):
+        shapes[name] = [
+            jax.ShapeDtypeStruct((slots[name], room, leaf.size), leaf.dtype)
+            for leaf in getattr(split, name)
+        ]
+    chunks = plan.table.reduces.num_slots if plan.zero >= 2 else plan.table.schedule.num_chunks
+    shapes["gradients"] = _stacked(plan.layout.layers, chunks * room)
+    return shapes
+
+
+def _stacked(layers: PyTree, rows: int) -> PyTree:
+    return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct((rows, *leaf.shape), leaf.dtype), layers)
+
+
+class _Run:
+    """One trace of the program; holds what the phases of a tick share."""
+
+    def __init__(self, plan: Plan, placed: PyTree, microbatches: PyTree, rng) -> None:
+        self.plan, self.table, self.rng = plan, plan.table, rng
+        self.stage, self.shard = lax.axis_index(STAGE), lax.axis_index(DATA)
+        self.room = plan.table.layers_per_chunk
+        self.num_layers = sum(plan.table.layer_counts)
+        self.first_layer = jnp.asarray(plan.layout.first_layers)[self.stage]
+        self.microbatches = microbatches
+        self.layers = jax.tree.map(lambda w: w[0], placed["layers"])  # [chunks * room, ...]
+        outer = {name: placed[name] for name in ("embed", "head")}
+        self.outer = self._gather(outer, plan.layout.outer) if plan.zero == 3 else outer
+        self.x = jax.eval_shape(lambda: self._embed(self.outer, 0))
+        self.split = self._split() if plan.trains else None
+
+    def _split(self) -> Split:
+        params = jax.tree.map(
+            lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), self.plan.layout.layers
+        )
+        key = None if self.rng is None else jax.eval_shape(lambda: self._key(0, 0))
+        return split_layer(self.plan.model.layer, params, self.x, key, remat=self.plan.remat)
+
+    # What a microbatch and a layer are on this device.
+
+    def _key(self, microbatch, layer):
+        return layer_key(self.rng, microbatch=microbatch, shard=self.shard, layer=layer)
+
+    def _microbatch(self, i):
+        return jax.tree.map(
+            lambda leaf: lax.dynamic_index_in_dim(leaf, i, keepdims=False), self.microbatches
+        )
+
+    def _embed(self, outer, i):
+        key = self._key(i, embed_layer(self.num_layers))
+        return self.plan.model.embed(outer, self._microbatch(i), key)
+
+    def _head_loss(self, outer, x, i):
+        key = self._key(i, head_layer(self.num_layers))
+        return self.plan.model.head_loss(outer, x, self._microbatch(i), key)
+
+    # The program.
+
+    def execute(self):
+        state = self._initial_state()
+        rows = jax.tree.map(jnp.asarray, self._rows())
+        rows = {
+            name: jax.tree.map(lambda column: column[:, self.stage], columns)
+            for name, columns in rows.items()
+            if name != "all"
+        } | {"all": rows["all"]}
+        state, _ = lax.scan(lambda state, row: (self._tick(state, row), None), state, rows)
+        loss = lax.pmean(state["loss"] / self.table.schedule.num_microbatches, DATA)
+        if not self.plan.trains:
+            return loss
+        return loss, self._gradients(state)
+
+    def _rows(self) -> dict[str, Any]:
+        """The table's columns: ``[ticks, stages]`` each, but for "all", which no stage differs in."""
+        table = self.table
+        return {
+            **{f"pass_{k}": dataclasses.asdict(columns) for k, columns in table.passes.items()},
+            "receive": [channel.slot for channel in table.channels],
+            "gather": [table.gathers.chunk, table.gathers.slot],
+            "reduce": [table.reduces.chunk, table.reduces.slot],
+            "all": {
+                "embed": [table.embed, table.embed_slot],
+                "head": [table.head, table.head_slot],
+                "embed_gradient": table.embed_gradient,
+            },
+        }
+
+    def _initial_state(self) -> dict[str, Any]:
+        def empty(shape):
+            inexact = jnp.issubdtype(shape.dtype, jnp.inexact)
+            value = np.nan if self.plan.poison and inexact else 0
+            return jnp.full(shape.shape, value, shape.dtype)
+
+        shapes = buffer_shapes(self.plan, self.x, self.split)
+        state = {
+            name: jax.tree.map(jnp.zeros_like if name == "gradients" else empty, shape)
+            for name, shape in shapes.items()
+        }
+        state["loss"] = jnp.zeros((), jnp.float32)
+        if self.plan.trains:
+            state["outer_gradients"] = jax.tree.map(jnp.zeros_like, self.outer)
+            if self.plan.zero >= 2:
+                state["reduced"] = jax.tree.map(
+                    lambda leaf: jnp.zeros(
+                        (self.table.schedule.num_chunks * self.room, *self._shard_shape(leaf)),
+                        leaf.dtype,
+                    ),
+                    self.plan.layout.layers,
+                )
+        return state
+
+    def _tick(self, state: dict, row: dict) -> dict:
+        if self.plan.zero == 3:
+            state = self._gather_chunk(state, *row["gather"])
+        state = self._enter(state, *row["all"]["embed"])
+        state, outputs = self._passes(state, row)
+        if self.plan.trains and self.plan.zero >= 2:
+            state = self._reduce_chunk(state, *row["reduce"])
+        state = self._exchange(state, outputs, row["receive"])
+        state = self._leave(state, outputs[Kind.F], *row["all"]["head"])
+        if self.plan.trains:
+            state = self._embed_gradient(state, outputs[Kind.B], row["all"]["embed_gradient"])
+        return state
+
+    # Layers.
+
+    def _weights(self, state: dict, cell: dict, layer):
+        if self.plan.zero == 3:
+            return _at(state["weights"], cell["weights"] * self.room + layer)
+        return _at(self.layers, cell["chunk"] * self.room + layer)
+
+    def _layer_key(self, cell: dict, layer):
+        return self._key(cell["microbatch"], self.first_layer[cell["chunk"]] + layer)
+
+    def _passes(self, state: dict, row: dict) -> tuple[dict, dict[Kind, jax.Array]]:
+        """Runs this tick's cells; returns what F and the backward produced, to be sent."""
+        outputs = {}
+        steps = {Kind.F: self._forward, Kind.B: self._backward, Kind.BW: self._backward_fused}
+        for kind in self.table.passes:
+            cell = row[f"pass_{kind}"]
+            if kind is Kind.W:
+                state = self._loop(cell, self._backward_weights, state)
+                continue
+            inbox = "x" if kind is Kind.F else "dy"
+            value = _at(state[inbox], cell["inbox"]).reshape(self.x.shape)
+            state, value = self._loop(cell, steps[kind], (state, value), down=kind is not Kind.F)
+            if self.plan.poison:
+                value = jnp.where(cell["lo"] < cell["hi"], value, jnp.nan)
+            outputs[Kind.F if kind is Kind.F else Kind.B] = value
+        return state, outputs
+
+    def _loop(self, cell: dict, step, carry, *, down: bool = False):
+        """Runs ``step(cell, layer, carry)`` for the cell's layers, from the last to the first if ``down``."""
+
+        def body(i, carry):
+            layer = cell["lo"] + cell["hi"] - 1 - i if down else i
+            return step(cell, layer, carry)
+
+        return lax.fori_loop(cell["lo"], cell["hi"], body, carry)
+
+    def _forward(self, cell: dict, layer, carry):
+        state, x = carry
+        x = _tie(x, layer)
+        weights, key = self._weights(state, cell, layer), self._layer_key(cell, layer)
+        if self.split is None:
+            return state, self.plan.model.layer(weights, x, key)
+        y, until_b, until_w = self.split.forward(weights, x, key)
+        state = self._save(state, "until_b", cell, layer, until_b)
+        state = self._save(state, "until_w", cell, layer, until_w)
+        return state, y
+
+    def _backward(self, cell: dict, layer, carry):
+        state, dy = carry
+        dy = _tie(dy, layer)
+        dx, crossing = self.split.backward_input(
+            self._weights(state, cell, layer),
+            self._saved(state, "until_b", cell, layer),
+            self._saved(state, "until_w", cell, layer),
+            dy,
+            self._layer_key(cell, layer),
+        )
+        return self._save(state, "crossing", cell, layer, crossing), dx
+
+    def _backward_weights(self, cell: dict, layer, state: dict):
+        layer = _tie(layer, layer)
+        dparams = self.split.backward_weights(
+            self._weights(state, cell, layer),
+            self._saved(state, "until_w", cell, layer),
+            self._saved(state, "crossing", cell, layer),
+            self._layer_key(cell, layer),
+        )
+        return self._add_gradient(state, cell, layer, dparams)
+
+    def _backward_fused(self, cell: dict, layer, carry):
+        state, dy = carry
+        dy = _tie(dy, layer)
+        dx, dparams = self.split.backward_fused(
+            self._weights(state, cell, layer),
+            self._saved(state, "until_b", cell, layer),
+            self._saved(state, "until_w", cell, layer),
+            dy,
+            self._layer_key(cell, layer),
+        )
+        return self._add_gradient(state, cell, layer, dparams), dx
+
+    def _save(self, state: dict, name: str, cell: dict, layer, values: list) -> dict:
+        """Writes a layer's values into their slot, in place."""
+        buffers = [
+            lax.dynamic_update_slice(buffer, value.reshape(1, 1, -1), (cell[name], layer, 0))
+            for buffer, value in zip(state[name], values, strict=True)
+        ]
+        return state | {name: buffers}
+
+    def _saved(self, state: dict, name: str, cell: dict, layer) -> list:
+        return [
+            lax.dynamic_slice(buffer, (cell[name], layer, 0), (1, 1, buffer.shape[2])).reshape(
+                leaf.shape
+            )
+            for buffer, leaf in zip(state[name], getattr(self.split, name), strict=True)
+        ]
+
+    def _add_gradient(self, state: dict, cell: dict, layer, dparams) -> dict:
+        slot = cell["gradient"] if self.plan.zero >= 2 else cell["chunk"]
+        return state | {"gradients": _add_at(state["gradients"], slot * self.room + layer, dparams)}
+
+    # Messages: the lines that move data between stages.
+
+    def _exchange(self, state: dict, outputs: dict, receive: list) -> dict:
+        for channel, slot in zip(self.table.channels, receive, strict=True):
+            sent = outputs[channel.kind].reshape(-1)
+            local = channel.edges[0][0] == channel.edges[0][1]
+            message = sent if local else lax.ppermute(sent, STAGE, channel.edges)
+            inbox = "x" if channel.kind is Kind.F else "dy"
+            state = state | {inbox: _put(state[inbox], slot, message)}
+        return state
+
+    # Embedding and head: computed by all stages together.
+
+    def _stage_of(self, virtual_stage: int) -> int:
+        return self.table.schedule.placement.stages[virtual_stage]
+
+    def _from_stage(self, value: jax.Array, stage: int) -> jax.Array:
+        """One stage's value, on every stage."""
+        return lax.psum(jnp.where(self.stage == stage, value, 0), STAGE)
+
+    def _enter(self, state: dict, i, slot) -> dict:
+        here = jnp.where(self.stage == self._stage_of(0), slot, NONE)
+
+        def body(k, inbox):
+            return _put(inbox, here, self._embed(self.outer, _tie(i, k)).reshape(-1))
+
+        return state | {"x": lax.fori_loop(0, (i != NONE).astype(jnp.int32), body, state["x"])}
+
+    def _leave(self, state: dict, y, i, slot) -> dict:
+        last = self._stage_of(-1)
+        scale = 1 / (self.table.schedule.num_microbatches * lax.axis_size(DATA))
+
+        def evaluate(k, loss):
+            return loss + self._head_loss(self.outer, self._from_stage(_tie(y, k), last), i)
+
+        def train(k, carry):
+            loss, inbox, gradients = carry
+            x = self._from_stage(_tie(y, k), last)
+            value, vjp = jax.vjp(lambda outer, x: self._head_loss(outer, x, i), self.outer, x)
+            douter, dx = vjp(jnp.asarray(scale, value.dtype))
+            here = jnp.where(self.stage == last, slot, NONE)
+            gradients = jax.tree.map(jnp.add, gradients, douter)
+            return loss + value, _put(inbox, here, dx.reshape(-1)), gradients
+
+        trips = (i != NONE).astype(jnp.int32)
+        if not self.plan.trains:
+            return state | {"loss": lax.fori_loop(0, trips, evaluate, state["loss"])}
+        carry = (state["loss"], state["dy"], state["outer_gradients"])
+        loss, inbox, gradients = lax.fori_loop(0, trips, train, carry)
+        return state | {"loss": loss, "dy": inbox, "outer_gradients": gradients}
+
+    def _embed_gradient(self, state: dict, dx, i) -> dict:
+        def body(k, gradients):
+            cotangent = self._from_stage(_tie(dx, k), self._stage_of(0))
+            _, vjp = jax.vjp(lambda outer: self._embed(outer, i), self.outer)
+            return jax.tree.map(jnp.add, gradients, vjp(cotangent)[0])
+
+        trips = (i != NONE).astype(jnp.int32)
+        gradients = lax.fori_loop(0, trips, body, state["outer_gradients"])
+        return state | {"outer_gradients": gradients}
+
+    # The data axis.
+
+    def _shard_shape(self, leaf) -> tuple[int, ...]:
+        shape = list(leaf.shape)
+        if leaf.data_dim is not None:
+            shape[leaf.data_dim] //= lax.axis_size(DATA)
+        return tuple(shape)
+
+    def _gather(self, shards: PyTree, leaves: PyTree) -> PyTree:
+        def gather(leaf, shard):
+            if leaf.data_dim is None:
+                return shard
+            return lax.all_gather(shard, DATA, axis=leaf.data_dim, tiled=True)
+
+        return jax.tree.map(gather, leaves, shards)
+
+    def _reduce(self, values: PyTree, leaves: PyTree) -> PyTree:
+        """Sums over data shards; each keeps its own part from ZeRO-1 on."""
+
+        def reduce(leaf, value):
+            if leaf.data_dim is None or self.plan.zero == 0:
+                return lax.psum(value, DATA)
+            return lax.psum_scatter(value, DATA, scatter_dimension=leaf.data_dim, tiled=True)
+
+        return jax.tree.map(reduce, leaves, values)
+
+    def _gather_chunk(self, state: dict, chunk, slot) -> dict:
+        def body(layer, weights):
+            shards = _at(self.layers, chunk * self.room + _tie(layer, layer))
+            full = self._gather(shards, self.plan.layout.layers)
+            return _set_at(weights, slot * self.room + layer, full)
+
+        trips = jnp.where(chunk == NONE, 0, self.room)
+        return state | {"weights": lax.fori_loop(0, trips, body, state["weights"])}
+
+    def _reduce_chunk(self, state: dict, chunk, slot) -> dict:
+        def body(layer, carry):
+            gradients, reduced = carry
+            row = slot * self.room + _tie(layer, layer)
+            value = _at(gradients, row)
+            shards = self._reduce(value, self.plan.layout.layers)
+            reduced = _add_at(reduced, chunk * self.room + layer, shards)
+            return _set_at(gradients, row, jax.tree.map(jnp.zeros_like, value)), reduced
+
+        trips = jnp.where(chunk == NONE, 0, self.room)
+        carry = (state["gradients"], state["reduced"])
+        gradients, reduced = lax.fori_loop(0, trips, body, carry)
+        return state | {"gradients": gradients, "reduced": reduced}
+
+    def _gradients(self, state: dict) -> PyTree:
+        """The finished gradients of this device, shaped like its placed parameters."""
+        if self.plan.zero >= 2:
+            layers = state["reduced"]
+        else:
+            stacked = jax.tree.map(
+                lambda leaf: dataclasses.replace(
+                    leaf, data_dim=None if leaf.data_dim is None else leaf.data_dim + 1
+                ),
+                self.plan.layout.layers,
+            )
+            layers = self._reduce(state["gradients"], stacked)
+        return {
+            "layers": jax.tree.map(lambda w: w[None], layers),
+            **self._reduce(state["outer_gradients"], self.plan.layout.outer),
+        }
+
+
+def _tie(value, index):
+    """The value, made to depend on the loop index, so that XLA keeps its uses inside the loop."""
+    return lax.optimization_barrier((value, index))[0]
+
+
+def _at(tree: PyTree, row) -> PyTree:
+    return jax.tree.map(lambda leaf: lax.dynamic_index_in_dim(leaf, row, keepdims=False), tree)
+
+
+def _set_at(tree: PyTree, row, values: PyTree) -> PyTree:
+    return jax.tree.map(
+        lambda leaf, value: lax.dynamic_update_index_in_dim(leaf, value.astype(leaf.dtype), row, 0),
+        tree,
+        values,
+    )
+
+
+def _add_at(tree: PyTree, row, values: PyTree) -> PyTree:
+    return _set_at(tree, row, jax.tree.map(jnp.add, _at(tree, row), values))
+
+
+def _put(inbox: jax.Array, slot, message: jax.Array) -> jax.Array:
+    """Writes a message into its slot; slot `NONE` leaves the inbox as it is."""
+    row = jnp.maximum(slot, 0)
+    kept = lax.dynamic_index_in_dim(inbox, row, keepdims=False)
+    value = jnp.where(slot == NONE, kept, message)
+    return lax.dynamic_update_index_in_dim(inbox, value, row, 0)
