@@ -1,21 +1,24 @@
 """The executor: one SPMD program that runs any tick table.
 
-`run` is the body of the `jax.shard_map` that `jaxpipe.Pipeline` builds; everything here sees one device's
-part. It scans over the table's ticks. A tick runs up to four loops over layers (F, B, BW, W), each from
-``lo`` to ``hi`` of its cell, so that an idle stage runs none; then it exchanges messages with ``ppermute``, and
-all stages together compute the embedding of the microbatch that enters and the loss of the one that leaves.
+`run` is the body of the `jax.shard_map` that `jaxpipe.Pipeline` builds; everything here sees one
+device's part. It scans over the table's ticks. A tick runs up to four loops over layers (F, B, BW,
+W), each from ``lo`` to ``hi`` of its cell, so that an idle stage runs none; then it exchanges
+messages with ``ppermute``, and all stages together compute the embedding of the microbatch that
+enters and the loss of the one that leaves.
 
 Rules that keep it fast and correct:
 
-- no ``cond`` or ``switch`` around buffers: XLA copies whatever passes through one; loops alias in place;
-- a gated loop's body reads its loop index through `_tie`, or XLA hoists it out and runs it on idle ticks;
+- no ``cond`` or ``switch`` around buffers: XLA copies whatever passes through one; loops alias in
+  place;
+- a gated loop's body reads its loop index through `_tie`, or XLA hoists it out and runs it on idle
+  ticks;
 - ``ppermute`` is never inside control flow that differs by stage: its rendezvous spans all devices.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -68,8 +71,9 @@ def run(plan: Plan, placed: PyTree, microbatches: PyTree, rng: jax.Array | None)
       rng: the step's key, or None.
 
     Returns:
-      The mean loss of this data shard, equal on every stage, and this device's part of the gradients,
-      reduced over data and shaped like ``placed``; only the loss if the table has no backward.
+      The mean loss of this data shard, equal on every stage, and this device's part of the
+      gradients, reduced over data and shaped like ``placed``; only the loss if the table has no
+      backward.
     """
     return _Run(plan, placed, microbatches, rng).execute()
 
@@ -83,20 +87,21 @@ def predicted_bytes(plan: Plan, placed: PyTree, microbatches: PyTree, rng) -> di
     }
 
 
-def buffer_shapes(plan: Plan, x: Any, split: Split | None) -> dict[str, Any]:
-    """Shapes of every buffer the tick loop carries, by name; their bytes are the schedule's prediction.
+def buffer_shapes(plan: Plan, x: Any, split: Split) -> dict[str, Any]:
+    """Shapes of every buffer the tick loop carries, by name; their bytes are the schedule's
+    prediction.
 
     Args:
       plan: what will run.
       x: shape of one layer's input, on one device.
-      split: of one layer; None for a forward-only table.
+      split: of one layer; not read if the table has no backward.
     """
     slots, room = plan.table.num_slots, plan.table.layers_per_chunk
     shapes: dict[str, Any] = {"x": jax.ShapeDtypeStruct((slots["x"], x.size), x.dtype)}
     if plan.zero == 3:
         rows = plan.table.gathers.num_slots * room
         shapes["weights"] = _stacked(plan.layout.layers, rows)
-    if split is None:
+    if not plan.trains:
         return shapes
     shapes["dy"] = jax.ShapeDtypeStruct((slots["dy"], x.size), x.dtype)
     for name in ("until_b", "until_w", "crossing"):
@@ -127,7 +132,7 @@ class _Run:
         outer = {name: placed[name] for name in ("embed", "head")}
         self.outer = self._gather(outer, plan.layout.outer) if plan.zero == 3 else outer
         self.x = jax.eval_shape(lambda: self._embed(self.outer, 0))
-        self.split = self._split() if plan.trains else None
+        self.split = self._split() if plan.trains else cast(Split, None)
 
     def _split(self) -> Split:
         params = jax.tree.map(
@@ -171,7 +176,7 @@ class _Run:
         return loss, self._gradients(state)
 
     def _rows(self) -> dict[str, Any]:
-        """The table's columns: ``[ticks, stages]`` each, but for "all", which no stage differs in."""
+        """The table's columns, ``[ticks, stages]``; those under "all" hold for every stage."""
         table = self.table
         return {
             **{f"pass_{k}": dataclasses.asdict(columns) for k, columns in table.passes.items()},
@@ -250,7 +255,7 @@ class _Run:
         return state, outputs
 
     def _loop(self, cell: dict, step, carry, *, down: bool = False):
-        """Runs ``step(cell, layer, carry)`` for the cell's layers, from the last to the first if ``down``."""
+        """Runs ``step(cell, layer, carry)`` for the cell's layers, last first if ``down``."""
 
         def body(i, carry):
             layer = cell["lo"] + cell["hi"] - 1 - i if down else i
@@ -262,7 +267,7 @@ class _Run:
         state, x = carry
         x = _tie(x, layer)
         weights, key = self._weights(state, cell, layer), self._layer_key(cell, layer)
-        if self.split is None:
+        if not self.plan.trains:
             return state, self.plan.model.layer(weights, x, key)
         y, until_b, until_w = self.split.forward(weights, x, key)
         state = self._save(state, "until_b", cell, layer, until_b)

@@ -1,8 +1,9 @@
 """Where parameters live: canonical layer order outside, placed order on the devices.
 
-A placed layer leaf has shape ``[stages, chunks * layers_per_chunk, ...]``: stage d holds its chunks one after
-the other, each padded with zeros to the largest. A placed outer leaf is padded so that its split dimension
-divides by the number of stages. Sharding over data takes one further dimension of each leaf.
+A placed layer leaf has shape ``[stages, chunks * layers_per_chunk, ...]``: stage d holds its chunks
+one after the other, each padded with zeros to the largest. A placed outer leaf is padded so that
+its split dimension divides by the number of stages. Sharding over data takes one further dimension
+of each leaf.
 """
 
 from __future__ import annotations

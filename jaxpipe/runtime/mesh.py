@@ -1,4 +1,4 @@
-"""The device mesh: a ``data`` axis of replicas or shards, each of them a pipeline along ``stage``."""
+"""The device mesh: a ``data`` axis of shards, each of them a pipeline along ``stage``."""
 
 from __future__ import annotations
 

@@ -25,15 +25,17 @@ PyTree = Any
 class Pipeline:
     """Runs a model through a pipeline schedule on a mesh.
 
-    Parameters are *canonical* for the user (``{"embed", "layers", "head"}``, layers stacked in model order) and
-    *placed* on the devices; `place` and `unplace` convert. Everything can be called inside `jax.jit`.
+    Parameters are *canonical* for the user (``{"embed", "layers", "head"}``, layers stacked in
+    model order) and *placed* on the devices; `place` and `unplace` convert. Everything can be
+    called inside `jax.jit`.
 
     Args:
       model: three pure functions.
       params: canonical parameters, or their shapes.
       schedule: from `jaxpipe.schedules.build`, or your own; it is validated.
       mesh: from `jaxpipe.make_mesh`; its ``stage`` axis must be the schedule's number of stages.
-      remat: "none" keeps every residual, "dots" keeps weight matmuls' outputs, "full" only layer inputs.
+      remat: "none" keeps every residual, "dots" keeps weight matmuls' outputs, "full" only layer
+        inputs.
       zero: what is sharded over the ``data`` axis: 0 nothing, 1 optimizer state, 2 also gradients,
         3 also weights.
       poison: test mode; fills bubbles with NaN.
@@ -97,8 +99,8 @@ class Pipeline:
         return NamedSharding(self.mesh, P(DATA))
 
     def optimizer_shardings(self, state: PyTree) -> PyTree:
-        """Shardings of an optax state: every part shaped like the parameters as gradients are, the rest
-        replicated.
+        """Shardings of an optax state: every part shaped like the parameters as gradients are, the
+        rest replicated.
 
         Args:
           state: an optimizer state of placed parameters, or its shapes.
@@ -109,14 +111,15 @@ class Pipeline:
         )
 
     def map_parameters(self, fn, tree: PyTree, *, rest=lambda leaf: leaf) -> PyTree:
-        """Applies ``fn`` to every subtree with the parameters' structure and ``rest`` to all other leaves.
+        """Applies ``fn`` to every subtree with the parameters' structure and ``rest`` to all other
+        leaves.
 
         With `place` and `unplace` it converts a whole optimizer state.
         """
         structure = jax.tree.structure(self.param_shardings)
 
         def is_params(node):
-            return jax.tree.structure(node) == structure
+            return bool(structure == jax.tree.structure(node))
 
         return jax.tree.map(
             lambda node: fn(node) if is_params(node) else rest(node), tree, is_leaf=is_params
@@ -148,12 +151,13 @@ class Pipeline:
 
         Args:
           placed: placed parameters.
-          batch: leaves ``[rows, ...]``, rows a multiple of microbatches x data shards. Within a data shard
-            row r belongs to microbatch ``r % m``.
+          batch: leaves ``[rows, ...]``, rows a multiple of microbatches x data shards. Within a
+            data shard row r belongs to microbatch ``r % m``.
           rng: the step's key for models with randomness, or None.
 
         Returns:
-          The mean loss over microbatches and data shards (float32 scalar), and gradients like ``placed``.
+          The mean loss over microbatches and data shards (float32 scalar), and gradients like
+          ``placed``.
 
         Raises:
           ValueError: the batch does not divide.
@@ -229,12 +233,14 @@ def _check(params: PyTree, schedule: Schedule, mesh: Mesh, remat: str, zero: int
     problems = []
     if set(mesh.axis_names) != {DATA, STAGE}:
         problems.append(
-            f"mesh has axes {mesh.axis_names}; it must have {DATA!r} and {STAGE!r} (jaxpipe.make_mesh)."
+            f"mesh has axes {mesh.axis_names}; it must have {DATA!r} and {STAGE!r} "
+            "(jaxpipe.make_mesh)."
         )
     elif mesh.shape[STAGE] != schedule.num_stages:
         problems.append(
-            f"mesh.stage={mesh.shape[STAGE]} does not fit schedule {schedule.name!r}, which was built for "
-            f"{schedule.num_stages} stages.\nNearest valid: mesh.stage={schedule.num_stages}."
+            f"mesh.stage={mesh.shape[STAGE]} does not fit schedule {schedule.name!r}, which was "
+            f"built for {schedule.num_stages} stages.\n"
+            f"Nearest valid: mesh.stage={schedule.num_stages}."
         )
     if remat not in REMAT_POLICIES:
         problems.append(
@@ -260,6 +266,7 @@ def _uneven_batch(path: str, rows: int, m: int, shards: int) -> str:
     below, above = rows // unit * unit, -(-rows // unit) * unit
     valid = ", ".join(str(n) for n in (below, above) if n)
     return (
-        f"batch{path} has {rows} rows, which do not divide into {m} microbatches x {shards} data shards.\n"
+        f"batch{path} has {rows} rows, which do not divide into {m} microbatches x "
+        f"{shards} data shards.\n"
         f"Nearest valid: {valid}."
     )

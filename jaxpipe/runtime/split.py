@@ -1,15 +1,15 @@
 """Derives F, B and W from any layer function.
 
-``layer(params, x, rng) -> y`` is traced once through `jax.vjp`, which gives two programs: the forward
-(output and residuals) and the backward (residuals and cotangent to dx and dparams). Both are flattened
-(``jit`` and ``checkpoint`` equations inlined), then cut:
+``layer(params, x, rng) -> y`` is traced once through `jax.vjp`, which gives two programs: the
+forward (output and residuals) and the backward (residuals and cotangent to dx and dparams). Both
+are flattened (``jit`` and ``checkpoint`` equations inlined), then cut:
 
-- residuals that do not depend on x (parameters, casts of them, dropout masks made from the key alone) are
-  recomputed where they are used; the others are saved, once each;
+- residuals that do not depend on x (parameters, casts of them, dropout masks made from the key
+  alone) are recomputed where they are used; the others are saved, once each;
 - B is what dx needs, W is the rest of what dparams needs, and what W reads of B's values *crosses*.
 
-Weights are therefore never residuals, which is what lets a backward use newer weights than its forward.
-This is the only module that looks inside jaxprs.
+Weights are therefore never residuals, which is what lets a backward use newer weights than its
+forward. This is the only module that looks inside jaxprs.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ REMAT_POLICIES: dict[str, Any] = {
     "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
     "full": jax.checkpoint_policies.nothing_saveable,
 }
-"""Rematerialisation by name: keep every residual; keep the outputs of weight matmuls and recompute the
-rest; keep only the layer's input and recompute the layer."""
+"""Rematerialisation by name: keep every residual; keep the outputs of weight matmuls and recompute
+the rest; keep only the layer's input and recompute the layer."""
 
 _INLINED = {"jit", "pjit", "closed_call", "core_call", "checkpoint", "remat2", "remat"}
 
@@ -74,7 +74,8 @@ def split_layer(
       The split.
 
     Raises:
-      ValueError: an unknown policy, or a layer whose output differs from its input in shape or dtype.
+      ValueError: an unknown policy, or a layer whose output differs from its input in shape or
+        dtype.
 
     Example:
       >>> split = split_layer(lambda w, x, rng: jnp.tanh(x @ w), jnp.ones((4, 4)), jnp.ones((2, 4)))
@@ -88,8 +89,8 @@ def split_layer(
     y = jax.eval_shape(layer, params, x, rng)
     if (y.shape, y.dtype) != (x.shape, x.dtype):
         raise ValueError(
-            f"The layer maps x {x.dtype}{list(x.shape)} to {y.dtype}{list(y.shape)}; a layer's output must "
-            "have the shape and dtype of its input, because it is the next layer's input."
+            f"The layer maps x {x.dtype}{list(x.shape)} to {y.dtype}{list(y.shape)}; a "
+            "layer's output must have the shape and dtype of its input, because it is the next layer's input."
         )
     traced = _trace(layer, params, x, rng, REMAT_POLICIES[remat])
     return _cut(*traced)

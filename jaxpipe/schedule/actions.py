@@ -1,6 +1,7 @@
 """What a schedule is: for every stage, an ordered list of actions.
 
-Legend used throughout the package: p stages, v chunks a stage, s virtual stage, m microbatches, i microbatch.
+Legend used throughout the package: p stages, v chunks a stage, s virtual stage, m microbatches, i
+  microbatch.
 """
 
 from __future__ import annotations
@@ -66,8 +67,9 @@ class Schedule:
       placement: which stage holds which virtual stage.
       num_microbatches: m; every virtual stage runs microbatches 0..m-1.
       orders: ``orders[d]`` is what stage ``d`` runs, in order.
-      peak_in_flight: the schedule's own promise, per stage: the most chunk activations that stage keeps
-        from F to the action that frees them (W, or the fused backward). The validator holds it to this.
+      peak_in_flight: the schedule's own promise, per stage: the most chunk activations that stage
+        keeps from F to the action that frees them (W, or the fused backward). The validator holds
+        it to this.
     """
 
     name: str
@@ -88,8 +90,8 @@ class Schedule:
 def dependencies(action: Action, *, num_virtual_stages: int, split: bool) -> list[Action]:
     """The actions of *other or the same* stage whose results ``action`` reads.
 
-    F waits for F of the previous virtual stage; B (or BW) for its own F and for B of the next virtual
-    stage; W for its own B.
+    F waits for F of the previous virtual stage; B (or BW) for its own F and for B of the next
+    virtual stage; W for its own B.
 
     Args:
       action: the action that waits.

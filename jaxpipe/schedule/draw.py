@@ -133,7 +133,7 @@ def figure(timeline: Timeline) -> Figure:
     return drawn
 
 
-def _number(axes, timeline: Timeline, *, points: float) -> None:  # type: ignore[no-untyped-def]
+def _number(axes, timeline: Timeline, *, points: float) -> None:
     for d, row in enumerate(timeline.rows):
         for timed in row:
             chunk = timeline.schedule.placement.chunks[timed.action.virtual_stage]

@@ -2,11 +2,13 @@
 
 Every tick is one row. Within a tick the phases come in this order, and slots are coloured by it:
 
-    gather weights | embed | F | B, BW | W | reduce gradients | exchange messages | head | embed gradient
+    gather weights | embed | F | B, BW | W | reduce gradients | exchange messages | head | embed
+    gradient
 
-Everything a stage keeps lives in a numbered slot: a message that has arrived and waits (inbox), residuals
-from F to the last action that reads them, values from B to W. Interval colouring gives each buffer exactly
-the schedule's peak and no more.
+Everything a stage keeps lives in a numbered slot: a message that has arrived and waits (inbox),
+  residuals
+from F to the last action that reads them, values from B to W. Interval colouring gives each buffer
+exactly the schedule's peak and no more.
 """
 
 from __future__ import annotations
@@ -90,7 +92,7 @@ class Channel:
 
 @dataclasses.dataclass(frozen=True)
 class Transfers:
-    """Gathers or reductions over the data axis: int32 ``[ticks, stages]`` chunk and slot, or `NONE`."""
+    """Gathers or reductions over data: int32 ``[ticks, stages]`` chunk and slot, or `NONE`."""
 
     chunk: np.ndarray
     slot: np.ndarray
@@ -111,8 +113,10 @@ class TickTable:
       layer_counts: layers of every virtual stage.
       passes: columns by kind; only kinds the schedule uses.
       channels: the messages.
-      embed, embed_slot: int32 ``[ticks]``: microbatch that enters, and its inbox slot on the first stage.
-      head, head_slot: int32 ``[ticks]``: microbatch that leaves, and the slot of its cotangent on the last.
+      embed, embed_slot: int32 ``[ticks]``: microbatch that enters, and its inbox slot on the first
+        stage.
+      head, head_slot: int32 ``[ticks]``: microbatch that leaves, and the slot of its cotangent on
+        the last.
       embed_gradient: int32 ``[ticks]``: microbatch whose cotangent reaches the embedding.
       gathers, reduces: data-axis transfers.
       num_slots: size of each buffer, by name: x, dy, until_b, until_w, crossing.
@@ -167,8 +171,8 @@ def lower(schedule: Schedule, layer_counts: Sequence[int], *, weight_slots: int 
     Args:
       schedule: a valid schedule, or its forward part alone (`forward_only`).
       layer_counts: layers of every virtual stage, see `partition`.
-      weight_slots: gathered chunks a stage keeps at once when weights are sharded over data; capped by
-        the number of chunks.
+      weight_slots: gathered chunks a stage keeps at once when weights are sharded over data; capped
+        by the number of chunks.
 
     Returns:
       The table.
@@ -234,7 +238,7 @@ class _Lowering:
         return self.tick[action], _PHASE[action.kind]
 
     def _colour(self) -> tuple[dict[str, dict[tuple[int, int], int]], dict[str, int]]:
-        """Slots of everything that is kept, by buffer and (virtual stage, microbatch), and their numbers."""
+        """Slots by buffer and (virtual stage, microbatch), and how many each buffer has."""
         keys = [(a.virtual_stage, a.microbatch) for a in self.tick if a.kind is Kind.F]
         lives: dict[str, dict[tuple[int, int], tuple]] = {
             name: {} for name in ("x", "dy", "until_b", "until_w", "crossing")

@@ -1,7 +1,7 @@
 """Placements: which stage holds which virtual stage of the model.
 
-A model is cut into ``num_stages * num_chunks`` virtual stages, in model order. A placement says which
-stage runs each of them; the chunks of a stage are numbered in model order.
+A model is cut into ``num_stages * num_chunks`` virtual stages, in model order. A placement says
+which stage runs each of them; the chunks of a stage are numbered in model order.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ class Placement:
     """The stage of every virtual stage.
 
     Args:
-      stages: ``stages[s]`` is the stage (0-based) that holds virtual stage ``s``. Every stage holds the
-        same number of virtual stages.
+      stages: ``stages[s]`` is the stage (0-based) that holds virtual stage ``s``. Every stage holds
+        the same number of virtual stages.
 
     Example:
       >>> linear(3).stages
@@ -51,7 +51,7 @@ class Placement:
 
     @cached_property
     def virtual_stages(self) -> tuple[tuple[int, ...], ...]:
-        """``virtual_stages[d][c]`` is the virtual stage that stage ``d`` holds as its chunk ``c``."""
+        """``virtual_stages[d][c]`` is the virtual stage that stage ``d`` holds as chunk ``c``."""
         held: list[list[int]] = [[] for _ in range(self.num_stages)]
         for virtual_stage, stage in enumerate(self.stages):
             held[stage].append(virtual_stage)

@@ -1,7 +1,7 @@
 """Which chunk is in which slot, when a stage holds fewer slots than chunks.
 
-Weights sharded over the data axis are gathered into slots before use; sharded gradients are summed in
-slots and reduced when a slot is given up. Both follow from the order alone, by the same rule.
+Weights sharded over the data axis are gathered into slots before use; sharded gradients are summed
+in slots and reduced when a slot is given up. Both follow from the order alone, by the same rule.
 """
 
 from __future__ import annotations
