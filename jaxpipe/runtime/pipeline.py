@@ -116,10 +116,10 @@ class Pipeline:
 
         With `place` and `unplace` it converts a whole optimizer state.
         """
-        structure = jax.tree.structure(self.param_shardings)
+        structure: Any = jax.tree.structure(self.param_shardings)
 
         def is_params(node):
-            return bool(structure == jax.tree.structure(node))
+            return bool(jax.tree.structure(node) == structure)
 
         return jax.tree.map(
             lambda node: fn(node) if is_params(node) else rest(node), tree, is_leaf=is_params

@@ -89,8 +89,8 @@ def split_layer(
     y = jax.eval_shape(layer, params, x, rng)
     if (y.shape, y.dtype) != (x.shape, x.dtype):
         raise ValueError(
-            f"The layer maps x {x.dtype}{list(x.shape)} to {y.dtype}{list(y.shape)}; a "
-            "layer's output must have the shape and dtype of its input, because it is the next layer's input."
+            f"The layer maps x {x.dtype}{list(x.shape)} to {y.dtype}{list(y.shape)}; its output "
+            "must have the shape and dtype of its input, because it is the next layer's input."
         )
     traced = _trace(layer, params, x, rng, REMAT_POLICIES[remat])
     return _cut(*traced)
@@ -143,7 +143,14 @@ def _cut(forward: core.ClosedJaxpr, backward: core.ClosedJaxpr, params_tree) -> 
 
     b_eqns = _needed(backward.jaxpr.eqns, [dx_var])
     in_b = {id(eqn) for eqn in b_eqns}
-    w_eqns = [e for e in _needed(backward.jaxpr.eqns, dparam_vars) if id(e) not in in_b]
+    # W repeats what B makes of parameters and key alone (casts, dropout masks) rather than keep it.
+    kept_inputs = {v for v in bw_inputs if _is_var(source[v]) and source[v] in from_x}
+    from_kept = _reachable(backward.jaxpr.eqns, kept_inputs | {dy_var})
+    w_eqns = [
+        eqn
+        for eqn in _needed(backward.jaxpr.eqns, dparam_vars)
+        if id(eqn) not in in_b or from_kept.isdisjoint(eqn.outvars)
+    ]
     read_by_b = _reads(b_eqns, [dx_var])
     read_by_w = _reads(w_eqns, dparam_vars)
 
@@ -155,7 +162,7 @@ def _cut(forward: core.ClosedJaxpr, backward: core.ClosedJaxpr, params_tree) -> 
     until_w = saved(read_by_w)
     until_b = [v for v in saved(read_by_b) if v not in until_w]
     made_by_b = {v for eqn in b_eqns for v in eqn.outvars} | {dy_var}
-    crossing = sorted((read_by_w & made_by_b) - set(bw_inputs), key=_order(backward.jaxpr))
+    crossing = sorted(read_by_w & made_by_b & from_kept, key=_order(backward.jaxpr))
 
     def split_inputs(params, rng) -> dict:
         return dict(zip(without_x, [*jax.tree.leaves(params), *jax.tree.leaves(rng)], strict=True))

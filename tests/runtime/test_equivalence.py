@@ -1,0 +1,96 @@
+"""Every schedule, mesh, ZeRO level and policy gives the unpipelined model's loss and gradients."""
+
+from __future__ import annotations
+
+import itertools
+from functools import partial
+
+import jax
+import numpy as np
+import pytest
+import toy
+
+import jaxpipe
+
+SCHEDULES = ("gpipe", "gpipe-fused", "1f1b", "1f1b-fused")
+STAGES, DATA, ZERO = (1, 2, 4), (1, 2), (0, 1, 2, 3)
+REMAT, TIED, MICROBATCHES = ("none", "dots", "full"), (True, False), (1, 3, 8)
+FULL = [
+    case
+    for case in itertools.product(SCHEDULES, STAGES, DATA, ZERO, REMAT, TIED, MICROBATCHES)
+    if case[2] > 1 or case[3] == 0  # one data shard has nothing to shard
+]
+
+
+def covering(cases: list[tuple]) -> list[tuple]:
+    """A subset in which every pair of values that occurs together in ``cases`` still does."""
+
+    def pairs(case: tuple) -> set:
+        return set(itertools.combinations(enumerate(case), 2))
+
+    missing = set().union(*map(pairs, cases))
+    chosen = []
+    while missing:
+        best = max(cases, key=lambda case: len(pairs(case) & missing))
+        chosen.append(best)
+        missing -= pairs(best)
+    return chosen
+
+
+COVERING = covering(FULL)
+
+
+def check(schedule, stages, data, zero, remat, tied, microbatches, *, num_layers=6, rng=None):
+    params = toy.params(tied=tied, num_layers=num_layers)
+    batch = toy.batch(2 * data * microbatches)
+    pipe = jaxpipe.Pipeline(
+        toy.model(tied=tied, axis="stage"),
+        params,
+        schedule=jaxpipe.schedules.build(schedule, stages=stages, microbatches=microbatches),
+        mesh=jaxpipe.make_mesh(stage=stages, data=data),
+        remat=remat,
+        zero=zero,
+        poison=True,
+    )
+    placed = pipe.place(params)
+    loss, grads = jax.jit(pipe.value_and_grad)(placed, batch, rng)
+    oracle = partial(
+        jaxpipe.unpipelined.loss,
+        toy.model(tied=tied, axis=None),
+        num_microbatches=microbatches,
+        data_shards=data,
+    )
+    expected, expected_grads = jax.jit(jax.value_and_grad(oracle))(params, batch, rng)
+    np.testing.assert_allclose(loss, expected, rtol=1e-5)
+    for (path, got), want in zip(
+        jax.tree.leaves_with_path(pipe.unplace(grads)), jax.tree.leaves(expected_grads), strict=True
+    ):
+        # Relative to the leaf's own scale: single entries may cancel to nearly nothing.
+        scale = np.abs(want).max()
+        np.testing.assert_allclose(
+            got, want, rtol=1e-5, atol=1e-5 * scale, err_msg=jax.tree_util.keystr(path)
+        )
+    np.testing.assert_allclose(jax.jit(pipe.loss)(placed, batch, rng), expected, rtol=1e-5)
+
+
+@pytest.mark.parametrize("case", COVERING, ids=lambda case: "-".join(map(str, case)))
+def test_gradients_equal_the_unpipelined_model(case):
+    check(*case)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", FULL, ids=lambda case: "-".join(map(str, case)))
+def test_gradients_equal_the_unpipelined_model_everywhere(case):
+    check(*case)
+
+
+@pytest.mark.parametrize("remat", REMAT)
+@pytest.mark.parametrize("schedule", ["1f1b", "1f1b-fused"])
+def test_randomness_depends_on_microbatch_and_layer_only(schedule, remat):
+    rng = jax.random.key(7)
+    check(schedule, 4, 2, 3, remat, True, 3, rng=rng)
+
+
+@pytest.mark.parametrize("num_layers", [4, 5, 7])
+def test_uneven_chunks_drop_nothing(num_layers):
+    check("1f1b", 4, 2, 3, "none", False, 3, num_layers=num_layers)
