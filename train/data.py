@@ -211,7 +211,7 @@ def batches(
     sequence_length: int,
     batch_size: int,
     seed: int,
-    rows: Sequence[int] | None = None,
+    rows: Sequence[int] | np.ndarray | None = None,
 ) -> grain.DatasetIterator[Batch]:
     """Yields shuffled windows of the text without end.
 
@@ -269,7 +269,7 @@ def heldout_batches(
     sequence_length: int,
     batch_size: int,
     num_batches: int,
-    rows: Sequence[int] | None = None,
+    rows: Sequence[int] | np.ndarray | None = None,
 ) -> Iterator[Batch]:
     """Yields the same windows, spread evenly over the held-out text, each time it is called.
 
@@ -364,7 +364,7 @@ def _check_sizes(**sizes: int) -> None:
         raise ValueError(f"{', '.join(wrong)}: must be at least 1. Nearest valid: 1.")
 
 
-def _check_rows(rows: Sequence[int] | None, batch_size: int) -> np.ndarray:
+def _check_rows(rows: Sequence[int] | np.ndarray | None, batch_size: int) -> np.ndarray:
     chosen = np.arange(batch_size) if rows is None else np.asarray(rows, dtype=np.int64)
     outside = chosen[(chosen < 0) | (chosen >= batch_size)]
     if outside.size:

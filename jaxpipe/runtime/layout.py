@@ -154,6 +154,26 @@ class Layout:
             **jax.tree.map(lambda leaf: spec(leaf, ()), self.outer),
         }
 
+    def canonical_specs(self) -> PyTree:
+        """Partition specs of the canonical parameters, over all devices wherever a size divides."""
+
+        def layer(leaf: Leaf) -> P:
+            dims = [DATA if d == leaf.data_dim else None for d in range(len(leaf.shape))]
+            return P(STAGE if sum(self.table.layer_counts) % self.num_stages == 0 else None, *dims)
+
+        def outer(leaf: Leaf) -> P:
+            dims: list[str | None] = [None] * len(leaf.shape)
+            if leaf.stage_dim is not None and leaf.shape[leaf.stage_dim] % self.num_stages == 0:
+                dims[leaf.stage_dim] = STAGE
+            if leaf.data_dim is not None:
+                dims[leaf.data_dim] = DATA
+            return P(*dims)
+
+        return {
+            "layers": jax.tree.map(layer, self.layers),
+            **jax.tree.map(outer, self.outer),
+        }
+
     def shardings(self, *, sharded: bool) -> PyTree:
         return jax.tree.map(
             lambda spec: NamedSharding(self.mesh, spec), self.specs(sharded=sharded)

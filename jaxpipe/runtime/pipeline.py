@@ -98,6 +98,13 @@ class Pipeline:
         """Sharding of a batch's leaves ``[rows, ...]``."""
         return NamedSharding(self.mesh, P(DATA))
 
+    @cached_property
+    def canonical_shardings(self) -> PyTree:
+        """Shardings of what `unplace` returns: over all devices, as far as the sizes divide."""
+        return jax.tree.map(
+            lambda spec: NamedSharding(self.mesh, spec), self.layout.canonical_specs()
+        )
+
     def optimizer_shardings(self, state: PyTree) -> PyTree:
         """Shardings of an optax state: every part shaped like the parameters as gradients are, the
         rest replicated.
@@ -139,8 +146,7 @@ class Pipeline:
 
     @cached_property
     def _unplace(self):
-        replicated = NamedSharding(self.mesh, P())
-        return jax.jit(self.layout.unplace, out_shardings=replicated)
+        return jax.jit(self.layout.unplace, out_shardings=self.canonical_shardings)
 
     # Running.
 

@@ -1,0 +1,200 @@
+"""Checkpoints in canonical order: they restore onto any mesh, schedule and ZeRO level.
+
+Saving is asynchronous and atomic: a checkpoint appears under its name when it is whole. The latest
+few and the one with the lowest held-out loss are kept.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import Path
+from typing import Any
+
+import orbax.checkpoint as ocp
+from orbax.checkpoint import checkpoint_managers
+
+from train.config import Config, ModelConfig
+from train.errors import Failure
+from train.step import State
+
+_STATE, _DATA, _RUN = "state", "data", "run"
+
+
+class Checkpoints:
+    """The checkpoints of one run. Use as a context manager: leaving waits for pending writes.
+
+    Args:
+      folder: absolute or relative path; made when first needed.
+      keep: latest checkpoints to keep, at least 1.
+      read_only: only look.
+    """
+
+    def __init__(self, folder: Path, *, keep: int = 1, read_only: bool = False) -> None:
+        policy = checkpoint_managers.AnyPreservationPolicy(
+            [
+                checkpoint_managers.LatestN(keep),
+                checkpoint_managers.BestN(
+                    get_metric_fn=lambda metrics: metrics["eval_loss"],
+                    reverse=True,  # the best comes last: the lowest loss
+                    n=1,
+                    keep_checkpoints_without_metrics=False,
+                ),
+            ]
+        )
+        self._manager = ocp.CheckpointManager(
+            folder.resolve(),
+            options=ocp.CheckpointManagerOptions(
+                preservation_policy=policy,
+                create=not read_only,
+                read_only=read_only,
+                cleanup_tmp_directories=not read_only,
+            ),
+        )
+
+    def __enter__(self) -> Checkpoints:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._manager.close()
+
+    @property
+    def latest(self) -> int | None:
+        """The newest step that is saved, or None."""
+        return self._manager.latest_step()
+
+    @property
+    def steps(self) -> list[int]:
+        """Every step that is saved, rising."""
+        return sorted(self._manager.all_steps())
+
+    def save(
+        self,
+        step: int,
+        state: State,
+        *,
+        data: dict[str, Any],
+        run: dict[str, Any],
+        eval_loss: float | None = None,
+    ) -> None:
+        """Starts to save; returns when the state may be changed.
+
+        Args:
+          step: optimizer steps done.
+          state: in canonical order.
+          data: position in the data, for JSON.
+          run: from `describe`.
+          eval_loss: held-out loss at this step, if it was evaluated.
+        """
+        self._manager.save(
+            step,
+            args=ocp.args.Composite(
+                **{
+                    _STATE: ocp.args.StandardSave(_as_dict(state)),
+                    _DATA: ocp.args.JsonSave(data),
+                    _RUN: ocp.args.JsonSave(run),
+                }
+            ),
+            metrics=None if eval_loss is None else {"eval_loss": eval_loss},
+            force=True,
+        )
+
+    def wait(self) -> None:
+        """Waits until what was saved is on disk."""
+        self._manager.wait_until_finished()
+
+    def read_run(self, step: int) -> dict[str, Any]:
+        """What `describe` said when the checkpoint was saved."""
+        restored = self._manager.restore(
+            step, args=ocp.args.Composite(**{_RUN: ocp.args.JsonRestore()})
+        )
+        return restored[_RUN]
+
+    def restore(self, step: int, shapes: State) -> tuple[State, dict[str, Any]]:
+        """Reads a checkpoint.
+
+        Args:
+          step: one of `steps`.
+          shapes: of the canonical state, with shardings.
+
+        Returns:
+          The canonical state and the position in the data.
+        """
+        restored = self._manager.restore(
+            step,
+            args=ocp.args.Composite(
+                **{
+                    _STATE: ocp.args.StandardRestore(_as_dict(shapes)),
+                    _DATA: ocp.args.JsonRestore(),
+                }
+            ),
+        )
+        return State(**restored[_STATE]), restored[_DATA]
+
+
+def describe(config: Config, *, tokenizer_sha256: str) -> dict[str, Any]:
+    """What a checkpoint says about its run: the whole configuration and digests.
+
+    Args:
+      config: of the run.
+      tokenizer_sha256: from the data folder.
+    """
+    settings = config.model_dump()
+    text = json.dumps(settings, sort_keys=True)
+    return {
+        "config": settings,
+        "config_sha256": hashlib.sha256(text.encode()).hexdigest(),
+        "tokenizer_sha256": tokenizer_sha256,
+    }
+
+
+def other_model(saved: dict[str, Any], config: Config, *, tokenizer_sha256: str) -> list[Failure]:
+    """Why a checkpoint cannot be continued with this configuration; empty if it can.
+
+    Args:
+      saved: from `Checkpoints.read_run`.
+      config: of the run that wants to continue it.
+      tokenizer_sha256: of the data it would train on.
+    """
+    before, now = saved["config"]["model"], config.model.model_dump()
+    failures = [
+        Failure(
+            f"model.{name}={now[name]} is not the model of the checkpoint in run_dir="
+            f"{config.run_dir}: it has model.{name}={before.get(name)}. Nearest valid: "
+            f"{before.get(name)}, or another --run-dir.",
+            (f"model.{name}",),
+        )
+        for name in ModelConfig.model_fields
+        # Dropout has no weights: it may change from one part of a run to the next.
+        if name != "dropout" and before.get(name) != now[name]
+    ]
+    if saved["tokenizer_sha256"] != tokenizer_sha256:
+        failures.append(
+            Failure(
+                f"data.path={config.data.path} has another tokenizer than the checkpoint in "
+                f"run_dir={config.run_dir} was trained with. Nearest valid: data.path="
+                f"{saved['config']['data']['path']}, or another --run-dir.",
+                ("data.path",),
+            )
+        )
+    return failures
+
+
+def changes(saved: dict[str, Any], config: Config) -> list[str]:
+    """Fields that decide the losses and differ from the checkpoint's, such as "train.seed 0 -> 1".
+
+    Args:
+      saved: from `Checkpoints.read_run`.
+      config: of the run that continues it.
+    """
+    free = ("run_dir", "sample", "distributed", "wandb")
+    before, now = Config(**saved["config"]).flat(), config.flat()
+    return [
+        f"{path} {before[path]} -> {now[path]}"
+        for path in now
+        if path.split(".")[0] not in free and before[path] != now[path]
+    ]
+
+
+def _as_dict(state: State) -> dict[str, Any]:
+    return {"params": state.params, "optimizer": state.optimizer}

@@ -1,0 +1,359 @@
+"""Whether a configuration can run: every rule that needs no device, all failures collected.
+
+A rule yields `Failure`s that name the fields it reads; what reads a field that has no usable value
+is left out of the report, so that one mistake is reported once.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import os
+import tempfile
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
+
+from jaxpipe.schedule import catalog
+from train import data
+from train.config import Config, Range, Section
+from train.errors import Failure
+
+CONFIG_FILE = "config.yaml"
+METRICS_FILE = "metrics.jsonl"
+CHECKPOINTS = "checkpoints"
+SCHEDULE_FILE = "schedule.svg"
+SAMPLE_FILE = "sample.txt"
+TENSORBOARD = "tensorboard"
+RUN_FILES = (CONFIG_FILE, METRICS_FILE, CHECKPOINTS, SCHEDULE_FILE, SAMPLE_FILE, TENSORBOARD)
+
+Rule = Callable[[Config], Iterator[Failure]]
+
+
+def check(config: Config, *, resume: bool = False, writes: bool = True) -> list[Failure]:
+    """Applies every rule.
+
+    Args:
+      config: names and types are already right.
+      resume: the run folder may hold a run.
+      writes: the run folder will be written to.
+
+    Returns:
+      What is wrong; empty if nothing is.
+    """
+    failures = list(_ranges(config))
+    wrong = {field for failure in failures for field in failure.fields}
+    rules: list[Rule] = [_schedule, _layers, _batch, _model, _data, _warmup, _processes, _wandb]
+    if writes:
+        rules.append(_existing_run if not resume else lambda _: iter(()))
+        rules.append(_writable)
+    for rule in rules:
+        failures += [failure for failure in rule(config) if not wrong.intersection(failure.fields)]
+    return failures
+
+
+def without(failures: Iterable[Failure], broken: Iterable[Failure]) -> list[Failure]:
+    """Leaves out failures about fields that another failure already is about.
+
+    Args:
+      failures: from `check`, on a configuration with defaults where ``broken`` was.
+      broken: failures of names and types.
+    """
+    fields = {field for failure in broken for field in failure.fields}
+
+    def is_hidden(path: str) -> bool:
+        return path in fields or path.split(".")[0] in fields
+
+    return [failure for failure in failures if not any(map(is_hidden, failure.fields))]
+
+
+def device_failures(config: Config, *, num_devices: int, platform: str) -> list[Failure]:
+    """Compares the mesh with the devices of all processes.
+
+    Args:
+      config: the configuration.
+      num_devices: devices there are.
+      platform: such as "cpu" or "gpu".
+    """
+    stage, shards = config.mesh.stage, config.mesh.data
+    if stage * shards <= num_devices:
+        return []
+    valid = []
+    if num_devices // shards:
+        valid.append(f"mesh.stage={num_devices // shards}")
+    if num_devices // stage:
+        valid.append(f"mesh.data={num_devices // stage}")
+    valid = valid or ["mesh.stage=1 with mesh.data=1"]
+    simulate = (
+        f" XLA_FLAGS=--xla_force_host_platform_device_count={stage * shards} simulates them."
+        if platform == "cpu"
+        else " JAX_PLATFORMS=cpu simulates them."
+    )
+    return [
+        Failure(
+            f"mesh.stage={stage} x mesh.data={shards} needs {stage * shards} devices, but there "
+            f"are {num_devices} ({platform}). Nearest valid: {' or '.join(valid)}.{simulate}",
+            ("mesh.stage", "mesh.data"),
+        )
+    ]
+
+
+def _ranges(config: Config) -> Iterator[Failure]:
+    values = config.flat()
+    for path, limits in _limits(type(config)):
+        value = values[path]
+        if value is None:
+            continue
+        low = value > limits.low if limits.above else value >= limits.low
+        high = limits.high is None or (
+            value < limits.high if limits.below else value <= limits.high
+        )
+        if low and high:
+            continue
+        rule = f"{'above' if limits.above else 'at least'} {limits.low:g}"
+        if limits.high is not None:
+            rule += f" and {'below' if limits.below else 'at most'} {limits.high:g}"
+        is_open = limits.above if not low else limits.below
+        bound = limits.low if not low else limits.high
+        nearest = "" if is_open else f" Nearest valid: {bound:g}."
+        yield Failure(f"{path}={value} must be {rule}.{nearest}", (path,))
+
+
+def _limits(section: type[Section], prefix: str = "") -> Iterator[tuple[str, Range]]:
+    for name, field in section.model_fields.items():
+        if isinstance(field.default, Section):
+            yield from _limits(type(field.default), f"{prefix}{name}.")
+        for note in field.metadata:
+            if isinstance(note, Range):
+                yield f"{prefix}{name}", note
+
+
+def _schedule(config: Config) -> Iterator[Failure]:
+    pipeline = config.pipeline
+    try:
+        catalog.build(
+            pipeline.schedule,
+            stages=config.mesh.stage,
+            microbatches=pipeline.microbatches,
+            chunks=pipeline.chunks,
+        )
+    except ValueError as error:
+        # The message names pipeline.schedule, pipeline.chunks and the rest itself.
+        yield Failure(str(error).replace("\nNearest", " Nearest"))
+
+
+def _layers(config: Config) -> Iterator[Failure]:
+    layers, needed = config.model.num_layers, config.mesh.stage * config.pipeline.chunks
+    if layers < needed:
+        fits = max(layers // max(config.pipeline.chunks, 1), 1)
+        yield Failure(
+            f"model.num_layers={layers} cannot fill mesh.stage={config.mesh.stage} x "
+            f"pipeline.chunks={config.pipeline.chunks}: each of the {needed} chunks needs a layer. "
+            f"Nearest valid: model.num_layers={needed} or mesh.stage={fits}.",
+            ("model.num_layers", "mesh.stage", "pipeline.chunks"),
+        )
+
+
+def _batch(config: Config) -> Iterator[Failure]:
+    size, count, shards = (
+        config.train.batch_size,
+        config.pipeline.microbatches,
+        config.mesh.data,
+    )
+    if size < 1 or count < 1 or shards < 1:
+        return
+    sizes = _multiples(size, count * shards)
+    fields = ("train.batch_size", "pipeline.microbatches")
+    if size % count:
+        yield Failure(
+            f"pipeline.microbatches={count} does not divide train.batch_size={size}. Nearest "
+            f"valid: pipeline.microbatches={_divisors(size, count)}, or train.batch_size={sizes}.",
+            fields,
+        )
+    elif size // count % shards:
+        yield Failure(
+            f"mesh.data={shards} does not divide the {size // count} rows of a microbatch "
+            f"(train.batch_size={size} / pipeline.microbatches={count}). Nearest valid: "
+            f"mesh.data={_divisors(size // count, shards)}, or train.batch_size={sizes}.",
+            (*fields, "mesh.data"),
+        )
+
+
+def _divisors(whole: int, value: int) -> str:
+    found = [n for n in range(1, whole + 1) if whole % n == 0]
+    near = [n for n in found if n < value][-1:] + [n for n in found if n > value][:1]
+    return " or ".join(map(str, near))
+
+
+def _multiples(value: int, unit: int) -> str:
+    below = value // unit * unit
+    return " or ".join(str(n) for n in (below, below + unit) if n)
+
+
+def _model(config: Config) -> Iterator[Failure]:
+    from models.gpt import GPTConfig  # imports jax, which a file with wrong names need not wait for
+
+    try:
+        GPTConfig(**config.model.model_dump())
+    except ValueError as error:
+        # One line a failure; each names its field.
+        for line in str(error).splitlines():
+            yield Failure(line, (line.split("=")[0],))
+
+
+def _data(config: Config) -> Iterator[Failure]:
+    folder = Path(config.data.path)
+    if not folder.is_dir():
+        yield Failure(
+            f"data.path={folder} is not a folder. Prepare it with: python -m train.prepare --out "
+            f"{folder}",
+            ("data.path",),
+        )
+        return
+    try:
+        meta = data.read_meta(folder)
+    except ValueError as error:
+        yield Failure(str(error), ("data.path",))
+        meta = None
+    if meta is not None and config.model.vocab_size < meta.vocab_size:
+        yield Failure(
+            f"model.vocab_size={config.model.vocab_size} is smaller than the tokenizer's "
+            f"{meta.vocab_size} tokens (data.path={folder}). Nearest valid: {meta.vocab_size}.",
+            ("model.vocab_size", "data.path"),
+        )
+    rows = {
+        data.TRAIN_FILE: (1, "one row"),
+        data.HELDOUT_FILE: (
+            config.train.eval_batches * config.train.batch_size,
+            f"train.eval_batches={config.train.eval_batches} x train.batch_size="
+            f"{config.train.batch_size} rows",
+        ),
+    }
+    for name, (needed, what) in rows.items():
+        try:
+            tokens = data.read_tokens(folder / name)
+        except ValueError as error:
+            yield Failure(str(error), ("data.path",))
+            continue
+        if meta is not None:
+            yield from _same_length(folder, name, len(tokens), meta)
+        yield from _long_enough(config, name, len(tokens), needed, what)
+
+
+def _same_length(folder: Path, name: str, count: int, meta: data.DataMeta) -> Iterator[Failure]:
+    expected = (meta.train if name == data.TRAIN_FILE else meta.heldout).tokens
+    if count != expected:
+        yield Failure(
+            f"data.path={folder}: {name} holds {count} tokens, but {data.META_FILE} says "
+            f"{expected}: the files are not from one preparation. Prepare the folder again.",
+            ("data.path",),
+        )
+
+
+def _long_enough(
+    config: Config, name: str, count: int, needed: int, what: str
+) -> Iterator[Failure]:
+    length = config.model.sequence_length
+    if length < 1 or (count - 1) // length >= needed:
+        return
+    valid = [f"model.sequence_length={(count - 1) // needed}"] if count > needed else []
+    fields = ["data.path", "model.sequence_length"]
+    if name == data.HELDOUT_FILE:
+        fields += ["train.eval_batches", "train.batch_size"]
+        batches = (count - 1) // length // config.train.batch_size
+        valid += [f"train.eval_batches={batches}"] if batches else []
+    nearest = f"Nearest valid: {' or '.join(valid)}" if valid else "Prepare more text"
+    yield Failure(
+        f"data.path={config.data.path}: the {count} tokens of {name} are too few: {what} of "
+        f"model.sequence_length={length} need {needed * length + 1}. {nearest}.",
+        tuple(fields),
+    )
+
+
+def _warmup(config: Config) -> Iterator[Failure]:
+    warmup, steps = config.optimizer.warmup_steps, config.train.steps
+    if warmup > steps:
+        yield Failure(
+            f"optimizer.warmup_steps={warmup} is longer than train.steps={steps}. "
+            f"Nearest valid: {steps}.",
+            ("optimizer.warmup_steps", "train.steps"),
+        )
+
+
+def _processes(config: Config) -> Iterator[Failure]:
+    settings = config.distributed
+    count, number = settings.num_processes, settings.process_id
+    paths = ("distributed.coordinator", "distributed.num_processes", "distributed.process_id")
+    if settings.coordinator is None and (count is not None or number is not None):
+        yield Failure(
+            f"distributed.num_processes={count} and distributed.process_id={number} need "
+            "distributed.coordinator, such as localhost:12345.",
+            paths,
+        )
+    if settings.coordinator is not None:
+        port = settings.coordinator.rpartition(":")[2]
+        if ":" not in settings.coordinator or not port.isdigit():
+            yield Failure(
+                f"distributed.coordinator={settings.coordinator!r} must be HOST:PORT, such as "
+                "localhost:12345.",
+                paths[:1],
+            )
+    if count is not None and number is not None and number >= count:
+        yield Failure(
+            f"distributed.process_id={number} must be below distributed.num_processes={count}. "
+            f"Nearest valid: {count - 1}.",
+            paths[1:],
+        )
+
+
+def _wandb(config: Config) -> Iterator[Failure]:
+    if config.wandb.project is not None and importlib.util.find_spec("wandb") is None:
+        yield Failure(
+            f"wandb.project={config.wandb.project!r} needs a package that is not installed: "
+            "pip install wandb, or leave wandb.project out.",
+            ("wandb.project",),
+        )
+
+
+def _existing_run(config: Config) -> Iterator[Failure]:
+    folder = Path(config.run_dir)
+    with contextlib.suppress(OSError):
+        found = [name for name in RUN_FILES if (folder / name).exists()]
+        if found:
+            yield Failure(
+                f"run_dir={folder} already holds a run ({', '.join(found)}). Continue it with "
+                "--resume, or name another --run-dir.",
+                ("run_dir",),
+            )
+
+
+def _writable(config: Config) -> Iterator[Failure]:
+    """Tries it and cleans up: permissions alone tell little on network and full disks."""
+    folder = Path(config.run_dir)
+    try:
+        missing = [path for path in (folder, *folder.parents) if not path.exists()]
+        folder.mkdir(parents=True, exist_ok=True)
+        try:
+            with tempfile.NamedTemporaryFile(dir=folder, prefix=".probe-") as probe:
+                probe.write(bytes(1 << 16))
+                probe.flush()
+                os.fsync(probe.fileno())
+        finally:
+            _remove_folders(missing)
+    except OSError as error:
+        yield unwritable(config, error)
+
+
+def _remove_folders(folders: Sequence[Path]) -> None:
+    # Another process of the run may already be using them.
+    with contextlib.suppress(OSError):
+        for folder in folders:
+            folder.rmdir()
+
+
+def unwritable(config: Config, error: OSError) -> Failure:
+    """What to say when the operating system refuses a write to the run folder."""
+    return Failure(
+        f"run_dir={config.run_dir} cannot be written: {error.strerror or error}. Free some "
+        "space or name another --run-dir.",
+        ("run_dir",),
+    )

@@ -1,0 +1,394 @@
+"""The configuration of a run: a YAML file, with every field also on the command line.
+
+``--config configs/gpt-tiny.yaml --mesh.stage 2`` reads the file, then overrides fields. This module
+checks names and types; `train.checks` checks what fits together. Neither touches a device.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import dataclasses
+import difflib
+import re
+from collections.abc import Hashable, Iterator, Sequence
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import pydantic
+import tyro
+import yaml
+
+from train.errors import ConfigError, Failure
+
+
+@dataclasses.dataclass(frozen=True)
+class Range:
+    """The legal numbers of a field; `train.checks` applies it.
+
+    Args:
+      low: the smallest legal number.
+      high: the largest, or None.
+      above: the number must be larger than ``low``, not equal to it.
+      below: the number must be smaller than ``high``, not equal to it.
+    """
+
+    low: float
+    high: float | None = None
+    above: bool = False
+    below: bool = False
+
+
+Count = Annotated[int, Range(1)]
+Natural = Annotated[int, Range(0)]
+Positive = Annotated[float, Range(0, above=True)]
+NonNegative = Annotated[float, Range(0)]
+Beta = Annotated[float, Range(0, 1, below=True)]
+
+
+class Section(pydantic.BaseModel):
+    """A part of the configuration: no unknown keys, no conversion of types."""
+
+    model_config = pydantic.ConfigDict(extra="forbid", strict=True, frozen=True)
+
+
+class DataConfig(Section):
+    """The text to train on."""
+
+    path: str = "data/stdlib"
+    """Folder that ``python -m train.prepare --out FOLDER`` wrote."""
+
+
+class ModelConfig(Section):
+    """The shape of the GPT; see `models.gpt.GPTConfig`."""
+
+    vocab_size: int = 2048
+    """Rows of the embedding table; at least the tokenizer's vocabulary."""
+    sequence_length: int = 128
+    """Tokens a row."""
+    num_layers: int = 8
+    """Transformer blocks; at least mesh.stage x pipeline.chunks."""
+    width: int = 128
+    """Size of the residual stream, a multiple of num_heads."""
+    num_heads: int = 4
+    """Query heads."""
+    num_kv_heads: int | None = None
+    """Key and value heads, a divisor of num_heads; None for num_heads."""
+    mlp_width: int | None = None
+    """Hidden size of the MLP; None for the usual multiple of width."""
+    positions: Literal["rotary", "learned"] = "rotary"
+    """How positions are encoded."""
+    norm: Literal["rms", "layer"] = "rms"
+    """Normalisation before each branch."""
+    activation: Literal["gelu", "swiglu"] = "swiglu"
+    """Non-linearity of the MLP."""
+    tied: bool = True
+    """One table for embedding and unembedding."""
+    bias: bool = False
+    """Biases in linear layers and in LayerNorm."""
+    dropout: float = 0.0
+    """Probability for the embedding and both residual branches, at least 0 and below 1."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """Compute dtype; weights are float32."""
+    rope_theta: Positive = 10_000.0
+    """Base of the rotary wavelengths."""
+    norm_epsilon: Positive = 1e-5
+    """Added to the variance."""
+
+
+class MeshConfig(Section):
+    """The devices: stage x data of them."""
+
+    stage: Count = 4
+    """Pipeline stages."""
+    data: Count = 2
+    """Data shards."""
+
+
+class PipelineConfig(Section):
+    """How a batch goes through the stages."""
+
+    schedule: str = "1f1b"
+    """Name of the schedule; ``jaxpipe schedules`` lists them."""
+    chunks: int = 1
+    """Chunks of layers a stage holds; 1 for a linear schedule."""
+    microbatches: int = 8
+    """Microbatches a batch."""
+    remat: Literal["none", "dots", "full"] = "none"
+    """What is recomputed in the backward: nothing, all but matmuls, everything."""
+    zero: Annotated[int, Range(0, 3)] = 3
+    """Sharded over data: 0 nothing, 1 optimizer state, 2 and gradients, 3 and weights."""
+
+
+class OptimizerConfig(Section):
+    """AdamW, with linear warm-up and a cosine."""
+
+    peak_lr: Positive = 3e-3
+    """Learning rate at the end of the warm-up."""
+    warmup_steps: Natural = 20
+    """Steps in which the learning rate rises; at most train.steps."""
+    min_lr_ratio: Annotated[float, Range(0, 1)] = 0.1
+    """Learning rate after the last step, as a share of the peak."""
+    weight_decay: NonNegative = 0.1
+    """Decay of matrices; vectors do not decay."""
+    beta1: Beta = 0.9
+    """Decay of the mean of gradients."""
+    beta2: Beta = 0.95
+    """Decay of the mean of their squares."""
+    clip_norm: Positive = 1.0
+    """Largest norm of the whole gradient, over all stages."""
+
+
+class TrainConfig(Section):
+    """How long, and how often to look."""
+
+    steps: Count = 300
+    """Optimizer steps."""
+    batch_size: Count = 32
+    """Rows a batch, over all processes: a multiple of pipeline.microbatches x mesh.data."""
+    seed: Natural = 0
+    """Decides the initial weights, the order of the data, dropout and the sample."""
+    log_every: Count = 10
+    """Steps from one printed line to the next; metrics.jsonl has every step."""
+    eval_every: Count = 50
+    """Steps from one evaluation to the next; the last step is evaluated, too."""
+    eval_batches: Count = 4
+    """Held-out batches an evaluation."""
+    checkpoint_every: Count = 50
+    """Steps from one checkpoint to the next; the last step is saved, too."""
+    keep: Count = 2
+    """Latest checkpoints to keep; the best is kept besides."""
+
+
+class SampleConfig(Section):
+    """The text that the trained model writes."""
+
+    prompt: str = "def "
+    """What it continues."""
+    num_tokens: Natural = 200
+    """Tokens to write; 0 for none."""
+    temperature: NonNegative = 0.8
+    """Divides the logits; 0 takes the likeliest token."""
+    top_k: Annotated[int | None, Range(1)] = 40
+    """Sample among the k likeliest tokens only; None among all."""
+
+
+class DistributedConfig(Section):
+    """Several processes; Slurm and Open MPI are found without any of these."""
+
+    coordinator: str | None = None
+    """HOST:PORT of process 0."""
+    num_processes: Annotated[int | None, Range(1)] = None
+    """How many processes; needs distributed.coordinator."""
+    process_id: Annotated[int | None, Range(0)] = None
+    """Which one this is; needs distributed.coordinator."""
+
+
+class WandbConfig(Section):
+    """Weights & Biases, besides TensorBoard."""
+
+    project: str | None = None
+    """Project to log to; None does not log there."""
+
+
+class Config(Section):
+    """Everything that decides a run."""
+
+    run_dir: str = "runs/gpt"
+    """Folder for the resolved config, metrics, checkpoints, schedule picture and sample."""
+    data: DataConfig = DataConfig()
+    model: ModelConfig = ModelConfig()
+    mesh: MeshConfig = MeshConfig()
+    pipeline: PipelineConfig = PipelineConfig()
+    optimizer: OptimizerConfig = OptimizerConfig()
+    train: TrainConfig = TrainConfig()
+    sample: SampleConfig = SampleConfig()
+    distributed: DistributedConfig = DistributedConfig()
+    wandb: WandbConfig = WandbConfig()
+
+    def flat(self) -> dict[str, Any]:
+        """Returns every field's value by its path, such as ``mesh.stage``."""
+        return dict(_leaves(self.model_dump()))
+
+    def to_yaml(self) -> str:
+        """Returns the configuration as a file that `parse` reads back."""
+        return yaml.safe_dump(self.model_dump(), sort_keys=False)
+
+
+class Command(Config):
+    """Trains a GPT through a pipeline."""
+
+    config: str | None = None
+    """YAML file; the other options override its fields."""
+    resume: bool = False
+    """Continue the run in run_dir from its latest checkpoint, or start it if there is none."""
+    dry_run: bool = False
+    """Check, draw the schedule, compile, compare memory; train and write nothing."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Invocation:
+    """A parsed command line.
+
+    Args:
+      config: the configuration, with defaults where a field failed.
+      resume: continue the run.
+      dry_run: compile only.
+      failures: names and types that are wrong in the file.
+    """
+
+    config: Config
+    resume: bool = False
+    dry_run: bool = False
+    failures: tuple[Failure, ...] = ()
+
+
+def parse(arguments: Sequence[str]) -> Invocation:
+    """Reads the file that ``--config`` names and applies the command line to it.
+
+    Args:
+      arguments: the command line without the program's name.
+
+    Returns:
+      The configuration and what is wrong with the file's names and types; nothing else is checked.
+
+    Raises:
+      ConfigError: the file is missing, unreadable or not YAML.
+      SystemExit: tyro printed help (status 0) or refused an option (status 2).
+
+    Example:
+      >>> parse(["--mesh.stage", "2"]).config.mesh.stage
+      2
+    """
+    finder = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    finder.add_argument("--config")
+    path = finder.parse_known_args([a for a in arguments if a not in ("-h", "--help")])[0].config
+    raw = {} if path is None else load_yaml(Path(path))
+    base, failures = validate(raw, source=path or "the defaults")
+    command = tyro.cli(
+        Command,
+        args=list(arguments),
+        default=Command(**_sections(base)),
+        prog="python train/train.py",
+        description=Command.__doc__,
+    )
+    return Invocation(Config(**_sections(command)), command.resume, command.dry_run, failures)
+
+
+def load_yaml(path: Path) -> dict[str, Any]:
+    """Reads a YAML file whose top is a mapping; an empty file gives an empty one.
+
+    Raises:
+      ConfigError: the file is missing, unreadable, not YAML, or names a key twice.
+    """
+    try:
+        raw = yaml.load(path.read_text(encoding="utf-8"), Loader=_Loader)
+    except FileNotFoundError as error:
+        near = sorted(path.parent.glob("*.yaml")) if path.parent.is_dir() else []
+        listed = ", ".join(map(str, near)) or "none in its folder"
+        raise ConfigError(
+            [Failure(f"--config={path} does not exist. Files there: {listed}.")]
+        ) from error
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise ConfigError([Failure(f"--config={path} cannot be read as YAML: {error}")]) from error
+    if raw is not None and not isinstance(raw, dict):
+        raise ConfigError(
+            [Failure(f"--config={path} must hold sections such as 'mesh:', not {raw!r}.")]
+        )
+    return raw or {}
+
+
+def validate(raw: dict[str, Any], *, source: str) -> tuple[Config, tuple[Failure, ...]]:
+    """Checks names and types of a file's content.
+
+    Args:
+      raw: the content.
+      source: the file's name, for the messages.
+
+    Returns:
+      The configuration with defaults in place of what is wrong, and what is wrong.
+    """
+    try:
+        return Config.model_validate(raw), ()
+    except pydantic.ValidationError as error:
+        problems = error.errors()
+    cleaned = copy.deepcopy(raw)
+    failures = []
+    for problem in problems:
+        failures.append(_explain(".".join(map(str, problem["loc"])), problem, source))
+        _remove(cleaned, problem["loc"])
+    return Config.model_validate(cleaned), tuple(failures)
+
+
+_RULES = {
+    "int_type": "must be an integer",
+    "float_type": "must be a number",
+    "bool_type": "must be true or false",
+    "string_type": "must be text",
+    "model_type": "must be a section with fields",
+    "none_required": "must be null",
+}
+
+
+def _explain(path: str, problem: Any, source: str) -> Failure:
+    if problem["type"] == "extra_forbidden":
+        known = [*_known_paths()]
+        # The whole path decides, so that a field in the wrong section is found as well.
+        near = difflib.get_close_matches(path, known, n=2, cutoff=0.5) or [
+            name for name in known if name.split(".")[-1] == path.split(".")[-1]
+        ]
+        nearest = f" Nearest valid: {', '.join(near)}." if near else ""
+        return Failure(f"{path} in {source} is not a field.{nearest}", (path,))
+    rule = _RULES.get(problem["type"], problem["msg"][:1].lower() + problem["msg"][1:])
+    value = problem["input"]
+    if problem["type"] == "literal_error":
+        rule = f"must be one of {problem['ctx']['expected']}"
+        words = re.findall(r"'([^']+)'", rule)
+        near = difflib.get_close_matches(str(value), words, n=1, cutoff=0.0)
+        rule += f". Nearest valid: {near[0]}" if near else ""
+    return Failure(f"{path}={value!r} in {source}: {rule}.", (path,))
+
+
+def _known_paths() -> Iterator[str]:
+    for name, field in Config.model_fields.items():
+        yield name
+        if isinstance(field.default, Section):
+            yield from (f"{name}.{inner}" for inner in type(field.default).model_fields)
+
+
+def _remove(tree: dict[Any, Any], keys: Sequence[int | str]) -> None:
+    for key in keys[:-1]:
+        tree = tree.get(key, {})
+    tree.pop(keys[-1], None)
+
+
+def _sections(config: Config) -> dict[str, Any]:
+    return {name: getattr(config, name) for name in Config.model_fields}
+
+
+def _leaves(tree: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for name, value in tree.items():
+        if isinstance(value, dict):
+            yield from _leaves(value, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", value
+
+
+class _Loader(yaml.SafeLoader):
+    """YAML 1.2 numbers such as 3e-4, which YAML 1.1 reads as text; no key twice."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
+        names = [key.value for key, _ in node.value]
+        twice = sorted({name for name in names if names.count(name) > 1})
+        if twice:
+            raise yaml.constructor.ConstructorError(
+                None, None, f"{', '.join(twice)} is given twice", node.start_mark
+            )
+        return super().construct_mapping(node, deep)
+
+
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:float",
+    re.compile(r"^[-+]?\d+(?:\.\d*)?[eE][-+]?\d+$"),
+    list("-+0123456789"),
+)

@@ -1,0 +1,162 @@
+"""Several processes: who they are, and which rows of a batch each of them feeds."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Mapping
+
+import numpy as np
+
+from train.config import Config
+from train.errors import ConfigError, Failure
+
+MAX_SIMULATED_DEVICES = 512
+"""More simulated devices than this are a mistake in the mesh: each takes threads and memory."""
+
+_COUNT_FLAG = "--xla_force_host_platform_device_count"
+# Slurm and Open MPI set these for every process they start; Slurm's are those of the step, since
+# the batch script itself runs as one process of a larger job.
+_LAUNCHERS = (
+    ("SLURM_STEP_NUM_TASKS", "SLURM_PROCID"),
+    ("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK"),
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Processes:
+    """The processes of a run.
+
+    Args:
+      count: how many.
+      number: which one this is.
+      coordinator: HOST:PORT of process 0; None lets jax find it in the launcher's environment.
+    """
+
+    count: int = 1
+    number: int = 0
+    coordinator: str | None = None
+
+
+def find_processes(config: Config, environment: Mapping[str, str] | None = None) -> Processes:
+    """Reads ``distributed.*`` and the environment that Slurm or Open MPI set.
+
+    Args:
+      config: explicit fields win over the environment.
+      environment: variables; the process's own by default.
+
+    Returns:
+      The processes, a single one if nothing says otherwise.
+
+    Raises:
+      ConfigError: there is a coordinator but no number of processes, or the devices cannot be
+        shared evenly between them.
+
+    Example:
+      >>> find_processes(Config(), {"SLURM_STEP_NUM_TASKS": "2", "SLURM_PROCID": "1"}).number
+      1
+    """
+    environment = os.environ if environment is None else environment
+    settings = config.distributed
+    count, number = settings.num_processes, settings.process_id
+    for count_name, number_name in _LAUNCHERS:
+        if count_name in environment and number_name in environment:
+            count = int(environment[count_name]) if count is None else count
+            number = int(environment[number_name]) if number is None else number
+    if settings.coordinator is not None and (count is None or number is None):
+        raise ConfigError(
+            [
+                Failure(
+                    f"distributed.coordinator={settings.coordinator} needs distributed."
+                    f"num_processes (now {count}) and distributed.process_id (now {number}), or a "
+                    "launcher that says them (srun, mpirun).",
+                    ("distributed.num_processes", "distributed.process_id"),
+                )
+            ]
+        )
+    processes = Processes(count or 1, number or 0, settings.coordinator)
+    num_devices = config.mesh.stage * config.mesh.data
+    if num_devices % processes.count:
+        below, above = (num_devices // processes.count + n for n in (0, 1))
+        near = " or ".join(str(n * processes.count) for n in (below, above) if n)
+        raise ConfigError(
+            [
+                Failure(
+                    f"mesh.stage={config.mesh.stage} x mesh.data={config.mesh.data} = "
+                    f"{num_devices} devices cannot be shared evenly by {processes.count} processes "
+                    f"(distributed.num_processes). Nearest valid: {near} devices.",
+                    ("mesh.stage", "mesh.data", "distributed.num_processes"),
+                )
+            ]
+        )
+    return processes
+
+
+def simulate_devices(config: Config, processes: Processes) -> None:
+    """Asks XLA for as many CPU devices as the mesh needs, unless the user already asked.
+
+    It has no effect where there is an accelerator. Call it before jax is first used.
+    """
+    flags = os.environ.get("XLA_FLAGS", "")
+    if _COUNT_FLAG in flags:
+        return
+    count = config.mesh.stage * config.mesh.data // processes.count
+    os.environ["XLA_FLAGS"] = f"{flags} {_COUNT_FLAG}={min(count, MAX_SIMULATED_DEVICES)}".strip()
+
+
+def start(processes: Processes) -> None:
+    """Connects the processes; a single one needs nothing. Call it before jax is first used."""
+    if processes.count == 1:
+        return
+    import jax
+
+    jax.config.update("jax_cpu_collectives_implementation", "gloo")
+    if processes.coordinator is None:
+        jax.distributed.initialize()
+    else:
+        jax.distributed.initialize(
+            processes.coordinator,
+            num_processes=processes.count,
+            process_id=processes.number,
+        )
+
+
+def local_rows(sharding, num_rows: int) -> np.ndarray:
+    """The rows of a batch that this process's devices hold.
+
+    Args:
+      sharding: `jaxpipe.Pipeline.batch_sharding`.
+      num_rows: rows of the whole batch.
+
+    Returns:
+      Their numbers, int64, rising.
+    """
+    held = np.zeros(num_rows, bool)
+    for (rows,) in sharding.addressable_devices_indices_map((num_rows,)).values():
+        held[rows] = True
+    return np.flatnonzero(held)
+
+
+def global_batch(batch: dict[str, np.ndarray], sharding, rows: np.ndarray, num_rows: int):
+    """Joins every process's rows into one batch of global arrays.
+
+    Args:
+      batch: leaves ``[len(rows), ...]``, this process's rows.
+      sharding: of the leaves ``[num_rows, ...]``.
+      rows: from `local_rows`.
+      num_rows: rows of the whole batch.
+
+    Returns:
+      Leaves ``[num_rows, ...]``.
+    """
+    import jax
+
+    def join(leaf: np.ndarray):
+        def read(index):
+            start, stop, _ = index[0].indices(num_rows)
+            first = int(np.searchsorted(rows, start))
+            return leaf[first : first + stop - start][(slice(None), *index[1:])]
+
+        return jax.make_array_from_callback((num_rows, *leaf.shape[1:]), sharding, read)
+
+    return {name: join(leaf) for name, leaf in batch.items()}

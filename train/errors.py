@@ -1,0 +1,55 @@
+"""What a user did wrong: all of it in one message, each part naming the field."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+
+@dataclasses.dataclass(frozen=True)
+class Failure:
+    """One thing that is wrong.
+
+    Args:
+      message: the field's path, its value, the rule and the nearest valid values.
+      fields: paths of the fields the rule reads, such as ``mesh.stage``.
+    """
+
+    message: str
+    fields: tuple[str, ...] = ()
+
+
+class ConfigError(ValueError):
+    """The input is at fault; the program ends with status 2 and has written nothing.
+
+    Args:
+      failures: at least one.
+    """
+
+    def __init__(self, failures: Sequence[Failure]) -> None:
+        assert failures
+        self.failures = tuple(failures)
+        super().__init__("\n".join(failure.message for failure in failures))
+
+
+class NonFiniteLossError(RuntimeError):
+    """Training produced a loss or gradient norm that is not a number.
+
+    Args:
+      step: the first step where it was seen.
+      loss: its loss.
+      grad_norm: its gradient norm.
+      kept: step of the checkpoint that is left to go on from, or None.
+    """
+
+    def __init__(self, *, step: int, loss: float, grad_norm: float, kept: int | None) -> None:
+        self.step = step
+        left = (
+            "There is no checkpoint yet."
+            if kept is None
+            else f"The checkpoint of step {kept} is kept; --resume continues from it."
+        )
+        super().__init__(
+            f"step {step}: the loss is {loss} and the gradient norm {grad_norm}; training stopped. "
+            f"{left} Try a smaller optimizer.peak_lr or a longer optimizer.warmup_steps."
+        )

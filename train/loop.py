@@ -1,0 +1,421 @@
+"""A training run: prepare its folder, train, evaluate, save, and write a sample at the end."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import os
+import shutil
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental import multihost_utils
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from jaxpipe.schedule import draw
+from jaxpipe.schedule.simulate import Costs, lock_step, simulate
+from models import gpt
+from models.sample import sample
+from train import checkpoint, checks, data, distributed
+from train.checkpoint import Checkpoints
+from train.config import Config
+from train.errors import ConfigError, Failure, NonFiniteLossError
+from train.metrics import Line, Metrics, memory_bytes, peak_flops
+from train.step import Program, State
+
+# The predicted bubble takes F, B and W as equally long, as the papers' pictures do.
+_COSTS = Costs(f=1, b=1, w=1)
+# A new checkpoint is written before an old one goes.
+_CHECKPOINTS_AT_ONCE = 2
+
+
+def run(config: Config, *, resume: bool) -> None:
+    """Trains as configured, or continues a run.
+
+    Args:
+      config: a checked configuration; jax already has the devices.
+      resume: continue from the latest checkpoint in the run folder, if there is one.
+
+    Raises:
+      ConfigError: the checkpoint is of another model, or the disk is too small.
+      NonFiniteLossError: a loss or gradient norm is not finite.
+    """
+    is_writer = jax.process_index() == 0
+    console = Console(quiet=not is_writer)
+    meta = data.read_meta(config.data.path)
+    program = Program(config)
+    folder = Path(config.run_dir)
+    start = _check_start(config, program, resume=resume, tokenizer=meta.tokenizer_sha256)
+    _say(console, _headline(program))
+    if resume:
+        _say(console, f"resuming {folder} at step {start.step}")
+        for change in start.changes:
+            _say(console, f"changed since: {change}")
+    if is_writer:
+        prepare_folder(program)
+    describe = checkpoint.describe(config, tokenizer_sha256=meta.tokenizer_sha256)
+    with (
+        Checkpoints(folder / checks.CHECKPOINTS, keep=config.train.keep) as checkpoints,
+        Metrics(config, last_step=start.step, is_writer=is_writer) as metrics,
+    ):
+        trainer = Trainer(program, checkpoints, metrics, console, describe)
+        trainer.begin(start.step)
+        if trainer.train():
+            trainer.finish()
+
+
+@dataclasses.dataclass(frozen=True)
+class Start:
+    """Where a run begins.
+
+    Args:
+      step: optimizer steps already done.
+      changes: settings that differ from the checkpoint's.
+    """
+
+    step: int = 0
+    changes: tuple[str, ...] = ()
+
+
+def _check_start(config: Config, program: Program, *, resume: bool, tokenizer: str) -> Start:
+    """Finds the checkpoint to continue; writes nothing."""
+    folder = Path(config.run_dir) / checks.CHECKPOINTS
+    failures = _disk_failures(config, program)
+    start = Start()
+    if resume and folder.is_dir():
+        with Checkpoints(folder, read_only=True) as checkpoints:
+            step = checkpoints.latest
+            if step is not None:
+                saved = checkpoints.read_run(step)
+                failures += checkpoint.other_model(saved, config, tokenizer_sha256=tokenizer)
+                start = Start(step, tuple(checkpoint.changes(saved, config)))
+    if start.step > config.train.steps:
+        failures.append(
+            Failure(
+                f"train.steps={config.train.steps} is less than the {start.step} steps that "
+                f"run_dir={config.run_dir} has done. Nearest valid: {start.step}.",
+                ("train.steps",),
+            )
+        )
+    if failures:
+        raise ConfigError(failures)
+    return start
+
+
+def _disk_failures(config: Config, program: Program) -> list[Failure]:
+    leaves = jax.tree.leaves(program.canonical_shapes)
+    needed = _CHECKPOINTS_AT_ONCE * sum(leaf.size * leaf.dtype.itemsize for leaf in leaves)
+    folder = Path(config.run_dir).absolute()
+    existing = next(path for path in (folder, *folder.parents) if path.exists())
+    free = shutil.disk_usage(existing).free
+    if free >= needed:
+        return []
+    return [
+        Failure(
+            f"run_dir={config.run_dir} has {free / 1e6:.0f} MB free, but {_CHECKPOINTS_AT_ONCE} "
+            f"checkpoints need {needed / 1e6:.0f} MB. Free some space or name another --run-dir.",
+            ("run_dir",),
+        )
+    ]
+
+
+def prepare_folder(program: Program) -> None:
+    """Writes the resolved configuration and the schedule's picture."""
+    folder = Path(program.config.run_dir)
+    folder.mkdir(parents=True, exist_ok=True)
+    draw.save(simulate(program.schedule, _COSTS), folder / checks.SCHEDULE_FILE)
+    partial = folder / f"{checks.CONFIG_FILE}.partial"
+    partial.write_text(program.config.to_yaml(), encoding="utf-8")
+    os.replace(partial, folder / checks.CONFIG_FILE)
+
+
+class StopRequest:
+    """Notices SIGTERM (and Ctrl-C), so that a run saves and ends between two steps.
+
+    With several processes jax's preemption service makes all of them stop after the same step.
+    """
+
+    def __init__(self) -> None:
+        self._seen = False
+        self._is_alone = jax.process_count() == 1
+        if self._is_alone:
+            for number in (signal.SIGTERM, signal.SIGINT):
+                signal.signal(number, self._notice)
+
+    def _notice(self, number: int, frame: object) -> None:
+        del frame
+        self._seen = True
+        # A second one ends the process at once.
+        signal.signal(number, signal.SIG_DFL)
+
+    def after(self, step: int) -> bool:
+        """Whether to stop now that a step is done; every process must ask after every step."""
+        return self._seen if self._is_alone else multihost_utils.reached_preemption_sync_point(step)
+
+
+class Trainer:
+    """The loop and what it needs.
+
+    Args:
+      program: what to run.
+      checkpoints: where to save.
+      metrics: where numbers go.
+      console: where lines go; quiet on all processes but the first.
+      describe: what a checkpoint says about the run.
+    """
+
+    def __init__(
+        self,
+        program: Program,
+        checkpoints: Checkpoints,
+        metrics: Metrics,
+        console: Console,
+        describe: dict[str, Any],
+    ) -> None:
+        self.program, self.config = program, program.config
+        self.checkpoints, self.metrics = checkpoints, metrics
+        self.console, self.describe = console, describe
+        self.stop = StopRequest()
+        self.tokens = {
+            name: data.read_tokens(Path(self.config.data.path) / name)
+            for name in (data.TRAIN_FILE, data.HELDOUT_FILE)
+        }
+        self.rows = distributed.local_rows(
+            program.pipe.batch_sharding, self.config.train.batch_size
+        )
+        self.stream = data.batches(
+            self.tokens[data.TRAIN_FILE],
+            sequence_length=self.config.model.sequence_length,
+            batch_size=self.config.train.batch_size,
+            seed=self.config.train.seed,
+            rows=self.rows,
+        )
+        self.bubble = lock_step(program.schedule, _COSTS).bubble_ratio
+        self.step = 0
+        self.eval_loss: float | None = None
+        self.state: State
+        self.compiled: Any
+
+    def begin(self, step: int) -> None:
+        """Compiles, and makes the state of a step: initial, or restored."""
+        began = time.perf_counter()
+        self.compiled = self.program.compile()
+        _say(self.console, f"compiled in {time.perf_counter() - began:.1f} s")
+        self.step = step
+        if step == 0:
+            self.state = self.program.init()
+            return
+        canonical, position = self.checkpoints.restore(step, self.program.canonical_shapes)
+        self.state = self.program.from_canonical(canonical)
+        self.stream.set_state(position)
+
+    def train(self) -> bool:
+        """Runs the remaining steps; returns False if it was asked to stop before the last."""
+        config, last = self.config.train, self.config.train.steps
+        unread: tuple[int, Any] | None = None
+        clock = _Clock()
+        with self._bar() as bar:
+            task = bar.add_task("train", total=last, completed=self.step)
+            while self.step < last:
+                self.state, values = self.compiled(
+                    self.state, self._global(next(self.stream)), self.program.rng(self.step)
+                )
+                self.step += 1
+                clock.steps += 1
+                if unread is not None:
+                    # Reading one step late leaves the devices something to do.
+                    self._record(*unread)
+                    unread = None
+                stopping = self.stop.after(self.step)
+                is_last = self.step == last or stopping
+                evaluates = self.step % config.eval_every == 0 or self.step == last
+                saves = self.step % config.checkpoint_every == 0 or is_last
+                logs = self.step % config.log_every == 0 or self.step == 1 or is_last or evaluates
+                if not (saves or logs):
+                    unread = (self.step, values)
+                    bar.update(task, completed=self.step)
+                    continue
+                loss, grad_norm = self._read(self.step, values)
+                seconds = clock.stop()
+                self.eval_loss = self.evaluate() if evaluates else None
+                self._write(self.step, loss, grad_norm, self.eval_loss)
+                if logs:
+                    line = self._line(loss, grad_norm, seconds / max(clock.steps, 1))
+                    _say(bar.console, str(line))
+                if saves:
+                    self.save()
+                bar.update(task, completed=self.step)
+                clock = _Clock()
+                if stopping and self.step < last:
+                    _say(bar.console, f"asked to stop: saved step {self.step}; go on with --resume")
+                    return False
+        return True
+
+    def finish(self) -> None:
+        """Says how good the model is, and lets it write."""
+        eval_loss = self.evaluate() if self.eval_loss is None else self.eval_loss
+        if jax.process_index() == 0:
+            unigram = data.unigram_loss(
+                self.tokens[data.TRAIN_FILE],
+                self.tokens[data.HELDOUT_FILE],
+                self.config.model.vocab_size,
+            )
+            _say(
+                self.console,
+                f"held-out loss {eval_loss:.4f} nats a token; a unigram model of the same tokens: "
+                f"{unigram:.4f}",
+            )
+        if self.config.sample.num_tokens:
+            self._write_sample()
+
+    def evaluate(self) -> float:
+        """Mean loss over the held-out batches, by the same pipeline, forward only."""
+        losses = [
+            self.program.eval_loss(self.state.params, self._global(batch))
+            for batch in self._heldout()
+        ]
+        loss = float(np.mean([float(loss) for loss in losses]))
+        if not math.isfinite(loss):
+            raise self._non_finite(self.step, loss, math.nan)
+        return loss
+
+    def save(self) -> None:
+        """Starts to save this step."""
+        self.checkpoints.save(
+            self.step,
+            self.program.to_canonical(self.state),
+            data=self.stream.get_state(),
+            run=self.describe,
+            eval_loss=self.eval_loss,
+        )
+
+    def _global(self, batch: data.Batch) -> Any:
+        return distributed.global_batch(
+            batch, self.program.pipe.batch_sharding, self.rows, self.config.train.batch_size
+        )
+
+    def _heldout(self) -> Iterator[data.Batch]:
+        return data.heldout_batches(
+            self.tokens[data.HELDOUT_FILE],
+            sequence_length=self.config.model.sequence_length,
+            batch_size=self.config.train.batch_size,
+            num_batches=self.config.train.eval_batches,
+            rows=self.rows,
+        )
+
+    def _record(self, step: int, values: Any) -> None:
+        self._write(step, *self._read(step, values), None)
+
+    def _read(self, step: int, values: Any) -> tuple[float, float]:
+        loss, grad_norm = float(values["loss"]), float(values["grad_norm"])
+        if not (math.isfinite(loss) and math.isfinite(grad_norm)):
+            raise self._non_finite(step, loss, grad_norm)
+        return loss, grad_norm
+
+    def _non_finite(self, step: int, loss: float, grad_norm: float) -> NonFiniteLossError:
+        self.checkpoints.wait()
+        return NonFiniteLossError(
+            step=step, loss=loss, grad_norm=grad_norm, kept=self.checkpoints.latest
+        )
+
+    def _write(self, step: int, loss: float, grad_norm: float, eval_loss: float | None) -> None:
+        self.metrics.write(
+            step,
+            {
+                "loss": loss,
+                "grad_norm": grad_norm,
+                "learning_rate": self._learning_rate(step),
+                "eval_loss": eval_loss,
+            },
+        )
+
+    def _learning_rate(self, step: int) -> float:
+        return float(self.program.learning_rate(step - 1))
+
+    def _line(self, loss: float, grad_norm: float, seconds_per_step: float) -> Line:
+        shape = self.config.model
+        rate = self.config.train.batch_size * shape.sequence_length / seconds_per_step
+        devices = self.program.mesh.devices
+        peak = peak_flops(devices.flat[0].device_kind, shape.dtype)
+        flops = rate * gpt.flops_per_token(self.program.model_config)
+        return Line(
+            step=self.step,
+            num_steps=self.config.train.steps,
+            loss=loss,
+            grad_norm=grad_norm,
+            learning_rate=self._learning_rate(self.step),
+            tokens_per_second=rate,
+            utilisation=None if peak is None else flops / (peak * devices.size),
+            bubble=self.bubble,
+            memory_bytes=memory_bytes(),
+            eval_loss=self.eval_loss,
+        )
+
+    def _write_sample(self) -> None:
+        # Every process takes part in gathering the weights; the first one writes.
+        params = self.program.pipe.unplace(self.state.params)
+        params = multihost_utils.process_allgather(params, tiled=True)
+        if jax.process_index() != 0:
+            return
+        settings = self.config.sample
+        tokenizer = data.load_tokenizer(self.config.data.path)
+        end = tokenizer.token_to_id(data.END_OF_TEXT)
+        assert end is not None
+        prompt = tokenizer.encode(settings.prompt).ids or [end]
+        tokens = sample(
+            self.program.model_config,
+            params,
+            jnp.asarray([prompt]),
+            num_tokens=settings.num_tokens,
+            temperature=settings.temperature,
+            top_k=settings.top_k,
+            rng=jax.random.key(self.config.train.seed),
+        )
+        text = settings.prompt + tokenizer.decode(np.asarray(tokens)[0].tolist())
+        path = Path(self.config.run_dir) / checks.SAMPLE_FILE
+        path.write_text(text + "\n", encoding="utf-8")
+        _say(self.console, f"sample ({path}):\n{text}")
+
+    def _bar(self) -> Progress:
+        return Progress(
+            TextColumn("{task.description}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TimeRemainingColumn(),
+            console=self.console,
+            transient=True,
+            # Without a terminal the lines alone are the log.
+            disable=not self.console.is_terminal,
+        )
+
+
+class _Clock:
+    """Counts the steps since it was made, and the time, without evaluation and saving."""
+
+    def __init__(self) -> None:
+        self.steps = 0
+        self._began = time.perf_counter()
+
+    def stop(self) -> float:
+        return time.perf_counter() - self._began
+
+
+def _headline(program: Program) -> str:
+    config, device = program.config, program.mesh.devices.flat[0]
+    return (
+        f"{gpt.num_parameters(program.model_config):,} parameters on {config.mesh.stage} stages x "
+        f"{config.mesh.data} data shards ({device.device_kind}, {jax.process_count()} processes); "
+        f"schedule {config.pipeline.schedule}, {config.pipeline.microbatches} microbatches, "
+        f"remat {config.pipeline.remat}, ZeRO-{config.pipeline.zero}"
+    )
+
+
+def _say(console: Console, text: str) -> None:
+    console.print(text, soft_wrap=True, markup=False, highlight=False)

@@ -1,0 +1,191 @@
+"""Where numbers go: metrics.jsonl, TensorBoard, Weights & Biases, and one line a logged step."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import importlib
+import json
+import math
+import os
+import resource
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, TextIO
+
+import jax
+
+from train import checks
+from train.config import Config
+
+# Dense 16-bit peak per device, FLOP/s: NVIDIA's data sheets (A100, H100 SXM and PCIe, H200, B200)
+# and Google's Cloud TPU pages; keys are the start of jax's device_kind.
+_PEAK_FLOPS = {
+    "NVIDIA A100": 312e12,
+    "NVIDIA H100 PCIe": 756e12,
+    "NVIDIA H100": 989e12,
+    "NVIDIA H200": 989e12,
+    "NVIDIA B200": 2250e12,
+    "TPU v4": 275e12,
+    "TPU v5 lite": 197e12,
+    "TPU v5p": 459e12,
+    "TPU v5": 459e12,
+    "TPU v6 lite": 918e12,
+}
+
+
+def peak_flops(device_kind: str, dtype: str) -> float | None:
+    """The device's dense peak in FLOP/s, or None where it is not known.
+
+    Args:
+      device_kind: as jax names it.
+      dtype: compute dtype; only "bfloat16" has a peak in the table.
+
+    Example:
+      >>> peak_flops("NVIDIA H100 80GB HBM3", "bfloat16")
+      989000000000000.0
+    """
+    if dtype != "bfloat16":
+        return None
+    found = [name for name in _PEAK_FLOPS if device_kind.startswith(name)]
+    return _PEAK_FLOPS[max(found, key=len)] if found else None
+
+
+def memory_bytes() -> int:
+    """Peak memory: of the first local device where it says so, else of this process."""
+    statistics = jax.local_devices()[0].memory_stats()
+    if statistics and "peak_bytes_in_use" in statistics:
+        return int(statistics["peak_bytes_in_use"])
+    # Kilobytes on Linux, bytes on macOS.
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+
+
+@dataclasses.dataclass(frozen=True)
+class Line:
+    """What one logged step prints.
+
+    Args:
+      step: optimizer steps done.
+      num_steps: of the whole run.
+      loss: training loss, nats a token.
+      grad_norm: before clipping.
+      learning_rate: of this step.
+      tokens_per_second: over all devices, since the last line.
+      utilisation: share of the devices' peak, or None.
+      bubble: predicted share of idle time.
+      memory_bytes: peak.
+      eval_loss: held-out loss, if evaluated.
+    """
+
+    step: int
+    num_steps: int
+    loss: float
+    grad_norm: float
+    learning_rate: float
+    tokens_per_second: float
+    utilisation: float | None
+    bubble: float
+    memory_bytes: int
+    eval_loss: float | None = None
+
+    def __str__(self) -> str:
+        width = len(str(self.num_steps))
+        parts = [
+            f"step {self.step:>{width}}/{self.num_steps}",
+            f"loss {self.loss:.4f}",
+            f"grad norm {self.grad_norm:.3f}",
+            f"lr {self.learning_rate:.2e}",
+            f"{self.tokens_per_second:,.0f} tokens/s",
+        ]
+        if self.utilisation is not None:
+            parts.append(f"MFU {self.utilisation:.1%}")
+        parts += [f"bubble {self.bubble:.1%}", f"memory {self.memory_bytes / 1e9:.2f} GB"]
+        if self.eval_loss is not None:
+            parts.append(f"held-out {self.eval_loss:.4f}")
+        return "  ".join(parts)
+
+
+def truncate(path: Path, *, last_step: int) -> None:
+    """Leaves the records up to a step, so that a resumed run writes no step twice.
+
+    A record that a killed process left half-written is dropped as well.
+
+    Args:
+      path: metrics.jsonl; it may be missing.
+      last_step: the step to continue from.
+    """
+    if not path.exists():
+        return
+    kept = []
+    for line in path.read_text(encoding="utf-8").splitlines():
+        with contextlib.suppress(ValueError):
+            if json.loads(line)["step"] <= last_step:
+                kept.append(line + "\n")
+    partial = path.with_suffix(".partial")
+    partial.write_text("".join(kept), encoding="utf-8")
+    os.replace(partial, path)
+
+
+class Metrics:
+    """Writes every step's numbers; does nothing on any process but the first.
+
+    Use as a context manager.
+
+    Args:
+      config: names the run folder, and the wandb project if any.
+      last_step: the step that is continued from; later records are dropped.
+      is_writer: whether this process writes.
+    """
+
+    def __init__(self, config: Config, *, last_step: int, is_writer: bool) -> None:
+        self._file: TextIO | None = None
+        self._board: Any = None
+        self._wandb: Any = None
+        if not is_writer:
+            return
+        from tensorboardX import SummaryWriter
+
+        folder = Path(config.run_dir)
+        path = folder / checks.METRICS_FILE
+        truncate(path, last_step=last_step)
+        # Line by line: what a killed run has printed is on disk.
+        self._file = path.open("a", encoding="utf-8", buffering=1)
+        self._board = SummaryWriter(str(folder / checks.TENSORBOARD), purge_step=last_step + 1)
+        if config.wandb.project is not None:
+            wandb = importlib.import_module("wandb")
+            self._wandb = wandb.init(
+                project=config.wandb.project,
+                dir=config.run_dir,
+                config=config.model_dump(),
+                id=folder.resolve().name,
+                resume="allow",
+            )
+
+    def __enter__(self) -> Metrics:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._file is not None:
+            self._file.close()
+            self._board.close()
+        if self._wandb is not None:
+            self._wandb.finish()
+
+    def write(self, step: int, values: Mapping[str, float | None]) -> None:
+        """Writes one step.
+
+        Args:
+          step: optimizer steps done.
+          values: by name; None is left out.
+        """
+        if self._file is None:
+            return
+        present = {name: value for name, value in values.items() if value is not None}
+        assert all(math.isfinite(value) for value in present.values())
+        self._file.write(json.dumps({"step": step, **present}) + "\n")
+        for name, value in present.items():
+            self._board.add_scalar(name, value, step)
+        if self._wandb is not None:
+            self._wandb.log(present, step=step)

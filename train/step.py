@@ -1,0 +1,212 @@
+"""What is compiled: the model in its pipeline, the optimizer, and one training step."""
+
+from __future__ import annotations
+
+import dataclasses
+from functools import cached_property
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from jaxpipe.runtime.mesh import make_mesh
+from jaxpipe.runtime.pipeline import Pipeline
+from jaxpipe.schedule import catalog
+from models import gpt
+from train.config import Config, OptimizerConfig
+
+PyTree = Any
+
+
+@dataclasses.dataclass(frozen=True)
+class State:
+    """What a step changes.
+
+    Args:
+      params: placed parameters.
+      optimizer: optax state of placed parameters.
+    """
+
+    params: PyTree
+    optimizer: PyTree
+
+
+jax.tree_util.register_dataclass(State, data_fields=["params", "optimizer"], meta_fields=[])
+
+
+class Program:
+    """Everything a run compiles, built from its configuration.
+
+    Args:
+      config: a checked configuration; the devices it needs are there.
+
+    Example:
+      >>> program = Program(config)  # doctest: +SKIP
+      >>> state = program.init()  # doctest: +SKIP
+      >>> state, metrics = program.train_step(state, batch, program.rng(0))  # doctest: +SKIP
+    """
+
+    def __init__(self, config: Config) -> None:
+        self.config = config
+        self.model_config = gpt.GPTConfig(**config.model.model_dump())
+        self.mesh = make_mesh(stage=config.mesh.stage, data=config.mesh.data)
+        self.schedule = catalog.build(
+            config.pipeline.schedule,
+            stages=config.mesh.stage,
+            microbatches=config.pipeline.microbatches,
+            chunks=config.pipeline.chunks,
+        )
+        self.shapes = jax.eval_shape(lambda key: gpt.init(self.model_config, key), self._key)
+        self.pipe = Pipeline(
+            gpt.model(self.model_config, vocabulary_axis="stage"),
+            self.shapes,
+            schedule=self.schedule,
+            mesh=self.mesh,
+            remat=config.pipeline.remat,
+            zero=config.pipeline.zero,
+        )
+        self.learning_rate = learning_rate(config.optimizer, num_steps=config.train.steps)
+        self.optimizer = make_optimizer(config.optimizer, self.learning_rate, self.shapes)
+
+    @property
+    def _key(self) -> jax.Array:
+        return jax.random.key(self.config.train.seed)
+
+    def rng(self, step: int) -> jax.Array | None:
+        """The key of a step, or None for a model without dropout."""
+        if self.model_config.dropout == 0:
+            return None
+        return jax.random.fold_in(self._key, step)
+
+    @property
+    def replicated(self) -> NamedSharding:
+        return NamedSharding(self.mesh, P())
+
+    @cached_property
+    def state_shapes(self) -> State:
+        """Shapes, dtypes and shardings of the state on the devices."""
+        params = jax.eval_shape(self.pipe.place, self.shapes)
+        optimizer = jax.eval_shape(self.optimizer.init, params)
+        shardings = State(self.pipe.param_shardings, self.pipe.optimizer_shardings(optimizer))
+        return jax.tree.map(_with_sharding, State(params, optimizer), shardings)
+
+    @cached_property
+    def canonical_shapes(self) -> State:
+        """The same in canonical order: what a checkpoint holds."""
+        state = State(self.shapes, jax.eval_shape(self.optimizer.init, self.shapes))
+        shardings = self.pipe.map_parameters(
+            lambda _: self.pipe.canonical_shardings, state, rest=lambda _: self.replicated
+        )
+        return jax.tree.map(_with_sharding, state, shardings)
+
+    @cached_property
+    def batch_shapes(self) -> PyTree:
+        """Shape, dtype and sharding of a batch."""
+        shape = (self.config.train.batch_size, self.model_config.sequence_length + 1)
+        tokens = jax.ShapeDtypeStruct(shape, jnp.int32, sharding=self.pipe.batch_sharding)
+        return {"tokens": tokens}
+
+    def init(self) -> State:
+        """Initial weights and optimizer state, made where they live."""
+
+        def make(key):
+            params = self.pipe.place(gpt.init(self.model_config, key))
+            return State(params, self.optimizer.init(params))
+
+        shardings = jax.tree.map(lambda leaf: leaf.sharding, self.state_shapes)
+        return jax.jit(make, out_shardings=shardings)(self._key)
+
+    def to_canonical(self, state: State) -> State:
+        """Undoes placing, for the optimizer state, too; no layout is left in it."""
+        return State(
+            self.pipe.unplace(state.params),
+            self.pipe.map_parameters(self.pipe.unplace, state.optimizer),
+        )
+
+    def from_canonical(self, state: State) -> State:
+        """Places a canonical state on this program's mesh, for its schedule and ZeRO level."""
+        shardings = jax.tree.map(lambda leaf: leaf.sharding, self.state_shapes)
+
+        def place(state):
+            optimizer = self.pipe.map_parameters(self.pipe.place, state.optimizer)
+            return State(self.pipe.place(state.params), optimizer)
+
+        return jax.jit(place, out_shardings=shardings)(state)
+
+    @cached_property
+    def train_step(self):
+        """``(state, batch, rng) -> (state, {"loss", "grad_norm"})``, jitted; donates the state."""
+
+        def step(state, batch, rng):
+            loss, grads = self.pipe.value_and_grad(state.params, batch, rng)
+            updates, optimizer = self.optimizer.update(grads, state.optimizer, state.params)
+            params = optax.apply_updates(state.params, updates)
+            return State(params, optimizer), {"loss": loss, "grad_norm": optax.global_norm(grads)}
+
+        shardings = jax.tree.map(lambda leaf: leaf.sharding, self.state_shapes)
+        return jax.jit(step, donate_argnums=0, out_shardings=(shardings, self.replicated))
+
+    def compile(self):
+        """Compiles `train_step`; the result is called like it and knows its memory."""
+        rng = jax.eval_shape(lambda: self.rng(0))
+        return self.train_step.lower(self.state_shapes, self.batch_shapes, rng).compile()
+
+    @cached_property
+    def eval_loss(self):
+        """``(params, batch) -> loss``, jitted: the same pipeline, forward only, no dropout."""
+        return jax.jit(lambda params, batch: self.pipe.loss(params, batch))
+
+
+def learning_rate(config: OptimizerConfig, *, num_steps: int) -> optax.Schedule:
+    """Linear warm-up from 0 to the peak, then a cosine that ends at ``num_steps``.
+
+    Args:
+      config: peak, length of the warm-up, last value.
+      num_steps: optimizer steps of the run, at least 1.
+
+    Example:
+      >>> float(learning_rate(OptimizerConfig(peak_lr=1.0, warmup_steps=2), num_steps=9)(1))
+      0.5
+    """
+    if config.warmup_steps == num_steps:  # optax's cosine needs a step of its own
+        return optax.linear_schedule(0.0, config.peak_lr, num_steps)
+    return optax.warmup_cosine_decay_schedule(
+        init_value=0.0,
+        peak_value=config.peak_lr,
+        warmup_steps=config.warmup_steps,
+        decay_steps=num_steps,
+        end_value=config.peak_lr * config.min_lr_ratio,
+    )
+
+
+def make_optimizer(
+    config: OptimizerConfig, schedule: optax.Schedule, shapes: PyTree
+) -> optax.GradientTransformation:
+    """AdamW after clipping by the norm of the whole gradient.
+
+    Args:
+      config: its numbers.
+      schedule: the learning rate of a step.
+      shapes: canonical parameters or their shapes; matrices decay, vectors do not.
+    """
+    decays = {
+        name: jax.tree.map(lambda leaf, lead=name == "layers": leaf.ndim - lead >= 2, tree)
+        for name, tree in shapes.items()
+    }
+    return optax.chain(
+        optax.clip_by_global_norm(config.clip_norm),
+        optax.adamw(
+            schedule,
+            b1=config.beta1,
+            b2=config.beta2,
+            weight_decay=config.weight_decay,
+            mask=decays,
+        ),
+    )
+
+
+def _with_sharding(leaf, sharding) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)

@@ -1,0 +1,98 @@
+"""Trains a GPT through a pipeline: ``python train/train.py --config configs/gpt-tiny.yaml``.
+
+Ends with 0 when it is done or was asked to stop, 1 when the loss is not finite, 2 when the input or
+the disk is at fault.
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+if __name__ == "__main__":
+    # Started by path, Python looks for modules beside this file; `train`, `models` are a level up.
+    sys.path[0] = str(Path(__file__).resolve().parents[1])
+
+_DISK = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EPERM, errno.EROFS})
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Runs the command line.
+
+    Args:
+      arguments: without the program's name; ``--help`` lists them.
+
+    Returns:
+      The exit status.
+    """
+    from train import checks, config, errors
+
+    try:
+        invocation = config.parse(arguments)
+    except errors.ConfigError as error:
+        return _refuse(error)
+    try:
+        _run(invocation)
+    except errors.ConfigError as error:
+        return _refuse(error)
+    except errors.NonFiniteLossError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    except Exception as error:
+        # The checkpoint writer reports a full disk in its own exceptions.
+        is_disk = isinstance(error, OSError) and error.errno in _DISK
+        if not is_disk and "No space left on device" not in str(error):
+            raise
+        cause = error if isinstance(error, OSError) else OSError(errno.ENOSPC, "no space left")
+        return _refuse(errors.ConfigError([checks.unwritable(invocation.config, cause)]))
+    return 0
+
+
+def _run(invocation) -> None:
+    from train import checks, distributed, errors
+
+    config = invocation.config
+    processes, failures = None, list(invocation.failures)
+    try:
+        processes = distributed.find_processes(config)
+    except errors.ConfigError as error:
+        failures += checks.without(error.failures, invocation.failures)
+    writes = not invocation.dry_run and (processes is None or processes.number == 0)
+    found = checks.check(config, resume=invocation.resume, writes=writes)
+    failures += checks.without(found, invocation.failures)
+    # Processes that cannot start would only wait for each other.
+    if processes is None or (failures and processes.count > 1):
+        raise errors.ConfigError(failures)
+    distributed.simulate_devices(config, processes)
+    distributed.start(processes)
+
+    import jax
+
+    # Orbax warns about what is meant here: arrays restored with other shardings than saved.
+    logging.getLogger("absl").setLevel(logging.ERROR)
+    devices = checks.device_failures(
+        config, num_devices=jax.device_count(), platform=jax.default_backend()
+    )
+    failures += checks.without(devices, failures)
+    if failures:
+        raise errors.ConfigError(failures)
+
+    from train import dry_run, loop
+
+    if invocation.dry_run:
+        dry_run.run(config)
+    else:
+        loop.run(config, resume=invocation.resume)
+
+
+def _refuse(error) -> int:
+    messages = [failure.message for failure in error.failures]
+    print("\n".join(f"error: {message}" for message in messages), file=sys.stderr)
+    return 2
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
