@@ -6,6 +6,7 @@ import jax
 from rich.console import Console
 from rich.table import Table
 
+from jaxpipe.runtime.memory import predicted_bytes
 from jaxpipe.schedule import draw
 from jaxpipe.schedule.simulate import Costs, lock_step, simulate
 from train.config import Config
@@ -32,20 +33,15 @@ def run(config: Config) -> None:
     console.print(text, soft_wrap=True, markup=False, highlight=False)
     compiled = program.compile().memory_analysis()
     rng = jax.eval_shape(lambda: program.rng(0))
-    predicted = program.pipe.predicted_bytes(program.batch_shapes, rng)
-    table = Table(
-        "stage",
-        "peak in flight",
-        *(f"{name} MB" for name in predicted),
-        "predicted MB",
-        "compiled temporaries MB",
-        "arguments MB",
-        title="memory per device",
-    )
-    # One program runs on every stage, so its buffers are those of the fullest one.
+    predicted = predicted_bytes(program.pipe, program.batch_shapes, rng)
+    buffers = Table("buffer", "MB", title="predicted temporaries per device")
+    for name, size in predicted.items():
+        buffers.add_row(name, f"{size / _MB:.2f}")
+    console.print(buffers)
+    columns = ("stage", "peak in flight", "predicted MB", "compiled MB", "arguments MB")
+    stages = Table(*columns, title="temporaries per stage: one program, sized for the fullest")
+    sizes = sum(predicted.values()), compiled.temp_size_in_bytes, compiled.argument_size_in_bytes
     for stage, peak in enumerate(free.peak_in_flight):
-        sizes = [*predicted.values(), sum(predicted.values())]
-        sizes += [compiled.temp_size_in_bytes, compiled.argument_size_in_bytes]
-        table.add_row(str(stage), str(peak), *(f"{size / _MB:.2f}" for size in sizes))
-    console.print(table)
+        stages.add_row(str(stage), str(peak), *(f"{size / _MB:.2f}" for size in sizes))
+    console.print(stages)
     console.print("dry run: nothing was trained or written", highlight=False)

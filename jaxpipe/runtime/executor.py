@@ -35,6 +35,9 @@ from jaxpipe.schedule.lower import NONE, TickTable
 
 PyTree = Any
 
+_SUMS = ("gradients", "reduced")
+"""Buffers that start as zeros; the others are written before they are read."""
+
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
@@ -78,13 +81,10 @@ def run(plan: Plan, placed: PyTree, microbatches: PyTree, rng: jax.Array | None)
     return _Run(plan, placed, microbatches, rng).execute()
 
 
-def predicted_bytes(plan: Plan, placed: PyTree, microbatches: PyTree, rng) -> dict[str, int]:
-    """Bytes of every buffer of `buffer_shapes`, for a run with these arguments."""
+def buffers(plan: Plan, placed: PyTree, microbatches: PyTree, rng) -> dict[str, PyTree]:
+    """What `buffer_shapes` says for a run with these arguments."""
     run = _Run(plan, placed, microbatches, rng)
-    return {
-        name: sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(shapes))
-        for name, shapes in buffer_shapes(plan, run.x, run.split).items()
-    }
+    return buffer_shapes(plan, run.x, run.split)
 
 
 def buffer_shapes(plan: Plan, x: Any, split: Split) -> dict[str, Any]:
@@ -111,6 +111,9 @@ def buffer_shapes(plan: Plan, x: Any, split: Split) -> dict[str, Any]:
         ]
     chunks = plan.table.reduces.num_slots if plan.zero >= 2 else plan.table.schedule.num_chunks
     shapes["gradients"] = _stacked(plan.layout.layers, chunks * room)
+    if plan.zero >= 2:
+        rows = plan.table.schedule.num_chunks * room
+        shapes["reduced"] = _stacked(plan.layout.shards, rows)
     return shapes
 
 
@@ -198,20 +201,12 @@ class _Run:
 
         shapes = buffer_shapes(self.plan, self.x, self.split)
         state = {
-            name: jax.tree.map(jnp.zeros_like if name == "gradients" else empty, shape)
+            name: jax.tree.map(jnp.zeros_like if name in _SUMS else empty, shape)
             for name, shape in shapes.items()
         }
         state["loss"] = jnp.zeros((), jnp.float32)
         if self.plan.trains:
             state["outer_gradients"] = jax.tree.map(jnp.zeros_like, self.outer)
-            if self.plan.zero >= 2:
-                state["reduced"] = jax.tree.map(
-                    lambda leaf: jnp.zeros(
-                        (self.table.schedule.num_chunks * self.room, *self._shard_shape(leaf)),
-                        leaf.dtype,
-                    ),
-                    self.plan.layout.layers,
-                )
         return state
 
     def _tick(self, state: dict, row: dict) -> dict:
@@ -325,8 +320,16 @@ class _Run:
         ]
 
     def _add_gradient(self, state: dict, cell: dict, layer, dparams) -> dict:
-        slot = cell["gradient"] if self.plan.zero >= 2 else cell["chunk"]
-        return state | {"gradients": _add_at(state["gradients"], slot * self.room + layer, dparams)}
+        if self.plan.zero < 2:
+            row = cell["chunk"] * self.room + layer
+            return state | {"gradients": _add_at(state["gradients"], row, dparams)}
+        # The first one of a stay overwrites: clearing a slot after its reduction would copy it.
+        row = cell["gradient"] * self.room + layer
+        held = _at(state["gradients"], row)
+        total = jax.tree.map(
+            lambda old, new: jnp.where(cell["fresh"] == 1, new, old + new), held, dparams
+        )
+        return state | {"gradients": _set_at(state["gradients"], row, total)}
 
     # Messages: the lines that move data between stages.
 
@@ -391,12 +394,6 @@ class _Run:
 
     # The data axis.
 
-    def _shard_shape(self, leaf) -> tuple[int, ...]:
-        shape = list(leaf.shape)
-        if leaf.data_dim is not None:
-            shape[leaf.data_dim] //= lax.axis_size(DATA)
-        return tuple(shape)
-
     def _gather(self, shards: PyTree, leaves: PyTree) -> PyTree:
         def gather(leaf, shard):
             if leaf.data_dim is None:
@@ -407,6 +404,8 @@ class _Run:
 
     def _reduce(self, values: PyTree, leaves: PyTree) -> PyTree:
         """Sums over data shards; each keeps its own part from ZeRO-1 on."""
+        if lax.axis_size(DATA) == 1:  # a sum over one device would still copy on some backends
+            return values
 
         def reduce(leaf, value):
             if leaf.data_dim is None or self.plan.zero == 0:
@@ -425,18 +424,13 @@ class _Run:
         return state | {"weights": lax.fori_loop(0, trips, body, state["weights"])}
 
     def _reduce_chunk(self, state: dict, chunk, slot) -> dict:
-        def body(layer, carry):
-            gradients, reduced = carry
+        def body(layer, reduced):
             row = slot * self.room + _tie(layer, layer)
-            value = _at(gradients, row)
-            shards = self._reduce(value, self.plan.layout.layers)
-            reduced = _add_at(reduced, chunk * self.room + layer, shards)
-            return _set_at(gradients, row, jax.tree.map(jnp.zeros_like, value)), reduced
+            shards = self._reduce(_at(state["gradients"], row), self.plan.layout.layers)
+            return _add_at(reduced, chunk * self.room + layer, shards)
 
         trips = jnp.where(chunk == NONE, 0, self.room)
-        carry = (state["gradients"], state["reduced"])
-        gradients, reduced = lax.fori_loop(0, trips, body, carry)
-        return state | {"gradients": gradients, "reduced": reduced}
+        return state | {"reduced": lax.fori_loop(0, trips, body, state["reduced"])}
 
     def _gradients(self, state: dict) -> PyTree:
         """The finished gradients of this device, shaped like its placed parameters."""

@@ -120,6 +120,18 @@ class Layout:
             **jax.tree.map(outer, ends, self.outer),
         }
 
+    @property
+    def shards(self) -> PyTree:
+        """One data shard's part of every layer parameter, a tree of `jax.ShapeDtypeStruct`."""
+
+        def shard(leaf: Leaf) -> jax.ShapeDtypeStruct:
+            shape = list(leaf.shape)
+            if leaf.data_dim is not None:
+                shape[leaf.data_dim] //= self.mesh.shape[DATA]
+            return jax.ShapeDtypeStruct(tuple(shape), leaf.dtype)
+
+        return jax.tree.map(shard, self.layers)
+
     def placed_shapes(self) -> PyTree:
         """Shapes of the placed parameters."""
 

@@ -202,16 +202,17 @@ class Pipeline:
         )
         return run(placed, batch, rng)
 
-    # Predictions.
-
-    def predicted_bytes(self, batch: PyTree, rng: jax.Array | None = None) -> dict[str, int]:
-        """What the tick loop keeps on each device, by buffer, from the schedule alone.
+    def buffers(self, batch: PyTree, rng: jax.Array | None = None) -> dict[str, PyTree]:
+        """What the tick loop keeps on each device, from the schedule and the model alone.
 
         Args:
           batch: a batch, or its shapes.
           rng: as for `value_and_grad`.
+
+        Returns:
+          Trees of `jax.ShapeDtypeStruct` by the buffer's name.
         """
-        shapes: dict[str, int] = {}
+        shapes: dict[str, PyTree] = {}
 
         def body(placed, batch, rng):
             rows = jax.tree.map(
@@ -220,7 +221,7 @@ class Pipeline:
                 ),
                 batch,
             )
-            shapes.update(executor.predicted_bytes(self._plan(self.table), placed, rows, rng))
+            shapes.update(executor.buffers(self._plan(self.table), placed, rows, rng))
             return jnp.zeros(())
 
         run = jax.shard_map(

@@ -61,6 +61,7 @@ class Pass:
       crossing: slot of the values that go from B to W.
       weights: weight slot (sharded weights only).
       gradient: gradient slot (sharded gradients only).
+      fresh: 1 where the gradient slot holds another chunk's sum, to be overwritten.
     """
 
     lo: np.ndarray
@@ -73,6 +74,7 @@ class Pass:
     crossing: np.ndarray
     weights: np.ndarray
     gradient: np.ndarray
+    fresh: np.ndarray
 
 
 @dataclasses.dataclass(frozen=True)
@@ -210,10 +212,10 @@ class _Lowering:
 
     def run(self) -> TickTable:
         slots, num_slots = self._colour()
-        gathers, weights = self._transfers(self.kinds, load=True)
-        reduces, gradients = self._transfers(self.kinds & {Kind.W, Kind.BW}, load=False)
+        gathers, weights, _ = self._transfers(self.kinds, load=True)
+        reduces, gradients, fresh = self._transfers(self.kinds & {Kind.W, Kind.BW}, load=False)
         passes = {
-            kind: self._pass(kind, slots, weights, gradients)
+            kind: self._pass(kind, slots, weights, gradients, fresh)
             for kind in sorted(self.kinds, key=list(Kind).index)
         }
         embed, embed_slot = self._uniform(Kind.F, 0, slots["x"])
@@ -277,7 +279,9 @@ class _Lowering:
             number = max(number, 1 + max(coloured.values(), default=-1))
         return slots, number
 
-    def _pass(self, kind: Kind, slots: dict, weights: dict, gradients: dict) -> Pass:
+    def _pass(
+        self, kind: Kind, slots: dict, weights: dict, gradients: dict, fresh: set[Action]
+    ) -> Pass:
         fields = [field.name for field in dataclasses.fields(Pass)]
         columns = {
             name: np.full((self.num_ticks, self.schedule.num_stages), 0, np.int32)
@@ -299,6 +303,7 @@ class _Lowering:
                     "crossing": slots["crossing"].get(key, 0),
                     "weights": weights[action],
                     "gradient": gradients.get(action, 0),
+                    "fresh": action in fresh,
                 }
                 for name, value in cell.items():
                     columns[name][tick, stage] = value
@@ -338,11 +343,15 @@ class _Lowering:
         for (kind, _), (edges, slot) in sorted(groups.items()):
             yield Channel(kind, tuple(sorted(edges)), slot)
 
-    def _transfers(self, kinds: set[Kind], *, load: bool) -> tuple[Transfers, dict[Action, int]]:
-        """Gathers (load) or reductions (unload) of chunks that these kinds of action use."""
+    def _transfers(
+        self, kinds: set[Kind], *, load: bool
+    ) -> tuple[Transfers, dict[Action, int], set[Action]]:
+        """Gathers (load) or reductions (unload) of chunks that these kinds of action use; the slot
+        of every action, and which ones come first in a stay."""
         shape = (self.num_ticks, self.schedule.num_stages)
         chunk, slot = np.full(shape, NONE, np.int32), np.zeros(shape, np.int32)
         slot_of: dict[Action, int] = {}
+        first: set[Action] = set()
         for stage, row in enumerate(self.rows):
             uses = [
                 (Use(tick, self.schedule.placement.chunks[action.virtual_stage]), action)
@@ -351,10 +360,12 @@ class _Lowering:
             ]
             moves, slots = cached_slots([use for use, _ in uses], num_slots=self.weight_slots)
             slot_of |= {action: s for (_, action), s in zip(uses, slots, strict=True)}
+            loaded = {(move.loaded, move.item) for move in moves}
+            first |= {action for use, action in uses if (use.tick, use.item) in loaded}
             for move in moves:
                 tick = move.loaded if load else move.unloaded
                 chunk[tick, stage], slot[tick, stage] = move.item, move.slot
-        return Transfers(chunk, slot, self.weight_slots), slot_of
+        return Transfers(chunk, slot, self.weight_slots), slot_of, first
 
 
 def colour_intervals(lives: dict) -> dict:

@@ -1,0 +1,115 @@
+"""What the compiled tick loop does and does not contain, read from the HLO."""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import pytest
+from hlo import Program
+
+import jaxpipe
+from jaxpipe.runtime import memory
+from models import gpt
+
+STAGES, DATA, ROWS = 4, 2, 2
+CONFIG = gpt.GPTConfig(
+    vocab_size=96, sequence_length=16, num_layers=8, width=32, num_heads=2, dtype="float32"
+)
+# Three layers on some stages, so that no other array has a buffer's number of elements.
+UNEVEN = gpt.GPTConfig(
+    vocab_size=96, sequence_length=16, num_layers=10, width=32, num_heads=2, dtype="float32"
+)
+CASES = [("1f1b", "none", 0), ("1f1b", "dots", 3), ("1f1b-fused", "full", 3), ("gpipe", "none", 3)]
+
+
+def make_pipeline(name: str, remat: str, zero: int, *, microbatches=6, config=CONFIG):
+    return jaxpipe.Pipeline(
+        gpt.model(config, vocabulary_axis="stage"),
+        jax.eval_shape(lambda: gpt.init(config, jax.random.key(0))),
+        schedule=jaxpipe.schedules.build(name, stages=STAGES, microbatches=microbatches),
+        mesh=jaxpipe.make_mesh(stage=STAGES, data=DATA),
+        remat=remat,
+        zero=zero,
+    )
+
+
+def batch(microbatches: int):
+    shape = (ROWS * DATA * microbatches, CONFIG.sequence_length + 1)
+    return {"tokens": jax.ShapeDtypeStruct(shape, jnp.int32)}
+
+
+@functools.cache
+def program(name: str, remat: str, zero: int) -> Program:
+    pipe = make_pipeline(name, remat, zero, config=UNEVEN)
+    return Program(memory.compiled(pipe, batch(6)).as_text())
+
+
+@functools.cache
+def buffer_shapes(name: str, remat: str, zero: int) -> set[tuple[int, ...]]:
+    """Shapes of every buffer that holds more than one layer of one microbatch."""
+    pipe = make_pipeline(name, remat, zero, config=UNEVEN)
+    return {leaf.shape for leaf in jax.tree.leaves(pipe.buffers(batch(6))) if leaf.shape[0] > 1}
+
+
+def copies(program: Program, shapes: set[tuple[int, ...]]) -> list[str]:
+    """Copies and transposes of these shapes in the tick loop, at any depth."""
+    return [
+        instruction.text
+        for instruction in program.reached(program.tick_loop(), into_loops=True)
+        if instruction.opcode in ("copy", "transpose") and shapes.intersection(instruction.shapes)
+    ]
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_the_tick_loop_copies_no_whole_buffer(case):
+    shapes = buffer_shapes(*case)
+    assert shapes
+    assert not copies(program(*case), shapes)
+
+
+def test_a_buffer_that_is_cleared_beside_its_reader_is_found_to_be_copied():
+    def body(buffer, x):
+        def tick(carry, i):
+            buffer, x = carry
+            x = jax.lax.ppermute(x, "stage", [(0, 1)])
+
+            def clear(_, carry):
+                buffer, x = carry
+                x = x @ jax.lax.dynamic_index_in_dim(buffer, i, keepdims=False)
+                return jax.lax.dynamic_update_index_in_dim(buffer, jnp.zeros((32, 32)), i, 0), x
+
+            return jax.lax.fori_loop(0, i, clear, (buffer, x)), None
+
+        return jax.lax.scan(tick, (buffer, x), jnp.arange(5))[0]
+
+    P = jax.sharding.PartitionSpec
+    mesh = jaxpipe.make_mesh(stage=2)
+    run = jax.shard_map(body, mesh=mesh, in_specs=P(), out_specs=P(), check_vma=False)
+    shapes = jax.ShapeDtypeStruct((5, 32, 32), jnp.float32), jax.ShapeDtypeStruct((32, 32), "f4")
+    found = Program(jax.jit(run).lower(*shapes).compile().as_text())
+    assert copies(found, {(5, 32, 32)})
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_idle_ticks_run_no_matmul_and_no_collective_but_the_messages(case):
+    compiled = program(*case)
+    body = compiled.tick_loop()
+    collectives = {"all-gather", "all-reduce", "reduce-scatter", "all-to-all"}
+    always = {instruction.opcode for instruction in compiled.reached(body, into_loops=False)}
+    gated = {instruction.opcode for instruction in compiled.reached(body, into_loops=True)}
+    assert "dot" in gated
+    assert gated & collectives
+    assert not always & (collectives | {"dot"})
+
+
+def test_predicted_memory_is_the_compiled_one_whatever_the_number_of_microbatches():
+    sizes = []
+    for microbatches in (6, 24):
+        pipe = make_pipeline("1f1b", "full", 3, microbatches=microbatches)
+        predicted = sum(memory.predicted_bytes(pipe, batch(microbatches)).values())
+        compiled = memory.compiled_bytes(pipe, batch(microbatches))
+        assert compiled == pytest.approx(predicted, rel=0.1)
+        sizes.append(compiled)
+    assert sizes[1] == pytest.approx(sizes[0], rel=0.02)
