@@ -1,4 +1,4 @@
-"""Do the compiled temporaries follow the schedule's prediction, whatever the number of microbatches?
+"""Do compiled temporaries follow the schedule's prediction, whatever the number of microbatches?
 
 Compiles (does not run) a GPT of 8 layers, width 256, sequence 128, 4 rows a microbatch, float32, on
 4 simulated stages x 2 data shards. Fails if a case is more than 10% off, or if 64 microbatches take
