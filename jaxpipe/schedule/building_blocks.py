@@ -150,14 +150,14 @@ class Plan:
     """What `eager` makes of a block.
 
     Args:
-      starts: ``starts[d]`` is when stage ``d`` starts each of its passes.
-      orders: ``orders[d]`` is which passes those are; the n-th of a kind is of microbatch n.
+      orders: ``orders[d]`` is which passes stage ``d`` runs; the n-th of a kind is of microbatch n.
       makespan: from the first start to the end of everything.
+      longest_span: of a stage, from the start of its first pass to the end of its last.
     """
 
-    starts: tuple[tuple[float, ...], ...]
     orders: tuple[tuple[int, ...], ...]
     makespan: float
+    longest_span: float
 
 
 def eager(
@@ -198,7 +198,6 @@ def eager(
     pass_of = [kind for kind in (F0, F1, B1, B0) for _ in range(p)]
     stages[0].arrivals[F0].extend([0.0] * num_microbatches)
     events: list[tuple[float, int]] = [(0.0, 0)]
-    makespan = 0.0
     while events:
         now, d = heapq.heappop(events)
         stage = stages[d]
@@ -206,7 +205,6 @@ def eager(
         if kind is None:
             continue
         end = stage.run(kind, now, costs)
-        makespan = max(makespan, end)
         heapq.heappush(events, (end, d))
         hop = hops[d][kind] + 1 if kind != W else 4 * p
         if hop < 4 * p:
@@ -217,9 +215,9 @@ def eager(
     if any(stage.sequence for stage in stages):
         return None
     return Plan(
-        tuple(tuple(stage.starts) for stage in stages),
-        tuple(tuple(stage.order) for stage in stages),
-        makespan,
+        orders=tuple(tuple(stage.order) for stage in stages),
+        makespan=max(stage.free_at for stage in stages),
+        longest_span=max(stage.free_at - stage.started_at for stage in stages),
     )
 
 
@@ -236,7 +234,7 @@ class _Stage:
         self.arrivals: list[list[float]] = [[] for _ in range(5)]
         self.in_flight = 0
         self.free_at = 0.0
-        self.starts: list[float] = []
+        self.started_at = math.inf
         self.order: list[int] = []
 
     def choose(self, now: float) -> int | None:
@@ -257,7 +255,7 @@ class _Stage:
             if ready[kind]:
                 if kind == W:
                     deferred_w = position
-                elif not forward or self._has_room(kind, peak):
+                elif self._may_overtake(kind, peak) or (position == 0 and not forward):
                     return self.sequence.pop(position)
                 # Passes of one kind never overtake each other.
                 ready[kind] = False
@@ -270,7 +268,10 @@ class _Stage:
             peak = max(peak, in_flight)
         return None
 
-    def _has_room(self, kind: int, peak: int) -> bool:
+    def _may_overtake(self, kind: int, peak: int) -> bool:
+        if kind >= B1:
+            # Two slots in a gap of one would make the next pass miss its turn, period after period.
+            return not self.fused
         if kind == F0 and self.done[B1] == 0 and self.done[F0] >= self.first_f0:
             return False
         return peak < self.cap
@@ -280,7 +281,7 @@ class _Stage:
         backward = costs.b + costs.w if self.fused else costs.b
         end = now + (costs.f, costs.f, backward, backward, costs.w)[kind]
         self.order.append(kind)
-        self.starts.append(now)
+        self.started_at = min(self.started_at, now)
         self.done[kind] += 1
         self.in_flight += self.held[kind]
         self.free_at = end
