@@ -88,7 +88,7 @@ def split_block(strides: Sequence[int], gaps: tuple[int, int, int]) -> Block | N
 
     Example:
       >>> split_block((6,), (1, 1, 1)).starts
-      ((0, 7, 8, 15, 9, 16), (0, 1, 8, 9, 10, 11))
+      ((0, 7, 8, 15, 10, 17), (0, 1, 8, 9, 10, 11))
     """
     lead = sum(strides) + gaps[0]
     turn = lead + gaps[1]
@@ -187,11 +187,32 @@ def eager(
     Returns:
       The plan; None if a stage stops for good.
     """
-    p = len(block.starts)
     stages = [
         _Stage(block.sequence(d, num_microbatches), block.fused, caps[d], d + 1 if reserve else 0)
-        for d in range(p)
+        for d in range(len(block.starts))
     ]
+    return _run(stages, num_microbatches, costs)
+
+
+def squeeze(plan: Plan, num_microbatches: int, *, costs: Costs) -> Plan:
+    """Times the orders of a plan of split backwards with other costs: the gaps change, not orders.
+
+    Args:
+      plan: of `eager`.
+      num_microbatches: m, as there.
+      costs: of one chunk.
+
+    Returns:
+      The plan with its new makespan and span.
+    """
+    stages = [_Stage(list(order), False, None, 0) for order in plan.orders]
+    squeezed = _run(stages, num_microbatches, costs)
+    assert squeezed is not None, "an order that ran once runs whatever the costs"
+    return squeezed
+
+
+def _run(stages: list[_Stage], num_microbatches: int, costs: Costs) -> Plan | None:
+    p = len(stages)
     journey = (*range(p), *reversed(range(p))) * 2
     # A stage's passes F0, F1, B1, B0 in hops of the journey, and back.
     hops = [(d, 2 * p - 1 - d, 2 * p + d, 4 * p - 1 - d) for d in range(p)]
@@ -224,10 +245,12 @@ def eager(
 class _Stage:
     """One stage in `eager`: what it has yet to run, and what it has received."""
 
-    def __init__(self, sequence: list[int], fused: bool, cap: int, reserved: int) -> None:
+    def __init__(self, sequence: list[int], fused: bool, cap: int | None, reserved: int) -> None:
         self.sequence = sequence
-        self.cap = cap
-        self.first_f0 = cap - min(reserved, cap // 2)
+        # Without a cap the sequence is final.
+        self.final = cap is None
+        self.cap = cap or 0
+        self.first_f0 = self.cap - min(reserved, self.cap // 2)
         self.held = (1, 1, -1, -1, 0) if fused else (1, 1, 0, 0, -1)
         self.fused = fused
         self.done = [0] * 5
@@ -245,6 +268,8 @@ class _Stage:
             len(arrivals) > done and arrivals[done] <= now
             for arrivals, done in zip(self.arrivals, self.done, strict=True)
         ]
+        if self.final:
+            return self.sequence.pop(0) if self.sequence and ready[self.sequence[0]] else None
         waiting = sum(ready)
         if not waiting:
             return None

@@ -14,6 +14,7 @@ import os
 import tempfile
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 from jaxpipe.schedule.actions import Schedule
 from jaxpipe.schedule.building_blocks import (
@@ -23,6 +24,7 @@ from jaxpipe.schedule.building_blocks import (
     eager,
     fused_block,
     split_block,
+    squeeze,
     to_schedule,
 )
 from jaxpipe.schedule.simulate import Costs
@@ -89,8 +91,7 @@ def v_half(num_stages: int, num_microbatches: int) -> Schedule:
       >>> v_half(4, 8).peak_in_flight
       (6, 6, 6, 6)
     """
-    shift = 3 if num_stages % 2 == 0 else 0
-    return _named("v-half", _uniform(num_stages, 3, (1, 1 + shift, 2)), num_microbatches)
+    return _named("v-half", _v_half_block(num_stages), num_microbatches)
 
 
 def v_zb(num_stages: int, num_microbatches: int) -> Schedule:
@@ -115,7 +116,7 @@ def v_zb(num_stages: int, num_microbatches: int) -> Schedule:
       >>> v_zb(4, 8).peak_in_flight
       (8, 8, 8, 8)
     """
-    return _named("v-zb", _uniform(num_stages, 6, (1, 1, 1)), num_microbatches)
+    return _named("v-zb", _v_zb_block(num_stages), num_microbatches)
 
 
 def zb_v(num_stages: int, num_microbatches: int) -> Schedule:
@@ -169,6 +170,15 @@ def one_f_one_b_v(num_stages: int, num_microbatches: int) -> Schedule:
 def _v_min_block(num_stages: int) -> Block:
     shift = 2 if num_stages % 3 == 0 else 0
     return _uniform(num_stages, 2, (1, 1 + shift, 1))
+
+
+def _v_half_block(num_stages: int) -> Block:
+    shift = 3 if num_stages % 2 == 0 else 0
+    return _uniform(num_stages, 3, (1, 1 + shift, 2))
+
+
+def _v_zb_block(num_stages: int) -> Block:
+    return _uniform(num_stages, 6, (1, 1, 1))
 
 
 def _uniform(num_stages: int, stride: int, gaps: tuple[int, int, int]) -> Block:
@@ -246,25 +256,48 @@ def _schedule(
     return to_schedule("controllable-memory", orders, num_microbatches, fused=False, caps=caps)
 
 
+class _Choice(NamedTuple):
+    """How to make a schedule; with other costs than the real ones only the order is taken over."""
+
+    block: Block
+    caps: Sequence[int]
+    costs: Costs = _UNIT
+    reserve: bool = False
+
+    def plan(self, num_microbatches: int, costs: Costs) -> Plan | None:
+        block, caps, own_costs, reserve = self
+        plan = eager(block, num_microbatches, caps=caps, costs=own_costs, reserve=reserve)
+        if plan is None or own_costs == costs:
+            return plan
+        return squeeze(plan, num_microbatches, costs=costs)
+
+
 def _search(num_stages: int, num_microbatches: int, limit: int, costs: Costs) -> Plan:
     # Three rounds of the pipeline show warm-up, steady state and cool-down.
     trial_microbatches = min(num_microbatches, 3 * num_stages)
-    trials = _TRIAL_ACTIONS // (PERIOD * num_stages * trial_microbatches)
-
-    def plan(block: Block, reserve: bool, microbatches: int) -> Plan | None:
-        caps = (limit,) * num_stages
-        return eager(block, microbatches, caps=caps, costs=costs, reserve=reserve)
-
-    ranked = []
-    blocks = _blocks(num_stages, limit if limit < 2 * num_microbatches else 2 * num_stages)
-    choices = ((block, reserve) for block in blocks for reserve in (False, True))
-    for choice in itertools.islice(choices, trials):
-        tried = plan(*choice, trial_microbatches)
-        if tried is not None:
-            ranked.append((_quality(tried), choice))
-    ranked.sort(key=lambda trial: trial[0])
-    finalists = (plan(*choice, num_microbatches) for _, choice in ranked[:_FINALISTS])
-    return min((final for final in finalists if final is not None), key=_quality)
+    num_trials = _TRIAL_ACTIONS // (PERIOD * num_stages * trial_microbatches)
+    # A block's peak counts only if there are microbatches enough to reach it, and beyond 2p chunks
+    # longer blocks gain nothing.
+    block_limit = min(limit, 2 * num_stages) if limit < 2 * num_microbatches else 2 * num_stages
+    choices = (
+        _Choice(block, (limit,) * num_stages, planned, reserve)
+        for block in _blocks(num_stages, block_limit)
+        for reserve in (False, True)
+        for planned in dict.fromkeys((costs, _UNIT))
+    )
+    trials = (
+        (choice, choice.plan(trial_microbatches, costs))
+        for choice in itertools.islice(choices, num_trials)
+    )
+    ranked = sorted(
+        ((_quality(plan), choice) for choice, plan in trials if plan is not None),
+        key=lambda trial: trial[0],
+    )
+    finalists = [choice for _, choice in ranked[:_FINALISTS]]
+    named = (_v_min_block(num_stages), _v_half_block(num_stages), _v_zb_block(num_stages))
+    finalists += [_Choice(block, block.peaks) for block in named if max(block.peaks) <= block_limit]
+    plans = (choice.plan(num_microbatches, costs) for choice in finalists)
+    return min((plan for plan in plans if plan is not None), key=_quality)
 
 
 def _quality(plan: Plan) -> tuple[float, float]:
@@ -287,7 +320,6 @@ def _blocks(num_stages: int, limit: int) -> Iterator[Block]:
             if distance <= _SPREAD:
                 found.append((distance, strides, gap))
     found.sort(key=lambda candidate: candidate[0])
-    yield _v_min_block(num_stages)
     for _, strides, gap in found:
         block = split_block(strides, gap)
         if block is not None and max(block.peaks) <= limit:
