@@ -37,9 +37,11 @@ _MAX_GAP = 9
 """At p=4, 6, 8 more slots at a turn find nothing better; fewer miss the frontier at some limits."""
 _SPREAD = 8
 """How far, in slots held, a block may be from the one expected to fill the memory."""
+_MAX_BLOCKS = 100
+"""With equal costs the winner is among the first 10 at p=4, 6, 8, with others mostly among 60."""
 _TRIAL_ACTIONS = 1_200_000
 """What the search may simulate: about five seconds."""
-_FINALISTS = 8
+_MAX_FINALISTS = 8
 _CACHE_VERSION = 1
 """Raise it when the search finds other schedules."""
 
@@ -202,13 +204,14 @@ def controllable_memory(
 ) -> Schedule:
     """Searches the building block whose schedule ends first under a memory limit.
 
-    Tries blocks with one or two strides and every turn of the V up to `_MAX_GAP` slots, those that
-    use the memory best first, with the real costs. The result is kept on disk, under
-    ``$XDG_CACHE_HOME`` or ``~/.cache``.
+    Tries blocks with one or two strides and every turn of the V up to `_MAX_GAP` slots, those first
+    that fill the memory best, and orders each with the real and with equal costs. Never ends later
+    than V-Min, V-Half or V-ZB where they fit. The result is kept on disk, under ``$XDG_CACHE_HOME``
+    or ``~/.cache``.
 
     ============  =====================================================================
-    bubble        span of a stage, k = 2 memory_limit from about p to 2p-2: (6p-1-3k)/2 in
-                  full-stage slots at F=B=W, m >= 2p; 3/2 at k = 2p-1, 0 at k = 2p
+    bubble        of the span of a stage: (6p-1-3k)/2 for k = 2 memory_limit from about p to 2p-2,
+                  3/2 at k = 2p-1, 0 at k = 2p; in full-stage slots at F=B=W, m >= 2p
     in flight     memory_limit microbatches of a full stage
     constraints   p >= 1, m >= 1, v = 2 on the V placement; memory_limit at least V-Min's, about p/3
     source        arXiv 2405.15362, adaptive scheduler
@@ -276,12 +279,14 @@ def _search(num_stages: int, num_microbatches: int, limit: int, costs: Costs) ->
     # Three rounds of the pipeline show warm-up, steady state and cool-down.
     trial_microbatches = min(num_microbatches, 3 * num_stages)
     num_trials = _TRIAL_ACTIONS // (PERIOD * num_stages * trial_microbatches)
-    # A block's peak counts only if there are microbatches enough to reach it, and beyond 2p chunks
-    # longer blocks gain nothing.
-    block_limit = min(limit, 2 * num_stages) if limit < 2 * num_microbatches else 2 * num_stages
+    num_finalists = _TRIAL_ACTIONS // (PERIOD * num_stages * num_microbatches)
+    # Blocks that hold more than 2p chunks gain nothing, and a limit of all 2m chunks is none.
+    block_limit = 2 * num_stages
+    if limit < 2 * num_microbatches:
+        block_limit = min(block_limit, limit)
     choices = (
         _Choice(block, (limit,) * num_stages, planned, reserve)
-        for block in _blocks(num_stages, block_limit)
+        for block in itertools.islice(_blocks(num_stages, block_limit), _MAX_BLOCKS)
         for reserve in (False, True)
         for planned in dict.fromkeys((costs, _UNIT))
     )
@@ -293,7 +298,7 @@ def _search(num_stages: int, num_microbatches: int, limit: int, costs: Costs) ->
         ((_quality(plan), choice) for choice, plan in trials if plan is not None),
         key=lambda trial: trial[0],
     )
-    finalists = [choice for _, choice in ranked[:_FINALISTS]]
+    finalists = [choice for _, choice in ranked[: min(num_finalists, _MAX_FINALISTS)]]
     named = (_v_min_block(num_stages), _v_half_block(num_stages), _v_zb_block(num_stages))
     finalists += [_Choice(block, block.peaks) for block in named if max(block.peaks) <= block_limit]
     plans = (choice.plan(num_microbatches, costs) for choice in finalists)
