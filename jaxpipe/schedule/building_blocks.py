@@ -233,7 +233,7 @@ def _run(stages: list[_Stage], num_microbatches: int, costs: Costs) -> Plan | No
             arrival = end + (costs.message if reader != d else 0)
             stages[reader].arrivals[pass_of[hop]].append(arrival)
             heapq.heappush(events, (arrival, reader))
-    if any(stage.sequence for stage in stages):
+    if any(stage.upcoming for stage in stages):
         return None
     return Plan(
         orders=tuple(tuple(stage.order) for stage in stages),
@@ -246,7 +246,8 @@ class _Stage:
     """One stage in `eager`: what it has yet to run, and what it has received."""
 
     def __init__(self, sequence: list[int], fused: bool, cap: int | None, reserved: int) -> None:
-        self.sequence = sequence
+        # Back to front: passes are taken from near the front, which a list does fast at its end.
+        self.upcoming = sequence[::-1]
         # Without a cap the sequence is final.
         self.final = cap is None
         self.cap = cap or 0
@@ -262,41 +263,47 @@ class _Stage:
 
     def choose(self, now: float) -> int | None:
         """Takes the pass to run now out of the sequence; None to wait."""
-        if self.free_at > now:
+        if self.free_at > now or not self.upcoming:
             return None
-        ready = [
-            len(arrivals) > done and arrivals[done] <= now
-            for arrivals, done in zip(self.arrivals, self.done, strict=True)
-        ]
-        if self.final:
-            return self.sequence.pop(0) if self.sequence and ready[self.sequence[0]] else None
-        waiting = sum(ready)
-        if not waiting:
-            return None
+        kind = self.upcoming[-1]
+        if self._is_ready(kind, now) and (self.final or self._goes_first(kind)):
+            return self.upcoming.pop()
+        return None if self.final else self._overtaking(now)
+
+    def _is_ready(self, kind: int, now: float) -> bool:
+        arrivals, done = self.arrivals[kind], self.done[kind]
+        return done < len(arrivals) and arrivals[done] <= now
+
+    def _goes_first(self, kind: int) -> bool:
+        return kind in (B1, B0) or (kind != W and self._has_room(kind, self.in_flight))
+
+    def _overtaking(self, now: float) -> int | None:
+        ready = {kind for kind in (F0, F1, B1, B0, W) if self._is_ready(kind, now)}
+        if self.fused:
+            # Two slots in a gap of one would make the next pass miss its turn, period after period.
+            ready -= {B1, B0}
         in_flight = peak = self.in_flight
         deferred_w = None
-        for position, kind in enumerate(self.sequence):
+        for position in range(len(self.upcoming) - 1, -1, -1):
+            kind = self.upcoming[position]
             forward = kind <= F1
-            if ready[kind]:
+            if kind in ready:
                 if kind == W:
                     deferred_w = position
-                elif self._may_overtake(kind, peak) or (position == 0 and not forward):
-                    return self.sequence.pop(position)
+                elif not forward or self._has_room(kind, peak):
+                    return self.upcoming.pop(position)
                 # Passes of one kind never overtake each other.
-                ready[kind] = False
-                waiting -= 1
-            if deferred_w is not None and (forward or not waiting):
-                return self.sequence.pop(deferred_w)
-            if not waiting:
+                ready.remove(kind)
+            if deferred_w is not None and (forward or not ready):
+                return self.upcoming.pop(deferred_w)
+            if not ready:
                 return None
             in_flight += self.held[kind]
             peak = max(peak, in_flight)
         return None
 
-    def _may_overtake(self, kind: int, peak: int) -> bool:
-        if kind >= B1:
-            # Two slots in a gap of one would make the next pass miss its turn, period after period.
-            return not self.fused
+    def _has_room(self, kind: int, peak: int) -> bool:
+        """Whether a forward can start now that would be the next after a point of this peak."""
         if kind == F0 and self.done[B1] == 0 and self.done[F0] >= self.first_f0:
             return False
         return peak < self.cap

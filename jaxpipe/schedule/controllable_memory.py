@@ -350,7 +350,7 @@ def _cache_path(num_stages: int, num_microbatches: int, limit: int, costs: Costs
         *map(float, dataclasses.astuple(costs)),
     ]
     digest = hashlib.sha256(json.dumps(inputs).encode()).hexdigest()
-    root = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    root = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
     return Path(root) / "jaxpipe" / f"controllable-memory-{digest[:32]}.json"
 
 

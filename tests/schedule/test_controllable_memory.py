@@ -65,7 +65,7 @@ def test_bubble_and_peak_of_the_papers_table(p, table, extra):
 
 @pytest.mark.parametrize("p", range(2, 17))
 def test_makespan_and_peak_of_the_closed_forms(p):
-    for m in (2 * p, 3 * p + 1):
+    for m in (2 * p, 2 * p + 3):
         assert excess(v_min(p, m))[1] == (4 * p - 7 if p % 3 == 0 else 4 * p - 5)
         # The formula of V-Half is negative at p=2.
         assert excess(v_half(p, m))[1] == max(3 * p - 7 if p % 2 == 0 else 3 * p - 4, 1)
@@ -76,6 +76,7 @@ def test_makespan_and_peak_of_the_closed_forms(p):
 
 
 @pytest.mark.parametrize("generate", NAMED)
+@settings(max_examples=30)
 @given(p=st.integers(1, 9), m=st.integers(1, 24))
 def test_every_action_once_in_order_and_within_the_promise(generate, p, m):
     schedule = generate(p, m)
