@@ -66,3 +66,8 @@ def linear(num_stages: int) -> Placement:
 def looped(num_stages: int, *, num_chunks: int) -> Placement:
     """Virtual stage ``s`` on stage ``s mod p`` (interleaved and breadth-first pipelines)."""
     return Placement(tuple(s % num_stages for s in range(num_stages * num_chunks)))
+
+
+def wave(num_stages: int, *, num_waves: int = 1) -> Placement:
+    """Down and up again, `num_waves` times: v = 2 num_waves; one wave is the V."""
+    return Placement((*range(num_stages), *reversed(range(num_stages))) * num_waves)

@@ -1,0 +1,216 @@
+"""The controllable-memory family: the paper's table, the frontier of the search, and its cache."""
+
+from __future__ import annotations
+
+import doctest
+import itertools
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from jaxpipe.schedule import building_blocks, controllable_memory
+from jaxpipe.schedule.actions import Kind
+from jaxpipe.schedule.building_blocks import PERIOD, fused_block, split_block
+from jaxpipe.schedule.controllable_memory import one_f_one_b_v, v_half, v_min, v_zb, zb_v
+from jaxpipe.schedule.simulate import Costs, simulate
+from jaxpipe.schedule.validate import validate
+
+settings.register_profile("jaxpipe", deadline=None)
+settings.load_profile("jaxpipe")
+
+UNIT = Costs(1, 1, 1)
+NAMED = (v_min, v_half, v_zb, zb_v, one_f_one_b_v)
+SPLIT = (v_min, v_half, v_zb)
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path_factory, monkeypatch):
+    """A cache of this run's own; the same for all tests, as it changes no result."""
+    root = tmp_path_factory.getbasetemp() / "cache"
+    monkeypatch.setenv("XDG_CACHE_HOME", str(root))
+    return root / "jaxpipe"
+
+
+def search(p, m, k, costs=UNIT):
+    return controllable_memory.controllable_memory(p, m, memory_limit=k / 2, costs=costs)
+
+
+def excess(schedule, costs=UNIT):
+    """Longest span of a stage and makespan, less a stage's own work."""
+    timeline = simulate(schedule, costs)
+    work = 2 * schedule.num_microbatches * (costs.f + costs.b + costs.w)
+    return max(timeline.stage_spans) - work, timeline.makespan - work
+
+
+def peak(schedule):
+    return max(simulate(schedule, UNIT).peak_in_flight)
+
+
+@pytest.mark.parametrize(
+    ("p", "table"),
+    [
+        (4, {v_min: (11, 4), v_half: (5, 6), v_zb: (0, 8), zb_v: (0, 8)}),
+        (5, {v_min: (15, 6), v_half: (11, 6), v_zb: (0, 10), zb_v: (0, 10)}),
+        (6, {v_min: (17, 6), v_half: (11, 8), v_zb: (0, 12), zb_v: (0, 12)}),
+        (8, {v_min: (27, 8), v_half: (17, 10), v_zb: (0, 16), zb_v: (0, 16)}),
+    ],
+)
+@pytest.mark.parametrize("extra", [0, 1, 13])
+def test_bubble_and_peak_of_the_papers_table(p, table, extra):
+    for generate, (bubble, k) in table.items():
+        schedule = generate(p, 2 * p + extra)
+        assert (excess(schedule)[0], peak(schedule)) == (bubble, k)
+
+
+@pytest.mark.parametrize("p", range(2, 17))
+def test_makespan_and_peak_of_the_closed_forms(p):
+    m = 2 * p + p // 4
+    assert excess(v_min(p, m))[1] == (4 * p - 7 if p % 3 == 0 else 4 * p - 5)
+    # The formula of V-Half is negative at p=2.
+    assert excess(v_half(p, m))[1] == max(3 * p - 7 if p % 2 == 0 else 3 * p - 4, 1)
+    assert excess(v_zb(p, m)) == (0, p - 1)
+    assert excess(one_f_one_b_v(p, m))[1] <= 6 * (p - 1)
+    peaks = [peak(generate(p, m)) for generate in (v_min, v_half, v_zb, one_f_one_b_v)]
+    assert peaks == [2 * n for n in ((p + 4) // 3, (p + 2) // 2, p, 2 * p // 3 + 1)]
+
+
+@pytest.mark.parametrize("generate", NAMED)
+@settings(max_examples=30)
+@given(p=st.integers(1, 9), m=st.integers(1, 24))
+def test_every_action_once_in_order_and_within_the_promise(generate, p, m):
+    schedule = generate(p, m)
+    validate(schedule)
+    assert all(promised <= 2 * m for promised in schedule.peak_in_flight)
+    backward = {Kind.BW} if generate is one_f_one_b_v else {Kind.B, Kind.W}
+    assert {a.kind for order in schedule.orders for a in order} == {Kind.F, *backward}
+    assert schedule.placement.stages == (*range(p), *reversed(range(p)))
+
+
+@pytest.mark.parametrize("generate", NAMED)
+def test_weight_gradients_are_computed_first_in_first_out(generate):
+    for order in generate(4, 9).orders:
+        of = {kind: [(a.virtual_stage, a.microbatch) for a in order if a.kind is kind]
+              for kind in (Kind.B, Kind.W)}  # fmt: skip
+        assert of[Kind.B] == of[Kind.W]
+
+
+def test_the_bubble_of_v_min_can_grow_with_every_microbatch_and_that_of_v_half_stays():
+    costs = Costs(3, 4, 2)
+    grown = excess(v_min(4, 40), costs)[1] - excess(v_min(4, 20), costs)[1]
+    assert grown > 0
+    assert excess(v_half(4, 40), costs) == excess(v_half(4, 20), costs)
+
+
+@given(
+    strides=st.lists(st.integers(2, 8), max_size=6),
+    gaps=st.tuples(*[st.integers(1, 9)] * 3),
+)
+def test_repeated_blocks_never_collide_and_keep_the_order_of_a_microbatch(strides, gaps):
+    block = split_block(strides, gaps)
+    if block is None:
+        return
+    for row in block.starts:
+        assert len({start % PERIOD for start in row}) == PERIOD
+        assert list(row[:4]) == sorted(row[:4])
+        assert all(any(b < w for b in row[2:4]) for w in row[4:])
+
+
+@pytest.mark.parametrize("p", range(1, 17))
+def test_fused_block_fills_every_period(p):
+    rows = fused_block(p).starts
+    assert all(len({start % PERIOD for start in row}) == PERIOD for row in rows)
+    assert all(later[2] >= row[2] + 2 for row, later in itertools.pairwise(rows))
+
+
+FRONTIER = {(p, k): 6 * p - 1 - 3 * k for p in (4, 6, 8) for k in range(p, 2 * p - 1)}
+FRONTIER |= {(p, 2 * p - 1): 3 for p in (4, 6, 8)} | {(p, 2 * p): 0 for p in (4, 6, 8)}
+
+
+@pytest.mark.parametrize(("p", "k"), FRONTIER)
+def test_search_reaches_the_frontier(p, k):
+    schedule = search(p, 2 * p, k)
+    validate(schedule)
+    assert peak(schedule) <= k
+    assert schedule.peak_in_flight == (k,) * p
+    assert excess(schedule)[0] == FRONTIER[p, k]
+
+
+def test_search_beats_v_min_at_its_memory():
+    assert excess(search(8, 32, 8)) < excess(v_min(8, 32))
+
+
+@pytest.mark.parametrize("costs", [UNIT, Costs(1, 1.2, 0.8), Costs(1, 2, 1), Costs(1, 1, 1, 0.5)])
+@pytest.mark.parametrize("generate", SPLIT)
+def test_search_is_never_worse_than_the_named_schedules(generate, costs):
+    named = generate(4, 14)
+    found = search(4, 14, peak(named), costs)
+    assert simulate(found, costs).makespan <= simulate(named, costs).makespan
+
+
+def test_search_uses_the_costs():
+    # Twice the backward, as without recomputation: the order for equal costs is far worse.
+    costs = Costs(1, 2, 1)
+    assert excess(search(4, 24, 6, costs), costs)[1] <= 13
+    assert excess(search(4, 24, 6), costs)[1] > 13
+
+
+@settings(max_examples=15)
+@given(p=st.integers(1, 5), m=st.integers(1, 9), halves=st.integers(0, 8))
+def test_search_with_few_microbatches_and_any_limit_that_fits(p, m, halves):
+    k = min(peak(v_min(p, 2 * p)), 2 * m) + halves
+    schedule = search(p, m, k)
+    validate(schedule)
+    assert peak(schedule) <= min(k, 2 * m)
+
+
+def test_no_limit_means_all_microbatches():
+    assert search(2, 4, float("inf")).peak_in_flight == (8, 8)
+
+
+@pytest.mark.parametrize("limit", [0, -1, 1.5, 3.9, float("nan")])
+def test_limits_below_every_block_get_the_nearest(limit):
+    with pytest.raises(
+        ValueError, match=r"pipeline\.memory_limit=.*mesh\.stage=8 .*\nNearest valid: 4\.$"
+    ):
+        controllable_memory.controllable_memory(8, 32, memory_limit=limit)
+
+
+def test_second_call_reads_the_cache(cache, monkeypatch):
+    first = search(4, 11, 6)
+    assert len(list(cache.iterdir())) > 0
+    monkeypatch.setattr(controllable_memory, "_search", None)
+    assert search(4, 11, 6) == first
+
+
+@pytest.mark.parametrize("damage", ["", "[]", "{}", "[[0, 9]]", '[["F"]]', "[[4, 4], [4, 4]]"])
+def test_damaged_cache_files_are_replaced(damage, tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    first = search(2, 4, 4)
+    (file,) = (tmp_path / "jaxpipe").iterdir()
+    written = file.read_text()
+    file.write_text(damage)
+    assert search(2, 4, 4) == first
+    assert file.read_text() == written
+
+
+def test_cache_keys_hold_every_input(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    for p, m, k in [(2, 4, 4), (3, 4, 4), (2, 5, 4), (2, 4, 5)]:
+        search(p, m, k)
+    for costs in (Costs(1, 2, 1), Costs(1, 1, 1, 1)):
+        search(2, 4, 4, costs)
+    assert len(list((tmp_path / "jaxpipe").iterdir())) == 6
+
+
+def test_unwritable_cache_costs_time_only(tmp_path, monkeypatch):
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    assert search(2, 4, 4) == search(2, 4, 4)
+
+
+@pytest.mark.parametrize("module", [building_blocks, controllable_memory])
+def test_examples_in_docstrings_run(module):
+    result = doctest.testmod(module)
+    assert result.attempted > 0
+    assert result.failed == 0
