@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import subprocess
 import sys
@@ -30,13 +31,15 @@ def test_show_json_is_complete(capsys):
     shown = json.loads(capsys.readouterr().out)
     assert list(shown) == [
         "schedule", "stages", "chunks", "microbatches", "costs", "free_running", "lock_step",
-        "peak_in_flight", "actions", "messages",
+        "peak_in_flight", "actions", "messages", "gathers", "reductions",
     ]  # fmt: skip
     assert (shown["schedule"], shown["stages"], shown["chunks"]) == ("1f1b", 4, 1)
     assert shown["costs"] == {"f": 1, "b": 2, "w": 1, "message": 0.5}
     assert shown["peak_in_flight"] == [4, 3, 2, 1]
     assert shown["messages"]["total"] == 2 * 3 * 8
-    assert {"sender": 1, "receiver": 0, "count": 8} in shown["messages"]["edges"]
+    load = 8 * 0.5 / shown["free_running"]["makespan"]
+    edge = {"sender": 1, "receiver": 0, "count": 8, "load": load}
+    assert edge in shown["messages"]["edges"]
     for clock in ("free_running", "lock_step"):
         assert {"makespan", "bubble_ratio", "stage_spans"} <= set(shown[clock])
         assert len(shown[clock]["stage_spans"]) == 4
@@ -49,7 +52,7 @@ def test_show_json_is_complete(capsys):
     )
 
 
-@pytest.mark.parametrize("kind", ["svg", "png", "json", "text"])
+@pytest.mark.parametrize("kind", ["svg", "png", "trace", "csv", "json", "text"])
 def test_show_writes_a_file(tmp_path, capsys, kind):
     out = tmp_path / f"picture.{kind}"
     assert main(["show", "gpipe", *SHAPE, "--format", kind, "--out", str(out)]) == 0
@@ -70,9 +73,65 @@ def test_compare_shows_every_schedule(capsys):
     out = capsys.readouterr().out
     row = next(line for line in out.splitlines() if "1f1b-fused" in line)
     assert [cell.strip() for cell in row.strip("│").split("│")] == [
-        "1f1b-fused", "4", "33", "27.3%", "40", "40.0%",
+        "1f1b-fused", "1", "4", "27.3%", "40.0%",
     ]  # fmt: skip
     assert all(entry.name in out for entry in catalog.entries())
+
+
+@pytest.mark.parametrize("ending", ["svg", "png"])
+def test_compare_draws_a_picture(tmp_path, ending):
+    out = tmp_path / f"comparison.{ending}"
+    assert main(["compare", *SHAPE, "--out", str(out)]) == 0
+    assert out.stat().st_size > 1000
+
+
+def test_compare_says_why_a_schedule_does_not_fit(capsys, monkeypatch):
+    def refuse(num_stages: int, num_microbatches: int):
+        raise ValueError("mesh.stage=4 is a number it does not like.")
+
+    fits = catalog.entries()[0]
+    refuses = dataclasses.replace(fits, name="picky", generate=refuse)
+    monkeypatch.setattr(catalog, "_ENTRIES", (fits, refuses))
+    assert main(["compare", *SHAPE]) == 0
+    assert "picky does not fit: mesh.stage=4 is a number" in capsys.readouterr().out
+    monkeypatch.setattr(catalog, "_ENTRIES", (refuses,))
+    assert main(["compare", *SHAPE]) == 2
+    assert "mesh.stage=4 is a number it does not like." in capsys.readouterr().err
+
+
+def test_csv_goes_out_and_comes_back_as_the_same_report(tmp_path, capsys):
+    file = tmp_path / "1f1b.csv"
+    assert main(["show", "1f1b", *SHAPE, "--format", "csv", "--out", str(file)]) == 0
+    costs = ["--costs", "1,1.2,0.8,0.1", "--format", "json"]
+    assert main(["show", "1f1b", *SHAPE, *costs]) == 0
+    shown = json.loads(capsys.readouterr().out)
+    assert main(["validate", str(file), *costs]) == 0
+    assert json.loads(capsys.readouterr().out) == shown
+    assert main(["validate", str(file)]) == 0
+    assert "peak in flight, per stage: 4, 3, 2, 1" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("content", "expected"),
+    [
+        (b"0F0,0B0\n1F0,1B0,1B1\n", "1F1 is missing"),
+        (b"0F0,zap\n", "row 1, cell 2: 'zap' is not an action"),
+        (b"0F0,0SEND_F0\n", "is communication, which jaxpipe derives"),
+        (b"\xff\xfe\x00", "is not text in UTF-8"),
+        (b"", "has no action"),
+        (b"0B0,0F0\n", ">0BW0<"),
+        (None, "No such file"),
+    ],
+)
+def test_bad_csv_gets_status_2_and_one_message(tmp_path, capsys, content, expected):
+    file = tmp_path / "broken.csv"
+    if content is not None:
+        file.write_bytes(content)
+    assert main(["validate", str(file)]) == 2
+    printed = capsys.readouterr()
+    assert expected in printed.err
+    assert str(file) in printed.err
+    assert printed.out == ""
 
 
 @pytest.mark.parametrize(
@@ -84,6 +143,11 @@ def test_compare_shows_every_schedule(capsys):
         (["show", "gpipe", *SHAPE, "--costs", "1,1"], "--costs 1,1 must be three or four numbers"),
         (["show", "gpipe", *SHAPE, "--costs", "1,x,1"], "--costs 1,x,1 must be"),
         (["compare", *SHAPE, "--costs", "1,0,1"], "costs.b=0.0 must be"),
+        (["compare", *SHAPE, "--costs", "1,nan,1"], "costs.b=nan must be"),
+        (["compare", *SHAPE, "--costs", "1,1e308,1"], "costs.b=1e+308 must be"),
+        (["compare", *SHAPE, "--out", "picture.gif"], "Nearest valid: .svg, .png"),
+        (["compare", *SHAPE, "--out", "/no/such/folder/a.svg"], "/no/such/folder/a.svg"),
+        (["compare", "--stages", "0", "--microbatches", "8"], "mesh.stage=0 must be"),
         (["show", "gpipe", *SHAPE, "--format", "png"], "--out gpipe.png"),
         (["show", "gpipe", *SHAPE, "--format", "svg", "--out", "a.png"], "--out a.svg"),
         (["show", "gpipe", *SHAPE, "--out", "/no/such/folder/a.txt"], "/no/such/folder/a.txt"),
