@@ -12,15 +12,8 @@ import math
 from collections.abc import Sequence
 from functools import cached_property
 
-from jaxpipe.schedule.actions import Action, Kind, Schedule, dependencies
-from jaxpipe.schedule.validate import (
-    Walk,
-    message_target,
-    peak_in_flight,
-    result_of,
-    validate,
-    walk,
-)
+from jaxpipe.schedule.actions import Action, Kind, Schedule
+from jaxpipe.schedule.validate import Results, Walk, message_target, peak_in_flight, validate, walk
 
 
 @dataclasses.dataclass(frozen=True)
@@ -136,7 +129,7 @@ def in_flight(row: Sequence[TimedAction]) -> list[tuple[float, int]]:
     Example:
       >>> from jaxpipe.schedule.gpipe import gpipe
       >>> in_flight(simulate(gpipe(1, 2, fused=True), Costs(1, 1, 1)).rows[0])
-      [(0, 1), (1, 2), (4, 1), (6, 0)]
+      [(0.0, 1), (1.0, 2), (4.0, 1), (6.0, 0)]
     """
     steps: dict[float, int] = {}
     count = 0
@@ -198,19 +191,24 @@ def simulate(schedule: Schedule, costs: Costs) -> Timeline:
       >>> simulate(one_f_one_b(4, 8, fused=True), Costs(1, 1, 1)).makespan
       33.0
     """
-    stages = schedule.placement.stages
+    results = Results(schedule)
     rows: list[list[TimedAction]] = [[] for _ in schedule.orders]
-    ends: dict[Action, float] = {}
+    ends: dict[int, float] = {}
+    free = [0.0] * len(schedule.orders)
+    duration = {kind: costs.of(kind) for kind in Kind}
     for stage, position in _walk(schedule).order:
         action = schedule.orders[stage][position]
-        start = rows[stage][-1].end if rows[stage] else 0
-        for needed in dependencies(action, num_virtual_stages=len(stages), split=True):
-            travel = costs.message if stages[needed.virtual_stage] != stage else 0
-            start = max(start, ends[needed] + travel)
-        end = start + costs.of(action.kind)
+        start = free[stage]
+        for needed in results.inputs(action):
+            arrival = ends[needed]
+            if costs.message and results.stage(needed) != stage:
+                arrival += costs.message
+            start = max(start, arrival)
+        end = free[stage] = start + duration[action.kind]
         rows[stage].append(TimedAction(action, start, end))
-        ends[result_of(action)] = end
-    return _timeline(schedule, costs, "free-running", rows, max(row[-1].end for row in rows))
+        if action.kind is not Kind.W:
+            ends[results.number(action)] = end
+    return _timeline(schedule, costs, "free-running", rows, max(free))
 
 
 def lock_step(schedule: Schedule, costs: Costs) -> Timeline:

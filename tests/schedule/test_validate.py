@@ -185,6 +185,11 @@ def test_a_finite_inbox_can_deadlock_an_order_that_runs_without_limit():
         validate(reordered, inbox_slots=2)
 
 
+def test_no_number_of_missing_actions_takes_long():
+    with pytest.raises(ScheduleError, match="and at least 992 more"):
+        validate(schedule("0F0 0BW0", m=10**12))
+
+
 def test_inbox_slots_must_be_positive():
     with pytest.raises(ValueError, match="inbox_slots=0 must be at least 1"):
         validate(catalog.build("gpipe", stages=1, microbatches=1), inbox_slots=0)
