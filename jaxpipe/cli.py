@@ -16,7 +16,7 @@ import tyro
 from rich.console import Console
 from rich.table import Table
 
-from jaxpipe.schedule import catalog, comparison, draw
+from jaxpipe.schedule import catalog, comparison, draw, user
 from jaxpipe.schedule.actions import Schedule
 from jaxpipe.schedule.csv_format import read_csv, write_csv
 from jaxpipe.schedule.report import report, timelines
@@ -31,8 +31,8 @@ def show(
     name: tyro.conf.Positional[str],
     /,
     *,
-    stages: int,
-    microbatches: int,
+    stages: int | None = None,
+    microbatches: int | None = None,
     chunks: int | None = None,
     group: int | None = None,
     costs: str = "1,1,1",
@@ -44,9 +44,9 @@ def show(
     """Draw one schedule, or write it as a picture, a trace, CSV or JSON.
 
     Args:
-      name: the schedule; `jaxpipe schedules` lists them.
-      stages: p, pipeline stages.
-      microbatches: m, microbatches a batch.
+      name: the schedule; `jaxpipe schedules` lists them. Or your own: FILE.csv, module:function.
+      stages: p, pipeline stages; every schedule but a file needs it.
+      microbatches: m, microbatches a batch; every schedule but a file needs it.
       chunks: v, chunks a stage; the schedule's own default without it.
       group: microbatches that interleaved and breadth-first schedules take together.
       costs: time of F,B,W of one chunk, and optionally of one message: 1,1,1 or 1,1.2,0.8,0.1.
@@ -191,10 +191,16 @@ def parse_costs(text: str) -> Costs:
     return Costs(*numbers)
 
 
-def _build(name: str, *, costs: Costs, **options: Any) -> Schedule:
-    """Builds a schedule from the options that were given."""
+def _build(
+    name: str, *, costs: Costs, stages: int | None, microbatches: int | None, **options: Any
+) -> Schedule:
+    """Builds a schedule, or loads a user's own, with the options that were given."""
     given = {option: value for option, value in options.items() if value is not None}
-    return catalog.build(name, **given)
+    if user.is_users(name):
+        return user.load(name, stages=stages, microbatches=microbatches, **given)
+    if stages is None or microbatches is None:
+        raise ValueError(f"Schedule {name!r} needs --stages and --microbatches.")
+    return catalog.build(name, stages=stages, microbatches=microbatches, **given)
 
 
 def _in_format(

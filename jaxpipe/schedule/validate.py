@@ -57,8 +57,8 @@ class Results:
 
     def __init__(self, schedule: Schedule) -> None:
         self._m = max(schedule.num_microbatches, 1)
-        self._backward = self._m * max(len(schedule.placement.stages), 1)
-        self._last = len(schedule.placement.stages) - 1
+        self._depth = max(len(schedule.placement.stages), 1)
+        self._backward = self._m * self._depth
         self._stages = schedule.placement.stages * 2
 
     def number(self, action: Action) -> int:
@@ -71,11 +71,11 @@ class Results:
         s = action.virtual_stage
         forward = s * self._m + action.microbatch
         if action.kind is Kind.F:
-            return (forward - self._m,) if s > 0 else ()
+            return (forward - self._m,) if s % self._depth else ()
         backward = forward + self._backward
         if action.kind is Kind.W:
             return (backward,)
-        return (forward, backward + self._m) if s < self._last else (forward,)
+        return (forward, backward + self._m) if (s + 1) % self._depth else (forward,)
 
     def stage(self, number: int) -> int:
         """The stage that computes a result."""

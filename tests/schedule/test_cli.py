@@ -111,6 +111,39 @@ def test_csv_goes_out_and_comes_back_as_the_same_report(tmp_path, capsys):
     assert "peak in flight, per stage: 4, 3, 2, 1" in capsys.readouterr().out
 
 
+def test_show_takes_a_users_own_schedule(tmp_path, capsys, monkeypatch):
+    file = tmp_path / "mine.csv"
+    file.write_text("0F0,0B0\n")
+    assert main(["show", str(file)]) == 0
+    assert "mine, p=1 v=1 m=1" in capsys.readouterr().out
+    assert main(["show", str(file), "--stages", "1"]) == 2
+    assert "leave out stages" in capsys.readouterr().err
+
+    (tmp_path / "their_schedules.py").write_text(
+        "import dataclasses\n"
+        "from jaxpipe.schedule.gpipe import gpipe\n"
+        "def good(p, m): return dataclasses.replace(gpipe(p, m), name='good')\n"
+        "def bad(p, m): return dataclasses.replace(gpipe(p, m), num_microbatches=m + 1)\n"
+        "def odd(p, m): return p * m\n"
+        "number = 3\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    assert main(["show", "their_schedules:good", *SHAPE]) == 0
+    assert "good, p=4 v=1 m=8" in capsys.readouterr().out
+    for name, expected in (
+        ("their_schedules:bad", "0F8 is missing"),
+        ("their_schedules:odd", "returned int, and must return a Schedule"),
+        ("their_schedules:number", "not a function but int"),
+        ("their_schedules:none", "has no attribute 'none'"),
+        ("no_such_module:f", "No module named 'no_such_module'"),
+        (":", "is no function Python can import"),
+    ):
+        assert main(["show", name, *SHAPE]) == 2
+        assert expected in capsys.readouterr().err
+    assert main(["show", "their_schedules:good"]) == 2
+    assert "needs a number of stages" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("content", "expected"),
     [
@@ -137,6 +170,7 @@ def test_bad_csv_gets_status_2_and_one_message(tmp_path, capsys, content, expect
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [
+        (["show", "1f1b"], "needs --stages and --microbatches"),
         (["show", "1f1d", *SHAPE], "Nearest valid: '1f1b'"),
         (["show", "gpipe", *SHAPE, "--chunks", "2"], "pipeline.chunks=2 does not fit"),
         (["show", "gpipe", "--stages", "0", "--microbatches", "8"], "mesh.stage=0 must be"),
