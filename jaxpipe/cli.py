@@ -192,14 +192,29 @@ def parse_costs(text: str) -> Costs:
 
 
 def _build(
-    name: str, *, costs: Costs, stages: int | None, microbatches: int | None, **options: Any
+    name: str,
+    *,
+    stages: int | None,
+    microbatches: int | None,
+    costs: Costs,
+    layers_per_chunk: int | None,
+    **options: Any,
 ) -> Schedule:
-    """Builds a schedule, or loads a user's own, with the options that were given."""
+    """Builds a schedule, or loads a user's own, with the options that were given.
+
+    Costs and layers are there for the clocks as well: a schedule gets them only if it reads them.
+    """
     given = {option: value for option, value in options.items() if value is not None}
+    clock: dict[str, Any] = {"costs": costs}
+    if layers_per_chunk is not None:
+        clock["layers_per_chunk"] = layers_per_chunk
     if user.is_users(name):
-        return user.load(name, stages=stages, microbatches=microbatches, **given)
+        return user.load(name, stages=stages, microbatches=microbatches, clock=clock, **given)
     if stages is None or microbatches is None:
         raise ValueError(f"Schedule {name!r} needs --stages and --microbatches.")
+    for entry in catalog.entries():
+        if entry.name == name:
+            given |= user.wanted(entry.generate, clock)
     return catalog.build(name, stages=stages, microbatches=microbatches, **given)
 
 

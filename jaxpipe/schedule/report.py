@@ -12,7 +12,12 @@ from jaxpipe.schedule.slots import Use, cached_slots
 
 
 def report(
-    schedule: Schedule, costs: Costs, *, layers_per_chunk: int | None = None, weight_slots: int = 1
+    schedule: Schedule,
+    costs: Costs,
+    *,
+    layers_per_chunk: int | None = None,
+    weight_slots: int = 1,
+    activation_bytes: int | None = None,
 ) -> dict[str, Any]:
     """Reports times on both clocks, memory, messages and data-axis transfers of a schedule.
 
@@ -22,6 +27,7 @@ def report(
       layers_per_chunk: cut ticks into time slices at the granularity of this many layers; None
         for one whole action a tick.
       weight_slots: gathered chunks a stage keeps at once under ZeRO-3, at least 1.
+      activation_bytes: what one microbatch keeps from F to W on one chunk; None where unknown.
 
     Returns:
       A tree of plain values:
@@ -31,6 +37,7 @@ def report(
         and ``stage_bubble_ratios``;
       - ``peak_in_flight``: per stage, in microbatches of a full stage: the chunk activations kept
         at once, divided by the chunks of a stage;
+      - ``peak_in_flight_bytes``: the same in bytes, only where ``activation_bytes`` is given;
       - ``actions``: per stage, on the free-running clock. A fused backward is its B directly
         followed by its W;
       - ``messages``: ``total``, and by edge ``count`` and ``load``, the share of the free-running
@@ -49,6 +56,11 @@ def report(
     """
     free, locked = timelines(schedule, costs, layers_per_chunk=layers_per_chunk)
     chunks = schedule.num_chunks
+    in_bytes = (
+        {}
+        if activation_bytes is None
+        else {"peak_in_flight_bytes": [count * activation_bytes for count in free.peak_in_flight]}
+    )
     return {
         "schedule": schedule.name,
         "stages": schedule.num_stages,
@@ -58,6 +70,7 @@ def report(
         "free_running": _clock(free),
         "lock_step": _clock(locked),
         "peak_in_flight": [count / chunks for count in free.peak_in_flight],
+        **in_bytes,
         "actions": [
             [part for timed in row for part in _parts(timed, schedule, costs)] for row in free.rows
         ],

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import importlib
+import inspect
 import os
 import sys
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from jaxpipe.schedule.actions import Schedule
@@ -22,7 +24,14 @@ def is_users(name: str) -> bool:
     return name.endswith(".csv") or ":" in name
 
 
-def load(name: str, *, stages: int | None, microbatches: int | None, **options: Any) -> Schedule:
+def load(
+    name: str,
+    *,
+    stages: int | None,
+    microbatches: int | None,
+    clock: Mapping[str, Any] | None = None,
+    **options: Any,
+) -> Schedule:
     """Loads and validates a user's schedule.
 
     Args:
@@ -31,6 +40,8 @@ def load(name: str, *, stages: int | None, microbatches: int | None, **options: 
         ``function(stages, microbatches, **options)``.
       stages: p; None for a file, which has its own.
       microbatches: m; None for a file, which has its own.
+      clock: what the schedule will be timed with (costs, layers_per_chunk): handed to a function
+        that has parameters of these names.
       options: for the function; a file takes none.
 
     Returns:
@@ -49,14 +60,26 @@ def load(name: str, *, stages: int | None, microbatches: int | None, **options: 
         return read_csv(name)
     if stages is None or microbatches is None:
         raise ValueError(f"{name} needs a number of stages and of microbatches.")
-    schedule = _function(name)(stages, microbatches, **options)
+    function = _function(name)
+    schedule = function(stages, microbatches, **options, **wanted(function, clock or {}))
     if not isinstance(schedule, Schedule):
         raise ValueError(f"{name} returned {type(schedule).__name__}, and must return a Schedule.")
     validate(schedule)
     return schedule
 
 
-def _function(name: str) -> Any:
+def wanted(function: Callable, options: Mapping[str, Any]) -> dict[str, Any]:
+    """Those options that a function has a parameter for.
+
+    Example:
+      >>> wanted(lambda p, m, *, costs: None, {"costs": 1, "layers_per_chunk": 8})
+      {'costs': 1}
+    """
+    parameters = inspect.signature(function).parameters
+    return {option: value for option, value in options.items() if option in parameters}
+
+
+def _function(name: str) -> Callable:
     module_name, _, function_name = name.partition(":")
     if os.getcwd() not in sys.path and "" not in sys.path:
         # An installed command does not look into the current folder by itself.

@@ -125,11 +125,14 @@ def test_show_takes_a_users_own_schedule(tmp_path, capsys, monkeypatch):
         "def good(p, m): return dataclasses.replace(gpipe(p, m), name='good')\n"
         "def bad(p, m): return dataclasses.replace(gpipe(p, m), num_microbatches=m + 1)\n"
         "def odd(p, m): return p * m\n"
+        "def priced(p, m, *, costs): return dataclasses.replace(gpipe(p, m), name=f'f{costs.f}')\n"
         "number = 3\n"
     )
     monkeypatch.syspath_prepend(tmp_path)
     assert main(["show", "their_schedules:good", *SHAPE]) == 0
     assert "good, p=4 v=1 m=8" in capsys.readouterr().out
+    assert main(["show", "their_schedules:priced", *SHAPE, "--costs", "7,1,1"]) == 0
+    assert "f7.0, p=4 v=1 m=8" in capsys.readouterr().out
     for name, expected in (
         ("their_schedules:bad", "0F8 is missing"),
         ("their_schedules:odd", "returned int, and must return a Schedule"),

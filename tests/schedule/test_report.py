@@ -61,6 +61,12 @@ def test_peak_is_in_microbatches_of_a_full_stage(p, v, m):
     assert report(looped_breadth_first(p, v, m), Costs(1, 1, 1))["peak_in_flight"] == [m] * p
 
 
+def test_peak_in_bytes_where_the_size_is_given():
+    schedule, same = catalog.build("1f1b", stages=3, microbatches=8), Costs(1, 1, 1)
+    assert report(schedule, same, activation_bytes=100)["peak_in_flight_bytes"] == [300, 200, 100]
+    assert "peak_in_flight_bytes" not in report(schedule, same)
+
+
 @pytest.mark.parametrize("v", range(1, 9))
 @pytest.mark.parametrize("p", range(2, 9))
 def test_breadth_first_moves_every_chunk_as_often_as_the_paper_says(p, v):
