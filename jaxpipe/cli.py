@@ -25,6 +25,8 @@ from jaxpipe.schedule.trace import trace
 
 _PIPE_WIDTH = 160
 """Columns of a table that goes to a file or another program, where there is no terminal to ask."""
+_MAX_PASSES = 5_000_000
+"""Forward passes of the largest schedule the command builds, about 5 GB: more is a typing error."""
 
 
 def show(
@@ -212,6 +214,13 @@ def _build(
         return user.load(name, stages=stages, microbatches=microbatches, clock=clock, **given)
     if stages is None or microbatches is None:
         raise ValueError(f"Schedule {name!r} needs --stages and --microbatches.")
+    passes = stages * microbatches * (options.get("chunks") or 1)
+    if passes > _MAX_PASSES:
+        raise ValueError(
+            f"--stages {stages} and --microbatches {microbatches} make {passes} forward passes, "
+            f"beyond {_MAX_PASSES}: such a schedule does not fit in memory.\n"
+            f"Nearest valid: a product of {_MAX_PASSES}."
+        )
     for entry in catalog.entries():
         if entry.name == name:
             given |= user.wanted(entry.generate, clock)

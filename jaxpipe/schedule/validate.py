@@ -58,7 +58,7 @@ class Results:
     def __init__(self, schedule: Schedule) -> None:
         self._m = max(schedule.num_microbatches, 1)
         self._depth = max(len(schedule.placement.stages), 1)
-        self._backward = self._m * self._depth
+        self._backward = self._m * max(len(schedule.placement.stages), 1)
         self._stages = schedule.placement.stages * 2
 
     def number(self, action: Action) -> int:

@@ -154,6 +154,7 @@ def test_show_takes_a_users_own_schedule(tmp_path, capsys, monkeypatch):
         (b"0F0,zap\n", "row 1, cell 2: 'zap' is not an action"),
         (b"0F0,0SEND_F0\n", "is communication, which jaxpipe derives"),
         (b"\xff\xfe\x00", "is not text in UTF-8"),
+        (b"0F0," + b"9" * 200_000, "row 1: field larger than field limit"),
         (b"", "has no action"),
         (b"0B0,0F0\n", ">0BW0<"),
         (None, "No such file"),
@@ -173,6 +174,10 @@ def test_bad_csv_gets_status_2_and_one_message(tmp_path, capsys, content, expect
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [
+        (
+            ["show", "1f1b", "--stages", "1000", "--microbatches", "1000000000"],
+            "does not fit in memory.\nNearest valid: a product of 5000000.",
+        ),
         (["show", "1f1b"], "needs --stages and --microbatches"),
         (["show", "1f1d", *SHAPE], "Nearest valid: '1f1b'"),
         (["show", "gpipe", *SHAPE, "--chunks", "2"], "pipeline.chunks=2 does not fit"),
