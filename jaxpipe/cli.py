@@ -23,7 +23,7 @@ from jaxpipe.schedule.report import report, timelines
 from jaxpipe.schedule.simulate import Costs
 from jaxpipe.schedule.trace import trace
 
-_PIPE_WIDTH = 160
+_PIPE_WIDTH = 240
 """Columns of a table that goes to a file or another program, where there is no terminal to ask."""
 _MAX_PASSES = 5_000_000
 """Forward passes of the largest schedule the command builds, about 5 GB: more is a typing error."""
@@ -90,7 +90,8 @@ def schedules() -> None:
         "peak in flight",
         "constraints",
         "source",
-        caption="Bubble: added to m(F+B+W) of work, free-running. Peak: activations on stage d.",
+        caption="Bubble: added to m(F+B+W) of work of a full stage, free-running. "
+        "Peak: on stage d, in microbatches of a full stage.",
     )
     for entry in catalog.entries():
         table.add_row(
@@ -240,7 +241,7 @@ def _in_format(
     if format == "trace":
         return json.dumps(trace(free)) + "\n"
     colour = printed and sys.stdout.isatty() and "NO_COLOR" not in os.environ
-    peaks = ", ".join(f"{count / schedule.num_chunks:g}" for count in free.peak_in_flight)
+    peaks = ", ".join(f"{free.in_full_stages(count):g}" for count in free.peak_in_flight)
     return (
         f"{draw.text(free, colour=colour)}\n{draw.caption(free)}\n{draw.caption(locked)}\n"
         f"peak in flight, per stage: {peaks}\n"

@@ -37,7 +37,7 @@ def row(free: Timeline, locked: Timeline) -> Row:
     return Row(
         schedule.name,
         schedule.num_chunks,
-        max(free.peak_in_flight) / schedule.num_chunks,
+        free.in_full_stages(max(free.peak_in_flight)),
         free.bubble_ratio,
         locked.bubble_ratio,
     )

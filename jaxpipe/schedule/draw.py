@@ -156,13 +156,13 @@ def _draw_boxes(axes, timeline: Timeline) -> None:
 def _draw_memory(axes, timeline: Timeline) -> None:
     from matplotlib import colormaps
 
-    num_stages, num_chunks = len(timeline.rows), timeline.schedule.num_chunks
+    num_stages = len(timeline.rows)
     shades = colormaps["viridis"].resampled(num_stages + 1)
     for d, row in enumerate(timeline.rows):
         steps = [(0.0, 0), *in_flight(row), (timeline.makespan, 0)]
         axes.step(
             [time for time, _ in steps],
-            [count / num_chunks for _, count in steps],
+            [timeline.in_full_stages(count) for _, count in steps],
             where="post",
             color=shades(d),
             linewidth=1,

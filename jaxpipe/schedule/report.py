@@ -55,7 +55,6 @@ def report(
       ([2.0, 1.0], 8, [1, 1])
     """
     free, locked = timelines(schedule, costs, layers_per_chunk=layers_per_chunk)
-    chunks = schedule.num_chunks
     in_bytes = (
         {}
         if activation_bytes is None
@@ -64,12 +63,12 @@ def report(
     return {
         "schedule": schedule.name,
         "stages": schedule.num_stages,
-        "chunks": chunks,
+        "chunks": schedule.num_chunks,
         "microbatches": schedule.num_microbatches,
         "costs": {"f": costs.f, "b": costs.b, "w": costs.w, "message": costs.message},
         "free_running": _clock(free),
         "lock_step": _clock(locked),
-        "peak_in_flight": [count / chunks for count in free.peak_in_flight],
+        "peak_in_flight": [free.in_full_stages(count) for count in free.peak_in_flight],
         **in_bytes,
         "actions": [
             [part for timed in row for part in _parts(timed, schedule, costs)] for row in free.rows

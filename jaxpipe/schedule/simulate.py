@@ -104,6 +104,10 @@ class Timeline:
         """Per stage, the most chunk activations kept from F to the action that frees them."""
         return peak_in_flight(self.schedule)
 
+    def in_full_stages(self, chunks: int) -> float:
+        """So many chunk activations, in microbatches of a full stage."""
+        return chunks / self.schedule.num_chunks
+
     @cached_property
     def messages(self) -> dict[tuple[int, int], int]:
         """How many messages go from one stage to another, by (sender, receiver)."""

@@ -62,7 +62,7 @@ def trace(timeline: Timeline) -> dict[str, Any]:
                 "name": f"in flight, stage {d}",
                 "pid": 0,
                 "ts": time * _MICROSECONDS,
-                "args": {"microbatches": chunks / schedule.num_chunks},
+                "args": {"microbatches": timeline.in_full_stages(chunks)},
             }
             for time, chunks in in_flight(row)
         ]

@@ -52,7 +52,8 @@ def test_any_valid_order_survives_the_round_trip(schedule):
 
 
 @pytest.mark.parametrize("name", NAMES)
-@given(p=st.integers(1, 6), m=st.integers(1, 9))
+@settings(max_examples=20)
+@given(p=st.integers(1, 6), m=st.sampled_from([2, 4, 8]))
 def test_schedules_survive_the_round_trip(name, p, m):
     schedule = catalog.build(name, stages=p, microbatches=m)
     read = parse_csv(write_csv(schedule), name=name)
