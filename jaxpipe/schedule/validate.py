@@ -57,7 +57,7 @@ class Results:
 
     def __init__(self, schedule: Schedule) -> None:
         self._m = max(schedule.num_microbatches, 1)
-        self._depth = max(len(schedule.placement.stages), 1)
+        self._depth = max(schedule.placement.depth, 1)
         self._backward = self._m * max(len(schedule.placement.stages), 1)
         self._stages = schedule.placement.stages * 2
 
@@ -194,9 +194,11 @@ def message_target(action: Action, schedule: Schedule) -> int | None:
     """The stage that receives what ``action`` sends; None where no other stage reads it."""
     if action.kind is Kind.W:
         return None
-    stages = schedule.placement.stages
+    stages, depth = schedule.placement.stages, schedule.placement.depth
     reader = action.virtual_stage + (1 if action.kind is Kind.F else -1)
     if not (0 <= reader < len(stages) and 0 <= action.virtual_stage < len(stages)):
+        return None
+    if reader // depth != action.virtual_stage // depth:
         return None
     return stages[reader] if stages[reader] != stages[action.virtual_stage] else None
 

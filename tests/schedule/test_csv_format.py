@@ -56,6 +56,10 @@ def test_any_valid_order_survives_the_round_trip(schedule):
 @given(p=st.integers(1, 6), m=st.sampled_from([2, 4, 8]))
 def test_schedules_survive_the_round_trip(name, p, m):
     schedule = catalog.build(name, stages=p, microbatches=m)
+    if schedule.placement.num_copies > 1:
+        with pytest.raises(ValueError, match="copies of the model, which PyTorch's CSV cannot say"):
+            write_csv(schedule)
+        return
     read = parse_csv(write_csv(schedule), name=name)
     assert read == dataclasses.replace(schedule, peak_in_flight=None)
 

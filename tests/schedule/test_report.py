@@ -46,7 +46,7 @@ def test_actions_are_the_timeline_with_fused_backwards_taken_apart(name, p, m, c
     assert json.loads(json.dumps(shown)) == shown
     for d, row in enumerate(shown["actions"]):
         held = schedule.placement.virtual_stages[d]
-        assert len(row) == 3 * m * len(held)
+        assert len(row) == 3 * schedule.num_microbatches * len(held)
         assert {action["virtual_stage"] for action in row} == set(held)
         for action in row:
             cost = {"F": costs.f, "B": costs.b, "W": costs.w}[action["kind"]]
