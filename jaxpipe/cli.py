@@ -212,6 +212,8 @@ def _build(
     if layers_per_chunk is not None:
         clock["layers_per_chunk"] = layers_per_chunk
     if user.is_users(name):
+        if "chunks" in given:
+            given["num_chunks"] = given.pop("chunks")
         return user.load(name, stages=stages, microbatches=microbatches, clock=clock, **given)
     if stages is None or microbatches is None:
         raise ValueError(f"Schedule {name!r} needs --stages and --microbatches.")

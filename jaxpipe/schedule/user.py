@@ -37,12 +37,13 @@ def load(
     Args:
       name: "PATH.csv", see `jaxpipe.schedule.csv_format`; or "module:function", imported from the
         current folder or wherever Python finds it, and called as
-        ``function(stages, microbatches, **options)``.
+        ``function(stages, microbatches, **options)``, options as in
+        `jaxpipe.schedule.catalog`.
       stages: p; None for a file, which has its own.
       microbatches: m; None for a file, which has its own.
       clock: what the schedule will be timed with (costs, layers_per_chunk): handed to a function
         that has parameters of these names.
-      options: for the function; a file takes none.
+      options: num_chunks, group, memory_limit, for the function; a file takes none.
 
     Returns:
       A schedule that `validate` accepts.
@@ -61,6 +62,9 @@ def load(
     if stages is None or microbatches is None:
         raise ValueError(f"{name} needs a number of stages and of microbatches.")
     function = _function(name)
+    unread = ", ".join(sorted(options.keys() - wanted(function, options).keys()))
+    if unread:
+        raise ValueError(f"{name} has no parameter for {unread}.\nNearest valid: leave it out.")
     schedule = function(stages, microbatches, **options, **wanted(function, clock or {}))
     if not isinstance(schedule, Schedule):
         raise ValueError(f"{name} returned {type(schedule).__name__}, and must return a Schedule.")

@@ -144,6 +144,8 @@ def test_show_takes_a_users_own_schedule(tmp_path, capsys, monkeypatch):
     ):
         assert main(["show", name, *SHAPE]) == 2
         assert expected in capsys.readouterr().err
+    assert main(["show", "their_schedules:good", *SHAPE, "--chunks", "2"]) == 2
+    assert "has no parameter for num_chunks" in capsys.readouterr().err
     assert main(["show", "their_schedules:good"]) == 2
     assert "needs a number of stages" in capsys.readouterr().err
 
