@@ -39,6 +39,7 @@ types: setup
 
 bench: setup
 	$(BIN)/python benchmarks/memory.py
+	$(BIN)/python benchmarks/schedule_speed.py
 
 docs: setup
 	$(BIN)/python -m pip install --quiet --editable '.[docs]'
