@@ -17,6 +17,8 @@ class Placement:
     Args:
       stages: ``stages[s]`` is the stage (0-based) that holds virtual stage ``s``. Every stage holds
         the same number of virtual stages.
+      num_copies: how many copies of the model's weights these virtual stages are; above 1 they
+        follow each other in ``stages``, and nothing passes from one copy to the next.
 
     Example:
       >>> linear(3).stages
@@ -26,6 +28,7 @@ class Placement:
     """
 
     stages: tuple[int, ...]
+    num_copies: int = 1
 
     @cached_property
     def num_stages(self) -> int:
@@ -34,6 +37,11 @@ class Placement:
     @property
     def num_virtual_stages(self) -> int:
         return len(self.stages)
+
+    @property
+    def depth(self) -> int:
+        """The virtual stages a microbatch goes through: those of one copy; at least 1."""
+        return max(1, len(self.stages) // self.num_copies)
 
     @cached_property
     def num_chunks(self) -> int:
@@ -66,3 +74,26 @@ def linear(num_stages: int) -> Placement:
 def looped(num_stages: int, *, num_chunks: int) -> Placement:
     """Virtual stage ``s`` on stage ``s mod p`` (interleaved and breadth-first pipelines)."""
     return Placement(tuple(s % num_stages for s in range(num_stages * num_chunks)))
+
+
+def wave(num_stages: int, *, num_waves: int = 1) -> Placement:
+    """Down the stages and up again, ``num_waves`` times; both turns stay on one stage.
+
+    With one wave this is the V placement.
+
+    Example:
+      >>> wave(3).stages
+      (0, 1, 2, 2, 1, 0)
+    """
+    down = tuple(range(num_stages))
+    return Placement((down + down[::-1]) * num_waves)
+
+
+def mirrored(num_stages: int) -> Placement:
+    """Two copies of the model, one in each direction (bidirectional pipelines).
+
+    Example:
+      >>> mirrored(3)
+      Placement(stages=(0, 1, 2, 2, 1, 0), num_copies=2)
+    """
+    return Placement(wave(num_stages).stages, num_copies=2)
