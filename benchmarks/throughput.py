@@ -1,8 +1,9 @@
 """How long is a step, against what a JAX user would write instead?
 
-One small model, all contenders in one process, rounds interleaved so that a busy machine slows all of
-them: 8 GPT layers of width 256, 4 heads, sequence 128, 4 rows a microbatch, float32, SGD, no embedding
-and no head, 4 simulated stages. Prints median step time, compile time and temporaries per device.
+One small model, all contenders in one process, rounds interleaved so that a busy machine slows all
+of them: 8 GPT layers of width 256, 4 heads, sequence 128, 4 rows a microbatch, float32, SGD, no
+embedding, no head, 4 simulated stages. Prints median step time, compile time and temporaries per
+device.
 
     python benchmarks/throughput.py [--microbatches 8] [--rounds 7]
 """

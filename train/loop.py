@@ -130,7 +130,7 @@ def prepare_folder(program: Program) -> None:
     """Writes the resolved configuration and the schedule's picture."""
     folder = Path(program.config.run_dir)
     folder.mkdir(parents=True, exist_ok=True)
-    draw.save(simulate(program.schedule, _COSTS), folder / checks.SCHEDULE_FILE)
+    draw.save(draw.figure(simulate(program.schedule, _COSTS)), folder / checks.SCHEDULE_FILE)
     partial = folder / f"{checks.CONFIG_FILE}.partial"
     partial.write_text(program.config.to_yaml(), encoding="utf-8")
     os.replace(partial, folder / checks.CONFIG_FILE)
