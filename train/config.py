@@ -110,10 +110,14 @@ class PipelineConfig(Section):
 
     schedule: str = "1f1b"
     """Name of the schedule; ``jaxpipe schedules`` lists them."""
-    chunks: int = 1
-    """Chunks of layers a stage holds; 1 for a linear schedule."""
-    microbatches: int = 8
+    chunks: Annotated[int | None, Range(1)] = None
+    """Chunks of layers a stage holds; None for the schedule's own number."""
+    microbatches: Count = 8
     """Microbatches a batch."""
+    group: Annotated[int | None, Range(1)] = None
+    """Microbatches that stay together, for schedules that group them."""
+    memory_limit: Annotated[float | None, Range(0, above=True)] = None
+    """Peak in flight per stage, in microbatches of a full stage, for schedules that take a limit."""
     remat: Literal["none", "dots", "full"] = "none"
     """What is recomputed in the backward: nothing, all but matmuls, everything."""
     zero: Annotated[int, Range(0, 3)] = 3

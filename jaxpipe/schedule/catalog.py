@@ -18,6 +18,14 @@ from typing import Any
 from jaxpipe.schedule.actions import Schedule
 from jaxpipe.schedule.breadth_first import breadth_first, modular
 from jaxpipe.schedule.chimera import chimera
+from jaxpipe.schedule.controllable_memory import (
+    controllable_memory,
+    one_f_one_b_v,
+    v_half,
+    v_min,
+    v_zb,
+    zb_v,
+)
 from jaxpipe.schedule.dualpipe import dualpipe_v
 from jaxpipe.schedule.gpipe import gpipe
 from jaxpipe.schedule.hanayo import hanayo
@@ -104,6 +112,7 @@ _CHUNKS = "p >= 1, m >= 1, v >= 1"
 _GROUPS = "p >= 1, m >= 1 (best: p divides m), v >= 1"
 _LAYERS = "p >= 1, m >= 1, v = layers of a stage"
 _WAVES = "p >= 1, m >= 1, v even"
+_V = "p >= 1, m >= 1 (best from 2p), v = 2"
 _COPIES = "p >= 1, m even, v = 1; two weight copies: only to simulate"
 
 
@@ -183,6 +192,37 @@ _BUILT_IN = (
         *("dualpipe-v", dualpipe_v, "Forward of one chunk beside backward of the other"),
         *("(p-1)/2 at F=B=W=1", "p+1/2", "p >= 1, m >= 1 (best from 2p), v = 2"),
         *("arXiv 2412.19437",),
+        chunks=2,
+    ),
+    Entry(
+        *("zb-v", zb_v, "Zero bubble in a stage's span on the V placement", "(p-1)/2 at F=B=W=1"),
+        *("p", _V, "arXiv 2401.10241"),
+        chunks=2,
+    ),
+    Entry(
+        *("v-zb", v_zb, "The V block with ZB-V's strides", "(p-1)/2 at F=B=W=1", "p", _V),
+        "arXiv 2405.15362",
+        chunks=2,
+    ),
+    Entry(
+        *("v-half", v_half, "Half of 1F1B's activations"),
+        *("(3p-7)/2, odd p (3p-4)/2, at F=B=W=1", "floor((p+2)/2)", _V, "arXiv 2405.15362"),
+        chunks=2,
+    ),
+    Entry(
+        *("v-min", v_min, "A third of 1F1B's activations"),
+        *("(4p-5)/2, if 3 divides p (4p-7)/2, at F=B=W=1", "floor((p+4)/3)", _V),
+        "arXiv 2405.15362",
+        chunks=2,
+    ),
+    Entry(
+        *("1f1b-v", one_f_one_b_v, "Two thirds of 1F1B's activations; fused backwards"),
+        *("at most 3(p-1) at F=B=W=1", "floor(2p/3)+1", _V, "arXiv 2405.15362"),
+        chunks=2,
+    ),
+    Entry(
+        *("controllable-memory", controllable_memory, "Searched V block under a memory limit"),
+        *("(6p-1-3k)/2 + (p-1)/2 at F=B=W=1, limit k/2", "memory_limit", _V, "arXiv 2405.15362"),
         chunks=2,
     ),
     *_with_fused(
