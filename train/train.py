@@ -16,7 +16,9 @@ if __name__ == "__main__":
     # Started by path, Python looks for modules beside this file; `train`, `models` are a level up.
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
-_DISK = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EPERM, errno.EROFS})
+_DISK = frozenset(
+    {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EACCES, errno.EPERM, errno.EROFS}
+)
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -73,6 +75,8 @@ def _run(invocation) -> None:
 
     # Orbax warns about what is meant here: arrays restored with other shardings than saved.
     logging.getLogger("absl").setLevel(logging.ERROR)
+    # It raises the first error of a failed write; asyncio would print the others as tracebacks.
+    logging.getLogger("asyncio").setLevel(logging.CRITICAL)
     devices = checks.device_failures(
         config, num_devices=jax.device_count(), platform=jax.default_backend()
     )
