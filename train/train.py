@@ -94,14 +94,14 @@ def _quieten_checkpoints() -> None:
     # logs a traceback for every thread of a failed write besides raising the error.
     for name in ("absl", "asyncio"):
         logging.getLogger(name).setLevel(logging.CRITICAL)
-    show = sys.excepthook
+    show = sys.unraisablehook
 
-    def hook(kind, error, trace) -> None:
-        # So does tensorstore, for each write still under way when the first one failed.
-        if str(error) != "Event loop is closed":
-            show(kind, error, trace)
+    def hook(unraisable) -> None:
+        # Tensorstore prints one for every write that was under way when the first one failed.
+        if str(unraisable.exc_value) != "Event loop is closed":
+            show(unraisable)
 
-    sys.excepthook = hook
+    sys.unraisablehook = hook
 
 
 def _disk_error(error: Exception) -> OSError | None:
