@@ -157,9 +157,7 @@ def test_help_lists_every_field(capsys):
         config.parse(["--help"])
     assert exit_.value.code == 0
     text = capsys.readouterr().out
-    missing = [
-        path for path in config.Config().flat() if f"--{path.replace('_', '-')}" not in text
-    ]
+    missing = [path for path in config.Config().flat() if f"--{path.replace('_', '-')}" not in text]
     assert missing == []
     for word in ("--config", "--resume", "--dry-run"):
         assert word in text
