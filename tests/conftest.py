@@ -10,7 +10,7 @@ os.environ["XLA_FLAGS"] = (
     + " --xla_cpu_collective_call_terminate_timeout_seconds=60"
 )
 
-import pytest  # noqa: E402
+import pytest
 
 
 @pytest.fixture(scope="session")

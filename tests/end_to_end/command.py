@@ -33,7 +33,7 @@ train:
   checkpoint_every: {CHECKPOINT_EVERY}
 sample: {{num_tokens: 4, prompt: "the "}}
 """
-_WORDS = "the pipeline stage waits for a microbatch and sends it on while weights gather".split()
+_WORDS = ("the", "pipeline", "stage", "waits", "for", "a", "microbatch", "and", "sends", "it")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,8 +68,16 @@ class Trainer:
     def config(self) -> Path:
         return self.folder / "tiny.yaml"
 
-    def start(self, *options: object, **popen: Any) -> subprocess.Popen[str]:
-        """Starts a command that the caller waits for, or kills."""
+    def start(
+        self, *options: object, cached: bool = True, **variables: str
+    ) -> subprocess.Popen[str]:
+        """Starts a command that the caller waits for, or kills.
+
+        Args:
+          options: of the command line.
+          cached: programs compiled before are not compiled again; they are the same to the bit.
+          variables: of the environment.
+        """
         # The tests' own devices and flags are not the user's.
         environment = {
             name: value
@@ -78,13 +86,15 @@ class Trainer:
         }
         environment |= {
             "JAX_PLATFORMS": "cpu",
-            # The same program to the bit, and most of the seconds saved.
-            "JAX_COMPILATION_CACHE_DIR": str(self.folder / "cache"),
-            "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
-            # A hang at a collective becomes a failure.
-            "XLA_FLAGS": "--xla_cpu_collective_call_terminate_timeout_seconds=60",
+            # A hang at a collective becomes a failure. Compiling takes longer than running here.
+            "XLA_FLAGS": "--xla_cpu_collective_call_terminate_timeout_seconds=60 "
+            "--xla_backend_optimization_level=0",
             "PYTHONWARNINGS": "error",
+            **variables,
         }
+        if cached:
+            environment["JAX_COMPILATION_CACHE_DIR"] = str(self.folder / "cache")
+            environment["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
         command = [sys.executable, str(TOP / "train" / "train.py"), *map(str, options)]
         return subprocess.Popen(
             command,
@@ -93,13 +103,11 @@ class Trainer:
             text=True,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
-            **popen,
         )
 
-    def run(self, *options: object, status: int = 0, **popen: Any) -> Finished:
+    def run(self, *options: object, status: int = 0, cached: bool = True) -> Finished:
         """Runs a command with the tiny configuration; it must end with a status."""
-        process = self.start("--config", self.config, *options, **popen)
-        finished = finish(process)
+        finished = finish(self.start("--config", self.config, *options, cached=cached))
         assert finished.status == status, str(finished)
         return finished
 
@@ -137,8 +145,14 @@ def finish(process: subprocess.Popen[str]) -> Finished:
     return Finished(process.returncode, out, err)
 
 
-def kill_when(process: subprocess.Popen[str], ready: Callable[[], bool], *, number: int) -> bool:
-    """Sends a signal as soon as something holds.
+def kill_when(
+    process: subprocess.Popen[str],
+    ready: Callable[[], bool],
+    *,
+    number: int,
+    delay_seconds: float = 0.0,
+) -> bool:
+    """Sends a signal as soon as something holds, or a little later.
 
     Returns:
       Whether it was sent before the command ended.
@@ -146,6 +160,7 @@ def kill_when(process: subprocess.Popen[str], ready: Callable[[], bool], *, numb
     until = time.monotonic() + SECONDS
     while process.poll() is None and time.monotonic() < until:
         if ready():
+            time.sleep(delay_seconds)
             process.send_signal(number)
             return True
         time.sleep(0.0005)

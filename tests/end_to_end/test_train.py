@@ -2,6 +2,7 @@
 
 import os
 import random
+import re
 import shutil
 import signal
 import subprocess
@@ -64,11 +65,7 @@ def test_a_run_leaves_everything_it_should(unbroken, trainer):
 def test_the_same_command_gives_the_same_bits_without_a_cache(unbroken, trainer, tmp_path):
     """Programs compiled twice are one program: resuming rests on it."""
     run = tmp_path / "run"
-    process = trainer.start(
-        *("--config", trainer.config, "--run-dir", run),
-        preexec_fn=lambda: os.environ.pop("JAX_COMPILATION_CACHE_DIR", None),
-    )
-    assert finish(process).status == 0
+    trainer.run("--run-dir", run, cached=False)
     _assert_same_run(run, unbroken[0])
 
 
@@ -89,13 +86,17 @@ def test_resume_from_every_kept_checkpoint_and_after_the_end(unbroken, trainer, 
 
 @pytest.mark.parametrize("seed", [0, 1])
 def test_sigkill_at_random_moments(unbroken, trainer, tmp_path, seed):
-    """Each part is killed at a step, with luck while something is being written."""
+    """A run that is killed, continued, killed again and continued."""
     random_, run = random.Random(seed), tmp_path / "run"
     for first in (0, 5):
-        goal = random_.randint(first + 1, first + 4)
+        goal, delay = random_.randint(first, first + 3), random_.uniform(0, 0.1)
         process = trainer.start("--config", trainer.config, "--run-dir", run, "--resume")
-        until = goal + random_.random()
-        kill_when(process, lambda goal=until: num_lines(run) >= goal, number=signal.SIGKILL)
+        kill_when(
+            process,
+            lambda goal=goal: num_lines(run) >= goal,
+            number=signal.SIGKILL,
+            delay_seconds=delay,
+        )
         assert finish(process).status == -signal.SIGKILL
     trainer.run("--run-dir", run, "--resume")
     _assert_same_run(run, unbroken[0])
@@ -133,16 +134,16 @@ def test_sigterm_saves_and_resume_continues(unbroken, trainer, tmp_path):
     assert len(steps(run)) == stopped
     finished = trainer.run("--run-dir", run, "--resume")
     assert f"resuming {run} at step {stopped}" in finished.out
-    # A step more was evaluated at no step: the losses are the same.
     _assert_same_run(run, unbroken[0])
 
 
 def test_a_loss_that_is_not_finite_stops_the_run(unbroken, trainer, tmp_path):
     run = _copy(unbroken[0], tmp_path)
     _back_to(run, 9)
-    finished = trainer.run("--run-dir", run, "--resume", "--optimizer.peak-lr", 1e38, status=1)
+    options = ["--optimizer.peak-lr", 1e38, "--train.steps", 20]
+    finished = trainer.run("--run-dir", run, "--resume", *options, status=1)
     assert "changed since: optimizer.peak_lr 0.01 -> 1e+38" in finished.out
-    assert "error: step 10: the held-out loss is nan; training stopped." in finished.err
+    assert re.search(r"error: step 1[01]: .* is nan.*; training stopped\.", finished.err)
     assert "The checkpoint of step 9 is kept; --resume continues from it." in finished.err
     assert "Traceback" not in finished.err
     assert saved(run) == [9]
@@ -153,18 +154,18 @@ def test_a_loss_that_is_not_finite_stops_the_run(unbroken, trainer, tmp_path):
 @pytest.mark.parametrize(
     "layout",
     [
-        ["--mesh.stage", 4, "--mesh.data", 1, "--pipeline.schedule", "gpipe"],
-        ["--mesh.stage", 1, "--pipeline.zero", 1, "--pipeline.microbatches", 4],
+        ["--mesh.stage=4", "--mesh.data=1", "--pipeline.schedule=gpipe", "--pipeline.remat=full"],
+        pytest.param(["--mesh.stage=1", "--pipeline.zero=1"], marks=pytest.mark.slow),
     ],
     ids=["gpipe on 4 x 1", "ZeRO-1 on 1 x 2"],
 )
 def test_resume_onto_another_layout(unbroken, trainer, tmp_path, layout):
     run = _copy(unbroken[0], tmp_path)
     _back_to(run, 9)
-    # Dropout depends on the microbatch, so the losses are compared without.
-    finished = trainer.run("--run-dir", run, "--resume", "--train.steps", 12, *layout)
+    finished = trainer.run("--run-dir", run, "--resume", *layout)
     assert "changed since: mesh.stage 2 -> " in finished.out
-    assert [record["step"] for record in steps(run)] == list(range(1, 13))
+    for record, expected in zip(steps(run), steps(unbroken[0]), strict=True):
+        assert record == pytest.approx(expected, rel=1e-5)
 
 
 @pytest.mark.parametrize(
