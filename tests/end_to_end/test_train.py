@@ -151,21 +151,38 @@ def test_a_loss_that_is_not_finite_stops_the_run(unbroken, trainer, tmp_path):
     _assert_same_run(run, unbroken[0])
 
 
+def _assert_close(run, other):
+    for record, expected in zip(steps(run), steps(other), strict=True):
+        assert record == pytest.approx(expected, rel=1e-5)
+
+
 @pytest.mark.parametrize(
     "layout",
     [
-        ["--mesh.stage=4", "--mesh.data=1", "--pipeline.schedule=gpipe", "--pipeline.remat=full"],
+        ["--mesh.stage=4", "--pipeline.schedule=gpipe", "--pipeline.remat=full"],
         pytest.param(["--mesh.stage=1", "--pipeline.zero=1"], marks=pytest.mark.slow),
+        pytest.param(["--mesh.stage=3", "--pipeline.zero=0"], marks=pytest.mark.slow),
     ],
-    ids=["gpipe on 4 x 1", "ZeRO-1 on 1 x 2"],
+    ids=["gpipe on 4 x 2", "ZeRO-1 on 1 x 2", "ZeRO-0 on 3 x 2"],
 )
-def test_resume_onto_another_layout(unbroken, trainer, tmp_path, layout):
+def test_resume_onto_other_stages(unbroken, trainer, tmp_path, layout):
     run = _copy(unbroken[0], tmp_path)
     _back_to(run, 9)
     finished = trainer.run("--run-dir", run, "--resume", *layout)
     assert "changed since: mesh.stage 2 -> " in finished.out
-    for record, expected in zip(steps(run), steps(unbroken[0]), strict=True):
-        assert record == pytest.approx(expected, rel=1e-5)
+    _assert_close(run, unbroken[0])
+
+
+def test_resume_onto_other_data_shards(unbroken, trainer, tmp_path):
+    """Without dropout: each data shard draws its own."""
+    options = ["--resume", "--model.dropout", 0]
+    runs = [tmp_path / name for name in ("same", "other")]
+    for run, layout in zip(runs, ([], ["--mesh.stage", 4, "--mesh.data", 1]), strict=True):
+        shutil.copytree(unbroken[0], run)
+        _back_to(run, 9)
+        finished = trainer.run("--run-dir", run, *options, *layout)
+        assert "changed since: model.dropout 0.1 -> 0.0" in finished.out
+    _assert_close(*runs)
 
 
 @pytest.mark.parametrize(
@@ -205,7 +222,7 @@ def test_a_run_is_not_written_over(unbroken, trainer):
 def test_a_dry_run_writes_nothing(trainer, tmp_path):
     run = tmp_path / "run"
     finished = trainer.run("--run-dir", run, "--dry-run")
-    assert "compiled temporaries MB" in finished.out
+    assert "memory per device" in finished.out
     assert "dry run: nothing was trained or written" in finished.out
     assert finished.err == ""
     assert not run.exists()
