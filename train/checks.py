@@ -109,12 +109,12 @@ def _ranges(config: Config) -> Iterator[Failure]:
         )
         if low and high:
             continue
-        rule = f"{'above' if limits.above else 'at least'} {limits.low:g}"
+        rule = f"{'above' if limits.above else 'at least'} {limits.low}"
         if limits.high is not None:
-            rule += f" and {'below' if limits.below else 'at most'} {limits.high:g}"
+            rule += f" and {'below' if limits.below else 'at most'} {limits.high}"
         is_open = limits.above if not low else limits.below
         bound = limits.low if not low else limits.high
-        nearest = "" if is_open else f" Nearest valid: {bound:g}."
+        nearest = "" if is_open else f" Nearest valid: {bound}."
         yield Failure(f"{path}={value} must be {rule}.{nearest}", (path,))
 
 
@@ -132,7 +132,7 @@ def _schedule(config: Config) -> Iterator[Failure]:
     try:
         catalog.build(
             pipeline.schedule,
-            stages=config.mesh.stage,
+            stages=max(config.mesh.stage, 1),  # its range is checked already
             microbatches=pipeline.microbatches,
             chunks=pipeline.chunks,
         )

@@ -150,7 +150,7 @@ class TrainConfig(Section):
     """Optimizer steps."""
     batch_size: Count = 32
     """Rows a batch, over all processes: a multiple of pipeline.microbatches x mesh.data."""
-    seed: Natural = 0
+    seed: Annotated[int, Range(0, 2**63 - 1)] = 0
     """Decides the initial weights, the order of the data, dropout and the sample."""
     log_every: Count = 10
     """Steps from one printed line to the next; metrics.jsonl has every step."""

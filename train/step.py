@@ -144,7 +144,7 @@ class Program:
             loss, grads = self.pipe.value_and_grad(state.params, batch, rng)
             updates, optimizer = self.optimizer.update(grads, state.optimizer, state.params)
             params = optax.apply_updates(state.params, updates)
-            return State(params, optimizer), {"loss": loss, "grad_norm": optax.global_norm(grads)}
+            return State(params, optimizer), {"loss": loss, "grad_norm": optax.tree.norm(grads)}
 
         shardings = jax.tree.map(lambda leaf: leaf.sharding, self.state_shapes)
         return jax.jit(step, donate_argnums=0, out_shardings=(shardings, self.replicated))
