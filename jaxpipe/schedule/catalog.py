@@ -228,10 +228,10 @@ _BUILT_IN = (
     *_with_fused(
         Entry(
             *("chimera", _chimera, "Two copies of the model, one in each direction"),
-            *("about p/2-1 at F=B=W=1, m = p", "at most p", _COPIES, "arXiv 2107.06925"),
+            *("about p/2-1 at F=B=W=1", "at most p+1", _COPIES, "arXiv 2107.06925"),
             multiples={"microbatches": 2},
         ),
-        "p-2 at F=B=W=1, m = p",
+        "2(p-2) at F=B=W=1, m = p",
     ),
 )
 _entries = {entry.name: entry for entry in _BUILT_IN}

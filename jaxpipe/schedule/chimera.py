@@ -15,8 +15,9 @@ def chimera(num_stages: int, num_microbatches: int, *, fused: bool = False) -> S
     whose microbatch i is microbatch m/2 + i of the batch.
 
     ============  =====================================================================
-    bubble        TODO
-    in flight     TODO
+    bubble        F=B=W: fused 2(p-2) of 3m + 2(p-2) slots at m = p, p even; for m > p no more than
+                  3p/2, where repeated units would lose 2(p-2) each
+    in flight     m <= p: at most p, least on the first and last stage; else p+1
     constraints   p >= 1, m even, v = 1; two copies of the weights
     source        Li and Hoefler, "Chimera", arXiv 2107.06925
     ============  =====================================================================
@@ -34,8 +35,8 @@ def chimera(num_stages: int, num_microbatches: int, *, fused: bool = False) -> S
       2
     """
     placement = mirrored(num_stages)
-    most = min(num_microbatches, (num_stages + 1) // 2)
-    limits = [min(most, num_stages - position) for position in range(num_stages)]
+    # Each direction on its own is 1F1B.
+    limits = [min(num_microbatches, num_stages - position) for position in range(num_stages)]
     return Schedule(
         name="chimera-fused" if fused else "chimera",
         placement=placement,

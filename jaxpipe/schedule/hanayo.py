@@ -21,9 +21,10 @@ def hanayo(
     the chunks in flight. The split form puts W in the gaps, which leaves few.
 
     ============  =====================================================================
-    bubble        fused, F=B=W, p=m=8: ratio .368, .238, .135 for W = 1, 2, 4, and with W = 1 the
-                  same time is lost for every m >= p; the paper's ratio (2p-2)/(3pW+p-1) is lower at
-                  W = 1
+    bubble        F=B=W, p=m=8: ratio .368, .238, .135 fused for W = 1, 2, 4 (the paper's formula
+                  (2p-2)/(3pW+p-1) gives less at W = 1), split .127, .068, .035. With W = 1
+                  the same 2(p-1), or about (p-1)/2, is lost for any m >= p, with more waves up to
+                  three times their first unit's
     in flight     2Wp chunks on every stage, or ``memory_limit``
     constraints   p >= 1, m >= 1, v = 2W on the wave placement
     source        Liu et al., "Hanayo", arXiv 2308.15762

@@ -45,11 +45,13 @@ class Placement:
 
     @cached_property
     def num_chunks(self) -> int:
-        return len(self.stages) // self.num_stages
+        """The chunks of a stage, of one copy of the model."""
+        return len(self.stages) // self.num_stages // self.num_copies
 
     @cached_property
     def chunks(self) -> tuple[int, ...]:
-        """``chunks[s]`` is the chunk number of virtual stage ``s`` on its own stage."""
+        """``chunks[s]`` is the chunk number of virtual stage ``s`` on its own stage, all copies
+        counted."""
         seen = [0] * self.num_stages
         numbers = []
         for stage in self.stages:

@@ -263,6 +263,13 @@ def _shape_problems(schedule: Schedule) -> list[_Problem]:
         return [
             _Problem("The placement does not give every stage the same number of virtual stages.")
         ]
+    if placement.num_copies < 1 or len(placement.stages) % placement.num_copies:
+        return [
+            _Problem(
+                f"{len(placement.stages)} virtual stages are not num_copies="
+                f"{placement.num_copies} copies of a model."
+            )
+        ]
     if schedule.num_microbatches < 1:
         problems.append(_Problem(f"num_microbatches={schedule.num_microbatches} is below 1."))
     if len(schedule.orders) != len(held):

@@ -220,19 +220,27 @@ def test_bubble_of_hanayo(waves, ratio):
 
 @any_stages
 def test_the_wave_goes_on_across_units(p):
-    one_unit = catalog.build("hanayo-fused", stages=p, microbatches=p)
-    assert excess(one_unit, Costs(1, 1, 1)) == 2 * (p - 1)
-    for m in (2 * p, 5 * p + 1):
+    for m in (p, p + 1, 2 * p, 5 * p + 1):
         schedule = catalog.build("hanayo-fused", stages=p, microbatches=m)
-        assert excess(schedule, Costs(1, 1, 1)) < 3 * (p - 1), "1F1B's"
+        assert excess(schedule, Costs(1, 1, 1)) == 2 * (p - 1)
+        schedule = catalog.build("hanayo", stages=p, microbatches=m)
+        assert excess(schedule, Costs(1, 1, 1)) <= (p - 1) / 2 + 2
+
+
+@pytest.mark.parametrize("waves", [1, 2, 4])
+def test_hanayo_beats_1f1b_beyond_one_unit(waves):
+    schedule = catalog.build("hanayo-fused", stages=8, microbatches=32, chunks=2 * waves)
+    assert simulate(schedule, Costs(1, 1, 1)).bubble_ratio < 0.13
+    one_f_one_b = catalog.build("1f1b-fused", stages=8, microbatches=32)
+    assert simulate(one_f_one_b, Costs(1, 1, 1)).bubble_ratio > 0.17
 
 
 @pytest.mark.parametrize("p", range(2, 17, 2))
 def test_bubble_of_chimera_at_one_unit(p):
     schedule = catalog.build("chimera-fused", stages=p, microbatches=p)
-    # p/2 microbatches in each direction; forwards and backwards of p-2 slots are exposed.
     assert simulate(schedule, Costs(1, 1, 1)).makespan == 3 * p + 2 * (p - 2)
-    assert max(schedule.peak_in_flight) == p
+    assert max(simulate(schedule, Costs(1, 1, 1)).peak_in_flight) == p
+    assert schedule.num_chunks == 1
 
 
 def gathers_and_reduces(name: str, *, slots: int, **shape: int) -> tuple[list[int], list[int]]:

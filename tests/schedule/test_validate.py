@@ -209,6 +209,7 @@ def test_hops_within_a_stage_need_no_inbox():
     [
         ({"placement": Placement((0, 0, 1))}, "same number of virtual stages"),
         ({"placement": Placement(())}, "same number of virtual stages"),
+        ({"placement": Placement((0, 1), num_copies=3)}, "not num_copies=3 copies"),
         ({"num_microbatches": 0}, "num_microbatches=0 is below 1"),
         ({"orders": ()}, "There are 0 orders for 2 stages"),
         ({"peak_in_flight": (1,)}, "peak_in_flight has 1 values for 2 stages"),
