@@ -13,8 +13,7 @@ import tempfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 
-from jaxpipe.schedule import catalog
-from train import data
+from train import data, schedule
 from train.config import Config, Range, Section
 from train.errors import Failure
 
@@ -42,7 +41,8 @@ def check(config: Config, *, resume: bool = False, writes: bool = True) -> list[
     """
     failures = list(_ranges(config))
     wrong = {field for failure in failures for field in failure.fields}
-    rules: list[Rule] = [_schedule, _layers, _batch, _model, _data, _warmup, _processes, _wandb]
+    config = config.reset(wrong)
+    rules: list[Rule] = [_schedule, _batch, _model, _data, _warmup, _processes, _wandb]
     if writes:
         rules.append(_existing_run if not resume else lambda _: iter(()))
         rules.append(_writable)
@@ -128,26 +128,18 @@ def _limits(section: type[Section], prefix: str = "") -> Iterator[tuple[str, Ran
 
 
 def _schedule(config: Config) -> Iterator[Failure]:
-    pipeline = config.pipeline
     try:
-        catalog.build(
-            pipeline.schedule,
-            stages=max(config.mesh.stage, 1),  # its range is checked already
-            microbatches=pipeline.microbatches,
-            chunks=pipeline.chunks,
-        )
+        built = schedule.build(config)
     except ValueError as error:
         # The message names pipeline.schedule, pipeline.chunks and the rest itself.
         yield Failure(str(error).replace("\nNearest", " Nearest"))
-
-
-def _layers(config: Config) -> Iterator[Failure]:
-    layers, needed = config.model.num_layers, config.mesh.stage * config.pipeline.chunks
+        return
+    layers, needed = config.model.num_layers, built.placement.num_virtual_stages
     if layers < needed:
-        fits = max(layers // max(config.pipeline.chunks, 1), 1)
+        fits = max(layers // built.num_chunks, 1)
         yield Failure(
             f"model.num_layers={layers} cannot fill mesh.stage={config.mesh.stage} x "
-            f"pipeline.chunks={config.pipeline.chunks}: each of the {needed} chunks needs a layer. "
+            f"pipeline.chunks={built.num_chunks}: each of the {needed} chunks needs a layer. "
             f"Nearest valid: model.num_layers={needed} or mesh.stage={fits}.",
             ("model.num_layers", "mesh.stage", "pipeline.chunks"),
         )

@@ -11,7 +11,7 @@ import copy
 import dataclasses
 import difflib
 import re
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -117,7 +117,7 @@ class PipelineConfig(Section):
     group: Annotated[int | None, Range(1)] = None
     """Microbatches that stay together, for schedules that group them."""
     memory_limit: Annotated[float | None, Range(0, above=True)] = None
-    """Peak in flight per stage, in microbatches of a full stage, for schedules that take a limit."""
+    """Peak in flight per stage, in microbatches of a full stage, for schedules that read it."""
     remat: Literal["none", "dots", "full"] = "none"
     """What is recomputed in the backward: nothing, all but matmuls, everything."""
     zero: Annotated[int, Range(0, 3)] = 3
@@ -213,6 +213,13 @@ class Config(Section):
     def flat(self) -> dict[str, Any]:
         """Returns every field's value by its path, such as ``mesh.stage``."""
         return dict(_leaves(self.model_dump()))
+
+    def reset(self, paths: Iterable[str]) -> Config:
+        """Returns the configuration with defaults in these fields."""
+        values = self.model_dump()
+        for path in paths:
+            _remove(values, path.split("."))
+        return Config.model_validate(values)
 
     def to_yaml(self) -> str:
         """Returns the configuration as a file that `parse` reads back."""
