@@ -68,7 +68,10 @@ class Entry:
 
     @cached_property
     def defaults(self) -> dict[str, Any]:
-        """The options that ``generate`` reads, by parameter name, with their default values."""
+        """The options that ``generate`` reads, by parameter name, with their default values.
+
+        One that must be given has ``inspect.Parameter.empty``.
+        """
         return {
             name: parameter.default
             for name, parameter in inspect.signature(self.generate).parameters.items()
@@ -365,7 +368,11 @@ def _misfits(
     entry: Entry, options: Mapping[str, Any], numbers: Mapping[str, int | None]
 ) -> list[str]:
     """What this schedule, other than schedules in general, does not accept."""
-    problems = []
+    problems = [
+        f"{_PATHS[option]} is missing: schedule {entry.name!r} needs it."
+        for option, default in entry.defaults.items()
+        if default is inspect.Parameter.empty and option not in options
+    ]
     for option, value in options.items():
         if option in entry.defaults or (option == "num_chunks" and value == entry.chunks):
             continue

@@ -94,3 +94,8 @@ def test_randomness_depends_on_microbatch_and_layer_only(schedule, remat):
 @pytest.mark.parametrize("num_layers", [4, 5, 7])
 def test_uneven_chunks_drop_nothing(num_layers):
     check("1f1b", 4, 2, 3, "none", False, 3, num_layers=num_layers)
+
+
+def test_a_schedule_with_two_copies_of_the_weights_is_only_simulated():
+    with pytest.raises(ValueError, match=r"'chimera' can only be simulated: it needs 2 copies"):
+        check("chimera", 2, 1, 0, "none", True, 2)
