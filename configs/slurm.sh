@@ -6,8 +6,8 @@
 #   sbatch configs/slurm.sh --config my.yaml --resume         # go on after a time limit
 #
 # mesh.stage x mesh.data must be the number of GPUs: nodes x 8 here. Devices are numbered node by
-# node and mesh.data varies fastest, so the data shards of a stage share a node as far as they fit,
-# and stages, which send the least, are what crosses the network.
+# node and the stages of a pipeline are consecutive devices: with mesh.stage=8 each node holds one
+# pipeline, and data shards are what crosses the network.
 
 #SBATCH --job-name=jaxpipe
 #SBATCH --nodes=1

@@ -193,7 +193,14 @@ def weights(run: Path, step: int) -> list[tuple[str, Any]]:
     import jax
     import orbax.checkpoint as ocp
 
+    here = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
+    path = (run / "checkpoints" / str(step) / "state").resolve()
     with ocp.StandardCheckpointer() as reader:
-        tree = reader.restore((run / "checkpoints" / str(step) / "state").resolve())
+        # Whatever devices saved it, one reads it.
+        shapes = jax.tree.map(
+            lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=here),
+            reader.metadata(path).item_metadata.tree,
+        )
+        tree = reader.restore(path, shapes)
     found = jax.tree_util.tree_leaves_with_path(tree)
     return [(jax.tree_util.keystr(path), jax.device_get(leaf)) for path, leaf in found]
