@@ -154,7 +154,7 @@ _BUILT_IN = (
     ),
     *_with_fused(
         Entry(
-            *("breadth-first", breadth_first, "All microbatches through a chunk, then the next"),
+            *("breadth-first", breadth_first, "All microbatches, chunk by chunk"),
             *("(p-1)(F+B)/v", "m", _CHUNKS, "arXiv 2211.05953"),
         ),
         "(p-1)(F+B+W)/v",
@@ -166,7 +166,7 @@ _BUILT_IN = (
     ),
     *_with_fused(
         Entry(
-            *("modular", modular, "Breadth-first at one layer a chunk: layered accumulation"),
+            *("modular", modular, "Breadth-first at one layer a chunk"),
             *("(p-1)(F+B)/v", "m", _LAYERS, "arXiv 2106.02679"),
         ),
         "(p-1)(F+B+W)/v",
@@ -230,7 +230,7 @@ _BUILT_IN = (
     ),
     *_with_fused(
         Entry(
-            *("chimera", _chimera, "Two copies of the model, one in each direction"),
+            *("chimera", _chimera, "Two copies of the model, in opposite directions"),
             *("about p/2-1 at F=B=W=1", "at most p+1", _COPIES, "arXiv 2107.06925"),
             multiples={"microbatches": 2},
         ),
