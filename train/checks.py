@@ -128,19 +128,18 @@ def _limits(section: type[Section], prefix: str = "") -> Iterator[tuple[str, Ran
 
 
 def _schedule(config: Config) -> Iterator[Failure]:
+    chunks = config.pipeline.chunks or 1
     try:
-        built = schedule.build(config)
+        chunks = schedule.build(config).num_chunks
     except ValueError as error:
         # The message names pipeline.schedule, pipeline.chunks and the rest itself.
         yield Failure(str(error).replace("\nNearest", " Nearest"))
-        return
-    layers, needed = config.model.num_layers, built.placement.num_virtual_stages
+    layers, needed = config.model.num_layers, config.mesh.stage * chunks
     if layers < needed:
-        fits = max(layers // built.num_chunks, 1)
         yield Failure(
             f"model.num_layers={layers} cannot fill mesh.stage={config.mesh.stage} x "
-            f"pipeline.chunks={built.num_chunks}: each of the {needed} chunks needs a layer. "
-            f"Nearest valid: model.num_layers={needed} or mesh.stage={fits}.",
+            f"pipeline.chunks={chunks}: each of the {needed} chunks needs a layer. Nearest valid: "
+            f"model.num_layers={needed} or mesh.stage={max(layers // chunks, 1)}.",
             ("model.num_layers", "mesh.stage", "pipeline.chunks"),
         )
 

@@ -230,7 +230,7 @@ _BUILT_IN = (
     ),
     *_with_fused(
         Entry(
-            *("chimera", _chimera, "Two copies of the model, in opposite directions"),
+            *("chimera", _chimera, "Two model copies in opposite directions"),
             *("about p/2-1 at F=B=W=1", "at most p+1", _COPIES, "arXiv 2107.06925"),
             multiples={"microbatches": 2},
         ),
