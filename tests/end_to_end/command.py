@@ -20,7 +20,7 @@ NUM_STEPS = 10
 CHECKPOINT_EVERY = 3
 
 _CONFIG = f"""\
-model: {{vocab_size: 300, sequence_length: 8, num_layers: 4, width: 16, num_heads: 2, dropout: 0.1}}
+model: {{vocab_size: 300, sequence_length: 8, num_layers: 4, width: 16, num_heads: 2}}
 mesh: {{stage: 2, data: 2}}
 pipeline: {{schedule: 1f1b, microbatches: 2, zero: 3}}
 optimizer: {{warmup_steps: 2, peak_lr: 1.0e-2}}
