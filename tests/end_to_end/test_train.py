@@ -224,7 +224,7 @@ def test_a_run_is_not_written_over(unbroken, trainer):
 def test_a_dry_run_writes_nothing(trainer, tmp_path):
     run = tmp_path / "run"
     finished = trainer.run("--run-dir", run, "--dry-run")
-    assert "memory per device" in finished.out
+    assert "predicted temporaries" in finished.out
     assert "dry run: nothing was trained or written" in finished.out
     assert finished.err == ""
     assert not run.exists()

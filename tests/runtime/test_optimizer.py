@@ -12,6 +12,8 @@ import toy
 
 import jaxpipe
 
+pytestmark = pytest.mark.pipeline
+
 
 @pytest.mark.parametrize("zero", [0, 1, 2, 3])
 def test_clipping_uses_the_norm_over_all_stages(zero):

@@ -9,6 +9,7 @@ from test_equivalence import check
 
 from jaxpipe.schedule import catalog
 
+pytestmark = pytest.mark.pipeline
 NAMES = [entry.name for entry in catalog.entries() if not entry.name.startswith("chimera")]
 CASES = [
     case

@@ -12,6 +12,7 @@ from models import gpt
 from train.config import Config
 from train.step import Program, make_optimizer
 
+pytestmark = pytest.mark.pipeline
 CONFIG = {
     "model": {"vocab_size": 50, "sequence_length": 8, "num_layers": 5, "width": 8, "num_heads": 2},
     "mesh": {"stage": 4, "data": 2},
