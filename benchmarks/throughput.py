@@ -151,7 +151,10 @@ def contenders(microbatches: int) -> dict[str, Callable[[], tuple]]:
         "circular autodiff, v=1": lambda: circular(1, microbatches),
         "circular autodiff, v=2": lambda: circular(2, microbatches),
     }
-    for name, remat in (("1f1b", "none"), ("1f1b-fused", "none"), ("1f1b-fused", "full")):
+    for name, remat in (
+        *(("1f1b", "none"), ("1f1b-fused", "none"), ("1f1b-fused", "full")),
+        *(("zb-v", "none"), ("zb-v", "full")),
+    ):
         made[f"{name}, remat {remat}"] = lambda n=name, r=remat: pipelined(n, r, microbatches)
     return made
 
