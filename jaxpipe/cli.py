@@ -19,7 +19,7 @@ from rich.table import Table
 from jaxpipe.schedule import catalog, draw
 from jaxpipe.schedule.simulate import Costs, Timeline, lock_step, simulate
 
-_PIPE_WIDTH = 160
+_PIPE_WIDTH = 240
 """Columns of a table that goes to a file or another program, where there is no terminal to ask."""
 
 

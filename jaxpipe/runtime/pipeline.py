@@ -249,6 +249,12 @@ def _check(params: PyTree, schedule: Schedule, mesh: Mesh, remat: str, zero: int
             f"built for {schedule.num_stages} stages.\n"
             f"Nearest valid: mesh.stage={schedule.num_stages}."
         )
+    if schedule.placement.num_copies > 1:
+        problems.append(
+            f"Schedule {schedule.name!r} can only be simulated: it needs "
+            f"{schedule.placement.num_copies} copies of the model's weights, and the runtime keeps "
+            "one.\nNearest valid: 'hanayo', or 'dualpipe-v'."
+        )
     if remat not in REMAT_POLICIES:
         problems.append(
             f"remat={remat!r} is not a policy; choose one of {', '.join(REMAT_POLICIES)}."

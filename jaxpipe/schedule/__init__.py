@@ -3,7 +3,10 @@
 =========================================  =========================================================
 `actions`, `placement`                     what a schedule is
 `catalog`                                  every schedule by name: `catalog.build`
-`gpipe`, `one_f_one_b`                     generators, one file a family
+`gpipe`, `one_f_one_b`, `interleaved`,     generators, one file a family
+`breadth_first`, `hanayo`, `zero_bubble`,
+`dualpipe`, `chimera`
+`list_scheduling`                          the event-driven scheduler some of them share
 `validate`                                 proof that a schedule can run, or an error with the grid
 `simulate`                                 both clocks: free-running and lock-step
 `draw`                                     text, SVG and PNG

@@ -65,7 +65,8 @@ class Schedule:
     Args:
       name: the schedule's name, as the registry and the command line spell it.
       placement: which stage holds which virtual stage.
-      num_microbatches: m; every virtual stage runs microbatches 0..m-1.
+      num_microbatches: m; every virtual stage runs microbatches 0..m-1. With several copies of the
+        model (`Placement.num_copies`), each runs its own m.
       orders: ``orders[d]`` is what stage ``d`` runs, in order.
       peak_in_flight: the schedule's own promise, per stage: the most chunk activations that stage
         keeps from F to the action that frees them (W, or the fused backward). The validator holds
@@ -95,15 +96,16 @@ def dependencies(action: Action, *, num_virtual_stages: int, split: bool) -> lis
 
     Args:
       action: the action that waits.
-      num_virtual_stages: length of the model in virtual stages.
+      num_virtual_stages: length of the model in virtual stages; where a placement has several
+        copies of it, the length of one.
       split: whether backwards in this schedule are B and W (True) or BW (False).
     """
     s, i = action.virtual_stage, action.microbatch
     if action.kind is Kind.F:
-        return [Action(s - 1, Kind.F, i)] if s > 0 else []
+        return [Action(s - 1, Kind.F, i)] if s % num_virtual_stages else []
     if action.kind is Kind.W:
         return [Action(s, Kind.B, i)]
     waits = [Action(s, Kind.F, i)]
-    if s + 1 < num_virtual_stages:
+    if (s + 1) % num_virtual_stages:
         waits.append(Action(s + 1, Kind.B if split else Kind.BW, i))
     return waits

@@ -1,15 +1,33 @@
-"""The registry: every schedule by the name that configurations and the command line use."""
+"""The registry: every schedule by the name that configurations and the command line use.
+
+A schedule is a function ``generate(num_stages, num_microbatches, **options)``; the options it reads
+are its keyword-only parameters. Your own joins with `register`, or from an installed package by an
+entry point of the group ``jaxpipe.schedules``.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import difflib
-from collections.abc import Callable
-from functools import partial
+import inspect
+from collections.abc import Callable, Mapping
+from functools import cache, cached_property, partial, wraps
+from importlib.metadata import entry_points
+from typing import Any
 
 from jaxpipe.schedule.actions import Schedule
+from jaxpipe.schedule.breadth_first import breadth_first, modular
+from jaxpipe.schedule.chimera import chimera
+from jaxpipe.schedule.dualpipe import dualpipe_v
 from jaxpipe.schedule.gpipe import gpipe
+from jaxpipe.schedule.hanayo import hanayo
+from jaxpipe.schedule.interleaved import interleaved
 from jaxpipe.schedule.one_f_one_b import one_f_one_b
+from jaxpipe.schedule.simulate import Costs
+from jaxpipe.schedule.validate import validate
+from jaxpipe.schedule.zero_bubble import interleaved_zb, zb_h1, zb_h2
+
+Generate = Callable[..., Schedule]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -18,53 +36,246 @@ class Entry:
 
     Args:
       name: what users write in ``pipeline.schedule``.
-      generate: called as ``generate(num_stages, num_microbatches)``.
+      generate: called as ``generate(num_stages, num_microbatches, **options)``. It reads the
+        options that are its keyword-only parameters: ``num_chunks``, ``group``, ``memory_limit``,
+        ``costs``, ``layers_per_chunk``.
       summary: one line.
-      bubble: what the schedule adds to m(F+B+W) of work, free-running, F, B, W of one stage.
-      peak: activations in flight on stage d.
+      bubble: what the schedule adds to m(F+B+W) of work, free-running; F, B, W of a full stage.
+      peak: in flight on stage d, in microbatches of a full stage; for m large enough.
       constraints: on p, m and v.
       source: the paper.
+      chunks: v of a schedule that does not read ``num_chunks``; None if only the schedule knows.
+      multiples: numbers that must be multiples of another, by their parameter in `build`.
     """
 
     name: str
-    generate: Callable[[int, int], Schedule]
+    generate: Generate
     summary: str
     bubble: str
     peak: str
     constraints: str
     source: str
+    chunks: int | None = 1
+    multiples: Mapping[str, int] = dataclasses.field(default_factory=dict)
+
+    @cached_property
+    def defaults(self) -> dict[str, Any]:
+        """The options that ``generate`` reads, by parameter name, with their default values."""
+        return {
+            name: parameter.default
+            for name, parameter in inspect.signature(self.generate).parameters.items()
+            if parameter.kind is parameter.KEYWORD_ONLY and name in _PATHS
+        }
+
+
+_PATHS = {
+    "num_chunks": "pipeline.chunks",
+    "group": "pipeline.group",
+    "memory_limit": "pipeline.memory_limit",
+    "costs": "costs",
+    "layers_per_chunk": "pipeline.layers_per_chunk",
+}
+"""Configuration paths of the options, by the parameter of the generator."""
+
+
+def _hanayo(
+    num_stages: int,
+    num_microbatches: int,
+    *,
+    num_chunks: int = 2,
+    memory_limit: float | None = None,
+    fused: bool = False,
+) -> Schedule:
+    return hanayo(
+        num_stages,
+        num_microbatches,
+        num_waves=num_chunks // 2,
+        memory_limit=memory_limit,
+        fused=fused,
+    )
+
+
+def _chimera(num_stages: int, num_microbatches: int, *, fused: bool = False) -> Schedule:
+    return chimera(num_stages, num_microbatches // 2, fused=fused)
 
 
 _ANY = "p >= 1, m >= 1, v = 1"
-_GPIPE = "arXiv 1811.06965"
-_1F1B = "arXiv 2006.09503"
-_ENTRIES = (
-    Entry("gpipe", gpipe, "All forwards, then all B, W", "(p-1)(F+B)", "m", _ANY, _GPIPE),
-    Entry(
-        *("gpipe-fused", partial(gpipe, fused=True), "All forwards, then all fused backwards"),
-        *("(p-1)(F+B+W)", "m", _ANY, _GPIPE),
+_CHUNKS = "p >= 1, m >= 1, v >= 1"
+_GROUPS = "p >= 1, m >= 1 (best: p divides m), v >= 1"
+_LAYERS = "p >= 1, m >= 1, v = layers of a stage"
+_WAVES = "p >= 1, m >= 1, v even"
+_COPIES = "p >= 1, m even, v = 1; two weight copies: only to simulate"
+
+
+def _with_fused(entry: Entry, bubble: str) -> tuple[Entry, Entry]:
+    """An entry with split backwards and its fused variant, which has another bubble."""
+    return entry, dataclasses.replace(
+        entry,
+        name=f"{entry.name}-fused",
+        generate=partial(entry.generate, fused=True),
+        summary=f"{entry.summary}; fused backwards",
+        bubble=bubble,
+    )
+
+
+_BUILT_IN = (
+    *_with_fused(
+        Entry(
+            *("gpipe", gpipe, "All forwards, then all backwards"),
+            *("(p-1)(F+B)", "m", _ANY, "arXiv 1811.06965"),
+        ),
+        "(p-1)(F+B+W)",
     ),
-    Entry("1f1b", one_f_one_b, "One F, one B, W in turn", "(p-1)(F+B)", "min(m, p-d)", _ANY, _1F1B),
+    *_with_fused(
+        Entry(
+            *("1f1b", one_f_one_b, "One forward, one backward in turn"),
+            *("(p-1)(F+B)", "min(m, p-d)", _ANY, "arXiv 2006.09503"),
+        ),
+        "(p-1)(F+B+W)",
+    ),
+    *_with_fused(
+        Entry(
+            *("interleaved", interleaved, "1F1B over chunks, depth-first"),
+            *("(p-1)(F+B)/v", "(2(p-d-1)+(v-1)p+1)/v", _GROUPS, "arXiv 2104.04473"),
+        ),
+        "(p-1)(F+B+W)/v",
+    ),
+    *_with_fused(
+        Entry(
+            *("breadth-first", breadth_first, "All microbatches through a chunk, then the next"),
+            *("(p-1)(F+B)/v", "m", _CHUNKS, "arXiv 2211.05953"),
+        ),
+        "(p-1)(F+B+W)/v",
+    ),
     Entry(
-        *("1f1b-fused", partial(one_f_one_b, fused=True), "One F, one fused backward in turn"),
-        *("(p-1)(F+B+W)", "min(m, p-d)", _ANY, _1F1B),
+        *("breadth-first-descending", partial(breadth_first, descending=True)),
+        *("Breadth-first, last microbatch's backward first", "(p-1)(F+B)/v", "m", _CHUNKS),
+        "arXiv 2211.05953",
+    ),
+    *_with_fused(
+        Entry(
+            *("modular", modular, "Breadth-first at one layer a chunk: layered accumulation"),
+            *("(p-1)(F+B)/v", "m", _LAYERS, "arXiv 2106.02679"),
+        ),
+        "(p-1)(F+B+W)/v",
+    ),
+    *_with_fused(
+        Entry(
+            *("hanayo", _hanayo, "v/2 waves down and up the stages"),
+            *("about (p-1)/v at F=B=W=1", "min(m, p)", _WAVES, "arXiv 2308.15762"),
+            multiples={"chunks": 2},
+        ),
+        "2(p-1) at v = 2, F=B=W=1",
+    ),
+    Entry(
+        *("zb-h1", zb_h1, "1F1B, W put off until memory is level"),
+        *("(p-1)(F+B-W)", "min(m, p)", _ANY, "arXiv 2401.10241"),
+    ),
+    Entry(
+        *("zb-h2", zb_h2, "1F1B with twice the warm-up, W fills the cool-down"),
+        *("(p-1)(F+B-2W) of a span", "min(m, 2p-1)", _ANY, "arXiv 2401.10241"),
+    ),
+    Entry(
+        *("interleaved-zb", interleaved_zb, "1F1B over chunks, W put off"),
+        *("(p-1)(F+B-W)/v", "(2(p-1)-d+(v-1)p+1)/v", _GROUPS, "arXiv 2401.10241"),
+    ),
+    Entry(
+        *("dualpipe-v", dualpipe_v, "Forward of one chunk beside backward of the other"),
+        *("(p-1)/2 at F=B=W=1", "p+1/2", "p >= 1, m >= 1 (best from 2p), v = 2"),
+        *("arXiv 2412.19437",),
+        chunks=2,
+    ),
+    *_with_fused(
+        Entry(
+            *("chimera", _chimera, "Two copies of the model, one in each direction"),
+            *("about p/2-1 at F=B=W=1", "at most p+1", _COPIES, "arXiv 2107.06925"),
+            multiples={"microbatches": 2},
+        ),
+        "2(p-2) at F=B=W=1, m = p",
     ),
 )
+_entries = {entry.name: entry for entry in _BUILT_IN}
 
 
 def entries() -> tuple[Entry, ...]:
-    """Returns every registered schedule, in the order the documentation lists them."""
-    return _ENTRIES
+    """Returns every schedule: the built-in ones in the documentation's order, then others."""
+    _load_installed()
+    return tuple(_entries.values())
 
 
-def build(name: str, *, stages: int, microbatches: int, chunks: int = 1) -> Schedule:
+def register(name: str) -> Callable[[Generate], Generate]:
+    """Adds a schedule of your own to the registry, for this process.
+
+    A package can do so for everyone who installs it with an entry point of the group
+    ``jaxpipe.schedules``, whose name is the schedule's. What the function returns is validated.
+
+    Args:
+      name: what users write in ``pipeline.schedule``; none of the built-in names.
+
+    Returns:
+      A decorator for a function ``(num_stages, num_microbatches, **options) -> Schedule``, whose
+      keyword-only parameters say which options of `build` it reads.
+
+    Raises:
+      ValueError: the name is that of a built-in schedule.
+
+    Example:
+      >>> @register("mine")
+      ... def mine(num_stages, num_microbatches):
+      ...     return gpipe(num_stages, num_microbatches)
+      >>> build("mine", stages=2, microbatches=2).num_microbatches
+      2
+    """
+    if name in {entry.name for entry in _BUILT_IN}:
+        raise ValueError(
+            f"The name {name!r} belongs to a built-in schedule.\nNearest valid: 'my-{name}'."
+        )
+
+    def add(function: Generate) -> Generate:
+        @wraps(function)
+        def generate(*args: Any, **options: Any) -> Schedule:
+            schedule = function(*args, **options)
+            validate(schedule)
+            return schedule
+
+        summary = (inspect.getdoc(function) or "").partition("\n")[0]
+        source = f"{function.__module__}.{function.__qualname__}"
+        _entries[name] = Entry(name, generate, summary, "", "", "", source, chunks=None)
+        return function
+
+    return add
+
+
+@cache
+def _load_installed() -> None:
+    for point in entry_points(group="jaxpipe.schedules"):
+        register(point.name)(point.load())
+
+
+def build(
+    name: str,
+    *,
+    stages: int,
+    microbatches: int,
+    chunks: int | None = None,
+    group: int | None = None,
+    memory_limit: float | None = None,
+    costs: Costs | None = None,
+    layers_per_chunk: int | None = None,
+) -> Schedule:
     """Builds a schedule by name.
 
     Args:
       name: a registered name, such as "1f1b" (``pipeline.schedule``).
       stages: p, at least 1 (``mesh.stage``).
       microbatches: m, at least 1 (``pipeline.microbatches``).
-      chunks: v, the chunks a stage holds (``pipeline.chunks``); 1 for a linear schedule.
+      chunks: v, the chunks a stage holds, at least 1 (``pipeline.chunks``). For this and what
+        follows: None for the schedule's own default; a schedule that does not read it refuses it.
+      group: microbatches that stay together, at least 1 (``pipeline.group``).
+      memory_limit: peak in flight per stage, in microbatches of a full stage, above 0
+        (``pipeline.memory_limit``).
+      costs: of one chunk, for schedules that are made to measure.
+      layers_per_chunk: at least 1, for schedules that cut actions into slices.
 
     Returns:
       The schedule.
@@ -75,26 +286,71 @@ def build(name: str, *, stages: int, microbatches: int, chunks: int = 1) -> Sche
     Example:
       >>> build("1f1b", stages=4, microbatches=8).peak_in_flight
       (4, 3, 2, 1)
+      >>> build("interleaved", stages=4, microbatches=8, chunks=2).peak_in_flight
+      (11, 9, 7, 5)
     """
-    found = {entry.name: entry for entry in _ENTRIES}.get(name)
-    problems = []
-    if found is None:
-        problems.append(_unknown(name))
-    for path, count in (("mesh.stage", stages), ("pipeline.microbatches", microbatches)):
-        if count < 1:
+    found = {entry.name: entry for entry in entries()}.get(name)
+    values = {
+        "num_chunks": chunks,
+        "group": group,
+        "memory_limit": memory_limit,
+        "costs": costs,
+        "layers_per_chunk": layers_per_chunk,
+    }
+    options = {option: value for option, value in values.items() if value is not None}
+    problems = [] if found else [_unknown(name)]
+    counts = {
+        "mesh.stage": stages,
+        "pipeline.microbatches": microbatches,
+        "pipeline.chunks": chunks,
+        "pipeline.group": group,
+        "pipeline.layers_per_chunk": layers_per_chunk,
+    }
+    for path, count in counts.items():
+        if count is not None and count < 1:
             problems.append(f"{path}={count} must be at least 1.\nNearest valid: 1.")
-    if chunks != 1 and (found is not None or chunks < 1):
-        problems.append(
-            f"pipeline.chunks={chunks} does not fit schedule {name!r}: each of its stages holds "
-            "one run of layers.\nNearest valid: 1."
-        )
+    if memory_limit is not None and not memory_limit > 0:
+        problems.append(f"pipeline.memory_limit={memory_limit} must be above 0.")
+    if found is not None:
+        problems += _misfits(found, options, {"microbatches": microbatches, "chunks": chunks})
     if found is None or problems:
         raise ValueError("\n".join(problems))
-    return found.generate(stages, microbatches)
+    reads = found.defaults
+    return found.generate(
+        stages, microbatches, **{option: options[option] for option in options if option in reads}
+    )
+
+
+def _misfits(
+    entry: Entry, options: Mapping[str, Any], numbers: Mapping[str, int | None]
+) -> list[str]:
+    """What this schedule, other than schedules in general, does not accept."""
+    problems = []
+    for option, value in options.items():
+        if option in entry.defaults or (option == "num_chunks" and value == entry.chunks):
+            continue
+        rule, nearest = "it does not read it", "leave it out"
+        if option == "num_chunks" and entry.chunks is not None:
+            held = "1 chunk" if entry.chunks == 1 else f"{entry.chunks} chunks"
+            rule, nearest = f"each of its stages holds {held}", f"{entry.chunks}"
+        problems.append(
+            f"{_PATHS[option]}={value} does not fit schedule {entry.name!r}: {rule}.\n"
+            f"Nearest valid: {nearest}."
+        )
+    for name, factor in entry.multiples.items():
+        number = numbers[name]
+        if number is not None and number >= 1 and number % factor:
+            below = number - number % factor
+            nearest = ", ".join(str(n) for n in (below, below + factor) if n)
+            problems.append(
+                f"pipeline.{name}={number} does not fit schedule {entry.name!r}: it must be a "
+                f"multiple of {factor}.\nNearest valid: {nearest}."
+            )
+    return problems
 
 
 def _unknown(name: str) -> str:
-    names = [entry.name for entry in _ENTRIES]
+    names = [entry.name for entry in entries()]
     near = difflib.get_close_matches(name.lower(), names, n=1, cutoff=0.0)
     return (
         f"pipeline.schedule={name!r} is not a known schedule.\n"

@@ -17,6 +17,8 @@ class Placement:
     Args:
       stages: ``stages[s]`` is the stage (0-based) that holds virtual stage ``s``. Every stage holds
         the same number of virtual stages.
+      num_copies: how many copies of the model's weights these virtual stages are; above 1 they
+        follow each other in ``stages``, and nothing passes from one copy to the next.
 
     Example:
       >>> linear(3).stages
@@ -26,6 +28,7 @@ class Placement:
     """
 
     stages: tuple[int, ...]
+    num_copies: int = 1
 
     @cached_property
     def num_stages(self) -> int:
@@ -35,13 +38,20 @@ class Placement:
     def num_virtual_stages(self) -> int:
         return len(self.stages)
 
+    @property
+    def depth(self) -> int:
+        """The virtual stages a microbatch goes through: those of one copy; at least 1."""
+        return max(1, len(self.stages) // self.num_copies)
+
     @cached_property
     def num_chunks(self) -> int:
-        return len(self.stages) // self.num_stages
+        """The chunks of a stage, of one copy of the model."""
+        return len(self.stages) // self.num_stages // self.num_copies
 
     @cached_property
     def chunks(self) -> tuple[int, ...]:
-        """``chunks[s]`` is the chunk number of virtual stage ``s`` on its own stage."""
+        """``chunks[s]`` is the chunk number of virtual stage ``s`` on its own stage, all copies
+        counted."""
         seen = [0] * self.num_stages
         numbers = []
         for stage in self.stages:
@@ -69,5 +79,23 @@ def looped(num_stages: int, *, num_chunks: int) -> Placement:
 
 
 def wave(num_stages: int, *, num_waves: int = 1) -> Placement:
-    """Down and up again, `num_waves` times: v = 2 num_waves; one wave is the V."""
-    return Placement((*range(num_stages), *reversed(range(num_stages))) * num_waves)
+    """Down the stages and up again, ``num_waves`` times; both turns stay on one stage.
+
+    With one wave this is the V placement.
+
+    Example:
+      >>> wave(3).stages
+      (0, 1, 2, 2, 1, 0)
+    """
+    down = tuple(range(num_stages))
+    return Placement((down + down[::-1]) * num_waves)
+
+
+def mirrored(num_stages: int) -> Placement:
+    """Two copies of the model, one in each direction (bidirectional pipelines).
+
+    Example:
+      >>> mirrored(3)
+      Placement(stages=(0, 1, 2, 2, 1, 0), num_copies=2)
+    """
+    return Placement(wave(num_stages).stages, num_copies=2)

@@ -173,7 +173,7 @@ def simulate(schedule: Schedule, costs: Costs) -> Timeline:
     for stage, position in _walk(schedule).order:
         action = schedule.orders[stage][position]
         start = rows[stage][-1].end if rows[stage] else 0
-        for needed in dependencies(action, num_virtual_stages=len(stages), split=True):
+        for needed in dependencies(action, num_virtual_stages=schedule.placement.depth, split=True):
             travel = costs.message if stages[needed.virtual_stage] != stage else 0
             start = max(start, ends[needed] + travel)
         end = start + costs.of(action.kind)

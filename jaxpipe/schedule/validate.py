@@ -83,7 +83,8 @@ class _Walker:
 
     def _inputs(self, action: Action) -> list[Action]:
         # Both kinds of backward are recorded under B: the reader does not care which it was.
-        return dependencies(action, num_virtual_stages=len(self.stages), split=True)
+        depth = self.schedule.placement.depth
+        return dependencies(action, num_virtual_stages=depth, split=True)
 
     def _blocked(self, stage: int, action: Action, inputs: list[Action]) -> bool:
         missing = next((result for result in inputs if result not in self.done), None)
@@ -148,9 +149,11 @@ def message_target(action: Action, schedule: Schedule) -> int | None:
     """The stage that receives what ``action`` sends; None where no other stage reads it."""
     if action.kind is Kind.W:
         return None
-    stages = schedule.placement.stages
+    stages, depth = schedule.placement.stages, schedule.placement.depth
     reader = action.virtual_stage + (1 if action.kind is Kind.F else -1)
     if not (0 <= reader < len(stages) and 0 <= action.virtual_stage < len(stages)):
+        return None
+    if reader // depth != action.virtual_stage // depth:
         return None
     return stages[reader] if stages[reader] != stages[action.virtual_stage] else None
 
@@ -215,6 +218,13 @@ def _shape_problems(schedule: Schedule) -> list[_Problem]:
     if not held or set(held) != set(range(len(held))) or len(set(held.values())) > 1:
         return [
             _Problem("The placement does not give every stage the same number of virtual stages.")
+        ]
+    if placement.num_copies < 1 or len(placement.stages) % placement.num_copies:
+        return [
+            _Problem(
+                f"{len(placement.stages)} virtual stages are not num_copies="
+                f"{placement.num_copies} copies of a model."
+            )
         ]
     if schedule.num_microbatches < 1:
         problems.append(_Problem(f"num_microbatches={schedule.num_microbatches} is below 1."))

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import collections
+import dataclasses
 import doctest
 import importlib
 import itertools
+from importlib.metadata import EntryPoint
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxpipe.schedule import catalog
-from jaxpipe.schedule.actions import Kind, dependencies
+from jaxpipe.schedule.actions import Action, Kind, Schedule, dependencies
+from jaxpipe.schedule.breadth_first import breadth_first
+from jaxpipe.schedule.gpipe import gpipe
+from jaxpipe.schedule.lower import NONE, lower
 from jaxpipe.schedule.simulate import Costs, lock_step, simulate, ticks
 from jaxpipe.schedule.validate import ScheduleError, validate
 
@@ -19,85 +25,257 @@ from jaxpipe.schedule.validate import ScheduleError, validate
 settings.register_profile("jaxpipe", deadline=None)
 settings.load_profile("jaxpipe")
 
-NAMES = [entry.name for entry in catalog.entries()]
+ENTRIES = {entry.name: entry for entry in catalog.entries()}
+NAMES = list(ENTRIES)
+LINEAR = ["gpipe", "gpipe-fused", "1f1b", "1f1b-fused", "zb-h1", "zb-h2"]
 stages = st.integers(1, 9)
 microbatches = st.integers(1, 14)
 costs = st.builds(Costs, *(st.integers(1, 9) for _ in range(3)))
+any_stages = pytest.mark.parametrize("p", range(2, 17))
 
 
-@pytest.mark.parametrize("name", NAMES)
-@given(p=stages, m=microbatches)
-def test_every_virtual_stage_and_microbatch_once(name, p, m):
-    schedule = catalog.build(name, stages=p, microbatches=m)
+@st.composite
+def built(draw, names=NAMES) -> Schedule:
+    """Any schedule of the registry, at any shape that fits it."""
+    entry = ENTRIES[draw(st.sampled_from(names))]
+    numbers = {"stages": draw(stages), "microbatches": draw(microbatches)}
+    if "num_chunks" in entry.defaults:
+        numbers["chunks"] = draw(st.integers(1, 4))
+    if "group" in entry.defaults and draw(st.booleans()):
+        numbers["group"] = numbers["stages"] + draw(st.integers(0, 3))
+    if "memory_limit" in entry.defaults and draw(st.booleans()):
+        numbers["memory_limit"] = draw(st.integers(1, 14))
+    for number, factor in entry.multiples.items():
+        numbers[number] *= factor
+    return catalog.build(entry.name, **numbers)
+
+
+def full_stage(schedule: Schedule, costs: Costs) -> Costs:
+    """The costs of one chunk when ``costs`` are those of a full stage."""
+    v = schedule.num_chunks
+    return Costs(costs.f / v, costs.b / v, costs.w / v)
+
+
+def excess(schedule: Schedule, costs: Costs) -> float:
+    """Makespan beyond a stage's own work, costs of a full stage."""
+    work = schedule.num_microbatches * (costs.f + costs.b + costs.w)
+    return simulate(schedule, full_stage(schedule, costs)).makespan - work
+
+
+def fused(schedule: Schedule) -> bool:
+    return schedule.name.endswith("fused")
+
+
+@given(built())
+@settings(max_examples=400)
+def test_every_virtual_stage_and_microbatch_once_within_the_promised_memory(schedule):
     validate(schedule)
-    backward = [Kind.BW] if name.endswith("fused") else [Kind.B, Kind.W]
+    backward = [Kind.BW] if fused(schedule) else [Kind.B, Kind.W]
     ran = sorted(
         (action.virtual_stage, action.kind, action.microbatch)
         for order in schedule.orders
         for action in order
     )
-    assert ran == sorted((s, k, i) for s in range(p) for k in [Kind.F, *backward] for i in range(m))
+    placement = schedule.placement
+    assert ran == sorted(
+        (s, kind, i)
+        for s in range(placement.num_virtual_stages)
+        for kind in [Kind.F, *backward]
+        for i in range(schedule.num_microbatches)
+    )
+    assert all(
+        placement.stages[action.virtual_stage] == d
+        for d, order in enumerate(schedule.orders)
+        for action in order
+    )
+    assert schedule.peak_in_flight is not None
 
 
-@pytest.mark.parametrize("name", NAMES)
-@given(p=stages, m=microbatches)
-def test_one_inbox_slot_is_enough(name, p, m):
-    validate(catalog.build(name, stages=p, microbatches=m), inbox_slots=1)
+@given(built(LINEAR))
+def test_one_inbox_slot_is_enough_on_a_linear_placement(schedule):
+    validate(schedule, inbox_slots=1)
 
 
-@pytest.mark.parametrize("name", NAMES)
-@given(p=stages, m=microbatches, costs=costs, message=st.integers(0, 3))
-def test_times_respect_dependencies_and_exclude_each_other(name, p, m, costs, message):
-    schedule = catalog.build(name, stages=p, microbatches=m)
+@given(built(), costs, st.integers(0, 3))
+@settings(max_examples=200)
+def test_times_respect_dependencies_and_exclude_each_other(schedule, costs, message):
     costs = Costs(costs.f, costs.b, costs.w, message)
+    placement = schedule.placement
     for timeline in (simulate(schedule, costs), lock_step(schedule, costs)):
         ends = {timed.action: timed.end for row in timeline.rows for timed in row}
-        split = not name.endswith("fused")
-        for row in timeline.rows:
+        for d, row in enumerate(timeline.rows):
             for earlier, later in itertools.pairwise(row):
                 assert earlier.end <= later.start
             for timed in row:
-                s = timed.action.virtual_stage
-                for needed in dependencies(timed.action, num_virtual_stages=p, split=split):
-                    travel = message if needed.virtual_stage != s else 0
+                for needed in dependencies(
+                    timed.action, num_virtual_stages=placement.depth, split=not fused(schedule)
+                ):
+                    travel = message if placement.stages[needed.virtual_stage] != d else 0
                     assert ends[needed] + travel <= timed.start
         assert max(ends.values()) <= timeline.makespan
 
 
-@pytest.mark.parametrize("name", NAMES)
-@given(p=stages, m=microbatches, costs=costs)
-def test_bubble_of_the_closed_form(name, p, m, costs):
-    timeline = simulate(catalog.build(name, stages=p, microbatches=m), costs)
-    work = m * (costs.f + costs.b + costs.w)
-    fused = costs.w if name.endswith("fused") else 0
-    excess = (p - 1) * (costs.f + costs.b + fused)
-    assert timeline.makespan == work + excess
-    assert timeline.bubble_ratio == pytest.approx(excess / (work + excess), abs=1e-12)
-    assert timeline.stage_bubble_ratios == pytest.approx([timeline.bubble_ratio] * p, abs=1e-12)
-
-
-@pytest.mark.parametrize("name", NAMES)
-@given(p=stages, m=microbatches)
-def test_peak_of_the_closed_form(name, p, m):
-    schedule = catalog.build(name, stages=p, microbatches=m)
-    expected = [m if name.startswith("gpipe") else min(m, p - d) for d in range(p)]
-    assert list(simulate(schedule, Costs(1, 1, 1)).peak_in_flight) == expected
-    assert list(schedule.peak_in_flight) == expected
-
-
-@pytest.mark.parametrize("name", NAMES)
-@given(p=stages, m=microbatches)
-def test_messages_cross_every_boundary_once_a_microbatch_and_direction(name, p, m):
-    timeline = simulate(catalog.build(name, stages=p, microbatches=m), Costs(1, 1, 1))
-    neighbours = [(d, d + 1) for d in range(p - 1)] + [(d + 1, d) for d in range(p - 1)]
-    assert timeline.messages == dict.fromkeys(sorted(neighbours), m)
-
-
-@pytest.mark.parametrize("name", NAMES)
-@given(p=stages, m=microbatches, costs=costs)
-def test_lock_step_is_never_faster_than_free_running(name, p, m, costs):
-    schedule = catalog.build(name, stages=p, microbatches=m)
+@given(built(), costs)
+def test_lock_step_is_never_faster_than_free_running(schedule, costs):
     assert lock_step(schedule, costs).makespan >= simulate(schedule, costs).makespan
+
+
+@given(built())
+def test_messages_cross_every_boundary_between_stages_once_a_microbatch_and_direction(schedule):
+    placement, expected = schedule.placement, collections.Counter()
+    for s, (here, there) in enumerate(itertools.pairwise(placement.stages), start=1):
+        if here != there and s % placement.depth:
+            expected[here, there] += schedule.num_microbatches
+            expected[there, here] += schedule.num_microbatches
+    assert simulate(schedule, Costs(1, 1, 1)).messages == dict(sorted(expected.items()))
+
+
+@given(st.sampled_from(["gpipe", "1f1b"]), st.booleans(), stages, microbatches, costs)
+def test_bubble_of_gpipe_and_1f1b(name, is_fused, p, m, costs):
+    schedule = catalog.build(name + "-fused" * is_fused, stages=p, microbatches=m)
+    bubble = (p - 1) * (costs.f + costs.b + is_fused * costs.w)
+    assert excess(schedule, costs) == bubble
+    work = m * (costs.f + costs.b + costs.w)
+    ratios = simulate(schedule, costs).stage_bubble_ratios
+    assert ratios == pytest.approx([bubble / (work + bubble)] * p, abs=1e-12)
+
+
+@given(
+    st.sampled_from(["interleaved", "breadth-first", "breadth-first-descending", "modular"]),
+    stages,
+    st.integers(1, 3),
+    st.integers(1, 4),
+    costs,
+)
+def test_bubble_shrinks_with_the_chunks_of_looped_schedules(name, p, k, v, costs):
+    # Interleaved with split backwards must not let a long W hold up the next B.
+    costs = Costs(costs.f, costs.b, min(costs.f, costs.w))
+    variants = {name: 0.0, f"{name}-fused": costs.w}
+    for variant in variants.keys() & ENTRIES:
+        schedule = catalog.build(variant, stages=p, microbatches=k * p, chunks=v)
+        bubble = (p - 1) * (costs.f + costs.b + variants[variant]) / v
+        assert excess(schedule, costs) == pytest.approx(bubble)
+
+
+@given(stages, st.integers(1, 3), st.integers(0, 4), st.integers(1, 4))
+def test_a_larger_group_of_interleaved_has_the_same_bubble(p, k, extra, v):
+    g = p + extra
+    schedule = catalog.build("interleaved-fused", stages=p, microbatches=k * g, chunks=v, group=g)
+    assert excess(schedule, Costs(1, 1, 1)) == pytest.approx(3 * (p - 1) / v)
+
+
+@any_stages
+@pytest.mark.parametrize("costs", [Costs(1, 1, 1), Costs(4, 6, 3)])
+def test_bubble_of_the_zero_bubble_schedules(p, costs):
+    f, b, w = costs.f, costs.b, costs.w
+    for m in (p, 2 * p, 3 * p + 1):
+        schedule = catalog.build("zb-h1", stages=p, microbatches=m)
+        assert excess(schedule, costs) == (p - 1) * (f + b - w)
+    for m in (2 * p - 1, 3 * p):
+        schedule = catalog.build("zb-h2", stages=p, microbatches=m)
+        longest = max(simulate(schedule, costs).stage_spans)
+        assert longest - m * (f + b + w) == (p - 1) * (f + b - 2 * w)
+        assert excess(schedule, Costs(1, 1, 1)) == p - 1
+    for v in (2, 3):
+        schedule = catalog.build("interleaved-zb", stages=p, microbatches=2 * p, chunks=v)
+        assert excess(schedule, costs) == pytest.approx((p - 1) * (f + b - w) / v)
+    schedule = catalog.build("dualpipe-v", stages=p, microbatches=2 * p)
+    assert excess(schedule, Costs(1, 1, 1)) == pytest.approx((p - 1) / 2)
+
+
+@any_stages
+def test_peak_of_the_closed_form(p):
+    m = 3 * p
+    peaks = {
+        "gpipe": [m] * p,
+        "1f1b": [p - d for d in range(p)],
+        "interleaved": [2 * (p - d - 1) + p + 1 for d in range(p)],
+        "breadth-first": [2 * m] * p,
+        "modular": [2 * m] * p,
+        "hanayo": [2 * p] * p,
+        "hanayo-fused": [2 * p] * p,
+        "zb-h1": [p] * p,
+        "zb-h2": [2 * p - 1] * p,
+        "interleaved-zb": [2 * (p - 1) - d + p + 1 for d in range(p)],
+        "dualpipe-v": [2 * p + 1] * p,
+    }
+    for name, expected in peaks.items():
+        schedule = catalog.build(name, stages=p, microbatches=m)
+        assert list(schedule.peak_in_flight) == expected
+        assert list(simulate(schedule, Costs(1, 1, 1)).peak_in_flight) == expected
+
+
+def test_peaks_of_the_published_table():
+    schedule = catalog.build("interleaved", stages=4, microbatches=8, chunks=2)
+    assert simulate(schedule, Costs(1, 1, 1)).peak_in_flight == (11, 9, 7, 5)
+
+
+@pytest.mark.parametrize(("waves", "ratio"), [(1, 0.368), (2, 0.238), (4, 0.135)])
+def test_bubble_of_hanayo(waves, ratio):
+    schedule = catalog.build("hanayo-fused", stages=8, microbatches=8, chunks=2 * waves)
+    timeline = simulate(schedule, Costs(1, 1, 1))
+    assert timeline.bubble_ratio == pytest.approx(ratio, abs=5e-4)
+    assert max(timeline.peak_in_flight) == 2 * waves * 8
+
+
+@any_stages
+def test_the_wave_goes_on_across_units(p):
+    for m in (p, p + 1, 2 * p, 5 * p + 1):
+        schedule = catalog.build("hanayo-fused", stages=p, microbatches=m)
+        assert excess(schedule, Costs(1, 1, 1)) == 2 * (p - 1)
+        schedule = catalog.build("hanayo", stages=p, microbatches=m)
+        assert excess(schedule, Costs(1, 1, 1)) <= (p - 1) / 2 + 2
+
+
+@pytest.mark.parametrize("waves", [1, 2, 4])
+def test_hanayo_beats_1f1b_beyond_one_unit(waves):
+    schedule = catalog.build("hanayo-fused", stages=8, microbatches=32, chunks=2 * waves)
+    assert simulate(schedule, Costs(1, 1, 1)).bubble_ratio < 0.13
+    one_f_one_b = catalog.build("1f1b-fused", stages=8, microbatches=32)
+    assert simulate(one_f_one_b, Costs(1, 1, 1)).bubble_ratio > 0.17
+
+
+@pytest.mark.parametrize("p", range(2, 17, 2))
+def test_bubble_of_chimera_at_one_unit(p):
+    schedule = catalog.build("chimera-fused", stages=p, microbatches=p)
+    assert simulate(schedule, Costs(1, 1, 1)).makespan == 3 * p + 2 * (p - 2)
+    assert max(simulate(schedule, Costs(1, 1, 1)).peak_in_flight) == p
+    assert schedule.num_chunks == 1
+
+
+def gathers_and_reduces(name: str, *, slots: int, **shape: int) -> tuple[list[int], list[int]]:
+    """Per stage, how many chunks are gathered and how many gradient sums reduced."""
+    schedule = catalog.build(name, **shape)
+    layers = [1] * schedule.placement.num_virtual_stages
+    table = lower(schedule, layers, weight_slots=slots)
+    gathers, reduces = (
+        (t.chunk != NONE).sum(axis=0).tolist() for t in (table.gathers, table.reduces)
+    )
+    return gathers, reduces
+
+
+@pytest.mark.parametrize("v", [3, 4])
+@pytest.mark.parametrize("k", [1, 2, 4])
+def test_gathers_and_reductions_of_the_published_table(v, k):
+    p = 4
+    shape = {"stages": p, "microbatches": k * p, "chunks": v}
+    for name in ("breadth-first", "breadth-first-fused", "modular-fused"):
+        assert gathers_and_reduces(name, slots=1, **shape) == ([2 * v - 1] * p, [v] * p)
+        assert gathers_and_reduces(name, slots=2, **shape)[0] == [2 * v - 2] * p
+    # The table counts k groups that each start with empty slots: what the slots still hold at a
+    # turn saves a gather, and so does a chunk between its forward and its backward.
+    grouped = {"name": "breadth-first-fused", "group": p, **shape}
+    assert gathers_and_reduces(slots=2, **grouped)[0] == [k * (2 * v - 2) - 2 * (k - 1)] * p
+    assert gathers_and_reduces(slots=1, **grouped)[1] == [v * k] * p
+    depth_first = gathers_and_reduces("interleaved-fused", slots=2, **shape)[0]
+    assert depth_first == [v * (k + 1) - 2] * p if v == 4 else max(depth_first) <= v * (k + 1) - 2
+    assert gathers_and_reduces("interleaved-fused", slots=1, **shape)[1] == [v * k] * p
+
+
+def test_gathers_into_one_slot_depth_first_against_breadth_first():
+    shape = {"stages": 4, "microbatches": 16, "chunks": 4, "slots": 1}
+    assert gathers_and_reduces("interleaved-fused", **shape)[0][0] == 75
+    assert gathers_and_reduces("breadth-first-fused", **shape)[0][0] == 7
 
 
 @given(p=stages, m=microbatches, cost=st.integers(1, 5))
@@ -161,11 +339,93 @@ def test_unknown_names_get_the_nearest():
 def test_all_failures_of_build_come_together():
     with pytest.raises(ValueError, match=r"(?s)mesh\.stage=0.*microbatches=-1.*chunks=2.*: 1\.$"):
         catalog.build("gpipe", stages=0, microbatches=-1, chunks=2)
+    with pytest.raises(ValueError, match=r"(?s)stage=0.*chunks=0.*at least 1.*limit=-1.*above 0"):
+        catalog.build("nope", stages=0, microbatches=1, chunks=0, memory_limit=-1)
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "expected"),
+    [
+        ("gpipe", {"chunks": 2}, r"each of its stages holds 1 chunk\.\nNearest valid: 1\."),
+        ("dualpipe-v", {"chunks": 4}, r"each of its stages holds 2 chunks\.\nNearest valid: 2\."),
+        ("gpipe", {"group": 4}, r"pipeline\.group=4 .* does not read it\.\nNearest valid: leave"),
+        ("zb-h1", {"memory_limit": 4}, r"pipeline\.memory_limit=4 .* does not read it"),
+        ("1f1b", {"costs": Costs(1, 1, 1)}, r"costs=Costs.* does not read it"),
+        ("hanayo", {"chunks": 3}, r"chunks=3 .* a multiple of 2\.\nNearest valid: 2, 4\."),
+        ("hanayo", {"chunks": 1}, r"chunks=1 .* a multiple of 2\.\nNearest valid: 2\."),
+        ("hanayo", {"memory_limit": 0.5}, r"memory_limit=0\.5 .*\nNearest valid: 1\."),
+        ("chimera", {}, r"microbatches=7 .* a multiple of 2\.\nNearest valid: 6, 8\."),
+        ("interleaved", {"group": 2}, r"group=2 .* mesh\.stage=4\.\nNearest valid: 4\."),
+    ],
+)
+def test_numbers_that_do_not_fit_are_refused_with_the_nearest(name, options, expected):
+    with pytest.raises(ValueError, match=expected):
+        catalog.build(name, stages=4, microbatches=7, **options)
+
+
+def test_a_number_that_is_the_only_one_is_accepted():
+    assert catalog.build("gpipe", stages=2, microbatches=2, chunks=1).num_chunks == 1
+    assert catalog.build("dualpipe-v", stages=2, microbatches=2, chunks=2).num_chunks == 2
+
+
+@pytest.fixture
+def registry(monkeypatch):
+    monkeypatch.setattr(catalog, "_entries", dict(catalog._entries))
+
+
+@pytest.mark.usefixtures("registry")
+def test_a_schedule_of_ones_own_reads_what_its_parameters_say():
+    @catalog.register("mine")
+    def mine(num_stages, num_microbatches, *, num_chunks=3):
+        """Like breadth-first."""
+        return breadth_first(num_stages, num_microbatches, num_chunks=num_chunks)
+
+    assert catalog.build("mine", stages=2, microbatches=4).num_chunks == 3
+    assert catalog.build("mine", stages=2, microbatches=4, chunks=5).num_chunks == 5
+    assert catalog.entries()[-1].summary == "Like breadth-first."
+    with pytest.raises(ValueError, match="does not read it"):
+        catalog.build("mine", stages=2, microbatches=4, group=2)
+
+
+@pytest.mark.usefixtures("registry")
+def test_an_invalid_schedule_of_ones_own_is_refused_with_the_grid():
+    @catalog.register("broken")
+    def broken(num_stages, num_microbatches):
+        good = gpipe(num_stages, num_microbatches)
+        return dataclasses.replace(good, orders=(good.orders[0][::-1], *good.orders[1:]))
+
+    with pytest.raises(ScheduleError, match=r"(?s)Deadlock.*stage 0 +>0W1<"):
+        catalog.build("broken", stages=2, microbatches=2)
+
+
+@pytest.mark.usefixtures("registry")
+def test_built_in_names_are_taken():
+    with pytest.raises(ValueError, match="'1f1b' belongs to a built-in schedule"):
+        catalog.register("1f1b")
+
+
+@pytest.mark.usefixtures("registry")
+def test_installed_schedules_come_by_entry_point(monkeypatch):
+    point = EntryPoint("installed", "jaxpipe.schedule.gpipe:gpipe", "jaxpipe.schedules")
+    monkeypatch.setattr(catalog, "entry_points", lambda group: [point])
+    catalog._load_installed.cache_clear()
+    assert catalog.build("installed", stages=2, microbatches=2) == gpipe(2, 2)
+
+
+def test_two_copies_of_the_model_pass_nothing_to_each_other():
+    schedule = catalog.build("chimera", stages=3, microbatches=4)
+    assert (schedule.placement.depth, schedule.num_microbatches) == (3, 2)
+    assert schedule.orders[0][0] == Action(0, Kind.F, 0)
+    assert schedule.orders[2][0] == Action(3, Kind.F, 0)
 
 
 @pytest.mark.parametrize(
     "module",
-    ["placement", "actions", "gpipe", "one_f_one_b", "catalog", "validate", "simulate", "draw"],
+    [
+        *("placement", "actions", "catalog", "validate", "simulate", "draw", "slots", "lower"),
+        *("gpipe", "one_f_one_b", "interleaved", "breadth_first", "hanayo", "zero_bubble"),
+        *("dualpipe", "chimera"),
+    ],
 )
 def test_examples_in_docstrings_run(module):
     result = doctest.testmod(importlib.import_module(f"jaxpipe.schedule.{module}"))

@@ -40,7 +40,7 @@ def built(draw) -> tuple[Schedule, int, int]:
     base = catalog.build(
         draw(st.sampled_from(NAMES)),
         stages=draw(st.integers(1, 5)),
-        microbatches=draw(st.integers(1, 6)),
+        microbatches=2 * draw(st.integers(1, 3)),
     )
     stage = draw(st.integers(0, base.num_stages - 1))
     return base, stage, draw(st.integers(0, len(base.orders[stage]) - 1))
@@ -80,7 +80,8 @@ def test_an_action_on_the_wrong_stage_is_refused(case, other):
     moved = order.pop(k)
     broken = with_order(with_order(base, d, order), other, [*base.orders[other], moved])
     wanted = (
-        f"{moved} on stage {other} is on the wrong stage: virtual stage {d} is held by stage {d}."
+        f"{moved} on stage {other} is on the wrong stage: "
+        f"virtual stage {moved.virtual_stage} is held by stage {d}."
     )
     with pytest.raises(ScheduleError) as caught:
         validate(broken)
@@ -202,6 +203,7 @@ def test_hops_within_a_stage_need_no_inbox():
     [
         ({"placement": Placement((0, 0, 1))}, "same number of virtual stages"),
         ({"placement": Placement(())}, "same number of virtual stages"),
+        ({"placement": Placement((0, 1), num_copies=3)}, "not num_copies=3 copies"),
         ({"num_microbatches": 0}, "num_microbatches=0 is below 1"),
         ({"orders": ()}, "There are 0 orders for 2 stages"),
         ({"peak_in_flight": (1,)}, "peak_in_flight has 1 values for 2 stages"),

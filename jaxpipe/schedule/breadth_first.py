@@ -1,0 +1,98 @@
+"""Breadth-first: every microbatch through a chunk before the next chunk's turn."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from jaxpipe.schedule.actions import Action, Kind, Schedule
+from jaxpipe.schedule.placement import looped
+
+
+def breadth_first(
+    num_stages: int,
+    num_microbatches: int,
+    *,
+    num_chunks: int = 2,
+    group: int | None = None,
+    descending: bool = False,
+    fused: bool = False,
+) -> Schedule:
+    """Orders all forwards of chunk 0, of chunk 1, ..., then all backwards of the chunks in reverse.
+
+    Weights sharded over the data axis are gathered, and gradients reduced, once a chunk and pass,
+    whatever the number of microbatches. The split form puts W directly after its B.
+
+    ============  =====================================================================
+    bubble        fused (p-1)(F+B+W)/v, split (p-1)(F+B)/v, added to the m(F+B+W) of work, m >= p;
+                  once for every group
+    in flight     g v chunks on every stage, g the group
+    constraints   p >= 1, m >= 1, v >= 1; meant for m near p
+    source        Lamy-Poirier, "Breadth-First Pipeline Parallelism", arXiv 2211.05953
+    ============  =====================================================================
+
+    Args:
+      num_stages: p, at least 1.
+      num_microbatches: m, at least 1; may be less than p.
+      num_chunks: v, at least 1.
+      group: microbatches that go through the whole schedule before the next ones start, at least 1;
+        the last group may be smaller. None for all: one group.
+      descending: run the backwards of a chunk in descending order of microbatches.
+      fused: run B and W of a microbatch as one action.
+
+    Returns:
+      The schedule, named "breadth-first" with "-descending" and "-fused" where they apply.
+
+    Example:
+      >>> [str(action) for action in breadth_first(1, 2, fused=True).orders[0]]
+      ['0F0', '0F1', '1F0', '1F1', '1BW0', '1BW1', '0BW0', '0BW1']
+    """
+    group = min(group or num_microbatches, num_microbatches)
+    placement = looped(num_stages, num_chunks=num_chunks)
+    backward = (Kind.BW,) if fused else (Kind.B, Kind.W)
+    orders: list[list[Action]] = [[] for _ in range(num_stages)]
+    for first in range(0, num_microbatches, group):
+        microbatches = range(num_microbatches)[first : first + group]
+        returning = microbatches[::-1] if descending else microbatches
+        for order, held in zip(orders, placement.virtual_stages, strict=True):
+            order += [Action(s, Kind.F, i) for s in held for i in microbatches]
+            order += [Action(s, k, i) for s in held[::-1] for i in returning for k in backward]
+    return Schedule(
+        name="breadth-first" + "-descending" * descending + "-fused" * fused,
+        placement=placement,
+        num_microbatches=num_microbatches,
+        orders=tuple(tuple(order) for order in orders),
+        peak_in_flight=(group * num_chunks,) * num_stages,
+    )
+
+
+def modular(
+    num_stages: int, num_microbatches: int, *, num_chunks: int = 2, fused: bool = False
+) -> Schedule:
+    """Runs layered gradient accumulation over a modular pipeline: layer l on stage l mod p.
+
+    It is breadth-first with one layer a chunk, so that a layer's gradient is complete, and reduced,
+    as soon as all microbatches have passed it.
+
+    ============  =====================================================================
+    bubble        fused (p-1)(F+B+W)/v, split (p-1)(F+B)/v, added to the m(F+B+W) of work, m >= p
+    in flight     m v chunks on every stage
+    constraints   p >= 1, m >= 1, v = the layers of a stage; every layer is sent on
+    source        Lamy-Poirier, "Layered gradient accumulation and modular pipeline parallelism",
+                  arXiv 2106.02679
+    ============  =====================================================================
+
+    Args:
+      num_stages: p, at least 1.
+      num_microbatches: m, at least 1; may be less than p.
+      num_chunks: v, the layers of a stage, at least 1.
+      fused: run B and W of a microbatch as one action.
+
+    Returns:
+      The schedule, named "modular" or "modular-fused".
+
+    Example:
+      >>> modular(4, 8, num_chunks=4).peak_in_flight
+      (32, 32, 32, 32)
+    """
+    layered = breadth_first(num_stages, num_microbatches, num_chunks=num_chunks, fused=fused)
+    return dataclasses.replace(layered, name="modular-fused" if fused else "modular")

@@ -1,0 +1,132 @@
+"""Depth-first interleaving: 1F1B over several chunks a stage, microbatches in small groups.
+
+`depth_first_orders` is the family's one algorithm; the zero-bubble schedules use it, too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from jaxpipe.schedule.actions import Action, Kind, Schedule
+from jaxpipe.schedule.placement import Placement, looped
+
+
+def interleaved(
+    num_stages: int,
+    num_microbatches: int,
+    *,
+    num_chunks: int = 2,
+    group: int | None = None,
+    fused: bool = False,
+) -> Schedule:
+    """Runs 1F1B over chunks: a group of microbatches goes through chunk 0, then chunk 1, and so on.
+
+    Each stage warms up until the last virtual stage can start its backwards without a gap, then
+    runs one forward and one backward in turn. The split form puts W directly after its B.
+
+    ============  =====================================================================
+    bubble        fused (p-1)(F+B+W)/v, split (p-1)(F+B)/v if W <= F, added to the m(F+B+W) of
+                  work, when m is a multiple of the group
+    in flight     min(m v, 2(p-d-1) + (v-1)g + 1) chunks on stage d, g the group
+    constraints   p >= 1, m >= 1, v >= 1, g >= p
+    source        Narayanan et al., arXiv 2104.04473 (Megatron-LM)
+    ============  =====================================================================
+
+    Args:
+      num_stages: p, at least 1.
+      num_microbatches: m, at least 1. If it is not a multiple of the group, the schedule is that of
+        the next multiple without the surplus microbatches.
+      num_chunks: v, at least 1.
+      group: microbatches that go through a chunk before the next chunk's turn, at least p, which
+        is the default.
+      fused: run B and W of a microbatch as one action.
+
+    Returns:
+      The schedule, named "interleaved" or "interleaved-fused".
+
+    Raises:
+      ValueError: the group is smaller than the number of stages.
+
+    Example:
+      >>> interleaved(4, 8, fused=True).peak_in_flight
+      (11, 9, 7, 5)
+    """
+    group = num_stages if group is None else group
+    if group < num_stages:
+        raise ValueError(
+            f"pipeline.group={group} does not fit schedule 'interleaved': a group must reach the "
+            f"last stage before its next chunk starts on the first, so it is at least "
+            f"mesh.stage={num_stages}.\nNearest valid: {num_stages}."
+        )
+    placement = looped(num_stages, num_chunks=num_chunks)
+    warm_ups = warm_up_forwards(num_stages, num_chunks, group)
+    return Schedule(
+        name="interleaved-fused" if fused else "interleaved",
+        placement=placement,
+        num_microbatches=num_microbatches,
+        orders=depth_first_orders(
+            placement,
+            num_microbatches,
+            group=group,
+            warm_ups=warm_ups,
+            delays=None if fused else (0,) * num_stages,
+        ),
+        peak_in_flight=tuple(min(num_microbatches * num_chunks, k + 1) for k in warm_ups),
+    )
+
+
+def warm_up_forwards(num_stages: int, num_chunks: int, group: int) -> tuple[int, ...]:
+    """Forwards each stage runs before it alternates with backwards, as in Megatron-LM.
+
+    The first group passes all chunks but the last; a stage then needs two more forwards for each
+    stage behind it: one on the way down, one on the gradient's way back.
+    """
+    return tuple((num_chunks - 1) * group + 2 * (num_stages - d - 1) for d in range(num_stages))
+
+
+def depth_first_orders(
+    placement: Placement,
+    num_microbatches: int,
+    *,
+    group: int,
+    warm_ups: Sequence[int],
+    delays: Sequence[int] | None,
+) -> tuple[tuple[Action, ...], ...]:
+    """Orders each stage as warm-up forwards, then one F, one B and one delayed W in turn.
+
+    Args:
+      placement: linear or looped.
+      num_microbatches: m. The last group may be short: it is planned in full, and what does not
+        exist is left out, which keeps every dependency in order.
+      group: microbatches that go through a chunk before the next chunk's turn.
+      warm_ups: per stage, forwards before the first backward.
+      delays: per stage, how many backwards later each W follows its B; None for fused backwards.
+
+    Returns:
+      The orders.
+    """
+    v = placement.num_chunks
+    cells = [
+        (chunk, i)
+        for first in range(0, num_microbatches, group)
+        for chunk in range(v)
+        for i in range(first, first + group)
+    ]
+    orders = []
+    for d, held in enumerate(placement.virtual_stages):
+        # What the stage runs in turn: a kind, its virtual stages by chunk, and its delay.
+        turns = [(Kind.F, held, 0)]
+        if delays is None:
+            turns.append((Kind.BW, held[::-1], warm_ups[d]))
+        else:
+            turns.append((Kind.B, held[::-1], warm_ups[d]))
+            turns.append((Kind.W, held[::-1], warm_ups[d] + delays[d]))
+        order = []
+        for k in range(len(cells) + turns[-1][2]):
+            for kind, virtual_stages, delay in turns:
+                if delay <= k < delay + len(cells):
+                    chunk, i = cells[k - delay]
+                    if i < num_microbatches:
+                        order.append(Action(virtual_stages[chunk], kind, i))
+        orders.append(tuple(order))
+    return tuple(orders)
