@@ -18,10 +18,11 @@ from jaxpipe.schedule.validate import peak_in_flight
 
 _BY_RANK, _CRITICAL_FIRST = Policy(in_order=True), Policy(in_order=False)
 _TRIALS = (
-    Settings((_CRITICAL_FIRST,), shortest=0.4, eagerness=1.0),
-    Settings((_CRITICAL_FIRST, _BY_RANK), shortest=0.4, eagerness=1.0),
-    Settings((_CRITICAL_FIRST,), shortest=0.2, eagerness=0.3),
     Settings((_BY_RANK,), shortest=0.1, eagerness=0.3),
+    Settings((_CRITICAL_FIRST,), shortest=0.4, eagerness=0.3, drains=True),
+    Settings((_CRITICAL_FIRST,), shortest=0.2, eagerness=0.3),
+    Settings((_CRITICAL_FIRST, _BY_RANK), shortest=0.4, eagerness=1.0),
+    Settings((_CRITICAL_FIRST, _BY_RANK), shortest=0.4, eagerness=0.3),
 )
 """Each is the best of a wide sweep for some schedule."""
 

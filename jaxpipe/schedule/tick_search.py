@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import operator
 from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
@@ -29,10 +30,10 @@ _MAX_LENGTHS = 6
 _LONGEST = 1.6
 """Longest tick, in chunks of F."""
 
-_MAX_WIDTH = 16
+_MAX_WIDTH = 8
 """States kept per span of time; fewer where that would exceed `_TRIAL_CELLS`."""
-_TRIAL_CELLS = 150_000
-"""Times a search may fill a tick of a stage: about a second."""
+_TRIAL_CELLS = 60_000
+"""Times a search may fill a tick of a stage: about half a second."""
 
 _F, _B, _W = range(3)
 
@@ -89,11 +90,14 @@ class Settings(NamedTuple):
       policies: tried at every tick.
       shortest: shortest tick, in chunks of F.
       eagerness: how much waiting a unit of F or B makes up for, against one of W.
+      drains: whether the most delayed stage is the one that ends last when the gradients it sends
+        last still have to reach the first virtual stage, with no W to fill that time.
     """
 
     policies: tuple[Policy, ...]
     shortest: float
     eagerness: float
+    drains: bool = False
 
 
 class Choice(NamedTuple):
@@ -144,14 +148,22 @@ class _State:
     choice: Choice | None
 
     def copy(self) -> _State:
-        lists = (
-            *(self.forward_done, self.backward_done),
-            *(self.forward_heads, self.backward_heads, self.weight_heads, self.pending),
-            *(self.forward, self.forward_layers, self.backward, self.backward_layers),
-            *(self.weight_layers, self.in_flight, self.busy),
+        return _State(
+            self.forward_done[:],
+            self.backward_done[:],
+            self.forward_heads[:],
+            self.backward_heads[:],
+            self.weight_heads[:],
+            self.pending[:],
+            self.forward[:],
+            self.forward_layers[:],
+            self.backward[:],
+            self.backward_layers[:],
+            self.weight_layers[:],
+            self.in_flight[:],
+            self.busy[:],
+            *(self.time, self.critical, self.left, self.choice),
         )
-        copies = [values[:] for values in lists]
-        return _State(*copies, self.time, self.critical, self.left, self.choice)  # type: ignore[arg-type]
 
     def progress(self) -> tuple[tuple[int, ...], ...]:
         """Equal for two states in which the same work is done."""
@@ -210,6 +222,8 @@ class TickSearch:
         # A backward frees memory: nothing limits it.
         self.backwards = _numbered(work.backwards, [[0] * len(row) for row in work.backwards])
         self.limits = [min(row) for row in work.limits]
+        first = [held[0] % placement.depth for held in placement.virtual_stages]
+        self.drains = [max(0.0, s * costs.b - costs.w) for s in first]
         self.shortest = max(map(max, self.costs))
         total = costs.f + costs.b + costs.w
         self.rounding = _ROUNDING * total
@@ -260,20 +274,34 @@ class TickSearch:
     def _start(self) -> _State:
         passes, p = len(self.layers), len(self.stages)
         return _State(
-            *(bytearray(passes), bytearray(passes)),
-            *([0] * sum(map(len, self.forwards)), [0] * sum(map(len, self.backwards))),
-            *([0] * p, [()] * p),
-            *([_NONE] * p, [0] * p, [_NONE] * p, [0] * p, [0] * p, [0] * p, [0.0] * p),
-            *(0.0, 0.0, 3 * passes - len(self.work.fused), None),
+            forward_done=bytearray(passes),
+            backward_done=bytearray(passes),
+            forward_heads=[0] * sum(map(len, self.forwards)),
+            backward_heads=[0] * sum(map(len, self.backwards)),
+            weight_heads=[0] * p,
+            pending=[()] * p,
+            forward=[_NONE] * p,
+            forward_layers=[0] * p,
+            backward=[_NONE] * p,
+            backward_layers=[0] * p,
+            weight_layers=[0] * p,
+            in_flight=[0] * p,
+            busy=[0.0] * p,
+            time=0.0,
+            critical=0.0,
+            left=3 * passes - len(self.work.fused),
+            choice=None,
         )
 
     def _best_of(self, states: list[_State], settings: Settings, width: int) -> Iterator[_State]:
         """The states with the best scores, no two with the same work done."""
         p = len(self.stages)
+        drains = self.drains if settings.drains else [0.0] * p
 
         def score(state: _State) -> float:
-            waited = 2 * state.time - min(state.busy) - sum(state.busy) / p
-            return waited - settings.eagerness * state.critical / p
+            mean = state.time - sum(state.busy) / p
+            worst = state.time + max(map(operator.sub, drains, state.busy))
+            return worst + mean - settings.eagerness * state.critical / p
 
         states.sort(key=score)
         seen: set[tuple[tuple[int, ...], ...]] = set()
