@@ -13,6 +13,7 @@ from collections.abc import Iterable, Sequence
 from jaxpipe.schedule.actions import Action, Kind, Schedule, Slice
 from jaxpipe.schedule.placement import Placement
 from jaxpipe.schedule.simulate import Costs, lock_step
+from jaxpipe.schedule.slice_rules import order_of
 from jaxpipe.schedule.tick_search import Cell, Policy, Settings, TickSearch, Work
 from jaxpipe.schedule.validate import peak_in_flight
 
@@ -82,21 +83,14 @@ def with_slices(schedule: Schedule, rows: Iterable[Iterable[Cell]]) -> Schedule:
       rows: per stage, what it runs, in order.
 
     Returns:
-      The schedule. F and B come where they start and W and BW where they end, so that every action
-      comes after what it needs and the peak in flight is that of the slices.
+      The schedule, its orders those of `order_of`.
     """
     m = schedule.num_microbatches
-    slices, orders = [], []
-    for row in rows:
-        mine, places = [], {}
-        for tick, kind, number, lo, hi in row:
-            action = Action(number // m, kind, number % m)
-            mine.append(Slice(tick, action, lo, hi))
-            if kind in (Kind.W, Kind.BW) or action not in places:
-                places[action] = len(mine)
-        slices.append(tuple(mine))
-        orders.append(tuple(sorted(places, key=places.__getitem__)))
-    return dataclasses.replace(schedule, slices=tuple(slices), orders=tuple(orders))
+    slices = tuple(
+        tuple(Slice(tick, Action(n // m, kind, n % m), lo, hi) for tick, kind, n, lo, hi in row)
+        for row in rows
+    )
+    return dataclasses.replace(schedule, slices=slices, orders=tuple(map(order_of, slices)))
 
 
 def _work(schedule: Schedule, costs: Costs, layer_counts: tuple[int, ...]) -> Work:
