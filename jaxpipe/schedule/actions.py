@@ -61,6 +61,23 @@ class Action:
         return cls(int(match[1]), Kind(match[2]), int(match[3]))
 
 
+@dataclasses.dataclass(frozen=True, slots=True, order=True)
+class Slice:
+    """A range of layers of an action, run in one tick.
+
+    Args:
+      tick: from 0.
+      action: which action.
+      lo: the first layer, counted within the chunk.
+      hi: one past the last.
+    """
+
+    tick: int
+    action: Action
+    lo: int
+    hi: int
+
+
 @dataclasses.dataclass(frozen=True)
 class Schedule:
     """The order in which every stage runs its actions; no times, those come from costs.
@@ -74,6 +91,8 @@ class Schedule:
       peak_in_flight: the schedule's own promise, per stage: the most chunk activations that stage
         keeps from F to the action that frees them (W, or the fused backward). The validator holds
         it to this.
+      slices: how the actions are cut into ticks for the lock-step clock: ``slices[d]`` is what
+        stage ``d`` runs, in order (`jaxpipe.schedule.slices`). None for one whole action a tick.
     """
 
     name: str
@@ -81,6 +100,7 @@ class Schedule:
     num_microbatches: int
     orders: tuple[tuple[Action, ...], ...]
     peak_in_flight: tuple[int, ...] | None = None
+    slices: tuple[tuple[Slice, ...], ...] | None = None
 
     @property
     def num_stages(self) -> int:

@@ -16,12 +16,14 @@ from __future__ import annotations
 import dataclasses
 import enum
 import heapq
+import itertools
 from collections.abc import Iterable, Sequence
 
 import numpy as np
 
-from jaxpipe.schedule.actions import Action, Kind, Schedule
+from jaxpipe.schedule.actions import Action, Kind, Schedule, Slice
 from jaxpipe.schedule.simulate import ticks
+from jaxpipe.schedule.slice_rules import slice_spans
 from jaxpipe.schedule.slots import Use, cached_slots
 
 NONE = -1
@@ -53,6 +55,8 @@ class Pass:
     Args:
       lo: first layer to run, counted within the chunk.
       hi: one past the last.
+      pauses: 1 where layers of the action remain for later ticks: what it has computed so far
+        goes back to its inbox slot, and is read from there.
       chunk: which of the stage's chunks.
       microbatch: which microbatch.
       inbox: slot of the input (x for F, the cotangent for B and BW).
@@ -66,6 +70,7 @@ class Pass:
 
     lo: np.ndarray
     hi: np.ndarray
+    pauses: np.ndarray
     chunk: np.ndarray
     microbatch: np.ndarray
     inbox: np.ndarray
@@ -171,13 +176,18 @@ def lower(schedule: Schedule, layer_counts: Sequence[int], *, weight_slots: int 
     """Turns a schedule into its tick table.
 
     Args:
-      schedule: a valid schedule, or its forward part alone (`forward_only`).
+      schedule: a valid schedule, or its forward part alone (`forward_only`). Its slices, if any,
+        must be of the same layers.
       layer_counts: layers of every virtual stage, see `partition`.
       weight_slots: gathered chunks a stage keeps at once when weights are sharded over data; capped
-        by the number of chunks.
+        by the number of chunks. With slices, raised to what one tick uses, and until no tick
+        gathers twice.
 
     Returns:
       The table.
+
+    Raises:
+      ValueError: the schedule's slices are of other layers.
 
     Example:
       >>> from jaxpipe.schedule.one_f_one_b import one_f_one_b
@@ -190,11 +200,11 @@ def lower(schedule: Schedule, layer_counts: Sequence[int], *, weight_slots: int 
 def forward_only(schedule: Schedule) -> Schedule:
     """The schedule's forwards alone, for evaluation."""
     orders = tuple(tuple(a for a in row if a.kind is Kind.F) for row in schedule.orders)
-    return dataclasses.replace(schedule, orders=orders, peak_in_flight=None)
+    return dataclasses.replace(schedule, orders=orders, peak_in_flight=None, slices=None)
 
 
 class _Lowering:
-    """The passes of `lower`, which share the tick of every action."""
+    """The passes of `lower`, which share the ticks of every action."""
 
     def __init__(
         self, schedule: Schedule, layer_counts: tuple[int, ...], weight_slots: int
@@ -202,10 +212,10 @@ class _Lowering:
         self.schedule = schedule
         self.layer_counts = layer_counts
         self.weight_slots = weight_slots
-        self.rows = ticks(schedule)
-        self.tick = {action: tick for row in self.rows for tick, action in row}
-        self.num_ticks = 1 + max(self.tick.values())
-        self.kinds = {action.kind for action in self.tick}
+        self.rows = _slices(schedule, layer_counts)
+        self.spans = slice_spans(self.rows)
+        self.num_ticks = 1 + max(end for _, end in self.spans.values())
+        self.kinds = {action.kind for action in self.spans}
         self.last = schedule.placement.num_virtual_stages - 1
         self.backward = Kind.BW if Kind.BW in self.kinds else Kind.B
         self.trains = self.backward in self.kinds
@@ -218,7 +228,7 @@ class _Lowering:
             kind: self._pass(kind, slots, weights, gradients, fresh)
             for kind in sorted(self.kinds, key=list(Kind).index)
         }
-        embed, embed_slot = self._uniform(Kind.F, 0, slots["x"])
+        embed, embed_slot = self._uniform(Kind.F, 0, slots["x"], enters=True)
         head, head_slot = self._uniform(Kind.F, self.last, slots["dy"])
         embed_gradient, _ = self._uniform(self.backward, 0, {})
         return TickTable(
@@ -236,33 +246,39 @@ class _Lowering:
             num_slots=num_slots,
         )
 
-    def _time(self, action: Action) -> tuple[int, int]:
-        return self.tick[action], _PHASE[action.kind]
+    def _start(self, action: Action) -> tuple[int, int]:
+        return self.spans[action][0], _PHASE[action.kind]
+
+    def _end(self, action: Action) -> tuple[int, int]:
+        return self.spans[action][1], _PHASE[action.kind]
+
+    def _sent(self, action: Action) -> tuple[int, int]:
+        return self.spans[action][1], Phase.EXCHANGE
 
     def _colour(self) -> tuple[dict[str, dict[tuple[int, int], int]], dict[str, int]]:
         """Slots by buffer and (virtual stage, microbatch), and how many each buffer has."""
-        keys = [(a.virtual_stage, a.microbatch) for a in self.tick if a.kind is Kind.F]
+        keys = [(a.virtual_stage, a.microbatch) for a in self.spans if a.kind is Kind.F]
         lives: dict[str, dict[tuple[int, int], tuple]] = {
             name: {} for name in ("x", "dy", "until_b", "until_w", "crossing")
         }
         for s, i in keys:
             forward = Action(s, Kind.F, i)
             arrives = (
-                (self.tick[Action(s - 1, Kind.F, i)], Phase.EXCHANGE)
+                self._sent(Action(s - 1, Kind.F, i))
                 if s > 0
-                else (self.tick[forward], Phase.EMBED)
+                else (self.spans[forward][0], Phase.EMBED)
             )
-            lives["x"][s, i] = (arrives, self._time(forward))
+            lives["x"][s, i] = (arrives, self._end(forward))
             if not self.trains:
                 continue
             backward = Action(s, self.backward, i)
             frees = Action(s, Kind.W, i) if self.backward is Kind.B else backward
             cause = Action(s + 1, self.backward, i) if s < self.last else forward
-            lives["dy"][s, i] = ((self.tick[cause], Phase.EXCHANGE), self._time(backward))
-            lives["until_b"][s, i] = (self._time(forward), self._time(backward))
-            lives["until_w"][s, i] = (self._time(forward), self._time(frees))
+            lives["dy"][s, i] = (self._sent(cause), self._end(backward))
+            lives["until_b"][s, i] = (self._start(forward), self._end(backward))
+            lives["until_w"][s, i] = (self._start(forward), self._end(frees))
             if self.backward is Kind.B:
-                lives["crossing"][s, i] = (self._time(backward), self._time(frees))
+                lives["crossing"][s, i] = (self._start(backward), self._end(frees))
         coloured = {name: self._colour_stages(live) for name, live in lives.items()}
         return (
             {name: slots for name, (slots, _) in coloured.items()},
@@ -280,7 +296,12 @@ class _Lowering:
         return slots, number
 
     def _pass(
-        self, kind: Kind, slots: dict, weights: dict, gradients: dict, fresh: set[Action]
+        self,
+        kind: Kind,
+        slots: dict,
+        weights: list[list[int]],
+        gradients: list[list[int]],
+        fresh: set[Action],
     ) -> Pass:
         fields = [field.name for field in dataclasses.fields(Pass)]
         columns = {
@@ -289,34 +310,39 @@ class _Lowering:
         }
         inbox = slots["x"] if kind is Kind.F else slots["dy"]
         for stage, row in enumerate(self.rows):
-            for tick, action in row:
+            for k, part in enumerate(row):
+                action = part.action
                 if action.kind is not kind:
                     continue
                 key = (action.virtual_stage, action.microbatch)
                 cell = {
-                    "hi": self.layer_counts[action.virtual_stage],
+                    "lo": part.lo,
+                    "hi": part.hi,
+                    "pauses": kind is not Kind.W and part.tick < self.spans[action][1],
                     "chunk": self.schedule.placement.chunks[action.virtual_stage],
                     "microbatch": action.microbatch,
                     "inbox": inbox.get(key, 0),
                     "until_b": slots["until_b"].get(key, 0),
                     "until_w": slots["until_w"].get(key, 0),
                     "crossing": slots["crossing"].get(key, 0),
-                    "weights": weights[action],
-                    "gradient": gradients.get(action, 0),
+                    "weights": weights[stage][k],
+                    "gradient": gradients[stage][k],
                     "fresh": action in fresh,
                 }
                 for name, value in cell.items():
-                    columns[name][tick, stage] = value
+                    columns[name][part.tick, stage] = value
         return Pass(**columns)
 
     def _uniform(
-        self, kind: Kind, virtual_stage: int, slots: dict
+        self, kind: Kind, virtual_stage: int, slots: dict, *, enters: bool = False
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Columns of a phase that all stages run when one virtual stage does a kind of action."""
+        """Columns of a phase that all stages run when one virtual stage starts (``enters``) or ends
+        a kind of action."""
         microbatch = np.full(self.num_ticks, NONE, np.int32)
         slot = np.zeros(self.num_ticks, np.int32)
-        for action, tick in self.tick.items():
+        for action, (start, end) in self.spans.items():
             if action.kind is kind and action.virtual_stage == virtual_stage:
+                tick = start if enters else end
                 microbatch[tick] = action.microbatch
                 slot[tick] = slots.get((virtual_stage, action.microbatch), 0)
         return microbatch, slot
@@ -325,7 +351,7 @@ class _Lowering:
         """Groups messages by kind and distance, so that each group is one permutation."""
         stages = self.schedule.placement.stages
         groups: dict[tuple[Kind, int], tuple[set[tuple[int, int]], np.ndarray]] = {}
-        for action, tick in self.tick.items():
+        for action, (_, tick) in self.spans.items():
             if action.kind is Kind.W:
                 continue
             forward = action.kind is Kind.F
@@ -345,27 +371,60 @@ class _Lowering:
 
     def _transfers(
         self, kinds: set[Kind], *, load: bool
-    ) -> tuple[Transfers, dict[Action, int], set[Action]]:
+    ) -> tuple[Transfers, list[list[int]], set[Action]]:
         """Gathers (load) or reductions (unload) of chunks that these kinds of action use; the slot
-        of every action, and which ones come first in a stay."""
+        of every slice, per stage, and which actions come first in a stay."""
+        num_slots = self.weight_slots
+        while (transfers := self._with_slots(kinds, num_slots, load=load)) is None:
+            num_slots += 1
+        return transfers
+
+    def _with_slots(
+        self, kinds: set[Kind], num_slots: int, *, load: bool
+    ) -> tuple[Transfers, list[list[int]], set[Action]] | None:
+        """As `_transfers`; None where a tick needs more slots or more than one transfer."""
         shape = (self.num_ticks, self.schedule.num_stages)
         chunk, slot = np.full(shape, NONE, np.int32), np.zeros(shape, np.int32)
-        slot_of: dict[Action, int] = {}
+        slots_of: list[list[int]] = []
         first: set[Action] = set()
+        chunks = self.schedule.placement.chunks
         for stage, row in enumerate(self.rows):
-            uses = [
-                (Use(tick, self.schedule.placement.chunks[action.virtual_stage]), action)
-                for tick, action in row
-                if action.kind in kinds
-            ]
-            moves, slots = cached_slots([use for use, _ in uses], num_slots=self.weight_slots)
-            slot_of |= {action: s for (_, action), s in zip(uses, slots, strict=True)}
-            loaded = {(move.loaded, move.item) for move in moves}
-            first |= {action for use, action in uses if (use.tick, use.item) in loaded}
-            for move in moves:
-                tick = move.loaded if load else move.unloaded
+            used = [k for k, part in enumerate(row) if part.action.kind in kinds]
+            uses = [Use(row[k].tick, chunks[row[k].action.virtual_stage]) for k in used]
+            together = itertools.groupby(uses, key=lambda use: use.tick)
+            if any(len({use.item for use in group}) > num_slots for _, group in together):
+                return None
+            moves, slots = cached_slots(uses, num_slots=num_slots)
+            ticks = [move.loaded if load else move.unloaded for move in moves]
+            if len(set(ticks)) < len(ticks):
+                return None
+            for tick, move in zip(ticks, moves, strict=True):
                 chunk[tick, stage], slot[tick, stage] = move.item, move.slot
-        return Transfers(chunk, slot, self.weight_slots), slot_of, first
+            slots_of.append([0] * len(row))
+            for k, number in zip(used, slots, strict=True):
+                slots_of[-1][k] = number
+            loaded = {(move.loaded, move.item) for move in moves}
+            starts = zip(used, uses, strict=True)
+            first |= {row[k].action for k, use in starts if (use.tick, use.item) in loaded}
+        return Transfers(chunk, slot, num_slots), slots_of, first
+
+
+def _slices(schedule: Schedule, layer_counts: tuple[int, ...]) -> Sequence[Sequence[Slice]]:
+    """The schedule's own slices, or one whole action a tick."""
+    if schedule.slices is None:
+        return [
+            [Slice(tick, action, 0, layer_counts[action.virtual_stage]) for tick, action in row]
+            for row in ticks(schedule)
+        ]
+    reached = [0] * len(layer_counts)
+    for part in itertools.chain(*schedule.slices):
+        reached[part.action.virtual_stage] = max(reached[part.action.virtual_stage], part.hi)
+    if tuple(reached) != layer_counts:
+        raise ValueError(
+            f"Schedule {schedule.name!r} was cut into slices of {tuple(reached)} layers a virtual "
+            f"stage, and the model has {layer_counts}: cut it again with `slice_ticks`."
+        )
+    return schedule.slices
 
 
 def colour_intervals(lives: dict) -> dict:

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import itertools
 import math
 from collections.abc import Sequence
 from functools import cached_property
 
-from jaxpipe.schedule.actions import Action, Kind, Schedule
+from jaxpipe.schedule.actions import Action, Kind, Schedule, Slice
 from jaxpipe.schedule.validate import Results, Walk, message_target, peak_in_flight, validate, walk
 
 
@@ -218,15 +219,16 @@ def simulate(schedule: Schedule, costs: Costs) -> Timeline:
 def lock_step(schedule: Schedule, costs: Costs) -> Timeline:
     """Runs a schedule tick by tick: every tick lasts as long as its slowest stage.
 
-    This is what one SPMD program does when a tick holds one whole action a stage. With more than
-    one stage, every tick ends with an exchange of messages.
+    This is what one SPMD program does. A tick holds one whole action a stage, or what
+    `Schedule.slices` says. With more than one stage, every tick ends with an exchange of messages.
 
     Args:
       schedule: a schedule that `validate` accepts.
       costs: of one chunk.
 
     Returns:
-      The timeline; the actions of one tick start together.
+      The timeline; stages start a tick together. An action that is cut lasts from the start of its
+      first slice to the end of its last, others may come between.
 
     Raises:
       ScheduleError: the schedule cannot run.
@@ -236,20 +238,40 @@ def lock_step(schedule: Schedule, costs: Costs) -> Timeline:
       >>> lock_step(one_f_one_b(4, 8, fused=True), Costs(1, 1, 1)).makespan
       40.0
     """
-    table = ticks(schedule)
-    durations = [0.0] * (1 + max(row[-1][0] for row in table))
+    table = schedule.slices or _whole_actions(schedule)
+    layers = {part.action.virtual_stage: 0 for row in table for part in row}
     for row in table:
-        for tick, action in row:
-            durations[tick] = max(durations[tick], costs.of(action.kind))
+        for part in row:
+            layers[part.action.virtual_stage] = max(layers[part.action.virtual_stage], part.hi)
+    durations = [0.0] * (1 + max(row[-1].tick for row in table))
+    offsets: list[list[tuple[Slice, float, float]]] = []  # within its tick, from and to
+    for row in table:
+        offsets.append([])
+        tick, end = -1, 0.0
+        for part in row:
+            start = end if part.tick == tick else 0.0
+            share = (part.hi - part.lo) / layers[part.action.virtual_stage]
+            tick, end = part.tick, start + share * costs.of(part.action.kind)
+            offsets[-1].append((part, start, end))
+            durations[tick] = max(durations[tick], end)
     exchange = costs.message if schedule.num_stages > 1 else 0
-    starts = [0.0]
-    for duration in durations:
-        starts.append(starts[-1] + duration + exchange)
-    rows = [
-        [TimedAction(action, starts[t], starts[t] + costs.of(action.kind)) for t, action in row]
-        for row in table
-    ]
+    starts = list(itertools.accumulate((d + exchange for d in durations), initial=0.0))
+    rows = []
+    for order, offset in zip(schedule.orders, offsets, strict=True):
+        begins: dict[Action, float] = {}
+        ends: dict[Action, float] = {}
+        for part, start, end in offset:
+            begins.setdefault(part.action, starts[part.tick] + start)
+            ends[part.action] = starts[part.tick] + end
+        rows.append([TimedAction(action, begins[action], ends[action]) for action in order])
     return _timeline(schedule, costs, "lock-step", rows, starts[-1])
+
+
+def _whole_actions(schedule: Schedule) -> tuple[tuple[Slice, ...], ...]:
+    """One action a tick, of one layer: layers only matter where actions are cut."""
+    return tuple(
+        tuple(Slice(tick, action, 0, 1) for tick, action in row) for row in ticks(schedule)
+    )
 
 
 def _timeline(

@@ -34,8 +34,8 @@ def cached_slots(uses: Sequence[Use], *, num_slots: int) -> tuple[list[Stay], li
     The number of stays, and so of transfers, is the least possible.
 
     Args:
-      uses: in order of their ticks, at most one a tick.
-      num_slots: items held at once, at least 1.
+      uses: in order of their ticks.
+      num_slots: items held at once, at least as many as any tick uses.
 
     Returns:
       The stays in order of loading, and the slot of every use.
@@ -54,7 +54,9 @@ def cached_slots(uses: Sequence[Use], *, num_slots: int) -> tuple[list[Stay], li
         if use.item not in held:
             slot = len(held)
             if slot == num_slots:
-                evicted = max(held, key=farthest.__getitem__)
+                # What this tick uses stays: it needs all its items at once.
+                idle = (item for item in held if stays[held[item]].unloaded < use.tick)
+                evicted = max(idle, key=farthest.__getitem__)
                 slot = stays[held.pop(evicted)].slot
             held[use.item] = len(stays)
             stays.append(Stay(use.item, slot, use.tick, use.tick))

@@ -11,6 +11,7 @@ import itertools
 from collections.abc import Iterator
 
 from jaxpipe.schedule.actions import Action, Kind, Schedule
+from jaxpipe.schedule.slice_rules import slice_problems
 
 _GRID_TICKS = 12
 """Ticks of the grid an error shows: enough to see a pattern, narrow enough for a terminal."""
@@ -231,6 +232,8 @@ class _Problem:
 def validate(schedule: Schedule, *, inbox_slots: int | None = None) -> None:
     """Checks that a schedule is complete, in order, free of deadlock and within its promise.
 
+    Slices, where it has them, must keep to the rules of `jaxpipe.schedule.slice_rules`.
+
     Args:
       schedule: the schedule to check.
       inbox_slots: at least 1: messages of one kind (activations or gradients) from one stage that a
@@ -252,6 +255,8 @@ def validate(schedule: Schedule, *, inbox_slots: int | None = None) -> None:
     walked = walk(schedule, inbox_slots=None if problems else inbox_slots)
     if not problems:
         problems = _deadlocks(schedule, walked) + _broken_promises(schedule)
+    if not problems and schedule.slices is not None:
+        problems = _slice_problems(schedule)
     if problems:
         raise ScheduleError(_message(schedule, problems, walked.ticks))
 
@@ -349,6 +354,15 @@ def _broken_promises(schedule: Schedule) -> list[_Problem]:
                 f"{max(counts)} chunks against {promised}."
             )
             problems.append(_Problem(text, d, k))
+    return problems
+
+
+def _slice_problems(schedule: Schedule) -> list[_Problem]:
+    problems = []
+    for text, stage, action in slice_problems(schedule):
+        order = schedule.orders[stage] if stage < len(schedule.orders) else ()
+        position = order.index(action) if action in order else None
+        problems.append(_Problem(f"{text}.", stage, position))
     return problems
 
 

@@ -43,10 +43,12 @@ COVERING = covering(FULL)
 def check(schedule, stages, data, zero, remat, tied, microbatches, *, num_layers=6, rng=None):
     params = toy.params(tied=tied, num_layers=num_layers)
     batch = toy.batch(2 * data * microbatches)
+    if isinstance(schedule, str):
+        schedule = jaxpipe.schedules.build(schedule, stages=stages, microbatches=microbatches)
     pipe = jaxpipe.Pipeline(
         toy.model(tied=tied, axis="stage"),
         params,
-        schedule=jaxpipe.schedules.build(schedule, stages=stages, microbatches=microbatches),
+        schedule=schedule,
         mesh=jaxpipe.make_mesh(stage=stages, data=data),
         remat=remat,
         zero=zero,

@@ -1,0 +1,133 @@
+"""What slices must keep to, so that the executor can run them.
+
+In one tick a stage runs at most one range of layers of each kind: F, then B or BW, then W. F goes
+up through the layers, B, BW and W down. Each kind has one running value, so an action that is not
+finished keeps others of its kind waiting. What F, B and BW compute is there for others from the
+next tick on; W may run the layers whose B ran in the same tick or before.
+"""
+
+from __future__ import annotations
+
+import collections
+import itertools
+from collections.abc import Iterator, Sequence
+
+from jaxpipe.schedule.actions import Action, Kind, Schedule, Slice, dependencies
+
+PHASE = {Kind.F: 0, Kind.B: 1, Kind.BW: 1, Kind.W: 2}
+"""The order of the kinds in a tick; there is one running value for each."""
+
+
+def slice_problems(schedule: Schedule) -> Iterator[tuple[str, int, Action | None]]:
+    """Everything in which the slices of a schedule break a rule, or do not fit its orders.
+
+    Args:
+      schedule: whose orders are valid and which has slices.
+
+    Yields:
+      What is wrong, on which stage, and with which action.
+    """
+    assert schedule.slices is not None
+    if len(schedule.slices) != schedule.num_stages:
+        text = f"There are slices of {len(schedule.slices)} stages for {schedule.num_stages}."
+        yield text, 0, None
+        return
+    spans = slice_spans(schedule.slices)
+    # The longest chunk's reach is what the others' actions are measured against.
+    layers: collections.Counter[int] = collections.Counter()
+    for part in itertools.chain(*schedule.slices):
+        layers[part.action.virtual_stage] = max(layers[part.action.virtual_stage], part.hi)
+    for stage, (row, order) in enumerate(zip(schedule.slices, schedule.orders, strict=True)):
+        problem = (
+            _first_in_order(row, order)
+            or _first_in_row(row, layers)
+            or _first_too_early(row, spans, schedule)
+        )
+        if problem is not None:
+            text, action = problem
+            yield f"{text} (slices of stage {stage})", stage, action
+
+
+def slice_spans(rows: Sequence[Sequence[Slice]]) -> dict[Action, tuple[int, int]]:
+    """The ticks in which every action starts and ends."""
+    spans: dict[Action, tuple[int, int]] = {}
+    for part in itertools.chain(*rows):
+        start, _ = spans.get(part.action, (part.tick, 0))
+        spans[part.action] = start, part.tick
+    return spans
+
+
+_Problem = tuple[str, Action | None]
+
+
+def order_of(row: Sequence[Slice]) -> tuple[Action, ...]:
+    """The order of a stage that follows from its slices.
+
+    F and B come where they start and W and BW where they end: so every action comes after what it
+    needs, and the peak in flight of the order is that of the slices.
+
+    Example:
+      >>> F, W = Action.parse("0F1"), Action.parse("0W0")
+      >>> row = (Slice(0, W, 1, 2), Slice(1, F, 0, 1), Slice(1, W, 0, 1), Slice(2, F, 1, 2))
+      >>> [str(action) for action in order_of(row)]
+      ['0F1', '0W0']
+    """
+    places: dict[Action, int] = {}
+    for place, part in enumerate(row):
+        if part.action.kind in (Kind.W, Kind.BW):
+            places[part.action] = place
+        else:
+            places.setdefault(part.action, place)
+    return tuple(sorted(places, key=places.__getitem__))
+
+
+def _first_in_order(row: Sequence[Slice], order: Sequence[Action]) -> _Problem | None:
+    implied = order_of(row)
+    for sliced, ordered in itertools.zip_longest(implied, order):
+        if sliced != ordered:
+            return f"The order has {ordered} where the slices have {sliced}", ordered or sliced
+    return None
+
+
+def _first_in_row(row: Sequence[Slice], layers: collections.Counter[int]) -> _Problem | None:
+    """Ticks, phases and ranges of one stage."""
+    last = (-1, 0)
+    running: dict[int, tuple[Action, int]] = {}  # phase -> what is not finished, layers to go
+    for tick, action, lo, hi in ((part.tick, part.action, part.lo, part.hi) for part in row):
+        phase, count = PHASE[action.kind], layers[action.virtual_stage]
+        if (tick, phase) <= last:
+            return f"{action} in tick {tick} comes after its turn: F, then B or BW, then W", action
+        last = tick, phase
+        other, left = running.pop(phase, (action, count))
+        if other != action:
+            return f"{action} starts in tick {tick} before {other} has finished", action
+        start, end = (count - left, hi) if action.kind is Kind.F else (lo, left)
+        if (lo, hi) != (start, end) or not 0 <= lo < hi <= count:
+            return f"{action} runs layers {lo} to {hi} in tick {tick}, with {left} to go", action
+        if left > hi - lo:
+            running[phase] = action, left - (hi - lo)
+    for action, left in running.values():
+        return f"{action} never runs its other {left} layers", action
+    return None
+
+
+def _first_too_early(
+    row: Sequence[Slice], spans: dict[Action, tuple[int, int]], schedule: Schedule
+) -> _Problem | None:
+    """Inputs from earlier ticks."""
+    reached: dict[tuple[int, int], int] = {}  # down to which layer B has come
+    for part in row:
+        action, key = part.action, (part.action.virtual_stage, part.action.microbatch)
+        if action.kind is Kind.W:
+            if part.lo < reached[key]:
+                return f"{action} in tick {part.tick} runs layer {part.lo} before its B", action
+            continue
+        if action.kind is Kind.B:
+            reached[key] = part.lo
+        depth = schedule.placement.depth
+        for needed in dependencies(action, num_virtual_stages=depth, split=True):
+            if needed not in spans:
+                needed = Action(needed.virtual_stage, Kind.BW, needed.microbatch)
+            if spans[needed][1] >= part.tick:
+                return f"{action} in tick {part.tick} does not wait for {needed}", action
+    return None
