@@ -8,6 +8,7 @@ from typing import Any
 
 from jaxpipe.schedule.actions import Kind, Schedule
 from jaxpipe.schedule.simulate import Costs, TimedAction, Timeline, lock_step, simulate
+from jaxpipe.schedule.slices import slice_ticks
 from jaxpipe.schedule.slots import Use, cached_slots
 
 
@@ -92,9 +93,11 @@ def timelines(
     Returns:
       The free-running timeline, and the lock-step one.
     """
-    if layers_per_chunk is not None:
-        raise ValueError("--layers-per-chunk needs slices.")
-    return simulate(schedule, costs), lock_step(schedule, costs)
+    ticked = schedule
+    if layers_per_chunk is not None and schedule.slices is None:
+        counts = [layers_per_chunk] * schedule.placement.num_virtual_stages
+        ticked = slice_ticks(schedule, costs, counts)
+    return simulate(schedule, costs), lock_step(ticked, costs)
 
 
 def transfers(schedule: Schedule, *, kinds: Collection[Kind], num_slots: int) -> list[int]:
