@@ -14,7 +14,8 @@ from jaxpipe.schedule.actions import Action, Kind, Schedule, Slice
 from jaxpipe.schedule.placement import Placement
 from jaxpipe.schedule.simulate import Costs, lock_step
 from jaxpipe.schedule.slice_rules import order_of
-from jaxpipe.schedule.tick_search import Cell, Policy, Settings, TickSearch, Work
+from jaxpipe.schedule.tick_engine import Cell, Policy, Work
+from jaxpipe.schedule.tick_search import Settings, TickSearch
 from jaxpipe.schedule.validate import peak_in_flight
 
 _BY_RANK, _CRITICAL_FIRST = Policy(in_order=True), Policy(in_order=False)
