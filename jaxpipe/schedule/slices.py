@@ -8,13 +8,15 @@ next tick, and W may fill what is left of a tick.
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Iterable, Sequence
 
 from jaxpipe.schedule.actions import Action, Kind, Schedule, Slice
 from jaxpipe.schedule.placement import Placement
 from jaxpipe.schedule.simulate import Costs, lock_step
 from jaxpipe.schedule.slice_rules import order_of
-from jaxpipe.schedule.tick_search import Cell, Policy, Settings, TickSearch, Work
+from jaxpipe.schedule.tick_engine import Cell, Policy, Work
+from jaxpipe.schedule.tick_search import Settings, TickSearch
 from jaxpipe.schedule.validate import peak_in_flight
 
 _BY_RANK, _CRITICAL_FIRST = Policy(in_order=True), Policy(in_order=False)
@@ -28,7 +30,13 @@ _TRIALS = (
 """Each is the best of a wide sweep for some schedule."""
 
 
-def slice_ticks(schedule: Schedule, costs: Costs, layer_counts: Sequence[int]) -> Schedule:
+def slice_ticks(
+    schedule: Schedule,
+    costs: Costs,
+    layer_counts: Sequence[int],
+    *,
+    makespan: float = math.inf,
+) -> Schedule:
     """Cuts the actions of a schedule into ticks, so that in lock-step it ends as early as can be.
 
     The order of the F, of the B and of the W of each stage stays. Between kinds, what is ready may
@@ -41,10 +49,11 @@ def slice_ticks(schedule: Schedule, costs: Costs, layer_counts: Sequence[int]) -
       costs: of one chunk, however many layers it has. Where chunks differ, use the largest one's:
         the real time is then at most the predicted one.
       layer_counts: layers of every virtual stage, at least 1 each.
+      makespan: look only for what ends before this.
 
     Returns:
-      The schedule with `Schedule.slices`, its orders in the order of the slices: F and B by their
-      first slice, W and BW by their last. Deterministic.
+      The schedule with `Schedule.slices`, and its orders as the slices have them (`order_of`);
+      without slices where nothing is found that beats one whole action a tick. Deterministic.
 
     Raises:
       ValueError: ``layer_counts`` does not fit the schedule.
@@ -56,12 +65,12 @@ def slice_ticks(schedule: Schedule, costs: Costs, layer_counts: Sequence[int]) -
       0.245
       >>> sliced = slice_ticks(schedule, costs, [8] * 4)
       >>> round(lock_step(sliced, costs).bubble_ratio, 3)
-      0.134
+      0.127
     """
     check_layer_counts(schedule.placement, layer_counts)
     whole = dataclasses.replace(schedule, slices=None)
     search = TickSearch(_work(whole, costs, tuple(layer_counts)))
-    plan = search.best(_TRIALS, makespan=lock_step(whole, costs).makespan)
+    plan = search.best(_TRIALS, makespan=min(makespan, lock_step(whole, costs).makespan))
     return whole if plan is None else with_slices(whole, search.cells(plan))
 
 

@@ -1,0 +1,404 @@
+"""The lock-step clock at work: what each stage runs in a tick of a given length.
+
+`Engine` fills ticks with layers of the passes that are ready; `jaxpipe.schedule.tick_search`
+decides how long the ticks are.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+from jaxpipe.schedule.actions import Kind
+from jaxpipe.schedule.placement import Placement
+from jaxpipe.schedule.simulate import Costs
+
+_NONE = -1
+"""No pass."""
+_ROUNDING = 1e-9
+"""Lengths are sums of layer costs: what differs by less, relative to F+B+W, is the same."""
+
+_F, _B, _W = range(3)
+
+
+@dataclasses.dataclass(frozen=True)
+class Work:
+    """What the stages have to run; a pass of microbatch i on virtual stage s is number s*m + i.
+
+    Args:
+      placement: which stage holds which virtual stage.
+      num_microbatches: m.
+      layer_counts: layers of every virtual stage, at least 1 each.
+      costs: of one chunk, however many layers it has.
+      forwards: per stage, its queues of forwards. A stage starts the head of the first queue whose
+        head is ready.
+      backwards: likewise.
+      weights: per stage, the order of its W; None for that of its B.
+      limits: per stage and queue of forwards, in flight below which the queue may start another.
+      fused: the passes whose backward is BW.
+      ranks: for F, B and W, per pass, its place in its stage's order; None where nothing is
+        ordered yet.
+    """
+
+    placement: Placement
+    num_microbatches: int
+    layer_counts: tuple[int, ...]
+    costs: Costs
+    forwards: Sequence[Sequence[Sequence[int]]]
+    backwards: Sequence[Sequence[Sequence[int]]]
+    weights: Sequence[Sequence[int]] | None
+    limits: Sequence[Sequence[int]]
+    fused: frozenset[int] = frozenset()
+    ranks: tuple[Sequence[int], Sequence[int], Sequence[int]] | None = None
+
+
+class Policy(NamedTuple):
+    """How a stage fills a tick.
+
+    Args:
+      in_order: by `Work.ranks`. Otherwise one of F and B, then W, which goes first only where
+        memory keeps a forward waiting.
+      first: of F and B, which runs where both are ready, neither is under way and there are no
+        ranks.
+    """
+
+    in_order: bool
+    first: Kind = Kind.B
+
+
+class Choice(NamedTuple):
+    """One tick of a plan, and the ticks before it."""
+
+    length: float
+    policy: Policy
+    before: Choice | None
+
+
+class Cell(NamedTuple):
+    """What one stage runs of one pass in one tick: layers lo up to hi."""
+
+    tick: int
+    kind: Kind
+    number: int
+    lo: int
+    hi: int
+
+
+@dataclasses.dataclass(slots=True)
+class State:
+    """Where the stages are between two ticks. Lists are by stage, or by queue for `*_heads`."""
+
+    forward_done: bytearray  # by pass
+    backward_done: bytearray  # by pass
+    forward_heads: list[int]
+    backward_heads: list[int]
+    weight_heads: list[int]
+    pending: list[tuple[int, ...]]  # W to come, where Work does not order them
+    forward: list[int]  # the pass under way
+    forward_layers: list[int]  # layers of it that are done
+    backward: list[int]
+    backward_layers: list[int]
+    weight_layers: list[int]
+    in_flight: list[int]
+    busy: list[float]
+    time: float
+    critical: float  # time in F and B, all stages together
+    left: int  # actions to finish
+    choice: Choice | None
+
+    def copy(self) -> State:
+        return State(
+            self.forward_done[:],
+            self.backward_done[:],
+            self.forward_heads[:],
+            self.backward_heads[:],
+            self.weight_heads[:],
+            self.pending[:],
+            self.forward[:],
+            self.forward_layers[:],
+            self.backward[:],
+            self.backward_layers[:],
+            self.weight_layers[:],
+            self.in_flight[:],
+            self.busy[:],
+            *(self.time, self.critical, self.left, self.choice),
+        )
+
+    def progress(self) -> tuple[tuple[int, ...], ...]:
+        """Equal for two states in which the same work is done."""
+        lists = (
+            *(self.forward_heads, self.backward_heads, self.weight_heads),
+            *(self.forward_layers, self.backward_layers, self.weight_layers),
+        )
+        return tuple(map(tuple, lists))
+
+
+class Ready(NamedTuple):
+    """The forward and backward a stage runs or can start, and the queues of those not started."""
+
+    forward: int
+    forward_queue: int
+    backward: int
+    backward_queue: int
+
+
+class Run(NamedTuple):
+    """What a stage runs in one tick: of three passes, so many layers each."""
+
+    forward: int
+    backward: int
+    weights: int
+    num_forward: int
+    num_backward: int
+    num_weights: int
+
+
+class Engine:
+    """Runs ticks of given lengths.
+
+    Args:
+      work: what to run.
+    """
+
+    def __init__(self, work: Work) -> None:
+        self.work = work
+        placement, m, costs = work.placement, work.num_microbatches, work.costs
+        self.m, self.stages = m, range(placement.num_stages)
+        self.layers = [count for count in work.layer_counts for _ in range(m)]
+        self.costs = (
+            [costs.f / count for count in self.layers],
+            [
+                costs.of(Kind.BW if number in work.fused else Kind.B) / count
+                for number, count in enumerate(self.layers)
+            ],
+            [costs.w / count for count in self.layers],
+        )
+        self.message = costs.message if len(self.stages) > 1 else 0.0
+        virtual = [number // m % placement.depth for number in range(len(self.layers))]
+        self.enters = [s == 0 for s in virtual]
+        self.leaves = [s == placement.depth - 1 for s in virtual]
+        self.forwards = _numbered(work.forwards, work.limits)
+        # A backward frees memory: nothing limits it.
+        self.backwards = _numbered(work.backwards, [[0] * len(row) for row in work.backwards])
+        self.limits = [min(row) for row in work.limits]
+        self.longest_layer = max(map(max, self.costs))
+        self.rounding = _ROUNDING * (costs.f + costs.b + costs.w)
+
+    def start(self) -> State:
+        """Nothing is done."""
+        passes, p = len(self.layers), len(self.stages)
+        return State(
+            forward_done=bytearray(passes),
+            backward_done=bytearray(passes),
+            forward_heads=[0] * sum(map(len, self.forwards)),
+            backward_heads=[0] * sum(map(len, self.backwards)),
+            weight_heads=[0] * p,
+            pending=[()] * p,
+            forward=[_NONE] * p,
+            forward_layers=[0] * p,
+            backward=[_NONE] * p,
+            backward_layers=[0] * p,
+            weight_layers=[0] * p,
+            in_flight=[0] * p,
+            busy=[0.0] * p,
+            time=0.0,
+            critical=0.0,
+            left=3 * passes - len(self.work.fused),
+            choice=None,
+        )
+
+    def ready(self, state: State, d: int) -> Ready:
+        """The forward and backward that stage d can run now."""
+        forward, backward, forward_queue, backward_queue = (
+            *(state.forward[d], state.backward[d]),
+            *(_NONE, _NONE),
+        )
+        if forward == _NONE:
+            for queue, numbers, limit in self.forwards[d]:
+                head = state.forward_heads[queue]
+                if head < len(numbers) and state.in_flight[d] < limit:
+                    number = numbers[head]
+                    if self.enters[number] or state.forward_done[number - self.m]:
+                        forward, forward_queue = number, queue
+                        break
+        if backward == _NONE:
+            for queue, numbers, _ in self.backwards[d]:
+                head = state.backward_heads[queue]
+                if head < len(numbers):
+                    number = numbers[head]
+                    if state.forward_done[number] and (
+                        self.leaves[number] or state.backward_done[number + self.m]
+                    ):
+                        backward, backward_queue = number, queue
+                        break
+        return Ready(forward, forward_queue, backward, backward_queue)
+
+    def rest(self, state: State, ready: Ready, d: int) -> tuple[float, float]:
+        """How long the forward and the backward that stage d has ready still take."""
+        forward = backward = 0.0
+        if ready.forward != _NONE:
+            forward = self.layers[ready.forward] - state.forward_layers[d]
+            forward *= self.costs[_F][ready.forward]
+        if ready.backward != _NONE:
+            backward = self.layers[ready.backward] - state.backward_layers[d]
+            backward *= self.costs[_B][ready.backward]
+        return forward, backward
+
+    def tick(
+        self,
+        state: State,
+        length: float,
+        policy: Policy,
+        ready: list[Ready],
+        record: tuple[int, list[list[Cell]]] | None = None,
+    ) -> State:
+        """The state after a tick of at most this length."""
+        new = state.copy()
+        new.choice = Choice(length, policy, state.choice)
+        done: list[tuple[bytearray, int]] = []
+        longest = 0.0
+        for d in self.stages:
+            run, used = self._fill(state, d, length, policy, ready[d])
+            if used > longest:
+                longest = used
+            new.busy[d] += used
+            if record is not None:
+                record[1][d].extend(self._cells(state, d, run, record[0]))
+            self._apply(new, d, ready[d], run, done)
+        # What this tick computes is there for other stages, and other kinds, from the next on.
+        for flags, number in done:
+            flags[number] = 1
+        new.time += longest + self.message
+        return new
+
+    def _next_weights(self, state: State, d: int) -> int:
+        if self.work.weights is None:
+            return state.pending[d][0] if state.pending[d] else _NONE
+        order, head = self.work.weights[d], state.weight_heads[d]
+        return order[head] if head < len(order) else _NONE
+
+    def _fill(
+        self, state: State, d: int, length: float, policy: Policy, ready: Ready
+    ) -> tuple[Run, float]:
+        """What stage d runs in a tick of this length, and how much of it that takes."""
+        forward, _, backward, _ = ready
+        weights = self._next_weights(state, d)
+        if weights == _NONE and self.work.weights is None and backward not in self.work.fused:
+            weights = backward
+        rooms, costs = [0, 0, 0], [0.0, 0.0, 0.0]
+        if forward != _NONE:
+            rooms[_F] = self.layers[forward] - state.forward_layers[d]
+            costs[_F] = self.costs[_F][forward]
+        if backward != _NONE:
+            rooms[_B] = self.layers[backward] - state.backward_layers[d]
+            costs[_B] = self.costs[_B][backward]
+        if weights != _NONE:
+            costs[_W] = self.costs[_W][weights]
+            if state.backward_done[weights]:
+                rooms[_W] = self.layers[weights] - state.weight_layers[d]
+            elif weights == backward:
+                rooms[_W] = state.backward_layers[d] - state.weight_layers[d]
+        counts = [0, 0, 0]
+        left = length + self.rounding
+        for kind in self._claims(state, d, policy, ready, weights):
+            count = min(rooms[kind] - counts[kind], int(left / costs[kind]))
+            if count:
+                counts[kind] += count
+                left -= count * costs[kind]
+                if kind == _B and weights == backward:
+                    rooms[_W] += count
+        return Run(forward, backward, weights, *counts), length + self.rounding - left
+
+    def _claims(
+        self, state: State, d: int, policy: Policy, ready: Ready, weights: int
+    ) -> Sequence[int]:
+        """Which kinds may fill the tick, most urgent first."""
+        forward, _, backward, _ = ready
+        ranks = self.work.ranks
+        if policy.in_order and ranks is not None:
+            numbers = (forward, backward, weights)
+            claims = [kind for kind in (_F, _B, _W) if numbers[kind] != _NONE]
+            claims.sort(key=lambda kind: ranks[kind][numbers[kind]])
+            # Layers of W that B has only now made possible come last.
+            return claims if weights == _NONE else (*claims, _W)
+        filler = () if weights == _NONE else (_W,)
+        if forward == _NONE:
+            blocked = state.in_flight[d] >= self.limits[d]
+            critical = () if backward == _NONE else (_B,)
+            return (*filler, *critical, *filler) if blocked else (*critical, *filler)
+        if backward == _NONE:
+            return (_F, *filler)
+        under_way = state.forward[d] != _NONE, state.backward[d] != _NONE
+        if under_way[0] != under_way[1]:
+            forward_first = under_way[0]
+        elif ranks is not None:
+            forward_first = ranks[_F][forward] < ranks[_B][backward]
+        else:
+            forward_first = policy.first is Kind.F
+        return (_F if forward_first else _B, *filler)
+
+    def _apply(
+        self, new: State, d: int, ready: Ready, run: Run, done: list[tuple[bytearray, int]]
+    ) -> None:
+        """Moves stage d on by what it runs."""
+        forward, backward, weights, num_forward, num_backward, num_weights = run
+        if num_forward:
+            if ready.forward_queue != _NONE:
+                new.forward_heads[ready.forward_queue] += 1
+                new.in_flight[d] += 1
+            new.critical += num_forward * self.costs[_F][forward]
+            layers = new.forward_layers[d] + num_forward
+            finished = layers == self.layers[forward]
+            new.forward[d], new.forward_layers[d] = (_NONE, 0) if finished else (forward, layers)
+            if finished:
+                done.append((new.forward_done, forward))
+                new.left -= 1
+        if num_backward:
+            fused = backward in self.work.fused
+            if ready.backward_queue != _NONE:
+                new.backward_heads[ready.backward_queue] += 1
+                if self.work.weights is None and not fused:
+                    new.pending[d] += (backward,)
+            new.critical += num_backward * self.costs[_B][backward]
+            layers = new.backward_layers[d] + num_backward
+            finished = layers == self.layers[backward]
+            new.backward[d], new.backward_layers[d] = (_NONE, 0) if finished else (backward, layers)
+            if finished:
+                done.append((new.backward_done, backward))
+                new.left -= 1
+                new.in_flight[d] -= fused
+        if num_weights:
+            layers = new.weight_layers[d] + num_weights
+            finished = layers == self.layers[weights]
+            new.weight_layers[d] = 0 if finished else layers
+            if finished:
+                new.weight_heads[d] += 1
+                new.pending[d] = new.pending[d][1:]
+                new.left -= 1
+                new.in_flight[d] -= 1
+
+    def _cells(self, state: State, d: int, run: Run, tick: int) -> Iterator[Cell]:
+        forward, backward, weights, num_forward, num_backward, num_weights = run
+        if num_forward:
+            lo = state.forward_layers[d]
+            yield Cell(tick, Kind.F, forward, lo, lo + num_forward)
+        if num_backward:
+            kind = Kind.BW if backward in self.work.fused else Kind.B
+            hi = self.layers[backward] - state.backward_layers[d]
+            yield Cell(tick, kind, backward, hi - num_backward, hi)
+        if num_weights:
+            hi = self.layers[weights] - state.weight_layers[d]
+            yield Cell(tick, Kind.W, weights, hi - num_weights, hi)
+
+
+def _numbered(
+    stages: Sequence[Sequence[Sequence[int]]], limits: Sequence[Sequence[int]]
+) -> list[list[tuple[int, Sequence[int], int]]]:
+    """Per stage, its queues as (place among the queues of all stages, passes, limit)."""
+    places = itertools.count()
+    return [
+        [(next(places), queue, limit) for queue, limit in zip(queues, row, strict=True)]
+        for queues, row in zip(stages, limits, strict=True)
+    ]
