@@ -205,7 +205,7 @@ def _build(
 ) -> Schedule:
     """Builds a schedule, or loads a user's own, with the options that were given.
 
-    Costs and layers are there for the clocks as well: a schedule gets them only if it reads them.
+    Costs and layers are there for the clocks as well.
     """
     given = {option: value for option, value in options.items() if value is not None}
     clock: dict[str, Any] = {"costs": costs}
@@ -224,10 +224,7 @@ def _build(
             f"beyond {_MAX_PASSES}: such a schedule does not fit in memory.\n"
             f"Nearest valid: a product of {_MAX_PASSES}."
         )
-    for entry in catalog.entries():
-        if entry.name == name:
-            given |= user.wanted(entry.generate, clock)
-    return catalog.build(name, stages=stages, microbatches=microbatches, **given)
+    return catalog.build(name, stages=stages, microbatches=microbatches, **given, **clock)
 
 
 def _in_format(

@@ -130,7 +130,7 @@ def _limits(section: type[Section], prefix: str = "") -> Iterator[tuple[str, Ran
 def _schedule(config: Config) -> Iterator[Failure]:
     chunks = config.pipeline.chunks or 1
     try:
-        chunks = schedule.build(config).num_chunks
+        chunks = schedule.order(config).num_chunks
     except ValueError as error:
         # The message names pipeline.schedule, pipeline.chunks and the rest itself.
         yield Failure(str(error).replace("\nNearest", " Nearest"))

@@ -108,7 +108,7 @@ class MeshConfig(Section):
 class PipelineConfig(Section):
     """How a batch goes through the stages."""
 
-    schedule: str = "1f1b"
+    schedule: str = "auto"
     """Name of the schedule; ``jaxpipe schedules`` lists them."""
     chunks: Annotated[int | None, Range(1)] = None
     """Chunks of layers a stage holds; None for the schedule's own number."""
@@ -118,10 +118,25 @@ class PipelineConfig(Section):
     """Microbatches that stay together, for schedules that group them."""
     memory_limit: Annotated[float | None, Range(0, above=True)] = None
     """Peak in flight per stage, in microbatches of a full stage, for schedules that read it."""
+    slices: bool = True
+    """Cut actions into ranges of layers, so that a tick does not wait for its slowest stage."""
     remat: Literal["none", "dots", "full"] = "none"
     """What is recomputed in the backward: nothing, all but matmuls, everything."""
     zero: Annotated[int, Range(0, 3)] = 3
     """Sharded over data: 0 nothing, 1 optimizer state, 2 and gradients, 3 and weights."""
+
+
+class CostsConfig(Section):
+    """What a microbatch costs on a chunk, in any one unit: schedules and ticks are made for it."""
+
+    f: Positive = 1.0
+    """Forward."""
+    b: Positive = 1.2
+    """Backward for the input; attention makes it dearer than the forward."""
+    w: Positive = 0.8
+    """Backward for the weights."""
+    message: NonNegative = 0.0
+    """One message between stages."""
 
 
 class OptimizerConfig(Section):
@@ -204,6 +219,7 @@ class Config(Section):
     model: ModelConfig = ModelConfig()
     mesh: MeshConfig = MeshConfig()
     pipeline: PipelineConfig = PipelineConfig()
+    costs: CostsConfig = CostsConfig()
     optimizer: OptimizerConfig = OptimizerConfig()
     train: TrainConfig = TrainConfig()
     sample: SampleConfig = SampleConfig()

@@ -19,18 +19,16 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from jaxpipe.schedule import draw
-from jaxpipe.schedule.simulate import Costs, lock_step, simulate
+from jaxpipe.schedule.simulate import lock_step, simulate
 from models import gpt
 from models.sample import sample
-from train import checkpoint, checks, data, distributed
+from train import checkpoint, checks, data, distributed, schedule
 from train.checkpoint import Checkpoints
 from train.config import Config
 from train.errors import ConfigError, Failure, NonFiniteLossError
 from train.metrics import Line, Metrics, memory_bytes, peak_flops
 from train.step import Program, State
 
-# The predicted bubble takes F, B and W as equally long, as the papers' pictures do.
-_COSTS = Costs(f=1, b=1, w=1)
 # A new checkpoint is written before an old one goes.
 _CHECKPOINTS_AT_ONCE = 2
 
@@ -129,7 +127,10 @@ def prepare_folder(program: Program) -> None:
     """Writes the resolved configuration and the schedule's picture."""
     folder = Path(program.config.run_dir)
     folder.mkdir(parents=True, exist_ok=True)
-    draw.save(draw.figure(simulate(program.schedule, _COSTS)), folder / checks.SCHEDULE_FILE)
+    draw.save(
+        draw.figure(simulate(program.schedule, schedule.costs(program.config))),
+        folder / checks.SCHEDULE_FILE,
+    )
     partial = folder / f"{checks.CONFIG_FILE}.partial"
     partial.write_text(program.config.to_yaml(), encoding="utf-8")
     os.replace(partial, folder / checks.CONFIG_FILE)
@@ -196,7 +197,7 @@ class Trainer:
             seed=self.config.train.seed,
             rows=self.rows,
         )
-        self.bubble = lock_step(program.schedule, _COSTS).bubble_ratio
+        self.bubble = lock_step(program.schedule, schedule.costs(self.config)).bubble_ratio
         self.step = 0
         self.eval_loss: float | None = None
         self.state: State

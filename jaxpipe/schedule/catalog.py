@@ -16,6 +16,7 @@ from importlib.metadata import entry_points
 from typing import Any
 
 from jaxpipe.schedule.actions import Schedule
+from jaxpipe.schedule.auto import auto
 from jaxpipe.schedule.breadth_first import breadth_first, modular
 from jaxpipe.schedule.chimera import chimera
 from jaxpipe.schedule.controllable_memory import (
@@ -87,6 +88,8 @@ _PATHS = {
     "layers_per_chunk": "pipeline.layers_per_chunk",
 }
 """Configuration paths of the options, by the parameter of the generator."""
+_MEASURES = ("costs", "layers_per_chunk")
+"""Options that say something about the machine and the model, whatever the schedule."""
 
 
 def _hanayo(
@@ -228,9 +231,14 @@ _BUILT_IN = (
         *("(6p-1-3k)/2 + (p-1)/2 at F=B=W=1, limit k/2", "memory_limit", _V, "arXiv 2405.15362"),
         chunks=2,
     ),
+    Entry(
+        *("auto", auto, "Order and slices searched for the lock-step clock"),
+        *("searched", "memory_limit, p by default", _V, "jaxpipe"),
+        chunks=2,
+    ),
     *_with_fused(
         Entry(
-            *("chimera", _chimera, "Two model copies in opposite directions"),
+            *("chimera", _chimera, "Two model copies, opposite directions"),
             *("about p/2-1 at F=B=W=1", "at most p+1", _COPIES, "arXiv 2107.06925"),
             multiples={"microbatches": 2},
         ),
@@ -317,8 +325,8 @@ def build(
       group: microbatches that stay together, at least 1 (``pipeline.group``).
       memory_limit: peak in flight per stage, in microbatches of a full stage, above 0
         (``pipeline.memory_limit``).
-      costs: of one chunk, for schedules that are made to measure.
-      layers_per_chunk: at least 1, for schedules that cut actions into slices.
+      costs: of one chunk, for schedules that are made to measure; others do not need it.
+      layers_per_chunk: at least 1, for schedules that cut actions into slices; likewise.
 
     Returns:
       The schedule.
@@ -374,7 +382,9 @@ def _misfits(
         if default is inspect.Parameter.empty and option not in options
     ]
     for option, value in options.items():
-        if option in entry.defaults or (option == "num_chunks" and value == entry.chunks):
+        if option in entry.defaults or option in _MEASURES:
+            continue
+        if option == "num_chunks" and value == entry.chunks:
             continue
         rule, nearest = "it does not read it", "leave it out"
         if option == "num_chunks" and entry.chunks is not None:

@@ -361,7 +361,6 @@ def test_all_failures_of_build_come_together():
         ("dualpipe-v", {"chunks": 4}, r"each of its stages holds 2 chunks\.\nNearest valid: 2\."),
         ("gpipe", {"group": 4}, r"pipeline\.group=4 .* does not read it\.\nNearest valid: leave"),
         ("zb-h1", {"memory_limit": 4}, r"pipeline\.memory_limit=4 .* does not read it"),
-        ("1f1b", {"costs": Costs(1, 1, 1)}, r"costs=Costs.* does not read it"),
         ("hanayo", {"chunks": 3}, r"chunks=3 .* a multiple of 2\.\nNearest valid: 2, 4\."),
         ("hanayo", {"chunks": 1}, r"chunks=1 .* a multiple of 2\.\nNearest valid: 2\."),
         ("hanayo", {"memory_limit": 0.5}, r"memory_limit=0\.5 .*\nNearest valid: 1\."),

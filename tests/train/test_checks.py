@@ -48,7 +48,7 @@ def make(tmp_path, folder):
             "data": {"path": str(folder)},
             "model": {"vocab_size": VOCAB_SIZE, "sequence_length": 16, "num_layers": 4},
             "mesh": {"stage": 2, "data": 2},
-            "pipeline": {"microbatches": 4},
+            "pipeline": {"schedule": "1f1b", "microbatches": 4},
             "train": {"steps": 30, "batch_size": 16},
         }
         for path, value in dict(fields).items():

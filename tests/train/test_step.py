@@ -16,7 +16,7 @@ pytestmark = pytest.mark.pipeline
 CONFIG = {
     "model": {"vocab_size": 50, "sequence_length": 8, "num_layers": 5, "width": 8, "num_heads": 2},
     "mesh": {"stage": 4, "data": 2},
-    "pipeline": {"microbatches": 3},
+    "pipeline": {"schedule": "1f1b", "microbatches": 3},
     "train": {"batch_size": 6, "steps": 20},
 }
 
