@@ -136,12 +136,22 @@ class State:
 
 
 class Ready(NamedTuple):
-    """The forward and backward a stage runs or can start, and the queues of those not started."""
+    """What a stage can run in the next tick.
+
+    Args:
+      forward, backward, weights: the passes, or `_NONE`.
+      forward_queue, backward_queue: the queues of those that would start.
+      rooms: for F, B and W, the layers left to run; for W those whose B has run.
+      costs: for F, B and W, of a layer.
+    """
 
     forward: int
     forward_queue: int
     backward: int
     backward_queue: int
+    weights: int
+    rooms: tuple[int, int, int]
+    costs: tuple[float, float, float]
 
 
 class Run(NamedTuple):
@@ -233,89 +243,33 @@ class Engine:
                     ):
                         backward, backward_queue = number, queue
                         break
-        return Ready(forward, forward_queue, backward, backward_queue)
-
-    def rest(self, state: State, ready: Ready, d: int) -> tuple[float, float]:
-        """How long the forward and the backward that stage d has ready still take."""
-        forward = backward = 0.0
-        if ready.forward != _NONE:
-            forward = self.layers[ready.forward] - state.forward_layers[d]
-            forward *= self.costs[_F][ready.forward]
-        if ready.backward != _NONE:
-            backward = self.layers[ready.backward] - state.backward_layers[d]
-            backward *= self.costs[_B][ready.backward]
-        return forward, backward
-
-    def tick(
-        self,
-        state: State,
-        length: float,
-        policy: Policy,
-        ready: list[Ready],
-        record: tuple[int, list[list[Cell]]] | None = None,
-    ) -> State:
-        """The state after a tick of at most this length."""
-        new = state.copy()
-        new.choice = Choice(length, policy, state.choice)
-        done: list[tuple[bytearray, int]] = []
-        longest = 0.0
-        for d in self.stages:
-            run, used = self._fill(state, d, length, policy, ready[d])
-            if used > longest:
-                longest = used
-            new.busy[d] += used
-            if record is not None:
-                record[1][d].extend(self._cells(state, d, run, record[0]))
-            self._apply(new, d, ready[d], run, done)
-        # What this tick computes is there for other stages, and other kinds, from the next on.
-        for flags, number in done:
-            flags[number] = 1
-        new.time += longest + self.message
-        return new
-
-    def _next_weights(self, state: State, d: int) -> int:
-        if self.work.weights is None:
-            return state.pending[d][0] if state.pending[d] else _NONE
-        order, head = self.work.weights[d], state.weight_heads[d]
-        return order[head] if head < len(order) else _NONE
-
-    def _fill(
-        self, state: State, d: int, length: float, policy: Policy, ready: Ready
-    ) -> tuple[Run, float]:
-        """What stage d runs in a tick of this length, and how much of it that takes."""
-        forward, _, backward, _ = ready
-        weights = self._next_weights(state, d)
-        if weights == _NONE and self.work.weights is None and backward not in self.work.fused:
-            weights = backward
-        rooms, costs = [0, 0, 0], [0.0, 0.0, 0.0]
-        if forward != _NONE:
-            rooms[_F] = self.layers[forward] - state.forward_layers[d]
-            costs[_F] = self.costs[_F][forward]
-        if backward != _NONE:
-            rooms[_B] = self.layers[backward] - state.backward_layers[d]
-            costs[_B] = self.costs[_B][backward]
+        weights = self._weights(state, d, backward)
+        room = 0
         if weights != _NONE:
-            costs[_W] = self.costs[_W][weights]
             if state.backward_done[weights]:
-                rooms[_W] = self.layers[weights] - state.weight_layers[d]
+                room = self.layers[weights] - state.weight_layers[d]
             elif weights == backward:
-                rooms[_W] = state.backward_layers[d] - state.weight_layers[d]
-        counts = [0, 0, 0]
-        left = length + self.rounding
-        for kind in self._claims(state, d, policy, ready, weights):
-            count = min(rooms[kind] - counts[kind], int(left / costs[kind]))
-            if count:
-                counts[kind] += count
-                left -= count * costs[kind]
-                if kind == _B and weights == backward:
-                    rooms[_W] += count
-        return Run(forward, backward, weights, *counts), length + self.rounding - left
+                room = state.backward_layers[d] - state.weight_layers[d]
+        rooms = (
+            0 if forward == _NONE else self.layers[forward] - state.forward_layers[d],
+            0 if backward == _NONE else self.layers[backward] - state.backward_layers[d],
+            room,
+        )
+        costs = self.costs[_F][forward], self.costs[_B][backward], self.costs[_W][weights]
+        return Ready(forward, forward_queue, backward, backward_queue, weights, rooms, costs)
 
-    def _claims(
-        self, state: State, d: int, policy: Policy, ready: Ready, weights: int
-    ) -> Sequence[int]:
-        """Which kinds may fill the tick, most urgent first."""
-        forward, _, backward, _ = ready
+    def _weights(self, state: State, d: int, backward: int) -> int:
+        """The next W of a stage, which may be that of the backward it can run."""
+        if self.work.weights is not None:
+            order, head = self.work.weights[d], state.weight_heads[d]
+            return order[head] if head < len(order) else _NONE
+        if state.pending[d]:
+            return state.pending[d][0]
+        return _NONE if backward in self.work.fused else backward
+
+    def claims(self, state: State, d: int, policy: Policy, ready: Ready) -> Sequence[int]:
+        """Which kinds may fill a tick of stage d, most urgent first."""
+        forward, backward, weights = ready.forward, ready.backward, ready.weights
         ranks = self.work.ranks
         if policy.in_order and ranks is not None:
             numbers = (forward, backward, weights)
@@ -338,6 +292,56 @@ class Engine:
         else:
             forward_first = policy.first is Kind.F
         return (_F if forward_first else _B, *filler)
+
+    def tick(
+        self,
+        state: State,
+        length: float,
+        ready: list[Ready],
+        claims: list[Sequence[int]],
+        record: tuple[int, list[list[Cell]]] | None = None,
+    ) -> State:
+        """The state after a tick of at most this length, filled by these claims.
+
+        Args:
+          state: before the tick.
+          length: of the tick, at least `longest_layer`.
+          ready: of `ready`, per stage.
+          claims: of `claims`, per stage.
+          record: a number for the tick, and rows by stage to which its cells are added.
+        """
+        new = state.copy()
+        done: list[tuple[bytearray, int]] = []
+        longest = 0.0
+        for d in self.stages:
+            run, used = self._fill(length, ready[d], claims[d])
+            if used > longest:
+                longest = used
+            new.busy[d] += used
+            if record is not None:
+                record[1][d].extend(self._cells(state, d, run, record[0]))
+            self._apply(new, d, ready[d], run, done)
+        # What this tick computes is there for other stages, and other kinds, from the next on.
+        for flags, number in done:
+            flags[number] = 1
+        new.time += longest + self.message
+        return new
+
+    def _fill(self, length: float, ready: Ready, claims: Sequence[int]) -> tuple[Run, float]:
+        """What a stage runs in a tick of this length, and how much of it that takes."""
+        rooms, counts = list(ready.rooms), [0, 0, 0]
+        left = length + self.rounding
+        for kind in claims:
+            cost = ready.costs[kind]
+            count = min(rooms[kind], int(left / cost))
+            if count:
+                counts[kind] += count
+                rooms[kind] -= count
+                left -= count * cost
+                if kind == _B and ready.weights == ready.backward:
+                    rooms[_W] += count
+        used = length + self.rounding - left
+        return Run(ready.forward, ready.backward, ready.weights, *counts), used
 
     def _apply(
         self, new: State, d: int, ready: Ready, run: Run, done: list[tuple[bytearray, int]]
