@@ -69,10 +69,9 @@ class Policy(NamedTuple):
 
 
 class Choice(NamedTuple):
-    """One tick of a plan, and the ticks before it."""
+    """One tick of a plan, and the ticks before it: per stage, the layers it runs."""
 
-    length: float
-    policy: Policy
+    counts: tuple[tuple[int, int, int], ...]
     before: Choice | None
 
 
@@ -154,15 +153,8 @@ class Ready(NamedTuple):
     costs: tuple[float, float, float]
 
 
-class Run(NamedTuple):
-    """What a stage runs in one tick: of three passes, so many layers each."""
-
-    forward: int
-    backward: int
-    weights: int
-    num_forward: int
-    num_backward: int
-    num_weights: int
+Counts = tuple[int, int, int]
+"""Layers of F, B and W that a stage runs in one tick."""
 
 
 class Engine:
@@ -293,108 +285,109 @@ class Engine:
             forward_first = policy.first is Kind.F
         return (_F if forward_first else _B, *filler)
 
-    def tick(
-        self,
-        state: State,
-        length: float,
-        ready: list[Ready],
-        claims: list[Sequence[int]],
-        record: tuple[int, list[list[Cell]]] | None = None,
-    ) -> State:
-        """The state after a tick of at most this length, filled by these claims.
+    def fill(self, length: float, ready: Ready, claims: Sequence[int]) -> Counts:
+        """What a stage runs in a tick of at most this length.
 
         Args:
-          state: before the tick.
           length: of the tick, at least `longest_layer`.
-          ready: of `ready`, per stage.
-          claims: of `claims`, per stage.
-          record: a number for the tick, and rows by stage to which its cells are added.
+          ready: of `ready`.
+          claims: of `claims`.
         """
-        new = state.copy()
-        done: list[tuple[bytearray, int]] = []
-        longest = 0.0
-        for d in self.stages:
-            run, used = self._fill(length, ready[d], claims[d])
-            if used > longest:
-                longest = used
-            new.busy[d] += used
-            if record is not None:
-                record[1][d].extend(self._cells(state, d, run, record[0]))
-            self._apply(new, d, ready[d], run, done)
-        # What this tick computes is there for other stages, and other kinds, from the next on.
-        for flags, number in done:
-            flags[number] = 1
-        new.time += longest + self.message
-        return new
-
-    def _fill(self, length: float, ready: Ready, claims: Sequence[int]) -> tuple[Run, float]:
-        """What a stage runs in a tick of this length, and how much of it that takes."""
         rooms, counts = list(ready.rooms), [0, 0, 0]
         left = length + self.rounding
         for kind in claims:
             cost = ready.costs[kind]
-            count = min(rooms[kind], int(left / cost))
+            count = int(left / cost)
+            if count > rooms[kind]:
+                count = rooms[kind]
             if count:
                 counts[kind] += count
                 rooms[kind] -= count
                 left -= count * cost
                 if kind == _B and ready.weights == ready.backward:
                     rooms[_W] += count
-        used = length + self.rounding - left
-        return Run(ready.forward, ready.backward, ready.weights, *counts), used
+        return counts[_F], counts[_B], counts[_W]
 
-    def _apply(
-        self, new: State, d: int, ready: Ready, run: Run, done: list[tuple[bytearray, int]]
+    def tick(self, state: State, ready: Sequence[Ready], counts: Sequence[Counts]) -> State:
+        """The state after a tick in which each stage runs what `fill` gave it."""
+        new = state.copy()
+        done: list[tuple[bytearray, int]] = []
+        longest = 0.0
+        for d in self.stages:
+            stage, (num_forward, num_backward, num_weights) = ready[d], counts[d]
+            used = 0.0
+            if num_forward:
+                used = num_forward * stage.costs[_F]
+                self._run_forward(new, d, stage, num_forward, done)
+            if num_backward:
+                used += num_backward * stage.costs[_B]
+                self._run_backward(new, d, stage, num_backward, done)
+            new.critical += used
+            if num_weights:
+                used += num_weights * stage.costs[_W]
+                self._run_weights(new, d, stage.weights, num_weights)
+            new.busy[d] += used
+            if used > longest:
+                longest = used
+        # What this tick computes is there for other stages, and other kinds, from the next on.
+        for flags, number in done:
+            flags[number] = 1
+        new.time += longest + self.message
+        return new
+
+    def _run_forward(
+        self, new: State, d: int, ready: Ready, count: int, done: list[tuple[bytearray, int]]
     ) -> None:
-        """Moves stage d on by what it runs."""
-        forward, backward, weights, num_forward, num_backward, num_weights = run
-        if num_forward:
-            if ready.forward_queue != _NONE:
-                new.forward_heads[ready.forward_queue] += 1
-                new.in_flight[d] += 1
-            new.critical += num_forward * self.costs[_F][forward]
-            layers = new.forward_layers[d] + num_forward
-            finished = layers == self.layers[forward]
-            new.forward[d], new.forward_layers[d] = (_NONE, 0) if finished else (forward, layers)
-            if finished:
-                done.append((new.forward_done, forward))
-                new.left -= 1
-        if num_backward:
-            fused = backward in self.work.fused
-            if ready.backward_queue != _NONE:
-                new.backward_heads[ready.backward_queue] += 1
-                if self.work.weights is None and not fused:
-                    new.pending[d] += (backward,)
-            new.critical += num_backward * self.costs[_B][backward]
-            layers = new.backward_layers[d] + num_backward
-            finished = layers == self.layers[backward]
-            new.backward[d], new.backward_layers[d] = (_NONE, 0) if finished else (backward, layers)
-            if finished:
-                done.append((new.backward_done, backward))
-                new.left -= 1
-                new.in_flight[d] -= fused
-        if num_weights:
-            layers = new.weight_layers[d] + num_weights
-            finished = layers == self.layers[weights]
-            new.weight_layers[d] = 0 if finished else layers
-            if finished:
-                new.weight_heads[d] += 1
-                new.pending[d] = new.pending[d][1:]
-                new.left -= 1
-                new.in_flight[d] -= 1
+        number = ready.forward
+        if ready.forward_queue != _NONE:
+            new.forward_heads[ready.forward_queue] += 1
+            new.in_flight[d] += 1
+        new.forward[d], new.forward_layers[d] = number, new.forward_layers[d] + count
+        if new.forward_layers[d] == self.layers[number]:
+            new.forward[d], new.forward_layers[d] = _NONE, 0
+            new.left -= 1
+            done.append((new.forward_done, number))
 
-    def _cells(self, state: State, d: int, run: Run, tick: int) -> Iterator[Cell]:
-        forward, backward, weights, num_forward, num_backward, num_weights = run
+    def _run_backward(
+        self, new: State, d: int, ready: Ready, count: int, done: list[tuple[bytearray, int]]
+    ) -> None:
+        number = ready.backward
+        fused = number in self.work.fused
+        if ready.backward_queue != _NONE:
+            new.backward_heads[ready.backward_queue] += 1
+            if self.work.weights is None and not fused:
+                new.pending[d] += (number,)
+        new.backward[d], new.backward_layers[d] = number, new.backward_layers[d] + count
+        if new.backward_layers[d] == self.layers[number]:
+            new.backward[d], new.backward_layers[d] = _NONE, 0
+            new.left -= 1
+            new.in_flight[d] -= fused
+            done.append((new.backward_done, number))
+
+    def _run_weights(self, new: State, d: int, number: int, count: int) -> None:
+        new.weight_layers[d] += count
+        if new.weight_layers[d] == self.layers[number]:
+            new.weight_layers[d] = 0
+            new.weight_heads[d] += 1
+            new.pending[d] = new.pending[d][1:]
+            new.left -= 1
+            new.in_flight[d] -= 1
+
+    def cells(
+        self, state: State, d: int, ready: Ready, counts: Counts, tick: int
+    ) -> Iterator[Cell]:
+        """What stage d runs in a tick, as cells of a table."""
+        num_forward, num_backward, num_weights = counts
         if num_forward:
             lo = state.forward_layers[d]
-            yield Cell(tick, Kind.F, forward, lo, lo + num_forward)
+            yield Cell(tick, Kind.F, ready.forward, lo, lo + num_forward)
         if num_backward:
-            kind = Kind.BW if backward in self.work.fused else Kind.B
-            hi = self.layers[backward] - state.backward_layers[d]
-            yield Cell(tick, kind, backward, hi - num_backward, hi)
+            kind = Kind.BW if ready.backward in self.work.fused else Kind.B
+            hi = self.layers[ready.backward] - state.backward_layers[d]
+            yield Cell(tick, kind, ready.backward, hi - num_backward, hi)
         if num_weights:
-            hi = self.layers[weights] - state.weight_layers[d]
-            yield Cell(tick, Kind.W, weights, hi - num_weights, hi)
+            hi = self.layers[ready.weights] - state.weight_layers[d]
+            yield Cell(tick, Kind.W, ready.weights, hi - num_weights, hi)
 
 
 def _numbered(

@@ -8,6 +8,7 @@ states that waited least.
 
 from __future__ import annotations
 
+import itertools
 import operator
 from collections.abc import Iterable, Iterator
 from typing import NamedTuple
@@ -107,10 +108,11 @@ class TickSearch:
         engine = self.engine
         rows: list[list[Cell]] = [[] for _ in engine.stages]
         state = engine.start()
-        for tick, (length, policy, _) in enumerate(reversed(choices)):
+        for tick, (counts, _) in enumerate(reversed(choices)):
             ready = [engine.ready(state, d) for d in engine.stages]
-            claims = [engine.claims(state, d, policy, ready[d]) for d in engine.stages]
-            state = engine.tick(state, length, ready, claims, record=(tick, rows))
+            for d, row in enumerate(rows):
+                row.extend(engine.cells(state, d, ready[d], counts[d], tick))
+            state = engine.tick(state, ready, counts)
         return rows
 
     def _best_of(self, states: list[State], settings: Settings, width: int) -> Iterator[State]:
@@ -138,12 +140,16 @@ class TickSearch:
         engine = self.engine
         ready = [engine.ready(state, d) for d in engine.stages]
         lengths = self._lengths(ready, settings, number)
+        # Nobody runs anything: everybody waits for good.
+        seen = {((0, 0, 0),) * len(ready)}
         for policy in settings.policies:
             claims = [engine.claims(state, d, policy, ready[d]) for d in engine.stages]
             for length in lengths:
-                new = engine.tick(state, length, ready, claims)
-                new.choice = Choice(length, policy, state.choice)
-                if new.busy != state.busy:  # otherwise everybody waits for good
+                counts = tuple(map(engine.fill, itertools.repeat(length), ready, claims))
+                if counts not in seen:
+                    seen.add(counts)
+                    new = engine.tick(state, ready, counts)
+                    new.choice = Choice(counts, state.choice)
                     yield new
 
     def _lengths(self, ready: list[Ready], settings: Settings, number: int) -> list[float]:
