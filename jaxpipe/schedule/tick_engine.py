@@ -69,10 +69,9 @@ class Policy(NamedTuple):
 
 
 class Choice(NamedTuple):
-    """One tick of a plan, and the ticks before it."""
+    """One tick of a plan, and the ticks before it: per stage, the layers it runs."""
 
-    length: float
-    policy: Policy
+    counts: tuple[tuple[int, int, int], ...]
     before: Choice | None
 
 
@@ -136,23 +135,26 @@ class State:
 
 
 class Ready(NamedTuple):
-    """The forward and backward a stage runs or can start, and the queues of those not started."""
+    """What a stage can run in the next tick.
+
+    Args:
+      forward, backward, weights: the passes, or `_NONE`.
+      forward_queue, backward_queue: the queues of those that would start.
+      rooms: for F, B and W, the layers left to run; for W those whose B has run.
+      costs: for F, B and W, of a layer.
+    """
 
     forward: int
     forward_queue: int
     backward: int
     backward_queue: int
-
-
-class Run(NamedTuple):
-    """What a stage runs in one tick: of three passes, so many layers each."""
-
-    forward: int
-    backward: int
     weights: int
-    num_forward: int
-    num_backward: int
-    num_weights: int
+    rooms: tuple[int, int, int]
+    costs: tuple[float, float, float]
+
+
+Counts = tuple[int, int, int]
+"""Layers of F, B and W that a stage runs in one tick."""
 
 
 class Engine:
@@ -233,89 +235,33 @@ class Engine:
                     ):
                         backward, backward_queue = number, queue
                         break
-        return Ready(forward, forward_queue, backward, backward_queue)
-
-    def rest(self, state: State, ready: Ready, d: int) -> tuple[float, float]:
-        """How long the forward and the backward that stage d has ready still take."""
-        forward = backward = 0.0
-        if ready.forward != _NONE:
-            forward = self.layers[ready.forward] - state.forward_layers[d]
-            forward *= self.costs[_F][ready.forward]
-        if ready.backward != _NONE:
-            backward = self.layers[ready.backward] - state.backward_layers[d]
-            backward *= self.costs[_B][ready.backward]
-        return forward, backward
-
-    def tick(
-        self,
-        state: State,
-        length: float,
-        policy: Policy,
-        ready: list[Ready],
-        record: tuple[int, list[list[Cell]]] | None = None,
-    ) -> State:
-        """The state after a tick of at most this length."""
-        new = state.copy()
-        new.choice = Choice(length, policy, state.choice)
-        done: list[tuple[bytearray, int]] = []
-        longest = 0.0
-        for d in self.stages:
-            run, used = self._fill(state, d, length, policy, ready[d])
-            if used > longest:
-                longest = used
-            new.busy[d] += used
-            if record is not None:
-                record[1][d].extend(self._cells(state, d, run, record[0]))
-            self._apply(new, d, ready[d], run, done)
-        # What this tick computes is there for other stages, and other kinds, from the next on.
-        for flags, number in done:
-            flags[number] = 1
-        new.time += longest + self.message
-        return new
-
-    def _next_weights(self, state: State, d: int) -> int:
-        if self.work.weights is None:
-            return state.pending[d][0] if state.pending[d] else _NONE
-        order, head = self.work.weights[d], state.weight_heads[d]
-        return order[head] if head < len(order) else _NONE
-
-    def _fill(
-        self, state: State, d: int, length: float, policy: Policy, ready: Ready
-    ) -> tuple[Run, float]:
-        """What stage d runs in a tick of this length, and how much of it that takes."""
-        forward, _, backward, _ = ready
-        weights = self._next_weights(state, d)
-        if weights == _NONE and self.work.weights is None and backward not in self.work.fused:
-            weights = backward
-        rooms, costs = [0, 0, 0], [0.0, 0.0, 0.0]
-        if forward != _NONE:
-            rooms[_F] = self.layers[forward] - state.forward_layers[d]
-            costs[_F] = self.costs[_F][forward]
-        if backward != _NONE:
-            rooms[_B] = self.layers[backward] - state.backward_layers[d]
-            costs[_B] = self.costs[_B][backward]
+        weights = self._weights(state, d, backward)
+        room = 0
         if weights != _NONE:
-            costs[_W] = self.costs[_W][weights]
             if state.backward_done[weights]:
-                rooms[_W] = self.layers[weights] - state.weight_layers[d]
+                room = self.layers[weights] - state.weight_layers[d]
             elif weights == backward:
-                rooms[_W] = state.backward_layers[d] - state.weight_layers[d]
-        counts = [0, 0, 0]
-        left = length + self.rounding
-        for kind in self._claims(state, d, policy, ready, weights):
-            count = min(rooms[kind] - counts[kind], int(left / costs[kind]))
-            if count:
-                counts[kind] += count
-                left -= count * costs[kind]
-                if kind == _B and weights == backward:
-                    rooms[_W] += count
-        return Run(forward, backward, weights, *counts), length + self.rounding - left
+                room = state.backward_layers[d] - state.weight_layers[d]
+        rooms = (
+            0 if forward == _NONE else self.layers[forward] - state.forward_layers[d],
+            0 if backward == _NONE else self.layers[backward] - state.backward_layers[d],
+            room,
+        )
+        costs = self.costs[_F][forward], self.costs[_B][backward], self.costs[_W][weights]
+        return Ready(forward, forward_queue, backward, backward_queue, weights, rooms, costs)
 
-    def _claims(
-        self, state: State, d: int, policy: Policy, ready: Ready, weights: int
-    ) -> Sequence[int]:
-        """Which kinds may fill the tick, most urgent first."""
-        forward, _, backward, _ = ready
+    def _weights(self, state: State, d: int, backward: int) -> int:
+        """The next W of a stage, which may be that of the backward it can run."""
+        if self.work.weights is not None:
+            order, head = self.work.weights[d], state.weight_heads[d]
+            return order[head] if head < len(order) else _NONE
+        if state.pending[d]:
+            return state.pending[d][0]
+        return _NONE if backward in self.work.fused else backward
+
+    def claims(self, state: State, d: int, policy: Policy, ready: Ready) -> Sequence[int]:
+        """Which kinds may fill a tick of stage d, most urgent first."""
+        forward, backward, weights = ready.forward, ready.backward, ready.weights
         ranks = self.work.ranks
         if policy.in_order and ranks is not None:
             numbers = (forward, backward, weights)
@@ -339,58 +285,109 @@ class Engine:
             forward_first = policy.first is Kind.F
         return (_F if forward_first else _B, *filler)
 
-    def _apply(
-        self, new: State, d: int, ready: Ready, run: Run, done: list[tuple[bytearray, int]]
-    ) -> None:
-        """Moves stage d on by what it runs."""
-        forward, backward, weights, num_forward, num_backward, num_weights = run
-        if num_forward:
-            if ready.forward_queue != _NONE:
-                new.forward_heads[ready.forward_queue] += 1
-                new.in_flight[d] += 1
-            new.critical += num_forward * self.costs[_F][forward]
-            layers = new.forward_layers[d] + num_forward
-            finished = layers == self.layers[forward]
-            new.forward[d], new.forward_layers[d] = (_NONE, 0) if finished else (forward, layers)
-            if finished:
-                done.append((new.forward_done, forward))
-                new.left -= 1
-        if num_backward:
-            fused = backward in self.work.fused
-            if ready.backward_queue != _NONE:
-                new.backward_heads[ready.backward_queue] += 1
-                if self.work.weights is None and not fused:
-                    new.pending[d] += (backward,)
-            new.critical += num_backward * self.costs[_B][backward]
-            layers = new.backward_layers[d] + num_backward
-            finished = layers == self.layers[backward]
-            new.backward[d], new.backward_layers[d] = (_NONE, 0) if finished else (backward, layers)
-            if finished:
-                done.append((new.backward_done, backward))
-                new.left -= 1
-                new.in_flight[d] -= fused
-        if num_weights:
-            layers = new.weight_layers[d] + num_weights
-            finished = layers == self.layers[weights]
-            new.weight_layers[d] = 0 if finished else layers
-            if finished:
-                new.weight_heads[d] += 1
-                new.pending[d] = new.pending[d][1:]
-                new.left -= 1
-                new.in_flight[d] -= 1
+    def fill(self, length: float, ready: Ready, claims: Sequence[int]) -> Counts:
+        """What a stage runs in a tick of at most this length.
 
-    def _cells(self, state: State, d: int, run: Run, tick: int) -> Iterator[Cell]:
-        forward, backward, weights, num_forward, num_backward, num_weights = run
+        Args:
+          length: of the tick, at least `longest_layer`.
+          ready: of `ready`.
+          claims: of `claims`.
+        """
+        rooms, counts = list(ready.rooms), [0, 0, 0]
+        left = length + self.rounding
+        for kind in claims:
+            cost = ready.costs[kind]
+            count = int(left / cost)
+            if count > rooms[kind]:
+                count = rooms[kind]
+            if count:
+                counts[kind] += count
+                rooms[kind] -= count
+                left -= count * cost
+                if kind == _B and ready.weights == ready.backward:
+                    rooms[_W] += count
+        return counts[_F], counts[_B], counts[_W]
+
+    def tick(self, state: State, ready: Sequence[Ready], counts: Sequence[Counts]) -> State:
+        """The state after a tick in which each stage runs what `fill` gave it."""
+        new = state.copy()
+        done: list[tuple[bytearray, int]] = []
+        longest = 0.0
+        for d in self.stages:
+            stage, (num_forward, num_backward, num_weights) = ready[d], counts[d]
+            used = 0.0
+            if num_forward:
+                used = num_forward * stage.costs[_F]
+                self._run_forward(new, d, stage, num_forward, done)
+            if num_backward:
+                used += num_backward * stage.costs[_B]
+                self._run_backward(new, d, stage, num_backward, done)
+            new.critical += used
+            if num_weights:
+                used += num_weights * stage.costs[_W]
+                self._run_weights(new, d, stage.weights, num_weights)
+            new.busy[d] += used
+            if used > longest:
+                longest = used
+        # What this tick computes is there for other stages, and other kinds, from the next on.
+        for flags, number in done:
+            flags[number] = 1
+        new.time += longest + self.message
+        return new
+
+    def _run_forward(
+        self, new: State, d: int, ready: Ready, count: int, done: list[tuple[bytearray, int]]
+    ) -> None:
+        number = ready.forward
+        if ready.forward_queue != _NONE:
+            new.forward_heads[ready.forward_queue] += 1
+            new.in_flight[d] += 1
+        new.forward[d], new.forward_layers[d] = number, new.forward_layers[d] + count
+        if new.forward_layers[d] == self.layers[number]:
+            new.forward[d], new.forward_layers[d] = _NONE, 0
+            new.left -= 1
+            done.append((new.forward_done, number))
+
+    def _run_backward(
+        self, new: State, d: int, ready: Ready, count: int, done: list[tuple[bytearray, int]]
+    ) -> None:
+        number = ready.backward
+        fused = number in self.work.fused
+        if ready.backward_queue != _NONE:
+            new.backward_heads[ready.backward_queue] += 1
+            if self.work.weights is None and not fused:
+                new.pending[d] += (number,)
+        new.backward[d], new.backward_layers[d] = number, new.backward_layers[d] + count
+        if new.backward_layers[d] == self.layers[number]:
+            new.backward[d], new.backward_layers[d] = _NONE, 0
+            new.left -= 1
+            new.in_flight[d] -= fused
+            done.append((new.backward_done, number))
+
+    def _run_weights(self, new: State, d: int, number: int, count: int) -> None:
+        new.weight_layers[d] += count
+        if new.weight_layers[d] == self.layers[number]:
+            new.weight_layers[d] = 0
+            new.weight_heads[d] += 1
+            new.pending[d] = new.pending[d][1:]
+            new.left -= 1
+            new.in_flight[d] -= 1
+
+    def cells(
+        self, state: State, d: int, ready: Ready, counts: Counts, tick: int
+    ) -> Iterator[Cell]:
+        """What stage d runs in a tick, as cells of a table."""
+        num_forward, num_backward, num_weights = counts
         if num_forward:
             lo = state.forward_layers[d]
-            yield Cell(tick, Kind.F, forward, lo, lo + num_forward)
+            yield Cell(tick, Kind.F, ready.forward, lo, lo + num_forward)
         if num_backward:
-            kind = Kind.BW if backward in self.work.fused else Kind.B
-            hi = self.layers[backward] - state.backward_layers[d]
-            yield Cell(tick, kind, backward, hi - num_backward, hi)
+            kind = Kind.BW if ready.backward in self.work.fused else Kind.B
+            hi = self.layers[ready.backward] - state.backward_layers[d]
+            yield Cell(tick, kind, ready.backward, hi - num_backward, hi)
         if num_weights:
-            hi = self.layers[weights] - state.weight_layers[d]
-            yield Cell(tick, Kind.W, weights, hi - num_weights, hi)
+            hi = self.layers[ready.weights] - state.weight_layers[d]
+            yield Cell(tick, Kind.W, ready.weights, hi - num_weights, hi)
 
 
 def _numbered(

@@ -8,6 +8,7 @@ states that waited least.
 
 from __future__ import annotations
 
+import itertools
 import operator
 from collections.abc import Iterable, Iterator
 from typing import NamedTuple
@@ -104,11 +105,14 @@ class TickSearch:
         while choice is not None:
             choices.append(choice)
             choice = choice.before
-        rows: list[list[Cell]] = [[] for _ in self.engine.stages]
-        state = self.engine.start()
-        for tick, (length, policy, _) in enumerate(reversed(choices)):
-            ready = [self.engine.ready(state, d) for d in self.engine.stages]
-            state = self.engine.tick(state, length, policy, ready, record=(tick, rows))
+        engine = self.engine
+        rows: list[list[Cell]] = [[] for _ in engine.stages]
+        state = engine.start()
+        for tick, (counts, _) in enumerate(reversed(choices)):
+            ready = [engine.ready(state, d) for d in engine.stages]
+            for d, row in enumerate(rows):
+                row.extend(engine.cells(state, d, ready[d], counts[d], tick))
+            state = engine.tick(state, ready, counts)
         return rows
 
     def _best_of(self, states: list[State], settings: Settings, width: int) -> Iterator[State]:
@@ -133,21 +137,27 @@ class TickSearch:
 
     def _ticks(self, state: State, settings: Settings, number: int) -> Iterator[State]:
         """The states one tick later, for every length and policy worth trying."""
-        ready = [self.engine.ready(state, d) for d in self.engine.stages]
-        for length in self._lengths(state, ready, settings, number):
-            for policy in settings.policies:
-                new = self.engine.tick(state, length, policy, ready)
-                if new.busy != state.busy:  # otherwise everybody waits for good
+        engine = self.engine
+        ready = [engine.ready(state, d) for d in engine.stages]
+        lengths = self._lengths(ready, settings, number)
+        # Nobody runs anything: everybody waits for good.
+        seen = {((0, 0, 0),) * len(ready)}
+        for policy in settings.policies:
+            claims = [engine.claims(state, d, policy, ready[d]) for d in engine.stages]
+            for length in lengths:
+                counts = tuple(map(engine.fill, itertools.repeat(length), ready, claims))
+                if counts not in seen:
+                    seen.add(counts)
+                    new = engine.tick(state, ready, counts)
+                    new.choice = Choice(counts, state.choice)
                     yield new
 
-    def _lengths(
-        self, state: State, ready: list[Ready], settings: Settings, number: int
-    ) -> list[float]:
+    def _lengths(self, ready: list[Ready], settings: Settings, number: int) -> list[float]:
         """Lengths that let some stage finish its F, its B, or both; evenly thinned out."""
         work, rounding = self.engine.work, self.engine.rounding
         lengths = {work.costs.f, work.costs.b, work.costs.w}
-        for d in self.engine.stages:
-            forward, backward = self.engine.rest(state, ready[d], d)
+        for stage in ready:
+            forward, backward = map(operator.mul, stage.rooms[:2], stage.costs[:2])
             lengths |= {forward, backward, forward + backward}
         # Every tick has room for a layer of whatever there is, so that none passes idle.
         shortest = max(self.engine.longest_layer, settings.shortest * work.costs.f)

@@ -1,0 +1,102 @@
+"""The search for the lock-step clock: under its bars and its memory limit, and never beaten."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from jaxpipe.schedule.auto import auto
+from jaxpipe.schedule.controllable_memory import v_half, v_min, zb_v
+from jaxpipe.schedule.lower import lower
+from jaxpipe.schedule.one_f_one_b import one_f_one_b
+from jaxpipe.schedule.placement import linear, looped, wave
+from jaxpipe.schedule.simulate import Costs, lock_step
+from jaxpipe.schedule.slices import slice_ticks
+from jaxpipe.schedule.validate import peak_in_flight, validate
+
+# No test may depend on how fast the machine is.
+settings.register_profile("jaxpipe", deadline=None)
+settings.load_profile("jaxpipe")
+
+COSTS = Costs(1, 1.2, 0.8)
+
+
+@pytest.fixture(autouse=True)
+def _own_cache(tmp_path_factory, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.getbasetemp()))
+
+
+@pytest.mark.parametrize(
+    ("p", "memory_limit", "layers", "bar"),
+    [(4, 4, 4, 0.046), (4, 4, 2, 0.043), (4, 3, 4, 0.104), (4, 3, 2, 0.124), (8, 8, 2, 0.057)],
+)
+def test_bubble_in_lock_step(p, memory_limit, layers, bar):
+    found = auto(p, 4 * p, costs=COSTS, memory_limit=memory_limit, layers_per_chunk=layers)
+    validate(found)
+    assert lock_step(found, COSTS).bubble_ratio <= bar
+    assert max(peak_in_flight(found)) <= 2 * memory_limit
+
+
+@settings(max_examples=25)
+@given(
+    p=st.integers(1, 4),
+    m=st.integers(1, 6),
+    chunks=st.integers(1, 3),
+    shape=st.sampled_from(["linear", "looped", "wave"]),
+    limit=st.sampled_from([1, 1.5, 2, 3.5, None]),
+    layers=st.integers(1, 3),
+    prices=st.sampled_from([COSTS, Costs(1, 1, 1), Costs(1, 3, 0.5, 0.2)]),
+)
+def test_any_placement_and_limit_gives_a_schedule_that_runs(
+    p, m, chunks, shape, limit, layers, prices
+):
+    placement = {
+        "linear": linear(p),
+        "looped": looped(p, num_chunks=chunks),
+        "wave": wave(p, num_waves=chunks),
+    }[shape]
+    found = auto(
+        p, m, costs=prices, memory_limit=limit, layers_per_chunk=layers, placement=placement
+    )
+    validate(found)
+    assert found.name == "auto"
+    assert found.peak_in_flight == peak_in_flight(found)
+    assert max(peak_in_flight(found)) <= (limit or p) * placement.num_chunks
+    lower(found, [layers] * placement.num_virtual_stages)
+
+
+@pytest.mark.parametrize("p", [2, 3])
+def test_no_named_schedule_under_the_same_limit_ends_before(p):
+    m, layers = 2 * p, (3,) * 2 * p
+    found = lock_step(auto(p, m, costs=COSTS, layers_per_chunk=3), COSTS).makespan
+    for generate in (zb_v, v_half, v_min):
+        assert found <= lock_step(slice_ticks(generate(p, m), COSTS, layers), COSTS).makespan + 1e-9
+
+
+def test_uneven_layers_and_own_candidates():
+    counts = (3, 2, 2)
+    candidate = one_f_one_b(3, 5)
+    found = auto(
+        3, 5, costs=COSTS, layer_counts=counts, placement=linear(3), candidates=[candidate]
+    )
+    validate(found)
+    lower(found, counts)
+    sliced = slice_ticks(candidate, COSTS, counts)
+    assert lock_step(found, COSTS).makespan <= lock_step(sliced, COSTS).makespan + 1e-9
+
+
+def test_the_same_arguments_give_the_same_schedule():
+    arguments = {"costs": COSTS, "memory_limit": 1.5, "layers_per_chunk": 2}
+    assert auto(3, 5, **arguments) == auto(3, 5, **arguments)
+
+
+def test_what_does_not_fit_is_refused():
+    with pytest.raises(ValueError, match=r"memory_limit=0\.5 .*\nNearest valid: 1\."):
+        auto(2, 4, memory_limit=0.5)
+    with pytest.raises(ValueError, match=r"(?s)mesh\.stage=3 stages.*memory_limit=0 does"):
+        auto(3, 4, memory_limit=0, placement=linear(2))
+    with pytest.raises(ValueError, match="does not fit 4 virtual stages"):
+        auto(2, 4, layer_counts=[1, 1])
+    with pytest.raises(ValueError, match="not all on its placement"):
+        auto(2, 4, candidates=[one_f_one_b(2, 4)])
