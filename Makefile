@@ -6,7 +6,7 @@ INSTALLED := $(VENV)/.installed
 DATA := data/stdlib
 CONFIG ?= configs/gpt-tiny.yaml
 
-.PHONY: setup train test test-fast test-all lint types bench docs
+.PHONY: setup train test test-fast test-all lint types bench figures docs
 
 setup: $(INSTALLED)
 
@@ -40,6 +40,10 @@ types: setup
 bench: setup
 	$(BIN)/python benchmarks/memory.py
 	$(BIN)/python benchmarks/schedule_speed.py
+
+figures: setup
+	$(BIN)/jaxpipe compare --stages 8 --microbatches 32 --costs 1,1.2,0.8 --layers-per-chunk 4 --out docs/images/compare.svg
+	$(BIN)/jaxpipe show auto --stages 4 --microbatches 8 --costs 1,1.2,0.8 --layers-per-chunk 4 --format svg --out docs/images/auto.svg
 
 docs: setup
 	$(BIN)/python -m pip install --quiet --editable '.[docs]'
