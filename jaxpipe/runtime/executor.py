@@ -244,6 +244,9 @@ class _Run:
             inbox = "x" if kind is Kind.F else "dy"
             value = _at(state[inbox], cell["inbox"]).reshape(self.x.shape)
             state, value = self._loop(cell, steps[kind], (state, value), down=kind is not Kind.F)
+            if self.table.passes[kind].pauses.any():
+                paused = jnp.where(cell["pauses"] == 1, cell["inbox"], NONE)
+                state = state | {inbox: _put(state[inbox], paused, value.reshape(-1))}
             if self.plan.poison:
                 value = jnp.where(cell["lo"] < cell["hi"], value, jnp.nan)
             outputs[Kind.F if kind is Kind.F else Kind.B] = value
