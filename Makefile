@@ -24,7 +24,7 @@ test: setup
 	$(BIN)/python -m pytest -n 2 -m 'not slow'
 
 test-fast: setup
-	$(BIN)/python -m pytest -n 2 -m 'not slow and not end_to_end'
+	$(BIN)/python -m pytest -n 2 -m 'not slow and not end_to_end and not pipeline'
 
 test-all: setup
 	$(BIN)/python -m pytest -n 2
@@ -39,6 +39,7 @@ types: setup
 
 bench: setup
 	$(BIN)/python benchmarks/memory.py
+	$(BIN)/python benchmarks/schedule_speed.py
 
 docs: setup
 	$(BIN)/python -m pip install --quiet --editable '.[docs]'

@@ -16,59 +16,69 @@ import tyro
 from rich.console import Console
 from rich.table import Table
 
-from jaxpipe.schedule import catalog, draw
-from jaxpipe.schedule.simulate import Costs, Timeline, lock_step, simulate
+from jaxpipe.schedule import catalog, comparison, draw, user
+from jaxpipe.schedule.actions import Schedule
+from jaxpipe.schedule.csv_format import read_csv, write_csv
+from jaxpipe.schedule.report import report, timelines
+from jaxpipe.schedule.simulate import Costs
+from jaxpipe.schedule.trace import trace
 
 _PIPE_WIDTH = 240
 """Columns of a table that goes to a file or another program, where there is no terminal to ask."""
+_MAX_PASSES = 5_000_000
+"""Forward passes of the largest schedule the command builds, about 5 GB: more is a typing error."""
 
 
 def show(
     name: tyro.conf.Positional[str],
     /,
     *,
-    stages: int,
-    microbatches: int,
-    chunks: int = 1,
+    stages: int | None = None,
+    microbatches: int | None = None,
+    chunks: int | None = None,
+    group: int | None = None,
     costs: str = "1,1,1",
-    format: Literal["text", "svg", "png", "json"] = "text",
+    layers_per_chunk: int | None = None,
+    memory_limit: float | None = None,
+    format: Literal["text", "svg", "png", "trace", "csv", "json"] = "text",
     out: Path | None = None,
 ) -> None:
-    """Draw one schedule, or write it as a picture or as JSON.
+    """Draw one schedule, or write it as a picture, a trace, CSV or JSON.
 
     Args:
-      name: the schedule; `jaxpipe schedules` lists them.
-      stages: p, pipeline stages.
-      microbatches: m, microbatches a batch.
-      chunks: v, chunks a stage.
+      name: the schedule; `jaxpipe schedules` lists them. Or your own: FILE.csv, module:function.
+      stages: p, pipeline stages; every schedule but a file needs it.
+      microbatches: m, microbatches a batch; every schedule but a file needs it.
+      chunks: v, chunks a stage; the schedule's own default without it.
+      group: microbatches that interleaved and breadth-first schedules take together.
       costs: time of F,B,W of one chunk, and optionally of one message: 1,1,1 or 1,1.2,0.8,0.1.
+      layers_per_chunk: cut lock-step ticks into slices at the granularity of this many layers.
+      memory_limit: peak in flight per stage, in microbatches of a full stage, for a search.
       format: what to write.
-      out: the file to write; svg and png need one, text and json go to standard output without it.
+      out: the file to write; svg and png need one, the others go to standard output without it.
     """
     parsed = parse_costs(costs)
-    schedule = catalog.build(name, stages=stages, microbatches=microbatches, chunks=chunks)
-    free, locked = simulate(schedule, parsed), lock_step(schedule, parsed)
-    if format in draw.FORMATS:
-        if out is None or out.suffix.lower() != f".{format}":
-            raise ValueError(
-                f"--format {format} needs a file that ends in .{format}, and --out is {out}.\n"
-                f"Nearest valid: --out {(out or Path(name)).with_suffix(f'.{format}')}"
-            )
-        draw.save(free, out)
-        return
-    if format == "json":
-        written = json.dumps(as_json(free, locked), indent=2)
-    else:
-        colour = out is None and sys.stdout.isatty() and "NO_COLOR" not in os.environ
-        captions = "\n".join([draw.caption(free), draw.caption(locked)])
-        peaks = ", ".join(str(count) for count in free.peak_in_flight)
-        written = (
-            f"{draw.text(free, colour=colour)}\n{captions}\npeak in flight, per stage: {peaks}"
+    if format in draw.FORMATS and (out is None or out.suffix.lower() != f".{format}"):
+        raise ValueError(
+            f"--format {format} needs a file that ends in .{format}, and --out is {out}.\n"
+            f"Nearest valid: --out {(out or Path(name)).with_suffix(f'.{format}')}"
         )
-    if out is None:
-        print(written)
+    schedule = _build(
+        name,
+        costs=parsed,
+        stages=stages,
+        microbatches=microbatches,
+        chunks=chunks,
+        group=group,
+        layers_per_chunk=layers_per_chunk,
+        memory_limit=memory_limit,
+    )
+    if format in draw.FORMATS:
+        assert out is not None
+        free, _ = timelines(schedule, parsed)
+        draw.save(draw.figure(free), out)
     else:
-        out.write_text(written + "\n", encoding="utf-8")
+        _write(_in_format(schedule, parsed, layers_per_chunk, format, out is None), out)
 
 
 def schedules() -> None:
@@ -80,7 +90,8 @@ def schedules() -> None:
         "peak in flight",
         "constraints",
         "source",
-        caption="Bubble: added to m(F+B+W) of work, free-running. Peak: activations on stage d.",
+        caption="Bubble: added to m(F+B+W) of work of a full stage, free-running. "
+        "Peak: on stage d, in microbatches of a full stage.",
     )
     for entry in catalog.entries():
         table.add_row(
@@ -89,27 +100,76 @@ def schedules() -> None:
     _print(table)
 
 
-def compare(*, stages: int, microbatches: int, costs: str = "1,1,1") -> None:
-    """Compare all schedules at one shape: time and bubble on both clocks, and peak in flight.
+def compare(
+    *,
+    stages: int,
+    microbatches: int,
+    costs: str = "1,1,1",
+    layers_per_chunk: int | None = None,
+    out: Path | None = None,
+) -> None:
+    """Compare all schedules that fit one shape: bubble on both clocks, and peak in flight.
 
     Args:
       stages: p, pipeline stages.
       microbatches: m, microbatches a batch.
-      costs: time of F,B,W of one stage, and optionally of one message: 1,1,1 or 1,1.2,0.8,0.1.
+      costs: time of F,B,W of one chunk, and optionally of one message: 1,1,1 or 1,1.2,0.8,0.1.
+      layers_per_chunk: cut lock-step ticks into slices at the granularity of this many layers.
+      out: a picture of the comparison to write, .svg or .png.
     """
     parsed = parse_costs(costs)
-    table = Table("schedule", "peak in flight")
-    for clock in ("free-running", "lock-step"):
-        table.add_column(f"{clock} makespan", justify="right")
-        table.add_column("bubble", justify="right")
+    rows, reasons = [], {}
     for entry in catalog.entries():
-        schedule = catalog.build(entry.name, stages=stages, microbatches=microbatches)
-        free, locked = simulate(schedule, parsed), lock_step(schedule, parsed)
-        times = [
-            cell for t in (free, locked) for cell in (f"{t.makespan:g}", f"{t.bubble_ratio:.1%}")
-        ]
-        table.add_row(entry.name, str(max(free.peak_in_flight)), *times)
+        try:
+            schedule = _build(
+                entry.name,
+                costs=parsed,
+                stages=stages,
+                microbatches=microbatches,
+                layers_per_chunk=layers_per_chunk,
+            )
+        except ValueError as error:
+            reasons[entry.name] = str(error)
+            continue
+        rows.append(comparison.row(*timelines(schedule, parsed, layers_per_chunk=layers_per_chunk)))
+    if not rows:
+        raise ValueError("\n".join(dict.fromkeys(reasons.values())))
+    if out is not None:
+        title = f"p={stages}, m={microbatches}, costs of one chunk {costs}"
+        draw.save(comparison.figure(rows, title), out)
+    table = Table("schedule", "chunks", "peak in flight", "free-running bubble", "lock-step bubble")
+    for row in rows:
+        table.add_row(
+            row.name,
+            str(row.num_chunks),
+            f"{row.peak_in_flight:g}",
+            f"{row.free_running:.1%}",
+            f"{row.lock_step:.1%}",
+        )
     _print(table)
+    print("Peak in flight: of the stage that keeps most, in microbatches of a full stage.")
+    for name, reason in reasons.items():
+        print(f"{name} does not fit: {reason}")
+
+
+def validate(
+    file: tyro.conf.Positional[Path],
+    /,
+    *,
+    costs: str = "1,1,1",
+    layers_per_chunk: int | None = None,
+    format: Literal["text", "json"] = "text",
+) -> None:
+    """Check a schedule in PyTorch's CSV of actions, and report it as `show` does.
+
+    Args:
+      file: one row a stage, cells such as 0F3, 1I2 (backward for the input), 2W0, 1B2 (both).
+      costs: time of F,B,W of one chunk, and optionally of one message: 1,1,1 or 1,1.2,0.8,0.1.
+      layers_per_chunk: cut lock-step ticks into slices at the granularity of this many layers.
+      format: what to write.
+    """
+    parsed = parse_costs(costs)
+    _write(_in_format(read_csv(file), parsed, layers_per_chunk, format, True), None)
 
 
 def parse_costs(text: str) -> Costs:
@@ -134,55 +194,64 @@ def parse_costs(text: str) -> Costs:
     return Costs(*numbers)
 
 
-def as_json(free: Timeline, locked: Timeline) -> dict[str, Any]:
-    """What ``jaxpipe show --format json`` writes.
+def _build(
+    name: str,
+    *,
+    stages: int | None,
+    microbatches: int | None,
+    costs: Costs,
+    layers_per_chunk: int | None,
+    **options: Any,
+) -> Schedule:
+    """Builds a schedule, or loads a user's own, with the options that were given.
 
-    Args:
-      free: the schedule on the free-running clock; ``actions`` has its times.
-      locked: the same schedule and costs on the lock-step clock.
-
-    Returns:
-      A tree of plain values. A fused backward is one action of kind "BW".
+    Costs and layers are there for the clocks as well.
     """
-    schedule, costs = free.schedule, free.costs
-    clocks = {
-        key: {
-            "makespan": timeline.makespan,
-            "bubble_ratio": timeline.bubble_ratio,
-            "stage_bubble_ratios": list(timeline.stage_bubble_ratios),
-            "stage_spans": list(timeline.stage_spans),
-        }
-        for key, timeline in (("free_running", free), ("lock_step", locked))
-    }
-    actions = [
-        [
-            {
-                "kind": timed.action.kind.value,
-                "chunk": schedule.placement.chunks[timed.action.virtual_stage],
-                "virtual_stage": timed.action.virtual_stage,
-                "microbatch": timed.action.microbatch,
-                "start": timed.start,
-                "end": timed.end,
-            }
-            for timed in row
-        ]
-        for row in free.rows
-    ]
-    edges = [
-        {"sender": sender, "receiver": receiver, "count": count}
-        for (sender, receiver), count in free.messages.items()
-    ]
-    return {
-        "schedule": schedule.name,
-        "stages": schedule.num_stages,
-        "chunks": schedule.num_chunks,
-        "microbatches": schedule.num_microbatches,
-        "costs": {"f": costs.f, "b": costs.b, "w": costs.w, "message": costs.message},
-        **clocks,
-        "peak_in_flight": list(free.peak_in_flight),
-        "actions": actions,
-        "messages": {"total": sum(free.messages.values()), "edges": edges},
-    }
+    given = {option: value for option, value in options.items() if value is not None}
+    clock: dict[str, Any] = {"costs": costs}
+    if layers_per_chunk is not None:
+        clock["layers_per_chunk"] = layers_per_chunk
+    if user.is_users(name):
+        if "chunks" in given:
+            given["num_chunks"] = given.pop("chunks")
+        return user.load(name, stages=stages, microbatches=microbatches, clock=clock, **given)
+    if stages is None or microbatches is None:
+        raise ValueError(f"Schedule {name!r} needs --stages and --microbatches.")
+    passes = stages * microbatches * (options.get("chunks") or 1)
+    if passes > _MAX_PASSES:
+        raise ValueError(
+            f"--stages {stages} and --microbatches {microbatches} make {passes} forward passes, "
+            f"beyond {_MAX_PASSES}: such a schedule does not fit in memory.\n"
+            f"Nearest valid: a product of {_MAX_PASSES}."
+        )
+    return catalog.build(name, stages=stages, microbatches=microbatches, **given, **clock)
+
+
+def _in_format(
+    schedule: Schedule, costs: Costs, layers_per_chunk: int | None, format: str, printed: bool
+) -> str:
+    """The schedule in any of the formats that are text."""
+    if format == "csv":
+        return write_csv(schedule)
+    if format == "json":
+        shown = report(schedule, costs, layers_per_chunk=layers_per_chunk)
+        return json.dumps(shown, indent=2) + "\n"
+    free, locked = timelines(schedule, costs, layers_per_chunk=layers_per_chunk)
+    if format == "trace":
+        return json.dumps(trace(free)) + "\n"
+    colour = printed and sys.stdout.isatty() and "NO_COLOR" not in os.environ
+    peaks = ", ".join(f"{free.in_full_stages(count):g}" for count in free.peak_in_flight)
+    return (
+        f"{draw.text(free, colour=colour)}\n{draw.caption(free)}\n{draw.caption(locked)}\n"
+        f"peak in flight, per stage: {peaks}\n"
+    )
+
+
+def _write(text: str, out: Path | None) -> None:
+    if out is None:
+        print(text, end="")
+    else:
+        out.write_text(text, encoding="utf-8")
 
 
 def _print(table: Table) -> None:
@@ -200,9 +269,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """
     try:
         tyro.extras.subcommand_cli_from_dict(
-            {"show": show, "schedules": schedules, "compare": compare},
+            {"show": show, "schedules": schedules, "compare": compare, "validate": validate},
             prog="jaxpipe",
-            description="Draw, list and compare pipeline schedules.",
+            description="Draw, list, compare and check pipeline schedules.",
             args=arguments,
         )
     except (ValueError, OSError) as error:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from train.errors import Failure
 from train.step import State
 
 _STATE, _DATA, _RUN = "state", "data", "run"
+_EVAL_LOSS = "eval_loss"
 
 
 class Checkpoints:
@@ -34,18 +36,17 @@ class Checkpoints:
         policy = checkpoint_managers.AnyPreservationPolicy(
             [
                 checkpoint_managers.LatestN(keep),
-                checkpoint_managers.BestN(
-                    get_metric_fn=lambda metrics: metrics["eval_loss"],
-                    reverse=True,  # the best comes last: the lowest loss
-                    n=1,
-                    keep_checkpoints_without_metrics=False,
-                ),
+                # Reversed, the best comes last: the lowest loss.
+                checkpoint_managers.BestN(get_metric_fn=_held_out, reverse=True, n=1),
             ]
         )
         self._manager = ocp.CheckpointManager(
             folder.resolve(),
             options=ocp.CheckpointManagerOptions(
                 preservation_policy=policy,
+                # Without it the losses are not saved, and forgotten by a run that resumes.
+                best_fn=_held_out,
+                best_mode="min",
                 create=not read_only,
                 read_only=read_only,
                 cleanup_tmp_directories=not read_only,
@@ -95,9 +96,13 @@ class Checkpoints:
                     _RUN: ocp.args.JsonSave(run),
                 }
             ),
-            metrics=None if eval_loss is None else {"eval_loss": eval_loss},
+            metrics={_EVAL_LOSS: math.inf if eval_loss is None else eval_loss},
             force=True,
         )
+
+    def check(self) -> None:
+        """Raises what went wrong with a write since the last call."""
+        self._manager.check_for_errors()
 
     def wait(self) -> None:
         """Waits until what was saved is on disk."""
@@ -194,6 +199,10 @@ def changes(saved: dict[str, Any], config: Config) -> list[str]:
         for path in now
         if path.split(".")[0] not in free and before[path] != now[path]
     ]
+
+
+def _held_out(metrics: dict[str, float]) -> float:
+    return metrics[_EVAL_LOSS]
 
 
 def _as_dict(state: State) -> dict[str, Any]:

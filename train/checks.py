@@ -13,8 +13,7 @@ import tempfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 
-from jaxpipe.schedule import catalog
-from train import data
+from train import data, schedule
 from train.config import Config, Range, Section
 from train.errors import Failure
 
@@ -42,7 +41,8 @@ def check(config: Config, *, resume: bool = False, writes: bool = True) -> list[
     """
     failures = list(_ranges(config))
     wrong = {field for failure in failures for field in failure.fields}
-    rules: list[Rule] = [_schedule, _layers, _batch, _model, _data, _warmup, _processes, _wandb]
+    config = config.reset(wrong)
+    rules: list[Rule] = [_schedule, _batch, _model, _data, _warmup, _processes, _wandb]
     if writes:
         rules.append(_existing_run if not resume else lambda _: iter(()))
         rules.append(_writable)
@@ -109,12 +109,12 @@ def _ranges(config: Config) -> Iterator[Failure]:
         )
         if low and high:
             continue
-        rule = f"{'above' if limits.above else 'at least'} {limits.low:g}"
+        rule = f"{'above' if limits.above else 'at least'} {limits.low}"
         if limits.high is not None:
-            rule += f" and {'below' if limits.below else 'at most'} {limits.high:g}"
+            rule += f" and {'below' if limits.below else 'at most'} {limits.high}"
         is_open = limits.above if not low else limits.below
         bound = limits.low if not low else limits.high
-        nearest = "" if is_open else f" Nearest valid: {bound:g}."
+        nearest = "" if is_open else f" Nearest valid: {bound}."
         yield Failure(f"{path}={value} must be {rule}.{nearest}", (path,))
 
 
@@ -128,27 +128,18 @@ def _limits(section: type[Section], prefix: str = "") -> Iterator[tuple[str, Ran
 
 
 def _schedule(config: Config) -> Iterator[Failure]:
-    pipeline = config.pipeline
+    chunks = config.pipeline.chunks or 1
     try:
-        catalog.build(
-            pipeline.schedule,
-            stages=config.mesh.stage,
-            microbatches=pipeline.microbatches,
-            chunks=pipeline.chunks,
-        )
+        chunks = schedule.order(config).num_chunks
     except ValueError as error:
         # The message names pipeline.schedule, pipeline.chunks and the rest itself.
         yield Failure(str(error).replace("\nNearest", " Nearest"))
-
-
-def _layers(config: Config) -> Iterator[Failure]:
-    layers, needed = config.model.num_layers, config.mesh.stage * config.pipeline.chunks
+    layers, needed = config.model.num_layers, config.mesh.stage * chunks
     if layers < needed:
-        fits = max(layers // max(config.pipeline.chunks, 1), 1)
         yield Failure(
             f"model.num_layers={layers} cannot fill mesh.stage={config.mesh.stage} x "
-            f"pipeline.chunks={config.pipeline.chunks}: each of the {needed} chunks needs a layer. "
-            f"Nearest valid: model.num_layers={needed} or mesh.stage={fits}.",
+            f"pipeline.chunks={chunks}: each of the {needed} chunks needs a layer. Nearest valid: "
+            f"model.num_layers={needed} or mesh.stage={max(layers // chunks, 1)}.",
             ("model.num_layers", "mesh.stage", "pipeline.chunks"),
         )
 

@@ -11,7 +11,7 @@ import copy
 import dataclasses
 import difflib
 import re
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -108,16 +108,35 @@ class MeshConfig(Section):
 class PipelineConfig(Section):
     """How a batch goes through the stages."""
 
-    schedule: str = "1f1b"
+    schedule: str = "auto"
     """Name of the schedule; ``jaxpipe schedules`` lists them."""
-    chunks: int = 1
-    """Chunks of layers a stage holds; 1 for a linear schedule."""
-    microbatches: int = 8
+    chunks: Annotated[int | None, Range(1)] = None
+    """Chunks of layers a stage holds; None for the schedule's own number."""
+    microbatches: Count = 8
     """Microbatches a batch."""
+    group: Annotated[int | None, Range(1)] = None
+    """Microbatches that stay together, for schedules that group them."""
+    memory_limit: Annotated[float | None, Range(0, above=True)] = None
+    """Peak in flight per stage, in microbatches of a full stage, for schedules that read it."""
+    slices: bool = True
+    """Cut actions into ranges of layers, so that a tick does not wait for its slowest stage."""
     remat: Literal["none", "dots", "full"] = "none"
     """What is recomputed in the backward: nothing, all but matmuls, everything."""
     zero: Annotated[int, Range(0, 3)] = 3
     """Sharded over data: 0 nothing, 1 optimizer state, 2 and gradients, 3 and weights."""
+
+
+class CostsConfig(Section):
+    """What a microbatch costs on a chunk, in any one unit: schedules and ticks are made for it."""
+
+    f: Positive = 1.0
+    """Forward."""
+    b: Positive = 1.2
+    """Backward for the input; attention makes it dearer than the forward."""
+    w: Positive = 0.8
+    """Backward for the weights."""
+    message: NonNegative = 0.0
+    """One message between stages."""
 
 
 class OptimizerConfig(Section):
@@ -146,7 +165,7 @@ class TrainConfig(Section):
     """Optimizer steps."""
     batch_size: Count = 32
     """Rows a batch, over all processes: a multiple of pipeline.microbatches x mesh.data."""
-    seed: Natural = 0
+    seed: Annotated[int, Range(0, 2**63 - 1)] = 0
     """Decides the initial weights, the order of the data, dropout and the sample."""
     log_every: Count = 10
     """Steps from one printed line to the next; metrics.jsonl has every step."""
@@ -200,6 +219,7 @@ class Config(Section):
     model: ModelConfig = ModelConfig()
     mesh: MeshConfig = MeshConfig()
     pipeline: PipelineConfig = PipelineConfig()
+    costs: CostsConfig = CostsConfig()
     optimizer: OptimizerConfig = OptimizerConfig()
     train: TrainConfig = TrainConfig()
     sample: SampleConfig = SampleConfig()
@@ -209,6 +229,13 @@ class Config(Section):
     def flat(self) -> dict[str, Any]:
         """Returns every field's value by its path, such as ``mesh.stage``."""
         return dict(_leaves(self.model_dump()))
+
+    def reset(self, paths: Iterable[str]) -> Config:
+        """Returns the configuration with defaults in these fields."""
+        values = self.model_dump()
+        for path in paths:
+            _remove(values, path.split("."))
+        return Config.model_validate(values)
 
     def to_yaml(self) -> str:
         """Returns the configuration as a file that `parse` reads back."""

@@ -105,14 +105,31 @@ def simulate_devices(config: Config, processes: Processes) -> None:
 
 
 def start(processes: Processes) -> None:
-    """Connects the processes; a single one needs nothing. Call it before jax is first used."""
+    """Connects the processes; a single one needs nothing. Call it before jax is first used.
+
+    Raises:
+      ConfigError: jax finds no coordinator in the launcher's environment.
+    """
     if processes.count == 1:
         return
     import jax
 
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
     if processes.coordinator is None:
-        jax.distributed.initialize()
+        try:
+            jax.distributed.initialize()
+        except ValueError as error:
+            # Such as Open MPI 5, which names no address.
+            raise ConfigError(
+                [
+                    Failure(
+                        f"distributed.coordinator=None, and the launcher of {processes.count} "
+                        "processes does not say where process 0 is. Give "
+                        "--distributed.coordinator HOST:PORT.",
+                        ("distributed.coordinator",),
+                    )
+                ]
+            ) from error
     else:
         jax.distributed.initialize(
             processes.coordinator,

@@ -8,7 +8,8 @@ from rich.table import Table
 
 from jaxpipe.runtime.memory import predicted_bytes
 from jaxpipe.schedule import draw
-from jaxpipe.schedule.simulate import Costs, lock_step, simulate
+from jaxpipe.schedule.simulate import lock_step, simulate
+from train import schedule
 from train.config import Config
 from train.step import Program
 
@@ -27,7 +28,7 @@ def run(config: Config) -> None:
     if not console.is_terminal:
         console.width = _WIDTH
     program = Program(config)
-    costs = Costs(f=1, b=1, w=1)
+    costs = schedule.costs(config)
     free, locked = simulate(program.schedule, costs), lock_step(program.schedule, costs)
     text = "\n".join([draw.text(free), draw.caption(free), draw.caption(locked)])
     console.print(text, soft_wrap=True, markup=False, highlight=False)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,19 +37,19 @@ class NonFiniteLossError(RuntimeError):
 
     Args:
       step: the first step where it was seen.
-      loss: its loss.
-      grad_norm: its gradient norm.
+      values: what was seen, by name.
       kept: step of the checkpoint that is left to go on from, or None.
     """
 
-    def __init__(self, *, step: int, loss: float, grad_norm: float, kept: int | None) -> None:
+    def __init__(self, *, step: int, values: Mapping[str, float], kept: int | None) -> None:
         self.step = step
         left = (
             "There is no checkpoint yet."
             if kept is None
             else f"The checkpoint of step {kept} is kept; --resume continues from it."
         )
+        seen = " and ".join(f"the {name} is {value}" for name, value in values.items())
         super().__init__(
-            f"step {step}: the loss is {loss} and the gradient norm {grad_norm}; training stopped. "
+            f"step {step}: {seen}; training stopped. "
             f"{left} Try a smaller optimizer.peak_lr or a longer optimizer.warmup_steps."
         )

@@ -8,7 +8,6 @@ import os
 import shutil
 import signal
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,18 +19,16 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from jaxpipe.schedule import draw
-from jaxpipe.schedule.simulate import Costs, lock_step, simulate
+from jaxpipe.schedule.simulate import lock_step, simulate
 from models import gpt
 from models.sample import sample
-from train import checkpoint, checks, data, distributed
+from train import checkpoint, checks, data, distributed, schedule
 from train.checkpoint import Checkpoints
 from train.config import Config
 from train.errors import ConfigError, Failure, NonFiniteLossError
 from train.metrics import Line, Metrics, memory_bytes, peak_flops
 from train.step import Program, State
 
-# The predicted bubble takes F, B and W as equally long, as the papers' pictures do.
-_COSTS = Costs(f=1, b=1, w=1)
 # A new checkpoint is written before an old one goes.
 _CHECKPOINTS_AT_ONCE = 2
 
@@ -119,8 +116,8 @@ def _disk_failures(config: Config, program: Program) -> list[Failure]:
         return []
     return [
         Failure(
-            f"run_dir={config.run_dir} has {free / 1e6:.0f} MB free, but {_CHECKPOINTS_AT_ONCE} "
-            f"checkpoints need {needed / 1e6:.0f} MB. Free some space or name another --run-dir.",
+            f"run_dir={config.run_dir} has {free / 1e6:.1f} MB free, but {_CHECKPOINTS_AT_ONCE} "
+            f"checkpoints need {needed / 1e6:.1f} MB. Free some space or name another --run-dir.",
             ("run_dir",),
         )
     ]
@@ -130,7 +127,10 @@ def prepare_folder(program: Program) -> None:
     """Writes the resolved configuration and the schedule's picture."""
     folder = Path(program.config.run_dir)
     folder.mkdir(parents=True, exist_ok=True)
-    draw.save(simulate(program.schedule, _COSTS), folder / checks.SCHEDULE_FILE)
+    draw.save(
+        draw.figure(simulate(program.schedule, schedule.costs(program.config))),
+        folder / checks.SCHEDULE_FILE,
+    )
     partial = folder / f"{checks.CONFIG_FILE}.partial"
     partial.write_text(program.config.to_yaml(), encoding="utf-8")
     os.replace(partial, folder / checks.CONFIG_FILE)
@@ -197,7 +197,7 @@ class Trainer:
             seed=self.config.train.seed,
             rows=self.rows,
         )
-        self.bubble = lock_step(program.schedule, _COSTS).bubble_ratio
+        self.bubble = lock_step(program.schedule, schedule.costs(self.config)).bubble_ratio
         self.step = 0
         self.eval_loss: float | None = None
         self.state: State
@@ -246,6 +246,7 @@ class Trainer:
                 seconds = clock.stop()
                 self.eval_loss = self.evaluate() if evaluates else None
                 self._write(self.step, loss, grad_norm, self.eval_loss)
+                self.checkpoints.check()
                 if logs:
                     line = self._line(loss, grad_norm, seconds / max(clock.steps, 1))
                     _say(bar.console, str(line))
@@ -277,17 +278,16 @@ class Trainer:
 
     def evaluate(self) -> float:
         """Mean loss over the held-out batches, by the same pipeline, forward only."""
-        losses = [
-            self.program.eval_loss(self.state.params, self._global(batch))
-            for batch in self._heldout()
-        ]
-        loss = float(np.mean([float(loss) for loss in losses]))
-        if not math.isfinite(loss):
-            raise self._non_finite(self.step, loss, math.nan)
-        return loss
+        return self._heldout_loss(self.config.train.eval_batches)
 
     def save(self) -> None:
-        """Starts to save this step."""
+        """Starts to save this step, if its weights are good.
+
+        The loss of a step is that of the weights before it, so one held-out batch is tried where
+        nothing was evaluated.
+        """
+        if self.eval_loss is None:
+            self._heldout_loss(1)
         self.checkpoints.save(
             self.step,
             self.program.to_canonical(self.state),
@@ -301,14 +301,21 @@ class Trainer:
             batch, self.program.pipe.batch_sharding, self.rows, self.config.train.batch_size
         )
 
-    def _heldout(self) -> Iterator[data.Batch]:
-        return data.heldout_batches(
+    def _heldout_loss(self, num_batches: int) -> float:
+        batches = data.heldout_batches(
             self.tokens[data.HELDOUT_FILE],
             sequence_length=self.config.model.sequence_length,
             batch_size=self.config.train.batch_size,
-            num_batches=self.config.train.eval_batches,
+            num_batches=num_batches,
             rows=self.rows,
         )
+        losses = [
+            self.program.eval_loss(self.state.params, self._global(batch)) for batch in batches
+        ]
+        loss = float(np.mean([float(loss) for loss in losses]))
+        if not math.isfinite(loss):
+            raise self._non_finite(self.step, {"held-out loss": loss})
+        return loss
 
     def _record(self, step: int, values: Any) -> None:
         self._write(step, *self._read(step, values), None)
@@ -316,14 +323,12 @@ class Trainer:
     def _read(self, step: int, values: Any) -> tuple[float, float]:
         loss, grad_norm = float(values["loss"]), float(values["grad_norm"])
         if not (math.isfinite(loss) and math.isfinite(grad_norm)):
-            raise self._non_finite(step, loss, grad_norm)
+            raise self._non_finite(step, {"loss": loss, "gradient norm": grad_norm})
         return loss, grad_norm
 
-    def _non_finite(self, step: int, loss: float, grad_norm: float) -> NonFiniteLossError:
+    def _non_finite(self, step: int, values: dict[str, float]) -> NonFiniteLossError:
         self.checkpoints.wait()
-        return NonFiniteLossError(
-            step=step, loss=loss, grad_norm=grad_norm, kept=self.checkpoints.latest
-        )
+        return NonFiniteLossError(step=step, values=values, kept=self.checkpoints.latest)
 
     def _write(self, step: int, loss: float, grad_norm: float, eval_loss: float | None) -> None:
         self.metrics.write(

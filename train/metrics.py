@@ -10,6 +10,7 @@ import math
 import os
 import resource
 import sys
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TextIO
@@ -33,6 +34,9 @@ _PEAK_FLOPS = {
     "TPU v5": 459e12,
     "TPU v6 lite": 918e12,
 }
+
+_FLUSH_SECONDS = 10
+"""TensorBoard sees new numbers this often."""
 
 
 def peak_flops(device_kind: str, dtype: str) -> float | None:
@@ -128,6 +132,42 @@ def truncate(path: Path, *, last_step: int) -> None:
     os.replace(partial, path)
 
 
+class _Board:
+    """TensorBoard's file, written by this thread.
+
+    tensorboardX's `SummaryWriter` has a thread of its own, which dies of a full disk and leaves its
+    caller waiting for ever.
+
+    Args:
+      folder: made if missing.
+      first_step: TensorBoard hides what an earlier run wrote from this step on.
+    """
+
+    def __init__(self, folder: Path, *, first_step: int) -> None:
+        from tensorboardX.event_file_writer import EventsWriter
+        from tensorboardX.proto.event_pb2 import Event, SessionLog
+        from tensorboardX.summary import scalar
+
+        self._event, self._scalar = Event, scalar
+        folder.mkdir(parents=True, exist_ok=True)
+        self._writer = EventsWriter(str(folder / "events"))
+        self._add(first_step, session_log=SessionLog(status=SessionLog.START))
+        self._flushed = time.monotonic()
+
+    def write(self, step: int, values: Mapping[str, float]) -> None:
+        for name, value in values.items():
+            self._add(step, summary=self._scalar(name, value))
+        if time.monotonic() - self._flushed > _FLUSH_SECONDS:
+            self._writer.flush()
+            self._flushed = time.monotonic()
+
+    def close(self) -> None:
+        self._writer.close()
+
+    def _add(self, step: int, **content: Any) -> None:
+        self._writer.write_event(self._event(wall_time=time.time(), step=step, **content))
+
+
 class Metrics:
     """Writes every step's numbers; does nothing on any process but the first.
 
@@ -140,19 +180,19 @@ class Metrics:
     """
 
     def __init__(self, config: Config, *, last_step: int, is_writer: bool) -> None:
+        self._open = contextlib.ExitStack()
         self._file: TextIO | None = None
-        self._board: Any = None
+        self._board: _Board | None = None
         self._wandb: Any = None
         if not is_writer:
             return
-        from tensorboardX import SummaryWriter
-
         folder = Path(config.run_dir)
         path = folder / checks.METRICS_FILE
         truncate(path, last_step=last_step)
         # Line by line: what a killed run has printed is on disk.
-        self._file = path.open("a", encoding="utf-8", buffering=1)
-        self._board = SummaryWriter(str(folder / checks.TENSORBOARD), purge_step=last_step + 1)
+        self._file = self._open.enter_context(path.open("a", encoding="utf-8", buffering=1))
+        self._board = _Board(folder / checks.TENSORBOARD, first_step=last_step + 1)
+        self._open.callback(self._board.close)
         if config.wandb.project is not None:
             wandb = importlib.import_module("wandb")
             self._wandb = wandb.init(
@@ -162,16 +202,13 @@ class Metrics:
                 id=folder.resolve().name,
                 resume="allow",
             )
+            self._open.callback(self._wandb.finish)
 
     def __enter__(self) -> Metrics:
         return self
 
     def __exit__(self, *_: object) -> None:
-        if self._file is not None:
-            self._file.close()
-            self._board.close()
-        if self._wandb is not None:
-            self._wandb.finish()
+        self._open.close()
 
     def write(self, step: int, values: Mapping[str, float | None]) -> None:
         """Writes one step.
@@ -180,12 +217,11 @@ class Metrics:
           step: optimizer steps done.
           values: by name; None is left out.
         """
-        if self._file is None:
+        if self._file is None or self._board is None:
             return
         present = {name: value for name, value in values.items() if value is not None}
         assert all(math.isfinite(value) for value in present.values())
         self._file.write(json.dumps({"step": step, **present}) + "\n")
-        for name, value in present.items():
-            self._board.add_scalar(name, value, step)
+        self._board.write(step, present)
         if self._wandb is not None:
             self._wandb.log(present, step=step)

@@ -14,8 +14,8 @@ from jax.sharding import PartitionSpec as P
 
 from jaxpipe.runtime.mesh import make_mesh
 from jaxpipe.runtime.pipeline import Pipeline
-from jaxpipe.schedule import catalog
 from models import gpt
+from train import schedule
 from train.config import Config, OptimizerConfig
 
 PyTree = Any
@@ -53,12 +53,7 @@ class Program:
         self.config = config
         self.model_config = gpt.GPTConfig(**config.model.model_dump())
         self.mesh = make_mesh(stage=config.mesh.stage, data=config.mesh.data)
-        self.schedule = catalog.build(
-            config.pipeline.schedule,
-            stages=config.mesh.stage,
-            microbatches=config.pipeline.microbatches,
-            chunks=config.pipeline.chunks,
-        )
+        self.schedule = schedule.build(config)
         self.shapes = jax.eval_shape(lambda key: gpt.init(self.model_config, key), self._key)
         self.pipe = Pipeline(
             gpt.model(self.model_config, vocabulary_axis="stage"),
@@ -144,7 +139,7 @@ class Program:
             loss, grads = self.pipe.value_and_grad(state.params, batch, rng)
             updates, optimizer = self.optimizer.update(grads, state.optimizer, state.params)
             params = optax.apply_updates(state.params, updates)
-            return State(params, optimizer), {"loss": loss, "grad_norm": optax.global_norm(grads)}
+            return State(params, optimizer), {"loss": loss, "grad_norm": optax.tree.norm(grads)}
 
         shardings = jax.tree.map(lambda leaf: leaf.sharding, self.state_shapes)
         return jax.jit(step, donate_argnums=0, out_shardings=(shardings, self.replicated))

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import errno
 import logging
+import os
 import sys
+import warnings
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -16,7 +18,7 @@ if __name__ == "__main__":
     # Started by path, Python looks for modules beside this file; `train`, `models` are a level up.
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
-_DISK = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EPERM, errno.EROFS})
+_DISK = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EACCES, errno.EPERM, errno.EROFS})
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -42,11 +44,11 @@ def main(arguments: Sequence[str]) -> int:
         print(f"error: {error}", file=sys.stderr)
         return 1
     except Exception as error:
-        # The checkpoint writer reports a full disk in its own exceptions.
-        is_disk = isinstance(error, OSError) and error.errno in _DISK
-        if not is_disk and "No space left on device" not in str(error):
+        cause = _disk_error(error)
+        if cause is None:
             raise
-        cause = error if isinstance(error, OSError) else OSError(errno.ENOSPC, "no space left")
+        # The checkpoint's writer leaves the files it did not come to.
+        warnings.filterwarnings("ignore", "coroutine .* was never awaited", RuntimeWarning)
         return _refuse(errors.ConfigError([checks.unwritable(invocation.config, cause)]))
     return 0
 
@@ -71,8 +73,7 @@ def _run(invocation) -> None:
 
     import jax
 
-    # Orbax warns about what is meant here: arrays restored with other shardings than saved.
-    logging.getLogger("absl").setLevel(logging.ERROR)
+    _quieten_checkpoints()
     devices = checks.device_failures(
         config, num_devices=jax.device_count(), platform=jax.default_backend()
     )
@@ -86,6 +87,32 @@ def _run(invocation) -> None:
         dry_run.run(config)
     else:
         loop.run(config, resume=invocation.resume)
+
+
+def _quieten_checkpoints() -> None:
+    # Orbax warns about what is meant here, arrays restored with other shardings than saved, and
+    # logs a traceback for every thread of a failed write besides raising the error.
+    for name in ("absl", "asyncio"):
+        logging.getLogger(name).setLevel(logging.CRITICAL)
+    show = sys.unraisablehook
+
+    def hook(unraisable) -> None:
+        # Tensorstore prints one for every write that was under way when the first one failed.
+        if str(unraisable.exc_value) != "Event loop is closed":
+            show(unraisable)
+
+    sys.unraisablehook = hook
+
+
+def _disk_error(error: Exception) -> OSError | None:
+    """What the operating system said, if the disk is at fault."""
+    if isinstance(error, OSError):
+        return error if error.errno in _DISK else None
+    # The checkpoint's writer has exceptions of its own.
+    for number in _DISK:
+        if f": {os.strerror(number)}" in str(error):
+            return OSError(number, os.strerror(number))
+    return None
 
 
 def _refuse(error) -> int:

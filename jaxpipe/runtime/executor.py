@@ -70,7 +70,7 @@ def run(plan: Plan, placed: PyTree, microbatches: PyTree, rng: jax.Array | None)
     Args:
       plan: what to run.
       placed: this device's part of the placed parameters.
-      microbatches: this data shard's rows, leaves ``[m, rows, ...]``.
+      microbatches: this data shard's rows, leaves ``[rows, m, ...]``.
       rng: the step's key, or None.
 
     Returns:
@@ -151,7 +151,7 @@ class _Run:
 
     def _microbatch(self, i):
         return jax.tree.map(
-            lambda leaf: lax.dynamic_index_in_dim(leaf, i, keepdims=False), self.microbatches
+            lambda leaf: lax.dynamic_index_in_dim(leaf, i, 1, keepdims=False), self.microbatches
         )
 
     def _embed(self, outer, i):
@@ -245,10 +245,11 @@ class _Run:
             value = _at(state[inbox], cell["inbox"]).reshape(self.x.shape)
             state, value = self._loop(cell, steps[kind], (state, value), down=kind is not Kind.F)
             if self.table.passes[kind].pauses.any():
-                paused = jnp.where(cell["pauses"] == 1, cell["inbox"], NONE)
-                state = state | {inbox: _put(state[inbox], paused, value.reshape(-1))}
+                slot = jnp.where(cell["pauses"] == 1, cell["inbox"], NONE)
+                state = state | {inbox: _put(state[inbox], slot, value.reshape(-1))}
             if self.plan.poison:
-                value = jnp.where(cell["lo"] < cell["hi"], value, jnp.nan)
+                ends = (cell["lo"] < cell["hi"]) & (cell["pauses"] == 0)
+                value = jnp.where(ends, value, jnp.nan)
             outputs[Kind.F if kind is Kind.F else Kind.B] = value
         return state, outputs
 

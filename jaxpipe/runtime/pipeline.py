@@ -191,16 +191,18 @@ class Pipeline:
                 )
 
         def body(placed, batch, rng):
-            rows = jax.tree.map(
-                lambda leaf: leaf.reshape(-1, m, *leaf.shape[1:]).swapaxes(0, 1), batch
-            )
-            return executor.run(plan, placed, rows, rng)
+            return executor.run(plan, placed, self._microbatches(batch), rng)
 
         in_specs = (self.layout.specs(sharded=self.zero == 3), P(DATA), P())
         run = jax.shard_map(
             body, mesh=self.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False
         )
         return run(placed, batch, rng)
+
+    def _microbatches(self, batch: PyTree) -> PyTree:
+        """One data shard's leaves ``[rows, ...]`` as ``[rows of a microbatch, m, ...]``: a view."""
+        m = self.schedule.num_microbatches
+        return jax.tree.map(lambda leaf: leaf.reshape(-1, m, *leaf.shape[1:]), batch)
 
     def buffers(self, batch: PyTree, rng: jax.Array | None = None) -> dict[str, PyTree]:
         """What the tick loop keeps on each device, from the schedule and the model alone.
@@ -215,12 +217,7 @@ class Pipeline:
         shapes: dict[str, PyTree] = {}
 
         def body(placed, batch, rng):
-            rows = jax.tree.map(
-                lambda w: w.reshape(-1, self.schedule.num_microbatches, *w.shape[1:]).swapaxes(
-                    0, 1
-                ),
-                batch,
-            )
+            rows = self._microbatches(batch)
             shapes.update(executor.buffers(self._plan(self.table), placed, rows, rng))
             return jnp.zeros(())
 

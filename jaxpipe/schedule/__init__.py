@@ -9,6 +9,8 @@
 `list_scheduling`                          the event-driven scheduler some of them share
 `validate`                                 proof that a schedule can run, or an error with the grid
 `simulate`                                 both clocks: free-running and lock-step
-`draw`                                     text, SVG and PNG
+`report`, `comparison`                     all that is known of one schedule, of several
+`draw`, `trace`                            text, SVG and PNG; Chrome and Perfetto
+`csv_format`, `user`                       PyTorch's CSV of actions; a user's own schedule
 =========================================  =========================================================
 """

@@ -16,6 +16,9 @@ from jaxpipe.schedule.placement import Placement
 class Kind(enum.StrEnum):
     """What an action computes for one microbatch on one virtual stage."""
 
+    # Enum hashes names in Python; actions are hashed by the hundred thousand.
+    __hash__ = str.__hash__
+
     F = "F"
     """Forward."""
     B = "B"

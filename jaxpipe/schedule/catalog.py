@@ -16,8 +16,17 @@ from importlib.metadata import entry_points
 from typing import Any
 
 from jaxpipe.schedule.actions import Schedule
+from jaxpipe.schedule.auto import auto
 from jaxpipe.schedule.breadth_first import breadth_first, modular
 from jaxpipe.schedule.chimera import chimera
+from jaxpipe.schedule.controllable_memory import (
+    controllable_memory,
+    one_f_one_b_v,
+    v_half,
+    v_min,
+    v_zb,
+    zb_v,
+)
 from jaxpipe.schedule.dualpipe import dualpipe_v
 from jaxpipe.schedule.gpipe import gpipe
 from jaxpipe.schedule.hanayo import hanayo
@@ -60,7 +69,10 @@ class Entry:
 
     @cached_property
     def defaults(self) -> dict[str, Any]:
-        """The options that ``generate`` reads, by parameter name, with their default values."""
+        """The options that ``generate`` reads, by parameter name, with their default values.
+
+        One that must be given has ``inspect.Parameter.empty``.
+        """
         return {
             name: parameter.default
             for name, parameter in inspect.signature(self.generate).parameters.items()
@@ -76,6 +88,8 @@ _PATHS = {
     "layers_per_chunk": "pipeline.layers_per_chunk",
 }
 """Configuration paths of the options, by the parameter of the generator."""
+_MEASURES = ("costs", "layers_per_chunk")
+"""Options that say something about the machine and the model, whatever the schedule."""
 
 
 def _hanayo(
@@ -104,6 +118,7 @@ _CHUNKS = "p >= 1, m >= 1, v >= 1"
 _GROUPS = "p >= 1, m >= 1 (best: p divides m), v >= 1"
 _LAYERS = "p >= 1, m >= 1, v = layers of a stage"
 _WAVES = "p >= 1, m >= 1, v even"
+_V = "p >= 1, m >= 1 (best from 2p), v = 2"
 _COPIES = "p >= 1, m even, v = 1; two weight copies: only to simulate"
 
 
@@ -142,7 +157,7 @@ _BUILT_IN = (
     ),
     *_with_fused(
         Entry(
-            *("breadth-first", breadth_first, "All microbatches through a chunk, then the next"),
+            *("breadth-first", breadth_first, "All microbatches, chunk by chunk"),
             *("(p-1)(F+B)/v", "m", _CHUNKS, "arXiv 2211.05953"),
         ),
         "(p-1)(F+B+W)/v",
@@ -154,7 +169,7 @@ _BUILT_IN = (
     ),
     *_with_fused(
         Entry(
-            *("modular", modular, "Breadth-first at one layer a chunk: layered accumulation"),
+            *("modular", modular, "Breadth-first at one layer a chunk"),
             *("(p-1)(F+B)/v", "m", _LAYERS, "arXiv 2106.02679"),
         ),
         "(p-1)(F+B+W)/v",
@@ -185,9 +200,45 @@ _BUILT_IN = (
         *("arXiv 2412.19437",),
         chunks=2,
     ),
+    Entry(
+        *("zb-v", zb_v, "Zero bubble in a stage's span on the V placement", "(p-1)/2 at F=B=W=1"),
+        *("p", _V, "arXiv 2401.10241"),
+        chunks=2,
+    ),
+    Entry(
+        *("v-zb", v_zb, "The V block with ZB-V's strides", "(p-1)/2 at F=B=W=1", "p", _V),
+        "arXiv 2405.15362",
+        chunks=2,
+    ),
+    Entry(
+        *("v-half", v_half, "Half of 1F1B's activations"),
+        *("(3p-7)/2, odd p (3p-4)/2, at F=B=W=1", "floor((p+2)/2)", _V, "arXiv 2405.15362"),
+        chunks=2,
+    ),
+    Entry(
+        *("v-min", v_min, "A third of 1F1B's activations"),
+        *("(4p-5)/2, if 3 divides p (4p-7)/2, at F=B=W=1", "floor((p+4)/3)", _V),
+        "arXiv 2405.15362",
+        chunks=2,
+    ),
+    Entry(
+        *("1f1b-v", one_f_one_b_v, "Two thirds of 1F1B's activations; fused backwards"),
+        *("at most 3(p-1) at F=B=W=1", "floor(2p/3)+1", _V, "arXiv 2405.15362"),
+        chunks=2,
+    ),
+    Entry(
+        *("controllable-memory", controllable_memory, "Searched V block under a memory limit"),
+        *("(6p-1-3k)/2 + (p-1)/2 at F=B=W=1, limit k/2", "memory_limit", _V, "arXiv 2405.15362"),
+        chunks=2,
+    ),
+    Entry(
+        *("auto", auto, "Order and slices searched for the lock-step clock"),
+        *("searched", "memory_limit, p by default", _V, "jaxpipe"),
+        chunks=2,
+    ),
     *_with_fused(
         Entry(
-            *("chimera", _chimera, "Two copies of the model, one in each direction"),
+            *("chimera", _chimera, "Two model copies, opposite directions"),
             *("about p/2-1 at F=B=W=1", "at most p+1", _COPIES, "arXiv 2107.06925"),
             multiples={"microbatches": 2},
         ),
@@ -274,8 +325,8 @@ def build(
       group: microbatches that stay together, at least 1 (``pipeline.group``).
       memory_limit: peak in flight per stage, in microbatches of a full stage, above 0
         (``pipeline.memory_limit``).
-      costs: of one chunk, for schedules that are made to measure.
-      layers_per_chunk: at least 1, for schedules that cut actions into slices.
+      costs: of one chunk, for schedules that are made to measure; others do not need it.
+      layers_per_chunk: at least 1, for schedules that cut actions into slices; likewise.
 
     Returns:
       The schedule.
@@ -325,9 +376,15 @@ def _misfits(
     entry: Entry, options: Mapping[str, Any], numbers: Mapping[str, int | None]
 ) -> list[str]:
     """What this schedule, other than schedules in general, does not accept."""
-    problems = []
+    problems = [
+        f"{_PATHS[option]} is missing: schedule {entry.name!r} needs it."
+        for option, default in entry.defaults.items()
+        if default is inspect.Parameter.empty and option not in options
+    ]
     for option, value in options.items():
-        if option in entry.defaults or (option == "num_chunks" and value == entry.chunks):
+        if option in entry.defaults or option in _MEASURES:
+            continue
+        if option == "num_chunks" and value == entry.chunks:
             continue
         rule, nearest = "it does not read it", "leave it out"
         if option == "num_chunks" and entry.chunks is not None:

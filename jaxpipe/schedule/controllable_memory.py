@@ -199,7 +199,7 @@ def controllable_memory(
     num_stages: int,
     num_microbatches: int,
     *,
-    memory_limit: float,
+    memory_limit: float | None = None,
     costs: Costs = _UNIT,
 ) -> Schedule:
     """Searches the building block whose schedule ends first under a memory limit.
@@ -221,6 +221,7 @@ def controllable_memory(
       num_stages: p, at least 1.
       num_microbatches: m, at least 1; may be less than p.
       memory_limit: peak in flight per stage, in microbatches of a full stage; halves count.
+        None for 1F1B's, which is p.
       costs: of one chunk; the free-running makespan with them is what the search minimises.
 
     Returns:
@@ -233,6 +234,7 @@ def controllable_memory(
       >>> controllable_memory(4, 8, memory_limit=2.5).peak_in_flight
       (5, 5, 5, 5)
     """
+    memory_limit = num_stages if memory_limit is None else memory_limit
     smallest = min(max(_v_min_block(num_stages).peaks), 2 * num_microbatches)
     if not 2 * memory_limit >= smallest:
         raise ValueError(

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from jaxpipe.schedule.actions import Action, Kind
-from jaxpipe.schedule.simulate import TimedAction, Timeline
+from jaxpipe.schedule.simulate import TimedAction, Timeline, in_flight
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -14,18 +14,28 @@ if TYPE_CHECKING:
 FORMATS = ("svg", "png")
 """The file formats `save` writes."""
 
+# Backgrounds of the 256-colour palette, first and other chunks, dark text on both.
 _ANSI = {
-    Kind.F: "\x1b[44;97m",
-    Kind.B: "\x1b[46;30m",
-    Kind.W: "\x1b[42;30m",
-    Kind.BW: "\x1b[46;30m",
+    Kind.F: ("48;5;111", "48;5;68"),
+    Kind.B: ("48;5;116", "48;5;73"),
+    Kind.W: ("48;5;150", "48;5;107"),
+    Kind.BW: ("48;5;116", "48;5;73"),
 }
 _RESET = "\x1b[0m"
-_FILL = {Kind.F: "#7ea6e0", Kind.B: "#7fd1c7", Kind.W: "#b5d99c", Kind.BW: "#7fd1c7"}
+# A kind's colour on a stage's first chunk, and on its last.
+_FILL = {
+    Kind.F: ("#9dbdf0", "#27518f"),
+    Kind.B: ("#8fdcd2", "#1b7468"),
+    Kind.W: ("#c3e2ad", "#4f7f30"),
+    Kind.BW: ("#8fdcd2", "#1b7468"),
+}
 _MEANING = {Kind.F: "forward", Kind.B: "backward, input", Kind.W: "backward, weights"}
-_DARKER = "#4a6fa5"
+_MAX_COLUMNS = 200_000
+"""A row of text longer than this shows nothing; costs far apart would make it any length."""
 _NUMBERED_ACTIONS = 6000
 """Beyond this many boxes nobody can read the numbers and writing them takes seconds."""
+_NAMED_CURVES = 16
+"""With more stages than this a list of their names is taller than the curves."""
 
 
 def text(timeline: Timeline, *, colour: bool = False) -> str:
@@ -41,6 +51,9 @@ def text(timeline: Timeline, *, colour: bool = False) -> str:
     Returns:
       The drawing, one line a stage, no newline at the end.
 
+    Raises:
+      ValueError: the shortest action is so short that no terminal could show its label to scale.
+
     Example:
       >>> from jaxpipe.schedule.gpipe import gpipe
       >>> from jaxpipe.schedule.simulate import Costs, simulate
@@ -51,6 +64,11 @@ def text(timeline: Timeline, *, colour: bool = False) -> str:
     cells = max(len(_label(timed.action, timeline)) for row in timeline.rows for timed in row) + 1
     shortest = min(timed.end - timed.start for row in timeline.rows for timed in row)
     scale = cells / shortest
+    if timeline.makespan * scale > _MAX_COLUMNS:
+        raise ValueError(
+            f"costs: a drawing in text needs {timeline.makespan * scale:.3g} columns, beyond "
+            f"{_MAX_COLUMNS}: draw a picture (--format svg) or fewer microbatches."
+        )
     margin = len(f"stage {len(timeline.rows) - 1}")
     return "\n".join(
         f"{f'stage {d}'.ljust(margin)} |{_row(row, timeline, scale, colour)}|"
@@ -72,17 +90,21 @@ def _row(row: tuple[TimedAction, ...], timeline: Timeline, scale: float, colour:
         # Rounding both ends may cost a cell its last column, never a letter of its label.
         cell = label.ljust(end - start - 1, "-").ljust(end - start)
         if colour:
-            cell = f"{_ANSI[timed.action.kind]}{cell.rstrip()}{_RESET}{cell[len(cell.rstrip()) :]}"
+            chunk = timeline.schedule.placement.chunks[timed.action.virtual_stage]
+            shade = _ANSI[timed.action.kind][min(chunk, 1)]
+            body = cell.rstrip()
+            cell = f"\x1b[{shade};30m{body}{_RESET}{cell[len(body) :]}"
         parts += ["." * (start - column), cell]
         column = end
     return "".join([*parts, "." * (round(timeline.makespan * scale) - column)])
 
 
 def figure(timeline: Timeline) -> Figure:
-    """Draws a timeline as a figure: boxes coloured by kind, numbered by microbatch.
+    """Draws a timeline as a figure, and the activations in flight beneath it.
 
-    Chunks after a stage's first have a darker edge and white numbers. Uses matplotlib's object
-    interface only: no global state, no display.
+    Boxes are numbered by microbatch and coloured by kind, the darker the later the chunk. The
+    curves count microbatches of a full stage. Uses matplotlib's object interface only: no global
+    state, no display.
 
     Args:
       timeline: what to draw.
@@ -92,45 +114,91 @@ def figure(timeline: Timeline) -> Figure:
     """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
-    from matplotlib.patches import Patch
 
     num_stages = len(timeline.rows)
     shortest = min(timed.end - timed.start for row in timeline.rows for timed in row)
     width = min(max(0.24 * timeline.makespan / shortest, 6.0), 60.0)
-    height = min(max(0.32 * num_stages, 1.0), 30.0) + 1.1
-    drawn = Figure(figsize=(width, height), layout="constrained")
+    height = min(max(0.32 * num_stages, 1.0), 30.0)
+    drawn = Figure(figsize=(width, height + 2.6), layout="constrained")
     FigureCanvasAgg(drawn)
-    axes = drawn.add_subplot()
+    boxes, memory = drawn.subplots(2, sharex=True, height_ratios=(height, 1.2))
+    _draw_boxes(boxes, timeline)
+    if sum(len(row) for row in timeline.rows) <= _NUMBERED_ACTIONS:
+        _number(boxes, timeline, points=_points(width, timeline))
+    _draw_memory(memory, timeline)
+    boxes.set_title(caption(timeline), fontsize=9, loc="left")
+    memory.set_xlim(0, timeline.makespan)
+    memory.set_xlabel("time, in the unit of the costs")
+    for axes in (boxes, memory):
+        axes.spines[["top", "right"]].set_visible(False)
+    _add_legend(drawn, timeline)
+    return drawn
+
+
+def _draw_boxes(axes, timeline: Timeline) -> None:
+    placement = timeline.schedule.placement
     for d, row in enumerate(timeline.rows):
-        for kind in Kind:
+        for kind in sorted({timed.action.kind for timed in row}):
             boxes = [timed for timed in row if timed.action.kind is kind]
-            chunks = [timeline.schedule.placement.chunks[t.action.virtual_stage] for t in boxes]
+            chunks = [placement.chunks[timed.action.virtual_stage] for timed in boxes]
             axes.broken_barh(
                 [(timed.start, timed.end - timed.start) for timed in boxes],
                 (d - 0.45, 0.9),
-                facecolors=_FILL[kind],
-                edgecolors=[_DARKER if chunk else "white" for chunk in chunks] or "white",
+                facecolors=[_fill(kind, chunk, placement.num_chunks) for chunk in chunks],
+                edgecolors="white",
                 linewidth=0.8,
             )
-    if sum(len(row) for row in timeline.rows) <= _NUMBERED_ACTIONS:
-        _number(axes, timeline, points=_points(width, timeline))
+    num_stages = len(timeline.rows)
     axes.set_yticks(range(num_stages), [f"stage {d}" for d in range(num_stages)])
     axes.set_ylim(num_stages - 0.5, -0.5)
-    axes.set_xlim(0, timeline.makespan)
-    axes.set_xlabel("time, in the unit of the costs")
-    axes.set_title(caption(timeline), fontsize=9)
-    axes.spines[["top", "right"]].set_visible(False)
+
+
+def _draw_memory(axes, timeline: Timeline) -> None:
+    from matplotlib import colormaps
+
+    num_stages = len(timeline.rows)
+    shades = colormaps["viridis"].resampled(num_stages + 1)
+    for d, row in enumerate(timeline.rows):
+        steps = [(0.0, 0), *in_flight(row), (timeline.makespan, 0)]
+        axes.step(
+            [time for time, _ in steps],
+            [timeline.in_full_stages(count) for _, count in steps],
+            where="post",
+            color=shades(d),
+            linewidth=1,
+            label=f"stage {d}",
+        )
+    axes.set_ylim(0, None)
+    axes.set_ylabel("in flight", fontsize=8)
+    if num_stages <= _NAMED_CURVES:
+        axes.legend(loc="upper left", bbox_to_anchor=(1, 1), frameon=False, fontsize=6)
+
+
+def _add_legend(drawn: Figure, timeline: Timeline) -> None:
+    from matplotlib.patches import Patch
+
     used = {timed.action.kind for row in timeline.rows for timed in row}
     meaning = {**_MEANING, Kind.BW: "backward (B and W)"}
-    axes.legend(
-        handles=[Patch(color=_FILL[kind], label=meaning[kind]) for kind in Kind if kind in used],
-        loc="upper center",
-        bbox_to_anchor=(0.5, -0.5 / height - 0.15),
+    chunks = timeline.schedule.num_chunks
+    drawn.legend(
+        handles=[Patch(color=_FILL[kind][0], label=meaning[kind]) for kind in Kind if kind in used],
+        title="the darker, the later the chunk" if chunks > 1 else None,
+        title_fontsize=8,
+        loc="outside lower center",
         ncols=3,
         frameon=False,
         fontsize=8,
     )
-    return drawn
+
+
+def _fill(kind: Kind, chunk: int, num_chunks: int) -> tuple[float, float, float]:
+    """A kind's colour, from light on the first chunk to dark on the last."""
+    from matplotlib.colors import to_rgb
+
+    light, dark = (to_rgb(colour) for colour in _FILL[kind])
+    depth = chunk / max(num_chunks - 1, 1)
+    r, g, b = (x + depth * (y - x) for x, y in zip(light, dark, strict=True))
+    return r, g, b
 
 
 def _number(axes, timeline: Timeline, *, points: float) -> None:
@@ -144,7 +212,8 @@ def _number(axes, timeline: Timeline, *, points: float) -> None:
                 ha="center",
                 va="center",
                 fontsize=points,
-                color="white" if chunk else "black",
+                # Only the darker half of the shades needs white numbers.
+                color="white" if 2 * chunk >= timeline.schedule.num_chunks else "black",
                 clip_on=True,
             )
 
@@ -177,13 +246,13 @@ def caption(timeline: Timeline) -> str:
     )
 
 
-def save(timeline: Timeline, path: str | Path) -> Path:
-    """Draws a timeline into a file; the ending, .svg or .png, chooses the format.
+def save(drawn: Figure, path: str | Path) -> Path:
+    """Writes a figure into a file; the ending, .svg or .png, chooses the format.
 
-    The same timeline gives the same bytes.
+    The same figure gives the same bytes.
 
     Args:
-      timeline: what to draw.
+      drawn: what `figure` returns.
       path: the file to write.
 
     Returns:
@@ -202,7 +271,7 @@ def save(timeline: Timeline, path: str | Path) -> Path:
         )
     # Without a fixed salt and date every SVG differs from the last.
     with matplotlib.rc_context({"svg.hashsalt": "jaxpipe"}):
-        figure(timeline).savefig(
+        drawn.savefig(
             path, dpi=150, metadata={"Date": None} if path.suffix.lower() == ".svg" else None
         )
     return path

@@ -10,17 +10,11 @@ import collections
 import dataclasses
 import itertools
 import math
+from collections.abc import Sequence
 from functools import cached_property
 
-from jaxpipe.schedule.actions import Action, Kind, Schedule, Slice, dependencies
-from jaxpipe.schedule.validate import (
-    Walk,
-    message_target,
-    peak_in_flight,
-    result_of,
-    validate,
-    walk,
-)
+from jaxpipe.schedule.actions import Action, Kind, Schedule, Slice
+from jaxpipe.schedule.validate import Results, Walk, message_target, peak_in_flight, validate, walk
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,13 +22,13 @@ class Costs:
     """How long one microbatch takes on one chunk, in any one unit; a fused backward takes b + w.
 
     Args:
-      f: forward, above 0.
-      b: backward for the input, above 0.
-      w: backward for the weights, above 0.
-      message: one message between two stages, at least 0.
+      f: forward, 1e-100 to 1e100, so that no sum or ratio of times is infinite or undefined.
+      b: backward for the input, as f.
+      w: backward for the weights, as f.
+      message: one message between two stages, 0 to 1e100.
 
     Raises:
-      ValueError: a cost is out of range or not finite.
+      ValueError: a cost is out of range or not a number.
     """
 
     f: float
@@ -44,12 +38,14 @@ class Costs:
 
     def __post_init__(self) -> None:
         problems = [
-            f"costs.{name}={value} must be a finite number above 0."
+            f"costs.{name}={value} must be a number above 0 (1e-100 to 1e100)."
             for name, value in (("f", self.f), ("b", self.b), ("w", self.w))
-            if not (math.isfinite(value) and value > 0)
+            if not 1e-100 <= value <= 1e100
         ]
-        if not (math.isfinite(self.message) and self.message >= 0):
-            problems.append(f"costs.message={self.message} must be a finite number, at least 0.")
+        if not 0 <= self.message <= 1e100:
+            problems.append(
+                f"costs.message={self.message} must be a finite number from 0 to 1e100."
+            )
         if problems:
             raise ValueError("\n".join(problems))
 
@@ -88,8 +84,9 @@ class Timeline:
     @cached_property
     def stage_bubble_ratios(self) -> tuple[float, ...]:
         """Per stage, the share of the makespan in which it does not compute."""
+        # Without a bubble the two sums may differ in their last digit.
         return tuple(
-            1 - math.fsum(self.costs.of(timed.action.kind) for timed in row) / self.makespan
+            max(0.0, 1 - math.fsum(self.costs.of(t.action.kind) for t in row) / self.makespan)
             for row in self.rows
         )
 
@@ -108,6 +105,10 @@ class Timeline:
         """Per stage, the most chunk activations kept from F to the action that frees them."""
         return peak_in_flight(self.schedule)
 
+    def in_full_stages(self, chunks: int) -> float:
+        """So many chunk activations, in microbatches of a full stage."""
+        return chunks * self.schedule.placement.num_copies / self.schedule.num_chunks
+
     @cached_property
     def messages(self) -> dict[tuple[int, int], int]:
         """How many messages go from one stage to another, by (sender, receiver)."""
@@ -118,6 +119,33 @@ class Timeline:
                 if target is not None:
                     counts[stage, target] += 1
         return dict(sorted(counts.items()))
+
+
+def in_flight(row: Sequence[TimedAction]) -> list[tuple[float, int]]:
+    """The chunk activations one stage keeps over time.
+
+    Args:
+      row: what the stage runs, in order.
+
+    Returns:
+      (time, how many from then on): one more from the start of each F, one less from the end of
+      the W or BW that frees it.
+
+    Example:
+      >>> from jaxpipe.schedule.gpipe import gpipe
+      >>> in_flight(simulate(gpipe(1, 2, fused=True), Costs(1, 1, 1)).rows[0])
+      [(0.0, 1), (1.0, 2), (4.0, 1), (6.0, 0)]
+    """
+    steps: dict[float, int] = {}
+    count = 0
+    for timed in row:
+        if timed.action.kind is Kind.F:
+            count += 1
+            steps[timed.start] = count
+        elif timed.action.kind is not Kind.B:
+            count -= 1
+            steps[timed.end] = count
+    return list(steps.items())
 
 
 def ticks(schedule: Schedule) -> list[list[tuple[int, Action]]]:
@@ -168,19 +196,24 @@ def simulate(schedule: Schedule, costs: Costs) -> Timeline:
       >>> simulate(one_f_one_b(4, 8, fused=True), Costs(1, 1, 1)).makespan
       33.0
     """
-    stages = schedule.placement.stages
+    results = Results(schedule)
     rows: list[list[TimedAction]] = [[] for _ in schedule.orders]
-    ends: dict[Action, float] = {}
+    ends: dict[int, float] = {}
+    free = [0.0] * len(schedule.orders)
+    duration = {kind: costs.of(kind) for kind in Kind}
     for stage, position in _walk(schedule).order:
         action = schedule.orders[stage][position]
-        start = rows[stage][-1].end if rows[stage] else 0
-        for needed in dependencies(action, num_virtual_stages=schedule.placement.depth, split=True):
-            travel = costs.message if stages[needed.virtual_stage] != stage else 0
-            start = max(start, ends[needed] + travel)
-        end = start + costs.of(action.kind)
+        start = free[stage]
+        for needed in results.inputs(action):
+            arrival = ends[needed]
+            if costs.message and results.stage(needed) != stage:
+                arrival += costs.message
+            start = max(start, arrival)
+        end = free[stage] = start + duration[action.kind]
         rows[stage].append(TimedAction(action, start, end))
-        ends[result_of(action)] = end
-    return _timeline(schedule, costs, "free-running", rows, max(row[-1].end for row in rows))
+        if action.kind is not Kind.W:
+            ends[results.number(action)] = end
+    return _timeline(schedule, costs, "free-running", rows, max(free))
 
 
 def lock_step(schedule: Schedule, costs: Costs) -> Timeline:

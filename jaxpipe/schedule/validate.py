@@ -7,14 +7,18 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import itertools
+from collections.abc import Iterator
 
-from jaxpipe.schedule.actions import Action, Kind, Schedule, dependencies
+from jaxpipe.schedule.actions import Action, Kind, Schedule
 from jaxpipe.schedule.slice_rules import slice_problems
 
 _GRID_TICKS = 12
 """Ticks of the grid an error shows: enough to see a pattern, narrow enough for a terminal."""
 _GRID_STAGES = 10
 _SHOWN_PROBLEMS = 8
+_MAX_MISSING = 1000
+"""Missing actions are counted no further: m may be any number."""
 
 
 class ScheduleError(ValueError):
@@ -37,6 +41,54 @@ class Walk:
     blockers: dict[int, str]
 
 
+class Results:
+    """Numbers what actions compute, so that looking a result up costs no hashing of actions.
+
+    F of virtual stage s and microbatch i is s*m + i; B, split or fused, comes p*v*m later. W has no
+    reader and no number.
+
+    Example:
+      >>> from jaxpipe.schedule.gpipe import gpipe
+      >>> results = Results(gpipe(2, 4))
+      >>> results.number(Action(1, Kind.B, 3)), results.inputs(Action(0, Kind.B, 3))
+      (15, (3, 15))
+      >>> str(results.action(15))
+      '1B3'
+    """
+
+    def __init__(self, schedule: Schedule) -> None:
+        self._m = max(schedule.num_microbatches, 1)
+        self._depth = max(schedule.placement.depth, 1)
+        self._backward = self._m * max(len(schedule.placement.stages), 1)
+        self._stages = schedule.placement.stages * 2
+
+    def number(self, action: Action) -> int:
+        """The number of what an F, B or BW computes."""
+        forward = action.virtual_stage * self._m + action.microbatch
+        return forward if action.kind is Kind.F else forward + self._backward
+
+    def inputs(self, action: Action) -> tuple[int, ...]:
+        """The results that an action reads: `actions.dependencies` in numbers."""
+        s = action.virtual_stage
+        forward = s * self._m + action.microbatch
+        if action.kind is Kind.F:
+            return (forward - self._m,) if s % self._depth else ()
+        backward = forward + self._backward
+        if action.kind is Kind.W:
+            return (backward,)
+        return (forward, backward + self._m) if (s + 1) % self._depth else (forward,)
+
+    def stage(self, number: int) -> int:
+        """The stage that computes a result."""
+        return self._stages[number // self._m]
+
+    def action(self, number: int) -> Action:
+        """The action that computes a result; a fused backward reads B."""
+        kind = Kind.F if number < self._backward else Kind.B
+        s, i = divmod(number % self._backward, self._m)
+        return Action(s, kind, i)
+
+
 def walk(schedule: Schedule, *, inbox_slots: int | None = None) -> Walk:
     """Runs the orders greedily, one action a stage and tick, a message arriving one tick later.
 
@@ -44,7 +96,7 @@ def walk(schedule: Schedule, *, inbox_slots: int | None = None) -> Walk:
     one sender and one receiver. So a stage that stops here stops in every execution.
 
     Args:
-      schedule: any schedule, valid or not.
+      schedule: a schedule whose virtual stages and microbatches are in range.
       inbox_slots: messages of one kind from one stage that a stage can hold before it uses them;
         the sender waits for a free slot. None for no limit.
 
@@ -61,70 +113,69 @@ _Pool = tuple[int, int, Kind]
 class _Walker:
     def __init__(self, schedule: Schedule, inbox_slots: int | None) -> None:
         self.schedule = schedule
-        self.stages = schedule.placement.stages
+        self.results = Results(schedule)
         self.inbox_slots = inbox_slots
-        self.done: dict[Action, int] = {}
-        self.waiting: dict[Action | _Pool, list[int]] = collections.defaultdict(list)
+        self.done: dict[int, int] = {}  # result -> tick
+        self.waiting: dict[int | _Pool, list[int]] = collections.defaultdict(list)
         self.held: collections.Counter[_Pool] = collections.Counter()
-        self.result = Walk([], [[] for _ in schedule.orders], {})
+        self.awaited: dict[int, int | _Pool] = {}
+        self.order: list[tuple[int, int]] = []
+        self.ticks: list[list[int]] = [[] for _ in schedule.orders]
 
     def run(self) -> Walk:
         ready = collections.deque(range(len(self.schedule.orders)))
         while ready:
             stage = ready.popleft()
-            self.result.blockers.pop(stage, None)
-            order, ticks = self.schedule.orders[stage], self.result.ticks[stage]
-            while len(ticks) < len(order):
-                action = order[len(ticks)]
-                inputs = self._inputs(action)
-                if self._blocked(stage, action, inputs):
-                    break
-                ready.extend(self._run(stage, action, inputs))
-        return self.result
+            self.awaited.pop(stage, None)
+            self._advance(stage, ready)
+        blockers = {stage: self._in_words(awaited) for stage, awaited in self.awaited.items()}
+        return Walk(self.order, self.ticks, blockers)
 
-    def _inputs(self, action: Action) -> list[Action]:
-        # Both kinds of backward are recorded under B: the reader does not care which it was.
-        depth = self.schedule.placement.depth
-        return dependencies(action, num_virtual_stages=depth, split=True)
+    def _advance(self, stage: int, ready: collections.deque[int]) -> None:
+        """Runs a stage until it has to wait; the stages that waited for it become ready."""
+        order, ticks = self.schedule.orders[stage], self.ticks[stage]
+        inputs_of, number_of, done = self.results.inputs, self.results.number, self.done
+        tick = ticks[-1] if ticks else -1
+        for position in range(len(ticks), len(order)):
+            action = order[position]
+            inputs = inputs_of(action)
+            for needed in inputs:
+                if needed not in done:
+                    self._wait(stage, needed)
+                    return
+                if done[needed] > tick:
+                    tick = done[needed]
+            if self.inbox_slots is not None:
+                pool = self._message(action)
+                if pool is not None and self.held[pool] >= self.inbox_slots:
+                    self._wait(stage, pool)
+                    return
+            tick += 1
+            ticks.append(tick)
+            self.order.append((stage, position))
+            if action.kind is not Kind.W:
+                number = number_of(action)
+                done.setdefault(number, tick)
+                if number in self.waiting:
+                    ready.extend(self.waiting.pop(number))
+            if self.inbox_slots is not None:
+                ready.extend(self._move_messages(stage, action, inputs))
 
-    def _blocked(self, stage: int, action: Action, inputs: list[Action]) -> bool:
-        missing = next((result for result in inputs if result not in self.done), None)
-        if missing is not None:
-            self.waiting[missing].append(stage)
-            self.result.blockers[stage] = f"the result of {missing}"
-            return True
-        pool = self._message(action)
-        if (
-            pool is not None
-            and self.inbox_slots is not None
-            and self.held[pool] >= self.inbox_slots
-        ):
-            self.waiting[pool].append(stage)
-            self.result.blockers[stage] = (
-                f"one of the {self.inbox_slots} inbox slots of stage {pool[1]}"
-            )
-            return True
-        return False
+    def _wait(self, stage: int, awaited: int | _Pool) -> None:
+        self.waiting[awaited].append(stage)
+        self.awaited[stage] = awaited
 
-    def _run(self, stage: int, action: Action, inputs: list[Action]) -> list[int]:
-        ticks = self.result.ticks[stage]
-        tick = max([-1, *ticks[-1:], *(self.done[result] for result in inputs)]) + 1
-        self.result.order.append((stage, len(ticks)))
-        ticks.append(tick)
+    def _in_words(self, awaited: int | _Pool) -> str:
+        if isinstance(awaited, int):
+            return f"the result of {self.results.action(awaited)}"
+        return f"one of the {self.inbox_slots} inbox slots of stage {awaited[1]}"
+
+    def _move_messages(self, stage: int, action: Action, inputs: tuple[int, ...]) -> list[int]:
         woken: list[int] = []
-        if action.kind is not Kind.W:
-            result = result_of(action)
-            self.done.setdefault(result, tick)
-            woken += self.waiting.pop(result, [])
-        if self.inbox_slots is not None:
-            woken += self._move_messages(action, inputs)
-        return woken
-
-    def _move_messages(self, action: Action, inputs: list[Action]) -> list[int]:
-        woken: list[int] = []
-        for result in inputs:
-            freed = self._message(result) if result.virtual_stage != action.virtual_stage else None
-            if freed is not None:
+        for needed in inputs:
+            if self.results.stage(needed) != stage:
+                freed = self._message(self.results.action(needed))
+                assert freed is not None
                 self.held[freed] -= 1
                 woken += self.waiting.pop(freed, [])
         sent = self._message(action)
@@ -136,14 +187,8 @@ class _Walker:
         target = message_target(action, self.schedule)
         if target is None:
             return None
-        return (self.stages[action.virtual_stage], target, result_of(action).kind)
-
-
-def result_of(action: Action) -> Action:
-    """The key under which readers find what ``action`` computes: a fused backward counts as B."""
-    if action.kind is Kind.BW:
-        return Action(action.virtual_stage, Kind.B, action.microbatch)
-    return action
+        kind = Kind.F if action.kind is Kind.F else Kind.B
+        return (self.schedule.placement.stages[action.virtual_stage], target, kind)
 
 
 def message_target(action: Action, schedule: Schedule) -> int | None:
@@ -168,13 +213,12 @@ def peak_in_flight(schedule: Schedule) -> tuple[int, ...]:
     return tuple(max(_in_flight(order), default=0) for order in schedule.orders)
 
 
+_KEEPS = {Kind.F: 1, Kind.B: 0, Kind.W: -1, Kind.BW: -1}
+
+
 def _in_flight(order: tuple[Action, ...]) -> list[int]:
-    counts, count = [], 0
-    for action in order:
-        count += {Kind.F: 1, Kind.B: 0, Kind.W: -1, Kind.BW: -1}[action.kind]
-        # An activation is still held while the action that frees it runs.
-        counts.append(count)
-    return counts
+    # An activation is still held while the action that frees it runs.
+    return list(itertools.accumulate(_KEEPS[action.kind] for action in order))
 
 
 @dataclasses.dataclass
@@ -245,13 +289,18 @@ def _shape_problems(schedule: Schedule) -> list[_Problem]:
     return problems
 
 
+# The kinds one virtual stage has run for one microbatch, as bits.
+_BIT = {Kind.F: 1, Kind.B: 2, Kind.W: 4, Kind.BW: 8}
+_SPLIT, _FUSED = _BIT[Kind.B] | _BIT[Kind.W], _BIT[Kind.BW]
+
+
 def _action_problems(schedule: Schedule) -> list[_Problem]:
     stages, m = schedule.placement.stages, schedule.num_microbatches
     problems: list[_Problem] = []
-    kinds: dict[tuple[int, int], set[Kind]] = collections.defaultdict(set)
+    seen: dict[tuple[int, int], int] = {}
     for d, order in enumerate(schedule.orders):
         for k, action in enumerate(order):
-            s, i = action.virtual_stage, action.microbatch
+            s, i, bit = action.virtual_stage, action.microbatch, _BIT[action.kind]
             text = None
             if not 0 <= s < len(stages):
                 text = f"has no virtual stage: they run from 0 to {len(stages) - 1}."
@@ -259,30 +308,29 @@ def _action_problems(schedule: Schedule) -> list[_Problem]:
                 text = f"has no microbatch: they run from 0 to {m - 1}."
             elif stages[s] != d:
                 text = f"is on the wrong stage: virtual stage {s} is held by stage {stages[s]}."
-            elif action.kind in kinds[s, i]:
-                text = "runs a second time."
-            elif Kind.BW in (seen := kinds[s, i] | {action.kind}) and seen & {Kind.B, Kind.W}:
-                text = "mixes split and fused backward for one virtual stage and microbatch."
+            else:
+                before = seen.get((s, i), 0)
+                if before & bit:
+                    text = "runs a second time."
+                elif (before | bit) & _SPLIT and (before | bit) & _FUSED:
+                    text = "mixes split and fused backward for one virtual stage and microbatch."
+                seen[s, i] = before | bit
             if text is not None:
                 problems.append(_Problem(f"{action} on stage {d} {text}", d, k))
-            if 0 <= s < len(stages) and stages[s] == d:
-                kinds[s, i].add(action.kind)
-    return problems + _missing(schedule, kinds)
+    return problems + list(itertools.islice(_missing(schedule, seen), _MAX_MISSING))
 
 
-def _missing(schedule: Schedule, kinds: dict[tuple[int, int], set[Kind]]) -> list[_Problem]:
-    problems = []
+def _missing(schedule: Schedule, seen: dict[tuple[int, int], int]) -> Iterator[_Problem]:
     for s, stage in enumerate(schedule.placement.stages):
         for i in range(schedule.num_microbatches):
-            seen = kinds.get((s, i), set())
-            backward = [] if Kind.BW in seen else [Kind.B, Kind.W]
-            for kind in [Kind.F, *backward]:
-                if kind not in seen:
-                    fused = " (and so is BW)" if kind is Kind.B and Kind.W not in seen else ""
+            ran = seen.get((s, i), 0)
+            backward = () if ran & _FUSED else (Kind.B, Kind.W)
+            for kind in (Kind.F, *backward):
+                if not ran & _BIT[kind]:
+                    fused = " (and so is BW)" if kind is Kind.B and not ran & _SPLIT else ""
                     absent = Action(s, kind, i)
                     text = f"{absent} is missing from stage {stage}{fused}."
-                    problems.append(_Problem(text, stage, absent=absent))
-    return problems
+                    yield _Problem(text, stage, absent=absent)
 
 
 def _deadlocks(schedule: Schedule, walked: Walk) -> list[_Problem]:
@@ -323,7 +371,8 @@ def _message(schedule: Schedule, problems: list[_Problem], ticks: list[list[int]
     lines = [f"Schedule {schedule.name!r} ({p} stages, {m} microbatches) cannot run:"]
     lines += [f"  {problem.text}" for problem in problems[:_SHOWN_PROBLEMS]]
     if len(problems) > _SHOWN_PROBLEMS:
-        lines.append(f"  ... and {len(problems) - _SHOWN_PROBLEMS} more.")
+        least = "at least " if len(problems) >= _MAX_MISSING else ""
+        lines.append(f"  ... and {least}{len(problems) - _SHOWN_PROBLEMS} more.")
     return "\n".join([*lines, *_grid(schedule, problems, ticks)])
 
 

@@ -164,6 +164,7 @@ def test_dropout_depends_on_the_key_alone():
     np.testing.assert_allclose(loss_of(config, params, batch), without, rtol=1e-6)
 
 
+@pytest.mark.pipeline
 @ids
 def test_split_vocabulary_gives_the_same_loss_and_gradients(config):
     num_stages, padded = 4, 64
@@ -245,6 +246,7 @@ def test_kernel_gradients_are_those_of_a_plain_matmul():
         np.testing.assert_allclose(grad, wanted, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.pipeline
 def test_bfloat16_compute_keeps_float32_weights_and_gradients():
     config = dataclasses.replace(TINY, dtype="bfloat16")
     params = init(TINY, jax.random.key(0))

@@ -13,6 +13,7 @@ import jaxpipe
 from jaxpipe.runtime import memory
 from models import gpt
 
+pytestmark = pytest.mark.pipeline
 STAGES, DATA, ROWS = 4, 2, 2
 CONFIG = gpt.GPTConfig(
     vocab_size=96, sequence_length=16, num_layers=8, width=32, num_heads=2, dtype="float32"

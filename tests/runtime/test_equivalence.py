@@ -43,10 +43,12 @@ COVERING = covering(FULL)
 def check(schedule, stages, data, zero, remat, tied, microbatches, *, num_layers=6, rng=None):
     params = toy.params(tied=tied, num_layers=num_layers)
     batch = toy.batch(2 * data * microbatches)
+    if isinstance(schedule, str):
+        schedule = jaxpipe.schedules.build(schedule, stages=stages, microbatches=microbatches)
     pipe = jaxpipe.Pipeline(
         toy.model(tied=tied, axis="stage"),
         params,
-        schedule=jaxpipe.schedules.build(schedule, stages=stages, microbatches=microbatches),
+        schedule=schedule,
         mesh=jaxpipe.make_mesh(stage=stages, data=data),
         remat=remat,
         zero=zero,
@@ -73,6 +75,7 @@ def check(schedule, stages, data, zero, remat, tied, microbatches, *, num_layers
     np.testing.assert_allclose(jax.jit(pipe.loss)(placed, batch, rng), expected, rtol=1e-5)
 
 
+@pytest.mark.pipeline
 @pytest.mark.parametrize("case", COVERING, ids=lambda case: "-".join(map(str, case)))
 def test_gradients_equal_the_unpipelined_model(case):
     check(*case)
@@ -84,6 +87,7 @@ def test_gradients_equal_the_unpipelined_model_everywhere(case):
     check(*case)
 
 
+@pytest.mark.pipeline
 @pytest.mark.parametrize("remat", REMAT)
 @pytest.mark.parametrize("schedule", ["1f1b", "1f1b-fused"])
 def test_randomness_depends_on_microbatch_and_layer_only(schedule, remat):
@@ -91,6 +95,16 @@ def test_randomness_depends_on_microbatch_and_layer_only(schedule, remat):
     check(schedule, 4, 2, 3, remat, True, 3, rng=rng)
 
 
-@pytest.mark.parametrize("num_layers", [4, 5, 7])
+PIPELINE = pytest.mark.pipeline
+
+
+@pytest.mark.parametrize(
+    "num_layers", [pytest.param(4, marks=PIPELINE), 5, pytest.param(7, marks=PIPELINE)]
+)
 def test_uneven_chunks_drop_nothing(num_layers):
     check("1f1b", 4, 2, 3, "none", False, 3, num_layers=num_layers)
+
+
+def test_a_schedule_with_two_copies_of_the_weights_is_only_simulated():
+    with pytest.raises(ValueError, match=r"'chimera' can only be simulated: it needs 2 copies"):
+        check("chimera", 2, 1, 0, "none", True, 2)

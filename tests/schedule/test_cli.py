@@ -30,13 +30,15 @@ def test_show_json_is_complete(capsys):
     shown = json.loads(capsys.readouterr().out)
     assert list(shown) == [
         "schedule", "stages", "chunks", "microbatches", "costs", "free_running", "lock_step",
-        "peak_in_flight", "actions", "messages",
+        "peak_in_flight", "actions", "messages", "gathers", "reductions",
     ]  # fmt: skip
     assert (shown["schedule"], shown["stages"], shown["chunks"]) == ("1f1b", 4, 1)
     assert shown["costs"] == {"f": 1, "b": 2, "w": 1, "message": 0.5}
     assert shown["peak_in_flight"] == [4, 3, 2, 1]
     assert shown["messages"]["total"] == 2 * 3 * 8
-    assert {"sender": 1, "receiver": 0, "count": 8} in shown["messages"]["edges"]
+    load = 8 * 0.5 / shown["free_running"]["makespan"]
+    edge = {"sender": 1, "receiver": 0, "count": 8, "load": load}
+    assert edge in shown["messages"]["edges"]
     for clock in ("free_running", "lock_step"):
         assert {"makespan", "bubble_ratio", "stage_spans"} <= set(shown[clock])
         assert len(shown[clock]["stage_spans"]) == 4
@@ -49,7 +51,7 @@ def test_show_json_is_complete(capsys):
     )
 
 
-@pytest.mark.parametrize("kind", ["svg", "png", "json", "text"])
+@pytest.mark.parametrize("kind", ["svg", "png", "trace", "csv", "json", "text"])
 def test_show_writes_a_file(tmp_path, capsys, kind):
     out = tmp_path / f"picture.{kind}"
     assert main(["show", "gpipe", *SHAPE, "--format", kind, "--out", str(out)]) == 0
@@ -70,20 +72,127 @@ def test_compare_shows_every_schedule(capsys):
     out = capsys.readouterr().out
     row = next(line for line in out.splitlines() if "1f1b-fused" in line)
     assert [cell.strip() for cell in row.strip("│").split("│")] == [
-        "1f1b-fused", "4", "33", "27.3%", "40", "40.0%",
+        "1f1b-fused", "1", "4", "27.3%", "40.0%",
     ]  # fmt: skip
     assert all(entry.name in out for entry in catalog.entries())
+
+
+@pytest.mark.parametrize("ending", ["svg", "png"])
+def test_compare_draws_a_picture(tmp_path, ending):
+    out = tmp_path / f"comparison.{ending}"
+    assert main(["compare", *SHAPE, "--out", str(out)]) == 0
+    assert out.stat().st_size > 1000
+
+
+def test_compare_says_why_a_schedule_does_not_fit(capsys, monkeypatch):
+    build, refused = catalog.build, {"1f1b"}
+
+    def picky(name: str, **numbers):
+        if name in refused:
+            raise ValueError("mesh.stage=4 is a number it does not like.")
+        return build(name, **numbers)
+
+    monkeypatch.setattr(catalog, "build", picky)
+    assert main(["compare", *SHAPE]) == 0
+    assert "1f1b does not fit: mesh.stage=4 is a number" in capsys.readouterr().out
+    refused.update(entry.name for entry in catalog.entries())
+    assert main(["compare", *SHAPE]) == 2
+    assert capsys.readouterr().err == "mesh.stage=4 is a number it does not like.\n"
+
+
+def test_csv_goes_out_and_comes_back_as_the_same_report(tmp_path, capsys):
+    file = tmp_path / "1f1b.csv"
+    assert main(["show", "1f1b", *SHAPE, "--format", "csv", "--out", str(file)]) == 0
+    costs = ["--costs", "1,1.2,0.8,0.1", "--format", "json"]
+    assert main(["show", "1f1b", *SHAPE, *costs]) == 0
+    shown = json.loads(capsys.readouterr().out)
+    assert main(["validate", str(file), *costs]) == 0
+    assert json.loads(capsys.readouterr().out) == shown
+    assert main(["validate", str(file)]) == 0
+    assert "peak in flight, per stage: 4, 3, 2, 1" in capsys.readouterr().out
+
+
+def test_show_takes_a_users_own_schedule(tmp_path, capsys, monkeypatch):
+    file = tmp_path / "mine.csv"
+    file.write_text("0F0,0B0\n")
+    assert main(["show", str(file)]) == 0
+    assert "mine, p=1 v=1 m=1" in capsys.readouterr().out
+    assert main(["show", str(file), "--stages", "1"]) == 2
+    assert "leave out stages" in capsys.readouterr().err
+
+    (tmp_path / "their_schedules.py").write_text(
+        "import dataclasses\n"
+        "from jaxpipe.schedule.gpipe import gpipe\n"
+        "def good(p, m): return dataclasses.replace(gpipe(p, m), name='good')\n"
+        "def bad(p, m): return dataclasses.replace(gpipe(p, m), num_microbatches=m + 1)\n"
+        "def odd(p, m): return p * m\n"
+        "def priced(p, m, *, costs): return dataclasses.replace(gpipe(p, m), name=f'f{costs.f}')\n"
+        "number = 3\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    assert main(["show", "their_schedules:good", *SHAPE]) == 0
+    assert "good, p=4 v=1 m=8" in capsys.readouterr().out
+    assert main(["show", "their_schedules:priced", *SHAPE, "--costs", "7,1,1"]) == 0
+    assert "f7.0, p=4 v=1 m=8" in capsys.readouterr().out
+    for name, expected in (
+        ("their_schedules:bad", "0F8 is missing"),
+        ("their_schedules:odd", "returned int, and must return a Schedule"),
+        ("their_schedules:number", "not a function but int"),
+        ("their_schedules:none", "has no attribute 'none'"),
+        ("no_such_module:f", "No module named 'no_such_module'"),
+        (":", "is no function Python can import"),
+    ):
+        assert main(["show", name, *SHAPE]) == 2
+        assert expected in capsys.readouterr().err
+    assert main(["show", "their_schedules:good", *SHAPE, "--chunks", "2"]) == 2
+    assert "has no parameter for num_chunks" in capsys.readouterr().err
+    assert main(["show", "their_schedules:good"]) == 2
+    assert "needs a number of stages" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("content", "expected"),
+    [
+        (b"0F0,0B0\n1F0,1B0,1B1\n", "1F1 is missing"),
+        (b"0F0,zap\n", "row 1, cell 2: 'zap' is not an action"),
+        (b"0F0,0SEND_F0\n", "is communication, which jaxpipe derives"),
+        (b"\xff\xfe\x00", "is not text in UTF-8"),
+        (b"0F0," + b"9" * 200_000, "row 1: field larger than field limit"),
+        (b"", "has no action"),
+        (b"0B0,0F0\n", ">0BW0<"),
+        (None, "No such file"),
+    ],
+)
+def test_bad_csv_gets_status_2_and_one_message(tmp_path, capsys, content, expected):
+    file = tmp_path / "broken.csv"
+    if content is not None:
+        file.write_bytes(content)
+    assert main(["validate", str(file)]) == 2
+    printed = capsys.readouterr()
+    assert expected in printed.err
+    assert str(file) in printed.err
+    assert printed.out == ""
 
 
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [
+        (
+            ["show", "1f1b", "--stages", "1000", "--microbatches", "1000000000"],
+            "does not fit in memory.\nNearest valid: a product of 5000000.",
+        ),
+        (["show", "1f1b"], "needs --stages and --microbatches"),
         (["show", "1f1d", *SHAPE], "Nearest valid: '1f1b'"),
         (["show", "gpipe", *SHAPE, "--chunks", "2"], "pipeline.chunks=2 does not fit"),
         (["show", "gpipe", "--stages", "0", "--microbatches", "8"], "mesh.stage=0 must be"),
         (["show", "gpipe", *SHAPE, "--costs", "1,1"], "--costs 1,1 must be three or four numbers"),
         (["show", "gpipe", *SHAPE, "--costs", "1,x,1"], "--costs 1,x,1 must be"),
         (["compare", *SHAPE, "--costs", "1,0,1"], "costs.b=0.0 must be"),
+        (["compare", *SHAPE, "--costs", "1,nan,1"], "costs.b=nan must be"),
+        (["compare", *SHAPE, "--costs", "1,1e308,1"], "costs.b=1e+308 must be"),
+        (["compare", *SHAPE, "--out", "picture.gif"], "Nearest valid: .svg, .png"),
+        (["compare", *SHAPE, "--out", "/no/such/folder/a.svg"], "/no/such/folder/a.svg"),
+        (["compare", "--stages", "0", "--microbatches", "8"], "mesh.stage=0 must be"),
         (["show", "gpipe", *SHAPE, "--format", "png"], "--out gpipe.png"),
         (["show", "gpipe", *SHAPE, "--format", "svg", "--out", "a.png"], "--out a.svg"),
         (["show", "gpipe", *SHAPE, "--out", "/no/such/folder/a.txt"], "/no/such/folder/a.txt"),

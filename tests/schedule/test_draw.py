@@ -59,31 +59,42 @@ def test_colour_only_where_asked():
 def test_figure_has_a_box_and_a_number_for_every_action():
     drawn = timeline(p=3, m=4)
     figure = draw.figure(drawn)
-    (axes,) = figure.axes
+    axes, memory = figure.axes
     boxes = [path for collection in axes.collections for path in collection.get_paths()]
     assert len(boxes) == 3 * 4 * 3
     assert len(axes.texts) == 3 * 4 * 3
     assert [label.get_text() for label in axes.get_yticklabels()] == [
         "stage 0", "stage 1", "stage 2",
     ]  # fmt: skip
-    assert axes.get_title() == draw.caption(drawn)
+    assert axes.get_title(loc="left") == draw.caption(drawn)
+    for line, peak in zip(memory.lines, drawn.peak_in_flight, strict=True):
+        assert max(line.get_ydata()) == peak
+        assert line.get_ydata()[-1] == 0
 
 
 def test_figure_tells_chunks_apart(v_shape):
-    (axes,) = draw.figure(v_shape).axes
+    axes, memory = draw.figure(v_shape).axes
     assert {text.get_color() for text in axes.texts} == {"black", "white"}
+    assert len({tuple(c) for boxes in axes.collections for c in boxes.get_facecolors()}) == 4
+    # Two half stages in flight are one full stage.
+    assert max(memory.lines[0].get_ydata()) == 1
+
+
+def test_text_that_no_terminal_could_show_is_refused():
+    with pytest.raises(ValueError, match=r"needs .* columns, beyond .* picture"):
+        draw.text(timeline(costs=Costs(1e-9, 1, 1)))
 
 
 @pytest.mark.parametrize(("suffix", "start"), [("svg", b"<?xml"), ("png", b"\x89PNG")])
 def test_save_writes_the_same_bytes_twice(tmp_path, suffix, start):
-    paths = [draw.save(timeline(), tmp_path / f"{i}.{suffix}") for i in range(2)]
+    paths = [draw.save(draw.figure(timeline()), tmp_path / f"{i}.{suffix}") for i in range(2)]
     assert paths[0].read_bytes().startswith(start)
     assert paths[0].read_bytes() == paths[1].read_bytes()
 
 
 def test_save_refuses_other_endings(tmp_path):
     with pytest.raises(ValueError, match=r"a\.gif.*Nearest valid: \.svg, \.png"):
-        draw.save(timeline(), tmp_path / "a.gif")
+        draw.save(draw.figure(timeline()), tmp_path / "a.gif")
     assert not list(tmp_path.iterdir())
 
 

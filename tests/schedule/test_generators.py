@@ -6,6 +6,7 @@ import collections
 import dataclasses
 import doctest
 import importlib
+import inspect
 import itertools
 from importlib.metadata import EntryPoint
 
@@ -43,8 +44,9 @@ def built(draw, names=NAMES) -> Schedule:
         numbers["chunks"] = draw(st.integers(1, 4))
     if "group" in entry.defaults and draw(st.booleans()):
         numbers["group"] = numbers["stages"] + draw(st.integers(0, 3))
-    if "memory_limit" in entry.defaults and draw(st.booleans()):
-        numbers["memory_limit"] = draw(st.integers(1, 14))
+    needed = entry.defaults.get("memory_limit") is inspect.Parameter.empty
+    if needed or ("memory_limit" in entry.defaults and draw(st.booleans())):
+        numbers["memory_limit"] = numbers["stages"] + draw(st.integers(0, 3))
     for number, factor in entry.multiples.items():
         numbers[number] *= factor
     return catalog.build(entry.name, **numbers)
@@ -63,7 +65,7 @@ def excess(schedule: Schedule, costs: Costs) -> float:
 
 
 def fused(schedule: Schedule) -> bool:
-    return schedule.name.endswith("fused")
+    return any(action.kind is Kind.BW for action in schedule.orders[0])
 
 
 @given(built())
@@ -227,6 +229,15 @@ def test_the_wave_goes_on_across_units(p):
         assert excess(schedule, Costs(1, 1, 1)) <= (p - 1) / 2 + 2
 
 
+@given(stages, microbatches, st.integers(1, 3), st.sampled_from([1, 1.5, 2, 5]), st.booleans())
+def test_hanayo_runs_under_any_cap_that_holds_a_microbatch(p, m, waves, memory_limit, is_fused):
+    name = "hanayo" + "-fused" * is_fused
+    shape = {"stages": p, "microbatches": m, "chunks": 2 * waves}
+    schedule = catalog.build(name, **shape, memory_limit=memory_limit)
+    validate(schedule)
+    assert schedule.peak_in_flight == (int(2 * waves * min(memory_limit, m)),) * p
+
+
 @pytest.mark.parametrize("waves", [1, 2, 4])
 def test_hanayo_beats_1f1b_beyond_one_unit(waves):
     schedule = catalog.build("hanayo-fused", stages=8, microbatches=32, chunks=2 * waves)
@@ -350,7 +361,6 @@ def test_all_failures_of_build_come_together():
         ("dualpipe-v", {"chunks": 4}, r"each of its stages holds 2 chunks\.\nNearest valid: 2\."),
         ("gpipe", {"group": 4}, r"pipeline\.group=4 .* does not read it\.\nNearest valid: leave"),
         ("zb-h1", {"memory_limit": 4}, r"pipeline\.memory_limit=4 .* does not read it"),
-        ("1f1b", {"costs": Costs(1, 1, 1)}, r"costs=Costs.* does not read it"),
         ("hanayo", {"chunks": 3}, r"chunks=3 .* a multiple of 2\.\nNearest valid: 2, 4\."),
         ("hanayo", {"chunks": 1}, r"chunks=1 .* a multiple of 2\.\nNearest valid: 2\."),
         ("hanayo", {"memory_limit": 0.5}, r"memory_limit=0\.5 .*\nNearest valid: 1\."),
@@ -385,6 +395,16 @@ def test_a_schedule_of_ones_own_reads_what_its_parameters_say():
     assert catalog.entries()[-1].summary == "Like breadth-first."
     with pytest.raises(ValueError, match="does not read it"):
         catalog.build("mine", stages=2, microbatches=4, group=2)
+
+
+@pytest.mark.usefixtures("registry")
+def test_a_schedule_may_need_an_option():
+    @catalog.register("needy")
+    def needy(num_stages, num_microbatches, *, memory_limit):
+        return gpipe(num_stages, num_microbatches)
+
+    with pytest.raises(ValueError, match=r"pipeline\.memory_limit is missing: schedule 'needy'"):
+        catalog.build("needy", stages=2, microbatches=4)
 
 
 @pytest.mark.usefixtures("registry")

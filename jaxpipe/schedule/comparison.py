@@ -1,0 +1,91 @@
+"""Schedules side by side at one shape: bubble on both clocks against peak in flight."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from jaxpipe.schedule.simulate import Timeline
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """One schedule of a comparison.
+
+    Args:
+      name: of the schedule.
+      num_chunks: v.
+      peak_in_flight: of the stage that keeps most, in microbatches of a full stage.
+      free_running: bubble ratio on the free-running clock.
+      lock_step: bubble ratio on the lock-step clock.
+    """
+
+    name: str
+    num_chunks: int
+    peak_in_flight: float
+    free_running: float
+    lock_step: float
+
+
+def row(free: Timeline, locked: Timeline) -> Row:
+    """Reads a schedule's row off its timelines on the two clocks."""
+    schedule = free.schedule
+    return Row(
+        schedule.name,
+        schedule.num_chunks,
+        free.in_full_stages(max(free.peak_in_flight)),
+        free.bubble_ratio,
+        locked.bubble_ratio,
+    )
+
+
+def figure(rows: Sequence[Row], title: str) -> Figure:
+    """Draws a comparison as bars: bubble ratios to the left, peak in flight to the right.
+
+    Args:
+      rows: at least one, drawn from top to bottom.
+      title: says the shape and the costs.
+
+    Returns:
+      A matplotlib figure with an Agg canvas.
+
+    Example:
+      >>> figure([Row("1f1b", 1, 4, 0.2, 0.3)], "p=4, m=8").axes[0].get_xlabel()
+      'bubble ratio, %'
+    """
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    drawn = Figure(figsize=(8.5, 1.4 + 0.34 * len(rows)), layout="constrained")
+    FigureCanvasAgg(drawn)
+    bubbles, peaks = drawn.subplots(1, 2, sharey=True, width_ratios=(3, 2))
+    places = range(len(rows))
+    for ratios, label, colour, shift in (
+        ([r.free_running for r in rows], "free-running", "#9dbdf0", -0.2),
+        ([r.lock_step for r in rows], "lock-step", "#27518f", 0.2),
+    ):
+        bars = bubbles.barh(
+            [place + shift for place in places],
+            [100 * ratio for ratio in ratios],
+            height=0.38,
+            color=colour,
+            label=label,
+        )
+        bubbles.bar_label(bars, fmt="%.1f", fontsize=6, padding=2)
+    bars = peaks.barh(places, [r.peak_in_flight for r in rows], height=0.6, color="#4f7f30")
+    peaks.bar_label(bars, fmt="%g", fontsize=6, padding=2)
+    bubbles.set_yticks(places, [f"{r.name}, v={r.num_chunks}" for r in rows], fontsize=8)
+    bubbles.set_ylim(len(rows) - 0.5, -0.5)
+    bubbles.set_xlabel("bubble ratio, %", fontsize=8)
+    peaks.set_xlabel("peak in flight, microbatches of a full stage", fontsize=8)
+    for axes in (bubbles, peaks):
+        axes.margins(x=0.12)
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.tick_params(axis="x", labelsize=8)
+    drawn.suptitle(title, fontsize=9)
+    drawn.legend(loc="outside lower center", ncols=2, frameon=False, fontsize=8)
+    return drawn

@@ -1,0 +1,206 @@
+"""Starts train.py as a user would, on a tiny model and a tiny text."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import random
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+TOP = Path(__file__).resolve().parents[2]
+SECONDS = 120
+"""A command that takes longer hangs; one usually takes 5."""
+NUM_STEPS = 10
+CHECKPOINT_EVERY = 3
+
+_CONFIG = f"""\
+model: {{vocab_size: 300, sequence_length: 8, num_layers: 4, width: 16, num_heads: 2}}
+mesh: {{stage: 2, data: 2}}
+pipeline: {{schedule: 1f1b, microbatches: 2, zero: 3}}
+optimizer: {{warmup_steps: 2, peak_lr: 1.0e-2}}
+train:
+  steps: {NUM_STEPS}
+  batch_size: 8
+  log_every: 2
+  eval_every: 5
+  eval_batches: 1
+  checkpoint_every: {CHECKPOINT_EVERY}
+sample: {{num_tokens: 4, prompt: "the "}}
+"""
+_WORDS = ("the", "pipeline", "stage", "waits", "for", "a", "microbatch", "and", "sends", "it")
+
+
+@dataclasses.dataclass(frozen=True)
+class Finished:
+    """What a command left.
+
+    Args:
+      status: its exit status.
+      out: what it printed.
+      err: what it printed as errors.
+    """
+
+    status: int
+    out: str
+    err: str
+
+    def __str__(self) -> str:
+        return f"status {self.status}\n--- stdout\n{self.out}\n--- stderr\n{self.err}"
+
+
+@dataclasses.dataclass(frozen=True)
+class Trainer:
+    """Runs train.py.
+
+    Args:
+      folder: holds the configuration, the data and jax's compilation cache.
+    """
+
+    folder: Path
+
+    @property
+    def config(self) -> Path:
+        return self.folder / "tiny.yaml"
+
+    def start(
+        self, *options: object, cached: bool = True, **variables: str
+    ) -> subprocess.Popen[str]:
+        """Starts a command that the caller waits for, or kills.
+
+        Args:
+          options: of the command line.
+          cached: programs compiled before are not compiled again; they are the same to the bit.
+          variables: of the environment.
+        """
+        # The tests' own devices and flags are not the user's.
+        environment = {
+            name: value
+            for name, value in os.environ.items()
+            if not name.startswith(("JAX_", "XLA_", "SLURM_", "OMPI_"))
+        }
+        environment |= {
+            "JAX_PLATFORMS": "cpu",
+            # A hang at a collective becomes a failure. Compiling takes longer than running here.
+            "XLA_FLAGS": "--xla_cpu_collective_call_terminate_timeout_seconds=60 "
+            "--xla_backend_optimization_level=0",
+            "PYTHONWARNINGS": "error",
+            **variables,
+        }
+        if cached:
+            environment["JAX_COMPILATION_CACHE_DIR"] = str(self.folder / "cache")
+            environment["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
+        command = [sys.executable, str(TOP / "train" / "train.py"), *map(str, options)]
+        return subprocess.Popen(
+            command,
+            cwd=self.folder,
+            env=environment,
+            text=True,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+        )
+
+    def run(self, *options: object, status: int = 0, cached: bool = True) -> Finished:
+        """Runs a command with the tiny configuration; it must end with a status."""
+        finished = finish(self.start("--config", self.config, *options, cached=cached))
+        assert finished.status == status, str(finished)
+        return finished
+
+
+def make_trainer(folder: Path) -> Trainer:
+    """Writes the configuration and prepares the text; several workers may share a folder."""
+    from train.prepare import PrepareOptions, prepare
+
+    folder.mkdir(parents=True, exist_ok=True)
+    random_ = random.Random(0)
+    text = folder / "text"
+    text.mkdir(exist_ok=True)
+    for number in range(30):
+        lines = [" ".join(random_.choices(_WORDS, k=8)) for _ in range(8)]
+        _write(text / f"{number}.txt", "\n".join(lines))
+    data = folder / "data"
+    prepare(PrepareOptions(out=data, text=text, vocab_size=300, heldout_fraction=0.2))
+    _write(folder / "tiny.yaml", f"data: {{path: {data}}}\n{_CONFIG}")
+    return Trainer(folder)
+
+
+def _write(path: Path, text: str) -> None:
+    # A reader in another worker must not see half a file.
+    partial = path.with_name(f".{path.name}.{os.getpid()}")
+    partial.write_text(text, encoding="utf-8")
+    partial.replace(path)
+
+
+def finish(process: subprocess.Popen[str]) -> Finished:
+    """Waits for a command; one that hangs is killed."""
+    try:
+        out, err = process.communicate(timeout=SECONDS)
+    finally:
+        process.kill()
+    return Finished(process.returncode, out, err)
+
+
+def kill_when(
+    process: subprocess.Popen[str],
+    ready: Callable[[], bool],
+    *,
+    number: int,
+    delay_seconds: float = 0.0,
+) -> bool:
+    """Sends a signal as soon as something holds, or a little later.
+
+    Returns:
+      Whether it was sent before the command ended.
+    """
+    until = time.monotonic() + SECONDS
+    while process.poll() is None and time.monotonic() < until:
+        if ready():
+            time.sleep(delay_seconds)
+            process.send_signal(number)
+            return True
+        time.sleep(0.0005)
+    return False
+
+
+def steps(run: Path) -> list[dict[str, float]]:
+    """The records of a run; each step must be there once, in order."""
+    path = run / "metrics.jsonl"
+    records = [json.loads(line) for line in path.read_text().splitlines()]
+    assert [record["step"] for record in records] == list(range(1, len(records) + 1))
+    return records
+
+
+def num_lines(run: Path) -> int:
+    """Steps that a running command has written so far."""
+    path = run / "metrics.jsonl"
+    return path.read_text().count("\n") if path.exists() else 0
+
+
+def saved(run: Path) -> list[int]:
+    """Steps whose checkpoints are whole."""
+    folder = run / "checkpoints"
+    names = [path.name for path in folder.iterdir()] if folder.is_dir() else []
+    return sorted(int(name) for name in names if name.isdigit())
+
+
+def weights(run: Path, step: int) -> list[tuple[str, Any]]:
+    """Every array of a checkpoint, weights and optimizer, in canonical order."""
+    import jax
+    import orbax.checkpoint as ocp
+
+    here = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
+    path = (run / "checkpoints" / str(step) / "state").resolve()
+    with ocp.StandardCheckpointer() as reader:
+        # Whatever devices saved it, one reads it.
+        shapes = jax.tree.map(
+            lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=here),
+            reader.metadata(path).item_metadata.tree,
+        )
+        tree = reader.restore(path, shapes)
+    found = jax.tree_util.tree_leaves_with_path(tree)
+    return [(jax.tree_util.keystr(path), jax.device_get(leaf)) for path, leaf in found]

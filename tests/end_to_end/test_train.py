@@ -1,0 +1,265 @@
+"""train.py as a user starts it: what a run leaves, and that nothing can break one."""
+
+import os
+import random
+import re
+import shutil
+import signal
+import subprocess
+
+import numpy as np
+import pytest
+import yaml
+from command import CHECKPOINT_EVERY, NUM_STEPS, finish, kill_when, num_lines, saved, steps, weights
+
+pytestmark = pytest.mark.end_to_end
+
+
+def _copy(run, tmp_path):
+    return shutil.copytree(run, tmp_path / "copy")
+
+
+def _back_to(run, step):
+    """Makes a run look as if it was killed after a checkpoint."""
+    for name in saved(run):
+        if name > step:
+            shutil.rmtree(run / "checkpoints" / str(name))
+
+
+def _assert_same_run(run, unbroken):
+    """The same losses and the same last checkpoint, to the bit."""
+    assert steps(run) == steps(unbroken)
+    _assert_same_weights(run, unbroken)
+
+
+def _assert_same_weights(run, other):
+    left, right = weights(run, NUM_STEPS), weights(other, NUM_STEPS)
+    assert [name for name, _ in left] == [name for name, _ in right]
+    for (name, one), (_, two) in zip(left, right, strict=True):
+        np.testing.assert_array_equal(one, two, err_msg=name, strict=True)
+
+
+def test_a_run_leaves_everything_it_should(unbroken, trainer):
+    run, finished = unbroken
+    assert finished.err == ""
+    assert "schedule 1f1b, 2 microbatches, remat none, ZeRO-3" in finished.out
+    assert f"step {NUM_STEPS}/{NUM_STEPS}  loss " in finished.out
+    assert "held-out loss" in finished.out
+    assert "a unigram model of the same tokens:" in finished.out
+    records = steps(run)
+    assert len(records) == NUM_STEPS
+    assert [r["step"] for r in records if "eval_loss" in r] == [5, 10]
+    assert records[-1]["loss"] < records[0]["loss"]
+    assert records[-1]["eval_loss"] < records[4]["eval_loss"]
+    assert saved(run) == [9, 10]
+    resolved = yaml.safe_load((run / "config.yaml").read_text())
+    assert resolved["run_dir"] == str(run)
+    assert resolved["model"]["width"] == 16
+    assert resolved["optimizer"]["beta1"] == 0.9
+    assert "<svg" in (run / "schedule.svg").read_text()
+    assert (run / "sample.txt").read_text().startswith("the ")
+    (events,) = (run / "tensorboard").iterdir()
+    assert b"grad_norm" in events.read_bytes()
+
+
+def test_the_same_command_gives_the_same_bits_without_a_cache(unbroken, trainer, tmp_path):
+    """Programs compiled twice are one program: resuming rests on it."""
+    run = tmp_path / "run"
+    trainer.run("--run-dir", run, cached=False)
+    _assert_same_run(run, unbroken[0])
+
+
+def test_resume_from_every_kept_checkpoint_and_after_the_end(unbroken, trainer, tmp_path):
+    run = _copy(unbroken[0], tmp_path)
+    _back_to(run, 9)
+    with (run / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 10, "lo')
+    finished = trainer.run("--run-dir", run, "--resume")
+    assert f"resuming {run} at step 9" in finished.out
+    _assert_same_run(run, unbroken[0])
+    sample = (run / "sample.txt").read_text()
+    finished = trainer.run("--run-dir", run, "--resume")
+    assert f"resuming {run} at step {NUM_STEPS}" in finished.out
+    _assert_same_run(run, unbroken[0])
+    assert (run / "sample.txt").read_text() == sample
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+def test_sigkill_at_random_moments(unbroken, trainer, tmp_path, seed):
+    """A run that is killed, continued, killed again and continued."""
+    random_, run = random.Random(seed), tmp_path / "run"
+    for first in (0, 5):
+        goal, delay = random_.randint(first, first + 3), random_.uniform(0, 0.1)
+        process = trainer.start("--config", trainer.config, "--run-dir", run, "--resume")
+        kill_when(
+            process,
+            lambda goal=goal: num_lines(run) >= goal,
+            number=signal.SIGKILL,
+            delay_seconds=delay,
+        )
+        assert finish(process).status == -signal.SIGKILL
+    trainer.run("--run-dir", run, "--resume")
+    _assert_same_run(run, unbroken[0])
+
+
+@pytest.mark.parametrize("step", [CHECKPOINT_EVERY, 2 * CHECKPOINT_EVERY])
+def test_sigkill_during_a_checkpoint_write(unbroken, trainer, tmp_path, step):
+    run = tmp_path / "run"
+    folder = run / "checkpoints"
+
+    def is_writing():
+        names = os.listdir(folder) if folder.is_dir() else []
+        return any(name.startswith(f"{step}.") for name in names)
+
+    process = trainer.start("--config", trainer.config, "--run-dir", run)
+    assert kill_when(process, is_writing, number=signal.SIGKILL)
+    assert finish(process).status == -signal.SIGKILL
+    assert step not in saved(run)
+    left = [path.name for path in folder.iterdir() if not path.name.isdigit()]
+    assert left  # it was killed while it wrote
+    finished = trainer.run("--run-dir", run, "--resume")
+    assert f"resuming {run} at step {step - CHECKPOINT_EVERY}" in finished.out
+    _assert_same_run(run, unbroken[0])
+    assert [path.name for path in folder.iterdir() if not path.name.isdigit()] == []
+
+
+def test_sigterm_saves_and_resume_continues(unbroken, trainer, tmp_path):
+    run = tmp_path / "run"
+    process = trainer.start("--config", trainer.config, "--run-dir", run)
+    assert kill_when(process, lambda: num_lines(run) >= 1, number=signal.SIGTERM)
+    finished = finish(process)
+    assert finished.status == 0, str(finished)
+    (stopped,) = [s for s in saved(run) if f"saved step {s}; go on with --resume" in finished.out]
+    assert 1 < stopped < NUM_STEPS
+    assert len(steps(run)) == stopped
+    finished = trainer.run("--run-dir", run, "--resume")
+    assert f"resuming {run} at step {stopped}" in finished.out
+    _assert_same_run(run, unbroken[0])
+
+
+def test_a_loss_that_is_not_finite_stops_the_run(unbroken, trainer, tmp_path):
+    run = _copy(unbroken[0], tmp_path)
+    _back_to(run, 9)
+    options = ["--optimizer.peak-lr", 1e38, "--train.steps", 20]
+    finished = trainer.run("--run-dir", run, "--resume", *options, status=1)
+    assert "changed since: optimizer.peak_lr 0.01 -> 1e+38" in finished.out
+    assert re.search(r"error: step 1[01]: .* is nan.*; training stopped\.", finished.err)
+    assert "The checkpoint of step 9 is kept; --resume continues from it." in finished.err
+    assert "Traceback" not in finished.err
+    assert saved(run) == [9]
+    trainer.run("--run-dir", run, "--resume")
+    _assert_same_run(run, unbroken[0])
+
+
+def _assert_close(run, other):
+    for record, expected in zip(steps(run), steps(other), strict=True):
+        assert record == pytest.approx(expected, rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        "--mesh.stage=4 --mesh.data=1 --pipeline.schedule=gpipe --pipeline.remat=full",
+        pytest.param("--mesh.stage=1 --mesh.data=4 --pipeline.zero=1", marks=pytest.mark.slow),
+        pytest.param("--mesh.stage=3 --pipeline.zero=0", marks=pytest.mark.slow),
+        pytest.param("--pipeline.microbatches=4", marks=pytest.mark.slow),
+    ],
+)
+def test_resume_onto_another_layout(unbroken, trainer, tmp_path, layout):
+    run = _copy(unbroken[0], tmp_path)
+    _back_to(run, 9)
+    finished = trainer.run("--run-dir", run, "--resume", *layout.split())
+    for option in layout.split():
+        path, value = option.removeprefix("--").split("=")
+        assert f"changed since: {path} " in finished.out
+        assert f" -> {value}" in finished.out
+    for record, expected in zip(steps(run), steps(unbroken[0]), strict=True):
+        assert record == pytest.approx(expected, rel=1e-5)
+
+
+@pytest.mark.slow
+def test_dropout_draws_the_same_after_a_resume(trainer, tmp_path):
+    runs = [tmp_path / name for name in ("whole", "broken")]
+    for run in runs:
+        trainer.run("--run-dir", run, "--model.dropout", 0.2)
+    _back_to(runs[1], 9)
+    trainer.run("--run-dir", runs[1], "--model.dropout", 0.2, "--resume")
+    _assert_same_run(runs[1], runs[0])
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        (["--model.width", 32], "model.width=32 is not the model of the checkpoint"),
+        (["--train.steps", 4], "train.steps=4 is less than the 10 steps that run_dir="),
+    ],
+    ids=["another model", "fewer steps"],
+)
+def test_a_checkpoint_that_cannot_be_continued(unbroken, trainer, tmp_path, options, expected):
+    run = _copy(unbroken[0], tmp_path)
+    before = {path: path.stat().st_mtime_ns for path in run.rglob("*")}
+    finished = trainer.run("--run-dir", run, "--resume", *options, status=2)
+    assert expected in finished.err
+    assert {path: path.stat().st_mtime_ns for path in run.rglob("*")} == before
+
+
+def test_bad_input_ends_with_status_2_and_writes_nothing(trainer, tmp_path):
+    run = tmp_path / "run"
+    options = ["--pipeline.microbatches", 3, "--model.vocab-size", 7, "--mesh.stage", 99]
+    finished = trainer.run("--run-dir", run, "--pipeline.schedule", "1f1", *options, status=2)
+    for part in ("microbatches=3", "vocab_size=7", "'1f1'", "num_layers=4 cannot fill"):
+        assert part in finished.err
+    assert finished.out == ""
+    assert not run.exists()
+
+
+def test_a_run_is_not_written_over(unbroken, trainer):
+    run, _ = unbroken
+    before = {path: path.stat().st_mtime_ns for path in run.rglob("*")}
+    finished = trainer.run("--run-dir", run, status=2)
+    assert f"run_dir={run} already holds a run" in finished.err
+    assert {path: path.stat().st_mtime_ns for path in run.rglob("*")} == before
+
+
+def test_a_dry_run_writes_nothing(trainer, tmp_path):
+    run = tmp_path / "run"
+    finished = trainer.run("--run-dir", run, "--dry-run")
+    assert "predicted temporaries" in finished.out
+    assert "dry run: nothing was trained or written" in finished.out
+    assert finished.err == ""
+    assert not run.exists()
+
+
+def _small_disk(folder, kilobytes):
+    folder.mkdir()
+    options = ["-t", "tmpfs", "-o", f"size={kilobytes}k", "none", str(folder)]
+    if shutil.which("mount") is None or subprocess.run(["mount", *options], check=False).returncode:
+        pytest.skip("a small disk needs the right to mount one")
+
+
+def test_a_full_disk(unbroken, trainer, tmp_path):
+    size = sum(path.stat().st_size for path in unbroken[0].rglob("*")) // 1000
+    disk = tmp_path / "disk"
+    _small_disk(disk, size * 3 // 4)
+    try:
+        finished = trainer.run("--run-dir", disk / "run", status=2)
+        assert finished.err.startswith(f"error: run_dir={disk}/run cannot be written: No space")
+        assert finished.err.count("\n") == 1, finished.err
+        run = _copy(disk / "run", tmp_path)
+    finally:
+        subprocess.run(["umount", str(disk)], check=True)
+    # With more room it goes on from the last whole checkpoint.
+    trainer.run("--run-dir", run, "--resume")
+    _assert_same_run(run, unbroken[0])
+
+
+def test_a_disk_too_small_from_the_start(trainer, tmp_path):
+    disk = tmp_path / "disk"
+    _small_disk(disk, 200)
+    try:
+        finished = trainer.run("--run-dir", disk / "run", status=2)
+        assert f"run_dir={disk}/run has " in finished.err
+        assert "MB free, but 2 checkpoints need" in finished.err
+        assert os.listdir(disk) == []
+    finally:
+        subprocess.run(["umount", str(disk)], check=True)

@@ -1,0 +1,79 @@
+"""Two processes of four simulated devices on loopback: one run, the losses of one process."""
+
+import socket
+
+import numpy as np
+import pytest
+from command import NUM_STEPS, Finished, finish, saved, steps, weights
+
+pytestmark = pytest.mark.end_to_end
+
+# Eight devices: each process holds a data shard, and so a pipeline of its own.
+_LAYOUT = ("--mesh.stage=4", "--mesh.data=2")
+# The losses are equal to the bit here; the gradients' sums are added in another order.
+_TOLERANCE = 1e-5
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("localhost", 0))
+        return probe.getsockname()[1]
+
+
+def _run_two(trainer, *options) -> list[Finished]:
+    """Runs a command as two processes; when one fails, neither is left."""
+    flags = (f"--distributed.coordinator=localhost:{_free_port()}", "--distributed.num-processes=2")
+    processes = [
+        trainer.start(
+            *("--config", trainer.config, *_LAYOUT, *flags),
+            *(f"--distributed.process-id={number}", *options),
+        )
+        for number in range(2)
+    ]
+    try:
+        return [finish(process) for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+
+
+@pytest.fixture(scope="module")
+def alone(trainer, tmp_path_factory):
+    """The same run by one process of eight devices."""
+    run = tmp_path_factory.mktemp("alone") / "run"
+    trainer.run("--run-dir", run, *_LAYOUT)
+    return run
+
+
+def _assert_close(run, other):
+    for record, expected in zip(steps(run), steps(other), strict=True):
+        assert record == pytest.approx(expected, rel=_TOLERANCE)
+
+
+def test_two_processes_train_as_one_and_one_continues(trainer, alone, tmp_path):
+    run = tmp_path / "run"
+    first, second = _run_two(trainer, "--run-dir", run, "--train.steps", NUM_STEPS)
+    assert (first.status, second.status) == (0, 0), f"{first}\n{second}"
+    # Process 0 alone speaks, and both wrote the checkpoint.
+    assert "(cpu, 2 processes)" in first.out
+    assert "held-out loss" in first.out
+    assert "loss" not in second.out
+    assert "Traceback" not in first.err + second.err
+    _assert_close(run, alone)
+    assert saved(run) == saved(alone)
+    for (name, one), (_, two) in zip(weights(run, 9), weights(alone, 9), strict=True):
+        np.testing.assert_allclose(one, two, rtol=1e-3, atol=1e-5, err_msg=name)
+
+    # One process resumes what two have saved.
+    finished = trainer.run("--run-dir", run, "--resume", *_LAYOUT, "--train.steps", NUM_STEPS + 2)
+    assert f"resuming {run} at step {NUM_STEPS}" in finished.out
+    assert len(steps(run)) == NUM_STEPS + 2
+
+
+def test_processes_that_cannot_start_do_not_wait(trainer, tmp_path):
+    run = tmp_path / "run"
+    for finished in _run_two(trainer, "--run-dir", run, "--pipeline.microbatches", 3):
+        assert finished.status == 2
+        assert "pipeline.microbatches=3 does not divide train.batch_size=8" in finished.err
+    assert not run.exists()

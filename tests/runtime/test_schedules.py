@@ -1,0 +1,49 @@
+"""Every registered schedule, executed, gives the unpipelined model's loss and gradients."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+from test_equivalence import check
+
+from jaxpipe.schedule import catalog
+from jaxpipe.schedule.lower import partition
+from jaxpipe.schedule.simulate import Costs
+from jaxpipe.schedule.slices import slice_ticks
+
+pytestmark = pytest.mark.pipeline
+NAMES = [entry.name for entry in catalog.entries() if not entry.name.startswith("chimera")]
+CASES = [
+    case
+    for case in itertools.product(NAMES, (2, 4), (1, 4, 7), ((1, 0), (2, 3)))
+    if case[1:] != (4, 7, (2, 3))
+]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_executes_with_sharded_weights_and_uneven_chunks(name):
+    check(name, 4, 2, 3, "none", True, 7, num_layers=9)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "stages", "microbatches", "sharding"), CASES)
+def test_executes_everywhere(name, stages, microbatches, sharding):
+    check(name, stages, *sharding, "full", False, microbatches, num_layers=9)
+
+
+@pytest.mark.parametrize(
+    ("name", "stages", "data", "zero", "microbatches", "num_layers"),
+    [
+        ("1f1b", 4, 2, 3, 6, 14),
+        ("zb-v", 4, 2, 3, 5, 18),
+        ("1f1b-fused", 4, 1, 0, 6, 12),
+        ("breadth-first", 2, 2, 2, 4, 11),
+    ],
+)
+def test_executes_in_slices(name, stages, data, zero, microbatches, num_layers):
+    schedule = catalog.build(name, stages=stages, microbatches=microbatches)
+    counts = partition(num_layers, schedule.placement.num_virtual_stages)
+    sliced = slice_ticks(schedule, Costs(1, 1.2, 0.8), counts)
+    assert any(part.lo > 0 for row in sliced.slices for part in row)
+    check(sliced, stages, data, zero, "none", True, microbatches, num_layers=num_layers)

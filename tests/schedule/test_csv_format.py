@@ -1,0 +1,157 @@
+"""Order lists survive the trip through PyTorch's CSV; anything else is refused where it stands."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from jaxpipe.schedule import catalog
+from jaxpipe.schedule.actions import Action, Kind, Schedule, dependencies
+from jaxpipe.schedule.csv_format import parse_csv, read_csv, write_csv
+from jaxpipe.schedule.placement import Placement
+from jaxpipe.schedule.validate import ScheduleError
+
+# No test may depend on how fast the machine is.
+settings.register_profile("jaxpipe", deadline=None)
+settings.load_profile("jaxpipe")
+
+NAMES = [entry.name for entry in catalog.entries()]
+
+
+@st.composite
+def valid_schedules(draw) -> Schedule:
+    """Any placement, any order in which every action comes after what it reads."""
+    p, v, m = (draw(st.integers(1, 3)) for _ in range(3))
+    stages = draw(st.permutations([d for d in range(p) for _ in range(v)]))
+    fused = draw(st.booleans())
+    backward = [Kind.BW] if fused else [Kind.B, Kind.W]
+    waiting = {
+        Action(s, kind, i) for s in range(p * v) for kind in (Kind.F, *backward) for i in range(m)
+    }
+    orders: list[list[Action]] = [[] for _ in range(p)]
+    done: set[Action] = set()
+    while waiting:
+        ready = sorted(
+            action
+            for action in waiting
+            if done.issuperset(dependencies(action, num_virtual_stages=p * v, split=not fused))
+        )
+        action = draw(st.sampled_from(ready))
+        waiting.remove(action)
+        done.add(action)
+        orders[stages[action.virtual_stage]].append(action)
+    return Schedule("any", Placement(tuple(stages)), m, tuple(tuple(row) for row in orders))
+
+
+@given(valid_schedules())
+def test_any_valid_order_survives_the_round_trip(schedule):
+    assert parse_csv(write_csv(schedule), name="any") == schedule
+
+
+@pytest.mark.parametrize("name", NAMES)
+@settings(max_examples=20)
+@given(p=st.integers(1, 6), m=st.sampled_from([2, 4, 8]))
+def test_schedules_survive_the_round_trip(name, p, m):
+    schedule = catalog.build(name, stages=p, microbatches=m)
+    if schedule.placement.num_copies > 1:
+        with pytest.raises(ValueError, match="copies of the model, which PyTorch's CSV cannot say"):
+            write_csv(schedule)
+        return
+    read = parse_csv(write_csv(schedule), name=name)
+    assert read == dataclasses.replace(schedule, peak_in_flight=None)
+
+
+def test_kinds_have_the_names_of_pytorch():
+    read = parse_csv("0F0,0F1,0I0,0W0,0B1\n")
+    assert [str(action) for action in read.orders[0]] == ["0F0", "0F1", "0B0", "0W0", "0BW1"]
+    assert write_csv(read) == "0F0,0F1,0I0,0W0,0B1\n"
+
+
+@pytest.mark.parametrize("text", ["0F0,0B0", "\r\n".join([" 0F0 ,,0B0 ,", "", ""])])
+def test_idle_cells_blanks_and_line_ends_do_not_matter(text):
+    assert parse_csv(text).orders == (parse_csv("0F0,0B0\n").orders[0],)
+
+
+def test_a_file_gives_its_name_and_may_start_with_a_byte_order_mark(tmp_path):
+    file = tmp_path / "mine.csv"
+    file.write_bytes("0F0,0B0\r\n".encode("utf-8-sig"))
+    assert read_csv(file).name == "mine"
+
+
+@given(valid_schedules(), st.data())
+def test_a_mutated_schedule_is_refused_with_the_grid(schedule, data):
+    d = data.draw(st.integers(0, schedule.num_stages - 1))
+    order = list(schedule.orders[d])
+    k = data.draw(st.integers(0, len(order) - 1))
+    mutation = data.draw(st.sampled_from(["drop", "duplicate", "backward first", "out of range"]))
+    action = order[k]
+    if mutation == "drop":
+        # A microbatch that nobody runs is not missing: the file says how many there are.
+        left = {a.microbatch for row in schedule.orders for a in row if a is not action}
+        assume(schedule.num_microbatches - 1 in left)
+        del order[k]
+    elif mutation == "duplicate":
+        order.insert(data.draw(st.integers(0, len(order))), action)
+    elif mutation == "backward first":
+        backward = next(
+            a
+            for a in order
+            if a.kind in (Kind.B, Kind.BW)
+            and (a.virtual_stage, a.microbatch) == (action.virtual_stage, action.microbatch)
+        )
+        order.remove(backward)
+        forward = Action(action.virtual_stage, Kind.F, action.microbatch)
+        order.insert(order.index(forward), backward)
+    else:
+        order[k] = dataclasses.replace(action, microbatch=10**6)
+    with pytest.raises(ScheduleError) as caught:
+        parse_csv(_cells(schedule, d, order))
+    text = str(caught.value)
+    if mutation == "out of range":
+        assert "has index 1000000" in text
+    else:
+        assert "tick " in text
+        assert ">" in text
+
+
+def _cells(schedule: Schedule, changed: int, order: list[Action]) -> str:
+    letters = {Kind.F: "F", Kind.B: "I", Kind.W: "W", Kind.BW: "B"}
+    rows = [order if d == changed else row for d, row in enumerate(schedule.orders)]
+    return "\n".join(
+        ",".join(f"{a.virtual_stage}{letters[a.kind]}{a.microbatch}" for a in row) for row in rows
+    )
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("0F0,0B0\n1F0,1X0", r"csv, row 2, cell 2: '1X0' is not an action.*'2F0'"),
+        ("0F0,2BW0", r"row 1, cell 2: '2BW0' is not an action"),
+        ("0F0,-1B0", r"'-1B0' is not an action"),
+        ("0F\u0663", r"is not an action"),
+        ("0F0,0F" + "9" * 5000, r"cell 2: '0F9{38}\.\.\.' is not an action"),
+        ("0UNSHARD,0F0,0B0", r"cell 1: '0UNSHARD' is communication"),
+        ("0F0,0SEND_F0,0B0", r"cell 2: '0SEND_F0' is communication"),
+        ("", "csv has no action"),
+        (",,\n,", "csv has no action"),
+        ("0F999999999,0B0", r"row 1: 0F999999999 has index 999999999"),
+        ("7F0,7B0", r"row 1: 7F0 has index 7, and the whole schedule has only 2 actions"),
+        ("0F0,0B0,2F0,2B0", r"virtual stage 1 has no action, virtual stage 2 has"),
+        ("0F0,0B0\n\n1F0,1B0", r"same number of virtual stages"),
+        ("0F0,0B0,0W0", r"mixes split and fused"),
+    ],
+)
+def test_what_is_no_schedule_is_refused_where_it_stands(text, expected):
+    with pytest.raises(ScheduleError, match=expected):
+        parse_csv(text)
+
+
+@given(st.text(alphabet='0123FIWB,\n\r" x', max_size=60))
+def test_any_text_ends_with_an_answer(text):
+    try:
+        parse_csv(text)
+    except ScheduleError as error:
+        assert str(error)  # noqa: PT017

@@ -1,0 +1,316 @@
+"""What fits together: every rule names the field, its value, the rule and the nearest valid."""
+
+import errno
+import json
+import os
+import shutil
+
+import numpy as np
+import pytest
+
+from train import checks, data, distributed, errors
+from train.config import Config
+from train.metrics import truncate
+
+VOCAB_SIZE = 300
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """A data folder as `train.prepare` leaves it; its tokenizer is only hashed here."""
+    folder = tmp_path / "data"
+    folder.mkdir()
+    tokenizer = b"{}"
+    (folder / data.TOKENIZER_FILE).write_bytes(tokenizer)
+    sizes = {}
+    for name, count in (("train", 2000), ("heldout", 1025)):
+        tokens = np.arange(count) % VOCAB_SIZE
+        data.write_tokens(folder / f"{name}.tokens", tokens, vocab_size=VOCAB_SIZE)
+        sizes[name] = {"documents": 1, "bytes": count, "tokens": count}
+    meta = {
+        "vocab_size": VOCAB_SIZE,
+        "tokenizer_sha256": data.hashlib.sha256(tokenizer).hexdigest(),
+        "documents_sha256": "",
+        "settings": {},
+        **sizes,
+    }
+    (folder / data.META_FILE).write_text(json.dumps(meta))
+    return folder
+
+
+@pytest.fixture
+def make(tmp_path, folder):
+    """Makes a configuration that is right but for the fields given, such as ``mesh.stage``."""
+
+    def build(fields=()):
+        tree = {
+            "run_dir": str(tmp_path / "run"),
+            "data": {"path": str(folder)},
+            "model": {"vocab_size": VOCAB_SIZE, "sequence_length": 16, "num_layers": 4},
+            "mesh": {"stage": 2, "data": 2},
+            "pipeline": {"schedule": "1f1b", "microbatches": 4},
+            "train": {"steps": 30, "batch_size": 16},
+        }
+        for path, value in dict(fields).items():
+            *sections, name = path.split(".")
+            target = tree
+            for section in sections:
+                target = target.setdefault(section, {})
+            target[name] = value
+        return Config(**tree)
+
+    return build
+
+
+def _messages(config, **options):
+    return [failure.message for failure in checks.check(config, **options)]
+
+
+def test_a_right_configuration_passes_and_leaves_nothing(make, tmp_path):
+    assert _messages(make()) == []
+    assert not (tmp_path / "run").exists()
+
+
+RULES = [
+    (
+        {"pipeline.microbatches": 3},
+        "pipeline.microbatches=3 does not divide train.batch_size=16. Nearest valid: "
+        "pipeline.microbatches=2 or 4, or train.batch_size=12 or 18.",
+    ),
+    (
+        {"mesh.data": 3},
+        "mesh.data=3 does not divide the 4 rows of a microbatch (train.batch_size=16 / "
+        "pipeline.microbatches=4). Nearest valid: mesh.data=2 or 4, or train.batch_size=12 or 24.",
+    ),
+    (
+        {"pipeline.schedule": "1f1p"},
+        "pipeline.schedule='1f1p' is not a known schedule. Nearest valid: '1f1b'.",
+    ),
+    (
+        {"pipeline.schedule": "GPipe"},
+        "pipeline.schedule='GPipe' is not a known schedule. Nearest valid: 'gpipe'.",
+    ),
+    ({"pipeline.chunks": 2}, "pipeline.chunks=2 does not fit schedule '1f1b'"),
+    (
+        {"model.num_layers": 1},
+        "model.num_layers=1 cannot fill mesh.stage=2 x pipeline.chunks=1: each of the 2 chunks "
+        "needs a layer. Nearest valid: model.num_layers=2 or mesh.stage=1.",
+    ),
+    ({"model.num_heads": 3}, "model.num_heads=3 must divide model.width=128. Nearest valid: 2, 4"),
+    ({"model.dropout": 1.0}, "model.dropout=1.0"),
+    (
+        {"model.vocab_size": 299},
+        "model.vocab_size=299 is smaller than the tokenizer's 300 tokens",
+    ),
+    (
+        {"model.sequence_length": 17},
+        "the 1025 tokens of heldout.tokens are too few: train.eval_batches=4 x train.batch_size=16 "
+        "rows of model.sequence_length=17 need 1089. Nearest valid: model.sequence_length=16 or "
+        "train.eval_batches=3.",
+    ),
+    ({"train.eval_batches": 5}, "Nearest valid: model.sequence_length=12 or train.eval_batches=4."),
+    (
+        {"optimizer.warmup_steps": 31},
+        "optimizer.warmup_steps=31 is longer than train.steps=30. Nearest valid: 30.",
+    ),
+    (
+        {"distributed.num_processes": 2, "distributed.process_id": 0},
+        "distributed.num_processes=2 and distributed.process_id=0 need distributed.coordinator",
+    ),
+    (
+        {
+            "distributed.coordinator": "localhost",
+            "distributed.num_processes": 2,
+            "distributed.process_id": 0,
+        },
+        "distributed.coordinator='localhost' must be HOST:PORT, such as localhost:12345.",
+    ),
+    (
+        {
+            "distributed.coordinator": "localhost:1234",
+            "distributed.num_processes": 2,
+            "distributed.process_id": 2,
+        },
+        "distributed.process_id=2 must be below distributed.num_processes=2. Nearest valid: 1.",
+    ),
+    ({"mesh.stage": 0}, "mesh.stage=0 must be at least 1. Nearest valid: 1."),
+    ({"mesh.data": -1}, "mesh.data=-1 must be at least 1. Nearest valid: 1."),
+    ({"pipeline.microbatches": 0}, "pipeline.microbatches=0 must be at least 1. Nearest valid: 1."),
+    ({"pipeline.zero": 4}, "pipeline.zero=4 must be at least 0 and at most 3. Nearest valid: 3."),
+    ({"train.steps": 0}, "train.steps=0 must be at least 1. Nearest valid: 1."),
+    ({"train.batch_size": 0}, "train.batch_size=0 must be at least 1. Nearest valid: 1."),
+    ({"train.seed": -1}, "train.seed=-1 must be at least 0 and at most"),
+    (
+        {"train.seed": 2**63},
+        "train.seed=9223372036854775808 must be at least 0 and at most 9223372036854775807.",
+    ),
+    ({"optimizer.peak_lr": 0.0}, "optimizer.peak_lr=0.0 must be above 0."),
+    ({"optimizer.peak_lr": float("nan")}, "optimizer.peak_lr=nan must be above 0."),
+    ({"optimizer.beta2": 1.0}, "optimizer.beta2=1.0 must be at least 0 and below 1."),
+]
+
+
+@pytest.mark.parametrize(("fields", "expected"), RULES, ids=lambda value: str(value)[:40])
+def test_a_rule_says_what_to_do_and_nothing_else_fails(make, fields, expected):
+    (message,) = _messages(make(fields))
+    assert expected in message
+
+
+def test_wandb_is_only_needed_by_those_who_ask(make, monkeypatch):
+    monkeypatch.setattr(checks.importlib.util, "find_spec", lambda name: None)
+    (message,) = _messages(make({"wandb.project": "gpt"}))
+    assert "wandb.project='gpt' needs a package that is not installed: pip install wandb" in message
+
+
+def test_all_failures_at_once(make):
+    found = "\n".join(
+        _messages(
+            make(
+                {
+                    "pipeline.schedule": "1f1p",
+                    "pipeline.microbatches": 3,
+                    "model.vocab_size": 10,
+                    "optimizer.warmup_steps": 31,
+                    "train.seed": -1,
+                }
+            )
+        )
+    )
+    for part in ("'1f1p'", "microbatches=3", "vocab_size=10", "warmup_steps=31", "seed=-1"):
+        assert part in found
+
+
+def test_a_field_with_a_wrong_type_is_reported_once(make):
+    broken = [errors.Failure("pipeline.microbatches='x': must be", ("pipeline.microbatches",))]
+    found = checks.check(make({"pipeline.microbatches": 3, "train.seed": -1}))
+    (left,) = checks.without(found, broken)
+    assert left.fields == ("train.seed",)
+
+
+def test_missing_data_names_the_command(make, tmp_path):
+    missing = tmp_path / "nowhere"
+    (message,) = _messages(make({"data.path": str(missing)}))
+    assert f"data.path={missing} is not a folder" in message
+    assert f"python -m train.prepare --out {missing}" in message
+
+
+@pytest.mark.parametrize("name", [data.TRAIN_FILE, data.HELDOUT_FILE])
+def test_missing_and_truncated_token_files(make, folder, name):
+    whole = (folder / name).read_bytes()
+    (folder / name).write_bytes(whole[:-1])
+    (message,) = _messages(make())
+    assert f"{name} is truncated: expected {len(whole)} bytes" in message
+    assert f"found {len(whole) - 1} bytes" in message
+    (folder / name).unlink()
+    (message,) = _messages(make())
+    assert f"data.path={folder}: there is no {name}" in message
+
+
+def test_token_files_of_another_preparation(make, folder):
+    shutil.copy(folder / data.HELDOUT_FILE, folder / data.TRAIN_FILE)
+    (message,) = _messages(make())
+    assert "train.tokens holds 1025 tokens, but meta.json says 2000" in message
+
+
+def test_another_tokenizer(make, folder):
+    (folder / data.TOKENIZER_FILE).write_bytes(b"{ }")
+    (message,) = _messages(make())
+    assert "tokenizer.json is not the tokenizer these tokens were made with" in message
+
+
+@pytest.mark.parametrize("name", checks.RUN_FILES)
+def test_an_existing_run_needs_resume(make, tmp_path, name):
+    run = tmp_path / "run"
+    run.mkdir()
+    (run / name).touch()
+    (message,) = _messages(make())
+    assert f"run_dir={run} already holds a run ({name})" in message
+    assert "Continue it with --resume, or name another --run-dir." in message
+    assert _messages(make(), resume=True) == []
+    assert _messages(make(), writes=False) == []
+    assert os.listdir(run) == [name]
+
+
+def test_a_run_folder_that_cannot_be_written(make, tmp_path):
+    (tmp_path / "file").touch()
+    (message,) = _messages(make({"run_dir": str(tmp_path / "file" / "run")}))
+    assert f"run_dir={tmp_path}/file/run cannot be written: Not a directory" in message
+    assert "name another --run-dir" in message
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EROFS, errno.EDQUOT])
+def test_a_full_disk_is_noticed_by_trying(make, tmp_path, monkeypatch, number):
+    def refuse(file):
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(checks.os, "fsync", refuse)
+    (message,) = _messages(make())
+    assert f"cannot be written: {os.strerror(number)}. Free some space" in message
+    assert not (tmp_path / "run").exists()
+
+
+def test_more_stages_than_devices(make):
+    (failure,) = checks.device_failures(
+        make({"mesh.stage": 4, "mesh.data": 4}), num_devices=8, platform="gpu"
+    )
+    assert "mesh.stage=4 x mesh.data=4 needs 16 devices, but there are 8 (gpu)." in failure.message
+    assert "Nearest valid: mesh.stage=2 or mesh.data=2." in failure.message
+    (failure,) = checks.device_failures(
+        make({"mesh.stage": 4, "mesh.data": 4}), num_devices=1, platform="cpu"
+    )
+    assert "XLA_FLAGS=--xla_force_host_platform_device_count=16 simulates" in failure.message
+    assert not checks.device_failures(make(), num_devices=4, platform="cpu")
+
+
+def test_processes_from_flags_and_launchers(make):
+    slurm = {"SLURM_STEP_NUM_TASKS": "2", "SLURM_PROCID": "1"}
+    mpi = {"OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_RANK": "3"}
+    flags = make(
+        {
+            "distributed.coordinator": "localhost:1",
+            "distributed.num_processes": 2,
+            "distributed.process_id": 0,
+        }
+    )
+    find = distributed.find_processes
+    assert find(make(), {}) == distributed.Processes(1, 0)
+    assert find(make(), slurm) == distributed.Processes(2, 1)
+    assert find(make(), mpi) == distributed.Processes(4, 3)
+    assert find(flags, mpi) == distributed.Processes(2, 0, "localhost:1")
+    # The batch script of a job is one process; only a step's variables count.
+    assert find(make(), {"SLURM_NTASKS": "8", "SLURM_PROCID": "0"}).count == 1
+
+
+def test_a_coordinator_alone_does_not_say_how_many(make):
+    with pytest.raises(errors.ConfigError, match=r"num_processes \(now None\).*launcher"):
+        distributed.find_processes(make({"distributed.coordinator": "localhost:1"}), {})
+
+
+def test_devices_are_shared_evenly(make):
+    slurm = {"SLURM_STEP_NUM_TASKS": "3", "SLURM_PROCID": "0"}
+    with pytest.raises(errors.ConfigError, match=r"4 devices cannot .* Nearest valid: 3 or 6"):
+        distributed.find_processes(make(), slurm)
+
+
+def test_a_launcher_without_an_address(monkeypatch):
+    import jax
+
+    def initialize():
+        raise ValueError("coordinator_address should be defined.")
+
+    monkeypatch.setattr(jax.distributed, "initialize", initialize)
+    monkeypatch.setattr(jax.config, "update", lambda *_: None)
+    with pytest.raises(errors.ConfigError, match=r"--distributed\.coordinator HOST:PORT"):
+        distributed.start(distributed.Processes(2, 0))
+
+
+def test_metrics_are_cut_at_the_checkpoint(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    truncate(path, last_step=3)
+    assert not path.exists()
+    lines = [json.dumps({"step": step, "loss": 1.0}) + "\n" for step in range(1, 6)]
+    path.write_text("".join(lines) + '{"step": 2, "lo')
+    truncate(path, last_step=3)
+    assert path.read_text() == "".join(lines[:3])
+    truncate(path, last_step=0)
+    assert path.read_text() == ""

@@ -1,0 +1,173 @@
+"""The configuration: strict names and types, all failures at once, the command line wins."""
+
+import doctest
+from pathlib import Path
+
+import pytest
+import yaml
+
+from train import config, errors
+
+TOP = Path(__file__).resolve().parents[2]
+
+
+def _write(tmp_path, text):
+    path = tmp_path / "run.yaml"
+    path.write_text(text, encoding="utf-8")
+    return path
+
+
+def _messages(path, *options):
+    invocation = config.parse(["--config", str(path), *options])
+    return [failure.message for failure in invocation.failures]
+
+
+def test_the_command_line_wins_over_the_file_over_the_defaults(tmp_path):
+    path = _write(tmp_path, "mesh: {stage: 2}\ntrain: {steps: 7, seed: 3}\n")
+    invocation = config.parse(["--config", str(path), "--train.steps", "9", "--resume"])
+    found = invocation.config
+    assert invocation.resume
+    assert not invocation.dry_run
+    assert (found.mesh.stage, found.train.steps, found.train.seed) == (2, 9, 3)
+    assert found.mesh.data == config.MeshConfig().data
+    assert invocation.failures == ()
+
+
+def test_names_that_others_script_against():
+    options = {
+        "--run-dir": "somewhere",
+        "--mesh.stage": "2",
+        "--mesh.data": "1",
+        "--pipeline.schedule": "gpipe",
+        "--pipeline.chunks": "2",
+        "--pipeline.microbatches": "4",
+        "--pipeline.remat": "full",
+        "--pipeline.zero": "1",
+        "--train.steps": "5",
+        "--train.batch-size": "16",
+        "--train.seed": "1",
+    }
+    values = config.parse([word for pair in options.items() for word in pair]).config.flat()
+    for option, text in options.items():
+        assert str(values[option.removeprefix("--").replace("-", "_")]) == text
+
+
+def test_yaml_round_trip(tmp_path):
+    first = config.parse(["--optimizer.peak-lr", "3e-4", "--sample.top-k", "None"]).config
+    again = config.parse(["--config", str(_write(tmp_path, first.to_yaml()))])
+    assert again.failures == ()
+    assert again.config == first
+    assert again.config.sample.top_k is None
+
+
+@pytest.mark.parametrize("path", sorted(TOP.glob("configs/*.yaml")), ids=lambda path: path.name)
+def test_shipped_configurations_parse(path):
+    assert _messages(path) == []
+
+
+@pytest.mark.parametrize("number", ["3e-4", "3E-4", "3.0e-4", "+3e-4"])
+def test_numbers_as_people_write_them(tmp_path, number):
+    path = _write(tmp_path, f"optimizer: {{peak_lr: {number}}}")
+    assert config.parse(["--config", str(path)]).config.optimizer.peak_lr == 3e-4
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("mesh: {stages: 2}", "mesh.stages in {path} is not a field. Nearest valid: mesh.stage"),
+        ("train: {microbatches: 2}", "is not a field. Nearest valid: pipeline.microbatches"),
+        ("optimiser: {}", "optimiser in {path} is not a field. Nearest valid: optimizer"),
+        ("mesh: {data: two}", "mesh.data='two' in {path}: must be an integer."),
+        ("train: {steps: 1.5}", "train.steps=1.5 in {path}: must be an integer."),
+        ("train: {steps: true}", "train.steps=True in {path}: must be an integer."),
+        ("optimizer: {peak_lr: fast}", "optimizer.peak_lr='fast' in {path}: must be a number."),
+        ("model: {tied: 1}", "model.tied=1 in {path}: must be true or false."),
+        ("run_dir: 5", "run_dir=5 in {path}: must be text."),
+        ("pipeline: 1f1b", "pipeline='1f1b' in {path}: must be a section with fields."),
+        ("mesh:", "mesh=None in {path}: must be a section with fields."),
+        ("pipeline: {remat: ful}", "must be one of 'none', 'dots' or 'full'. Nearest valid: full."),
+    ],
+)
+def test_wrong_names_and_types_name_the_field(tmp_path, text, expected):
+    path = _write(tmp_path, text)
+    (message,) = _messages(path)
+    assert expected.format(path=path) in message
+
+
+def test_all_failures_of_a_file_at_once(tmp_path):
+    path = _write(tmp_path, "run_dir: 5\nmesh: {stages: 2, data: two}\ntrain: {steps: 4}\n")
+    invocation = config.parse(["--config", str(path)])
+    fields = {field for failure in invocation.failures for field in failure.fields}
+    assert fields == {"run_dir", "mesh.stages", "mesh.data"}
+    # What is right is kept, so that it is checked in the same run.
+    assert invocation.config.train.steps == 4
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("mesh: [", "cannot be read as YAML.*line 1"),
+        ("- mesh", "must hold sections such as 'mesh:'"),
+        ("mesh: {stage: 1, stage: 2}", "stage is given twice"),
+        ("mesh: {stage: 1}\nmesh: {data: 2}", "mesh is given twice"),
+        ("? [a, b]\n: 3", "cannot be read as YAML"),
+    ],
+)
+def test_files_that_are_not_a_configuration(tmp_path, text, expected):
+    path = _write(tmp_path, text)
+    with pytest.raises(errors.ConfigError, match=f"(?s)--config={path} .*{expected}"):
+        config.parse(["--config", str(path)])
+
+
+def test_binary_file(tmp_path):
+    path = tmp_path / "run.yaml"
+    path.write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(errors.ConfigError, match="cannot be read as YAML"):
+        config.parse(["--config", str(path)])
+
+
+def test_missing_file_lists_its_neighbours(tmp_path):
+    _write(tmp_path, "")
+    with pytest.raises(errors.ConfigError, match=r"does not exist. Files there: .*run\.yaml"):
+        config.parse(["--config", str(tmp_path / "runs.yaml")])
+
+
+def test_an_empty_file_is_the_defaults(tmp_path):
+    assert config.parse(["--config", str(_write(tmp_path, ""))]).config == config.Config()
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        (["--mesh.stag", "2"], "--mesh.stage"),
+        (["--mesh.stage", "two"], "--mesh.stage"),
+        (["--pipeline.remat", "ful"], "full"),
+        (["--train.steps"], "--train.steps"),
+    ],
+)
+def test_command_line_errors_end_with_status_2(capsys, options, expected):
+    with pytest.raises(SystemExit) as exit_:
+        config.parse(options)
+    assert exit_.value.code == 2
+    assert expected in capsys.readouterr().err
+
+
+def test_help_lists_every_field(capsys):
+    with pytest.raises(SystemExit) as exit_:
+        config.parse(["--help"])
+    assert exit_.value.code == 0
+    text = capsys.readouterr().out
+    missing = [path for path in config.Config().flat() if f"--{path.replace('_', '-')}" not in text]
+    assert missing == []
+    for word in ("--config", "--resume", "--dry-run"):
+        assert word in text
+
+
+def test_the_resolved_file_holds_every_field():
+    assert set(config.Config(**yaml.safe_load(config.Config().to_yaml())).flat()) == set(
+        config.Config().flat()
+    )
+
+
+def test_examples():
+    assert doctest.testmod(config).failed == 0

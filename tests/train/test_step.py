@@ -1,0 +1,54 @@
+"""One optimizer step through the pipeline against plain optax on the unpipelined model."""
+
+from __future__ import annotations
+
+import jax
+import numpy as np
+import optax
+import pytest
+
+import jaxpipe
+from models import gpt
+from train.config import Config
+from train.step import Program, make_optimizer
+
+pytestmark = pytest.mark.pipeline
+CONFIG = {
+    "model": {"vocab_size": 50, "sequence_length": 8, "num_layers": 5, "width": 8, "num_heads": 2},
+    "mesh": {"stage": 4, "data": 2},
+    "pipeline": {"schedule": "1f1b", "microbatches": 3},
+    "train": {"batch_size": 6, "steps": 20},
+}
+
+
+@pytest.mark.parametrize("zero", [0, 1, 3])
+def test_a_step_is_adamw_on_the_canonical_parameters(zero):
+    sections = {name: dict(section) for name, section in CONFIG.items()}
+    sections["pipeline"]["zero"] = zero
+    sections["optimizer"] = {"clip_norm": 0.05, "warmup_steps": 0, "weight_decay": 0.5}
+    config = Config(**sections)
+    program = Program(config)
+    tokens = jax.random.randint(jax.random.key(3), (6, 9), 0, 50)
+    state = program.init()
+    before = jax.tree.map(np.asarray, program.to_canonical(state).params)
+    state, metrics = program.train_step(state, {"tokens": tokens}, None)
+
+    model = gpt.model(gpt.GPTConfig(**config.model.model_dump()))
+
+    def loss(params):
+        return jaxpipe.unpipelined.loss(
+            model, params, {"tokens": tokens}, num_microbatches=3, data_shards=2
+        )
+
+    grads = jax.grad(loss)(before)
+    norm = optax.tree.norm(grads)
+    np.testing.assert_allclose(metrics["grad_norm"], norm, rtol=1e-5)
+    optimizer = make_optimizer(config.optimizer, program.learning_rate, before)
+    updates, _ = optimizer.update(grads, optimizer.init(before), before)
+    expected = optax.apply_updates(before, updates)
+    got = program.to_canonical(state).params
+    for (path, leaf), want in zip(
+        jax.tree.leaves_with_path(got), jax.tree.leaves(expected), strict=True
+    ):
+        # Adam's first step divides by the gradient's own size: its error there is the update's.
+        np.testing.assert_allclose(leaf, want, atol=2e-5, err_msg=jax.tree_util.keystr(path))
