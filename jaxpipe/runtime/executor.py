@@ -31,7 +31,7 @@ from jaxpipe.runtime.mesh import DATA, STAGE
 from jaxpipe.runtime.model import Model
 from jaxpipe.runtime.split import Split, split_layer
 from jaxpipe.schedule.actions import Kind
-from jaxpipe.schedule.lower import NONE, TickTable
+from jaxpipe.schedule.table import NONE, TickTable
 
 PyTree = Any
 

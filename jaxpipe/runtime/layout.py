@@ -18,7 +18,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxpipe.runtime.mesh import DATA, STAGE
-from jaxpipe.schedule.lower import TickTable
+from jaxpipe.schedule.table import TickTable
 
 PyTree = Any
 

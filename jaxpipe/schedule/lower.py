@@ -6,9 +6,8 @@ Every tick is one row. Within a tick the phases come in this order, and slots ar
     gradient
 
 Everything a stage keeps lives in a numbered slot: a message that has arrived and waits (inbox),
-  residuals
-from F to the last action that reads them, values from B to W. Interval colouring gives each buffer
-exactly the schedule's peak and no more.
+residuals from F to the last action that reads them, values from B to W. Interval colouring gives
+each buffer exactly the schedule's peak and no more.
 """
 
 from __future__ import annotations
@@ -16,18 +15,14 @@ from __future__ import annotations
 import dataclasses
 import enum
 import heapq
-import itertools
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import numpy as np
 
-from jaxpipe.schedule.actions import Action, Kind, Schedule, Slice
+from jaxpipe.schedule.actions import Kind, Schedule
 from jaxpipe.schedule.simulate import ticks
-from jaxpipe.schedule.slice_rules import slice_spans
-from jaxpipe.schedule.slots import Use, cached_slots
-
-NONE = -1
-"""Marks an empty cell of a table: no action, no message, no slot."""
+from jaxpipe.schedule.slots import cached_slots
+from jaxpipe.schedule.table import NONE, Channel, Pass, TickTable, Transfers
 
 
 class Phase(enum.IntEnum):
@@ -46,110 +41,6 @@ _PHASE = {
     Kind.BW: Phase.BACKWARD,
     Kind.W: Phase.WEIGHTS,
 }
-
-
-@dataclasses.dataclass(frozen=True)
-class Pass:
-    """One kind's columns, each int32 ``[ticks, stages]``; a stage is idle where ``lo == hi``.
-
-    Args:
-      lo: first layer to run, counted within the chunk.
-      hi: one past the last.
-      pauses: 1 where layers of the action remain for later ticks: what it has computed so far
-        goes back to its inbox slot, and is read from there.
-      chunk: which of the stage's chunks.
-      microbatch: which microbatch.
-      inbox: slot of the input (x for F, the cotangent for B and BW).
-      until_b: slot of the residuals that only B reads.
-      until_w: slot of the residuals that W reads.
-      crossing: slot of the values that go from B to W.
-      weights: weight slot (sharded weights only).
-      gradient: gradient slot (sharded gradients only).
-      fresh: 1 where the gradient slot holds another chunk's sum, to be overwritten.
-    """
-
-    lo: np.ndarray
-    hi: np.ndarray
-    pauses: np.ndarray
-    chunk: np.ndarray
-    microbatch: np.ndarray
-    inbox: np.ndarray
-    until_b: np.ndarray
-    until_w: np.ndarray
-    crossing: np.ndarray
-    weights: np.ndarray
-    gradient: np.ndarray
-    fresh: np.ndarray
-
-
-@dataclasses.dataclass(frozen=True)
-class Channel:
-    """Messages of one kind between stages at one distance; at most one a stage and tick.
-
-    Args:
-      kind: F (activations, sent on) or B (cotangents, sent back).
-      edges: (sender, receiver) pairs; a stage that sends to itself writes its own inbox.
-      slot: int32 ``[ticks, stages]``, the receiver's inbox slot, or `NONE`.
-    """
-
-    kind: Kind
-    edges: tuple[tuple[int, int], ...]
-    slot: np.ndarray
-
-
-@dataclasses.dataclass(frozen=True)
-class Transfers:
-    """Gathers or reductions over data: int32 ``[ticks, stages]`` chunk and slot, or `NONE`."""
-
-    chunk: np.ndarray
-    slot: np.ndarray
-    num_slots: int
-
-    @property
-    def counts(self) -> tuple[int, ...]:
-        """How many transfers each stage executes in one step."""
-        return tuple(int(n) for n in (self.chunk != NONE).sum(axis=0))
-
-
-@dataclasses.dataclass(frozen=True)
-class TickTable:
-    """A schedule as rows of integers: what every stage does in every tick.
-
-    Args:
-      schedule: what was lowered.
-      layer_counts: layers of every virtual stage.
-      passes: columns by kind; only kinds the schedule uses.
-      channels: the messages.
-      embed, embed_slot: int32 ``[ticks]``: microbatch that enters, and its inbox slot on the first
-        stage.
-      head, head_slot: int32 ``[ticks]``: microbatch that leaves, and the slot of its cotangent on
-        the last.
-      embed_gradient: int32 ``[ticks]``: microbatch whose cotangent reaches the embedding.
-      gathers, reduces: data-axis transfers.
-      num_slots: size of each buffer, by name: x, dy, until_b, until_w, crossing.
-    """
-
-    schedule: Schedule
-    layer_counts: tuple[int, ...]
-    passes: dict[Kind, Pass]
-    channels: tuple[Channel, ...]
-    embed: np.ndarray
-    embed_slot: np.ndarray
-    head: np.ndarray
-    head_slot: np.ndarray
-    embed_gradient: np.ndarray
-    gathers: Transfers
-    reduces: Transfers
-    num_slots: dict[str, int]
-
-    @property
-    def num_ticks(self) -> int:
-        return len(self.embed)
-
-    @property
-    def layers_per_chunk(self) -> int:
-        """Layers of the largest chunk: the room every chunk gets."""
-        return max(self.layer_counts)
 
 
 def partition(num_layers: int, num_virtual_stages: int) -> tuple[int, ...]:
@@ -203,8 +94,29 @@ def forward_only(schedule: Schedule) -> Schedule:
     return dataclasses.replace(schedule, orders=orders, peak_in_flight=None, slices=None)
 
 
+@dataclasses.dataclass(frozen=True)
+class _Parts:
+    """What runs in the ticks, one row a slice, in order within each stage: int64 ``[slices]``."""
+
+    stage: np.ndarray
+    tick: np.ndarray
+    kind: np.ndarray
+    virtual_stage: np.ndarray
+    microbatch: np.ndarray
+    lo: np.ndarray
+    hi: np.ndarray
+
+
+_KINDS = tuple(Kind)
+"""Kinds by their number in `_Parts`."""
+
+
 class _Lowering:
-    """The passes of `lower`, which share the ticks of every action."""
+    """The passes of `lower`, which share the ticks of every action.
+
+    What a microbatch i does on virtual stage s has the number s*m + i; arrays of all of them are
+    ``[p*v*m]``. Times within the step are ``tick * len(Phase) + phase``.
+    """
 
     def __init__(
         self, schedule: Schedule, layer_counts: tuple[int, ...], weight_slots: int
@@ -212,25 +124,29 @@ class _Lowering:
         self.schedule = schedule
         self.layer_counts = layer_counts
         self.weight_slots = weight_slots
-        self.rows = _slices(schedule, layer_counts)
-        self.spans = slice_spans(self.rows)
-        self.num_ticks = 1 + max(end for _, end in self.spans.values())
-        self.kinds = {action.kind for action in self.spans}
-        self.last = schedule.placement.num_virtual_stages - 1
+        self.m = schedule.num_microbatches
+        self.stage_of = np.asarray(schedule.placement.stages)
+        self.chunk_of = np.asarray(schedule.placement.chunks)
+        self.parts = _parts(schedule, layer_counts)
+        self.number = self.parts.virtual_stage * self.m + self.parts.microbatch
+        self.num_ticks = 1 + int(self.parts.tick.max())
+        found = set(np.unique(self.parts.kind).tolist())
+        self.kinds = [kind for k, kind in enumerate(_KINDS) if k in found]
         self.backward = Kind.BW if Kind.BW in self.kinds else Kind.B
         self.trains = self.backward in self.kinds
+        self.starts, self.ends = self._spans()
 
     def run(self) -> TickTable:
         slots, num_slots = self._colour()
         gathers, weights, _ = self._transfers(self.kinds, load=True)
-        reduces, gradients, fresh = self._transfers(self.kinds & {Kind.W, Kind.BW}, load=False)
-        passes = {
-            kind: self._pass(kind, slots, weights, gradients, fresh)
-            for kind in sorted(self.kinds, key=list(Kind).index)
-        }
-        embed, embed_slot = self._uniform(Kind.F, 0, slots["x"], enters=True)
-        head, head_slot = self._uniform(Kind.F, self.last, slots["dy"])
-        embed_gradient, _ = self._uniform(self.backward, 0, {})
+        sums = [kind for kind in self.kinds if kind in (Kind.W, Kind.BW)]
+        reduces, gradients, fresh = self._transfers(sums, load=False)
+        passes = {kind: self._pass(kind, slots, weights, gradients, fresh) for kind in self.kinds}
+        last = len(self.stage_of) - 1
+        embed, embed_slot = self._uniform(self.starts[Kind.F], 0, slots["x"])
+        head, head_slot = self._uniform(self.ends[Kind.F], last, slots["dy"])
+        leaves = self.ends[self.backward] if self.trains else None
+        embed_gradient, _ = self._uniform(leaves, 0, slots["dy"])
         return TickTable(
             schedule=self.schedule,
             layer_counts=self.layer_counts,
@@ -246,208 +162,219 @@ class _Lowering:
             num_slots=num_slots,
         )
 
-    def _start(self, action: Action) -> tuple[int, int]:
-        return self.spans[action][0], _PHASE[action.kind]
+    def _spans(self) -> tuple[dict[Kind, np.ndarray], dict[Kind, np.ndarray]]:
+        """The ticks in which the actions of each kind start and end."""
+        starts, ends = {}, {}
+        for kind in self.kinds:
+            mine = self.parts.kind == _KINDS.index(kind)
+            number, tick = self.number[mine], self.parts.tick[mine]
+            starts[kind] = np.full(len(self.stage_of) * self.m, self.num_ticks)
+            ends[kind] = np.full(len(self.stage_of) * self.m, NONE)
+            np.minimum.at(starts[kind], number, tick)
+            np.maximum.at(ends[kind], number, tick)
+        return starts, ends
 
-    def _end(self, action: Action) -> tuple[int, int]:
-        return self.spans[action][1], _PHASE[action.kind]
+    def _colour(self) -> tuple[dict[str, np.ndarray], dict[str, int]]:
+        """Slots by buffer and number, and how many each buffer has."""
 
-    def _sent(self, action: Action) -> tuple[int, int]:
-        return self.spans[action][1], Phase.EXCHANGE
+        def at(ticks: np.ndarray, phase: Phase) -> np.ndarray:
+            return ticks * len(Phase) + phase
 
-    def _colour(self) -> tuple[dict[str, dict[tuple[int, int], int]], dict[str, int]]:
-        """Slots by buffer and (virtual stage, microbatch), and how many each buffer has."""
-        keys = [(a.virtual_stage, a.microbatch) for a in self.spans if a.kind is Kind.F]
-        lives: dict[str, dict[tuple[int, int], tuple]] = {
-            name: {} for name in ("x", "dy", "until_b", "until_w", "crossing")
-        }
-        for s, i in keys:
-            forward = Action(s, Kind.F, i)
-            arrives = (
-                self._sent(Action(s - 1, Kind.F, i))
-                if s > 0
-                else (self.spans[forward][0], Phase.EMBED)
-            )
-            lives["x"][s, i] = (arrives, self._end(forward))
-            if not self.trains:
-                continue
-            backward = Action(s, self.backward, i)
-            frees = Action(s, Kind.W, i) if self.backward is Kind.B else backward
-            cause = Action(s + 1, self.backward, i) if s < self.last else forward
-            lives["dy"][s, i] = (self._sent(cause), self._end(backward))
-            lives["until_b"][s, i] = (self._start(forward), self._end(backward))
-            lives["until_w"][s, i] = (self._start(forward), self._end(frees))
-            if self.backward is Kind.B:
-                lives["crossing"][s, i] = (self._start(backward), self._end(frees))
-        coloured = {name: self._colour_stages(live) for name, live in lives.items()}
-        return (
-            {name: slots for name, (slots, _) in coloured.items()},
-            {name: number for name, (_, number) in coloured.items()},
-        )
+        first, last = self.starts[Kind.F], self.ends[Kind.F]
+        sent = at(last, Phase.EXCHANGE)
+        enters = at(first[: self.m], Phase.EMBED)
+        forward = at(first, Phase.FORWARD)
+        lives = {"x": (np.concatenate([enters, sent[: -self.m]]), at(last, Phase.FORWARD))}
+        if self.trains:
+            phase = _PHASE[self.backward]
+            sent_back = at(self.ends[self.backward], Phase.EXCHANGE)
+            caused = np.concatenate([sent_back[self.m :], sent[-self.m :]])
+            done = at(self.ends[self.backward], phase)
+            frees = done if self.backward is Kind.BW else at(self.ends[Kind.W], Phase.WEIGHTS)
+            lives |= {"dy": (caused, done), "until_b": (forward, done), "until_w": (forward, frees)}
+        if self.trains and self.backward is Kind.B:
+            lives["crossing"] = (at(self.starts[Kind.B], Phase.BACKWARD), frees)
+        slots, num_slots = {}, {}
+        for name in ("x", "dy", "until_b", "until_w", "crossing"):
+            slots[name] = np.zeros(len(first), np.int64)
+            num_slots[name] = 0
+            for numbers in self._held() if name in lives else ():
+                start, end = (times[numbers] for times in lives[name])
+                slots[name][numbers] = colour_intervals(start.tolist(), end.tolist())
+                num_slots[name] = max(num_slots[name], 1 + int(slots[name][numbers].max()))
+        return slots, num_slots
 
-    def _colour_stages(self, lives: dict) -> tuple[dict[tuple[int, int], int], int]:
-        slots: dict[tuple[int, int], int] = {}
-        number = 0
+    def _held(self) -> Iterator[np.ndarray]:
+        """For every stage, the numbers of what it runs."""
+        stages = np.repeat(self.stage_of, self.m)
         for stage in range(self.schedule.num_stages):
-            mine = {k: v for k, v in lives.items() if self.schedule.placement.stages[k[0]] == stage}
-            coloured = colour_intervals(mine)
-            slots |= coloured
-            number = max(number, 1 + max(coloured.values(), default=-1))
-        return slots, number
+            yield np.flatnonzero(stages == stage)
 
     def _pass(
         self,
         kind: Kind,
-        slots: dict,
-        weights: list[list[int]],
-        gradients: list[list[int]],
-        fresh: set[Action],
+        slots: dict[str, np.ndarray],
+        weights: np.ndarray,
+        gradients: np.ndarray,
+        fresh: np.ndarray,
     ) -> Pass:
-        fields = [field.name for field in dataclasses.fields(Pass)]
-        columns = {
-            name: np.full((self.num_ticks, self.schedule.num_stages), 0, np.int32)
-            for name in fields
+        parts = self.parts
+        mine = np.flatnonzero(parts.kind == _KINDS.index(kind))
+        number, tick = self.number[mine], parts.tick[mine]
+        values = {
+            "lo": parts.lo[mine],
+            "hi": parts.hi[mine],
+            "pauses": (tick < self.ends[kind][number]) & (kind is not Kind.W),
+            "chunk": self.chunk_of[parts.virtual_stage[mine]],
+            "microbatch": parts.microbatch[mine],
+            "inbox": slots["x" if kind is Kind.F else "dy"][number],
+            "until_b": slots["until_b"][number],
+            "until_w": slots["until_w"][number],
+            "crossing": slots["crossing"][number],
+            "weights": weights[mine],
+            "gradient": gradients[mine],
+            "fresh": fresh[mine],
         }
-        inbox = slots["x"] if kind is Kind.F else slots["dy"]
-        for stage, row in enumerate(self.rows):
-            for k, part in enumerate(row):
-                action = part.action
-                if action.kind is not kind:
-                    continue
-                key = (action.virtual_stage, action.microbatch)
-                cell = {
-                    "lo": part.lo,
-                    "hi": part.hi,
-                    "pauses": kind is not Kind.W and part.tick < self.spans[action][1],
-                    "chunk": self.schedule.placement.chunks[action.virtual_stage],
-                    "microbatch": action.microbatch,
-                    "inbox": inbox.get(key, 0),
-                    "until_b": slots["until_b"].get(key, 0),
-                    "until_w": slots["until_w"].get(key, 0),
-                    "crossing": slots["crossing"].get(key, 0),
-                    "weights": weights[stage][k],
-                    "gradient": gradients[stage][k],
-                    "fresh": action in fresh,
-                }
-                for name, value in cell.items():
-                    columns[name][part.tick, stage] = value
+        columns = {}
+        for name, value in values.items():
+            columns[name] = np.zeros((self.num_ticks, self.schedule.num_stages), np.int32)
+            columns[name][tick, parts.stage[mine]] = value
         return Pass(**columns)
 
     def _uniform(
-        self, kind: Kind, virtual_stage: int, slots: dict, *, enters: bool = False
+        self, ticks: np.ndarray | None, virtual_stage: int, slots: np.ndarray
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Columns of a phase that all stages run when one virtual stage starts (``enters``) or ends
-        a kind of action."""
+        """Columns of a phase that all stages run in these ticks of one virtual stage."""
         microbatch = np.full(self.num_ticks, NONE, np.int32)
         slot = np.zeros(self.num_ticks, np.int32)
-        for action, (start, end) in self.spans.items():
-            if action.kind is kind and action.virtual_stage == virtual_stage:
-                tick = start if enters else end
-                microbatch[tick] = action.microbatch
-                slot[tick] = slots.get((virtual_stage, action.microbatch), 0)
+        if ticks is not None:
+            numbers = virtual_stage * self.m + np.arange(self.m)
+            microbatch[ticks[numbers]] = np.arange(self.m)
+            slot[ticks[numbers]] = slots[numbers]
         return microbatch, slot
 
-    def _channels(self, slots: dict) -> Iterable[Channel]:
+    def _channels(self, slots: dict[str, np.ndarray]) -> Iterable[Channel]:
         """Groups messages by kind and distance, so that each group is one permutation."""
-        stages = self.schedule.placement.stages
         groups: dict[tuple[Kind, int], tuple[set[tuple[int, int]], np.ndarray]] = {}
-        for action, (_, tick) in self.spans.items():
-            if action.kind is Kind.W:
-                continue
-            forward = action.kind is Kind.F
-            target = action.virtual_stage + (1 if forward else -1)
-            if not 0 <= target <= self.last:
-                continue
-            edge = stages[action.virtual_stage], stages[target]
-            group = (Kind.F if forward else Kind.B, edge[1] - edge[0])
-            if group not in groups:
-                shape = (self.num_ticks, self.schedule.num_stages)
-                groups[group] = (set(), np.full(shape, NONE, np.int32))
-            edges, slot = groups[group]
-            edges.add(edge)
-            slot[tick, edge[1]] = slots["x" if forward else "dy"][target, action.microbatch]
+        shape = (self.num_ticks, self.schedule.num_stages)
+        kinds = [(Kind.F, 1, "x")] + ([(self.backward, -1, "dy")] if self.trains else [])
+        for kind, step, inbox in kinds:
+            for source, target in _hops(len(self.stage_of), step):
+                sender, receiver = int(self.stage_of[source]), int(self.stage_of[target])
+                group = (Kind.F if kind is Kind.F else Kind.B, receiver - sender)
+                edges, slot = groups.setdefault(group, (set(), np.full(shape, NONE, np.int32)))
+                edges.add((sender, receiver))
+                ticks = self.ends[kind][source * self.m : (source + 1) * self.m]
+                slot[ticks, receiver] = slots[inbox][target * self.m : (target + 1) * self.m]
         for (kind, _), (edges, slot) in sorted(groups.items()):
             yield Channel(kind, tuple(sorted(edges)), slot)
 
     def _transfers(
-        self, kinds: set[Kind], *, load: bool
-    ) -> tuple[Transfers, list[list[int]], set[Action]]:
+        self, kinds: Sequence[Kind], *, load: bool
+    ) -> tuple[Transfers, np.ndarray, np.ndarray]:
         """Gathers (load) or reductions (unload) of chunks that these kinds of action use; the slot
-        of every slice, per stage, and which actions come first in a stay."""
+        of every slice, and which slices belong to the first action of a stay."""
         num_slots = self.weight_slots
         while (transfers := self._with_slots(kinds, num_slots, load=load)) is None:
             num_slots += 1
         return transfers
 
     def _with_slots(
-        self, kinds: set[Kind], num_slots: int, *, load: bool
-    ) -> tuple[Transfers, list[list[int]], set[Action]] | None:
+        self, kinds: Sequence[Kind], num_slots: int, *, load: bool
+    ) -> tuple[Transfers, np.ndarray, np.ndarray] | None:
         """As `_transfers`; None where a tick needs more slots or more than one transfer."""
+        parts = self.parts
         shape = (self.num_ticks, self.schedule.num_stages)
         chunk, slot = np.full(shape, NONE, np.int32), np.zeros(shape, np.int32)
-        slots_of: list[list[int]] = []
-        first: set[Action] = set()
-        chunks = self.schedule.placement.chunks
-        for stage, row in enumerate(self.rows):
-            used = [k for k, part in enumerate(row) if part.action.kind in kinds]
-            uses = [Use(row[k].tick, chunks[row[k].action.virtual_stage]) for k in used]
-            together = itertools.groupby(uses, key=lambda use: use.tick)
-            if any(len({use.item for use in group}) > num_slots for _, group in together):
+        slots_of, fresh = np.zeros(len(parts.tick), np.int64), np.zeros(len(parts.tick), bool)
+        wanted = np.isin(parts.kind, [_KINDS.index(kind) for kind in kinds])
+        for stage in range(self.schedule.num_stages):
+            used = np.flatnonzero(wanted & (parts.stage == stage))
+            uses, items = parts.tick[used], self.chunk_of[parts.virtual_stage[used]]
+            if _most_together(uses, items) > num_slots:
                 return None
-            moves, slots = cached_slots(uses, num_slots=num_slots)
-            ticks = [move.loaded if load else move.unloaded for move in moves]
+            stays, stay_of = cached_slots(uses.tolist(), items.tolist(), num_slots=num_slots)
+            ticks = [stay.loaded if load else stay.unloaded for stay in stays]
             if len(set(ticks)) < len(ticks):
                 return None
-            for tick, move in zip(ticks, moves, strict=True):
-                chunk[tick, stage], slot[tick, stage] = move.item, move.slot
-            slots_of.append([0] * len(row))
-            for k, number in zip(used, slots, strict=True):
-                slots_of[-1][k] = number
-            loaded = {(move.loaded, move.item) for move in moves}
-            starts = zip(used, uses, strict=True)
-            first |= {row[k].action for k, use in starts if (use.tick, use.item) in loaded}
-        return Transfers(chunk, slot, num_slots), slots_of, first
+            chunk[ticks, stage] = [stay.item for stay in stays]
+            slot[ticks, stage] = [stay.slot for stay in stays]
+            slots_of[used] = np.asarray([stay.slot for stay in stays], np.int64)[stay_of]
+            fresh[used] = self._first_of_stay(used, np.asarray(stay_of, np.int64))
+        return Transfers(chunk, slot, num_slots), slots_of, fresh
+
+    def _first_of_stay(self, used: np.ndarray, stay_of: np.ndarray) -> np.ndarray:
+        """Which of these slices belong to the action that begins their stay in a slot."""
+        action = self.parts.kind[used] * len(self.starts[Kind.F]) + self.number[used]
+        _, firsts = np.unique(stay_of, return_index=True)
+        return action == action[firsts][stay_of]
 
 
-def _slices(schedule: Schedule, layer_counts: tuple[int, ...]) -> Sequence[Sequence[Slice]]:
+def _parts(schedule: Schedule, layer_counts: tuple[int, ...]) -> _Parts:
     """The schedule's own slices, or one whole action a tick."""
+    code = {kind: k for k, kind in enumerate(_KINDS)}
     if schedule.slices is None:
-        return [
-            [Slice(tick, action, 0, layer_counts[action.virtual_stage]) for tick, action in row]
+        rows = [
+            [(tick, code[a.kind], a.virtual_stage, a.microbatch, 0, 0) for tick, a in row]
             for row in ticks(schedule)
         ]
-    reached = [0] * len(layer_counts)
-    for part in itertools.chain(*schedule.slices):
-        reached[part.action.virtual_stage] = max(reached[part.action.virtual_stage], part.hi)
-    if tuple(reached) != layer_counts:
+    else:
+        rows = [
+            [
+                (part.tick, code[a.kind], a.virtual_stage, a.microbatch, part.lo, part.hi)
+                for part in row
+                for a in (part.action,)
+            ]
+            for row in schedule.slices
+        ]
+    stage = np.repeat(np.arange(len(rows)), [len(row) for row in rows])
+    columns = np.concatenate([np.asarray(row, np.int64).reshape(-1, 6) for row in rows]).T
+    parts = _Parts(stage, *columns)
+    if schedule.slices is None:
+        return dataclasses.replace(parts, hi=np.asarray(layer_counts)[parts.virtual_stage])
+    reached = np.zeros(len(layer_counts), np.int64)
+    np.maximum.at(reached, parts.virtual_stage, parts.hi)
+    if tuple(reached.tolist()) != layer_counts:
         raise ValueError(
-            f"Schedule {schedule.name!r} was cut into slices of {tuple(reached)} layers a virtual "
-            f"stage, and the model has {layer_counts}: cut it again with `slice_ticks`."
+            f"Schedule {schedule.name!r} was cut into slices of {tuple(reached.tolist())} layers a "
+            f"virtual stage, and the model has {layer_counts}: cut it again with `slice_ticks`."
         )
-    return schedule.slices
+    return parts
 
 
-def colour_intervals(lives: dict) -> dict:
+def _hops(num_virtual_stages: int, step: int) -> Iterator[tuple[int, int]]:
+    """Virtual stages and the ones they send to."""
+    for source in range(num_virtual_stages):
+        if 0 <= source + step < num_virtual_stages:
+            yield source, source + step
+
+
+def _most_together(ticks: np.ndarray, items: np.ndarray) -> int:
+    """The most different items used in one tick."""
+    pairs = np.unique(np.stack([ticks, items]), axis=1)
+    return int(np.unique(pairs[0], return_counts=True)[1].max(initial=0))
+
+
+def colour_intervals(starts: Sequence[int], ends: Sequence[int]) -> list[int]:
     """Gives every interval a slot so that overlapping intervals differ, using as few as possible.
 
     Args:
-      lives: key -> (first write, last read), comparable times; a slot read last at a time is free
-        for a write strictly after it.
+      starts: time of the first write of each.
+      ends: time of its last read; a slot read last at a time is free for a write strictly after it.
 
     Returns:
-      key -> slot, slots from 0; as many as the most intervals that overlap.
+      The slot of each, from 0; as many as the most intervals that overlap.
 
     Example:
-      >>> colour_intervals({"a": (0, 2), "b": (1, 3), "c": (3, 4)})
-      {'a': 0, 'b': 1, 'c': 0}
+      >>> colour_intervals([0, 1, 3], [2, 3, 4])
+      [0, 1, 0]
     """
     free: list[int] = []
-    busy: list[tuple] = []
-    slots: dict = {}
-    for key, (start, end) in sorted(lives.items(), key=lambda item: item[1]):
-        while busy and busy[0][0] < start:
+    busy: list[tuple[int, int]] = []
+    slots = [0] * len(starts)
+    for k in sorted(range(len(starts)), key=lambda k: (starts[k], ends[k])):
+        while busy and busy[0][0] < starts[k]:
             heapq.heappush(free, heapq.heappop(busy)[1])
-        slot = heapq.heappop(free) if free else len(busy)
-        slots[key] = slot
-        heapq.heappush(busy, (end, slot))
+        slots[k] = heapq.heappop(free) if free else len(busy)
+        heapq.heappush(busy, (ends[k], slots[k]))
     return slots

@@ -9,7 +9,7 @@ from typing import Any
 from jaxpipe.schedule.actions import Kind, Schedule
 from jaxpipe.schedule.simulate import Costs, TimedAction, Timeline, lock_step, simulate
 from jaxpipe.schedule.slices import slice_ticks
-from jaxpipe.schedule.slots import Use, cached_slots
+from jaxpipe.schedule.slots import cached_slots
 
 
 def report(
@@ -124,8 +124,8 @@ def transfers(schedule: Schedule, *, kinds: Collection[Kind], num_slots: int) ->
     for order in schedule.orders:
         used = (chunks[action.virtual_stage] for action in order if action.kind in kinds)
         # A run of the same chunk is one use: only changes can move anything.
-        runs = [Use(tick, chunk) for tick, (chunk, _) in enumerate(itertools.groupby(used))]
-        stays, _ = cached_slots(runs, num_slots=num_slots)
+        runs = [chunk for chunk, _ in itertools.groupby(used)]
+        stays, _ = cached_slots(range(len(runs)), runs, num_slots=num_slots)
         counts.append(len(stays))
     return counts
 

@@ -1,0 +1,116 @@
+"""The tick table: what every stage does in every tick, as arrays of integers."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+
+from jaxpipe.schedule.actions import Kind, Schedule
+
+NONE = -1
+"""Marks an empty cell of a table: no action, no message, no slot."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Pass:
+    """One kind's columns, each int32 ``[ticks, stages]``; a stage is idle where ``lo == hi``.
+
+    Args:
+      lo: first layer to run, counted within the chunk.
+      hi: one past the last.
+      pauses: 1 where layers of the action remain for later ticks: what it has computed so far
+        goes back to its inbox slot, and is read from there.
+      chunk: which of the stage's chunks.
+      microbatch: which microbatch.
+      inbox: slot of the input (x for F, the cotangent for B and BW).
+      until_b: slot of the residuals that only B reads.
+      until_w: slot of the residuals that W reads.
+      crossing: slot of the values that go from B to W.
+      weights: weight slot (sharded weights only).
+      gradient: gradient slot (sharded gradients only).
+      fresh: 1 where the gradient slot holds another chunk's sum, to be overwritten.
+    """
+
+    lo: np.ndarray
+    hi: np.ndarray
+    pauses: np.ndarray
+    chunk: np.ndarray
+    microbatch: np.ndarray
+    inbox: np.ndarray
+    until_b: np.ndarray
+    until_w: np.ndarray
+    crossing: np.ndarray
+    weights: np.ndarray
+    gradient: np.ndarray
+    fresh: np.ndarray
+
+
+@dataclasses.dataclass(frozen=True)
+class Channel:
+    """Messages of one kind between stages at one distance; at most one a stage and tick.
+
+    Args:
+      kind: F (activations, sent on) or B (cotangents, sent back).
+      edges: (sender, receiver) pairs; a stage that sends to itself writes its own inbox.
+      slot: int32 ``[ticks, stages]``, the receiver's inbox slot, or `NONE`.
+    """
+
+    kind: Kind
+    edges: tuple[tuple[int, int], ...]
+    slot: np.ndarray
+
+
+@dataclasses.dataclass(frozen=True)
+class Transfers:
+    """Gathers or reductions over data: int32 ``[ticks, stages]`` chunk and slot, or `NONE`."""
+
+    chunk: np.ndarray
+    slot: np.ndarray
+    num_slots: int
+
+    @property
+    def counts(self) -> tuple[int, ...]:
+        """How many transfers each stage executes in one step."""
+        return tuple(int(n) for n in (self.chunk != NONE).sum(axis=0))
+
+
+@dataclasses.dataclass(frozen=True)
+class TickTable:
+    """A schedule as rows of integers: what every stage does in every tick.
+
+    Args:
+      schedule: what was lowered.
+      layer_counts: layers of every virtual stage.
+      passes: columns by kind; only kinds the schedule uses.
+      channels: the messages.
+      embed, embed_slot: int32 ``[ticks]``: microbatch that enters, and its inbox slot on the first
+        stage.
+      head, head_slot: int32 ``[ticks]``: microbatch that leaves, and the slot of its cotangent on
+        the last.
+      embed_gradient: int32 ``[ticks]``: microbatch whose cotangent reaches the embedding.
+      gathers, reduces: data-axis transfers.
+      num_slots: size of each buffer, by name: x, dy, until_b, until_w, crossing.
+    """
+
+    schedule: Schedule
+    layer_counts: tuple[int, ...]
+    passes: dict[Kind, Pass]
+    channels: tuple[Channel, ...]
+    embed: np.ndarray
+    embed_slot: np.ndarray
+    head: np.ndarray
+    head_slot: np.ndarray
+    embed_gradient: np.ndarray
+    gathers: Transfers
+    reduces: Transfers
+    num_slots: dict[str, int]
+
+    @property
+    def num_ticks(self) -> int:
+        return len(self.embed)
+
+    @property
+    def layers_per_chunk(self) -> int:
+        """Layers of the largest chunk: the room every chunk gets."""
+        return max(self.layer_counts)
