@@ -44,7 +44,7 @@ def auto(
 
     ============  =====================================================================
     bubble        V placement, (F,B,W) = (1,1.2,.8), m = 4p, lock-step bubble ratio at 8 / 4 / 2
-                  layers per chunk: p=4 .039 / .044 / .042, p=8 .049 / .063 / .055
+                  layers per chunk: p=4 .039 / .044 / .042, p=8 .049 / .061 / .054
     in flight     memory_limit microbatches of a full stage, at most
     constraints   p >= 1, m >= 1, any placement; memory_limit at least 1
     source        jaxpipe
