@@ -20,6 +20,8 @@ TINY = GPTConfig(
 GPT2 = dataclasses.replace(
     TINY, num_kv_heads=None, positions="learned", norm="layer", activation="gelu", bias=True
 )
+
+pytestmark = pytest.mark.pipeline
 FAMILIES = [TINY, GPT2, dataclasses.replace(TINY, tied=False, norm="layer")]
 ids = pytest.mark.parametrize("config", FAMILIES, ids=["llama", "gpt2", "untied"])
 
@@ -164,7 +166,6 @@ def test_dropout_depends_on_the_key_alone():
     np.testing.assert_allclose(loss_of(config, params, batch), without, rtol=1e-6)
 
 
-@pytest.mark.pipeline
 @ids
 def test_split_vocabulary_gives_the_same_loss_and_gradients(config):
     num_stages, padded = 4, 64
@@ -246,7 +247,6 @@ def test_kernel_gradients_are_those_of_a_plain_matmul():
         np.testing.assert_allclose(grad, wanted, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.pipeline
 def test_bfloat16_compute_keeps_float32_weights_and_gradients():
     config = dataclasses.replace(TINY, dtype="bfloat16")
     params = init(TINY, jax.random.key(0))

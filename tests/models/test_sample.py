@@ -8,6 +8,8 @@ import pytest
 from models import gpt
 from models.sample import sample
 
+pytestmark = pytest.mark.pipeline
+
 CONFIG = gpt.GPTConfig(vocab_size=17, sequence_length=6, num_layers=1, width=16, num_heads=2)
 
 
