@@ -40,6 +40,8 @@ types: setup
 bench: setup
 	$(BIN)/python benchmarks/memory.py
 	$(BIN)/python benchmarks/schedule_speed.py
+	$(BIN)/python benchmarks/bubble.py
+	$(BIN)/python benchmarks/throughput.py
 
 figures: setup
 	$(BIN)/jaxpipe compare --stages 8 --microbatches 32 --costs 1,1.2,0.8 --layers-per-chunk 4 --out docs/images/compare.svg
