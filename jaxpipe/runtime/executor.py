@@ -234,33 +234,41 @@ class _Run:
 
     def _passes(self, state: dict, row: dict) -> tuple[dict, dict[Kind, jax.Array]]:
         """Runs this tick's cells; returns what F and the backward produced, to be sent."""
-        outputs = {}
+        outputs: dict[Kind, jax.Array] = {}
         steps = {Kind.F: self._forward, Kind.B: self._backward, Kind.BW: self._backward_fused}
         for kind in self.table.passes:
             cell = row[f"pass_{kind}"]
             if kind is Kind.W:
-                state = self._loop(cell, self._backward_weights, state)
+                state, outputs = self._loop(cell, self._backward_weights, state, outputs)
                 continue
             inbox = "x" if kind is Kind.F else "dy"
             value = _at(state[inbox], cell["inbox"]).reshape(self.x.shape)
-            state, value = self._loop(cell, steps[kind], (state, value), down=kind is not Kind.F)
+            carry = state, value
+            (state, value), outputs = self._loop(
+                cell, steps[kind], carry, outputs, down=kind is not Kind.F
+            )
             if self.table.passes[kind].pauses.any():
                 slot = jnp.where(cell["pauses"] == 1, cell["inbox"], NONE)
                 state = state | {inbox: _put(state[inbox], slot, value.reshape(-1))}
             if self.plan.poison:
                 ends = (cell["lo"] < cell["hi"]) & (cell["pauses"] == 0)
                 value = jnp.where(ends, value, jnp.nan)
-            outputs[Kind.F if kind is Kind.F else Kind.B] = value
+            outputs = outputs | {Kind.F if kind is Kind.F else Kind.B: value}
         return state, outputs
 
-    def _loop(self, cell: dict, step, carry, *, down: bool = False):
-        """Runs ``step(cell, layer, carry)`` for the cell's layers, last first if ``down``."""
+    def _loop(self, cell: dict, step, carry, outputs: dict, *, down: bool = False):
+        """Runs ``step(cell, layer, carry)`` for the cell's layers, last first if ``down``.
 
-        def body(i, carry):
+        What earlier loops of the tick have put out goes through the loop: its message must not be
+        sent before, or a stage that has nothing to send would wait for one that has.
+        """
+
+        def body(i, through):
+            carry, outputs = through
             layer = cell["lo"] + cell["hi"] - 1 - i if down else i
-            return step(cell, layer, carry)
+            return step(cell, layer, carry), _tie(outputs, i)
 
-        return lax.fori_loop(cell["lo"], cell["hi"], body, carry)
+        return lax.fori_loop(cell["lo"], cell["hi"], body, (carry, outputs))
 
     def _forward(self, cell: dict, layer, carry):
         state, x = carry
@@ -316,12 +324,14 @@ class _Run:
         return state | {name: buffers}
 
     def _saved(self, state: dict, name: str, cell: dict, layer) -> list:
-        return [
+        values = [
             lax.dynamic_slice(buffer, (cell[name], layer, 0), (1, 1, buffer.shape[2])).reshape(
                 leaf.shape
             )
             for buffer, leaf in zip(state[name], getattr(self.split, name), strict=True)
         ]
+        # Where a chunk is one layer its index is constant, and ties nothing to the loop.
+        return _tie(values, layer) if self.room == 1 else values
 
     def _add_gradient(self, state: dict, cell: dict, layer, dparams) -> dict:
         if self.plan.zero < 2:

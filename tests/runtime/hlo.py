@@ -9,13 +9,16 @@ from collections.abc import Iterator
 _COMPUTATION = re.compile(r"^(ENTRY )?%?([\w.\-]+) \(.*\{$")
 _INSTRUCTION = re.compile(r"^\s+(?:ROOT )?%([\w.\-]+) = (.*?) ([a-z][\w\-]*)\(")
 _ARRAY = re.compile(r"\b[a-z]+\d*\[([\d,]*)\]")
+_NAME = re.compile(r"%([\w.\-]+)")
 _CALLED = re.compile(r"(body|condition|calls|to_apply)=%?([\w.\-]+)")
 
 
 @dataclasses.dataclass(frozen=True)
 class Instruction:
-    """One line of HLO: its opcode, the shapes of its results, what it calls."""
+    """One line of HLO: its opcode, the shapes of its results, what it calls and reads."""
 
+    name: str
+    operands: tuple[str, ...]
     opcode: str
     shapes: tuple[tuple[int, ...], ...]
     calls: dict[str, str]
@@ -38,7 +41,10 @@ class Program:
                     tuple(int(n) for n in dims.split(",") if n) for dims in _ARRAY.findall(found[2])
                 )
                 calls = dict(_CALLED.findall(line))
-                current.append(Instruction(found[3], shapes, calls, line.strip()))
+                operands = tuple(_NAME.findall(line[found.end() :].split("), ")[0]))
+                current.append(
+                    Instruction(found[1], operands, found[3], shapes, calls, line.strip())
+                )
 
     def reached(self, computation: str, *, into_loops: bool) -> Iterator[Instruction]:
         """Instructions of a computation and of what it calls, loops inside it left out or not."""
@@ -48,6 +54,18 @@ class Program:
                 continue
             for called in instruction.calls.values():
                 yield from self.reached(called, into_loops=into_loops)
+
+    def before(self, computation: str, last: Instruction) -> list[Instruction]:
+        """Instructions of a computation whose results ``last`` depends on."""
+        by_name = {instruction.name: instruction for instruction in self.computations[computation]}
+        found: dict[str, Instruction] = {}
+        missing = list(last.operands)
+        while missing:
+            name = missing.pop()
+            if name in by_name and name not in found:
+                found[name] = by_name[name]
+                missing.extend(by_name[name].operands)
+        return list(found.values())
 
     def tick_loop(self) -> str:
         """The body of the one loop of the entry that contains the messages."""

@@ -105,6 +105,23 @@ def test_idle_ticks_run_no_matmul_and_no_collective_but_the_messages(case):
     assert not always & (collectives | {"dot"})
 
 
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_messages_leave_when_all_layers_of_the_tick_have_run(case):
+    """Sent before W, a message would make a stage that only runs W wait for the others' B."""
+    compiled = program(*case)
+    body = compiled.tick_loop()
+    sent = [i for i in compiled.computations[body] if i.opcode == "collective-permute"]
+    assert len(sent) == 2
+    for message in sent:
+        loops = [i for i in compiled.before(body, message) if i.opcode == "while"]
+        with_matmul = [
+            loop
+            for loop in loops
+            if any(i.opcode == "dot" for i in compiled.reached(loop.calls["body"], into_loops=True))
+        ]
+        assert len(with_matmul) == (2 if "fused" in case[0] else 3)  # F, BW or F, B, W
+
+
 def test_predicted_memory_is_the_compiled_one_whatever_the_number_of_microbatches():
     sizes = []
     for microbatches in (6, 24):
