@@ -40,7 +40,7 @@ types: setup
 bench: setup
 	$(BIN)/python benchmarks/memory.py
 	$(BIN)/python benchmarks/schedule_speed.py
-	$(BIN)/python benchmarks/bubble.py
+	$(BIN)/python benchmarks/bubble.py --names 1f1b breadth-first zb-v v-half auto
 	$(BIN)/python benchmarks/throughput.py
 
 figures: setup
