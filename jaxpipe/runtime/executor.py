@@ -10,8 +10,8 @@ Rules that keep it fast and correct:
 
 - no ``cond`` or ``switch`` around buffers: XLA copies whatever passes through one; loops alias in
   place;
-- a gated loop's body reads its loop index through `_tie`, or XLA hoists it out and runs it on idle
-  ticks;
+- what a gated loop's body reads goes through `_tie` with what the loop carries, or XLA hoists its
+  uses out and runs them on idle ticks;
 - ``ppermute`` is never inside control flow that differs by stage: its rendezvous spans all devices.
 """
 
@@ -266,14 +266,14 @@ class _Run:
         def body(i, through):
             carry, outputs = through
             layer = cell["lo"] + cell["hi"] - 1 - i if down else i
-            return step(cell, layer, carry), _tie(outputs, i)
+            return _tie(step(cell, layer, carry), outputs)
 
         return lax.fori_loop(cell["lo"], cell["hi"], body, (carry, outputs))
 
     def _forward(self, cell: dict, layer, carry):
         state, x = carry
-        x = _tie(x, layer)
-        weights, key = self._weights(state, cell, layer), self._layer_key(cell, layer)
+        weights, x = _tie(self._weights(state, cell, layer), x)
+        key = self._layer_key(cell, layer)
         if not self.plan.trains:
             return state, self.plan.model.layer(weights, x, key)
         y, until_b, until_w = self.split.forward(weights, x, key)
@@ -281,39 +281,38 @@ class _Run:
         state = self._save(state, "until_w", cell, layer, until_w)
         return state, y
 
-    def _backward(self, cell: dict, layer, carry):
-        state, dy = carry
-        dy = _tie(dy, layer)
-        dx, crossing = self.split.backward_input(
+    def _residuals(self, state: dict, cell: dict, layer) -> tuple:
+        """What any backward of a layer reads first: its weights and residuals."""
+        return (
             self._weights(state, cell, layer),
             self._saved(state, "until_b", cell, layer),
             self._saved(state, "until_w", cell, layer),
-            dy,
-            self._layer_key(cell, layer),
         )
-        return self._save(state, "crossing", cell, layer, crossing), dx
 
-    def _backward_weights(self, cell: dict, layer, state: dict):
-        layer = _tie(layer, layer)
-        dparams = self.split.backward_weights(
-            self._weights(state, cell, layer),
-            self._saved(state, "until_w", cell, layer),
-            self._saved(state, "crossing", cell, layer),
-            self._layer_key(cell, layer),
-        )
-        return self._add_gradient(state, cell, layer, dparams)
+    def _backward(self, cell: dict, layer, carry):
+        state, dy = carry
+        residuals, dy = _tie(self._residuals(state, cell, layer), dy)
+        key = self._layer_key(cell, layer)
+        dx, crossing = self.split.backward_input(*residuals, dy, key)
+        return self._save(state, "crossing", cell, layer, crossing), dx
 
     def _backward_fused(self, cell: dict, layer, carry):
         state, dy = carry
-        dy = _tie(dy, layer)
-        dx, dparams = self.split.backward_fused(
-            self._weights(state, cell, layer),
-            self._saved(state, "until_b", cell, layer),
-            self._saved(state, "until_w", cell, layer),
-            dy,
-            self._layer_key(cell, layer),
-        )
+        residuals, dy = _tie(self._residuals(state, cell, layer), dy)
+        key = self._layer_key(cell, layer)
+        dx, dparams = self.split.backward_fused(*residuals, dy, key)
         return self._add_gradient(state, cell, layer, dparams), dx
+
+    def _backward_weights(self, cell: dict, layer, state: dict):
+        read = (
+            self._weights(state, cell, layer),
+            self._saved(state, "until_w", cell, layer),
+            self._saved(state, "crossing", cell, layer),
+        )
+        read, gradients = _tie(read, state["gradients"])
+        dparams = self.split.backward_weights(*read, self._layer_key(cell, layer))
+        state = state | {"gradients": gradients}
+        return self._add_gradient(state, cell, layer, dparams)
 
     def _save(self, state: dict, name: str, cell: dict, layer, values: list) -> dict:
         """Writes a layer's values into their slot, in place."""
@@ -324,14 +323,12 @@ class _Run:
         return state | {name: buffers}
 
     def _saved(self, state: dict, name: str, cell: dict, layer) -> list:
-        values = [
+        return [
             lax.dynamic_slice(buffer, (cell[name], layer, 0), (1, 1, buffer.shape[2])).reshape(
                 leaf.shape
             )
             for buffer, leaf in zip(state[name], getattr(self.split, name), strict=True)
         ]
-        # Where a chunk is one layer its index is constant, and ties nothing to the loop.
-        return _tie(values, layer) if self.room == 1 else values
 
     def _add_gradient(self, state: dict, cell: dict, layer, dparams) -> dict:
         if self.plan.zero < 2:
@@ -368,8 +365,9 @@ class _Run:
     def _enter(self, state: dict, i, slot) -> dict:
         here = jnp.where(self.stage == self._stage_of(0), slot, NONE)
 
-        def body(k, inbox):
-            return _put(inbox, here, self._embed(self.outer, _tie(i, k)).reshape(-1))
+        def body(_, inbox):
+            entering, inbox = _tie(i, inbox)
+            return _put(inbox, here, self._embed(self.outer, entering).reshape(-1))
 
         return state | {"x": lax.fori_loop(0, (i != NONE).astype(jnp.int32), body, state["x"])}
 
@@ -377,12 +375,13 @@ class _Run:
         last = self._stage_of(-1)
         scale = 1 / (self.table.schedule.num_microbatches * lax.axis_size(DATA))
 
-        def evaluate(k, loss):
-            return loss + self._head_loss(self.outer, self._from_stage(_tie(y, k), last), i)
+        def evaluate(_, loss):
+            mine, loss = _tie(y, loss)
+            return loss + self._head_loss(self.outer, self._from_stage(mine, last), i)
 
-        def train(k, carry):
-            loss, inbox, gradients = carry
-            x = self._from_stage(_tie(y, k), last)
+        def train(_, carry):
+            mine, (loss, inbox, gradients) = _tie(y, carry)
+            x = self._from_stage(mine, last)
             value, vjp = jax.vjp(lambda outer, x: self._head_loss(outer, x, i), self.outer, x)
             douter, dx = vjp(jnp.asarray(scale, value.dtype))
             here = jnp.where(self.stage == last, slot, NONE)
@@ -397,8 +396,9 @@ class _Run:
         return state | {"loss": loss, "dy": inbox, "outer_gradients": gradients}
 
     def _embed_gradient(self, state: dict, dx, i) -> dict:
-        def body(k, gradients):
-            cotangent = self._from_stage(_tie(dx, k), self._stage_of(0))
+        def body(_, gradients):
+            mine, gradients = _tie(dx, gradients)
+            cotangent = self._from_stage(mine, self._stage_of(0))
             _, vjp = jax.vjp(lambda outer: self._embed(outer, i), self.outer)
             return jax.tree.map(jnp.add, gradients, vjp(cotangent)[0])
 
@@ -430,7 +430,7 @@ class _Run:
 
     def _gather_chunk(self, state: dict, chunk, slot) -> dict:
         def body(layer, weights):
-            shards = _at(self.layers, chunk * self.room + _tie(layer, layer))
+            shards, weights = _tie(_at(self.layers, chunk * self.room + layer), weights)
             full = self._gather(shards, self.plan.layout.layers)
             return _set_at(weights, slot * self.room + layer, full)
 
@@ -439,8 +439,8 @@ class _Run:
 
     def _reduce_chunk(self, state: dict, chunk, slot) -> dict:
         def body(layer, reduced):
-            row = slot * self.room + _tie(layer, layer)
-            shards = self._reduce(_at(state["gradients"], row), self.plan.layout.layers)
+            total, reduced = _tie(_at(state["gradients"], slot * self.room + layer), reduced)
+            shards = self._reduce(total, self.plan.layout.layers)
             return _add_at(reduced, chunk * self.room + layer, shards)
 
         trips = jnp.where(chunk == NONE, 0, self.room)
@@ -464,9 +464,12 @@ class _Run:
         }
 
 
-def _tie(value, index):
-    """The value, made to depend on the loop index, so that XLA keeps its uses inside the loop."""
-    return lax.optimization_barrier((value, index))[0]
+def _tie(read: PyTree, carried: PyTree) -> tuple[PyTree, PyTree]:
+    """Both, each made to depend on the other, so that XLA keeps the uses of ``read`` in the loop.
+
+    Use both: XLA drops what nobody uses from a barrier, and with it the dependence.
+    """
+    return lax.optimization_barrier((read, carried))
 
 
 def _at(tree: PyTree, row) -> PyTree:
