@@ -1,12 +1,12 @@
 """Schedules as plain data; imports no jax.
 
-=========================================  =============================================================
+=========================================  =========================================================
 `actions`, `placement`                     what a schedule is
 `catalog`                                  every schedule by name: `catalog.build`
 `gpipe`, `one_f_one_b`, `interleaved`,     generators, one file a family
 `breadth_first`, `hanayo`, `zero_bubble`,
 `dualpipe`, `chimera`
-`building_blocks`, `controllable_memory`   generators that repeat one microbatch's pattern; their search
+`building_blocks`, `controllable_memory`   repetitions of one microbatch's pattern; their search
 `list_scheduling`                          the event-driven scheduler some of them share
 `slices`, `auto`                           actions cut into slices of time; orders made for that
 `tick_engine`, `tick_search`               the greedy both share, and the search around it
@@ -16,5 +16,5 @@
 `report`, `comparison`                     all that is known of one schedule, of several
 `draw`, `trace`                            text, SVG and PNG; Chrome and Perfetto
 `csv_format`, `user`                       PyTorch's CSV of actions; a user's own schedule
-=========================================  =============================================================
+=========================================  =========================================================
 """
