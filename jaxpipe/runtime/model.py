@@ -41,6 +41,7 @@ class Model:
     """
 
     embed: Callable[[PyTree, PyTree, jax.Array | None], jax.Array]
-    layer: Callable[[PyTree, jax.Array, jax.Array | None], jax.Array]
+    layer: Any
     head_loss: Callable[[PyTree, jax.Array, PyTree, jax.Array | None], jax.Array]
     stage_split: PyTree = None
+    stateful: bool = False

@@ -50,12 +50,65 @@ def functional(module: nnx.Module) -> tuple[Callable[..., Any], PyTree]:
     return apply, nnx.to_pure_dict(param_state)
 
 
+def stateful(module: nnx.Module) -> tuple[Callable[..., Any], PyTree, PyTree]:
+    """Splits a module that keeps running statistics into a pure function and two trees.
+
+    Args:
+      module: as for `functional`; all state that is neither a parameter nor a random stream (such
+        as the mean and variance of `nnx.BatchNorm`) becomes the second tree.
+
+    Returns:
+      ``(apply, params, state)``. ``apply(params, state, *args, rng=None, train=True)`` returns the
+      module's output and its new state. ``rng`` is as in `functional`; with ``train`` False the
+      running statistics are used (`use_running_average`) and ``state`` comes back as it was.
+
+    Example:
+      >>> apply, params, state = stateful(nnx.BatchNorm(2, momentum=0.5, rngs=nnx.Rngs(0)))
+      >>> _, state = apply(params, state, jnp.full((4, 2), 6.0))
+      >>> state["mean"].tolist()
+      [3.0, 3.0]
+    """
+    views = {
+        (train, deterministic): nnx.split(
+            nnx.view(
+                module,
+                use_running_average=not train,
+                deterministic=deterministic,
+                raise_if_not_found=False,
+            ),
+            nnx.Param,
+            nnx.RngState,
+            ...,
+        )
+        for train in (True, False)
+        for deterministic in (True, False)
+    }
+    _, param_state, rng_state, other_state = views[True, False]
+    params_tree, state_tree = jax.tree.structure(param_state), jax.tree.structure(other_state)
+
+    def apply(
+        params: PyTree, state: PyTree, *args: Any, rng: jax.Array | None = None, train: bool = True
+    ) -> tuple[Any, PyTree]:
+        graph = views[train, rng is None][0]
+        merged = nnx.merge(
+            graph,
+            jax.tree.unflatten(params_tree, jax.tree.leaves(params)),
+            _streams(rng_state, jax.random.key(0) if rng is None else rng),
+            jax.tree.unflatten(state_tree, jax.tree.leaves(state)),
+        )
+        output = merged(*args)
+        new_state = nnx.state(merged, nnx.Not(nnx.Any(nnx.Param, nnx.RngState)))
+        return output, nnx.to_pure_dict(new_state)
+
+    return apply, nnx.to_pure_dict(param_state), nnx.to_pure_dict(other_state)
+
+
 def stack(
     make_module: Callable[[nnx.Rngs], nnx.Module], *, num_layers: int, rngs: nnx.Rngs
 ) -> tuple[Callable[..., Any], PyTree]:
     """Makes equal layers, stacked as ``params["layers"]`` wants them.
 
-    Each layer draws its own initial values.     Works under `jax.jit` and `jax.eval_shape`.
+    Each layer draws its own initial values. Works under `jax.jit` and `jax.eval_shape`.
 
     Args:
       make_module: ``make_module(rngs)`` returns one layer.
@@ -95,7 +148,7 @@ def _split(module: nnx.Module) -> tuple[nnx.GraphDef, nnx.State, nnx.State]:
         raise ValueError(
             f"{type(module).__name__} keeps state besides its parameters: {found}. A pipelined "
             "layer must be a pure function of parameters, input and key; use one without running "
-            "state (for example LayerNorm instead of BatchNorm)."
+            "state (for example GroupNorm instead of BatchNorm), or jaxpipe.runtime.modules.stateful."
         )
     return graph, params, streams
 

@@ -157,7 +157,7 @@ def _cross_entropy_forward(
     dlogits_NV = exp_NV / total_N[:, None] - target_NV
 
     if weights_N is None:
-        scale = 1 / len(losses_N)
+        scale = jnp.float32(1 / len(losses_N))
     else:
         # Weighted before it is rounded. A target of weight 0 may be a row that does not exist.
         losses_N = jnp.where(weights_N == 0, 0.0, weights_N * losses_N)
