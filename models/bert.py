@@ -26,7 +26,7 @@ from jaxpipe.runtime import vocabulary
 from jaxpipe.runtime.model import Model
 from jaxpipe.runtime.modules import functional, stack
 from models import validation
-from models.blocks import INIT_STDDEV, EncoderLayer, Linear, layer_norm
+from models.blocks import INIT_STDDEV, EncoderLayer, Linear, function_of, layer_norm
 
 PyTree = Any
 
@@ -182,7 +182,7 @@ def model(config: BERTConfig, *, vocabulary_axis: str | None = None) -> Model:
       >>> model(config).embed(outer, {"tokens": jnp.zeros((3, 8), int)}, None).shape
       (3, 8, 16)
     """
-    apply_layer, _ = functional(nnx.eval_shape(lambda: _layer(config, nnx.Rngs(0))))
+    apply_layer = function_of(_layer, config)
 
     def embed(outer, microbatch, rng):
         return _embed(config, outer, microbatch, rng, axis=vocabulary_axis)
@@ -270,23 +270,16 @@ def _embed(config, outer, microbatch, rng, *, axis):
     segments_BS = microbatch.get("segments", jnp.zeros_like(tokens_BS))
     x_BSE = vocabulary.lookup(embed["table"], tokens_BS, axis=axis)
     x_BSE = x_BSE + embed["positions"][:length] + embed["segments"][segments_BS]
-    x_BSE = _apply(_norm, config, embed["norm"], x_BSE)
+    x_BSE = function_of(_norm, config)(embed["norm"], x_BSE)
     return x_BSE if rng is None else nnx.Dropout(config.dropout)(x_BSE, rngs=rng)
 
 
 def _transform(config, outer, x):
-    return _apply(Transform, config, outer["head"]["transform"], x)
+    return function_of(Transform, config)(outer["head"]["transform"], x)
 
 
 def _next_sentence(config, outer, x):
-    params = outer["head"]["next_sentence"]
-    return _apply(NextSentence, config, params, x)
-
-
-def _apply(make, config, params, x):
-    """Runs the module that ``make(config, rngs)`` makes."""
-    apply, _ = functional(nnx.eval_shape(lambda: make(config, nnx.Rngs(0))))
-    return apply(params, x)
+    return function_of(NextSentence, config)(outer["head"]["next_sentence"], x)
 
 
 def _stage_split(config):

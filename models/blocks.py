@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Literal
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
+
+from jaxpipe.runtime.modules import functional
 
 INIT_STDDEV = 0.02
 """Standard deviation of initial matrices in GPT (Radford et al. 2018, section 4.1) and BERT."""
@@ -166,11 +168,24 @@ def layer_norm(width: int, *, epsilon: float, dtype: jnp.dtype, rngs: nnx.Rngs) 
     return nnx.LayerNorm(width, epsilon=epsilon, dtype=dtype, rngs=rngs, use_fast_variance=False)
 
 
+def function_of(
+    make: Callable[[Any, nnx.Rngs], nnx.Module],
+    config: Any,
+    *,
+    method: Callable[..., Any] | None = None,
+) -> Callable[..., Any]:
+    """What `functional` makes of the module ``make(config, rngs)``, without drawing parameters."""
+    return functional(nnx.eval_shape(lambda: make(config, nnx.Rngs(0))), method=method)[0]
+
+
 def attention_kernel(q_BSNH: jax.Array) -> Literal["cudnn"] | None:
-    """cuDNN's flash attention wants a GPU, 16 bits and heads of at most 128 in steps of 8."""
-    head_width = q_BSNH.shape[-1]
+    """cuDNN's flash attention wants a GPU, 16 bits and heads of at most 128 in steps of 8.
+
+    A single query, as in decoding, has no large matrix of scores to save.
+    """
+    _, num_queries, _, head_width = q_BSNH.shape
     fits = q_BSNH.dtype == jnp.bfloat16 and head_width % 8 == 0 and head_width <= 128
-    return "cudnn" if fits and jax.default_backend() == "gpu" else None
+    return "cudnn" if fits and num_queries > 1 and jax.default_backend() == "gpu" else None
 
 
 def matmul(x: jax.Array, kernel: jax.Array) -> jax.Array:

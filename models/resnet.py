@@ -62,8 +62,8 @@ class ResNetConfig:
         ("imagenet").
       norm: "group" (Wu and He 2018), the same for every number of rows; or "batch", whose
         statistics are those of the rows of one microbatch on one data shard.
-      num_groups: of GroupNorm, a divisor of ``width``; None for the largest one up to 32 that leaves
-        two channels a group (section 4 there). The channels a group double with the width.
+      num_groups: of GroupNorm, a divisor of ``width``; None for the largest one up to 32 (section
+        4 there) with two channels a group. Channels a group double with the width.
       dtype: compute dtype, "float32" or "bfloat16".
 
     Raises:

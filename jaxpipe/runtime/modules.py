@@ -12,12 +12,16 @@ from flax import nnx
 PyTree = Any
 
 
-def functional(module: nnx.Module) -> tuple[Callable[..., Any], PyTree]:
+def functional(
+    module: nnx.Module, *, method: Callable[..., Any] | None = None
+) -> tuple[Callable[..., Any], PyTree]:
     """Splits a module into a pure function and its parameters.
 
     Args:
       module: any nnx module whose only state is parameters (`nnx.Param`) and random streams;
         concrete, or abstract as `nnx.eval_shape` returns it.
+      method: what to call, with the module as its first argument, such as a method of its class;
+        None for the module itself.
 
     Returns:
       ``(apply, params)``. ``apply(params, *args, rng=None)`` calls the module. With ``rng``, one
@@ -45,7 +49,8 @@ def functional(module: nnx.Module) -> tuple[Callable[..., Any], PyTree]:
         state = jax.tree.unflatten(params_tree, jax.tree.leaves(params))
         # A deterministic module reads no key, but merging wants a value for each.
         key = jax.random.key(0) if rng is None else rng
-        return nnx.merge(graph, state, _streams(rng_state, key))(*args)
+        merged = nnx.merge(graph, state, _streams(rng_state, key))
+        return merged(*args) if method is None else method(merged, *args)
 
     return apply, nnx.to_pure_dict(param_state)
 
@@ -68,28 +73,24 @@ def stateful(module: nnx.Module) -> tuple[Callable[..., Any], PyTree, PyTree]:
       >>> state["mean"].tolist()
       [3.0, 3.0]
     """
-    views = {
-        (train, deterministic): nnx.split(
-            nnx.view(
-                module,
-                use_running_average=not train,
-                deterministic=deterministic,
-                raise_if_not_found=False,
-            ),
-            nnx.Param,
-            nnx.RngState,
-            ...,
+
+    def view(train: bool, deterministic: bool):
+        seen = nnx.view(
+            module,
+            use_running_average=not train,
+            deterministic=deterministic,
+            raise_if_not_found=False,
         )
-        for train in (True, False)
-        for deterministic in (True, False)
-    }
-    _, param_state, rng_state, other_state = views[True, False]
+        return nnx.split(seen, nnx.Param, nnx.RngState, ...)
+
+    graphs = {(t, d): view(t, d)[0] for t in (True, False) for d in (True, False)}
+    _, param_state, rng_state, other_state = view(True, False)
     params_tree, state_tree = jax.tree.structure(param_state), jax.tree.structure(other_state)
 
     def apply(
         params: PyTree, state: PyTree, *args: Any, rng: jax.Array | None = None, train: bool = True
     ) -> tuple[Any, PyTree]:
-        graph = views[train, rng is None][0]
+        graph = graphs[train, rng is None]
         merged = nnx.merge(
             graph,
             jax.tree.unflatten(params_tree, jax.tree.leaves(params)),
@@ -148,7 +149,8 @@ def _split(module: nnx.Module) -> tuple[nnx.GraphDef, nnx.State, nnx.State]:
         raise ValueError(
             f"{type(module).__name__} keeps state besides its parameters: {found}. A pipelined "
             "layer must be a pure function of parameters, input and key; use one without running "
-            "state (for example GroupNorm instead of BatchNorm), or jaxpipe.runtime.modules.stateful."
+            "state (for example GroupNorm instead of BatchNorm), or convert it with "
+            "jaxpipe.runtime.modules.stateful."
         )
     return graph, params, streams
 
