@@ -13,7 +13,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Iterator
-from typing import Any, Literal
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -22,11 +22,10 @@ from flax import nnx
 from jaxpipe.runtime import vocabulary
 from jaxpipe.runtime.model import Model
 from jaxpipe.runtime.modules import functional, stack
+from models import validation
+from models.blocks import INIT_STDDEV, Linear, attention_kernel
 
 PyTree = Any
-
-INIT_STDDEV = 0.02
-"""Standard deviation of every initial matrix (Radford et al. 2018, section 4.1)."""
 
 CHOICES = {
     "positions": ("rotary", "learned"),
@@ -121,19 +120,6 @@ class GPTConfig:
         )  # fmt: skip
 
 
-class Linear(nnx.Module):
-    """``x @ kernel + bias`` in the dtype of x, over a float32 kernel."""
-
-    def __init__(self, in_width: int, out_width: int, *, bias: bool, stddev: float, rngs: nnx.Rngs):
-        kernel = stddev * jax.random.normal(rngs.params(), (in_width, out_width))
-        self.kernel = nnx.Param(kernel)
-        self.bias = nnx.Param(jnp.zeros(out_width)) if bias else nnx.data(None)
-
-    def __call__(self, x):
-        y = _matmul(x, self.kernel[...])
-        return y if self.bias is None else y + self.bias[...].astype(x.dtype)
-
-
 class Attention(nnx.Module):
     """Causal self-attention with grouped queries (Ainslie et al. 2023)."""
 
@@ -154,7 +140,7 @@ class Attention(nnx.Module):
         if config.positions == "rotary":
             q_BSNH, k_BSKH = (_rotate(heads, theta=config.rope_theta) for heads in (q_BSNH, k_BSKH))
         mixed_BSNH = jax.nn.dot_product_attention(
-            q_BSNH, k_BSKH, v_BSKH, is_causal=True, implementation=_attention_kernel(q_BSNH)
+            q_BSNH, k_BSKH, v_BSKH, is_causal=True, implementation=attention_kernel(q_BSNH)
         )
         return self.out(mixed_BSNH.reshape(x_BSE.shape))
 
@@ -373,55 +359,16 @@ def _rotate(x_BSNH, *, theta):
     return rotated.astype(x_BSNH.dtype)
 
 
-def _attention_kernel(q_BSNH: jax.Array) -> Literal["cudnn"] | None:
-    """cuDNN's flash attention wants a GPU, 16 bits and heads of at most 128 in steps of 8."""
-    head_width = q_BSNH.shape[-1]
-    fits = q_BSNH.dtype == jnp.bfloat16 and head_width % 8 == 0 and head_width <= 128
-    return "cudnn" if fits and jax.default_backend() == "gpu" else None
-
-
-def _matmul(x, kernel):
-    """``x @ kernel`` in x's dtype; the kernel's gradient stays float32, never rounded.
-
-    The forward matmul is a plain one, for the rematerialisation policies to see.
-    """
-    y = x @ jax.lax.stop_gradient(kernel.astype(x.dtype))
-    return _with_kernel_gradient(y, x, kernel)
-
-
-@jax.custom_vjp
-def _with_kernel_gradient(y, x, kernel):
-    """``y``, which is ``x @ kernel``; its backward adds the gradient for the kernel alone."""
-    del x, kernel
-    return y
-
-
-def _kernel_gradient(x, dy):
-    dkernel = jnp.einsum("...i,...o->io", x, dy, preferred_element_type=jnp.float32)
-    return dy, None, dkernel
-
-
-_with_kernel_gradient.defvjp(lambda y, x, kernel: (y, x), _kernel_gradient)
-
-
 def _failures(config: GPTConfig) -> Iterator[str]:
-    counts = ["vocab_size", "sequence_length", "num_layers", "width", "num_heads"]
-    counts += [n for n in ("num_kv_heads", "mlp_width") if getattr(config, n) is not None]
-    small = [name for name in counts if getattr(config, name) < 1]
-    for name in small:
-        yield f"model.{name}={getattr(config, name)} must be at least 1. Nearest valid: 1."
-    for name, allowed in CHOICES.items():
-        if (value := getattr(config, name)) not in allowed:
-            yield f"model.{name}={value!r} must be one of: {', '.join(allowed)}."
-    if not 0 <= config.dropout < 1:
-        yield (
-            f"model.dropout={config.dropout} must be at least 0 and below 1. "
-            f"Nearest valid: {0 if config.dropout < 0 else 0.9}."
-        )
+    counts = ("vocab_size", "sequence_length", "num_layers", "width", "num_heads")
+    small = list(validation.small_counts(config, *counts, "num_kv_heads", "mlp_width"))
+    yield from small
+    yield from validation.wrong_choices(config, CHOICES)
+    yield from validation.wrong_probability(config, "dropout")
     if small:
         return
     if config.width % config.num_heads:
-        yield _not_a_divisor("num_heads", config.num_heads, "width", config.width)
+        yield validation.not_a_divisor("num_heads", config.num_heads, "width", config.width)
     elif config.positions == "rotary" and config.head_width % 2:
         heads, width = config.num_heads, config.width
         yield (
@@ -430,13 +377,6 @@ def _failures(config: GPTConfig) -> Iterator[str]:
             f"{', '.join(str(w) for w in (width - heads, width + heads) if w > 0)}."
         )
     if config.num_heads % config.kv_heads:
-        yield _not_a_divisor("num_kv_heads", config.kv_heads, "num_heads", config.num_heads)
-
-
-def _not_a_divisor(name: str, value: int, of: str, whole: int) -> str:
-    divisors = [d for d in range(1, whole + 1) if whole % d == 0]
-    nearest = [d for d in divisors if d < value][-1:] + [d for d in divisors if d > value][:1]
-    return (
-        f"model.{name}={value} must divide model.{of}={whole}. "
-        f"Nearest valid: {', '.join(map(str, nearest))}."
-    )
+        yield validation.not_a_divisor(
+            "num_kv_heads", config.kv_heads, "num_heads", config.num_heads
+        )

@@ -12,12 +12,16 @@ from flax import nnx
 PyTree = Any
 
 
-def functional(module: nnx.Module) -> tuple[Callable[..., Any], PyTree]:
+def functional(
+    module: nnx.Module, *, method: Callable[..., Any] | None = None
+) -> tuple[Callable[..., Any], PyTree]:
     """Splits a module into a pure function and its parameters.
 
     Args:
       module: any nnx module whose only state is parameters (`nnx.Param`) and random streams;
         concrete, or abstract as `nnx.eval_shape` returns it.
+      method: what to call, with the module as its first argument, such as a method of its class;
+        None for the module itself.
 
     Returns:
       ``(apply, params)``. ``apply(params, *args, rng=None)`` calls the module. With ``rng``, one
@@ -45,9 +49,59 @@ def functional(module: nnx.Module) -> tuple[Callable[..., Any], PyTree]:
         state = jax.tree.unflatten(params_tree, jax.tree.leaves(params))
         # A deterministic module reads no key, but merging wants a value for each.
         key = jax.random.key(0) if rng is None else rng
-        return nnx.merge(graph, state, _streams(rng_state, key))(*args)
+        merged = nnx.merge(graph, state, _streams(rng_state, key))
+        return merged(*args) if method is None else method(merged, *args)
 
     return apply, nnx.to_pure_dict(param_state)
+
+
+def stateful(module: nnx.Module) -> tuple[Callable[..., Any], PyTree, PyTree]:
+    """Splits a module that keeps running statistics into a pure function and two trees.
+
+    Args:
+      module: as for `functional`; all state that is neither a parameter nor a random stream (such
+        as the mean and variance of `nnx.BatchNorm`) becomes the second tree.
+
+    Returns:
+      ``(apply, params, state)``. ``apply(params, state, *args, rng=None, train=True)`` returns the
+      module's output and its new state. ``rng`` is as in `functional`; with ``train`` False the
+      running statistics are used (`use_running_average`) and ``state`` comes back as it was.
+
+    Example:
+      >>> apply, params, state = stateful(nnx.BatchNorm(2, momentum=0.5, rngs=nnx.Rngs(0)))
+      >>> _, state = apply(params, state, jnp.full((4, 2), 6.0))
+      >>> state["mean"].tolist()
+      [3.0, 3.0]
+    """
+
+    def view(train: bool, deterministic: bool):
+        seen = nnx.view(
+            module,
+            use_running_average=not train,
+            deterministic=deterministic,
+            raise_if_not_found=False,
+        )
+        return nnx.split(seen, nnx.Param, nnx.RngState, ...)
+
+    graphs = {(t, d): view(t, d)[0] for t in (True, False) for d in (True, False)}
+    _, param_state, rng_state, other_state = view(True, False)
+    params_tree, state_tree = jax.tree.structure(param_state), jax.tree.structure(other_state)
+
+    def apply(
+        params: PyTree, state: PyTree, *args: Any, rng: jax.Array | None = None, train: bool = True
+    ) -> tuple[Any, PyTree]:
+        graph = graphs[train, rng is None]
+        merged = nnx.merge(
+            graph,
+            jax.tree.unflatten(params_tree, jax.tree.leaves(params)),
+            _streams(rng_state, jax.random.key(0) if rng is None else rng),
+            jax.tree.unflatten(state_tree, jax.tree.leaves(state)),
+        )
+        output = merged(*args)
+        new_state = nnx.state(merged, nnx.Not(nnx.Any(nnx.Param, nnx.RngState)))
+        return output, nnx.to_pure_dict(new_state)
+
+    return apply, nnx.to_pure_dict(param_state), nnx.to_pure_dict(other_state)
 
 
 def stack(
@@ -55,7 +109,7 @@ def stack(
 ) -> tuple[Callable[..., Any], PyTree]:
     """Makes equal layers, stacked as ``params["layers"]`` wants them.
 
-    Each layer draws its own initial values.     Works under `jax.jit` and `jax.eval_shape`.
+    Each layer draws its own initial values. Works under `jax.jit` and `jax.eval_shape`.
 
     Args:
       make_module: ``make_module(rngs)`` returns one layer.
@@ -95,7 +149,8 @@ def _split(module: nnx.Module) -> tuple[nnx.GraphDef, nnx.State, nnx.State]:
         raise ValueError(
             f"{type(module).__name__} keeps state besides its parameters: {found}. A pipelined "
             "layer must be a pure function of parameters, input and key; use one without running "
-            "state (for example LayerNorm instead of BatchNorm)."
+            "state (for example GroupNorm instead of BatchNorm), or convert it with "
+            "jaxpipe.runtime.modules.stateful."
         )
     return graph, params, streams
 

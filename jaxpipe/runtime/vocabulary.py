@@ -46,33 +46,51 @@ def lookup(table: jax.Array, ids: jax.Array, *, axis: str | None = None) -> jax.
 
 
 def cross_entropy(
-    x: jax.Array, table: jax.Array, targets: jax.Array, *, vocab_size: int, axis: str | None = None
+    x: jax.Array,
+    table: jax.Array,
+    targets: jax.Array,
+    *,
+    vocab_size: int,
+    bias: jax.Array | None = None,
+    weights: jax.Array | None = None,
+    label_smoothing: float = 0.0,
+    axis: str | None = None,
 ) -> jax.Array:
-    """Mean cross-entropy of ``softmax(x @ table.T)``, the table possibly split over a mesh axis.
+    """Mean cross-entropy of ``softmax(x @ table.T + bias)``, the table possibly split over an axis.
 
-    The loss of one token is ``logsumexp(z) - z[target]`` with ``z = table @ x``. Loss and
-    ``softmax(z) - onehot(target)`` come out of one pass, and the latter is the only residual as
-    large as the logits. Matmuls accumulate in float32 whatever the dtype of ``x``, and the table's
-    gradient is never rounded to it.
+    The loss of one token is ``logsumexp(z) - sum(q * z)`` with ``z = table @ x + bias`` and ``q``
+    the target's one-hot vector, or with label smoothing s (Szegedy et al. 2016, section 7)
+    ``(1 - s) onehot + s / vocab_size``. Loss and ``softmax(z) - q`` come out of one pass, and the
+    latter is the only residual as large as the logits. Matmuls accumulate in float32 whatever the
+    dtype of ``x``, and the gradients of table and bias are never rounded to it.
 
     Args:
       x: [..., width], the same on every device of the axis; its dtype is the matmuls' input dtype.
       table: [vocab, width]; with ``axis`` the local slice [vocab / p, width], slices in axis order.
         Rows from ``vocab_size`` on are padding: they get no probability and no gradient.
-      targets: integers [...], each in [0, vocab_size).
+      targets: integers [...], each in [0, vocab_size); where the weight is 0 they may be anything.
       vocab_size: the number of real rows of the whole table.
+      bias: [vocab], with ``axis`` the local slice, or None.
+      weights: [...], the weight of each token in the mean, no gradient flows to them; None for
+        equal ones. If they sum to 0, so does the loss.
+      label_smoothing: s, in [0, 1).
       axis: name of the mesh axis the table is split over, inside `jax.shard_map`; None for a whole
         table.
 
     Returns:
-      The mean loss, a float32 scalar, the same on every device of the axis.
+      ``sum(weights * losses) / sum(weights)``, a float32 scalar, the same on every device of the
+      axis.
 
     Example:
       >>> float(cross_entropy(jnp.zeros((5, 2)), jnp.ones((4, 2)), jnp.zeros(5, int), vocab_size=4))
       1.3862943649291992
     """
     rows = x.reshape(-1, x.shape[-1])
-    return _cross_entropy(axis, vocab_size, rows, table, targets.reshape(-1))
+    if weights is not None:
+        weights = weights.reshape(-1).astype(jnp.float32)
+    return _cross_entropy(
+        axis, vocab_size, label_smoothing, rows, table, bias, targets.reshape(-1), weights
+    )
 
 
 def _local(ids: jax.Array, size: int, axis: str | None) -> tuple[jax.Array, jax.Array]:
@@ -102,19 +120,24 @@ _sum_replicated.defvjp(
 )
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _cross_entropy(axis, vocab_size, x_NE, table_VE, targets_N):
-    return _cross_entropy_forward(axis, vocab_size, x_NE, table_VE, targets_N)[0]
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
+def _cross_entropy(axis, vocab_size, smoothing, *arrays):
+    return _cross_entropy_forward(axis, vocab_size, smoothing, *arrays)[0]
 
 
-def _cross_entropy_forward(axis, vocab_size, x_NE, table_VE, targets_N):
-    """Loss, and as residual its gradient with respect to the local logits, times N."""
+def _cross_entropy_forward(
+    axis, vocab_size, smoothing, x_NE, table_VE, bias_V, targets_N, weights_N
+):
+    """Loss, and as residual its gradient with respect to the local logits, times ``1 / scale``."""
     size = table_VE.shape[0]
     logits_NV = jnp.einsum(
         "ne,ve->nv", x_NE, table_VE.astype(x_NE.dtype), preferred_element_type=jnp.float32
     )
+    if bias_V is not None:
+        logits_NV += bias_V
     rows_V = jnp.arange(size)
-    logits_NV = jnp.where(rows_V + _offset(size, axis) < vocab_size, logits_NV, -jnp.inf)
+    real_V = rows_V + _offset(size, axis) < vocab_size
+    logits_NV = jnp.where(real_V, logits_NV, -jnp.inf)
     largest_N = logits_NV.max(axis=-1)
     if axis is not None:
         largest_N = lax.pmax(largest_N, axis)
@@ -123,23 +146,38 @@ def _cross_entropy_forward(axis, vocab_size, x_NE, table_VE, targets_N):
 
     local_N, held_N = _local(targets_N, size, axis)
     picked_N1 = jnp.take_along_axis(logits_NV, local_N[:, None], axis=-1, mode="clip")
-    target_logit_N = _sum(jnp.where(held_N, picked_N1[:, 0], 0.0), axis)
-    loss = jnp.mean(jnp.log(total_N) + largest_N - target_logit_N)
+    expected_logit_N = jnp.where(held_N, picked_N1[:, 0], 0.0)
+    target_NV = local_N[:, None] == rows_V
+    if smoothing:
+        uniform_V = jnp.where(real_V, smoothing / vocab_size, 0.0)
+        spread_N = jnp.where(real_V, uniform_V * logits_NV, 0.0).sum(axis=-1)
+        expected_logit_N = (1 - smoothing) * expected_logit_N + spread_N
+        target_NV = (1 - smoothing) * target_NV + uniform_V
+    losses_N = jnp.log(total_N) + largest_N - _sum(expected_logit_N, axis)
+    dlogits_NV = exp_NV / total_N[:, None] - target_NV
 
-    onehot_NV = local_N[:, None] == rows_V
-    dlogits_NV = (exp_NV / total_N[:, None] - onehot_NV).astype(x_NE.dtype)
-    return loss, (dlogits_NV, x_NE, table_VE)
+    if weights_N is None:
+        scale = jnp.float32(1 / len(losses_N))
+    else:
+        # Weighted before it is rounded. A target of weight 0 may be a row that does not exist.
+        losses_N = jnp.where(weights_N == 0, 0.0, weights_N * losses_N)
+        dlogits_NV *= weights_N[:, None]
+        scale = 1 / jnp.where(weights_N.sum() == 0, 1.0, weights_N.sum())
+    return losses_N.sum() * scale, (dlogits_NV.astype(x_NE.dtype), x_NE, table_VE, bias_V, scale)
 
 
-def _cross_entropy_backward(axis, vocab_size, residuals, cotangent):
-    dlogits_NV, x_NE, table_VE = residuals
-    scale = cotangent / x_NE.shape[0]
+def _cross_entropy_backward(axis, vocab_size, smoothing, residuals, cotangent):
+    dlogits_NV, x_NE, table_VE, bias_V, scale = residuals
+    scale = cotangent * scale
     dx_NE = jnp.einsum(
         "nv,ve->ne", dlogits_NV, table_VE.astype(x_NE.dtype), preferred_element_type=jnp.float32
     )
     dtable_VE = jnp.einsum("nv,ne->ve", dlogits_NV, x_NE, preferred_element_type=jnp.float32)
     dx_NE = _sum(dx_NE, axis) * scale
-    return dx_NE.astype(x_NE.dtype), (dtable_VE * scale).astype(table_VE.dtype), None
+    dbias_V = None
+    if bias_V is not None:
+        dbias_V = (dlogits_NV.sum(axis=0, dtype=jnp.float32) * scale).astype(bias_V.dtype)
+    return dx_NE.astype(x_NE.dtype), (dtable_VE * scale).astype(table_VE.dtype), dbias_V, None, None
 
 
 _cross_entropy.defvjp(_cross_entropy_forward, _cross_entropy_backward)

@@ -11,7 +11,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from jaxpipe.runtime.split import split_layer
-from models import gpt
+from models import blocks, gpt
 from models.gpt import GPTConfig
 
 TINY = GPTConfig(
@@ -242,7 +242,7 @@ def test_kernel_gradients_are_those_of_a_plain_matmul():
         return jax.grad(lambda x, kernel: jnp.sin(matmul(x, kernel)).sum(), argnums=(0, 1))
 
     for grad, wanted in zip(
-        through(gpt._matmul)(x, kernel[0]), through(jnp.matmul)(x, kernel[0]), strict=True
+        through(blocks.matmul)(x, kernel[0]), through(jnp.matmul)(x, kernel[0]), strict=True
     ):
         np.testing.assert_allclose(grad, wanted, rtol=1e-5, atol=1e-6)
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from jaxpipe.runtime.modules import functional, stack
+from jaxpipe.runtime.modules import functional, stack, stateful
 
 WIDTH = 4
 
@@ -86,8 +86,44 @@ def test_gradients_have_the_shape_of_the_parameters(x):
 
 def test_running_statistics_are_refused_by_name():
     module = nnx.BatchNorm(WIDTH, rngs=nnx.Rngs(0))
-    with pytest.raises(ValueError, match=r"BatchNorm keeps state.*mean \(BatchStat\).*LayerNorm"):
+    with pytest.raises(ValueError, match=r"BatchNorm keeps state.*mean \(BatchStat\).*GroupNorm"):
         functional(module)
+
+
+class Normed(nnx.Module):
+    """A linear layer, a BatchNorm and a dropout."""
+
+    def __init__(self, *, rngs):
+        self.linear = nnx.Linear(WIDTH, WIDTH, rngs=rngs)
+        self.norm = nnx.BatchNorm(WIDTH, rngs=rngs)
+        self.dropout = nnx.Dropout(0.5, rngs=rngs)
+
+    def __call__(self, x):
+        return self.dropout(self.norm(self.linear(x)))
+
+
+def test_running_statistics_are_those_of_the_module(x):
+    apply, params, state = stateful(Normed(rngs=nnx.Rngs(0)))
+    module = nnx.view(Normed(rngs=nnx.Rngs(0)), deterministic=True)
+    for scale in (1.0, 3.0):
+        y, state = apply(params, state, scale * x)
+        np.testing.assert_allclose(y, module(scale * x), rtol=1e-6)
+    np.testing.assert_allclose(state["norm"]["mean"], module.norm.mean[...], rtol=1e-6)
+    np.testing.assert_allclose(state["norm"]["var"], module.norm.var[...], rtol=1e-6)
+
+    y, unchanged = apply(params, state, x, train=False)
+    module.eval()
+    np.testing.assert_allclose(y, module(x), rtol=1e-6)
+    jax.tree.map(np.testing.assert_array_equal, unchanged, state)
+
+
+def test_a_stateful_module_keeps_parameters_and_state_apart(x):
+    apply, params, state = stateful(Normed(rngs=nnx.Rngs(0)))
+    assert jax.tree.map(jnp.shape, state) == {"norm": {"mean": (WIDTH,), "var": (WIDTH,)}}
+    assert set(params) == {"linear", "norm"}
+    dropped, _ = jax.jit(apply)(params, state, x, rng=jax.random.key(5))
+    assert (np.asarray(dropped) == 0).any()
+    assert stateful(Layer(rngs=nnx.Rngs(0)))[2] == {}
 
 
 def test_stacked_layers_run_as_a_scan(x):

@@ -94,6 +94,49 @@ def test_split_gradients_equal_whole_gradients(mesh, case, tied):
         np.testing.assert_array_equal(grad[VOCAB:], 0)
 
 
+@pytest.mark.parametrize("axis", [None, "stage"])
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+def test_bias_weights_and_label_smoothing_follow_their_formula(mesh, case, smoothing, axis):
+    """Some targets of weight 0 are no rows at all, as padding marks are."""
+    x = jax.random.normal(jax.random.key(1), (3, 5, WIDTH))
+    bias = jnp.concatenate([jnp.linspace(-1, 1, VOCAB), jnp.full(PADDED - VOCAB, 50.0)])
+    weights = jnp.array([[1, 2, 0, 0, 1], [0] * 5, [0.5, 0, 1, 1, 0]])
+    targets = jnp.where(weights == 0, jnp.array([-1, 0, 1, 15, 99]), case["targets"])
+
+    def explicit(x, table, bias):
+        scores = jax.nn.log_softmax(x @ table[:VOCAB].T + bias[:VOCAB])
+        wanted = (1 - smoothing) * jax.nn.one_hot(targets, VOCAB) + smoothing / VOCAB
+        return -jnp.sum(weights * (wanted * scores).sum(axis=-1)) / weights.sum()
+
+    def fused(x, table, bias):
+        options = {"weights": weights, "label_smoothing": smoothing, "vocab_size": VOCAB}
+        return cross_entropy(x, table, targets, bias=bias, axis=axis, **options)
+
+    run = jax.value_and_grad(fused, argnums=(0, 1, 2))
+    if axis is not None:
+        slices = (P(), P(axis), P(axis))
+        run = split_run(mesh, run, slices, (P(), slices))
+    expected, expected_grads = jax.value_and_grad(explicit, argnums=(0, 1, 2))(
+        x, case["head"], bias
+    )
+    loss, grads = run(x, case["head"], bias)
+    np.testing.assert_allclose(loss, expected, rtol=1e-6)
+    for grad, wanted in zip(grads, expected_grads, strict=True):
+        np.testing.assert_allclose(grad, wanted, rtol=1e-5, atol=1e-7)
+
+
+def test_no_weight_at_all_is_no_loss_and_no_gradient(case):
+    x = jax.random.normal(jax.random.key(1), (3, 5, WIDTH))
+
+    def loss(x):
+        weights = jnp.zeros((3, 5))
+        return cross_entropy(x, case["head"], case["targets"], vocab_size=VOCAB, weights=weights)
+
+    value, grad = jax.value_and_grad(loss)(x)
+    assert value == 0
+    np.testing.assert_array_equal(grad, 0)
+
+
 def test_a_slice_of_nothing_but_padding_is_harmless(mesh, case):
     x = jax.random.normal(jax.random.key(1), (3, 5, WIDTH))
     targets = case["targets"] % 5

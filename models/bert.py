@@ -1,0 +1,323 @@
+"""BERT: a bidirectional transformer encoder trained to fill in masked tokens (Devlin et al. 2019).
+
+    x = norm(lookup(table, tokens) + positions + segment)
+    x = norm(x + attention(x)), x = norm(x + mlp(x))       num_layers times
+    loss = cross_entropy(norm(gelu(x @ kernel)) @ table.T + bias, targets), over masked tokens
+           [+ cross_entropy(tanh(x[first] @ kernel) @ kernel, is the second part the next one)]
+
+Weights are float32; matmuls run in ``config.dtype``. Dimension suffixes: B rows, S sequence, E
+width.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from flax import nnx
+
+from jaxpipe.runtime import vocabulary
+from jaxpipe.runtime.model import Model
+from jaxpipe.runtime.modules import functional, stack
+from models import validation
+from models.blocks import INIT_STDDEV, EncoderLayer, Linear, function_of, layer_norm
+
+PyTree = Any
+
+CHOICES = {"dtype": ("float32", "bfloat16")}
+
+_gelu = functools.partial(jax.nn.gelu, approximate=False)
+
+
+@dataclasses.dataclass(frozen=True)
+class BERTConfig:
+    """The shape of a BERT.
+
+    Args:
+      vocab_size: rows of the embedding table, which is also the output table.
+      sequence_length: the longest input, in tokens.
+      num_layers: encoder layers.
+      width: size of the residual stream, a multiple of ``num_heads``.
+      num_heads: attention heads.
+      mlp_width: hidden size of the MLP; None for 4 width.
+      num_segments: segments a token can belong to.
+      next_sentence: also predict whether the second segment follows the first.
+      dropout: probability, in [0, 1), for the embedding and for both residual branches. Attention
+        weights are never dropped, since flash attention does not store them.
+      dtype: compute dtype, "float32" or "bfloat16".
+      norm_epsilon: added to the variance.
+
+    Raises:
+      ValueError: values that do not fit together, all of them in one message.
+    """
+
+    vocab_size: int
+    sequence_length: int
+    num_layers: int
+    width: int
+    num_heads: int
+    mlp_width: int | None = None
+    num_segments: int = 2
+    next_sentence: bool = False
+    dropout: float = 0.0
+    dtype: str = "float32"
+    norm_epsilon: float = 1e-12
+
+    def __post_init__(self):
+        if failures := list(_failures(self)):
+            raise ValueError("\n".join(failures))
+
+    @property
+    def hidden_width(self) -> int:
+        return 4 * self.width if self.mlp_width is None else self.mlp_width
+
+    @property
+    def compute_dtype(self) -> jnp.dtype:
+        return jnp.dtype(self.dtype)
+
+    @classmethod
+    def base(cls, **fields: Any) -> BERTConfig:
+        """BERT-base (section 3): 110M parameters with both heads."""
+        shape = {"num_layers": 12, "width": 768, "num_heads": 12, "next_sentence": True}
+        return cls(**{"vocab_size": 30522, "sequence_length": 512, **shape, **fields})
+
+    @classmethod
+    def large(cls, **fields: Any) -> BERTConfig:
+        """BERT-large (section 3): 340M parameters with both heads."""
+        return cls.base(**{"num_layers": 24, "width": 1024, "num_heads": 16, **fields})
+
+
+class Transform(nnx.Module):
+    """What stands between the last layer and the output table."""
+
+    def __init__(self, config: BERTConfig, rngs: nnx.Rngs):
+        self.linear = Linear(config.width, config.width, stddev=INIT_STDDEV, rngs=rngs)
+        self.norm = _norm(config, rngs)
+
+    def __call__(self, x):
+        return self.norm(_gelu(self.linear(x)))
+
+
+class NextSentence(nnx.Module):
+    """Scores of "is the next sentence" and "is not", from the first position."""
+
+    def __init__(self, config: BERTConfig, rngs: nnx.Rngs):
+        self.pooler = Linear(config.width, config.width, stddev=INIT_STDDEV, rngs=rngs)
+        self.classifier = Linear(config.width, 2, stddev=INIT_STDDEV, rngs=rngs)
+
+    def __call__(self, x_BSE):
+        return self.classifier(jnp.tanh(self.pooler(x_BSE[:, 0]))).astype(jnp.float32)
+
+
+def init(config: BERTConfig, rng: jax.Array) -> PyTree:
+    """Initial parameters; works under `jax.jit` and `jax.eval_shape`.
+
+    Args:
+      config: the model's shape.
+      rng: one key.
+
+    Returns:
+      ``{"embed", "layers", "head"}``, float32, with the leaves of "layers" [num_layers, ...].
+    """
+    table_rng, positions_rng, segments_rng, layers_rng, head_rng = jax.random.split(rng, 5)
+
+    def normal(key, num_rows):
+        return INIT_STDDEV * jax.random.normal(key, (num_rows, config.width))
+
+    embed = {
+        "table": normal(table_rng, config.vocab_size),
+        "positions": normal(positions_rng, config.sequence_length),
+        "segments": normal(segments_rng, config.num_segments),
+        "norm": functional(_norm(config, nnx.Rngs(0)))[1],
+    }
+    _, layers = stack(
+        functools.partial(_layer, config), num_layers=config.num_layers, rngs=nnx.Rngs(layers_rng)
+    )
+    rngs = nnx.Rngs(head_rng)
+    head = {
+        "transform": functional(Transform(config, rngs))[1],
+        "bias": jnp.zeros(config.vocab_size),
+    }
+    if config.next_sentence:
+        head["next_sentence"] = functional(NextSentence(config, rngs))[1]
+    return {"embed": embed, "layers": layers, "head": head}
+
+
+def model(config: BERTConfig, *, vocabulary_axis: str | None = None) -> Model:
+    """The BERT as the three functions a pipeline runs.
+
+    A microbatch is a dict of integers:
+
+    - ``tokens`` [rows, S]: the input, with some tokens masked; S at most ``sequence_length``;
+    - ``targets`` [rows, S]: the tokens to predict, and anything below 0 where there is none;
+    - ``mask`` [rows, S], optional: 0 for padding, which nothing attends to;
+    - ``segments`` [rows, S], optional: 0 to ``num_segments`` - 1; all 0 if left out;
+    - ``next_sentence`` [rows], with ``config.next_sentence``: 0 if the second segment follows the
+      first, else 1.
+
+    The loss is the mean over the tokens to predict of this microbatch's rows on this data shard,
+    plus the mean of the next-sentence loss over the rows. It is therefore the mean over the whole
+    batch only if every microbatch has as many tokens to predict.
+
+    Args:
+      config: the model's shape.
+      vocabulary_axis: mesh axis over which the vocabulary table is split ("stage" in a pipeline);
+        None for a whole table and no collectives.
+
+    Returns:
+      The model; with ``vocabulary_axis`` its ``stage_split`` names dimension 0 of table and bias.
+
+    Example:
+      >>> config = BERTConfig(
+      ...     vocab_size=64, sequence_length=8, num_layers=2, width=16, num_heads=2
+      ... )
+      >>> params = init(config, jax.random.key(0))
+      >>> outer = {"embed": params["embed"], "head": params["head"]}
+      >>> model(config).embed(outer, {"tokens": jnp.zeros((3, 8), int)}, None).shape
+      (3, 8, 16)
+    """
+    apply_layer = function_of(_layer, config)
+
+    def embed(outer, microbatch, rng):
+        return _embed(config, outer, microbatch, rng, axis=vocabulary_axis)
+
+    def layer(params, x, microbatch, rng):
+        mask = microbatch.get("mask")
+        return apply_layer(params, x, None if mask is None else mask > 0, rng=rng)
+
+    def head_loss(outer, x, microbatch, rng):
+        del rng
+        targets = microbatch["targets"]
+        loss = vocabulary.cross_entropy(
+            _transform(config, outer, x),
+            outer["embed"]["table"],
+            targets,
+            vocab_size=config.vocab_size,
+            bias=outer["head"]["bias"],
+            weights=targets >= 0,
+            axis=vocabulary_axis,
+        )
+        if not config.next_sentence:
+            return loss
+        losses = optax.softmax_cross_entropy_with_integer_labels(
+            _next_sentence(config, outer, x), microbatch["next_sentence"]
+        )
+        return loss + losses.mean()
+
+    split = None if vocabulary_axis is None else _stage_split(config)
+    return Model(embed=embed, layer=layer, head_loss=head_loss, stage_split=split)
+
+
+def logits(config: BERTConfig, params: PyTree, batch: PyTree) -> jax.Array:
+    """Plain forward pass on one device, without dropout: scores of the token at each position.
+
+    Args:
+      config: the model's shape.
+      params: canonical parameters, as `init` returns them.
+      batch: as `model` describes a microbatch; targets and labels are not read.
+
+    Returns:
+      float32 [rows, S, vocab_size].
+    """
+    x = _transform(config, params, _encode(config, params, batch))
+    table = params["embed"]["table"].astype(x.dtype)
+    scores = jnp.einsum("bse,ve->bsv", x, table, preferred_element_type=jnp.float32)
+    return scores + params["head"]["bias"]
+
+
+def next_sentence_logits(config: BERTConfig, params: PyTree, batch: PyTree) -> jax.Array:
+    """Scores of "the second segment follows the first" and "it does not", float32 [rows, 2].
+
+    Args: as for `logits`; ``config.next_sentence`` must be set.
+    """
+    return _next_sentence(config, params, _encode(config, params, batch))
+
+
+def num_parameters(config: BERTConfig) -> int:
+    """Parameters of the whole model; the tied table counts once.
+
+    Example:
+      >>> num_parameters(BERTConfig.base())
+      110106428
+    """
+    return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(_shapes(config)))
+
+
+def _encode(config, params, batch):
+    layer = model(config).layer
+    x = _embed(config, params, batch, None, axis=None)
+    x, _ = jax.lax.scan(
+        lambda x, layer_params: (layer(layer_params, x, batch, None), None), x, params["layers"]
+    )
+    return x
+
+
+def _embed(config, outer, microbatch, rng, *, axis):
+    tokens_BS = microbatch["tokens"]
+    length = tokens_BS.shape[1]
+    if length > config.sequence_length:
+        raise ValueError(
+            f"tokens hold {length} inputs a row, but model.sequence_length="
+            f"{config.sequence_length}. Nearest valid: {config.sequence_length} or fewer."
+        )
+    embed = outer["embed"]
+    segments_BS = microbatch.get("segments", jnp.zeros_like(tokens_BS))
+    x_BSE = vocabulary.lookup(embed["table"], tokens_BS, axis=axis)
+    x_BSE = x_BSE + embed["positions"][:length] + embed["segments"][segments_BS]
+    x_BSE = function_of(_norm, config)(embed["norm"], x_BSE)
+    return x_BSE if rng is None else nnx.Dropout(config.dropout)(x_BSE, rngs=rng)
+
+
+def _transform(config, outer, x):
+    return function_of(Transform, config)(outer["head"]["transform"], x)
+
+
+def _next_sentence(config, outer, x):
+    return function_of(NextSentence, config)(outer["head"]["next_sentence"], x)
+
+
+def _stage_split(config):
+    shapes = _shapes(config)
+    split = jax.tree.map(lambda _: None, {"embed": shapes["embed"], "head": shapes["head"]})
+    split["embed"]["table"] = split["head"]["bias"] = 0
+    return split
+
+
+def _shapes(config):
+    return jax.eval_shape(lambda rng: init(config, rng), jax.random.key(0))
+
+
+def _layer(config, rngs):
+    return EncoderLayer(
+        config.width,
+        config.num_heads,
+        config.hidden_width,
+        activation=_gelu,
+        dropout=config.dropout,
+        epsilon=config.norm_epsilon,
+        dtype=config.compute_dtype,
+        stddev=INIT_STDDEV,
+        rngs=rngs,
+    )
+
+
+def _norm(config, rngs):
+    return layer_norm(
+        config.width, epsilon=config.norm_epsilon, dtype=config.compute_dtype, rngs=rngs
+    )
+
+
+def _failures(config: BERTConfig) -> Iterator[str]:
+    counts = ("vocab_size", "sequence_length", "num_layers", "width", "num_heads", "num_segments")
+    small = list(validation.small_counts(config, *counts, "mlp_width"))
+    yield from small
+    yield from validation.wrong_choices(config, CHOICES)
+    yield from validation.wrong_probability(config, "dropout")
+    if not small and config.width % config.num_heads:
+        yield validation.not_a_divisor("num_heads", config.num_heads, "width", config.width)

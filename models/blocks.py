@@ -1,0 +1,212 @@
+"""What several models are built from: linear layers, attention, the post-norm transformer layer.
+
+Dimension suffixes: B rows, S length of the sequence, M length of what is attended to, E width, N
+heads, H head width.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from jaxpipe.runtime.modules import functional
+
+INIT_STDDEV = 0.02
+"""Standard deviation of initial matrices in GPT (Radford et al. 2018, section 4.1) and BERT."""
+
+
+class Linear(nnx.Module):
+    """``x @ kernel + bias`` in the dtype of x, over a float32 kernel.
+
+    Args:
+      in_width: size of the last dimension of x.
+      out_width: of the result.
+      bias: whether there is one; it starts at zero.
+      stddev: of the initial kernel; None for sqrt(2 / (in_width + out_width)) (Glorot and Bengio
+        2010, equation 12).
+      rngs: draws the kernel from its ``params`` stream.
+    """
+
+    def __init__(
+        self,
+        in_width: int,
+        out_width: int,
+        *,
+        bias: bool = True,
+        stddev: float | None,
+        rngs: nnx.Rngs,
+    ):
+        if stddev is None:
+            stddev = math.sqrt(2 / (in_width + out_width))
+        kernel = stddev * jax.random.normal(rngs.params(), (in_width, out_width))
+        self.kernel = nnx.Param(kernel)
+        self.bias = nnx.Param(jnp.zeros(out_width)) if bias else nnx.data(None)
+
+    def __call__(self, x):
+        y = matmul(x, self.kernel[...])
+        return y if self.bias is None else y + self.bias[...].astype(x.dtype)
+
+
+class Attention(nnx.Module):
+    """Attention with several heads, of a sequence to itself or to another one.
+
+    Args:
+      width: size of both sequences' vectors, a multiple of ``num_heads``.
+      num_heads: heads.
+      stddev: of the initial kernels, as in `Linear`.
+      rngs: draws the kernels.
+    """
+
+    def __init__(self, width: int, num_heads: int, *, stddev: float | None, rngs: nnx.Rngs):
+        self.num_heads = num_heads
+        self.query, self.key, self.value, self.out = (
+            Linear(width, width, stddev=stddev, rngs=rngs) for _ in range(4)
+        )
+
+    def __call__(self, x_BSE, memory_BME, *, mask=None, is_causal=False):
+        """Mixes the values of ``memory`` for every position of x.
+
+        ``mask`` is bool, true where a position may be seen: [B, M], or None.
+        """
+        return self.attend(x_BSE, *self.keys_values(memory_BME), mask=mask, is_causal=is_causal)
+
+    def keys_values(self, memory_BME):
+        """Keys and values, [B, M, N, H] each; a decoder keeps them from token to token."""
+        return self._heads(self.key(memory_BME)), self._heads(self.value(memory_BME))
+
+    def attend(self, x_BSE, key_BMNH, value_BMNH, *, mask=None, is_causal=False):
+        """Attention of x to given keys and values."""
+        query_BSNH = self._heads(self.query(x_BSE))
+        mixed_BSNH = jax.nn.dot_product_attention(
+            query_BSNH,
+            key_BMNH,
+            value_BMNH,
+            mask=None if mask is None else mask[:, None, None, :],
+            is_causal=is_causal,
+            implementation=attention_kernel(query_BSNH),
+        )
+        return self.out(mixed_BSNH.reshape(x_BSE.shape))
+
+    def _heads(self, x_BSE):
+        return x_BSE.reshape(*x_BSE.shape[:2], self.num_heads, -1)
+
+
+class EncoderLayer(nnx.Module):
+    """A layer of an encoder: self-attention, then an MLP, each normalised after its residual sum.
+
+    The layer of Vaswani et al. 2017 (section 3.1), and with GELU that of BERT. Dropout falls on
+    both branches; attention weights are never dropped, since flash attention does not store them.
+
+    Args:
+      width: size of the residual stream.
+      num_heads: heads.
+      hidden: hidden size of the MLP.
+      activation: of the MLP.
+      dropout: probability.
+      epsilon: of the norms.
+      dtype: in which the norms return.
+      stddev: of the initial kernels, as in `Linear`.
+      rngs: draws the parameters.
+    """
+
+    def __init__(
+        self,
+        width: int,
+        num_heads: int,
+        hidden: int,
+        *,
+        activation: Callable[[jax.Array], jax.Array],
+        dropout: float,
+        epsilon: float,
+        dtype: jnp.dtype,
+        stddev: float | None,
+        rngs: nnx.Rngs,
+    ):
+        self.attention = Attention(width, num_heads, stddev=stddev, rngs=rngs)
+        self.attention_dropout = nnx.Dropout(dropout, rngs=rngs)
+        self.attention_norm = layer_norm(width, epsilon=epsilon, dtype=dtype, rngs=rngs)
+        self.mlp = MLP(width, hidden, activation=activation, stddev=stddev, rngs=rngs)
+        self.mlp_dropout = nnx.Dropout(dropout, rngs=rngs)
+        self.mlp_norm = layer_norm(width, epsilon=epsilon, dtype=dtype, rngs=rngs)
+
+    def __call__(self, x_BSE, mask_BS=None):
+        attended_BSE = self.attention(x_BSE, x_BSE, mask=mask_BS)
+        x_BSE = self.attention_norm(x_BSE + self.attention_dropout(attended_BSE))
+        return self.mlp_norm(x_BSE + self.mlp_dropout(self.mlp(x_BSE)))
+
+
+class MLP(nnx.Module):
+    """Two linear layers with an activation between them."""
+
+    def __init__(
+        self,
+        width: int,
+        hidden: int,
+        *,
+        activation: Callable[[jax.Array], jax.Array],
+        stddev: float | None,
+        rngs: nnx.Rngs,
+    ):
+        self.activation = activation
+        self.up = Linear(width, hidden, stddev=stddev, rngs=rngs)
+        self.down = Linear(hidden, width, stddev=stddev, rngs=rngs)
+
+    def __call__(self, x):
+        return self.down(self.activation(self.up(x)))
+
+
+def layer_norm(width: int, *, epsilon: float, dtype: jnp.dtype, rngs: nnx.Rngs) -> nnx.LayerNorm:
+    """A LayerNorm that computes its variance from the centred values.
+
+    E[x^2] - E[x]^2, flax's default, cancels badly once the residual stream has a mean.
+    """
+    return nnx.LayerNorm(width, epsilon=epsilon, dtype=dtype, rngs=rngs, use_fast_variance=False)
+
+
+def function_of(
+    make: Callable[[Any, nnx.Rngs], nnx.Module],
+    config: Any,
+    *,
+    method: Callable[..., Any] | None = None,
+) -> Callable[..., Any]:
+    """What `functional` makes of the module ``make(config, rngs)``, without drawing parameters."""
+    return functional(nnx.eval_shape(lambda: make(config, nnx.Rngs(0))), method=method)[0]
+
+
+def attention_kernel(q_BSNH: jax.Array) -> Literal["cudnn"] | None:
+    """cuDNN's flash attention wants a GPU, 16 bits and heads of at most 128 in steps of 8.
+
+    A single query, as in decoding, has no large matrix of scores to save.
+    """
+    _, num_queries, _, head_width = q_BSNH.shape
+    fits = q_BSNH.dtype == jnp.bfloat16 and head_width % 8 == 0 and head_width <= 128
+    return "cudnn" if fits and num_queries > 1 and jax.default_backend() == "gpu" else None
+
+
+def matmul(x: jax.Array, kernel: jax.Array) -> jax.Array:
+    """``x @ kernel`` in x's dtype; the kernel's gradient stays float32, never rounded.
+
+    The forward matmul is a plain one, for the rematerialisation policies to see.
+    """
+    y = x @ jax.lax.stop_gradient(kernel.astype(x.dtype))
+    return _with_kernel_gradient(y, x, kernel)
+
+
+@jax.custom_vjp
+def _with_kernel_gradient(y, x, kernel):
+    """``y``, which is ``x @ kernel``; its backward adds the gradient for the kernel alone."""
+    del x, kernel
+    return y
+
+
+def _kernel_gradient(x, dy):
+    dkernel = jnp.einsum("...i,...o->io", x, dy, preferred_element_type=jnp.float32)
+    return dy, None, dkernel
+
+
+_with_kernel_gradient.defvjp(lambda y, x, kernel: (y, x), _kernel_gradient)

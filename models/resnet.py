@@ -1,0 +1,441 @@
+"""ResNet: the residual networks of He et al. 2016 for small images and for ImageNet.
+
+    x = images
+    x = relu(norm(conv(x))) [, max pool]                             the stem, layer 0
+    x = relu(branch(x) + shortcut(x))                                once a block
+    loss = cross_entropy(mean over height and width of x @ kernel + bias, labels)
+
+The stem is a layer of the pipeline, not the embedding, since the embedding runs on every stage.
+Convolutions run in ``config.dtype`` over float32 kernels. Images are [rows, height, width,
+channels].
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from flax import nnx
+
+from jaxpipe.runtime import modules
+from jaxpipe.runtime.model import Model
+from models import validation
+from models.blocks import Linear, matmul
+
+PyTree = Any
+
+IMAGENET_BLOCKS = {
+    18: (2, 2, 2, 2),
+    34: (3, 4, 6, 3),
+    50: (3, 4, 6, 3),
+    101: (3, 4, 23, 3),
+    152: (3, 8, 36, 3),
+}
+"""Blocks of each group by depth (He et al. 2016, table 1); from 50 on they are bottlenecks."""
+
+CHOICES = {
+    "style": ("cifar", "imagenet"),
+    "norm": ("group", "batch"),
+    "dtype": ("float32", "bfloat16"),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class ResNetConfig:
+    """The shape of a ResNet.
+
+    Args:
+      depth: layers with weights. Style "cifar": 6 n + 2 with n blocks in each of three groups (20,
+        32, 44, 56; section 4.2). Style "imagenet": 18, 34, 50, 101 or 152 (section 4.1).
+      num_classes: labels.
+      style: "cifar" has a 3x3 stem and shortcuts without parameters (zeros for new channels);
+        "imagenet" a 7x7 stem with a max pool, and 1x1 convolutions where the shape changes. The 3x3
+        convolution of a bottleneck has the stride.
+      channels: of the images.
+      width: channels of the first group, doubled by each further one; None for 16 ("cifar") or 64
+        ("imagenet").
+      norm: "group" (Wu and He 2018), the same for every number of rows; or "batch", whose
+        statistics are those of the rows of one microbatch on one data shard.
+      num_groups: of GroupNorm, a divisor of ``width``; None for the largest one up to 32 (section
+        4 there) with two channels a group. Channels a group double with the width.
+      dtype: compute dtype, "float32" or "bfloat16".
+
+    Raises:
+      ValueError: values that do not fit together, all of them in one message.
+    """
+
+    depth: int
+    num_classes: int
+    style: str = "cifar"
+    channels: int = 3
+    width: int | None = None
+    norm: str = "group"
+    num_groups: int | None = None
+    dtype: str = "float32"
+
+    def __post_init__(self):
+        if failures := list(_failures(self)):
+            raise ValueError("\n".join(failures))
+
+    @property
+    def first_width(self) -> int:
+        return self.width or (16 if self.style == "cifar" else 64)
+
+    @property
+    def groups(self) -> int:
+        if self.num_groups is not None:
+            return self.num_groups
+        most = max(1, min(32, self.first_width // 2))
+        return max(n for n in range(1, most + 1) if self.first_width % n == 0)
+
+    @property
+    def blocks(self) -> tuple[int, ...]:
+        """Blocks of each group."""
+        if self.style == "cifar":
+            return ((self.depth - 2) // 6,) * 3
+        return IMAGENET_BLOCKS[self.depth]
+
+    @property
+    def bottleneck(self) -> bool:
+        return self.style == "imagenet" and self.depth >= 50
+
+    @property
+    def out_channels(self) -> int:
+        """Channels of the last block, which the classifier reads."""
+        widest = self.first_width * 2 ** (len(self.blocks) - 1)
+        return Bottleneck.expansion * widest if self.bottleneck else widest
+
+    @property
+    def num_layers(self) -> int:
+        """Layers of the pipeline: the stem and every block."""
+        return 1 + sum(self.blocks)
+
+    @property
+    def compute_dtype(self) -> jnp.dtype:
+        return jnp.dtype(self.dtype)
+
+    @classmethod
+    def resnet50(cls, **fields: Any) -> ResNetConfig:
+        """ResNet-50 for ImageNet: 25,557,032 parameters."""
+        return cls(depth=50, num_classes=1000, style="imagenet", **fields)
+
+
+class ConvNorm(nnx.Module):
+    """A convolution without bias, padded to keep its size at stride 1, then its norm."""
+
+    def __init__(self, config, in_channels, out_channels, *, size, stride=1, rngs):
+        self.conv = nnx.Conv(
+            in_channels,
+            out_channels,
+            (size, size),
+            strides=stride,
+            padding=[((size - 1) // 2,) * 2] * 2,  # "SAME" would pad strided ones on one side only
+            use_bias=False,
+            dtype=config.compute_dtype,
+            # He et al. 2015, equation 14.
+            kernel_init=nnx.initializers.variance_scaling(2.0, "fan_out", "normal"),
+            rngs=rngs,
+        )
+        self.norm = _norm(config, out_channels, rngs)
+
+    def __call__(self, x):
+        return self.norm(self.conv(x))
+
+
+class Stem(nnx.Module):
+    """The first layer, from images to the first group's channels."""
+
+    def __init__(self, config, in_channels, channels, *, stride, rngs):
+        self.pool = stride > 1
+        size = 7 if self.pool else 3
+        self.conv = ConvNorm(config, in_channels, channels, size=size, stride=stride, rngs=rngs)
+
+    def __call__(self, x):
+        x = nnx.relu(self.conv(x))
+        if self.pool:
+            x = nnx.max_pool(x, (3, 3), strides=(2, 2), padding=((1, 1), (1, 1)))
+        return x
+
+
+class Basic(nnx.Module):
+    """Two 3x3 convolutions beside a shortcut."""
+
+    expansion = 1
+
+    def __init__(self, config, in_channels, channels, *, stride, rngs):
+        conv = functools.partial(ConvNorm, config, rngs=rngs)
+        self.convs = nnx.List(
+            [
+                conv(in_channels, channels, size=3, stride=stride),
+                conv(channels, channels, size=3),
+            ]
+        )
+        self.shortcut = Shortcut(config, in_channels, channels, stride=stride, rngs=rngs)
+
+    def __call__(self, x):
+        return nnx.relu(_chain(self.convs, x) + self.shortcut(x))
+
+
+class Bottleneck(nnx.Module):
+    """Convolutions 1x1, 3x3, 1x1 beside a shortcut; the last has four times the channels."""
+
+    expansion = 4
+
+    def __init__(self, config, in_channels, channels, *, stride, rngs):
+        conv = functools.partial(ConvNorm, config, rngs=rngs)
+        out_channels = self.expansion * channels
+        self.convs = nnx.List(
+            [
+                conv(in_channels, channels, size=1),
+                conv(channels, channels, size=3, stride=stride),
+                conv(channels, out_channels, size=1),
+            ]
+        )
+        self.shortcut = Shortcut(config, in_channels, out_channels, stride=stride, rngs=rngs)
+
+    def __call__(self, x):
+        return nnx.relu(_chain(self.convs, x) + self.shortcut(x))
+
+
+class Shortcut(nnx.Module):
+    """The identity, where a block keeps its shape; else what brings x to the new shape."""
+
+    def __init__(self, config, in_channels, out_channels, *, stride, rngs):
+        self.stride, self.new_channels = stride, out_channels - in_channels
+        same = stride == 1 and self.new_channels == 0
+        self.conv = (
+            nnx.data(None)
+            if same or config.style == "cifar"
+            else ConvNorm(config, in_channels, out_channels, size=1, stride=stride, rngs=rngs)
+        )
+
+    def __call__(self, x):
+        if self.conv is not None:
+            return self.conv(x)
+        x = x[:, :: self.stride, :: self.stride]
+        return jnp.pad(x, ((0, 0), (0, 0), (0, 0), (0, self.new_channels)))
+
+
+@dataclasses.dataclass(frozen=True)
+class Kind:
+    """What one layer is; layers of equal kind run the same function."""
+
+    block: type[Any]
+    in_channels: int
+    channels: int
+    stride: int
+
+    def module(self, config: ResNetConfig, rngs: nnx.Rngs) -> nnx.Module:
+        return self.block(config, self.in_channels, self.channels, stride=self.stride, rngs=rngs)
+
+
+def kinds(config: ResNetConfig) -> tuple[Kind, ...]:
+    """The kind of every layer, in model order.
+
+    Example:
+      >>> [kind.stride for kind in kinds(ResNetConfig(depth=14, num_classes=10))]
+      [1, 1, 1, 2, 1, 2, 1]
+    """
+    stem_stride = 1 if config.style == "cifar" else 2
+    found = [Kind(Stem, config.channels, config.first_width, stem_stride)]
+    block = Bottleneck if config.bottleneck else Basic
+    in_channels = config.first_width
+    for group, num_blocks in enumerate(config.blocks):
+        channels = config.first_width * 2**group
+        for i in range(num_blocks):
+            stride = 2 if group > 0 and i == 0 else 1
+            found.append(Kind(block, in_channels, channels, stride))
+            in_channels = block.expansion * channels
+    return tuple(found)
+
+
+def init(config: ResNetConfig, rng: jax.Array) -> PyTree:
+    """Initial parameters; works under `jax.jit` and `jax.eval_shape`.
+
+    Args:
+      config: the model's shape.
+      rng: one key.
+
+    Returns:
+      ``{"embed": {}, "layers", "head"}``, float32; "layers" is a tuple, one tree a layer.
+    """
+    keys = jax.random.split(rng, config.num_layers + 1)
+    layers = tuple(
+        modules.stateful(kind.module(config, nnx.Rngs(key)))[1]
+        for kind, key in zip(kinds(config), keys[1:], strict=True)
+    )
+    head = Linear(config.out_channels, config.num_classes, stddev=0.01, rngs=nnx.Rngs(keys[0]))
+    return {"embed": {}, "layers": layers, "head": modules.functional(head)[1]}
+
+
+def init_state(config: ResNetConfig) -> tuple[PyTree, ...]:
+    """Running statistics before the first microbatch: means 0 and variances 1.
+
+    Returns:
+      One tree a layer, float32; ``{}`` for every layer with ``norm="group"``.
+    """
+    shapes = tuple(modules.stateful(_abstract(config, kind))[2] for kind in kinds(config))
+    return jax.tree_util.tree_map_with_path(
+        lambda path, leaf: jnp.full(leaf.shape, 1.0 if path[-1].key == "var" else 0.0), shapes
+    )
+
+
+def model(config: ResNetConfig, *, train: bool = True) -> Model:
+    """The ResNet as the functions a pipeline runs.
+
+    A microbatch is ``{"images": [rows, height, width, channels], "labels": int32 [rows]}``; images
+    of any size and any float dtype, already normalised. With ``norm="batch"`` the model is stateful
+    and `init_state` makes its state: training normalises with the statistics of the microbatch's
+    rows on this data shard and moves the running ones towards them by a tenth.
+
+    Args:
+      config: the model's shape.
+      train: False normalises with the running statistics and leaves them as they are. Without
+        BatchNorm there is no difference.
+
+    Returns:
+      The model; its layers are a tuple of functions, the same one for layers of equal `Kind`.
+
+    Example:
+      >>> config = ResNetConfig(depth=8, num_classes=10)
+      >>> params = init(config, jax.random.key(0))
+      >>> x = jnp.ones((2, 8, 8, 3))
+      >>> for layer, layer_params in zip(model(config).layer, params["layers"]):
+      ...     x = layer(layer_params, x, None, None)
+      >>> x.shape
+      (2, 2, 2, 64)
+    """
+    layer = functools.cache(functools.partial(_layer, config, train=train))
+
+    def embed(outer, microbatch, rng):
+        del outer, rng
+        return microbatch["images"].astype(config.compute_dtype)
+
+    def head_loss(outer, x, microbatch, rng):
+        del rng
+        losses = optax.softmax_cross_entropy_with_integer_labels(
+            _head(outer, x), microbatch["labels"]
+        )
+        return losses.mean()
+
+    return Model(
+        embed=embed,
+        layer=tuple(layer(kind) for kind in kinds(config)),
+        head_loss=head_loss,
+        stateful=config.norm == "batch",
+    )
+
+
+def logits(
+    config: ResNetConfig,
+    params: PyTree,
+    images: jax.Array,
+    state: tuple[PyTree, ...] | None = None,
+) -> jax.Array:
+    """Plain forward pass on one device, with running statistics.
+
+    Args:
+      config: the model's shape.
+      params: canonical parameters, as `init` returns them.
+      images: [rows, height, width, channels].
+      state: running statistics, as `init_state` returns them; needed with ``norm="batch"`` only.
+
+    Returns:
+      float32 [rows, num_classes].
+
+    Raises:
+      ValueError: no state where BatchNorm needs one.
+    """
+    if config.norm == "batch" and state is None:
+        raise ValueError(
+            "model.norm='batch' normalises with running statistics here: pass state, as training "
+            "left it or as init_state makes it."
+        )
+    x = images.astype(config.compute_dtype)
+    for i, layer in enumerate(model(config, train=False).layer):
+        if state is None:
+            x = layer(params["layers"][i], x, None, None)
+        else:
+            x, _ = layer(params["layers"][i], x, None, None, state[i])
+    return _head(params, x)
+
+
+def num_parameters(config: ResNetConfig) -> int:
+    """Parameters of the whole model, running statistics left out.
+
+    Example:
+      >>> num_parameters(ResNetConfig.resnet50())
+      25557032
+    """
+    shapes = jax.eval_shape(functools.partial(init, config), jax.random.key(0))
+    return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(shapes))
+
+
+def _layer(config: ResNetConfig, kind: Kind, *, train: bool) -> Callable[..., Any]:
+    apply, _, _ = modules.stateful(_abstract(config, kind))
+
+    def layer(params, x, microbatch, rng):
+        del microbatch
+        return apply(params, {}, x, rng=rng)[0]
+
+    def layer_with_state(params, x, microbatch, rng, state):
+        del microbatch
+        return apply(params, state, x, rng=rng, train=train)
+
+    return layer_with_state if config.norm == "batch" else layer
+
+
+def _abstract(config, kind):
+    return nnx.eval_shape(lambda: kind.module(config, nnx.Rngs(0)))
+
+
+def _chain(convs, x):
+    """The convolutions one after the other, a ReLU between each two."""
+    for conv in convs[:-1]:
+        x = nnx.relu(conv(x))
+    return convs[-1](x)
+
+
+def _head(outer, x_BHWC):
+    pooled_BC = x_BHWC.astype(jnp.float32).mean(axis=(1, 2))
+    return matmul(pooled_BC, outer["head"]["kernel"]) + outer["head"]["bias"]
+
+
+def _norm(config, channels, rngs):
+    dtype = config.compute_dtype
+    if config.norm == "batch":
+        return nnx.BatchNorm(
+            channels, momentum=0.9, dtype=dtype, rngs=rngs, use_fast_variance=False
+        )
+    return nnx.GroupNorm(
+        channels, num_groups=config.groups, epsilon=1e-5, dtype=dtype, rngs=rngs,
+        use_fast_variance=False,
+    )  # fmt: skip
+
+
+def _failures(config: ResNetConfig) -> Iterator[str]:
+    counts = ("num_classes", "channels", "width", "num_groups")
+    small = list(validation.small_counts(config, *counts))
+    yield from small
+    yield from validation.wrong_choices(config, CHOICES)
+    depth = config.depth
+    if config.style == "cifar" and (depth < 8 or depth % 6 != 2):
+        below = (depth - 2) // 6 * 6 + 2
+        nearest = [d for d in (below, below + 6) if d >= 8] or [8]
+        yield (
+            f"model.depth={depth} must be 6 n + 2 for model.style='cifar', with n >= 1. "
+            f"Nearest valid: {', '.join(map(str, nearest))}."
+        )
+    if config.style == "imagenet" and depth not in IMAGENET_BLOCKS:
+        yield (
+            f"model.depth={depth} must be one of {', '.join(map(str, IMAGENET_BLOCKS))} for "
+            "model.style='imagenet'."
+        )
+    if not small and config.style in CHOICES["style"] and config.first_width % config.groups:
+        yield validation.not_a_divisor("num_groups", config.groups, "width", config.first_width)

@@ -1,0 +1,354 @@
+"""The encoder-decoder Transformer of Vaswani et al. 2017, for translation.
+
+    source = sqrt(E) lookup(table, source tokens) + positions, target likewise
+    source = norm(source + attention(source)), source = norm(source + mlp(source))   encoder layers
+    target = norm(target + attention(target up to here)),
+    target = norm(target + attention(source)), target = norm(target + mlp(target))   decoder layers
+    loss = cross_entropy(target @ table.T, next target tokens), smoothed
+
+One table serves source, target and output. Between layers travels ``{"source", "target"}``: an
+encoder layer leaves the target as it is, a decoder layer the source. Weights are float32; matmuls
+run in ``config.dtype``. Dimension suffixes: B rows, S source length, T target length, E width, K
+beams, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from jaxpipe.runtime import vocabulary
+from jaxpipe.runtime.model import Model
+from jaxpipe.runtime.modules import functional
+from models import validation
+from models.blocks import MLP, Attention, EncoderLayer, function_of, layer_norm
+
+PyTree = Any
+
+CHOICES = {"dtype": ("float32", "bfloat16")}
+
+
+@dataclasses.dataclass(frozen=True)
+class TransformerConfig:
+    """The shape of an encoder-decoder Transformer.
+
+    Args:
+      vocab_size: rows of the table that both languages and the output share.
+      sequence_length: the longest source and the longest target, in tokens.
+      num_encoder_layers: encoder layers.
+      num_decoder_layers: decoder layers.
+      width: size of the residual streams, even and a multiple of ``num_heads``.
+      num_heads: attention heads.
+      mlp_width: hidden size of the MLPs; None for 4 width.
+      dropout: probability, in [0, 1), for both embeddings and every residual branch. Attention
+        weights are never dropped, since flash attention does not store them.
+      label_smoothing: share of the target's probability spread evenly over the vocabulary, in [0,
+        1) (section 5.4).
+      pad_id: fills rows up to a common length; never attended to, never a target.
+      begin_id: begins every target.
+      end_id: ends every target.
+      dtype: compute dtype, "float32" or "bfloat16".
+      norm_epsilon: added to the variance.
+
+    Raises:
+      ValueError: values that do not fit together, all of them in one message.
+    """
+
+    vocab_size: int
+    sequence_length: int
+    num_encoder_layers: int
+    num_decoder_layers: int
+    width: int
+    num_heads: int
+    mlp_width: int | None = None
+    dropout: float = 0.0
+    label_smoothing: float = 0.1
+    pad_id: int = 0
+    begin_id: int = 1
+    end_id: int = 2
+    dtype: str = "float32"
+    norm_epsilon: float = 1e-5
+
+    def __post_init__(self):
+        if failures := list(_failures(self)):
+            raise ValueError("\n".join(failures))
+
+    @property
+    def num_layers(self) -> int:
+        """Layers of the pipeline: the encoder's, then the decoder's."""
+        return self.num_encoder_layers + self.num_decoder_layers
+
+    @property
+    def hidden_width(self) -> int:
+        return 4 * self.width if self.mlp_width is None else self.mlp_width
+
+    @property
+    def compute_dtype(self) -> jnp.dtype:
+        return jnp.dtype(self.dtype)
+
+    @classmethod
+    def base(cls, **fields: Any) -> TransformerConfig:
+        """The base model (table 3), with its vocabulary of 37,000 (section 5.1): 63M parameters."""
+        shape = {"num_encoder_layers": 6, "num_decoder_layers": 6, "width": 512, "num_heads": 8}
+        return cls(
+            **{"vocab_size": 37000, "sequence_length": 256, "dropout": 0.1, **shape, **fields}
+        )
+
+    @classmethod
+    def big(cls, **fields: Any) -> TransformerConfig:
+        """The big model (table 3): 214M parameters."""
+        return cls.base(**{"width": 1024, "num_heads": 16, "dropout": 0.3, **fields})
+
+
+class DecoderLayer(nnx.Module):
+    """Causal self-attention, attention to the source, then an MLP; norms after the sums."""
+
+    def __init__(self, config: TransformerConfig, rngs: nnx.Rngs):
+        def attention():
+            return Attention(config.width, config.num_heads, stddev=None, rngs=rngs)
+
+        self.attention, self.source_attention = attention(), attention()
+        self.mlp = MLP(
+            config.width, config.hidden_width, activation=nnx.relu, stddev=None, rngs=rngs
+        )
+        self.attention_norm, self.source_norm, self.mlp_norm = (
+            layer_norm(
+                config.width, epsilon=config.norm_epsilon, dtype=config.compute_dtype, rngs=rngs
+            )
+            for _ in range(3)
+        )
+        self.dropout = nnx.Dropout(config.dropout, rngs=rngs)
+
+    def __call__(self, target_BTE, source_BSE, source_mask_BS):
+        attended_BTE = self.attention(target_BTE, target_BTE, is_causal=True)
+        source = self.source_attention.keys_values(source_BSE)
+        return self._rest(target_BTE, attended_BTE, source, source_mask_BS)
+
+    def step(self, target_B1E, position, past, source, source_mask_BS):
+        """The layer for one position, given keys and values of those before and of the source.
+
+        Returns its output and ``past`` with this position's keys and values written into it.
+        """
+        new = self.attention.keys_values(target_B1E)
+        past = tuple(
+            jax.lax.dynamic_update_slice_in_dim(all_BTNH, one_B1NH, position, axis=1)
+            for all_BTNH, one_B1NH in zip(past, new, strict=True)
+        )
+        seen_BT = jnp.broadcast_to(jnp.arange(past[0].shape[1]) <= position, past[0].shape[:2])
+        attended_B1E = self.attention.attend(target_B1E, *past, mask=seen_BT)
+        return self._rest(target_B1E, attended_B1E, source, source_mask_BS), past
+
+    def _rest(self, target_BTE, attended_BTE, source, source_mask_BS):
+        target_BTE = self.attention_norm(target_BTE + self.dropout(attended_BTE))
+        attended_BTE = self.source_attention.attend(target_BTE, *source, mask=source_mask_BS)
+        target_BTE = self.source_norm(target_BTE + self.dropout(attended_BTE))
+        return self.mlp_norm(target_BTE + self.dropout(self.mlp(target_BTE)))
+
+
+def init(config: TransformerConfig, rng: jax.Array) -> PyTree:
+    """Initial parameters; works under `jax.jit` and `jax.eval_shape`.
+
+    Args:
+      config: the model's shape.
+      rng: one key.
+
+    Returns:
+      ``{"embed", "layers", "head": {}}``, float32; "layers" is a tuple, the encoder's layers before
+      the decoder's.
+    """
+    table_rng, *keys = jax.random.split(rng, config.num_layers + 1)
+    # Multiplied by sqrt(width) where it embeds (section 3.4), so that embeddings begin with
+    # variance 1 and logits too.
+    shape = (config.vocab_size, config.width)
+    table = jax.random.normal(table_rng, shape) / math.sqrt(config.width)
+    layers = tuple(
+        functional(make(config, nnx.Rngs(key)))[1]
+        for make, key in zip(_layer_modules(config), keys, strict=True)
+    )
+    return {"embed": {"table": table}, "layers": layers, "head": {}}
+
+
+def model(config: TransformerConfig, *, vocabulary_axis: str | None = None) -> Model:
+    """The Transformer as the functions a pipeline runs.
+
+    A microbatch is ``{"source": int32 [rows, S], "target": int32 [rows, T + 1]}``, both filled up
+    with ``pad_id`` at the end; targets are ``begin_id``, tokens, ``end_id``. The decoder reads
+    ``target[:, :-1]`` and predicts ``target[:, 1:]``.
+
+    The loss is the mean over the tokens to predict of this microbatch's rows on this data shard. It
+    is therefore the mean over the whole batch only if every microbatch has as many.
+
+    Args:
+      config: the model's shape.
+      vocabulary_axis: mesh axis over which the vocabulary table is split ("stage" in a pipeline);
+        None for a whole table and no collectives.
+
+    Returns:
+      The model; its layers are a tuple of two functions, one for every encoder layer and one for
+      every decoder layer. With ``vocabulary_axis`` its ``stage_split`` names dimension 0 of the
+      table.
+
+    Example:
+      >>> config = TransformerConfig(
+      ...     vocab_size=64, sequence_length=8, num_encoder_layers=1, num_decoder_layers=1,
+      ...     width=16, num_heads=2,
+      ... )
+      >>> params = init(config, jax.random.key(0))
+      >>> batch = {"source": jnp.ones((3, 5), int), "target": jnp.ones((3, 7), int)}
+      >>> x = model(config).embed({"embed": params["embed"], "head": {}}, batch, None)
+      >>> jax.tree.map(jnp.shape, x)
+      {'source': (3, 5, 16), 'target': (3, 6, 16)}
+    """
+    apply_encoder = function_of(_encoder_layer, config)
+    apply_decoder = function_of(DecoderLayer, config)
+
+    def embed(outer, microbatch, rng):
+        ends = {"source": microbatch["source"], "target": microbatch["target"][:, :-1]}
+        keys = (None, None) if rng is None else jax.random.split(rng)
+        return {
+            name: _embed(config, outer, tokens, key, axis=vocabulary_axis, name=name)
+            for (name, tokens), key in zip(ends.items(), keys, strict=True)
+        }
+
+    def encoder(params, x, microbatch, rng):
+        mask = microbatch["source"] != config.pad_id
+        return x | {"source": apply_encoder(params, x["source"], mask, rng=rng)}
+
+    def decoder(params, x, microbatch, rng):
+        # Padding ends a target, so that causality hides it from all that counts.
+        mask = microbatch["source"] != config.pad_id
+        return x | {"target": apply_decoder(params, x["target"], x["source"], mask, rng=rng)}
+
+    def head_loss(outer, x, microbatch, rng):
+        del rng
+        targets = microbatch["target"][:, 1:]
+        return vocabulary.cross_entropy(
+            x["target"],
+            outer["embed"]["table"],
+            targets,
+            vocab_size=config.vocab_size,
+            weights=targets != config.pad_id,
+            label_smoothing=config.label_smoothing,
+            axis=vocabulary_axis,
+        )
+
+    layers = (encoder,) * config.num_encoder_layers + (decoder,) * config.num_decoder_layers
+    split = None if vocabulary_axis is None else {"embed": {"table": 0}, "head": {}}
+    return Model(embed=embed, layer=layers, head_loss=head_loss, stage_split=split)
+
+
+def logits(
+    config: TransformerConfig, params: PyTree, source: jax.Array, target: jax.Array
+) -> jax.Array:
+    """Plain forward pass on one device, without dropout.
+
+    Args:
+      config: the model's shape.
+      params: canonical parameters, as `init` returns them.
+      source: int32 [rows, S].
+      target: int32 [rows, T], beginning with ``begin_id``.
+
+    Returns:
+      float32 [rows, T, vocab_size]: scores of the token after each position.
+    """
+    plain = model(config)
+    # `embed` takes a target with one token more than it reads.
+    batch = {"source": source, "target": jnp.pad(target, ((0, 0), (0, 1)))}
+    x = plain.embed(params, batch, None)
+    for layer, layer_params in zip(plain.layer, params["layers"], strict=True):
+        x = layer(layer_params, x, batch, None)
+    return scores(params, x["target"])
+
+
+def num_parameters(config: TransformerConfig) -> int:
+    """Parameters of the whole model; the shared table counts once.
+
+    Example:
+      >>> num_parameters(TransformerConfig.base())
+      63082496
+    """
+    shapes = jax.eval_shape(functools.partial(init, config), jax.random.key(0))
+    return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(shapes))
+
+
+def scores(outer: PyTree, x: jax.Array) -> jax.Array:
+    """Logits of a decoder's output: float32 [..., vocab_size] of x [..., width]."""
+    table = outer["embed"]["table"].astype(x.dtype)
+    return jnp.einsum("...e,ve->...v", x, table, preferred_element_type=jnp.float32)
+
+
+def _embed(config, outer, tokens_BT, rng, *, axis, name):
+    length = tokens_BT.shape[1]
+    if length > config.sequence_length:
+        raise ValueError(
+            f"{name} holds {length} inputs a row, but model.sequence_length="
+            f"{config.sequence_length}. Nearest valid: {config.sequence_length} or fewer."
+        )
+    x_BTE = math.sqrt(config.width) * vocabulary.lookup(
+        outer["embed"]["table"], tokens_BT, axis=axis
+    )
+    x_BTE = (x_BTE + positions(length, config.width)).astype(config.compute_dtype)
+    return x_BTE if rng is None else nnx.Dropout(config.dropout)(x_BTE, rngs=rng)
+
+
+def positions(length: int, width: int) -> jax.Array:
+    """Sinusoids of geometrically growing wavelength (section 3.5), float32 [length, width].
+
+    The sines fill the first half of the width, the cosines the second.
+    """
+    half = width // 2
+    frequencies = 10_000.0 ** (-jnp.arange(half, dtype=jnp.float32) / half)
+    angles = jnp.arange(length, dtype=jnp.float32)[:, None] * frequencies
+    return jnp.concatenate([jnp.sin(angles), jnp.cos(angles)], axis=-1)
+
+
+def _layer_modules(config):
+    """What makes each layer's module, in model order."""
+    encoder, decoder = config.num_encoder_layers, config.num_decoder_layers
+    return (_encoder_layer,) * encoder + (DecoderLayer,) * decoder
+
+
+def _encoder_layer(config, rngs):
+    return EncoderLayer(
+        config.width,
+        config.num_heads,
+        config.hidden_width,
+        activation=nnx.relu,
+        dropout=config.dropout,
+        epsilon=config.norm_epsilon,
+        dtype=config.compute_dtype,
+        stddev=None,
+        rngs=rngs,
+    )
+
+
+def _failures(config: TransformerConfig) -> Iterator[str]:
+    counts = ("vocab_size", "sequence_length", "num_encoder_layers", "num_decoder_layers")
+    small = list(validation.small_counts(config, *counts, "width", "num_heads", "mlp_width"))
+    yield from small
+    yield from validation.wrong_choices(config, CHOICES)
+    yield from validation.wrong_probability(config, "dropout")
+    yield from validation.wrong_probability(config, "label_smoothing")
+    marks = {name: getattr(config, name) for name in ("pad_id", "begin_id", "end_id")}
+    for name, value in marks.items():
+        if not 0 <= value < config.vocab_size:
+            yield f"model.{name}={value} must be in [0, model.vocab_size={config.vocab_size})."
+    if len(set(marks.values())) < len(marks):
+        listed = ", ".join(f"model.{name}={value}" for name, value in marks.items())
+        yield f"{listed} must all differ."
+    if small:
+        return
+    if config.width % 2:
+        yield (
+            f"model.width={config.width} must be even, for sines and cosines. "
+            f"Nearest valid: {config.width - 1 or 2}, {config.width + 1}."
+        )
+    if config.width % config.num_heads:
+        yield validation.not_a_divisor("num_heads", config.num_heads, "width", config.width)

@@ -1,0 +1,307 @@
+"""The encoder-decoder: shapes, masks, sizes, the loss, and decoding against brute force."""
+
+import dataclasses
+import functools
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import PartitionSpec as P
+
+from models import transformer
+from models.transformer import TransformerConfig
+from models.translate import beam_search, greedy
+
+pytestmark = pytest.mark.pipeline
+
+TINY = TransformerConfig(
+    vocab_size=13,
+    sequence_length=8,
+    num_encoder_layers=2,
+    num_decoder_layers=2,
+    width=16,
+    num_heads=2,
+    mlp_width=32,
+)
+
+init = jax.jit(transformer.init, static_argnums=0)
+logits = jax.jit(transformer.logits, static_argnums=0)
+
+
+@functools.partial(jax.jit, static_argnums=0, static_argnames="axis")
+def loss_of(config, params, batch, rng=None, *, axis=None):
+    """The unpipelined loss from the model's functions."""
+    model = transformer.model(config, vocabulary_axis=axis)
+    outer = {"embed": params["embed"], "head": params["head"]}
+    x = model.embed(outer, batch, rng)
+    for i, (layer, layer_params) in enumerate(zip(model.layer, params["layers"], strict=True)):
+        key = None if rng is None else jax.random.fold_in(rng, i)
+        x = layer(layer_params, x, batch, key)
+    return model.head_loss(outer, x, batch, rng)
+
+
+@pytest.fixture(scope="module")
+def params():
+    return init(TINY, jax.random.key(0))
+
+
+@pytest.fixture(scope="module")
+def batch():
+    """Four rows, two of them with padding on either side."""
+    source, target = jax.random.randint(jax.random.key(1), (2, 4, 7), 3, TINY.vocab_size)
+    pad = TINY.pad_id
+    return {
+        "source": source.at[1, 5:].set(pad).at[2, 3:].set(pad),
+        "target": target.at[:, 0].set(TINY.begin_id).at[0, 4:].set(pad).at[2, 6:].set(pad),
+    }
+
+
+def test_shapes_and_dtypes(params):
+    assert len(params["layers"]) == TINY.num_layers == 4
+    assert params["head"] == {}
+    assert {leaf.dtype for leaf in jax.tree.leaves(params)} == {jnp.dtype("float32")}
+    scores = logits(TINY, params, jnp.ones((3, 5), int), jnp.ones((3, 6), int))
+    assert (scores.shape, scores.dtype) == ((3, 6, TINY.vocab_size), jnp.float32)
+
+
+def test_layers_of_one_kind_share_their_function():
+    layers = transformer.model(dataclasses.replace(TINY, num_decoder_layers=3)).layer
+    assert [layers.index(layer) for layer in layers] == [0, 0, 2, 2, 2]
+
+
+def test_a_layer_returns_what_it_does_not_touch(params, batch):
+    model = transformer.model(TINY)
+    x = model.embed(params, batch, None)
+    encoded = model.layer[0](params["layers"][0], x, batch, None)
+    assert encoded["target"] is x["target"]
+    decoded = model.layer[2](params["layers"][2], encoded, batch, None)
+    assert decoded["source"] is encoded["source"]
+
+
+def test_a_target_sees_no_later_token_but_all_of_its_source(params, batch):
+    source, target = batch["source"][3:], batch["target"][3:]
+    before = logits(TINY, params, source, target)
+    later = logits(TINY, params, source, target.at[:, 4].set(5 + target[:, 4] % 3))
+    np.testing.assert_array_equal(before[:, :4], later[:, :4])
+    assert not np.allclose(before[:, 4:], later[:, 4:])
+    other = logits(TINY, params, source.at[:, 6].set(5 + source[:, 6] % 3), target)
+    assert (np.abs(before - other).max(axis=-1) > 1e-6).all()
+
+
+def test_padding_of_the_source_changes_nothing(params, batch):
+    row = batch["source"][1:2, :5], batch["target"][1:2]
+    padded = logits(TINY, params, jnp.pad(row[0], ((0, 0), (0, 3))), row[1])
+    np.testing.assert_allclose(logits(TINY, params, *row), padded, rtol=1e-5, atol=1e-6)
+
+
+def test_the_loss_is_the_smoothed_mean_over_tokens_that_are_no_padding(params, batch):
+    scores = logits(TINY, params, batch["source"], batch["target"][:, :-1])
+    targets, smoothing = batch["target"][:, 1:], TINY.label_smoothing
+    wanted = optax.smooth_labels(jax.nn.one_hot(targets, TINY.vocab_size), smoothing)
+    losses = optax.softmax_cross_entropy(scores, wanted)
+    real = targets != TINY.pad_id
+    assert 0 < real.sum() < real.size
+    expected = losses[real].mean()
+    np.testing.assert_allclose(loss_of(TINY, params, batch), expected, rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("config", "millions"),
+    [(TransformerConfig.base(), 65), (TransformerConfig.big(), 213)],
+    ids=["base", "big"],
+)
+def test_presets_have_about_the_published_sizes(config, millions):
+    """Vaswani et al. 2017, table 3; the paper does not say what its counts include."""
+    assert transformer.num_parameters(config) == pytest.approx(millions * 1e6, rel=0.03)
+
+
+def test_parameters_count_as_the_paper_describes_them():
+    """One table; 4 or 8 projections, 2 MLP matrices, 2 or 3 norms a layer, all with biases."""
+    width, hidden = TINY.width, TINY.hidden_width
+    projection, norm = width * width + width, 2 * width
+    mlp = 2 * width * hidden + hidden + width
+    encoder, decoder = 4 * projection + mlp + 2 * norm, 8 * projection + mlp + 3 * norm
+    expected = TINY.vocab_size * width + 2 * encoder + 2 * decoder
+    assert transformer.num_parameters(TINY) == expected
+
+
+def test_positions_differ_by_a_rotation():
+    """Vaswani et al., section 3.5: the encoding of t + k is a linear function of that of t."""
+    places = transformer.positions(20, 16)
+    np.testing.assert_allclose(places @ places.T, jnp.array(places[:1] @ places.T)[
+        0, np.abs(np.subtract.outer(np.arange(20), np.arange(20)))
+    ], rtol=1e-4, atol=1e-4)  # fmt: skip
+
+
+def test_dropout_depends_on_the_key_alone(params, batch):
+    config = dataclasses.replace(TINY, dropout=0.3)
+    first, again, other = (loss_of(config, params, batch, jax.random.key(k)) for k in (1, 1, 2))
+    assert first == again != other
+    np.testing.assert_allclose(
+        loss_of(config, params, batch), loss_of(TINY, params, batch), rtol=1e-6
+    )
+
+
+def test_split_vocabulary_gives_the_same_loss_and_gradients(params, batch):
+    config = dataclasses.replace(TINY, dropout=0.2)
+    rng = jax.random.key(3)
+    expected, expected_grads = jax.value_and_grad(
+        lambda params: loss_of(config, params, batch, rng)
+    )(params)
+
+    specs = jax.tree.map(lambda _: P(), params) | {"embed": {"table": P("stage")}}
+    assert transformer.model(config, vocabulary_axis="stage").stage_split == {
+        "embed": {"table": 0},
+        "head": {},
+    }
+    table = params["embed"]["table"]
+    placed = params | {"embed": {"table": jnp.pad(table, ((0, 3), (0, 0)))}}
+    run = jax.shard_map(
+        jax.value_and_grad(lambda params: loss_of(config, params, batch, rng, axis="stage")),
+        mesh=jax.make_mesh((4,), ("stage",), axis_types=(jax.sharding.AxisType.Auto,)),
+        in_specs=(specs,),
+        out_specs=(P(), specs),
+        check_vma=False,
+    )
+    loss, grads = jax.jit(run)(placed)
+    np.testing.assert_allclose(loss, expected, rtol=1e-6)
+    grads["embed"]["table"] = grads["embed"]["table"][: TINY.vocab_size]
+    jax.tree.map(
+        lambda grad, wanted: np.testing.assert_allclose(grad, wanted, rtol=1e-5, atol=1e-6),
+        grads,
+        expected_grads,
+    )
+
+
+# Decoding. Weights are larger than at the start, so that hypotheses differ clearly.
+
+SHORT = dataclasses.replace(TINY, vocab_size=6)
+
+
+@pytest.fixture(scope="module")
+def sharp():
+    params = transformer.init(SHORT, jax.random.key(4))
+    return jax.tree.map(lambda leaf: 2 * leaf if leaf.ndim > 1 else leaf, params)
+
+
+@pytest.fixture(scope="module")
+def source():
+    return jnp.array([[3, 4, 5, 5], [5, 3, 0, 0], [4, 4, 4, 0]])
+
+
+def scored_hypotheses(params, source_row, *, max_length, length_penalty):
+    """Every translation of one row with its worth, best first, from plain logits."""
+    config = SHORT
+    letters = [t for t in range(config.vocab_size) if t not in (config.pad_id, config.begin_id)]
+    full = [
+        row
+        for row in itertools.product(letters, repeat=max_length)
+        # After the end mark everything is the same hypothesis.
+        if config.end_id not in row or set(row[row.index(config.end_id) :]) == {config.end_id}
+    ]
+    targets = jnp.array([[config.begin_id, *row[:-1]] for row in full])
+    sources = jnp.broadcast_to(source_row, (len(full), len(source_row)))
+    log_probs = np.asarray(jax.nn.log_softmax(logits(config, params, sources, targets)))
+    found = []
+    for row, scores in zip(full, log_probs, strict=True):
+        length = row.index(config.end_id) + 1 if config.end_id in row else max_length
+        total = sum(scores[i, row[i]] for i in range(length))
+        padded = row[:length] + (config.pad_id,) * (max_length - length)
+        found.append((total / ((5 + length) / 6) ** length_penalty, padded))
+    return sorted(found, reverse=True)
+
+
+@pytest.mark.parametrize("length_penalty", [0.0, 0.6, 2.0])
+def test_a_wide_beam_finds_the_best_of_all_translations(sharp, source, length_penalty):
+    options = {"max_length": 4, "length_penalty": length_penalty}
+    # 4 letters at 4 places: no more than 256 hypotheses exist, so nothing is ever dropped.
+    found = beam_search(SHORT, sharp, source, num_beams=256, **options)
+    for row in range(len(source)):
+        expected = scored_hypotheses(sharp, source[row], **options)
+        count = len(expected)
+        np.testing.assert_allclose(
+            found.scores[row, :count], [score for score, _ in expected], rtol=1e-4
+        )
+        assert (found.scores[row, count:] == -jnp.inf).all()
+        assert tuple(found.tokens[row, 0].tolist()) == expected[0][1]
+
+
+def test_width_one_is_greedy(sharp, source):
+    beams = beam_search(SHORT, sharp, source, max_length=8, num_beams=1)
+    np.testing.assert_array_equal(beams.tokens[:, 0], greedy(SHORT, sharp, source, max_length=8))
+
+
+def test_greedy_tokens_are_the_likeliest_after_each_prefix(sharp, source):
+    tokens = np.asarray(greedy(SHORT, sharp, source, max_length=8))
+    begun = np.concatenate([np.full((len(source), 1), SHORT.begin_id), tokens], axis=1)
+    scores = np.array(logits(SHORT, sharp, source, begun[:, :-1]))
+    scores[..., [SHORT.pad_id, SHORT.begin_id]] = -np.inf
+    for row, likeliest in zip(tokens, scores.argmax(axis=-1), strict=True):
+        ends = np.flatnonzero(row == SHORT.end_id)
+        length = ends[0] + 1 if len(ends) else len(row)
+        np.testing.assert_array_equal(row[:length], likeliest[:length])
+        assert (row[length:] == SHORT.pad_id).all()
+
+
+def test_scores_of_a_narrow_beam_are_those_of_its_tokens(sharp, source):
+    wide = beam_search(SHORT, sharp, source, max_length=4, num_beams=4)
+    assert (jnp.diff(wide.scores, axis=1) <= 0).all()
+    for row in range(len(source)):
+        known = {
+            tokens: score
+            for score, tokens in scored_hypotheses(
+                sharp, source[row], max_length=4, length_penalty=0.6
+            )
+        }
+        for tokens, score in zip(wide.tokens[row].tolist(), wide.scores[row], strict=True):
+            np.testing.assert_allclose(score, known[tuple(tokens)], rtol=1e-4)
+
+
+def test_it_learns_to_reverse_its_source():
+    """Loss falls and greedy decoding gives the reversed source, which needs every part to work."""
+    config = dataclasses.replace(
+        TINY, num_encoder_layers=1, num_decoder_layers=1, width=32, label_smoothing=0.0
+    )
+    optimizer = optax.adam(optax.warmup_constant_schedule(0.0, 3e-3, 50))
+
+    def rows(key):
+        words = jax.random.randint(key, (64, 4), 3, 9)
+        marks = [jnp.full((64, 1), mark) for mark in (config.begin_id, config.end_id)]
+        return {"source": words, "target": jnp.concatenate([marks[0], words[:, ::-1], marks[1]], 1)}
+
+    @jax.jit
+    def train(params, state, keys):
+        def step(carry, key):
+            params, state = carry
+            grads = jax.grad(lambda params: loss_of(config, params, rows(key)))(params)
+            updates, state = optimizer.update(grads, state)
+            return (optax.apply_updates(params, updates), state), None
+
+        return jax.lax.scan(step, (params, state), keys)[0]
+
+    params = init(config, jax.random.key(0))
+    keys = jax.random.split(jax.random.key(1), 400)
+    params, _ = train(params, optimizer.init(params), keys)
+    held_out = rows(jax.random.key(2))
+    translated = greedy(config, params, held_out["source"], max_length=5)
+    assert (translated == held_out["target"][:, 1:]).all(axis=1).mean() > 0.9
+
+
+def test_all_failures_come_in_one_message():
+    with pytest.raises(ValueError, match="must divide") as error:
+        dataclasses.replace(TINY, num_heads=3, dropout=1.0, end_id=1, pad_id=13)
+    text = str(error.value)
+    assert "model.num_heads=3 must divide model.width=16. Nearest valid: 2, 4." in text
+    assert "model.dropout=1.0" in text
+    assert "model.pad_id=13 must be in [0, model.vocab_size=13)." in text
+    assert "must all differ" in text
+
+
+def test_longer_rows_than_the_model_has_positions_for_are_refused(params):
+    with pytest.raises(ValueError, match=r"source holds 9 inputs a row.*sequence_length=8"):
+        logits(TINY, params, jnp.ones((1, 9), int), jnp.ones((1, 2), int))
+    with pytest.raises(ValueError, match=r"max_length=9 must be in.*Nearest valid: 8"):
+        greedy(TINY, params, jnp.ones((1, 2), int), max_length=9)
