@@ -8,31 +8,40 @@ import numpy as np
 from rich.progress import Progress
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from train.data import END_OF_TEXT
+from train.data.text import END_OF_TEXT
 
 MIN_VOCAB_SIZE = 256 + 1  # every byte, and the end of a document
 _ENCODE_GROUP = 32  # documents encoded at a time, in parallel
 
 
-def train_tokenizer(texts: Sequence[str], *, vocab_size: int, progress: Progress) -> Tokenizer:
+def train_tokenizer(
+    texts: Sequence[str],
+    *,
+    vocab_size: int,
+    progress: Progress,
+    special_tokens: Sequence[str] = (END_OF_TEXT,),
+    add_prefix_space: bool = False,
+) -> Tokenizer:
     """Trains a byte-level BPE tokenizer: any text can be encoded and decodes to itself.
 
     Args:
       texts: documents to learn merges from.
       vocab_size: most tokens to learn; little text gives fewer.
       progress: gets a bar over the documents.
+      special_tokens: get the first tokens, in this order.
+      add_prefix_space: a text's first word is the same token as that word after a space.
 
     Returns:
-      The tokenizer, with the end-of-document token ``<|endoftext|>``.
+      The tokenizer.
     """
     tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=add_prefix_space)
     tokenizer.decoder = decoders.ByteLevel()
-    # "<|endoftext|>" written inside a document is ordinary text.
+    # A special token written inside a text is ordinary text.
     tokenizer.encode_special_tokens = True
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size,
-        special_tokens=[END_OF_TEXT],
+        special_tokens=list(special_tokens),
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )

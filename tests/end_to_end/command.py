@@ -114,7 +114,7 @@ class Trainer:
 
 def make_trainer(folder: Path) -> Trainer:
     """Writes the configuration and prepares the text; several workers may share a folder."""
-    from train.prepare import PrepareOptions, prepare
+    from train.prepare.text import PrepareOptions, prepare
 
     folder.mkdir(parents=True, exist_ok=True)
     random_ = random.Random(0)

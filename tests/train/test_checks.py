@@ -1,6 +1,7 @@
 """What fits together: every rule names the field, its value, the rule and the nearest valid."""
 
 import errno
+import hashlib
 import json
 import os
 import shutil
@@ -29,7 +30,7 @@ def folder(tmp_path):
         sizes[name] = {"documents": 1, "bytes": count, "tokens": count}
     meta = {
         "vocab_size": VOCAB_SIZE,
-        "tokenizer_sha256": data.hashlib.sha256(tokenizer).hexdigest(),
+        "tokenizer_sha256": hashlib.sha256(tokenizer).hexdigest(),
         "documents_sha256": "",
         "settings": {},
         **sizes,

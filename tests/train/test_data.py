@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from train import data
+from train.data import text
 
 SEQUENCE_LENGTH = 5
 NUM_TOKENS = 103  # 20 whole windows and two tokens that do not fill another
@@ -178,7 +179,7 @@ def test_unigram_loss_is_the_smoothed_cross_entropy(monkeypatch):
     probabilities = [(np.sum(train == token) + 1) / (50 + 8) for token in range(8)]
     expected = -np.mean([np.log(probabilities[token]) for token in heldout])
     assert data.unigram_loss(train, heldout, 8) == pytest.approx(expected, rel=1e-12)
-    monkeypatch.setattr(data, "_COUNT_BLOCK", 7)
+    monkeypatch.setattr(text, "_COUNT_BLOCK", 7)
     assert data.unigram_loss(train, heldout, 8) == pytest.approx(expected, rel=1e-12)
 
 
@@ -190,6 +191,6 @@ def test_unigram_loss_refuses_foreign_tokens():
 
 
 def test_examples_in_docstrings_run():
-    result = doctest.testmod(data)
+    result = doctest.testmod(text)
     assert result.attempted > 0
     assert result.failed == 0

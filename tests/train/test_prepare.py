@@ -8,18 +8,20 @@ import itertools
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
 from rich.console import Console
 
-from train import prepare as prepare_module
 from train.data import load_tokenizer, read_meta, read_tokens
-from train.prepare import (
+from train.prepare import folders
+from train.prepare import text as prepare_module
+from train.prepare.__main__ import main
+from train.prepare.text import (
     Document,
     PrepareOptions,
     collect_documents,
-    main,
     prepare,
     split_documents,
 )
@@ -164,15 +166,15 @@ def test_a_killed_run_leaves_no_half_data(options):
     code = """
 import os, signal, sys
 from pathlib import Path
-from train import prepare
+from train.prepare import __main__, text
 def die(path, tokens, *, vocab_size):
     path.write_bytes(b"half")
     os.kill(os.getpid(), signal.SIGKILL)
-prepare.write_tokens = die
-prepare.main(sys.argv[1:])
+text.write_tokens = die
+__main__.main(sys.argv[1:])
 """
     arguments = ["--out", str(options.out), "--text", str(options.text), "--vocab-size", "300"]
-    root = os.path.dirname(os.path.dirname(prepare_module.__file__))
+    root = Path(prepare_module.__file__).parents[2]
     child = subprocess.run([sys.executable, "-c", code, *arguments], cwd=root, check=False)
     assert child.returncode == -9
     assert not options.out.exists()
@@ -183,7 +185,7 @@ prepare.main(sys.argv[1:])
 
 
 def test_a_running_neighbour_is_not_disturbed(options):
-    with prepare_module._appearing_folder(options.out) as folder:
+    with folders.appearing(options.out) as folder:
         # Same name, another process: its lock is held, so its folder stays.
         neighbour = folder.rename(folder.with_name(".out.partial-neighbour"))
         prepare(options)
@@ -297,7 +299,7 @@ def test_missing_data_folder_names_the_command(tmp_path):
 
 
 def test_stdlib_is_the_default_text():
-    documents, _ = collect_documents(PrepareOptions(out=prepare_module.Path("unused")))
+    documents, _ = collect_documents(PrepareOptions(out=Path("unused")))
     names = [document.name for document in documents]
     assert "dataclasses.py" in names
     assert all(name.endswith(".py") for name in names)

@@ -1,4 +1,4 @@
-"""Turns text into a tokenizer and token files: ``python -m train.prepare --out data/stdlib``.
+"""Text for language models, masked or not: ``python -m train.prepare --out data/stdlib``.
 
 Without ``--text`` it uses the Python sources that ship with CPython's standard library, so it needs
 no download. The result depends on the text and the options only.
@@ -6,14 +6,9 @@ no download. The result depends on the text and the options only.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-import fcntl
 import hashlib
-import json
 import os
-import shutil
-import sys
 import sysconfig
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -21,15 +16,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import tyro
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from train.data import (
+from train.data.folder import META_FILE, TOKENIZER_FILE
+from train.data.text import (
     END_OF_TEXT,
     HELDOUT_FILE,
-    META_FILE,
-    TOKENIZER_FILE,
+    KIND,
     TRAIN_FILE,
     DataMeta,
     SplitMeta,
@@ -37,6 +30,7 @@ from train.data import (
     read_tokens,
     write_tokens,
 )
+from train.prepare import folders
 from train.tokenizer import MIN_VOCAB_SIZE, encode, train_tokenizer
 
 _FILES = frozenset({TRAIN_FILE, HELDOUT_FILE, TOKENIZER_FILE, META_FILE})
@@ -105,20 +99,24 @@ def prepare(options: PrepareOptions, *, console: Console | None = None) -> DataM
     """
     console = console or Console()
     _check_options(options)
-    existing = _existing_data(options, console)
+    existing = folders.existing(
+        options, files=_FILES, read_meta=read_meta, check_whole=_check_whole, console=console
+    )
     documents, skipped = collect_documents(options)
-    digest = _digest(documents)
+    digest = folders.digest(part for d in documents for part in (d.name, d.text))
     if existing is not None:
-        _say(console, f"{options.out} is already prepared with these settings.")
+        folders.say(console, f"{options.out} is already prepared with these settings.")
         if existing.documents_sha256 != digest:
-            _say(console, "The text has changed since; --force prepares it again.")
+            folders.say(console, "The text has changed since; --force prepares it again.")
         return existing
     train, heldout = split_documents(documents, heldout_fraction=options.heldout_fraction)
-    _say(console, f"{len(documents)} documents, {_num_bytes(documents) / 1e6:.2f} MB of text")
+    folders.say(
+        console, f"{len(documents)} documents, {_num_bytes(documents) / 1e6:.2f} MB of text"
+    )
     for reason, count in sorted(skipped.items()):
-        _say(console, f"files left out ({reason}): {count}")
+        folders.say(console, f"files left out ({reason}): {count}")
     train_texts, heldout_texts = ([d.text for d in side] for side in (train, heldout))
-    with _progress(console) as progress:
+    with folders.progress_bar(console) as progress:
         tokenizer = train_tokenizer(train_texts, vocab_size=options.vocab_size, progress=progress)
         train_tokens = encode(tokenizer, train_texts, progress=progress, label="encode train")
         heldout_tokens = encode(
@@ -133,13 +131,13 @@ def prepare(options: PrepareOptions, *, console: Console | None = None) -> DataM
         heldout=_size(heldout, heldout_tokens),
         settings=options.settings(),
     )
-    with _appearing_folder(options.out) as folder:
-        _write_text(folder / TOKENIZER_FILE, tokenizer_json)
+    with folders.appearing(options.out) as folder:
+        folders.write_text(folder / TOKENIZER_FILE, tokenizer_json)
         write_tokens(folder / TRAIN_FILE, train_tokens, vocab_size=meta.vocab_size)
         write_tokens(folder / HELDOUT_FILE, heldout_tokens, vocab_size=meta.vocab_size)
-        _write_text(folder / META_FILE, json.dumps(dataclasses.asdict(meta), indent=2) + "\n")
+        folders.write_meta(folder, KIND, meta)
     fewer = "" if meta.vocab_size == options.vocab_size else " (too little text for more)"
-    _say(
+    folders.say(
         console,
         f"{options.out}: {meta.train.tokens} train and {meta.heldout.tokens} held-out tokens, "
         f"vocabulary {meta.vocab_size}{fewer}",
@@ -214,8 +212,8 @@ def split_documents(
     """
     if len(documents) == 1:
         return _cut(documents[0], heldout_fraction)
-    ranked = sorted(documents, key=lambda document: _hash("split", document.name))
-    num_heldout = sum(_hash("split", d.name) < heldout_fraction * 2**64 for d in ranked)
+    ranked = sorted(documents, key=lambda document: folders.name_hash("split", document.name))
+    num_heldout = sum(folders.is_heldout(d.name, heldout_fraction) for d in ranked)
     num_heldout = min(max(num_heldout, 1), len(ranked) - 1)
     heldout_names = {document.name for document in ranked[:num_heldout]}
     return (
@@ -231,11 +229,7 @@ def _check_options(options: PrepareOptions) -> None:
             f"--vocab-size={options.vocab_size} is too small: 256 bytes and {END_OF_TEXT} need a "
             f"token each. Nearest valid: {MIN_VOCAB_SIZE}."
         )
-    if not 0 < options.heldout_fraction < 1:
-        problems.append(
-            f"--heldout-fraction={options.heldout_fraction:g} must lie between 0 and 1, "
-            f"for example 0.05."
-        )
+    problems += folders.heldout_problem(options.heldout_fraction)
     if not options.max_megabytes > 0:
         problems.append(
             f"--max-megabytes={options.max_megabytes:g} must be positive, for example 12."
@@ -247,48 +241,10 @@ def _check_options(options: PrepareOptions) -> None:
         raise ValueError("\n".join(problems))
 
 
-def _existing_data(options: PrepareOptions, console: Console) -> DataMeta | None:
-    """Returns what ``out`` holds if it can stay, and None if it is to be written."""
-    out = options.out
-    if not out.exists():
-        return None
-    if not out.is_dir():
-        raise ValueError(f"--out={out} is a file. Name a new folder, or one prepared before.")
-    foreign = sorted({path.name for path in out.iterdir()} - _FILES)
-    if foreign:
-        raise ValueError(
-            f"--out={out} holds other files ({', '.join(foreign[:3])}), which would be lost. "
-            f"Name a new folder."
-        )
-    if options.force or not any(out.iterdir()):
-        return None
-    meta, problem = None, ""
-    try:
-        meta = read_meta(out)
-        sizes = [len(read_tokens(out / name)) for name in (TRAIN_FILE, HELDOUT_FILE)]
-        if sizes != [meta.train.tokens, meta.heldout.tokens]:
-            problem = f"its token files are not those of {META_FILE}"
-    except ValueError as error:
-        problem = str(error)
-    if meta is not None:  # also when a token file is damaged: the other text must not replace it
-        _check_same_settings(options, meta)
-    if problem:
-        _say(console, f"{out} is not whole and is prepared again: {problem}")
-        return None
-    return meta
-
-
-def _check_same_settings(options: PrepareOptions, meta: DataMeta) -> None:
-    different = [
-        f"{key} is {meta.settings.get(key)!r} there and {value!r} here"
-        for key, value in options.settings().items()
-        if meta.settings.get(key) != value
-    ]
-    if different:
-        raise ValueError(
-            f"--out={options.out} was prepared with other settings ({'; '.join(different)}). "
-            f"Use the same ones, another --out, or --force to replace it."
-        )
+def _check_whole(options: PrepareOptions, meta: DataMeta) -> None:
+    sizes = [len(read_tokens(options.out / name)) for name in (TRAIN_FILE, HELDOUT_FILE)]
+    if sizes != [meta.train.tokens, meta.heldout.tokens]:
+        raise ValueError(f"its token files are not those of {META_FILE}")
 
 
 def _file_names(root: Path, options: PrepareOptions) -> Iterator[str]:
@@ -314,23 +270,8 @@ def _file_names(root: Path, options: PrepareOptions) -> Iterator[str]:
                 yield path.relative_to(root).as_posix()
 
 
-def _hash(purpose: str, name: str) -> int:
-    """Returns 64 bits of the name; one ``purpose`` tells nothing about another."""
-    digest = hashlib.sha256(f"{purpose}:{name}".encode("utf-8", "surrogateescape")).digest()
-    return int.from_bytes(digest[:8], "big")
-
-
 def _order_key(name: str) -> int:
-    return _hash("order", name)
-
-
-def _digest(documents: Sequence[Document]) -> str:
-    digest = hashlib.sha256()
-    for document in documents:
-        for part in (document.name, document.text):
-            data = part.encode("utf-8", "surrogateescape")
-            digest.update(len(data).to_bytes(8, "little") + data)
-    return digest.hexdigest()
+    return folders.name_hash("order", name)
 
 
 def _cut(document: Document, heldout_fraction: float) -> tuple[list[Document], list[Document]]:
@@ -352,87 +293,3 @@ def _size(documents: Sequence[Document], tokens: np.ndarray) -> SplitMeta:
 
 def _num_bytes(documents: Sequence[Document]) -> int:
     return sum(len(document.text.encode()) for document in documents)
-
-
-def _say(console: Console, text: str) -> None:
-    # Paths are shown as they are: no line breaks inside, and brackets are not colours.
-    console.print(text, soft_wrap=True, markup=False, highlight=False)
-
-
-def _progress(console: Console) -> Progress:
-    return Progress(
-        TextColumn("{task.description:<16}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-        console=console,
-    )
-
-
-def _write_text(path: Path, text: str) -> None:
-    with path.open("w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-
-
-@contextlib.contextmanager
-def _appearing_folder(out: Path) -> Iterator[Path]:
-    """Yields a hidden folder that becomes ``out`` if the body succeeds and vanishes if it fails."""
-    out = out.resolve()
-    parent = out.parent
-    parent.mkdir(parents=True, exist_ok=True)
-    prefix = f".{out.name}.partial-"
-    for path in [path for path in parent.iterdir() if path.name.startswith(prefix)]:
-        # The lock of a killed process is gone with it: what can be locked belongs to nobody.
-        with contextlib.suppress(OSError), _locked(path):
-            shutil.rmtree(path)
-    partial = parent / f"{prefix}{os.getpid()}"
-    partial.mkdir()
-    with _locked(partial):
-        try:
-            yield partial
-            _replace(partial, out)
-        finally:
-            shutil.rmtree(partial, ignore_errors=True)
-
-
-@contextlib.contextmanager
-def _locked(folder: Path) -> Iterator[None]:
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        yield
-    finally:
-        os.close(descriptor)
-
-
-def _replace(new: Path, out: Path) -> None:
-    """Renames ``new`` to ``out``; an old folder steps aside first, as only empty ones give way."""
-    if not out.exists():
-        new.rename(out)
-        return
-    old = new.with_name(f"{new.name}-old")
-    out.rename(old)
-    new.rename(out)
-    shutil.rmtree(old)
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs the command line; returns 2 after a message when the input or the disk is at fault."""
-    options = tyro.cli(PrepareOptions, args=arguments, prog="python -m train.prepare")
-    try:
-        prepare(options)
-    except ValueError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    except OSError as error:
-        print(
-            f"error: --out={options.out}: cannot write: {error.strerror or error}.", file=sys.stderr
-        )
-        return 2
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -8,11 +8,9 @@ all little-endian, so a truncated copy is noticed before training starts.
 from __future__ import annotations
 
 import dataclasses
-import hashlib
-import json
 import os
 import struct
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,10 +18,14 @@ import grain
 import numpy as np
 from tokenizers import Tokenizer
 
+from train.data import folder as prepared
+from train.data import stream
+from train.data.folder import TOKENIZER_FILE, prepare_hint
+from train.data.stream import Batch, Rows
+
+KIND = "text"
 TRAIN_FILE = "train.tokens"
 HELDOUT_FILE = "heldout.tokens"
-TOKENIZER_FILE = "tokenizer.json"
-META_FILE = "meta.json"
 END_OF_TEXT = "<|endoftext|>"
 
 _HEADER = struct.Struct("<8sIIQ")  # magic, version, bytes per token, number of tokens
@@ -32,8 +34,6 @@ _VERSION = 1
 _DTYPES: dict[int, np.dtype[Any]] = {2: np.dtype("<u2"), 4: np.dtype("<u4")}
 # Tokens counted at a time, so that memory stays flat however long the token file is.
 _COUNT_BLOCK = 1 << 22
-
-Batch = dict[str, np.ndarray]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,10 +64,6 @@ class DataMeta:
     train: SplitMeta
     heldout: SplitMeta
     settings: dict[str, Any]
-
-
-def _prepare_hint(folder: Path) -> str:
-    return f"Prepare it with: python -m train.prepare --out {folder}"
 
 
 def write_tokens(path: Path, tokens: np.ndarray, *, vocab_size: int) -> None:
@@ -105,7 +101,7 @@ def read_tokens(path: str | Path) -> np.memmap:
     """
     path = Path(path)
     where = f"data.path={path.parent}"
-    hint = _prepare_hint(path.parent)
+    hint = prepare_hint(path.parent)
     try:
         with path.open("rb") as file:
             header = file.read(_HEADER.size)
@@ -155,32 +151,15 @@ def read_meta(folder: str | Path) -> DataMeta:
       ValueError: a file is missing or unreadable, or the tokenizer is another one.
     """
     folder = Path(folder)
-    hint = _prepare_hint(folder)
-    texts = {}
-    for name in (META_FILE, TOKENIZER_FILE):
-        try:
-            texts[name] = (folder / name).read_bytes()
-        except FileNotFoundError:
-            raise ValueError(f"data.path={folder}: there is no {name}. {hint}") from None
-        except OSError as error:
-            raise ValueError(
-                f"data.path={folder}: cannot read {folder / name}: {error.strerror}."
-            ) from error
+    fields = prepared.read_fields(folder, KIND)
+    tokenizer = prepared.read_file(folder, TOKENIZER_FILE, KIND)
     try:
-        fields = json.loads(texts[META_FILE])
         fields["train"] = SplitMeta(**fields["train"])
         fields["heldout"] = SplitMeta(**fields["heldout"])
         meta = DataMeta(**fields)
-    except (ValueError, TypeError, KeyError) as error:
-        raise ValueError(
-            f"data.path={folder}: {META_FILE} is damaged or foreign ({error}). {hint}"
-        ) from error
-    digest = hashlib.sha256(texts[TOKENIZER_FILE]).hexdigest()
-    if digest != meta.tokenizer_sha256:
-        raise ValueError(
-            f"data.path={folder}: {TOKENIZER_FILE} is not the tokenizer these tokens were made "
-            f"with: expected sha256 {meta.tokenizer_sha256[:12]}..., found {digest[:12]}.... {hint}"
-        )
+    except (TypeError, KeyError) as error:
+        raise prepared.damaged(folder, KIND, error) from error
+    prepared.check_digest(folder, TOKENIZER_FILE, tokenizer, meta.tokenizer_sha256, kind=KIND)
     return meta
 
 
@@ -200,67 +179,72 @@ def load_tokenizer(folder: str | Path) -> Tokenizer:
       ValueError: as ``read_meta``.
     """
     read_meta(folder)
-    tokenizer = Tokenizer.from_file(str(Path(folder) / TOKENIZER_FILE))
-    tokenizer.encode_special_tokens = True
-    return tokenizer
+    return prepared.open_tokenizer(Path(folder))
+
+
+class Windows:
+    """A text cut into windows that overlap by one token, so that all but the first are predicted.
+
+    The tokens after the last whole window, fewer than its number of predictions, are not used.
+
+    Args:
+      tokens: integers ``[num_tokens]``.
+      sequence_length: number of predictions a window holds, at least 1.
+
+    Example:
+      >>> Windows(np.arange(9), 4).read(np.array([1]), np.zeros((1, 3)))["tokens"]
+      array([[4, 5, 6, 7, 8]], dtype=int32)
+    """
+
+    def __init__(self, tokens: np.ndarray, sequence_length: int) -> None:
+        stream.check_sizes(sequence_length=sequence_length)
+        self._tokens, self._sequence_length = tokens, sequence_length
+
+    def __len__(self) -> int:
+        return max(len(self._tokens) - 1, 0) // self._sequence_length
+
+    def read(self, numbers: np.ndarray, keys: np.ndarray) -> Batch:
+        """Returns ``{"tokens": int32 [rows, sequence_length + 1]}``; nothing is random."""
+        del keys
+        out = np.empty((len(numbers), self._sequence_length + 1), np.int32)
+        for row, start in enumerate(numbers.astype(np.int64) * self._sequence_length):
+            out[row] = self._tokens[start : start + self._sequence_length + 1]
+        return {"tokens": out}
 
 
 def batches(
-    tokens: np.ndarray,
-    *,
-    sequence_length: int,
-    batch_size: int,
-    seed: int,
-    rows: Sequence[int] | np.ndarray | None = None,
+    tokens: np.ndarray, *, sequence_length: int, batch_size: int, seed: int, rows: Rows = None
 ) -> grain.DatasetIterator[Batch]:
-    """Yields shuffled windows of the text without end.
-
-    The text is cut into windows of ``sequence_length + 1`` tokens that overlap by one, so every
-    token but the first is predicted once an epoch. Each epoch visits all windows in a new order,
-    which depends on ``seed`` and the epoch only. The tokens after the last whole window (fewer than
-    ``sequence_length``) are not used.
+    """Yields shuffled `Windows` of the text without end.
 
     Args:
       tokens: integers ``[num_tokens]``.
       sequence_length: number of predictions a window holds, at least 1.
       batch_size: windows in the whole batch, over all processes, at least 1.
       seed: decides the order, at least 0.
-      rows: indices, in ``[0, batch_size)``, of the rows of the whole batch that this process wants;
-        all by default.
+      rows: rows of the whole batch that this process wants; all by default.
 
     Returns:
-      An iterator of ``{"tokens": int32 [len(rows), sequence_length + 1]}``. ``get_state()`` is a
-      small dict for JSON and ``set_state()`` continues there at once, to the bit; the state counts
-      whole batches, so it stays valid when the number of processes changes.
+      An iterator of ``{"tokens": int32 [len(rows), sequence_length + 1]}`` as `stream.batches`
+      describes it.
 
     Raises:
       ValueError: the text is shorter than one window, or a row or size is out of range.
 
     Example:
-      >>> stream = batches(np.arange(100), sequence_length=8, batch_size=4, seed=0)
-      >>> next(stream)["tokens"].shape
+      >>> windows = batches(np.arange(100), sequence_length=8, batch_size=4, seed=0)
+      >>> next(windows)["tokens"].shape
       (4, 9)
     """
-    _check_sizes(sequence_length=sequence_length, batch_size=batch_size)
-    if seed < 0:
-        raise ValueError(f"train.seed={seed}: must be at least 0. Nearest valid: 0.")
-    num_windows = (len(tokens) - 1) // sequence_length
-    if num_windows < 1:
+    stream.check_sizes(sequence_length=sequence_length, batch_size=batch_size)
+    windows = Windows(tokens, sequence_length)
+    if not len(windows):
         raise ValueError(
             f"data.sequence_length={sequence_length} does not fit the training text of "
             f"{len(tokens)} tokens: one window needs sequence_length + 1 of them. "
             f"Nearest valid: {max(len(tokens) - 1, 0)}."
         )
-    chosen = _check_rows(rows, batch_size)
-
-    def read(windows: np.ndarray) -> Batch:
-        return _read_windows(tokens, windows[chosen], sequence_length)
-
-    # Window numbers are shuffled and batched, not windows: a process reads its own rows only.
-    dataset = grain.MapDataset.range(num_windows).seed(seed).shuffle().repeat().batch(batch_size)
-    # Memory-mapped reads are far faster than a training step: no reader threads.
-    options = grain.ReadOptions(num_threads=0, prefetch_buffer_size=0)
-    return iter(dataset.map(read).to_iter_dataset(options))
+    return stream.batches(windows, batch_size=batch_size, seed=seed, rows=rows)
 
 
 def heldout_batches(
@@ -269,7 +253,7 @@ def heldout_batches(
     sequence_length: int,
     batch_size: int,
     num_batches: int,
-    rows: Sequence[int] | np.ndarray | None = None,
+    rows: Rows = None,
 ) -> Iterator[Batch]:
     """Yields the same windows, spread evenly over the held-out text, each time it is called.
 
@@ -278,7 +262,7 @@ def heldout_batches(
       sequence_length: number of predictions a window holds, at least 1.
       batch_size: windows in the whole batch, over all processes, at least 1.
       num_batches: batches to yield, at least 1.
-      rows: indices, in ``[0, batch_size)``, of the rows this process wants; all by default.
+      rows: rows of the whole batch that this process wants; all by default.
 
     Returns:
       An iterator of ``num_batches`` times ``{"tokens": int32 [len(rows), sequence_length + 1]}``;
@@ -287,25 +271,26 @@ def heldout_batches(
     Raises:
       ValueError: the text holds fewer windows than asked for, or a row or size is out of range.
     """
-    _check_sizes(sequence_length=sequence_length, batch_size=batch_size, num_batches=num_batches)
-    chosen = _check_rows(rows, batch_size)
-    num_windows = max(len(tokens) - 1, 0) // sequence_length
+    stream.check_sizes(
+        sequence_length=sequence_length, batch_size=batch_size, num_batches=num_batches
+    )
+    windows = Windows(tokens, sequence_length)
     needed = num_batches * batch_size
-    if num_windows < needed:
-        nearest = [f"{num_windows // batch_size} batches"] if num_windows >= batch_size else []
+    if len(windows) < needed:
+        nearest = []
+        if len(windows) >= batch_size:
+            nearest.append(f"{len(windows) // batch_size} batches")
         if len(tokens) > needed:
             nearest.append(f"sequence_length={(len(tokens) - 1) // needed}")
         remedy = f"Nearest valid: {' or '.join(nearest)}. " if nearest else ""
         raise ValueError(
             f"The held-out text is too short: {num_batches} batches x {batch_size} rows need "
             f"{needed} windows of data.sequence_length={sequence_length} + 1 tokens, its "
-            f"{len(tokens)} tokens give {num_windows}. "
+            f"{len(tokens)} tokens give {len(windows)}. "
             f"{remedy}Or prepare more held-out text with a larger --heldout-fraction."
         )
-    windows = np.arange(needed, dtype=np.int64) * num_windows // needed
-    return (
-        _read_windows(tokens, batch[chosen], sequence_length)
-        for batch in windows.reshape(num_batches, batch_size)
+    return stream.heldout_batches(
+        windows, batch_size=batch_size, num_batches=num_batches, rows=rows
     )
 
 
@@ -331,13 +316,14 @@ def unigram_loss(train_tokens: np.ndarray, heldout_tokens: np.ndarray, vocab_siz
     """
     if len(heldout_tokens) == 0:
         raise ValueError("heldout_tokens is empty: there is nothing to predict.")
-    train_counts = _count(train_tokens, vocab_size, "train_tokens")
-    heldout_counts = _count(heldout_tokens, vocab_size, "heldout_tokens")
+    train_counts = count_tokens(train_tokens, vocab_size, "train_tokens")
+    heldout_counts = count_tokens(heldout_tokens, vocab_size, "heldout_tokens")
     log_p = np.log(train_counts + 1.0) - np.log(len(train_tokens) + vocab_size)
     return float(-(heldout_counts @ log_p) / len(heldout_tokens))
 
 
-def _count(tokens: np.ndarray, vocab_size: int, name: str) -> np.ndarray:
+def count_tokens(tokens: np.ndarray, vocab_size: int, name: str) -> np.ndarray:
+    """Counts how often each token comes, int64 ``[vocab_size]``; ``name`` is for the message."""
     counts = np.zeros(vocab_size, np.int64)
     for start in range(0, len(tokens), _COUNT_BLOCK):
         block = np.asarray(tokens[start : start + _COUNT_BLOCK], dtype=np.int64)
@@ -348,28 +334,3 @@ def _count(tokens: np.ndarray, vocab_size: int, name: str) -> np.ndarray:
             )
         counts += np.bincount(block, minlength=vocab_size)
     return counts
-
-
-def _read_windows(tokens: np.ndarray, windows: np.ndarray, sequence_length: int) -> Batch:
-    starts = windows.astype(np.int64) * sequence_length
-    out = np.empty((len(starts), sequence_length + 1), np.int32)
-    for row, start in enumerate(starts):
-        out[row] = tokens[start : start + sequence_length + 1]
-    return {"tokens": out}
-
-
-def _check_sizes(**sizes: int) -> None:
-    wrong = [f"{name}={value}" for name, value in sizes.items() if value < 1]
-    if wrong:
-        raise ValueError(f"{', '.join(wrong)}: must be at least 1. Nearest valid: 1.")
-
-
-def _check_rows(rows: Sequence[int] | np.ndarray | None, batch_size: int) -> np.ndarray:
-    chosen = np.arange(batch_size) if rows is None else np.asarray(rows, dtype=np.int64)
-    outside = chosen[(chosen < 0) | (chosen >= batch_size)]
-    if outside.size:
-        raise ValueError(
-            f"rows={outside.tolist()} are outside batch_size={batch_size}. "
-            f"Valid: 0 to {batch_size - 1}."
-        )
-    return chosen

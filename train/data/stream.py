@@ -1,0 +1,130 @@
+"""Batches of numbered examples: shuffled without end with exact resume, or a fixed held-out few."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Protocol
+
+import grain
+import numpy as np
+
+Batch = dict[str, np.ndarray]
+Rows = Sequence[int] | np.ndarray | None
+
+
+class Examples(Protocol):
+    """Numbered examples of one side of the data, read a batch at a time."""
+
+    def __len__(self) -> int:
+        """How many there are."""
+        ...
+
+    def read(self, numbers: np.ndarray, keys: np.ndarray) -> Batch:
+        """Reads some of them.
+
+        Args:
+          numbers: int64 ``[rows]``, each below ``len(self)``.
+          keys: int64 ``[rows, 3]``, the (seed, step, row) of each. Whatever is drawn at random for
+            a row depends on its key only: the same run draws the same on any number of processes.
+
+        Returns:
+          Arrays with a leading dimension of ``rows``.
+        """
+        ...
+
+
+def batches(
+    examples: Examples, *, batch_size: int, seed: int, rows: Rows = None
+) -> grain.DatasetIterator[Batch]:
+    """Yields shuffled batches without end.
+
+    Each epoch visits all examples in a new order, which depends on ``seed`` and the epoch only.
+
+    Args:
+      examples: what to read.
+      batch_size: rows of the whole batch, over all processes, at least 1.
+      seed: decides the order and what is drawn at random, at least 0.
+      rows: indices, in ``[0, batch_size)``, of the rows of the whole batch that this process wants;
+        all by default.
+
+    Returns:
+      An iterator. ``get_state()`` is a small dict for JSON and ``set_state()`` continues there at
+      once, to the bit; the state counts whole batches, so it stays valid when the number of
+      processes changes.
+
+    Raises:
+      ValueError: there are no examples, or a row or size is out of range.
+    """
+    check_sizes(batch_size=batch_size)
+    if seed < 0:
+        raise ValueError(f"train.seed={seed}: must be at least 0. Nearest valid: 0.")
+    if len(examples) == 0:
+        raise ValueError("There are no examples to train on.")
+    chosen = check_rows(rows, batch_size)
+
+    def read(step: int, numbers: np.ndarray) -> Batch:
+        return examples.read(numbers[chosen], _keys(seed, step, chosen))
+
+    # Numbers are shuffled and batched, not examples: a process reads its own rows only.
+    numbers = grain.MapDataset.range(len(examples)).seed(seed).shuffle().repeat().batch(batch_size)
+    # Reads from memory are far faster than a training step: no reader threads.
+    options = grain.ReadOptions(num_threads=0, prefetch_buffer_size=0)
+    return iter(numbers.map_with_index(read).to_iter_dataset(options))
+
+
+def heldout_batches(
+    examples: Examples, *, batch_size: int, num_batches: int, rows: Rows = None
+) -> Iterator[Batch]:
+    """Yields the same examples, spread evenly over all, each time it is called.
+
+    Args:
+      examples: what to read.
+      batch_size: rows of the whole batch, over all processes, at least 1.
+      num_batches: batches to yield, at least 1.
+      rows: indices, in ``[0, batch_size)``, of the rows this process wants; all by default.
+
+    Returns:
+      An iterator of ``num_batches`` batches; no example comes twice.
+
+    Raises:
+      ValueError: there are fewer examples than asked for, or a row or size is out of range.
+    """
+    check_sizes(batch_size=batch_size, num_batches=num_batches)
+    chosen = check_rows(rows, batch_size)
+    needed = num_batches * batch_size
+    if len(examples) < needed:
+        fitting = len(examples) // batch_size
+        nearest = f"train.eval_batches={fitting}" if fitting else f"batch_size={len(examples)}"
+        raise ValueError(
+            f"There are too few held-out examples: train.eval_batches={num_batches} x "
+            f"train.batch_size={batch_size} need {needed}, there are {len(examples)}. "
+            f"Nearest valid: {nearest}. Or prepare more with a larger --heldout-fraction."
+        )
+    numbers = np.arange(needed, dtype=np.int64) * len(examples) // needed
+    return (
+        examples.read(batch[chosen], _keys(0, step, chosen))
+        for step, batch in enumerate(numbers.reshape(num_batches, batch_size))
+    )
+
+
+def check_sizes(**sizes: int) -> None:
+    """Raises ValueError unless every size is at least 1."""
+    wrong = [f"{name}={value}" for name, value in sizes.items() if value < 1]
+    if wrong:
+        raise ValueError(f"{', '.join(wrong)}: must be at least 1. Nearest valid: 1.")
+
+
+def check_rows(rows: Rows, batch_size: int) -> np.ndarray:
+    """Returns the rows as int64, all of them for None; raises ValueError if one is outside."""
+    chosen = np.arange(batch_size) if rows is None else np.asarray(rows, dtype=np.int64)
+    outside = chosen[(chosen < 0) | (chosen >= batch_size)]
+    if outside.size:
+        raise ValueError(
+            f"rows={outside.tolist()} are outside batch_size={batch_size}. "
+            f"Valid: 0 to {batch_size - 1}."
+        )
+    return chosen
+
+
+def _keys(seed: int, step: int, rows: np.ndarray) -> np.ndarray:
+    return np.stack([np.full_like(rows, seed), np.full_like(rows, step), rows], axis=1)

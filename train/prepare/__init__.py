@@ -1,0 +1,1 @@
+"""``python -m train.prepare [text | images | translation]``: writes data to train on."""

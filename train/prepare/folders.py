@@ -1,0 +1,209 @@
+"""Writing a data folder: whole or not at all, never over something else."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import fcntl
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Any, Protocol, TypeVar
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from train.data.folder import META_FILE
+
+
+class Options(Protocol):
+    """What the options of every kind have."""
+
+    @property
+    def out(self) -> Path:
+        """Folder to write."""
+        ...
+
+    @property
+    def force(self) -> bool:
+        """Replace data that was prepared with other settings."""
+        ...
+
+    def settings(self) -> dict[str, Any]:
+        """Returns the options that decide the content, as ``meta.json`` stores them."""
+        ...
+
+
+class Meta(Protocol):
+    """What the ``meta.json`` of every kind has."""
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """The options it was prepared with."""
+        ...
+
+
+OptionsT = TypeVar("OptionsT", bound=Options)
+MetaT = TypeVar("MetaT", bound=Meta)
+
+
+def existing(
+    options: OptionsT,
+    *,
+    files: frozenset[str],
+    read_meta: Callable[[Path], MetaT],
+    check_whole: Callable[[OptionsT, MetaT], object],
+    console: Console,
+) -> MetaT | None:
+    """Returns what ``options.out`` holds if it can stay, and None if it is to be written.
+
+    Args:
+      options: where to write.
+      files: names of the files that a folder of this kind holds.
+      read_meta: reads ``meta.json``; raises ValueError if it cannot.
+      check_whole: raises ValueError unless the other files are those of ``meta.json``.
+      console: where to report.
+
+    Raises:
+      ValueError: the folder holds something else, or data of other settings.
+    """
+    out = options.out
+    if not out.exists():
+        return None
+    if not out.is_dir():
+        raise ValueError(f"--out={out} is a file. Name a new folder, or one prepared before.")
+    foreign = sorted({path.name for path in out.iterdir()} - files)
+    if foreign:
+        raise ValueError(
+            f"--out={out} holds other files ({', '.join(foreign[:3])}), which would be lost. "
+            f"Name a new folder."
+        )
+    if options.force or not any(out.iterdir()):
+        return None
+    try:
+        meta = read_meta(out)
+        # Before the other files are looked at: damaged data of other settings is not replaced.
+        problem = _other_settings(options, meta)
+        if not problem:
+            check_whole(options, meta)
+            return meta
+    except ValueError as error:
+        say(console, f"{out} is not whole and is prepared again: {error}")
+        return None
+    raise ValueError(problem)
+
+
+def _other_settings(options: Options, meta: Meta) -> str:
+    different = [
+        f"{key} is {meta.settings.get(key)!r} there and {value!r} here"
+        for key, value in options.settings().items()
+        if meta.settings.get(key) != value
+    ]
+    if not different:
+        return ""
+    return (
+        f"--out={options.out} was prepared with other settings ({'; '.join(different)}). "
+        f"Use the same ones, another --out, or --force to replace it."
+    )
+
+
+def name_hash(purpose: str, name: str) -> int:
+    """Returns 64 bits of a name; one ``purpose`` tells nothing about another."""
+    digest = hashlib.sha256(f"{purpose}:{name}".encode("utf-8", "surrogateescape")).digest()
+    return int.from_bytes(digest[:8], "big")
+
+
+def is_heldout(name: str, fraction: float) -> bool:
+    """Whether a name belongs to the held-out side, whatever the other names are."""
+    return name_hash("split", name) < fraction * 2**64
+
+
+def heldout_problem(fraction: float) -> list[str]:
+    """Says what is wrong with ``--heldout-fraction``; nothing if it is right."""
+    if 0 < fraction < 1:
+        return []
+    return [f"--heldout-fraction={fraction:g} must lie between 0 and 1, for example 0.05."]
+
+
+def digest(parts: Iterable[str | bytes]) -> str:
+    """Returns the hex SHA-256 of some texts or bytes, their borders included."""
+    result = hashlib.sha256()
+    for part in parts:
+        data = part.encode("utf-8", "surrogateescape") if isinstance(part, str) else part
+        result.update(len(data).to_bytes(8, "little") + data)
+    return result.hexdigest()
+
+
+def write_meta(folder: Path, kind: str, meta: Any) -> None:
+    """Writes a dataclass as ``meta.json``."""
+    fields = {"kind": kind} | dataclasses.asdict(meta)
+    write_text(folder / META_FILE, json.dumps(fields, indent=2) + "\n")
+
+
+def write_text(path: Path, text: str) -> None:
+    """Writes a file and waits until it is on disk."""
+    with path.open("w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def say(console: Console, text: str) -> None:
+    """Prints a line as it is: no line breaks inside, and brackets are not colours."""
+    console.print(text, soft_wrap=True, markup=False, highlight=False)
+
+
+def progress_bar(console: Console) -> Progress:
+    """Returns bars for what takes a while."""
+    return Progress(
+        TextColumn("{task.description:<16}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        console=console,
+    )
+
+
+@contextlib.contextmanager
+def appearing(out: Path) -> Iterator[Path]:
+    """Yields a hidden folder that becomes ``out`` if the body succeeds and vanishes if it fails."""
+    out = out.resolve()
+    parent = out.parent
+    parent.mkdir(parents=True, exist_ok=True)
+    prefix = f".{out.name}.partial-"
+    for path in [path for path in parent.iterdir() if path.name.startswith(prefix)]:
+        # The lock of a killed process is gone with it: what can be locked belongs to nobody.
+        with contextlib.suppress(OSError), _locked(path):
+            shutil.rmtree(path)
+    partial = parent / f"{prefix}{os.getpid()}"
+    partial.mkdir()
+    with _locked(partial):
+        try:
+            yield partial
+            _replace(partial, out)
+        finally:
+            shutil.rmtree(partial, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def _replace(new: Path, out: Path) -> None:
+    """Renames ``new`` to ``out``; an old folder steps aside first, as only empty ones give way."""
+    if not out.exists():
+        new.rename(out)
+        return
+    old = new.with_name(f"{new.name}-old")
+    out.rename(old)
+    new.rename(out)
+    shutil.rmtree(old)

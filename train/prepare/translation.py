@@ -1,0 +1,286 @@
+"""Sentence pairs to translate: ``python -m train.prepare translation --out data/django-de``.
+
+The pairs are the messages of Django's user interface, whose catalogues ship with its package, or of
+any folder of catalogues. The result depends on the catalogues and the options only.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import hashlib
+import json
+import re
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from tokenizers import Tokenizer
+
+from train.data.folder import META_FILE, TOKENIZER_FILE, require
+from train.data.translation import (
+    HELDOUT_FILE,
+    KIND,
+    SPECIAL_TOKENS,
+    TRAIN_FILE,
+    Pair,
+    TranslationMeta,
+    encode_sources,
+    encode_targets,
+    language_token,
+    read_meta,
+)
+from train.prepare import catalogues, folders
+from train.tokenizer import train_tokenizer
+
+_FILES = frozenset({TRAIN_FILE, HELDOUT_FILE, TOKENIZER_FILE, META_FILE})
+_NUM_BYTES = 256
+
+
+@dataclasses.dataclass(frozen=True)
+class TranslationOptions:
+    """Turns message catalogues into sentence pairs and a tokenizer that both languages share."""
+
+    out: Path
+    """Folder to write."""
+    locales: tuple[str, ...] = ("de",)
+    """Languages to translate to, as the catalogues' folders are named."""
+    catalogues: Path | None = None
+    """Folder with LOCALE/LC_MESSAGES/*.po somewhere below it; by default that of Django."""
+    vocab_size: int = 2048
+    """Tokens the tokenizer may learn, at least 259 and one a locale."""
+    max_length: int = 64
+    """Most tokens of a source and of a target, special ones included; longer ones are left out."""
+    heldout_fraction: float = 0.1
+    """Share of the sources that is only evaluated on, between 0 and 1."""
+    force: bool = False
+    """Replace data that was prepared with other settings."""
+
+    def settings(self) -> dict[str, Any]:
+        """Returns the options that decide the content, as ``meta.json`` stores them."""
+        return {
+            "catalogues": "django" if self.catalogues is None else str(self.catalogues.resolve()),
+            "locales": list(self.locales),
+            "vocab_size": self.vocab_size,
+            "max_length": self.max_length,
+            "heldout_fraction": self.heldout_fraction,
+        }
+
+
+def prepare(options: TranslationOptions, *, console: Console | None = None) -> TranslationMeta:
+    """Writes the data folder, or leaves it alone when it is already there and whole.
+
+    Args:
+      options: what to read and where to write.
+      console: where to report; standard output by default.
+
+    Returns:
+      What the folder holds.
+
+    Raises:
+      ValueError: an option is out of range, a package is not installed, a catalogue is missing or
+        malformed, or ``options.out`` holds something else.
+      OSError: the folder cannot be written.
+    """
+    console = console or Console()
+    _check_options(options)
+    existing = folders.existing(
+        options,
+        files=_FILES,
+        read_meta=read_meta,
+        check_whole=lambda options, meta: None,  # reading the meta compares every digest
+        console=console,
+    )
+    if existing is not None:
+        folders.say(console, f"{options.out} is already prepared with these settings.")
+        return existing
+    pairs, skipped = collect_pairs(options)
+    train, heldout = split_pairs(pairs, heldout_fraction=options.heldout_fraction)
+    with folders.progress_bar(console) as progress:
+        tokenizer = train_tokenizer(
+            # A source is learnt from once, however many languages it is translated to.
+            [*dict.fromkeys(pair.source for pair in train), *(pair.target for pair in train)],
+            vocab_size=options.vocab_size,
+            progress=progress,
+            special_tokens=[*SPECIAL_TOKENS, *map(language_token, options.locales)],
+            add_prefix_space=True,
+        )
+    train, heldout = (
+        _short_pairs(tokenizer, side, options.max_length, skipped) for side in (train, heldout)
+    )
+    if not (train and heldout):
+        raise ValueError(
+            f"{len(train)} pairs to train on and {len(heldout)} held out are left: both need one. "
+            f"Raise --max-length={options.max_length}, change --heldout-fraction="
+            f"{options.heldout_fraction:g}, or add --locales."
+        )
+    for reason, count in sorted(skipped.items()):
+        if count:
+            folders.say(console, f"messages left out ({reason}): {count}")
+    meta = _write(options, tokenizer, train, heldout)
+    folders.say(
+        console,
+        f"{options.out}: {meta.train} train and {meta.heldout} held-out pairs from English to "
+        f"{', '.join(options.locales)}, vocabulary {meta.vocab_size}, up to {meta.source_length} "
+        f"source and {meta.target_length} target tokens",
+    )
+    return meta
+
+
+def collect_pairs(options: TranslationOptions) -> tuple[list[Pair], Counter[str]]:
+    """Reads the pairs of all locales, cleaned, one translation of each source a locale.
+
+    Args:
+      options: names the catalogues and the locales.
+
+    Returns:
+      The pairs in the order of the locales and catalogues, and how many messages were left out for
+      which reason.
+
+    Raises:
+      ValueError: a locale has no catalogue, a catalogue is malformed, or a package is missing.
+    """
+    root = options.catalogues
+    if root is None:
+        django = require("django", extra="translation", needed_by="Translating Django's messages")
+        root = Path(django.__file__).parent
+    paths = {locale: catalogues.find(root, locale) for locale in options.locales}
+    missing = [locale for locale, found in paths.items() if not found]
+    if missing:
+        raise ValueError(_no_catalogue(root, missing))
+    skipped: Counter[str] = Counter()
+    pairs = [
+        pair
+        for locale, found in paths.items()
+        for path in found
+        for pair in catalogues.read(path, locale, skipped)
+    ]
+    return catalogues.most_frequent(pairs, skipped), skipped
+
+
+def split_pairs(pairs: Sequence[Pair], *, heldout_fraction: float) -> tuple[list[Pair], list[Pair]]:
+    """Splits pairs by a hash of their source, so that no source is on both sides.
+
+    Sources that differ in case, punctuation, placeholders or a plural's ending alone count as one,
+    in all languages; a source keeps its side when others come.
+
+    Args:
+      pairs: any number.
+      heldout_fraction: share of the sources to hold out, between 0 and 1.
+
+    Returns:
+      The pairs to train on and the held-out ones.
+    """
+    train: list[Pair] = []
+    heldout: list[Pair] = []
+    for pair in pairs:
+        is_heldout = folders.is_heldout(source_key(pair.source), heldout_fraction)
+        (heldout if is_heldout else train).append(pair)
+    return train, heldout
+
+
+def source_key(source: str) -> str:
+    """Reduces a source to what tells it from others: its words, without endings in -s.
+
+    Example:
+      >>> source_key("{0} selected errors:") == source_key("Selected error")
+      True
+    """
+    words = re.findall(r"[^\W\d_]+", source.casefold())
+    return " ".join(word.removesuffix("s") for word in words)
+
+
+def _short_pairs(
+    tokenizer: Tokenizer, pairs: Sequence[Pair], max_length: int, skipped: Counter[str]
+) -> list[Pair]:
+    sources, targets = _encode(tokenizer, pairs)
+    short = [
+        pair
+        for pair, source, target in zip(pairs, sources, targets, strict=True)
+        if max(len(source), len(target)) <= max_length
+    ]
+    skipped["longer than --max-length"] += len(pairs) - len(short)
+    return short
+
+
+def _encode(tokenizer: Tokenizer, pairs: Sequence[Pair]) -> tuple[list[list[int]], list[list[int]]]:
+    locales = [pair.locale for pair in pairs]
+    sources = encode_sources(tokenizer, [pair.source for pair in pairs], locales=locales)
+    return sources, encode_targets(tokenizer, [pair.target for pair in pairs])
+
+
+def _write(
+    options: TranslationOptions,
+    tokenizer: Tokenizer,
+    train: Sequence[Pair],
+    heldout: Sequence[Pair],
+) -> TranslationMeta:
+    sources, targets = _encode(tokenizer, [*train, *heldout])
+    texts = {
+        TOKENIZER_FILE: tokenizer.to_str(),
+        TRAIN_FILE: _lines(train),
+        HELDOUT_FILE: _lines(heldout),
+    }
+    digests = {name: hashlib.sha256(text.encode()).hexdigest() for name, text in texts.items()}
+    meta = TranslationMeta(
+        vocab_size=tokenizer.get_vocab_size(),
+        source_length=max(map(len, sources)),
+        target_length=max(map(len, targets)) - 1,  # <s> is not predicted
+        train=len(train),
+        heldout=len(heldout),
+        tokenizer_sha256=digests.pop(TOKENIZER_FILE),
+        pairs_sha256=digests,
+        settings=options.settings(),
+    )
+    with folders.appearing(options.out) as folder:
+        for name, text in texts.items():
+            folders.write_text(folder / name, text)
+        folders.write_meta(folder, KIND, meta)
+    return meta
+
+
+def _lines(pairs: Sequence[Pair]) -> str:
+    fields = map(dataclasses.asdict, pairs)
+    return "".join(json.dumps(field, ensure_ascii=False) + "\n" for field in fields)
+
+
+def _check_options(options: TranslationOptions) -> None:
+    problems = folders.heldout_problem(options.heldout_fraction)
+    smallest = _NUM_BYTES + len(SPECIAL_TOKENS) + len(options.locales)
+    if options.vocab_size < smallest:
+        problems.append(
+            f"--vocab-size={options.vocab_size} is too small: {_NUM_BYTES} bytes, "
+            f"{', '.join(SPECIAL_TOKENS)} and every locale need a token each. "
+            f"Nearest valid: {smallest}."
+        )
+    if options.max_length < 4:
+        problems.append(
+            f"--max-length={options.max_length} leaves no room for text beside two special tokens. "
+            f"Nearest valid: 4."
+        )
+    if not options.locales or len(set(options.locales)) < len(options.locales):
+        problems.append(
+            f"--locales={' '.join(options.locales)} must name at least one language, none twice."
+        )
+    if options.catalogues is not None and not options.catalogues.is_dir():
+        problems.append(f"--catalogues={options.catalogues} is not a folder.")
+    if problems:
+        raise ValueError("\n".join(problems))
+
+
+def _no_catalogue(root: Path, missing: Sequence[str]) -> str:
+    known = catalogues.locales(root)
+    if not known:
+        return f"--catalogues={root} holds no LOCALE/LC_MESSAGES/*.po at any depth."
+    near = {
+        name: None
+        for locale in missing
+        for name in difflib.get_close_matches(locale, known, n=2, cutoff=0.5)
+    }
+    nearest = ", ".join(near or [name for name, _ in known.most_common(8)])
+    return (
+        f"--locales={' '.join(missing)}: there is no catalogue of it below {root}. "
+        f"Nearest valid: {nearest}."
+    )
