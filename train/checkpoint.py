@@ -13,7 +13,7 @@ from typing import Any
 import orbax.checkpoint as ocp
 from orbax.checkpoint import checkpoint_managers
 
-from train.config import Config, ModelConfig
+from train.config import Config
 from train.errors import Failure
 from train.step import State
 
@@ -135,40 +135,50 @@ class Checkpoints:
         return State(**restored[_STATE]), restored[_DATA]
 
 
-def describe(config: Config, *, tokenizer_sha256: str) -> dict[str, Any]:
-    """What a checkpoint says about its run: the whole configuration, and a digest of its tokenizer.
+def describe(config: Config, *, data_sha256: str) -> dict[str, Any]:
+    """What a checkpoint says about its run: the whole configuration, and a digest of its data.
 
     Args:
       config: of the run.
-      tokenizer_sha256: from the data folder.
+      data_sha256: digest of the tokenizer, or of the data where there is none.
     """
-    return {"config": config.model_dump(), "tokenizer_sha256": tokenizer_sha256}
+    return {"config": config.model_dump(), "data_sha256": data_sha256}
 
 
-def other_model(saved: dict[str, Any], config: Config, *, tokenizer_sha256: str) -> list[Failure]:
+def other_model(saved: dict[str, Any], config: Config, *, data_sha256: str) -> list[Failure]:
     """Why a checkpoint cannot be continued with this configuration; empty if it can.
 
     Args:
       saved: from `Checkpoints.read_run`.
       config: of the run that wants to continue it.
-      tokenizer_sha256: of the data it would train on.
+      data_sha256: of the data it would train on.
     """
-    before, now = saved["config"]["model"], config.model.model_dump()
+    section, task = config.section, saved["config"]["task"]
+    if task != config.task:
+        return [
+            Failure(
+                f"task={config.task} is not that of the checkpoint in run_dir={config.run_dir}. "
+                f"Nearest valid: {task}, or another --run-dir.",
+                ("task",),
+            )
+        ]
+    before, now = saved["config"][section], getattr(config, section).model_dump()
     failures = [
         Failure(
-            f"model.{name}={now[name]} is not the model of the checkpoint in run_dir="
-            f"{config.run_dir}: it has model.{name}={before.get(name)}. Nearest valid: "
+            f"{section}.{name}={now[name]} is not the model of the checkpoint in run_dir="
+            f"{config.run_dir}: it has {section}.{name}={before.get(name)}. Nearest valid: "
             f"{before.get(name)}, or another --run-dir.",
-            (f"model.{name}",),
+            (f"{section}.{name}",),
         )
-        for name in ModelConfig.model_fields
-        # Dropout has no weights: it may change from one part of a run to the next.
-        if name != "dropout" and before.get(name) != now[name]
+        for name in now
+        # Neither has weights: they may change from one part of a run to the next.
+        if name not in ("dropout", "label_smoothing") and before.get(name) != now[name]
     ]
-    if saved["tokenizer_sha256"] != tokenizer_sha256:
+    if saved["data_sha256"] != data_sha256:
+        what = "other images" if config.task == "resnet" else "another tokenizer"
         failures.append(
             Failure(
-                f"data.path={config.data.path} has another tokenizer than the checkpoint in "
+                f"data.path={config.data.path} has {what} than the checkpoint in "
                 f"run_dir={config.run_dir} was trained with. Nearest valid: data.path="
                 f"{saved['config']['data']['path']}, or another --run-dir.",
                 ("data.path",),
@@ -198,4 +208,5 @@ def _held_out(metrics: dict[str, float]) -> float:
 
 
 def _as_dict(state: State) -> dict[str, Any]:
-    return {"params": state.params, "optimizer": state.optimizer}
+    kept = {"params": state.params, "optimizer": state.optimizer}
+    return kept if state.layers is None else kept | {"layers": state.layers}

@@ -13,17 +13,28 @@ import tempfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 
-from train import data, schedule
+from train import schedule
 from train.config import Config, Range, Section
+from train.data.folder import prepare_hint
 from train.errors import Failure
 
 CONFIG_FILE = "config.yaml"
 METRICS_FILE = "metrics.jsonl"
 CHECKPOINTS = "checkpoints"
 SCHEDULE_FILE = "schedule.svg"
-SAMPLE_FILE = "sample.txt"
 TENSORBOARD = "tensorboard"
-RUN_FILES = (CONFIG_FILE, METRICS_FILE, CHECKPOINTS, SCHEDULE_FILE, SAMPLE_FILE, TENSORBOARD)
+SAMPLE_FILE, TRANSLATIONS_FILE = "sample.txt", "translations.tsv"
+_FILES = (CONFIG_FILE, METRICS_FILE, CHECKPOINTS, SCHEDULE_FILE, TENSORBOARD)
+RUN_FILES = (*_FILES, SAMPLE_FILE, TRANSLATIONS_FILE)
+
+_DATA_KINDS = {"gpt": "text", "bert": "text", "resnet": "images", "transformer": "translation"}
+_DEPTHS = {
+    "gpt": ("num_layers",),
+    "bert": ("num_layers",),
+    "resnet": ("depth",),
+    "transformer": ("num_encoder_layers", "num_decoder_layers"),
+}
+"""Fields that decide how many layers a task has."""
 
 Rule = Callable[[Config], Iterator[Failure]]
 
@@ -134,13 +145,17 @@ def _schedule(config: Config) -> Iterator[Failure]:
     except ValueError as error:
         # The message names pipeline.schedule, pipeline.chunks and the rest itself.
         yield Failure(str(error).replace("\nNearest", " Nearest"))
-    layers, needed = config.model.num_layers, config.mesh.stage * chunks
+    layers, needed = config.num_layers, config.mesh.stage * chunks
     if layers < needed:
+        fields = [f"{config.section}.{name}" for name in _DEPTHS[config.task]]
+        own = f"{fields[0]}={layers}" if len(fields) == 1 else f"task={config.task}"
+        valid = [f"{fields[0]}={needed}"] if fields[0].endswith("num_layers") else []
+        valid.append(f"mesh.stage={max(layers // chunks, 1)}")
         yield Failure(
-            f"model.num_layers={layers} cannot fill mesh.stage={config.mesh.stage} x "
-            f"pipeline.chunks={chunks}: each of the {needed} chunks needs a layer. Nearest valid: "
-            f"model.num_layers={needed} or mesh.stage={max(layers // chunks, 1)}.",
-            ("model.num_layers", "mesh.stage", "pipeline.chunks"),
+            f"{own} cannot fill mesh.stage={config.mesh.stage} x pipeline.chunks={chunks}: each of "
+            f"the {needed} chunks needs a layer, and there are {layers}. Nearest valid: "
+            f"{' or '.join(valid)}.",
+            (*fields, "mesh.stage", "pipeline.chunks"),
         )
 
 
@@ -181,10 +196,10 @@ def _multiples(value: int, unit: int) -> str:
 
 
 def _model(config: Config) -> Iterator[Failure]:
-    from models.gpt import GPTConfig  # imports jax, which a file with wrong names need not wait for
+    from train import tasks  # imports jax, which a file with wrong names need not wait for
 
     try:
-        GPTConfig(**config.model.model_dump())
+        tasks.make(config)
     except ValueError as error:
         # One line a failure; each names its field.
         for line in str(error).splitlines():
@@ -192,72 +207,20 @@ def _model(config: Config) -> Iterator[Failure]:
 
 
 def _data(config: Config) -> Iterator[Failure]:
+    from train import tasks
+
     folder = Path(config.data.path)
     if not folder.is_dir():
         yield Failure(
-            f"data.path={folder} is not a folder. Prepare it with: python -m train.prepare --out "
-            f"{folder}",
+            f"data.path={folder} is not a folder. {prepare_hint(folder, _DATA_KINDS[config.task])}",
             ("data.path",),
         )
         return
     try:
-        meta = data.read_meta(folder)
-    except ValueError as error:
-        yield Failure(str(error), ("data.path",))
-        meta = None
-    if meta is not None and config.model.vocab_size < meta.vocab_size:
-        yield Failure(
-            f"model.vocab_size={config.model.vocab_size} is smaller than the tokenizer's "
-            f"{meta.vocab_size} tokens (data.path={folder}). Nearest valid: {meta.vocab_size}.",
-            ("model.vocab_size", "data.path"),
-        )
-    rows = {
-        data.TRAIN_FILE: (1, "one row"),
-        data.HELDOUT_FILE: (
-            config.train.eval_batches * config.train.batch_size,
-            f"train.eval_batches={config.train.eval_batches} x train.batch_size="
-            f"{config.train.batch_size} rows",
-        ),
-    }
-    for name, (needed, what) in rows.items():
-        try:
-            tokens = data.read_tokens(folder / name)
-        except ValueError as error:
-            yield Failure(str(error), ("data.path",))
-            continue
-        if meta is not None:
-            yield from _same_length(folder, name, len(tokens), meta)
-        yield from _long_enough(config, name, len(tokens), needed, what)
-
-
-def _same_length(folder: Path, name: str, count: int, meta: data.DataMeta) -> Iterator[Failure]:
-    expected = (meta.train if name == data.TRAIN_FILE else meta.heldout).tokens
-    if count != expected:
-        yield Failure(
-            f"data.path={folder}: {name} holds {count} tokens, but {data.META_FILE} says "
-            f"{expected}: the files are not from one preparation. Prepare the folder again.",
-            ("data.path",),
-        )
-
-
-def _long_enough(
-    config: Config, name: str, count: int, needed: int, what: str
-) -> Iterator[Failure]:
-    length = config.model.sequence_length
-    if length < 1 or (count - 1) // length >= needed:
-        return
-    valid = [f"model.sequence_length={(count - 1) // needed}"] if count > needed else []
-    fields = ["data.path", "model.sequence_length"]
-    if name == data.HELDOUT_FILE:
-        fields += ["train.eval_batches", "train.batch_size"]
-        batches = (count - 1) // length // config.train.batch_size
-        valid += [f"train.eval_batches={batches}"] if batches else []
-    nearest = f"Nearest valid: {' or '.join(valid)}" if valid else "Prepare more text"
-    yield Failure(
-        f"data.path={config.data.path}: the {count} tokens of {name} are too few: {what} of "
-        f"model.sequence_length={length} need {needed * length + 1}. {nearest}.",
-        tuple(fields),
-    )
+        task = tasks.make(config)
+    except ValueError:
+        return  # another rule says why
+    yield from task.data_failures()
 
 
 def _warmup(config: Config) -> Iterator[Failure]:

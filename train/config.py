@@ -53,10 +53,10 @@ class Section(pydantic.BaseModel):
 
 
 class DataConfig(Section):
-    """The text to train on."""
+    """What to train on."""
 
     path: str = "data/stdlib"
-    """Folder that ``python -m train.prepare --out FOLDER`` wrote."""
+    """Folder that ``python -m train.prepare`` wrote."""
 
 
 class ModelConfig(Section):
@@ -94,6 +94,77 @@ class ModelConfig(Section):
     """Base of the rotary wavelengths."""
     norm_epsilon: Positive = 1e-5
     """Added to the variance."""
+
+
+class BERTSection(Section):
+    """The shape of the BERT; see `models.bert.BERTConfig`."""
+
+    vocab_size: int = 2051
+    """Rows of the embedding table; at least the tokenizer's vocabulary and 3 special tokens."""
+    sequence_length: int = 128
+    """Tokens a row, special ones included."""
+    num_layers: int = 8
+    """Encoder layers; at least mesh.stage x pipeline.chunks."""
+    width: int = 128
+    """Size of the residual stream, a multiple of num_heads."""
+    num_heads: int = 4
+    """Attention heads."""
+    mlp_width: int | None = None
+    """Hidden size of the MLP; None for 4 width."""
+    next_sentence: bool = False
+    """Also predict whether the second half of a row follows the first."""
+    dropout: float = 0.0
+    """Probability for the embedding and both residual branches, at least 0 and below 1."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """Compute dtype; weights are float32."""
+
+
+class TransformerSection(Section):
+    """The shape of the encoder-decoder; see `models.transformer.TransformerConfig`."""
+
+    vocab_size: int = 4096
+    """Rows of the table that both languages share; at least the tokenizer's vocabulary."""
+    sequence_length: int = 64
+    """Tokens of the longest source and of the longest target."""
+    num_encoder_layers: int = 4
+    """Encoder layers; with the decoder's at least mesh.stage x pipeline.chunks."""
+    num_decoder_layers: int = 4
+    """Decoder layers."""
+    width: int = 128
+    """Size of the residual streams, a multiple of num_heads."""
+    num_heads: int = 4
+    """Attention heads."""
+    mlp_width: int | None = None
+    """Hidden size of the MLPs; None for 4 width."""
+    dropout: float = 0.1
+    """Probability for embeddings and residual branches, at least 0 and below 1."""
+    label_smoothing: float = 0.1
+    """Share of the target's probability spread over the vocabulary, at least 0 and below 1."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """Compute dtype; weights are float32."""
+
+
+class ResNetSection(Section):
+    """The shape of the ResNet; see `models.resnet.ResNetConfig`."""
+
+    depth: int = 20
+    """Layers with weights: 6 n + 2 (style cifar), or 18, 34, 50, 101, 152 (imagenet)."""
+    num_classes: int = 10
+    """Labels."""
+    style: Literal["cifar", "imagenet"] = "cifar"
+    """3x3 stem for small images, or 7x7 stem with a max pool."""
+    image_size: Count = 8
+    """Height and width of the images."""
+    channels: int = 1
+    """Channels of the images."""
+    width: int | None = None
+    """Channels of the first group of blocks; None for the style's own."""
+    norm: Literal["group", "batch"] = "group"
+    """GroupNorm, or BatchNorm with the statistics of a microbatch."""
+    num_groups: int | None = None
+    """Groups of GroupNorm; None for the largest number that suits."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """Compute dtype; weights are float32."""
 
 
 class MeshConfig(Section):
@@ -180,7 +251,7 @@ class TrainConfig(Section):
 
 
 class SampleConfig(Section):
-    """The text that the trained model writes."""
+    """The text that the trained GPT writes."""
 
     prompt: str = "def "
     """What it continues."""
@@ -215,8 +286,13 @@ class Config(Section):
 
     run_dir: str = "runs/gpt"
     """Folder for the resolved config, metrics, checkpoints, schedule picture and sample."""
+    task: Literal["gpt", "bert", "resnet", "transformer"] = "gpt"
+    """What to train: a GPT (section model), or the family whose section has this name."""
     data: DataConfig = DataConfig()
     model: ModelConfig = ModelConfig()
+    bert: BERTSection = BERTSection()
+    transformer: TransformerSection = TransformerSection()
+    resnet: ResNetSection = ResNetSection()
     mesh: MeshConfig = MeshConfig()
     pipeline: PipelineConfig = PipelineConfig()
     costs: CostsConfig = CostsConfig()
@@ -225,6 +301,24 @@ class Config(Section):
     sample: SampleConfig = SampleConfig()
     distributed: DistributedConfig = DistributedConfig()
     wandb: WandbConfig = WandbConfig()
+
+    @property
+    def section(self) -> str:
+        """Name of the section with the model's shape."""
+        return "model" if self.task == "gpt" else self.task
+
+    @property
+    def num_layers(self) -> int:
+        """Layers of the pipeline, of a model whose numbers may yet be found wrong."""
+        if self.task == "transformer":
+            return self.transformer.num_encoder_layers + self.transformer.num_decoder_layers
+        if self.task == "resnet":
+            if self.resnet.style == "cifar":
+                return 1 + (self.resnet.depth - 2) // 6 * 3
+            from models.resnet import IMAGENET_BLOCKS  # imports jax
+
+            return 1 + sum(IMAGENET_BLOCKS.get(self.resnet.depth, ()))
+        return getattr(self, self.section).num_layers
 
     def flat(self) -> dict[str, Any]:
         """Returns every field's value by its path, such as ``mesh.stage``."""
@@ -243,7 +337,7 @@ class Config(Section):
 
 
 class Command(Config):
-    """Trains a GPT through a pipeline."""
+    """Trains a model through a pipeline."""
 
     config: str | None = None
     """YAML file; the other options override its fields."""

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.experimental import multihost_utils
 from rich.console import Console
@@ -20,11 +19,10 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from jaxpipe.schedule import draw
 from jaxpipe.schedule.simulate import lock_step, simulate
-from models import gpt
-from models.sample import sample
-from train import checkpoint, checks, data, distributed, schedule
+from train import checkpoint, checks, distributed, schedule
 from train.checkpoint import Checkpoints
 from train.config import Config
+from train.data import stream
 from train.errors import ConfigError, Failure, NonFiniteLossError
 from train.metrics import Line, Metrics, memory_bytes, peak_flops
 from train.step import Program, State
@@ -46,10 +44,10 @@ def run(config: Config, *, resume: bool) -> None:
     """
     is_writer = jax.process_index() == 0
     console = Console(quiet=not is_writer)
-    meta = data.read_meta(config.data.path)
     program = Program(config)
+    digest = program.task.data_digest()
     folder = Path(config.run_dir)
-    start = _check_start(config, program, resume=resume, tokenizer=meta.tokenizer_sha256)
+    start = _check_start(config, program, resume=resume, data_sha256=digest)
     _say(console, _headline(program))
     if resume:
         _say(console, f"resuming {folder} at step {start.step}")
@@ -57,7 +55,7 @@ def run(config: Config, *, resume: bool) -> None:
             _say(console, f"changed since: {change}")
     if is_writer:
         prepare_folder(program)
-    describe = checkpoint.describe(config, tokenizer_sha256=meta.tokenizer_sha256)
+    describe = checkpoint.describe(config, data_sha256=digest)
     with (
         Checkpoints(folder / checks.CHECKPOINTS, keep=config.train.keep) as checkpoints,
         Metrics(config, last_step=start.step, is_writer=is_writer) as metrics,
@@ -81,7 +79,7 @@ class Start:
     changes: tuple[str, ...] = ()
 
 
-def _check_start(config: Config, program: Program, *, resume: bool, tokenizer: str) -> Start:
+def _check_start(config: Config, program: Program, *, resume: bool, data_sha256: str) -> Start:
     """Finds the checkpoint to continue; writes nothing."""
     folder = Path(config.run_dir) / checks.CHECKPOINTS
     failures = _disk_failures(config, program)
@@ -91,7 +89,7 @@ def _check_start(config: Config, program: Program, *, resume: bool, tokenizer: s
             step = checkpoints.latest
             if step is not None:
                 saved = checkpoints.read_run(step)
-                failures += checkpoint.other_model(saved, config, tokenizer_sha256=tokenizer)
+                failures += checkpoint.other_model(saved, config, data_sha256=data_sha256)
                 start = Start(step, tuple(checkpoint.changes(saved, config)))
     if start.step > config.train.steps:
         failures.append(
@@ -183,16 +181,12 @@ class Trainer:
         self.checkpoints, self.metrics = checkpoints, metrics
         self.console, self.describe = console, describe
         self.stop = StopRequest()
-        self.tokens = {
-            name: data.read_tokens(Path(self.config.data.path) / name)
-            for name in (data.TRAIN_FILE, data.HELDOUT_FILE)
-        }
+        self.examples, self.heldout = program.task.load()
         self.rows = distributed.local_rows(
             program.pipe.batch_sharding, self.config.train.batch_size
         )
-        self.stream = data.batches(
-            self.tokens[data.TRAIN_FILE],
-            sequence_length=self.config.model.sequence_length,
+        self.stream = stream.batches(
+            self.examples,
             batch_size=self.config.train.batch_size,
             seed=self.config.train.seed,
             rows=self.rows,
@@ -262,19 +256,15 @@ class Trainer:
     def finish(self) -> None:
         """Says how good the model is, and lets it write."""
         eval_loss = self.evaluate() if self.eval_loss is None else self.eval_loss
-        if jax.process_index() == 0:
-            unigram = data.unigram_loss(
-                self.tokens[data.TRAIN_FILE],
-                self.tokens[data.HELDOUT_FILE],
-                self.config.model.vocab_size,
-            )
-            _say(
-                self.console,
-                f"held-out loss {eval_loss:.4f} nats a token; a unigram model of the same tokens: "
-                f"{unigram:.4f}",
-            )
-        if self.config.sample.num_tokens:
-            self._write_sample()
+        # Every process takes part in gathering the weights; the first one says and writes.
+        state = self.program.to_canonical(dataclasses.replace(self.state, optimizer=None))
+        state = multihost_utils.process_allgather(state, tiled=True)
+        if jax.process_index() != 0:
+            return
+        task = self.program.task
+        baseline = task.baseline(self.examples, self.heldout)
+        _say(self.console, f"held-out loss {eval_loss:.4f} nats; {baseline}")
+        _say(self.console, task.report(state.params, state.layers, self.heldout))
 
     def evaluate(self) -> float:
         """Mean loss over the held-out batches, by the same pipeline, forward only."""
@@ -296,22 +286,19 @@ class Trainer:
             eval_loss=self.eval_loss,
         )
 
-    def _global(self, batch: data.Batch) -> Any:
+    def _global(self, batch: stream.Batch) -> Any:
         return distributed.global_batch(
             batch, self.program.pipe.batch_sharding, self.rows, self.config.train.batch_size
         )
 
     def _heldout_loss(self, num_batches: int) -> float:
-        batches = data.heldout_batches(
-            self.tokens[data.HELDOUT_FILE],
-            sequence_length=self.config.model.sequence_length,
+        batches = stream.heldout_batches(
+            self.heldout,
             batch_size=self.config.train.batch_size,
             num_batches=num_batches,
             rows=self.rows,
         )
-        losses = [
-            self.program.eval_loss(self.state.params, self._global(batch)) for batch in batches
-        ]
+        losses = [self.program.eval_loss(self.state, self._global(batch)) for batch in batches]
         loss = float(np.mean([float(loss) for loss in losses]))
         if not math.isfinite(loss):
             raise self._non_finite(self.step, {"held-out loss": loss})
@@ -345,48 +332,25 @@ class Trainer:
         return float(self.program.learning_rate(step - 1))
 
     def _line(self, loss: float, grad_norm: float, seconds_per_step: float) -> Line:
-        shape = self.config.model
-        rate = self.config.train.batch_size * shape.sequence_length / seconds_per_step
-        devices = self.program.mesh.devices
-        peak = peak_flops(devices.flat[0].device_kind, shape.dtype)
-        flops = rate * gpt.flops_per_token(self.program.model_config)
+        task, devices = self.program.task, self.program.mesh.devices
+        rows = self.config.train.batch_size / seconds_per_step
+        dtype = getattr(self.config, self.config.section).dtype
+        peak, flops = peak_flops(devices.flat[0].device_kind, dtype), task.flops_per_row()
         return Line(
             step=self.step,
             num_steps=self.config.train.steps,
             loss=loss,
             grad_norm=grad_norm,
             learning_rate=self._learning_rate(self.step),
-            tokens_per_second=rate,
-            utilisation=None if peak is None else flops / (peak * devices.size),
+            units_per_second=rows * task.units_per_row,
+            unit=task.unit,
+            utilisation=(
+                None if peak is None or flops is None else rows * flops / (peak * devices.size)
+            ),
             bubble=self.bubble,
             memory_bytes=memory_bytes(),
             eval_loss=self.eval_loss,
         )
-
-    def _write_sample(self) -> None:
-        # Every process takes part in gathering the weights; the first one writes.
-        params = self.program.pipe.unplace(self.state.params)
-        params = multihost_utils.process_allgather(params, tiled=True)
-        if jax.process_index() != 0:
-            return
-        settings = self.config.sample
-        tokenizer = data.load_tokenizer(self.config.data.path)
-        end = tokenizer.token_to_id(data.END_OF_TEXT)
-        assert end is not None
-        prompt = tokenizer.encode(settings.prompt).ids or [end]
-        tokens = sample(
-            self.program.model_config,
-            params,
-            jnp.asarray([prompt]),
-            num_tokens=settings.num_tokens,
-            temperature=settings.temperature,
-            top_k=settings.top_k,
-            rng=jax.random.key(self.config.train.seed),
-        )
-        text = settings.prompt + tokenizer.decode(np.asarray(tokens)[0].tolist())
-        path = Path(self.config.run_dir) / checks.SAMPLE_FILE
-        path.write_text(text + "\n", encoding="utf-8")
-        _say(self.console, f"sample ({path}):\n{text}")
 
     def _bar(self) -> Progress:
         return Progress(
@@ -415,7 +379,7 @@ class _Clock:
 def _headline(program: Program) -> str:
     config, device = program.config, program.mesh.devices.flat[0]
     return (
-        f"{gpt.num_parameters(program.model_config):,} parameters on {config.mesh.stage} stages x "
+        f"{program.task.num_parameters():,} parameters on {config.mesh.stage} stages x "
         f"{config.mesh.data} data shards ({device.device_kind}, {jax.process_count()} processes); "
         f"schedule {config.pipeline.schedule}, {config.pipeline.microbatches} microbatches, "
         f"remat {config.pipeline.remat}, ZeRO-{config.pipeline.zero}"

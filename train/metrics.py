@@ -76,7 +76,8 @@ class Line:
       loss: training loss, nats a token.
       grad_norm: before clipping.
       learning_rate: of this step.
-      tokens_per_second: over all devices, since the last line.
+      units_per_second: tokens or images over all devices, since the last line.
+      unit: which of them.
       utilisation: share of the devices' peak, or None.
       bubble: predicted share of idle time.
       memory_bytes: peak.
@@ -88,7 +89,8 @@ class Line:
     loss: float
     grad_norm: float
     learning_rate: float
-    tokens_per_second: float
+    units_per_second: float
+    unit: str
     utilisation: float | None
     bubble: float
     memory_bytes: int
@@ -101,7 +103,7 @@ class Line:
             f"loss {self.loss:.4f}",
             f"grad norm {self.grad_norm:.3f}",
             f"lr {self.learning_rate:.2e}",
-            f"{self.tokens_per_second:,.0f} tokens/s",
+            f"{self.units_per_second:,.0f} {self.unit}/s",
         ]
         if self.utilisation is not None:
             parts.append(f"MFU {self.utilisation:.1%}")

@@ -18,14 +18,14 @@ def order(config: Config) -> Schedule:
     """Builds the schedule by its name.
 
     Args:
-      config: ``mesh.stage``, ``pipeline.*``, ``costs.*`` and ``model.num_layers`` are read.
+      config: the task's layers, ``mesh.stage``, ``pipeline.*`` and ``costs.*`` are read.
 
     Raises:
       ValueError: as `jaxpipe.schedules.build`; the message names the fields.
     """
     pipeline = config.pipeline
     # Schedules that read the layers have two chunks a stage.
-    layers_per_chunk = -(-config.model.num_layers // (2 * config.mesh.stage))
+    layers_per_chunk = -(-config.num_layers // (2 * config.mesh.stage))
     return catalog.build(
         pipeline.schedule,
         stages=config.mesh.stage,
@@ -48,7 +48,7 @@ def build(config: Config) -> Schedule:
     schedule = order(config)
     if not config.pipeline.slices:
         return dataclasses.replace(schedule, slices=None)
-    counts = partition(config.model.num_layers, schedule.placement.num_virtual_stages)
+    counts = partition(config.num_layers, schedule.placement.num_virtual_stages)
     if schedule.slices is None or len(set(counts)) > 1:
         return slice_ticks(schedule, costs(config), counts)
     return schedule

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from functools import cached_property
 from typing import Any
 
@@ -14,8 +15,7 @@ from jax.sharding import PartitionSpec as P
 
 from jaxpipe.runtime.mesh import make_mesh
 from jaxpipe.runtime.pipeline import Pipeline
-from models import gpt
-from train import schedule
+from train import schedule, tasks
 from train.config import Config, OptimizerConfig
 
 PyTree = Any
@@ -28,13 +28,17 @@ class State:
     Args:
       params: placed parameters.
       optimizer: optax state of placed parameters.
+      layers: placed states of the layers, such as running statistics; None if they keep none.
     """
 
     params: PyTree
     optimizer: PyTree
+    layers: PyTree = None
 
 
-jax.tree_util.register_dataclass(State, data_fields=["params", "optimizer"], meta_fields=[])
+jax.tree_util.register_dataclass(
+    State, data_fields=["params", "optimizer", "layers"], meta_fields=[]
+)
 
 
 class Program:
@@ -51,20 +55,32 @@ class Program:
 
     def __init__(self, config: Config) -> None:
         self.config = config
-        self.model_config = gpt.GPTConfig(**config.model.model_dump())
+        self.task = tasks.make(config)
         self.mesh = make_mesh(stage=config.mesh.stage, data=config.mesh.data)
         self.schedule = schedule.build(config)
-        self.shapes = jax.eval_shape(lambda key: gpt.init(self.model_config, key), self._key)
-        self.pipe = Pipeline(
-            gpt.model(self.model_config, vocabulary_axis="stage"),
+        self.shapes = jax.eval_shape(self.task.init, self._key)
+        self.pipe = self._pipeline(train=True)
+        self.learning_rate = learning_rate(config.optimizer, num_steps=config.train.steps)
+        self.optimizer = make_optimizer(config.optimizer, self.learning_rate, self._decays)
+
+    def _pipeline(self, *, train: bool) -> Pipeline:
+        return Pipeline(
+            self.task.model(train=train),
             self.shapes,
             schedule=self.schedule,
             mesh=self.mesh,
-            remat=config.pipeline.remat,
-            zero=config.pipeline.zero,
+            remat=self.config.pipeline.remat,
+            zero=self.config.pipeline.zero,
+            states=self.task.init_states(),
         )
-        self.learning_rate = learning_rate(config.optimizer, num_steps=config.train.steps)
-        self.optimizer = make_optimizer(config.optimizer, self.learning_rate, self.shapes)
+
+    def _decays(self) -> PyTree:
+        """Which of the placed parameters decay: booleans, or arrays of them where packed."""
+        decays = decaying(self.shapes)
+        if not isinstance(self.shapes["layers"], tuple):
+            return decays
+        whole = jax.tree.map(lambda leaf, d: jnp.full(leaf.shape, d), self.shapes, decays)
+        return self.pipe.layout.place(whole)
 
     @property
     def _key(self) -> jax.Array:
@@ -72,7 +88,7 @@ class Program:
 
     def rng(self, step: int) -> jax.Array | None:
         """The key of a step, or None for a model without dropout."""
-        if self.model_config.dropout == 0:
+        if not self.task.dropout:
             return None
         return jax.random.fold_in(self._key, step)
 
@@ -86,12 +102,14 @@ class Program:
         params = jax.eval_shape(self.pipe.place, self.shapes)
         optimizer = jax.eval_shape(self.optimizer.init, params)
         shardings = State(self.pipe.param_shardings, self.pipe.optimizer_shardings(optimizer))
-        return jax.tree.map(_with_sharding, State(params, optimizer), shardings)
+        state = jax.tree.map(_with_sharding, State(params, optimizer), shardings)
+        return dataclasses.replace(state, layers=self.pipe.placed_states)
 
     @cached_property
     def canonical_shapes(self) -> State:
         """The same in canonical order: what a checkpoint holds."""
-        state = State(self.shapes, jax.eval_shape(self.optimizer.init, self.shapes))
+        optimizer = jax.eval_shape(self.optimizer.init, self.shapes)
+        state = State(self.shapes, optimizer, self.pipe.canonical_states)
         shardings = self.pipe.map_parameters(
             lambda _: self.pipe.canonical_shardings, state, rest=lambda _: self.replicated
         )
@@ -100,16 +118,21 @@ class Program:
     @cached_property
     def batch_shapes(self) -> PyTree:
         """Shape, dtype and sharding of a batch."""
-        shape = (self.config.train.batch_size, self.model_config.sequence_length + 1)
-        tokens = jax.ShapeDtypeStruct(shape, jnp.int32, sharding=self.pipe.batch_sharding)
-        return {"tokens": tokens}
+
+        def batch(row):
+            shape = self.config.train.batch_size, *row.shape
+            return jax.ShapeDtypeStruct(shape, row.dtype, sharding=self.pipe.batch_sharding)
+
+        return jax.tree.map(batch, self.task.row_shapes())
 
     def init(self) -> State:
         """Initial weights and optimizer state, made where they live."""
 
         def make(key):
-            params = self.pipe.place(gpt.init(self.model_config, key))
-            return State(params, self.optimizer.init(params))
+            params = self.pipe.place(self.task.init(key))
+            return State(params, self.optimizer.init(params), self._place_states(states))
+
+        states = self.task.init_states()
 
         shardings = jax.tree.map(lambda leaf: leaf.sharding, self.state_shapes)
         return jax.jit(make, out_shardings=shardings)(self._key)
@@ -119,7 +142,11 @@ class Program:
         return State(
             self.pipe.unplace(state.params),
             self.pipe.map_parameters(self.pipe.unplace, state.optimizer),
+            None if state.layers is None else self.pipe.unplace_states(state.layers),
         )
+
+    def _place_states(self, states: PyTree) -> PyTree:
+        return None if states is None else self.pipe.place_states(states)
 
     def from_canonical(self, state: State) -> State:
         """Places a canonical state on this program's mesh, for its schedule and ZeRO level."""
@@ -127,7 +154,7 @@ class Program:
 
         def place(state):
             optimizer = self.pipe.map_parameters(self.pipe.place, state.optimizer)
-            return State(self.pipe.place(state.params), optimizer)
+            return State(self.pipe.place(state.params), optimizer, self._place_states(state.layers))
 
         return jax.jit(place, out_shardings=shardings)(state)
 
@@ -136,10 +163,12 @@ class Program:
         """``(state, batch, rng) -> (state, {"loss", "grad_norm"})``, jitted; donates the state."""
 
         def step(state, batch, rng):
-            loss, grads = self.pipe.value_and_grad(state.params, batch, rng)
+            value, grads = self.pipe.value_and_grad(state.params, batch, rng, states=state.layers)
+            loss, layers = (value, None) if state.layers is None else value
             updates, optimizer = self.optimizer.update(grads, state.optimizer, state.params)
             params = optax.apply_updates(state.params, updates)
-            return State(params, optimizer), {"loss": loss, "grad_norm": optax.tree.norm(grads)}
+            metrics = {"loss": loss, "grad_norm": optax.tree.norm(grads)}
+            return State(params, optimizer, layers), metrics
 
         shardings = jax.tree.map(lambda leaf: leaf.sharding, self.state_shapes)
         return jax.jit(step, donate_argnums=0, out_shardings=(shardings, self.replicated))
@@ -151,8 +180,9 @@ class Program:
 
     @cached_property
     def eval_loss(self):
-        """``(params, batch) -> loss``, jitted: the same pipeline, forward only, no dropout."""
-        return jax.jit(lambda params, batch: self.pipe.loss(params, batch))
+        """``(state, batch) -> loss``, jitted: the same pipeline, forward only, no dropout."""
+        pipe = self._pipeline(train=False)
+        return jax.jit(lambda state, batch: pipe.loss(state.params, batch, states=state.layers))
 
 
 def learning_rate(config: OptimizerConfig, *, num_steps: int) -> optax.Schedule:
@@ -177,29 +207,42 @@ def learning_rate(config: OptimizerConfig, *, num_steps: int) -> optax.Schedule:
     )
 
 
+def decaying(shapes: PyTree) -> PyTree:
+    """Which canonical parameters decay: matrices and kernels do, vectors do not."""
+    stacked = not isinstance(shapes["layers"], tuple)
+    return {
+        name: jax.tree.map(
+            lambda leaf, lead=stacked and name == "layers": leaf.ndim - lead >= 2, tree
+        )
+        for name, tree in shapes.items()
+    }
+
+
 def make_optimizer(
-    config: OptimizerConfig, schedule: optax.Schedule, shapes: PyTree
+    config: OptimizerConfig, schedule: optax.Schedule, decays: Callable[[], PyTree]
 ) -> optax.GradientTransformation:
     """AdamW after clipping by the norm of the whole gradient.
 
     Args:
       config: its numbers.
       schedule: the learning rate of a step.
-      shapes: canonical parameters or their shapes; matrices decay, vectors do not.
+      decays: returns which parameters decay, a tree like them of booleans or arrays of booleans
+        (packed layers are one array, so that a mask of whole leaves cannot say it).
     """
-    decays = {
-        name: jax.tree.map(lambda leaf, lead=name == "layers": leaf.ndim - lead >= 2, tree)
-        for name, tree in shapes.items()
-    }
+
+    def decay(updates, params):
+        return jax.tree.map(
+            lambda update, weight, mask: update + config.weight_decay * jnp.where(mask, weight, 0),
+            updates,
+            params,
+            decays(),
+        )
+
     return optax.chain(
         optax.clip_by_global_norm(config.clip_norm),
-        optax.adamw(
-            schedule,
-            b1=config.beta1,
-            b2=config.beta2,
-            weight_decay=config.weight_decay,
-            mask=decays,
-        ),
+        optax.scale_by_adam(b1=config.beta1, b2=config.beta2),
+        optax.stateless(decay),
+        optax.scale_by_learning_rate(schedule),
     )
 
 

@@ -77,10 +77,10 @@ def test_an_old_checkpoint_half_removed_does_not_matter(tmp_path, lost):
 
 def test_another_model_names_every_field(tmp_path):
     config = Config(run_dir=str(tmp_path))
-    saved = checkpoint.describe(config, tokenizer_sha256="a")
-    assert checkpoint.other_model(saved, config, tokenizer_sha256="a") == []
+    saved = checkpoint.describe(config, data_sha256="a")
+    assert checkpoint.other_model(saved, config, data_sha256="a") == []
     other = Config(run_dir=str(tmp_path), model={"width": 64, "tied": False, "dropout": 0.1})
-    found = checkpoint.other_model(saved, other, tokenizer_sha256="b")
+    found = checkpoint.other_model(saved, other, data_sha256="b")
     assert [failure.fields for failure in found] == [
         ("model.width",),
         ("model.tied",),
@@ -92,7 +92,7 @@ def test_another_model_names_every_field(tmp_path):
 
 
 def test_changes_are_said():
-    saved = checkpoint.describe(Config(), tokenizer_sha256="a")
+    saved = checkpoint.describe(Config(), data_sha256="a")
     other = Config(run_dir="elsewhere", train={"seed": 1}, mesh={"stage": 2})
     found = checkpoint.changes(saved, other)
     assert found == ["mesh.stage 4 -> 2", "train.seed 0 -> 1"]

@@ -10,7 +10,7 @@ import pytest
 import jaxpipe
 from models import gpt
 from train.config import Config
-from train.step import Program, make_optimizer
+from train.step import Program, decaying, make_optimizer
 
 pytestmark = pytest.mark.pipeline
 CONFIG = {
@@ -43,7 +43,7 @@ def test_a_step_is_adamw_on_the_canonical_parameters(zero):
     grads = jax.grad(loss)(before)
     norm = optax.tree.norm(grads)
     np.testing.assert_allclose(metrics["grad_norm"], norm, rtol=1e-5)
-    optimizer = make_optimizer(config.optimizer, program.learning_rate, before)
+    optimizer = make_optimizer(config.optimizer, program.learning_rate, lambda: decaying(before))
     updates, _ = optimizer.update(grads, optimizer.init(before), before)
     expected = optax.apply_updates(before, updates)
     got = program.to_canonical(state).params

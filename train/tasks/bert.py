@@ -1,0 +1,74 @@
+"""Masked language modelling: a BERT on the text that the GPT reads."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from models import bert
+from train.config import Config
+from train.data import masked_lm, text
+from train.tasks.task import Task
+
+_ROWS = 256
+"""Held-out rows of the accuracy."""
+
+
+class BERT(Task):
+    unit = "tokens"
+
+    def __init__(self, config: Config) -> None:
+        super().__init__(config)
+        self.shape = bert.BERTConfig(**config.bert.model_dump())
+        self.units_per_row = self.shape.sequence_length
+        self.num_layers, self.dropout = self.shape.num_layers, self.shape.dropout > 0
+
+    def model(self, *, train: bool):
+        del train
+        return bert.model(self.shape, vocabulary_axis="stage")
+
+    def init(self, rng):
+        return bert.init(self.shape, rng)
+
+    def row_shapes(self):
+        row = jax.ShapeDtypeStruct((self.shape.sequence_length,), jnp.int32)
+        shapes = {"tokens": row, "targets": row}
+        if self.shape.next_sentence:
+            shapes |= {"segments": row, "next_sentence": jax.ShapeDtypeStruct((), jnp.int32)}
+        return shapes
+
+    def load(self):
+        needed = max(masked_lm.special_tokens(text.read_meta(self.config.data.path).vocab_size)) + 1
+        if self.shape.vocab_size < needed:
+            raise ValueError(
+                f"model.vocab_size={self.shape.vocab_size} is smaller than the {needed} tokens of "
+                f"data.path={self.config.data.path}, special ones included. "
+                f"Nearest valid: {needed}."
+            )
+        return masked_lm.load(
+            self.config.data.path,
+            sequence_length=self.shape.sequence_length,
+            next_sentence=self.shape.next_sentence,
+        )
+
+    def data_digest(self):
+        return text.read_meta(self.config.data.path).tokenizer_sha256
+
+    def baseline(self, train, heldout):
+        del train
+        folder = self.config.data.path
+        accuracy = masked_lm.unigram_accuracy(
+            text.read_tokens(f"{folder}/{text.TRAIN_FILE}"),
+            [self.rows(heldout, _ROWS)],
+            vocab_size=text.read_meta(folder).vocab_size,
+        )
+        return f"always the most frequent token is right in {accuracy:.1%} of the masked ones"
+
+    def report(self, params, states, heldout):
+        del states
+        batch = self.rows(heldout, _ROWS)
+        logits = jax.jit(bert.logits, static_argnums=0)
+        guesses = np.asarray(logits(self.shape, params, batch)).argmax(-1)
+        accuracy = masked_lm.masked_accuracy(guesses, batch["targets"])
+        return f"masked accuracy on {len(batch['targets'])} held-out rows: {accuracy:.1%}"

@@ -1,0 +1,149 @@
+"""Language modelling: a GPT on a text, which at the end continues a prompt."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from models import gpt
+from models.sample import sample
+from train.checks import SAMPLE_FILE
+from train.config import Config
+from train.data import text
+from train.data.folder import META_FILE
+from train.errors import Failure
+from train.tasks.task import Task
+
+
+class GPT(Task):
+    unit = "tokens"
+
+    def __init__(self, config: Config) -> None:
+        super().__init__(config)
+        self.shape = gpt.GPTConfig(**config.model.model_dump())
+        self.units_per_row = self.shape.sequence_length
+        self.num_layers, self.dropout = self.shape.num_layers, self.shape.dropout > 0
+
+    def model(self, *, train: bool):
+        del train
+        return gpt.model(self.shape, vocabulary_axis="stage")
+
+    def init(self, rng):
+        return gpt.init(self.shape, rng)
+
+    def row_shapes(self):
+        return {"tokens": jax.ShapeDtypeStruct((self.shape.sequence_length + 1,), jnp.int32)}
+
+    def load(self):
+        folder = Path(self.config.data.path)
+        train, heldout = (
+            text.Windows(text.read_tokens(folder / name), self.shape.sequence_length)
+            for name in (text.TRAIN_FILE, text.HELDOUT_FILE)
+        )
+        return train, heldout
+
+    def data_failures(self):
+        config, folder = self.config, Path(self.config.data.path)
+        try:
+            meta = text.read_meta(folder)
+        except ValueError as error:
+            yield Failure(str(error), ("data.path",))
+            meta = None
+        if meta is not None and config.model.vocab_size < meta.vocab_size:
+            yield Failure(
+                f"model.vocab_size={config.model.vocab_size} is smaller than the tokenizer's "
+                f"{meta.vocab_size} tokens (data.path={folder}). Nearest valid: {meta.vocab_size}.",
+                ("model.vocab_size", "data.path"),
+            )
+        rows = {
+            text.TRAIN_FILE: (1, "one row"),
+            text.HELDOUT_FILE: (
+                config.train.eval_batches * config.train.batch_size,
+                f"train.eval_batches={config.train.eval_batches} x train.batch_size="
+                f"{config.train.batch_size} rows",
+            ),
+        }
+        for name, (needed, what) in rows.items():
+            try:
+                tokens = text.read_tokens(folder / name)
+            except ValueError as error:
+                yield Failure(str(error), ("data.path",))
+                continue
+            if meta is not None:
+                yield from _same_length(folder, name, len(tokens), meta)
+            yield from _long_enough(config, name, len(tokens), needed, what)
+
+    def data_digest(self):
+        return text.read_meta(self.config.data.path).tokenizer_sha256
+
+    def flops_per_row(self):
+        return self.units_per_row * gpt.flops_per_token(self.shape)
+
+    def num_parameters(self):
+        return gpt.num_parameters(self.shape)
+
+    def baseline(self, train, heldout):
+        del train, heldout
+        folder = Path(self.config.data.path)
+        seen, tokens = (
+            text.read_tokens(folder / name) for name in (text.TRAIN_FILE, text.HELDOUT_FILE)
+        )
+        loss = text.unigram_loss(seen, tokens, self.shape.vocab_size)
+        return f"a unigram model of the same tokens: {loss:.4f}"
+
+    def report(self, params, states, heldout):
+        del states, heldout
+        settings = self.config.sample
+        if not settings.num_tokens:
+            return ""
+        tokenizer = text.load_tokenizer(self.config.data.path)
+        end = tokenizer.token_to_id(text.END_OF_TEXT)
+        assert end is not None
+        prompt = tokenizer.encode(settings.prompt).ids or [end]
+        tokens = sample(
+            self.shape,
+            params,
+            jnp.asarray([prompt]),
+            num_tokens=settings.num_tokens,
+            temperature=settings.temperature,
+            top_k=settings.top_k,
+            rng=jax.random.key(self.config.train.seed),
+        )
+        written = settings.prompt + tokenizer.decode(np.asarray(tokens)[0].tolist())
+        path = Path(self.config.run_dir) / SAMPLE_FILE
+        path.write_text(written + "\n", encoding="utf-8")
+        return f"sample ({path}):\n{written}"
+
+
+def _same_length(folder: Path, name: str, count: int, meta: text.DataMeta) -> Iterator[Failure]:
+    expected = (meta.train if name == text.TRAIN_FILE else meta.heldout).tokens
+    if count != expected:
+        yield Failure(
+            f"data.path={folder}: {name} holds {count} tokens, but {META_FILE} says "
+            f"{expected}: the files are not from one preparation. Prepare the folder again.",
+            ("data.path",),
+        )
+
+
+def _long_enough(
+    config: Config, name: str, count: int, needed: int, what: str
+) -> Iterator[Failure]:
+    length = config.model.sequence_length
+    if length < 1 or (count - 1) // length >= needed:
+        return
+    valid = [f"model.sequence_length={(count - 1) // needed}"] if count > needed else []
+    fields = ["data.path", "model.sequence_length"]
+    if name == text.HELDOUT_FILE:
+        fields += ["train.eval_batches", "train.batch_size"]
+        batches = (count - 1) // length // config.train.batch_size
+        valid += [f"train.eval_batches={batches}"] if batches else []
+    nearest = f"Nearest valid: {' or '.join(valid)}" if valid else "Prepare more text"
+    yield Failure(
+        f"data.path={config.data.path}: the {count} tokens of {name} are too few: {what} of "
+        f"model.sequence_length={length} need {needed * length + 1}. {nearest}.",
+        tuple(fields),
+    )

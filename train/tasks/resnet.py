@@ -1,0 +1,74 @@
+"""Image classification: a ResNet."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from models import resnet
+from train.config import Config
+from train.data import images
+from train.tasks.task import Task
+
+_ROWS = 256
+"""Images at once when the held-out ones are classified."""
+
+
+class ResNet(Task):
+    unit = "images"
+    units_per_row = 1
+
+    def __init__(self, config: Config) -> None:
+        super().__init__(config)
+        fields = config.resnet.model_dump()
+        self.image = (*[fields.pop("image_size")] * 2, fields["channels"])
+        self.shape = resnet.ResNetConfig(**fields)
+        self.num_layers = self.shape.num_layers
+
+    def model(self, *, train: bool):
+        return resnet.model(self.shape, train=train)
+
+    def init(self, rng):
+        return resnet.init(self.shape, rng)
+
+    def init_states(self):
+        return resnet.init_state(self.shape) if self.shape.norm == "batch" else None
+
+    def row_shapes(self):
+        return {
+            "images": jax.ShapeDtypeStruct(self.image, jnp.float32),
+            "labels": jax.ShapeDtypeStruct((), jnp.int32),
+        }
+
+    def load(self):
+        meta = images.read_meta(self.config.data.path)
+        wanted = {"model.num_classes": self.shape.num_classes, "image": self.image}
+        found = {"model.num_classes": len(meta.classes), "image": tuple(meta.shape)}
+        if wanted != found:
+            raise ValueError(
+                f"data.path={self.config.data.path} holds images of {list(meta.shape)} in "
+                f"{len(meta.classes)} classes, not {list(self.image)} in {self.shape.num_classes}. "
+                f"Nearest valid: model.image_size={meta.shape[0]}, model.channels={meta.shape[2]}, "
+                f"model.num_classes={len(meta.classes)}."
+            )
+        return images.load(self.config.data.path)
+
+    def data_digest(self):
+        return images.read_meta(self.config.data.path).images_sha256
+
+    def baseline(self, train, heldout):
+        accuracy = images.majority_accuracy(train.labels, heldout.labels)
+        return f"always the most frequent class is right in {accuracy:.1%}"
+
+    def report(self, params, states, heldout):
+        logits = jax.jit(resnet.logits, static_argnums=0)
+        guesses = []
+        for start in range(0, len(heldout), _ROWS):
+            numbers = np.arange(start, min(start + _ROWS, len(heldout)))
+            batch = heldout.read(numbers, np.zeros((len(numbers), 3), np.int64))
+            guesses.append(
+                np.asarray(logits(self.shape, params, batch["images"], states)).argmax(-1)
+            )
+        accuracy = images.accuracy(np.concatenate(guesses), heldout.labels)
+        return f"accuracy on {len(heldout)} held-out images: {accuracy:.1%}"

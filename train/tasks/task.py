@@ -1,0 +1,121 @@
+"""What the trainer asks of a task."""
+
+from __future__ import annotations
+
+import abc
+import math
+from collections.abc import Iterator
+from typing import Any, ClassVar
+
+import jax
+import numpy as np
+
+from jaxpipe.runtime.model import Model
+from train.config import Config
+from train.data.stream import Examples
+from train.errors import Failure
+
+PyTree = Any
+
+
+class Task(abc.ABC):
+    """A model family with its data.
+
+    Args:
+      config: of the run.
+
+    Attributes:
+      unit: what a row holds, in the plural.
+      units_per_row: how many of them.
+      num_layers: layers of the pipeline.
+      dropout: whether a step needs a random key.
+    """
+
+    unit: ClassVar[str]
+    units_per_row: int
+    num_layers: int
+    dropout: bool = False
+
+    def __init__(self, config: Config) -> None:
+        self.config = config
+
+    @abc.abstractmethod
+    def model(self, *, train: bool) -> Model:
+        """The model with its vocabulary split over stages; ``train`` False for evaluation."""
+
+    @abc.abstractmethod
+    def init(self, rng: jax.Array) -> PyTree:
+        """Canonical initial parameters."""
+
+    def init_states(self) -> tuple[PyTree, ...] | None:
+        """Initial states of the layers, or None if they keep none."""
+        return None
+
+    @abc.abstractmethod
+    def load(self) -> tuple[Examples, Examples]:
+        """The examples to train on and the held-out ones.
+
+        Raises:
+          ValueError: the data is missing or damaged, or does not fit the model.
+        """
+
+    def data_failures(self) -> Iterator[Failure]:
+        """What is wrong with the data, before anything is compiled."""
+        path, batch_size = self.config.data.path, self.config.train.batch_size
+        try:
+            _, heldout = self.load()
+        except ValueError as error:
+            message = str(error).replace("model.", f"{self.config.section}.")
+            yield Failure(message, ("data.path",))
+            return
+        needed = self.config.train.eval_batches * batch_size
+        if len(heldout) < needed:
+            fitting = len(heldout) // batch_size
+            near = (
+                f"train.eval_batches={fitting}" if fitting else f"train.batch_size={len(heldout)}"
+            )
+            yield Failure(
+                f"data.path={path} has {len(heldout)} held-out rows, too few for "
+                f"train.eval_batches={self.config.train.eval_batches} x train.batch_size="
+                f"{batch_size}. Nearest valid: {near}.",
+                ("data.path", "train.eval_batches", "train.batch_size"),
+            )
+
+    @abc.abstractmethod
+    def row_shapes(self) -> dict[str, jax.ShapeDtypeStruct]:
+        """Shape and dtype of one row of a batch, by name."""
+
+    @abc.abstractmethod
+    def data_digest(self) -> str:
+        """What must be the same when a run is continued: a digest of the tokenizer or the data."""
+
+    def flops_per_row(self) -> int | None:
+        """Floating-point operations of a training step for one row; None where nobody counts."""
+        return None
+
+    @abc.abstractmethod
+    def baseline(self, train: Examples, heldout: Examples) -> str:
+        """The loss or score of a trivial model of the same data, in words."""
+
+    def report(self, params: PyTree, states: PyTree, heldout: Examples) -> str:
+        """What the trained model can do, in words, at the end of a run; may write into ``run_dir``.
+
+        Args:
+          params: canonical, on the host.
+          states: of the layers, likewise, or None.
+          heldout: the held-out examples.
+        """
+        del params, states, heldout
+        return ""
+
+    def num_parameters(self) -> int:
+        """Parameters of the whole model."""
+        shapes = jax.eval_shape(self.init, jax.random.key(0))
+        return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(shapes))
+
+    def rows(self, examples: Examples, most: int) -> dict[str, np.ndarray]:
+        """Up to ``most`` examples, spread evenly, read as an evaluation reads them."""
+        count = min(most, len(examples))
+        numbers = np.arange(count, dtype=np.int64) * len(examples) // count
+        keys = np.stack([np.zeros(count, np.int64), np.zeros(count, np.int64), numbers], axis=1)
+        return examples.read(numbers, keys)

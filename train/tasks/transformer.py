@@ -1,0 +1,87 @@
+"""Translation: an encoder-decoder Transformer on pairs of sentences."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from models import transformer, translate
+from train.checks import TRANSLATIONS_FILE
+from train.config import Config
+from train.data import translation
+from train.tasks.task import Task
+
+_ROWS = 64
+"""Sentences translated at once."""
+
+
+class Transformer(Task):
+    unit = "tokens"
+
+    def __init__(self, config: Config) -> None:
+        super().__init__(config)
+        self.shape = transformer.TransformerConfig(**config.transformer.model_dump())
+        self.units_per_row = 2 * self.shape.sequence_length
+        self.num_layers, self.dropout = self.shape.num_layers, self.shape.dropout > 0
+
+    def model(self, *, train: bool):
+        del train
+        return transformer.model(self.shape, vocabulary_axis="stage")
+
+    def init(self, rng):
+        return transformer.init(self.shape, rng)
+
+    def row_shapes(self):
+        length = self.shape.sequence_length
+        return {
+            "source": jax.ShapeDtypeStruct((length,), jnp.int32),
+            "target": jax.ShapeDtypeStruct((length + 1,), jnp.int32),
+        }
+
+    def load(self):
+        folder, shape = self.config.data.path, self.shape
+        meta = translation.read_meta(folder)
+        longest = max(meta.source_length, meta.target_length)
+        if shape.vocab_size < meta.vocab_size or shape.sequence_length < longest:
+            raise ValueError(
+                f"model.vocab_size={shape.vocab_size} with model.sequence_length="
+                f"{shape.sequence_length} does not fit data.path={folder}, which has "
+                f"{meta.vocab_size} tokens and sentences of up to {longest}. Nearest valid: "
+                f"model.vocab_size={meta.vocab_size}, model.sequence_length={longest}."
+            )
+        length = shape.sequence_length
+        return translation.load(folder, source_length=length, target_length=length)
+
+    def data_digest(self):
+        return translation.read_meta(self.config.data.path).tokenizer_sha256
+
+    def baseline(self, train, heldout):
+        del train
+        return f"BLEU of copying the source: {_scores(translation.copy_bleu(heldout.pairs))}"
+
+    def report(self, params, states, heldout):
+        del states
+        tokenizer = translation.load_tokenizer(self.config.data.path)
+        length, written = self.shape.sequence_length, []
+        for start in range(0, len(heldout), _ROWS):
+            # The last few are done twice rather than compiled anew.
+            numbers = np.arange(start, start + _ROWS).clip(max=len(heldout) - 1)
+            batch = heldout.read(numbers, np.zeros((len(numbers), 3), np.int64))
+            tokens = translate.greedy(self.shape, params, batch["source"], max_length=length)
+            written += [translation.decode(tokenizer, row) for row in np.asarray(tokens).tolist()]
+        written = written[: len(heldout)]
+        path = Path(self.config.run_dir) / TRANSLATIONS_FILE
+        lines = [
+            f"{pair.locale}\t{pair.source}\t{pair.target}\t{text}"
+            for pair, text in zip(heldout.pairs, written, strict=True)
+        ]
+        path.write_text("locale\tsource\ttarget\ttranslation\n" + "\n".join(lines) + "\n", "utf-8")
+        scores = translation.bleu(written, heldout.pairs)
+        return f"BLEU of {len(heldout)} held-out sentences ({path}): {_scores(scores)}"
+
+
+def _scores(by_locale: dict[str, float]) -> str:
+    return ", ".join(f"{locale} {score:.1f}" for locale, score in by_locale.items())
