@@ -56,6 +56,9 @@ LOADERS = {
 }
 
 
+READERS = [(module.read_meta, module.KIND) for module in (text, images, translation)]
+
+
 @pytest.fixture(params=LOADERS)
 def sides(request, folders):
     return tuple(LOADERS[request.param](folders))
@@ -192,14 +195,7 @@ def test_an_unknown_kind_names_the_nearest(capsys):
     assert "Nearest valid: images." in error
 
 
-@pytest.mark.parametrize(
-    ("read", "kind"),
-    [
-        (text.read_meta, "text"),
-        (images.read_meta, "images"),
-        (translation.read_meta, "translation"),
-    ],
-)
+@pytest.mark.parametrize(("read", "kind"), READERS)
 def test_a_folder_of_another_kind_is_refused(folders, read, kind):
     for other, path in folders.items():
         if other != kind:
@@ -208,20 +204,13 @@ def test_a_folder_of_another_kind_is_refused(folders, read, kind):
 
 
 @pytest.mark.parametrize("content", ["", "[]", "{}", '{"kind": "KIND", "train": 3}'])
-@pytest.mark.parametrize(
-    ("read", "kind"),
-    [
-        (text.read_meta, "text"),
-        (images.read_meta, "images"),
-        (translation.read_meta, "translation"),
-    ],
-)
+@pytest.mark.parametrize(("read", "kind"), READERS)
 def test_a_damaged_description_is_refused(tmp_path, read, kind, content):
     with pytest.raises(ValueError, match=f"there is no meta.json.*--out {tmp_path}"):
         read(tmp_path)
     (tmp_path / "meta.json").write_text(content.replace("KIND", kind))
     (tmp_path / "tokenizer.json").write_text("{}")
-    with pytest.raises(ValueError, match="damaged or foreign|holds text, not"):
+    with pytest.raises(ValueError, match=r"damaged or foreign|holds text, not"):
         read(tmp_path)
 
 
