@@ -74,9 +74,10 @@ def check_digest(folder: Path, name: str, content: bytes, expected: str, *, kind
     """Raises ValueError unless a file is the one that ``meta.json`` describes."""
     digest = hashlib.sha256(content).hexdigest()
     if digest != expected:
-        what = "the tokenizer" if name == TOKENIZER_FILE else "the file"
+        is_tokenizer = name == TOKENIZER_FILE
+        what = "the tokenizer these tokens were" if is_tokenizer else "the file this data was"
         raise ValueError(
-            f"data.path={folder}: {name} is not {what} this data was made with: expected sha256 "
+            f"data.path={folder}: {name} is not {what} made with: expected sha256 "
             f"{expected[:12]}..., found {digest[:12]}.... {prepare_hint(folder, kind)}"
         )
 

@@ -60,6 +60,7 @@ class TranslationMeta:
       heldout: number of pairs that are only evaluated on.
       tokenizer_sha256: hex digest of ``tokenizer.json``.
       pairs_sha256: hex digest of both files of pairs.
+      messages_sha256: hex digest of all that the catalogues held, long pairs included.
       settings: the options of ``train.prepare translation`` that decide the content.
     """
 
@@ -70,6 +71,7 @@ class TranslationMeta:
     heldout: int
     tokenizer_sha256: str
     pairs_sha256: dict[str, str]
+    messages_sha256: str
     settings: dict[str, Any]
 
 
@@ -165,9 +167,9 @@ def read_meta(folder: str | Path) -> TranslationMeta:
     fields = prepared.read_fields(folder, KIND)
     try:
         meta = TranslationMeta(**fields)
+        digests = {TOKENIZER_FILE: meta.tokenizer_sha256} | meta.pairs_sha256
     except TypeError as error:
         raise prepared.damaged(folder, KIND, error) from error
-    digests = {TOKENIZER_FILE: meta.tokenizer_sha256} | meta.pairs_sha256
     for name, digest in digests.items():
         content = prepared.read_file(folder, name, KIND)
         prepared.check_digest(folder, name, content, digest, kind=KIND)

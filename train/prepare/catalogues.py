@@ -162,9 +162,12 @@ def _problem(source: str, target: str) -> str | None:
 def _named(text: str) -> list[str]:
     """The placeholders of a text; those without a name are told apart by their place."""
     found: list[str] = []
+    unnamed: Counter[str] = Counter()
     for placeholder in _PLACEHOLDER.findall(text):
         if placeholder == "%%":
             continue
-        has_name = placeholder.startswith(("%(", "{")) and placeholder != "{}"
-        found.append(placeholder if has_name else f"{placeholder}#{found.count(placeholder)}")
+        if not placeholder.startswith(("%(", "{")) or placeholder == "{}":
+            unnamed[placeholder] += 1
+            placeholder += f" number {unnamed[placeholder]}"
+        found.append(placeholder)
     return found

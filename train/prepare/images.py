@@ -230,7 +230,9 @@ def _read_folder(root: Path, image_size: int | None) -> LabelledImages:
     images = [_open(root, path, image_size) for path in paths]
     # One colour image makes all of them colour images.
     mode = "L" if all(image.mode in _GRAY_MODES for image in images) else "RGB"
-    sizes = {image.size: path for path, image in zip(paths, images, strict=True)}
+    sizes: dict[tuple[int, int], Path] = {}
+    for path, image in zip(paths, images, strict=True):
+        sizes.setdefault(image.size, path)
     if len(sizes) > 1:
         (size, path), (other_size, other_path) = list(sizes.items())[:2]
         raise ValueError(

