@@ -148,7 +148,7 @@ def in_flight(row: Sequence[TimedAction]) -> list[tuple[float, int]]:
     return list(steps.items())
 
 
-def ticks(schedule: Schedule) -> list[list[tuple[int, Action]]]:
+def ticks(schedule: Schedule) -> list[list[int]]:
     """Assigns every action the earliest tick its order and its inputs allow.
 
     A stage runs at most one action a tick, and a result can be used from the next tick on, on its
@@ -158,21 +158,17 @@ def ticks(schedule: Schedule) -> list[list[tuple[int, Action]]]:
       schedule: a schedule that `validate` accepts.
 
     Returns:
-      Per stage, (tick, action) in order; ticks count from 0.
+      Per stage, the tick of every action in its order; ticks count from 0.
 
     Raises:
       ScheduleError: the schedule cannot run.
 
     Example:
       >>> from jaxpipe.schedule.gpipe import gpipe
-      >>> [tick for tick, _ in ticks(gpipe(2, 1))[0]]
-      [0, 3, 4]
+      >>> ticks(gpipe(2, 1))
+      [[0, 3, 4], [1, 2, 3]]
     """
-    walked = _walk(schedule)
-    return [
-        list(zip(row, order, strict=True))
-        for row, order in zip(walked.ticks, schedule.orders, strict=True)
-    ]
+    return _walk(schedule).ticks
 
 
 def simulate(schedule: Schedule, costs: Costs) -> Timeline:
@@ -201,8 +197,9 @@ def simulate(schedule: Schedule, costs: Costs) -> Timeline:
     ends: dict[int, float] = {}
     free = [0.0] * len(schedule.orders)
     duration = {kind: costs.of(kind) for kind in Kind}
-    for stage, position in _walk(schedule).order:
-        action = schedule.orders[stage][position]
+    remaining = [iter(order) for order in schedule.orders]
+    for stage in _walk(schedule).order:
+        action = next(remaining[stage])
         start = free[stage]
         for needed in results.inputs(action):
             arrival = ends[needed]
@@ -270,7 +267,8 @@ def lock_step(schedule: Schedule, costs: Costs) -> Timeline:
 def _whole_actions(schedule: Schedule) -> tuple[tuple[Slice, ...], ...]:
     """One action a tick, of one layer: layers only matter where actions are cut."""
     return tuple(
-        tuple(Slice(tick, action, 0, 1) for tick, action in row) for row in ticks(schedule)
+        tuple(Slice(tick, action, 0, 1) for tick, action in zip(row, order, strict=True))
+        for row, order in zip(ticks(schedule), schedule.orders, strict=True)
     )
 
 
