@@ -16,7 +16,8 @@ from jaxpipe.runtime.mesh import DATA, STAGE
 from jaxpipe.runtime.model import Model
 from jaxpipe.runtime.split import REMAT_POLICIES
 from jaxpipe.schedule.actions import Schedule
-from jaxpipe.schedule.lower import forward_only, lower, partition
+from jaxpipe.schedule.lower import forward_only, lower
+from jaxpipe.schedule.partition import partition
 from jaxpipe.schedule.validate import validate
 
 PyTree = Any
@@ -77,7 +78,7 @@ class Pipeline:
         self.remat, self.poison = remat, poison
         self.zero = zero if mesh.shape[DATA] > 1 else 0
         num_layers = jax.tree.leaves(params["layers"])[0].shape[0]
-        counts = partition(num_layers, schedule.placement.num_virtual_stages)
+        counts = partition([1] * num_layers, schedule.placement)
         self.table = lower(schedule, counts)
         self.layout = make_layout(params, model.stage_split, mesh, self.table)
 

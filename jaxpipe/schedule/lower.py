@@ -43,33 +43,14 @@ _PHASE = {
 }
 
 
-def partition(num_layers: int, num_virtual_stages: int) -> tuple[int, ...]:
-    """Splits layers over virtual stages as evenly as possible, earlier ones first.
-
-    Raises:
-      ValueError: fewer layers than virtual stages.
-
-    Example:
-      >>> partition(7, 4)
-      (2, 2, 2, 1)
-    """
-    if num_layers < num_virtual_stages:
-        raise ValueError(
-            f"model.num_layers={num_layers} cannot fill {num_virtual_stages} virtual stages "
-            "(mesh.stage x pipeline.chunks): each needs a layer.\n"
-            f"Nearest valid: model.num_layers={num_virtual_stages}."
-        )
-    share, extra = divmod(num_layers, num_virtual_stages)
-    return tuple(share + (s < extra) for s in range(num_virtual_stages))
-
-
 def lower(schedule: Schedule, layer_counts: Sequence[int], *, weight_slots: int = 1) -> TickTable:
     """Turns a schedule into its tick table.
 
     Args:
       schedule: a valid schedule, or its forward part alone (`forward_only`). Its slices, if any,
         must be of the same layers.
-      layer_counts: layers of every virtual stage, see `partition`.
+      layer_counts: layers of every virtual stage, see
+        `jaxpipe.schedule.partition`.
       weight_slots: gathered chunks a stage keeps at once when weights are sharded over data; capped
         by the number of chunks. With slices, raised to what one tick uses, and until no tick
         gathers twice.
@@ -82,7 +63,7 @@ def lower(schedule: Schedule, layer_counts: Sequence[int], *, weight_slots: int 
 
     Example:
       >>> from jaxpipe.schedule.one_f_one_b import one_f_one_b
-      >>> lower(one_f_one_b(4, 8), partition(8, 4)).num_slots["until_w"]
+      >>> lower(one_f_one_b(4, 8), [2] * 4).num_slots["until_w"]
       4
     """
     return _Lowering(schedule, tuple(layer_counts), min(weight_slots, schedule.num_chunks)).run()
