@@ -7,7 +7,7 @@ import functools
 
 from jaxpipe.schedule import catalog
 from jaxpipe.schedule.actions import Schedule
-from jaxpipe.schedule.lower import partition
+from jaxpipe.schedule.partition import partition
 from jaxpipe.schedule.simulate import Costs
 from jaxpipe.schedule.slices import slice_ticks
 from train.config import Config
@@ -48,7 +48,7 @@ def build(config: Config) -> Schedule:
     schedule = order(config)
     if not config.pipeline.slices:
         return dataclasses.replace(schedule, slices=None)
-    counts = partition(config.num_layers, schedule.placement.num_virtual_stages)
+    counts = partition([1] * config.num_layers, schedule.placement)
     if schedule.slices is None or len(set(counts)) > 1:
         return slice_ticks(schedule, costs(config), counts)
     return schedule

@@ -18,7 +18,8 @@ from jaxpipe.runtime.model import Model
 from jaxpipe.runtime.parameters import Packed, Stacked
 from jaxpipe.runtime.split import REMAT_POLICIES
 from jaxpipe.schedule.actions import Kind, Schedule
-from jaxpipe.schedule.lower import forward_only, lower, partition
+from jaxpipe.schedule.lower import forward_only, lower
+from jaxpipe.schedule.partition import partition
 from jaxpipe.schedule.validate import validate
 
 PyTree = Any
@@ -83,9 +84,7 @@ class Pipeline:
         self.remat, self.poison = remat, poison
         self.zero = zero if mesh.shape[DATA] > 1 else 0
         if layer_counts is None:
-            layer_counts = partition(
-                num_layers(params["layers"]), schedule.placement.num_virtual_stages
-            )
+            layer_counts = partition([1] * num_layers(params["layers"]), schedule.placement)
         self.table = lower(schedule, layer_counts)
         self.layout = make_layout(params, model.stage_split, mesh, self.table)
         self.state_layout = None if states is None else make_layers(states, self.table, data=1)

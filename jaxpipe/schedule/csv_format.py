@@ -51,12 +51,12 @@ def write_csv(schedule: Schedule) -> str:
             "cannot say."
         )
     table = ticks(schedule)
-    num_ticks = 1 + max(row[-1][0] for row in table)
+    num_ticks = 1 + max(row[-1] for row in table)
     written = io.StringIO()
     writer = csv.writer(written, lineterminator="\n")
-    for row in table:
+    for row, order in zip(table, schedule.orders, strict=True):
         cells = [""] * num_ticks
-        for tick, action in row:
+        for tick, action in zip(row, order, strict=True):
             cells[tick] = _cell(action)
         writer.writerow(cells)
     return written.getvalue()

@@ -236,12 +236,15 @@ def caption(timeline: Timeline) -> str:
       >>> caption(simulate(gpipe(2, 2), Costs(1, 1, 1)))
       'gpipe, p=2 v=1 m=2, (F, B, W)=(1, 1, 1), free-running: makespan 8, bubble 25.0%'
     """
-    schedule, costs = timeline.schedule, timeline.costs
-    message = f", message {costs.message:g}" if costs.message else ""
+    schedule = timeline.schedule
+    chunks = "chunks that differ"
+    if len(set(timeline.costs)) == 1:
+        costs = timeline.costs[0]
+        message = f", message {costs.message:g}" if costs.message else ""
+        chunks = f"(F, B, W)=({costs.f:g}, {costs.b:g}, {costs.w:g}){message}"
     return (
         f"{schedule.name}, p={schedule.num_stages} v={schedule.num_chunks} "
-        f"m={schedule.num_microbatches}, "
-        f"(F, B, W)=({costs.f:g}, {costs.b:g}, {costs.w:g}){message}, "
+        f"m={schedule.num_microbatches}, {chunks}, "
         f"{timeline.clock}: makespan {timeline.makespan:g}, bubble {timeline.bubble_ratio:.1%}"
     )
 

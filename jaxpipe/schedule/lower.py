@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
-import heapq
+import itertools
 from collections.abc import Iterable, Iterator, Sequence
 
 import numpy as np
@@ -43,33 +43,14 @@ _PHASE = {
 }
 
 
-def partition(num_layers: int, num_virtual_stages: int) -> tuple[int, ...]:
-    """Splits layers over virtual stages as evenly as possible, earlier ones first.
-
-    Raises:
-      ValueError: fewer layers than virtual stages.
-
-    Example:
-      >>> partition(7, 4)
-      (2, 2, 2, 1)
-    """
-    if num_layers < num_virtual_stages:
-        raise ValueError(
-            f"model.num_layers={num_layers} cannot fill {num_virtual_stages} virtual stages "
-            "(mesh.stage x pipeline.chunks): each needs a layer.\n"
-            f"Nearest valid: model.num_layers={num_virtual_stages}."
-        )
-    share, extra = divmod(num_layers, num_virtual_stages)
-    return tuple(share + (s < extra) for s in range(num_virtual_stages))
-
-
 def lower(schedule: Schedule, layer_counts: Sequence[int], *, weight_slots: int = 1) -> TickTable:
     """Turns a schedule into its tick table.
 
     Args:
       schedule: a valid schedule, or its forward part alone (`forward_only`). Its slices, if any,
         must be of the same layers.
-      layer_counts: layers of every virtual stage, see `partition`.
+      layer_counts: layers of every virtual stage, see
+        `jaxpipe.schedule.partition`.
       weight_slots: gathered chunks a stage keeps at once when weights are sharded over data; capped
         by the number of chunks. With slices, raised to what one tick uses, and until no tick
         gathers twice.
@@ -82,7 +63,7 @@ def lower(schedule: Schedule, layer_counts: Sequence[int], *, weight_slots: int 
 
     Example:
       >>> from jaxpipe.schedule.one_f_one_b import one_f_one_b
-      >>> lower(one_f_one_b(4, 8), partition(8, 4)).num_slots["until_w"]
+      >>> lower(one_f_one_b(4, 8), [2] * 4).num_slots["until_w"]
       4
     """
     return _Lowering(schedule, tuple(layer_counts), min(weight_slots, schedule.num_chunks)).run()
@@ -200,7 +181,7 @@ class _Lowering:
             num_slots[name] = 0
             for numbers in self._held() if name in lives else ():
                 start, end = (times[numbers] for times in lives[name])
-                slots[name][numbers] = colour_intervals(start.tolist(), end.tolist())
+                slots[name][numbers] = colour_intervals(start, end)
                 num_slots[name] = max(num_slots[name], 1 + int(slots[name][numbers].max()))
         return slots, num_slots
 
@@ -313,33 +294,37 @@ class _Lowering:
 def _parts(schedule: Schedule, layer_counts: tuple[int, ...]) -> _Parts:
     """The schedule's own slices, or one whole action a tick."""
     code = {kind: k for k, kind in enumerate(_KINDS)}
-    if schedule.slices is None:
-        rows = [
-            [(tick, code[a.kind], a.virtual_stage, a.microbatch, 0, 0) for tick, a in row]
-            for row in ticks(schedule)
-        ]
+    counts = np.asarray(layer_counts)
+
+    # Column by column: with a tuple a row, collecting garbage would take longer than the rest.
+    def column(values: Iterable[int]) -> np.ndarray:
+        return np.fromiter(values, np.int64)
+
+    slices = [part for row in schedule.slices or () for part in row]
+    actions = [part.action for part in slices] or [a for row in schedule.orders for a in row]
+    virtual_stage = column(action.virtual_stage for action in actions)
+    if slices:
+        tick = column(part.tick for part in slices)
+        lo, hi = column(part.lo for part in slices), column(part.hi for part in slices)
     else:
-        rows = [
-            [
-                (part.tick, code[a.kind], a.virtual_stage, a.microbatch, part.lo, part.hi)
-                for part in row
-                for a in (part.action,)
-            ]
-            for row in schedule.slices
-        ]
-    stage = np.repeat(np.arange(len(rows)), [len(row) for row in rows])
-    columns = np.concatenate([np.asarray(row, np.int64).reshape(-1, 6) for row in rows]).T
-    parts = _Parts(stage, *columns)
-    if schedule.slices is None:
-        return dataclasses.replace(parts, hi=np.asarray(layer_counts)[parts.virtual_stage])
-    reached = np.zeros(len(layer_counts), np.int64)
-    np.maximum.at(reached, parts.virtual_stage, parts.hi)
+        tick = column(itertools.chain.from_iterable(ticks(schedule)))
+        lo, hi = np.zeros_like(virtual_stage), counts[virtual_stage]
+    reached = np.zeros_like(counts)
+    np.maximum.at(reached, virtual_stage, hi)
     if tuple(reached.tolist()) != layer_counts:
         raise ValueError(
             f"Schedule {schedule.name!r} was cut into slices of {tuple(reached.tolist())} layers a "
             f"virtual stage, and the model has {layer_counts}: cut it again with `slice_ticks`."
         )
-    return parts
+    return _Parts(
+        stage=np.asarray(schedule.placement.stages)[virtual_stage],
+        tick=tick,
+        kind=column(code[action.kind] for action in actions),
+        virtual_stage=virtual_stage,
+        microbatch=column(action.microbatch for action in actions),
+        lo=lo,
+        hi=hi,
+    )
 
 
 def _hops(num_virtual_stages: int, step: int) -> Iterator[tuple[int, int]]:
@@ -355,26 +340,27 @@ def _most_together(ticks: np.ndarray, items: np.ndarray) -> int:
     return int(np.unique(pairs[0], return_counts=True)[1].max(initial=0))
 
 
-def colour_intervals(starts: Sequence[int], ends: Sequence[int]) -> list[int]:
+def colour_intervals(starts: np.ndarray, ends: np.ndarray) -> np.ndarray:
     """Gives every interval a slot so that overlapping intervals differ, using as few as possible.
 
     Args:
-      starts: time of the first write of each.
-      ends: time of its last read; a slot read last at a time is free for a write strictly after it.
+      starts: time of the first write of each, int64 ``[intervals]``.
+      ends: time of its last read, not before its start; a slot read last at a time is free for a
+        write strictly after it.
 
     Returns:
       The slot of each, from 0; as many as the most intervals that overlap.
 
     Example:
-      >>> colour_intervals([0, 1, 3], [2, 3, 4])
-      [0, 1, 0]
+      >>> colour_intervals(np.array([0, 1, 3]), np.array([2, 3, 4]))
+      array([0, 1, 0])
     """
-    free: list[int] = []
-    busy: list[tuple[int, int]] = []
-    slots = [0] * len(starts)
-    for k in sorted(range(len(starts)), key=lambda k: (starts[k], ends[k])):
-        while busy and busy[0][0] < starts[k]:
-            heapq.heappush(free, heapq.heappop(busy)[1])
-        slots[k] = heapq.heappop(free) if free else len(busy)
-        heapq.heappush(busy, (ends[k], slots[k]))
+    by_start, by_end = np.argsort(starts, kind="stable"), np.argsort(ends, kind="stable")
+    ended = np.searchsorted(ends[by_end], starts[by_start])
+    num_slots = int((1 + np.arange(len(starts)) - ended).max(initial=0))
+    # The first intervals take new slots, each later one that which has been free for longest.
+    slots = np.empty(len(starts), np.int64)
+    slots[by_start[:num_slots]] = np.arange(num_slots)
+    for later, earlier in zip(by_start[num_slots:].tolist(), by_end.tolist(), strict=False):
+        slots[later] = slots[earlier]
     return slots

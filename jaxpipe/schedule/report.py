@@ -74,7 +74,7 @@ def report(
         "actions": [
             [part for timed in row for part in _parts(timed, schedule, costs)] for row in free.rows
         ],
-        "messages": _messages(free),
+        "messages": _messages(free, costs.message),
         "gathers": transfers(schedule, kinds=tuple(Kind), num_slots=weight_slots),
         "reductions": transfers(schedule, kinds=(Kind.W, Kind.BW), num_slots=weight_slots),
     }
@@ -158,8 +158,8 @@ def _parts(timed: TimedAction, schedule: Schedule, costs: Costs) -> list[dict[st
     ]
 
 
-def _messages(free: Timeline) -> dict[str, Any]:
-    busy = free.costs.message / free.makespan
+def _messages(free: Timeline, duration: float) -> dict[str, Any]:
+    busy = duration / free.makespan
     edges = [
         {"sender": sender, "receiver": receiver, "count": count, "load": count * busy}
         for (sender, receiver), count in free.messages.items()

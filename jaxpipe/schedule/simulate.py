@@ -69,14 +69,14 @@ class Timeline:
 
     Args:
       schedule: what runs.
-      costs: how long each action takes.
+      costs: of every virtual stage.
       clock: "free-running" or "lock-step".
       rows: ``rows[d]`` is what stage ``d`` runs, in order.
       makespan: from the first start to the end of everything.
     """
 
     schedule: Schedule
-    costs: Costs
+    costs: tuple[Costs, ...]
     clock: str
     rows: tuple[tuple[TimedAction, ...], ...]
     makespan: float
@@ -84,11 +84,13 @@ class Timeline:
     @cached_property
     def stage_bubble_ratios(self) -> tuple[float, ...]:
         """Per stage, the share of the makespan in which it does not compute."""
-        # Without a bubble the two sums may differ in their last digit.
-        return tuple(
-            max(0.0, 1 - math.fsum(self.costs.of(t.action.kind) for t in row) / self.makespan)
-            for row in self.rows
+        durations = _durations(self.costs)
+        busy = (
+            math.fsum(durations[action.virtual_stage][action.kind] for action in order)
+            for order in self.schedule.orders
         )
+        # Without a bubble the two sums may differ in their last digit.
+        return tuple(max(0.0, 1 - time / self.makespan) for time in busy)
 
     @cached_property
     def bubble_ratio(self) -> float:
@@ -148,7 +150,7 @@ def in_flight(row: Sequence[TimedAction]) -> list[tuple[float, int]]:
     return list(steps.items())
 
 
-def ticks(schedule: Schedule) -> list[list[tuple[int, Action]]]:
+def ticks(schedule: Schedule) -> list[list[int]]:
     """Assigns every action the earliest tick its order and its inputs allow.
 
     A stage runs at most one action a tick, and a result can be used from the next tick on, on its
@@ -158,38 +160,35 @@ def ticks(schedule: Schedule) -> list[list[tuple[int, Action]]]:
       schedule: a schedule that `validate` accepts.
 
     Returns:
-      Per stage, (tick, action) in order; ticks count from 0.
+      Per stage, the tick of every action in its order; ticks count from 0.
 
     Raises:
       ScheduleError: the schedule cannot run.
 
     Example:
       >>> from jaxpipe.schedule.gpipe import gpipe
-      >>> [tick for tick, _ in ticks(gpipe(2, 1))[0]]
-      [0, 3, 4]
+      >>> ticks(gpipe(2, 1))
+      [[0, 3, 4], [1, 2, 3]]
     """
-    walked = _walk(schedule)
-    return [
-        list(zip(row, order, strict=True))
-        for row, order in zip(walked.ticks, schedule.orders, strict=True)
-    ]
+    return _walk(schedule).ticks
 
 
-def simulate(schedule: Schedule, costs: Costs) -> Timeline:
+def simulate(schedule: Schedule, costs: Costs | Sequence[Costs]) -> Timeline:
     """Runs a schedule on the free-running clock: each stage waits only for its inputs.
 
-    A message delays its reader by ``costs.message`` and occupies neither stage. Takes time
-    proportional to the number of actions.
+    A message delays its reader by its sender's ``costs.message`` and occupies neither stage. Takes
+    time proportional to the number of actions.
 
     Args:
       schedule: a schedule that `validate` accepts.
-      costs: of one chunk.
+      costs: of one chunk; or, where chunks differ, of every virtual stage.
 
     Returns:
       The timeline.
 
     Raises:
       ScheduleError: the schedule cannot run.
+      ValueError: there is not one cost for every virtual stage.
 
     Example:
       >>> from jaxpipe.schedule.one_f_one_b import one_f_one_b
@@ -200,31 +199,35 @@ def simulate(schedule: Schedule, costs: Costs) -> Timeline:
     rows: list[list[TimedAction]] = [[] for _ in schedule.orders]
     ends: dict[int, float] = {}
     free = [0.0] * len(schedule.orders)
-    duration = {kind: costs.of(kind) for kind in Kind}
-    for stage, position in _walk(schedule).order:
-        action = schedule.orders[stage][position]
+    costs = _of_virtual_stages(schedule, costs)
+    durations = _durations(costs)
+    latest = max(cost.message for cost in costs)
+    remaining = [iter(order) for order in schedule.orders]
+    for stage in _walk(schedule).order:
+        action = next(remaining[stage])
         start = free[stage]
         for needed in results.inputs(action):
             arrival = ends[needed]
-            if costs.message and results.stage(needed) != stage:
-                arrival += costs.message
+            if latest and results.stage(needed) != stage:
+                arrival += costs[results.action(needed).virtual_stage].message
             start = max(start, arrival)
-        end = free[stage] = start + duration[action.kind]
+        end = free[stage] = start + durations[action.virtual_stage][action.kind]
         rows[stage].append(TimedAction(action, start, end))
         if action.kind is not Kind.W:
             ends[results.number(action)] = end
     return _timeline(schedule, costs, "free-running", rows, max(free))
 
 
-def lock_step(schedule: Schedule, costs: Costs) -> Timeline:
+def lock_step(schedule: Schedule, costs: Costs | Sequence[Costs]) -> Timeline:
     """Runs a schedule tick by tick: every tick lasts as long as its slowest stage.
 
     This is what one SPMD program does. A tick holds one whole action a stage, or what
-    `Schedule.slices` says. With more than one stage, every tick ends with an exchange of messages.
+    `Schedule.slices` says. With more than one stage, every tick ends with an exchange of messages,
+    as long as the longest.
 
     Args:
       schedule: a schedule that `validate` accepts.
-      costs: of one chunk.
+      costs: of one chunk; or, where chunks differ, of every virtual stage.
 
     Returns:
       The timeline; stages start a tick together. An action that is cut lasts from the start of its
@@ -232,12 +235,15 @@ def lock_step(schedule: Schedule, costs: Costs) -> Timeline:
 
     Raises:
       ScheduleError: the schedule cannot run.
+      ValueError: there is not one cost for every virtual stage.
 
     Example:
       >>> from jaxpipe.schedule.one_f_one_b import one_f_one_b
       >>> lock_step(one_f_one_b(4, 8, fused=True), Costs(1, 1, 1)).makespan
       40.0
     """
+    costs = _of_virtual_stages(schedule, costs)
+    duration = _durations(costs)
     table = schedule.slices or _whole_actions(schedule)
     layers = {part.action.virtual_stage: 0 for row in table for part in row}
     for row in table:
@@ -250,11 +256,12 @@ def lock_step(schedule: Schedule, costs: Costs) -> Timeline:
         tick, end = -1, 0.0
         for part in row:
             start = end if part.tick == tick else 0.0
-            share = (part.hi - part.lo) / layers[part.action.virtual_stage]
-            tick, end = part.tick, start + share * costs.of(part.action.kind)
+            s, kind = part.action.virtual_stage, part.action.kind
+            share = (part.hi - part.lo) / layers[s]
+            tick, end = part.tick, start + share * duration[s][kind]
             offsets[-1].append((part, start, end))
             durations[tick] = max(durations[tick], end)
-    exchange = costs.message if schedule.num_stages > 1 else 0
+    exchange = max(cost.message for cost in costs) if schedule.num_stages > 1 else 0
     starts = list(itertools.accumulate((d + exchange for d in durations), initial=0.0))
     rows = []
     for order, offset in zip(schedule.orders, offsets, strict=True):
@@ -270,12 +277,34 @@ def lock_step(schedule: Schedule, costs: Costs) -> Timeline:
 def _whole_actions(schedule: Schedule) -> tuple[tuple[Slice, ...], ...]:
     """One action a tick, of one layer: layers only matter where actions are cut."""
     return tuple(
-        tuple(Slice(tick, action, 0, 1) for tick, action in row) for row in ticks(schedule)
+        tuple(Slice(tick, action, 0, 1) for tick, action in zip(row, order, strict=True))
+        for row, order in zip(ticks(schedule), schedule.orders, strict=True)
     )
 
 
+def _of_virtual_stages(schedule: Schedule, costs: Costs | Sequence[Costs]) -> tuple[Costs, ...]:
+    needed = schedule.placement.num_virtual_stages
+    if isinstance(costs, Costs):
+        return (costs,) * needed
+    if len(costs) != needed:
+        raise ValueError(
+            f"There are {len(costs)} costs for the {needed} virtual stages of schedule "
+            f"{schedule.name!r}.\nNearest valid: {needed}, or one for all."
+        )
+    return tuple(costs)
+
+
+def _durations(costs: Sequence[Costs]) -> list[dict[Kind, float]]:
+    """Of every kind of action, by virtual stage."""
+    return [{kind: cost.of(kind) for kind in Kind} for cost in costs]
+
+
 def _timeline(
-    schedule: Schedule, costs: Costs, clock: str, rows: list[list[TimedAction]], makespan: float
+    schedule: Schedule,
+    costs: tuple[Costs, ...],
+    clock: str,
+    rows: list[list[TimedAction]],
+    makespan: float,
 ) -> Timeline:
     return Timeline(schedule, costs, clock, tuple(tuple(row) for row in rows), makespan)
 

@@ -30,13 +30,13 @@ class Walk:
     """How far the stages get when each runs its order as its inputs arrive.
 
     Args:
-      order: (stage, position in that stage's order), in an order that respects every dependency.
+      order: the stages that run their next action, in an order that respects every dependency.
       ticks: ``ticks[d][k]`` is the earliest tick of stage ``d``'s action ``k``; shorter than the
         stage's order where the stage stops for good.
       blockers: for every stage that stops, what its next action waits for, in words.
     """
 
-    order: list[tuple[int, int]]
+    order: list[int]
     ticks: list[list[int]]
     blockers: dict[int, str]
 
@@ -119,7 +119,7 @@ class _Walker:
         self.waiting: dict[int | _Pool, list[int]] = collections.defaultdict(list)
         self.held: collections.Counter[_Pool] = collections.Counter()
         self.awaited: dict[int, int | _Pool] = {}
-        self.order: list[tuple[int, int]] = []
+        self.order: list[int] = []
         self.ticks: list[list[int]] = [[] for _ in schedule.orders]
 
     def run(self) -> Walk:
@@ -152,7 +152,7 @@ class _Walker:
                     return
             tick += 1
             ticks.append(tick)
-            self.order.append((stage, position))
+            self.order.append(stage)
             if action.kind is not Kind.W:
                 number = number_of(action)
                 done.setdefault(number, tick)

@@ -8,7 +8,7 @@ import pytest
 from test_equivalence import check
 
 from jaxpipe.schedule import catalog
-from jaxpipe.schedule.lower import partition
+from jaxpipe.schedule.partition import partition
 from jaxpipe.schedule.simulate import Costs
 from jaxpipe.schedule.slices import slice_ticks
 
@@ -43,7 +43,7 @@ def test_executes_everywhere(name, stages, microbatches, sharding):
 )
 def test_executes_in_slices(name, stages, data, zero, microbatches, num_layers):
     schedule = catalog.build(name, stages=stages, microbatches=microbatches)
-    counts = partition(num_layers, schedule.placement.num_virtual_stages)
+    counts = partition([1] * num_layers, schedule.placement)
     sliced = slice_ticks(schedule, Costs(1, 1.2, 0.8), counts)
     assert any(part.lo > 0 for row in sliced.slices for part in row)
     check(sliced, stages, data, zero, "none", True, microbatches, num_layers=num_layers)

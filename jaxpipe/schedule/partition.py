@@ -1,0 +1,249 @@
+"""Partition: which layers make up each virtual stage, balanced by what they cost.
+
+Why this objective: ``docs/design/008-partition.md``.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from jaxpipe.schedule.placement import Placement
+
+_BITS = 30
+"""Costs are compared as integers whose sum has at most so many bits: sums are exact."""
+_NEVER = 2**61
+"""The cost of a chunk that must not be: above any sum of squares, its double still an int64."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Memory:
+    """What layers keep on a stage, and how much there is.
+
+    One program runs on every stage, so each chunk and each slot takes the room of the largest: a
+    chunk fits where ``num_chunks`` times its parameters and ``in_flight`` times its residuals do.
+
+    Args:
+      parameter_bytes: per layer: parameters, gradients and optimizer state, as sharded over data.
+      residual_bytes: per layer: what F keeps of one microbatch.
+      in_flight: the schedule's peak, in chunk activations (`Timeline.peak_in_flight`).
+      limit_bytes: of one stage.
+    """
+
+    parameter_bytes: Sequence[float]
+    residual_bytes: Sequence[float]
+    in_flight: int
+    limit_bytes: float
+
+
+def partition(
+    layer_costs: Sequence[float], placement: Placement, *, memory: Memory | None = None
+) -> tuple[int, ...]:
+    """Splits layers, in model order, over virtual stages so that none is slower than it must be.
+
+    The largest chunk costs as little as possible; within that limit the sum of squared costs is
+    least. Where a stage holds several chunks, layers then move between neighbouring chunks from
+    fuller stages to emptier ones, within the same limit, until no move helps. Layers of equal cost
+    give chunks of equal length, earlier ones longer where they do not divide.
+
+    Takes time proportional to n L^2 for L layers, not all alike, on n virtual stages.
+
+    Args:
+      layer_costs: F + B + W of every layer, in any one unit, above 0. ``[1] * num_layers`` for
+        layers that are all alike.
+      placement: of one copy of the model.
+      memory: no chunk takes more; None for no limit.
+
+    Returns:
+      Layers of every virtual stage, at least 1 each. Deterministic; differences below a billionth
+      of the whole cost count as none.
+
+    Raises:
+      ValueError: fewer layers than virtual stages, a cost is not above 0, or no partition fits the
+        memory.
+
+    Example:
+      >>> from jaxpipe.schedule.placement import linear
+      >>> partition([1] * 7, linear(4))
+      (2, 2, 2, 1)
+      >>> partition([4, 1, 1, 1, 1, 2, 2], linear(3))
+      (1, 4, 2)
+    """
+    _check(layer_costs, placement, memory)
+    num_layers, num_parts = len(layer_costs), placement.num_virtual_stages
+    if memory is None and len(set(layer_costs)) == 1:
+        # What follows would give the same, but takes seconds for a thousand layers.
+        share, extra = divmod(num_layers, num_parts)
+        return tuple(share + (s < extra) for s in range(num_parts))
+    loads = _spans(_integers(layer_costs))
+    fits = np.triu(np.ones(loads.shape, bool), 1)
+    if memory is not None:
+        fits &= _spans(_room(memory, placement.num_chunks)) <= memory.limit_bytes
+    largest, _ = _best_ends(np.where(fits, loads, _NEVER), num_parts, np.maximum)
+    if largest == _NEVER:
+        assert memory is not None, "any partition will do without a limit"
+        raise ValueError(_too_small(memory, placement))
+    fits &= loads <= largest
+    _, ends = _best_ends(np.where(fits, loads**2, _NEVER), num_parts, np.add)
+    _relieve(ends, loads, fits, placement)
+    return tuple(np.diff(ends, prepend=0).tolist())
+
+
+class ChunkShare(NamedTuple):
+    """What one chunk holds of the model.
+
+    Args:
+      virtual_stage: its position in model order.
+      stage: the stage that holds it.
+      chunk: its number on that stage.
+      first_layer: its first layer, in model order.
+      num_layers: how many it has.
+      share: of the model's cost, 0 to 1.
+    """
+
+    virtual_stage: int
+    stage: int
+    chunk: int
+    first_layer: int
+    num_layers: int
+    share: float
+
+
+def chunk_shares(
+    layer_costs: Sequence[float], layer_counts: Sequence[int], placement: Placement
+) -> list[ChunkShare]:
+    """Says what every chunk of a partition holds, in model order.
+
+    Args:
+      layer_costs: as in `partition`.
+      layer_counts: layers of every virtual stage.
+      placement: of one copy of the model.
+
+    Example:
+      >>> from jaxpipe.schedule.placement import linear
+      >>> rows = chunk_shares([2, 1, 1], [1, 2], linear(2))
+      >>> [(row.first_layer, row.num_layers, row.share) for row in rows]
+      [(0, 1, 0.5), (1, 2, 0.5)]
+    """
+    total, first, rows = math.fsum(layer_costs), 0, []
+    for s, count in enumerate(layer_counts):
+        share = math.fsum(layer_costs[first : first + count]) / total
+        rows.append(ChunkShare(s, placement.stages[s], placement.chunks[s], first, count, share))
+        first += count
+    return rows
+
+
+def _check(layer_costs: Sequence[float], placement: Placement, memory: Memory | None) -> None:
+    problems = []
+    num_layers, needed = len(layer_costs), placement.num_virtual_stages
+    if placement.num_copies != 1:
+        problems.append("A partition is of one copy of the model.")
+    if num_layers < needed:
+        problems.append(
+            f"model.num_layers={num_layers} cannot fill {needed} virtual stages (mesh.stage x "
+            f"pipeline.chunks): each needs a layer.\nNearest valid: model.num_layers={needed}."
+        )
+    problems += [
+        f"layer_costs[{layer}]={cost} must be a finite number above 0."
+        for layer, cost in enumerate(layer_costs)
+        if not 0 < cost < math.inf
+    ]
+    for name in ("parameter_bytes", "residual_bytes"):
+        sizes = getattr(memory, name, None)
+        if sizes is not None and (
+            len(sizes) != num_layers or not all(0 <= size < math.inf for size in sizes)
+        ):
+            problems.append(
+                f"memory.{name} must be {num_layers} numbers from 0, one for every layer, not "
+                f"{tuple(sizes)}."
+            )
+    if problems:
+        raise ValueError("\n".join(problems))
+
+
+def _too_small(memory: Memory, placement: Placement) -> str:
+    """Says how much memory any partition needs."""
+    room = _spans(_room(memory, placement.num_chunks))
+    room = np.where(np.triu(np.ones(room.shape, bool), 1), room, math.inf)
+    least, _ = _best_ends(room, placement.num_virtual_stages, np.maximum)
+    return (
+        f"memory.limit_bytes={memory.limit_bytes} holds no partition of "
+        f"{len(memory.parameter_bytes)} layers over {placement.num_virtual_stages} virtual stages."
+        f"\nNearest valid: {math.ceil(least)}."
+    )
+
+
+def _integers(layer_costs: Sequence[float]) -> np.ndarray:
+    """Costs as int64 ``[layers]`` with a sum of about 2 ** `_BITS`, for exact sums and squares."""
+    largest_exponent = math.frexp(max(layer_costs))[1] + len(layer_costs).bit_length()
+    # A power of two keeps whole numbers whole, and so what adds up to the same.
+    scaled = [math.ldexp(cost, _BITS - largest_exponent) for cost in layer_costs]
+    return np.rint(scaled).astype(np.int64)
+
+
+def _room(memory: Memory, num_chunks: int) -> np.ndarray:
+    """What each layer takes of a stage, float64 ``[layers]``."""
+    parameters = num_chunks * np.asarray(memory.parameter_bytes, float)
+    return parameters + memory.in_flight * np.asarray(memory.residual_bytes, float)
+
+
+def _spans(values: np.ndarray) -> np.ndarray:
+    """``[k, l]``: the sum of values k to l - 1; meaningless where l < k."""
+    upto = np.concatenate([[0], np.cumsum(values)])
+    return upto[None, :] - upto[:, None]
+
+
+def _best_ends(costs: np.ndarray, num_parts: int, combine: np.ufunc) -> tuple[float, np.ndarray]:
+    """Splits a sequence into parts whose costs combine to the least, by dynamic programming.
+
+    Args:
+      costs: ``[k, l]``: of elements k to l - 1 as one part.
+      num_parts: at least 1.
+      combine: how costs of parts add up: np.add or np.maximum.
+
+    Returns:
+      The least combined cost, and where each part ends; of the best, earlier parts are longest.
+    """
+    rest = np.full(len(costs), _NEVER, costs.dtype)  # [k]: of elements k on, in the parts so far
+    rest[-1] = 0
+    choices = []
+    for _ in range(num_parts):
+        totals = np.minimum(combine(costs, rest), _NEVER)
+        rest = totals.min(axis=1)
+        choices.append(len(rest) - 1 - totals[:, ::-1].argmin(axis=1))
+    ends = [0]
+    for choice in reversed(choices):
+        ends.append(choice[ends[-1]])
+    return rest[0], np.asarray(ends[1:])
+
+
+def _relieve(ends: np.ndarray, loads: np.ndarray, fits: np.ndarray, placement: Placement) -> None:
+    """Moves ends of chunks, in place, so that the sum of squared loads of stages falls.
+
+    A layer goes from a chunk to the next or the one before where their stages then differ less.
+    Each move lowers the sum, so there is an end to it.
+    """
+    cuts = [0, *ends.tolist()]
+    stage_loads = [0] * placement.num_stages
+    for s, stage in enumerate(placement.stages):
+        stage_loads[stage] += int(loads[cuts[s], cuts[s + 1]])
+    moved = True
+    while moved:
+        moved = False
+        for s, (left, right) in enumerate(itertools.pairwise(placement.stages), start=1):
+            first, cut, last = cuts[s - 1 : s + 2]
+            for step, giver, taker in ((-1, left, right), (1, right, left)):
+                new = cut + step
+                layer = int(loads[min(cut, new), max(cut, new)])
+                helps = stage_loads[giver] - stage_loads[taker] > layer and giver != taker
+                if helps and fits[first, new] and fits[new, last]:
+                    stage_loads[giver] -= layer
+                    stage_loads[taker] += layer
+                    cuts[s], moved = new, True
+                    break
+    ends[:] = cuts[1:]

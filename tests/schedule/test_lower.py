@@ -1,0 +1,23 @@
+"""Slots: as few as the intervals need, and never two values in one."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+from hypothesis import given
+from hypothesis import strategies as st
+
+from jaxpipe.schedule.lower import colour_intervals
+
+
+@given(st.lists(st.tuples(st.integers(0, 20), st.integers(0, 6)), max_size=30))
+def test_intervals_that_overlap_have_different_slots_and_no_slot_is_wasted(spans):
+    intervals = [(start, start + length) for start, length in spans]
+    starts, ends = (np.array([span[k] for span in intervals], np.int64) for k in (0, 1))
+    slots = colour_intervals(starts, ends).tolist()
+    for one, other in itertools.combinations(range(len(intervals)), 2):
+        if intervals[one][0] <= intervals[other][1] and intervals[other][0] <= intervals[one][1]:
+            assert slots[one] != slots[other]
+    together = [sum(start <= t <= end for start, end in intervals) for t in range(27)]
+    assert set(slots) == set(range(max(together)))

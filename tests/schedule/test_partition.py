@@ -1,0 +1,172 @@
+"""Layers into chunks: optimal against brute force, even for equal costs, faster in simulation."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from jaxpipe.schedule import catalog
+from jaxpipe.schedule.partition import Memory, chunk_shares, partition
+from jaxpipe.schedule.placement import linear, looped, mirrored, wave
+from jaxpipe.schedule.simulate import Costs, lock_step, simulate
+from jaxpipe.schedule.slices import slice_ticks
+
+PLACEMENTS = [linear(1), linear(3), linear(4), looped(2, num_chunks=2), wave(2), wave(3)]
+PLACEMENTS += [looped(1, num_chunks=3), wave(2, num_waves=2)]
+UNITS = [1, 0.125, 2.0**-1000, 2.0**1000]
+UNITS = [1, 0.125, 2.0**-1000, 2.0**1000]
+costs_of_layers = st.lists(st.integers(1, 6), min_size=8, max_size=10)
+
+
+def loads(layer_costs, counts):
+    ends = [0, *itertools.accumulate(counts)]
+    return [sum(layer_costs[a:b]) for a, b in itertools.pairwise(ends)]
+
+
+def splits(num_layers, num_parts):
+    for cuts in itertools.combinations(range(1, num_layers), num_parts - 1):
+        yield tuple(b - a for a, b in itertools.pairwise((0, *cuts, num_layers)))
+
+
+def stage_loads(chunk_loads, placement):
+    return [sum(chunk_loads[s] for s in held) for held in placement.virtual_stages]
+
+
+def squares(values):
+    return sum(value**2 for value in values)
+
+
+@given(costs_of_layers, st.sampled_from(PLACEMENTS), st.sampled_from(UNITS))
+def test_no_split_has_a_smaller_largest_chunk_and_no_move_evens_the_stages(costs, placement, unit):
+    counts = partition([cost * unit for cost in costs], placement)
+    every = list(splits(len(costs), placement.num_virtual_stages))
+    assert counts in every
+    mine = loads(costs, counts)
+    largest = min(max(loads(costs, split)) for split in every)
+    assert max(mine) == largest
+    within = [split for split in every if max(loads(costs, split)) == largest]
+    evenest = min(squares(loads(costs, split)) for split in within)
+    on_stages = squares(stage_loads(mine, placement))
+    assert on_stages <= max(
+        squares(stage_loads(loads(costs, split), placement))
+        for split in within
+        if squares(loads(costs, split)) == evenest
+    )
+    for chunk, step in itertools.product(range(len(counts) - 1), (-1, 1)):
+        split = list(counts)
+        split[chunk] += step
+        split[chunk + 1] -= step
+        if tuple(split) in within:
+            assert squares(stage_loads(loads(costs, split), placement)) >= on_stages
+
+
+@given(costs_of_layers, st.sampled_from(PLACEMENTS), st.data())
+def test_the_memory_limit_is_kept_by_the_best_split_that_keeps_it(costs, placement, data):
+    sizes = st.lists(st.integers(0, 5), min_size=len(costs), max_size=len(costs))
+    parameters, residuals = data.draw(sizes), data.draw(sizes)
+    in_flight, limit = data.draw(st.integers(1, 4)), data.draw(st.integers(10, 80))
+    memory = Memory(parameters, residuals, in_flight, limit)
+    room = [
+        placement.num_chunks * parameter + in_flight * residual
+        for parameter, residual in zip(parameters, residuals, strict=True)
+    ]
+    every = list(splits(len(costs), placement.num_virtual_stages))
+    fitting = [split for split in every if max(loads(room, split)) <= limit]
+    if not fitting:
+        least = min(max(loads(room, split)) for split in every)
+        with pytest.raises(ValueError, match=rf"limit_bytes={limit} .*\n.*valid: {least}\."):
+            partition(costs, placement, memory=memory)
+        return
+    counts = partition(costs, placement, memory=memory)
+    assert counts in fitting
+    assert max(loads(costs, counts)) == min(max(loads(costs, split)) for split in fitting)
+
+
+@given(st.integers(1, 40), st.sampled_from(PLACEMENTS), st.sampled_from([1, 0.1, 7.3]))
+def test_layers_that_are_alike_give_chunks_that_are_alike(extra, placement, cost):
+    num_parts = placement.num_virtual_stages
+    share, longer = divmod(num_parts + extra, num_parts)
+    even = (share + 1,) * longer + (share,) * (num_parts - longer)
+    alike = [cost] * (num_parts + extra)
+    assert partition(alike, placement) == even
+    # A limit that excludes nothing takes the general way.
+    unlimited = Memory([0] * len(alike), [0] * len(alike), 1, 0)
+    assert partition(alike, placement, memory=unlimited) == even
+
+
+@pytest.mark.parametrize(
+    ("name", "stages", "chunks"),
+    [("1f1b", 8, 1), ("gpipe", 8, 1), ("zb-v", 4, 2), ("interleaved", 4, 2), ("hanayo", 4, 4)],
+)
+def test_a_balanced_partition_beats_equal_counts_in_simulated_time(name, stages, chunks):
+    # A convolutional network's shape: few heavy layers after many light ones.
+    layer_costs = [0.5] * 20 + [1.0] * 12 + [2.5] * 8
+    schedule = catalog.build(name, stages=stages, microbatches=4 * stages, chunks=chunks)
+    balanced = partition(layer_costs, schedule.placement)
+    equal = partition([1] * len(layer_costs), schedule.placement)
+    for clock in (simulate, lock_step):
+        times = []
+        for counts in (balanced, equal):
+            of_chunks = [Costs(x, 1.2 * x, 0.8 * x) for x in loads(layer_costs, counts)]
+            times.append(clock(schedule, of_chunks).makespan)
+        assert times[0] < 0.9 * times[1]
+
+
+def test_chunks_on_one_stage_make_up_for_each_other():
+    # One layer outweighs all: its stage's other chunk is the one to be light.
+    layer_costs = [1] * 12 + [4] + [1] * 3
+    placement = wave(4)
+    counts = partition(layer_costs, placement)
+    assert max(loads(layer_costs, counts)) == 4
+    assert max(stage_loads(loads(layer_costs, counts), placement)) == 5
+
+
+def test_the_shares_say_what_every_chunk_holds():
+    rows = chunk_shares([1, 1, 2, 3, 1], (2, 1, 1, 1), wave(2))
+    assert [(r.virtual_stage, r.stage, r.chunk) for r in rows] == [
+        (0, 0, 0), (1, 1, 0), (2, 1, 1), (3, 0, 1),
+    ]  # fmt: skip
+    assert [(r.first_layer, r.num_layers) for r in rows] == [(0, 2), (2, 1), (3, 1), (4, 1)]
+    assert [r.share for r in rows] == [0.25, 0.25, 0.375, 0.125]
+
+
+@pytest.mark.parametrize(
+    ("layer_costs", "placement", "memory", "message"),
+    [
+        ([1] * 3, linear(4), None, r"model\.num_layers=3 .*\n.*valid: model\.num_layers=4\."),
+        ([1, 0, -1], linear(2), None, r"(?s)layer_costs\[1\]=0 .*layer_costs\[2\]=-1 .* above 0"),
+        ([1, float("nan")], linear(2), None, r"layer_costs\[1\]=nan "),
+        ([1] * 4, mirrored(2), None, "one copy of the model"),
+        ([1] * 2, linear(2), Memory([1], [1, -1], 1, 9), r"(?s)parameter_bytes .*residual_bytes "),
+    ],
+)
+def test_what_cannot_be_split_is_refused(layer_costs, placement, memory, message):
+    with pytest.raises(ValueError, match=message):
+        partition(layer_costs, placement, memory=memory)
+
+
+def test_costs_of_each_virtual_stage_give_the_times_one_would_count():
+    schedule = catalog.build("1f1b", stages=2, microbatches=2)
+    costs = [Costs(1, 1, 1), Costs(3, 2, 4, message=5)]
+    # Stage 1 runs F0 from 1, B0, W0, F1 and B1 until 15; then stage 0, after a message, B1 and W1.
+    assert simulate(schedule, costs).makespan == 1 + (3 + 2 + 4 + 3 + 2) + 5 + (1 + 1)
+    same = [Costs(2, 3, 1, 0.5)] * 2
+    for clock in (simulate, lock_step):
+        assert clock(schedule, same).rows == clock(schedule, same[0]).rows
+    with pytest.raises(ValueError, match="There are 1 costs for the 2 virtual stages"):
+        simulate(schedule, same[:1])
+
+
+def test_slices_share_out_the_cost_of_their_own_chunk():
+    schedule = catalog.build("1f1b", stages=2, microbatches=4)
+    sliced = slice_ticks(schedule, Costs(1, 1.2, 0.8), [4, 4])
+    assert sliced.slices is not None
+    light, heavy = Costs(1, 1, 1), Costs(2, 2, 2)
+    for d, costs in ((0, [heavy, light]), (1, [light, heavy])):
+        assert (
+            lock_step(sliced, costs).stage_bubble_ratios[d]
+            < lock_step(sliced, [light, light]).stage_bubble_ratios[d]
+        )
