@@ -53,7 +53,7 @@ def check(config: Config, *, resume: bool = False, writes: bool = True) -> list[
     failures = list(_ranges(config))
     wrong = {field for failure in failures for field in failure.fields}
     config = config.reset(wrong)
-    rules: list[Rule] = [_schedule, _batch, _model, _data, _warmup, _processes, _wandb]
+    rules: list[Rule] = [_schedule, _partition, _batch, _model, _data, _warmup, _processes, _wandb]
     if writes:
         rules.append(_existing_run if not resume else lambda _: iter(()))
         rules.append(_writable)
@@ -156,6 +156,31 @@ def _schedule(config: Config) -> Iterator[Failure]:
             f"the {needed} chunks needs a layer, and there are {layers}. Nearest valid: "
             f"{' or '.join(valid)}.",
             (*fields, "mesh.stage", "pipeline.chunks"),
+        )
+
+
+def _partition(config: Config) -> Iterator[Failure]:
+    rule = config.pipeline.partition
+    try:
+        counts = schedule.own_counts(config)
+    except ValueError:
+        yield Failure(
+            f"pipeline.partition={rule!r} must be equal, flops, measured, or the layers of every "
+            'chunk such as "3,2,2,3".',
+            ("pipeline.partition",),
+        )
+        return
+    if counts is None:
+        return
+    try:
+        needed = schedule.order(config).placement.num_virtual_stages
+    except ValueError:
+        return  # another rule says why
+    if len(counts) != needed or min(counts) < 1 or sum(counts) != config.num_layers:
+        yield Failure(
+            f"pipeline.partition={rule!r} must be {needed} counts of at least 1 (one for each of "
+            f"mesh.stage x pipeline.chunks) that add up to the {config.num_layers} layers.",
+            ("pipeline.partition", "mesh.stage", "pipeline.chunks"),
         )
 
 

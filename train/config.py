@@ -189,6 +189,12 @@ class PipelineConfig(Section):
     """Microbatches that stay together, for schedules that group them."""
     memory_limit: Annotated[float | None, Range(0, above=True)] = None
     """Peak in flight per stage, in microbatches of a full stage, for schedules that read it."""
+    partition: str = "flops"
+    """Layers of every chunk: "equal", by their "flops", "measured" on a device, or counts such as
+    "3,2,2,3"."""
+    stage_memory: Annotated[float | None, Range(0, above=True)] = None
+    """Gigabytes of parameters, their optimizer state and activations that a stage may hold; None
+    lets costs alone decide the partition."""
     slices: bool = True
     """Cut actions into ranges of layers, so that a tick does not wait for its slowest stage."""
     remat: Literal["none", "dots", "full"] = "none"

@@ -8,6 +8,7 @@ from rich.table import Table
 
 from jaxpipe.runtime.memory import predicted_bytes
 from jaxpipe.schedule import draw
+from jaxpipe.schedule.partition import chunk_shares
 from jaxpipe.schedule.simulate import lock_step, simulate
 from train import schedule
 from train.config import Config
@@ -32,6 +33,12 @@ def run(config: Config) -> None:
     free, locked = simulate(program.schedule, costs), lock_step(program.schedule, costs)
     text = "\n".join([draw.text(free), draw.caption(free), draw.caption(locked)])
     console.print(text, soft_wrap=True, markup=False, highlight=False)
+    chunks = Table("virtual stage", "stage", "chunk", "layers", "share of cost", title="partition")
+    for row in chunk_shares(program.layer_costs, program.layer_counts, program.schedule.placement):
+        held = f"{row.first_layer} to {row.first_layer + row.num_layers - 1}"
+        numbers = str(row.virtual_stage), str(row.stage), str(row.chunk)
+        chunks.add_row(*numbers, held, f"{row.share:.1%}")
+    console.print(chunks)
     compiled = program.compile().memory_analysis()
     rng = jax.eval_shape(lambda: program.rng(0))
     predicted = predicted_bytes(program.pipe, program.batch_shapes, rng)

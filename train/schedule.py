@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Sequence
 
 from jaxpipe.schedule import catalog
 from jaxpipe.schedule.actions import Schedule
-from jaxpipe.schedule.partition import partition
 from jaxpipe.schedule.simulate import Costs
 from jaxpipe.schedule.slices import slice_ticks
 from train.config import Config
@@ -38,20 +38,26 @@ def order(config: Config) -> Schedule:
     )
 
 
-@functools.cache
-def build(config: Config) -> Schedule:
+def build(config: Config, layer_counts: Sequence[int]) -> Schedule:
     """Builds the schedule and cuts it into slices of the model's layers, unless told not to.
 
     Args:
       config: a checked configuration.
+      layer_counts: layers of every virtual stage.
     """
     schedule = order(config)
     if not config.pipeline.slices:
         return dataclasses.replace(schedule, slices=None)
-    counts = partition([1] * config.num_layers, schedule.placement)
-    if schedule.slices is None or len(set(counts)) > 1:
-        return slice_ticks(schedule, costs(config), counts)
+    if schedule.slices is None or len(set(layer_counts)) > 1:
+        return slice_ticks(schedule, costs(config), layer_counts)
     return schedule
+
+
+def own_counts(config: Config) -> tuple[int, ...] | None:
+    """The layers of every chunk as ``pipeline.partition`` lists them; None if it names a rule."""
+    if config.pipeline.partition in ("equal", "flops", "measured"):
+        return None
+    return tuple(int(count) for count in config.pipeline.partition.split(","))
 
 
 def costs(config: Config) -> Costs:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cached_property
 from typing import Any
 
@@ -13,8 +13,12 @@ import optax
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from jaxpipe.runtime.costs import layer_bytes, layer_costs
 from jaxpipe.runtime.mesh import make_mesh
 from jaxpipe.runtime.pipeline import Pipeline
+from jaxpipe.schedule.actions import Schedule
+from jaxpipe.schedule.partition import Memory, partition
+from jaxpipe.schedule.simulate import simulate
 from train import schedule, tasks
 from train.config import Config, OptimizerConfig
 
@@ -57,17 +61,45 @@ class Program:
         self.config = config
         self.task = tasks.make(config)
         self.mesh = make_mesh(stage=config.mesh.stage, data=config.mesh.data)
-        self.schedule = schedule.build(config)
         self.shapes = jax.eval_shape(self.task.init, self._key)
-        self.pipe = self._pipeline(train=True)
+        self.layer_costs, self.layer_counts = self._partition()
+        self.schedule = schedule.build(config, self.layer_counts)
+        self.pipe = self._pipeline(self.schedule, self.layer_counts)
         self.learning_rate = learning_rate(config.optimizer, num_steps=config.train.steps)
         self.optimizer = make_optimizer(config.optimizer, self.learning_rate, self._decays)
 
-    def _pipeline(self, *, train: bool) -> Pipeline:
+    def _partition(self) -> tuple[list[float], tuple[int, ...]]:
+        """What every layer costs, and the layers of every chunk."""
+        settings, order = self.config.pipeline, schedule.order(self.config)
+        rule, alike = settings.partition, not isinstance(self.shapes["layers"], tuple)
+        even = [1.0] * self.task.num_layers
+        counts = schedule.own_counts(self.config) or partition(even, order.placement)
+        limit = settings.stage_memory
+        if limit is None and (rule == "equal" or alike):
+            return even, counts
+        # Any partition will do to look at the layers.
+        probe = self._pipeline(dataclasses.replace(order, slices=None), counts)
+        batch, rng = self._batch_shapes(probe), jax.eval_shape(lambda: self.rng(0))
+        parts = layer_costs(probe, batch, rng, measure=rule == "measured")
+        costs = even if rule == "equal" else [part.f + part.b + part.w for part in parts]
+        if schedule.own_counts(self.config) is not None:
+            return costs, counts
+        memory = None if limit is None else self._memory(probe, batch, rng, limit)
+        return costs, partition(costs, order.placement, memory=memory)
+
+    def _memory(self, probe: Pipeline, batch: PyTree, rng, limit: float) -> Memory:
+        """What layers keep: weights, gradients and two moments of Adam, and their residuals."""
+        parameters, residuals = layer_bytes(probe, batch, rng)
+        copies = sum(1 / self.config.mesh.data if probe.zero >= z else 1 for z in (3, 2, 1, 1))
+        peak = max(simulate(probe.schedule, schedule.costs(self.config)).peak_in_flight)
+        return Memory([copies * n for n in parameters], residuals, peak, limit * 1e9)
+
+    def _pipeline(self, order: Schedule, counts: Sequence[int], *, train: bool = True) -> Pipeline:
         return Pipeline(
             self.task.model(train=train),
             self.shapes,
-            schedule=self.schedule,
+            schedule=order,
+            layer_counts=counts,
             mesh=self.mesh,
             remat=self.config.pipeline.remat,
             zero=self.config.pipeline.zero,
@@ -118,10 +150,13 @@ class Program:
     @cached_property
     def batch_shapes(self) -> PyTree:
         """Shape, dtype and sharding of a batch."""
+        return self._batch_shapes(self.pipe)
+
+    def _batch_shapes(self, pipe: Pipeline) -> PyTree:
 
         def batch(row):
             shape = self.config.train.batch_size, *row.shape
-            return jax.ShapeDtypeStruct(shape, row.dtype, sharding=self.pipe.batch_sharding)
+            return jax.ShapeDtypeStruct(shape, row.dtype, sharding=pipe.batch_sharding)
 
         return jax.tree.map(batch, self.task.row_shapes())
 
@@ -181,7 +216,7 @@ class Program:
     @cached_property
     def eval_loss(self):
         """``(state, batch) -> loss``, jitted: the same pipeline, forward only, no dropout."""
-        pipe = self._pipeline(train=False)
+        pipe = self._pipeline(self.schedule, self.layer_counts, train=False)
         return jax.jit(lambda state, batch: pipe.loss(state.params, batch, states=state.layers))
 
 

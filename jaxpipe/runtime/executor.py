@@ -26,7 +26,7 @@ import numpy as np
 from jax import lax
 
 from jaxpipe.runtime.keys import embed_layer, head_layer, layer_key
-from jaxpipe.runtime.layers import LayerKind, sort_layers
+from jaxpipe.runtime.layers import LayerKind, Layers, sort_layers
 from jaxpipe.runtime.layout import Layout, layer_rows
 from jaxpipe.runtime.mesh import DATA, STAGE
 from jaxpipe.runtime.model import Model
@@ -91,6 +91,14 @@ def buffers(plan: Plan, placed: PyTree, microbatches: PyTree, rng, states) -> di
     return _Run(plan, placed, microbatches, rng, states).buffer_shapes()
 
 
+def layers(plan: Plan, placed: PyTree, microbatches: PyTree, rng, states) -> tuple[Layers, tuple]:
+    """The layers by kind, and the shapes of what each is given beside parameters and values;
+    arguments as for `run`.
+    """
+    run = _Run(plan, placed, microbatches, rng, states)
+    return run.sorted_layers, jax.eval_shape(lambda: run.context(0, 0))
+
+
 class _Run:
     """One trace of the program; holds what the phases of a tick share."""
 
@@ -111,24 +119,24 @@ class _Run:
     def _sort_layers(self, rows: np.ndarray) -> None:
         """Finds the kinds of layers, and what they leave in buffers."""
         plan, numbers = self.plan, range(self.num_layers)
-        sorted_layers = sort_layers(
+        self.sorted_layers = sort_layers(
             plan.model,
             [self.params.shape_of(n) for n in numbers],
             jax.eval_shape(lambda: self._embed(self.outer, 0)),
-            *jax.eval_shape(lambda: self._context(0, 0)),
+            *jax.eval_shape(lambda: self.context(0, 0)),
             states=None if plan.states is None else [plan.states.shape_of(n) for n in numbers],
             remat=plan.remat,
         )
-        self.kinds = sorted_layers.kinds
-        self.first, self.last = sorted_layers.first, sorted_layers.last
-        kind_of = np.where(rows < 0, -1, np.asarray(sorted_layers.kind_of, np.int32)[rows])
+        self.kinds = self.sorted_layers.kinds
+        self.first, self.last = self.sorted_layers.first, self.sorted_layers.last
+        kind_of = np.where(rows < 0, -1, np.asarray(self.sorted_layers.kind_of, np.int32)[rows])
         self.kind_of = jnp.asarray(kind_of)[self.stage]
         self.residuals = {
             name: Slots([getattr(kind.split, name) for kind in self.kinds], kind_of)
             for name in ("until_b", "until_w", "crossing")
         }
-        self.trees = [jax.tree.structure(x) for x in sorted_layers.activations]
-        leaves = [jax.tree.leaves(x) for x in sorted_layers.activations]
+        self.trees = [jax.tree.structure(x) for x in self.sorted_layers.activations]
+        leaves = [jax.tree.leaves(x) for x in self.sorted_layers.activations]
         self.messages = Slots(leaves, np.arange(len(leaves)).reshape(-1, 1, 1))
 
     # What a microbatch and a layer are on this device.
@@ -141,15 +149,15 @@ class _Run:
             lambda leaf: lax.dynamic_index_in_dim(leaf, i, 1, keepdims=False), self.microbatches
         )
 
-    def _context(self, i, layer):
+    def context(self, i, layer):
         """What every function of a layer is given beside its parameters and values."""
         return self._microbatch(i), self._key(i, layer)
 
     def _embed(self, outer, i):
-        return self.plan.model.embed(outer, *self._context(i, embed_layer(self.num_layers)))
+        return self.plan.model.embed(outer, *self.context(i, embed_layer(self.num_layers)))
 
     def _head_loss(self, outer, x, i):
-        return self.plan.model.head_loss(outer, x, *self._context(i, head_layer(self.num_layers)))
+        return self.plan.model.head_loss(outer, x, *self.context(i, head_layer(self.num_layers)))
 
     def _activation(self, message: list, number: int) -> PyTree:
         """A message's content as the activation of that number."""
@@ -300,7 +308,7 @@ class _Run:
         return self.params.read(self.layers, self.params.resident(*at))
 
     def _layer_context(self, cell: dict, layer):
-        return self._context(cell["microbatch"], self.layer_of[cell["chunk"], 0] + layer)
+        return self.context(cell["microbatch"], self.layer_of[cell["chunk"], 0] + layer)
 
     def _forward(self, kind: LayerKind, cell: dict, layer, carry):
         state, message = carry

@@ -12,6 +12,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxpipe.runtime import executor
+from jaxpipe.runtime.layers import Layers
 from jaxpipe.runtime.layout import make_layers, make_layout
 from jaxpipe.runtime.mesh import DATA, STAGE
 from jaxpipe.runtime.model import Model
@@ -260,16 +261,29 @@ class Pipeline:
         Returns:
           Trees of `jax.ShapeDtypeStruct` by the buffer's name.
         """
-        shapes: dict[str, PyTree] = {}
+        return self._traced(executor.buffers, batch, rng)
+
+    def trace_layers(
+        self, batch: PyTree, rng: jax.Array | None = None
+    ) -> tuple[Layers, tuple[PyTree, ...]]:
+        """The layers by kind, each with F, B and W; and shapes of a layer's microbatch and key.
+
+        Arguments as for `buffers`.
+        """
+        return self._traced(executor.layers, batch, rng)
+
+    def _traced(self, read, batch: PyTree, rng: jax.Array | None) -> Any:
+        """What ``read`` finds in a trace of the program, arguments as those of `executor.run`."""
+        found = []
 
         def body(placed, batch, rng, states):
             rows = self._microbatches(batch)
-            shapes.update(executor.buffers(self._plan(self.table), placed, rows, rng, states))
+            found.append(read(self._plan(self.table), placed, rows, rng, states))
             return jnp.zeros(())
 
         arguments = self.layout.placed_shapes(), batch, rng, self.placed_states
         jax.eval_shape(self._mapped(body, P()), *arguments)
-        return shapes
+        return found[0]
 
     @property
     def placed_states(self) -> PyTree:
