@@ -106,10 +106,10 @@ class ResNetConfig:
         return self.style == "imagenet" and self.depth >= 50
 
     @property
-    def out_channels(self) -> int:
-        """Channels of the last block, which the classifier reads."""
-        widest = self.first_width * 2 ** (len(self.blocks) - 1)
-        return Bottleneck.expansion * widest if self.bottleneck else widest
+    def group_channels(self) -> tuple[int, ...]:
+        """Channels that each group of blocks puts out."""
+        expansion = Bottleneck.expansion if self.bottleneck else Basic.expansion
+        return tuple(expansion * self.first_width * 2**g for g in range(len(self.blocks)))
 
     @property
     def num_layers(self) -> int:
@@ -270,7 +270,9 @@ def init(config: ResNetConfig, rng: jax.Array) -> PyTree:
         modules.stateful(kind.module(config, nnx.Rngs(key)))[1]
         for kind, key in zip(kinds(config), keys[1:], strict=True)
     )
-    head = Linear(config.out_channels, config.num_classes, stddev=0.01, rngs=nnx.Rngs(keys[0]))
+    head = Linear(
+        config.group_channels[-1], config.num_classes, stddev=0.01, rngs=nnx.Rngs(keys[0])
+    )
     return {"embed": {}, "layers": layers, "head": modules.functional(head)[1]}
 
 

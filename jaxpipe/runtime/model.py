@@ -53,7 +53,7 @@ class Model:
     """
 
     embed: Callable[[PyTree, PyTree, jax.Array | None], PyTree]
-    layer: Any  # a function, or a tuple of them
+    layer: Any  # a function or a tuple of them: a model's author knows which, a type checker not
     head_loss: Callable[[PyTree, PyTree, PyTree, jax.Array | None], jax.Array]
     stage_split: PyTree = None
     stateful: bool = False

@@ -1,0 +1,365 @@
+"""Logits equal those of the transformers library, and folders are read and written exactly.
+
+Its models are initialised at random, so nothing is downloaded. Biases, norms and statistics are
+drawn, too: at their initial zeros and ones, mixing them up would not show.
+"""
+
+import dataclasses
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jaxpipe
+from models import bert, gpt, hugging_face, resnet
+from models.bert import BERTConfig
+from models.gpt import GPTConfig
+from models.resnet import ResNetConfig
+
+pytestmark = pytest.mark.pipeline
+
+safetensors = pytest.importorskip("safetensors.numpy", reason="safetensors is not installed")
+
+GPT2 = GPTConfig(
+    vocab_size=37, sequence_length=12, num_layers=3, width=32, num_heads=4, positions="learned",
+    norm="layer", activation="gelu", bias=True,
+)  # fmt: skip
+LLAMA = GPTConfig(
+    vocab_size=37, sequence_length=12, num_layers=3, width=32, num_heads=4, num_kv_heads=2,
+    mlp_width=48, tied=False, rope_theta=500.0, norm_epsilon=1e-6,
+)  # fmt: skip
+BERT = BERTConfig(
+    vocab_size=37, sequence_length=12, num_layers=3, width=32, num_heads=4, mlp_width=48,
+    next_sentence=True,
+)  # fmt: skip
+RESNET18 = ResNetConfig(depth=18, num_classes=7, style="imagenet", norm="batch")
+RESNET50 = dataclasses.replace(RESNET18, depth=50)
+SMALL_RESNET = dataclasses.replace(RESNET18, width=8)
+
+INIT = {GPTConfig: gpt.init, BERTConfig: bert.init, ResNetConfig: resnet.init}
+
+
+@pytest.fixture(scope="module")
+def transformers():
+    """The library with its torch models; what follows needs both installed."""
+    pytest.importorskip(
+        "torch", reason="torch is not installed: pip install 'jaxpipe[huggingface]'"
+    )
+    return pytest.importorskip("transformers", reason="transformers is not installed")
+
+
+@pytest.fixture(scope="module")
+def tokens():
+    return np.random.default_rng(0).integers(0, 37, (3, 10))
+
+
+def drawn(config):
+    """Parameters, and statistics of a ResNet, no two leaves of which are alike."""
+    rng = np.random.default_rng(1)
+    params = jax.eval_shape(lambda key: INIT[type(config)](config, key), jax.random.key(0))
+    state = resnet.init_state(config) if isinstance(config, ResNetConfig) else None
+
+    def leaf(x):
+        # Positive, since some of them are variances, and of a matrix's usual size.
+        size = 0.1 if len(x.shape) > 1 else 1.0
+        return rng.uniform(0.5 * size, size, x.shape).astype(np.float32)
+
+    return jax.tree.map(leaf, params), jax.tree.map(leaf, state)
+
+
+def randomise(torch_model):
+    """Draws what a fresh model initialises to zeros and ones."""
+    import torch
+
+    generator = torch.Generator().manual_seed(0)
+    for name, tensor in torch_model.state_dict().items():
+        if tensor.ndim == 1:
+            noise = torch.rand(tensor.shape, generator=generator) * 0.2
+            tensor += noise if "bias" in name or "mean" in name else noise - 0.1
+    return torch_model.eval()
+
+
+def equal_logits(ours, theirs):
+    """float32 on both sides: a few units in the last place of the largest logit."""
+    theirs = theirs.detach().numpy()
+    np.testing.assert_allclose(ours, theirs, rtol=1e-4, atol=2e-6 * np.abs(theirs).max())
+
+
+# Logits.
+
+
+def test_gpt2_logits(transformers, tokens, tmp_path):
+    import torch
+
+    theirs = randomise(
+        transformers.GPT2LMHeadModel(
+            transformers.GPT2Config(
+                vocab_size=37, n_positions=12, n_embd=32, n_layer=3, n_head=4,
+                bos_token_id=0, eos_token_id=0,
+            )
+        )
+    )  # fmt: skip
+    theirs.save_pretrained(tmp_path)
+    config, params, _ = hugging_face.load(tmp_path)
+    assert config == dataclasses.replace(GPT2, dropout=0.1)
+    equal_logits(gpt.logits(config, params, tokens), theirs(torch.tensor(tokens)).logits)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_llama_logits(transformers, tokens, tmp_path, tied):
+    import torch
+
+    theirs = randomise(
+        transformers.LlamaForCausalLM(
+            transformers.LlamaConfig(
+                vocab_size=37, max_position_embeddings=12, hidden_size=32, num_hidden_layers=3,
+                num_attention_heads=4, num_key_value_heads=2, intermediate_size=48,
+                rope_parameters={"rope_type": "default", "rope_theta": 500.0},
+                tie_word_embeddings=tied,
+            )
+        )
+    )  # fmt: skip
+    theirs.save_pretrained(tmp_path)
+    config, params, _ = hugging_face.load(tmp_path)
+    assert config == dataclasses.replace(LLAMA, tied=tied)
+    equal_logits(gpt.logits(config, params, tokens), theirs(torch.tensor(tokens)).logits)
+
+
+def bert_batch(tokens):
+    """Two segments a row, and padding at the end of the second row."""
+    mask = np.ones_like(tokens)
+    mask[1, 6:] = 0
+    segments = np.broadcast_to(np.arange(tokens.shape[1]) >= 4, tokens.shape).astype(int)
+    return {"tokens": tokens, "mask": mask, "segments": segments}
+
+
+@pytest.mark.parametrize("head", ["BertForPreTraining", "BertForMaskedLM"])
+def test_bert_logits(transformers, tokens, tmp_path, head):
+    import torch
+
+    theirs = randomise(
+        getattr(transformers, head)(
+            transformers.BertConfig(
+                vocab_size=37, max_position_embeddings=12, hidden_size=32, num_hidden_layers=3,
+                num_attention_heads=4, intermediate_size=48,
+            )
+        )
+    )  # fmt: skip
+    theirs.save_pretrained(tmp_path)
+    config, params, _ = hugging_face.load(tmp_path)
+    both = head == "BertForPreTraining"
+    assert config == dataclasses.replace(BERT, dropout=0.1, next_sentence=both)
+    batch = bert_batch(tokens)
+    output = theirs(
+        torch.tensor(batch["tokens"]),
+        attention_mask=torch.tensor(batch["mask"]),
+        token_type_ids=torch.tensor(batch["segments"]),
+    )
+    equal_logits(bert.logits(config, params, batch), output[0])
+    if both:
+        equal_logits(
+            bert.next_sentence_logits(config, params, batch), output.seq_relationship_logits
+        )
+
+
+@pytest.mark.parametrize("config", [RESNET18, RESNET50], ids=["18", "50"])
+def test_resnet_logits(transformers, tmp_path, config):
+    import torch
+
+    theirs = randomise(
+        transformers.ResNetForImageClassification(
+            transformers.ResNetConfig(
+                depths=list(config.blocks), hidden_sizes=list(config.group_channels),
+                layer_type="bottleneck" if config.bottleneck else "basic",
+                num_labels=config.num_classes,
+            )
+        )
+    )  # fmt: skip
+    theirs.save_pretrained(tmp_path)
+    read, params, state = hugging_face.load(tmp_path)
+    assert read == dataclasses.replace(config, width=64)
+    images = np.random.default_rng(0).standard_normal((2, 3, 48, 40)).astype(np.float32)
+    equal_logits(
+        jax.jit(resnet.logits, static_argnums=0)(read, params, images.transpose(0, 2, 3, 1), state),
+        theirs(torch.tensor(images)).logits,
+    )
+
+
+@pytest.mark.parametrize(
+    ("config", "model"),
+    [
+        (GPT2, "GPT2LMHeadModel"),
+        (LLAMA, "LlamaForCausalLM"),
+        (BERT, "BertForPreTraining"),
+        (dataclasses.replace(BERT, next_sentence=False), "BertForMaskedLM"),
+        (SMALL_RESNET, "ResNetForImageClassification"),
+    ],
+    ids=["gpt2", "llama", "bert", "masked-lm", "resnet"],
+)
+def test_what_is_written_the_library_reads(transformers, tokens, tmp_path, config, model):
+    import torch
+
+    params, state = drawn(config)
+    hugging_face.save(tmp_path, config, params, state)
+    theirs, notes = getattr(transformers, model).from_pretrained(tmp_path, output_loading_info=True)
+    theirs.eval()
+    assert not notes["missing_keys"] - {"bert.embeddings.position_ids"}
+    assert not notes["unexpected_keys"]
+    if isinstance(config, ResNetConfig):
+        images = np.random.default_rng(0).standard_normal((2, 3, 48, 40)).astype(np.float32)
+        ours = resnet.logits(config, params, images.transpose(0, 2, 3, 1), state)
+        equal_logits(ours, theirs(torch.tensor(images)).logits)
+    elif isinstance(config, BERTConfig):
+        ours = bert.logits(config, params, {"tokens": tokens})
+        equal_logits(ours, theirs(torch.tensor(tokens))[0])
+    else:
+        equal_logits(gpt.logits(config, params, tokens), theirs(torch.tensor(tokens)).logits)
+
+
+# Folders; these need no torch.
+
+every_family = pytest.mark.parametrize(
+    "config",
+    [GPT2, LLAMA, dataclasses.replace(LLAMA, tied=True, num_layers=1), BERT, SMALL_RESNET],
+    ids=["gpt2", "llama", "tied-llama", "bert", "resnet"],
+)
+
+
+@every_family
+def test_round_trip_is_exact(tmp_path, config):
+    params, state = drawn(config)
+    hugging_face.save(tmp_path, config, params, state)
+    read = hugging_face.load(tmp_path)
+    # What is None for "the default" is read as the number it stands for.
+    given = {k: v for k, v in dataclasses.asdict(config).items() if v is not None}
+    assert dataclasses.replace(read.config, **given) == read.config
+    assert jax.tree.structure((read.params, read.state)) == jax.tree.structure((params, state))
+    jax.tree.map(np.testing.assert_array_equal, (read.params, read.state), (params, state))
+
+
+@every_family
+def test_reading_and_writing_again_gives_the_same_file(tmp_path, config):
+    hugging_face.save(tmp_path / "first", config, *drawn(config))
+    hugging_face.save(tmp_path / "second", *hugging_face.load(tmp_path / "first"))
+    first, second = (
+        safetensors.load_file(tmp_path / name / "model.safetensors") for name in ("first", "second")
+    )
+    assert set(first) == set(second)
+    for name, tensor in first.items():
+        np.testing.assert_array_equal(tensor, second[name])
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "interleaved", "zb-v"])
+def test_weights_pass_through_any_pipeline_layout(tmp_path, schedule):
+    config = dataclasses.replace(LLAMA, num_layers=8)
+    hugging_face.save(tmp_path / "first", config, *drawn(config))
+    _, params, _ = hugging_face.load(tmp_path / "first")
+    pipe = jaxpipe.Pipeline(
+        gpt.model(config, vocabulary_axis="stage"),
+        params,
+        schedule=jaxpipe.schedules.build(schedule, stages=4, microbatches=4),
+        mesh=jaxpipe.make_mesh(stage=4, data=2),
+        zero=3,
+    )
+    hugging_face.save(tmp_path / "second", config, pipe.unplace(pipe.place(params)))
+    first, second = (
+        (tmp_path / name / "model.safetensors").read_bytes() for name in ("first", "second")
+    )
+    assert first == second
+
+
+def test_files_in_several_parts_and_in_16_bits(tmp_path):
+    """bfloat16 weights are exact in float32, and the index says which file holds what."""
+    params, _ = drawn(GPT2)
+    params = jax.tree.map(lambda x: x.astype(jnp.bfloat16).astype(np.float32), params)
+    hugging_face.save(tmp_path, GPT2, params)
+    whole = tmp_path / "model.safetensors"
+    tensors = safetensors.load_file(whole)
+    whole.unlink()
+    parts = {f"part-{i}.safetensors": sorted(tensors)[i::2] for i in range(2)}
+    for file, names in parts.items():
+        sixteen = {name: tensors[name].astype(jnp.bfloat16) for name in names}
+        safetensors.save_file(sixteen, tmp_path / file)
+    index = {"weight_map": {name: file for file, names in parts.items() for name in names}}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    jax.tree.map(np.testing.assert_array_equal, hugging_face.load(tmp_path).params, params)
+
+
+def rewrite(folder, change):
+    """Replaces the tensors of a folder by ``change(tensors)``."""
+    file = folder / "model.safetensors"
+    safetensors.save_file(change(safetensors.load_file(file)), file)
+
+
+def test_names_of_bare_and_of_early_files(tmp_path):
+    """GPT-2 without its head's prefix and with causal masks; BERT with gamma and beta."""
+    params, _ = drawn(GPT2)
+    hugging_face.save(tmp_path / "gpt2", GPT2, params)
+    masks = {f"h.{i}.attn.bias": np.ones((1, 1, 12, 12), np.uint8) for i in range(3)}
+    rewrite(
+        tmp_path / "gpt2",
+        lambda t: {k.removeprefix("transformer."): v for k, v in t.items()} | masks,
+    )
+    jax.tree.map(np.testing.assert_array_equal, hugging_face.load(tmp_path / "gpt2").params, params)
+
+    params, _ = drawn(BERT)
+    hugging_face.save(tmp_path / "bert", BERT, params)
+    rewrite(
+        tmp_path / "bert",
+        lambda t: {
+            k.replace("LayerNorm.weight", "LayerNorm.gamma").replace(
+                "LayerNorm.bias", "LayerNorm.beta"
+            ): v
+            for k, v in t.items()
+        },
+    )
+    jax.tree.map(np.testing.assert_array_equal, hugging_face.load(tmp_path / "bert").params, params)
+
+
+def test_missing_and_unexpected_tensors_are_named_together(tmp_path):
+    hugging_face.save(tmp_path, GPT2, drawn(GPT2)[0])
+    rewrite(
+        tmp_path,
+        lambda t: {k.replace("h.1.ln_2.bias", "h.1.ln_3.bias"): v for k, v in t.items()},
+    )
+    with pytest.raises(ValueError, match=r"lacks tensors: h\.1\.ln_2\.bias\.") as error:
+        hugging_face.load(tmp_path)
+    assert "has tensors of no use: h.1.ln_3.bias." in str(error.value)
+
+
+def test_features_that_the_models_lack_are_refused(tmp_path):
+    hugging_face.save(tmp_path, LLAMA, drawn(LLAMA)[0])
+    file = tmp_path / "config.json"
+    fields = json.loads(file.read_text())
+    fields |= {"hidden_act": "gelu", "rope_parameters": {"rope_type": "llama3"}}
+    file.write_text(json.dumps(fields))
+    with pytest.raises(ValueError, match="hidden_act='gelu'; it can only be read with 'silu'") as e:
+        hugging_face.load(tmp_path)
+    assert "rope_type='llama3'" in str(e.value)
+
+
+def test_other_shapes_than_the_config_says_are_refused(tmp_path):
+    hugging_face.save(tmp_path, GPT2, drawn(GPT2)[0])
+    rewrite(tmp_path, lambda t: t | {"transformer.wpe.weight": t["transformer.wpe.weight"][:5]})
+    with pytest.raises(ValueError, match=r"wpe\.weight gives .*\[5, 32\].*asks for \[12, 32\]"):
+        hugging_face.load(tmp_path)
+
+
+def test_folders_without_a_model_are_refused(tmp_path):
+    with pytest.raises(ValueError, match=r"holds no config\.json"):
+        hugging_face.load(tmp_path)
+    (tmp_path / "config.json").write_text('{"model_type": "t5"}')
+    with pytest.raises(ValueError, match=r"model_type='t5'; only gpt2, llama, bert, resnet"):
+        hugging_face.load(tmp_path)
+    (tmp_path / "config.json").write_text('{"model_type": "gpt2"}')
+    with pytest.raises(ValueError, match=r"holds no model\.safetensors; it must hold"):
+        hugging_face.load(tmp_path)
+
+
+def test_models_that_the_library_lacks_are_not_written(tmp_path):
+    with pytest.raises(ValueError, match="is none of gpt2, llama, bert, resnet"):
+        hugging_face.save(tmp_path, dataclasses.replace(LLAMA, norm="layer"), {})
+    with pytest.raises(ValueError, match=r"has running statistics: pass state"):
+        hugging_face.save(tmp_path, SMALL_RESNET, {})
