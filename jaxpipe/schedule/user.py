@@ -62,25 +62,16 @@ def load(
     if stages is None or microbatches is None:
         raise ValueError(f"{name} needs a number of stages and of microbatches.")
     function = _function(name)
-    unread = ", ".join(sorted(options.keys() - wanted(function, options).keys()))
+    reads = inspect.signature(function).parameters
+    unread = ", ".join(sorted(options.keys() - reads.keys()))
     if unread:
         raise ValueError(f"{name} has no parameter for {unread}.\nNearest valid: leave it out.")
-    schedule = function(stages, microbatches, **options, **wanted(function, clock or {}))
+    times = {name: value for name, value in (clock or {}).items() if name in reads}
+    schedule = function(stages, microbatches, **options, **times)
     if not isinstance(schedule, Schedule):
         raise ValueError(f"{name} returned {type(schedule).__name__}, and must return a Schedule.")
     validate(schedule)
     return schedule
-
-
-def wanted(function: Callable, options: Mapping[str, Any]) -> dict[str, Any]:
-    """Those options that a function has a parameter for.
-
-    Example:
-      >>> wanted(lambda p, m, *, costs: None, {"costs": 1, "layers_per_chunk": 8})
-      {'costs': 1}
-    """
-    parameters = inspect.signature(function).parameters
-    return {option: value for option, value in options.items() if option in parameters}
 
 
 def _function(name: str) -> Callable:

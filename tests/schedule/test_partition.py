@@ -17,7 +17,6 @@ from jaxpipe.schedule.slices import slice_ticks
 PLACEMENTS = [linear(1), linear(3), linear(4), looped(2, num_chunks=2), wave(2), wave(3)]
 PLACEMENTS += [looped(1, num_chunks=3), wave(2, num_waves=2)]
 UNITS = [1, 0.125, 2.0**-1000, 2.0**1000]
-UNITS = [1, 0.125, 2.0**-1000, 2.0**1000]
 costs_of_layers = st.lists(st.integers(1, 6), min_size=8, max_size=10)
 
 
