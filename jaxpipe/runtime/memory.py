@@ -51,15 +51,18 @@ def compiled_bytes(pipe: Pipeline, batch: PyTree, rng: jax.Array | None = None) 
     return analysis.temp_size_in_bytes
 
 
-def compiled(pipe: Pipeline, batch: PyTree, rng: jax.Array | None = None) -> jax.stages.Compiled:
-    """Compiles ``pipe.value_and_grad`` for the shapes of these arguments."""
+def compiled(
+    pipe: Pipeline, batch: PyTree, rng: jax.Array | None = None, *, options: dict | None = None
+) -> jax.stages.Compiled:
+    """Compiles ``pipe.value_and_grad`` for the shapes of these arguments, with these options of
+    XLA."""
 
     def shape(leaf, sharding):
         return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
 
     placed = jax.tree.map(shape, pipe.layout.placed_shapes(), pipe.param_shardings)
     batch = jax.tree.map(lambda leaf: shape(leaf, pipe.batch_sharding), batch)
-    return jax.jit(pipe.value_and_grad).lower(placed, batch, rng).compile()
+    return jax.jit(pipe.value_and_grad).lower(placed, batch, rng).compile(options)
 
 
 def _size(shapes: PyTree) -> int:

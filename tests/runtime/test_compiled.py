@@ -8,10 +8,10 @@ import functools
 import jax
 import jax.numpy as jnp
 import pytest
-from hlo import Program
 
 import jaxpipe
 from jaxpipe.runtime import memory
+from jaxpipe.runtime.hlo import Program
 from models import gpt
 
 pytestmark = pytest.mark.pipeline
