@@ -95,7 +95,7 @@ class Collective:
 
     Args:
       opcode: what it does.
-      bytes: of its result.
+      bytes: of its largest array.
       in_loop: within a gated loop: it runs in some ticks only.
       hidden_by: loops over layers between its start and its end; 0 if it is synchronous.
     """
@@ -121,7 +121,7 @@ def collectives(program: Program) -> list[Collective]:
                 ends = [i for i, later in enumerate(rows) if row.name in later.operands]
                 between = rows[position : min(i for i in ends if i > position)]
                 hidden_by = sum(is_layer_loop(program, i) for i in between)
-            found.append(Collective(opcode, row.bytes[-1], body != tick, hidden_by))
+            found.append(Collective(opcode, max(row.bytes), body != tick, hidden_by))
     return found
 
 
@@ -249,7 +249,8 @@ def measure(case: Case) -> dict:
         loops = host_loops(thunks.read_text("utf-8"))
     seconds = time.perf_counter() - start
     text, memory = step.as_text(), step.memory_analysis()
-    assert text is not None and memory is not None  # both exist for every backend of jax
+    assert text is not None  # both exist for every backend of jax
+    assert memory is not None
     program = Program(text)
     # A buffer holds more than one layer of one microbatch; one layer's values are no buffer.
     leaves = jax.tree.leaves(pipe.buffers(batch))

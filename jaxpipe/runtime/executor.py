@@ -3,8 +3,8 @@
 `run` is the body of the `jax.shard_map` that `jaxpipe.Pipeline` builds; everything here sees one
 device's part. It scans over the table's ticks. A tick runs up to four loops over layers (F, B, BW,
 W), each from ``lo`` to ``hi`` of its cell, so that an idle stage runs none; then it exchanges
-messages with ``ppermute``, and all stages together compute the embedding of the microbatch that
-enters and the loss of the one that leaves.
+messages with ``ppermute``, unless all can wait for the next tick, and all stages together compute
+the embedding of the microbatch that enters and the loss of the one that leaves.
 
 Rules that keep it fast and correct:
 
@@ -12,7 +12,9 @@ Rules that keep it fast and correct:
   place;
 - what a gated loop's body reads goes through `_tie` with what the loop carries, or XLA hoists its
   uses out and runs them on idle ticks;
-- ``ppermute`` is never inside control flow that differs by stage: its rendezvous spans all devices.
+- ``ppermute`` is never inside control flow that differs by stage: its rendezvous spans all devices;
+- a late message is sent before the tick's loops and received after them, so that on a GPU it
+  travels while they run.
 """
 
 from __future__ import annotations
@@ -31,9 +33,12 @@ from jaxpipe.runtime.mesh import DATA, STAGE
 from jaxpipe.runtime.model import Model
 from jaxpipe.runtime.split import Split, split_layer
 from jaxpipe.schedule.actions import Kind
-from jaxpipe.schedule.table import NONE, TickTable
+from jaxpipe.schedule.table import NONE, Channel, TickTable
 
 PyTree = Any
+
+_INBOX = {Kind.F: "x", Kind.B: "dy"}
+"""The buffer in which a message of each kind waits for its reader."""
 
 _SUMS = ("gradients", "reduced")
 """Buffers that start as zeros; the others are written before they are read."""
@@ -98,6 +103,8 @@ def buffer_shapes(plan: Plan, x: Any, split: Split) -> dict[str, Any]:
     """
     slots, room = plan.table.num_slots, plan.table.layers_per_chunk
     shapes: dict[str, Any] = {"x": jax.ShapeDtypeStruct((slots["x"], x.size), x.dtype)}
+    if late := {channel.kind for channel in plan.table.channels if channel.late}:
+        shapes["sent"] = {kind: jax.ShapeDtypeStruct((x.size,), x.dtype) for kind in late}
     if plan.zero == 3:
         rows = plan.table.gathers.num_slots * room
         shapes["weights"] = _stacked(plan.layout.layers, rows)
@@ -183,13 +190,14 @@ class _Run:
         table = self.table
         return {
             **{f"pass_{k}": dataclasses.asdict(columns) for k, columns in table.passes.items()},
-            "receive": [channel.slot for channel in table.channels],
+            "receive": [(channel.slot, channel.late_slot) for channel in table.channels],
             "gather": [table.gathers.chunk, table.gathers.slot],
             "reduce": [table.reduces.chunk, table.reduces.slot],
             "all": {
                 "embed": [table.embed, table.embed_slot],
                 "head": [table.head, table.head_slot],
                 "embed_gradient": table.embed_gradient,
+                "meets": table.meets.astype(np.int32),
             },
         }
 
@@ -210,13 +218,14 @@ class _Run:
         return state
 
     def _tick(self, state: dict, row: dict) -> dict:
+        arriving = self._late_messages(state)
         if self.plan.zero == 3:
             state = self._gather_chunk(state, *row["gather"])
         state = self._enter(state, *row["all"]["embed"])
         state, outputs = self._passes(state, row)
         if self.plan.trains and self.plan.zero >= 2:
             state = self._reduce_chunk(state, *row["reduce"])
-        state = self._exchange(state, outputs, row["receive"])
+        state = self._exchange(state, outputs, arriving, row)
         state = self._leave(state, outputs[Kind.F], *row["all"]["head"])
         if self.plan.trains:
             state = self._embed_gradient(state, outputs[Kind.B], row["all"]["embed_gradient"])
@@ -344,14 +353,42 @@ class _Run:
 
     # Messages: the lines that move data between stages.
 
-    def _exchange(self, state: dict, outputs: dict, receive: list) -> dict:
-        for channel, slot in zip(self.table.channels, receive, strict=True):
-            sent = outputs[channel.kind].reshape(-1)
-            local = channel.edges[0][0] == channel.edges[0][1]
-            message = sent if local else lax.ppermute(sent, STAGE, channel.edges)
-            inbox = "x" if channel.kind is Kind.F else "dy"
-            state = state | {inbox: _put(state[inbox], slot, message)}
-        return state
+    def _late_messages(self, state: dict) -> list[jax.Array | None]:
+        """Sends what the last tick has put out: it travels while this tick's layers run."""
+        return [
+            lax.ppermute(state["sent"][channel.kind], STAGE, channel.edges)
+            if channel.late
+            else None
+            for channel in self.table.channels
+        ]
+
+    def _exchange(self, state: dict, outputs: dict, arriving: list, row: dict) -> dict:
+        outputs = {kind: value.reshape(-1) for kind, value in outputs.items()}
+        inboxes = {name: state[name] for name in _INBOX.values() if name in state}
+        columns = list(zip(self.table.channels, row["receive"], arriving, strict=True))
+
+        def receive(inboxes: dict, channel: Channel, slot, message) -> dict:
+            name = _INBOX[channel.kind]
+            return inboxes | {name: _put(inboxes[name], slot, message)}
+
+        def meet(_, inboxes: dict) -> dict:
+            sent, inboxes = _tie(outputs, inboxes)
+            for channel, (slot, _), _ in columns:
+                if not channel.local:
+                    message = lax.ppermute(sent[channel.kind], STAGE, channel.edges)
+                    inboxes = receive(inboxes, channel, slot, message)
+            return inboxes
+
+        for channel, (slot, late_slot), message in columns:
+            if channel.local:
+                inboxes = receive(inboxes, channel, slot, outputs[channel.kind])
+            if message is not None:
+                inboxes = receive(inboxes, channel, late_slot, message)
+        if "sent" not in state:
+            return state | meet(0, inboxes)
+        # All stages meet or none: the trip count is the same on every device.
+        inboxes = lax.fori_loop(0, row["all"]["meets"], meet, inboxes)
+        return state | inboxes | {"sent": {kind: outputs[kind] for kind in state["sent"]}}
 
     # Embedding and head: computed by all stages together.
 

@@ -50,15 +50,30 @@ class Pass:
 class Channel:
     """Messages of one kind between stages at one distance; at most one a stage and tick.
 
+    A message is received at the end of the tick that sends it, or, late, at the end of the next.
+
     Args:
       kind: F (activations, sent on) or B (cotangents, sent back).
       edges: (sender, receiver) pairs; a stage that sends to itself writes its own inbox.
-      slot: int32 ``[ticks, stages]``, the receiver's inbox slot, or `NONE`.
+      slot: int32 ``[ticks, stages]``, the inbox slot of what a stage receives in the tick that
+        sends it, or `NONE`.
+      late_slot: the same for what the tick before has sent.
     """
 
     kind: Kind
     edges: tuple[tuple[int, int], ...]
     slot: np.ndarray
+    late_slot: np.ndarray
+
+    @property
+    def local(self) -> bool:
+        """Whether the stages send to themselves."""
+        return self.edges[0][0] == self.edges[0][1]
+
+    @property
+    def late(self) -> bool:
+        """Whether any message is received late."""
+        return bool((self.late_slot != NONE).any())
 
 
 @dataclasses.dataclass(frozen=True)
@@ -109,6 +124,16 @@ class TickTable:
     @property
     def num_ticks(self) -> int:
         return len(self.embed)
+
+    @property
+    def meets(self) -> np.ndarray:
+        """bool ``[ticks]``: whether stages exchange messages at the tick's end, all of them
+        waiting; late messages travel meanwhile."""
+        found = np.zeros(self.num_ticks, bool)
+        for channel in self.channels:
+            if not channel.local:
+                found |= (channel.slot != NONE).any(axis=1)
+        return found
 
     @property
     def layers_per_chunk(self) -> int:
