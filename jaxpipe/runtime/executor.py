@@ -384,11 +384,12 @@ class _Run:
                 inboxes = receive(inboxes, channel, slot, outputs[channel.kind])
             if message is not None:
                 inboxes = receive(inboxes, channel, late_slot, message)
-        if "sent" not in state:
-            return state | meet(0, inboxes)
         # All stages meet or none: the trip count is the same on every device.
-        inboxes = lax.fori_loop(0, row["all"]["meets"], meet, inboxes)
-        return state | inboxes | {"sent": {kind: outputs[kind] for kind in state["sent"]}}
+        skips = not self.table.meets.all()
+        trips = row["all"]["meets"]
+        inboxes = lax.fori_loop(0, trips, meet, inboxes) if skips else meet(0, inboxes)
+        kept = {kind: outputs[kind] for kind in state.get("sent", {})}
+        return state | inboxes | ({"sent": kept} if kept else {})
 
     # Embedding and head: computed by all stages together.
 

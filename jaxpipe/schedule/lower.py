@@ -28,9 +28,9 @@ from jaxpipe.schedule.simulate import ticks
 from jaxpipe.schedule.slots import cached_slots
 from jaxpipe.schedule.table import NONE, Channel, Pass, TickTable, Transfers
 
-_LATE_SHARE = 0.25
-"""Messages are late only where that spares so many of the meetings: late ones take a second set of
-permutes in every tick. Shares by schedule: docs/design/007-gpu.md."""
+_SPARED = 0.25
+"""Share of ticks without a meeting from which on it pays to skip meetings: late messages take a
+second set of permutes in every tick, and skipping takes a loop. By schedule: docs/design/007."""
 
 
 class Phase(enum.IntEnum):
@@ -143,7 +143,7 @@ class _Lowering:
         self.backward = Kind.BW if Kind.BW in self.kinds else Kind.B
         self.trains = self.backward in self.kinds
         self.starts, self.ends = self._spans()
-        self.late = self._late_ticks()
+        self.late, self.meets = self._meetings()
 
     def run(self) -> TickTable:
         slots, num_slots = self._colour()
@@ -169,6 +169,7 @@ class _Lowering:
             gathers=gathers,
             reduces=reduces,
             num_slots=num_slots,
+            meets=self.meets,
         )
 
     def _spans(self) -> tuple[dict[Kind, np.ndarray], dict[Kind, np.ndarray]]:
@@ -192,15 +193,17 @@ class _Lowering:
                 read = self.starts[kind][target * self.m : (target + 1) * self.m]
                 yield kind, source, target, sent, read
 
-    def _late_ticks(self) -> np.ndarray:
-        """bool ``[ticks]``: whose messages between stages are received in the next tick."""
+    def _meetings(self) -> tuple[np.ndarray, np.ndarray]:
+        """bool ``[ticks]``: whose messages between stages are received in the next tick, and at
+        whose end stages meet."""
         soonest = np.full(self.num_ticks, self.num_ticks)
         for _, source, target, sent, read in self._messages():
             if self.stage_of[source] != self.stage_of[target]:
                 np.minimum.at(soonest, sent, read - sent)
-        meets = soonest < self.num_ticks
-        late = meets & (soonest > 1)
-        return late & (late.sum() >= _LATE_SHARE * meets.sum())
+        meets = soonest == 1
+        if np.mean(~meets) < _SPARED:
+            return np.zeros_like(meets), np.ones_like(meets)
+        return (soonest > 1) & (soonest < self.num_ticks), meets
 
     def _arrivals(self, sent: np.ndarray) -> np.ndarray:
         """Ticks in which messages between neighbouring virtual stages are received, from those in

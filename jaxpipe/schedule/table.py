@@ -106,6 +106,8 @@ class TickTable:
       embed_gradient: int32 ``[ticks]``: microbatch whose cotangent reaches the embedding.
       gathers, reduces: data-axis transfers.
       num_slots: size of each buffer, by name: x, dy, until_b, until_w, crossing.
+      meets: bool ``[ticks]``: whether stages exchange messages at the tick's end, each waiting for
+        the others; late messages travel without.
     """
 
     schedule: Schedule
@@ -120,20 +122,11 @@ class TickTable:
     gathers: Transfers
     reduces: Transfers
     num_slots: dict[str, int]
+    meets: np.ndarray
 
     @property
     def num_ticks(self) -> int:
         return len(self.embed)
-
-    @property
-    def meets(self) -> np.ndarray:
-        """bool ``[ticks]``: whether stages exchange messages at the tick's end, all of them
-        waiting; late messages travel meanwhile."""
-        found = np.zeros(self.num_ticks, bool)
-        for channel in self.channels:
-            if not channel.local:
-                found |= (channel.slot != NONE).any(axis=1)
-        return found
 
     @property
     def layers_per_chunk(self) -> int:

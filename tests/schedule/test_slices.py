@@ -217,6 +217,23 @@ def test_lowered_slices_replay(case, weight_slots):
     assert tuple(map(order_of, replay(schedule, layers))) == schedule.orders
 
 
+@pytest.mark.parametrize(
+    ("name", "cut", "meets", "ticks"),
+    [
+        ("zb-v", False, 31, 99), ("zb-v", True, 54, 111), ("hanayo", False, 62, 99),
+        ("1f1b", False, 54, 54), ("1f1b", True, 36, 61),
+    ],
+)  # fmt: skip
+def test_stages_meet_only_for_messages_that_cannot_wait(name, cut, meets, ticks):
+    schedule = catalog.build(name, stages=4, microbatches=16)
+    layers = [4] * schedule.placement.num_virtual_stages
+    schedule = slice_ticks(schedule, Costs(1, 1.2, 0.8), layers) if cut else schedule
+    replay(schedule, layers)
+    table = lower(schedule, layers)
+    assert (table.meets.sum(), table.num_ticks) == (meets, ticks)
+    assert any(channel.late for channel in table.channels) == (meets < ticks)
+
+
 def bubble(schedule, priced, layers) -> tuple[float, float]:
     cut = slice_ticks(schedule, priced, [layers] * schedule.placement.num_virtual_stages)
     validate(cut)
