@@ -6,7 +6,7 @@ INSTALLED := $(VENV)/.installed
 DATA := data/stdlib
 CONFIG ?= configs/gpt-tiny.yaml
 
-.PHONY: setup train test test-fast test-all lint types bench figures docs
+.PHONY: setup train test test-fast test-all lint types bench gpu-compile figures docs
 
 setup: $(INSTALLED)
 
@@ -42,6 +42,14 @@ bench: setup
 	$(BIN)/python benchmarks/schedule_speed.py
 	$(BIN)/python benchmarks/bubble.py --names 1f1b breadth-first zb-v v-half auto
 	$(BIN)/python benchmarks/throughput.py
+
+# jax's CUDA plugin and compiler without the CUDA libraries: enough to compile for GPUs.
+gpu-compile: setup
+	test -x $(VENV)-gpu/bin/python || $(PYTHON) -m venv $(VENV)-gpu
+	version=$$($(BIN)/python -c 'import jax; print(jax.__version__)'); \
+	$(VENV)-gpu/bin/python -m pip install --quiet --disable-pip-version-check --editable . \
+		"jax==$$version" "jax-cuda12-plugin==$$version" nvidia-cuda-nvcc-cu12
+	$(VENV)-gpu/bin/python benchmarks/gpu_compile.py $(ARGS)
 
 figures: setup
 	$(BIN)/jaxpipe compare --stages 8 --microbatches 32 --costs 1,1.2,0.8 --layers-per-chunk 4 --out docs/images/compare.svg

@@ -54,6 +54,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _run(invocation) -> None:
+    from jaxpipe.runtime import gpu_flags
     from train import checks, distributed, errors
 
     config = invocation.config
@@ -69,6 +70,8 @@ def _run(invocation) -> None:
     if processes is None or (failures and processes.count > 1):
         raise errors.ConfigError(failures)
     distributed.simulate_devices(config, processes)
+    if unknown := gpu_flags.apply():
+        print(f"warning: this XLA does not know {', '.join(unknown)}", file=sys.stderr)
     distributed.start(processes)
 
     import jax

@@ -3,8 +3,8 @@
 `run` is the body of the `jax.shard_map` that `jaxpipe.Pipeline` builds; everything here sees one
 device's part. It scans over the table's ticks. A tick runs up to four loops over layers (F, B, BW,
 W), each from ``lo`` to ``hi`` of its cell, so that an idle stage runs none; then it exchanges
-messages with ``ppermute``, and all stages together compute the embedding of the microbatch that
-enters and the loss of the one that leaves.
+messages with ``ppermute``, unless all can wait for the next tick, and all stages together compute
+the embedding of the microbatch that enters and the loss of the one that leaves.
 
 Rules that keep it fast and correct:
 
@@ -12,7 +12,9 @@ Rules that keep it fast and correct:
   place;
 - what a gated loop's body reads goes through `_tie` with what the loop carries, or XLA hoists its
   uses out and runs them on idle ticks;
-- ``ppermute`` is never inside control flow that differs by stage: its rendezvous spans all devices.
+- ``ppermute`` is never inside control flow that differs by stage: its rendezvous spans all devices;
+- a late message is sent before the tick's loops and received after them, so that on a GPU it
+  travels while they run.
 """
 
 from __future__ import annotations
@@ -33,9 +35,12 @@ from jaxpipe.runtime.model import Model
 from jaxpipe.runtime.parameters import Leaf, Packed, Stacked
 from jaxpipe.runtime.slots import Slots
 from jaxpipe.schedule.actions import Kind
-from jaxpipe.schedule.table import NONE, TickTable
+from jaxpipe.schedule.table import NONE, Channel, TickTable
 
 PyTree = Any
+
+_INBOX = {Kind.F: "x", Kind.B: "dy"}
+"""The buffer in which a message of each kind waits for its reader."""
 
 _SUMS = ("gradients", "reduced")
 """Buffers that start as zeros; the others are written before they are read."""
@@ -170,8 +175,11 @@ class _Run:
         buffers = [w[None] for w in message]
         return [w[0] for w in self.messages.write(buffers, number, 0, (number, 0, 0), values)]
 
+    def _message_shape(self) -> list:
+        return [jax.ShapeDtypeStruct(w.shape[1:], w.dtype) for w in self.messages.shapes(1)]
+
     def _empty_message(self) -> list:
-        return [jnp.zeros(shape.shape[1:], shape.dtype) for shape in self.messages.shapes(1)]
+        return [jnp.zeros(w.shape, w.dtype) for w in self._message_shape()]
 
     # The program.
 
@@ -194,6 +202,8 @@ class _Run:
         """
         slots, zero = self.table.num_slots, self.plan.zero
         shapes: dict[str, PyTree] = {"x": self.messages.shapes(slots["x"])}
+        if late := {channel.kind for channel in self.table.channels if channel.late}:
+            shapes["sent"] = {kind: self._message_shape() for kind in late}
         if zero == 3:
             shapes["weights"] = self.params.slots(self.table.gathers.num_slots)
         if not self.plan.trains:
@@ -213,13 +223,14 @@ class _Run:
         table = self.table
         return {
             **{f"pass_{k}": dataclasses.asdict(columns) for k, columns in table.passes.items()},
-            "receive": [channel.slot for channel in table.channels],
+            "receive": [(channel.slot, channel.late_slot) for channel in table.channels],
             "gather": [table.gathers.chunk, table.gathers.slot],
             "reduce": [table.reduces.chunk, table.reduces.slot],
             "all": {
                 "embed": [table.embed, table.embed_slot],
                 "head": [table.head, table.head_slot],
                 "embed_gradient": table.embed_gradient,
+                "meets": table.meets.astype(np.int32),
             },
         }
 
@@ -239,13 +250,14 @@ class _Run:
         return state
 
     def _tick(self, state: dict, row: dict) -> dict:
+        arriving = self._late_messages(state)
         if self.plan.zero == 3:
             state = self._gather_chunk(state, *row["gather"])
         state = self._enter(state, *row["all"]["embed"])
         state, outputs = self._passes(state, row)
         if self.plan.trains and self.plan.zero >= 2:
             state = self._reduce_chunk(state, *row["reduce"])
-        state = self._exchange(state, outputs, row["receive"])
+        state = self._exchange(state, outputs, arriving, row)
         state = self._leave(state, outputs[Kind.F], *row["all"]["head"])
         if self.plan.trains:
             state = self._embed_gradient(state, outputs[Kind.B], row["all"]["embed_gradient"])
@@ -415,14 +427,40 @@ class _Run:
 
     # Messages: the lines that move data between stages.
 
-    def _exchange(self, state: dict, outputs: dict, receive: list) -> dict:
-        for channel, slot in zip(self.table.channels, receive, strict=True):
-            message = outputs[channel.kind]
-            if channel.edges[0][0] != channel.edges[0][1]:
-                message = [lax.ppermute(w, STAGE, channel.edges) for w in message]
-            inbox = "x" if channel.kind is Kind.F else "dy"
-            state = state | {inbox: _put(state[inbox], slot, message)}
-        return state
+    def _late_messages(self, state: dict) -> list[list | None]:
+        """Sends what the last tick has put out: it travels while this tick's layers run."""
+        return [
+            _sent(state["sent"][channel.kind], channel) if channel.late else None
+            for channel in self.table.channels
+        ]
+
+    def _exchange(self, state: dict, outputs: dict, arriving: list, row: dict) -> dict:
+        inboxes = {name: state[name] for name in _INBOX.values() if name in state}
+        columns = list(zip(self.table.channels, row["receive"], arriving, strict=True))
+
+        def receive(inboxes: dict, channel: Channel, slot, message) -> dict:
+            name = _INBOX[channel.kind]
+            return inboxes | {name: _put(inboxes[name], slot, message)}
+
+        def meet(_, inboxes: dict) -> dict:
+            sent, inboxes = _tie(outputs, inboxes)
+            for channel, (slot, _), _ in columns:
+                if not channel.local:
+                    message = _sent(sent[channel.kind], channel)
+                    inboxes = receive(inboxes, channel, slot, message)
+            return inboxes
+
+        for channel, (slot, late_slot), message in columns:
+            if channel.local:
+                inboxes = receive(inboxes, channel, slot, outputs[channel.kind])
+            if message is not None:
+                inboxes = receive(inboxes, channel, late_slot, message)
+        # All stages meet or none: the trip count is the same on every device.
+        skips = not self.table.meets.all()
+        trips = row["all"]["meets"]
+        inboxes = lax.fori_loop(0, trips, meet, inboxes) if skips else meet(0, inboxes)
+        kept = {kind: outputs[kind] for kind in state.get("sent", {})}
+        return state | inboxes | ({"sent": kept} if kept else {})
 
     # Embedding and head: computed by all stages together.
 
@@ -541,6 +579,11 @@ def _tie(read: PyTree, carried: PyTree) -> tuple[PyTree, PyTree]:
     Use both: XLA drops what nobody uses from a barrier, and with it the dependence.
     """
     return lax.optimization_barrier((read, carried))
+
+
+def _sent(message: list, channel: Channel) -> list:
+    """The message that reaches this stage when every stage sends its own."""
+    return [lax.ppermute(w, STAGE, channel.edges) for w in message]
 
 
 def _at(inbox: list, slot) -> list:

@@ -51,8 +51,11 @@ def compiled_bytes(pipe: Pipeline, batch: PyTree, rng: jax.Array | None = None) 
     return analysis.temp_size_in_bytes
 
 
-def compiled(pipe: Pipeline, batch: PyTree, rng: jax.Array | None = None) -> jax.stages.Compiled:
-    """Compiles ``pipe.value_and_grad`` for the shapes of these arguments."""
+def compiled(
+    pipe: Pipeline, batch: PyTree, rng: jax.Array | None = None, *, options: dict | None = None
+) -> jax.stages.Compiled:
+    """Compiles ``pipe.value_and_grad`` for the shapes of these arguments, with these options of
+    XLA."""
 
     def shape(leaf, sharding):
         return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
@@ -60,7 +63,7 @@ def compiled(pipe: Pipeline, batch: PyTree, rng: jax.Array | None = None) -> jax
     placed = jax.tree.map(shape, pipe.layout.placed_shapes(), pipe.param_shardings)
     batch = jax.tree.map(lambda leaf: shape(leaf, pipe.batch_sharding), batch)
     step = jax.jit(pipe.value_and_grad)
-    return step.lower(placed, batch, rng, states=pipe.placed_states).compile()
+    return step.lower(placed, batch, rng, states=pipe.placed_states).compile(options)
 
 
 def _size(shapes: PyTree) -> int:

@@ -8,6 +8,10 @@ Every tick is one row. Within a tick the phases come in this order, and slots ar
 Everything a stage keeps lives in a numbered slot: a message that has arrived and waits (inbox),
 residuals from F to the last action that reads them, values from B to W. Interval colouring gives
 each buffer exactly the schedule's peak and no more.
+
+A message that is first read two ticks after it was sent may arrive a tick late, and travel while
+that tick's layers run. Stages meet at the end of a tick if any of its messages cannot wait, so a
+tick's messages are late only if all of them can be.
 """
 
 from __future__ import annotations
@@ -23,6 +27,10 @@ from jaxpipe.schedule.actions import Kind, Schedule
 from jaxpipe.schedule.simulate import ticks
 from jaxpipe.schedule.slots import cached_slots
 from jaxpipe.schedule.table import NONE, Channel, Pass, TickTable, Transfers
+
+_SPARED = 0.25
+"""Share of ticks without a meeting from which on it pays to skip meetings: late messages take a
+second set of permutes in every tick, and skipping takes a loop. By schedule: docs/design/007."""
 
 
 class Phase(enum.IntEnum):
@@ -116,6 +124,7 @@ class _Lowering:
         self.backward = Kind.BW if Kind.BW in self.kinds else Kind.B
         self.trains = self.backward in self.kinds
         self.starts, self.ends = self._spans()
+        self.late, self.meets = self._meetings()
 
     def run(self) -> TickTable:
         slots, num_slots = self._colour()
@@ -141,6 +150,7 @@ class _Lowering:
             gathers=gathers,
             reduces=reduces,
             num_slots=num_slots,
+            meets=self.meets,
         )
 
     def _spans(self) -> tuple[dict[Kind, np.ndarray], dict[Kind, np.ndarray]]:
@@ -155,6 +165,33 @@ class _Lowering:
             np.maximum.at(ends[kind], number, tick)
         return starts, ends
 
+    def _messages(self) -> Iterator[tuple[Kind, int, int, np.ndarray, np.ndarray]]:
+        """Kind (F or backward), source, target, and per microbatch the ticks in which the source
+        sends and the target first reads."""
+        for kind, step in ((Kind.F, 1), (self.backward, -1))[: 1 + self.trains]:
+            for source, target in _hops(len(self.stage_of), step):
+                sent = self.ends[kind][source * self.m : (source + 1) * self.m]
+                read = self.starts[kind][target * self.m : (target + 1) * self.m]
+                yield kind, source, target, sent, read
+
+    def _meetings(self) -> tuple[np.ndarray, np.ndarray]:
+        """bool ``[ticks]``: whose messages between stages are received in the next tick, and at
+        whose end stages meet."""
+        soonest = np.full(self.num_ticks, self.num_ticks)
+        for _, source, target, sent, read in self._messages():
+            if self.stage_of[source] != self.stage_of[target]:
+                np.minimum.at(soonest, sent, read - sent)
+        meets = soonest == 1
+        if np.mean(~meets) < _SPARED:
+            return np.zeros_like(meets), np.ones_like(meets)
+        return (soonest > 1) & (soonest < self.num_ticks), meets
+
+    def _arrivals(self, sent: np.ndarray) -> np.ndarray:
+        """Ticks in which messages between neighbouring virtual stages are received, from those in
+        which they are sent, ``[(p*v - 1) * m]``."""
+        moved = np.repeat(self.stage_of[1:] != self.stage_of[:-1], self.m)
+        return sent + (self.late[sent] & moved)
+
     def _colour(self) -> tuple[dict[str, np.ndarray], dict[str, int]]:
         """Slots by buffer and number, and how many each buffer has."""
 
@@ -162,14 +199,15 @@ class _Lowering:
             return ticks * len(Phase) + phase
 
         first, last = self.starts[Kind.F], self.ends[Kind.F]
-        sent = at(last, Phase.EXCHANGE)
+        received = at(self._arrivals(last[: -self.m]), Phase.EXCHANGE)
         enters = at(first[: self.m], Phase.EMBED)
         forward = at(first, Phase.FORWARD)
-        lives = {"x": (np.concatenate([enters, sent[: -self.m]]), at(last, Phase.FORWARD))}
+        lives = {"x": (np.concatenate([enters, received]), at(last, Phase.FORWARD))}
         if self.trains:
             phase = _PHASE[self.backward]
-            sent_back = at(self.ends[self.backward], Phase.EXCHANGE)
-            caused = np.concatenate([sent_back[self.m :], sent[-self.m :]])
+            back = self._arrivals(self.ends[self.backward][self.m :])
+            leaves = at(last[-self.m :], Phase.EXCHANGE)
+            caused = np.concatenate([at(back, Phase.EXCHANGE), leaves])
             done = at(self.ends[self.backward], phase)
             frees = done if self.backward is Kind.BW else at(self.ends[Kind.W], Phase.WEIGHTS)
             lives |= {"dy": (caused, done), "until_b": (forward, done), "until_w": (forward, frees)}
@@ -236,19 +274,22 @@ class _Lowering:
 
     def _channels(self, slots: dict[str, np.ndarray]) -> Iterable[Channel]:
         """Groups messages by kind and distance, so that each group is one permutation."""
-        groups: dict[tuple[Kind, int], tuple[set[tuple[int, int]], np.ndarray]] = {}
+        _Group = tuple[set[tuple[int, int]], np.ndarray, np.ndarray]
+        groups: dict[tuple[Kind, int], _Group] = {}
         shape = (self.num_ticks, self.schedule.num_stages)
-        kinds = [(Kind.F, 1, "x")] + ([(self.backward, -1, "dy")] if self.trains else [])
-        for kind, step, inbox in kinds:
-            for source, target in _hops(len(self.stage_of), step):
-                sender, receiver = int(self.stage_of[source]), int(self.stage_of[target])
-                group = (Kind.F if kind is Kind.F else Kind.B, receiver - sender)
-                edges, slot = groups.setdefault(group, (set(), np.full(shape, NONE, np.int32)))
-                edges.add((sender, receiver))
-                ticks = self.ends[kind][source * self.m : (source + 1) * self.m]
-                slot[ticks, receiver] = slots[inbox][target * self.m : (target + 1) * self.m]
-        for (kind, _), (edges, slot) in sorted(groups.items()):
-            yield Channel(kind, tuple(sorted(edges)), slot)
+        for kind, source, target, sent, _ in self._messages():
+            sender, receiver = int(self.stage_of[source]), int(self.stage_of[target])
+            group = (Kind.F if kind is Kind.F else Kind.B, receiver - sender)
+            empty: _Group = set(), np.full(shape, NONE, np.int32), np.full(shape, NONE, np.int32)
+            edges, slot, late_slot = groups.setdefault(group, empty)
+            edges.add((sender, receiver))
+            inbox = slots["x" if kind is Kind.F else "dy"]
+            written = inbox[target * self.m : (target + 1) * self.m]
+            late = self.late[sent] & (sender != receiver)
+            slot[sent[~late], receiver] = written[~late]
+            late_slot[sent[late] + 1, receiver] = written[late]
+        for (kind, _), (edges, slot, late_slot) in sorted(groups.items(), key=lambda item: item[0]):
+            yield Channel(kind, tuple(sorted(edges)), slot, late_slot)
 
     def _transfers(
         self, kinds: Sequence[Kind], *, load: bool

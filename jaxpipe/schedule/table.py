@@ -50,15 +50,30 @@ class Pass:
 class Channel:
     """Messages of one kind between stages at one distance; at most one a stage and tick.
 
+    A message is received at the end of the tick that sends it, or, late, at the end of the next.
+
     Args:
       kind: F (activations, sent on) or B (cotangents, sent back).
       edges: (sender, receiver) pairs; a stage that sends to itself writes its own inbox.
-      slot: int32 ``[ticks, stages]``, the receiver's inbox slot, or `NONE`.
+      slot: int32 ``[ticks, stages]``, the inbox slot of what a stage receives in the tick that
+        sends it, or `NONE`.
+      late_slot: the same for what the tick before has sent.
     """
 
     kind: Kind
     edges: tuple[tuple[int, int], ...]
     slot: np.ndarray
+    late_slot: np.ndarray
+
+    @property
+    def local(self) -> bool:
+        """Whether the stages send to themselves."""
+        return self.edges[0][0] == self.edges[0][1]
+
+    @property
+    def late(self) -> bool:
+        """Whether any message is received late."""
+        return bool((self.late_slot != NONE).any())
 
 
 @dataclasses.dataclass(frozen=True)
@@ -91,6 +106,8 @@ class TickTable:
       embed_gradient: int32 ``[ticks]``: microbatch whose cotangent reaches the embedding.
       gathers, reduces: data-axis transfers.
       num_slots: size of each buffer, by name: x, dy, until_b, until_w, crossing.
+      meets: bool ``[ticks]``: whether stages exchange messages at the tick's end, each waiting for
+        the others; late messages travel without.
     """
 
     schedule: Schedule
@@ -105,6 +122,7 @@ class TickTable:
     gathers: Transfers
     reduces: Transfers
     num_slots: dict[str, int]
+    meets: np.ndarray
 
     @property
     def num_ticks(self) -> int:

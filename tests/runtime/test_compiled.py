@@ -8,10 +8,10 @@ import functools
 import jax
 import jax.numpy as jnp
 import pytest
-from hlo import Program
 
 import jaxpipe
 from jaxpipe.runtime import memory
+from jaxpipe.runtime.hlo import Instruction, Program
 from models import gpt
 
 pytestmark = pytest.mark.pipeline
@@ -115,13 +115,36 @@ def test_messages_leave_when_all_layers_of_the_tick_have_run(case):
     sent = [i for i in compiled.computations[body] if i.opcode == "collective-permute"]
     assert len(sent) == 2
     for message in sent:
-        loops = [i for i in compiled.before(body, message) if i.opcode == "while"]
-        with_matmul = [
-            loop
-            for loop in loops
-            if any(i.opcode == "dot" for i in compiled.reached(loop.calls["body"], into_loops=True))
-        ]
-        assert len(with_matmul) == (2 if "fused" in case[0] else 3)  # F, BW or F, B, W
+        assert layer_loops(compiled, body, message) == (2 if "fused" in case[0] else 3)
+
+
+def layer_loops(compiled: Program, body: str, last: Instruction) -> int:
+    """How many loops with matmuls run before this instruction: F, BW or F, B, W."""
+    return sum(
+        any(i.opcode == "dot" for i in compiled.reached(loop.calls["body"], into_loops=True))
+        for loop in compiled.before(body, last)
+        if loop.opcode == "while"
+    )
+
+
+def test_late_messages_travel_while_the_layers_run_and_the_others_leave_after():
+    pipe = make_pipeline("zb-v", "full", 0, microbatches=16)
+    compiled = Program(memory.compiled(pipe, batch(16)).as_text())
+    body = compiled.tick_loop()
+    rows = compiled.computations[body]
+    late = [i for i in rows if i.opcode == "collective-permute"]
+    assert len(late) == sum(channel.late for channel in pipe.table.channels) > 0
+    assert all(layer_loops(compiled, body, message) == 0 for message in late)
+    (meeting,) = [
+        loop
+        for loop in rows
+        if loop.opcode == "while"
+        and any(
+            i.opcode == "collective-permute"
+            for i in compiled.reached(loop.calls["body"], into_loops=True)
+        )
+    ]
+    assert layer_loops(compiled, body, meeting) == 3
 
 
 def test_predicted_memory_is_the_compiled_one_whatever_the_number_of_microbatches():

@@ -8,6 +8,7 @@ import pytest
 from test_equivalence import check
 
 from jaxpipe.schedule import catalog
+from jaxpipe.schedule.lower import lower
 from jaxpipe.schedule.partition import partition
 from jaxpipe.schedule.simulate import Costs
 from jaxpipe.schedule.slices import slice_ticks
@@ -47,3 +48,11 @@ def test_executes_in_slices(name, stages, data, zero, microbatches, num_layers):
     sliced = slice_ticks(schedule, Costs(1, 1.2, 0.8), counts)
     assert any(part.lo > 0 for row in sliced.slices for part in row)
     check(sliced, stages, data, zero, "none", True, microbatches, num_layers=num_layers)
+
+
+@pytest.mark.parametrize(("name", "zero"), [("zb-v", 3), ("hanayo", 0)])
+def test_executes_with_late_messages(name, zero):
+    schedule = catalog.build(name, stages=4, microbatches=16)
+    table = lower(schedule, [1] * schedule.placement.num_virtual_stages)
+    assert any(channel.late for channel in table.channels)
+    check(schedule, 4, 1 + zero // 3, zero, "none", True, 16, num_layers=9)

@@ -109,6 +109,7 @@ class Replay:
         self.chunks: list[dict[int, int]] = [{} for _ in range(self.schedule.num_stages)]
         self.ran: list[list[tuple[int, Kind, int, int, int, int]]] = [[] for _ in self.buffers]
         self.reduced: list[list[int]] = [[] for _ in self.buffers]
+        self.sent: dict = {}
 
     def run(self) -> None:
         table = self.table
@@ -166,14 +167,17 @@ class Replay:
         for channel in table.channels:
             kind = Kind.F if channel.kind is Kind.F else backward
             for sender, receiver in channel.edges:
-                slot = channel.slot[t, receiver]
-                if slot == NONE:
-                    continue
-                name, s, i, layer = sent[sender, kind]
-                assert layer == (counts[s] if name == "x" else 0)
-                reader = s + 1 if name == "x" else s - 1
-                start = 0 if name == "x" else counts[reader]
-                self.buffers[receiver][name][slot] = (name, reader, i, start)
+                for slots, by in ((channel.slot, sent), (channel.late_slot, self.sent)):
+                    slot = slots[t, receiver]
+                    if slot == NONE:
+                        continue
+                    assert table.meets[t] or by is self.sent or channel.local
+                    name, s, i, layer = by[sender, kind]
+                    assert layer == (counts[s] if name == "x" else 0)
+                    reader = s + 1 if name == "x" else s - 1
+                    start = 0 if name == "x" else counts[reader]
+                    self.buffers[receiver][name][slot] = (name, reader, i, start)
+        self.sent = sent
         if table.head[t] != NONE:
             exit_stage = self.stages[last]
             assert sent[exit_stage, Kind.F] == ("x", last, table.head[t], counts[last])
@@ -211,6 +215,23 @@ def test_lowered_slices_replay(case, weight_slots):
     assert cut.slices is None or rows == cut.slices
     assert tuple(map(order_of, rows)) == cut.orders
     assert tuple(map(order_of, replay(schedule, layers))) == schedule.orders
+
+
+@pytest.mark.parametrize(
+    ("name", "cut", "meets", "ticks"),
+    [
+        ("zb-v", False, 31, 99), ("zb-v", True, 54, 111), ("hanayo", False, 62, 99),
+        ("1f1b", False, 54, 54), ("1f1b", True, 36, 61),
+    ],
+)  # fmt: skip
+def test_stages_meet_only_for_messages_that_cannot_wait(name, cut, meets, ticks):
+    schedule = catalog.build(name, stages=4, microbatches=16)
+    layers = [4] * schedule.placement.num_virtual_stages
+    schedule = slice_ticks(schedule, Costs(1, 1.2, 0.8), layers) if cut else schedule
+    replay(schedule, layers)
+    table = lower(schedule, layers)
+    assert (table.meets.sum(), table.num_ticks) == (meets, ticks)
+    assert any(channel.late for channel in table.channels) == (meets < ticks)
 
 
 def bubble(schedule, priced, layers) -> tuple[float, float]:

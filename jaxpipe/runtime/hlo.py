@@ -1,32 +1,44 @@
-"""Reads compiled HLO text: which instructions run in which loop."""
+"""Reads compiled HLO text: which instructions run in which loop, and in which order."""
 
 from __future__ import annotations
 
 import dataclasses
+import math
 import re
 from collections.abc import Iterator
 
 _COMPUTATION = re.compile(r"^(ENTRY )?%?([\w.\-]+) \(.*\{$")
 _INSTRUCTION = re.compile(r"^\s+(?:ROOT )?%([\w.\-]+) = (.*?) ([a-z][\w\-]*)\(")
-_ARRAY = re.compile(r"\b[a-z]+\d*\[([\d,]*)\]")
+_ARRAY = re.compile(r"\b(pred|[a-z]+(\d+)\w*)\[([\d,]*)\]")
 _NAME = re.compile(r"%([\w.\-]+)")
 _CALLED = re.compile(r"(body|condition|calls|to_apply)=%?([\w.\-]+)")
 
 
+_PERMUTES = frozenset({"collective-permute", "collective-permute-start"})
+
+
 @dataclasses.dataclass(frozen=True)
 class Instruction:
-    """One line of HLO: its opcode, the shapes of its results, what it calls and reads."""
+    """One line of HLO: its opcode, its results' shapes and bytes, what it calls and reads."""
 
     name: str
     operands: tuple[str, ...]
     opcode: str
     shapes: tuple[tuple[int, ...], ...]
+    bytes: tuple[int, ...]
     calls: dict[str, str]
     text: str
 
 
 class Program:
-    """A compiled module, by computation."""
+    """A compiled module, by computation; instructions are in the order in which they run.
+
+    Example:
+      >>> import jax, jax.numpy as jnp
+      >>> found = Program(jax.jit(jnp.sum).lower(jnp.ones(3)).compile().as_text())
+      >>> [instruction.shapes for instruction in found.computations[found.entry]][-1]
+      ((),)
+    """
 
     def __init__(self, text: str) -> None:
         self.computations: dict[str, list[Instruction]] = {}
@@ -37,14 +49,7 @@ class Program:
                 current = self.computations.setdefault(head[2], [])
                 self.entry = head[2] if head[1] else self.entry
             elif found := _INSTRUCTION.match(line):
-                shapes = tuple(
-                    tuple(int(n) for n in dims.split(",") if n) for dims in _ARRAY.findall(found[2])
-                )
-                calls = dict(_CALLED.findall(line))
-                operands = tuple(_NAME.findall(line[found.end() :].split("), ")[0]))
-                current.append(
-                    Instruction(found[1], operands, found[3], shapes, calls, line.strip())
-                )
+                current.append(_instruction(line, found))
 
     def reached(self, computation: str, *, into_loops: bool) -> Iterator[Instruction]:
         """Instructions of a computation and of what it calls, loops inside it left out or not."""
@@ -77,6 +82,18 @@ class Program:
         (body,) = [
             body
             for body in bodies
-            if any(i.opcode == "collective-permute" for i in self.reached(body, into_loops=False))
+            if any(i.opcode in _PERMUTES for i in self.reached(body, into_loops=True))
         ]
         return body
+
+
+def _instruction(line: str, found: re.Match[str]) -> Instruction:
+    arrays = _ARRAY.findall(found[2])
+    shapes = tuple(tuple(int(n) for n in dims.split(",") if n) for _, _, dims in arrays)
+    sizes = tuple(
+        math.prod(shape) * max(int(bits or 8), 8) // 8
+        for shape, (_, bits, _) in zip(shapes, arrays, strict=True)
+    )
+    operands = tuple(_NAME.findall(line[found.end() :].split("), ")[0]))
+    calls = dict(_CALLED.findall(line))
+    return Instruction(found[1], operands, found[3], shapes, sizes, calls, line.strip())

@@ -1,0 +1,329 @@
+"""What does XLA make of the training step on H100s? Compiles it; needs no GPU, and runs nothing.
+
+GPT, width 2048, 4 layers a chunk, bfloat16 compute, on 8 GPUs of one host and on 2 hosts of 8. The
+scheduled program and its launch sequence (thunks) tell, for one tick:
+
+- messages: how many layer loops run between a transfer's start and its end; 0 is a transfer that
+  nothing hides, one "in a loop" leaves in gated ticks only;
+- copies: whole buffers copied or written anew;
+- weights: bytes as large as a weight that a layer writes outside its matmuls;
+- host: loops outside CUDA graphs, each of which the host waits for;
+- memory: temporaries against `jaxpipe.runtime.memory.predicted_bytes`.
+
+Kernels are not tuned without a GPU: nothing here is a speed. Attention is XLA's, not cuDNN's.
+
+    make gpu-compile
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import math
+import os
+import re
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+if __name__ == "__main__":
+    sys.path[0] = str(Path(__file__).resolve().parents[1])
+    os.environ["JAX_PLATFORMS"] = "cpu"
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import topologies
+from rich.console import Console
+from rich.table import Table
+
+import jaxpipe
+from jaxpipe.runtime import gpu_flags
+from jaxpipe.runtime.hlo import Instruction, Program
+from jaxpipe.runtime.memory import compiled, predicted_bytes
+from jaxpipe.schedule.lower import partition
+from jaxpipe.schedule.simulate import Costs
+from jaxpipe.schedule.slices import slice_ticks
+from models import gpt
+
+RESULTS = Path(__file__).parent / "results" / "gpu_compile.json"
+TARGET = Path(__file__).parent / "h100.txtpb"
+LAYERS_PER_CHUNK, ROWS, DATA = 4, 2, 2
+COSTS = Costs(1, 1.2, 0.8)
+# No two of rows x sequence, width, hidden and qkv width are equal: shapes tell what an array is.
+CONFIG = gpt.GPTConfig(
+    vocab_size=32768, sequence_length=1536, num_layers=16, width=2048, num_heads=16,
+    dtype="bfloat16",
+)  # fmt: skip
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """One compiled step: hosts of 8 GPUs, a schedule, in slices or not, and a ZeRO level."""
+
+    hosts: int
+    schedule: str
+    sliced: bool = False
+    zero: int = 0
+
+    @property
+    def stages(self) -> int:
+        return 8 * self.hosts // DATA
+
+    def __str__(self) -> str:
+        name = f"{self.schedule}{', sliced' if self.sliced else ''}"
+        return f"{self.hosts} x 8, {name}{f', ZeRO-{self.zero}' if self.zero else ''}"
+
+
+CASES = [
+    Case(hosts, *case)
+    for hosts in (1, 2)
+    for case in (
+        ("1f1b",), ("1f1b", True), ("zb-v",), ("zb-v", True),
+        ("breadth-first", False, 3), ("breadth-first", True, 3),
+    )
+]  # fmt: skip
+
+
+# The program as text.
+
+
+@dataclasses.dataclass(frozen=True)
+class Collective:
+    """One collective of the tick loop.
+
+    Args:
+      opcode: what it does.
+      bytes: of its largest array.
+      in_loop: within a gated loop: it runs in some ticks only.
+      hidden_by: loops over layers between its start and its end; 0 if it is synchronous.
+    """
+
+    opcode: str
+    bytes: int
+    in_loop: bool
+    hidden_by: int
+
+
+def collectives(program: Program) -> list[Collective]:
+    """The collectives of one tick, at any depth."""
+    tick = program.tick_loop()
+    found = []
+    for body in _loop_bodies(program, tick):
+        rows = program.computations[body]
+        for position, row in enumerate(rows):
+            opcode = row.opcode.removesuffix("-start")
+            if opcode not in ("collective-permute", "all-gather", "all-reduce", "reduce-scatter"):
+                continue
+            hidden_by = 0
+            if row.opcode != opcode and '"is_sync":true' not in row.text:
+                ends = [i for i, later in enumerate(rows) if row.name in later.operands]
+                between = rows[position : min(i for i in ends if i > position)]
+                hidden_by = sum(is_layer_loop(program, i) for i in between)
+            found.append(Collective(opcode, max(row.bytes), body != tick, hidden_by))
+    return found
+
+
+def is_layer_loop(program: Program, row: Instruction) -> bool:
+    """Whether this is a loop over layers: one with matmuls, and not the embedding or the head,
+    which sum over stages."""
+    if row.opcode != "while":
+        return False
+    inside = {i.opcode for i in program.reached(row.calls["body"], into_loops=True)}
+    return "dot" in inside and not inside & {"all-reduce", "all-reduce-start"}
+
+
+def whole_buffers(program: Program, shapes: set[tuple[int, ...]]) -> list[Instruction]:
+    """What copies, transposes or writes a whole buffer in the tick loop."""
+    found = []
+    for body in _loop_bodies(program, program.tick_loop()):
+        for row in program.computations[body]:
+            inside = {i.opcode for i in _inside(program, row)}
+            in_place = row.opcode == "fusion" and "dynamic-update-slice" in inside
+            writes = row.opcode in ("copy", "copy-start", "transpose", "fusion") and not in_place
+            if writes and any(_squeezed(shape) in shapes for shape in row.shapes):
+                found.append(row)
+    return found
+
+
+def weight_bytes(program: Program, shapes: set[tuple[int, ...]]) -> list[int]:
+    """For every loop over layers, F, B and W: bytes that one layer writes outside its matmuls in
+    arrays as large as one of these weights."""
+    totals = []
+    for row in program.computations[program.tick_loop()]:
+        if not is_layer_loop(program, row):
+            continue
+        total = 0
+        for body in _loop_bodies(program, row.calls["body"]):
+            for inner in program.computations[body]:
+                inside = {i.opcode for i in _inside(program, inner)}
+                if (
+                    inner.opcode not in ("copy", "transpose", "fusion", "convert")
+                    or "dot" in inside
+                ):
+                    continue
+                total += sum(
+                    size
+                    for shape, size in zip(inner.shapes, inner.bytes, strict=True)
+                    if tuple(sorted(_squeezed(shape))) in shapes
+                )
+        totals.append(total)
+    return totals
+
+
+def host_loops(thunks: str) -> int:
+    """Loops of one tick that are in no CUDA graph: before each iteration the host waits for the
+    device to say whether there is one."""
+    rows = [
+        (len(found[1]), found[2])
+        for line in thunks.splitlines()
+        if (found := re.match(r"(\s*)\d+: (k\w+)", line))
+    ]
+    count, inside = 0, False
+    path: list[tuple[int, str]] = []
+    for depth, kind in rows:
+        while path and path[-1][0] >= depth:
+            path.pop()
+        above = [name for _, name in path]
+        inside = above == ["kWhile"]  # the tick loop is the entry's only loop with loops in it
+        count += inside and kind == "kWhile"
+        path.append((depth, kind))
+    return count
+
+
+def _loop_bodies(program: Program, computation: str) -> list[str]:
+    """A computation and the bodies of all loops in it."""
+    found = [computation]
+    for row in program.computations[computation]:
+        for name, called in row.calls.items():
+            if (row.opcode == "while" and name == "body") or row.opcode == "call":
+                found += _loop_bodies(program, called)
+    return found
+
+
+def _inside(program: Program, row: Instruction) -> list[Instruction]:
+    """What a fusion does."""
+    return [i for called in row.calls.values() for i in program.reached(called, into_loops=True)]
+
+
+def _squeezed(shape: tuple[int, ...]) -> tuple[int, ...]:
+    return tuple(n for n in shape if n != 1)
+
+
+# One case.
+
+
+def pipeline(case: Case) -> jaxpipe.Pipeline:
+    """The case's pipeline over H100s that need not exist."""
+    schedule = jaxpipe.schedules.build(
+        case.schedule, stages=case.stages, microbatches=4 * case.stages
+    )
+    num_layers = LAYERS_PER_CHUNK * schedule.placement.num_virtual_stages
+    config = dataclasses.replace(CONFIG, num_layers=num_layers)
+    if case.sliced:
+        counts = partition(num_layers, schedule.placement.num_virtual_stages)
+        schedule = slice_ticks(schedule, COSTS, counts)
+    topology = topologies.get_topology_desc(
+        platform="cuda", topology=f"1x{case.hosts}x8", target_config=TARGET.read_text("utf-8")
+    )
+    return jaxpipe.Pipeline(
+        gpt.model(config, vocabulary_axis="stage"),
+        jax.eval_shape(lambda: gpt.init(config, jax.random.key(0))),
+        schedule=schedule,
+        mesh=jaxpipe.make_mesh(stage=case.stages, data=DATA, devices=topology.devices),
+        remat="dots",
+        zero=case.zero,
+    )
+
+
+def measure(case: Case) -> dict:
+    """Compiles one case and reads its program."""
+    pipe = pipeline(case)
+    rows = ROWS * DATA * pipe.schedule.num_microbatches
+    batch = {"tokens": jax.ShapeDtypeStruct((rows, CONFIG.sequence_length + 1), jnp.int32)}
+    start = time.perf_counter()
+    with tempfile.TemporaryDirectory() as folder:
+        step = compiled(pipe, batch, options={"xla_dump_to": folder})
+        (thunks,) = Path(folder).glob("*value_and_grad*thunk_sequence_after_thunk_passes.txt")
+        loops = host_loops(thunks.read_text("utf-8"))
+    seconds = time.perf_counter() - start
+    text, memory = step.as_text(), step.memory_analysis()
+    assert text is not None  # both exist for every backend of jax
+    assert memory is not None
+    program = Program(text)
+    # A buffer holds more than one layer of one microbatch; one layer's values are no buffer.
+    leaves = jax.tree.leaves(pipe.buffers(batch))
+    buffers = {_squeezed(leaf.shape) for leaf in leaves if math.prod(leaf.shape[:-1]) > 1}
+    weights = {
+        tuple(sorted(leaf.shape))
+        for leaf in jax.tree.leaves(pipe.layout.layers)
+        if len(leaf.shape) > 1
+    }
+    predicted = predicted_bytes(pipe, batch)
+    return {
+        "case": str(case),
+        "ticks": pipe.table.num_ticks,
+        "slots": pipe.table.num_slots,
+        "collectives": [dataclasses.asdict(found) for found in collectives(program)],
+        "whole_buffers": [row.text[:200] for row in whole_buffers(program, buffers)],
+        "weight_bytes": weight_bytes(program, weights),
+        "host_loops": loops,
+        "temporary_bytes": memory.temp_size_in_bytes,
+        "predicted_bytes": sum(predicted.values()),
+        "compile_seconds": seconds,
+    }
+
+
+def _transfers(found: list[dict], opcodes: tuple[str, ...]) -> str:
+    """How each is hidden: "2 in a loop" are two that nothing hides but that most ticks skip."""
+    rows = [row for row in found if row["opcode"] in opcodes]
+    gated = sum(row["in_loop"] for row in rows)
+    always = ", ".join(str(row["hidden_by"]) for row in rows if not row["in_loop"])
+    return "; ".join(filter(None, (always, f"{gated} in a loop" if gated else "")))
+
+
+def main() -> None:
+    """Prints the table and writes it as JSON."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--cases", nargs="*", default=[""], help="parts of names; default all")
+    parser.add_argument("--no-flags", action="store_true", help="without jaxpipe's GPU flags")
+    options = parser.parse_args()
+    if not options.no_flags:
+        variables = os.environ | {"JAX_PLATFORMS": "cuda"}
+        gpu_flags.apply(variables)
+        os.environ["XLA_FLAGS"] = variables["XLA_FLAGS"]
+    table = Table(
+        *("case", "ticks", "messages", "data axis", "copies", "weight MB: F, B, W", "host loops"),
+        *("GB", "predicted", "compiled in"),
+        title=f"one tick of the compiled step; XLA_FLAGS={os.environ.get('XLA_FLAGS', '')}",
+    )
+    results = []
+    console = Console(width=160)
+    for case in CASES:
+        if not any(part in str(case) for part in options.cases):
+            continue
+        with console.status(f"compiling {case}"):
+            result = measure(case)
+        results.append(result)
+        found = result["collectives"]
+        table.add_row(
+            str(case),
+            str(result["ticks"]),
+            _transfers(found, ("collective-permute",)),
+            _transfers(found, ("all-gather", "reduce-scatter")),
+            str(len(result["whole_buffers"])),
+            ", ".join(f"{size / 1e6:.0f}" for size in result["weight_bytes"]),
+            str(result["host_loops"]),
+            f"{result['temporary_bytes'] / 1e9:.2f}",
+            f"{result['predicted_bytes'] / 1e9:.2f}",
+            f"{result['compile_seconds']:.0f} s",
+        )
+    console.print(table)
+    RESULTS.parent.mkdir(exist_ok=True)
+    RESULTS.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
+    console.print(f"written to {RESULTS}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,84 @@
+"""XLA's flags for GPUs: the ones a pipeline needs, each with its reason.
+
+They go into ``XLA_FLAGS``, which XLA reads once, when jax makes its first backend. A flag that the
+installed XLA does not know would end the process there, so unknown ones are found in a child
+process first and left out.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import subprocess
+import sys
+from collections.abc import MutableMapping, Sequence
+
+FLAGS = {
+    # A loop whose trip count is in device memory costs the host a round trip for every iteration.
+    # In a CUDA graph the device decides: the layer loops of a tick become one graph launch.
+    "--xla_gpu_enable_command_buffer": "+WHILE",
+    # Messages in both directions, and on a V of chunks those of both halves, are in flight at once.
+    # By default one transfer at a time is, and the others are made synchronous.
+    "--xla_gpu_experimental_parallel_collective_overlap_limit": "4",
+}
+"""Flag to value. What each does to the compiled program: docs/design/007-gpu.md."""
+
+_PROBE = "from jaxlib import xla_client; xla_client.make_cpu_client()"
+_PROBE_SECONDS = 60.0
+
+
+def apply(environment: MutableMapping[str, str] | None = None) -> tuple[str, ...]:
+    """Adds `FLAGS` to ``XLA_FLAGS`` where jax will use a GPU. Call it before jax is first used.
+
+    What the user has set in ``XLA_FLAGS`` wins, flag by flag; a file named there is left alone.
+
+    Args:
+      environment: variables; the process's own by default.
+
+    Returns:
+      The flags that the installed XLA does not know, which were left out.
+
+    Example:
+      >>> variables = {"JAX_PLATFORMS": "cpu"}
+      >>> apply(variables), variables
+      ((), {'JAX_PLATFORMS': 'cpu'})
+    """
+    environment = os.environ if environment is None else environment
+    given = environment.get("XLA_FLAGS", "").split()
+    if not _expects_gpu(environment) or (given and not given[0].startswith("-")):
+        return ()
+    names = {flag.split("=")[0] for flag in given}
+    wanted = [f"{name}={value}" for name, value in FLAGS.items() if name not in names]
+    known = _known(wanted)
+    environment["XLA_FLAGS"] = " ".join([*given, *known])
+    return tuple(flag for flag in wanted if flag not in known)
+
+
+def _expects_gpu(environment: MutableMapping[str, str]) -> bool:
+    """Whether jax has a CUDA plugin and may use it; asking jax itself would make the backends."""
+    platforms = environment.get("JAX_PLATFORMS", "")
+    allowed = not platforms or {"cuda", "gpu"} & set(platforms.split(","))
+    plugins = importlib.metadata.entry_points(group="jax_plugins")
+    return bool(allowed) and any("cuda" in plugin.name for plugin in plugins)
+
+
+def _known(flags: Sequence[str]) -> list[str]:
+    """Those of the flags that the installed XLA accepts."""
+    if _accepts(flags):
+        return list(flags)
+    return [flag for flag in flags if _accepts([flag])]
+
+
+def _accepts(flags: Sequence[str]) -> bool:
+    environment = os.environ | {"XLA_FLAGS": " ".join(flags), "JAX_PLATFORMS": "cpu"}
+    try:
+        done = subprocess.run(
+            [sys.executable, "-c", _PROBE],
+            env=environment,
+            capture_output=True,
+            timeout=_PROBE_SECONDS,
+            check=False,
+        )
+    except subprocess.TimeoutExpired:
+        return False
+    return done.returncode == 0

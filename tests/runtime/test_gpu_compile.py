@@ -1,0 +1,98 @@
+"""What `benchmarks/gpu_compile.py` reads from a scheduled GPU program."""
+
+from __future__ import annotations
+
+import pytest
+
+from benchmarks import gpu_compile
+from jaxpipe.runtime.hlo import Program
+
+PROGRAM = """HloModule step, is_scheduled=true
+
+%layer (p: (f32[4,8,8], f32[8,8])) -> (f32[4,8,8], f32[8,8]) {
+  %p = (f32[4,8,8], f32[8,8]) parameter(0)
+  %w = f32[4,8,8]{2,1,0} get-tuple-element(%p), index=0
+  %x = f32[8,8]{1,0} get-tuple-element(%p), index=1
+  %cut = bf16[1,8,8]{2,1,0} fusion(%w), kind=kLoop, calls=%cut_computation
+  %y = f32[8,8]{1,0} dot(%cut, %x)
+  ROOT %out = (f32[4,8,8], f32[8,8]) tuple(%w, %y)
+}
+
+%cut_computation (w: f32[4,8,8]) -> bf16[1,8,8] {
+  %w = f32[4,8,8]{2,1,0} parameter(0)
+  ROOT %cut = bf16[1,8,8]{2,1,0} slice(%w)
+}
+
+%continue (p: (f32[4,8,8], f32[8,8])) -> pred[] {
+  %p = (f32[4,8,8], f32[8,8]) parameter(0)
+  ROOT %no = pred[] constant(false)
+}
+
+%tick (p: (f32[4,8,8], f32[8,8])) -> (f32[4,8,8], f32[8,8]) {
+  %p = (f32[4,8,8], f32[8,8]) parameter(0)
+  %x = f32[8,8]{1,0} get-tuple-element(%p), index=1
+  %early = (f32[8,8], f32[8,8]) collective-permute-start(%x), CONFIG
+  %p1 = (f32[4,8,8], f32[8,8]) while(%p), condition=%continue, body=%layer
+  %p2 = (f32[4,8,8], f32[8,8]) while(%p1), condition=%continue, body=%layer
+  %arrived = f32[8,8]{1,0} collective-permute-done(%early)
+  %w = f32[4,8,8]{2,1,0} get-tuple-element(%p2), index=0
+  %again = f32[4,8,8]{2,1,0} copy(%w)
+  ROOT %out = (f32[4,8,8], f32[8,8]) tuple(%again, %arrived)
+}
+
+ENTRY %main (p: (f32[4,8,8], f32[8,8])) -> (f32[4,8,8], f32[8,8]) {
+  %p = (f32[4,8,8], f32[8,8]) parameter(0)
+  ROOT %ticks = (f32[4,8,8], f32[8,8]) while(%p), condition=%continue, body=%tick
+}
+"""
+
+THUNKS = """000: kCommandBuffer [source | sink]
+033: kWhile         [prev=000 (1) | sink]
+condition:
+    034: kCustomKernel [source | sink] compare
+  body:
+    047: kWhile         [source | sink]
+condition:
+        048: kCustomKernel [source | sink] compare
+      body:
+        052: kWhile         [source | sink]
+condition:
+          body:
+            053: kAllReduce [source | sink]
+    000: kCommandBuffer [prev=047 (1) | sink]
+        060: kWhile         [source | sink]
+condition:
+          body:
+            061: kCustomKernel [source | sink] matmul
+"""
+
+
+@pytest.mark.parametrize(("sync", "hidden_by"), [("false", 2), ("true", 0)])
+def test_a_transfer_is_hidden_by_the_layer_loops_before_its_end(sync, hidden_by):
+    program = Program(PROGRAM.replace("CONFIG", f'backend_config={{"is_sync":{sync}}}'))
+    (found,) = gpu_compile.collectives(program)
+    assert found == gpu_compile.Collective(
+        "collective-permute", bytes=256, in_loop=False, hidden_by=hidden_by
+    )
+
+
+def test_a_transfer_without_an_end_of_its_own_is_synchronous():
+    text = PROGRAM.replace(
+        "(f32[8,8], f32[8,8]) collective-permute-start", "f32[8,8] collective-permute"
+    )
+    (found,) = gpu_compile.collectives(Program(text))
+    assert found.hidden_by == 0
+
+
+def test_copies_of_buffers_and_weights():
+    program = Program(PROGRAM)
+    assert [row.name for row in gpu_compile.whole_buffers(program, {(4, 8, 8)})] == ["again"]
+    assert gpu_compile.whole_buffers(program, {(5, 8, 8)}) == []
+    assert gpu_compile.weight_bytes(program, {(8, 8)}) == [
+        128,
+        128,
+    ]  # bfloat16, in each of two loops
+
+
+def test_only_loops_outside_cuda_graphs_wait_for_the_host():
+    assert gpu_compile.host_loops(THUNKS) == 1

@@ -1,0 +1,78 @@
+"""XLA's flags for GPUs reach jax on GPUs only, and none of them can stop a run."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import subprocess
+import sys
+
+import pytest
+
+from jaxpipe.runtime import gpu_flags
+
+CUDA = importlib.metadata.EntryPoint("xla_cuda12", "jax_plugins.xla_cuda12", "jax_plugins")
+
+
+@pytest.fixture
+def gpu(monkeypatch):
+    """jax's CUDA plugin is installed."""
+    monkeypatch.setattr(importlib.metadata, "entry_points", lambda group: [CUDA])
+
+
+@pytest.mark.parametrize("platforms", [None, "", "cuda", "gpu,cpu"])
+def test_flags_are_set_where_jax_may_use_a_gpu(gpu, platforms):
+    variables = {} if platforms is None else {"JAX_PLATFORMS": platforms}
+    assert gpu_flags.apply(variables) == ()  # the installed XLA knows every one
+    flags = [f"{name}={value}" for name, value in gpu_flags.FLAGS.items()]
+    assert variables["XLA_FLAGS"].split() == flags
+
+
+@pytest.mark.parametrize("platforms", ["cpu", "cpu,tpu"])
+def test_nothing_is_set_where_the_user_asks_for_other_devices(gpu, platforms):
+    variables = {"JAX_PLATFORMS": platforms}
+    assert gpu_flags.apply(variables) == ()
+    assert variables == {"JAX_PLATFORMS": platforms}
+
+
+def test_nothing_is_set_without_a_cuda_plugin(monkeypatch):
+    monkeypatch.setattr(importlib.metadata, "entry_points", lambda group: [])
+    variables: dict[str, str] = {}
+    gpu_flags.apply(variables)
+    assert variables == {}
+
+
+def test_the_users_flags_win(gpu):
+    name, *others = gpu_flags.FLAGS
+    given = f"{name}= --xla_dump_to=/tmp/x"
+    variables = {"XLA_FLAGS": given}
+    gpu_flags.apply(variables)
+    ours = " ".join(f"{other}={gpu_flags.FLAGS[other]}" for other in others)
+    assert variables["XLA_FLAGS"] == f"{given} {ours}"
+
+
+def test_a_file_of_flags_is_left_alone(gpu):
+    variables = {"XLA_FLAGS": "/etc/xla.flags"}
+    gpu_flags.apply(variables)
+    assert variables == {"XLA_FLAGS": "/etc/xla.flags"}
+
+
+@pytest.mark.parametrize(
+    "flag", [("--xla_gpu_of_another_version", "1"), ("--xla_gpu_enable_command_buffer", "+OTHER")]
+)
+def test_flags_that_would_end_the_process_are_left_out(gpu, monkeypatch, flag):
+    known = ("--xla_gpu_experimental_parallel_collective_overlap_limit", "4")
+    monkeypatch.setattr(gpu_flags, "FLAGS", dict([flag, known]))
+    variables: dict[str, str] = {}
+    assert gpu_flags.apply(variables) == ("=".join(flag),)
+    assert variables == {"XLA_FLAGS": "=".join(known)}
+    # The flag does end a process; what was set instead does not.
+    assert start(f"{'='.join(flag)}") != 0
+    assert start(variables["XLA_FLAGS"]) == 0
+
+
+def start(flags: str) -> int:
+    """The exit status of a program that uses jax with these flags."""
+    environment = os.environ | {"XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"}
+    program = [sys.executable, "-c", "import jax; jax.devices(); jax.jit(lambda: 1)()"]
+    return subprocess.run(program, env=environment, capture_output=True, check=False).returncode
