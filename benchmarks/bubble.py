@@ -1,7 +1,7 @@
 """Does a step take the time that the simulator says?
 
-A layer that sleeps takes wall time without a core, so the bubble of 16 stages shows on 2 cores. F, B
-and W sleep their own times; the layer is an ordinary one with a custom derivative. Every schedule
+A layer that sleeps takes wall time without a core, so the bubble of 16 stages shows on 2 cores. F,
+B and W sleep their own times; the layer is an ordinary one with a custom derivative. Every schedule
 runs with one whole action a tick and in slices.
 
     python -m benchmarks.bubble [--stages 8] [--costs 1 1.2 0.8] [--message 0.2] [--names 1f1b auto]
