@@ -145,8 +145,8 @@ def run(
     rows = []
     for name in names:
         chunks = catalog.build(name, stages=2, microbatches=4).num_chunks
-        of_a_chunk = [stage_seconds / chunks * cost for cost in (costs.f, costs.b, costs.w)]
-        seconds = Costs(*of_a_chunk, message=stage_seconds * costs.message)
+        f, b, w = (stage_seconds / chunks * cost for cost in (costs.f, costs.b, costs.w))
+        seconds = Costs(f, b, w, message=stage_seconds * costs.message)
         for label, schedule in cases(name, stages, microbatches, seconds, layers_per_chunk).items():
             harness.note(f"p={stages} {costs}: {label}")
             rows.append({"schedule": label, **measure(schedule, seconds, layers_per_chunk)})

@@ -90,7 +90,7 @@ def peak(name: str, stages: int, microbatches: int) -> float:
 
 def against_1f1b() -> list[dict[str, Any]]:
     """Activation memory of the V family, in 1F1B's; and what it tends to with more stages."""
-    found = []
+    found: list[dict[str, Any]] = []
     for name in FAMILY:
         harness.note(f"p={FAMILY_STAGES}: {name}")
         case = (name, "none", 0, FAMILY_MICROBATCHES)
@@ -142,8 +142,8 @@ def main(everything: Annotated[bool, tyro.conf.arg(name="all")] = False) -> int:
     problems = grows(found)
     for row in (*found, *family):
         if abs(row["compiled / predicted"] - 1) > TOLERANCE:
-            case = [row[key] for key in label]
-            problems.append(f"{case}: compiled / predicted {row['compiled / predicted']:.3f}")
+            which = [row[key] for key in label]
+            problems.append(f"{which}: compiled / predicted {row['compiled / predicted']:.3f}")
     print("\n".join(problems))
     return int(bool(problems))
 

@@ -11,6 +11,7 @@ threads: they say what a step or a compilation costs however busy the machine is
 
 from __future__ import annotations
 
+import functools
 import statistics
 from collections.abc import Callable
 from typing import Any
@@ -38,7 +39,7 @@ MODEL = jaxpipe.Model(
     head_loss=lambda outer, x, batch, rng: jnp.mean((x - batch["y"]) ** 2),
 )
 REFERENCE, BASELINE = "one device, accumulation", "circular autodiff, v=1"
-Case = tuple[Callable[..., Any], Any, Any]
+Case = tuple[Any, Any, Any]
 """A step, its parameters and its batch."""
 
 
@@ -57,7 +58,7 @@ def by_microbatch(batch: dict[str, jax.Array], microbatches: int) -> list[jax.Ar
     return [batch[name].reshape(microbatches, ROWS, *batch[name].shape[1:]) for name in "xy"]
 
 
-def training_step(value_and_grad: Callable[..., Any]) -> Callable[..., Any]:
+def training_step(value_and_grad: Callable[..., Any]):
     def step(params, batch):
         loss, grads = value_and_grad(params, batch)
         updates, _ = OPTIMIZER.update(grads, OPTIMIZER.init(params), params)
@@ -164,7 +165,7 @@ def contenders(microbatches: int, schedules: tuple[str, ...]) -> dict[str, Calla
     }
     for schedule in schedules:
         name, _, remat = schedule.partition("/")
-        made[f"{name}, remat {remat}"] = lambda n=name, r=remat: pipelined(n, r, microbatches)
+        made[f"{name}, remat {remat}"] = functools.partial(pipelined, name, remat, microbatches)
     return made
 
 
