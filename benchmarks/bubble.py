@@ -1,43 +1,39 @@
 """Does a step take the time that the simulator says?
 
-A layer that sleeps takes wall time without a core, so the bubble of 8 stages shows on 2 cores. F, B
-and W sleep their own times; the layer is an ordinary one with a custom derivative. Every schedule
+A layer that sleeps takes wall time without a core, so the bubble of 16 stages shows on 2 cores. F,
+B and W sleep their own times; the layer is an ordinary one with a custom derivative. Every schedule
 runs with one whole action a tick and in slices.
 
-    python benchmarks/bubble.py [--stages 8] [--microbatches 16] [--costs 1 1.2 0.8]
-        [--layers-per-chunk 4] [--chunk-seconds 0.04] [--names 1f1b zb-v auto]
+    python -m benchmarks.bubble [--stages 8] [--costs 1 1.2 0.8] [--message 0.2] [--names 1f1b auto]
+    python -m benchmarks.bubble --all
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-import json
-import os
+import itertools
 import statistics
-import sys
 import time
-from pathlib import Path
-
-if __name__ == "__main__":
-    sys.path[0] = str(Path(__file__).resolve().parents[1])
-    os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=16")
-    os.environ.setdefault("JAX_PLATFORMS", "cpu")
+from collections.abc import Iterator, Sequence
+from typing import Annotated
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
 import tyro
-from rich.console import Console
-from rich.table import Table
 
 import jaxpipe
+from benchmarks import harness
+from jaxpipe.schedule import catalog
+from jaxpipe.schedule.actions import Schedule
 from jaxpipe.schedule.simulate import Costs, lock_step, simulate
 from jaxpipe.schedule.slices import slice_ticks
 
-RESULTS = Path(__file__).parent / "results" / "bubble.json"
-NAMES = (
-    *("gpipe", "1f1b", "1f1b-fused", "interleaved", "breadth-first", "hanayo", "zb-h1"),
-    *("zb-v", "v-half", "v-min", "auto"),
-)
+NAMES = ("1f1b", "interleaved", "breadth-first", "hanayo", "zb-v", "v-half", "auto")
+ALL_STAGES = (4, 8, 16)
+ALL_COSTS = ((1.0, 1.0, 1.0), (1.0, 1.2, 0.8), (1.0, 2.0, 1.0))
+ALL_MESSAGES = (0.0, 0.2)
 WIDTH = 8
 ROUNDS = 3
 
@@ -73,86 +69,130 @@ def sleeping_model(seconds: Costs) -> jaxpipe.Model:
     )
 
 
-def measure(schedule, seconds: Costs, layers_per_chunk: int) -> dict[str, float]:
+@contextlib.contextmanager
+def sleeping_messages(pipe: jaxpipe.Pipeline, seconds: float) -> Iterator[None]:
+    """Makes every tick's exchange of messages take a while: its first transfer sleeps.
+
+    No layer can do that, so the collective itself is replaced while the step is traced.
+    """
+    send, calls = jax.lax.ppermute, itertools.count()
+    transfers = sum(
+        sender != receiver for c in pipe.table.channels for sender, receiver in c.edges[:1]
+    )
+
+    def sleeping(x, axis, edges):
+        message = send(x, axis, edges)
+        return message if next(calls) % transfers else sleep(message, seconds)
+
+    with mock.patch.object(jax.lax, "ppermute", sleeping if seconds else send):
+        yield
+
+
+def measure(schedule: Schedule, seconds: Costs, layers_per_chunk: int) -> dict[str, float]:
     """Executes a schedule; times in seconds."""
-    stages, m = schedule.num_stages, schedule.num_microbatches
+    m = schedule.num_microbatches
     num_layers = layers_per_chunk * schedule.placement.num_virtual_stages
     params = {"embed": {}, "layers": jnp.ones((num_layers, WIDTH)), "head": {}}
     a_layer = dataclasses.replace(
         seconds, **{kind: getattr(seconds, kind) / layers_per_chunk for kind in ("f", "b", "w")}
     )
-    mesh = jaxpipe.make_mesh(stage=stages)
+    mesh = jaxpipe.make_mesh(stage=schedule.num_stages)
     pipe = jaxpipe.Pipeline(sleeping_model(a_layer), params, schedule=schedule, mesh=mesh)
     placed, batch = pipe.place(params), {"x": jnp.ones((m, WIDTH))}
-    step = jax.jit(pipe.value_and_grad).lower(placed, batch).compile()
-    times = []
-    for _ in range(ROUNDS + 1):
-        began = time.perf_counter()
-        jax.block_until_ready(step(placed, batch))
-        times.append(time.perf_counter() - began)
+    with sleeping_messages(pipe, seconds.message):
+        step = jax.jit(pipe.value_and_grad).lower(placed, batch).compile()
+    times = [harness.seconds(lambda: step(placed, batch))[0] for _ in range(ROUNDS)]
     work = m * schedule.num_chunks * (seconds.f + seconds.b + seconds.w)
-    executed, locked = statistics.median(times[1:]), lock_step(schedule, seconds)
+    executed, locked = statistics.median(times), lock_step(schedule, seconds)
+    free = simulate(schedule, seconds)
     return {
         "ticks": pipe.table.num_ticks,
-        "executed": executed,
-        "lock_step": locked.makespan,
-        "executed_bubble": 1 - work / executed,
-        "lock_step_bubble": locked.bubble_ratio,
-        "free_running_bubble": simulate(schedule, seconds).bubble_ratio,
+        "free-running s": free.makespan,
+        "lock-step s": locked.makespan,
+        "executed s": executed,
+        "executed / lock-step": executed / locked.makespan,
+        "excess ms a tick": 1e3 * (executed - locked.makespan) / pipe.table.num_ticks,
+        "free-running bubble": free.bubble_ratio,
+        "lock-step bubble": locked.bubble_ratio,
+        "executed bubble": 1 - work / executed,
     }
+
+
+def cases(name: str, stages: int, m: int, seconds: Costs, layers: int) -> dict[str, Schedule]:
+    """A schedule with whole actions and in slices, by label."""
+    whole = catalog.build(
+        name, stages=stages, microbatches=m, costs=seconds, layers_per_chunk=layers
+    )
+    if whole.slices is not None:
+        return {name: whole}
+    sliced = slice_ticks(whole, seconds, [layers] * whole.placement.num_virtual_stages)
+    return {name: whole, f"{name}, sliced": sliced}
+
+
+def run(
+    stages: int,
+    microbatches: int,
+    costs: Costs,
+    layers_per_chunk: int,
+    stage_seconds: float,
+    names: Sequence[str],
+) -> None:
+    """One table."""
+    title = (
+        f"p={stages} m={microbatches} (F, B, W)=({costs.f:g}, {costs.b:g}, {costs.w:g}), message "
+        f"{costs.message:g}, {layers_per_chunk} layers a chunk, a unit is {stage_seconds:g} s"
+    )
+    rows = []
+    for name in names:
+        chunks = catalog.build(name, stages=2, microbatches=4).num_chunks
+        f, b, w = (stage_seconds / chunks * cost for cost in (costs.f, costs.b, costs.w))
+        seconds = Costs(f, b, w, message=stage_seconds * costs.message)
+        for label, schedule in cases(name, stages, microbatches, seconds, layers_per_chunk).items():
+            harness.note(f"p={stages} {costs}: {label}")
+            rows.append({"schedule": label, **measure(schedule, seconds, layers_per_chunk)})
+    harness.report(
+        f"bubble-p{stages}-{costs.f:g}-{costs.b:g}-{costs.w:g}-{costs.message:g}",
+        rows,
+        title=title,
+        label=["schedule"],
+        bars=[f"{clock} bubble" for clock in ("free-running", "lock-step", "executed")],
+        axis="bubble ratio",
+    )
 
 
 def main(
     stages: int = 8,
-    microbatches: int = 16,
+    microbatches: int | None = None,
     costs: tuple[float, float, float] = (1.0, 1.2, 0.8),
+    message: float = 0.0,
     layers_per_chunk: int = 4,
-    chunk_seconds: float = 0.04,
+    stage_seconds: float = 0.16,
     names: tuple[str, ...] = NAMES,
+    everything: Annotated[bool, tyro.conf.arg(name="all")] = False,
 ) -> None:
-    """Prints the table and writes it as JSON.
+    """Prints the tables and writes them.
 
     Args:
       stages: p, at most 16.
-      microbatches: m.
+      microbatches: m; 2 p without it.
       costs: of F, B and W, relative.
+      message: time of an exchange of messages, in the same unit.
       layers_per_chunk: layers of every chunk.
-      chunk_seconds: what one unit of the costs takes, for all chunks of a stage together.
+      stage_seconds: what one unit of the costs takes, for all chunks of a stage together.
       names: schedules to run.
+      everything: every schedule at every one of the issue's stages and costs, with and without a
+        message time; takes hours.
     """
-    console = Console()
-    columns = ("schedule", "ticks", "lock-step s", "executed s", "ratio")
-    bubbles = ("bubble: free-running", "lock-step", "executed")
-    table = Table(*columns, *bubbles, title=f"p={stages} m={microbatches} (F, B, W)={costs}")
-    results = {}
-    for name in names:
-        unit = chunk_seconds
-        whole = jaxpipe.schedules.build(
-            name,
-            stages=stages,
-            microbatches=microbatches,
-            costs=Costs(*costs),
-            layers_per_chunk=layers_per_chunk,
+    harness.simulate(max(ALL_STAGES))
+    shapes = [(stages, (*costs, message))]
+    if everything:
+        shapes = list(
+            itertools.product(ALL_STAGES, ((*c, t) for c in ALL_COSTS for t in ALL_MESSAGES))
         )
-        seconds = Costs(*(unit / whole.num_chunks * cost for cost in costs))
-        counts = [layers_per_chunk] * whole.placement.num_virtual_stages
-        if whole.slices is None:
-            cases = {name: whole, f"{name}, sliced": slice_ticks(whole, seconds, counts)}
-        else:
-            cases = {name: whole}
-        for label, schedule in cases.items():
-            console.print(f"running {label}")
-            row = results[label] = measure(schedule, seconds, layers_per_chunk)
-            table.add_row(
-                *(label, str(row["ticks"]), f"{row['lock_step']:.3f}", f"{row['executed']:.3f}"),
-                f"{row['executed'] / row['lock_step']:.3f}",
-                *(f"{row[f'{clock}_bubble']:.3f}" for clock in ("free_running", "lock_step")),
-                f"{row['executed_bubble']:.3f}",
-            )
-    console.print(table)
-    RESULTS.parent.mkdir(exist_ok=True)
-    RESULTS.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
-    console.print(f"written to {RESULTS}")
+        names = harness.executable()
+    for p, (f, b, w, t) in shapes:
+        m = microbatches or 2 * p
+        run(p, m, Costs(f, b, w, t), layers_per_chunk, stage_seconds, names)
 
 
 if __name__ == "__main__":

@@ -1,42 +1,32 @@
 """How long is a step, against what a JAX user would write instead?
 
-One small model, all contenders in one process, rounds interleaved so that a busy machine slows all
-of them: 8 GPT layers of width 256, 4 heads, sequence 128, 4 rows a microbatch, float32, SGD, no
-embedding, no head, 4 simulated stages. Prints median step time, compile time and temporaries per
-device.
+One small model, all contenders in one process, rounds interleaved, ratios taken within a round, so
+that a busy machine slows all of them: 8 GPT layers of width 256, 4 heads, sequence 128, 4 rows a
+microbatch, float32, SGD, no embedding, no head, 4 simulated stages. CPU seconds are those of all
+threads: they say what a step or a compilation costs however busy the machine is.
 
-    python benchmarks/throughput.py [--microbatches 8] [--rounds 7]
+    python -m benchmarks.throughput [--microbatches 8 32] [--rounds 7]
+    python -m benchmarks.throughput --microbatches 8 32 128 --rounds 0   # compile only
 """
 
 from __future__ import annotations
 
-import argparse
-import json
-import os
+import functools
 import statistics
-import sys
-import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
-
-if __name__ == "__main__":
-    sys.path[0] = str(Path(__file__).resolve().parents[1])
-    os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=4")
-    os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
 import jax
 import jax.numpy as jnp
 import optax
+import tyro
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
-from rich.console import Console
-from rich.table import Table
 
 import jaxpipe
+from benchmarks import harness
 from models import gpt
 
-RESULTS = Path(__file__).parent / "results"
 STAGES, ROWS = 4, 4
 CONFIG = gpt.GPTConfig(
     vocab_size=64, sequence_length=128, num_layers=8, width=256, num_heads=4, dtype="float32"
@@ -48,6 +38,9 @@ MODEL = jaxpipe.Model(
     layer=LAYER,
     head_loss=lambda outer, x, batch, rng: jnp.mean((x - batch["y"]) ** 2),
 )
+REFERENCE, BASELINE = "one device, accumulation", "circular autodiff, v=1"
+Case = tuple[Any, Any, Any]
+"""A step, its parameters and its batch."""
 
 
 def init() -> dict[str, Any]:
@@ -60,7 +53,12 @@ def make_batch(microbatches: int) -> dict[str, jax.Array]:
     return {"x": jax.random.normal(keys[0], shape), "y": jax.random.normal(keys[1], shape)}
 
 
-def training_step(value_and_grad: Callable[..., Any]) -> Callable[..., Any]:
+def by_microbatch(batch: dict[str, jax.Array], microbatches: int) -> list[jax.Array]:
+    """Inputs and targets, ``[m, rows, sequence, width]``."""
+    return [batch[name].reshape(microbatches, ROWS, *batch[name].shape[1:]) for name in "xy"]
+
+
+def training_step(value_and_grad: Callable[..., Any]):
     def step(params, batch):
         loss, grads = value_and_grad(params, batch)
         updates, _ = OPTIMIZER.update(grads, OPTIMIZER.init(params), params)
@@ -69,7 +67,7 @@ def training_step(value_and_grad: Callable[..., Any]) -> Callable[..., Any]:
     return jax.jit(step, donate_argnums=0)
 
 
-def pipelined(name: str, remat: str, microbatches: int):
+def pipelined(name: str, remat: str, microbatches: int) -> Case:
     """This project's step."""
     schedule = jaxpipe.schedules.build(name, stages=STAGES, microbatches=microbatches)
     mesh = jaxpipe.make_mesh(stage=STAGES)
@@ -78,39 +76,47 @@ def pipelined(name: str, remat: str, microbatches: int):
     return training_step(pipe.value_and_grad), pipe.place(init()), batch
 
 
-def accumulated(microbatches: int):
+def layer_scan(layers, x, y):
+    """The loss of one microbatch by a plain scan over the layers."""
+    out, _ = jax.lax.scan(lambda x, w: (LAYER(w, x, None, None), None), x, layers)
+    return jnp.mean((out - y) ** 2)
+
+
+def single() -> Case:
+    """One device, one microbatch, no accumulation: what compile times are measured against."""
+
+    def value_and_grad(layers, batch):
+        return jax.value_and_grad(layer_scan)(layers, batch["x"], batch["y"])
+
+    return training_step(value_and_grad), init()["layers"], make_batch(1)
+
+
+def accumulated(microbatches: int) -> Case:
     """One device that runs microbatch after microbatch and adds up gradients."""
 
-    def loss(layers, x, y):
-        def layer(x, w):
-            return LAYER(w, x, None, None), None
-
-        return jnp.mean((jax.lax.scan(layer, x, layers)[0] - y) ** 2)
-
-    def value_and_grad(params, batch):
+    def value_and_grad(layers, batch):
         def add(total, rows):
-            value, grads = jax.value_and_grad(loss)(params["layers"], *rows)
-            return jax.tree.map(jnp.add, total, (value, grads)), None
+            return jax.tree.map(jnp.add, total, jax.value_and_grad(layer_scan)(layers, *rows)), None
 
-        rows = [batch[k].reshape(microbatches, ROWS, *batch[k].shape[1:]) for k in ("x", "y")]
-        start = jnp.zeros(()), jax.tree.map(jnp.zeros_like, params["layers"])
-        (value, grads), _ = jax.lax.scan(add, start, rows)
-        mean = jax.tree.map(lambda g: g / microbatches, grads)
-        return value / microbatches, {"embed": {}, "layers": mean, "head": {}}
+        start = jnp.zeros(()), jax.tree.map(jnp.zeros_like, layers)
+        total, _ = jax.lax.scan(add, start, by_microbatch(batch, microbatches))
+        return jax.tree.map(lambda leaf: leaf / microbatches, total)
 
-    return training_step(value_and_grad), init(), make_batch(microbatches)
+    return training_step(value_and_grad), init()["layers"], make_batch(microbatches)
 
 
-def circular(num_repeats: int, microbatches: int):
+def circular(num_repeats: int, microbatches: int) -> Case:
     """The usual JAX pipeline: a vmap over stages in a scan, shifted buffers, autodiff, remat.
 
-    Stage s works on repeat ``(t - s) // m`` of microbatch ``(t - s) % m`` in iteration t; with more
-    than one repeat the last stage's outputs wait in a buffer until the first stage takes them.
+    Stage s works on repeat ``(t - s) // m`` of microbatch ``(t - s) % m`` in iteration t. All
+    buffers are split over stages and every stage writes its own rows, so that the shift is the only
+    communication. What comes round from the last stage waits on the first until its next repeat.
     """
     mesh = jax.make_mesh((STAGES,), ("stage",), axis_types=(jax.sharding.AxisType.Auto,))
     by_stage = NamedSharding(mesh, P("stage"))
     depth = CONFIG.num_layers // (STAGES * num_repeats)
-    m = microbatches
+    m, stages = microbatches, jnp.arange(STAGES)
+    is_first, is_last = ((stages == s).reshape(-1, 1, 1, 1) for s in (0, STAGES - 1))
 
     @jax.checkpoint
     def stage(weights, repeat, x):
@@ -120,22 +126,28 @@ def circular(num_repeats: int, microbatches: int):
     def run(layers, x, y):
         def iterate(carry, t):
             held, waiting, outputs = carry
-            first = jnp.where(t < m, x[t % m], waiting[t % m])
-            held = jax.lax.with_sharding_constraint(jnp.roll(held, 1, 0).at[0].set(first), by_stage)
-            repeat = jnp.clip((t - jnp.arange(STAGES)) // m, 0, num_repeats - 1)
-            held = jax.vmap(stage)(layers, repeat, held)
-            done = (t - (STAGES - 1)) % m
-            waiting = waiting.at[done].set(held[-1]) if num_repeats > 1 else waiting
-            return (held, waiting, outputs.at[done].set(held[-1])), None
+            received = jnp.roll(held, 1, axis=0)
+            entering = x[t % m]
+            if num_repeats > 1:
+                waiting = waiting.at[:, (t - STAGES) % m].set(received)
+                entering = jnp.where(t < m, entering, waiting[:, t % m])
+            held = jnp.where(is_first, entering, received)
+            repeat = jnp.clip((t - stages) // m, 0, num_repeats - 1)
+            held = jax.vmap(stage)(layers, repeat, jax.lax.with_sharding_constraint(held, by_stage))
+            outputs = outputs.at[:, (t - (STAGES - 1)) % m].set(held)
+            return (held, waiting, outputs), None
 
-        start = jnp.zeros((STAGES, *x.shape[1:])), jnp.zeros_like(x), jnp.zeros_like(x)
-        count = m * num_repeats + STAGES - 1
-        (_, _, outputs), _ = jax.lax.scan(iterate, start, jnp.arange(count))
-        return jnp.mean((outputs - y) ** 2)
+        def buffer(*shape):
+            zeros = jnp.zeros((STAGES, *shape, *x.shape[1:]), x.dtype)
+            return jax.lax.with_sharding_constraint(zeros, by_stage)
+
+        start = buffer(), buffer(m if num_repeats > 1 else 0), buffer(m)
+        iterations = jnp.arange(m * num_repeats + STAGES - 1)
+        (_, _, outputs), _ = jax.lax.scan(iterate, start, iterations)
+        return jnp.sum(jnp.where(is_last[..., None], (outputs - y) ** 2, 0)) / y.size
 
     def value_and_grad(layers, batch):
-        rows = [batch[k].reshape(m, ROWS, *batch[k].shape[1:]) for k in ("x", "y")]
-        return jax.value_and_grad(run)(layers, *rows)
+        return jax.value_and_grad(run)(layers, *by_microbatch(batch, m))
 
     def place(w):  # [layers, ...] -> [stages, repeats, layers of a repeat, ...]
         return w.reshape(num_repeats, STAGES, depth, *w.shape[1:]).swapaxes(0, 1)
@@ -145,59 +157,102 @@ def circular(num_repeats: int, microbatches: int):
     return training_step(value_and_grad), layers, batch
 
 
-def contenders(microbatches: int) -> dict[str, Callable[[], tuple]]:
-    made: dict[str, Callable[[], tuple]] = {
-        "one device, accumulation": lambda: accumulated(microbatches),
-        "circular autodiff, v=1": lambda: circular(1, microbatches),
+def contenders(microbatches: int, schedules: tuple[str, ...]) -> dict[str, Callable[[], Case]]:
+    made: dict[str, Callable[[], Case]] = {
+        REFERENCE: lambda: accumulated(microbatches),
+        BASELINE: lambda: circular(1, microbatches),
         "circular autodiff, v=2": lambda: circular(2, microbatches),
     }
-    for name, remat in (
-        *(("1f1b", "none"), ("1f1b-fused", "none"), ("1f1b-fused", "full")),
-        *(("zb-v", "none"), ("zb-v", "full")),
-    ):
-        made[f"{name}, remat {remat}"] = lambda n=name, r=remat: pipelined(n, r, microbatches)
+    for schedule in schedules:
+        name, _, remat = schedule.partition("/")
+        made[f"{name}, remat {remat}"] = functools.partial(pipelined, name, remat, microbatches)
     return made
 
 
-def main() -> None:
-    """Prints the table and writes it as JSON."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--microbatches", type=int, default=8)
-    parser.add_argument("--rounds", type=int, default=7)
-    options = parser.parse_args()
-    console = Console()
+def compile_case(case: Case):
+    """The compiled step, and the wall and CPU seconds it took, tracing included."""
+    step, params, batch = case
+    made = []
+    seconds = harness.seconds(lambda: made.append(step.lower(params, batch).compile()))
+    return made[0], *seconds
+
+
+def race(running: dict[str, list], rounds: int) -> dict[str, list[tuple[float, float]]]:
+    """Wall and CPU seconds of every step, the contenders in turn."""
+    times: dict[str, list[tuple[float, float]]] = {name: [] for name in running}
+    for number in range(rounds):
+        # Every other round the other way, so that nobody always follows the same one.
+        for name in list(running)[:: 1 if number % 2 else -1]:
+            case = running[name]
+
+            def step(case=case):
+                case[1], loss = case[0](case[1], case[2])
+                return case[1], loss
+
+            times[name].append(harness.seconds(step))
+    return times
+
+
+def run(microbatches: int, rounds: int, schedules: tuple[str, ...], single_seconds: float) -> None:
+    """One table; ``single_seconds`` is the CPU time to compile `single`."""
     running, rows = {}, {}
-    for name, make in contenders(options.microbatches).items():
-        console.print(f"compiling {name}")
-        step, params, batch = make()
-        began = time.perf_counter()
-        compiled = step.lower(params, batch).compile()
-        seconds = time.perf_counter() - began
-        params, loss = compiled(params, batch)
-        running[name] = [compiled, params, batch]
+    for name, make in contenders(microbatches, schedules).items():
+        harness.note(f"m={microbatches}: compiling {name}")
+        case = make()
+        compiled, seconds, cpu_seconds = compile_case(case)
         temporaries = compiled.memory_analysis().temp_size_in_bytes
-        rows[name] = {"compile_seconds": seconds, "bytes": temporaries, "loss": float(loss)}
-    times: dict[str, list[float]] = {name: [] for name in running}
-    for _ in range(options.rounds):
-        for name, case in running.items():
-            began = time.perf_counter()
-            case[1], loss = case[0](case[1], case[2])
-            jax.block_until_ready((case[1], loss))
-            times[name].append(time.perf_counter() - began)
-    table = Table("contender", "step s", "of one device", "compile s", "temporaries MB", "loss")
-    base = statistics.median(times["one device, accumulation"])
-    for name, row in rows.items():
-        row["step_seconds"] = statistics.median(times[name])
-        table.add_row(
-            *(name, f"{row['step_seconds']:.3f}", f"{row['step_seconds'] / base:.2f}"),
-            *(f"{row['compile_seconds']:.1f}", f"{row['bytes'] / 1e6:.1f}", f"{row['loss']:.6f}"),
-        )
-    console.print(table)
-    RESULTS.mkdir(exist_ok=True)
-    path = RESULTS / f"throughput_{options.microbatches}.json"
-    path.write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
-    console.print(f"written to {path}")
+        params, loss = compiled(*case[1:]) if rounds else (None, float("nan"))
+        running[name] = [compiled, params, case[2]]
+        rows[name] = {
+            "contender": name,
+            "compile s": seconds,
+            "CPU of a layer scan's": cpu_seconds / single_seconds,
+            "temporaries MB": temporaries / 1e6,
+        }
+        if rounds:
+            rows[name]["loss"] = float(loss)
+    times = race(running, rounds)
+
+    def ratio(name: str, other: str, clock: int) -> float:
+        pairs = zip(times[name], times[other], strict=True)
+        return statistics.median(mine[clock] / theirs[clock] for mine, theirs in pairs)
+
+    for name, row in rows.items() if rounds else ():
+        wall, cpu = (statistics.median(column) for column in zip(*times[name], strict=True))
+        row |= {"step s": wall, "of one device": ratio(name, REFERENCE, 0)}
+        row |= {"of circular": ratio(name, BASELINE, 0)}
+        row |= {"CPU s": cpu, "CPU of one device": ratio(name, REFERENCE, 1)}
+        row |= {"CPU of circular": ratio(name, BASELINE, 1)}
+    harness.report(
+        f"throughput-m{microbatches}",
+        list(rows.values()),
+        title=f"a step of 8 layers, {STAGES} stages, m={microbatches}",
+        label=["contender"],
+        bars=["of one device", "CPU of one device"] if rounds else ["CPU of a layer scan's"],
+        axis="step time, of one device with accumulation" if rounds else "compile time",
+    )
+
+
+def main(
+    microbatches: tuple[int, ...] = (8, 32),
+    rounds: int = 7,
+    schedules: tuple[str, ...] = (
+        *("1f1b/none", "1f1b-fused/none", "1f1b-fused/full", "zb-v/none", "zb-v/full"),
+    ),
+) -> None:
+    """Prints the tables and writes them.
+
+    Args:
+      microbatches: m, a table each.
+      rounds: steps of every contender; 0 only compiles.
+      schedules: this project's contenders, as "schedule/remat".
+    """
+    harness.simulate(STAGES)
+    compile_case(single())  # the first compilation of a process also loads the compiler
+    _, _, single_seconds = compile_case(single())
+    for m in microbatches:
+        run(m, rounds, schedules, single_seconds)
 
 
 if __name__ == "__main__":
-    main()
+    tyro.cli(main, description=__doc__)

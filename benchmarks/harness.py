@@ -1,0 +1,118 @@
+"""What every benchmark needs: simulated devices, and its rows as a table, as JSON and as a plot."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+from rich.console import Console
+from rich.table import Table
+
+from jaxpipe.schedule import catalog
+from jaxpipe.schedule.draw import save
+
+RESULTS = Path(__file__).parent / "results"
+_COLOURS = ("#9dbdf0", "#27518f", "#1b7468", "#4f7f30")
+_XLA_FLAGS = "--xla_cpu_enable_concurrency_optimized_scheduler=false"
+"""By default XLA orders a CPU program for several operations at once, not for least memory: the
+temporaries of a rematerialised layer are then a quarter larger, and steps no faster."""
+
+
+def simulate(num_devices: int) -> None:
+    """Makes the CPU appear as so many devices; to be called before anything runs."""
+    jax.config.update("jax_platforms", "cpu")
+    jax.config.update("jax_num_cpu_devices", num_devices)
+    os.environ["XLA_FLAGS"] = f"{_XLA_FLAGS} {os.environ.get('XLA_FLAGS', '')}"
+
+
+def executable() -> tuple[str, ...]:
+    """The names of all schedules that can be executed, not only simulated."""
+    return tuple(
+        entry.name
+        for entry in catalog.entries()
+        if catalog.build(entry.name, stages=2, microbatches=4).placement.num_copies == 1
+    )
+
+
+def note(text: str) -> None:
+    """Says what is going on, for whoever waits."""
+    print(f"[{time.strftime('%H:%M:%S')}] {text}", file=sys.stderr, flush=True)
+
+
+def seconds(run: Callable[[], Any]) -> tuple[float, float]:
+    """Wall time of one run until its results are there, and the CPU time of all its threads.
+
+    The second hardly depends on what else the machine does.
+    """
+    wall, cpu = time.perf_counter(), time.process_time()
+    jax.block_until_ready(run())
+    return time.perf_counter() - wall, time.process_time() - cpu
+
+
+def report(
+    name: str,
+    rows: Sequence[Mapping[str, Any]],
+    *,
+    title: str,
+    label: Sequence[str],
+    bars: Sequence[str],
+    axis: str,
+) -> None:
+    """Prints the rows and writes them to ``results/<name>.json`` and ``results/<name>.svg``.
+
+    The JSON also says how busy the machine was.
+
+    Args:
+      name: of the files.
+      rows: all with the same keys, which are the table's columns.
+      title: of the table and the plot.
+      label: columns that name a row.
+      bars: columns to plot, in one unit.
+      axis: what that unit is.
+    """
+    table = Table(*rows[0], title=title)
+    for row in rows:
+        table.add_row(*(f"{v:.4g}" if isinstance(v, float) else str(v) for v in row.values()))
+    wide = sum(max(len(str(key)), 7) + 3 for key in rows[0]) + 30
+    Console(width=max(100, wide)).print(table)
+    RESULTS.mkdir(exist_ok=True)
+    machine = {"cores": os.cpu_count(), "load": os.getloadavg(), "jax": jax.__version__}
+    contents = {"title": title, "command": sys.argv, "machine": machine, "rows": rows}
+    path = RESULTS / f"{name}.json"
+    path.write_text(json.dumps(contents, indent=1) + "\n", encoding="utf-8")
+    labels = [", ".join(str(row[key]) for key in label) for row in rows]
+    save(_figure(title, labels, {bar: [row[bar] for row in rows] for bar in bars}, axis),
+         path.with_suffix(".svg"))  # fmt: skip
+    print(f"written to {path} and {path.with_suffix('.svg').name}; load {machine['load']}")
+
+
+def _figure(
+    title: str, labels: Sequence[str], series: Mapping[str, Sequence[float]], axis: str
+) -> Figure:
+    """Bars to the right, one group a label."""
+    drawn = Figure(figsize=(8.5, 1.4 + 0.2 * (len(series) + 1) * len(labels)), layout="constrained")
+    FigureCanvasAgg(drawn)
+    axes = drawn.subplots()
+    height = 0.8 / len(series)
+    for number, ((name, values), colour) in enumerate(zip(series.items(), _COLOURS, strict=False)):
+        shift = height * (number - (len(series) - 1) / 2)
+        places = [place + shift for place in range(len(labels))]
+        bars = axes.barh(places, values, height=height, color=colour, label=name)
+        axes.bar_label(bars, fmt="%.3g", fontsize=6, padding=2)
+    axes.set_yticks(range(len(labels)), labels, fontsize=8)
+    axes.set_ylim(len(labels) - 0.5, -0.5)
+    axes.set_xlabel(axis, fontsize=8)
+    axes.margins(x=0.12)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.tick_params(axis="x", labelsize=8)
+    drawn.suptitle(title, fontsize=9)
+    drawn.legend(loc="outside lower center", ncols=len(series), frameon=False, fontsize=8)
+    return drawn

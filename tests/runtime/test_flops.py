@@ -1,0 +1,130 @@
+"""A step multiplies what the model says and no more: nothing in bubbles, nothing twice."""
+
+from __future__ import annotations
+
+import functools
+import math
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hlo import Instruction, Program
+
+import jaxpipe
+from jaxpipe.runtime import memory
+from jaxpipe.schedule.simulate import Costs
+from jaxpipe.schedule.slices import slice_ticks
+from models import gpt
+
+pytestmark = pytest.mark.pipeline
+STAGES, ROWS, MICROBATCHES, LAYERS = 4, 2, 6, 8
+CONFIG = gpt.GPTConfig(
+    vocab_size=96, sequence_length=16, num_layers=LAYERS, width=32, num_heads=2, dtype="float32"
+)
+TOKENS = ROWS * CONFIG.sequence_length
+WEIGHT_FLOPS = {
+    "qkv": 2 * TOKENS * CONFIG.width * 3 * CONFIG.width,
+    "out": 2 * TOKENS * CONFIG.width * CONFIG.width,
+    "mlp": 2 * TOKENS * CONFIG.width * CONFIG.hidden_width * 2,
+    "down": 2 * TOKENS * CONFIG.hidden_width * CONFIG.width,
+}
+ATTENTION_FLOPS = 2 * (2 * TOKENS * CONFIG.sequence_length * CONFIG.width)  # scores, and their use
+FORWARD_FLOPS = sum(WEIGHT_FLOPS.values()) + ATTENTION_FLOPS
+RECOMPUTED_FLOPS = {
+    "none": 0,
+    "dots": ATTENTION_FLOPS,
+    "full": FORWARD_FLOPS - WEIGHT_FLOPS["down"],  # the layer's output is no residual
+}
+CASES = [
+    *(("1f1b", remat, 1) for remat in RECOMPUTED_FLOPS),
+    *(("1f1b-fused", "none", 1), ("1f1b-fused", "full", 2)),
+    *(("zb-v", "full", 1), ("zb-v, sliced", "none", 2)),
+]
+
+
+def pipeline(name: str, remat: str, data: int) -> jaxpipe.Pipeline:
+    """GPT layers between an embedding and a head that multiply no matrices."""
+    name, _, sliced = name.partition(", ")
+    schedule = jaxpipe.schedules.build(name, stages=STAGES, microbatches=MICROBATCHES)
+    if sliced:
+        counts = [2] * schedule.placement.num_virtual_stages
+        schedule = slice_ticks(schedule, Costs(1, 1.2, 0.8), counts)
+        assert schedule.slices is not None
+    # Slices are of two layers a chunk.
+    num_layers = 2 * schedule.placement.num_virtual_stages if sliced else LAYERS
+    layers = jax.eval_shape(lambda: gpt.init(CONFIG, jax.random.key(0))["layers"])
+    layers = jax.tree.map(
+        lambda leaf: jax.ShapeDtypeStruct((num_layers, *leaf.shape[1:]), leaf.dtype), layers
+    )
+    model = jaxpipe.Model(
+        embed=lambda outer, batch, rng: batch["x"],
+        layer=gpt.model(CONFIG).layer,
+        head_loss=lambda outer, x, batch, rng: jnp.mean(x**2),
+    )
+    return jaxpipe.Pipeline(
+        model,
+        {"embed": {}, "layers": layers, "head": {}},
+        schedule=schedule,
+        mesh=jaxpipe.make_mesh(stage=STAGES, data=data),
+        remat=remat,
+        zero=3,
+    )
+
+
+@functools.cache
+def program(name: str, remat: str, data: int) -> Program:
+    pipe = pipeline(name, remat, data)
+    shape = (ROWS * MICROBATCHES * data, CONFIG.sequence_length, CONFIG.width)
+    batch = {"x": jax.ShapeDtypeStruct(shape, jnp.float32)}
+    return Program(memory.compiled(pipe, batch).as_text())
+
+
+def dot_flops(program: Program, computation: str) -> int:
+    """Multiplications and additions of the matmuls that one run of a computation does."""
+    flops = 0
+    shapes = {i.name: i.shapes[0] for i in program.computations[computation] if i.shapes}
+    for instruction in program.computations[computation]:
+        assert instruction.opcode != "while", "a loop in a layer: how often does it run?"
+        if instruction.opcode == "dot":
+            flops += 2 * math.prod(instruction.shapes[0]) * contracted(instruction, shapes)
+        for called in instruction.calls.values():
+            flops += dot_flops(program, called)
+    return flops
+
+
+def contracted(dot: Instruction, shapes: dict[str, tuple[int, ...]]) -> int:
+    """The size over which a matmul sums."""
+    dims = re.search(r"lhs_contracting_dims=\{([\d,]*)\}", dot.text)
+    assert dims is not None
+    return math.prod(shapes[dot.operands[0]][int(dim)] for dim in dims[1].split(","))
+
+
+def layer_flops(program: Program) -> list[int]:
+    """FLOPs of one layer in each loop of a tick that multiplies matrices."""
+    loops = [i for i in program.computations[program.tick_loop()] if i.opcode == "while"]
+    flops = [dot_flops(program, loop.calls["body"]) for loop in loops]
+    return [count for count in flops if count]
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_a_layer_multiplies_what_the_model_and_its_remat_policy_say(case):
+    expected = 3 * FORWARD_FLOPS + RECOMPUTED_FLOPS[case[1]]
+    assert sum(layer_flops(program(*case))) == expected
+
+
+def test_split_backwards_share_the_work():
+    forward, backward, weights = layer_flops(program("1f1b", "none", 1))
+    assert forward == FORWARD_FLOPS
+    assert backward == FORWARD_FLOPS + ATTENTION_FLOPS  # both factors of scores and of their use
+    assert weights == FORWARD_FLOPS - ATTENTION_FLOPS
+
+
+@pytest.mark.parametrize("name", [*dict.fromkeys(case[0] for case in CASES)])
+def test_every_layer_runs_once_for_every_microbatch_and_kind(name):
+    pipe = pipeline(name, "none", 1)
+    layers_of_a_stage = sum(pipe.table.layer_counts) // STAGES
+    for columns in pipe.table.passes.values():
+        trips = np.sum(columns.hi - columns.lo, axis=0)
+        np.testing.assert_array_equal(trips, MICROBATCHES * layers_of_a_stage)
