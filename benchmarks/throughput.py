@@ -83,7 +83,7 @@ def accumulated(microbatches: int):
 
     def loss(layers, x, y):
         def layer(x, w):
-            return LAYER(w, x, None), None
+            return LAYER(w, x, None, None), None
 
         return jnp.mean((jax.lax.scan(layer, x, layers)[0] - y) ** 2)
 
@@ -115,7 +115,7 @@ def circular(num_repeats: int, microbatches: int):
     @jax.checkpoint
     def stage(weights, repeat, x):
         mine = jax.tree.map(lambda w: jax.lax.dynamic_index_in_dim(w, repeat, 0, False), weights)
-        return jax.lax.scan(lambda x, w: (LAYER(w, x, None), None), x, mine)[0]
+        return jax.lax.scan(lambda x, w: (LAYER(w, x, None, None), None), x, mine)[0]
 
     def run(layers, x, y):
         def iterate(carry, t):
