@@ -57,10 +57,10 @@ class Optimizer:
 
     def _leaf(self, k: str, g: np.ndarray, w: np.ndarray) -> np.ndarray:
         if self.name == "sgd":
-            return -0.1 * g
+            return -0.02 * g
         if self.name == "momentum":
             self.first[k] = 0.9 * self.first[k] + g
-            return -0.05 * self.first[k]
+            return -0.01 * self.first[k]
         self.first[k] = 0.9 * self.first[k] + 0.1 * g
         self.second[k] = 0.95 * self.second[k] + 0.05 * g * g
         mean = self.first[k] / (1 - 0.9**self.count)
