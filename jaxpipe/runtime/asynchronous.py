@@ -140,6 +140,8 @@ class AsyncPipeline:
           ValueError: the batch does not divide, or functions of the model that cannot run so.
         """
         self.pipe.check_batch(batch)
+        # A state to be donated must not share an array, with itself or with the caller.
+        params, optimizer_state = jax.tree.map(jnp.copy, (params, optimizer_state))
         owned, rest = self._rules.optimizer.split(optimizer_state)
         stages, slots = self.steady.num_stages, self.steady.num_slots
         corrected = ("layers", "embed") if self._rules.discrepancy_decay is not None else ()
@@ -155,9 +157,9 @@ class AsyncPipeline:
             "rest": {
                 "layers": [jnp.stack([leaf] * stages) for leaf in rest],
                 "embed": rest,
-                "head": rest,
+                "head": jax.tree.map(jnp.copy, rest),
             },
-            "states": states,
+            "states": jax.tree.map(jnp.copy, states),
             "recent": {
                 "rows": jax.tree.map(recent, batch),
                 "rng": None if rng is None else jnp.stack([rng] * slots),
