@@ -31,6 +31,8 @@ class Settings:
       remat: what is kept from F to the backward: "none" tanh's output, "dots" the matmul's, "full"
         the input.
       clip_norm: largest global norm as far as the parts know each other's, or None.
+      warm_up: T3: minibatches that train synchronously first.
+      drains: minibatches before which the pipeline is drained.
     """
 
     stages: int
@@ -41,6 +43,12 @@ class Settings:
     discrepancy_decay: float | None = None
     remat: str = "none"
     clip_norm: float | None = None
+    warm_up: int = 0
+    drains: tuple[int, ...] = ()
+
+    def oldest(self, k: int) -> int:
+        """The version with which the pipeline was filled that minibatch k goes through."""
+        return max([self.warm_up, *(d for d in self.drains if d <= k)])
 
 
 class Optimizer:
@@ -82,7 +90,7 @@ class Part:
         self.squared_norm = 0.0
 
     def at(self, version: int) -> Weights:
-        return self.history[max(version, 0)]
+        return self.history[version]
 
     def corrected(self) -> Weights:
         """T2: what the backward reads, a guess of what the forward has read."""
@@ -92,13 +100,13 @@ class Part:
         return {k: w - self.tau * self.delta[k] for k, w in newest.items()}
 
     def update(self, gradients: Weights) -> None:
-        k, old = len(self.history) - 1, self.history[-1]
+        k, old = len(self.history) - 1 - self.settings.warm_up, self.history[-1]
         step = self.optimizer.update(gradients, old)
-        if self.settings.rescheduling_steps is not None:
+        if self.settings.rescheduling_steps is not None and k >= 0:
             p = 1 - min(k / self.settings.rescheduling_steps, 1)
             step = {name: s / max(self.tau, 1) ** p for name, s in step.items()}
         self.history.append({name: old[name] + step[name] for name in old})
-        if self.settings.discrepancy_decay is not None and self.tau > 0:
+        if self.settings.discrepancy_decay is not None and self.tau > 0 and k >= 0:
             gamma = self.settings.discrepancy_decay ** (1 / self.tau)
             self.delta = {name: gamma * self.delta[name] + (1 - gamma) * step[name] for name in old}
 
@@ -163,28 +171,26 @@ class _Loop:
         outer = {"embed": self.embed.history[-1], "head": self.head.history[-1]}
         return {"layers": layers, **outer}
 
-    def forward_weights(self, part: Part, i: int, k: int, j: int) -> Weights:
-        """What F of microbatch j of minibatch k reads on stage i."""
-        if self.s.method == "synchronous":
+    def read(self, part: Part, k: int, missing: float) -> Weights:
+        """A part's weights that miss so many updates of those before minibatch k's own."""
+        if self.s.method == "synchronous" or k < self.s.warm_up:
             return part.at(k)
         if self.s.method == "2bw":
-            return part.at(k - 1)
-        missing = math.ceil((2 * (self.s.stages - i) + 1 - j) / self.s.microbatches)
-        return part.at(k - max(missing, 0))
+            return part.at(max(k - 1, self.s.warm_up))
+        return part.at(max(k - max(math.ceil(missing), 0), self.s.oldest(k)))
+
+    def forward_weights(self, part: Part, i: int, k: int, j: int) -> Weights:
+        """What F of microbatch j of minibatch k reads on stage i."""
+        return self.read(part, k, (2 * (self.s.stages - i) + 1 - j) / self.s.microbatches)
 
     def backward_weights(self, part: Part, read: Weights) -> Weights:
         return part.corrected() if self.s.method in ("pipemare", "synchronous") else read
 
     def readout(self, k: int, j: int) -> np.ndarray:
         """The head's matrix when microbatch j leaves, P-1 ticks after it entered."""
-        if not self.tied:
-            return self.head.at(k - (self.s.method == "2bw"))["readout"]
-        if self.s.method == "synchronous":
-            return self.embed.at(k)["table"].T
-        if self.s.method == "2bw":
-            return self.embed.at(k - 1)["table"].T
-        missing = math.ceil((self.s.stages - j) / self.s.microbatches)
-        return self.embed.at(k - max(missing, 0))["table"].T
+        if self.tied:
+            return self.read(self.embed, k, (self.s.stages - j) / self.s.microbatches)["table"].T
+        return self.read(self.head, k, 0)["readout"]
 
     def minibatch(self, k: int, batch: dict) -> float:
         N, parts = self.s.microbatches, [self.embed, *self.stages, self.head]

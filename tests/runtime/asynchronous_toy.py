@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -85,18 +87,34 @@ def pipeline(settings: Settings, start: dict, *, data=1, zero=0, fused=False) ->
     )
 
 
-def train(training: AsyncPipeline, start: dict, batches: list[dict]) -> tuple[list[float], dict]:
-    """Losses of all minibatches, drained at the end, and canonical parameters."""
-    pipe = training.pipe
-    placed = pipe.place(start)
-    state = training.init(placed, training.optimizer.init(placed), batches[0])
-    step = jax.jit(training.step, donate_argnums=0)
-    losses = []
-    for batch in batches:
+def train(
+    settings: Settings, training: AsyncPipeline, start: dict, batches: list[dict]
+) -> tuple[list[float], dict, dict]:
+    """Losses of all minibatches; canonical parameters and the optimizer's state at the end."""
+    pipe, params = training.pipe, training.pipe.place(start)
+    optimizer_state, losses = training.optimizer.init(params), []
+    if settings.warm_up:
+        synchronous = jax.jit(functools.partial(synchronous_step, training))
+        for batch in batches[: settings.warm_up]:
+            params, optimizer_state, loss = synchronous(params, optimizer_state, batch)
+            losses.append(loss)
+    state = training.init(params, optimizer_state, batches[0])
+    step, drain = jax.jit(training.step, donate_argnums=0), jax.jit(training.drain)
+    for number, batch in enumerate(batches[settings.warm_up :], start=settings.warm_up):
+        if number in settings.drains:
+            state, left = drain(state)
+            losses.extend(left)
         state, loss = step(state, batch)
         losses.append(loss)
-    state, rest = jax.jit(training.drain)(state)
-    losses = np.asarray([*losses, *rest])
-    assert np.isnan(losses).sum() == len(losses) - len(batches)
-    end, _ = training.finish(state)
-    return losses[~np.isnan(losses)].tolist(), pipe.unplace(end)
+    state, left = drain(state)
+    found = np.asarray([*losses, *left])
+    found = found[~np.isnan(found)]
+    assert len(found) == len(batches)
+    params, optimizer_state = training.finish(state)
+    return found.tolist(), pipe.unplace(params), optimizer_state
+
+
+def synchronous_step(training: AsyncPipeline, params, optimizer_state, batch):
+    loss, gradients = training.pipe.value_and_grad(params, batch)
+    updates, optimizer_state = training.optimizer.update(gradients, optimizer_state, params)
+    return optax.apply_updates(params, updates), optimizer_state, loss

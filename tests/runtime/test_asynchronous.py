@@ -16,7 +16,7 @@ def check(settings: Settings, *, tied=True, layers=None, data=1, zero=0, fused=F
     start = params(layers=layers or settings.stages, tied=tied)
     batches = minibatches(steps, 2 * data * settings.microbatches)
     training = pipeline(settings, start, data=data, zero=zero, fused=fused)
-    got, end = train(training, start, batches)
+    got, end, _ = train(settings, training, start, batches)
     # Each data shard's rows r belong to microbatch r % N; the reference has one shard.
     order = np.arange(2 * data * settings.microbatches).reshape(data, 2, settings.microbatches)
     order = order.transpose(1, 0, 2).reshape(-1)
@@ -80,3 +80,12 @@ def test_data_shards_and_weight_versions(zero):
 def test_clipping_uses_the_newest_norms(data, zero, tied):
     settings = Settings(3, 4, "pipemare", "momentum", clip_norm=0.3)
     check(settings, layers=5, tied=tied, data=data, zero=zero)
+
+
+def test_a_synchronous_warm_up_hands_over_weights_and_moments():
+    check(Settings(3, 2, "pipemare", "adamw", 4, 0.135, warm_up=4), tied=False)
+
+
+@pytest.mark.parametrize("method", ["pipemare", "pipedream", "2bw"])
+def test_training_goes_on_after_draining(method):
+    check(Settings(2, 3, method, "adam", 7, warm_up=1, drains=(4, 7)))
