@@ -59,11 +59,8 @@ def test_forwards_read_weights_as_old_as_the_table_says(P, N):
     """Each minibatch probes one stage with one microbatch: its loss is the version read there."""
 
     def layer(w, x, batch, rng):
-        return (
-            jnp.roll(x.at[:, 0].add(x[:, 1] * w["version"]), -1, axis=1)
-            .at[:, 0]
-            .set(x[:, 0] + x[:, 1] * w["version"])
-        )
+        value = x[:, :1] + x[:, 1:2] * w["version"]
+        return jnp.concatenate([value, x[:, 2:], x[:, :1]], axis=1)
 
     layers = {"version": jnp.zeros(P), "probe": jnp.zeros(P)}
     training, params = build(layer, lambda x, batch: x[:, 0].mean(), P, N, counters(), layers)
@@ -158,5 +155,5 @@ def test_stable_below_the_theoretical_rate_and_diverging_above():
 
     stable, diverging = end(0.9), end(1.1)
     assert (stable < 0.1).all()
-    assert (diverging > 10).all()
+    assert (diverging > 5).all()
     np.testing.assert_allclose(diverging, simulated(1.1), rtol=1e-2)

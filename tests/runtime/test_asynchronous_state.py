@@ -33,7 +33,7 @@ def equal(a, b) -> None:
 
 @pytest.mark.pipeline
 def test_a_run_cut_in_mid_flight_goes_on_bit_by_bit():
-    """Dropout, data shards, T1, T2, Adam, a tied and split vocabulary; saved between any two calls."""
+    """With dropout, data shards, T1, T2, Adam, clipping and a tied vocabulary over stages."""
     start = toy.params(tied=True, num_layers=3)
     pipe = jaxpipe.Pipeline(
         toy.model(tied=True, axis="stage"),
