@@ -109,6 +109,12 @@ class SteadyState:
         """Ticks from the last microbatch's entry to its last gradient."""
         return 2 * self.num_stages - 1
 
+    def utilization(self, minibatches: int) -> float:
+        """Share of the ticks in which a stage works, of a run from filling to draining; 1 in the
+        steady state, N/(N+P-1) of a synchronous pipeline's."""
+        work = minibatches * self.num_microbatches
+        return work / (work + self.drain_ticks)
+
     # Delays, in updates.
 
     def delay(self, part: Part, j):

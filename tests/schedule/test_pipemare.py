@@ -7,6 +7,7 @@ import math
 
 import pytest
 
+from jaxpipe import cli
 from jaxpipe.schedule.pipemare import METHODS, SteadyState
 
 SHAPES = list(itertools.product((1, 2, 3, 4, 8), (1, 2, 3, 5, 8, 16)))
@@ -106,3 +107,42 @@ def test_the_head_never_waits_and_the_embedding_waits_as_the_first_stage():
     assert [steady.delay(steady.embed, j) for j in range(2)] == [
         steady.delay(steady.stage(0), j) for j in range(2)
     ]
+
+
+def test_the_steady_state_is_drawn_with_what_a_run_finds(capsys):
+    P, N = 4, 3
+    assert cli.main(["show", "pipemare", "--stages", str(P), "--microbatches", str(N)]) == 0
+    out = capsys.readouterr().out
+    found = executed_versions(P, N, 20)
+    start = 10 * N
+    newest = found["B", 1, start - 2 * P + 1]
+    for i, line in enumerate(out.splitlines()[1 : P + 1], start=1):
+        cells = line.split(maxsplit=2)[2].split()
+        for t in range(N):
+            f, b = start + t - (i - 1), start + t - 2 * P + i
+            assert cells[2 * t] == f"F{f % N}@{found['F', i, f] - newest}"
+            assert cells[2 * t + 1].rstrip("+") == f"B{b % N}@{found['B', i, b] - newest}"
+            assert cells[2 * t + 1].endswith("+") == (b % N == N - 1)
+    assert "weight versions kept: 1" in out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["pipemare"], "needs --stages and --microbatches"),
+        (["2bw", "--stages", "4", "--microbatches", "2"], "microbatches=7"),
+        (
+            ["pipedream", *("--stages", "2", "--microbatches", "2"), "--format", "csv"],
+            "never drains",
+        ),
+    ],
+)
+def test_what_cannot_be_drawn_says_why(capsys, arguments, message):
+    assert cli.main(["show", *arguments]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_utilization_counts_one_fill():
+    steady = SteadyState(4, 8)
+    assert steady.utilization(1) == 8 / 15
+    assert steady.utilization(1000) > 0.999
