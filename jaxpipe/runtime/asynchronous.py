@@ -6,13 +6,14 @@
 
 from __future__ import annotations
 
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxpipe.runtime.asynchronous_optimizer import PartOptimizer
@@ -140,11 +141,18 @@ class AsyncPipeline:
           ValueError: the batch does not divide, or functions of the model that cannot run so.
         """
         self.pipe.check_batch(batch)
+
+        @partial(jax.jit, out_shardings=self.state_shardings)
+        def init(params, optimizer_state, rng, states, step):
+            return self._empty(params, optimizer_state, batch, rng, states, step)
+
+        return init(params, optimizer_state, rng, states, step)
+
+    def _empty(self, params, optimizer_state, batch, rng, states, step) -> State:
         # A state to be donated must not share an array, with itself or with the caller.
-        params, optimizer_state = jax.tree.map(jnp.copy, (params, optimizer_state))
+        params, optimizer_state, states = jax.tree.map(jnp.copy, (params, optimizer_state, states))
         owned, rest = self._rules.optimizer.split(optimizer_state)
         stages, slots = self.steady.num_stages, self.steady.num_slots
-        corrected = ("layers", "embed") if self._rules.discrepancy_decay is not None else ()
 
         def recent(leaf):
             rows = leaf.shape[0] // self.steady.num_microbatches
@@ -152,14 +160,14 @@ class AsyncPipeline:
 
         state = {
             "weights": self._versions_of(params),
-            "delta": {name: jax.tree.map(jnp.zeros_like, params[name]) for name in corrected},
+            "delta": {name: jax.tree.map(jnp.zeros_like, params[name]) for name in self._corrected},
             "owned": owned,
             "rest": {
                 "layers": [jnp.stack([leaf] * stages) for leaf in rest],
                 "embed": rest,
                 "head": jax.tree.map(jnp.copy, rest),
             },
-            "states": jax.tree.map(jnp.copy, states),
+            "states": states,
             "recent": {
                 "rows": jax.tree.map(recent, batch),
                 "rng": None if rng is None else jnp.stack([rng] * slots),
@@ -174,6 +182,20 @@ class AsyncPipeline:
         specs = {name: self._specs[name] for name in state}
         return state | {"flight": self._mapped(empty, (specs,), self._specs["flight"])(state)}
 
+    @property
+    def _corrected(self) -> tuple[str, ...]:
+        """The parts for which T2 keeps a delta: the head's forward and backward are at once."""
+        return ("layers", "embed") if self._rules.discrepancy_decay is not None else ()
+
+    @cached_property
+    def state_shardings(self) -> PyTree:
+        """Shardings of a state, as a prefix of its tree."""
+        return jax.tree.map(
+            lambda spec: NamedSharding(self.pipe.mesh, spec),
+            self._specs,
+            is_leaf=lambda node: isinstance(node, P),
+        )
+
     def _versions_of(self, params: PyTree) -> PyTree:
         """As many versions of the weights as the method keeps, all the same."""
         copies, axis = self.steady.num_versions, 1 + slot_axis(self.pipe.layout.layers)
@@ -183,14 +205,17 @@ class AsyncPipeline:
 
     def params(self, state: State) -> PyTree:
         """The newest placed parameters of every part; all of one version after `drain`."""
+        return self._newest(state)
 
+    @cached_property
+    def _newest(self):
         def newest(state):
             own = _own(state)
             weights = self._run(own).newest_weights(own)
             return weights | {"layers": jax.tree.map(lambda w: w[None], weights["layers"])}
 
         out_specs = self.pipe.layout.specs(sharded=self.pipe.zero == 3)
-        return self._mapped(newest, (self._specs,), out_specs)(state)
+        return jax.jit(self._mapped(newest, (self._specs,), out_specs))
 
     def finish(self, state: State) -> tuple[PyTree, PyTree]:
         """Placed parameters and optimizer state as the synchronous pipeline has them.
@@ -267,10 +292,9 @@ class AsyncPipeline:
 
         weights, shards = specs(3), jax.tree.leaves(specs(1), is_leaf=is_spec)
         outer = {name: weights[name] for name in ("embed", "head")}
-        corrected = ("layers", "embed") if self._rules.discrepancy_decay is not None else ()
         return {
             "weights": weights | jax.tree.map(lambda s: P(None, *s), outer, is_leaf=is_spec),
-            "delta": {name: weights[name] for name in corrected},
+            "delta": {name: weights[name] for name in self._corrected},
             "owned": [shards[owner] for owner in self._rules.optimizer.owned],
             "rest": {"layers": P(STAGE), "embed": P(), "head": P()},
             "states": P(STAGE),
