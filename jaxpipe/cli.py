@@ -16,7 +16,7 @@ import tyro
 from rich.console import Console
 from rich.table import Table
 
-from jaxpipe.schedule import catalog, comparison, draw, user
+from jaxpipe.schedule import catalog, comparison, draw, pipemare, pipemare_draw, user
 from jaxpipe.schedule.actions import Schedule
 from jaxpipe.schedule.csv_format import read_csv, write_csv
 from jaxpipe.schedule.report import report, timelines
@@ -46,7 +46,8 @@ def show(
     """Draw one schedule, or write it as a picture, a trace, CSV or JSON.
 
     Args:
-      name: the schedule; `jaxpipe schedules` lists them. Or your own: FILE.csv, module:function.
+      name: the schedule; `jaxpipe schedules` lists them. Or your own: FILE.csv, module:function. Or
+        pipemare, pipedream or 2bw: the steady state, with delays and weight versions.
       stages: p, pipeline stages; every schedule but a file needs it.
       microbatches: m, microbatches a batch; every schedule but a file needs it.
       chunks: v, chunks a stage; the schedule's own default without it.
@@ -57,6 +58,9 @@ def show(
       format: what to write.
       out: the file to write; svg and png need one, the others go to standard output without it.
     """
+    if name in pipemare.METHODS:
+        _write(_steady_state(name, stages, microbatches, format), out)
+        return
     parsed = parse_costs(costs)
     if format in draw.FORMATS and (out is None or out.suffix.lower() != f".{format}"):
         raise ValueError(
@@ -192,6 +196,18 @@ def parse_costs(text: str) -> Costs:
             "Nearest valid: 1,1,1."
         )
     return Costs(*numbers)
+
+
+def _steady_state(name: str, stages: int | None, microbatches: int | None, format: str) -> str:
+    """An asynchronous pipeline, which has no makespan: one period of it, as text."""
+    if stages is None or microbatches is None:
+        raise ValueError(f"Schedule {name!r} needs --stages and --microbatches.")
+    if format != "text":
+        raise ValueError(
+            f"--format {format} is for schedules that end; {name!r} never drains.\n"
+            "Nearest valid: --format text."
+        )
+    return pipemare_draw.text(pipemare.SteadyState(stages, microbatches, name))
 
 
 def _build(

@@ -397,10 +397,14 @@ class _Run:
         return self.residuals[name].read(state[name], kind.number, cell[name], at)
 
     def _add_gradient(self, state: dict, kind: LayerKind, cell: dict, layer, dparams) -> dict:
-        at = self.stage, cell["chunk"], layer, kind.example
-        stored, sums = self.params.pack(dparams, kind.example), state["gradients"]
-        if self.plan.zero < 2:
-            return state | {"gradients": self.params.add(sums, self.params.resident(*at), stored)}
+        stored = self.params.pack(dparams, kind.example)
+        if self.plan.zero >= 2:
+            return self._sum_in_slot(state, kind, cell, layer, stored)
+        place = self.params.resident(self.stage, cell["chunk"], layer, kind.example)
+        return state | {"gradients": self.params.add(state["gradients"], place, stored)}
+
+    def _sum_in_slot(self, state: dict, kind: LayerKind, cell: dict, layer, stored) -> dict:
+        sums, at = state["gradients"], (self.stage, cell["chunk"], layer, kind.example)
         # The first one of a stay overwrites: clearing a slot after its reduction would copy it.
         place = self.params.in_slot(cell["gradient"], *at)
         total = jax.tree.map(
@@ -471,12 +475,22 @@ class _Run:
         """One stage's message, on every stage."""
         return [lax.psum(jnp.where(self.stage == stage, w, 0), STAGE) for w in message]
 
+    def _outer(self, phase: str) -> PyTree:
+        """What a phase ("enter", "leave", "embed_gradient") reads of embedding and head."""
+        del phase
+        return self.outer
+
+    def _sum_outer(self, sums: PyTree, new: PyTree, phase: str, i) -> PyTree:
+        """Gradient sums of embedding and head with a microbatch's share of a phase."""
+        del phase, i
+        return jax.tree.map(jnp.add, sums, new)
+
     def _enter(self, state: dict, i, slot) -> dict:
         here = jnp.where(self.stage == self._stage_of(0), slot, NONE)
 
         def body(_, inbox):
             entering, inbox = _tie(i, inbox)
-            x = self._embed(self.outer, entering)
+            x = self._embed(self._outer("enter"), entering)
             return _put(inbox, here, self._message(self._empty_message(), self.first, x))
 
         return state | {"x": lax.fori_loop(0, (i != NONE).astype(jnp.int32), body, state["x"])}
@@ -488,15 +502,16 @@ class _Run:
         def evaluate(_, loss):
             mine, loss = _tie(y, loss)
             x = self._activation(self._from_stage(mine, last), self.last)
-            return loss + self._head_loss(self.outer, x, i)
+            return loss + self._head_loss(self._outer("leave"), x, i)
 
         def train(_, carry):
             mine, (loss, inbox, gradients) = _tie(y, carry)
             x = self._activation(self._from_stage(mine, last), self.last)
-            value, vjp = jax.vjp(lambda outer, x: self._head_loss(outer, x, i), self.outer, x)
+            outer = self._outer("leave")
+            value, vjp = jax.vjp(lambda outer, x: self._head_loss(outer, x, i), outer, x)
             douter, dx = vjp(jnp.asarray(scale, value.dtype))
             here = jnp.where(self.stage == last, slot, NONE)
-            gradients = jax.tree.map(jnp.add, gradients, douter)
+            gradients = self._sum_outer(gradients, douter, "leave", i)
             message = self._message(self._empty_message(), self.last, dx)
             return loss + value, _put(inbox, here, message), gradients
 
@@ -511,8 +526,9 @@ class _Run:
         def body(_, gradients):
             mine, gradients = _tie(dx, gradients)
             cotangent = self._activation(self._from_stage(mine, self._stage_of(0)), self.first)
-            _, vjp = jax.vjp(lambda outer: self._embed(outer, i), self.outer)
-            return jax.tree.map(jnp.add, gradients, vjp(cotangent)[0])
+            outer = self._outer("embed_gradient")
+            _, vjp = jax.vjp(lambda outer: self._embed(outer, i), outer)
+            return self._sum_outer(gradients, vjp(cotangent)[0], "embed_gradient", i)
 
         trips = (i != NONE).astype(jnp.int32)
         gradients = lax.fori_loop(0, trips, body, state["outer_gradients"])

@@ -21,6 +21,7 @@ from jaxpipe.runtime.split import REMAT_POLICIES
 from jaxpipe.schedule.actions import Kind, Schedule
 from jaxpipe.schedule.lower import forward_only, lower
 from jaxpipe.schedule.partition import partition
+from jaxpipe.schedule.table import TickTable
 from jaxpipe.schedule.validate import validate
 
 PyTree = Any
@@ -202,7 +203,7 @@ class Pipeline:
         Raises:
           ValueError: the batch does not divide, or layers that do not fit each other.
         """
-        loss, grads, states = self._run(self._plan(self.table), placed, batch, rng, states)
+        loss, grads, states = self._run(self.plan(self.table), placed, batch, rng, states)
         return (loss if self.state_layout is None else (loss, states)), grads
 
     def loss(
@@ -214,30 +215,35 @@ class Pipeline:
         states: PyTree = None,
     ) -> jax.Array:
         """The loss alone, by the schedule's forwards. Arguments as for `value_and_grad`."""
-        return self._run(self._plan(self._forward_table), placed, batch, rng, states)[0]
+        return self._run(self.plan(self._forward_table), placed, batch, rng, states)[0]
 
     @cached_property
     def _forward_table(self):
         return lower(forward_only(self.schedule), self.table.layer_counts)
 
-    def _plan(self, table) -> executor.Plan:
+    def plan(self, table: TickTable) -> executor.Plan:
+        """How this pipeline runs a table of its own placement and layers."""
         return executor.Plan(
             self.model, self.layout, table, self.remat, self.zero, self.state_layout, self.poison
         )
 
     def _run(self, plan: executor.Plan, placed, batch, rng, states):
+        self.check_batch(batch)
+
+        def body(placed, batch, rng, states):
+            return executor.run(plan, placed, self.split_rows(batch), rng, states)
+
+        gradients = self.layout.specs(sharded=self.zero >= 1) if plan.trains else None
+        return self._mapped(body, (P(), gradients, P(STAGE)))(placed, batch, rng, states)
+
+    def check_batch(self, batch: PyTree) -> None:
+        """Raises ValueError for rows that do not divide into microbatches and data shards."""
         m, shards = self.schedule.num_microbatches, self.mesh.shape[DATA]
         for path, leaf in jax.tree.leaves_with_path(batch):
             if leaf.shape[0] % (m * shards):
                 raise ValueError(
                     _uneven_batch(jax.tree_util.keystr(path), leaf.shape[0], m, shards)
                 )
-
-        def body(placed, batch, rng, states):
-            return executor.run(plan, placed, self._microbatches(batch), rng, states)
-
-        gradients = self.layout.specs(sharded=self.zero >= 1) if plan.trains else None
-        return self._mapped(body, (P(), gradients, P(STAGE)))(placed, batch, rng, states)
 
     def _mapped(self, body, out_specs):
         """``body(placed, batch, rng, states)`` on every device."""
@@ -246,7 +252,7 @@ class Pipeline:
             body, mesh=self.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False
         )
 
-    def _microbatches(self, batch: PyTree) -> PyTree:
+    def split_rows(self, batch: PyTree) -> PyTree:
         """One data shard's leaves ``[rows, ...]`` as ``[rows of a microbatch, m, ...]``: a view."""
         m = self.schedule.num_microbatches
         return jax.tree.map(lambda leaf: leaf.reshape(-1, m, *leaf.shape[1:]), batch)
@@ -277,8 +283,8 @@ class Pipeline:
         found = []
 
         def body(placed, batch, rng, states):
-            rows = self._microbatches(batch)
-            found.append(read(self._plan(self.table), placed, rows, rng, states))
+            rows = self.split_rows(batch)
+            found.append(read(self.plan(self.table), placed, rows, rng, states))
             return jnp.zeros(())
 
         arguments = self.layout.placed_shapes(), batch, rng, self.placed_states

@@ -1,0 +1,365 @@
+"""Asynchronous training: a pipeline that never drains, as PipeMare, PipeDream or PipeDream-2BW.
+
+`docs/design/009-asynchronous.md` explains it; the rules of ticks, delays and versions are
+`jaxpipe.schedule.pipemare`, one call's program is `jaxpipe.runtime.asynchronous_run`.
+"""
+
+from __future__ import annotations
+
+from functools import cached_property, partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from jaxpipe.runtime.asynchronous_optimizer import PartOptimizer
+from jaxpipe.runtime.asynchronous_run import AsynchronousRun, Rules, slot_axis
+from jaxpipe.runtime.mesh import DATA, STAGE
+from jaxpipe.runtime.pipeline import Pipeline
+from jaxpipe.schedule.actions import Kind
+from jaxpipe.schedule.lower import lower
+from jaxpipe.schedule.one_f_one_b import one_f_one_b
+from jaxpipe.schedule.pipemare import SteadyState
+from jaxpipe.schedule.placement import linear
+
+PyTree = Any
+State = dict[str, Any]
+"""Everything a run carries from call to call: a tree of arrays."""
+
+
+class AsyncPipeline:
+    """Trains a pipeline's model without ever draining it.
+
+    A call of `step` is N ticks, in which one minibatch of N microbatches enters; every stage
+    updates its own layers as soon as their gradient is finished. F of a minibatch's microbatch j
+    reads on stage i = 1..P weights that miss ceil((2(P-i)+1-j)/N) updates; B reads the newest
+    (PipeMare) or those that its F has read (PipeDream, 2BW).
+
+    The synchronous pipeline it is made from shares layout, evaluation and warm-up (PipeMare's T3):
+    parameters and optimizer state pass from one to the other as they are.
+
+    Clipping is by the norm over the newest finished gradients of all parts: a stage knows those of
+    the stages behind it for the same minibatch, and for an earlier one those before it.
+
+    Args:
+      pipe: one chunk a stage in model order, such as "1f1b"; its microbatches are N.
+      optimizer: a transformation that treats every element of a parameter alone.
+      method: "pipemare", "pipedream" or "2bw".
+      rescheduling_steps: T1's K: in step k updates are divided by max(tau, 1)^(1 - min(k/K, 1)).
+        None for no rescheduling.
+      discrepancy_decay: T2's D between 0 and 1, near 0.135: the backward reads w - tau * delta,
+        delta being the weights' average step. None for no correction; PipeMare without T1 and T2 is
+        naive asynchrony.
+      clip_norm: the largest norm of a gradient, or None.
+
+    Raises:
+      ValueError: arguments that do not fit each other, or an optimizer that mixes elements.
+
+    Example:
+      >>> from jaxpipe.runtime.mesh import make_mesh
+      >>> from jaxpipe.runtime.model import Model
+      >>> model = Model(
+      ...     embed=lambda outer, batch, rng: batch["x"],
+      ...     layer=lambda w, x, batch, rng: jnp.tanh(x @ w),
+      ...     head_loss=lambda outer, x, batch, rng: jnp.mean((x - batch["y"]) ** 2),
+      ... )
+      >>> params = {"embed": {}, "layers": jnp.ones((2, 3, 3)), "head": {}}
+      >>> pipe = Pipeline(model, params, schedule=one_f_one_b(1, 2), mesh=make_mesh(stage=1))
+      >>> training = AsyncPipeline(pipe, optax.sgd(0.1))
+      >>> batch = {"x": jnp.ones((4, 3)), "y": jnp.ones((4, 3))}
+      >>> params = pipe.place(params)
+      >>> state = training.init(params, training.optimizer.init(params), batch)
+      >>> state, loss = training.step(state, batch)
+      >>> state, losses = training.drain(state)
+      >>> params, optimizer_state = training.finish(state)
+
+    Source: Yang et al., PipeMare, arXiv 1910.05124, sections 3 and 4.
+    """
+
+    def __init__(
+        self,
+        pipe: Pipeline,
+        optimizer: optax.GradientTransformation,
+        *,
+        method: str = "pipemare",
+        rescheduling_steps: int | None = None,
+        discrepancy_decay: float | None = None,
+        clip_norm: float | None = None,
+    ) -> None:
+        _check(pipe, method, rescheduling_steps, discrepancy_decay, clip_norm)
+        stages, microbatches = pipe.schedule.num_stages, pipe.schedule.num_microbatches
+        self.pipe, self.optimizer = pipe, optimizer
+        self.steady = SteadyState(stages, microbatches, method)
+        self._rules = Rules(
+            self.steady,
+            PartOptimizer(optimizer, pipe.layout.placed_shapes()),
+            rescheduling_steps,
+            discrepancy_decay,
+            clip_norm,
+        )
+        same_kinds = one_f_one_b(stages, microbatches, fused=Kind.BW in pipe.table.passes)
+        self._plan = pipe.plan(lower(same_kinds, pipe.table.layer_counts))
+
+    @property
+    def delays(self) -> np.ndarray:
+        """Updates that F of each microbatch of a minibatch misses, int ``[stages, N]``."""
+        j = np.arange(self.steady.num_microbatches)
+        stages = range(self.steady.num_stages)
+        return np.stack([self.steady.delay(self.steady.stage(d), j) for d in stages])
+
+    # State.
+
+    def init(
+        self,
+        params: PyTree,
+        optimizer_state: PyTree,
+        batch: PyTree,
+        rng: jax.Array | None = None,
+        *,
+        states: PyTree = None,
+        step: int = 0,
+    ) -> State:
+        """An empty pipeline.
+
+        Args:
+          params: placed parameters.
+          optimizer_state: of placed parameters: what the optimizer's ``init`` gives, or what a
+            synchronous warm-up has made of it.
+          batch: a minibatch, for its shapes.
+          rng: a key like those of the steps, or None.
+          states: placed states, for a stateful model.
+          step: asynchronous steps already taken, from which T1 goes on.
+
+        Returns:
+          The state: a tree of arrays to carry through `step`, to save and to restore like any.
+
+        Raises:
+          ValueError: the batch does not divide, or functions of the model that cannot run so.
+        """
+        self.pipe.check_batch(batch)
+
+        @partial(jax.jit, out_shardings=self.state_shardings)
+        def init(params, optimizer_state, rng, states, step):
+            return self._empty(params, optimizer_state, batch, rng, states, step)
+
+        return init(params, optimizer_state, rng, states, step)
+
+    def _empty(self, params, optimizer_state, batch, rng, states, step) -> State:
+        # A state to be donated must not share an array, with itself or with the caller.
+        params, optimizer_state, states = jax.tree.map(jnp.copy, (params, optimizer_state, states))
+        owned, rest = self._rules.optimizer.split(optimizer_state)
+        stages, slots = self.steady.num_stages, self.steady.num_slots
+
+        def recent(leaf):
+            rows = leaf.shape[0] // self.steady.num_microbatches
+            return jnp.zeros((slots, rows, *leaf.shape[1:]), leaf.dtype)
+
+        state = {
+            "weights": self._versions_of(params),
+            "delta": {name: jax.tree.map(jnp.zeros_like, params[name]) for name in self._corrected},
+            "owned": owned,
+            "rest": {
+                "layers": [jnp.stack([leaf] * stages) for leaf in rest],
+                "embed": rest,
+                "head": jax.tree.map(jnp.copy, rest),
+            },
+            "states": states,
+            "recent": {
+                "rows": jax.tree.map(recent, batch),
+                "rng": None if rng is None else jnp.stack([rng] * slots),
+            },
+            "clock": {"tick": jnp.int32(0), "entered": jnp.int32(0), "first": jnp.int32(step)},
+        }
+
+        def empty(state):
+            flight = self._run(_own(state)).empty_flight()
+            return jax.tree.map(lambda w: w[None, None], flight)
+
+        specs = {name: self._specs[name] for name in state}
+        return state | {"flight": self._mapped(empty, (specs,), self._specs["flight"])(state)}
+
+    @property
+    def _corrected(self) -> tuple[str, ...]:
+        """The parts for which T2 keeps a delta: the head's forward and backward are at once."""
+        return ("layers", "embed") if self._rules.discrepancy_decay is not None else ()
+
+    @cached_property
+    def state_shardings(self) -> PyTree:
+        """Shardings of a state, as a prefix of its tree."""
+        return jax.tree.map(
+            lambda spec: NamedSharding(self.pipe.mesh, spec),
+            self._specs,
+            is_leaf=lambda node: isinstance(node, P),
+        )
+
+    def _versions_of(self, params: PyTree) -> PyTree:
+        """As many versions of the weights as the method keeps, all the same."""
+        copies, axis = self.steady.num_versions, 1 + slot_axis(self.pipe.layout.layers)
+        layers = jax.tree.map(lambda w: jnp.concatenate([w] * copies, axis), params["layers"])
+        outer = {name: params[name] for name in ("embed", "head")}
+        return {"layers": layers, **jax.tree.map(lambda w: jnp.stack([w] * copies), outer)}
+
+    def params(self, state: State) -> PyTree:
+        """The newest placed parameters of every part; all of one version after `drain`."""
+        return self._newest(state)
+
+    @cached_property
+    def _newest(self):
+        def newest(state):
+            own = _own(state)
+            weights = self._run(own).newest_weights(own)
+            return weights | {"layers": jax.tree.map(lambda w: w[None], weights["layers"])}
+
+        out_specs = self.pipe.layout.specs(sharded=self.pipe.zero == 3)
+        return jax.jit(self._mapped(newest, (self._specs,), out_specs))
+
+    def finish(self, state: State) -> tuple[PyTree, PyTree]:
+        """Placed parameters and optimizer state as the synchronous pipeline has them.
+
+        Args:
+          state: drained; in mid-flight parts have seen different numbers of updates.
+        """
+        optimizer_state = self._rules.optimizer.join(state["owned"], state["rest"]["embed"])
+        return self.params(state), optimizer_state
+
+    # Running.
+
+    def step(
+        self, state: State, batch: PyTree, rng: jax.Array | None = None
+    ) -> tuple[State, jax.Array]:
+        """Lets a minibatch enter: N ticks.
+
+        Args:
+          state: from `init`, `step` or `drain`; donate it to `jax.jit`.
+          batch: as for `Pipeline.value_and_grad`.
+          rng: the minibatch's key, or None.
+
+        Returns:
+          The state, and the mean loss of the minibatch whose last microbatch has left meanwhile
+          (float32 scalar), about (P-1)/N minibatches behind; NaN before there is one.
+
+        Raises:
+          ValueError: the batch does not divide.
+        """
+        self.pipe.check_batch(batch)
+
+        def body(state, batch, rng):
+            own = _own(state)
+            own, losses = self._run(own).call(own, self.pipe.split_rows(batch), rng)
+            return _behind(own), losses
+
+        in_specs = self._specs, P(DATA), P()
+        state, losses = self._mapped(body, in_specs, (self._specs, P()))(state, batch, rng)
+        return state, losses[0]
+
+    def drain(self, state: State) -> tuple[State, jax.Array]:
+        """Lets everything in flight finish, with nothing entering: 2P-1 ticks.
+
+        Training goes on from the state it returns, with an empty pipeline. To evaluate a run
+        without disturbing it, drain a copy.
+
+        Args:
+          state: from `init` or `step`.
+
+        Returns:
+          The state, and the losses of the minibatches that were still to leave, float32
+          ``[about (P-1)/N]``; NaN for those that never entered.
+        """
+
+        def body(state):
+            own = _own(state)
+            own, losses = self._run(own).call(own, None, None)
+            return _behind(own), losses
+
+        return self._mapped(body, (self._specs,), (self._specs, P()))(state)
+
+    def _run(self, own: State) -> AsynchronousRun:
+        return AsynchronousRun(self._plan, self._rules, own)
+
+    @cached_property
+    def _specs(self) -> dict[str, Any]:
+        """How every part of the state is split over the mesh."""
+
+        def specs(zero: int) -> PyTree:
+            return self.pipe.layout.specs(sharded=self.pipe.zero >= zero)
+
+        def is_spec(node):
+            return isinstance(node, P)
+
+        weights, shards = specs(3), jax.tree.leaves(specs(1), is_leaf=is_spec)
+        outer = {name: weights[name] for name in ("embed", "head")}
+        return {
+            "weights": weights | jax.tree.map(lambda s: P(None, *s), outer, is_leaf=is_spec),
+            "delta": {name: weights[name] for name in self._corrected},
+            "owned": [shards[owner] for owner in self._rules.optimizer.owned],
+            "rest": {"layers": P(STAGE), "embed": P(), "head": P()},
+            "states": P(STAGE),
+            "recent": {"rows": P(None, DATA), "rng": P()},
+            "clock": P(),
+            "flight": P(DATA, STAGE),
+        }
+
+    def _mapped(self, body, in_specs, out_specs):
+        return jax.shard_map(
+            body, mesh=self.pipe.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False
+        )
+
+
+def _own(state: State) -> State:
+    """A device's part of the state, without the dimensions of which it holds one."""
+    own = _of_layers(state, lambda w: w[0])
+    if "flight" in state:
+        own["flight"] = jax.tree.map(lambda w: w[0, 0], state["flight"])
+    return own
+
+
+def _behind(own: State) -> State:
+    """Undoes `_own`."""
+    state = _of_layers(own, lambda w: w[None])
+    return state | {"flight": jax.tree.map(lambda w: w[None, None], own["flight"])}
+
+
+def _of_layers(state: State, fn) -> State:
+    """The state with ``fn`` applied to what has a dimension for the stages."""
+    names = [name for name in ("weights", "delta", "rest") if "layers" in state[name]]
+    changed = {
+        name: state[name] | {"layers": jax.tree.map(fn, state[name]["layers"])} for name in names
+    }
+    return state | changed
+
+
+def _check(
+    pipe: Pipeline,
+    method: str,
+    rescheduling_steps: int | None,
+    discrepancy_decay: float | None,
+    clip_norm: float | None,
+) -> None:
+    """Raises one error with everything that does not fit."""
+    problems = []
+    if pipe.schedule.placement != linear(pipe.schedule.num_stages):
+        problems.append(
+            f"Schedule {pipe.schedule.name!r} has {pipe.schedule.num_chunks} chunks a stage; an "
+            "asynchronous pipeline is made from one with a single chunk a stage, in model order.\n"
+            "Nearest valid: '1f1b'."
+        )
+    if rescheduling_steps is not None and rescheduling_steps < 1:
+        problems.append(f"rescheduling_steps={rescheduling_steps} must be at least 1, or None.")
+    if discrepancy_decay is not None and not 0 < discrepancy_decay < 1:
+        problems.append(
+            f"discrepancy_decay={discrepancy_decay} must lie between 0 and 1.\n"
+            "Nearest valid: 0.135."
+        )
+    if discrepancy_decay is not None and method != "pipemare":
+        problems.append(
+            "discrepancy_decay corrects what the backward of method='pipemare' reads; the one of "
+            f"method={method!r} reads what its forward has read.\nNearest valid: None."
+        )
+    if clip_norm is not None and clip_norm <= 0:
+        problems.append(f"clip_norm={clip_norm} must be positive, or None.")
+    if problems:
+        raise ValueError("\n".join(problems))

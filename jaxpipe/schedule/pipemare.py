@@ -1,0 +1,167 @@
+"""Asynchronous pipelines: what runs in every tick of a pipeline that never drains.
+
+Minibatches of N microbatches follow each other without a gap; g counts microbatches through all of
+them, and one enters every tick. A *part* is a group of parameters that is read and updated
+together: the layers of a stage, the embedding, the head. Everything here is integer arithmetic in
+the tick and the stage, so that traced integers can go through it as well.
+
+Source: Yang et al., PipeMare, arXiv 1910.05124; PipeDream, arXiv 1806.03377; PipeDream-2BW,
+arXiv 2006.09503.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+METHODS: dict[str, str] = {
+    "pipemare": "forward and backward read the newest weights",
+    "pipedream": "the backward reads the version that its forward read (weight stashing)",
+    "2bw": "minibatch k reads version k-1 everywhere (two versions)",
+}
+"""Which weights are read, by the method's name."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Part:
+    """When a part works on microbatch g: forward in tick g + forward, gradient in g + backward."""
+
+    forward: Any
+    backward: Any
+
+
+@dataclasses.dataclass(frozen=True)
+class SteadyState:
+    """The rules of an asynchronous pipeline.
+
+    In tick t stage d (from 0) runs F of microbatch t - d, then its backward of microbatch
+    t - 2P + 1 + d, then, if that was the last of a minibatch, its update.
+
+    ============  =====================================================================
+    bubble        0; a fill of 2P-1 ticks once
+    in flight     2(P-d) microbatches on stage d
+    delay         ceil((2(P-d)-1-j)/N) updates, forward of a minibatch's microbatch j
+    constraints   P >= 1, N >= 1, v = 1; 2bw: N >= 2P-1
+    ============  =====================================================================
+
+    Args:
+      num_stages: P, at least 1.
+      num_microbatches: N of a minibatch, at least 1.
+      method: a name in `METHODS`.
+
+    Raises:
+      ValueError: an unknown method, or 2bw with a delay of more than one update.
+
+    Example:
+      >>> steady = SteadyState(4, 2)
+      >>> [steady.delay(steady.stage(d), 0) for d in range(4)]
+      [4, 3, 2, 1]
+    """
+
+    num_stages: int
+    num_microbatches: int
+    method: str = "pipemare"
+
+    def __post_init__(self) -> None:
+        if self.method not in METHODS:
+            raise ValueError(
+                f"method={self.method!r} is not asynchronous; choose one of {', '.join(METHODS)}."
+            )
+        needed = 2 * self.num_stages - 1
+        if self.method == "2bw" and self.num_microbatches < needed:
+            raise ValueError(
+                f"method='2bw' keeps two weight versions: microbatches={self.num_microbatches} on "
+                f"{self.num_stages} stages needs more.\nNearest valid: microbatches={needed}."
+            )
+
+    # Parts.
+
+    def stage(self, d) -> Part:
+        """The layers of stage d, from 0."""
+        return Part(d, 2 * self.num_stages - 1 - d)
+
+    @property
+    def embed(self) -> Part:
+        """The embedding: looked up with the first stage's forward, updated with it."""
+        return self.stage(0)
+
+    @property
+    def head(self) -> Part:
+        """The head: forward and backward at once, after the last stage's forward."""
+        return Part(self.num_stages - 1, self.num_stages - 1)
+
+    # Sizes.
+
+    @property
+    def num_slots(self) -> int:
+        """Microbatches in flight on the first stage: the slots that residuals rotate through."""
+        return 2 * self.num_stages
+
+    @property
+    def num_versions(self) -> int:
+        """Versions of the weights a stage keeps, its newest included; the first stage's need."""
+        if self.method == "pipemare":
+            return 1
+        return 2 if self.method == "2bw" else 1 + self.delay(self.stage(0), 0)
+
+    @property
+    def drain_ticks(self) -> int:
+        """Ticks from the last microbatch's entry to its last gradient."""
+        return 2 * self.num_stages - 1
+
+    def utilization(self, minibatches: int) -> float:
+        """Share of the ticks in which a stage works, of a run from filling to draining; 1 in the
+        steady state, N/(N+P-1) of a synchronous pipeline's."""
+        work = minibatches * self.num_microbatches
+        return work / (work + self.drain_ticks)
+
+    # Delays, in updates.
+
+    def delay(self, part: Part, j):
+        """How many updates the forward of a minibatch's microbatch j misses, with a full pipeline.
+
+        That is, how many of those that precede its own minibatch's.
+        """
+        if self.method == "2bw":
+            return 1 + 0 * j
+        return -((j - (part.backward - part.forward)) // self.num_microbatches)
+
+    def mean_delay(self, part: Part):
+        """The mean of `delay` over a minibatch: PipeMare's tau."""
+        if self.method == "2bw":
+            return 1.0
+        return (part.backward - part.forward) / self.num_microbatches
+
+    # Weight versions: version k has seen the updates of minibatches 0..k-1.
+
+    def newest(self, part: Part, tick, first=0):
+        """The version a part has reached before its update in this tick.
+
+        Args:
+          part: which part.
+          tick: counted since the pipeline was last empty.
+          first: the version it was filled with.
+        """
+        return _at_least(first, first + (tick - part.backward) // self.num_microbatches)
+
+    def forward_version(self, part: Part, g, first=0):
+        """The version that the forward of microbatch g reads."""
+        minibatch = first + g // self.num_microbatches
+        if self.method == "2bw":
+            return _at_least(0, minibatch - 1)
+        return self.newest(part, g + part.forward, first)
+
+    def backward_version(self, part: Part, g, first=0):
+        """The version that the backward of microbatch g reads."""
+        if self.method == "pipemare":
+            return self.newest(part, g + part.backward, first)
+        return self.forward_version(part, g, first)
+
+    def updates(self, g):
+        """Whether an update follows the gradient of microbatch g: it ends its minibatch."""
+        return g % self.num_microbatches == self.num_microbatches - 1
+
+
+def _at_least(bound, value):
+    """The larger of two integers, traced ones included."""
+    return value + (bound - value) * (value < bound)

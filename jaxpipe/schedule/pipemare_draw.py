@@ -1,0 +1,53 @@
+"""One period of an asynchronous pipeline's steady state, as text."""
+
+from __future__ import annotations
+
+import math
+
+from jaxpipe.schedule.pipemare import Part, SteadyState
+
+
+def text(steady: SteadyState) -> str:
+    """Draws the N ticks in which one minibatch enters a full pipeline.
+
+    A cell is F and B of one stage and tick: microbatch, numbered within its minibatch, and after @
+    the weight version it reads, counted from the first stage's newest at the start of the
+    period. ``+`` marks the update that ends a minibatch. Then, per stage, the delays.
+
+    Args:
+      steady: the pipeline.
+
+    Example:
+      >>> print(text(SteadyState(2, 2)).split("\n\n")[0])
+      tick     0           1
+      stage 0  F0@0 B1@0+  F1@1 B0@1
+      stage 1  F1@1 B0@1   F0@1 B1@1+
+    """
+    N = steady.num_microbatches
+    # The first minibatch whose period finds a full pipeline that has forgotten its fill.
+    minibatch = 2 * math.ceil(steady.num_slots / N)
+    start = minibatch * N
+    base = steady.newest(steady.stage(0), start)
+    rows = [["tick", *(str(t) for t in range(N))]]
+    for d in range(steady.num_stages):
+        part = steady.stage(d)
+        rows.append([f"stage {d}", *(_cell(steady, part, start + t, base) for t in range(N))])
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = ["  ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)) for row in rows]
+    lines += ["", "updates that F of microbatch j misses, j = 0, 1, ...; their mean, tau"]
+    for d in range(steady.num_stages):
+        part = steady.stage(d)
+        delays = " ".join(str(steady.delay(part, j)) for j in range(N))
+        lines.append(f"stage {d}  {delays}  {steady.mean_delay(part):g}")
+    lines += ["", f"weight versions kept: {steady.num_versions}"]
+    in_flight = ", ".join(str(2 * (steady.num_stages - d)) for d in range(steady.num_stages))
+    lines.append(f"microbatches in flight, per stage: {in_flight}")
+    return "\n".join(line.rstrip() for line in lines) + "\n"
+
+
+def _cell(steady: SteadyState, part: Part, tick: int, base: int) -> str:
+    N = steady.num_microbatches
+    f, b = tick - part.forward, tick - part.backward
+    forward = f"F{f % N}@{steady.forward_version(part, f) - base}"
+    backward = f"B{b % N}@{steady.backward_version(part, b) - base}"
+    return f"{forward} {backward}{'+' if steady.updates(b) else ''}"

@@ -1,0 +1,120 @@
+"""The reference's model as a `jaxpipe.Model`, and small runs of it."""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from asynchronous_reference import Settings
+
+import jaxpipe
+from jaxpipe.runtime.asynchronous import AsyncPipeline
+
+WIDTH = 4
+
+
+def params(*, layers: int, tied: bool, seed: int = 0) -> dict:
+    draw = np.random.default_rng(seed).normal
+    head = {} if tied else {"readout": draw(size=(WIDTH, 3))}
+    drawn = {
+        "embed": {"table": draw(size=(3, WIDTH))},
+        "layers": {
+            "up": 0.5 * draw(size=(layers, WIDTH, 2 * WIDTH)),
+            "bias": 0.1 * draw(size=(layers, 2 * WIDTH)),
+            "down": 0.5 * draw(size=(layers, 2 * WIDTH, WIDTH)),
+        },
+        "head": head,
+    }
+    return jax.tree.map(np.float32, drawn)
+
+
+def minibatches(count: int, rows: int, seed: int = 1) -> list[dict]:
+    draw = np.random.default_rng(seed).normal
+    return [
+        {name: np.float32(draw(size=(rows, 3))) for name in ("inputs", "targets")}
+        for _ in range(count)
+    ]
+
+
+def model(*, tied: bool) -> jaxpipe.Model:
+    def embed(outer, batch, rng):
+        return batch["inputs"] @ outer["embed"]["table"]
+
+    def layer(w, x, batch, rng):
+        return x + jnp.tanh(x @ w["up"] + w["bias"]) @ w["down"]
+
+    def head_loss(outer, x, batch, rng):
+        readout = outer["embed"]["table"].T if tied else outer["head"]["readout"]
+        return jnp.mean((x @ readout - batch["targets"]) ** 2)
+
+    return jaxpipe.Model(embed, layer, head_loss)
+
+
+OPTIMIZERS = {
+    "sgd": lambda: optax.sgd(0.02),
+    "momentum": lambda: optax.sgd(0.01, momentum=0.9),
+    "adam": lambda: optax.adam(0.01, b1=0.9, b2=0.95, eps=1e-6),
+    "adamw": lambda: optax.adamw(
+        lambda count: 0.02 / (count + 1), b1=0.9, b2=0.95, eps=1e-6, weight_decay=0.1
+    ),
+}
+
+
+def pipeline(settings: Settings, start: dict, *, data=1, zero=0, fused=False) -> AsyncPipeline:
+    pipe = jaxpipe.Pipeline(
+        model(tied=not start["head"]),
+        start,
+        schedule=jaxpipe.schedules.build(
+            "1f1b-fused" if fused else "1f1b",
+            stages=settings.stages,
+            microbatches=settings.microbatches,
+        ),
+        mesh=jaxpipe.make_mesh(stage=settings.stages, data=data),
+        remat=settings.remat,
+        zero=zero,
+        poison=True,
+    )
+    return AsyncPipeline(
+        pipe,
+        OPTIMIZERS[settings.optimizer](),
+        method=settings.method,
+        rescheduling_steps=settings.rescheduling_steps,
+        discrepancy_decay=settings.discrepancy_decay,
+        clip_norm=settings.clip_norm,
+    )
+
+
+def train(
+    settings: Settings, training: AsyncPipeline, start: dict, batches: list[dict]
+) -> tuple[list[float], dict, dict]:
+    """Losses of all minibatches; canonical parameters and the optimizer's state at the end."""
+    pipe, params = training.pipe, training.pipe.place(start)
+    optimizer_state, losses = training.optimizer.init(params), []
+    if settings.warm_up:
+        synchronous = jax.jit(functools.partial(synchronous_step, training))
+        for batch in batches[: settings.warm_up]:
+            params, optimizer_state, loss = synchronous(params, optimizer_state, batch)
+            losses.append(loss)
+    state = training.init(params, optimizer_state, batches[0])
+    step, drain = jax.jit(training.step, donate_argnums=0), jax.jit(training.drain)
+    for number, batch in enumerate(batches[settings.warm_up :], start=settings.warm_up):
+        if number in settings.drains:
+            state, left = drain(state)
+            losses.extend(left)
+        state, loss = step(state, batch)
+        losses.append(loss)
+    state, left = drain(state)
+    found = np.asarray([*losses, *left])
+    found = found[~np.isnan(found)]
+    assert len(found) == len(batches)
+    params, optimizer_state = training.finish(state)
+    return found.tolist(), pipe.unplace(params), optimizer_state
+
+
+def synchronous_step(training: AsyncPipeline, params, optimizer_state, batch):
+    loss, gradients = training.pipe.value_and_grad(params, batch)
+    updates, optimizer_state = training.optimizer.update(gradients, optimizer_state, params)
+    return optax.apply_updates(params, updates), optimizer_state, loss

@@ -1,0 +1,91 @@
+"""The asynchronous executor trains exactly as a slow loop over a weight history does."""
+
+from __future__ import annotations
+
+import jax
+import numpy as np
+import pytest
+from asynchronous_reference import Settings
+from asynchronous_reference import losses as reference
+from asynchronous_toy import minibatches, params, pipeline, train
+
+pytestmark = pytest.mark.pipeline
+
+
+def check(settings: Settings, *, tied=True, layers=None, data=1, zero=0, fused=False, steps=10):
+    start = params(layers=layers or settings.stages, tied=tied)
+    batches = minibatches(steps, 2 * data * settings.microbatches)
+    training = pipeline(settings, start, data=data, zero=zero, fused=fused)
+    got, end, _ = train(settings, training, start, batches)
+    # Each data shard's rows r belong to microbatch r % N; the reference has one shard.
+    order = np.arange(2 * data * settings.microbatches).reshape(data, 2, settings.microbatches)
+    order = order.transpose(1, 0, 2).reshape(-1)
+    want, want_end = reference(
+        settings, start, [jax.tree.map(lambda w: w[order], batch) for batch in batches]
+    )
+    np.testing.assert_allclose(got, want, rtol=1e-4)
+    assert np.ptp(want) > 0.01 * abs(np.mean(want))
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-4), end, want_end)
+
+
+OPTIMIZERS = ["sgd", "momentum", "adam", "adamw"]
+TECHNIQUES = {
+    "naive": {},
+    "T1": {"rescheduling_steps": 6},
+    "T2": {"discrepancy_decay": 0.135},
+    "T1+T2": {"rescheduling_steps": 6, "discrepancy_decay": 0.3},
+}
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("techniques", TECHNIQUES, ids=str)
+def test_pipemare_trains_as_the_reference(techniques, optimizer):
+    # More stages than microbatches, a minibatch of one, more microbatches than stages.
+    P, N = [(4, 3), (3, 1), (2, 5), (4, 2)][OPTIMIZERS.index(optimizer)]
+    settings = Settings(P, N, optimizer=optimizer, **TECHNIQUES[techniques])
+    check(settings, tied=techniques != "naive")
+
+
+@pytest.mark.parametrize(("P", "N"), [(4, 2), (2, 5)])
+@pytest.mark.parametrize("optimizer", ["momentum", "adamw"])
+def test_pipedream_trains_as_the_reference(P, N, optimizer):
+    check(Settings(P, N, "pipedream", optimizer, rescheduling_steps=5), tied=optimizer == "adamw")
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "adam"])
+def test_2bw_trains_as_the_reference(optimizer):
+    check(Settings(3, 5, "2bw", optimizer), tied=optimizer == "adam")
+
+
+@pytest.mark.parametrize("remat", ["none", "dots", "full"])
+@pytest.mark.parametrize("fused", [False, True], ids=["B, W", "BW"])
+def test_every_remat_policy_reads_the_corrected_weights(remat, fused):
+    settings = Settings(3, 2, "pipemare", "momentum", None, 0.135, remat)
+    check(settings, layers=7, fused=fused)
+
+
+@pytest.mark.parametrize("zero", [0, 1, 2, 3])
+def test_data_shards_and_zero(zero):
+    settings = Settings(2, 2, "pipemare", "adamw", 5, 0.135, clip_norm=None)
+    check(settings, layers=3, data=2, zero=zero)
+
+
+@pytest.mark.parametrize("zero", [0, 1, 3])
+def test_data_shards_and_weight_versions(zero):
+    check(Settings(2, 2, "pipedream", "adam"), layers=3, data=2, zero=zero)
+
+
+@pytest.mark.parametrize(("data", "zero"), [(1, 0), (2, 1)])
+@pytest.mark.parametrize("tied", [True, False])
+def test_clipping_uses_the_newest_norms(data, zero, tied):
+    settings = Settings(3, 4, "pipemare", "momentum", clip_norm=0.3)
+    check(settings, layers=5, tied=tied, data=data, zero=zero)
+
+
+def test_a_synchronous_warm_up_hands_over_weights_and_moments():
+    check(Settings(3, 2, "pipemare", "adamw", 4, 0.135, warm_up=4), tied=False)
+
+
+@pytest.mark.parametrize("method", ["pipemare", "pipedream", "2bw"])
+def test_training_goes_on_after_draining(method):
+    check(Settings(2, 3, method, "adam", 7, warm_up=1, drains=(4, 7)))

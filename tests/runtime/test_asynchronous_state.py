@@ -1,0 +1,139 @@
+"""What an asynchronous run carries from call to call: complete, exact, and no weights in flight."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+import toy
+from asynchronous_reference import Settings
+from asynchronous_toy import WIDTH, minibatches, model, params, pipeline
+
+import jaxpipe
+from jaxpipe.runtime.asynchronous import AsyncPipeline
+
+
+def saved(state):
+    """The state as a checkpoint has it: host arrays, and where they were."""
+    return jax.tree.map(lambda w: (np.asarray(w), w.sharding), state)
+
+
+def restored(checkpoint):
+    def put(leaf):
+        return jax.device_put(*leaf)
+
+    return jax.tree.map(put, checkpoint, is_leaf=lambda leaf: isinstance(leaf, tuple))
+
+
+def equal(a, b) -> None:
+    jax.tree.map(lambda x, y: np.testing.assert_array_equal(x, y, strict=True), a, b)
+
+
+@pytest.mark.pipeline
+def test_a_run_cut_in_mid_flight_goes_on_bit_by_bit():
+    """With dropout, data shards, T1, T2, Adam, clipping and a tied vocabulary over stages."""
+    start = toy.params(tied=True, num_layers=3)
+    pipe = jaxpipe.Pipeline(
+        toy.model(tied=True, axis="stage"),
+        start,
+        schedule=jaxpipe.schedules.build("1f1b", stages=2, microbatches=2),
+        mesh=jaxpipe.make_mesh(stage=2, data=2),
+        zero=1,
+    )
+    training = AsyncPipeline(
+        pipe, optax.adam(0.01), rescheduling_steps=5, discrepancy_decay=0.135, clip_norm=1.0
+    )
+    placed, batch = pipe.place(start), toy.batch(8)
+    keys = [jax.random.fold_in(jax.random.key(3), k) for k in range(6)]
+    step, drain = jax.jit(training.step), jax.jit(training.drain)
+    state = training.init(placed, training.optimizer.init(placed), batch, keys[0])
+    checkpoints, losses = [], []
+    for key in keys:
+        rng = jax.random.key_data(state["recent"]["rng"])
+        checkpoints.append(saved(state | {"recent": state["recent"] | {"rng": rng}}))
+        state, loss = step(state, batch, key)
+        losses.append(loss)
+    want = drain(state)
+    assert np.isfinite(np.asarray(losses[2:])).all()
+    for cut in (1, 4):
+        state = restored(checkpoints[cut])
+        rng = jax.random.wrap_key_data(state["recent"]["rng"])
+        state = state | {"recent": state["recent"] | {"rng": rng}}
+        for k in range(cut, len(keys)):
+            state, loss = step(state, batch, keys[k])
+            equal(loss, losses[k])
+        got = drain(state)
+        equal(training.params(got[0]), training.params(want[0]))
+        equal(training.finish(got[0])[1], training.finish(want[0])[1])
+    assert int(training.finish(want[0])[1][0].count) == len(keys)  # no minibatch lost or repeated
+
+
+@pytest.mark.pipeline
+@pytest.mark.parametrize("remat", ["none", "dots", "full"])
+def test_residuals_hold_rows_of_activations_and_no_weights(remat):
+    settings = Settings(2, 2, "pipemare", "sgd", remat=remat)
+    start, rows = params(layers=4, tied=True), 7  # of a microbatch; no weight's size is a multiple
+    training = pipeline(settings, start)
+    placed = training.pipe.place(start)
+    (batch,) = minibatches(1, rows * settings.microbatches)
+    state = jax.eval_shape(lambda p: training.init(p, training.optimizer.init(p), batch), placed)
+    kept = [leaf for name in ("until_b", "until_w", "crossing") for leaf in state["flight"][name]]
+    assert kept
+    for leaf in kept:
+        assert leaf.shape[-1] % rows == 0
+        assert leaf.shape[-1] <= rows * 2 * WIDTH
+    assert {leaf.shape[2] for leaf in state["flight"]["until_w"]} == {2 * settings.stages}
+
+
+def make(schedule="1f1b", *, stages=2, microbatches=2, **options) -> AsyncPipeline:
+    start = params(layers=4, tied=True)
+    pipe = jaxpipe.Pipeline(
+        model(tied=True),
+        start,
+        schedule=jaxpipe.schedules.build(schedule, stages=stages, microbatches=microbatches),
+        mesh=jaxpipe.make_mesh(stage=stages),
+    )
+    return AsyncPipeline(pipe, optax.sgd(0.1), **options)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"schedule": "zb-v"}, r"'zb-v' has 2 chunks a stage[\s\S]*Nearest valid: '1f1b'"),
+        ({"method": "naive"}, "choose one of pipemare, pipedream, 2bw"),
+        ({"method": "2bw"}, r"Nearest valid: microbatches=3"),
+        ({"method": "pipedream", "discrepancy_decay": 0.1}, "reads what its forward has read"),
+        ({"discrepancy_decay": 1.5}, r"must lie between 0 and 1"),
+        ({"rescheduling_steps": 0}, "must be at least 1"),
+        ({"clip_norm": -1.0}, "must be positive"),
+    ],
+)
+def test_what_does_not_fit_is_refused_with_the_nearest_valid(options, message):
+    with pytest.raises(ValueError, match=message):
+        make(**options)
+
+
+def test_an_embedding_that_reads_the_head_is_refused():
+    start = params(layers=2, tied=False)
+    reads_head = jaxpipe.Model(
+        embed=lambda outer, batch, rng: batch["inputs"] @ outer["head"]["readout"].T,
+        layer=model(tied=False).layer,
+        head_loss=model(tied=False).head_loss,
+    )
+    schedule = jaxpipe.schedules.build("1f1b", stages=2, microbatches=2)
+    pipe = jaxpipe.Pipeline(reads_head, start, schedule=schedule, mesh=jaxpipe.make_mesh(stage=2))
+    training = AsyncPipeline(pipe, optax.sgd(0.1))
+    placed = pipe.place(start)
+    with pytest.raises(ValueError, match="belong to params"):
+        jax.eval_shape(
+            lambda p: training.init(p, training.optimizer.init(p), minibatches(1, 4)[0]), placed
+        )
+
+
+def test_a_batch_that_does_not_divide_is_refused():
+    training = make(microbatches=4)
+    placed = training.pipe.layout.placed_shapes()
+    with pytest.raises(ValueError, match=r"Nearest valid: 4, 8"):
+        training.init(placed, optax.sgd(0.1).init(placed), {"inputs": jnp.zeros((6, 3))})

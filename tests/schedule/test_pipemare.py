@@ -1,0 +1,148 @@
+"""The rules of the steady state: the papers' formulas, and a run of them tick by tick."""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import pytest
+
+from jaxpipe import cli
+from jaxpipe.schedule.pipemare import METHODS, SteadyState
+
+SHAPES = list(itertools.product((1, 2, 3, 4, 8), (1, 2, 3, 5, 8, 16)))
+
+
+def executed_versions(num_stages: int, num_microbatches: int, minibatches: int) -> dict:
+    """Plays the steady state with one counter a stage; what each F and backward finds in it."""
+    total = minibatches * num_microbatches
+    versions = [0] * num_stages
+    found = {}
+    for tick in range(total + 2 * num_stages):
+        for i in range(1, num_stages + 1):
+            forward, backward = tick - (i - 1), tick - 2 * num_stages + i
+            if 0 <= forward < total:
+                found["F", i, forward] = versions[i - 1]
+            if 0 <= backward < total:
+                found["B", i, backward] = versions[i - 1]
+                if backward % num_microbatches == num_microbatches - 1:
+                    versions[i - 1] += 1
+    assert versions == [minibatches] * num_stages
+    return found
+
+
+@pytest.mark.parametrize(("P", "N"), SHAPES)
+def test_delays_are_the_papers_for_every_stage_and_microbatch(P, N):
+    steady = SteadyState(P, N)
+    for i in range(1, P + 1):
+        part = steady.stage(i - 1)
+        delays = [steady.delay(part, j) for j in range(N)]
+        assert delays == [max(math.ceil((2 * (P - i) + 1 - j) / N), 0) for j in range(N)]
+        assert sum(delays) / N == pytest.approx(steady.mean_delay(part))
+        assert steady.mean_delay(part) == pytest.approx((2 * (P - i) + 1) / N)
+
+
+@pytest.mark.parametrize(("P", "N"), SHAPES)
+def test_versions_are_those_a_run_finds_from_the_first_tick_on(P, N):
+    steady = SteadyState(P, N)
+    minibatches = 2 + 2 * P // N
+    for (kind, i, g), version in executed_versions(P, N, minibatches).items():
+        part = steady.stage(i - 1)
+        read = steady.forward_version if kind == "F" else steady.backward_version
+        assert read(part, g) == version
+        assert read(part, g, first=5) == 5 + version
+        if kind == "B":
+            assert version == g // N  # the newest there is
+            assert steady.newest(part, g + part.backward) == version
+
+
+@pytest.mark.parametrize(("P", "N"), SHAPES)
+def test_pipedream_keeps_every_version_it_still_needs_and_no_more(P, N):
+    steady = SteadyState(P, N, "pipedream")
+    most = 0
+    for d, g in itertools.product(range(P), range(4 * N + 4 * P)):
+        part = steady.stage(d)
+        version = steady.backward_version(part, g)
+        assert version == steady.forward_version(part, g)
+        kept = steady.newest(part, g + part.backward) - version + 1
+        assert kept <= steady.num_versions
+        most = max(most, kept)
+    assert most == steady.num_versions
+    assert most == 1 + math.ceil((2 * P - 1) / N)
+
+
+@pytest.mark.parametrize(("P", "N"), [(1, 1), (2, 3), (4, 7), (4, 12)])
+def test_2bw_reads_the_version_before_last_and_has_it_in_time(P, N):
+    steady = SteadyState(P, N, "2bw")
+    assert steady.num_versions == 2
+    for d, g in itertools.product(range(P), range(5 * N)):
+        part = steady.stage(d)
+        version = steady.forward_version(part, g)
+        assert version == max(g // N - 1, 0) == steady.backward_version(part, g)
+        for tick in (g + part.forward, g + part.backward):
+            assert version <= steady.newest(part, tick) <= version + 1
+
+
+def test_2bw_refuses_a_delay_of_more_than_one_update():
+    with pytest.raises(ValueError, match=r"microbatches=6 on 4 stages[\s\S]*microbatches=7\."):
+        SteadyState(4, 6, "2bw")
+
+
+def test_an_unknown_method_lists_the_known():
+    with pytest.raises(ValueError, match=", ".join(METHODS)):
+        SteadyState(2, 2, "gpipe")
+
+
+def test_residuals_need_the_slots_they_rotate_through():
+    steady = SteadyState(5, 3)
+    for d in range(5):
+        part = steady.stage(d)
+        in_flight = part.backward - part.forward + 1  # F of a tick runs before its backward
+        assert in_flight == 2 * (5 - d) <= steady.num_slots
+
+
+def test_the_head_never_waits_and_the_embedding_waits_as_the_first_stage():
+    steady = SteadyState(4, 2)
+    assert [steady.delay(steady.head, j) for j in range(2)] == [0, 0]
+    assert [steady.delay(steady.embed, j) for j in range(2)] == [
+        steady.delay(steady.stage(0), j) for j in range(2)
+    ]
+
+
+def test_the_steady_state_is_drawn_with_what_a_run_finds(capsys):
+    P, N = 4, 3
+    assert cli.main(["show", "pipemare", "--stages", str(P), "--microbatches", str(N)]) == 0
+    out = capsys.readouterr().out
+    found = executed_versions(P, N, 20)
+    start = 10 * N
+    newest = found["B", 1, start - 2 * P + 1]
+    for i, line in enumerate(out.splitlines()[1 : P + 1], start=1):
+        cells = line.split(maxsplit=2)[2].split()
+        for t in range(N):
+            f, b = start + t - (i - 1), start + t - 2 * P + i
+            assert cells[2 * t] == f"F{f % N}@{found['F', i, f] - newest}"
+            assert cells[2 * t + 1].rstrip("+") == f"B{b % N}@{found['B', i, b] - newest}"
+            assert cells[2 * t + 1].endswith("+") == (b % N == N - 1)
+    assert "weight versions kept: 1" in out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["pipemare"], "needs --stages and --microbatches"),
+        (["2bw", "--stages", "4", "--microbatches", "2"], "microbatches=7"),
+        (
+            ["pipedream", *("--stages", "2", "--microbatches", "2"), "--format", "csv"],
+            "never drains",
+        ),
+    ],
+)
+def test_what_cannot_be_drawn_says_why(capsys, arguments, message):
+    assert cli.main(["show", *arguments]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_utilization_counts_one_fill():
+    steady = SteadyState(4, 8)
+    assert steady.utilization(1) == 8 / 15
+    assert steady.utilization(1000) > 0.999
