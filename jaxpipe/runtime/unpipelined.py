@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -42,35 +43,40 @@ def loss(
     outer = {name: params[name] for name in ("embed", "head")}
     layers = _layers(model, params["layers"])
 
-    def one(rows: PyTree, microbatch: int, shard: int, states: list[PyTree]):
+    def one(shard: int, states: tuple, of_microbatch: tuple):
+        microbatch, rows = of_microbatch
+
         def key(layer):
             return layer_key(rng, microbatch=microbatch, shard=shard, layer=layer)
 
         x = model.embed(outer, rows, key(embed_layer(len(layers))))
+        renewed = []
         for n, (function, layer_params) in enumerate(layers):
             if states:
-                x, states[n] = function(layer_params, x, rows, key(n), states[n])
+                x, state = function(layer_params, x, rows, key(n), states[n])
+                renewed.append(state)
             else:
                 x = function(layer_params, x, rows, key(n))
-        return model.head_loss(outer, x, rows, key(head_layer(len(layers))))
+        return tuple(renewed), model.head_loss(outer, x, rows, key(head_layer(len(layers))))
 
-    def rows_of(microbatch: int, shard: int) -> PyTree:
-        def rows(leaf):
-            size = leaf.shape[0] // data_shards
-            return leaf[shard * size : (shard + 1) * size][microbatch::num_microbatches]
+    def rows_of(leaf):
+        """``[data_shards, num_microbatches, rows, ...]``."""
+        split = leaf.reshape(data_shards, -1, num_microbatches, *leaf.shape[1:])
+        return jnp.moveaxis(split, 2, 1)
 
-        return jax.tree.map(rows, batch)
-
-    held = [list(states or ()) for _ in range(data_shards)]
-    losses = [
-        one(rows_of(i, d), i, d, held[d])
-        for i in range(num_microbatches)
-        for d in range(data_shards)
-    ]
+    # A loop, so that a layer is compiled once and not once a microbatch.
+    held, losses = [], []
+    for d in range(data_shards):
+        rows = jax.tree.map(lambda leaf, d=d: rows_of(leaf)[d], batch)
+        last, of_shard = jax.lax.scan(
+            functools.partial(one, d), tuple(states or ()), (jnp.arange(num_microbatches), rows)
+        )
+        held.append(last)
+        losses.append(of_shard)
     mean = jnp.mean(jnp.stack(losses))
     if states is None:
         return mean
-    return mean, jax.tree.map(lambda *w: sum(w) / data_shards, *map(tuple, held))
+    return mean, jax.tree.map(lambda *w: sum(w) / data_shards, *held)
 
 
 def _layers(model: Model, layers: PyTree) -> list[tuple[Callable[..., Any], PyTree]]:

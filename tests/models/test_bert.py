@@ -172,8 +172,8 @@ def test_split_vocabulary_gives_the_same_loss_and_gradients(params, batch):
 
 def test_it_learns_to_copy_what_stands_beside_the_mask():
     """Rows are pairs of equal tokens; the one beside a mask, on either side, tells the answer."""
-    config = dataclasses.replace(TINY, vocab_size=12, sequence_length=6, width=32, num_layers=1)
-    optimizer = optax.adam(3e-3)
+    config = dataclasses.replace(TINY, vocab_size=12, sequence_length=6, width=32)
+    optimizer = optax.adam(optax.warmup_constant_schedule(0.0, 3e-3, 30))
 
     def rows(key):
         words, place = jax.random.split(key)
@@ -191,7 +191,7 @@ def test_it_learns_to_copy_what_stands_beside_the_mask():
 
         return jax.lax.scan(step, (params, optimizer.init(params)), keys)[0][0]
 
-    params = train(init(config, jax.random.key(0)), jax.random.split(jax.random.key(1), 300))
+    params = train(init(config, jax.random.key(0)), jax.random.split(jax.random.key(1), 400))
     held_out = rows(jax.random.key(2))
     guesses = logits(config, params, held_out).argmax(axis=-1)
     wanted = held_out["targets"] >= 0

@@ -1,0 +1,132 @@
+"""Every model in a pipeline: loss, gradients and statistics equal the unpipelined model's."""
+
+import dataclasses
+import functools
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from covering import covering
+
+import jaxpipe
+from models import bert, resnet, transformer
+from models.bert import BERTConfig
+from models.resnet import ResNetConfig
+from models.transformer import TransformerConfig
+
+pytestmark = pytest.mark.pipeline
+
+MICROBATCHES = 4
+RESNET = ResNetConfig(depth=20, num_classes=5, channels=1, width=4)
+CONFIGS = {
+    "bert": BERTConfig(
+        vocab_size=19, sequence_length=6, num_layers=8, width=8, num_heads=2, mlp_width=16,
+        next_sentence=True, dropout=0.1,
+    ),
+    "transformer": TransformerConfig(
+        vocab_size=19, sequence_length=6, num_encoder_layers=4, num_decoder_layers=4, width=8,
+        num_heads=2, mlp_width=16,
+    ),
+    "resnet": RESNET,
+    "resnet-batch-norm": dataclasses.replace(RESNET, norm="batch"),
+}  # fmt: skip
+MODULES = {BERTConfig: bert, ResNetConfig: resnet, TransformerConfig: transformer}
+SYNCHRONOUS = (
+    "1f1b", "gpipe", "interleaved", "breadth-first", "hanayo", "zb-h1", "zb-h2", "interleaved-zb",
+    "dualpipe-v", "zb-v", "v-half", "v-min", "1f1b-v", "1f1b-fused", "auto",
+)  # fmt: skip
+COVERING = covering(
+    [
+        case
+        for case in itertools.product(
+            SYNCHRONOUS, (2, 4), (1, 2), (0, 3), ("none", "dots", "full"), CONFIGS
+        )
+        if case[2] > 1 or case[3] == 0
+    ]
+)
+FEW = [
+    ("1f1b", 4, 2, 3, "dots", "bert"),
+    ("zb-v", 4, 2, 3, "none", "transformer"),
+    ("interleaved", 2, 2, 3, "full", "resnet"),
+    ("1f1b", 4, 2, 0, "none", "resnet-batch-norm"),
+]
+
+
+def batch_of(config, rows):
+    """Rows with padding, masks and as many tokens to predict as chance gives."""
+    keys = iter(jax.random.split(jax.random.key(1), 4))
+
+    def ids(*shape, least=0):
+        return jax.random.randint(next(keys), shape, least, 19)
+
+    if isinstance(config, ResNetConfig):
+        images = jax.random.normal(next(keys), (rows, 8, 8, 1))
+        return {"images": images, "labels": ids(rows) % config.num_classes}
+    length = config.sequence_length
+    ends = jnp.arange(length) < 3 + jnp.arange(rows)[:, None] % 4
+    if isinstance(config, TransformerConfig):
+        source, target = (jnp.where(ends, ids(rows, length, least=3), 0) for _ in range(2))
+        return {"source": source, "target": target.at[:, 0].set(config.begin_id)}
+    tokens = ids(rows, length)
+    return {
+        "tokens": tokens,
+        "targets": jnp.where(ids(rows, length) % 3 == 0, tokens, -1),
+        "mask": ends.astype(int),
+        "segments": (jnp.arange(length) > ids(rows, 1) % length).astype(int),
+        # Unbalanced: a gradient that cancels to nothing has no relative accuracy.
+        "next_sentence": (jnp.arange(rows) % 4 == 0).astype(int),
+    }
+
+
+def check(schedule, stages, data, zero, remat, name):
+    config = CONFIGS[name]
+    module, rows = MODULES[type(config)], 2 * data * MICROBATCHES
+    on_stages = {} if module is resnet else {"vocabulary_axis": "stage"}
+    params = jax.jit(functools.partial(module.init, config))(jax.random.key(0))
+    batch, rng = batch_of(config, rows), jax.random.key(2)
+    model = module.model(config)
+    states = resnet.init_state(config) if model.stateful else None
+    pipe = jaxpipe.Pipeline(
+        module.model(config, **on_stages),
+        params,
+        schedule=jaxpipe.schedules.build(schedule, stages=stages, microbatches=MICROBATCHES),
+        mesh=jaxpipe.make_mesh(stage=stages, data=data),
+        remat=remat,
+        zero=zero,
+        states=states,
+        poison=True,
+    )
+    placed_states = pipe.place_states(states) if model.stateful else None
+    got, grads = jax.jit(pipe.value_and_grad)(pipe.place(params), batch, rng, states=placed_states)
+    if model.stateful:
+        got = got[0], pipe.unplace_states(got[1])
+    oracle = functools.partial(
+        jaxpipe.unpipelined.loss,
+        model,
+        num_microbatches=MICROBATCHES,
+        data_shards=data,
+        states=states,
+    )
+    expected = jax.jit(jax.value_and_grad(oracle, has_aux=model.stateful))(params, batch, rng)
+    for (path, value), wanted in zip(
+        jax.tree.leaves_with_path((got, pipe.unplace(grads))),
+        jax.tree.leaves(expected),
+        strict=True,
+    ):
+        scale = np.abs(wanted).max()
+        np.testing.assert_allclose(
+            value, wanted, rtol=1e-5, atol=1e-5 * scale, err_msg=jax.tree_util.keystr(path)
+        )
+
+
+@pytest.mark.parametrize("case", FEW, ids=lambda case: "-".join(map(str, case)))
+def test_gradients_equal_the_unpipelined_model(case):
+    check(*case)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", COVERING, ids=lambda case: "-".join(map(str, case)))
+def test_gradients_equal_the_unpipelined_model_everywhere(case):
+    check(*case)
