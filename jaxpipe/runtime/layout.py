@@ -205,7 +205,8 @@ def make_layout(params: PyTree, stage_split: PyTree, mesh: Mesh, table: TickTabl
 
     def leaf(shape: tuple[int, ...], dtype, stage_dim: int | None) -> Leaf:
         dims = [d for d, n in enumerate(shape) if d != stage_dim and n % data == 0 and n > 0]
-        data_dim = max(dims, key=lambda d: shape[d]) if dims and data > 1 else None
+        # The leading one: gathered along any other, XLA transposes whole weight buffers on GPUs.
+        data_dim = dims[0] if dims and data > 1 else None
         return Leaf(tuple(shape), dtype, stage_dim, data_dim)
 
     ends = {name: params[name] for name in ("embed", "head")}
