@@ -81,7 +81,7 @@ CASES = [
     for hosts in (1, 2)
     for case in (
         ("1f1b",), ("1f1b", True), ("zb-v",), ("zb-v", True),
-        ("breadth-first", False, 3), ("breadth-first", True, 3),
+        ("breadth-first", False, 3), ("zb-v", True, 3),
     )
 ]  # fmt: skip
 

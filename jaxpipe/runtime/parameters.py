@@ -60,9 +60,10 @@ class Leaf:
 
 
 def make_leaf(shape: Sequence[int], dtype, *, data: int, stage_dim: int | None = None) -> Leaf:
-    """A leaf whose largest dimension that divides is split over ``data`` shards."""
+    """A leaf whose first dimension that divides is split over ``data`` shards."""
     dims = [d for d, n in enumerate(shape) if d != stage_dim and n % data == 0 and n > 0]
-    data_dim = max(dims, key=lambda d: shape[d]) if dims and data > 1 else None
+    # The first one: gathered along any other, XLA transposes whole weight buffers on GPUs.
+    data_dim = dims[0] if dims and data > 1 else None
     return Leaf(tuple(shape), dtype, stage_dim, data_dim)
 
 

@@ -147,6 +147,12 @@ def test_late_messages_travel_while_the_layers_run_and_the_others_leave_after():
     assert layer_loops(compiled, body, meeting) == 3
 
 
+def test_weights_are_sharded_along_their_leading_dimension():
+    """Gathered along another, whole buffers are transposed in the program for GPUs."""
+    layers = make_pipeline("1f1b", "none", 3).layout.layers
+    assert {leaf.data_dim for leaf in jax.tree.leaves(layers)} == {0}
+
+
 def test_predicted_memory_is_the_compiled_one_whatever_the_number_of_microbatches():
     sizes = []
     for microbatches in (6, 24):
