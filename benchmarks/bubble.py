@@ -64,7 +64,7 @@ def sleeping_model(seconds: Costs) -> jaxpipe.Model:
     layer.defvjp(forward, backward)
     return jaxpipe.Model(
         embed=lambda outer, batch, rng: batch["x"],
-        layer=lambda w, x, rng: layer(w, x),
+        layer=lambda w, x, batch, rng: layer(w, x),
         head_loss=lambda outer, x, batch, rng: jnp.mean(x**2),
     )
 

@@ -78,7 +78,7 @@ def pipelined(name: str, remat: str, microbatches: int) -> Case:
 
 def layer_scan(layers, x, y):
     """The loss of one microbatch by a plain scan over the layers."""
-    out, _ = jax.lax.scan(lambda x, w: (LAYER(w, x, None), None), x, layers)
+    out, _ = jax.lax.scan(lambda x, w: (LAYER(w, x, None, None), None), x, layers)
     return jnp.mean((out - y) ** 2)
 
 
@@ -121,7 +121,7 @@ def circular(num_repeats: int, microbatches: int) -> Case:
     @jax.checkpoint
     def stage(weights, repeat, x):
         mine = jax.tree.map(lambda w: jax.lax.dynamic_index_in_dim(w, repeat, 0, False), weights)
-        return jax.lax.scan(lambda x, w: (LAYER(w, x, None), None), x, mine)[0]
+        return jax.lax.scan(lambda x, w: (LAYER(w, x, None, None), None), x, mine)[0]
 
     def run(layers, x, y):
         def iterate(carry, t):

@@ -25,7 +25,10 @@ from jaxpipe.schedule.simulate import Costs
 ROUNDS = 9
 AT_ONCE = Costs(1e-9, 1e-9, 1e-9)
 CALLING = bubble.sleeping_model(AT_ONCE)
-MODELS = {"plain": dataclasses.replace(CALLING, layer=lambda w, x, rng: w * x), "calling": CALLING}
+MODELS = {
+    "plain": dataclasses.replace(CALLING, layer=lambda w, x, batch, rng: w * x),
+    "calling": CALLING,
+}
 
 
 def measure(name: str, layers: str, layers_per_chunk: int, stages: int, m: int) -> dict:

@@ -248,7 +248,8 @@ def model(config: GPTConfig, *, vocabulary_axis: str | None = None) -> Model:
     def embed(outer, microbatch, rng):
         return _embed(config, outer, microbatch["tokens"][:, :-1], rng, axis=vocabulary_axis)
 
-    def layer(params, x, rng):
+    def layer(params, x, microbatch, rng):
+        del microbatch
         return apply_layer(params, x, rng=rng)
 
     def head_loss(outer, x, microbatch, rng):
@@ -279,7 +280,7 @@ def logits(config: GPTConfig, params: PyTree, tokens: jax.Array) -> jax.Array:
     layer = model(config).layer
     x = _embed(config, params, tokens, None, axis=None)
     x, _ = jax.lax.scan(
-        lambda x, layer_params: (layer(layer_params, x, None), None), x, params["layers"]
+        lambda x, layer_params: (layer(layer_params, x, None, None), None), x, params["layers"]
     )
     x = _final_norm(config, params, x)
     table = _head_table(config, params).astype(x.dtype)

@@ -18,7 +18,7 @@ Rules that keep it fast and correct:
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, cast
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -26,10 +26,12 @@ import numpy as np
 from jax import lax
 
 from jaxpipe.runtime.keys import embed_layer, head_layer, layer_key
-from jaxpipe.runtime.layout import Layout
+from jaxpipe.runtime.layers import LayerKind, sort_layers
+from jaxpipe.runtime.layout import Layout, layer_rows
 from jaxpipe.runtime.mesh import DATA, STAGE
 from jaxpipe.runtime.model import Model
-from jaxpipe.runtime.split import Split, split_layer
+from jaxpipe.runtime.parameters import Leaf, Packed, Stacked
+from jaxpipe.runtime.slots import Slots
 from jaxpipe.schedule.actions import Kind
 from jaxpipe.schedule.table import NONE, TickTable
 
@@ -49,6 +51,7 @@ class Plan:
       table: the tick table to run.
       remat: rematerialisation policy, by name.
       zero: ZeRO level 0 to 3; 0 when the data axis has one device.
+      states: where the layers' states live, or None for a model without.
       poison: fill buffers and idle messages with NaN, to prove that nothing from a bubble is used.
     """
 
@@ -57,6 +60,7 @@ class Plan:
     table: TickTable
     remat: str
     zero: int
+    states: Stacked | Packed | None = None
     poison: bool = False
 
     @property
@@ -64,7 +68,7 @@ class Plan:
         return bool(self.table.passes.keys() & {Kind.B, Kind.BW})
 
 
-def run(plan: Plan, placed: PyTree, microbatches: PyTree, rng: jax.Array | None):
+def run(plan: Plan, placed: PyTree, microbatches: PyTree, rng: jax.Array | None, states: PyTree):
     """Runs one step on this device.
 
     Args:
@@ -72,77 +76,60 @@ def run(plan: Plan, placed: PyTree, microbatches: PyTree, rng: jax.Array | None)
       placed: this device's part of the placed parameters.
       microbatches: this data shard's rows, leaves ``[rows, m, ...]``.
       rng: the step's key, or None.
+      states: this device's part of the placed states, or None.
 
     Returns:
-      The mean loss of this data shard, equal on every stage, and this device's part of the
-      gradients, reduced over data and shaped like ``placed``; only the loss if the table has no
-      backward.
+      The mean loss of this data shard, equal on every stage; this device's part of the gradients,
+      reduced over data and shaped like ``placed``, or None if the table has no backward; and the
+      states after the last microbatch, the mean over data shards.
     """
-    return _Run(plan, placed, microbatches, rng).execute()
+    return _Run(plan, placed, microbatches, rng, states).execute()
 
 
-def buffers(plan: Plan, placed: PyTree, microbatches: PyTree, rng) -> dict[str, PyTree]:
-    """What `buffer_shapes` says for a run with these arguments."""
-    run = _Run(plan, placed, microbatches, rng)
-    return buffer_shapes(plan, run.x, run.split)
-
-
-def buffer_shapes(plan: Plan, x: Any, split: Split) -> dict[str, Any]:
-    """Shapes of every buffer the tick loop carries, by name; their bytes are the schedule's
-    prediction.
-
-    Args:
-      plan: what will run.
-      x: shape of one layer's input, on one device.
-      split: of one layer; not read if the table has no backward.
-    """
-    slots, room = plan.table.num_slots, plan.table.layers_per_chunk
-    shapes: dict[str, Any] = {"x": jax.ShapeDtypeStruct((slots["x"], x.size), x.dtype)}
-    if plan.zero == 3:
-        rows = plan.table.gathers.num_slots * room
-        shapes["weights"] = _stacked(plan.layout.layers, rows)
-    if not plan.trains:
-        return shapes
-    shapes["dy"] = jax.ShapeDtypeStruct((slots["dy"], x.size), x.dtype)
-    for name in ("until_b", "until_w", "crossing"):
-        shapes[name] = [
-            jax.ShapeDtypeStruct((slots[name], room, leaf.size), leaf.dtype)
-            for leaf in getattr(split, name)
-        ]
-    chunks = plan.table.reduces.num_slots if plan.zero >= 2 else plan.table.schedule.num_chunks
-    shapes["gradients"] = _stacked(plan.layout.layers, chunks * room)
-    if plan.zero >= 2:
-        rows = plan.table.schedule.num_chunks * room
-        shapes["reduced"] = _stacked(plan.layout.shards, rows)
-    return shapes
-
-
-def _stacked(layers: PyTree, rows: int) -> PyTree:
-    return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct((rows, *leaf.shape), leaf.dtype), layers)
+def buffers(plan: Plan, placed: PyTree, microbatches: PyTree, rng, states) -> dict[str, PyTree]:
+    """Shapes of what the tick loop keeps from the schedule, by name; arguments as for `run`."""
+    return _Run(plan, placed, microbatches, rng, states).buffer_shapes()
 
 
 class _Run:
     """One trace of the program; holds what the phases of a tick share."""
 
-    def __init__(self, plan: Plan, placed: PyTree, microbatches: PyTree, rng) -> None:
+    def __init__(self, plan: Plan, placed: PyTree, microbatches: PyTree, rng, states) -> None:
         self.plan, self.table, self.rng = plan, plan.table, rng
+        self.params = plan.layout.layers
         self.stage, self.shard = lax.axis_index(STAGE), lax.axis_index(DATA)
-        self.room = plan.table.layers_per_chunk
         self.num_layers = sum(plan.table.layer_counts)
-        self.first_layer = jnp.asarray(plan.layout.first_layers)[self.stage]
+        rows = layer_rows(plan.table)
+        self.layer_of = jnp.asarray(rows)[self.stage]
         self.microbatches = microbatches
-        self.layers = jax.tree.map(lambda w: w[0], placed["layers"])  # [chunks * room, ...]
+        self.layers = jax.tree.map(lambda w: w[0], placed["layers"])
+        self.states = jax.tree.map(lambda w: w[0], states)
         outer = {name: placed[name] for name in ("embed", "head")}
         self.outer = self._gather(outer, plan.layout.outer) if plan.zero == 3 else outer
-        self.x = jax.eval_shape(lambda: self._embed(self.outer, 0))
-        self.split = self._split() if plan.trains else cast(Split, None)
+        self._sort_layers(rows)
 
-    def _split(self) -> Split:
-        params = jax.tree.map(
-            lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), self.plan.layout.layers
+    def _sort_layers(self, rows: np.ndarray) -> None:
+        """Finds the kinds of layers, and what they leave in buffers."""
+        plan, numbers = self.plan, range(self.num_layers)
+        sorted_layers = sort_layers(
+            plan.model,
+            [self.params.shape_of(n) for n in numbers],
+            jax.eval_shape(lambda: self._embed(self.outer, 0)),
+            *jax.eval_shape(lambda: self._context(0, 0)),
+            states=None if plan.states is None else [plan.states.shape_of(n) for n in numbers],
+            remat=plan.remat,
         )
-        key = None if self.rng is None else jax.eval_shape(lambda: self._key(0, 0))
-        return split_layer(self.plan.model.layer, params, self.x, key, remat=self.plan.remat)
+        self.kinds = sorted_layers.kinds
+        self.first, self.last = sorted_layers.first, sorted_layers.last
+        kind_of = np.where(rows < 0, -1, np.asarray(sorted_layers.kind_of, np.int32)[rows])
+        self.kind_of = jnp.asarray(kind_of)[self.stage]
+        self.residuals = {
+            name: Slots([getattr(kind.split, name) for kind in self.kinds], kind_of)
+            for name in ("until_b", "until_w", "crossing")
+        }
+        self.trees = [jax.tree.structure(x) for x in sorted_layers.activations]
+        leaves = [jax.tree.leaves(x) for x in sorted_layers.activations]
+        self.messages = Slots(leaves, np.arange(len(leaves)).reshape(-1, 1, 1))
 
     # What a microbatch and a layer are on this device.
 
@@ -154,13 +141,29 @@ class _Run:
             lambda leaf: lax.dynamic_index_in_dim(leaf, i, 1, keepdims=False), self.microbatches
         )
 
+    def _context(self, i, layer):
+        """What every function of a layer is given beside its parameters and values."""
+        return self._microbatch(i), self._key(i, layer)
+
     def _embed(self, outer, i):
-        key = self._key(i, embed_layer(self.num_layers))
-        return self.plan.model.embed(outer, self._microbatch(i), key)
+        return self.plan.model.embed(outer, *self._context(i, embed_layer(self.num_layers)))
 
     def _head_loss(self, outer, x, i):
-        key = self._key(i, head_layer(self.num_layers))
-        return self.plan.model.head_loss(outer, x, self._microbatch(i), key)
+        return self.plan.model.head_loss(outer, x, *self._context(i, head_layer(self.num_layers)))
+
+    def _activation(self, message: list, number: int) -> PyTree:
+        """A message's content as the activation of that number."""
+        values = self.messages.read([w[None] for w in message], number, 0, (number, 0, 0))
+        return jax.tree.unflatten(self.trees[number], values)
+
+    def _message(self, message: list, number: int, activation: PyTree) -> list:
+        """The message with an activation in it; what is longer than it stays as it was."""
+        values = jax.tree.leaves(activation)
+        buffers = [w[None] for w in message]
+        return [w[0] for w in self.messages.write(buffers, number, 0, (number, 0, 0), values)]
+
+    def _empty_message(self) -> list:
+        return [jnp.zeros(shape.shape[1:], shape.dtype) for shape in self.messages.shapes(1)]
 
     # The program.
 
@@ -174,9 +177,28 @@ class _Run:
         } | {"all": rows["all"]}
         state, _ = lax.scan(lambda state, row: (self._tick(state, row), None), state, rows)
         loss = lax.pmean(state["loss"] / self.table.schedule.num_microbatches, DATA)
+        states = jax.tree.map(lambda w: lax.pmean(w, DATA)[None], state["states"])
+        return loss, self._gradients(state) if self.plan.trains else None, states
+
+    def buffer_shapes(self) -> dict[str, PyTree]:
+        """Shapes of every buffer the tick loop carries, by name; their bytes are the schedule's
+        prediction.
+        """
+        slots, zero = self.table.num_slots, self.plan.zero
+        shapes: dict[str, PyTree] = {"x": self.messages.shapes(slots["x"])}
+        if zero == 3:
+            shapes["weights"] = self.params.slots(self.table.gathers.num_slots)
         if not self.plan.trains:
-            return loss
-        return loss, self._gradients(state)
+            return shapes
+        shapes["dy"] = self.messages.shapes(slots["dy"])
+        shapes |= {name: kept.shapes(slots[name]) for name, kept in self.residuals.items()}
+        placed, parts = self.params.placed, lax.axis_size(DATA)
+        if zero >= 2:
+            shapes["gradients"] = self.params.slots(self.table.reduces.num_slots)
+            shapes["reduced"] = jax.tree.map(lambda leaf: leaf.struct(parts=parts), placed)
+        else:
+            shapes["gradients"] = jax.tree.map(Leaf.struct, placed)
+        return shapes
 
     def _rows(self) -> dict[str, Any]:
         """The table's columns, ``[ticks, stages]``; those under "all" hold for every stage."""
@@ -199,12 +221,11 @@ class _Run:
             value = np.nan if self.plan.poison and inexact else 0
             return jnp.full(shape.shape, value, shape.dtype)
 
-        shapes = buffer_shapes(self.plan, self.x, self.split)
         state = {
             name: jax.tree.map(jnp.zeros_like if name in _SUMS else empty, shape)
-            for name, shape in shapes.items()
+            for name, shape in self.buffer_shapes().items()
         }
-        state["loss"] = jnp.zeros((), jnp.float32)
+        state |= {"loss": jnp.zeros((), jnp.float32), "states": self.states}
         if self.plan.trains:
             state["outer_gradients"] = jax.tree.map(jnp.zeros_like, self.outer)
         return state
@@ -224,17 +245,9 @@ class _Run:
 
     # Layers.
 
-    def _weights(self, state: dict, cell: dict, layer):
-        if self.plan.zero == 3:
-            return _at(state["weights"], cell["weights"] * self.room + layer)
-        return _at(self.layers, cell["chunk"] * self.room + layer)
-
-    def _layer_key(self, cell: dict, layer):
-        return self._key(cell["microbatch"], self.first_layer[cell["chunk"]] + layer)
-
-    def _passes(self, state: dict, row: dict) -> tuple[dict, dict[Kind, jax.Array]]:
+    def _passes(self, state: dict, row: dict) -> tuple[dict, dict[Kind, list]]:
         """Runs this tick's cells; returns what F and the backward produced, to be sent."""
-        outputs: dict[Kind, jax.Array] = {}
+        outputs: dict[Kind, list] = {}
         steps = {Kind.F: self._forward, Kind.B: self._backward, Kind.BW: self._backward_fused}
         for kind in self.table.passes:
             cell = row[f"pass_{kind}"]
@@ -242,22 +255,21 @@ class _Run:
                 state, outputs = self._loop(cell, self._backward_weights, state, outputs)
                 continue
             inbox = "x" if kind is Kind.F else "dy"
-            value = _at(state[inbox], cell["inbox"]).reshape(self.x.shape)
-            carry = state, value
+            carry = state, _at(state[inbox], cell["inbox"])
             (state, value), outputs = self._loop(
                 cell, steps[kind], carry, outputs, down=kind is not Kind.F
             )
             if self.table.passes[kind].pauses.any():
                 slot = jnp.where(cell["pauses"] == 1, cell["inbox"], NONE)
-                state = state | {inbox: _put(state[inbox], slot, value.reshape(-1))}
+                state = state | {inbox: _put(state[inbox], slot, value)}
             if self.plan.poison:
                 ends = (cell["lo"] < cell["hi"]) & (cell["pauses"] == 0)
-                value = jnp.where(ends, value, jnp.nan)
+                value = jax.tree.map(lambda v, ends=ends: jnp.where(ends, v, jnp.nan), value)
             outputs = outputs | {Kind.F if kind is Kind.F else Kind.B: value}
         return state, outputs
 
     def _loop(self, cell: dict, step, carry, outputs: dict, *, down: bool = False):
-        """Runs ``step(cell, layer, carry)`` for the cell's layers, last first if ``down``.
+        """Runs ``step(kind, cell, layer, carry)`` for the cell's layers, last first if ``down``.
 
         What earlier loops of the tick have put out goes through the loop: its message must not be
         sent before, or a stage that has nothing to send would wait for one that has.
@@ -266,89 +278,140 @@ class _Run:
         def body(i, through):
             carry, outputs = through
             layer = cell["lo"] + cell["hi"] - 1 - i if down else i
-            return _tie(step(cell, layer, carry), outputs)
+            return _tie(self._of_its_kind(cell, step, layer, carry), outputs)
 
         return lax.fori_loop(cell["lo"], cell["hi"], body, (carry, outputs))
 
-    def _forward(self, cell: dict, layer, carry):
-        state, x = carry
-        weights, x = _tie(self._weights(state, cell, layer), x)
-        key = self._layer_key(cell, layer)
-        if not self.plan.trains:
-            return state, self.plan.model.layer(weights, x, key)
-        y, until_b, until_w = self.split.forward(weights, x, key)
-        state = self._save(state, "until_b", cell, layer, until_b)
-        state = self._save(state, "until_w", cell, layer, until_w)
-        return state, y
+    def _of_its_kind(self, cell: dict, step, layer, carry):
+        """Runs a step for the layer's kind: a loop each, of which all but one are empty."""
+        if len(self.kinds) == 1:
+            return step(self.kinds[0], cell, layer, carry)
+        for number, kind in enumerate(self.kinds):
+            trips = (self.kind_of[cell["chunk"], layer] == number).astype(jnp.int32)
+            carry = lax.fori_loop(
+                0, trips, lambda _, carry, kind=kind: step(kind, cell, layer, carry), carry
+            )
+        return carry
 
-    def _residuals(self, state: dict, cell: dict, layer) -> tuple:
+    def _weights(self, state: dict, kind: LayerKind, cell: dict, layer):
+        at = self.stage, cell["chunk"], layer, kind.example
+        if self.plan.zero == 3:
+            return self.params.read(state["weights"], self.params.in_slot(cell["weights"], *at))
+        return self.params.read(self.layers, self.params.resident(*at))
+
+    def _layer_context(self, cell: dict, layer):
+        return self._context(cell["microbatch"], self.layer_of[cell["chunk"], 0] + layer)
+
+    def _forward(self, kind: LayerKind, cell: dict, layer, carry):
+        state, message = carry
+        weights, message = _tie(self._weights(state, kind, cell, layer), message)
+        weights, x = self.params.unpack(weights, kind.example), self._activation(message, kind.x)
+        args = weights, x, *self._layer_context(cell, layer)
+        held = self._layer_state(state, kind, cell, layer)
+        if self.plan.trains:
+            y, until_b, until_w = kind.split.forward(*args, state=held)
+            state = self._save(state, "until_b", kind, cell, layer, until_b)
+            state = self._save(state, "until_w", kind, cell, layer, until_w)
+        else:
+            y = kind.function(*args) if held is None else kind.function(*args, held)
+        if held is not None:
+            y, new = y
+            state = self._renew(state, kind, cell, layer, new)
+        return state, self._message(message, kind.y, y)
+
+    def _residuals(self, state: dict, kind: LayerKind, cell: dict, layer) -> tuple:
         """What any backward of a layer reads first: its weights and residuals."""
         return (
-            self._weights(state, cell, layer),
-            self._saved(state, "until_b", cell, layer),
-            self._saved(state, "until_w", cell, layer),
+            self._weights(state, kind, cell, layer),
+            self._saved(state, "until_b", kind, cell, layer),
+            self._saved(state, "until_w", kind, cell, layer),
         )
 
-    def _backward(self, cell: dict, layer, carry):
-        state, dy = carry
-        residuals, dy = _tie(self._residuals(state, cell, layer), dy)
-        key = self._layer_key(cell, layer)
-        dx, crossing = self.split.backward_input(*residuals, dy, key)
-        return self._save(state, "crossing", cell, layer, crossing), dx
+    def _backward(self, kind: LayerKind, cell: dict, layer, carry):
+        state, message = carry
+        read, message = _tie(self._residuals(state, kind, cell, layer), message)
+        dx, crossing = kind.split.backward_input(
+            self.params.unpack(read[0], kind.example),
+            *read[1:],
+            self._activation(message, kind.y),
+            *self._layer_context(cell, layer),
+        )
+        state = self._save(state, "crossing", kind, cell, layer, crossing)
+        return state, self._message(message, kind.x, dx)
 
-    def _backward_fused(self, cell: dict, layer, carry):
-        state, dy = carry
-        residuals, dy = _tie(self._residuals(state, cell, layer), dy)
-        key = self._layer_key(cell, layer)
-        dx, dparams = self.split.backward_fused(*residuals, dy, key)
-        return self._add_gradient(state, cell, layer, dparams), dx
+    def _backward_fused(self, kind: LayerKind, cell: dict, layer, carry):
+        state, message = carry
+        read, message = _tie(self._residuals(state, kind, cell, layer), message)
+        dx, dparams = kind.split.backward_fused(
+            self.params.unpack(read[0], kind.example),
+            *read[1:],
+            self._activation(message, kind.y),
+            *self._layer_context(cell, layer),
+        )
+        state = self._add_gradient(state, kind, cell, layer, dparams)
+        return state, self._message(message, kind.x, dx)
 
-    def _backward_weights(self, cell: dict, layer, state: dict):
+    def _backward_weights(self, kind: LayerKind, cell: dict, layer, state: dict):
         read = (
-            self._weights(state, cell, layer),
-            self._saved(state, "until_w", cell, layer),
-            self._saved(state, "crossing", cell, layer),
+            self._weights(state, kind, cell, layer),
+            self._saved(state, "until_w", kind, cell, layer),
+            self._saved(state, "crossing", kind, cell, layer),
         )
         read, gradients = _tie(read, state["gradients"])
-        dparams = self.split.backward_weights(*read, self._layer_key(cell, layer))
-        state = state | {"gradients": gradients}
-        return self._add_gradient(state, cell, layer, dparams)
-
-    def _save(self, state: dict, name: str, cell: dict, layer, values: list) -> dict:
-        """Writes a layer's values into their slot, in place."""
-        buffers = [
-            lax.dynamic_update_slice(buffer, value.reshape(1, 1, -1), (cell[name], layer, 0))
-            for buffer, value in zip(state[name], values, strict=True)
-        ]
-        return state | {name: buffers}
-
-    def _saved(self, state: dict, name: str, cell: dict, layer) -> list:
-        return [
-            lax.dynamic_slice(buffer, (cell[name], layer, 0), (1, 1, buffer.shape[2])).reshape(
-                leaf.shape
-            )
-            for buffer, leaf in zip(state[name], getattr(self.split, name), strict=True)
-        ]
-
-    def _add_gradient(self, state: dict, cell: dict, layer, dparams) -> dict:
-        if self.plan.zero < 2:
-            row = cell["chunk"] * self.room + layer
-            return state | {"gradients": _add_at(state["gradients"], row, dparams)}
-        # The first one of a stay overwrites: clearing a slot after its reduction would copy it.
-        row = cell["gradient"] * self.room + layer
-        held = _at(state["gradients"], row)
-        total = jax.tree.map(
-            lambda old, new: jnp.where(cell["fresh"] == 1, new, old + new), held, dparams
+        dparams = kind.split.backward_weights(
+            self.params.unpack(read[0], kind.example),
+            *read[1:],
+            *self._layer_context(cell, layer),
         )
-        return state | {"gradients": _set_at(state["gradients"], row, total)}
+        state = state | {"gradients": gradients}
+        return self._add_gradient(state, kind, cell, layer, dparams)
+
+    def _save(self, state: dict, name: str, kind: LayerKind, cell: dict, layer, values) -> dict:
+        """Writes a layer's values into their slot, in place."""
+        at = self.stage, cell["chunk"], layer
+        kept = self.residuals[name].write(state[name], kind.number, cell[name], at, values)
+        return state | {name: kept}
+
+    def _saved(self, state: dict, name: str, kind: LayerKind, cell: dict, layer) -> list:
+        at = self.stage, cell["chunk"], layer
+        return self.residuals[name].read(state[name], kind.number, cell[name], at)
+
+    def _add_gradient(self, state: dict, kind: LayerKind, cell: dict, layer, dparams) -> dict:
+        at = self.stage, cell["chunk"], layer, kind.example
+        stored, sums = self.params.pack(dparams, kind.example), state["gradients"]
+        if self.plan.zero < 2:
+            return state | {"gradients": self.params.add(sums, self.params.resident(*at), stored)}
+        # The first one of a stay overwrites: clearing a slot after its reduction would copy it.
+        place = self.params.in_slot(cell["gradient"], *at)
+        total = jax.tree.map(
+            lambda old, new: jnp.where(cell["fresh"] == 1, new, old + new),
+            self.params.read(sums, place),
+            stored,
+        )
+        return state | {"gradients": self.params.write(sums, place, total)}
+
+    def _layer_state(self, state: dict, kind: LayerKind, cell: dict, layer) -> PyTree:
+        """A layer's running statistics, or None for a model without."""
+        states = self.plan.states
+        if states is None:
+            return None
+        place = states.resident(self.stage, cell["chunk"], layer, kind.example)
+        return states.unpack(states.read(state["states"], place), kind.example)
+
+    def _renew(self, state: dict, kind: LayerKind, cell: dict, layer, new: PyTree) -> dict:
+        states = self.plan.states
+        assert states is not None
+        place = states.resident(self.stage, cell["chunk"], layer, kind.example)
+        stored = states.pack(new, kind.example)
+        return state | {"states": states.write(state["states"], place, stored)}
 
     # Messages: the lines that move data between stages.
 
     def _exchange(self, state: dict, outputs: dict, receive: list) -> dict:
         for channel, slot in zip(self.table.channels, receive, strict=True):
-            sent = outputs[channel.kind].reshape(-1)
-            local = channel.edges[0][0] == channel.edges[0][1]
-            message = sent if local else lax.ppermute(sent, STAGE, channel.edges)
+            message = outputs[channel.kind]
+            if channel.edges[0][0] != channel.edges[0][1]:
+                message = [lax.ppermute(w, STAGE, channel.edges) for w in message]
             inbox = "x" if channel.kind is Kind.F else "dy"
             state = state | {inbox: _put(state[inbox], slot, message)}
         return state
@@ -358,16 +421,17 @@ class _Run:
     def _stage_of(self, virtual_stage: int) -> int:
         return self.table.schedule.placement.stages[virtual_stage]
 
-    def _from_stage(self, value: jax.Array, stage: int) -> jax.Array:
-        """One stage's value, on every stage."""
-        return lax.psum(jnp.where(self.stage == stage, value, 0), STAGE)
+    def _from_stage(self, message: list, stage: int) -> list:
+        """One stage's message, on every stage."""
+        return [lax.psum(jnp.where(self.stage == stage, w, 0), STAGE) for w in message]
 
     def _enter(self, state: dict, i, slot) -> dict:
         here = jnp.where(self.stage == self._stage_of(0), slot, NONE)
 
         def body(_, inbox):
             entering, inbox = _tie(i, inbox)
-            return _put(inbox, here, self._embed(self.outer, entering).reshape(-1))
+            x = self._embed(self.outer, entering)
+            return _put(inbox, here, self._message(self._empty_message(), self.first, x))
 
         return state | {"x": lax.fori_loop(0, (i != NONE).astype(jnp.int32), body, state["x"])}
 
@@ -377,16 +441,18 @@ class _Run:
 
         def evaluate(_, loss):
             mine, loss = _tie(y, loss)
-            return loss + self._head_loss(self.outer, self._from_stage(mine, last), i)
+            x = self._activation(self._from_stage(mine, last), self.last)
+            return loss + self._head_loss(self.outer, x, i)
 
         def train(_, carry):
             mine, (loss, inbox, gradients) = _tie(y, carry)
-            x = self._from_stage(mine, last)
+            x = self._activation(self._from_stage(mine, last), self.last)
             value, vjp = jax.vjp(lambda outer, x: self._head_loss(outer, x, i), self.outer, x)
             douter, dx = vjp(jnp.asarray(scale, value.dtype))
             here = jnp.where(self.stage == last, slot, NONE)
             gradients = jax.tree.map(jnp.add, gradients, douter)
-            return loss + value, _put(inbox, here, dx.reshape(-1)), gradients
+            message = self._message(self._empty_message(), self.last, dx)
+            return loss + value, _put(inbox, here, message), gradients
 
         trips = (i != NONE).astype(jnp.int32)
         if not self.plan.trains:
@@ -398,7 +464,7 @@ class _Run:
     def _embed_gradient(self, state: dict, dx, i) -> dict:
         def body(_, gradients):
             mine, gradients = _tie(dx, gradients)
-            cotangent = self._from_stage(mine, self._stage_of(0))
+            cotangent = self._activation(self._from_stage(mine, self._stage_of(0)), self.first)
             _, vjp = jax.vjp(lambda outer: self._embed(outer, i), self.outer)
             return jax.tree.map(jnp.add, gradients, vjp(cotangent)[0])
 
@@ -429,21 +495,24 @@ class _Run:
         return jax.tree.map(reduce, leaves, values)
 
     def _gather_chunk(self, state: dict, chunk, slot) -> dict:
-        def body(layer, weights):
-            shards, weights = _tie(_at(self.layers, chunk * self.room + layer), weights)
-            full = self._gather(shards, self.plan.layout.layers)
-            return _set_at(weights, slot * self.room + layer, full)
+        def body(number, weights):
+            here = self.params.resident_piece(self.stage, chunk, number)
+            shards, weights = _tie(self.params.read(self.layers, here), weights)
+            full = self._gather(shards, self.params.piece)
+            return self.params.write(weights, self.params.piece_in_slot(slot, number), full)
 
-        trips = jnp.where(chunk == NONE, 0, self.room)
+        trips = jnp.where(chunk == NONE, 0, self.params.num_pieces)
         return state | {"weights": lax.fori_loop(0, trips, body, state["weights"])}
 
     def _reduce_chunk(self, state: dict, chunk, slot) -> dict:
-        def body(layer, reduced):
-            total, reduced = _tie(_at(state["gradients"], slot * self.room + layer), reduced)
-            shards = self._reduce(total, self.plan.layout.layers)
-            return _add_at(reduced, chunk * self.room + layer, shards)
+        def body(number, reduced):
+            here = self.params.piece_in_slot(slot, number)
+            total, reduced = _tie(self.params.read(state["gradients"], here), reduced)
+            shards = self._reduce(total, self.params.piece)
+            there = self.params.resident_piece(self.stage, chunk, number)
+            return self.params.add(reduced, there, shards)
 
-        trips = jnp.where(chunk == NONE, 0, self.room)
+        trips = jnp.where(chunk == NONE, 0, self.params.num_pieces)
         return state | {"reduced": lax.fori_loop(0, trips, body, state["reduced"])}
 
     def _gradients(self, state: dict) -> PyTree:
@@ -451,13 +520,7 @@ class _Run:
         if self.plan.zero >= 2:
             layers = state["reduced"]
         else:
-            stacked = jax.tree.map(
-                lambda leaf: dataclasses.replace(
-                    leaf, data_dim=None if leaf.data_dim is None else leaf.data_dim + 1
-                ),
-                self.plan.layout.layers,
-            )
-            layers = self._reduce(state["gradients"], stacked)
+            layers = self._reduce(state["gradients"], self.params.placed)
         return {
             "layers": jax.tree.map(lambda w: w[None], layers),
             **self._reduce(state["outer_gradients"], self.plan.layout.outer),
@@ -472,25 +535,15 @@ def _tie(read: PyTree, carried: PyTree) -> tuple[PyTree, PyTree]:
     return lax.optimization_barrier((read, carried))
 
 
-def _at(tree: PyTree, row) -> PyTree:
-    return jax.tree.map(lambda leaf: lax.dynamic_index_in_dim(leaf, row, keepdims=False), tree)
+def _at(inbox: list, slot) -> list:
+    """The message in a slot."""
+    return [lax.dynamic_index_in_dim(w, slot, keepdims=False) for w in inbox]
 
 
-def _set_at(tree: PyTree, row, values: PyTree) -> PyTree:
-    return jax.tree.map(
-        lambda leaf, value: lax.dynamic_update_index_in_dim(leaf, value.astype(leaf.dtype), row, 0),
-        tree,
-        values,
-    )
-
-
-def _add_at(tree: PyTree, row, values: PyTree) -> PyTree:
-    return _set_at(tree, row, jax.tree.map(jnp.add, _at(tree, row), values))
-
-
-def _put(inbox: jax.Array, slot, message: jax.Array) -> jax.Array:
+def _put(inbox: list, slot, message: list) -> list:
     """Writes a message into its slot; slot `NONE` leaves the inbox as it is."""
     row = jnp.maximum(slot, 0)
-    kept = lax.dynamic_index_in_dim(inbox, row, keepdims=False)
-    value = jnp.where(slot == NONE, kept, message)
-    return lax.dynamic_update_index_in_dim(inbox, value, row, 0)
+    return [
+        lax.dynamic_update_index_in_dim(w, jnp.where(slot == NONE, kept, sent), row, 0)
+        for w, kept, sent in zip(inbox, _at(inbox, row), message, strict=True)
+    ]

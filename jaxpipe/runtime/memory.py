@@ -59,7 +59,8 @@ def compiled(pipe: Pipeline, batch: PyTree, rng: jax.Array | None = None) -> jax
 
     placed = jax.tree.map(shape, pipe.layout.placed_shapes(), pipe.param_shardings)
     batch = jax.tree.map(lambda leaf: shape(leaf, pipe.batch_sharding), batch)
-    return jax.jit(pipe.value_and_grad).lower(placed, batch, rng).compile()
+    step = jax.jit(pipe.value_and_grad)
+    return step.lower(placed, batch, rng, states=pipe.placed_states).compile()
 
 
 def _size(shapes: PyTree) -> int:
@@ -67,23 +68,24 @@ def _size(shapes: PyTree) -> int:
 
 
 def _smallest(pipe: Pipeline) -> Pipeline:
-    """The same model, mesh and options with two layers a stage and two microbatches.
+    """The same model, mesh and options with two microbatches, and two layers a stage if its layers
+    are alike.
 
     Two, because the compiler simplifies what it knows to be one.
     """
     stages = pipe.schedule.num_stages
-    layers = jax.tree.map(
-        lambda leaf: jax.ShapeDtypeStruct((2 * stages, *leaf.shape), leaf.dtype), pipe.layout.layers
-    )
-    outer = jax.tree.map(
-        lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), pipe.layout.outer
-    )
+    params = pipe.layout.canonical_shapes()
+    if not isinstance(params["layers"], tuple):
+        params["layers"] = jax.tree.map(
+            lambda w: jax.ShapeDtypeStruct((2 * stages, *w.shape[1:]), w.dtype), params["layers"]
+        )
     fused = any(action.kind is Kind.BW for action in pipe.schedule.orders[0])
     return Pipeline(
         pipe.model,
-        {"layers": layers, **outer},
+        params,
         schedule=one_f_one_b(stages, 2, fused=fused),
         mesh=pipe.mesh,
         remat=pipe.remat,
         zero=pipe.zero,
+        states=pipe.canonical_states,
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from functools import cached_property
 from typing import Any
 
@@ -11,11 +12,12 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxpipe.runtime import executor
-from jaxpipe.runtime.layout import make_layout
+from jaxpipe.runtime.layout import make_layers, make_layout
 from jaxpipe.runtime.mesh import DATA, STAGE
 from jaxpipe.runtime.model import Model
+from jaxpipe.runtime.parameters import Packed, Stacked
 from jaxpipe.runtime.split import REMAT_POLICIES
-from jaxpipe.schedule.actions import Schedule
+from jaxpipe.schedule.actions import Kind, Schedule
 from jaxpipe.schedule.lower import forward_only, lower, partition
 from jaxpipe.schedule.validate import validate
 
@@ -25,12 +27,12 @@ PyTree = Any
 class Pipeline:
     """Runs a model through a pipeline schedule on a mesh.
 
-    Parameters are *canonical* for the user (``{"embed", "layers", "head"}``, layers stacked in
-    model order) and *placed* on the devices; `place` and `unplace` convert. Everything can be
-    called inside `jax.jit`.
+    Parameters are *canonical* for the user (``{"embed", "layers", "head"}``, layers in model order:
+    stacked if they are alike, a tuple if not) and *placed* on the devices; `place` and `unplace`
+    convert. Everything can be called inside `jax.jit`.
 
     Args:
-      model: three pure functions.
+      model: pure functions.
       params: canonical parameters, or their shapes.
       schedule: from `jaxpipe.schedules.build`, or your own; it is validated.
       mesh: from `jaxpipe.make_mesh`; its ``stage`` axis must be the schedule's number of stages.
@@ -38,6 +40,8 @@ class Pipeline:
         inputs.
       zero: what is sharded over the ``data`` axis: 0 nothing, 1 optimizer state, 2 also gradients,
         3 also weights.
+      layer_counts: layers of every virtual stage, in model order; by default as equal as possible.
+      states: the layers' initial states, or their shapes, for a `Model` that is stateful.
       poison: test mode; fills bubbles with NaN.
 
     Raises:
@@ -48,7 +52,7 @@ class Pipeline:
       >>> from jaxpipe.runtime.mesh import make_mesh
       >>> model = Model(
       ...     embed=lambda outer, batch, rng: batch["x"],
-      ...     layer=lambda w, x, rng: jnp.tanh(x @ w),
+      ...     layer=lambda w, x, batch, rng: jnp.tanh(x @ w),
       ...     head_loss=lambda outer, x, batch, rng: jnp.mean((x - batch["y"]) ** 2),
       ... )
       >>> params = {"embed": {}, "layers": jnp.ones((2, 3, 3)), "head": {}}
@@ -69,17 +73,22 @@ class Pipeline:
         mesh: Mesh,
         remat: str = "none",
         zero: int = 0,
+        layer_counts: Sequence[int] | None = None,
+        states: PyTree = None,
         poison: bool = False,
     ) -> None:
-        _check(params, schedule, mesh, remat, zero)
+        _check(model, params, states, schedule, mesh, remat, zero)
         validate(schedule)
         self.model, self.schedule, self.mesh = model, schedule, mesh
         self.remat, self.poison = remat, poison
         self.zero = zero if mesh.shape[DATA] > 1 else 0
-        num_layers = jax.tree.leaves(params["layers"])[0].shape[0]
-        counts = partition(num_layers, schedule.placement.num_virtual_stages)
-        self.table = lower(schedule, counts)
+        if layer_counts is None:
+            layer_counts = partition(
+                num_layers(params["layers"]), schedule.placement.num_virtual_stages
+            )
+        self.table = lower(schedule, layer_counts)
         self.layout = make_layout(params, model.stage_split, mesh, self.table)
+        self.state_layout = None if states is None else make_layers(states, self.table, data=1)
 
     # Layout.
 
@@ -118,15 +127,17 @@ class Pipeline:
         )
 
     def map_parameters(self, fn, tree: PyTree, *, rest=lambda leaf: leaf) -> PyTree:
-        """Applies ``fn`` to every subtree with the parameters' structure and ``rest`` to all other
-        leaves.
+        """Applies ``fn`` to every subtree with the structure of the parameters, placed or
+        canonical, and ``rest`` to all other leaves.
 
         With `place` and `unplace` it converts a whole optimizer state.
         """
-        structure: Any = jax.tree.structure(self.param_shardings)
+        structures = [
+            jax.tree.structure(tree) for tree in (self.param_shardings, self.canonical_shardings)
+        ]
 
         def is_params(node):
-            return bool(jax.tree.structure(node) == structure)
+            return jax.tree.structure(node) in structures
 
         return jax.tree.map(
             lambda node: fn(node) if is_params(node) else rest(node), tree, is_leaf=is_params
@@ -140,6 +151,21 @@ class Pipeline:
         """Placed parameters (or gradients) to canonical ones."""
         return self._unplace(placed)
 
+    def place_states(self, states: PyTree) -> PyTree:
+        """Canonical states of the layers, one tree a layer, to placed ones."""
+        shardings = NamedSharding(self.mesh, P(STAGE))
+        return jax.jit(self._states.place, out_shardings=shardings)(states)
+
+    def unplace_states(self, placed: PyTree) -> PyTree:
+        """Undoes `place_states`."""
+        return jax.jit(self._states.unplace)(placed)
+
+    @property
+    def _states(self) -> Stacked | Packed:
+        if self.state_layout is None:
+            raise ValueError("This model's layers keep no state: Pipeline was given no states.")
+        return self.state_layout
+
     @cached_property
     def _place(self):
         return jax.jit(self.layout.place, out_shardings=self.param_shardings)
@@ -151,8 +177,13 @@ class Pipeline:
     # Running.
 
     def value_and_grad(
-        self, placed: PyTree, batch: PyTree, rng: jax.Array | None = None
-    ) -> tuple[jax.Array, PyTree]:
+        self,
+        placed: PyTree,
+        batch: PyTree,
+        rng: jax.Array | None = None,
+        *,
+        states: PyTree = None,
+    ) -> tuple[Any, PyTree]:
         """Loss and gradients of a batch.
 
         Args:
@@ -160,29 +191,41 @@ class Pipeline:
           batch: leaves ``[rows, ...]``, rows a multiple of microbatches x data shards. Within a
             data shard row r belongs to microbatch ``r % m``.
           rng: the step's key for models with randomness, or None.
+          states: placed states, for a stateful model.
 
         Returns:
           The mean loss over microbatches and data shards (float32 scalar), and gradients like
-          ``placed``.
+          ``placed``. A stateful model gives ``(loss, states)`` in place of the loss, like
+          `jax.value_and_grad` with ``has_aux``: the states after the last microbatch, averaged over
+          data shards.
 
         Raises:
-          ValueError: the batch does not divide.
+          ValueError: the batch does not divide, or layers that do not fit each other.
         """
-        out_specs = (P(), self.layout.specs(sharded=self.zero >= 1))
-        return self._run(self._plan(self.table), out_specs, placed, batch, rng)
+        loss, grads, states = self._run(self._plan(self.table), placed, batch, rng, states)
+        return (loss if self.state_layout is None else (loss, states)), grads
 
-    def loss(self, placed: PyTree, batch: PyTree, rng: jax.Array | None = None) -> jax.Array:
+    def loss(
+        self,
+        placed: PyTree,
+        batch: PyTree,
+        rng: jax.Array | None = None,
+        *,
+        states: PyTree = None,
+    ) -> jax.Array:
         """The loss alone, by the schedule's forwards. Arguments as for `value_and_grad`."""
-        return self._run(self._plan(self._forward_table), P(), placed, batch, rng)
+        return self._run(self._plan(self._forward_table), placed, batch, rng, states)[0]
 
     @cached_property
     def _forward_table(self):
         return lower(forward_only(self.schedule), self.table.layer_counts)
 
     def _plan(self, table) -> executor.Plan:
-        return executor.Plan(self.model, self.layout, table, self.remat, self.zero, self.poison)
+        return executor.Plan(
+            self.model, self.layout, table, self.remat, self.zero, self.state_layout, self.poison
+        )
 
-    def _run(self, plan: executor.Plan, out_specs, placed, batch, rng):
+    def _run(self, plan: executor.Plan, placed, batch, rng, states):
         m, shards = self.schedule.num_microbatches, self.mesh.shape[DATA]
         for path, leaf in jax.tree.leaves_with_path(batch):
             if leaf.shape[0] % (m * shards):
@@ -190,14 +233,18 @@ class Pipeline:
                     _uneven_batch(jax.tree_util.keystr(path), leaf.shape[0], m, shards)
                 )
 
-        def body(placed, batch, rng):
-            return executor.run(plan, placed, self._microbatches(batch), rng)
+        def body(placed, batch, rng, states):
+            return executor.run(plan, placed, self._microbatches(batch), rng, states)
 
-        in_specs = (self.layout.specs(sharded=self.zero == 3), P(DATA), P())
-        run = jax.shard_map(
+        gradients = self.layout.specs(sharded=self.zero >= 1) if plan.trains else None
+        return self._mapped(body, (P(), gradients, P(STAGE)))(placed, batch, rng, states)
+
+    def _mapped(self, body, out_specs):
+        """``body(placed, batch, rng, states)`` on every device."""
+        in_specs = (self.layout.specs(sharded=self.zero == 3), P(DATA), P(), P(STAGE))
+        return jax.shard_map(
             body, mesh=self.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False
         )
-        return run(placed, batch, rng)
 
     def _microbatches(self, batch: PyTree) -> PyTree:
         """One data shard's leaves ``[rows, ...]`` as ``[rows of a microbatch, m, ...]``: a view."""
@@ -216,23 +263,50 @@ class Pipeline:
         """
         shapes: dict[str, PyTree] = {}
 
-        def body(placed, batch, rng):
+        def body(placed, batch, rng, states):
             rows = self._microbatches(batch)
-            shapes.update(executor.buffers(self._plan(self.table), placed, rows, rng))
+            shapes.update(executor.buffers(self._plan(self.table), placed, rows, rng, states))
             return jnp.zeros(())
 
-        run = jax.shard_map(
-            body,
-            mesh=self.mesh,
-            out_specs=P(),
-            check_vma=False,
-            in_specs=(self.layout.specs(sharded=self.zero == 3), P(DATA), P()),
-        )
-        jax.eval_shape(run, self.layout.placed_shapes(), batch, rng)
+        arguments = self.layout.placed_shapes(), batch, rng, self.placed_states
+        jax.eval_shape(self._mapped(body, P()), *arguments)
         return shapes
 
+    @property
+    def placed_states(self) -> PyTree:
+        """Shapes and shardings of the placed states; None for a model without."""
+        if self.state_layout is None:
+            return None
+        sharding = NamedSharding(self.mesh, P(STAGE))
 
-def _check(params: PyTree, schedule: Schedule, mesh: Mesh, remat: str, zero: int) -> None:
+        def shape(leaf):
+            struct = leaf.behind(self.mesh.shape[STAGE]).struct()
+            return jax.ShapeDtypeStruct(struct.shape, struct.dtype, sharding=sharding)
+
+        return jax.tree.map(shape, self.state_layout.placed)
+
+    @property
+    def canonical_states(self) -> PyTree:
+        """Shapes of the layers' states; None for a model without."""
+        if self.state_layout is None:
+            return None
+        return jax.tree.map(lambda leaf: leaf.struct(), self.state_layout.canonical)
+
+
+def num_layers(layers: PyTree) -> int:
+    """How many layers canonical ``params["layers"]`` hold."""
+    return len(layers) if isinstance(layers, tuple) else jax.tree.leaves(layers)[0].shape[0]
+
+
+def _check(
+    model: Model,
+    params: PyTree,
+    states: PyTree,
+    schedule: Schedule,
+    mesh: Mesh,
+    remat: str,
+    zero: int,
+) -> None:
     """Raises one error with everything that does not fit."""
     problems = []
     if set(mesh.axis_names) != {DATA, STAGE}:
@@ -260,6 +334,8 @@ def _check(params: PyTree, schedule: Schedule, mesh: Mesh, remat: str, zero: int
         problems.append(f"zero={zero} is not a level.\nNearest valid: {min(max(zero, 0), 3)}.")
     if not isinstance(params, dict) or set(params) != {"embed", "layers", "head"}:
         problems.append('params must be {"embed": ..., "layers": ..., "head": ...}.')
+    elif isinstance(params["layers"], tuple) or isinstance(model.layer, tuple):
+        problems += _check_tuples(model, params["layers"])
     else:
         depths = {leaf.shape[0] for leaf in jax.tree.leaves(params["layers"])}
         if len(depths) != 1:
@@ -267,8 +343,49 @@ def _check(params: PyTree, schedule: Schedule, mesh: Mesh, remat: str, zero: int
                 'params["layers"] must stack every layer on the leading dimension; found leading '
                 f"dimensions {sorted(depths)}."
             )
+    if model.stateful != (states is not None):
+        problems.append(
+            f"Model.stateful={model.stateful}, but Pipeline was given "
+            f"{'no states' if states is None else 'states'}: a stateful model needs the initial "
+            "states of its layers, another takes none."
+        )
+    elif model.stateful:
+        problems += _check_order(schedule)
     if problems:
         raise ValueError("\n".join(problems))
+
+
+def _check_tuples(model: Model, layers: PyTree) -> Iterator[str]:
+    """What is wrong with the layers of a model whose layers differ."""
+    if not (isinstance(layers, tuple) and isinstance(model.layer, tuple)):
+        one, other = ("params['layers']", "Model.layer")
+        if isinstance(model.layer, tuple):
+            one, other = other, one
+        yield (
+            f"{one} is a tuple and {other} is not: layers that differ have a function and a tree "
+            "of parameters each, layers that are alike one function and stacked parameters."
+        )
+    elif len(layers) != len(model.layer):
+        yield (
+            f"Model.layer has {len(model.layer)} functions and params['layers'] {len(layers)} "
+            "trees; each layer needs one of both."
+        )
+
+
+def _check_order(schedule: Schedule) -> Iterator[str]:
+    """A stateful layer must see the microbatches in their order."""
+    latest: dict[int, int] = {}
+    for order in schedule.orders:
+        for action in order:
+            if action.kind is not Kind.F:
+                continue
+            if action.microbatch < latest.get(action.virtual_stage, -1):
+                yield (
+                    f"Schedule {schedule.name!r} runs {action} after a later microbatch; the "
+                    "states of a stateful model are renewed in microbatch order."
+                )
+                return
+            latest[action.virtual_stage] = action.microbatch
 
 
 def _uneven_batch(path: str, rows: int, m: int, shards: int) -> str:

@@ -1,11 +1,11 @@
 """Derives F, B and W from any layer function.
 
-``layer(params, x, rng) -> y`` is traced once through `jax.vjp`, which gives two programs: the
+``layer(params, x, *context) -> y`` is traced once through `jax.vjp`, which gives two programs: the
 forward (output and residuals) and the backward (residuals and cotangent to dx and dparams). Both
 are flattened (``jit`` and ``checkpoint`` equations inlined), then cut:
 
-- residuals that do not depend on x (parameters, casts of them, dropout masks made from the key
-  alone) are recomputed where they are used; the others are saved, once each;
+- residuals that do not depend on x (parameters, casts of them, what is made of the context alone,
+  such as dropout masks) are recomputed where they are used; the others are saved, once each;
 - B is what dx needs, W is the rest of what dparams needs, and what W reads of B's values *crosses*.
 
 Weights are therefore never residuals, which is what lets a backward use newer weights than its
@@ -40,10 +40,11 @@ class Split:
     """F, B and W of one layer, and the shapes of what travels between them.
 
     Attributes:
-      forward: ``(params, x, rng) -> (y, saved_until_b, saved_until_w)``.
-      backward_input: ``(params, saved_until_b, saved_until_w, dy, rng) -> (dx, crossing)``.
-      backward_weights: ``(params, saved_until_w, crossing, rng) -> dparams``.
-      backward_fused: ``(params, saved_until_b, saved_until_w, dy, rng) -> (dx, dparams)``.
+      forward: ``(params, x, *context) -> (y, saved_until_b, saved_until_w)``; with a state,
+        ``(params, x, *context, state=state) -> ((y, state), saved_until_b, saved_until_w)``.
+      backward_input: ``(params, saved_until_b, saved_until_w, dy, *context) -> (dx, crossing)``.
+      backward_weights: ``(params, saved_until_w, crossing, *context) -> dparams``.
+      backward_fused: ``(params, saved_until_b, saved_until_w, dy, *context) -> (dx, dparams)``.
       until_b: shapes of the residuals that only B reads.
       until_w: shapes of the residuals that W reads (B may read them too).
       crossing: shapes of what B computes and W reads.
@@ -59,26 +60,33 @@ class Split:
 
 
 def split_layer(
-    layer: Callable[..., jax.Array], params: PyTree, x: Any, rng: Any = None, *, remat: str = "none"
+    layer: Callable[..., Any],
+    params: PyTree,
+    x: PyTree,
+    *context: PyTree,
+    state: PyTree = None,
+    remat: str = "none",
 ) -> Split:
     """Cuts a layer's derivative into F, B and W.
 
     Args:
-      layer: ``layer(params, x, rng) -> y``, y like x.
+      layer: ``layer(params, x, *context) -> y``, or with a state ``layer(params, x, *context,
+        state) -> (y, state)``.
       params: one layer's parameters, arrays or shapes.
-      x: the layer's input, array or shape.
-      rng: a key, the shape of one, or None.
+      x: the layer's input, a tree of arrays or shapes; y may be another tree.
+      *context: what F, B and W all read and nobody differentiates (the microbatch's rows, a key):
+        trees of arrays or shapes, or None.
+      state: what the layer reads and renews in F, such as running statistics; None if it has none.
       remat: a name in `REMAT_POLICIES`; a layer that uses `jax.checkpoint` itself composes with it.
 
     Returns:
       The split.
 
     Raises:
-      ValueError: an unknown policy, or a layer whose output differs from its input in shape or
-        dtype.
+      ValueError: an unknown policy.
 
     Example:
-      >>> split = split_layer(lambda w, x, rng: jnp.tanh(x @ w), jnp.ones((4, 4)), jnp.ones((2, 4)))
+      >>> split = split_layer(lambda w, x: jnp.tanh(x @ w), jnp.ones((4, 4)), jnp.ones((2, 4)))
       >>> [leaf.shape for leaf in split.crossing]  # the gradient at the matmul's output
       [(2, 4)]
     """
@@ -86,72 +94,93 @@ def split_layer(
         raise ValueError(
             f"remat={remat!r} is not a policy; choose one of {', '.join(REMAT_POLICIES)}."
         )
-    y = jax.eval_shape(layer, params, x, rng)
-    if (y.shape, y.dtype) != (x.shape, x.dtype):
-        raise ValueError(
-            f"The layer maps x {x.dtype}{list(x.shape)} to {y.dtype}{list(y.shape)}; its output "
-            "must have the shape and dtype of its input, because it is the next layer's input."
-        )
-    traced = _trace(layer, params, x, rng, REMAT_POLICIES[remat])
-    return _cut(*traced)
+    return _cut(_trace(layer, params, x, context, state, REMAT_POLICIES[remat]))
 
 
-def _trace(layer, params, x, rng, policy):
-    """Flat forward and backward programs, and how their inputs and outputs are laid out."""
+@dataclasses.dataclass(frozen=True)
+class _Traced:
+    """Flat forward and backward programs, and how their inputs and outputs are laid out.
 
-    def run(params, x, rng):
+    The forward maps the leaves of (params, context, x, state) to those of (y, state, residuals),
+    the backward those of (residuals, dy) to those of (dx, dparams).
+    """
+
+    forward: core.ClosedJaxpr
+    backward: core.ClosedJaxpr
+    num_known: int  # leaves of params and context: there at F, B and W alike
+    num_x: int
+    params: Any
+    x: Any
+    y: Any  # with the new state, if there is one
+
+
+def _trace(layer, params, x, context, state, policy) -> _Traced:
+    def run(params, context, x, state):
         def of_params_and_x(params, x):
-            return layer(params, x, rng)
+            if state is None:
+                return layer(params, x, *context), None
+            return layer(params, x, *context, state)
 
         if policy is not None:
             of_params_and_x = jax.checkpoint(of_params_and_x, policy=policy)
-        return jax.vjp(of_params_and_x, params, x)
+        return jax.vjp(of_params_and_x, params, x, has_aux=True)
 
     structure = []
 
-    def forward(params, x, rng):
-        y, vjp = run(params, x, rng)
+    def forward(*args):
+        y, vjp, new_state = run(*args)
         leaves, tree = jax.tree.flatten(vjp)
         structure.append(tree)
-        return y, leaves
+        return (y if state is None else (y, new_state)), leaves
 
-    forward_jaxpr = _flatten(jax.make_jaxpr(forward)(params, x, rng))
-    residuals = jax.eval_shape(lambda *args: forward(*args)[1], params, x, rng)
+    args = (params, context, x, state)
+    forward_jaxpr = _flatten(jax.make_jaxpr(forward)(*args))
+    outputs, residuals = jax.eval_shape(forward, *args)
+    dy = outputs if state is None else outputs[0]
 
     def backward(residuals, dy):
         dparams, dx = jax.tree.unflatten(structure[0], residuals)(dy)
-        return dx, jax.tree.leaves(dparams)
+        return dx, dparams
 
-    dy = jax.eval_shape(layer, params, x, rng)
-    backward_jaxpr = _flatten(jax.make_jaxpr(backward)(residuals, dy))
-    return forward_jaxpr, backward_jaxpr, jax.tree.structure(params)
+    return _Traced(
+        forward=forward_jaxpr,
+        backward=_flatten(jax.make_jaxpr(backward)(residuals, dy)),
+        num_known=len(jax.tree.leaves((params, context))),
+        num_x=len(jax.tree.leaves(x)),
+        params=jax.tree.structure(params),
+        x=jax.tree.structure(x),
+        y=jax.tree.structure(outputs),
+    )
 
 
-def _cut(forward: core.ClosedJaxpr, backward: core.ClosedJaxpr, params_tree) -> Split:
+def _cut(traced: _Traced) -> Split:
     """Partitions the two flat programs into F, B, W and names what is kept between them."""
-    num_params = params_tree.num_leaves
-    inputs = forward.jaxpr.invars
-    x_var = inputs[num_params]
-    without_x = [v for v in inputs if v is not x_var]
-    y_var, *residual_vars = forward.jaxpr.outvars
-    *bw_inputs, dy_var = backward.jaxpr.invars
-    dx_var, *dparam_vars = backward.jaxpr.outvars
+    forward, backward = traced.forward, traced.backward
+    known_vars = forward.jaxpr.invars[: traced.num_known]
+    own_vars = forward.jaxpr.invars[traced.num_known :]  # x, then the state
+    num_outputs = traced.y.num_leaves
+    y_vars = forward.jaxpr.outvars[:num_outputs]
+    residual_vars = forward.jaxpr.outvars[num_outputs:]
+    bw_inputs = backward.jaxpr.invars[: len(residual_vars)]
+    dy_vars = backward.jaxpr.invars[len(residual_vars) :]
+    dx_vars = backward.jaxpr.outvars[: traced.num_x]
+    dparam_vars = backward.jaxpr.outvars[traced.num_x :]
 
-    from_x = _reachable(forward.jaxpr.eqns, {x_var})
+    from_x = _reachable(forward.jaxpr.eqns, set(own_vars))
     # Backward input -> the forward value it stands for.
     source = dict(zip(bw_inputs, residual_vars, strict=True))
 
-    b_eqns = _needed(backward.jaxpr.eqns, [dx_var])
+    b_eqns = _needed(backward.jaxpr.eqns, dx_vars)
     in_b = {id(eqn) for eqn in b_eqns}
-    # W repeats what B makes of parameters and key alone (casts, dropout masks) rather than keep it.
+    # W repeats what B makes of parameters and context alone (casts, masks) rather than keep it.
     kept_inputs = {v for v in bw_inputs if _is_var(source[v]) and source[v] in from_x}
-    from_kept = _reachable(backward.jaxpr.eqns, kept_inputs | {dy_var})
+    from_kept = _reachable(backward.jaxpr.eqns, kept_inputs | set(dy_vars))
     w_eqns = [
         eqn
         for eqn in _needed(backward.jaxpr.eqns, dparam_vars)
         if id(eqn) not in in_b or from_kept.isdisjoint(eqn.outvars)
     ]
-    read_by_b = _reads(b_eqns, [dx_var])
+    read_by_b = _reads(b_eqns, dx_vars)
     read_by_w = _reads(w_eqns, dparam_vars)
 
     def saved(read: set) -> list:
@@ -161,50 +190,52 @@ def _cut(forward: core.ClosedJaxpr, backward: core.ClosedJaxpr, params_tree) -> 
 
     until_w = saved(read_by_w)
     until_b = [v for v in saved(read_by_b) if v not in until_w]
-    made_by_b = {v for eqn in b_eqns for v in eqn.outvars} | {dy_var}
+    made_by_b = {v for eqn in b_eqns for v in eqn.outvars} | set(dy_vars)
     crossing = sorted(read_by_w & made_by_b & from_kept, key=_order(backward.jaxpr))
 
-    def split_inputs(params, rng) -> dict:
-        return dict(zip(without_x, [*jax.tree.leaves(params), *jax.tree.leaves(rng)], strict=True))
+    def known(params, context) -> dict:
+        return dict(zip(known_vars, jax.tree.leaves((params, context)), strict=True))
 
-    def residual_env(read: set, params, rng, kept: dict) -> dict:
-        """Values of the backward's inputs: kept, or recomputed from parameters and key."""
+    def residual_env(read: set, params, context, kept: dict) -> dict:
+        """Values of the backward's inputs: kept, or recomputed from parameters and context."""
         wanted = [v for v in bw_inputs if v in read]
         recomputed = [source[v] for v in wanted if _is_var(source[v]) and source[v] not in kept]
-        env = _consts(forward) | split_inputs(params, rng)
+        env = _consts(forward) | known(params, context)
         env = _run(_needed(forward.jaxpr.eqns, recomputed), env) | kept
         return {v: _value(source[v], env) for v in wanted}
 
-    def forward_fn(params, x, rng):
-        env = _consts(forward) | split_inputs(params, rng) | {x_var: x}
-        env = _run(_needed(forward.jaxpr.eqns, [y_var, *until_b, *until_w]), env)
-        return _value(y_var, env), [env[v] for v in until_b], [env[v] for v in until_w]
+    def forward_fn(params, x, *context, state=None):
+        own = dict(zip(own_vars, jax.tree.leaves((x, state)), strict=True))
+        env = _consts(forward) | known(params, context) | own
+        env = _run(_needed(forward.jaxpr.eqns, [*y_vars, *until_b, *until_w]), env)
+        y = jax.tree.unflatten(traced.y, [_value(v, env) for v in y_vars])
+        return y, [env[v] for v in until_b], [env[v] for v in until_w]
 
-    def kept_env(saved_until_b, saved_until_w) -> dict:
-        return dict(zip([*until_b, *until_w], [*saved_until_b, *saved_until_w], strict=True))
+    def run_b(params, saved_until_b, saved_until_w, dy, context, read) -> dict:
+        kept = dict(zip([*until_b, *until_w], [*saved_until_b, *saved_until_w], strict=True))
+        env = _consts(backward) | dict(zip(dy_vars, jax.tree.leaves(dy), strict=True))
+        return _run(b_eqns, env | residual_env(read, params, context, kept))
 
-    def run_b(params, saved_until_b, saved_until_w, dy, rng, read) -> dict:
-        env = _consts(backward) | {dy_var: dy}
-        env |= residual_env(read, params, rng, kept_env(saved_until_b, saved_until_w))
-        return _run(b_eqns, env)
+    def dx(env: dict):
+        return jax.tree.unflatten(traced.x, [_value(v, env) for v in dx_vars])
 
     def dparams(env: dict):
-        return jax.tree.unflatten(params_tree, [_value(v, env) for v in dparam_vars])
+        return jax.tree.unflatten(traced.params, [_value(v, env) for v in dparam_vars])
 
-    def backward_input(params, saved_until_b, saved_until_w, dy, rng):
-        env = run_b(params, saved_until_b, saved_until_w, dy, rng, read_by_b)
-        return _value(dx_var, env), [env[v] for v in crossing]
+    def backward_input(params, saved_until_b, saved_until_w, dy, *context):
+        env = run_b(params, saved_until_b, saved_until_w, dy, context, read_by_b)
+        return dx(env), [env[v] for v in crossing]
 
-    def backward_weights(params, saved_until_w, crossed, rng):
+    def backward_weights(params, saved_until_w, crossed, *context):
         kept = dict(zip(until_w, saved_until_w, strict=True))
         env = _consts(backward) | dict(zip(crossing, crossed, strict=True))
-        env |= residual_env(read_by_w, params, rng, kept)
+        env |= residual_env(read_by_w, params, context, kept)
         return dparams(_run(w_eqns, env))
 
-    def backward_fused(params, saved_until_b, saved_until_w, dy, rng):
-        env = run_b(params, saved_until_b, saved_until_w, dy, rng, read_by_b | read_by_w)
+    def backward_fused(params, saved_until_b, saved_until_w, dy, *context):
+        env = run_b(params, saved_until_b, saved_until_w, dy, context, read_by_b | read_by_w)
         env = _run(w_eqns, env)
-        return _value(dx_var, env), dparams(env)
+        return dx(env), dparams(env)
 
     return Split(
         forward=forward_fn,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -21,7 +22,8 @@ def loss(
     *,
     num_microbatches: int = 1,
     data_shards: int = 1,
-) -> jax.Array:
+    states: Sequence[PyTree] | None = None,
+) -> Any:
     """Mean loss of a batch on one device, microbatch by microbatch, layer by layer.
 
     Args:
@@ -31,21 +33,26 @@ def loss(
       rng: the step's key, or None.
       num_microbatches: m, for the random keys and the mean.
       data_shards: number of data shards, likewise.
+      states: a tree for each layer, for a stateful model.
 
     Returns:
-      float32 scalar.
+      float32 scalar; with ``states``, ``(loss, states)``, each data shard's renewed in microbatch
+      order, then averaged.
     """
     outer = {name: params[name] for name in ("embed", "head")}
-    num_layers = jax.tree.leaves(params["layers"])[0].shape[0]
+    layers = _layers(model, params["layers"])
 
-    def one(rows: PyTree, microbatch: int, shard: int) -> jax.Array:
+    def one(rows: PyTree, microbatch: int, shard: int, states: list[PyTree]):
         def key(layer):
             return layer_key(rng, microbatch=microbatch, shard=shard, layer=layer)
 
-        x = model.embed(outer, rows, key(embed_layer(num_layers)))
-        for layer in range(num_layers):
-            x = model.layer(jax.tree.map(lambda w, n=layer: w[n], params["layers"]), x, key(layer))
-        return model.head_loss(outer, x, rows, key(head_layer(num_layers)))
+        x = model.embed(outer, rows, key(embed_layer(len(layers))))
+        for n, (function, layer_params) in enumerate(layers):
+            if states:
+                x, states[n] = function(layer_params, x, rows, key(n), states[n])
+            else:
+                x = function(layer_params, x, rows, key(n))
+        return model.head_loss(outer, x, rows, key(head_layer(len(layers))))
 
     def rows_of(microbatch: int, shard: int) -> PyTree:
         def rows(leaf):
@@ -54,5 +61,21 @@ def loss(
 
         return jax.tree.map(rows, batch)
 
-    losses = [one(rows_of(i, d), i, d) for i in range(num_microbatches) for d in range(data_shards)]
-    return jnp.mean(jnp.stack(losses))
+    held = [list(states or ()) for _ in range(data_shards)]
+    losses = [
+        one(rows_of(i, d), i, d, held[d])
+        for i in range(num_microbatches)
+        for d in range(data_shards)
+    ]
+    mean = jnp.mean(jnp.stack(losses))
+    if states is None:
+        return mean
+    return mean, jax.tree.map(lambda *w: sum(w) / data_shards, *map(tuple, held))
+
+
+def _layers(model: Model, layers: PyTree) -> list[tuple[Callable[..., Any], PyTree]]:
+    """Function and parameters of every layer, of a model whose layers are alike or not."""
+    if isinstance(model.layer, tuple):
+        return list(zip(model.layer, layers, strict=True))
+    depth = jax.tree.leaves(layers)[0].shape[0]
+    return [(model.layer, jax.tree.map(lambda w, n=n: w[n], layers)) for n in range(depth)]

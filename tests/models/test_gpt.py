@@ -44,7 +44,7 @@ def loss_of(config, params, batch, rng=None, *, axis=None):
     layer_keys = None if rng is None else jax.random.split(rng, config.num_layers)
     x = model.embed(outer, batch, rng)
     x, _ = jax.lax.scan(
-        lambda x, layer: (model.layer(layer[0], x, layer[1]), None),
+        lambda x, layer: (model.layer(layer[0], x, None, layer[1]), None),
         x,
         (params["layers"], layer_keys),
     )

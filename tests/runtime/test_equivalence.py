@@ -9,6 +9,7 @@ import jax
 import numpy as np
 import pytest
 import toy
+from covering import covering
 
 import jaxpipe
 
@@ -20,23 +21,6 @@ FULL = [
     for case in itertools.product(SCHEDULES, STAGES, DATA, ZERO, REMAT, TIED, MICROBATCHES)
     if case[2] > 1 or case[3] == 0  # one data shard has nothing to shard
 ]
-
-
-def covering(cases: list[tuple]) -> list[tuple]:
-    """A subset in which every pair of values that occurs together in ``cases`` still does."""
-
-    def pairs(case: tuple) -> set:
-        return set(itertools.combinations(enumerate(case), 2))
-
-    missing = set().union(*map(pairs, cases))
-    chosen = []
-    while missing:
-        best = max(cases, key=lambda case: len(pairs(case) & missing))
-        chosen.append(best)
-        missing -= pairs(best)
-    return chosen
-
-
 COVERING = covering(FULL)
 
 

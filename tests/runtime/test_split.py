@@ -61,7 +61,7 @@ def test_stricter_policies_save_less():
     params, x, _ = arguments()
 
     def saved(remat):
-        split = split_layer(layer, params, x, remat=remat)
+        split = split_layer(layer, params, x, None, remat=remat)
         return sum(leaf.size for leaf in (*split.until_b, *split.until_w))
 
     assert saved("none") > saved("dots") > saved("full") == x.size
@@ -69,7 +69,7 @@ def test_stricter_policies_save_less():
 
 def test_backward_for_the_input_computes_no_weight_gradient():
     params, x, dy = arguments()
-    split = split_layer(layer, params, x)
+    split = split_layer(layer, params, x, None)
     _, until_b, until_w = split.forward(params, x, None)
     _, crossing = split.backward_input(params, until_b, until_w, dy, None)
 
@@ -80,9 +80,44 @@ def test_backward_for_the_input_computes_no_weight_gradient():
     assert matmuls(split.backward_weights, params, until_w, crossing, None) == 2
 
 
-def test_layer_that_changes_shape_is_refused():
-    with pytest.raises(ValueError, match=r"float32\[3, 6\] to float32\[3, 2\]"):
-        split_layer(lambda w, x, rng: x[:, :2], jnp.ones(2), jnp.ones((3, 6)))
+def tree_layer(w, x, batch, state):
+    mean = jnp.mean(x["moving"], 0)
+    hidden = jnp.tanh((x["moving"] - mean) @ w["up"] + batch["shift"])
+    moved = x["moving"] + hidden @ w["down"] + x["standing"] @ w["side"]
+    return {"moving": moved[:, :4], "standing": x["standing"]}, 0.9 * state + 0.1 * mean
+
+
+@pytest.mark.parametrize("remat", REMAT_POLICIES)
+def test_parts_of_a_layer_of_trees_with_side_inputs_and_a_state_equal_the_vjp(remat):
+    params, moving, _ = arguments()
+    params |= {"side": jnp.linspace(-1, 1, 30).reshape(5, 6)}
+    x = {"moving": moving, "standing": jnp.linspace(0, 1, 15).reshape(3, 5)}
+    batch, state = {"shift": jnp.arange(10.0)}, jnp.ones(6)
+    dy = {"moving": jnp.ones((3, 4)), "standing": jnp.full((3, 5), 2.0)}
+    (y, new_state), vjp = jax.vjp(lambda w, x: tree_layer(w, x, batch, state), params, x)
+    dparams, dx = vjp((dy, jnp.zeros(6)))
+
+    split = split_layer(tree_layer, params, x, batch, state=state, remat=remat)
+    out, until_b, until_w = split.forward(params, x, batch, state=state)
+    got_dx, crossing = split.backward_input(params, until_b, until_w, dy, batch)
+    got_dparams = split.backward_weights(params, until_w, crossing, batch)
+    fused = split.backward_fused(params, until_b, until_w, dy, batch)
+
+    got, want = (out, got_dx, got_dparams, fused), ((y, new_state), dx, dparams, (dx, dparams))
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5), got, want)
+
+
+def test_what_a_layer_only_passes_on_is_not_saved():
+    params, moving, _ = arguments()
+    x = {"moving": moving, "standing": jnp.ones((3, 5))}
+
+    def layer(w, x):
+        return x | {"moving": jnp.tanh(x["moving"] @ w["up"] @ w["down"])}
+
+    split = split_layer(layer, params, x)
+    sizes = [leaf.shape for leaf in (*split.until_b, *split.until_w, *split.crossing)]
+    assert (3, 6) in sizes
+    assert (3, 5) not in sizes
 
 
 def test_unknown_policy_names_the_known_ones():

@@ -21,7 +21,7 @@ def model(*, tied: bool, axis: str | None) -> jaxpipe.Model:
         rows = vocabulary.lookup(outer["embed"]["table"], batch["tokens"][:, :-1], axis=axis)
         return rows + outer["embed"]["positions"]
 
-    def layer(w, x, rng):
+    def layer(w, x, batch, rng):
         hidden = jnp.tanh(x @ w["up"] + w["bias"])
         if rng is not None:
             hidden = jnp.where(jax.random.bernoulli(rng, 0.8, hidden.shape), hidden / 0.8, 0)

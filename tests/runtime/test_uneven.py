@@ -1,0 +1,128 @@
+"""Layers of different shapes, values that travel past layers, side inputs and states."""
+
+from __future__ import annotations
+
+import itertools
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import uneven
+from covering import covering
+
+import jaxpipe
+
+SCHEDULES = ("1f1b", "1f1b-fused", "gpipe", "zb-v", "interleaved", "breadth-first-fused", "hanayo")
+CASES = covering(
+    [
+        case
+        for case in itertools.product(
+            SCHEDULES, (2, 4), (1, 2), (0, 1, 2, 3), ("none", "dots", "full")
+        )
+        if case[2] > 1 or case[3] == 0
+    ]
+)
+
+
+def check(
+    schedule, stages, data, zero, remat, *, microbatches=4, rng=None, stateful=False, **options
+):
+    params, batch = uneven.params(), uneven.batch(2 * data * microbatches)
+    states = uneven.states() if stateful else None
+    model = uneven.model(stateful=stateful)
+    pipe = jaxpipe.Pipeline(
+        model,
+        params,
+        schedule=jaxpipe.schedules.build(schedule, stages=stages, microbatches=microbatches),
+        mesh=jaxpipe.make_mesh(stage=stages, data=data),
+        remat=remat,
+        zero=zero,
+        states=states,
+        poison=True,
+        **options,
+    )
+    placed_states = pipe.place_states(states) if stateful else None
+    placed = pipe.place(params)
+    jax.tree.map(np.testing.assert_array_equal, pipe.unplace(placed), params)
+    got, grads = jax.jit(pipe.value_and_grad)(placed, batch, rng, states=placed_states)
+    oracle = partial(
+        jaxpipe.unpipelined.loss,
+        model,
+        num_microbatches=microbatches,
+        data_shards=data,
+        states=states,
+    )
+    oracle = jax.jit(jax.value_and_grad(oracle, has_aux=stateful))
+    want, expected_grads = oracle(params, batch, rng)
+    if stateful:
+        got = got[0], pipe.unplace_states(got[1])
+    for (path, value), expected in zip(
+        jax.tree.leaves_with_path((got, pipe.unplace(grads))),
+        jax.tree.leaves((want, expected_grads)),
+        strict=True,
+    ):
+        scale = np.abs(expected).max()
+        np.testing.assert_allclose(
+            value, expected, rtol=1e-5, atol=1e-5 * scale, err_msg=jax.tree_util.keystr(path)
+        )
+    loss = jax.jit(pipe.loss)(placed, batch, rng, states=placed_states)
+    np.testing.assert_allclose(loss, jax.tree.leaves(want)[0], rtol=1e-5)
+
+
+@pytest.mark.pipeline
+@pytest.mark.parametrize("case", CASES, ids=lambda case: "-".join(map(str, case)))
+def test_gradients_equal_the_unpipelined_model(case):
+    check(*case)
+
+
+@pytest.mark.pipeline
+def test_states_are_renewed_in_microbatch_order():
+    check("zb-v", 4, 2, 3, "full", stateful=True)
+
+
+@pytest.mark.pipeline
+def test_randomness_and_a_partition_of_ones_own():
+    counts = (1, 4, 2, 1)
+    check("1f1b", 4, 2, 3, "none", rng=jax.random.key(3), layer_counts=counts)
+
+
+def test_a_layer_that_cannot_take_what_the_one_before_returns_is_named():
+    params, model = uneven.params(), uneven.model()
+    params["layers"] = params["layers"][:5] + params["layers"][:1] + params["layers"][6:]
+    pipe = jaxpipe.Pipeline(
+        model,
+        params,
+        schedule=jaxpipe.schedules.build("1f1b", stages=2, microbatches=2),
+        mesh=jaxpipe.make_mesh(stage=2),
+    )
+    with pytest.raises(
+        ValueError, match=r"Layer 5 cannot take what layer 4 returns, .*float32\[2, 2"
+    ):
+        jax.eval_shape(pipe.value_and_grad, pipe.layout.placed_shapes(), uneven.batch(4))
+
+
+def test_whole_numbers_do_not_travel():
+    model = uneven.model()
+    model = jaxpipe.Model(lambda outer, batch, rng: jnp.arange(3), model.layer, model.head_loss)
+    pipe = jaxpipe.Pipeline(
+        model,
+        uneven.params(),
+        schedule=jaxpipe.schedules.build("1f1b", stages=2, microbatches=2),
+        mesh=jaxpipe.make_mesh(stage=2),
+    )
+    with pytest.raises(ValueError, match=r"The embedding returns int32\[3\]; only floating"):
+        jax.eval_shape(pipe.value_and_grad, pipe.layout.placed_shapes(), uneven.batch(4))
+
+
+def test_functions_and_trees_must_be_as_many():
+    params, model = uneven.params(), uneven.model()
+    params["layers"] = params["layers"][:-1]
+    with pytest.raises(ValueError, match=r"has 8 functions and params\['layers'\] 7 trees"):
+        jaxpipe.Pipeline(
+            model,
+            params,
+            schedule=jaxpipe.schedules.build("1f1b", stages=2, microbatches=2),
+            mesh=jaxpipe.make_mesh(stage=2),
+        )
