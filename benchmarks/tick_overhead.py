@@ -25,8 +25,10 @@ from jaxpipe.schedule.simulate import Costs
 ROUNDS = 9
 AT_ONCE = Costs(1e-9, 1e-9, 1e-9)
 CALLING = bubble.sleeping_model(AT_ONCE)
-PLAIN = dataclasses.replace(CALLING, layer=lambda w, x, batch, rng: w * x)
-MODELS = {"plain": PLAIN, "calling": CALLING}
+MODELS = {
+    "plain": dataclasses.replace(CALLING, layer=lambda w, x, batch, rng: w * x),
+    "calling": CALLING,
+}
 
 
 def measure(name: str, layers: str, layers_per_chunk: int, stages: int, m: int) -> dict:
