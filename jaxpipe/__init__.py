@@ -2,6 +2,7 @@
 
 from jaxpipe.runtime import unpipelined as unpipelined
 from jaxpipe.runtime import vocabulary as vocabulary
+from jaxpipe.runtime.asynchronous import AsyncPipeline as AsyncPipeline
 from jaxpipe.runtime.mesh import make_mesh as make_mesh
 from jaxpipe.runtime.model import Model as Model
 from jaxpipe.runtime.modules import functional as functional
@@ -10,6 +11,7 @@ from jaxpipe.runtime.pipeline import Pipeline as Pipeline
 from jaxpipe.schedule import catalog as schedules
 
 __all__ = [
+    "AsyncPipeline",
     "Model",
     "Pipeline",
     "functional",

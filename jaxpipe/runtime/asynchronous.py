@@ -217,6 +217,20 @@ class AsyncPipeline:
         out_specs = self.pipe.layout.specs(sharded=self.pipe.zero == 3)
         return jax.jit(self._mapped(newest, (self._specs,), out_specs))
 
+    def discrepancy(self, state: State) -> jax.Array:
+        """How far T2 corrects layers: the norm of tau * delta over the weights', float32
+        ``[stages]``; 0 without T2."""
+        stages = self.steady.num_stages
+        taus = jnp.asarray([self.steady.mean_delay(self.steady.stage(d)) for d in range(stages)])
+        if not self._corrected:
+            return jnp.zeros(stages)
+
+        def norms(tree):
+            squares = jax.tree.map(lambda w: jnp.square(w).reshape(stages, -1).sum(1), tree)
+            return jnp.sqrt(sum(jax.tree.leaves(squares)))
+
+        return taus * norms(state["delta"]["layers"]) / norms(state["weights"]["layers"])
+
     def finish(self, state: State) -> tuple[PyTree, PyTree]:
         """Placed parameters and optimizer state as the synchronous pipeline has them.
 

@@ -176,7 +176,7 @@ class AsynchronousRun(_Run):
     def _asynchronous_tick(self, state: dict, now, clock: dict) -> tuple[dict, jax.Array]:
         self.now, self.clock = now, clock
         self.recent, self.weights, self.delta = state["recent"], state["weights"], state["delta"]
-        state = self._tick(state, self._row())
+        state = self._phases(state, self._row())
         leaving = now - self.steady.head.forward
         ends = self._runs(leaving) & self.steady.updates(leaving)
         loss = jnp.where(ends, state["loss"] / self.steady.num_microbatches, jnp.nan)
@@ -186,6 +186,14 @@ class AsynchronousRun(_Run):
         for name in PARTS:
             state = self._update(state, name)
         return state, loss
+
+    def _phases(self, state: dict, row: dict) -> dict:
+        """A tick of the executor; weights are gathered and gradients reduced layer by layer."""
+        state = self._enter(state, *row["all"]["embed"])
+        state, outputs = self._passes(state, row)
+        state = self._exchange(state, outputs, row["receive"])
+        state = self._leave(state, outputs[Kind.F], *row["all"]["head"])
+        return self._embed_gradient(state, outputs[Kind.B], row["all"]["embed_gradient"])
 
     def _row(self) -> dict[str, Any]:
         """The row of this tick, as the executor would read it from a table."""
@@ -258,8 +266,7 @@ class AsynchronousRun(_Run):
         weights = self.params.read(self.weights["layers"], place)
         if cell["corrected"]:
             delta = self.params.read(self.delta["layers"], self.params.in_slot(0, *at))
-            tau = self._tau(self.steady.stage(self.stage))
-            weights = jax.tree.map(lambda w, d: w - tau.astype(w.dtype) * d, weights, delta)
+            weights = _corrected(weights, delta, self._tau(self.steady.stage(self.stage)))
         return self._gather(weights, self._leaves(weights)) if self.plan.zero == 3 else weights
 
     def _leaves(self, stored: PyTree) -> PyTree:
@@ -273,37 +280,28 @@ class AsynchronousRun(_Run):
             stored = self._reduce(stored, self._leaves(stored))
         return self._sum_in_slot(state, kind, cell, layer, stored)
 
-    def _outer(self, phase: str) -> PyTree:
+    def _outer(self, phase: str, value: PyTree) -> tuple[PyTree, PyTree]:
         """Embedding and head in the versions that a phase reads; T2 where it is a backward."""
-        first, versions = self.clock["first"], self.steady.num_versions
-        part = self.steady.head if phase == "leave" else self.steady.embed
-        backward = phase == "embed_gradient"
-        g = self.now - (part.backward if backward else part.forward)
-        embed, head = self.steady.embed, self.steady.head
-        if phase == "leave":  # both as they are, or one behind
+        first, backward = self.clock["first"], phase == "embed_gradient"
+        if phase == "leave" and self.steady.method != "2bw":
             read = {
-                "embed": self.steady.newest(embed, self.now, first),
-                "head": self.steady.newest(head, self.now, first),
+                name: self.steady.newest(self._part(name), self.now, first)
+                for name in ("embed", "head")
             }
-            if self.steady.method == "2bw":
-                read = dict.fromkeys(read, self.steady.forward_version(head, g, first))
         else:
+            part = self.steady.head if phase == "leave" else self.steady.embed
             of = self.steady.backward_version if backward else self.steady.forward_version
-            read = dict.fromkeys(("embed", "head"), of(embed, g, first))
-        outer = {
-            name: jax.tree.map(
-                lambda w, v=version: lax.dynamic_index_in_dim(w, v % versions, keepdims=False),
-                self.weights[name],
-            )
-            for name, version in read.items()
-        }
+            g = self.now - (part.backward if backward else part.forward)
+            read = dict.fromkeys(("embed", "head"), of(part, g, first))
+        outer = {name: self._version(self.weights, name, version) for name, version in read.items()}
         if backward and self.rules.discrepancy_decay is not None:
-            tau = self.steady.mean_delay(embed)
-            corrected = jax.tree.map(
-                lambda w, d: w - jnp.asarray(tau, w.dtype) * d, outer["embed"], self.delta["embed"]
-            )
-            outer = outer | {"embed": corrected}
-        return self._gather(outer, self.plan.layout.outer) if self.plan.zero == 3 else outer
+            (embed, delta), value = _tie((outer["embed"], self.delta["embed"]), value)
+            tau = self.steady.mean_delay(self.steady.embed)
+            outer["embed"] = _corrected(embed, delta, tau)
+        if self.plan.zero == 3:
+            outer, value = _tie(outer, value)
+            outer = self._gather(outer, self.plan.layout.outer)
+        return outer, value
 
     def _sum_outer(self, sums: PyTree, new: PyTree, phase: str, i) -> PyTree:
         N = self.steady.num_microbatches
@@ -340,16 +338,21 @@ class AsynchronousRun(_Run):
         g = self.now - self._part(name).backward
         return self._runs(g) & self.steady.updates(g), g // self.steady.num_microbatches
 
-    def _finished(self, state: dict, name: str, minibatch) -> PyTree:
-        """A part's gradient, reduced over data; split over it from ZeRO-1 on."""
+    def _sums(self, state: dict, name: str, minibatch) -> PyTree:
+        """A part's gradient as this data shard has summed it."""
         if name == "layers":
-            sums = state["gradients"]
-            return sums if self.plan.zero >= 2 else self._reduce(sums, self.params.placed)
+            return state["gradients"]
         sums = state["outer_gradients"][name]
-        if name == "embed":
-            slot = minibatch % self._num_sums()
-            sums = jax.tree.map(lambda w: lax.dynamic_index_in_dim(w, slot, keepdims=False), sums)
-        return self._reduce(sums, self.plan.layout.outer[name])
+        if name == "head":
+            return sums
+        slot = minibatch % self._num_sums()
+        return jax.tree.map(lambda w: lax.dynamic_index_in_dim(w, slot, keepdims=False), sums)
+
+    def _finished(self, sums: PyTree, name: str) -> PyTree:
+        """A part's gradient, reduced over data; split over it from ZeRO-1 on."""
+        if name == "layers" and self.plan.zero >= 2:
+            return sums
+        return self._reduce(sums, self._placed(name))
 
     def _placed(self, name: str) -> PyTree:
         return self.params.placed if name == "layers" else self.plan.layout.outer[name]
@@ -361,7 +364,8 @@ class AsynchronousRun(_Run):
         changed = ("weights", "delta", "owned", "rest")
 
         def body(_, carry):
-            gradients, carry = _tie(self._finished(state, name, minibatch), carry)
+            sums, carry = _tie(self._sums(state, name, minibatch), carry)
+            gradients = self._finished(sums, name)
             if self.rules.clip_norm is not None:
                 gradients = self._clipped(state, gradients)
             whole = {part: self._version(carry["weights"], part, version) for part in PARTS}
@@ -477,8 +481,8 @@ class AsynchronousRun(_Run):
                 due, minibatch = self._due(name)
 
                 def square(_, norms, name=name, minibatch=minibatch):
-                    gradients, norms = _tie(self._finished(state, name, minibatch), norms)
-                    return norms | {name: self._squared_norm(gradients, name)}
+                    sums, norms = _tie(self._sums(state, name, minibatch), norms)
+                    return norms | {name: self._squared_norm(self._finished(sums, name), name)}
 
                 norms = lax.fori_loop(0, due.astype(jnp.int32), square, norms)
             layers = lax.psum(norms["layers"], STAGE)
@@ -508,6 +512,11 @@ class AsynchronousRun(_Run):
 def slot_axis(layers: Stacked | Packed) -> int:
     """The dimension of a stage's arrays along which chunks, and here versions, follow."""
     return 0 if isinstance(layers, Stacked) else 1
+
+
+def _corrected(weights: PyTree, delta: PyTree, tau) -> PyTree:
+    """T2's guess of what the forward has read."""
+    return jax.tree.map(lambda w, d: w - jnp.asarray(tau, w.dtype) * d, weights, delta)
 
 
 def _lead(tree: PyTree) -> PyTree:

@@ -475,10 +475,11 @@ class _Run:
         """One stage's message, on every stage."""
         return [lax.psum(jnp.where(self.stage == stage, w, 0), STAGE) for w in message]
 
-    def _outer(self, phase: str) -> PyTree:
-        """What a phase ("enter", "leave", "embed_gradient") reads of embedding and head."""
+    def _outer(self, phase: str, value: PyTree) -> tuple[PyTree, PyTree]:
+        """What a phase ("enter", "leave", "embed_gradient") reads of embedding and head, and a
+        value of its loop that goes with it, for reads that must not be hoisted out."""
         del phase
-        return self.outer
+        return self.outer, value
 
     def _sum_outer(self, sums: PyTree, new: PyTree, phase: str, i) -> PyTree:
         """Gradient sums of embedding and head with a microbatch's share of a phase."""
@@ -490,7 +491,8 @@ class _Run:
 
         def body(_, inbox):
             entering, inbox = _tie(i, inbox)
-            x = self._embed(self._outer("enter"), entering)
+            outer, entering = self._outer("enter", entering)
+            x = self._embed(outer, entering)
             return _put(inbox, here, self._message(self._empty_message(), self.first, x))
 
         return state | {"x": lax.fori_loop(0, (i != NONE).astype(jnp.int32), body, state["x"])}
@@ -502,12 +504,12 @@ class _Run:
         def evaluate(_, loss):
             mine, loss = _tie(y, loss)
             x = self._activation(self._from_stage(mine, last), self.last)
-            return loss + self._head_loss(self._outer("leave"), x, i)
+            return loss + self._head_loss(self.outer, x, i)
 
         def train(_, carry):
             mine, (loss, inbox, gradients) = _tie(y, carry)
             x = self._activation(self._from_stage(mine, last), self.last)
-            outer = self._outer("leave")
+            outer, x = self._outer("leave", x)
             value, vjp = jax.vjp(lambda outer, x: self._head_loss(outer, x, i), outer, x)
             douter, dx = vjp(jnp.asarray(scale, value.dtype))
             here = jnp.where(self.stage == last, slot, NONE)
@@ -526,7 +528,7 @@ class _Run:
         def body(_, gradients):
             mine, gradients = _tie(dx, gradients)
             cotangent = self._activation(self._from_stage(mine, self._stage_of(0)), self.first)
-            outer = self._outer("embed_gradient")
+            outer, cotangent = self._outer("embed_gradient", cotangent)
             _, vjp = jax.vjp(lambda outer: self._embed(outer, i), outer)
             return self._sum_outer(gradients, vjp(cotangent)[0], "embed_gradient", i)
 

@@ -10,6 +10,7 @@ import pytest
 import toy
 from asynchronous_reference import Settings
 from asynchronous_toy import WIDTH, minibatches, model, params, pipeline
+from hlo import Program
 
 import jaxpipe
 from jaxpipe.runtime.asynchronous import AsyncPipeline
@@ -85,6 +86,31 @@ def test_residuals_hold_rows_of_activations_and_no_weights(remat):
         assert leaf.shape[-1] % rows == 0
         assert leaf.shape[-1] <= rows * 2 * WIDTH
     assert {leaf.shape[2] for leaf in state["flight"]["until_w"]} == {2 * settings.stages}
+
+
+@pytest.mark.pipeline
+@pytest.mark.parametrize(("method", "zero"), [("pipemare", 0), ("pipedream", 1), ("pipemare", 3)])
+def test_idle_ticks_compute_nothing_and_no_residual_is_copied(method, zero):
+    settings = Settings(
+        *(3, 2, method, "adam", None, 0.135 if method == "pipemare" else None),
+        clip_norm=1.0,
+    )
+    start, data = params(layers=7, tied=True), 2 if zero else 1
+    training = pipeline(settings, start, data=data, zero=zero)
+    placed, (batch,) = training.pipe.place(start), minibatches(1, 7 * data * 2)
+    state = training.init(placed, training.optimizer.init(placed), batch)
+    compiled = jax.jit(training.step, donate_argnums=0).lower(state, batch).compile()
+    program = Program(compiled.as_text())
+    body = program.tick_loop()
+    work = {"dot", "all-gather", "all-reduce", "reduce-scatter", "all-to-all"}
+    gated = list(program.reached(body, into_loops=True))
+    assert not work & {i.opcode for i in program.reached(body, into_loops=False)}
+    assert {"dot", "all-reduce"} <= {i.opcode for i in gated}
+    slots = {leaf.shape[2:] for name in ("until_b", "until_w") for leaf in state["flight"][name]}
+    copied = [i for i in gated if i.opcode in ("copy", "transpose") and slots & set(i.shapes)]
+    assert not copied
+    memory = compiled.memory_analysis()
+    assert memory.alias_size_in_bytes >= 0.95 * memory.output_size_in_bytes  # all donated
 
 
 def make(schedule="1f1b", *, stages=2, microbatches=2, **options) -> AsyncPipeline:
