@@ -191,7 +191,8 @@ class AsynchronousRun(_Run):
         """A tick of the executor; weights are gathered and gradients reduced layer by layer."""
         state = self._enter(state, *row["all"]["embed"])
         state, outputs = self._passes(state, row)
-        state = self._exchange(state, outputs, row["receive"])
+        arriving = [None for _ in self.table.channels]  # every message is needed in the next tick
+        state = self._exchange(state, outputs, arriving, row)
         state = self._leave(state, outputs[Kind.F], *row["all"]["head"])
         return self._embed_gradient(state, outputs[Kind.B], row["all"]["embed_gradient"])
 
@@ -210,11 +211,12 @@ class AsynchronousRun(_Run):
             part = stage(sender)
             g = self.now - (part.forward if forward else part.backward)
             there = (sender >= 0) & (sender < self.steady.num_stages)
-            receive.append(jnp.where(there & self._runs(g), 0, NONE))
+            receive.append((jnp.where(there & self._runs(g), 0, NONE), NONE))
         uniform = {
             "embed": [self._or_none(self.now - self.steady.embed.forward), 0],
             "head": [self._or_none(self.now - self.steady.head.forward), 0],
             "embed_gradient": self._or_none(self.now - self.steady.embed.backward),
+            "meets": 1,
         }
         return passes | {"receive": receive, "all": uniform}
 
