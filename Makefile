@@ -3,8 +3,15 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
-DATA := data/stdlib
 CONFIG ?= configs/gpt-tiny.yaml
+
+# What each configuration is trained on.
+NAME := $(notdir $(basename $(CONFIG)))
+PREPARE_gpt-tiny := text --out data/stdlib
+PREPARE_bert-tiny := text --out data/stdlib
+PREPARE_resnet-digits := images --source digits --out data/digits
+PREPARE_resnet-mnist := images --source mnist --out data/mnist
+PREPARE_translate-tiny := translation --locales de es fr it nl pt_BR sv --vocab-size 4096 --out data/django
 
 .PHONY: setup train test test-fast test-all lint types bench gpu-compile figures docs
 
@@ -17,7 +24,7 @@ $(INSTALLED): pyproject.toml
 	touch $(INSTALLED)
 
 train: setup
-	$(BIN)/python -m train.prepare --out $(DATA)
+	$(if $(PREPARE_$(NAME)),$(BIN)/python -m train.prepare $(PREPARE_$(NAME)))
 	$(BIN)/python train/train.py --config $(CONFIG) $(ARGS)
 
 test: setup

@@ -33,7 +33,7 @@ from jaxpipe.runtime.layout import Layout, layer_rows
 from jaxpipe.runtime.mesh import DATA, STAGE
 from jaxpipe.runtime.model import Model
 from jaxpipe.runtime.parameters import Leaf, Packed, Stacked
-from jaxpipe.runtime.slots import Slots
+from jaxpipe.runtime.buffers import Slots
 from jaxpipe.schedule.actions import Kind
 from jaxpipe.schedule.table import NONE, Channel, TickTable
 
