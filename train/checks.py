@@ -39,13 +39,16 @@ _DEPTHS = {
 Rule = Callable[[Config], Iterator[Failure]]
 
 
-def check(config: Config, *, resume: bool = False, writes: bool = True) -> list[Failure]:
+def check(
+    config: Config, *, resume: bool = False, writes: bool = True, reads: bool = True
+) -> list[Failure]:
     """Applies every rule.
 
     Args:
       config: names and types are already right.
       resume: the run folder may hold a run.
       writes: the run folder will be written to.
+      reads: the data will be read; if not, it need not be there, but must fit if it is.
 
     Returns:
       What is wrong; empty if nothing is.
@@ -54,6 +57,8 @@ def check(config: Config, *, resume: bool = False, writes: bool = True) -> list[
     wrong = {field for failure in failures for field in failure.fields}
     config = config.reset(wrong)
     rules: list[Rule] = [_schedule, _partition, _batch, _model, _data, _warmup, _processes, _wandb]
+    if not reads and not Path(config.data.path).exists():
+        rules.remove(_data)
     if writes:
         rules.append(_existing_run if not resume else lambda _: iter(()))
         rules.append(_writable)

@@ -350,7 +350,7 @@ class Command(Config):
     resume: bool = False
     """Continue the run in run_dir from its latest checkpoint, or start it if there is none."""
     dry_run: bool = False
-    """Check, draw the schedule, compile, compare memory; train and write nothing."""
+    """Check, draw the schedule, compile, compare memory; train, read and write nothing."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -64,7 +64,9 @@ def _run(invocation) -> None:
     except errors.ConfigError as error:
         failures += checks.without(error.failures, invocation.failures)
     writes = not invocation.dry_run and (processes is None or processes.number == 0)
-    found = checks.check(config, resume=invocation.resume, writes=writes)
+    found = checks.check(
+        config, resume=invocation.resume, writes=writes, reads=not invocation.dry_run
+    )
     failures += checks.without(found, invocation.failures)
     # Processes that cannot start would only wait for each other.
     if processes is None or (failures and processes.count > 1):

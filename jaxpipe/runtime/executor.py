@@ -27,13 +27,13 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from jaxpipe.runtime.buffers import Slots
 from jaxpipe.runtime.keys import embed_layer, head_layer, layer_key
 from jaxpipe.runtime.layers import LayerKind, Layers, sort_layers
 from jaxpipe.runtime.layout import Layout, layer_rows
 from jaxpipe.runtime.mesh import DATA, STAGE
 from jaxpipe.runtime.model import Model
 from jaxpipe.runtime.parameters import Leaf, Packed, Stacked
-from jaxpipe.runtime.buffers import Slots
 from jaxpipe.schedule.actions import Kind
 from jaxpipe.schedule.table import NONE, Channel, TickTable
 
