@@ -42,7 +42,7 @@ import jaxpipe
 from jaxpipe.runtime import gpu_flags
 from jaxpipe.runtime.hlo import Instruction, Program
 from jaxpipe.runtime.memory import compiled, predicted_bytes
-from jaxpipe.schedule.lower import partition
+from jaxpipe.schedule.partition import partition
 from jaxpipe.schedule.simulate import Costs
 from jaxpipe.schedule.slices import slice_ticks
 from models import gpt
@@ -222,7 +222,7 @@ def pipeline(case: Case) -> jaxpipe.Pipeline:
     num_layers = LAYERS_PER_CHUNK * schedule.placement.num_virtual_stages
     config = dataclasses.replace(CONFIG, num_layers=num_layers)
     if case.sliced:
-        counts = partition(num_layers, schedule.placement.num_virtual_stages)
+        counts = partition([1] * num_layers, schedule.placement)
         schedule = slice_ticks(schedule, COSTS, counts)
     topology = topologies.get_topology_desc(
         platform="cuda", topology=f"1x{case.hosts}x8", target_config=TARGET.read_text("utf-8")

@@ -10,10 +10,10 @@ import pytest
 import toy
 from asynchronous_reference import Settings
 from asynchronous_toy import WIDTH, minibatches, model, params, pipeline
-from hlo import Program
 
 import jaxpipe
 from jaxpipe.runtime.asynchronous import AsyncPipeline
+from jaxpipe.runtime.hlo import Program
 
 
 def saved(state):

@@ -10,10 +10,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hlo import Instruction, Program
 
 import jaxpipe
 from jaxpipe.runtime import memory
+from jaxpipe.runtime.hlo import Instruction, Program
 from jaxpipe.schedule.simulate import Costs
 from jaxpipe.schedule.slices import slice_ticks
 from models import gpt
