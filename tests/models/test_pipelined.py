@@ -110,14 +110,17 @@ def check(schedule, stages, data, zero, remat, name):
         states=states,
     )
     expected = jax.jit(jax.value_and_grad(oracle, has_aux=model.stateful))(params, batch, rng)
+    # The gradient of a key's bias is zero, and what is computed for it is rounding: a unit in the
+    # last place of the largest gradient.
+    rounding = 1.2e-7 * max(np.abs(leaf).max() for leaf in jax.tree.leaves(expected[1]))
     for (path, value), wanted in zip(
         jax.tree.leaves_with_path((got, pipe.unplace(grads))),
         jax.tree.leaves(expected),
         strict=True,
     ):
-        scale = np.abs(wanted).max()
+        atol = max(1e-5 * np.abs(wanted).max(), rounding)
         np.testing.assert_allclose(
-            value, wanted, rtol=1e-5, atol=1e-5 * scale, err_msg=jax.tree_util.keystr(path)
+            value, wanted, rtol=1e-5, atol=atol, err_msg=jax.tree_util.keystr(path)
         )
 
 
