@@ -17,7 +17,8 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxpipe.runtime.asynchronous_optimizer import PartOptimizer
-from jaxpipe.runtime.asynchronous_run import AsynchronousRun, Rules, slot_axis
+from jaxpipe.runtime.asynchronous_run import AsynchronousRun
+from jaxpipe.runtime.asynchronous_update import Rules, slot_axis
 from jaxpipe.runtime.mesh import DATA, STAGE
 from jaxpipe.runtime.pipeline import Pipeline
 from jaxpipe.schedule.actions import Kind

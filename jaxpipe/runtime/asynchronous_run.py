@@ -9,48 +9,29 @@ stands where the executor has a microbatch of the step.
 
 from __future__ import annotations
 
-import dataclasses
-from typing import Any, cast
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jaxpipe.runtime.asynchronous_optimizer import PARTS, PartOptimizer, apply
+from jaxpipe.runtime.asynchronous_optimizer import PARTS
+from jaxpipe.runtime.asynchronous_update import Rules, UpdatingRun, corrected
 from jaxpipe.runtime.dependence import read_leaves
-from jaxpipe.runtime.executor import Plan, _Run, _tie
+from jaxpipe.runtime.executor import Plan, _tie
 from jaxpipe.runtime.keys import layer_key
 from jaxpipe.runtime.layers import LayerKind
-from jaxpipe.runtime.mesh import DATA, STAGE
-from jaxpipe.runtime.parameters import Packed, Stacked
+from jaxpipe.runtime.mesh import DATA
+from jaxpipe.runtime.parameters import Stacked
 from jaxpipe.schedule.actions import Kind
-from jaxpipe.schedule.pipemare import Part, SteadyState
+from jaxpipe.schedule.pipemare import Part
 from jaxpipe.schedule.table import NONE
 
 PyTree = Any
 
 
-@dataclasses.dataclass(frozen=True)
-class Rules:
-    """How an asynchronous run trains.
-
-    Args:
-      steady: ticks, delays and versions.
-      optimizer: updates one part at a time.
-      rescheduling_steps: T1's K, or None.
-      discrepancy_decay: T2's D, or None.
-      clip_norm: the largest norm of a gradient as far as it is known, or None.
-    """
-
-    steady: SteadyState
-    optimizer: PartOptimizer
-    rescheduling_steps: int | None
-    discrepancy_decay: float | None
-    clip_norm: float | None
-
-
-class AsynchronousRun(_Run):
+class AsynchronousRun(UpdatingRun):
     """One trace of the program.
 
     Args:
@@ -70,6 +51,7 @@ class AsynchronousRun(_Run):
         super().__init__(plan, placed, self.recent["rows"], None, state["states"])
         self.count = jnp.asarray(plan.table.layer_counts)[self.stage]
         self.tied = self._check_reads()
+        self.num_sums = self.steady.num_sums(tied=self.tied)
 
     def _check_reads(self) -> bool:
         """Whether the head reads the embedding's parameters; the contrary is refused."""
@@ -107,18 +89,11 @@ class AsynchronousRun(_Run):
         flight = self._initial_state()
         del flight["states"]
         rotating = jax.tree.map(
-            lambda w: jnp.zeros((self._num_sums(), *w.shape), w.dtype), self.outer["embed"]
+            lambda w: jnp.zeros((self.num_sums, *w.shape), w.dtype), self.outer["embed"]
         )
         outer = flight["outer_gradients"] | {"embed": rotating}
         norms = dict.fromkeys((*PARTS, "total"), jnp.zeros((), jnp.float32))
         return flight | {"outer_gradients": outer, "norms": norms}
-
-    def _num_sums(self) -> int:
-        """Minibatches whose gradients of the embedding are being summed at once."""
-        if not self.tied:
-            return 1
-        N, first, last = self.steady.num_microbatches, self.steady.head, self.steady.embed
-        return 1 + -((first.backward - last.backward) // N)
 
     # The program.
 
@@ -239,9 +214,6 @@ class AsynchronousRun(_Run):
             "fresh": (g % self.steady.num_microbatches == 0).astype(jnp.int32),
         }
 
-    def _runs(self, g):
-        return (g >= 0) & (g < self.clock["entered"])
-
     def _or_none(self, g):
         return jnp.where(self._runs(g), g, NONE)
 
@@ -268,7 +240,7 @@ class AsynchronousRun(_Run):
         weights = self.params.read(self.weights["layers"], place)
         if cell["corrected"]:
             delta = self.params.read(self.delta["layers"], self.params.in_slot(0, *at))
-            weights = _corrected(weights, delta, self._tau(self.steady.stage(self.stage)))
+            weights = corrected(weights, delta, self._tau(self.steady.stage(self.stage)))
         return self._gather(weights, self._leaves(weights)) if self.plan.zero == 3 else weights
 
     def _leaves(self, stored: PyTree) -> PyTree:
@@ -299,7 +271,7 @@ class AsynchronousRun(_Run):
         if backward and self.rules.discrepancy_decay is not None:
             (embed, delta), value = _tie((outer["embed"], self.delta["embed"]), value)
             tau = self.steady.mean_delay(self.steady.embed)
-            outer["embed"] = _corrected(embed, delta, tau)
+            outer["embed"] = corrected(embed, delta, tau)
         if self.plan.zero == 3:
             outer, value = _tie(outer, value)
             outer = self._gather(outer, self.plan.layout.outer)
@@ -307,7 +279,7 @@ class AsynchronousRun(_Run):
 
     def _sum_outer(self, sums: PyTree, new: PyTree, phase: str, i) -> PyTree:
         N = self.steady.num_microbatches
-        slot, starts = i // N % self._num_sums(), i % N == 0
+        slot, starts = i // N % self.num_sums, i % N == 0
 
         def embed(total, value, fresh):
             old = lax.dynamic_index_in_dim(total, slot, keepdims=False)
@@ -324,202 +296,3 @@ class AsynchronousRun(_Run):
             return sums
         table = jax.tree.map(lambda t, v: embed(t, v, fresh), sums["embed"], new["embed"])
         return sums | {"embed": table}
-
-    # Updates.
-
-    def _part(self, name: str) -> Part:
-        if name == "layers":
-            return self.steady.stage(self.stage)
-        return self.steady.embed if name == "embed" else self.steady.head
-
-    def _tau(self, part: Part):
-        return jnp.asarray(self.steady.mean_delay(part), jnp.float32)
-
-    def _due(self, name: str):
-        """Whether a part's minibatch is complete in this tick, and its number since the fill."""
-        g = self.now - self._part(name).backward
-        return self._runs(g) & self.steady.updates(g), g // self.steady.num_microbatches
-
-    def _sums(self, state: dict, name: str, minibatch) -> PyTree:
-        """A part's gradient as this data shard has summed it."""
-        if name == "layers":
-            return state["gradients"]
-        sums = state["outer_gradients"][name]
-        if name == "head":
-            return sums
-        slot = minibatch % self._num_sums()
-        return jax.tree.map(lambda w: lax.dynamic_index_in_dim(w, slot, keepdims=False), sums)
-
-    def _finished(self, sums: PyTree, name: str) -> PyTree:
-        """A part's gradient, reduced over data; split over it from ZeRO-1 on."""
-        if name == "layers" and self.plan.zero >= 2:
-            return sums
-        return self._reduce(sums, self._placed(name))
-
-    def _placed(self, name: str) -> PyTree:
-        return self.params.placed if name == "layers" else self.plan.layout.outer[name]
-
-    def _update(self, state: dict, name: str) -> dict:
-        """The optimizer's step of one part, if its minibatch is complete."""
-        due, minibatch = self._due(name)
-        version = self.clock["first"] + minibatch
-        changed = ("weights", "delta", "owned", "rest")
-
-        def body(_, carry):
-            sums, carry = _tie(self._sums(state, name, minibatch), carry)
-            gradients = self._finished(sums, name)
-            if self.rules.clip_norm is not None:
-                gradients = self._clipped(state, gradients)
-            whole = {part: self._version(carry["weights"], part, version) for part in PARTS}
-            shards = {part: self._shard(whole[part], part) for part in PARTS}
-            # The optimizer sees layers as they are placed, behind a dimension for the stages.
-            behind_stage = shards | {"layers": _lead(shards["layers"])}
-            updates, owned, rest = self.rules.optimizer.update(
-                name,
-                _lead(gradients) if name == "layers" else gradients,
-                carry["owned"],
-                carry["rest"][name],
-                behind_stage,
-            )
-            if name == "layers":
-                updates = jax.tree.map(lambda u: u[0], updates)
-            new = apply(shards[name], self._rescheduled(updates, name, version))
-            if self.plan.zero in (1, 2):
-                new = self._gather(new, self._placed(name))
-            return {
-                "weights": carry["weights"]
-                | {name: self._with_version(carry["weights"][name], name, version + 1, new)},
-                "delta": self._moved(carry["delta"], name, whole[name], new),
-                "owned": owned,
-                "rest": carry["rest"] | {name: rest},
-            }
-
-        carry = {key: state[key] for key in changed}
-        return state | lax.fori_loop(0, due.astype(jnp.int32), body, carry)
-
-    def newest_weights(self, state: dict) -> PyTree:
-        """Every part's newest version, between two calls."""
-        now, first = state["clock"]["tick"], state["clock"]["first"]
-        return {
-            name: self._version(
-                state["weights"], name, self.steady.newest(self._part(name), now, first)
-            )
-            for name in PARTS
-        }
-
-    def _version(self, weights: dict, name: str, version) -> PyTree:
-        """One version of a part's weights, laid out as one chunk is."""
-        slot = version % self.steady.num_versions
-        if name != "layers":
-            return jax.tree.map(
-                lambda w: lax.dynamic_index_in_dim(w, slot, keepdims=False), weights[name]
-            )
-
-        def read(w):
-            size = w.shape[slot_axis(self.params)] // self.steady.num_versions
-            return lax.dynamic_slice_in_dim(w, slot * size, size, slot_axis(self.params))
-
-        return jax.tree.map(read, weights[name])
-
-    def _with_version(self, ring: PyTree, name: str, version, new: PyTree) -> PyTree:
-        slot = version % self.steady.num_versions
-        if name != "layers":
-            return jax.tree.map(
-                lambda w, n: lax.dynamic_update_index_in_dim(w, n, slot, 0), ring, new
-            )
-
-        def write(w, n):
-            start = slot * n.shape[slot_axis(self.params)]
-            return lax.dynamic_update_slice_in_dim(w, n, start, slot_axis(self.params))
-
-        return jax.tree.map(write, ring, new)
-
-    def _shard(self, whole: PyTree, name: str) -> PyTree:
-        """The part of weights whose optimizer state this data shard holds."""
-        if self.plan.zero not in (1, 2):
-            return whole
-
-        def shard(leaf, w):
-            if leaf.data_dim is None:
-                return w
-            size = w.shape[leaf.data_dim] // lax.axis_size(DATA)
-            return lax.dynamic_slice_in_dim(w, self.shard * size, size, leaf.data_dim)
-
-        return jax.tree.map(shard, self._placed(name), whole)
-
-    def _rescheduled(self, updates: PyTree, name: str, version) -> PyTree:
-        """T1: divides the rate by max(tau, 1)^p, where p falls from 1 to 0 over K updates."""
-        if self.rules.rescheduling_steps is None:
-            return updates
-        p = 1 - jnp.minimum(version / self.rules.rescheduling_steps, 1)
-        scale = jnp.maximum(self._tau(self._part(name)), 1) ** -p
-        return jax.tree.map(lambda u: u * scale.astype(u.dtype), updates)
-
-    def _moved(self, delta: dict, name: str, old: PyTree, new: PyTree) -> dict:
-        """T2: the average of the steps weights have really taken."""
-        if name not in delta:
-            return delta
-        gamma = jnp.float32(cast(float, self.rules.discrepancy_decay)) ** (
-            1 / self._tau(self._part(name))
-        )
-
-        def move(d, before, after):
-            g = gamma.astype(d.dtype)
-            return g * d + (1 - g) * (after - before)
-
-        return delta | {name: jax.tree.map(move, delta[name], old, new)}
-
-    # Clipping.
-
-    def _measure(self, state: dict) -> dict:
-        """Renews the norms of the parts whose minibatch is complete, in the ticks that have one."""
-        ends = self.steady.updates
-        parts = [self.steady.stage(d) for d in range(self.steady.num_stages)]
-        gs = [self.now - part.backward for part in [*parts, self.steady.head]]
-        any_due = jnp.stack([self._runs(g) & ends(g) for g in gs]).any()
-
-        def body(_, norms):
-            for name in PARTS:
-                due, minibatch = self._due(name)
-
-                def square(_, norms, name=name, minibatch=minibatch):
-                    sums, norms = _tie(self._sums(state, name, minibatch), norms)
-                    return norms | {name: self._squared_norm(self._finished(sums, name), name)}
-
-                norms = lax.fori_loop(0, due.astype(jnp.int32), square, norms)
-            layers = lax.psum(norms["layers"], STAGE)
-            return norms | {"total": layers + norms["embed"] + norms["head"]}
-
-        return state | {"norms": lax.fori_loop(0, any_due.astype(jnp.int32), body, state["norms"])}
-
-    def _squared_norm(self, gradients: PyTree, name: str):
-        """The square of a part's norm; of the stage's own layers."""
-
-        def square(leaf, g):
-            axes = [DATA] if self.plan.zero >= 1 and leaf.data_dim is not None else []
-            axes += [STAGE] if leaf.stage_dim is not None else []
-            total = jnp.sum(jnp.square(g.astype(jnp.float32)))
-            return lax.psum(total, axes) if axes else total
-
-        squares = jax.tree.leaves(jax.tree.map(square, self._placed(name), gradients))
-        return sum(squares, jnp.float32(0))
-
-    def _clipped(self, state: dict, gradients: PyTree) -> PyTree:
-        """Clipped by the norm of every part's newest finished gradient."""
-        limit = cast(float, self.rules.clip_norm)
-        scale = limit / jnp.maximum(jnp.sqrt(state["norms"]["total"]), limit)
-        return jax.tree.map(lambda g: g * scale.astype(g.dtype), gradients)
-
-
-def slot_axis(layers: Stacked | Packed) -> int:
-    """The dimension of a stage's arrays along which chunks, and here versions, follow."""
-    return 0 if isinstance(layers, Stacked) else 1
-
-
-def _corrected(weights: PyTree, delta: PyTree, tau) -> PyTree:
-    """T2's guess of what the forward has read."""
-    return jax.tree.map(lambda w, d: w - jnp.asarray(tau, w.dtype) * d, weights, delta)
-
-
-def _lead(tree: PyTree) -> PyTree:
-    return jax.tree.map(lambda w: w[None], tree)

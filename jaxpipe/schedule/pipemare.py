@@ -104,6 +104,15 @@ class SteadyState:
             return 1
         return 2 if self.method == "2bw" else 1 + self.delay(self.stage(0), 0)
 
+    def num_sums(self, *, tied: bool) -> int:
+        """Minibatches whose gradients of the embedding are being summed at once.
+
+        If the head reads its parameters as well, later minibatches reach the head before the
+        embedding has finished earlier ones.
+        """
+        between = self.embed.backward - self.head.backward
+        return 1 + -(-between // self.num_microbatches) if tied else 1
+
     @property
     def drain_ticks(self) -> int:
         """Ticks from the last microbatch's entry to its last gradient."""

@@ -18,7 +18,8 @@ def text(steady: SteadyState) -> str:
       steady: the pipeline.
 
     Example:
-      >>> print(text(SteadyState(2, 2)).split("\n\n")[0])
+      >>> for line in text(SteadyState(2, 2)).splitlines()[:3]:
+      ...     print(line)
       tick     0           1
       stage 0  F0@0 B1@0+  F1@1 B0@1
       stage 1  F1@1 B0@1   F0@1 B1@1+
