@@ -38,10 +38,12 @@ types: setup
 	$(BIN)/mypy
 
 bench: setup
-	$(BIN)/python benchmarks/memory.py
-	$(BIN)/python benchmarks/schedule_speed.py
-	$(BIN)/python benchmarks/bubble.py --names 1f1b breadth-first zb-v v-half auto
-	$(BIN)/python benchmarks/throughput.py
+	$(BIN)/python -m benchmarks.memory
+	$(BIN)/python -m benchmarks.throughput --microbatches 8 --rounds 5
+	$(BIN)/python -m benchmarks.throughput --microbatches 32 128 --rounds 0
+	$(BIN)/python -m benchmarks.tick_overhead
+	$(BIN)/python -m benchmarks.bubble --names 1f1b zb-v auto
+	$(BIN)/python -m benchmarks.schedule_speed --names 1f1b interleaved zb-v hanayo breadth-first
 
 figures: setup
 	$(BIN)/jaxpipe compare --stages 8 --microbatches 32 --costs 1,1.2,0.8 --layers-per-chunk 4 --out docs/images/compare.svg

@@ -166,7 +166,7 @@ def main(
     costs: tuple[float, float, float] = (1.0, 1.2, 0.8),
     message: float = 0.0,
     layers_per_chunk: int = 4,
-    stage_seconds: float = 0.16,
+    stage_seconds: float = 0.2,
     names: tuple[str, ...] = NAMES,
     everything: Annotated[bool, tyro.conf.arg(name="all")] = False,
 ) -> None:

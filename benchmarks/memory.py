@@ -42,9 +42,9 @@ Case = tuple[str, str, int, int]
 def subset() -> list[Case]:
     """What runs in minutes: each remat policy and level, and each family of schedules."""
     remats = [("1f1b", remat, zero, 8) for remat in REMAT_POLICIES for zero in (0, 3)]
-    flat = [(name, "full", 3, m) for name in ("1f1b-fused", "zb-v") for m in MICROBATCHES]
+    flat = [("1f1b-fused", "full", 3, m) for m in MICROBATCHES]
     names = ("gpipe", "interleaved", "breadth-first", "hanayo", "zb-h2", "v-half", "auto")
-    return [*remats, *flat, *((name, "none", 3, 8) for name in names)]
+    return [*remats, *flat, ("zb-v", "full", 3, 8), *((name, "none", 3, 8) for name in names)]
 
 
 def config(num_layers: int) -> gpt.GPTConfig:

@@ -4,7 +4,7 @@ Every closed-form schedule at p=64, m=1024: generation, validation, simulation a
 most memory of a fresh process that does all four. A schedule should need less than 5 s from
 generation to lowering, and a few hundred MB.
 
-    python benchmarks/schedule_speed.py [--stages 64] [--microbatches 1024] [--names 1f1b gpipe]
+    python -m benchmarks.schedule_speed [--stages 64] [--microbatches 1024] [--names 1f1b gpipe]
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import time
 
 import tyro
 
+from benchmarks import harness
 from jaxpipe.schedule import catalog
 from jaxpipe.schedule.lower import lower
 from jaxpipe.schedule.simulate import Costs, simulate
@@ -23,17 +24,13 @@ from jaxpipe.schedule.validate import validate
 
 _SEARCHES = {"auto", "controllable-memory"}
 """Not closed-form: they look for an order, and have their own limits on time."""
-_HEADER = ("schedule", "actions", "generate", "validate", "lower", "total", "simulate", "memory")
 
 
-def measure(name: str, stages: int, microbatches: int) -> tuple[str, ...]:
-    """One row of the table; "total" is generation, validation and lowering, in seconds."""
+def measure(name: str, stages: int, microbatches: int) -> dict[str, str | float]:
+    """One row of the table; "total s" is generation, validation and lowering."""
     before = _memory_mb()
     started = time.perf_counter()
-    try:
-        schedule = catalog.build(name, stages=stages, microbatches=microbatches)
-    except ValueError as error:
-        return (name, str(error).replace("\n", " "))
+    schedule = catalog.build(name, stages=stages, microbatches=microbatches)
     seconds = [time.perf_counter() - started]
     for step in (
         lambda: validate(schedule),
@@ -44,9 +41,16 @@ def measure(name: str, stages: int, microbatches: int) -> tuple[str, ...]:
         step()
         seconds.append(time.perf_counter() - started)
     generated, validated, lowered, simulated = seconds
-    times = (generated, validated, lowered, generated + validated + lowered, simulated)
-    actions = sum(len(order) for order in schedule.orders)
-    return (name, f"{actions}", *(f"{s:.2f}" for s in times), f"{_memory_mb() - before:.0f} MB")
+    return {
+        "schedule": name,
+        "actions": sum(len(order) for order in schedule.orders),
+        "generate s": generated,
+        "validate s": validated,
+        "lower s": lowered,
+        "total s": generated + validated + lowered,
+        "simulate s": simulated,
+        "memory MB": _memory_mb() - before,
+    }
 
 
 def _memory_mb() -> float:
@@ -54,25 +58,29 @@ def _memory_mb() -> float:
 
 
 def main(stages: int = 64, microbatches: int = 1024, names: tuple[str, ...] = ()) -> None:
-    """Prints the table.
+    """Prints the table and writes it.
 
     Args:
       stages: p.
       microbatches: m.
       names: schedules to measure; all closed-form ones without it.
     """
-    chosen = names or tuple(e.name for e in catalog.entries() if e.name not in _SEARCHES)
+    chosen = names or tuple(name for name in harness.executable() if name not in _SEARCHES)
     fresh = multiprocessing.get_context("spawn")
-    print(f"p={stages}, m={microbatches}; times in seconds")
-    print(_HEADER[0].ljust(20) + "".join(title.rjust(10) for title in _HEADER[1:]))
+    rows = []
     for name in chosen:
+        harness.note(name)
         # A process of its own for each: the memory is the schedule's alone.
         with concurrent.futures.ProcessPoolExecutor(1, mp_context=fresh) as pool:
-            row = pool.submit(measure, name, stages, microbatches).result()
-        if len(row) == len(_HEADER):
-            print(row[0].ljust(20) + "".join(cell.rjust(10) for cell in row[1:]), flush=True)
-        else:
-            print(f"{row[0].ljust(20)}  does not fit: {row[1]}", flush=True)
+            rows.append(pool.submit(measure, name, stages, microbatches).result())
+    harness.report(
+        "schedule_speed",
+        rows,
+        title=f"from a name to a tick table, p={stages} m={microbatches}",
+        label=["schedule"],
+        bars=["generate s", "validate s", "lower s"],
+        axis="seconds",
+    )
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ from __future__ import annotations
 import functools
 import statistics
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -32,7 +32,7 @@ CONFIG = gpt.GPTConfig(
     vocab_size=64, sequence_length=128, num_layers=8, width=256, num_heads=4, dtype="float32"
 )
 OPTIMIZER = optax.sgd(1e-3)
-LAYER = gpt.model(CONFIG).layer
+LAYER = cast(Callable[..., jax.Array], gpt.model(CONFIG).layer)
 MODEL = jaxpipe.Model(
     embed=lambda outer, batch, rng: batch["x"],
     layer=LAYER,
