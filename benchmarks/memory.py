@@ -43,8 +43,8 @@ def subset() -> list[Case]:
     """What runs in minutes: each remat policy and level, and each family of schedules."""
     remats = [("1f1b", remat, zero, 8) for remat in REMAT_POLICIES for zero in (0, 3)]
     flat = [("1f1b-fused", "full", 3, m) for m in MICROBATCHES]
-    names = ("gpipe", "interleaved", "breadth-first", "hanayo", "zb-h2", "zb-v", "auto")
-    return [*remats, *flat, *((name, "none", 3, 8) for name in names)]
+    names = ("gpipe", "interleaved", "breadth-first", "hanayo", "zb-h2", "v-half", "auto")
+    return [*remats, *flat, ("zb-v", "full", 3, 8), *((name, "none", 3, 8) for name in names)]
 
 
 def config(num_layers: int) -> gpt.GPTConfig:

@@ -149,7 +149,7 @@ def test_late_messages_travel_while_the_layers_run_and_the_others_leave_after():
 
 def test_weights_are_sharded_along_their_leading_dimension():
     """Gathered along another, whole buffers are transposed in the program for GPUs."""
-    layers = make_pipeline("1f1b", "none", 3).layout.layers
+    layers = make_pipeline("1f1b", "none", 3).layout.layers.piece
     assert {leaf.data_dim for leaf in jax.tree.leaves(layers)} == {0}
 
 
