@@ -1,8 +1,11 @@
-"""Small sets of cases that still hold every pair of values."""
+"""Which of many cases every run of the tests tries: the others are slow."""
 
 from __future__ import annotations
 
 import itertools
+from collections.abc import Iterable, Sequence
+
+import pytest
 
 
 def covering(cases: list[tuple]) -> list[tuple]:
@@ -18,3 +21,10 @@ def covering(cases: list[tuple]) -> list[tuple]:
         chosen.append(best)
         missing -= pairs(best)
     return chosen
+
+
+def some(cases: Iterable[Sequence], *kept: Sequence) -> list:
+    """All cases for `pytest.mark.parametrize`; all but ``kept`` are slow."""
+    return [
+        pytest.param(*case, marks=() if tuple(case) in kept else pytest.mark.slow) for case in cases
+    ]
