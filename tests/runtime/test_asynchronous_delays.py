@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from covering import some
 
 import jaxpipe
 from jaxpipe.runtime.asynchronous import AsyncPipeline
