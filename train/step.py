@@ -107,11 +107,13 @@ class Program:
         )
 
     def _decays(self) -> PyTree:
-        """Which of the placed parameters decay: booleans, or arrays of them where packed."""
+        """Which of the placed parameters decay: booleans, or arrays of 0 and 1 where packed."""
         decays = decaying(self.shapes)
         if not isinstance(self.shapes["layers"], tuple):
             return decays
-        whole = jax.tree.map(lambda leaf, d: jnp.full(leaf.shape, d), self.shapes, decays)
+        whole = jax.tree.map(
+            lambda leaf, d: jnp.full(leaf.shape, d, leaf.dtype), self.shapes, decays
+        )
         return self.pipe.layout.place(whole)
 
     @property
@@ -261,13 +263,13 @@ def make_optimizer(
     Args:
       config: its numbers.
       schedule: the learning rate of a step.
-      decays: returns which parameters decay, a tree like them of booleans or arrays of booleans
+      decays: returns which parameters decay, a tree like them of booleans or arrays of 0 and 1
         (packed layers are one array, so that a mask of whole leaves cannot say it).
     """
 
     def decay(updates, params):
         return jax.tree.map(
-            lambda update, weight, mask: update + config.weight_decay * jnp.where(mask, weight, 0),
+            lambda update, weight, mask: update + config.weight_decay * mask * weight,
             updates,
             params,
             decays(),

@@ -24,9 +24,9 @@ class BERT(Task):
         self.units_per_row = self.shape.sequence_length
         self.num_layers, self.dropout = self.shape.num_layers, self.shape.dropout > 0
 
-    def model(self, *, train: bool):
+    def model(self, *, train: bool, axis: str | None = "stage"):
         del train
-        return bert.model(self.shape, vocabulary_axis="stage")
+        return bert.model(self.shape, vocabulary_axis=axis)
 
     def init(self, rng):
         return bert.init(self.shape, rng)

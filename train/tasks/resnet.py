@@ -26,7 +26,8 @@ class ResNet(Task):
         self.shape = resnet.ResNetConfig(**fields)
         self.num_layers = self.shape.num_layers
 
-    def model(self, *, train: bool):
+    def model(self, *, train: bool, axis: str | None = "stage"):
+        del axis
         return resnet.model(self.shape, train=train)
 
     def init(self, rng):

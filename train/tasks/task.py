@@ -40,8 +40,13 @@ class Task(abc.ABC):
         self.config = config
 
     @abc.abstractmethod
-    def model(self, *, train: bool) -> Model:
-        """The model with its vocabulary split over stages; ``train`` False for evaluation."""
+    def model(self, *, train: bool, axis: str | None = "stage") -> Model:
+        """The model.
+
+        Args:
+          train: False for evaluation.
+          axis: mesh axis over which a vocabulary is split; None for whole tables.
+        """
 
     @abc.abstractmethod
     def init(self, rng: jax.Array) -> PyTree:

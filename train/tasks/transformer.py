@@ -27,9 +27,9 @@ class Transformer(Task):
         self.units_per_row = 2 * self.shape.sequence_length
         self.num_layers, self.dropout = self.shape.num_layers, self.shape.dropout > 0
 
-    def model(self, *, train: bool):
+    def model(self, *, train: bool, axis: str | None = "stage"):
         del train
-        return transformer.model(self.shape, vocabulary_axis="stage")
+        return transformer.model(self.shape, vocabulary_axis=axis)
 
     def init(self, rng):
         return transformer.init(self.shape, rng)

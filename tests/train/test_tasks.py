@@ -1,0 +1,145 @@
+"""Every model family in the trainer: its data, one optimizer step, its state there and back."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import jax
+import numpy as np
+import optax
+import pytest
+
+import jaxpipe
+from train import checks, tasks
+from train.config import Config
+from train.data import stream
+from train.prepare import images
+from train.step import Program, decaying, make_optimizer
+
+TINY = {
+    "bert": {"vocab_size": 40, "sequence_length": 8, "num_layers": 4, "width": 8, "num_heads": 2},
+    "transformer": {
+        "vocab_size": 40, "sequence_length": 8, "num_encoder_layers": 2, "num_decoder_layers": 2,
+        "width": 8, "num_heads": 2, "dropout": 0.0,
+    },
+    "resnet": {"depth": 8, "width": 4, "norm": "batch"},
+}  # fmt: skip
+
+
+def config(task: str, **sections) -> Config:
+    return Config(
+        task=task,
+        **{task: TINY[task]},
+        mesh={"stage": 2, "data": 2},
+        pipeline={"schedule": "1f1b", "microbatches": 2, "slices": False},
+        optimizer={"clip_norm": 0.05, "warmup_steps": 0, "weight_decay": 0.5},
+        train={"batch_size": 8, "steps": 20, "eval_batches": 1},
+        **sections,
+    )
+
+
+def rows(program: Program) -> dict:
+    rng = np.random.default_rng(0)
+
+    def fill(leaf):
+        if leaf.dtype == np.int32:
+            return rng.integers(3, 10, leaf.shape).astype(np.int32)
+        return rng.normal(size=leaf.shape).astype(np.float32)
+
+    return jax.tree.map(fill, program.batch_shapes)
+
+
+@pytest.mark.pipeline
+@pytest.mark.parametrize("task", TINY)
+def test_a_step_is_adamw_on_the_canonical_parameters(task):
+    program = Program(config(task))
+    batch, state = rows(program), program.init()
+    before = jax.tree.map(np.asarray, program.to_canonical(state))
+    assert jax.tree.map(np.shape, before.params) == jax.tree.map(np.shape, program.shapes)
+    got, metrics = program.train_step(state, batch, None)
+    got = program.to_canonical(got)
+
+    oracle = partial(
+        jaxpipe.unpipelined.loss,
+        type(program.task)(config(task)).model(train=True, axis=None),
+        num_microbatches=2,
+        data_shards=2,
+        states=before.layers,
+    )
+    has_states = before.layers is not None
+    value, grads = jax.value_and_grad(oracle, has_aux=has_states)(before.params, batch)
+    np.testing.assert_allclose(metrics["loss"], value[0] if has_states else value, rtol=1e-5)
+    optimizer = make_optimizer(
+        program.config.optimizer, program.learning_rate, lambda: decaying(before.params)
+    )
+    updates, _ = optimizer.update(grads, optimizer.init(before.params), before.params)
+    expected = optax.apply_updates(before.params, updates)
+    if has_states:
+        jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-4), got.layers, value[1])
+    for (path, leaf), want, gradient in zip(
+        jax.tree.leaves_with_path(got.params),
+        jax.tree.leaves(expected),
+        jax.tree.leaves(grads),
+        strict=True,
+    ):
+        # Adam's first step is the gradient's sign: nothing is known where that is noise.
+        counts = np.abs(gradient) > 1e-4 * np.abs(gradient).max()
+        np.testing.assert_allclose(
+            leaf[counts], want[counts], atol=5e-5, err_msg=jax.tree_util.keystr(path)
+        )
+
+
+@pytest.mark.pipeline
+def test_a_checkpoint_fits_another_mesh():
+    program = Program(config("resnet"))
+    state, _ = program.train_step(program.init(), rows(program), None)
+    canonical = jax.tree.map(np.asarray, program.to_canonical(state))
+    other = Program(
+        config("resnet").model_copy(update={"mesh": Config(mesh={"stage": 4, "data": 1}).mesh})
+    )
+    again = other.to_canonical(other.from_canonical(canonical))
+    jax.tree.map(np.testing.assert_array_equal, jax.tree.map(np.asarray, again), canonical)
+
+
+def test_images_become_the_batches_the_step_wants(tmp_path):
+    images.prepare(images.ImageOptions(out=tmp_path / "digits"))
+    settings = config(
+        "resnet", data={"path": str(tmp_path / "digits")}, run_dir=str(tmp_path / "run")
+    )
+    assert checks.check(settings) == []
+    task = tasks.make(settings)
+    train, heldout = task.load()
+    batch = next(stream.batches(train, batch_size=8, seed=0))
+    shapes = jax.tree.map(lambda leaf: ((8, *leaf.shape), leaf.dtype), task.row_shapes())
+    assert {name: (leaf.shape, leaf.dtype) for name, leaf in batch.items()} == shapes
+    assert "most frequent class is right in 9" in task.baseline(train, heldout)
+
+
+def test_data_of_another_shape_is_refused_before_compiling(tmp_path):
+    images.prepare(images.ImageOptions(out=tmp_path / "digits"))
+    settings = config(
+        "resnet", data={"path": str(tmp_path / "digits")}, run_dir=str(tmp_path / "run")
+    )
+    settings = settings.model_copy(
+        update={"resnet": settings.resnet.model_copy(update={"image_size": 16})}
+    )
+    (failure,) = checks.check(settings)
+    assert "holds images of [8, 8, 1] in 10 classes, not [16, 16, 1] in 10" in failure.message
+    assert "resnet.image_size=8" in failure.message
+
+
+@pytest.mark.parametrize(
+    ("partition", "message"),
+    [
+        ("flop", "must be equal, flops, measured, or the layers"),
+        ("2,3", "must be 2 counts of at least 1"),
+        ("4,0", "must be 2 counts of at least 1"),
+    ],
+)
+def test_a_partition_that_does_not_fit_is_refused(partition, message, tmp_path):
+    settings = config("resnet", data={"path": f"{tmp_path}/no"}, run_dir=f"{tmp_path}/run")
+    settings = settings.model_copy(
+        update={"pipeline": settings.pipeline.model_copy(update={"partition": partition})}
+    )
+    (failure,) = checks.check(settings, reads=False)
+    assert message in failure.message
