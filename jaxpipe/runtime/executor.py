@@ -101,7 +101,10 @@ def layers(plan: Plan, placed: PyTree, microbatches: PyTree, rng, states) -> tup
     arguments as for `run`.
     """
     run = _Run(plan, placed, microbatches, rng, states)
-    return run.sorted_layers, jax.eval_shape(lambda: run.context(0, 0))
+    context = jax.eval_shape(lambda: run.context(0, 0))
+    # Without the mesh that they are traced in.
+    shapes = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), context)
+    return run.sorted_layers, shapes
 
 
 class _Run:
