@@ -212,8 +212,8 @@ def test_weight_half_of_the_backward_is_the_weight_matmuls_only(config):
     model = gpt.model(config)
     params = jax.tree.map(lambda leaf: leaf[0], init(config, jax.random.key(0))["layers"])
     x = jax.random.normal(jax.random.key(1), (2, config.sequence_length, config.width))
-    split = split_layer(model.layer, params, x)
-    program = jax.make_jaxpr(lambda *args: split.backward_weights(*args, None))(
+    split = split_layer(model.layer, params, x, None, None)
+    program = jax.make_jaxpr(lambda *args: split.backward_weights(*args, None, None))(
         params, split.until_w, split.crossing
     )
     matrices = [leaf for leaf in jax.tree.leaves(params) if leaf.ndim == 2]
@@ -228,7 +228,7 @@ def test_every_remat_policy_keeps_less_than_the_one_before(dtype):
     x = jnp.zeros((2, config.sequence_length, config.width), dtype)
     kept = {}
     for remat in ("none", "dots", "full"):
-        split = split_layer(layer, params, x, remat=remat)
+        split = split_layer(layer, params, x, None, None, remat=remat)
         kept[remat] = sum(
             math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in split.until_b + split.until_w
         )
