@@ -172,7 +172,7 @@ def test_split_vocabulary_gives_the_same_loss_and_gradients(params, batch):
 
 def test_it_learns_to_copy_what_stands_beside_the_mask():
     """Rows are pairs of equal tokens; the one beside a mask, on either side, tells the answer."""
-    config = dataclasses.replace(TINY, vocab_size=12, sequence_length=6, width=32)
+    config = dataclasses.replace(TINY, vocab_size=12, sequence_length=6, width=32, mlp_width=64)
     optimizer = optax.adam(optax.warmup_constant_schedule(0.0, 3e-3, 30))
 
     def rows(key):
