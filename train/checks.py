@@ -153,13 +153,13 @@ def _schedule(config: Config) -> Iterator[Failure]:
     layers, needed = config.num_layers, config.mesh.stage * chunks
     if layers < needed:
         fields = [f"{config.section}.{name}" for name in _DEPTHS[config.task]]
-        own = f"{fields[0]}={layers}" if len(fields) == 1 else f"task={config.task}"
-        valid = [f"{fields[0]}={needed}"] if fields[0].endswith("num_layers") else []
+        counted = fields[0].endswith("num_layers") and len(fields) == 1
+        own = f"{fields[0]}={layers}" if counted else f"task={config.task} with {layers} layers"
+        valid = [f"{fields[0]}={needed}"] if counted else []
         valid.append(f"mesh.stage={max(layers // chunks, 1)}")
         yield Failure(
             f"{own} cannot fill mesh.stage={config.mesh.stage} x pipeline.chunks={chunks}: each of "
-            f"the {needed} chunks needs a layer, and there are {layers}. Nearest valid: "
-            f"{' or '.join(valid)}.",
+            f"the {needed} chunks needs a layer. Nearest valid: {' or '.join(valid)}.",
             (*fields, "mesh.stage", "pipeline.chunks"),
         )
 
