@@ -49,6 +49,8 @@ def main(arguments: Sequence[str]) -> int:
             raise
         # The checkpoint's writer leaves the files it did not come to.
         warnings.filterwarnings("ignore", "coroutine .* was never awaited", RuntimeWarning)
+        # TensorBoard's file cannot be flushed any more, and so not closed.
+        warnings.filterwarnings("ignore", "unclosed file", ResourceWarning)
         return _refuse(errors.ConfigError([checks.unwritable(invocation.config, cause)]))
     return 0
 

@@ -50,7 +50,10 @@ def rows(program: Program) -> dict:
 
 
 @pytest.mark.pipeline
-@pytest.mark.parametrize("task", TINY)
+@pytest.mark.parametrize(
+    "task",
+    ["resnet", *(pytest.param(name, marks=pytest.mark.slow) for name in ("bert", "transformer"))],
+)
 def test_a_step_is_adamw_on_the_canonical_parameters(task):
     program = Program(config(task))
     batch, state = rows(program), program.init()
@@ -89,7 +92,7 @@ def test_a_step_is_adamw_on_the_canonical_parameters(task):
         )
 
 
-@pytest.mark.pipeline
+@pytest.mark.slow
 def test_a_checkpoint_fits_another_mesh():
     program = Program(config("resnet"))
     state, _ = program.train_step(program.init(), rows(program), None)
