@@ -138,8 +138,8 @@ def test_dropout_depends_on_the_key_alone(params, batch):
 def test_split_vocabulary_gives_the_same_loss_and_gradients(params, batch):
     """Table and output bias in four slices, the last with three rows of padding."""
     config, rng = dataclasses.replace(NEXT, dropout=0.2), jax.random.key(3)
-    expected, expected_grads = jax.value_and_grad(
-        lambda params: loss_of(config, params, batch, rng)
+    expected, expected_grads = jax.jit(
+        jax.value_and_grad(lambda params: loss_of(config, params, batch, rng))
     )(params)
     split = bert.model(config, vocabulary_axis="stage").stage_split | {
         "layers": jax.tree.map(lambda _: None, params["layers"])

@@ -174,8 +174,8 @@ def test_split_vocabulary_gives_the_same_loss_and_gradients(config):
     batch = {"tokens": tokens(config, extra=1)}
     rng = jax.random.key(3)
     split_model = gpt.model(config, vocabulary_axis="stage")
-    expected, expected_grads = jax.value_and_grad(
-        lambda params: loss_of(config, params, batch, rng)
+    expected, expected_grads = jax.jit(
+        jax.value_and_grad(lambda params: loss_of(config, params, batch, rng))
     )(params)
 
     is_split = jax.tree.map(

@@ -148,8 +148,8 @@ def test_dropout_depends_on_the_key_alone(params, batch):
 def test_split_vocabulary_gives_the_same_loss_and_gradients(params, batch):
     config = dataclasses.replace(TINY, dropout=0.2)
     rng = jax.random.key(3)
-    expected, expected_grads = jax.value_and_grad(
-        lambda params: loss_of(config, params, batch, rng)
+    expected, expected_grads = jax.jit(
+        jax.value_and_grad(lambda params: loss_of(config, params, batch, rng))
     )(params)
 
     specs = jax.tree.map(lambda _: P(), params) | {"embed": {"table": P("stage")}}

@@ -70,12 +70,14 @@ def test_a_step_is_adamw_on_the_canonical_parameters(task):
         states=before.layers,
     )
     has_states = before.layers is not None
-    value, grads = jax.value_and_grad(oracle, has_aux=has_states)(before.params, batch)
+    value_and_grad = jax.jit(jax.value_and_grad(oracle, has_aux=has_states))
+    value, grads = value_and_grad(before.params, batch)
     np.testing.assert_allclose(metrics["loss"], value[0] if has_states else value, rtol=1e-5)
     optimizer = make_optimizer(
         program.config.optimizer, program.learning_rate, lambda: decaying(before.params)
     )
-    updates, _ = optimizer.update(grads, optimizer.init(before.params), before.params)
+    init = jax.jit(optimizer.init)
+    updates, _ = jax.jit(optimizer.update)(grads, init(before.params), before.params)
     expected = optax.apply_updates(before.params, updates)
     if has_states:
         jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-4), got.layers, value[1])
