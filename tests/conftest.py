@@ -1,8 +1,10 @@
-"""Simulated devices for every test, set before jax is imported."""
+"""Simulated devices for every test and little time for LLVM, set before jax is imported."""
 
 import os
 
 os.environ["JAX_PLATFORMS"] = "cpu"
+# Tests compile more than they compute. XLA's own passes, which some tests look at, all run.
+os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "1"
 # The last flag turns a hang at a collective into a failure.
 os.environ["XLA_FLAGS"] = (
     os.environ.get("XLA_FLAGS", "")
