@@ -11,12 +11,11 @@ runs with one whole action a tick and in slices.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import itertools
 import statistics
 import time
 from collections.abc import Iterator, Sequence
-from typing import Annotated
+from typing import Annotated, Any
 from unittest import mock
 
 import jax
@@ -38,35 +37,40 @@ WIDTH = 8
 ROUNDS = 3
 
 
-def sleep(value: jax.Array, seconds: float) -> jax.Array:
+def sleep(value: jax.Array, seconds: jax.Array | float) -> jax.Array:
     """The value, after a while."""
 
-    def wait(value):
-        time.sleep(seconds)
+    def wait(value, seconds):
+        time.sleep(float(seconds))
         return value
 
-    return jax.pure_callback(wait, jax.ShapeDtypeStruct(value.shape, value.dtype), value)
+    shape = jax.ShapeDtypeStruct(value.shape, value.dtype)
+    return jax.pure_callback(wait, shape, value, seconds)
 
 
-def sleeping_model(seconds: Costs) -> jaxpipe.Model:
-    """A model whose layers take these times for F, B and W."""
+@jax.custom_vjp
+def sleeping_layer(w, x):
+    """A layer that takes ``w["seconds"]``, float32 ``[3]``, for F, B and W."""
+    return sleep(x, w["seconds"][0]) + 0 * w["scale"]
 
-    @jax.custom_vjp
-    def layer(w, x):
-        return sleep(x, seconds.f) + 0 * w
 
-    def forward(w, x):
-        return layer(w, x), x
+def _forward(w, x):
+    return sleeping_layer(w, x), (w["seconds"], x)
 
-    def backward(x, dy):
-        return sleep(jnp.sum(dy * x, axis=0), seconds.w), sleep(dy, seconds.b)
 
-    layer.defvjp(forward, backward)
-    return jaxpipe.Model(
-        embed=lambda outer, batch, rng: batch["x"],
-        layer=lambda w, x, batch, rng: layer(w, x),
-        head_loss=lambda outer, x, batch, rng: jnp.mean(x**2),
-    )
+def _backward(residuals, dy):
+    seconds, x = residuals
+    dscale = sleep(jnp.sum(dy * x, axis=0), seconds[2])
+    return {"seconds": jnp.zeros_like(seconds), "scale": dscale}, sleep(dy, seconds[1])
+
+
+sleeping_layer.defvjp(_forward, _backward)
+
+SLEEPING = jaxpipe.Model(
+    embed=lambda outer, batch, rng: batch["x"],
+    layer=lambda w, x, batch, rng: sleeping_layer(w, x),
+    head_loss=lambda outer, x, batch, rng: jnp.mean(x**2),
+)
 
 
 @contextlib.contextmanager
@@ -88,30 +92,52 @@ def sleeping_messages(pipe: jaxpipe.Pipeline, seconds: float) -> Iterator[None]:
         yield
 
 
-def measure(schedule: Schedule, seconds: Costs, layers_per_chunk: int) -> dict[str, float]:
-    """Executes a schedule; times in seconds."""
-    m = schedule.num_microbatches
-    num_layers = layers_per_chunk * schedule.placement.num_virtual_stages
-    params = {"embed": {}, "layers": jnp.ones((num_layers, WIDTH)), "head": {}}
-    a_layer = dataclasses.replace(
-        seconds, **{kind: getattr(seconds, kind) / layers_per_chunk for kind in ("f", "b", "w")}
-    )
+def sleeping_params(layers: Sequence[Costs]) -> dict[str, Any]:
+    """Parameters of layers that take these seconds."""
+    seconds = jnp.asarray([[layer.f, layer.b, layer.w] for layer in layers], jnp.float32)
+    stacked = {"seconds": seconds, "scale": jnp.ones((len(layers), WIDTH))}
+    return {"embed": {}, "layers": stacked, "head": {}}
+
+
+def execute(
+    schedule: Schedule,
+    layers: Sequence[Costs],
+    *,
+    message: float = 0.0,
+    layer_counts: Sequence[int] | None = None,
+) -> tuple[float, int]:
+    """Executes a schedule with layers that take these seconds.
+
+    Returns:
+      The median time of a step, in seconds, and its ticks.
+    """
+    params = sleeping_params(layers)
     mesh = jaxpipe.make_mesh(stage=schedule.num_stages)
-    pipe = jaxpipe.Pipeline(sleeping_model(a_layer), params, schedule=schedule, mesh=mesh)
-    placed, batch = pipe.place(params), {"x": jnp.ones((m, WIDTH))}
-    with sleeping_messages(pipe, seconds.message):
+    pipe = jaxpipe.Pipeline(
+        SLEEPING, params, schedule=schedule, mesh=mesh, layer_counts=layer_counts
+    )
+    placed, batch = pipe.place(params), {"x": jnp.ones((schedule.num_microbatches, WIDTH))}
+    with sleeping_messages(pipe, message):
         step = jax.jit(pipe.value_and_grad).lower(placed, batch).compile()
     times = [harness.seconds(lambda: step(placed, batch))[0] for _ in range(ROUNDS)]
+    return statistics.median(times), pipe.table.num_ticks
+
+
+def measure(schedule: Schedule, seconds: Costs, layers_per_chunk: int) -> dict[str, float]:
+    """Executes a schedule of equal chunks; times in seconds."""
+    m = schedule.num_microbatches
+    num_layers = layers_per_chunk * schedule.placement.num_virtual_stages
+    shares = {kind: getattr(seconds, kind) / layers_per_chunk for kind in ("f", "b", "w")}
+    executed, ticks = execute(schedule, [Costs(**shares)] * num_layers, message=seconds.message)
     work = m * schedule.num_chunks * (seconds.f + seconds.b + seconds.w)
-    executed, locked = statistics.median(times), lock_step(schedule, seconds)
-    free = simulate(schedule, seconds)
+    locked, free = lock_step(schedule, seconds), simulate(schedule, seconds)
     return {
-        "ticks": pipe.table.num_ticks,
+        "ticks": ticks,
         "free-running s": free.makespan,
         "lock-step s": locked.makespan,
         "executed s": executed,
         "executed / lock-step": executed / locked.makespan,
-        "excess ms a tick": 1e3 * (executed - locked.makespan) / pipe.table.num_ticks,
+        "excess ms a tick": 1e3 * (executed - locked.makespan) / ticks,
         "free-running bubble": free.bubble_ratio,
         "lock-step bubble": locked.bubble_ratio,
         "executed bubble": 1 - work / executed,
@@ -180,8 +206,8 @@ def main(
       layers_per_chunk: layers of every chunk.
       stage_seconds: what one unit of the costs takes, for all chunks of a stage together.
       names: schedules to run.
-      everything: every schedule at every one of the issue's stages and costs, with and without a
-        message time; takes hours.
+      everything: every schedule at 4, 8 and 16 stages and several costs, with and without a message
+        time; takes hours.
     """
     harness.simulate(max(ALL_STAGES))
     shapes = [(stages, (*costs, message))]

@@ -24,10 +24,9 @@ from jaxpipe.schedule.simulate import Costs
 
 ROUNDS = 9
 AT_ONCE = Costs(1e-9, 1e-9, 1e-9)
-CALLING = bubble.sleeping_model(AT_ONCE)
 MODELS = {
-    "plain": dataclasses.replace(CALLING, layer=lambda w, x, batch, rng: w * x),
-    "calling": CALLING,
+    "plain": dataclasses.replace(bubble.SLEEPING, layer=lambda w, x, batch, rng: w["scale"] * x),
+    "calling": bubble.SLEEPING,
 }
 
 
@@ -35,7 +34,7 @@ def measure(name: str, layers: str, layers_per_chunk: int, stages: int, m: int) 
     """Median times of a step by its ticks."""
     schedule = catalog.build(name, stages=stages, microbatches=m)
     num_layers = layers_per_chunk * schedule.placement.num_virtual_stages
-    params = {"embed": {}, "layers": jnp.ones((num_layers, bubble.WIDTH)), "head": {}}
+    params = bubble.sleeping_params([AT_ONCE] * num_layers)
     mesh = jaxpipe.make_mesh(stage=stages)
     pipe = jaxpipe.Pipeline(MODELS[layers], params, schedule=schedule, mesh=mesh)
     placed, batch = pipe.place(params), {"x": jnp.ones((m, bubble.WIDTH))}
