@@ -11,6 +11,7 @@ runs with one whole action a tick and in slices.
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import statistics
 import time
@@ -37,40 +38,45 @@ WIDTH = 8
 ROUNDS = 3
 
 
-def sleep(value: jax.Array, seconds: jax.Array | float) -> jax.Array:
+def sleep(value: jax.Array, seconds: float) -> jax.Array:
     """The value, after a while."""
 
-    def wait(value, seconds):
-        time.sleep(float(seconds))
+    def wait(value):
+        time.sleep(seconds)
         return value
 
-    shape = jax.ShapeDtypeStruct(value.shape, value.dtype)
-    return jax.pure_callback(wait, shape, value, seconds)
+    return jax.pure_callback(wait, jax.ShapeDtypeStruct(value.shape, value.dtype), value)
 
 
-@jax.custom_vjp
-def sleeping_layer(w, x):
-    """A layer that takes ``w["seconds"]``, float32 ``[3]``, for F, B and W."""
-    return sleep(x, w["seconds"][0]) + 0 * w["scale"]
+@functools.cache
+def sleeping_layer(seconds: Costs):
+    """A layer that takes these times for F, B and W; equal times are one function, and one kind."""
+
+    @jax.custom_vjp
+    def layer(w, x):
+        return sleep(x, seconds.f) + 0 * w
+
+    def forward(w, x):
+        return layer(w, x), x
+
+    def backward(x, dy):
+        return sleep(jnp.sum(dy * x, axis=0), seconds.w), sleep(dy, seconds.b)
+
+    layer.defvjp(forward, backward)
+    return lambda w, x, batch, rng: layer(w, x)
 
 
-def _forward(w, x):
-    return sleeping_layer(w, x), (w["seconds"], x)
-
-
-def _backward(residuals, dy):
-    seconds, x = residuals
-    dscale = sleep(jnp.sum(dy * x, axis=0), seconds[2])
-    return {"seconds": jnp.zeros_like(seconds), "scale": dscale}, sleep(dy, seconds[1])
-
-
-sleeping_layer.defvjp(_forward, _backward)
-
-SLEEPING = jaxpipe.Model(
-    embed=lambda outer, batch, rng: batch["x"],
-    layer=lambda w, x, batch, rng: sleeping_layer(w, x),
-    head_loss=lambda outer, x, batch, rng: jnp.mean(x**2),
-)
+def sleeping_model(layers: Sequence[Costs]) -> tuple[jaxpipe.Model, dict[str, Any]]:
+    """A model whose layers take these seconds, and its parameters."""
+    alike = len(set(layers)) == 1
+    functions = tuple(sleeping_layer(seconds) for seconds in layers)
+    model = jaxpipe.Model(
+        embed=lambda outer, batch, rng: batch["x"],
+        layer=functions[0] if alike else functions,
+        head_loss=lambda outer, x, batch, rng: jnp.mean(x**2),
+    )
+    weights = jnp.ones((len(layers), WIDTH))
+    return model, {"embed": {}, "layers": weights if alike else tuple(weights), "head": {}}
 
 
 @contextlib.contextmanager
@@ -92,13 +98,6 @@ def sleeping_messages(pipe: jaxpipe.Pipeline, seconds: float) -> Iterator[None]:
         yield
 
 
-def sleeping_params(layers: Sequence[Costs]) -> dict[str, Any]:
-    """Parameters of layers that take these seconds."""
-    seconds = jnp.asarray([[layer.f, layer.b, layer.w] for layer in layers], jnp.float32)
-    stacked = {"seconds": seconds, "scale": jnp.ones((len(layers), WIDTH))}
-    return {"embed": {}, "layers": stacked, "head": {}}
-
-
 def execute(
     schedule: Schedule,
     layers: Sequence[Costs],
@@ -111,11 +110,9 @@ def execute(
     Returns:
       The median time of a step, in seconds, and its ticks.
     """
-    params = sleeping_params(layers)
+    model, params = sleeping_model(layers)
     mesh = jaxpipe.make_mesh(stage=schedule.num_stages)
-    pipe = jaxpipe.Pipeline(
-        SLEEPING, params, schedule=schedule, mesh=mesh, layer_counts=layer_counts
-    )
+    pipe = jaxpipe.Pipeline(model, params, schedule=schedule, mesh=mesh, layer_counts=layer_counts)
     placed, batch = pipe.place(params), {"x": jnp.ones((schedule.num_microbatches, WIDTH))}
     with sleeping_messages(pipe, message):
         step = jax.jit(pipe.value_and_grad).lower(placed, batch).compile()

@@ -24,19 +24,17 @@ from jaxpipe.schedule.simulate import Costs
 
 ROUNDS = 9
 AT_ONCE = Costs(1e-9, 1e-9, 1e-9)
-MODELS = {
-    "plain": dataclasses.replace(bubble.SLEEPING, layer=lambda w, x, batch, rng: w["scale"] * x),
-    "calling": bubble.SLEEPING,
-}
 
 
 def measure(name: str, layers: str, layers_per_chunk: int, stages: int, m: int) -> dict:
     """Median times of a step by its ticks."""
     schedule = catalog.build(name, stages=stages, microbatches=m)
     num_layers = layers_per_chunk * schedule.placement.num_virtual_stages
-    params = bubble.sleeping_params([AT_ONCE] * num_layers)
+    model, params = bubble.sleeping_model([AT_ONCE] * num_layers)
+    if layers == "plain":
+        model = dataclasses.replace(model, layer=lambda w, x, batch, rng: w * x)
     mesh = jaxpipe.make_mesh(stage=stages)
-    pipe = jaxpipe.Pipeline(MODELS[layers], params, schedule=schedule, mesh=mesh)
+    pipe = jaxpipe.Pipeline(model, params, schedule=schedule, mesh=mesh)
     placed, batch = pipe.place(params), {"x": jnp.ones((m, bubble.WIDTH))}
     step = jax.jit(pipe.value_and_grad).lower(placed, batch).compile()
     times = [harness.seconds(lambda: step(placed, batch)) for _ in range(ROUNDS)]
