@@ -216,9 +216,14 @@ def back_to(run: Path, step: int) -> None:
 
 def assert_same_run(run: Path, unbroken: Path) -> None:
     """The same losses and the same last checkpoint, to the bit."""
+    assert steps(run) == steps(unbroken)
+    assert_same_weights(run, unbroken)
+
+
+def assert_same_weights(run: Path, unbroken: Path) -> None:
+    """The same last checkpoint, to the bit."""
     import numpy as np
 
-    assert steps(run) == steps(unbroken)
     left, right = weights(run, NUM_STEPS), weights(unbroken, NUM_STEPS)
     assert [name for name, _ in left] == [name for name, _ in right]
     for (name, one), (_, two) in zip(left, right, strict=True):

@@ -7,6 +7,7 @@ import pytest
 from command import (
     NUM_STEPS,
     assert_same_run,
+    assert_same_weights,
     back_to,
     finish,
     kill_when,
@@ -56,11 +57,15 @@ def test_an_asynchronous_run_says_what_it_does(whole):
     "step", [pytest.param(3, marks=pytest.mark.slow), 6, pytest.param(9, marks=pytest.mark.slow)]
 )
 def test_resume_on_either_side_of_the_switch(whole, trainer, tmp_path, step):
+    """To the same bits, also if the run is evaluated after every step."""
     assert saved(whole[0]) == [3, 6, 9, 10]
     run = _until(whole[0], step, tmp_path)
-    finished = trainer.run("--run-dir", run, "--resume", *OPTIONS)
+    finished = trainer.run("--run-dir", run, "--resume", *OPTIONS, "--train.eval-every", 1)
     assert f"resuming {run} at step {step}" in finished.out
-    assert_same_run(run, whole[0])
+    for record, expected in zip(steps(run), steps(whole[0]), strict=True):
+        assert record["step"] <= step or "eval_loss" in record
+        assert record | {"eval_loss": 0} == expected | {"eval_loss": 0}
+    assert_same_weights(run, whole[0])
 
 
 @pytest.mark.slow
