@@ -27,7 +27,7 @@ PyTree = Any
 Step = Callable[[PyTree, PyTree, jax.Array | None], tuple[PyTree, dict[str, jax.Array]]]
 
 _CARRIED = {
-    "weights": "weights, {versions} versions",
+    "weights": "weights",
     "delta": "T2's mean steps",
     "owned": "optimizer state",
     "rest": "optimizer state",
@@ -264,10 +264,8 @@ class AsynchronousPhase(Phase):
         for path, leaf in self.saved_shapes.items():
             part, *rest = path.split(".")
             kind = _CARRIED.get(".".join([part, *rest[:1]]), _CARRIED[part])
-            shape = leaf.sharding.shard_shape(leaf.shape)
-            sizes[kind] = sizes.get(kind, 0) + math.prod(shape) * leaf.dtype.itemsize
-        versions = self.steady.num_versions
-        return {name.format(versions=versions): size for name, size in sizes.items()}
+            sizes[kind] = sizes.get(kind, 0) + device_bytes(leaf)
+        return sizes
 
 
 class Phases:
@@ -311,6 +309,14 @@ def layout_of(program: Program) -> dict[str, Any]:
     if (dropout := f"{config.section}.dropout") in flat:
         found[dropout] = flat[dropout]
     return found
+
+
+def device_bytes(shapes: PyTree) -> int:
+    """Bytes of each device's parts of arrays, of which shapes and shardings are given."""
+    return sum(
+        math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
+        for leaf in jax.tree.leaves(shapes)
+    )
 
 
 def _by_name(tree: PyTree) -> dict[str, Any]:
