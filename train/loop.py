@@ -290,9 +290,9 @@ class Trainer:
                     continue
                 numbers = self._read(self.step, values)
                 bubble = self.phase.bubble(self.step)
+                seconds = clock.stop()
                 if self.step == last:
                     numbers |= self._end()
-                seconds = clock.stop()
                 self.eval_loss = self.evaluate() if evaluates else None
                 self._write(self.step, numbers | {"eval_loss": self.eval_loss})
                 self.checkpoints.check()
@@ -368,10 +368,12 @@ class Trainer:
         numbers: dict[str, Any] = {"loss": None, "grad_norm": None}
         if self.phase.loss_step(step) is not None:
             numbers = {name: float(values[name]) for name in numbers}
-            self._check_finite(
-                step, {"loss": numbers["loss"], "gradient norm": numbers["grad_norm"]}
-            )
-        return numbers | self.phase.metrics(step, values)
+        numbers |= self.phase.metrics(step, values)
+        seen = {"loss": numbers["loss"], "gradient norm": numbers["grad_norm"]}
+        # The loss lags behind: weights that have left all bounds show here first.
+        seen["correction"] = sum(numbers["correction"]) if "correction" in numbers else None
+        self._check_finite(step, {name: value for name, value in seen.items() if value is not None})
+        return numbers
 
     def _check_finite(self, step: int, values: dict[str, float]) -> None:
         if not all(map(math.isfinite, values.values())):

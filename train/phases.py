@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import abc
 import math
-from collections.abc import Callable
 from functools import cached_property
 from typing import Any
 
@@ -24,7 +23,6 @@ from train.config import Config
 from train.step import Program, State, with_sharding
 
 PyTree = Any
-Step = Callable[[PyTree, PyTree, jax.Array | None], tuple[PyTree, dict[str, jax.Array]]]
 
 _CARRIED = {
     "weights": "weights",
@@ -254,7 +252,7 @@ class AsynchronousPhase(Phase):
 
     @cached_property
     def weight_bytes(self) -> int:
-        """Bytes of all versions of all weights and of T2's mean steps, on one data shard."""
+        """Bytes of all versions of all weights and of T2's mean steps, however they are sharded."""
         kept = self.shapes["weights"], self.shapes["delta"]
         return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(kept))
 
@@ -305,7 +303,7 @@ def layout_of(program: Program) -> dict[str, Any]:
     found = {path: flat[path] for path in fields}
     found["pipeline.partition"] = ",".join(map(str, program.layer_counts))
     if schedule.is_asynchronous(config):
-        found["asynchronous.discrepancy_decay"] = schedule.techniques(config)[1]
+        found["asynchronous.discrepancy_decay"] = schedule.techniques(config)[1] or 0.0
     if (dropout := f"{config.section}.dropout") in flat:
         found[dropout] = flat[dropout]
     return found
