@@ -2,8 +2,9 @@
 
 Compiles (does not run) a GPT of width 256, sequence 128, 4 rows a microbatch, float32. First 8
 layers on 4 simulated stages x 2 data shards, for several numbers of microbatches; then 16 layers on
-8 stages, where activation memory is set beside 1F1B's. Fails if a case is more than 5% off, or if
-more microbatches take more memory where the schedule says they need not.
+8 stages, where activation memory is set beside 1F1B's; then 16 layers on 2 stages, a whole training
+step with the update after it and within it. Fails if a case is more than 5% off, or if more
+microbatches take more memory where the schedule says they need not.
 
     python -m benchmarks.memory [--all]
 """
@@ -17,6 +18,7 @@ from typing import Annotated, Any, Literal
 
 import jax
 import jax.numpy as jnp
+import optax
 import tyro
 
 import jaxpipe
@@ -58,20 +60,27 @@ def config(num_layers: int) -> gpt.GPTConfig:
     )
 
 
-def measure(case: Case, *, stages: int, data: int) -> dict[str, Any]:
-    """Predicted and compiled temporaries of one case, in MB on each device."""
+def pipeline(
+    case: Case, *, stages: int, data: int, layers: int = 2, **options: int
+) -> tuple[jaxpipe.Pipeline, dict[str, jax.ShapeDtypeStruct]]:
+    """The pipeline of a case, so many layers a stage, and the shapes of its batch."""
     name, remat, zero, microbatches = case
-    shape = config(2 * stages)
+    shape = config(layers * stages)
     pipe = jaxpipe.Pipeline(
         gpt.model(shape, vocabulary_axis="stage"),
         jax.eval_shape(lambda: gpt.init(shape, jax.random.key(0))),
-        schedule=jaxpipe.schedules.build(name, stages=stages, microbatches=microbatches),
+        schedule=jaxpipe.schedules.build(name, stages=stages, microbatches=microbatches, **options),
         mesh=jaxpipe.make_mesh(stage=stages, data=data),
         remat=remat,
         zero=zero,
     )
     rows = (ROWS * microbatches * data, shape.sequence_length + 1)
-    batch = {"tokens": jax.ShapeDtypeStruct(rows, jnp.int32)}
+    return pipe, {"tokens": jax.ShapeDtypeStruct(rows, jnp.int32)}
+
+
+def measure(case: Case, *, stages: int, data: int) -> dict[str, Any]:
+    """Predicted and compiled temporaries of one case, in MB on each device."""
+    pipe, batch = pipeline(case, stages=stages, data=data)
     buffers = predicted_bytes(pipe, batch)
     predicted, compiled = sum(buffers.values()), compiled_bytes(pipe, batch)
     return {
@@ -81,6 +90,40 @@ def measure(case: Case, *, stages: int, data: int) -> dict[str, Any]:
         "compiled / predicted": compiled / predicted,
         **{part: sum(buffers[name] for name in names) / 1e6 for part, names in PARTS.items()},
     }
+
+
+def updates() -> list[dict[str, Any]]:
+    """Temporaries of a training step that updates after the backward, and of one that does so
+    within it, chunk by chunk."""
+    found: list[dict[str, Any]] = []
+    adam = optax.adam(1e-3)
+    for data, zero in ((1, 0), (2, 0), (2, 3)):
+        harness.note(f"update within the step: {data} data shards, ZeRO-{zero}")
+        case = ("modular-fused", "full", zero, MICROBATCHES[0])
+        pipe, batch = pipeline(case, stages=2, data=data, layers=8, chunks=8)
+        params = pipe.layout.placed_shapes()
+        state = jax.eval_shape(adam.init, params)
+        shardings = pipe.param_shardings, pipe.optimizer_shardings(state)
+
+        def after(params, state, batch, pipe=pipe):
+            loss, gradients = pipe.value_and_grad(params, batch)
+            changes, state = adam.update(gradients, state, params)
+            return loss, optax.apply_updates(params, changes), state
+
+        def temporaries(step, arguments=(params, state, batch), shardings=shardings) -> float:
+            shardings = (*shardings, None)
+            jitted = jax.jit(
+                step,
+                donate_argnums=(0, 1),
+                in_shardings=shardings,
+                out_shardings=(None, *shardings[:2]),
+            )
+            compiled = jitted.lower(*arguments).compile()
+            return compiled.memory_analysis().temp_size_in_bytes / 1e6
+
+        row = {"data": data, "ZeRO": zero, "after MB": temporaries(after)}
+        found.append(row | {"within MB": temporaries(jaxpipe.LayeredUpdate(pipe, adam).step)})
+    return found
 
 
 def peak(name: str, stages: int, microbatches: int) -> float:
@@ -144,14 +187,18 @@ def prediction(everything: bool) -> list[dict[str, Any]]:
 
 def main(
     everything: Annotated[bool, tyro.conf.arg(name="all")] = False,
-    tables: tuple[Literal["prediction", "family"], ...] = ("prediction", "family"),
+    tables: tuple[Literal["prediction", "family", "updates"], ...] = (
+        "prediction",
+        "family",
+        "updates",
+    ),
 ) -> int:
     """Prints the tables, writes them, and returns 1 if a case is off.
 
     Args:
       everything: every schedule, remat policy, ZeRO 0 and 3 and number of microbatches; takes
         hours.
-      tables: which of the two to make.
+      tables: which of the three to make.
     """
     harness.simulate(FAMILY_STAGES)
     report = functools.partial(
@@ -168,6 +215,15 @@ def main(
         title = f"temporaries, p={FAMILY_STAGES} m={FAMILY_MICROBATCHES}, against 1F1B"
         report("memory-family", family, title=title, label=["schedule"])
         problems += off(family)
+    if "updates" in tables:
+        harness.report(
+            "memory-updates",
+            updates(),
+            title="temporaries of a training step: the update after it, and within it",
+            label=["data", "ZeRO"],
+            bars=["after MB", "within MB"],
+            axis="MB on each device",
+        )
     print("\n".join(problems))
     return int(bool(problems))
 

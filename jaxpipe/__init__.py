@@ -3,6 +3,7 @@
 from jaxpipe.runtime import unpipelined as unpipelined
 from jaxpipe.runtime import vocabulary as vocabulary
 from jaxpipe.runtime.asynchronous import AsyncPipeline as AsyncPipeline
+from jaxpipe.runtime.layered import LayeredUpdate as LayeredUpdate
 from jaxpipe.runtime.mesh import make_mesh as make_mesh
 from jaxpipe.runtime.model import Model as Model
 from jaxpipe.runtime.modules import functional as functional
@@ -12,6 +13,7 @@ from jaxpipe.schedule import catalog as schedules
 
 __all__ = [
     "AsyncPipeline",
+    "LayeredUpdate",
     "Model",
     "Pipeline",
     "functional",

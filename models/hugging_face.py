@@ -119,6 +119,12 @@ def save(folder: str | Path, config: Config, params: PyTree, state: PyTree = Non
             tensors |= {
                 family.prefix + name: part for name, part in zip(layer_names, split, strict=True)
             }
+    # BatchNorm there also counts batches; nothing uses the count, but reading warns without it.
+    tensors |= {
+        name.replace("running_mean", "num_batches_tracked"): np.zeros((), np.int64)
+        for name in tensors
+        if name.endswith(".running_mean")
+    }
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     _safetensors().numpy.save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})

@@ -16,10 +16,10 @@ import optax
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxpipe.runtime.asynchronous_optimizer import PartOptimizer
 from jaxpipe.runtime.asynchronous_run import AsynchronousRun
 from jaxpipe.runtime.asynchronous_update import Rules, slot_axis
 from jaxpipe.runtime.mesh import DATA, STAGE
+from jaxpipe.runtime.part_optimizer import PartOptimizer
 from jaxpipe.runtime.pipeline import Pipeline
 from jaxpipe.schedule.actions import Kind
 from jaxpipe.schedule.lower import lower

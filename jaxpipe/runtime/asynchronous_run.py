@@ -16,7 +16,6 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jaxpipe.runtime.asynchronous_optimizer import PARTS
 from jaxpipe.runtime.asynchronous_update import Rules, UpdatingRun, corrected
 from jaxpipe.runtime.dependence import read_leaves
 from jaxpipe.runtime.executor import Plan, _tie
@@ -24,6 +23,7 @@ from jaxpipe.runtime.keys import layer_key
 from jaxpipe.runtime.layers import LayerKind
 from jaxpipe.runtime.mesh import DATA
 from jaxpipe.runtime.parameters import Stacked
+from jaxpipe.runtime.part_optimizer import PARTS
 from jaxpipe.schedule.actions import Kind
 from jaxpipe.schedule.pipemare import Part
 from jaxpipe.schedule.table import NONE

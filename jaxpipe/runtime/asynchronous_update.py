@@ -13,10 +13,10 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxpipe.runtime.asynchronous_optimizer import PARTS, PartOptimizer, apply
 from jaxpipe.runtime.executor import _Run, _tie
 from jaxpipe.runtime.mesh import DATA, STAGE
 from jaxpipe.runtime.parameters import Packed, Stacked
+from jaxpipe.runtime.part_optimizer import PARTS, PartOptimizer, apply
 from jaxpipe.schedule.pipemare import Part, SteadyState
 
 PyTree = Any
@@ -105,7 +105,7 @@ class UpdatingRun(_Run):
             if self.rules.clip_norm is not None:
                 gradients = self._clipped(state, gradients)
             whole = {part: self._version(carry["weights"], part, version) for part in PARTS}
-            shards = {part: self._shard(whole[part], part) for part in PARTS}
+            shards = {part: self._shard(whole[part], self._placed(part)) for part in PARTS}
             # The optimizer sees layers as they are placed, behind a dimension for the stages.
             behind_stage = shards | {"layers": _lead(shards["layers"])}
             updates, owned, rest = self.rules.optimizer.update(
@@ -167,19 +167,6 @@ class UpdatingRun(_Run):
             return lax.dynamic_update_slice_in_dim(w, n, start, slot_axis(self.params))
 
         return jax.tree.map(write, ring, new)
-
-    def _shard(self, whole: PyTree, name: str) -> PyTree:
-        """The part of weights whose optimizer state this data shard holds."""
-        if self.plan.zero not in (1, 2):
-            return whole
-
-        def shard(leaf, w):
-            if leaf.data_dim is None:
-                return w
-            size = w.shape[leaf.data_dim] // lax.axis_size(DATA)
-            return lax.dynamic_slice_in_dim(w, self.shard * size, size, leaf.data_dim)
-
-        return jax.tree.map(shard, self._placed(name), whole)
 
     def _rescheduled(self, updates: PyTree, name: str, version) -> PyTree:
         """T1: divides the rate by max(tau, 1)^p, where p falls from 1 to 0 over K updates."""

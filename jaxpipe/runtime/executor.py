@@ -197,7 +197,7 @@ class _Run:
         state, _ = lax.scan(lambda state, row: (self._tick(state, row), None), state, rows)
         loss = lax.pmean(state["loss"] / self.table.schedule.num_microbatches, DATA)
         states = jax.tree.map(lambda w: lax.pmean(w, DATA)[None], state["states"])
-        return loss, self._gradients(state) if self.plan.trains else None, states
+        return loss, self._result(state) if self.plan.trains else None, states
 
     def buffer_shapes(self) -> dict[str, PyTree]:
         """Shapes of every buffer the tick loop carries, by name; their bytes are the schedule's
@@ -213,13 +213,21 @@ class _Run:
             return shapes
         shapes["dy"] = self.messages.shapes(slots["dy"])
         shapes |= {name: kept.shapes(slots[name]) for name, kept in self.residuals.items()}
-        placed, parts = self.params.placed, lax.axis_size(DATA)
-        if zero >= 2:
+        if self.reduces_chunks:
             shapes["gradients"] = self.params.slots(self.table.reduces.num_slots)
-            shapes["reduced"] = jax.tree.map(lambda leaf: leaf.struct(parts=parts), placed)
+            shapes |= self._reduced_shapes()
         else:
-            shapes["gradients"] = jax.tree.map(Leaf.struct, placed)
+            shapes["gradients"] = jax.tree.map(Leaf.struct, self.params.placed)
         return shapes
+
+    @property
+    def reduces_chunks(self) -> bool:
+        """Whether a chunk's gradient is reduced when it is finished, or all at the step's end."""
+        return self.plan.zero >= 2
+
+    def _reduced_shapes(self) -> dict[str, PyTree]:
+        parts = lax.axis_size(DATA)
+        return {"reduced": jax.tree.map(lambda leaf: leaf.struct(parts=parts), self.params.placed)}
 
     def _rows(self) -> dict[str, Any]:
         """The table's columns, ``[ticks, stages]``; those under "all" hold for every stage."""
@@ -258,7 +266,7 @@ class _Run:
             state = self._gather_chunk(state, *row["gather"])
         state = self._enter(state, *row["all"]["embed"])
         state, outputs = self._passes(state, row)
-        if self.plan.trains and self.plan.zero >= 2:
+        if self.plan.trains and self.reduces_chunks:
             state = self._reduce_chunk(state, *row["reduce"])
         state = self._exchange(state, outputs, arriving, row)
         state = self._leave(state, outputs[Kind.F], *row["all"]["head"])
@@ -401,7 +409,7 @@ class _Run:
 
     def _add_gradient(self, state: dict, kind: LayerKind, cell: dict, layer, dparams) -> dict:
         stored = self.params.pack(dparams, kind.example)
-        if self.plan.zero >= 2:
+        if self.reduces_chunks:
             return self._sum_in_slot(state, kind, cell, layer, stored)
         place = self.params.resident(self.stage, cell["chunk"], layer, kind.example)
         return state | {"gradients": self.params.add(state["gradients"], place, stored)}
@@ -561,6 +569,19 @@ class _Run:
 
         return jax.tree.map(reduce, leaves, values)
 
+    def _shard(self, whole: PyTree, leaves: PyTree) -> PyTree:
+        """The part of weights whose gradient and optimizer state this data shard holds."""
+        if self.plan.zero not in (1, 2):
+            return whole
+
+        def shard(leaf, w):
+            if leaf.data_dim is None:
+                return w
+            size = w.shape[leaf.data_dim] // lax.axis_size(DATA)
+            return lax.dynamic_slice_in_dim(w, self.shard * size, size, leaf.data_dim)
+
+        return jax.tree.map(shard, leaves, whole)
+
     def _gather_chunk(self, state: dict, chunk, slot) -> dict:
         def body(number, weights):
             here = self.params.resident_piece(self.stage, chunk, number)
@@ -582,9 +603,9 @@ class _Run:
         trips = jnp.where(chunk == NONE, 0, self.params.num_pieces)
         return state | {"reduced": lax.fori_loop(0, trips, body, state["reduced"])}
 
-    def _gradients(self, state: dict) -> PyTree:
+    def _result(self, state: dict) -> PyTree:
         """The finished gradients of this device, shaped like its placed parameters."""
-        if self.plan.zero >= 2:
+        if self.reduces_chunks:
             layers = state["reduced"]
         else:
             layers = self._reduce(state["gradients"], self.params.placed)

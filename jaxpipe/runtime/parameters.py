@@ -294,21 +294,20 @@ class Packed:
 
     def write(self, arrays: PyTree, place: _Columns, values: PyTree) -> PyTree:
         """The arrays with other values stored at a place."""
-        return arrays | {
-            g: lax.dynamic_update_slice_in_dim(arrays[g], values[g], place.start[g], axis=1)
-            for g in place.width
-        }
+
+        def write(g: str, new):
+            if place.valid[g] is not place.width[g]:
+                # What lies behind a narrower chunk belongs to the next one.
+                counts = jnp.arange(place.width[g]) < place.valid[g]
+                new = jnp.where(counts, new, self.read(arrays, place)[g])
+            return lax.dynamic_update_slice_in_dim(arrays[g], new, place.start[g], axis=1)
+
+        return arrays | {g: write(g, values[g]) for g in place.width}
 
     def add(self, arrays: PyTree, place: _Columns, values: PyTree) -> PyTree:
         """The arrays with values added to what is stored at a place."""
-
-        def add(g: str, old):
-            # What lies behind a narrower chunk belongs to the next one.
-            counts = jnp.arange(place.width[g]) < place.valid[g]
-            return old + jnp.where(counts, values[g], 0)
-
         held = self.read(arrays, place)
-        return self.write(arrays, place, {g: add(g, old) for g, old in held.items()})
+        return self.write(arrays, place, {g: old + values[g] for g, old in held.items()})
 
     def pack(self, params: PyTree, example: int) -> dict[str, jax.Array]:
         """A layer's parameters in the form they are stored in."""

@@ -71,7 +71,7 @@ def modular(
     """Runs layered gradient accumulation over a modular pipeline: layer l on stage l mod p.
 
     It is breadth-first with one layer a chunk, so that a layer's gradient is complete, and reduced,
-    as soon as all microbatches have passed it.
+    as soon as all microbatches have passed it. `jaxpipe.LayeredUpdate` then also updates it.
 
     ============  =====================================================================
     bubble        fused (p-1)(F+B+W)/v, split (p-1)(F+B)/v, added to the m(F+B+W) of work, m >= p

@@ -1,8 +1,9 @@
 """An optax optimizer that updates one part of the parameters at a time.
 
-In an asynchronous pipeline the layers of a stage, the embedding and the head are updated in
-different ticks. What an optimizer keeps for every parameter (moments) has one owner each; the rest
-(Adam's count) is kept once a part, since parts have seen different numbers of updates.
+In an asynchronous pipeline, and where a chunk is updated within the step, the layers of a stage,
+the embedding and the head are updated in different ticks. What an optimizer keeps for every
+parameter (moments) has one owner each; the rest (Adam's count) is kept once a part where parts have
+seen different numbers of updates.
 """
 
 from __future__ import annotations
@@ -82,11 +83,11 @@ class PartOptimizer:
         if problems:
             shown = "; ".join(problems[:3]) + ("; ..." if len(problems) > 3 else "")
             raise ValueError(
-                "This optimizer cannot run asynchronously: every stage updates its own layers when "
-                "their gradient is finished, and the data axis may split them, so each element's "
-                f"update must follow from that element alone, but {shown}.\n"
-                "Clip by the global norm with clip_norm=...; other optimizers of this kind need a "
-                "synchronous schedule."
+                "This optimizer cannot update a model part by part: every stage updates layers as "
+                "soon as their gradient is finished, and the data axis may split them, so each "
+                f"element's update must follow from that element alone, but {shown}.\n"
+                "AsyncPipeline clips by the global norm with clip_norm=...; otherwise update after "
+                "the step, from the gradients of Pipeline.value_and_grad."
             )
 
     def _name(self, number: int) -> str:

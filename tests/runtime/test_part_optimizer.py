@@ -8,7 +8,7 @@ import numpy as np
 import optax
 import pytest
 
-from jaxpipe.runtime.asynchronous_optimizer import PARTS, PartOptimizer, apply
+from jaxpipe.runtime.part_optimizer import PARTS, PartOptimizer, apply
 
 PARAMS = {
     "embed": {"table": jnp.linspace(-1, 1, 20).reshape(5, 4)},
@@ -77,6 +77,8 @@ def test_parts_updated_one_by_one_end_where_the_whole_does(optimizer):
 
 @pytest.mark.parametrize("optimizer", MIXING.values(), ids=MIXING)
 def test_an_optimizer_that_mixes_elements_is_refused_with_its_reason(optimizer):
-    with pytest.raises(ValueError, match=r"cannot run asynchronously.* reads .* through \w+") as e:
+    with pytest.raises(
+        ValueError, match=r"cannot update a model part by part.* reads .* through \w+"
+    ) as e:
         PartOptimizer(optimizer, PARAMS)
     assert "clip_norm" in str(e.value)

@@ -1,0 +1,144 @@
+"""Updating every chunk within the step gives what gradients and an optimizer give after it."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import jax
+import numpy as np
+import optax
+import pytest
+import toy
+import uneven
+
+import jaxpipe
+from jaxpipe.runtime.layered import LayeredUpdate
+
+pytestmark = pytest.mark.pipeline
+
+
+def optimizer() -> optax.GradientTransformation:
+    """One with moments, a count and a schedule, and a decay that reads the weights."""
+    return optax.adamw(optax.linear_schedule(0.1, 0.01, 5), weight_decay=0.1)
+
+
+def check(pipe: jaxpipe.Pipeline, params, batch, *, states=None) -> None:
+    """Takes two steps both ways."""
+    layered = LayeredUpdate(pipe, optimizer())
+
+    @jax.jit
+    def separate(params, state, states):
+        value, grads = pipe.value_and_grad(params, batch, states=states)
+        updates, state = optimizer().update(grads, state, params)
+        return value, optax.apply_updates(params, updates), state
+
+    @jax.jit
+    def together(params, state, states):
+        return layered.step(params, state, batch, states=states)
+
+    placed = pipe.place(params)
+    runs = {step: (placed, optimizer().init(placed), states) for step in (separate, together)}
+    for _ in range(2):
+        results = []
+        for step, (placed, state, kept) in runs.items():
+            value, placed, state = step(placed, state, kept)
+            runs[step] = placed, state, kept if states is None else value[1]
+            seen = pipe.unplace(placed), pipe.map_parameters(pipe.unplace, state)
+            results.append((value, *seen))
+        compare = partial(np.testing.assert_allclose, rtol=2e-5, atol=1e-6)
+        jax.tree.map(compare, *results)
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "data", "zero"),
+    [
+        ("modular", {"chunks": 3}, 2, 3),
+        ("breadth-first-fused", {"chunks": 2}, 2, 2),
+        ("modular-fused", {"chunks": 2}, 1, 0),
+        pytest.param("modular", {"chunks": 2}, 2, 1, marks=pytest.mark.slow),
+        pytest.param("1f1b", {}, 2, 0, marks=pytest.mark.slow),
+    ],
+)
+def test_a_chunk_is_updated_in_the_step_as_it_would_be_after_it(name, options, data, zero):
+    pipe = jaxpipe.Pipeline(
+        toy.model(tied=True, axis="stage"),
+        toy.params(tied=True, num_layers=7),
+        schedule=jaxpipe.schedules.build(name, stages=2, microbatches=3, **options),
+        mesh=jaxpipe.make_mesh(stage=2, data=data),
+        zero=zero,
+    )
+    check(pipe, toy.params(tied=True, num_layers=7), toy.batch(12))
+
+
+@pytest.mark.parametrize(
+    "zero", [pytest.param(0, marks=pytest.mark.slow), 1, pytest.param(3, marks=pytest.mark.slow)]
+)
+def test_layers_that_differ_are_updated_in_their_own_columns(zero):
+    states = uneven.states()
+    pipe = jaxpipe.Pipeline(
+        uneven.model(stateful=True),
+        uneven.params(),
+        schedule=jaxpipe.schedules.build("modular", stages=2, microbatches=3, chunks=3),
+        mesh=jaxpipe.make_mesh(stage=2, data=2),
+        zero=zero,
+        states=states,
+    )
+    check(pipe, uneven.params(), uneven.batch(12), states=pipe.place_states(states))
+
+
+def test_no_gradient_is_kept_but_that_of_the_chunk_in_work():
+    layers, width, chunks = 8, 64, 4
+    params = {"embed": {}, "layers": jax.numpy.ones((layers, width, width)), "head": {}}
+    model = jaxpipe.Model(
+        embed=lambda outer, batch, rng: batch["x"],
+        layer=lambda w, x, batch, rng: jax.numpy.tanh(x @ w),
+        head_loss=lambda outer, x, batch, rng: jax.numpy.mean(x**2),
+    )
+    pipe = jaxpipe.Pipeline(
+        model,
+        params,
+        schedule=jaxpipe.schedules.build("modular-fused", stages=2, microbatches=2, chunks=chunks),
+        mesh=jaxpipe.make_mesh(stage=2),
+    )
+    adam = optax.adam(0.1)  # reads its moments twice: to move them, and to move the weights
+    layered = LayeredUpdate(pipe, adam)
+
+    def separate(params, state, batch):
+        value, grads = pipe.value_and_grad(params, batch)
+        updates, state = adam.update(grads, state, params)
+        return value, optax.apply_updates(params, updates), state
+
+    placed = pipe.place(params)
+    batch = {"x": jax.numpy.ones((4, width))}
+
+    def temporaries(step) -> int:
+        compiled = jax.jit(step, donate_argnums=(0, 1)).lower(placed, adam.init(placed), batch)
+        return compiled.compile().memory_analysis().temp_size_in_bytes
+
+    one_layer = width * width * 4
+    per_stage = layers // 2
+    saved = temporaries(separate) - temporaries(layered.step)
+    assert saved >= 0.95 * (per_stage - 1) * one_layer  # all layers' sums but one
+
+
+def test_a_schedule_that_comes_back_to_a_chunk_is_refused():
+    pipe = jaxpipe.Pipeline(
+        toy.model(tied=False, axis=None),
+        toy.params(tied=False, num_layers=4),
+        schedule=jaxpipe.schedules.build("interleaved", stages=2, microbatches=4, chunks=2),
+        mesh=jaxpipe.make_mesh(stage=2),
+    )
+    with pytest.raises(ValueError, match=r"'interleaved'.*gradient 4 times.*2 chunks.*\n.*modular"):
+        LayeredUpdate(pipe, optax.sgd(0.1))
+
+
+def test_an_optimizer_that_mixes_layers_is_refused():
+    pipe = jaxpipe.Pipeline(
+        toy.model(tied=False, axis=None),
+        toy.params(tied=False, num_layers=4),
+        schedule=jaxpipe.schedules.build("modular", stages=2, microbatches=4, chunks=2),
+        mesh=jaxpipe.make_mesh(stage=2),
+    )
+    mixing = optax.chain(optax.clip_by_global_norm(1.0), optax.sgd(0.1))
+    with pytest.raises(ValueError, match="each element's update must follow"):
+        LayeredUpdate(pipe, mixing)
