@@ -10,10 +10,11 @@ NAME := $(notdir $(basename $(CONFIG)))
 PREPARE_gpt-tiny := text --out data/stdlib
 PREPARE_bert-tiny := text --out data/stdlib
 PREPARE_resnet-digits := images --source digits --out data/digits
+PREPARE_resnet-digits-pipemare := images --source digits --out data/digits
 PREPARE_resnet-mnist := images --source mnist --out data/mnist
 PREPARE_translate-tiny := translation --locales de es fr it nl pt_BR sv --vocab-size 4096 --out data/django
 
-.PHONY: setup train test test-fast test-all lint types bench gpu-compile figures docs
+.PHONY: setup train test test-fast test-all lint types bench study-pipemare gpu-compile figures docs
 
 setup: $(INSTALLED)
 
@@ -52,6 +53,10 @@ bench: setup
 	$(BIN)/python -m benchmarks.bubble --names 1f1b zb-v auto
 	$(BIN)/python -m benchmarks.partition
 	$(BIN)/python -m benchmarks.schedule_speed --names 1f1b interleaved zb-v hanayo breadth-first
+
+study-pipemare: setup
+	$(BIN)/python -m train.prepare $(PREPARE_resnet-digits-pipemare)
+	$(BIN)/python -m benchmarks.pipemare_study $(ARGS)
 
 # jax's CUDA plugin and compiler without the CUDA libraries: enough to compile for GPUs.
 gpu-compile: setup

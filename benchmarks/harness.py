@@ -66,9 +66,7 @@ def report(
     bars: Sequence[str],
     axis: str,
 ) -> None:
-    """Prints the rows and writes them to ``results/<name>.json`` and ``results/<name>.svg``.
-
-    The JSON also says how busy the machine was.
+    """`write` with the rows as bars.
 
     Args:
       name: of the files.
@@ -78,6 +76,30 @@ def report(
       bars: columns to plot, in one unit.
       axis: what that unit is.
     """
+    labels = [", ".join(str(row[key]) for key in label) for row in rows]
+    figure = _figure(title, labels, {bar: [row[bar] for row in rows] for bar in bars}, axis)
+    write(name, rows, title=title, figure=figure)
+
+
+def write(
+    name: str,
+    rows: Sequence[Mapping[str, Any]],
+    *,
+    title: str,
+    figure: Figure,
+    details: Any = None,
+) -> None:
+    """Prints the rows and writes them to ``results/<name>.json`` and ``results/<name>.svg``.
+
+    The JSON also says how busy the machine was.
+
+    Args:
+      name: of the files.
+      rows: all with the same keys, which are the table's columns.
+      title: of the table.
+      figure: the plot.
+      details: what else the JSON is to hold.
+    """
     table = Table(*rows[0], title=title)
     for row in rows:
         table.add_row(*(f"{v:.4g}" if isinstance(v, float) else str(v) for v in row.values()))
@@ -86,11 +108,11 @@ def report(
     RESULTS.mkdir(exist_ok=True)
     machine = {"cores": os.cpu_count(), "load": os.getloadavg(), "jax": jax.__version__}
     contents = {"title": title, "command": sys.argv, "machine": machine, "rows": rows}
+    if details is not None:
+        contents["details"] = details
     path = RESULTS / f"{name}.json"
     path.write_text(json.dumps(contents, indent=1) + "\n", encoding="utf-8")
-    labels = [", ".join(str(row[key]) for key in label) for row in rows]
-    save(_figure(title, labels, {bar: [row[bar] for row in rows] for bar in bars}, axis),
-         path.with_suffix(".svg"))  # fmt: skip
+    save(figure, path.with_suffix(".svg"))
     print(f"written to {path} and {path.with_suffix('.svg').name}; load {machine['load']}")
 
 

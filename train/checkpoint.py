@@ -1,5 +1,7 @@
 """Checkpoints in canonical order: they restore onto any mesh, schedule and ZeRO level.
 
+One of a pipeline in mid-flight holds its arrays as they are, and fits the same layout alone.
+
 Saving is asynchronous and atomic: a checkpoint appears under its name when it is whole. The latest
 few and the one with the lowest held-out loss are kept.
 """
@@ -16,6 +18,8 @@ from orbax.checkpoint import checkpoint_managers
 from train.config import Config
 from train.errors import Failure
 from train.step import State
+
+PyTree = Any
 
 _STATE, _DATA, _RUN = "state", "data", "run"
 _EVAL_LOSS = "eval_loss"
@@ -70,7 +74,7 @@ class Checkpoints:
     def save(
         self,
         step: int,
-        state: State,
+        state: State | dict[str, Any],
         *,
         data: dict[str, Any],
         run: dict[str, Any],
@@ -80,7 +84,7 @@ class Checkpoints:
 
         Args:
           step: optimizer steps done.
-          state: in canonical order.
+          state: in canonical order; or the arrays of a pipeline in mid-flight, by name.
           data: position in the data, for JSON.
           run: from `describe`.
           eval_loss: held-out loss at this step, if it was evaluated.
@@ -113,15 +117,15 @@ class Checkpoints:
         )
         return restored[_RUN]
 
-    def restore(self, step: int, shapes: State) -> tuple[State, dict[str, Any]]:
+    def restore(self, step: int, shapes: PyTree) -> tuple[PyTree, dict[str, Any]]:
         """Reads a checkpoint.
 
         Args:
           step: one of `steps`.
-          shapes: of the canonical state, with shardings.
+          shapes: of what was saved, with shardings.
 
         Returns:
-          The canonical state and the position in the data.
+          What was saved and the position in the data.
         """
         restored = self._manager.restore(
             step,
@@ -132,7 +136,29 @@ class Checkpoints:
                 }
             ),
         )
-        return State(**restored[_STATE]), restored[_DATA]
+        state = restored[_STATE]
+        return (State(**state) if isinstance(shapes, State) else state), restored[_DATA]
+
+
+def other_layout(layout: dict[str, Any], now: dict[str, Any], *, step: int) -> list[Failure]:
+    """Why a pipeline in mid-flight cannot be continued; empty if it can.
+
+    Args:
+      layout: of the pipeline that was saved: values by path.
+      now: of the one that wants to continue.
+      step: of the checkpoint.
+    """
+    return [
+        Failure(
+            f"{path}={now.get(path)} is not that of the asynchronous checkpoint of step {step}, "
+            f"saved in mid-flight with {path}={value}. Nearest valid: {value}. To change it, "
+            f"resume with the old values and train.steps={step + 1} first: the end of a run drains "
+            "the pipeline, and what it saves fits any layout.",
+            (path,),
+        )
+        for path, value in layout.items()
+        if now.get(path) != value
+    ]
 
 
 def describe(config: Config, *, data_sha256: str) -> dict[str, Any]:
@@ -207,6 +233,8 @@ def _held_out(metrics: dict[str, float]) -> float:
     return metrics[_EVAL_LOSS]
 
 
-def _as_dict(state: State) -> dict[str, Any]:
+def _as_dict(state: State | dict[str, Any]) -> dict[str, Any]:
+    if isinstance(state, dict):
+        return state
     kept = {"params": state.params, "optimizer": state.optimizer}
     return kept if state.layers is None else kept | {"layers": state.layers}

@@ -14,17 +14,17 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 
 from train import schedule
-from train.config import Config, Range, Section
+from train.config import AsynchronousConfig, Config, Range, Section
 from train.data.folder import prepare_hint
 from train.errors import Failure
 
 CONFIG_FILE = "config.yaml"
 METRICS_FILE = "metrics.jsonl"
 CHECKPOINTS = "checkpoints"
-SCHEDULE_FILE = "schedule.svg"
+SCHEDULE_FILE, STEADY_STATE_FILE = "schedule.svg", "schedule.txt"
 TENSORBOARD = "tensorboard"
 SAMPLE_FILE, TRANSLATIONS_FILE = "sample.txt", "translations.tsv"
-_FILES = (CONFIG_FILE, METRICS_FILE, CHECKPOINTS, SCHEDULE_FILE, TENSORBOARD)
+_FILES = (CONFIG_FILE, METRICS_FILE, CHECKPOINTS, SCHEDULE_FILE, STEADY_STATE_FILE, TENSORBOARD)
 RUN_FILES = (*_FILES, SAMPLE_FILE, TRANSLATIONS_FILE)
 
 _DATA_KINDS = {"gpt": "text", "bert": "text", "resnet": "images", "transformer": "translation"}
@@ -56,7 +56,17 @@ def check(
     failures = list(_ranges(config))
     wrong = {field for failure in failures for field in failure.fields}
     config = config.reset(wrong)
-    rules: list[Rule] = [_schedule, _partition, _batch, _model, _data, _warmup, _processes, _wandb]
+    rules: list[Rule] = [
+        _schedule,
+        _asynchronous,
+        _partition,
+        _batch,
+        _model,
+        _data,
+        _warmup,
+        _processes,
+        _wandb,
+    ]
     if not reads and not Path(config.data.path).exists():
         rules.remove(_data)
     if writes:
@@ -149,7 +159,10 @@ def _schedule(config: Config) -> Iterator[Failure]:
         chunks = schedule.order(config).num_chunks
     except ValueError as error:
         # The message names pipeline.schedule, pipeline.chunks and the rest itself.
-        yield Failure(str(error).replace("\nNearest", " Nearest"))
+        message = str(error).replace("\nNearest", " Nearest")
+        if schedule.is_asynchronous(config):  # it is built for the warm-up
+            message = message.replace("'1f1b'", repr(config.pipeline.schedule))
+        yield Failure(message)
     layers, needed = config.num_layers, config.mesh.stage * chunks
     if layers < needed:
         fields = [f"{config.section}.{name}" for name in _DEPTHS[config.task]]
@@ -161,6 +174,40 @@ def _schedule(config: Config) -> Iterator[Failure]:
             f"{own} cannot fill mesh.stage={config.mesh.stage} x pipeline.chunks={chunks}: each of "
             f"the {needed} chunks needs a layer. Nearest valid: {' or '.join(valid)}.",
             (*fields, "mesh.stage", "pipeline.chunks"),
+        )
+
+
+def _asynchronous(config: Config) -> Iterator[Failure]:
+    settings, name = config.asynchronous, config.pipeline.schedule
+    if not schedule.is_asynchronous(config):
+        for field, default in AsynchronousConfig().model_dump().items():
+            if getattr(settings, field) != default:
+                yield Failure(
+                    f"asynchronous.{field}={getattr(settings, field)} has no effect: "
+                    f"pipeline.schedule={name} drains the pipeline in every step, and no weights "
+                    f"are late. Nearest valid: {default}, or pipeline.schedule=pipemare.",
+                    (f"asynchronous.{field}", "pipeline.schedule"),
+                )
+        return
+    try:
+        schedule.steady_state(config)
+    except ValueError as error:
+        message = str(error).replace("microbatches=", "pipeline.microbatches=")
+        message = message.replace("method='2bw'", "pipeline.schedule=2bw").replace("\n", " ")
+        yield Failure(message, ("pipeline.schedule", "pipeline.microbatches", "mesh.stage"))
+    if settings.discrepancy_decay and name != "pipemare":
+        yield Failure(
+            f"asynchronous.discrepancy_decay={settings.discrepancy_decay} corrects what the "
+            f"backward of pipeline.schedule=pipemare reads; with {name} it reads the weights of "
+            "its forward. Nearest valid: 0.",
+            ("asynchronous.discrepancy_decay", "pipeline.schedule"),
+        )
+    if settings.warmup_steps >= config.train.steps:
+        yield Failure(
+            f"asynchronous.warmup_steps={settings.warmup_steps} leaves none of train.steps="
+            f"{config.train.steps} for pipeline.schedule={name}. Nearest valid: "
+            f"{config.train.steps - 1}, or pipeline.schedule=1f1b.",
+            ("asynchronous.warmup_steps", "train.steps"),
         )
 
 

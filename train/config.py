@@ -180,7 +180,8 @@ class PipelineConfig(Section):
     """How a batch goes through the stages."""
 
     schedule: str = "auto"
-    """Name of the schedule; ``jaxpipe schedules`` lists them."""
+    """Name of the schedule; ``jaxpipe schedules`` lists them. Asynchronous: pipemare, pipedream,
+    2bw."""
     chunks: Annotated[int | None, Range(1)] = None
     """Chunks of layers a stage holds; None for the schedule's own number."""
     microbatches: Count = 8
@@ -201,6 +202,19 @@ class PipelineConfig(Section):
     """What is recomputed in the backward: nothing, all but matmuls, everything."""
     zero: Annotated[int, Range(0, 3)] = 3
     """Sharded over data: 0 nothing, 1 optimizer state, 2 and gradients, 3 and weights."""
+
+
+class AsynchronousConfig(Section):
+    """Training that never drains the pipeline: schedules pipemare, pipedream and 2bw alone."""
+
+    rescheduling_steps: Annotated[int | None, Range(0)] = None
+    """T1: steps over which the lower rate of late weights rises to the usual one; 0 for no T1, None
+    for 5 optimizer.warmup_steps with pipemare and no T1 with the others."""
+    discrepancy_decay: Annotated[float | None, Range(0, 1, below=True)] = None
+    """T2: decay of the mean step that corrects the backward's weights; 0 for no T2, None for 0.135
+    with pipemare and no T2 with the others."""
+    warmup_steps: Natural = 0
+    """T3: steps of synchronous 1f1b first; the switch keeps parameters and optimizer state."""
 
 
 class CostsConfig(Section):
@@ -301,6 +315,7 @@ class Config(Section):
     resnet: ResNetSection = ResNetSection()
     mesh: MeshConfig = MeshConfig()
     pipeline: PipelineConfig = PipelineConfig()
+    asynchronous: AsynchronousConfig = AsynchronousConfig()
     costs: CostsConfig = CostsConfig()
     optimizer: OptimizerConfig = OptimizerConfig()
     train: TrainConfig = TrainConfig()

@@ -7,11 +7,12 @@ from rich.console import Console
 from rich.table import Table
 
 from jaxpipe.runtime.memory import predicted_bytes
-from jaxpipe.schedule import draw
+from jaxpipe.schedule import draw, pipemare_draw
 from jaxpipe.schedule.partition import chunk_shares
 from jaxpipe.schedule.simulate import lock_step, simulate
 from train import schedule
 from train.config import Config
+from train.phases import AsynchronousPhase, Phases
 from train.step import Program
 
 _MB = 1e6
@@ -29,16 +30,51 @@ def run(config: Config) -> None:
     if not console.is_terminal:
         console.width = _WIDTH
     program = Program(config)
-    costs = schedule.costs(config)
+    if schedule.is_asynchronous(config):
+        phase = Phases(program).asynchronous
+        _show_steady_state(console, phase)
+        _show_partition(console, program)
+        _show_carried(console, phase)
+    else:
+        _show_timeline(console, program)
+        _show_partition(console, program)
+        _show_temporaries(console, program)
+    console.print("dry run: nothing was trained or written", highlight=False)
+
+
+def _show_timeline(console: Console, program: Program) -> None:
+    costs = schedule.costs(program.config)
     free, locked = simulate(program.schedule, costs), lock_step(program.schedule, costs)
     text = "\n".join([draw.text(free), draw.caption(free), draw.caption(locked)])
     console.print(text, soft_wrap=True, markup=False, highlight=False)
+
+
+def _show_steady_state(console: Console, phase: AsynchronousPhase) -> None:
+    """Ticks, delays and versions; how much of the run works; what T1, T2 and T3 do."""
+    config, steady = phase.config, phase.steady
+    warmup = config.asynchronous.warmup_steps
+    rescheduling, decay = schedule.techniques(config)
+    lines = [
+        pipemare_draw.text(steady),
+        f"utilization: 100% in the steady state, with filling and draining once "
+        f"{steady.utilization(config.train.steps - warmup):.1%}",
+        f"T1 rescheduling_steps: {rescheduling or 'off'}; T2 discrepancy_decay: {decay or 'off'}; "
+        f"T3 warmup_steps: {warmup or 'off'}",
+        f"the loss of a step is that of the batch {steady.loss_lag} steps before it",
+    ]
+    console.print("\n".join(lines), soft_wrap=True, markup=False, highlight=False)
+
+
+def _show_partition(console: Console, program: Program) -> None:
     chunks = Table("virtual stage", "stage", "chunk", "layers", "share of cost", title="partition")
     for row in chunk_shares(program.layer_costs, program.layer_counts, program.schedule.placement):
         held = f"{row.first_layer} to {row.first_layer + row.num_layers - 1}"
         numbers = str(row.virtual_stage), str(row.stage), str(row.chunk)
         chunks.add_row(*numbers, held, f"{row.share:.1%}")
     console.print(chunks)
+
+
+def _show_temporaries(console: Console, program: Program) -> None:
     compiled = program.compile().memory_analysis()
     rng = jax.eval_shape(lambda: program.rng(0))
     predicted = predicted_bytes(program.pipe, program.batch_shapes, rng)
@@ -49,7 +85,23 @@ def run(config: Config) -> None:
     columns = ("stage", "peak in flight", "predicted MB", "compiled MB", "arguments MB")
     stages = Table(*columns, title="temporaries per stage: one program, sized for the fullest")
     sizes = sum(predicted.values()), compiled.temp_size_in_bytes, compiled.argument_size_in_bytes
-    for stage, peak in enumerate(free.peak_in_flight):
+    peaks = simulate(program.schedule, schedule.costs(program.config)).peak_in_flight
+    for stage, peak in enumerate(peaks):
         stages.add_row(str(stage), str(peak), *(f"{size / _MB:.2f}" for size in sizes))
     console.print(stages)
-    console.print("dry run: nothing was trained or written", highlight=False)
+
+
+def _show_carried(console: Console, phase: AsynchronousPhase) -> None:
+    """A pipeline that never drains keeps its buffers from step to step: they are arguments."""
+    table = Table("carried from step to step", "MB", title="memory per device")
+    for name, size in phase.carried_bytes().items():
+        table.add_row(name, f"{size / _MB:.2f}")
+    compiled = phase.compile().memory_analysis()
+    table.add_section()
+    sizes = {
+        "all compiled arguments, the batch included": compiled.argument_size_in_bytes,
+        "compiled temporaries": compiled.temp_size_in_bytes,
+    }
+    for name, size in sizes.items():
+        table.add_row(name, f"{size / _MB:.2f}")
+    console.print(table)

@@ -8,6 +8,7 @@ import os
 import shutil
 import signal
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,18 +18,22 @@ from jax.experimental import multihost_utils
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from jaxpipe.schedule import draw
-from jaxpipe.schedule.simulate import lock_step, simulate
+from jaxpipe.schedule import draw, pipemare_draw
+from jaxpipe.schedule.simulate import simulate
 from train import checkpoint, checks, distributed, schedule
 from train.checkpoint import Checkpoints
 from train.config import Config
 from train.data import stream
 from train.errors import ConfigError, Failure, NonFiniteLossError
 from train.metrics import Line, Metrics, memory_bytes, peak_flops
-from train.step import Program, State
+from train.phases import Phase, Phases, layout_of
+from train.step import Program
 
 # A new checkpoint is written before an old one goes.
 _CHECKPOINTS_AT_ONCE = 2
+
+_IN_FLIGHT = "in_flight"
+"""Where a checkpoint says which layout a pipeline in mid-flight had; None if it was drained."""
 
 
 def run(config: Config, *, resume: bool) -> None:
@@ -47,7 +52,8 @@ def run(config: Config, *, resume: bool) -> None:
     program = Program(config)
     digest = program.task.data_digest()
     folder = Path(config.run_dir)
-    start = _check_start(config, program, resume=resume, data_sha256=digest)
+    kinds = Phases(program)
+    start = _check_start(program, kinds, resume=resume, data_sha256=digest)
     _say(console, _headline(program))
     if resume:
         _say(console, f"resuming {folder} at step {start.step}")
@@ -60,8 +66,8 @@ def run(config: Config, *, resume: bool) -> None:
         Checkpoints(folder / checks.CHECKPOINTS, keep=config.train.keep) as checkpoints,
         Metrics(config, last_step=start.step, is_writer=is_writer) as metrics,
     ):
-        trainer = Trainer(program, checkpoints, metrics, console, describe)
-        trainer.begin(start.step)
+        trainer = Trainer(program, kinds, checkpoints, metrics, console, describe)
+        trainer.begin(start)
         if trainer.train():
             trainer.finish()
 
@@ -73,16 +79,19 @@ class Start:
     Args:
       step: optimizer steps already done.
       changes: settings that differ from the checkpoint's.
+      in_flight: the checkpoint is of a pipeline that was not drained.
     """
 
     step: int = 0
     changes: tuple[str, ...] = ()
+    in_flight: bool = False
 
 
-def _check_start(config: Config, program: Program, *, resume: bool, data_sha256: str) -> Start:
+def _check_start(program: Program, kinds: Phases, *, resume: bool, data_sha256: str) -> Start:
     """Finds the checkpoint to continue; writes nothing."""
+    config = program.config
     folder = Path(config.run_dir) / checks.CHECKPOINTS
-    failures = _disk_failures(config, program)
+    failures = _disk_failures(config, kinds)
     start = Start()
     if resume and folder.is_dir():
         with Checkpoints(folder, read_only=True) as checkpoints:
@@ -90,7 +99,11 @@ def _check_start(config: Config, program: Program, *, resume: bool, data_sha256:
             if step is not None:
                 saved = checkpoints.read_run(step)
                 failures += checkpoint.other_model(saved, config, data_sha256=data_sha256)
-                start = Start(step, tuple(checkpoint.changes(saved, config)))
+                layout = saved.get(_IN_FLIGHT)
+                if layout is not None:
+                    now = layout_of(program)
+                    failures += checkpoint.other_layout(layout, now, step=step)
+                start = Start(step, tuple(checkpoint.changes(saved, config)), layout is not None)
     if start.step > config.train.steps:
         failures.append(
             Failure(
@@ -104,9 +117,11 @@ def _check_start(config: Config, program: Program, *, resume: bool, data_sha256:
     return start
 
 
-def _disk_failures(config: Config, program: Program) -> list[Failure]:
-    leaves = jax.tree.leaves(program.canonical_shapes)
-    needed = _CHECKPOINTS_AT_ONCE * sum(leaf.size * leaf.dtype.itemsize for leaf in leaves)
+def _disk_failures(config: Config, kinds: Phases) -> list[Failure]:
+    saved = [kinds.after(step).saved_shapes for step in (0, config.train.steps)]
+    needed = _CHECKPOINTS_AT_ONCE * max(
+        sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree)) for tree in saved
+    )
     folder = Path(config.run_dir).absolute()
     existing = next(path for path in (folder, *folder.parents) if path.exists())
     free = shutil.disk_usage(existing).free
@@ -123,14 +138,17 @@ def _disk_failures(config: Config, program: Program) -> list[Failure]:
 
 def prepare_folder(program: Program) -> None:
     """Writes the resolved configuration and the schedule's picture."""
-    folder = Path(program.config.run_dir)
+    config = program.config
+    folder = Path(config.run_dir)
     folder.mkdir(parents=True, exist_ok=True)
-    draw.save(
-        draw.figure(simulate(program.schedule, schedule.costs(program.config))),
-        folder / checks.SCHEDULE_FILE,
-    )
+    if schedule.is_asynchronous(config):
+        text = pipemare_draw.text(schedule.steady_state(config))
+        (folder / checks.STEADY_STATE_FILE).write_text(text, encoding="utf-8")
+    else:
+        timeline = simulate(program.schedule, schedule.costs(config))
+        draw.save(draw.figure(timeline), folder / checks.SCHEDULE_FILE)
     partial = folder / f"{checks.CONFIG_FILE}.partial"
-    partial.write_text(program.config.to_yaml(), encoding="utf-8")
+    partial.write_text(config.to_yaml(), encoding="utf-8")
     os.replace(partial, folder / checks.CONFIG_FILE)
 
 
@@ -163,6 +181,7 @@ class Trainer:
 
     Args:
       program: what to run.
+      kinds: the phases of the run.
       checkpoints: where to save.
       metrics: where numbers go.
       console: where lines go; quiet on all processes but the first.
@@ -172,12 +191,13 @@ class Trainer:
     def __init__(
         self,
         program: Program,
+        kinds: Phases,
         checkpoints: Checkpoints,
         metrics: Metrics,
         console: Console,
         describe: dict[str, Any],
     ) -> None:
-        self.program, self.config = program, program.config
+        self.program, self.kinds, self.config = program, kinds, program.config
         self.checkpoints, self.metrics = checkpoints, metrics
         self.console, self.describe = console, describe
         self.stop = StopRequest()
@@ -191,24 +211,50 @@ class Trainer:
             seed=self.config.train.seed,
             rows=self.rows,
         )
-        self.bubble = lock_step(program.schedule, schedule.costs(self.config)).bubble_ratio
         self.step = 0
         self.eval_loss: float | None = None
-        self.state: State
+        self.phase: Phase
+        self.carried: Any
         self.compiled: Any
 
-    def begin(self, step: int) -> None:
-        """Compiles, and makes the state of a step: initial, or restored."""
-        began = time.perf_counter()
-        self.compiled = self.program.compile()
-        _say(self.console, f"compiled in {time.perf_counter() - began:.1f} s")
-        self.step = step
-        if step == 0:
-            self.state = self.program.init()
+    def begin(self, start: Start) -> None:
+        """Compiles, and makes what the first step is given: initial, or restored."""
+        self.step = start.step
+        if start.step == 0:
+            self._enter(lambda phase: phase.begin(self.program.init(), 0))
             return
-        canonical, position = self.checkpoints.restore(step, self.program.canonical_shapes)
-        self.state = self.program.from_canonical(canonical)
+        kept = self.kinds.asynchronous if start.in_flight else self.kinds.synchronous
+        saved, position = self.checkpoints.restore(start.step, kept.saved_shapes)
         self.stream.set_state(position)
+        carried = kept.from_saved(saved, start.step)
+        if start.in_flight:
+            self._enter(lambda _: carried)
+        else:
+            self._enter(lambda phase: phase.begin(carried, start.step))
+
+    def _enter(self, begin: Callable[[Phase], Any]) -> None:
+        """Goes on in the phase that follows this step."""
+        began = time.perf_counter()
+        self.phase = self.kinds.after(self.step)
+        self.compiled = self.phase.compile()
+        _say(self.console, f"compiled in {time.perf_counter() - began:.1f} s")
+        self.carried = begin(self.phase)
+
+    def _switch(self) -> None:
+        """T3: the steps after this one are of the other phase."""
+        state, _ = self.phase.settle(self.carried)
+        _say(self.console, f"from step {self.step + 1} on {self.config.pipeline.schedule}")
+        self._enter(lambda phase: phase.begin(state, self.step))
+
+    def _end(self) -> dict[str, Any]:
+        """Trains what is in flight, so that the last checkpoint fits any layout."""
+        state, losses = self.phase.settle(self.carried)
+        entered = self.step - self.phase.first
+        late = [float(loss) for loss in losses[max(len(losses) - entered, 0) :]]
+        self._check_finite(self.step, {f"loss {n} of the drain": x for n, x in enumerate(late)})
+        self.phase = self.kinds.synchronous
+        self.carried = state
+        return {"drained_losses": late or None}
 
     def train(self) -> bool:
         """Runs the remaining steps; returns False if it was asked to stop before the last."""
@@ -218,8 +264,14 @@ class Trainer:
         with self._bar() as bar:
             task = bar.add_task("train", total=last, completed=self.step)
             while self.step < last:
-                self.state, values = self.compiled(
-                    self.state, self._global(next(self.stream)), self.program.rng(self.step)
+                if self.phase is not self.kinds.after(self.step):
+                    if unread is not None:
+                        self._record(*unread)
+                        unread = None
+                    self._switch()
+                    clock = _Clock()
+                self.carried, values = self.compiled(
+                    self.carried, self._global(next(self.stream)), self.program.rng(self.step)
                 )
                 self.step += 1
                 clock.steps += 1
@@ -236,13 +288,16 @@ class Trainer:
                     unread = (self.step, values)
                     bar.update(task, completed=self.step)
                     continue
-                loss, grad_norm = self._read(self.step, values)
+                numbers = self._read(self.step, values)
+                bubble = self.phase.bubble(self.step)
                 seconds = clock.stop()
+                if self.step == last:
+                    numbers |= self._end()
                 self.eval_loss = self.evaluate() if evaluates else None
-                self._write(self.step, loss, grad_norm, self.eval_loss)
+                self._write(self.step, numbers | {"eval_loss": self.eval_loss})
                 self.checkpoints.check()
                 if logs:
-                    line = self._line(loss, grad_norm, seconds / max(clock.steps, 1))
+                    line = self._line(numbers, bubble, seconds / max(clock.steps, 1))
                     _say(bar.console, str(line))
                 if saves:
                     self.save()
@@ -257,7 +312,8 @@ class Trainer:
         """Says how good the model is, and lets it write."""
         eval_loss = self.evaluate() if self.eval_loss is None else self.eval_loss
         # Every process takes part in gathering the weights; the first one says and writes.
-        state = self.program.to_canonical(dataclasses.replace(self.state, optimizer=None))
+        state, _ = self.phase.settle(self.carried)
+        state = self.program.to_canonical(dataclasses.replace(state, optimizer=None))
         state = multihost_utils.process_allgather(state, tiled=True)
         if jax.process_index() != 0:
             return
@@ -280,9 +336,9 @@ class Trainer:
             self._heldout_loss(1)
         self.checkpoints.save(
             self.step,
-            self.program.to_canonical(self.state),
+            self.phase.to_saved(self.carried),
             data=self.stream.get_state(),
-            run=self.describe,
+            run=self.describe | {_IN_FLIGHT: self.phase.layout()},
             eval_loss=self.eval_loss,
         )
 
@@ -298,40 +354,39 @@ class Trainer:
             num_batches=num_batches,
             rows=self.rows,
         )
-        losses = [self.program.eval_loss(self.state, self._global(batch)) for batch in batches]
+        state, _ = self.phase.settle(self.carried)
+        losses = [self.program.eval_loss(state, self._global(batch)) for batch in batches]
         loss = float(np.mean([float(loss) for loss in losses]))
-        if not math.isfinite(loss):
-            raise self._non_finite(self.step, {"held-out loss": loss})
+        self._check_finite(self.step, {"held-out loss": loss})
         return loss
 
     def _record(self, step: int, values: Any) -> None:
-        self._write(step, *self._read(step, values), None)
+        self._write(step, self._read(step, values))
 
-    def _read(self, step: int, values: Any) -> tuple[float, float]:
-        loss, grad_norm = float(values["loss"]), float(values["grad_norm"])
-        if not (math.isfinite(loss) and math.isfinite(grad_norm)):
-            raise self._non_finite(step, {"loss": loss, "gradient norm": grad_norm})
-        return loss, grad_norm
+    def _read(self, step: int, values: Any) -> dict[str, Any]:
+        """What a step has told, by name; no loss while a pipeline that never drains fills."""
+        numbers: dict[str, Any] = {"loss": None, "grad_norm": None}
+        if self.phase.loss_step(step) is not None:
+            numbers = {name: float(values[name]) for name in numbers}
+        numbers |= self.phase.metrics(step, values)
+        seen = {"loss": numbers["loss"], "gradient norm": numbers["grad_norm"]}
+        # The loss lags behind: weights that have left all bounds show here first.
+        seen["correction"] = sum(numbers["correction"]) if "correction" in numbers else None
+        self._check_finite(step, {name: value for name, value in seen.items() if value is not None})
+        return numbers
 
-    def _non_finite(self, step: int, values: dict[str, float]) -> NonFiniteLossError:
-        self.checkpoints.wait()
-        return NonFiniteLossError(step=step, values=values, kept=self.checkpoints.latest)
+    def _check_finite(self, step: int, values: dict[str, float]) -> None:
+        if not all(map(math.isfinite, values.values())):
+            self.checkpoints.wait()
+            raise NonFiniteLossError(step=step, values=values, kept=self.checkpoints.latest)
 
-    def _write(self, step: int, loss: float, grad_norm: float, eval_loss: float | None) -> None:
-        self.metrics.write(
-            step,
-            {
-                "loss": loss,
-                "grad_norm": grad_norm,
-                "learning_rate": self._learning_rate(step),
-                "eval_loss": eval_loss,
-            },
-        )
+    def _write(self, step: int, numbers: dict[str, Any]) -> None:
+        self.metrics.write(step, numbers | {"learning_rate": self._learning_rate(step)})
 
     def _learning_rate(self, step: int) -> float:
         return float(self.program.learning_rate(step - 1))
 
-    def _line(self, loss: float, grad_norm: float, seconds_per_step: float) -> Line:
+    def _line(self, numbers: dict[str, Any], bubble: float, seconds_per_step: float) -> Line:
         task, devices = self.program.task, self.program.mesh.devices
         rows = self.config.train.batch_size / seconds_per_step
         dtype = getattr(self.config, self.config.section).dtype
@@ -339,15 +394,15 @@ class Trainer:
         return Line(
             step=self.step,
             num_steps=self.config.train.steps,
-            loss=loss,
-            grad_norm=grad_norm,
+            loss=numbers["loss"],
+            grad_norm=numbers["grad_norm"],
             learning_rate=self._learning_rate(self.step),
             units_per_second=rows * task.units_per_row,
             unit=task.unit,
             utilisation=(
                 None if peak is None or flops is None else rows * flops / (peak * devices.size)
             ),
-            bubble=self.bubble,
+            bubble=bubble,
             memory_bytes=memory_bytes(),
             eval_loss=self.eval_loss,
         )

@@ -11,7 +11,7 @@ import os
 import resource
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -73,8 +73,8 @@ class Line:
     Args:
       step: optimizer steps done.
       num_steps: of the whole run.
-      loss: training loss, nats a token.
-      grad_norm: before clipping.
+      loss: training loss, nats a token; None while a pipeline that never drains fills.
+      grad_norm: before clipping; likewise.
       learning_rate: of this step.
       units_per_second: tokens or images over all devices, since the last line.
       unit: which of them.
@@ -86,8 +86,8 @@ class Line:
 
     step: int
     num_steps: int
-    loss: float
-    grad_norm: float
+    loss: float | None
+    grad_norm: float | None
     learning_rate: float
     units_per_second: float
     unit: str
@@ -100,8 +100,8 @@ class Line:
         width = len(str(self.num_steps))
         parts = [
             f"step {self.step:>{width}}/{self.num_steps}",
-            f"loss {self.loss:.4f}",
-            f"grad norm {self.grad_norm:.3f}",
+            "loss -" if self.loss is None else f"loss {self.loss:.4f}",
+            "grad norm -" if self.grad_norm is None else f"grad norm {self.grad_norm:.3f}",
             f"lr {self.learning_rate:.2e}",
             f"{self.units_per_second:,.0f} {self.unit}/s",
         ]
@@ -212,18 +212,27 @@ class Metrics:
     def __exit__(self, *_: object) -> None:
         self._open.close()
 
-    def write(self, step: int, values: Mapping[str, float | None]) -> None:
+    def write(self, step: int, values: Mapping[str, float | Sequence[float] | None]) -> None:
         """Writes one step.
 
         Args:
           step: optimizer steps done.
-          values: by name; None is left out.
+          values: by name; None is left out, of a list each number is a curve of its own.
         """
         if self._file is None or self._board is None:
             return
         present = {name: value for name, value in values.items() if value is not None}
-        assert all(math.isfinite(value) for value in present.values())
+        curves = dict(_curves(present))
+        assert all(math.isfinite(value) for value in curves.values())
         self._file.write(json.dumps({"step": step, **present}) + "\n")
-        self._board.write(step, present)
+        self._board.write(step, curves)
         if self._wandb is not None:
-            self._wandb.log(present, step=step)
+            self._wandb.log(curves, step=step)
+
+
+def _curves(values: Mapping[str, float | Sequence[float]]) -> Iterator[tuple[str, float]]:
+    for name, value in values.items():
+        if isinstance(value, Sequence):
+            yield from ((f"{name}/{n}", number) for n, number in enumerate(value))
+        else:
+            yield name, value

@@ -6,16 +6,52 @@ import dataclasses
 import functools
 from collections.abc import Sequence
 
-from jaxpipe.schedule import catalog
+from jaxpipe.schedule import catalog, pipemare
 from jaxpipe.schedule.actions import Schedule
+from jaxpipe.schedule.pipemare import SteadyState
 from jaxpipe.schedule.simulate import Costs
 from jaxpipe.schedule.slices import slice_ticks
 from train.config import Config
 
+_SYNCHRONOUS = "1f1b"
+"""What asynchronous training warms up and evaluates with."""
+
+_WARMUPS = 5
+"""T1's steps, in warm-ups of the learning rate: PipeMare's Transformers, arXiv 1910.05124."""
+
+_DECAY = 0.135
+"""T2's decay, e^-2: arXiv 1910.05124, section 3.2."""
+
+
+def is_asynchronous(config: Config) -> bool:
+    """Whether ``pipeline.schedule`` names a method that never drains the pipeline."""
+    return config.pipeline.schedule in pipemare.METHODS
+
+
+def steady_state(config: Config) -> SteadyState:
+    """The rules of an asynchronous configuration's pipeline.
+
+    Raises:
+      ValueError: the method needs more microbatches.
+    """
+    pipeline = config.pipeline
+    return SteadyState(config.mesh.stage, pipeline.microbatches, pipeline.schedule)
+
+
+def techniques(config: Config) -> tuple[int | None, float | None]:
+    """PipeMare's T1 and T2 of an asynchronous configuration: K and D, None for what is off."""
+    settings, own = config.asynchronous, config.pipeline.schedule == "pipemare"
+    steps, decay = settings.rescheduling_steps, settings.discrepancy_decay
+    if steps is None:
+        steps = _WARMUPS * config.optimizer.warmup_steps if own else 0
+    if decay is None:
+        decay = _DECAY if own else 0.0
+    return steps or None, decay or None
+
 
 @functools.cache
 def order(config: Config) -> Schedule:
-    """Builds the schedule by its name.
+    """Builds the schedule by its name; for asynchronous training the one it warms up with.
 
     Args:
       config: the task's layers, ``mesh.stage``, ``pipeline.*`` and ``costs.*`` are read.
@@ -27,7 +63,7 @@ def order(config: Config) -> Schedule:
     # Schedules that read the layers have two chunks a stage.
     layers_per_chunk = -(-config.num_layers // (2 * config.mesh.stage))
     return catalog.build(
-        pipeline.schedule,
+        _SYNCHRONOUS if is_asynchronous(config) else pipeline.schedule,
         stages=config.mesh.stage,
         microbatches=pipeline.microbatches,
         chunks=pipeline.chunks,

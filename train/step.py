@@ -9,12 +9,14 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
+from jax import lax
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxpipe.runtime.costs import layer_bytes, layer_costs
-from jaxpipe.runtime.mesh import make_mesh
+from jaxpipe.runtime.mesh import DATA, STAGE, make_mesh
 from jaxpipe.runtime.pipeline import Pipeline
 from jaxpipe.schedule.actions import Schedule
 from jaxpipe.schedule.partition import Memory, partition
@@ -66,7 +68,7 @@ class Program:
         self.schedule = schedule.build(config, self.layer_counts)
         self.pipe = self._pipeline(self.schedule, self.layer_counts)
         self.learning_rate = learning_rate(config.optimizer, num_steps=config.train.steps)
-        self.optimizer = make_optimizer(config.optimizer, self.learning_rate, self._decays)
+        self.optimizer = self.make_optimizer()
 
     def _partition(self) -> tuple[list[float], tuple[int, ...]]:
         """What every layer costs, and the layers of every chunk."""
@@ -90,8 +92,14 @@ class Program:
     def _memory(self, probe: Pipeline, batch: PyTree, rng, limit: float) -> Memory:
         """What layers keep: weights, gradients and two moments of Adam, and their residuals."""
         parameters, residuals = layer_bytes(probe, batch, rng)
-        copies = sum(1 / self.config.mesh.data if probe.zero >= z else 1 for z in (3, 2, 1, 1))
-        peak = max(simulate(probe.schedule, schedule.costs(self.config)).peak_in_flight)
+        levels, peak = [3, 2, 1, 1], 0
+        if schedule.is_asynchronous(self.config):
+            steady = schedule.steady_state(self.config)
+            corrects = schedule.techniques(self.config)[1] is not None
+            levels += [3] * (steady.num_versions - 1 + corrects)
+            peak = steady.num_slots
+        copies = sum(1 / self.config.mesh.data if probe.zero >= z else 1 for z in levels)
+        peak = max(peak, *simulate(probe.schedule, schedule.costs(self.config)).peak_in_flight)
         return Memory([copies * n for n in parameters], residuals, peak, limit * 1e9)
 
     def _pipeline(self, order: Schedule, counts: Sequence[int], *, train: bool = True) -> Pipeline:
@@ -106,15 +114,23 @@ class Program:
             states=self.task.init_states(),
         )
 
+    def make_optimizer(self, *, clips: bool = True) -> optax.GradientTransformation:
+        """The optimizer of placed parameters; see `make_optimizer`."""
+        rate = self.learning_rate
+        return make_optimizer(self.config.optimizer, rate, lambda: self._decays, clips=clips)
+
+    @cached_property
     def _decays(self) -> PyTree:
-        """Which of the placed parameters decay: booleans, or arrays of 0 and 1 where packed."""
-        decays = decaying(self.shapes)
-        if not isinstance(self.shapes["layers"], tuple):
+        """Which of the placed parameters decay: booleans, or arrays of them for packed layers."""
+        decays, layers = decaying(self.shapes), self.shapes["layers"]
+        if not isinstance(layers, tuple):
             return decays
-        whole = jax.tree.map(
-            lambda leaf, d: jnp.full(leaf.shape, d, leaf.dtype), self.shapes, decays
-        )
-        return self.pipe.layout.place(whole)
+        with jax.ensure_compile_time_eval():
+            whole = jax.tree.map(
+                lambda leaf, d: jnp.full(leaf.shape, d, leaf.dtype), layers, decays["layers"]
+            )
+            placed = self.pipe.layout.layers.place(whole)
+            return decays | {"layers": jax.tree.map(lambda w: np.asarray(w, bool), placed)}
 
     @property
     def _key(self) -> jax.Array:
@@ -130,13 +146,18 @@ class Program:
     def replicated(self) -> NamedSharding:
         return NamedSharding(self.mesh, P())
 
+    @property
+    def state_shardings(self) -> State:
+        """Where the state is."""
+        return jax.tree.map(lambda leaf: leaf.sharding, self.state_shapes)
+
     @cached_property
     def state_shapes(self) -> State:
         """Shapes, dtypes and shardings of the state on the devices."""
         params = jax.eval_shape(self.pipe.place, self.shapes)
         optimizer = jax.eval_shape(self.optimizer.init, params)
         shardings = State(self.pipe.param_shardings, self.pipe.optimizer_shardings(optimizer))
-        state = jax.tree.map(_with_sharding, State(params, optimizer), shardings)
+        state = jax.tree.map(with_sharding, State(params, optimizer), shardings)
         return dataclasses.replace(state, layers=self.pipe.placed_states)
 
     @cached_property
@@ -147,7 +168,7 @@ class Program:
         shardings = self.pipe.map_parameters(
             lambda _: self.pipe.canonical_shardings, state, rest=lambda _: self.replicated
         )
-        return jax.tree.map(_with_sharding, state, shardings)
+        return jax.tree.map(with_sharding, state, shardings)
 
     @cached_property
     def batch_shapes(self) -> PyTree:
@@ -170,9 +191,7 @@ class Program:
             return State(params, self.optimizer.init(params), self._place_states(states))
 
         states = self.task.init_states()
-
-        shardings = jax.tree.map(lambda leaf: leaf.sharding, self.state_shapes)
-        return jax.jit(make, out_shardings=shardings)(self._key)
+        return jax.jit(make, out_shardings=self.state_shardings)(self._key)
 
     def to_canonical(self, state: State) -> State:
         """Undoes placing, for the optimizer state, too; no layout is left in it."""
@@ -187,13 +206,12 @@ class Program:
 
     def from_canonical(self, state: State) -> State:
         """Places a canonical state on this program's mesh, for its schedule and ZeRO level."""
-        shardings = jax.tree.map(lambda leaf: leaf.sharding, self.state_shapes)
 
         def place(state):
             optimizer = self.pipe.map_parameters(self.pipe.place, state.optimizer)
             return State(self.pipe.place(state.params), optimizer, self._place_states(state.layers))
 
-        return jax.jit(place, out_shardings=shardings)(state)
+        return jax.jit(place, out_shardings=self.state_shardings)(state)
 
     @cached_property
     def train_step(self):
@@ -207,8 +225,8 @@ class Program:
             metrics = {"loss": loss, "grad_norm": optax.tree.norm(grads)}
             return State(params, optimizer, layers), metrics
 
-        shardings = jax.tree.map(lambda leaf: leaf.sharding, self.state_shapes)
-        return jax.jit(step, donate_argnums=0, out_shardings=(shardings, self.replicated))
+        shardings = self.state_shardings, self.replicated
+        return jax.jit(step, donate_argnums=0, out_shardings=shardings)
 
     def compile(self):
         """Compiles `train_step`; the result is called like it and knows its memory."""
@@ -256,32 +274,52 @@ def decaying(shapes: PyTree) -> PyTree:
 
 
 def make_optimizer(
-    config: OptimizerConfig, schedule: optax.Schedule, decays: Callable[[], PyTree]
+    config: OptimizerConfig,
+    schedule: optax.Schedule,
+    decays: Callable[[], PyTree],
+    *,
+    clips: bool = True,
 ) -> optax.GradientTransformation:
     """AdamW after clipping by the norm of the whole gradient.
 
     Args:
       config: its numbers.
       schedule: the learning rate of a step.
-      decays: returns which parameters decay, a tree like them of booleans or arrays of 0 and 1
-        (packed layers are one array, so that a mask of whole leaves cannot say it).
+      decays: returns which parameters decay, a tree like them of booleans or boolean arrays (packed
+        layers are one array, so that a mask of whole leaves cannot say it).
+      clips: False leaves clipping to an asynchronous pipeline; the state is the same.
     """
 
     def decay(updates, params):
         return jax.tree.map(
-            lambda update, weight, mask: update + config.weight_decay * mask * weight,
+            lambda update, weight, mask: (
+                update + config.weight_decay * _own_part(mask, weight.shape) * weight
+            ),
             updates,
             params,
             decays(),
         )
 
     return optax.chain(
-        optax.clip_by_global_norm(config.clip_norm),
+        optax.clip_by_global_norm(config.clip_norm) if clips else optax.identity(),
         optax.scale_by_adam(b1=config.beta1, b2=config.beta2),
         optax.stateless(decay),
         optax.scale_by_learning_rate(schedule),
     )
 
 
-def _with_sharding(leaf, sharding) -> jax.ShapeDtypeStruct:
+def _own_part(mask: Any, shape: tuple[int, ...]) -> Any:
+    """What a mask of packed layers, ``[stages, data shards, columns]``, says about weights.
+
+    In an asynchronous pipeline the optimizer sees a device's own part of them.
+    """
+    for dim, axis in enumerate((STAGE, DATA)):
+        if np.ndim(mask) > 0 and np.shape(mask)[dim] != shape[dim]:
+            start = lax.axis_index(axis) * shape[dim]
+            mask = lax.dynamic_slice_in_dim(mask, start, shape[dim], dim)
+    return mask
+
+
+def with_sharding(leaf, sharding) -> jax.ShapeDtypeStruct:
+    """An array's shape and dtype, and where it is to be."""
     return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)

@@ -232,6 +232,11 @@ class AsyncPipeline:
 
         return taus * norms(state["delta"]["layers"]) / norms(state["weights"]["layers"])
 
+    def grad_norm(self, state: State) -> jax.Array:
+        """The norm over the newest finished gradients of all parts, before clipping, float32;
+        0 before there are any. Measured only if there is a ``clip_norm``."""
+        return jnp.sqrt(state["flight"]["norms"]["total"][0, 0])
+
     def finish(self, state: State) -> tuple[PyTree, PyTree]:
         """Placed parameters and optimizer state as the synchronous pipeline has them.
 

@@ -32,6 +32,7 @@ from jaxpipe.schedule.gpipe import gpipe
 from jaxpipe.schedule.hanayo import hanayo
 from jaxpipe.schedule.interleaved import interleaved
 from jaxpipe.schedule.one_f_one_b import one_f_one_b
+from jaxpipe.schedule.pipemare import METHODS
 from jaxpipe.schedule.simulate import Costs
 from jaxpipe.schedule.validate import validate
 from jaxpipe.schedule.zero_bubble import interleaved_zb, zb_h1, zb_h2
@@ -407,7 +408,12 @@ def _misfits(
 
 
 def _unknown(name: str) -> str:
-    names = [entry.name for entry in entries()]
+    if name in METHODS:
+        return (
+            f"pipeline.schedule={name!r} never drains the pipeline, so that no order of actions "
+            "describes it: AsyncPipeline and train.py train with it.\nNearest valid: '1f1b'."
+        )
+    names = [*(entry.name for entry in entries()), *METHODS]
     near = difflib.get_close_matches(name.lower(), names, n=1, cutoff=0.0)
     return (
         f"pipeline.schedule={name!r} is not a known schedule.\n"

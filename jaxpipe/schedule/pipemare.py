@@ -124,6 +124,24 @@ class SteadyState:
         work = minibatches * self.num_microbatches
         return work / (work + self.drain_ticks)
 
+    def work_ratio(self, minibatch: int) -> float:
+        """Share of F and backwards that run in the ticks in which a minibatch enters.
+
+        Args:
+          minibatch: its number since the pipeline was last empty.
+        """
+        start, end = (k * self.num_microbatches for k in (minibatch, minibatch + 1))
+        parts = [self.stage(d) for d in range(self.num_stages)]
+        begins = [tick for part in parts for tick in (part.forward, part.backward)]
+        return sum(min(max(end - tick, 0), end - start) for tick in begins) / (
+            (end - start) * len(begins)
+        )
+
+    @property
+    def loss_lag(self) -> int:
+        """Minibatches that enter after one before the last of its losses is there."""
+        return -(-self.head.forward // self.num_microbatches)
+
     # Delays, in updates.
 
     def delay(self, part: Part, j):

@@ -6,6 +6,7 @@ import dataclasses
 import json
 import os
 import random
+import shutil
 import subprocess
 import sys
 import time
@@ -204,3 +205,26 @@ def weights(run: Path, step: int) -> list[tuple[str, Any]]:
         tree = reader.restore(path, shapes)
     found = jax.tree_util.tree_leaves_with_path(tree)
     return [(jax.tree_util.keystr(path), jax.device_get(leaf)) for path, leaf in found]
+
+
+def back_to(run: Path, step: int) -> None:
+    """Makes a run look as if it was killed after a checkpoint."""
+    for name in saved(run):
+        if name > step:
+            shutil.rmtree(run / "checkpoints" / str(name))
+
+
+def assert_same_run(run: Path, unbroken: Path) -> None:
+    """The same losses and the same last checkpoint, to the bit."""
+    assert steps(run) == steps(unbroken)
+    assert_same_weights(run, unbroken)
+
+
+def assert_same_weights(run: Path, unbroken: Path) -> None:
+    """The same last checkpoint, to the bit."""
+    import numpy as np
+
+    left, right = weights(run, NUM_STEPS), weights(unbroken, NUM_STEPS)
+    assert [name for name, _ in left] == [name for name, _ in right]
+    for (name, one), (_, two) in zip(left, right, strict=True):
+        np.testing.assert_array_equal(one, two, err_msg=name, strict=True)

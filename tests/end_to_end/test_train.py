@@ -7,36 +7,25 @@ import shutil
 import signal
 import subprocess
 
-import numpy as np
 import pytest
 import yaml
-from command import CHECKPOINT_EVERY, NUM_STEPS, finish, kill_when, num_lines, saved, steps, weights
+from command import (
+    CHECKPOINT_EVERY,
+    NUM_STEPS,
+    assert_same_run,
+    back_to,
+    finish,
+    kill_when,
+    num_lines,
+    saved,
+    steps,
+)
 
 pytestmark = pytest.mark.end_to_end
 
 
 def _copy(run, tmp_path):
     return shutil.copytree(run, tmp_path / "copy")
-
-
-def _back_to(run, step):
-    """Makes a run look as if it was killed after a checkpoint."""
-    for name in saved(run):
-        if name > step:
-            shutil.rmtree(run / "checkpoints" / str(name))
-
-
-def _assert_same_run(run, unbroken):
-    """The same losses and the same last checkpoint, to the bit."""
-    assert steps(run) == steps(unbroken)
-    _assert_same_weights(run, unbroken)
-
-
-def _assert_same_weights(run, other):
-    left, right = weights(run, NUM_STEPS), weights(other, NUM_STEPS)
-    assert [name for name, _ in left] == [name for name, _ in right]
-    for (name, one), (_, two) in zip(left, right, strict=True):
-        np.testing.assert_array_equal(one, two, err_msg=name, strict=True)
 
 
 def test_a_run_leaves_everything_it_should(unbroken, trainer):
@@ -66,21 +55,21 @@ def test_the_same_command_gives_the_same_bits_without_a_cache(unbroken, trainer,
     """Programs compiled twice are one program: resuming rests on it."""
     run = tmp_path / "run"
     trainer.run("--run-dir", run, cached=False)
-    _assert_same_run(run, unbroken[0])
+    assert_same_run(run, unbroken[0])
 
 
 def test_resume_from_every_kept_checkpoint_and_after_the_end(unbroken, trainer, tmp_path):
     run = _copy(unbroken[0], tmp_path)
-    _back_to(run, 9)
+    back_to(run, 9)
     with (run / "metrics.jsonl").open("a") as file:
         file.write('{"step": 10, "lo')
     finished = trainer.run("--run-dir", run, "--resume")
     assert f"resuming {run} at step 9" in finished.out
-    _assert_same_run(run, unbroken[0])
+    assert_same_run(run, unbroken[0])
     sample = (run / "sample.txt").read_text()
     finished = trainer.run("--run-dir", run, "--resume")
     assert f"resuming {run} at step {NUM_STEPS}" in finished.out
-    _assert_same_run(run, unbroken[0])
+    assert_same_run(run, unbroken[0])
     assert (run / "sample.txt").read_text() == sample
 
 
@@ -99,7 +88,7 @@ def test_sigkill_at_random_moments(unbroken, trainer, tmp_path, seed):
         )
         assert finish(process).status == -signal.SIGKILL
     trainer.run("--run-dir", run, "--resume")
-    _assert_same_run(run, unbroken[0])
+    assert_same_run(run, unbroken[0])
 
 
 @pytest.mark.parametrize("step", [CHECKPOINT_EVERY, 2 * CHECKPOINT_EVERY])
@@ -119,7 +108,7 @@ def test_sigkill_during_a_checkpoint_write(unbroken, trainer, tmp_path, step):
     assert left  # it was killed while it wrote
     finished = trainer.run("--run-dir", run, "--resume")
     assert f"resuming {run} at step {step - CHECKPOINT_EVERY}" in finished.out
-    _assert_same_run(run, unbroken[0])
+    assert_same_run(run, unbroken[0])
     assert [path.name for path in folder.iterdir() if not path.name.isdigit()] == []
 
 
@@ -134,12 +123,12 @@ def test_sigterm_saves_and_resume_continues(unbroken, trainer, tmp_path):
     assert len(steps(run)) == stopped
     finished = trainer.run("--run-dir", run, "--resume")
     assert f"resuming {run} at step {stopped}" in finished.out
-    _assert_same_run(run, unbroken[0])
+    assert_same_run(run, unbroken[0])
 
 
 def test_a_loss_that_is_not_finite_stops_the_run(unbroken, trainer, tmp_path):
     run = _copy(unbroken[0], tmp_path)
-    _back_to(run, 9)
+    back_to(run, 9)
     options = ["--optimizer.peak-lr", 1e38, "--train.steps", 20]
     finished = trainer.run("--run-dir", run, "--resume", *options, status=1)
     assert "changed since: optimizer.peak_lr 0.01 -> 1e+38" in finished.out
@@ -148,7 +137,7 @@ def test_a_loss_that_is_not_finite_stops_the_run(unbroken, trainer, tmp_path):
     assert "Traceback" not in finished.err
     assert saved(run) == [9]
     trainer.run("--run-dir", run, "--resume")
-    _assert_same_run(run, unbroken[0])
+    assert_same_run(run, unbroken[0])
 
 
 def _assert_close(run, other):
@@ -167,7 +156,7 @@ def _assert_close(run, other):
 )
 def test_resume_onto_another_layout(unbroken, trainer, tmp_path, layout):
     run = _copy(unbroken[0], tmp_path)
-    _back_to(run, 9)
+    back_to(run, 9)
     finished = trainer.run("--run-dir", run, "--resume", *layout.split())
     for option in layout.split():
         path, value = option.removeprefix("--").split("=")
@@ -182,9 +171,9 @@ def test_dropout_draws_the_same_after_a_resume(trainer, tmp_path):
     runs = [tmp_path / name for name in ("whole", "broken")]
     for run in runs:
         trainer.run("--run-dir", run, "--model.dropout", 0.2)
-    _back_to(runs[1], 9)
+    back_to(runs[1], 9)
     trainer.run("--run-dir", runs[1], "--model.dropout", 0.2, "--resume")
-    _assert_same_run(runs[1], runs[0])
+    assert_same_run(runs[1], runs[0])
 
 
 @pytest.mark.parametrize(
@@ -250,7 +239,7 @@ def test_a_full_disk(unbroken, trainer, tmp_path):
         subprocess.run(["umount", str(disk)], check=True)
     # With more room it goes on from the last whole checkpoint.
     trainer.run("--run-dir", run, "--resume")
-    _assert_same_run(run, unbroken[0])
+    assert_same_run(run, unbroken[0])
 
 
 def test_a_disk_too_small_from_the_start(trainer, tmp_path):

@@ -117,7 +117,8 @@ def losses(settings: Settings, params: dict, minibatches: list[dict]) -> tuple[l
     Args:
       settings: what to train with.
       params: ``{"embed": {"table"}, "layers": {"up", "bias", "down"}, "head": {"readout"} or {}}``,
-        layers stacked, as many as stages or more, spread evenly with earlier stages first.
+        layers stacked or, where hidden sizes differ, one tree each; as many as stages or more,
+        spread evenly with earlier stages first.
       minibatches: inputs and targets; row r belongs to microbatch ``r % N``.
     """
     run = _Loop(settings, params)
@@ -128,7 +129,11 @@ class _Loop:
     def __init__(self, settings: Settings, params: dict) -> None:
         self.s = settings
         P, N = settings.stages, settings.microbatches
-        layers = {k: np.asarray(w, np.float64) for k, w in params["layers"].items()}
+        layers = params["layers"]
+        self.packed = isinstance(layers, tuple)
+        if self.packed:
+            layers = {k: [layer[k] for layer in layers] for k in ("up", "bias", "down")}
+        layers = {k: [np.asarray(w, np.float64) for w in ws] for k, ws in layers.items()}
         count = len(layers["up"])
         share, extra = divmod(count, P)
         self.held, first = [], 0
@@ -158,16 +163,14 @@ class _Loop:
         self.head = Part(outer["head"], tau=head_tau, settings=settings)
 
     def params(self) -> dict:
-        layers = {
-            k: np.stack(
-                [
-                    part.history[-1][f"{k}{n}"]
-                    for part, held in zip(self.stages, self.held, strict=True)
-                    for n in held
-                ]
-            )
-            for k in ("up", "bias", "down")
-        }
+        each = [
+            {k: part.history[-1][f"{k}{n}"] for k in ("up", "bias", "down")}
+            for part, held in zip(self.stages, self.held, strict=True)
+            for n in held
+        ]
+        layers = (
+            {k: np.stack([w[k] for w in each]) for k in each[0]} if not self.packed else (*each,)
+        )
         outer = {"embed": self.embed.history[-1], "head": self.head.history[-1]}
         return {"layers": layers, **outer}
 

@@ -16,6 +16,22 @@ from jaxpipe.runtime.asynchronous import AsyncPipeline
 WIDTH = 4
 
 
+def packed(layers: int) -> dict:
+    """Parameters of layers of two kinds, which take turns: 2 WIDTH and 3 WIDTH hidden units."""
+    wide = params(layers=layers, tied=True)
+    draw = np.random.default_rng(7).normal
+
+    def layer(n: int) -> dict:
+        hidden = (2 + n % 2) * WIDTH
+        return {
+            "up": np.float32(0.5 * draw(size=(WIDTH, hidden))),
+            "bias": np.float32(0.1 * draw(size=hidden)),
+            "down": np.float32(0.5 * draw(size=(hidden, WIDTH))),
+        }
+
+    return wide | {"layers": tuple(layer(n) for n in range(layers))}
+
+
 def params(*, layers: int, tied: bool, seed: int = 0) -> dict:
     draw = np.random.default_rng(seed).normal
     head = {} if tied else {"readout": draw(size=(WIDTH, 3))}
@@ -39,7 +55,7 @@ def minibatches(count: int, rows: int, seed: int = 1) -> list[dict]:
     ]
 
 
-def model(*, tied: bool) -> jaxpipe.Model:
+def model(*, tied: bool, packed: int | None = None) -> jaxpipe.Model:
     def embed(outer, batch, rng):
         return batch["inputs"] @ outer["embed"]["table"]
 
@@ -50,7 +66,7 @@ def model(*, tied: bool) -> jaxpipe.Model:
         readout = outer["embed"]["table"].T if tied else outer["head"]["readout"]
         return jnp.mean((x @ readout - batch["targets"]) ** 2)
 
-    return jaxpipe.Model(embed, layer, head_loss)
+    return jaxpipe.Model(embed, layer if packed is None else (layer,) * packed, head_loss)
 
 
 OPTIMIZERS = {
@@ -65,7 +81,10 @@ OPTIMIZERS = {
 
 def pipeline(settings: Settings, start: dict, *, data=1, zero=0, fused=False) -> AsyncPipeline:
     pipe = jaxpipe.Pipeline(
-        model(tied=not start["head"]),
+        model(
+            tied=not start["head"],
+            packed=len(start["layers"]) if isinstance(start["layers"], tuple) else None,
+        ),
         start,
         schedule=jaxpipe.schedules.build(
             "1f1b-fused" if fused else "1f1b",

@@ -9,14 +9,16 @@ import numpy as np
 import pytest
 from asynchronous_reference import Settings
 from asynchronous_reference import losses as reference
-from asynchronous_toy import minibatches, params, pipeline, train
+from asynchronous_toy import minibatches, packed, params, pipeline, train
 from covering import some
 
 pytestmark = pytest.mark.pipeline
 
 
-def check(settings: Settings, *, tied=True, layers=None, data=1, zero=0, fused=False, steps=10):
-    start = params(layers=layers or settings.stages, tied=tied)
+def check(
+    settings: Settings, *, tied=True, layers=None, data=1, zero=0, fused=False, steps=10, start=None
+):
+    start = start or params(layers=layers or settings.stages, tied=tied)
     batches = minibatches(steps, 2 * data * settings.microbatches)
     training = pipeline(settings, start, data=data, zero=zero, fused=fused)
     got, end, _ = train(settings, training, start, batches)
@@ -107,3 +109,19 @@ def test_a_synchronous_warm_up_hands_over_weights_and_moments():
 @pytest.mark.parametrize("method", some([("pipemare",), ("pipedream",), ("2bw",)], ("pipemare",)))
 def test_training_goes_on_after_draining(method):
     check(Settings(2, 3, method, "adam", 7, warm_up=1, drains=(4, 7)))
+
+
+@pytest.mark.parametrize(
+    ("method", "data", "zero"),
+    some(
+        [("pipemare", 1, 0), ("pipemare", 2, 1), ("pipemare", 2, 3), ("pipedream", 2, 3)],
+        ("pipemare", 2, 3),
+    ),
+)
+def test_layers_that_differ(method, data, zero):
+    corrects = method == "pipemare"
+    settings = Settings(
+        *(2, 2, method, "adam", 5 if corrects else None, 0.135 if corrects else None),
+        clip_norm=None,
+    )
+    check(settings, start=packed(5), data=data, zero=zero)

@@ -8,6 +8,7 @@ import numpy as np
 import optax
 import pytest
 import toy
+import uneven
 from asynchronous_reference import Settings
 from asynchronous_toy import WIDTH, minibatches, model, params, pipeline
 
@@ -69,6 +70,33 @@ def test_a_run_cut_in_mid_flight_goes_on_bit_by_bit():
         equal(training.params(got[0]), training.params(want[0]))
         equal(training.finish(got[0])[1], training.finish(want[0])[1])
     assert int(training.finish(want[0])[1][0].count) == len(keys)  # no minibatch lost or repeated
+
+
+@pytest.mark.slow
+@pytest.mark.pipeline
+def test_states_of_layers_see_every_microbatch_once_in_order():
+    """Weights that do not move make asynchronous and synchronous states the same."""
+    start = uneven.params()
+    pipe = jaxpipe.Pipeline(
+        uneven.model(stateful=True),
+        start,
+        schedule=jaxpipe.schedules.build("1f1b-fused", stages=2, microbatches=2),
+        mesh=jaxpipe.make_mesh(stage=2, data=2),
+        states=uneven.states(),
+    )
+    training = AsyncPipeline(pipe, optax.sgd(0.0))
+    placed, want, batch = pipe.place(start), pipe.place_states(uneven.states()), uneven.batch(8)
+    state = training.init(placed, training.optimizer.init(placed), batch, states=want)
+    step = jax.jit(training.step)
+    synchronous = jax.jit(lambda s, batch: pipe.value_and_grad(placed, batch, states=s)[0][1])
+    for k in range(3):
+        rows = jax.tree.map(lambda w, k=k: w + k, batch)
+        state, _ = step(state, rows)
+        want = synchronous(want, rows)
+    state, _ = jax.jit(training.drain)(state)
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), state["states"], want
+    )
 
 
 @pytest.mark.pipeline

@@ -146,3 +146,13 @@ def test_utilization_counts_one_fill():
     steady = SteadyState(4, 8)
     assert steady.utilization(1) == 8 / 15
     assert steady.utilization(1000) > 0.999
+
+
+@pytest.mark.parametrize(("P", "N"), [(4, 2), (2, 5), (3, 1)])
+def test_the_work_of_minibatches_adds_up_to_all_but_the_fill(P, N):
+    steady = SteadyState(P, N)
+    count = 2 * P  # minibatches: long enough to fill
+    work = sum(steady.work_ratio(k) for k in range(count)) * N * 2 * P
+    # Stage d waits d ticks for its first F and 2P-1-d for its first backward.
+    assert work == pytest.approx(2 * P * count * N - P * (2 * P - 1))
+    assert steady.work_ratio(count) == 1

@@ -134,6 +134,37 @@ RULES = [
         },
         "distributed.process_id=2 must be below distributed.num_processes=2. Nearest valid: 1.",
     ),
+    (
+        {"asynchronous.warmup_steps": 3},
+        "asynchronous.warmup_steps=3 has no effect: pipeline.schedule=1f1b drains the pipeline in "
+        "every step, and no weights are late. Nearest valid: 0, or pipeline.schedule=pipemare.",
+    ),
+    ({"asynchronous.rescheduling_steps": 0}, "Nearest valid: None, or pipeline.schedule=pipemare."),
+    (
+        {"pipeline.schedule": "pipemare", "pipeline.chunks": 2},
+        "pipeline.chunks=2 does not fit schedule 'pipemare': each of its stages holds 1 chunk",
+    ),
+    (
+        {"pipeline.schedule": "2bw", "pipeline.microbatches": 2},
+        "pipeline.schedule=2bw keeps two weight versions: pipeline.microbatches=2 on 2 stages "
+        "needs more. Nearest valid: pipeline.microbatches=3.",
+    ),
+    (
+        {"pipeline.schedule": "pipedream", "asynchronous.discrepancy_decay": 0.2},
+        "asynchronous.discrepancy_decay=0.2 corrects what the backward of "
+        "pipeline.schedule=pipemare reads; with pipedream it reads the weights of its forward. "
+        "Nearest valid: 0.",
+    ),
+    (
+        {"pipeline.schedule": "pipemare", "asynchronous.discrepancy_decay": 1.0},
+        "asynchronous.discrepancy_decay=1.0 must be at least 0 and below 1.",
+    ),
+    (
+        {"pipeline.schedule": "pipemare", "asynchronous.warmup_steps": 30},
+        "asynchronous.warmup_steps=30 leaves none of train.steps=30 for "
+        "pipeline.schedule=pipemare. Nearest valid: 29, or pipeline.schedule=1f1b.",
+    ),
+    ({"pipeline.schedule": "pipmare"}, "is not a known schedule. Nearest valid: 'pipemare'."),
     ({"mesh.stage": 0}, "mesh.stage=0 must be at least 1. Nearest valid: 1."),
     ({"mesh.data": -1}, "mesh.data=-1 must be at least 1. Nearest valid: 1."),
     ({"pipeline.microbatches": 0}, "pipeline.microbatches=0 must be at least 1. Nearest valid: 1."),

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
 
 import jaxpipe
 from models import gpt
-from train.config import Config
+from train.config import Config, OptimizerConfig
 from train.step import Program, decaying, make_optimizer
 
-pytestmark = pytest.mark.pipeline
 CONFIG = {
     "model": {"vocab_size": 50, "sequence_length": 8, "num_layers": 5, "width": 8, "num_heads": 2},
     "mesh": {"stage": 4, "data": 2},
@@ -21,6 +21,7 @@ CONFIG = {
 }
 
 
+@pytest.mark.pipeline
 @pytest.mark.parametrize("zero", [0, 1, 3])
 def test_a_step_is_adamw_on_the_canonical_parameters(zero):
     sections = {name: dict(section) for name, section in CONFIG.items()}
@@ -52,3 +53,21 @@ def test_a_step_is_adamw_on_the_canonical_parameters(zero):
     ):
         # Adam's first step divides by the gradient's own size: its error there is the update's.
         np.testing.assert_allclose(leaf, want, atol=2e-5, err_msg=jax.tree_util.keystr(path))
+
+
+def test_packed_layers_decay_alike_on_a_device_and_as_a_whole():
+    """An asynchronous pipeline gives the optimizer a device's own part of the weights."""
+    mask = np.arange(2 * 4 * 3).reshape(2, 4, 3) % 3 == 0
+    weights = jnp.arange(2.0 * 4 * 3).reshape(2, 4, 3)
+    rate = optax.constant_schedule(1.0)
+    optimizer = make_optimizer(OptimizerConfig(weight_decay=0.5), rate, lambda: mask, clips=False)
+
+    def decayed(weights):
+        zeros = jnp.zeros_like(weights)
+        return optimizer.update(zeros, optimizer.init(weights), weights)[0]
+
+    spec = jax.sharding.PartitionSpec("stage", "data")
+    mesh = jaxpipe.make_mesh(stage=2, data=4)
+    own = jax.shard_map(decayed, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False)
+    np.testing.assert_array_equal(own(weights), -0.5 * mask * weights)
+    np.testing.assert_array_equal(decayed(weights), -0.5 * mask * weights)

@@ -8,6 +8,7 @@ import jax
 import numpy as np
 import optax
 import pytest
+from tiny_tasks import TINY, rows
 
 import jaxpipe
 from train import checks, tasks
@@ -15,15 +16,6 @@ from train.config import Config
 from train.data import stream
 from train.prepare import images
 from train.step import Program, decaying, make_optimizer
-
-TINY = {
-    "bert": {"vocab_size": 40, "sequence_length": 8, "num_layers": 4, "width": 8, "num_heads": 2},
-    "transformer": {
-        "vocab_size": 40, "sequence_length": 8, "num_encoder_layers": 2, "num_decoder_layers": 2,
-        "width": 8, "num_heads": 2, "dropout": 0.0,
-    },
-    "resnet": {"depth": 8, "width": 4, "norm": "batch"},
-}  # fmt: skip
 
 
 def config(task: str, **sections) -> Config:
@@ -36,17 +28,6 @@ def config(task: str, **sections) -> Config:
         train={"batch_size": 8, "steps": 20, "eval_batches": 1},
         **sections,
     )
-
-
-def rows(program: Program) -> dict:
-    rng = np.random.default_rng(0)
-
-    def fill(leaf):
-        if leaf.dtype == np.int32:
-            return rng.integers(3, 10, leaf.shape).astype(np.int32)
-        return rng.normal(size=leaf.shape).astype(np.float32)
-
-    return jax.tree.map(fill, program.batch_shapes)
 
 
 @pytest.mark.pipeline

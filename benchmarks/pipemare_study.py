@@ -1,0 +1,284 @@
+"""What does a pipeline that never drains cost in quality, and gain in time and memory?
+
+Trains one configuration, with as many stages as layers, synchronously, by naive asynchrony, with
+PipeMare's techniques one after the other, and by PipeDream and 2BW, each with several seeds.
+
+    python -m benchmarks.pipemare_study [--config FILE] [--steps 150] [--seeds 3] [--names naive T1]
+
+Time is in minibatches of work of a full pipeline: a synchronous step takes 1/(1 - bubble) of them.
+2BW gets the smallest number of microbatches that it can run with, of the same minibatch.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import io
+import json
+import re
+import statistics
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import tyro
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+
+from benchmarks import harness
+from train import checks, loop, schedule
+from train.config import Config, parse
+from train.errors import ConfigError, NonFiniteLossError
+from train.phases import AsynchronousPhase, SynchronousPhase, device_bytes
+from train.step import Program
+
+_CONFIG = "configs/resnet-digits-pipemare.yaml"
+_OFF: dict[str, Any] = {"rescheduling_steps": 0, "discrepancy_decay": 0.0, "warmup_steps": 0}
+_OWN: dict[str, Any] = {"rescheduling_steps": None, "discrepancy_decay": None, "warmup_steps": 0}
+_T1, _T2, _T3 = _OFF.keys()
+_EVALUATIONS = 10
+_MB = 1e6
+_MEMORY = {"weights": "#27518f", "optimizer": "#9dbdf0", "activations": "#1b7468"}
+_COLOURS = ("#555555", "#c0392b", "#e08e2b", "#9dbdf0", "#27518f", "#1b7468", "#8e5aa8")
+
+
+@dataclasses.dataclass(frozen=True)
+class Method:
+    """A way to train.
+
+    Args:
+      schedule: of the pipeline.
+      on: fields of the section ``asynchronous`` that keep the configuration's value.
+    """
+
+    schedule: str
+    on: tuple[str, ...] = ()
+
+
+METHODS = {
+    "synchronous": Method("1f1b"),
+    "naive": Method("pipemare"),
+    "T1": Method("pipemare", (_T1,)),
+    "T1+T2": Method("pipemare", (_T1, _T2)),
+    "T1+T2+T3": Method("pipemare", (_T1, _T2, _T3)),
+    "PipeDream": Method("pipedream"),
+    "2BW": Method("2bw"),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """What to compare.
+
+    Args:
+      config: a configuration with ``pipeline.schedule: pipemare``.
+      steps: optimizer steps of every run.
+      seeds: runs of every method.
+      names: of the methods.
+    """
+
+    config: str = _CONFIG
+    steps: int = 150
+    seeds: int = 3
+    names: tuple[str, ...] = tuple(METHODS)
+
+
+def configure(base: Config, method: Method, *, steps: int, seed: int, folder: Path) -> Config:
+    """The configuration of one run."""
+    tree = base.model_dump()
+    synchronous = method.schedule == "1f1b"
+    kept = {field: tree["asynchronous"][field] for field in method.on}
+    tree["asynchronous"] = (_OWN if synchronous else _OFF) | kept
+    tree["pipeline"]["schedule"] = method.schedule
+    if method.schedule == "2bw":
+        rows, needed = tree["train"]["batch_size"], 2 * base.mesh.stage - 1
+        tree["pipeline"]["microbatches"] = min(
+            n for n in range(needed, rows + 1) if rows % (n * base.mesh.data) == 0
+        )
+    every = max(steps // _EVALUATIONS, 1)
+    tree["train"] |= {"steps": steps, "seed": seed, "eval_every": every, "checkpoint_every": steps}
+    return Config.model_validate(tree | {"run_dir": str(folder)})
+
+
+def train(config: Config) -> dict[str, Any]:
+    """One run: its held-out losses by step, and the score that the task reports.
+
+    A run whose loss is not finite has what it had until then, and no score.
+    """
+    if failures := checks.check(config):
+        raise ConfigError(failures)
+    said, score = io.StringIO(), None
+    try:
+        with contextlib.redirect_stdout(said):
+            loop.run(config, resume=False)
+        found = re.search(r"accuracy.*: ([\d.]+)%", said.getvalue())
+        score = None if found is None else float(found[1])
+        finished = True
+    except NonFiniteLossError:
+        finished = False
+    path = Path(config.run_dir) / checks.METRICS_FILE
+    records = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    losses = {r["step"]: r["eval_loss"] for r in records if "eval_loss" in r}
+    corrections = [max(r["correction"]) for r in records if "correction" in r]
+    return {
+        "seed": config.train.seed,
+        "finished": finished,
+        "losses": losses,
+        "accuracy": score,
+        "correction": max(corrections, default=0.0),
+    }
+
+
+def work(config: Config) -> dict[str, float]:
+    """What a method costs on each device: the pipeline's use, and compiled memory in MB."""
+    program = Program(config)
+    full = synchronous = 1 - SynchronousPhase(program).bubble(1)
+    if schedule.is_asynchronous(config):
+        phase = AsynchronousPhase(program)
+        carried, compiled = phase.carried_bytes(), phase.compile()
+        weights = carried.pop("weights") + carried.pop("T2's mean steps", 0)
+        optimizer, kept = carried.pop("optimizer state"), sum(carried.values())
+        warmup = config.asynchronous.warmup_steps
+        steps = config.train.steps - warmup
+        ticks = warmup / synchronous + steps / phase.steady.utilization(steps)
+        full = config.train.steps / ticks
+    else:
+        compiled, kept = program.compile(), 0
+        weights = device_bytes(program.state_shapes.params)
+        optimizer = device_bytes(program.state_shapes.optimizer)
+    return {
+        "synchronous": synchronous,
+        "utilization": full,
+        "weights_mb": weights / _MB,
+        "optimizer_mb": optimizer / _MB,
+        "activations_mb": (kept + compiled.memory_analysis().temp_size_in_bytes) / _MB,
+    }
+
+
+def time_of(step: int, config: Config, costs: Mapping[str, float]) -> float:
+    """When a step is done, in minibatches of work of a full pipeline."""
+    warmup = config.train.steps
+    if schedule.is_asynchronous(config):
+        warmup = min(step, config.asynchronous.warmup_steps)
+    synchronous = min(step, warmup)
+    return synchronous / costs["synchronous"] + (step - synchronous)
+
+
+def row(name: str, method: Mapping[str, Any], target: float) -> dict[str, Any]:
+    """A method's line of the table: the mean of its seeds, and from the best to the worst."""
+    runs, costs, config = method["runs"], method["costs"], method["config"]
+    last = [list(run["losses"].values())[-1] for run in runs if run["finished"]]
+    scores = [run["accuracy"] for run in runs if run["accuracy"] is not None]
+    times = []
+    for run in runs:
+        reached = [step for step, loss in run["losses"].items() if loss <= target]
+        times += [time_of(step, config, costs) for step in reached[:1]]
+    return {
+        "method": name,
+        "N": config.pipeline.microbatches,
+        **_summary("loss", last),
+        **_summary("accuracy", scores),
+        "diverged": len(runs) - len(last),
+        "utilization": costs["utilization"],
+        "time_to_target": statistics.mean(times) if len(times) == len(runs) else "never",
+        **{key: costs[key] for key in ("weights_mb", "optimizer_mb", "activations_mb")},
+    }
+
+
+def _summary(name: str, values: Sequence[float]) -> dict[str, Any]:
+    if not values:
+        return {name: "-", f"{name}_spread": "-"}
+    return {name: statistics.mean(values), f"{name}_spread": max(values) - min(values)}
+
+
+def figure(methods: Mapping[str, Mapping[str, Any]], target: float) -> Figure:
+    """Held-out loss over time, with the spread of the seeds; and memory."""
+    drawn = Figure(figsize=(10, 4), layout="constrained")
+    FigureCanvasAgg(drawn)
+    curves, memory = drawn.subplots(1, 2, width_ratios=(3, 2))
+    for (name, method), colour in zip(methods.items(), _COLOURS, strict=False):
+        runs, costs, config = method["runs"], method["costs"], method["config"]
+        steps = sorted(set.intersection(*(set(run["losses"]) for run in runs)))
+        times = [time_of(step, config, costs) for step in steps]
+        values = [[run["losses"][step] for run in runs] for step in steps]
+        curves.plot(times, [statistics.mean(v) for v in values], color=colour, label=name)
+        low, high = [min(v) for v in values], [max(v) for v in values]
+        curves.fill_between(times, low, high, color=colour, alpha=0.15, linewidth=0)
+    curves.axhline(target, color="#999999", linewidth=0.7, linestyle=":")
+    curves.set_yscale("log")
+    curves.set_xlabel("time, minibatches of work of a full pipeline")
+    curves.set_ylabel("held-out loss, nats")
+    curves.legend(frameon=False, fontsize=8)
+    left = [0.0] * len(methods)
+    for kind, colour in (
+        ("weights", "#27518f"),
+        ("optimizer", "#9dbdf0"),
+        ("activations", "#1b7468"),
+    ):
+        sizes = [method["costs"][f"{kind}_mb"] for method in methods.values()]
+        memory.barh(list(methods), sizes, left=left, color=colour, label=kind)
+        left = [a + b for a, b in zip(left, sizes, strict=True)]
+    memory.invert_yaxis()
+    memory.set_xlabel("compiled memory per device, MB\n(activations with gradients)")
+    memory.legend(frameon=False, fontsize=8)
+    for axes in (curves, memory):
+        axes.spines[["top", "right"]].set_visible(False)
+    return drawn
+
+
+def study(options: Options, base: Config, folder: Path) -> dict[str, dict[str, Any]]:
+    """Everything measured, by the method's name."""
+    found: dict[str, dict[str, Any]] = {}
+    for name in options.names:
+        configs = [
+            configure(
+                *(base, METHODS[name]),
+                steps=options.steps,
+                seed=seed,
+                folder=folder / f"{name}-{seed}",
+            )
+            for seed in range(options.seeds)
+        ]
+        costs, runs = work(configs[0]), []
+        for config in configs:
+            runs.append(train(config))
+            losses = list(runs[-1]["losses"].values())
+            harness.note(f"{name}, seed {config.train.seed}: held-out loss {losses[-1:]}")
+        found[name] = {"config": configs[0], "costs": costs, "runs": runs}
+    return found
+
+
+def main(options: Options) -> None:
+    base = parse(["--config", options.config]).config
+    harness.simulate(base.mesh.stage * base.mesh.data)
+    with tempfile.TemporaryDirectory() as folder:
+        # Seeds differ in their data alone: one compilation serves them all.
+        jax.config.update("jax_compilation_cache_dir", f"{folder}/cache")
+        methods = study(options, base, Path(folder))
+    first = next(iter(methods.values()))["runs"]
+    halves = [list(run["losses"].values())[len(run["losses"]) // 2 - 1] for run in first]
+    target = statistics.mean(halves)
+    rows = [row(name, method, target) for name, method in methods.items()]
+    title = (
+        f"{Path(options.config).stem}: {base.mesh.stage} stages, {options.steps} steps, "
+        f"{options.seeds} seeds; target {target:.3f}, {options.names[0]} after half of its steps"
+    )
+    harness.write(
+        "pipemare_study",
+        rows,
+        title=title,
+        figure=figure(methods, target),
+        details={
+            name: {
+                "asynchronous": method["config"].asynchronous.model_dump(),
+                "runs": method["runs"],
+            }
+            for name, method in methods.items()
+        },
+    )
+
+
+if __name__ == "__main__":
+    main(tyro.cli(Options, description=__doc__))

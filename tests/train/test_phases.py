@@ -1,0 +1,85 @@
+"""Steps that never drain the pipeline, for every model family: against steps that do."""
+
+from __future__ import annotations
+
+import jax
+import numpy as np
+import pytest
+from tiny_tasks import TINY, rows
+
+from train.config import Config
+from train.phases import AsynchronousPhase, Phases
+from train.step import Program
+
+pytestmark = [pytest.mark.pipeline, pytest.mark.slow]
+GPT = {"vocab_size": 40, "sequence_length": 8, "num_layers": 2, "width": 8, "num_heads": 2}
+
+
+def config(task: str, *, asynchronous: dict, schedule: str = "pipemare", **model) -> Config:
+    shape = {"model": GPT | model} if task == "gpt" else {task: TINY[task] | model}
+    return Config(
+        task=task,
+        **shape,
+        mesh={"stage": 2, "data": 2},
+        pipeline={"schedule": schedule, "microbatches": 2, "slices": False},
+        # So loose that it does not matter which norms a stage knows.
+        optimizer={"clip_norm": 1e9, "warmup_steps": 0, "weight_decay": 0.5},
+        asynchronous=asynchronous,
+        train={"batch_size": 8, "steps": 20},
+    )
+
+
+def equal(a, b) -> None:
+    jax.tree.map(np.testing.assert_array_equal, jax.tree.map(np.asarray, a), b)
+
+
+@pytest.mark.parametrize(
+    ("task", "schedule"),
+    [
+        *((task, "pipemare") for task in ("gpt", "bert", "transformer", "resnet")),
+        ("resnet", "pipedream"),
+    ],
+)
+def test_one_step_and_a_drain_are_a_synchronous_step(task, schedule):
+    """No weights are late for the first minibatch: weight decay and states included."""
+    program = Program(config(task, asynchronous={"rescheduling_steps": 0}, schedule=schedule))
+    batch, phase = rows(program), AsynchronousPhase(program)
+    carried, _ = phase.compile()(phase.begin(program.init(), 0), batch, None)
+    state, losses = phase.settle(carried)
+    want, metrics = program.train_step(program.init(), batch, None)
+    np.testing.assert_allclose(losses, [metrics["loss"]], rtol=1e-5)
+    got, want = program.to_canonical(state), program.to_canonical(want)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4), got.layers, want.layers)
+    for (path, leaf), expected, mean in zip(
+        jax.tree.leaves_with_path(got.params),
+        jax.tree.leaves(want.params),
+        jax.tree.leaves(want.optimizer[1].mu),
+        strict=True,
+    ):
+        # Adam's first step is the gradient's sign: nothing is known where that is noise.
+        counts = np.abs(mean) > 1e-4 * np.abs(mean).max()
+        np.testing.assert_allclose(
+            leaf[counts], expected[counts], atol=5e-5, err_msg=jax.tree_util.keystr(path)
+        )
+
+
+def test_settling_and_saving_disturb_nothing():
+    """Evaluation and checkpoints look at a run with dropout, T1 and T2 in mid-flight."""
+    settings = {"rescheduling_steps": 4, "discrepancy_decay": 0.2}
+    program = Program(config("gpt", asynchronous=settings, dropout=0.2))
+    batch, phase = rows(program), Phases(program).after(0)
+    step = phase.compile()
+
+    def train(looks: bool):
+        carried = phase.begin(program.init(), 0)
+        for k in range(4):
+            carried, values = step(carried, batch, program.rng(k))
+            if looks:
+                phase.settle(carried)
+                saved = jax.tree.map(np.asarray, phase.to_saved(carried))
+                phase.first = -1
+                carried = phase.from_saved(saved, k + 1)
+                assert phase.first == 0
+        return *phase.settle(carried), values
+
+    equal(train(looks=True), jax.tree.map(np.asarray, train(looks=False)))

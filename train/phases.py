@@ -1,0 +1,334 @@
+"""The two ways a run takes its steps: draining the pipeline in each, or never.
+
+The loop sees a `Phase` alone. What a phase's steps *carry* is its own affair; a phase begins from a
+`State` and can be settled into one, so that synchronous and asynchronous steps follow each other
+(PipeMare's T3) and evaluation, samples and the last checkpoint need not know which they were.
+"""
+
+from __future__ import annotations
+
+import abc
+import math
+from functools import cached_property
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxpipe.runtime.asynchronous import AsyncPipeline
+from jaxpipe.schedule.simulate import lock_step
+from train import schedule
+from train.config import Config
+from train.step import Program, State, with_sharding
+
+PyTree = Any
+
+_CARRIED = {
+    "weights": "weights",
+    "delta": "T2's mean steps",
+    "owned": "optimizer state",
+    "rest": "optimizer state",
+    "states": "states of layers",
+    "recent": "rows and keys in flight",
+    "clock": "clock",
+    "flight": "activations in flight",
+    "flight.gradients": "gradient sums",
+    "flight.outer_gradients": "gradient sums",
+}
+"""What the parts of an asynchronous pipeline's state are."""
+
+
+class Phase(abc.ABC):
+    """A way to take steps.
+
+    Args:
+      program: what to run.
+
+    Attributes:
+      first: steps done when the pipeline was last empty.
+    """
+
+    first = 0
+
+    def __init__(self, program: Program) -> None:
+        self.program, self.config = program, program.config
+
+    @abc.abstractmethod
+    def begin(self, state: State, step: int) -> PyTree:
+        """What the steps after this one carry."""
+
+    @abc.abstractmethod
+    def compile(self) -> jax.stages.Compiled:
+        """``(carried, batch, rng) -> (carried, values)``; donates what is carried."""
+
+    @abc.abstractmethod
+    def settle(self, carried: PyTree) -> tuple[State, np.ndarray]:
+        """The state after every batch that has entered, and the losses that were still to come.
+
+        What is carried stays as it is: training goes on from it undisturbed.
+        """
+
+    @property
+    @abc.abstractmethod
+    def saved_shapes(self) -> PyTree:
+        """Shapes and shardings of what `to_saved` gives."""
+
+    @abc.abstractmethod
+    def to_saved(self, carried: PyTree) -> PyTree:
+        """What a checkpoint holds."""
+
+    @abc.abstractmethod
+    def from_saved(self, saved: PyTree, step: int) -> PyTree:
+        """Undoes `to_saved`; ``step`` are the steps done."""
+
+    def layout(self) -> dict[str, Any] | None:
+        """The layout that alone continues what is saved; None if any does."""
+        return None
+
+    def loss_step(self, step: int) -> int | None:
+        """The step whose batch's loss comes out of a step; None while the pipeline fills."""
+        return step
+
+    @abc.abstractmethod
+    def bubble(self, step: int) -> float:
+        """Share of idle time in a step, as the schedule has it."""
+
+    def metrics(self, step: int, values: dict[str, jax.Array]) -> dict[str, Any]:
+        """What a step tells beside loss and gradient norm."""
+        del step, values
+        return {}
+
+
+class SynchronousPhase(Phase):
+    """Every step drains the pipeline; carries the `State`."""
+
+    def begin(self, state, step):
+        self.first = step
+        return state
+
+    def compile(self):
+        return self.program.compile()
+
+    def settle(self, carried):
+        return carried, np.zeros(0)
+
+    @property
+    def saved_shapes(self):
+        return self.program.canonical_shapes
+
+    def to_saved(self, carried):
+        return self.program.to_canonical(carried)
+
+    def from_saved(self, saved, step):
+        return self.begin(self.program.from_canonical(saved), step)
+
+    @cached_property
+    def _bubble(self) -> float:
+        return lock_step(self.program.schedule, schedule.costs(self.config)).bubble_ratio
+
+    def bubble(self, step):
+        return self._bubble
+
+
+class AsynchronousPhase(Phase):
+    """The pipeline never drains; carries everything in flight."""
+
+    def __init__(self, program: Program) -> None:
+        super().__init__(program)
+        steps, decay = schedule.techniques(self.config)
+        self.training = AsyncPipeline(
+            program.pipe,
+            program.make_optimizer(clips=False),
+            method=self.config.pipeline.schedule,
+            rescheduling_steps=steps,
+            discrepancy_decay=decay,
+            clip_norm=self.config.optimizer.clip_norm,
+        )
+        self.steady = self.training.steady
+
+    def begin(self, state, step):
+        self.first = step
+        return self._fill(state, self.program.rng(0), step - self.config.asynchronous.warmup_steps)
+
+    def _fill(self, state: State, rng: jax.Array | None, step: int) -> PyTree:
+        return self.training.init(
+            state.params,
+            state.optimizer,
+            self.program.batch_shapes,
+            rng,
+            states=state.layers,
+            step=step,
+        )
+
+    @cached_property
+    def shapes(self) -> PyTree:
+        """Shapes and shardings of what is carried."""
+        rng = jax.eval_shape(lambda: self.program.rng(0))
+        shapes = jax.eval_shape(self._fill, self.program.state_shapes, rng, 0)
+
+        def of(sharding, part):
+            return jax.tree.map(lambda leaf: with_sharding(leaf, sharding), part)
+
+        return jax.tree.map(of, self.training.state_shardings, shapes)
+
+    @property
+    def _shardings(self) -> PyTree:
+        return jax.tree.map(lambda leaf: leaf.sharding, self.shapes)
+
+    def compile(self):
+        def step(carried, batch, rng):
+            carried, loss = self.training.step(carried, batch, rng)
+            values = {
+                "loss": loss,
+                "grad_norm": self.training.grad_norm(carried),
+                "correction": self.training.discrepancy(carried),
+            }
+            return carried, values
+
+        shardings = self._shardings, self.program.replicated
+        jitted = jax.jit(step, donate_argnums=0, out_shardings=shardings)
+        rng = jax.eval_shape(lambda: self.program.rng(0))
+        return jitted.lower(self.shapes, self.program.batch_shapes, rng).compile()
+
+    @cached_property
+    def _settle(self):
+        def settle(carried):
+            carried, losses = self.training.drain(carried)
+            params, optimizer = self.training.finish(carried)
+            return State(params, optimizer, carried["states"]), losses
+
+        shardings = self.program.state_shardings, self.program.replicated
+        return jax.jit(settle, out_shardings=shardings)
+
+    def settle(self, carried):
+        state, losses = self._settle(carried)
+        return state, np.asarray(losses)
+
+    @cached_property
+    def saved_shapes(self):
+        return {
+            name: with_sharding(jax.eval_shape(_saved, leaf), leaf.sharding)
+            for name, leaf in _by_name(self.shapes).items()
+        }
+
+    def to_saved(self, carried):
+        return {name: _saved(leaf) for name, leaf in _by_name(carried).items()}
+
+    def from_saved(self, saved, step):
+        shapes = _by_name(self.shapes)
+
+        def restore(saved):
+            leaves = [
+                jax.random.wrap_key_data(saved[name]) if _is_key(shape) else saved[name]
+                for name, shape in shapes.items()
+            ]
+            return jax.tree.unflatten(jax.tree.structure(self.shapes), leaves)
+
+        carried = jax.jit(restore, out_shardings=self._shardings)(saved)
+        self.first = step - int(carried["clock"]["entered"]) // self.steady.num_microbatches
+        return carried
+
+    def layout(self):
+        return layout_of(self.program)
+
+    def loss_step(self, step):
+        left = step - self.steady.loss_lag
+        return left if left > self.first else None
+
+    def bubble(self, step):
+        return 1 - self.steady.work_ratio(step - self.first - 1)
+
+    def metrics(self, step, values):
+        delays = np.minimum(self.training.delays, step - self.first - 1).mean(axis=1)
+        return {
+            "loss_step": self.loss_step(step),
+            "delays": delays.tolist(),
+            "utilization": 1 - self.bubble(step),
+            "correction": np.asarray(values["correction"]).tolist(),
+            "weight_versions": self.steady.num_versions,
+            "weight_bytes": self.weight_bytes,
+        }
+
+    @cached_property
+    def weight_bytes(self) -> int:
+        """Bytes of all versions of all weights and of T2's mean steps, however they are sharded."""
+        kept = self.shapes["weights"], self.shapes["delta"]
+        return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(kept))
+
+    def carried_bytes(self) -> dict[str, int]:
+        """What each device carries from step to step, in bytes by what it is."""
+        sizes: dict[str, int] = {}
+        for path, leaf in self.saved_shapes.items():
+            part, *rest = path.split(".")
+            kind = _CARRIED.get(".".join([part, *rest[:1]]), _CARRIED[part])
+            sizes[kind] = sizes.get(kind, 0) + device_bytes(leaf)
+        return sizes
+
+
+class Phases:
+    """The phases of a run, each made when first needed.
+
+    Args:
+      program: what to run.
+    """
+
+    def __init__(self, program: Program) -> None:
+        self._program = program
+
+    @cached_property
+    def synchronous(self) -> SynchronousPhase:
+        return SynchronousPhase(self._program)
+
+    @cached_property
+    def asynchronous(self) -> AsynchronousPhase:
+        return AsynchronousPhase(self._program)
+
+    def after(self, step: int) -> Phase:
+        """The phase of the step after so many."""
+        config = self._program.config
+        if schedule.is_asynchronous(config) and step >= config.asynchronous.warmup_steps:
+            return self.asynchronous
+        return self.synchronous
+
+
+def layout_of(program: Program) -> dict[str, Any]:
+    """What decides the shapes and the meaning of what is in flight, by the field's path."""
+    config: Config = program.config
+    fields = [
+        *("mesh.stage", "mesh.data", "pipeline.schedule", "pipeline.microbatches"),
+        *("pipeline.remat", "pipeline.zero", "train.batch_size", "asynchronous.warmup_steps"),
+    ]
+    flat = config.flat()
+    found = {path: flat[path] for path in fields}
+    found["pipeline.partition"] = ",".join(map(str, program.layer_counts))
+    if schedule.is_asynchronous(config):
+        found["asynchronous.discrepancy_decay"] = schedule.techniques(config)[1] or 0.0
+    if (dropout := f"{config.section}.dropout") in flat:
+        found[dropout] = flat[dropout]
+    return found
+
+
+def device_bytes(shapes: PyTree) -> int:
+    """Bytes of each device's parts of arrays, of which shapes and shardings are given."""
+    return sum(
+        math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
+        for leaf in jax.tree.leaves(shapes)
+    )
+
+
+def _by_name(tree: PyTree) -> dict[str, Any]:
+    """A tree's leaves by their paths, in its own order."""
+    return {
+        jax.tree_util.keystr(path, simple=True, separator="."): leaf
+        for path, leaf in jax.tree.leaves_with_path(tree)
+    }
+
+
+def _is_key(leaf) -> bool:
+    return jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+
+
+def _saved(leaf: jax.Array) -> jax.Array:
+    """A leaf to write: a copy, since the next step may overwrite the array itself."""
+    return jax.random.key_data(leaf) if _is_key(leaf) else jnp.copy(leaf)
