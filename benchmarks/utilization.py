@@ -1,8 +1,8 @@
 """How busy are the stages when the pipeline never drains?
 
 Layers that sleep, on 8 simulated stages. Utilization is the time that a stage's F, B and W sleep
-over the time of a step: a step of GPipe and 1F1B with N microbatches, and N ticks of an asynchronous
-pipeline that is full.
+over the time of a step: of GPipe and 1F1B with N microbatches, and of an asynchronous pipeline that
+is full, where a step is N ticks.
 
     python -m benchmarks.utilization [--stages 8] [--microbatches 8]
 """
