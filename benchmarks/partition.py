@@ -39,9 +39,9 @@ def main(
     """
     harness.simulate(8)
     layers = [Costs(*(layer_seconds * part * cost for part in costs)) for cost in LAYERS]
-    rows = []
+    rows, m = [], microbatches or 2 * stages
     for name in names:
-        order = catalog.build(name, stages=stages, microbatches=microbatches or 2 * stages)
+        order = catalog.build(name, stages=stages, microbatches=m)
         splits = {"equal": [1] * len(LAYERS), "balanced": LAYERS}
         for label, by in splits.items():
             harness.note(f"{name}, {label}")
@@ -62,7 +62,8 @@ def main(
     harness.report(
         "partition",
         rows,
-        title=f"p={stages}, 20 layers of cost .5 to 2.5, a unit is {layer_seconds:g} s",
+        title=f"p={stages} m={m} (F, B, W)={costs}, {len(LAYERS)} layers of cost {min(LAYERS)} to "
+        f"{max(LAYERS)}, a unit is {layer_seconds:g} s",
         label=["schedule", "partition"],
         bars=["free-running s", "lock-step s", "executed s"],
         axis="s",

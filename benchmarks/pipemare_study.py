@@ -5,7 +5,8 @@ PipeMare's techniques one after the other, and by PipeDream and 2BW, each with s
 
     python -m benchmarks.pipemare_study [--config FILE] [--steps 150] [--seeds 3] [--names naive T1]
 
-Time is in minibatches of work of a full pipeline: a synchronous step takes 1/(1 - bubble) of them.
+Time is in minibatches of work of a full pipeline: a synchronous step takes 1/(1 - bubble) of them,
+and a model that an asynchronous pipeline is asked for is that of a pipeline which has drained.
 2BW gets the smallest number of microbatches that it can run with, of the same minibatch.
 """
 
@@ -15,12 +16,11 @@ import contextlib
 import dataclasses
 import io
 import json
-import re
 import statistics
 import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import tyro
@@ -37,7 +37,7 @@ from train.step import Program
 _CONFIG = "configs/resnet-digits-pipemare.yaml"
 _OFF: dict[str, Any] = {"rescheduling_steps": 0, "discrepancy_decay": 0.0, "warmup_steps": 0}
 _OWN: dict[str, Any] = {"rescheduling_steps": None, "discrepancy_decay": None, "warmup_steps": 0}
-_T1, _T2, _T3 = _OFF.keys()
+_T1, _T2, _T3 = "rescheduling_steps", "discrepancy_decay", "warmup_steps"
 _EVALUATIONS = 10
 _MB = 1e6
 _MEMORY = {"weights": "#27518f", "optimizer": "#9dbdf0", "activations": "#1b7468"}
@@ -82,7 +82,9 @@ class Options:
     config: str = _CONFIG
     steps: int = 150
     seeds: int = 3
-    names: tuple[str, ...] = tuple(METHODS)
+    names: tuple[
+        Literal["synchronous", "naive", "T1", "T1+T2", "T1+T2+T3", "PipeDream", "2BW"], ...
+    ] = tuple(METHODS)  # type: ignore[assignment]
 
 
 def configure(base: Config, method: Method, *, steps: int, seed: int, folder: Path) -> Config:
@@ -94,9 +96,14 @@ def configure(base: Config, method: Method, *, steps: int, seed: int, folder: Pa
     tree["pipeline"]["schedule"] = method.schedule
     if method.schedule == "2bw":
         rows, needed = tree["train"]["batch_size"], 2 * base.mesh.stage - 1
-        tree["pipeline"]["microbatches"] = min(
-            n for n in range(needed, rows + 1) if rows % (n * base.mesh.data) == 0
-        )
+        fitting = [n for n in range(needed, rows + 1) if rows % (n * base.mesh.data) == 0]
+        if not fitting:
+            raise ValueError(
+                f"train.batch_size={rows} cannot be cut into the {needed} or more microbatches "
+                f"that 2BW needs with mesh.stage={base.mesh.stage}.\nNearest valid: "
+                f"{needed * base.mesh.data}, or --names without 2BW."
+            )
+        tree["pipeline"]["microbatches"] = fitting[0]
     every = max(steps // _EVALUATIONS, 1)
     tree["train"] |= {"steps": steps, "seed": seed, "eval_every": every, "checkpoint_every": steps}
     return Config.model_validate(tree | {"run_dir": str(folder)})
@@ -109,13 +116,10 @@ def train(config: Config) -> dict[str, Any]:
     """
     if failures := checks.check(config):
         raise ConfigError(failures)
-    said, score = io.StringIO(), None
+    score, finished = None, True
     try:
-        with contextlib.redirect_stdout(said):
-            loop.run(config, resume=False)
-        found = re.search(r"accuracy.*: ([\d.]+)%", said.getvalue())
-        score = None if found is None else float(found[1])
-        finished = True
+        with contextlib.redirect_stdout(io.StringIO()):
+            score = loop.run(config, resume=False)
     except NonFiniteLossError:
         finished = False
     path = Path(config.run_dir) / checks.METRICS_FILE
@@ -126,7 +130,7 @@ def train(config: Config) -> dict[str, Any]:
         "seed": config.train.seed,
         "finished": finished,
         "losses": losses,
-        "accuracy": score,
+        "score": score,
         "correction": max(corrections, default=0.0),
     }
 
@@ -135,6 +139,7 @@ def work(config: Config) -> dict[str, float]:
     """What a method costs on each device: the pipeline's use, and compiled memory in MB."""
     program = Program(config)
     full = synchronous = 1 - SynchronousPhase(program).bubble(1)
+    drain = 0.0
     if schedule.is_asynchronous(config):
         phase = AsynchronousPhase(program)
         carried, compiled = phase.carried_bytes(), phase.compile()
@@ -143,6 +148,7 @@ def work(config: Config) -> dict[str, float]:
         warmup = config.asynchronous.warmup_steps
         steps = config.train.steps - warmup
         ticks = warmup / synchronous + steps / phase.steady.utilization(steps)
+        drain = phase.steady.drain_ticks / phase.steady.num_microbatches
         full = config.train.steps / ticks
     else:
         compiled, kept = program.compile(), 0
@@ -151,6 +157,7 @@ def work(config: Config) -> dict[str, float]:
     return {
         "synchronous": synchronous,
         "utilization": full,
+        "drain": drain,
         "weights_mb": weights / _MB,
         "optimizer_mb": optimizer / _MB,
         "activations_mb": (kept + compiled.memory_analysis().temp_size_in_bytes) / _MB,
@@ -163,14 +170,15 @@ def time_of(step: int, config: Config, costs: Mapping[str, float]) -> float:
     if schedule.is_asynchronous(config):
         warmup = min(step, config.asynchronous.warmup_steps)
     synchronous = min(step, warmup)
-    return synchronous / costs["synchronous"] + (step - synchronous)
+    drain = costs["drain"] if step > warmup else 0
+    return synchronous / costs["synchronous"] + (step - synchronous) + drain
 
 
 def row(name: str, method: Mapping[str, Any], target: float) -> dict[str, Any]:
     """A method's line of the table: the mean of its seeds, and from the best to the worst."""
     runs, costs, config = method["runs"], method["costs"], method["config"]
     last = [list(run["losses"].values())[-1] for run in runs if run["finished"]]
-    scores = [run["accuracy"] for run in runs if run["accuracy"] is not None]
+    scores = [run["score"] for run in runs if run["score"] is not None]
     times = []
     for run in runs:
         reached = [step for step, loss in run["losses"].items() if loss <= target]
@@ -179,7 +187,7 @@ def row(name: str, method: Mapping[str, Any], target: float) -> dict[str, Any]:
         "method": name,
         "N": config.pipeline.microbatches,
         **_summary("loss", last),
-        **_summary("accuracy", scores),
+        **_summary("score", scores),
         "diverged": len(runs) - len(last),
         "utilization": costs["utilization"],
         "time_to_target": statistics.mean(times) if len(times) == len(runs) else "never",
@@ -191,6 +199,15 @@ def _summary(name: str, values: Sequence[float]) -> dict[str, Any]:
     if not values:
         return {name: "-", f"{name}_spread": "-"}
     return {name: statistics.mean(values), f"{name}_spread": max(values) - min(values)}
+
+
+def half_way(methods: Mapping[str, Mapping[str, Any]]) -> tuple[str, float]:
+    """The first method that never diverged, and its held-out loss after half of its steps."""
+    for name, method in methods.items():
+        losses = [list(run["losses"].values()) for run in method["runs"]]
+        if all(run["finished"] for run in method["runs"]):
+            return name, statistics.mean(run[(len(run) - 1) // 2] for run in losses)
+    raise ValueError("Every method diverged: lower optimizer.peak_lr.")
 
 
 def figure(methods: Mapping[str, Mapping[str, Any]], target: float) -> Figure:
@@ -212,11 +229,7 @@ def figure(methods: Mapping[str, Mapping[str, Any]], target: float) -> Figure:
     curves.set_ylabel("held-out loss, nats")
     curves.legend(frameon=False, fontsize=8)
     left = [0.0] * len(methods)
-    for kind, colour in (
-        ("weights", "#27518f"),
-        ("optimizer", "#9dbdf0"),
-        ("activations", "#1b7468"),
-    ):
+    for kind, colour in _MEMORY.items():
         sizes = [method["costs"][f"{kind}_mb"] for method in methods.values()]
         memory.barh(list(methods), sizes, left=left, color=colour, label=kind)
         left = [a + b for a, b in zip(left, sizes, strict=True)]
@@ -251,22 +264,25 @@ def study(options: Options, base: Config, folder: Path) -> dict[str, dict[str, A
 
 
 def main(options: Options) -> None:
-    base = parse(["--config", options.config]).config
+    parsed = parse(["--config", options.config])
+    if parsed.failures:
+        raise ConfigError(parsed.failures)
+    if options.seeds < 1:
+        raise ValueError(f"--seeds {options.seeds} must be at least 1.")
+    base = parsed.config
     harness.simulate(base.mesh.stage * base.mesh.data)
     with tempfile.TemporaryDirectory() as folder:
         # Seeds differ in their data alone: one compilation serves them all.
         jax.config.update("jax_compilation_cache_dir", f"{folder}/cache")
         methods = study(options, base, Path(folder))
-    first = next(iter(methods.values()))["runs"]
-    halves = [list(run["losses"].values())[len(run["losses"]) // 2 - 1] for run in first]
-    target = statistics.mean(halves)
+    first, target = half_way(methods)
     rows = [row(name, method, target) for name, method in methods.items()]
     title = (
         f"{Path(options.config).stem}: {base.mesh.stage} stages, {options.steps} steps, "
-        f"{options.seeds} seeds; target {target:.3f}, {options.names[0]} after half of its steps"
+        f"{options.seeds} seeds; target {target:.3f}, {first} after half of its steps"
     )
     harness.write(
-        "pipemare_study",
+        f"pipemare_study-{Path(options.config).stem}",
         rows,
         title=title,
         figure=figure(methods, target),

@@ -84,4 +84,4 @@ def main(stages: int = 64, microbatches: int = 1024, names: tuple[str, ...] = ()
 
 
 if __name__ == "__main__":
-    tyro.cli(main)
+    tyro.cli(main, description=__doc__)

@@ -152,8 +152,8 @@ def other_layout(layout: dict[str, Any], now: dict[str, Any], *, step: int) -> l
         Failure(
             f"{path}={now.get(path)} is not that of the asynchronous checkpoint of step {step}, "
             f"saved in mid-flight with {path}={value}. Nearest valid: {value}. To change it, "
-            f"resume with the old values and train.steps={step + 1} first: the end of a run drains "
-            "the pipeline, and what it saves fits any layout.",
+            f"resume with the old values and train.steps of at least {step + 1} first: the end of "
+            "a run drains the pipeline, and what it saves fits any layout.",
             (path,),
         )
         for path, value in layout.items()

@@ -13,6 +13,7 @@ import tempfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 
+from jaxpipe.schedule import catalog, user
 from train import schedule
 from train.config import AsynchronousConfig, Config, Range, Section
 from train.data.folder import prepare_hint
@@ -180,6 +181,8 @@ def _schedule(config: Config) -> Iterator[Failure]:
 def _asynchronous(config: Config) -> Iterator[Failure]:
     settings, name = config.asynchronous, config.pipeline.schedule
     if not schedule.is_asynchronous(config):
+        if name not in {entry.name for entry in catalog.entries()} and not user.is_users(name):
+            return  # another rule says so
         for field, default in AsynchronousConfig().model_dump().items():
             if getattr(settings, field) != default:
                 yield Failure(

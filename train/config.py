@@ -181,7 +181,7 @@ class PipelineConfig(Section):
 
     schedule: str = "auto"
     """Name of the schedule; ``jaxpipe schedules`` lists them. Asynchronous: pipemare, pipedream,
-    2bw."""
+    2bw. Your own: PATH.csv or module:function."""
     chunks: Annotated[int | None, Range(1)] = None
     """Chunks of layers a stage holds; None for the schedule's own number."""
     microbatches: Count = 8

@@ -36,12 +36,15 @@ _IN_FLIGHT = "in_flight"
 """Where a checkpoint says which layout a pipeline in mid-flight had; None if it was drained."""
 
 
-def run(config: Config, *, resume: bool) -> None:
+def run(config: Config, *, resume: bool) -> float | None:
     """Trains as configured, or continues a run.
 
     Args:
       config: a checked configuration; jax already has the devices.
       resume: continue from the latest checkpoint in the run folder, if there is one.
+
+    Returns:
+      The trained model's score, as its task has one; None without, or if the run was stopped.
 
     Raises:
       ConfigError: the checkpoint is of another model, or the disk is too small.
@@ -68,8 +71,7 @@ def run(config: Config, *, resume: bool) -> None:
     ):
         trainer = Trainer(program, kinds, checkpoints, metrics, console, describe)
         trainer.begin(start)
-        if trainer.train():
-            trainer.finish()
+        return trainer.finish() if trainer.train() else None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -308,19 +310,21 @@ class Trainer:
                     return False
         return True
 
-    def finish(self) -> None:
-        """Says how good the model is, and lets it write."""
+    def finish(self) -> float | None:
+        """Says how good the model is, and lets it write; returns its score."""
         eval_loss = self.evaluate() if self.eval_loss is None else self.eval_loss
         # Every process takes part in gathering the weights; the first one says and writes.
         state, _ = self.phase.settle(self.carried)
         state = self.program.to_canonical(dataclasses.replace(state, optimizer=None))
         state = multihost_utils.process_allgather(state, tiled=True)
         if jax.process_index() != 0:
-            return
+            return None
         task = self.program.task
         baseline = task.baseline(self.examples, self.heldout)
         _say(self.console, f"held-out loss {eval_loss:.4f} nats; {baseline}")
-        _say(self.console, task.report(state.params, state.layers, self.heldout))
+        text, score = task.report(state.params, state.layers, self.heldout)
+        _say(self.console, text)
+        return score
 
     def evaluate(self) -> float:
         """Mean loss over the held-out batches, by the same pipeline, forward only."""

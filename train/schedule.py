@@ -5,8 +5,9 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Sequence
+from typing import Any
 
-from jaxpipe.schedule import catalog, pipemare
+from jaxpipe.schedule import catalog, pipemare, user
 from jaxpipe.schedule.actions import Schedule
 from jaxpipe.schedule.pipemare import SteadyState
 from jaxpipe.schedule.simulate import Costs
@@ -59,11 +60,13 @@ def order(config: Config) -> Schedule:
     Raises:
       ValueError: as `jaxpipe.schedules.build`; the message names the fields.
     """
-    pipeline = config.pipeline
+    pipeline, name = config.pipeline, config.pipeline.schedule
+    if user.is_users(name):
+        return _users(config)
     # Schedules that read the layers have two chunks a stage.
     layers_per_chunk = -(-config.num_layers // (2 * config.mesh.stage))
     return catalog.build(
-        _SYNCHRONOUS if is_asynchronous(config) else pipeline.schedule,
+        _SYNCHRONOUS if is_asynchronous(config) else name,
         stages=config.mesh.stage,
         microbatches=pipeline.microbatches,
         chunks=pipeline.chunks,
@@ -72,6 +75,42 @@ def order(config: Config) -> Schedule:
         costs=costs(config),
         layers_per_chunk=max(1, layers_per_chunk),
     )
+
+
+def _users(config: Config) -> Schedule:
+    """A user's own schedule, of the stages and microbatches that the configuration has."""
+    pipeline, name = config.pipeline, config.pipeline.schedule
+    options: dict[str, Any] = {
+        "num_chunks": pipeline.chunks,
+        "group": pipeline.group,
+        "memory_limit": pipeline.memory_limit,
+    }
+    given = {option: value for option, value in options.items() if value is not None}
+    wanted = {"mesh.stage": config.mesh.stage, "pipeline.microbatches": pipeline.microbatches}
+    if name.lower().endswith(".csv"):
+        try:
+            schedule = user.load(name, stages=None, microbatches=None, **given)
+        except OSError as error:
+            raise ValueError(f"pipeline.schedule={name!r} cannot be read: {error}") from None
+    else:
+        schedule = user.load(
+            name,
+            stages=config.mesh.stage,
+            microbatches=pipeline.microbatches,
+            clock={"costs": costs(config)},
+            **given,
+        )
+    own = {
+        "mesh.stage": schedule.num_stages,
+        "pipeline.microbatches": schedule.num_microbatches,
+    }
+    if own != wanted:
+        asked = " and ".join(f"{path}={value}" for path, value in wanted.items())
+        valid = ", ".join(f"{path}={value}" for path, value in own.items())
+        raise ValueError(
+            f"pipeline.schedule={name!r} is not a schedule for {asked}.\nNearest valid: {valid}."
+        )
+    return schedule
 
 
 def build(config: Config, layer_counts: Sequence[int]) -> Schedule:

@@ -1,4 +1,4 @@
-"""Trains a GPT through a pipeline: ``python train/train.py --config configs/gpt-tiny.yaml``.
+"""Trains a model through a pipeline: ``python train/train.py --config configs/gpt-tiny.yaml``.
 
 Ends with 0 when it is done or was asked to stop, 1 when the loss is not finite, 2 when the input or
 the disk is at fault.

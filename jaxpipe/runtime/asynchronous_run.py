@@ -18,7 +18,7 @@ from jax import lax
 
 from jaxpipe.runtime.asynchronous_update import Rules, UpdatingRun, corrected
 from jaxpipe.runtime.dependence import read_leaves
-from jaxpipe.runtime.executor import Plan, _tie
+from jaxpipe.runtime.executor import Plan, tie
 from jaxpipe.runtime.keys import layer_key
 from jaxpipe.runtime.layers import LayerKind
 from jaxpipe.runtime.mesh import DATA
@@ -269,11 +269,11 @@ class AsynchronousRun(UpdatingRun):
             read = dict.fromkeys(("embed", "head"), of(part, g, first))
         outer = {name: self._version(self.weights, name, version) for name, version in read.items()}
         if backward and self.rules.discrepancy_decay is not None:
-            (embed, delta), value = _tie((outer["embed"], self.delta["embed"]), value)
+            (embed, delta), value = tie((outer["embed"], self.delta["embed"]), value)
             tau = self.steady.mean_delay(self.steady.embed)
             outer["embed"] = corrected(embed, delta, tau)
         if self.plan.zero == 3:
-            outer, value = _tie(outer, value)
+            outer, value = tie(outer, value)
             outer = self._gather(outer, self.plan.layout.outer)
         return outer, value
 

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxpipe.runtime.executor import _Run, _tie
+from jaxpipe.runtime.executor import Run, tie
 from jaxpipe.runtime.mesh import DATA, STAGE
 from jaxpipe.runtime.parameters import Packed, Stacked
 from jaxpipe.runtime.part_optimizer import PARTS, PartOptimizer, apply
@@ -41,7 +41,7 @@ class Rules:
     clip_norm: float | None
 
 
-class UpdatingRun(_Run):
+class UpdatingRun(Run):
     """A run whose weights are updated within it, part by part.
 
     Attributes:
@@ -100,7 +100,7 @@ class UpdatingRun(_Run):
         changed = ("weights", "delta", "owned", "rest")
 
         def body(_, carry):
-            sums, carry = _tie(self._sums(state, name, minibatch), carry)
+            sums, carry = tie(self._sums(state, name, minibatch), carry)
             gradients = self._finished(sums, name)
             if self.rules.clip_norm is not None:
                 gradients = self._clipped(state, gradients)
@@ -204,7 +204,7 @@ class UpdatingRun(_Run):
                 due, minibatch = self._due(name)
 
                 def square(_, norms, name=name, minibatch=minibatch):
-                    sums, norms = _tie(self._sums(state, name, minibatch), norms)
+                    sums, norms = tie(self._sums(state, name, minibatch), norms)
                     return norms | {name: self._squared_norm(self._finished(sums, name), name)}
 
                 norms = lax.fori_loop(0, due.astype(jnp.int32), square, norms)

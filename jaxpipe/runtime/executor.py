@@ -10,7 +10,7 @@ Rules that keep it fast and correct:
 
 - no ``cond`` or ``switch`` around buffers: XLA copies whatever passes through one; loops alias in
   place;
-- what a gated loop's body reads goes through `_tie` with what the loop carries, or XLA hoists its
+- what a gated loop's body reads goes through `tie` with what the loop carries, or XLA hoists its
   uses out and runs them on idle ticks;
 - ``ppermute`` is never inside control flow that differs by stage: its rendezvous spans all devices;
 - a late message is sent before the tick's loops and received after them, so that on a GPU it
@@ -88,26 +88,26 @@ def run(plan: Plan, placed: PyTree, microbatches: PyTree, rng: jax.Array | None,
       reduced over data and shaped like ``placed``, or None if the table has no backward; and the
       states after the last microbatch, the mean over data shards.
     """
-    return _Run(plan, placed, microbatches, rng, states).execute()
+    return Run(plan, placed, microbatches, rng, states).execute()
 
 
 def buffers(plan: Plan, placed: PyTree, microbatches: PyTree, rng, states) -> dict[str, PyTree]:
     """Shapes of what the tick loop keeps from the schedule, by name; arguments as for `run`."""
-    return _Run(plan, placed, microbatches, rng, states).buffer_shapes()
+    return Run(plan, placed, microbatches, rng, states).buffer_shapes()
 
 
 def layers(plan: Plan, placed: PyTree, microbatches: PyTree, rng, states) -> tuple[Layers, tuple]:
     """The layers by kind, and the shapes of what each is given beside parameters and values;
     arguments as for `run`.
     """
-    run = _Run(plan, placed, microbatches, rng, states)
+    run = Run(plan, placed, microbatches, rng, states)
     context = jax.eval_shape(lambda: run.context(0, 0))
     # Without the mesh that they are traced in.
     shapes = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), context)
     return run.sorted_layers, shapes
 
 
-class _Run:
+class Run:
     """One trace of the program; holds what the phases of a tick share."""
 
     def __init__(self, plan: Plan, placed: PyTree, microbatches: PyTree, rng, states) -> None:
@@ -309,7 +309,7 @@ class _Run:
         def body(i, through):
             carry, outputs = through
             layer = cell["lo"] + cell["hi"] - 1 - i if down else i
-            return _tie(self._of_its_kind(cell, step, layer, carry), outputs)
+            return tie(self._of_its_kind(cell, step, layer, carry), outputs)
 
         return lax.fori_loop(cell["lo"], cell["hi"], body, (carry, outputs))
 
@@ -335,7 +335,7 @@ class _Run:
 
     def _forward(self, kind: LayerKind, cell: dict, layer, carry):
         state, message = carry
-        weights, message = _tie(self._weights(state, kind, cell, layer), message)
+        weights, message = tie(self._weights(state, kind, cell, layer), message)
         weights, x = self.params.unpack(weights, kind.example), self._activation(message, kind.x)
         args = weights, x, *self._layer_context(cell, layer)
         held = self._layer_state(state, kind, cell, layer)
@@ -360,7 +360,7 @@ class _Run:
 
     def _backward(self, kind: LayerKind, cell: dict, layer, carry):
         state, message = carry
-        read, message = _tie(self._residuals(state, kind, cell, layer), message)
+        read, message = tie(self._residuals(state, kind, cell, layer), message)
         dx, crossing = kind.split.backward_input(
             self.params.unpack(read[0], kind.example),
             *read[1:],
@@ -372,7 +372,7 @@ class _Run:
 
     def _backward_fused(self, kind: LayerKind, cell: dict, layer, carry):
         state, message = carry
-        read, message = _tie(self._residuals(state, kind, cell, layer), message)
+        read, message = tie(self._residuals(state, kind, cell, layer), message)
         dx, dparams = kind.split.backward_fused(
             self.params.unpack(read[0], kind.example),
             *read[1:],
@@ -388,7 +388,7 @@ class _Run:
             self._saved(state, "until_w", kind, cell, layer),
             self._saved(state, "crossing", kind, cell, layer),
         )
-        read, gradients = _tie(read, state["gradients"])
+        read, gradients = tie(read, state["gradients"])
         dparams = kind.split.backward_weights(
             self.params.unpack(read[0], kind.example),
             *read[1:],
@@ -458,7 +458,7 @@ class _Run:
             return inboxes | {name: _put(inboxes[name], slot, message)}
 
         def meet(_, inboxes: dict) -> dict:
-            sent, inboxes = _tie(outputs, inboxes)
+            sent, inboxes = tie(outputs, inboxes)
             for channel, (slot, _), _ in columns:
                 if not channel.local:
                     message = _sent(sent[channel.kind], channel)
@@ -501,7 +501,7 @@ class _Run:
         here = jnp.where(self.stage == self._stage_of(0), slot, NONE)
 
         def body(_, inbox):
-            entering, inbox = _tie(i, inbox)
+            entering, inbox = tie(i, inbox)
             outer, entering = self._outer("enter", entering)
             x = self._embed(outer, entering)
             return _put(inbox, here, self._message(self._empty_message(), self.first, x))
@@ -513,12 +513,12 @@ class _Run:
         scale = 1 / (self.table.schedule.num_microbatches * lax.axis_size(DATA))
 
         def evaluate(_, loss):
-            mine, loss = _tie(y, loss)
+            mine, loss = tie(y, loss)
             x = self._activation(self._from_stage(mine, last), self.last)
             return loss + self._head_loss(self.outer, x, i)
 
         def train(_, carry):
-            mine, (loss, inbox, gradients) = _tie(y, carry)
+            mine, (loss, inbox, gradients) = tie(y, carry)
             x = self._activation(self._from_stage(mine, last), self.last)
             outer, x = self._outer("leave", x)
             value, vjp = jax.vjp(lambda outer, x: self._head_loss(outer, x, i), outer, x)
@@ -537,7 +537,7 @@ class _Run:
 
     def _embed_gradient(self, state: dict, dx, i) -> dict:
         def body(_, gradients):
-            mine, gradients = _tie(dx, gradients)
+            mine, gradients = tie(dx, gradients)
             cotangent = self._activation(self._from_stage(mine, self._stage_of(0)), self.first)
             outer, cotangent = self._outer("embed_gradient", cotangent)
             _, vjp = jax.vjp(lambda outer: self._embed(outer, i), outer)
@@ -585,7 +585,7 @@ class _Run:
     def _gather_chunk(self, state: dict, chunk, slot) -> dict:
         def body(number, weights):
             here = self.params.resident_piece(self.stage, chunk, number)
-            shards, weights = _tie(self.params.read(self.layers, here), weights)
+            shards, weights = tie(self.params.read(self.layers, here), weights)
             full = self._gather(shards, self.params.piece)
             return self.params.write(weights, self.params.piece_in_slot(slot, number), full)
 
@@ -595,7 +595,7 @@ class _Run:
     def _reduce_chunk(self, state: dict, chunk, slot) -> dict:
         def body(number, reduced):
             here = self.params.piece_in_slot(slot, number)
-            total, reduced = _tie(self.params.read(state["gradients"], here), reduced)
+            total, reduced = tie(self.params.read(state["gradients"], here), reduced)
             shards = self._reduce(total, self.params.piece)
             there = self.params.resident_piece(self.stage, chunk, number)
             return self.params.add(reduced, there, shards)
@@ -615,7 +615,7 @@ class _Run:
         }
 
 
-def _tie(read: PyTree, carried: PyTree) -> tuple[PyTree, PyTree]:
+def tie(read: PyTree, carried: PyTree) -> tuple[PyTree, PyTree]:
     """Both, each made to depend on the other, so that XLA keeps the uses of ``read`` in the loop.
 
     Use both: XLA drops what nobody uses from a barrier, and with it the dependence.

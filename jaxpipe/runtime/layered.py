@@ -16,7 +16,7 @@ import optax
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
-from jaxpipe.runtime.executor import Plan, _Run, _tie
+from jaxpipe.runtime.executor import Plan, Run, tie
 from jaxpipe.runtime.mesh import DATA, STAGE
 from jaxpipe.runtime.part_optimizer import PartOptimizer, apply
 from jaxpipe.runtime.pipeline import Pipeline
@@ -116,7 +116,7 @@ class LayeredUpdate:
         return value, params, self._optimizer.join(*split)
 
 
-class LayeredRun(_Run):
+class LayeredRun(Run):
     """One trace of the program.
 
     Args:
@@ -143,20 +143,23 @@ class LayeredRun(_Run):
         self.optimizer, self.rest = optimizer, optimizer_state[1]
         ends = {name: placed[name] for name in ("embed", "head")}
         self.ends = self._shard(ends, plan.layout.outer)
-        # Leaves of the optimizer's state, by number; those of layers without the stage dimension.
-        self.ends_owned, of_layers = list(optimizer_state[0]), {}
+        # The optimizer's state has leaves that belong to parameters. Those of layers change in the
+        # tick loop; each has the number of its parameter among the leaves of layers.
+        self.layer_tree = self.layers
+        self.ends_owned, of_layers, self.number_of = list(optimizer_state[0]), {}, {}
+        numbers = [n for n in range(optimizer.num_parameters) if optimizer.part_of(n) == "layers"]
         for k, owner in enumerate(optimizer.owned):
-            if optimizer.part_of(owner) == "layers":
-                of_layers[k], self.ends_owned[k] = self.ends_owned[k][0], None
-        before = len(jax.tree.leaves(ends))  # "embed" and "head" sort before "layers"
-        self.position = {k: optimizer.owned[k] - before for k in of_layers}
-        self.initial = {"layers": self.layers, "owned": of_layers}
+            if owner in numbers:
+                self.number_of[k] = numbers.index(owner)
+                of_layers[k] = self.ends_owned[k][0]  # without the dimension of stages
+                self.ends_owned[k] = None
+        self.updated = {"layers": self.layers, "owned": of_layers}
 
     def _reduced_shapes(self) -> dict[str, PyTree]:
         return {}  # a reduced gradient is used up at once
 
     def _initial_state(self) -> dict[str, Any]:
-        return super()._initial_state() | self.initial
+        return super()._initial_state() | self.updated
 
     def _tick(self, state: dict, row: dict) -> dict:
         self.layers = state["layers"]  # nothing reads a chunk again once it is updated
@@ -170,7 +173,7 @@ class LayeredRun(_Run):
             place = self.params.resident_piece(self.stage, chunk, number)
 
             def update(_, pieces):
-                total, _ = _tie(self.params.read(state["gradients"], here), pieces)
+                total, _ = tie(self.params.read(state["gradients"], here), pieces)
                 return self._updated(pieces, self._reduce(total, self.params.piece))
 
             # In a loop: XLA would compute again what is written, from a copy of what it overwrites.
@@ -178,7 +181,7 @@ class LayeredRun(_Run):
             return self._write(kept, place, pieces)
 
         trips = jnp.where(chunk == NONE, 0, self.params.num_pieces)
-        kept = {name: state[name] for name in self.initial}
+        kept = {name: state[name] for name in self.updated}
         return state | lax.fori_loop(0, trips, body, kept)
 
     def _updated(self, pieces: dict, gradients: PyTree) -> dict:
@@ -191,7 +194,7 @@ class LayeredRun(_Run):
 
         owned = list(self.ends_owned)
         for k, w in pieces["owned"].items():
-            owned[k] = _behind(w, self.initial["owned"][k].ndim + 1)
+            owned[k] = _behind(w, self.updated["owned"][k].ndim + 1)
         updates, owned, _ = self.optimizer.update(
             "layers", lead(gradients), owned, self.rest, self.ends | {"layers": lead(shards)}
         )
@@ -224,16 +227,16 @@ class LayeredRun(_Run):
         }
 
     def _among_layers(self, k: int, leaf) -> PyTree:
-        return self._among(k, leaf, self.initial["layers"])
+        return self._among(k, leaf, self.layer_tree)
 
     def _among(self, k: int, leaf, layers: PyTree) -> PyTree:
         """The layers' tree with an owned leaf in place of its parameter."""
         leaves, structure = jax.tree.flatten(layers)
-        leaves[self.position[k]] = leaf
+        leaves[self.number_of[k]] = leaf
         return jax.tree.unflatten(structure, leaves)
 
     def _leaf(self, k: int, layers: PyTree):
-        return jax.tree.leaves(layers)[self.position[k]]
+        return jax.tree.leaves(layers)[self.number_of[k]]
 
     def _result(self, state: dict) -> tuple[PyTree, list, list]:
         """This device's part of the new parameters and optimizer state."""

@@ -93,6 +93,11 @@ class PartOptimizer:
     def _name(self, number: int) -> str:
         return jax.tree_util.keystr(self._paths[number])
 
+    @property
+    def num_parameters(self) -> int:
+        """How many arrays the parameters are."""
+        return len(self._paths)
+
     def part_of(self, number: int) -> str:
         """The part a parameter belongs to, by its number."""
         return self._paths[number][0].key

@@ -22,19 +22,19 @@ def optimizer() -> optax.GradientTransformation:
     return optax.adamw(optax.linear_schedule(0.1, 0.01, 5), weight_decay=0.1)
 
 
-def check(pipe: jaxpipe.Pipeline, params, batch, *, states=None) -> None:
+def check(pipe: jaxpipe.Pipeline, params, batch, *, states=None, rng=None) -> None:
     """Takes two steps both ways."""
     layered = LayeredUpdate(pipe, optimizer())
 
     @jax.jit
     def separate(params, state, states):
-        value, grads = pipe.value_and_grad(params, batch, states=states)
+        value, grads = pipe.value_and_grad(params, batch, rng, states=states)
         updates, state = optimizer().update(grads, state, params)
         return value, optax.apply_updates(params, updates), state
 
     @jax.jit
     def together(params, state, states):
-        return layered.step(params, state, batch, states=states)
+        return layered.step(params, state, batch, rng, states=states)
 
     placed = pipe.place(params)
     runs = {step: (placed, optimizer().init(placed), states) for step in (separate, together)}
@@ -53,7 +53,7 @@ def check(pipe: jaxpipe.Pipeline, params, batch, *, states=None) -> None:
     ("name", "options", "data", "zero"),
     [
         ("modular", {"chunks": 3}, 2, 3),
-        ("breadth-first-fused", {"chunks": 2}, 2, 2),
+        ("breadth-first-descending", {"chunks": 2}, 2, 2),
         ("modular-fused", {"chunks": 2}, 1, 0),
         pytest.param("modular", {"chunks": 2}, 2, 1, marks=pytest.mark.slow),
         pytest.param("1f1b", {}, 2, 0, marks=pytest.mark.slow),
@@ -66,8 +66,9 @@ def test_a_chunk_is_updated_in_the_step_as_it_would_be_after_it(name, options, d
         schedule=jaxpipe.schedules.build(name, stages=2, microbatches=3, **options),
         mesh=jaxpipe.make_mesh(stage=2, data=data),
         zero=zero,
+        remat="dots",
     )
-    check(pipe, toy.params(tied=True, num_layers=7), toy.batch(12))
+    check(pipe, toy.params(tied=True, num_layers=7), toy.batch(12), rng=jax.random.key(2))
 
 
 @pytest.mark.parametrize(
@@ -121,14 +122,17 @@ def test_no_gradient_is_kept_but_that_of_the_chunk_in_work():
     assert saved >= 0.95 * (per_stage - 1) * one_layer  # all layers' sums but one
 
 
-def test_a_schedule_that_comes_back_to_a_chunk_is_refused():
+@pytest.mark.parametrize(
+    ("name", "options"), [("interleaved", {}), ("breadth-first", {"group": 1})]
+)
+def test_a_schedule_that_comes_back_to_a_chunk_is_refused(name, options):
     pipe = jaxpipe.Pipeline(
         toy.model(tied=False, axis=None),
         toy.params(tied=False, num_layers=4),
-        schedule=jaxpipe.schedules.build("interleaved", stages=2, microbatches=4, chunks=2),
+        schedule=jaxpipe.schedules.build(name, stages=2, microbatches=4, chunks=2, **options),
         mesh=jaxpipe.make_mesh(stage=2),
     )
-    with pytest.raises(ValueError, match=r"'interleaved'.*gradient 4 times.*2 chunks.*\n.*modular"):
+    with pytest.raises(ValueError, match=rf"'{name}'.*gradient \d times.*2 chunks.*\n.*modular"):
         LayeredUpdate(pipe, optax.sgd(0.1))
 
 

@@ -9,7 +9,9 @@ import shutil
 import numpy as np
 import pytest
 
-from train import checks, data, distributed, errors
+from jaxpipe.schedule import catalog
+from jaxpipe.schedule.csv_format import write_csv
+from train import checks, data, distributed, errors, schedule
 from train.config import Config
 from train.metrics import truncate
 
@@ -186,6 +188,39 @@ RULES = [
 def test_a_rule_says_what_to_do_and_nothing_else_fails(make, fields, expected):
     (message,) = _messages(make(fields))
     assert expected in message
+
+
+def write_schedule(path, *, stages: int, microbatches: int):
+    order = catalog.build("zb-h1", stages=stages, microbatches=microbatches)
+    path.write_text(write_csv(order))
+    return order
+
+
+def test_a_schedule_of_ones_own_is_what_the_trainer_runs(make, tmp_path):
+    path = tmp_path / "mine.csv"
+    order = write_schedule(path, stages=2, microbatches=4)
+    config = make({"pipeline.schedule": str(path)})
+    assert checks.check(config) == []
+    assert schedule.order(config).orders == order.orders
+    config = make({"pipeline.schedule": "jaxpipe.schedule.one_f_one_b:one_f_one_b"})
+    assert checks.check(config) == []
+    assert schedule.order(config).orders == schedule.order(make()).orders
+
+
+@pytest.mark.parametrize(
+    ("fields", "expected"),
+    [
+        ({"mesh.stage": 4}, "is not a schedule for mesh.stage=4 and pipeline.microbatches=4"),
+        ({"pipeline.microbatches": 8}, "Nearest valid: mesh.stage=2, pipeline.microbatches=4."),
+        ({"pipeline.schedule": "missing.csv"}, "cannot be read"),
+        ({"asynchronous.warmup_steps": 3, "pipeline.schedule": "pipemar"}, "not a known schedule"),
+    ],
+)
+def test_a_schedule_of_ones_own_that_does_not_fit(make, tmp_path, fields, expected):
+    path = tmp_path / "mine.csv"
+    write_schedule(path, stages=2, microbatches=4)
+    (failure,) = checks.check(make({"pipeline.schedule": str(path)} | fields))
+    assert expected in str(failure)
 
 
 def test_wandb_is_only_needed_by_those_who_ask(make, monkeypatch):

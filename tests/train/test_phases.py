@@ -11,7 +11,7 @@ from train.config import Config
 from train.phases import AsynchronousPhase, Phases
 from train.step import Program
 
-pytestmark = [pytest.mark.pipeline, pytest.mark.slow]
+pytestmark = pytest.mark.pipeline
 GPT = {"vocab_size": 40, "sequence_length": 8, "num_layers": 2, "width": 8, "num_heads": 2}
 
 
@@ -36,8 +36,16 @@ def equal(a, b) -> None:
 @pytest.mark.parametrize(
     ("task", "schedule"),
     [
-        *((task, "pipemare") for task in ("gpt", "bert", "transformer", "resnet")),
-        ("resnet", "pipedream"),
+        ("resnet", "pipemare"),
+        *(
+            pytest.param(task, schedule, marks=pytest.mark.slow)
+            for task, schedule in (
+                ("gpt", "pipemare"),
+                ("bert", "pipemare"),
+                ("transformer", "pipemare"),
+                ("resnet", "pipedream"),
+            )
+        ),
     ],
 )
 def test_one_step_and_a_drain_are_a_synchronous_step(task, schedule):
@@ -63,6 +71,7 @@ def test_one_step_and_a_drain_are_a_synchronous_step(task, schedule):
         )
 
 
+@pytest.mark.slow
 def test_settling_and_saving_disturb_nothing():
     """Evaluation and checkpoints look at a run with dropout, T1 and T2 in mid-flight."""
     settings = {"rescheduling_steps": 4, "discrepancy_decay": 0.2}

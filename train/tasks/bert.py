@@ -71,4 +71,7 @@ class BERT(Task):
         logits = jax.jit(bert.logits, static_argnums=0)
         guesses = np.asarray(logits(self.shape, params, batch)).argmax(-1)
         accuracy = masked_lm.masked_accuracy(guesses, batch["targets"])
-        return f"masked accuracy on {len(batch['targets'])} held-out rows: {accuracy:.1%}"
+        return (
+            f"masked accuracy on {len(batch['targets'])} held-out rows: {accuracy:.1%}",
+            float(accuracy),
+        )

@@ -99,7 +99,7 @@ class GPT(Task):
         del states, heldout
         settings = self.config.sample
         if not settings.num_tokens:
-            return ""
+            return "", None
         tokenizer = text.load_tokenizer(self.config.data.path)
         end = tokenizer.token_to_id(text.END_OF_TEXT)
         assert end is not None
@@ -116,7 +116,7 @@ class GPT(Task):
         written = settings.prompt + tokenizer.decode(np.asarray(tokens)[0].tolist())
         path = Path(self.config.run_dir) / SAMPLE_FILE
         path.write_text(written + "\n", encoding="utf-8")
-        return f"sample ({path}):\n{written}"
+        return f"sample ({path}):\n{written}", None
 
 
 def _same_length(folder: Path, name: str, count: int, meta: text.DataMeta) -> Iterator[Failure]:

@@ -44,14 +44,14 @@ class ResNet(Task):
 
     def load(self):
         meta = images.read_meta(self.config.data.path)
-        wanted = {"model.num_classes": self.shape.num_classes, "image": self.image}
-        found = {"model.num_classes": len(meta.classes), "image": tuple(meta.shape)}
+        wanted = {"resnet.num_classes": self.shape.num_classes, "image": self.image}
+        found = {"resnet.num_classes": len(meta.classes), "image": tuple(meta.shape)}
         if wanted != found:
             raise ValueError(
                 f"data.path={self.config.data.path} holds images of {list(meta.shape)} in "
                 f"{len(meta.classes)} classes, not {list(self.image)} in {self.shape.num_classes}. "
-                f"Nearest valid: model.image_size={meta.shape[0]}, model.channels={meta.shape[2]}, "
-                f"model.num_classes={len(meta.classes)}."
+                f"Nearest valid: resnet.image_size={meta.shape[0]}, "
+                f"resnet.channels={meta.shape[2]}, resnet.num_classes={len(meta.classes)}."
             )
         return images.load(self.config.data.path)
 
@@ -72,4 +72,4 @@ class ResNet(Task):
                 np.asarray(logits(self.shape, params, batch["images"], states)).argmax(-1)
             )
         accuracy = images.accuracy(np.concatenate(guesses), heldout.labels)
-        return f"accuracy on {len(heldout)} held-out images: {accuracy:.1%}"
+        return f"accuracy on {len(heldout)} held-out images: {accuracy:.1%}", float(accuracy)

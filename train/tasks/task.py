@@ -102,16 +102,18 @@ class Task(abc.ABC):
     def baseline(self, train: Examples, heldout: Examples) -> str:
         """The loss or score of a trivial model of the same data, in words."""
 
-    def report(self, params: PyTree, states: PyTree, heldout: Examples) -> str:
-        """What the trained model can do, in words, at the end of a run; may write into ``run_dir``.
+    @abc.abstractmethod
+    def report(self, params: PyTree, states: PyTree, heldout: Examples) -> tuple[str, float | None]:
+        """What the trained model can do, at the end of a run; may write into ``run_dir``.
 
         Args:
           params: canonical, on the host.
           states: of the layers, likewise, or None.
           heldout: the held-out examples.
+
+        Returns:
+          It in words, and as one number, the higher the better; None where there is no such number.
         """
-        del params, states, heldout
-        return ""
 
     def num_parameters(self) -> int:
         """Parameters of the whole model."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 from pathlib import Path
 
 import jax
@@ -47,10 +48,10 @@ class Transformer(Task):
         longest = max(meta.source_length, meta.target_length)
         if shape.vocab_size < meta.vocab_size or shape.sequence_length < longest:
             raise ValueError(
-                f"model.vocab_size={shape.vocab_size} with model.sequence_length="
+                f"transformer.vocab_size={shape.vocab_size} with transformer.sequence_length="
                 f"{shape.sequence_length} does not fit data.path={folder}, which has "
                 f"{meta.vocab_size} tokens and sentences of up to {longest}. Nearest valid: "
-                f"model.vocab_size={meta.vocab_size}, model.sequence_length={longest}."
+                f"transformer.vocab_size={meta.vocab_size}, transformer.sequence_length={longest}."
             )
         length = shape.sequence_length
         return translation.load(folder, source_length=length, target_length=length)
@@ -80,7 +81,8 @@ class Transformer(Task):
         ]
         path.write_text("locale\tsource\ttarget\ttranslation\n" + "\n".join(lines) + "\n", "utf-8")
         scores = translation.bleu(written, heldout.pairs)
-        return f"BLEU of {len(heldout)} held-out sentences ({path}): {_scores(scores)}"
+        text = f"BLEU of {len(heldout)} held-out sentences ({path}): {_scores(scores)}"
+        return text, statistics.mean(scores.values())
 
 
 def _scores(by_locale: dict[str, float]) -> str:
