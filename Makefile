@@ -51,7 +51,7 @@ bench: setup
 	$(BIN)/python -m benchmarks.throughput --microbatches 32 128 --rounds 0
 	$(BIN)/python -m benchmarks.tick_overhead
 	$(BIN)/python -m benchmarks.bubble --names 1f1b zb-v auto
-	$(BIN)/python -m benchmarks.partition
+	$(BIN)/python -m benchmarks.partition --names 1f1b zb-v
 	$(BIN)/python -m benchmarks.utilization
 	$(BIN)/python -m benchmarks.schedule_speed --names 1f1b interleaved zb-v hanayo breadth-first
 

@@ -35,7 +35,7 @@ ALL_STAGES = (4, 8, 16)
 ALL_COSTS = ((1.0, 1.0, 1.0), (1.0, 1.2, 0.8), (1.0, 2.0, 1.0))
 ALL_MESSAGES = (0.0, 0.2)
 WIDTH = 8
-ROUNDS = 3
+ROUNDS = 2
 
 
 def sleep(value: jax.Array, seconds: float) -> jax.Array:
@@ -189,7 +189,7 @@ def main(
     costs: tuple[float, float, float] = (1.0, 1.2, 0.8),
     message: float = 0.0,
     layers_per_chunk: int = 4,
-    stage_seconds: float = 0.2,
+    stage_seconds: float = 0.4,
     names: tuple[str, ...] = NAMES,
     everything: Annotated[bool, tyro.conf.arg(name="all")] = False,
 ) -> None:
