@@ -80,6 +80,10 @@ def test_figure_tells_chunks_apart(v_shape):
     assert max(memory.lines[0].get_ydata()) == 1
 
 
+def test_caption_counts_the_microbatches_of_both_copies():
+    assert draw.caption(timeline("chimera", p=4, m=4)).startswith("chimera, p=4 v=1 m=4, ")
+
+
 def test_text_that_no_terminal_could_show_is_refused():
     with pytest.raises(ValueError, match=r"needs .* columns, beyond .* picture"):
         draw.text(timeline(costs=Costs(1e-9, 1, 1)))
