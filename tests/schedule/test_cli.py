@@ -159,7 +159,7 @@ def test_show_takes_a_users_own_schedule(tmp_path, capsys, monkeypatch):
         (b"\xff\xfe\x00", "is not text in UTF-8"),
         (b"0F0," + b"9" * 200_000, "row 1: field larger than field limit"),
         (b"", "has no action"),
-        (b"0B0,0F0\n", ">0BW0<"),
+        (b"0B0,0F0\n", ">0B0< 0F0"),
         (None, "No such file"),
     ],
 )
