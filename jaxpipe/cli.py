@@ -27,7 +27,7 @@ _PIPE_WIDTH = 240
 """Columns of a table that goes to a file or another program, where there is no terminal to ask."""
 _MAX_PASSES = 5_000_000
 """Forward passes of the largest schedule the command builds, about 5 GB: more is a typing error."""
-_MAX_VIRTUAL_STAGES = 10_000
+_MAX_VIRTUAL_STAGES = 4096
 """Of the longest pipeline: beyond every machine, and some generators take time in its square."""
 _DEFAULT_COSTS = "1,1,1"
 _ENDINGS = {".svg": ("svg",), ".png": ("png",), ".csv": ("csv",), ".json": ("json", "trace")}

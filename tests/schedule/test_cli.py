@@ -276,18 +276,18 @@ def test_bad_csv_gets_status_2_and_one_message(tmp_path, capsys, content, expect
         ),
         (
             ["show", "1f1b", "--stages", "5000000", "--microbatches", "1"],
-            "--stages 5000000: 5000000 virtual stages, beyond 10000: such a schedule does not fit "
-            "in memory.\nNearest valid: --stages 10000.",
+            "--stages 5000000: 5000000 virtual stages, beyond 4096: such a schedule does not fit "
+            "in memory.\nNearest valid: --stages 4096.",
         ),
         (
             ["show", "interleaved", *SHAPE, "--chunks", "5000000"],
-            "--stages 4 and --chunks 5000000: 20000000 virtual stages, beyond 10000",
+            "--stages 4 and --chunks 5000000: 20000000 virtual stages, beyond 4096",
         ),
         (
             ["show", "interleaved", "--stages", "4", "--microbatches", "1000000"],
             "--stages 4 and --chunks 2 and --microbatches 1000000: 8000000 forward passes",
         ),
-        (["compare", "--stages", "5000000", "--microbatches", "1"], "virtual stages, beyond 10000"),
+        (["compare", "--stages", "5000000", "--microbatches", "1"], "virtual stages, beyond 4096"),
         (["show", "1f1b"], "needs --stages and --microbatches"),
         (["show", "1f1d", *SHAPE], "Nearest valid: '1f1b'"),
         (["show", "gpipe", *SHAPE, "--chunks", "2"], "pipeline.chunks=2 does not fit"),
