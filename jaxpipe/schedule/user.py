@@ -170,9 +170,10 @@ def _parameters(name: str, function: Callable[..., Any]) -> Mapping[str, inspect
 
 
 def _raised(error: Exception) -> str:
-    """What was raised where: in the file that cannot be read, or the deepest frame of a file."""
+    """What was raised where: in the file that cannot be read, or the deepest line not our own."""
     frames = traceback.extract_tb(error.__traceback__)
-    place = [f"{f.filename}:{f.lineno}" for f in frames if not f.filename.startswith("<")][-1]
+    theirs = [f for f in frames if not f.filename.startswith(("<", os.path.dirname(__file__)))]
+    place = f"{(theirs or frames)[-1].filename}:{(theirs or frames)[-1].lineno}"
     if isinstance(error, SyntaxError) and error.filename:
         place = f"{error.filename}:{error.lineno}"
     return f"raised {type(error).__name__} at {place}: {error}"

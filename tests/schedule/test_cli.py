@@ -186,6 +186,8 @@ def test_show_takes_a_users_own_function(tmp_path, capsys, monkeypatch):
         "def none(p, m): return dataclasses.replace(gpipe(p, m), orders=None)\n"
         "def raises(p, m):\n"
         "    raise KeyError('no luck')\n"
+        "def refused(p, m): return catalog.build('chimera', stages=p, microbatches=m + 1)\n"
+        "from jaxpipe.schedule import catalog\n"
         "number = 3\n"
     )
     (tmp_path / "no_syntax.py").write_text("\ndef f(:\n")
@@ -209,6 +211,8 @@ def test_show_takes_a_users_own_function(tmp_path, capsys, monkeypatch):
         ("their_schedules:floats", "num_microbatches=2.0 is float, and must be int"),
         ("their_schedules:none", "orders is NoneType, and must be a tuple"),
         ("their_schedules:raises", "their_schedules.py:15: 'no luck'"),
+        ("their_schedules:refused", "raised ValueError at"),
+        ("their_schedules:refused", "their_schedules.py:16: "),
         ("no_syntax:f", "no_syntax.py:2: invalid syntax"),
         ("no_import:f", f"raised ModuleNotFoundError at {tmp_path / 'no_import.py'}:1: No module"),
         ("no_such_module:f", "No module named 'no_such_module'"),
