@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -27,6 +27,21 @@ _PIPE_WIDTH = 240
 """Columns of a table that goes to a file or another program, where there is no terminal to ask."""
 _MAX_PASSES = 5_000_000
 """Forward passes of the largest schedule the command builds, about 5 GB: more is a typing error."""
+_MAX_VIRTUAL_STAGES = 4096
+"""Of the longest pipeline: beyond every machine, and some generators take time in its square."""
+_DEFAULT_COSTS = "1,1,1"
+_ENDINGS = {".svg": ("svg",), ".png": ("png",), ".csv": ("csv",), ".json": ("json", "trace")}
+"""Endings of files that say what is in them; the first of the formats is what they ask for."""
+_NOT_ASYNCHRONOUS = {
+    "chunks": "each of its stages holds 1 chunk",
+    "group": "its microbatches enter one by one",
+    "costs": "its picture counts ticks, each with a forward and a backward on every stage",
+    "layers-per-chunk": "its ticks run whole actions",
+    "memory-limit": "it always keeps 2(p-d) microbatches in flight on stage d",
+}
+"""Why `show` of an asynchronous method takes no such option."""
+
+_Format = Literal["text", "svg", "png", "trace", "csv", "json"]
 
 
 def show(
@@ -37,10 +52,10 @@ def show(
     microbatches: int | None = None,
     chunks: int | None = None,
     group: int | None = None,
-    costs: str = "1,1,1",
+    costs: str = _DEFAULT_COSTS,
     layers_per_chunk: int | None = None,
     memory_limit: float | None = None,
-    format: Literal["text", "svg", "png", "trace", "csv", "json"] = "text",
+    format: _Format | None = None,
     out: Path | None = None,
 ) -> None:
     """Draw one schedule, or write it as a picture, a trace, CSV or JSON.
@@ -55,18 +70,21 @@ def show(
       costs: time of F,B,W of one chunk, and optionally of one message: 1,1,1 or 1,1.2,0.8,0.1.
       layers_per_chunk: cut lock-step ticks into slices at the granularity of this many layers.
       memory_limit: peak in flight per stage, in microbatches of a full stage, for a search.
-      format: what to write.
+      format: what to write; without it what the ending of --out says, or else text.
       out: the file to write; svg and png need one, the others go to standard output without it.
     """
+    written = _chosen_format(format, out, name)
     if name in pipemare.METHODS:
-        _write(_steady_state(name, stages, microbatches, format), out)
+        unread = {
+            "chunks": None if chunks == 1 else chunks,
+            "group": group,
+            "costs": None if costs == _DEFAULT_COSTS else costs,
+            "layers-per-chunk": layers_per_chunk,
+            "memory-limit": memory_limit,
+        }
+        _write(_steady_state(name, stages, microbatches, written, unread), out)
         return
     parsed = parse_costs(costs)
-    if format in draw.FORMATS and (out is None or out.suffix.lower() != f".{format}"):
-        raise ValueError(
-            f"--format {format} needs a file that ends in .{format}, and --out is {out}.\n"
-            f"Nearest valid: --out {(out or Path(name)).with_suffix(f'.{format}')}"
-        )
     schedule = _build(
         name,
         costs=parsed,
@@ -77,12 +95,12 @@ def show(
         layers_per_chunk=layers_per_chunk,
         memory_limit=memory_limit,
     )
-    if format in draw.FORMATS:
+    if written in draw.FORMATS:
         assert out is not None
         free, _ = timelines(schedule, parsed)
         draw.save(draw.figure(free), out)
     else:
-        _write(_in_format(schedule, parsed, layers_per_chunk, format, out is None), out)
+        _write(_in_format(schedule, parsed, layers_per_chunk, written, out is None), out)
 
 
 def schedules() -> None:
@@ -102,13 +120,19 @@ def schedules() -> None:
             entry.name, entry.summary, entry.bubble, entry.peak, entry.constraints, entry.source
         )
     _print(table)
+    methods = list(pipemare.METHODS)
+    print(
+        f"Asynchronous, without a bubble: {', '.join(methods[:-1])} and {methods[-1]}. They never "
+        f"drain the pipeline; `jaxpipe show {methods[0]} --stages 4 --microbatches 8` draws the "
+        "steady state, and train.py trains with them (pipeline.schedule)."
+    )
 
 
 def compare(
     *,
     stages: int,
     microbatches: int,
-    costs: str = "1,1,1",
+    costs: str = _DEFAULT_COSTS,
     layers_per_chunk: int | None = None,
     out: Path | None = None,
 ) -> None:
@@ -122,6 +146,8 @@ def compare(
       out: a picture of the comparison to write, .svg or .png.
     """
     parsed = parse_costs(costs)
+    _check_ranges(stages=stages, microbatches=microbatches, layers_per_chunk=layers_per_chunk)
+    _check_size(stages, microbatches, 1)
     rows, reasons = [], {}
     for entry in catalog.entries():
         try:
@@ -160,7 +186,7 @@ def validate(
     file: tyro.conf.Positional[Path],
     /,
     *,
-    costs: str = "1,1,1",
+    costs: str = _DEFAULT_COSTS,
     layers_per_chunk: int | None = None,
     format: Literal["text", "json"] = "text",
 ) -> None:
@@ -173,7 +199,9 @@ def validate(
       format: what to write.
     """
     parsed = parse_costs(costs)
-    _write(_in_format(read_csv(file), parsed, layers_per_chunk, format, True), None)
+    _check_ranges(layers_per_chunk=layers_per_chunk)
+    shown = _in_format(read_csv(file), parsed, layers_per_chunk, format, True, must_draw=False)
+    _write(shown, None)
 
 
 def parse_costs(text: str) -> Costs:
@@ -193,13 +221,68 @@ def parse_costs(text: str) -> Costs:
     if len(numbers) not in (3, 4):
         raise ValueError(
             f"--costs {text} must be three or four numbers, F,B,W or F,B,W,message.\n"
-            "Nearest valid: 1,1,1."
+            f"Nearest valid: {_DEFAULT_COSTS}."
         )
     return Costs(*numbers)
 
 
-def _steady_state(name: str, stages: int | None, microbatches: int | None, format: str) -> str:
+def _chosen_format(format: _Format | None, out: Path | None, name: str) -> str:
+    """The format that was asked for, or what the ending of the file says."""
+    fits = _ENDINGS.get(out.suffix.lower()) if out is not None else None
+    if format is None:
+        return fits[0] if fits else "text"
+    if format in fits if fits else format not in draw.FORMATS:
+        return format
+    ending = {"text": ".txt", "trace": ".json"}.get(format, f".{format}")
+    seen = "there is no --out" if out is None else f"--out is {out}"
+    raise ValueError(
+        f"--format {format} needs a file that ends in {ending}, and {seen}.\n"
+        f"Nearest valid: --out {(out or Path(name)).with_suffix(ending)}"
+    )
+
+
+def _check_ranges(**numbers: Any) -> None:
+    problems = catalog.range_problems(**numbers)
+    if problems:
+        raise ValueError("\n".join(problems))
+
+
+def _check_size(stages: int, microbatches: int, chunks: int) -> None:
+    """Refuses what would take all memory, or until tomorrow."""
+    pipeline = f"--stages {stages}" + f" and --chunks {chunks}" * (chunks != 1)
+    for made, limit, options, what in (
+        (stages * chunks, _MAX_VIRTUAL_STAGES, pipeline, "virtual stages"),
+        (
+            stages * chunks * microbatches,
+            _MAX_PASSES,
+            f"{pipeline} and --microbatches {microbatches}",
+            "forward passes",
+        ),
+    ):
+        if made > limit:
+            nearest = f"a product of {limit}" if " and " in options else f"--stages {limit}"
+            raise ValueError(
+                f"{options}: {made} {what}, beyond {limit}: such a schedule does not fit in "
+                f"memory.\nNearest valid: {nearest}."
+            )
+
+
+def _steady_state(
+    name: str,
+    stages: int | None,
+    microbatches: int | None,
+    format: str,
+    unread: Mapping[str, int | float | str | None],
+) -> str:
     """An asynchronous pipeline, which has no makespan: one period of it, as text."""
+    problems = [
+        f"--{option} {value} does not fit {name!r}: {_NOT_ASYNCHRONOUS[option]}.\n"
+        "Nearest valid: leave it out."
+        for option, value in unread.items()
+        if value is not None
+    ]
+    if problems:
+        raise ValueError("\n".join(problems))
     if stages is None or microbatches is None:
         raise ValueError(f"Schedule {name!r} needs --stages and --microbatches.")
     if format != "text":
@@ -207,7 +290,16 @@ def _steady_state(name: str, stages: int | None, microbatches: int | None, forma
             f"--format {format} is for schedules that end; {name!r} never drains.\n"
             "Nearest valid: --format text."
         )
-    return pipemare_draw.text(pipemare.SteadyState(stages, microbatches, name))
+    _check_size(stages, microbatches, 1)
+    try:
+        steady = pipemare.SteadyState(stages, microbatches, name)
+    except ValueError as error:
+        # It speaks of its arguments.
+        message = (
+            str(error).replace("method='2bw'", "2bw").replace("microbatches=", "--microbatches ")
+        )
+        raise ValueError(message.replace("stages=", "--stages ")) from None
+    return pipemare_draw.text(steady)
 
 
 def _build(
@@ -228,23 +320,29 @@ def _build(
     if layers_per_chunk is not None:
         clock["layers_per_chunk"] = layers_per_chunk
     if user.is_users(name):
+        _check_ranges(
+            stages=stages, microbatches=microbatches, layers_per_chunk=layers_per_chunk, **given
+        )
+        if stages is not None and microbatches is not None:
+            _check_size(stages, microbatches, given.get("chunks", 1))
         if "chunks" in given:
             given["num_chunks"] = given.pop("chunks")
         return user.load(name, stages=stages, microbatches=microbatches, clock=clock, **given)
     if stages is None or microbatches is None:
         raise ValueError(f"Schedule {name!r} needs --stages and --microbatches.")
-    passes = stages * microbatches * (options.get("chunks") or 1)
-    if passes > _MAX_PASSES:
-        raise ValueError(
-            f"--stages {stages} and --microbatches {microbatches} make {passes} forward passes, "
-            f"beyond {_MAX_PASSES}: such a schedule does not fit in memory.\n"
-            f"Nearest valid: a product of {_MAX_PASSES}."
-        )
+    own = [entry.default_chunks for entry in catalog.entries() if entry.name == name]
+    _check_size(stages, microbatches, given.get("chunks", own[0] if own else 1))
     return catalog.build(name, stages=stages, microbatches=microbatches, **given, **clock)
 
 
 def _in_format(
-    schedule: Schedule, costs: Costs, layers_per_chunk: int | None, format: str, printed: bool
+    schedule: Schedule,
+    costs: Costs,
+    layers_per_chunk: int | None,
+    format: str,
+    printed: bool,
+    *,
+    must_draw: bool = True,
 ) -> str:
     """The schedule in any of the formats that are text."""
     if format == "csv":
@@ -257,8 +355,14 @@ def _in_format(
         return json.dumps(trace(free)) + "\n"
     colour = printed and sys.stdout.isatty() and "NO_COLOR" not in os.environ
     peaks = ", ".join(f"{free.in_full_stages(count):g}" for count in free.peak_in_flight)
+    try:
+        drawing = draw.text(free, colour=colour)
+    except draw.TooWideError as error:
+        if must_draw:
+            raise
+        drawing = f"Valid, but not drawn. {error}"
     return (
-        f"{draw.text(free, colour=colour)}\n{draw.caption(free)}\n{draw.caption(locked)}\n"
+        f"{drawing}\n{draw.caption(free)}\n{draw.caption(locked)}\n"
         f"peak in flight, per stage: {peaks}\n"
     )
 

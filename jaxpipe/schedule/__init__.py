@@ -10,7 +10,8 @@
 `list_scheduling`                          the event-driven scheduler some of them share
 `slices`, `auto`                           actions cut into slices of time; orders made for that
 `tick_engine`, `tick_search`               the greedy both share, and the search around it
-`validate`, `slice_rules`                  proof that a schedule can run, or an error with the grid
+`validate`, `slice_rules`,                 proof that a schedule can run, or an error with the grid
+`schedule_types`, `grid`
 `simulate`                                 both clocks: free-running and lock-step
 `lower`, `table`, `slots`                  the tick table that is executed, and its buffers
 `report`, `comparison`                     all that is known of one schedule, of several

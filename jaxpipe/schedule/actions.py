@@ -103,6 +103,11 @@ class Schedule:
     slices: tuple[tuple[Slice, ...], ...] | None = None
 
     @property
+    def batch_microbatches(self) -> int:
+        """The m of the batch: that of all copies of the model together."""
+        return self.num_microbatches * self.placement.num_copies
+
+    @property
     def num_stages(self) -> int:
         return self.placement.num_stages
 

@@ -10,11 +10,14 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import inspect
+import re
+import warnings
 from collections.abc import Callable, Mapping
 from functools import cache, cached_property, partial, wraps
 from importlib.metadata import entry_points
 from typing import Any
 
+from jaxpipe.schedule import user
 from jaxpipe.schedule.actions import Schedule
 from jaxpipe.schedule.auto import auto
 from jaxpipe.schedule.breadth_first import breadth_first, modular
@@ -34,7 +37,6 @@ from jaxpipe.schedule.interleaved import interleaved
 from jaxpipe.schedule.one_f_one_b import one_f_one_b
 from jaxpipe.schedule.pipemare import METHODS
 from jaxpipe.schedule.simulate import Costs
-from jaxpipe.schedule.validate import validate
 from jaxpipe.schedule.zero_bubble import interleaved_zb, zb_h1, zb_h2
 
 Generate = Callable[..., Schedule]
@@ -79,6 +81,12 @@ class Entry:
             for name, parameter in inspect.signature(self.generate).parameters.items()
             if parameter.kind is parameter.KEYWORD_ONLY and name in _PATHS
         }
+
+    @property
+    def default_chunks(self) -> int:
+        """v where nobody asks for another; 1 if only the schedule knows."""
+        own = self.defaults.get("num_chunks")
+        return own if isinstance(own, int) else self.chunks or 1
 
 
 _PATHS = {
@@ -262,14 +270,15 @@ def register(name: str) -> Callable[[Generate], Generate]:
     ``jaxpipe.schedules``, whose name is the schedule's. What the function returns is validated.
 
     Args:
-      name: what users write in ``pipeline.schedule``; none of the built-in names.
+      name: what users write in ``pipeline.schedule``; no built-in or asynchronous name, and
+        nothing that the command would take for a file or a function.
 
     Returns:
       A decorator for a function ``(num_stages, num_microbatches, **options) -> Schedule``, whose
       keyword-only parameters say which options of `build` it reads.
 
     Raises:
-      ValueError: the name is that of a built-in schedule.
+      ValueError: the name is taken or cannot be one.
 
     Example:
       >>> @register("mine")
@@ -278,17 +287,22 @@ def register(name: str) -> Callable[[Generate], Generate]:
       >>> build("mine", stages=2, microbatches=2).num_microbatches
       2
     """
-    if name in {entry.name for entry in _BUILT_IN}:
+    if not name:
+        raise ValueError("A schedule needs a name.\nNearest valid: 'mine'.")
+    if name in {entry.name for entry in _BUILT_IN} or name in METHODS:
+        kind = "an asynchronous method" if name in METHODS else "a built-in schedule"
+        raise ValueError(f"The name {name!r} belongs to {kind}.\nNearest valid: 'my-{name}'.")
+    if user.is_users(name):
+        kind = "a function" if ":" in name else "a file"
+        valid = re.sub(r"\.csv$", "", name, flags=re.IGNORECASE).replace(":", "-")
         raise ValueError(
-            f"The name {name!r} belongs to a built-in schedule.\nNearest valid: 'my-{name}'."
+            f"The name {name!r} looks like {kind}.\nNearest valid: {valid or 'mine'!r}."
         )
 
     def add(function: Generate) -> Generate:
         @wraps(function)
-        def generate(*args: Any, **options: Any) -> Schedule:
-            schedule = function(*args, **options)
-            validate(schedule)
-            return schedule
+        def generate(stages: int, microbatches: int, **options: Any) -> Schedule:
+            return user.call(name, function, stages, microbatches, **options)
 
         summary = (inspect.getdoc(function) or "").partition("\n")[0]
         source = f"{function.__module__}.{function.__qualname__}"
@@ -301,7 +315,16 @@ def register(name: str) -> Callable[[Generate], Generate]:
 @cache
 def _load_installed() -> None:
     for point in entry_points(group="jaxpipe.schedules"):
-        register(point.name)(point.load())
+        # One broken package must not take the schedules of all others away.
+        try:
+            register(point.name)(point.load())
+        except Exception as error:
+            package = f"package {point.dist.name!r}" if point.dist else "some package"
+            warnings.warn(
+                f"Schedule {point.name!r} = {point.value!r} of {package} is left out: "
+                f"{type(error).__name__}: {error}",
+                stacklevel=2,
+            )
 
 
 def build(
@@ -351,18 +374,14 @@ def build(
     }
     options = {option: value for option, value in values.items() if value is not None}
     problems = [] if found else [_unknown(name)]
-    counts = {
-        "mesh.stage": stages,
-        "pipeline.microbatches": microbatches,
-        "pipeline.chunks": chunks,
-        "pipeline.group": group,
-        "pipeline.layers_per_chunk": layers_per_chunk,
-    }
-    for path, count in counts.items():
-        if count is not None and count < 1:
-            problems.append(f"{path}={count} must be at least 1.\nNearest valid: 1.")
-    if memory_limit is not None and not memory_limit > 0:
-        problems.append(f"pipeline.memory_limit={memory_limit} must be above 0.")
+    problems += range_problems(
+        stages=stages,
+        microbatches=microbatches,
+        chunks=chunks,
+        group=group,
+        layers_per_chunk=layers_per_chunk,
+        memory_limit=memory_limit,
+    )
     if found is not None:
         problems += _misfits(found, options, {"microbatches": microbatches, "chunks": chunks})
     if found is None or problems:
@@ -371,6 +390,24 @@ def build(
     return found.generate(
         stages, microbatches, **{option: options[option] for option in options if option in reads}
     )
+
+
+def range_problems(*, memory_limit: float | None = None, **counts: int | None) -> list[str]:
+    """Says which numbers are out of range for every schedule.
+
+    Args:
+      memory_limit: as in `build`; None for not given.
+      counts: the numbers of `build` that count something, likewise.
+    """
+    paths = {"stages": "mesh.stage"}
+    problems = [
+        f"{paths.get(name, f'pipeline.{name}')}={count} must be at least 1.\nNearest valid: 1."
+        for name, count in counts.items()
+        if count is not None and count < 1
+    ]
+    if memory_limit is not None and not memory_limit > 0:
+        problems.append(f"pipeline.memory_limit={memory_limit} must be above 0.")
+    return problems
 
 
 def _misfits(

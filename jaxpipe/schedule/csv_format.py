@@ -10,7 +10,9 @@ from __future__ import annotations
 import collections
 import csv
 import io
+import itertools
 import re
+from collections.abc import Collection
 from pathlib import Path
 
 from jaxpipe.schedule.actions import Action, Kind, Schedule
@@ -84,8 +86,9 @@ def parse_csv(text: str, *, name: str = "csv", source: str = "csv") -> Schedule:
     """Reads a schedule from PyTorch's CSV and validates it.
 
     Rows are stages, in order; only the order of a row's cells counts, not their columns. A virtual
-    stage is held by the row that has most of its actions, and m is one more than the largest
-    microbatch.
+    stage is held by the row that has most of its actions. The virtual stages and the microbatches
+    that occur end where the first is absent: a cell beyond is refused, not everything up to it
+    missed.
 
     Args:
       text: the CSV.
@@ -97,46 +100,39 @@ def parse_csv(text: str, *, name: str = "csv", source: str = "csv") -> Schedule:
 
     Raises:
       ScheduleError: a cell is no action, naming row and cell (from 1); or the schedule cannot
-        run, with the grid.
+        run, with the grid in the letters of the file.
 
     Example:
       >>> [[str(action) for action in order] for order in parse_csv("0F0,,0B0\\n,1F0,1B0").orders]
       [['0F0', '0BW0'], ['1F0', '1BW0']]
     """
     orders = _orders(text, source)
-    num_actions = sum(len(order) for order in orders)
-    if not num_actions:
+    if not any(orders):
         raise ScheduleError(f"{source} has no action.\nNearest valid: a row '0F0,0B0'.")
     held: dict[int, collections.Counter[int]] = collections.defaultdict(collections.Counter)
-    num_microbatches = 0
     for d, order in enumerate(orders):
         for action in order:
-            # An index beyond the number of actions leaves gaps; refused here, where it stands,
-            # before anything is sized by it.
-            for index in (action.virtual_stage, action.microbatch):
-                if index >= num_actions:
-                    raise ScheduleError(
-                        f"{source}, row {d + 1}: {_cell(action)} has index {index}, and the "
-                        f"whole schedule has only {num_actions} actions."
-                    )
             held[action.virtual_stage][d] += 1
-            num_microbatches = max(num_microbatches, action.microbatch + 1)
-    absent = sorted(set(range(max(held) + 1)) - set(held))
-    if absent:
-        raise ScheduleError(
-            f"{source}: virtual stage {absent[0]} has no action, virtual stage {max(held)} has."
-        )
+    # No more than there are actions, whatever their indices: nothing is sized by those.
+    num_virtual_stages = _first_absent(held)
+    microbatches = {action.microbatch for order in orders for action in order}
     schedule = Schedule(
         name=name,
-        placement=Placement(tuple(held[s].most_common(1)[0][0] for s in range(len(held)))),
-        num_microbatches=num_microbatches,
+        placement=Placement(
+            tuple(held[s].most_common(1)[0][0] for s in range(num_virtual_stages)) or (0,)
+        ),
+        num_microbatches=_first_absent(microbatches) or 1,
         orders=orders,
     )
     try:
-        validate(schedule)
+        validate(schedule, spell=_cell)
     except ScheduleError as error:
-        raise ScheduleError(f"{source} (its B reads BW below, its I reads B):\n{error}") from None
+        raise ScheduleError(f"{source}:\n{error}") from None
     return schedule
+
+
+def _first_absent(indices: Collection[int]) -> int:
+    return next(index for index in itertools.count() if index not in indices)
 
 
 def _orders(text: str, source: str) -> tuple[tuple[Action, ...], ...]:

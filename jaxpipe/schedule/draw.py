@@ -38,6 +38,26 @@ _NAMED_CURVES = 16
 """With more stages than this a list of their names is taller than the curves."""
 
 
+class TooWideError(ValueError):
+    """A drawing in text of more columns than anyone could look at."""
+
+
+def check_width(columns: float, remedy: str) -> None:
+    """Refuses a drawing in text that is too wide.
+
+    Args:
+      columns: of its longest row.
+      remedy: what helps.
+
+    Raises:
+      TooWideError: that is too many.
+    """
+    if columns > _MAX_COLUMNS:
+        raise TooWideError(
+            f"A drawing in text needs {columns:.3g} columns, beyond {_MAX_COLUMNS}: {remedy}."
+        )
+
+
 def text(timeline: Timeline, *, colour: bool = False) -> str:
     """Draws a timeline as text: one row a stage, time to the right, "." where a stage waits.
 
@@ -52,7 +72,7 @@ def text(timeline: Timeline, *, colour: bool = False) -> str:
       The drawing, one line a stage, no newline at the end.
 
     Raises:
-      ValueError: the shortest action is so short that no terminal could show its label to scale.
+      TooWideError: with the shortest action's label to scale, rows are longer than anyone reads.
 
     Example:
       >>> from jaxpipe.schedule.gpipe import gpipe
@@ -62,18 +82,24 @@ def text(timeline: Timeline, *, colour: bool = False) -> str:
       stage 1 |....F0- F1- BW0---- BW1---- ........|
     """
     cells = max(len(_label(timed.action, timeline)) for row in timeline.rows for timed in row) + 1
-    shortest = min(timed.end - timed.start for row in timeline.rows for timed in row)
-    scale = cells / shortest
-    if timeline.makespan * scale > _MAX_COLUMNS:
-        raise ValueError(
-            f"costs: a drawing in text needs {timeline.makespan * scale:.3g} columns, beyond "
-            f"{_MAX_COLUMNS}: draw a picture (--format svg) or fewer microbatches."
-        )
+    scale = cells / _shortest(timeline)
+    remedy = (
+        "draw a picture (jaxpipe show --format svg), fewer microbatches or costs that differ less"
+    )
+    check_width(timeline.makespan * scale, remedy)
     margin = len(f"stage {len(timeline.rows) - 1}")
     return "\n".join(
         f"{f'stage {d}'.ljust(margin)} |{_row(row, timeline, scale, colour)}|"
         for d, row in enumerate(timeline.rows)
     )
+
+
+def _shortest(timeline: Timeline) -> float:
+    # Late in a long timeline the difference of an action's end and start may round to nothing.
+    used = {
+        (timed.action.virtual_stage, timed.action.kind) for row in timeline.rows for timed in row
+    }
+    return min(timeline.costs[s].of(kind) for s, kind in used)
 
 
 def _label(action: Action, timeline: Timeline) -> str:
@@ -116,8 +142,7 @@ def figure(timeline: Timeline) -> Figure:
     from matplotlib.figure import Figure
 
     num_stages = len(timeline.rows)
-    shortest = min(timed.end - timed.start for row in timeline.rows for timed in row)
-    width = min(max(0.24 * timeline.makespan / shortest, 6.0), 60.0)
+    width = min(max(0.24 * timeline.makespan / _shortest(timeline), 6.0), 60.0)
     height = min(max(0.32 * num_stages, 1.0), 30.0)
     drawn = Figure(figsize=(width, height + 2.6), layout="constrained")
     FigureCanvasAgg(drawn)
@@ -221,8 +246,7 @@ def _number(axes, timeline: Timeline, *, points: float) -> None:
 def _points(width: float, timeline: Timeline) -> float:
     """A font size at which the longest microbatch number fits the shortest box."""
     digits = len(str(timeline.schedule.num_microbatches - 1))
-    shortest = min(timed.end - timed.start for row in timeline.rows for timed in row)
-    box_points = 72 * 0.85 * width * shortest / timeline.makespan
+    box_points = 72 * 0.85 * width * _shortest(timeline) / timeline.makespan
     # A digit of matplotlib's default font is about 0.65 of the font size wide.
     return max(min(8.0, box_points / (0.65 * digits)), 1.0)
 
@@ -244,7 +268,7 @@ def caption(timeline: Timeline) -> str:
         chunks = f"(F, B, W)=({costs.f:g}, {costs.b:g}, {costs.w:g}){message}"
     return (
         f"{schedule.name}, p={schedule.num_stages} v={schedule.num_chunks} "
-        f"m={schedule.num_microbatches}, {chunks}, "
+        f"m={schedule.batch_microbatches}, {chunks}, "
         f"{timeline.clock}: makespan {timeline.makespan:g}, bubble {timeline.bubble_ratio:.1%}"
     )
 

@@ -50,7 +50,8 @@ class SteadyState:
       method: a name in `METHODS`.
 
     Raises:
-      ValueError: an unknown method, or 2bw with a delay of more than one update.
+      ValueError: an unknown method, a number out of range, or 2bw with a delay of more than one
+        update.
 
     Example:
       >>> steady = SteadyState(4, 2)
@@ -67,6 +68,16 @@ class SteadyState:
             raise ValueError(
                 f"method={self.method!r} is not asynchronous; choose one of {', '.join(METHODS)}."
             )
+        problems = [
+            f"{name}={count} must be at least 1.\nNearest valid: {name}=1."
+            for name, count in (
+                ("stages", self.num_stages),
+                ("microbatches", self.num_microbatches),
+            )
+            if count < 1
+        ]
+        if problems:
+            raise ValueError("\n".join(problems))
         needed = 2 * self.num_stages - 1
         if self.method == "2bw" and self.num_microbatches < needed:
             raise ValueError(

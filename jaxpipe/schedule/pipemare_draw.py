@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+from jaxpipe.schedule.draw import check_width
 from jaxpipe.schedule.pipemare import Part, SteadyState
 
 
@@ -17,6 +18,9 @@ def text(steady: SteadyState) -> str:
     Args:
       steady: the pipeline.
 
+    Raises:
+      TooWideError: rows are longer than anyone reads.
+
     Example:
       >>> for line in text(SteadyState(2, 2)).splitlines()[:3]:
       ...     print(line)
@@ -25,6 +29,7 @@ def text(steady: SteadyState) -> str:
       stage 1  F1@1 B0@1   F0@1 B1@1+
     """
     N = steady.num_microbatches
+    check_width(N * len(f"F{N - 1}@0 B{N - 1}@0   "), "draw fewer microbatches")
     # The first minibatch whose period finds a full pipeline that has forgotten its fill.
     minibatch = 2 * math.ceil(steady.num_slots / N)
     start = minibatch * N

@@ -51,7 +51,7 @@ class Placement:
     @cached_property
     def chunks(self) -> tuple[int, ...]:
         """``chunks[s]`` is the chunk number of virtual stage ``s`` on its own stage, all copies
-        counted."""
+        counted: modulo `num_chunks`, that of its own copy."""
         seen = [0] * self.num_stages
         numbers = []
         for stage in self.stages:

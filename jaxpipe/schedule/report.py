@@ -65,7 +65,7 @@ def report(
         "schedule": schedule.name,
         "stages": schedule.num_stages,
         "chunks": schedule.num_chunks,
-        "microbatches": schedule.num_microbatches,
+        "microbatches": schedule.batch_microbatches,
         "costs": {"f": costs.f, "b": costs.b, "w": costs.w, "message": costs.message},
         "free_running": _clock(free),
         "lock_step": _clock(locked),
@@ -148,7 +148,7 @@ def _parts(timed: TimedAction, schedule: Schedule, costs: Costs) -> list[dict[st
     return [
         {
             "kind": kind.value,
-            "chunk": schedule.placement.chunks[action.virtual_stage],
+            "chunk": schedule.placement.chunks[action.virtual_stage] % schedule.num_chunks,
             "virtual_stage": action.virtual_stage,
             "microbatch": action.microbatch,
             "start": start,

@@ -109,7 +109,7 @@ class Timeline:
 
     def in_full_stages(self, chunks: int) -> float:
         """So many chunk activations, in microbatches of a full stage."""
-        return chunks * self.schedule.placement.num_copies / self.schedule.num_chunks
+        return chunks / self.schedule.num_chunks
 
     @cached_property
     def messages(self) -> dict[tuple[int, int], int]:

@@ -29,7 +29,7 @@ def slice_problems(schedule: Schedule) -> Iterator[tuple[str, int, Action | None
     """
     assert schedule.slices is not None
     if len(schedule.slices) != schedule.num_stages:
-        text = f"There are slices of {len(schedule.slices)} stages for {schedule.num_stages}."
+        text = f"There are slices of {len(schedule.slices)} stages for {schedule.num_stages}"
         yield text, 0, None
         return
     spans = slice_spans(schedule.slices)

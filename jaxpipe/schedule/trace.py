@@ -51,7 +51,8 @@ def trace(timeline: Timeline) -> dict[str, Any]:
                     "dur": (timed.end - timed.start) * _MICROSECONDS,
                     "args": {
                         "virtual_stage": action.virtual_stage,
-                        "chunk": schedule.placement.chunks[action.virtual_stage],
+                        "chunk": schedule.placement.chunks[action.virtual_stage]
+                        % schedule.num_chunks,
                         "microbatch": action.microbatch,
                     },
                 }

@@ -8,17 +8,13 @@ from __future__ import annotations
 import collections
 import dataclasses
 import itertools
-from collections.abc import Iterator
+import string
+from collections.abc import Callable, Iterator
 
 from jaxpipe.schedule.actions import Action, Kind, Schedule
+from jaxpipe.schedule.grid import MAX_MISSING, SHOWN_PROBLEMS, Problem, message
+from jaxpipe.schedule.schedule_types import wrong_types
 from jaxpipe.schedule.slice_rules import slice_problems
-
-_GRID_TICKS = 12
-"""Ticks of the grid an error shows: enough to see a pattern, narrow enough for a terminal."""
-_GRID_STAGES = 10
-_SHOWN_PROBLEMS = 8
-_MAX_MISSING = 1000
-"""Missing actions are counted no further: m may be any number."""
 
 
 class ScheduleError(ValueError):
@@ -33,12 +29,13 @@ class Walk:
       order: the stages that run their next action, in an order that respects every dependency.
       ticks: ``ticks[d][k]`` is the earliest tick of stage ``d``'s action ``k``; shorter than the
         stage's order where the stage stops for good.
-      blockers: for every stage that stops, what its next action waits for, in words.
+      blockers: for every stage that stops, what its next action waits for: a result, where a fused
+        backward counts as its B, or one of the inbox slots of a stage.
     """
 
     order: list[int]
     ticks: list[list[int]]
-    blockers: dict[int, str]
+    blockers: dict[int, Action | int]
 
 
 class Results:
@@ -128,7 +125,10 @@ class _Walker:
             stage = ready.popleft()
             self.awaited.pop(stage, None)
             self._advance(stage, ready)
-        blockers = {stage: self._in_words(awaited) for stage, awaited in self.awaited.items()}
+        blockers = {
+            stage: self.results.action(awaited) if isinstance(awaited, int) else awaited[1]
+            for stage, awaited in self.awaited.items()
+        }
         return Walk(self.order, self.ticks, blockers)
 
     def _advance(self, stage: int, ready: collections.deque[int]) -> None:
@@ -164,11 +164,6 @@ class _Walker:
     def _wait(self, stage: int, awaited: int | _Pool) -> None:
         self.waiting[awaited].append(stage)
         self.awaited[stage] = awaited
-
-    def _in_words(self, awaited: int | _Pool) -> str:
-        if isinstance(awaited, int):
-            return f"the result of {self.results.action(awaited)}"
-        return f"one of the {self.inbox_slots} inbox slots of stage {awaited[1]}"
 
     def _move_messages(self, stage: int, action: Action, inputs: tuple[int, ...]) -> list[int]:
         woken: list[int] = []
@@ -221,15 +216,12 @@ def _in_flight(order: tuple[Action, ...]) -> list[int]:
     return list(itertools.accumulate(_KEEPS[action.kind] for action in order))
 
 
-@dataclasses.dataclass
-class _Problem:
-    text: str
-    stage: int | None = None
-    position: int | None = None
-    absent: Action | None = None
-
-
-def validate(schedule: Schedule, *, inbox_slots: int | None = None) -> None:
+def validate(
+    schedule: Schedule,
+    *,
+    inbox_slots: int | None = None,
+    spell: Callable[[Action], str] = str,
+) -> None:
     """Checks that a schedule is complete, in order, free of deadlock and within its promise.
 
     Slices, where it has them, must keep to the rules of `jaxpipe.schedule.slice_rules`.
@@ -238,6 +230,7 @@ def validate(schedule: Schedule, *, inbox_slots: int | None = None) -> None:
       schedule: the schedule to check.
       inbox_slots: at least 1: messages of one kind (activations or gradients) from one stage that a
         stage can hold before it uses them. None for no limit.
+      spell: how errors write an action.
 
     Raises:
       ScheduleError: with every failure, and the stage x tick grid around the first one.
@@ -250,41 +243,53 @@ def validate(schedule: Schedule, *, inbox_slots: int | None = None) -> None:
     """
     if inbox_slots is not None and inbox_slots < 1:
         raise ValueError(f"inbox_slots={inbox_slots} must be at least 1, or None for no limit.")
-    problems = _shape_problems(schedule) or _action_problems(schedule)
+    wrong = list(itertools.islice(wrong_types(schedule), SHOWN_PROBLEMS))
+    if wrong:
+        raise ScheduleError("\n  ".join([f"Schedule {schedule.name!r} cannot run:", *wrong]))
+    problems = _shape_problems(schedule)
+    if problems:
+        # An index out of range may be why the shape is wrong.
+        problems += _out_of_range(schedule, spell)
+    else:
+        problems = _action_problems(schedule, spell)
     # A walk with inbox slots means something only once every sender and receiver is in place.
     walked = walk(schedule, inbox_slots=None if problems else inbox_slots)
     if not problems:
-        problems = _deadlocks(schedule, walked) + _broken_promises(schedule)
+        problems = _deadlocks(schedule, walked, inbox_slots, spell)
+        problems += _broken_promises(schedule, spell)
     if not problems and schedule.slices is not None:
         problems = _slice_problems(schedule)
     if problems:
-        raise ScheduleError(_message(schedule, problems, walked.ticks))
+        raise ScheduleError(message(schedule, problems, walked.ticks, spell))
 
 
-def _shape_problems(schedule: Schedule) -> list[_Problem]:
+def _shape_problems(schedule: Schedule) -> list[Problem]:
     placement, problems = schedule.placement, []
     held = collections.Counter(placement.stages)
-    if not held or set(held) != set(range(len(held))) or len(set(held.values())) > 1:
+    stages = range(max(len(schedule.orders), len(held)))
+    if not held or set(held) - set(stages) or len({held[d] for d in stages}) > 1:
+        text = "The placement does not give every stage the same number of virtual stages"
+        if not held:
+            return [Problem(f"{text}: it is empty.")]
+        least, most = min(stages, key=held.__getitem__), max(held, key=held.__getitem__)
         return [
-            _Problem("The placement does not give every stage the same number of virtual stages.")
+            Problem(f"{text}: stage {least} holds {held[least]}, stage {most} holds {held[most]}.")
         ]
-    if placement.num_copies < 1 or len(placement.stages) % placement.num_copies:
+    if placement.num_copies < 1 or held[0] % placement.num_copies:
         return [
-            _Problem(
-                f"{len(placement.stages)} virtual stages are not num_copies="
+            Problem(
+                f"{held[0]} virtual stages on every stage are not those of num_copies="
                 f"{placement.num_copies} copies of a model."
             )
         ]
     if schedule.num_microbatches < 1:
-        problems.append(_Problem(f"num_microbatches={schedule.num_microbatches} is below 1."))
+        problems.append(Problem(f"num_microbatches={schedule.num_microbatches} is below 1."))
     if len(schedule.orders) != len(held):
-        problems.append(
-            _Problem(f"There are {len(schedule.orders)} orders for {len(held)} stages.")
-        )
+        problems.append(Problem(f"There are {len(schedule.orders)} orders for {len(held)} stages."))
     promise = schedule.peak_in_flight
     if promise is not None and len(promise) != len(held):
         problems.append(
-            _Problem(f"peak_in_flight has {len(promise)} values for {len(held)} stages.")
+            Problem(f"peak_in_flight has {len(promise)} values for {len(held)} stages.")
         )
     return problems
 
@@ -294,19 +299,33 @@ _BIT = {Kind.F: 1, Kind.B: 2, Kind.W: 4, Kind.BW: 8}
 _SPLIT, _FUSED = _BIT[Kind.B] | _BIT[Kind.W], _BIT[Kind.BW]
 
 
-def _action_problems(schedule: Schedule) -> list[_Problem]:
+def _out_of_range(schedule: Schedule, spell: Callable[[Action], str]) -> list[Problem]:
+    problems = []
+    for d, order in enumerate(schedule.orders):
+        for k, action in enumerate(order):
+            for index, number, what in (
+                (action.virtual_stage, len(schedule.placement.stages), "virtual stage"),
+                (action.microbatch, schedule.num_microbatches, "microbatch"),
+            ):
+                # Where there is none at all, that is what is wrong.
+                if number > 0 and not 0 <= index < number:
+                    text = f"has no {what}: they run from 0 to {number - 1}."
+                    problems.append(Problem(f"{spell(action)} on stage {d} {text}", d, k))
+                    break
+    return problems
+
+
+def _action_problems(schedule: Schedule, spell: Callable[[Action], str]) -> list[Problem]:
     stages, m = schedule.placement.stages, schedule.num_microbatches
-    problems: list[_Problem] = []
+    problems = _out_of_range(schedule, spell)
     seen: dict[tuple[int, int], int] = {}
     for d, order in enumerate(schedule.orders):
         for k, action in enumerate(order):
             s, i, bit = action.virtual_stage, action.microbatch, _BIT[action.kind]
             text = None
-            if not 0 <= s < len(stages):
-                text = f"has no virtual stage: they run from 0 to {len(stages) - 1}."
-            elif not 0 <= i < m:
-                text = f"has no microbatch: they run from 0 to {m - 1}."
-            elif stages[s] != d:
+            if not (0 <= s < len(stages) and 0 <= i < m):
+                continue
+            if stages[s] != d:
                 text = f"is on the wrong stage: virtual stage {s} is held by stage {stages[s]}."
             else:
                 before = seen.get((s, i), 0)
@@ -316,92 +335,73 @@ def _action_problems(schedule: Schedule) -> list[_Problem]:
                     text = "mixes split and fused backward for one virtual stage and microbatch."
                 seen[s, i] = before | bit
             if text is not None:
-                problems.append(_Problem(f"{action} on stage {d} {text}", d, k))
-    return problems + list(itertools.islice(_missing(schedule, seen), _MAX_MISSING))
+                problems.append(Problem(f"{spell(action)} on stage {d} {text}", d, k))
+    return problems + list(itertools.islice(_missing(schedule, seen, spell), MAX_MISSING))
 
 
-def _missing(schedule: Schedule, seen: dict[tuple[int, int], int]) -> Iterator[_Problem]:
+def _missing(
+    schedule: Schedule, seen: dict[tuple[int, int], int], spell: Callable[[Action], str]
+) -> Iterator[Problem]:
+    kinds = {action.kind for order in schedule.orders for action in order}
+    # What a backward is that nothing is left of: as all others are.
+    whole = (Kind.BW,) if Kind.BW in kinds and not kinds & {Kind.B, Kind.W} else (Kind.B, Kind.W)
     for s, stage in enumerate(schedule.placement.stages):
         for i in range(schedule.num_microbatches):
             ran = seen.get((s, i), 0)
-            backward = () if ran & _FUSED else (Kind.B, Kind.W)
+            backward = () if ran & _FUSED else whole
             for kind in (Kind.F, *backward):
                 if not ran & _BIT[kind]:
-                    fused = " (and so is BW)" if kind is Kind.B and not ran & _SPLIT else ""
+                    either = kind is Kind.B and not ran & _SPLIT
+                    fused = f" (and so is {spell(Action(s, Kind.BW, i))})" if either else ""
                     absent = Action(s, kind, i)
-                    text = f"{absent} is missing from stage {stage}{fused}."
-                    yield _Problem(text, stage, absent=absent)
+                    text = f"{spell(absent)} is missing from stage {stage}{fused}."
+                    yield Problem(text, stage, absent=absent)
 
 
-def _deadlocks(schedule: Schedule, walked: Walk) -> list[_Problem]:
-    problems = []
+def _deadlocks(
+    schedule: Schedule, walked: Walk, inbox_slots: int | None, spell: Callable[[Action], str]
+) -> list[Problem]:
+    """Of every stage that stops; first those that do so by themselves."""
+    alone, others = [], []
     for d, blocker in sorted(walked.blockers.items()):
         k = len(walked.ticks[d])
         stuck = schedule.orders[d][k]
-        text = f"Deadlock: stage {d} stops for good at {stuck}, which waits for {blocker}."
-        problems.append(_Problem(text, d, k))
-    return problems
+        text = f"Deadlock: stage {d} stops for good at {spell(stuck)}, which waits for "
+        if isinstance(blocker, int):
+            text += f"one of the {inbox_slots} inbox slots of stage {blocker}."
+            others.append(Problem(text, d, k))
+            continue
+        fused = Action(blocker.virtual_stage, Kind.BW, blocker.microbatch)
+        order = schedule.orders[schedule.placement.stages[blocker.virtual_stage]]
+        if blocker.kind is Kind.B and fused in order:
+            blocker = fused
+        if (blocker.virtual_stage, blocker.microbatch) == (stuck.virtual_stage, stuck.microbatch):
+            kind = spell(blocker).strip(string.digits)
+            text = f"{spell(stuck)} on stage {d} comes before its own {kind}, {spell(blocker)}."
+            alone.append(Problem(text, d, k))
+        else:
+            others.append(Problem(f"{text}the result of {spell(blocker)}.", d, k))
+    return alone + others
 
 
-def _broken_promises(schedule: Schedule) -> list[_Problem]:
+def _broken_promises(schedule: Schedule, spell: Callable[[Action], str]) -> list[Problem]:
     problems = []
     for d, promised in enumerate(schedule.peak_in_flight or ()):
         counts = _in_flight(schedule.orders[d])
         k = next((k for k, count in enumerate(counts) if count > promised), None)
         if k is not None:
             text = (
-                f"{schedule.orders[d][k]} on stage {d} exceeds the promised peak in flight: "
+                f"{spell(schedule.orders[d][k])} on stage {d} exceeds the promised peak in flight: "
                 f"{max(counts)} chunks against {promised}."
             )
-            problems.append(_Problem(text, d, k))
+            problems.append(Problem(text, d, k))
     return problems
 
 
-def _slice_problems(schedule: Schedule) -> list[_Problem]:
+def _slice_problems(schedule: Schedule) -> list[Problem]:
     problems = []
     for text, stage, action in slice_problems(schedule):
         order = schedule.orders[stage] if stage < len(schedule.orders) else ()
         position = order.index(action) if action in order else None
-        problems.append(_Problem(f"{text}.", stage, position))
+        problems.append(Problem(f"{text}.", stage, position))
     return problems
-
-
-def _message(schedule: Schedule, problems: list[_Problem], ticks: list[list[int]]) -> str:
-    p, m = len(set(schedule.placement.stages)), schedule.num_microbatches
-    lines = [f"Schedule {schedule.name!r} ({p} stages, {m} microbatches) cannot run:"]
-    lines += [f"  {problem.text}" for problem in problems[:_SHOWN_PROBLEMS]]
-    if len(problems) > _SHOWN_PROBLEMS:
-        least = "at least " if len(problems) >= _MAX_MISSING else ""
-        lines.append(f"  ... and {least}{len(problems) - _SHOWN_PROBLEMS} more.")
-    return "\n".join([*lines, *_grid(schedule, problems, ticks)])
-
-
-def _grid(schedule: Schedule, problems: list[_Problem], ticks: list[list[int]]) -> list[str]:
-    """Stage x tick around the first problem: ``>2F0<`` offends, ``>2F0?`` is missing."""
-    marks = {(q.stage, q.position) for q in problems}
-    cells: list[dict[int, str]] = []
-    places: dict[tuple[int | None, int | None], int] = {}
-    for d, order in enumerate(schedule.orders):
-        row, tick = {}, -1
-        for k, action in enumerate(order):
-            # Once a stage stops there is no true tick: show the rest in its order.
-            tick = ticks[d][k] if k < len(ticks[d]) else tick + 1
-            row[tick] = f">{action}<" if (d, k) in marks else f" {action} "
-            places[d, k] = tick
-        absent = [q.absent for q in problems if q.stage == d and q.absent is not None]
-        places[d, None] = tick + 1
-        row |= {tick + 1 + j: f">{action}?" for j, action in enumerate(absent)}
-        cells.append(row)
-    stage = problems[0].stage or 0
-    tick = places.get((problems[0].stage, problems[0].position), 0)
-    top = max(0, min(stage - _GRID_STAGES // 2, len(cells) - _GRID_STAGES))
-    left = max(0, tick - _GRID_TICKS // 2)
-    columns = range(left, left + _GRID_TICKS)
-    shown = [[row.get(t, " . ") for t in columns] for row in cells[top : top + _GRID_STAGES]]
-    width = max((len(cell) for row in shown for cell in row), default=3)
-    header = "tick".ljust(9) + "".join(f" {t}".ljust(width) for t in columns)
-    rows = [
-        f"stage {d}".ljust(9) + "".join(cell.ljust(width) for cell in row)
-        for d, row in enumerate(shown, start=top)
-    ]
-    return [line.rstrip() for line in (header, *rows)]

@@ -59,9 +59,39 @@ def test_show_writes_a_file(tmp_path, capsys, kind):
     assert capsys.readouterr().out == ""
 
 
+@pytest.mark.parametrize(
+    ("file", "arguments", "start"),
+    [
+        ("a.svg", [], "<?xml"),
+        ("a.SVG", [], "<?xml"),
+        ("a.csv", [], "0F0,"),
+        ("a.json", [], '{\n  "schedule": "gpipe"'),
+        ("a.json", ["--format", "trace"], '{"traceEvents"'),
+        ("a.txt", [], "stage 0 |"),
+        ("a", [], "stage 0 |"),
+        ("a.txt", ["--format", "csv"], "0F0,"),
+    ],
+)
+def test_the_ending_of_the_file_says_the_format(tmp_path, file, arguments, start):
+    out = tmp_path / file
+    assert main(["show", "gpipe", *SHAPE, *arguments, "--out", str(out)]) == 0
+    assert out.read_text().startswith(start)
+
+
+def test_chimera_is_drawn_with_the_batchs_microbatches_and_peak(capsys):
+    assert main(["show", "chimera", "--stages", "4", "--microbatches", "4"]) == 0
+    out = capsys.readouterr().out
+    assert "chimera, p=4 v=1 m=4, " in out
+    assert "peak in flight, per stage: 3, 4, 4, 3" in out
+
+
 def test_schedules_lists_every_row(capsys):
     assert main(["schedules"]) == 0
     out = capsys.readouterr().out
+    last = out.splitlines()[-1]
+    assert "pipemare, pipedream and 2bw" in last
+    assert "`jaxpipe show pipemare " in last
+    assert "train.py" in last
     for entry in catalog.entries():
         for cell in (entry.name, entry.summary, entry.bubble, entry.peak, entry.source):
             assert cell in out
@@ -112,42 +142,108 @@ def test_csv_goes_out_and_comes_back_as_the_same_report(tmp_path, capsys):
     assert "peak in flight, per stage: 4, 3, 2, 1" in capsys.readouterr().out
 
 
-def test_show_takes_a_users_own_schedule(tmp_path, capsys, monkeypatch):
-    file = tmp_path / "mine.csv"
-    file.write_text("0F0,0B0\n")
-    assert main(["show", str(file)]) == 0
+def test_validate_says_why_it_does_not_draw(tmp_path, capsys):
+    file = tmp_path / "1f1b.csv"
+    assert main(["show", "1f1b", *SHAPE, "--out", str(file)]) == 0
+    assert main(["validate", str(file), "--costs", "1e-6,1,1"]) == 0
+    out = capsys.readouterr().out
+    assert out.startswith("Valid, but not drawn. A drawing in text needs 5.7e+07 columns, beyond")
+    assert "1f1b, p=4 v=1 m=8, (F, B, W)=(1e-06, 1, 1), lock-step" in out
+    assert "peak in flight, per stage: 4, 3, 2, 1" in out
+    assert main(["show", str(file), "--costs", "1e-6,1,1"]) == 2
+    assert "columns, beyond" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("file", ["mine.csv", "mine.CSV"])
+def test_show_takes_a_users_own_file(tmp_path, capsys, file):
+    path = tmp_path / file
+    path.write_text("0F0,0B0\n")
+    assert main(["show", str(path)]) == 0
     assert "mine, p=1 v=1 m=1" in capsys.readouterr().out
-    assert main(["show", str(file), "--stages", "1"]) == 2
-    assert "leave out stages" in capsys.readouterr().err
+    for arguments, expected in (
+        (["--stages", "1", "--chunks", "1"], "leave out --stages, --chunks"),
+        (["--layers-per-chunk", "0"], "pipeline.layers_per_chunk=0 must be at least 1"),
+    ):
+        assert main(["show", str(path), *arguments]) == 2
+        assert expected in capsys.readouterr().err
+
+
+def test_show_takes_a_users_own_function(tmp_path, capsys, monkeypatch):
 
     (tmp_path / "their_schedules.py").write_text(
         "import dataclasses\n"
         "from jaxpipe.schedule.gpipe import gpipe\n"
-        "def good(p, m): return dataclasses.replace(gpipe(p, m), name='good')\n"
+        "def good(p, m): return gpipe(p, m)\n"
         "def bad(p, m): return dataclasses.replace(gpipe(p, m), num_microbatches=m + 1)\n"
         "def odd(p, m): return p * m\n"
-        "def priced(p, m, *, costs): return dataclasses.replace(gpipe(p, m), name=f'f{costs.f}')\n"
+        "def priced(p, m, *, costs): return gpipe(p, m, fused=costs.f == 7)\n"
+        "def any_options(p, m, **options): return gpipe(p, m, fused=options == {'num_chunks': 1})\n"
+        "def one(p): return gpipe(p, 1)\n"
+        "def needy(p, m, *, memory_limit): return gpipe(p, m)\n"
+        "def three(p, m): return gpipe(3, m)\n"
+        "def strings(p, m): return dataclasses.replace(gpipe(p, m), orders=(('0F0',),) * p)\n"
+        "def floats(p, m): return dataclasses.replace(gpipe(p, m), num_microbatches=2.0)\n"
+        "def none(p, m): return dataclasses.replace(gpipe(p, m), orders=None)\n"
+        "def raises(p, m):\n"
+        "    raise KeyError('no luck')\n"
+        "def refused(p, m): return catalog.build('chimera', stages=p, microbatches=m + 1)\n"
+        "from jaxpipe.schedule import catalog\n"
         "number = 3\n"
     )
+    (tmp_path / "no_syntax.py").write_text("\ndef f(:\n")
+    (tmp_path / "no_import.py").write_text("import no_such_module_either\n")
     monkeypatch.syspath_prepend(tmp_path)
     assert main(["show", "their_schedules:good", *SHAPE]) == 0
-    assert "good, p=4 v=1 m=8" in capsys.readouterr().out
+    assert "their_schedules:good, p=4 v=1 m=8" in capsys.readouterr().out
     assert main(["show", "their_schedules:priced", *SHAPE, "--costs", "7,1,1"]) == 0
-    assert "f7.0, p=4 v=1 m=8" in capsys.readouterr().out
+    assert "BW0" in capsys.readouterr().out
+    assert main(["show", "their_schedules:any_options", *SHAPE, "--chunks", "1"]) == 0
+    assert "BW0" in capsys.readouterr().out
     for name, expected in (
         ("their_schedules:bad", "0F8 is missing"),
         ("their_schedules:odd", "returned int, and must return a Schedule"),
         ("their_schedules:number", "not a function but int"),
-        ("their_schedules:none", "has no attribute 'none'"),
+        ("their_schedules:nothing", "has no attribute 'nothing'"),
+        ("their_schedules:one", "cannot be called as function(num_stages, num_microbatches): too"),
+        ("their_schedules:needy", "missing a required"),
+        ("their_schedules:three", "a schedule of 3 stages and 8 microbatches, and was asked for 4"),
+        ("their_schedules:strings", "'0F0' on stage 0 is str, and must be an Action"),
+        ("their_schedules:floats", "num_microbatches=2.0 is float, and must be int"),
+        ("their_schedules:none", "orders is NoneType, and must be a tuple"),
+        ("their_schedules:raises", "their_schedules.py:15: 'no luck'"),
+        ("their_schedules:refused", "raised ValueError at"),
+        ("their_schedules:refused", "their_schedules.py:16: "),
+        ("no_syntax:f", "no_syntax.py:2: invalid syntax"),
+        ("no_import:f", f"raised ModuleNotFoundError at {tmp_path / 'no_import.py'}:1: No module"),
         ("no_such_module:f", "No module named 'no_such_module'"),
+        ("their_schedules.deeper:f", "No module named 'their_schedules.deeper'"),
+        ("builtins:max", "does not say what parameters it has"),
         (":", "is no function Python can import"),
+        (".a:f", "'.a' is not the full name of a module"),
     ):
         assert main(["show", name, *SHAPE]) == 2
         assert expected in capsys.readouterr().err
     assert main(["show", "their_schedules:good", *SHAPE, "--chunks", "2"]) == 2
-    assert "has no parameter for num_chunks" in capsys.readouterr().err
+    assert "has no parameter num_chunks.\nNearest valid: leave out --chunks." in (
+        capsys.readouterr().err
+    )
     assert main(["show", "their_schedules:good"]) == 2
-    assert "needs a number of stages" in capsys.readouterr().err
+    assert "needs --stages and --microbatches" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (["--stages", "0", "--microbatches", "8"], "mesh.stage=0 must be at least 1"),
+        (["--stages", "4", "--microbatches", "1000000000"], "forward passes, beyond 5000000"),
+        ([*SHAPE, "--layers-per-chunk", "0"], "layers_per_chunk=0 must be at least 1"),
+        ([*SHAPE, "--memory-limit", "0"], "memory_limit=0.0 must be above 0"),
+    ],
+)
+def test_a_users_function_is_not_called_with_numbers_that_cannot_be(capsys, arguments, expected):
+    # It has no attribute f; nobody looks.
+    assert main(["show", "json:f", *arguments]) == 2
+    assert expected in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -159,7 +255,8 @@ def test_show_takes_a_users_own_schedule(tmp_path, capsys, monkeypatch):
         (b"\xff\xfe\x00", "is not text in UTF-8"),
         (b"0F0," + b"9" * 200_000, "row 1: field larger than field limit"),
         (b"", "has no action"),
-        (b"0B0,0F0\n", ">0BW0<"),
+        (b"0B0,0F0\n", "comes before its own F"),
+        (b"0B0,0F0\n", ">0B0< 0F0"),
         (None, "No such file"),
     ],
 )
@@ -181,6 +278,20 @@ def test_bad_csv_gets_status_2_and_one_message(tmp_path, capsys, content, expect
             ["show", "1f1b", "--stages", "1000", "--microbatches", "1000000000"],
             "does not fit in memory.\nNearest valid: a product of 5000000.",
         ),
+        (
+            ["show", "1f1b", "--stages", "5000000", "--microbatches", "1"],
+            "--stages 5000000: 5000000 virtual stages, beyond 4096: such a schedule does not fit "
+            "in memory.\nNearest valid: --stages 4096.",
+        ),
+        (
+            ["show", "interleaved", *SHAPE, "--chunks", "5000000"],
+            "--stages 4 and --chunks 5000000: 20000000 virtual stages, beyond 4096",
+        ),
+        (
+            ["show", "interleaved", "--stages", "4", "--microbatches", "1000000"],
+            "--stages 4 and --chunks 2 and --microbatches 1000000: 8000000 forward passes",
+        ),
+        (["compare", "--stages", "5000000", "--microbatches", "1"], "virtual stages, beyond 4096"),
         (["show", "1f1b"], "needs --stages and --microbatches"),
         (["show", "1f1d", *SHAPE], "Nearest valid: '1f1b'"),
         (["show", "gpipe", *SHAPE, "--chunks", "2"], "pipeline.chunks=2 does not fit"),
@@ -193,7 +304,13 @@ def test_bad_csv_gets_status_2_and_one_message(tmp_path, capsys, content, expect
         (["compare", *SHAPE, "--out", "picture.gif"], "Nearest valid: .svg, .png"),
         (["compare", *SHAPE, "--out", "/no/such/folder/a.svg"], "/no/such/folder/a.svg"),
         (["compare", "--stages", "0", "--microbatches", "8"], "mesh.stage=0 must be"),
-        (["show", "gpipe", *SHAPE, "--format", "png"], "--out gpipe.png"),
+        (
+            ["show", "gpipe", *SHAPE, "--format", "png"],
+            "and there is no --out.\nNearest valid: --out gpipe.png",
+        ),
+        (["show", "gpipe", *SHAPE, "--format", "text", "--out", "a.svg"], "--out a.txt"),
+        (["show", "gpipe", *SHAPE, "--format", "json", "--out", "a.csv"], "--out a.json"),
+        (["show", "gpipe", *SHAPE, "--format", "svg", "--out", "a.txt"], "--out a.svg"),
         (["show", "gpipe", *SHAPE, "--format", "svg", "--out", "a.png"], "--out a.svg"),
         (["show", "gpipe", *SHAPE, "--out", "/no/such/folder/a.txt"], "/no/such/folder/a.txt"),
     ],
@@ -203,6 +320,11 @@ def test_mistakes_go_to_stderr_with_status_2(capsys, arguments, expected):
     printed = capsys.readouterr()
     assert expected in printed.err
     assert printed.out == ""
+
+
+def test_compare_says_what_is_out_of_range_once(capsys):
+    assert main(["compare", "--stages", "0", "--microbatches", "8"]) == 2
+    assert capsys.readouterr().err == "mesh.stage=0 must be at least 1.\nNearest valid: 1.\n"
 
 
 @pytest.mark.parametrize("arguments", [["show", "gpipe", "--stages", "many"], ["draw"], []])
@@ -217,8 +339,9 @@ def test_costs():
     assert parse_costs("1,1.2,0.8,0.1") == Costs(1, 1.2, 0.8, 0.1)
 
 
-def test_the_module_runs_as_a_program():
-    command = [sys.executable, "-m", "jaxpipe.cli", "show", "nope", *SHAPE]
+@pytest.mark.parametrize("module", ["jaxpipe", "jaxpipe.cli"])
+def test_the_module_runs_as_a_program(module):
+    command = [sys.executable, "-m", module, "show", "nope", *SHAPE]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 2
     assert "pipeline.schedule='nope'" in done.stderr

@@ -80,9 +80,23 @@ def test_figure_tells_chunks_apart(v_shape):
     assert max(memory.lines[0].get_ydata()) == 1
 
 
-def test_text_that_no_terminal_could_show_is_refused():
-    with pytest.raises(ValueError, match=r"needs .* columns, beyond .* picture"):
-        draw.text(timeline(costs=Costs(1e-9, 1, 1)))
+def test_caption_counts_the_microbatches_of_both_copies():
+    assert draw.caption(timeline("chimera", p=4, m=4)).startswith("chimera, p=4 v=1 m=4, ")
+
+
+# Late in such a timeline the ends of a short action round to one number.
+FAR_APART = [Costs(1e-9, 1, 1), Costs(1e-90, 1, 1), Costs(1, 1, 1, 1e100), Costs(1e100, 1e-100, 1)]
+
+
+@pytest.mark.parametrize("costs", FAR_APART)
+def test_text_that_no_terminal_could_show_is_refused(costs):
+    with pytest.raises(draw.TooWideError, match=r"needs .* columns, beyond .* picture"):
+        draw.text(timeline(costs=costs))
+
+
+@pytest.mark.parametrize("costs", FAR_APART)
+def test_figures_show_costs_that_are_far_apart(costs):
+    assert draw.figure(timeline(p=2, m=2, costs=costs)).axes
 
 
 @pytest.mark.parametrize(("suffix", "start"), [("svg", b"<?xml"), ("png", b"\x89PNG")])

@@ -452,22 +452,61 @@ def test_an_invalid_schedule_of_ones_own_is_refused_with_the_grid():
         good = gpipe(num_stages, num_microbatches)
         return dataclasses.replace(good, orders=(good.orders[0][::-1], *good.orders[1:]))
 
-    with pytest.raises(ScheduleError, match=r"(?s)Deadlock.*stage 0 +>0W1<"):
+    with pytest.raises(ScheduleError, match=r"(?s)0W1 on stage 0 comes before.*stage 0 +>0W1<"):
         catalog.build("broken", stages=2, microbatches=2)
 
 
 @pytest.mark.usefixtures("registry")
-def test_built_in_names_are_taken():
-    with pytest.raises(ValueError, match="'1f1b' belongs to a built-in schedule"):
-        catalog.register("1f1b")
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("1f1b", "'1f1b' belongs to a built-in schedule.\nNearest valid: 'my-1f1b'"),
+        ("2bw", "'2bw' belongs to an asynchronous method.\nNearest valid: 'my-2bw'"),
+        ("mine.CSV", "'mine.CSV' looks like a file.\nNearest valid: 'mine'"),
+        ("a.b:c", "'a.b:c' looks like a function.\nNearest valid: 'a.b-c'"),
+        ("", "needs a name"),
+    ],
+)
+def test_names_that_mean_something_else_are_refused(name, expected):
+    with pytest.raises(ValueError, match=expected):
+        catalog.register(name)
+
+
+@pytest.mark.usefixtures("registry")
+def test_what_a_registered_function_does_wrong_is_said():
+    catalog.register("wrong")(lambda num_stages, num_microbatches: None)
+    catalog.register("raises")(lambda num_stages, num_microbatches: 1 // 0)
+    catalog.register("other")(lambda num_stages, num_microbatches: gpipe(3, 2))
+    for name, expected in (
+        ("wrong", "wrong returned NoneType, and must return a Schedule"),
+        ("raises", r"raises raised ZeroDivisionError at .*test_generators\.py:\d+: integer"),
+        (
+            "other",
+            "other returned a schedule of 3 stages and 2 microbatches, and was asked for 2 and",
+        ),
+    ):
+        with pytest.raises(ValueError, match=expected):
+            catalog.build(name, stages=2, microbatches=2)
 
 
 @pytest.mark.usefixtures("registry")
 def test_installed_schedules_come_by_entry_point(monkeypatch):
-    point = EntryPoint("installed", "jaxpipe.schedule.gpipe:gpipe", "jaxpipe.schedules")
-    monkeypatch.setattr(catalog, "entry_points", lambda group: [point])
+    points = [
+        EntryPoint(name, value, "jaxpipe.schedules")
+        for name, value in (
+            ("lost", "no_such_module:f"),
+            ("1f1b", "jaxpipe.schedule.gpipe:gpipe"),
+            ("installed", "jaxpipe.schedule.gpipe:gpipe"),
+        )
+    ]
+    monkeypatch.setattr(catalog, "entry_points", lambda group: points)
     catalog._load_installed.cache_clear()
-    assert catalog.build("installed", stages=2, microbatches=2) == gpipe(2, 2)
+    with pytest.warns(UserWarning, match="is left out") as caught:
+        built = catalog.build("installed", stages=2, microbatches=2)
+    assert built == dataclasses.replace(gpipe(2, 2), name="installed")
+    lost, taken = (str(warning.message) for warning in caught)
+    assert "'lost' = 'no_such_module:f' of some package is left out: ModuleNotFoundError" in lost
+    assert "'1f1b' = 'jaxpipe.schedule.gpipe:gpipe' of some package is left out: Value" in taken
 
 
 def test_two_copies_of_the_model_pass_nothing_to_each_other():
@@ -482,7 +521,7 @@ def test_two_copies_of_the_model_pass_nothing_to_each_other():
     [
         *("placement", "actions", "catalog", "validate", "simulate", "draw", "slots", "lower"),
         *("gpipe", "one_f_one_b", "interleaved", "breadth_first", "hanayo", "zero_bubble"),
-        *("dualpipe", "chimera"),
+        *("dualpipe", "chimera", "schedule_types"),
     ],
 )
 def test_examples_in_docstrings_run(module):

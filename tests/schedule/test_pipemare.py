@@ -88,6 +88,12 @@ def test_2bw_refuses_a_delay_of_more_than_one_update():
         SteadyState(4, 6, "2bw")
 
 
+@pytest.mark.parametrize(("P", "N", "name"), [(0, 1, "stages"), (1, 0, "microbatches")])
+def test_numbers_out_of_range_are_refused(P, N, name):
+    with pytest.raises(ValueError, match=rf"{name}=0 must be at least 1\.\nNearest .*{name}=1"):
+        SteadyState(P, N)
+
+
 def test_an_unknown_method_lists_the_known():
     with pytest.raises(ValueError, match=", ".join(METHODS)):
         SteadyState(2, 2, "gpipe")
@@ -126,11 +132,28 @@ def test_the_steady_state_is_drawn_with_what_a_run_finds(capsys):
     assert "weight versions kept: 1" in out
 
 
+SMALL = ["--stages", "2", "--microbatches", "2"]
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         (["pipemare"], "needs --stages and --microbatches"),
-        (["2bw", "--stages", "4", "--microbatches", "2"], "microbatches=7"),
+        (
+            ["2bw", "--stages", "4", "--microbatches", "2"],
+            "2bw keeps two weight versions: --microbatches 2 on 4 stages needs more.\n"
+            "Nearest valid: --microbatches 7.",
+        ),
+        (["pipemare", "--stages", "4", "--microbatches", "0"], "--microbatches 0 must be at least"),
+        (["pipemare", "--stages", "0", "--microbatches", "4"], "--stages 0 must be at least 1"),
+        (["pipemare", *SMALL, "--chunks", "2"], "--chunks 2 does not fit 'pipemare': each of its"),
+        (["pipemare", *SMALL, "--group", "2"], "--group 2 does not fit"),
+        (["pipemare", *SMALL, "--costs", "1,2,1"], "--costs 1,2,1 does not fit"),
+        (["pipemare", *SMALL, "--layers-per-chunk", "2"], "--layers-per-chunk 2 does not fit"),
+        (["pipemare", *SMALL, "--memory-limit", "2"], "--memory-limit 2.0 does not fit"),
+        (["pipemare", *SMALL, "--out", "a.svg"], "--format svg is for schedules that end"),
+        (["pipemare", "--stages", "2", "--microbatches", "1000000"], "columns, beyond 200000"),
+        (["pipemare", "--stages", "100000000", "--microbatches", "1"], "virtual stages, beyond"),
         (
             ["pipedream", *("--stages", "2", "--microbatches", "2"), "--format", "csv"],
             "never drains",

@@ -63,6 +63,14 @@ def test_peak_is_in_microbatches_of_a_full_stage(p, v, m):
     assert report(looped_breadth_first(p, v, m), Costs(1, 1, 1))["peak_in_flight"] == [m] * p
 
 
+@pytest.mark.parametrize("name", ["chimera", "chimera-fused"])
+def test_two_copies_of_the_model_share_the_batch(name):
+    shown = report(catalog.build(name, stages=4, microbatches=4), Costs(1, 1, 1))
+    assert (shown["chunks"], shown["microbatches"]) == (1, 4)
+    assert shown["peak_in_flight"] == [3, 4, 4, 3]
+    assert {action["chunk"] for row in shown["actions"] for action in row} == {0}
+
+
 def test_peak_in_bytes_where_the_size_is_given():
     schedule, same = catalog.build("1f1b", stages=3, microbatches=8), Costs(1, 1, 1)
     assert report(schedule, same, activation_bytes=100)["peak_in_flight_bytes"] == [300, 200, 100]

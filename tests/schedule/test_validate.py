@@ -60,8 +60,10 @@ def test_a_dropped_action_is_refused_by_name(case):
     with pytest.raises(ScheduleError) as caught:
         validate(with_order(base, d, order))
     text = str(caught.value)
-    # A missing BW looks like a missing split pair.
-    wanted = str(dropped).replace("BW", "B")
+    wanted = str(dropped)
+    if not any(action.kind is Kind.BW for row in (*base.orders[:d], order) for action in row):
+        # Where no BW is left to tell, a missing one looks like a missing split pair.
+        wanted = wanted.replace("BW", "B")
     assert f"{wanted} is missing from stage {d}" in text
     assert f">{wanted}?" in text
 
@@ -101,7 +103,7 @@ def test_any_reordering_is_either_refused_or_runs_in_dependency_order(case, data
     shuffled = dataclasses.replace(shuffled, peak_in_flight=None)
     walked = walk(shuffled)
     if walked.blockers:
-        with pytest.raises(ScheduleError, match="Deadlock"):
+        with pytest.raises(ScheduleError, match=r"Deadlock|comes before its own"):
             validate(shuffled)
     else:
         validate(shuffled)
@@ -134,12 +136,64 @@ def test_the_grid_marks_the_cell_where_a_cycle_stops():
         validate(stuck)
     assert str(caught.value).splitlines() == [
         "Schedule 'test' (2 stages, 1 microbatches) cannot run:",
-        "  Deadlock: stage 0 stops for good at 0BW0, which waits for the result of 1B0.",
-        "  Deadlock: stage 1 stops for good at 1BW0, which waits for the result of 1F0.",
+        "  1BW0 on stage 1 comes before its own F, 1F0.",
+        "  Deadlock: stage 0 stops for good at 0BW0, which waits for the result of 1BW0.",
         "tick      0     1     2     3     4     5     6     7     8     9     10    11",
         "stage 0   0F0  >0BW0< .     .     .     .     .     .     .     .     .     .",
         "stage 1  >1BW0< 1F0   .     .     .     .     .     .     .     .     .     .",
     ]
+
+
+def test_the_grid_marks_the_cells_of_a_deadlock_between_stages():
+    with pytest.raises(ScheduleError) as caught:
+        validate(schedule("0F0 0B0 0W0 0F1 0B1 0W1", "1F0 1F1 1B0 1W0 1B1 1W1", m=2))
+    text = str(caught.value)
+    assert "Deadlock: stage 0 stops for good at 0B0, which waits for the result of 1B0." in text
+    assert "Deadlock: stage 1 stops for good at 1F1, which waits for the result of 0F1." in text
+    assert ">0B0<" in text
+    assert ">1F1<" in text
+
+
+def test_a_fused_backward_that_is_missing_is_one_cell():
+    with pytest.raises(ScheduleError) as caught:
+        validate(schedule("0F0 0F1 0BW0", m=2))
+    assert str(caught.value).splitlines()[1:2] == ["  0BW1 is missing from stage 0."]
+    assert str(caught.value).count("?") == 1
+
+
+@pytest.mark.parametrize(
+    ("fields", "expected"),
+    [
+        ({"num_microbatches": 2.0}, r"num_microbatches=2\.0 is float, and must be int\."),
+        ({"orders": None}, r"orders is NoneType, and must be a tuple of one tuple for every stage"),
+        ({"orders": (None,)}, r"orders is tuple, and must be a tuple of one tuple"),
+        ({"orders": (("0F0", "0BW0"),)}, r"'0F0' on stage 0 is str, and must be an Action"),
+        (
+            {"orders": ((Action(0, "F", 0),),)},
+            r"kind='F'.* is Action, and must be an Action \(int,",
+        ),
+        ({"orders": ((Action(0.0, Kind.F, 0),),)}, r"must be an Action \(int, Kind, int\)"),
+        ({"placement": (0,)}, "placement is tuple, and must be a Placement"),
+        (
+            {"placement": Placement(("0",))},
+            "placement.stages is tuple, and must be a tuple of noth",
+        ),
+        ({"placement": Placement((0,), num_copies=1.0)}, r"num_copies=1\.0 is float, and must be"),
+        ({"peak_in_flight": 3}, "peak_in_flight is int, and must be a tuple"),
+        ({"slices": ((0,),)}, "0 on stage 0 is int, and must be a Slice"),
+    ],
+)
+def test_other_types_are_refused(fields, expected):
+    base = catalog.build("gpipe", stages=1, microbatches=2)
+    with pytest.raises(ScheduleError, match=expected):
+        validate(dataclasses.replace(base, **fields))
+
+
+def test_errors_about_slices_end_in_one_full_stop():
+    base = catalog.build("gpipe", stages=1, microbatches=1)
+    for slices in ((), ((),)):
+        with pytest.raises(ScheduleError, match=r"slices[^\n]*[^.]\.\n"):
+            validate(dataclasses.replace(base, slices=slices))
 
 
 def test_large_schedules_show_only_the_surroundings_of_the_cell():
@@ -212,9 +266,14 @@ def test_hops_within_a_stage_need_no_inbox():
 @pytest.mark.parametrize(
     ("fields", "expected"),
     [
-        ({"placement": Placement((0, 0, 1))}, "same number of virtual stages"),
-        ({"placement": Placement(())}, "same number of virtual stages"),
-        ({"placement": Placement((0, 1), num_copies=3)}, "not num_copies=3 copies"),
+        (
+            {"placement": Placement((0, 0, 1))},
+            r"same number of virtual stages: stage 1 holds 1, stage 0 holds 2\.",
+        ),
+        ({"placement": Placement((0,))}, r"virtual stages: stage 1 holds 0, stage 0 holds 1\."),
+        ({"placement": Placement((0, 7))}, r"virtual stages: stage 1 holds 0, stage 0 holds 1\."),
+        ({"placement": Placement(())}, "same number of virtual stages: it is empty"),
+        ({"placement": Placement((0, 1), num_copies=2)}, "not those of num_copies=2 copies"),
         ({"num_microbatches": 0}, "num_microbatches=0 is below 1"),
         ({"orders": ()}, "There are 0 orders for 2 stages"),
         ({"peak_in_flight": (1,)}, "peak_in_flight has 1 values for 2 stages"),
