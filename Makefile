@@ -14,7 +14,7 @@ PREPARE_resnet-digits-pipemare := images --source digits --out data/digits
 PREPARE_resnet-mnist := images --source mnist --out data/mnist
 PREPARE_translate-tiny := translation --locales de es fr it nl pt_BR sv --vocab-size 4096 --out data/django
 
-.PHONY: setup train test test-fast test-all lint types bench study-pipemare gpu-compile figures docs
+.PHONY: setup train test test-fast test-all test-parity lint types bench study-pipemare gpu-compile figures docs
 
 setup: $(INSTALLED)
 
@@ -36,6 +36,12 @@ test-fast: setup
 
 test-all: setup
 	$(BIN)/python -m pytest -n 2
+
+# PyTorch is large, so it has an environment of its own; the pinned build needs Python 3.11.
+test-parity:
+	test -x $(VENV)-parity/bin/python || $(PYTHON) -m venv $(VENV)-parity
+	$(VENV)-parity/bin/python -m pip install --quiet --disable-pip-version-check --editable '.[test,parity]'
+	$(VENV)-parity/bin/python -m pytest -n 2 tests/models/test_hugging_face.py
 
 lint: setup
 	$(BIN)/ruff check .

@@ -45,7 +45,7 @@ INIT = {GPTConfig: gpt.init, BERTConfig: bert.init, ResNetConfig: resnet.init}
 def transformers():
     """The library with its torch models; what follows needs both installed."""
     pytest.importorskip(
-        "torch", reason="torch is not installed: pip install 'jaxpipe[huggingface]'"
+        "torch", reason="torch is not installed: make test-parity"
     )
     return pytest.importorskip("transformers", reason="transformers is not installed")
 
