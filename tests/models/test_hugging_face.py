@@ -44,9 +44,7 @@ INIT = {GPTConfig: gpt.init, BERTConfig: bert.init, ResNetConfig: resnet.init}
 @pytest.fixture(scope="module")
 def transformers():
     """The library with its torch models; what follows needs both installed."""
-    pytest.importorskip(
-        "torch", reason="torch is not installed: make test-parity"
-    )
+    pytest.importorskip("torch", reason="torch is not installed: make test-parity")
     return pytest.importorskip("transformers", reason="transformers is not installed")
 
 
