@@ -57,7 +57,9 @@ class Method:
     on: tuple[str, ...] = ()
 
 
-METHODS = {
+_Name = Literal["synchronous", "naive", "T1", "T1+T2", "T1+T2+T3", "PipeDream", "2BW"]
+
+METHODS: dict[_Name, Method] = {
     "synchronous": Method("1f1b"),
     "naive": Method("pipemare"),
     "T1": Method("pipemare", (_T1,)),
@@ -82,9 +84,7 @@ class Options:
     config: str = _CONFIG
     steps: int = 150
     seeds: int = 3
-    names: tuple[
-        Literal["synchronous", "naive", "T1", "T1+T2", "T1+T2+T3", "PipeDream", "2BW"], ...
-    ] = tuple(METHODS)  # type: ignore[assignment]
+    names: tuple[_Name, ...] = tuple(METHODS)
 
 
 def configure(base: Config, method: Method, *, steps: int, seed: int, folder: Path) -> Config:

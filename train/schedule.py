@@ -61,10 +61,11 @@ def order(config: Config) -> Schedule:
       ValueError: as `jaxpipe.schedules.build`; the message names the fields.
     """
     pipeline, name = config.pipeline, config.pipeline.schedule
-    if user.is_users(name):
-        return _users(config)
     # Schedules that read the layers have two chunks a stage.
-    layers_per_chunk = -(-config.num_layers // (2 * config.mesh.stage))
+    layers_per_chunk = max(1, -(-config.num_layers // (2 * config.mesh.stage)))
+    clock: dict[str, Any] = {"costs": costs(config), "layers_per_chunk": layers_per_chunk}
+    if user.is_users(name):
+        return _users(config, clock)
     return catalog.build(
         _SYNCHRONOUS if is_asynchronous(config) else name,
         stages=config.mesh.stage,
@@ -72,43 +73,32 @@ def order(config: Config) -> Schedule:
         chunks=pipeline.chunks,
         group=pipeline.group,
         memory_limit=pipeline.memory_limit,
-        costs=costs(config),
-        layers_per_chunk=max(1, layers_per_chunk),
+        **clock,
     )
 
 
-def _users(config: Config) -> Schedule:
+def _users(config: Config, clock: dict[str, Any]) -> Schedule:
     """A user's own schedule, of the stages and microbatches that the configuration has."""
-    pipeline, name = config.pipeline, config.pipeline.schedule
+    pipeline, name, stages = config.pipeline, config.pipeline.schedule, config.mesh.stage
     options: dict[str, Any] = {
         "num_chunks": pipeline.chunks,
         "group": pipeline.group,
         "memory_limit": pipeline.memory_limit,
     }
     given = {option: value for option, value in options.items() if value is not None}
-    wanted = {"mesh.stage": config.mesh.stage, "pipeline.microbatches": pipeline.microbatches}
-    if name.lower().endswith(".csv"):
-        try:
-            schedule = user.load(name, stages=None, microbatches=None, **given)
-        except OSError as error:
-            raise ValueError(f"pipeline.schedule={name!r} cannot be read: {error}") from None
-    else:
-        schedule = user.load(
-            name,
-            stages=config.mesh.stage,
-            microbatches=pipeline.microbatches,
-            clock={"costs": costs(config)},
-            **given,
-        )
-    own = {
-        "mesh.stage": schedule.num_stages,
-        "pipeline.microbatches": schedule.num_microbatches,
-    }
-    if own != wanted:
-        asked = " and ".join(f"{path}={value}" for path, value in wanted.items())
-        valid = ", ".join(f"{path}={value}" for path, value in own.items())
+    if not user.is_file(name):
+        m = pipeline.microbatches
+        return user.load(name, stages=stages, microbatches=m, clock=clock, **given)
+    try:
+        schedule = user.load(name, stages=None, microbatches=None, **given)
+    except OSError as error:
+        raise ValueError(f"pipeline.schedule={name!r} cannot be read: {error}") from None
+    own, m = schedule.num_stages, schedule.num_microbatches
+    if (own, m) != (stages, pipeline.microbatches):
         raise ValueError(
-            f"pipeline.schedule={name!r} is not a schedule for {asked}.\nNearest valid: {valid}."
+            f"pipeline.schedule={name!r} is not a schedule for mesh.stage={stages} and "
+            f"pipeline.microbatches={pipeline.microbatches}.\n"
+            f"Nearest valid: mesh.stage={own}, pipeline.microbatches={m}."
         )
     return schedule
 

@@ -24,7 +24,12 @@ def is_users(name: str) -> bool:
       >>> is_users("mine.csv"), is_users("package.module:mine"), is_users("1f1b")
       (True, True, False)
     """
-    return _is_file(name) or ":" in name
+    return is_file(name) or ":" in name
+
+
+def is_file(name: str) -> bool:
+    """Whether a schedule's name is a file "PATH.csv"."""
+    return name.lower().endswith(".csv")
 
 
 def load(
@@ -57,7 +62,7 @@ def load(
       ScheduleError: the schedule cannot run.
       OSError: the file cannot be read.
     """
-    if _is_file(name):
+    if is_file(name):
         given = {"stages": stages, "microbatches": microbatches, **options}
         extra = ", ".join(_option(key) for key, value in given.items() if value is not None)
         if extra:
@@ -102,7 +107,7 @@ def call(
         raise ValueError(f"{name} cannot be called as function({arguments}): {error}.") from None
     try:
         schedule = function(stages, microbatches, **options)
-    except Exception as error:
+    except Exception as error:  # a user's code may raise anything
         raise ValueError(f"{name} {_raised(error)}") from error
     if not isinstance(schedule, Schedule):
         raise ValueError(f"{name} returned {type(schedule).__name__}, and must return a Schedule.")
@@ -115,10 +120,6 @@ def call(
             f"asked for {stages} and {microbatches}."
         )
     return schedule
-
-
-def _is_file(name: str) -> bool:
-    return name.lower().endswith(".csv")
 
 
 def _option(parameter: str) -> str:
@@ -145,7 +146,7 @@ def _module(name: str, module_name: str) -> ModuleType:
         sys.path.insert(0, os.getcwd())
     try:
         return importlib.import_module(module_name)
-    except Exception as error:
+    except Exception as error:  # so may a module, when it is imported
         if isinstance(error, ModuleNotFoundError) and f"{module_name}.".startswith(
             f"{error.name}."
         ):
