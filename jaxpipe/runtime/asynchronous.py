@@ -55,6 +55,9 @@ class AsyncPipeline:
       discrepancy_decay: T2's D between 0 and 1, near 0.135: the backward reads w - tau * delta,
         delta being the weights' average step. None for no correction; PipeMare without T1 and T2 is
         naive asynchrony.
+      recompute_segment: stages of a segment, of which F keeps the input alone; it runs forward
+        again just before its backward. T2 then also corrects the weights of that second forward,
+        by as much less as they are less late. None for no recomputation.
       clip_norm: the largest norm of a gradient, or None.
 
     Raises:
@@ -89,12 +92,13 @@ class AsyncPipeline:
         method: str = "pipemare",
         rescheduling_steps: int | None = None,
         discrepancy_decay: float | None = None,
+        recompute_segment: int | None = None,
         clip_norm: float | None = None,
     ) -> None:
         _check(pipe, method, rescheduling_steps, discrepancy_decay, clip_norm)
         stages, microbatches = pipe.schedule.num_stages, pipe.schedule.num_microbatches
         self.pipe, self.optimizer = pipe, optimizer
-        self.steady = SteadyState(stages, microbatches, method)
+        self.steady = SteadyState(stages, microbatches, method, recompute_segment)
         self._rules = Rules(
             self.steady,
             PartOptimizer(optimizer, pipe.layout.placed_shapes()),

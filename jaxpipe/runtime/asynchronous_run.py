@@ -18,10 +18,10 @@ from jax import lax
 
 from jaxpipe.runtime.asynchronous_update import Rules, UpdatingRun, corrected
 from jaxpipe.runtime.dependence import read_leaves
-from jaxpipe.runtime.executor import Plan, tie
+from jaxpipe.runtime.executor import Plan, at_slot, put_slot, tie
 from jaxpipe.runtime.keys import layer_key
 from jaxpipe.runtime.layers import LayerKind
-from jaxpipe.runtime.mesh import DATA
+from jaxpipe.runtime.mesh import DATA, STAGE
 from jaxpipe.runtime.parameters import Stacked
 from jaxpipe.runtime.part_optimizer import PARTS
 from jaxpipe.schedule.actions import Kind
@@ -74,10 +74,13 @@ class AsynchronousRun(UpdatingRun):
 
     def buffer_shapes(self) -> dict[str, PyTree]:
         """As for a synchronous run: shapes of the buffers, by name."""
-        slots = self.steady.num_slots
         shapes: dict[str, PyTree] = {"x": self.messages.shapes(1), "dy": self.messages.shapes(1)}
         for name, kept in self.residuals.items():
-            shapes[name] = kept.shapes(1 if name == "crossing" else slots)
+            shapes[name] = kept.shapes(1 if name == "crossing" else self.steady.residual_slots)
+        if self.steady.recompute_segment is not None:
+            shapes["inputs"] = self.messages.shapes(self.steady.input_slots)
+            if self._recompute_edges():
+                shapes["recomputed"] = self._message_shape()
         parts = lax.axis_size(DATA) if self.plan.zero >= 2 else 1
         shapes["gradients"] = jax.tree.map(
             lambda leaf: leaf.struct(parts=parts), self.params.placed
@@ -165,11 +168,37 @@ class AsynchronousRun(UpdatingRun):
     def _phases(self, state: dict, row: dict) -> dict:
         """A tick of the executor; weights are gathered and gradients reduced layer by layer."""
         state = self._enter(state, *row["all"]["embed"])
+        if self.steady.recompute_segment is not None:
+            state = self._recompute(state)
         state, outputs = self._passes(state, row)
         arriving = [None for _ in self.table.channels]  # every message is needed in the next tick
         state = self._exchange(state, outputs, arriving, row)
         state = self._leave(state, outputs[Kind.F], *row["all"]["head"])
         return self._embed_gradient(state, outputs[Kind.B], row["all"]["embed_gradient"])
+
+    def _recompute(self, state: dict) -> dict:
+        """Keeps the input of the first stage of a segment; runs forward again what is next to go
+        backward, each stage of a segment a tick after the one before it.
+        """
+        steady, kept, part = self.steady, state["inputs"], self.steady.stage(self.stage)
+        begins = steady.begins_segment(self.stage)
+        again = self.now - part.recompute
+        message = at_slot(kept, again % steady.input_slots)
+        if edges := self._recompute_edges():
+            sent = [lax.ppermute(w, STAGE, edges) for w in state["recomputed"]]
+            message = [jnp.where(begins, m, w) for m, w in zip(message, sent, strict=True)]
+        cell = self._cell(Kind.F, part, again, recomputes=True)
+        (state, value), _ = self._loop(cell, self._forward, (state, message), {})
+        entering = self.now - part.forward
+        keeps = begins & self._runs(entering)
+        slot = jnp.where(keeps, entering % steady.input_slots, NONE)
+        state = state | {"inputs": put_slot(kept, slot, at_slot(state["x"], 0))}
+        return state | {"recomputed": value} if edges else state
+
+    def _recompute_edges(self) -> list[tuple[int, int]]:
+        """From each stage to the next of its segment."""
+        stages = range(1, self.steady.num_stages)
+        return [(d - 1, d) for d in stages if not self.steady.begins_segment(d)]
 
     def _row(self) -> dict[str, Any]:
         """The row of this tick, as the executor would read it from a table."""
@@ -195,9 +224,14 @@ class AsynchronousRun(UpdatingRun):
         }
         return passes | {"receive": receive, "all": uniform}
 
-    def _cell(self, kind: Kind, part: Part, g) -> dict[str, Any]:
-        read = self.steady.forward_version if kind is Kind.F else self.steady.backward_version
-        slot, zero = g % self.steady.num_slots, jnp.int32(0)
+    def _cell(self, kind: Kind, part: Part, g, *, recomputes: bool = False) -> dict[str, Any]:
+        steady = self.steady
+        read, tau = steady.backward_version, steady.mean_delay(part)
+        if recomputes:
+            read, tau = steady.recompute_version, tau - steady.mean_recompute_delay(part)
+        elif kind is Kind.F:
+            read, tau = steady.forward_version, None
+        slot, zero = g % steady.residual_slots, jnp.int32(0)
         return {
             "lo": zero,
             "hi": jnp.where(self._runs(g), self.count, 0),
@@ -208,10 +242,11 @@ class AsynchronousRun(UpdatingRun):
             "until_b": slot,
             "until_w": slot,
             "crossing": zero,
-            "weights": read(part, g, self.clock["first"]) % self.steady.num_versions,
-            "corrected": kind is not Kind.F and self.rules.discrepancy_decay is not None,
+            "weights": read(part, g, self.clock["first"]) % steady.num_versions,
+            "correction": tau if self.rules.discrepancy_decay is not None else None,
+            "recomputes": recomputes,
             "gradient": 0,
-            "fresh": (g % self.steady.num_microbatches == 0).astype(jnp.int32),
+            "fresh": (g % steady.num_microbatches == 0).astype(jnp.int32),
         }
 
     def _or_none(self, g):
@@ -238,15 +273,21 @@ class AsynchronousRun(UpdatingRun):
         at = self.stage, 0, layer, kind.example
         place = self.params.in_slot(cell["weights"], *at)
         weights = self.params.read(self.weights["layers"], place)
-        if cell["corrected"]:
+        if cell["correction"] is not None:
             delta = self.params.read(self.delta["layers"], self.params.in_slot(0, *at))
-            weights = corrected(weights, delta, self._tau(self.steady.stage(self.stage)))
+            weights = corrected(weights, delta, cell["correction"])
         return self._gather(weights, self._leaves(weights)) if self.plan.zero == 3 else weights
 
     def _leaves(self, stored: PyTree) -> PyTree:
         """How the arrays of one stored layer are split over data."""
         piece = self.params.piece
         return piece if isinstance(self.params, Stacked) else {g: piece[g] for g in stored}
+
+    def _keeps_residuals(self, cell: dict) -> bool:
+        return cell["recomputes"] or self.steady.recompute_segment is None
+
+    def _renew(self, state: dict, kind: LayerKind, cell: dict, layer, new: PyTree) -> dict:
+        return state if cell["recomputes"] else super()._renew(state, kind, cell, layer, new)
 
     def _add_gradient(self, state: dict, kind: LayerKind, cell: dict, layer, dparams) -> dict:
         stored = self.params.pack(dparams, kind.example)

@@ -286,13 +286,13 @@ class Run:
                 state, outputs = self._loop(cell, self._backward_weights, state, outputs)
                 continue
             inbox = "x" if kind is Kind.F else "dy"
-            carry = state, _at(state[inbox], cell["inbox"])
+            carry = state, at_slot(state[inbox], cell["inbox"])
             (state, value), outputs = self._loop(
                 cell, steps[kind], carry, outputs, down=kind is not Kind.F
             )
             if self.table.passes[kind].pauses.any():
                 slot = jnp.where(cell["pauses"] == 1, cell["inbox"], NONE)
-                state = state | {inbox: _put(state[inbox], slot, value)}
+                state = state | {inbox: put_slot(state[inbox], slot, value)}
             if self.plan.poison:
                 ends = (cell["lo"] < cell["hi"]) & (cell["pauses"] == 0)
                 value = jax.tree.map(lambda v, ends=ends: jnp.where(ends, v, jnp.nan), value)
@@ -339,7 +339,7 @@ class Run:
         weights, x = self.params.unpack(weights, kind.example), self._activation(message, kind.x)
         args = weights, x, *self._layer_context(cell, layer)
         held = self._layer_state(state, kind, cell, layer)
-        if self.plan.trains:
+        if self._keeps_residuals(cell):
             y, until_b, until_w = kind.split.forward(*args, state=held)
             state = self._save(state, "until_b", kind, cell, layer, until_b)
             state = self._save(state, "until_w", kind, cell, layer, until_w)
@@ -349,6 +349,11 @@ class Run:
             y, new = y
             state = self._renew(state, kind, cell, layer, new)
         return state, self._message(message, kind.y, y)
+
+    def _keeps_residuals(self, cell: dict) -> bool:
+        """Whether the forward of a cell leaves residuals for a backward."""
+        del cell
+        return self.plan.trains
 
     def _residuals(self, state: dict, kind: LayerKind, cell: dict, layer) -> tuple:
         """What any backward of a layer reads first: its weights and residuals."""
@@ -455,7 +460,7 @@ class Run:
 
         def receive(inboxes: dict, channel: Channel, slot, message) -> dict:
             name = _INBOX[channel.kind]
-            return inboxes | {name: _put(inboxes[name], slot, message)}
+            return inboxes | {name: put_slot(inboxes[name], slot, message)}
 
         def meet(_, inboxes: dict) -> dict:
             sent, inboxes = tie(outputs, inboxes)
@@ -504,7 +509,7 @@ class Run:
             entering, inbox = tie(i, inbox)
             outer, entering = self._outer("enter", entering)
             x = self._embed(outer, entering)
-            return _put(inbox, here, self._message(self._empty_message(), self.first, x))
+            return put_slot(inbox, here, self._message(self._empty_message(), self.first, x))
 
         return state | {"x": lax.fori_loop(0, (i != NONE).astype(jnp.int32), body, state["x"])}
 
@@ -526,7 +531,7 @@ class Run:
             here = jnp.where(self.stage == last, slot, NONE)
             gradients = self._sum_outer(gradients, douter, "leave", i)
             message = self._message(self._empty_message(), self.last, dx)
-            return loss + value, _put(inbox, here, message), gradients
+            return loss + value, put_slot(inbox, here, message), gradients
 
         trips = (i != NONE).astype(jnp.int32)
         if not self.plan.trains:
@@ -628,15 +633,15 @@ def _sent(message: list, channel: Channel) -> list:
     return [lax.ppermute(w, STAGE, channel.edges) for w in message]
 
 
-def _at(inbox: list, slot) -> list:
+def at_slot(inbox: list, slot) -> list:
     """The message in a slot."""
     return [lax.dynamic_index_in_dim(w, slot, keepdims=False) for w in inbox]
 
 
-def _put(inbox: list, slot, message: list) -> list:
+def put_slot(inbox: list, slot, message: list) -> list:
     """Writes a message into its slot; slot `NONE` leaves the inbox as it is."""
     row = jnp.maximum(slot, 0)
     return [
         lax.dynamic_update_index_in_dim(w, jnp.where(slot == NONE, kept, sent), row, 0)
-        for w, kept, sent in zip(inbox, _at(inbox, row), message, strict=True)
+        for w, kept, sent in zip(inbox, at_slot(inbox, row), message, strict=True)
     ]

@@ -24,10 +24,15 @@ METHODS: dict[str, str] = {
 
 @dataclasses.dataclass(frozen=True)
 class Part:
-    """When a part works on microbatch g: forward in tick g + forward, gradient in g + backward."""
+    """When a part works on microbatch g: forward in tick g + forward, gradient in g + backward.
+
+    If it recomputes, it runs forward again in tick g + recompute, the segment's part of which
+    begins with what is kept of tick g + forward.
+    """
 
     forward: Any
     backward: Any
+    recompute: Any = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,6 +41,11 @@ class SteadyState:
 
     In tick t stage d (from 0) runs F of microbatch t - d, then its backward of microbatch
     t - 2P + 1 + d, then, if that was the last of a minibatch, its update.
+
+    With recomputation, stages form segments of S. F keeps the input of each segment alone; the
+    segment runs forward again, a stage a tick, so that its last stage has the residuals in the tick
+    of its backward. Stage d keeps them for 2(e-d)+1 microbatches, e being the last stage of its
+    segment.
 
     ============  =====================================================================
     bubble        0; a fill of 2P-1 ticks once
@@ -48,6 +58,7 @@ class SteadyState:
       num_stages: P, at least 1.
       num_microbatches: N of a minibatch, at least 1.
       method: a name in `METHODS`.
+      recompute_segment: S, from 1 to P, or None for no recomputation.
 
     Raises:
       ValueError: an unknown method, a number out of range, or 2bw with a delay of more than one
@@ -62,6 +73,7 @@ class SteadyState:
     num_stages: int
     num_microbatches: int
     method: str = "pipemare"
+    recompute_segment: int | None = None
 
     def __post_init__(self) -> None:
         if self.method not in METHODS:
@@ -76,6 +88,13 @@ class SteadyState:
             )
             if count < 1
         ]
+        segment = self.recompute_segment
+        if segment is not None and not 1 <= segment <= self.num_stages:
+            nearest = min(max(segment, 1), max(self.num_stages, 1))
+            problems.append(
+                f"recompute_segment={segment} must be a number of stages from 1 to "
+                f"{self.num_stages}.\nNearest valid: recompute_segment={nearest}."
+            )
         if problems:
             raise ValueError("\n".join(problems))
         needed = 2 * self.num_stages - 1
@@ -89,7 +108,19 @@ class SteadyState:
 
     def stage(self, d) -> Part:
         """The layers of stage d, from 0."""
-        return Part(d, 2 * self.num_stages - 1 - d)
+        backward = 2 * self.num_stages - 1 - d
+        if self.recompute_segment is None:
+            return Part(d, backward)
+        return Part(d, backward, backward - 2 * (self._segment_end(d) - d))
+
+    def _segment_end(self, d):
+        """The last stage of the segment of stage d."""
+        segment, last = self.recompute_segment or 1, self.num_stages - 1
+        return -_at_least(-last, -(d // segment * segment + segment - 1))
+
+    def begins_segment(self, d):
+        """Whether the input of stage d is kept, for its segment to be recomputed from."""
+        return d % (self.recompute_segment or 1) == 0
 
     @property
     def embed(self) -> Part:
@@ -105,8 +136,22 @@ class SteadyState:
 
     @property
     def num_slots(self) -> int:
-        """Microbatches in flight on the first stage: the slots that residuals rotate through."""
+        """Microbatches in flight on the first stage."""
         return 2 * self.num_stages
+
+    @property
+    def residual_slots(self) -> int:
+        """Microbatches whose residuals the stage with most of them keeps."""
+        if self.recompute_segment is None:
+            return self.num_slots
+        return 2 * self.recompute_segment - 1
+
+    @property
+    def input_slots(self) -> int:
+        """Microbatches whose input the first segment keeps until it is recomputed."""
+        if self.recompute_segment is None:
+            return 0
+        return self.num_slots - self.residual_slots
 
     @property
     def num_versions(self) -> int:
@@ -170,6 +215,12 @@ class SteadyState:
             return 1.0
         return (part.backward - part.forward) / self.num_microbatches
 
+    def mean_recompute_delay(self, part: Part):
+        """The mean number of updates that the recomputation of a minibatch misses."""
+        if self.method == "2bw":
+            return 1.0
+        return (part.backward - part.recompute) / self.num_microbatches
+
     # Weight versions: version k has seen the updates of minibatches 0..k-1.
 
     def newest(self, part: Part, tick, first=0):
@@ -193,6 +244,12 @@ class SteadyState:
         """The version that the backward of microbatch g reads."""
         if self.method == "pipemare":
             return self.newest(part, g + part.backward, first)
+        return self.forward_version(part, g, first)
+
+    def recompute_version(self, part: Part, g, first=0):
+        """The version with which microbatch g is recomputed."""
+        if self.method == "pipemare":
+            return self.newest(part, g + part.recompute, first)
         return self.forward_version(part, g, first)
 
     def updates(self, g):

@@ -30,6 +30,7 @@ class Settings:
       discrepancy_decay: T2's D, or None.
       remat: what is kept from F to the backward: "none" tanh's output, "dots" the matmul's, "full"
         the input.
+      recompute_segment: stages that recompute together from what entered the first, or None.
       clip_norm: largest global norm as far as the parts know each other's, or None.
       warm_up: T3: minibatches that train synchronously first.
       drains: minibatches before which the pipeline is drained.
@@ -42,6 +43,7 @@ class Settings:
     rescheduling_steps: int | None = None
     discrepancy_decay: float | None = None
     remat: str = "none"
+    recompute_segment: int | None = None
     clip_norm: float | None = None
     warm_up: int = 0
     drains: tuple[int, ...] = ()
@@ -86,18 +88,18 @@ class Part:
         self.history = [weights]
         self.tau, self.settings = tau, settings
         self.optimizer = Optimizer(settings.optimizer, weights)
-        self.delta = {k: np.zeros_like(w) for k, w in weights.items()}
+        self.deltas = [{k: np.zeros_like(w) for k, w in weights.items()}]
         self.squared_norm = 0.0
 
     def at(self, version: int) -> Weights:
         return self.history[version]
 
-    def corrected(self) -> Weights:
-        """T2: what the backward reads, a guess of what the forward has read."""
-        newest = self.history[-1]
+    def corrected(self, version: int, tau: float) -> Weights:
+        """T2: a guess of the weights from tau updates before a version."""
+        read = self.history[version]
         if self.settings.discrepancy_decay is None or self.tau == 0:
-            return newest
-        return {k: w - self.tau * self.delta[k] for k, w in newest.items()}
+            return read
+        return {k: w - tau * self.deltas[version][k] for k, w in read.items()}
 
     def update(self, gradients: Weights) -> None:
         k, old = len(self.history) - 1 - self.settings.warm_up, self.history[-1]
@@ -106,9 +108,11 @@ class Part:
             p = 1 - min(k / self.settings.rescheduling_steps, 1)
             step = {name: s / max(self.tau, 1) ** p for name, s in step.items()}
         self.history.append({name: old[name] + step[name] for name in old})
+        delta = self.deltas[-1]
         if self.settings.discrepancy_decay is not None and self.tau > 0 and k >= 0:
             gamma = self.settings.discrepancy_decay ** (1 / self.tau)
-            self.delta = {name: gamma * self.delta[name] + (1 - gamma) * step[name] for name in old}
+            delta = {name: gamma * delta[name] + (1 - gamma) * step[name] for name in old}
+        self.deltas.append(delta)
 
 
 def losses(settings: Settings, params: dict, minibatches: list[dict]) -> tuple[list[float], dict]:
@@ -174,26 +178,38 @@ class _Loop:
         outer = {"embed": self.embed.history[-1], "head": self.head.history[-1]}
         return {"layers": layers, **outer}
 
-    def read(self, part: Part, k: int, missing: float) -> Weights:
-        """A part's weights that miss so many updates of those before minibatch k's own."""
+    def version(self, k: int, missing: float) -> int:
+        """The version that misses so many updates of those before minibatch k's own."""
         if self.s.method == "synchronous" or k < self.s.warm_up:
-            return part.at(k)
+            return k
         if self.s.method == "2bw":
-            return part.at(max(k - 1, self.s.warm_up))
-        return part.at(max(k - max(math.ceil(missing), 0), self.s.oldest(k)))
+            return max(k - 1, self.s.warm_up)
+        return max(k - max(math.ceil(missing), 0), self.s.oldest(k))
 
     def forward_weights(self, part: Part, i: int, k: int, j: int) -> Weights:
         """What F of microbatch j of minibatch k reads on stage i."""
-        return self.read(part, k, (2 * (self.s.stages - i) + 1 - j) / self.s.microbatches)
+        missing = (2 * (self.s.stages - i) + 1 - j) / self.s.microbatches
+        return part.at(self.version(k, missing))
 
-    def backward_weights(self, part: Part, read: Weights) -> Weights:
-        return part.corrected() if self.s.method in ("pipemare", "synchronous") else read
+    def recompute_weights(self, part: Part, i: int, k: int, j: int, read: Weights) -> Weights:
+        """What its second forward reads, 2(e-i) ticks before the backward; e ends the segment."""
+        if self.s.method != "pipemare":
+            return read
+        end = min(math.ceil(i / self.s.recompute_segment) * self.s.recompute_segment, self.s.stages)
+        ticks, N = 2 * (end - i), self.s.microbatches
+        return part.corrected(self.version(k, (ticks - j) / N), part.tau - ticks / N)
+
+    def backward_weights(self, part: Part, k: int, read: Weights) -> Weights:
+        if self.s.method in ("pipemare", "synchronous"):
+            return part.corrected(k, part.tau)
+        return read
 
     def readout(self, k: int, j: int) -> np.ndarray:
         """The head's matrix when microbatch j leaves, P-1 ticks after it entered."""
         if self.tied:
-            return self.read(self.embed, k, (self.s.stages - j) / self.s.microbatches)["table"].T
-        return self.read(self.head, k, 0)["readout"]
+            missing = (self.s.stages - j) / self.s.microbatches
+            return self.embed.at(self.version(k, missing))["table"].T
+        return self.head.at(self.version(k, 0))["readout"]
 
     def minibatch(self, k: int, batch: dict) -> float:
         N, parts = self.s.microbatches, [self.embed, *self.stages, self.head]
@@ -227,25 +243,42 @@ class _Loop:
             for index in together:
                 parts[index].update({name: scale * g for name, g in sums[index].items()})
 
+    def forward(self, part: Part, held: range, read: Weights, x: np.ndarray):
+        """A stage's output, and every layer's number, input and values inside."""
+        values = []
+        for n in held:
+            before = x @ read[f"up{n}"]
+            h = np.tanh(before + read[f"bias{n}"])
+            values.append((n, x, before, h))
+            x = x + h @ read[f"down{n}"]
+        return x, values
+
     def microbatch(self, k: int, j: int, rows: dict) -> tuple[float, list[Weights]]:
         """Loss, and gradients of embedding, stages and head."""
         table = self.forward_weights(self.embed, 1, k, j)["table"]
         x = rows["inputs"] @ table
-        kept = []
+        kept, again, recomputed = (
+            [],
+            None,
+            self.s.recompute_segment if k >= self.s.warm_up else None,
+        )
         for i, (part, held) in enumerate(zip(self.stages, self.held, strict=True), start=1):
             read = self.forward_weights(part, i, k, j)
-            for n in held:
-                before = x @ read[f"up{n}"]
-                h = np.tanh(before + read[f"bias{n}"])
-                kept.append((part, n, read, x, before, h))
-                x = x + h @ read[f"down{n}"]
+            if recomputed is not None:
+                again = x if (i - 1) % recomputed == 0 else again
+                second = self.recompute_weights(part, i, k, j, read)
+                again, values = self.forward(part, held, second, again)
+                x, _ = self.forward(part, held, read, x)
+            else:
+                x, values = self.forward(part, held, read, x)
+            kept += [(part, read, *value) for value in values]
         readout = self.readout(k, j)
         error = x @ readout - rows["targets"]
         dz = 2 * error / error.size
         dreadout, dx = x.T @ dz, dz @ readout.T
         gradients: dict[int, Weights] = {id(part): {} for part in self.stages}
-        for part, n, read, x_in, before, h in reversed(kept):
-            w = self.backward_weights(part, read)
+        for part, read, n, x_in, before, h in reversed(kept):
+            w = self.backward_weights(part, k, read)
             if self.s.remat == "full":
                 before = x_in @ w[f"up{n}"]
             if self.s.remat != "none":

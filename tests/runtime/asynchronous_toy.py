@@ -102,6 +102,7 @@ def pipeline(settings: Settings, start: dict, *, data=1, zero=0, fused=False) ->
         method=settings.method,
         rescheduling_steps=settings.rescheduling_steps,
         discrepancy_decay=settings.discrepancy_decay,
+        recompute_segment=settings.recompute_segment,
         clip_norm=settings.clip_norm,
     )
 

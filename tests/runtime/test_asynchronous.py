@@ -82,6 +82,36 @@ def test_every_remat_policy_reads_the_corrected_weights(remat, fused):
     check(settings, layers=7, fused=fused)
 
 
+@pytest.mark.parametrize(
+    ("segment", "P", "N", "options"),
+    some(
+        [
+            (1, 4, 2, {}),
+            (2, 4, 3, {"discrepancy_decay": 0.135}),
+            (2, 5, 2, {"discrepancy_decay": 0.135, "remat": "full"}),
+            (3, 4, 8, {"discrepancy_decay": 0.3, "rescheduling_steps": 6, "clip_norm": 0.5}),
+            (4, 4, 1, {"discrepancy_decay": 0.135}),
+            (2, 3, 2, {"warm_up": 3, "drains": (6,), "discrepancy_decay": 0.135}),
+            (2, 3, 2, {"method": "pipedream"}),
+        ],
+        (2, 5, 2, {"discrepancy_decay": 0.135, "remat": "full"}),
+        (2, 3, 2, {"warm_up": 3, "drains": (6,), "discrepancy_decay": 0.135}),
+    ),
+)
+def test_segments_are_recomputed_with_weights_of_their_own(segment, P, N, options):
+    settings = Settings(P, N, optimizer="adamw", recompute_segment=segment, **options)
+    check(settings, layers=P + 2)
+
+
+@pytest.mark.parametrize(
+    ("data", "zero", "differ"),
+    some([(2, 3, False), (1, 0, True), (2, 1, True)], (2, 3, False), (1, 0, True)),
+)
+def test_segments_with_data_shards_and_layers_that_differ(data, zero, differ):
+    settings = Settings(3, 2, "pipemare", "adam", 5, 0.135, recompute_segment=2)
+    check(settings, layers=4, data=data, zero=zero, start=packed(5) if differ else None)
+
+
 @pytest.mark.parametrize("zero", some([(0,), (1,), (2,), (3,)], (1,), (3,)))
 def test_data_shards_and_zero(zero):
     settings = Settings(2, 2, "pipemare", "adamw", 5, 0.135, clip_norm=None)

@@ -47,6 +47,8 @@ def test_what_it_switches_changes_the_losses():
         dataclasses.replace(plain, discrepancy_decay=0.135),
         dataclasses.replace(plain, remat="full"),
         dataclasses.replace(plain, remat="dots"),
+        dataclasses.replace(plain, recompute_segment=2),
+        dataclasses.replace(plain, recompute_segment=2, discrepancy_decay=0.135),
         dataclasses.replace(plain, optimizer="adam"),
         dataclasses.replace(plain, microbatches=5, clip_norm=0.5),
     ]
