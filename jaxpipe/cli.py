@@ -55,6 +55,7 @@ def show(
     costs: str = _DEFAULT_COSTS,
     layers_per_chunk: int | None = None,
     memory_limit: float | None = None,
+    recompute_segment: int | None = None,
     format: _Format | None = None,
     out: Path | None = None,
 ) -> None:
@@ -70,6 +71,7 @@ def show(
       costs: time of F,B,W of one chunk, and optionally of one message: 1,1,1 or 1,1.2,0.8,0.1.
       layers_per_chunk: cut lock-step ticks into slices at the granularity of this many layers.
       memory_limit: peak in flight per stage, in microbatches of a full stage, for a search.
+      recompute_segment: stages that run forward again together, of an asynchronous method.
       format: what to write; without it what the ending of --out says, or else text.
       out: the file to write; svg and png need one, the others go to standard output without it.
     """
@@ -82,8 +84,14 @@ def show(
             "layers-per-chunk": layers_per_chunk,
             "memory-limit": memory_limit,
         }
-        _write(_steady_state(name, stages, microbatches, written, unread), out)
+        text = _steady_state(name, stages, microbatches, recompute_segment, written, unread)
+        _write(text, out)
         return
+    if recompute_segment is not None:
+        raise ValueError(
+            f"--recompute-segment {recompute_segment} does not fit {name!r}: segments are for "
+            f"{', '.join(pipemare.METHODS)}.\nNearest valid: leave it out."
+        )
     parsed = parse_costs(costs)
     schedule = _build(
         name,
@@ -271,6 +279,7 @@ def _steady_state(
     name: str,
     stages: int | None,
     microbatches: int | None,
+    recompute_segment: int | None,
     format: str,
     unread: Mapping[str, int | float | str | None],
 ) -> str:
@@ -292,11 +301,14 @@ def _steady_state(
         )
     _check_size(stages, microbatches, 1)
     try:
-        steady = pipemare.SteadyState(stages, microbatches, name)
+        steady = pipemare.SteadyState(stages, microbatches, name, recompute_segment)
     except ValueError as error:
         # It speaks of its arguments.
         message = (
-            str(error).replace("method='2bw'", "2bw").replace("microbatches=", "--microbatches ")
+            str(error)
+            .replace("method='2bw'", "2bw")
+            .replace("microbatches=", "--microbatches ")
+            .replace("recompute_segment=", "--recompute-segment ")
         )
         raise ValueError(message.replace("stages=", "--stages ")) from None
     return pipemare_draw.text(steady)

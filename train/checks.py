@@ -197,7 +197,9 @@ def _asynchronous(config: Config) -> Iterator[Failure]:
     except ValueError as error:
         message = str(error).replace("microbatches=", "pipeline.microbatches=")
         message = message.replace("method='2bw'", "pipeline.schedule=2bw").replace("\n", " ")
-        yield Failure(message, ("pipeline.schedule", "pipeline.microbatches", "mesh.stage"))
+        message = message.replace("recompute_segment=", "asynchronous.recompute_segment=")
+        fields = "pipeline.schedule", "pipeline.microbatches", "asynchronous.recompute_segment"
+        yield Failure(message, (*fields, "mesh.stage"))
     if settings.discrepancy_decay and name != "pipemare":
         yield Failure(
             f"asynchronous.discrepancy_decay={settings.discrepancy_decay} corrects what the "

@@ -213,6 +213,9 @@ class AsynchronousConfig(Section):
     discrepancy_decay: Annotated[float | None, Range(0, 1, below=True)] = None
     """T2: decay of the mean step that corrects the backward's weights; 0 for no T2, None for 0.135
     with pipemare and no T2 with the others."""
+    recompute_segment: Annotated[int | None, Range(1)] = None
+    """Stages of a segment, of which only the input is kept: it runs forward again just before its
+    backward. None to keep what the backward needs."""
     warmup_steps: Natural = 0
     """T3: steps of synchronous 1f1b first; the switch keeps parameters and optimizer state."""
 

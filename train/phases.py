@@ -143,6 +143,7 @@ class AsynchronousPhase(Phase):
             method=self.config.pipeline.schedule,
             rescheduling_steps=steps,
             discrepancy_decay=decay,
+            recompute_segment=self.config.asynchronous.recompute_segment,
             clip_norm=self.config.optimizer.clip_norm,
         )
         self.steady = self.training.steady
@@ -304,6 +305,7 @@ def layout_of(program: Program) -> dict[str, Any]:
     found["pipeline.partition"] = ",".join(map(str, program.layer_counts))
     if schedule.is_asynchronous(config):
         found["asynchronous.discrepancy_decay"] = schedule.techniques(config)[1] or 0.0
+        found["asynchronous.recompute_segment"] = flat["asynchronous.recompute_segment"]
     if (dropout := f"{config.section}.dropout") in flat:
         found[dropout] = flat[dropout]
     return found

@@ -33,10 +33,11 @@ def steady_state(config: Config) -> SteadyState:
     """The rules of an asynchronous configuration's pipeline.
 
     Raises:
-      ValueError: the method needs more microbatches.
+      ValueError: the method needs more microbatches, or a segment has more stages than there are.
     """
     pipeline = config.pipeline
-    return SteadyState(config.mesh.stage, pipeline.microbatches, pipeline.schedule)
+    segment = config.asynchronous.recompute_segment
+    return SteadyState(config.mesh.stage, pipeline.microbatches, pipeline.schedule, segment)
 
 
 def techniques(config: Config) -> tuple[int | None, float | None]:

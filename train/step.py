@@ -97,7 +97,7 @@ class Program:
             steady = schedule.steady_state(self.config)
             corrects = schedule.techniques(self.config)[1] is not None
             levels += [3] * (steady.num_versions - 1 + corrects)
-            peak = steady.num_slots
+            peak = steady.residual_slots
         copies = sum(1 / self.config.mesh.data if probe.zero >= z else 1 for z in levels)
         peak = max(peak, *simulate(probe.schedule, schedule.costs(self.config)).peak_in_flight)
         return Memory([copies * n for n in parameters], residuals, peak, limit * 1e9)

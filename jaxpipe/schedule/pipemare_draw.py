@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Sequence
 
 from jaxpipe.schedule.draw import check_width
 from jaxpipe.schedule.pipemare import Part, SteadyState
@@ -11,9 +12,10 @@ from jaxpipe.schedule.pipemare import Part, SteadyState
 def text(steady: SteadyState) -> str:
     """Draws the N ticks in which one minibatch enters a full pipeline.
 
-    A cell is F and B of one stage and tick: microbatch, numbered within its minibatch, and after @
-    the weight version it reads, counted from the first stage's newest at the start of the
-    period. ``+`` marks the update that ends a minibatch. Then, per stage, the delays.
+    A cell is F and B of one stage and tick, and between them R if the pipeline recomputes:
+    microbatch, numbered within its minibatch, and after @ the weight version it reads, counted from
+    the first stage's newest at the start of the period. ``+`` marks the update that ends a
+    minibatch. Then, per stage, the delays.
 
     Args:
       steady: the pipeline.
@@ -29,7 +31,8 @@ def text(steady: SteadyState) -> str:
       stage 1  F1@1 B0@1   F0@1 B1@1+
     """
     N = steady.num_microbatches
-    check_width(N * len(f"F{N - 1}@0 B{N - 1}@0   "), "draw fewer microbatches")
+    cell = "F@0 B@0   " if steady.recompute_segment is None else "F@0 R@0 B@0   "
+    check_width(N * (len(cell) + cell.count("@") * len(str(N - 1))), "draw fewer microbatches")
     # The first minibatch whose period finds a full pipeline that has forgotten its fill.
     minibatch = 2 * math.ceil(steady.num_slots / N)
     start = minibatch * N
@@ -46,14 +49,24 @@ def text(steady: SteadyState) -> str:
         delays = " ".join(str(steady.delay(part, j)) for j in range(N))
         lines.append(f"stage {d}  {delays}  {steady.mean_delay(part):g}")
     lines += ["", f"weight versions kept: {steady.num_versions}"]
-    in_flight = ", ".join(str(2 * (steady.num_stages - d)) for d in range(steady.num_stages))
-    lines.append(f"microbatches in flight, per stage: {in_flight}")
+    parts = [steady.stage(d) for d in range(steady.num_stages)]
+    lines.append(_per_stage("microbatches in flight", parts, lambda p: p.backward - p.forward + 1))
+    if steady.recompute_segment is not None:
+        kept = _per_stage("of them with residuals", parts, lambda p: p.backward - p.recompute + 1)
+        lines.append(kept)
     return "\n".join(line.rstrip() for line in lines) + "\n"
 
 
 def _cell(steady: SteadyState, part: Part, tick: int, base: int) -> str:
     N = steady.num_microbatches
     f, b = tick - part.forward, tick - part.backward
-    forward = f"F{f % N}@{steady.forward_version(part, f) - base}"
-    backward = f"B{b % N}@{steady.backward_version(part, b) - base}"
-    return f"{forward} {backward}{'+' if steady.updates(b) else ''}"
+    runs = [f"F{f % N}@{steady.forward_version(part, f) - base}"]
+    if part.recompute is not None:
+        again = tick - part.recompute
+        runs.append(f"R{again % N}@{steady.recompute_version(part, again) - base}")
+    runs.append(f"B{b % N}@{steady.backward_version(part, b) - base}")
+    return " ".join(runs) + ("+" if steady.updates(b) else "")
+
+
+def _per_stage(what: str, parts: Sequence[Part], count: Callable[[Part], int]) -> str:
+    return f"{what}, per stage: {', '.join(str(count(part)) for part in parts)}"

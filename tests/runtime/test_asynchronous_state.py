@@ -35,7 +35,7 @@ def equal(a, b) -> None:
 
 @pytest.mark.pipeline
 def test_a_run_cut_in_mid_flight_goes_on_bit_by_bit():
-    """With dropout, data shards, T1, T2, Adam, clipping and a tied vocabulary over stages."""
+    """With dropout, data shards, all techniques, Adam, clipping, a tied vocabulary over stages."""
     start = toy.params(tied=True, num_layers=3)
     pipe = jaxpipe.Pipeline(
         toy.model(tied=True, axis="stage"),
@@ -45,7 +45,12 @@ def test_a_run_cut_in_mid_flight_goes_on_bit_by_bit():
         zero=1,
     )
     training = AsyncPipeline(
-        pipe, optax.adam(0.01), rescheduling_steps=5, discrepancy_decay=0.135, clip_norm=1.0
+        pipe,
+        optax.adam(0.01),
+        rescheduling_steps=5,
+        discrepancy_decay=0.135,
+        recompute_segment=2,
+        clip_norm=1.0,
     )
     placed, batch = pipe.place(start), toy.batch(8)
     keys = [jax.random.fold_in(jax.random.key(3), k) for k in range(6)]
@@ -74,7 +79,8 @@ def test_a_run_cut_in_mid_flight_goes_on_bit_by_bit():
 
 @pytest.mark.slow
 @pytest.mark.pipeline
-def test_states_of_layers_see_every_microbatch_once_in_order():
+@pytest.mark.parametrize("segment", [None, 2])
+def test_states_of_layers_see_every_microbatch_once_in_order(segment):
     """Weights that do not move make asynchronous and synchronous states the same."""
     start = uneven.params()
     pipe = jaxpipe.Pipeline(
@@ -84,7 +90,7 @@ def test_states_of_layers_see_every_microbatch_once_in_order():
         mesh=jaxpipe.make_mesh(stage=2, data=2),
         states=uneven.states(),
     )
-    training = AsyncPipeline(pipe, optax.sgd(0.0))
+    training = AsyncPipeline(pipe, optax.sgd(0.0), recompute_segment=segment)
     placed, want, batch = pipe.place(start), pipe.place_states(uneven.states()), uneven.batch(8)
     state = training.init(placed, training.optimizer.init(placed), batch, states=want)
     step = jax.jit(training.step)
@@ -100,9 +106,12 @@ def test_states_of_layers_see_every_microbatch_once_in_order():
 
 
 @pytest.mark.pipeline
-@pytest.mark.parametrize("remat", ["none", "dots", "full"])
-def test_residuals_hold_rows_of_activations_and_no_weights(remat):
-    settings = Settings(2, 2, "pipemare", "sgd", remat=remat)
+@pytest.mark.parametrize(
+    ("remat", "segment", "slots"),
+    [("none", None, 4), ("dots", None, 4), ("full", None, 4), ("none", 1, 1), ("dots", 2, 3)],
+)
+def test_residuals_hold_rows_of_activations_and_no_weights(remat, segment, slots):
+    settings = Settings(2, 2, "pipemare", "sgd", remat=remat, recompute_segment=segment)
     start, rows = params(layers=4, tied=True), 7  # of a microbatch; no weight's size is a multiple
     training = pipeline(settings, start)
     placed = training.pipe.place(start)
@@ -113,14 +122,18 @@ def test_residuals_hold_rows_of_activations_and_no_weights(remat):
     for leaf in kept:
         assert leaf.shape[-1] % rows == 0
         assert leaf.shape[-1] <= rows * 2 * WIDTH
-    assert {leaf.shape[2] for leaf in state["flight"]["until_w"]} == {2 * settings.stages}
+    assert {leaf.shape[2] for leaf in state["flight"]["until_w"]} == {slots}
 
 
 @pytest.mark.pipeline
-@pytest.mark.parametrize(("method", "zero"), [("pipemare", 0), ("pipedream", 1), ("pipemare", 3)])
-def test_idle_ticks_compute_nothing_and_no_residual_is_copied(method, zero):
+@pytest.mark.parametrize(
+    ("method", "zero", "segment"),
+    [("pipemare", 0, None), ("pipedream", 1, None), ("pipemare", 3, None), ("pipemare", 1, 2)],
+)
+def test_idle_ticks_compute_nothing_and_no_residual_is_copied(method, zero, segment):
     settings = Settings(
         *(3, 2, method, "adam", None, 0.135 if method == "pipemare" else None),
+        recompute_segment=segment,
         clip_norm=1.0,
     )
     start, data = params(layers=7, tied=True), 2 if zero else 1

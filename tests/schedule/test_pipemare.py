@@ -151,6 +151,12 @@ SMALL = ["--stages", "2", "--microbatches", "2"]
         (["pipemare", *SMALL, "--costs", "1,2,1"], "--costs 1,2,1 does not fit"),
         (["pipemare", *SMALL, "--layers-per-chunk", "2"], "--layers-per-chunk 2 does not fit"),
         (["pipemare", *SMALL, "--memory-limit", "2"], "--memory-limit 2.0 does not fit"),
+        (["1f1b", *SMALL, "--recompute-segment", "2"], "does not fit '1f1b': segments are for"),
+        (
+            ["pipemare", *SMALL, "--recompute-segment", "3"],
+            "--recompute-segment 3 must be a number of stages from 1 to 2.\n"
+            "Nearest valid: --recompute-segment 2.",
+        ),
         (["pipemare", *SMALL, "--out", "a.svg"], "--format svg is for schedules that end"),
         (["pipemare", "--stages", "2", "--microbatches", "1000000"], "columns, beyond 200000"),
         (["pipemare", "--stages", "100000000", "--microbatches", "1"], "virtual stages, beyond"),
@@ -163,6 +169,52 @@ SMALL = ["--stages", "2", "--microbatches", "2"]
 def test_what_cannot_be_drawn_says_why(capsys, arguments, message):
     assert cli.main(["show", *arguments]) == 2
     assert message in capsys.readouterr().err
+
+
+SEGMENTS = [(P, N, S) for P, N in [(1, 1), (4, 3), (5, 2), (8, 1)] for S in range(1, P + 1)]
+
+
+@pytest.mark.parametrize(("P", "N", "S"), SEGMENTS)
+def test_a_segment_runs_again_just_in_time_for_its_last_stage(P, N, S):
+    steady = SteadyState(P, N, recompute_segment=S)
+    plain, total = SteadyState(P, N), 6 * P * N
+    residuals, inputs = 0, 0
+    for d in range(P):
+        part, end = steady.stage(d), min((d // S + 1) * S, P) - 1
+        assert (part.forward, part.backward) == (plain.stage(d).forward, plain.stage(d).backward)
+        assert steady.stage(end).recompute == steady.stage(end).backward
+        assert steady.stage(end).recompute - part.recompute == end - d
+        assert part.forward < part.recompute <= part.backward
+        residuals = max(residuals, part.backward - part.recompute + 1)
+        if steady.begins_segment(d):
+            inputs = max(inputs, part.recompute - part.forward)
+        assert steady.begins_segment(d) == (d % S == 0)
+        missed = []
+        for g in range(total - N, total):
+            version = steady.recompute_version(part, g)
+            # Every minibatch whose last gradient comes before this tick has updated the stage.
+            assert version == sum(
+                part.backward + k * N + N - 1 < g + part.recompute for k in range(total // N)
+            )
+            missed.append(g // N - version)
+        assert sum(missed) / N == pytest.approx(steady.mean_recompute_delay(part))
+    assert (residuals, inputs) == (steady.residual_slots, steady.input_slots)
+
+
+@pytest.mark.parametrize("method", ["pipedream", "2bw"])
+def test_versions_are_kept_for_the_second_forward_too(method):
+    steady = SteadyState(3, 6, method, recompute_segment=2)
+    for d, g in itertools.product(range(3), range(30)):
+        part = steady.stage(d)
+        assert steady.recompute_version(part, g) == steady.forward_version(part, g)
+
+
+def test_a_recomputing_steady_state_is_drawn_with_its_versions(capsys):
+    asked = ["show", "pipemare", "--stages", "4", "--microbatches", "2", "--recompute-segment", "2"]
+    assert cli.main(asked) == 0
+    out = capsys.readouterr().out
+    assert "stage 0  F0@0 R1@0 B1@0+  F1@1 R0@1 B0@1" in out
+    assert "of them with residuals, per stage: 3, 1, 3, 1" in out
 
 
 def test_utilization_counts_one_fill():

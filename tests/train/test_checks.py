@@ -162,6 +162,11 @@ RULES = [
         "asynchronous.discrepancy_decay=1.0 must be at least 0 and below 1.",
     ),
     (
+        {"pipeline.schedule": "pipemare", "asynchronous.recompute_segment": 3},
+        "asynchronous.recompute_segment=3 must be a number of stages from 1 to 2. "
+        "Nearest valid: asynchronous.recompute_segment=2.",
+    ),
+    (
         {"pipeline.schedule": "pipemare", "asynchronous.warmup_steps": 30},
         "asynchronous.warmup_steps=30 leaves none of train.steps=30 for "
         "pipeline.schedule=pipemare. Nearest valid: 29, or pipeline.schedule=1f1b.",

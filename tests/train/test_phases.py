@@ -34,23 +34,25 @@ def equal(a, b) -> None:
 
 
 @pytest.mark.parametrize(
-    ("task", "schedule"),
+    ("task", "schedule", "segment"),
     [
-        ("resnet", "pipemare"),
+        ("resnet", "pipemare", 2),
         *(
-            pytest.param(task, schedule, marks=pytest.mark.slow)
-            for task, schedule in (
-                ("gpt", "pipemare"),
-                ("bert", "pipemare"),
-                ("transformer", "pipemare"),
-                ("resnet", "pipedream"),
+            pytest.param(task, schedule, segment, marks=pytest.mark.slow)
+            for task, schedule, segment in (
+                ("gpt", "pipemare", None),
+                ("bert", "pipemare", 1),
+                ("transformer", "pipemare", 2),
+                ("resnet", "pipemare", None),
+                ("resnet", "pipedream", 1),
             )
         ),
     ],
 )
-def test_one_step_and_a_drain_are_a_synchronous_step(task, schedule):
+def test_one_step_and_a_drain_are_a_synchronous_step(task, schedule, segment):
     """No weights are late for the first minibatch: weight decay and states included."""
-    program = Program(config(task, asynchronous={"rescheduling_steps": 0}, schedule=schedule))
+    settings = {"rescheduling_steps": 0, "recompute_segment": segment}
+    program = Program(config(task, asynchronous=settings, schedule=schedule))
     batch, phase = rows(program), AsynchronousPhase(program)
     carried, _ = phase.compile()(phase.begin(program.init(), 0), batch, None)
     state, losses = phase.settle(carried)
