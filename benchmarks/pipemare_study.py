@@ -1,13 +1,16 @@
 """What does a pipeline that never drains cost in quality, and gain in time and memory?
 
 Trains one configuration, with as many stages as layers, synchronously, by naive asynchrony, with
-PipeMare's techniques one after the other, and by PipeDream and 2BW, each with several seeds.
+PipeMare's techniques one after the other, recomputation included, and by PipeDream and 2BW, each
+with several seeds.
 
     python -m benchmarks.pipemare_study [--config FILE] [--steps 150] [--seeds 3] [--names naive T1]
 
 Time is in minibatches of work of a full pipeline: a synchronous step takes 1/(1 - bubble) of them,
 and a model that an asynchronous pipeline is asked for is that of a pipeline which has drained.
-2BW gets the smallest number of microbatches that it can run with, of the same minibatch.
+A tick that also recomputes is longer by a forward. 2BW gets the smallest number of microbatches
+that it can run with, of the same minibatch. Memory is that of the compiled program, whose stages
+all have the room of the largest, and modelled: what the rules ask of a stage, the mean of all.
 """
 
 from __future__ import annotations
@@ -28,6 +31,8 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
 from benchmarks import harness
+from jaxpipe.runtime.costs import layer_bytes
+from jaxpipe.schedule.simulate import simulate
 from train import checks, loop, schedule
 from train.config import Config, parse
 from train.errors import ConfigError, NonFiniteLossError
@@ -41,7 +46,7 @@ _T1, _T2, _T3 = "rescheduling_steps", "discrepancy_decay", "warmup_steps"
 _EVALUATIONS = 10
 _MB = 1e6
 _MEMORY = {"weights": "#27518f", "optimizer": "#9dbdf0", "activations": "#1b7468"}
-_COLOURS = ("#555555", "#c0392b", "#e08e2b", "#9dbdf0", "#27518f", "#1b7468", "#8e5aa8")
+_COLOURS = ("#555555", "#c0392b", "#e08e2b", "#9dbdf0", "#27518f", "#1b7468", "#8e5aa8", "#4d4d00")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,13 +56,17 @@ class Method:
     Args:
       schedule: of the pipeline.
       on: fields of the section ``asynchronous`` that keep the configuration's value.
+      recompute_segment: stages of a segment that is recomputed, or None.
     """
 
     schedule: str
     on: tuple[str, ...] = ()
+    recompute_segment: int | None = None
 
 
-_Name = Literal["synchronous", "naive", "T1", "T1+T2", "T1+T2+T3", "PipeDream", "2BW"]
+_Name = Literal[
+    "synchronous", "naive", "T1", "T1+T2", "T1+T2+T3", "recomputing", "PipeDream", "2BW"
+]
 
 METHODS: dict[_Name, Method] = {
     "synchronous": Method("1f1b"),
@@ -65,6 +74,8 @@ METHODS: dict[_Name, Method] = {
     "T1": Method("pipemare", (_T1,)),
     "T1+T2": Method("pipemare", (_T1, _T2)),
     "T1+T2+T3": Method("pipemare", (_T1, _T2, _T3)),
+    # Every stage for itself: the least room, where one program gives all stages the same.
+    "recomputing": Method("pipemare", (_T1, _T2, _T3), recompute_segment=1),
     "PipeDream": Method("pipedream"),
     "2BW": Method("2bw"),
 }
@@ -92,7 +103,8 @@ def configure(base: Config, method: Method, *, steps: int, seed: int, folder: Pa
     tree = base.model_dump()
     synchronous = method.schedule == "1f1b"
     kept = {field: tree["asynchronous"][field] for field in method.on}
-    tree["asynchronous"] = (_OWN if synchronous else _OFF) | kept
+    own = {"recompute_segment": method.recompute_segment}
+    tree["asynchronous"] = (_OWN if synchronous else _OFF) | kept | own
     tree["pipeline"]["schedule"] = method.schedule
     if method.schedule == "2bw":
         rows, needed = tree["train"]["batch_size"], 2 * base.mesh.stage - 1
@@ -139,7 +151,7 @@ def work(config: Config) -> dict[str, float]:
     """What a method costs on each device: the pipeline's use, and compiled memory in MB."""
     program = Program(config)
     full = synchronous = 1 - SynchronousPhase(program).bubble(1)
-    drain = 0.0
+    drain, tick = 0.0, 1.0
     if schedule.is_asynchronous(config):
         phase = AsynchronousPhase(program)
         carried, compiled = phase.carried_bytes(), phase.compile()
@@ -150,6 +162,9 @@ def work(config: Config) -> dict[str, float]:
         ticks = warmup / synchronous + steps / phase.steady.utilization(steps)
         drain = phase.steady.drain_ticks / phase.steady.num_microbatches
         full = config.train.steps / ticks
+        if config.asynchronous.recompute_segment is not None:
+            costs = schedule.costs(config)
+            tick += costs.f / (costs.f + costs.b + costs.w)
     else:
         compiled, kept = program.compile(), 0
         weights = device_bytes(program.state_shapes.params)
@@ -158,10 +173,45 @@ def work(config: Config) -> dict[str, float]:
         "synchronous": synchronous,
         "utilization": full,
         "drain": drain,
+        "tick": tick,
         "weights_mb": weights / _MB,
         "optimizer_mb": optimizer / _MB,
         "activations_mb": (kept + compiled.memory_analysis().temp_size_in_bytes) / _MB,
+        **{f"modelled_{name}_mb": size / _MB for name, size in modelled(program).items()},
     }
+
+
+def modelled(program: Program) -> dict[str, float]:
+    """What the rules of the method ask of the layers of a stage, in bytes, the mean of all stages.
+
+    A program of its own for every stage would need this. Activations include a gradient sum.
+    """
+    config, batch = program.config, program.batch_shapes
+    rng = jax.eval_shape(lambda: program.rng(0))
+    parameters, residuals = layer_bytes(program.pipe, batch, rng)
+    layers, _ = program.pipe.trace_layers(batch, rng)
+    peaks = simulate(program.schedule, schedule.costs(config)).peak_in_flight
+    weights = activations = first = 0
+    for d, count in enumerate(program.layer_counts):
+        own, kept = sum(parameters[first : first + count]), sum(residuals[first : first + count])
+        entered = layers.activations[layers.kinds[layers.kind_of[first]].x]
+        versions, microbatches, inputs = 1, peaks[d], 0
+        if schedule.is_asynchronous(config):
+            steady = schedule.steady_state(config)
+            part, corrects = steady.stage(d), schedule.techniques(config)[1] is not None
+            delay = {"pipemare": int(corrects), "2bw": 1}
+            versions += delay.get(steady.method, steady.delay(part, 0))
+            begins = part.forward
+            if part.recompute is not None:
+                begins = part.recompute
+                inputs = (begins - part.forward) * steady.begins_segment(d)
+            microbatches = part.backward - begins + 1
+        weights += versions * own
+        size = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(entered))
+        activations += microbatches * kept + inputs * size + own
+        first += count
+    stages = len(program.layer_counts)
+    return {"weights": weights / stages, "activations": activations / stages}
 
 
 def time_of(step: int, config: Config, costs: Mapping[str, float]) -> float:
@@ -171,7 +221,8 @@ def time_of(step: int, config: Config, costs: Mapping[str, float]) -> float:
         warmup = min(step, config.asynchronous.warmup_steps)
     synchronous = min(step, warmup)
     drain = costs["drain"] if step > warmup else 0
-    return synchronous / costs["synchronous"] + (step - synchronous) + drain
+    asynchronous = (step - synchronous + drain) * costs["tick"]
+    return synchronous / costs["synchronous"] + asynchronous
 
 
 def row(name: str, method: Mapping[str, Any], target: float) -> dict[str, Any]:
@@ -191,7 +242,7 @@ def row(name: str, method: Mapping[str, Any], target: float) -> dict[str, Any]:
         "diverged": len(runs) - len(last),
         "utilization": costs["utilization"],
         "time_to_target": statistics.mean(times) if len(times) == len(runs) else "never",
-        **{key: costs[key] for key in ("weights_mb", "optimizer_mb", "activations_mb")},
+        **{key: value for key, value in costs.items() if key.endswith("_mb")},
     }
 
 

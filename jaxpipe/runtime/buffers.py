@@ -1,10 +1,10 @@
 """Buffers for what layers leave behind and pass on: residuals, activations, cotangents.
 
 A buffer has slots; a slot holds the values of all layers of a chunk. Layers of one kind have a
-buffer each for every value, ``[slots, layers, size]``. Layers of several kinds share one flat
-buffer a dtype, ``[slots, 1, size]``, in which every layer of a chunk has a start of its own. An
-inbox is the same with one activation a slot. Buffers are flat because loops that see natural shapes
-choose different layouts for them, and then transpose whole buffers every tick.
+buffer each for every value, ``[slots * layers, size]``. Layers of several kinds share one flat
+buffer a dtype, ``[slots, size]``, in which every layer of a chunk has a start of its own. An inbox
+is the same with one activation a slot. Buffers are flat because loops that see natural shapes, or a
+dimension of 1, choose different layouts for them, and then transpose or copy whole buffers.
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ class Slots:
         self._alike = len(kinds) == 1
         if self._alike:
             self._dtypes = [leaf.dtype for leaf in kinds[0]]
-            sizes = [[leaf.size for leaf in kinds[0]]]
+            sizes = [leaf.size for leaf in kinds[0]]
             self._values = [[_Value(b, 0, leaf.shape) for b, leaf in enumerate(kinds[0])]]
-            self._shape = [(layers.shape[2], n) for n in sizes[0]]
+            self._rows, self._sizes = layers.shape[2], sizes
             return
         self._dtypes = list(dict.fromkeys(leaf.dtype for kind in kinds for leaf in kind))
         self._values, sizes = [], []
@@ -57,13 +57,13 @@ class Slots:
             sizes.append(taken)
         table = np.asarray([*sizes, [0] * len(self._dtypes)], np.int32)[layers]
         self._starts = np.cumsum(table, axis=2, dtype=np.int32) - table
-        self._shape = [(1, int(n)) for n in table.sum(axis=2).max(axis=(0, 1))]
+        self._rows, self._sizes = 1, table.sum(axis=2).max(axis=(0, 1)).tolist()
 
     def shapes(self, slots: int) -> list[jax.ShapeDtypeStruct]:
-        """The buffers, each ``[slots, layers, size]``."""
+        """The buffers, each ``[slots * layers, size]``."""
         return [
-            jax.ShapeDtypeStruct((slots, *shape), dtype)
-            for shape, dtype in zip(self._shape, self._dtypes, strict=True)
+            jax.ShapeDtypeStruct((slots * self._rows, size), dtype)
+            for size, dtype in zip(self._sizes, self._dtypes, strict=True)
         ]
 
     def read(self, buffers: list, kind: int, slot, at: tuple) -> list[jax.Array]:
@@ -72,7 +72,7 @@ class Slots:
             lax.dynamic_slice(
                 buffers[value.buffer],
                 self._index(value, slot, at),
-                (1, 1, math.prod(value.shape)),
+                (1, math.prod(value.shape)),
             ).reshape(value.shape)
             for value in self._values[kind]
         ]
@@ -82,13 +82,13 @@ class Slots:
         buffers = list(buffers)
         for where, value in zip(self._values[kind], values, strict=True):
             buffers[where.buffer] = lax.dynamic_update_slice(
-                buffers[where.buffer], value.reshape(1, 1, -1), self._index(where, slot, at)
+                buffers[where.buffer], value.reshape(1, -1), self._index(where, slot, at)
             )
         return buffers
 
     def _index(self, value: _Value, slot, at: tuple) -> tuple:
         stage, chunk, layer = at
         if self._alike:
-            return slot, layer, 0
+            return slot * self._rows + layer, 0
         start = jnp.asarray(self._starts)[stage, chunk, layer, value.buffer]
-        return slot, 0, start + value.offset
+        return slot, start + value.offset
