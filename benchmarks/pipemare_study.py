@@ -34,7 +34,8 @@ from benchmarks import harness
 from jaxpipe.runtime.costs import layer_bytes
 from jaxpipe.schedule.simulate import simulate
 from train import checks, loop, schedule
-from train.config import Config, parse
+from train.command_line import parse
+from train.config import Config
 from train.errors import ConfigError, NonFiniteLossError
 from train.phases import AsynchronousPhase, SynchronousPhase, device_bytes
 from train.step import Program

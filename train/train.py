@@ -30,10 +30,10 @@ def main(arguments: Sequence[str]) -> int:
     Returns:
       The exit status.
     """
-    from train import checks, config, errors
+    from train import checks, command_line, errors
 
     try:
-        invocation = config.parse(arguments)
+        invocation = command_line.parse(arguments)
     except errors.ConfigError as error:
         return _refuse(error)
     try:

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from train import config, errors
+from train import command_line, config, errors
 
 TOP = Path(__file__).resolve().parents[2]
 
@@ -18,13 +18,13 @@ def _write(tmp_path, text):
 
 
 def _messages(path, *options):
-    invocation = config.parse(["--config", str(path), *options])
+    invocation = command_line.parse(["--config", str(path), *options])
     return [failure.message for failure in invocation.failures]
 
 
 def test_the_command_line_wins_over_the_file_over_the_defaults(tmp_path):
     path = _write(tmp_path, "mesh: {stage: 2}\ntrain: {steps: 7, seed: 3}\n")
-    invocation = config.parse(["--config", str(path), "--train.steps", "9", "--resume"])
+    invocation = command_line.parse(["--config", str(path), "--train.steps", "9", "--resume"])
     found = invocation.config
     assert invocation.resume
     assert not invocation.dry_run
@@ -47,14 +47,14 @@ def test_names_that_others_script_against():
         "--train.batch-size": "16",
         "--train.seed": "1",
     }
-    values = config.parse([word for pair in options.items() for word in pair]).config.flat()
+    values = command_line.parse([word for pair in options.items() for word in pair]).config.flat()
     for option, text in options.items():
         assert str(values[option.removeprefix("--").replace("-", "_")]) == text
 
 
 def test_yaml_round_trip(tmp_path):
-    first = config.parse(["--optimizer.peak-lr", "3e-4", "--sample.top-k", "None"]).config
-    again = config.parse(["--config", str(_write(tmp_path, first.to_yaml()))])
+    first = command_line.parse(["--optimizer.peak-lr", "3e-4", "--sample.top-k", "None"]).config
+    again = command_line.parse(["--config", str(_write(tmp_path, first.to_yaml()))])
     assert again.failures == ()
     assert again.config == first
     assert again.config.sample.top_k is None
@@ -68,7 +68,7 @@ def test_shipped_configurations_parse(path):
 @pytest.mark.parametrize("number", ["3e-4", "3E-4", "3.0e-4", "+3e-4"])
 def test_numbers_as_people_write_them(tmp_path, number):
     path = _write(tmp_path, f"optimizer: {{peak_lr: {number}}}")
-    assert config.parse(["--config", str(path)]).config.optimizer.peak_lr == 3e-4
+    assert command_line.parse(["--config", str(path)]).config.optimizer.peak_lr == 3e-4
 
 
 @pytest.mark.parametrize(
@@ -96,7 +96,7 @@ def test_wrong_names_and_types_name_the_field(tmp_path, text, expected):
 
 def test_all_failures_of_a_file_at_once(tmp_path):
     path = _write(tmp_path, "run_dir: 5\nmesh: {stages: 2, data: two}\ntrain: {steps: 4}\n")
-    invocation = config.parse(["--config", str(path)])
+    invocation = command_line.parse(["--config", str(path)])
     fields = {field for failure in invocation.failures for field in failure.fields}
     assert fields == {"run_dir", "mesh.stages", "mesh.data"}
     # What is right is kept, so that it is checked in the same run.
@@ -116,24 +116,24 @@ def test_all_failures_of_a_file_at_once(tmp_path):
 def test_files_that_are_not_a_configuration(tmp_path, text, expected):
     path = _write(tmp_path, text)
     with pytest.raises(errors.ConfigError, match=f"(?s)--config={path} .*{expected}"):
-        config.parse(["--config", str(path)])
+        command_line.parse(["--config", str(path)])
 
 
 def test_binary_file(tmp_path):
     path = tmp_path / "run.yaml"
     path.write_bytes(b"\xff\xfe\x00")
     with pytest.raises(errors.ConfigError, match="cannot be read as YAML"):
-        config.parse(["--config", str(path)])
+        command_line.parse(["--config", str(path)])
 
 
 def test_missing_file_lists_its_neighbours(tmp_path):
     _write(tmp_path, "")
     with pytest.raises(errors.ConfigError, match=r"does not exist. Files there: .*run\.yaml"):
-        config.parse(["--config", str(tmp_path / "runs.yaml")])
+        command_line.parse(["--config", str(tmp_path / "runs.yaml")])
 
 
 def test_an_empty_file_is_the_defaults(tmp_path):
-    assert config.parse(["--config", str(_write(tmp_path, ""))]).config == config.Config()
+    assert command_line.parse(["--config", str(_write(tmp_path, ""))]).config == config.Config()
 
 
 @pytest.mark.parametrize(
@@ -147,14 +147,14 @@ def test_an_empty_file_is_the_defaults(tmp_path):
 )
 def test_command_line_errors_end_with_status_2(capsys, options, expected):
     with pytest.raises(SystemExit) as exit_:
-        config.parse(options)
+        command_line.parse(options)
     assert exit_.value.code == 2
     assert expected in capsys.readouterr().err
 
 
 def test_help_lists_every_field(capsys):
     with pytest.raises(SystemExit) as exit_:
-        config.parse(["--help"])
+        command_line.parse(["--help"])
     assert exit_.value.code == 0
     text = capsys.readouterr().out
     missing = [path for path in config.Config().flat() if f"--{path.replace('_', '-')}" not in text]

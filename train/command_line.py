@@ -1,0 +1,188 @@
+"""A run's configuration from a YAML file, with every field also on the command line.
+
+``--config configs/gpt-tiny.yaml --mesh.stage 2`` reads the file, then overrides fields. This module
+checks names and types.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import dataclasses
+import difflib
+import re
+from collections.abc import Hashable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pydantic
+import tyro
+import yaml
+
+from train.config import Config, Section, remove
+from train.errors import ConfigError, Failure
+
+
+class Command(Config):
+    """Trains a model through a pipeline."""
+
+    config: str | None = None
+    """YAML file; the other options override its fields."""
+    resume: bool = False
+    """Continue the run in run_dir from its latest checkpoint, or start it if there is none."""
+    dry_run: bool = False
+    """Check, draw the schedule, compile, compare memory; train, read and write nothing."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Invocation:
+    """A parsed command line.
+
+    Args:
+      config: the configuration, with defaults where a field failed.
+      resume: continue the run.
+      dry_run: compile only.
+      failures: names and types that are wrong in the file.
+    """
+
+    config: Config
+    resume: bool = False
+    dry_run: bool = False
+    failures: tuple[Failure, ...] = ()
+
+
+def parse(arguments: Sequence[str]) -> Invocation:
+    """Reads the file that ``--config`` names and applies the command line to it.
+
+    Args:
+      arguments: the command line without the program's name.
+
+    Returns:
+      The configuration and what is wrong with the file's names and types; nothing else is checked.
+
+    Raises:
+      ConfigError: the file is missing, unreadable or not YAML.
+      SystemExit: tyro printed help (status 0) or refused an option (status 2).
+
+    Example:
+      >>> parse(["--mesh.stage", "2"]).config.mesh.stage
+      2
+    """
+    finder = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    finder.add_argument("--config")
+    path = finder.parse_known_args([a for a in arguments if a not in ("-h", "--help")])[0].config
+    raw = {} if path is None else load_yaml(Path(path))
+    base, failures = validate(raw, source=path or "the defaults")
+    command = tyro.cli(
+        Command,
+        args=list(arguments),
+        default=Command(**_sections(base)),
+        prog="python train/train.py",
+        description=Command.__doc__,
+    )
+    return Invocation(Config(**_sections(command)), command.resume, command.dry_run, failures)
+
+
+def load_yaml(path: Path) -> dict[str, Any]:
+    """Reads a YAML file whose top is a mapping; an empty file gives an empty one.
+
+    Raises:
+      ConfigError: the file is missing, unreadable, not YAML, or names a key twice.
+    """
+    try:
+        raw = yaml.load(path.read_text(encoding="utf-8"), Loader=_Loader)
+    except FileNotFoundError as error:
+        near = sorted(path.parent.glob("*.yaml")) if path.parent.is_dir() else []
+        listed = ", ".join(map(str, near)) or "none in its folder"
+        raise ConfigError(
+            [Failure(f"--config={path} does not exist. Files there: {listed}.")]
+        ) from error
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise ConfigError([Failure(f"--config={path} cannot be read as YAML: {error}")]) from error
+    if raw is not None and not isinstance(raw, dict):
+        raise ConfigError(
+            [Failure(f"--config={path} must hold sections such as 'mesh:', not {raw!r}.")]
+        )
+    return raw or {}
+
+
+def validate(raw: dict[str, Any], *, source: str) -> tuple[Config, tuple[Failure, ...]]:
+    """Checks names and types of a file's content.
+
+    Args:
+      raw: the content.
+      source: the file's name, for the messages.
+
+    Returns:
+      The configuration with defaults in place of what is wrong, and what is wrong.
+    """
+    try:
+        return Config.model_validate(raw), ()
+    except pydantic.ValidationError as error:
+        problems = error.errors()
+    cleaned = copy.deepcopy(raw)
+    failures = []
+    for problem in problems:
+        failures.append(_explain(".".join(map(str, problem["loc"])), problem, source))
+        remove(cleaned, problem["loc"])
+    return Config.model_validate(cleaned), tuple(failures)
+
+
+_RULES = {
+    "int_type": "must be an integer",
+    "float_type": "must be a number",
+    "bool_type": "must be true or false",
+    "string_type": "must be text",
+    "model_type": "must be a section with fields",
+    "none_required": "must be null",
+}
+
+
+def _explain(path: str, problem: Any, source: str) -> Failure:
+    if problem["type"] == "extra_forbidden":
+        known = [*_known_paths()]
+        # The whole path decides, so that a field in the wrong section is found as well.
+        near = difflib.get_close_matches(path, known, n=2, cutoff=0.5) or [
+            name for name in known if name.split(".")[-1] == path.split(".")[-1]
+        ]
+        nearest = f" Nearest valid: {', '.join(near)}." if near else ""
+        return Failure(f"{path} in {source} is not a field.{nearest}", (path,))
+    rule = _RULES.get(problem["type"], problem["msg"][:1].lower() + problem["msg"][1:])
+    value = problem["input"]
+    if problem["type"] == "literal_error":
+        rule = f"must be one of {problem['ctx']['expected']}"
+        words = re.findall(r"'([^']+)'", rule)
+        near = difflib.get_close_matches(str(value), words, n=1, cutoff=0.0)
+        rule += f". Nearest valid: {near[0]}" if near else ""
+    return Failure(f"{path}={value!r} in {source}: {rule}.", (path,))
+
+
+def _known_paths() -> Iterator[str]:
+    for name, field in Config.model_fields.items():
+        yield name
+        if isinstance(field.default, Section):
+            yield from (f"{name}.{inner}" for inner in type(field.default).model_fields)
+
+
+def _sections(config: Config) -> dict[str, Any]:
+    return {name: getattr(config, name) for name in Config.model_fields}
+
+
+class _Loader(yaml.SafeLoader):
+    """YAML 1.2 numbers such as 3e-4, which YAML 1.1 reads as text; no key twice."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
+        names = [key.value for key, _ in node.value]
+        twice = sorted({name for name in names if names.count(name) > 1})
+        if twice:
+            raise yaml.constructor.ConstructorError(
+                None, None, f"{', '.join(twice)} is given twice", node.start_mark
+            )
+        return super().construct_mapping(node, deep)
+
+
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:float",
+    re.compile(r"^[-+]?\d+(?:\.\d*)?[eE][-+]?\d+$"),
+    list("-+0123456789"),
+)
