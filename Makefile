@@ -12,7 +12,7 @@ PREPARE_bert-tiny := text --out data/stdlib
 PREPARE_resnet-digits := images --source digits --out data/digits
 PREPARE_resnet-digits-pipemare := images --source digits --out data/digits
 PREPARE_resnet-mnist := images --source mnist --out data/mnist
-PREPARE_translate-tiny := translation --locales de es fr it nl pt_BR sv --vocab-size 4096 --out data/django
+PREPARE_translate-tiny := translation --locales ja ko zh_Hans --max-length 20 --out data/django
 
 .PHONY: setup train test test-fast test-all test-parity lint types bench study-pipemare gpu-compile figures docs
 
