@@ -13,6 +13,7 @@ PREPARE_resnet-digits := images --source digits --out data/digits
 PREPARE_resnet-digits-pipemare := images --source digits --out data/digits
 PREPARE_resnet-mnist := images --source mnist --out data/mnist
 PREPARE_translate-tiny := translation --locales ja ko zh_Hans --max-length 20 --out data/django
+PREPARE_translate-tiny-pipemare := $(PREPARE_translate-tiny)
 
 .PHONY: setup train test test-fast test-all test-parity lint types bench study-pipemare gpu-compile figures docs
 
@@ -63,7 +64,9 @@ bench: setup
 
 study-pipemare: setup
 	$(BIN)/python -m train.prepare $(PREPARE_resnet-digits-pipemare)
-	$(BIN)/python -m benchmarks.pipemare_study $(ARGS)
+	$(BIN)/python -m train.prepare $(PREPARE_translate-tiny-pipemare)
+	$(BIN)/python -m benchmarks.pipemare_study --config configs/resnet-digits-pipemare.yaml $(ARGS)
+	$(BIN)/python -m benchmarks.pipemare_study --config configs/translate-tiny-pipemare.yaml $(ARGS)
 
 # jax's CUDA plugin and compiler without the CUDA libraries: enough to compile for GPUs.
 gpu-compile: setup

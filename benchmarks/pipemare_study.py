@@ -88,13 +88,13 @@ class Options:
 
     Args:
       config: a configuration with ``pipeline.schedule: pipemare``.
-      steps: optimizer steps of every run.
+      steps: optimizer steps of every run; None for the configuration's.
       seeds: runs of every method.
       names: of the methods.
     """
 
     config: str = _CONFIG
-    steps: int = 150
+    steps: int | None = None
     seeds: int = 3
     names: tuple[_Name, ...] = tuple(METHODS)
 
@@ -293,14 +293,14 @@ def figure(methods: Mapping[str, Mapping[str, Any]], target: float) -> Figure:
     return drawn
 
 
-def study(options: Options, base: Config, folder: Path) -> dict[str, dict[str, Any]]:
+def study(options: Options, base: Config, steps: int, folder: Path) -> dict[str, dict[str, Any]]:
     """Everything measured, by the method's name."""
     found: dict[str, dict[str, Any]] = {}
     for name in options.names:
         configs = [
             configure(
                 *(base, METHODS[name]),
-                steps=options.steps,
+                steps=steps,
                 seed=seed,
                 folder=folder / f"{name}-{seed}",
             )
@@ -322,15 +322,16 @@ def main(options: Options) -> None:
     if options.seeds < 1:
         raise ValueError(f"--seeds {options.seeds} must be at least 1.")
     base = parsed.config
+    steps = base.train.steps if options.steps is None else options.steps
     harness.simulate(base.mesh.stage * base.mesh.data)
     with tempfile.TemporaryDirectory() as folder:
         # Seeds differ in their data alone: one compilation serves them all.
         jax.config.update("jax_compilation_cache_dir", f"{folder}/cache")
-        methods = study(options, base, Path(folder))
+        methods = study(options, base, steps, Path(folder))
     first, target = half_way(methods)
     rows = [row(name, method, target) for name, method in methods.items()]
     title = (
-        f"{Path(options.config).stem}: {base.mesh.stage} stages, {options.steps} steps, "
+        f"{Path(options.config).stem}: {base.mesh.stage} stages, {steps} steps, "
         f"{options.seeds} seeds; target {target:.3f}, {first} after half of its steps"
     )
     harness.write(
