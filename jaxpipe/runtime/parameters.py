@@ -205,7 +205,7 @@ class Stacked(_Alike, _OneLoop):
 
 
 class _Row(NamedTuple):
-    """A place in unrolled arrays: the row's number, and the slot if it is one of slots."""
+    """A place in unrolled arrays: the row's number, and the slot if it is one of several."""
 
     number: int
     slot: Any = None
@@ -215,9 +215,9 @@ class Unrolled(_Alike):
     """Parameters of layers that are alike, every row of a stage in arrays of its own.
 
     A stage's arrays are a dictionary: row ``chunk * layers + layer`` to the layer's tree. Those of
-    slots have a row a layer of a chunk, and in front a dimension of slots. A row's number must be
-    known to the program, so that it reads an array and not a part of one: on GPUs a part is copied
-    before it is multiplied with.
+    slots have a row a layer of a chunk, and a dimension of slots if there are several. A row's
+    number must be known to the program, so that it reads an array and not a part of one: on GPUs a
+    part is copied before it is multiplied with.
 
     Args and attributes: as of `Stacked`.
     """
@@ -268,7 +268,8 @@ class Unrolled(_Alike):
 
     def slots(self, count: int) -> PyTree:
         """Shapes of arrays with room for ``count`` whole chunks."""
-        row = jax.tree.map(lambda leaf: leaf.behind(count).struct(), self.piece)
+        lead = (count,) if count > 1 else ()
+        row = jax.tree.map(lambda leaf: leaf.behind(*lead).struct(), self.piece)
         return dict.fromkeys(range(self.num_pieces), row)
 
     def resident(self, stage, chunk: int, layer: int, example: int):
@@ -292,18 +293,22 @@ class Unrolled(_Alike):
 
     def read(self, arrays: PyTree, place) -> PyTree:
         """What is stored at a place."""
-        row = arrays[place.number]
-        if place.slot is None:
-            return row
-        return jax.tree.map(lambda w: lax.dynamic_index_in_dim(w, place.slot, keepdims=False), row)
+
+        def read(w, leaf: Leaf):
+            if w.ndim == len(leaf.shape):
+                return w
+            return lax.dynamic_index_in_dim(w, place.slot, keepdims=False)
+
+        return jax.tree.map(read, arrays[place.number], self.piece)
 
     def write(self, arrays: PyTree, place, values: PyTree) -> PyTree:
         """The arrays with other values stored at a place."""
 
         def write(w, value):
-            if place.slot is None:
-                return value.astype(w.dtype)
-            return lax.dynamic_update_index_in_dim(w, value.astype(w.dtype), place.slot, 0)
+            value = value.astype(w.dtype)
+            if w.ndim == value.ndim:
+                return value
+            return lax.dynamic_update_index_in_dim(w, value, place.slot, 0)
 
         return arrays | {place.number: jax.tree.map(write, arrays[place.number], values)}
 
