@@ -109,8 +109,8 @@ class _Alike:
     """What is known of layers that are alike, wherever they lie; arguments as for `Stacked`."""
 
     def __init__(self, layers: PyTree, rows: np.ndarray, data: int) -> None:
-        self._rows = rows
         _, self.num_chunks, self.num_pieces = rows.shape
+        self._rows = rows.reshape(len(rows), -1)
         self.piece = jax.tree.map(lambda w: make_leaf(w.shape[1:], w.dtype, data=data), layers)
         depth = jax.tree.leaves(layers)[0].shape[0] if jax.tree.leaves(layers) else 0
         self.canonical = jax.tree.map(lambda leaf: leaf.behind(depth), self.piece)
@@ -156,13 +156,11 @@ class Stacked(_Alike, _OneLoop):
 
     def place(self, layers: PyTree) -> PyTree:
         """Canonical layers to placed arrays ``[stages, ...]``."""
-        rows = self._rows.reshape(len(self._rows), -1)
-        return jax.tree.map(lambda w: _take(w, rows), layers)
+        return jax.tree.map(lambda w: _take(w, self._rows), layers)
 
     def unplace(self, placed: PyTree) -> PyTree:
         """Undoes `place`."""
-        rows = self._rows.reshape(len(self._rows), -1)
-        return jax.tree.map(lambda w: _put_back(w, rows), placed)
+        return jax.tree.map(lambda w: _put_back(w, self._rows), placed)
 
     def slots(self, count: int) -> PyTree:
         """Shapes of arrays with room for ``count`` whole chunks."""
@@ -233,7 +231,8 @@ class Unrolled(_Alike):
         rows = list(itertools.product(range(self.num_chunks), range(self.num_pieces)))
         for c, layer in reversed(rows) if down else rows:
             runs = (chunk == c) & (lo <= layer) & (layer < hi)
-            number = (c * self.num_pieces + layer) % max(len(arrays), 1)  # slots hold one chunk
+            # Only its own row goes through the loop; slots have one chunk's, an evaluation none.
+            number = (c * self.num_pieces + layer) % max(len(arrays), 1)
             own = {n: row for n, row in arrays.items() if n == number}
 
             def step(_, through, c=c, layer=layer):
@@ -244,7 +243,7 @@ class Unrolled(_Alike):
         return carry, arrays
 
     def loop_pieces(self, chunk, body: Callable, carry: PyTree) -> PyTree:
-        """As of `Stacked`; one loop a chunk, for on GPUs the host waits for each."""
+        """As of `Stacked`; one loop a chunk, since on GPUs the host waits for each."""
 
         def pieces(_, carry, c: int):
             for number in range(self.num_pieces):
@@ -258,13 +257,14 @@ class Unrolled(_Alike):
 
     def place(self, layers: PyTree) -> PyTree:
         """Canonical layers to placed arrays ``[stages, ...]``."""
-        rows = self._rows.reshape(len(self._rows), -1)
-        return {n: jax.tree.map(lambda w, n=n: _take(w, rows[:, n]), layers) for n in self.placed}
+        return {
+            n: jax.tree.map(lambda w, held=held: _take(w, held), layers)
+            for n, held in enumerate(self._rows.T)
+        }
 
     def unplace(self, placed: PyTree) -> PyTree:
         """Undoes `place`."""
-        rows = self._rows.reshape(len(self._rows), -1)
-        return jax.tree.map(lambda *w: _put_back(jnp.stack(w, 1), rows), *placed.values())
+        return jax.tree.map(lambda *w: _put_back(jnp.stack(w, 1), self._rows), *placed.values())
 
     def slots(self, count: int) -> PyTree:
         """Shapes of arrays with room for ``count`` whole chunks."""
