@@ -92,6 +92,7 @@ CASES = [
     for layers, *case in (
         (4, "1f1b", False, 0, "unrolled"), (4, "1f1b", False, 1, "unrolled"),
         (4, "1f1b", False, 2, "stacked"), (4, "1f1b", False, 2, "unrolled"),
+        (4, "1f1b", False, 3, "stacked"), (4, "1f1b", False, 3, "unrolled"),
         (4, "zb-v", True, 0, "unrolled"), (4, "zb-v", True, 3, "unrolled"),
         (16, "1f1b", False, 0, "stacked"), (16, "1f1b", False, 0, "unrolled"),
         (32, "1f1b", False, 0, "stacked"), (32, "1f1b", False, 0, "unrolled"),
@@ -295,15 +296,12 @@ def measure(case: Case) -> dict:
     assert text is not None  # both exist for every backend of jax
     assert memory is not None
     program = Program(text)
-    weights = {
-        tuple(sorted(leaf.shape))
-        for leaf in jax.tree.leaves(pipe.layout.layers.piece)
-        if len(leaf.shape) > 1
-    }
+    piece = jax.tree.leaves(pipe.layout.layers.piece)
+    weights = {tuple(sorted(leaf.shape)) for leaf in piece if len(leaf.shape) > 1}
     # A buffer holds more than one layer of one microbatch; one layer's values are no buffer.
     leaves = jax.tree.leaves(pipe.buffers(batch))
     buffers = {_squeezed(leaf.shape) for leaf in leaves if math.prod(leaf.shape[:-1]) > 1}
-    buffers = {shape for shape in buffers if tuple(sorted(shape)) not in weights}
+    buffers -= {_squeezed(leaf.struct(parts=n).shape) for leaf in piece for n in (1, DATA)}
     rows = pipe.schedule.num_chunks * case.layers if case.weights == "unrolled" else 1
     predicted = predicted_bytes(pipe, batch)
     return {

@@ -311,14 +311,14 @@ class Run:
         sent before, or a stage that has nothing to send would wait for one that has.
         """
 
-        def body(chunk, layer, through, sums):
+        def body(chunk, layer, sums, through):
             (rest, message), outputs = through
             carry = rest | {"gradients": sums}, message
             carry = self._of_its_kind(cell | {"chunk": chunk}, step, layer, carry)
             return _apart(*tie(carry, outputs))
 
         span = cell["chunk"], cell["lo"], cell["hi"]
-        through, sums = self.params.loop(*span, body, *_apart(carry, outputs), down=down)
+        sums, through = self.params.loop(*span, body, *_apart(carry, outputs), down=down)
         (rest, message), outputs = through
         return (rest | {"gradients": sums}, message), outputs
 
@@ -631,11 +631,11 @@ def tie(read: PyTree, carried: PyTree) -> tuple[PyTree, PyTree]:
     return lax.optimization_barrier((read, carried))
 
 
-def _apart(carry: tuple[dict, list], outputs: dict) -> tuple[tuple, PyTree]:
-    """What goes through a loop over layers, without the gradient sums; and those."""
+def _apart(carry: tuple[dict, list], outputs: dict) -> tuple[PyTree, tuple]:
+    """The gradient sums, and what else goes through a loop over layers."""
     state, message = carry
     rest = {name: value for name, value in state.items() if name != "gradients"}
-    return ((rest, message), outputs), state["gradients"]
+    return state["gradients"], ((rest, message), outputs)
 
 
 def _sent(message: list, channel: Channel) -> list:

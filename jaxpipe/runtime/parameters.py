@@ -79,25 +79,25 @@ class _OneLoop:
     num_pieces: int
 
     def loop(
-        self, chunk, lo, hi, body: Callable, carry: PyTree, arrays: PyTree, *, down: bool = False
+        self, chunk, lo, hi, body: Callable, arrays: PyTree, carry: PyTree, *, down: bool = False
     ) -> tuple[PyTree, PyTree]:
         """Runs layers ``lo`` to ``hi`` of a chunk, last first if ``down``.
 
         Args:
           chunk, lo, hi: int32 scalars.
-          body: ``body(chunk, layer, carry, arrays) -> (carry, arrays)``.
-          carry: any tree.
+          body: ``body(chunk, layer, arrays, carry) -> (arrays, carry)``.
           arrays: of all layers or of slots; a body sees at least those of its layer.
+          carry: any tree.
           down: the order.
 
         Returns:
-          The last carry, and the arrays.
+          The arrays and the carry after the last layer.
         """
 
         def step(i, through):
             return body(chunk, lo + hi - 1 - i if down else i, *through)
 
-        return lax.fori_loop(lo, hi, step, (carry, arrays))
+        return lax.fori_loop(lo, hi, step, (arrays, carry))
 
     def loop_pieces(self, chunk, body: Callable, carry: PyTree) -> PyTree:
         """Runs ``body(chunk, number, carry)`` for all pieces of a chunk, for none if `NONE`."""
@@ -225,7 +225,7 @@ class Unrolled(_Alike):
         self.placed = dict.fromkeys(range(self.num_chunks * self.num_pieces), self.piece)
 
     def loop(
-        self, chunk, lo, hi, body: Callable, carry: PyTree, arrays: PyTree, *, down: bool = False
+        self, chunk, lo, hi, body: Callable, arrays: PyTree, carry: PyTree, *, down: bool = False
     ) -> tuple[PyTree, PyTree]:
         """As of `Stacked`: a loop for every row, which runs if the row is one of these layers."""
         rows = list(itertools.product(range(self.num_chunks), range(self.num_pieces)))
@@ -238,9 +238,9 @@ class Unrolled(_Alike):
             def step(_, through, c=c, layer=layer):
                 return body(c, layer, *through)
 
-            carry, own = lax.fori_loop(0, runs.astype(jnp.int32), step, (carry, own))
+            own, carry = lax.fori_loop(0, runs.astype(jnp.int32), step, (own, carry))
             arrays = arrays | own
-        return carry, arrays
+        return arrays, carry
 
     def loop_pieces(self, chunk, body: Callable, carry: PyTree) -> PyTree:
         """As of `Stacked`; one loop a chunk, since on GPUs the host waits for each."""

@@ -121,7 +121,7 @@ STAGES, DATA, MICROBATCHES = 4, 2, 6
 CONFIG = gpt.GPTConfig(
     vocab_size=96, sequence_length=20, num_layers=10, width=32, num_heads=2, dtype="float32"
 )
-CASES = [("1f1b", "none", 0), ("zb-v", "dots", 1), ("1f1b-fused", "full", 2), ("zb-v", "none", 2)]
+CASES = [("1f1b", "none", 0), ("zb-v", "dots", 1), ("zb-v", "none", 2), ("1f1b-fused", "full", 3)]
 ids = pytest.mark.parametrize("case", CASES, ids=str)
 
 
