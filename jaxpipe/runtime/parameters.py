@@ -247,7 +247,13 @@ class Unrolled(_Alike):
 
         def pieces(_, carry, c: int):
             for number in range(self.num_pieces):
-                carry = body(c, number, carry)
+                new = body(c, number, carry)
+                # Reads what it overwrites, or XLA gathers all chunks before the first tick.
+                carry = jax.tree.map(
+                    lambda new, old: old if new is old else jnp.where(chunk == c, new, old),
+                    new,
+                    carry,
+                )
             return carry
 
         for c in range(self.num_chunks):

@@ -174,6 +174,9 @@ def test_idle_ticks_run_no_matmul_and_no_collective_but_the_messages(case):
     program, _ = compiled("unrolled", *case)
     always = {i.opcode for i in program.reached(program.tick_loop(), into_loops=False)}
     assert not always & {"dot", "all-gather", "all-reduce", "reduce-scatter", "all-to-all"}
+    gated = {i.opcode for i in program.reached(program.tick_loop(), into_loops=True)}
+    assert ("all-gather" in gated) == (case[2] == 3)  # nor are chunks gathered ahead of the ticks
+    assert ("reduce-scatter" in gated) == (case[2] >= 2)
 
 
 @pytest.mark.pipeline
