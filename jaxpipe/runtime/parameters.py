@@ -247,13 +247,7 @@ class Unrolled(_Alike):
 
         def pieces(_, carry, c: int):
             for number in range(self.num_pieces):
-                new = body(c, number, carry)
-                # Reads what it overwrites, or XLA gathers all chunks before the first tick.
-                carry = jax.tree.map(
-                    lambda new, old: old if new is old else jnp.where(chunk == c, new, old),
-                    new,
-                    carry,
-                )
+                carry = body(c, number, carry)
             return carry
 
         for c in range(self.num_chunks):
@@ -312,8 +306,11 @@ class Unrolled(_Alike):
 
         def write(w, value):
             value = value.astype(w.dtype)
-            if w.ndim == value.ndim:
+            if place.slot is None:
                 return value
+            if w.ndim == value.ndim:
+                # Reads what it overwrites, or XLA would gather every chunk before the first tick.
+                return jnp.where(place.slot >= 0, value, w)
             return lax.dynamic_update_index_in_dim(w, value, place.slot, 0)
 
         return arrays | {place.number: jax.tree.map(write, arrays[place.number], values)}
