@@ -6,7 +6,7 @@ scheduled program and its launch sequence (thunks) tell, for one tick:
 - messages: how many layer loops run between a transfer's start and its end; 0 is a transfer that
   nothing hides, one "in a loop" leaves in gated ticks only;
 - copies: whole buffers copied or written anew;
-- weights: bytes as large as a weight that a layer writes outside its matmuls;
+- weights: bytes of weights and of their gradient sums that a layer copies, and that it casts;
 - host: loops outside CUDA graphs, each of which the host waits for;
 - memory: temporaries against `jaxpipe.runtime.memory.predicted_bytes`.
 
@@ -60,12 +60,15 @@ CONFIG = gpt.GPTConfig(
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """One compiled step: hosts of 8 GPUs, a schedule, in slices or not, and a ZeRO level."""
+    """One compiled step: hosts of 8 GPUs, a schedule, in slices or not, a ZeRO level, how weights
+    lie, and layers a chunk."""
 
     hosts: int
     schedule: str
     sliced: bool = False
     zero: int = 0
+    weights: str = "stacked"
+    layers: int = LAYERS_PER_CHUNK
 
     @property
     def stages(self) -> int:
@@ -73,7 +76,8 @@ class Case:
 
     def __str__(self) -> str:
         name = f"{self.schedule}{', sliced' if self.sliced else ''}"
-        return f"{self.hosts} x 8, {name}{f', ZeRO-{self.zero}' if self.zero else ''}"
+        name += f", ZeRO-{self.zero}" if self.zero else ""
+        return f"{self.hosts} x 8, {name}, {self.layers} layers, {self.weights}"
 
 
 CASES = [
@@ -82,6 +86,16 @@ CASES = [
     for case in (
         ("1f1b",), ("1f1b", True), ("zb-v",), ("zb-v", True),
         ("breadth-first", False, 3), ("zb-v", True, 3),
+    )
+] + [
+    Case(1, *case, layers=layers)
+    for layers, *case in (
+        (4, "1f1b", False, 0, "unrolled"), (4, "1f1b", False, 1, "unrolled"),
+        (4, "1f1b", False, 2, "stacked"), (4, "1f1b", False, 2, "unrolled"),
+        (4, "1f1b", False, 3, "stacked"), (4, "1f1b", False, 3, "unrolled"),
+        (4, "zb-v", True, 0, "unrolled"), (4, "zb-v", True, 3, "unrolled"),
+        (16, "1f1b", False, 0, "stacked"), (16, "1f1b", False, 0, "unrolled"),
+        (32, "1f1b", False, 0, "stacked"), (32, "1f1b", False, 0, "unrolled"),
     )
 ]  # fmt: skip
 
@@ -147,29 +161,58 @@ def whole_buffers(program: Program, shapes: set[tuple[int, ...]]) -> list[Instru
     return found
 
 
-def weight_bytes(program: Program, shapes: set[tuple[int, ...]]) -> list[int]:
-    """For every loop over layers, F, B and W: bytes that one layer writes outside its matmuls in
-    arrays as large as one of these weights."""
-    totals = []
-    for row in program.computations[program.tick_loop()]:
-        if not is_layer_loop(program, row):
-            continue
-        total = 0
-        for body in _loop_bodies(program, row.calls["body"]):
-            for inner in program.computations[body]:
-                inside = {i.opcode for i in _inside(program, inner)}
-                if (
-                    inner.opcode not in ("copy", "transpose", "fusion", "convert")
-                    or "dot" in inside
-                ):
-                    continue
-                total += sum(
-                    size
-                    for shape, size in zip(inner.shapes, inner.bytes, strict=True)
-                    if tuple(sorted(_squeezed(shape))) in shapes
-                )
-        totals.append(total)
-    return totals
+@dataclasses.dataclass(frozen=True)
+class WeightTraffic:
+    """What one layer writes beside its matmuls, in arrays as large as one of its weights.
+
+    Args:
+      copied: bytes of weights or gradient sums as they were.
+      cast: bytes of weights in another dtype.
+    """
+
+    copied: int
+    cast: int
+
+
+def weight_traffic(
+    program: Program, shapes: set[tuple[int, ...]], num_loops: int
+) -> list[WeightTraffic]:
+    """The traffic of a layer in F, B and W: the most that any of a pass' loops over layers writes.
+
+    Args:
+      program: the compiled step.
+      shapes: of weights that are matrices, each sorted.
+      num_loops: loops over layers of a pass: one, or one a row of unrolled weights.
+    """
+    loops = [
+        _traffic(program, row.calls["body"], shapes)
+        for row in program.computations[program.tick_loop()]
+        if is_layer_loop(program, row)
+    ]
+    passes = [loops[i : i + num_loops] for i in range(0, len(loops), num_loops)]
+    return [
+        WeightTraffic(max(one.copied for one in rows), max(one.cast for one in rows))
+        for rows in passes
+    ]
+
+
+def _traffic(program: Program, loop: str, shapes: set[tuple[int, ...]]) -> WeightTraffic:
+    copied = cast = 0
+    for body in _loop_bodies(program, loop):
+        for row in program.computations[body]:
+            inside = {i.opcode for i in _inside(program, row)} | {row.opcode}
+            # What is added is the layer's own gradient, in place: a copy would be one more.
+            moves = bool(inside & {"copy", "transpose", "slice", "dynamic-slice"})
+            if "dot" in inside or not (moves or "convert" in inside):
+                continue
+            size = sum(
+                size
+                for shape, size in zip(row.shapes, row.bytes, strict=True)
+                if tuple(sorted(_squeezed(shape))) in shapes
+            )
+            copied += size * moves
+            cast += size * (not moves)
+    return WeightTraffic(copied, cast)
 
 
 def host_loops(thunks: str) -> int:
@@ -219,7 +262,7 @@ def pipeline(case: Case) -> jaxpipe.Pipeline:
     schedule = jaxpipe.schedules.build(
         case.schedule, stages=case.stages, microbatches=4 * case.stages
     )
-    num_layers = LAYERS_PER_CHUNK * schedule.placement.num_virtual_stages
+    num_layers = case.layers * schedule.placement.num_virtual_stages
     config = dataclasses.replace(CONFIG, num_layers=num_layers)
     if case.sliced:
         counts = partition([1] * num_layers, schedule.placement)
@@ -234,14 +277,15 @@ def pipeline(case: Case) -> jaxpipe.Pipeline:
         mesh=jaxpipe.make_mesh(stage=case.stages, data=DATA, devices=topology.devices),
         remat="dots",
         zero=case.zero,
+        weights=case.weights,
     )
 
 
 def measure(case: Case) -> dict:
     """Compiles one case and reads its program."""
     pipe = pipeline(case)
-    rows = ROWS * DATA * pipe.schedule.num_microbatches
-    batch = {"tokens": jax.ShapeDtypeStruct((rows, CONFIG.sequence_length + 1), jnp.int32)}
+    num_rows = ROWS * DATA * pipe.schedule.num_microbatches
+    batch = {"tokens": jax.ShapeDtypeStruct((num_rows, CONFIG.sequence_length + 1), jnp.int32)}
     start = time.perf_counter()
     with tempfile.TemporaryDirectory() as folder:
         step = compiled(pipe, batch, options={"xla_dump_to": folder})
@@ -252,14 +296,13 @@ def measure(case: Case) -> dict:
     assert text is not None  # both exist for every backend of jax
     assert memory is not None
     program = Program(text)
+    piece = jax.tree.leaves(pipe.layout.layers.piece)
+    weights = {tuple(sorted(leaf.shape)) for leaf in piece if len(leaf.shape) > 1}
     # A buffer holds more than one layer of one microbatch; one layer's values are no buffer.
     leaves = jax.tree.leaves(pipe.buffers(batch))
     buffers = {_squeezed(leaf.shape) for leaf in leaves if math.prod(leaf.shape[:-1]) > 1}
-    weights = {
-        tuple(sorted(leaf.shape))
-        for leaf in jax.tree.leaves(pipe.layout.layers)
-        if len(leaf.shape) > 1
-    }
+    buffers -= {_squeezed(leaf.struct(parts=n).shape) for leaf in piece for n in (1, DATA)}
+    rows = pipe.schedule.num_chunks * case.layers if case.weights == "unrolled" else 1
     predicted = predicted_bytes(pipe, batch)
     return {
         "case": str(case),
@@ -267,7 +310,10 @@ def measure(case: Case) -> dict:
         "slots": pipe.table.num_slots,
         "collectives": [dataclasses.asdict(found) for found in collectives(program)],
         "whole_buffers": [row.text[:200] for row in whole_buffers(program, buffers)],
-        "weight_bytes": weight_bytes(program, weights),
+        "weight_traffic": [
+            dataclasses.asdict(found) for found in weight_traffic(program, weights, rows)
+        ],
+        "instructions": sum(map(len, program.computations.values())),
         "host_loops": loops,
         "temporary_bytes": memory.temp_size_in_bytes,
         "predicted_bytes": sum(predicted.values()),
@@ -294,7 +340,8 @@ def main() -> None:
         gpu_flags.apply(variables)
         os.environ["XLA_FLAGS"] = variables["XLA_FLAGS"]
     table = Table(
-        *("case", "ticks", "messages", "data axis", "copies", "weight MB: F, B, W", "host loops"),
+        *("case", "ticks", "messages", "data axis", "copies"),
+        *("MB of weights copied", "cast: F, B, W", "instructions", "host loops"),
         *("GB", "predicted", "compiled in"),
         title=f"one tick of the compiled step; XLA_FLAGS={os.environ.get('XLA_FLAGS', '')}",
     )
@@ -313,7 +360,11 @@ def main() -> None:
             _transfers(found, ("collective-permute",)),
             _transfers(found, ("all-gather", "reduce-scatter")),
             str(len(result["whole_buffers"])),
-            ", ".join(f"{size / 1e6:.0f}" for size in result["weight_bytes"]),
+            *(
+                ", ".join(f"{found[what] / 1e6:.0f}" for found in result["weight_traffic"])
+                for what in ("copied", "cast")
+            ),
+            str(result["instructions"]),
             str(result["host_loops"]),
             f"{result['temporary_bytes'] / 1e9:.2f}",
             f"{result['predicted_bytes'] / 1e9:.2f}",

@@ -60,6 +60,7 @@ def check(
     rules: list[Rule] = [
         _schedule,
         _asynchronous,
+        _weights,
         _partition,
         _batch,
         _model,
@@ -213,6 +214,23 @@ def _asynchronous(config: Config) -> Iterator[Failure]:
             f"{config.train.steps} for pipeline.schedule={name}. Nearest valid: "
             f"{config.train.steps - 1}, or pipeline.schedule=1f1b.",
             ("asynchronous.warmup_steps", "train.steps"),
+        )
+
+
+def _weights(config: Config) -> Iterator[Failure]:
+    if config.pipeline.weights == "stacked":
+        return
+    if config.task in ("resnet", "transformer"):
+        yield Failure(
+            f"pipeline.weights=unrolled needs layers that are alike; those of task={config.task} "
+            "differ. Nearest valid: stacked.",
+            ("pipeline.weights", "task"),
+        )
+    if schedule.is_asynchronous(config):
+        yield Failure(
+            "pipeline.weights=unrolled has no room for the versions of weights that "
+            f"pipeline.schedule={config.pipeline.schedule} keeps. Nearest valid: stacked.",
+            ("pipeline.weights", "pipeline.schedule"),
         )
 
 

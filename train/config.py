@@ -194,6 +194,9 @@ class PipelineConfig(Section):
     """What is recomputed in the backward: nothing, all but matmuls, everything."""
     zero: Annotated[int, Range(0, 3)] = 3
     """Sharded over data: 0 nothing, 1 optimizer state, 2 and gradients, 3 and weights."""
+    weights: Literal["stacked", "unrolled"] = "stacked"
+    """Weights of a stage's layers in one array a parameter, or in one a layer: on GPUs no copies of
+    them, for a longer compilation."""
 
 
 class AsynchronousConfig(Section):

@@ -111,6 +111,7 @@ class Program:
             mesh=self.mesh,
             remat=self.config.pipeline.remat,
             zero=self.config.pipeline.zero,
+            weights=self.config.pipeline.weights,
             states=self.task.init_states(),
         )
 
@@ -123,6 +124,10 @@ class Program:
     def _decays(self) -> PyTree:
         """Which of the placed parameters decay: booleans, or arrays of them for packed layers."""
         decays, layers = decaying(self.shapes), self.shapes["layers"]
+        if self.config.pipeline.weights == "unrolled":
+            return decays | {
+                "layers": dict.fromkeys(self.pipe.layout.layers.placed, decays["layers"])
+            }
         if not isinstance(layers, tuple):
             return decays
         with jax.ensure_compile_time_eval():

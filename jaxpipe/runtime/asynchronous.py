@@ -371,6 +371,11 @@ def _check(
             "asynchronous pipeline is made from one with a single chunk a stage, in model order.\n"
             "Nearest valid: '1f1b'."
         )
+    if pipe.weights != "stacked":
+        problems.append(
+            f"weights={pipe.weights!r}: versions of weights lie in one stacked array a parameter.\n"
+            "Nearest valid: weights='stacked'."
+        )
     if rescheduling_steps is not None and rescheduling_steps < 1:
         problems.append(f"rescheduling_steps={rescheduling_steps} must be at least 1, or None.")
     if discrepancy_decay is not None and not 0 < discrepancy_decay < 1:

@@ -15,7 +15,7 @@ from jax import lax
 
 from jaxpipe.runtime.executor import Run, tie
 from jaxpipe.runtime.mesh import DATA, STAGE
-from jaxpipe.runtime.parameters import Packed, Stacked
+from jaxpipe.runtime.parameters import Packed, Stacked, Unrolled
 from jaxpipe.runtime.part_optimizer import PARTS, PartOptimizer, apply
 from jaxpipe.schedule.pipemare import Part, SteadyState
 
@@ -232,9 +232,9 @@ class UpdatingRun(Run):
         return jax.tree.map(lambda g: g * scale.astype(g.dtype), gradients)
 
 
-def slot_axis(layers: Stacked | Packed) -> int:
+def slot_axis(layers: Stacked | Unrolled | Packed) -> int:
     """The dimension of a stage's arrays along which chunks, and here versions, follow."""
-    return 0 if isinstance(layers, Stacked) else 1
+    return 1 if isinstance(layers, Packed) else 0
 
 
 def corrected(weights: PyTree, delta: PyTree, tau) -> PyTree:

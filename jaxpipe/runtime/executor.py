@@ -33,7 +33,7 @@ from jaxpipe.runtime.layers import LayerKind, Layers, sort_layers
 from jaxpipe.runtime.layout import Layout, layer_rows
 from jaxpipe.runtime.mesh import DATA, STAGE
 from jaxpipe.runtime.model import Model
-from jaxpipe.runtime.parameters import Leaf, Packed, Stacked
+from jaxpipe.runtime.parameters import Leaf, Packed, Stacked, Unrolled
 from jaxpipe.schedule.actions import Kind
 from jaxpipe.schedule.table import NONE, Channel, TickTable
 
@@ -65,7 +65,7 @@ class Plan:
     table: TickTable
     remat: str
     zero: int
-    states: Stacked | Packed | None = None
+    states: Stacked | Unrolled | Packed | None = None
     poison: bool = False
 
     @property
@@ -246,6 +246,10 @@ class Run:
         }
 
     def _initial_state(self) -> dict[str, Any]:
+        shapes: dict[str, PyTree] = {
+            "gradients": {}
+        } | self.buffer_shapes()  # none of them in an evaluation
+
         def empty(shape):
             inexact = jnp.issubdtype(shape.dtype, jnp.inexact)
             value = np.nan if self.plan.poison and inexact else 0
@@ -253,7 +257,7 @@ class Run:
 
         state = {
             name: jax.tree.map(jnp.zeros_like if name in _SUMS else empty, shape)
-            for name, shape in self.buffer_shapes().items()
+            for name, shape in shapes.items()
         }
         state |= {"loss": jnp.zeros((), jnp.float32), "states": self.states}
         if self.plan.trains:
@@ -283,7 +287,7 @@ class Run:
         for kind in self.table.passes:
             cell = row[f"pass_{kind}"]
             if kind is Kind.W:
-                state, outputs = self._loop(cell, self._backward_weights, state, outputs)
+                (state, _), outputs = self._loop(cell, self._backward_weights, (state, []), outputs)
                 continue
             inbox = "x" if kind is Kind.F else "dy"
             carry = state, at_slot(state[inbox], cell["inbox"])
@@ -300,18 +304,23 @@ class Run:
         return state, outputs
 
     def _loop(self, cell: dict, step, carry, outputs: dict, *, down: bool = False):
-        """Runs ``step(kind, cell, layer, carry)`` for the cell's layers, last first if ``down``.
+        """Runs ``step(kind, cell, layer, (state, message))`` for the cell's layers, last first if
+        ``down``.
 
         What earlier loops of the tick have put out goes through the loop: its message must not be
         sent before, or a stage that has nothing to send would wait for one that has.
         """
 
-        def body(i, through):
-            carry, outputs = through
-            layer = cell["lo"] + cell["hi"] - 1 - i if down else i
-            return tie(self._of_its_kind(cell, step, layer, carry), outputs)
+        def body(chunk, layer, sums, through):
+            (rest, message), outputs = through
+            carry = rest | {"gradients": sums}, message
+            carry = self._of_its_kind(cell | {"chunk": chunk}, step, layer, carry)
+            return _apart(*tie(carry, outputs))
 
-        return lax.fori_loop(cell["lo"], cell["hi"], body, (carry, outputs))
+        span = cell["chunk"], cell["lo"], cell["hi"]
+        sums, through = self.params.loop(*span, body, *_apart(carry, outputs), down=down)
+        (rest, message), outputs = through
+        return (rest | {"gradients": sums}, message), outputs
 
     def _of_its_kind(self, cell: dict, step, layer, carry):
         """Runs a step for the layer's kind: a loop each, of which all but one are empty."""
@@ -387,7 +396,8 @@ class Run:
         state = self._add_gradient(state, kind, cell, layer, dparams)
         return state, self._message(message, kind.x, dx)
 
-    def _backward_weights(self, kind: LayerKind, cell: dict, layer, state: dict):
+    def _backward_weights(self, kind: LayerKind, cell: dict, layer, carry):
+        state, message = carry
         read = (
             self._weights(state, kind, cell, layer),
             self._saved(state, "until_w", kind, cell, layer),
@@ -400,7 +410,7 @@ class Run:
             *self._layer_context(cell, layer),
         )
         state = state | {"gradients": gradients}
-        return self._add_gradient(state, kind, cell, layer, dparams)
+        return self._add_gradient(state, kind, cell, layer, dparams), message
 
     def _save(self, state: dict, name: str, kind: LayerKind, cell: dict, layer, values) -> dict:
         """Writes a layer's values into their slot, in place."""
@@ -588,25 +598,23 @@ class Run:
         return jax.tree.map(shard, leaves, whole)
 
     def _gather_chunk(self, state: dict, chunk, slot) -> dict:
-        def body(number, weights):
+        def body(chunk, number, weights):
             here = self.params.resident_piece(self.stage, chunk, number)
             shards, weights = tie(self.params.read(self.layers, here), weights)
             full = self._gather(shards, self.params.piece)
             return self.params.write(weights, self.params.piece_in_slot(slot, number), full)
 
-        trips = jnp.where(chunk == NONE, 0, self.params.num_pieces)
-        return state | {"weights": lax.fori_loop(0, trips, body, state["weights"])}
+        return state | {"weights": self.params.loop_pieces(chunk, body, state["weights"])}
 
     def _reduce_chunk(self, state: dict, chunk, slot) -> dict:
-        def body(number, reduced):
+        def body(chunk, number, reduced):
             here = self.params.piece_in_slot(slot, number)
             total, reduced = tie(self.params.read(state["gradients"], here), reduced)
             shards = self._reduce(total, self.params.piece)
             there = self.params.resident_piece(self.stage, chunk, number)
             return self.params.add(reduced, there, shards)
 
-        trips = jnp.where(chunk == NONE, 0, self.params.num_pieces)
-        return state | {"reduced": lax.fori_loop(0, trips, body, state["reduced"])}
+        return state | {"reduced": self.params.loop_pieces(chunk, body, state["reduced"])}
 
     def _result(self, state: dict) -> PyTree:
         """The finished gradients of this device, shaped like its placed parameters."""
@@ -626,6 +634,13 @@ def tie(read: PyTree, carried: PyTree) -> tuple[PyTree, PyTree]:
     Use both: XLA drops what nobody uses from a barrier, and with it the dependence.
     """
     return lax.optimization_barrier((read, carried))
+
+
+def _apart(carry: tuple[dict, list], outputs: dict) -> tuple[PyTree, tuple]:
+    """The gradient sums, and what else goes through a loop over layers."""
+    state, message = carry
+    rest = {name: value for name, value in state.items() if name != "gradients"}
+    return state["gradients"], ((rest, message), outputs)
 
 
 def _sent(message: list, channel: Channel) -> list:

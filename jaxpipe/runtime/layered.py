@@ -263,6 +263,11 @@ def _behind(w, ndim: int):
 
 
 def _check(pipe: Pipeline) -> None:
+    if pipe.weights != "stacked":
+        raise ValueError(
+            f"weights={pipe.weights!r}: a chunk is updated piece by piece in stacked arrays.\n"
+            "Nearest valid: weights='stacked'."
+        )
     counts, chunks = pipe.table.reduces.counts, pipe.schedule.num_chunks
     if any(count > chunks for count in counts):
         raise ValueError(

@@ -17,7 +17,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxpipe.runtime.mesh import DATA, STAGE
-from jaxpipe.runtime.parameters import Leaf, Packed, Stacked, make_leaf
+from jaxpipe.runtime.parameters import Leaf, Packed, Stacked, Unrolled, make_leaf
 from jaxpipe.schedule.table import TickTable
 
 PyTree = Any
@@ -33,7 +33,7 @@ class Layout:
       mesh: the device mesh.
     """
 
-    layers: Stacked | Packed
+    layers: Stacked | Unrolled | Packed
     outer: PyTree
     mesh: Mesh
 
@@ -119,7 +119,7 @@ class Layout:
         def stacked(leaf: Leaf) -> P:
             return spec(dataclasses.replace(leaf, stage_dim=0))
 
-        alike = isinstance(self.layers, Stacked)
+        alike = not isinstance(self.layers, Packed)
         return {
             "layers": jax.tree.map(stacked if alike else spec, self.layers.canonical),
             **jax.tree.map(spec, self.outer),
@@ -142,19 +142,28 @@ def layer_rows(table: TickTable) -> np.ndarray:
     return np.where(layer < counts[np.asarray(held)][..., None], first + layer, -1).astype(np.int32)
 
 
-def make_layers(layers: PyTree, table: TickTable, *, data: int) -> Stacked | Packed:
+LAYOUTS: dict[str, type[Stacked] | type[Unrolled]] = {"stacked": Stacked, "unrolled": Unrolled}
+"""How layers that are alike may lie, by name."""
+
+
+def make_layers(
+    layers: PyTree, table: TickTable, *, data: int, weights: str = "stacked"
+) -> Stacked | Unrolled | Packed:
     """The layout of what every layer has; packed if ``layers`` is a tuple of trees.
 
     Args:
       layers: canonical, arrays or shapes.
       table: the tick table, for the placement and the layer counts.
       data: number of parts its arrays may be split into.
+      weights: a name in `LAYOUTS`, for layers that are alike.
     """
-    layout = Packed if isinstance(layers, tuple) else Stacked
+    layout = Packed if isinstance(layers, tuple) else LAYOUTS[weights]
     return layout(layers, layer_rows(table), data)
 
 
-def make_layout(params: PyTree, stage_split: PyTree, mesh: Mesh, table: TickTable) -> Layout:
+def make_layout(
+    params: PyTree, stage_split: PyTree, mesh: Mesh, table: TickTable, *, weights: str
+) -> Layout:
     """Decides the layout of every parameter.
 
     Args:
@@ -162,6 +171,7 @@ def make_layout(params: PyTree, stage_split: PyTree, mesh: Mesh, table: TickTabl
       stage_split: `Model.stage_split`.
       mesh: the device mesh.
       table: the tick table.
+      weights: as for `make_layers`.
     """
     data = mesh.shape[DATA]
     ends = {name: params[name] for name in ("embed", "head")}
@@ -174,5 +184,5 @@ def make_layout(params: PyTree, stage_split: PyTree, mesh: Mesh, table: TickTabl
         make_leaf(w.shape, w.dtype, data=data, stage_dim=dim)
         for w, dim in zip(leaves, dims, strict=True)
     ]
-    layers = make_layers(params["layers"], table, data=data)
+    layers = make_layers(params["layers"], table, data=data, weights=weights)
     return Layout(layers, jax.tree.unflatten(tree, outer), mesh)

@@ -90,5 +90,6 @@ def _smallest(pipe: Pipeline) -> Pipeline:
         mesh=pipe.mesh,
         remat=pipe.remat,
         zero=pipe.zero,
+        weights=pipe.weights,
         states=pipe.canonical_states,
     )

@@ -1,26 +1,32 @@
 """Where the layers' parameters lie on a device.
 
-Layers that are alike are *stacked*: one array a parameter, one row a layer. Layers that differ are
-*packed*: one flat array a dtype, each layer in columns of its own, so that a stage takes the room
-of its own layers and all stages still run one program. `Stacked` and `Packed` answer the same
+Layers that are alike are *stacked*: one array a parameter, one row a layer; or *unrolled*: every
+row an array of its own, which a GPU multiplies with where it lies. Layers that differ are *packed*:
+one flat array a dtype, each layer in columns of its own, so that a stage takes the room of its own
+layers and all stages still run one program. `Stacked`, `Unrolled` and `Packed` answer the same
 calls.
 
 A layer's parameters are *stored* in such arrays as a tree of leaves that the data axis may split;
 `pack` and `unpack` turn the user's tree into it and back. A *place* says where something stored
 lies: among the stage's own layers, or in one of a few slots that hold a chunk each, as gathered
-weights and gradient sums do.
+weights and gradient sums do. Which places a program can name decides how it runs a cell: `loop` is
+one loop over layers, or a loop for every row that runs once or never.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+import functools
+import itertools
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+
+from jaxpipe.schedule.table import NONE
 
 PyTree = Any
 
@@ -67,8 +73,66 @@ def make_leaf(shape: Sequence[int], dtype, *, data: int, stage_dim: int | None =
     return Leaf(tuple(shape), dtype, stage_dim, data_dim)
 
 
-class Stacked:
-    """Parameters of layers that are alike.
+class _OneLoop:
+    """Loops over layers of which the program learns the place when it runs."""
+
+    num_pieces: int
+
+    def loop(
+        self, chunk, lo, hi, body: Callable, arrays: PyTree, carry: PyTree, *, down: bool = False
+    ) -> tuple[PyTree, PyTree]:
+        """Runs layers ``lo`` to ``hi`` of a chunk, last first if ``down``.
+
+        Args:
+          chunk, lo, hi: int32 scalars.
+          body: ``body(chunk, layer, arrays, carry) -> (arrays, carry)``.
+          arrays: of all layers or of slots; a body sees at least those of its layer.
+          carry: any tree.
+          down: the order.
+
+        Returns:
+          The arrays and the carry after the last layer.
+        """
+
+        def step(i, through):
+            return body(chunk, lo + hi - 1 - i if down else i, *through)
+
+        return lax.fori_loop(lo, hi, step, (arrays, carry))
+
+    def loop_pieces(self, chunk, body: Callable, carry: PyTree) -> PyTree:
+        """Runs ``body(chunk, number, carry)`` for all pieces of a chunk, for none if `NONE`."""
+        trips = jnp.where(chunk == NONE, 0, self.num_pieces)
+        return lax.fori_loop(0, trips, lambda number, carry: body(chunk, number, carry), carry)
+
+
+class _Alike:
+    """What is known of layers that are alike, wherever they lie; arguments as for `Stacked`."""
+
+    def __init__(self, layers: PyTree, rows: np.ndarray, data: int) -> None:
+        _, self.num_chunks, self.num_pieces = rows.shape
+        self._rows = rows.reshape(len(rows), -1)
+        self.piece = jax.tree.map(lambda w: make_leaf(w.shape[1:], w.dtype, data=data), layers)
+        depth = jax.tree.leaves(layers)[0].shape[0] if jax.tree.leaves(layers) else 0
+        self.canonical = jax.tree.map(lambda leaf: leaf.behind(depth), self.piece)
+
+    def shape_of(self, layer: int) -> PyTree:
+        """Shapes of one layer's parameters."""
+        del layer
+        return jax.tree.map(Leaf.struct, self.piece)
+
+    def pack(self, params: PyTree, example: int) -> PyTree:
+        """A layer's parameters in the form they are stored in."""
+        del example
+        return params
+
+    def unpack(self, stored: PyTree, example: int) -> PyTree:
+        """Undoes `pack`."""
+        del example
+        return stored
+
+
+class Stacked(_Alike, _OneLoop):
+    """Parameters of layers that are alike, in one array a parameter.
 
     Args:
       layers: one tree whose leaves stack all layers, ``[layers, ...]``; arrays or shapes.
@@ -84,38 +148,19 @@ class Stacked:
     """
 
     def __init__(self, layers: PyTree, rows: np.ndarray, data: int) -> None:
-        self._rows = rows
-        _, num_chunks, self.num_pieces = rows.shape
-        self.piece = jax.tree.map(lambda w: make_leaf(w.shape[1:], w.dtype, data=data), layers)
-        depth = jax.tree.leaves(layers)[0].shape[0] if jax.tree.leaves(layers) else 0
-        self.canonical = jax.tree.map(lambda leaf: leaf.behind(depth), self.piece)
-        self.placed = self._chunks(num_chunks)
+        super().__init__(layers, rows, data)
+        self.placed = self._chunks(self.num_chunks)
 
     def _chunks(self, count: int) -> PyTree:
         return jax.tree.map(lambda leaf: leaf.behind(count * self.num_pieces), self.piece)
 
-    def shape_of(self, layer: int) -> PyTree:
-        """Shapes of one layer's parameters."""
-        del layer
-        return jax.tree.map(Leaf.struct, self.piece)
-
     def place(self, layers: PyTree) -> PyTree:
         """Canonical layers to placed arrays ``[stages, ...]``."""
-        rows = self._rows.reshape(-1)
-
-        def place(w):
-            held = (rows >= 0).reshape(-1, *[1] * (w.ndim - 1))
-            placed = jnp.where(held, w[np.maximum(rows, 0)], 0).astype(w.dtype)
-            return placed.reshape(len(self._rows), -1, *w.shape[1:])
-
-        return jax.tree.map(place, layers)
+        return jax.tree.map(lambda w: _take(w, self._rows), layers)
 
     def unplace(self, placed: PyTree) -> PyTree:
         """Undoes `place`."""
-        rows = self._rows.reshape(-1)
-        order = np.argsort(rows[rows >= 0])
-        kept = np.flatnonzero(rows >= 0)[order]
-        return jax.tree.map(lambda w: w.reshape(-1, *w.shape[2:])[kept], placed)
+        return jax.tree.map(lambda w: _put_back(w, self._rows), placed)
 
     def slots(self, count: int) -> PyTree:
         """Shapes of arrays with room for ``count`` whole chunks."""
@@ -156,15 +201,136 @@ class Stacked:
         """The arrays with values added to what is stored at a place."""
         return self.write(arrays, place, jax.tree.map(jnp.add, self.read(arrays, place), values))
 
-    def pack(self, params: PyTree, example: int) -> PyTree:
-        """A layer's parameters in the form they are stored in."""
-        del example
-        return params
 
-    def unpack(self, stored: PyTree, example: int) -> PyTree:
-        """Undoes `pack`."""
-        del example
-        return stored
+class _Row(NamedTuple):
+    """A place in unrolled arrays: the row's number, and the slot if it is one of several."""
+
+    number: int
+    slot: Any = None
+
+
+class Unrolled(_Alike):
+    """Parameters of layers that are alike, every row of a stage in arrays of its own.
+
+    A stage's arrays are a dictionary: row ``chunk * layers + layer`` to the layer's tree. Those of
+    slots have a row a layer of a chunk, and a dimension of slots if there are several. A row's
+    number must be known to the program, so that it reads an array and not a part of one: on GPUs a
+    part is copied before it is multiplied with.
+
+    Args and attributes: as of `Stacked`.
+    """
+
+    def __init__(self, layers: PyTree, rows: np.ndarray, data: int) -> None:
+        super().__init__(layers, rows, data)
+        self.placed = dict.fromkeys(range(self.num_chunks * self.num_pieces), self.piece)
+
+    def loop(
+        self, chunk, lo, hi, body: Callable, arrays: PyTree, carry: PyTree, *, down: bool = False
+    ) -> tuple[PyTree, PyTree]:
+        """As of `Stacked`: a loop for every row, which runs if the row is one of these layers."""
+        rows = list(itertools.product(range(self.num_chunks), range(self.num_pieces)))
+        for c, layer in reversed(rows) if down else rows:
+            runs = (chunk == c) & (lo <= layer) & (layer < hi)
+            # Only its own row goes through the loop; slots have one chunk's, an evaluation none.
+            number = (c * self.num_pieces + layer) % max(len(arrays), 1)
+            own = {n: row for n, row in arrays.items() if n == number}
+
+            def step(_, through, c=c, layer=layer):
+                return body(c, layer, *through)
+
+            own, carry = lax.fori_loop(0, runs.astype(jnp.int32), step, (own, carry))
+            arrays = arrays | own
+        return arrays, carry
+
+    def loop_pieces(self, chunk, body: Callable, carry: PyTree) -> PyTree:
+        """As of `Stacked`; one loop a chunk, since on GPUs the host waits for each."""
+
+        def pieces(_, carry, c: int):
+            for number in range(self.num_pieces):
+                carry = body(c, number, carry)
+            return carry
+
+        for c in range(self.num_chunks):
+            trips = (chunk == c).astype(jnp.int32)
+            carry = lax.fori_loop(0, trips, functools.partial(pieces, c=c), carry)
+        return carry
+
+    def place(self, layers: PyTree) -> PyTree:
+        """Canonical layers to placed arrays ``[stages, ...]``."""
+        return {
+            n: jax.tree.map(lambda w, held=held: _take(w, held), layers)
+            for n, held in enumerate(self._rows.T)
+        }
+
+    def unplace(self, placed: PyTree) -> PyTree:
+        """Undoes `place`."""
+        return jax.tree.map(lambda *w: _put_back(jnp.stack(w, 1), self._rows), *placed.values())
+
+    def slots(self, count: int) -> PyTree:
+        """Shapes of arrays with room for ``count`` whole chunks."""
+        lead = (count,) if count > 1 else ()
+        row = jax.tree.map(lambda leaf: leaf.behind(*lead).struct(), self.piece)
+        return dict.fromkeys(range(self.num_pieces), row)
+
+    def resident(self, stage, chunk: int, layer: int, example: int):
+        """The place of a layer among the stage's own; ``example`` is a layer of its kind."""
+        del stage, example
+        return _Row(chunk * self.num_pieces + layer)
+
+    def in_slot(self, slot, stage, chunk, layer: int, example: int):
+        """The place of a layer of the chunk that lies in ``slot``."""
+        del stage, chunk, example
+        return _Row(layer, slot)
+
+    def resident_piece(self, stage, chunk: int, number: int):
+        """The place of a chunk's piece among the stage's own."""
+        del stage
+        return _Row(chunk * self.num_pieces + number)
+
+    def piece_in_slot(self, slot, number: int):
+        """The place of a piece of the chunk that lies in ``slot``."""
+        return _Row(number, slot)
+
+    def read(self, arrays: PyTree, place) -> PyTree:
+        """What is stored at a place."""
+
+        def read(w, leaf: Leaf):
+            if w.ndim == len(leaf.shape):
+                return w
+            return lax.dynamic_index_in_dim(w, place.slot, keepdims=False)
+
+        return jax.tree.map(read, arrays[place.number], self.piece)
+
+    def write(self, arrays: PyTree, place, values: PyTree) -> PyTree:
+        """The arrays with other values stored at a place."""
+
+        def write(w, value):
+            value = value.astype(w.dtype)
+            if place.slot is None:
+                return value
+            if w.ndim == value.ndim:
+                # Reads what it overwrites, or XLA would gather every chunk before the first tick.
+                return jnp.where(place.slot >= 0, value, w)
+            return lax.dynamic_update_index_in_dim(w, value, place.slot, 0)
+
+        return arrays | {place.number: jax.tree.map(write, arrays[place.number], values)}
+
+    def add(self, arrays: PyTree, place, values: PyTree) -> PyTree:
+        """The arrays with values added to what is stored at a place."""
+        return self.write(arrays, place, jax.tree.map(jnp.add, self.read(arrays, place), values))
+
+
+def _take(w, rows: np.ndarray):
+    """Layers by number, zeros for -1: ``[*rows.shape, ...]`` of ``[layers, ...]``."""
+    held = (rows >= 0).reshape(*rows.shape, *[1] * (w.ndim - 1))
+    return jnp.where(held, w[np.maximum(rows, 0)], 0).astype(w.dtype)
+
+
+def _put_back(w, rows: np.ndarray):
+    """Undoes `_take`."""
+    kept = np.flatnonzero(rows >= 0)
+    order = np.argsort(rows.reshape(-1)[kept])
+    return w.reshape(-1, *w.shape[2:])[kept[order]]
 
 
 class _Columns(NamedTuple):
@@ -175,7 +341,7 @@ class _Columns(NamedTuple):
     valid: dict[str, Any]
 
 
-class Packed:
+class Packed(_OneLoop):
     """Parameters of layers that differ.
 
     A layer's parameters of one dtype are stored as ``[data, columns]``, flat and padded to a

@@ -13,10 +13,10 @@ from jax.sharding import PartitionSpec as P
 
 from jaxpipe.runtime import executor
 from jaxpipe.runtime.layers import Layers
-from jaxpipe.runtime.layout import make_layers, make_layout
+from jaxpipe.runtime.layout import LAYOUTS, make_layers, make_layout
 from jaxpipe.runtime.mesh import DATA, STAGE
 from jaxpipe.runtime.model import Model
-from jaxpipe.runtime.parameters import Packed, Stacked
+from jaxpipe.runtime.parameters import Packed, Stacked, Unrolled
 from jaxpipe.runtime.split import REMAT_POLICIES
 from jaxpipe.schedule.actions import Kind, Schedule
 from jaxpipe.schedule.lower import forward_only, lower
@@ -43,6 +43,9 @@ class Pipeline:
         inputs.
       zero: what is sharded over the ``data`` axis: 0 nothing, 1 optimizer state, 2 also gradients,
         3 also weights.
+      weights: how the weights of layers that are alike lie on a stage: "stacked" in one array a
+        parameter, for any depth; "unrolled" in an array a layer, which a GPU need not copy before
+        it multiplies, for a program that grows with the layers of a stage.
       layer_counts: layers of every virtual stage, in model order; by default as equal as possible.
       states: the layers' initial states, or their shapes, for a `Model` that is stateful.
       poison: test mode; fills bubbles with NaN.
@@ -76,19 +79,20 @@ class Pipeline:
         mesh: Mesh,
         remat: str = "none",
         zero: int = 0,
+        weights: str = "stacked",
         layer_counts: Sequence[int] | None = None,
         states: PyTree = None,
         poison: bool = False,
     ) -> None:
-        _check(model, params, states, schedule, mesh, remat, zero)
+        _check(model, params, states, schedule, mesh, remat, zero, weights)
         validate(schedule)
         self.model, self.schedule, self.mesh = model, schedule, mesh
-        self.remat, self.poison = remat, poison
+        self.remat, self.weights, self.poison = remat, weights, poison
         self.zero = zero if mesh.shape[DATA] > 1 else 0
         if layer_counts is None:
             layer_counts = partition([1] * num_layers(params["layers"]), schedule.placement)
         self.table = lower(schedule, layer_counts)
-        self.layout = make_layout(params, model.stage_split, mesh, self.table)
+        self.layout = make_layout(params, model.stage_split, mesh, self.table, weights=weights)
         self.state_layout = None if states is None else make_layers(states, self.table, data=1)
 
     # Layout.
@@ -162,7 +166,7 @@ class Pipeline:
         return jax.jit(self._states.unplace)(placed)
 
     @property
-    def _states(self) -> Stacked | Packed:
+    def _states(self) -> Stacked | Unrolled | Packed:
         if self.state_layout is None:
             raise ValueError("This model's layers keep no state: Pipeline was given no states.")
         return self.state_layout
@@ -325,6 +329,7 @@ def _check(
     mesh: Mesh,
     remat: str,
     zero: int,
+    weights: str,
 ) -> None:
     """Raises one error with everything that does not fit."""
     problems = []
@@ -351,10 +356,12 @@ def _check(
         )
     if zero not in (0, 1, 2, 3):
         problems.append(f"zero={zero} is not a level.\nNearest valid: {min(max(zero, 0), 3)}.")
+    if weights not in LAYOUTS:
+        problems.append(f"weights={weights!r} is no layout; choose one of {', '.join(LAYOUTS)}.")
     if not isinstance(params, dict) or set(params) != {"embed", "layers", "head"}:
         problems.append('params must be {"embed": ..., "layers": ..., "head": ...}.')
     elif isinstance(params["layers"], tuple) or isinstance(model.layer, tuple):
-        problems += _check_tuples(model, params["layers"])
+        problems += _check_tuples(model, params["layers"], weights)
     else:
         depths = {leaf.shape[0] for leaf in jax.tree.leaves(params["layers"])}
         if len(depths) != 1:
@@ -374,8 +381,13 @@ def _check(
         raise ValueError("\n".join(problems))
 
 
-def _check_tuples(model: Model, layers: PyTree) -> Iterator[str]:
+def _check_tuples(model: Model, layers: PyTree, weights: str) -> Iterator[str]:
     """What is wrong with the layers of a model whose layers differ."""
+    if weights == "unrolled":
+        yield (
+            "weights='unrolled' needs layers that are alike, and these are a tuple: layers that "
+            "differ share flat arrays.\nNearest valid: weights='stacked'."
+        )
     if not (isinstance(layers, tuple) and isinstance(model.layer, tuple)):
         one, other = ("params['layers']", "Model.layer")
         if isinstance(model.layer, tuple):

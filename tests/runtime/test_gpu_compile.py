@@ -88,10 +88,16 @@ def test_copies_of_buffers_and_weights():
     program = Program(PROGRAM)
     assert [row.name for row in gpu_compile.whole_buffers(program, {(4, 8, 8)})] == ["again"]
     assert gpu_compile.whole_buffers(program, {(5, 8, 8)}) == []
-    assert gpu_compile.weight_bytes(program, {(8, 8)}) == [
-        128,
-        128,
-    ]  # bfloat16, in each of two loops
+
+
+@pytest.mark.parametrize("num_loops", [1, 2])
+def test_what_a_layer_writes_of_its_weights(num_loops):
+    """Each of the two loops cuts one from a stack; as two loops of one pass they count once."""
+    found = gpu_compile.weight_traffic(Program(PROGRAM), {(8, 8)}, num_loops)
+    assert found == [gpu_compile.WeightTraffic(copied=128, cast=0)] * (2 // num_loops)
+    cast = PROGRAM.replace("bf16[1,8,8]{2,1,0} slice", "bf16[1,8,8]{2,1,0} convert")
+    found = gpu_compile.weight_traffic(Program(cast), {(8, 8)}, num_loops)
+    assert found == [gpu_compile.WeightTraffic(copied=0, cast=128)] * (2 // num_loops)
 
 
 def test_only_loops_outside_cuda_graphs_wait_for_the_host():

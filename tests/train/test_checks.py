@@ -141,6 +141,11 @@ RULES = [
         "asynchronous.warmup_steps=3 has no effect: pipeline.schedule=1f1b drains the pipeline in "
         "every step, and no weights are late. Nearest valid: 0, or pipeline.schedule=pipemare.",
     ),
+    (
+        {"pipeline.schedule": "pipemare", "pipeline.weights": "unrolled"},
+        "pipeline.weights=unrolled has no room for the versions of weights that "
+        "pipeline.schedule=pipemare keeps. Nearest valid: stacked.",
+    ),
     ({"asynchronous.rescheduling_steps": 0}, "Nearest valid: None, or pipeline.schedule=pipemare."),
     (
         {"pipeline.schedule": "pipemare", "pipeline.chunks": 2},

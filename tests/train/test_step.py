@@ -22,10 +22,12 @@ CONFIG = {
 
 
 @pytest.mark.pipeline
-@pytest.mark.parametrize("zero", [0, 1, 3])
-def test_a_step_is_adamw_on_the_canonical_parameters(zero):
+@pytest.mark.parametrize(
+    ("zero", "weights"), [(0, "stacked"), (1, "stacked"), (3, "stacked"), (2, "unrolled")]
+)
+def test_a_step_is_adamw_on_the_canonical_parameters(zero, weights):
     sections = {name: dict(section) for name, section in CONFIG.items()}
-    sections["pipeline"]["zero"] = zero
+    sections["pipeline"] |= {"zero": zero, "weights": weights}
     sections["optimizer"] = {"clip_norm": 0.05, "warmup_steps": 0, "weight_decay": 0.5}
     config = Config(**sections)
     program = Program(config)

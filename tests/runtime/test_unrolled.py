@@ -1,0 +1,211 @@
+"""Weights in an array a layer: the same results as stacked, and programs that copy none of them."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+
+import jax
+import numpy as np
+import optax
+import pytest
+import toy
+import uneven
+from covering import covering
+
+import jaxpipe
+from benchmarks import gpu_compile
+from jaxpipe.runtime import memory
+from jaxpipe.runtime.hlo import Program
+from models import gpt
+
+SCHEDULES = ("1f1b", "1f1b-fused", "zb-v", "interleaved", "breadth-first")
+FULL = [
+    case
+    for case in itertools.product(
+        SCHEDULES, (1, 2), (0, 1, 2, 3), (8, 10), ("none", "dots", "full"), (False, True)
+    )
+    if case[1] > 1 or case[2] == 0  # one data shard has nothing to shard
+]
+
+
+def pipeline(weights: str, schedule, data: int, zero: int, num_layers: int, remat: str, **options):
+    params = toy.params(tied=True, num_layers=num_layers)
+    pipe = jaxpipe.Pipeline(
+        toy.model(tied=True, axis="stage"),
+        params,
+        schedule=jaxpipe.schedules.build(schedule, stages=4, microbatches=4),
+        mesh=jaxpipe.make_mesh(stage=4, data=data),
+        remat=remat,
+        zero=zero,
+        weights=weights,
+        poison=True,
+        **options,
+    )
+    return pipe, params
+
+
+def results(weights: str, case: tuple):
+    """Both losses and every gradient, canonical."""
+    *shape, random = case
+    pipe, params = pipeline(weights, *shape)
+    placed = pipe.place(params)
+    jax.tree.map(np.testing.assert_array_equal, pipe.unplace(placed), params)
+    batch, rng = toy.batch(8 * case[1]), jax.random.key(7) if random else None
+    loss, grads = jax.jit(pipe.value_and_grad)(placed, batch, rng)
+    return loss, jax.jit(pipe.loss)(placed, batch, rng), pipe.unplace(grads)
+
+
+def check(case: tuple) -> None:
+    got, want = results("unrolled", case), results("stacked", case)
+    for (path, value), expected in zip(
+        jax.tree.leaves_with_path(got), jax.tree.leaves(want), strict=True
+    ):
+        # The same sums in the same order; relative to the leaf's own scale.
+        np.testing.assert_allclose(
+            value,
+            expected,
+            rtol=1e-6,
+            atol=1e-6 * np.abs(expected).max(),
+            err_msg=jax.tree_util.keystr(path),
+        )
+
+
+@pytest.mark.pipeline
+@pytest.mark.parametrize(
+    "case",
+    [
+        ("1f1b", 2, 0, 10, "none", True),
+        ("zb-v", 2, 2, 10, "dots", False),
+        ("interleaved", 2, 1, 8, "full", False),
+        ("breadth-first", 2, 3, 10, "none", False),
+        ("1f1b-fused", 1, 0, 8, "full", False),
+    ],
+    ids=lambda case: "-".join(map(str, case)),
+)
+def test_losses_and_gradients_are_those_of_stacked_weights(case):
+    check(case)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", covering(FULL), ids=lambda case: "-".join(map(str, case)))
+def test_losses_and_gradients_are_those_of_stacked_weights_everywhere(case):
+    check(case)
+
+
+def test_placed_arrays_are_one_a_row_and_an_optimizer_state_is_converted_like_parameters():
+    pipe, params = pipeline("unrolled", "interleaved", 2, 3, 10, "none")
+    placed = pipe.place(params)
+    rows = pipe.schedule.num_chunks * pipe.table.layers_per_chunk
+    assert len(placed["layers"]) == rows
+    assert {w.shape[0] for w in jax.tree.leaves(placed["layers"])} == {4}
+    state = optax.adam(0.1).init(placed)
+    moments = jax.tree.map(lambda w: w + 1, state)
+    canonical = pipe.map_parameters(pipe.unplace, moments)
+    back = pipe.map_parameters(pipe.place, canonical)
+    expected = optax.adam(0.1).init(params)
+    assert jax.tree.structure(canonical) == jax.tree.structure(expected)
+    again = pipe.map_parameters(pipe.unplace, back)
+    jax.tree.map(np.testing.assert_array_equal, again, canonical)
+    jax.tree.map(
+        lambda leaf, sharding: leaf.shape == () or sharding.shard_shape(leaf.shape),
+        state,
+        pipe.optimizer_shardings(state),
+    )
+
+
+# The compiled program.
+
+STAGES, DATA, MICROBATCHES = 4, 2, 6
+# 40 tokens a microbatch: no activation has a weight's shape.
+CONFIG = gpt.GPTConfig(
+    vocab_size=96, sequence_length=20, num_layers=10, width=32, num_heads=2, dtype="float32"
+)
+CASES = [("1f1b", "none", 0), ("zb-v", "dots", 1), ("zb-v", "none", 2), ("1f1b-fused", "full", 3)]
+ids = pytest.mark.parametrize("case", CASES, ids=str)
+
+
+def gpt_pipeline(weights: str, schedule: str, remat: str, zero: int) -> jaxpipe.Pipeline:
+    return jaxpipe.Pipeline(
+        gpt.model(CONFIG, vocabulary_axis="stage"),
+        jax.eval_shape(lambda: gpt.init(CONFIG, jax.random.key(0))),
+        schedule=jaxpipe.schedules.build(schedule, stages=STAGES, microbatches=MICROBATCHES),
+        mesh=jaxpipe.make_mesh(stage=STAGES, data=DATA),
+        remat=remat,
+        zero=zero,
+        weights=weights,
+    )
+
+
+def batch() -> dict:
+    rows, columns = 2 * DATA * MICROBATCHES, CONFIG.sequence_length + 1
+    return {"tokens": jax.ShapeDtypeStruct((rows, columns), "int32")}
+
+
+@functools.cache
+def compiled(weights: str, *case) -> tuple[Program, int]:
+    """A step's program, and the bytes of its temporaries."""
+    step = memory.compiled(gpt_pipeline(weights, *case), batch())
+    return Program(step.as_text()), step.memory_analysis().temp_size_in_bytes
+
+
+def copied_bytes(weights: str, case: tuple) -> list[int]:
+    """What a layer copies of its weights and gradient sums in F, B and W, or F and BW."""
+    pipe = gpt_pipeline(weights, *case)
+    leaves = jax.tree.leaves(pipe.layout.layers.piece)
+    shapes = {tuple(sorted(leaf.shape)) for leaf in leaves if len(leaf.shape) > 1}
+    rows = pipe.schedule.num_chunks * pipe.table.layers_per_chunk
+    num_loops = rows if weights == "unrolled" else 1
+    found = gpu_compile.weight_traffic(compiled(weights, *case)[0], shapes, num_loops)
+    assert len(found) == len(pipe.table.passes)
+    return [one.copied for one in found]
+
+
+@pytest.mark.pipeline
+@ids
+def test_no_layer_copies_a_weight_or_a_gradient_sum(case):
+    assert not any(copied_bytes("unrolled", case))
+    assert all(copied_bytes("stacked", case))  # what this test would find
+
+
+@pytest.mark.pipeline
+@ids
+def test_idle_ticks_run_no_matmul_and_no_collective_but_the_messages(case):
+    program, _ = compiled("unrolled", *case)
+    always = {i.opcode for i in program.reached(program.tick_loop(), into_loops=False)}
+    assert not always & {"dot", "all-gather", "all-reduce", "reduce-scatter", "all-to-all"}
+    gated = {i.opcode for i in program.reached(program.tick_loop(), into_loops=True)}
+    assert ("all-gather" in gated) == (case[2] == 3)  # nor are chunks gathered ahead of the ticks
+    assert ("reduce-scatter" in gated) == (case[2] >= 2)
+
+
+@pytest.mark.pipeline
+@ids
+def test_temporaries_are_no_more_than_those_of_stacked_weights(case):
+    assert compiled("unrolled", *case)[1] <= 1.01 * compiled("stacked", *case)[1]
+
+
+# What does not fit.
+
+
+def test_an_unknown_layout_is_refused():
+    with pytest.raises(ValueError, match="weights='rows' is no layout; choose one of stacked, un"):
+        pipeline("rows", "1f1b", 1, 0, 8, "none")
+
+
+def test_layers_that_differ_are_refused():
+    with pytest.raises(ValueError, match=r"these are a tuple.*\nNearest valid: weights='stacked'"):
+        jaxpipe.Pipeline(
+            uneven.model(),
+            uneven.params(),
+            schedule=jaxpipe.schedules.build("1f1b", stages=2, microbatches=2),
+            mesh=jaxpipe.make_mesh(stage=2),
+            weights="unrolled",
+        )
+
+
+@pytest.mark.parametrize("training", [jaxpipe.AsyncPipeline, jaxpipe.LayeredUpdate])
+def test_updates_within_the_step_are_refused(training):
+    pipe, _ = pipeline("unrolled", "1f1b", 1, 0, 8, "none")
+    with pytest.raises(ValueError, match="Nearest valid: weights='stacked'"):
+        training(pipe, optax.sgd(0.1))
