@@ -246,9 +246,8 @@ class Run:
         }
 
     def _initial_state(self) -> dict[str, Any]:
-        shapes: dict[str, PyTree] = {
-            "gradients": {}
-        } | self.buffer_shapes()  # none of them in an evaluation
+        # An evaluation has no gradients; its loops over layers pass their place through all the same.
+        shapes: dict[str, PyTree] = {"gradients": {}} | self.buffer_shapes()
 
         def empty(shape):
             inexact = jnp.issubdtype(shape.dtype, jnp.inexact)
