@@ -246,7 +246,7 @@ class Run:
         }
 
     def _initial_state(self) -> dict[str, Any]:
-        # An evaluation has no gradients; its loops over layers pass their place through all the same.
+        # An evaluation has no gradients; its loops over layers carry their place all the same.
         shapes: dict[str, PyTree] = {"gradients": {}} | self.buffer_shapes()
 
         def empty(shape):
