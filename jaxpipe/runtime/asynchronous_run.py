@@ -17,8 +17,10 @@ import numpy as np
 from jax import lax
 
 from jaxpipe.runtime.asynchronous_update import Rules, UpdatingRun, corrected
+from jaxpipe.runtime.buffers import at_slot, put_slot
+from jaxpipe.runtime.data_axis import gather, reduce_gradients
 from jaxpipe.runtime.dependence import read_leaves
-from jaxpipe.runtime.executor import Plan, at_slot, put_slot, tie
+from jaxpipe.runtime.executor import Plan, tie
 from jaxpipe.runtime.keys import layer_key
 from jaxpipe.runtime.layers import LayerKind
 from jaxpipe.runtime.mesh import DATA, STAGE
@@ -276,7 +278,7 @@ class AsynchronousRun(UpdatingRun):
         if cell["correction"] is not None:
             delta = self.params.read(self.delta["layers"], self.params.in_slot(0, *at))
             weights = corrected(weights, delta, cell["correction"])
-        return self._gather(weights, self._leaves(weights)) if self.plan.zero == 3 else weights
+        return gather(weights, self._leaves(weights)) if self.plan.zero == 3 else weights
 
     def _leaves(self, stored: PyTree) -> PyTree:
         """How the arrays of one stored layer are split over data."""
@@ -292,7 +294,7 @@ class AsynchronousRun(UpdatingRun):
     def _add_gradient(self, state: dict, kind: LayerKind, cell: dict, layer, dparams) -> dict:
         stored = self.params.pack(dparams, kind.example)
         if self.plan.zero >= 2:  # sums are split, and never at rest: one reduction a microbatch
-            stored = self._reduce(stored, self._leaves(stored))
+            stored = reduce_gradients(stored, self._leaves(stored), zero=self.plan.zero)
         return self._sum_in_slot(state, kind, cell, layer, stored)
 
     def _outer(self, phase: str, value: PyTree) -> tuple[PyTree, PyTree]:
@@ -315,7 +317,7 @@ class AsynchronousRun(UpdatingRun):
             outer["embed"] = corrected(embed, delta, tau)
         if self.plan.zero == 3:
             outer, value = tie(outer, value)
-            outer = self._gather(outer, self.plan.layout.outer)
+            outer = gather(outer, self.plan.layout.outer)
         return outer, value
 
     def _sum_outer(self, sums: PyTree, new: PyTree, phase: str, i) -> PyTree:

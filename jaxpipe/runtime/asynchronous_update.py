@@ -13,9 +13,11 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jaxpipe.runtime.data_axis import gather, own_shard, reduce_gradients
 from jaxpipe.runtime.executor import Run, tie
 from jaxpipe.runtime.mesh import DATA, STAGE
-from jaxpipe.runtime.parameters import Packed, Stacked, Unrolled
+from jaxpipe.runtime.packed_parameters import Packed
+from jaxpipe.runtime.parameters import Stacked, Unrolled
 from jaxpipe.runtime.part_optimizer import PARTS, PartOptimizer, apply
 from jaxpipe.schedule.pipemare import Part, SteadyState
 
@@ -88,7 +90,7 @@ class UpdatingRun(Run):
         """A part's gradient, reduced over data; split over it from ZeRO-1 on."""
         if name == "layers" and self.plan.zero >= 2:
             return sums
-        return self._reduce(sums, self._placed(name))
+        return reduce_gradients(sums, self._placed(name), zero=self.plan.zero)
 
     def _placed(self, name: str) -> PyTree:
         return self.params.placed if name == "layers" else self.plan.layout.outer[name]
@@ -105,7 +107,10 @@ class UpdatingRun(Run):
             if self.rules.clip_norm is not None:
                 gradients = self._clipped(state, gradients)
             whole = {part: self._version(carry["weights"], part, version) for part in PARTS}
-            shards = {part: self._shard(whole[part], self._placed(part)) for part in PARTS}
+            shards = {
+                part: own_shard(whole[part], self._placed(part), zero=self.plan.zero)
+                for part in PARTS
+            }
             # The optimizer sees layers as they are placed, behind a dimension for the stages.
             behind_stage = shards | {"layers": _lead(shards["layers"])}
             updates, owned, rest = self.rules.optimizer.update(
@@ -119,7 +124,7 @@ class UpdatingRun(Run):
                 updates = jax.tree.map(lambda u: u[0], updates)
             new = apply(shards[name], self._rescheduled(updates, name, version))
             if self.plan.zero in (1, 2):
-                new = self._gather(new, self._placed(name))
+                new = gather(new, self._placed(name))
             return {
                 "weights": carry["weights"]
                 | {name: self._with_version(carry["weights"][name], name, version + 1, new)},

@@ -18,6 +18,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from jaxpipe.schedule.table import NONE
+
 
 class _Value(NamedTuple):
     """Where one value of a kind lies: which buffer, how far from the layer's start, its shape."""
@@ -92,3 +94,17 @@ class Slots:
             return slot * self._rows + layer, 0
         start = jnp.asarray(self._starts)[stage, chunk, layer, value.buffer]
         return slot, start + value.offset
+
+
+def at_slot(inbox: list, slot) -> list:
+    """The message in a slot."""
+    return [lax.dynamic_index_in_dim(w, slot, keepdims=False) for w in inbox]
+
+
+def put_slot(inbox: list, slot, message: list) -> list:
+    """Writes a message into its slot; slot `NONE` leaves the inbox as it is."""
+    row = jnp.maximum(slot, 0)
+    return [
+        lax.dynamic_update_index_in_dim(w, jnp.where(slot == NONE, kept, sent), row, 0)
+        for w, kept, sent in zip(inbox, at_slot(inbox, row), message, strict=True)
+    ]

@@ -27,13 +27,15 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jaxpipe.runtime.buffers import Slots
+from jaxpipe.runtime.buffers import Slots, at_slot, put_slot
+from jaxpipe.runtime.data_axis import gather, reduce_gradients
 from jaxpipe.runtime.keys import embed_layer, head_layer, layer_key
 from jaxpipe.runtime.layers import LayerKind, Layers, sort_layers
 from jaxpipe.runtime.layout import Layout, layer_rows
 from jaxpipe.runtime.mesh import DATA, STAGE
 from jaxpipe.runtime.model import Model
-from jaxpipe.runtime.parameters import Leaf, Packed, Stacked, Unrolled
+from jaxpipe.runtime.packed_parameters import Packed
+from jaxpipe.runtime.parameters import Leaf, Stacked, Unrolled
 from jaxpipe.schedule.actions import Kind
 from jaxpipe.schedule.table import NONE, Channel, TickTable
 
@@ -121,7 +123,7 @@ class Run:
         self.layers = jax.tree.map(lambda w: w[0], placed["layers"])
         self.states = jax.tree.map(lambda w: w[0], states)
         outer = {name: placed[name] for name in ("embed", "head")}
-        self.outer = self._gather(outer, plan.layout.outer) if plan.zero == 3 else outer
+        self.outer = gather(outer, plan.layout.outer) if plan.zero == 3 else outer
         self._sort_layers(rows)
 
     def _sort_layers(self, rows: np.ndarray) -> None:
@@ -563,44 +565,11 @@ class Run:
 
     # The data axis.
 
-    def _gather(self, shards: PyTree, leaves: PyTree) -> PyTree:
-        def gather(leaf, shard):
-            if leaf.data_dim is None:
-                return shard
-            return lax.all_gather(shard, DATA, axis=leaf.data_dim, tiled=True)
-
-        return jax.tree.map(gather, leaves, shards)
-
-    def _reduce(self, values: PyTree, leaves: PyTree) -> PyTree:
-        """Sums over data shards; each keeps its own part from ZeRO-1 on."""
-        if lax.axis_size(DATA) == 1:  # a sum over one device would still copy on some backends
-            return values
-
-        def reduce(leaf, value):
-            if leaf.data_dim is None or self.plan.zero == 0:
-                return lax.psum(value, DATA)
-            return lax.psum_scatter(value, DATA, scatter_dimension=leaf.data_dim, tiled=True)
-
-        return jax.tree.map(reduce, leaves, values)
-
-    def _shard(self, whole: PyTree, leaves: PyTree) -> PyTree:
-        """The part of weights whose gradient and optimizer state this data shard holds."""
-        if self.plan.zero not in (1, 2):
-            return whole
-
-        def shard(leaf, w):
-            if leaf.data_dim is None:
-                return w
-            size = w.shape[leaf.data_dim] // lax.axis_size(DATA)
-            return lax.dynamic_slice_in_dim(w, self.shard * size, size, leaf.data_dim)
-
-        return jax.tree.map(shard, leaves, whole)
-
     def _gather_chunk(self, state: dict, chunk, slot) -> dict:
         def body(chunk, number, weights):
             here = self.params.resident_piece(self.stage, chunk, number)
             shards, weights = tie(self.params.read(self.layers, here), weights)
-            full = self._gather(shards, self.params.piece)
+            full = gather(shards, self.params.piece)
             return self.params.write(weights, self.params.piece_in_slot(slot, number), full)
 
         return state | {"weights": self.params.loop_pieces(chunk, body, state["weights"])}
@@ -609,7 +578,7 @@ class Run:
         def body(chunk, number, reduced):
             here = self.params.piece_in_slot(slot, number)
             total, reduced = tie(self.params.read(state["gradients"], here), reduced)
-            shards = self._reduce(total, self.params.piece)
+            shards = reduce_gradients(total, self.params.piece, zero=self.plan.zero)
             there = self.params.resident_piece(self.stage, chunk, number)
             return self.params.add(reduced, there, shards)
 
@@ -620,10 +589,12 @@ class Run:
         if self.reduces_chunks:
             layers = state["reduced"]
         else:
-            layers = self._reduce(state["gradients"], self.params.placed)
+            layers = reduce_gradients(state["gradients"], self.params.placed, zero=self.plan.zero)
         return {
             "layers": jax.tree.map(lambda w: w[None], layers),
-            **self._reduce(state["outer_gradients"], self.plan.layout.outer),
+            **reduce_gradients(
+                state["outer_gradients"], self.plan.layout.outer, zero=self.plan.zero
+            ),
         }
 
 
@@ -645,17 +616,3 @@ def _apart(carry: tuple[dict, list], outputs: dict) -> tuple[PyTree, tuple]:
 def _sent(message: list, channel: Channel) -> list:
     """The message that reaches this stage when every stage sends its own."""
     return [lax.ppermute(w, STAGE, channel.edges) for w in message]
-
-
-def at_slot(inbox: list, slot) -> list:
-    """The message in a slot."""
-    return [lax.dynamic_index_in_dim(w, slot, keepdims=False) for w in inbox]
-
-
-def put_slot(inbox: list, slot, message: list) -> list:
-    """Writes a message into its slot; slot `NONE` leaves the inbox as it is."""
-    row = jnp.maximum(slot, 0)
-    return [
-        lax.dynamic_update_index_in_dim(w, jnp.where(slot == NONE, kept, sent), row, 0)
-        for w, kept, sent in zip(inbox, at_slot(inbox, row), message, strict=True)
-    ]

@@ -16,6 +16,7 @@ import optax
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
+from jaxpipe.runtime.data_axis import gather, own_shard, reduce_gradients
 from jaxpipe.runtime.executor import Plan, Run, tie
 from jaxpipe.runtime.mesh import DATA, STAGE
 from jaxpipe.runtime.part_optimizer import PartOptimizer, apply
@@ -142,7 +143,7 @@ class LayeredRun(Run):
         super().__init__(plan, placed, microbatches, rng, states)
         self.optimizer, self.rest = optimizer, optimizer_state[1]
         ends = {name: placed[name] for name in ("embed", "head")}
-        self.ends = self._shard(ends, plan.layout.outer)
+        self.ends = own_shard(ends, plan.layout.outer, zero=self.plan.zero)
         # The optimizer's state has leaves that belong to parameters. Those of layers change in the
         # tick loop; each has the number of its parameter among the leaves of layers.
         self.layer_tree = self.layers
@@ -174,7 +175,9 @@ class LayeredRun(Run):
 
             def update(_, pieces):
                 total, _ = tie(self.params.read(state["gradients"], here), pieces)
-                return self._updated(pieces, self._reduce(total, self.params.piece))
+                return self._updated(
+                    pieces, reduce_gradients(total, self.params.piece, zero=self.plan.zero)
+                )
 
             # In a loop: XLA would compute again what is written, from a copy of what it overwrites.
             pieces = lax.fori_loop(0, (chunk != NONE).astype(int), update, self._read(kept, place))
@@ -187,7 +190,7 @@ class LayeredRun(Run):
     def _updated(self, pieces: dict, gradients: PyTree) -> dict:
         """A piece of a chunk after its update: weights, and the optimizer state of this shard."""
         leaves, piece = self.params.placed, self.params.piece
-        shards = self._shard(pieces["layers"], piece)
+        shards = own_shard(pieces["layers"], piece, zero=self.plan.zero)
 
         def lead(tree):
             return jax.tree.map(lambda w, leaf: _behind(w, 1 + len(leaf.shape)), tree, leaves)
@@ -205,7 +208,7 @@ class LayeredRun(Run):
         }
 
     def _whole(self, shards: PyTree, leaves: PyTree) -> PyTree:
-        return self._gather(shards, leaves) if self.plan.zero in (1, 2) else shards
+        return gather(shards, leaves) if self.plan.zero in (1, 2) else shards
 
     # A leaf of the optimizer's state lies where its parameter does.
 
@@ -241,9 +244,9 @@ class LayeredRun(Run):
     def _result(self, state: dict) -> tuple[PyTree, list, list]:
         """This device's part of the new parameters and optimizer state."""
         outer = self.plan.layout.outer
-        gradients = self._reduce(state["outer_gradients"], outer)
+        gradients = reduce_gradients(state["outer_gradients"], outer, zero=self.plan.zero)
         layers = jax.tree.map(lambda w: w[None], state["layers"])
-        shards = self._shard(state["layers"], self.params.placed)
+        shards = own_shard(state["layers"], self.params.placed, zero=self.plan.zero)
         params = self.ends | {"layers": jax.tree.map(lambda w: w[None], shards)}
         owned = list(self.ends_owned)
         for k, leaf in state["owned"].items():

@@ -17,7 +17,8 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxpipe.runtime.mesh import DATA, STAGE
-from jaxpipe.runtime.parameters import Leaf, Packed, Stacked, Unrolled, make_leaf
+from jaxpipe.runtime.packed_parameters import Packed
+from jaxpipe.runtime.parameters import Leaf, Stacked, Unrolled, make_leaf
 from jaxpipe.schedule.table import TickTable
 
 PyTree = Any

@@ -16,7 +16,8 @@ from jaxpipe.runtime.layers import Layers
 from jaxpipe.runtime.layout import LAYOUTS, make_layers, make_layout
 from jaxpipe.runtime.mesh import DATA, STAGE
 from jaxpipe.runtime.model import Model
-from jaxpipe.runtime.parameters import Packed, Stacked, Unrolled
+from jaxpipe.runtime.packed_parameters import Packed
+from jaxpipe.runtime.parameters import Stacked, Unrolled
 from jaxpipe.runtime.split import REMAT_POLICIES
 from jaxpipe.schedule.actions import Kind, Schedule
 from jaxpipe.schedule.lower import forward_only, lower

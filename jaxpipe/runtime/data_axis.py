@@ -1,0 +1,53 @@
+"""The data axis: what is gathered, reduced and kept of arrays that it may split.
+
+Every function runs inside `jax.shard_map` and takes arrays together with the `Leaf` of each.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+from jax import lax
+
+from jaxpipe.runtime.mesh import DATA
+
+PyTree = Any
+
+
+def gather(shards: PyTree, leaves: PyTree) -> PyTree:
+    """Whole arrays of every data shard's part."""
+
+    def whole(leaf, shard):
+        if leaf.data_dim is None:
+            return shard
+        return lax.all_gather(shard, DATA, axis=leaf.data_dim, tiled=True)
+
+    return jax.tree.map(whole, leaves, shards)
+
+
+def reduce_gradients(values: PyTree, leaves: PyTree, *, zero: int) -> PyTree:
+    """Sums over data shards; each keeps its own part from ZeRO-1 on."""
+    if lax.axis_size(DATA) == 1:  # a sum over one device would still copy on some backends
+        return values
+
+    def reduce(leaf, value):
+        if leaf.data_dim is None or zero == 0:
+            return lax.psum(value, DATA)
+        return lax.psum_scatter(value, DATA, scatter_dimension=leaf.data_dim, tiled=True)
+
+    return jax.tree.map(reduce, leaves, values)
+
+
+def own_shard(whole: PyTree, leaves: PyTree, *, zero: int) -> PyTree:
+    """The part of weights whose gradient and optimizer state this data shard holds."""
+    if zero not in (1, 2):
+        return whole
+
+    def shard(leaf, w):
+        if leaf.data_dim is None:
+            return w
+        size = w.shape[leaf.data_dim] // lax.axis_size(DATA)
+        return lax.dynamic_slice_in_dim(w, lax.axis_index(DATA) * size, size, leaf.data_dim)
+
+    return jax.tree.map(shard, leaves, whole)
