@@ -25,6 +25,7 @@ import tyro
 
 import jaxpipe
 from benchmarks import harness
+from jaxpipe.runtime import executor
 from jaxpipe.schedule import catalog
 from jaxpipe.schedule.actions import Schedule
 from jaxpipe.schedule.simulate import Costs, lock_step, simulate
@@ -81,11 +82,13 @@ def sleeping_model(layers: Sequence[Costs]) -> tuple[jaxpipe.Model, dict[str, An
 
 @contextlib.contextmanager
 def sleeping_messages(pipe: jaxpipe.Pipeline, seconds: float) -> Iterator[None]:
-    """Makes every tick's exchange of messages take a while: its first transfer sleeps.
+    """Makes every exchange that stages wait for take a while: its first transfer sleeps.
 
-    No layer can do that, so the collective itself is replaced while the step is traced.
+    No layer can do that, so the collective itself is replaced while the step is traced. Late
+    messages travel while layers run, which a CPU's collectives cannot: they take no time here.
     """
     send, calls = jax.lax.ppermute, itertools.count()
+    send_late = executor.Run._late_messages
     transfers = sum(
         sender != receiver for c in pipe.table.channels for sender, receiver in c.edges[:1]
     )
@@ -94,7 +97,14 @@ def sleeping_messages(pipe: jaxpipe.Pipeline, seconds: float) -> Iterator[None]:
         message = send(x, axis, edges)
         return message if next(calls) % transfers else sleep(message, seconds)
 
-    with mock.patch.object(jax.lax, "ppermute", sleeping if seconds else send):
+    def late(run, state):
+        with mock.patch.object(jax.lax, "ppermute", send):
+            return send_late(run, state)
+
+    with (
+        mock.patch.object(jax.lax, "ppermute", sleeping if seconds else send),
+        mock.patch.object(executor.Run, "_late_messages", late),
+    ):
         yield
 
 
