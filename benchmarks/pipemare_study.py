@@ -32,6 +32,7 @@ from matplotlib.figure import Figure
 
 from benchmarks import harness
 from jaxpipe.runtime.costs import layer_bytes
+from jaxpipe.runtime.memory import tree_bytes
 from jaxpipe.schedule.simulate import simulate
 from train import checks, loop, schedule
 from train.command_line import parse
@@ -127,8 +128,6 @@ def train(config: Config) -> dict[str, Any]:
 
     A run whose loss is not finite has what it had until then, and no score.
     """
-    if failures := checks.check(config):
-        raise ConfigError(failures)
     score, finished = None, True
     try:
         with contextlib.redirect_stdout(io.StringIO()):
@@ -208,8 +207,7 @@ def modelled(program: Program) -> dict[str, float]:
                 inputs = (begins - part.forward) * steady.begins_segment(d)
             microbatches = part.backward - begins + 1
         weights += versions * own
-        size = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(entered))
-        activations += microbatches * kept + inputs * size + own
+        activations += microbatches * kept + inputs * tree_bytes(entered) + own
         first += count
     stages = len(program.layer_counts)
     return {"weights": weights / stages, "activations": activations / stages}
@@ -306,6 +304,8 @@ def study(options: Options, base: Config, steps: int, folder: Path) -> dict[str,
             )
             for seed in range(options.seeds)
         ]
+        if failures := checks.check(configs[0]):
+            raise ConfigError(failures)
         costs, runs = work(configs[0]), []
         for config in configs:
             runs.append(train(config))

@@ -2,7 +2,7 @@
 
 The phases of a tick are the synchronous executor's. What differs is around them: a tick's row is
 computed from the tick's number (`jaxpipe.schedule.pipemare`) instead of read from a table,
-everything in flight comes in and goes out as `Flight`, and a tick ends with the updates of the
+everything in flight comes in and goes out as "flight", and a tick ends with the updates of the
 parts whose minibatch is complete. Microbatches are numbered through all minibatches; that number g
 stands where the executor has a microbatch of the step.
 """

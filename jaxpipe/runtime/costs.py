@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxpipe.runtime.layers import LayerKind
+from jaxpipe.runtime.memory import tree_bytes
 from jaxpipe.runtime.pipeline import Pipeline
 from jaxpipe.schedule.simulate import Costs
 
@@ -54,8 +55,8 @@ def layer_bytes(
     """
     layers, _ = pipe.trace_layers(batch, rng)
     kinds = [layers.kinds[number] for number in layers.kind_of]
-    parameters = [_size(pipe.layout.layers.shape_of(n)) for n in range(len(kinds))]
-    return parameters, [_size([kind.split.until_b, kind.split.until_w]) for kind in kinds]
+    parameters = [tree_bytes(pipe.layout.layers.shape_of(n)) for n in range(len(kinds))]
+    return parameters, [tree_bytes([kind.split.until_b, kind.split.until_w]) for kind in kinds]
 
 
 def _parts(pipe: Pipeline, kind: LayerKind, activations, context) -> dict[str, tuple]:
@@ -102,7 +103,3 @@ def _zeros(leaf: jax.ShapeDtypeStruct) -> jax.Array:
     if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
         return jax.random.key(0)
     return jnp.zeros(leaf.shape, leaf.dtype)
-
-
-def _size(shapes: PyTree) -> int:
-    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(shapes))

@@ -35,8 +35,10 @@ def predicted_bytes(pipe: Pipeline, batch: PyTree, rng: jax.Array | None = None)
         lambda leaf: jax.ShapeDtypeStruct((int(leaf.shape[0] * rows), *leaf.shape[1:]), leaf.dtype),
         batch,
     )
-    working_set = compiled_bytes(small, small_batch, rng) - _size(small.buffers(small_batch, rng))
-    sizes = {name: _size(shapes) for name, shapes in pipe.buffers(batch, rng).items()}
+    working_set = compiled_bytes(small, small_batch, rng) - tree_bytes(
+        small.buffers(small_batch, rng)
+    )
+    sizes = {name: tree_bytes(shapes) for name, shapes in pipe.buffers(batch, rng).items()}
     return sizes | {"working_set": working_set}
 
 
@@ -66,7 +68,8 @@ def compiled(
     return step.lower(placed, batch, rng, states=pipe.placed_states).compile(options)
 
 
-def _size(shapes: PyTree) -> int:
+def tree_bytes(shapes: PyTree) -> int:
+    """Bytes of all arrays of a tree, or of their shapes."""
     return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(shapes))
 
 

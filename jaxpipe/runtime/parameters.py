@@ -15,6 +15,7 @@ one loop over layers, or a loop for every row that runs once or never.
 
 from __future__ import annotations
 
+import abc
 import dataclasses
 import functools
 import itertools
@@ -105,7 +106,7 @@ class OneLoop:
         return lax.fori_loop(0, trips, lambda number, carry: body(chunk, number, carry), carry)
 
 
-class _Alike:
+class _Alike(abc.ABC):
     """What is known of layers that are alike, wherever they lie; arguments as for `Stacked`."""
 
     def __init__(self, layers: PyTree, rows: np.ndarray, data: int) -> None:
@@ -129,6 +130,18 @@ class _Alike:
         """Undoes `pack`."""
         del example
         return stored
+
+    @abc.abstractmethod
+    def read(self, arrays: PyTree, place) -> PyTree:
+        """What is stored at a place."""
+
+    @abc.abstractmethod
+    def write(self, arrays: PyTree, place, values: PyTree) -> PyTree:
+        """The arrays with other values stored at a place."""
+
+    def add(self, arrays: PyTree, place, values: PyTree) -> PyTree:
+        """The arrays with values added to what is stored at a place."""
+        return self.write(arrays, place, jax.tree.map(jnp.add, self.read(arrays, place), values))
 
 
 class Stacked(_Alike, OneLoop):
@@ -196,10 +209,6 @@ class Stacked(_Alike, OneLoop):
             arrays,
             values,
         )
-
-    def add(self, arrays: PyTree, place, values: PyTree) -> PyTree:
-        """The arrays with values added to what is stored at a place."""
-        return self.write(arrays, place, jax.tree.map(jnp.add, self.read(arrays, place), values))
 
 
 class _Row(NamedTuple):
@@ -314,10 +323,6 @@ class Unrolled(_Alike):
             return lax.dynamic_update_index_in_dim(w, value, place.slot, 0)
 
         return arrays | {place.number: jax.tree.map(write, arrays[place.number], values)}
-
-    def add(self, arrays: PyTree, place, values: PyTree) -> PyTree:
-        """The arrays with values added to what is stored at a place."""
-        return self.write(arrays, place, jax.tree.map(jnp.add, self.read(arrays, place), values))
 
 
 def _take(w, rows: np.ndarray):
