@@ -2,10 +2,10 @@
 
 A layer that sleeps takes wall time without a core, so the bubble of 16 stages shows on 2 cores. F,
 B and W sleep their own times; the layer is an ordinary one with a custom derivative. Every schedule
-runs with one whole action a tick and in slices.
+runs with one whole action a tick, where a chunk is one layer, and in slices.
 
-    python -m benchmarks.bubble [--stages 8] [--costs 1 1.2 0.8] [--message 0.2] [--names 1f1b auto]
-    python -m benchmarks.bubble --all
+    python -m benchmarks.bubble [--names 1f1b auto] [--stages 4 8] [--message 0 0.2]
+    python -m benchmarks.bubble --names all --costs 1 1 1 1 1.2 0.8 1 2 1
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import itertools
 import statistics
 import time
 from collections.abc import Iterator, Sequence
-from typing import Annotated, Any
+from typing import Any, Literal
 from unittest import mock
 
 import jax
@@ -32,11 +32,9 @@ from jaxpipe.schedule.simulate import Costs, lock_step, simulate
 from jaxpipe.schedule.slices import slice_ticks
 
 NAMES = ("1f1b", "interleaved", "breadth-first", "hanayo", "zb-v", "v-half", "auto")
-ALL_STAGES = (4, 8, 16)
-ALL_COSTS = ((1.0, 1.0, 1.0), (1.0, 1.2, 0.8), (1.0, 2.0, 1.0))
-ALL_MESSAGES = (0.0, 0.2)
+Form = Literal["whole", "sliced"]
+"""One whole action a tick, or slices."""
 WIDTH = 8
-ROUNDS = 2
 
 
 def sleep(value: jax.Array, seconds: float) -> jax.Array:
@@ -114,6 +112,7 @@ def execute(
     *,
     message: float = 0.0,
     layer_counts: Sequence[int] | None = None,
+    rounds: int = 2,
 ) -> tuple[float, int]:
     """Executes a schedule with layers that take these seconds.
 
@@ -126,16 +125,19 @@ def execute(
     placed, batch = pipe.place(params), {"x": jnp.ones((schedule.num_microbatches, WIDTH))}
     with sleeping_messages(pipe, message):
         step = jax.jit(pipe.value_and_grad).lower(placed, batch).compile()
-    times = [harness.seconds(lambda: step(placed, batch))[0] for _ in range(ROUNDS)]
+    times = [harness.seconds(lambda: step(placed, batch))[0] for _ in range(rounds)]
     return statistics.median(times), pipe.table.num_ticks
 
 
-def measure(schedule: Schedule, seconds: Costs, layers_per_chunk: int) -> dict[str, float]:
+def measure(
+    schedule: Schedule, seconds: Costs, layers_per_chunk: int, rounds: int
+) -> dict[str, float]:
     """Executes a schedule of equal chunks; times in seconds."""
     m = schedule.num_microbatches
     num_layers = layers_per_chunk * schedule.placement.num_virtual_stages
     shares = {kind: getattr(seconds, kind) / layers_per_chunk for kind in ("f", "b", "w")}
-    executed, ticks = execute(schedule, [Costs(**shares)] * num_layers, message=seconds.message)
+    layers = [Costs(**shares)] * num_layers
+    executed, ticks = execute(schedule, layers, message=seconds.message, rounds=rounds)
     work = m * schedule.num_chunks * (seconds.f + seconds.b + seconds.w)
     locked, free = lock_step(schedule, seconds), simulate(schedule, seconds)
     return {
@@ -151,81 +153,74 @@ def measure(schedule: Schedule, seconds: Costs, layers_per_chunk: int) -> dict[s
     }
 
 
-def cases(name: str, stages: int, m: int, seconds: Costs, layers: int) -> dict[str, Schedule]:
-    """A schedule with whole actions and in slices, by label."""
+def cases(
+    name: str, forms: Sequence[Form], stages: int, m: int, seconds: Costs, layers: int
+) -> Iterator[tuple[str, Schedule, int]]:
+    """A schedule in each form: its label, and the layers of a chunk.
+
+    A whole action is one sleeping layer: it takes as long, and calls back to Python less often.
+    """
     whole = catalog.build(
         name, stages=stages, microbatches=m, costs=seconds, layers_per_chunk=layers
     )
     if whole.slices is not None:
-        return {name: whole}
-    sliced = slice_ticks(whole, seconds, [layers] * whole.placement.num_virtual_stages)
-    return {name: whole, f"{name}, sliced": sliced}
-
-
-def run(
-    stages: int,
-    microbatches: int,
-    costs: Costs,
-    layers_per_chunk: int,
-    stage_seconds: float,
-    names: Sequence[str],
-) -> None:
-    """One table."""
-    title = (
-        f"p={stages} m={microbatches} (F, B, W)=({costs.f:g}, {costs.b:g}, {costs.w:g}), message "
-        f"{costs.message:g}, {layers_per_chunk} layers a chunk, a unit is {stage_seconds:g} s"
-    )
-    rows = []
-    for name in names:
-        chunks = catalog.build(name, stages=2, microbatches=4).num_chunks
-        f, b, w = (stage_seconds / chunks * cost for cost in (costs.f, costs.b, costs.w))
-        seconds = Costs(f, b, w, message=stage_seconds * costs.message)
-        for label, schedule in cases(name, stages, microbatches, seconds, layers_per_chunk).items():
-            harness.note(f"p={stages} {costs}: {label}")
-            rows.append({"schedule": label, **measure(schedule, seconds, layers_per_chunk)})
-    harness.report(
-        f"bubble-p{stages}-{costs.f:g}-{costs.b:g}-{costs.w:g}-{costs.message:g}",
-        rows,
-        title=title,
-        label=["schedule"],
-        bars=[f"{clock} bubble" for clock in ("free-running", "lock-step", "executed")],
-        axis="bubble ratio",
-    )
+        if "sliced" in forms:
+            yield name, whole, layers
+        return
+    if "whole" in forms:
+        yield name, whole, 1
+    if "sliced" in forms:
+        counts = [layers] * whole.placement.num_virtual_stages
+        yield f"{name}, sliced", slice_ticks(whole, seconds, counts), layers
 
 
 def main(
-    stages: int = 8,
+    names: tuple[str, ...] = NAMES,
+    stages: tuple[int, ...] = (8,),
+    costs: tuple[tuple[float, float, float], ...] = ((1.0, 1.2, 0.8),),
+    message: tuple[float, ...] = (0.0,),
+    forms: tuple[Form, ...] = ("whole", "sliced"),
     microbatches: int | None = None,
-    costs: tuple[float, float, float] = (1.0, 1.2, 0.8),
-    message: float = 0.0,
     layers_per_chunk: int = 4,
     stage_seconds: float = 0.4,
-    names: tuple[str, ...] = NAMES,
-    everything: Annotated[bool, tyro.conf.arg(name="all")] = False,
+    rounds: int = 2,
 ) -> None:
-    """Prints the tables and writes them.
+    """Prints a table for each number of stages, and writes it.
 
     Args:
-      stages: p, at most 16.
-      microbatches: m; 2 p without it.
-      costs: of F, B and W, relative.
+      names: schedules to run; "all" is every one that can be executed.
+      stages: p.
+      costs: of F, B and W, relative; three numbers or several times three.
       message: time of an exchange of messages, in the same unit.
-      layers_per_chunk: layers of every chunk.
+      forms: one whole action a tick, or slices.
+      microbatches: m; 2 p without it.
+      layers_per_chunk: layers of every chunk in slices.
       stage_seconds: what one unit of the costs takes, for all chunks of a stage together.
-      names: schedules to run.
-      everything: every schedule at 4, 8 and 16 stages and several costs, with and without a message
-        time; takes hours.
+      rounds: steps of which the median is taken.
     """
-    harness.simulate(max(ALL_STAGES))
-    shapes = [(stages, (*costs, message))]
-    if everything:
-        shapes = list(
-            itertools.product(ALL_STAGES, ((*c, t) for c in ALL_COSTS for t in ALL_MESSAGES))
-        )
-        names = harness.executable()
-    for p, (f, b, w, t) in shapes:
+    harness.simulate(max(stages))
+    for p in stages:
         m = microbatches or 2 * p
-        run(p, m, Costs(f, b, w, t), layers_per_chunk, stage_seconds, names)
+        rows = []
+        for (f, b, w), t, name in itertools.product(
+            costs, message, harness.executable() if names == ("all",) else names
+        ):
+            chunks = catalog.build(name, stages=2, microbatches=4).num_chunks
+            times = (stage_seconds / chunks * cost for cost in (f, b, w))
+            seconds = Costs(*times, message=stage_seconds * t)
+            for label, schedule, layers in cases(name, forms, p, m, seconds, layers_per_chunk):
+                case = {"F, B, W": f"{f:g}, {b:g}, {w:g}", "message": t, "schedule": label}
+                harness.note(f"p={p} m={m}: {case}")
+                rows.append(case | measure(schedule, seconds, layers, rounds))
+        harness.report(
+            f"bubble-p{p}-{'-'.join(forms)}",
+            rows,
+            title=f"p={p} m={m}, {layers_per_chunk} layers a chunk in slices, a unit is "
+            f"{stage_seconds:g} s",
+            label=["F, B, W", "message", "schedule"],
+            bars=[f"{clock} bubble" for clock in ("free-running", "lock-step", "executed")],
+            axis="bubble ratio",
+        )
 
 
 if __name__ == "__main__":
