@@ -570,13 +570,13 @@ class Run:
             here = self.params.resident_piece(self.stage, chunk, number)
             shards, weights = tie(self.params.read(self.layers, here), weights)
             full = gather(shards, self.params.piece)
-            return self.params.write(weights, self.params.piece_in_slot(slot, number), full)
+            return self.params.write(weights, self.params.piece_in_slot(slot, chunk, number), full)
 
         return state | {"weights": self.params.loop_pieces(chunk, body, state["weights"])}
 
     def _reduce_chunk(self, state: dict, chunk, slot) -> dict:
         def body(chunk, number, reduced):
-            here = self.params.piece_in_slot(slot, number)
+            here = self.params.piece_in_slot(slot, chunk, number)
             total, reduced = tie(self.params.read(state["gradients"], here), reduced)
             shards = reduce_gradients(total, self.params.piece, zero=self.plan.zero)
             there = self.params.resident_piece(self.stage, chunk, number)

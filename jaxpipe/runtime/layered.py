@@ -170,7 +170,7 @@ class LayeredRun(Run):
         """Updates a chunk whose gradient is complete."""
 
         def body(number, kept):
-            here = self.params.piece_in_slot(slot, number)
+            here = self.params.piece_in_slot(slot, chunk, number)
             place = self.params.resident_piece(self.stage, chunk, number)
 
             def update(_, pieces):

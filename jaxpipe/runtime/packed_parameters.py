@@ -123,9 +123,9 @@ class Packed(OneLoop):
         start = self._of_chunk(self._start, stage, chunk)
         return _Columns(start, self._chunk_width, self._of_chunk(self._valid, stage, chunk))
 
-    def piece_in_slot(self, slot, number) -> _Columns:
+    def piece_in_slot(self, slot, chunk, number) -> _Columns:
         """The place of a piece of the chunk that lies in ``slot``."""
-        del number
+        del chunk, number
         start = {g: slot * n for g, n in self._chunk_width.items()}
         return _Columns(start, self._chunk_width, self._chunk_width)
 

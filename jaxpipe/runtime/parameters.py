@@ -194,8 +194,9 @@ class Stacked(_Alike, OneLoop):
         del stage
         return chunk * self.num_pieces + number
 
-    def piece_in_slot(self, slot, number):
+    def piece_in_slot(self, slot, chunk, number):
         """The place of a piece of the chunk that lies in ``slot``."""
+        del chunk
         return slot * self.num_pieces + number
 
     def read(self, arrays: PyTree, place) -> PyTree:
@@ -212,7 +213,7 @@ class Stacked(_Alike, OneLoop):
 
 
 class _Row(NamedTuple):
-    """A place in unrolled arrays: the row's number, and the slot if it is one of several."""
+    """A place in unrolled arrays: the row's number, and the slot if it is in one."""
 
     number: int
     slot: Any = None
@@ -221,10 +222,10 @@ class _Row(NamedTuple):
 class Unrolled(_Alike):
     """Parameters of layers that are alike, every row of a stage in arrays of its own.
 
-    A stage's arrays are a dictionary: row ``chunk * layers + layer`` to the layer's tree. Those of
-    slots have a row a layer of a chunk, and a dimension of slots if there are several. A row's
-    number must be known to the program, so that it reads an array and not a part of one: on GPUs a
-    part is copied before it is multiplied with.
+    A stage's arrays are a dictionary: row ``chunk * layers + layer`` to the layer's tree. k slots
+    are the rows of k chunks, and chunk c lies in those of chunk ``c % k``. A row's number must be
+    known to the program, so that it reads an array and not a part of one: on GPUs a part is copied
+    before it is multiplied with.
 
     Args and attributes: as of `Stacked`.
     """
@@ -240,15 +241,15 @@ class Unrolled(_Alike):
         rows = list(itertools.product(range(self.num_chunks), range(self.num_pieces)))
         for c, layer in reversed(rows) if down else rows:
             runs = (chunk == c) & (lo <= layer) & (layer < hi)
-            # Only its own row goes through the loop; slots have one chunk's, an evaluation none.
+            # Only its own row goes through the loop; an evaluation has no sums.
             number = (c * self.num_pieces + layer) % max(len(arrays), 1)
-            own = {n: row for n, row in arrays.items() if n == number}
+            own = {n: row if n == number else None for n, row in arrays.items()}
 
             def step(_, through, c=c, layer=layer):
                 return body(c, layer, *through)
 
             own, carry = lax.fori_loop(0, runs.astype(jnp.int32), step, (own, carry))
-            arrays = arrays | own
+            arrays = arrays | {n: row for n, row in own.items() if n == number}
         return arrays, carry
 
     def loop_pieces(self, chunk, body: Callable, carry: PyTree) -> PyTree:
@@ -277,52 +278,44 @@ class Unrolled(_Alike):
 
     def slots(self, count: int) -> PyTree:
         """Shapes of arrays with room for ``count`` whole chunks."""
-        lead = (count,) if count > 1 else ()
-        row = jax.tree.map(lambda leaf: leaf.behind(*lead).struct(), self.piece)
-        return dict.fromkeys(range(self.num_pieces), row)
+        row = jax.tree.map(Leaf.struct, self.piece)
+        return dict.fromkeys(range(count * self.num_pieces), row)
 
     def resident(self, stage, chunk: int, layer: int, example: int):
         """The place of a layer among the stage's own; ``example`` is a layer of its kind."""
         del stage, example
         return _Row(chunk * self.num_pieces + layer)
 
-    def in_slot(self, slot, stage, chunk, layer: int, example: int):
+    def in_slot(self, slot, stage, chunk: int, layer: int, example: int):
         """The place of a layer of the chunk that lies in ``slot``."""
-        del stage, chunk, example
-        return _Row(layer, slot)
+        del stage, example
+        return _Row(chunk * self.num_pieces + layer, slot)
 
     def resident_piece(self, stage, chunk: int, number: int):
         """The place of a chunk's piece among the stage's own."""
         del stage
         return _Row(chunk * self.num_pieces + number)
 
-    def piece_in_slot(self, slot, number: int):
+    def piece_in_slot(self, slot, chunk: int, number: int):
         """The place of a piece of the chunk that lies in ``slot``."""
-        return _Row(number, slot)
+        return _Row(chunk * self.num_pieces + number, slot)
 
     def read(self, arrays: PyTree, place) -> PyTree:
         """What is stored at a place."""
-
-        def read(w, leaf: Leaf):
-            if w.ndim == len(leaf.shape):
-                return w
-            return lax.dynamic_index_in_dim(w, place.slot, keepdims=False)
-
-        return jax.tree.map(read, arrays[place.number], self.piece)
+        return arrays[place.number % len(arrays)]
 
     def write(self, arrays: PyTree, place, values: PyTree) -> PyTree:
         """The arrays with other values stored at a place."""
+        number = place.number % len(arrays)
 
         def write(w, value):
             value = value.astype(w.dtype)
             if place.slot is None:
                 return value
-            if w.ndim == value.ndim:
-                # Reads what it overwrites, or XLA would gather every chunk before the first tick.
-                return jnp.where(place.slot >= 0, value, w)
-            return lax.dynamic_update_index_in_dim(w, value, place.slot, 0)
+            # Reads what it overwrites, or XLA would gather every chunk before the first tick.
+            return jnp.where(place.slot >= 0, value, w)
 
-        return arrays | {place.number: jax.tree.map(write, arrays[place.number], values)}
+        return arrays | {number: jax.tree.map(write, arrays[number], values)}
 
 
 def _take(w, rows: np.ndarray):

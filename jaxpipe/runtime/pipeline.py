@@ -92,7 +92,7 @@ class Pipeline:
         self.zero = zero if mesh.shape[DATA] > 1 else 0
         if layer_counts is None:
             layer_counts = partition([1] * num_layers(params["layers"]), schedule.placement)
-        self.table = lower(schedule, layer_counts)
+        self.table = lower(schedule, layer_counts, own_slots=weights == "unrolled")
         self.layout = make_layout(params, model.stage_split, mesh, self.table, weights=weights)
         self.state_layout = None if states is None else make_layers(states, self.table, data=1)
 
@@ -224,7 +224,8 @@ class Pipeline:
 
     @cached_property
     def _forward_table(self):
-        return lower(forward_only(self.schedule), self.table.layer_counts)
+        forward, counts = forward_only(self.schedule), self.table.layer_counts
+        return lower(forward, counts, own_slots=self.weights == "unrolled")
 
     def plan(self, table: TickTable) -> executor.Plan:
         """How this pipeline runs a table of its own placement and layers."""

@@ -51,7 +51,13 @@ _PHASE = {
 }
 
 
-def lower(schedule: Schedule, layer_counts: Sequence[int], *, weight_slots: int = 1) -> TickTable:
+def lower(
+    schedule: Schedule,
+    layer_counts: Sequence[int],
+    *,
+    weight_slots: int = 1,
+    own_slots: bool = False,
+) -> TickTable:
     """Turns a schedule into its tick table.
 
     Args:
@@ -62,6 +68,8 @@ def lower(schedule: Schedule, layer_counts: Sequence[int], *, weight_slots: int 
       weight_slots: gathered chunks a stage keeps at once when weights are sharded over data; capped
         by the number of chunks. With slices, raised to what one tick uses, and until no tick
         gathers twice.
+      own_slots: a chunk always lies in slot ``chunk % weight_slots``, as a program needs that must
+        know where weights are; it may gather more often.
 
     Returns:
       The table.
@@ -74,7 +82,8 @@ def lower(schedule: Schedule, layer_counts: Sequence[int], *, weight_slots: int 
       >>> lower(one_f_one_b(4, 8), [2] * 4).num_slots["until_w"]
       4
     """
-    return _Lowering(schedule, tuple(layer_counts), min(weight_slots, schedule.num_chunks)).run()
+    num_slots = min(weight_slots, schedule.num_chunks)
+    return _Lowering(schedule, tuple(layer_counts), num_slots, own_slots).run()
 
 
 def forward_only(schedule: Schedule) -> Schedule:
@@ -108,11 +117,16 @@ class _Lowering:
     """
 
     def __init__(
-        self, schedule: Schedule, layer_counts: tuple[int, ...], weight_slots: int
+        self,
+        schedule: Schedule,
+        layer_counts: tuple[int, ...],
+        weight_slots: int,
+        own_slots: bool,
     ) -> None:
         self.schedule = schedule
         self.layer_counts = layer_counts
         self.weight_slots = weight_slots
+        self.own_slots = own_slots
         self.m = schedule.num_microbatches
         self.stage_of = np.asarray(schedule.placement.stages)
         self.chunk_of = np.asarray(schedule.placement.chunks)
@@ -310,18 +324,22 @@ class _Lowering:
         chunk, slot = np.full(shape, NONE, np.int32), np.zeros(shape, np.int32)
         slots_of, fresh = np.zeros(len(parts.tick), np.int64), np.zeros(len(parts.tick), bool)
         wanted = np.isin(parts.kind, [_KINDS.index(kind) for kind in kinds])
-        for stage in range(self.schedule.num_stages):
-            used = np.flatnonzero(wanted & (parts.stage == stage))
-            uses, items = parts.tick[used], self.chunk_of[parts.virtual_stage[used]]
-            if _most_together(uses, items) > num_slots:
+        chunks = self.chunk_of[parts.virtual_stage]
+        # Slots of their own are as many caches of one slot each.
+        caches = num_slots if self.own_slots else 1
+        size = num_slots // caches
+        for stage, cache in itertools.product(range(self.schedule.num_stages), range(caches)):
+            used = np.flatnonzero(wanted & (parts.stage == stage) & (chunks % caches == cache))
+            uses, items = parts.tick[used], chunks[used]
+            if _most_together(uses, items) > size:
                 return None
-            stays, stay_of = cached_slots(uses.tolist(), items.tolist(), num_slots=num_slots)
+            stays, stay_of = cached_slots(uses.tolist(), items.tolist(), num_slots=size)
             ticks = [stay.loaded if load else stay.unloaded for stay in stays]
-            if len(set(ticks)) < len(ticks):
+            if len(set(ticks)) < len(ticks) or (chunk[ticks, stage] != NONE).any():
                 return None
-            chunk[ticks, stage] = [stay.item for stay in stays]
-            slot[ticks, stage] = [stay.slot for stay in stays]
-            slots_of[used] = np.asarray([stay.slot for stay in stays], np.int64)[stay_of]
+            slots = cache * size + np.asarray([stay.slot for stay in stays], np.int64)
+            chunk[ticks, stage], slot[ticks, stage] = [stay.item for stay in stays], slots
+            slots_of[used] = slots[stay_of]
             fresh[used] = self._first_of_stay(used, np.asarray(stay_of, np.int64))
         return Transfers(chunk, slot, num_slots), slots_of, fresh
 

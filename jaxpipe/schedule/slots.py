@@ -26,11 +26,12 @@ def cached_slots(
 ) -> tuple[list[Stay], list[int]]:
     """Assigns slots to items, evicting the one whose next use is farthest (Belady's rule).
 
-    The number of stays, and so of transfers, is the least possible.
+    The number of stays, and so of transfers, is the least possible. An item stays until the tick
+    of its use is over.
 
     Args:
       ticks: when each use is, in order.
-      items: what is used then (a chunk).
+      items: what is used then (a chunk); at most ``num_slots`` different ones in a tick.
       num_slots: items held at once, at least 1.
 
     Returns:
@@ -50,7 +51,8 @@ def cached_slots(
         if item not in held:
             slot = len(held)
             if slot == num_slots:
-                slot = stays[held.pop(max(held, key=farthest.__getitem__))].slot
+                idle = (other for other, stay in held.items() if stays[stay].unloaded < tick)
+                slot = stays[held.pop(max(idle, key=farthest.__getitem__))].slot
             held[item] = len(stays)
             stays.append(Stay(item, slot, tick, tick))
         stays[held[item]].unloaded = tick

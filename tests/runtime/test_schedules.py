@@ -34,16 +34,17 @@ def test_executes_everywhere(name, stages, microbatches, sharding):
 
 
 @pytest.mark.parametrize(
-    ("name", "stages", "data", "zero", "microbatches", "num_layers"),
+    ("name", "chunks", "stages", "data", "zero", "microbatches", "num_layers"),
     [
-        ("1f1b", 4, 2, 3, 6, 14),
-        ("zb-v", 4, 2, 3, 5, 18),
-        ("1f1b-fused", 4, 1, 0, 6, 12),
-        ("breadth-first", 2, 2, 2, 4, 11),
+        ("1f1b", None, 4, 2, 3, 6, 14),
+        ("zb-v", None, 4, 2, 3, 5, 18),
+        ("1f1b-fused", None, 4, 1, 0, 6, 12),
+        ("breadth-first", None, 2, 2, 2, 4, 11),
+        ("interleaved-zb", 4, 2, 2, 3, 8, 16),
     ],
 )
-def test_executes_in_slices(name, stages, data, zero, microbatches, num_layers):
-    schedule = catalog.build(name, stages=stages, microbatches=microbatches)
+def test_executes_in_slices(name, chunks, stages, data, zero, microbatches, num_layers):
+    schedule = catalog.build(name, stages=stages, microbatches=microbatches, chunks=chunks)
     counts = partition([1] * num_layers, schedule.placement)
     sliced = slice_ticks(schedule, Costs(1, 1.2, 0.8), counts)
     assert any(part.lo > 0 for row in sliced.slices for part in row)

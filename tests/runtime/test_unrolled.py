@@ -17,16 +17,34 @@ import jaxpipe
 from benchmarks import gpu_compile
 from jaxpipe.runtime import memory
 from jaxpipe.runtime.hlo import Program
+from jaxpipe.schedule.actions import Schedule
+from jaxpipe.schedule.partition import partition
+from jaxpipe.schedule.simulate import Costs
+from jaxpipe.schedule.slices import slice_ticks
 from models import gpt
 
-SCHEDULES = ("1f1b", "1f1b-fused", "zb-v", "interleaved", "breadth-first")
+SCHEDULES = (
+    "1f1b", "1f1b-fused", "zb-v", "zb-v, sliced", "interleaved", "interleaved, sliced",
+    "breadth-first",
+)  # fmt: skip
 FULL = [
     case
     for case in itertools.product(
-        SCHEDULES, (1, 2), (0, 1, 2, 3), (8, 10), ("none", "dots", "full"), (False, True)
+        SCHEDULES, (1, 2), (0, 1, 2, 3), (10, 20), ("none", "dots", "full"), (False, True)
     )
     if case[1] > 1 or case[2] == 0  # one data shard has nothing to shard
 ]
+
+
+def build(name: str, microbatches: int, num_layers: int) -> Schedule:
+    """A schedule on four stages; in slices it holds two of its chunks at once."""
+    name, _, sliced = name.partition(", ")
+    schedule = jaxpipe.schedules.build(name, stages=4, microbatches=microbatches)
+    if not sliced:
+        return schedule
+    return slice_ticks(
+        schedule, Costs(1, 1.2, 0.8), partition([1] * num_layers, schedule.placement)
+    )
 
 
 def pipeline(weights: str, schedule, data: int, zero: int, num_layers: int, remat: str, **options):
@@ -34,7 +52,7 @@ def pipeline(weights: str, schedule, data: int, zero: int, num_layers: int, rema
     pipe = jaxpipe.Pipeline(
         toy.model(tied=True, axis="stage"),
         params,
-        schedule=jaxpipe.schedules.build(schedule, stages=4, microbatches=4),
+        schedule=build(schedule, 4, num_layers),
         mesh=jaxpipe.make_mesh(stage=4, data=data),
         remat=remat,
         zero=zero,
@@ -80,6 +98,7 @@ def check(case: tuple) -> None:
         ("interleaved", 2, 1, 8, "full", False),
         ("breadth-first", 2, 3, 10, "none", False),
         ("1f1b-fused", 1, 0, 8, "full", False),
+        ("zb-v, sliced", 2, 3, 20, "none", False),
     ],
     ids=lambda case: "-".join(map(str, case)),
 )
@@ -121,7 +140,10 @@ STAGES, DATA, MICROBATCHES = 4, 2, 6
 CONFIG = gpt.GPTConfig(
     vocab_size=96, sequence_length=20, num_layers=10, width=32, num_heads=2, dtype="float32"
 )
-CASES = [("1f1b", "none", 0), ("zb-v", "dots", 1), ("zb-v", "none", 2), ("1f1b-fused", "full", 3)]
+CASES = [
+    ("1f1b", "none", 0), ("zb-v", "dots", 1), ("zb-v", "none", 2), ("1f1b-fused", "full", 3),
+    ("zb-v, sliced", "none", 3),
+]  # fmt: skip
 ids = pytest.mark.parametrize("case", CASES, ids=str)
 
 
@@ -129,7 +151,7 @@ def gpt_pipeline(weights: str, schedule: str, remat: str, zero: int) -> jaxpipe.
     return jaxpipe.Pipeline(
         gpt.model(CONFIG, vocabulary_axis="stage"),
         jax.eval_shape(lambda: gpt.init(CONFIG, jax.random.key(0))),
-        schedule=jaxpipe.schedules.build(schedule, stages=STAGES, microbatches=MICROBATCHES),
+        schedule=build(schedule, MICROBATCHES, CONFIG.num_layers),
         mesh=jaxpipe.make_mesh(stage=STAGES, data=DATA),
         remat=remat,
         zero=zero,

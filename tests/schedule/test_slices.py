@@ -6,6 +6,7 @@ import collections
 import dataclasses
 import doctest
 import importlib
+import inspect
 import itertools
 
 import numpy as np
@@ -28,6 +29,12 @@ from jaxpipe.schedule.validate import ScheduleError, peak_in_flight, validate
 settings.register_profile("jaxpipe", deadline=None)
 settings.load_profile("jaxpipe")
 
+EXECUTABLE = [
+    entry
+    for entry in catalog.entries()
+    if catalog.build(entry.name, stages=2, microbatches=4).placement.num_copies == 1
+]
+
 costs = st.builds(
     Costs, *(st.sampled_from([0.5, 0.8, 1, 1.2, 2, 3]) for _ in range(3)), st.sampled_from([0, 0.3])
 )
@@ -37,7 +44,7 @@ costs = st.builds(
 def schedules(draw, *, mixed: bool = False) -> Schedule:
     """Any valid order on any placement: at every step, any action that is ready."""
     p = draw(st.integers(1, 3))
-    placement = draw(st.sampled_from([linear(p), looped(p, num_chunks=2), wave(p)]))
+    placement = draw(st.sampled_from([linear(p), looped(p, num_chunks=3), wave(p)]))
     m, depth = draw(st.integers(1, 3)), placement.depth
     fused = draw(st.booleans())
     done: set[Action] = set()
@@ -107,6 +114,7 @@ class Replay:
         self.stages = self.schedule.placement.stages
         self.buffers = [collections.defaultdict(dict) for _ in range(self.schedule.num_stages)]
         self.chunks: list[dict[int, int]] = [{} for _ in range(self.schedule.num_stages)]
+        self.sums: list[dict[int, int]] = [{} for _ in self.buffers]
         self.ran: list[list[tuple[int, Kind, int, int, int, int]]] = [[] for _ in self.buffers]
         self.reduced: list[list[int]] = [[] for _ in self.buffers]
         self.sent: dict = {}
@@ -127,7 +135,9 @@ class Replay:
                         cell = {f.name: getattr(columns, f.name)[t, d] for f in fields(columns)}
                         sent[d, kind] = self.cell(t, d, kind, cell)
                 if table.reduces.chunk[t, d] != NONE:
-                    self.reduced[d].append(table.reduces.chunk[t, d])
+                    chunk = table.reduces.chunk[t, d]
+                    assert self.sums[d].pop(table.reduces.slot[t, d]) == chunk
+                    self.reduced[d].append(chunk)
             self.exchange(t, sent)
 
     def cell(self, t, d, kind, cell):
@@ -136,6 +146,9 @@ class Replay:
         assert self.chunks[d][cell["weights"]] == cell["chunk"]
         self.ran[d].append((t, kind, s, i, cell["lo"], cell["hi"]))
         layers = range(cell["lo"], cell["hi"])
+        if kind in (Kind.W, Kind.BW):
+            held = self.sums[d].setdefault(cell["gradient"], cell["chunk"])
+            assert held == cell["chunk"]
         if kind is Kind.F:
             assert buffers["x"][cell["inbox"]] == ("x", s, i, cell["lo"])
             for name in ("until_b", "until_w"):
@@ -215,6 +228,23 @@ def test_lowered_slices_replay(case, weight_slots):
     assert cut.slices is None or rows == cut.slices
     assert tuple(map(order_of, rows)) == cut.orders
     assert tuple(map(order_of, replay(schedule, layers))) == schedule.orders
+
+
+@pytest.mark.parametrize(("weight_slots", "own_slots"), [(1, False), (2, False), (1, True)])
+@pytest.mark.parametrize("entry", EXECUTABLE, ids=lambda entry: entry.name)
+def test_slices_of_every_schedule_replay(entry, weight_slots, own_slots):
+    """With four chunks a stage where it can have them: more than there are slots."""
+    options = inspect.signature(entry.generate).parameters
+    chunks = {"chunks": 4} if "num_chunks" in options else {}
+    schedule = catalog.build(entry.name, stages=4, microbatches=8, **chunks)
+    layers = [4] * schedule.placement.num_virtual_stages
+    if schedule.slices is None:
+        schedule = slice_ticks(schedule, Costs(1, 1.2, 0.8), layers)
+    replay(schedule, layers, weight_slots=weight_slots, own_slots=own_slots)
+    table = lower(schedule, layers, weight_slots=weight_slots, own_slots=own_slots)
+    for moved in (table.gathers, table.reduces) if own_slots else ():
+        busy = moved.chunk != NONE
+        assert (moved.slot[busy] == moved.chunk[busy] % moved.num_slots).all()
 
 
 @pytest.mark.parametrize(
