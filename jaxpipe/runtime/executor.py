@@ -217,10 +217,9 @@ class Run:
         shapes |= {name: kept.shapes(slots[name]) for name, kept in self.residuals.items()}
         if self.reduces_chunks:
             shapes["gradients"] = self.params.slots(self.table.reduces.num_slots)
-            shapes |= self._reduced_shapes()
         else:
             shapes["gradients"] = jax.tree.map(Leaf.struct, self.params.placed)
-        return shapes
+        return shapes | (self._reduced_shapes() if zero else {})
 
     @property
     def reduces_chunks(self) -> bool:
@@ -584,12 +583,27 @@ class Run:
 
         return state | {"reduced": self.params.loop_pieces(chunk, body, state["reduced"])}
 
+    def _reduce_all(self, state: dict) -> dict:
+        """Reduces what the step has summed, piece by piece: no second copy of all of it."""
+        name = "reduced" if self.plan.zero else "gradients"
+
+        def body(chunk, number, kept):
+            place = self.params.resident_piece(self.stage, chunk, number)
+            sums = state["gradients"] if self.plan.zero else kept
+            total, kept = tie(self.params.read(sums, place), kept)
+            shards = reduce_gradients(total, self.params.piece, zero=self.plan.zero)
+            return self.params.write(kept, place, shards)
+
+        for chunk in range(self.table.schedule.num_chunks):
+            kept = self.params.loop_pieces(jnp.int32(chunk), body, state[name])
+            state = state | {name: kept}
+        return state
+
     def _result(self, state: dict) -> PyTree:
         """The finished gradients of this device, shaped like its placed parameters."""
-        if self.reduces_chunks:
-            layers = state["reduced"]
-        else:
-            layers = reduce_gradients(state["gradients"], self.params.placed, zero=self.plan.zero)
+        if not self.reduces_chunks and lax.axis_size(DATA) > 1:
+            state = self._reduce_all(state)
+        layers = state["reduced" if self.plan.zero else "gradients"]
         return {
             "layers": jax.tree.map(lambda w: w[None], layers),
             **reduce_gradients(

@@ -1,8 +1,9 @@
 """Memory: what a training step takes on each device, predicted from the schedule and compiled.
 
-The tick loop's buffers follow from the schedule: slots x layers x sizes. Beside them the compiler
-keeps the values of the one layer it is running, which no schedule changes; that working set is read
-from the same model compiled at its smallest, two layers a stage and two microbatches.
+The tick loop's buffers follow from the schedule: slots x layers x sizes; the gradients that a step
+returns are among them. Beside them the compiler keeps the values of the one layer it is running,
+which no schedule changes; that working set is read from the same model compiled at its smallest,
+two layers a stage and two microbatches.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ PyTree = Any
 
 
 def predicted_bytes(pipe: Pipeline, batch: PyTree, rng: jax.Array | None = None) -> dict[str, int]:
-    """Predicts the temporaries of ``pipe.value_and_grad`` on each device.
+    """Predicts what ``pipe.value_and_grad`` takes on each device beside its arguments.
 
     Args:
       pipe: the pipeline; it is not run.
@@ -43,14 +44,14 @@ def predicted_bytes(pipe: Pipeline, batch: PyTree, rng: jax.Array | None = None)
 
 
 def compiled_bytes(pipe: Pipeline, batch: PyTree, rng: jax.Array | None = None) -> int:
-    """Compiles ``pipe.value_and_grad`` and returns its temporaries on each device, in bytes.
+    """Compiles ``pipe.value_and_grad`` and returns what it takes on each device beside its
+    arguments: the bytes of its temporaries and of the gradients it returns.
 
-    Parameters, the batch and the returned gradients are not among them. Arguments as for
-    `predicted_bytes`.
+    Arguments as for `predicted_bytes`.
     """
     analysis = compiled(pipe, batch, rng).memory_analysis()
     assert analysis is not None  # every backend of jax has one
-    return analysis.temp_size_in_bytes
+    return analysis.temp_size_in_bytes + analysis.output_size_in_bytes
 
 
 def compiled(
