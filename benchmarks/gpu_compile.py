@@ -8,7 +8,7 @@ scheduled program and its launch sequence (thunks) tell, for one tick:
 - copies: whole buffers copied or written anew;
 - weights: bytes of weights and of their gradient sums that a layer copies, and that it casts;
 - host: loops outside CUDA graphs, each of which the host waits for;
-- memory: temporaries against `jaxpipe.runtime.memory.predicted_bytes`.
+- memory: temporaries and returned gradients against `jaxpipe.runtime.memory.predicted_bytes`.
 
 Kernels are not tuned without a GPU: nothing here is a speed. Attention is XLA's, not cuDNN's.
 
@@ -315,7 +315,7 @@ def measure(case: Case) -> dict:
         ],
         "instructions": sum(map(len, program.computations.values())),
         "host_loops": loops,
-        "temporary_bytes": memory.temp_size_in_bytes,
+        "compiled_bytes": memory.temp_size_in_bytes + memory.output_size_in_bytes,
         "predicted_bytes": sum(predicted.values()),
         "compile_seconds": seconds,
     }
@@ -366,7 +366,7 @@ def main() -> None:
             ),
             str(result["instructions"]),
             str(result["host_loops"]),
-            f"{result['temporary_bytes'] / 1e9:.2f}",
+            f"{result['compiled_bytes'] / 1e9:.2f}",
             f"{result['predicted_bytes'] / 1e9:.2f}",
             f"{result['compile_seconds']:.0f} s",
         )

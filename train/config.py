@@ -197,6 +197,9 @@ class PipelineConfig(Section):
     weights: Literal["stacked", "unrolled"] = "stacked"
     """Weights of a stage's layers in one array a parameter, or in one a layer: on GPUs no copies of
     them, for a longer compilation."""
+    weight_slots: Count = 1
+    """Chunks of gathered weights (zero 3) and of gradient sums (from 2 on) that a stage keeps at
+    once: more take memory, and are gathered and reduced less often. --dry-run says how often."""
 
 
 class AsynchronousConfig(Section):

@@ -89,6 +89,22 @@ def _show_temporaries(console: Console, program: Program) -> None:
     for stage, peak in enumerate(peaks):
         stages.add_row(str(stage), str(peak), *(f"{size / _MB:.2f}" for size in sizes))
     console.print(stages)
+    if program.pipe.zero >= 2:
+        _show_transfers(console, program)
+
+
+def _show_transfers(console: Console, program: Program) -> None:
+    """How often the data axis works on a chunk; gradients are reduced in slots from ZeRO-2 on."""
+    table, zero = program.pipe.table, program.pipe.zero
+    gathered, reduced = max(table.gathers.counts), max(table.reduces.counts)
+    gathers = f"gathers {gathered} chunks of weights and " if zero == 3 else ""
+    console.print(
+        f"data axis, ZeRO-{zero}: in a step a stage {gathers}reduces {reduced} of gradients; "
+        f"it has {table.schedule.num_chunks}, and pipeline.weight_slots="
+        f"{program.config.pipeline.weight_slots} (more: fewer transfers)",
+        soft_wrap=True,
+        highlight=False,
+    )
 
 
 def _show_carried(console: Console, phase: AsynchronousPhase) -> None:

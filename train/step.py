@@ -112,6 +112,7 @@ class Program:
             remat=self.config.pipeline.remat,
             zero=self.config.pipeline.zero,
             weights=self.config.pipeline.weights,
+            weight_slots=self.config.pipeline.weight_slots,
             states=self.task.init_states(),
         )
 

@@ -47,6 +47,9 @@ class Pipeline:
       weights: how the weights of layers that are alike lie on a stage: "stacked" in one array a
         parameter, for any depth; "unrolled" in an array a layer, which a GPU need not copy before
         it multiplies, for a program that grows with the layers of a stage.
+      weight_slots: chunks of gathered weights (ZeRO-3) and of gradient sums (from ZeRO-2 on) that a
+        stage keeps at once; more take memory and are gathered and reduced less often:
+        ``pipe.table.gathers.counts`` says how often.
       layer_counts: layers of every virtual stage, in model order; by default as equal as possible.
       states: the layers' initial states, or their shapes, for a `Model` that is stateful.
       poison: test mode; fills bubbles with NaN.
@@ -81,18 +84,20 @@ class Pipeline:
         remat: str = "none",
         zero: int = 0,
         weights: str = "stacked",
+        weight_slots: int = 1,
         layer_counts: Sequence[int] | None = None,
         states: PyTree = None,
         poison: bool = False,
     ) -> None:
-        _check(model, params, states, schedule, mesh, remat, zero, weights)
+        _check(model, params, states, schedule, mesh, remat, zero, weights, weight_slots)
         validate(schedule)
         self.model, self.schedule, self.mesh = model, schedule, mesh
-        self.remat, self.weights, self.poison = remat, weights, poison
+        self.remat, self.poison = remat, poison
+        self.weights, self.weight_slots = weights, weight_slots
         self.zero = zero if mesh.shape[DATA] > 1 else 0
         if layer_counts is None:
             layer_counts = partition([1] * num_layers(params["layers"]), schedule.placement)
-        self.table = lower(schedule, layer_counts, own_slots=weights == "unrolled")
+        self.table = self._lower(schedule, layer_counts)
         self.layout = make_layout(params, model.stage_split, mesh, self.table, weights=weights)
         self.state_layout = None if states is None else make_layers(states, self.table, data=1)
 
@@ -224,8 +229,11 @@ class Pipeline:
 
     @cached_property
     def _forward_table(self):
-        forward, counts = forward_only(self.schedule), self.table.layer_counts
-        return lower(forward, counts, own_slots=self.weights == "unrolled")
+        return self._lower(forward_only(self.schedule), self.table.layer_counts)
+
+    def _lower(self, schedule: Schedule, layer_counts: Sequence[int]) -> TickTable:
+        own = self.weights == "unrolled"
+        return lower(schedule, layer_counts, weight_slots=self.weight_slots, own_slots=own)
 
     def plan(self, table: TickTable) -> executor.Plan:
         """How this pipeline runs a table of its own placement and layers."""
@@ -332,6 +340,7 @@ def _check(
     remat: str,
     zero: int,
     weights: str,
+    weight_slots: int,
 ) -> None:
     """Raises one error with everything that does not fit."""
     problems = []
@@ -360,6 +369,8 @@ def _check(
         problems.append(f"zero={zero} is not a level.\nNearest valid: {min(max(zero, 0), 3)}.")
     if weights not in LAYOUTS:
         problems.append(f"weights={weights!r} is no layout; choose one of {', '.join(LAYOUTS)}.")
+    if weight_slots < 1:
+        problems.append(f"weight_slots={weight_slots} holds no chunk.\nNearest valid: 1.")
     if not isinstance(params, dict) or set(params) != {"embed", "layers", "head"}:
         problems.append('params must be {"embed": ..., "layers": ..., "head": ...}.')
     elif isinstance(params["layers"], tuple) or isinstance(model.layer, tuple):

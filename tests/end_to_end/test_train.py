@@ -212,8 +212,10 @@ def test_a_run_is_not_written_over(unbroken, trainer):
 
 def test_a_dry_run_writes_nothing(trainer, tmp_path):
     run = tmp_path / "run"
-    finished = trainer.run("--run-dir", run, "--dry-run")
+    slots = "--pipeline.schedule", "zb-v", "--pipeline.weight-slots", "2"
+    finished = trainer.run("--run-dir", run, "--dry-run", *slots)
     assert "predicted temporaries" in finished.out
+    assert "a stage gathers 2 chunks of weights and reduces 2 of gradients" in finished.out
     assert "dry run: nothing was trained or written" in finished.out
     assert finished.err == ""
     assert not run.exists()

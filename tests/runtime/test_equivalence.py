@@ -24,7 +24,10 @@ FULL = [
 COVERING = covering(FULL)
 
 
-def check(schedule, stages, data, zero, remat, tied, microbatches, *, num_layers=6, rng=None):
+def check(
+    schedule, stages, data, zero, remat, tied, microbatches, *, num_layers=6, rng=None, **options
+):
+    """Compares losses and gradients; returns the pipeline."""
     params = toy.params(tied=tied, num_layers=num_layers)
     batch = toy.batch(2 * data * microbatches)
     if isinstance(schedule, str):
@@ -37,6 +40,7 @@ def check(schedule, stages, data, zero, remat, tied, microbatches, *, num_layers
         remat=remat,
         zero=zero,
         poison=True,
+        **options,
     )
     placed = pipe.place(params)
     loss, grads = jax.jit(pipe.value_and_grad)(placed, batch, rng)
@@ -57,6 +61,7 @@ def check(schedule, stages, data, zero, remat, tied, microbatches, *, num_layers
             got, want, rtol=1e-5, atol=1e-5 * scale, err_msg=jax.tree_util.keystr(path)
         )
     np.testing.assert_allclose(jax.jit(pipe.loss)(placed, batch, rng), expected, rtol=1e-5)
+    return pipe
 
 
 @pytest.mark.pipeline

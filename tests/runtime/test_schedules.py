@@ -51,6 +51,18 @@ def test_executes_in_slices(name, chunks, stages, data, zero, microbatches, num_
     check(sliced, stages, data, zero, "none", True, microbatches, num_layers=num_layers)
 
 
+@pytest.mark.parametrize(("zero", "weights"), [(2, "stacked"), (3, "unrolled")])
+def test_a_slot_for_every_chunk_moves_each_once(zero, weights):
+    options = {"weights": weights, "weight_slots": 2}
+    pipe = check("zb-v", 4, 2, zero, "none", True, 6, num_layers=9, **options)
+    assert pipe.table.gathers.counts == pipe.table.reduces.counts == (2,) * 4
+
+
+def test_no_slot_is_refused():
+    with pytest.raises(ValueError, match=r"weight_slots=0 holds no chunk.\nNearest valid: 1"):
+        check("zb-v", 4, 2, 3, "none", True, 6, num_layers=9, weight_slots=0)
+
+
 @pytest.mark.parametrize(("name", "zero"), [("zb-v", 3), ("hanayo", 0)])
 def test_executes_with_late_messages(name, zero):
     schedule = catalog.build(name, stages=4, microbatches=16)
