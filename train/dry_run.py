@@ -101,7 +101,7 @@ def _show_transfers(console: Console, program: Program) -> None:
     console.print(
         f"data axis, ZeRO-{zero}: in a step a stage {gathers}reduces {reduced} of gradients; "
         f"it has {table.schedule.num_chunks}, and pipeline.weight_slots="
-        f"{program.config.pipeline.weight_slots} (more: fewer transfers)",
+        f"{program.config.pipeline.weight_slots}",
         soft_wrap=True,
         highlight=False,
     )
