@@ -54,6 +54,7 @@ types: setup
 
 bench: setup
 	$(BIN)/python -m benchmarks.memory
+	$(BIN)/python -m benchmarks.flops
 	$(BIN)/python -m benchmarks.throughput --microbatches 8 --rounds 5
 	$(BIN)/python -m benchmarks.throughput --microbatches 32 128 --rounds 0
 	$(BIN)/python -m benchmarks.tick_overhead

@@ -29,7 +29,10 @@ from jaxpipe.runtime.split import REMAT_POLICIES
 from jaxpipe.schedule import catalog
 from models import gpt
 
-NUM_LAYERS, ROWS = 16, 4
+CONFIG = gpt.GPTConfig(
+    vocab_size=2048, sequence_length=128, num_layers=16, width=256, num_heads=4, dtype="float32"
+)
+ROWS = 4
 STAGES, DATA = 4, 2
 FAMILY_STAGES, FAMILY_MICROBATCHES = 8, 32
 FAMILY = ("1f1b", "zb-v", "v-zb", "v-half", "v-min", "1f1b-v", "auto")
@@ -57,23 +60,15 @@ def pipeline(
 ) -> tuple[jaxpipe.Pipeline, dict[str, jax.ShapeDtypeStruct]]:
     """The pipeline of a case, and the shapes of its batch."""
     name, remat, zero, microbatches = case
-    shape = gpt.GPTConfig(
-        vocab_size=2048,
-        sequence_length=128,
-        num_layers=NUM_LAYERS,
-        width=256,
-        num_heads=4,
-        dtype="float32",
-    )
     pipe = jaxpipe.Pipeline(
-        gpt.model(shape, vocabulary_axis="stage"),
-        jax.eval_shape(lambda: gpt.init(shape, jax.random.key(0))),
+        gpt.model(CONFIG, vocabulary_axis="stage"),
+        jax.eval_shape(lambda: gpt.init(CONFIG, jax.random.key(0))),
         schedule=jaxpipe.schedules.build(name, stages=stages, microbatches=microbatches, **options),
         mesh=jaxpipe.make_mesh(stage=stages, data=data),
         remat=remat,
         zero=zero,
     )
-    rows = (ROWS * microbatches * data, shape.sequence_length + 1)
+    rows = (ROWS * microbatches * data, CONFIG.sequence_length + 1)
     return pipe, {"tokens": jax.ShapeDtypeStruct(rows, jnp.int32)}
 
 

@@ -11,6 +11,7 @@ _COMPUTATION = re.compile(r"^(ENTRY )?%?([\w.\-]+) \(.*\{$")
 _INSTRUCTION = re.compile(r"^\s+(?:ROOT )?%([\w.\-]+) = (.*?) ([a-z][\w\-]*)\(")
 _ARRAY = re.compile(r"\b(pred|[a-z]+(\d+)\w*)\[([\d,]*)\]")
 _NAME = re.compile(r"%([\w.\-]+)")
+_CONTRACTED = re.compile(r"lhs_contracting_dims=\{([\d,]*)\}")
 _CALLED = re.compile(r"(body|condition|calls|to_apply)=%?([\w.\-]+)")
 
 
@@ -71,6 +72,26 @@ class Program:
                 found[name] = by_name[name]
                 missing.extend(by_name[name].operands)
         return list(found.values())
+
+    def dot_flops(self, computation: str) -> int:
+        """Multiplications and additions of the matmuls that one run of a computation does.
+
+        Raises:
+          ValueError: there is a loop in it, of which the text does not say how often it runs.
+        """
+        flops = 0
+        shapes = {i.name: i.shapes[0] for i in self.computations[computation] if i.shapes}
+        for instruction in self.computations[computation]:
+            if instruction.opcode == "while":
+                raise ValueError(f"How often does {instruction.name} run?")
+            if instruction.opcode == "dot":
+                summed = _CONTRACTED.search(instruction.text)
+                assert summed is not None  # every dot has these, if only empty ones
+                left = shapes[instruction.operands[0]]
+                sizes = (left[int(dim)] for dim in summed[1].split(",") if dim)
+                flops += 2 * math.prod(instruction.shapes[0]) * math.prod(sizes)
+            flops += sum(self.dot_flops(called) for called in instruction.calls.values())
+        return flops
 
     def tick_loop(self) -> str:
         """The body of the one loop of the entry that contains the messages."""

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import functools
-import math
-import re
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +11,7 @@ import pytest
 
 import jaxpipe
 from jaxpipe.runtime import memory
-from jaxpipe.runtime.hlo import Instruction, Program
+from jaxpipe.runtime.hlo import Program
 from jaxpipe.schedule.simulate import Costs
 from jaxpipe.schedule.slices import slice_ticks
 from models import gpt
@@ -81,30 +79,10 @@ def program(name: str, remat: str, data: int) -> Program:
     return Program(memory.compiled(pipe, batch).as_text())
 
 
-def dot_flops(program: Program, computation: str) -> int:
-    """Multiplications and additions of the matmuls that one run of a computation does."""
-    flops = 0
-    shapes = {i.name: i.shapes[0] for i in program.computations[computation] if i.shapes}
-    for instruction in program.computations[computation]:
-        assert instruction.opcode != "while", "a loop in a layer: how often does it run?"
-        if instruction.opcode == "dot":
-            flops += 2 * math.prod(instruction.shapes[0]) * contracted(instruction, shapes)
-        for called in instruction.calls.values():
-            flops += dot_flops(program, called)
-    return flops
-
-
-def contracted(dot: Instruction, shapes: dict[str, tuple[int, ...]]) -> int:
-    """The size over which a matmul sums."""
-    dims = re.search(r"lhs_contracting_dims=\{([\d,]*)\}", dot.text)
-    assert dims is not None
-    return math.prod(shapes[dot.operands[0]][int(dim)] for dim in dims[1].split(","))
-
-
 def layer_flops(program: Program) -> list[int]:
     """FLOPs of one layer in each loop of a tick that multiplies matrices."""
     loops = [i for i in program.computations[program.tick_loop()] if i.opcode == "while"]
-    flops = [dot_flops(program, loop.calls["body"]) for loop in loops]
+    flops = [program.dot_flops(loop.calls["body"]) for loop in loops]
     return [count for count in flops if count]
 
 

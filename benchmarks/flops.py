@@ -1,0 +1,87 @@
+"""Does a compiled step multiply what the model says, and no more?
+
+Counts the matmuls of the compiled program: those of a layer in each of a tick's loops, times the
+layers that the tick table runs there, on all devices; and those of the head. The model's are 3
+times its forward, and what the remat policy asks to be computed again. GPT of `benchmarks.memory`;
+compiles, and runs nothing. Fails if a case is more than 2% off.
+
+    python -m benchmarks.flops [--names 1f1b zb-v] [--microbatches 8]
+"""
+
+from __future__ import annotations
+
+import itertools
+import sys
+from typing import Any
+
+import jax
+import numpy as np
+import tyro
+
+from benchmarks import gpu_compile, harness, memory
+from jaxpipe.runtime.hlo import Program
+from jaxpipe.runtime.memory import compiled
+from jaxpipe.runtime.split import REMAT_POLICIES
+
+NAMES = ("1f1b", "1f1b-fused", "interleaved", "breadth-first", "hanayo", "zb-v", "v-half", "auto")
+TOLERANCE = 0.02
+
+
+def model_flops(config: Any, tokens: int, remat: str) -> int:
+    """Multiplications and additions of the matmuls of one microbatch of so many tokens."""
+    weights = config.width * (4 * config.width + 3 * config.hidden_width)
+    attention = 4 * tokens * config.sequence_length * config.width
+    down = 2 * tokens * config.width * config.hidden_width
+    forward = 2 * tokens * weights + attention
+    # The layer's output is no residual, so that nothing asks for its last matmul again.
+    again = {"none": 0, "dots": attention, "full": forward - down}[remat]
+    head = 3 * 2 * tokens * config.width * config.vocab_size
+    return config.num_layers * (3 * forward + again) + head
+
+
+def compiled_flops(pipe: Any, program: Program) -> int:
+    """The same of a whole compiled step, on all devices."""
+    tick = program.computations[program.tick_loop()]
+    loops = [row for row in tick if row.opcode == "while"]
+    flops = {row.name: program.dot_flops(row.calls["body"]) for row in loops}
+    layers = [flops[row.name] for row in loops if gpu_compile.is_layer_loop(program, row)]
+    passes = pipe.table.passes.values()
+    runs = [int(np.sum(columns.hi - columns.lo)) for columns in passes]
+    head = sum(flops.values()) - sum(layers)
+    head *= pipe.schedule.num_microbatches * pipe.schedule.num_stages
+    return head + sum(n * count for n, count in zip(runs, layers, strict=True))
+
+
+def main(names: tuple[str, ...] = NAMES, microbatches: int = 8) -> int:
+    """Prints the table, writes it, and returns 1 if a case is off.
+
+    Args:
+      names: schedules to compile; "all" is every one that can be executed.
+      microbatches: m.
+    """
+    harness.simulate(memory.STAGES)
+    jax.config.update("jax_disable_most_optimizations", True)  # of LLVM: nothing runs
+    rows = []
+    chosen = harness.executable() if names == ("all",) else names
+    for name, remat in itertools.product(chosen, REMAT_POLICIES):
+        harness.note(f"{name}, {remat}")
+        case = (name, remat, 0, microbatches)
+        pipe, batch = memory.pipeline(case, stages=memory.STAGES, data=1)
+        found = compiled_flops(pipe, Program(compiled(pipe, batch).as_text() or ""))
+        tokens = memory.ROWS * memory.CONFIG.sequence_length
+        expected = microbatches * model_flops(memory.CONFIG, tokens, remat)
+        row = {"schedule": name, "remat": remat, "model GFLOP": expected / 1e9}
+        rows.append(row | {"compiled GFLOP": found / 1e9, "compiled / model": found / expected})
+    harness.report(
+        "flops",
+        rows,
+        title=f"matmuls of a step, p={memory.STAGES} m={microbatches}",
+        label=["schedule", "remat"],
+        bars=["model GFLOP", "compiled GFLOP"],
+        axis="GFLOP",
+    )
+    return int(any(abs(row["compiled / model"] - 1) > TOLERANCE for row in rows))
+
+
+if __name__ == "__main__":
+    sys.exit(tyro.cli(main, description=__doc__))
