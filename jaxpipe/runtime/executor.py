@@ -589,8 +589,7 @@ class Run:
 
         def body(chunk, number, kept):
             place = self.params.resident_piece(self.stage, chunk, number)
-            sums = state["gradients"] if self.plan.zero else kept
-            total, kept = tie(self.params.read(sums, place), kept)
+            total = self.params.read(state["gradients"] if self.plan.zero else kept, place)
             shards = reduce_gradients(total, self.params.piece, zero=self.plan.zero)
             return self.params.write(kept, place, shards)
 
