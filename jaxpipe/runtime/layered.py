@@ -277,5 +277,6 @@ def _check(pipe: Pipeline) -> None:
             f"Schedule {pipe.schedule.name!r} comes back to a chunk after it has worked on "
             f"another: a stage finishes a gradient {max(counts)} times a step, with {chunks} "
             "chunks. To update within the step, every chunk's gradient must be complete at once.\n"
-            "Nearest valid: 'modular' or 'breadth-first' without group, or one chunk a stage."
+            "Nearest valid: 'modular' or 'breadth-first' without group, one chunk a stage, or "
+            f"weight_slots={chunks}, with the sums of all chunks."
         )

@@ -50,22 +50,24 @@ def check(pipe: jaxpipe.Pipeline, params, batch, *, states=None, rng=None) -> No
 
 
 @pytest.mark.parametrize(
-    ("name", "options", "data", "zero"),
+    ("name", "options", "data", "zero", "slots"),
     [
-        ("modular", {"chunks": 3}, 2, 3),
-        ("breadth-first-descending", {"chunks": 2}, 2, 2),
-        ("modular-fused", {"chunks": 2}, 1, 0),
-        pytest.param("modular", {"chunks": 2}, 2, 1, marks=pytest.mark.slow),
-        pytest.param("1f1b", {}, 2, 0, marks=pytest.mark.slow),
+        ("modular", {"chunks": 3}, 2, 3, 1),
+        ("breadth-first-descending", {"chunks": 2}, 2, 2, 1),
+        ("modular-fused", {"chunks": 2}, 1, 0, 1),
+        ("zb-v", {}, 2, 3, 2),
+        pytest.param("modular", {"chunks": 2}, 2, 1, 1, marks=pytest.mark.slow),
+        pytest.param("1f1b", {}, 2, 0, 1, marks=pytest.mark.slow),
     ],
 )
-def test_a_chunk_is_updated_in_the_step_as_it_would_be_after_it(name, options, data, zero):
+def test_a_chunk_is_updated_in_the_step_as_it_would_be_after_it(name, options, data, zero, slots):
     pipe = jaxpipe.Pipeline(
         toy.model(tied=True, axis="stage"),
         toy.params(tied=True, num_layers=7),
         schedule=jaxpipe.schedules.build(name, stages=2, microbatches=3, **options),
         mesh=jaxpipe.make_mesh(stage=2, data=data),
         zero=zero,
+        weight_slots=slots,
         remat="dots",
     )
     check(pipe, toy.params(tied=True, num_layers=7), toy.batch(12), rng=jax.random.key(2))
