@@ -78,7 +78,7 @@ def _show_temporaries(console: Console, program: Program) -> None:
     compiled = program.compile().memory_analysis()
     rng = jax.eval_shape(lambda: program.rng(0))
     predicted = predicted_bytes(program.pipe, program.batch_shapes, rng)
-    buffers = Table("buffer", "MB", title="predicted temporaries per device")
+    buffers = Table("buffer", "MB", title="predicted temporaries and gradients per device")
     for name, size in predicted.items():
         buffers.add_row(name, f"{size / _MB:.2f}")
     console.print(buffers)
@@ -97,11 +97,11 @@ def _show_transfers(console: Console, program: Program) -> None:
     """How often the data axis works on a chunk; gradients are reduced in slots from ZeRO-2 on."""
     table, zero = program.pipe.table, program.pipe.zero
     gathered, reduced = max(table.gathers.counts), max(table.reduces.counts)
-    gathers = f"gathers {gathered} chunks of weights and " if zero == 3 else ""
+    gathers = f"gathers up to {gathered} chunks of weights and " if zero == 3 else ""
+    kept = max(table.gathers.num_slots if zero == 3 else 0, table.reduces.num_slots)
     console.print(
-        f"data axis, ZeRO-{zero}: in a step a stage {gathers}reduces {reduced} of gradients; "
-        f"it has {table.schedule.num_chunks}, and pipeline.weight_slots="
-        f"{program.config.pipeline.weight_slots}",
+        f"data axis, ZeRO-{zero}: in a step a stage {gathers}reduces up to {reduced} of gradients; "
+        f"of its {table.schedule.num_chunks} it keeps {kept} at once (pipeline.weight_slots)",
         soft_wrap=True,
         highlight=False,
     )

@@ -585,18 +585,15 @@ class Run:
 
     def _reduce_all(self, state: dict) -> dict:
         """Reduces what the step has summed, piece by piece: no second copy of all of it."""
-        name = "reduced" if self.plan.zero else "gradients"
+        target = "reduced" if self.plan.zero else "gradients"
 
         def body(chunk, number, kept):
             place = self.params.resident_piece(self.stage, chunk, number)
-            total = self.params.read(state["gradients"] if self.plan.zero else kept, place)
+            total = self.params.read((state | {target: kept})["gradients"], place)
             shards = reduce_gradients(total, self.params.piece, zero=self.plan.zero)
             return self.params.write(kept, place, shards)
 
-        for chunk in range(self.table.schedule.num_chunks):
-            kept = self.params.loop_pieces(jnp.int32(chunk), body, state[name])
-            state = state | {name: kept}
-        return state
+        return state | {target: self.params.every_piece(body, state[target])}
 
     def _result(self, state: dict) -> PyTree:
         """The finished gradients of this device, shaped like its placed parameters."""

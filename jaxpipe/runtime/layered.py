@@ -2,7 +2,7 @@
 
 Where a schedule finishes all microbatches of a chunk before it goes on to the next one, the chunk's
 gradient is complete while other chunks still run backward. Reduced, it updates the chunk's weights
-at once, so that no gradient is ever kept but that of the chunk in work.
+at once, so that no gradient is kept but those of the chunks in work: one, or as many as have slots.
 `docs/design/011-layered-update.md` says when this pays.
 """
 
@@ -34,11 +34,13 @@ class LayeredUpdate:
 
     Args:
       pipe: a pipeline whose schedule works on one chunk at a time, such as "modular",
-        "breadth-first", or any with one chunk a stage.
+        "breadth-first", or any with one chunk a stage; any other with ``weight_slots`` for all
+        chunks.
       optimizer: a transformation that treats every element of a parameter alone.
 
     Raises:
-      ValueError: a schedule that comes back to a chunk, or an optimizer that mixes elements.
+      ValueError: a schedule that comes back to a chunk whose slot it has given up, or an optimizer
+        that mixes elements.
 
     Example:
       >>> import jax.numpy as jnp

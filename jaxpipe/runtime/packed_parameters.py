@@ -42,6 +42,7 @@ class Packed(OneLoop):
     def __init__(self, layers: Sequence[PyTree], rows: np.ndarray, data: int) -> None:
         self._layers = [jax.tree.map(_struct, layer) for layer in layers]
         self._rows, self._data = rows, data
+        self.num_chunks = rows.shape[1]
         self.canonical = tuple(
             jax.tree.map(lambda w: make_leaf(w.shape, w.dtype, data=data), layer)
             for layer in layers

@@ -77,6 +77,7 @@ def make_leaf(shape: Sequence[int], dtype, *, data: int, stage_dim: int | None =
 class OneLoop:
     """Loops over layers of which the program learns the place when it runs."""
 
+    num_chunks: int
     num_pieces: int
 
     def loop(
@@ -104,6 +105,13 @@ class OneLoop:
         """Runs ``body(chunk, number, carry)`` for all pieces of a chunk, for none if `NONE`."""
         trips = jnp.where(chunk == NONE, 0, self.num_pieces)
         return lax.fori_loop(0, trips, lambda number, carry: body(chunk, number, carry), carry)
+
+    def every_piece(self, body: Callable, carry: PyTree) -> PyTree:
+        """Runs ``body(chunk, number, carry)`` for all pieces of all chunks."""
+        n = self.num_pieces
+        return lax.fori_loop(
+            0, self.num_chunks * n, lambda i, carry: body(i // n, i % n, carry), carry
+        )
 
 
 class _Alike(abc.ABC):
@@ -241,7 +249,8 @@ class Unrolled(_Alike):
         rows = list(itertools.product(range(self.num_chunks), range(self.num_pieces)))
         for c, layer in reversed(rows) if down else rows:
             runs = (chunk == c) & (lo <= layer) & (layer < hi)
-            # Only its own row goes through the loop; an evaluation has no sums.
+            # Only its own row goes through the loop, the others as None, for places count them all;
+            # an evaluation has no sums.
             number = (c * self.num_pieces + layer) % max(len(arrays), 1)
             own = {n: row if n == number else None for n, row in arrays.items()}
 
@@ -263,6 +272,12 @@ class Unrolled(_Alike):
         for c in range(self.num_chunks):
             trips = (chunk == c).astype(jnp.int32)
             carry = lax.fori_loop(0, trips, functools.partial(pieces, c=c), carry)
+        return carry
+
+    def every_piece(self, body: Callable, carry: PyTree) -> PyTree:
+        """As of `Stacked`, without a loop."""
+        for c, number in itertools.product(range(self.num_chunks), range(self.num_pieces)):
+            carry = body(c, number, carry)
         return carry
 
     def place(self, layers: PyTree) -> PyTree:
@@ -312,7 +327,8 @@ class Unrolled(_Alike):
             value = value.astype(w.dtype)
             if place.slot is None:
                 return value
-            # Reads what it overwrites, or XLA would gather every chunk before the first tick.
+            # Always taken. It reads what it overwrites, or XLA would gather every chunk before the
+            # first tick.
             return jnp.where(place.slot >= 0, value, w)
 
         return arrays | {number: jax.tree.map(write, arrays[number], values)}

@@ -47,9 +47,10 @@ class Pipeline:
       weights: how the weights of layers that are alike lie on a stage: "stacked" in one array a
         parameter, for any depth; "unrolled" in an array a layer, which a GPU need not copy before
         it multiplies, for a program that grows with the layers of a stage.
-      weight_slots: chunks of gathered weights (ZeRO-3) and of gradient sums (from ZeRO-2 on) that a
-        stage keeps at once; more take memory and are gathered and reduced less often:
-        ``pipe.table.gathers.counts`` says how often.
+      weight_slots: chunks of gathered weights (ZeRO-3) and of gradient sums (from ZeRO-2 on, and
+        with `LayeredUpdate`) that a stage keeps at once; more take memory and are gathered and
+        reduced less often: ``pipe.table.gathers`` says how often. At most all its chunks, at least
+        those that one tick uses.
       layer_counts: layers of every virtual stage, in model order; by default as equal as possible.
       states: the layers' initial states, or their shapes, for a `Model` that is stateful.
       poison: test mode; fills bubbles with NaN.

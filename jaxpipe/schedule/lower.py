@@ -68,14 +68,14 @@ def lower(
       weight_slots: gathered chunks a stage keeps at once when weights are sharded over data; capped
         by the number of chunks. With slices, raised to what one tick uses, and until no tick
         gathers twice.
-      own_slots: a chunk always lies in slot ``chunk % weight_slots``, as a program needs that must
-        know where weights are; it may gather more often.
+      own_slots: a chunk always lies in slot ``chunk % k`` of k, as a program needs that must know
+        where weights are; it may take more slots, and gather more often.
 
     Returns:
       The table.
 
     Raises:
-      ValueError: the schedule's slices are of other layers.
+      ValueError: the schedule's slices are of other layers, or it fuses some backwards only.
 
     Example:
       >>> from jaxpipe.schedule.one_f_one_b import one_f_one_b
@@ -135,6 +135,12 @@ class _Lowering:
         self.num_ticks = 1 + int(self.parts.tick.max())
         found = set(np.unique(self.parts.kind).tolist())
         self.kinds = [kind for k, kind in enumerate(_KINDS) if k in found]
+        if {Kind.B, Kind.BW} <= set(self.kinds):
+            raise ValueError(
+                f"Schedule {schedule.name!r} has both B and BW: it can be simulated, but the "
+                "program runs one kind of backward.\n"
+                "Nearest valid: B and W, or BW, for every microbatch."
+            )
         self.backward = Kind.BW if Kind.BW in self.kinds else Kind.B
         self.trains = self.backward in self.kinds
         self.starts, self.ends = self._spans()
@@ -325,9 +331,8 @@ class _Lowering:
         slots_of, fresh = np.zeros(len(parts.tick), np.int64), np.zeros(len(parts.tick), bool)
         wanted = np.isin(parts.kind, [_KINDS.index(kind) for kind in kinds])
         chunks = self.chunk_of[parts.virtual_stage]
-        # Slots of their own are as many caches of one slot each.
-        caches = num_slots if self.own_slots else 1
-        size = num_slots // caches
+        # One cache of all slots, or slots of their own: a cache of one slot each.
+        caches, size = (num_slots, 1) if self.own_slots else (1, num_slots)
         for stage, cache in itertools.product(range(self.schedule.num_stages), range(caches)):
             used = np.flatnonzero(wanted & (parts.stage == stage) & (chunks % caches == cache))
             uses, items = parts.tick[used], chunks[used]
@@ -337,9 +342,9 @@ class _Lowering:
             ticks = [stay.loaded if load else stay.unloaded for stay in stays]
             if len(set(ticks)) < len(ticks) or (chunk[ticks, stage] != NONE).any():
                 return None
-            slots = cache * size + np.asarray([stay.slot for stay in stays], np.int64)
-            chunk[ticks, stage], slot[ticks, stage] = [stay.item for stay in stays], slots
-            slots_of[used] = slots[stay_of]
+            held_in = cache * size + np.asarray([stay.slot for stay in stays], np.int64)
+            chunk[ticks, stage], slot[ticks, stage] = [stay.item for stay in stays], held_in
+            slots_of[used] = held_in[stay_of]
             fresh[used] = self._first_of_stay(used, np.asarray(stay_of, np.int64))
         return Transfers(chunk, slot, num_slots), slots_of, fresh
 

@@ -215,7 +215,7 @@ def test_a_dry_run_writes_nothing(trainer, tmp_path):
     slots = "--pipeline.schedule", "zb-v", "--pipeline.weight-slots", "2"
     finished = trainer.run("--run-dir", run, "--dry-run", *slots)
     assert "predicted temporaries" in finished.out
-    assert "a stage gathers 2 chunks of weights and reduces 2 of gradients" in finished.out
+    assert "a stage gathers up to 2 chunks of weights and reduces up to 2 of gr" in finished.out
     assert "dry run: nothing was trained or written" in finished.out
     assert finished.err == ""
     assert not run.exists()

@@ -153,17 +153,19 @@ def test_weights_are_sharded_along_their_leading_dimension():
     assert {leaf.data_dim for leaf in jax.tree.leaves(layers)} == {0}
 
 
-@pytest.mark.parametrize("data", [1, DATA])
 @pytest.mark.parametrize(
-    ("name", "remat", "zero"),
-    [("1f1b", "none", 0), ("1f1b", "full", 1), ("breadth-first", "none", 2), ("zb-v", "full", 3)],
+    ("name", "remat", "zero", "data"),
+    [
+        *(("1f1b", "none", 0, 1), ("1f1b", "full", 0, DATA), ("1f1b", "full", 1, DATA)),
+        *(("breadth-first", "none", 2, DATA), ("zb-v", "full", 3, DATA)),
+    ],
 )
 def test_predicted_memory_is_the_compiled_one_however_many_layers(name, remat, zero, data):
     """The working set is read from a model of two layers a stage."""
     config = dataclasses.replace(CONFIG, num_layers=24)
     pipe = make_pipeline(name, remat, zero, config=config, data=data)
     predicted = sum(memory.predicted_bytes(pipe, batch(6)).values())
-    assert memory.compiled_bytes(pipe, batch(6)) == pytest.approx(predicted, rel=0.03)
+    assert memory.compiled_bytes(pipe, batch(6)) == pytest.approx(predicted, rel=0.02)
 
 
 def test_memory_does_not_depend_on_the_number_of_microbatches():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+from functools import partial
 
 import jax
 import numpy as np
@@ -110,6 +111,27 @@ def test_losses_and_gradients_are_those_of_stacked_weights(case):
 @pytest.mark.parametrize("case", covering(FULL), ids=lambda case: "-".join(map(str, case)))
 def test_losses_and_gradients_are_those_of_stacked_weights_everywhere(case):
     check(case)
+
+
+@pytest.mark.pipeline
+def test_two_slots_of_three_chunks_are_read_where_they_lie():
+    params = toy.params(tied=True, num_layers=8)
+    schedule = jaxpipe.schedules.build("interleaved", stages=2, microbatches=4, chunks=3)
+    found = []
+    for weights in ("stacked", "unrolled"):
+        pipe = jaxpipe.Pipeline(
+            toy.model(tied=True, axis="stage"),
+            params,
+            schedule=schedule,
+            mesh=jaxpipe.make_mesh(stage=2, data=2),
+            zero=3,
+            weights=weights,
+            weight_slots=2,
+        )
+        assert pipe.table.gathers.num_slots == 2
+        loss, grads = jax.jit(pipe.value_and_grad)(pipe.place(params), toy.batch(16))
+        found.append((loss, pipe.unplace(grads)))
+    jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-6), *found)
 
 
 def test_placed_arrays_are_one_a_row_and_an_optimizer_state_is_converted_like_parameters():

@@ -5,10 +5,14 @@ from __future__ import annotations
 import itertools
 
 import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jaxpipe.schedule.lower import colour_intervals
+from jaxpipe.schedule.actions import Action, Kind, Schedule
+from jaxpipe.schedule.lower import colour_intervals, lower
+from jaxpipe.schedule.placement import linear
+from jaxpipe.schedule.validate import validate
 
 
 @given(st.lists(st.tuples(st.integers(0, 20), st.integers(0, 6)), max_size=30))
@@ -21,3 +25,12 @@ def test_intervals_that_overlap_have_different_slots_and_no_slot_is_wasted(spans
             assert slots[one] != slots[other]
     together = [sum(start <= t <= end for start, end in intervals) for t in range(27)]
     assert set(slots) == set(range(max(together)))
+
+
+def test_two_kinds_of_backward_are_simulated_but_not_executed():
+    split, fused = (Kind.F, Kind.B, Kind.W), (Kind.F, Kind.BW)
+    order = [Action(0, kind, i) for i, kinds in enumerate((split, fused)) for kind in kinds]
+    schedule = Schedule("mine", linear(1), 2, (tuple(order),))
+    validate(schedule)
+    with pytest.raises(ValueError, match="Schedule 'mine' has both B and BW"):
+        lower(schedule, [1])

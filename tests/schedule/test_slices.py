@@ -114,7 +114,7 @@ class Replay:
         self.stages = self.schedule.placement.stages
         self.buffers = [collections.defaultdict(dict) for _ in range(self.schedule.num_stages)]
         self.chunks: list[dict[int, int]] = [{} for _ in range(self.schedule.num_stages)]
-        self.sums: list[dict[int, int]] = [{} for _ in self.buffers]
+        self.sums: list[dict[int, tuple]] = [{} for _ in self.buffers]
         self.ran: list[list[tuple[int, Kind, int, int, int, int]]] = [[] for _ in self.buffers]
         self.reduced: list[list[int]] = [[] for _ in self.buffers]
         self.sent: dict = {}
@@ -136,7 +136,7 @@ class Replay:
                         sent[d, kind] = self.cell(t, d, kind, cell)
                 if table.reduces.chunk[t, d] != NONE:
                     chunk = table.reduces.chunk[t, d]
-                    assert self.sums[d].pop(table.reduces.slot[t, d]) == chunk
+                    assert self.sums[d].pop(table.reduces.slot[t, d])[0] == chunk
                     self.reduced[d].append(chunk)
             self.exchange(t, sent)
 
@@ -147,8 +147,9 @@ class Replay:
         self.ran[d].append((t, kind, s, i, cell["lo"], cell["hi"]))
         layers = range(cell["lo"], cell["hi"])
         if kind in (Kind.W, Kind.BW):
-            held = self.sums[d].setdefault(cell["gradient"], cell["chunk"])
-            assert held == cell["chunk"]
+            chunk, first = self.sums[d].setdefault(cell["gradient"], (cell["chunk"], (s, i)))
+            assert chunk == cell["chunk"]
+            assert cell["fresh"] == (first == (s, i))
         if kind is Kind.F:
             assert buffers["x"][cell["inbox"]] == ("x", s, i, cell["lo"])
             for name in ("until_b", "until_w"):
@@ -208,6 +209,7 @@ def replay(schedule: Schedule, layers, **options):
     """Runs the lowered schedule and returns what every stage ran, as slices."""
     runner = Replay(lower(schedule, layers, **options))
     runner.run()
+    assert not any(runner.sums)
     chunks = range(schedule.num_chunks)
     assert all(sorted(set(row)) == list(chunks) for row in runner.reduced)
     heads = [i for i in runner.table.head if i != NONE]
@@ -230,7 +232,8 @@ def test_lowered_slices_replay(case, weight_slots):
     assert tuple(map(order_of, replay(schedule, layers))) == schedule.orders
 
 
-@pytest.mark.parametrize(("weight_slots", "own_slots"), [(1, False), (2, False), (1, True)])
+@pytest.mark.parametrize("own_slots", [False, True])
+@pytest.mark.parametrize("weight_slots", [1, 2])
 @pytest.mark.parametrize("entry", EXECUTABLE, ids=lambda entry: entry.name)
 def test_slices_of_every_schedule_replay(entry, weight_slots, own_slots):
     """With four chunks a stage where it can have them: more than there are slots."""
