@@ -202,9 +202,7 @@ def main(
     for p in stages:
         m = microbatches or 2 * p
         rows = []
-        for (f, b, w), t, name in itertools.product(
-            costs, message, harness.executable() if names == ("all",) else names
-        ):
+        for (f, b, w), t, name in itertools.product(costs, message, harness.chosen(names)):
             chunks = catalog.build(name, stages=2, microbatches=4).num_chunks
             times = (stage_seconds / chunks * cost for cost in (f, b, w))
             seconds = Costs(*times, message=stage_seconds * t)

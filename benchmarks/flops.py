@@ -12,23 +12,24 @@ from __future__ import annotations
 
 import itertools
 import sys
-from typing import Any
 
 import jax
 import numpy as np
 import tyro
 
+import jaxpipe
 from benchmarks import gpu_compile, harness, memory
 from jaxpipe.runtime.hlo import Program
 from jaxpipe.runtime.memory import compiled
 from jaxpipe.runtime.split import REMAT_POLICIES
 from jaxpipe.schedule.table import NONE
+from models import gpt
 
 NAMES = ("1f1b", "1f1b-fused", "interleaved", "breadth-first", "hanayo", "zb-v", "v-half", "auto")
 TOLERANCE = 0.02
 
 
-def model_flops(config: Any, tokens: int, remat: str) -> int:
+def model_flops(config: gpt.GPTConfig, tokens: int, remat: str) -> int:
     """Multiplications and additions of the matmuls of one microbatch of so many tokens."""
     weights = config.width * (4 * config.width + 3 * config.hidden_width)
     attention = 4 * tokens * config.sequence_length * config.width
@@ -40,7 +41,7 @@ def model_flops(config: Any, tokens: int, remat: str) -> int:
     return config.num_layers * (3 * forward + again) + head
 
 
-def compiled_flops(pipe: Any, program: Program) -> int:
+def compiled_flops(pipe: jaxpipe.Pipeline, program: Program) -> int:
     """The same of a whole compiled step, on all devices."""
     body = program.tick_loop()
     if any(row.opcode == "dot" for row in program.reached(body, into_loops=False)):
@@ -65,8 +66,7 @@ def main(names: tuple[str, ...] = NAMES, microbatches: int = 8) -> int:
     harness.simulate(memory.STAGES)
     jax.config.update("jax_disable_most_optimizations", True)  # of LLVM: nothing runs
     rows = []
-    chosen = harness.executable() if names == ("all",) else names
-    for name, remat in itertools.product(chosen, REMAT_POLICIES):
+    for name, remat in itertools.product(harness.chosen(names), REMAT_POLICIES):
         harness.note(f"{name}, {remat}")
         case = (name, remat, 0, microbatches)
         pipe, batch = memory.pipeline(case, stages=memory.STAGES, data=1)

@@ -35,11 +35,12 @@ def simulate(num_devices: int) -> None:
 
 def executable() -> tuple[str, ...]:
     """The names of all schedules that can be executed, not only simulated."""
-    return tuple(
-        entry.name
-        for entry in catalog.entries()
-        if catalog.build(entry.name, stages=2, microbatches=4).placement.num_copies == 1
-    )
+    return tuple(entry.name for entry in catalog.executable())
+
+
+def chosen(names: Sequence[str]) -> Sequence[str]:
+    """The names of an option; "all" stands for every schedule that can be executed."""
+    return executable() if tuple(names) == ("all",) else names
 
 
 def note(text: str) -> None:

@@ -17,7 +17,8 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 from jaxpipe.runtime.data_axis import gather, own_shard, reduce_gradients
-from jaxpipe.runtime.executor import Plan, Run, tie
+from jaxpipe.runtime.executor import Run
+from jaxpipe.runtime.layer_passes import Plan, tie
 from jaxpipe.runtime.mesh import DATA, STAGE
 from jaxpipe.runtime.part_optimizer import PartOptimizer, apply
 from jaxpipe.runtime.pipeline import Pipeline

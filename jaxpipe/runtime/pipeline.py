@@ -12,6 +12,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxpipe.runtime import executor
+from jaxpipe.runtime.layer_passes import Plan
 from jaxpipe.runtime.layers import Layers
 from jaxpipe.runtime.layout import LAYOUTS, make_layers, make_layout
 from jaxpipe.runtime.mesh import DATA, STAGE
@@ -236,13 +237,13 @@ class Pipeline:
         own = self.weights == "unrolled"
         return lower(schedule, layer_counts, weight_slots=self.weight_slots, own_slots=own)
 
-    def plan(self, table: TickTable) -> executor.Plan:
+    def plan(self, table: TickTable) -> Plan:
         """How this pipeline runs a table of its own placement and layers."""
-        return executor.Plan(
+        return Plan(
             self.model, self.layout, table, self.remat, self.zero, self.state_layout, self.poison
         )
 
-    def _run(self, plan: executor.Plan, placed, batch, rng, states):
+    def _run(self, plan: Plan, placed, batch, rng, states):
         self.check_batch(batch)
 
         def body(placed, batch, rng, states):

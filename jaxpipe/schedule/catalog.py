@@ -263,6 +263,16 @@ def entries() -> tuple[Entry, ...]:
     return tuple(_entries.values())
 
 
+def executable() -> tuple[Entry, ...]:
+    """Those of `entries` that the runtime can execute, and not only simulate: they need one copy of
+    the model's weights."""
+    return tuple(
+        entry
+        for entry in entries()
+        if build(entry.name, stages=2, microbatches=4).placement.num_copies == 1
+    )
+
+
 def register(name: str) -> Callable[[Generate], Generate]:
     """Adds a schedule of your own to the registry, for this process.
 

@@ -14,7 +14,7 @@ from jaxpipe.schedule.simulate import Costs
 from jaxpipe.schedule.slices import slice_ticks
 
 pytestmark = pytest.mark.pipeline
-NAMES = [entry.name for entry in catalog.entries() if not entry.name.startswith("chimera")]
+NAMES = [entry.name for entry in catalog.executable()]
 CASES = [
     case
     for case in itertools.product(NAMES, (2, 4), (1, 4, 7), ((1, 0), (2, 3)))

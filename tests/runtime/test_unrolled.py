@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import itertools
-from functools import partial
 
 import jax
 import numpy as np
@@ -131,7 +130,7 @@ def test_two_slots_of_three_chunks_are_read_where_they_lie():
         assert pipe.table.gathers.num_slots == 2
         loss, grads = jax.jit(pipe.value_and_grad)(pipe.place(params), toy.batch(16))
         found.append((loss, pipe.unplace(grads)))
-    jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-6), *found)
+    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-6), *found)
 
 
 def test_placed_arrays_are_one_a_row_and_an_optimizer_state_is_converted_like_parameters():

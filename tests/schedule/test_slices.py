@@ -29,12 +29,6 @@ from jaxpipe.schedule.validate import ScheduleError, peak_in_flight, validate
 settings.register_profile("jaxpipe", deadline=None)
 settings.load_profile("jaxpipe")
 
-EXECUTABLE = [
-    entry
-    for entry in catalog.entries()
-    if catalog.build(entry.name, stages=2, microbatches=4).placement.num_copies == 1
-]
-
 costs = st.builds(
     Costs, *(st.sampled_from([0.5, 0.8, 1, 1.2, 2, 3]) for _ in range(3)), st.sampled_from([0, 0.3])
 )
@@ -234,7 +228,7 @@ def test_lowered_slices_replay(case, weight_slots):
 
 @pytest.mark.parametrize("own_slots", [False, True])
 @pytest.mark.parametrize("weight_slots", [1, 2])
-@pytest.mark.parametrize("entry", EXECUTABLE, ids=lambda entry: entry.name)
+@pytest.mark.parametrize("entry", catalog.executable(), ids=lambda entry: entry.name)
 def test_slices_of_every_schedule_replay(entry, weight_slots, own_slots):
     """With four chunks a stage where it can have them: more than there are slots."""
     options = inspect.signature(entry.generate).parameters
