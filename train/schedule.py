@@ -12,6 +12,7 @@ from jaxpipe.schedule.actions import Schedule
 from jaxpipe.schedule.pipemare import SteadyState
 from jaxpipe.schedule.simulate import Costs
 from jaxpipe.schedule.slices import slice_ticks
+from jaxpipe.schedule.validate import simulated_only
 from train.config import Config
 
 _SYNCHRONOUS = "1f1b"
@@ -59,8 +60,16 @@ def order(config: Config) -> Schedule:
       config: the task's layers, ``mesh.stage``, ``pipeline.*`` and ``costs.*`` are read.
 
     Raises:
-      ValueError: as `jaxpipe.schedules.build`; the message names the fields.
+      ValueError: as `jaxpipe.schedules.build`, or it can only be simulated; the message names the
+        fields.
     """
+    found = _order(config)
+    if problems := list(simulated_only(found)):
+        raise ValueError(f"pipeline.schedule={config.pipeline.schedule}: " + "\n".join(problems))
+    return found
+
+
+def _order(config: Config) -> Schedule:
     pipeline, name = config.pipeline, config.pipeline.schedule
     # Schedules that read the layers have two chunks a stage.
     layers_per_chunk = max(1, -(-config.num_layers // (2 * config.mesh.stage)))

@@ -24,7 +24,7 @@ from jaxpipe.schedule.actions import Kind, Schedule
 from jaxpipe.schedule.lower import forward_only, lower
 from jaxpipe.schedule.partition import partition
 from jaxpipe.schedule.table import TickTable
-from jaxpipe.schedule.validate import validate
+from jaxpipe.schedule.validate import simulated_only, validate
 
 PyTree = Any
 
@@ -357,12 +357,7 @@ def _check(
             f"built for {schedule.num_stages} stages.\n"
             f"Nearest valid: mesh.stage={schedule.num_stages}."
         )
-    if schedule.placement.num_copies > 1:
-        problems.append(
-            f"Schedule {schedule.name!r} can only be simulated: it needs "
-            f"{schedule.placement.num_copies} copies of the model's weights, and the runtime keeps "
-            "one.\nNearest valid: 'hanayo', or 'dualpipe-v'."
-        )
+    problems += simulated_only(schedule)
     if remat not in REMAT_POLICIES:
         problems.append(
             f"remat={remat!r} is not a policy; choose one of {', '.join(REMAT_POLICIES)}."

@@ -37,6 +37,7 @@ from jaxpipe.schedule.interleaved import interleaved
 from jaxpipe.schedule.one_f_one_b import one_f_one_b
 from jaxpipe.schedule.pipemare import METHODS
 from jaxpipe.schedule.simulate import Costs
+from jaxpipe.schedule.validate import simulated_only
 from jaxpipe.schedule.zero_bubble import interleaved_zb, zb_h1, zb_h2
 
 Generate = Callable[..., Schedule]
@@ -264,12 +265,11 @@ def entries() -> tuple[Entry, ...]:
 
 
 def executable() -> tuple[Entry, ...]:
-    """Those of `entries` that the runtime can execute, and not only simulate: they need one copy of
-    the model's weights."""
+    """Those of `entries` that the runtime can execute, and not only simulate."""
     return tuple(
         entry
         for entry in entries()
-        if build(entry.name, stages=2, microbatches=4).placement.num_copies == 1
+        if not any(simulated_only(build(entry.name, stages=2, microbatches=4)))
     )
 
 

@@ -27,6 +27,7 @@ from jaxpipe.schedule.actions import Kind, Schedule
 from jaxpipe.schedule.simulate import ticks
 from jaxpipe.schedule.slots import cached_slots
 from jaxpipe.schedule.table import NONE, Channel, Pass, TickTable, Transfers
+from jaxpipe.schedule.validate import simulated_only
 
 _SPARED = 0.25
 """Share of ticks without a meeting from which on it pays to skip meetings: late messages take a
@@ -75,13 +76,15 @@ def lower(
       The table.
 
     Raises:
-      ValueError: the schedule's slices are of other layers, or it fuses some backwards only.
+      ValueError: the schedule's slices are of other layers, or it can only be simulated.
 
     Example:
       >>> from jaxpipe.schedule.one_f_one_b import one_f_one_b
       >>> lower(one_f_one_b(4, 8), [2] * 4).num_slots["until_w"]
       4
     """
+    if problems := list(simulated_only(schedule)):
+        raise ValueError("\n".join(problems))
     num_slots = min(weight_slots, schedule.num_chunks)
     return _Lowering(schedule, tuple(layer_counts), num_slots, own_slots).run()
 
@@ -135,12 +138,6 @@ class _Lowering:
         self.num_ticks = 1 + int(self.parts.tick.max())
         found = set(np.unique(self.parts.kind).tolist())
         self.kinds = [kind for k, kind in enumerate(_KINDS) if k in found]
-        if {Kind.B, Kind.BW} <= set(self.kinds):
-            raise ValueError(
-                f"Schedule {schedule.name!r} has both B and BW: it can be simulated, but the "
-                "program runs one kind of backward.\n"
-                "Nearest valid: B and W, or BW, for every microbatch."
-            )
         self.backward = Kind.BW if Kind.BW in self.kinds else Kind.B
         self.trains = self.backward in self.kinds
         self.starts, self.ends = self._spans()

@@ -263,6 +263,21 @@ def validate(
         raise ScheduleError(message(schedule, problems, walked.ticks, spell))
 
 
+def simulated_only(schedule: Schedule) -> Iterator[str]:
+    """Says why a valid schedule can only be simulated; nothing if it can be executed, too."""
+    why = f"Schedule {schedule.name!r} can only be simulated: it"
+    if schedule.placement.num_copies > 1:
+        yield (
+            f"{why} needs {schedule.placement.num_copies} copies of the model's weights, and the "
+            "runtime keeps one.\nNearest valid: 'hanayo', or 'dualpipe-v'."
+        )
+    if {Kind.B, Kind.BW} <= {action.kind for order in schedule.orders for action in order}:
+        yield (
+            f"{why} has both B and BW, and the program runs one kind of backward.\n"
+            "Nearest valid: B and W, or BW, for every microbatch."
+        )
+
+
 def _shape_problems(schedule: Schedule) -> list[Problem]:
     placement, problems = schedule.placement, []
     held = collections.Counter(placement.stages)

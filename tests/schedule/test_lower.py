@@ -32,5 +32,5 @@ def test_two_kinds_of_backward_are_simulated_but_not_executed():
     order = [Action(0, kind, i) for i, kinds in enumerate((split, fused)) for kind in kinds]
     schedule = Schedule("mine", linear(1), 2, (tuple(order),))
     validate(schedule)
-    with pytest.raises(ValueError, match="Schedule 'mine' has both B and BW"):
+    with pytest.raises(ValueError, match="'mine' can only be simulated: it has both B and BW"):
         lower(schedule, [1])

@@ -137,6 +137,11 @@ RULES = [
         "distributed.process_id=2 must be below distributed.num_processes=2. Nearest valid: 1.",
     ),
     (
+        {"pipeline.schedule": "chimera"},
+        "pipeline.schedule=chimera: Schedule 'chimera' can only be simulated: it needs 2 copies of "
+        "the model's weights, and the runtime keeps one. Nearest valid: 'hanayo', or 'dualpipe-v'.",
+    ),
+    (
         {"asynchronous.warmup_steps": 3},
         "asynchronous.warmup_steps=3 has no effect: pipeline.schedule=1f1b drains the pipeline in "
         "every step, and no weights are late. Nearest valid: 0, or pipeline.schedule=pipemare.",
