@@ -98,7 +98,8 @@ class Program:
             corrects = schedule.techniques(self.config)[1] is not None
             levels += [3] * (steady.num_versions - 1 + corrects)
             peak = steady.residual_slots
-        copies = sum(1 / self.config.mesh.data if probe.zero >= z else 1 for z in levels)
+        sharded = sum(probe.zero >= z for z in levels)
+        copies = len(levels) - sharded + sharded / self.config.mesh.data
         peak = max(peak, *simulate(probe.schedule, schedule.costs(self.config)).peak_in_flight)
         return Memory([copies * n for n in parameters], residuals, peak, limit * 1e9)
 
