@@ -1,15 +1,27 @@
-"""Pipeline-parallel training for JAX: every schedule as plain data, one SPMD program to run it."""
+"""Pipeline-parallel training for JAX: every schedule as plain data, one SPMD program to run it.
 
-from jaxpipe.runtime import unpipelined as unpipelined
-from jaxpipe.runtime import vocabulary as vocabulary
-from jaxpipe.runtime.asynchronous import AsyncPipeline as AsyncPipeline
-from jaxpipe.runtime.layered import LayeredUpdate as LayeredUpdate
-from jaxpipe.runtime.mesh import make_mesh as make_mesh
-from jaxpipe.runtime.model import Model as Model
-from jaxpipe.runtime.modules import functional as functional
-from jaxpipe.runtime.modules import stack as stack
-from jaxpipe.runtime.pipeline import Pipeline as Pipeline
+Importing this package does not import jax, which takes a second: schedules and the command line do
+not need it.
+"""
+
+from typing import TYPE_CHECKING, Any
+
 from jaxpipe.schedule import catalog as schedules
+
+if TYPE_CHECKING:
+    from jaxpipe.api import (
+        AsyncPipeline,
+        LayeredUpdate,
+        Model,
+        Pipeline,
+        functional,
+        make_mesh,
+        stack,
+        unpipelined,
+        vocabulary,
+    )
+
+__version__ = "0.1.0"
 
 __all__ = [
     "AsyncPipeline",
@@ -23,3 +35,15 @@ __all__ = [
     "unpipelined",
     "vocabulary",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in __all__:
+        raise AttributeError(f"module 'jaxpipe' has no attribute {name!r}")
+    from jaxpipe import api
+
+    return getattr(api, name)
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *__all__])

@@ -1,4 +1,4 @@
-"""The ``jaxpipe`` command: look at schedules without a device and without jax.
+"""The ``jaxpipe`` command: look at schedules. It needs no device and does not import jax.
 
 Messages for the user's mistakes go to stderr with exit status 2.
 """
@@ -16,6 +16,7 @@ import tyro
 from rich.console import Console
 from rich.table import Table
 
+from jaxpipe import __version__
 from jaxpipe.schedule import catalog, comparison, draw, pipemare, pipemare_draw, user
 from jaxpipe.schedule.actions import Schedule
 from jaxpipe.schedule.csv_format import read_csv, write_csv
@@ -399,12 +400,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     Returns:
       The exit status: 0, or 2 for a mistake of the user's.
     """
+    given = sys.argv[1:] if arguments is None else arguments
+    if list(given) == ["--version"]:
+        print(f"jaxpipe {__version__}")
+        return 0
     try:
         tyro.extras.subcommand_cli_from_dict(
             {"show": show, "schedules": schedules, "compare": compare, "validate": validate},
             prog="jaxpipe",
-            description="Draw, list, compare and check pipeline schedules.",
-            args=arguments,
+            description="Draw, list, compare and check pipeline schedules, or print --version.",
+            args=given,
         )
     except (ValueError, OSError) as error:
         print(error, file=sys.stderr)

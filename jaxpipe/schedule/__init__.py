@@ -7,7 +7,8 @@
 `breadth_first`, `hanayo`, `zero_bubble`,
 `dualpipe`, `chimera`
 `building_blocks`, `controllable_memory`   repetitions of one microbatch's pattern; their search
-`list_scheduling`                          the event-driven scheduler some of them share
+`events`                                   the event machine on which orders are made
+`list_scheduling`                          most urgent pass first, which some of them share
 `slices`, `auto`                           actions cut into slices of time; orders made for that
 `tick_engine`, `tick_search`               the greedy both share, and the search around it
 `validate`, `slice_rules`,                 proof that a schedule can run, or an error with the grid

@@ -14,12 +14,11 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-import heapq
 import itertools
-import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import cached_property
 
+from jaxpipe.schedule import events
 from jaxpipe.schedule.actions import Action, Kind, Schedule
 from jaxpipe.schedule.placement import wave
 from jaxpipe.schedule.simulate import Costs
@@ -188,10 +187,16 @@ def eager(
       The plan; None if a stage stops for good.
     """
     stages = [
-        _Stage(block.sequence(d, num_microbatches), block.fused, caps[d], d + 1 if reserve else 0)
+        _Stage(
+            block.sequence(d, num_microbatches),
+            block.fused,
+            caps[d],
+            d + 1 if reserve else 0,
+            costs,
+        )
         for d in range(len(block.starts))
     ]
-    return _run(stages, num_microbatches, costs)
+    return _run(stages, num_microbatches, message=costs.message)
 
 
 def squeeze(plan: Plan, num_microbatches: int, *, costs: Costs) -> Plan:
@@ -205,34 +210,30 @@ def squeeze(plan: Plan, num_microbatches: int, *, costs: Costs) -> Plan:
     Returns:
       The plan with its new makespan and span.
     """
-    stages = [_Stage(list(order), False, None, 0) for order in plan.orders]
-    squeezed = _run(stages, num_microbatches, costs)
+    stages = [_Stage(list(order), False, None, 0, costs) for order in plan.orders]
+    squeezed = _run(stages, num_microbatches, message=costs.message)
     assert squeezed is not None, "an order that ran once runs whatever the costs"
     return squeezed
 
 
-def _run(stages: list[_Stage], num_microbatches: int, costs: Costs) -> Plan | None:
-    p = len(stages)
+def _run(stages: list[_Stage], num_microbatches: int, *, message: float) -> Plan | None:
+    p, fused = len(stages), stages[0].fused
     journey = (*range(p), *reversed(range(p))) * 2
     # A stage's passes F0, F1, B1, B0 in hops of the journey, and back.
     hops = [(d, 2 * p - 1 - d, 2 * p + d, 4 * p - 1 - d) for d in range(p)]
     pass_of = [kind for kind in (F0, F1, B1, B0) for _ in range(p)]
-    stages[0].arrivals[F0].extend([0.0] * num_microbatches)
-    events: list[tuple[float, int]] = [(0.0, 0)]
-    while events:
-        now, d = heapq.heappop(events)
-        stage = stages[d]
-        kind = stage.choose(now)
-        if kind is None:
-            continue
-        end = stage.run(kind, now, costs)
-        heapq.heappush(events, (end, d))
-        hop = hops[d][kind] + 1 if kind != W else 4 * p
+
+    def readers(d: int, kind: int) -> Iterator[tuple[int, int]]:
+        if kind == W:
+            return
+        hop = hops[d][kind] + 1
         if hop < 4 * p:
-            reader = journey[hop]
-            arrival = end + (costs.message if reader != d else 0)
-            stages[reader].arrivals[pass_of[hop]].append(arrival)
-            heapq.heappush(events, (arrival, reader))
+            yield journey[hop], pass_of[hop]
+        if kind >= B1 and not fused:
+            yield d, W
+
+    stages[0].arrivals[F0] = [0.0] * num_microbatches
+    events.run(stages, readers, message=message)
     if any(stage.upcoming for stage in stages):
         return None
     return Plan(
@@ -242,10 +243,14 @@ def _run(stages: list[_Stage], num_microbatches: int, costs: Costs) -> Plan | No
     )
 
 
-class _Stage:
+class _Stage(events.Stage):
     """One stage in `eager`: what it has yet to run, and what it has received."""
 
-    def __init__(self, sequence: list[int], fused: bool, cap: int | None, reserved: int) -> None:
+    def __init__(
+        self, sequence: list[int], fused: bool, cap: int | None, reserved: int, costs: Costs
+    ) -> None:
+        backward = costs.b + costs.w if fused else costs.b
+        super().__init__((costs.f, costs.f, backward, backward, costs.w))
         # Back to front: passes are taken from near the front, which a list does fast at its end.
         self.upcoming = sequence[::-1]
         # Without a cap the sequence is final.
@@ -254,31 +259,22 @@ class _Stage:
         self.first_f0 = self.cap - min(reserved, self.cap // 2)
         self.held = (1, 1, -1, -1, 0) if fused else (1, 1, 0, 0, -1)
         self.fused = fused
-        self.done = [0] * 5
-        self.arrivals: list[list[float]] = [[] for _ in range(5)]
         self.in_flight = 0
-        self.free_at = 0.0
-        self.started_at = math.inf
-        self.order: list[int] = []
 
     def choose(self, now: float) -> int | None:
         """Takes the pass to run now out of the sequence; None to wait."""
-        if self.free_at > now or not self.upcoming:
+        if not self.upcoming:
             return None
         kind = self.upcoming[-1]
-        if self._is_ready(kind, now) and (self.final or self._goes_first(kind)):
+        if self.is_ready(kind, now) and (self.final or self._goes_first(kind)):
             return self.upcoming.pop()
         return None if self.final else self._overtaking(now)
-
-    def _is_ready(self, kind: int, now: float) -> bool:
-        arrivals, done = self.arrivals[kind], self.done[kind]
-        return done < len(arrivals) and arrivals[done] <= now
 
     def _goes_first(self, kind: int) -> bool:
         return kind in (B1, B0) or (kind != W and self._has_room(kind, self.in_flight))
 
     def _overtaking(self, now: float) -> int | None:
-        ready = {kind for kind in (F0, F1, B1, B0, W) if self._is_ready(kind, now)}
+        ready = {kind for kind in (F0, F1, B1, B0, W) if self.is_ready(kind, now)}
         if self.fused:
             # Two slots in a gap of one would make the next pass miss its turn, period after period.
             ready -= {B1, B0}
@@ -308,18 +304,9 @@ class _Stage:
             return False
         return peak < self.cap
 
-    def run(self, kind: int, now: float, costs: Costs) -> float:
-        """Runs a pass and returns its end."""
-        backward = costs.b + costs.w if self.fused else costs.b
-        end = now + (costs.f, costs.f, backward, backward, costs.w)[kind]
-        self.order.append(kind)
-        self.started_at = min(self.started_at, now)
-        self.done[kind] += 1
+    def start(self, kind: int, now: float) -> None:
+        super().start(kind, now)
         self.in_flight += self.held[kind]
-        self.free_at = end
-        if kind in (B1, B0) and not self.fused:
-            self.arrivals[W].append(end)
-        return end
 
 
 def to_schedule(

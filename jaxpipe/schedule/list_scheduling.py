@@ -6,9 +6,11 @@ For placements on which several passes meet on a stage in ways no short formula 
 from __future__ import annotations
 
 import collections
-import heapq
-from collections.abc import Sequence
+import itertools
+import math
+from collections.abc import Iterator, Sequence
 
+from jaxpipe.schedule import events
 from jaxpipe.schedule.actions import Action, Kind
 from jaxpipe.schedule.placement import Placement
 
@@ -37,91 +39,84 @@ def list_schedule(
     Returns:
       The orders.
     """
-    stages = [_Stage(held, limits, placement, fused) for held in placement.virtual_stages]
+    backward = Kind.BW if fused else Kind.B
+    stages = [_Stage(held, limits, placement, backward) for held in placement.virtual_stages]
+    kind_of = {action: n for stage in stages for n, action in enumerate(stage.passes)}
     for first in range(0, placement.num_virtual_stages, placement.depth):
         entrance = stages[placement.stages[first]]
-        entrance.arrivals[Kind.F, first].extend((0, i) for i in range(num_microbatches))
-    # A time and a stage as one number: heaps compare numbers faster than pairs.
-    events = list(range(len(stages)))
-    while events:
-        now, d = divmod(heapq.heappop(events), len(stages))
-        action = stages[d].start(now)
-        if action is None:
-            continue
-        end = stages[d].free_at
-        heapq.heappush(events, end * len(stages) + d)
-        reader = _reader(action, stages[d].backward, placement)
-        if reader is not None:
-            target = placement.stages[reader[1]]
-            stages[target].arrivals[reader].append((end, action.microbatch))
-            if target != d:
-                heapq.heappush(events, end * len(stages) + target)
-    return tuple(tuple(stage.order) for stage in stages)
+        entrance.arrivals[kind_of[Kind.F, first]] = [0.0] * num_microbatches
+    readers = [
+        [
+            [(placement.stages[reader[1]], kind_of[reader])]
+            if (reader := _reader(*action, backward, placement.depth))
+            else []
+            for action in stage.passes
+        ]
+        for stage in stages
+    ]
+    events.run(stages, lambda d, kind: readers[d][kind])
+    return tuple(tuple(stage.actions()) for stage in stages)
 
 
-def _reader(action: Action, backward: Kind, placement: Placement) -> tuple[Kind, int] | None:
-    """The kind and virtual stage that read what an action computes; None if no F, B or BW does."""
-    s = action.virtual_stage
-    if action.kind is Kind.F:
-        return (Kind.F, s + 1) if (s + 1) % placement.depth else (backward, s)
-    if action.kind is Kind.W or s % placement.depth == 0:
+def _reader(kind: Kind, s: int, backward: Kind, depth: int) -> tuple[Kind, int] | None:
+    """The kind and virtual stage that read what a pass computes; None if no F, B or BW does."""
+    if kind is Kind.F:
+        return (Kind.F, s + 1) if (s + 1) % depth else (backward, s)
+    if kind is Kind.W or s % depth == 0:
         return None
     return (backward, s - 1)
 
 
-class _Stage:
-    """What a stage has received and runs; times in slots."""
+class _Stage(events.Stage):
+    """A stage that starts what is due first, and W where nothing else is ready; times in slots."""
 
     def __init__(
-        self, held: Sequence[int], limits: Sequence[int], placement: Placement, fused: bool
+        self, held: Sequence[int], limits: Sequence[int], placement: Placement, backward: Kind
     ) -> None:
-        self.backward = Kind.BW if fused else Kind.B
         # B first: it wins where a forward is due at the same time.
-        self.arrivals: dict[tuple[Kind, int], collections.deque[tuple[int, int]]] = {
-            (kind, s): collections.deque() for kind in (self.backward, Kind.F) for s in held
-        }
+        kinds = (backward, Kind.F) if backward is Kind.BW else (backward, Kind.F, Kind.W)
+        self.passes = [(kind, s) for kind in kinds for s in held]
+        super().__init__([_SLOTS[kind] for kind, _ in self.passes])
         depth = placement.depth
-        self.due = {
-            (kind, s): s % depth
-            if kind is Kind.F
-            else depth + _SLOTS[kind] * (depth - 1 - s % depth)
-            for kind, s in self.arrivals
-        }
+        self.due = [
+            s % depth if kind is Kind.F else depth + _SLOTS[kind] * (depth - 1 - s % depth)
+            for kind, s in self.passes
+            if kind is not Kind.W
+        ]
         self.pace = 3 * len(held) / placement.num_copies / 2
-        self.limits = limits
-        self.copy_of = {s: s // depth for s in held}
+        self.limits = [limits[s] if kind is Kind.F else math.inf for kind, s in self.passes]
+        self.copy_of = [s // depth for _, s in self.passes]
         self.in_flight = [0] * placement.num_copies
-        self.weights: collections.deque[Action] = collections.deque()
-        self.order: list[Action] = []
-        self.free_at = 0
+        self.first_w = len(self.due)
+        self.weights: collections.deque[int] = collections.deque()
 
-    def start(self, now: int) -> Action | None:
-        """Starts the most urgent pass and returns it; None if busy or nothing is ready."""
-        if self.free_at > now:
-            return None
-        action = self._choose(now)
-        if action is None:
-            return None
-        self.order.append(action)
-        self.free_at = now + _SLOTS[action.kind]
-        if action.kind is Kind.F:
-            self.in_flight[self.copy_of[action.virtual_stage]] += 1
-        elif action.kind is Kind.B:
-            self.weights.append(Action(action.virtual_stage, Kind.W, action.microbatch))
-        else:
-            self.in_flight[self.copy_of[action.virtual_stage]] -= 1
-        return action
-
-    def _choose(self, now: int) -> Action | None:
-        best, earliest = None, float("inf")
-        for (kind, s), queue in self.arrivals.items():
-            if not queue or queue[0][0] > now:
+    def choose(self, now: float) -> int | None:
+        best, earliest = None, math.inf
+        for kind, first_due in enumerate(self.due):
+            if not self.is_ready(kind, now):
                 continue
-            if kind is Kind.F and self.in_flight[self.copy_of[s]] >= self.limits[s]:
+            if self.in_flight[self.copy_of[kind]] >= self.limits[kind]:
                 continue
-            due = self.due[kind, s] + self.pace * queue[0][1]
+            due = first_due + self.pace * self.done[kind]
             if due < earliest:
-                best, earliest = (kind, s), due
-        if best is not None:
-            return Action(best[1], best[0], self.arrivals[best].popleft()[1])
-        return self.weights.popleft() if self.weights else None
+                best, earliest = kind, due
+        if best is None and self.weights:
+            return self.weights.popleft()
+        return best
+
+    def start(self, kind: int, now: float) -> None:
+        super().start(kind, now)
+        action, copy = self.passes[kind][0], self.copy_of[kind]
+        if action is Kind.F:
+            self.in_flight[copy] += 1
+        elif action is Kind.B:
+            self.weights.append(kind + self.first_w)
+        else:
+            self.in_flight[copy] -= 1
+
+    def actions(self) -> Iterator[Action]:
+        """What the stage has run, in order."""
+        numbers = [itertools.count() for _ in self.passes]
+        for number in self.order:
+            kind, s = self.passes[number]
+            yield Action(s, kind, next(numbers[number]))

@@ -1,0 +1,49 @@
+"""The package as it is imported and installed: light to import, every public name in reach."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+import jaxpipe
+from jaxpipe.cli import main
+from jaxpipe.schedule import catalog
+from jaxpipe.schedule.validate import simulated_only
+
+HEAVY = ("jax", "jaxlib", "flax", "optax", "orbax")
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "import jaxpipe.schedule.catalog",
+        "import jaxpipe; jaxpipe.schedules.build('1f1b', stages=2, microbatches=4)",
+        "from jaxpipe.cli import main; main(['schedules'])",
+        "from jaxpipe.cli import main; main('show zb-v --stages 2 --microbatches 4'.split())",
+    ],
+)
+def test_schedules_and_the_command_load_no_jax(code):
+    check = f"{code}; import sys; print([name for name in {HEAVY} if name in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", check], capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines()[-1] == "[]"
+
+
+def test_every_public_name_is_there():
+    for name in jaxpipe.__all__:
+        assert getattr(jaxpipe, name) is not None
+        assert name in dir(jaxpipe)
+    with pytest.raises(AttributeError, match="no attribute 'Pipelines'"):
+        jaxpipe.Pipelines  # noqa: B018  (the access is what is tested)
+
+
+def test_the_command_prints_its_version(capsys):
+    assert main(["--version"]) == 0
+    assert capsys.readouterr().out == f"jaxpipe {jaxpipe.__version__}\n"
+
+
+@pytest.mark.parametrize("entry", catalog.entries(), ids=lambda entry: entry.name)
+def test_the_catalogue_knows_what_can_be_executed(entry):
+    schedule = catalog.build(entry.name, stages=2, microbatches=4)
+    assert entry.executable == (not any(simulated_only(schedule)))
