@@ -2,19 +2,30 @@
 
 One of a pipeline in mid-flight holds its arrays as they are, and fits the same layout alone.
 
-Saving is asynchronous and atomic: a checkpoint appears under its name when it is whole. The latest
-few and the one with the lowest held-out loss are kept.
+Saving is asynchronous and atomic: a checkpoint appears under its name when it is whole, with a
+checksum of every file. The latest few and the one with the lowest held-out loss are kept. Reading
+starts from the newest one that is still whole; damaged ones are moved aside, and never deleted.
 """
 
 from __future__ import annotations
 
+import dataclasses
+import functools
+import itertools
+import json
 import math
+import re
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import jax
+import numpy as np
 import orbax.checkpoint as ocp
 from orbax.checkpoint import checkpoint_managers
 
+from train import checksums, distributed
+from train.checksums import DamagedError
 from train.config import Config
 from train.errors import Failure
 from train.step import State
@@ -23,10 +34,59 @@ PyTree = Any
 
 _STATE, _DATA, _RUN = "state", "data", "run"
 _EVAL_LOSS = "eval_loss"
+_METRICS_FILE, _DATA_FILE, _RUN_FILE = "metrics/metrics", f"{_DATA}/metadata", f"{_RUN}/metadata"
+_CHECKSUMS = "checksums"
+"""Where the description of a run says that its checkpoint has checksums."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Damaged:
+    """A checkpoint that cannot be resumed from.
+
+    Args:
+      step: of the checkpoint.
+      reason: what is wrong with it.
+      aside: the name under which it is kept as soon as a run writes to the folder.
+    """
+
+    step: int
+    reason: str
+    aside: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Found:
+    """What a folder of checkpoints holds.
+
+    Args:
+      latest: the newest step whose checkpoint is whole, or None.
+      has_checksums: that checkpoint was written with checksums; older versions wrote none.
+      damaged: newer ones that are not whole, newest first.
+    """
+
+    latest: int | None
+    has_checksums: bool
+    damaged: tuple[Damaged, ...]
+
+    def notes(self) -> list[str]:
+        """One line for every checkpoint that is skipped or could not be verified."""
+        lines = [
+            f"skipping checkpoint {one.step}: {one.reason}; it is kept as {one.aside}"
+            for one in self.damaged
+        ]
+        if self.latest is not None and not self.has_checksums:
+            lines.append(
+                f"checkpoint {self.latest} carries no checksums: an older version wrote it, and "
+                "flipped bits in its arrays cannot be noticed"
+            )
+        return lines
 
 
 class Checkpoints:
     """The checkpoints of one run. Use as a context manager: leaving waits for pending writes.
+
+    Entering it, or saving, moves damaged checkpoints aside and removes what a killed run left half
+    written. Until then nothing is changed.
 
     Args:
       folder: absolute or relative path; made when first needed.
@@ -35,41 +95,36 @@ class Checkpoints:
     """
 
     def __init__(self, folder: Path, *, keep: int = 1, read_only: bool = False) -> None:
-        policy = checkpoint_managers.AnyPreservationPolicy(
-            [
-                checkpoint_managers.LatestN(keep),
-                # Reversed, the best comes last: the lowest loss.
-                checkpoint_managers.BestN(get_metric_fn=_held_out, reverse=True, n=1),
-            ]
-        )
-        self._manager = ocp.CheckpointManager(
-            folder.resolve(),
-            options=ocp.CheckpointManagerOptions(
-                preservation_policy=policy,
-                # Without it the losses are not saved, and forgotten by a run that resumes.
-                best_fn=_held_out,
-                best_mode="min",
-                create=not read_only,
-                read_only=read_only,
-                cleanup_tmp_directories=not read_only,
-            ),
-        )
+        self._folder, self._keep, self._read_only = folder.resolve(), keep, read_only
+        self._manager: ocp.CheckpointManager | None = None
+        self._writing = 0
 
     def __enter__(self) -> Checkpoints:
+        if not self._read_only:
+            self._open()
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._manager.close()
+        if self._manager is not None:
+            self._manager.close()
+
+    @functools.cached_property
+    def found(self) -> Found:
+        """What the folder held at first; every process must ask. All files of the latest are read.
+
+        Damage is found by process 0, so that all processes resume from the same step.
+        """
+        return distributed.from_first(lambda: _find(self._folder))
 
     @property
     def latest(self) -> int | None:
-        """The newest step that is saved, or None."""
-        return self._manager.latest_step()
+        """The newest step whose checkpoint is whole, or None."""
+        return self.found.latest if self._manager is None else self._manager.latest_step()
 
     @property
     def steps(self) -> list[int]:
-        """Every step that is saved, rising."""
-        return sorted(self._manager.all_steps())
+        """Every step that is saved, rising, whole or not."""
+        return _steps(self._folder)
 
     def save(
         self,
@@ -89,13 +144,17 @@ class Checkpoints:
           run: from `describe`.
           eval_loss: held-out loss at this step, if it was evaluated.
         """
-        self._manager.save(
+        manager = self._manager or self._open()
+        # The checksums of the step before must be written first.
+        manager.wait_until_finished()
+        self._writing = step
+        manager.save(
             step,
             args=ocp.args.Composite(
                 **{
                     _STATE: ocp.args.StandardSave(_as_dict(state)),
                     _DATA: ocp.args.JsonSave(data),
-                    _RUN: ocp.args.JsonSave(run),
+                    _RUN: ocp.args.JsonSave(run | {_CHECKSUMS: checksums.FILE}),
                 }
             ),
             metrics={_EVAL_LOSS: math.inf if eval_loss is None else eval_loss},
@@ -104,18 +163,17 @@ class Checkpoints:
 
     def check(self) -> None:
         """Raises what went wrong with a write since the last call."""
-        self._manager.check_for_errors()
+        if self._manager is not None:
+            self._manager.check_for_errors()
 
     def wait(self) -> None:
         """Waits until what was saved is on disk."""
-        self._manager.wait_until_finished()
+        if self._manager is not None:
+            self._manager.wait_until_finished()
 
     def read_run(self, step: int) -> dict[str, Any]:
         """What `describe` said when the checkpoint was saved."""
-        restored = self._manager.restore(
-            step, args=ocp.args.Composite(**{_RUN: ocp.args.JsonRestore()})
-        )
-        return restored[_RUN]
+        return _restore(self._folder / str(step), **{_RUN: ocp.args.JsonRestore()})[_RUN]
 
     def restore(self, step: int, shapes: PyTree) -> tuple[PyTree, dict[str, Any]]:
         """Reads a checkpoint.
@@ -127,17 +185,167 @@ class Checkpoints:
         Returns:
           What was saved and the position in the data.
         """
-        restored = self._manager.restore(
-            step,
-            args=ocp.args.Composite(
-                **{
-                    _STATE: ocp.args.StandardRestore(_as_dict(shapes)),
-                    _DATA: ocp.args.JsonRestore(),
-                }
-            ),
-        )
+        items = {
+            _STATE: ocp.args.StandardRestore(_as_dict(shapes)),
+            _DATA: ocp.args.JsonRestore(),
+        }
+        restored = _restore(self._folder / str(step), **items)
         state = restored[_STATE]
         return (State(**state) if isinstance(shapes, State) else state), restored[_DATA]
+
+    def _open(self) -> ocp.CheckpointManager:
+        """Makes the folder ready to be written to."""
+        assert not self._read_only
+        damaged = self.found.damaged
+        distributed.from_first(lambda: _move_aside(self._folder, damaged))
+        self._manager = ocp.CheckpointManager(
+            self._folder,
+            options=ocp.CheckpointManagerOptions(
+                preservation_policy=_LatestAndBest(self._folder, self._keep),
+                # Without it the losses are not saved, and forgotten by a run that resumes.
+                best_fn=_held_out,
+                best_mode="min",
+                cleanup_tmp_directories=True,
+                # It would read the files of every step, and stop at a damaged one.
+                lightweight_initialize=True,
+                # Called when all processes have written, before the folder has its final name.
+                async_options=ocp.AsyncOptions(post_finalization_callback=self._write_checksums),
+            ),
+        )
+        return self._manager
+
+    def _write_checksums(self) -> None:
+        (written,) = self._folder.glob(f"{self._writing}{ocp.utils.TMP_DIR_SUFFIX}*")
+        checksums.write(written)
+
+
+class _LatestAndBest(checkpoint_managers.PreservationPolicy):
+    """Keeps the latest few, and the one with the lowest held-out loss."""
+
+    def __init__(self, folder: Path, num_latest: int) -> None:
+        self._folder, self._num_latest = folder, num_latest
+
+    def should_preserve(
+        self,
+        checkpoints: Sequence[checkpoint_managers.PolicyCheckpointInfo],
+        *,
+        context: checkpoint_managers.PreservationContext,
+    ) -> Sequence[bool]:
+        del context
+        losses = [self._loss(checkpoint) for checkpoint in checkpoints]
+        newest_first = range(len(losses) - 1, -1, -1)
+        best = min(newest_first, key=losses.__getitem__, default=None)
+        first = len(losses) - self._num_latest
+        return [number >= first or number == best for number in range(len(losses))]
+
+    def _loss(self, checkpoint: checkpoint_managers.PolicyCheckpointInfo) -> float:
+        """Infinite where none was evaluated, or none can be read."""
+        folder, metrics = self._folder / str(checkpoint.step), checkpoint.metrics
+        try:
+            if metrics is None:  # A run before this one saved it.
+                metrics = json.loads((folder / _METRICS_FILE).read_bytes())
+                if (folder / checksums.FILE).exists():
+                    checksums.verify(folder, [_METRICS_FILE])
+            return loss if math.isfinite(loss := _held_out(metrics)) else math.inf
+        except (OSError, ValueError, KeyError, TypeError, DamagedError):
+            return math.inf
+
+
+def _steps(folder: Path) -> list[int]:
+    if not folder.is_dir():
+        return []
+    names = [path.name for path in folder.iterdir()]
+    return sorted(int(name) for name in names if re.fullmatch("0|[1-9][0-9]*", name))
+
+
+def _find(folder: Path) -> Found:
+    damaged: list[Damaged] = []
+    for step in reversed(_steps(folder)):
+        try:
+            has_checksums = _verify(folder / str(step))
+        except DamagedError as error:
+            damaged.append(Damaged(step, str(error), _free_name(folder / f"{step}.damaged")))
+        else:
+            return Found(step, has_checksums, tuple(damaged))
+    return Found(None, False, tuple(damaged))
+
+
+def _free_name(path: Path) -> str:
+    names = (path.name if n == 1 else f"{path.name}.{n}" for n in itertools.count(1))
+    return next(name for name in names if not (path.parent / name).exists())
+
+
+def _move_aside(folder: Path, damaged: Sequence[Damaged]) -> None:
+    for one in damaged:
+        (folder / str(one.step)).rename(folder / one.aside)
+
+
+def _verify(folder: Path) -> bool:
+    """Reads every file of a checkpoint; returns whether it has checksums.
+
+    Raises:
+      DamagedError: it is not whole.
+    """
+    try:
+        if not folder.is_dir():
+            raise DamagedError("it is not a folder")
+        names = {path.name for path in folder.iterdir()}
+        if not names:
+            raise DamagedError("its folder is empty")
+        if checksums.FILE in names:
+            checksums.verify(folder)
+            return True
+        run = json.loads((folder / _RUN_FILE).read_bytes())
+        if _CHECKSUMS in run:
+            raise DamagedError(f"{checksums.FILE} is missing")
+        _read_all(folder)
+        if run:
+            Config(**run["config"])
+    except DamagedError:
+        raise
+    # Orbax and tensorstore raise all kinds of errors for files that are not as they should be.
+    except Exception as error:
+        first_line = str(error).strip().partition("\n")[0]
+        raise DamagedError(f"it cannot be read ({type(error).__name__}: {first_line})") from error
+    return False
+
+
+def _read_all(folder: Path) -> None:
+    """Reads a checkpoint that has no checksums, into the memory of this process alone."""
+    alone = ocp.options.MultiprocessingOptions(
+        primary_host=jax.process_index(), active_processes={jax.process_index()}
+    )
+    json.loads((folder / _DATA_FILE).read_bytes())
+    state = folder / _STATE
+    handler = ocp.PyTreeCheckpointHandler(multiprocessing_options=alone)
+    tree = handler.metadata(state).tree
+    as_numpy = jax.tree.map(lambda _: ocp.RestoreArgs(restore_type=np.ndarray), tree)
+    handler.restore(state, args=ocp.args.PyTreeRestore(restore_args=as_numpy))
+    handler.close()
+
+
+def _restore(folder: Path, **items: ocp.args.CheckpointArgs) -> Mapping[str, Any]:
+    with ocp.Checkpointer(ocp.CompositeCheckpointHandler()) as reader:
+        return reader.restore(folder, args=ocp.args.Composite(**items))
+
+
+def none_whole(found: Found, *, run_dir: str) -> list[Failure]:
+    """Why no checkpoint can be continued although there are some; empty if there are none.
+
+    Args:
+      found: without a whole one.
+      run_dir: of the run that wants to continue.
+    """
+    if not found.damaged:
+        return []
+    reasons = "; ".join(f"checkpoint {one.step}: {one.reason}" for one in found.damaged)
+    return [
+        Failure(
+            f"run_dir={run_dir} has no whole checkpoint to resume from ({reasons}). Nearest valid: "
+            "one of these from a backup, or another --run-dir to start from step 0.",
+            ("run_dir",),
+        )
+    ]
 
 
 def other_layout(layout: dict[str, Any], now: dict[str, Any], *, step: int) -> list[Failure]:
@@ -229,7 +437,7 @@ def changes(saved: dict[str, Any], config: Config) -> list[str]:
     ]
 
 
-def _held_out(metrics: dict[str, float]) -> float:
+def _held_out(metrics: Mapping[str, float]) -> float:
     return metrics[_EVAL_LOSS]
 
 

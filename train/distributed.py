@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Mapping
+import pickle
+from collections.abc import Callable, Mapping
+from typing import TypeVar
 
 import numpy as np
 
@@ -13,6 +15,10 @@ from train.errors import ConfigError, Failure
 
 MAX_SIMULATED_DEVICES = 512
 """More simulated devices than this are a mistake in the mesh: each takes threads and memory."""
+
+_T = TypeVar("_T")
+_PATIENCE_SECONDS = 3600
+"""How long the other processes wait for what process 0 alone does."""
 
 _COUNT_FLAG = "--xla_force_host_platform_device_count"
 # Slurm and Open MPI set these for every process they start; Slurm's are those of the step, since
@@ -136,6 +142,32 @@ def start(processes: Processes) -> None:
             num_processes=processes.count,
             process_id=processes.number,
         )
+
+
+def from_first(make: Callable[[], _T]) -> _T:
+    """Calls a function on process 0, and gives all processes what it returns.
+
+    Args:
+      make: reads or changes files, say, which all processes must see alike. Every process must
+        call `from_first` at this point, and none goes on before the function has returned.
+
+    Returns:
+      What process 0 made.
+    """
+    import jax
+    import orbax.checkpoint as ocp
+    from jax.experimental import multihost_utils
+
+    if jax.process_count() == 1:
+        return make()
+    made = np.frombuffer(pickle.dumps(make()) if jax.process_index() == 0 else b"", np.uint8)
+    # A collective operation does not wait as long as reading a large checkpoint takes.
+    barrier = ocp.multihost.get_barrier_sync_fn()
+    barrier(key="jaxpipe:from_first", timeout_ms=_PATIENCE_SECONDS * 1000)
+    size = int(multihost_utils.broadcast_one_to_all(np.int32(made.size)))
+    padded = np.zeros(size, np.uint8)
+    padded[: made.size] = made
+    return pickle.loads(np.asarray(multihost_utils.broadcast_one_to_all(padded)).tobytes())
 
 
 def local_rows(sharding, num_rows: int) -> np.ndarray:
