@@ -9,77 +9,27 @@ starts from the newest one that is still whole; damaged ones are moved aside, an
 
 from __future__ import annotations
 
-import dataclasses
 import functools
-import itertools
 import json
 import math
-import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import jax
-import numpy as np
 import orbax.checkpoint as ocp
 from orbax.checkpoint import checkpoint_managers
 
-from train import checksums, distributed
+from train import checksums, distributed, recovery
 from train.checksums import DamagedError
 from train.config import Config
 from train.errors import Failure
+from train.recovery import CHECKSUMS, DATA, RUN, STATE
 from train.step import State
 
 PyTree = Any
 
-_STATE, _DATA, _RUN = "state", "data", "run"
 _EVAL_LOSS = "eval_loss"
-_METRICS_FILE, _DATA_FILE, _RUN_FILE = "metrics/metrics", f"{_DATA}/metadata", f"{_RUN}/metadata"
-_CHECKSUMS = "checksums"
-"""Where the description of a run says that its checkpoint has checksums."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Damaged:
-    """A checkpoint that cannot be resumed from.
-
-    Args:
-      step: of the checkpoint.
-      reason: what is wrong with it.
-      aside: the name under which it is kept as soon as a run writes to the folder.
-    """
-
-    step: int
-    reason: str
-    aside: str
-
-
-@dataclasses.dataclass(frozen=True)
-class Found:
-    """What a folder of checkpoints holds.
-
-    Args:
-      latest: the newest step whose checkpoint is whole, or None.
-      has_checksums: that checkpoint was written with checksums; older versions wrote none.
-      damaged: newer ones that are not whole, newest first.
-    """
-
-    latest: int | None
-    has_checksums: bool
-    damaged: tuple[Damaged, ...]
-
-    def notes(self) -> list[str]:
-        """One line for every checkpoint that is skipped or could not be verified."""
-        lines = [
-            f"skipping checkpoint {one.step}: {one.reason}; it is kept as {one.aside}"
-            for one in self.damaged
-        ]
-        if self.latest is not None and not self.has_checksums:
-            lines.append(
-                f"checkpoint {self.latest} carries no checksums: an older version wrote it, and "
-                "flipped bits in its arrays cannot be noticed"
-            )
-        return lines
+_METRICS_FILE = "metrics/metrics"
 
 
 class Checkpoints:
@@ -109,12 +59,12 @@ class Checkpoints:
             self._manager.close()
 
     @functools.cached_property
-    def found(self) -> Found:
+    def found(self) -> recovery.Found:
         """What the folder held at first; every process must ask. All files of the latest are read.
 
         Damage is found by process 0, so that all processes resume from the same step.
         """
-        return distributed.from_first(lambda: _find(self._folder))
+        return distributed.from_first(lambda: recovery.find(self._folder))
 
     @property
     def latest(self) -> int | None:
@@ -124,7 +74,7 @@ class Checkpoints:
     @property
     def steps(self) -> list[int]:
         """Every step that is saved, rising, whole or not."""
-        return _steps(self._folder)
+        return recovery.steps(self._folder)
 
     def save(
         self,
@@ -152,9 +102,9 @@ class Checkpoints:
             step,
             args=ocp.args.Composite(
                 **{
-                    _STATE: ocp.args.StandardSave(_as_dict(state)),
-                    _DATA: ocp.args.JsonSave(data),
-                    _RUN: ocp.args.JsonSave(run | {_CHECKSUMS: checksums.FILE}),
+                    STATE: ocp.args.StandardSave(_as_dict(state)),
+                    DATA: ocp.args.JsonSave(data),
+                    RUN: ocp.args.JsonSave(run | {CHECKSUMS: checksums.FILE}),
                 }
             ),
             metrics={_EVAL_LOSS: math.inf if eval_loss is None else eval_loss},
@@ -173,7 +123,7 @@ class Checkpoints:
 
     def read_run(self, step: int) -> dict[str, Any]:
         """What `describe` said when the checkpoint was saved."""
-        return _restore(self._folder / str(step), **{_RUN: ocp.args.JsonRestore()})[_RUN]
+        return _restore(self._folder / str(step), **{RUN: ocp.args.JsonRestore()})[RUN]
 
     def restore(self, step: int, shapes: PyTree) -> tuple[PyTree, dict[str, Any]]:
         """Reads a checkpoint.
@@ -186,18 +136,18 @@ class Checkpoints:
           What was saved and the position in the data.
         """
         items = {
-            _STATE: ocp.args.StandardRestore(_as_dict(shapes)),
-            _DATA: ocp.args.JsonRestore(),
+            STATE: ocp.args.StandardRestore(_as_dict(shapes)),
+            DATA: ocp.args.JsonRestore(),
         }
         restored = _restore(self._folder / str(step), **items)
-        state = restored[_STATE]
-        return (State(**state) if isinstance(shapes, State) else state), restored[_DATA]
+        state = restored[STATE]
+        return (State(**state) if isinstance(shapes, State) else state), restored[DATA]
 
     def _open(self) -> ocp.CheckpointManager:
         """Makes the folder ready to be written to."""
         assert not self._read_only
         damaged = self.found.damaged
-        distributed.from_first(lambda: _move_aside(self._folder, damaged))
+        distributed.from_first(lambda: recovery.move_aside(self._folder, damaged))
         self._manager = ocp.CheckpointManager(
             self._folder,
             options=ocp.CheckpointManagerOptions(
@@ -251,101 +201,9 @@ class _LatestAndBest(checkpoint_managers.PreservationPolicy):
             return math.inf
 
 
-def _steps(folder: Path) -> list[int]:
-    if not folder.is_dir():
-        return []
-    names = [path.name for path in folder.iterdir()]
-    return sorted(int(name) for name in names if re.fullmatch("0|[1-9][0-9]*", name))
-
-
-def _find(folder: Path) -> Found:
-    damaged: list[Damaged] = []
-    for step in reversed(_steps(folder)):
-        try:
-            has_checksums = _verify(folder / str(step))
-        except DamagedError as error:
-            damaged.append(Damaged(step, str(error), _free_name(folder / f"{step}.damaged")))
-        else:
-            return Found(step, has_checksums, tuple(damaged))
-    return Found(None, False, tuple(damaged))
-
-
-def _free_name(path: Path) -> str:
-    names = (path.name if n == 1 else f"{path.name}.{n}" for n in itertools.count(1))
-    return next(name for name in names if not (path.parent / name).exists())
-
-
-def _move_aside(folder: Path, damaged: Sequence[Damaged]) -> None:
-    for one in damaged:
-        (folder / str(one.step)).rename(folder / one.aside)
-
-
-def _verify(folder: Path) -> bool:
-    """Reads every file of a checkpoint; returns whether it has checksums.
-
-    Raises:
-      DamagedError: it is not whole.
-    """
-    try:
-        if not folder.is_dir():
-            raise DamagedError("it is not a folder")
-        names = {path.name for path in folder.iterdir()}
-        if not names:
-            raise DamagedError("its folder is empty")
-        if checksums.FILE in names:
-            checksums.verify(folder)
-            return True
-        run = json.loads((folder / _RUN_FILE).read_bytes())
-        if _CHECKSUMS in run:
-            raise DamagedError(f"{checksums.FILE} is missing")
-        _read_all(folder)
-        if run:
-            Config(**run["config"])
-    except DamagedError:
-        raise
-    # Orbax and tensorstore raise all kinds of errors for files that are not as they should be.
-    except Exception as error:
-        first_line = str(error).strip().partition("\n")[0]
-        raise DamagedError(f"it cannot be read ({type(error).__name__}: {first_line})") from error
-    return False
-
-
-def _read_all(folder: Path) -> None:
-    """Reads a checkpoint that has no checksums, into the memory of this process alone."""
-    alone = ocp.options.MultiprocessingOptions(
-        primary_host=jax.process_index(), active_processes={jax.process_index()}
-    )
-    json.loads((folder / _DATA_FILE).read_bytes())
-    state = folder / _STATE
-    handler = ocp.PyTreeCheckpointHandler(multiprocessing_options=alone)
-    tree = handler.metadata(state).tree
-    as_numpy = jax.tree.map(lambda _: ocp.RestoreArgs(restore_type=np.ndarray), tree)
-    handler.restore(state, args=ocp.args.PyTreeRestore(restore_args=as_numpy))
-    handler.close()
-
-
 def _restore(folder: Path, **items: ocp.args.CheckpointArgs) -> Mapping[str, Any]:
     with ocp.Checkpointer(ocp.CompositeCheckpointHandler()) as reader:
         return reader.restore(folder, args=ocp.args.Composite(**items))
-
-
-def none_whole(found: Found, *, run_dir: str) -> list[Failure]:
-    """Why no checkpoint can be continued although there are some; empty if there are none.
-
-    Args:
-      found: without a whole one.
-      run_dir: of the run that wants to continue.
-    """
-    if not found.damaged:
-        return []
-    reasons = "; ".join(f"checkpoint {one.step}: {one.reason}" for one in found.damaged)
-    return [
-        Failure(
-            f"run_dir={run_dir} has no whole checkpoint to resume from ({reasons}). Nearest valid: "
-            "one of these from a backup, or another --run-dir to start from step 0.",
-            ("run_dir",),
-        )
-    ]
 
 
 def other_layout(layout: dict[str, Any], now: dict[str, Any], *, step: int) -> list[Failure]:

@@ -20,7 +20,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from jaxpipe.schedule import draw, pipemare_draw
 from jaxpipe.schedule.simulate import simulate
-from train import checkpoint, checks, distributed, schedule
+from train import checkpoint, checks, distributed, recovery, schedule
 from train.checkpoint import Checkpoints
 from train.config import Config
 from train.data import stream
@@ -109,7 +109,7 @@ def _check_start(
             failures += checkpoint.other_layout(layout, now, step=step)
         start = Start(step, tuple(checkpoint.changes(saved, config)), layout is not None)
     elif resume:
-        failures += checkpoint.none_whole(checkpoints.found, run_dir=config.run_dir)
+        failures += recovery.none_whole(checkpoints.found, run_dir=config.run_dir)
     if start.step > config.train.steps:
         failures.append(
             Failure(
