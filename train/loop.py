@@ -41,13 +41,13 @@ def run(config: Config, *, resume: bool) -> float | None:
 
     Args:
       config: a checked configuration; jax already has the devices.
-      resume: continue from the latest checkpoint in the run folder, if there is one.
+      resume: continue from the newest whole checkpoint in the run folder, if there is any.
 
     Returns:
       The trained model's score, as its task has one; None without, or if the run was stopped.
 
     Raises:
-      ConfigError: the checkpoint is of another model, or the disk is too small.
+      ConfigError: the checkpoint is of another model, none is whole, or the disk is too small.
       NonFiniteLossError: a loss or gradient norm is not finite.
     """
     is_writer = jax.process_index() == 0
