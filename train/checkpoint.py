@@ -9,6 +9,7 @@ starts from the newest one that is still whole; damaged ones are moved aside, an
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import json
 import math
@@ -64,7 +65,8 @@ class Checkpoints:
 
         Damage is found by process 0, so that all processes resume from the same step.
         """
-        return distributed.from_first(lambda: recovery.find(self._folder))
+        found = distributed.from_first(lambda: dataclasses.asdict(recovery.find(self._folder)))
+        return recovery.Found.from_dict(found)
 
     @property
     def latest(self) -> int | None:

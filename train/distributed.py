@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import os
-import pickle
 from collections.abc import Callable, Mapping
-from typing import TypeVar
+from typing import Any
 
 import numpy as np
 
@@ -16,7 +16,6 @@ from train.errors import ConfigError, Failure
 MAX_SIMULATED_DEVICES = 512
 """More simulated devices than this are a mistake in the mesh: each takes threads and memory."""
 
-_T = TypeVar("_T")
 _PATIENCE_SECONDS = 3600
 """How long the other processes wait for what process 0 alone does."""
 
@@ -144,30 +143,55 @@ def start(processes: Processes) -> None:
         )
 
 
-def from_first(make: Callable[[], _T]) -> _T:
-    """Calls a function on process 0, and gives all processes what it returns.
+def from_first(make: Callable[[], Any]) -> Any:
+    """Lets process 0 decide, for all processes; every process must call it.
 
     Args:
-      make: reads or changes files, say, which all processes must see alike. Every process must
-        call `from_first` at this point, and none goes on before the function has returned.
+      make: called by process 0 alone; returns something that JSON can hold.
 
     Returns:
-      What process 0 made.
+      What it returned, as JSON gives it back, on every process.
+
+    Raises:
+      ConfigError: process 0 raised it; so does every other process, and none is left waiting.
+      RuntimeError: process 0 raised something else.
     """
     import jax
+
+    answer: dict[str, Any] = {}
+    failed: Exception | None = None
+    if jax.process_index() == 0:
+        try:
+            answer = {"value": make()}
+        except ConfigError as error:
+            answer = {"failures": [dataclasses.astuple(failure) for failure in error.failures]}
+        except Exception as error:  # whatever it is, the others must hear of it before it is raised
+            answer, failed = {"error": f"{type(error).__name__}: {error}"}, error
+    text = json.dumps(answer).encode()
+    answer = json.loads(_broadcast(text) if jax.process_count() > 1 else text)
+    if failed is not None:
+        raise failed
+    if "error" in answer:
+        raise RuntimeError(f"process 0 failed: {answer['error']}")
+    if "failures" in answer:
+        raise ConfigError(
+            [Failure(message, tuple(fields)) for message, fields in answer["failures"]]
+        )
+    return answer["value"]
+
+
+def _broadcast(text: bytes) -> bytes:
+    """The text of process 0; those of the others are ignored."""
     import orbax.checkpoint as ocp
     from jax.experimental import multihost_utils
 
-    if jax.process_count() == 1:
-        return make()
-    made = np.frombuffer(pickle.dumps(make()) if jax.process_index() == 0 else b"", np.uint8)
-    # A collective operation does not wait as long as reading a large checkpoint takes.
-    barrier = ocp.multihost.get_barrier_sync_fn()
-    barrier(key="jaxpipe:from_first", timeout_ms=_PATIENCE_SECONDS * 1000)
-    size = int(multihost_utils.broadcast_one_to_all(np.int32(made.size)))
+    # A collective operation does not wait for as long as reading a large checkpoint takes.
+    wait = ocp.multihost.get_barrier_sync_fn()
+    wait(key="jaxpipe:from_first", timeout_ms=_PATIENCE_SECONDS * 1000)
+    size = int(multihost_utils.broadcast_one_to_all(np.int32(len(text))))
     padded = np.zeros(size, np.uint8)
-    padded[: made.size] = made
-    return pickle.loads(np.asarray(multihost_utils.broadcast_one_to_all(padded)).tobytes())
+    padded[: len(text)] = np.frombuffer(text, np.uint8)[:size]
+    return bytes(np.asarray(multihost_utils.broadcast_one_to_all(padded)))
 
 
 def local_rows(sharding, num_rows: int) -> np.ndarray:

@@ -7,8 +7,9 @@ import itertools
 import json
 import re
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import jax
 import numpy as np
@@ -57,6 +58,12 @@ class Found:
     latest: int | None
     has_checksums: bool
     damaged: tuple[Damaged, ...]
+
+    @classmethod
+    def from_dict(cls, fields: Mapping[str, Any]) -> Found:
+        """Undoes `dataclasses.asdict`, also after a detour through JSON."""
+        damaged = tuple(Damaged(**one) for one in fields["damaged"])
+        return cls(fields["latest"], fields["has_checksums"], damaged)
 
     def notes(self) -> list[str]:
         """One line for every checkpoint that is skipped or could not be verified."""
