@@ -20,7 +20,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from jaxpipe.schedule import draw, pipemare_draw
 from jaxpipe.schedule.simulate import simulate
-from train import checkpoint, checks, distributed, schedule
+from train import checkpoint, checks, distributed, recovery, schedule
 from train.checkpoint import Checkpoints
 from train.config import Config
 from train.data import stream
@@ -41,13 +41,13 @@ def run(config: Config, *, resume: bool) -> float | None:
 
     Args:
       config: a checked configuration; jax already has the devices.
-      resume: continue from the latest checkpoint in the run folder, if there is one.
+      resume: continue from the newest whole checkpoint in the run folder, if there is any.
 
     Returns:
       The trained model's score, as its task has one; None without, or if the run was stopped.
 
     Raises:
-      ConfigError: the checkpoint is of another model, or the disk is too small.
+      ConfigError: the checkpoint is of another model, none is whole, or the disk is too small.
       NonFiniteLossError: a loss or gradient norm is not finite.
     """
     is_writer = jax.process_index() == 0
@@ -56,9 +56,12 @@ def run(config: Config, *, resume: bool) -> float | None:
     digest = program.task.data_digest()
     folder = Path(config.run_dir)
     kinds = Phases(program)
-    start = _check_start(program, kinds, resume=resume, data_sha256=digest)
+    checkpoints = Checkpoints(folder / checks.CHECKPOINTS, keep=config.train.keep)
+    start = _check_start(program, kinds, checkpoints, resume=resume, data_sha256=digest)
     _say(console, _headline(program))
     if resume:
+        for note in checkpoints.found.notes():
+            _say(console, note)
         _say(console, f"resuming {folder} at step {start.step}")
         for change in start.changes:
             _say(console, f"changed since: {change}")
@@ -66,7 +69,7 @@ def run(config: Config, *, resume: bool) -> float | None:
         prepare_folder(program)
     describe = checkpoint.describe(config, data_sha256=digest)
     with (
-        Checkpoints(folder / checks.CHECKPOINTS, keep=config.train.keep) as checkpoints,
+        checkpoints,
         Metrics(config, last_step=start.step, is_writer=is_writer) as metrics,
     ):
         trainer = Trainer(program, kinds, checkpoints, metrics, console, describe)
@@ -89,23 +92,24 @@ class Start:
     in_flight: bool = False
 
 
-def _check_start(program: Program, kinds: Phases, *, resume: bool, data_sha256: str) -> Start:
+def _check_start(
+    program: Program, kinds: Phases, checkpoints: Checkpoints, *, resume: bool, data_sha256: str
+) -> Start:
     """Finds the checkpoint to continue; writes nothing."""
     config = program.config
-    folder = Path(config.run_dir) / checks.CHECKPOINTS
     failures = _disk_failures(config, kinds)
     start = Start()
-    if resume and folder.is_dir():
-        with Checkpoints(folder, read_only=True) as checkpoints:
-            step = checkpoints.latest
-            if step is not None:
-                saved = checkpoints.read_run(step)
-                failures += checkpoint.other_model(saved, config, data_sha256=data_sha256)
-                layout = saved.get(_IN_FLIGHT)
-                if layout is not None:
-                    now = layout_of(program)
-                    failures += checkpoint.other_layout(layout, now, step=step)
-                start = Start(step, tuple(checkpoint.changes(saved, config)), layout is not None)
+    step = checkpoints.latest if resume else None
+    if step is not None:
+        saved = checkpoints.read_run(step)
+        failures += checkpoint.other_model(saved, config, data_sha256=data_sha256)
+        layout = saved.get(_IN_FLIGHT)
+        if layout is not None:
+            now = layout_of(program)
+            failures += checkpoint.other_layout(layout, now, step=step)
+        start = Start(step, tuple(checkpoint.changes(saved, config)), layout is not None)
+    elif resume:
+        failures += recovery.none_whole(checkpoints.found, run_dir=config.run_dir)
     if start.step > config.train.steps:
         failures.append(
             Failure(

@@ -15,6 +15,7 @@ from command import (
     assert_same_run,
     back_to,
     finish,
+    flip_a_bit,
     kill_when,
     num_lines,
     saved,
@@ -71,6 +72,28 @@ def test_resume_from_every_kept_checkpoint_and_after_the_end(unbroken, trainer, 
     assert f"resuming {run} at step {NUM_STEPS}" in finished.out
     assert_same_run(run, unbroken[0])
     assert (run / "sample.txt").read_text() == sample
+
+
+def test_resume_skips_a_damaged_checkpoint(unbroken, trainer, tmp_path):
+    """One flipped bit of the newest checkpoint's weights; then both are damaged."""
+    run = _copy(unbroken[0], tmp_path)
+    damaged = flip_a_bit(run / "checkpoints" / str(NUM_STEPS))
+    finished = trainer.run("--run-dir", run, "--resume")
+    assert f"skipping checkpoint {NUM_STEPS}: state/" in finished.out
+    assert f"it is kept as {NUM_STEPS}.damaged" in finished.out
+    assert f"resuming {run} at step 9" in finished.out
+    assert_same_run(run, unbroken[0])
+    assert (run / "checkpoints" / f"{NUM_STEPS}.damaged" / damaged).exists()
+
+    flip_a_bit(run / "checkpoints" / str(NUM_STEPS))
+    (run / "checkpoints" / "9" / "data" / "metadata").write_text("")
+    before = {path: path.stat().st_mtime_ns for path in run.rglob("*")}
+    finished = trainer.run("--run-dir", run, "--resume", status=2)
+    assert finished.err.startswith(f"error: run_dir={run} has no whole checkpoint to resume from (")
+    assert f"checkpoint {NUM_STEPS}: state/" in finished.err
+    assert "checkpoint 9: data/metadata does not have its checksum" in finished.err
+    assert finished.err.count("\n") == 1, finished.err
+    assert {path: path.stat().st_mtime_ns for path in run.rglob("*")} == before
 
 
 @pytest.mark.parametrize("seed", [0, 1])

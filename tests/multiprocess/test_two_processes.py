@@ -1,10 +1,11 @@
 """Two processes of four simulated devices on loopback: one run, the losses of one process."""
 
+import shutil
 import socket
 
 import numpy as np
 import pytest
-from command import NUM_STEPS, Finished, finish, saved, steps, weights
+from command import NUM_STEPS, Finished, finish, flip_a_bit, saved, steps, weights
 
 pytestmark = pytest.mark.end_to_end
 
@@ -69,6 +70,22 @@ def test_two_processes_train_as_one_and_one_continues(trainer, alone, tmp_path):
     finished = trainer.run("--run-dir", run, "--resume", *_LAYOUT, "--train.steps", NUM_STEPS + 2)
     assert f"resuming {run} at step {NUM_STEPS}" in finished.out
     assert len(steps(run)) == NUM_STEPS + 2
+
+
+def test_two_processes_skip_the_same_damaged_checkpoint(trainer, alone, tmp_path):
+    run = shutil.copytree(alone, tmp_path / "run")
+    flip_a_bit(run / "checkpoints" / str(NUM_STEPS))
+    first, second = _run_two(trainer, "--run-dir", run, "--resume")
+    assert (first.status, second.status) == (0, 0), f"{first}\n{second}"
+    assert f"skipping checkpoint {NUM_STEPS}: state/" in first.out
+    assert f"resuming {run} at step 9" in first.out
+    assert saved(run) == [9, NUM_STEPS]
+    _assert_close(run, alone)
+    # What two processes wrote has its checksums, too.
+    finished = trainer.run("--run-dir", run, "--resume", *_LAYOUT)
+    assert f"resuming {run} at step {NUM_STEPS}" in finished.out
+    assert "skipping" not in finished.out
+    assert "carries no checksums" not in finished.out
 
 
 def test_processes_that_cannot_start_do_not_wait(trainer, tmp_path):
