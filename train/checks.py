@@ -54,9 +54,8 @@ def check(
     Returns:
       What is wrong; empty if nothing is.
     """
-    failures = list(_ranges(config))
+    config, failures = in_range(config)
     wrong = {field for failure in failures for field in failure.fields}
-    config = config.reset(wrong)
     rules: list[Rule] = [
         _schedule,
         _asynchronous,
@@ -77,6 +76,19 @@ def check(
     for rule in rules:
         failures += [failure for failure in rule(config) if not wrong.intersection(failure.fields)]
     return failures
+
+
+def in_range(config: Config) -> tuple[Config, list[Failure]]:
+    """Applies the ranges of single fields, so that whatever follows may divide by a count.
+
+    Args:
+      config: names and types are already right.
+
+    Returns:
+      The configuration with defaults where a field is out of its range, and what is wrong.
+    """
+    failures = list(_ranges(config))
+    return config.reset(field for failure in failures for field in failure.fields), failures
 
 
 def without(failures: Iterable[Failure], broken: Iterable[Failure]) -> list[Failure]:
@@ -164,9 +176,11 @@ def _schedule(config: Config) -> Iterator[Failure]:
         message = str(error).replace("\nNearest", " Nearest")
         if schedule.is_asynchronous(config):  # it is built for the warm-up
             message = message.replace("'1f1b'", repr(config.pipeline.schedule))
-        yield Failure(message)
+        yield Failure(message, tuple(path for path in config.flat() if path in message))
     layers, needed = config.num_layers, config.mesh.stage * chunks
-    if layers < needed:
+    depths = [getattr(getattr(config, config.section), name) for name in _DEPTHS[config.task]]
+    # The model itself says what is wrong with a depth below one.
+    if layers < needed and min(layers, *depths) > 0:
         fields = [f"{config.section}.{name}" for name in _DEPTHS[config.task]]
         counted = fields[0].endswith("num_layers") and len(fields) == 1
         own = f"{fields[0]}={layers}" if counted else f"task={config.task} with {layers} layers"

@@ -151,7 +151,7 @@ def prepare_folder(program: Program) -> None:
         text = pipemare_draw.text(schedule.steady_state(config))
         (folder / checks.STEADY_STATE_FILE).write_text(text, encoding="utf-8")
     else:
-        timeline = simulate(program.schedule, schedule.costs(config))
+        timeline = simulate(program.schedule, program.chunk_costs)
         draw.save(draw.figure(timeline), folder / checks.SCHEDULE_FILE)
     partial = folder / f"{checks.CONFIG_FILE}.partial"
     partial.write_text(config.to_yaml(), encoding="utf-8")

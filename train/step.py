@@ -19,8 +19,8 @@ from jaxpipe.runtime.costs import layer_bytes, layer_costs
 from jaxpipe.runtime.mesh import DATA, STAGE, make_mesh
 from jaxpipe.runtime.pipeline import Pipeline
 from jaxpipe.schedule.actions import Schedule
-from jaxpipe.schedule.partition import Memory, partition
-from jaxpipe.schedule.simulate import simulate
+from jaxpipe.schedule.partition import Memory, chunk_costs, partition
+from jaxpipe.schedule.simulate import Costs, simulate
 from train import schedule, tasks
 from train.config import Config, OptimizerConfig
 
@@ -77,17 +77,23 @@ class Program:
         even = [1.0] * self.task.num_layers
         counts = schedule.own_counts(self.config) or partition(even, order.placement)
         limit = settings.stage_memory
-        if limit is None and (rule == "equal" or alike):
+        if limit is None and alike:
             return even, counts
         # Any partition will do to look at the layers.
         probe = self._pipeline(dataclasses.replace(order, slices=None), counts)
         batch, rng = self._batch_shapes(probe), jax.eval_shape(lambda: self.rng(0))
         parts = layer_costs(probe, batch, rng, measure=rule == "measured")
-        costs = even if rule == "equal" else [part.f + part.b + part.w for part in parts]
+        costs = [part.f + part.b + part.w for part in parts]
         if schedule.own_counts(self.config) is not None:
             return costs, counts
         memory = None if limit is None else self._memory(probe, batch, rng, limit)
-        return costs, partition(costs, order.placement, memory=memory)
+        weights = even if rule == "equal" else costs
+        return costs, partition(weights, order.placement, memory=memory)
+
+    @cached_property
+    def chunk_costs(self) -> list[Costs]:
+        """What every virtual stage costs, by its layers; ``costs.*`` are a mean one's."""
+        return chunk_costs(schedule.costs(self.config), self.layer_costs, self.layer_counts)
 
     def _memory(self, probe: Pipeline, batch: PyTree, rng, limit: float) -> Memory:
         """What layers keep: weights, gradients and two moments of Adam, and their residuals."""

@@ -59,17 +59,18 @@ def _run(invocation) -> None:
     from jaxpipe.runtime import gpu_flags
     from train import checks, distributed, errors
 
-    config = invocation.config
-    processes, failures = None, list(invocation.failures)
+    config, out_of_range = checks.in_range(invocation.config)
+    broken = [*invocation.failures, *out_of_range]
+    processes, failures = None, list(broken)
     try:
         processes = distributed.find_processes(config)
     except errors.ConfigError as error:
-        failures += checks.without(error.failures, invocation.failures)
+        failures += checks.without(error.failures, broken)
     writes = not invocation.dry_run and (processes is None or processes.number == 0)
     found = checks.check(
         config, resume=invocation.resume, writes=writes, reads=not invocation.dry_run
     )
-    failures += checks.without(found, invocation.failures)
+    failures += checks.without(found, broken)
     # Processes that cannot start would only wait for each other.
     if processes is None or (failures and processes.count > 1):
         raise errors.ConfigError(failures)
@@ -84,7 +85,7 @@ def _run(invocation) -> None:
     devices = checks.device_failures(
         config, num_devices=jax.device_count(), platform=jax.default_backend()
     )
-    failures += checks.without(devices, failures)
+    failures += checks.without(devices, broken)
     if failures:
         raise errors.ConfigError(failures)
 

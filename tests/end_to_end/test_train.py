@@ -59,6 +59,19 @@ def test_the_same_command_gives_the_same_bits_without_a_cache(unbroken, trainer,
     assert_same_run(run, unbroken[0])
 
 
+def test_a_mesh_without_devices_is_refused_with_all_else_that_is_wrong(trainer, tmp_path):
+    finished = trainer.run(
+        *("--mesh.stage", 0, "--mesh.data", -1, "--train.steps", -3, "--run-dir", tmp_path / "run"),
+        status=2,
+    )
+    assert finished.err.splitlines() == [
+        "error: mesh.stage=0 must be at least 1. Nearest valid: 1.",
+        "error: mesh.data=-1 must be at least 1. Nearest valid: 1.",
+        "error: train.steps=-3 must be at least 1. Nearest valid: 1.",
+    ]
+    assert not (tmp_path / "run").exists()
+
+
 def test_resume_from_every_kept_checkpoint_and_after_the_end(unbroken, trainer, tmp_path):
     run = _copy(unbroken[0], tmp_path)
     back_to(run, 9)
