@@ -6,7 +6,6 @@ import dataclasses
 import math
 import os
 import shutil
-import signal
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -28,6 +27,7 @@ from train.errors import ConfigError, Failure, NonFiniteLossError
 from train.metrics import Line, Metrics, memory_bytes, peak_flops
 from train.phases import Phase, Phases, layout_of
 from train.step import Program
+from train.stop import StopRequest
 
 # A new checkpoint is written before an old one goes.
 _CHECKPOINTS_AT_ONCE = 2
@@ -156,30 +156,6 @@ def prepare_folder(program: Program) -> None:
     partial = folder / f"{checks.CONFIG_FILE}.partial"
     partial.write_text(config.to_yaml(), encoding="utf-8")
     os.replace(partial, folder / checks.CONFIG_FILE)
-
-
-class StopRequest:
-    """Notices SIGTERM (and Ctrl-C), so that a run saves and ends between two steps.
-
-    With several processes jax's preemption service makes all of them stop after the same step.
-    """
-
-    def __init__(self) -> None:
-        self._seen = False
-        self._is_alone = jax.process_count() == 1
-        if self._is_alone:
-            for number in (signal.SIGTERM, signal.SIGINT):
-                signal.signal(number, self._notice)
-
-    def _notice(self, number: int, frame: object) -> None:
-        del frame
-        self._seen = True
-        # A second one ends the process at once.
-        signal.signal(number, signal.SIG_DFL)
-
-    def after(self, step: int) -> bool:
-        """Whether to stop now that a step is done; every process must ask after every step."""
-        return self._seen if self._is_alone else multihost_utils.reached_preemption_sync_point(step)
 
 
 class Trainer:

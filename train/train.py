@@ -82,6 +82,7 @@ def _run(invocation) -> None:
     import jax
 
     _quieten_checkpoints()
+    _show_library_log(is_writer=jax.process_index() == 0)
     devices = checks.device_failures(
         config, num_devices=jax.device_count(), platform=jax.default_backend()
     )
@@ -110,6 +111,13 @@ def _quieten_checkpoints() -> None:
             show(unraisable)
 
     sys.unraisablehook = hook
+
+
+def _show_library_log(*, is_writer: bool) -> None:
+    # What the library decides belongs to the run's account; errors alone go to stderr.
+    log = logging.getLogger("jaxpipe")
+    log.addHandler(logging.StreamHandler(sys.stdout) if is_writer else logging.NullHandler())
+    log.propagate = False
 
 
 def _disk_error(error: Exception) -> OSError | None:

@@ -15,7 +15,7 @@ from jaxpipe.runtime import executor
 from jaxpipe.runtime.layer_passes import Plan
 from jaxpipe.runtime.layers import Layers
 from jaxpipe.runtime.layout import LAYOUTS, make_layers, make_layout
-from jaxpipe.runtime.mesh import DATA, STAGE
+from jaxpipe.runtime.mesh import DATA, STAGE, leave_compilation_cache
 from jaxpipe.runtime.model import Model
 from jaxpipe.runtime.packed_parameters import Packed
 from jaxpipe.runtime.parameters import Stacked, Unrolled
@@ -93,6 +93,7 @@ class Pipeline:
     ) -> None:
         _check(model, params, states, schedule, mesh, remat, zero, weights, weight_slots)
         validate(schedule)
+        leave_compilation_cache(mesh)
         self.model, self.schedule, self.mesh = model, schedule, mesh
         self.remat, self.poison = remat, poison
         self.weights, self.weight_slots = weights, weight_slots
