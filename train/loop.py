@@ -27,6 +27,7 @@ from train.data import stream
 from train.errors import ConfigError, Failure, NonFiniteLossError
 from train.metrics import Line, Metrics, memory_bytes, peak_flops
 from train.phases import Phase, Phases, layout_of
+from train.run_lock import RunLock
 from train.step import Program
 
 # A new checkpoint is written before an old one goes.
@@ -47,11 +48,32 @@ def run(config: Config, *, resume: bool) -> float | None:
       The trained model's score, as its task has one; None without, or if the run was stopped.
 
     Raises:
-      ConfigError: the checkpoint is of another model, or the disk is too small.
+      ConfigError: another run is using the folder, the checkpoint is of another model, or the disk
+        is too small.
       NonFiniteLossError: a loss or gradient norm is not finite.
     """
+    console = Console(quiet=jax.process_index() != 0)
+    lock = RunLock(Path(config.run_dir), say=lambda text: _say(console, text))
+    try:
+        distributed.from_first(lambda: _take_folder(lock, config, resume=resume))
+        return _run(config, console, resume=resume)
+    finally:
+        lock.release()
+
+
+def _take_folder(lock: RunLock, config: Config, *, resume: bool) -> None:
+    """Locks the run folder before anything in it is read or written."""
+    try:
+        lock.acquire()
+    except OSError as error:
+        raise ConfigError([checks.unwritable(config, error)]) from error
+    # A run that ended in between has left its files.
+    if failures := list(checks.run_folder(config, resume=resume)):
+        raise ConfigError(failures)
+
+
+def _run(config: Config, console: Console, *, resume: bool) -> float | None:
     is_writer = jax.process_index() == 0
-    console = Console(quiet=not is_writer)
     program = Program(config)
     digest = program.task.data_digest()
     folder = Path(config.run_dir)

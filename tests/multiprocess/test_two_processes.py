@@ -1,10 +1,13 @@
 """Two processes of four simulated devices on loopback: one run, the losses of one process."""
 
+import os
 import socket
 
 import numpy as np
 import pytest
 from command import NUM_STEPS, Finished, finish, saved, steps, weights
+
+from train.run_lock import RunLock
 
 pytestmark = pytest.mark.end_to_end
 
@@ -77,3 +80,20 @@ def test_processes_that_cannot_start_do_not_wait(trainer, tmp_path):
         assert finished.status == 2
         assert "pipeline.microbatches=3 does not divide train.batch_size=8" in finished.err
     assert not run.exists()
+
+
+def test_processes_that_find_the_folder_in_use_all_end(trainer, tmp_path):
+    run = tmp_path / "run"
+    lock = RunLock(run, say=print)
+    lock.acquire()
+    try:
+        for finished in _run_two(trainer, "--run-dir", run, "--resume"):
+            assert finished.status == 2, str(finished)
+            assert f"error: run_dir={run} is in use by process {os.getpid()} on " in finished.err
+        (run / "config.yaml").touch()
+    finally:
+        lock.release()
+    for finished in _run_two(trainer, "--run-dir", run):
+        assert finished.status == 2, str(finished)
+        assert f"run_dir={run} already holds a run (config.yaml)" in finished.err
+    assert os.listdir(run) == ["config.yaml"]
