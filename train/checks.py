@@ -22,10 +22,12 @@ from train.errors import Failure
 CONFIG_FILE = "config.yaml"
 METRICS_FILE = "metrics.jsonl"
 CHECKPOINTS = "checkpoints"
+CHOICE_FILE = "schedule.json"
 SCHEDULE_FILE, STEADY_STATE_FILE = "schedule.svg", "schedule.txt"
 TENSORBOARD = "tensorboard"
 SAMPLE_FILE, TRANSLATIONS_FILE = "sample.txt", "translations.tsv"
-_FILES = (CONFIG_FILE, METRICS_FILE, CHECKPOINTS, SCHEDULE_FILE, STEADY_STATE_FILE, TENSORBOARD)
+_PICTURES = SCHEDULE_FILE, STEADY_STATE_FILE
+_FILES = (CONFIG_FILE, METRICS_FILE, CHECKPOINTS, CHOICE_FILE, *_PICTURES, TENSORBOARD)
 RUN_FILES = (*_FILES, SAMPLE_FILE, TRANSLATIONS_FILE)
 
 _DATA_KINDS = {"gpt": "text", "bert": "text", "resnet": "images", "transformer": "translation"}

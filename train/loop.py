@@ -20,8 +20,9 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from jaxpipe.schedule import draw, pipemare_draw
 from jaxpipe.schedule.simulate import simulate
-from train import checkpoint, checks, distributed, schedule
+from train import checkpoint, checks, choice, distributed, schedule
 from train.checkpoint import Checkpoints
+from train.choice import Choice
 from train.config import Config
 from train.data import stream
 from train.errors import ConfigError, Failure, NonFiniteLossError
@@ -74,9 +75,10 @@ def _take_folder(lock: RunLock, config: Config, *, resume: bool) -> None:
 
 def _run(config: Config, console: Console, *, resume: bool) -> float | None:
     is_writer = jax.process_index() == 0
-    program = Program(config)
-    digest = program.task.data_digest()
     folder = Path(config.run_dir)
+    recorded = _recorded(folder / checks.CHOICE_FILE, config, console) if resume else None
+    program = Program(config, recorded)
+    digest = program.task.data_digest()
     kinds = Phases(program)
     start = _check_start(program, kinds, resume=resume, data_sha256=digest)
     _say(console, _headline(program))
@@ -94,6 +96,18 @@ def _run(config: Config, console: Console, *, resume: bool) -> float | None:
         trainer = Trainer(program, kinds, checkpoints, metrics, console, describe)
         trainer.begin(start)
         return trainer.finish() if trainer.train() else None
+
+
+def _recorded(path: Path, config: Config, console: Console) -> Choice | None:
+    """What the run has chosen before, if that is still what is asked for."""
+    try:
+        found = choice.read(path, config)
+    except (OSError, ValueError) as error:
+        _say(console, f"{path} cannot be used, and the schedule is chosen anew: {error}")
+        return None
+    if found is not None:
+        _say(console, f"schedule and partition as recorded in {path}")
+    return found
 
 
 @dataclasses.dataclass(frozen=True)
@@ -161,10 +175,11 @@ def _disk_failures(config: Config, kinds: Phases) -> list[Failure]:
 
 
 def prepare_folder(program: Program) -> None:
-    """Writes the resolved configuration and the schedule's picture."""
+    """Writes the resolved configuration, and the schedule that was chosen with its picture."""
     config = program.config
     folder = Path(config.run_dir)
     folder.mkdir(parents=True, exist_ok=True)
+    choice.write(folder / checks.CHOICE_FILE, config, program.choice)
     if schedule.is_asynchronous(config):
         text = pipemare_draw.text(schedule.steady_state(config))
         (folder / checks.STEADY_STATE_FILE).write_text(text, encoding="utf-8")
