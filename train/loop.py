@@ -19,13 +19,15 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from jaxpipe.schedule import draw, pipemare_draw
 from jaxpipe.schedule.simulate import simulate
-from train import checkpoint, checks, distributed, recovery, schedule
+from train import checkpoint, checks, choice, distributed, recovery, schedule
 from train.checkpoint import Checkpoints
+from train.choice import Choice
 from train.config import Config
 from train.data import stream
 from train.errors import ConfigError, Failure, NonFiniteLossError
 from train.metrics import Line, Metrics, memory_bytes, peak_flops
 from train.phases import Phase, Phases, layout_of
+from train.run_lock import RunLock
 from train.step import Program
 from train.stop import StopRequest
 
@@ -47,14 +49,36 @@ def run(config: Config, *, resume: bool) -> float | None:
       The trained model's score, as its task has one; None without, or if the run was stopped.
 
     Raises:
-      ConfigError: the checkpoint is of another model, none is whole, or the disk is too small.
+      ConfigError: another run is using the folder, the checkpoint is of another model, none is
+        whole, or the disk is too small.
       NonFiniteLossError: a loss or gradient norm is not finite.
     """
+    console = Console(quiet=jax.process_index() != 0)
+    lock = RunLock(Path(config.run_dir), say=lambda text: _say(console, text))
+    try:
+        distributed.from_first(lambda: _take_folder(lock, config, resume=resume))
+        return _run(config, console, resume=resume)
+    finally:
+        lock.release()
+
+
+def _take_folder(lock: RunLock, config: Config, *, resume: bool) -> None:
+    """Locks the run folder before anything in it is read or written."""
+    try:
+        lock.acquire()
+    except OSError as error:
+        raise ConfigError([checks.unwritable(config, error)]) from error
+    # A run that ended in between has left its files.
+    if failures := list(checks.run_folder(config, resume=resume)):
+        raise ConfigError(failures)
+
+
+def _run(config: Config, console: Console, *, resume: bool) -> float | None:
     is_writer = jax.process_index() == 0
-    console = Console(quiet=not is_writer)
-    program = Program(config)
-    digest = program.task.data_digest()
     folder = Path(config.run_dir)
+    recorded = _recorded(folder / checks.CHOICE_FILE, config, console) if resume else None
+    program = Program(config, recorded)
+    digest = program.task.data_digest()
     kinds = Phases(program)
     checkpoints = Checkpoints(folder / checks.CHECKPOINTS, keep=config.train.keep)
     start = _check_start(program, kinds, checkpoints, resume=resume, data_sha256=digest)
@@ -75,6 +99,18 @@ def run(config: Config, *, resume: bool) -> float | None:
         trainer = Trainer(program, kinds, checkpoints, metrics, console, describe)
         trainer.begin(start)
         return trainer.finish() if trainer.train() else None
+
+
+def _recorded(path: Path, config: Config, console: Console) -> Choice | None:
+    """What the run has chosen before, if that is still what is asked for."""
+    try:
+        found = choice.read(path, config)
+    except (OSError, ValueError) as error:
+        _say(console, f"{path} cannot be used, and the schedule is chosen anew: {error}")
+        return None
+    if found is not None:
+        _say(console, f"schedule and partition as recorded in {path}")
+    return found
 
 
 @dataclasses.dataclass(frozen=True)
@@ -143,10 +179,11 @@ def _disk_failures(config: Config, kinds: Phases) -> list[Failure]:
 
 
 def prepare_folder(program: Program) -> None:
-    """Writes the resolved configuration and the schedule's picture."""
+    """Writes the resolved configuration, and the schedule that was chosen with its picture."""
     config = program.config
     folder = Path(config.run_dir)
     folder.mkdir(parents=True, exist_ok=True)
+    choice.write(folder / checks.CHOICE_FILE, config, program.choice)
     if schedule.is_asynchronous(config):
         text = pipemare_draw.text(schedule.steady_state(config))
         (folder / checks.STEADY_STATE_FILE).write_text(text, encoding="utf-8")

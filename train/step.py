@@ -21,7 +21,8 @@ from jaxpipe.runtime.pipeline import Pipeline
 from jaxpipe.schedule.actions import Schedule
 from jaxpipe.schedule.partition import Memory, chunk_costs, partition
 from jaxpipe.schedule.simulate import Costs, simulate
-from train import schedule, tasks
+from train import distributed, schedule, tasks
+from train.choice import Choice
 from train.config import Config, OptimizerConfig
 
 PyTree = Any
@@ -52,6 +53,8 @@ class Program:
 
     Args:
       config: a checked configuration; the devices it needs are there.
+      choice: the schedule and the partition to keep; None to choose them. That of process 0 is
+        every process's.
 
     Example:
       >>> program = Program(config)  # doctest: +SKIP
@@ -59,16 +62,23 @@ class Program:
       >>> state, metrics = program.train_step(state, batch, program.rng(0))  # doctest: +SKIP
     """
 
-    def __init__(self, config: Config) -> None:
+    def __init__(self, config: Config, choice: Choice | None = None) -> None:
         self.config = config
         self.task = tasks.make(config)
         self.mesh = make_mesh(stage=config.mesh.stage, data=config.mesh.data)
         self.shapes = jax.eval_shape(self.task.init, self._key)
-        self.layer_costs, self.layer_counts = self._partition()
-        self.schedule = schedule.build(config, self.layer_counts)
+        # A measurement differs from process to process.
+        chosen = distributed.from_first(lambda: (choice or self._choose()).to_json())
+        self.choice = Choice.from_json(chosen)
+        self.schedule = self.choice.schedule
+        self.layer_costs, self.layer_counts = self.choice.layer_costs, self.choice.layer_counts
         self.pipe = self._pipeline(self.schedule, self.layer_counts)
         self.learning_rate = learning_rate(config.optimizer, num_steps=config.train.steps)
         self.optimizer = self.make_optimizer()
+
+    def _choose(self) -> Choice:
+        costs, counts = self._partition()
+        return Choice(schedule.build(self.config, counts), counts, tuple(costs))
 
     def _partition(self) -> tuple[list[float], tuple[int, ...]]:
         """What every layer costs, and the layers of every chunk."""

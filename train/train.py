@@ -66,7 +66,8 @@ def _run(invocation) -> None:
         processes = distributed.find_processes(config)
     except errors.ConfigError as error:
         failures += checks.without(error.failures, broken)
-    writes = not invocation.dry_run and (processes is None or processes.number == 0)
+    # Of several processes the first one looks at the run folder, once it can tell the others.
+    writes = not invocation.dry_run and (processes is None or processes.count == 1)
     found = checks.check(
         config, resume=invocation.resume, writes=writes, reads=not invocation.dry_run
     )

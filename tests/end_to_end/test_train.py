@@ -22,6 +22,8 @@ from command import (
     steps,
 )
 
+from train.run_lock import LOCK_FILE
+
 pytestmark = pytest.mark.end_to_end
 
 
@@ -157,6 +159,7 @@ def test_sigterm_saves_and_resume_continues(unbroken, trainer, tmp_path):
     (stopped,) = [s for s in saved(run) if f"saved step {s}; go on with --resume" in finished.out]
     assert 1 < stopped < NUM_STEPS
     assert len(steps(run)) == stopped
+    assert not (run / LOCK_FILE).exists()
     finished = trainer.run("--run-dir", run, "--resume")
     assert f"resuming {run} at step {stopped}" in finished.out
     assert_same_run(run, unbroken[0])
@@ -172,6 +175,7 @@ def test_a_loss_that_is_not_finite_stops_the_run(unbroken, trainer, tmp_path):
     assert "The checkpoint of step 9 is kept; --resume continues from it." in finished.err
     assert "Traceback" not in finished.err
     assert saved(run) == [9]
+    assert not (run / LOCK_FILE).exists()
     trainer.run("--run-dir", run, "--resume")
     assert_same_run(run, unbroken[0])
 
