@@ -58,14 +58,14 @@ def leave_compilation_cache(mesh: Mesh) -> None:
     """
     if mesh.size == 1 or mesh.devices.flat[0].platform != "cpu":
         return
-    if not jax.config.jax_enable_compilation_cache:
+    if not jax.config.values["jax_enable_compilation_cache"]:
         return
     jax.config.update("jax_enable_compilation_cache", False)
     # jax looks at the setting once, when it first compiles.
     compilation_cache.reset_cache()
-    if jax.config.jax_compilation_cache_dir:
+    if folder := jax.config.values["jax_compilation_cache_dir"]:
         _LOG.warning(
             "jax_compilation_cache_dir=%s is not used: XLA's programs for several CPU devices can "
             "deadlock when they are loaded from a cache.",
-            jax.config.jax_compilation_cache_dir,
+            folder,
         )
