@@ -219,7 +219,10 @@ class AsynchronousConfig(Section):
 
 
 class CostsConfig(Section):
-    """What a microbatch costs on a chunk, in any one unit: schedules and ticks are made for it."""
+    """What a microbatch costs on a chunk, in any one unit: schedules and ticks are made for it.
+
+    If chunks differ, this is their mean, and the bubble that is printed is that of what each costs.
+    """
 
     f: Positive = 1.0
     """Forward."""

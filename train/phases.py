@@ -92,7 +92,7 @@ class Phase(abc.ABC):
 
     @abc.abstractmethod
     def bubble(self, step: int) -> float:
-        """Share of idle time in a step, as the schedule has it."""
+        """Share of idle time in a step: what the schedule and the stages' costs make of it."""
 
     def metrics(self, step: int, values: dict[str, jax.Array]) -> dict[str, Any]:
         """What a step tells beside loss and gradient norm."""
@@ -125,7 +125,7 @@ class SynchronousPhase(Phase):
 
     @cached_property
     def _bubble(self) -> float:
-        return lock_step(self.program.schedule, schedule.costs(self.config)).bubble_ratio
+        return lock_step(self.program.schedule, self.program.chunk_costs).bubble_ratio
 
     def bubble(self, step):
         return self._bubble
@@ -237,15 +237,22 @@ class AsynchronousPhase(Phase):
         left = step - self.steady.loss_lag
         return left if left > self.first else None
 
+    @cached_property
+    def _full_utilization(self) -> float:
+        return self.steady.full_utilization(self.program.chunk_costs)
+
+    def _utilization(self, step: int) -> float:
+        return self._full_utilization * self.steady.work_ratio(step - self.first - 1)
+
     def bubble(self, step):
-        return 1 - self.steady.work_ratio(step - self.first - 1)
+        return 1 - self._utilization(step)
 
     def metrics(self, step, values):
         delays = np.minimum(self.training.delays, step - self.first - 1).mean(axis=1)
         return {
             "loss_step": self.loss_step(step),
             "delays": delays.tolist(),
-            "utilization": 1 - self.bubble(step),
+            "utilization": self._utilization(step),
             "correction": np.asarray(values["correction"]).tolist(),
             "weight_versions": self.steady.num_versions,
             "weight_bytes": self.weight_bytes,

@@ -16,6 +16,7 @@ import optax
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from jaxpipe.runtime import checks
 from jaxpipe.runtime.asynchronous_run import AsynchronousRun
 from jaxpipe.runtime.asynchronous_update import Rules, slot_axis
 from jaxpipe.runtime.mesh import DATA, STAGE
@@ -143,9 +144,12 @@ class AsyncPipeline:
           The state: a tree of arrays to carry through `step`, to save and to restore like any.
 
         Raises:
-          ValueError: the batch does not divide, or functions of the model that cannot run so.
+          ValueError: arguments that do not fit the pipeline or the optimizer, or functions of the
+            model that cannot run so.
         """
-        self.pipe.check_batch(batch)
+        shapes = self._rules.optimizer.state_shapes
+        others = checks.optimizer_state("optimizer_state", optimizer_state, shapes)
+        self.pipe.check("params", params, batch, states, others)
 
         @partial(jax.jit, out_shardings=self.state_shardings)
         def init(params, optimizer_state, rng, states, step):

@@ -25,7 +25,7 @@ from jax import lax
 from jaxpipe.runtime.buffers import Slots, at_slot, put_slot
 from jaxpipe.runtime.data_axis import gather
 from jaxpipe.runtime.keys import embed_layer, head_layer, layer_key
-from jaxpipe.runtime.layers import LayerKind, sort_layers
+from jaxpipe.runtime.layers import LayerKind, check_loss, sort_layers
 from jaxpipe.runtime.layout import Layout, layer_rows
 from jaxpipe.runtime.mesh import DATA, STAGE
 from jaxpipe.runtime.model import Model
@@ -103,6 +103,8 @@ class LayerPasses:
         self.trees = [jax.tree.structure(x) for x in self.sorted_layers.activations]
         leaves = [jax.tree.leaves(x) for x in self.sorted_layers.activations]
         self.messages = Slots(leaves, np.arange(len(leaves)).reshape(-1, 1, 1))
+        y = self.sorted_layers.activations[self.last]
+        check_loss(jax.eval_shape(lambda y: self._head_loss(self.outer, y, 0), y))
 
     # What a microbatch and a layer are on this device.
 
