@@ -30,7 +30,7 @@ WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 ADAPTER = "adapter_config.json"
 _SHARD = re.compile(r"model-\d{5}-of-\d{5}\.safetensors")
-"""What the library calls the files that an index lists."""
+"""The library's names for the files that an index lists."""
 
 LEAVES = {
     "kernel": "weight",
@@ -39,7 +39,7 @@ LEAVES = {
     "mean": "running_mean",
     "var": "running_var",
 }
-"""What a module's parameters and statistics are called there; our tables are modules there."""
+"""The library's names for a module's parameters and statistics; our tables are modules there."""
 
 
 class Checkpoint(NamedTuple):
@@ -69,7 +69,7 @@ def load(folder: str | Path) -> Checkpoint:
     Raises:
       ValueError: a folder without the files, an index that leads out of the folder, an
         architecture that is none of these, one with features that the models here lack, missing or
-        unexpected tensors, and tensors of other shapes than the config's or without fractions.
+        unexpected tensors, and tensors of other shapes than the config's or of integers.
     """
     folder = Path(folder)
     fields = _read_json(folder / CONFIG)
@@ -99,12 +99,12 @@ def load(folder: str | Path) -> Checkpoint:
 def save(folder: str | Path, config: Config, params: PyTree, state: PyTree = None) -> None:
     """Writes a model that ``from_pretrained`` of the transformers library reads.
 
-    A model that the folder holds is replaced, one in several files too. If the process is killed
+    A model in the folder is replaced, even one in several files. If the process is killed
     meanwhile, the folder holds the old model, the new one, or no ``config.json`` and so neither.
 
     Args:
       folder: made if it does not exist.
-      config: the model's shape. A GPT must be one that GPT-2 or Llama is: learned positions,
+      config: the model's shape. A GPT must have the shape of GPT-2 or Llama: learned positions,
         LayerNorm, GELU and biases, or rotary positions, RMSNorm and SwiGLU. A ResNet must have
         style "imagenet" and norm "batch".
       params: canonical parameters.
@@ -157,7 +157,7 @@ def save(folder: str | Path, config: Config, params: PyTree, state: PyTree = Non
 
 
 class _Names(NamedTuple):
-    """What a leaf of ours is there: names for one layer, or for each layer if they are stacked."""
+    """The library's names of a leaf: those of one layer, or of each layer if they are stacked."""
 
     layers: list[tuple[str, ...]]
     shapes: list[tuple[int, ...]]
@@ -226,7 +226,7 @@ def _split(family: Family, config, path, array: np.ndarray, count: int) -> list[
 def _check_tensors(
     folder: Path, names: dict[str, _Names], tensors: dict[str, _Tensor], family: Family
 ) -> None:
-    """Raises ValueError with all that is wrong, before any tensor is used."""
+    """Raises ValueError with every problem, before any tensor is used."""
     wanted = {
         name: shape
         for theirs in names.values()
@@ -318,7 +318,7 @@ def _listed(folder: Path) -> list[str]:
 
 
 def _replace(folder: Path, partial: Path) -> None:
-    """Puts the files of a complete model into the place of what a folder holds."""
+    """Replaces the contents of a folder by the files of a complete model."""
     for name in (WEIGHTS, CONFIG):
         with (partial / name).open("rb") as file:
             os.fsync(file.fileno())
