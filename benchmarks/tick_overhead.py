@@ -43,7 +43,7 @@ def measure(name: str, layers: str, layers_per_chunk: int, stages: int, m: int) 
     return {
         "schedule": name,
         "layers": layers,
-        "layers a chunk": layers_per_chunk,
+        "layers per chunk": layers_per_chunk,
         "ticks": ticks,
         "ms per tick": 1e3 * wall / ticks,
         "CPU ms per tick": 1e3 * cpu / ticks,
@@ -73,7 +73,7 @@ def main(
         "tick_overhead",
         rows,
         title=f"a tick with almost no work, p={stages} m={microbatches}",
-        label=["schedule", "layers", "layers a chunk"],
+        label=["schedule", "layers", "layers per chunk"],
         bars=["ms per tick", "CPU ms per tick and core"],
         axis="ms",
     )
