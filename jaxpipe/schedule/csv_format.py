@@ -50,7 +50,7 @@ def write_csv(schedule: Schedule) -> str:
     if copies > 1:
         raise ValueError(
             f"Schedule {schedule.name!r} keeps {copies} copies of the model, which PyTorch's CSV "
-            "cannot express."
+            "cannot say."
         )
     table = ticks(schedule)
     num_ticks = 1 + max(row[-1] for row in table)

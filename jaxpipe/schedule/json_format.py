@@ -71,7 +71,7 @@ def from_json(data: Any) -> Schedule:
     except KeyError as error:
         raise ScheduleError(f"A schedule in JSON needs {error}.") from None
     except (AttributeError, TypeError, ValueError) as error:
-        raise ScheduleError(f"This is not a schedule in JSON: {error}") from None
+        raise ScheduleError(f"This is no schedule in JSON: {error}") from None
     validate(schedule)
     return schedule
 

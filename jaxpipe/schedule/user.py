@@ -165,7 +165,9 @@ def _parameters(name: str, function: Callable[..., Any]) -> Mapping[str, inspect
     try:
         return inspect.signature(function).parameters
     except ValueError:
-        raise ValueError(f"{name} cannot be used, because its parameters are unknown.") from None
+        raise ValueError(
+            f"{name} does not say what parameters it has, so it cannot be used."
+        ) from None
 
 
 def _raised(error: Exception) -> str:

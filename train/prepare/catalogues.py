@@ -56,7 +56,7 @@ def read(path: Path, locale: str, skipped: Counter[str]) -> Iterator[Pair]:
         _check_statements(path, path.read_text("utf-8"))
         catalogue = polib.pofile(str(path), encoding="utf-8")
     except UnicodeDecodeError as error:
-        raise ValueError(f"{path} is not a catalogue in UTF-8: {error}.") from error
+        raise ValueError(f"{path} is no catalogue in UTF-8: {error}.") from error
     except OSError as error:  # includes polib's own errors, with the line
         raise ValueError(f"{path} cannot be read: {error.strerror or error}.") from error
     for entry in catalogue:
