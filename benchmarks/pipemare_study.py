@@ -148,7 +148,7 @@ def train(config: Config) -> dict[str, Any]:
 
 
 def work(config: Config) -> dict[str, float]:
-    """What a method costs on each device: the pipeline's use, and compiled memory in MB."""
+    """The costs of a method on each device: the pipeline's use, and compiled memory in MB."""
     program = Program(config)
     full = synchronous = 1 - SynchronousPhase(program).bubble(1)
     drain, tick = 0.0, 1.0  # a tick in mean times of a microbatch on a stage

@@ -156,7 +156,7 @@ def _module(name: str, module_name: str) -> ModuleType:
 
 def _no_function(name: str, reason: str) -> str:
     return (
-        f"{name!r} is not a function that Python can import: {reason}.\n"
+        f"{name!r} is no function Python can import: {reason}.\n"
         "Nearest valid: 'module:function', for example 'my_schedules:mine'."
     )
 

@@ -175,7 +175,7 @@ def appearing(out: Path) -> Iterator[Path]:
     parent.mkdir(parents=True, exist_ok=True)
     prefix = f".{out.name}.partial-"
     for path in [path for path in parent.iterdir() if path.name.startswith(prefix)]:
-        # The lock of a killed process is gone with it: what can be locked belongs to nobody.
+        # A killed process leaves no lock: a folder that can be locked belongs to no process.
         with contextlib.suppress(OSError), _locked(path):
             shutil.rmtree(path)
     partial = parent / f"{prefix}{os.getpid()}"
