@@ -12,7 +12,7 @@ import jax
 from jax.experimental import multihost_utils
 
 GRACE_SECONDS = 30.0
-"""How long a signal waits for the end of a step, beyond the time of the longest step so far.
+"""How long a signal waits for a blocked main thread, beyond the time of the longest step so far.
 Slurm and Kubernetes kill a process 30 s after SIGTERM, by default."""
 
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
@@ -22,14 +22,14 @@ class StopRequest:
     """Notices SIGTERM (and Ctrl-C), so that a run saves and ends between two steps.
 
     Python runs a signal's handler between two of its own instructions, and so never while XLA
-    blocks the main thread. A thread therefore watches for signals, too. It ends the process if no
-    step is done within `GRACE_SECONDS`, and at once when a second signal comes.
+    blocks the main thread. A thread therefore watches for signals, too. It ends the process if the
+    handler has not run within `GRACE_SECONDS`, and at once when a second signal comes.
 
     With several processes jax's preemption service makes all of them stop after the same step.
     """
 
     def __init__(self) -> None:
-        self._seen = self._answered = False
+        self._seen = False
         self._last_step: float | None = None
         self._longest_step = 0.0
         self._is_alone = jax.process_count() == 1
@@ -51,9 +51,9 @@ class StopRequest:
         number = _next_signal(arrivals, None)
         grace = GRACE_SECONDS + self._longest_step
         if not _next_signal(arrivals, grace):
-            if self._answered:
+            if self._seen:
                 return
-            message = f"error: no step was done within {grace:.0f} s of the request to stop\n"
+            message = f"error: a request to stop has been blocked for {grace:.0f} s\n"
             os.write(2, message.encode())
         os._exit(128 + number)
 
@@ -65,7 +65,6 @@ class StopRequest:
         if self._last_step is not None:
             self._longest_step = max(self._longest_step, now - self._last_step)
         self._last_step = now
-        self._answered = self._seen
         return self._seen
 
 

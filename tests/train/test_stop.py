@@ -22,6 +22,7 @@ assert not request.after(1)
 forever = threading.Event()
 
 def block(x):
+    forever.wait(1)  # by now the main thread waits for this
     print("blocked", flush=True)
     forever.wait()
     return x
@@ -41,6 +42,19 @@ print("stepping", flush=True)
 time.sleep(0.5)
 assert request.after(3)
 time.sleep(2)  # saving may take longer than a step
+print("saved")
+"""
+EVALUATION = """
+import time
+from train import stop
+
+stop.GRACE_SECONDS = 0.2
+request = stop.StopRequest()
+request.after(1)
+print("evaluating", flush=True)
+for _ in range(20):
+    time.sleep(0.1)
+assert request.after(2)
 print("saved")
 """
 
@@ -74,7 +88,7 @@ def test_a_blocked_process_ends_after_the_grace_time(number):
     process.send_signal(number)
     _, error = _finish(process)
     assert process.returncode == 128 + number
-    assert "error: no step was done within 0 s of the request to stop" in error
+    assert "error: a request to stop has been blocked for 0 s" in error
 
 
 def test_a_second_signal_ends_a_blocked_process_at_once():
@@ -84,6 +98,13 @@ def test_a_second_signal_ends_a_blocked_process_at_once():
     process.send_signal(signal.SIGINT)
     _finish(process)
     assert process.returncode > 128
+
+
+def test_an_evaluation_that_takes_longer_than_the_grace_time_ends_with_a_checkpoint():
+    process = _start(EVALUATION, "evaluating")
+    process.send_signal(signal.SIGTERM)
+    out, error = _finish(process)
+    assert (process.returncode, out) == (0, "saved\n"), error
 
 
 def test_a_step_as_long_as_others_and_saving_have_time():
