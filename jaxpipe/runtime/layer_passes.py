@@ -124,7 +124,8 @@ class LayerPasses:
         return self.plan.model.embed(outer, *self.context(i, embed_layer(self.num_layers)))
 
     def _head_loss(self, outer, x, i):
-        return self.plan.model.head_loss(outer, x, *self.context(i, head_layer(self.num_layers)))
+        loss = self.plan.model.head_loss(outer, x, *self.context(i, head_layer(self.num_layers)))
+        return jax.tree.map(jnp.asarray, loss)  # a Python number, too, has a dtype then
 
     def _activation(self, message: list, number: int) -> PyTree:
         """A message's content as the activation of that number."""

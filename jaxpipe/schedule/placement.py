@@ -41,7 +41,8 @@ class Placement:
     @property
     def depth(self) -> int:
         """The number of virtual stages a microbatch goes through: one copy's; at least 1."""
-        return max(1, len(self.stages) // self.num_copies)
+        # `validate` counts with any placement before it refuses it.
+        return max(1, len(self.stages) // max(1, self.num_copies))
 
     @cached_property
     def num_chunks(self) -> int:
