@@ -17,11 +17,12 @@ import numpy as np
 from jax import lax
 
 from jaxpipe.runtime.asynchronous_update import Rules, UpdatingRun, corrected
+from jaxpipe.runtime.barriers import tie
 from jaxpipe.runtime.buffers import at_slot, put_slot
 from jaxpipe.runtime.data_axis import gather, reduce_gradients
 from jaxpipe.runtime.dependence import read_leaves
+from jaxpipe.runtime.fixed import Plan
 from jaxpipe.runtime.keys import layer_key
-from jaxpipe.runtime.layer_passes import Plan, tie
 from jaxpipe.runtime.layers import LayerKind
 from jaxpipe.runtime.mesh import DATA, STAGE
 from jaxpipe.runtime.parameters import Stacked

@@ -13,9 +13,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jaxpipe.runtime.asynchronous_executor import Run
+from jaxpipe.runtime.barriers import tie
 from jaxpipe.runtime.data_axis import gather, own_shard, reduce_gradients
-from jaxpipe.runtime.executor import Run
-from jaxpipe.runtime.layer_passes import tie
 from jaxpipe.runtime.mesh import DATA, STAGE
 from jaxpipe.runtime.packed_parameters import Packed
 from jaxpipe.runtime.parameters import Stacked, Unrolled

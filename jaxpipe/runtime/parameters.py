@@ -27,6 +27,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from jaxpipe.runtime.barriers import overwrite, run_if
 from jaxpipe.schedule.table import NONE
 
 PyTree = Any
@@ -254,24 +255,23 @@ class Unrolled(_Alike):
             number = (c * self.num_pieces + layer) % max(len(arrays), 1)
             own = {n: row if n == number else None for n, row in arrays.items()}
 
-            def step(_, through, c=c, layer=layer):
+            def step(through, c=c, layer=layer):
                 return body(c, layer, *through)
 
-            own, carry = lax.fori_loop(0, runs.astype(jnp.int32), step, (own, carry))
+            own, carry = run_if(runs, step, (own, carry))
             arrays = arrays | {n: row for n, row in own.items() if n == number}
         return arrays, carry
 
     def loop_pieces(self, chunk, body: Callable, carry: PyTree) -> PyTree:
         """As of `Stacked`; one loop a chunk, since on GPUs the host waits for each."""
 
-        def pieces(_, carry, c: int):
+        def pieces(carry, c: int):
             for number in range(self.num_pieces):
                 carry = body(c, number, carry)
             return carry
 
         for c in range(self.num_chunks):
-            trips = (chunk == c).astype(jnp.int32)
-            carry = lax.fori_loop(0, trips, functools.partial(pieces, c=c), carry)
+            carry = run_if(chunk == c, functools.partial(pieces, c=c), carry)
         return carry
 
     def every_piece(self, body: Callable, carry: PyTree) -> PyTree:
@@ -327,9 +327,7 @@ class Unrolled(_Alike):
             value = value.astype(w.dtype)
             if place.slot is None:
                 return value
-            # Always taken. It reads what it overwrites, or XLA would gather every chunk before the
-            # first tick.
-            return jnp.where(place.slot >= 0, value, w)
+            return overwrite(w, value, place.slot)
 
         return arrays | {number: jax.tree.map(write, arrays[number], values)}
 

@@ -12,7 +12,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxpipe.runtime import executor
-from jaxpipe.runtime.layer_passes import Plan
+from jaxpipe.runtime.fixed import Plan
 from jaxpipe.runtime.layers import Layers
 from jaxpipe.runtime.layout import LAYOUTS, make_layers, make_layout
 from jaxpipe.runtime.mesh import DATA, STAGE

@@ -26,7 +26,7 @@ import numpy as np
 from jaxpipe.schedule.actions import Kind, Schedule
 from jaxpipe.schedule.simulate import ticks
 from jaxpipe.schedule.slots import cached_slots
-from jaxpipe.schedule.table import NONE, Channel, Pass, TickTable, Transfers
+from jaxpipe.schedule.table import NONE, Cell, Channel, TickTable, Transfers
 from jaxpipe.schedule.validate import simulated_only
 
 _SPARED = 0.25
@@ -253,7 +253,7 @@ class _Lowering:
         weights: np.ndarray,
         gradients: np.ndarray,
         fresh: np.ndarray,
-    ) -> Pass:
+    ) -> Cell:
         parts = self.parts
         mine = np.flatnonzero(parts.kind == _KINDS.index(kind))
         number, tick = self.number[mine], parts.tick[mine]
@@ -275,7 +275,7 @@ class _Lowering:
         for name, value in values.items():
             columns[name] = np.zeros((self.num_ticks, self.schedule.num_stages), np.int32)
             columns[name][tick, parts.stage[mine]] = value
-        return Pass(**columns)
+        return Cell(**columns)
 
     def _uniform(
         self, ticks: np.ndarray | None, virtual_stage: int, slots: np.ndarray
