@@ -22,6 +22,8 @@ class Carried:
       inboxes: messages that wait for their reader, by name: x for F, dy for the backward.
       residuals: what layers leave behind, by name: until_b, until_w, crossing.
       sent: messages that were put out in the last tick and travel in the next, by kind.
+      replay: what F keeps for its recomputation, by name: inputs of segments, and the states that
+        layers have read.
       gradients: the gradient sums of layers; nothing in an evaluation.
       outer_gradients: those of embedding and head.
       finished: what finished gradients have become.
@@ -33,6 +35,7 @@ class Carried:
     inboxes: dict[str, list]
     residuals: dict[str, list]
     sent: dict[Kind, list]
+    replay: dict[str, PyTree]
     gradients: PyTree
     outer_gradients: PyTree
     finished: PyTree

@@ -19,6 +19,7 @@ from jax import lax
 
 from jaxpipe.runtime import outer_phases
 from jaxpipe.runtime.carried import Carried
+from jaxpipe.runtime.data_axis import average
 from jaxpipe.runtime.fixed import Batch, Fixed, Microbatches, Plan, fix
 from jaxpipe.runtime.gradients import GradientSink, Kept, Reduced
 from jaxpipe.runtime.layer_passes import run_cells
@@ -50,17 +51,23 @@ def run(plan: Plan, placed: PyTree, microbatches: PyTree, rng: jax.Array | None,
       reduced over data and shaped like ``placed``, or None if the table has no backward; and the
       states after the last microbatch, the mean over data shards.
     """
-    batch = Batch(microbatches, rng)
-    fixed, held = begin(plan, placed, batch)
-    loss, carried, states = run_ticks(fixed, batch, start(fixed, held, states))
-    gradients = None if fixed.gradients is None else fixed.gradients.result(fixed, carried)
-    return loss, gradients, states
+    batch, sink = Batch(microbatches, rng), _sink(plan)
+    fixed, held = begin(plan, placed, batch, sink)
+    loss, carried, states = run_ticks(fixed, batch, start(fixed, held, held.outer, states))
+    return loss, None if sink is None else sink.result(fixed, carried), states
+
+
+def _sink(plan: Plan) -> Kept | Reduced | None:
+    """What becomes of gradients in a step that returns them."""
+    if not plan.trains:
+        return None
+    return Reduced() if plan.zero >= 2 else Kept()
 
 
 def buffers(plan: Plan, placed: PyTree, microbatches: PyTree, rng, states) -> dict[str, PyTree]:
     """Shapes of what the tick loop keeps from the schedule, by name; arguments as for `run`."""
     del states
-    return buffer_shapes(begin(plan, placed, Batch(microbatches, rng))[0])
+    return buffer_shapes(begin(plan, placed, Batch(microbatches, rng), _sink(plan))[0])
 
 
 def layers(plan: Plan, placed: PyTree, microbatches: PyTree, rng, states) -> tuple[Layers, tuple]:
@@ -69,7 +76,7 @@ def layers(plan: Plan, placed: PyTree, microbatches: PyTree, rng, states) -> tup
     """
     del states
     batch = Batch(microbatches, rng)
-    fixed, _ = begin(plan, placed, batch)
+    fixed, _ = begin(plan, placed, batch, _sink(plan))
     context = jax.eval_shape(lambda: fixed.context(batch, 0, 0))
     # Without the mesh that they are traced in.
     shapes = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), context)
@@ -77,29 +84,28 @@ def layers(plan: Plan, placed: PyTree, microbatches: PyTree, rng, states) -> tup
 
 
 def begin(
-    plan: Plan, placed: PyTree, batch: Batch, *, gradients: GradientSink | None = None
+    plan: Plan, placed: PyTree, batch: Batch, sink: GradientSink | None
 ) -> tuple[Fixed, Held]:
     """What no tick of a step changes, and the weights it begins with.
 
     Args:
       plan, placed: as for `run`.
       batch: the step's microbatches.
-      gradients: what becomes of them; by default as the ZeRO level says.
+      sink: what becomes of gradients.
     """
-    if gradients is None and plan.trains:
-        gradients = Reduced() if plan.zero >= 2 else Kept()
     weights = Gathered() if plan.zero == 3 else Resident()
     outer = {name: placed[name] for name in ("embed", "head")}
     held = weights.hold(plan, jax.tree.map(lambda w: w[0], placed["layers"]), outer)
-    return fix(plan, batch, held.outer, weights=weights, gradients=gradients), held
+    return fix(plan, batch, held.outer, weights=weights, gradients=sink), held
 
 
-def start(fixed: Fixed, held: PyTree, states: PyTree) -> Carried:
+def start(fixed: Fixed, held: PyTree, outer: PyTree, states: PyTree) -> Carried:
     """What the first tick is handed: nothing is in flight.
 
     Args:
       fixed: what no tick changes.
-      held: the weights' source, as it begins.
+      held: what the weights' source begins with.
+      outer: arrays like the gradient sums of embedding and head.
       states: this device's part of the placed states, or None.
     """
 
@@ -118,9 +124,10 @@ def start(fixed: Fixed, held: PyTree, states: PyTree) -> Carried:
         inboxes={name: found[name] for name in ("x", "dy") if name in found},
         residuals={name: found[name] for name in fixed.residuals if name in found},
         sent=found.get("sent", {}),
+        replay={name: found[name] for name in ("inputs", "read_states") if name in found},
         # An evaluation has no gradients; its loops over layers carry their place all the same.
         gradients=found.get("gradients", {}),
-        outer_gradients=None if sink is None else jax.tree.map(jnp.zeros_like, held.outer),
+        outer_gradients=None if sink is None else jax.tree.map(jnp.zeros_like, outer),
         finished=None if sink is None else sink.finished(found),
         loss=jnp.zeros((), jnp.float32),
         states=jax.tree.map(lambda w: w[0], states),
@@ -140,6 +147,11 @@ def buffer_shapes(fixed: Fixed) -> dict[str, PyTree]:
         return shapes
     shapes["dy"] = fixed.messages.shapes(slots["dy"])
     shapes |= {name: kept.shapes(slots[name]) for name, kept in fixed.residuals.items()}
+    if fixed.recomputes:
+        shapes["inputs"] = fixed.messages.shapes(slots["replay"])
+    if fixed.rereads_states:
+        assert fixed.plan.states is not None
+        shapes["read_states"] = fixed.plan.states.slots(slots["replay"])
     return shapes | fixed.gradients.shapes(fixed)
 
 
@@ -149,7 +161,7 @@ def run_ticks(fixed: Fixed, batch: Batch, carried: Carried) -> tuple[Any, Carrie
     rows = _of_stage(fixed.table, fixed.stage)
     carried, _ = lax.scan(lambda c, row: (tick(fixed, batch, c, row), None), carried, rows)
     loss = lax.pmean(carried.loss / fixed.table.schedule.num_microbatches, DATA)
-    return loss, carried, jax.tree.map(lambda w: lax.pmean(w, DATA)[None], carried.states)
+    return loss, carried, jax.tree.map(lambda w: w[None], average(carried.states))
 
 
 def _of_stage(table: TickTable, stage) -> Row:
@@ -173,7 +185,7 @@ def tick(fixed: Fixed, batch: Microbatches, carried: Carried, row: Row) -> Carri
     arriving = send_late(fixed.table, carried.sent)
     held = fixed.weights.gather(fixed, carried.weights, row.gather)
     carried = outer_phases.enter(fixed, batch, carried.but(weights=held), row.outer)
-    carried, outputs = run_cells(fixed, batch, carried, row)
+    carried, outputs = run_cells(fixed, batch, carried, row, arriving)
     if sink is not None:
         carried = sink.chunk(fixed, carried, row.reduce)
     carried = exchange(fixed.table, carried, row, outputs, arriving)

@@ -27,6 +27,9 @@ if TYPE_CHECKING:
 
 PyTree = Any
 
+RESIDUALS = ("until_b", "until_w", "crossing")
+"""What a layer leaves behind: for B, for B and W, and from B to W."""
+
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
@@ -117,6 +120,15 @@ class Fixed:
     def num_layers(self) -> int:
         return sum(self.table.layer_counts)
 
+    @property
+    def recomputes(self) -> bool:
+        return Kind.R in self.table.passes
+
+    @property
+    def rereads_states(self) -> bool:
+        """Whether recomputed layers need the states that their F has read."""
+        return self.recomputes and any(kind.split.reads_state for kind in self.layers.kinds)
+
     def context(self, batch: Microbatches, i, layer) -> tuple[PyTree, jax.Array | None]:
         """What every function of a layer is given beside its parameters and values."""
         return _context(batch, i, layer, self.shard)
@@ -187,7 +199,7 @@ def fix(
         kind_of=jnp.asarray(kind_of)[stage],
         residuals={
             name: Slots([getattr(kind.split, name) for kind in layers.kinds], kind_of)
-            for name in ("until_b", "until_w", "crossing")
+            for name in RESIDUALS
         },
         messages=Slots(leaves, np.arange(len(leaves)).reshape(-1, 1, 1)),
     )

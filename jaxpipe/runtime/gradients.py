@@ -52,10 +52,6 @@ class GradientSink(abc.ABC):
         del fixed, row
         return carried
 
-    @abc.abstractmethod
-    def result(self, fixed: Fixed, carried: Carried) -> Any:
-        """What a step returns of its gradients."""
-
 
 class Kept(GradientSink):
     """Gradients of all layers are summed, and reduced over data when the step ends (ZeRO 0, 1)."""

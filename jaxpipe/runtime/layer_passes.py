@@ -20,6 +20,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
+import numpy as np
 
 from jaxpipe.runtime.barriers import run_if, tie
 from jaxpipe.runtime.buffers import at_slot, put_slot
@@ -99,12 +100,21 @@ class Work:
 
 
 def run_cells(
-    fixed: Fixed, batch: Microbatches, carried: Carried, row: Row
+    fixed: Fixed, batch: Microbatches, carried: Carried, row: Row, arriving: list[list | None]
 ) -> tuple[Carried, dict[Kind, list]]:
-    """Runs a tick's cells; returns what F and the backward have put out, to be sent."""
+    """Runs a tick's cells; returns what F and the backward have put out, to be sent.
+
+    Args:
+      fixed, batch, carried, row: as everywhere.
+      arriving: messages that were sent when the tick began, by channel.
+    """
+    if fixed.recomputes:
+        carried = _recompute(fixed, batch, carried, row, arriving)
     outputs: dict[Kind, list] = {}
     through = Through([], carried.but(weights=None, finished=None))
     for action, columns in fixed.table.passes.items():
+        if action is Kind.R:
+            continue
         cell = row.cells[action]
         work = Work(fixed, batch, carried.weights, action, cell)
         if action is Kind.W:
@@ -126,6 +136,35 @@ def run_cells(
     return through.carried.but(weights=carried.weights, finished=carried.finished), outputs
 
 
+def _recompute(
+    fixed: Fixed, batch: Microbatches, carried: Carried, row: Row, arriving: list[list | None]
+) -> Carried:
+    """Runs R, each stage of a segment a tick after the one before it; keeps the input of F.
+
+    The first stage of a segment begins with the input that it has kept, the others with what R of
+    the stage before has put out.
+    """
+    kept, cell = carried.replay["inputs"], row.cells[Kind.R]
+    begins, message = np.ones(fixed.table.schedule.num_stages, bool), at_slot(kept, cell.replay)
+    for channel, sent in zip(fixed.table.channels, arriving, strict=True):
+        if channel.kind is Kind.R and sent is not None:
+            begins[[receiver for _, receiver in channel.edges]] = False
+            first = jnp.asarray(begins)[fixed.stage]
+            message = [jnp.where(first, m, w) for m, w in zip(message, sent, strict=True)]
+    through = Through(message, carried.but(weights=None, finished=None))
+    through, _ = _run_layers(Work(fixed, batch, carried.weights, Kind.R, cell), through, {})
+    forward = row.cells[Kind.F]
+    keeps = jnp.asarray(begins)[fixed.stage]
+    slot = jnp.where(keeps & (forward.lo < forward.hi), forward.replay, NONE)
+    inputs = put_slot(kept, slot, at_slot(through.carried.inboxes["x"], forward.inbox))
+    return through.carried.but(
+        weights=carried.weights,
+        finished=carried.finished,
+        replay=through.carried.replay | {"inputs": inputs},
+        sent=carried.sent | ({Kind.R: through.message} if Kind.R in carried.sent else {}),
+    )
+
+
 def _run_layers(
     work: Work, through: Through, outputs: dict[Kind, list]
 ) -> tuple[Through, dict[Kind, list]]:
@@ -144,7 +183,7 @@ def _run_layers(
 
     span = work.cell.chunk, work.cell.lo, work.cell.hi
     sums, rest = through.carried.gradients, (through.but(gradients=None), outputs)
-    down = work.action is not Kind.F and work.action is not Kind.W
+    down = work.action in (Kind.B, Kind.BW)
     sums, rest = work.fixed.params.loop(*span, body, sums, rest, down=down)
     through, outputs = rest
     return through.but(gradients=sums), outputs
@@ -162,19 +201,20 @@ def _run_layer(work: Work, through: Through) -> Through:
 
 
 def _forward(work: Work, through: Through) -> Through:
+    """F, and R: of a layer that is recomputed R alone leaves residuals, and F alone a new state."""
     fixed, kind = work.fixed, work.kind
     weights, message = tie(work.weights(), through.message)
     weights, x = fixed.params.unpack(weights, kind.example), fixed.activation(message, kind.x)
     args = weights, x, *work.context()
     state = _layer_state(work, through)
-    if fixed.plan.trains:
+    if fixed.plan.trains and fixed.recomputes == (work.action is Kind.R):
         y, until_b, until_w = kind.split.forward(*args, state=state)
         through = _save(work, through, until_b=until_b, until_w=until_w)
     else:
         y = kind.function(*args) if state is None else kind.function(*args, state)
     if state is not None:
         y, new = y
-        through = _renew(work, through, new)
+        through = through if work.action is Kind.R else _renew(work, through, state, new)
     return through._replace(message=fixed.message(message, kind.y, y))
 
 
@@ -217,6 +257,7 @@ def _backward_weights(work: Work, through: Through) -> Through:
 
 
 _STEPS: dict[Kind, Callable[[Work, Through], Through]] = {
+    Kind.R: _forward,
     Kind.F: _forward,
     Kind.B: _backward,
     Kind.BW: _backward_fused,
@@ -243,17 +284,26 @@ def _add_gradient(work: Work, through: Through, dparams: PyTree) -> Through:
 
 
 def _layer_state(work: Work, through: Through) -> PyTree:
-    """A layer's running statistics, or None for a model without."""
+    """A layer's running statistics, or None for a model without; those that F has read, where it
+    matters for R."""
     layout, example = work.fixed.plan.states, work.kind.example
     if layout is None:
         return None
+    if work.action is Kind.R and work.fixed.rereads_states:
+        place = layout.in_slot(work.cell.replay, *work.at, example)
+        return layout.unpack(layout.read(through.carried.replay["read_states"], place), example)
     place = layout.resident(*work.at, example)
     return layout.unpack(layout.read(through.carried.states, place), example)
 
 
-def _renew(work: Work, through: Through, new: PyTree) -> Through:
+def _renew(work: Work, through: Through, old: PyTree, new: PyTree) -> Through:
+    """Writes a layer's new state; keeps the old one for R, where it matters."""
     layout, example = work.fixed.plan.states, work.kind.example
     assert layout is not None
+    if work.fixed.rereads_states:
+        replay, place = through.carried.replay, layout.in_slot(work.cell.replay, *work.at, example)
+        kept = layout.write(replay["read_states"], place, layout.pack(old, example))
+        through = through.but(replay=replay | {"read_states": kept})
     place = layout.resident(*work.at, example)
     states = layout.write(through.carried.states, place, layout.pack(new, example))
     return through.but(states=states)

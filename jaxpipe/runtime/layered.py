@@ -100,8 +100,8 @@ class LayeredUpdate:
 
         def body(params, owned, rest, batch, rng, states):
             rows = Batch(self.pipe.split_rows(batch), rng)
-            fixed, held = executor.begin(plan, params, rows, gradients=applied)
-            carried = executor.start(fixed, held, states)
+            fixed, held = executor.begin(plan, params, rows, applied)
+            carried = executor.start(fixed, held, held.outer, states)
             carried = carried.but(finished=applied.begin(fixed, params, owned, rest))
             loss, carried, states = executor.run_ticks(fixed, rows, carried)
             return loss, applied.result(fixed, carried), states

@@ -26,7 +26,10 @@ def send(message: list, channel: Channel) -> list:
 
 
 def send_late(table: TickTable, sent: dict[Kind, list]) -> list[list | None]:
-    """Sends what the last tick has put out: it travels while this tick's layers run."""
+    """Sends what the last tick has put out: it travels while this tick's layers run.
+
+    What R has put out is read by this tick's R, which waits for it.
+    """
     return [send(sent[c.kind], c) if c.late else None for c in table.channels]
 
 
@@ -46,7 +49,11 @@ def exchange(
       outputs: what F and the backward have put out.
       arriving: what `send_late` has sent.
     """
-    channels = list(zip(table.channels, row.arrivals, arriving, strict=True))
+    channels = [
+        through
+        for through in zip(table.channels, row.arrivals, arriving, strict=True)
+        if through[0].kind in INBOX
+    ]
 
     def receive(inboxes: dict, channel: Channel, slot, message: list) -> dict:
         name = INBOX[channel.kind]
@@ -60,7 +67,7 @@ def exchange(
                 inboxes = receive(inboxes, channel, arrival.slot, message)
         return inboxes
 
-    inboxes = carried.inboxes
+    inboxes, late = carried.inboxes, carried.sent.keys() & outputs.keys()
     for channel, arrival, message in channels:
         if channel.local:
             inboxes = receive(inboxes, channel, arrival.slot, outputs[channel.kind])
@@ -69,4 +76,4 @@ def exchange(
     # All stages meet or none: the trip count is the same on every device.
     skips = not table.meets.all()
     inboxes = lax.fori_loop(0, row.meets, meet, inboxes) if skips else meet(0, inboxes)
-    return carried.but(inboxes=inboxes, sent={kind: outputs[kind] for kind in carried.sent})
+    return carried.but(inboxes=inboxes, sent=carried.sent | {k: outputs[k] for k in late})

@@ -118,17 +118,26 @@ class OneLoop:
 class _Alike(abc.ABC):
     """What is known of layers that are alike, wherever they lie; arguments as for `Stacked`."""
 
+    slot_dim = 0
+
     def __init__(self, layers: PyTree, rows: np.ndarray, data: int) -> None:
         _, self.num_chunks, self.num_pieces = rows.shape
         self._rows = rows.reshape(len(rows), -1)
         self.piece = jax.tree.map(lambda w: make_leaf(w.shape[1:], w.dtype, data=data), layers)
         depth = jax.tree.leaves(layers)[0].shape[0] if jax.tree.leaves(layers) else 0
-        self.canonical = jax.tree.map(lambda leaf: leaf.behind(depth), self.piece)
+        self.canonical = jax.tree.map(
+            lambda leaf: dataclasses.replace(leaf.behind(depth), stage_dim=0), self.piece
+        )
 
     def shape_of(self, layer: int) -> PyTree:
         """Shapes of one layer's parameters."""
         del layer
         return jax.tree.map(Leaf.struct, self.piece)
+
+    def leaves_of(self, example: int) -> PyTree:
+        """A stored layer, every array a `Leaf`."""
+        del example
+        return self.piece
 
     def pack(self, params: PyTree, example: int) -> PyTree:
         """A layer's parameters in the form they are stored in."""
@@ -167,6 +176,7 @@ class Stacked(_Alike, OneLoop):
       placed: the arrays of one stage, every one a `Leaf`.
       piece: what is gathered or reduced at once, every array a `Leaf`.
       num_pieces: how many of them a chunk is.
+      slot_dim: dimension of a stage's arrays along which slots follow each other.
     """
 
     def __init__(self, layers: PyTree, rows: np.ndarray, data: int) -> None:

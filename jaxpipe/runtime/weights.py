@@ -31,10 +31,6 @@ class Held(NamedTuple):
 class WeightSource(abc.ABC):
     """Where the weights of an action come from; ``held`` is what the ticks carry for it."""
 
-    @abc.abstractmethod
-    def hold(self, plan: Plan, layers: PyTree, outer: PyTree) -> Any:
-        """What is held when a step begins, but for its buffers."""
-
     def shapes(self, fixed: Fixed) -> dict[str, PyTree]:
         """Shapes of its buffers, by name."""
         del fixed
@@ -67,6 +63,7 @@ class Resident(WeightSource):
     """Every data shard has its stage's weights whole."""
 
     def hold(self, plan: Plan, layers: PyTree, outer: PyTree) -> Held:
+        """What is held when a step begins, but for its buffers."""
         del plan
         return Held(layers, outer)
 
@@ -79,6 +76,7 @@ class Gathered(WeightSource):
     """Weights are sharded over data (ZeRO-3): chunks are gathered into slots, as the table says."""
 
     def hold(self, plan: Plan, layers: PyTree, outer: PyTree) -> Held:
+        """As of `Resident`."""
         return Held(layers, gather(outer, plan.layout.outer))
 
     def shapes(self, fixed: Fixed) -> dict[str, PyTree]:

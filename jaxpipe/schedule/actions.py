@@ -27,6 +27,8 @@ class Kind(enum.StrEnum):
     """Backward for the weights."""
     BW = "BW"
     """Fused backward: B and W of a layer together, layer by layer."""
+    R = "R"
+    """Recomputation: F again, of a segment of which F has kept the input alone."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, order=True)

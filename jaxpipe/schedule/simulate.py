@@ -51,7 +51,8 @@ class Costs:
 
     def of(self, kind: Kind) -> float:
         """The duration of an action of this kind."""
-        return {Kind.F: self.f, Kind.B: self.b, Kind.W: self.w, Kind.BW: self.b + self.w}[kind]
+        both = self.b + self.w
+        return {Kind.F: self.f, Kind.B: self.b, Kind.W: self.w, Kind.BW: both, Kind.R: self.f}[kind]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

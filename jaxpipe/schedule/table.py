@@ -36,6 +36,7 @@ class Cell(NamedTuple):
       weights: weight slot (sharded weights only).
       gradient: gradient slot (sharded gradients only).
       fresh: 1 where the gradient slot holds another chunk's sum, to be overwritten.
+      replay: slot of what F keeps for its recomputation; None if nothing is recomputed.
     """
 
     lo: Any
@@ -50,6 +51,7 @@ class Cell(NamedTuple):
     weights: Any
     gradient: Any
     fresh: Any
+    replay: Any = None
 
 
 class Arrival(NamedTuple):
@@ -66,14 +68,48 @@ class Transfer(NamedTuple):
     slot: Any
 
 
+class Reads(NamedTuple):
+    """Slots of the weight versions of embedding and head that a phase reads."""
+
+    embed: Any
+    head: Any
+
+
 class Outer(NamedTuple):
-    """What all stages compute together in one tick: see `TickTable`."""
+    """What all stages compute together in one tick: see `TickTable`.
+
+    Where weights are kept in versions, ``reads`` says by phase (enter, leave, embed_gradient) which
+    ones it reads; it is None otherwise.
+    """
 
     embed: Any
     embed_slot: Any
     head: Any
     head_slot: Any
     embed_gradient: Any
+    reads: dict[str, Reads] | None = None
+
+
+class Update(NamedTuple):
+    """An update that ends a tick.
+
+    Args:
+      minibatch: whose gradients are complete, counted since the pipeline was last empty; `NONE` if
+        there is no update.
+      version: of the weights before it.
+    """
+
+    minibatch: Any
+    version: Any
+
+
+class Updates(NamedTuple):
+    """The updates that end a tick, by part; ``any_stage`` is 1 if any part of any stage has one."""
+
+    layers: Update
+    embed: Update
+    head: Update
+    any_stage: Any
 
 
 class Row(NamedTuple):
@@ -85,6 +121,7 @@ class Row(NamedTuple):
       gather, reduce: its transfers over data.
       outer: what all stages compute together, for embedding and head.
       meets: 1 if stages exchange messages at the tick's end, each waiting for the others.
+      updates: what is updated; None where weights stay as they are.
     """
 
     cells: dict[Kind, Cell]
@@ -93,6 +130,7 @@ class Row(NamedTuple):
     reduce: Transfer
     outer: Outer
     meets: Any
+    updates: Updates | None = None
 
 
 @dataclasses.dataclass(frozen=True)

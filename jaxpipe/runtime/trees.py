@@ -1,0 +1,88 @@
+"""Comparing a tree of arrays with the one that is expected, before anything is compiled."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+PyTree = Any
+
+
+def shape_of(leaf: Any) -> jax.ShapeDtypeStruct | None:
+    """Shape and dtype of a leaf as JAX would hold it; None if it is not an array."""
+    try:
+        return jax.eval_shape(lambda array: array, leaf)
+    except (TypeError, OverflowError):  # of an object; of a number that no dtype holds
+        return None
+
+
+def shapes_of(tree: PyTree) -> PyTree:
+    """The tree with `shape_of` of every leaf."""
+    return jax.tree.map(shape_of, tree)
+
+
+def describe(tree: PyTree) -> str:
+    """A tree of arrays or shapes in words: ``{'source': float32[2, 3]}``."""
+    return str(jax.tree.map(lambda leaf: _Text(f"{leaf.dtype}{list(leaf.shape)}"), tree))
+
+
+def describe_leaf(leaf: Any) -> str:
+    """A leaf in words, whether it is an array or not."""
+    shape = shape_of(leaf)
+    return f"a {type(leaf).__name__}, not an array" if shape is None else describe(shape)
+
+
+def strongly_typed(tree: PyTree) -> PyTree:
+    """The arrays without weak types, which a training step would lose and be compiled again."""
+    return jax.tree.map(lambda w: jnp.asarray(w, w.dtype), tree)
+
+
+def mismatches(name: str, found: PyTree, expected: PyTree, *, dtypes: bool = True) -> list[str]:
+    """Says everything in which a tree differs from the expected one.
+
+    Args:
+      name: the argument's name, with which every path begins.
+      found: a tree of arrays, of shapes, or of anything else.
+      expected: a tree of shapes.
+      dtypes: whether dtypes must agree, too.
+
+    Returns:
+      A line for every difference, with its path, what was found and what was expected.
+
+    Example:
+      >>> mismatches("params", {"w": jnp.ones(3)}, {"w": jax.ShapeDtypeStruct((2,), "float32")})
+      ["params['w'] is float32[3]; expected float32[2]."]
+    """
+    have, want = dict(jax.tree.leaves_with_path(found)), dict(jax.tree.leaves_with_path(expected))
+    lines = list(_differences(name, have, want, dtypes))
+    structures: list[Any] = [jax.tree.structure(tree) for tree in (found, expected)]
+    if not lines and structures[0] != structures[1]:
+        lines.append(f"{name} has the structure {structures[0]}; expected {structures[1]}.")
+    return lines
+
+
+def _differences(name: str, have: dict, want: dict, dtypes: bool) -> Iterator[str]:
+    for path, leaf in want.items():
+        at = name + jax.tree_util.keystr(path)
+        if path not in have:
+            yield f"{at} is missing; expected {describe(leaf)}."
+            continue
+        shape = shape_of(have[path])
+        same_dtype = shape is not None and shape.dtype == leaf.dtype
+        if shape is None or shape.shape != leaf.shape or (dtypes and not same_dtype):
+            yield f"{at} is {describe_leaf(have[path])}; expected {describe(leaf)}."
+    for path in [path for path in have if path not in want]:
+        at = name + jax.tree_util.keystr(path)
+        yield f"{at} is {describe_leaf(have[path])}; nothing is expected there."
+
+
+class _Text(str):
+    """A string that prints itself without quotes."""
+
+    __slots__ = ()
+
+    def __repr__(self) -> str:
+        return str(self)
