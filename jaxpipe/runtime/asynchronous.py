@@ -17,20 +17,31 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxpipe.runtime import checks
+from jaxpipe.runtime.asynchronous_checks import (
+    OTHER_MINIBATCH,
+    OTHER_STATE,
+    check_arguments,
+    entering,
+)
 from jaxpipe.runtime.asynchronous_run import AsynchronousRun
 from jaxpipe.runtime.asynchronous_update import Rules, slot_axis
 from jaxpipe.runtime.mesh import DATA, STAGE
 from jaxpipe.runtime.part_optimizer import PartOptimizer
 from jaxpipe.runtime.pipeline import Pipeline
+from jaxpipe.runtime.trees import mismatches, shapes_of
 from jaxpipe.schedule.actions import Kind
 from jaxpipe.schedule.lower import lower
 from jaxpipe.schedule.one_f_one_b import one_f_one_b
 from jaxpipe.schedule.pipemare import SteadyState
-from jaxpipe.schedule.placement import linear
 
 PyTree = Any
 State = dict[str, Any]
-"""Everything a run carries from call to call: a tree of arrays."""
+"""Everything a run carries from call to call: a tree of arrays, and its `Steady`."""
+
+
+@jax.tree_util.register_static
+class Steady(SteadyState):
+    """The rules of a pipeline as a part of its state, one without arrays."""
 
 
 class AsyncPipeline:
@@ -44,8 +55,17 @@ class AsyncPipeline:
     The synchronous pipeline it is made from shares layout, evaluation and warm-up (PipeMare's T3):
     parameters and optimizer state pass from one to the other as they are.
 
-    Clipping is by the norm over the newest finished gradients of all parts: a stage knows those of
-    the stages behind it for the same minibatch, and for an earlier one those before it.
+    Clipping scales a gradient by ``clip_norm / max(norm, clip_norm)`` when its part (the layers of
+    a stage, the embedding, the head) is updated. The norm is over the newest finished gradient of
+    every part, before clipping; a part that has none yet counts as 0. When stage i is updated for
+    minibatch k, the newest one of stage s is that of minibatch ``k + floor((s - i) / N)``, where
+    the embedding counts as stage 1 and the head as stage P+1.
+
+    The states of a stateful model are defined for every layer after every minibatch: each data
+    shard renews its own from microbatch to microbatch, and when F has run the minibatch's last
+    microbatch on the layer's stage they are averaged over the data shards, as at the end of a
+    synchronous step. ``state["states"]`` are the placed states of every stage after the last
+    minibatch that its F has finished.
 
     Args:
       pipe: one chunk a stage in model order, such as "1f1b"; its microbatches are N.
@@ -56,10 +76,11 @@ class AsyncPipeline:
       discrepancy_decay: T2's D between 0 and 1, near 0.135: the backward reads w - tau * delta,
         delta being the weights' average step. None for no correction; PipeMare without T1 and T2 is
         naive asynchrony.
-      recompute_segment: stages of a segment, of which F keeps the input alone; it runs forward
-        again just before its backward. T2 then also corrects the weights of that second forward,
-        by as much less as they are less late. None for no recomputation.
-      clip_norm: the largest norm of a gradient, or None.
+      recompute_segment: stages of a segment, of which F keeps only the input, and the states that
+        it reads if they affect what a layer returns; the segment runs forward again just before its
+        backward. T2 also corrects the weights of that second forward, by less because they are less
+        late. None for no recomputation.
+      clip_norm: the largest norm over the newest finished gradients of all parts, or None.
 
     Raises:
       ValueError: arguments that do not fit each other, or an optimizer that mixes elements.
@@ -96,10 +117,10 @@ class AsyncPipeline:
         recompute_segment: int | None = None,
         clip_norm: float | None = None,
     ) -> None:
-        _check(pipe, method, rescheduling_steps, discrepancy_decay, clip_norm)
+        check_arguments(pipe, method, rescheduling_steps, discrepancy_decay, clip_norm)
         stages, microbatches = pipe.schedule.num_stages, pipe.schedule.num_microbatches
         self.pipe, self.optimizer = pipe, optimizer
-        self.steady = SteadyState(stages, microbatches, method, recompute_segment)
+        self.steady = Steady(stages, microbatches, method, recompute_segment)
         self._rules = Rules(
             self.steady,
             PartOptimizer(optimizer, pipe.layout.placed_shapes()),
@@ -153,11 +174,16 @@ class AsyncPipeline:
 
         @partial(jax.jit, out_shardings=self.state_shardings)
         def init(params, optimizer_state, rng, states, step):
-            return self._empty(params, optimizer_state, batch, rng, states, step)
+            return self._empty(params, optimizer_state, shapes_of(batch), rng, states, step)
 
         return init(params, optimizer_state, rng, states, step)
 
-    def _empty(self, params, optimizer_state, batch, rng, states, step) -> State:
+    def _empty(self, *given) -> State:
+        state = self._at_rest(*given)
+        return state | {"flight": self._flight(state), "steady": self.steady}
+
+    def _at_rest(self, params, optimizer_state, batch, rng, states, step) -> State:
+        """The state without what is in flight; arguments as for `init`."""
         # A state to be donated must not share an array, with itself or with the caller.
         params, optimizer_state, states = jax.tree.map(jnp.copy, (params, optimizer_state, states))
         owned, rest = self._rules.optimizer.split(optimizer_state)
@@ -167,7 +193,7 @@ class AsyncPipeline:
             rows = leaf.shape[0] // self.steady.num_microbatches
             return jnp.zeros((slots, rows, *leaf.shape[1:]), leaf.dtype)
 
-        state = {
+        return {
             "weights": self._versions_of(params),
             "delta": {name: jax.tree.map(jnp.zeros_like, params[name]) for name in self._corrected},
             "owned": owned,
@@ -184,12 +210,42 @@ class AsyncPipeline:
             "clock": {"tick": jnp.int32(0), "entered": jnp.int32(0), "first": jnp.int32(step)},
         }
 
+    @cached_property
+    def _flight(self):
+        """Makes what is in flight of an empty pipeline, from the rest of its state."""
+
         def empty(state):
             flight = self._run(_own(state)).empty_flight()
             return jax.tree.map(lambda w: w[None, None], flight)
 
-        specs = {name: self._specs[name] for name in state}
-        return state | {"flight": self._mapped(empty, (specs,), self._specs["flight"])(state)}
+        specs = {k: spec for k, spec in self._specs.items() if k not in ("flight", "steady")}
+        return jax.jit(self._mapped(empty, (specs,), self._specs["flight"]))
+
+    def _checked(self, state: State, **minibatch: PyTree) -> State:
+        """The state; raises if it is not this pipeline's, or if another kind of minibatch enters.
+
+        Args:
+          state: what the caller says is one; without "steady" if a checkpoint held arrays alone.
+          minibatch: "batch" and "rng", if one enters.
+        """
+        batch, rng = entering(state, self.steady.num_microbatches)
+        placed = self.pipe.layout.placed_shapes()
+        shapes = placed, self._rules.optimizer.state_shapes, batch, rng, self.pipe.placed_states
+        at_rest = jax.eval_shape(self._at_rest, *shapes, 0)
+        arrays = {name: value for name, value in state.items() if name not in ("flight", "steady")}
+        problems = mismatches("state", arrays, at_rest)
+        if (steady := state.get("steady") or self.steady) != self.steady:
+            problems.append(f"state['steady'] is {steady}; expected {self.steady}.")
+        if not problems:  # only then can the model be traced
+            self.pipe.check_batch(batch)
+            expected = jax.eval_shape(self._flight, at_rest)
+            problems = mismatches("state['flight']", state.get("flight"), expected)
+        problems += [OTHER_STATE] if problems else []
+        given = {"batch": batch, "rng": rng}
+        others = [line for k, v in minibatch.items() for line in mismatches(k, v, given[k])]
+        problems += [*others, OTHER_MINIBATCH] if others else []
+        checks.raise_all(problems)
+        return state | {"steady": self.steady}
 
     @property
     def _corrected(self) -> tuple[str, ...]:
@@ -214,7 +270,7 @@ class AsyncPipeline:
 
     def params(self, state: State) -> PyTree:
         """The newest placed parameters of every part; all of one version after `drain`."""
-        return self._newest(state)
+        return self._newest(self._checked(state))
 
     @cached_property
     def _newest(self):
@@ -229,6 +285,7 @@ class AsyncPipeline:
     def discrepancy(self, state: State) -> jax.Array:
         """How far T2 corrects layers: the norm of tau * delta over the weights', float32
         ``[stages]``; 0 without T2."""
+        state = self._checked(state)
         stages = self.steady.num_stages
         taus = jnp.asarray([self.steady.mean_delay(self.steady.stage(d)) for d in range(stages)])
         if not self._corrected:
@@ -243,7 +300,7 @@ class AsyncPipeline:
     def grad_norm(self, state: State) -> jax.Array:
         """The norm over the newest finished gradients of all parts, before clipping, float32;
         0 before there are any. Measured only if there is a ``clip_norm``."""
-        return jnp.sqrt(state["flight"]["norms"]["total"][0, 0])
+        return jnp.sqrt(self._checked(state)["flight"]["norms"]["total"][0, 0])
 
     def finish(self, state: State) -> tuple[PyTree, PyTree]:
         """Placed parameters and optimizer state as the synchronous pipeline has them.
@@ -251,8 +308,8 @@ class AsyncPipeline:
         Args:
           state: drained; in mid-flight parts have seen different numbers of updates.
         """
-        optimizer_state = self._rules.optimizer.join(state["owned"], state["rest"]["embed"])
-        return self.params(state), optimizer_state
+        params = self.params(state)
+        return params, self._rules.optimizer.join(state["owned"], state["rest"]["embed"])
 
     # Running.
 
@@ -263,17 +320,19 @@ class AsyncPipeline:
 
         Args:
           state: from `init`, `step` or `drain`; donate it to `jax.jit`.
-          batch: as for `Pipeline.value_and_grad`.
-          rng: the minibatch's key, or None.
+          batch: as for `Pipeline.value_and_grad`; of the structure, shapes and dtypes that `init`
+            was given.
+          rng: the minibatch's key, if `init` was given one.
 
         Returns:
           The state, and the mean loss of the minibatch whose last microbatch has left meanwhile
           (float32 scalar), about (P-1)/N minibatches behind; NaN before there is one.
 
         Raises:
-          ValueError: the batch does not divide.
+          ValueError: a state that is not this pipeline's; a batch or a key unlike those that `init`
+            was given.
         """
-        self.pipe.check_batch(batch)
+        state = self._checked(state, batch=batch, rng=rng)
 
         def body(state, batch, rng):
             own = _own(state)
@@ -296,7 +355,11 @@ class AsyncPipeline:
         Returns:
           The state, and the losses of the minibatches that were still to leave, float32
           ``[about (P-1)/N]``; NaN for those that never entered.
+
+        Raises:
+          ValueError: a state that is not this pipeline's.
         """
+        state = self._checked(state)
 
         def body(state):
             own = _own(state)
@@ -329,6 +392,7 @@ class AsyncPipeline:
             "recent": {"rows": P(None, DATA), "rng": P()},
             "clock": P(),
             "flight": P(DATA, STAGE),
+            "steady": P(),  # of no array
         }
 
     def _mapped(self, body, in_specs, out_specs):
@@ -358,41 +422,3 @@ def _of_layers(state: State, fn) -> State:
         name: state[name] | {"layers": jax.tree.map(fn, state[name]["layers"])} for name in names
     }
     return state | changed
-
-
-def _check(
-    pipe: Pipeline,
-    method: str,
-    rescheduling_steps: int | None,
-    discrepancy_decay: float | None,
-    clip_norm: float | None,
-) -> None:
-    """Raises one error with everything that does not fit."""
-    problems = []
-    if pipe.schedule.placement != linear(pipe.schedule.num_stages):
-        problems.append(
-            f"Schedule {pipe.schedule.name!r} has {pipe.schedule.num_chunks} chunks a stage; an "
-            "asynchronous pipeline is made from one with a single chunk a stage, in model order.\n"
-            "Nearest valid: '1f1b'."
-        )
-    if pipe.weights != "stacked":
-        problems.append(
-            f"weights={pipe.weights!r}: versions of weights lie in one stacked array a parameter.\n"
-            "Nearest valid: weights='stacked'."
-        )
-    if rescheduling_steps is not None and rescheduling_steps < 1:
-        problems.append(f"rescheduling_steps={rescheduling_steps} must be at least 1, or None.")
-    if discrepancy_decay is not None and not 0 < discrepancy_decay < 1:
-        problems.append(
-            f"discrepancy_decay={discrepancy_decay} must lie between 0 and 1.\n"
-            "Nearest valid: 0.135."
-        )
-    if discrepancy_decay is not None and method != "pipemare":
-        problems.append(
-            "discrepancy_decay corrects what the backward of method='pipemare' reads; the one of "
-            f"method={method!r} reads what its forward has read.\nNearest valid: None."
-        )
-    if clip_norm is not None and clip_norm <= 0:
-        problems.append(f"clip_norm={clip_norm} must be positive, or None.")
-    if problems:
-        raise ValueError("\n".join(problems))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -163,7 +165,7 @@ def test_idle_ticks_compute_nothing_and_no_residual_is_copied(method, zero, segm
     assert memory.temp_size_in_bytes < per_device
 
 
-def make(schedule="1f1b", *, stages=2, microbatches=2, **options) -> AsyncPipeline:
+def make(schedule="1f1b", *, stages=2, microbatches=2, optimizer=None, **options) -> AsyncPipeline:
     start = params(layers=4, tied=True)
     pipe = jaxpipe.Pipeline(
         model(tied=True),
@@ -171,7 +173,7 @@ def make(schedule="1f1b", *, stages=2, microbatches=2, **options) -> AsyncPipeli
         schedule=jaxpipe.schedules.build(schedule, stages=stages, microbatches=microbatches),
         mesh=jaxpipe.make_mesh(stage=stages),
     )
-    return AsyncPipeline(pipe, optax.sgd(0.1), **options)
+    return AsyncPipeline(pipe, optimizer or optax.sgd(0.1), **options)
 
 
 @pytest.mark.parametrize(
@@ -189,6 +191,102 @@ def make(schedule="1f1b", *, stages=2, microbatches=2, **options) -> AsyncPipeli
 def test_what_does_not_fit_is_refused_with_the_nearest_valid(options, message):
     with pytest.raises(ValueError, match=message):
         make(**options)
+
+
+def carried(training: AsyncPipeline, batch: dict, rng=None):
+    """Shapes of an empty state."""
+
+    def init(placed):
+        return training.init(placed, training.optimizer.init(placed), batch, rng)
+
+    return jax.eval_shape(init, training.pipe.layout.placed_shapes())
+
+
+ROWS = {"inputs": jnp.zeros((8, 3)), "targets": jnp.zeros((8, 3))}
+
+
+@pytest.mark.parametrize(
+    ("batch", "messages"),
+    [
+        (
+            {name: jnp.zeros((4, 3)) for name in ROWS},
+            [r"batch\['inputs'\] is float32\[4, 3\]; expected float32\[8, 3\]", "'targets'"],
+        ),
+        (ROWS | {"inputs": jnp.zeros((8, 3, 1))}, [r"float32\[8, 3, 1\]; expected"]),
+        (ROWS | {"inputs": jnp.zeros((8, 3), jnp.bfloat16)}, [r"is bfloat16\[8, 3\]; expected"]),
+        ({"inputs": ROWS["inputs"]}, [r"batch\['targets'\] is missing"]),
+        (ROWS | {"mask": jnp.ones(8)}, [r"batch\['mask'\] is float32\[8\]; nothing"]),
+        (tuple(ROWS.values()), [r"batch\['inputs'\] is missing", r"batch\[0\] is float32"]),
+    ],
+)
+@pytest.mark.parametrize("jit", [True, False])
+def test_a_minibatch_unlike_that_of_init_is_refused(batch, messages, jit):
+    training = make()
+    step = jax.jit(training.step) if jit else training.step
+    state = carried(training, ROWS)
+    with pytest.raises(ValueError, match="call `init` with what `finish` returns") as error:
+        jax.eval_shape(step, state, batch)
+    for message in messages:
+        assert re.search(message, str(error.value))
+
+
+@pytest.mark.parametrize(
+    ("at_init", "at_step", "message"),
+    [
+        (None, jax.random.key(0), r"rng is key<fry>\[\]; nothing is expected"),
+        (jax.random.key(0), None, r"rng is missing; expected key<fry>\[\]"),
+        (jax.random.PRNGKey(0), jax.random.key(0), r"rng is key<fry>\[\]; expected uint32\[2\]"),
+    ],
+)
+def test_a_key_must_be_given_to_every_step_or_to_none(at_init, at_step, message):
+    training = make()
+    state = carried(training, ROWS, at_init)
+    with pytest.raises(ValueError, match=message):
+        jax.eval_shape(training.step, state, ROWS, at_step)
+
+
+def test_a_restored_state_knows_what_its_init_was_given():
+    """Host arrays, and a pipeline of its own."""
+    training = make()
+    placed = training.pipe.place(params(layers=4, tied=True))
+    wide = jax.tree.map(np.float64, ROWS)  # which JAX makes float32
+    state = jax.tree.map(np.asarray, training.init(placed, training.optimizer.init(placed), wide))
+    del state["steady"]  # arrays alone, as many checkpoints hold them
+    with pytest.raises(ValueError, match=r"state\['flight'\]\['inputs'\]\[0\] is missing"):
+        make(recompute_segment=1).drain(state)
+    again = make()
+    with pytest.raises(ValueError, match=r"float32\[4, 3\]; expected float32\[8, 3\]"):
+        again.step(state, jax.tree.map(lambda w: w[:4], ROWS))
+    jax.eval_shape(again.step, state, wide)
+    jax.eval_shape(again.step, state, ROWS)
+
+
+@pytest.mark.parametrize(
+    ("other", "message"),
+    [
+        ({"method": "pipedream"}, r"state\['weights'\]\['embed'\]\['table'\] is float32\[3, "),
+        ({"discrepancy_decay": 0.1}, r"state\['delta'\].*nothing is expected"),
+        ({"recompute_segment": 1}, r"recompute_segment=1\); expected .*recompute_segment=None"),
+        ({"optimizer": optax.adam(0.1)}, r"state\['owned'\]\[0\].*nothing is expected"),
+        ({"stages": 1}, r"state\['weights'\]\['layers'\]\['up'\] is float32\[1, 4, "),
+        ({"microbatches": 4}, r"num_microbatches=4, .*; expected .*num_microbatches=2, "),
+    ],
+)
+@pytest.mark.parametrize("use", ["step", "drain", "finish", "params", "discrepancy", "grad_norm"])
+def test_the_state_of_another_pipeline_is_refused(other, message, use):
+    training, optimizer = make(), other.get("optimizer", optax.sgd(0.1))
+    options = {name: value for name, value in other.items() if name != "optimizer"}
+    theirs = make(**options, optimizer=optimizer)
+    state = carried(theirs, ROWS)
+    arguments = (ROWS,) if use == "step" else ()
+    with pytest.raises(ValueError, match=message):
+        jax.eval_shape(getattr(training, use), state, *arguments)
+
+
+@pytest.mark.parametrize("state", [None, {}, ({}, 0.0), {"recent": {}}])
+def test_what_is_no_state_is_refused(state):
+    with pytest.raises(ValueError, match="comes from its own `init`, `step` or `drain`"):
+        make().drain(state)
 
 
 def test_an_embedding_that_reads_the_head_is_refused():

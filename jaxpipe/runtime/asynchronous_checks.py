@@ -1,0 +1,93 @@
+"""What an asynchronous pipeline refuses, before anything is compiled."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import jax
+
+from jaxpipe.runtime.pipeline import Pipeline
+from jaxpipe.runtime.trees import shapes_of
+from jaxpipe.schedule.placement import linear
+
+PyTree = Any
+
+OTHER_STATE = (
+    "The state of an asynchronous pipeline comes from its own `init`, `step` or `drain`, or from a "
+    "checkpoint of one of these."
+)
+OTHER_MINIBATCH = (
+    "Every minibatch must be like the one that `init` was given, and have a key if that had one: "
+    "what is in flight lies in buffers of these shapes. To change them, `drain` the state and call "
+    "`init` with what `finish` returns."
+)
+
+
+def entering(state: PyTree, microbatches: int) -> tuple[PyTree, PyTree]:
+    """Shapes of the batch and the key that `AsyncPipeline.init` was given, read from a state.
+
+    Args:
+      state: what a caller says is a state.
+      microbatches: of a minibatch.
+
+    Raises:
+      ValueError: what keeps no rows and keys, and thus cannot be a state.
+    """
+    recent = state.get("recent") if isinstance(state, dict) else None
+    if not isinstance(recent, dict) or recent.keys() != {"rows", "rng"}:
+        found = f"a {type(state).__name__}"
+        if isinstance(state, dict):
+            found = f"a dictionary of {list(state)}"
+        raise ValueError(
+            f"state is {found}; expected a dictionary in which 'recent' holds 'rows' and 'rng'.\n"
+            f"{OTHER_STATE}"
+        )
+
+    def batch(kept):
+        rows = microbatches * math.prod(kept.shape[1:2])
+        return jax.ShapeDtypeStruct((rows, *kept.shape[2:]), kept.dtype)
+
+    def key(kept):
+        return jax.ShapeDtypeStruct(kept.shape[1:], kept.dtype)
+
+    recent = shapes_of(recent)
+    return jax.tree.map(batch, recent["rows"]), jax.tree.map(key, recent["rng"])
+
+
+def check_arguments(
+    pipe: Pipeline,
+    method: str,
+    rescheduling_steps: int | None,
+    discrepancy_decay: float | None,
+    clip_norm: float | None,
+) -> None:
+    """Raises one error with everything that does not fit."""
+    problems = []
+    if pipe.schedule.placement != linear(pipe.schedule.num_stages):
+        problems.append(
+            f"Schedule {pipe.schedule.name!r} has {pipe.schedule.num_chunks} chunks a stage; an "
+            "asynchronous pipeline is made from one with a single chunk a stage, in model order.\n"
+            "Nearest valid: '1f1b'."
+        )
+    if pipe.weights != "stacked":
+        problems.append(
+            f"weights={pipe.weights!r}: versions of weights lie in one stacked array a parameter.\n"
+            "Nearest valid: weights='stacked'."
+        )
+    if rescheduling_steps is not None and rescheduling_steps < 1:
+        problems.append(f"rescheduling_steps={rescheduling_steps} must be at least 1, or None.")
+    if discrepancy_decay is not None and not 0 < discrepancy_decay < 1:
+        problems.append(
+            f"discrepancy_decay={discrepancy_decay} must lie between 0 and 1.\n"
+            "Nearest valid: 0.135."
+        )
+    if discrepancy_decay is not None and method != "pipemare":
+        problems.append(
+            "discrepancy_decay corrects what the backward of method='pipemare' reads; the one of "
+            f"method={method!r} reads what its forward has read.\nNearest valid: None."
+        )
+    if clip_norm is not None and clip_norm <= 0:
+        problems.append(f"clip_norm={clip_norm} must be positive, or None.")
+    if problems:
+        raise ValueError("\n".join(problems))
