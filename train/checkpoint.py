@@ -135,13 +135,18 @@ class Checkpoints:
           shapes: of what was saved, with shardings.
 
         Returns:
-          What was saved and the position in the data.
+          What was saved and the position in the data. Arrays by name are those that were saved:
+          older versions had fewer of a pipeline in mid-flight.
         """
+        folder = self._folder / str(step)
+        if isinstance(shapes, dict):
+            held = ocp.StandardCheckpointer().metadata(folder / STATE).item_metadata.keys()
+            shapes = {name: leaf for name, leaf in shapes.items() if name in held}
         items = {
             STATE: ocp.args.StandardRestore(_as_dict(shapes)),
             DATA: ocp.args.JsonRestore(),
         }
-        restored = _restore(self._folder / str(step), **items)
+        restored = _restore(folder, **items)
         state = restored[STATE]
         return (State(**state) if isinstance(shapes, State) else state), restored[DATA]
 

@@ -250,7 +250,7 @@ class OptimizerConfig(Section):
     beta2: Beta = 0.95
     """Decay of the mean of their squares."""
     clip_norm: Positive = 1.0
-    """Largest norm of the whole gradient, over all stages."""
+    """Largest norm of the whole gradient; asynchronously, of the newest one of every part."""
 
 
 class TrainConfig(Section):

@@ -33,6 +33,8 @@ _CARRIED = {
     "recent": "rows and keys in flight",
     "clock": "clock",
     "flight": "activations in flight",
+    "flight.states": "states of layers",
+    "flight.read_states": "states of layers",
     "flight.gradients": "gradient sums",
     "flight.outer_gradients": "gradient sums",
 }
@@ -220,10 +222,12 @@ class AsynchronousPhase(Phase):
         shapes = _by_name(self.shapes)
 
         def restore(saved):
-            leaves = [
-                jax.random.wrap_key_data(saved[name]) if _is_key(shape) else saved[name]
-                for name, shape in shapes.items()
-            ]
+            def leaf(name, shape):
+                if name not in saved:  # when the states of layers had one value for all data shards
+                    return jnp.broadcast_to(saved[name.removeprefix("flight.")], shape.shape)
+                return jax.random.wrap_key_data(saved[name]) if _is_key(shape) else saved[name]
+
+            leaves = [leaf(name, shape) for name, shape in shapes.items()]
             return jax.tree.unflatten(jax.tree.structure(self.shapes), leaves)
 
         carried = jax.jit(restore, out_shardings=self._shardings)(saved)

@@ -50,12 +50,12 @@ class StopRequest:
     def _watch(self, arrivals: int) -> None:
         number = _next_signal(arrivals, None)
         grace = GRACE_SECONDS + self._longest_step
-        if not _next_signal(arrivals, grace):
+        if _next_signal(arrivals, grace) is None:
             if self._answered:
                 return
             message = f"error: no step was done within {grace:.0f} s of the request to stop\n"
             os.write(2, message.encode())
-        os._exit(128 + number)
+        os._exit(128 + (number or 0))
 
     def after(self, step: int) -> bool:
         """Whether to stop now that a step is done; every process must ask after every step."""
@@ -69,13 +69,13 @@ class StopRequest:
         return self._seen
 
 
-def _next_signal(arrivals: int, seconds: float | None) -> int:
-    """The number of the next signal to stop; 0 if there is none in time."""
+def _next_signal(arrivals: int, seconds: float | None) -> int | None:
+    """The next request to stop; None if there is none in time."""
     until = None if seconds is None else time.monotonic() + seconds
     while True:
         left = None if until is None else max(until - time.monotonic(), 0.0)
         if not select.select([arrivals], [], [], left)[0]:
-            return 0
+            return None
         number = os.read(arrivals, 1)[0]
         if number in _SIGNALS:
             return number

@@ -18,7 +18,7 @@ from jax import lax
 
 from jaxpipe.runtime.asynchronous_update import Rules, UpdatingRun, corrected
 from jaxpipe.runtime.buffers import at_slot, put_slot
-from jaxpipe.runtime.data_axis import gather, reduce_gradients
+from jaxpipe.runtime.data_axis import average, gather, reduce_gradients
 from jaxpipe.runtime.dependence import read_leaves
 from jaxpipe.runtime.keys import layer_key
 from jaxpipe.runtime.layer_passes import Plan, tie
@@ -40,8 +40,8 @@ class AsynchronousRun(UpdatingRun):
       plan: what to run; of its table only the kinds of action, the channels and the layers count.
       rules: how to train.
       state: this device's part of the state, without the stage dimension: "weights" and "delta" by
-        part, "owned" and "rest" of the optimizer, "states" of stateful layers, "recent" rows and
-        keys, "clock", and, but for `empty_flight`, "flight".
+        part, "owned" and "rest" of the optimizer, "states" of stateful layers after the last whole
+        minibatch, "recent" rows and keys, "clock", and, but for `empty_flight`, "flight".
     """
 
     def __init__(self, plan: Plan, rules: Rules, state: dict) -> None:
@@ -54,6 +54,8 @@ class AsynchronousRun(UpdatingRun):
         self.count = jnp.asarray(plan.table.layer_counts)[self.stage]
         self.tied = self._check_reads()
         self.num_sums = self.steady.num_sums(tied=self.tied)
+        recomputes = self.steady.recompute_segment is not None
+        self.rereads_states = recomputes and any(kind.split.reads_state for kind in self.kinds)
 
     def _check_reads(self) -> bool:
         """Whether the head reads the embedding's parameters; the contrary is refused."""
@@ -83,6 +85,8 @@ class AsynchronousRun(UpdatingRun):
             shapes["inputs"] = self.messages.shapes(self.steady.input_slots)
             if self._recompute_edges():
                 shapes["recomputed"] = self._message_shape()
+        if self.rereads_states:
+            shapes["read_states"] = self._states.slots(self.steady.input_slots)
         parts = lax.axis_size(DATA) if self.plan.zero >= 2 else 1
         shapes["gradients"] = jax.tree.map(
             lambda leaf: leaf.struct(parts=parts), self.params.placed
@@ -92,7 +96,6 @@ class AsynchronousRun(UpdatingRun):
     def empty_flight(self) -> dict[str, Any]:
         """The buffers of a pipeline in which nothing is in flight."""
         flight = self._initial_state()
-        del flight["states"]
         rotating = jax.tree.map(
             lambda w: jnp.zeros((self.num_sums, *w.shape), w.dtype), self.outer["embed"]
         )
@@ -116,7 +119,7 @@ class AsynchronousRun(UpdatingRun):
         """
         num_ticks = self.steady.drain_ticks if rows is None else self.steady.num_microbatches
         carry = {k: v for k, v in state.items() if k not in ("flight", "clock", "states")}
-        carry |= state["flight"] | {"states": self.states}
+        carry |= state["flight"] | {"averaged_states": self.states}
         clock = state["clock"]
         entering = 0 if rows is None else self.steady.num_microbatches
         clock = clock | {"entered": clock["entered"] + entering}
@@ -133,7 +136,7 @@ class AsynchronousRun(UpdatingRun):
         if rows is None:
             first = clock["first"] + clock["entered"] // self.steady.num_microbatches
             clock = {"tick": jnp.int32(0), "entered": jnp.int32(0), "first": first}
-        states = jax.tree.map(lambda w: lax.pmean(w, DATA)[None], carry.pop("states"))
+        states = jax.tree.map(lambda w: w[None], carry.pop("averaged_states"))
         flight = {name: carry.pop(name) for name in state["flight"]}
         return carry | {"flight": flight, "clock": clock, "states": states}, losses
 
@@ -157,6 +160,8 @@ class AsynchronousRun(UpdatingRun):
         self.now, self.clock = now, clock
         self.recent, self.weights, self.delta = state["recent"], state["weights"], state["delta"]
         state = self._phases(state, self._row())
+        if self.plan.states is not None:
+            state = self._average_states(state)
         leaving = now - self.steady.head.forward
         ends = self._runs(leaving) & self.steady.updates(leaving)
         loss = jnp.where(ends, state["loss"] / self.steady.num_microbatches, jnp.nan)
@@ -196,6 +201,18 @@ class AsynchronousRun(UpdatingRun):
         slot = jnp.where(keeps, entering % steady.input_slots, NONE)
         state = state | {"inputs": put_slot(kept, slot, at_slot(state["x"], 0))}
         return state | {"recomputed": value} if edges else state
+
+    def _average_states(self, state: dict) -> dict:
+        """Averages the stage's states over data shards if F has ended a minibatch in this tick."""
+        g = self.now - self.steady.stage(self.stage).forward
+        ends = self._runs(g) & self.steady.updates(g)
+
+        def body(_, carry):
+            states = average(carry["states"])
+            return {"states": states, "averaged_states": states}
+
+        carry = {name: state[name] for name in ("states", "averaged_states")}
+        return state | lax.fori_loop(0, ends.astype(jnp.int32), body, carry)
 
     def _recompute_edges(self) -> list[tuple[int, int]]:
         """From each stage to the next of its segment."""
@@ -247,6 +264,7 @@ class AsynchronousRun(UpdatingRun):
             "weights": read(part, g, self.clock["first"]) % steady.num_versions,
             "correction": tau if self.rules.discrepancy_decay is not None else None,
             "recomputes": recomputes,
+            "read_states": g % steady.input_slots if self.rereads_states else None,
             "gradient": 0,
             "fresh": (g % steady.num_microbatches == 0).astype(jnp.int32),
         }
@@ -288,8 +306,25 @@ class AsynchronousRun(UpdatingRun):
     def _keeps_residuals(self, cell: dict) -> bool:
         return cell["recomputes"] or self.steady.recompute_segment is None
 
+    def _layer_state(self, state: dict, kind: LayerKind, cell: dict, layer) -> PyTree:
+        """A layer's state; for a recomputation the one that its F has read, if that matters."""
+        if not (cell["recomputes"] and self.rereads_states):
+            return super()._layer_state(state, kind, cell, layer)
+        stored = self._states.read(state["read_states"], self._read_state_place(kind, cell, layer))
+        return self._states.unpack(stored, kind.example)
+
     def _renew(self, state: dict, kind: LayerKind, cell: dict, layer, new: PyTree) -> dict:
-        return state if cell["recomputes"] else super()._renew(state, kind, cell, layer, new)
+        if cell["recomputes"]:
+            return state
+        if self.rereads_states:
+            read = self._states.pack(self._layer_state(state, kind, cell, layer), kind.example)
+            place = self._read_state_place(kind, cell, layer)
+            kept = self._states.write(state["read_states"], place, read)
+            state = state | {"read_states": kept}
+        return super()._renew(state, kind, cell, layer, new)
+
+    def _read_state_place(self, kind: LayerKind, cell: dict, layer):
+        return self._states.in_slot(cell["read_states"], self.stage, 0, layer, kind.example)
 
     def _add_gradient(self, state: dict, kind: LayerKind, cell: dict, layer, dparams) -> dict:
         stored = self.params.pack(dparams, kind.example)

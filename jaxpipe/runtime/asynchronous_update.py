@@ -34,7 +34,7 @@ class Rules:
       optimizer: updates one part at a time.
       rescheduling_steps: T1's K, or None.
       discrepancy_decay: T2's D, or None.
-      clip_norm: the largest norm of a gradient as far as it is known, or None.
+      clip_norm: the largest norm over the newest finished gradients of all parts, or None.
     """
 
     steady: SteadyState
@@ -199,7 +199,8 @@ class UpdatingRun(Run):
     # Clipping.
 
     def _measure(self, state: dict) -> dict:
-        """Renews the norms of the parts whose minibatch is complete, in the ticks that have one."""
+        """Renews the norms of the parts that finish a gradient in this tick, before any is updated;
+        the others keep the norm of their newest one."""
         ends = self.steady.updates
         parts = [self.steady.stage(d) for d in range(self.steady.num_stages)]
         gs = [self.now - part.backward for part in [*parts, self.steady.head]]
@@ -232,7 +233,7 @@ class UpdatingRun(Run):
         return sum(squares, jnp.float32(0))
 
     def _clipped(self, state: dict, gradients: PyTree) -> PyTree:
-        """Clipped by the norm of every part's newest finished gradient."""
+        """Clipped by the norm over the newest finished gradients of all parts."""
         limit = cast(float, self.rules.clip_norm)
         scale = limit / jnp.maximum(jnp.sqrt(state["norms"]["total"]), limit)
         return jax.tree.map(lambda g: g * scale.astype(g.dtype), gradients)

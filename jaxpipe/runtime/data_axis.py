@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax import lax
 
 from jaxpipe.runtime.mesh import DATA
@@ -51,3 +52,16 @@ def own_shard(whole: PyTree, leaves: PyTree, *, zero: int) -> PyTree:
         return lax.dynamic_slice_in_dim(w, lax.axis_index(DATA) * size, size, leaf.data_dim)
 
     return jax.tree.map(shard, leaves, whole)
+
+
+def average(values: PyTree) -> PyTree:
+    """The mean over data shards in each array's own dtype; integers are rounded down."""
+    if lax.axis_size(DATA) == 1:
+        return values
+
+    def mean(value):
+        if jnp.issubdtype(value.dtype, jnp.inexact):
+            return lax.pmean(value, DATA)
+        return (lax.psum(value, DATA) // lax.axis_size(DATA)).astype(value.dtype)
+
+    return jax.tree.map(mean, values)

@@ -24,7 +24,7 @@ import numpy as np
 from jax import lax
 
 from jaxpipe.runtime.buffers import put_slot
-from jaxpipe.runtime.data_axis import gather, reduce_gradients
+from jaxpipe.runtime.data_axis import average, gather, reduce_gradients
 from jaxpipe.runtime.layer_passes import LayerPasses, Plan, tie
 from jaxpipe.runtime.layers import Layers
 from jaxpipe.runtime.mesh import DATA, STAGE
@@ -90,7 +90,7 @@ class Run(LayerPasses):
         } | {"all": rows["all"]}
         state, _ = lax.scan(lambda state, row: (self._tick(state, row), None), state, rows)
         loss = lax.pmean(state["loss"] / self.table.schedule.num_microbatches, DATA)
-        states = jax.tree.map(lambda w: lax.pmean(w, DATA)[None], state["states"])
+        states = jax.tree.map(lambda w: w[None], average(state["states"]))
         return loss, self._result(state) if self.plan.trains else None, states
 
     def buffer_shapes(self) -> dict[str, PyTree]:

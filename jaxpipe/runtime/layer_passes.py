@@ -310,20 +310,22 @@ class LayerPasses:
         )
         return state | {"gradients": self.params.write(sums, place, total)}
 
+    @property
+    def _states(self) -> Stacked | Unrolled | Packed:
+        assert self.plan.states is not None
+        return self.plan.states
+
     def _layer_state(self, state: dict, kind: LayerKind, cell: dict, layer) -> PyTree:
         """A layer's running statistics, or None for a model without."""
-        states = self.plan.states
-        if states is None:
+        if self.plan.states is None:
             return None
-        place = states.resident(self.stage, cell["chunk"], layer, kind.example)
-        return states.unpack(states.read(state["states"], place), kind.example)
+        place = self._states.resident(self.stage, cell["chunk"], layer, kind.example)
+        return self._states.unpack(self._states.read(state["states"], place), kind.example)
 
     def _renew(self, state: dict, kind: LayerKind, cell: dict, layer, new: PyTree) -> dict:
-        states = self.plan.states
-        assert states is not None
-        place = states.resident(self.stage, cell["chunk"], layer, kind.example)
-        stored = states.pack(new, kind.example)
-        return state | {"states": states.write(state["states"], place, stored)}
+        place = self._states.resident(self.stage, cell["chunk"], layer, kind.example)
+        stored = self._states.pack(new, kind.example)
+        return state | {"states": self._states.write(state["states"], place, stored)}
 
 
 def tie(read: PyTree, carried: PyTree) -> tuple[PyTree, PyTree]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from typing import Any
 
 import jax
 from jax.experimental.compilation_cache import compilation_cache
@@ -59,27 +58,14 @@ def leave_compilation_cache(mesh: Mesh) -> None:
     """
     if mesh.size == 1 or mesh.devices.flat[0].platform != "cpu":
         return
-<<<<<<< HEAD
-    if not jax.config.values["jax_enable_compilation_cache"]:
+    if not jax.config.jax_enable_compilation_cache:
         return
     jax.config.update("jax_enable_compilation_cache", False)
     # jax looks at the setting once, when it first compiles.
     compilation_cache.reset_cache()
-    if folder := jax.config.values["jax_compilation_cache_dir"]:
+    if jax.config.jax_compilation_cache_dir:
         _LOG.warning(
             "jax_compilation_cache_dir=%s is not used: XLA's programs for several CPU devices can "
             "deadlock when they are loaded from a cache.",
-            folder,
-=======
-    config: Any = jax.config  # its stubs name no settings
-    was_enabled = config.jax_enable_compilation_cache
-    config.update("jax_enable_compilation_cache", False)
-    # jax looks at the setting once, when it first compiles.
-    compilation_cache.reset_cache()
-    if was_enabled and config.jax_compilation_cache_dir:
-        _LOG.warning(
-            "jax_compilation_cache_dir=%s is not used: XLA's programs for several CPU devices can "
-            "deadlock when they are loaded from a cache.",
-            config.jax_compilation_cache_dir,
->>>>>>> deadlock
+            jax.config.jax_compilation_cache_dir,
         )

@@ -95,7 +95,7 @@ class PartOptimizer:
                 "This optimizer cannot update a model part by part: every stage updates layers as "
                 "soon as their gradient is finished, and the data axis may split them, so each "
                 f"element's update must follow from that element alone, but {shown}.\n"
-                "AsyncPipeline clips by the global norm with clip_norm=...; otherwise update after "
+                "AsyncPipeline clips by itself, with clip_norm=...; otherwise update after "
                 "the step, from the gradients of Pipeline.value_and_grad."
             )
 

@@ -48,6 +48,7 @@ class Split:
       until_b: shapes of the residuals that only B reads.
       until_w: shapes of the residuals that W reads (B may read them too).
       crossing: shapes of what B computes and W reads.
+      reads_state: whether y or a residual depends on the state; False if only the new state does.
     """
 
     forward: Callable[..., Any]
@@ -57,6 +58,7 @@ class Split:
     until_b: tuple[jax.ShapeDtypeStruct, ...]
     until_w: tuple[jax.ShapeDtypeStruct, ...]
     crossing: tuple[jax.ShapeDtypeStruct, ...]
+    reads_state: bool
 
 
 def split_layer(
@@ -192,6 +194,9 @@ def _cut(traced: _Traced) -> Split:
     until_b = [v for v in saved(read_by_b) if v not in until_w]
     made_by_b = {v for eqn in b_eqns for v in eqn.outvars} | set(dy_vars)
     crossing = sorted(read_by_w & made_by_b & from_kept, key=_order(backward.jaxpr))
+    state_vars = own_vars[traced.num_x :]
+    from_state = _reachable(forward.jaxpr.eqns, set(state_vars))
+    passed_on = [*y_vars[: num_outputs - len(state_vars)], *until_b, *until_w]
 
     def known(params, context) -> dict:
         return dict(zip(known_vars, jax.tree.leaves((params, context)), strict=True))
@@ -245,6 +250,7 @@ def _cut(traced: _Traced) -> Split:
         until_b=_shapes(until_b),
         until_w=_shapes(until_w),
         crossing=_shapes(crossing),
+        reads_state=any(_is_var(v) and v in from_state for v in passed_on),
     )
 
 

@@ -3,14 +3,21 @@
 Written from the papers' formulas alone; it shares nothing with jaxpipe. The model is a residual MLP
 with hand-written derivatives, a linear embedding and a linear head, possibly tied:
 
-    x = inputs @ table;  x += tanh(x @ up + bias) @ down, layer by layer;
+    x = inputs @ table;  x += tanh((x - mean) @ up + bias) @ down, layer by layer;
     loss = mean((x @ readout - targets)^2), readout being table.T where tied.
+
+The mean is the state of a layer, 0 where layers have none. A forward reads it and then renews it:
+mean = 0.9 mean + 0.1 (the mean of x over the microbatch's rows of one data shard). When a layer's
+forward has seen a whole minibatch, its means are averaged over the data shards.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
+from collections import defaultdict
+from typing import NamedTuple
 
 import numpy as np
 
@@ -31,9 +38,11 @@ class Settings:
       remat: what is kept from F to the backward: "none" tanh's output, "dots" the matmul's, "full"
         the input.
       recompute_segment: stages that recompute together from what entered the first, or None.
-      clip_norm: largest global norm as far as the parts know each other's, or None.
+      clip_norm: largest norm over the newest finished gradients of all parts, or None; the warm-up
+        is not clipped.
       warm_up: T3: minibatches that train synchronously first.
       drains: minibatches before which the pipeline is drained.
+      shards: data shards; each has as many rows of a minibatch, one after the other.
     """
 
     stages: int
@@ -47,6 +56,7 @@ class Settings:
     clip_norm: float | None = None
     warm_up: int = 0
     drains: tuple[int, ...] = ()
+    shards: int = 1
 
     def oldest(self, k: int) -> int:
         """The version with which the pipeline was filled that minibatch k goes through."""
@@ -115,23 +125,70 @@ class Part:
         self.deltas.append(delta)
 
 
+class Trained(NamedTuple):
+    """What training gives.
+
+    Args:
+      losses: of every minibatch.
+      params: at the end, like the ones given.
+      states: after every minibatch, the layers' states; empty for layers without.
+    """
+
+    losses: list[float]
+    params: dict
+    states: list[dict[int, np.ndarray]]
+
+
 def losses(settings: Settings, params: dict, minibatches: list[dict]) -> tuple[list[float], dict]:
-    """The loss of every minibatch, and the parameters at the end.
+    """The loss of every minibatch, and the parameters at the end; arguments as for `train`."""
+    return train(settings, params, minibatches)[:2]
+
+
+def train(
+    settings: Settings,
+    params: dict,
+    minibatches: list[dict],
+    states: dict[int, np.ndarray] | None = None,
+) -> Trained:
+    """Trains, tick by tick.
 
     Args:
       settings: what to train with.
       params: ``{"embed": {"table"}, "layers": {"up", "bias", "down"}, "head": {"readout"} or {}}``,
         layers stacked or, where hidden sizes differ, one tree each; as many as stages or more,
         spread evenly with earlier stages first.
-      minibatches: inputs and targets; row r belongs to microbatch ``r % N``.
+      minibatches: inputs and targets; row r of a data shard belongs to microbatch ``r % N``.
+      states: the initial mean of every layer by its number, for layers that have one.
     """
-    run = _Loop(settings, params)
-    return [run.minibatch(k, batch) for k, batch in enumerate(minibatches)], run.params()
+    run = _Loop(settings, params, minibatches, states or {})
+    run.train()
+    return Trained(run.losses, run.params(), run.states_after)
+
+
+@dataclasses.dataclass
+class _Flight:
+    """What one data shard has of a microbatch in flight.
+
+    Args:
+      rows: its inputs and targets.
+      x: what the last forward has put out.
+      read: by stage, the weights that its forward has read.
+      means: by layer, the state that its forward has read.
+      entered: by stage, what entered it.
+      values: by stage, the layers' values inside, for the backward.
+    """
+
+    rows: dict
+    x: np.ndarray
+    read: dict[int, Weights] = dataclasses.field(default_factory=dict)
+    means: dict[int, np.ndarray] = dataclasses.field(default_factory=dict)
+    entered: dict[int, np.ndarray] = dataclasses.field(default_factory=dict)
+    values: dict[int, list] = dataclasses.field(default_factory=dict)
 
 
 class _Loop:
-    def __init__(self, settings: Settings, params: dict) -> None:
-        self.s = settings
+    def __init__(self, settings: Settings, params: dict, minibatches: list[dict], states: dict):
+        self.s, self.minibatches = settings, minibatches
         P, N = settings.stages, settings.microbatches
         layers = params["layers"]
         self.packed = isinstance(layers, tuple)
@@ -140,23 +197,23 @@ class _Loop:
         layers = {k: [np.asarray(w, np.float64) for w in ws] for k, ws in layers.items()}
         count = len(layers["up"])
         share, extra = divmod(count, P)
-        self.held, first = [], 0
-        for i in range(P):
-            self.held.append(range(first, first + share + (i < extra)))
-            first = self.held[-1].stop
+        self.held, first = {}, 0
+        for i in range(1, P + 1):
+            self.held[i] = range(first, first + share + (i <= extra))
+            first = self.held[i].stop
         one = {"pipemare": 1, "pipedream": 1, "2bw": 0, "synchronous": 0}[settings.method]
 
         def tau(i: int) -> float:
             return one * (2 * (P - i) + 1) / N + (settings.method == "2bw")
 
-        self.stages = [
-            Part(
-                {f"{k}{n}": w[n] for k, w in layers.items() for n in self.held[i - 1]},
+        self.stages = {
+            i: Part(
+                {f"{k}{n}": w[n] for k, w in layers.items() for n in self.held[i]},
                 tau=tau(i),
                 settings=settings,
             )
             for i in range(1, P + 1)
-        ]
+        }
         outer = {
             name: {k: np.asarray(w, np.float64) for k, w in params[name].items()}
             for name in ("embed", "head")
@@ -165,18 +222,29 @@ class _Loop:
         self.embed = Part(outer["embed"], tau=tau(1), settings=settings)
         head_tau = 1.0 if settings.method == "2bw" else 0.0
         self.head = Part(outer["head"], tau=head_tau, settings=settings)
+        self.parts = [self.embed, *self.stages.values(), self.head]
+        self.means = [
+            {n: np.asarray(mean, np.float64) for n, mean in states.items()}
+            for _ in range(settings.shards)
+        ]
+        self.flights: dict[tuple[int, int], list[_Flight]] = {}
+        self.sums: dict[tuple[int, int], Weights] = {}
+        self.losses = [0.0 for _ in minibatches]
+        self.states_after: list[dict[int, np.ndarray]] = [{} for _ in minibatches]
 
     def params(self) -> dict:
         each = [
             {k: part.history[-1][f"{k}{n}"] for k in ("up", "bias", "down")}
-            for part, held in zip(self.stages, self.held, strict=True)
-            for n in held
+            for i, part in self.stages.items()
+            for n in self.held[i]
         ]
         layers = (
             {k: np.stack([w[k] for w in each]) for k in each[0]} if not self.packed else (*each,)
         )
         outer = {"embed": self.embed.history[-1], "head": self.head.history[-1]}
         return {"layers": layers, **outer}
+
+    # Which weights are read.
 
     def version(self, k: int, missing: float) -> int:
         """The version that misses so many updates of those before minibatch k's own."""
@@ -191,12 +259,15 @@ class _Loop:
         missing = (2 * (self.s.stages - i) + 1 - j) / self.s.microbatches
         return part.at(self.version(k, missing))
 
+    def segment_end(self, i: int) -> int:
+        segment = self.s.recompute_segment
+        return min(math.ceil(i / segment) * segment, self.s.stages)
+
     def recompute_weights(self, part: Part, i: int, k: int, j: int, read: Weights) -> Weights:
         """What its second forward reads, 2(e-i) ticks before the backward; e ends the segment."""
         if self.s.method != "pipemare":
             return read
-        end = min(math.ceil(i / self.s.recompute_segment) * self.s.recompute_segment, self.s.stages)
-        ticks, N = 2 * (end - i), self.s.microbatches
+        ticks, N = 2 * (self.segment_end(i) - i), self.s.microbatches
         return part.corrected(self.version(k, (ticks - j) / N), part.tau - ticks / N)
 
     def backward_weights(self, part: Part, k: int, read: Weights) -> Weights:
@@ -211,93 +282,168 @@ class _Loop:
             return self.embed.at(self.version(k, missing))["table"].T
         return self.head.at(self.version(k, 0))["readout"]
 
-    def minibatch(self, k: int, batch: dict) -> float:
-        N, parts = self.s.microbatches, [self.embed, *self.stages, self.head]
-        sums = [{name: np.zeros_like(w) for name, w in part.at(0).items()} for part in parts]
-        total = 0.0
-        for j in range(N):
-            rows = {name: np.asarray(v, np.float64)[j::N] for name, v in batch.items()}
-            value, gradients = self.microbatch(k, j, rows)
-            total += value / N
-            for mine, new in zip(sums, gradients, strict=True):
-                for name, g in new.items():
-                    mine[name] += g / N
-        self.update(parts, sums)
-        return total
+    # The order of time.
 
-    def update(self, parts: list[Part], sums: list[Weights]) -> None:
-        """Updates in the order of time: head, last stage, ..., first stage and embedding at once.
+    def train(self) -> None:
+        count = len(self.minibatches)
+        warm_up = count if self.s.method == "synchronous" else self.s.warm_up
+        for k in range(warm_up):
+            self.synchronous(k)
+        drains = [k for k in self.s.drains if warm_up < k < count]
+        for first, end in itertools.pairwise([warm_up, *drains, count]):
+            self.fill_and_drain(first, end)
 
-        With N > P every part then knows this minibatch's norms of the parts before it and the last
-        minibatch's of those after it.
-        """
-        last = len(parts) - 1
-        for together in [[last], *([d] for d in range(last - 1, 1, -1)), [1, 0]]:
-            scale = 1.0
-            if self.s.clip_norm is not None:
-                for index in together:
-                    squares = (np.sum(g**2) for g in sums[index].values())
-                    parts[index].squared_norm = float(sum(squares))
-                norm = math.sqrt(sum(part.squared_norm for part in parts))
-                scale = self.s.clip_norm / max(norm, self.s.clip_norm)
-            for index in together:
-                parts[index].update({name: scale * g for name, g in sums[index].items()})
+    def synchronous(self, k: int) -> None:
+        for j in range(self.s.microbatches):
+            for i in self.stages:
+                self.forward(i, k, j)
+            cotangents = self.leave(k, j)
+            for i in reversed(self.stages):
+                cotangents = self.backward(i, k, j, cotangents)
+        for part in self.parts:
+            part.update(self.finished(part, k))
 
-    def forward(self, part: Part, held: range, read: Weights, x: np.ndarray):
-        """A stage's output, and every layer's number, input and values inside."""
+    def fill_and_drain(self, first: int, end: int) -> None:
+        """Microbatches of these minibatches enter one a tick; then the last ones leave."""
+        P, N = self.s.stages, self.s.microbatches
+        entering = list(itertools.product(range(first, end), range(N)))
+        cotangents: dict[tuple[int, int], list[np.ndarray]] = {}
+
+        def now(tick: int, lag: int) -> list[tuple[int, int]]:
+            """The microbatch that entered so many ticks ago, if there is one."""
+            return entering[tick - lag : tick - lag + 1] if tick >= lag else []
+
+        lags = [2 * P - 1, *(2 * P - i for i in self.stages), P - 1]
+        for tick in range(len(entering) + 2 * P - 1):
+            for i in self.stages:
+                for k, j in now(tick, i - 1):
+                    self.forward(i, k, j)
+            for i in self.stages:
+                for k, j in now(tick, 2 * P - i):
+                    cotangents[k, j] = self.backward(i, k, j, cotangents[k, j])
+            for k, j in now(tick, P - 1):
+                cotangents[k, j] = self.leave(k, j)
+            self.update(
+                [
+                    (part, k)
+                    for part, lag in zip(self.parts, lags, strict=True)
+                    for k, j in now(tick, lag)
+                    if j == N - 1
+                ]
+            )
+
+    def update(self, due: list[tuple[Part, int]]) -> None:
+        """Updates the parts whose gradient of a minibatch is finished in this tick."""
+        gradients = [self.finished(part, k) for part, k in due]
+        for (part, _), gradient in zip(due, gradients, strict=True):
+            part.squared_norm = float(sum(np.sum(g**2) for g in gradient.values()))
+        scale = 1.0
+        if self.s.clip_norm is not None:
+            norm = math.sqrt(sum(part.squared_norm for part in self.parts))
+            scale = self.s.clip_norm / max(norm, self.s.clip_norm)
+        for (part, _), gradient in zip(due, gradients, strict=True):
+            part.update({name: scale * g for name, g in gradient.items()})
+
+    def finished(self, part: Part, k: int) -> Weights:
+        return self.sums.pop((id(part), k), {})
+
+    def add(self, part: Part, k: int, gradient: Weights) -> None:
+        """Adds a data shard's gradient of a microbatch to its minibatch's mean."""
+        total, count = self.sums.setdefault((id(part), k), {}), self.s.microbatches * self.s.shards
+        for name, g in gradient.items():
+            total[name] = total.get(name, 0) + g / count
+
+    # Passes, each of all data shards.
+
+    def enter(self, k: int, j: int) -> None:
+        table, N = self.forward_weights(self.embed, 1, k, j)["table"], self.s.microbatches
+        split = defaultdict(list)
+        for name, values in self.minibatches[k].items():
+            for rows in np.split(np.asarray(values, np.float64), self.s.shards):
+                split[name].append(rows[j::N])
+        rows = [dict(zip(split, shard, strict=True)) for shard in zip(*split.values(), strict=True)]
+        self.flights[k, j] = [_Flight(own, own["inputs"] @ table) for own in rows]
+
+    def forward(self, i: int, k: int, j: int) -> None:
+        if i == 1:
+            self.enter(k, j)
+        read = self.forward_weights(self.stages[i], i, k, j)
+        for flight, means in zip(self.flights[k, j], self.means, strict=True):
+            flight.read[i], flight.entered[i] = read, flight.x
+            flight.means |= {n: means.get(n, np.zeros(1)) for n in self.held[i]}
+            flight.x, flight.values[i] = self.layers(i, read, flight, flight.x)
+            means |= {
+                n: 0.9 * means[n] + 0.1 * x.mean(0) for n, x, *_ in flight.values[i] if n in means
+            }
+        if j == self.s.microbatches - 1:
+            for n in set(self.held[i]) & set(self.means[0]):
+                mean = np.mean([means[n] for means in self.means], axis=0)
+                self.states_after[k][n] = mean
+                for means in self.means:
+                    means[n] = mean
+
+    def layers(self, i: int, read: Weights, flight: _Flight, x: np.ndarray):
+        """A stage's output; every layer's number, its input, and the values inside."""
         values = []
-        for n in held:
-            before = x @ read[f"up{n}"]
+        for n in self.held[i]:
+            centred = x - flight.means[n]
+            before = centred @ read[f"up{n}"]
             h = np.tanh(before + read[f"bias{n}"])
-            values.append((n, x, before, h))
+            values.append((n, x, centred, before, h))
             x = x + h @ read[f"down{n}"]
         return x, values
 
-    def microbatch(self, k: int, j: int, rows: dict) -> tuple[float, list[Weights]]:
-        """Loss, and gradients of embedding, stages and head."""
-        table = self.forward_weights(self.embed, 1, k, j)["table"]
-        x = rows["inputs"] @ table
-        kept, again, recomputed = (
-            [],
-            None,
-            self.s.recompute_segment if k >= self.s.warm_up else None,
-        )
-        for i, (part, held) in enumerate(zip(self.stages, self.held, strict=True), start=1):
-            read = self.forward_weights(part, i, k, j)
-            if recomputed is not None:
-                again = x if (i - 1) % recomputed == 0 else again
-                second = self.recompute_weights(part, i, k, j, read)
-                again, values = self.forward(part, held, second, again)
-                x, _ = self.forward(part, held, read, x)
+    def recompute(self, end: int, k: int, j: int) -> None:
+        """Runs the segment that ends with a stage forward again, from what entered it."""
+        segment = [i for i in self.stages if self.segment_end(i) == end]
+        for flight in self.flights[k, j]:
+            x = flight.entered[segment[0]]
+            for i in segment:
+                again = self.recompute_weights(self.stages[i], i, k, j, flight.read[i])
+                x, flight.values[i] = self.layers(i, again, flight, x)
+
+    def leave(self, k: int, j: int) -> list[np.ndarray]:
+        """The head; returns the cotangents at its input."""
+        readout, cotangents = self.readout(k, j), []
+        for flight in self.flights[k, j]:
+            error = flight.x @ readout - flight.rows["targets"]
+            dz = 2 * error / error.size
+            dreadout = flight.x.T @ dz
+            if self.tied:
+                self.add(self.embed, k, {"table": dreadout.T})
             else:
-                x, values = self.forward(part, held, read, x)
-            kept += [(part, read, *value) for value in values]
-        readout = self.readout(k, j)
-        error = x @ readout - rows["targets"]
-        dz = 2 * error / error.size
-        dreadout, dx = x.T @ dz, dz @ readout.T
-        gradients: dict[int, Weights] = {id(part): {} for part in self.stages}
-        for part, read, n, x_in, before, h in reversed(kept):
-            w = self.backward_weights(part, k, read)
-            if self.s.remat == "full":
-                before = x_in @ w[f"up{n}"]
-            if self.s.remat != "none":
-                h = np.tanh(before + w[f"bias{n}"])
-            ddown, dh = h.T @ dx, dx @ w[f"down{n}"].T
-            dbefore = dh * (1 - h * h)
-            gradients[id(part)] |= {
-                f"up{n}": x_in.T @ dbefore,
-                f"bias{n}": dbefore.sum(0),
-                f"down{n}": ddown,
-            }
-            dx = dx + dbefore @ w[f"up{n}"].T
-        dtable = rows["inputs"].T @ dx
-        if self.tied:
-            dtable, head = dtable + dreadout.T, {}
-        else:
-            head = {"readout": dreadout}
-        return float(np.mean(error**2)), [
-            {"table": dtable},
-            *(gradients[id(part)] for part in self.stages),
-            head,
-        ]
+                self.add(self.head, k, {"readout": dreadout})
+            cotangents.append(dz @ readout.T)
+            self.losses[k] += float(np.mean(error**2)) / self.s.microbatches / self.s.shards
+        return cotangents
+
+    def backward(self, i: int, k: int, j: int, cotangents: list) -> list[np.ndarray]:
+        """A stage's, and with the first stage's the embedding's."""
+        recomputes = self.s.recompute_segment is not None and k >= self.s.warm_up
+        if recomputes and self.segment_end(i) == i:
+            self.recompute(i, k, j)
+        part = self.stages[i]
+        before_stage = []
+        for flight, dx in zip(self.flights[k, j], cotangents, strict=True):
+            w = self.backward_weights(part, k, flight.read[i])
+            for n, _, centred, before, h in reversed(flight.values[i]):
+                if self.s.remat == "full":
+                    before = centred @ w[f"up{n}"]
+                if self.s.remat != "none":
+                    h = np.tanh(before + w[f"bias{n}"])
+                ddown, dh = h.T @ dx, dx @ w[f"down{n}"].T
+                dbefore = dh * (1 - h * h)
+                self.add(
+                    part,
+                    k,
+                    {
+                        f"up{n}": centred.T @ dbefore,
+                        f"bias{n}": dbefore.sum(0),
+                        f"down{n}": ddown,
+                    },
+                )
+                dx = dx + dbefore @ w[f"up{n}"].T
+            before_stage.append(dx)
+            if i == 1:
+                self.add(self.embed, k, {"table": flight.rows["inputs"].T @ dx})
+        return before_stage

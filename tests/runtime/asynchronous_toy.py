@@ -55,18 +55,42 @@ def minibatches(count: int, rows: int, seed: int = 1) -> list[dict]:
     ]
 
 
-def model(*, tied: bool, packed: int | None = None) -> jaxpipe.Model:
+def states(layers: int) -> tuple:
+    """The initial means of the layers, for a model that is stateful."""
+    draw = np.random.default_rng(3).normal
+    return tuple({"mean": np.float32(draw(size=WIDTH))} for _ in range(layers))
+
+
+def model(
+    *, tied: bool, packed: int | None = None, stateful: bool = False, reads: bool = True
+) -> jaxpipe.Model:
+    """The reference's model.
+
+    Args:
+      tied: whether the head reads the embedding's table.
+      packed: how many layers there are, if they differ.
+      stateful: whether layers keep a mean.
+      reads: whether they centre their input by it.
+    """
+
     def embed(outer, batch, rng):
         return batch["inputs"] @ outer["embed"]["table"]
 
     def layer(w, x, batch, rng):
         return x + jnp.tanh(x @ w["up"] + w["bias"]) @ w["down"]
 
+    def stateful_layer(w, x, batch, rng, state):
+        mean = state["mean"] if reads else 0
+        y = mean + layer(w, x - mean, batch, rng)
+        return y, {"mean": 0.9 * state["mean"] + 0.1 * x.mean(0)}
+
     def head_loss(outer, x, batch, rng):
         readout = outer["embed"]["table"].T if tied else outer["head"]["readout"]
         return jnp.mean((x @ readout - batch["targets"]) ** 2)
 
-    return jaxpipe.Model(embed, layer if packed is None else (layer,) * packed, head_loss)
+    one = stateful_layer if stateful else layer
+    layers = one if packed is None else (one,) * packed
+    return jaxpipe.Model(embed, layers, head_loss, stateful=stateful)
 
 
 OPTIMIZERS = {
@@ -79,11 +103,15 @@ OPTIMIZERS = {
 }
 
 
-def pipeline(settings: Settings, start: dict, *, data=1, zero=0, fused=False) -> AsyncPipeline:
+def pipeline(
+    settings: Settings, start: dict, *, data=1, zero=0, fused=False, states=None, reads=True
+) -> AsyncPipeline:
     pipe = jaxpipe.Pipeline(
         model(
             tied=not start["head"],
             packed=len(start["layers"]) if isinstance(start["layers"], tuple) else None,
+            stateful=states is not None,
+            reads=reads,
         ),
         start,
         schedule=jaxpipe.schedules.build(
@@ -94,6 +122,7 @@ def pipeline(settings: Settings, start: dict, *, data=1, zero=0, fused=False) ->
         mesh=jaxpipe.make_mesh(stage=settings.stages, data=data),
         remat=settings.remat,
         zero=zero,
+        states=states,
         poison=True,
     )
     return AsyncPipeline(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 
 import jax
@@ -22,12 +23,7 @@ def check(
     batches = minibatches(steps, 2 * data * settings.microbatches)
     training = pipeline(settings, start, data=data, zero=zero, fused=fused)
     got, end, _ = train(settings, training, start, batches)
-    # Each data shard's rows r belong to microbatch r % N; the reference has one shard.
-    order = np.arange(2 * data * settings.microbatches).reshape(data, 2, settings.microbatches)
-    order = order.transpose(1, 0, 2).reshape(-1)
-    want, want_end = reference(
-        settings, start, [jax.tree.map(lambda w: w[order], batch) for batch in batches]
-    )
+    want, want_end = reference(dataclasses.replace(settings, shards=data), start, batches)
     np.testing.assert_allclose(got, want, rtol=1e-4)
     assert np.ptp(want) > 0.01 * abs(np.mean(want))
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-4), end, want_end)
@@ -124,11 +120,19 @@ def test_data_shards_and_weight_versions(zero):
 
 
 @pytest.mark.parametrize(
-    ("data", "zero", "tied"),
-    some([(1, 0, True), (2, 1, True), (1, 0, False), (2, 1, False)], (2, 1, True)),
+    ("P", "N", "data", "zero", "tied"),
+    some(
+        [
+            *((3, 4, data, data - 1, tied) for data in (1, 2) for tied in (True, False)),
+            *((4, N, 1, 0, tied) for N in (1, 2, 3) for tied in (True, False)),
+        ],
+        (3, 4, 2, 1, True),
+        (4, 1, 1, 0, False),
+    ),
 )
-def test_clipping_uses_the_newest_norms(data, zero, tied):
-    settings = Settings(3, 4, "pipemare", "momentum", clip_norm=0.3)
+def test_clipping_uses_the_newest_finished_gradient_of_each_part(P, N, data, zero, tied):
+    """With few microbatches later stages are minibatches ahead, and their norms with them."""
+    settings = Settings(P, N, "pipemare", "momentum", clip_norm=0.3, drains=(6,))
     check(settings, layers=5, tied=tied, data=data, zero=zero)
 
 

@@ -7,6 +7,7 @@ import pytest
 from flax import nnx
 
 from jaxpipe.runtime.modules import functional, stack, stateful
+from jaxpipe.runtime.split import REMAT_POLICIES, split_layer
 
 WIDTH = 4
 
@@ -100,6 +101,18 @@ class Normed(nnx.Module):
 
     def __call__(self, x):
         return self.dropout(self.norm(self.linear(x)))
+
+
+@pytest.mark.parametrize("remat", REMAT_POLICIES)
+@pytest.mark.parametrize("training", [True, False])
+def test_only_in_evaluation_does_a_batch_norm_read_its_statistics(x, training, remat):
+    apply, params, state = stateful(Normed(rngs=nnx.Rngs(0)))
+
+    def layer(params, x, state):
+        return apply(params, state, x, train=training)
+
+    split = split_layer(layer, params, x, state=state, remat=remat)
+    assert split.reads_state is not training
 
 
 def test_running_statistics_are_those_of_the_module(x):
