@@ -151,7 +151,7 @@ def work(config: Config) -> dict[str, float]:
     """What a method costs on each device: the pipeline's use, and compiled memory in MB."""
     program = Program(config)
     full = synchronous = 1 - SynchronousPhase(program).bubble(1)
-    drain, tick = 0.0, 1.0
+    drain, tick = 0.0, 1.0  # a tick in means of what a microbatch is on a stage
     if schedule.is_asynchronous(config):
         phase = AsynchronousPhase(program)
         carried, compiled = phase.carried_bytes(), phase.compile()
@@ -159,12 +159,14 @@ def work(config: Config) -> dict[str, float]:
         optimizer, kept = carried.pop("optimizer state"), sum(carried.values())
         warmup = config.asynchronous.warmup_steps
         steps = config.train.steps - warmup
-        ticks = warmup / synchronous + steps / phase.steady.utilization(steps)
+        chunks = program.chunk_costs
+        ticks = warmup / synchronous + steps / phase.steady.utilization(steps, chunks)
+        tick /= phase.steady.full_utilization(chunks)
         drain = phase.steady.drain_ticks / phase.steady.num_microbatches
         full = config.train.steps / ticks
         if config.asynchronous.recompute_segment is not None:
             costs = schedule.costs(config)
-            tick += costs.f / (costs.f + costs.b + costs.w)
+            tick *= 1 + costs.f / (costs.f + costs.b + costs.w)
     else:
         compiled, kept = program.compile(), 0
         weights = device_bytes(program.state_shapes.params)

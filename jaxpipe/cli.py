@@ -131,9 +131,10 @@ def schedules() -> None:
     _print(table)
     methods = list(pipemare.METHODS)
     print(
-        f"Asynchronous, without a bubble: {', '.join(methods[:-1])} and {methods[-1]}. They never "
-        f"drain the pipeline; `jaxpipe show {methods[0]} --stages 4 --microbatches 8` draws the "
-        "steady state, and train.py trains with them (pipeline.schedule)."
+        f"Asynchronous: {', '.join(methods[:-1])} and {methods[-1]}. They never drain the pipeline "
+        "and have no bubble if all stages cost the same; "
+        f"`jaxpipe show {methods[0]} --stages 4 --microbatches 8` draws the steady state, and "
+        "train.py trains with them (pipeline.schedule)."
     )
 
 

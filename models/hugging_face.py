@@ -1,27 +1,36 @@
 """Reads and writes models in the folders of Hugging Face's transformers library.
 
-A folder holds ``config.json`` and the weights in one ``model.safetensors`` or in several, listed in
-``model.safetensors.index.json``. `models.hugging_face_families` says which of their modules is
-which of ours; a module's parameters follow from that. Parameters are canonical in and out, so any
-pipeline layout follows from `jaxpipe.Pipeline.place` and ``unplace``.
+A folder holds ``config.json`` and the weights, in ``model.safetensors`` or in several files that
+``model.safetensors.index.json`` lists; where it has both, the library reads the one file, and so
+does `load`. `models.hugging_face_families` says which of their modules is which of ours; a module's
+parameters follow from that. Parameters are canonical in and out, so any pipeline layout follows
+from `jaxpipe.Pipeline.place` and ``unplace``.
 """
 
 from __future__ import annotations
 
 import functools
 import json
+import os
+import re
+import tempfile
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from models.hugging_face_families import FAMILIES, Config, Family
 
 PyTree = Any
 
+CONFIG = "config.json"
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
+ADAPTER = "adapter_config.json"
+_SHARD = re.compile(r"model-\d{5}-of-\d{5}\.safetensors")
+"""What the library calls the files that an index lists."""
 
 LEAVES = {
     "kernel": "weight",
@@ -58,30 +67,29 @@ def load(folder: str | Path) -> Checkpoint:
       never dropped here.
 
     Raises:
-      ValueError: a folder without the files, an architecture that is none of these, one with
-        features that the models here lack, and missing or unexpected tensors.
+      ValueError: a folder without the files, an index that leads out of the folder, an
+        architecture that is none of these, one with features that the models here lack, missing or
+        unexpected tensors, and tensors of other shapes than the config's or without fractions.
     """
     folder = Path(folder)
-    fields = _read_json(folder / "config.json")
+    fields = _read_json(folder / CONFIG)
     if (name := fields.get("model_type")) not in FAMILIES:
         raise ValueError(
             f"{folder}/config.json has model_type={name!r}; only {', '.join(FAMILIES)} can be read."
         )
     family = FAMILIES[name]
-    tensors = {_current_name(name, family): tensor for name, tensor in _tensors(folder).items()}
+    tensors = {_current_name(tensor.name, family): tensor for tensor in _tensors(folder)}
     config = family.read(fields, set(tensors))
     names = _names(family, config)
-    _check_names(folder, names, set(tensors), family)
+    _check_tensors(folder, names, tensors, family)
 
     def leaf(path, shape):
-        parts, stacked = names[_path(path)]
-        layers = [_join(family, path, [tensors[name] for name in layer]) for layer in parts]
-        value = np.stack(layers) if stacked else layers[0]
-        if value.shape != shape.shape:
-            raise ValueError(
-                f"{folder}: {parts[0][0]} gives {_path(path)} the shape {list(value.shape)}, but "
-                f"config.json asks for {list(shape.shape)}."
-            )
+        found = names[_path(path)]
+        layers = [
+            _join(family, path, [tensors[name].value for name in layer]) for layer in found.layers
+        ]
+        value = np.stack(layers) if found.stacked else layers[0]
+        assert value.shape == shape.shape
         return value
 
     trees = jax.tree_util.tree_map_with_path(leaf, _shapes(family, config))
@@ -91,8 +99,11 @@ def load(folder: str | Path) -> Checkpoint:
 def save(folder: str | Path, config: Config, params: PyTree, state: PyTree = None) -> None:
     """Writes a model that ``from_pretrained`` of the transformers library reads.
 
+    A model that the folder holds is replaced, one in several files too. If the process is killed
+    meanwhile, the folder holds the old model, the new one, or no ``config.json`` and so neither.
+
     Args:
-      folder: made if it does not exist; files of the same names are replaced.
+      folder: made if it does not exist.
       config: the model's shape. A GPT must be one that GPT-2 or Llama is: learned positions,
         LayerNorm, GELU and biases, or rotary positions, RMSNorm and SwiGLU. A ResNet must have
         style "imagenet" and norm "batch".
@@ -100,7 +111,8 @@ def save(folder: str | Path, config: Config, params: PyTree, state: PyTree = Non
       state: a ResNet's running statistics.
 
     Raises:
-      ValueError: a config that no family of the library has, or a ResNet without state.
+      ValueError: a config that no family of the library has, a ResNet without state, or a folder
+        that holds an adapter, with which the library would read another model.
     """
     found = [(name, family) for name, family in FAMILIES.items() if family.holds(config)]
     if not found:
@@ -108,16 +120,23 @@ def save(folder: str | Path, config: Config, params: PyTree, state: PyTree = Non
     ((model_type, family),) = found
     if family.init_state is not None and state is None:
         raise ValueError(f"A {model_type} has running statistics: pass state.")
+    folder = Path(folder)
+    if (folder / ADAPTER).exists():
+        raise ValueError(
+            f"{folder} holds {ADAPTER}: the transformers library would read the adapter and its "
+            "base model instead of what is saved here. Remove it, or name another folder."
+        )
     names = _names(family, config)
     trees = {"params": params} | ({"state": {"layers": state}} if family.init_state else {})
     tensors: dict[str, np.ndarray] = {}
     for path, value in jax.tree_util.tree_leaves_with_path(trees):
-        (parts, stacked), array = names[_path(path)], np.asarray(value)
-        layers = array if stacked else [array]
-        for layer, layer_names in zip(layers, parts, strict=True):
+        theirs, array = names[_path(path)], np.asarray(value)
+        layers = array if theirs.stacked else [array]
+        for layer, layer_names in zip(layers, theirs.layers, strict=True):
             split = _split(family, config, path, layer, len(layer_names))
             tensors |= {
-                family.prefix + name: part for name, part in zip(layer_names, split, strict=True)
+                family.prefix + name: np.ascontiguousarray(part, np.float32)
+                for name, part in zip(layer_names, split, strict=True)
             }
     # BatchNorm there also counts batches; nothing uses the count, but reading warns without it.
     tensors |= {
@@ -125,11 +144,13 @@ def save(folder: str | Path, config: Config, params: PyTree, state: PyTree = Non
         for name in tensors
         if name.endswith(".running_mean")
     }
-    folder = Path(folder)
-    folder.mkdir(parents=True, exist_ok=True)
-    _safetensors().numpy.save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})
     fields = {"model_type": model_type, "dtype": "float32", **family.write(config)}
-    (folder / "config.json").write_text(json.dumps(fields, indent=2) + "\n")
+    folder.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=folder, prefix="partial-") as name:
+        partial = Path(name)
+        _safetensors().numpy.save_file(tensors, partial / WEIGHTS, metadata={"format": "pt"})
+        (partial / CONFIG).write_text(json.dumps(fields, indent=2) + "\n")
+        _replace(folder, partial)
 
 
 # Names and shapes.
@@ -139,6 +160,8 @@ class _Names(NamedTuple):
     """What a leaf of ours is there: names for one layer, or for each layer if they are stacked."""
 
     layers: list[tuple[str, ...]]
+    shapes: list[tuple[int, ...]]
+    """Of the tensors of a layer, in the order of their names."""
     stacked: bool
 
 
@@ -154,11 +177,14 @@ def _names(family: Family, config: Config) -> dict[str, _Names]:
             found, suffix = modules["/".join(keys[:-1])], LEAVES[keys[-1]]
         theirs = (found,) if isinstance(found, str) else found
         stacked = "{}" in theirs[0]
+        # A broadcast number has a shape, and takes no memory.
+        layer = np.broadcast_to(np.float32(0), shape.shape[1:] if stacked else shape.shape)
         names[_path(path)] = _Names(
             [
-                tuple(f"{name.format(layer)}.{suffix}" for name in theirs)
-                for layer in range(shape.shape[0] if stacked else 1)
+                tuple(f"{name.format(number)}.{suffix}" for name in theirs)
+                for number in range(shape.shape[0] if stacked else 1)
             ],
+            [part.shape for part in _split(family, config, path, layer, len(theirs))],
             stacked,
         )
     return names
@@ -194,18 +220,39 @@ def _split(family: Family, config, path, array: np.ndarray, count: int) -> list[
     if path[-1].key == "kernel" and not family.kernels_as_ours:
         last = array.ndim - 1
         arrays = [np.transpose(part, (last, last - 1, *range(last - 1))) for part in arrays]
-    return [np.ascontiguousarray(part, np.float32) for part in arrays]
+    return arrays
 
 
-def _check_names(folder, names, found: set[str], family: Family) -> None:
-    wanted = {name for parts in names.values() for layer in parts.layers for name in layer}
-    missing = sorted(wanted - found)
-    unexpected = sorted(name for name in found - wanted if not name.endswith(family.unread))
+def _check_tensors(
+    folder: Path, names: dict[str, _Names], tensors: dict[str, _Tensor], family: Family
+) -> None:
+    """Raises ValueError with all that is wrong, before any tensor is used."""
+    wanted = {
+        name: shape
+        for theirs in names.values()
+        for layer in theirs.layers
+        for name, shape in zip(layer, theirs.shapes, strict=True)
+    }
+    missing = sorted(wanted.keys() - tensors.keys())
+    unexpected = sorted(
+        name for name in tensors.keys() - wanted.keys() if not name.endswith(family.unread)
+    )
     failures = [
         f"{folder} {what}: {', '.join(some[:8])}{f' and {len(some) - 8} more' * (len(some) > 8)}."
         for what, some in (("lacks tensors", missing), ("has tensors of no use", unexpected))
         if some
     ]
+    for name, (file, theirs, value) in tensors.items():
+        if value.shape != wanted.get(name, value.shape):
+            failures.append(
+                f"{file}: {theirs} gives a tensor of shape {list(value.shape)}, but config.json "
+                f"asks for {list(wanted[name])}."
+            )
+        if name in wanted and not jnp.issubdtype(value.dtype, jnp.floating):
+            failures.append(
+                f"{file}: {theirs} gives {value.dtype} numbers; weights must be floating-point, "
+                "not quantized."
+            )
     if failures:
         raise ValueError("\n".join(failures))
 
@@ -223,17 +270,65 @@ def _safetensors():
     return safetensors
 
 
-def _tensors(folder: Path) -> dict[str, np.ndarray]:
-    if (folder / INDEX).exists():
-        files = sorted(set(_read_json(folder / INDEX)["weight_map"].values()))
-    else:
-        files = [WEIGHTS]
-    tensors: dict[str, np.ndarray] = {}
-    for name in files:
-        if not (folder / name).exists():
+class _Tensor(NamedTuple):
+    """A tensor of a file, under its name there."""
+
+    file: Path
+    name: str
+    value: np.ndarray
+
+
+def _tensors(folder: Path) -> list[_Tensor]:
+    """All tensors of a folder."""
+    # As in the library, one file comes before an index.
+    sharded = (folder / INDEX).exists() and not (folder / WEIGHTS).exists()
+    tensors = []
+    for name in _listed(folder) if sharded else [WEIGHTS]:
+        file = folder / name
+        if not file.is_file():
             raise ValueError(f"{folder} holds no {name}; it must hold {WEIGHTS} or {INDEX}.")
-        tensors |= _safetensors().numpy.load_file(folder / name)
+        found = _safetensors().numpy.load_file(file)
+        tensors += [_Tensor(file, tensor, value) for tensor, value in found.items()]
     return tensors
+
+
+def _listed(folder: Path) -> list[str]:
+    """The files that an index lists, of which none may lie outside the folder."""
+    names = sorted(set(_read_json(folder / INDEX)["weight_map"].values()))
+    root = folder.resolve()
+    inside = [root]
+    if root.parent.name == "snapshots":  # the Hub's cache, whose snapshots are links to its blobs
+        inside.append(root.parents[1] / "blobs")
+
+    def leads_out(name: str) -> bool:
+        if Path(name).is_absolute() or ".." in Path(name).parts:
+            return True
+        file = Path(os.path.realpath(root / name))
+        return not any(file.is_relative_to(place) for place in inside)
+
+    failures = [
+        f"{folder / INDEX} names {name!r}, which leads out of the folder. Nearest valid: a file in "
+        f"it, such as {Path(name).name!r}."
+        for name in names
+        if leads_out(name)
+    ]
+    if failures:
+        raise ValueError("\n".join(failures))
+    return names
+
+
+def _replace(folder: Path, partial: Path) -> None:
+    """Puts the files of a complete model into the place of what a folder holds."""
+    for name in (WEIGHTS, CONFIG):
+        with (partial / name).open("rb") as file:
+            os.fsync(file.fileno())
+    # Nothing reads a folder without its config: two models are never mixed.
+    (folder / CONFIG).unlink(missing_ok=True)
+    os.replace(partial / WEIGHTS, folder / WEIGHTS)
+    for path in list(folder.iterdir()):
+        if path.name == INDEX or _SHARD.fullmatch(path.name):
+            path.unlink()
+    os.replace(partial / CONFIG, folder / CONFIG)
 
 
 def _read_json(path: Path) -> dict[str, Any]:

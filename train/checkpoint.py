@@ -2,31 +2,42 @@
 
 One of a pipeline in mid-flight holds its arrays as they are, and fits the same layout alone.
 
-Saving is asynchronous and atomic: a checkpoint appears under its name when it is whole. The latest
-few and the one with the lowest held-out loss are kept.
+Saving is asynchronous and atomic: a checkpoint appears under its name when it is whole, with a
+checksum of every file. The latest few and the one with the lowest held-out loss are kept. Reading
+starts from the newest one that is still whole; damaged ones are moved aside, and never deleted.
 """
 
 from __future__ import annotations
 
+import dataclasses
+import functools
+import json
 import math
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import orbax.checkpoint as ocp
 from orbax.checkpoint import checkpoint_managers
 
+from train import checksums, distributed, recovery
+from train.checksums import DamagedError
 from train.config import Config
 from train.errors import Failure
+from train.recovery import CHECKSUMS, DATA, RUN, STATE
 from train.step import State
 
 PyTree = Any
 
-_STATE, _DATA, _RUN = "state", "data", "run"
 _EVAL_LOSS = "eval_loss"
+_METRICS_FILE = "metrics/metrics"
 
 
 class Checkpoints:
     """The checkpoints of one run. Use as a context manager: leaving waits for pending writes.
+
+    Entering it, or saving, moves damaged checkpoints aside and removes what a killed run left half
+    written. Until then nothing is changed.
 
     Args:
       folder: absolute or relative path; made when first needed.
@@ -35,41 +46,37 @@ class Checkpoints:
     """
 
     def __init__(self, folder: Path, *, keep: int = 1, read_only: bool = False) -> None:
-        policy = checkpoint_managers.AnyPreservationPolicy(
-            [
-                checkpoint_managers.LatestN(keep),
-                # Reversed, the best comes last: the lowest loss.
-                checkpoint_managers.BestN(get_metric_fn=_held_out, reverse=True, n=1),
-            ]
-        )
-        self._manager = ocp.CheckpointManager(
-            folder.resolve(),
-            options=ocp.CheckpointManagerOptions(
-                preservation_policy=policy,
-                # Without it the losses are not saved, and forgotten by a run that resumes.
-                best_fn=_held_out,
-                best_mode="min",
-                create=not read_only,
-                read_only=read_only,
-                cleanup_tmp_directories=not read_only,
-            ),
-        )
+        self._folder, self._keep, self._read_only = folder.resolve(), keep, read_only
+        self._manager: ocp.CheckpointManager | None = None
+        self._writing = 0
 
     def __enter__(self) -> Checkpoints:
+        if not self._read_only:
+            self._open()
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._manager.close()
+        if self._manager is not None:
+            self._manager.close()
+
+    @functools.cached_property
+    def found(self) -> recovery.Found:
+        """What the folder held at first; every process must ask. All files of the latest are read.
+
+        Damage is found by process 0, so that all processes resume from the same step.
+        """
+        found = distributed.from_first(lambda: dataclasses.asdict(recovery.find(self._folder)))
+        return recovery.Found.from_dict(found)
 
     @property
     def latest(self) -> int | None:
-        """The newest step that is saved, or None."""
-        return self._manager.latest_step()
+        """The newest step whose checkpoint is whole, or None."""
+        return self.found.latest if self._manager is None else self._manager.latest_step()
 
     @property
     def steps(self) -> list[int]:
-        """Every step that is saved, rising."""
-        return sorted(self._manager.all_steps())
+        """Every step that is saved, rising, whole or not."""
+        return recovery.steps(self._folder)
 
     def save(
         self,
@@ -89,13 +96,17 @@ class Checkpoints:
           run: from `describe`.
           eval_loss: held-out loss at this step, if it was evaluated.
         """
-        self._manager.save(
+        manager = self._manager or self._open()
+        # The checksums of the step before must be written first.
+        manager.wait_until_finished()
+        self._writing = step
+        manager.save(
             step,
             args=ocp.args.Composite(
                 **{
-                    _STATE: ocp.args.StandardSave(_as_dict(state)),
-                    _DATA: ocp.args.JsonSave(data),
-                    _RUN: ocp.args.JsonSave(run),
+                    STATE: ocp.args.StandardSave(_as_dict(state)),
+                    DATA: ocp.args.JsonSave(data),
+                    RUN: ocp.args.JsonSave(run | {CHECKSUMS: checksums.FILE}),
                 }
             ),
             metrics={_EVAL_LOSS: math.inf if eval_loss is None else eval_loss},
@@ -104,18 +115,17 @@ class Checkpoints:
 
     def check(self) -> None:
         """Raises what went wrong with a write since the last call."""
-        self._manager.check_for_errors()
+        if self._manager is not None:
+            self._manager.check_for_errors()
 
     def wait(self) -> None:
         """Waits until what was saved is on disk."""
-        self._manager.wait_until_finished()
+        if self._manager is not None:
+            self._manager.wait_until_finished()
 
     def read_run(self, step: int) -> dict[str, Any]:
         """What `describe` said when the checkpoint was saved."""
-        restored = self._manager.restore(
-            step, args=ocp.args.Composite(**{_RUN: ocp.args.JsonRestore()})
-        )
-        return restored[_RUN]
+        return _restore(self._folder / str(step), **{RUN: ocp.args.JsonRestore()})[RUN]
 
     def restore(self, step: int, shapes: PyTree) -> tuple[PyTree, dict[str, Any]]:
         """Reads a checkpoint.
@@ -125,19 +135,82 @@ class Checkpoints:
           shapes: of what was saved, with shardings.
 
         Returns:
-          What was saved and the position in the data.
+          What was saved and the position in the data. Arrays by name are those that were saved:
+          older versions had fewer of a pipeline in mid-flight.
         """
-        restored = self._manager.restore(
-            step,
-            args=ocp.args.Composite(
-                **{
-                    _STATE: ocp.args.StandardRestore(_as_dict(shapes)),
-                    _DATA: ocp.args.JsonRestore(),
-                }
+        folder = self._folder / str(step)
+        if isinstance(shapes, dict):
+            held = ocp.StandardCheckpointer().metadata(folder / STATE).item_metadata.keys()
+            shapes = {name: leaf for name, leaf in shapes.items() if name in held}
+        items = {
+            STATE: ocp.args.StandardRestore(_as_dict(shapes)),
+            DATA: ocp.args.JsonRestore(),
+        }
+        restored = _restore(folder, **items)
+        state = restored[STATE]
+        return (State(**state) if isinstance(shapes, State) else state), restored[DATA]
+
+    def _open(self) -> ocp.CheckpointManager:
+        """Makes the folder ready to be written to."""
+        assert not self._read_only
+        damaged = self.found.damaged
+        distributed.from_first(lambda: recovery.move_aside(self._folder, damaged))
+        self._manager = ocp.CheckpointManager(
+            self._folder,
+            options=ocp.CheckpointManagerOptions(
+                preservation_policy=_LatestAndBest(self._folder, self._keep),
+                # Without it the losses are not saved, and forgotten by a run that resumes.
+                best_fn=_held_out,
+                best_mode="min",
+                cleanup_tmp_directories=True,
+                # It would read the files of every step, and stop at a damaged one.
+                lightweight_initialize=True,
+                # Called when all processes have written, before the folder has its final name.
+                async_options=ocp.AsyncOptions(post_finalization_callback=self._write_checksums),
             ),
         )
-        state = restored[_STATE]
-        return (State(**state) if isinstance(shapes, State) else state), restored[_DATA]
+        return self._manager
+
+    def _write_checksums(self) -> None:
+        (written,) = self._folder.glob(f"{self._writing}{ocp.utils.TMP_DIR_SUFFIX}*")
+        checksums.write(written)
+
+
+class _LatestAndBest(checkpoint_managers.PreservationPolicy):
+    """Keeps the latest few, and the one with the lowest held-out loss."""
+
+    def __init__(self, folder: Path, num_latest: int) -> None:
+        self._folder, self._num_latest = folder, num_latest
+
+    def should_preserve(
+        self,
+        checkpoints: Sequence[checkpoint_managers.PolicyCheckpointInfo],
+        *,
+        context: checkpoint_managers.PreservationContext,
+    ) -> Sequence[bool]:
+        del context
+        losses = [self._loss(checkpoint) for checkpoint in checkpoints]
+        newest_first = range(len(losses) - 1, -1, -1)
+        best = min(newest_first, key=losses.__getitem__, default=None)
+        first = len(losses) - self._num_latest
+        return [number >= first or number == best for number in range(len(losses))]
+
+    def _loss(self, checkpoint: checkpoint_managers.PolicyCheckpointInfo) -> float:
+        """Infinite where none was evaluated, or none can be read."""
+        folder, metrics = self._folder / str(checkpoint.step), checkpoint.metrics
+        try:
+            if metrics is None:  # A run before this one saved it.
+                metrics = json.loads((folder / _METRICS_FILE).read_bytes())
+                if (folder / checksums.FILE).exists():
+                    checksums.verify(folder, [_METRICS_FILE])
+            return loss if math.isfinite(loss := _held_out(metrics)) else math.inf
+        except (OSError, ValueError, KeyError, TypeError, DamagedError):
+            return math.inf
+
+
+def _restore(folder: Path, **items: ocp.args.CheckpointArgs) -> Mapping[str, Any]:
+    with ocp.Checkpointer(ocp.CompositeCheckpointHandler()) as reader:
+        return reader.restore(folder, args=ocp.args.Composite(**items))
 
 
 def other_layout(layout: dict[str, Any], now: dict[str, Any], *, step: int) -> list[Failure]:
@@ -229,7 +302,7 @@ def changes(saved: dict[str, Any], config: Config) -> list[str]:
     ]
 
 
-def _held_out(metrics: dict[str, float]) -> float:
+def _held_out(metrics: Mapping[str, float]) -> float:
     return metrics[_EVAL_LOSS]
 
 

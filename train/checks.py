@@ -10,11 +10,11 @@ import contextlib
 import importlib.util
 import os
 import tempfile
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 from jaxpipe.schedule import catalog, user
-from train import schedule
+from train import run_lock, schedule
 from train.config import AsynchronousConfig, Config, Range, Section
 from train.data.folder import prepare_hint
 from train.errors import Failure
@@ -22,10 +22,12 @@ from train.errors import Failure
 CONFIG_FILE = "config.yaml"
 METRICS_FILE = "metrics.jsonl"
 CHECKPOINTS = "checkpoints"
+CHOICE_FILE = "schedule.json"
 SCHEDULE_FILE, STEADY_STATE_FILE = "schedule.svg", "schedule.txt"
 TENSORBOARD = "tensorboard"
 SAMPLE_FILE, TRANSLATIONS_FILE = "sample.txt", "translations.tsv"
-_FILES = (CONFIG_FILE, METRICS_FILE, CHECKPOINTS, SCHEDULE_FILE, STEADY_STATE_FILE, TENSORBOARD)
+_PICTURES = SCHEDULE_FILE, STEADY_STATE_FILE
+_FILES = (CONFIG_FILE, METRICS_FILE, CHECKPOINTS, CHOICE_FILE, *_PICTURES, TENSORBOARD)
 RUN_FILES = (*_FILES, SAMPLE_FILE, TRANSLATIONS_FILE)
 
 _DATA_KINDS = {"gpt": "text", "bert": "text", "resnet": "images", "transformer": "translation"}
@@ -54,9 +56,8 @@ def check(
     Returns:
       What is wrong; empty if nothing is.
     """
-    failures = list(_ranges(config))
+    config, failures = in_range(config)
     wrong = {field for failure in failures for field in failure.fields}
-    config = config.reset(wrong)
     rules: list[Rule] = [
         _schedule,
         _asynchronous,
@@ -72,11 +73,23 @@ def check(
     if not reads and not Path(config.data.path).exists():
         rules.remove(_data)
     if writes:
-        rules.append(_existing_run if not resume else lambda _: iter(()))
-        rules.append(_writable)
+        rules.append(lambda config: run_folder(config, resume=resume))
     for rule in rules:
         failures += [failure for failure in rule(config) if not wrong.intersection(failure.fields)]
     return failures
+
+
+def in_range(config: Config) -> tuple[Config, list[Failure]]:
+    """Applies the ranges of single fields, so that whatever follows may divide by a count.
+
+    Args:
+      config: names and types are already right.
+
+    Returns:
+      The configuration with defaults where a field is out of its range, and what is wrong.
+    """
+    failures = list(_ranges(config))
+    return config.reset(field for failure in failures for field in failure.fields), failures
 
 
 def without(failures: Iterable[Failure], broken: Iterable[Failure]) -> list[Failure]:
@@ -164,9 +177,11 @@ def _schedule(config: Config) -> Iterator[Failure]:
         message = str(error).replace("\nNearest", " Nearest")
         if schedule.is_asynchronous(config):  # it is built for the warm-up
             message = message.replace("'1f1b'", repr(config.pipeline.schedule))
-        yield Failure(message)
+        yield Failure(message, tuple(path for path in config.flat() if path in message))
     layers, needed = config.num_layers, config.mesh.stage * chunks
-    if layers < needed:
+    depths = [getattr(getattr(config, config.section), name) for name in _DEPTHS[config.task]]
+    # The model itself says what is wrong with a depth below one.
+    if layers < needed and min(layers, *depths) > 0:
         fields = [f"{config.section}.{name}" for name in _DEPTHS[config.task]]
         counted = fields[0].endswith("num_layers") and len(fields) == 1
         own = f"{fields[0]}={layers}" if counted else f"task={config.task} with {layers} layers"
@@ -368,14 +383,23 @@ def _wandb(config: Config) -> Iterator[Failure]:
         )
 
 
+def run_folder(config: Config, *, resume: bool) -> Iterator[Failure]:
+    """Why the run folder cannot be used: it holds a run, or cannot be written."""
+    if not resume:
+        yield from _existing_run(config)
+    yield from _writable(config)
+
+
 def _existing_run(config: Config) -> Iterator[Failure]:
     folder = Path(config.run_dir)
     with contextlib.suppress(OSError):
         found = [name for name in RUN_FILES if (folder / name).exists()]
         if found:
+            who = run_lock.holder(folder)
+            used = "" if who is None else f" and is in use by {who}: wait until that run has ended"
             yield Failure(
-                f"run_dir={folder} already holds a run ({', '.join(found)}). Continue it with "
-                "--resume, or name another --run-dir.",
+                f"run_dir={folder} already holds a run ({', '.join(found)}){used}. Continue it "
+                "with --resume, or name another --run-dir.",
                 ("run_dir",),
             )
 
@@ -384,7 +408,7 @@ def _writable(config: Config) -> Iterator[Failure]:
     """Tries it and cleans up: permissions alone tell little on network and full disks."""
     folder = Path(config.run_dir)
     try:
-        missing = [path for path in (folder, *folder.parents) if not path.exists()]
+        missing = run_lock.missing_folders(folder)
         folder.mkdir(parents=True, exist_ok=True)
         try:
             with tempfile.NamedTemporaryFile(dir=folder, prefix=".probe-") as probe:
@@ -392,16 +416,9 @@ def _writable(config: Config) -> Iterator[Failure]:
                 probe.flush()
                 os.fsync(probe.fileno())
         finally:
-            _remove_folders(missing)
+            run_lock.remove_folders(missing)
     except OSError as error:
         yield unwritable(config, error)
-
-
-def _remove_folders(folders: Sequence[Path]) -> None:
-    # Another process of the run may already be using them.
-    with contextlib.suppress(OSError):
-        for folder in folders:
-            folder.rmdir()
 
 
 def unwritable(config: Config, error: OSError) -> Failure:

@@ -29,7 +29,7 @@ class Command(Config):
     config: str | None = None
     """YAML file; the other options override its fields."""
     resume: bool = False
-    """Continue the run in run_dir from its latest checkpoint, or start it if there is none."""
+    """Continue the run in run_dir from its newest whole checkpoint; start it if it has none yet."""
     dry_run: bool = False
     """Check, draw the schedule, compile, compare memory; train, read and write nothing."""
 

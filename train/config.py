@@ -219,7 +219,10 @@ class AsynchronousConfig(Section):
 
 
 class CostsConfig(Section):
-    """What a microbatch costs on a chunk, in any one unit: schedules and ticks are made for it."""
+    """What a microbatch costs on a chunk, in any one unit: schedules and ticks are made for it.
+
+    If chunks differ, this is their mean, and the bubble that is printed is that of what each costs.
+    """
 
     f: Positive = 1.0
     """Forward."""
@@ -247,7 +250,7 @@ class OptimizerConfig(Section):
     beta2: Beta = 0.95
     """Decay of the mean of their squares."""
     clip_norm: Positive = 1.0
-    """Largest norm of the whole gradient, over all stages."""
+    """Largest norm of the whole gradient; asynchronously, of the newest one of every part."""
 
 
 class TrainConfig(Section):

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import numpy as np
 
@@ -13,6 +15,9 @@ from train.errors import ConfigError, Failure
 
 MAX_SIMULATED_DEVICES = 512
 """More simulated devices than this are a mistake in the mesh: each takes threads and memory."""
+
+_PATIENCE_SECONDS = 3600
+"""How long the other processes wait for what process 0 alone does."""
 
 _COUNT_FLAG = "--xla_force_host_platform_device_count"
 # Slurm and Open MPI set these for every process they start; Slurm's are those of the step, since
@@ -136,6 +141,57 @@ def start(processes: Processes) -> None:
             num_processes=processes.count,
             process_id=processes.number,
         )
+
+
+def from_first(make: Callable[[], Any]) -> Any:
+    """Lets process 0 decide, for all processes; every process must call it.
+
+    Args:
+      make: called by process 0 alone; returns something that JSON can hold.
+
+    Returns:
+      What it returned, as JSON gives it back, on every process.
+
+    Raises:
+      ConfigError: process 0 raised it; so does every other process, and none is left waiting.
+      RuntimeError: process 0 raised something else.
+    """
+    import jax
+
+    answer: dict[str, Any] = {}
+    failed: Exception | None = None
+    if jax.process_index() == 0:
+        try:
+            answer = {"value": make()}
+        except ConfigError as error:
+            answer = {"failures": [dataclasses.astuple(failure) for failure in error.failures]}
+        except Exception as error:  # whatever it is, the others must hear of it before it is raised
+            answer, failed = {"error": f"{type(error).__name__}: {error}"}, error
+    text = json.dumps(answer).encode()
+    answer = json.loads(_broadcast(text) if jax.process_count() > 1 else text)
+    if failed is not None:
+        raise failed
+    if "error" in answer:
+        raise RuntimeError(f"process 0 failed: {answer['error']}")
+    if "failures" in answer:
+        raise ConfigError(
+            [Failure(message, tuple(fields)) for message, fields in answer["failures"]]
+        )
+    return answer["value"]
+
+
+def _broadcast(text: bytes) -> bytes:
+    """The text of process 0; those of the others are ignored."""
+    import orbax.checkpoint as ocp
+    from jax.experimental import multihost_utils
+
+    # A collective operation does not wait for as long as reading a large checkpoint takes.
+    wait = ocp.multihost.get_barrier_sync_fn()
+    wait(key="jaxpipe:from_first", timeout_ms=_PATIENCE_SECONDS * 1000)
+    size = int(multihost_utils.broadcast_one_to_all(np.int32(len(text))))
+    padded = np.zeros(size, np.uint8)
+    padded[: len(text)] = np.frombuffer(text, np.uint8)[:size]
+    return bytes(np.asarray(multihost_utils.broadcast_one_to_all(padded)))
 
 
 def local_rows(sharding, num_rows: int) -> np.ndarray:

@@ -32,7 +32,7 @@ def run(config: Config) -> None:
     program = Program(config)
     if schedule.is_asynchronous(config):
         phase = Phases(program).asynchronous
-        _show_steady_state(console, phase)
+        _show_steady_state(console, program, phase)
         _show_partition(console, program)
         _show_carried(console, phase)
     else:
@@ -43,21 +43,25 @@ def run(config: Config) -> None:
 
 
 def _show_timeline(console: Console, program: Program) -> None:
-    costs = schedule.costs(program.config)
+    costs = program.chunk_costs
     free, locked = simulate(program.schedule, costs), lock_step(program.schedule, costs)
-    text = "\n".join([draw.text(free), draw.caption(free), draw.caption(locked)])
+    try:
+        drawing = draw.text(free)
+    except draw.TooWideError as error:  # chunks whose costs are far apart
+        drawing = str(error)
+    text = "\n".join([drawing, draw.caption(free), draw.caption(locked)])
     console.print(text, soft_wrap=True, markup=False, highlight=False)
 
 
-def _show_steady_state(console: Console, phase: AsynchronousPhase) -> None:
+def _show_steady_state(console: Console, program: Program, phase: AsynchronousPhase) -> None:
     """Ticks, delays and versions; how much of the run works; what T1, T2 and T3 do."""
-    config, steady = phase.config, phase.steady
+    config, steady, costs = program.config, phase.steady, program.chunk_costs
     warmup = config.asynchronous.warmup_steps
     rescheduling, decay = schedule.techniques(config)
     lines = [
         pipemare_draw.text(steady),
-        f"utilization: 100% in the steady state, with filling and draining once "
-        f"{steady.utilization(config.train.steps - warmup):.1%}",
+        f"utilization: {steady.full_utilization(costs):.1%} in the steady state, with filling and "
+        f"draining once {steady.utilization(config.train.steps - warmup, costs):.1%}",
         f"T1 rescheduling_steps: {rescheduling or 'off'}; T2 discrepancy_decay: {decay or 'off'}; "
         f"T3 warmup_steps: {warmup or 'off'}",
         f"the loss of a step is that of the batch {steady.loss_lag} steps before it",

@@ -6,7 +6,6 @@ import dataclasses
 import math
 import os
 import shutil
-import signal
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -20,14 +19,17 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from jaxpipe.schedule import draw, pipemare_draw
 from jaxpipe.schedule.simulate import simulate
-from train import checkpoint, checks, distributed, schedule
+from train import checkpoint, checks, choice, distributed, recovery, schedule
 from train.checkpoint import Checkpoints
+from train.choice import Choice
 from train.config import Config
 from train.data import stream
 from train.errors import ConfigError, Failure, NonFiniteLossError
 from train.metrics import Line, Metrics, memory_bytes, peak_flops
 from train.phases import Phase, Phases, layout_of
+from train.run_lock import RunLock
 from train.step import Program
+from train.stop import StopRequest
 
 # A new checkpoint is written before an old one goes.
 _CHECKPOINTS_AT_ONCE = 2
@@ -41,24 +43,49 @@ def run(config: Config, *, resume: bool) -> float | None:
 
     Args:
       config: a checked configuration; jax already has the devices.
-      resume: continue from the latest checkpoint in the run folder, if there is one.
+      resume: continue from the newest whole checkpoint in the run folder, if there is any.
 
     Returns:
       The trained model's score, as its task has one; None without, or if the run was stopped.
 
     Raises:
-      ConfigError: the checkpoint is of another model, or the disk is too small.
+      ConfigError: another run is using the folder, the checkpoint is of another model, none is
+        whole, or the disk is too small.
       NonFiniteLossError: a loss or gradient norm is not finite.
     """
+    console = Console(quiet=jax.process_index() != 0)
+    lock = RunLock(Path(config.run_dir), say=lambda text: _say(console, text))
+    try:
+        distributed.from_first(lambda: _take_folder(lock, config, resume=resume))
+        return _run(config, console, resume=resume)
+    finally:
+        lock.release()
+
+
+def _take_folder(lock: RunLock, config: Config, *, resume: bool) -> None:
+    """Locks the run folder before anything in it is read or written."""
+    try:
+        lock.acquire()
+    except OSError as error:
+        raise ConfigError([checks.unwritable(config, error)]) from error
+    # A run that ended in between has left its files.
+    if failures := list(checks.run_folder(config, resume=resume)):
+        raise ConfigError(failures)
+
+
+def _run(config: Config, console: Console, *, resume: bool) -> float | None:
     is_writer = jax.process_index() == 0
-    console = Console(quiet=not is_writer)
-    program = Program(config)
-    digest = program.task.data_digest()
     folder = Path(config.run_dir)
+    recorded = _recorded(folder / checks.CHOICE_FILE, config, console) if resume else None
+    program = Program(config, recorded)
+    digest = program.task.data_digest()
     kinds = Phases(program)
-    start = _check_start(program, kinds, resume=resume, data_sha256=digest)
+    checkpoints = Checkpoints(folder / checks.CHECKPOINTS, keep=config.train.keep)
+    start = _check_start(program, kinds, checkpoints, resume=resume, data_sha256=digest)
     _say(console, _headline(program))
     if resume:
+        for note in checkpoints.found.notes():
+            _say(console, note)
         _say(console, f"resuming {folder} at step {start.step}")
         for change in start.changes:
             _say(console, f"changed since: {change}")
@@ -66,12 +93,24 @@ def run(config: Config, *, resume: bool) -> float | None:
         prepare_folder(program)
     describe = checkpoint.describe(config, data_sha256=digest)
     with (
-        Checkpoints(folder / checks.CHECKPOINTS, keep=config.train.keep) as checkpoints,
+        checkpoints,
         Metrics(config, last_step=start.step, is_writer=is_writer) as metrics,
     ):
         trainer = Trainer(program, kinds, checkpoints, metrics, console, describe)
         trainer.begin(start)
         return trainer.finish() if trainer.train() else None
+
+
+def _recorded(path: Path, config: Config, console: Console) -> Choice | None:
+    """What the run has chosen before, if that is still what is asked for."""
+    try:
+        found = choice.read(path, config)
+    except (OSError, ValueError) as error:
+        _say(console, f"{path} cannot be used, and the schedule is chosen anew: {error}")
+        return None
+    if found is not None:
+        _say(console, f"schedule and partition as recorded in {path}")
+    return found
 
 
 @dataclasses.dataclass(frozen=True)
@@ -89,23 +128,24 @@ class Start:
     in_flight: bool = False
 
 
-def _check_start(program: Program, kinds: Phases, *, resume: bool, data_sha256: str) -> Start:
+def _check_start(
+    program: Program, kinds: Phases, checkpoints: Checkpoints, *, resume: bool, data_sha256: str
+) -> Start:
     """Finds the checkpoint to continue; writes nothing."""
     config = program.config
-    folder = Path(config.run_dir) / checks.CHECKPOINTS
     failures = _disk_failures(config, kinds)
     start = Start()
-    if resume and folder.is_dir():
-        with Checkpoints(folder, read_only=True) as checkpoints:
-            step = checkpoints.latest
-            if step is not None:
-                saved = checkpoints.read_run(step)
-                failures += checkpoint.other_model(saved, config, data_sha256=data_sha256)
-                layout = saved.get(_IN_FLIGHT)
-                if layout is not None:
-                    now = layout_of(program)
-                    failures += checkpoint.other_layout(layout, now, step=step)
-                start = Start(step, tuple(checkpoint.changes(saved, config)), layout is not None)
+    step = checkpoints.latest if resume else None
+    if step is not None:
+        saved = checkpoints.read_run(step)
+        failures += checkpoint.other_model(saved, config, data_sha256=data_sha256)
+        layout = saved.get(_IN_FLIGHT)
+        if layout is not None:
+            now = layout_of(program)
+            failures += checkpoint.other_layout(layout, now, step=step)
+        start = Start(step, tuple(checkpoint.changes(saved, config)), layout is not None)
+    elif resume:
+        failures += recovery.none_whole(checkpoints.found, run_dir=config.run_dir)
     if start.step > config.train.steps:
         failures.append(
             Failure(
@@ -139,43 +179,20 @@ def _disk_failures(config: Config, kinds: Phases) -> list[Failure]:
 
 
 def prepare_folder(program: Program) -> None:
-    """Writes the resolved configuration and the schedule's picture."""
+    """Writes the resolved configuration, and the schedule that was chosen with its picture."""
     config = program.config
     folder = Path(config.run_dir)
     folder.mkdir(parents=True, exist_ok=True)
+    choice.write(folder / checks.CHOICE_FILE, config, program.choice)
     if schedule.is_asynchronous(config):
         text = pipemare_draw.text(schedule.steady_state(config))
         (folder / checks.STEADY_STATE_FILE).write_text(text, encoding="utf-8")
     else:
-        timeline = simulate(program.schedule, schedule.costs(config))
+        timeline = simulate(program.schedule, program.chunk_costs)
         draw.save(draw.figure(timeline), folder / checks.SCHEDULE_FILE)
     partial = folder / f"{checks.CONFIG_FILE}.partial"
     partial.write_text(config.to_yaml(), encoding="utf-8")
     os.replace(partial, folder / checks.CONFIG_FILE)
-
-
-class StopRequest:
-    """Notices SIGTERM (and Ctrl-C), so that a run saves and ends between two steps.
-
-    With several processes jax's preemption service makes all of them stop after the same step.
-    """
-
-    def __init__(self) -> None:
-        self._seen = False
-        self._is_alone = jax.process_count() == 1
-        if self._is_alone:
-            for number in (signal.SIGTERM, signal.SIGINT):
-                signal.signal(number, self._notice)
-
-    def _notice(self, number: int, frame: object) -> None:
-        del frame
-        self._seen = True
-        # A second one ends the process at once.
-        signal.signal(number, signal.SIG_DFL)
-
-    def after(self, step: int) -> bool:
-        """Whether to stop now that a step is done; every process must ask after every step."""
-        return self._seen if self._is_alone else multihost_utils.reached_preemption_sync_point(step)
 
 
 class Trainer:

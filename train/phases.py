@@ -33,6 +33,8 @@ _CARRIED = {
     "recent": "rows and keys in flight",
     "clock": "clock",
     "flight": "activations in flight",
+    "flight.states": "states of layers",
+    "flight.read_states": "states of layers",
     "flight.gradients": "gradient sums",
     "flight.outer_gradients": "gradient sums",
 }
@@ -92,7 +94,7 @@ class Phase(abc.ABC):
 
     @abc.abstractmethod
     def bubble(self, step: int) -> float:
-        """Share of idle time in a step, as the schedule has it."""
+        """Share of idle time in a step: what the schedule and the stages' costs make of it."""
 
     def metrics(self, step: int, values: dict[str, jax.Array]) -> dict[str, Any]:
         """What a step tells beside loss and gradient norm."""
@@ -125,7 +127,7 @@ class SynchronousPhase(Phase):
 
     @cached_property
     def _bubble(self) -> float:
-        return lock_step(self.program.schedule, schedule.costs(self.config)).bubble_ratio
+        return lock_step(self.program.schedule, self.program.chunk_costs).bubble_ratio
 
     def bubble(self, step):
         return self._bubble
@@ -220,10 +222,12 @@ class AsynchronousPhase(Phase):
         shapes = _by_name(self.shapes)
 
         def restore(saved):
-            leaves = [
-                jax.random.wrap_key_data(saved[name]) if _is_key(shape) else saved[name]
-                for name, shape in shapes.items()
-            ]
+            def leaf(name, shape):
+                if name not in saved:  # when the states of layers had one value for all data shards
+                    return jnp.broadcast_to(saved[name.removeprefix("flight.")], shape.shape)
+                return jax.random.wrap_key_data(saved[name]) if _is_key(shape) else saved[name]
+
+            leaves = [leaf(name, shape) for name, shape in shapes.items()]
             return jax.tree.unflatten(jax.tree.structure(self.shapes), leaves)
 
         carried = jax.jit(restore, out_shardings=self._shardings)(saved)
@@ -237,15 +241,22 @@ class AsynchronousPhase(Phase):
         left = step - self.steady.loss_lag
         return left if left > self.first else None
 
+    @cached_property
+    def _full_utilization(self) -> float:
+        return self.steady.full_utilization(self.program.chunk_costs)
+
+    def _utilization(self, step: int) -> float:
+        return self._full_utilization * self.steady.work_ratio(step - self.first - 1)
+
     def bubble(self, step):
-        return 1 - self.steady.work_ratio(step - self.first - 1)
+        return 1 - self._utilization(step)
 
     def metrics(self, step, values):
         delays = np.minimum(self.training.delays, step - self.first - 1).mean(axis=1)
         return {
             "loss_step": self.loss_step(step),
             "delays": delays.tolist(),
-            "utilization": 1 - self.bubble(step),
+            "utilization": self._utilization(step),
             "correction": np.asarray(values["correction"]).tolist(),
             "weight_versions": self.steady.num_versions,
             "weight_bytes": self.weight_bytes,

@@ -19,9 +19,10 @@ from jaxpipe.runtime.costs import layer_bytes, layer_costs
 from jaxpipe.runtime.mesh import DATA, STAGE, make_mesh
 from jaxpipe.runtime.pipeline import Pipeline
 from jaxpipe.schedule.actions import Schedule
-from jaxpipe.schedule.partition import Memory, partition
-from jaxpipe.schedule.simulate import simulate
-from train import schedule, tasks
+from jaxpipe.schedule.partition import Memory, chunk_costs, partition
+from jaxpipe.schedule.simulate import Costs, simulate
+from train import distributed, schedule, tasks
+from train.choice import Choice
 from train.config import Config, OptimizerConfig
 
 PyTree = Any
@@ -52,6 +53,8 @@ class Program:
 
     Args:
       config: a checked configuration; the devices it needs are there.
+      choice: the schedule and the partition to keep; None to choose them. That of process 0 is
+        every process's.
 
     Example:
       >>> program = Program(config)  # doctest: +SKIP
@@ -59,16 +62,23 @@ class Program:
       >>> state, metrics = program.train_step(state, batch, program.rng(0))  # doctest: +SKIP
     """
 
-    def __init__(self, config: Config) -> None:
+    def __init__(self, config: Config, choice: Choice | None = None) -> None:
         self.config = config
         self.task = tasks.make(config)
         self.mesh = make_mesh(stage=config.mesh.stage, data=config.mesh.data)
         self.shapes = jax.eval_shape(self.task.init, self._key)
-        self.layer_costs, self.layer_counts = self._partition()
-        self.schedule = schedule.build(config, self.layer_counts)
+        # A measurement differs from process to process.
+        chosen = distributed.from_first(lambda: (choice or self._choose()).to_json())
+        self.choice = Choice.from_json(chosen)
+        self.schedule = self.choice.schedule
+        self.layer_costs, self.layer_counts = self.choice.layer_costs, self.choice.layer_counts
         self.pipe = self._pipeline(self.schedule, self.layer_counts)
         self.learning_rate = learning_rate(config.optimizer, num_steps=config.train.steps)
         self.optimizer = self.make_optimizer()
+
+    def _choose(self) -> Choice:
+        costs, counts = self._partition()
+        return Choice(schedule.build(self.config, counts), counts, tuple(costs))
 
     def _partition(self) -> tuple[list[float], tuple[int, ...]]:
         """What every layer costs, and the layers of every chunk."""
@@ -77,17 +87,23 @@ class Program:
         even = [1.0] * self.task.num_layers
         counts = schedule.own_counts(self.config) or partition(even, order.placement)
         limit = settings.stage_memory
-        if limit is None and (rule == "equal" or alike):
+        if limit is None and alike:
             return even, counts
         # Any partition will do to look at the layers.
         probe = self._pipeline(dataclasses.replace(order, slices=None), counts)
         batch, rng = self._batch_shapes(probe), jax.eval_shape(lambda: self.rng(0))
         parts = layer_costs(probe, batch, rng, measure=rule == "measured")
-        costs = even if rule == "equal" else [part.f + part.b + part.w for part in parts]
+        costs = [part.f + part.b + part.w for part in parts]
         if schedule.own_counts(self.config) is not None:
             return costs, counts
         memory = None if limit is None else self._memory(probe, batch, rng, limit)
-        return costs, partition(costs, order.placement, memory=memory)
+        weights = even if rule == "equal" else costs
+        return costs, partition(weights, order.placement, memory=memory)
+
+    @cached_property
+    def chunk_costs(self) -> list[Costs]:
+        """What every virtual stage costs, by its layers; ``costs.*`` are a mean one's."""
+        return chunk_costs(schedule.costs(self.config), self.layer_costs, self.layer_counts)
 
     def _memory(self, probe: Pipeline, batch: PyTree, rng, limit: float) -> Memory:
         """What layers keep: weights, gradients and two moments of Adam, and their residuals."""
@@ -98,7 +114,8 @@ class Program:
             corrects = schedule.techniques(self.config)[1] is not None
             levels += [3] * (steady.num_versions - 1 + corrects)
             peak = steady.residual_slots
-        copies = sum(1 / self.config.mesh.data if probe.zero >= z else 1 for z in levels)
+        sharded = sum(probe.zero >= z for z in levels)
+        copies = len(levels) - sharded + sharded / self.config.mesh.data
         peak = max(peak, *simulate(probe.schedule, schedule.costs(self.config)).peak_in_flight)
         return Memory([copies * n for n in parameters], residuals, peak, limit * 1e9)
 

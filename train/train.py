@@ -59,17 +59,19 @@ def _run(invocation) -> None:
     from jaxpipe.runtime import gpu_flags
     from train import checks, distributed, errors
 
-    config = invocation.config
-    processes, failures = None, list(invocation.failures)
+    config, out_of_range = checks.in_range(invocation.config)
+    broken = [*invocation.failures, *out_of_range]
+    processes, failures = None, list(broken)
     try:
         processes = distributed.find_processes(config)
     except errors.ConfigError as error:
-        failures += checks.without(error.failures, invocation.failures)
-    writes = not invocation.dry_run and (processes is None or processes.number == 0)
+        failures += checks.without(error.failures, broken)
+    # Of several processes the first one looks at the run folder, once it can tell the others.
+    writes = not invocation.dry_run and (processes is None or processes.count == 1)
     found = checks.check(
         config, resume=invocation.resume, writes=writes, reads=not invocation.dry_run
     )
-    failures += checks.without(found, invocation.failures)
+    failures += checks.without(found, broken)
     # Processes that cannot start would only wait for each other.
     if processes is None or (failures and processes.count > 1):
         raise errors.ConfigError(failures)
@@ -81,10 +83,11 @@ def _run(invocation) -> None:
     import jax
 
     _quieten_checkpoints()
+    _show_library_log(is_writer=jax.process_index() == 0)
     devices = checks.device_failures(
         config, num_devices=jax.device_count(), platform=jax.default_backend()
     )
-    failures += checks.without(devices, failures)
+    failures += checks.without(devices, broken)
     if failures:
         raise errors.ConfigError(failures)
 
@@ -109,6 +112,13 @@ def _quieten_checkpoints() -> None:
             show(unraisable)
 
     sys.unraisablehook = hook
+
+
+def _show_library_log(*, is_writer: bool) -> None:
+    # What the library decides belongs to the run's account; errors alone go to stderr.
+    log = logging.getLogger("jaxpipe")
+    log.addHandler(logging.StreamHandler(sys.stdout) if is_writer else logging.NullHandler())
+    log.propagate = False
 
 
 def _disk_error(error: Exception) -> OSError | None:

@@ -16,7 +16,7 @@ import optax
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxpipe.runtime import asynchronous_run
+from jaxpipe.runtime import asynchronous_run, checks
 from jaxpipe.runtime.asynchronous_checks import (
     OTHER_MINIBATCH,
     OTHER_STATE,
@@ -27,16 +27,19 @@ from jaxpipe.runtime.asynchronous_update import Rules
 from jaxpipe.runtime.mesh import DATA, STAGE
 from jaxpipe.runtime.part_optimizer import PartOptimizer
 from jaxpipe.runtime.pipeline import Pipeline
-from jaxpipe.runtime.trees import mismatches
+from jaxpipe.runtime.trees import mismatches, shapes_of
 from jaxpipe.schedule.actions import Kind
 from jaxpipe.schedule.pipemare import SteadyState
 from jaxpipe.schedule.steady_rows import steady_table
 
 PyTree = Any
 State = dict[str, Any]
-"""Everything a run carries from call to call: a tree of arrays, and its `SteadyState`."""
+"""Everything a run carries from call to call: a tree of arrays, and its `Steady`."""
 
-jax.tree_util.register_static(SteadyState)
+
+@jax.tree_util.register_static
+class Steady(SteadyState):
+    """The rules of a pipeline as a part of its state, one without arrays."""
 
 
 class AsyncPipeline:
@@ -116,7 +119,7 @@ class AsyncPipeline:
         check_arguments(pipe, method, rescheduling_steps, discrepancy_decay, clip_norm)
         stages, microbatches = pipe.schedule.num_stages, pipe.schedule.num_microbatches
         self.pipe, self.optimizer = pipe, optimizer
-        self.steady = SteadyState(stages, microbatches, method, recompute_segment)
+        self.steady = Steady(stages, microbatches, method, recompute_segment)
         self._rules = Rules(
             self.steady,
             PartOptimizer(optimizer, pipe.layout.placed_shapes()),
@@ -161,13 +164,16 @@ class AsyncPipeline:
           The state: a tree of arrays to carry through `step`, to save and to restore like any.
 
         Raises:
-          ValueError: the batch does not divide, or functions of the model that cannot run so.
+          ValueError: arguments that do not fit the pipeline or the optimizer, or functions of the
+            model that cannot run so.
         """
-        self.pipe.check_batch(batch)
+        shapes = self._rules.optimizer.state_shapes
+        others = checks.optimizer_state("optimizer_state", optimizer_state, shapes)
+        self.pipe.check("params", params, batch, states, others)
 
         @partial(jax.jit, out_shardings=self.state_shardings)
         def init(params, optimizer_state, rng, states, step):
-            return self._empty(params, optimizer_state, batch, rng, states, step)
+            return self._empty(params, optimizer_state, shapes_of(batch), rng, states, step)
 
         return init(params, optimizer_state, rng, states, step)
 
@@ -223,9 +229,8 @@ class AsyncPipeline:
         """
         batch, rng = entering(state, self.steady.num_microbatches)
         placed = self.pipe.layout.placed_shapes()
-        optimizer_state = jax.eval_shape(self.optimizer.init, placed)
-        states = self.pipe.placed_states
-        at_rest = jax.eval_shape(self._at_rest, placed, optimizer_state, batch, rng, states, 0)
+        shapes = placed, self._rules.optimizer.state_shapes, batch, rng, self.pipe.placed_states
+        at_rest = jax.eval_shape(self._at_rest, *shapes, 0)
         arrays = {name: value for name, value in state.items() if name not in ("flight", "steady")}
         problems = mismatches("state", arrays, at_rest)
         if (steady := state.get("steady") or self.steady) != self.steady:
@@ -238,8 +243,7 @@ class AsyncPipeline:
         given = {"batch": batch, "rng": rng}
         others = [line for k, v in minibatch.items() for line in mismatches(k, v, given[k])]
         problems += [*others, OTHER_MINIBATCH] if others else []
-        if problems:
-            raise ValueError("\n".join(problems))
+        checks.raise_all(problems)
         return state | {"steady": self.steady}
 
     @property

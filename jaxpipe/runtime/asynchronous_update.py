@@ -36,7 +36,7 @@ class Rules:
       optimizer: updates one part at a time.
       rescheduling_steps: T1's K, or None.
       discrepancy_decay: T2's D, or None.
-      clip_norm: the largest norm of a gradient as far as it is known, or None.
+      clip_norm: the largest norm over the newest finished gradients of all parts, or None.
     """
 
     steady: SteadyState
@@ -212,7 +212,8 @@ class Updated(GradientSink):
     # Clipping.
 
     def _measure(self, fixed: Fixed, carried: Carried, updates: Updates) -> Carried:
-        """Renews the norms of the parts whose minibatch is complete, in the ticks that have one."""
+        """Renews the norms of the parts that finish a gradient in this tick, before any is updated;
+        the others keep the norm of their newest one."""
 
         def body(norms):
             for name in PARTS:
@@ -243,7 +244,7 @@ class Updated(GradientSink):
         return sum(squares, jnp.float32(0))
 
     def _clipped(self, carried: Carried, gradients: PyTree) -> PyTree:
-        """Clipped by the norm of every part's newest finished gradient."""
+        """Clipped by the norm over the newest finished gradients of all parts."""
         limit = cast(float, self.rules.clip_norm)
         scale = limit / jnp.maximum(jnp.sqrt(carried.finished.norms["total"]), limit)
         return jax.tree.map(lambda g: g * scale.astype(g.dtype), gradients)

@@ -12,7 +12,7 @@ from jax import lax
 
 from jaxpipe.runtime.buffers import Slots
 from jaxpipe.runtime.keys import embed_layer, head_layer, layer_key
-from jaxpipe.runtime.layers import Layers, sort_layers
+from jaxpipe.runtime.layers import Layers, check_loss, sort_layers
 from jaxpipe.runtime.layout import Layout, layer_rows
 from jaxpipe.runtime.mesh import DATA, STAGE
 from jaxpipe.runtime.model import Model
@@ -188,7 +188,7 @@ def fix(
     )
     kind_of = np.where(rows < 0, -1, np.asarray(layers.kind_of, np.int32)[rows])
     leaves = [jax.tree.leaves(x) for x in layers.activations]
-    return Fixed(
+    fixed = Fixed(
         plan,
         weights,
         gradients,
@@ -203,6 +203,9 @@ def fix(
         },
         messages=Slots(leaves, np.arange(len(leaves)).reshape(-1, 1, 1)),
     )
+    y = layers.activations[layers.last]
+    check_loss(jax.eval_shape(lambda y: fixed.head_loss(batch, outer, y, 0), y))
+    return fixed
 
 
 def _context(batch: Microbatches, i, layer, shard) -> tuple[PyTree, jax.Array | None]:

@@ -14,7 +14,7 @@ import jax
 import optax
 from jax.sharding import PartitionSpec as P
 
-from jaxpipe.runtime import executor
+from jaxpipe.runtime import checks, executor
 from jaxpipe.runtime.barriers import run_if, tie
 from jaxpipe.runtime.carried import Carried
 from jaxpipe.runtime.data_axis import gather, own_shard, reduce_gradients
@@ -61,7 +61,7 @@ class LayeredUpdate:
       >>> training = LayeredUpdate(pipe, optimizer)
       >>> params = pipe.place(params)
       >>> batch = {"x": jnp.ones((4, 3)), "y": jnp.ones((4, 3))}
-      >>> loss, params, state = training.step(params, optimizer.init(params), batch)
+      >>> loss, params, state = training.step(params, pipe.init(optimizer, params), batch)
 
     Source: Lamy-Poirier, "Layered gradient accumulation and modular pipeline parallelism",
     arXiv 2106.02679, section 3.
@@ -85,7 +85,7 @@ class LayeredUpdate:
 
         Args:
           params: placed parameters.
-          optimizer_state: what the optimizer's ``init`` gives of them.
+          optimizer_state: what `Pipeline.init` gives for them.
           batch, rng, states: as for `Pipeline.value_and_grad`.
 
         Returns:
@@ -93,9 +93,11 @@ class LayeredUpdate:
           state.
 
         Raises:
-          ValueError: the batch does not divide.
+          ValueError: arguments that do not fit the pipeline or the optimizer.
         """
-        self.pipe.check_batch(batch)
+        shapes = self._optimizer.state_shapes
+        others = checks.optimizer_state("optimizer_state", optimizer_state, shapes)
+        self.pipe.check("params", params, batch, states, others)
         plan, applied = self.pipe.plan(self.pipe.table), Applied(self._optimizer)
 
         def body(params, owned, rest, batch, rng, states):

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 
 from jaxpipe.runtime.model import Model
 from jaxpipe.runtime.split import Split, split_layer
+from jaxpipe.runtime.trees import describe
 
 PyTree = Any
 
@@ -143,19 +144,14 @@ def _check_activation(tree: PyTree, layer: int) -> None:
         )
 
 
-def describe(tree: PyTree) -> str:
-    """A tree of arrays or shapes in words: ``{'source': float32[2, 3]}``."""
-    text = jax.tree.map(lambda leaf: _Text(f"{leaf.dtype}{list(leaf.shape)}"), tree)
-    return str(text)
-
-
-class _Text(str):
-    """A string that prints itself without quotes."""
-
-    __slots__ = ()
-
-    def __repr__(self) -> str:
-        return str(self)
+def check_loss(loss: PyTree) -> None:
+    """Raises ValueError if what `Model.head_loss` returns is not a float32 scalar."""
+    if _key(loss) == _key(jax.ShapeDtypeStruct((), jnp.float32)):
+        return
+    raise ValueError(
+        f"Model.head_loss returns {describe(loss)}; it must return a float32 scalar, the mean loss "
+        "of one microbatch. Reduce it with `jnp.mean` and convert it with `.astype(jnp.float32)`."
+    )
 
 
 def _key(tree: PyTree) -> tuple:

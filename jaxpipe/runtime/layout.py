@@ -121,8 +121,19 @@ class Layout:
 
     def shardings(self, *, sharded: bool) -> PyTree:
         return jax.tree.map(
-            lambda spec: NamedSharding(self.mesh, spec), self.specs(sharded=sharded)
+            lambda spec: compiled_sharding(self.mesh, spec), self.specs(sharded=sharded)
         )
+
+
+def compiled_sharding(mesh: Mesh, spec: P) -> NamedSharding:
+    """A sharding as compiled programs return it: without axes of one device and final Nones.
+
+    `jax.jit` takes an array whose sharding is only written differently for a new kind of argument.
+    """
+    dims = [None if dim is None or mesh.shape[dim] == 1 else dim for dim in spec]
+    while dims and dims[-1] is None:
+        dims.pop()
+    return NamedSharding(mesh, P(*dims))
 
 
 def layer_rows(table: TickTable) -> np.ndarray:

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 
 import jax
+from jax.experimental.compilation_cache import compilation_cache
 from jax.sharding import AxisType, Mesh
 
 DATA, STAGE = "data", "stage"
+
+_LOG = logging.getLogger(__name__)
 
 
 def make_mesh(*, stage: int, data: int = 1, devices: Sequence[jax.Device] | None = None) -> Mesh:
@@ -36,4 +40,32 @@ def make_mesh(*, stage: int, data: int = 1, devices: Sequence[jax.Device] | None
             f"XLA_FLAGS=--xla_force_host_platform_device_count={needed}."
         )
     types = (AxisType.Auto, AxisType.Auto)
-    return jax.make_mesh((data, stage), (DATA, STAGE), axis_types=types, devices=available[:needed])
+    mesh = jax.make_mesh((data, stage), (DATA, STAGE), axis_types=types, devices=available[:needed])
+    leave_compilation_cache(mesh)
+    return mesh
+
+
+def leave_compilation_cache(mesh: Mesh) -> None:
+    """Switches jax's persistent compilation cache off in this process for a mesh of CPU devices.
+
+    A CPU program that XLA loads from the cache has lost the order between the collectives inside a
+    loop and those beside it. Its devices may then wait for each other forever
+    (docs/design/002-executor.md). This works whatever jax has compiled before; a line in the log
+    says so if a cache was configured.
+
+    Args:
+      mesh: of one device it needs no collectives, and the cache stays as it is; on GPUs, too.
+    """
+    if mesh.size == 1 or mesh.devices.flat[0].platform != "cpu":
+        return
+    if not jax.config.jax_enable_compilation_cache:
+        return
+    jax.config.update("jax_enable_compilation_cache", False)
+    # jax looks at the setting once, when it first compiles.
+    compilation_cache.reset_cache()
+    if jax.config.jax_compilation_cache_dir:
+        _LOG.warning(
+            "jax_compilation_cache_dir=%s is not used: XLA's programs for several CPU devices can "
+            "deadlock when they are loaded from a cache.",
+            jax.config.jax_compilation_cache_dir,
+        )

@@ -79,10 +79,13 @@ class Packed(OneLoop):
     def place(self, layers: Sequence[PyTree]) -> PyTree:
         """Canonical layers to placed arrays ``[stages, ...]``."""
         stored = [self.pack(layer, n) for n, layer in enumerate(layers)]
+        # Moments of parameters may have another dtype than the parameters that name the group.
+        dtypes = {g: w.dtype for packed in stored for g, w in packed.items()}
 
         def stage(held, group: str):
-            parts = [stored[n][group] for n in held.reshape(-1) if n >= 0]
-            placed = jnp.concatenate(parts, axis=1)
+            parts = [stored[n][group] for n in held.reshape(-1) if n >= 0 and group in stored[n]]
+            none = jnp.zeros((self._data, 0), dtypes.get(group, group))
+            placed = jnp.concatenate([none, *parts], axis=1)
             room = self.placed[group].shape[1] - placed.shape[1]
             return jnp.pad(placed, ((0, 0), (0, room)))
 
@@ -165,14 +168,14 @@ class Packed(OneLoop):
 
     def pack(self, params: PyTree, example: int) -> dict[str, jax.Array]:
         """A layer's parameters in the form they are stored in."""
-        leaves = jax.tree.leaves(params)
+        pairs = zip(jax.tree.leaves(params), jax.tree.leaves(self._layers[example]), strict=True)
+        flat = [(str(leaf.dtype), w.reshape(-1)) for w, leaf in pairs]
 
         def group(g: str, width: int):
-            parts = [w.reshape(-1) for w in leaves if str(w.dtype) == g]
-            flat = jnp.concatenate(parts) if parts else jnp.zeros(0, jnp.dtype(g))
-            return jnp.pad(flat, (0, self._data * width - flat.size)).reshape(self._data, width)
+            joined = jnp.concatenate([w for of_leaf, w in flat if of_leaf == g])
+            return jnp.pad(joined, (0, self._data * width - joined.size)).reshape(self._data, width)
 
-        return {g: group(g, n) for g, n in self._widths[example].items()}
+        return {g: group(g, n) for g, n in self._widths[example].items() if n}
 
     def unpack(self, stored: dict[str, jax.Array], example: int) -> PyTree:
         """Undoes `pack`."""

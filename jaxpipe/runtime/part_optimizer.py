@@ -21,6 +21,27 @@ PyTree = Any
 PARTS = ("layers", "embed", "head")
 
 
+def owners(state: PyTree, params: PyTree) -> list[int | None]:
+    """The parameter that each leaf of an optimizer's state belongs to: the leaf's path ends with
+    the parameter's, and its shape is the parameter's.
+
+    Args:
+      state: the state, or its shapes.
+      params: shapes of the parameters.
+
+    Returns:
+      For every leaf of the state the number of the parameter, or None.
+    """
+    numbers = {path: n for n, (path, _) in enumerate(jax.tree.leaves_with_path(params))}
+    shapes = [leaf.shape for leaf in jax.tree.leaves(params)]
+
+    def owner(path: tuple, shape: tuple[int, ...]) -> int | None:
+        ends = (numbers.get(path[start:]) for start in range(len(path)))  # the longest first
+        return next((n for n in ends if n is not None and shapes[n] == shape), None)
+
+    return [owner(path, leaf.shape) for path, leaf in jax.tree.leaves_with_path(state)]
+
+
 class PartOptimizer:
     """Updates parts with any transformation that treats every element of a parameter alone.
 
@@ -32,6 +53,7 @@ class PartOptimizer:
       owners: for every leaf of the optimizer's state, the number of the parameter it belongs to, or
         None.
       owned: the numbers alone.
+      state_shapes: shapes of the optimizer's state.
 
     Raises:
       ValueError: an update that mixes elements or parameters.
@@ -41,23 +63,10 @@ class PartOptimizer:
         self._optimizer = optimizer
         self._paths = [path for path, _ in jax.tree.leaves_with_path(params)]
         self._tree = jax.tree.structure(params)
-        state = jax.eval_shape(optimizer.init, params)
-        self._state_tree = jax.tree.structure(state)
-        shapes = [leaf.shape for leaf in jax.tree.leaves(params)]
-        self.owners = [
-            self._owner(path, leaf.shape, shapes) for path, leaf in jax.tree.leaves_with_path(state)
-        ]
+        self.state_shapes = jax.eval_shape(optimizer.init, params)
+        self.owners = owners(self.state_shapes, params)
         self.owned = [owner for owner in self.owners if owner is not None]
-        self._check(params, state)
-
-    def _owner(self, path: tuple, shape: tuple, shapes: list) -> int | None:
-        """The parameter a leaf of the state belongs to: its path ends with the parameter's."""
-        ends = [
-            number
-            for number, own in enumerate(self._paths)
-            if path[-len(own) :] == own and shape == shapes[number]
-        ]
-        return max(ends, key=lambda number: len(self._paths[number]), default=None)
+        self._check(params, self.state_shapes)
 
     def _check(self, params: PyTree, state: PyTree) -> None:
         """Raises if any result depends on another parameter, or on several elements of its own."""
@@ -86,7 +95,7 @@ class PartOptimizer:
                 "This optimizer cannot update a model part by part: every stage updates layers as "
                 "soon as their gradient is finished, and the data axis may split them, so each "
                 f"element's update must follow from that element alone, but {shown}.\n"
-                "AsyncPipeline clips by the global norm with clip_norm=...; otherwise update after "
+                "AsyncPipeline clips by itself, with clip_norm=...; otherwise update after "
                 "the step, from the gradients of Pipeline.value_and_grad."
             )
 
@@ -112,7 +121,7 @@ class PartOptimizer:
         """Undoes `split`."""
         sources = iter(owned), iter(rest)
         leaves = [next(sources[owner is None]) for owner in self.owners]
-        return jax.tree.unflatten(self._state_tree, leaves)
+        return jax.tree.unflatten(jax.tree.structure(self.state_shapes), leaves)
 
     def update(
         self, part: str, gradients: PyTree, owned: list, rest: list, params: PyTree

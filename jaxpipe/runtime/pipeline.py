@@ -2,29 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from functools import cached_property
+from collections.abc import Sequence
+from functools import cached_property, partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import optax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxpipe.runtime import executor
+from jaxpipe.runtime import checks, executor
 from jaxpipe.runtime.fixed import Plan
 from jaxpipe.runtime.layers import Layers
-from jaxpipe.runtime.layout import LAYOUTS, make_layers, make_layout
-from jaxpipe.runtime.mesh import DATA, STAGE
+from jaxpipe.runtime.layout import Layout, compiled_sharding, make_layers, make_layout
+from jaxpipe.runtime.mesh import DATA, STAGE, leave_compilation_cache
 from jaxpipe.runtime.model import Model
 from jaxpipe.runtime.packed_parameters import Packed
 from jaxpipe.runtime.parameters import Stacked, Unrolled
-from jaxpipe.runtime.split import REMAT_POLICIES
-from jaxpipe.schedule.actions import Kind, Schedule
+from jaxpipe.runtime.part_optimizer import owners
+from jaxpipe.runtime.trees import shapes_of, strongly_typed
+from jaxpipe.schedule.actions import Schedule
 from jaxpipe.schedule.lower import forward_only, lower
 from jaxpipe.schedule.partition import partition
 from jaxpipe.schedule.table import TickTable
-from jaxpipe.schedule.validate import simulated_only, validate
+from jaxpipe.schedule.validate import validate
 
 PyTree = Any
 
@@ -34,7 +36,8 @@ class Pipeline:
 
     Parameters are *canonical* for the user (``{"embed", "layers", "head"}``, layers in model order:
     stacked if they are alike, a tuple if not) and *placed* on the devices; `place` and `unplace`
-    convert. Everything can be called inside `jax.jit`.
+    convert. `init` and `update` run an optimizer on placed parameters and keep its state sharded as
+    the ZeRO level says. Everything can be called inside `jax.jit`.
 
     Args:
       model: pure functions.
@@ -74,6 +77,8 @@ class Pipeline:
       >>> loss, grads = pipe.value_and_grad(pipe.place(params), batch)
       >>> pipe.unplace(grads)["layers"].shape
       (2, 3, 3)
+      >>> optimizer, placed = optax.adam(0.1), pipe.place(params)
+      >>> placed, state = pipe.update(optimizer, grads, pipe.init(optimizer, placed), placed)
     """
 
     def __init__(
@@ -91,14 +96,17 @@ class Pipeline:
         states: PyTree = None,
         poison: bool = False,
     ) -> None:
-        _check(model, params, states, schedule, mesh, remat, zero, weights, weight_slots)
+        arguments = model, params, states, schedule, mesh, remat, zero, weights, weight_slots
+        checks.raise_all(list(checks.arguments(*arguments, layer_counts)))
         validate(schedule)
+        leave_compilation_cache(mesh)
+        params, states = shapes_of(params), shapes_of(states)
         self.model, self.schedule, self.mesh = model, schedule, mesh
         self.remat, self.poison = remat, poison
         self.weights, self.weight_slots = weights, weight_slots
         self.zero = zero if mesh.shape[DATA] > 1 else 0
         if layer_counts is None:
-            layer_counts = partition([1] * num_layers(params["layers"]), schedule.placement)
+            layer_counts = partition([1] * checks.num_layers(params["layers"]), schedule.placement)
         self.table = self._lower(schedule, layer_counts)
         self.layout = make_layout(params, model.stage_split, mesh, self.table, weights=weights)
         self.state_layout = None if states is None else make_layers(states, self.table, data=1)
@@ -124,27 +132,34 @@ class Pipeline:
     def canonical_shardings(self) -> PyTree:
         """Shardings of what `unplace` returns: over all devices, as far as the sizes divide."""
         return jax.tree.map(
-            lambda spec: NamedSharding(self.mesh, spec), self.layout.canonical_specs()
+            lambda spec: compiled_sharding(self.mesh, spec), self.layout.canonical_specs()
         )
 
     def optimizer_shardings(self, state: PyTree) -> PyTree:
-        """Shardings of an optax state: every part shaped like the parameters as gradients are, the
-        rest replicated.
+        """Shardings of an optax state: what belongs to a parameter and has its shape is sharded as
+        its gradient is, the rest is replicated.
 
         Args:
           state: an optimizer state of placed parameters, or its shapes.
         """
+        of_gradients = jax.tree.leaves(self.gradient_shardings)
         replicated = NamedSharding(self.mesh, P())
-        return self.map_parameters(
-            lambda _: self.gradient_shardings, state, rest=lambda _: replicated
-        )
+        found = [
+            replicated if owner is None else of_gradients[owner]
+            for owner in owners(state, self.layout.placed_shapes())
+        ]
+        return jax.tree.unflatten(jax.tree.structure(state), found)
 
     def map_parameters(self, fn, tree: PyTree, *, rest=lambda leaf: leaf) -> PyTree:
         """Applies ``fn`` to every subtree with the structure of the parameters, placed or
         canonical, and ``rest`` to all other leaves.
 
-        With `place` and `unplace` it converts a whole optimizer state.
+        With `place` and `unplace` it converts a whole optimizer state, or any tree that is shaped
+        like the parameters, such as a mask; their dtypes may be others than those of the
+        parameters.
         """
+        if fn == self.place:
+            fn = partial(self._checked_place, dtypes=False)
         structures = [
             jax.tree.structure(tree) for tree in (self.param_shardings, self.canonical_shardings)
         ]
@@ -157,35 +172,134 @@ class Pipeline:
         )
 
     def place(self, params: PyTree) -> PyTree:
-        """Canonical parameters to placed, sharded ones."""
-        return self._place(params)
+        """Canonical parameters to placed, sharded ones.
+
+        Raises:
+          ValueError: parameters unlike those that the pipeline was built for, in structure, shape
+            or dtype, or that are placed already.
+        """
+        return self._checked_place(params, dtypes=True)
 
     def unplace(self, placed: PyTree) -> PyTree:
-        """Placed parameters (or gradients) to canonical ones."""
+        """Placed parameters, or what is shaped like them, such as gradients, to canonical ones.
+
+        Raises:
+          ValueError: a tree of another structure or other shapes, or one that is not placed.
+        """
+        checks.raise_all(self._placed_problems("placed", placed, dtypes=False))
         return self._unplace(placed)
 
     def place_states(self, states: PyTree) -> PyTree:
-        """Canonical states of the layers, one tree a layer, to placed ones."""
-        shardings = NamedSharding(self.mesh, P(STAGE))
-        return jax.jit(self._states.place, out_shardings=shardings)(states)
+        """Canonical states of the layers, one tree a layer, to placed ones.
+
+        Raises:
+          ValueError: states unlike those that the pipeline was built for, or placed already.
+        """
+        layout, placed = self._states, self.placed_states
+        checks.raise_all(checks.canonical("states", states, self.canonical_states, placed))
+        return _placing(layout, jax.tree.map(lambda leaf: leaf.sharding, placed))(states)
 
     def unplace_states(self, placed: PyTree) -> PyTree:
-        """Undoes `place_states`."""
-        return jax.jit(self._states.unplace)(placed)
+        """Undoes `place_states`.
+
+        Raises:
+          ValueError: states unlike those that the pipeline was built for, or not placed.
+        """
+        layout = self._states
+        checks.raise_all(self._state_problems("placed", placed))
+        return jax.jit(layout.unplace)(placed)
 
     @property
     def _states(self) -> Stacked | Unrolled | Packed:
         if self.state_layout is None:
-            raise ValueError("This model's layers keep no state: Pipeline was given no states.")
+            raise ValueError(_NO_STATES)
         return self.state_layout
+
+    def _checked_place(self, params: PyTree, *, dtypes: bool) -> PyTree:
+        shapes = self.layout.canonical_shapes(), self.layout.placed_shapes()
+        checks.raise_all(checks.canonical("params", params, *shapes, dtypes=dtypes))
+        return self._place(params)
+
+    def _placed_problems(self, name: str, tree: PyTree, *, dtypes: bool = True) -> list[str]:
+        shapes = self.layout.placed_shapes(), self.layout.canonical_shapes()
+        return checks.placed(name, tree, *shapes, method="place", dtypes=dtypes)
+
+    def _state_problems(self, name: str, tree: PyTree) -> list[str]:
+        if self.state_layout is None:
+            return [] if tree is None else [_NO_STATES]
+        if tree is None:
+            return [f"{name}=None, but this model's layers keep states: see `pipe.place_states`."]
+        shapes = self.placed_states, self.canonical_states
+        return checks.placed(name, tree, *shapes, method="place_states")
 
     @cached_property
     def _place(self):
-        return jax.jit(self.layout.place, out_shardings=self.param_shardings)
+        return _placing(self.layout, self.param_shardings)
 
     @cached_property
     def _unplace(self):
         return jax.jit(self.layout.unplace, out_shardings=self.canonical_shardings)
+
+    # The optimizer.
+
+    def init(self, optimizer: optax.GradientTransformation, params: PyTree) -> PyTree:
+        """The state of an optimizer, made where the ZeRO level wants it.
+
+        Args:
+          optimizer: any optax transformation.
+          params: placed parameters.
+
+        Returns:
+          What ``optimizer.init`` gives, with the shardings of `optimizer_shardings`.
+
+        Raises:
+          ValueError: parameters unlike those that the pipeline was built for, or not placed.
+        """
+        checks.raise_all(self._placed_problems("params", params))
+        shardings = self.optimizer_shardings(jax.eval_shape(optimizer.init, params))
+
+        def init(params):
+            return strongly_typed(optimizer.init(params))
+
+        return jax.jit(init, out_shardings=shardings)(params)
+
+    def update(
+        self,
+        optimizer: optax.GradientTransformation,
+        grads: PyTree,
+        state: PyTree,
+        params: PyTree,
+    ) -> tuple[PyTree, PyTree]:
+        """Takes a step of an optimizer, and leaves everything where it was.
+
+        In a jitted step the compiler would otherwise choose where the new parameters and the new
+        state lie: not as the ZeRO level says, and the next call would compile the step again.
+
+        Args:
+          optimizer: any optax transformation.
+          grads: gradients, from `value_and_grad`.
+          state: the optimizer's state, from `init`.
+          params: placed parameters.
+
+        Returns:
+          The new parameters and the new state, with the shardings of `param_shardings` and
+          `optimizer_shardings`.
+
+        Raises:
+          ValueError: a tree unlike those that the pipeline was built for, or not placed.
+        """
+        shapes = jax.eval_shape(optimizer.init, self.layout.placed_shapes())
+        checks.raise_all(
+            [
+                *self._placed_problems("grads", grads, dtypes=False),
+                *checks.optimizer_state("state", state, shapes),
+                *self._placed_problems("params", params),
+            ]
+        )
+        updates, state = optimizer.update(grads, state, params)
+        new = strongly_typed((optax.apply_updates(params, updates), state))
+        shardings = self.param_shardings, self.optimizer_shardings(state)
+        return jax.lax.with_sharding_constraint(new, shardings)
 
     # Running.
 
@@ -213,7 +327,8 @@ class Pipeline:
           data shards.
 
         Raises:
-          ValueError: the batch does not divide, or layers that do not fit each other.
+          ValueError: arguments that do not fit the pipeline, layers that do not fit each other, or
+            a loss that is not a float32 scalar.
         """
         loss, grads, states = self._run(self.plan(self.table), placed, batch, rng, states)
         return (loss if self.state_layout is None else (loss, states)), grads
@@ -244,7 +359,7 @@ class Pipeline:
         )
 
     def _run(self, plan: Plan, placed, batch, rng, states):
-        self.check_batch(batch)
+        self.check("placed", placed, batch, states)
 
         def body(placed, batch, rng, states):
             return executor.run(plan, placed, self.split_rows(batch), rng, states)
@@ -252,14 +367,38 @@ class Pipeline:
         gradients = self.layout.specs(sharded=self.zero >= 1) if plan.trains else None
         return self._mapped(body, (P(), gradients, P(STAGE)))(placed, batch, rng, states)
 
+    def check(
+        self,
+        name: str,
+        placed: PyTree,
+        batch: PyTree,
+        states: PyTree,
+        others: Sequence[str] = (),
+    ) -> None:
+        """Raises ValueError for what a step was given and does not fit.
+
+        Args:
+          name: what the caller names its placed parameters.
+          placed: these.
+          batch, states: as for `value_and_grad`.
+          others: problems of the caller's own, for the same error.
+        """
+        checks.raise_all(
+            [
+                *self._placed_problems(name, placed),
+                *others,
+                *self._batch_problems(batch),
+                *self._state_problems("states", states),
+            ]
+        )
+
     def check_batch(self, batch: PyTree) -> None:
         """Raises ValueError for rows that do not divide into microbatches and data shards."""
+        checks.raise_all(self._batch_problems(batch))
+
+    def _batch_problems(self, batch: PyTree) -> list[str]:
         m, shards = self.schedule.num_microbatches, self.mesh.shape[DATA]
-        for path, leaf in jax.tree.leaves_with_path(batch):
-            if leaf.shape[0] % (m * shards):
-                raise ValueError(
-                    _uneven_batch(jax.tree_util.keystr(path), leaf.shape[0], m, shards)
-                )
+        return list(checks.batch(batch, num_microbatches=m, num_shards=shards))
 
     def _mapped(self, body, out_specs):
         """``body(placed, batch, rng, states)`` on every device."""
@@ -296,6 +435,7 @@ class Pipeline:
 
     def _traced(self, read, batch: PyTree, rng: jax.Array | None) -> Any:
         """What ``read`` finds in a trace of the program, arguments as those of `executor.run`."""
+        self.check_batch(batch)
         found = []
 
         def body(placed, batch, rng, states):
@@ -312,7 +452,7 @@ class Pipeline:
         """Shapes and shardings of the placed states; None for a model without."""
         if self.state_layout is None:
             return None
-        sharding = NamedSharding(self.mesh, P(STAGE))
+        sharding = compiled_sharding(self.mesh, P(STAGE))
 
         def shape(leaf):
             struct = leaf.behind(self.mesh.shape[STAGE]).struct()
@@ -328,113 +468,13 @@ class Pipeline:
         return jax.tree.map(lambda leaf: leaf.struct(), self.state_layout.canonical)
 
 
-def num_layers(layers: PyTree) -> int:
-    """How many layers canonical ``params["layers"]`` hold."""
-    return len(layers) if isinstance(layers, tuple) else jax.tree.leaves(layers)[0].shape[0]
+_NO_STATES = "This model's layers keep no state: Pipeline was given no states."
 
 
-def _check(
-    model: Model,
-    params: PyTree,
-    states: PyTree,
-    schedule: Schedule,
-    mesh: Mesh,
-    remat: str,
-    zero: int,
-    weights: str,
-    weight_slots: int,
-) -> None:
-    """Raises one error with everything that does not fit."""
-    problems = []
-    if set(mesh.axis_names) != {DATA, STAGE}:
-        problems.append(
-            f"mesh has axes {mesh.axis_names}; it must have {DATA!r} and {STAGE!r} "
-            "(jaxpipe.make_mesh)."
-        )
-    elif mesh.shape[STAGE] != schedule.num_stages:
-        problems.append(
-            f"mesh.stage={mesh.shape[STAGE]} does not fit schedule {schedule.name!r}, which was "
-            f"built for {schedule.num_stages} stages.\n"
-            f"Nearest valid: mesh.stage={schedule.num_stages}."
-        )
-    problems += simulated_only(schedule)
-    if remat not in REMAT_POLICIES:
-        problems.append(
-            f"remat={remat!r} is not a policy; choose one of {', '.join(REMAT_POLICIES)}."
-        )
-    if zero not in (0, 1, 2, 3):
-        problems.append(f"zero={zero} is not a level.\nNearest valid: {min(max(zero, 0), 3)}.")
-    if weights not in LAYOUTS:
-        problems.append(f"weights={weights!r} is no layout; choose one of {', '.join(LAYOUTS)}.")
-    if weight_slots < 1:
-        problems.append(f"weight_slots={weight_slots} holds no chunk.\nNearest valid: 1.")
-    if not isinstance(params, dict) or set(params) != {"embed", "layers", "head"}:
-        problems.append('params must be {"embed": ..., "layers": ..., "head": ...}.')
-    elif isinstance(params["layers"], tuple) or isinstance(model.layer, tuple):
-        problems += _check_tuples(model, params["layers"], weights)
-    else:
-        depths = {leaf.shape[0] for leaf in jax.tree.leaves(params["layers"])}
-        if len(depths) != 1:
-            problems.append(
-                'params["layers"] must stack every layer on the leading dimension; found leading '
-                f"dimensions {sorted(depths)}."
-            )
-    if model.stateful != (states is not None):
-        problems.append(
-            f"Model.stateful={model.stateful}, but Pipeline was given "
-            f"{'no states' if states is None else 'states'}: a stateful model needs the initial "
-            "states of its layers, another takes none."
-        )
-    elif model.stateful:
-        problems += _check_order(schedule)
-    if problems:
-        raise ValueError("\n".join(problems))
+def _placing(layout: Layout | Stacked | Unrolled | Packed, shardings: PyTree):
+    """The layout's `place`, compiled."""
 
+    def place(tree):
+        return strongly_typed(layout.place(tree))
 
-def _check_tuples(model: Model, layers: PyTree, weights: str) -> Iterator[str]:
-    """What is wrong with the layers of a model whose layers differ."""
-    if weights == "unrolled":
-        yield (
-            "weights='unrolled' needs layers that are alike, and these are a tuple: layers that "
-            "differ share flat arrays.\nNearest valid: weights='stacked'."
-        )
-    if not (isinstance(layers, tuple) and isinstance(model.layer, tuple)):
-        one, other = ("params['layers']", "Model.layer")
-        if isinstance(model.layer, tuple):
-            one, other = other, one
-        yield (
-            f"{one} is a tuple and {other} is not: layers that differ have a function and a tree "
-            "of parameters each, layers that are alike one function and stacked parameters."
-        )
-    elif len(layers) != len(model.layer):
-        yield (
-            f"Model.layer has {len(model.layer)} functions and params['layers'] {len(layers)} "
-            "trees; each layer needs one of both."
-        )
-
-
-def _check_order(schedule: Schedule) -> Iterator[str]:
-    """A stateful layer must see the microbatches in their order."""
-    latest: dict[int, int] = {}
-    for order in schedule.orders:
-        for action in order:
-            if action.kind is not Kind.F:
-                continue
-            if action.microbatch < latest.get(action.virtual_stage, -1):
-                yield (
-                    f"Schedule {schedule.name!r} runs {action} after a later microbatch; the "
-                    "states of a stateful model are renewed in microbatch order."
-                )
-                return
-            latest[action.virtual_stage] = action.microbatch
-
-
-def _uneven_batch(path: str, rows: int, m: int, shards: int) -> str:
-    unit = m * shards
-    below, above = rows // unit * unit, -(-rows // unit) * unit
-    valid = ", ".join(str(n) for n in (below, above) if n)
-    return (
-        f"batch{path} has {rows} rows, which do not divide into {m} microbatches x "
-        f"{shards} data shards.\n"
-        f"Nearest valid: {valid}."
-    )
+    return jax.jit(place, out_shardings=shardings)

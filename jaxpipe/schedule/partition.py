@@ -14,6 +14,7 @@ from typing import NamedTuple
 import numpy as np
 
 from jaxpipe.schedule.placement import Placement
+from jaxpipe.schedule.simulate import Costs
 
 _BITS = 30
 """Costs are compared as integers whose sum has at most so many bits: sums are exact."""
@@ -136,6 +137,32 @@ def chunk_shares(
         rows.append(ChunkShare(s, placement.stages[s], placement.chunks[s], first, count, share))
         first += count
     return rows
+
+
+def chunk_costs(
+    costs: Costs, layer_costs: Sequence[float], layer_counts: Sequence[int]
+) -> list[Costs]:
+    """Says what every chunk of a partition costs, for `simulate` and `lock_step`.
+
+    Args:
+      costs: of a chunk of mean cost.
+      layer_costs: as in `partition`.
+      layer_counts: layers of every virtual stage.
+
+    Returns:
+      Of every virtual stage, its layers' share of the F, B and W of all; messages stay as they are.
+
+    Example:
+      >>> [cost.f for cost in chunk_costs(Costs(1, 1, 1), [1] * 10, [3, 3, 2, 2])]
+      [1.2, 1.2, 0.8, 0.8]
+    """
+    total, first, found = math.fsum(layer_costs), 0, []
+    for count in layer_counts:
+        own = math.fsum(layer_costs[first : first + count]) * len(layer_counts)
+        f, b, w = (cost * own / total for cost in (costs.f, costs.b, costs.w))
+        found.append(Costs(f, b, w, costs.message))
+        first += count
+    return found
 
 
 def _check(layer_costs: Sequence[float], placement: Placement, memory: Memory | None) -> None:

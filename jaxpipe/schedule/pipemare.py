@@ -2,8 +2,8 @@
 
 Minibatches of N microbatches follow each other without a gap; g counts microbatches through all of
 them, and one enters every tick. A *part* is a group of parameters that is read and updated
-together: the layers of a stage, the embedding, the head. Everything here is integer arithmetic in
-the tick and the stage, so that traced integers can go through it as well.
+together: the layers of a stage, the embedding, the head. Ticks, delays and versions are integer
+arithmetic in the tick and the stage, so that traced integers can go through it as well.
 
 Source: Yang et al., PipeMare, arXiv 1910.05124; PipeDream, arXiv 1806.03377; PipeDream-2BW,
 arXiv 2006.09503.
@@ -12,7 +12,11 @@ arXiv 2006.09503.
 from __future__ import annotations
 
 import dataclasses
+import math
+from collections.abc import Sequence
 from typing import Any
+
+from jaxpipe.schedule.simulate import Costs
 
 METHODS: dict[str, str] = {
     "pipemare": "forward and backward read the newest weights",
@@ -20,6 +24,9 @@ METHODS: dict[str, str] = {
     "2bw": "minibatch k reads version k-1 everywhere (two versions)",
 }
 """Which weights are read, by the method's name."""
+
+_ALIKE = Costs(1, 1, 1)
+"""Of stages that are all alike: in which unit makes no difference to shares of time."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,7 +55,7 @@ class SteadyState:
     segment.
 
     ============  =====================================================================
-    bubble        0; a fill of 2P-1 ticks once
+    bubble        1 - mean / largest cost of a stage, 0 if all are alike; a fill of 2P-1 ticks once
     in flight     2(P-d) microbatches on stage d
     delay         ceil((2(P-d)-1-j)/N) updates, forward of a minibatch's microbatch j
     constraints   P >= 1, N >= 1, v = 1; 2bw: N >= 2P-1
@@ -180,11 +187,50 @@ class SteadyState:
         """Ticks from the last microbatch's entry to its last gradient."""
         return 2 * self.num_stages - 1
 
-    def utilization(self, minibatches: int) -> float:
-        """Share of the ticks in which a stage works, of a run from filling to draining; 1 in the
-        steady state, N/(N+P-1) of a synchronous pipeline's."""
+    def full_utilization(self, costs: Costs | Sequence[Costs]) -> float:
+        """Share of the time of a full pipeline in which a stage works.
+
+        A tick is F, the second forward of a pipeline that recomputes, B and W of one microbatch on
+        every stage, and lasts as long as the slowest stage and one exchange of messages.
+
+        Args:
+          costs: of a stage's layers; or, where stages differ, of every stage.
+
+        Returns:
+          The mean over the largest of what a tick is on a stage: 1 if all stages are alike and
+          messages take no time.
+
+        Raises:
+          ValueError: there is not one cost for every stage.
+
+        Example:
+          >>> SteadyState(4, 2).full_utilization([Costs(cost, cost, cost) for cost in (1, 4, 2, 1)])
+          0.5
+        """
+        stages = self.num_stages
+        costs = [costs] * stages if isinstance(costs, Costs) else costs
+        if len(costs) != stages:
+            raise ValueError(
+                f"There are {len(costs)} costs for stages={stages}.\nNearest valid: {stages}, or "
+                "one for all."
+            )
+        forwards = 1 if self.recompute_segment is None else 2
+        work = [forwards * cost.f + cost.b + cost.w for cost in costs]
+        exchange = max(cost.message for cost in costs) if stages > 1 else 0.0
+        return math.fsum(work) / (stages * (max(work) + exchange))
+
+    def utilization(self, minibatches: int, costs: Costs | Sequence[Costs] = _ALIKE) -> float:
+        """Share of the time in which a stage works, of a run from filling to draining.
+
+        Args:
+          minibatches: of the run.
+          costs: as for `full_utilization`; stages are all alike without.
+
+        Returns:
+          That of a full pipeline, times N k / (N k + 2P-1) for k minibatches.
+        """
         work = minibatches * self.num_microbatches
-        return work / (work + self.drain_ticks)
+        return self.full_utilization(costs) * (work / (work + self.drain_ticks))
 
     def work_ratio(self, minibatch: int) -> float:
         """Share of F and backwards that run in the ticks in which a minibatch enters.

@@ -214,6 +214,15 @@ def back_to(run: Path, step: int) -> None:
             shutil.rmtree(run / "checkpoints" / str(name))
 
 
+def flip_a_bit(checkpoint: Path) -> Path:
+    """Damages the largest file, which holds numbers; returns its path in the checkpoint."""
+    largest = max(checkpoint.rglob("state/**/*"), key=lambda path: path.stat().st_size)
+    content = bytearray(largest.read_bytes())
+    content[len(content) // 2] ^= 1
+    largest.write_bytes(content)
+    return largest.relative_to(checkpoint)
+
+
 def assert_same_run(run: Path, unbroken: Path) -> None:
     """The same losses and the same last checkpoint, to the bit."""
     assert steps(run) == steps(unbroken)

@@ -10,6 +10,7 @@ from command import (
     assert_same_weights,
     back_to,
     finish,
+    flip_a_bit,
     kill_when,
     num_lines,
     saved,
@@ -66,6 +67,16 @@ def test_resume_on_either_side_of_the_switch(whole, trainer, tmp_path, step):
         assert record["step"] <= step or "eval_loss" in record
         assert record | {"eval_loss": 0} == expected | {"eval_loss": 0}
     assert_same_weights(run, whole[0])
+
+
+@pytest.mark.slow
+def test_resume_skips_a_damaged_checkpoint_of_a_pipeline_in_mid_flight(whole, trainer, tmp_path):
+    run = _until(whole[0], 9, tmp_path)
+    flip_a_bit(run / "checkpoints" / "9")
+    finished = trainer.run("--run-dir", run, "--resume", *OPTIONS)
+    assert "skipping checkpoint 9: state/" in finished.out
+    assert f"resuming {run} at step 6" in finished.out
+    assert_same_run(run, whole[0])
 
 
 @pytest.mark.slow

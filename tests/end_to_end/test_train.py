@@ -15,11 +15,14 @@ from command import (
     assert_same_run,
     back_to,
     finish,
+    flip_a_bit,
     kill_when,
     num_lines,
     saved,
     steps,
 )
+
+from train.run_lock import LOCK_FILE
 
 pytestmark = pytest.mark.end_to_end
 
@@ -58,6 +61,19 @@ def test_the_same_command_gives_the_same_bits_without_a_cache(unbroken, trainer,
     assert_same_run(run, unbroken[0])
 
 
+def test_a_mesh_without_devices_is_refused_with_all_else_that_is_wrong(trainer, tmp_path):
+    finished = trainer.run(
+        *("--mesh.stage", 0, "--mesh.data", -1, "--train.steps", -3, "--run-dir", tmp_path / "run"),
+        status=2,
+    )
+    assert finished.err.splitlines() == [
+        "error: mesh.stage=0 must be at least 1. Nearest valid: 1.",
+        "error: mesh.data=-1 must be at least 1. Nearest valid: 1.",
+        "error: train.steps=-3 must be at least 1. Nearest valid: 1.",
+    ]
+    assert not (tmp_path / "run").exists()
+
+
 def test_resume_from_every_kept_checkpoint_and_after_the_end(unbroken, trainer, tmp_path):
     run = _copy(unbroken[0], tmp_path)
     back_to(run, 9)
@@ -71,6 +87,28 @@ def test_resume_from_every_kept_checkpoint_and_after_the_end(unbroken, trainer, 
     assert f"resuming {run} at step {NUM_STEPS}" in finished.out
     assert_same_run(run, unbroken[0])
     assert (run / "sample.txt").read_text() == sample
+
+
+def test_resume_skips_a_damaged_checkpoint(unbroken, trainer, tmp_path):
+    """One flipped bit of the newest checkpoint's weights; then both are damaged."""
+    run = _copy(unbroken[0], tmp_path)
+    damaged = flip_a_bit(run / "checkpoints" / str(NUM_STEPS))
+    finished = trainer.run("--run-dir", run, "--resume")
+    assert f"skipping checkpoint {NUM_STEPS}: state/" in finished.out
+    assert f"it is kept as {NUM_STEPS}.damaged" in finished.out
+    assert f"resuming {run} at step 9" in finished.out
+    assert_same_run(run, unbroken[0])
+    assert (run / "checkpoints" / f"{NUM_STEPS}.damaged" / damaged).exists()
+
+    flip_a_bit(run / "checkpoints" / str(NUM_STEPS))
+    (run / "checkpoints" / "9" / "data" / "metadata").write_text("")
+    before = {path: path.stat().st_mtime_ns for path in run.rglob("*")}
+    finished = trainer.run("--run-dir", run, "--resume", status=2)
+    assert finished.err.startswith(f"error: run_dir={run} has no whole checkpoint to resume from (")
+    assert f"checkpoint {NUM_STEPS}: state/" in finished.err
+    assert "checkpoint 9: data/metadata does not have its checksum" in finished.err
+    assert finished.err.count("\n") == 1, finished.err
+    assert {path: path.stat().st_mtime_ns for path in run.rglob("*")} == before
 
 
 @pytest.mark.parametrize("seed", [0, 1])
@@ -121,6 +159,7 @@ def test_sigterm_saves_and_resume_continues(unbroken, trainer, tmp_path):
     (stopped,) = [s for s in saved(run) if f"saved step {s}; go on with --resume" in finished.out]
     assert 1 < stopped < NUM_STEPS
     assert len(steps(run)) == stopped
+    assert not (run / LOCK_FILE).exists()
     finished = trainer.run("--run-dir", run, "--resume")
     assert f"resuming {run} at step {stopped}" in finished.out
     assert_same_run(run, unbroken[0])
@@ -136,6 +175,7 @@ def test_a_loss_that_is_not_finite_stops_the_run(unbroken, trainer, tmp_path):
     assert "The checkpoint of step 9 is kept; --resume continues from it." in finished.err
     assert "Traceback" not in finished.err
     assert saved(run) == [9]
+    assert not (run / LOCK_FILE).exists()
     trainer.run("--run-dir", run, "--resume")
     assert_same_run(run, unbroken[0])
 

@@ -1,10 +1,17 @@
 """Two processes of four simulated devices on loopback: one run, the losses of one process."""
 
+import os
+import shutil
 import socket
+import subprocess
+import sys
 
 import numpy as np
 import pytest
-from command import NUM_STEPS, Finished, finish, saved, steps, weights
+from command import NUM_STEPS, TOP, Finished, finish, flip_a_bit, saved, steps, weights
+
+from train.errors import Failure
+from train.run_lock import RunLock
 
 pytestmark = pytest.mark.end_to_end
 
@@ -71,9 +78,83 @@ def test_two_processes_train_as_one_and_one_continues(trainer, alone, tmp_path):
     assert len(steps(run)) == NUM_STEPS + 2
 
 
+def test_two_processes_skip_the_same_damaged_checkpoint(trainer, alone, tmp_path):
+    run = shutil.copytree(alone, tmp_path / "run")
+    flip_a_bit(run / "checkpoints" / str(NUM_STEPS))
+    first, second = _run_two(trainer, "--run-dir", run, "--resume")
+    assert (first.status, second.status) == (0, 0), f"{first}\n{second}"
+    assert f"skipping checkpoint {NUM_STEPS}: state/" in first.out
+    assert f"resuming {run} at step 9" in first.out
+    assert saved(run) == [9, NUM_STEPS]
+    _assert_close(run, alone)
+    # What two processes wrote has its checksums, too.
+    finished = trainer.run("--run-dir", run, "--resume", *_LAYOUT)
+    assert f"resuming {run} at step {NUM_STEPS}" in finished.out
+    assert "skipping" not in finished.out
+    assert "carries no checksums" not in finished.out
+
+
 def test_processes_that_cannot_start_do_not_wait(trainer, tmp_path):
     run = tmp_path / "run"
     for finished in _run_two(trainer, "--run-dir", run, "--pipeline.microbatches", 3):
         assert finished.status == 2
         assert "pipeline.microbatches=3 does not divide train.batch_size=8" in finished.err
     assert not run.exists()
+
+
+def test_processes_that_find_the_folder_in_use_all_end(trainer, tmp_path):
+    run = tmp_path / "run"
+    lock = RunLock(run, say=print)
+    lock.acquire()
+    try:
+        for finished in _run_two(trainer, "--run-dir", run, "--resume"):
+            assert finished.status == 2, str(finished)
+            assert f"error: run_dir={run} is in use by process {os.getpid()} on " in finished.err
+        (run / "config.yaml").touch()
+    finally:
+        lock.release()
+    for finished in _run_two(trainer, "--run-dir", run):
+        assert finished.status == 2, str(finished)
+        assert f"run_dir={run} already holds a run (config.yaml)" in finished.err
+    assert os.listdir(run) == ["config.yaml"]
+
+
+_DIFFER = """
+import sys
+from train import distributed
+from train.errors import ConfigError, Failure
+number = int(sys.argv[2])
+distributed.start(distributed.Processes(2, number, sys.argv[1]))
+print(distributed.from_first(lambda: {"number": number, "text": "\u00e4" * 9}), flush=True)
+def refuse():
+    raise ConfigError([Failure(f"of {number}", ("a",)), Failure("more", ())])
+try:
+    distributed.from_first(refuse)
+except ConfigError as error:
+    print(error.failures, flush=True)
+distributed.from_first(lambda: 1 // number)
+"""
+
+
+def test_what_processes_would_decide_differently_the_first_decides():
+    environment = os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(TOP), "XLA_FLAGS": ""}
+    command = [sys.executable, "-c", _DIFFER, f"localhost:{_free_port()}"]
+    processes = [
+        subprocess.Popen(
+            [*command, str(number)],
+            env=environment,
+            text=True,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+        )
+        for number in range(2)
+    ]
+    first, second = map(finish, processes)
+    for finished in (first, second):
+        assert [line for line in finished.out.splitlines() if "Gloo" not in line] == [
+            str({"number": 0, "text": "\u00e4" * 9}),
+            str((Failure("of 0", ("a",)), Failure("more", ()))),
+        ]
+    assert "ZeroDivisionError" in first.err
+    # The second one does not wait for the first, which has failed.
+    assert "RuntimeError: process 0 failed: ZeroDivisionError" in second.err

@@ -106,10 +106,12 @@ class Normed(nnx.Module):
 @pytest.mark.parametrize("remat", REMAT_POLICIES)
 @pytest.mark.parametrize("training", [True, False])
 def test_only_in_evaluation_does_a_batch_norm_read_its_statistics(x, training, remat):
-    module = Normed(rngs=nnx.Rngs(0))
-    module.norm.use_running_average = not training
-    apply, params, state = stateful(module)
-    split = split_layer(apply, params, x, {}, None, state=state, remat=remat)
+    apply, params, state = stateful(Normed(rngs=nnx.Rngs(0)))
+
+    def layer(params, x, state):
+        return apply(params, state, x, train=training)
+
+    split = split_layer(layer, params, x, state=state, remat=remat)
     assert split.reads_state is not training
 
 

@@ -129,3 +129,29 @@ def test_functions_and_trees_must_be_as_many():
             schedule=jaxpipe.schedules.build("1f1b", stages=2, microbatches=2),
             mesh=jaxpipe.make_mesh(stage=2),
         )
+
+
+def test_layers_may_have_dtypes_that_other_layers_lack():
+    def layer(w, x, batch, rng):
+        return x + jnp.tanh(x @ w.astype(x.dtype))
+
+    model = jaxpipe.Model(
+        embed=lambda outer, batch, rng: batch["x"],
+        layer=(layer,) * 4,
+        head_loss=lambda outer, x, batch, rng: jnp.mean(x**2),
+    )
+    layers = tuple(jnp.ones((3, 3), dtype) for dtype in ("float32", "bfloat16") * 2)
+    params = {"embed": {}, "layers": layers, "head": {}}
+    pipe = jaxpipe.Pipeline(
+        model,
+        params,
+        schedule=jaxpipe.schedules.build("1f1b", stages=2, microbatches=2),
+        mesh=jaxpipe.make_mesh(stage=2, data=2),
+        zero=2,
+    )
+    placed = pipe.place(params)
+    jax.tree.map(np.testing.assert_array_equal, pipe.unplace(placed), params)
+    _, grads = jax.eval_shape(pipe.value_and_grad, placed, {"x": jnp.ones((8, 3))})
+    assert {name: w.dtype for name, w in grads["layers"].items()} == {
+        name: w.dtype for name, w in placed["layers"].items()
+    }

@@ -9,6 +9,7 @@ import pytest
 
 from jaxpipe import cli
 from jaxpipe.schedule.pipemare import METHODS, SteadyState
+from jaxpipe.schedule.simulate import Costs
 
 SHAPES = list(itertools.product((1, 2, 3, 4, 8), (1, 2, 3, 5, 8, 16)))
 
@@ -231,3 +232,59 @@ def test_the_work_of_minibatches_adds_up_to_all_but_the_fill(P, N):
     # Stage d waits d ticks for its first F and 2P-1-d for its first backward.
     assert work == pytest.approx(2 * P * count * N - P * (2 * P - 1))
     assert steady.work_ratio(count) == 1
+
+
+def costs_of(*shares: float, message: float = 0.0) -> list[Costs]:
+    return [Costs(share, 1.2 * share, 0.8 * share, message) for share in shares]
+
+
+def lock_step_share(steady: SteadyState, costs: list[Costs], ticks: range) -> float:
+    """What a program does that exchanges messages after every tick, played tick by tick."""
+    busy = elapsed = 0.0
+    for tick in ticks:
+        lengths = []
+        for d, cost in enumerate(costs):
+            part, length = steady.stage(d), 0.0
+            length += cost.f if tick >= part.forward else 0
+            length += cost.b + cost.w if tick >= part.backward else 0
+            if part.recompute is not None and tick >= part.recompute:
+                length += cost.f
+            lengths.append(length)
+        busy += sum(lengths)
+        elapsed += max(lengths) + (costs[0].message if len(costs) > 1 else 0)
+    return busy / (len(costs) * elapsed)
+
+
+@pytest.mark.parametrize("segment", [None, 1, 2])
+@pytest.mark.parametrize(
+    "costs",
+    [
+        costs_of(1, 1, 1, 1),
+        costs_of(7, 1, 1, 1),
+        costs_of(3, 3, 2, 2),
+        costs_of(3, 3, 2, 2, message=0.5),
+        [Costs(1, 2, 1), Costs(4, 1, 1), Costs(1, 1, 1), Costs(2, 2, 2)],
+        costs_of(5, message=0.5),
+    ],
+)
+def test_a_full_pipeline_works_as_much_as_its_slowest_stage_lets_it(costs, segment):
+    segment = segment and min(segment, len(costs))
+    steady = SteadyState(len(costs), 3, recompute_segment=segment)
+    full = range(steady.drain_ticks, steady.drain_ticks + 6)
+    expected = lock_step_share(steady, costs, full)
+    assert steady.full_utilization(costs) == pytest.approx(expected, rel=1e-12)
+    # A run of k minibatches takes 2P-1 ticks more than they have.
+    assert steady.utilization(5, costs) == pytest.approx(expected * 15 / (15 + full.start))
+
+
+def test_ten_unequal_stages_work_at_most_their_mean_over_their_largest_cost():
+    shares = (0.7, 14.6, 14.6, 14.6, 9.6, 11.9, 11.9, 6.8, 7.6, 7.7)
+    steady = SteadyState(10, 2)
+    assert steady.full_utilization(costs_of(*shares)) == pytest.approx(10 / 14.6)
+    assert steady.utilization(130, costs_of(*shares)) == pytest.approx(10 / 14.6 * 260 / 279)
+    assert steady.full_utilization(Costs(1, 1.2, 0.8)) == 1
+
+
+def test_costs_are_of_every_stage_or_of_all():
+    with pytest.raises(ValueError, match=r"3 costs for stages=4\.\nNearest valid: 4, or one for"):
+        SteadyState(4, 8).full_utilization(costs_of(1, 2, 3))

@@ -1,0 +1,341 @@
+"""What a folder held before, what an index names, and tensors of other shapes."""
+
+import contextlib
+import dataclasses
+import functools
+import itertools
+import json
+import os
+import pathlib
+
+import jax
+import numpy as np
+import pytest
+
+from models import bert, gpt, hugging_face, resnet
+from models.bert import BERTConfig
+from models.gpt import GPTConfig
+from models.resnet import ResNetConfig
+
+safetensors = pytest.importorskip("safetensors.numpy", reason="safetensors is not installed")
+
+GPT2 = GPTConfig(
+    vocab_size=37, sequence_length=12, num_layers=2, width=16, num_heads=4, positions="learned",
+    norm="layer", activation="gelu", bias=True,
+)  # fmt: skip
+LLAMA = GPTConfig(
+    vocab_size=37, sequence_length=12, num_layers=2, width=16, num_heads=4, num_kv_heads=2,
+    mlp_width=24, tied=False, bias=True,
+)  # fmt: skip
+BERT = BERTConfig(
+    vocab_size=37, sequence_length=12, num_layers=2, width=16, num_heads=4, mlp_width=24,
+    next_sentence=True,
+)  # fmt: skip
+RESNET = ResNetConfig(depth=18, num_classes=7, style="imagenet", norm="batch", width=4)
+INIT = {GPTConfig: gpt.init, BERTConfig: bert.init, ResNetConfig: resnet.init}
+
+WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
+
+
+@functools.cache
+def shapes(config):
+    """Of parameters, and of the statistics of a ResNet."""
+    params = jax.eval_shape(lambda key: INIT[type(config)](config, key), jax.random.key(0))
+    return params, resnet.init_state(config) if isinstance(config, ResNetConfig) else None
+
+
+def drawn(config, seed=0):
+    """Numbers in place of the `shapes`."""
+    rng = np.random.default_rng(seed)
+    return jax.tree.map(lambda x: rng.uniform(0.5, 1, x.shape).astype("f"), shapes(config))
+
+
+def shard(folder, names=("model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors")):
+    """Splits the weights of a folder into two files with an index, as the library does."""
+    tensors = safetensors.load_file(folder / WEIGHTS)
+    (folder / WEIGHTS).unlink()
+    weight_map = {}
+    for i, name in enumerate(names):
+        (folder / name).parent.mkdir(exist_ok=True)
+        held = sorted(tensors)[i::2]
+        safetensors.save_file({tensor: tensors[tensor] for tensor in held}, folder / name)
+        weight_map |= dict.fromkeys(held, name)
+    (folder / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+
+
+def rename_shard(folder, old, new):
+    """Lets the index name another file."""
+    index = json.loads((folder / INDEX).read_text())
+    index["weight_map"] = {
+        tensor: new if file == old else file for tensor, file in index["weight_map"].items()
+    }
+    (folder / INDEX).write_text(json.dumps(index))
+
+
+def assert_holds(folder, config, params):
+    read = hugging_face.load(folder)
+    assert read.config.num_heads == config.num_heads
+    jax.tree.map(np.testing.assert_array_equal, read.params, params)
+
+
+# Saving.
+
+
+def test_a_model_in_several_files_is_replaced(tmp_path):
+    old, new = drawn(LLAMA, 0)[0], drawn(LLAMA, 1)[0]
+    hugging_face.save(tmp_path, LLAMA, old)
+    shard(tmp_path)
+    assert_holds(tmp_path, LLAMA, old)
+    others = ("README.md", "pytorch_model.bin", "other-00001-of-00002.safetensors")
+    for name in others:
+        (tmp_path / name).write_text("not part of the model")
+    hugging_face.save(tmp_path, LLAMA, new)
+    assert_holds(tmp_path, LLAMA, new)
+    assert {path.name for path in tmp_path.iterdir()} == {WEIGHTS, "config.json", *others}
+
+
+def test_one_file_comes_before_an_index_as_in_the_library(tmp_path):
+    """So folders are read right that were saved over an index before saving removed it."""
+    old, new = drawn(LLAMA, 0)[0], drawn(LLAMA, 1)[0]
+    hugging_face.save(tmp_path / "new", LLAMA, new)
+    hugging_face.save(tmp_path / "old", LLAMA, old)
+    shard(tmp_path / "old")
+    os.replace(tmp_path / "new" / WEIGHTS, tmp_path / "old" / WEIGHTS)
+    assert_holds(tmp_path / "old", LLAMA, new)
+
+
+def test_a_link_to_the_weights_is_replaced_and_not_written_through(tmp_path):
+    old, new = drawn(LLAMA, 0)[0], drawn(LLAMA, 1)[0]
+    hugging_face.save(tmp_path / "cache", LLAMA, old)
+    (tmp_path / "folder").mkdir()
+    for name in (WEIGHTS, "config.json"):
+        (tmp_path / "folder" / name).symlink_to(tmp_path / "cache" / name)
+    hugging_face.save(tmp_path / "folder", LLAMA, new)
+    assert_holds(tmp_path / "folder", LLAMA, new)
+    assert_holds(tmp_path / "cache", LLAMA, old)
+
+
+def test_a_folder_with_an_adapter_is_refused(tmp_path):
+    """The library would read its base model, wherever that is."""
+    (tmp_path / "adapter_config.json").write_text("{}")
+    with pytest.raises(ValueError, match=r"adapter_config\.json: .* name another folder"):
+        hugging_face.save(tmp_path, LLAMA, drawn(LLAMA)[0])
+    assert os.listdir(tmp_path) == ["adapter_config.json"]
+
+
+class KilledError(BaseException):
+    """Nothing catches it."""
+
+
+def kill_at(patch, moment):
+    """Lets the first so many changes of a file or folder happen, and raises at the next."""
+    done = iter(range(moment))
+
+    def watched(change):
+        def run(*args, **kwargs):
+            if next(done, None) is None:
+                raise KilledError
+            return change(*args, **kwargs)
+
+        return run
+
+    path = pathlib.Path
+    for owner, name in ((os, "replace"), (path, "unlink"), (path, "write_text")):
+        patch.setattr(owner, name, watched(getattr(owner, name)))
+    patch.setattr(safetensors, "save_file", watched(safetensors.save_file))
+
+
+def what_is_left(folder):
+    """How many heads the model has that the folder holds; 0 if it refuses to be read."""
+    if not (folder / "config.json").exists():
+        with pytest.raises(ValueError, match=r"holds no config\.json"):
+            hugging_face.load(folder)
+        return 0
+    return hugging_face.load(folder).config.num_heads
+
+
+@pytest.mark.parametrize("in_parts", [False, True])
+def test_a_crash_never_leaves_a_mix(tmp_path, monkeypatch, in_parts):
+    """Before every change of the folder; the two models have tensors of the same shapes."""
+    other = dataclasses.replace(LLAMA, num_heads=2, num_kv_heads=1)
+    models = {4: (LLAMA, drawn(LLAMA, 0)[0]), 2: (other, drawn(other, 1)[0])}
+    left, finished = [], False
+    while not finished:
+        folder = tmp_path / str(len(left))
+        hugging_face.save(folder, *models[4])
+        if in_parts:
+            shard(folder)
+        with monkeypatch.context() as patch, contextlib.suppress(KilledError):
+            kill_at(patch, moment=len(left))
+            hugging_face.save(folder, *models[2])
+            finished = True
+        left.append(what_is_left(folder))
+        if left[-1]:
+            assert_holds(folder, *models[left[-1]])
+    # First the old model, then none, at last the new one.
+    assert [heads for heads, _ in itertools.groupby(left)] == [4, 0, 2]
+
+
+# Files that an index names.
+
+
+def test_an_index_cannot_lead_out_of_the_folder(tmp_path):
+    folder = tmp_path / "model"
+    hugging_face.save(folder, LLAMA, drawn(LLAMA)[0])
+    first, second = "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"
+    shard(folder)
+    os.replace(folder / first, tmp_path / "evil.safetensors")
+    (tmp_path / "elsewhere").mkdir()
+    (folder / "link.safetensors").symlink_to(tmp_path / "evil.safetensors")
+    (folder / "sub").symlink_to(tmp_path)
+    outside = [
+        "../evil.safetensors",
+        str(tmp_path / "evil.safetensors"),
+        "link.safetensors",
+        "sub/evil.safetensors",
+        "sub/../evil.safetensors",
+        f"{folder}/{second}",
+    ]
+    now = first
+    for name in outside:
+        rename_shard(folder, now, name)
+        with pytest.raises(ValueError, match="leads out of the folder") as error:
+            hugging_face.load(folder)
+        (line,) = str(error.value).splitlines()
+        assert line.startswith(f"{folder}/{INDEX} names {name!r}")
+        now = name
+    rename_shard(folder, second, "../missing.safetensors")
+    with pytest.raises(ValueError, match="leads out of the folder") as error:
+        hugging_face.load(folder)
+    assert len(str(error.value).splitlines()) == 2
+
+
+def test_an_index_may_name_folders_and_links_inside(tmp_path, monkeypatch):
+    params, _ = drawn(LLAMA)
+    hugging_face.save(tmp_path, LLAMA, params)
+    shard(tmp_path, ("parts/one.safetensors", "parts/two.safetensors"))
+    assert_holds(tmp_path, LLAMA, params)
+    (tmp_path / "link").symlink_to("parts")
+    rename_shard(tmp_path, "parts/one.safetensors", "link/one.safetensors")
+    assert_holds(tmp_path, LLAMA, params)
+    monkeypatch.chdir(tmp_path)
+    assert_holds(".", LLAMA, params)
+
+
+def test_snapshots_of_the_hubs_cache_link_to_its_blobs(tmp_path):
+    params, _ = drawn(LLAMA)
+    snapshot = tmp_path / "models--org--name" / "snapshots" / "0a1b"
+    blobs = tmp_path / "models--org--name" / "blobs"
+    blobs.mkdir(parents=True)
+    hugging_face.save(snapshot, LLAMA, params)
+    shard(snapshot)
+    for path in list(snapshot.iterdir()):
+        os.replace(path, blobs / path.name)
+        path.symlink_to(pathlib.Path("../../blobs", path.name))
+    assert_holds(snapshot, LLAMA, params)
+    # Nothing beside the blobs.
+    (tmp_path / "models--org--name" / "evil.safetensors").write_bytes(b"")
+    link = snapshot / "model-00001-of-00002.safetensors"
+    link.unlink()
+    link.symlink_to("../../evil.safetensors")
+    with pytest.raises(ValueError, match="leads out of the folder"):
+        hugging_face.load(snapshot)
+
+
+# Shapes.
+
+every_family = pytest.mark.parametrize(
+    "config", [GPT2, LLAMA, BERT, RESNET], ids=["gpt2", "llama", "bert", "resnet"]
+)
+
+
+def rewrite(folder, change):
+    """Replaces the tensors of a folder by ``change(tensors)``; returns what they were."""
+    tensors = safetensors.load_file(folder / WEIGHTS)
+    safetensors.save_file(change(dict(tensors)), folder / WEIGHTS)
+    return {name: x for name, x in tensors.items() if not name.endswith("num_batches_tracked")}
+
+
+def failures(folder):
+    with pytest.raises(ValueError, match="gives") as error:
+        hugging_face.load(folder)
+    return str(error.value).splitlines()
+
+
+CHANGES = {
+    "a row more": lambda x: np.concatenate([x, x[:1]]),
+    "a column less": lambda x: x[..., :-1],
+    "an axis more": lambda x: x[None],
+    "a last axis more": lambda x: x.reshape(*x.shape, 1),
+    "no matrices": lambda x: x.reshape(-1) if x.ndim > 1 else x[:0],
+}
+
+
+@every_family
+def test_every_tensors_shape_is_the_configs(tmp_path, config):
+    hugging_face.save(tmp_path, config, *drawn(config))
+    file = tmp_path / WEIGHTS
+    right = safetensors.load_file(file)
+    for change in CHANGES.values():
+        wrong = {k: np.ascontiguousarray(change(x)) if x.ndim else x for k, x in right.items()}
+        safetensors.save_file(wrong, file)
+        assert sorted(failures(tmp_path)) == sorted(
+            f"{file}: {name} gives a tensor of shape {list(wrong[name].shape)}, but config.json "
+            f"asks for {list(x.shape)}."
+            for name, x in right.items()
+            if x.ndim
+        )
+
+
+@every_family
+def test_transposed_kernels_are_refused(tmp_path, config):
+    hugging_face.save(tmp_path, config, *drawn(config))
+    before = rewrite(
+        tmp_path, lambda tensors: {k: np.ascontiguousarray(x.T) for k, x in tensors.items()}
+    )
+    oblong = [name for name, x in before.items() if x.shape != x.shape[::-1]]
+    assert sorted(line.split()[1] for line in failures(tmp_path)) == sorted(oblong)
+
+
+@pytest.mark.parametrize("in_parts", [False, True])
+@pytest.mark.parametrize("kind", ["weight", "bias"])
+def test_exchanged_queries_and_keys_are_refused(tmp_path, kind, in_parts):
+    """Joined, they have the size of the queries, keys and values that were meant."""
+    hugging_face.save(tmp_path, LLAMA, drawn(LLAMA)[0])
+    q, k = (f"model.layers.1.self_attn.{name}_proj.{kind}" for name in "qk")
+    before = rewrite(tmp_path, lambda tensors: tensors | {q: tensors[k], k: tensors[q]})
+    files = dict.fromkeys(before, WEIGHTS)
+    if in_parts:
+        shard(tmp_path)
+        files = json.loads((tmp_path / INDEX).read_text())["weight_map"]
+    assert sorted(failures(tmp_path)) == sorted(
+        f"{tmp_path / files[name]}: {name} gives a tensor of shape {list(before[other].shape)}, "
+        f"but config.json asks for {list(before[name].shape)}."
+        for name, other in ((q, k), (k, q))
+    )
+
+
+@every_family
+def test_weights_without_fractions_are_refused(tmp_path, config):
+    """Quantized weights come with scales, which nothing here reads."""
+    hugging_face.save(tmp_path, config, *drawn(config))
+    before = rewrite(tmp_path, lambda tensors: {k: x.astype("i1") for k, x in tensors.items()})
+    assert sorted(failures(tmp_path)) == sorted(
+        f"{tmp_path / WEIGHTS}: {name} gives int8 numbers; weights must be floating-point, not "
+        "quantized."
+        for name in before
+    )
+
+
+def test_everything_that_is_wrong_is_said_at_once(tmp_path):
+    hugging_face.save(tmp_path, GPT2, drawn(GPT2)[0])
+    rewrite(
+        tmp_path,
+        lambda tensors: {
+            name.replace("h.1.ln_2.bias", "h.1.ln_3.bias"): x[:5] if "wpe" in name else x
+            for name, x in tensors.items()
+        },
+    )
+    text = "\n".join(failures(tmp_path))
+    for part in ("lacks tensors: h.1.ln_2.bias", "of no use: h.1.ln_3.bias", "wpe.weight gives"):
+        assert part in text

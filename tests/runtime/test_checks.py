@@ -1,0 +1,361 @@
+"""Trees, batches and losses that do not fit a pipeline are refused before anything compiles."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+
+import compilations
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+import toy
+import uneven
+
+import jaxpipe
+
+WIDTH = toy.WIDTH
+
+
+def toy_pipeline(model=None, **options) -> jaxpipe.Pipeline:
+    """Four layers on two stages; every layer has ``up``, ``down`` and ``bias``."""
+    return jaxpipe.Pipeline(
+        toy.model(tied=False, axis=None) if model is None else model,
+        options.pop("params", toy.params(tied=False, num_layers=4)),
+        schedule=jaxpipe.schedules.build("1f1b", stages=2, microbatches=2),
+        mesh=jaxpipe.make_mesh(stage=2),
+        **options,
+    )
+
+
+@functools.cache
+def pipe() -> jaxpipe.Pipeline:
+    return toy_pipeline()
+
+
+@functools.cache
+def uneven_pipe(*, stateful: bool = False) -> jaxpipe.Pipeline:
+    """Eight layers that differ on two stages."""
+    return jaxpipe.Pipeline(
+        uneven.model(stateful=stateful),
+        uneven.params(),
+        schedule=jaxpipe.schedules.build("1f1b", stages=2, microbatches=2),
+        mesh=jaxpipe.make_mesh(stage=2),
+        states=uneven.states() if stateful else None,
+    )
+
+
+def params(num_layers: int = 4) -> dict:
+    return toy.params(tied=False, num_layers=num_layers)
+
+
+def refusal(function, *arguments, **options) -> list[str]:
+    """The lines of the error; nothing is compiled on the way to it."""
+    with compilations.counted() as found, pytest.raises(ValueError) as error:  # noqa: PT011
+        function(*arguments, **options)
+    assert not found
+    return str(error.value).split("\n")
+
+
+def changed(tree: dict, *path, value) -> dict:
+    """A copy of nested dicts with one value replaced, added, or removed if it is None."""
+    key, *rest = path
+    if rest:
+        value = changed(tree[key], *rest, value=value)
+    rest_of_tree = {k: v for k, v in tree.items() if k != key}
+    return rest_of_tree if value is None else rest_of_tree | {key: value}
+
+
+# Parameters.
+
+
+@pytest.mark.parametrize("found", [3, 5])
+def test_another_number_of_layers_is_refused(found):
+    assert set(refusal(pipe().place, params(found))) == {
+        f"params['layers'] holds {found} layers; expected 4.",
+        f"params['layers']['up'] is float32[{found}, 8, 16]; expected float32[4, 8, 16].",
+        f"params['layers']['down'] is float32[{found}, 16, 8]; expected float32[4, 16, 8].",
+        f"params['layers']['bias'] is float32[{found}, 16]; expected float32[4, 16].",
+    }
+
+
+def test_every_difference_is_in_one_error():
+    wrong = changed(params(), "embed", "table", value=np.ones((3, WIDTH)))
+    wrong = changed(wrong, "layers", "bias", value=jnp.ones((4, 2 * WIDTH), jnp.bfloat16))
+    wrong = changed(wrong, "layers", "gate", value=2.0)
+    wrong = changed(wrong, "head", "scale", value=None)
+    wrong = changed(wrong, "embed", "positions", value="sinusoidal")
+    assert set(refusal(pipe().place, wrong)) == {
+        "params['embed']['table'] is float32[3, 8]; expected float32[11, 8].",
+        "params['embed']['positions'] is a str, not an array; expected float32[5, 8].",
+        "params['layers']['bias'] is bfloat16[4, 16]; expected float32[4, 16].",
+        "params['layers']['gate'] is float32[]; nothing is expected there.",
+        "params['head']['scale'] is missing; expected float32[8].",
+    }
+
+
+@pytest.mark.parametrize("wrong", [None, 1.0, (), [1.0], {"layers": None}])
+def test_what_is_no_tree_of_parameters_is_refused(wrong):
+    assert "params['head']['scale'] is missing; expected float32[8]." in refusal(
+        pipe().place, wrong
+    )
+
+
+def test_other_containers_are_refused():
+    empty = {"embed": {}, "layers": jnp.ones((4, 3, 3)), "head": {}}
+    model = jaxpipe.Model(
+        embed=lambda outer, batch, rng: batch["x"],
+        layer=lambda w, x, batch, rng: x @ w,
+        head_loss=lambda outer, x, batch, rng: jnp.mean(x),
+    )
+    (line,) = refusal(toy_pipeline(model, params=empty).place, empty | {"head": None})
+    assert line.startswith("params has the structure")
+
+
+def test_a_tree_that_is_placed_already_is_refused():
+    for built, canonical in (pipe(), params()), (uneven_pipe(), uneven.params()):
+        placed = built.place(canonical)
+        assert refusal(built.place, placed) == ["params is placed already."]
+
+
+def test_another_dtype_is_refused_and_the_cast_named():
+    *lines, remedy = refusal(pipe().place, jax.tree.map(lambda w: w.astype("bfloat16"), params()))
+    assert len(lines) == len(jax.tree.leaves(params()))
+    assert "params['head']['table'] is bfloat16[11, 8]; expected float32[11, 8]." in lines
+    assert remedy.startswith("Cast params to these dtypes.")
+    doubled = jax.tree.map(lambda w: np.asarray(w, np.float64), params())
+    pipe().place(doubled)  # without x64 JAX has no other float64 than float32
+
+
+def test_layers_that_differ_are_compared_one_by_one():
+    right = uneven.params()
+    narrow = uneven.FUNCTIONS.index(uneven.narrow)
+    reshaped = list(right["layers"])
+    reshaped[narrow] = changed(reshaped[narrow], "kernel", value=jnp.ones((4, 8)))
+    place = uneven_pipe().place
+    assert refusal(place, right | {"layers": tuple(reshaped)}) == [
+        f"params['layers'][{narrow}]['kernel'] is float32[4, 8]; expected float32[8, 4]."
+    ]
+    assert refusal(place, right | {"layers": right["layers"][:-1]})[0] == (
+        "params['layers'] holds 7 layers; expected 8."
+    )
+    assert refusal(place, right | {"layers": (*right["layers"], right["layers"][-1])})[0] == (
+        "params['layers'] holds 9 layers; expected 8."
+    )
+    tuples, stacked = "a tuple of one tree per layer", "one tree whose arrays stack all layers"
+    as_list = right | {"layers": list(right["layers"])}
+    assert refusal(place, as_list)[0] == f"params['layers'] is {stacked}; expected {tuples}."
+    layers = params()["layers"]
+    as_tuple = tuple(jax.tree.map(lambda w, n=n: w[n], layers) for n in range(4))
+    assert refusal(pipe().place, params() | {"layers": as_tuple})[0] == (
+        f"params['layers'] is {tuples}; expected {stacked}."
+    )
+
+
+def test_what_steps_take_must_be_placed():
+    hint = "placed is in canonical order, not placed; call `pipe.place` first."
+    for built, canonical, batch in (
+        (pipe(), params(), toy.batch(4)),
+        (uneven_pipe(), uneven.params(), uneven.batch(4)),
+    ):
+        assert refusal(built.unplace, canonical) == [hint]
+        assert refusal(built.loss, canonical, batch) == [hint]
+        assert refusal(jax.jit(built.value_and_grad), canonical, batch) == [hint]
+        assert refusal(built.init, optax.sgd(0.1), canonical) == [
+            hint.replace("placed", "params", 1)
+        ]
+
+
+def test_placed_trees_are_compared_leaf_by_leaf():
+    placed = pipe().place(params())
+    wrong = changed(placed, "layers", "bias", value=placed["layers"]["bias"][:, :1])
+    lines = [
+        "placed['layers']['bias'] is float32[2, 1, 16]; expected float32[2, 2, 16].",
+        "placed must be as `pipe.place` returns it.",
+    ]
+    assert refusal(pipe().unplace, wrong) == lines
+    assert refusal(pipe().value_and_grad, wrong, toy.batch(4)) == lines
+    cast = jax.tree.map(lambda w: w.astype("bfloat16"), placed)
+    assert "placed['head']['scale'] is bfloat16[8]; expected float32[8]." in refusal(
+        pipe().loss, cast, toy.batch(4)
+    )
+
+
+def test_moments_and_masks_are_converted_in_their_own_dtypes():
+    adam = optax.adam(0.1, mu_dtype="bfloat16")
+    for built, canonical in (pipe(), params()), (uneven_pipe(), uneven.params()):
+        state = adam.init(canonical)
+        leaves, tree = jax.tree.flatten(state)
+        leaves = [jnp.full_like(w, number) for number, w in enumerate(leaves)]
+        state = jax.tree.unflatten(tree, leaves)
+        placed = built.map_parameters(built.place, state)
+        assert {w.dtype for w in jax.tree.leaves(placed[0].mu)} == {jnp.dtype(jnp.bfloat16)}
+        back = built.map_parameters(built.unplace, placed)
+        jax.tree.map(np.testing.assert_array_equal, back, state)
+        mask = jax.tree.map(lambda w: jnp.ones(w.shape, bool), canonical)
+        placed = built.map_parameters(built.place, mask)
+        assert {w.dtype for w in jax.tree.leaves(placed)} == {np.dtype(bool)}
+        jax.tree.map(np.testing.assert_array_equal, built.unplace(placed), mask)
+    lines = refusal(pipe().map_parameters, pipe().place, adam.init(params(5)))
+    assert lines[0] == "params['layers'] holds 5 layers; expected 4."
+    shapes = jax.eval_shape(pipe().place, jax.eval_shape(params))
+    assert jax.tree.map(jnp.shape, pipe().place(params())) == jax.tree.map(
+        lambda w: w.shape, shapes
+    )
+
+
+# States.
+
+
+def test_states_are_compared_like_parameters():
+    built, states = uneven_pipe(stateful=True), uneven.states()
+    placed, batch = built.place(uneven.params()), uneven.batch(4)
+    assert refusal(built.place_states, states[:-1]) == [
+        "states[7]['mean'] is missing; expected float32[4]."
+    ]
+    assert refusal(built.place_states, built.place_states(states)) == ["states is placed already."]
+    hint = "is in canonical order, not placed; call `pipe.place_states` first."
+    assert refusal(built.unplace_states, states) == [f"placed {hint}"]
+    assert refusal(built.loss, placed, batch, states=states) == [f"states {hint}"]
+    assert "states=None" in refusal(built.value_and_grad, placed, batch)[0]
+    other = uneven_pipe()
+    assert "layers keep no state" in refusal(other.loss, placed, batch, states=states)[0]
+    assert "layers keep no state" in refusal(other.place_states, states)[0]
+
+
+# Updates within the step.
+
+
+def test_updates_within_the_step_compare_parameters_and_optimizer_state():
+    optimizer = optax.adam(0.1)
+    placed, batch = pipe().place(params()), toy.batch(4)
+    state = pipe().init(optimizer, placed)
+    layered = jaxpipe.LayeredUpdate(pipe(), optimizer)
+    training = jaxpipe.AsyncPipeline(pipe(), optimizer)
+    hint = "params is in canonical order, not placed; call `pipe.place` first."
+    for step in layered.step, training.init:
+        assert refusal(step, params(), state, batch) == [hint]
+        rows = {"tokens": batch["tokens"], "more": jnp.ones((2, 1))}
+        lines = refusal(step, placed, optimizer.init(params()), rows)
+        bias = "optimizer_state[0].mu['layers']['bias']"
+        assert f"{bias} is float32[4, 16]; expected float32[2, 2, 16]." in lines
+        assert lines[-1].startswith("The arrays of a batch must have equally many rows")
+    wrong = refusal(pipe().update, optimizer, params(), optax.sgd(0.1).init(placed), placed)
+    assert "state[0].count is missing; expected int32[]." in wrong
+    assert "grads is in canonical order, not placed; call `pipe.place` first." in wrong
+
+
+# Batches.
+
+
+@pytest.mark.parametrize(
+    ("batch", "lines"),
+    [
+        (
+            {"x": np.ones((8, 2)), "y": np.ones((4, 2)), "z": np.ones(8)},
+            ["The arrays of a batch must have equally many rows, but batch['x'] has 8, batch['y'] "
+             "has 4, batch['z'] has 8."],
+        ),
+        (
+            {"x": np.ones((8, 2)), "n": 3, "name": "a"},
+            ["batch['n'] is int32[]; expected an array whose first dimension is rows.",
+             "batch['name'] is a str, not an array; expected an array whose first dimension is "
+             "rows."],
+        ),
+        ({}, ["batch holds no array; expected arrays whose rows divide into 2 microbatches x 1 "
+              "data shards."]),
+        ({"x": np.ones((0, 2))}, ["batch['x'] has 0 rows, which do not divide into 2 microbatches "
+                                  "x 1 data shards.", "Nearest valid: 2."]),
+        ({"x": np.ones((3, 2)), "y": np.ones(3)}, ["batch['x'] has 3 rows, which do not divide "
+                                                  "into 2 microbatches x 1 data shards.",
+                                                  "Nearest valid: 2, 4."]),
+    ],
+)  # fmt: skip
+def test_batches_that_do_not_divide_are_refused(batch, lines):
+    placed = pipe().place(params())
+    assert refusal(pipe().value_and_grad, placed, batch) == lines
+    assert refusal(pipe().buffers, batch) == lines
+
+
+# The loss.
+
+
+@pytest.mark.parametrize(
+    ("loss", "found"),
+    [
+        (lambda x: x.mean().astype(jnp.bfloat16), "bfloat16[]"),
+        (lambda x: x.mean().astype(jnp.float16), "float16[]"),
+        (lambda x: x.mean(axis=(1, 2)), "float32[2]"),
+        (lambda x: x.mean(keepdims=True), "float32[1, 1, 1]"),
+        (lambda x: {"loss": x.mean()}, "{'loss': float32[]}"),
+        (lambda x: x.size, "int32[]"),
+    ],
+)
+def test_a_loss_that_is_not_a_float32_scalar_is_refused(loss, found):
+    model = dataclasses.replace(
+        toy.model(tied=False, axis=None), head_loss=lambda outer, x, batch, rng: loss(x)
+    )
+    built = toy_pipeline(model)
+    placed, batch, sgd = built.place(params()), toy.batch(4), optax.sgd(0.1)
+    state = sgd.init(placed)
+    layered, training = jaxpipe.LayeredUpdate(built, sgd), jaxpipe.AsyncPipeline(built, sgd)
+    for refuse in (
+        functools.partial(jax.jit(built.value_and_grad), placed, batch),
+        functools.partial(jax.jit(built.loss), placed, batch),
+        functools.partial(jax.jit(layered.step), placed, state, batch),
+        functools.partial(jax.jit(training.init), placed, state, batch),
+        functools.partial(built.buffers, batch),
+    ):
+        (line,) = refusal(refuse)
+        assert line.startswith(f"Model.head_loss returns {found}; it must return a float32 scalar")
+        assert ".astype(jnp.float32)" in line
+
+
+# What a pipeline is built from.
+
+
+def test_what_a_pipeline_is_built_from_is_checked():
+    one = {"embed": {}, "layers": jnp.ones((4, 3, 3)), "head": {}}
+    lengths, scalar = {"w": jnp.ones((4, 3)), "b": jnp.ones(3)}, {"w": jnp.ones((4, 3)), "b": 1.0}
+    for wrong, text in (
+        ({"embed": {}, "layers": one["layers"]}, "found the keys ['embed', 'layers']."),
+        (one | {"decoder": {}}, "found the keys ['embed', 'layers', 'head', 'decoder']."),
+        ([one], "found a list."),
+        (one | {"head": "linear"}, "params['head'] is a str, not an array."),
+        (one | {"layers": {}}, "found no array."),
+        (
+            one | {"layers": lengths},
+            "found params['layers']['b'] is float32[3], params['layers']['w'] is f",
+        ),
+        (
+            one | {"layers": scalar},
+            "found params['layers']['b'] is float32[], params['layers']['w'] is f",
+        ),
+    ):
+        (line,) = refusal(toy_pipeline, params=wrong)
+        assert text in line
+    assert refusal(toy_pipeline, layer_counts=(2, 3)) == [
+        "layer_counts=(2, 3) must be 2 numbers, one per virtual stage of schedule '1f1b', that add "
+        "up to the 4 layers of params['layers']."
+    ]
+    model = dataclasses.replace(toy.model(tied=False, axis=None), stateful=True)
+    assert refusal(toy_pipeline, model, states=({},) * 3) == [
+        "states holds 3 layers and params['layers'] 4."
+    ]
+
+
+def test_python_and_numpy_numbers_are_parameters_like_any():
+    start = {"embed": {}, "layers": {"w": np.ones((4, 3, 3))}, "head": {"scale": 2.0}}
+    model = jaxpipe.Model(
+        embed=lambda outer, batch, rng: batch["x"],
+        layer=lambda w, x, batch, rng: x @ w["w"],
+        head_loss=lambda outer, x, batch, rng: outer["head"]["scale"] * jnp.mean(x),
+    )
+    built = toy_pipeline(model, params=start)
+    placed = built.place(start)
+    assert {(w.dtype, w.weak_type) for w in jax.tree.leaves(placed)} == {
+        (np.dtype(np.float32), False)
+    }
+    assert jnp.isfinite(jax.jit(built.loss)(placed, {"x": jnp.ones((4, 3))}))

@@ -1,0 +1,166 @@
+"""Schedules are the same on every supported Python and platform: digests pin a set of them.
+
+A change that means to alter schedules writes the digests anew, and its commit says why they differ.
+If the digests of controllable-memory are among them, the change also raises `_CACHE_VERSION`.
+
+    python tests/schedule/test_digests.py
+"""
+
+from __future__ import annotations
+
+import builtins
+import dataclasses
+import hashlib
+import json
+import os
+import sys
+import tempfile
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
+from numbers import Integral
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from jaxpipe.schedule import catalog
+from jaxpipe.schedule.actions import Action, Schedule
+from jaxpipe.schedule.auto import auto
+from jaxpipe.schedule.controllable_memory import controllable_memory
+from jaxpipe.schedule.lower import forward_only, lower
+from jaxpipe.schedule.partition import Memory, partition
+from jaxpipe.schedule.placement import linear, looped, wave
+from jaxpipe.schedule.simulate import Costs, lock_step, simulate
+from jaxpipe.schedule.slices import slice_ticks
+from jaxpipe.schedule.validate import simulated_only
+
+DIGESTS = Path(__file__).with_name("digests.json")
+
+DECIMALS, TENTHS, MESSAGES = Costs(1, 1.2, 0.8), Costs(0.1, 0.7, 0.3), Costs(1.75, 2.7, 2.01, 0.5)
+"""Binary fractions only come close to most of them, so rounding decides between equal choices."""
+
+SHAPES = ((2, 3, 2), (3, 8, 4), (4, 6, 2), (8, 20, 4))
+"""p, m and, where a schedule lets one choose, v."""
+
+SLICES = (
+    *(("1f1b", 4, 6, [3] * 4, DECIMALS), ("1f1b", 3, 5, [3, 5, 8], TENTHS)),
+    *(("1f1b-fused", 3, 5, [5] * 3, MESSAGES), ("zb-h1", 3, 4, [8] * 3, DECIMALS)),
+    *(("gpipe", 3, 4, [8] * 3, TENTHS), ("zb-v", 3, 6, [8] * 6, DECIMALS)),
+    *(("zb-v", 2, 6, [5] * 4, MESSAGES), ("v-half", 3, 4, [3, 2, 5, 1, 4, 3], DECIMALS)),
+    *(("interleaved", 3, 6, [3] * 6, TENTHS), ("hanayo", 2, 4, [8] * 4, MESSAGES)),
+    *(("dualpipe-v", 2, 4, [5] * 4, TENTHS), ("interleaved-zb", 2, 4, [7, 3, 6, 4], MESSAGES)),
+)
+"""Name, p, m, layers of every virtual stage, and costs."""
+
+AUTO = ((2, 5, None, TENTHS), (3, 4, 2, DECIMALS), (2, 6, 1.5, MESSAGES))
+CONTROLLABLE_MEMORY = ((2, 5, 2, TENTHS), (3, 4, 2.5, DECIMALS), (4, 6, None, MESSAGES))
+"""p, m, memory limit and costs."""
+
+
+def cases() -> Iterator[tuple[str, Callable[[], Any]]]:
+    """The name of every digest, and what makes the thing that it is of."""
+    # `catalog.entries` also has what other tests have registered.
+    for entry in catalog._BUILT_IN:
+        for p, m, v in SHAPES[:2] if entry.name == "auto" else SHAPES:
+            m += m % entry.multiples.get("microbatches", 1)
+            chunks = {"chunks": v} if "num_chunks" in entry.defaults else {}
+            make = partial(catalog.build, entry.name, stages=p, microbatches=m, **chunks)
+            yield f"{entry.name} p={p} m={m} {chunks or ''}".rstrip(), partial(built, make)
+    for name, p, m, layers, costs in SLICES:
+        case = f"p={p} m={m} layers={layers} {costs}"
+        yield f"slices of {name} {case}", partial(sliced, name, p, m, layers, costs)
+    for p, m, limit, costs in AUTO:
+        make = partial(auto, p, m, memory_limit=limit, costs=costs, layers_per_chunk=3)
+        yield f"auto p={p} m={m} memory_limit={limit} {costs}", partial(built, make, layers=3)
+    for p, m, limit, costs in CONTROLLABLE_MEMORY:
+        make = partial(controllable_memory, p, m, memory_limit=limit, costs=costs)
+        case = f"p={p} m={m} memory_limit={limit} {costs}"
+        yield f"controllable-memory {case}", partial(built, make)
+    costs = [0.1 * (1 + layer % 7) for layer in range(24)]
+    memory = Memory([0.3] * 24, costs, in_flight=3, limit_bytes=20.1)
+    for placement in (linear(5), looped(3, num_chunks=2), wave(4)):
+        yield f"partition over {placement.stages}", partial(partition, costs, placement)
+        within = partial(partition, [0.7] * 24, placement, memory=memory)
+        yield f"partition within memory over {placement.stages}", within
+
+
+def built(make: Callable[[], Schedule], *, layers: int = 4) -> Any:
+    """A schedule and its tables."""
+    schedule = make()
+    return schedule, tables(schedule, [layers] * schedule.placement.num_virtual_stages)
+
+
+def sliced(name: str, p: int, m: int, layers: Sequence[int], costs: Costs) -> Any:
+    """A schedule cut into slices, its tables, and when it ends on either clock."""
+    whole = catalog.build(name, stages=p, microbatches=m)
+    schedule = slice_ticks(whole, costs, layers)
+    assert schedule.slices is not None
+    ends = [clock(schedule, costs).makespan for clock in (simulate, lock_step)]
+    return schedule, tables(schedule, layers), ends
+
+
+def tables(schedule: Schedule, layers: Sequence[int]) -> Any:
+    if any(simulated_only(schedule)):
+        return None
+    return [
+        lower(schedule, layers),
+        lower(schedule, layers, weight_slots=2, own_slots=True),
+        lower(forward_only(schedule), layers),
+    ]
+
+
+def plain(value: Any) -> Any:
+    """A value as lists and words, in an order that depends on nothing else."""
+    if isinstance(value, Action):
+        return str(value)
+    if isinstance(value, np.ndarray):
+        return [str(value.dtype), value.tolist()]
+    if dataclasses.is_dataclass(value):
+        return [plain(getattr(value, field.name)) for field in dataclasses.fields(value)]
+    if isinstance(value, dict):
+        return sorted([key, plain(item)] for key, item in value.items())
+    return [plain(item) for item in value] if isinstance(value, list | tuple) else value
+
+
+def digest(value: Any) -> str:
+    return hashlib.sha256(json.dumps(plain(value)).encode()).hexdigest()[:16]
+
+
+@pytest.fixture
+def _no_cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+
+
+@pytest.fixture
+def _no_sums_of_floats(monkeypatch):
+    """Refuses what Python 3.12 adds up in another way than 3.11."""
+
+    def sum_of_integers(items: Iterable[Any], start: int = 0) -> Any:
+        numbers = list(items)
+        assert all(isinstance(number, Integral) for number in numbers), "a sum of floats"
+        return builtins.sum(numbers, start)
+
+    for name, module in list(sys.modules.items()):
+        if name.startswith("jaxpipe.schedule."):
+            monkeypatch.setattr(module, "sum", sum_of_integers, raising=False)
+
+
+CASES = dict(cases())
+
+
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.usefixtures("_no_cache", "_no_sums_of_floats")
+def test_schedules_are_the_same_everywhere(name):
+    assert digest(CASES[name]()) == json.loads(DIGESTS.read_text()).get(name)
+
+
+def test_every_digest_is_of_a_case():
+    assert json.loads(DIGESTS.read_text()).keys() == CASES.keys()
+
+
+if __name__ == "__main__":
+    with tempfile.TemporaryDirectory() as folder:
+        os.environ["XDG_CACHE_HOME"] = folder
+        found = {name: digest(make()) for name, make in CASES.items()}
+    DIGESTS.write_text(json.dumps(found, indent=1) + "\n")

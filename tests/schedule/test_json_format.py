@@ -1,0 +1,66 @@
+"""Every schedule survives the trip through JSON as it is; what is damaged is refused."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from jaxpipe.schedule import catalog
+from jaxpipe.schedule.json_format import from_json, to_json
+from jaxpipe.schedule.one_f_one_b import one_f_one_b
+from jaxpipe.schedule.simulate import Costs
+from jaxpipe.schedule.slices import slice_ticks
+from jaxpipe.schedule.validate import ScheduleError
+
+_COSTS = Costs(1, 1.2, 0.8)
+_SLICED = slice_ticks(one_f_one_b(2, 4), _COSTS, [2, 3])
+
+
+@pytest.mark.parametrize("name", [entry.name for entry in catalog.entries()])
+def test_every_schedule_survives_the_round_trip(name):
+    schedule = catalog.build(name, stages=4, microbatches=8, costs=_COSTS, layers_per_chunk=2)
+    assert from_json(json.loads(json.dumps(to_json(schedule)))) == schedule
+
+
+def test_slices_survive_the_round_trip():
+    assert _SLICED.slices is not None
+    assert from_json(json.loads(json.dumps(to_json(_SLICED)))) == _SLICED
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "expected"),
+    [
+        ("orders", ["0F0", "0F0"], "cannot run"),
+        ("orders", ["0F0 zero", ""], "'zero' is not an action"),
+        ("orders", "0F0", "is not an action"),
+        ("orders", None, "no schedule in JSON"),
+        ("orders", [3], "no schedule in JSON"),
+        ("stages", [0, 7], "same number of virtual stages"),
+        ("stages", ["0", "1"], "nothing but int"),
+        ("stages", 2, "no schedule in JSON"),
+        ("num_copies", None, "num_copies"),
+        ("num_microbatches", "4", "num_microbatches"),
+        ("num_microbatches", 5, "cannot run"),
+        ("peak_in_flight", [1, 1], "cannot run"),
+        ("slices", ["0:0F0[0:2]", ""], "cannot run"),
+        ("slices", ["0:0F0[0:2", ""], "is not a slice: write"),
+    ],
+)
+def test_what_is_damaged_is_refused(field, value, expected):
+    with pytest.raises(ScheduleError, match=expected):
+        from_json(to_json(_SLICED) | {field: value})
+
+
+@pytest.mark.parametrize("field", list(to_json(_SLICED)))
+def test_what_is_missing_is_named(field):
+    data = to_json(_SLICED)
+    del data[field]
+    with pytest.raises(ScheduleError, match=f"needs '{field}'"):
+        from_json(data)
+
+
+@pytest.mark.parametrize("data", [None, 3, "text", [], [1]])
+def test_anything_else_is_refused(data):
+    with pytest.raises(ScheduleError, match="no schedule in JSON"):
+        from_json(data)

@@ -1,0 +1,275 @@
+"""What a run has chosen is kept: by its resume, and by all of its processes."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import random
+
+import pytest
+from rich.console import Console
+from tiny_tasks import TINY
+
+from jaxpipe.schedule.json_format import to_json
+from jaxpipe.schedule.simulate import Costs
+from train import choice, distributed, loop, schedule, step
+from train.choice import Choice
+from train.config import Config
+from train.errors import ConfigError, Failure
+from train.step import Program
+
+_GPT = {"vocab_size": 50, "sequence_length": 8, "num_layers": 4, "width": 8, "num_heads": 2}
+_SECTIONS = {
+    "model": _GPT,
+    "mesh": {"stage": 2, "data": 1},
+    "pipeline": {"schedule": "auto", "microbatches": 4, "partition": "equal"},
+    "train": {"batch_size": 8, "steps": 20},
+}
+
+
+def _config(**fields):
+    """A configuration with other values in some fields, their paths written with ``__``."""
+    sections = {name: dict(section) for name, section in _SECTIONS.items()}
+    for path, value in fields.items():
+        section, _, name = path.partition("__")
+        if name:
+            sections.setdefault(section, {})[name] = value
+        else:
+            sections[section] = value
+    return Config(**sections)
+
+
+def _choice(config, counts=(1, 1, 1, 1)):
+    return Choice(schedule.build(config, counts), counts, (1.0,) * sum(counts))
+
+
+@pytest.fixture
+def path(tmp_path):
+    return tmp_path / "schedule.json"
+
+
+@pytest.fixture
+def recorded(path):
+    found = _choice(_config())
+    choice.write(path, _config(), found)
+    return found
+
+
+def test_a_choice_is_read_as_it_was_written(path, recorded):
+    assert recorded.schedule.slices is not None
+    assert choice.read(path, _config()) == recorded
+    assert [each.name for each in path.parent.iterdir()] == [path.name]
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"train__steps": 50},
+        {"train__batch_size": 16},
+        {"mesh__data": 2},
+        {"optimizer__peak_lr": 0.1},
+        {"model__dropout": 0.1},
+        {"run_dir": "elsewhere"},
+    ],
+    ids=lambda other: next(iter(other)),
+)
+def test_a_setting_that_does_not_decide_may_change(path, recorded, other):
+    assert choice.read(path, _config(**other)) == recorded
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"mesh__stage": 4},
+        {"model__num_layers": 8},
+        {"pipeline__schedule": "1f1b"},
+        {"pipeline__microbatches": 8},
+        {"pipeline__chunks": 2},
+        {"pipeline__memory_limit": 1.0},
+        {"pipeline__partition": "flops"},
+        {"pipeline__stage_memory": 1.0},
+        {"pipeline__slices": False},
+        {"pipeline__remat": "full"},
+        {"costs__b": 2.0},
+        {"costs__message": 0.5},
+        {"task": "bert", "bert": {"num_layers": 4}},
+    ],
+    ids=lambda other: next(iter(other)),
+)
+def test_a_setting_that_decides_has_the_schedule_chosen_anew(path, recorded, other):
+    assert choice.read(path, _config(**other)) is None
+
+
+def test_with_a_memory_limit_what_takes_memory_decides(path):
+    config = _config(pipeline__stage_memory=1.0)
+    choice.write(path, config, _choice(config))
+    assert choice.read(path, config) is not None
+    assert choice.read(path, _config(pipeline__stage_memory=1.0, mesh__data=2)) is None
+    assert choice.read(path, _config(pipeline__stage_memory=1.0, train__batch_size=16)) is None
+
+
+def test_a_field_of_a_newer_version_counts_as_its_default(path, recorded):
+    record = json.loads(path.read_text())
+    del record["settings"]["pipeline.weight_slots"]
+    record["settings"]["pipeline.forgotten"] = 3
+    path.write_text(json.dumps(record))
+    assert choice.read(path, _config()) == recorded
+    assert choice.read(path, _config(pipeline__weight_slots=2)) is None
+
+
+def test_a_run_from_before_has_no_record(path):
+    assert choice.read(path, _config()) is None
+
+
+@pytest.mark.parametrize("kind", ["missing", "whole", "damaged", "of other settings", "a folder"])
+def test_a_resume_says_what_it_does_with_the_record(path, recorded, kind):
+    if kind == "damaged":
+        path.write_text(path.read_text()[:-100])
+    elif kind != "whole":
+        path.unlink()
+    if kind == "of other settings":
+        choice.write(path, _config(costs__b=2.0), recorded)
+    if kind == "a folder":
+        path.mkdir()
+    said = io.StringIO()
+    found = loop._recorded(path, _config(), Console(file=said))
+    assert found == (recorded if kind == "whole" else None)
+    lines = {
+        "whole": f"schedule and partition as recorded in {path}\n",
+        "damaged": f"{path} cannot be used, and the schedule is chosen anew: it is not a record: ",
+        "a folder": f"{path} cannot be used, and the schedule is chosen anew: [Errno 21] Is a dir",
+    }
+    assert said.getvalue().startswith(lines.get(kind, ""))
+    assert said.getvalue().count("\n") == (kind in lines)
+
+
+def _edited(path, field, value):
+    record = json.loads(path.read_text())
+    record[field] = value
+    path.write_text(json.dumps(record))
+
+
+_WHOLE = to_json(_choice(_config()).schedule)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("settings", None),
+        ("settings", [1]),
+        ("schedule", None),
+        ("schedule", {}),
+        ("schedule", _WHOLE | {"orders": _WHOLE["orders"][::-1]}),
+        ("schedule", to_json(schedule.order(_config(mesh__stage=4, model__num_layers=8)))),
+        ("schedule", to_json(schedule.order(_config(pipeline__microbatches=6)))),
+        ("schedule", to_json(_choice(_config(model__num_layers=8), (2, 2, 2, 2)).schedule)),
+        ("layer_counts", None),
+        ("layer_counts", [4]),
+        ("layer_counts", [1, 1, 2, 0]),
+        ("layer_counts", [1, 1, 1, 2]),
+        ("layer_counts", ["1", "1", "1", "1"]),
+        ("layer_costs", [1.0]),
+        ("layer_costs", [1.0, 1.0, 1.0, -1.0]),
+        ("layer_costs", [1.0, 1.0, 1.0, float("nan")]),
+        ("layer_costs", "1111"),
+    ],
+)
+def test_a_damaged_record_is_refused_in_one_line(path, recorded, field, value):
+    _edited(path, field, value)
+    with pytest.raises(ValueError) as caught:  # noqa: PT011, each is damaged in its own way
+        choice.read(path, _config())
+    assert len(str(caught.value).splitlines()) == 1
+
+
+def test_no_damage_of_the_bytes_does_more_than_refuse(path, recorded):
+    whole, random_ = path.read_bytes(), random.Random(0)
+    for _ in range(300):
+        data = bytearray(whole[: random_.choice([len(whole), random_.randrange(len(whole))])])
+        if data:
+            data[random_.randrange(len(data))] = random_.randrange(256)
+        path.write_bytes(data)
+        found = None
+        with contextlib.suppress(ValueError):
+            found = choice.read(path, _config())
+        # A name or a cost that still fits may be another.
+        assert found is None or found.schedule.orders == recorded.schedule.orders
+
+
+def test_an_edited_schedule_of_a_users_own_is_read_anew(path, tmp_path):
+    own = tmp_path / "own.csv"
+    own.write_text("0F0,0B0,0F1,0B1\n,1F0,1B0,1F1,1B1\n")
+    fields = {"pipeline__schedule": str(own), "pipeline__microbatches": 2}
+    config = _config(**fields)
+    choice.write(path, config, _choice(config, (2, 2)))
+    assert choice.read(path, config) is not None
+    schedule.order.cache_clear()
+    own.write_text("0F0,0F1,0B0,0B1\n,1F0,1F1,1B0,1B1\n")
+    assert choice.read(path, config) is None
+
+
+def test_a_program_keeps_what_was_recorded(monkeypatch):
+    """Whatever a newer version would find or measure."""
+    config = _config(pipeline__partition="1,1,1,1")
+    sliced = _choice(config)
+    other = Choice(schedule.order(_config(pipeline__schedule="zb-v")), (1, 1, 1, 1), (1.0,) * 4)
+    assert other.schedule.orders != sliced.schedule.orders
+
+    def fail(*args, **options):
+        raise AssertionError("searched again")
+
+    monkeypatch.setattr(schedule, "build", fail)
+    monkeypatch.setattr(schedule, "order", fail)
+    monkeypatch.setattr(step, "layer_costs", fail)
+    for kept in (sliced, other):
+        program = Program(config, kept)
+        assert program.choice == kept
+        assert program.pipe.table.schedule == kept.schedule
+
+
+def test_a_measured_partition_is_not_measured_again(monkeypatch, path):
+    sections = {
+        "task": "resnet",
+        "resnet": TINY["resnet"],
+        "mesh": {"stage": 2, "data": 1},
+        "pipeline": {"schedule": "1f1b", "microbatches": 2, "partition": "measured"},
+        "train": {"batch_size": 4, "steps": 20},
+    }
+    config, costs = Config(**sections), [9.0, 1.0, 1.0, 1.0]
+
+    def measure(pipe, batch, rng, *, measure):
+        assert measure
+        return [Costs(cost, cost, cost) for cost in costs]
+
+    monkeypatch.setattr(step, "layer_costs", measure)
+    first = Program(config)
+    assert first.layer_counts == (1, 3)
+    assert first.layer_costs == (27.0, 3.0, 3.0, 3.0)
+    choice.write(path, config, first.choice)
+    costs.reverse()
+    assert Program(config).layer_counts == (3, 1)
+    assert Program(config, choice.read(path, config)).layer_counts == (1, 3)
+
+
+def test_all_processes_use_the_choice_of_the_first(monkeypatch):
+    config = _config(pipeline__slices=False)
+    first = _choice(_config(pipeline__schedule="zb-v", pipeline__slices=False))
+    monkeypatch.setattr(distributed, "from_first", lambda make: first.to_json())
+    assert Program(config).schedule == first.schedule
+
+
+def test_what_the_first_process_says_or_refuses():
+    assert distributed.from_first(lambda: {"a": (1, 0.1)}) == {"a": [1, 0.1]}
+
+    def refuse():
+        raise ConfigError([Failure("a=1 is wrong.", ("a",)), Failure("b=2 is wrong.", ("b",))])
+
+    with pytest.raises(ConfigError) as caught:
+        distributed.from_first(refuse)
+    assert caught.value.failures[1] == Failure("b=2 is wrong.", ("b",))
+
+    def fail():
+        raise KeyError("x")
+
+    with pytest.raises(KeyError):
+        distributed.from_first(fail)

@@ -1,0 +1,281 @@
+"""Damaged checkpoints: all damage is found, nothing is deleted, and the run goes on."""
+
+import json
+import random
+import shutil
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from train import checksums
+from train.checkpoint import Checkpoints
+from train.recovery import none_whole
+from train.step import State
+
+LOSSES = {1: 2.0, 2: 3.0}
+
+
+def _state(step):
+    # Enough numbers for files of their own; they do not compress.
+    noise = np.random.default_rng(step).standard_normal((64, 64)).astype(np.float32)
+    return State({"weight": jnp.asarray(noise), "bias": jnp.full(3, step)}, {"count": step})
+
+
+def _save(checkpoints, step, eval_loss=None):
+    checkpoints.save(step, _state(step), data={"next": step}, run={}, eval_loss=eval_loss)
+    checkpoints.wait()
+
+
+def _latest(folder):
+    with Checkpoints(folder, read_only=True) as checkpoints:
+        return checkpoints.latest
+
+
+def _assert_restores(folder, step):
+    with Checkpoints(folder, read_only=True) as checkpoints:
+        state, data = checkpoints.restore(step, _state(0))
+        assert checksums.FILE in checkpoints.read_run(step).values()
+    assert data == {"next": step}
+    for name, expected in _state(step).params.items():
+        np.testing.assert_array_equal(state.params[name], expected, strict=True)
+    assert state.optimizer["count"] == step
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    """A folder of two checkpoints; tests damage copies."""
+    folder = tmp_path_factory.mktemp("whole") / "c"
+    with Checkpoints(folder, keep=3) as checkpoints:
+        # Without waiting in between, as in training.
+        for step, loss in LOSSES.items():
+            checkpoints.save(step, _state(step), data={"next": step}, run={}, eval_loss=loss)
+    assert _latest(folder) == 2
+    for step in LOSSES:
+        checksums.verify(folder / str(step))
+    return folder
+
+
+@pytest.fixture
+def folder(whole, tmp_path):
+    return shutil.copytree(whole, tmp_path / "c")
+
+
+def _files(step_folder):
+    """All but the one that orbax writes when it renames the folder, and never reads."""
+    late = step_folder / "commit_success.txt"
+    return sorted(path for path in step_folder.rglob("*") if path.is_file() and path != late)
+
+
+def _flip(path, bit):
+    content = bytearray(path.read_bytes())
+    content[bit // 8] ^= 1 << bit % 8
+    path.write_bytes(content)
+
+
+DAMAGE = {
+    "truncated": lambda path: path.write_bytes(path.read_bytes()[: path.stat().st_size // 2]),
+    "empty": lambda path: path.write_bytes(b""),
+    "zeroed": lambda path: path.write_bytes(bytes(path.stat().st_size)),
+    "binary": lambda path: path.write_bytes(b"\xff\xfe\x00" * 9),
+    "other JSON": lambda path: path.write_text("[1, {}]"),
+    "empty JSON": lambda path: path.write_text("{}"),
+    "missing": lambda path: path.unlink(),
+    "a folder": lambda path: (path.unlink(), path.mkdir()),
+    "a link to itself": lambda path: (path.unlink(), path.symlink_to(path)),
+}
+damages = pytest.mark.parametrize("damage", DAMAGE.values(), ids=DAMAGE.keys())
+
+
+@damages
+def test_the_newest_whole_one_is_found(folder, damage):
+    """Every file of the newest is damaged in turn."""
+    for path in _files(folder / "2"):
+        content = path.read_bytes()
+        damage(path)
+        with Checkpoints(folder, read_only=True) as checkpoints:
+            assert checkpoints.latest == 1
+            (note,) = checkpoints.found.notes()
+        assert note.startswith("skipping checkpoint 2: ")
+        assert note.endswith("; it is kept as 2.damaged")
+        assert path.relative_to(folder / "2").as_posix() in note
+        path.rmdir() if path.is_dir() else path.unlink(missing_ok=True)
+        path.write_bytes(content)
+    assert _latest(folder) == 2
+    _assert_restores(folder, 2)
+
+
+@damages
+def test_damage_to_an_older_one_does_not_matter(folder, damage):
+    """It is not read, its loss does not count, and it goes when its time has come."""
+    for path in _files(folder / "1"):
+        damage(path)
+    assert _latest(folder) == 2
+    with Checkpoints(folder, keep=2) as checkpoints:
+        assert checkpoints.found.notes() == []
+        assert checkpoints.latest == 2
+        _save(checkpoints, 3)
+        assert checkpoints.steps == [2, 3]
+    _assert_restores(folder, 3)
+
+
+@damages
+def test_a_damaged_metrics_file_is_no_metric(folder, damage):
+    damage(folder / "1" / "metrics" / "metrics")
+    with Checkpoints(folder, keep=1) as checkpoints:
+        _save(checkpoints, 3, 5.0)
+        assert checkpoints.steps == [2, 3]
+        _save(checkpoints, 4, 2.5)
+        assert checkpoints.steps == [4]
+
+
+def test_a_loss_that_became_better_by_itself_is_not_the_best(folder):
+    path = folder / "2" / "metrics" / "metrics"
+    path.write_text(path.read_text().replace("3.0", "1.0"))
+    with Checkpoints(folder, keep=1) as checkpoints:
+        assert checkpoints.latest == 1
+        _save(checkpoints, 2, 3.0)
+        _save(checkpoints, 3, 4.0)
+        assert checkpoints.steps == [1, 3]
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_every_flipped_bit_is_found_or_harmless(folder, seed):
+    random_ = random.Random(seed)
+    files, num_found = [path for path in (folder / "2").rglob("*") if path.is_file()], 0
+    for path in random_.choices(files, k=8) + random_.choices(
+        # Large files have most of the bits.
+        files,
+        [path.stat().st_size for path in files],
+        k=8,
+    ):
+        bit = random_.randrange(8 * path.stat().st_size)
+        _flip(path, bit)
+        if _latest(folder) == 1:
+            num_found += 1
+        else:
+            _assert_restores(folder, 2)
+        _flip(path, bit)
+    assert num_found >= 10
+    assert _latest(folder) == 2
+
+
+def test_the_damaged_step_is_saved_again_and_nothing_is_deleted(folder):
+    for name in ("2.damaged", "2.damaged.2"):
+        with (folder / "2" / "data" / "metadata").open("ab") as file:
+            file.write(b" ")
+        before = {path.name: path.read_bytes() for path in _files(folder / "2")}
+        with Checkpoints(folder, keep=1) as checkpoints:
+            assert checkpoints.latest == 1
+            (note,) = checkpoints.found.notes()
+            assert note == (
+                "skipping checkpoint 2: data/metadata does not have its checksum (flipped or "
+                f"truncated); it is kept as {name}"
+            )
+            _save(checkpoints, 2, 3.0)
+            assert checkpoints.latest == 2
+        assert {path.name: path.read_bytes() for path in _files(folder / name)} == before
+        _assert_restores(folder, 2)
+    assert sorted(path.name for path in folder.iterdir()) == ["1", "2", "2.damaged", "2.damaged.2"]
+
+
+def _make_file(folder):
+    (folder / "3").write_text("not a folder")
+
+
+def _make_empty(folder):
+    (folder / "3").mkdir()
+
+
+def _make_tree_of_folders(folder):
+    (folder / "3" / "state" / "d").mkdir(parents=True)
+
+
+@pytest.mark.parametrize(
+    ("make", "reason"),
+    [
+        (_make_file, "it is not a folder"),
+        (_make_empty, "its folder is empty"),
+        (_make_tree_of_folders, "it cannot be read (FileNotFoundError: "),
+    ],
+)
+def test_what_is_no_checkpoint_is_skipped(folder, make, reason):
+    make(folder)
+    with Checkpoints(folder, keep=1) as checkpoints:
+        assert checkpoints.latest == 2
+        (note,) = checkpoints.found.notes()
+        assert note.startswith(f"skipping checkpoint 3: {reason}")
+        _save(checkpoints, 3)
+    assert (folder / "3.damaged").exists()
+    _assert_restores(folder, 3)
+
+
+def test_other_names_are_no_steps(folder):
+    for name in ("007", "8.orbax-checkpoint-tmp", "9.damaged", "step_10", "-11"):
+        (folder / name).mkdir()
+    (folder / "notes.txt").write_text("12")
+    (folder / "2" / "notes.txt").write_text("a file that came later")
+    with Checkpoints(folder, keep=2) as checkpoints:
+        assert checkpoints.found.notes() == []
+        assert checkpoints.latest == 2
+        _save(checkpoints, 3)
+        assert checkpoints.steps == [1, 2, 3]
+    # What a killed run left half written is removed, and nothing else.
+    left = {path.name for path in folder.iterdir()}
+    assert left == {"1", "2", "3", "007", "9.damaged", "step_10", "-11", "notes.txt"}
+
+
+def test_no_whole_one_is_refused_in_one_line(folder):
+    (folder / "2" / checksums.FILE).unlink()
+    shutil.rmtree(folder / "1" / "state")
+    with Checkpoints(folder, read_only=True) as checkpoints:
+        assert checkpoints.latest is None
+        (failure,) = none_whole(checkpoints.found, run_dir="runs/one")
+    message = failure.message
+    assert "run_dir=runs/one has no whole checkpoint to resume from" in message
+    assert "checkpoint 2: checksums.json is missing; checkpoint 1: state/" in message
+    assert "\n" not in message
+    assert none_whole(Checkpoints(folder / "new").found, run_dir="runs/one") == []
+
+
+@pytest.fixture
+def old(folder):
+    """The same as a version without checksums wrote them."""
+    for step in LOSSES:
+        (folder / str(step) / checksums.FILE).unlink()
+        path = folder / str(step) / "run" / "metadata"
+        run = json.loads(path.read_text())
+        del run["checksums"]
+        path.write_text(json.dumps(run))
+    return folder
+
+
+def test_an_older_version_wrote_no_checksums(old):
+    with Checkpoints(old, keep=1) as checkpoints:
+        assert checkpoints.latest == 2
+        (note,) = checkpoints.found.notes()
+        assert note.startswith("checkpoint 2 carries no checksums: an older version wrote it")
+        state, data = checkpoints.restore(2, _state(0))
+        np.testing.assert_array_equal(state.params["weight"], _state(2).params["weight"])
+        assert data == {"next": 2}
+        _save(checkpoints, 3)
+        assert checkpoints.steps == [1, 3]
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["data/metadata", "run/metadata", "state/_METADATA", "state/manifest.ocdbt", "state/ocdbt.*/d"],
+)
+@pytest.mark.parametrize("damage", [DAMAGE["truncated"], DAMAGE["missing"]])
+# Orbax gives up after the first array that it cannot read; tensorstore prints one for the others.
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_an_older_version_s_checkpoint_that_cannot_be_read(old, name, damage):
+    (path,) = (old / "2").glob(name)
+    for file in [path] if path.is_file() else path.iterdir():
+        damage(file)
+    with Checkpoints(old, read_only=True) as checkpoints:
+        assert checkpoints.latest == 1
+        skipped, unverified = checkpoints.found.notes()
+    assert skipped.startswith("skipping checkpoint 2: it cannot be read (")
+    assert "\n" not in skipped
+    assert unverified.startswith("checkpoint 1 carries no checksums")

@@ -1,0 +1,326 @@
+"""One run per folder: who gets the lock, who is refused, and which locks are stale."""
+
+import contextlib
+import dataclasses
+import errno
+import fcntl
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from train import checks, loop, run_lock
+from train.config import Config
+from train.errors import ConfigError
+from train.run_lock import LOCK_FILE, RunLock
+
+_TOP = Path(__file__).resolve().parents[2]
+_HOLD = """
+import sys, time
+from pathlib import Path
+from train.run_lock import RunLock
+lock = RunLock(Path(sys.argv[1]), say=print, heartbeat_seconds=0.05)
+lock.acquire()
+print("held", flush=True)
+time.sleep(600)
+"""
+_ELSEWHERE = {
+    "host": "node7",
+    "pid": 4711,
+    "since": "2030-01-01T00:00:00+00:00",
+    "slurm_job": "99",
+    "kernel": "another kernel",
+    "has_flock": True,
+    "token": "forged",
+}
+
+
+@pytest.fixture
+def folder(tmp_path):
+    return tmp_path / "runs" / "run"
+
+
+@pytest.fixture
+def make(folder):
+    """Makes locks that soon find a silent one stale; those still held at the end are released."""
+    with contextlib.ExitStack() as made:
+
+        def make(*, say=lambda _: None, patience_seconds=0.3, heartbeat_seconds=0.05):
+            lock = RunLock(
+                folder,
+                say=say,
+                heartbeat_seconds=heartbeat_seconds,
+                patience_seconds=patience_seconds,
+            )
+            made.callback(lock.release)
+            return lock
+
+        yield make
+
+
+@pytest.fixture
+def other(folder):
+    """Another process that holds the lock."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", _HOLD, str(folder)],
+        cwd=_TOP,
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    )
+    with process:
+        assert process.stdout.readline() == "held\n"
+        yield process
+        process.kill()
+
+
+def _forge(folder, text):
+    folder.mkdir(parents=True, exist_ok=True)
+    partial = folder / "forged"
+    partial.write_text(text)
+    partial.replace(folder / LOCK_FILE)
+
+
+@contextlib.contextmanager
+def _touching(folder):
+    """A heart that beats, as that of a run on another machine."""
+    stopped = threading.Event()
+
+    def touch():
+        while not stopped.wait(0.02):
+            os.utime(folder / LOCK_FILE)
+
+    thread = threading.Thread(target=touch)
+    thread.start()
+    try:
+        yield
+    finally:
+        stopped.set()
+        thread.join()
+
+
+def _refused(lock):
+    with pytest.raises(ConfigError) as caught:
+        lock.acquire()
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+def test_a_lock_names_its_holder_and_leaves_nothing(make, folder, tmp_path, monkeypatch):
+    monkeypatch.setenv("SLURM_JOB_ID", "123")
+    lock = make()
+    lock.acquire()
+    message = _refused(make())
+    assert (
+        f"run_dir={folder} is in use by process {os.getpid()} on {socket.gethostname()}" in message
+    )
+    assert re.search(r" since \d{4}-\d\d-\d\dT[\d:]{8}[+-]\d\d:\d\d \(Slurm job 123\)\. ", message)
+    assert "name another --run-dir" in message
+    assert os.listdir(folder) == [LOCK_FILE]
+    lock.release()
+    assert run_lock.holder(folder) is None
+    assert os.listdir(tmp_path) == []
+    make().acquire()
+
+
+def test_a_folder_with_files_stays(make, folder):
+    lock = make()
+    lock.acquire()
+    (folder / "metrics.jsonl").touch()
+    lock.release()
+    lock.release()
+    assert os.listdir(folder) == ["metrics.jsonl"]
+
+
+def test_the_lock_of_a_killed_process_is_taken_at_once(make, folder, other):
+    assert f"process {other.pid} on {socket.gethostname()}" in _refused(make())
+    other.kill()
+    other.wait()
+    said = []
+    lock = make(say=said.append)
+    lock.acquire()
+    (line,) = said
+    assert re.fullmatch(rf"removed the lock of process {other.pid} on .*, which has ended", line)
+    assert f"process {os.getpid()} " in _refused(make())
+
+
+def test_a_process_id_that_is_used_again_means_nothing(make, folder, other):
+    other.kill()
+    other.wait()
+    record = json.loads((folder / LOCK_FILE).read_text())
+    _forge(folder, json.dumps(record | {"pid": os.getpid()}))
+    make().acquire()
+
+
+def test_a_stopped_process_of_this_machine_keeps_its_lock(make, other):
+    other.send_signal(signal.SIGSTOP)
+    # Long enough for the silence of another machine.
+    time.sleep(0.5)
+    assert f"process {other.pid} " in _refused(make())
+
+
+@pytest.mark.parametrize(
+    ("text", "who"),
+    [
+        (json.dumps(_ELSEWHERE), "process 4711 on node7 since 2030-01-01T00:00:00+00:00 (Slurm jo"),
+        ("", "an unknown process"),
+        ('{"host": "node', "an unknown process"),
+        ('{"host": "node7"}', "an unknown process"),
+        ("[1]", "an unknown process"),
+        ("\0" * 100, "an unknown process"),
+    ],
+    ids=["another machine", "empty", "half", "other fields", "a list", "zeros"],
+)
+def test_a_lock_that_is_silent_is_taken_over_and_a_living_one_is_not(make, folder, text, who):
+    _forge(folder, text)
+    said = []
+    with _touching(folder):
+        message = _refused(make(patience_seconds=60, say=said.append))
+    assert f"is in use by {who}" in message
+    assert f"has the lock of {who}" in said[0]
+    assert "waiting up to 60 s for a sign of life" in said[0]
+    said.clear()
+    make(say=said.append).acquire()
+    assert "which showed no sign of life" in said[1]
+    assert f"process {os.getpid()} " in _refused(make())
+
+
+def test_a_clock_that_is_wrong_keeps_no_lock_alive(make, folder):
+    _forge(folder, json.dumps(_ELSEWHERE))
+    os.utime(folder / LOCK_FILE, (time.time() + 1e6, time.time() + 1e6))
+    make().acquire()
+
+
+def test_a_lock_that_is_given_back_is_not_waited_for(make, folder):
+    _forge(folder, json.dumps(_ELSEWHERE))
+    gone = threading.Timer(0.2, (folder / LOCK_FILE).unlink)
+    gone.start()
+    lock = make(patience_seconds=600)
+    lock.acquire()
+    gone.join()
+    assert f"process {os.getpid()} " in _refused(make())
+
+
+def test_without_flock_the_heartbeat_alone_decides(make, folder, monkeypatch):
+    def refuse(descriptor, operation):
+        raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
+
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    lock = make()
+    lock.acquire()
+    assert f"process {os.getpid()} " in _refused(make(patience_seconds=60))
+    text = (folder / LOCK_FILE).read_text()
+    lock.release()
+    _forge(folder, text)
+    make().acquire()
+
+
+def _left_by(kind, folder, monkeypatch):
+    """Leaves a folder as a dead run of some kind does."""
+    if kind == "nothing":
+        return
+    record = dict(_ELSEWHERE)
+    if kind == "a dead process":
+        record["kernel"] = run_lock._kernel()
+    if kind == "other machines":
+        # Each contender is a machine of its own.
+        monkeypatch.setattr(run_lock, "_kernel", lambda: f"kernel {threading.get_ident()}")
+    _forge(folder, json.dumps(record))
+
+
+@pytest.mark.parametrize("kind", ["nothing", "a dead process", "a silent one", "other machines"])
+def test_of_many_that_start_at_the_same_instant_one_gets_the_lock(make, folder, kind, monkeypatch):
+    taken_over = []
+    monkeypatch.setattr(RunLock, "_end", lambda _, who: taken_over.append(who))
+    _left_by(kind, folder, monkeypatch)
+    locks = [make(patience_seconds=1.5, heartbeat_seconds=0.25) for _ in range(8)]
+    barrier, outcomes = threading.Barrier(8), []
+
+    def start(lock):
+        barrier.wait()
+        try:
+            lock.acquire()
+            outcomes.append("held")
+        except ConfigError as error:
+            outcomes.append(str(error))
+
+    threads = [threading.Thread(target=start, args=(lock,)) for lock in locks]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    refused = [outcome for outcome in outcomes if outcome != "held"]
+    assert (len(outcomes), len(refused)) == (8, 7), outcomes
+    # Not the dead one is named, but the one that got it.
+    assert all(f"in use by process {os.getpid()} " in message for message in refused), refused
+    assert taken_over == []
+
+
+def test_a_run_whose_lock_was_taken_over_ends_at_once(folder, other):
+    _forge(folder, json.dumps(_ELSEWHERE))
+    out, err = other.communicate(timeout=60)
+    assert other.returncode == 2
+    assert out == ""
+    assert re.fullmatch(
+        r"error: run_dir=\S+ was silent .* in use by process 4711 on node7.*\n", err
+    )
+    assert (folder / LOCK_FILE).exists()
+
+
+def test_a_folder_that_cannot_be_made_is_one_line(tmp_path):
+    (tmp_path / "file").touch()
+    config = Config(run_dir=str(tmp_path / "file" / "run"))
+    lock = RunLock(Path(config.run_dir), say=lambda _: None)
+    with pytest.raises(ConfigError, match=r"run_dir=\S+ cannot be written: Not a dir.*") as caught:
+        loop._take_folder(lock, config, resume=False)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_full_disk_leaves_no_lock(make, folder, tmp_path, monkeypatch):
+    def fail(descriptor):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    lock = make()
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "fsync", fail)
+        with pytest.raises(ConfigError, match="cannot be written: No space left on device"):
+            loop._take_folder(lock, Config(run_dir=str(folder)), resume=False)
+    lock.release()
+    assert os.listdir(tmp_path) == []
+
+
+def test_a_run_that_ended_before_the_lock_was_free_is_not_written_over(make, folder):
+    config = Config(run_dir=str(folder))
+    folder.mkdir(parents=True)
+    (folder / checks.CONFIG_FILE).touch()
+    with pytest.raises(ConfigError, match=r"already holds a run \(config.yaml\). Continue it"):
+        loop._take_folder(lock := make(), config, resume=False)
+    lock.release()
+    assert os.listdir(folder) == [checks.CONFIG_FILE]
+    loop._take_folder(make(), config, resume=True)
+    assert sorted(os.listdir(folder)) == [LOCK_FILE, checks.CONFIG_FILE]
+
+
+def test_a_run_folder_in_use_is_said_to_be(folder, other):
+    (folder / checks.CONFIG_FILE).touch()
+    (failure,) = checks.run_folder(Config(run_dir=str(folder)), resume=False)
+    assert f"a run (config.yaml) and is in use by process {other.pid} on " in failure.message
+    other.kill()
+    other.wait()
+    (failure,) = checks.run_folder(Config(run_dir=str(folder)), resume=False)
+    assert "in use" not in failure.message
+    _forge(folder, json.dumps(_ELSEWHERE))
+    assert run_lock.holder(folder).startswith("process 4711 on node7 ")
+
+
+def test_the_forged_record_is_of_the_right_form():
+    assert str(run_lock.Owner(**_ELSEWHERE)).startswith("process 4711 on node7")
+    assert set(_ELSEWHERE) == {field.name for field in dataclasses.fields(run_lock.Owner)}

@@ -1,0 +1,148 @@
+"""What a run's start chooses by searching or measuring: recorded, so that a resume keeps it.
+
+Another version of jaxpipe may search another order, and a measurement never repeats itself.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import math
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from jaxpipe.schedule import user
+from jaxpipe.schedule.actions import Schedule
+from jaxpipe.schedule.json_format import from_json, to_json
+from jaxpipe.schedule.lower import lower
+from jaxpipe.schedule.slices import check_layer_counts
+from train import schedule
+from train.config import Config
+
+
+@dataclasses.dataclass(frozen=True)
+class Choice:
+    """A schedule with its slices, and the partition.
+
+    Args:
+      schedule: the order of every stage, with slices if actions are cut.
+      layer_counts: layers of every virtual stage.
+      layer_costs: what the partition is balanced by, one number for every layer.
+    """
+
+    schedule: Schedule
+    layer_counts: tuple[int, ...]
+    layer_costs: tuple[float, ...]
+
+    def to_json(self) -> dict[str, Any]:
+        """Returns an object that JSON can hold."""
+        counts, costs = list(self.layer_counts), list(self.layer_costs)
+        return {"schedule": to_json(self.schedule), "layer_counts": counts, "layer_costs": costs}
+
+    @classmethod
+    def from_json(cls, data: Any) -> Choice:
+        """Reads what `to_json` wrote.
+
+        Raises:
+          ValueError: it is of another form, the schedule cannot run, or the parts do not fit.
+        """
+        try:
+            counts, costs = tuple(data["layer_counts"]), tuple(data["layer_costs"])
+            choice = cls(from_json(data["schedule"]), counts, costs)
+        except (KeyError, TypeError) as error:
+            raise ValueError(f"it has no choice of a schedule and a partition: {error}") from None
+        if not _are_all(int, counts) or not _are_all((int, float), costs):
+            raise ValueError("layer_counts and layer_costs must be lists of numbers")
+        check_layer_counts(choice.schedule.placement, counts)
+        if len(costs) != sum(counts) or not all(0 < cost < math.inf for cost in costs):
+            raise ValueError(f"layer_costs must be {sum(counts)} numbers above 0")
+        return choice
+
+
+def write(path: Path, config: Config, choice: Choice) -> None:
+    """Records a choice and the settings that led to it; the file appears as a whole.
+
+    Args:
+      path: the file.
+      config: of the run.
+      choice: what was chosen.
+    """
+    partial = path.with_name(f"{path.name}.partial")
+    record = {"settings": _settings(config), **choice.to_json()}
+    partial.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+    os.replace(partial, path)
+
+
+def read(path: Path, config: Config) -> Choice | None:
+    """Reads what an earlier part of the run has chosen.
+
+    Args:
+      path: the file; it may be missing.
+      config: of the run that continues.
+
+    Returns:
+      The choice; None if there is no file, or if a setting that decides has changed since.
+
+    Raises:
+      ValueError: the file is damaged; one line says how.
+      OSError: the file cannot be read.
+    """
+    if not path.exists():
+        return None
+    try:
+        record = json.loads(path.read_text(encoding="utf-8"))
+        before = dict(record["settings"])
+    except (KeyError, TypeError, ValueError) as error:
+        raise ValueError(f"it is not a record: {_in_one_line(error)}") from None
+    # A field that an older version did not have counts as it does when it is not given.
+    defaults = Config().flat()
+    now = _settings(config)
+    if any(before.get(path, defaults.get(path)) != now[path] for path in now):
+        return None
+    try:
+        choice = Choice.from_json(record)
+        _check_fits(choice, config)
+    except ValueError as error:
+        raise ValueError(_in_one_line(error)) from None
+    return choice
+
+
+def _settings(config: Config) -> dict[str, Any]:
+    """What decides the choice, by the fields' paths."""
+    name, sections = config.pipeline.schedule, {"pipeline", "costs"}
+    paths = {"task", "mesh.stage"}
+    if config.pipeline.stage_memory is not None:  # these take memory
+        sections |= {"mesh", "asynchronous"}
+        paths.add("train.batch_size")
+    found = {
+        path: value
+        for path, value in config.flat().items()
+        if path in paths or path.split(".")[0] in sections
+    }
+    found["num_layers"] = config.num_layers
+    if user.is_users(name):
+        # Whoever edits a schedule of his own wants the new one.
+        order = json.dumps(to_json(schedule.order(config)))
+        found["order_sha256"] = hashlib.sha256(order.encode()).hexdigest()
+    return found
+
+
+def _check_fits(choice: Choice, config: Config) -> None:
+    found = choice.schedule
+    have = found.num_stages, found.num_microbatches, sum(choice.layer_counts)
+    want = config.mesh.stage, config.pipeline.microbatches, config.num_layers
+    if have != want:
+        raise ValueError(f"(stages, microbatches, layers) is {have}, and must be {want}")
+    lower(found, choice.layer_counts)
+
+
+def _are_all(kinds: type | tuple[type, ...], values: Sequence[Any]) -> bool:
+    return all(isinstance(value, kinds) for value in values)
+
+
+def _in_one_line(error: Exception) -> str:
+    # What follows draws the schedule.
+    return " ".join(line.strip() for line in str(error).splitlines()[:2])

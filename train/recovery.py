@@ -1,0 +1,183 @@
+"""Which checkpoint to resume from: the newest that is whole. Nothing is deleted."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import json
+import re
+import textwrap
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import orbax.checkpoint as ocp
+
+from train import checksums
+from train.checksums import DamagedError
+from train.config import Config
+from train.errors import Failure
+
+STATE, DATA, RUN = "state", "data", "run"
+"""What a checkpoint holds: arrays, the position in the data, the description of the run."""
+CHECKSUMS = "checksums"
+"""Where the description of a run says that its checkpoint has checksums."""
+
+_JSON_FILE = "metadata"
+_REASON_WIDTH = 300
+"""Tensorstore says all that it knows."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Damaged:
+    """A checkpoint that cannot be resumed from.
+
+    Args:
+      step: of the checkpoint.
+      reason: what is wrong with it.
+      aside: the name under which it is kept as soon as a run writes to the folder.
+    """
+
+    step: int
+    reason: str
+    aside: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Found:
+    """What a folder of checkpoints holds.
+
+    Args:
+      latest: the newest step whose checkpoint is whole, or None.
+      has_checksums: that checkpoint was written with checksums; older versions wrote none.
+      damaged: newer ones that are not whole, newest first.
+    """
+
+    latest: int | None
+    has_checksums: bool
+    damaged: tuple[Damaged, ...]
+
+    @classmethod
+    def from_dict(cls, fields: Mapping[str, Any]) -> Found:
+        """Undoes `dataclasses.asdict`, also after a detour through JSON."""
+        damaged = tuple(Damaged(**one) for one in fields["damaged"])
+        return cls(fields["latest"], fields["has_checksums"], damaged)
+
+    def notes(self) -> list[str]:
+        """One line for every checkpoint that is skipped or could not be verified."""
+        lines = [
+            f"skipping checkpoint {one.step}: {one.reason}; it is kept as {one.aside}"
+            for one in self.damaged
+        ]
+        if self.latest is not None and not self.has_checksums:
+            lines.append(
+                f"checkpoint {self.latest} carries no checksums: an older version wrote it, and "
+                "flipped bits in its arrays cannot be noticed"
+            )
+        return lines
+
+
+def none_whole(found: Found, *, run_dir: str) -> list[Failure]:
+    """Why no checkpoint can be continued although there are some; empty if there are none.
+
+    Args:
+      found: without a whole one.
+      run_dir: of the run that wants to continue.
+    """
+    if not found.damaged:
+        return []
+    reasons = "; ".join(f"checkpoint {one.step}: {one.reason}" for one in found.damaged)
+    return [
+        Failure(
+            f"run_dir={run_dir} has no whole checkpoint to resume from ({reasons}). Nearest valid: "
+            "one of these from a backup, or another --run-dir to start from step 0.",
+            ("run_dir",),
+        )
+    ]
+
+
+def steps(folder: Path) -> list[int]:
+    """Every step that has a checkpoint, rising, whole or not."""
+    if not folder.is_dir():
+        return []
+    names = [path.name for path in folder.iterdir()]
+    return sorted(int(name) for name in names if re.fullmatch("0|[1-9][0-9]*", name))
+
+
+def find(folder: Path) -> Found:
+    """Verifies checkpoints from the newest on until one is whole; changes nothing.
+
+    Args:
+      folder: of the checkpoints; it need not exist.
+    """
+    damaged: list[Damaged] = []
+    for step in reversed(steps(folder)):
+        try:
+            has_checksums = _verify(folder / str(step))
+        except DamagedError as error:
+            damaged.append(Damaged(step, str(error), _free_name(folder / f"{step}.damaged")))
+        else:
+            return Found(step, has_checksums, tuple(damaged))
+    return Found(None, False, tuple(damaged))
+
+
+def _free_name(path: Path) -> str:
+    names = (path.name if n == 1 else f"{path.name}.{n}" for n in itertools.count(1))
+    return next(name for name in names if not (path.parent / name).exists())
+
+
+def move_aside(folder: Path, damaged: Sequence[Damaged]) -> None:
+    """Renames damaged checkpoints, so that their steps can be saved again.
+
+    Args:
+      folder: of the checkpoints.
+      damaged: from `find`.
+    """
+    for one in damaged:
+        (folder / str(one.step)).rename(folder / one.aside)
+
+
+def _verify(folder: Path) -> bool:
+    """Reads every file of a checkpoint; returns whether it has checksums.
+
+    Raises:
+      DamagedError: it is not whole.
+    """
+    try:
+        if not folder.is_dir():
+            raise DamagedError("it is not a folder")
+        names = {path.name for path in folder.iterdir()}
+        if not names:
+            raise DamagedError("its folder is empty")
+        if checksums.FILE in names:
+            checksums.verify(folder)
+            return True
+        run = json.loads((folder / RUN / _JSON_FILE).read_bytes())
+        if CHECKSUMS in run:
+            raise DamagedError(f"{checksums.FILE} is missing")
+        if run:
+            Config(**run["config"])
+        _read_all(folder)
+    except DamagedError:
+        raise
+    # Orbax and tensorstore raise all kinds of errors for files that are not as they should be.
+    except Exception as error:
+        what = textwrap.shorten(str(error), _REASON_WIDTH, placeholder=" ...")
+        raise DamagedError(f"it cannot be read ({type(error).__name__}: {what})") from error
+    return False
+
+
+def _read_all(folder: Path) -> None:
+    """Reads a checkpoint that has no checksums, into the memory of this process alone."""
+    alone = ocp.options.MultiprocessingOptions(
+        primary_host=jax.process_index(), active_processes={jax.process_index()}
+    )
+    json.loads((folder / DATA / _JSON_FILE).read_bytes())
+    state = folder / STATE
+    handler = ocp.PyTreeCheckpointHandler(multiprocessing_options=alone)
+    tree = handler.metadata(state).tree
+    as_numpy = jax.tree.map(lambda _: ocp.RestoreArgs(restore_type=np.ndarray), tree)
+    handler.restore(state, args=ocp.args.PyTreeRestore(restore_args=as_numpy))
+    handler.close()

@@ -1,0 +1,345 @@
+"""One run per folder: a lock that says who holds it and that no dead run can keep.
+
+Why it works this way: ``docs/design/013-run-folder.md``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import datetime
+import errno
+import fcntl
+import functools
+import json
+import os
+import secrets
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+from train.errors import ConfigError, Failure
+
+LOCK_FILE = ".lock"
+HEARTBEAT_SECONDS = 5.0
+"""The holder touches its lock this often."""
+PATIENCE_SECONDS = 60.0
+"""A lock of another machine that nobody touches for so long is stale."""
+
+_NO_FLOCK = frozenset({errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOTSUP, errno.ENOLCK, errno.EINVAL})
+_RETRY_SECONDS = 0.5
+"""Another process that removes a stale lock holds its flock for less than this."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Owner:
+    """Who holds a lock, as the lock file says it.
+
+    Args:
+      host: name of its machine.
+      pid: its process.
+      since: when it took the lock, in ISO 8601.
+      slurm_job: the job's number, or None.
+      kernel: what tells its running kernel from every other.
+      has_flock: whether it also holds the kernel's lock on the file.
+      token: what tells this lock from every other.
+    """
+
+    host: str
+    pid: int
+    since: str
+    slurm_job: str | None
+    kernel: str
+    has_flock: bool
+    token: str
+
+    def __str__(self) -> str:
+        job = "" if self.slurm_job is None else f" (Slurm job {self.slurm_job})"
+        return f"process {self.pid} on {self.host} since {self.since}{job}"
+
+
+class RunLock:
+    """The lock of a run folder.
+
+    Args:
+      folder: the run folder; made if it is missing, and removed again if nothing else is in it.
+      say: takes a line for the user.
+      heartbeat_seconds: the time from one sign of life to the next.
+      patience_seconds: how long to watch the lock of another machine for a sign of life.
+
+    Example:
+      >>> lock = RunLock(Path("runs/gpt"), say=print)  # doctest: +SKIP
+      >>> lock.acquire()  # doctest: +SKIP
+      >>> lock.release()  # doctest: +SKIP
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        say: Callable[[str], None],
+        heartbeat_seconds: float = HEARTBEAT_SECONDS,
+        patience_seconds: float = PATIENCE_SECONDS,
+    ) -> None:
+        self._folder, self._say = folder, say
+        self._path = folder.absolute() / LOCK_FILE
+        self._heartbeat_seconds, self._patience_seconds = heartbeat_seconds, patience_seconds
+        self._missing = missing_folders(self._path.parent)
+        self._descriptor: int | None = None
+        self._released = threading.Event()
+        self._thread = threading.Thread(target=self._beat, name="run lock", daemon=True)
+        self._owner: Owner
+
+    def acquire(self) -> None:
+        """Takes the lock, from a dead run if need be.
+
+        Raises:
+          ConfigError: another run holds it.
+          OSError: the folder cannot be written.
+        """
+        watched = False
+        while True:
+            if not self._create():
+                watched |= self._clear()
+                continue
+            if not watched:
+                break
+            # Another process that watched the same silent lock may have removed this one in its
+            # stead. A heartbeat later, whoever came last has the lock.
+            time.sleep(self._heartbeat_seconds)
+            if self._is_mine():
+                break
+            self._close()
+        self._thread.start()
+
+    def release(self) -> None:
+        """Gives the lock back; does nothing if it is not held."""
+        if self._descriptor is not None:
+            if self._thread.ident is not None:
+                self._released.set()
+                self._thread.join()
+            # A lock that cannot be removed is stale once this process has ended.
+            with contextlib.suppress(OSError):
+                if self._is_mine():
+                    self._path.unlink()
+            self._close()
+        remove_folders(self._missing)
+
+    def _close(self) -> None:
+        assert self._descriptor is not None
+        os.close(self._descriptor)
+        self._descriptor = None
+
+    def _create(self) -> bool:
+        """Makes the lock file and what is in it; returns False if there is one."""
+        try:
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            self._descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o666)
+        except FileExistsError:
+            if not self._path.parent.is_dir():
+                raise
+            return False
+        except FileNotFoundError:  # the folder was removed in between
+            return False
+        try:
+            # The flock comes before the name: a lock file that names this kernel has it. Another
+            # process that wanted the file before this one may have it for a moment.
+            self._owner = _this_process(has_flock=_flock(self._descriptor, waits=True) is True)
+            text = json.dumps(dataclasses.asdict(self._owner))
+            os.write(self._descriptor, f"{text}\n".encode())
+            os.fsync(self._descriptor)
+        except OSError:
+            self._path.unlink(missing_ok=True)
+            self._close()
+            raise
+        return True
+
+    def _clear(self) -> bool:
+        """Removes the lock of a dead run.
+
+        Returns:
+          Whether its silence was watched, which proves less than a flock.
+
+        Raises:
+          ConfigError: the run may be alive.
+        """
+        seen = _read(self._path)
+        if seen is None:
+            return False
+        if _is_local(seen.owner):
+            self._clear_local(seen)
+            return False
+        self._clear_silent(seen)
+        return True
+
+    def _clear_local(self, seen: _Reading) -> None:
+        """The kernel frees the flock of a process that ends, however it ends."""
+        for attempt in range(2):
+            time.sleep(attempt * _RETRY_SECONDS)
+            with contextlib.suppress(FileNotFoundError), _opened(self._path) as descriptor:
+                is_free, now = _flock(descriptor), _read(self._path)
+                if now is None or now.owner != seen.owner:
+                    return
+                # Under the flock nobody else removes the file that was found to be there.
+                if is_free:
+                    self._path.unlink()
+                    self._say(f"removed the lock of {seen.who}, which has ended")
+                    return
+        raise ConfigError([in_use(self._folder, seen.who)])
+
+    def _clear_silent(self, seen: _Reading) -> None:
+        """Watches for a heartbeat, so that the clocks of two machines need not agree."""
+        self._say(
+            f"run_dir={self._folder} has the lock of {seen.who}: waiting up to "
+            f"{self._patience_seconds:g} s for a sign of life"
+        )
+        until = time.monotonic() + self._patience_seconds
+        while time.monotonic() < until:
+            time.sleep(min(1.0, self._heartbeat_seconds))
+            now = _read(self._path)
+            if now is None or now.owner != seen.owner:
+                return
+            if now != seen:
+                raise ConfigError([in_use(self._folder, seen.who)])
+        self._path.unlink(missing_ok=True)
+        self._say(f"removed the lock of {seen.who}, which showed no sign of life")
+
+    def _is_mine(self) -> bool:
+        now = _read(self._path)
+        return now is not None and now.owner == self._owner
+
+    def _beat(self) -> None:
+        assert self._descriptor is not None
+        while not self._released.wait(self._heartbeat_seconds):
+            # A network file system may be away for a while.
+            with contextlib.suppress(OSError):
+                os.utime(self._descriptor)
+                now = _read(self._path)
+                if now is not None and now.owner not in (None, self._owner):
+                    self._end(now.who)
+
+    def _end(self, who: str) -> None:
+        """Ends a process that was silent for too long, at once: the folder is no longer its own."""
+        text = f"run_dir={self._folder} was silent for too long and is now in use by {who}"
+        print(f"error: {text}: this run ends and writes nothing more", file=sys.stderr, flush=True)
+        os._exit(2)
+
+
+def holder(folder: Path) -> str | None:
+    """Says which other process holds a run folder's lock, as far as is known without waiting.
+
+    Args:
+      folder: the run folder; it may be missing.
+
+    Returns:
+      Who it is; None if it is nobody, this process, or one that has ended.
+    """
+    path = folder / LOCK_FILE
+    seen = _read(path)
+    if seen is None:
+        return None
+    if not _is_local(seen.owner):
+        return seen.who
+    if seen.owner is not None and seen.owner.pid == os.getpid():
+        return None
+    with contextlib.suppress(FileNotFoundError), _opened(path) as descriptor:
+        return seen.who if _flock(descriptor) is False else None
+    return None
+
+
+def in_use(folder: Path, who: str) -> Failure:
+    """What to say when another run holds the lock."""
+    return Failure(
+        f"run_dir={folder} is in use by {who}. Wait until that run has ended, stop it, or name "
+        "another --run-dir.",
+        ("run_dir",),
+    )
+
+
+def missing_folders(folder: Path) -> list[Path]:
+    """A folder and its parents as far as they do not exist, the deepest first."""
+    return [path for path in (folder, *folder.parents) if not path.exists()]
+
+
+def remove_folders(folders: Sequence[Path]) -> None:
+    """Removes folders that are empty."""
+    with contextlib.suppress(OSError):
+        for folder in folders:
+            folder.rmdir()
+
+
+@dataclasses.dataclass(frozen=True)
+class _Reading:
+    """A lock file as it was: it is touched and replaced, so that a living one changes."""
+
+    inode: int
+    touched_nanoseconds: int
+    owner: Owner | None
+
+    @property
+    def who(self) -> str:
+        return "an unknown process" if self.owner is None else str(self.owner)
+
+
+def _read(path: Path) -> _Reading | None:
+    """Reads a lock file afresh, also over a network; None if there is none."""
+    try:
+        with path.open("rb") as file:
+            state, text = os.fstat(file.fileno()), file.read()
+    except FileNotFoundError:
+        return None
+    owner = None
+    with contextlib.suppress(ValueError, TypeError):
+        owner = Owner(**json.loads(text))
+    return _Reading(state.st_ino, state.st_mtime_ns, owner)
+
+
+def _is_local(owner: Owner | None) -> bool:
+    """Whether the flock of a lock file tells if its owner lives."""
+    return owner is not None and owner.has_flock and owner.kernel == _kernel()
+
+
+@contextlib.contextmanager
+def _opened(path: Path) -> Iterator[int]:
+    descriptor = os.open(path, os.O_RDWR)
+    try:
+        yield descriptor
+    finally:
+        os.close(descriptor)
+
+
+def _flock(descriptor: int, *, waits: bool = False) -> bool | None:
+    """Tries to lock a file; returns whether it did, None where the file system knows no flock."""
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | (0 if waits else fcntl.LOCK_NB))
+    except BlockingIOError:
+        return False
+    except OSError as error:
+        if error.errno in _NO_FLOCK:
+            return None
+        raise
+    return True
+
+
+def _this_process(*, has_flock: bool) -> Owner:
+    return Owner(
+        host=socket.gethostname(),
+        pid=os.getpid(),
+        since=datetime.datetime.now().astimezone().isoformat(timespec="seconds"),
+        slurm_job=os.environ.get("SLURM_JOB_ID"),
+        kernel=_kernel(),
+        has_flock=has_flock,
+        token=secrets.token_hex(8),
+    )
+
+
+@functools.cache
+def _kernel() -> str:
+    """What tells a running kernel from every other, even where two machines share a name."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+    except OSError:  # not Linux
+        return socket.gethostname()
