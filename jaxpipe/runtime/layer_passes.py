@@ -44,8 +44,8 @@ class Through(NamedTuple):
         not pass through the loops XLA copies where they are written.
     """
 
-    message: list
     carried: Carried
+    message: list
 
     def but(self, **changes: Any) -> Through:
         """The same but for these fields of what is carried."""
@@ -111,7 +111,7 @@ def run_cells(
     if fixed.recomputes:
         carried = _recompute(fixed, batch, carried, row, arriving)
     outputs: dict[Kind, list] = {}
-    through = Through([], carried.but(weights=None, finished=None))
+    through = Through(carried.but(weights=None, finished=None), [])
     for action, columns in fixed.table.passes.items():
         if action is Kind.R:
             continue
@@ -151,7 +151,7 @@ def _recompute(
             begins[[receiver for _, receiver in channel.edges]] = False
             first = jnp.asarray(begins)[fixed.stage]
             message = [jnp.where(first, m, w) for m, w in zip(message, sent, strict=True)]
-    through = Through(message, carried.but(weights=None, finished=None))
+    through = Through(carried.but(weights=None, finished=None), message)
     through, _ = _run_layers(Work(fixed, batch, carried.weights, Kind.R, cell), through, {})
     forward = row.cells[Kind.F]
     keeps = jnp.asarray(begins)[fixed.stage]
