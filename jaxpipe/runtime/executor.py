@@ -160,7 +160,7 @@ def run_ticks(fixed: Fixed, batch: Batch, carried: Carried) -> tuple[Any, Carrie
     the states, the mean over data shards."""
     rows = _of_stage(fixed.table, fixed.stage)
     carried, _ = lax.scan(lambda c, row: (tick(fixed, batch, c, row), None), carried, rows)
-    loss = lax.pmean(carried.loss / fixed.table.schedule.num_microbatches, DATA)
+    loss = lax.pmean(carried.loss / fixed.table.schedule.step_microbatches, DATA)
     return loss, carried, jax.tree.map(lambda w: w[None], average(carried.states))
 
 

@@ -48,7 +48,7 @@ def leave(fixed: Fixed, batch: Microbatches, carried: Carried, row: Outer, y: li
     """The loss of the microbatch that leaves, its cotangent, and the gradient of the head."""
     assert fixed.gradients is not None
     sink = fixed.gradients
-    scale = 1 / (fixed.table.schedule.num_microbatches * lax.axis_size(DATA))
+    scale = 1 / (fixed.table.schedule.step_microbatches * lax.axis_size(DATA))
     here = jnp.where(fixed.stage == _stage_of(fixed, -1), row.head_slot, NONE)
 
     def body(through):

@@ -13,15 +13,14 @@ from typing import Any
 
 import numpy as np
 
-from jaxpipe.schedule.actions import Kind
+from jaxpipe.schedule.actions import Action, Kind, Minibatches, Schedule, Slice
 from jaxpipe.schedule.lower import lower
-from jaxpipe.schedule.one_f_one_b import one_f_one_b
 from jaxpipe.schedule.pipemare import Part, SteadyState
+from jaxpipe.schedule.placement import linear
 from jaxpipe.schedule.table import (
     NONE,
     Arrival,
     Cell,
-    Channel,
     Outer,
     Reads,
     Row,
@@ -177,23 +176,71 @@ class SteadyRows:
         return Update(due, self.first + minibatch)
 
 
-def steady_table(steady: SteadyState, layer_counts: Sequence[int], *, fused: bool) -> TickTable:
-    schedule = one_f_one_b(steady.num_stages, steady.num_microbatches, fused=fused)
-    table = lower(schedule, layer_counts)
-    none = np.full((table.num_ticks, steady.num_stages), NONE, np.int32)
-    channels = [dataclasses.replace(c, late_slot=none) for c in table.channels]
-    passes = table.passes
-    if steady.recompute_segment is not None:
-        passes = {Kind.R: passes[Kind.F], **passes}
-    if steady.recompute_edges:
-        channels.append(Channel(Kind.R, steady.recompute_edges, none, 0 * none))
-    kept = steady.residual_slots
-    slots = {"x": 1, "dy": 1, "crossing": 1, "until_b": kept, "until_w": kept}
-    slots |= {"replay": steady.input_slots}
-    return dataclasses.replace(
-        table,
-        passes=passes,
-        channels=tuple(channels),
-        num_slots=slots,
-        meets=np.ones(table.num_ticks, bool),
+def steady_schedule(
+    steady: SteadyState,
+    minibatches: int,
+    *,
+    layer_counts: Sequence[int] | None = None,
+    fused: bool = False,
+) -> Schedule:
+    """Several minibatches, from an empty pipeline to an empty one, as a schedule like any other.
+
+    Args:
+      steady: the pipeline.
+      minibatches: K, at least 1; microbatches are numbered through all of them.
+      layer_counts: layers of every stage; one by default.
+      fused: whether backwards are BW, or B and W.
+
+    Example:
+      >>> schedule = steady_schedule(SteadyState(2, 1), 2, fused=True)
+      >>> [" ".join(map(str, order)) for order in schedule.orders]
+      ['0F0 0F1 0BW0 0BW1', '1F0 1F1 1BW0 1BW1']
+    """
+    P, total = steady.num_stages, minibatches * steady.num_microbatches
+    counts = layer_counts or [1] * P
+    rows = SteadyRows(steady, entered=total, fused=fused, xp=np)
+    tick = np.arange(total + steady.drain_ticks)
+    slices = []
+    for d, count in enumerate(counts):
+        cells = rows.row(tick, d, layers=count).cells
+        slices.append(
+            tuple(
+                Slice(t, Action(d, kind, int(cells[kind].microbatch[t])), 0, count)
+                for t in tick.tolist()
+                for kind in rows.kinds
+                if cells[kind].hi[t]
+            )
+        )
+    parts = [steady.stage(d) for d in range(P)]
+    return Schedule(
+        name=steady.method,
+        placement=linear(P),
+        num_microbatches=total,
+        orders=tuple(tuple(part.action for part in row) for row in slices),
+        peak_in_flight=tuple(
+            part.backward - (part.forward if part.recompute is None else part.recompute) + 1
+            for part in parts
+        ),
+        slices=tuple(slices),
+        minibatches=Minibatches(
+            steady.num_microbatches,
+            steady.method,
+            steady.num_versions,
+            steady.recompute_segment,
+        ),
     )
+
+
+def steady_table(steady: SteadyState, layer_counts: Sequence[int], *, fused: bool) -> TickTable:
+    """The table of a few minibatches: kinds, channels and slots of a pipeline that never drains.
+
+    Args:
+      steady: the pipeline.
+      layer_counts: layers of every stage.
+      fused: whether backwards are BW, or B and W.
+    """
+    minibatches = 1 + -(-4 * steady.num_stages // steady.num_microbatches)
+    schedule = steady_schedule(steady, minibatches, layer_counts=layer_counts, fused=fused)
+    table = lower(schedule, layer_counts)
+    # A state has a slot for what goes from B to W whether its backward is split or not.
+    return dataclasses.replace(table, num_slots=table.num_slots | {"crossing": 1})

@@ -192,7 +192,9 @@ class TickTable:
         the last.
       embed_gradient: int32 ``[ticks]``: microbatch whose cotangent reaches the embedding.
       gathers, reduces: data-axis transfers.
-      num_slots: size of each buffer, by name: x, dy, until_b, until_w, crossing.
+      num_slots: size of each buffer, by name: x, dy, until_b, until_w, crossing, replay.
+      reads: weight versions that phases read, int32 ``[ticks]``, by phase: see `Outer`.
+      updates: what is updated, int32 ``[ticks, stages]`` for layers, else ``[ticks]``.
       meets: bool ``[ticks]``: whether stages exchange messages at the tick's end, each waiting for
         the others; late messages travel without.
     """
@@ -210,6 +212,8 @@ class TickTable:
     reduces: Transfers
     num_slots: dict[str, int]
     meets: np.ndarray
+    reads: dict[str, Reads] | None = None
+    updates: Updates | None = None
 
     @property
     def num_ticks(self) -> int:
@@ -230,8 +234,10 @@ class TickTable:
                 head=self.head,
                 head_slot=self.head_slot,
                 embed_gradient=self.embed_gradient,
+                reads=self.reads,
             ),
             meets=self.meets.astype(np.int32),
+            updates=self.updates,
         )
 
     @property
