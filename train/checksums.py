@@ -15,7 +15,7 @@ FILE = "checksums.json"
 
 _READ_BYTES = 1 << 22
 _STEP_METADATA = "_CHECKPOINT_METADATA"
-_COMMIT_TIME = "commit_timestamp_nsecs"
+"""Orbax goes on writing this file until it renames the folder, and nothing reads it to restore."""
 
 
 class DamagedError(Exception):
@@ -26,9 +26,10 @@ def write(folder: Path) -> None:
     """Writes the checksum of every file in a folder to a file in it.
 
     Args:
-      folder: nothing in it changes any more, except that orbax notes the time of the commit.
+      folder: of one step; nothing in it changes any more but orbax's metadata of the step.
     """
-    names = sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
+    files = [path for path in folder.rglob("*") if path.is_file() and path.name != _STEP_METADATA]
+    names = sorted(str(path.relative_to(folder)) for path in files)
     with ThreadPoolExecutor() as pool:
         sums = pool.map(lambda name: _checksum(folder / name), names)
         text = json.dumps(dict(zip(names, sums, strict=True)), indent=1)
@@ -36,7 +37,8 @@ def write(folder: Path) -> None:
 
 
 def verify(folder: Path, names: Sequence[str] | None = None) -> None:
-    """Compares files with their checksums. Files that came later are ignored.
+    """Compares files with their checksums. Files that came later are ignored, but orbax's metadata
+    of the step must be as it writes them.
 
     Args:
       folder: `write` has been called for it.
@@ -52,10 +54,22 @@ def verify(folder: Path, names: Sequence[str] | None = None) -> None:
         raise DamagedError(f"{FILE} cannot be read ({error})") from error
     if not expected:
         raise DamagedError(f"{FILE} lists no file")
+    if names is None:
+        _verify_step_metadata(folder, {name.partition("/")[0] for name in expected if "/" in name})
     with ThreadPoolExecutor() as pool:
         for problem in pool.map(lambda item: _problem(folder, *item), expected.items()):
             if problem is not None:
                 raise DamagedError(problem)
+
+
+def _verify_step_metadata(folder: Path, items: set[str]) -> None:
+    """Looks whether orbax's metadata name the items of the step, one folder each."""
+    try:
+        found = set(json.loads((folder / _STEP_METADATA).read_bytes())["item_handlers"])
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise DamagedError(f"{_STEP_METADATA} cannot be read ({error})") from error
+    if found != items:
+        raise DamagedError(f"{_STEP_METADATA} names {sorted(found)}, and there are {sorted(items)}")
 
 
 def _problem(folder: Path, name: str, expected: int) -> str | None:
@@ -66,16 +80,10 @@ def _problem(folder: Path, name: str, expected: int) -> str | None:
         return f"{name} is missing"
     except OSError as error:
         return f"{name} cannot be read ({error.strerror})"
-    except (TypeError, ValueError):
-        pass  # The metadata of the step are no longer a JSON object.
     return f"{name} does not have its checksum (flipped or truncated)"
 
 
 def _checksum(path: Path) -> int:
-    if path.name == _STEP_METADATA:
-        # Orbax adds the time when it renames the folder, after the checksums are written.
-        metadata = {**json.loads(path.read_bytes()), _COMMIT_TIME: None}
-        return zlib.crc32(json.dumps(metadata, sort_keys=True).encode())
     checksum = 0
     with path.open("rb") as file:
         while chunk := file.read(_READ_BYTES):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 from jax.experimental.compilation_cache import compilation_cache
@@ -58,14 +59,14 @@ def leave_compilation_cache(mesh: Mesh) -> None:
     """
     if mesh.size == 1 or mesh.devices.flat[0].platform != "cpu":
         return
-    if not jax.config.jax_enable_compilation_cache:
-        return
-    jax.config.update("jax_enable_compilation_cache", False)
+    config: Any = jax.config  # its stubs name no settings
+    was_enabled = config.jax_enable_compilation_cache
+    config.update("jax_enable_compilation_cache", False)
     # jax looks at the setting once, when it first compiles.
     compilation_cache.reset_cache()
-    if jax.config.jax_compilation_cache_dir:
+    if was_enabled and config.jax_compilation_cache_dir:
         _LOG.warning(
             "jax_compilation_cache_dir=%s is not used: XLA's programs for several CPU devices can "
             "deadlock when they are loaded from a cache.",
-            jax.config.jax_compilation_cache_dir,
+            config.jax_compilation_cache_dir,
         )
