@@ -86,7 +86,7 @@ def sleeping_messages(pipe: jaxpipe.Pipeline, seconds: float) -> Iterator[None]:
     messages travel while layers run, which a CPU's collectives cannot: they take no time here.
     """
     send, calls = jax.lax.ppermute, itertools.count()
-    send_late = executor.Run._late_messages
+    send_late = executor.send_late
     transfers = sum(
         sender != receiver for c in pipe.table.channels for sender, receiver in c.edges[:1]
     )
@@ -95,13 +95,13 @@ def sleeping_messages(pipe: jaxpipe.Pipeline, seconds: float) -> Iterator[None]:
         message = send(x, axis, edges)
         return message if next(calls) % transfers else sleep(message, seconds)
 
-    def late(run, state):
+    def late(table, sent):
         with mock.patch.object(jax.lax, "ppermute", send):
-            return send_late(run, state)
+            return send_late(table, sent)
 
     with (
         mock.patch.object(jax.lax, "ppermute", sleeping if seconds else send),
-        mock.patch.object(executor.Run, "_late_messages", late),
+        mock.patch.object(executor, "send_late", late),
     ):
         yield
 

@@ -16,23 +16,21 @@ import optax
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxpipe.runtime import checks
+from jaxpipe.runtime import asynchronous_run, checks
 from jaxpipe.runtime.asynchronous_checks import (
     OTHER_MINIBATCH,
     OTHER_STATE,
     check_arguments,
     entering,
 )
-from jaxpipe.runtime.asynchronous_run import AsynchronousRun
-from jaxpipe.runtime.asynchronous_update import Rules, slot_axis
+from jaxpipe.runtime.asynchronous_update import Rules
 from jaxpipe.runtime.mesh import DATA, STAGE
 from jaxpipe.runtime.part_optimizer import PartOptimizer
 from jaxpipe.runtime.pipeline import Pipeline
 from jaxpipe.runtime.trees import mismatches, shapes_of
 from jaxpipe.schedule.actions import Kind
-from jaxpipe.schedule.lower import lower
-from jaxpipe.schedule.one_f_one_b import one_f_one_b
 from jaxpipe.schedule.pipemare import SteadyState
+from jaxpipe.schedule.steady_rows import steady_table
 
 PyTree = Any
 State = dict[str, Any]
@@ -87,6 +85,7 @@ class AsyncPipeline:
 
     Example:
       >>> from jaxpipe.runtime.mesh import make_mesh
+      >>> from jaxpipe.schedule.one_f_one_b import one_f_one_b
       >>> from jaxpipe.runtime.model import Model
       >>> model = Model(
       ...     embed=lambda outer, batch, rng: batch["x"],
@@ -128,8 +127,8 @@ class AsyncPipeline:
             discrepancy_decay,
             clip_norm,
         )
-        same_kinds = one_f_one_b(stages, microbatches, fused=Kind.BW in pipe.table.passes)
-        self._plan = pipe.plan(lower(same_kinds, pipe.table.layer_counts))
+        fused = Kind.BW in pipe.table.passes
+        self._plan = pipe.plan(steady_table(self.steady, pipe.table.layer_counts, fused=fused))
 
     @property
     def delays(self) -> np.ndarray:
@@ -215,7 +214,7 @@ class AsyncPipeline:
         """Makes what is in flight of an empty pipeline, from the rest of its state."""
 
         def empty(state):
-            flight = self._run(_own(state)).empty_flight()
+            flight = asynchronous_run.empty_flight(self._plan, self._rules, _own(state))
             return jax.tree.map(lambda w: w[None, None], flight)
 
         specs = {k: spec for k, spec in self._specs.items() if k not in ("flight", "steady")}
@@ -263,7 +262,7 @@ class AsyncPipeline:
 
     def _versions_of(self, params: PyTree) -> PyTree:
         """As many versions of the weights as the method keeps, all the same."""
-        copies, axis = self.steady.num_versions, 1 + slot_axis(self.pipe.layout.layers)
+        copies, axis = self.steady.num_versions, 1 + self.pipe.layout.layers.slot_dim
         layers = jax.tree.map(lambda w: jnp.concatenate([w] * copies, axis), params["layers"])
         outer = {name: params[name] for name in ("embed", "head")}
         return {"layers": layers, **jax.tree.map(lambda w: jnp.stack([w] * copies), outer)}
@@ -275,8 +274,8 @@ class AsyncPipeline:
     @cached_property
     def _newest(self):
         def newest(state):
-            own = _own(state)
-            weights = self._run(own).newest_weights(own)
+            layers = self.pipe.layout.layers
+            weights = asynchronous_run.newest_weights(self._rules, layers, _own(state))
             return weights | {"layers": jax.tree.map(lambda w: w[None], weights["layers"])}
 
         out_specs = self.pipe.layout.specs(sharded=self.pipe.zero == 3)
@@ -335,8 +334,8 @@ class AsyncPipeline:
         state = self._checked(state, batch=batch, rng=rng)
 
         def body(state, batch, rng):
-            own = _own(state)
-            own, losses = self._run(own).call(own, self.pipe.split_rows(batch), rng)
+            rows = self.pipe.split_rows(batch)
+            own, losses = asynchronous_run.call(self._plan, self._rules, _own(state), rows, rng)
             return _behind(own), losses
 
         in_specs = self._specs, P(DATA), P()
@@ -362,14 +361,10 @@ class AsyncPipeline:
         state = self._checked(state)
 
         def body(state):
-            own = _own(state)
-            own, losses = self._run(own).call(own, None, None)
+            own, losses = asynchronous_run.call(self._plan, self._rules, _own(state), None, None)
             return _behind(own), losses
 
         return self._mapped(body, (self._specs,), (self._specs, P()))(state)
-
-    def _run(self, own: State) -> AsynchronousRun:
-        return AsynchronousRun(self._plan, self._rules, own)
 
     @cached_property
     def _specs(self) -> dict[str, Any]:

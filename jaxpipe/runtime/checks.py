@@ -62,6 +62,11 @@ def arguments(
             f"Nearest valid: mesh.stage={schedule.num_stages}."
         )
     yield from simulated_only(schedule)
+    if schedule.minibatches is not None:
+        yield (
+            f"Schedule {schedule.name!r} updates weights as it runs: AsyncPipeline executes it, "
+            "made from a Pipeline of one step.\nNearest valid: '1f1b'."
+        )
     if remat not in REMAT_POLICIES:
         yield f"remat={remat!r} is not a policy; choose one of {', '.join(REMAT_POLICIES)}."
     if zero not in (0, 1, 2, 3):

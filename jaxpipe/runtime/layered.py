@@ -8,22 +8,22 @@ at once, so that no gradient is kept but those of the chunks in work: one, or as
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import optax
-from jax import lax
 from jax.sharding import PartitionSpec as P
 
-from jaxpipe.runtime import checks
+from jaxpipe.runtime import checks, executor
+from jaxpipe.runtime.barriers import run_if, tie
+from jaxpipe.runtime.carried import Carried
 from jaxpipe.runtime.data_axis import gather, own_shard, reduce_gradients
-from jaxpipe.runtime.executor import Run
-from jaxpipe.runtime.layer_passes import Plan, tie
+from jaxpipe.runtime.fixed import Batch, Fixed
+from jaxpipe.runtime.gradients import GradientSink, reduced_outer, sum_in_slot
 from jaxpipe.runtime.mesh import DATA, STAGE
 from jaxpipe.runtime.part_optimizer import PartOptimizer, apply
 from jaxpipe.runtime.pipeline import Pipeline
-from jaxpipe.schedule.table import NONE
+from jaxpipe.schedule.table import NONE, Cell, Transfer
 
 PyTree = Any
 
@@ -98,12 +98,15 @@ class LayeredUpdate:
         shapes = self._optimizer.state_shapes
         others = checks.optimizer_state("optimizer_state", optimizer_state, shapes)
         self.pipe.check("params", params, batch, states, others)
-        plan = self.pipe.plan(self.pipe.table)
+        plan, applied = self.pipe.plan(self.pipe.table), Applied(self._optimizer)
 
         def body(params, owned, rest, batch, rng, states):
-            rows = self.pipe.split_rows(batch)
-            run = LayeredRun(plan, self._optimizer, params, (owned, rest), rows, rng, states)
-            return run.execute()
+            rows = Batch(self.pipe.split_rows(batch), rng)
+            fixed, held = executor.begin(plan, params, rows, applied)
+            carried = executor.start(fixed, held, held.outer, states)
+            carried = carried.but(finished=applied.begin(fixed, params, owned, rest))
+            loss, carried, states = executor.run_ticks(fixed, rows, carried)
+            return loss, applied.result(fixed, carried), states
 
         weights = self.pipe.layout.specs(sharded=self.pipe.zero == 3)
         shards = jax.tree.leaves(
@@ -123,147 +126,163 @@ class LayeredUpdate:
         return value, params, self._optimizer.join(*split)
 
 
-class LayeredRun(Run):
-    """One trace of the program.
+class Updating(NamedTuple):
+    """What a step that updates its weights carries beside them.
 
     Args:
-      plan: what to run.
-      optimizer: updates one part at a time.
-      placed: this device's part of the parameters.
-      optimizer_state: this device's part of it, as the optimizer splits it.
-      microbatches, rng, states: as for `jaxpipe.runtime.executor.run`.
+      owned: leaves of the optimizer's state that belong to parameters of layers, by their number.
+      others: its other leaves that belong to parameters, None in place of those of layers.
+      rest: its leaves that belong to no parameter.
+      outer: this shard's part of embedding and head.
     """
 
-    reduces_chunks = True
+    owned: dict[int, jax.Array]
+    others: list
+    rest: list
+    outer: PyTree
 
-    def __init__(
-        self,
-        plan: Plan,
-        optimizer: PartOptimizer,
-        placed: PyTree,
-        optimizer_state: tuple[list, list],
-        microbatches: PyTree,
-        rng: jax.Array | None,
-        states: PyTree,
-    ) -> None:
-        super().__init__(plan, placed, microbatches, rng, states)
-        self.optimizer, self.rest = optimizer, optimizer_state[1]
-        ends = {name: placed[name] for name in ("embed", "head")}
-        self.ends = own_shard(ends, plan.layout.outer, zero=self.plan.zero)
-        # The optimizer's state has leaves that belong to parameters. Those of layers change in the
-        # tick loop; each has the number of its parameter among the leaves of layers.
-        self.layer_tree = self.layers
-        self.ends_owned, of_layers, self.number_of = list(optimizer_state[0]), {}, {}
-        numbers = [n for n in range(optimizer.num_parameters) if optimizer.part_of(n) == "layers"]
-        for k, owner in enumerate(optimizer.owned):
-            if owner in numbers:
-                self.number_of[k] = numbers.index(owner)
-                of_layers[k] = self.ends_owned[k][0]  # without the dimension of stages
-                self.ends_owned[k] = None
-        self.updated = {"layers": self.layers, "owned": of_layers}
 
-    def _reduced_shapes(self) -> dict[str, PyTree]:
-        return {}  # a reduced gradient is used up at once
+class Applied(GradientSink):
+    """A finished gradient is reduced and updates its chunk's weights at once.
 
-    def _initial_state(self) -> dict[str, Any]:
-        return super()._initial_state() | self.updated
+    Args:
+      optimizer: updates one part at a time.
+    """
 
-    def _tick(self, state: dict, row: dict) -> dict:
-        self.layers = state["layers"]  # nothing reads a chunk again once it is updated
-        return super()._tick(state, row)
+    def __init__(self, optimizer: PartOptimizer) -> None:
+        self._optimizer = optimizer
+        # A leaf of the optimizer's state that belongs to a parameter of layers, and the number of
+        # that parameter among them.
+        of_layers = [
+            number
+            for number in range(optimizer.num_parameters)
+            if optimizer.part_of(number) == "layers"
+        ]
+        self._parameter = {
+            k: of_layers.index(owner)
+            for k, owner in enumerate(optimizer.owned)
+            if owner in of_layers
+        }
 
-    def _reduce_chunk(self, state: dict, chunk, slot) -> dict:
-        """Updates a chunk whose gradient is complete."""
+    def begin(self, fixed: Fixed, placed: PyTree, owned: list, rest: list) -> Updating:
+        """What is carried, as the step begins; the optimizer's state as it splits it."""
+        outer = {name: placed[name] for name in ("embed", "head")}
+        return Updating(
+            # Without the dimension of stages.
+            {k: owned[k][0] for k in self._parameter},
+            [None if k in self._parameter else leaf for k, leaf in enumerate(owned)],
+            rest,
+            own_shard(outer, fixed.plan.layout.outer, zero=fixed.plan.zero),
+        )
 
-        def body(number, kept):
-            here = self.params.piece_in_slot(slot, chunk, number)
-            place = self.params.resident_piece(self.stage, chunk, number)
+    def shapes(self, fixed: Fixed) -> dict[str, PyTree]:
+        return {"gradients": fixed.params.slots(fixed.table.reduces.num_slots)}
 
-            def update(_, pieces):
-                total, _ = tie(self.params.read(state["gradients"], here), pieces)
-                return self._updated(
-                    pieces, reduce_gradients(total, self.params.piece, zero=self.plan.zero)
-                )
+    def add(self, fixed: Fixed, sums: PyTree, cell: Cell, layer, example: int, stored: PyTree):
+        return sum_in_slot(fixed, sums, cell, layer, example, stored)
 
-            # In a loop: XLA would compute again what is written, from a copy of what it overwrites.
-            pieces = lax.fori_loop(0, (chunk != NONE).astype(int), update, self._read(kept, place))
-            return self._write(kept, place, pieces)
+    def chunk(self, fixed: Fixed, carried: Carried, transfer: Transfer) -> Carried:
+        """Updates a chunk whose gradient is complete; nothing reads it again."""
+        params, updating = fixed.params, carried.finished
 
-        trips = jnp.where(chunk == NONE, 0, self.params.num_pieces)
-        kept = {name: state[name] for name in self.updated}
-        return state | lax.fori_loop(0, trips, body, kept)
+        def body(chunk, number, kept):
+            here = params.piece_in_slot(transfer.slot, chunk, number)
+            place = params.resident_piece(fixed.stage, chunk, number)
 
-    def _updated(self, pieces: dict, gradients: PyTree) -> dict:
+            def update(pieces):
+                total, _ = tie(params.read(carried.gradients, here), pieces)
+                gradients = reduce_gradients(total, params.piece, zero=fixed.plan.zero)
+                return self._updated(fixed, updating, pieces, gradients)
+
+            pieces = run_if(chunk != NONE, update, self._read(params, kept, place))
+            return self._write(params, kept, place, pieces)
+
+        kept = carried.weights.layers, updating.owned
+        layers, owned = params.loop_pieces(transfer.chunk, body, kept)
+        return carried.but(
+            weights=carried.weights._replace(layers=layers),
+            finished=updating._replace(owned=owned),
+        )
+
+    def _updated(
+        self, fixed: Fixed, updating: Updating, pieces: tuple[PyTree, dict], gradients: PyTree
+    ) -> tuple[PyTree, dict]:
         """A piece of a chunk after its update: weights, and the optimizer state of this shard."""
-        leaves, piece = self.params.placed, self.params.piece
-        shards = own_shard(pieces["layers"], piece, zero=self.plan.zero)
+        layers, owned = pieces
+        leaves, piece, zero = fixed.params.placed, fixed.params.piece, fixed.plan.zero
+        shards = own_shard(layers, piece, zero=zero)
 
         def lead(tree):
             return jax.tree.map(lambda w, leaf: _behind(w, 1 + len(leaf.shape)), tree, leaves)
 
-        owned = list(self.ends_owned)
-        for k, w in pieces["owned"].items():
-            owned[k] = _behind(w, self.updated["owned"][k].ndim + 1)
-        updates, owned, _ = self.optimizer.update(
-            "layers", lead(gradients), owned, self.rest, self.ends | {"layers": lead(shards)}
+        state = list(updating.others)
+        for k, w in owned.items():
+            state[k] = _behind(w, updating.owned[k].ndim + 1)
+        params = updating.outer | {"layers": lead(shards)}
+        updates, state, _ = self._optimizer.update(
+            "layers", lead(gradients), state, updating.rest, params
         )
         updates = jax.tree.map(lambda u, w: u.reshape(w.shape), updates, shards)
-        return {
-            "layers": self._whole(apply(shards, updates), piece),
-            "owned": {k: owned[k].reshape(w.shape) for k, w in pieces["owned"].items()},
-        }
-
-    def _whole(self, shards: PyTree, leaves: PyTree) -> PyTree:
-        return gather(shards, leaves) if self.plan.zero in (1, 2) else shards
+        new = _whole(apply(shards, updates), piece, zero)
+        return new, {k: state[k].reshape(w.shape) for k, w in owned.items()}
 
     # A leaf of the optimizer's state lies where its parameter does.
 
-    def _read(self, kept: dict, place) -> dict:
-        owned = {
-            k: self._leaf(k, self.params.read(self._among_layers(k, leaf), place))
-            for k, leaf in kept["owned"].items()
+    def _read(self, params, kept: tuple[PyTree, dict], place) -> tuple[PyTree, dict]:
+        layers, owned = kept
+        return params.read(layers, place), {
+            k: self._leaf(k, params.read(self._among(k, leaf, layers), place))
+            for k, leaf in owned.items()
         }
-        return {"layers": self.params.read(kept["layers"], place), "owned": owned}
 
-    def _write(self, kept: dict, place, pieces: dict) -> dict:
+    def _write(
+        self, params, kept: tuple[PyTree, dict], place, pieces: tuple[PyTree, dict]
+    ) -> tuple[PyTree, dict]:
+        layers, owned = kept
+
         def write(k: int, leaf):
-            values = self._among(k, pieces["owned"][k], pieces["layers"])
-            return self._leaf(k, self.params.write(self._among_layers(k, leaf), place, values))
+            values = self._among(k, pieces[1][k], pieces[0])
+            return self._leaf(k, params.write(self._among(k, leaf, layers), place, values))
 
-        return {
-            "layers": self.params.write(kept["layers"], place, pieces["layers"]),
-            "owned": {k: write(k, leaf) for k, leaf in kept["owned"].items()},
-        }
-
-    def _among_layers(self, k: int, leaf) -> PyTree:
-        return self._among(k, leaf, self.layer_tree)
+        written = {k: write(k, leaf) for k, leaf in owned.items()}
+        return params.write(layers, place, pieces[0]), written
 
     def _among(self, k: int, leaf, layers: PyTree) -> PyTree:
         """The layers' tree with an owned leaf in place of its parameter."""
         leaves, structure = jax.tree.flatten(layers)
-        leaves[self.number_of[k]] = leaf
+        leaves[self._parameter[k]] = leaf
         return jax.tree.unflatten(structure, leaves)
 
     def _leaf(self, k: int, layers: PyTree):
-        return jax.tree.leaves(layers)[self.number_of[k]]
+        return jax.tree.leaves(layers)[self._parameter[k]]
 
-    def _result(self, state: dict) -> tuple[PyTree, list, list]:
+    def result(self, fixed: Fixed, carried: Carried) -> tuple[PyTree, list, list]:
         """This device's part of the new parameters and optimizer state."""
-        outer = self.plan.layout.outer
-        gradients = reduce_gradients(state["outer_gradients"], outer, zero=self.plan.zero)
-        layers = jax.tree.map(lambda w: w[None], state["layers"])
-        shards = own_shard(state["layers"], self.params.placed, zero=self.plan.zero)
-        params = self.ends | {"layers": jax.tree.map(lambda w: w[None], shards)}
-        owned = list(self.ends_owned)
-        for k, leaf in state["owned"].items():
-            owned[k] = leaf[None]
-        rest, ends = self.rest, {}
-        for name in self.ends:
-            updates, owned, rest = self.optimizer.update(
-                name, gradients[name], owned, self.rest, params
+        updating, zero = carried.finished, fixed.plan.zero
+        gradients = reduced_outer(fixed, carried)
+
+        def lead(tree):
+            return jax.tree.map(lambda w: w[None], tree)
+
+        shards = own_shard(carried.weights.layers, fixed.params.placed, zero=zero)
+        params = updating.outer | {"layers": lead(shards)}
+        owned = [
+            updating.owned[k][None] if k in self._parameter else leaf
+            for k, leaf in enumerate(updating.others)
+        ]
+        rest, outer = updating.rest, {}
+        for name in updating.outer:
+            updates, owned, rest = self._optimizer.update(
+                name, gradients[name], owned, updating.rest, params
             )
-            ends[name] = apply(params[name], updates)
-        return self._whole(ends, outer) | {"layers": layers}, owned, rest
+            outer[name] = apply(params[name], updates)
+        outer = _whole(outer, fixed.plan.layout.outer, zero)
+        return outer | {"layers": lead(carried.weights.layers)}, owned, rest
+
+
+def _whole(shards: PyTree, leaves: PyTree, zero: int) -> PyTree:
+    """New weights as they are placed: whole, but under ZeRO-3."""
+    return gather(shards, leaves) if zero in (1, 2) else shards
 
 
 def _behind(w, ndim: int):

@@ -117,14 +117,7 @@ class Layout:
                 dims[leaf.data_dim] = DATA
             return P(*dims)
 
-        def stacked(leaf: Leaf) -> P:
-            return spec(dataclasses.replace(leaf, stage_dim=0))
-
-        alike = not isinstance(self.layers, Packed)
-        return {
-            "layers": jax.tree.map(stacked if alike else spec, self.layers.canonical),
-            **jax.tree.map(spec, self.outer),
-        }
+        return jax.tree.map(spec, {"layers": self.layers.canonical, **self.outer})
 
     def shardings(self, *, sharded: bool) -> PyTree:
         return jax.tree.map(

@@ -38,6 +38,7 @@ class Packed(OneLoop):
     """
 
     num_pieces = 1
+    slot_dim = 1
 
     def __init__(self, layers: Sequence[PyTree], rows: np.ndarray, data: int) -> None:
         self._layers = [jax.tree.map(_struct, layer) for layer in layers]
@@ -160,6 +161,10 @@ class Packed(OneLoop):
         """The arrays with values added to what is stored at a place."""
         held = self.read(arrays, place)
         return self.write(arrays, place, {g: old + values[g] for g, old in held.items()})
+
+    def leaves_of(self, example: int) -> PyTree:
+        """A stored layer, every array a `Leaf`."""
+        return {g: self.piece[g] for g, n in self._widths[example].items() if n}
 
     def pack(self, params: PyTree, example: int) -> dict[str, jax.Array]:
         """A layer's parameters in the form they are stored in."""

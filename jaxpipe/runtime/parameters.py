@@ -27,6 +27,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from jaxpipe.runtime.barriers import overwrite, run_if
 from jaxpipe.schedule.table import NONE
 
 PyTree = Any
@@ -117,17 +118,26 @@ class OneLoop:
 class _Alike(abc.ABC):
     """What is known of layers that are alike, wherever they lie; arguments as for `Stacked`."""
 
+    slot_dim = 0
+
     def __init__(self, layers: PyTree, rows: np.ndarray, data: int) -> None:
         _, self.num_chunks, self.num_pieces = rows.shape
         self._rows = rows.reshape(len(rows), -1)
         self.piece = jax.tree.map(lambda w: make_leaf(w.shape[1:], w.dtype, data=data), layers)
         depth = jax.tree.leaves(layers)[0].shape[0] if jax.tree.leaves(layers) else 0
-        self.canonical = jax.tree.map(lambda leaf: leaf.behind(depth), self.piece)
+        self.canonical = jax.tree.map(
+            lambda leaf: dataclasses.replace(leaf.behind(depth), stage_dim=0), self.piece
+        )
 
     def shape_of(self, layer: int) -> PyTree:
         """Shapes of one layer's parameters."""
         del layer
         return jax.tree.map(Leaf.struct, self.piece)
+
+    def leaves_of(self, example: int) -> PyTree:
+        """A stored layer, every array a `Leaf`."""
+        del example
+        return self.piece
 
     def pack(self, params: PyTree, example: int) -> PyTree:
         """A layer's parameters in the form they are stored in."""
@@ -166,6 +176,7 @@ class Stacked(_Alike, OneLoop):
       placed: the arrays of one stage, every one a `Leaf`.
       piece: what is gathered or reduced at once, every array a `Leaf`.
       num_pieces: how many of them a chunk is.
+      slot_dim: dimension of a stage's arrays along which slots follow each other.
     """
 
     def __init__(self, layers: PyTree, rows: np.ndarray, data: int) -> None:
@@ -254,24 +265,23 @@ class Unrolled(_Alike):
             number = (c * self.num_pieces + layer) % max(len(arrays), 1)
             own = {n: row if n == number else None for n, row in arrays.items()}
 
-            def step(_, through, c=c, layer=layer):
+            def step(through, c=c, layer=layer):
                 return body(c, layer, *through)
 
-            own, carry = lax.fori_loop(0, runs.astype(jnp.int32), step, (own, carry))
+            own, carry = run_if(runs, step, (own, carry))
             arrays = arrays | {n: row for n, row in own.items() if n == number}
         return arrays, carry
 
     def loop_pieces(self, chunk, body: Callable, carry: PyTree) -> PyTree:
         """As of `Stacked`; one loop a chunk, since on GPUs the host waits for each."""
 
-        def pieces(_, carry, c: int):
+        def pieces(carry, c: int):
             for number in range(self.num_pieces):
                 carry = body(c, number, carry)
             return carry
 
         for c in range(self.num_chunks):
-            trips = (chunk == c).astype(jnp.int32)
-            carry = lax.fori_loop(0, trips, functools.partial(pieces, c=c), carry)
+            carry = run_if(chunk == c, functools.partial(pieces, c=c), carry)
         return carry
 
     def every_piece(self, body: Callable, carry: PyTree) -> PyTree:
@@ -327,9 +337,7 @@ class Unrolled(_Alike):
             value = value.astype(w.dtype)
             if place.slot is None:
                 return value
-            # Always taken. It reads what it overwrites, or XLA would gather every chunk before the
-            # first tick.
-            return jnp.where(place.slot >= 0, value, w)
+            return overwrite(w, value, place.slot)
 
         return arrays | {number: jax.tree.map(write, arrays[number], values)}
 

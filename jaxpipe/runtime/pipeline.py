@@ -13,7 +13,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxpipe.runtime import checks, executor
-from jaxpipe.runtime.layer_passes import Plan
+from jaxpipe.runtime.fixed import Plan
 from jaxpipe.runtime.layers import Layers
 from jaxpipe.runtime.layout import Layout, compiled_sharding, make_layers, make_layout
 from jaxpipe.runtime.mesh import DATA, STAGE, leave_compilation_cache

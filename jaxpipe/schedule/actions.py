@@ -27,6 +27,8 @@ class Kind(enum.StrEnum):
     """Backward for the weights."""
     BW = "BW"
     """Fused backward: B and W of a layer together, layer by layer."""
+    R = "R"
+    """Recomputation: F again, of a segment of which F has kept the input alone."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, order=True)
@@ -52,10 +54,10 @@ class Action:
     @classmethod
     def parse(cls, text: str) -> Action:
         """Reads what ``str`` writes; raises ValueError on anything else."""
-        match = re.fullmatch(r"(\d+)(F|BW|B|W)(\d+)", text.strip())
+        match = re.fullmatch(r"(\d+)(F|BW|B|W|R)(\d+)", text.strip())
         if match is None:
             raise ValueError(
-                f"{text!r} is not an action: write virtual stage, kind (F, B, W or BW) and "
+                f"{text!r} is not an action: write virtual stage, kind (F, B, W, BW or R) and "
                 "microbatch, for example '2F0'."
             )
         return cls(int(match[1]), Kind(match[2]), int(match[3]))
@@ -79,6 +81,25 @@ class Slice:
 
 
 @dataclasses.dataclass(frozen=True)
+class Minibatches:
+    """What a schedule of several minibatches says beside its order.
+
+    Every stage updates its layers when it has run the last W of a minibatch, and goes on.
+
+    Args:
+      size: N, the microbatches of each.
+      method: which weights are read, a name in `jaxpipe.schedule.pipemare.METHODS`.
+      num_versions: of the weights that a stage keeps.
+      segment: stages of a segment that R recomputes; None if there is no R.
+    """
+
+    size: int
+    method: str
+    num_versions: int
+    segment: int | None = None
+
+
+@dataclasses.dataclass(frozen=True)
 class Schedule:
     """The order in which every stage runs its actions, without times, which come from costs.
 
@@ -93,6 +114,8 @@ class Schedule:
         it.
       slices: how the actions are cut into ticks for the lock-step clock: ``slices[d]`` is what
         stage ``d`` runs, in order (`jaxpipe.schedule.slices`). None for one whole action per tick.
+      minibatches: of a schedule that updates weights as it runs; its microbatches are numbered
+        through all of them. None for one step.
     """
 
     name: str
@@ -101,11 +124,22 @@ class Schedule:
     orders: tuple[tuple[Action, ...], ...]
     peak_in_flight: tuple[int, ...] | None = None
     slices: tuple[tuple[Slice, ...], ...] | None = None
+    minibatches: Minibatches | None = None
 
     @property
     def batch_microbatches(self) -> int:
         """The m of the batch: the sum over all copies of the model."""
         return self.num_microbatches * self.placement.num_copies
+
+    @property
+    def step_microbatches(self) -> int:
+        """The microbatches over which a loss and a gradient are means."""
+        return self.num_microbatches if self.minibatches is None else self.minibatches.size
+
+    @property
+    def segment(self) -> int | None:
+        """Stages of a segment that is recomputed, or None."""
+        return None if self.minibatches is None else self.minibatches.segment
 
     @property
     def num_stages(self) -> int:
@@ -116,17 +150,21 @@ class Schedule:
         return self.placement.num_chunks
 
 
-def dependencies(action: Action, *, num_virtual_stages: int, split: bool) -> list[Action]:
+def dependencies(
+    action: Action, *, num_virtual_stages: int, split: bool, segment: int | None = None
+) -> list[Action]:
     """The actions, of the same or another stage, whose results ``action`` reads.
 
     F waits for F of the previous virtual stage; B (or BW) for its own F and for B of the next
-    virtual stage; W for its own B.
+    virtual stage; W for its own B. With segments R waits for its own F, and within a segment for R
+    of the previous virtual stage; B also waits for its own R.
 
     Args:
       action: the action that waits.
       num_virtual_stages: length of the model in virtual stages; if a placement has several copies
         of it, the length of one.
       split: whether backwards in this schedule are B and W (True) or BW (False).
+      segment: virtual stages of a segment that R recomputes, or None.
     """
     s, i = action.virtual_stage, action.microbatch
     if action.kind is Kind.F:
@@ -134,6 +172,10 @@ def dependencies(action: Action, *, num_virtual_stages: int, split: bool) -> lis
     if action.kind is Kind.W:
         return [Action(s, Kind.B, i)]
     waits = [Action(s, Kind.F, i)]
+    if action.kind is Kind.R:
+        return [*waits, Action(s - 1, Kind.R, i)] if s % (segment or 1) else waits
+    if segment is not None:
+        waits.append(Action(s, Kind.R, i))
     if (s + 1) % num_virtual_stages:
         waits.append(Action(s + 1, Kind.B if split else Kind.BW, i))
     return waits

@@ -52,6 +52,8 @@ def write_csv(schedule: Schedule) -> str:
             f"Schedule {schedule.name!r} keeps {copies} copies of the model, which PyTorch's CSV "
             "cannot say."
         )
+    if schedule.segment is not None:
+        raise ValueError(f"Schedule {schedule.name!r} recomputes, which PyTorch's CSV cannot say.")
     table = ticks(schedule)
     num_ticks = 1 + max(row[-1] for row in table)
     written = io.StringIO()

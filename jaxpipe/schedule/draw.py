@@ -20,6 +20,7 @@ _ANSI = {
     Kind.B: ("48;5;116", "48;5;73"),
     Kind.W: ("48;5;150", "48;5;107"),
     Kind.BW: ("48;5;116", "48;5;73"),
+    Kind.R: ("48;5;183", "48;5;140"),
 }
 _RESET = "\x1b[0m"
 # A kind's colour on a stage's first chunk, and on its last.
@@ -28,6 +29,7 @@ _FILL = {
     Kind.B: ("#8fdcd2", "#1b7468"),
     Kind.W: ("#c3e2ad", "#4f7f30"),
     Kind.BW: ("#8fdcd2", "#1b7468"),
+    Kind.R: ("#d6c3f0", "#6b4c9a"),
 }
 _MEANING = {Kind.F: "forward", Kind.B: "backward, input", Kind.W: "backward, weights"}
 _MAX_COLUMNS = 200_000
@@ -203,7 +205,7 @@ def _add_legend(drawn: Figure, timeline: Timeline) -> None:
     from matplotlib.patches import Patch
 
     used = {timed.action.kind for row in timeline.rows for timed in row}
-    meaning = {**_MEANING, Kind.BW: "backward (B and W)"}
+    meaning = {**_MEANING, Kind.BW: "backward (B and W)", Kind.R: "recomputed"}
     chunks = timeline.schedule.num_chunks
     drawn.legend(
         handles=[Patch(color=_FILL[kind][0], label=meaning[kind]) for kind in Kind if kind in used],

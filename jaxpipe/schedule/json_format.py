@@ -5,10 +5,11 @@ PyTorch's CSV (`jaxpipe.schedule.csv_format`) has no room for slices, which deci
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from typing import Any
 
-from jaxpipe.schedule.actions import Action, Schedule, Slice
+from jaxpipe.schedule.actions import Action, Minibatches, Schedule, Slice
 from jaxpipe.schedule.placement import Placement
 from jaxpipe.schedule.validate import ScheduleError, validate
 
@@ -29,7 +30,7 @@ def to_json(schedule: Schedule) -> dict[str, Any]:
       >>> to_json(gpipe(2, 1))["orders"]
       ['0F0 0B0 0W0', '1F0 1B0 1W0']
     """
-    slices = schedule.slices
+    slices, minibatches = schedule.slices, schedule.minibatches
     return {
         "name": schedule.name,
         "stages": list(schedule.placement.stages),
@@ -38,6 +39,7 @@ def to_json(schedule: Schedule) -> dict[str, Any]:
         "peak_in_flight": schedule.peak_in_flight and list(schedule.peak_in_flight),
         "orders": [" ".join(map(str, order)) for order in schedule.orders],
         "slices": slices and [" ".join(map(_written, row)) for row in slices],
+        **({} if minibatches is None else {"minibatches": dataclasses.asdict(minibatches)}),
     }
 
 
@@ -60,6 +62,7 @@ def from_json(data: Any) -> Schedule:
     """
     try:
         peak, slices = data["peak_in_flight"], data["slices"]
+        minibatches = data.get("minibatches")
         schedule = Schedule(
             name=str(data["name"]),
             placement=Placement(tuple(data["stages"]), data["num_copies"]),
@@ -67,6 +70,7 @@ def from_json(data: Any) -> Schedule:
             orders=tuple(tuple(map(Action.parse, row.split())) for row in data["orders"]),
             peak_in_flight=None if peak is None else tuple(peak),
             slices=None if slices is None else tuple(map(_read_row, slices)),
+            minibatches=None if minibatches is None else Minibatches(**minibatches),
         )
     except KeyError as error:
         raise ScheduleError(f"A schedule in JSON needs {error}.") from None

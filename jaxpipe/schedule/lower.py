@@ -2,7 +2,7 @@
 
 Every tick is one row. Within a tick the phases come in this order, and slots are coloured by it:
 
-    gather weights | embed | F | B, BW | W | reduce gradients | exchange messages | head | embed
+    gather weights | embed | R | F | B, BW | W | reduce gradients | exchange messages | head | embed
     gradient
 
 Everything a stage keeps lives in a numbered slot: a message that has arrived and waits (inbox),
@@ -24,9 +24,10 @@ from collections.abc import Iterable, Iterator, Sequence
 import numpy as np
 
 from jaxpipe.schedule.actions import Kind, Schedule
+from jaxpipe.schedule.minibatches import with_updates
 from jaxpipe.schedule.simulate import ticks
 from jaxpipe.schedule.slots import cached_slots
-from jaxpipe.schedule.table import NONE, Channel, Pass, TickTable, Transfers
+from jaxpipe.schedule.table import NONE, Cell, Channel, TickTable, Transfers
 from jaxpipe.schedule.validate import simulated_only
 
 _SPARED = 0.25
@@ -38,10 +39,11 @@ class Phase(enum.IntEnum):
     """Order of the parts of one tick that write or free a slot."""
 
     EMBED = 0
-    FORWARD = 1
-    BACKWARD = 2
-    WEIGHTS = 3
-    EXCHANGE = 4
+    RECOMPUTE = 1
+    FORWARD = 2
+    BACKWARD = 3
+    WEIGHTS = 4
+    EXCHANGE = 5
 
 
 _PHASE = {
@@ -140,6 +142,7 @@ class _Lowering:
         self.kinds = [kind for k, kind in enumerate(_KINDS) if k in found]
         self.backward = Kind.BW if Kind.BW in self.kinds else Kind.B
         self.trains = self.backward in self.kinds
+        self.recomputes = Kind.R in self.kinds
         self.starts, self.ends = self._spans()
         self.late, self.meets = self._meetings()
 
@@ -154,7 +157,7 @@ class _Lowering:
         head, head_slot = self._uniform(self.ends[Kind.F], last, slots["dy"])
         leaves = self.ends[self.backward] if self.trains else None
         embed_gradient, _ = self._uniform(leaves, 0, slots["dy"])
-        return TickTable(
+        table = TickTable(
             schedule=self.schedule,
             layer_counts=self.layer_counts,
             passes=passes,
@@ -169,6 +172,7 @@ class _Lowering:
             num_slots=num_slots,
             meets=self.meets,
         )
+        return table if self.schedule.minibatches is None else with_updates(table)
 
     def _spans(self) -> tuple[dict[Kind, np.ndarray], dict[Kind, np.ndarray]]:
         """The ticks in which the actions of each kind start and end."""
@@ -183,10 +187,13 @@ class _Lowering:
         return starts, ends
 
     def _messages(self) -> Iterator[tuple[Kind, int, int, np.ndarray, np.ndarray]]:
-        """Kind (F or backward), source, target, and per microbatch the ticks in which the source
+        """Kind (F, backward or R), source, target, and per microbatch the ticks in which the source
         sends and the target first reads."""
-        for kind, step in ((Kind.F, 1), (self.backward, -1))[: 1 + self.trains]:
+        steps = ((Kind.F, 1), (self.backward, -1), (Kind.R, 1))
+        for kind, step in steps[: 1 + self.trains + self.recomputes]:
             for source, target in _hops(len(self.stage_of), step):
+                if kind is Kind.R and target % (self.schedule.segment or 1) == 0:
+                    continue
                 sent = self.ends[kind][source * self.m : (source + 1) * self.m]
                 read = self.starts[kind][target * self.m : (target + 1) * self.m]
                 yield kind, source, target, sent, read
@@ -227,11 +234,14 @@ class _Lowering:
             caused = np.concatenate([at(back, Phase.EXCHANGE), leaves])
             done = at(self.ends[self.backward], phase)
             frees = done if self.backward is Kind.BW else at(self.ends[Kind.W], Phase.WEIGHTS)
-            lives |= {"dy": (caused, done), "until_b": (forward, done), "until_w": (forward, frees)}
+            kept = at(self.starts[Kind.R], Phase.RECOMPUTE) if self.recomputes else forward
+            lives |= {"dy": (caused, done), "until_b": (kept, done), "until_w": (kept, frees)}
+        if self.recomputes:
+            lives["replay"] = (forward, at(self.ends[Kind.R], Phase.RECOMPUTE))
         if self.trains and self.backward is Kind.B:
             lives["crossing"] = (at(self.starts[Kind.B], Phase.BACKWARD), frees)
         slots, num_slots = {}, {}
-        for name in ("x", "dy", "until_b", "until_w", "crossing"):
+        for name in ("x", "dy", "until_b", "until_w", "crossing", "replay"):
             slots[name] = np.zeros(len(first), np.int64)
             num_slots[name] = 0
             for numbers in self._held() if name in lives else ():
@@ -253,7 +263,7 @@ class _Lowering:
         weights: np.ndarray,
         gradients: np.ndarray,
         fresh: np.ndarray,
-    ) -> Pass:
+    ) -> Cell:
         parts = self.parts
         mine = np.flatnonzero(parts.kind == _KINDS.index(kind))
         number, tick = self.number[mine], parts.tick[mine]
@@ -270,12 +280,12 @@ class _Lowering:
             "weights": weights[mine],
             "gradient": gradients[mine],
             "fresh": fresh[mine],
-        }
+        } | ({"replay": slots["replay"][number]} if self.recomputes else {})
         columns = {}
         for name, value in values.items():
             columns[name] = np.zeros((self.num_ticks, self.schedule.num_stages), np.int32)
             columns[name][tick, parts.stage[mine]] = value
-        return Pass(**columns)
+        return Cell(**columns)
 
     def _uniform(
         self, ticks: np.ndarray | None, virtual_stage: int, slots: np.ndarray
@@ -296,13 +306,14 @@ class _Lowering:
         shape = (self.num_ticks, self.schedule.num_stages)
         for kind, source, target, sent, _ in self._messages():
             sender, receiver = int(self.stage_of[source]), int(self.stage_of[target])
-            group = (Kind.F if kind is Kind.F else Kind.B, receiver - sender)
+            group = (kind if kind in (Kind.F, Kind.R) else Kind.B, receiver - sender)
             empty: _Group = set(), np.full(shape, NONE, np.int32), np.full(shape, NONE, np.int32)
             edges, slot, late_slot = groups.setdefault(group, empty)
             edges.add((sender, receiver))
-            inbox = slots["x" if kind is Kind.F else "dy"]
+            inbox = slots["dy" if kind is self.backward else "x"]
             written = inbox[target * self.m : (target + 1) * self.m]
-            late = self.late[sent] & (sender != receiver)
+            # R reads what R of the tick before has put out, on its way.
+            late = (self.late[sent] & (sender != receiver)) | (kind is Kind.R)
             slot[sent[~late], receiver] = written[~late]
             late_slot[sent[late] + 1, receiver] = written[late]
         for (kind, _), (edges, slot, late_slot) in sorted(groups.items(), key=lambda item: item[0]):

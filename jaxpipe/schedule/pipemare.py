@@ -130,6 +130,12 @@ class SteadyState:
         return d % (self.recompute_segment or 1) == 0
 
     @property
+    def recompute_edges(self) -> tuple[tuple[int, int], ...]:
+        """From each stage to the next of its segment, if it recomputes."""
+        stages = () if self.recompute_segment is None else range(1, self.num_stages)
+        return tuple((d - 1, d) for d in stages if not self.begins_segment(d))
+
+    @property
     def embed(self) -> Part:
         """The embedding: looked up with the first stage's forward, updated with it."""
         return self.stage(0)

@@ -14,7 +14,15 @@ from collections.abc import Sequence
 from functools import cached_property
 
 from jaxpipe.schedule.actions import Action, Kind, Schedule, Slice
-from jaxpipe.schedule.validate import Results, Walk, message_target, peak_in_flight, validate, walk
+from jaxpipe.schedule.validate import (
+    Results,
+    Walk,
+    keeper,
+    message_target,
+    peak_in_flight,
+    validate,
+    walk,
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,7 +59,8 @@ class Costs:
 
     def of(self, kind: Kind) -> float:
         """The duration of an action of this kind."""
-        return {Kind.F: self.f, Kind.B: self.b, Kind.W: self.w, Kind.BW: self.b + self.w}[kind]
+        both = self.b + self.w
+        return {Kind.F: self.f, Kind.B: self.b, Kind.W: self.w, Kind.BW: both, Kind.R: self.f}[kind]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -139,12 +148,12 @@ def in_flight(row: Sequence[TimedAction]) -> list[tuple[float, int]]:
       [(0.0, 1), (1.0, 2), (4.0, 1), (6.0, 0)]
     """
     steps: dict[float, int] = {}
-    count = 0
+    count, keeps = 0, keeper(timed.action.kind for timed in row)
     for timed in row:
-        if timed.action.kind is Kind.F:
+        if timed.action.kind is keeps:
             count += 1
             steps[timed.start] = count
-        elif timed.action.kind is not Kind.B:
+        elif timed.action.kind in (Kind.W, Kind.BW):
             count -= 1
             steps[timed.end] = count
     return list(steps.items())

@@ -1,9 +1,10 @@
 """The rules that slices must follow, so that the executor can run them.
 
-In one tick a stage runs at most one range of layers of each kind: F, then B or BW, then W. F goes
-up through the layers, B, BW and W down. Each kind has one running value, so an unfinished action
-keeps others of its kind waiting. The results of F, B and BW are available to others from the next
-tick on; W may run the layers whose B ran in the same tick or before.
+In one tick a stage runs at most one range of layers of each kind: R, then F, then B or BW, then W.
+R and F go up through the layers, B, BW and W down. Each kind has one running value, so an
+unfinished action keeps others of its kind waiting. The results of R, F, B and BW are available to
+others from the next tick on; W may run the layers whose B ran in the same tick or before, and B
+follows its own R within a tick.
 """
 
 from __future__ import annotations
@@ -14,8 +15,11 @@ from collections.abc import Iterator, Sequence
 
 from jaxpipe.schedule.actions import Action, Kind, Schedule, Slice, dependencies
 
-PHASE = {Kind.F: 0, Kind.B: 1, Kind.BW: 1, Kind.W: 2}
+PHASE = {Kind.R: 0, Kind.F: 1, Kind.B: 2, Kind.BW: 2, Kind.W: 3}
 """The order of the kinds in a tick; there is one running value for each."""
+
+_UP = (Kind.F, Kind.R)
+"""The kinds that go up through the layers."""
 
 
 def slice_problems(schedule: Schedule) -> Iterator[tuple[str, int, Action | None]]:
@@ -101,7 +105,7 @@ def _first_in_row(row: Sequence[Slice], layers: collections.Counter[int]) -> _Pr
         other, left = running.pop(phase, (action, count))
         if other != action:
             return f"{action} starts in tick {tick} before {other} has finished", action
-        start, end = (count - left, hi) if action.kind is Kind.F else (lo, left)
+        start, end = (count - left, hi) if action.kind in _UP else (lo, left)
         if (lo, hi) != (start, end) or not 0 <= lo < hi <= count:
             return f"{action} runs layers {lo} to {hi} in tick {tick}, with {left} to go", action
         if left > hi - lo:
@@ -125,9 +129,12 @@ def _first_too_early(
         if action.kind is Kind.B:
             reached[key] = part.lo
         depth = schedule.placement.depth
-        for needed in dependencies(action, num_virtual_stages=depth, split=True):
+        for needed in dependencies(
+            action, num_virtual_stages=depth, split=True, segment=schedule.segment
+        ):
             if needed not in spans:
                 needed = Action(needed.virtual_stage, Kind.BW, needed.microbatch)
-            if spans[needed][1] >= part.tick:
+            own = needed.kind is Kind.R and needed.virtual_stage == action.virtual_stage
+            if spans[needed][1] >= part.tick + own:
                 return f"{action} in tick {part.tick} does not wait for {needed}", action
     return None

@@ -68,6 +68,10 @@ def slice_ticks(
       0.127
     """
     check_layer_counts(schedule.placement, layer_counts)
+    if schedule.minibatches is not None:
+        raise ValueError(
+            f"Schedule {schedule.name!r} has ticks of its own, in which a stage runs whole actions."
+        )
     whole = dataclasses.replace(schedule, slices=None)
     search = TickSearch(_work(whole, costs, tuple(layer_counts)))
     plan = search.best(_TRIALS, makespan=min(makespan, lock_step(whole, costs).makespan))

@@ -1,8 +1,13 @@
-"""The tick table: what every stage does in every tick, as arrays of integers."""
+"""The tick table: what every stage does in every tick, as arrays of integers.
+
+A `Row` is one tick, a `Cell` what it holds of one kind of action. The executor sees rows alone,
+with one integer per field: its own stage's. A table holds the same rows as columns.
+"""
 
 from __future__ import annotations
 
 import dataclasses
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -12,9 +17,10 @@ NONE = -1
 """Marks an empty cell of a table: no action, no message, no slot."""
 
 
-@dataclasses.dataclass(frozen=True)
-class Pass:
-    """One kind's columns, each int32 ``[ticks, stages]``; a stage is idle where ``lo == hi``.
+class Cell(NamedTuple):
+    """What one stage runs of one kind of action in one tick; nothing where ``lo == hi``.
+
+    In a table, every field is a column, int32 ``[ticks, stages]``.
 
     Args:
       lo: first layer to run, counted within the chunk.
@@ -30,20 +36,101 @@ class Pass:
       weights: weight slot (sharded weights only).
       gradient: gradient slot (sharded gradients only).
       fresh: 1 where the gradient slot holds another chunk's sum, to be overwritten.
+      replay: slot of what F keeps for its recomputation; None if nothing is recomputed.
     """
 
-    lo: np.ndarray
-    hi: np.ndarray
-    pauses: np.ndarray
-    chunk: np.ndarray
-    microbatch: np.ndarray
-    inbox: np.ndarray
-    until_b: np.ndarray
-    until_w: np.ndarray
-    crossing: np.ndarray
-    weights: np.ndarray
-    gradient: np.ndarray
-    fresh: np.ndarray
+    lo: Any
+    hi: Any
+    pauses: Any
+    chunk: Any
+    microbatch: Any
+    inbox: Any
+    until_b: Any
+    until_w: Any
+    crossing: Any
+    weights: Any
+    gradient: Any
+    fresh: Any
+    replay: Any = None
+
+
+class Arrival(NamedTuple):
+    """Where a stage puts what a channel brings, `NONE` for nothing: see `Channel`."""
+
+    slot: Any
+    late_slot: Any
+
+
+class Transfer(NamedTuple):
+    """A chunk to gather or reduce over data, and its slot; chunk `NONE` for none."""
+
+    chunk: Any
+    slot: Any
+
+
+class Reads(NamedTuple):
+    """Slots of the weight versions of embedding and head that a phase reads."""
+
+    embed: Any
+    head: Any
+
+
+class Outer(NamedTuple):
+    """What all stages compute together in one tick: see `TickTable`.
+
+    Where weights are kept in versions, ``reads`` says by phase (enter, leave, embed_gradient) which
+    ones it reads; it is None otherwise.
+    """
+
+    embed: Any
+    embed_slot: Any
+    head: Any
+    head_slot: Any
+    embed_gradient: Any
+    reads: dict[str, Reads] | None = None
+
+
+class Update(NamedTuple):
+    """An update that ends a tick.
+
+    Args:
+      minibatch: whose gradients are complete, counted since the pipeline was last empty; `NONE` if
+        there is no update.
+      version: of the weights before it.
+    """
+
+    minibatch: Any
+    version: Any
+
+
+class Updates(NamedTuple):
+    """The updates that end a tick, by part; ``any_stage`` is 1 if any part of any stage has one."""
+
+    layers: Update
+    embed: Update
+    head: Update
+    any_stage: Any
+
+
+class Row(NamedTuple):
+    """One tick.
+
+    Args:
+      cells: what a stage runs, by kind of action.
+      arrivals: the messages it receives, in the order of `TickTable.channels`.
+      gather, reduce: its transfers over data.
+      outer: what all stages compute together, for embedding and head.
+      meets: 1 if stages exchange messages at the tick's end, each waiting for the others.
+      updates: what is updated; None where weights stay as they are.
+    """
+
+    cells: dict[Kind, Cell]
+    arrivals: tuple[Arrival, ...]
+    gather: Transfer
+    reduce: Transfer
+    outer: Outer
+    meets: Any
+    updates: Updates | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -105,14 +192,16 @@ class TickTable:
         the last.
       embed_gradient: int32 ``[ticks]``: microbatch whose cotangent reaches the embedding.
       gathers, reduces: data-axis transfers.
-      num_slots: size of each buffer, by name: x, dy, until_b, until_w, crossing.
+      num_slots: size of each buffer, by name: x, dy, until_b, until_w, crossing, replay.
+      reads: weight versions that phases read, int32 ``[ticks]``, by phase: see `Outer`.
+      updates: what is updated, int32 ``[ticks, stages]`` for layers, else ``[ticks]``.
       meets: bool ``[ticks]``: whether stages exchange messages at the tick's end, each waiting for
         the others; late messages travel without.
     """
 
     schedule: Schedule
     layer_counts: tuple[int, ...]
-    passes: dict[Kind, Pass]
+    passes: dict[Kind, Cell]
     channels: tuple[Channel, ...]
     embed: np.ndarray
     embed_slot: np.ndarray
@@ -123,10 +212,33 @@ class TickTable:
     reduces: Transfers
     num_slots: dict[str, int]
     meets: np.ndarray
+    reads: dict[str, Reads] | None = None
+    updates: Updates | None = None
 
     @property
     def num_ticks(self) -> int:
         return len(self.embed)
+
+    @property
+    def rows(self) -> Row:
+        """All rows as one: int32 ``[ticks, stages]``, and ``[ticks]`` in `Row.outer`
+        and `Row.meets`."""
+        return Row(
+            cells=self.passes,
+            arrivals=tuple(Arrival(c.slot, c.late_slot) for c in self.channels),
+            gather=Transfer(self.gathers.chunk, self.gathers.slot),
+            reduce=Transfer(self.reduces.chunk, self.reduces.slot),
+            outer=Outer(
+                embed=self.embed,
+                embed_slot=self.embed_slot,
+                head=self.head,
+                head_slot=self.head_slot,
+                embed_gradient=self.embed_gradient,
+                reads=self.reads,
+            ),
+            meets=self.meets.astype(np.int32),
+            updates=self.updates,
+        )
 
     @property
     def layers_per_chunk(self) -> int:

@@ -9,7 +9,7 @@ import collections
 import dataclasses
 import itertools
 import string
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 from jaxpipe.schedule.actions import Action, Kind, Schedule
 from jaxpipe.schedule.grid import MAX_MISSING, SHOWN_PROBLEMS, Problem, message
@@ -41,8 +41,8 @@ class Walk:
 class Results:
     """Numbers the results of actions, so that looking one up needs no hashing of actions.
 
-    F of virtual stage s and microbatch i is s*m + i; B, split or fused, comes p*v*m later. W has no
-    reader and no number.
+    F of virtual stage s and microbatch i is s*m + i; B, split or fused, comes p*v*m later, and R as
+    much later again. W has no reader and no number.
 
     Example:
       >>> from jaxpipe.schedule.gpipe import gpipe
@@ -57,11 +57,14 @@ class Results:
         self._m = max(schedule.num_microbatches, 1)
         self._depth = max(schedule.placement.depth, 1)
         self._backward = self._m * max(len(schedule.placement.stages), 1)
-        self._stages = schedule.placement.stages * 2
+        self._stages = schedule.placement.stages * 3
+        self._segment = schedule.segment
 
     def number(self, action: Action) -> int:
-        """The number of the result of an F, B or BW."""
+        """The number of the result of an F, B, BW or R."""
         forward = action.virtual_stage * self._m + action.microbatch
+        if action.kind is Kind.R:
+            return forward + 2 * self._backward
         return forward if action.kind is Kind.F else forward + self._backward
 
     def inputs(self, action: Action) -> tuple[int, ...]:
@@ -73,7 +76,11 @@ class Results:
         backward = forward + self._backward
         if action.kind is Kind.W:
             return (backward,)
-        return (forward, backward + self._m) if (s + 1) % self._depth else (forward,)
+        again = backward + self._backward
+        if action.kind is Kind.R:
+            return (forward, again - self._m) if s % (self._segment or 1) else (forward,)
+        own = (forward,) if self._segment is None else (forward, again)
+        return (*own, backward + self._m) if (s + 1) % self._depth else own
 
     def stage(self, number: int) -> int:
         """The stage that computes a result."""
@@ -81,7 +88,7 @@ class Results:
 
     def action(self, number: int) -> Action:
         """The action that computes a result; a fused backward reads B."""
-        kind = Kind.F if number < self._backward else Kind.B
+        kind = (Kind.F, Kind.B, Kind.R)[number // self._backward]
         s, i = divmod(number % self._backward, self._m)
         return Action(s, kind, i)
 
@@ -182,7 +189,7 @@ class _Walker:
         target = message_target(action, self.schedule)
         if target is None:
             return None
-        kind = Kind.F if action.kind is Kind.F else Kind.B
+        kind = action.kind if action.kind in (Kind.F, Kind.R) else Kind.B
         return (self.schedule.placement.stages[action.virtual_stage], target, kind)
 
 
@@ -191,7 +198,9 @@ def message_target(action: Action, schedule: Schedule) -> int | None:
     if action.kind is Kind.W:
         return None
     stages, depth = schedule.placement.stages, schedule.placement.depth
-    reader = action.virtual_stage + (1 if action.kind is Kind.F else -1)
+    reader = action.virtual_stage + (1 if action.kind in (Kind.F, Kind.R) else -1)
+    if action.kind is Kind.R and not reader % (schedule.segment or 1):
+        return None
     if not (0 <= reader < len(stages) and 0 <= action.virtual_stage < len(stages)):
         return None
     if reader // depth != action.virtual_stage // depth:
@@ -208,12 +217,16 @@ def peak_in_flight(schedule: Schedule) -> tuple[int, ...]:
     return tuple(max(_in_flight(order), default=0) for order in schedule.orders)
 
 
-_KEEPS = {Kind.F: 1, Kind.B: 0, Kind.W: -1, Kind.BW: -1}
+def keeper(kinds: Iterable[Kind]) -> Kind:
+    """The kind of action that leaves residuals: F, or R where there is any."""
+    return Kind.R if Kind.R in kinds else Kind.F
 
 
 def _in_flight(order: tuple[Action, ...]) -> list[int]:
+    keeps = {kind: -(kind in (Kind.W, Kind.BW)) for kind in Kind}
+    keeps[keeper(action.kind for action in order)] = 1
     # An activation is still held while the action that frees it runs.
-    return list(itertools.accumulate(_KEEPS[action.kind] for action in order))
+    return list(itertools.accumulate(keeps[action.kind] for action in order))
 
 
 def validate(
@@ -310,7 +323,7 @@ def _shape_problems(schedule: Schedule) -> list[Problem]:
 
 
 # The kinds one virtual stage has run for one microbatch, as bits.
-_BIT = {Kind.F: 1, Kind.B: 2, Kind.W: 4, Kind.BW: 8}
+_BIT = {Kind.F: 1, Kind.B: 2, Kind.W: 4, Kind.BW: 8, Kind.R: 16}
 _SPLIT, _FUSED = _BIT[Kind.B] | _BIT[Kind.W], _BIT[Kind.BW]
 
 
@@ -340,7 +353,9 @@ def _action_problems(schedule: Schedule, spell: Callable[[Action], str]) -> list
             text = None
             if not (0 <= s < len(stages) and 0 <= i < m):
                 continue
-            if stages[s] != d:
+            if action.kind is Kind.R and schedule.segment is None:
+                text = "recomputes, and the schedule has no segments (Minibatches.segment)."
+            elif stages[s] != d:
                 text = f"is on the wrong stage: virtual stage {s} is held by stage {stages[s]}."
             else:
                 before = seen.get((s, i), 0)
@@ -360,11 +375,12 @@ def _missing(
     kinds = {action.kind for order in schedule.orders for action in order}
     # If no action of a backward is left, assume the form that all others have.
     whole = (Kind.BW,) if Kind.BW in kinds and not kinds & {Kind.B, Kind.W} else (Kind.B, Kind.W)
+    again = () if schedule.segment is None and Kind.R not in kinds else (Kind.R,)
     for s, stage in enumerate(schedule.placement.stages):
         for i in range(schedule.num_microbatches):
             ran = seen.get((s, i), 0)
             backward = () if ran & _FUSED else whole
-            for kind in (Kind.F, *backward):
+            for kind in (Kind.F, *again, *backward):
                 if not ran & _BIT[kind]:
                     either = kind is Kind.B and not ran & _SPLIT
                     fused = f" (and so is {spell(Action(s, Kind.BW, i))})" if either else ""

@@ -1,0 +1,50 @@
+"""What keeps XLA from hoisting, recomputing or copying, each with its reason and its test.
+
+Nothing here changes a value.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax.numpy as jnp
+from jax import lax
+
+PyTree = Any
+
+
+def tie(read: PyTree, carried: PyTree) -> tuple[PyTree, PyTree]:
+    """Both, each made to depend on the other, so that XLA keeps the uses of ``read`` in the loop.
+
+    What a gated loop's body reads but does not carry is the same in every iteration; XLA would
+    compute with it before the loop, and so in idle ticks as well. Use both results: XLA drops what
+    nobody uses from a barrier, and with it the dependence.
+
+    Test: ``test_compiled.py::test_idle_ticks_run_no_matmul_and_no_collective_but_the_messages``.
+    """
+    return lax.optimization_barrier((read, carried))
+
+
+def run_if(condition, body: Callable[[Any], Any], carry: PyTree) -> PyTree:
+    """``body(carry)`` if the condition holds, ``carry`` if not, as a loop of one trip or none.
+
+    XLA copies every buffer that passes through a ``cond``; a loop aliases its carry in place. The
+    loop also keeps XLA from computing a result a second time where it is written, from a copy of
+    what it overwrites.
+
+    Tests: ``test_compiled.py::test_the_tick_loop_copies_no_whole_buffer``,
+    ``test_layered.py::test_no_gradient_is_kept_but_that_of_the_chunk_in_work``.
+    """
+    return lax.fori_loop(0, jnp.asarray(condition, jnp.int32), lambda _, carry: body(carry), carry)
+
+
+def overwrite(old, new, slot):
+    """``new``, as something that reads the array it overwrites; a slot is never negative.
+
+    An array that is overwritten whole depends on nothing that the tick loop carries: XLA would
+    gather every chunk of unrolled weights before the first tick, and keep them all.
+
+    Test: ``test_unrolled.py::test_temporaries_are_no_more_than_those_of_stacked_weights``.
+    """
+    return jnp.where(slot >= 0, new, old)
