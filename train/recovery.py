@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import json
+import os
 import re
 import textwrap
 from collections.abc import Mapping, Sequence
@@ -125,7 +126,8 @@ def find(folder: Path) -> Found:
 
 def _free_name(path: Path) -> str:
     names = (path.name if n == 1 else f"{path.name}.{n}" for n in itertools.count(1))
-    return next(name for name in names if not (path.parent / name).exists())
+    # A link that leads nowhere is kept, too.
+    return next(name for name in names if not os.path.lexists(path.parent / name))
 
 
 def move_aside(folder: Path, damaged: Sequence[Damaged]) -> None:

@@ -210,6 +210,15 @@ def test_what_is_no_checkpoint_is_skipped(folder, make, reason):
     _assert_restores(folder, 3)
 
 
+def test_a_link_to_nowhere_is_not_replaced(folder):
+    (folder / "2" / checksums.FILE).unlink()
+    (folder / "2.damaged").symlink_to(folder / "nowhere")
+    with Checkpoints(folder, keep=1) as checkpoints:
+        assert checkpoints.latest == 1
+    assert (folder / "2.damaged").is_symlink()
+    assert (folder / "2.damaged.2").is_dir()
+
+
 def test_other_names_are_no_steps(folder):
     for name in ("007", "8.orbax-checkpoint-tmp", "9.damaged", "step_10", "-11"):
         (folder / name).mkdir()
