@@ -61,6 +61,7 @@ class Work:
       held: the weights.
       action: the kind of action.
       cell: which chunk, microbatch and slots.
+      replay: the slot of what F keeps for R, if anything is recomputed.
       layer: the layer, counted within the chunk.
       kind: the kind of layer.
     """
@@ -70,6 +71,7 @@ class Work:
     held: Any
     action: Kind
     cell: Cell
+    replay: Any = None
     layer: Any = None
     kind: LayerKind = None  # type: ignore[assignment]  # of a layer only
 
@@ -111,12 +113,13 @@ def run_cells(
     if fixed.recomputes:
         carried = _recompute(fixed, batch, carried, row, arriving)
     outputs: dict[Kind, list] = {}
+    replay = row.replay or {}
     through = Through(carried.but(weights=None, finished=None), [])
     for action, columns in fixed.table.passes.items():
         if action is Kind.R:
             continue
         cell = row.cells[action]
-        work = Work(fixed, batch, carried.weights, action, cell)
+        work = Work(fixed, batch, carried.weights, action, cell, replay.get(action))
         if action is Kind.W:
             through, outputs = _run_layers(work, through._replace(message=[]), outputs)
             continue
@@ -144,18 +147,20 @@ def _recompute(
     The first stage of a segment begins with the input that it has kept, the others with what R of
     the stage before has put out.
     """
-    kept, cell = carried.replay["inputs"], row.cells[Kind.R]
-    begins, message = np.ones(fixed.table.schedule.num_stages, bool), at_slot(kept, cell.replay)
+    assert row.replay is not None
+    cell, slot, kept = row.cells[Kind.R], row.replay[Kind.R], carried.replay["inputs"]
+    begins, message = np.ones(fixed.table.schedule.num_stages, bool), at_slot(kept, slot)
     for channel, sent in zip(fixed.table.channels, arriving, strict=True):
         if channel.kind is Kind.R and sent is not None:
             begins[[receiver for _, receiver in channel.edges]] = False
             first = jnp.asarray(begins)[fixed.stage]
             message = [jnp.where(first, m, w) for m, w in zip(message, sent, strict=True)]
     through = Through(carried.but(weights=None, finished=None), message)
-    through, _ = _run_layers(Work(fixed, batch, carried.weights, Kind.R, cell), through, {})
+    work = Work(fixed, batch, carried.weights, Kind.R, cell, slot)
+    through, _ = _run_layers(work, through, {})
     forward = row.cells[Kind.F]
     keeps = jnp.asarray(begins)[fixed.stage]
-    slot = jnp.where(keeps & (forward.lo < forward.hi), forward.replay, NONE)
+    slot = jnp.where(keeps & (forward.lo < forward.hi), row.replay[Kind.F], NONE)
     inputs = put_slot(kept, slot, at_slot(through.carried.inboxes["x"], forward.inbox))
     return through.carried.but(
         weights=carried.weights,
@@ -290,7 +295,7 @@ def _layer_state(work: Work, through: Through) -> PyTree:
     if layout is None:
         return None
     if work.action is Kind.R and work.fixed.rereads_states:
-        place = layout.in_slot(work.cell.replay, *work.at, example)
+        place = layout.in_slot(work.replay, *work.at, example)
         return layout.unpack(layout.read(through.carried.replay["read_states"], place), example)
     place = layout.resident(*work.at, example)
     return layout.unpack(layout.read(through.carried.states, place), example)
@@ -301,7 +306,7 @@ def _renew(work: Work, through: Through, old: PyTree, new: PyTree) -> Through:
     layout, example = work.fixed.plan.states, work.kind.example
     assert layout is not None
     if work.fixed.rereads_states:
-        replay, place = through.carried.replay, layout.in_slot(work.cell.replay, *work.at, example)
+        replay, place = through.carried.replay, layout.in_slot(work.replay, *work.at, example)
         kept = layout.write(replay["read_states"], place, layout.pack(old, example))
         through = through.but(replay=replay | {"read_states": kept})
     place = layout.resident(*work.at, example)

@@ -114,8 +114,6 @@ class Schedule:
         it.
       slices: how the actions are cut into ticks for the lock-step clock: ``slices[d]`` is what
         stage ``d`` runs, in order (`jaxpipe.schedule.slices`). None for one whole action per tick.
-      minibatches: of a schedule that updates weights as it runs; its microbatches are numbered
-        through all of them. None for one step.
     """
 
     name: str
@@ -124,12 +122,16 @@ class Schedule:
     orders: tuple[tuple[Action, ...], ...]
     peak_in_flight: tuple[int, ...] | None = None
     slices: tuple[tuple[Slice, ...], ...] | None = None
-    minibatches: Minibatches | None = None
 
     @property
     def batch_microbatches(self) -> int:
         """The m of the batch: the sum over all copies of the model."""
         return self.num_microbatches * self.placement.num_copies
+
+    @property
+    def minibatches(self) -> Minibatches | None:
+        """Of a schedule that updates weights as it runs; None for one step."""
+        return None
 
     @property
     def step_microbatches(self) -> int:
@@ -148,6 +150,21 @@ class Schedule:
     @property
     def num_chunks(self) -> int:
         return self.placement.num_chunks
+
+
+@dataclasses.dataclass(frozen=True)
+class MinibatchSchedule(Schedule):
+    """A schedule of several minibatches; microbatches are numbered through all of them.
+
+    Args:
+      several: what it says of them.
+    """
+
+    several: Minibatches | None = None
+
+    @property
+    def minibatches(self) -> Minibatches | None:
+        return self.several
 
 
 def dependencies(

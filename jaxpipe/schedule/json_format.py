@@ -9,7 +9,7 @@ import dataclasses
 import re
 from typing import Any
 
-from jaxpipe.schedule.actions import Action, Minibatches, Schedule, Slice
+from jaxpipe.schedule.actions import Action, Minibatches, MinibatchSchedule, Schedule, Slice
 from jaxpipe.schedule.placement import Placement
 from jaxpipe.schedule.validate import ScheduleError, validate
 
@@ -63,14 +63,16 @@ def from_json(data: Any) -> Schedule:
     try:
         peak, slices = data["peak_in_flight"], data["slices"]
         minibatches = data.get("minibatches")
-        schedule = Schedule(
+        several = {} if minibatches is None else {"several": Minibatches(**minibatches)}
+        make = Schedule if minibatches is None else MinibatchSchedule
+        schedule = make(
             name=str(data["name"]),
             placement=Placement(tuple(data["stages"]), data["num_copies"]),
             num_microbatches=data["num_microbatches"],
             orders=tuple(tuple(map(Action.parse, row.split())) for row in data["orders"]),
             peak_in_flight=None if peak is None else tuple(peak),
             slices=None if slices is None else tuple(map(_read_row, slices)),
-            minibatches=None if minibatches is None else Minibatches(**minibatches),
+            **several,
         )
     except KeyError as error:
         raise ScheduleError(f"A schedule in JSON needs {error}.") from None

@@ -172,7 +172,9 @@ class _Lowering:
             num_slots=num_slots,
             meets=self.meets,
         )
-        return table if self.schedule.minibatches is None else with_updates(table)
+        if self.schedule.minibatches is None:
+            return table
+        return with_updates(table, slots.get("replay"))
 
     def _spans(self) -> tuple[dict[Kind, np.ndarray], dict[Kind, np.ndarray]]:
         """The ticks in which the actions of each kind start and end."""
@@ -241,7 +243,8 @@ class _Lowering:
         if self.trains and self.backward is Kind.B:
             lives["crossing"] = (at(self.starts[Kind.B], Phase.BACKWARD), frees)
         slots, num_slots = {}, {}
-        for name in ("x", "dy", "until_b", "until_w", "crossing", "replay"):
+        replay = ["replay"] if self.recomputes else []
+        for name in ("x", "dy", "until_b", "until_w", "crossing", *replay):
             slots[name] = np.zeros(len(first), np.int64)
             num_slots[name] = 0
             for numbers in self._held() if name in lives else ():
@@ -280,7 +283,7 @@ class _Lowering:
             "weights": weights[mine],
             "gradient": gradients[mine],
             "fresh": fresh[mine],
-        } | ({"replay": slots["replay"][number]} if self.recomputes else {})
+        }
         columns = {}
         for name, value in values.items():
             columns[name] = np.zeros((self.num_ticks, self.schedule.num_stages), np.int32)

@@ -12,14 +12,19 @@ import dataclasses
 import numpy as np
 
 from jaxpipe.schedule.actions import Kind
-from jaxpipe.schedule.table import NONE, Cell, Reads, TickTable, Update, Updates
+from jaxpipe.schedule.table import NONE, Cell, MinibatchTable, Reads, TickTable, Update, Updates
 
 
-def with_updates(table: TickTable) -> TickTable:
-    """The table of a schedule with minibatches, with its updates and the versions that are read."""
+def with_updates(table: TickTable, replay: np.ndarray | None) -> MinibatchTable:
+    """The table with its updates and the versions that are read.
+
+    Args:
+      table: of a schedule with minibatches.
+      replay: slots of what F keeps for R, ``[P * microbatches]``; None without R.
+    """
     minibatches = table.schedule.minibatches
     assert minibatches is not None
-    size, method = minibatches.size, minibatches.method
+    size, method, num_stages = minibatches.size, minibatches.method, table.schedule.num_stages
     ends = table.passes[Kind.BW if Kind.BW in table.passes else Kind.W]
     last = np.where(ends.lo < ends.hi, ends.microbatch, NONE)
     layers = _update(last, size)
@@ -37,10 +42,10 @@ def with_updates(table: TickTable) -> TickTable:
 
     def of_forward(cell: Cell) -> np.ndarray:
         """What F of the same microbatch and stage has found, ``[ticks, stages]``."""
-        found = np.zeros((table.schedule.num_stages, table.schedule.num_microbatches), np.int32)
+        found = np.zeros((num_stages, table.schedule.num_microbatches), np.int32)
         tick, stage = np.nonzero(forward.lo < forward.hi)
         found[stage, forward.microbatch[tick, stage]] = layers.version[tick, stage]
-        return found[np.arange(table.schedule.num_stages), cell.microbatch]
+        return found[np.arange(num_stages), cell.microbatch]
 
     passes = {
         kind: cell._replace(
@@ -55,15 +60,21 @@ def with_updates(table: TickTable) -> TickTable:
     leave = [version(table.head, part.version, part.version) for part in (embed, head)]
     back = version(table.embed_gradient, embed.version, entered[table.embed_gradient])
     any_stage = (layers.minibatch != NONE).any(axis=1) | (head.minibatch != NONE)
-    return dataclasses.replace(
-        table,
-        passes=passes,
+    fields = {field.name: getattr(table, field.name) for field in dataclasses.fields(table)}
+    slots = None
+    if replay is not None:
+        kept = replay.astype(np.int32).reshape(num_stages, -1)
+        stage = np.arange(num_stages)
+        slots = {kind: kept[stage, passes[kind].microbatch] for kind in (Kind.F, Kind.R)}
+    return MinibatchTable(
+        **fields | {"passes": passes},
         reads={
             "enter": Reads(enter, enter),
             "leave": Reads(*leave),
             "embed_gradient": Reads(back, back),
         },
         updates=Updates(layers, embed, head, any_stage.astype(np.int32)),
+        replay=slots,
     )
 
 

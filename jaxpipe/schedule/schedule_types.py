@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from jaxpipe.schedule.actions import Action, Kind, Minibatches, Schedule, Slice
+from jaxpipe.schedule.actions import Action, Kind, Schedule, Slice
 from jaxpipe.schedule.placement import Placement
 
 
@@ -36,8 +36,6 @@ def wrong_types(schedule: Schedule) -> Iterator[str]:
     if not isinstance(schedule.num_microbatches, int):
         m = schedule.num_microbatches
         yield _wrong(f"num_microbatches={m!r}", m, "int")
-    if not isinstance(schedule.minibatches, Minibatches | None):
-        yield _wrong("minibatches", schedule.minibatches, "Minibatches, or None")
     if peak is not None and not _is_row(peak, (int, float)):
         yield _wrong("peak_in_flight", peak, "a tuple of nothing but int")
     yield from _in_rows("orders", schedule.orders, _is_action, "an Action (int, Kind, int)")

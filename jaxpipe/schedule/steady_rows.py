@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxpipe.schedule.actions import Action, Kind, Minibatches, Schedule, Slice
+from jaxpipe.schedule.actions import Action, Kind, Minibatches, MinibatchSchedule, Slice
 from jaxpipe.schedule.lower import lower
 from jaxpipe.schedule.pipemare import Part, SteadyState
 from jaxpipe.schedule.placement import linear
@@ -77,6 +77,7 @@ class SteadyRows:
             outer=self._outer(tick),
             meets=1,
             updates=self._updates(part, tick),
+            replay=self._replay(part, tick),
         )
 
     def _runs(self, g: Any) -> Any:
@@ -107,8 +108,13 @@ class SteadyRows:
             weights=version(part, g, self.first) % steady.num_versions,
             gradient=zero,
             fresh=1 * (g % steady.num_microbatches == 0),
-            replay=g % steady.input_slots if steady.input_slots else None,
         )
+
+    def _replay(self, part: Part, tick: Any) -> dict[Kind, Any] | None:
+        size = self.steady.input_slots
+        if not size:
+            return None
+        return {Kind.F: (tick - part.forward) % size, Kind.R: (tick - part.recompute) % size}
 
     def _arrivals(self, tick: Any, stage: Any) -> tuple[Arrival, ...]:
         """In the order of channels: cotangents, activations, recomputed activations."""
@@ -182,7 +188,7 @@ def steady_schedule(
     *,
     layer_counts: Sequence[int] | None = None,
     fused: bool = False,
-) -> Schedule:
+) -> MinibatchSchedule:
     """Several minibatches, from an empty pipeline to an empty one, as a schedule like any other.
 
     Args:
@@ -212,7 +218,7 @@ def steady_schedule(
             )
         )
     parts = [steady.stage(d) for d in range(P)]
-    return Schedule(
+    return MinibatchSchedule(
         name=steady.method,
         placement=linear(P),
         num_microbatches=total,
@@ -222,7 +228,7 @@ def steady_schedule(
             for part in parts
         ),
         slices=tuple(slices),
-        minibatches=Minibatches(
+        several=Minibatches(
             steady.num_microbatches,
             steady.method,
             steady.num_versions,

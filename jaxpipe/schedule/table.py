@@ -36,7 +36,6 @@ class Cell(NamedTuple):
       weights: weight slot (sharded weights only).
       gradient: gradient slot (sharded gradients only).
       fresh: 1 where the gradient slot holds another chunk's sum, to be overwritten.
-      replay: slot of what F keeps for its recomputation; None if nothing is recomputed.
     """
 
     lo: Any
@@ -51,7 +50,6 @@ class Cell(NamedTuple):
     weights: Any
     gradient: Any
     fresh: Any
-    replay: Any = None
 
 
 class Arrival(NamedTuple):
@@ -122,6 +120,7 @@ class Row(NamedTuple):
       outer: what all stages compute together, for embedding and head.
       meets: 1 if stages exchange messages at the tick's end, each waiting for the others.
       updates: what is updated; None where weights stay as they are.
+      replay: slots of what F keeps for R, for both; None where nothing is recomputed.
     """
 
     cells: dict[Kind, Cell]
@@ -131,6 +130,7 @@ class Row(NamedTuple):
     outer: Outer
     meets: Any
     updates: Updates | None = None
+    replay: dict[Kind, Any] | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -192,9 +192,8 @@ class TickTable:
         the last.
       embed_gradient: int32 ``[ticks]``: microbatch whose cotangent reaches the embedding.
       gathers, reduces: data-axis transfers.
-      num_slots: size of each buffer, by name: x, dy, until_b, until_w, crossing, replay.
-      reads: weight versions that phases read, int32 ``[ticks]``, by phase: see `Outer`.
-      updates: what is updated, int32 ``[ticks, stages]`` for layers, else ``[ticks]``.
+      num_slots: size of each buffer, by name: x, dy, until_b, until_w, crossing; replay, if
+        anything is recomputed.
       meets: bool ``[ticks]``: whether stages exchange messages at the tick's end, each waiting for
         the others; late messages travel without.
     """
@@ -212,8 +211,6 @@ class TickTable:
     reduces: Transfers
     num_slots: dict[str, int]
     meets: np.ndarray
-    reads: dict[str, Reads] | None = None
-    updates: Updates | None = None
 
     @property
     def num_ticks(self) -> int:
@@ -234,13 +231,32 @@ class TickTable:
                 head=self.head,
                 head_slot=self.head_slot,
                 embed_gradient=self.embed_gradient,
-                reads=self.reads,
             ),
             meets=self.meets.astype(np.int32),
-            updates=self.updates,
         )
 
     @property
     def layers_per_chunk(self) -> int:
         """Layers of the largest chunk: the room every chunk gets."""
         return max(self.layer_counts)
+
+
+@dataclasses.dataclass(frozen=True)
+class MinibatchTable(TickTable):
+    """The table of a schedule of several minibatches.
+
+    Args:
+      reads: weight versions that phases read, int32 ``[ticks]``, by phase: see `Outer`.
+      updates: what is updated, int32 ``[ticks, stages]`` for layers, else ``[ticks]``.
+      replay: slots of what F keeps for R, by kind, int32 ``[ticks, stages]``; None without R.
+    """
+
+    reads: dict[str, Reads]
+    updates: Updates
+    replay: dict[Kind, np.ndarray] | None
+
+    @property
+    def rows(self) -> Row:
+        rows = super().rows
+        outer = rows.outer._replace(reads=self.reads)
+        return rows._replace(outer=outer, updates=self.updates, replay=self.replay)

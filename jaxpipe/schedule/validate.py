@@ -88,7 +88,7 @@ class Results:
 
     def action(self, number: int) -> Action:
         """The action that computes a result; a fused backward reads B."""
-        kind = (Kind.F, Kind.B, Kind.R)[number // self._backward]
+        kind = (Kind.F, Kind.B, Kind.R)[min(number // self._backward, 2)]
         s, i = divmod(number % self._backward, self._m)
         return Action(s, kind, i)
 

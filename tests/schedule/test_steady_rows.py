@@ -88,14 +88,14 @@ def test_the_source_of_rows_is_the_lowered_table_tick_by_tick(P, N, method, segm
     equal(found.updates.any_stage, expected.updates.any_stage)
 
 
-def stays(cells: dict, names: dict, stage: int) -> dict[int, tuple[int, set[int]]]:
+def stays(cells: dict, columns: dict, stage: int) -> dict[int, tuple[int, int, set[int]]]:
     """A stage's microbatches, with the ticks from their first cell to their last, and all slots
     that these cells name."""
     found: dict[int, tuple[list[int], set[int]]] = {}
-    for kind, name in names.items():
+    for kind, column in columns.items():
         cell = cells[kind]
         for t in np.flatnonzero((cell.lo < cell.hi)[:, stage]):
-            slot = np.broadcast_to(getattr(cell, name), cell.hi.shape)[t, stage]
+            slot = np.broadcast_to(column, cell.hi.shape)[t, stage]
             ticks, slots = found.setdefault(int(cell.microbatch[t, stage]), ([], set()))
             ticks.append(int(t))
             slots.add(int(slot))
@@ -107,18 +107,23 @@ def test_slots_are_as_many_as_lowering_needs_and_none_is_overwritten(P, N, metho
     steady, schedule = build(P, N, method, segment, fused)
     table = lower(schedule, [1 + d % 3 for d in range(P)])
     assert table.num_slots["until_w"] == steady.residual_slots
-    assert table.num_slots["replay"] == steady.input_slots
+    assert table.num_slots.get("replay", 0) == steady.input_slots
     assert table.num_slots["x"] == 1
     rows = rows_of(steady, schedule, table.num_ticks, fused=fused)
     writer = Kind.F if segment is None else Kind.R
     readers = [kind for kind in rows.cells if kind not in (Kind.F, Kind.R)]
-    used = [(dict.fromkeys([writer, *readers], "until_w"), steady.residual_slots, 0)]
-    if segment is not None:
+    kept = {kind: rows.cells[kind].until_w for kind in (writer, *readers)}
+    used = [(kept, steady.residual_slots, 0)]
+    if rows.replay is not None:
         # R has read before F writes, in one tick.
-        used.append(({Kind.F: "replay", Kind.R: "replay"}, steady.input_slots, 1))
-    for (names, size, shared), stage in itertools.product(used, range(P)):
+        used.append((rows.replay, steady.input_slots, 1))
+        assert table.replay is not None
+        for slots in (rows.replay, table.replay):
+            found = [stays(rows.cells, slots, stage) for stage in range(P)]
+            assert all(len(named) == 1 for row in found for *_, named in row.values())
+    for (columns, size, shared), stage in itertools.product(used, range(P)):
         by_slot: dict[int, list[tuple[int, int]]] = {}
-        for first, last, slots in stays(rows.cells, names, stage).values():
+        for first, last, slots in stays(rows.cells, columns, stage).values():
             assert len(slots) == 1
             by_slot.setdefault(slots.pop(), []).append((first, last))
         assert max(by_slot) < size
@@ -156,7 +161,7 @@ def test_a_broken_steady_state_is_refused():
     with pytest.raises(ScheduleError, match="1B0 on stage 1 comes before its own R"):
         validate(dataclasses.replace(schedule, orders=swapped, slices=None))
     with pytest.raises(ScheduleError, match="no segments"):
-        validate(dataclasses.replace(schedule, minibatches=None))
+        validate(dataclasses.replace(schedule, several=None))
 
 
 def test_a_schedule_of_minibatches_survives_json_and_is_not_cut_or_written_as_csv():
