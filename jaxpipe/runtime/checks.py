@@ -84,6 +84,7 @@ def arguments(
         )
     elif model.stateful:
         yield from _order(schedule)
+    if states is not None:
         malformed += _states(states)
     yield from malformed or _counts(params, states, schedule, layer_counts)
 

@@ -26,12 +26,18 @@ def make_mesh(*, stage: int, data: int = 1, devices: Sequence[jax.Device] | None
       devices: the devices to use; by default the first ``data * stage`` of `jax.devices`.
 
     Raises:
-      ValueError: there are too few devices.
+      ValueError: a number below 1, or too few devices.
 
     Example:
       >>> make_mesh(stage=1).axis_names
       ('data', 'stage')
     """
+    if problems := [
+        f"mesh.{name}={count} must be at least 1.\nNearest valid: 1."
+        for name, count in ((DATA, data), (STAGE, stage))
+        if count < 1
+    ]:
+        raise ValueError("\n".join(problems))
     available = list(jax.devices() if devices is None else devices)
     needed = data * stage
     if needed > len(available):

@@ -358,6 +358,19 @@ def test_what_a_pipeline_is_built_from_is_checked():
     ]
 
 
+def test_states_that_are_no_tree_of_layers_are_refused_for_any_model():
+    lines = refusal(toy_pipeline, states=3)
+    assert lines[0].startswith("Model.stateful=False, but Pipeline was given states")
+    assert lines[1].startswith("states must stack every layer on the leading dimension")
+
+
+@pytest.mark.parametrize(("stage", "data"), [(0, 1), (2, 0), (-1, -2)])
+def test_a_mesh_without_devices_is_refused(stage, data):
+    lines = refusal(jaxpipe.make_mesh, stage=stage, data=data)
+    wrong = [f"mesh.{k}={n} must be" for k, n in (("data", data), ("stage", stage)) if n < 1]
+    assert [line.partition(" at ")[0] for line in lines[::2]] == wrong
+
+
 def test_python_and_numpy_numbers_are_parameters_like_any():
     start = {"embed": {}, "layers": {"w": np.ones((4, 3, 3))}, "head": {"scale": 2.0}}
     model = jaxpipe.Model(
