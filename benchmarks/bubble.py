@@ -2,7 +2,7 @@
 
 A layer that sleeps takes wall time without a core, so the bubble of 16 stages shows on 2 cores. F,
 B and W sleep their own times; the layer is an ordinary one with a custom derivative. Every schedule
-runs with one whole action a tick, where a chunk is one layer, and in slices.
+runs with one whole action per tick, where a chunk is one layer, and in slices.
 
     python -m benchmarks.bubble [--names 1f1b auto] [--stages 4 8] [--message 0 0.2]
     python -m benchmarks.bubble --names all --costs 1 1 1 1 1.2 0.8 1 2 1
@@ -33,12 +33,12 @@ from jaxpipe.schedule.slices import slice_ticks
 
 NAMES = ("1f1b", "interleaved", "breadth-first", "hanayo", "zb-v", "v-half", "auto")
 Form = Literal["whole", "sliced"]
-"""One whole action a tick, or slices."""
+"""One whole action per tick, or slices."""
 WIDTH = 8
 
 
 def sleep(value: jax.Array, seconds: float) -> jax.Array:
-    """The value, after a while."""
+    """The value, after this time."""
 
     def wait(value):
         time.sleep(seconds)
@@ -146,7 +146,7 @@ def measure(
         "lock-step s": locked.makespan,
         "executed s": executed,
         "executed / lock-step": executed / locked.makespan,
-        "excess ms a tick": 1e3 * (executed - locked.makespan) / ticks,
+        "excess ms per tick": 1e3 * (executed - locked.makespan) / ticks,
         "free-running bubble": free.bubble_ratio,
         "lock-step bubble": locked.bubble_ratio,
         "executed bubble": 1 - work / executed,
@@ -158,7 +158,7 @@ def cases(
 ) -> Iterator[tuple[str, Schedule, int]]:
     """A schedule in each form: its label, and the layers of a chunk.
 
-    A whole action is one sleeping layer: it takes as long, and calls back to Python less often.
+    A whole action is one sleeping layer: it takes the same time but calls back to Python less.
     """
     whole = catalog.build(
         name, stages=stages, microbatches=m, costs=seconds, layers_per_chunk=layers
@@ -190,10 +190,10 @@ def main(
     Args:
       names: schedules to run; "all" is every one that can be executed.
       stages: p.
-      costs: of F, B and W, relative; three numbers or several times three.
+      costs: of F, B and W, relative; three numbers or a multiple of three.
       message: time of an exchange of messages, in the same unit.
-      forms: one whole action a tick, or slices.
-      microbatches: m; 2 p without it.
+      forms: one whole action per tick, or slices.
+      microbatches: m; 2 p by default.
       layers_per_chunk: layers of every chunk in slices.
       stage_seconds: what one unit of the costs takes, for all chunks of a stage together.
       rounds: steps of which the median is taken.
@@ -213,7 +213,7 @@ def main(
         harness.report(
             f"bubble-p{p}-{'-'.join(forms)}",
             rows,
-            title=f"p={p} m={m}, {layers_per_chunk} layers a chunk in slices, a unit is "
+            title=f"p={p} m={m}, {layers_per_chunk} layers per chunk in slices, a unit is "
             f"{stage_seconds:g} s",
             label=["F, B, W", "message", "schedule"],
             bars=[f"{clock} bubble" for clock in ("free-running", "lock-step", "executed")],

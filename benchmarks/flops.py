@@ -1,9 +1,9 @@
-"""Does a compiled step multiply what the model says, and no more?
+"""Does a compiled step multiply as much as the model needs, and no more?
 
 Counts the matmuls of the compiled program: those of a layer in each of a tick's loops, times the
 layers that the tick table runs there, on all devices; and those of the head. The model's are 3
-times its forward, and what the remat policy asks to be computed again. GPT of `benchmarks.memory`;
-compiles, and runs nothing. Fails if a case is more than 2% off.
+times its forward, plus those that the remat policy recomputes. The model is the GPT of
+`benchmarks.memory`; it is compiled and not run. Fails if a case is more than 2% off.
 
     python -m benchmarks.flops [--names 1f1b zb-v] [--microbatches 8]
 """
@@ -30,12 +30,12 @@ TOLERANCE = 0.02
 
 
 def model_flops(config: gpt.GPTConfig, tokens: int, remat: str) -> int:
-    """Multiplications and additions of the matmuls of one microbatch of so many tokens."""
+    """Multiplications and additions of the matmuls of one microbatch of this many tokens."""
     weights = config.width * (4 * config.width + 3 * config.hidden_width)
     attention = 4 * tokens * config.sequence_length * config.width
     down = 2 * tokens * config.width * config.hidden_width
     forward = 2 * tokens * weights + attention
-    # The layer's output is no residual, so that nothing asks for its last matmul again.
+    # The layer's output is not a residual, so nothing needs its last matmul again.
     again = {"none": 0, "dots": attention, "full": forward - down}[remat]
     head = 3 * 2 * tokens * config.width * config.vocab_size
     return config.num_layers * (3 * forward + again) + head

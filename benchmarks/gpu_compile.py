@@ -1,10 +1,10 @@
-"""What does XLA make of the training step on H100s? Compiles it; needs no GPU, and runs nothing.
+"""What does XLA compile the training step to on H100s? Needs no GPU, and runs nothing.
 
-GPT, width 2048, 4 layers a chunk, bfloat16 compute, on 8 GPUs of one host and on 2 hosts of 8. The
-scheduled program and its launch sequence (thunks) tell, for one tick:
+GPT, width 2048, 4 layers per chunk, bfloat16 compute, on 8 GPUs of one host and on 2 hosts of 8.
+The scheduled program and its launch sequence (thunks) show, for one tick:
 
 - messages: how many layer loops run between a transfer's start and its end; 0 is a transfer that
-  nothing hides, one "in a loop" leaves in gated ticks only;
+  overlaps with no computation, one "in a loop" leaves only in gated ticks;
 - copies: whole buffers copied or written anew;
 - weights: bytes of weights and of their gradient sums that a layer copies, and that it casts;
 - host: loops outside CUDA graphs, each of which the host waits for;
@@ -51,7 +51,7 @@ RESULTS = Path(__file__).parent / "results" / "gpu_compile.json"
 TARGET = Path(__file__).parent / "h100.txtpb"
 LAYERS_PER_CHUNK, ROWS, DATA = 4, 2, 2
 COSTS = Costs(1, 1.2, 0.8)
-# No two of rows x sequence, width, hidden and qkv width are equal: shapes tell what an array is.
+# No two of rows x sequence, width, hidden and qkv width are equal: shapes identify arrays.
 CONFIG = gpt.GPTConfig(
     vocab_size=32768, sequence_length=1536, num_layers=16, width=2048, num_heads=16,
     dtype="bfloat16",
@@ -60,8 +60,8 @@ CONFIG = gpt.GPTConfig(
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """One compiled step: hosts of 8 GPUs, a schedule, in slices or not, a ZeRO level, how weights
-    lie, and layers a chunk."""
+    """One compiled step: hosts of 8 GPUs, a schedule, in slices or not, a ZeRO level, the layout of
+    the weights, and layers per chunk."""
 
     hosts: int
     schedule: str
@@ -110,7 +110,7 @@ class Collective:
     Args:
       opcode: what it does.
       bytes: of its largest array.
-      in_loop: within a gated loop: it runs in some ticks only.
+      in_loop: within a gated loop: it runs only in some ticks.
       hidden_by: loops over layers between its start and its end; 0 if it is synchronous.
     """
 
@@ -149,7 +149,7 @@ def is_layer_loop(program: Program, row: Instruction) -> bool:
 
 
 def whole_buffers(program: Program, shapes: set[tuple[int, ...]]) -> list[Instruction]:
-    """What copies, transposes or writes a whole buffer in the tick loop."""
+    """The operations that copy, transpose or write a whole buffer in the tick loop."""
     found = []
     for body in _loop_bodies(program, program.tick_loop()):
         for row in program.computations[body]:
@@ -163,10 +163,10 @@ def whole_buffers(program: Program, shapes: set[tuple[int, ...]]) -> list[Instru
 
 @dataclasses.dataclass(frozen=True)
 class WeightTraffic:
-    """What one layer writes beside its matmuls, in arrays as large as one of its weights.
+    """The writes of one layer beside its matmuls, in arrays as large as one of its weights.
 
     Args:
-      copied: bytes of weights or gradient sums as they were.
+      copied: bytes of unchanged weights or gradient sums.
       cast: bytes of weights in another dtype.
     """
 
@@ -182,7 +182,7 @@ def weight_traffic(
     Args:
       program: the compiled step.
       shapes: of weights that are matrices, each sorted.
-      num_loops: loops over layers of a pass: one, or one a row of unrolled weights.
+      num_loops: loops over layers of a pass: one, or one per row of unrolled weights.
     """
     loops = [
         _traffic(program, row.calls["body"], shapes)
@@ -201,7 +201,7 @@ def _traffic(program: Program, loop: str, shapes: set[tuple[int, ...]]) -> Weigh
     for body in _loop_bodies(program, loop):
         for row in program.computations[body]:
             inside = {i.opcode for i in _inside(program, row)} | {row.opcode}
-            # What is added is the layer's own gradient, in place: a copy would be one more.
+            # The layer's own gradient is added in place: a copy would be one more.
             moves = bool(inside & {"copy", "transpose", "slice", "dynamic-slice"})
             if "dot" in inside or not (moves or "convert" in inside):
                 continue
@@ -246,7 +246,7 @@ def _loop_bodies(program: Program, computation: str) -> list[str]:
 
 
 def _inside(program: Program, row: Instruction) -> list[Instruction]:
-    """What a fusion does."""
+    """The operations in a fusion."""
     return [i for called in row.calls.values() for i in program.reached(called, into_loops=True)]
 
 
@@ -298,7 +298,7 @@ def measure(case: Case) -> dict:
     program = Program(text)
     piece = jax.tree.leaves(pipe.layout.layers.piece)
     weights = {tuple(sorted(leaf.shape)) for leaf in piece if len(leaf.shape) > 1}
-    # A buffer holds more than one layer of one microbatch; one layer's values are no buffer.
+    # A buffer holds more than one layer of one microbatch; one layer's values are not a buffer.
     leaves = jax.tree.leaves(pipe.buffers(batch))
     buffers = {_squeezed(leaf.shape) for leaf in leaves if math.prod(leaf.shape[:-1]) > 1}
     buffers -= {_squeezed(leaf.struct(parts=n).shape) for leaf in piece for n in (1, DATA)}
@@ -322,7 +322,7 @@ def measure(case: Case) -> dict:
 
 
 def _transfers(found: list[dict], opcodes: tuple[str, ...]) -> str:
-    """How each is hidden: "2 in a loop" are two that nothing hides but that most ticks skip."""
+    """How each is hidden: "2 in a loop" are two that nothing overlaps but most ticks skip."""
     rows = [row for row in found if row["opcode"] in opcodes]
     gated = sum(row["in_loop"] for row in rows)
     always = ", ".join(str(row["hidden_by"]) for row in rows if not row["in_loop"])

@@ -1,4 +1,4 @@
-"""What every benchmark needs: simulated devices, and its rows as a table, as JSON and as a plot."""
+"""Shared by all benchmarks: simulated devices, and rows as a table, as JSON and as a plot."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from jaxpipe.schedule.draw import save
 RESULTS = Path(__file__).parent / "results"
 _COLOURS = ("#9dbdf0", "#27518f", "#1b7468", "#4f7f30")
 _XLA_FLAGS = "--xla_cpu_enable_concurrency_optimized_scheduler=false"
-"""By default XLA orders a CPU program for several operations at once, not for least memory: the
-temporaries of a rematerialised layer are then a quarter larger, and steps no faster."""
+"""By default XLA orders a CPU program to run several operations at once, not for least memory: the
+temporaries of a rematerialised layer are then a quarter larger, and steps are no faster."""
 
 
 def simulate(num_devices: int) -> None:
-    """Makes the CPU appear as so many devices; to be called before anything runs."""
+    """Makes the CPU appear as this many devices; to be called before anything runs."""
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", num_devices)
     os.environ["XLA_FLAGS"] = f"{_XLA_FLAGS} {os.environ.get('XLA_FLAGS', '')}"
@@ -44,14 +44,14 @@ def chosen(names: Sequence[str]) -> Sequence[str]:
 
 
 def note(text: str) -> None:
-    """Says what is going on, for whoever waits."""
+    """Reports progress to the waiting user."""
     print(f"[{time.strftime('%H:%M:%S')}] {text}", file=sys.stderr, flush=True)
 
 
 def seconds(run: Callable[[], Any]) -> tuple[float, float]:
-    """Wall time of one run until its results are there, and the CPU time of all its threads.
+    """Wall time of one run until its results are ready, and the CPU time of all its threads.
 
-    The second hardly depends on what else the machine does.
+    The second hardly depends on the machine's other work.
     """
     wall, cpu = time.perf_counter(), time.process_time()
     jax.block_until_ready(run())
@@ -75,7 +75,7 @@ def report(
       title: of the table and the plot.
       label: columns that name a row.
       bars: columns to plot, in one unit.
-      axis: what that unit is.
+      axis: the name of that unit.
     """
     labels = [", ".join(str(row[key]) for key in label) for row in rows]
     figure = _figure(title, labels, {bar: [row[bar] for row in rows] for bar in bars}, axis)
@@ -99,7 +99,7 @@ def write(
       rows: all with the same keys, which are the table's columns.
       title: of the table.
       figure: the plot.
-      details: what else the JSON is to hold.
+      details: further contents of the JSON.
     """
     table = Table(*rows[0], title=title)
     for row in rows:
@@ -120,7 +120,7 @@ def write(
 def _figure(
     title: str, labels: Sequence[str], series: Mapping[str, Sequence[float]], axis: str
 ) -> Figure:
-    """Bars to the right, one group a label."""
+    """Bars to the right, one group per label."""
     drawn = Figure(figsize=(8.5, 1.4 + 0.2 * (len(series) + 1) * len(labels)), layout="constrained")
     FigureCanvasAgg(drawn)
     axes = drawn.subplots()

@@ -1,11 +1,11 @@
 """Does compiled memory follow the schedule's prediction, and its promise against 1F1B?
 
 Memory is temporaries and returned gradients: what a step takes beside its arguments. Compiles (does
-not run) a GPT of width 256, sequence 128, 4 rows a microbatch, float32. First 16 layers on 4
+not run) a GPT of width 256, sequence 128, 4 rows per microbatch, float32. First 16 layers on 4
 simulated stages x 2 data shards, for several numbers of microbatches; then 16 layers on 8 stages,
-where activation memory is set beside 1F1B's; then 16 layers on 2 stages, a whole training step with
-the update after it and within it. Fails if a case is more than 5% off, or if more microbatches take
-more memory where the schedule says they need not.
+whose activation memory is compared with 1F1B's; then 16 layers on 2 stages, a whole training step
+with the update after it and within it. Fails if a case is more than 5% off, or if more microbatches
+take more memory although the schedule says they need not.
 
     python -m benchmarks.memory [--all]
 """
@@ -40,14 +40,14 @@ FAMILY = ("1f1b", "zb-v", "v-zb", "v-half", "v-min", "1f1b-v", "auto")
 MICROBATCHES = (8, 32, 128)
 TOLERANCE = 0.05
 PARTS = {"residuals MB": ("until_b", "until_w"), "B to W MB": ("crossing",)}
-"""Of the activations: what F leaves for B and W, and what B leaves for W."""
+"""Of the activations: the values F leaves for B and W, and those B leaves for W."""
 LABEL = ("schedule", "remat", "ZeRO", "m")
 Case = tuple[str, str, int, int]
 """Schedule, remat policy, ZeRO level, number of microbatches."""
 
 
 def subset() -> list[Case]:
-    """What runs in minutes: each remat policy and level, and each family of schedules."""
+    """A selection that runs in minutes: each remat policy and level, and each schedule family."""
     remats = [("1f1b", remat, zero, 8) for remat in REMAT_POLICIES for zero in (0, 3)]
     remats += [("1f1b", "none", zero, 8) for zero in (1, 2)]
     flat = [("1f1b-fused", "full", 3, m) for m in MICROBATCHES]
@@ -131,7 +131,7 @@ def peak(name: str, stages: int, microbatches: int) -> float:
 def against_1f1b() -> list[dict[str, Any]]:
     """Residuals of the V family in 1F1B's, beside the ratio of their promised peaks in flight.
 
-    The promise rounds at few stages; the last column is the same ratio at 64.
+    The promise rounds when stages are few; the last column is the same ratio at 64.
     """
     found: list[dict[str, Any]] = []
     for name in FAMILY:
@@ -146,7 +146,7 @@ def against_1f1b() -> list[dict[str, Any]]:
 
 
 def grows(rows: list[dict[str, Any]]) -> list[str]:
-    """Cases whose compiled memory follows the microbatches although the prediction does not."""
+    """Cases whose compiled memory grows with the microbatches although the prediction does not."""
     problems = []
     by_case = {tuple(row[key] for key in LABEL): row for row in rows}
     for (*case, m), row in by_case.items():
@@ -159,7 +159,7 @@ def grows(rows: list[dict[str, Any]]) -> list[str]:
 
 
 def off(rows: list[dict[str, Any]]) -> list[str]:
-    """Cases whose compiled memory is not the predicted one."""
+    """Cases whose compiled memory differs from the prediction."""
     return [
         f"{[row[key] for key in LABEL]}: compiled / predicted {row['compiled / predicted']:.3f}"
         for row in rows

@@ -1,7 +1,7 @@
 """What does a balanced partition gain, in simulated and in executed time?
 
 Layers that sleep, of very different times, are split over stages by number and by cost. Both splits
-run under the same schedule with whole actions a tick.
+run under the same schedule with one whole action per tick.
 
     python -m benchmarks.partition [--stages 4] [--names 1f1b zb-v interleaved]
 """
@@ -32,9 +32,9 @@ def main(
 
     Args:
       stages: p, at most 8.
-      microbatches: m; 2 p without it.
+      microbatches: m; 2 p by default.
       costs: of F, B and W of a layer of cost 1, relative.
-      layer_seconds: what a unit of them takes.
+      layer_seconds: the time of a unit of them.
       names: schedules to run.
     """
     harness.simulate(8)

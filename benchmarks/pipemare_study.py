@@ -7,10 +7,10 @@ with several seeds.
     python -m benchmarks.pipemare_study [--config FILE] [--steps 150] [--seeds 3] [--names naive T1]
 
 Time is in minibatches of work of a full pipeline: a synchronous step takes 1/(1 - bubble) of them,
-and a model that an asynchronous pipeline is asked for is that of a pipeline which has drained.
-A tick that also recomputes is longer by a forward. 2BW gets the smallest number of microbatches
-that it can run with, of the same minibatch. Memory is that of the compiled program, whose stages
-all have the room of the largest, and modelled: what the rules ask of a stage, the mean of all.
+and an asynchronous pipeline drains before its model is read. A tick that also recomputes is longer
+by a forward. 2BW cuts the same minibatch into the smallest number of microbatches that it can run
+with. Memory is that of the compiled program, whose stages all have the room of the largest, and
+modelled: what the rules require of a stage, averaged over all stages.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ METHODS: dict[_Name, Method] = {
     "T1": Method("pipemare", (_T1,)),
     "T1+T2": Method("pipemare", (_T1, _T2)),
     "T1+T2+T3": Method("pipemare", (_T1, _T2, _T3)),
-    # Every stage for itself: the least room, where one program gives all stages the same.
+    # Each stage by itself, which needs the least room; one program gives all stages the same.
     "recomputing": Method("pipemare", (_T1, _T2, _T3), recompute_segment=1),
     "PipeDream": Method("pipedream"),
     "2BW": Method("2bw"),
@@ -126,7 +126,7 @@ def configure(base: Config, method: Method, *, steps: int, seed: int, folder: Pa
 def train(config: Config) -> dict[str, Any]:
     """One run: its held-out losses by step, and the score that the task reports.
 
-    A run whose loss is not finite has what it had until then, and no score.
+    A run whose loss is not finite has the losses until then, and no score.
     """
     score, finished = None, True
     try:
@@ -148,10 +148,10 @@ def train(config: Config) -> dict[str, Any]:
 
 
 def work(config: Config) -> dict[str, float]:
-    """What a method costs on each device: the pipeline's use, and compiled memory in MB."""
+    """The costs of a method on each device: the pipeline's use, and compiled memory in MB."""
     program = Program(config)
     full = synchronous = 1 - SynchronousPhase(program).bubble(1)
-    drain, tick = 0.0, 1.0  # a tick in means of what a microbatch is on a stage
+    drain, tick = 0.0, 1.0  # a tick in mean times of a microbatch on a stage
     if schedule.is_asynchronous(config):
         phase = AsynchronousPhase(program)
         carried, compiled = phase.carried_bytes(), phase.compile()
@@ -184,9 +184,9 @@ def work(config: Config) -> dict[str, float]:
 
 
 def modelled(program: Program) -> dict[str, float]:
-    """What the rules of the method ask of the layers of a stage, in bytes, the mean of all stages.
+    """The memory that the method's rules require for the layers of a stage, the mean in bytes.
 
-    A program of its own for every stage would need this. Activations include a gradient sum.
+    A separate program for every stage would need this. Activations include a gradient sum.
     """
     config, batch = program.config, program.batch_shapes
     rng = jax.eval_shape(lambda: program.rng(0))
@@ -216,7 +216,7 @@ def modelled(program: Program) -> dict[str, float]:
 
 
 def time_of(step: int, config: Config, costs: Mapping[str, float]) -> float:
-    """When a step is done, in minibatches of work of a full pipeline."""
+    """The time at which a step is done, in minibatches of work of a full pipeline."""
     warmup = config.train.steps
     if schedule.is_asynchronous(config):
         warmup = min(step, config.asynchronous.warmup_steps)
@@ -227,7 +227,7 @@ def time_of(step: int, config: Config, costs: Mapping[str, float]) -> float:
 
 
 def row(name: str, method: Mapping[str, Any], target: float) -> dict[str, Any]:
-    """A method's line of the table: the mean of its seeds, and from the best to the worst."""
+    """A method's row of the table: the mean of its seeds, and the spread from best to worst."""
     runs, costs, config = method["runs"], method["costs"], method["config"]
     last = [list(run["losses"].values())[-1] for run in runs if run["finished"]]
     scores = [run["score"] for run in runs if run["score"] is not None]
@@ -327,7 +327,7 @@ def main(options: Options) -> None:
     steps = base.train.steps if options.steps is None else options.steps
     harness.simulate(base.mesh.stage * base.mesh.data)
     with tempfile.TemporaryDirectory() as folder:
-        # Seeds differ in their data alone: one compilation serves them all.
+        # Seeds differ only in their data: one compilation serves them all.
         jax.config.update("jax_compilation_cache_dir", f"{folder}/cache")
         methods = study(options, base, steps, Path(folder))
     first, target = half_way(methods)

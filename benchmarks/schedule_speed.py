@@ -23,7 +23,7 @@ from jaxpipe.schedule.simulate import Costs, simulate
 from jaxpipe.schedule.validate import validate
 
 _SEARCHES = {"auto", "controllable-memory"}
-"""Not closed-form: they look for an order, and have their own limits on time."""
+"""Not closed-form: they search for an order, and have their own limits on time."""
 
 
 def measure(name: str, stages: int, microbatches: int) -> dict[str, str | float]:
@@ -63,14 +63,14 @@ def main(stages: int = 64, microbatches: int = 1024, names: tuple[str, ...] = ()
     Args:
       stages: p.
       microbatches: m.
-      names: schedules to measure; all closed-form ones without it.
+      names: schedules to measure; all closed-form ones by default.
     """
     chosen = names or tuple(name for name in harness.executable() if name not in _SEARCHES)
     fresh = multiprocessing.get_context("spawn")
     rows = []
     for name in chosen:
         harness.note(name)
-        # A process of its own for each: the memory is the schedule's alone.
+        # A separate process for each, whose memory is the schedule's alone.
         with concurrent.futures.ProcessPoolExecutor(1, mp_context=fresh) as pool:
             rows.append(pool.submit(measure, name, stages, microbatches).result())
     harness.report(

@@ -1,9 +1,9 @@
 """How long is a step, against what a JAX user would write instead?
 
 One small model, all contenders in one process, rounds interleaved, ratios taken within a round, so
-that a busy machine slows all of them: 8 GPT layers of width 256, 4 heads, sequence 128, 4 rows a
-microbatch, float32, SGD, no embedding, no head, 4 simulated stages. CPU seconds are those of all
-threads: they say what a step or a compilation costs however busy the machine is.
+that a busy machine slows all of them: 8 GPT layers of width 256, 4 heads, sequence 128, 4 rows per
+microbatch, float32, SGD, no embedding, no head, 4 simulated stages. CPU seconds are summed over all
+threads: they show the cost of a step or a compilation however busy the machine is.
 
     python -m benchmarks.throughput [--microbatches 8 32] [--rounds 7]
     python -m benchmarks.throughput --microbatches 8 32 128 --rounds 0   # compile only
@@ -83,7 +83,7 @@ def layer_scan(layers, x, y):
 
 
 def single() -> Case:
-    """One device, one microbatch, no accumulation: what compile times are measured against."""
+    """One device, one microbatch, no accumulation: the reference of compile times."""
 
     def value_and_grad(layers, batch):
         return jax.value_and_grad(layer_scan)(layers, batch["x"], batch["y"])
@@ -110,7 +110,7 @@ def circular(num_repeats: int, microbatches: int) -> Case:
 
     Stage s works on repeat ``(t - s) // m`` of microbatch ``(t - s) % m`` in iteration t. All
     buffers are split over stages and every stage writes its own rows, so that the shift is the only
-    communication. What comes round from the last stage waits on the first until its next repeat.
+    communication. Values that return from the last stage wait on the first until its next repeat.
     """
     mesh = jax.make_mesh((STAGES,), ("stage",), axis_types=(jax.sharding.AxisType.Auto,))
     by_stage = NamedSharding(mesh, P("stage"))
@@ -181,7 +181,7 @@ def race(running: dict[str, list], rounds: int) -> dict[str, list[tuple[float, f
     """Wall and CPU seconds of every step, the contenders in turn."""
     times: dict[str, list[tuple[float, float]]] = {name: [] for name in running}
     for number in range(rounds):
-        # Every other round the other way, so that nobody always follows the same one.
+        # Every other round is reversed, so that no contender always follows the same one.
         for name in list(running)[:: 1 if number % 2 else -1]:
             case = running[name]
 
@@ -243,7 +243,7 @@ def main(
     """Prints the tables and writes them.
 
     Args:
-      microbatches: m, a table each.
+      microbatches: m, one table each.
       rounds: steps of every contender; 0 only compiles.
       schedules: this project's contenders, as "schedule/remat".
     """

@@ -1,8 +1,8 @@
 """What does a tick cost beside its layers?
 
-Layers that multiply 8 numbers, on 8 simulated stages: nearly all of a step is what a tick costs
-besides. The same with layers that call back to Python, as those of `benchmarks.bubble` do to sleep,
-but return at once: the part of that benchmark's excess that is the callbacks' own.
+With layers that multiply 8 numbers, on 8 simulated stages, nearly all of a step is the overhead of
+its ticks. The same with layers that call back to Python, as those of `benchmarks.bubble` do to
+sleep, but return at once, shows the part of that benchmark's excess that the callbacks cause.
 
     python -m benchmarks.tick_overhead [--stages 8] [--microbatches 32] [--names 1f1b zb-v]
 """
@@ -43,11 +43,11 @@ def measure(name: str, layers: str, layers_per_chunk: int, stages: int, m: int) 
     return {
         "schedule": name,
         "layers": layers,
-        "layers a chunk": layers_per_chunk,
+        "layers per chunk": layers_per_chunk,
         "ticks": ticks,
-        "ms a tick": 1e3 * wall / ticks,
-        "CPU ms a tick": 1e3 * cpu / ticks,
-        "CPU ms a tick and core": 1e3 * cpu / ticks / min(stages, os.cpu_count() or 1),
+        "ms per tick": 1e3 * wall / ticks,
+        "CPU ms per tick": 1e3 * cpu / ticks,
+        "CPU ms per tick and core": 1e3 * cpu / ticks / min(stages, os.cpu_count() or 1),
     }
 
 
@@ -72,9 +72,9 @@ def main(
     harness.report(
         "tick_overhead",
         rows,
-        title=f"a tick with next to no work, p={stages} m={microbatches}",
-        label=["schedule", "layers", "layers a chunk"],
-        bars=["ms a tick", "CPU ms a tick and core"],
+        title=f"a tick with almost no work, p={stages} m={microbatches}",
+        label=["schedule", "layers", "layers per chunk"],
+        bars=["ms per tick", "CPU ms per tick and core"],
         axis="ms",
     )
 

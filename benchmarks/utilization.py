@@ -1,8 +1,8 @@
 """How busy are the stages when the pipeline never drains?
 
-Layers that sleep, on 8 simulated stages. Utilization is the time that a stage's F, B and W sleep
-over the time of a step: of GPipe and 1F1B with N microbatches, and of an asynchronous pipeline that
-is full, where a step is N ticks.
+Layers sleep, on 8 simulated stages. Utilization is the time that a stage's F, B and W sleep divided
+by the time of a step: of GPipe and 1F1B with N microbatches, and of a full asynchronous pipeline,
+where a step is N ticks.
 
     python -m benchmarks.utilization [--stages 8] [--microbatches 8]
 """
@@ -26,7 +26,7 @@ ROUNDS = 3
 
 
 def synchronous(name: str, stages: int, microbatches: int, seconds: Costs) -> dict:
-    """A schedule's utilization as simulated and as executed, one layer a stage."""
+    """A schedule's utilization as simulated and as executed, one layer per stage."""
     schedule = catalog.build(name, stages=stages, microbatches=microbatches)
     executed, _ = bubble.execute(schedule, [seconds] * stages)
     work = microbatches * (seconds.f + seconds.b + seconds.w)
@@ -80,7 +80,7 @@ def main(
       stages: P.
       microbatches: N.
       costs: of F, B and W, relative.
-      unit_seconds: what one unit of them takes.
+      unit_seconds: the time of one unit of them.
     """
     harness.simulate(stages)
     seconds = Costs(*(unit_seconds * cost for cost in costs))

@@ -25,14 +25,14 @@ from jaxpipe.schedule.simulate import Costs
 from jaxpipe.schedule.trace import trace
 
 _PIPE_WIDTH = 240
-"""Columns of a table that goes to a file or another program, where there is no terminal to ask."""
+"""Columns of a table that goes to a file or another program, which have no terminal width."""
 _MAX_PASSES = 5_000_000
-"""Forward passes of the largest schedule the command builds, about 5 GB: more is a typing error."""
+"""Forward passes of the largest schedule the command builds, about 5 GB: more is a typo."""
 _MAX_VIRTUAL_STAGES = 4096
-"""Of the longest pipeline: beyond every machine, and some generators take time in its square."""
+"""Of the longest pipeline: beyond every machine, and some generators take quadratic time."""
 _DEFAULT_COSTS = "1,1,1"
 _ENDINGS = {".svg": ("svg",), ".png": ("png",), ".csv": ("csv",), ".json": ("json", "trace")}
-"""Endings of files that say what is in them; the first of the formats is what they ask for."""
+"""The formats that a file's ending allows; the first is the default."""
 _NOT_ASYNCHRONOUS = {
     "chunks": "each of its stages holds 1 chunk",
     "group": "its microbatches enter one by one",
@@ -40,7 +40,7 @@ _NOT_ASYNCHRONOUS = {
     "layers-per-chunk": "its ticks run whole actions",
     "memory-limit": "it always keeps 2(p-d) microbatches in flight on stage d",
 }
-"""Why `show` of an asynchronous method takes no such option."""
+"""Why `show` of an asynchronous method does not take such an option."""
 
 _Format = Literal["text", "svg", "png", "trace", "csv", "json"]
 
@@ -66,14 +66,14 @@ def show(
       name: the schedule; `jaxpipe schedules` lists them. Or your own: FILE.csv, module:function. Or
         pipemare, pipedream or 2bw: the steady state, with delays and weight versions.
       stages: p, pipeline stages; every schedule but a file needs it.
-      microbatches: m, microbatches a batch; every schedule but a file needs it.
-      chunks: v, chunks a stage; the schedule's own default without it.
+      microbatches: m, microbatches per batch; every schedule but a file needs it.
+      chunks: v, chunks per stage; the schedule's own default without it.
       group: microbatches that interleaved and breadth-first schedules take together.
       costs: time of F,B,W of one chunk, and optionally of one message: 1,1,1 or 1,1.2,0.8,0.1.
       layers_per_chunk: cut lock-step ticks into slices at the granularity of this many layers.
       memory_limit: peak in flight per stage, in microbatches of a full stage, for a search.
-      recompute_segment: stages that run forward again together, of an asynchronous method.
-      format: what to write; without it what the ending of --out says, or else text.
+      recompute_segment: for an asynchronous method, stages that run forward again together.
+      format: what to write; by default the format of --out's ending, or else text.
       out: the file to write; svg and png need one, the others go to standard output without it.
     """
     written = _chosen_format(format, out, name)
@@ -121,8 +121,8 @@ def schedules() -> None:
         "peak in flight",
         "constraints",
         "source",
-        caption="Bubble: added to m(F+B+W) of work of a full stage, free-running. "
-        "Peak: on stage d, in microbatches of a full stage.",
+        caption="Bubble: added to m(F+B+W) of work of a full stage, free-running; at F=B=W=1 if "
+        "no cost is named. Peak: on stage d, in microbatches of a full stage.",
     )
     for entry in catalog.entries():
         table.add_row(
@@ -150,7 +150,7 @@ def compare(
 
     Args:
       stages: p, pipeline stages.
-      microbatches: m, microbatches a batch.
+      microbatches: m, microbatches per batch.
       costs: time of F,B,W of one chunk, and optionally of one message: 1,1,1 or 1,1.2,0.8,0.1.
       layers_per_chunk: cut lock-step ticks into slices at the granularity of this many layers.
       out: a picture of the comparison to write, .svg or .png.
@@ -187,7 +187,7 @@ def compare(
             f"{row.lock_step:.1%}",
         )
     _print(table)
-    print("Peak in flight: of the stage that keeps most, in microbatches of a full stage.")
+    print("Peak in flight: of the stage that keeps the most, in microbatches of a full stage.")
     for name, reason in reasons.items():
         print(f"{name} does not fit: {reason}")
 
@@ -203,7 +203,7 @@ def validate(
     """Check a schedule in PyTorch's CSV of actions, and report it as `show` does.
 
     Args:
-      file: one row a stage, cells such as 0F3, 1I2 (backward for the input), 2W0, 1B2 (both).
+      file: one row per stage, cells such as 0F3, 1I2 (backward for the input), 2W0, 1B2 (both).
       costs: time of F,B,W of one chunk, and optionally of one message: 1,1,1 or 1,1.2,0.8,0.1.
       layers_per_chunk: cut lock-step ticks into slices at the granularity of this many layers.
       format: what to write.
@@ -237,7 +237,7 @@ def parse_costs(text: str) -> Costs:
 
 
 def _chosen_format(format: _Format | None, out: Path | None, name: str) -> str:
-    """The format that was asked for, or what the ending of the file says."""
+    """The requested format, or that of the file's ending."""
     fits = _ENDINGS.get(out.suffix.lower()) if out is not None else None
     if format is None:
         return fits[0] if fits else "text"
@@ -258,7 +258,7 @@ def _check_ranges(**numbers: Any) -> None:
 
 
 def _check_size(stages: int, microbatches: int, chunks: int) -> None:
-    """Refuses what would take all memory, or until tomorrow."""
+    """Refuses schedules that would take all memory, or hours."""
     pipeline = f"--stages {stages}" + f" and --chunks {chunks}" * (chunks != 1)
     for made, limit, options, what in (
         (stages * chunks, _MAX_VIRTUAL_STAGES, pipeline, "virtual stages"),
@@ -305,7 +305,7 @@ def _steady_state(
     try:
         steady = pipemare.SteadyState(stages, microbatches, name, recompute_segment)
     except ValueError as error:
-        # It speaks of its arguments.
+        # Its message names its own arguments.
         message = (
             str(error)
             .replace("method='2bw'", "2bw")
@@ -325,9 +325,9 @@ def _build(
     layers_per_chunk: int | None,
     **options: Any,
 ) -> Schedule:
-    """Builds a schedule, or loads a user's own, with the options that were given.
+    """Builds a schedule, or loads a user's own, with the given options.
 
-    Costs and layers are there for the clocks as well.
+    Costs and layers are also used by the clocks.
     """
     given = {option: value for option, value in options.items() if value is not None}
     clock: dict[str, Any] = {"costs": costs}

@@ -94,7 +94,7 @@ class BERTConfig:
 
 
 class Transform(nnx.Module):
-    """What stands between the last layer and the output table."""
+    """The layers between the last encoder layer and the output table."""
 
     def __init__(self, config: BERTConfig, rngs: nnx.Rngs):
         self.linear = Linear(config.width, config.width, stddev=INIT_STDDEV, rngs=rngs)
@@ -155,15 +155,15 @@ def model(config: BERTConfig, *, vocabulary_axis: str | None = None) -> Model:
     A microbatch is a dict of integers:
 
     - ``tokens`` [rows, S]: the input, with some tokens masked; S at most ``sequence_length``;
-    - ``targets`` [rows, S]: the tokens to predict, and anything below 0 where there is none;
+    - ``targets`` [rows, S]: the tokens to predict, or anything below 0 if there is none;
     - ``mask`` [rows, S], optional: 0 for padding, which nothing attends to;
-    - ``segments`` [rows, S], optional: 0 to ``num_segments`` - 1; all 0 if left out;
+    - ``segments`` [rows, S], optional: 0 to ``num_segments`` - 1; all 0 if omitted;
     - ``next_sentence`` [rows], with ``config.next_sentence``: 0 if the second segment follows the
       first, else 1.
 
     The loss is the mean over the tokens to predict of this microbatch's rows on this data shard,
     plus the mean of the next-sentence loss over the rows. It is therefore the mean over the whole
-    batch only if every microbatch has as many tokens to predict.
+    batch only if every microbatch has the same number of tokens to predict.
 
     Args:
       config: the model's shape.
@@ -263,7 +263,7 @@ def _embed(config, outer, microbatch, rng, *, axis):
     length = tokens_BS.shape[1]
     if length > config.sequence_length:
         raise ValueError(
-            f"tokens hold {length} inputs a row, but model.sequence_length="
+            f"tokens hold {length} inputs per row, but model.sequence_length="
             f"{config.sequence_length}. Nearest valid: {config.sequence_length} or fewer."
         )
     embed = outer["embed"]

@@ -1,6 +1,6 @@
-"""What several models are built from: linear layers, attention, the post-norm transformer layer.
+"""Building blocks of several models: linear layers, attention, the post-norm transformer layer.
 
-Dimension suffixes: B rows, S length of the sequence, M length of what is attended to, E width, N
+Dimension suffixes: B rows, S length of the sequence, M length of the attended memory, E width, N
 heads, H head width.
 """
 
@@ -53,7 +53,7 @@ class Linear(nnx.Module):
 
 
 class Attention(nnx.Module):
-    """Attention with several heads, of a sequence to itself or to another one.
+    """Attention with several heads, from a sequence to itself or to another one.
 
     Args:
       width: size of both sequences' vectors, a multiple of ``num_heads``.
@@ -109,7 +109,7 @@ class EncoderLayer(nnx.Module):
       activation: of the MLP.
       dropout: probability.
       epsilon: of the norms.
-      dtype: in which the norms return.
+      dtype: the output dtype of the norms.
       stddev: of the initial kernels, as in `Linear`.
       rngs: draws the parameters.
     """
@@ -174,12 +174,12 @@ def function_of(
     *,
     method: Callable[..., Any] | None = None,
 ) -> Callable[..., Any]:
-    """What `functional` makes of the module ``make(config, rngs)``, without drawing parameters."""
+    """`functional` of the module ``make(config, rngs)``, without drawing parameters."""
     return functional(nnx.eval_shape(lambda: make(config, nnx.Rngs(0))), method=method)[0]
 
 
 def attention_kernel(q_BSNH: jax.Array) -> Literal["cudnn"] | None:
-    """cuDNN's flash attention wants a GPU, 16 bits and heads of at most 128 in steps of 8.
+    """cuDNN's flash attention needs a GPU, 16 bits and heads of at most 128 in steps of 8.
 
     A single query, as in decoding, has no large matrix of scores to save.
     """
@@ -191,7 +191,7 @@ def attention_kernel(q_BSNH: jax.Array) -> Literal["cudnn"] | None:
 def matmul(x: jax.Array, kernel: jax.Array) -> jax.Array:
     """``x @ kernel`` in x's dtype; the kernel's gradient stays float32, never rounded.
 
-    The forward matmul is a plain one, for the rematerialisation policies to see.
+    The forward matmul is a plain one, so that the rematerialisation policies see it.
     """
     y = x @ jax.lax.stop_gradient(kernel.astype(x.dtype))
     return _with_kernel_gradient(y, x, kernel)

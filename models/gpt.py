@@ -287,7 +287,7 @@ def flops_per_token(config: GPTConfig) -> int:
     """Floating-point operations of one training step per token, forward and backward.
 
     6 N + 12 L E S (Chowdhery et al. 2022, appendix B): N counts the parameters that take part in a
-    matmul, so not position tables, and not an input table that is only looked up. The second term
+    matmul, hence no position tables and no input table that is only looked up. The second term
     is the attention scores and their use, not halved for causality. Recomputation is not counted.
     """
     num_multiplied = num_parameters(config)
@@ -302,7 +302,7 @@ def _embed(config, outer, tokens_BS, rng, *, axis):
     length = tokens_BS.shape[1]
     if length > config.sequence_length:
         raise ValueError(
-            f"tokens hold {length} inputs a row, but model.sequence_length="
+            f"tokens hold {length} inputs per row, but model.sequence_length="
             f"{config.sequence_length}. Nearest valid: {config.sequence_length} or fewer."
         )
     x_BSE = vocabulary.lookup(outer["embed"]["table"], tokens_BS, axis=axis)
@@ -345,7 +345,7 @@ def _norm(config, rngs):
 
 
 def _residual_stddev(config: GPTConfig) -> float:
-    """Two branches a layer add to the residual stream (Radford et al. 2019, section 2.3)."""
+    """Two branches per layer add to the residual stream (Radford et al. 2019, section 2.3)."""
     return INIT_STDDEV / math.sqrt(2 * config.num_layers)
 
 

@@ -30,7 +30,7 @@ WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 ADAPTER = "adapter_config.json"
 _SHARD = re.compile(r"model-\d{5}-of-\d{5}\.safetensors")
-"""What the library calls the files that an index lists."""
+"""The library's names for the files that an index lists."""
 
 LEAVES = {
     "kernel": "weight",
@@ -39,7 +39,7 @@ LEAVES = {
     "mean": "running_mean",
     "var": "running_var",
 }
-"""What a module's parameters and statistics are called there; our tables are modules there."""
+"""The library's names for a module's parameters and statistics; our tables are modules there."""
 
 
 class Checkpoint(NamedTuple):
@@ -67,19 +67,22 @@ def load(folder: str | Path) -> Checkpoint:
       never dropped here.
 
     Raises:
-      ValueError: a folder without the files, an index that leads out of the folder, an
+      ValueError: a folder without the files, damaged files, an index that leads out of it, an
         architecture that is none of these, one with features that the models here lack, missing or
-        unexpected tensors, and tensors of other shapes than the config's or without fractions.
+        unexpected tensors, and tensors of other shapes than the config's or of integers.
     """
     folder = Path(folder)
     fields = _read_json(folder / CONFIG)
-    if (name := fields.get("model_type")) not in FAMILIES:
+    if (name := str(fields.get("model_type"))) not in FAMILIES:
         raise ValueError(
             f"{folder}/config.json has model_type={name!r}; only {', '.join(FAMILIES)} can be read."
         )
     family = FAMILIES[name]
     tensors = {_current_name(tensor.name, family): tensor for tensor in _tensors(folder)}
-    config = family.read(fields, set(tensors))
+    try:
+        config = family.read(fields, set(tensors))
+    except KeyError as error:
+        raise ValueError(f"{folder / CONFIG} lacks {error}.") from error
     names = _names(family, config)
     _check_tensors(folder, names, tensors, family)
 
@@ -99,12 +102,12 @@ def load(folder: str | Path) -> Checkpoint:
 def save(folder: str | Path, config: Config, params: PyTree, state: PyTree = None) -> None:
     """Writes a model that ``from_pretrained`` of the transformers library reads.
 
-    A model that the folder holds is replaced, one in several files too. If the process is killed
+    A model in the folder is replaced, even one in several files. If the process is killed
     meanwhile, the folder holds the old model, the new one, or no ``config.json`` and so neither.
 
     Args:
       folder: made if it does not exist.
-      config: the model's shape. A GPT must be one that GPT-2 or Llama is: learned positions,
+      config: the model's shape. A GPT must have the shape of GPT-2 or Llama: learned positions,
         LayerNorm, GELU and biases, or rotary positions, RMSNorm and SwiGLU. A ResNet must have
         style "imagenet" and norm "batch".
       params: canonical parameters.
@@ -157,7 +160,7 @@ def save(folder: str | Path, config: Config, params: PyTree, state: PyTree = Non
 
 
 class _Names(NamedTuple):
-    """What a leaf of ours is there: names for one layer, or for each layer if they are stacked."""
+    """The library's names of a leaf: those of one layer, or of each layer if they are stacked."""
 
     layers: list[tuple[str, ...]]
     shapes: list[tuple[int, ...]]
@@ -226,7 +229,7 @@ def _split(family: Family, config, path, array: np.ndarray, count: int) -> list[
 def _check_tensors(
     folder: Path, names: dict[str, _Names], tensors: dict[str, _Tensor], family: Family
 ) -> None:
-    """Raises ValueError with all that is wrong, before any tensor is used."""
+    """Raises ValueError with every problem, before any tensor is used."""
     wanted = {
         name: shape
         for theirs in names.values()
@@ -287,14 +290,23 @@ def _tensors(folder: Path) -> list[_Tensor]:
         file = folder / name
         if not file.is_file():
             raise ValueError(f"{folder} holds no {name}; it must hold {WEIGHTS} or {INDEX}.")
-        found = _safetensors().numpy.load_file(file)
+        try:
+            found = _safetensors().numpy.load_file(file)
+        except _safetensors().SafetensorError as error:
+            raise ValueError(f"{file} is damaged: {error}.") from error
         tensors += [_Tensor(file, tensor, value) for tensor, value in found.items()]
     return tensors
 
 
 def _listed(folder: Path) -> list[str]:
     """The files that an index lists, of which none may lie outside the folder."""
-    names = sorted(set(_read_json(folder / INDEX)["weight_map"].values()))
+    weight_map = _read_json(folder / INDEX).get("weight_map")
+    found: list[Any] = list(weight_map.values()) if isinstance(weight_map, dict) else [None]
+    if not all(isinstance(name, str) and name and "\0" not in name for name in found):
+        raise ValueError(
+            f"{folder / INDEX} is damaged: it must have a weight_map from tensors to file names."
+        )
+    names = sorted(set(found))
     root = folder.resolve()
     inside = [root]
     if root.parent.name == "snapshots":  # the Hub's cache, whose snapshots are links to its blobs
@@ -308,7 +320,7 @@ def _listed(folder: Path) -> list[str]:
 
     failures = [
         f"{folder / INDEX} names {name!r}, which leads out of the folder. Nearest valid: a file in "
-        f"it, such as {Path(name).name!r}."
+        f"it, such as {WEIGHTS if Path(name).name == '..' else Path(name).name!r}."
         for name in names
         if leads_out(name)
     ]
@@ -318,7 +330,7 @@ def _listed(folder: Path) -> list[str]:
 
 
 def _replace(folder: Path, partial: Path) -> None:
-    """Puts the files of a complete model into the place of what a folder holds."""
+    """Replaces the contents of a folder by the files of a complete model."""
     for name in (WEIGHTS, CONFIG):
         with (partial / name).open("rb") as file:
             os.fsync(file.fileno())
@@ -334,7 +346,13 @@ def _replace(folder: Path, partial: Path) -> None:
 def _read_json(path: Path) -> dict[str, Any]:
     if not path.exists():
         raise ValueError(f"{path.parent} holds no {path.name}; give a Hugging Face model folder.")
-    return json.loads(path.read_text())
+    try:
+        fields = json.loads(path.read_bytes())
+    except ValueError as error:
+        raise ValueError(f"{path} is damaged: it is no JSON ({error}).") from error
+    if not isinstance(fields, dict):
+        raise ValueError(f"{path} is damaged: it holds no JSON object.")
+    return fields
 
 
 def _current_name(name: str, family: Family) -> str:

@@ -30,8 +30,8 @@ class Family:
       init: makes parameters, from which their shapes are taken.
       init_state: makes running statistics, for the same purpose; None without any.
       prefix: before their names, in files that hold a head beside the bare model.
-      kernels_as_ours: kernels are stored [in, out] there, too.
-      unread: ends of names that files may hold besides: buffers, and copies of tied tables.
+      kernels_as_ours: kernels are stored as [in, out] there as well.
+      unread: ends of further names that files may hold: buffers, and copies of tied tables.
     """
 
     holds: Callable[[Any], bool]
@@ -46,7 +46,7 @@ class Family:
 
 
 def _refuse(fields: Mapping[str, Any], **allowed: tuple) -> None:
-    """Raises unless every field has an allowed value, the first of them if it is left out."""
+    """Raises unless every field has an allowed value; a missing field has the first of them."""
     failures = [
         f"config.json has {name}={fields[name]!r}; it can only be read with "
         f"{' or '.join(map(repr, values))}."

@@ -2,7 +2,7 @@
 
     x = images
     x = relu(norm(conv(x))) [, max pool]                             the stem, layer 0
-    x = relu(branch(x) + shortcut(x))                                once a block
+    x = relu(branch(x) + shortcut(x))                                once per block
     loss = cross_entropy(mean over height and width of x @ kernel + bias, labels)
 
 The stem is a layer of the pipeline, not the embedding, since the embedding runs on every stage.
@@ -63,7 +63,7 @@ class ResNetConfig:
       norm: "group" (Wu and He 2018), the same for every number of rows; or "batch", whose
         statistics are those of the rows of one microbatch on one data shard.
       num_groups: of GroupNorm, a divisor of ``width``; None for the largest one up to 32 (section
-        4 there) with two channels a group. Channels a group double with the width.
+        4 there) with two channels per group. Channels per group double with the width.
       dtype: compute dtype, "float32" or "bfloat16".
 
     Raises:
@@ -107,7 +107,7 @@ class ResNetConfig:
 
     @property
     def group_channels(self) -> tuple[int, ...]:
-        """Channels that each group of blocks puts out."""
+        """Output channels of each group of blocks."""
         expansion = Bottleneck.expansion if self.bottleneck else Basic.expansion
         return tuple(expansion * self.first_width * 2**g for g in range(len(self.blocks)))
 
@@ -204,7 +204,7 @@ class Bottleneck(nnx.Module):
 
 
 class Shortcut(nnx.Module):
-    """The identity, where a block keeps its shape; else what brings x to the new shape."""
+    """The identity if a block keeps its shape, else a map of x to the new shape."""
 
     def __init__(self, config, in_channels, out_channels, *, stride, rngs):
         self.stride, self.new_channels = stride, out_channels - in_channels
@@ -224,7 +224,7 @@ class Shortcut(nnx.Module):
 
 @dataclasses.dataclass(frozen=True)
 class Kind:
-    """What one layer is; layers of equal kind run the same function."""
+    """The kind of one layer; layers of equal kind run the same function."""
 
     block: type[Any]
     in_channels: int
@@ -263,7 +263,7 @@ def init(config: ResNetConfig, rng: jax.Array) -> PyTree:
       rng: one key.
 
     Returns:
-      ``{"embed": {}, "layers", "head"}``, float32; "layers" is a tuple, one tree a layer.
+      ``{"embed": {}, "layers", "head"}``, float32; "layers" is a tuple, one tree per layer.
     """
     keys = jax.random.split(rng, config.num_layers + 1)
     layers = tuple(
@@ -280,7 +280,7 @@ def init_state(config: ResNetConfig) -> tuple[PyTree, ...]:
     """Running statistics before the first microbatch: means 0 and variances 1.
 
     Returns:
-      One tree a layer, float32; ``{}`` for every layer with ``norm="group"``.
+      One tree per layer, float32; ``{}`` for every layer with ``norm="group"``.
     """
     shapes = tuple(modules.stateful(_abstract(config, kind))[2] for kind in kinds(config))
     return jax.tree_util.tree_map_with_path(
@@ -369,7 +369,7 @@ def logits(
 
 
 def num_parameters(config: ResNetConfig) -> int:
-    """Parameters of the whole model, running statistics left out.
+    """Parameters of the whole model, without running statistics.
 
     Example:
       >>> num_parameters(ResNetConfig.resnet50())

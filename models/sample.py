@@ -31,8 +31,8 @@ def sample(
     Args:
       config: the model's shape.
       params: canonical parameters.
-      prompt_ids: integers [rows, length], length at least 1; of a longer prompt than the window
-        only the end is seen.
+      prompt_ids: integers [rows, length], length at least 1; if a prompt is longer than the window,
+        only its end is seen.
       num_tokens: how many tokens to add, at least 1.
       temperature: divides the logits; 0 takes the likeliest token.
       top_k: sample among the k likeliest tokens only; None among all, as does a k above the
@@ -74,8 +74,7 @@ def _sample(config, num_tokens, top_k, params, prompt, temperature, rng):
         scores = gpt.logits(config, params, tokens)
         last = jax.lax.dynamic_index_in_dim(scores, num_seen - 1, axis=1, keepdims=False)
         token = _draw(key, last, temperature, top_k).astype(jnp.int32)
-        # A full window moves on by one token; causality hides what lies behind an unfilled one's
-        # end.
+        # A full window moves on by one token; causality hides the rest of an unfilled one.
         full = num_seen == window
         tokens = jnp.where(full, jnp.roll(tokens, -1, axis=1), tokens)
         place = jnp.where(full, window - 1, num_seen)
@@ -88,7 +87,7 @@ def _sample(config, num_tokens, top_k, params, prompt, temperature, rng):
 
 
 def _draw(key, scores, temperature, top_k):
-    """One token a row from [rows, vocab] scores."""
+    """One token per row from [rows, vocab] scores."""
     if top_k is not None and top_k < scores.shape[-1]:
         smallest = jax.lax.top_k(scores, top_k)[0][:, -1:]
         scores = jnp.where(scores < smallest, -jnp.inf, scores)

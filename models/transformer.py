@@ -6,8 +6,8 @@
     target = norm(target + attention(source)), target = norm(target + mlp(target))   decoder layers
     loss = cross_entropy(target @ table.T, next target tokens), smoothed
 
-One table serves source, target and output. Between layers travels ``{"source", "target"}``: an
-encoder layer leaves the target as it is, a decoder layer the source. Weights are float32; matmuls
+One table serves source, target and output. ``{"source", "target"}`` travels between layers: an
+encoder layer leaves the target unchanged, a decoder layer the source. Weights are float32; matmuls
 run in ``config.dtype``. Dimension suffixes: B rows, S source length, T target length, E width, K
 beams, V vocabulary.
 """
@@ -132,7 +132,7 @@ class DecoderLayer(nnx.Module):
         return self._rest(target_BTE, attended_BTE, source, source_mask_BS)
 
     def step(self, target_B1E, position, past, source, source_mask_BS):
-        """The layer for one position, given keys and values of those before and of the source.
+        """The layer for one position, given keys and values of earlier ones and of the source.
 
         Returns its output and ``past`` with this position's keys and values written into it.
         """
@@ -183,7 +183,7 @@ def model(config: TransformerConfig, *, vocabulary_axis: str | None = None) -> M
     ``target[:, :-1]`` and predicts ``target[:, 1:]``.
 
     The loss is the mean over the tokens to predict of this microbatch's rows on this data shard. It
-    is therefore the mean over the whole batch only if every microbatch has as many.
+    is therefore the mean over the whole batch only if every microbatch has the same number of them.
 
     Args:
       config: the model's shape.
@@ -222,7 +222,7 @@ def model(config: TransformerConfig, *, vocabulary_axis: str | None = None) -> M
         return x | {"source": apply_encoder(params, x["source"], mask, rng=rng)}
 
     def decoder(params, x, microbatch, rng):
-        # Padding ends a target, so that causality hides it from all that counts.
+        # Padding ends a target, so causality hides it from every position that counts.
         mask = microbatch["source"] != config.pad_id
         return x | {"target": apply_decoder(params, x["target"], x["source"], mask, rng=rng)}
 
@@ -259,7 +259,7 @@ def logits(
       float32 [rows, T, vocab_size]: scores of the token after each position.
     """
     plain = model(config)
-    # `embed` takes a target with one token more than it reads.
+    # `embed` takes a target with one more token than it reads.
     batch = {"source": source, "target": jnp.pad(target, ((0, 0), (0, 1)))}
     x = plain.embed(params, batch, None)
     for layer, layer_params in zip(plain.layer, params["layers"], strict=True):
@@ -288,7 +288,7 @@ def _embed(config, outer, tokens_BT, rng, *, axis, name):
     length = tokens_BT.shape[1]
     if length > config.sequence_length:
         raise ValueError(
-            f"{name} holds {length} inputs a row, but model.sequence_length="
+            f"{name} holds {length} inputs per row, but model.sequence_length="
             f"{config.sequence_length}. Nearest valid: {config.sequence_length} or fewer."
         )
     x_BTE = math.sqrt(config.width) * vocabulary.lookup(
@@ -310,7 +310,7 @@ def positions(length: int, width: int) -> jax.Array:
 
 
 def _layer_modules(config):
-    """What makes each layer's module, in model order."""
+    """The function that makes each layer's module, in model order."""
     encoder, decoder = config.num_encoder_layers, config.num_decoder_layers
     return (_encoder_layer,) * encoder + (DecoderLayer,) * decoder
 

@@ -1,7 +1,7 @@
 """Translations from a trained Transformer: greedy, and by beam search.
 
-Tokens come one at a time; keys and values of the tokens before and of the source are kept, so that
-one step costs one position. Padding and the begin mark are never drawn.
+Tokens come one at a time; keys and values of earlier tokens and of the source are kept, so that one
+step costs one position. Padding and the begin mark are never drawn.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ PyTree = Any
 
 
 class Translations(NamedTuple):
-    """What beam search returns.
+    """The result of beam search.
 
     Attributes:
       tokens: int32 [rows, num_beams, max_length], best first; ``pad_id`` after ``end_id``.
@@ -67,7 +67,7 @@ def beam_search(
 
     A hypothesis is worth ``log p / ((5 + length) / 6) ** length_penalty`` (Wu et al. 2016, equation
     14). Finished ones stay among the others for as long as they are worth enough, and the search
-    ends when all that are left are finished or ``max_length`` is reached. Width 1 is `greedy`.
+    ends when all the remaining ones are finished or ``max_length`` is reached. Width 1 is `greedy`.
 
     Args:
       config: the model's shape.
@@ -79,7 +79,7 @@ def beam_search(
       length_penalty: 0 for plain log-probabilities; more favours longer translations.
 
     Returns:
-      All hypotheses that were left, best first.
+      All remaining hypotheses, best first.
 
     Raises:
       ValueError: numbers outside their ranges.
@@ -106,7 +106,7 @@ def _greedy(config, max_length, params, source_BS):
 
 
 class _Beams(NamedTuple):
-    """The hypotheses of every row; those of log-probability minus infinity are none."""
+    """The hypotheses of every row; a log-probability of minus infinity marks an empty one."""
 
     tokens: jax.Array  # [B, K, max_length], padding where there is none yet
     log_probs: jax.Array  # [B, K]
@@ -128,7 +128,7 @@ def _beam_search(config, max_length, num_beams, params, source_BS, length_penalt
     def extend(position, beams):
         scores_nV, cache = step(beams.last.reshape(-1), position, beams.cache)
         scores_BKV = scores_nV.reshape(num_rows, num_beams, -1)
-        # A finished hypothesis goes on as itself: padding, at no cost.
+        # A finished hypothesis continues with padding, at no cost.
         ends_V = jnp.where(jnp.arange(scores_BKV.shape[-1]) == config.pad_id, 0.0, -jnp.inf)
         scores_BKV = jnp.where(beams.finished[..., None], ends_V, scores_BKV)
         log_probs_BKV = beams.log_probs[..., None] + scores_BKV

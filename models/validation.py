@@ -1,4 +1,4 @@
-"""What is wrong with a model's config, as sentences; every config collects all of them."""
+"""The problems of a model's config, as sentences; every config collects all of them."""
 
 from __future__ import annotations
 

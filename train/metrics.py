@@ -116,7 +116,7 @@ class Line:
 def truncate(path: Path, *, last_step: int) -> None:
     """Leaves the records up to a step, so that a resumed run writes no step twice.
 
-    A record that a killed process left half-written is dropped as well.
+    What is not a record is dropped as well: a killed process may have left one half-written.
 
     Args:
       path: metrics.jsonl; it may be missing.
@@ -125,12 +125,12 @@ def truncate(path: Path, *, last_step: int) -> None:
     if not path.exists():
         return
     kept = []
-    for line in path.read_text(encoding="utf-8").splitlines():
-        with contextlib.suppress(ValueError):
+    for line in path.read_bytes().splitlines():
+        with contextlib.suppress(ValueError, TypeError, KeyError):
             if json.loads(line)["step"] <= last_step:
-                kept.append(line + "\n")
+                kept.append(line + b"\n")
     partial = path.with_suffix(".partial")
-    partial.write_text("".join(kept), encoding="utf-8")
+    partial.write_bytes(b"".join(kept))
     os.replace(partial, path)
 
 

@@ -157,8 +157,7 @@ def _verify(folder: Path) -> bool:
         run = json.loads((folder / RUN / _JSON_FILE).read_bytes())
         if CHECKSUMS in run:
             raise DamagedError(f"{checksums.FILE} is missing")
-        if run:
-            Config(**run["config"])
+        Config(**run["config"])
         _read_all(folder)
     except DamagedError:
         raise

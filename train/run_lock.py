@@ -139,7 +139,8 @@ class RunLock:
             self._path.parent.mkdir(parents=True, exist_ok=True)
             self._descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o666)
         except FileExistsError:
-            if not self._path.parent.is_dir():
+            # Nothing can be read through a link that leads nowhere, and so nothing waited for.
+            if not self._path.parent.is_dir() or self._path.is_symlink():
                 raise
             return False
         except FileNotFoundError:  # the folder was removed in between

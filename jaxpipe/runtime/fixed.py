@@ -140,7 +140,8 @@ class Fixed:
     def head_loss(self, batch: Microbatches, outer: PyTree, x: PyTree, i) -> jax.Array:
         """The loss of a microbatch, from the last layer's output."""
         layer = head_layer(self.num_layers)
-        return self.plan.model.head_loss(outer, x, *self.context(batch, i, layer))
+        loss = self.plan.model.head_loss(outer, x, *self.context(batch, i, layer))
+        return jax.tree.map(jnp.asarray, loss)  # a Python number has a dtype then
 
     def activation(self, message: list, number: int) -> PyTree:
         """A message's content as the activation of that number."""

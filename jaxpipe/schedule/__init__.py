@@ -3,10 +3,10 @@
 =========================================  =========================================================
 `actions`, `placement`                     what a schedule is
 `catalog`                                  every schedule by name: `catalog.build`
-`gpipe`, `one_f_one_b`, `interleaved`,     generators, one file a family
+`gpipe`, `one_f_one_b`, `interleaved`,     generators, one file per family
 `breadth_first`, `hanayo`, `zero_bubble`,
 `dualpipe`, `chimera`
-`building_blocks`, `controllable_memory`   repetitions of one microbatch's pattern; their search
+`building_blocks`, `controllable_memory`   repeated patterns of one microbatch; the search for them
 `events`                                   the event machine on which orders are made
 `list_scheduling`                          most urgent pass first, which some of them share
 `slices`, `auto`                           actions cut into slices of time; orders made for that
@@ -15,7 +15,7 @@
 `schedule_types`, `grid`
 `simulate`                                 both clocks: free-running and lock-step
 `lower`, `table`, `slots`                  the tick table that is executed, and its buffers
-`report`, `comparison`                     all that is known of one schedule, of several
+`report`, `comparison`                     everything known about one schedule; several side by side
 `draw`, `trace`                            text, SVG and PNG; Chrome and Perfetto
 `csv_format`, `user`                       PyTorch's CSV of actions; a user's own schedule
 =========================================  =========================================================

@@ -1,7 +1,7 @@
 """What a schedule is: for every stage, an ordered list of actions.
 
-Legend used throughout the package: p stages, v chunks a stage, s virtual stage, m microbatches, i
-  microbatch.
+Legend used throughout the package: p stages, v chunks per stage, s virtual stage, m microbatches,
+  i microbatch.
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ class Minibatches:
 
 @dataclasses.dataclass(frozen=True)
 class Schedule:
-    """The order in which every stage runs its actions; no times, those come from costs.
+    """The order in which every stage runs its actions, without times, which come from costs.
 
     Args:
       name: the schedule's name, as the registry and the command line spell it.
@@ -110,10 +110,10 @@ class Schedule:
         model (`Placement.num_copies`), each runs its own m.
       orders: ``orders[d]`` is what stage ``d`` runs, in order.
       peak_in_flight: the schedule's own promise, per stage: the most chunk activations that stage
-        keeps from F to the action that frees them (W, or the fused backward). The validator holds
-        it to this.
+        keeps from F to the action that frees them (W, or the fused backward). The validator checks
+        it.
       slices: how the actions are cut into ticks for the lock-step clock: ``slices[d]`` is what
-        stage ``d`` runs, in order (`jaxpipe.schedule.slices`). None for one whole action a tick.
+        stage ``d`` runs, in order (`jaxpipe.schedule.slices`). None for one whole action per tick.
     """
 
     name: str
@@ -125,7 +125,7 @@ class Schedule:
 
     @property
     def batch_microbatches(self) -> int:
-        """The m of the batch: that of all copies of the model together."""
+        """The m of the batch: the sum over all copies of the model."""
         return self.num_microbatches * self.placement.num_copies
 
     @property
@@ -170,7 +170,7 @@ class MinibatchSchedule(Schedule):
 def dependencies(
     action: Action, *, num_virtual_stages: int, split: bool, segment: int | None = None
 ) -> list[Action]:
-    """The actions of *other or the same* stage whose results ``action`` reads.
+    """The actions, of the same or another stage, whose results ``action`` reads.
 
     F waits for F of the previous virtual stage; B (or BW) for its own F and for B of the next
     virtual stage; W for its own B. With segments R waits for its own F, and within a segment for R
@@ -178,8 +178,8 @@ def dependencies(
 
     Args:
       action: the action that waits.
-      num_virtual_stages: length of the model in virtual stages; where a placement has several
-        copies of it, the length of one.
+      num_virtual_stages: length of the model in virtual stages; if a placement has several copies
+        of it, the length of one.
       split: whether backwards in this schedule are B and W (True) or BW (False).
       segment: virtual stages of a segment that R recomputes, or None.
     """

@@ -35,17 +35,17 @@ def auto(
     placement: Placement | None = None,
     candidates: Iterable[Schedule] | None = None,
 ) -> Schedule:
-    """Searches the schedule that ends first in lock-step under a memory limit.
+    """Searches for the schedule that ends first in lock-step under a memory limit.
 
-    Slices the orders of other schedules on the same placement, those first that end first on the
-    free-running clock, and one order built tick by tick: whatever is ready runs, under a cap on the
-    chunks in flight. Each only has to beat the best so far, so none of the candidates, sliced by
-    `slice_ticks`, ends before the result.
+    Slices the orders of other schedules on the same placement, starting with those that end first
+    on the free-running clock, and one order built tick by tick: whatever is ready runs, under a cap
+    on the chunks in flight. Each only has to beat the best so far, so none of the candidates,
+    sliced by `slice_ticks`, ends before the result.
 
     ============  =====================================================================
     bubble        V placement, (F,B,W) = (1,1.2,.8), m = 4p, lock-step bubble ratio at 8 / 4 / 2
                   layers per chunk: p=4 .039 / .044 / .042, p=8 .049 / .061 / .054
-    in flight     memory_limit microbatches of a full stage, at most
+    in flight     at most memory_limit microbatches of a full stage
     constraints   p >= 1, m >= 1, any placement; memory_limit at least 1
     source        jaxpipe
     ============  =====================================================================
@@ -56,11 +56,11 @@ def auto(
       costs: of one chunk.
       memory_limit: peak in flight per stage, in microbatches of a full stage, at least 1; None for
         p, which is 1F1B's.
-      layers_per_chunk: layers of every virtual stage, at least 1, where ``layer_counts`` is None.
+      layers_per_chunk: layers of every virtual stage, at least 1, if ``layer_counts`` is None.
       layer_counts: layers of every virtual stage.
-      placement: None for the V: two chunks a stage.
+      placement: None for the V: two chunks per stage.
       candidates: schedules to slice, on this placement; those that need more memory are left out.
-        None for the ones that fit: on the V zb-v, v-half, v-min and, where the limit lies between
+        None for the ones that fit: on the V zb-v, v-half, v-min and, if the limit lies between
         those, controllable-memory; on the linear placement 1f1b, zb-h1 and zb-h2.
 
     Returns:

@@ -19,7 +19,7 @@ def breadth_first(
 ) -> Schedule:
     """Orders all forwards of chunk 0, of chunk 1, ..., then all backwards of the chunks in reverse.
 
-    Weights sharded over the data axis are gathered, and gradients reduced, once a chunk and pass,
+    Weights sharded over the data axis are gathered, and gradients reduced, once per chunk and pass,
     whatever the number of microbatches. The split form puts W directly after its B.
 
     ============  =====================================================================
@@ -70,8 +70,8 @@ def modular(
 ) -> Schedule:
     """Runs layered gradient accumulation over a modular pipeline: layer l on stage l mod p.
 
-    It is breadth-first with one layer a chunk, so that a layer's gradient is complete, and reduced,
-    as soon as all microbatches have passed it. `jaxpipe.LayeredUpdate` then also updates it.
+    It is breadth-first with one layer per chunk, so that a layer's gradient is complete and can be
+    reduced as soon as all microbatches have passed it. `jaxpipe.LayeredUpdate` then updates it too.
 
     ============  =====================================================================
     bubble        fused (p-1)(F+B+W)/v, split (p-1)(F+B)/v, added to the m(F+B+W) of work, m >= p

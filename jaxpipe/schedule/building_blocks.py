@@ -24,7 +24,7 @@ from jaxpipe.schedule.placement import wave
 from jaxpipe.schedule.simulate import Costs
 
 PERIOD = 6
-"""Slots of work one microbatch is on a stage: F, B and W of two chunks."""
+"""Slots of work that one microbatch takes on a stage: F, B and W of two chunks."""
 
 F0, F1, B1, B0, W = range(5)
 """The passes of a stage as a microbatch goes through them; the digit is the chunk. W is of either
@@ -36,8 +36,8 @@ class Block:
     """Start slots of one microbatch's passes, one slot each.
 
     Args:
-      starts: ``starts[d]`` is when stage ``d`` starts F0, F1, B1, B0 and its two W. What a stage
-        runs in which order follows from its own row, so each row may count from its own zero.
+      starts: ``starts[d]`` is when stage ``d`` starts F0, F1, B1, B0 and its two W. The order of
+        a stage follows from its own row, so each row may count from its own zero.
       fused: whether each W directly follows its B, as one action of two slots.
     """
 
@@ -46,7 +46,7 @@ class Block:
 
     @cached_property
     def peaks(self) -> tuple[int, ...]:
-        """Per stage, the chunk activations in flight in the steady state, at most."""
+        """Per stage, the most chunk activations in flight in the steady state."""
         return tuple(_peak(row) for row in self.starts)
 
     def sequence(self, stage: int, num_microbatches: int) -> list[int]:
@@ -78,7 +78,7 @@ def split_block(strides: Sequence[int], gaps: tuple[int, int, int]) -> Block | N
     a block is that sum for every pair of neighbours, and the three gaps at the turns of the V.
 
     Args:
-      strides: p-1 sums, from the top; each at least 2, one slot a hop.
+      strides: p-1 sums, from the top; each at least 2, one slot per hop.
       gaps: at least 1 each: slots from F0 to F1 on the last stage, from F1 to B1 on the first, and
         from B1 to B0 on the last.
 
@@ -146,10 +146,10 @@ def _fits_fused(row: Sequence[int], slot: int) -> bool:
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """What `eager` makes of a block.
+    """The result of `eager` for a block.
 
     Args:
-      orders: ``orders[d]`` is which passes stage ``d`` runs; the n-th of a kind is of microbatch n.
+      orders: ``orders[d]`` lists the passes of stage ``d``; the n-th of a kind is of microbatch n.
       makespan: from the first start to the end of everything.
       longest_span: of a stage, from the start of its first pass to the end of its last.
     """
@@ -170,18 +170,18 @@ def eager(
     """Runs every stage's repeated block as early as inputs and memory allow.
 
     A stage that would wait runs instead the first later pass of its sequence that is ready and
-    cannot raise the peak: a forward may come forward only if no point that it passes is at the cap.
+    cannot raise the peak: a forward may move forward only if no point that it passes is at the cap.
     A W lets a ready B go first as long as no forward lies between, which costs no memory. In the
-    steady state nobody waits and the block stays as it is; this reorders warm-up and cool-down,
-    squeezes and fills in one pass.
+    steady state no stage waits and the block stays as it is; warm-up and cool-down are reordered,
+    squeezed and filled in one pass.
 
     Args:
-      block: what to repeat.
+      block: the block to repeat.
       num_microbatches: m, at least 1.
       caps: per stage, the most chunk activations in flight; at least the block's own peak.
       costs: of one chunk; they decide what is ready when.
-      reserve: before its first backward a stage keeps room for the F1 that are to come: it starts
-        no more F0 than leave min(d+1, half the cap) places.
+      reserve: before its first backward a stage keeps room for the F1 to come: it starts F0 only as
+        long as min(d+1, half the cap) places remain.
 
     Returns:
       The plan; None if a stage stops for good.
@@ -200,7 +200,7 @@ def eager(
 
 
 def squeeze(plan: Plan, num_microbatches: int, *, costs: Costs) -> Plan:
-    """Times the orders of a plan of split backwards with other costs: the gaps change, not orders.
+    """Times the orders of a plan of split backwards with other costs, which change only the gaps.
 
     Args:
       plan: of `eager`.
@@ -244,14 +244,14 @@ def _run(stages: list[_Stage], num_microbatches: int, *, message: float) -> Plan
 
 
 class _Stage(events.Stage):
-    """One stage in `eager`: what it has yet to run, and what it has received."""
+    """One stage in `eager`: the passes it has yet to run, and its inputs so far."""
 
     def __init__(
         self, sequence: list[int], fused: bool, cap: int | None, reserved: int, costs: Costs
     ) -> None:
         backward = costs.b + costs.w if fused else costs.b
         super().__init__((costs.f, costs.f, backward, backward, costs.w))
-        # Back to front: passes are taken from near the front, which a list does fast at its end.
+        # Reversed: passes are taken from near the front, and a list is fast only at its end.
         self.upcoming = sequence[::-1]
         # Without a cap the sequence is final.
         self.final = cap is None
@@ -299,7 +299,7 @@ class _Stage(events.Stage):
         return None
 
     def _has_room(self, kind: int, peak: int) -> bool:
-        """Whether a forward can start now that would be the next after a point of this peak."""
+        """Whether a forward can start now, as the next pass after a point of this peak."""
         if kind == F0 and self.done[B1] == 0 and self.done[F0] >= self.first_f0:
             return False
         return peak < self.cap

@@ -52,11 +52,12 @@ class Entry:
         options that are its keyword-only parameters: ``num_chunks``, ``group``, ``memory_limit``,
         ``costs``, ``layers_per_chunk``.
       summary: one line.
-      bubble: what the schedule adds to m(F+B+W) of work, free-running; F, B, W of a full stage.
+      bubble: what the schedule adds to m(F+B+W) of work, free-running; F, B, W of a full stage. A
+        formula without them is for F=B=W=1. Conditions follow a semicolon.
       peak: in flight on stage d, in microbatches of a full stage; for m large enough.
       constraints: on p, m and v.
       source: the paper.
-      chunks: v of a schedule that does not read ``num_chunks``; None if only the schedule knows.
+      chunks: v if the schedule does not read ``num_chunks``; None if only the schedule knows it.
       multiples: numbers that must be multiples of another, by their parameter in `build`.
       executable: whether the runtime can execute it; if not, it can only be simulated.
     """
@@ -76,7 +77,7 @@ class Entry:
     def defaults(self) -> dict[str, Any]:
         """The options that ``generate`` reads, by parameter name, with their default values.
 
-        One that must be given has ``inspect.Parameter.empty``.
+        A required option has ``inspect.Parameter.empty``.
         """
         return {
             name: parameter.default
@@ -86,7 +87,7 @@ class Entry:
 
     @property
     def default_chunks(self) -> int:
-        """v where nobody asks for another; 1 if only the schedule knows."""
+        """The v used unless another is requested; 1 if only the schedule knows it."""
         own = self.defaults.get("num_chunks")
         return own if isinstance(own, int) else self.chunks or 1
 
@@ -100,7 +101,7 @@ _PATHS = {
 }
 """Configuration paths of the options, by the parameter of the generator."""
 _MEASURES = ("costs", "layers_per_chunk")
-"""Options that say something about the machine and the model, whatever the schedule."""
+"""Options that describe the machine and the model, whatever the schedule."""
 
 
 def _hanayo(
@@ -130,11 +131,11 @@ _GROUPS = "p >= 1, m >= 1 (best: p divides m), v >= 1"
 _LAYERS = "p >= 1, m >= 1, v = layers of a stage"
 _WAVES = "p >= 1, m >= 1, v even"
 _V = "p >= 1, m >= 1 (best from 2p), v = 2"
-_COPIES = "p >= 1, m even, v = 1; two weight copies: only to simulate"
+_COPIES = "p >= 1, m even, v = 1; simulation only"
 
 
 def _with_fused(entry: Entry, bubble: str) -> tuple[Entry, Entry]:
-    """An entry with split backwards and its fused variant, which has another bubble."""
+    """An entry with split backwards and its fused variant, which has a different bubble."""
     return entry, dataclasses.replace(
         entry,
         name=f"{entry.name}-fused",
@@ -162,84 +163,88 @@ _BUILT_IN = (
     *_with_fused(
         Entry(
             *("interleaved", interleaved, "1F1B over chunks, depth-first"),
-            *("(p-1)(F+B)/v", "(2(p-d-1)+(v-1)p+1)/v", _GROUPS, "arXiv 2104.04473"),
+            *("(p-1)(F+B)/v; p divides m, W <= F", "(2(p-d-1)+(v-1)p+1)/v", _GROUPS),
+            "arXiv 2104.04473",
         ),
-        "(p-1)(F+B+W)/v",
+        "(p-1)(F+B+W)/v; p divides m",
     ),
     *_with_fused(
         Entry(
             *("breadth-first", breadth_first, "All microbatches, chunk by chunk"),
-            *("(p-1)(F+B)/v", "m", _CHUNKS, "arXiv 2211.05953"),
+            *("(p-1)(F+B)/v; m >= p", "m", _CHUNKS, "arXiv 2211.05953"),
         ),
-        "(p-1)(F+B+W)/v",
+        "(p-1)(F+B+W)/v; m >= p",
     ),
     Entry(
         *("breadth-first-descending", partial(breadth_first, descending=True)),
-        *("Breadth-first, last microbatch's backward first", "(p-1)(F+B)/v", "m", _CHUNKS),
+        *("Breadth-first, last microbatch's backward first", "(p-1)(F+B)/v; m >= p", "m", _CHUNKS),
         "arXiv 2211.05953",
     ),
     *_with_fused(
         Entry(
-            *("modular", modular, "Breadth-first at one layer a chunk"),
-            *("(p-1)(F+B)/v", "m", _LAYERS, "arXiv 2106.02679"),
+            *("modular", modular, "Breadth-first, one layer per chunk"),
+            *("(p-1)(F+B)/v; m >= p", "m", _LAYERS, "arXiv 2106.02679"),
         ),
-        "(p-1)(F+B+W)/v",
+        "(p-1)(F+B+W)/v; m >= p",
     ),
     *_with_fused(
         Entry(
             *("hanayo", _hanayo, "v/2 waves down and up the stages"),
-            *("about (p-1)/v at F=B=W=1", "min(m, p)", _WAVES, "arXiv 2308.15762"),
+            *("(p-1)/v; m = p", "min(m, p)", _WAVES, "arXiv 2308.15762"),
             multiples={"chunks": 2},
         ),
-        "2(p-1) at v = 2, F=B=W=1",
+        "2(p-1); v = 2, m >= p",
     ),
     Entry(
-        *("zb-h1", zb_h1, "1F1B, W put off until memory is level"),
-        *("(p-1)(F+B-W)", "min(m, p)", _ANY, "arXiv 2401.10241"),
+        *("zb-h1", zb_h1, "1F1B, W deferred until memory is level"),
+        *("(p-1)(F+B-W); m >= p, W <= F, W <= B", "min(m, p)", _ANY, "arXiv 2401.10241"),
     ),
     Entry(
         *("zb-h2", zb_h2, "1F1B with twice the warm-up, W fills the cool-down"),
-        *("(p-1)(F+B-2W) of a span", "min(m, 2p-1)", _ANY, "arXiv 2401.10241"),
+        *("(p-1) max(F, F+B-2W); m >= 2p-1, W <= F, W <= B", "min(m, 2p-1)", _ANY),
+        "arXiv 2401.10241",
     ),
     Entry(
-        *("interleaved-zb", interleaved_zb, "1F1B over chunks, W put off"),
-        *("(p-1)(F+B-W)/v", "(2(p-1)-d+(v-1)p+1)/v", _GROUPS, "arXiv 2401.10241"),
+        *("interleaved-zb", interleaved_zb, "1F1B over chunks, W deferred"),
+        *("(p-1)(F+B-W)/v; p divides m, W <= F, W <= B", "(2(p-1)-d+(v-1)p+1)/v", _GROUPS),
+        "arXiv 2401.10241",
     ),
     Entry(
         *("dualpipe-v", dualpipe_v, "Forward of one chunk beside backward of the other"),
-        *("(p-1)/2 at F=B=W=1", "p+1/2", "p >= 1, m >= 1 (best from 2p), v = 2"),
+        *("(p-1)/2; m >= 2p", "p+1/2", "p >= 1, m >= 1 (best from 2p), v = 2"),
         *("arXiv 2412.19437",),
         chunks=2,
     ),
     Entry(
-        *("zb-v", zb_v, "Zero bubble in a stage's span on the V placement", "(p-1)/2 at F=B=W=1"),
+        *("zb-v", zb_v, "Zero bubble in a stage's span on the V placement", "(p-1)/2; m >= p"),
         *("p", _V, "arXiv 2401.10241"),
         chunks=2,
     ),
     Entry(
-        *("v-zb", v_zb, "The V block with ZB-V's strides", "(p-1)/2 at F=B=W=1", "p", _V),
+        *("v-zb", v_zb, "The V block with ZB-V's strides", "(p-1)/2; m >= p", "p", _V),
         "arXiv 2405.15362",
         chunks=2,
     ),
     Entry(
         *("v-half", v_half, "Half of 1F1B's activations"),
-        *("(3p-7)/2, odd p (3p-4)/2, at F=B=W=1", "floor((p+2)/2)", _V, "arXiv 2405.15362"),
+        *("(3p-7)/2, odd p (3p-4)/2; m >= p >= 3", "floor((p+2)/2)", _V, "arXiv 2405.15362"),
         chunks=2,
     ),
     Entry(
         *("v-min", v_min, "A third of 1F1B's activations"),
-        *("(4p-5)/2, if 3 divides p (4p-7)/2, at F=B=W=1", "floor((p+4)/3)", _V),
+        *("(4p-5)/2, if 3 divides p (4p-7)/2; m >= p >= 2", "floor((p+4)/3)", _V),
         "arXiv 2405.15362",
         chunks=2,
     ),
     Entry(
         *("1f1b-v", one_f_one_b_v, "Two thirds of 1F1B's activations; fused backwards"),
-        *("at most 3(p-1) at F=B=W=1", "floor(2p/3)+1", _V, "arXiv 2405.15362"),
+        *("at most 3(p-1)", "floor(2p/3)+1", _V, "arXiv 2405.15362"),
         chunks=2,
     ),
     Entry(
         *("controllable-memory", controllable_memory, "Searched V block under a memory limit"),
-        *("(6p-1-3k)/2 + (p-1)/2 at F=B=W=1, limit k/2", "memory_limit", _V, "arXiv 2405.15362"),
+        *("max(6p-1-3k, 3p-1-k)/2; m >= p, limit k/2 <= p", "memory_limit", _V),
+        "arXiv 2405.15362",
         chunks=2,
     ),
     Entry(
@@ -250,11 +255,11 @@ _BUILT_IN = (
     *_with_fused(
         Entry(
             *("chimera", _chimera, "Two model copies, opposite directions"),
-            *("about p/2-1 at F=B=W=1", "at most p+1", _COPIES, "arXiv 2107.06925"),
+            *("about p/2-1; m >= p", "at most p+1", _COPIES, "arXiv 2107.06925"),
             multiples={"microbatches": 2},
             executable=False,
         ),
-        "2(p-2) at F=B=W=1, m = p",
+        "2(p-2); m = p",
     ),
 )
 _entries = {entry.name: entry for entry in _BUILT_IN}
@@ -275,7 +280,7 @@ def register(name: str) -> Callable[[Generate], Generate]:
     """Adds a schedule of your own to the registry, for this process.
 
     A package can do so for everyone who installs it with an entry point of the group
-    ``jaxpipe.schedules``, whose name is the schedule's. What the function returns is validated.
+    ``jaxpipe.schedules``, whose name is the schedule's. The returned schedule is validated.
 
     Args:
       name: what users write in ``pipeline.schedule``; no built-in or asynchronous name, and
@@ -352,13 +357,13 @@ def build(
       name: a registered name, such as "1f1b" (``pipeline.schedule``).
       stages: p, at least 1 (``mesh.stage``).
       microbatches: m, at least 1 (``pipeline.microbatches``).
-      chunks: v, the chunks a stage holds, at least 1 (``pipeline.chunks``). For this and what
-        follows: None for the schedule's own default; a schedule that does not read it refuses it.
+      chunks: v, the chunks per stage, at least 1 (``pipeline.chunks``). For this and the next
+        two: None for the schedule's own default; a schedule that does not read one refuses it.
       group: microbatches that stay together, at least 1 (``pipeline.group``).
       memory_limit: peak in flight per stage, in microbatches of a full stage, above 0
         (``pipeline.memory_limit``).
-      costs: of one chunk, for schedules that are made to measure; others do not need it.
-      layers_per_chunk: at least 1, for schedules that cut actions into slices; likewise.
+      costs: of one chunk, for schedules that are searched with them; others ignore it.
+      layers_per_chunk: at least 1, for schedules that cut actions into slices; others ignore it.
 
     Returns:
       The schedule.
@@ -401,11 +406,11 @@ def build(
 
 
 def range_problems(*, memory_limit: float | None = None, **counts: int | None) -> list[str]:
-    """Says which numbers are out of range for every schedule.
+    """Lists the numbers that are out of range for every schedule.
 
     Args:
-      memory_limit: as in `build`; None for not given.
-      counts: the numbers of `build` that count something, likewise.
+      memory_limit: as in `build`; None if not given.
+      counts: the counts of `build`; None if not given.
     """
     paths = {"stages": "mesh.stage"}
     problems = [
@@ -421,7 +426,7 @@ def range_problems(*, memory_limit: float | None = None, **counts: int | None) -
 def _misfits(
     entry: Entry, options: Mapping[str, Any], numbers: Mapping[str, int | None]
 ) -> list[str]:
-    """What this schedule, other than schedules in general, does not accept."""
+    """What this schedule refuses, beyond what every schedule refuses."""
     problems = [
         f"{_PATHS[option]} is missing: schedule {entry.name!r} needs it."
         for option, default in entry.defaults.items()
@@ -455,7 +460,7 @@ def _misfits(
 def _unknown(name: str) -> str:
     if name in METHODS:
         return (
-            f"pipeline.schedule={name!r} never drains the pipeline, so that no order of actions "
+            f"pipeline.schedule={name!r} never drains the pipeline, so no order of actions "
             "describes it: AsyncPipeline and train.py train with it.\nNearest valid: '1f1b'."
         )
     names = [*(entry.name for entry in entries()), *METHODS]

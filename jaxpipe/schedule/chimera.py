@@ -10,13 +10,13 @@ from jaxpipe.schedule.placement import mirrored
 def chimera(num_stages: int, num_microbatches: int, *, fused: bool = False) -> Schedule:
     """Merges two pipelines that start at opposite ends; each fills the other's gaps.
 
-    Only to simulate: every stage holds the weights of two stages, and both copies' gradients must
-    be summed. Virtual stages 0..p-1 are the pipeline from stage 0, p..2p-1 the one from stage p-1,
-    whose microbatch i is microbatch m/2 + i of the batch.
+    It can only be simulated: every stage holds the weights of two stages, and both copies'
+    gradients must be summed. Virtual stages 0..p-1 are the pipeline from stage 0, p..2p-1 the one
+    from stage p-1, whose microbatch i is microbatch m/2 + i of the batch.
 
     ============  =====================================================================
-    bubble        F=B=W: fused 2(p-2) of 3m + 2(p-2) slots at m = p, p even; for m > p no more than
-                  3p/2, where repeated units would lose 2(p-2) each
+    bubble        F=B=W: fused 2(p-2) of 3m + 2(p-2) slots at m = p, p even; for m > p 2p-5 (p even,
+                  from 4) or 2p-3 (p odd), where repeated units would lose 2(p-2) each
     in flight     m <= p: at most p, least on the first and last stage; else p+1
     constraints   p >= 1, m even, v = 1; two copies of the weights
     source        Li and Hoefler, "Chimera", arXiv 2107.06925

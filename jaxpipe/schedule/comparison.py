@@ -19,7 +19,7 @@ class Row:
     Args:
       name: of the schedule.
       num_chunks: v.
-      peak_in_flight: of the stage that keeps most, in microbatches of a full stage.
+      peak_in_flight: of the stage that keeps the most, in microbatches of a full stage.
       free_running: bubble ratio on the free-running clock.
       lock_step: bubble ratio on the lock-step clock.
     """
@@ -32,7 +32,7 @@ class Row:
 
 
 def row(free: Timeline, locked: Timeline) -> Row:
-    """Reads a schedule's row off its timelines on the two clocks."""
+    """Makes a schedule's row from its timelines on the two clocks."""
     schedule = free.schedule
     return Row(
         schedule.name,
@@ -44,7 +44,7 @@ def row(free: Timeline, locked: Timeline) -> Row:
 
 
 def figure(rows: Sequence[Row], title: str) -> Figure:
-    """Draws a comparison as bars: bubble ratios to the left, peak in flight to the right.
+    """Draws a comparison as bars: bubble ratios on the left, peak in flight on the right.
 
     Args:
       rows: at least one, drawn from top to bottom.

@@ -38,19 +38,19 @@ _MAX_GAP = 9
 _SPREAD = 8
 """How far, in slots held, a block may be from the one expected to fill the memory."""
 _MAX_BLOCKS = 100
-"""With equal costs the winner is among the first 10 at p=4, 6, 8, with others mostly among 60."""
+"""At p=4, 6, 8 the winner is among the first 10 with equal costs, mostly among 60 with others."""
 _TRIAL_ACTIONS = 1_200_000
-"""What the search may simulate: about five seconds."""
+"""How many actions the search may simulate: about five seconds."""
 _MAX_FINALISTS = 8
 _CACHE_VERSION = 1
-"""Raise it when the search finds other schedules."""
+"""To be raised when the search finds other schedules."""
 
 
 def v_min(num_stages: int, num_microbatches: int) -> Schedule:
     """Keeps about a third of 1F1B's activations: every hop takes one slot.
 
     ============  =====================================================================
-    bubble        (4p-5)/2, (4p-7)/2 if 3 divides p; in full-stage slots at F=B=W, m >= 2p;
+    bubble        (4p-5)/2, or (4p-7)/2 if 3 divides p, in full-stage slots at F=B=W, m >= p >= 2;
                   with unequal costs it can grow with every microbatch
     in flight     floor((p+4)/3) microbatches of a full stage
     constraints   p >= 1, m >= 1, v = 2 on the V placement
@@ -72,11 +72,12 @@ def v_min(num_stages: int, num_microbatches: int) -> Schedule:
 
 
 def v_half(num_stages: int, num_microbatches: int) -> Schedule:
-    """Keeps half of 1F1B's activations: F0 and B1 take two slots a hop, F1 and B0 one.
+    """Keeps half of 1F1B's activations: F0 and B1 take two slots per hop, F1 and B0 one.
 
     ============  =====================================================================
-    bubble        (3p-7)/2 for even p from 4 on, (3p-4)/2 for odd p from 3 on; in full-stage slots
-                  at F=B=W, m >= 2p; it does not grow with m iff W+2B >= 2F and W+2F >= 2B
+    bubble        (3p-7)/2 for even p, (3p-4)/2 for odd p, in full-stage slots at F=B=W,
+                  m >= p >= 3; 1/2 at p = 2. From m = 2p on it does not grow with m if
+                  W+2B >= 2F and W+2F >= 2B; for odd p only then, for even p also at other costs
     in flight     floor((p+2)/2) microbatches of a full stage
     constraints   p >= 1, m >= 1, v = 2 on the V placement
     source        arXiv 2405.15362, V-Half
@@ -100,8 +101,8 @@ def v_zb(num_stages: int, num_microbatches: int) -> Schedule:
     """Leaves no gap in a stage's span, at 1F1B's memory: six slots down one stage and up again.
 
     ============  =====================================================================
-    bubble        0 in the span of each stage, (p-1)/2 with a barrier between optimizer steps; in
-                  full-stage slots at F=B=W, m >= 2p
+    bubble        in full-stage slots at F=B=W: (p-1)/2 with a barrier between optimizer steps,
+                  m >= p; 0 in the span of each stage, m >= 2p
     in flight     p microbatches of a full stage
     constraints   p >= 1, m >= 1, v = 2 on the V placement
     source        arXiv 2405.15362, V-ZB
@@ -149,7 +150,7 @@ def one_f_one_b_v(num_stages: int, num_microbatches: int) -> Schedule:
     """Builds 1F1B-V: fused backwards, two thirds of 1F1B's activations.
 
     ============  =====================================================================
-    bubble        at most 1F1B's, 3(p-1) in full-stage slots at F=B=W, m >= 2p
+    bubble        in full-stage slots at F=B=W: at most 3(p-1), which fused 1F1B has
     in flight     floor(2p/3) + 1 microbatches of a full stage
     constraints   p >= 1, m >= 1, v = 2 on the V placement
     source        arXiv 2405.15362, 1F1B-V
@@ -202,16 +203,17 @@ def controllable_memory(
     memory_limit: float | None = None,
     costs: Costs = _UNIT,
 ) -> Schedule:
-    """Searches the building block whose schedule ends first under a memory limit.
+    """Searches for the building block whose schedule ends first under a memory limit.
 
-    Tries blocks with one or two strides and every turn of the V up to `_MAX_GAP` slots, those first
-    that fill the memory best, and orders each with the real and with equal costs. Never ends later
-    than V-Min, V-Half or V-ZB where they fit. The result is kept on disk, under ``$XDG_CACHE_HOME``
-    or ``~/.cache``.
+    Tries blocks with one or two strides and every turn of the V up to `_MAX_GAP` slots, starting
+    with those that fill the memory best, and orders each with the real and with equal costs. It
+    never ends later than V-Min, V-Half or V-ZB where they fit. The result is kept on disk, under
+    ``$XDG_CACHE_HOME`` or ``~/.cache``.
 
     ============  =====================================================================
-    bubble        of the span of a stage: (6p-1-3k)/2 for k = 2 memory_limit from about p to 2p-2,
-                  3/2 at k = 2p-1, 0 at k = 2p; in full-stage slots at F=B=W, m >= 2p
+    bubble        in full-stage slots at F=B=W, k = 2 memory_limit, at most 2p:
+                  max(6p-1-3k, 3p-1-k)/2, m >= p; of the span of a stage, m >= 2p: (6p-1-3k)/2 up to
+                  k = 2p-2, 3/2 at k = 2p-1 (p >= 3), 0 at k = 2p
     in flight     memory_limit microbatches of a full stage
     constraints   p >= 1, m >= 1, v = 2 on the V placement; memory_limit at least V-Min's, about p/3
     source        arXiv 2405.15362, adaptive scheduler
@@ -222,7 +224,7 @@ def controllable_memory(
       num_microbatches: m, at least 1; may be less than p.
       memory_limit: peak in flight per stage, in microbatches of a full stage; halves count.
         None for 1F1B's, which is p.
-      costs: of one chunk; the free-running makespan with them is what the search minimises.
+      costs: of one chunk; the search minimises the free-running makespan with them.
 
     Returns:
       The schedule, named "controllable-memory".
@@ -243,7 +245,7 @@ def controllable_memory(
             f"keeps at least {smallest / 2:g} microbatches in flight.\n"
             f"Nearest valid: {smallest / 2:g}."
         )
-    # More than all microbatches never are in flight.
+    # At most all microbatches are in flight.
     limit = int(min(2 * memory_limit, 2 * num_microbatches))
     caps = (limit,) * num_stages
     path = _cache_path(num_stages, num_microbatches, limit, costs)
@@ -262,7 +264,7 @@ def _schedule(
 
 
 class _Choice(NamedTuple):
-    """How to make a schedule; with other costs than the real ones only the order is taken over."""
+    """How to make a schedule; only its order is used if its costs are not the real ones."""
 
     block: Block
     caps: Sequence[int]
@@ -282,7 +284,7 @@ def _search(num_stages: int, num_microbatches: int, limit: int, costs: Costs) ->
     trial_microbatches = min(num_microbatches, 3 * num_stages)
     num_trials = _TRIAL_ACTIONS // (PERIOD * num_stages * trial_microbatches)
     num_finalists = _TRIAL_ACTIONS // (PERIOD * num_stages * num_microbatches)
-    # Blocks that hold more than 2p chunks gain nothing, and a limit of all 2m chunks is none.
+    # Blocks that hold more than 2p chunks gain nothing, and a limit of all 2m chunks is no limit.
     block_limit = 2 * num_stages
     if limit < 2 * num_microbatches:
         block_limit = min(block_limit, limit)
@@ -312,10 +314,10 @@ def _quality(plan: Plan) -> tuple[float, float]:
 
 
 def _blocks(num_stages: int, limit: int) -> Iterator[Block]:
-    """Blocks within a limit, those first that are expected to fill it best.
+    """Blocks within a limit, starting with those expected to fill it best.
 
-    A stage holds its chunks for 2 (sum of strides) + g0 + 2 g1 + g2 slots in all, and longer by
-    what its W wait; the winners are nearly always the blocks for which this is 6 limit - 8.
+    A stage holds its chunks for 2 (sum of strides) + g0 + 2 g1 + g2 slots in all, plus the time
+    that its W wait; the winners are nearly always the blocks for which this is 6 limit - 8.
     """
     found = []
     slots = range(1, _MAX_GAP + 1)
@@ -357,7 +359,7 @@ def _cache_path(num_stages: int, num_microbatches: int, limit: int, costs: Costs
 
 
 def _load(path: Path, num_microbatches: int, caps: Sequence[int]) -> Schedule | None:
-    """Reads a stored schedule; None where there is none, or none that can run."""
+    """Reads a stored schedule; None if there is none, or none that can run."""
     try:
         schedule = _schedule(json.loads(path.read_text()), num_microbatches, caps)
         validate(schedule)
@@ -368,7 +370,7 @@ def _load(path: Path, num_microbatches: int, caps: Sequence[int]) -> Schedule | 
 
 def _store(path: Path, plan: Plan) -> None:
     """Writes a plan's orders in one step, so that nobody reads half a file."""
-    # A cache that cannot be written costs time, never the result.
+    # A cache that cannot be written costs time but never changes the result.
     with contextlib.suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False) as file:

@@ -1,7 +1,7 @@
 """PyTorch's CSV of pipeline actions, in both directions.
 
-One row a stage, one cell a tick, empty where the stage is idle; a cell is virtual stage, kind,
-microbatch. The kinds have PyTorch's names (``torch.distributed.pipelining``, format
+There is one row per stage and one cell per tick, empty where the stage is idle; a cell is virtual
+stage, kind, microbatch. The kinds have PyTorch's names (``torch.distributed.pipelining``, format
 "compute_only"): F forward, I backward for the input, W backward for the weights, B *full* backward.
 """
 
@@ -22,7 +22,7 @@ from jaxpipe.schedule.validate import ScheduleError, validate
 
 _LETTERS = {Kind.F: "F", Kind.B: "I", Kind.W: "W", Kind.BW: "B"}
 _KINDS = {letter: kind for kind, letter in _LETTERS.items()}
-# Nine digits: more than any schedule has, and no number that takes long to convert.
+# Nine digits: more than any schedule needs, and quick to convert.
 _CELL = re.compile(r"([0-9]{1,9})([FIWB])([0-9]{1,9})")
 _COMMUNICATION = re.compile(r"[0-9]+(UNSHARD|RESHARD|REDUCE_GRAD|(SEND|RECV)_[FB])[0-9]*")
 
@@ -34,7 +34,7 @@ def write_csv(schedule: Schedule) -> str:
       schedule: a schedule that `validate` accepts.
 
     Returns:
-      The text, one line a stage. The order survives `parse_csv`; name and promised peak do not.
+      The text, one line per stage. `parse_csv` restores the order, but not name or promised peak.
 
     Raises:
       ScheduleError: the schedule cannot run.
@@ -88,14 +88,14 @@ def parse_csv(text: str, *, name: str = "csv", source: str = "csv") -> Schedule:
     """Reads a schedule from PyTorch's CSV and validates it.
 
     Rows are stages, in order; only the order of a row's cells counts, not their columns. A virtual
-    stage is held by the row that has most of its actions. The virtual stages and the microbatches
-    that occur end where the first is absent: a cell beyond is refused, not everything up to it
-    missed.
+    stage is held by the row that has most of its actions. The virtual stages and microbatches end
+    before the first one that is absent: a cell beyond that is refused, rather than all cells up to
+    it being reported as missing.
 
     Args:
       text: the CSV.
       name: of the schedule.
-      source: what errors call the text.
+      source: the name of the text in errors.
 
     Returns:
       A schedule that `validate` accepts, without a promised peak.
@@ -115,7 +115,7 @@ def parse_csv(text: str, *, name: str = "csv", source: str = "csv") -> Schedule:
     for d, order in enumerate(orders):
         for action in order:
             held[action.virtual_stage][d] += 1
-    # No more than there are actions, whatever their indices: nothing is sized by those.
+    # No more than there are actions, so that no size depends on an index in the file.
     num_virtual_stages = _first_absent(held)
     microbatches = {action.microbatch for order in orders for action in order}
     schedule = Schedule(
@@ -138,7 +138,7 @@ def _first_absent(indices: Collection[int]) -> int:
 
 
 def _orders(text: str, source: str) -> tuple[tuple[Action, ...], ...]:
-    # A trailing blank line is no stage; one in between is a stage that does nothing.
+    # A trailing blank line is not a stage; one in between is a stage that does nothing.
     rows = csv.reader(text.rstrip().splitlines())
     try:
         return tuple(
@@ -161,8 +161,8 @@ def _action(cell: str, where: str) -> Action:
     shown = repr(text if len(text) <= 40 else text[:40] + "...")
     if _COMMUNICATION.fullmatch(text):
         raise ScheduleError(
-            f"{where}: {shown} is communication, which jaxpipe derives from the order: write the "
-            "computations alone (PyTorch's format 'compute_only')."
+            f"{where}: {shown} is communication, which jaxpipe derives from the order: write only "
+            "the computations (PyTorch's format 'compute_only')."
         )
     raise ScheduleError(
         f"{where}: {shown} is not an action: write virtual stage, kind and microbatch, kind F, I "

@@ -33,15 +33,15 @@ _FILL = {
 }
 _MEANING = {Kind.F: "forward", Kind.B: "backward, input", Kind.W: "backward, weights"}
 _MAX_COLUMNS = 200_000
-"""A row of text longer than this shows nothing; costs far apart would make it any length."""
+"""A longer row of text would show nothing; with very different costs it could be any length."""
 _NUMBERED_ACTIONS = 6000
-"""Beyond this many boxes nobody can read the numbers and writing them takes seconds."""
+"""Beyond this many boxes nobody can read the numbers, and writing them takes seconds."""
 _NAMED_CURVES = 16
 """With more stages than this a list of their names is taller than the curves."""
 
 
 class TooWideError(ValueError):
-    """A drawing in text of more columns than anyone could look at."""
+    """A drawing in text with more columns than anyone could read."""
 
 
 def check_width(columns: float, remedy: str) -> None:
@@ -49,10 +49,10 @@ def check_width(columns: float, remedy: str) -> None:
 
     Args:
       columns: of its longest row.
-      remedy: what helps.
+      remedy: what the user can do.
 
     Raises:
-      TooWideError: that is too many.
+      TooWideError: there are too many columns.
     """
     if columns > _MAX_COLUMNS:
         raise TooWideError(
@@ -61,20 +61,20 @@ def check_width(columns: float, remedy: str) -> None:
 
 
 def text(timeline: Timeline, *, colour: bool = False) -> str:
-    """Draws a timeline as text: one row a stage, time to the right, "." where a stage waits.
+    """Draws a timeline as text: one row per stage, time to the right, "." where a stage waits.
 
     A cell is as wide as its action is long; the shortest action is just wide enough for its label.
-    With more than one chunk a stage the label is the action's own name, such as "2F0".
+    With several chunks per stage the label is the action's own name, such as "2F0".
 
     Args:
       timeline: what to draw.
       colour: write ANSI colours, for a terminal.
 
     Returns:
-      The drawing, one line a stage, no newline at the end.
+      The drawing, one line per stage, no newline at the end.
 
     Raises:
-      TooWideError: with the shortest action's label to scale, rows are longer than anyone reads.
+      TooWideError: rows in which the shortest action fits its label are longer than anyone reads.
 
     Example:
       >>> from jaxpipe.schedule.gpipe import gpipe
@@ -86,7 +86,7 @@ def text(timeline: Timeline, *, colour: bool = False) -> str:
     cells = max(len(_label(timed.action, timeline)) for row in timeline.rows for timed in row) + 1
     scale = cells / _shortest(timeline)
     remedy = (
-        "draw a picture (jaxpipe show --format svg), fewer microbatches or costs that differ less"
+        "draw a picture (jaxpipe show --format svg), or use fewer microbatches or more even costs"
     )
     check_width(timeline.makespan * scale, remedy)
     margin = len(f"stage {len(timeline.rows) - 1}")
@@ -97,7 +97,7 @@ def text(timeline: Timeline, *, colour: bool = False) -> str:
 
 
 def _shortest(timeline: Timeline) -> float:
-    # Late in a long timeline the difference of an action's end and start may round to nothing.
+    # Late in a long timeline an action's end minus its start may round to nothing.
     used = {
         (timed.action.virtual_stage, timed.action.kind) for row in timeline.rows for timed in row
     }
@@ -130,9 +130,9 @@ def _row(row: tuple[TimedAction, ...], timeline: Timeline, scale: float, colour:
 def figure(timeline: Timeline) -> Figure:
     """Draws a timeline as a figure, and the activations in flight beneath it.
 
-    Boxes are numbered by microbatch and coloured by kind, the darker the later the chunk. The
-    curves count microbatches of a full stage. Uses matplotlib's object interface only: no global
-    state, no display.
+    Boxes are numbered by microbatch and coloured by kind; later chunks are darker. The curves count
+    microbatches of a full stage. Only matplotlib's object interface is used: no global state, no
+    display.
 
     Args:
       timeline: what to draw.
@@ -209,7 +209,7 @@ def _add_legend(drawn: Figure, timeline: Timeline) -> None:
     chunks = timeline.schedule.num_chunks
     drawn.legend(
         handles=[Patch(color=_FILL[kind][0], label=meaning[kind]) for kind in Kind if kind in used],
-        title="the darker, the later the chunk" if chunks > 1 else None,
+        title="later chunks are darker" if chunks > 1 else None,
         title_fontsize=8,
         loc="outside lower center",
         ncols=3,
@@ -254,7 +254,7 @@ def _points(width: float, timeline: Timeline) -> float:
 
 
 def caption(timeline: Timeline) -> str:
-    """One line that says what a timeline shows, with its clock.
+    """One line that describes a timeline and names its clock.
 
     Example:
       >>> from jaxpipe.schedule.gpipe import gpipe
@@ -276,7 +276,7 @@ def caption(timeline: Timeline) -> str:
 
 
 def save(drawn: Figure, path: str | Path) -> Path:
-    """Writes a figure into a file; the ending, .svg or .png, chooses the format.
+    """Writes a figure to a file; the ending, .svg or .png, chooses the format.
 
     The same figure gives the same bytes.
 
@@ -298,7 +298,7 @@ def save(drawn: Figure, path: str | Path) -> Path:
         raise ValueError(
             f"{str(path)!r} does not end in a picture format. Nearest valid: .svg, .png."
         )
-    # Without a fixed salt and date every SVG differs from the last.
+    # Without a fixed salt and date every SVG would differ.
     with matplotlib.rc_context({"svg.hashsalt": "jaxpipe"}):
         drawn.savefig(
             path, dpi=150, metadata={"Date": None} if path.suffix.lower() == ".svg" else None

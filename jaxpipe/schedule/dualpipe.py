@@ -11,12 +11,12 @@ from jaxpipe.schedule.placement import wave
 def dualpipe_v(num_stages: int, num_microbatches: int) -> Schedule:
     """Pairs the forward of one chunk with the backward of the other, on the V placement.
 
-    Eight phases a stage; in the middle ones every forward runs beside a backward, which on hardware
-    that overlaps two passes hides their communication. Some W wait until the cool-down.
+    Each stage has eight phases. In the middle ones every forward runs beside a backward, which
+    hides their communication on hardware that overlaps two passes. Some W wait until the cool-down.
 
     ============  =====================================================================
     bubble        (p-1)/2 in full-stage slots at F=B=W, m >= 2p
-    in flight     2p+1 chunks on every stage: p + 1/2 microbatches of a full stage
+    in flight     at most 2p+1 chunks: p + 1/2 microbatches of a full stage
     constraints   p >= 1, m >= 1, v = 2 on the V placement; for m < 2p the schedule is that of 2p
                   microbatches without the surplus ones
     source        DeepSeek-AI, "DeepSeek-V3", arXiv 2412.19437; DualPipe-V is the "cut in half" form

@@ -1,7 +1,7 @@
 """The event machine of the free-running clock, on which orders are made.
 
 Each stage starts a pass as soon as it is free and its own rule chooses one of those that are ready.
-What a pass computes arrives at its readers, which may then start in turn.
+The result of a pass arrives at its readers, which may then start in turn.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ from collections.abc import Callable, Iterable, Sequence
 
 
 class Stage(abc.ABC):
-    """One stage: what it has received and started.
+    """One stage: the inputs it has received and the passes it has started.
 
     A stage numbers the kinds of pass that it runs, such as the forward of its first chunk. Passes
-    of one kind never overtake each other: the n-th that starts is of microbatch n.
+    of one kind never overtake each other: the n-th to start is of microbatch n.
 
     Args:
       durations: how long a pass of each kind takes.
@@ -62,8 +62,8 @@ def run(
     """Runs the stages until none of them can start anything more.
 
     Args:
-      stages: with the arrivals of what enters the pipeline from outside.
-      readers: given a stage and a kind of pass, the stages and kinds that read what it computes.
+      stages: the stages, with the arrivals of the inputs from outside the pipeline.
+      readers: given a stage and a kind of pass, the stages and kinds that read its result.
       message: how long a message between two stages takes.
     """
     events = [(0.0, d) for d in range(len(stages))]

@@ -10,7 +10,7 @@ def gpipe(num_stages: int, num_microbatches: int, *, fused: bool = False) -> Sch
     """Orders every forward before every backward.
 
     The split form puts W directly after its B: running all B first would not end sooner and would
-    keep what B hands to W for every microbatch.
+    keep the values that B passes to W for every microbatch.
 
     ============  =====================================================================
     bubble        fused (p-1)(F+B+W), split (p-1)(F+B), added to the m(F+B+W) of work

@@ -1,4 +1,4 @@
-"""What an error says of a schedule that cannot run: the problems, and the grid around the first."""
+"""The error text for a schedule that cannot run: its problems, and the grid around the first."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from jaxpipe.schedule.actions import Action, Schedule
 
 SHOWN_PROBLEMS = 8
 MAX_MISSING = 1000
-"""Missing actions are counted no further: m may be any number."""
+"""Missing actions are not counted beyond this: m may be any number."""
 _GRID_TICKS = 12
 """Ticks of the grid: enough to see a pattern, narrow enough for a terminal."""
 _GRID_STAGES = 10
@@ -18,13 +18,13 @@ _GRID_STAGES = 10
 
 @dataclasses.dataclass
 class Problem:
-    """One thing that is wrong, and where.
+    """One problem, and where it is.
 
     Args:
       text: a sentence.
       stage: None for the whole schedule.
-      position: in the order of the stage; None for an action that is not there.
-      absent: that action.
+      position: in the order of the stage; None for a missing action.
+      absent: the missing action.
     """
 
     text: str
@@ -42,7 +42,7 @@ def message(
     """Writes the problems, and the stage x tick grid around the first that has a place.
 
     Args:
-      schedule: which cannot run.
+      schedule: the schedule that cannot run.
       problems: at least one.
       ticks: how far each stage gets (`jaxpipe.schedule.validate.Walk`).
       spell: writes an action.

@@ -17,15 +17,17 @@ def hanayo(
 ) -> Schedule:
     """Sends every microbatch down and up the stages W times; turns cost no message.
 
-    The paper repeats units of p microbatches; here the wave goes on across units, under a cap on
-    the chunks in flight. The split form puts W in the gaps, which leaves few.
+    The paper repeats units of p microbatches; here the wave continues across units, under a cap on
+    the chunks in flight. The split form puts W in the gaps and leaves few of them.
 
     ============  =====================================================================
-    bubble        F=B=W, p=m=8: ratio .368, .238, .135 fused for W = 1, 2, 4 (the paper's formula
-                  (2p-2)/(3pW+p-1) gives less at W = 1), split .127, .068, .035. With W = 1
-                  the same 2(p-1), or about (p-1)/2, is lost for any m >= p, with more waves up to
-                  three times their first unit's
-    in flight     2Wp chunks on every stage, or ``memory_limit``
+    bubble        in full-stage slots at F=B=W, without a lower ``memory_limit``: at m = p split
+                  (p-1)/(2W), fused 2(p-1) at W = 1 and less with more waves. At m > p and W = 1
+                  fused the same, split at most 2 more (p <= 12); with more waves up to 4.5 times
+                  as much split and 7.3 times fused (p <= 9, m <= 4p, W <= 4). Ratio of the fused
+                  form at p=m=8: .368, .238, .135 for W = 1, 2, 4, where the paper's formula
+                  (2p-2)/(3pW+p-1) gives .452, .255, .136
+    in flight     at most 2W min(m, p) chunks on every stage, or ``memory_limit``
     constraints   p >= 1, m >= 1, v = 2W on the wave placement
     source        Liu et al., "Hanayo", arXiv 2308.15762
     ============  =====================================================================
@@ -64,7 +66,7 @@ def hanayo(
         orders=list_schedule(
             placement,
             num_microbatches,
-            # A microbatch enters a chunk only if it would find room in the later ones, too.
+            # A microbatch enters a chunk only if it would also find room in the later ones.
             limits=[cap - (v - 1 - chunk) for chunk in placement.chunks],
             fused=fused,
         ),

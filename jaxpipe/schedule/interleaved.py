@@ -1,6 +1,6 @@
-"""Depth-first interleaving: 1F1B over several chunks a stage, microbatches in small groups.
+"""Depth-first interleaving: 1F1B over several chunks per stage, microbatches in small groups.
 
-`depth_first_orders` is the family's one algorithm; the zero-bubble schedules use it, too.
+`depth_first_orders` is the family's one algorithm; the zero-bubble schedules use it as well.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ def warm_up_forwards(num_stages: int, num_chunks: int, group: int) -> tuple[int,
     """Forwards each stage runs before it alternates with backwards, as in Megatron-LM.
 
     The first group passes all chunks but the last; a stage then needs two more forwards for each
-    stage behind it: one on the way down, one on the gradient's way back.
+    stage behind it: one for the way down, one for the gradient's way back.
     """
     return tuple((num_chunks - 1) * group + 2 * (num_stages - d - 1) for d in range(num_stages))
 
@@ -96,8 +96,8 @@ def depth_first_orders(
 
     Args:
       placement: linear or looped.
-      num_microbatches: m. The last group may be short: it is planned in full, and what does not
-        exist is left out, which keeps every dependency in order.
+      num_microbatches: m. The last group may be short: it is planned in full, and microbatches that
+        do not exist are left out, which keeps every dependency in order.
       group: microbatches that go through a chunk before the next chunk's turn.
       warm_ups: per stage, forwards before the first backward.
       delays: per stage, how many backwards later each W follows its B; None for fused backwards.
@@ -114,7 +114,7 @@ def depth_first_orders(
     ]
     orders = []
     for d, held in enumerate(placement.virtual_stages):
-        # What the stage runs in turn: a kind, its virtual stages by chunk, and its delay.
+        # The kinds that the stage alternates between, with virtual stages by chunk, and delay.
         turns = [(Kind.F, held, 0)]
         if delays is None:
             turns.append((Kind.BW, held[::-1], warm_ups[d]))

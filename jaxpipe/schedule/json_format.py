@@ -1,4 +1,4 @@
-"""A schedule as JSON, in both directions: all of it, with placement, slices and promised peak.
+"""A whole schedule as JSON, in both directions, with placement, slices and promised peak.
 
 PyTorch's CSV (`jaxpipe.schedule.csv_format`) has no room for slices, which decide the ticks.
 """
@@ -47,7 +47,7 @@ def from_json(data: Any) -> Schedule:
     """Reads what `to_json` wrote, and validates it.
 
     Args:
-      data: whatever JSON gave.
+      data: any value read from JSON.
 
     Returns:
       A schedule that `validate` accepts.

@@ -1,6 +1,6 @@
 """List scheduling: every stage always starts the most urgent pass that is ready.
 
-For placements on which several passes meet on a stage in ways no short formula describes.
+It is for placements on which several passes meet on a stage in ways no short formula describes.
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ _SLOTS = {Kind.F: 1, Kind.B: 1, Kind.W: 1, Kind.BW: 2}
 def list_schedule(
     placement: Placement, num_microbatches: int, *, limits: Sequence[int], fused: bool
 ) -> tuple[tuple[Action, ...], ...]:
-    """Runs the pipeline event by event and writes down what each stage did.
+    """Runs the pipeline event by event and records what each stage does.
 
-    The pass that is due first goes first, forward or backward; W fills what gaps remain. A pass is
-    due when it would start if nobody waited and microbatches entered twice as fast as a stage
-    works them off: more than full speed, so that earlier microbatches pull ahead, but not so
-    little that a backward always precedes a forward, which opens gaps that no other backward fits.
+    The pass that is due first goes first, forward or backward; W fills the remaining gaps. A pass
+    is due when it would start if no stage waited and microbatches entered twice as fast as a stage
+    processes them. At that rate earlier microbatches pull ahead, but a backward does not always
+    precede a forward, which would open gaps that no other backward fits.
 
     Args:
       placement: any.
       num_microbatches: m.
       limits: per virtual stage, how many chunks its stage may hold, of the same copy of the model,
         before the virtual stage starts another forward. At least 1, and growing from chunk to chunk
-        of a stage: so the microbatch that is farthest always finds room, and nothing stops.
+        of a stage, so that the farthest microbatch always finds room and nothing stops.
       fused: run B and W of a microbatch as one action.
 
     Returns:
@@ -59,7 +59,7 @@ def list_schedule(
 
 
 def _reader(kind: Kind, s: int, backward: Kind, depth: int) -> tuple[Kind, int] | None:
-    """The kind and virtual stage that read what a pass computes; None if no F, B or BW does."""
+    """The kind and virtual stage that read the result of a pass; None if no F, B or BW does."""
     if kind is Kind.F:
         return (Kind.F, s + 1) if (s + 1) % depth else (backward, s)
     if kind is Kind.W or s % depth == 0:
@@ -68,7 +68,7 @@ def _reader(kind: Kind, s: int, backward: Kind, depth: int) -> tuple[Kind, int] 
 
 
 class _Stage(events.Stage):
-    """A stage that starts what is due first, and W where nothing else is ready; times in slots."""
+    """A stage that starts the pass due first, and W if nothing else is ready; times in slots."""
 
     def __init__(
         self, held: Sequence[int], limits: Sequence[int], placement: Placement, backward: Kind
@@ -115,7 +115,7 @@ class _Stage(events.Stage):
             self.in_flight[copy] -= 1
 
     def actions(self) -> Iterator[Action]:
-        """What the stage has run, in order."""
+        """The actions that the stage has run, in order."""
         numbers = [itertools.count() for _ in self.passes]
         for number in self.order:
             kind, s = self.passes[number]

@@ -9,7 +9,7 @@ Everything a stage keeps lives in a numbered slot: a message that has arrived an
 residuals from F to the last action that reads them, values from B to W. Interval colouring gives
 each buffer exactly the schedule's peak and no more.
 
-A message that is first read two ticks after it was sent may arrive a tick late, and travel while
+A message that is first read two ticks after it was sent may arrive one tick late and travel while
 that tick's layers run. Stages meet at the end of a tick if any of its messages cannot wait, so a
 tick's messages are late only if all of them can be.
 """
@@ -31,7 +31,7 @@ from jaxpipe.schedule.table import NONE, Cell, Channel, TickTable, Transfers
 from jaxpipe.schedule.validate import simulated_only
 
 _SPARED = 0.25
-"""Share of ticks without a meeting from which on it pays to skip meetings: late messages take a
+"""Least share of ticks without a meeting for which skipping meetings pays: late messages take a
 second set of permutes in every tick, and skipping takes a loop. By schedule: docs/design/007."""
 
 
@@ -69,10 +69,10 @@ def lower(
       layer_counts: layers of every virtual stage, see
         `jaxpipe.schedule.partition`.
       weight_slots: gathered chunks a stage keeps at once when weights are sharded over data; capped
-        by the number of chunks. With slices, raised to what one tick uses, and until no tick
-        gathers twice.
-      own_slots: a chunk always lies in slot ``chunk % k`` of k, as a program needs that must know
-        where weights are; it may take more slots, and gather more often.
+        by the number of chunks. With slices, raised to the number that one tick uses, and until no
+        tick gathers twice.
+      own_slots: a chunk always lies in slot ``chunk % k`` of k, for programs that must know where
+        weights are; this may take more slots and gather more often.
 
     Returns:
       The table.
@@ -99,7 +99,7 @@ def forward_only(schedule: Schedule) -> Schedule:
 
 @dataclasses.dataclass(frozen=True)
 class _Parts:
-    """What runs in the ticks, one row a slice, in order within each stage: int64 ``[slices]``."""
+    """The slices that run, one row each, in order within each stage: int64 ``[slices]``."""
 
     stage: np.ndarray
     tick: np.ndarray
@@ -117,7 +117,7 @@ _KINDS = tuple(Kind)
 class _Lowering:
     """The passes of `lower`, which share the ticks of every action.
 
-    What a microbatch i does on virtual stage s has the number s*m + i; arrays of all of them are
+    The pass of microbatch i on virtual stage s has the number s*m + i; arrays of all of them are
     ``[p*v*m]``. Times within the step are ``tick * len(Phase) + phase``.
     """
 
@@ -201,8 +201,8 @@ class _Lowering:
                 yield kind, source, target, sent, read
 
     def _meetings(self) -> tuple[np.ndarray, np.ndarray]:
-        """bool ``[ticks]``: whose messages between stages are received in the next tick, and at
-        whose end stages meet."""
+        """bool ``[ticks]``: the ticks whose messages between stages are received in the next tick,
+        and those at whose end stages meet."""
         soonest = np.full(self.num_ticks, self.num_ticks)
         for _, source, target, sent, read in self._messages():
             if self.stage_of[source] != self.stage_of[target]:
@@ -254,7 +254,7 @@ class _Lowering:
         return slots, num_slots
 
     def _held(self) -> Iterator[np.ndarray]:
-        """For every stage, the numbers of what it runs."""
+        """For every stage, the numbers of its passes."""
         stages = np.repeat(self.stage_of, self.m)
         for stage in range(self.schedule.num_stages):
             yield np.flatnonzero(stages == stage)
@@ -367,11 +367,11 @@ class _Lowering:
 
 
 def _parts(schedule: Schedule, layer_counts: tuple[int, ...]) -> _Parts:
-    """The schedule's own slices, or one whole action a tick."""
+    """The schedule's own slices, or one whole action per tick."""
     code = {kind: k for k, kind in enumerate(_KINDS)}
     counts = np.asarray(layer_counts)
 
-    # Column by column: with a tuple a row, collecting garbage would take longer than the rest.
+    # Column by column: with one tuple per row, garbage collection would take longer than the rest.
     def column(values: Iterable[int]) -> np.ndarray:
         return np.fromiter(values, np.int64)
 
@@ -388,8 +388,8 @@ def _parts(schedule: Schedule, layer_counts: tuple[int, ...]) -> _Parts:
     np.maximum.at(reached, virtual_stage, hi)
     if tuple(reached.tolist()) != layer_counts:
         raise ValueError(
-            f"Schedule {schedule.name!r} was cut into slices of {tuple(reached.tolist())} layers a "
-            f"virtual stage, and the model has {layer_counts}: cut it again with `slice_ticks`."
+            f"Schedule {schedule.name!r} was cut for {tuple(reached.tolist())} layers per virtual "
+            f"stage, but the model has {layer_counts}: cut it again with `slice_ticks`."
         )
     return _Parts(
         stage=np.asarray(schedule.placement.stages)[virtual_stage],
@@ -433,7 +433,7 @@ def colour_intervals(starts: np.ndarray, ends: np.ndarray) -> np.ndarray:
     by_start, by_end = np.argsort(starts, kind="stable"), np.argsort(ends, kind="stable")
     ended = np.searchsorted(ends[by_end], starts[by_start])
     num_slots = int((1 + np.arange(len(starts)) - ended).max(initial=0))
-    # The first intervals take new slots, each later one that which has been free for longest.
+    # The first intervals take new slots; each later one takes the slot that was freed first.
     slots = np.empty(len(starts), np.int64)
     slots[by_start[:num_slots]] = np.arange(num_slots)
     for later, earlier in zip(by_start[num_slots:].tolist(), by_end.tolist(), strict=False):

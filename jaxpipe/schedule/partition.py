@@ -1,4 +1,4 @@
-"""Partition: which layers make up each virtual stage, balanced by what they cost.
+"""Partition: which layers make up each virtual stage, balanced by their cost.
 
 Why this objective: ``docs/design/008-partition.md``.
 """
@@ -17,21 +17,21 @@ from jaxpipe.schedule.placement import Placement
 from jaxpipe.schedule.simulate import Costs
 
 _BITS = 30
-"""Costs are compared as integers whose sum has at most so many bits: sums are exact."""
+"""Costs are compared as integers whose sum has at most this many bits, so sums are exact."""
 _NEVER = 2**61
-"""The cost of a chunk that must not be: above any sum of squares, its double still an int64."""
+"""The cost of a forbidden chunk: above any sum of squares, and twice it still fits an int64."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Memory:
-    """What layers keep on a stage, and how much there is.
+    """The memory that layers take on a stage, and the stage's limit.
 
     One program runs on every stage, so each chunk and each slot takes the room of the largest: a
-    chunk fits where ``num_chunks`` times its parameters and ``in_flight`` times its residuals do.
+    chunk fits if ``num_chunks`` times its parameters plus ``in_flight`` times its residuals do.
 
     Args:
       parameter_bytes: per layer: parameters, gradients and optimizer state, as sharded over data.
-      residual_bytes: per layer: what F keeps of one microbatch.
+      residual_bytes: per layer: the residuals that F keeps for one microbatch.
       in_flight: the schedule's peak, in chunk activations (`Timeline.peak_in_flight`).
       limit_bytes: of one stage.
     """
@@ -48,9 +48,9 @@ def partition(
     """Splits layers, in model order, over virtual stages so that none is slower than it must be.
 
     The largest chunk costs as little as possible; within that limit the sum of squared costs is
-    least. Where a stage holds several chunks, layers then move between neighbouring chunks from
+    least. If a stage holds several chunks, layers then move between neighbouring chunks from
     fuller stages to emptier ones, within the same limit, until no move helps. Layers of equal cost
-    give chunks of equal length, earlier ones longer where they do not divide.
+    give chunks of equal length, earlier ones longer if the layers do not divide evenly.
 
     Takes time proportional to n L^2 for L layers, not all alike, on n virtual stages.
 
@@ -78,7 +78,7 @@ def partition(
     _check(layer_costs, placement, memory)
     num_layers, num_parts = len(layer_costs), placement.num_virtual_stages
     if memory is None and len(set(layer_costs)) == 1:
-        # What follows would give the same, but takes seconds for a thousand layers.
+        # The code below would give the same, but takes seconds for a thousand layers.
         share, extra = divmod(num_layers, num_parts)
         return tuple(share + (s < extra) for s in range(num_parts))
     loads = _spans(_integers(layer_costs))
@@ -96,7 +96,7 @@ def partition(
 
 
 class ChunkShare(NamedTuple):
-    """What one chunk holds of the model.
+    """The part of the model that one chunk holds.
 
     Args:
       virtual_stage: its position in model order.
@@ -118,7 +118,7 @@ class ChunkShare(NamedTuple):
 def chunk_shares(
     layer_costs: Sequence[float], layer_counts: Sequence[int], placement: Placement
 ) -> list[ChunkShare]:
-    """Says what every chunk of a partition holds, in model order.
+    """Lists the part that every chunk of a partition holds, in model order.
 
     Args:
       layer_costs: as in `partition`.
@@ -142,15 +142,15 @@ def chunk_shares(
 def chunk_costs(
     costs: Costs, layer_costs: Sequence[float], layer_counts: Sequence[int]
 ) -> list[Costs]:
-    """Says what every chunk of a partition costs, for `simulate` and `lock_step`.
+    """Computes the cost of every chunk of a partition, for `simulate` and `lock_step`.
 
     Args:
-      costs: of a chunk of mean cost.
+      costs: of an average chunk.
       layer_costs: as in `partition`.
       layer_counts: layers of every virtual stage.
 
     Returns:
-      Of every virtual stage, its layers' share of the F, B and W of all; messages stay as they are.
+      For every virtual stage, its layers' share of all F, B and W; messages stay as they are.
 
     Example:
       >>> [cost.f for cost in chunk_costs(Costs(1, 1, 1), [1] * 10, [3, 3, 2, 2])]
@@ -194,7 +194,7 @@ def _check(layer_costs: Sequence[float], placement: Placement, memory: Memory | 
 
 
 def _too_small(memory: Memory, placement: Placement) -> str:
-    """Says how much memory any partition needs."""
+    """Says how much memory any partition needs at least."""
     room = _spans(_room(memory, placement.num_chunks))
     room = np.where(np.triu(np.ones(room.shape, bool), 1), room, math.inf)
     least, _ = _best_ends(room, placement.num_virtual_stages, np.maximum)
@@ -208,13 +208,13 @@ def _too_small(memory: Memory, placement: Placement) -> str:
 def _integers(layer_costs: Sequence[float]) -> np.ndarray:
     """Costs as int64 ``[layers]`` with a sum of about 2 ** `_BITS`, for exact sums and squares."""
     largest_exponent = math.frexp(max(layer_costs))[1] + len(layer_costs).bit_length()
-    # A power of two keeps whole numbers whole, and so what adds up to the same.
+    # A power of two keeps whole numbers whole, so equal sums stay equal.
     scaled = [math.ldexp(cost, _BITS - largest_exponent) for cost in layer_costs]
     return np.rint(scaled).astype(np.int64)
 
 
 def _room(memory: Memory, num_chunks: int) -> np.ndarray:
-    """What each layer takes of a stage, float64 ``[layers]``."""
+    """The memory each layer takes on a stage, float64 ``[layers]``."""
     parameters = num_chunks * np.asarray(memory.parameter_bytes, float)
     return parameters + memory.in_flight * np.asarray(memory.residual_bytes, float)
 
@@ -226,15 +226,15 @@ def _spans(values: np.ndarray) -> np.ndarray:
 
 
 def _best_ends(costs: np.ndarray, num_parts: int, combine: np.ufunc) -> tuple[float, np.ndarray]:
-    """Splits a sequence into parts whose costs combine to the least, by dynamic programming.
+    """Splits a sequence into the parts with the least combined cost, by dynamic programming.
 
     Args:
       costs: ``[k, l]``: of elements k to l - 1 as one part.
       num_parts: at least 1.
-      combine: how costs of parts add up: np.add or np.maximum.
+      combine: how costs of parts combine: np.add or np.maximum.
 
     Returns:
-      The least combined cost, and where each part ends; of the best, earlier parts are longest.
+      The least combined cost, and where each part ends; among equals, earlier parts are longest.
     """
     rest = np.full(len(costs), _NEVER, costs.dtype)  # [k]: of elements k on, in the parts so far
     rest[-1] = 0
@@ -252,8 +252,8 @@ def _best_ends(costs: np.ndarray, num_parts: int, combine: np.ufunc) -> tuple[fl
 def _relieve(ends: np.ndarray, loads: np.ndarray, fits: np.ndarray, placement: Placement) -> None:
     """Moves ends of chunks, in place, so that the sum of squared loads of stages falls.
 
-    A layer goes from a chunk to the next or the one before where their stages then differ less.
-    Each move lowers the sum, so there is an end to it.
+    A layer moves to the next or the previous chunk if their stages then differ less. Each move
+    lowers the sum, so this ends.
     """
     cuts = [0, *ends.tolist()]
     stage_loads = [0] * placement.num_stages

@@ -26,15 +26,15 @@ METHODS: dict[str, str] = {
 """Which weights are read, by the method's name."""
 
 _ALIKE = Costs(1, 1, 1)
-"""Of stages that are all alike: in which unit makes no difference to shares of time."""
+"""For stages that are all alike; the unit does not affect shares of time."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Part:
     """When a part works on microbatch g: forward in tick g + forward, gradient in g + backward.
 
-    If it recomputes, it runs forward again in tick g + recompute, the segment's part of which
-    begins with what is kept of tick g + forward.
+    If it recomputes, it runs forward again in tick g + recompute, and its segment starts from the
+    input kept in tick g + forward.
     """
 
     forward: Any
@@ -49,10 +49,10 @@ class SteadyState:
     In tick t stage d (from 0) runs F of microbatch t - d, then its backward of microbatch
     t - 2P + 1 + d, then, if that was the last of a minibatch, its update.
 
-    With recomputation, stages form segments of S. F keeps the input of each segment alone; the
-    segment runs forward again, a stage a tick, so that its last stage has the residuals in the tick
-    of its backward. Stage d keeps them for 2(e-d)+1 microbatches, e being the last stage of its
-    segment.
+    With recomputation, stages form segments of S. F keeps only the input of each segment; the
+    segment runs forward again, one stage per tick, so that its last stage has the residuals in the
+    tick of its backward. Stage d keeps them for 2(e-d)+1 microbatches, e being the last stage of
+    its segment.
 
     ============  =====================================================================
     bubble        1 - mean / largest cost of a stage, 0 if all are alike; a fill of 2P-1 ticks once
@@ -63,7 +63,7 @@ class SteadyState:
 
     Args:
       num_stages: P, at least 1.
-      num_microbatches: N of a minibatch, at least 1.
+      num_microbatches: N, the microbatches of a minibatch, at least 1.
       method: a name in `METHODS`.
       recompute_segment: S, from 1 to P, or None for no recomputation.
 
@@ -154,7 +154,7 @@ class SteadyState:
 
     @property
     def residual_slots(self) -> int:
-        """Microbatches whose residuals the stage with most of them keeps."""
+        """The most microbatches whose residuals any stage keeps."""
         if self.recompute_segment is None:
             return self.num_slots
         return 2 * self.recompute_segment - 1
@@ -168,7 +168,7 @@ class SteadyState:
 
     @property
     def num_versions(self) -> int:
-        """Versions of the weights a stage keeps, its newest included; the first stage's need."""
+        """Weight versions that a stage keeps, the newest included; as many as stage 0 needs."""
         if self.method == "pipemare":
             return 1
         return 2 if self.method == "2bw" else 1 + self.delay(self.stage(0), 0)
@@ -197,8 +197,8 @@ class SteadyState:
           costs: of a stage's layers; or, where stages differ, of every stage.
 
         Returns:
-          The mean over the largest of what a tick is on a stage: 1 if all stages are alike and
-          messages take no time.
+          The mean over the largest time that a tick takes on a stage: 1 if all stages are alike
+          and messages take no time.
 
         Raises:
           ValueError: there is not one cost for every stage.
@@ -224,7 +224,7 @@ class SteadyState:
 
         Args:
           minibatches: of the run.
-          costs: as for `full_utilization`; stages are all alike without.
+          costs: as for `full_utilization`; without them, stages are all alike.
 
         Returns:
           That of a full pipeline, times N k / (N k + 2P-1) for k minibatches.
@@ -247,7 +247,7 @@ class SteadyState:
 
     @property
     def loss_lag(self) -> int:
-        """Minibatches that enter after one before the last of its losses is there."""
+        """Minibatches that enter after one before the last of its losses is known."""
         return -(-self.head.forward // self.num_microbatches)
 
     # Delays, in updates.
@@ -255,7 +255,7 @@ class SteadyState:
     def delay(self, part: Part, j):
         """How many updates the forward of a minibatch's microbatch j misses, with a full pipeline.
 
-        That is, how many of those that precede its own minibatch's.
+        That is, how many of the updates before its own minibatch's.
         """
         if self.method == "2bw":
             return 1 + 0 * j

@@ -12,10 +12,10 @@ from jaxpipe.schedule.pipemare import Part, SteadyState
 def text(steady: SteadyState) -> str:
     """Draws the N ticks in which one minibatch enters a full pipeline.
 
-    A cell is F and B of one stage and tick, and between them R if the pipeline recomputes:
+    A cell has F and B of one stage and tick, and R between them if the pipeline recomputes: the
     microbatch, numbered within its minibatch, and after @ the weight version it reads, counted from
     the first stage's newest at the start of the period. ``+`` marks the update that ends a
-    minibatch. Then, per stage, the delays.
+    minibatch. The delays follow, per stage.
 
     Args:
       steady: the pipeline.
@@ -33,7 +33,7 @@ def text(steady: SteadyState) -> str:
     N = steady.num_microbatches
     cell = "F@0 B@0   " if steady.recompute_segment is None else "F@0 R@0 B@0   "
     check_width(N * (len(cell) + cell.count("@") * len(str(N - 1))), "draw fewer microbatches")
-    # The first minibatch whose period finds a full pipeline that has forgotten its fill.
+    # The first minibatch in whose period the pipeline is full and its filling has no effect left.
     minibatch = 2 * math.ceil(steady.num_slots / N)
     start = minibatch * N
     base = steady.newest(steady.stage(0), start)

@@ -17,7 +17,7 @@ class Placement:
     Args:
       stages: ``stages[s]`` is the stage (0-based) that holds virtual stage ``s``. Every stage holds
         the same number of virtual stages.
-      num_copies: how many copies of the model's weights these virtual stages are; above 1 they
+      num_copies: how many copies of the model's weights these virtual stages form; several copies
         follow each other in ``stages``, and nothing passes from one copy to the next.
 
     Example:
@@ -40,8 +40,9 @@ class Placement:
 
     @property
     def depth(self) -> int:
-        """The virtual stages a microbatch goes through: those of one copy; at least 1."""
-        return max(1, len(self.stages) // self.num_copies)
+        """The number of virtual stages a microbatch goes through: one copy's; at least 1."""
+        # `validate` counts with any placement before it refuses it.
+        return max(1, len(self.stages) // max(1, self.num_copies))
 
     @cached_property
     def num_chunks(self) -> int:
@@ -50,8 +51,8 @@ class Placement:
 
     @cached_property
     def chunks(self) -> tuple[int, ...]:
-        """``chunks[s]`` is the chunk number of virtual stage ``s`` on its own stage, all copies
-        counted: modulo `num_chunks`, that of its own copy."""
+        """``chunks[s]`` is the chunk number of virtual stage ``s`` on its own stage, counted over
+        all copies; modulo `num_chunks` it is the number within its own copy."""
         seen = [0] * self.num_stages
         numbers = []
         for stage in self.stages:
@@ -69,7 +70,7 @@ class Placement:
 
 
 def linear(num_stages: int) -> Placement:
-    """One chunk a stage, in order."""
+    """One chunk per stage, in order."""
     return Placement(tuple(range(num_stages)))
 
 

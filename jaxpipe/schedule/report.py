@@ -26,14 +26,14 @@ def report(
       schedule: a schedule that `validate` accepts.
       costs: of one chunk.
       layers_per_chunk: cut ticks into time slices at the granularity of this many layers; None
-        for one whole action a tick.
+        for one whole action per tick.
       weight_slots: gathered chunks a stage keeps at once under ZeRO-3, at least 1.
-      activation_bytes: what one microbatch keeps from F to W on one chunk; None where unknown.
+      activation_bytes: kept by one microbatch from F to W on one chunk; None if unknown.
 
     Returns:
       A tree of plain values:
 
-      - ``schedule, stages, chunks, microbatches, costs``: what was asked;
+      - ``schedule, stages, chunks, microbatches, costs``: the request;
       - ``free_running, lock_step``: ``makespan``, ``bubble_ratio``, and per stage ``stage_spans``
         and ``stage_bubble_ratios``;
       - ``peak_in_flight``: per stage, in microbatches of a full stage: the chunk activations kept
@@ -123,7 +123,7 @@ def transfers(schedule: Schedule, *, kinds: Collection[Kind], num_slots: int) ->
     counts = []
     for order in schedule.orders:
         used = (chunks[action.virtual_stage] for action in order if action.kind in kinds)
-        # A run of the same chunk is one use: only changes can move anything.
+        # Consecutive actions of a chunk are one use: only a change can move anything.
         runs = [chunk for chunk, _ in itertools.groupby(used)]
         stays, _ = cached_slots(range(len(runs)), runs, num_slots=num_slots)
         counts.append(len(stays))

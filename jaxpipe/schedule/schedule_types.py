@@ -1,4 +1,4 @@
-"""What a `Schedule` of a user's function is made of: Python holds nobody to the annotations."""
+"""Checks the types in a `Schedule` of a user's function: Python does not enforce annotations."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from jaxpipe.schedule.placement import Placement
 
 
 def wrong_types(schedule: Schedule) -> Iterator[str]:
-    """Finds everything in a schedule that is of another type than it must be.
+    """Finds every value in a schedule that has the wrong type.
 
     Args:
       schedule: any.
 
     Yields:
-      What is wrong, as a sentence; of every row the first.
+      A sentence per problem; for every row the first.
 
     Example:
       >>> from jaxpipe.schedule.placement import linear

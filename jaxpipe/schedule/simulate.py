@@ -1,4 +1,4 @@
-"""Time: what a schedule costs on two clocks that must not be mixed up.
+"""Time: how long a schedule takes on two clocks that must not be mixed up.
 
 *Free-running*: each stage waits only for its inputs, as the papers draw it. *Lock-step*: one SPMD
 program, in which every tick lasts as long as its slowest stage.
@@ -80,7 +80,7 @@ class Timeline:
       schedule: what runs.
       costs: of every virtual stage.
       clock: "free-running" or "lock-step".
-      rows: ``rows[d]`` is what stage ``d`` runs, in order.
+      rows: ``rows[d]`` lists the actions of stage ``d``, in order.
       makespan: from the first start to the end of everything.
     """
 
@@ -117,7 +117,7 @@ class Timeline:
         return peak_in_flight(self.schedule)
 
     def in_full_stages(self, chunks: int) -> float:
-        """So many chunk activations, in microbatches of a full stage."""
+        """Converts a number of chunk activations to microbatches of a full stage."""
         return chunks / self.schedule.num_chunks
 
     @cached_property
@@ -133,10 +133,10 @@ class Timeline:
 
 
 def in_flight(row: Sequence[TimedAction]) -> list[tuple[float, int]]:
-    """The chunk activations one stage keeps over time.
+    """The chunk activations that one stage keeps over time.
 
     Args:
-      row: what the stage runs, in order.
+      row: the actions of the stage, in order.
 
     Returns:
       (time, how many from then on): one more from the start of each F, one less from the end of
@@ -160,9 +160,9 @@ def in_flight(row: Sequence[TimedAction]) -> list[tuple[float, int]]:
 
 
 def ticks(schedule: Schedule) -> list[list[int]]:
-    """Assigns every action the earliest tick its order and its inputs allow.
+    """Assigns every action the earliest tick that its order and its inputs allow.
 
-    A stage runs at most one action a tick, and a result can be used from the next tick on, on its
+    A stage runs at most one action per tick, and a result can be used from the next tick on, on its
     own stage or, as a message, on another.
 
     Args:
@@ -190,7 +190,7 @@ def simulate(schedule: Schedule, costs: Costs | Sequence[Costs]) -> Timeline:
 
     Args:
       schedule: a schedule that `validate` accepts.
-      costs: of one chunk; or, where chunks differ, of every virtual stage.
+      costs: of one chunk; or, if chunks differ, of every virtual stage.
 
     Returns:
       The timeline.
@@ -230,17 +230,17 @@ def simulate(schedule: Schedule, costs: Costs | Sequence[Costs]) -> Timeline:
 def lock_step(schedule: Schedule, costs: Costs | Sequence[Costs]) -> Timeline:
     """Runs a schedule tick by tick: every tick lasts as long as its slowest stage.
 
-    This is what one SPMD program does. A tick holds one whole action a stage, or what
-    `Schedule.slices` says. With more than one stage, every tick ends with an exchange of messages,
-    as long as the longest.
+    This is how one SPMD program runs. A tick holds one whole action per stage, or the slices of
+    `Schedule.slices`. With more than one stage, every tick ends with an exchange of messages, as
+    long as the longest.
 
     Args:
       schedule: a schedule that `validate` accepts.
-      costs: of one chunk; or, where chunks differ, of every virtual stage.
+      costs: of one chunk; or, if chunks differ, of every virtual stage.
 
     Returns:
       The timeline; stages start a tick together. An action that is cut lasts from the start of its
-      first slice to the end of its last, others may come between.
+      first slice to the end of its last; other actions may run in between.
 
     Raises:
       ScheduleError: the schedule cannot run.
@@ -284,7 +284,7 @@ def lock_step(schedule: Schedule, costs: Costs | Sequence[Costs]) -> Timeline:
 
 
 def _whole_actions(schedule: Schedule) -> tuple[tuple[Slice, ...], ...]:
-    """One action a tick, of one layer: layers only matter where actions are cut."""
+    """One action per tick, of one layer: layers only matter if actions are cut."""
     return tuple(
         tuple(Slice(tick, action, 0, 1) for tick, action in zip(row, order, strict=True))
         for row, order in zip(ticks(schedule), schedule.orders, strict=True)

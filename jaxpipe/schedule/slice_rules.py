@@ -1,8 +1,8 @@
-"""What slices must keep to, so that the executor can run them.
+"""The rules that slices must follow, so that the executor can run them.
 
 In one tick a stage runs at most one range of layers of each kind: R, then F, then B or BW, then W.
-R and F go up through the layers, B, BW and W down. Each kind has one running value, so an action
-that is not finished keeps others of its kind waiting. What R, F, B and BW compute is there for
+R and F go up through the layers, B, BW and W down. Each kind has one running value, so an
+unfinished action keeps others of its kind waiting. The results of R, F, B and BW are available to
 others from the next tick on; W may run the layers whose B ran in the same tick or before, and B
 follows its own R within a tick.
 """
@@ -23,13 +23,13 @@ _UP = (Kind.F, Kind.R)
 
 
 def slice_problems(schedule: Schedule) -> Iterator[tuple[str, int, Action | None]]:
-    """Everything in which the slices of a schedule break a rule, or do not fit its orders.
+    """All violations of a rule by the slices of a schedule, and all differences from its orders.
 
     Args:
-      schedule: whose orders are valid and which has slices.
+      schedule: a schedule with valid orders and with slices.
 
     Yields:
-      What is wrong, on which stage, and with which action.
+      The problem, the stage, and the action.
     """
     assert schedule.slices is not None
     if len(schedule.slices) != schedule.num_stages:
@@ -67,8 +67,8 @@ _Problem = tuple[str, Action | None]
 def order_of(row: Sequence[Slice]) -> tuple[Action, ...]:
     """The order of a stage that follows from its slices.
 
-    F and B come where they start and W and BW where they end: so every action comes after what it
-    needs, and the peak in flight of the order is that of the slices.
+    F and B are placed where they start, W and BW where they end: every action then comes after its
+    inputs, and the peak in flight of the order is that of the slices.
 
     Example:
       >>> F, W = Action.parse("0F1"), Action.parse("0W0")

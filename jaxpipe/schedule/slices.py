@@ -1,8 +1,8 @@
 """Time slices: cutting the actions of a schedule into ticks for the lock-step clock.
 
-A tick lasts as long as its slowest stage. With one whole action a tick, a stage that runs a short F
-waits for one that runs a long B. So a stage may run a part of an action's layers and go on in the
-next tick, and W may fill what is left of a tick.
+A tick lasts as long as its slowest stage. With one whole action per tick, a stage that runs a short
+F waits for one that runs a long B. A stage may therefore run some of an action's layers and
+continue in the next tick, and W may fill the rest of a tick.
 """
 
 from __future__ import annotations
@@ -37,23 +37,23 @@ def slice_ticks(
     *,
     makespan: float = math.inf,
 ) -> Schedule:
-    """Cuts the actions of a schedule into ticks, so that in lock-step it ends as early as can be.
+    """Cuts the actions of a schedule into ticks, so that it ends as early as possible in lock-step.
 
-    The order of the F, of the B and of the W of each stage stays. Between kinds, what is ready may
-    go first: W fills ticks, and F and B do not wait for each other, within the schedule's own peak
-    in flight. A beam search chooses the length of every tick
-    (`jaxpipe.schedule.tick_search`); the result never takes longer than one whole action a tick.
+    The order of the F, of the B and of the W of each stage stays. Between kinds, an action that is
+    ready may go first: W fills ticks, and F and B do not wait for each other, within the schedule's
+    own peak in flight. A beam search chooses the length of every tick
+    (`jaxpipe.schedule.tick_search`); the result never takes longer than one whole action per tick.
 
     Args:
       schedule: a valid schedule.
-      costs: of one chunk, however many layers it has. Where chunks differ, use the largest one's:
+      costs: of one chunk, however many layers it has. If chunks differ, use the largest one's:
         the real time is then at most the predicted one.
       layer_counts: layers of every virtual stage, at least 1 each.
-      makespan: look only for what ends before this.
+      makespan: look only for results that end before this.
 
     Returns:
       The schedule with `Schedule.slices`, and its orders as the slices have them (`order_of`);
-      without slices where nothing is found that beats one whole action a tick. Deterministic.
+      without slices if nothing is found that beats one whole action per tick. Deterministic.
 
     Raises:
       ValueError: ``layer_counts`` does not fit the schedule.
@@ -93,7 +93,7 @@ def with_slices(schedule: Schedule, rows: Iterable[Iterable[Cell]]) -> Schedule:
 
     Args:
       schedule: with the same actions; its orders are not read.
-      rows: per stage, what it runs, in order.
+      rows: per stage, its slices, in order.
 
     Returns:
       The schedule, its orders those of `order_of`.

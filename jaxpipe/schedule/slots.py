@@ -26,12 +26,12 @@ def cached_slots(
 ) -> tuple[list[Stay], list[int]]:
     """Assigns slots to items, evicting the one whose next use is farthest (Belady's rule).
 
-    The number of stays, and so of transfers, is the least possible. An item stays until the tick
+    The number of stays, and hence of transfers, is the least possible. An item stays until the tick
     of its use is over.
 
     Args:
       ticks: when each use is, in order.
-      items: what is used then (a chunk); at most ``num_slots`` different ones in a tick.
+      items: the item (a chunk) of each use; at most ``num_slots`` different ones in a tick.
       num_slots: items held at once, at least 1.
 
     Returns:

@@ -135,7 +135,7 @@ class Row(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Channel:
-    """Messages of one kind between stages at one distance; at most one a stage and tick.
+    """Messages of one kind between stages at one distance; at most one per stage and tick.
 
     A message is received at the end of the tick that sends it, or, late, at the end of the next.
 

@@ -1,4 +1,4 @@
-"""The lock-step clock at work: what each stage runs in a tick of a given length.
+"""The lock-step clock at work: fills a tick of a given length on each stage.
 
 `Engine` fills ticks with layers of the passes that are ready; `jaxpipe.schedule.tick_search`
 decides how long the ticks are.
@@ -18,14 +18,14 @@ from jaxpipe.schedule.simulate import Costs
 _NONE = -1
 """No pass."""
 _ROUNDING = 1e-9
-"""Lengths are sums of layer costs: what differs by less, relative to F+B+W, is the same."""
+"""Lengths are sums of layer costs: smaller differences, relative to F+B+W, count as none."""
 
 _F, _B, _W = range(3)
 
 
 @dataclasses.dataclass(frozen=True)
 class Work:
-    """What the stages have to run; a pass of microbatch i on virtual stage s is number s*m + i.
+    """The work of the stages; a pass of microbatch i on virtual stage s has the number s*m + i.
 
     Args:
       placement: which stage holds which virtual stage.
@@ -38,8 +38,8 @@ class Work:
       weights: per stage, the order of its W; None for that of its B.
       limits: per stage and queue of forwards, in flight below which the queue may start another.
       fused: the passes whose backward is BW.
-      ranks: for F, B and W, per pass, its place in its stage's order; None where nothing is
-        ordered yet.
+      ranks: for F, B and W, per pass, its place in its stage's order; None if there is no order
+        yet.
     """
 
     placement: Placement
@@ -58,9 +58,9 @@ class Policy(NamedTuple):
     """How a stage fills a tick.
 
     Args:
-      in_order: by `Work.ranks`. Otherwise one of F and B, then W, which goes first only where
+      in_order: by `Work.ranks`. Otherwise one of F and B, then W, which goes first only if
         memory keeps a forward waiting.
-      first: of F and B, which runs where both are ready, neither is under way and there are no
+      first: of F and B, which runs if both are ready, neither is under way and there are no
         ranks.
     """
 
@@ -76,7 +76,7 @@ class Choice(NamedTuple):
 
 
 class Cell(NamedTuple):
-    """What one stage runs of one pass in one tick: layers lo up to hi."""
+    """The part of one pass that one stage runs in one tick: layers lo up to hi."""
 
     tick: int
     kind: Kind
@@ -87,7 +87,7 @@ class Cell(NamedTuple):
 
 @dataclasses.dataclass(slots=True)
 class State:
-    """Where the stages are between two ticks. Lists are by stage, or by queue for `*_heads`."""
+    """The progress of the stages between two ticks. Lists are by stage; `*_heads` by queue."""
 
     forward_done: bytearray  # by pass
     backward_done: bytearray  # by pass
@@ -135,11 +135,11 @@ class State:
 
 
 class Ready(NamedTuple):
-    """What a stage can run in the next tick.
+    """The passes a stage can run in the next tick.
 
     Args:
       forward, backward, weights: the passes, or `_NONE`.
-      forward_queue, backward_queue: the queues of those that would start.
+      forward_queue, backward_queue: the queues of the passes that would start.
       rooms: for F, B and W, the layers left to run; for W those whose B has run.
       costs: for F, B and W, of a layer.
     """
@@ -286,7 +286,7 @@ class Engine:
         return (_F if forward_first else _B, *filler)
 
     def fill(self, length: float, ready: Ready, claims: Sequence[int]) -> Counts:
-        """What a stage runs in a tick of at most this length.
+        """The layers a stage runs in a tick of at most this length.
 
         Args:
           length: of the tick, at least `longest_layer`.
@@ -376,7 +376,7 @@ class Engine:
     def cells(
         self, state: State, d: int, ready: Ready, counts: Counts, tick: int
     ) -> Iterator[Cell]:
-        """What stage d runs in a tick, as cells of a table."""
+        """The work of stage d in a tick, as cells of a table."""
         num_forward, num_backward, num_weights = counts
         if num_forward:
             lo = state.forward_layers[d]

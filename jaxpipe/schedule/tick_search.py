@@ -19,14 +19,14 @@ from jaxpipe.schedule.tick_engine import Cell, Choice, Engine, Policy, Ready, St
 _SPANS = 12
 """Spans of time, per F+B+W of a chunk, within each of which states compete."""
 _MIN_LENGTHS, _MAX_LENGTHS = 3, 6
-"""Lengths tried per state; twice as many find nothing better at p=4."""
+"""Lengths tried per state; twice as many find no better schedule at p=4."""
 _LONGEST = 1.6
 """Longest tick, in chunks of the longer of F and B."""
 
 _MAX_WIDTH = 8
 """States kept per span of time; fewer where that would exceed `_TRIAL_CELLS`."""
 _TRIAL_CELLS = 60_000
-"""Times a search may fill a tick of a stage: about half a second."""
+"""How often a search may fill a tick of a stage: about half a second."""
 
 
 class Settings(NamedTuple):
@@ -35,7 +35,7 @@ class Settings(NamedTuple):
     Args:
       policies: tried at every tick.
       shortest: shortest tick, in chunks of F.
-      eagerness: how much waiting a unit of F or B makes up for, against one of W.
+      eagerness: how much waiting a unit of F or B offsets, against one of W.
       drains: whether the most delayed stage is the one that ends last when the gradients it sends
         last still have to reach the first virtual stage, with no W to fill that time.
     """
@@ -70,7 +70,7 @@ class TickSearch:
         self.stage_work = placement.num_chunks * work.num_microbatches * total
 
     def best(self, trials: Iterable[Settings], *, makespan: float) -> Plan | None:
-        """The best plan of several searches that ends before ``makespan``, if any does."""
+        """The best of several searches' plans that end before ``makespan``, if any does."""
         best = None
         for settings in trials:
             plan = self.search(settings, makespan=makespan)
@@ -79,7 +79,7 @@ class TickSearch:
         return best
 
     def search(self, settings: Settings, *, makespan: float) -> Plan | None:
-        """Looks for a plan that ends before ``makespan``; None where it finds none."""
+        """Looks for a plan that ends before ``makespan``; None if it finds none."""
         num_ticks = self.stage_work / self.engine.work.costs.f
         tries = _TRIAL_CELLS / (len(self.engine.stages) * num_ticks * len(settings.policies))
         number = max(_MIN_LENGTHS, min(_MAX_LENGTHS, int(tries)))
@@ -101,7 +101,7 @@ class TickSearch:
         return plan
 
     def cells(self, plan: Plan) -> list[list[Cell]]:
-        """What every stage runs in the ticks of a plan, in order."""
+        """The slices that every stage runs in the ticks of a plan, in order."""
         choices, choice = [], plan.last
         while choice is not None:
             choices.append(choice)
@@ -143,7 +143,7 @@ class TickSearch:
         engine = self.engine
         ready = [engine.ready(state, d) for d in engine.stages]
         lengths = self._lengths(ready, settings, number)
-        # Nobody runs anything: everybody waits for good.
+        # If no stage runs anything, all of them wait for good.
         seen = {((0, 0, 0),) * len(ready)}
         for policy in settings.policies:
             claims = [engine.claims(state, d, policy, ready[d]) for d in engine.stages]
@@ -162,7 +162,7 @@ class TickSearch:
         for stage in ready:
             forward, backward = map(operator.mul, stage.rooms[:2], stage.costs[:2])
             lengths |= {forward, backward, forward + backward}
-        # Every tick has room for a layer of whatever there is, so that none passes idle.
+        # Every tick has room for a layer of any kind, so that none passes idle.
         shortest = max(self.engine.longest_layer, settings.shortest * work.costs.f)
         longest = max(shortest, _LONGEST * max(work.costs.f, work.costs.b))
         kept = sorted(

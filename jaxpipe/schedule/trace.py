@@ -11,7 +11,7 @@ _MICROSECONDS = 1000.0
 
 
 def trace(timeline: Timeline) -> dict[str, Any]:
-    """Writes a timeline in the Trace Event Format: one thread a stage, one counter of memory each.
+    """Writes a timeline in the Trace Event Format: one thread and one memory counter per stage.
 
     Args:
       timeline: what to write.

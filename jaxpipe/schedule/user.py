@@ -40,7 +40,7 @@ def load(
     clock: Mapping[str, Any] | None = None,
     **options: Any,
 ) -> Schedule:
-    """Loads and validates a user's schedule; errors have the names of the command's options.
+    """Loads and validates a user's schedule; errors use the names of the command's options.
 
     Args:
       name: "PATH.csv", see `jaxpipe.schedule.csv_format`; or "module:function", imported from the
@@ -49,8 +49,8 @@ def load(
         `jaxpipe.schedule.catalog`.
       stages: p; None for a file, which has its own.
       microbatches: m; None for a file, which has its own.
-      clock: what the schedule will be timed with (costs, layers_per_chunk): handed to a function
-        that has parameters of these names.
+      clock: the costs and layers_per_chunk of the later timing: passed to a function that has
+        parameters of these names.
       options: num_chunks, group, memory_limit, for the function; a file takes none.
 
     Returns:
@@ -66,7 +66,7 @@ def load(
         given = {"stages": stages, "microbatches": microbatches, **options}
         extra = ", ".join(_option(key) for key, value in given.items() if value is not None)
         if extra:
-            raise ValueError(f"{name} says itself what it needs: leave out {extra}.")
+            raise ValueError(f"{name} has its own stages and microbatches: leave out {extra}.")
         return read_csv(name)
     if stages is None or microbatches is None:
         raise ValueError(f"{name} needs --stages and --microbatches.")
@@ -142,7 +142,7 @@ def _module(name: str, module_name: str) -> ModuleType:
     if not module_name or module_name.startswith("."):
         raise ValueError(_no_function(name, f"{module_name!r} is not the full name of a module"))
     if os.getcwd() not in sys.path and "" not in sys.path:
-        # An installed command does not look into the current folder by itself.
+        # An installed command does not search the current folder by itself.
         sys.path.insert(0, os.getcwd())
     try:
         return importlib.import_module(module_name)
@@ -166,12 +166,12 @@ def _parameters(name: str, function: Callable[..., Any]) -> Mapping[str, inspect
         return inspect.signature(function).parameters
     except ValueError:
         raise ValueError(
-            f"{name} does not say what parameters it has, and cannot be used."
+            f"{name} does not say what parameters it has, so it cannot be used."
         ) from None
 
 
 def _raised(error: Exception) -> str:
-    """What was raised where: in the file that cannot be read, or the deepest line not our own."""
+    """The error and its place: the file that cannot be read, or the deepest line not our own."""
     frames = traceback.extract_tb(error.__traceback__)
     theirs = [f for f in frames if not f.filename.startswith(("<", os.path.dirname(__file__)))]
     place = f"{(theirs or frames)[-1].filename}:{(theirs or frames)[-1].lineno}"

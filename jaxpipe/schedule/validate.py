@@ -29,8 +29,8 @@ class Walk:
       order: the stages that run their next action, in an order that respects every dependency.
       ticks: ``ticks[d][k]`` is the earliest tick of stage ``d``'s action ``k``; shorter than the
         stage's order where the stage stops for good.
-      blockers: for every stage that stops, what its next action waits for: a result, where a fused
-        backward counts as its B, or one of the inbox slots of a stage.
+      blockers: for every stage that stops, the thing its next action waits for: a result (a fused
+        backward counts as its B), or one of the inbox slots of a stage.
     """
 
     order: list[int]
@@ -39,7 +39,7 @@ class Walk:
 
 
 class Results:
-    """Numbers what actions compute, so that looking a result up costs no hashing of actions.
+    """Numbers the results of actions, so that looking one up needs no hashing of actions.
 
     F of virtual stage s and microbatch i is s*m + i; B, split or fused, comes p*v*m later, and R as
     much later again. W has no reader and no number.
@@ -61,7 +61,7 @@ class Results:
         self._segment = schedule.segment
 
     def number(self, action: Action) -> int:
-        """The number of what an F, B, BW or R computes."""
+        """The number of the result of an F, B, BW or R."""
         forward = action.virtual_stage * self._m + action.microbatch
         if action.kind is Kind.R:
             return forward + 2 * self._backward
@@ -94,10 +94,10 @@ class Results:
 
 
 def walk(schedule: Schedule, *, inbox_slots: int | None = None) -> Walk:
-    """Runs the orders greedily, one action a stage and tick, a message arriving one tick later.
+    """Runs the orders greedily: one action per stage and tick, a message arrives one tick later.
 
-    What can run does not depend on who goes first: each stage has one fixed order and each inbox
-    one sender and one receiver. So a stage that stops here stops in every execution.
+    The result does not depend on which stage goes first: each stage has one fixed order and each
+    inbox one sender and one receiver. A stage that stops here therefore stops in every execution.
 
     Args:
       schedule: a schedule whose virtual stages and microbatches are in range.
@@ -194,7 +194,7 @@ class _Walker:
 
 
 def message_target(action: Action, schedule: Schedule) -> int | None:
-    """The stage that receives what ``action`` sends; None where no other stage reads it."""
+    """The stage that receives the message of ``action``; None if no other stage reads it."""
     if action.kind is Kind.W:
         return None
     stages, depth = schedule.placement.stages, schedule.placement.depth
@@ -237,7 +237,7 @@ def validate(
 ) -> None:
     """Checks that a schedule is complete, in order, free of deadlock and within its promise.
 
-    Slices, where it has them, must keep to the rules of `jaxpipe.schedule.slice_rules`.
+    Slices, if there are any, must follow the rules of `jaxpipe.schedule.slice_rules`.
 
     Args:
       schedule: the schedule to check.
@@ -277,11 +277,11 @@ def validate(
 
 
 def simulated_only(schedule: Schedule) -> Iterator[str]:
-    """Says why a valid schedule can only be simulated; nothing if it can be executed, too."""
+    """Says why a valid schedule can only be simulated; nothing if it can also be executed."""
     why = f"Schedule {schedule.name!r} can only be simulated: it"
     if schedule.placement.num_copies > 1:
         yield (
-            f"{why} needs {schedule.placement.num_copies} copies of the model's weights, and the "
+            f"{why} needs {schedule.placement.num_copies} copies of the model's weights, but the "
             "runtime keeps one.\nNearest valid: 'hanayo', or 'dualpipe-v'."
         )
     if {Kind.B, Kind.BW} <= {action.kind for order in schedule.orders for action in order}:
@@ -335,7 +335,7 @@ def _out_of_range(schedule: Schedule, spell: Callable[[Action], str]) -> list[Pr
                 (action.virtual_stage, len(schedule.placement.stages), "virtual stage"),
                 (action.microbatch, schedule.num_microbatches, "microbatch"),
             ):
-                # Where there is none at all, that is what is wrong.
+                # If there is none at all, that alone is the problem.
                 if number > 0 and not 0 <= index < number:
                     text = f"has no {what}: they run from 0 to {number - 1}."
                     problems.append(Problem(f"{spell(action)} on stage {d} {text}", d, k))
@@ -373,7 +373,7 @@ def _missing(
     schedule: Schedule, seen: dict[tuple[int, int], int], spell: Callable[[Action], str]
 ) -> Iterator[Problem]:
     kinds = {action.kind for order in schedule.orders for action in order}
-    # What a backward is that nothing is left of: as all others are.
+    # If no action of a backward is left, assume the form that all others have.
     whole = (Kind.BW,) if Kind.BW in kinds and not kinds & {Kind.B, Kind.W} else (Kind.B, Kind.W)
     again = () if schedule.segment is None and Kind.R not in kinds else (Kind.R,)
     for s, stage in enumerate(schedule.placement.stages):
@@ -392,7 +392,7 @@ def _missing(
 def _deadlocks(
     schedule: Schedule, walked: Walk, inbox_slots: int | None, spell: Callable[[Action], str]
 ) -> list[Problem]:
-    """Of every stage that stops; first those that do so by themselves."""
+    """The problem of every stage that stops; first those that stop by themselves."""
     alone, others = [], []
     for d, blocker in sorted(walked.blockers.items()):
         k = len(walked.ticks[d])

@@ -1,7 +1,7 @@
-"""Zero bubble: W, which nobody waits for, is put off until it fills a gap.
+"""Zero bubble: W, which nothing waits for, is deferred until it fills a gap.
 
-Source: Qi et al., "Zero Bubble Pipeline Parallelism", arXiv 2401.10241. ZB-V, of the same paper, is
-in `jaxpipe.schedule.controllable_memory`.
+Source: Qi et al., "Zero Bubble Pipeline Parallelism", arXiv 2401.10241. ZB-V, from the same paper,
+is in `jaxpipe.schedule.controllable_memory`.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from jaxpipe.schedule.placement import Placement, linear, looped
 
 
 def zb_h1(num_stages: int, num_microbatches: int) -> Schedule:
-    """Runs 1F1B with W put off by d backwards on stage d, which levels the memory of all stages.
+    """Runs 1F1B with W deferred by d backwards on stage d, which levels the memory of all stages.
 
     ============  =====================================================================
     bubble        (p-1)(F+B-W), added to the m(F+B+W) of work; W <= F, W <= B, m >= p
@@ -35,15 +35,15 @@ def zb_h1(num_stages: int, num_microbatches: int) -> Schedule:
       ['1F0', '1B0', '1F1', '1B1', '1W0', '1W1']
     """
     warm_ups = [num_stages - d - 1 for d in range(num_stages)]
-    return _put_off("zb-h1", linear(num_stages), num_microbatches, warm_ups, range(num_stages))
+    return _deferred("zb-h1", linear(num_stages), num_microbatches, warm_ups, range(num_stages))
 
 
 def zb_h2(num_stages: int, num_microbatches: int) -> Schedule:
     """Fills the warm-up with forwards and the cool-down with W: stages never idle at F=B=W.
 
     ============  =====================================================================
-    bubble        (p-1)(F+B-2W) in the span of a stage, W <= F, W <= B, m >= 2p-1; the makespan adds
-                  (p-1)F: the last stage starts, and ends, that much later
+    bubble        at W <= F, W <= B, m >= 2p-1: (p-1)(F+B-2W) in the longest span of a stage and
+                  (p-1) max(F, F+B-2W) in the makespan, as the last stage starts (p-1)F later
     in flight     min(m, 2p-1) on every stage
     constraints   p >= 1, m >= 1, v = 1
     source        arXiv 2401.10241, ZB-H2
@@ -62,11 +62,11 @@ def zb_h2(num_stages: int, num_microbatches: int) -> Schedule:
     """
     warm_ups = [2 * (num_stages - d - 1) for d in range(num_stages)]
     delays = range(0, 2 * num_stages, 2)
-    return _put_off("zb-h2", linear(num_stages), num_microbatches, warm_ups, delays)
+    return _deferred("zb-h2", linear(num_stages), num_microbatches, warm_ups, delays)
 
 
 def interleaved_zb(num_stages: int, num_microbatches: int, *, num_chunks: int = 2) -> Schedule:
-    """Runs the interleaved schedule with W put off by d backwards on stage d.
+    """Runs the interleaved schedule with W deferred by d backwards on stage d.
 
     ============  =====================================================================
     bubble        (p-1)(F+B-W)/v, added to the m(F+B+W) of work; W <= F, W <= B, m a
@@ -91,10 +91,10 @@ def interleaved_zb(num_stages: int, num_microbatches: int, *, num_chunks: int = 
     placement = looped(num_stages, num_chunks=num_chunks)
     warm_ups = warm_up_forwards(num_stages, num_chunks, num_stages)
     delays = range(num_stages)
-    return _put_off("interleaved-zb", placement, num_microbatches, warm_ups, delays)
+    return _deferred("interleaved-zb", placement, num_microbatches, warm_ups, delays)
 
 
-def _put_off(
+def _deferred(
     name: str,
     placement: Placement,
     num_microbatches: int,
@@ -110,7 +110,7 @@ def _put_off(
         orders=depth_first_orders(
             placement,
             num_microbatches,
-            # With one chunk the size of a group says nothing.
+            # With one chunk the size of a group does not matter.
             group=placement.num_stages if placement.num_chunks > 1 else 1,
             warm_ups=warm_ups,
             delays=delays,

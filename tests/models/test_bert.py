@@ -208,5 +208,5 @@ def test_all_failures_come_in_one_message():
 
 
 def test_longer_rows_than_the_model_has_positions_for_are_refused(params):
-    with pytest.raises(ValueError, match=r"13 inputs a row.*sequence_length=12"):
+    with pytest.raises(ValueError, match=r"13 inputs per row.*sequence_length=12"):
         bert.logits(TINY, params, {"tokens": jnp.zeros((1, 13), int)})

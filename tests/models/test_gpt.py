@@ -280,5 +280,5 @@ def test_counts_below_one_are_refused():
 
 def test_longer_inputs_than_the_model_has_positions_for_are_refused():
     params = init(TINY, jax.random.key(0))
-    with pytest.raises(ValueError, match=r"14 inputs a row.*sequence_length=12"):
+    with pytest.raises(ValueError, match=r"14 inputs per row.*sequence_length=12"):
         logits(TINY, params, tokens(TINY, extra=2))

@@ -210,6 +210,41 @@ def test_an_index_cannot_lead_out_of_the_folder(tmp_path):
     assert len(str(error.value).splitlines()) == 2
 
 
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("config.json", b"", "config.json is damaged: it is no JSON"),
+        ("config.json", b"\xff", "config.json is damaged: it is no JSON"),
+        ("config.json", b"[]", "config.json is damaged: it holds no JSON object"),
+        ("config.json", b'{"model_type": []}', r"config.json has model_type='\[\]'"),
+        ("config.json", b'{"model_type": "llama"}', "config.json lacks 'num_attention_heads'"),
+        (INDEX, b"{", "index.json is damaged: it is no JSON"),
+        (INDEX, b"null", "index.json is damaged: it holds no JSON object"),
+        (INDEX, b"{}", "index.json is damaged: it must have a weight_map"),
+        (INDEX, b'{"weight_map": {"a": 3, "b": "c"}}', "it must have a weight_map"),
+        (INDEX, b'{"weight_map": {"a": ""}}', "it must have a weight_map"),
+        (INDEX, b'{"weight_map": {"a": "b\\u0000"}}', "it must have a weight_map"),
+        (INDEX, b'{"weight_map": {"a": ".."}}', "such as 'model.safetensors'"),
+        ("model-00002-of-00002.safetensors", b"", "00002.safetensors is damaged: "),
+        ("model-00002-of-00002.safetensors", b"12345678{}", "00002.safetensors is damaged: "),
+    ],
+)
+def test_damaged_files_are_named(tmp_path, name, content, message):
+    hugging_face.save(tmp_path, LLAMA, drawn(LLAMA)[0])
+    shard(tmp_path)
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(ValueError, match=message):
+        hugging_face.load(tmp_path)
+
+
+def test_a_truncated_file_is_named(tmp_path):
+    hugging_face.save(tmp_path, LLAMA, drawn(LLAMA)[0])
+    content = (tmp_path / WEIGHTS).read_bytes()
+    (tmp_path / WEIGHTS).write_bytes(content[: len(content) // 2])
+    with pytest.raises(ValueError, match=r"model\.safetensors is damaged: "):
+        hugging_face.load(tmp_path)
+
+
 def test_an_index_may_name_folders_and_links_inside(tmp_path, monkeypatch):
     params, _ = drawn(LLAMA)
     hugging_face.save(tmp_path, LLAMA, params)

@@ -301,7 +301,7 @@ def test_all_failures_come_in_one_message():
 
 
 def test_longer_rows_than_the_model_has_positions_for_are_refused(params):
-    with pytest.raises(ValueError, match=r"source holds 9 inputs a row.*sequence_length=8"):
+    with pytest.raises(ValueError, match=r"source holds 9 inputs per row.*sequence_length=8"):
         logits(TINY, params, jnp.ones((1, 9), int), jnp.ones((1, 2), int))
     with pytest.raises(ValueError, match=r"max_length=9 must be in.*Nearest valid: 8"):
         greedy(TINY, params, jnp.ones((1, 2), int), max_length=9)

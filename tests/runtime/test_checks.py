@@ -313,6 +313,18 @@ def test_a_loss_that_is_not_a_float32_scalar_is_refused(loss, found):
         assert ".astype(jnp.float32)" in line
 
 
+@pytest.mark.parametrize("loss", [2.0, np.float32(2), np.ones(()) * 2])
+def test_a_loss_that_is_a_number_is_a_loss(loss):
+    model = dataclasses.replace(
+        toy.model(tied=False, axis=None), head_loss=lambda outer, x, batch, rng: loss
+    )
+    built = toy_pipeline(model)
+    placed = built.place(params())
+    value, grads = jax.eval_shape(built.value_and_grad, placed, toy.batch(4))
+    assert value == jax.ShapeDtypeStruct((), jnp.float32)
+    assert jax.tree.map(jnp.shape, placed) == jax.tree.map(lambda g: g.shape, grads)
+
+
 # What a pipeline is built from.
 
 

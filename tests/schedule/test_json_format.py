@@ -40,6 +40,8 @@ def test_slices_survive_the_round_trip():
         ("stages", ["0", "1"], "nothing but int"),
         ("stages", 2, "no schedule in JSON"),
         ("num_copies", None, "num_copies"),
+        ("num_copies", 0, "num_copies=0 copies"),
+        ("num_copies", -1, "num_copies=-1 copies"),
         ("num_microbatches", "4", "num_microbatches"),
         ("num_microbatches", 5, "cannot run"),
         ("peak_in_flight", [1, 1], "cannot run"),

@@ -396,3 +396,14 @@ def test_metrics_are_cut_at_the_checkpoint(tmp_path):
     assert path.read_text() == "".join(lines[:3])
     truncate(path, last_step=0)
     assert path.read_text() == ""
+
+
+@pytest.mark.parametrize(
+    "damage", [b"\xff\xfe", b"\0\0\0\0", b"null", b"3", b"[1]", b"{}", b'{"step": "2"}', b""]
+)
+def test_what_is_no_record_ends_no_resume(tmp_path, damage):
+    path = tmp_path / "metrics.jsonl"
+    lines = [b'{"step": 1}\n', b'{"step": 3}\n']
+    path.write_bytes(lines[0] + damage + b"\n" + lines[1])
+    truncate(path, last_step=3)
+    assert path.read_bytes() == b"".join(lines)

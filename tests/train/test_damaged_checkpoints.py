@@ -246,7 +246,7 @@ def old(folder):
         path = folder / str(step) / "run" / "metadata"
         run = json.loads(path.read_text())
         del run["checksums"]
-        path.write_text(json.dumps(run))
+        path.write_text(json.dumps(run | {"config": {}}))
     return folder
 
 
@@ -279,3 +279,9 @@ def test_an_older_version_s_checkpoint_that_cannot_be_read(old, name, damage):
     assert skipped.startswith("skipping checkpoint 2: it cannot be read (")
     assert "\n" not in skipped
     assert unverified.startswith("checkpoint 1 carries no checksums")
+
+
+@pytest.mark.parametrize("text", ["{}", "[]", "null", '{"config": {"mesh": 3}}'])
+def test_an_older_version_s_checkpoint_that_describes_no_run(old, text):
+    (old / "2" / "run" / "metadata").write_text(text)
+    assert _latest(old) == 1

@@ -135,7 +135,7 @@ def _deep(folder):
         (_write_text, "cannot read dog/notes.txt as an image"),
         (_empty_class, "found bird without images"),
         (_one_class, "at least two subfolders.*found 1 subfolders"),
-        (_deep, "dog/deep.png has more than 8 bits a channel"),
+        (_deep, "dog/deep.png has more than 8 bits per channel"),
     ],
 )
 def test_a_malformed_folder_is_refused(folder, options, damage, message):

@@ -284,6 +284,13 @@ def test_a_folder_that_cannot_be_made_is_one_line(tmp_path):
     assert "\n" not in str(caught.value)
 
 
+def test_a_link_in_place_of_the_lock_is_not_waited_for_for_ever(make, folder):
+    folder.mkdir(parents=True)
+    (folder / LOCK_FILE).symlink_to(folder / "nowhere")
+    with pytest.raises(ConfigError, match="cannot be written: File exists"):
+        loop._take_folder(make(), Config(run_dir=str(folder)), resume=False)
+
+
 def test_a_full_disk_leaves_no_lock(make, folder, tmp_path, monkeypatch):
     def fail(descriptor):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))

@@ -1,7 +1,7 @@
-"""What ``train.prepare`` wrote, read as batches with exact resume.
+"""Reads the data of ``train.prepare`` as batches with exact resume.
 
 `text` serves language models, `masked_lm` masks the same text, `images` and `translation` have
-folders of their own; `stream` gives all of them the same order, resume and rows of a process.
+folders of their own; `stream` gives all of them the same order, resume and rows per process.
 """
 
 from train.data.folder import META_FILE, TOKENIZER_FILE

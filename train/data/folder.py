@@ -17,7 +17,7 @@ _TEXT = "text"
 
 
 def prepare_hint(folder: Path, kind: str = _TEXT) -> str:
-    """Says how to prepare a folder; text is what ``train.prepare`` does by default."""
+    """Says how to prepare a folder; ``train.prepare`` prepares text by default."""
     command = "train.prepare" if kind == _TEXT else f"train.prepare {kind}"
     return f"Prepare it with: python -m {command} --out {folder}"
 
@@ -49,7 +49,7 @@ def read_fields(folder: str | Path, kind: str) -> dict[str, Any]:
 
 
 def damaged(folder: Path, kind: str, error: Exception) -> ValueError:
-    """What to say about a ``meta.json`` that this program did not write."""
+    """The message about a ``meta.json`` that this program did not write."""
     return ValueError(
         f"data.path={folder}: {META_FILE} is damaged or foreign ({error}). "
         f"{prepare_hint(folder, kind)}"

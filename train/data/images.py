@@ -1,7 +1,7 @@
-"""Labelled images of one size: what ``python -m train.prepare images`` wrote.
+"""Labelled images of one size, as ``python -m train.prepare images`` writes them.
 
 A folder holds ``{train,heldout}.{images,labels}.npy`` and ``meta.json``. Images are stored as bytes
-and handed out as floats with mean 0 and deviation 1 per channel over the training images.
+and returned as floats with mean 0 and deviation 1 per channel over the training images.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ SIDES = ("train", "heldout")
 
 @dataclasses.dataclass(frozen=True)
 class ImageMeta:
-    """What ``meta.json`` says about a folder of images.
+    """The content of ``meta.json`` in a folder of images.
 
     Args:
       classes: name of each label.
@@ -30,9 +30,9 @@ class ImageMeta:
       mean: of the training images, per channel, with 0 and 255 as 0 and 1.
       deviation: likewise.
       train: number of images to train on.
-      heldout: number of images that are only evaluated on.
+      heldout: number of images held out for evaluation.
       images_sha256: hex digest of all images and labels.
-      settings: the options of ``train.prepare images`` that decide the content.
+      settings: the options of ``train.prepare images`` that determine the content.
     """
 
     classes: list[str]
@@ -152,7 +152,7 @@ def _read(folder: Path, name: str, shape: tuple[int, ...], dtype: type) -> np.nd
         raise ValueError(f"data.path={folder}: there is no {name}. {hint}") from None
     except (OSError, ValueError, EOFError) as error:
         raise ValueError(
-            f"data.path={folder}: {name} is truncated or no array file ({error}). {hint}"
+            f"data.path={folder}: {name} is truncated or not an array file ({error}). {hint}"
         ) from error
     if array.shape != shape or array.dtype != dtype:
         raise ValueError(

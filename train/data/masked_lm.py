@@ -16,7 +16,7 @@ from tokenizers import Tokenizer
 from train.data import text
 from train.data.stream import Batch
 
-# Section 3.1, task 1: of the tokens to predict, the rest stay as they are.
+# Section 3.1, task 1: the rest of the tokens to predict stay as they are.
 MASKED_SHARE = 0.15
 _HIDDEN, _HIDDEN_OR_RANDOM = 0.8, 0.9
 _NO_TARGET = -1
@@ -44,15 +44,15 @@ def special_tokens(text_vocab_size: int) -> SpecialTokens:
 class MaskedWindows:
     """Windows of a text with a fixed number of their tokens to predict.
 
-    A row is ``[CLS] window [SEP]``, with ``next_sentence`` it is ``[CLS] first half [SEP] second
-    half [SEP]``, where every other second half, on average, is that of another window. Of a
-    window's tokens 15%, the same number in every row, are to be predicted: 80% of them are hidden
-    behind ``[MASK]``, 10% replaced by a random token, 10% left. Ends of documents are never among
-    them. Each epoch masks anew.
+    A row is ``[CLS] window [SEP]``; with ``next_sentence`` it is ``[CLS] first half [SEP] second
+    half [SEP]``, where every other second half, on average, is that of another window. In every
+    row, 15% of a window's tokens are to be predicted, always the same number: 80% of them are
+    hidden behind ``[MASK]``, 10% replaced by a random token, 10% left. Ends of documents are never
+    among them. Each epoch masks anew.
 
     Args:
       tokens: integers ``[num_tokens]``.
-      sequence_length: tokens a row, special ones included.
+      sequence_length: tokens per row, special ones included.
       vocab_size: number of tokens the text's tokenizer knows.
       end_of_text: the token that ends a document.
       next_sentence: whether rows are pairs.
@@ -143,7 +143,7 @@ class MaskedWindows:
         return self._tokens[number * self._window : (number + 1) * self._window]
 
     def _mask(self, tokens: np.ndarray, targets: np.ndarray, rng: np.random.Generator) -> None:
-        """Chooses what is to be predicted in a row, and hides it; changes both arrays."""
+        """Chooses the tokens to predict in a row, and hides them; changes both arrays."""
         (candidates,) = np.nonzero((tokens < self._vocab_size) & (tokens != self._end_of_text))
         count = max(round(MASKED_SHARE * self._window), 1)
         chosen = rng.permutation(candidates)[:count]
@@ -163,7 +163,7 @@ def load(
 
     Args:
       folder: a folder written by ``python -m train.prepare``.
-      sequence_length: tokens a row, special ones included.
+      sequence_length: tokens per row, special ones included.
       next_sentence: whether rows are pairs.
 
     Returns:
@@ -227,7 +227,7 @@ def unigram_accuracy(
 
     Args:
       train_tokens: integers ``[num_tokens]`` to count.
-      batches: with the ``targets`` to predict, at least one.
+      batches: at least one, with the ``targets`` to predict.
       vocab_size: number of tokens the text's tokenizer knows.
     """
     guess = text.count_tokens(train_tokens, vocab_size, "train_tokens").argmax()

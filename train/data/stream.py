@@ -1,4 +1,4 @@
-"""Batches of numbered examples: shuffled without end with exact resume, or a fixed held-out few."""
+"""Batches of numbered examples: shuffled endlessly with exact resume, or a fixed held-out few."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ class Examples(Protocol):
 
         Args:
           numbers: int64 ``[rows]``, each below ``len(self)``.
-          keys: int64 ``[rows, 3]``, the (seed, step, row) of each. Whatever is drawn at random for
-            a row depends on its key only: the same run draws the same on any number of processes.
+          keys: int64 ``[rows, 3]``, the (seed, step, row) of each. Random draws for a row depend
+            only on its key: the same run draws the same on any number of processes.
 
         Returns:
           Arrays with a leading dimension of ``rows``.
@@ -36,21 +36,21 @@ class Examples(Protocol):
 def batches(
     examples: Examples, *, batch_size: int, seed: int, rows: Rows = None
 ) -> grain.DatasetIterator[Batch]:
-    """Yields shuffled batches without end.
+    """Yields shuffled batches endlessly.
 
-    Each epoch visits all examples in a new order, which depends on ``seed`` and the epoch only.
+    Each epoch visits all examples in a new order, which depends only on ``seed`` and the epoch.
 
     Args:
       examples: what to read.
       batch_size: rows of the whole batch, over all processes, at least 1.
-      seed: decides the order and what is drawn at random, at least 0.
+      seed: determines the order and all random draws, at least 0.
       rows: indices, in ``[0, batch_size)``, of the rows of the whole batch that this process wants;
         all by default.
 
     Returns:
-      An iterator. ``get_state()`` is a small dict for JSON and ``set_state()`` continues there at
-      once, to the bit; the state counts whole batches, so it stays valid when the number of
-      processes changes.
+      An iterator. ``get_state()`` is a small dict for JSON, and ``set_state()`` continues from it
+      bit-exactly and without delay; the state counts whole batches, so it stays valid when the
+      number of processes changes.
 
     Raises:
       ValueError: there are no examples, or a row or size is out of range.
@@ -65,7 +65,7 @@ def batches(
     def read(step: int, numbers: np.ndarray) -> Batch:
         return examples.read(numbers[chosen], _keys(seed, step, chosen))
 
-    # Numbers are shuffled and batched, not examples: a process reads its own rows only.
+    # Numbers are shuffled and batched, not examples: a process reads only its own rows.
     numbers = grain.MapDataset.range(len(examples)).seed(seed).shuffle().repeat().batch(batch_size)
     # Reads from memory are far faster than a training step: no reader threads.
     options = grain.ReadOptions(num_threads=0, prefetch_buffer_size=0)
@@ -84,7 +84,7 @@ def heldout_batches(
       rows: indices, in ``[0, batch_size)``, of the rows this process wants; all by default.
 
     Returns:
-      An iterator of ``num_batches`` batches; no example comes twice.
+      An iterator of ``num_batches`` batches; no example occurs twice.
 
     Raises:
       ValueError: there are fewer examples than asked for, or a row or size is out of range.

@@ -1,4 +1,4 @@
-"""Text as token files: what ``train.prepare`` wrote, read as batches with exact resume.
+"""Text as token files of ``train.prepare``, read as batches with exact resume.
 
 A data folder holds ``tokenizer.json``, ``train.tokens``, ``heldout.tokens`` and ``meta.json``. A
 token file is a 24-byte header (magic, version, bytes per token, number of tokens) and the tokens,
@@ -47,15 +47,15 @@ class SplitMeta:
 
 @dataclasses.dataclass(frozen=True)
 class DataMeta:
-    """What ``meta.json`` says about a data folder.
+    """The content of ``meta.json`` in a data folder.
 
     Args:
       vocab_size: number of tokens the tokenizer knows; every token is below it.
       tokenizer_sha256: hex digest of ``tokenizer.json``.
       documents_sha256: hex digest of the names and contents of all documents.
-      train: size of the text that is trained on.
-      heldout: size of the text that is only evaluated on.
-      settings: the options of ``train.prepare`` that decide the content.
+      train: size of the text to train on.
+      heldout: size of the text held out for evaluation.
+      settings: the options of ``train.prepare`` that determine the content.
     """
 
     vocab_size: int
@@ -72,7 +72,7 @@ def write_tokens(path: Path, tokens: np.ndarray, *, vocab_size: int) -> None:
     Args:
       path: file to write.
       tokens: integers ``[num_tokens]``, each below ``vocab_size``.
-      vocab_size: decides the width of a token: 2 bytes up to 65536, else 4.
+      vocab_size: determines the width of a token: 2 bytes up to 65536, else 4.
     """
     assert tokens.size == 0 or int(tokens.max()) < vocab_size
     dtype = _DTYPES[2 if vocab_size <= 1 << 16 else 4]
@@ -123,7 +123,7 @@ def read_tokens(path: str | Path) -> np.memmap:
         )
     if version != _VERSION or itemsize not in _DTYPES:
         raise ValueError(
-            f"{where}: {path.name} has format version {version} with {itemsize} bytes a token; "
+            f"{where}: {path.name} has format version {version} with {itemsize} bytes per token; "
             f"this program reads version {_VERSION} with 2 or 4. {hint}"
         )
     expected_bytes = _HEADER.size + itemsize * count
@@ -148,7 +148,7 @@ def read_meta(folder: str | Path) -> DataMeta:
       The sizes, digests and settings.
 
     Raises:
-      ValueError: a file is missing or unreadable, or the tokenizer is another one.
+      ValueError: a file is missing or unreadable, or it is not the same tokenizer.
     """
     folder = Path(folder)
     fields = prepared.read_fields(folder, KIND)
@@ -164,7 +164,7 @@ def read_meta(folder: str | Path) -> DataMeta:
 
 
 def load_tokenizer(folder: str | Path) -> Tokenizer:
-    """Loads the tokenizer the token files of a folder were made with.
+    """Loads the tokenizer that made the token files of a folder.
 
     The text ``<|endoftext|>`` inside a prompt is encoded as ordinary text, as in preparation.
 
@@ -215,13 +215,13 @@ class Windows:
 def batches(
     tokens: np.ndarray, *, sequence_length: int, batch_size: int, seed: int, rows: Rows = None
 ) -> grain.DatasetIterator[Batch]:
-    """Yields shuffled `Windows` of the text without end.
+    """Yields shuffled `Windows` of the text endlessly.
 
     Args:
       tokens: integers ``[num_tokens]``.
       sequence_length: number of predictions a window holds, at least 1.
       batch_size: windows in the whole batch, over all processes, at least 1.
-      seed: decides the order, at least 0.
+      seed: determines the order, at least 0.
       rows: rows of the whole batch that this process wants; all by default.
 
     Returns:
@@ -266,7 +266,7 @@ def heldout_batches(
 
     Returns:
       An iterator of ``num_batches`` times ``{"tokens": int32 [len(rows), sequence_length + 1]}``;
-      no window comes twice.
+      no window occurs twice.
 
     Raises:
       ValueError: the text holds fewer windows than asked for, or a row or size is out of range.
@@ -323,7 +323,7 @@ def unigram_loss(train_tokens: np.ndarray, heldout_tokens: np.ndarray, vocab_siz
 
 
 def count_tokens(tokens: np.ndarray, vocab_size: int, name: str) -> np.ndarray:
-    """Counts how often each token comes, int64 ``[vocab_size]``; ``name`` is for the message."""
+    """Counts how often each token occurs, int64 ``[vocab_size]``; ``name`` is for the message."""
     counts = np.zeros(vocab_size, np.int64)
     for start in range(0, len(tokens), _COUNT_BLOCK):
         block = np.asarray(tokens[start : start + _COUNT_BLOCK], dtype=np.int64)

@@ -1,6 +1,6 @@
-"""Sentence pairs from English to one or more languages, as ``train.prepare translation`` wrote.
+"""Sentence pairs from English to other languages, as ``train.prepare translation`` writes them.
 
-A folder holds ``{train,heldout}.jsonl``, one pair a line, a tokenizer that both sides share, and
+A folder holds ``{train,heldout}.jsonl``, one pair per line, a tokenizer that both sides share, and
 ``meta.json``. A source begins with a token that names the language to translate to (Johnson et al.
 2017), such as ``<2de>``, and no source is on both sides.
 """
@@ -28,7 +28,7 @@ HELDOUT_FILE = "heldout.jsonl"
 SPECIAL_TOKENS = ("<pad>", "<s>", "</s>")
 PAD, BEGIN, END = range(3)
 
-# sacrebleu's way to cut text into words where spaces do not.
+# sacrebleu's way to cut text into words in languages without spaces.
 _BLEU_TOKENIZERS = {"zh": "zh", "ja": "char", "ko": "char", "th": "char", "km": "char"}
 _PRIVATE_USE = 0xE000  # Unicode's first private-use character
 
@@ -50,18 +50,18 @@ class Pair:
 
 @dataclasses.dataclass(frozen=True)
 class TranslationMeta:
-    """What ``meta.json`` says about a folder of sentence pairs.
+    """The content of ``meta.json`` in a folder of sentence pairs.
 
     Args:
       vocab_size: number of tokens the tokenizer knows, special ones included.
       source_length: tokens of the longest source of both sides, special ones included.
       target_length: tokens to predict in the longest target of both sides, ``</s>`` included.
       train: number of pairs to train on.
-      heldout: number of pairs that are only evaluated on.
+      heldout: number of pairs held out for evaluation.
       tokenizer_sha256: hex digest of ``tokenizer.json``.
       pairs_sha256: hex digest of both files of pairs.
-      messages_sha256: hex digest of all that the catalogues held, long pairs included.
-      settings: the options of ``train.prepare translation`` that decide the content.
+      messages_sha256: hex digest of all messages in the catalogues, long pairs included.
+      settings: the options of ``train.prepare translation`` that determine the content.
     """
 
     vocab_size: int
@@ -154,7 +154,7 @@ def decode(tokenizer: Tokenizer, tokens: Sequence[int]) -> str:
 
     Args:
       tokenizer: as `Pairs` takes it.
-      tokens: with or without ``<s>``; what follows the first ``</s>`` is left out.
+      tokens: with or without ``<s>``; tokens after the first ``</s>`` are left out.
     """
     tokens = list(tokens)
     end = tokens.index(END) if END in tokens else len(tokens)
@@ -162,7 +162,7 @@ def decode(tokenizer: Tokenizer, tokens: Sequence[int]) -> str:
 
 
 def read_meta(folder: str | Path) -> TranslationMeta:
-    """Reads ``meta.json``; raises ValueError if a file is missing, damaged or another one."""
+    """Reads ``meta.json``; raises ValueError if a file is missing, damaged or not the same."""
     folder = Path(folder)
     fields = prepared.read_fields(folder, KIND)
     try:
@@ -219,8 +219,8 @@ def load(
 def bleu(hypotheses: Sequence[str], pairs: Sequence[Pair]) -> dict[str, float]:
     """BLEU of translations by locale, as sacrebleu computes it (Post 2018).
 
-    A placeholder such as ``{0}`` counts as one word; with its braces it would be three, and copying
-    it would look like knowing a phrase.
+    A placeholder such as ``{0}`` counts as one word; with its braces it would count as three, and
+    copying it would look like knowing a phrase.
 
     Args:
       hypotheses: a translation of each pair's source.
@@ -230,7 +230,7 @@ def bleu(hypotheses: Sequence[str], pairs: Sequence[Pair]) -> dict[str, float]:
       From 0 to 100 for each locale.
 
     Raises:
-      ValueError: sacrebleu is not installed, or there is not one hypothesis a pair.
+      ValueError: sacrebleu is not installed, or there is not one hypothesis per pair.
     """
     sacrebleu = require("sacrebleu", extra="translation", needed_by="BLEU")
     if len(hypotheses) != len(pairs):
@@ -245,7 +245,7 @@ def bleu(hypotheses: Sequence[str], pairs: Sequence[Pair]) -> dict[str, float]:
             if pair.locale == locale
         ]
         system, references = map(list, zip(*chosen, strict=True))
-        # Only the language decides: zh_Hans and zh_Hant are cut alike.
+        # Only the language matters: zh_Hans and zh_Hant are cut alike.
         tokenizer = _BLEU_TOKENIZERS.get(locale.split("_")[0], "13a")
         scores[locale] = sacrebleu.corpus_bleu(system, [references], tokenize=tokenizer).score
     return scores
@@ -257,7 +257,7 @@ def copy_bleu(pairs: Sequence[Pair]) -> dict[str, float]:
 
 
 def _one_word(text: str) -> str:
-    """Replaces placeholders by letters that no language uses, which every tokenizer keeps whole."""
+    """Replaces placeholders by characters that no language uses and every tokenizer keeps whole."""
     return re.sub(r"\{(\d+)\}", lambda found: chr(_PRIVATE_USE + int(found[1])), text)
 
 

@@ -28,8 +28,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         near = difflib.get_close_matches(kind, KINDS, n=1, cutoff=0.0)[0]
         known = ", ".join(KINDS)
         print(
-            f"error: {kind!r} is no kind of data; there are {known} (the default is {KINDS[0]}). "
-            f"Nearest valid: {near}.",
+            f"error: {kind!r} is not a kind of data: there are {known} (the default is "
+            f"{KINDS[0]}). Nearest valid: {near}.",
             file=sys.stderr,
         )
         return 2

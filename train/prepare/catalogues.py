@@ -1,8 +1,8 @@
-"""Sentence pairs out of gettext catalogues (``.po`` files), cleaned.
+"""Sentence pairs from gettext catalogues (``.po`` files), cleaned.
 
 A catalogue is a list of English messages with their translations, some of them in singular and
-plural, with placeholders for values. polib reads it; this module refuses what polib would pass over
-silently, and leaves out, counted by reason, what teaches nothing.
+plural, with placeholders for values. polib reads it; this module refuses errors that polib would
+ignore silently, and skips pairs that teach nothing, counting them by reason.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def read(path: Path, locale: str, skipped: Counter[str]) -> Iterator[Pair]:
     Args:
       path: a ``.po`` file.
       locale: language of its translations.
-      skipped: counts what is left out, by reason.
+      skipped: counts the messages left out, by reason.
 
     Returns:
       Pairs in the order of the file. Singular and plural of a message are two pairs.
@@ -57,7 +57,7 @@ def read(path: Path, locale: str, skipped: Counter[str]) -> Iterator[Pair]:
         catalogue = polib.pofile(str(path), encoding="utf-8")
     except UnicodeDecodeError as error:
         raise ValueError(f"{path} is no catalogue in UTF-8: {error}.") from error
-    except OSError as error:  # polib's own errors, too, with the line
+    except OSError as error:  # includes polib's own errors, with the line
         raise ValueError(f"{path} cannot be read: {error.strerror or error}.") from error
     for entry in catalogue:
         if entry.obsolete or entry.fuzzy:
@@ -90,7 +90,7 @@ def replace_placeholders(source: str, target: str) -> tuple[str, str]:
 
 
 def most_frequent(pairs: Iterable[Pair], skipped: Counter[str]) -> list[Pair]:
-    """Keeps one translation of a source a locale: the most frequent, of equals the first."""
+    """Keeps one translation of a source per locale: the most frequent, among equals the first."""
     translations: dict[tuple[str, str], Counter[str]] = {}
     for pair in pairs:
         translations.setdefault((pair.locale, pair.source), Counter())[pair.target] += 1
@@ -103,7 +103,7 @@ def most_frequent(pairs: Iterable[Pair], skipped: Counter[str]) -> list[Pair]:
 
 
 def _check_statements(path: Path, text: str) -> None:
-    """Refuses lines that are no statement, and a file that ends inside a message."""
+    """Refuses lines that are not a statement, and a file that ends inside a message."""
     keyword = "msgstr"
     number = 0
     for number, line in enumerate(text.split("\n"), start=1):
@@ -122,7 +122,7 @@ def _check_statements(path: Path, text: str) -> None:
 
 
 def _forms(path: Path, catalogue: Any, entry: Any) -> Iterator[tuple[str, str]]:
-    """Yields what an entry says of one thing and of many."""
+    """Yields an entry's texts for one thing and for many."""
     if not entry.msgid_plural:
         yield entry.msgid, entry.msgstr
         return
@@ -149,7 +149,7 @@ def _forms(path: Path, catalogue: Any, entry: Any) -> Iterator[tuple[str, str]]:
 
 
 def _problem(source: str, target: str) -> str | None:
-    """Why a pair teaches nothing, if so."""
+    """The reason why a pair teaches nothing, if there is one."""
     if not target.strip():
         return "not translated"
     if not any(character.isalpha() for character in _PLACEHOLDER.sub("", source)):
@@ -160,7 +160,7 @@ def _problem(source: str, target: str) -> str | None:
 
 
 def _named(text: str) -> list[str]:
-    """The placeholders of a text; those without a name are told apart by their place."""
+    """The placeholders of a text; those without a name are distinguished by their position."""
     found: list[str] = []
     unnamed: Counter[str] = Counter()
     for placeholder in _PLACEHOLDER.findall(text):

@@ -1,4 +1,4 @@
-"""Writing a data folder: whole or not at all, never over something else."""
+"""Writes a data folder: whole or not at all, and never over something else."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from train.data.folder import META_FILE
 
 
 class Options(Protocol):
-    """What the options of every kind have."""
+    """The options that every kind has."""
 
     @property
     def out(self) -> Path:
@@ -33,12 +33,12 @@ class Options(Protocol):
         ...
 
     def settings(self) -> dict[str, Any]:
-        """Returns the options that decide the content, as ``meta.json`` stores them."""
+        """Returns the options that determine the content, as ``meta.json`` stores them."""
         ...
 
 
 class Meta(Protocol):
-    """What the ``meta.json`` of every kind has."""
+    """The fields that the ``meta.json`` of every kind has."""
 
     @property
     def settings(self) -> dict[str, Any]:
@@ -58,13 +58,13 @@ def existing(
     check_whole: Callable[[OptionsT, MetaT], object],
     console: Console,
 ) -> MetaT | None:
-    """Returns what ``options.out`` holds if it can stay, and None if it is to be written.
+    """Returns the meta of ``options.out`` if the folder can stay, None if it must be written.
 
     Args:
       options: where to write.
       files: names of the files that a folder of this kind holds.
       read_meta: reads ``meta.json``; raises ValueError if it cannot.
-      check_whole: raises ValueError unless the other files are those of ``meta.json``.
+      check_whole: raises ValueError unless the other files are those that ``meta.json`` describes.
       console: where to report.
 
     Raises:
@@ -85,7 +85,7 @@ def existing(
         return None
     try:
         meta = read_meta(out)
-        # Before the other files are looked at: damaged data of other settings is not replaced.
+        # Before the other files are checked: damaged data of other settings is not replaced.
         problem = _other_settings(options, meta)
         if not problem:
             check_whole(options, meta)
@@ -111,7 +111,7 @@ def _other_settings(options: Options, meta: Meta) -> str:
 
 
 def name_hash(purpose: str, name: str) -> int:
-    """Returns 64 bits of a name; one ``purpose`` tells nothing about another."""
+    """Returns 64 bits of a name; those of different purposes are independent."""
     digest = hashlib.sha256(f"{purpose}:{name}".encode("utf-8", "surrogateescape")).digest()
     return int.from_bytes(digest[:8], "big")
 
@@ -122,14 +122,14 @@ def is_heldout(name: str, fraction: float) -> bool:
 
 
 def heldout_problem(fraction: float) -> list[str]:
-    """Says what is wrong with ``--heldout-fraction``; nothing if it is right."""
+    """Says what is wrong with ``--heldout-fraction``; an empty list if nothing is."""
     if 0 < fraction < 1:
         return []
     return [f"--heldout-fraction={fraction:g} must lie between 0 and 1, for example 0.05."]
 
 
 def digest(parts: Iterable[str | bytes]) -> str:
-    """Returns the hex SHA-256 of some texts or bytes, their borders included."""
+    """Returns the hex SHA-256 of some texts or bytes, including their boundaries."""
     result = hashlib.sha256()
     for part in parts:
         data = part.encode("utf-8", "surrogateescape") if isinstance(part, str) else part
@@ -152,12 +152,12 @@ def write_text(path: Path, text: str) -> None:
 
 
 def say(console: Console, text: str) -> None:
-    """Prints a line as it is: no line breaks inside, and brackets are not colours."""
+    """Prints a line as it is, without line breaks inside; brackets are not colours."""
     console.print(text, soft_wrap=True, markup=False, highlight=False)
 
 
 def progress_bar(console: Console) -> Progress:
-    """Returns bars for what takes a while."""
+    """Returns progress bars for long tasks."""
     return Progress(
         TextColumn("{task.description:<16}"),
         BarColumn(),
@@ -175,7 +175,7 @@ def appearing(out: Path) -> Iterator[Path]:
     parent.mkdir(parents=True, exist_ok=True)
     prefix = f".{out.name}.partial-"
     for path in [path for path in parent.iterdir() if path.name.startswith(prefix)]:
-        # The lock of a killed process is gone with it: what can be locked belongs to nobody.
+        # A killed process leaves no lock: a folder that can be locked belongs to no process.
         with contextlib.suppress(OSError), _locked(path):
             shutil.rmtree(path)
     partial = parent / f"{prefix}{os.getpid()}"

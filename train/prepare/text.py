@@ -1,7 +1,7 @@
 """Text for language models, masked or not: ``python -m train.prepare --out data/stdlib``.
 
 Without ``--text`` it uses the Python sources that ship with CPython's standard library, so it needs
-no download. The result depends on the text and the options only.
+no download. The result depends only on the text and the options.
 """
 
 from __future__ import annotations
@@ -51,9 +51,9 @@ class PrepareOptions:
     vocab_size: int = 2048
     """Tokens the tokenizer may learn, at least 257."""
     heldout_fraction: float = 0.05
-    """Share of the documents that is only evaluated on, between 0 and 1."""
+    """Share of the documents that is held out for evaluation, between 0 and 1."""
     max_megabytes: float = 12.0
-    """Most text to use, in 10^6 bytes; what is left out is reported."""
+    """Most text to use, in 10^6 bytes; files left out are reported."""
     force: bool = False
     """Replace data that was prepared with other settings."""
 
@@ -146,9 +146,9 @@ def prepare(options: PrepareOptions, *, console: Console | None = None) -> DataM
 
 
 def collect_documents(options: PrepareOptions) -> tuple[list[Document], Counter[str]]:
-    """Reads the text, in an order that depends on the names only.
+    """Reads the text, in an order that depends only on the names.
 
-    When there is more than ``max_megabytes``, an even sample by hash of the name is used, not the
+    If there is more than ``max_megabytes``, an even sample by hash of the name is used, not the
     first names.
 
     Args:
@@ -226,7 +226,7 @@ def _check_options(options: PrepareOptions) -> None:
     problems = []
     if options.vocab_size < MIN_VOCAB_SIZE:
         problems.append(
-            f"--vocab-size={options.vocab_size} is too small: 256 bytes and {END_OF_TEXT} need a "
+            f"--vocab-size={options.vocab_size} is too small: 256 bytes and {END_OF_TEXT} need one "
             f"token each. Nearest valid: {MIN_VOCAB_SIZE}."
         )
     problems += folders.heldout_problem(options.heldout_fraction)

@@ -1,7 +1,7 @@
 """Sentence pairs to translate: ``python -m train.prepare translation --out data/django-de``.
 
 The pairs are the messages of Django's user interface, whose catalogues ship with its package, or of
-any folder of catalogues. The result depends on the catalogues and the options only.
+any folder of catalogues. The result depends only on the catalogues and the options.
 """
 
 from __future__ import annotations
@@ -50,11 +50,11 @@ class TranslationOptions:
     catalogues: Path | None = None
     """Folder with LOCALE/LC_MESSAGES/*.po somewhere below it; by default that of Django."""
     vocab_size: int = 2048
-    """Tokens the tokenizer may learn, at least 259 and one a locale."""
+    """Tokens the tokenizer may learn, at least 259 plus one per locale."""
     max_length: int = 64
     """Most tokens of a source and of a target, special ones included; longer ones are left out."""
     heldout_fraction: float = 0.1
-    """Share of the sources that is only evaluated on, between 0 and 1."""
+    """Share of the sources that is held out for evaluation, between 0 and 1."""
     force: bool = False
     """Replace data that was prepared with other settings."""
 
@@ -103,7 +103,7 @@ def prepare(options: TranslationOptions, *, console: Console | None = None) -> T
     train, heldout = split_pairs(pairs, heldout_fraction=options.heldout_fraction)
     with folders.progress_bar(console) as progress:
         tokenizer = train_tokenizer(
-            # A source is learnt from once, however many languages it is translated to.
+            # The tokenizer learns from a source once, however many languages it is translated to.
             [*dict.fromkeys(pair.source for pair in train), *(pair.target for pair in train)],
             vocab_size=options.vocab_size,
             progress=progress,
@@ -133,7 +133,7 @@ def prepare(options: TranslationOptions, *, console: Console | None = None) -> T
 
 
 def collect_pairs(options: TranslationOptions) -> tuple[list[Pair], Counter[str]]:
-    """Reads the pairs of all locales, cleaned, one translation of each source a locale.
+    """Reads the pairs of all locales, cleaned, one translation of each source per locale.
 
     Args:
       options: names the catalogues and the locales.
@@ -166,8 +166,8 @@ def collect_pairs(options: TranslationOptions) -> tuple[list[Pair], Counter[str]
 def split_pairs(pairs: Sequence[Pair], *, heldout_fraction: float) -> tuple[list[Pair], list[Pair]]:
     """Splits pairs by a hash of their source, so that no source is on both sides.
 
-    Sources that differ in case, punctuation, placeholders or a plural's ending alone count as one,
-    in all languages; a source keeps its side when others come.
+    Sources that differ only in case, punctuation, placeholders or a plural's ending count as one,
+    in all languages; a source keeps its side when others are added.
 
     Args:
       pairs: any number.
@@ -185,7 +185,7 @@ def split_pairs(pairs: Sequence[Pair], *, heldout_fraction: float) -> tuple[list
 
 
 def source_key(source: str) -> str:
-    """Reduces a source to what tells it from others: its words, without endings in -s.
+    """Reduces a source to the words that distinguish it from others, without endings in -s.
 
     Example:
       >>> source_key("{0} selected errors:") == source_key("Selected error")
@@ -258,7 +258,7 @@ def _check_options(options: TranslationOptions) -> None:
     if options.vocab_size < smallest:
         problems.append(
             f"--vocab-size={options.vocab_size} is too small: {_NUM_BYTES} bytes, "
-            f"{', '.join(SPECIAL_TOKENS)} and every locale need a token each. "
+            f"{', '.join(SPECIAL_TOKENS)} and every locale need one token each. "
             f"Nearest valid: {smallest}."
         )
     if options.max_length < 4:

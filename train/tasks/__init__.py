@@ -1,6 +1,6 @@
-"""What a run trains: a model family, its data, and how good it is.
+"""The task of a run: a model family, its data, and its score.
 
-`make` picks the task that ``config.task`` names. A new one is a file here, with a `Task`, and a
+`make` picks the task that ``config.task`` names. A new one needs a file here, with a `Task`, and a
 section of the configuration with the same name.
 """
 
@@ -27,5 +27,5 @@ def make(config: Config) -> Task:
     try:
         return tasks[config.task](config)
     except ValueError as error:
-        # A model names its fields "model.x", whatever the section it was configured by.
+        # A model names its fields "model.x", whatever section it was configured in.
         raise ValueError(str(error).replace("model.", f"{config.section}.")) from error

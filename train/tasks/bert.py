@@ -12,7 +12,7 @@ from train.data import masked_lm, text
 from train.tasks.task import Task
 
 _ROWS = 256
-"""Held-out rows of the accuracy."""
+"""Held-out rows for the accuracy."""
 
 
 class BERT(Task):

@@ -1,4 +1,4 @@
-"""Language modelling: a GPT on a text, which at the end continues a prompt."""
+"""Language modelling: a GPT on a text; at the end it continues a prompt."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ from train.data import images
 from train.tasks.task import Task
 
 _ROWS = 256
-"""Images at once when the held-out ones are classified."""
+"""Held-out images that are classified at once."""
 
 
 class ResNet(Task):

@@ -1,4 +1,4 @@
-"""What the trainer asks of a task."""
+"""The interface between the trainer and a task."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ class Task(abc.ABC):
       config: of the run.
 
     Attributes:
-      unit: what a row holds, in the plural.
-      units_per_row: how many of them.
+      unit: the name of what a row holds, in the plural.
+      units_per_row: how many of them a row holds.
       num_layers: layers of the pipeline.
       dropout: whether a step needs a random key.
     """
@@ -65,7 +65,7 @@ class Task(abc.ABC):
         """
 
     def data_failures(self) -> Iterator[Failure]:
-        """What is wrong with the data, before anything is compiled."""
+        """The problems of the data, found before anything is compiled."""
         path, batch_size = self.config.data.path, self.config.train.batch_size
         try:
             _, heldout = self.load()
@@ -92,10 +92,10 @@ class Task(abc.ABC):
 
     @abc.abstractmethod
     def data_digest(self) -> str:
-        """What must be the same when a run is continued: a digest of the tokenizer or the data."""
+        """A digest of the tokenizer or the data, which a continued run must share."""
 
     def flops_per_row(self) -> int | None:
-        """Floating-point operations of a training step for one row; None where nobody counts."""
+        """Floating-point operations of a training step for one row; None if not counted."""
         return None
 
     @abc.abstractmethod
@@ -104,7 +104,7 @@ class Task(abc.ABC):
 
     @abc.abstractmethod
     def report(self, params: PyTree, states: PyTree, heldout: Examples) -> tuple[str, float | None]:
-        """What the trained model can do, at the end of a run; may write into ``run_dir``.
+        """Measures what the trained model can do at the end of a run; may write to ``run_dir``.
 
         Args:
           params: canonical, on the host.
@@ -112,7 +112,7 @@ class Task(abc.ABC):
           heldout: the held-out examples.
 
         Returns:
-          It in words, and as one number, the higher the better; None where there is no such number.
+          The result in words, and as one number, higher is better; None if there is none.
         """
 
     def num_parameters(self) -> int:

@@ -68,7 +68,7 @@ class Transformer(Task):
         tokenizer = translation.load_tokenizer(self.config.data.path)
         length, written = self.shape.sequence_length, []
         for start in range(0, len(heldout), _ROWS):
-            # The last few are done twice rather than compiled anew.
+            # The last few are translated twice rather than compiled anew.
             numbers = np.arange(start, start + _ROWS).clip(max=len(heldout) - 1)
             batch = heldout.read(numbers, np.zeros((len(numbers), 3), np.int64))
             tokens = translate.greedy(self.shape, params, batch["source"], max_length=length)
