@@ -214,7 +214,7 @@ class AsyncPipeline:
         """Makes what is in flight of an empty pipeline, from the rest of its state."""
 
         def empty(state):
-            flight = asynchronous_run.empty_flight(self._plan, self._rules, _own(state))
+            flight = asynchronous_run.empty_flight(self._plan, self._rules, state)
             return jax.tree.map(lambda w: w[None, None], flight)
 
         specs = {k: spec for k, spec in self._specs.items() if k not in ("flight", "steady")}
@@ -275,7 +275,7 @@ class AsyncPipeline:
     def _newest(self):
         def newest(state):
             layers = self.pipe.layout.layers
-            weights = asynchronous_run.newest_weights(self._rules, layers, _own(state))
+            weights = asynchronous_run.newest_weights(self._rules, layers, state)
             return weights | {"layers": jax.tree.map(lambda w: w[None], weights["layers"])}
 
         out_specs = self.pipe.layout.specs(sharded=self.pipe.zero == 3)
@@ -335,8 +335,7 @@ class AsyncPipeline:
 
         def body(state, batch, rng):
             rows = self.pipe.split_rows(batch)
-            own, losses = asynchronous_run.call(self._plan, self._rules, _own(state), rows, rng)
-            return _behind(own), losses
+            return asynchronous_run.call(self._plan, self._rules, state, rows, rng)
 
         in_specs = self._specs, P(DATA), P()
         state, losses = self._mapped(body, in_specs, (self._specs, P()))(state, batch, rng)
@@ -361,8 +360,7 @@ class AsyncPipeline:
         state = self._checked(state)
 
         def body(state):
-            own, losses = asynchronous_run.call(self._plan, self._rules, _own(state), None, None)
-            return _behind(own), losses
+            return asynchronous_run.call(self._plan, self._rules, state, None, None)
 
         return self._mapped(body, (self._specs,), (self._specs, P()))(state)
 
@@ -394,26 +392,3 @@ class AsyncPipeline:
         return jax.shard_map(
             body, mesh=self.pipe.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False
         )
-
-
-def _own(state: State) -> State:
-    """A device's part of the state, without the dimensions of which it holds one."""
-    own = _of_layers(state, lambda w: w[0])
-    if "flight" in state:
-        own["flight"] = jax.tree.map(lambda w: w[0, 0], state["flight"])
-    return own
-
-
-def _behind(own: State) -> State:
-    """Undoes `_own`."""
-    state = _of_layers(own, lambda w: w[None])
-    return state | {"flight": jax.tree.map(lambda w: w[None, None], own["flight"])}
-
-
-def _of_layers(state: State, fn) -> State:
-    """The state with ``fn`` applied to what has a dimension for the stages."""
-    names = [name for name in ("weights", "delta", "rest") if "layers" in state[name]]
-    changed = {
-        name: state[name] | {"layers": jax.tree.map(fn, state[name]["layers"])} for name in names
-    }
-    return state | changed

@@ -33,8 +33,8 @@ from jaxpipe.schedule.steady_rows import SteadyRows
 from jaxpipe.schedule.table import NONE, Row
 
 PyTree = Any
-Own = dict[str, Any]
-"""A device's part of the state, without the stage dimension: "weights" and "delta" by part, "owned"
+State = dict[str, Any]
+"""A device's part of the state: "weights" and "delta" by part, "owned"
 and "rest" of the optimizer, "states" of stateful layers after the last whole minibatch, "recent"
 rows and keys, "clock", and, once it has been made, "flight"."""
 
@@ -65,8 +65,9 @@ class Recent:
         return rows, rng, i % self.steady.num_microbatches
 
 
-def empty_flight(plan: Plan, rules: Rules, own: Own) -> dict[str, Any]:
+def empty_flight(plan: Plan, rules: Rules, state: State) -> dict[str, Any]:
     """What is in flight in a pipeline that is empty; arguments as for `call`."""
+    own = _own(state)
     fixed = _fix(plan, rules, own)
     sums, num_sums = _outer(plan, own), rules.steady.num_sums(tied=_sink(fixed).tied)
     rotating = jax.tree.map(lambda w: jnp.zeros((num_sums, *w.shape), w.dtype), sums["embed"])
@@ -75,8 +76,9 @@ def empty_flight(plan: Plan, rules: Rules, own: Own) -> dict[str, Any]:
     return _in_flight(carried.but(finished=Optimized([], {}, norms)))
 
 
-def newest_weights(rules: Rules, params, own: Own) -> PyTree:
+def newest_weights(rules: Rules, params, state: State) -> PyTree:
     """Every part's newest version, between two calls."""
+    own = _own(state)
     steady, clock, held = rules.steady, own["clock"], _held(own)
     stage = lax.axis_index(STAGE)
     parts = {"layers": steady.stage(stage), "embed": steady.embed, "head": steady.head}
@@ -89,14 +91,14 @@ def newest_weights(rules: Rules, params, own: Own) -> PyTree:
 
 
 def call(
-    plan: Plan, rules: Rules, own: Own, rows: PyTree | None, rng: jax.Array | None
-) -> tuple[Own, jax.Array]:
+    plan: Plan, rules: Rules, state: State, rows: PyTree | None, rng: jax.Array | None
+) -> tuple[State, jax.Array]:
     """Runs N ticks in which a minibatch enters, or those that drain the pipeline.
 
     Args:
       plan: what to run; its table is `jaxpipe.schedule.steady_rows.steady_table`.
       rules: how to train.
-      own: this device's part of the state.
+      state: this device's part of it.
       rows: the minibatch, leaves ``[rows, N, ...]``; None to drain.
       rng: its key.
 
@@ -104,7 +106,8 @@ def call(
       The state afterwards, and the losses of the minibatches that have left, float32
       ``[minibatches]``, NaN before the first one.
     """
-    steady, fixed, clock = rules.steady, _fix(plan, rules, own), own["clock"]
+    own, steady = _own(state), rules.steady
+    fixed, clock = _fix(plan, rules, own), own["clock"]
     num_ticks = steady.drain_ticks if rows is None else steady.num_microbatches
     entering = 0 if rows is None else steady.num_microbatches
     clock = clock | {"entered": clock["entered"] + entering}
@@ -136,7 +139,7 @@ def call(
     if rows is None:
         first = clock["first"] + clock["entered"] // steady.num_microbatches
         clock = {"tick": jnp.int32(0), "entered": jnp.int32(0), "first": first}
-    return own | {
+    own |= {
         "weights": carried.weights.weights,
         "delta": carried.weights.delta,
         "owned": carried.finished.owned,
@@ -145,7 +148,8 @@ def call(
         "recent": recent,
         "clock": clock,
         "flight": _in_flight(carried),
-    }, losses
+    }
+    return _behind(own), losses
 
 
 def _admit(steady: SteadyState, recent: dict, rows: PyTree, rng, offset, now) -> dict:
@@ -191,7 +195,7 @@ def _last_ones(steady: SteadyState, num_ticks: int, *, drains: bool) -> np.ndarr
 # What no tick changes.
 
 
-def _fix(plan: Plan, rules: Rules, own: Own) -> Fixed:
+def _fix(plan: Plan, rules: Rules, own: State) -> Fixed:
     """Arguments as for `call`; raises ValueError if the embedding reads parameters of the head."""
     outer, recent = _outer(plan, own), Recent(**own["recent"], steady=rules.steady)
     weights = Versioned(rules.steady, corrects=rules.discrepancy_decay is not None)
@@ -219,7 +223,7 @@ def _sink(fixed: Fixed) -> Updated:
     return fixed.gradients
 
 
-def _outer(plan: Plan, own: Own) -> PyTree:
+def _outer(plan: Plan, own: State) -> PyTree:
     """A version of embedding and head, whole."""
     outer = {name: _held(own).outer_at(name, 0) for name in ("embed", "head")}
     return gather(outer, plan.layout.outer) if plan.zero == 3 else outer
@@ -228,15 +232,15 @@ def _outer(plan: Plan, own: Own) -> PyTree:
 # The state between calls.
 
 
-def _held(own: Own) -> Versions:
+def _held(own: State) -> Versions:
     return Versions(own["weights"], own["delta"])
 
 
-def _own_states(own: Own) -> PyTree:
+def _own_states(own: State) -> PyTree:
     return jax.tree.map(lambda w: w[0], own["states"])
 
 
-def _carried(own: Own) -> Carried:
+def _carried(own: State) -> Carried:
     """What the first tick of a call is handed."""
     flight = own["flight"]
     return Carried(
@@ -266,3 +270,26 @@ def _in_flight(carried: Carried) -> dict[str, Any]:
         "loss": carried.loss,
         "states": carried.states,
     }
+
+
+def _own(state: State) -> State:
+    """A device's part of the state, without the dimensions of which it holds one."""
+    part = _of_layers(state, lambda w: w[0])
+    if "flight" in state:
+        part["flight"] = jax.tree.map(lambda w: w[0, 0], state["flight"])
+    return part
+
+
+def _behind(own: State) -> State:
+    """Undoes `_own`."""
+    state = _of_layers(own, lambda w: w[None])
+    return state | {"flight": jax.tree.map(lambda w: w[None, None], own["flight"])}
+
+
+def _of_layers(state: State, fn) -> State:
+    """The state with ``fn`` applied to what has a dimension for the stages."""
+    names = [name for name in ("weights", "delta", "rest") if "layers" in state[name]]
+    changed = {
+        name: state[name] | {"layers": jax.tree.map(fn, state[name]["layers"])} for name in names
+    }
+    return state | changed

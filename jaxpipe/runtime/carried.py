@@ -8,8 +8,11 @@ from typing import Any
 import jax
 
 from jaxpipe.schedule.actions import Kind
+from jaxpipe.schedule.table import Cell
 
 PyTree = Any
+
+jax.tree_util.register_dataclass(Cell)  # here, since the schedule layer knows no jax
 
 
 @jax.tree_util.register_dataclass

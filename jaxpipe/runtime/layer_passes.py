@@ -181,7 +181,7 @@ def _run_layers(
 
     def body(chunk, layer, sums, rest):
         through, outputs = rest
-        one = work.but(cell=work.cell._replace(chunk=chunk), layer=layer)
+        one = work.but(cell=dataclasses.replace(work.cell, chunk=chunk), layer=layer)
         through = _run_layer(one, through.but(gradients=sums))
         through, outputs = tie(through, outputs)
         return through.carried.gradients, (through.but(gradients=None), outputs)

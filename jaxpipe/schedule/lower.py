@@ -26,7 +26,7 @@ import numpy as np
 from jaxpipe.schedule.actions import Kind, Schedule
 from jaxpipe.schedule.minibatches import with_updates
 from jaxpipe.schedule.simulate import ticks
-from jaxpipe.schedule.slots import cached_slots
+from jaxpipe.schedule.slots import cached_slots, colour_intervals
 from jaxpipe.schedule.table import NONE, Cell, Channel, TickTable, Transfers
 from jaxpipe.schedule.validate import simulated_only
 
@@ -413,29 +413,3 @@ def _most_together(ticks: np.ndarray, items: np.ndarray) -> int:
     """The most different items used in one tick."""
     pairs = np.unique(np.stack([ticks, items]), axis=1)
     return int(np.unique(pairs[0], return_counts=True)[1].max(initial=0))
-
-
-def colour_intervals(starts: np.ndarray, ends: np.ndarray) -> np.ndarray:
-    """Gives every interval a slot so that overlapping intervals differ, using as few as possible.
-
-    Args:
-      starts: time of the first write of each, int64 ``[intervals]``.
-      ends: time of its last read, not before its start; a slot read last at a time is free for a
-        write strictly after it.
-
-    Returns:
-      The slot of each, from 0; as many as the most intervals that overlap.
-
-    Example:
-      >>> colour_intervals(np.array([0, 1, 3]), np.array([2, 3, 4]))
-      array([0, 1, 0])
-    """
-    by_start, by_end = np.argsort(starts, kind="stable"), np.argsort(ends, kind="stable")
-    ended = np.searchsorted(ends[by_end], starts[by_start])
-    num_slots = int((1 + np.arange(len(starts)) - ended).max(initial=0))
-    # The first intervals take new slots; each later one takes the slot that was freed first.
-    slots = np.empty(len(starts), np.int64)
-    slots[by_start[:num_slots]] = np.arange(num_slots)
-    for later, earlier in zip(by_start[num_slots:].tolist(), by_end.tolist(), strict=False):
-        slots[later] = slots[earlier]
-    return slots

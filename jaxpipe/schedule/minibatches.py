@@ -48,7 +48,8 @@ def with_updates(table: TickTable, replay: np.ndarray | None) -> MinibatchTable:
         return found[np.arange(num_stages), cell.microbatch]
 
     passes = {
-        kind: cell._replace(
+        kind: dataclasses.replace(
+            cell,
             weights=version(cell.microbatch, layers.version, of_forward(cell)),
             fresh=(cell.microbatch % size == 0).astype(np.int32),
         )

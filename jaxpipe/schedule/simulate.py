@@ -14,15 +14,8 @@ from collections.abc import Sequence
 from functools import cached_property
 
 from jaxpipe.schedule.actions import Action, Kind, Schedule, Slice
-from jaxpipe.schedule.validate import (
-    Results,
-    Walk,
-    keeper,
-    message_target,
-    peak_in_flight,
-    validate,
-    walk,
-)
+from jaxpipe.schedule.validate import keeper, peak_in_flight, validate
+from jaxpipe.schedule.walk import Results, Walk, message_target, walk
 
 
 @dataclasses.dataclass(frozen=True)

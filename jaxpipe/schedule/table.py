@@ -17,7 +17,8 @@ NONE = -1
 """Marks an empty cell of a table: no action, no message, no slot."""
 
 
-class Cell(NamedTuple):
+@dataclasses.dataclass(frozen=True)
+class Cell:
     """What one stage runs of one kind of action in one tick; nothing where ``lo == hi``.
 
     In a table, every field is a column, int32 ``[ticks, stages]``.
