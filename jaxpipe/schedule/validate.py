@@ -91,7 +91,7 @@ def simulated_only(schedule: Schedule) -> Iterator[str]:
     why = f"Schedule {schedule.name!r} can only be simulated: it"
     if schedule.placement.num_copies > 1:
         yield (
-            f"{why} needs {schedule.placement.num_copies} copies of the model's weights, but the "
+            f"{why} needs {schedule.placement.num_copies} copies of the model's weights, and the "
             "runtime keeps one.\nNearest valid: 'hanayo', or 'dualpipe-v'."
         )
     if {Kind.B, Kind.BW} <= {action.kind for order in schedule.orders for action in order}:
