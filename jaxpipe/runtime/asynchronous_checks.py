@@ -72,7 +72,8 @@ def check_arguments(
         )
     if pipe.weights != "stacked":
         problems.append(
-            f"weights={pipe.weights!r}: versions of weights lie in one stacked array a parameter.\n"
+            f"weights={pipe.weights!r}: versions of weights lie in one stacked array per "
+            "parameter.\n"
             "Nearest valid: weights='stacked'."
         )
     if rescheduling_steps is not None and rescheduling_steps < 1:

@@ -1,10 +1,10 @@
 """Where the layers' parameters lie on a device.
 
-Layers that are alike are *stacked*: one array a parameter, one row a layer; or *unrolled*: every
-row an array of its own, which a GPU multiplies with where it lies. Layers that differ are *packed*:
-one flat array a dtype, each layer in columns of its own, so that a stage takes the room of its own
-layers and all stages still run one program. `Stacked`, `Unrolled` and `Packed` answer the same
-calls.
+Layers that are alike are *stacked*: one array per parameter, one row per layer; or *unrolled*:
+every row an array of its own, which a GPU multiplies with where it lies. Layers that differ are
+*packed*: one flat array per dtype, each layer in columns of its own, so that a stage takes the room
+of its own layers and all stages still run one program. `Stacked`, `Unrolled` and `Packed` answer
+the same calls.
 
 A layer's parameters are *stored* in such arrays as a tree of leaves that the data axis may split;
 `pack` and `unpack` turn the user's tree into it and back. A *place* says where something stored
@@ -163,7 +163,7 @@ class _Alike(abc.ABC):
 
 
 class Stacked(_Alike, OneLoop):
-    """Parameters of layers that are alike, in one array a parameter.
+    """Parameters of layers that are alike, in one array per parameter.
 
     Args:
       layers: one tree whose leaves stack all layers, ``[layers, ...]``; arrays or shapes.
