@@ -11,6 +11,8 @@ from typing import Any
 import jax.numpy as jnp
 from jax import lax
 
+from jaxpipe.runtime.mesh import DATA
+
 PyTree = Any
 
 
@@ -37,6 +39,17 @@ def run_if(condition, body: Callable[[Any], Any], carry: PyTree) -> PyTree:
     ``test_layered.py::test_no_gradient_is_kept_but_that_of_the_chunk_in_work``.
     """
     return lax.fori_loop(0, jnp.asarray(condition, jnp.int32), lambda _, carry: body(carry), carry)
+
+
+def run_once(body: Callable[[Any], Any], carry: PyTree) -> PyTree:
+    """``body(carry)`` in a loop of one trip, so that its result takes the place of its carry.
+
+    Outside a loop, XLA for CPUs gives the result of an ``all-reduce`` a buffer of its own. A mesh
+    index is never negative, but XLA does not know that; it would inline a loop of known length.
+
+    Test: ``test_unrolled.py::test_temporaries_are_no_more_than_those_of_stacked_weights``.
+    """
+    return run_if(lax.axis_index(DATA) >= 0, body, carry)
 
 
 def overwrite(old, new, slot):

@@ -78,7 +78,8 @@ class Kept(GradientSink):
             return params.write(kept, place, shards)
 
         sums = carried.gradients if in_place else carried.finished
-        return _with_outer(fixed, carried, params.every_piece(body, sums))
+        layers = params.every_piece(body, sums, in_place=in_place)
+        return _with_outer(fixed, carried, layers)
 
 
 class Reduced(GradientSink):

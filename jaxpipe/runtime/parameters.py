@@ -27,7 +27,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jaxpipe.runtime.barriers import overwrite, run_if
+from jaxpipe.runtime.barriers import overwrite, run_if, run_once
 from jaxpipe.schedule.table import NONE
 
 PyTree = Any
@@ -107,8 +107,14 @@ class OneLoop:
         trips = jnp.where(chunk == NONE, 0, self.num_pieces)
         return lax.fori_loop(0, trips, lambda number, carry: body(chunk, number, carry), carry)
 
-    def every_piece(self, body: Callable, carry: PyTree) -> PyTree:
-        """Runs ``body(chunk, number, carry)`` for all pieces of all chunks."""
+    def every_piece(self, body: Callable, carry: PyTree, *, in_place: bool) -> PyTree:
+        """Runs ``body(chunk, number, carry)`` for all pieces of all chunks.
+
+        Args:
+          body, carry: as of `loop_pieces`.
+          in_place: whether the body overwrites what it reads, piece by piece.
+        """
+        del in_place  # a loop's carry is
         n = self.num_pieces
         return lax.fori_loop(
             0, self.num_chunks * n, lambda i, carry: body(i // n, i % n, carry), carry
@@ -284,10 +290,11 @@ class Unrolled(_Alike):
             carry = run_if(chunk == c, functools.partial(pieces, c=c), carry)
         return carry
 
-    def every_piece(self, body: Callable, carry: PyTree) -> PyTree:
-        """As of `Stacked`, without a loop."""
-        for c, number in itertools.product(range(self.num_chunks), range(self.num_pieces)):
-            carry = body(c, number, carry)
+    def every_piece(self, body: Callable, carry: PyTree, *, in_place: bool) -> PyTree:
+        """As of `Stacked`, without a loop where nothing is overwritten."""
+        for place in itertools.product(range(self.num_chunks), range(self.num_pieces)):
+            one = functools.partial(body, *place)
+            carry = run_once(one, carry) if in_place else one(carry)
         return carry
 
     def place(self, layers: PyTree) -> PyTree:
