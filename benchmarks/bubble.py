@@ -25,11 +25,11 @@ import tyro
 
 import jaxpipe
 from benchmarks import harness
-from jaxpipe.runtime import executor
+from jaxpipe.runtime.tick import executor
 from jaxpipe.schedule import catalog
 from jaxpipe.schedule.actions import Schedule
+from jaxpipe.schedule.search.slices import slice_ticks
 from jaxpipe.schedule.simulate import Costs, lock_step, simulate
-from jaxpipe.schedule.slices import slice_ticks
 
 NAMES = ("1f1b", "interleaved", "breadth-first", "hanayo", "zb-v", "v-half", "auto")
 Form = Literal["whole", "sliced"]

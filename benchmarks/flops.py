@@ -19,10 +19,10 @@ import tyro
 
 import jaxpipe
 from benchmarks import gpu_compile, harness, memory
-from jaxpipe.runtime.hlo import Program
-from jaxpipe.runtime.memory import compiled
-from jaxpipe.runtime.split import REMAT_POLICIES
-from jaxpipe.schedule.table import NONE
+from jaxpipe.runtime.layers.split import REMAT_POLICIES
+from jaxpipe.runtime.measure.hlo import Program
+from jaxpipe.runtime.measure.memory import compiled
+from jaxpipe.schedule.lowering.table import NONE
 from models import gpt
 
 NAMES = ("1f1b", "1f1b-fused", "interleaved", "breadth-first", "hanayo", "zb-v", "v-half", "auto")

@@ -8,7 +8,8 @@ The scheduled program and its launch sequence (thunks) show, for one tick:
 - copies: whole buffers copied or written anew;
 - weights: bytes of weights and of their gradient sums that a layer copies, and that it casts;
 - host: loops outside CUDA graphs, each of which the host waits for;
-- memory: temporaries and returned gradients against `jaxpipe.runtime.memory.predicted_bytes`.
+- memory: temporaries and returned gradients against
+  `jaxpipe.runtime.measure.memory.predicted_bytes`.
 
 Kernels are not tuned without a GPU: nothing here is a speed. Attention is XLA's, not cuDNN's.
 
@@ -39,12 +40,12 @@ from rich.console import Console
 from rich.table import Table
 
 import jaxpipe
-from jaxpipe.runtime import gpu_flags
-from jaxpipe.runtime.hlo import Instruction, Program
-from jaxpipe.runtime.memory import compiled, predicted_bytes
+from jaxpipe.runtime.measure import gpu_flags
+from jaxpipe.runtime.measure.hlo import Instruction, Program
+from jaxpipe.runtime.measure.memory import compiled, predicted_bytes
 from jaxpipe.schedule.partition import partition
+from jaxpipe.schedule.search.slices import slice_ticks
 from jaxpipe.schedule.simulate import Costs
-from jaxpipe.schedule.slices import slice_ticks
 from models import gpt
 
 RESULTS = Path(__file__).parent / "results" / "gpu_compile.json"

@@ -17,7 +17,7 @@ from rich.console import Console
 from rich.table import Table
 
 from jaxpipe.schedule import catalog
-from jaxpipe.schedule.draw import save
+from jaxpipe.schedule.show.draw import save
 
 RESULTS = Path(__file__).parent / "results"
 _COLOURS = ("#9dbdf0", "#27518f", "#1b7468", "#4f7f30")

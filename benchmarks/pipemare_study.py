@@ -31,8 +31,8 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
 from benchmarks import harness
-from jaxpipe.runtime.costs import layer_bytes
-from jaxpipe.runtime.memory import tree_bytes
+from jaxpipe.runtime.measure.costs import layer_bytes
+from jaxpipe.runtime.measure.memory import tree_bytes
 from jaxpipe.schedule.simulate import simulate
 from train import checks, loop, schedule
 from train.command_line import parse

@@ -18,9 +18,9 @@ import tyro
 
 from benchmarks import harness
 from jaxpipe.schedule import catalog
-from jaxpipe.schedule.lower import lower
+from jaxpipe.schedule.check.validate import validate
+from jaxpipe.schedule.lowering.lower import lower
 from jaxpipe.schedule.simulate import Costs, simulate
-from jaxpipe.schedule.validate import validate
 
 _SEARCHES = {"auto", "controllable-memory"}
 """Not closed-form: they search for an order, and have their own limits on time."""

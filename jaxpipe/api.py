@@ -2,10 +2,10 @@
 
 from jaxpipe.runtime import unpipelined as unpipelined
 from jaxpipe.runtime import vocabulary as vocabulary
-from jaxpipe.runtime.asynchronous import AsyncPipeline as AsyncPipeline
-from jaxpipe.runtime.layered import LayeredUpdate as LayeredUpdate
+from jaxpipe.runtime.layers.model import Model as Model
+from jaxpipe.runtime.layers.modules import functional as functional
+from jaxpipe.runtime.layers.modules import stack as stack
 from jaxpipe.runtime.mesh import make_mesh as make_mesh
-from jaxpipe.runtime.model import Model as Model
-from jaxpipe.runtime.modules import functional as functional
-from jaxpipe.runtime.modules import stack as stack
 from jaxpipe.runtime.pipeline import Pipeline as Pipeline
+from jaxpipe.runtime.update.asynchronous import AsyncPipeline as AsyncPipeline
+from jaxpipe.runtime.update.layered import LayeredUpdate as LayeredUpdate

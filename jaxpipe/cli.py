@@ -17,12 +17,15 @@ from rich.console import Console
 from rich.table import Table
 
 from jaxpipe import __version__
-from jaxpipe.schedule import catalog, comparison, draw, pipemare, pipemare_draw, user
+from jaxpipe.schedule import catalog
 from jaxpipe.schedule.actions import Schedule
-from jaxpipe.schedule.csv_format import read_csv, write_csv
-from jaxpipe.schedule.report import report, timelines
+from jaxpipe.schedule.formats import user
+from jaxpipe.schedule.formats.csv_format import read_csv, write_csv
+from jaxpipe.schedule.generators import pipemare
+from jaxpipe.schedule.show import comparison, draw, pipemare_draw
+from jaxpipe.schedule.show.report import report, timelines
+from jaxpipe.schedule.show.trace import trace
 from jaxpipe.schedule.simulate import Costs
-from jaxpipe.schedule.trace import trace
 
 _PIPE_WIDTH = 240
 """Columns of a table that goes to a file or another program, which have no terminal width."""

@@ -20,8 +20,8 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jaxpipe.runtime import vocabulary
-from jaxpipe.runtime.model import Model
-from jaxpipe.runtime.modules import functional, stack
+from jaxpipe.runtime.layers.model import Model
+from jaxpipe.runtime.layers.modules import functional, stack
 from models import validation
 from models.blocks import INIT_STDDEV, Linear, attention_kernel
 

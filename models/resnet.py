@@ -23,8 +23,8 @@ import jax.numpy as jnp
 import optax
 from flax import nnx
 
-from jaxpipe.runtime import modules
-from jaxpipe.runtime.model import Model
+from jaxpipe.runtime.layers import modules
+from jaxpipe.runtime.layers.model import Model
 from models import validation
 from models.blocks import Linear, matmul
 

@@ -25,8 +25,8 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jaxpipe.runtime import vocabulary
-from jaxpipe.runtime.model import Model
-from jaxpipe.runtime.modules import functional
+from jaxpipe.runtime.layers.model import Model
+from jaxpipe.runtime.layers.modules import functional
 from models import validation
 from models.blocks import MLP, Attention, EncoderLayer, function_of, layer_norm
 

@@ -10,7 +10,7 @@ import pytest
 import jaxpipe
 from jaxpipe.cli import main
 from jaxpipe.schedule import catalog
-from jaxpipe.schedule.validate import simulated_only
+from jaxpipe.schedule.check.validate import simulated_only
 
 HEAVY = ("jax", "jaxlib", "flax", "optax", "orbax")
 

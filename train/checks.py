@@ -13,7 +13,8 @@ import tempfile
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
-from jaxpipe.schedule import catalog, user
+from jaxpipe.schedule import catalog
+from jaxpipe.schedule.formats import user
 from train import run_lock, schedule
 from train.config import AsynchronousConfig, Config, Range, Section
 from train.data.folder import prepare_hint

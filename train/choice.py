@@ -14,11 +14,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from jaxpipe.schedule import user
 from jaxpipe.schedule.actions import Schedule
-from jaxpipe.schedule.json_format import from_json, to_json
-from jaxpipe.schedule.lower import lower
-from jaxpipe.schedule.slices import check_layer_counts
+from jaxpipe.schedule.formats import user
+from jaxpipe.schedule.formats.json_format import from_json, to_json
+from jaxpipe.schedule.lowering.lower import lower
+from jaxpipe.schedule.search.slices import check_layer_counts
 from train import schedule
 from train.config import Config
 

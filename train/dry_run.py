@@ -6,9 +6,9 @@ import jax
 from rich.console import Console
 from rich.table import Table
 
-from jaxpipe.runtime.memory import predicted_bytes
-from jaxpipe.schedule import draw, pipemare_draw
+from jaxpipe.runtime.measure.memory import predicted_bytes
 from jaxpipe.schedule.partition import chunk_shares
+from jaxpipe.schedule.show import draw, pipemare_draw
 from jaxpipe.schedule.simulate import lock_step, simulate
 from train import schedule
 from train.config import Config

@@ -17,7 +17,7 @@ from jax.experimental import multihost_utils
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from jaxpipe.schedule import draw, pipemare_draw
+from jaxpipe.schedule.show import draw, pipemare_draw
 from jaxpipe.schedule.simulate import simulate
 from train import checkpoint, checks, choice, distributed, recovery, schedule
 from train.checkpoint import Checkpoints

@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxpipe.runtime.asynchronous import AsyncPipeline
+from jaxpipe.runtime.update.asynchronous import AsyncPipeline
 from jaxpipe.schedule.simulate import lock_step
 from train import schedule
 from train.config import Config

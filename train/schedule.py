@@ -7,12 +7,14 @@ import functools
 from collections.abc import Sequence
 from typing import Any
 
-from jaxpipe.schedule import catalog, pipemare, user
+from jaxpipe.schedule import catalog
 from jaxpipe.schedule.actions import Schedule
-from jaxpipe.schedule.pipemare import SteadyState
+from jaxpipe.schedule.check.validate import simulated_only
+from jaxpipe.schedule.formats import user
+from jaxpipe.schedule.generators import pipemare
+from jaxpipe.schedule.generators.pipemare import SteadyState
+from jaxpipe.schedule.search.slices import slice_ticks
 from jaxpipe.schedule.simulate import Costs
-from jaxpipe.schedule.slices import slice_ticks
-from jaxpipe.schedule.validate import simulated_only
 from train.config import Config
 
 _SYNCHRONOUS = "1f1b"

@@ -15,7 +15,7 @@ from jax import lax
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxpipe.runtime.costs import layer_bytes, layer_costs
+from jaxpipe.runtime.measure.costs import layer_bytes, layer_costs
 from jaxpipe.runtime.mesh import DATA, STAGE, make_mesh
 from jaxpipe.runtime.pipeline import Pipeline
 from jaxpipe.schedule.actions import Schedule

@@ -12,13 +12,13 @@ from typing import Any
 import jax
 from jax.sharding import Mesh
 
-from jaxpipe.runtime.layout import LAYOUTS
+from jaxpipe.runtime.layers.model import Model
+from jaxpipe.runtime.layers.split import REMAT_POLICIES
+from jaxpipe.runtime.layout.whole_model import LAYOUTS
 from jaxpipe.runtime.mesh import DATA, STAGE
-from jaxpipe.runtime.model import Model
-from jaxpipe.runtime.split import REMAT_POLICIES
 from jaxpipe.runtime.trees import describe, describe_leaf, mismatches, shape_of, shapes_of
 from jaxpipe.schedule.actions import Kind, Schedule
-from jaxpipe.schedule.validate import simulated_only
+from jaxpipe.schedule.check.validate import simulated_only
 
 PyTree = Any
 

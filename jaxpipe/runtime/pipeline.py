@@ -12,21 +12,22 @@ import optax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxpipe.runtime import checks, executor
-from jaxpipe.runtime.fixed import Plan
-from jaxpipe.runtime.layers import Layers
-from jaxpipe.runtime.layout import Layout, compiled_sharding, make_layers, make_layout
+from jaxpipe.runtime import checks
+from jaxpipe.runtime.layers.kinds import Layers
+from jaxpipe.runtime.layers.model import Model
+from jaxpipe.runtime.layout.packed import Packed
+from jaxpipe.runtime.layout.parameters import Stacked, Unrolled
+from jaxpipe.runtime.layout.whole_model import Layout, compiled_sharding, make_layers, make_layout
 from jaxpipe.runtime.mesh import DATA, STAGE, leave_compilation_cache
-from jaxpipe.runtime.model import Model
-from jaxpipe.runtime.packed_parameters import Packed
-from jaxpipe.runtime.parameters import Stacked, Unrolled
-from jaxpipe.runtime.part_optimizer import owners
+from jaxpipe.runtime.tick import executor
+from jaxpipe.runtime.tick.fixed import Plan
 from jaxpipe.runtime.trees import shapes_of, strongly_typed
+from jaxpipe.runtime.update.part_optimizer import owners
 from jaxpipe.schedule.actions import Schedule
-from jaxpipe.schedule.lower import forward_only, lower
+from jaxpipe.schedule.check.validate import validate
+from jaxpipe.schedule.lowering.lower import forward_only, lower
+from jaxpipe.schedule.lowering.table import TickTable
 from jaxpipe.schedule.partition import partition
-from jaxpipe.schedule.table import TickTable
-from jaxpipe.schedule.validate import validate
 
 PyTree = Any
 

@@ -9,8 +9,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxpipe.runtime.keys import embed_layer, head_layer, layer_key
-from jaxpipe.runtime.model import Model
+from jaxpipe.runtime.layers.keys import embed_layer, head_layer, layer_key
+from jaxpipe.runtime.layers.model import Model
 
 PyTree = Any
 

@@ -88,7 +88,7 @@ class Minibatches:
 
     Args:
       size: N, the microbatches of each.
-      method: which weights are read, a name in `jaxpipe.schedule.pipemare.METHODS`.
+      method: which weights are read, a name in `jaxpipe.schedule.generators.pipemare.METHODS`.
       num_versions: of the weights that a stage keeps.
       segment: stages of a segment that R recomputes; None if there is no R.
     """
@@ -113,7 +113,8 @@ class Schedule:
         keeps from F to the action that frees them (W, or the fused backward). The validator checks
         it.
       slices: how the actions are cut into ticks for the lock-step clock: ``slices[d]`` is what
-        stage ``d`` runs, in order (`jaxpipe.schedule.slices`). None for one whole action per tick.
+        stage ``d`` runs, in order (`jaxpipe.schedule.search.slices`). None for one whole action per
+        tick.
     """
 
     name: str

@@ -17,12 +17,19 @@ from functools import cache, cached_property, partial, wraps
 from importlib.metadata import entry_points
 from typing import Any
 
-from jaxpipe.schedule import user
 from jaxpipe.schedule.actions import Schedule
-from jaxpipe.schedule.auto import auto
-from jaxpipe.schedule.breadth_first import breadth_first, modular
-from jaxpipe.schedule.chimera import chimera
-from jaxpipe.schedule.controllable_memory import (
+from jaxpipe.schedule.formats import user
+from jaxpipe.schedule.generators.breadth_first import breadth_first, modular
+from jaxpipe.schedule.generators.chimera import chimera
+from jaxpipe.schedule.generators.dualpipe import dualpipe_v
+from jaxpipe.schedule.generators.gpipe import gpipe
+from jaxpipe.schedule.generators.hanayo import hanayo
+from jaxpipe.schedule.generators.interleaved import interleaved
+from jaxpipe.schedule.generators.one_f_one_b import one_f_one_b
+from jaxpipe.schedule.generators.pipemare import METHODS
+from jaxpipe.schedule.generators.zero_bubble import interleaved_zb, zb_h1, zb_h2
+from jaxpipe.schedule.search.auto import auto
+from jaxpipe.schedule.search.controllable_memory import (
     controllable_memory,
     one_f_one_b_v,
     v_half,
@@ -30,14 +37,7 @@ from jaxpipe.schedule.controllable_memory import (
     v_zb,
     zb_v,
 )
-from jaxpipe.schedule.dualpipe import dualpipe_v
-from jaxpipe.schedule.gpipe import gpipe
-from jaxpipe.schedule.hanayo import hanayo
-from jaxpipe.schedule.interleaved import interleaved
-from jaxpipe.schedule.one_f_one_b import one_f_one_b
-from jaxpipe.schedule.pipemare import METHODS
 from jaxpipe.schedule.simulate import Costs
-from jaxpipe.schedule.zero_bubble import interleaved_zb, zb_h1, zb_h2
 
 Generate = Callable[..., Schedule]
 

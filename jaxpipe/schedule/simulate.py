@@ -14,8 +14,8 @@ from collections.abc import Sequence
 from functools import cached_property
 
 from jaxpipe.schedule.actions import Action, Kind, Schedule, Slice
-from jaxpipe.schedule.validate import keeper, peak_in_flight, validate
-from jaxpipe.schedule.walk import Results, Walk, message_target, walk
+from jaxpipe.schedule.check.validate import keeper, peak_in_flight, validate
+from jaxpipe.schedule.check.walk import Results, Walk, message_target, walk
 
 
 @dataclasses.dataclass(frozen=True)
@@ -136,7 +136,7 @@ def in_flight(row: Sequence[TimedAction]) -> list[tuple[float, int]]:
       the W or BW that frees it.
 
     Example:
-      >>> from jaxpipe.schedule.gpipe import gpipe
+      >>> from jaxpipe.schedule.generators.gpipe import gpipe
       >>> in_flight(simulate(gpipe(1, 2, fused=True), Costs(1, 1, 1)).rows[0])
       [(0.0, 1), (1.0, 2), (4.0, 1), (6.0, 0)]
     """
@@ -168,7 +168,7 @@ def ticks(schedule: Schedule) -> list[list[int]]:
       ScheduleError: the schedule cannot run.
 
     Example:
-      >>> from jaxpipe.schedule.gpipe import gpipe
+      >>> from jaxpipe.schedule.generators.gpipe import gpipe
       >>> ticks(gpipe(2, 1))
       [[0, 3, 4], [1, 2, 3]]
     """
@@ -193,7 +193,7 @@ def simulate(schedule: Schedule, costs: Costs | Sequence[Costs]) -> Timeline:
       ValueError: there is not one cost for every virtual stage.
 
     Example:
-      >>> from jaxpipe.schedule.one_f_one_b import one_f_one_b
+      >>> from jaxpipe.schedule.generators.one_f_one_b import one_f_one_b
       >>> simulate(one_f_one_b(4, 8, fused=True), Costs(1, 1, 1)).makespan
       33.0
     """
@@ -240,7 +240,7 @@ def lock_step(schedule: Schedule, costs: Costs | Sequence[Costs]) -> Timeline:
       ValueError: there is not one cost for every virtual stage.
 
     Example:
-      >>> from jaxpipe.schedule.one_f_one_b import one_f_one_b
+      >>> from jaxpipe.schedule.generators.one_f_one_b import one_f_one_b
       >>> lock_step(one_f_one_b(4, 8, fused=True), Costs(1, 1, 1)).makespan
       40.0
     """

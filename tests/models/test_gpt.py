@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
-from jaxpipe.runtime.split import split_layer
+from jaxpipe.runtime.layers.split import split_layer
 from models import blocks, gpt
 from models.gpt import GPTConfig
 

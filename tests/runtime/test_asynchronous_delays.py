@@ -16,7 +16,7 @@ import pytest
 from covering import some
 
 import jaxpipe
-from jaxpipe.runtime.asynchronous import AsyncPipeline
+from jaxpipe.runtime.update.asynchronous import AsyncPipeline
 
 pytestmark = pytest.mark.pipeline
 

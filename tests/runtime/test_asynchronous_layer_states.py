@@ -16,7 +16,7 @@ from covering import some
 from jax.sharding import PartitionSpec as P
 
 import jaxpipe
-from jaxpipe.runtime.data_axis import average
+from jaxpipe.runtime.layout.data_axis import average
 
 CALLS = 1, 3, 1, 2
 """How many minibatches enter in every call."""

@@ -15,8 +15,8 @@ from asynchronous_reference import Settings
 from asynchronous_toy import WIDTH, minibatches, model, params, pipeline
 
 import jaxpipe
-from jaxpipe.runtime.asynchronous import AsyncPipeline
-from jaxpipe.runtime.hlo import Program
+from jaxpipe.runtime.measure.hlo import Program
+from jaxpipe.runtime.update.asynchronous import AsyncPipeline
 
 
 def saved(state):

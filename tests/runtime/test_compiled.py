@@ -10,8 +10,8 @@ import jax.numpy as jnp
 import pytest
 
 import jaxpipe
-from jaxpipe.runtime import memory
-from jaxpipe.runtime.hlo import Instruction, Program
+from jaxpipe.runtime.measure import memory
+from jaxpipe.runtime.measure.hlo import Instruction, Program
 from models import gpt
 
 pytestmark = pytest.mark.pipeline

@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 
 import jaxpipe
-from jaxpipe.runtime import memory
-from jaxpipe.runtime.hlo import Program
+from jaxpipe.runtime.measure import memory
+from jaxpipe.runtime.measure.hlo import Program
+from jaxpipe.schedule.search.slices import slice_ticks
 from jaxpipe.schedule.simulate import Costs
-from jaxpipe.schedule.slices import slice_ticks
 from models import gpt
 
 pytestmark = pytest.mark.pipeline

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from benchmarks import gpu_compile
-from jaxpipe.runtime.hlo import Program
+from jaxpipe.runtime.measure.hlo import Program
 
 PROGRAM = """HloModule step, is_scheduled=true
 

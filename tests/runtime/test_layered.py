@@ -12,7 +12,7 @@ import toy
 import uneven
 
 import jaxpipe
-from jaxpipe.runtime.layered import LayeredUpdate
+from jaxpipe.runtime.update.layered import LayeredUpdate
 
 pytestmark = pytest.mark.pipeline
 

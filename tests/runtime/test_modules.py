@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from jaxpipe.runtime.modules import functional, stack, stateful
-from jaxpipe.runtime.split import REMAT_POLICIES, split_layer
+from jaxpipe.runtime.layers.modules import functional, stack, stateful
+from jaxpipe.runtime.layers.split import REMAT_POLICIES, split_layer
 
 WIDTH = 4
 

@@ -8,7 +8,7 @@ import numpy as np
 import optax
 import pytest
 
-from jaxpipe.runtime.part_optimizer import PARTS, PartOptimizer, apply
+from jaxpipe.runtime.update.part_optimizer import PARTS, PartOptimizer, apply
 
 PARAMS = {
     "embed": {"table": jnp.linspace(-1, 1, 20).reshape(5, 4)},

@@ -8,10 +8,10 @@ import pytest
 from test_equivalence import check
 
 from jaxpipe.schedule import catalog
-from jaxpipe.schedule.lower import lower
+from jaxpipe.schedule.lowering.lower import lower
 from jaxpipe.schedule.partition import partition
+from jaxpipe.schedule.search.slices import slice_ticks
 from jaxpipe.schedule.simulate import Costs
-from jaxpipe.schedule.slices import slice_ticks
 
 pytestmark = pytest.mark.pipeline
 NAMES = [entry.name for entry in catalog.executable()]

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxpipe.runtime.split import REMAT_POLICIES, split_layer
+from jaxpipe.runtime.layers.split import REMAT_POLICIES, split_layer
 
 
 def layer(w, x, rng):

@@ -15,12 +15,12 @@ from covering import covering
 
 import jaxpipe
 from benchmarks import gpu_compile
-from jaxpipe.runtime import memory
-from jaxpipe.runtime.hlo import Program
+from jaxpipe.runtime.measure import memory
+from jaxpipe.runtime.measure.hlo import Program
 from jaxpipe.schedule.actions import Schedule
 from jaxpipe.schedule.partition import partition
+from jaxpipe.schedule.search.slices import slice_ticks
 from jaxpipe.schedule.simulate import Costs
-from jaxpipe.schedule.slices import slice_ticks
 from models import gpt
 
 SCHEDULES = (

@@ -6,14 +6,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxpipe.schedule.auto import auto
-from jaxpipe.schedule.controllable_memory import v_half, v_min, zb_v
-from jaxpipe.schedule.lower import lower
-from jaxpipe.schedule.one_f_one_b import one_f_one_b
+from jaxpipe.schedule.check.validate import peak_in_flight, validate
+from jaxpipe.schedule.generators.one_f_one_b import one_f_one_b
+from jaxpipe.schedule.lowering.lower import lower
 from jaxpipe.schedule.placement import linear, looped, wave
+from jaxpipe.schedule.search.auto import auto
+from jaxpipe.schedule.search.controllable_memory import v_half, v_min, zb_v
+from jaxpipe.schedule.search.slices import slice_ticks
 from jaxpipe.schedule.simulate import Costs, lock_step
-from jaxpipe.schedule.slices import slice_ticks
-from jaxpipe.schedule.validate import peak_in_flight, validate
 
 # No test may depend on how fast the machine is.
 settings.register_profile("jaxpipe", deadline=None)

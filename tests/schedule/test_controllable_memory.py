@@ -9,12 +9,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxpipe.schedule import building_blocks, controllable_memory
 from jaxpipe.schedule.actions import Kind
-from jaxpipe.schedule.building_blocks import PERIOD, fused_block, split_block
-from jaxpipe.schedule.controllable_memory import one_f_one_b_v, v_half, v_min, v_zb, zb_v
+from jaxpipe.schedule.check.validate import validate
+from jaxpipe.schedule.generators import building_blocks
+from jaxpipe.schedule.generators.building_blocks import PERIOD, fused_block, split_block
+from jaxpipe.schedule.search import controllable_memory
+from jaxpipe.schedule.search.controllable_memory import one_f_one_b_v, v_half, v_min, v_zb, zb_v
 from jaxpipe.schedule.simulate import Costs, simulate
-from jaxpipe.schedule.validate import validate
 
 settings.register_profile("jaxpipe", deadline=None)
 settings.load_profile("jaxpipe")

@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 
 from jaxpipe.schedule import catalog
 from jaxpipe.schedule.actions import Action, Kind, Schedule, dependencies
-from jaxpipe.schedule.csv_format import parse_csv, read_csv, write_csv
+from jaxpipe.schedule.check.validate import ScheduleError
+from jaxpipe.schedule.formats.csv_format import parse_csv, read_csv, write_csv
 from jaxpipe.schedule.placement import Placement
-from jaxpipe.schedule.validate import ScheduleError
 
 # No test may depend on how fast the machine is.
 settings.register_profile("jaxpipe", deadline=None)

@@ -26,14 +26,14 @@ import pytest
 
 from jaxpipe.schedule import catalog
 from jaxpipe.schedule.actions import Action, Schedule
-from jaxpipe.schedule.auto import auto
-from jaxpipe.schedule.controllable_memory import controllable_memory
-from jaxpipe.schedule.lower import forward_only, lower
+from jaxpipe.schedule.check.validate import simulated_only
+from jaxpipe.schedule.lowering.lower import forward_only, lower
 from jaxpipe.schedule.partition import Memory, partition
 from jaxpipe.schedule.placement import linear, looped, wave
+from jaxpipe.schedule.search.auto import auto
+from jaxpipe.schedule.search.controllable_memory import controllable_memory
+from jaxpipe.schedule.search.slices import slice_ticks
 from jaxpipe.schedule.simulate import Costs, lock_step, simulate
-from jaxpipe.schedule.slices import slice_ticks
-from jaxpipe.schedule.validate import simulated_only
 
 DIGESTS = Path(__file__).with_name("digests.json")
 

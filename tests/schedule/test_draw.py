@@ -7,10 +7,10 @@ import sys
 
 import pytest
 
-from jaxpipe.schedule import draw
 from jaxpipe.schedule.actions import Action, Schedule
 from jaxpipe.schedule.catalog import build
 from jaxpipe.schedule.placement import Placement
+from jaxpipe.schedule.show import draw
 from jaxpipe.schedule.simulate import Costs, lock_step, simulate
 
 

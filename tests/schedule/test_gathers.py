@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import pytest
 
 from jaxpipe.schedule import catalog
-from jaxpipe.schedule.lower import NONE, lower
+from jaxpipe.schedule.lowering.lower import NONE, lower
 
 
 def gathers_and_reduces(name: str, *, slots: int, **shape: int) -> tuple[list[int], list[int]]:

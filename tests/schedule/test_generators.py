@@ -8,18 +8,20 @@ import doctest
 import importlib
 import inspect
 import itertools
+import pkgutil
 from importlib.metadata import EntryPoint
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import jaxpipe.schedule
 from jaxpipe.schedule import catalog
 from jaxpipe.schedule.actions import Action, Kind, Schedule, dependencies
-from jaxpipe.schedule.breadth_first import breadth_first
-from jaxpipe.schedule.gpipe import gpipe
+from jaxpipe.schedule.check.validate import ScheduleError, validate
+from jaxpipe.schedule.generators.breadth_first import breadth_first
+from jaxpipe.schedule.generators.gpipe import gpipe
 from jaxpipe.schedule.simulate import Costs, lock_step, simulate, ticks
-from jaxpipe.schedule.validate import ScheduleError, validate
 
 # No test may depend on how fast the machine is.
 settings.register_profile("jaxpipe", deadline=None)
@@ -418,8 +420,8 @@ def test_installed_schedules_come_by_entry_point(monkeypatch):
         EntryPoint(name, value, "jaxpipe.schedules")
         for name, value in (
             ("lost", "no_such_module:f"),
-            ("1f1b", "jaxpipe.schedule.gpipe:gpipe"),
-            ("installed", "jaxpipe.schedule.gpipe:gpipe"),
+            ("1f1b", "jaxpipe.schedule.generators.gpipe:gpipe"),
+            ("installed", "jaxpipe.schedule.generators.gpipe:gpipe"),
         )
     ]
     monkeypatch.setattr(catalog, "entry_points", lambda group: points)
@@ -429,7 +431,10 @@ def test_installed_schedules_come_by_entry_point(monkeypatch):
     assert built == dataclasses.replace(gpipe(2, 2), name="installed")
     lost, taken = (str(warning.message) for warning in caught)
     assert "'lost' = 'no_such_module:f' of some package is left out: ModuleNotFoundError" in lost
-    assert "'1f1b' = 'jaxpipe.schedule.gpipe:gpipe' of some package is left out: Value" in taken
+    assert (
+        "'1f1b' = 'jaxpipe.schedule.generators.gpipe:gpipe' of some package is left out: Value"
+        in taken
+    )
 
 
 def test_two_copies_of_the_model_pass_nothing_to_each_other():
@@ -439,16 +444,16 @@ def test_two_copies_of_the_model_pass_nothing_to_each_other():
     assert schedule.orders[2][0] == Action(3, Kind.F, 0)
 
 
+EXAMPLES = [
+    info.name
+    for info in pkgutil.walk_packages(jaxpipe.schedule.__path__, "jaxpipe.schedule.")
+    if ">>>" in inspect.getsource(importlib.import_module(info.name))
+]
+
+
 @pytest.mark.usefixtures("registry")  # an example registers a schedule
-@pytest.mark.parametrize(
-    "module",
-    [
-        *("placement", "actions", "catalog", "validate", "simulate", "draw", "slots", "lower"),
-        *("gpipe", "one_f_one_b", "interleaved", "breadth_first", "hanayo", "zero_bubble"),
-        *("dualpipe", "chimera", "schedule_types"),
-    ],
-)
+@pytest.mark.parametrize("module", EXAMPLES)
 def test_examples_in_docstrings_run(module):
-    result = doctest.testmod(importlib.import_module(f"jaxpipe.schedule.{module}"))
+    result = doctest.testmod(importlib.import_module(module))
     assert result.attempted > 0
     assert result.failed == 0

@@ -7,11 +7,11 @@ import json
 import pytest
 
 from jaxpipe.schedule import catalog
-from jaxpipe.schedule.json_format import from_json, to_json
-from jaxpipe.schedule.one_f_one_b import one_f_one_b
+from jaxpipe.schedule.check.validate import ScheduleError
+from jaxpipe.schedule.formats.json_format import from_json, to_json
+from jaxpipe.schedule.generators.one_f_one_b import one_f_one_b
+from jaxpipe.schedule.search.slices import slice_ticks
 from jaxpipe.schedule.simulate import Costs
-from jaxpipe.schedule.slices import slice_ticks
-from jaxpipe.schedule.validate import ScheduleError
 
 _COSTS = Costs(1, 1.2, 0.8)
 _SLICED = slice_ticks(one_f_one_b(2, 4), _COSTS, [2, 3])

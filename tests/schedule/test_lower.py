@@ -10,9 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jaxpipe.schedule.actions import Action, Kind, Schedule
-from jaxpipe.schedule.lower import colour_intervals, lower
+from jaxpipe.schedule.check.validate import validate
+from jaxpipe.schedule.lowering.lower import colour_intervals, lower
 from jaxpipe.schedule.placement import linear
-from jaxpipe.schedule.validate import validate
 
 
 @given(st.lists(st.tuples(st.integers(0, 20), st.integers(0, 6)), max_size=30))

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from jaxpipe.schedule import catalog
 from jaxpipe.schedule.partition import Memory, chunk_shares, partition
 from jaxpipe.schedule.placement import linear, looped, mirrored, wave
+from jaxpipe.schedule.search.slices import slice_ticks
 from jaxpipe.schedule.simulate import Costs, lock_step, simulate
-from jaxpipe.schedule.slices import slice_ticks
 
 PLACEMENTS = [linear(1), linear(3), linear(4), looped(2, num_chunks=2), wave(2), wave(3)]
 PLACEMENTS += [looped(1, num_chunks=3), wave(2, num_waves=2)]

@@ -8,7 +8,7 @@ import math
 import pytest
 
 from jaxpipe import cli
-from jaxpipe.schedule.pipemare import METHODS, SteadyState
+from jaxpipe.schedule.generators.pipemare import METHODS, SteadyState
 from jaxpipe.schedule.simulate import Costs
 
 SHAPES = list(itertools.product((1, 2, 3, 4, 8), (1, 2, 3, 5, 8, 16)))

@@ -13,11 +13,11 @@ from hypothesis import strategies as st
 
 from jaxpipe.schedule import catalog
 from jaxpipe.schedule.actions import Action, Kind, Schedule
-from jaxpipe.schedule.lower import lower
+from jaxpipe.schedule.lowering.lower import lower
 from jaxpipe.schedule.placement import looped
-from jaxpipe.schedule.report import report, transfers
+from jaxpipe.schedule.show.report import report, transfers
+from jaxpipe.schedule.show.trace import trace
 from jaxpipe.schedule.simulate import Costs, simulate
-from jaxpipe.schedule.trace import trace
 
 # No test may depend on how fast the machine is.
 settings.register_profile("jaxpipe", deadline=None)

@@ -16,14 +16,14 @@ from hypothesis import strategies as st
 
 from jaxpipe.schedule import catalog
 from jaxpipe.schedule.actions import Action, Kind, Schedule, Slice, dependencies
-from jaxpipe.schedule.controllable_memory import v_half, zb_v
-from jaxpipe.schedule.lower import NONE, lower
-from jaxpipe.schedule.one_f_one_b import one_f_one_b
+from jaxpipe.schedule.check.slice_rules import order_of
+from jaxpipe.schedule.check.validate import ScheduleError, peak_in_flight, validate
+from jaxpipe.schedule.generators.one_f_one_b import one_f_one_b
+from jaxpipe.schedule.lowering.lower import NONE, lower
 from jaxpipe.schedule.placement import linear, looped, wave
+from jaxpipe.schedule.search.controllable_memory import v_half, zb_v
+from jaxpipe.schedule.search.slices import slice_ticks
 from jaxpipe.schedule.simulate import Costs, lock_step, simulate
-from jaxpipe.schedule.slice_rules import order_of
-from jaxpipe.schedule.slices import slice_ticks
-from jaxpipe.schedule.validate import ScheduleError, peak_in_flight, validate
 
 # No test may depend on how fast the machine is.
 settings.register_profile("jaxpipe", deadline=None)

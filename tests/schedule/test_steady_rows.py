@@ -8,17 +8,17 @@ import itertools
 import numpy as np
 import pytest
 
-from jaxpipe.schedule import draw
 from jaxpipe.schedule.actions import Action, Kind, Schedule
-from jaxpipe.schedule.csv_format import write_csv
-from jaxpipe.schedule.json_format import from_json, to_json
-from jaxpipe.schedule.lower import lower
-from jaxpipe.schedule.pipemare import METHODS, SteadyState
+from jaxpipe.schedule.check.validate import ScheduleError, validate
+from jaxpipe.schedule.formats.csv_format import write_csv
+from jaxpipe.schedule.formats.json_format import from_json, to_json
+from jaxpipe.schedule.generators.pipemare import METHODS, SteadyState
+from jaxpipe.schedule.lowering.lower import lower
+from jaxpipe.schedule.lowering.steady_rows import SteadyRows, steady_schedule
+from jaxpipe.schedule.lowering.table import NONE, Row
+from jaxpipe.schedule.search.slices import slice_ticks
+from jaxpipe.schedule.show import draw
 from jaxpipe.schedule.simulate import Costs, lock_step, simulate
-from jaxpipe.schedule.slices import slice_ticks
-from jaxpipe.schedule.steady_rows import SteadyRows, steady_schedule
-from jaxpipe.schedule.table import NONE, Row
-from jaxpipe.schedule.validate import ScheduleError, validate
 
 CASES = [
     (P, N, method, segment, fused)

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from jaxpipe.schedule import catalog
 from jaxpipe.schedule.actions import Action, Kind, Schedule
+from jaxpipe.schedule.check.validate import ScheduleError, peak_in_flight, validate, walk
 from jaxpipe.schedule.placement import Placement, linear, looped
-from jaxpipe.schedule.validate import ScheduleError, peak_in_flight, validate, walk
 
 # No test may depend on how fast the machine is.
 settings.register_profile("jaxpipe", deadline=None)

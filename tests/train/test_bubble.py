@@ -10,7 +10,7 @@ import pytest
 from rich.console import Console
 from tiny_tasks import TINY
 
-from jaxpipe.runtime.costs import layer_costs
+from jaxpipe.runtime.measure.costs import layer_costs
 from jaxpipe.schedule.actions import Kind
 from train import dry_run
 from train.config import Config

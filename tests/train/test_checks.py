@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from jaxpipe.schedule import catalog
-from jaxpipe.schedule.csv_format import write_csv
+from jaxpipe.schedule.formats.csv_format import write_csv
 from train import checks, data, distributed, errors, schedule
 from train.config import Config
 from train.metrics import truncate
@@ -217,7 +217,7 @@ def test_a_schedule_of_ones_own_is_what_the_trainer_runs(make, tmp_path):
     config = make({"pipeline.schedule": str(path)})
     assert checks.check(config) == []
     assert schedule.order(config).orders == order.orders
-    config = make({"pipeline.schedule": "jaxpipe.schedule.one_f_one_b:one_f_one_b"})
+    config = make({"pipeline.schedule": "jaxpipe.schedule.generators.one_f_one_b:one_f_one_b"})
     assert checks.check(config) == []
     assert schedule.order(config).orders == schedule.order(make()).orders
 

@@ -11,7 +11,7 @@ import pytest
 from rich.console import Console
 from tiny_tasks import TINY
 
-from jaxpipe.schedule.json_format import to_json
+from jaxpipe.schedule.formats.json_format import to_json
 from jaxpipe.schedule.simulate import Costs
 from train import choice, distributed, loop, schedule, step
 from train.choice import Choice

@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 import jax
 import numpy as np
 
-from jaxpipe.runtime.model import Model
+from jaxpipe.runtime.layers.model import Model
 from train.config import Config
 from train.data.stream import Examples
 from train.errors import Failure

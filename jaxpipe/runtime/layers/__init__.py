@@ -1,0 +1,1 @@
+"""What a user hands over, and what one layer becomes: F, B and W."""

@@ -1,0 +1,164 @@
+"""The layers of a model, sorted into kinds: what has the same function and the same shapes.
+
+A stage runs one loop over its layers; inside, every kind is one compiled body. A model whose layers
+are alike has one kind and pays nothing for the others.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxpipe.runtime.layers.model import Model
+from jaxpipe.runtime.layers.split import Split, split_layer
+from jaxpipe.runtime.trees import describe
+
+PyTree = Any
+
+
+@dataclasses.dataclass(frozen=True)
+class LayerKind:
+    """What layers of one kind have in common.
+
+    Args:
+      number: of the kind.
+      example: canonical number of the first layer of this kind.
+      function: `Model.layer` of these layers.
+      x: number of its input among `Layers.activations`.
+      y: number of its output among them.
+      split: its F, B and W.
+    """
+
+    number: int
+    example: int
+    function: Callable[..., Any]
+    x: int
+    y: int
+    split: Split
+
+
+@dataclasses.dataclass(frozen=True)
+class Layers:
+    """All layers of a model.
+
+    Args:
+      kinds: the kinds.
+      kind_of: for every layer, the number of its kind.
+      activations: the distinct activations between layers, trees of shapes.
+      first: number of the first layer's input among them.
+      last: number of the last layer's output.
+    """
+
+    kinds: tuple[LayerKind, ...]
+    kind_of: tuple[int, ...]
+    activations: tuple[PyTree, ...]
+    first: int
+    last: int
+
+
+def sort_layers(
+    model: Model,
+    params: Sequence[PyTree],
+    x: PyTree,
+    *context: PyTree,
+    states: Sequence[PyTree] | None = None,
+    remat: str = "none",
+) -> Layers:
+    """Follows the activations through all layers and splits each kind once.
+
+    Args:
+      model: the model.
+      params: shapes of every layer's parameters.
+      x: shape of the first layer's input.
+      *context: shapes of the other arguments of a layer: the microbatch's rows and the key.
+      states: shapes of every layer's state, or None for a model without.
+      remat: rematerialisation policy, by name.
+
+    Raises:
+      ValueError: a layer that cannot take what the layer before it returns, or returns what is not
+        floating point; both layers are named, with shapes and dtypes.
+    """
+    seen: dict[Any, int] = {}
+    kinds: list[LayerKind] = []
+    kind_of: list[int] = []
+    activations: dict[Any, PyTree] = {}
+
+    def number(activation: PyTree, layer: int) -> int:
+        _check_activation(activation, layer)
+        activations.setdefault(_key(activation), jax.tree.map(_struct, activation))
+        return list(activations).index(_key(activation))
+
+    first = here = number(x, -1)
+    for n, layer_params in enumerate(params):
+        function = model.layer[n] if isinstance(model.layer, tuple) else model.layer
+        state = None if states is None else states[n]
+        key = (function, _key(layer_params), here, _key(state))
+        if key not in seen:
+            args = (layer_params, list(activations.values())[here], *context)
+            y = _output(function, args, state, n)
+            if not isinstance(model.layer, tuple) and _key(y) != _key(args[1]):
+                raise ValueError(
+                    f"The layer maps x {describe(args[1])} to {describe(y)}; as the one function "
+                    "of all layers it must return what it takes. If layers differ, give "
+                    "`Model.layer` a tuple of functions."
+                )
+            split = split_layer(function, *args, state=state, remat=remat)
+            seen[key] = len(kinds)
+            kinds.append(LayerKind(len(kinds), n, function, here, number(y, n), split))
+        kind_of.append(seen[key])
+        here = kinds[seen[key]].y
+    return Layers(tuple(kinds), tuple(kind_of), tuple(activations.values()), first, here)
+
+
+def _output(function, args: tuple, state: PyTree, n: int) -> PyTree:
+    """Shape of a layer's output."""
+    try:
+        if state is None:
+            return jax.eval_shape(function, *args)
+        y, new_state = jax.eval_shape(function, *args, state)
+    except (TypeError, ValueError, KeyError, AttributeError) as error:
+        giver = "the embedding" if n == 0 else f"layer {n - 1}"
+        raise ValueError(
+            f"Layer {n} cannot take what {giver} returns, {describe(args[1])}: {error}"
+        ) from error
+    if _key(new_state) != _key(state):
+        raise ValueError(
+            f"Layer {n} was given the state {describe(state)} and returns {describe(new_state)}; "
+            "a state must keep its structure, shapes and dtypes."
+        )
+    return y
+
+
+def _check_activation(tree: PyTree, layer: int) -> None:
+    giver = "The embedding" if layer < 0 else f"Layer {layer}"
+    if not jax.tree.leaves(tree):
+        raise ValueError(f"{giver} returns no array; the next layer needs one.")
+    if not all(jnp.issubdtype(leaf.dtype, jnp.floating) for leaf in jax.tree.leaves(tree)):
+        raise ValueError(
+            f"{giver} returns {describe(tree)}; only floating-point arrays travel between layers. "
+            "A layer can read masks, positions and targets from its microbatch."
+        )
+
+
+def check_loss(loss: PyTree) -> None:
+    """Raises ValueError if what `Model.head_loss` returns is not a float32 scalar."""
+    if _key(loss) == _key(jax.ShapeDtypeStruct((), jnp.float32)):
+        return
+    raise ValueError(
+        f"Model.head_loss returns {describe(loss)}; it must return a float32 scalar, the mean loss "
+        "of one microbatch. Reduce it with `jnp.mean` and convert it with `.astype(jnp.float32)`."
+    )
+
+
+def _key(tree: PyTree) -> tuple:
+    """What two trees of the same structure, shapes and dtypes share."""
+    leaves, structure = jax.tree.flatten(tree)
+    return structure, tuple((leaf.shape, str(leaf.dtype)) for leaf in leaves)
+
+
+def _struct(leaf) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)

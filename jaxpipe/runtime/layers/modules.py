@@ -1,0 +1,169 @@
+"""Turns flax nnx modules into what the pipeline runs: a pure function and a tree of arrays."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+PyTree = Any
+
+
+def functional(
+    module: nnx.Module, *, method: Callable[..., Any] | None = None
+) -> tuple[Callable[..., Any], PyTree]:
+    """Splits a module into a pure function and its parameters.
+
+    Args:
+      module: any nnx module whose only state is parameters (`nnx.Param`) and random streams;
+        concrete, or abstract as `nnx.eval_shape` returns it.
+      method: what to call, with the module as its first argument, such as a method of its class;
+        None for the module itself.
+
+    Returns:
+      ``(apply, params)``. ``apply(params, *args, rng=None)`` calls the module. With ``rng``, one
+      jax key, the module's random streams (dropout) derive from that key alone; with None it runs
+      deterministically, as after `nnx.Module.eval`. ``params`` is a nested dict of arrays (shapes,
+      for an abstract module).
+
+    Raises:
+      ValueError: the module holds other state, such as running statistics.
+
+    Example:
+      >>> apply, params = functional(nnx.Linear(2, 3, rngs=nnx.Rngs(0)))
+      >>> jax.tree.map(jnp.shape, params)
+      {'bias': (3,), 'kernel': (2, 3)}
+      >>> apply(params, jnp.ones((5, 2))).shape
+      (5, 3)
+    """
+    eval_graph, _, _ = _split(nnx.view(module, deterministic=True, raise_if_not_found=False))
+    train_module = nnx.view(module, deterministic=False, raise_if_not_found=False)
+    train_graph, param_state, rng_state = _split(train_module)
+    params_tree = jax.tree.structure(param_state)
+
+    def apply(params: PyTree, *args: Any, rng: jax.Array | None = None) -> Any:
+        graph = eval_graph if rng is None else train_graph
+        state = jax.tree.unflatten(params_tree, jax.tree.leaves(params))
+        # A deterministic module reads no key, but merging wants a value for each.
+        key = jax.random.key(0) if rng is None else rng
+        merged = nnx.merge(graph, state, _streams(rng_state, key))
+        return merged(*args) if method is None else method(merged, *args)
+
+    return apply, nnx.to_pure_dict(param_state)
+
+
+def stateful(module: nnx.Module) -> tuple[Callable[..., Any], PyTree, PyTree]:
+    """Splits a module that keeps running statistics into a pure function and two trees.
+
+    Args:
+      module: as for `functional`; all state that is neither a parameter nor a random stream (such
+        as the mean and variance of `nnx.BatchNorm`) becomes the second tree.
+
+    Returns:
+      ``(apply, params, state)``. ``apply(params, state, *args, rng=None, train=True)`` returns the
+      module's output and its new state. ``rng`` is as in `functional`; with ``train`` False the
+      running statistics are used (`use_running_average`) and ``state`` comes back as it was.
+
+    Example:
+      >>> apply, params, state = stateful(nnx.BatchNorm(2, momentum=0.5, rngs=nnx.Rngs(0)))
+      >>> _, state = apply(params, state, jnp.full((4, 2), 6.0))
+      >>> state["mean"].tolist()
+      [3.0, 3.0]
+    """
+
+    def view(train: bool, deterministic: bool):
+        seen = nnx.view(
+            module,
+            use_running_average=not train,
+            deterministic=deterministic,
+            raise_if_not_found=False,
+        )
+        return nnx.split(seen, nnx.Param, nnx.RngState, ...)
+
+    graphs = {(t, d): view(t, d)[0] for t in (True, False) for d in (True, False)}
+    _, param_state, rng_state, other_state = view(True, False)
+    params_tree, state_tree = jax.tree.structure(param_state), jax.tree.structure(other_state)
+
+    def apply(
+        params: PyTree, state: PyTree, *args: Any, rng: jax.Array | None = None, train: bool = True
+    ) -> tuple[Any, PyTree]:
+        graph = graphs[train, rng is None]
+        merged = nnx.merge(
+            graph,
+            jax.tree.unflatten(params_tree, jax.tree.leaves(params)),
+            _streams(rng_state, jax.random.key(0) if rng is None else rng),
+            jax.tree.unflatten(state_tree, jax.tree.leaves(state)),
+        )
+        output = merged(*args)
+        new_state = nnx.state(merged, nnx.Not(nnx.Any(nnx.Param, nnx.RngState)))
+        return output, nnx.to_pure_dict(new_state)
+
+    return apply, nnx.to_pure_dict(param_state), nnx.to_pure_dict(other_state)
+
+
+def stack(
+    make_module: Callable[[nnx.Rngs], nnx.Module], *, num_layers: int, rngs: nnx.Rngs
+) -> tuple[Callable[..., Any], PyTree]:
+    """Makes equal layers, stacked as ``params["layers"]`` wants them.
+
+    Each layer draws its own initial values. Works under `jax.jit` and `jax.eval_shape`.
+
+    Args:
+      make_module: ``make_module(rngs)`` returns one layer.
+      num_layers: how many layers, at least 1.
+      rngs: where the layers' initial values come from; its ``params`` stream is advanced once.
+
+    Returns:
+      ``(apply, params)``: ``apply(layer_params, *args, rng=None)`` runs one layer, as in
+      `functional`; every leaf of ``params`` is [num_layers, ...].
+
+    Raises:
+      ValueError: ``num_layers`` below 1, or a module that `functional` refuses.
+
+    Example:
+      >>> def make(rngs):
+      ...     return nnx.Linear(4, 4, rngs=rngs)
+      >>> apply, layers = stack(make, num_layers=3, rngs=nnx.Rngs(0))
+      >>> layers["kernel"].shape
+      (3, 4, 4)
+    """
+    if num_layers < 1:
+        raise ValueError(f"num_layers={num_layers} must be at least 1. Nearest valid: 1.")
+    apply, _ = functional(nnx.eval_shape(lambda: make_module(nnx.Rngs(0))))
+
+    def initial(key: jax.Array) -> PyTree:
+        return functional(make_module(nnx.Rngs(key)))[1]
+
+    return apply, jax.vmap(initial)(jax.random.split(rngs.params(), num_layers))
+
+
+def _split(module: nnx.Module) -> tuple[nnx.GraphDef, nnx.State, nnx.State]:
+    graph, *states = nnx.split(module, nnx.Param, nnx.RngState, ...)
+    params, streams, other = states
+    flat = nnx.to_flat_state(other)
+    if flat:
+        found = ", ".join(f"{'.'.join(map(str, path))} ({type(v).__name__})" for path, v in flat)
+        raise ValueError(
+            f"{type(module).__name__} keeps state besides its parameters: {found}. A pipelined "
+            "layer must be a pure function of parameters, input and key; use one without running "
+            "state (for example GroupNorm instead of BatchNorm), or convert it with "
+            "jaxpipe.runtime.layers.modules.stateful."
+        )
+    return graph, params, streams
+
+
+def _streams(state: nnx.State, rng: jax.Array) -> nnx.State:
+    """The random streams of ``state``: each its own key, folded from ``rng``, and count 0."""
+    if not jnp.issubdtype(rng.dtype, jax.dtypes.prng_key):
+        rng = jax.random.wrap_key_data(rng)
+    leaves, tree = jax.tree.flatten(state)
+    filled = [
+        jax.random.fold_in(rng, i)
+        if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+        else jnp.zeros(leaf.shape, leaf.dtype)
+        for i, leaf in enumerate(leaves)
+    ]
+    return jax.tree.unflatten(tree, filled)

@@ -1,0 +1,1 @@
+"""Where arrays lie: parameters, slots, and their parts on data shards."""

@@ -1,0 +1,110 @@
+"""Buffers for what layers leave behind and pass on: residuals, activations, cotangents.
+
+A buffer has slots; a slot holds the values of all layers of a chunk. Layers of one kind have a
+buffer each for every value, ``[slots * layers, size]``. Layers of several kinds share one flat
+buffer a dtype, ``[slots, size]``, in which every layer of a chunk has a start of its own. An inbox
+is the same with one activation a slot. Buffers are flat because loops that see natural shapes, or a
+dimension of 1, choose different layouts for them, and then transpose or copy whole buffers.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from jaxpipe.schedule.lowering.table import NONE
+
+
+class _Value(NamedTuple):
+    """Where one value of a kind lies: which buffer, how far from the layer's start, its shape."""
+
+    buffer: int
+    offset: int
+    shape: tuple[int, ...]
+
+
+class Slots:
+    """How the values of layers of several kinds share buffers.
+
+    Args:
+      kinds: for every kind, the shapes of its values.
+      layers: kind of every layer of every chunk of every stage, int ``[stages, chunks, layers]``,
+        -1 where a chunk has fewer layers than the largest.
+    """
+
+    def __init__(self, kinds: Sequence[Sequence[jax.ShapeDtypeStruct]], layers: np.ndarray) -> None:
+        self._alike = len(kinds) == 1
+        if self._alike:
+            self._dtypes = [leaf.dtype for leaf in kinds[0]]
+            sizes = [leaf.size for leaf in kinds[0]]
+            self._values = [[_Value(b, 0, leaf.shape) for b, leaf in enumerate(kinds[0])]]
+            self._rows, self._sizes = layers.shape[2], sizes
+            return
+        self._dtypes = list(dict.fromkeys(leaf.dtype for kind in kinds for leaf in kind))
+        self._values, sizes = [], []
+        for kind in kinds:
+            taken = [0] * len(self._dtypes)
+            values = []
+            for leaf in kind:
+                b = self._dtypes.index(leaf.dtype)
+                values.append(_Value(b, taken[b], leaf.shape))
+                taken[b] += leaf.size
+            self._values.append(values)
+            sizes.append(taken)
+        table = np.asarray([*sizes, [0] * len(self._dtypes)], np.int32)[layers]
+        self._starts = np.cumsum(table, axis=2, dtype=np.int32) - table
+        self._rows, self._sizes = 1, table.sum(axis=2).max(axis=(0, 1)).tolist()
+
+    def shapes(self, slots: int) -> list[jax.ShapeDtypeStruct]:
+        """The buffers, each ``[slots * layers, size]``."""
+        return [
+            jax.ShapeDtypeStruct((slots * self._rows, size), dtype)
+            for size, dtype in zip(self._sizes, self._dtypes, strict=True)
+        ]
+
+    def read(self, buffers: list, kind: int, slot, at: tuple) -> list[jax.Array]:
+        """The values of the layer ``at`` (stage, chunk, layer), of a kind."""
+        return [
+            lax.dynamic_slice(
+                buffers[value.buffer],
+                self._index(value, slot, at),
+                (1, math.prod(value.shape)),
+            ).reshape(value.shape)
+            for value in self._values[kind]
+        ]
+
+    def write(self, buffers: list, kind: int, slot, at: tuple, values: Sequence) -> list:
+        """The buffers with a layer's values in their slot, written in place."""
+        buffers = list(buffers)
+        for where, value in zip(self._values[kind], values, strict=True):
+            buffers[where.buffer] = lax.dynamic_update_slice(
+                buffers[where.buffer], value.reshape(1, -1), self._index(where, slot, at)
+            )
+        return buffers
+
+    def _index(self, value: _Value, slot, at: tuple) -> tuple:
+        stage, chunk, layer = at
+        if self._alike:
+            return slot * self._rows + layer, 0
+        start = jnp.asarray(self._starts)[stage, chunk, layer, value.buffer]
+        return slot, start + value.offset
+
+
+def at_slot(inbox: list, slot) -> list:
+    """The message in a slot."""
+    return [lax.dynamic_index_in_dim(w, slot, keepdims=False) for w in inbox]
+
+
+def put_slot(inbox: list, slot, message: list) -> list:
+    """Writes a message into its slot; slot `NONE` leaves the inbox as it is."""
+    row = jnp.maximum(slot, 0)
+    return [
+        lax.dynamic_update_index_in_dim(w, jnp.where(slot == NONE, kept, sent), row, 0)
+        for w, kept, sent in zip(inbox, at_slot(inbox, row), message, strict=True)
+    ]

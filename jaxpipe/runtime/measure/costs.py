@@ -1,0 +1,105 @@
+"""What each layer costs, for `jaxpipe.schedule.partition`: counted from the trace, or timed."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxpipe.runtime.layers.kinds import LayerKind
+from jaxpipe.runtime.measure.memory import tree_bytes
+from jaxpipe.runtime.pipeline import Pipeline
+from jaxpipe.schedule.simulate import Costs
+
+PyTree = Any
+_RUNS = 5
+"""Times a part is run when it is timed; the fastest counts, since whatever disturbs only adds."""
+
+
+def layer_costs(
+    pipe: Pipeline, batch: PyTree, rng: jax.Array | None = None, *, measure: bool = False
+) -> list[Costs]:
+    """F, B and W of every layer for one microbatch on one data shard, without messages.
+
+    Layers of one kind are traced, or timed, once. Floating-point operations are those XLA counts in
+    the program before it optimises; recomputation that ``remat`` asks for is among them.
+
+    Args:
+      pipe: any pipeline of the model; it is not run, and its partition does not matter.
+      batch: a batch, or its shapes.
+      rng: as for `Pipeline.value_and_grad`.
+      measure: compile every part, run it on the first device, and return seconds.
+
+    Example:
+      >>> costs = layer_costs(pipe, batch)  # doctest: +SKIP
+      >>> counts = partition([c.f + c.b + c.w for c in costs], placement)  # doctest: +SKIP
+    """
+    layers, context = pipe.trace_layers(batch, rng)
+    cost = _seconds if measure else _flops
+    by_kind = [
+        Costs(**{name: cost(part, *args) for name, (part, args) in parts.items()})
+        for parts in (_parts(pipe, kind, layers.activations, context) for kind in layers.kinds)
+    ]
+    return [by_kind[number] for number in layers.kind_of]
+
+
+def layer_bytes(
+    pipe: Pipeline, batch: PyTree, rng: jax.Array | None = None
+) -> tuple[list[int], list[int]]:
+    """Bytes of every layer: its parameters, and what F keeps of one microbatch on a data shard.
+
+    Arguments as for `layer_costs`.
+    """
+    layers, _ = pipe.trace_layers(batch, rng)
+    kinds = [layers.kinds[number] for number in layers.kind_of]
+    parameters = [tree_bytes(pipe.layout.layers.shape_of(n)) for n in range(len(kinds))]
+    return parameters, [tree_bytes([kind.split.until_b, kind.split.until_w]) for kind in kinds]
+
+
+def _parts(pipe: Pipeline, kind: LayerKind, activations, context) -> dict[str, tuple]:
+    """F, B and W of a kind of layer, each with the shapes of its arguments."""
+    split, params = kind.split, pipe.layout.layers.shape_of(kind.example)
+    states = pipe.state_layout
+    state = None if states is None else states.shape_of(kind.example)
+
+    def forward(params, x, context, state):
+        return split.forward(params, x, *context, state=state)
+
+    def backward_input(params, kept, dy, context):
+        return split.backward_input(params, *kept, dy, *context)
+
+    def backward_weights(params, kept, crossing, context):
+        return split.backward_weights(params, kept, crossing, *context)
+
+    kept = list(split.until_b), list(split.until_w)
+    return {
+        "f": (forward, (params, activations[kind.x], context, state)),
+        "b": (backward_input, (params, kept, activations[kind.y], context)),
+        "w": (backward_weights, (params, kept[1], list(split.crossing), context)),
+    }
+
+
+def _flops(part: Callable[..., Any], *args: PyTree) -> float:
+    analysis = jax.jit(part).lower(*args).cost_analysis()
+    assert analysis is not None  # every backend of jax has one
+    return max(analysis.get("flops", 0.0), 1.0)  # a layer without parameters has no W
+
+
+def _seconds(part: Callable[..., Any], *args: PyTree) -> float:
+    compiled = jax.jit(part).lower(*args).compile()
+    arrays = jax.tree.map(_zeros, args)
+    best = float("inf")
+    for _ in range(_RUNS):
+        began = time.perf_counter()
+        jax.block_until_ready(compiled(*arrays))
+        best = min(best, time.perf_counter() - began)
+    return best
+
+
+def _zeros(leaf: jax.ShapeDtypeStruct) -> jax.Array:
+    if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+        return jax.random.key(0)
+    return jnp.zeros(leaf.shape, leaf.dtype)

@@ -1,0 +1,99 @@
+"""Memory: what a training step takes on each device, predicted from the schedule and compiled.
+
+The tick loop's buffers follow from the schedule: slots x layers x sizes; the gradients that a step
+returns are among them. Beside them the compiler keeps the values of the one layer it is running,
+which no schedule changes; that working set is read from the same model compiled at its smallest,
+two layers a stage and two microbatches.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+
+from jaxpipe.runtime.pipeline import Pipeline
+from jaxpipe.schedule.actions import Kind
+from jaxpipe.schedule.generators.one_f_one_b import one_f_one_b
+
+PyTree = Any
+
+
+def predicted_bytes(pipe: Pipeline, batch: PyTree, rng: jax.Array | None = None) -> dict[str, int]:
+    """Predicts what ``pipe.value_and_grad`` takes on each device beside its arguments.
+
+    Args:
+      pipe: the pipeline; it is not run.
+      batch: a batch, or its shapes.
+      rng: as for `Pipeline.value_and_grad`.
+
+    Returns:
+      Bytes by buffer, as `Pipeline.buffers` names them, and "working_set".
+    """
+    small = _smallest(pipe)
+    rows = small.schedule.num_microbatches / pipe.schedule.num_microbatches
+    small_batch = jax.tree.map(
+        lambda leaf: jax.ShapeDtypeStruct((int(leaf.shape[0] * rows), *leaf.shape[1:]), leaf.dtype),
+        batch,
+    )
+    working_set = compiled_bytes(small, small_batch, rng) - tree_bytes(
+        small.buffers(small_batch, rng)
+    )
+    sizes = {name: tree_bytes(shapes) for name, shapes in pipe.buffers(batch, rng).items()}
+    return sizes | {"working_set": working_set}
+
+
+def compiled_bytes(pipe: Pipeline, batch: PyTree, rng: jax.Array | None = None) -> int:
+    """Compiles ``pipe.value_and_grad`` and returns what it takes on each device beside its
+    arguments: the bytes of its temporaries and of the gradients it returns.
+
+    Arguments as for `predicted_bytes`.
+    """
+    analysis = compiled(pipe, batch, rng).memory_analysis()
+    assert analysis is not None  # every backend of jax has one
+    return analysis.temp_size_in_bytes + analysis.output_size_in_bytes
+
+
+def compiled(
+    pipe: Pipeline, batch: PyTree, rng: jax.Array | None = None, *, options: dict | None = None
+) -> jax.stages.Compiled:
+    """Compiles ``pipe.value_and_grad`` for the shapes of these arguments, with these options of
+    XLA."""
+
+    def shape(leaf, sharding):
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
+
+    placed = jax.tree.map(shape, pipe.layout.placed_shapes(), pipe.param_shardings)
+    batch = jax.tree.map(lambda leaf: shape(leaf, pipe.batch_sharding), batch)
+    step = jax.jit(pipe.value_and_grad)
+    return step.lower(placed, batch, rng, states=pipe.placed_states).compile(options)
+
+
+def tree_bytes(shapes: PyTree) -> int:
+    """Bytes of all arrays of a tree, or of their shapes."""
+    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(shapes))
+
+
+def _smallest(pipe: Pipeline) -> Pipeline:
+    """The same model, mesh and options with two microbatches, and two layers a stage if its layers
+    are alike.
+
+    Two, because the compiler simplifies what it knows to be one.
+    """
+    stages = pipe.schedule.num_stages
+    params = pipe.layout.canonical_shapes()
+    if not isinstance(params["layers"], tuple):
+        params["layers"] = jax.tree.map(
+            lambda w: jax.ShapeDtypeStruct((2 * stages, *w.shape[1:]), w.dtype), params["layers"]
+        )
+    fused = any(action.kind is Kind.BW for action in pipe.schedule.orders[0])
+    return Pipeline(
+        pipe.model,
+        params,
+        schedule=one_f_one_b(stages, 2, fused=fused),
+        mesh=pipe.mesh,
+        remat=pipe.remat,
+        zero=pipe.zero,
+        weights=pipe.weights,
+        states=pipe.canonical_states,
+    )

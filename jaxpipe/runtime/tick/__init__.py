@@ -1,0 +1,1 @@
+"""The executor: what runs in a tick."""

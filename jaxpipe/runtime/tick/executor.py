@@ -1,0 +1,197 @@
+"""The executor: one SPMD program that runs any tick table.
+
+`run` is the body of the `jax.shard_map` that `jaxpipe.Pipeline` builds; everything here sees one
+device's part. It scans over the table's rows. `tick` is one row: the layers of its cells
+(`jaxpipe.runtime.tick.layer_passes`), the messages between stages
+(`jaxpipe.runtime.tick.messages`), and the embedding and the loss that all stages compute together
+(`jaxpipe.runtime.tick.outer_phases`). Variants differ in where weights come from
+(`jaxpipe.runtime.tick.weights`), what becomes of gradients
+(`jaxpipe.runtime.tick.gradients`) and how parameters lie (`jaxpipe.runtime.layout.parameters`).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from jaxpipe.runtime.layers.kinds import Layers
+from jaxpipe.runtime.layout.data_axis import average
+from jaxpipe.runtime.mesh import DATA
+from jaxpipe.runtime.tick import outer_phases
+from jaxpipe.runtime.tick.carried import Carried
+from jaxpipe.runtime.tick.fixed import Batch, Fixed, Microbatches, Plan, fix
+from jaxpipe.runtime.tick.gradients import GradientSink, Kept, Reduced
+from jaxpipe.runtime.tick.layer_passes import run_cells
+from jaxpipe.runtime.tick.messages import exchange, send_late
+from jaxpipe.runtime.tick.weights import Gathered, Held, Resident
+from jaxpipe.schedule.actions import Kind
+from jaxpipe.schedule.lowering.table import Row, TickTable
+
+PyTree = Any
+
+_SUMS = ("gradients", "reduced")
+"""Buffers that start as zeros; the others are written before they are read."""
+
+
+def run(plan: Plan, placed: PyTree, microbatches: PyTree, rng: jax.Array | None, states: PyTree):
+    """Runs one step on this device.
+
+    Args:
+      plan: what to run.
+      placed: this device's part of the placed parameters.
+      microbatches: this data shard's rows, leaves ``[rows, m, ...]``.
+      rng: the step's key, or None.
+      states: this device's part of the placed states, or None.
+
+    Returns:
+      The mean loss of this data shard, equal on every stage; this device's part of the gradients,
+      reduced over data and shaped like ``placed``, or None if the table has no backward; and the
+      states after the last microbatch, the mean over data shards.
+    """
+    batch, sink = Batch(microbatches, rng), _sink(plan)
+    fixed, held = begin(plan, placed, batch, sink)
+    loss, carried, states = run_ticks(fixed, batch, start(fixed, held, held.outer, states))
+    return loss, None if sink is None else sink.result(fixed, carried), states
+
+
+def _sink(plan: Plan) -> Kept | Reduced | None:
+    """What becomes of gradients in a step that returns them."""
+    if not plan.trains:
+        return None
+    return Reduced() if plan.zero >= 2 else Kept()
+
+
+def buffers(plan: Plan, placed: PyTree, microbatches: PyTree, rng, states) -> dict[str, PyTree]:
+    """Shapes of what the tick loop keeps from the schedule, by name; arguments as for `run`."""
+    del states
+    return buffer_shapes(begin(plan, placed, Batch(microbatches, rng), _sink(plan))[0])
+
+
+def layers(plan: Plan, placed: PyTree, microbatches: PyTree, rng, states) -> tuple[Layers, tuple]:
+    """The layers by kind, and the shapes of what each is given beside parameters and values;
+    arguments as for `run`.
+    """
+    del states
+    batch = Batch(microbatches, rng)
+    fixed, _ = begin(plan, placed, batch, _sink(plan))
+    context = jax.eval_shape(lambda: fixed.context(batch, 0, 0))
+    # Without the mesh that they are traced in.
+    shapes = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), context)
+    return fixed.layers, shapes
+
+
+def begin(
+    plan: Plan, placed: PyTree, batch: Batch, sink: GradientSink | None
+) -> tuple[Fixed, Held]:
+    """What no tick of a step changes, and the weights it begins with.
+
+    Args:
+      plan, placed: as for `run`.
+      batch: the step's microbatches.
+      sink: what becomes of gradients.
+    """
+    weights = Gathered() if plan.zero == 3 else Resident()
+    outer = {name: placed[name] for name in ("embed", "head")}
+    held = weights.hold(plan, jax.tree.map(lambda w: w[0], placed["layers"]), outer)
+    return fix(plan, batch, held.outer, weights=weights, gradients=sink), held
+
+
+def start(fixed: Fixed, held: PyTree, outer: PyTree, states: PyTree) -> Carried:
+    """What the first tick is handed: nothing is in flight.
+
+    Args:
+      fixed: what no tick changes.
+      held: what the weights' source begins with.
+      outer: arrays like the gradient sums of embedding and head.
+      states: this device's part of the placed states, or None.
+    """
+
+    def empty(shape):
+        inexact = jnp.issubdtype(shape.dtype, jnp.inexact)
+        value = np.nan if fixed.plan.poison and inexact else 0
+        return jnp.full(shape.shape, value, shape.dtype)
+
+    found = {
+        name: jax.tree.map(jnp.zeros_like if name in _SUMS else empty, shape)
+        for name, shape in buffer_shapes(fixed).items()
+    }
+    sink = fixed.gradients
+    return Carried(
+        weights=fixed.weights.with_buffers(held, found),
+        inboxes={name: found[name] for name in ("x", "dy") if name in found},
+        residuals={name: found[name] for name in fixed.residuals if name in found},
+        sent=found.get("sent", {}),
+        replay={name: found[name] for name in ("inputs", "read_states") if name in found},
+        # An evaluation has no gradients; its loops over layers carry their place all the same.
+        gradients=found.get("gradients", {}),
+        outer_gradients=None if sink is None else jax.tree.map(jnp.zeros_like, outer),
+        finished=None if sink is None else sink.finished(found),
+        loss=jnp.zeros((), jnp.float32),
+        states=jax.tree.map(lambda w: w[0], states),
+    )
+
+
+def buffer_shapes(fixed: Fixed) -> dict[str, PyTree]:
+    """Shapes of every buffer the tick loop carries, by name; their bytes are the schedule's
+    prediction.
+    """
+    slots = fixed.table.num_slots
+    shapes: dict[str, PyTree] = {"x": fixed.messages.shapes(slots["x"])}
+    if late := {channel.kind for channel in fixed.table.channels if channel.late}:
+        shapes["sent"] = {kind: fixed.message_shape() for kind in late}
+    shapes |= fixed.weights.shapes(fixed)
+    if fixed.gradients is None:
+        return shapes
+    shapes["dy"] = fixed.messages.shapes(slots["dy"])
+    shapes |= {name: kept.shapes(slots[name]) for name, kept in fixed.residuals.items()}
+    if fixed.recomputes:
+        shapes["inputs"] = fixed.messages.shapes(slots["replay"])
+    if fixed.rereads_states:
+        assert fixed.plan.states is not None
+        shapes["read_states"] = fixed.plan.states.slots(slots["replay"])
+    return shapes | fixed.gradients.shapes(fixed)
+
+
+def run_ticks(fixed: Fixed, batch: Batch, carried: Carried) -> tuple[Any, Carried, PyTree]:
+    """Runs all rows of the table: the mean loss of this data shard, what the last tick leaves, and
+    the states, the mean over data shards."""
+    rows = _of_stage(fixed.table, fixed.stage)
+    carried, _ = lax.scan(lambda c, row: (tick(fixed, batch, c, row), None), carried, rows)
+    loss = lax.pmean(carried.loss / fixed.table.schedule.step_microbatches, DATA)
+    return loss, carried, jax.tree.map(lambda w: w[None], average(carried.states))
+
+
+def _of_stage(table: TickTable, stage) -> Row:
+    """The rows as one stage sees them, int32 ``[ticks]``."""
+    rows = jax.tree.map(jnp.asarray, table.rows)
+
+    def own(columns):
+        return jax.tree.map(lambda column: column[:, stage], columns)
+
+    return rows._replace(
+        cells=own(rows.cells),
+        arrivals=own(rows.arrivals),
+        gather=own(rows.gather),
+        reduce=own(rows.reduce),
+    )
+
+
+def tick(fixed: Fixed, batch: Microbatches, carried: Carried, row: Row) -> Carried:
+    """Runs one row."""
+    sink = fixed.gradients
+    arriving = send_late(fixed.table, carried.sent)
+    held = fixed.weights.gather(fixed, carried.weights, row.gather)
+    carried = outer_phases.enter(fixed, batch, carried.but(weights=held), row.outer)
+    carried, outputs = run_cells(fixed, batch, carried, row, arriving)
+    if sink is not None:
+        carried = sink.chunk(fixed, carried, row.reduce)
+    carried = exchange(fixed.table, carried, row, outputs, arriving)
+    if sink is None:
+        return outer_phases.evaluate(fixed, batch, carried, row.outer, outputs[Kind.F])
+    carried = outer_phases.leave(fixed, batch, carried, row.outer, outputs[Kind.F])
+    carried = outer_phases.embed_gradient(fixed, batch, carried, row.outer, outputs[Kind.B])
+    return sink.tick(fixed, carried, row)

@@ -1,0 +1,314 @@
+"""What a tick does with layers: F, B, BW and W of its cells.
+
+A tick runs up to four loops over layers, each from ``lo`` to ``hi`` of its cell, so that an idle
+stage runs none. Everything here sees one device's part, as in `jaxpipe.runtime.tick.executor`,
+which runs the ticks and moves what comes out of these loops.
+
+Rules that keep it fast and correct:
+
+- no ``cond`` or ``switch`` around buffers: XLA copies whatever passes through one; loops alias in
+  place;
+- what a gated loop's body reads goes through `tie` with what the loop carries, or XLA hoists its
+  uses out and runs them on idle ticks.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+
+from jaxpipe.runtime.barriers import run_if, tie
+from jaxpipe.runtime.layers.kinds import LayerKind
+from jaxpipe.runtime.layout.buffers import at_slot, put_slot
+from jaxpipe.runtime.tick.carried import Carried
+from jaxpipe.runtime.tick.fixed import Fixed, Microbatches
+from jaxpipe.runtime.tick.messages import INBOX
+from jaxpipe.schedule.actions import Kind
+from jaxpipe.schedule.lowering.table import NONE, Cell, Row
+
+PyTree = Any
+
+
+class Through(NamedTuple):
+    """What goes through a loop over layers.
+
+    Args:
+      message: the activation or cotangent that layers hand on; nothing in W.
+      carried: what the tick carries, but for weights and finished gradients. Of gradient sums
+        that have arrays of their own for every layer, those of one layer alone. Messages that do
+        not pass through the loops XLA copies where they are written.
+    """
+
+    carried: Carried
+    message: list
+
+    def but(self, **changes: Any) -> Through:
+        """The same but for these fields of what is carried."""
+        return self._replace(carried=self.carried.but(**changes))
+
+
+@dataclasses.dataclass(frozen=True)
+class Work:
+    """An action of a tick, or one layer of it, and what it may read.
+
+    Args:
+      fixed, batch: as everywhere.
+      held: the weights.
+      action: the kind of action.
+      cell: which chunk, microbatch and slots.
+      replay: the slot of what F keeps for R, if anything is recomputed.
+      layer: the layer, counted within the chunk.
+      kind: the kind of layer.
+    """
+
+    fixed: Fixed
+    batch: Microbatches
+    held: Any
+    action: Kind
+    cell: Cell
+    replay: Any = None
+    layer: Any = None
+    kind: LayerKind = None  # type: ignore[assignment]  # of a layer only
+
+    def but(self, **changes: Any) -> Work:
+        """The same but for these fields."""
+        return dataclasses.replace(self, **changes)
+
+    @property
+    def at(self) -> tuple[Any, Any, Any]:
+        """The layer's stage, chunk and number."""
+        return self.fixed.stage, self.cell.chunk, self.layer
+
+    def context(self) -> tuple:
+        """The microbatch's rows, and the layer's key."""
+        layer = self.fixed.first_layer[self.cell.chunk] + self.layer
+        return self.fixed.context(self.batch, self.cell.microbatch, layer)
+
+    def weights(self) -> PyTree:
+        """The layer's weights as they are stored."""
+        return self.fixed.weights.layer(
+            self.fixed, self.held, self.action, self.cell, self.layer, self.kind.example
+        )
+
+    def saved(self, through: Through, name: str) -> list:
+        """Residuals of the layer."""
+        slots, slot = self.fixed.residuals[name], getattr(self.cell, name)
+        return slots.read(through.carried.residuals[name], self.kind.number, slot, self.at)
+
+
+def run_cells(
+    fixed: Fixed, batch: Microbatches, carried: Carried, row: Row, arriving: list[list | None]
+) -> tuple[Carried, dict[Kind, list]]:
+    """Runs a tick's cells; returns what F and the backward have put out, to be sent.
+
+    Args:
+      fixed, batch, carried, row: as everywhere.
+      arriving: messages that were sent when the tick began, by channel.
+    """
+    if fixed.recomputes:
+        carried = _recompute(fixed, batch, carried, row, arriving)
+    outputs: dict[Kind, list] = {}
+    replay = row.replay or {}
+    through = Through(carried.but(weights=None, finished=None), [])
+    for action, columns in fixed.table.passes.items():
+        if action is Kind.R:
+            continue
+        cell = row.cells[action]
+        work = Work(fixed, batch, carried.weights, action, cell, replay.get(action))
+        if action is Kind.W:
+            through, outputs = _run_layers(work, through._replace(message=[]), outputs)
+            continue
+        name, inboxes = INBOX[action], through.carried.inboxes
+        through = through._replace(message=at_slot(inboxes[name], cell.inbox))
+        through, outputs = _run_layers(work, through, outputs)
+        message = through.message
+        if columns.pauses.any():
+            slot = jnp.where(cell.pauses == 1, cell.inbox, NONE)
+            inboxes = through.carried.inboxes
+            inbox = put_slot(inboxes[name], slot, message)
+            through = through.but(inboxes=inboxes | {name: inbox})
+        if fixed.plan.poison:
+            ends = (cell.lo < cell.hi) & (cell.pauses == 0)
+            message = [jnp.where(ends, w, jnp.nan) for w in message]
+        outputs = outputs | {Kind.F if action is Kind.F else Kind.B: message}
+    return through.carried.but(weights=carried.weights, finished=carried.finished), outputs
+
+
+def _recompute(
+    fixed: Fixed, batch: Microbatches, carried: Carried, row: Row, arriving: list[list | None]
+) -> Carried:
+    """Runs R, each stage of a segment a tick after the one before it; keeps the input of F.
+
+    The first stage of a segment begins with the input that it has kept, the others with what R of
+    the stage before has put out.
+    """
+    assert row.replay is not None
+    cell, slot, kept = row.cells[Kind.R], row.replay[Kind.R], carried.replay["inputs"]
+    begins, message = np.ones(fixed.table.schedule.num_stages, bool), at_slot(kept, slot)
+    for channel, sent in zip(fixed.table.channels, arriving, strict=True):
+        if channel.kind is Kind.R and sent is not None:
+            begins[[receiver for _, receiver in channel.edges]] = False
+            first = jnp.asarray(begins)[fixed.stage]
+            message = [jnp.where(first, m, w) for m, w in zip(message, sent, strict=True)]
+    through = Through(carried.but(weights=None, finished=None), message)
+    work = Work(fixed, batch, carried.weights, Kind.R, cell, slot)
+    through, _ = _run_layers(work, through, {})
+    forward = row.cells[Kind.F]
+    keeps = jnp.asarray(begins)[fixed.stage]
+    slot = jnp.where(keeps & (forward.lo < forward.hi), row.replay[Kind.F], NONE)
+    inputs = put_slot(kept, slot, at_slot(through.carried.inboxes["x"], forward.inbox))
+    return through.carried.but(
+        weights=carried.weights,
+        finished=carried.finished,
+        replay=through.carried.replay | {"inputs": inputs},
+        sent=carried.sent | ({Kind.R: through.message} if Kind.R in carried.sent else {}),
+    )
+
+
+def _run_layers(
+    work: Work, through: Through, outputs: dict[Kind, list]
+) -> tuple[Through, dict[Kind, list]]:
+    """Runs the layers of a cell, last first if it is a backward.
+
+    What earlier loops of the tick have put out goes through the loop: its message must not be
+    sent before, or a stage that has nothing to send would wait for one that has.
+    """
+
+    def body(chunk, layer, sums, rest):
+        through, outputs = rest
+        one = work.but(cell=dataclasses.replace(work.cell, chunk=chunk), layer=layer)
+        through = _run_layer(one, through.but(gradients=sums))
+        through, outputs = tie(through, outputs)
+        return through.carried.gradients, (through.but(gradients=None), outputs)
+
+    span = work.cell.chunk, work.cell.lo, work.cell.hi
+    sums, rest = through.carried.gradients, (through.but(gradients=None), outputs)
+    down = work.action in (Kind.B, Kind.BW)
+    sums, rest = work.fixed.params.loop(*span, body, sums, rest, down=down)
+    through, outputs = rest
+    return through.but(gradients=sums), outputs
+
+
+def _run_layer(work: Work, through: Through) -> Through:
+    """Runs a layer as its kind does: a loop each, of which all but one are empty."""
+    kinds, step = work.fixed.layers.kinds, _STEPS[work.action]
+    if len(kinds) == 1:
+        return step(work.but(kind=kinds[0]), through)
+    for kind in kinds:
+        is_mine = work.fixed.kind_of[work.cell.chunk, work.layer] == kind.number
+        through = run_if(is_mine, functools.partial(step, work.but(kind=kind)), through)
+    return through
+
+
+def _forward(work: Work, through: Through) -> Through:
+    """F, and R: of a layer that is recomputed R alone leaves residuals, and F alone a new state."""
+    fixed, kind = work.fixed, work.kind
+    weights, message = tie(work.weights(), through.message)
+    weights, x = fixed.params.unpack(weights, kind.example), fixed.activation(message, kind.x)
+    args = weights, x, *work.context()
+    state = _layer_state(work, through)
+    if fixed.plan.trains and fixed.recomputes == (work.action is Kind.R):
+        y, until_b, until_w = kind.split.forward(*args, state=state)
+        through = _save(work, through, until_b=until_b, until_w=until_w)
+    else:
+        y = kind.function(*args) if state is None else kind.function(*args, state)
+    if state is not None:
+        y, new = y
+        through = through if work.action is Kind.R else _renew(work, through, state, new)
+    return through._replace(message=fixed.message(message, kind.y, y))
+
+
+def _backward(work: Work, through: Through) -> Through:
+    fixed, kind = work.fixed, work.kind
+    read = work.weights(), work.saved(through, "until_b"), work.saved(through, "until_w")
+    (weights, *residuals), message = tie(read, through.message)
+    dx, crossing = kind.split.backward_input(
+        fixed.params.unpack(weights, kind.example),
+        *residuals,
+        fixed.activation(message, kind.y),
+        *work.context(),
+    )
+    through = _save(work, through, crossing=crossing)
+    return through._replace(message=fixed.message(message, kind.x, dx))
+
+
+def _backward_fused(work: Work, through: Through) -> Through:
+    fixed, kind = work.fixed, work.kind
+    read = work.weights(), work.saved(through, "until_b"), work.saved(through, "until_w")
+    (weights, *residuals), message = tie(read, through.message)
+    dx, dparams = kind.split.backward_fused(
+        fixed.params.unpack(weights, kind.example),
+        *residuals,
+        fixed.activation(message, kind.y),
+        *work.context(),
+    )
+    through = _add_gradient(work, through, dparams)
+    return through._replace(message=fixed.message(message, kind.x, dx))
+
+
+def _backward_weights(work: Work, through: Through) -> Through:
+    fixed, kind = work.fixed, work.kind
+    read = work.weights(), work.saved(through, "until_w"), work.saved(through, "crossing")
+    (weights, *residuals), sums = tie(read, through.carried.gradients)
+    dparams = kind.split.backward_weights(
+        fixed.params.unpack(weights, kind.example), *residuals, *work.context()
+    )
+    return _add_gradient(work, through.but(gradients=sums), dparams)
+
+
+_STEPS: dict[Kind, Callable[[Work, Through], Through]] = {
+    Kind.R: _forward,
+    Kind.F: _forward,
+    Kind.B: _backward,
+    Kind.BW: _backward_fused,
+    Kind.W: _backward_weights,
+}
+
+
+def _save(work: Work, through: Through, **values: list) -> Through:
+    """Writes a layer's residuals into their slots, in place, by name."""
+    kept = through.carried.residuals
+    for name, new in values.items():
+        slots, slot = work.fixed.residuals[name], getattr(work.cell, name)
+        kept = kept | {name: slots.write(kept[name], work.kind.number, slot, work.at, new)}
+    return through.but(residuals=kept)
+
+
+def _add_gradient(work: Work, through: Through, dparams: PyTree) -> Through:
+    fixed, example = work.fixed, work.kind.example
+    assert fixed.gradients is not None
+    stored = fixed.params.pack(dparams, example)
+    sums = through.carried.gradients
+    sums = fixed.gradients.add(fixed, sums, work.cell, work.layer, example, stored)
+    return through.but(gradients=sums)
+
+
+def _layer_state(work: Work, through: Through) -> PyTree:
+    """A layer's running statistics, or None for a model without; those that F has read, where it
+    matters for R."""
+    layout, example = work.fixed.plan.states, work.kind.example
+    if layout is None:
+        return None
+    if work.action is Kind.R and work.fixed.rereads_states:
+        place = layout.in_slot(work.replay, *work.at, example)
+        return layout.unpack(layout.read(through.carried.replay["read_states"], place), example)
+    place = layout.resident(*work.at, example)
+    return layout.unpack(layout.read(through.carried.states, place), example)
+
+
+def _renew(work: Work, through: Through, old: PyTree, new: PyTree) -> Through:
+    """Writes a layer's new state; keeps the old one for R, where it matters."""
+    layout, example = work.fixed.plan.states, work.kind.example
+    assert layout is not None
+    if work.fixed.rereads_states:
+        replay, place = through.carried.replay, layout.in_slot(work.replay, *work.at, example)
+        kept = layout.write(replay["read_states"], place, layout.pack(old, example))
+        through = through.but(replay=replay | {"read_states": kept})
+    place = layout.resident(*work.at, example)
+    states = layout.write(through.carried.states, place, layout.pack(new, example))
+    return through.but(states=states)

@@ -1,0 +1,79 @@
+"""Messages: the only lines that move data between stages.
+
+``ppermute`` is never inside control flow that differs by stage: its rendezvous spans all devices. A
+late message is sent before the tick's loops and received after them, so that on a GPU it travels
+while they run.
+"""
+
+from __future__ import annotations
+
+from jax import lax
+
+from jaxpipe.runtime.barriers import tie
+from jaxpipe.runtime.layout.buffers import put_slot
+from jaxpipe.runtime.mesh import STAGE
+from jaxpipe.runtime.tick.carried import Carried
+from jaxpipe.schedule.actions import Kind
+from jaxpipe.schedule.lowering.table import Channel, Row, TickTable
+
+INBOX = {Kind.F: "x", Kind.B: "dy", Kind.BW: "dy"}
+"""The buffer in which the input of an action waits, by its kind."""
+
+
+def send(message: list, channel: Channel) -> list:
+    """The message that reaches this stage when every stage sends its own."""
+    return [lax.ppermute(w, STAGE, channel.edges) for w in message]
+
+
+def send_late(table: TickTable, sent: dict[Kind, list]) -> list[list | None]:
+    """Sends what the last tick has put out: it travels while this tick's layers run.
+
+    What R has put out is read by this tick's R, which waits for it.
+    """
+    return [send(sent[c.kind], c) if c.late else None for c in table.channels]
+
+
+def exchange(
+    table: TickTable,
+    carried: Carried,
+    row: Row,
+    outputs: dict[Kind, list],
+    arriving: list[list | None],
+) -> Carried:
+    """The end of a tick: receives its messages.
+
+    Args:
+      table: the tick table.
+      carried: what the tick carries.
+      row: the tick.
+      outputs: what F and the backward have put out.
+      arriving: what `send_late` has sent.
+    """
+    channels = [
+        through
+        for through in zip(table.channels, row.arrivals, arriving, strict=True)
+        if through[0].kind in INBOX
+    ]
+
+    def receive(inboxes: dict, channel: Channel, slot, message: list) -> dict:
+        name = INBOX[channel.kind]
+        return inboxes | {name: put_slot(inboxes[name], slot, message)}
+
+    def meet(_, inboxes: dict) -> dict:
+        ready, inboxes = tie(outputs, inboxes)
+        for channel, arrival, _ in channels:
+            if not channel.local:
+                message = send(ready[channel.kind], channel)
+                inboxes = receive(inboxes, channel, arrival.slot, message)
+        return inboxes
+
+    inboxes, late = carried.inboxes, carried.sent.keys() & outputs.keys()
+    for channel, arrival, message in channels:
+        if channel.local:
+            inboxes = receive(inboxes, channel, arrival.slot, outputs[channel.kind])
+        if message is not None:
+            inboxes = receive(inboxes, channel, arrival.late_slot, message)
+    # All stages meet or none: the trip count is the same on every device.
+    skips = not table.meets.all()
+    inboxes = lax.fori_loop(0, row.meets, meet, inboxes) if skips else meet(0, inboxes)
+    return carried.but(inboxes=inboxes, sent=carried.sent | {k: outputs[k] for k in late})

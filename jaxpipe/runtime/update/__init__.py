@@ -1,0 +1,1 @@
+"""Updates within the step, and asynchronous training."""

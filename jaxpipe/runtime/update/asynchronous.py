@@ -1,0 +1,396 @@
+"""Asynchronous training: a pipeline that never drains, as PipeMare, PipeDream or PipeDream-2BW.
+
+`docs/design/009-asynchronous.md` explains it; the rules of ticks, delays and versions are
+`jaxpipe.schedule.generators.pipemare`, one call's program is
+`jaxpipe.runtime.update.asynchronous_run`.
+"""
+
+from __future__ import annotations
+
+from functools import cached_property, partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from jaxpipe.runtime import checks
+from jaxpipe.runtime.mesh import DATA, STAGE
+from jaxpipe.runtime.pipeline import Pipeline
+from jaxpipe.runtime.trees import mismatches, shapes_of
+from jaxpipe.runtime.update import asynchronous_run
+from jaxpipe.runtime.update.asynchronous_checks import (
+    OTHER_MINIBATCH,
+    OTHER_STATE,
+    check_arguments,
+    entering,
+)
+from jaxpipe.runtime.update.asynchronous_update import Rules
+from jaxpipe.runtime.update.part_optimizer import PartOptimizer
+from jaxpipe.schedule.actions import Kind
+from jaxpipe.schedule.generators.pipemare import SteadyState
+from jaxpipe.schedule.lowering.steady_rows import steady_table
+
+PyTree = Any
+State = dict[str, Any]
+"""Everything a run carries from call to call: a tree of arrays, and its `Steady`."""
+
+
+@jax.tree_util.register_static
+class Steady(SteadyState):
+    """The rules of a pipeline as a part of its state, one without arrays."""
+
+
+class AsyncPipeline:
+    """Trains a pipeline's model without ever draining it.
+
+    A call of `step` is N ticks, in which one minibatch of N microbatches enters; every stage
+    updates its own layers as soon as their gradient is finished. F of a minibatch's microbatch j
+    reads on stage i = 1..P weights that miss ceil((2(P-i)+1-j)/N) updates; B reads the newest
+    (PipeMare) or those that its F has read (PipeDream, 2BW).
+
+    The synchronous pipeline it is made from shares layout, evaluation and warm-up (PipeMare's T3):
+    parameters and optimizer state pass from one to the other as they are.
+
+    Clipping scales a gradient by ``clip_norm / max(norm, clip_norm)`` when its part (the layers of
+    a stage, the embedding, the head) is updated. The norm is over the newest finished gradient of
+    every part, before clipping; a part that has none yet counts as 0. When stage i is updated for
+    minibatch k, the newest one of stage s is that of minibatch ``k + floor((s - i) / N)``, where
+    the embedding counts as stage 1 and the head as stage P+1.
+
+    The states of a stateful model are defined for every layer after every minibatch: each data
+    shard renews its own from microbatch to microbatch, and when F has run the minibatch's last
+    microbatch on the layer's stage they are averaged over the data shards, as at the end of a
+    synchronous step. ``state["states"]`` are the placed states of every stage after the last
+    minibatch that its F has finished.
+
+    Args:
+      pipe: one chunk a stage in model order, such as "1f1b"; its microbatches are N.
+      optimizer: a transformation that treats every element of a parameter alone.
+      method: "pipemare", "pipedream" or "2bw".
+      rescheduling_steps: T1's K: in step k updates are divided by max(tau, 1)^(1 - min(k/K, 1)).
+        None for no rescheduling.
+      discrepancy_decay: T2's D between 0 and 1, near 0.135: the backward reads w - tau * delta,
+        delta being the weights' average step. None for no correction; PipeMare without T1 and T2 is
+        naive asynchrony.
+      recompute_segment: stages of a segment, of which F keeps only the input, and the states that
+        it reads if they affect what a layer returns; the segment runs forward again just before its
+        backward. T2 also corrects the weights of that second forward, by less because they are less
+        late. None for no recomputation.
+      clip_norm: the largest norm over the newest finished gradients of all parts, or None.
+
+    Raises:
+      ValueError: arguments that do not fit each other, or an optimizer that mixes elements.
+
+    Example:
+      >>> from jaxpipe.runtime.mesh import make_mesh
+      >>> from jaxpipe.schedule.generators.one_f_one_b import one_f_one_b
+      >>> from jaxpipe.runtime.layers.model import Model
+      >>> model = Model(
+      ...     embed=lambda outer, batch, rng: batch["x"],
+      ...     layer=lambda w, x, batch, rng: jnp.tanh(x @ w),
+      ...     head_loss=lambda outer, x, batch, rng: jnp.mean((x - batch["y"]) ** 2),
+      ... )
+      >>> params = {"embed": {}, "layers": jnp.ones((2, 3, 3)), "head": {}}
+      >>> pipe = Pipeline(model, params, schedule=one_f_one_b(1, 2), mesh=make_mesh(stage=1))
+      >>> training = AsyncPipeline(pipe, optax.sgd(0.1))
+      >>> batch = {"x": jnp.ones((4, 3)), "y": jnp.ones((4, 3))}
+      >>> params = pipe.place(params)
+      >>> state = training.init(params, training.optimizer.init(params), batch)
+      >>> state, loss = training.step(state, batch)
+      >>> state, losses = training.drain(state)
+      >>> params, optimizer_state = training.finish(state)
+
+    Source: Yang et al., PipeMare, arXiv 1910.05124, sections 3 and 4.
+    """
+
+    def __init__(
+        self,
+        pipe: Pipeline,
+        optimizer: optax.GradientTransformation,
+        *,
+        method: str = "pipemare",
+        rescheduling_steps: int | None = None,
+        discrepancy_decay: float | None = None,
+        recompute_segment: int | None = None,
+        clip_norm: float | None = None,
+    ) -> None:
+        check_arguments(pipe, method, rescheduling_steps, discrepancy_decay, clip_norm)
+        stages, microbatches = pipe.schedule.num_stages, pipe.schedule.num_microbatches
+        self.pipe, self.optimizer = pipe, optimizer
+        self.steady = Steady(stages, microbatches, method, recompute_segment)
+        self._rules = Rules(
+            self.steady,
+            PartOptimizer(optimizer, pipe.layout.placed_shapes()),
+            rescheduling_steps,
+            discrepancy_decay,
+            clip_norm,
+        )
+        fused = Kind.BW in pipe.table.passes
+        self._plan = pipe.plan(steady_table(self.steady, pipe.table.layer_counts, fused=fused))
+
+    @property
+    def delays(self) -> np.ndarray:
+        """Updates that F of each microbatch of a minibatch misses, int ``[stages, N]``."""
+        j = np.arange(self.steady.num_microbatches)
+        stages = range(self.steady.num_stages)
+        return np.stack([self.steady.delay(self.steady.stage(d), j) for d in stages])
+
+    # State.
+
+    def init(
+        self,
+        params: PyTree,
+        optimizer_state: PyTree,
+        batch: PyTree,
+        rng: jax.Array | None = None,
+        *,
+        states: PyTree = None,
+        step: int = 0,
+    ) -> State:
+        """An empty pipeline.
+
+        Args:
+          params: placed parameters.
+          optimizer_state: of placed parameters: what the optimizer's ``init`` gives, or what a
+            synchronous warm-up has made of it.
+          batch: a minibatch, for its shapes.
+          rng: a key like those of the steps, or None.
+          states: placed states, for a stateful model.
+          step: asynchronous steps already taken, from which T1 goes on.
+
+        Returns:
+          The state: a tree of arrays to carry through `step`, to save and to restore like any.
+
+        Raises:
+          ValueError: arguments that do not fit the pipeline or the optimizer, or functions of the
+            model that cannot run so.
+        """
+        shapes = self._rules.optimizer.state_shapes
+        others = checks.optimizer_state("optimizer_state", optimizer_state, shapes)
+        self.pipe.check("params", params, batch, states, others)
+
+        @partial(jax.jit, out_shardings=self.state_shardings)
+        def init(params, optimizer_state, rng, states, step):
+            return self._empty(params, optimizer_state, shapes_of(batch), rng, states, step)
+
+        return init(params, optimizer_state, rng, states, step)
+
+    def _empty(self, *given) -> State:
+        state = self._at_rest(*given)
+        return state | {"flight": self._flight(state), "steady": self.steady}
+
+    def _at_rest(self, params, optimizer_state, batch, rng, states, step) -> State:
+        """The state without what is in flight; arguments as for `init`."""
+        # A state to be donated must not share an array, with itself or with the caller.
+        params, optimizer_state, states = jax.tree.map(jnp.copy, (params, optimizer_state, states))
+        owned, rest = self._rules.optimizer.split(optimizer_state)
+        stages, slots = self.steady.num_stages, self.steady.num_slots
+
+        def recent(leaf):
+            rows = leaf.shape[0] // self.steady.num_microbatches
+            return jnp.zeros((slots, rows, *leaf.shape[1:]), leaf.dtype)
+
+        return {
+            "weights": self._versions_of(params),
+            "delta": {name: jax.tree.map(jnp.zeros_like, params[name]) for name in self._corrected},
+            "owned": owned,
+            "rest": {
+                "layers": [jnp.stack([leaf] * stages) for leaf in rest],
+                "embed": rest,
+                "head": jax.tree.map(jnp.copy, rest),
+            },
+            "states": states,
+            "recent": {
+                "rows": jax.tree.map(recent, batch),
+                "rng": None if rng is None else jnp.stack([rng] * slots),
+            },
+            "clock": {"tick": jnp.int32(0), "entered": jnp.int32(0), "first": jnp.int32(step)},
+        }
+
+    @cached_property
+    def _flight(self):
+        """Makes what is in flight of an empty pipeline, from the rest of its state."""
+
+        def empty(state):
+            flight = asynchronous_run.empty_flight(self._plan, self._rules, state)
+            return jax.tree.map(lambda w: w[None, None], flight)
+
+        specs = {k: spec for k, spec in self._specs.items() if k not in ("flight", "steady")}
+        return jax.jit(self._mapped(empty, (specs,), self._specs["flight"]))
+
+    def _checked(self, state: State, **minibatch: PyTree) -> State:
+        """The state; raises if it is not this pipeline's, or if another kind of minibatch enters.
+
+        Args:
+          state: what the caller says is one; without "steady" if a checkpoint held arrays alone.
+          minibatch: "batch" and "rng", if one enters.
+        """
+        batch, rng = entering(state, self.steady.num_microbatches)
+        placed = self.pipe.layout.placed_shapes()
+        shapes = placed, self._rules.optimizer.state_shapes, batch, rng, self.pipe.placed_states
+        at_rest = jax.eval_shape(self._at_rest, *shapes, 0)
+        arrays = {name: value for name, value in state.items() if name not in ("flight", "steady")}
+        problems = mismatches("state", arrays, at_rest)
+        if (steady := state.get("steady") or self.steady) != self.steady:
+            problems.append(f"state['steady'] is {steady}; expected {self.steady}.")
+        if not problems:  # only then can the model be traced
+            self.pipe.check_batch(batch)
+            expected = jax.eval_shape(self._flight, at_rest)
+            problems = mismatches("state['flight']", state.get("flight"), expected)
+        problems += [OTHER_STATE] if problems else []
+        given = {"batch": batch, "rng": rng}
+        others = [line for k, v in minibatch.items() for line in mismatches(k, v, given[k])]
+        problems += [*others, OTHER_MINIBATCH] if others else []
+        checks.raise_all(problems)
+        return state | {"steady": self.steady}
+
+    @property
+    def _corrected(self) -> tuple[str, ...]:
+        """The parts for which T2 keeps a delta: the head's forward and backward are at once."""
+        return ("layers", "embed") if self._rules.discrepancy_decay is not None else ()
+
+    @cached_property
+    def state_shardings(self) -> PyTree:
+        """Shardings of a state, as a prefix of its tree."""
+        return jax.tree.map(
+            lambda spec: NamedSharding(self.pipe.mesh, spec),
+            self._specs,
+            is_leaf=lambda node: isinstance(node, P),
+        )
+
+    def _versions_of(self, params: PyTree) -> PyTree:
+        """As many versions of the weights as the method keeps, all the same."""
+        copies, axis = self.steady.num_versions, 1 + self.pipe.layout.layers.slot_dim
+        layers = jax.tree.map(lambda w: jnp.concatenate([w] * copies, axis), params["layers"])
+        outer = {name: params[name] for name in ("embed", "head")}
+        return {"layers": layers, **jax.tree.map(lambda w: jnp.stack([w] * copies), outer)}
+
+    def params(self, state: State) -> PyTree:
+        """The newest placed parameters of every part; all of one version after `drain`."""
+        return self._newest(self._checked(state))
+
+    @cached_property
+    def _newest(self):
+        def newest(state):
+            layers = self.pipe.layout.layers
+            weights = asynchronous_run.newest_weights(self._rules, layers, state)
+            return weights | {"layers": jax.tree.map(lambda w: w[None], weights["layers"])}
+
+        out_specs = self.pipe.layout.specs(sharded=self.pipe.zero == 3)
+        return jax.jit(self._mapped(newest, (self._specs,), out_specs))
+
+    def discrepancy(self, state: State) -> jax.Array:
+        """How far T2 corrects layers: the norm of tau * delta over the weights', float32
+        ``[stages]``; 0 without T2."""
+        state = self._checked(state)
+        stages = self.steady.num_stages
+        taus = jnp.asarray([self.steady.mean_delay(self.steady.stage(d)) for d in range(stages)])
+        if not self._corrected:
+            return jnp.zeros(stages)
+
+        def norms(tree):
+            squares = jax.tree.map(lambda w: jnp.square(w).reshape(stages, -1).sum(1), tree)
+            return jnp.sqrt(sum(jax.tree.leaves(squares)))
+
+        return taus * norms(state["delta"]["layers"]) / norms(state["weights"]["layers"])
+
+    def grad_norm(self, state: State) -> jax.Array:
+        """The norm over the newest finished gradients of all parts, before clipping, float32;
+        0 before there are any. Measured only if there is a ``clip_norm``."""
+        return jnp.sqrt(self._checked(state)["flight"]["norms"]["total"][0, 0])
+
+    def finish(self, state: State) -> tuple[PyTree, PyTree]:
+        """Placed parameters and optimizer state as the synchronous pipeline has them.
+
+        Args:
+          state: drained; in mid-flight parts have seen different numbers of updates.
+        """
+        params = self.params(state)
+        return params, self._rules.optimizer.join(state["owned"], state["rest"]["embed"])
+
+    # Running.
+
+    def step(
+        self, state: State, batch: PyTree, rng: jax.Array | None = None
+    ) -> tuple[State, jax.Array]:
+        """Lets a minibatch enter: N ticks.
+
+        Args:
+          state: from `init`, `step` or `drain`; donate it to `jax.jit`.
+          batch: as for `Pipeline.value_and_grad`; of the structure, shapes and dtypes that `init`
+            was given.
+          rng: the minibatch's key, if `init` was given one.
+
+        Returns:
+          The state, and the mean loss of the minibatch whose last microbatch has left meanwhile
+          (float32 scalar), about (P-1)/N minibatches behind; NaN before there is one.
+
+        Raises:
+          ValueError: a state that is not this pipeline's; a batch or a key unlike those that `init`
+            was given.
+        """
+        state = self._checked(state, batch=batch, rng=rng)
+
+        def body(state, batch, rng):
+            rows = self.pipe.split_rows(batch)
+            return asynchronous_run.call(self._plan, self._rules, state, rows, rng)
+
+        in_specs = self._specs, P(DATA), P()
+        state, losses = self._mapped(body, in_specs, (self._specs, P()))(state, batch, rng)
+        return state, losses[0]
+
+    def drain(self, state: State) -> tuple[State, jax.Array]:
+        """Lets everything in flight finish, with nothing entering: 2P-1 ticks.
+
+        Training goes on from the state it returns, with an empty pipeline. To evaluate a run
+        without disturbing it, drain a copy.
+
+        Args:
+          state: from `init` or `step`.
+
+        Returns:
+          The state, and the losses of the minibatches that were still to leave, float32
+          ``[about (P-1)/N]``; NaN for those that never entered.
+
+        Raises:
+          ValueError: a state that is not this pipeline's.
+        """
+        state = self._checked(state)
+
+        def body(state):
+            return asynchronous_run.call(self._plan, self._rules, state, None, None)
+
+        return self._mapped(body, (self._specs,), (self._specs, P()))(state)
+
+    @cached_property
+    def _specs(self) -> dict[str, Any]:
+        """How every part of the state is split over the mesh."""
+
+        def specs(zero: int) -> PyTree:
+            return self.pipe.layout.specs(sharded=self.pipe.zero >= zero)
+
+        def is_spec(node):
+            return isinstance(node, P)
+
+        weights, shards = specs(3), jax.tree.leaves(specs(1), is_leaf=is_spec)
+        outer = {name: weights[name] for name in ("embed", "head")}
+        return {
+            "weights": weights | jax.tree.map(lambda s: P(None, *s), outer, is_leaf=is_spec),
+            "delta": {name: weights[name] for name in self._corrected},
+            "owned": [shards[owner] for owner in self._rules.optimizer.owned],
+            "rest": {"layers": P(STAGE), "embed": P(), "head": P()},
+            "states": P(STAGE),
+            "recent": {"rows": P(None, DATA), "rng": P()},
+            "clock": P(),
+            "flight": P(DATA, STAGE),
+            "steady": P(),  # of no array
+        }
+
+    def _mapped(self, body, in_specs, out_specs):
+        return jax.shard_map(
+            body, mesh=self.pipe.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False
+        )

@@ -1,0 +1,295 @@
+"""One call of an asynchronous pipeline, as one device sees it.
+
+A tick is the executor's. What differs is around it: rows are computed from the tick's number
+(`jaxpipe.schedule.lowering.steady_rows`), everything in flight comes in and goes out as "flight",
+weights are kept in versions and a tick ends with the updates of the parts whose minibatch is
+complete. Microbatches are numbered through all minibatches; that number g stands where a step has
+its microbatch.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from jaxpipe.runtime.barriers import run_if
+from jaxpipe.runtime.layers.dependence import read_leaves
+from jaxpipe.runtime.layout.data_axis import average, gather
+from jaxpipe.runtime.mesh import DATA, STAGE
+from jaxpipe.runtime.tick import executor
+from jaxpipe.runtime.tick.carried import Carried
+from jaxpipe.runtime.tick.fixed import RESIDUALS, Fixed, Plan, fix
+from jaxpipe.runtime.update.asynchronous_update import Optimized, Rules, Updated
+from jaxpipe.runtime.update.asynchronous_weights import Versioned, Versions
+from jaxpipe.runtime.update.part_optimizer import PARTS
+from jaxpipe.schedule.actions import Kind
+from jaxpipe.schedule.generators.pipemare import SteadyState
+from jaxpipe.schedule.lowering.steady_rows import SteadyRows
+from jaxpipe.schedule.lowering.table import NONE, Row
+
+PyTree = Any
+State = dict[str, Any]
+"""A device's part of the state: "weights" and "delta" by part, "owned"
+and "rest" of the optimizer, "states" of stateful layers after the last whole minibatch, "recent"
+rows and keys, "clock", and, once it has been made, "flight"."""
+
+_INBOXES = ("x", "dy")
+_REPLAY = ("inputs", "read_states")
+
+
+@dataclasses.dataclass(frozen=True)
+class Recent:
+    """The microbatches in flight.
+
+    Args:
+      rows: their rows, leaves ``[slots, ...]``.
+      rng: their steps' keys, ``[slots]``, or None.
+      steady: which microbatch is in which slot.
+    """
+
+    rows: PyTree
+    rng: jax.Array | None
+    steady: SteadyState
+
+    def at(self, i) -> tuple[PyTree, jax.Array | None, Any]:
+        """As of `jaxpipe.runtime.tick.fixed.Microbatches`."""
+        slot = i % self.steady.num_slots
+        rows, rng = jax.tree.map(
+            lambda w: lax.dynamic_index_in_dim(w, slot, keepdims=False), (self.rows, self.rng)
+        )
+        return rows, rng, i % self.steady.num_microbatches
+
+
+def empty_flight(plan: Plan, rules: Rules, state: State) -> dict[str, Any]:
+    """What is in flight in a pipeline that is empty; arguments as for `call`."""
+    own = _own(state)
+    fixed = _fix(plan, rules, own)
+    sums, num_sums = _outer(plan, own), rules.steady.num_sums(tied=_sink(fixed).tied)
+    rotating = jax.tree.map(lambda w: jnp.zeros((num_sums, *w.shape), w.dtype), sums["embed"])
+    carried = executor.start(fixed, _held(own), sums | {"embed": rotating}, own["states"])
+    norms = dict.fromkeys((*PARTS, "total"), jnp.zeros((), jnp.float32))
+    return _in_flight(carried.but(finished=Optimized([], {}, norms)))
+
+
+def newest_weights(rules: Rules, params, state: State) -> PyTree:
+    """Every part's newest version, between two calls."""
+    own = _own(state)
+    steady, clock, held = rules.steady, own["clock"], _held(own)
+    stage = lax.axis_index(STAGE)
+    parts = {"layers": steady.stage(stage), "embed": steady.embed, "head": steady.head}
+    return {
+        name: held.at(
+            params, steady.newest(part, clock["tick"], clock["first"]), steady.num_versions
+        )[name]
+        for name, part in parts.items()
+    }
+
+
+def call(
+    plan: Plan, rules: Rules, state: State, rows: PyTree | None, rng: jax.Array | None
+) -> tuple[State, jax.Array]:
+    """Runs N ticks in which a minibatch enters, or those that drain the pipeline.
+
+    Args:
+      plan: what to run; its table is `jaxpipe.schedule.lowering.steady_rows.steady_table`.
+      rules: how to train.
+      state: this device's part of it.
+      rows: the minibatch, leaves ``[rows, N, ...]``; None to drain.
+      rng: its key.
+
+    Returns:
+      The state afterwards, and the losses of the minibatches that have left, float32
+      ``[minibatches]``, NaN before the first one.
+    """
+    own, steady = _own(state), rules.steady
+    fixed, clock = _fix(plan, rules, own), own["clock"]
+    num_ticks = steady.drain_ticks if rows is None else steady.num_microbatches
+    entering = 0 if rows is None else steady.num_microbatches
+    clock = clock | {"entered": clock["entered"] + entering}
+    source = SteadyRows(
+        steady,
+        entered=clock["entered"],
+        first=clock["first"],
+        fused=Kind.BW in plan.table.passes,
+        xp=jnp,
+    )
+    layers = jnp.asarray(plan.table.layer_counts)[fixed.stage]
+
+    def tick(through, offset):
+        recent, carried, averaged = through
+        now = clock["tick"] + offset
+        if rows is not None:
+            recent = _admit(steady, recent, rows, rng, offset, now)
+        row = source.row(now, fixed.stage, layers=layers)
+        carried = executor.tick(fixed, Recent(**recent, steady=steady), carried, row)
+        if plan.states is not None:
+            carried, averaged = _average_states(steady, carried, averaged, row)
+        carried, loss = _loss_left(steady, carried, row)
+        return (recent, carried, averaged), loss
+
+    through = own["recent"], _carried(own), _own_states(own)
+    (recent, carried, averaged), losses = lax.scan(tick, through, jnp.arange(num_ticks))
+    losses = lax.pmean(losses[_last_ones(steady, num_ticks, drains=rows is None)], DATA)
+    clock = clock | {"tick": clock["tick"] + num_ticks}
+    if rows is None:
+        first = clock["first"] + clock["entered"] // steady.num_microbatches
+        clock = {"tick": jnp.int32(0), "entered": jnp.int32(0), "first": first}
+    own |= {
+        "weights": carried.weights.weights,
+        "delta": carried.weights.delta,
+        "owned": carried.finished.owned,
+        "rest": carried.finished.rest,
+        "states": jax.tree.map(lambda w: w[None], averaged),
+        "recent": recent,
+        "clock": clock,
+        "flight": _in_flight(carried),
+    }
+    return _behind(own), losses
+
+
+def _admit(steady: SteadyState, recent: dict, rows: PyTree, rng, offset, now) -> dict:
+    """Keeps an entering microbatch's rows and key until its last gradient."""
+    slot = now % steady.num_slots
+    row = jax.tree.map(lambda w: lax.dynamic_index_in_dim(w, offset, 1, keepdims=False), rows)
+    return jax.tree.map(
+        lambda kept, new: lax.dynamic_update_index_in_dim(kept, new, slot, 0),
+        recent,
+        {"rows": row, "rng": rng},
+    )
+
+
+def _average_states(
+    steady: SteadyState, carried: Carried, averaged: PyTree, row: Row
+) -> tuple[Carried, PyTree]:
+    """Averages the stage's states over data shards if F has ended a minibatch in this tick."""
+
+    def body(through):
+        states = average(through[0])
+        return states, states
+
+    cell = row.cells[Kind.F]
+    ends = (cell.lo < cell.hi) & steady.updates(cell.microbatch)
+    states, averaged = run_if(ends, body, (carried.states, averaged))
+    return carried.but(states=states), averaged
+
+
+def _loss_left(steady: SteadyState, carried: Carried, row: Row) -> tuple[Carried, jax.Array]:
+    """The loss of the minibatch of which the last microbatch has left in this tick, or NaN."""
+    ends = (row.outer.head != NONE) & steady.updates(row.outer.head)
+    loss = jnp.where(ends, carried.loss / steady.num_microbatches, jnp.nan)
+    return carried.but(loss=jnp.where(ends, 0, carried.loss)), loss
+
+
+def _last_ones(steady: SteadyState, num_ticks: int, *, drains: bool) -> np.ndarray:
+    """The ticks of a call in which the last microbatch of a minibatch leaves."""
+    behind = steady.head.forward
+    ticks = range(behind if drains else num_ticks)
+    return np.asarray([t for t in ticks if steady.updates(t - behind)], np.int32)
+
+
+# What no tick changes.
+
+
+def _fix(plan: Plan, rules: Rules, own: State) -> Fixed:
+    """Arguments as for `call`; raises ValueError if the embedding reads parameters of the head."""
+    outer, recent = _outer(plan, own), Recent(**own["recent"], steady=rules.steady)
+    weights = Versioned(rules.steady, corrects=rules.discrepancy_decay is not None)
+    fixed = fix(plan, recent, outer, weights=weights, gradients=None)
+    return dataclasses.replace(fixed, gradients=Updated(rules, _is_tied(fixed, recent, outer)))
+
+
+def _is_tied(fixed: Fixed, recent: Recent, outer: PyTree) -> bool:
+    """Whether the head reads the embedding's parameters; the contrary is refused."""
+
+    def read(function, name: str) -> bool:
+        return any(read_leaves(lambda part: function(outer | {name: part}), outer[name]))
+
+    if read(lambda outer: fixed.embed(recent, outer, 0), "head"):
+        raise ValueError(
+            "Model.embed reads parameters of 'head', which are updated before the embedding's "
+            "gradient is there. Parameters that both read belong to params['embed']."
+        )
+    x = fixed.activation(fixed.empty_message(), fixed.layers.last)
+    return read(lambda outer: fixed.head_loss(recent, outer, x, 0), "embed")
+
+
+def _sink(fixed: Fixed) -> Updated:
+    assert isinstance(fixed.gradients, Updated)
+    return fixed.gradients
+
+
+def _outer(plan: Plan, own: State) -> PyTree:
+    """A version of embedding and head, whole."""
+    outer = {name: _held(own).outer_at(name, 0) for name in ("embed", "head")}
+    return gather(outer, plan.layout.outer) if plan.zero == 3 else outer
+
+
+# The state between calls.
+
+
+def _held(own: State) -> Versions:
+    return Versions(own["weights"], own["delta"])
+
+
+def _own_states(own: State) -> PyTree:
+    return jax.tree.map(lambda w: w[0], own["states"])
+
+
+def _carried(own: State) -> Carried:
+    """What the first tick of a call is handed."""
+    flight = own["flight"]
+    return Carried(
+        weights=_held(own),
+        inboxes={name: flight[name] for name in _INBOXES},
+        residuals={name: flight[name] for name in RESIDUALS},
+        sent={Kind.R: flight["recomputed"]} if "recomputed" in flight else {},
+        replay={name: flight[name] for name in _REPLAY if name in flight},
+        gradients=flight["gradients"],
+        outer_gradients=flight["outer_gradients"],
+        finished=Optimized(own["owned"], own["rest"], flight["norms"]),
+        loss=flight["loss"],
+        states=flight["states"],
+    )
+
+
+def _in_flight(carried: Carried) -> dict[str, Any]:
+    """Undoes `_carried`, as far as it is in flight."""
+    return {
+        **carried.inboxes,
+        **carried.residuals,
+        **({"recomputed": carried.sent[Kind.R]} if carried.sent else {}),
+        **carried.replay,
+        "gradients": carried.gradients,
+        "outer_gradients": carried.outer_gradients,
+        "norms": carried.finished.norms,
+        "loss": carried.loss,
+        "states": carried.states,
+    }
+
+
+def _own(state: State) -> State:
+    """A device's part of the state, without the dimensions of which it holds one."""
+    part = _of_layers(state, lambda w: w[0])
+    if "flight" in state:
+        part["flight"] = jax.tree.map(lambda w: w[0, 0], state["flight"])
+    return part
+
+
+def _behind(own: State) -> State:
+    """Undoes `_own`."""
+    state = _of_layers(own, lambda w: w[None])
+    return state | {"flight": jax.tree.map(lambda w: w[None, None], own["flight"])}
+
+
+def _of_layers(state: State, fn) -> State:
+    """The state with ``fn`` applied to what has a dimension for the stages."""
+    names = [name for name in ("weights", "delta", "rest") if "layers" in state[name]]
+    changed = {
+        name: state[name] | {"layers": jax.tree.map(fn, state[name]["layers"])} for name in names
+    }
+    return state | changed

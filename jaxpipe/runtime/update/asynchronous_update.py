@@ -1,0 +1,258 @@
+"""The end of an asynchronous tick: the parts whose minibatch is complete are updated.
+
+A part's optimizer runs in a loop of one trip or none, so that ticks without an update touch
+nothing.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, cast
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jaxpipe.runtime.barriers import run_if, tie
+from jaxpipe.runtime.layout.data_axis import gather, own_shard, reduce_gradients
+from jaxpipe.runtime.mesh import DATA, STAGE
+from jaxpipe.runtime.tick.carried import Carried
+from jaxpipe.runtime.tick.fixed import Fixed
+from jaxpipe.runtime.tick.gradients import GradientSink, sum_in_slot
+from jaxpipe.runtime.update.asynchronous_weights import Versions
+from jaxpipe.runtime.update.part_optimizer import PARTS, PartOptimizer, apply
+from jaxpipe.schedule.generators.pipemare import Part, SteadyState
+from jaxpipe.schedule.lowering.table import NONE, Cell, Outer, Row, Update, Updates
+
+PyTree = Any
+
+
+@dataclasses.dataclass(frozen=True)
+class Rules:
+    """How an asynchronous run trains.
+
+    Args:
+      steady: ticks, delays and versions.
+      optimizer: updates one part at a time.
+      rescheduling_steps: T1's K, or None.
+      discrepancy_decay: T2's D, or None.
+      clip_norm: the largest norm over the newest finished gradients of all parts, or None.
+    """
+
+    steady: SteadyState
+    optimizer: PartOptimizer
+    rescheduling_steps: int | None
+    discrepancy_decay: float | None
+    clip_norm: float | None
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Optimized:
+    """What is carried for the updates beside weights.
+
+    Args:
+      owned: leaves of the optimizer's state that belong to parameters.
+      rest: its other leaves, by part.
+      norms: squares of the norms of the newest finished gradients, by part, and their "total".
+    """
+
+    owned: list
+    rest: dict[str, list]
+    norms: dict[str, jax.Array]
+
+
+@dataclasses.dataclass(frozen=True)
+class Updated(GradientSink):
+    """A part whose minibatch is complete is updated at the end of the tick.
+
+    Args:
+      rules: how to train.
+      tied: whether the head reads the embedding's parameters.
+    """
+
+    rules: Rules
+    tied: bool
+
+    @property
+    def steady(self) -> SteadyState:
+        return self.rules.steady
+
+    @property
+    def num_sums(self) -> int:
+        """Sums of the embedding's gradients that rotate."""
+        return self.steady.num_sums(tied=self.tied)
+
+    def shapes(self, fixed: Fixed) -> dict[str, PyTree]:
+        parts = lax.axis_size(DATA) if fixed.plan.zero >= 2 else 1
+        placed = fixed.params.placed
+        return {"gradients": jax.tree.map(lambda leaf: leaf.struct(parts=parts), placed)}
+
+    def add(self, fixed: Fixed, sums: PyTree, cell: Cell, layer, example: int, stored: PyTree):
+        if fixed.plan.zero >= 2:  # sums are split, and never at rest: one reduction a microbatch
+            leaves = fixed.params.leaves_of(example)
+            stored = reduce_gradients(stored, leaves, zero=fixed.plan.zero)
+        return sum_in_slot(fixed, sums, cell, layer, example, stored)
+
+    def add_outer(self, sums: PyTree, new: PyTree, phase: str, row: Outer) -> PyTree:
+        i = row.head if phase == "leave" else row.embed_gradient
+        N = self.steady.num_microbatches
+        slot, starts = i // N % self.num_sums, i % N == 0
+
+        def embed(total, value, fresh):
+            old = lax.dynamic_index_in_dim(total, slot, keepdims=False)
+            value = jnp.where(fresh, value, old + value)
+            return lax.dynamic_update_index_in_dim(total, value, slot, 0)
+
+        if phase == "leave":
+            head = jax.tree.map(lambda t, v: jnp.where(starts, v, t + v), sums["head"], new["head"])
+            sums = sums | {"head": head}
+            if not self.tied:
+                return sums
+            fresh = starts
+        else:
+            fresh = False if self.tied else starts
+        table = jax.tree.map(lambda t, v: embed(t, v, fresh), sums["embed"], new["embed"])
+        return sums | {"embed": table}
+
+    def tick(self, fixed: Fixed, carried: Carried, row: Row) -> Carried:
+        """Measures the finished gradients, then updates their parts."""
+        assert row.updates is not None
+        updates = row.updates
+        if self.rules.clip_norm is not None:
+            carried = self._measure(fixed, carried, updates)
+        for name in PARTS:
+            carried = self._update(fixed, carried, name, getattr(updates, name))
+        return carried
+
+    def _part(self, fixed: Fixed, name: str) -> Part:
+        if name == "layers":
+            return self.steady.stage(fixed.stage)
+        return self.steady.embed if name == "embed" else self.steady.head
+
+    def _tau(self, fixed: Fixed, name: str):
+        return jnp.asarray(self.steady.mean_delay(self._part(fixed, name)), jnp.float32)
+
+    def _sums(self, carried: Carried, name: str, minibatch) -> PyTree:
+        """A part's gradient as this data shard has summed it."""
+        if name == "layers":
+            return carried.gradients
+        sums = carried.outer_gradients[name]
+        if name == "head":
+            return sums
+        slot = minibatch % self.num_sums
+        return jax.tree.map(lambda w: lax.dynamic_index_in_dim(w, slot, keepdims=False), sums)
+
+    def _finished(self, fixed: Fixed, sums: PyTree, name: str) -> PyTree:
+        """A part's gradient, reduced over data; split over it from ZeRO-1 on."""
+        if name == "layers" and fixed.plan.zero >= 2:
+            return sums
+        return reduce_gradients(sums, _placed(fixed, name), zero=fixed.plan.zero)
+
+    def _update(self, fixed: Fixed, carried: Carried, name: str, update: Update) -> Carried:
+        """The optimizer's step of one part, if its minibatch is complete."""
+        zero, versions = fixed.plan.zero, self.steady.num_versions
+
+        def body(through: tuple[Versions, list, list]) -> tuple[Versions, list, list]:
+            sums = self._sums(carried, name, update.minibatch)
+            sums, (held, owned, rest) = tie(sums, through)
+            gradients = self._finished(fixed, sums, name)
+            if self.rules.clip_norm is not None:
+                gradients = self._clipped(carried, gradients)
+            whole = held.at(fixed.params, update.version, versions)
+            shards = {
+                part: own_shard(whole[part], _placed(fixed, part), zero=zero) for part in PARTS
+            }
+            # The optimizer sees layers as they are placed, behind a dimension for the stages.
+            updates, owned, rest = self.rules.optimizer.update(
+                name,
+                _lead(gradients) if name == "layers" else gradients,
+                owned,
+                rest,
+                shards | {"layers": _lead(shards["layers"])},
+            )
+            if name == "layers":
+                updates = jax.tree.map(lambda u: u[0], updates)
+            new = apply(shards[name], self._rescheduled(fixed, updates, name, update.version))
+            if zero in (1, 2):
+                new = gather(new, _placed(fixed, name))
+            weights = held.written(fixed.params, name, (update.version + 1) % versions, new)
+            delta = self._moved(fixed, held.delta, name, whole[name], new)
+            return Versions(weights, delta), owned, rest
+
+        finished = carried.finished
+        through = carried.weights, finished.owned, finished.rest[name]
+        held, owned, rest = run_if(update.minibatch != NONE, body, through)
+        rest = finished.rest | {name: rest}
+        return carried.but(
+            weights=held, finished=dataclasses.replace(finished, owned=owned, rest=rest)
+        )
+
+    def _rescheduled(self, fixed: Fixed, updates: PyTree, name: str, version) -> PyTree:
+        """T1: divides the rate by max(tau, 1)^p, where p falls from 1 to 0 over K updates."""
+        if self.rules.rescheduling_steps is None:
+            return updates
+        p = 1 - jnp.minimum(version / self.rules.rescheduling_steps, 1)
+        scale = jnp.maximum(self._tau(fixed, name), 1) ** -p
+        return jax.tree.map(lambda u: u * scale.astype(u.dtype), updates)
+
+    def _moved(self, fixed: Fixed, delta: dict, name: str, old: PyTree, new: PyTree) -> dict:
+        """T2: the average of the steps weights have really taken."""
+        if name not in delta:
+            return delta
+        decay = jnp.float32(cast(float, self.rules.discrepancy_decay))
+        gamma = decay ** (1 / self._tau(fixed, name))
+
+        def move(d, before, after):
+            g = gamma.astype(d.dtype)
+            return g * d + (1 - g) * (after - before)
+
+        return delta | {name: jax.tree.map(move, delta[name], old, new)}
+
+    # Clipping.
+
+    def _measure(self, fixed: Fixed, carried: Carried, updates: Updates) -> Carried:
+        """Renews the norms of the parts that finish a gradient in this tick, before any is updated;
+        the others keep the norm of their newest one."""
+
+        def body(norms):
+            for name in PARTS:
+                update: Update = getattr(updates, name)
+
+                def square(norms, name=name, update=update):
+                    sums, norms = tie(self._sums(carried, name, update.minibatch), norms)
+                    finished = self._finished(fixed, sums, name)
+                    return norms | {name: self._squared_norm(fixed, finished, name)}
+
+                norms = run_if(update.minibatch != NONE, square, norms)
+            layers = lax.psum(norms["layers"], STAGE)
+            return norms | {"total": layers + norms["embed"] + norms["head"]}
+
+        norms = run_if(updates.any_stage, body, carried.finished.norms)
+        return carried.but(finished=dataclasses.replace(carried.finished, norms=norms))
+
+    def _squared_norm(self, fixed: Fixed, gradients: PyTree, name: str):
+        """The square of a part's norm; of the stage's own layers."""
+
+        def square(leaf, g):
+            axes = [DATA] if fixed.plan.zero >= 1 and leaf.data_dim is not None else []
+            axes += [STAGE] if leaf.stage_dim is not None else []
+            total = jnp.sum(jnp.square(g.astype(jnp.float32)))
+            return lax.psum(total, axes) if axes else total
+
+        squares = jax.tree.leaves(jax.tree.map(square, _placed(fixed, name), gradients))
+        return sum(squares, jnp.float32(0))
+
+    def _clipped(self, carried: Carried, gradients: PyTree) -> PyTree:
+        """Clipped by the norm over the newest finished gradients of all parts."""
+        limit = cast(float, self.rules.clip_norm)
+        scale = limit / jnp.maximum(jnp.sqrt(carried.finished.norms["total"]), limit)
+        return jax.tree.map(lambda g: g * scale.astype(g.dtype), gradients)
+
+
+def _placed(fixed: Fixed, name: str) -> PyTree:
+    return fixed.params.placed if name == "layers" else fixed.plan.layout.outer[name]
+
+
+def _lead(tree: PyTree) -> PyTree:
+    return jax.tree.map(lambda w: w[None], tree)

@@ -1,0 +1,125 @@
+"""Weights in versions: where the actions of an asynchronous pipeline find theirs.
+
+A part's weights are kept in as many versions as the method reads, which rotate; a row says which
+slot an action reads. T2 corrects what a backward reads.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jaxpipe.runtime.barriers import tie
+from jaxpipe.runtime.layout.data_axis import gather
+from jaxpipe.runtime.layout.packed import Packed
+from jaxpipe.runtime.layout.parameters import Stacked, Unrolled
+from jaxpipe.runtime.tick.fixed import Fixed
+from jaxpipe.runtime.tick.weights import WeightSource
+from jaxpipe.runtime.update.part_optimizer import PARTS
+from jaxpipe.schedule.actions import Kind
+from jaxpipe.schedule.generators.pipemare import SteadyState
+from jaxpipe.schedule.lowering.table import Cell, Outer
+
+PyTree = Any
+
+
+class Versions(NamedTuple):
+    """All versions of a stage's weights.
+
+    Args:
+      weights: by part: of layers, versions follow each other as slots do; of embedding and head
+        they have a leading dimension.
+      delta: T2's mean steps of the parts that it corrects.
+    """
+
+    weights: dict[str, PyTree]
+    delta: dict[str, PyTree]
+
+    def layers_at(self, params: Stacked | Unrolled | Packed, slot, num_versions: int) -> PyTree:
+        """One version of the layers, laid out as one chunk is."""
+
+        def read(w):
+            size = w.shape[params.slot_dim] // num_versions
+            return lax.dynamic_slice_in_dim(w, slot * size, size, params.slot_dim)
+
+        return jax.tree.map(read, self.weights["layers"])
+
+    def outer_at(self, name: str, slot) -> PyTree:
+        """One version of embedding or head."""
+        return jax.tree.map(
+            lambda w: lax.dynamic_index_in_dim(w, slot, keepdims=False), self.weights[name]
+        )
+
+    def at(self, params: Stacked | Unrolled | Packed, version, num_versions: int) -> PyTree:
+        """One version of every part."""
+        slot = version % num_versions
+        return {
+            name: self.layers_at(params, slot, num_versions)
+            if name == "layers"
+            else self.outer_at(name, slot)
+            for name in PARTS
+        }
+
+    def written(
+        self, params: Stacked | Unrolled | Packed, name: str, slot, new: PyTree
+    ) -> dict[str, PyTree]:
+        """The weights of all parts with another version of one in a slot."""
+
+        def layers(w, n):
+            start = slot * n.shape[params.slot_dim]
+            return lax.dynamic_update_slice_in_dim(w, n, start, params.slot_dim)
+
+        def outer(w, n):
+            return lax.dynamic_update_index_in_dim(w, n, slot, 0)
+
+        write = layers if name == "layers" else outer
+        return self.weights | {name: jax.tree.map(write, self.weights[name], new)}
+
+
+@dataclasses.dataclass(frozen=True)
+class Versioned(WeightSource):
+    """Weights in the versions that the rows say; gathered layer by layer under ZeRO-3.
+
+    Args:
+      steady: ticks, delays and versions.
+      corrects: whether T2 corrects what a backward reads.
+    """
+
+    steady: SteadyState
+    corrects: bool
+
+    def layer(self, fixed: Fixed, held: Versions, kind: Kind, cell: Cell, layer, example: int):
+        params, at = fixed.params, (fixed.stage, cell.chunk, layer, example)
+        weights = params.read(held.weights["layers"], params.in_slot(cell.weights, *at))
+        if self.corrects and kind is not Kind.F:
+            part = self.steady.stage(fixed.stage)
+            tau = self.steady.mean_delay(part)
+            if kind is Kind.R:
+                tau -= self.steady.mean_recompute_delay(part)
+            delta = params.read(held.delta["layers"], params.in_slot(0, *at))
+            weights = _corrected(weights, delta, tau)
+        return gather(weights, params.leaves_of(example)) if fixed.plan.zero == 3 else weights
+
+    def outer(
+        self, fixed: Fixed, held: Versions, phase: str, row: Outer, value: PyTree
+    ) -> tuple[PyTree, PyTree]:
+        assert row.reads is not None
+        slots = row.reads[phase]._asdict()
+        outer = {name: held.outer_at(name, slot) for name, slot in slots.items()}
+        if self.corrects and phase == "embed_gradient":
+            (embed, delta), value = tie((outer["embed"], held.delta["embed"]), value)
+            tau = self.steady.mean_delay(self.steady.embed)
+            outer["embed"] = _corrected(embed, delta, tau)
+        if fixed.plan.zero == 3:
+            outer, value = tie(outer, value)
+            outer = gather(outer, fixed.plan.layout.outer)
+        return outer, value
+
+
+def _corrected(weights: PyTree, delta: PyTree, tau) -> PyTree:
+    """T2's guess of what the forward has read."""
+    return jax.tree.map(lambda w, d: w - jnp.asarray(tau, w.dtype) * d, weights, delta)

@@ -1,0 +1,1 @@
+"""Checks: what makes a schedule one that can run."""

@@ -1,0 +1,96 @@
+"""The error text for a schedule that cannot run: its problems, and the grid around the first."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+from collections.abc import Callable
+
+from jaxpipe.schedule.actions import Action, Schedule
+
+SHOWN_PROBLEMS = 8
+MAX_MISSING = 1000
+"""Missing actions are not counted beyond this: m may be any number."""
+_GRID_TICKS = 12
+"""Ticks of the grid: enough to see a pattern, narrow enough for a terminal."""
+_GRID_STAGES = 10
+
+
+@dataclasses.dataclass
+class Problem:
+    """One problem, and where it is.
+
+    Args:
+      text: a sentence.
+      stage: None for the whole schedule.
+      position: in the order of the stage; None for a missing action.
+      absent: the missing action.
+    """
+
+    text: str
+    stage: int | None = None
+    position: int | None = None
+    absent: Action | None = None
+
+
+def message(
+    schedule: Schedule,
+    problems: list[Problem],
+    ticks: list[list[int]],
+    spell: Callable[[Action], str],
+) -> str:
+    """Writes the problems, and the stage x tick grid around the first that has a place.
+
+    Args:
+      schedule: the schedule that cannot run.
+      problems: at least one.
+      ticks: how far each stage gets (`jaxpipe.schedule.check.validate.Walk`).
+      spell: writes an action.
+    """
+    p, m = len(set(schedule.placement.stages)), schedule.num_microbatches
+    lines = [f"Schedule {schedule.name!r} ({p} stages, {m} microbatches) cannot run:"]
+    lines += [f"  {problem.text}" for problem in problems[:SHOWN_PROBLEMS]]
+    if len(problems) > SHOWN_PROBLEMS:
+        least = "at least " if len(problems) >= MAX_MISSING else ""
+        lines.append(f"  ... and {least}{len(problems) - SHOWN_PROBLEMS} more.")
+    return "\n".join([*lines, *_grid(schedule, problems, ticks, spell)])
+
+
+def _grid(
+    schedule: Schedule,
+    problems: list[Problem],
+    ticks: list[list[int]],
+    spell: Callable[[Action], str],
+) -> list[str]:
+    """Stage x tick around the first problem: ``>2F0<`` offends, ``>2F0?`` is missing."""
+    marks = {(q.stage, q.position) for q in problems}
+    cells: list[dict[int, str]] = []
+    absent: dict[int | None, list[Action]] = collections.defaultdict(list)
+    for problem in problems:
+        if problem.absent is not None:
+            absent[problem.stage].append(problem.absent)
+    places: dict[tuple[int | None, int | None], int] = {}
+    for d, order in enumerate(schedule.orders):
+        row, tick = {}, -1
+        for k, action in enumerate(order):
+            # Once a stage stops there is no true tick: show the rest in its order.
+            tick = ticks[d][k] if k < len(ticks[d]) else tick + 1
+            row[tick] = f">{spell(action)}<" if (d, k) in marks else f" {spell(action)} "
+            places[d, k] = tick
+        places[d, None] = tick + 1
+        row |= {tick + 1 + j: f">{spell(action)}?" for j, action in enumerate(absent[d])}
+        cells.append(row)
+    first = next((problem for problem in problems if problem.stage is not None), problems[0])
+    stage = first.stage or 0
+    tick = places.get((first.stage, first.position), 0)
+    top = max(0, min(stage - _GRID_STAGES // 2, len(cells) - _GRID_STAGES))
+    left = max(0, tick - _GRID_TICKS // 2)
+    columns = range(left, left + _GRID_TICKS)
+    shown = [[row.get(t, " . ") for t in columns] for row in cells[top : top + _GRID_STAGES]]
+    width = max((len(cell) for row in shown for cell in row), default=3)
+    header = "tick".ljust(9) + "".join(f" {t}".ljust(width) for t in columns)
+    rows = [
+        f"stage {d}".ljust(9) + "".join(cell.ljust(width) for cell in row)
+        for d, row in enumerate(shown, start=top)
+    ]
+    return [line.rstrip() for line in (header, *rows)]

@@ -1,0 +1,1 @@
+"""Schedules from outside: CSV, JSON, and users' functions."""

@@ -1,0 +1,174 @@
+"""PyTorch's CSV of pipeline actions, in both directions.
+
+There is one row per stage and one cell per tick, empty where the stage is idle; a cell is virtual
+stage, kind, microbatch. The kinds have PyTorch's names (``torch.distributed.pipelining``, format
+"compute_only"): F forward, I backward for the input, W backward for the weights, B *full* backward.
+"""
+
+from __future__ import annotations
+
+import collections
+import csv
+import io
+import itertools
+import re
+from collections.abc import Collection
+from pathlib import Path
+
+from jaxpipe.schedule.actions import Action, Kind, Schedule
+from jaxpipe.schedule.check.validate import ScheduleError, validate
+from jaxpipe.schedule.placement import Placement
+from jaxpipe.schedule.simulate import ticks
+
+_LETTERS = {Kind.F: "F", Kind.B: "I", Kind.W: "W", Kind.BW: "B"}
+_KINDS = {letter: kind for kind, letter in _LETTERS.items()}
+# Nine digits: more than any schedule needs, and quick to convert.
+_CELL = re.compile(r"([0-9]{1,9})([FIWB])([0-9]{1,9})")
+_COMMUNICATION = re.compile(r"[0-9]+(UNSHARD|RESHARD|REDUCE_GRAD|(SEND|RECV)_[FB])[0-9]*")
+
+
+def write_csv(schedule: Schedule) -> str:
+    """Writes a schedule as PyTorch's CSV, every action in the column of its earliest tick.
+
+    Args:
+      schedule: a schedule that `validate` accepts.
+
+    Returns:
+      The text, one line per stage. `parse_csv` restores the order, but not name or promised peak.
+
+    Raises:
+      ScheduleError: the schedule cannot run.
+      ValueError: its placement has several copies of the model.
+
+    Example:
+      >>> from jaxpipe.schedule.generators.gpipe import gpipe
+      >>> print(write_csv(gpipe(2, 1)), end="")
+      0F0,,,0I0,0W0
+      ,1F0,1I0,1W0,
+    """
+    copies = schedule.placement.num_copies
+    if copies > 1:
+        raise ValueError(
+            f"Schedule {schedule.name!r} keeps {copies} copies of the model, which PyTorch's CSV "
+            "cannot say."
+        )
+    if schedule.segment is not None:
+        raise ValueError(f"Schedule {schedule.name!r} recomputes, which PyTorch's CSV cannot say.")
+    table = ticks(schedule)
+    num_ticks = 1 + max(row[-1] for row in table)
+    written = io.StringIO()
+    writer = csv.writer(written, lineterminator="\n")
+    for row, order in zip(table, schedule.orders, strict=True):
+        cells = [""] * num_ticks
+        for tick, action in zip(row, order, strict=True):
+            cells[tick] = _cell(action)
+        writer.writerow(cells)
+    return written.getvalue()
+
+
+def read_csv(path: str | Path) -> Schedule:
+    """Reads a schedule from a file in PyTorch's CSV, see `parse_csv`.
+
+    Args:
+      path: the file; its name without the ending becomes the schedule's.
+
+    Raises:
+      ScheduleError: the file is not such a CSV, or its schedule cannot run.
+      OSError: the file cannot be read.
+    """
+    path = Path(path)
+    try:
+        text = path.read_text(encoding="utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise ScheduleError(f"{path} is not text in UTF-8: {error.reason}.") from None
+    return parse_csv(text, name=path.stem, source=str(path))
+
+
+def parse_csv(text: str, *, name: str = "csv", source: str = "csv") -> Schedule:
+    """Reads a schedule from PyTorch's CSV and validates it.
+
+    Rows are stages, in order; only the order of a row's cells counts, not their columns. A virtual
+    stage is held by the row that has most of its actions. The virtual stages and microbatches end
+    before the first one that is absent: a cell beyond that is refused, rather than all cells up to
+    it being reported as missing.
+
+    Args:
+      text: the CSV.
+      name: of the schedule.
+      source: the name of the text in errors.
+
+    Returns:
+      A schedule that `validate` accepts, without a promised peak.
+
+    Raises:
+      ScheduleError: a cell is no action, naming row and cell (from 1); or the schedule cannot
+        run, with the grid in the letters of the file.
+
+    Example:
+      >>> [[str(action) for action in order] for order in parse_csv("0F0,,0B0\\n,1F0,1B0").orders]
+      [['0F0', '0BW0'], ['1F0', '1BW0']]
+    """
+    orders = _orders(text, source)
+    if not any(orders):
+        raise ScheduleError(f"{source} has no action.\nNearest valid: a row '0F0,0B0'.")
+    held: dict[int, collections.Counter[int]] = collections.defaultdict(collections.Counter)
+    for d, order in enumerate(orders):
+        for action in order:
+            held[action.virtual_stage][d] += 1
+    # No more than there are actions, so that no size depends on an index in the file.
+    num_virtual_stages = _first_absent(held)
+    microbatches = {action.microbatch for order in orders for action in order}
+    schedule = Schedule(
+        name=name,
+        placement=Placement(
+            tuple(held[s].most_common(1)[0][0] for s in range(num_virtual_stages)) or (0,)
+        ),
+        num_microbatches=_first_absent(microbatches) or 1,
+        orders=orders,
+    )
+    try:
+        validate(schedule, spell=_cell)
+    except ScheduleError as error:
+        raise ScheduleError(f"{source}:\n{error}") from None
+    return schedule
+
+
+def _first_absent(indices: Collection[int]) -> int:
+    return next(index for index in itertools.count() if index not in indices)
+
+
+def _orders(text: str, source: str) -> tuple[tuple[Action, ...], ...]:
+    # A trailing blank line is not a stage; one in between is a stage that does nothing.
+    rows = csv.reader(text.rstrip().splitlines())
+    try:
+        return tuple(
+            tuple(
+                _action(cell, f"{source}, row {r}, cell {c}")
+                for c, cell in enumerate(row, start=1)
+                if cell.strip()
+            )
+            for r, row in enumerate(rows, start=1)
+        )
+    except csv.Error as error:
+        raise ScheduleError(f"{source}, row {rows.line_num}: {error}.") from None
+
+
+def _action(cell: str, where: str) -> Action:
+    text = cell.strip()
+    match = _CELL.fullmatch(text)
+    if match is not None:
+        return Action(int(match[1]), _KINDS[match[2]], int(match[3]))
+    shown = repr(text if len(text) <= 40 else text[:40] + "...")
+    if _COMMUNICATION.fullmatch(text):
+        raise ScheduleError(
+            f"{where}: {shown} is communication, which jaxpipe derives from the order: write only "
+            "the computations (PyTorch's format 'compute_only')."
+        )
+    raise ScheduleError(
+        f"{where}: {shown} is not an action: write virtual stage, kind and microbatch, kind F, I "
+        "(backward for the input), W (for the weights) or B (both), for example '2F0'."
+    )
+
+
+def _cell(action: Action) -> str:
+    return f"{action.virtual_stage}{_LETTERS[action.kind]}{action.microbatch}"

@@ -1,0 +1,183 @@
+"""A user's own schedule: a CSV file, or a Python function."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import inspect
+import os
+import sys
+import traceback
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from jaxpipe.schedule.actions import Schedule
+from jaxpipe.schedule.check.validate import validate
+from jaxpipe.schedule.formats.csv_format import read_csv
+
+_LIBRARY = str(Path(__file__).parents[2])
+
+
+def is_users(name: str) -> bool:
+    """Whether a schedule's name is a file "PATH.csv" or a function "module:function".
+
+    Example:
+      >>> is_users("mine.csv"), is_users("package.module:mine"), is_users("1f1b")
+      (True, True, False)
+    """
+    return is_file(name) or ":" in name
+
+
+def is_file(name: str) -> bool:
+    """Whether a schedule's name is a file "PATH.csv"."""
+    return name.lower().endswith(".csv")
+
+
+def load(
+    name: str,
+    *,
+    stages: int | None,
+    microbatches: int | None,
+    clock: Mapping[str, Any] | None = None,
+    **options: Any,
+) -> Schedule:
+    """Loads and validates a user's schedule; errors use the names of the command's options.
+
+    Args:
+      name: "PATH.csv", see `jaxpipe.schedule.formats.csv_format`; or "module:function", imported
+        from the current folder or wherever Python finds it, and called as
+        ``function(stages, microbatches, **options)``, options as in
+        `jaxpipe.schedule.catalog`.
+      stages: p; None for a file, which has its own.
+      microbatches: m; None for a file, which has its own.
+      clock: the costs and layers_per_chunk of the later timing: passed to a function that has
+        parameters of these names.
+      options: num_chunks, group, memory_limit, for the function; a file takes none.
+
+    Returns:
+      A schedule that `validate` accepts. A file's has the file's name, a function's ``name``.
+
+    Raises:
+      ValueError: the name leads nowhere, numbers are given to a file or not given to a function,
+        or what `call` raises.
+      ScheduleError: the schedule cannot run.
+      OSError: the file cannot be read.
+    """
+    if is_file(name):
+        given = {"stages": stages, "microbatches": microbatches, **options}
+        extra = ", ".join(_option(key) for key, value in given.items() if value is not None)
+        if extra:
+            raise ValueError(f"{name} has its own stages and microbatches: leave out {extra}.")
+        return read_csv(name)
+    if stages is None or microbatches is None:
+        raise ValueError(f"{name} needs --stages and --microbatches.")
+    function = _function(name)
+    reads = _parameters(name, function)
+    if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in reads.values()):
+        unread = sorted(options.keys() - reads.keys())
+        if unread:
+            raise ValueError(
+                f"{name} has no parameter {', '.join(unread)}.\n"
+                f"Nearest valid: leave out {', '.join(map(_option, unread))}."
+            )
+    times = {name: value for name, value in (clock or {}).items() if name in reads}
+    return call(name, function, stages, microbatches, **options, **times)
+
+
+def call(
+    name: str, function: Callable[..., Any], stages: int, microbatches: int, **options: Any
+) -> Schedule:
+    """Calls a user's function for a schedule, and checks what it returns.
+
+    Args:
+      name: of the schedule, whatever name the function gives it.
+      function: called as ``function(stages, microbatches, **options)``.
+      stages: p.
+      microbatches: m.
+      options: keyword arguments.
+
+    Raises:
+      ValueError: the function does not take these arguments, raises something, or returns anything
+        but a schedule of p stages and m microbatches.
+      ScheduleError: the schedule cannot run.
+    """
+    try:
+        inspect.signature(function).bind(stages, microbatches, **options)
+    except TypeError as error:
+        arguments = ", ".join(["num_stages", "num_microbatches", *(f"{o}=..." for o in options)])
+        raise ValueError(f"{name} cannot be called as function({arguments}): {error}.") from None
+    try:
+        schedule = function(stages, microbatches, **options)
+    except Exception as error:  # a user's code may raise anything
+        raise ValueError(f"{name} {_raised(error)}") from error
+    if not isinstance(schedule, Schedule):
+        raise ValueError(f"{name} returned {type(schedule).__name__}, and must return a Schedule.")
+    schedule = dataclasses.replace(schedule, name=name)
+    validate(schedule)
+    made = (schedule.num_stages, schedule.batch_microbatches)
+    if made != (stages, microbatches):
+        raise ValueError(
+            f"{name} returned a schedule of {made[0]} stages and {made[1]} microbatches, and was "
+            f"asked for {stages} and {microbatches}."
+        )
+    return schedule
+
+
+def _option(parameter: str) -> str:
+    """The command's option for a parameter."""
+    return "--" + parameter.removeprefix("num_").replace("_", "-")
+
+
+def _function(name: str) -> Callable[..., Any]:
+    module_name, _, function_name = name.partition(":")
+    try:
+        function = getattr(_module(name, module_name), function_name)
+    except AttributeError as error:
+        raise ValueError(_no_function(name, str(error))) from None
+    if not callable(function):
+        raise ValueError(f"{name!r} is not a function but {type(function).__name__}.")
+    return function
+
+
+def _module(name: str, module_name: str) -> ModuleType:
+    if not module_name or module_name.startswith("."):
+        raise ValueError(_no_function(name, f"{module_name!r} is not the full name of a module"))
+    if os.getcwd() not in sys.path and "" not in sys.path:
+        # An installed command does not search the current folder by itself.
+        sys.path.insert(0, os.getcwd())
+    try:
+        return importlib.import_module(module_name)
+    except Exception as error:  # so may a module, when it is imported
+        if isinstance(error, ModuleNotFoundError) and f"{module_name}.".startswith(
+            f"{error.name}."
+        ):
+            raise ValueError(_no_function(name, str(error))) from None
+        raise ValueError(f"{name!r} cannot be imported: {module_name} {_raised(error)}") from error
+
+
+def _no_function(name: str, reason: str) -> str:
+    return (
+        f"{name!r} is no function Python can import: {reason}.\n"
+        "Nearest valid: 'module:function', for example 'my_schedules:mine'."
+    )
+
+
+def _parameters(name: str, function: Callable[..., Any]) -> Mapping[str, inspect.Parameter]:
+    try:
+        return inspect.signature(function).parameters
+    except ValueError:
+        raise ValueError(
+            f"{name} does not say what parameters it has, so it cannot be used."
+        ) from None
+
+
+def _raised(error: Exception) -> str:
+    """The error and its place: the file that cannot be read, or the deepest line not our own."""
+    frames = traceback.extract_tb(error.__traceback__)
+    theirs = [f for f in frames if not f.filename.startswith(("<", _LIBRARY))]
+    place = f"{(theirs or frames)[-1].filename}:{(theirs or frames)[-1].lineno}"
+    if isinstance(error, SyntaxError) and error.filename:
+        place = f"{error.filename}:{error.lineno}"
+    return f"raised {type(error).__name__} at {place}: {error}"

@@ -1,0 +1,122 @@
+"""Zero bubble: W, which nothing waits for, is deferred until it fills a gap.
+
+Source: Qi et al., "Zero Bubble Pipeline Parallelism", arXiv 2401.10241. ZB-V, from the same paper,
+is in `jaxpipe.schedule.search.controllable_memory`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from jaxpipe.schedule.actions import Schedule
+from jaxpipe.schedule.generators.interleaved import depth_first_orders, warm_up_forwards
+from jaxpipe.schedule.placement import Placement, linear, looped
+
+
+def zb_h1(num_stages: int, num_microbatches: int) -> Schedule:
+    """Runs 1F1B with W deferred by d backwards on stage d, which levels the memory of all stages.
+
+    ============  =====================================================================
+    bubble        (p-1)(F+B-W), added to the m(F+B+W) of work; W <= F, W <= B, m >= p
+    in flight     min(m, p) on every stage
+    constraints   p >= 1, m >= 1, v = 1
+    source        arXiv 2401.10241, ZB-H1
+    ============  =====================================================================
+
+    Args:
+      num_stages: p, at least 1.
+      num_microbatches: m, at least 1; may be less than p.
+
+    Returns:
+      The schedule, named "zb-h1".
+
+    Example:
+      >>> [str(action) for action in zb_h1(2, 2).orders[1]]
+      ['1F0', '1B0', '1F1', '1B1', '1W0', '1W1']
+    """
+    warm_ups = [num_stages - d - 1 for d in range(num_stages)]
+    return _deferred("zb-h1", linear(num_stages), num_microbatches, warm_ups, range(num_stages))
+
+
+def zb_h2(num_stages: int, num_microbatches: int) -> Schedule:
+    """Fills the warm-up with forwards and the cool-down with W: stages never idle at F=B=W.
+
+    ============  =====================================================================
+    bubble        at W <= F, W <= B, m >= 2p-1: (p-1)(F+B-2W) in the longest span of a stage and
+                  (p-1) max(F, F+B-2W) in the makespan, as the last stage starts (p-1)F later
+    in flight     min(m, 2p-1) on every stage
+    constraints   p >= 1, m >= 1, v = 1
+    source        arXiv 2401.10241, ZB-H2
+    ============  =====================================================================
+
+    Args:
+      num_stages: p, at least 1.
+      num_microbatches: m, at least 1; may be less than p.
+
+    Returns:
+      The schedule, named "zb-h2".
+
+    Example:
+      >>> zb_h2(4, 8).peak_in_flight
+      (7, 7, 7, 7)
+    """
+    warm_ups = [2 * (num_stages - d - 1) for d in range(num_stages)]
+    delays = range(0, 2 * num_stages, 2)
+    return _deferred("zb-h2", linear(num_stages), num_microbatches, warm_ups, delays)
+
+
+def interleaved_zb(num_stages: int, num_microbatches: int, *, num_chunks: int = 2) -> Schedule:
+    """Runs the interleaved schedule with W deferred by d backwards on stage d.
+
+    ============  =====================================================================
+    bubble        (p-1)(F+B-W)/v, added to the m(F+B+W) of work; W <= F, W <= B, m a
+                  multiple of p
+    in flight     min(m v, 2(p-1) - d + (v-1)p + 1) chunks on stage d
+    constraints   p >= 1, m >= 1, v >= 1
+    source        arXiv 2401.10241, on the order of arXiv 2104.04473
+    ============  =====================================================================
+
+    Args:
+      num_stages: p, at least 1.
+      num_microbatches: m, at least 1; as in `interleaved`.
+      num_chunks: v, at least 1.
+
+    Returns:
+      The schedule, named "interleaved-zb".
+
+    Example:
+      >>> interleaved_zb(4, 8).peak_in_flight
+      (11, 10, 9, 8)
+    """
+    placement = looped(num_stages, num_chunks=num_chunks)
+    warm_ups = warm_up_forwards(num_stages, num_chunks, num_stages)
+    delays = range(num_stages)
+    return _deferred("interleaved-zb", placement, num_microbatches, warm_ups, delays)
+
+
+def _deferred(
+    name: str,
+    placement: Placement,
+    num_microbatches: int,
+    warm_ups: Sequence[int],
+    delays: Sequence[int],
+) -> Schedule:
+    """A depth-first schedule in which W follows its B ``delays[d]`` backwards later."""
+    chunk_passes = num_microbatches * placement.num_chunks
+    return Schedule(
+        name=name,
+        placement=placement,
+        num_microbatches=num_microbatches,
+        orders=depth_first_orders(
+            placement,
+            num_microbatches,
+            # With one chunk the size of a group does not matter.
+            group=placement.num_stages if placement.num_chunks > 1 else 1,
+            warm_ups=warm_ups,
+            delays=delays,
+        ),
+        peak_in_flight=tuple(
+            min(chunk_passes, warm_up + delay + 1)
+            for warm_up, delay in zip(warm_ups, delays, strict=True)
+        ),
+    )

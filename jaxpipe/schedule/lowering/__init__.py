@@ -1,0 +1,1 @@
+"""Lowering: from a schedule to the table of ticks that the executor runs."""

@@ -1,0 +1,95 @@
+"""Weight versions and updates of a schedule of several minibatches, counted from its ticks.
+
+A stage updates its layers at the end of the tick of a minibatch's last W; the embedding is updated
+when its last gradient is there, the head when its last microbatch has left. Every action reads the
+version that its method says: the newest, its forward's, or the one before its minibatch's.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+
+from jaxpipe.schedule.actions import Kind
+from jaxpipe.schedule.lowering.table import (
+    NONE,
+    Cell,
+    MinibatchTable,
+    Reads,
+    TickTable,
+    Update,
+    Updates,
+)
+
+
+def with_updates(table: TickTable, replay: np.ndarray | None) -> MinibatchTable:
+    """The table with its updates and the versions that are read.
+
+    Args:
+      table: of a schedule with minibatches.
+      replay: slots of what F keeps for R, ``[P * microbatches]``; None without R.
+    """
+    minibatches = table.schedule.minibatches
+    assert minibatches is not None
+    size, method, num_stages = minibatches.size, minibatches.method, table.schedule.num_stages
+    ends = table.passes[Kind.BW if Kind.BW in table.passes else Kind.W]
+    last = np.where(ends.lo < ends.hi, ends.microbatch, NONE)
+    layers = _update(last, size)
+    embed, head = _update(table.embed_gradient, size), _update(table.head, size)
+    forward = table.passes[Kind.F]
+
+    def version(microbatch: np.ndarray, newest: np.ndarray, read_by_forward: np.ndarray):
+        if method == "pipemare":
+            read = newest
+        elif method == "2bw":
+            read = np.maximum(microbatch // size - 1, 0)
+        else:
+            read = read_by_forward
+        return (read % minibatches.num_versions).astype(np.int32)
+
+    def of_forward(cell: Cell) -> np.ndarray:
+        """What F of the same microbatch and stage has found, ``[ticks, stages]``."""
+        found = np.zeros((num_stages, table.schedule.num_microbatches), np.int32)
+        tick, stage = np.nonzero(forward.lo < forward.hi)
+        found[stage, forward.microbatch[tick, stage]] = layers.version[tick, stage]
+        return found[np.arange(num_stages), cell.microbatch]
+
+    passes = {
+        kind: dataclasses.replace(
+            cell,
+            weights=version(cell.microbatch, layers.version, of_forward(cell)),
+            fresh=(cell.microbatch % size == 0).astype(np.int32),
+        )
+        for kind, cell in table.passes.items()
+    }
+    entered = np.zeros(table.schedule.num_microbatches, np.int32)
+    entered[table.embed[table.embed != NONE]] = embed.version[table.embed != NONE]
+    enter = version(table.embed, embed.version, embed.version)
+    leave = [version(table.head, part.version, part.version) for part in (embed, head)]
+    back = version(table.embed_gradient, embed.version, entered[table.embed_gradient])
+    any_stage = (layers.minibatch != NONE).any(axis=1) | (head.minibatch != NONE)
+    fields = {field.name: getattr(table, field.name) for field in dataclasses.fields(table)}
+    slots = None
+    if replay is not None:
+        kept = replay.astype(np.int32).reshape(num_stages, -1)
+        stage = np.arange(num_stages)
+        slots = {kind: kept[stage, passes[kind].microbatch] for kind in (Kind.F, Kind.R)}
+    return MinibatchTable(
+        **fields | {"passes": passes},
+        reads={
+            "enter": Reads(enter, enter),
+            "leave": Reads(*leave),
+            "embed_gradient": Reads(back, back),
+        },
+        updates=Updates(layers, embed, head, any_stage.astype(np.int32)),
+        replay=slots,
+    )
+
+
+def _update(microbatch: np.ndarray, size: int) -> Update:
+    """Updates from the microbatches whose gradient is complete, ``[ticks]`` or ``[ticks, stages]``,
+    and how many came before each tick."""
+    due = (microbatch != NONE) & (microbatch % size == size - 1)
+    before = np.cumsum(due, axis=0, dtype=np.int32) - due
+    return Update(np.where(due, microbatch // size, NONE).astype(np.int32), before.astype(np.int32))

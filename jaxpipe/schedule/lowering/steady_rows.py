@@ -1,0 +1,252 @@
+"""The rows of an asynchronous pipeline, computed from the tick's number.
+
+Slots rotate with the microbatches in flight, minibatches with N, weight versions with V: a table of
+one period of all of them would have lcm(2P, N, V) rows. So a row is integer arithmetic in the tick
+and the stage, the same for numpy's arrays and traced ones.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from jaxpipe.schedule.actions import Action, Kind, Minibatches, MinibatchSchedule, Slice
+from jaxpipe.schedule.generators.pipemare import Part, SteadyState
+from jaxpipe.schedule.lowering.lower import lower
+from jaxpipe.schedule.lowering.table import (
+    NONE,
+    Arrival,
+    Cell,
+    Outer,
+    Reads,
+    Row,
+    TickTable,
+    Transfer,
+    Update,
+    Updates,
+)
+from jaxpipe.schedule.placement import linear
+
+
+class SteadyRows:
+    """A source of rows.
+
+    Args:
+      steady: the pipeline.
+      entered: microbatches that have entered since it was last empty.
+      first: the version of the weights that it was filled with.
+      fused: whether backwards are BW, or B and W.
+      xp: the namespace of the arrays that come in: numpy or `jax.numpy`.
+
+    Example:
+      >>> import numpy as np
+      >>> rows = SteadyRows(SteadyState(2, 2), entered=8, xp=np)
+      >>> cell = rows.row(np.arange(4), 1, layers=3).cells[Kind.F]
+      >>> cell.hi.tolist(), cell.microbatch.tolist()
+      ([0, 3, 3, 3], [-1, 0, 1, 2])
+    """
+
+    def __init__(
+        self, steady: SteadyState, *, entered: Any, first: Any = 0, fused: bool = False, xp: Any
+    ) -> None:
+        self.steady, self.entered, self.first, self.xp = steady, entered, first, xp
+        recomputes = steady.recompute_segment is not None
+        self.kinds = (
+            *([Kind.R] if recomputes else []),
+            *([Kind.F, Kind.BW] if fused else [Kind.F, Kind.B, Kind.W]),
+        )
+
+    def row(self, tick: Any, stage: Any, *, layers: Any) -> Row:
+        """What one stage does in one tick.
+
+        Args:
+          tick: counted since the pipeline was last empty; an integer or an array of them.
+          stage: from 0, likewise.
+          layers: how many the stage has.
+        """
+        part = self.steady.stage(stage)
+        nothing = Transfer(NONE, NONE)
+        return Row(
+            cells={kind: self._cell(kind, part, tick, layers) for kind in self.kinds},
+            arrivals=self._arrivals(tick, stage),
+            gather=nothing,
+            reduce=nothing,
+            outer=self._outer(tick),
+            meets=1,
+            updates=self._updates(part, tick),
+            replay=self._replay(part, tick),
+        )
+
+    def _runs(self, g: Any) -> Any:
+        return (g >= 0) & (g < self.entered)
+
+    def _if_runs(self, g: Any, value: Any) -> Any:
+        return self.xp.where(self._runs(g), value, NONE)
+
+    def _cell(self, kind: Kind, part: Part, tick: Any, layers: Any) -> Cell:
+        steady = self.steady
+        if kind is Kind.F:
+            g, version = tick - part.forward, steady.forward_version
+        elif kind is Kind.R:
+            g, version = tick - part.recompute, steady.recompute_version
+        else:
+            g, version = tick - part.backward, steady.backward_version
+        slot, zero = g % steady.residual_slots, 0 * g
+        return Cell(
+            lo=zero,
+            hi=self.xp.where(self._runs(g), layers, 0),
+            pauses=zero,
+            chunk=zero,
+            microbatch=g,
+            inbox=zero,
+            until_b=slot,
+            until_w=slot,
+            crossing=zero,
+            weights=version(part, g, self.first) % steady.num_versions,
+            gradient=zero,
+            fresh=1 * (g % steady.num_microbatches == 0),
+        )
+
+    def _replay(self, part: Part, tick: Any) -> dict[Kind, Any] | None:
+        size = self.steady.input_slots
+        if not size:
+            return None
+        return {Kind.F: (tick - part.forward) % size, Kind.R: (tick - part.recompute) % size}
+
+    def _arrivals(self, tick: Any, stage: Any) -> tuple[Arrival, ...]:
+        """In the order of channels: cotangents, activations, recomputed activations."""
+        steady = self.steady
+        if steady.num_stages == 1:
+            return ()
+        before, behind, here = (steady.stage(stage + shift) for shift in (-1, 1, 0))
+        back, forth = tick - behind.backward, tick - before.forward
+        is_last, is_first = stage == steady.num_stages - 1, stage == 0
+        arrivals = [
+            Arrival(self.xp.where(is_last, NONE, self._if_runs(back, 0)), NONE),
+            Arrival(self.xp.where(is_first, NONE, self._if_runs(forth, 0)), NONE),
+        ]
+        if steady.recompute_edges:
+            again = self._if_runs(tick - here.recompute, 0)
+            begins = steady.begins_segment(stage)
+            arrivals.append(Arrival(NONE, self.xp.where(begins, NONE, again)))
+        return tuple(arrivals)
+
+    def _outer(self, tick: Any) -> Outer:
+        steady = self.steady
+        embed, head = steady.embed, steady.head
+        enters, leaves, ends = tick - embed.forward, tick - head.forward, tick - embed.backward
+
+        def slots(of_embed: Any, of_head: Any) -> Reads:
+            return Reads(of_embed % steady.num_versions, of_head % steady.num_versions)
+
+        if steady.method == "2bw":
+            left = slots(*[steady.forward_version(head, leaves, self.first)] * 2)
+        else:
+            left = slots(*(steady.newest(part, tick, self.first) for part in (embed, head)))
+        return Outer(
+            embed=self._if_runs(enters, enters),
+            embed_slot=0,
+            head=self._if_runs(leaves, leaves),
+            head_slot=0,
+            embed_gradient=self._if_runs(ends, ends),
+            reads={
+                "enter": slots(*[steady.forward_version(embed, enters, self.first)] * 2),
+                "leave": left,
+                "embed_gradient": slots(*[steady.backward_version(embed, ends, self.first)] * 2),
+            },
+        )
+
+    def _updates(self, part: Part, tick: Any) -> Updates:
+        steady = self.steady
+        stages = [steady.stage(d) for d in range(steady.num_stages)]
+        any_stage = 0 * tick
+        for other in [*stages, steady.head]:
+            any_stage = any_stage | 1 * self._is_due(tick - other.backward)
+        return Updates(
+            layers=self._update(part, tick),
+            embed=self._update(steady.embed, tick),
+            head=self._update(steady.head, tick),
+            any_stage=any_stage,
+        )
+
+    def _is_due(self, g: Any) -> Any:
+        return self._runs(g) & self.steady.updates(g)
+
+    def _update(self, part: Part, tick: Any) -> Update:
+        g = tick - part.backward
+        minibatch = g // self.steady.num_microbatches
+        due = self.xp.where(self._is_due(g), minibatch, NONE)
+        return Update(due, self.first + minibatch)
+
+
+def steady_schedule(
+    steady: SteadyState,
+    minibatches: int,
+    *,
+    layer_counts: Sequence[int] | None = None,
+    fused: bool = False,
+) -> MinibatchSchedule:
+    """Several minibatches, from an empty pipeline to an empty one, as a schedule like any other.
+
+    Args:
+      steady: the pipeline.
+      minibatches: K, at least 1; microbatches are numbered through all of them.
+      layer_counts: layers of every stage; one by default.
+      fused: whether backwards are BW, or B and W.
+
+    Example:
+      >>> schedule = steady_schedule(SteadyState(2, 1), 2, fused=True)
+      >>> [" ".join(map(str, order)) for order in schedule.orders]
+      ['0F0 0F1 0BW0 0BW1', '1F0 1F1 1BW0 1BW1']
+    """
+    P, total = steady.num_stages, minibatches * steady.num_microbatches
+    counts = layer_counts or [1] * P
+    rows = SteadyRows(steady, entered=total, fused=fused, xp=np)
+    tick = np.arange(total + steady.drain_ticks)
+    slices = []
+    for d, count in enumerate(counts):
+        cells = rows.row(tick, d, layers=count).cells
+        slices.append(
+            tuple(
+                Slice(t, Action(d, kind, int(cells[kind].microbatch[t])), 0, count)
+                for t in tick.tolist()
+                for kind in rows.kinds
+                if cells[kind].hi[t]
+            )
+        )
+    parts = [steady.stage(d) for d in range(P)]
+    return MinibatchSchedule(
+        name=steady.method,
+        placement=linear(P),
+        num_microbatches=total,
+        orders=tuple(tuple(part.action for part in row) for row in slices),
+        peak_in_flight=tuple(
+            part.backward - (part.forward if part.recompute is None else part.recompute) + 1
+            for part in parts
+        ),
+        slices=tuple(slices),
+        several=Minibatches(
+            steady.num_microbatches,
+            steady.method,
+            steady.num_versions,
+            steady.recompute_segment,
+        ),
+    )
+
+
+def steady_table(steady: SteadyState, layer_counts: Sequence[int], *, fused: bool) -> TickTable:
+    """The table of a few minibatches: kinds, channels and slots of a pipeline that never drains.
+
+    Args:
+      steady: the pipeline.
+      layer_counts: layers of every stage.
+      fused: whether backwards are BW, or B and W.
+    """
+    minibatches = 1 + -(-4 * steady.num_stages // steady.num_microbatches)
+    schedule = steady_schedule(steady, minibatches, layer_counts=layer_counts, fused=fused)
+    table = lower(schedule, layer_counts)
+    # A state has a slot for what goes from B to W whether its backward is split or not.
+    return dataclasses.replace(table, num_slots=table.num_slots | {"crossing": 1})

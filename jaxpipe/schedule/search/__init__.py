@@ -1,0 +1,1 @@
+"""Searches: schedules and slices that are found rather than written down."""

@@ -1,0 +1,138 @@
+"""Time slices: cutting the actions of a schedule into ticks for the lock-step clock.
+
+A tick lasts as long as its slowest stage. With one whole action per tick, a stage that runs a short
+F waits for one that runs a long B. A stage may therefore run some of an action's layers and
+continue in the next tick, and W may fill the rest of a tick.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterable, Sequence
+
+from jaxpipe.schedule.actions import Action, Kind, Schedule, Slice
+from jaxpipe.schedule.check.slice_rules import order_of
+from jaxpipe.schedule.check.validate import peak_in_flight
+from jaxpipe.schedule.placement import Placement
+from jaxpipe.schedule.search.tick_engine import Cell, Policy, Work
+from jaxpipe.schedule.search.tick_search import Settings, TickSearch
+from jaxpipe.schedule.simulate import Costs, lock_step
+
+_BY_RANK, _CRITICAL_FIRST = Policy(in_order=True), Policy(in_order=False)
+_TRIALS = (
+    Settings((_BY_RANK,), shortest=0.1, eagerness=0.3),
+    Settings((_CRITICAL_FIRST,), shortest=0.4, eagerness=0.3, drains=True),
+    Settings((_CRITICAL_FIRST,), shortest=0.2, eagerness=0.3),
+    Settings((_CRITICAL_FIRST, _BY_RANK), shortest=0.4, eagerness=1.0),
+    Settings((_CRITICAL_FIRST, _BY_RANK), shortest=0.4, eagerness=0.3),
+)
+"""Each is the best of a wide sweep for some schedule."""
+
+
+def slice_ticks(
+    schedule: Schedule,
+    costs: Costs,
+    layer_counts: Sequence[int],
+    *,
+    makespan: float = math.inf,
+) -> Schedule:
+    """Cuts the actions of a schedule into ticks, so that it ends as early as possible in lock-step.
+
+    The order of the F, of the B and of the W of each stage stays. Between kinds, an action that is
+    ready may go first: W fills ticks, and F and B do not wait for each other, within the schedule's
+    own peak in flight. A beam search chooses the length of every tick
+    (`jaxpipe.schedule.search.tick_search`); the result never takes longer than one whole action per
+    tick.
+
+    Args:
+      schedule: a valid schedule.
+      costs: of one chunk, however many layers it has. If chunks differ, use the largest one's:
+        the real time is then at most the predicted one.
+      layer_counts: layers of every virtual stage, at least 1 each.
+      makespan: look only for results that end before this.
+
+    Returns:
+      The schedule with `Schedule.slices`, and its orders as the slices have them (`order_of`);
+      without slices if nothing is found that beats one whole action per tick. Deterministic.
+
+    Raises:
+      ValueError: ``layer_counts`` does not fit the schedule.
+
+    Example:
+      >>> from jaxpipe.schedule.generators.one_f_one_b import one_f_one_b
+      >>> costs, schedule = Costs(1, 1.2, 0.8), one_f_one_b(4, 16)
+      >>> round(lock_step(schedule, costs).bubble_ratio, 3)
+      0.245
+      >>> sliced = slice_ticks(schedule, costs, [8] * 4)
+      >>> round(lock_step(sliced, costs).bubble_ratio, 3)
+      0.127
+    """
+    check_layer_counts(schedule.placement, layer_counts)
+    if schedule.minibatches is not None:
+        raise ValueError(
+            f"Schedule {schedule.name!r} has ticks of its own, in which a stage runs whole actions."
+        )
+    whole = dataclasses.replace(schedule, slices=None)
+    search = TickSearch(_work(whole, costs, tuple(layer_counts)))
+    plan = search.best(_TRIALS, makespan=min(makespan, lock_step(whole, costs).makespan))
+    return whole if plan is None else with_slices(whole, search.cells(plan))
+
+
+def check_layer_counts(placement: Placement, layer_counts: Sequence[int]) -> None:
+    """Raises ValueError unless there is one layer count, at least 1, for every virtual stage."""
+    needed = placement.num_virtual_stages
+    if len(layer_counts) != needed or min(layer_counts) < 1:
+        raise ValueError(
+            f"layer_counts={tuple(layer_counts)} does not fit {needed} virtual stages: each needs "
+            f"its number of layers, at least 1.\nNearest valid: {(1,) * needed}."
+        )
+
+
+def with_slices(schedule: Schedule, rows: Iterable[Iterable[Cell]]) -> Schedule:
+    """Gives a schedule slices, and the orders that follow from them.
+
+    Args:
+      schedule: with the same actions; its orders are not read.
+      rows: per stage, its slices, in order.
+
+    Returns:
+      The schedule, its orders those of `order_of`.
+    """
+    m = schedule.num_microbatches
+    slices = tuple(
+        tuple(Slice(tick, Action(n // m, kind, n % m), lo, hi) for tick, kind, n, lo, hi in row)
+        for row in rows
+    )
+    return dataclasses.replace(schedule, slices=slices, orders=tuple(map(order_of, slices)))
+
+
+def _work(schedule: Schedule, costs: Costs, layer_counts: tuple[int, ...]) -> Work:
+    """The queues of a schedule: per stage, one of each kind."""
+    m = schedule.num_microbatches
+    passes = schedule.placement.num_virtual_stages * m
+    queues: list[list[list[int]]] = [[], [], []]
+    ranks = tuple([0] * passes for _ in queues)
+    column = {Kind.F: 0, Kind.B: 1, Kind.BW: 1, Kind.W: 2}
+    fused = set()
+    for order in schedule.orders:
+        for queue in queues:
+            queue.append([])
+        for rank, action in enumerate(order):
+            number, kind = action.virtual_stage * m + action.microbatch, column[action.kind]
+            queues[kind][-1].append(number)
+            ranks[kind][number] = rank
+            if action.kind is Kind.BW:
+                fused.add(number)
+    return Work(
+        placement=schedule.placement,
+        num_microbatches=m,
+        layer_counts=layer_counts,
+        costs=costs,
+        forwards=[[queue] for queue in queues[0]],
+        backwards=[[queue] for queue in queues[1]],
+        weights=queues[2],
+        limits=[[peak] for peak in peak_in_flight(schedule)],
+        fused=frozenset(fused),
+        ranks=(ranks[0], ranks[1], ranks[2]),
+    )

@@ -1,0 +1,176 @@
+"""Beam search for the lock-step clock: how long every tick lasts.
+
+A tick ends when its slowest stage does, so its length is the decision that matters. Each length
+worth trying lets some stage finish a forward or a backward; given the length, every stage fills it
+layer by layer (`jaxpipe.schedule.search.tick_engine`). The search keeps, for every span of time,
+the few states that waited least.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import operator
+from collections.abc import Iterable, Iterator
+from typing import NamedTuple
+
+from jaxpipe.schedule.search.tick_engine import Cell, Choice, Engine, Policy, Ready, State, Work
+
+_SPANS = 12
+"""Spans of time, per F+B+W of a chunk, within each of which states compete."""
+_MIN_LENGTHS, _MAX_LENGTHS = 3, 6
+"""Lengths tried per state; twice as many find no better schedule at p=4."""
+_LONGEST = 1.6
+"""Longest tick, in chunks of the longer of F and B."""
+
+_MAX_WIDTH = 8
+"""States kept per span of time; fewer where that would exceed `_TRIAL_CELLS`."""
+_TRIAL_CELLS = 60_000
+"""How often a search may fill a tick of a stage: about half a second."""
+
+
+class Settings(NamedTuple):
+    """How to search.
+
+    Args:
+      policies: tried at every tick.
+      shortest: shortest tick, in chunks of F.
+      eagerness: how much waiting a unit of F or B offsets, against one of W.
+      drains: whether the most delayed stage is the one that ends last when the gradients it sends
+        last still have to reach the first virtual stage, with no W to fill that time.
+    """
+
+    policies: tuple[Policy, ...]
+    shortest: float
+    eagerness: float
+    drains: bool = False
+
+
+class Plan(NamedTuple):
+    """All ticks of a step, last first, and how long they take."""
+
+    makespan: float
+    last: Choice | None
+
+
+class TickSearch:
+    """Searches the lengths of the ticks that run some work.
+
+    Args:
+      work: what to run.
+    """
+
+    def __init__(self, work: Work) -> None:
+        self.engine = Engine(work)
+        placement, costs = work.placement, work.costs
+        first = [held[0] % placement.depth for held in placement.virtual_stages]
+        self.drains = [max(0.0, s * costs.b - costs.w) for s in first]
+        total = costs.f + costs.b + costs.w
+        self.span = total / _SPANS
+        self.stage_work = placement.num_chunks * work.num_microbatches * total
+
+    def best(self, trials: Iterable[Settings], *, makespan: float) -> Plan | None:
+        """The best of several searches' plans that end before ``makespan``, if any does."""
+        best = None
+        for settings in trials:
+            plan = self.search(settings, makespan=makespan)
+            if plan is not None:
+                best, makespan = plan, plan.makespan
+        return best
+
+    def search(self, settings: Settings, *, makespan: float) -> Plan | None:
+        """Looks for a plan that ends before ``makespan``; None if it finds none."""
+        num_ticks = self.stage_work / self.engine.work.costs.f
+        tries = _TRIAL_CELLS / (len(self.engine.stages) * num_ticks * len(settings.policies))
+        number = max(_MIN_LENGTHS, min(_MAX_LENGTHS, int(tries)))
+        width = max(1, min(_MAX_WIDTH, int(tries / number)))
+        rounding = self.engine.rounding
+        rest = self.stage_work + rounding
+        plan = None
+        spans: dict[int, list[State]] = {0: [self.engine.start()]}
+        while spans:
+            for state in self._best_of(spans.pop(min(spans)), settings, width):
+                if state.time - min(state.busy) >= makespan - rest:
+                    continue
+                for new in self._ticks(state, settings, number):
+                    if new.left:
+                        spans.setdefault(int(new.time / self.span), []).append(new)
+                    elif new.time < makespan - rounding:
+                        makespan = new.time
+                        plan = Plan(new.time, new.choice)
+        return plan
+
+    def cells(self, plan: Plan) -> list[list[Cell]]:
+        """The slices that every stage runs in the ticks of a plan, in order."""
+        choices, choice = [], plan.last
+        while choice is not None:
+            choices.append(choice)
+            choice = choice.before
+        engine = self.engine
+        rows: list[list[Cell]] = [[] for _ in engine.stages]
+        state = engine.start()
+        for tick, (counts, _) in enumerate(reversed(choices)):
+            ready = [engine.ready(state, d) for d in engine.stages]
+            for d, row in enumerate(rows):
+                row.extend(engine.cells(state, d, ready[d], counts[d], tick))
+            state = engine.tick(state, ready, counts)
+        return rows
+
+    def _best_of(self, states: list[State], settings: Settings, width: int) -> Iterator[State]:
+        """The states with the best scores, no two with the same work done."""
+        p = len(self.engine.stages)
+        drains = self.drains if settings.drains else [0.0] * p
+
+        def score(state: State) -> float:
+            # `sum` of floats rounds differently from Python 3.12 on, and a rounding error can
+            # decide which state is best. Adding from left to right is the same everywhere.
+            mean = state.time - functools.reduce(operator.add, state.busy) / p
+            worst = state.time + max(map(operator.sub, drains, state.busy))
+            return worst + mean - settings.eagerness * state.critical / p
+
+        states.sort(key=score)
+        seen: set[tuple[tuple[int, ...], ...]] = set()
+        for state in states:
+            if len(seen) == width:
+                return
+            progress = state.progress()
+            if progress not in seen:
+                seen.add(progress)
+                yield state
+
+    def _ticks(self, state: State, settings: Settings, number: int) -> Iterator[State]:
+        """The states one tick later, for every length and policy worth trying."""
+        engine = self.engine
+        ready = [engine.ready(state, d) for d in engine.stages]
+        lengths = self._lengths(ready, settings, number)
+        # If no stage runs anything, all of them wait for good.
+        seen = {((0, 0, 0),) * len(ready)}
+        for policy in settings.policies:
+            claims = [engine.claims(state, d, policy, ready[d]) for d in engine.stages]
+            for length in lengths:
+                counts = tuple(map(engine.fill, itertools.repeat(length), ready, claims))
+                if counts not in seen:
+                    seen.add(counts)
+                    new = engine.tick(state, ready, counts)
+                    new.choice = Choice(counts, state.choice)
+                    yield new
+
+    def _lengths(self, ready: list[Ready], settings: Settings, number: int) -> list[float]:
+        """Lengths that let some stage finish its F, its B, or both; evenly thinned out."""
+        work, rounding = self.engine.work, self.engine.rounding
+        lengths = {work.costs.f, work.costs.b, work.costs.w}
+        for stage in ready:
+            forward, backward = map(operator.mul, stage.rooms[:2], stage.costs[:2])
+            lengths |= {forward, backward, forward + backward}
+        # Every tick has room for a layer of any kind, so that none passes idle.
+        shortest = max(self.engine.longest_layer, settings.shortest * work.costs.f)
+        longest = max(shortest, _LONGEST * max(work.costs.f, work.costs.b))
+        kept = sorted(
+            {
+                round(length / rounding) * rounding
+                for length in lengths
+                if shortest - rounding <= length <= longest + rounding
+            }
+        ) or [shortest]
+        number = min(number, len(kept))
+        return [kept[i * len(kept) // number] for i in range(number)]

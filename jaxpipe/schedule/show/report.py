@@ -1,0 +1,167 @@
+"""Everything that is known about a schedule before it runs, as plain values for JSON."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Collection
+from typing import Any
+
+from jaxpipe.schedule.actions import Kind, Schedule
+from jaxpipe.schedule.lowering.slots import cached_slots
+from jaxpipe.schedule.search.slices import slice_ticks
+from jaxpipe.schedule.simulate import Costs, TimedAction, Timeline, lock_step, simulate
+
+
+def report(
+    schedule: Schedule,
+    costs: Costs,
+    *,
+    layers_per_chunk: int | None = None,
+    weight_slots: int = 1,
+    activation_bytes: int | None = None,
+) -> dict[str, Any]:
+    """Reports times on both clocks, memory, messages and data-axis transfers of a schedule.
+
+    Args:
+      schedule: a schedule that `validate` accepts.
+      costs: of one chunk.
+      layers_per_chunk: cut ticks into time slices at the granularity of this many layers; None
+        for one whole action per tick.
+      weight_slots: gathered chunks a stage keeps at once under ZeRO-3, at least 1.
+      activation_bytes: kept by one microbatch from F to W on one chunk; None if unknown.
+
+    Returns:
+      A tree of plain values:
+
+      - ``schedule, stages, chunks, microbatches, costs``: the request;
+      - ``free_running, lock_step``: ``makespan``, ``bubble_ratio``, and per stage ``stage_spans``
+        and ``stage_bubble_ratios``;
+      - ``peak_in_flight``: per stage, in microbatches of a full stage: the chunk activations kept
+        at once, divided by the chunks of a stage;
+      - ``peak_in_flight_bytes``: the same in bytes, only where ``activation_bytes`` is given;
+      - ``actions``: per stage, on the free-running clock. A fused backward is its B directly
+        followed by its W;
+      - ``messages``: ``total``, and by edge ``count`` and ``load``, the share of the free-running
+        makespan in which the link is busy;
+      - ``gathers, reductions``: chunk weight gathers and gradient reductions of each stage in one
+        optimizer step under ZeRO-3.
+
+    Raises:
+      ScheduleError: the schedule cannot run.
+
+    Example:
+      >>> from jaxpipe.schedule.generators.one_f_one_b import one_f_one_b
+      >>> shown = report(one_f_one_b(2, 4), Costs(1, 1, 1))
+      >>> shown["peak_in_flight"], shown["messages"]["total"], shown["gathers"]
+      ([2.0, 1.0], 8, [1, 1])
+    """
+    free, locked = timelines(schedule, costs, layers_per_chunk=layers_per_chunk)
+    in_bytes = (
+        {}
+        if activation_bytes is None
+        else {"peak_in_flight_bytes": [count * activation_bytes for count in free.peak_in_flight]}
+    )
+    return {
+        "schedule": schedule.name,
+        "stages": schedule.num_stages,
+        "chunks": schedule.num_chunks,
+        "microbatches": schedule.batch_microbatches,
+        "costs": {"f": costs.f, "b": costs.b, "w": costs.w, "message": costs.message},
+        "free_running": _clock(free),
+        "lock_step": _clock(locked),
+        "peak_in_flight": [free.in_full_stages(count) for count in free.peak_in_flight],
+        **in_bytes,
+        "actions": [
+            [part for timed in row for part in _parts(timed, schedule, costs)] for row in free.rows
+        ],
+        "messages": _messages(free, costs.message),
+        "gathers": transfers(schedule, kinds=tuple(Kind), num_slots=weight_slots),
+        "reductions": transfers(schedule, kinds=(Kind.W, Kind.BW), num_slots=weight_slots),
+    }
+
+
+def timelines(
+    schedule: Schedule, costs: Costs, *, layers_per_chunk: int | None = None
+) -> tuple[Timeline, Timeline]:
+    """Runs a schedule on both clocks.
+
+    Args:
+      schedule: a schedule that `validate` accepts.
+      costs: of one chunk.
+      layers_per_chunk: as in `report`.
+
+    Returns:
+      The free-running timeline, and the lock-step one.
+    """
+    ticked = schedule
+    if layers_per_chunk is not None and schedule.slices is None:
+        counts = [layers_per_chunk] * schedule.placement.num_virtual_stages
+        ticked = slice_ticks(schedule, costs, counts)
+    return simulate(schedule, costs), lock_step(ticked, costs)
+
+
+def transfers(schedule: Schedule, *, kinds: Collection[Kind], num_slots: int) -> list[int]:
+    """Counts the chunks each stage moves over the data axis in one step, under ZeRO-3.
+
+    A chunk moves when an action needs it and no slot holds it: its weights are gathered, or its
+    gradient buffer is opened, to be reduced when the slot is given up.
+
+    Args:
+      schedule: a schedule in which every stage has an action of these kinds.
+      kinds: all kinds for weight gathers; W and BW for gradient reductions.
+      num_slots: chunks a stage holds at once, at least 1.
+
+    Returns:
+      The count of every stage.
+
+    Example:
+      >>> from jaxpipe.schedule.generators.gpipe import gpipe
+      >>> transfers(gpipe(2, 8), kinds=tuple(Kind), num_slots=1)
+      [1, 1]
+    """
+    chunks = schedule.placement.chunks
+    counts = []
+    for order in schedule.orders:
+        used = (chunks[action.virtual_stage] for action in order if action.kind in kinds)
+        # Consecutive actions of a chunk are one use: only a change can move anything.
+        runs = [chunk for chunk, _ in itertools.groupby(used)]
+        stays, _ = cached_slots(range(len(runs)), runs, num_slots=num_slots)
+        counts.append(len(stays))
+    return counts
+
+
+def _clock(timeline: Timeline) -> dict[str, Any]:
+    return {
+        "makespan": timeline.makespan,
+        "bubble_ratio": timeline.bubble_ratio,
+        "stage_spans": list(timeline.stage_spans),
+        "stage_bubble_ratios": list(timeline.stage_bubble_ratios),
+    }
+
+
+def _parts(timed: TimedAction, schedule: Schedule, costs: Costs) -> list[dict[str, Any]]:
+    action = timed.action
+    parts = [(action.kind, timed.start, timed.end)]
+    if action.kind is Kind.BW:
+        middle = timed.start + costs.b
+        parts = [(Kind.B, timed.start, middle), (Kind.W, middle, timed.end)]
+    return [
+        {
+            "kind": kind.value,
+            "chunk": schedule.placement.chunks[action.virtual_stage] % schedule.num_chunks,
+            "virtual_stage": action.virtual_stage,
+            "microbatch": action.microbatch,
+            "start": start,
+            "end": end,
+        }
+        for kind, start, end in parts
+    ]
+
+
+def _messages(free: Timeline, duration: float) -> dict[str, Any]:
+    busy = duration / free.makespan
+    edges = [
+        {"sender": sender, "receiver": receiver, "count": count, "load": count * busy}
+        for (sender, receiver), count in free.messages.items()
+    ]
+    return {"total": sum(free.messages.values()), "edges": edges}
