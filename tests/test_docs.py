@@ -1,7 +1,10 @@
 """The documentation points at what exists."""
 
+import pkgutil
 import re
 from pathlib import Path
+
+import jaxpipe
 
 TOP = Path(__file__).parents[1]
 
@@ -28,6 +31,14 @@ def test_every_page_is_in_the_navigation():
 def test_every_design_note_is_linked_from_the_first_page():
     notes = {path.name for path in (TOP / "docs" / "design").glob("*.md")}
     assert notes == set(re.findall(r"\(design/([\w-]+\.md)\)", _text("index.md")))
+
+
+def test_the_reference_names_all_that_is_public_and_only_what_exists():
+    pages = (TOP / "docs" / "reference").glob("*.md")
+    names = re.findall(r"^::: (\S+)$", "".join(map(Path.read_text, pages)), re.MULTILINE)
+    assert {f"jaxpipe.{name}" for name in jaxpipe.__all__} <= set(names)
+    for name in names:
+        assert pkgutil.resolve_name(name) is not None
 
 
 def _text(page: str) -> str:
