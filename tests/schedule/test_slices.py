@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 import doctest
+import functools
 import importlib
 import inspect
 import itertools
@@ -201,7 +202,12 @@ fields = dataclasses.fields
 
 def replay(schedule: Schedule, layers, **options):
     """Runs the lowered schedule and returns what every stage ran, as slices."""
-    runner = Replay(lower(schedule, layers, **options))
+    return replay_table(lower(schedule, layers, **options))
+
+
+def replay_table(table):
+    runner = Replay(table)
+    schedule = table.schedule
     runner.run()
     assert not any(runner.sums)
     chunks = range(schedule.num_chunks)
@@ -226,19 +232,28 @@ def test_lowered_slices_replay(case, weight_slots):
     assert tuple(map(order_of, replay(schedule, layers))) == schedule.orders
 
 
-@pytest.mark.parametrize("own_slots", [False, True])
-@pytest.mark.parametrize("weight_slots", [1, 2])
-@pytest.mark.parametrize("entry", catalog.executable(), ids=lambda entry: entry.name)
-def test_slices_of_every_schedule_replay(entry, weight_slots, own_slots):
+EXECUTABLE = {entry.name: entry for entry in catalog.executable()}
+
+
+@functools.cache
+def in_slices(name: str) -> tuple[Schedule, list[int]]:
     """With four chunks a stage where it can have them: more than there are slots."""
-    options = inspect.signature(entry.generate).parameters
+    options = inspect.signature(EXECUTABLE[name].generate).parameters
     chunks = {"chunks": 4} if "num_chunks" in options else {}
-    schedule = catalog.build(entry.name, stages=4, microbatches=8, **chunks)
+    schedule = catalog.build(name, stages=4, microbatches=8, **chunks)
     layers = [4] * schedule.placement.num_virtual_stages
     if schedule.slices is None:
         schedule = slice_ticks(schedule, Costs(1, 1.2, 0.8), layers)
-    replay(schedule, layers, weight_slots=weight_slots, own_slots=own_slots)
+    return schedule, layers
+
+
+@pytest.mark.parametrize("own_slots", [False, True])
+@pytest.mark.parametrize("weight_slots", [1, 2])
+@pytest.mark.parametrize("name", EXECUTABLE)
+def test_slices_of_every_schedule_replay(name, weight_slots, own_slots):
+    schedule, layers = in_slices(name)
     table = lower(schedule, layers, weight_slots=weight_slots, own_slots=own_slots)
+    replay_table(table)
     for moved in (table.gathers, table.reduces) if own_slots else ():
         busy = moved.chunk != NONE
         assert (moved.slot[busy] == moved.chunk[busy] % moved.num_slots).all()
