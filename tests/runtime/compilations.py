@@ -1,4 +1,4 @@
-"""Counts what JAX compiles."""
+"""How tests compile, and what."""
 
 from __future__ import annotations
 
@@ -6,6 +6,10 @@ import contextlib
 from collections.abc import Iterator
 
 import jax
+
+AS_USED = {"xla_cpu_use_fusion_emitters": True} if jax.__version_info__[:2] == (0, 10) else {}
+"""Options that compile a program as XLA does by default: what `conftest.py` leaves out for time
+changes which instructions are fused."""
 
 
 @contextlib.contextmanager

@@ -13,6 +13,7 @@ import toy
 import uneven
 from asynchronous_reference import Settings
 from asynchronous_toy import WIDTH, minibatches, model, params, pipeline
+from compilations import AS_USED
 
 import jaxpipe
 from jaxpipe.runtime.measure.hlo import Program
@@ -147,7 +148,7 @@ def test_idle_ticks_compute_nothing_and_no_residual_is_copied(method, zero, segm
     training = pipeline(settings, start, data=data, zero=zero)
     placed, (batch,) = training.pipe.place(start), minibatches(1, 70 * data * 2)
     state = training.init(placed, training.optimizer.init(placed), batch)
-    compiled = jax.jit(training.step, donate_argnums=0).lower(state, batch).compile()
+    compiled = jax.jit(training.step, donate_argnums=0).lower(state, batch).compile(AS_USED)
     program = Program(compiled.as_text())
     body = program.tick_loop()
     work = {"dot", "all-gather", "all-reduce", "reduce-scatter", "all-to-all"}

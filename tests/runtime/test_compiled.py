@@ -8,6 +8,7 @@ import functools
 import jax
 import jax.numpy as jnp
 import pytest
+from compilations import AS_USED
 
 import jaxpipe
 from jaxpipe.runtime.measure import memory
@@ -43,9 +44,9 @@ def batch(microbatches: int):
 
 
 @functools.cache
-def program(name: str, remat: str, zero: int, config=UNEVEN) -> Program:
+def program(name: str, remat: str, zero: int, config: gpt.GPTConfig) -> Program:
     pipe = make_pipeline(name, remat, zero, config=config)
-    return Program(memory.compiled(pipe, batch(6)).as_text())
+    return Program(memory.compiled(pipe, batch(6), options=AS_USED).as_text())
 
 
 @functools.cache
@@ -68,7 +69,7 @@ def copies(program: Program, shapes: set[tuple[int, ...]]) -> list[str]:
 def test_the_tick_loop_copies_no_whole_buffer(case):
     shapes = buffer_shapes(*case)
     assert shapes
-    assert not copies(program(*case), shapes)
+    assert not copies(program(*case, UNEVEN), shapes)
 
 
 def test_a_buffer_that_is_cleared_beside_its_reader_is_found_to_be_copied():
@@ -90,7 +91,7 @@ def test_a_buffer_that_is_cleared_beside_its_reader_is_found_to_be_copied():
     mesh = jaxpipe.make_mesh(stage=2)
     run = jax.shard_map(body, mesh=mesh, in_specs=P(), out_specs=P(), check_vma=False)
     shapes = jax.ShapeDtypeStruct((5, 32, 32), jnp.float32), jax.ShapeDtypeStruct((32, 32), "f4")
-    found = Program(jax.jit(run).lower(*shapes).compile().as_text())
+    found = Program(jax.jit(run).lower(*shapes).compile(AS_USED).as_text())
     assert copies(found, {(5, 32, 32)})
 
 
@@ -110,7 +111,7 @@ def test_idle_ticks_run_no_matmul_and_no_collective_but_the_messages(case, confi
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_messages_leave_when_all_layers_of_the_tick_have_run(case):
     """Sent before W, a message would make a stage that only runs W wait for the others' B."""
-    compiled = program(*case)
+    compiled = program(*case, UNEVEN)
     body = compiled.tick_loop()
     sent = [i for i in compiled.computations[body] if i.opcode == "collective-permute"]
     assert len(sent) == 2
@@ -129,7 +130,7 @@ def layer_loops(compiled: Program, body: str, last: Instruction) -> int:
 
 def test_late_messages_travel_while_the_layers_run_and_the_others_leave_after():
     pipe = make_pipeline("zb-v", "full", 0, microbatches=16)
-    compiled = Program(memory.compiled(pipe, batch(16)).as_text())
+    compiled = Program(memory.compiled(pipe, batch(16), options=AS_USED).as_text())
     body = compiled.tick_loop()
     rows = compiled.computations[body]
     late = [i for i in rows if i.opcode == "collective-permute"]
@@ -147,6 +148,11 @@ def test_late_messages_travel_while_the_layers_run_and_the_others_leave_after():
     assert layer_loops(compiled, body, meeting) == 3
 
 
+@pytest.fixture
+def compiled_as_used(monkeypatch):
+    monkeypatch.setattr(memory, "compiled", functools.partial(memory.compiled, options=AS_USED))
+
+
 def test_weights_are_sharded_along_their_leading_dimension():
     """Gathered along another, whole buffers are transposed in the program for GPUs."""
     layers = make_pipeline("1f1b", "none", 3).layout.layers.piece
@@ -160,7 +166,9 @@ def test_weights_are_sharded_along_their_leading_dimension():
         *(("breadth-first", "none", 2, DATA), ("zb-v", "full", 3, DATA)),
     ],
 )
-def test_predicted_memory_is_the_compiled_one_however_many_layers(name, remat, zero, data):
+def test_predicted_memory_is_the_compiled_one_however_many_layers(
+    name, remat, zero, data, compiled_as_used
+):
     """The working set is read from a model of two layers a stage."""
     config = dataclasses.replace(CONFIG, num_layers=24)
     pipe = make_pipeline(name, remat, zero, config=config, data=data)
@@ -168,7 +176,7 @@ def test_predicted_memory_is_the_compiled_one_however_many_layers(name, remat, z
     assert memory.compiled_bytes(pipe, batch(6)) == pytest.approx(predicted, rel=0.02)
 
 
-def test_memory_does_not_depend_on_the_number_of_microbatches():
+def test_memory_does_not_depend_on_the_number_of_microbatches(compiled_as_used):
     sizes = [
         memory.compiled_bytes(make_pipeline("1f1b", "full", 3, microbatches=m), batch(m))
         for m in (6, 24)

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from compilations import AS_USED
 
 import jaxpipe
 from jaxpipe.runtime.measure import memory
@@ -76,7 +77,7 @@ def program(name: str, remat: str, data: int) -> Program:
     pipe = pipeline(name, remat, data)
     shape = (ROWS * MICROBATCHES * data, CONFIG.sequence_length, CONFIG.width)
     batch = {"x": jax.ShapeDtypeStruct(shape, jnp.float32)}
-    return Program(memory.compiled(pipe, batch).as_text())
+    return Program(memory.compiled(pipe, batch, options=AS_USED).as_text())
 
 
 def layer_flops(program: Program) -> list[int]:

@@ -11,6 +11,7 @@ import optax
 import pytest
 import toy
 import uneven
+from compilations import AS_USED
 from covering import covering
 
 import jaxpipe
@@ -188,7 +189,7 @@ def batch() -> dict:
 @functools.cache
 def compiled(weights: str, *case) -> tuple[Program, int]:
     """A step's program, and the bytes of its temporaries."""
-    step = memory.compiled(gpt_pipeline(weights, *case), batch())
+    step = memory.compiled(gpt_pipeline(weights, *case), batch(), options=AS_USED)
     return Program(step.as_text()), step.memory_analysis().temp_size_in_bytes
 
 
