@@ -289,6 +289,7 @@ def _stage_split(config):
     return split
 
 
+@functools.cache
 def _shapes(config):
     return jax.eval_shape(lambda rng: init(config, rng), jax.random.key(0))
 

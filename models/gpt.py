@@ -11,6 +11,7 @@ width, N heads, K key/value heads, H head width.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Iterator
 from typing import Any
@@ -329,6 +330,7 @@ def _stage_split(config):
     )
 
 
+@functools.cache
 def _shapes(config):
     return jax.eval_shape(lambda rng: init(config, rng), jax.random.key(0))
 
