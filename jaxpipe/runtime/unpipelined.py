@@ -43,7 +43,7 @@ def loss(
     outer = {name: params[name] for name in ("embed", "head")}
     layers = _layers(model, params["layers"])
 
-    def one(shard: int, states: tuple, of_microbatch: tuple):
+    def one(shard: jax.Array, states: tuple, of_microbatch: tuple):
         microbatch, rows = of_microbatch
 
         def key(layer):
@@ -64,19 +64,16 @@ def loss(
         split = leaf.reshape(data_shards, -1, num_microbatches, *leaf.shape[1:])
         return jnp.moveaxis(split, 2, 1)
 
-    # A loop, so that a layer is compiled once and not once a microbatch.
-    held, losses = [], []
-    for d in range(data_shards):
-        rows = jax.tree.map(lambda leaf, d=d: rows_of(leaf)[d], batch)
-        last, of_shard = jax.lax.scan(
-            functools.partial(one, d), tuple(states or ()), (jnp.arange(num_microbatches), rows)
-        )
-        held.append(last)
-        losses.append(of_shard)
-    mean = jnp.mean(jnp.stack(losses))
-    if states is None:
-        return mean
-    return mean, jax.tree.map(lambda *w: sum(w) / data_shards, *held)
+    def of_shard(shard_and_rows: tuple):
+        shard, rows = shard_and_rows
+        microbatches = jnp.arange(num_microbatches), rows
+        return jax.lax.scan(functools.partial(one, shard), tuple(states or ()), microbatches)
+
+    # Loops, so that a layer is compiled once and not once per shard and microbatch.
+    rows = jax.tree.map(rows_of, batch)
+    held, losses = jax.lax.map(of_shard, (jnp.arange(data_shards), rows))
+    mean = jnp.mean(losses)
+    return mean if states is None else (mean, jax.tree.map(lambda w: w.mean(0), held))
 
 
 def _layers(model: Model, layers: PyTree) -> list[tuple[Callable[..., Any], PyTree]]:

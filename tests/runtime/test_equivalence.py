@@ -24,6 +24,18 @@ FULL = [
 COVERING = covering(FULL)
 
 
+@partial(jax.jit, static_argnames=("tied", "microbatches", "data"))
+def unpipelined(params, batch, rng, *, tied, microbatches, data):
+    """Loss and gradients; many cases share one program."""
+    loss = partial(
+        jaxpipe.unpipelined.loss,
+        toy.model(tied=tied, axis=None),
+        num_microbatches=microbatches,
+        data_shards=data,
+    )
+    return jax.value_and_grad(loss)(params, batch, rng)
+
+
 def check(
     schedule, stages, data, zero, remat, tied, microbatches, *, num_layers=6, rng=None, **options
 ):
@@ -44,13 +56,9 @@ def check(
     )
     placed = pipe.place(params)
     loss, grads = jax.jit(pipe.value_and_grad)(placed, batch, rng)
-    oracle = partial(
-        jaxpipe.unpipelined.loss,
-        toy.model(tied=tied, axis=None),
-        num_microbatches=microbatches,
-        data_shards=data,
+    expected, expected_grads = unpipelined(
+        params, batch, rng, tied=tied, microbatches=microbatches, data=data
     )
-    expected, expected_grads = jax.jit(jax.value_and_grad(oracle))(params, batch, rng)
     np.testing.assert_allclose(loss, expected, rtol=1e-5)
     for (path, got), want in zip(
         jax.tree.leaves_with_path(pipe.unplace(grads)), jax.tree.leaves(expected_grads), strict=True

@@ -23,6 +23,20 @@ FULL = [
 FEW = covering([case for case in FULL if case[0] in ("zb-v", "breadth-first-fused")])
 
 
+@partial(jax.jit, static_argnames=("microbatches", "data"))
+def unpipelined(params, batch, rng, states, *, microbatches, data):
+    """Loss, new states if there are any, and gradients; many cases share one program."""
+    stateful = states is not None
+    loss = partial(
+        jaxpipe.unpipelined.loss,
+        uneven.model(stateful=stateful),
+        num_microbatches=microbatches,
+        data_shards=data,
+        states=states,
+    )
+    return jax.value_and_grad(loss, has_aux=stateful)(params, batch, rng)
+
+
 def check(
     schedule, stages, data, zero, remat, *, microbatches=4, rng=None, stateful=False, **options
 ):
@@ -44,15 +58,9 @@ def check(
     placed = pipe.place(params)
     jax.tree.map(np.testing.assert_array_equal, pipe.unplace(placed), params)
     got, grads = jax.jit(pipe.value_and_grad)(placed, batch, rng, states=placed_states)
-    oracle = partial(
-        jaxpipe.unpipelined.loss,
-        model,
-        num_microbatches=microbatches,
-        data_shards=data,
-        states=states,
+    want, expected_grads = unpipelined(
+        params, batch, rng, states, microbatches=microbatches, data=data
     )
-    oracle = jax.jit(jax.value_and_grad(oracle, has_aux=stateful))
-    want, expected_grads = oracle(params, batch, rng)
     if stateful:
         got = got[0], pipe.unplace_states(got[1])
     for (path, value), expected in zip(

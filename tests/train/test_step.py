@@ -21,6 +21,19 @@ CONFIG = {
 }
 
 
+@jax.jit
+def gradients(params, tokens):
+    """Of the unpipelined model."""
+    model = gpt.model(gpt.GPTConfig(**CONFIG["model"]))
+
+    def loss(params):
+        return jaxpipe.unpipelined.loss(
+            model, params, {"tokens": tokens}, num_microbatches=3, data_shards=2
+        )
+
+    return jax.grad(loss)(params)
+
+
 @pytest.mark.pipeline
 @pytest.mark.parametrize(
     ("zero", "weights"), [(0, "stacked"), (1, "stacked"), (3, "stacked"), (2, "unrolled")]
@@ -36,14 +49,7 @@ def test_a_step_is_adamw_on_the_canonical_parameters(zero, weights):
     before = jax.tree.map(np.asarray, program.to_canonical(state).params)
     state, metrics = program.train_step(state, {"tokens": tokens}, None)
 
-    model = gpt.model(gpt.GPTConfig(**config.model.model_dump()))
-
-    def loss(params):
-        return jaxpipe.unpipelined.loss(
-            model, params, {"tokens": tokens}, num_microbatches=3, data_shards=2
-        )
-
-    grads = jax.jit(jax.grad(loss))(before)
+    grads = gradients(before, tokens)
     norm = optax.tree.norm(grads)
     np.testing.assert_allclose(metrics["grad_norm"], norm, rtol=1e-5)
     optimizer = make_optimizer(config.optimizer, program.learning_rate, lambda: decaying(before))
