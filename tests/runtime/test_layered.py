@@ -38,7 +38,10 @@ def check(pipe: jaxpipe.Pipeline, params, batch, *, states=None, rng=None) -> No
         return layered.step(params, state, batch, rng, states=states)
 
     placed = pipe.place(params)
-    runs = {step: (placed, optimizer().init(placed), states) for step in (separate, together)}
+    state = optimizer().init(placed)
+    # Where a step leaves it, so that both steps run one program.
+    state = jax.device_put(state, pipe.optimizer_shardings(state))
+    runs = dict.fromkeys((separate, together), (placed, state, states))
     for _ in range(2):
         results = []
         for step, (placed, state, kept) in runs.items():

@@ -35,6 +35,8 @@ def assert_same_first_step(got, want, gradients) -> None:
       got, want: parameters.
       gradients: of that step, up to a factor.
     """
+    # As arrays of jax, every shape would compile its own selection.
+    got, want, gradients = jax.tree.map(np.asarray, (got, want, gradients))
     for (path, leaf), expected, gradient in zip(
         jax.tree.leaves_with_path(got),
         jax.tree.leaves(want),
