@@ -131,6 +131,7 @@ def test_sigkill_at_random_moments(unbroken, trainer, tmp_path, seed):
 
 @pytest.mark.parametrize("step", [CHECKPOINT_EVERY, 2 * CHECKPOINT_EVERY])
 def test_sigkill_during_a_checkpoint_write(unbroken, trainer, tmp_path, step):
+    """Half a checkpoint and the lock of the killed run are removed by the next one."""
     run = tmp_path / "run"
     folder = run / "checkpoints"
 
@@ -144,10 +145,14 @@ def test_sigkill_during_a_checkpoint_write(unbroken, trainer, tmp_path, step):
     assert step not in saved(run)
     left = [path.name for path in folder.iterdir() if not path.name.isdigit()]
     assert left  # it was killed while it wrote
+    assert (run / LOCK_FILE).exists()
     finished = trainer.run("--run-dir", run, "--resume")
+    assert f"removed the lock of process {process.pid} on " in finished.out
+    assert "waiting" not in finished.out
     assert f"resuming {run} at step {step - CHECKPOINT_EVERY}" in finished.out
     assert_same_run(run, unbroken[0])
     assert [path.name for path in folder.iterdir() if not path.name.isdigit()] == []
+    assert not (run / LOCK_FILE).exists()
 
 
 def test_sigterm_saves_and_resume_continues(unbroken, trainer, tmp_path):

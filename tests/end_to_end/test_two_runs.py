@@ -45,16 +45,3 @@ def test_of_two_that_start_together_one_trains(unbroken, trainer, tmp_path):
     assert refused.err.startswith(f"error: run_dir={run} ")
     assert refused.err.count("\n") == 1
     assert_same_run(run, unbroken[0])
-
-
-def test_a_killed_run_keeps_no_lock(unbroken, trainer, tmp_path):
-    run = tmp_path / "run"
-    first = trainer.start("--config", trainer.config, "--run-dir", run)
-    assert kill_when(first, lambda: num_lines(run) > 3, number=signal.SIGKILL)
-    finish(first)
-    assert (run / LOCK_FILE).exists()
-    resumed = trainer.run("--run-dir", run, "--resume")
-    assert f"removed the lock of process {first.pid} on " in resumed.out
-    assert "waiting" not in resumed.out
-    assert_same_run(run, unbroken[0])
-    assert not (run / LOCK_FILE).exists()
