@@ -19,6 +19,15 @@ os.environ["XLA_FLAGS"] = (
 import pytest
 
 
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config, log):
+    """Gives each worker of pytest-xdist whole files: their tests share compiled programs."""
+    from xdist.scheduler import LoadFileScheduling
+
+    config.option.loadscopereorder = False  # files with many tests are not those that take long
+    return LoadFileScheduling(config, log)
+
+
 @pytest.fixture(scope="session")
 def trainer(tmp_path_factory):
     """Runs train.py on a tiny model and text; pytest-xdist's workers share the data."""
