@@ -27,16 +27,11 @@ from jaxpipe.schedule.generators.hanayo import hanayo
 from jaxpipe.schedule.generators.interleaved import interleaved
 from jaxpipe.schedule.generators.one_f_one_b import one_f_one_b
 from jaxpipe.schedule.generators.pipemare import METHODS
+from jaxpipe.schedule.generators.v_schedules import one_f_one_b_v, v_half, v_min, v_zb, zb_v
 from jaxpipe.schedule.generators.zero_bubble import interleaved_zb, zb_h1, zb_h2
 from jaxpipe.schedule.search.auto import auto
-from jaxpipe.schedule.search.controllable_memory import (
-    controllable_memory,
-    one_f_one_b_v,
-    v_half,
-    v_min,
-    v_zb,
-    zb_v,
-)
+from jaxpipe.schedule.search.cache import cached
+from jaxpipe.schedule.search.controllable_memory import controllable_memory
 from jaxpipe.schedule.simulate import Costs
 
 Generate = Callable[..., Schedule]
@@ -242,13 +237,14 @@ _BUILT_IN = (
         chunks=2,
     ),
     Entry(
-        *("controllable-memory", controllable_memory, "Searched V block under a memory limit"),
+        *("controllable-memory", cached(controllable_memory)),
+        "Searched V block under a memory limit",
         *("max(6p-1-3k, 3p-1-k)/2; m >= p, limit k/2 <= p", "memory_limit", _V),
         "arXiv 2405.15362",
         chunks=2,
     ),
     Entry(
-        *("auto", auto, "Order and slices searched for the lock-step clock"),
+        *("auto", cached(auto), "Order and slices searched for the lock-step clock"),
         *("searched", "memory_limit, p by default", _V, "jaxpipe"),
         chunks=2,
     ),

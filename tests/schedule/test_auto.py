@@ -8,10 +8,10 @@ from hypothesis import strategies as st
 
 from jaxpipe.schedule.check.validate import peak_in_flight, validate
 from jaxpipe.schedule.generators.one_f_one_b import one_f_one_b
+from jaxpipe.schedule.generators.v_schedules import v_half, v_min, zb_v
 from jaxpipe.schedule.lowering.lower import lower
 from jaxpipe.schedule.placement import linear, looped, wave
 from jaxpipe.schedule.search.auto import auto
-from jaxpipe.schedule.search.controllable_memory import v_half, v_min, zb_v
 from jaxpipe.schedule.search.slices import slice_ticks
 from jaxpipe.schedule.simulate import Costs, lock_step
 
@@ -20,11 +20,6 @@ settings.register_profile("jaxpipe", deadline=None)
 settings.load_profile("jaxpipe")
 
 COSTS = Costs(1, 1.2, 0.8)
-
-
-@pytest.fixture(autouse=True)
-def _own_cache(tmp_path_factory, monkeypatch):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.getbasetemp()))
 
 
 @pytest.mark.parametrize(

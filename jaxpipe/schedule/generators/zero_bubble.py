@@ -1,7 +1,7 @@
 """Zero bubble: W, which nothing waits for, is deferred until it fills a gap.
 
 Source: Qi et al., "Zero Bubble Pipeline Parallelism", arXiv 2401.10241. ZB-V, from the same paper,
-is in `jaxpipe.schedule.search.controllable_memory`.
+is in `jaxpipe.schedule.generators.v_schedules`.
 """
 
 from __future__ import annotations

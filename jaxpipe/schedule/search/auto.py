@@ -9,9 +9,10 @@ from collections.abc import Iterable, Iterator, Sequence
 from jaxpipe.schedule.actions import Kind, Schedule
 from jaxpipe.schedule.check.validate import peak_in_flight
 from jaxpipe.schedule.generators.one_f_one_b import one_f_one_b
+from jaxpipe.schedule.generators.v_schedules import v_half, v_min, zb_v
 from jaxpipe.schedule.generators.zero_bubble import zb_h1, zb_h2
 from jaxpipe.schedule.placement import Placement, linear, wave
-from jaxpipe.schedule.search.controllable_memory import controllable_memory, v_half, v_min, zb_v
+from jaxpipe.schedule.search.controllable_memory import controllable_memory
 from jaxpipe.schedule.search.slices import check_layer_counts, slice_ticks, with_slices
 from jaxpipe.schedule.search.tick_engine import Policy, Work
 from jaxpipe.schedule.search.tick_search import Settings, TickSearch
