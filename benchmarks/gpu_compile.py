@@ -41,7 +41,7 @@ from rich.table import Table
 
 import jaxpipe
 from benchmarks.hlo import HloProgram, Instruction
-from jaxpipe.runtime.measure import gpu_flags
+from jaxpipe.runtime.measure import gpu_flags, traced
 from jaxpipe.runtime.measure.memory import compiled, predicted_bytes
 from jaxpipe.schedule.partition import partition
 from jaxpipe.schedule.search.slices import slice_ticks
@@ -300,7 +300,7 @@ def measure(case: Case) -> dict:
     piece = jax.tree.leaves(pipe.layout.layers.piece)
     weights = {tuple(sorted(leaf.shape)) for leaf in piece if len(leaf.shape) > 1}
     # A buffer holds more than one layer of one microbatch; one layer's values are not a buffer.
-    leaves = jax.tree.leaves(pipe.buffers(batch))
+    leaves = jax.tree.leaves(traced.buffers(pipe, batch))
     buffers = {_squeezed(leaf.shape) for leaf in leaves if math.prod(leaf.shape[:-1]) > 1}
     buffers -= {_squeezed(leaf.struct(parts=n).shape) for leaf in piece for n in (1, DATA)}
     rows = pipe.schedule.num_chunks * case.layers if case.weights == "unrolled" else 1

@@ -12,6 +12,7 @@ import pytest
 import jaxpipe
 from benchmarks.hlo import HloProgram, Instruction
 from jaxpipe.runtime.measure import memory
+from jaxpipe.runtime.measure.traced import buffers
 from models import gpt
 
 pytestmark = pytest.mark.pipeline
@@ -52,7 +53,7 @@ def program(name: str, remat: str, zero: int, config=UNEVEN) -> HloProgram:
 def buffer_shapes(name: str, remat: str, zero: int) -> set[tuple[int, ...]]:
     """Shapes of every buffer that holds more than one layer of one microbatch."""
     pipe = make_pipeline(name, remat, zero, config=UNEVEN)
-    return {leaf.shape for leaf in jax.tree.leaves(pipe.buffers(batch(6))) if leaf.shape[0] > 1}
+    return {leaf.shape for leaf in jax.tree.leaves(buffers(pipe, batch(6))) if leaf.shape[0] > 1}
 
 
 def copies(program: HloProgram, shapes: set[tuple[int, ...]]) -> list[str]:

@@ -22,7 +22,7 @@ import jax
 import jax.numpy as jnp
 from jax.extend import core
 
-PyTree = Any
+from jaxpipe.runtime.types import Activation, LayerParams, States, Tree
 
 REMAT_POLICIES: dict[str, Any] = {
     "none": None,
@@ -63,10 +63,10 @@ class Split:
 
 def split_layer(
     layer: Callable[..., Any],
-    params: PyTree,
-    x: PyTree,
-    *context: PyTree,
-    state: PyTree = None,
+    params: LayerParams,
+    x: Activation,
+    *context: Tree,
+    state: States = None,
     remat: str = "none",
 ) -> Split:
     """Cuts a layer's derivative into F, B and W.

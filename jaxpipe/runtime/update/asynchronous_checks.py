@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import jax
 
 from jaxpipe.runtime.pipeline import Pipeline
 from jaxpipe.runtime.trees import shapes_of
+from jaxpipe.runtime.types import Shapes, Tree
 from jaxpipe.schedule.placement import linear
-
-PyTree = Any
 
 OTHER_STATE = (
     "The state of an asynchronous pipeline comes from its own `init`, `step` or `drain`, or from a "
@@ -24,7 +22,7 @@ OTHER_MINIBATCH = (
 )
 
 
-def entering(state: PyTree, microbatches: int) -> tuple[PyTree, PyTree]:
+def entering(state: Tree, microbatches: int) -> tuple[Shapes, Shapes]:
     """Shapes of the batch and the key that `AsyncPipeline.init` was given, read from a state.
 
     Args:
@@ -44,11 +42,11 @@ def entering(state: PyTree, microbatches: int) -> tuple[PyTree, PyTree]:
             f"{OTHER_STATE}"
         )
 
-    def batch(kept):
+    def batch(kept: Shapes) -> jax.ShapeDtypeStruct:
         rows = microbatches * math.prod(kept.shape[1:2])
         return jax.ShapeDtypeStruct((rows, *kept.shape[2:]), kept.dtype)
 
-    def key(kept):
+    def key(kept: Shapes) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(kept.shape[1:], kept.dtype)
 
     recent = shapes_of(recent)
@@ -70,7 +68,7 @@ def check_arguments(
             "asynchronous pipeline is made from one with a single chunk a stage, in model order.\n"
             "Nearest valid: '1f1b'."
         )
-    if pipe.weights != "stacked":
+    if pipe.layout.layers.own_arrays:
         problems.append(
             f"weights={pipe.weights!r}: versions of weights lie in one stacked array per "
             "parameter.\n"
