@@ -31,6 +31,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
 from benchmarks import harness
+from jaxpipe.runtime.measure import traced
 from jaxpipe.runtime.measure.costs import layer_bytes
 from jaxpipe.runtime.measure.memory import tree_bytes
 from jaxpipe.schedule.simulate import simulate
@@ -191,7 +192,7 @@ def modelled(program: Program) -> dict[str, float]:
     config, batch = program.config, program.batch_shapes
     rng = jax.eval_shape(lambda: program.rng(0))
     parameters, residuals = layer_bytes(program.pipe, batch, rng)
-    layers, _ = program.pipe.trace_layers(batch, rng)
+    layers, _ = traced.layers(program.pipe, batch, rng)
     peaks = simulate(program.schedule, schedule.costs(config)).peak_in_flight
     weights = activations = first = 0
     for d, count in enumerate(program.layer_counts):
