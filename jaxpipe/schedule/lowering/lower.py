@@ -28,6 +28,7 @@ from jaxpipe.schedule.check.validate import simulated_only
 from jaxpipe.schedule.lowering.minibatches import with_updates
 from jaxpipe.schedule.lowering.slots import cached_slots, colour_intervals
 from jaxpipe.schedule.lowering.table import NONE, Cell, Channel, TickTable, Transfers
+from jaxpipe.schedule.problems import refuse
 from jaxpipe.schedule.simulate import ticks
 
 _SPARED = 0.25
@@ -85,8 +86,7 @@ def lower(
       >>> lower(one_f_one_b(4, 8), [2] * 4).num_slots["until_w"]
       4
     """
-    if problems := list(simulated_only(schedule)):
-        raise ValueError("\n".join(problems))
+    refuse(simulated_only(schedule))
     num_slots = min(weight_slots, schedule.num_chunks)
     return _Lowering(schedule, tuple(layer_counts), num_slots, own_slots).run()
 
