@@ -18,7 +18,7 @@ from jaxpipe.schedule.formats import user
 from train import run_lock, schedule
 from train.config import AsynchronousConfig, Config, Range, Section
 from train.data.folder import prepare_hint
-from train.errors import Failure
+from train.errors import Failure, refused
 
 CONFIG_FILE = "config.yaml"
 METRICS_FILE = "metrics.jsonl"
@@ -174,11 +174,7 @@ def _schedule(config: Config) -> Iterator[Failure]:
     try:
         chunks = schedule.order(config).num_chunks
     except ValueError as error:
-        # The message names pipeline.schedule, pipeline.chunks and the rest itself.
-        message = str(error).replace("\nNearest", " Nearest")
-        if schedule.is_asynchronous(config):  # it is built for the warm-up
-            message = message.replace("'1f1b'", repr(config.pipeline.schedule))
-        yield Failure(message, tuple(path for path in config.flat() if path in message))
+        yield from refused(error, config.pipeline.schedule)
     layers, needed = config.num_layers, config.mesh.stage * chunks
     depths = [getattr(getattr(config, config.section), name) for name in _DEPTHS[config.task]]
     # The model itself says what is wrong with a depth below one.
@@ -212,11 +208,7 @@ def _asynchronous(config: Config) -> Iterator[Failure]:
     try:
         schedule.steady_state(config)
     except ValueError as error:
-        message = str(error).replace("microbatches=", "pipeline.microbatches=")
-        message = message.replace("method='2bw'", "pipeline.schedule=2bw").replace("\n", " ")
-        message = message.replace("recompute_segment=", "asynchronous.recompute_segment=")
-        fields = "pipeline.schedule", "pipeline.microbatches", "asynchronous.recompute_segment"
-        yield Failure(message, (*fields, "mesh.stage"))
+        yield from refused(error, name)
     if settings.discrepancy_decay and name != "pipemare":
         yield Failure(
             f"asynchronous.discrepancy_decay={settings.discrepancy_decay} corrects what the "

@@ -3,7 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from jaxpipe.schedule.problems import ArgumentError, Problem, in_python
+
+_FIELDS = {
+    "name": "pipeline.schedule",
+    "method": "pipeline.schedule",
+    "schedule": "pipeline.schedule",
+    "num_stages": "mesh.stage",
+    "recompute_segment": "asynchronous.recompute_segment",
+}
+"""Paths of the fields that set an argument of the library; of others, the name in ``pipeline``."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -17,6 +29,32 @@ class Failure:
 
     message: str
     fields: tuple[str, ...] = ()
+
+
+def refused(error: ValueError, name: str) -> Iterator[Failure]:
+    """What the library refuses, in the names of the configuration's fields.
+
+    Args:
+      error: what it raised.
+      name: of the schedule that was asked for, even if another was built to warm up with.
+    """
+    problems = error.problems if isinstance(error, ArgumentError) else [str(error)]
+    for problem in problems:
+        if isinstance(problem, Problem):
+            own = problem.schedule and name
+            text = " ".join(dataclasses.replace(problem, schedule=own).lines(spell))
+            yield Failure(text, tuple(map(_field, (problem.argument, *problem.others))))
+        else:
+            yield Failure(problem, ("pipeline.schedule",))
+
+
+def spell(argument: str, value: Any) -> str:
+    """Writes an argument of the library as a field of the configuration."""
+    return in_python(_field(argument), value)
+
+
+def _field(argument: str) -> str:
+    return _FIELDS.get(argument, f"pipeline.{argument.removeprefix('num_')}")
 
 
 class ConfigError(ValueError):

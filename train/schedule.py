@@ -13,6 +13,7 @@ from jaxpipe.schedule.check.validate import simulated_only
 from jaxpipe.schedule.formats import user
 from jaxpipe.schedule.generators import pipemare
 from jaxpipe.schedule.generators.pipemare import SteadyState
+from jaxpipe.schedule.problems import Problem, refuse
 from jaxpipe.schedule.search.slices import slice_ticks
 from jaxpipe.schedule.simulate import Costs
 from train.config import Config
@@ -62,12 +63,10 @@ def order(config: Config) -> Schedule:
       config: the task's layers, ``mesh.stage``, ``pipeline.*`` and ``costs.*`` are read.
 
     Raises:
-      ValueError: as `jaxpipe.schedules.build`, or it can only be simulated; the message names the
-        fields.
+      ValueError: as `jaxpipe.schedules.build`, or it can only be simulated.
     """
     found = _order(config)
-    if problems := list(simulated_only(found)):
-        raise ValueError(f"pipeline.schedule={config.pipeline.schedule}: " + "\n".join(problems))
+    refuse(simulated_only(found))
     return found
 
 
@@ -100,18 +99,16 @@ def _users(config: Config, clock: dict[str, Any]) -> Schedule:
     given = {option: value for option, value in options.items() if value is not None}
     if not user.is_file(name):
         m = pipeline.microbatches
-        return user.load(name, stages=stages, microbatches=m, clock=clock, **given)
+        return user.load(name, num_stages=stages, num_microbatches=m, clock=clock, **given)
     try:
-        schedule = user.load(name, stages=None, microbatches=None, **given)
+        schedule = user.load(name, num_stages=None, num_microbatches=None, **given)
     except OSError as error:
         raise ValueError(f"pipeline.schedule={name!r} cannot be read: {error}") from None
-    own, m = schedule.num_stages, schedule.num_microbatches
-    if (own, m) != (stages, pipeline.microbatches):
-        raise ValueError(
-            f"pipeline.schedule={name!r} is not a schedule for mesh.stage={stages} and "
-            f"pipeline.microbatches={pipeline.microbatches}.\n"
-            f"Nearest valid: mesh.stage={own}, pipeline.microbatches={m}."
-        )
+    wanted = {"num_stages": stages, "num_microbatches": pipeline.microbatches}
+    own = {argument: getattr(schedule, argument) for argument in wanted}
+    if own != wanted:
+        rule = "is not a schedule for $num_stages and $num_microbatches"
+        refuse([Problem("name", name, rule, own, wanted)])
     return schedule
 
 

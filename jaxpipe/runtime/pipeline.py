@@ -28,6 +28,7 @@ from jaxpipe.schedule.check.validate import validate
 from jaxpipe.schedule.lowering.lower import forward_only, lower
 from jaxpipe.schedule.lowering.table import TickTable
 from jaxpipe.schedule.partition import partition
+from jaxpipe.schedule.problems import refuse
 
 PyTree = Any
 
@@ -98,7 +99,7 @@ class Pipeline:
         poison: bool = False,
     ) -> None:
         arguments = model, params, states, schedule, mesh, remat, zero, weights, weight_slots
-        checks.raise_all(list(checks.arguments(*arguments, layer_counts)))
+        refuse(checks.arguments(*arguments, layer_counts))
         validate(schedule)
         leave_compilation_cache(mesh)
         params, states = shapes_of(params), shapes_of(states)
@@ -187,7 +188,7 @@ class Pipeline:
         Raises:
           ValueError: a tree of another structure or other shapes, or one that is not placed.
         """
-        checks.raise_all(self._placed_problems("placed", placed, dtypes=False))
+        refuse(self._placed_problems("placed", placed, dtypes=False))
         return self._unplace(placed)
 
     def place_states(self, states: PyTree) -> PyTree:
@@ -197,7 +198,7 @@ class Pipeline:
           ValueError: states unlike those that the pipeline was built for, or placed already.
         """
         layout, placed = self._states, self.placed_states
-        checks.raise_all(checks.canonical("states", states, self.canonical_states, placed))
+        refuse(checks.canonical("states", states, self.canonical_states, placed))
         return _placing(layout, jax.tree.map(lambda leaf: leaf.sharding, placed))(states)
 
     def unplace_states(self, placed: PyTree) -> PyTree:
@@ -207,7 +208,7 @@ class Pipeline:
           ValueError: states unlike those that the pipeline was built for, or not placed.
         """
         layout = self._states
-        checks.raise_all(self._state_problems("placed", placed))
+        refuse(self._state_problems("placed", placed))
         return jax.jit(layout.unplace)(placed)
 
     @property
@@ -218,7 +219,7 @@ class Pipeline:
 
     def _checked_place(self, params: PyTree, *, dtypes: bool) -> PyTree:
         shapes = self.layout.canonical_shapes(), self.layout.placed_shapes()
-        checks.raise_all(checks.canonical("params", params, *shapes, dtypes=dtypes))
+        refuse(checks.canonical("params", params, *shapes, dtypes=dtypes))
         return self._place(params)
 
     def _placed_problems(self, name: str, tree: PyTree, *, dtypes: bool = True) -> list[str]:
@@ -256,7 +257,7 @@ class Pipeline:
         Raises:
           ValueError: parameters unlike those that the pipeline was built for, or not placed.
         """
-        checks.raise_all(self._placed_problems("params", params))
+        refuse(self._placed_problems("params", params))
         shardings = self.optimizer_shardings(jax.eval_shape(optimizer.init, params))
 
         def init(params):
@@ -290,7 +291,7 @@ class Pipeline:
           ValueError: a tree unlike those that the pipeline was built for, or not placed.
         """
         shapes = jax.eval_shape(optimizer.init, self.layout.placed_shapes())
-        checks.raise_all(
+        refuse(
             [
                 *self._placed_problems("grads", grads, dtypes=False),
                 *checks.optimizer_state("state", state, shapes),
@@ -384,7 +385,7 @@ class Pipeline:
           batch, states: as for `value_and_grad`.
           others: problems of the caller's own, for the same error.
         """
-        checks.raise_all(
+        refuse(
             [
                 *self._placed_problems(name, placed),
                 *others,
@@ -395,7 +396,7 @@ class Pipeline:
 
     def check_batch(self, batch: PyTree) -> None:
         """Raises ValueError for rows that do not divide into microbatches and data shards."""
-        checks.raise_all(self._batch_problems(batch))
+        refuse(self._batch_problems(batch))
 
     def _batch_problems(self, batch: PyTree) -> list[str]:
         m, shards = self.schedule.num_microbatches, self.mesh.shape[DATA]

@@ -89,7 +89,7 @@ def test_the_same_arguments_give_the_same_schedule():
 def test_what_does_not_fit_is_refused():
     with pytest.raises(ValueError, match=r"memory_limit=0\.5 .*\nNearest valid: 1\."):
         auto(2, 4, memory_limit=0.5)
-    with pytest.raises(ValueError, match=r"(?s)mesh\.stage=3 stages.*memory_limit=0 does"):
+    with pytest.raises(ValueError, match=r"(?s)num_stages=3\..*memory_limit=0 does"):
         auto(3, 4, memory_limit=0, placement=linear(2))
     with pytest.raises(ValueError, match="does not fit 4 virtual stages"):
         auto(2, 4, layer_counts=[1, 1])

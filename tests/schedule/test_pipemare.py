@@ -91,7 +91,7 @@ def test_2bw_refuses_a_delay_of_more_than_one_update():
 
 @pytest.mark.parametrize(("P", "N", "name"), [(0, 1, "stages"), (1, 0, "microbatches")])
 def test_numbers_out_of_range_are_refused(P, N, name):
-    with pytest.raises(ValueError, match=rf"{name}=0 must be at least 1\.\nNearest .*{name}=1"):
+    with pytest.raises(ValueError, match=rf"{name}=0 must be at least 1\.\nNearest valid: 1\."):
         SteadyState(P, N)
 
 
@@ -142,7 +142,7 @@ SMALL = ["--stages", "2", "--microbatches", "2"]
         (["pipemare"], "needs --stages and --microbatches"),
         (
             ["2bw", "--stages", "4", "--microbatches", "2"],
-            "2bw keeps two weight versions: --microbatches 2 on 4 stages needs more.\n"
+            "'2bw' keeps two weight versions: --microbatches 2 on 4 stages needs more.\n"
             "Nearest valid: --microbatches 7.",
         ),
         (["pipemare", "--stages", "4", "--microbatches", "0"], "--microbatches 0 must be at least"),
@@ -286,5 +286,7 @@ def test_ten_unequal_stages_work_at_most_their_mean_over_their_largest_cost():
 
 
 def test_costs_are_of_every_stage_or_of_all():
-    with pytest.raises(ValueError, match=r"3 costs for stages=4\.\nNearest valid: 4, or one for"):
+    with pytest.raises(
+        ValueError, match=r"3 costs for num_stages=4\.\nNearest valid: 4, or one for"
+    ):
         SteadyState(4, 8).full_utilization(costs_of(1, 2, 3))

@@ -138,8 +138,8 @@ RULES = [
     ),
     (
         {"pipeline.schedule": "chimera"},
-        "pipeline.schedule=chimera: Schedule 'chimera' can only be simulated: it needs 2 copies of "
-        "the model's weights, and the runtime keeps one. Nearest valid: 'hanayo', or 'dualpipe-v'.",
+        "pipeline.schedule='chimera' can only be simulated: it needs 2 copies of the model's "
+        "weights, and the runtime keeps one. Nearest valid: 'hanayo', 'dualpipe-v'.",
     ),
     (
         {"asynchronous.warmup_steps": 3},
@@ -158,7 +158,7 @@ RULES = [
     ),
     (
         {"pipeline.schedule": "2bw", "pipeline.microbatches": 2},
-        "pipeline.schedule=2bw keeps two weight versions: pipeline.microbatches=2 on 2 stages "
+        "pipeline.schedule='2bw' keeps two weight versions: pipeline.microbatches=2 on 2 stages "
         "needs more. Nearest valid: pipeline.microbatches=3.",
     ),
     (

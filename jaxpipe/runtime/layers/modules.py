@@ -9,6 +9,8 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from jaxpipe.schedule.problems import below_one, refuse
+
 PyTree = Any
 
 
@@ -130,8 +132,7 @@ def stack(
       >>> layers["kernel"].shape
       (3, 4, 4)
     """
-    if num_layers < 1:
-        raise ValueError(f"num_layers={num_layers} must be at least 1. Nearest valid: 1.")
+    refuse(below_one(num_layers=num_layers))
     apply, _ = functional(nnx.eval_shape(lambda: make_module(nnx.Rngs(0))))
 
     def initial(key: jax.Array) -> PyTree:

@@ -15,12 +15,14 @@ forward. This is the only module that looks inside jaxprs.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.extend import core
+
+from jaxpipe.schedule.problems import Problem, refuse
 
 PyTree = Any
 
@@ -92,11 +94,15 @@ def split_layer(
       >>> [leaf.shape for leaf in split.crossing]  # the gradient at the matmul's output
       [(2, 4)]
     """
-    if remat not in REMAT_POLICIES:
-        raise ValueError(
-            f"remat={remat!r} is not a policy; choose one of {', '.join(REMAT_POLICIES)}."
-        )
+    refuse(unknown_remat(remat))
     return _cut(_trace(layer, params, x, context, state, REMAT_POLICIES[remat]))
+
+
+def unknown_remat(remat: str) -> Iterator[Problem]:
+    """Says that a name is not in `REMAT_POLICIES`."""
+    if remat not in REMAT_POLICIES:
+        rule = f"is not a policy; choose one of {', '.join(REMAT_POLICIES)}"
+        yield Problem("remat", remat, rule)
 
 
 @dataclasses.dataclass(frozen=True)

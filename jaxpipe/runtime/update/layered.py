@@ -25,6 +25,7 @@ from jaxpipe.runtime.tick.fixed import Batch, Fixed
 from jaxpipe.runtime.tick.gradients import GradientSink, reduced_outer, sum_in_slot
 from jaxpipe.runtime.update.part_optimizer import PartOptimizer, apply
 from jaxpipe.schedule.lowering.table import NONE, Cell, Transfer
+from jaxpipe.schedule.problems import Problem, refuse
 
 PyTree = Any
 
@@ -293,10 +294,8 @@ def _behind(w, ndim: int):
 
 def _check(pipe: Pipeline) -> None:
     if pipe.weights != "stacked":
-        raise ValueError(
-            f"weights={pipe.weights!r}: a chunk is updated piece by piece in stacked arrays.\n"
-            "Nearest valid: weights='stacked'."
-        )
+        rule = "is not stacked: a chunk is updated piece by piece in stacked arrays"
+        refuse([Problem("weights", pipe.weights, rule, {"weights": "stacked"})])
     counts, chunks = pipe.table.reduces.counts, pipe.schedule.num_chunks
     if any(count > chunks for count in counts):
         raise ValueError(

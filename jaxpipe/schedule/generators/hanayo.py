@@ -5,6 +5,7 @@ from __future__ import annotations
 from jaxpipe.schedule.actions import Schedule
 from jaxpipe.schedule.generators.list_scheduling import list_schedule
 from jaxpipe.schedule.placement import wave
+from jaxpipe.schedule.problems import Problem, refuse
 
 
 def hanayo(
@@ -51,10 +52,8 @@ def hanayo(
       (16, 16, 16, 16)
     """
     if memory_limit is not None and memory_limit < 1:
-        raise ValueError(
-            f"pipeline.memory_limit={memory_limit} does not fit schedule 'hanayo': a stage must "
-            "hold a whole microbatch, all chunks of it.\nNearest valid: 1."
-        )
+        rule = "a stage must hold a whole microbatch, all chunks of it"
+        refuse([Problem("memory_limit", memory_limit, rule, (1,), schedule="hanayo")])
     placement = wave(num_stages, num_waves=num_waves)
     v = placement.num_chunks
     most = num_stages if memory_limit is None else memory_limit

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 
 from jaxpipe.schedule.actions import Action, Kind, Schedule
 from jaxpipe.schedule.placement import Placement, looped
+from jaxpipe.schedule.problems import Problem, refuse
 
 
 def interleaved(
@@ -53,11 +54,12 @@ def interleaved(
     """
     group = num_stages if group is None else group
     if group < num_stages:
-        raise ValueError(
-            f"pipeline.group={group} does not fit schedule 'interleaved': a group must reach the "
-            f"last stage before its next chunk starts on the first, so it is at least "
-            f"mesh.stage={num_stages}.\nNearest valid: {num_stages}."
+        rule = (
+            "a group must reach the last stage before its next chunk starts on the first, so it is "
+            "at least $num_stages"
         )
+        others = {"num_stages": num_stages}
+        refuse([Problem("group", group, rule, (num_stages,), others, "interleaved")])
     placement = looped(num_stages, num_chunks=num_chunks)
     warm_ups = warm_up_forwards(num_stages, num_chunks, group)
     return Schedule(

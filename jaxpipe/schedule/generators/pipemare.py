@@ -16,6 +16,7 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
+from jaxpipe.schedule.problems import Problem, below_one, refuse
 from jaxpipe.schedule.simulate import Costs
 
 METHODS: dict[str, str] = {
@@ -83,33 +84,25 @@ class SteadyState:
     recompute_segment: int | None = None
 
     def __post_init__(self) -> None:
+        counts = {"num_stages": self.num_stages, "num_microbatches": self.num_microbatches}
+        problems = below_one(**counts)
         if self.method not in METHODS:
-            raise ValueError(
-                f"method={self.method!r} is not asynchronous; choose one of {', '.join(METHODS)}."
-            )
-        problems = [
-            f"{name}={count} must be at least 1.\nNearest valid: {name}=1."
-            for name, count in (
-                ("stages", self.num_stages),
-                ("microbatches", self.num_microbatches),
-            )
-            if count < 1
-        ]
+            rule = f"is not asynchronous; choose one of {', '.join(METHODS)}"
+            problems.append(Problem("method", self.method, rule))
         segment = self.recompute_segment
         if segment is not None and not 1 <= segment <= self.num_stages:
-            nearest = min(max(segment, 1), max(self.num_stages, 1))
-            problems.append(
-                f"recompute_segment={segment} must be a number of stages from 1 to "
-                f"{self.num_stages}.\nNearest valid: recompute_segment={nearest}."
-            )
-        if problems:
-            raise ValueError("\n".join(problems))
+            nearest = {"recompute_segment": min(max(segment, 1), max(self.num_stages, 1))}
+            rule = f"must be a number of stages from 1 to {self.num_stages}"
+            problems.append(Problem("recompute_segment", segment, rule, nearest, counts))
         needed = 2 * self.num_stages - 1
-        if self.method == "2bw" and self.num_microbatches < needed:
-            raise ValueError(
-                f"method='2bw' keeps two weight versions: microbatches={self.num_microbatches} on "
-                f"{self.num_stages} stages needs more.\nNearest valid: microbatches={needed}."
+        if self.method == "2bw" and not problems and self.num_microbatches < needed:
+            rule = (
+                "keeps two weight versions: $num_microbatches on "
+                f"{self.num_stages} stages needs more"
             )
+            nearest = {"num_microbatches": needed}
+            problems.append(Problem("method", self.method, rule, nearest, counts))
+        refuse(problems)
 
     # Parts.
 
@@ -211,8 +204,8 @@ class SteadyState:
         costs = [costs] * stages if isinstance(costs, Costs) else costs
         if len(costs) != stages:
             raise ValueError(
-                f"There are {len(costs)} costs for stages={stages}.\nNearest valid: {stages}, or "
-                "one for all."
+                f"There are {len(costs)} costs for num_stages={stages}.\n"
+                f"Nearest valid: {stages}, or one for all."
             )
         forwards = 1 if self.recompute_segment is None else 2
         work = [forwards * cost.f + cost.b + cost.w for cost in costs]

@@ -29,6 +29,7 @@ from jaxpipe.schedule.lowering.minibatches import with_updates
 from jaxpipe.schedule.lowering.slots import colour_intervals
 from jaxpipe.schedule.lowering.table import NONE, Cell, Channel, TickTable
 from jaxpipe.schedule.lowering.transfers import Held, held_chunks
+from jaxpipe.schedule.problems import refuse
 
 _SPARED = 0.25
 """Least share of ticks without a meeting for which skipping meetings pays: late messages take a
@@ -85,8 +86,7 @@ def lower(
       >>> lower(one_f_one_b(4, 8), [2] * 4).num_slots["until_w"]
       4
     """
-    if problems := list(simulated_only(schedule)):
-        raise ValueError("\n".join(problems))
+    refuse(simulated_only(schedule))
     num_slots = min(weight_slots, schedule.num_chunks)
     return _Lowering(schedule, tuple(layer_counts), num_slots, own_slots).run()
 

@@ -12,6 +12,7 @@ from jaxpipe.schedule.generators.one_f_one_b import one_f_one_b
 from jaxpipe.schedule.generators.v_schedules import v_half, v_min, zb_v
 from jaxpipe.schedule.generators.zero_bubble import zb_h1, zb_h2
 from jaxpipe.schedule.placement import Placement, linear, wave
+from jaxpipe.schedule.problems import Problem, refuse
 from jaxpipe.schedule.search.controllable_memory import controllable_memory
 from jaxpipe.schedule.search.slices import check_layer_counts, slice_ticks, with_slices
 from jaxpipe.schedule.search.tick_engine import Policy, Work
@@ -104,17 +105,15 @@ def auto(
 def _check(num_stages: int, placement: Placement, memory_limit: float) -> None:
     problems = []
     if placement.num_stages != num_stages or placement.num_copies != 1:
-        problems.append(
-            f"The placement of schedule 'auto' must be of one copy of the model on mesh.stage="
-            f"{num_stages} stages, not {placement}."
+        rule, others = (
+            "it must be of one copy of the model on $num_stages",
+            {"num_stages": num_stages},
         )
+        problems.append(Problem("placement", placement, rule, (), others, "auto"))
     if not memory_limit >= 1:
-        problems.append(
-            f"pipeline.memory_limit={memory_limit} does not fit schedule 'auto': a stage keeps all "
-            "chunks of a microbatch at once.\nNearest valid: 1."
-        )
-    if problems:
-        raise ValueError("\n".join(problems))
+        rule = "a stage keeps all chunks of a microbatch at once"
+        problems.append(Problem("memory_limit", memory_limit, rule, (1,), schedule="auto"))
+    refuse(problems)
 
 
 def _named(p: int, m: int, placement: Placement, cap: int, costs: Costs) -> Iterator[Schedule]:

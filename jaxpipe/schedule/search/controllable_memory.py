@@ -20,6 +20,7 @@ from jaxpipe.schedule.generators.building_blocks import (
     to_schedule,
 )
 from jaxpipe.schedule.generators.v_schedules import v_half_block, v_min_block, v_zb_block
+from jaxpipe.schedule.problems import Problem, refuse
 from jaxpipe.schedule.simulate import Costs
 
 _UNIT = Costs(1, 1, 1)
@@ -78,12 +79,14 @@ def controllable_memory(
     memory_limit = num_stages if memory_limit is None else memory_limit
     smallest = min(max(v_min_block(num_stages).peaks), 2 * num_microbatches)
     if not 2 * memory_limit >= smallest:
-        raise ValueError(
-            f"pipeline.memory_limit={memory_limit:g} does not fit schedule 'controllable-memory': "
-            f"with mesh.stage={num_stages} and pipeline.microbatches={num_microbatches} a stage "
-            f"keeps at least {smallest / 2:g} microbatches in flight.\n"
-            f"Nearest valid: {smallest / 2:g}."
+        least = smallest / 2 if smallest % 2 else smallest // 2
+        rule = (
+            "with $num_stages and $num_microbatches a stage keeps at least "
+            f"{least} microbatches in flight"
         )
+        others = {"num_stages": num_stages, "num_microbatches": num_microbatches}
+        name = "controllable-memory"
+        refuse([Problem("memory_limit", memory_limit, rule, (least,), others, name)])
     # At most all microbatches are in flight.
     limit = int(min(2 * memory_limit, 2 * num_microbatches))
     plan = _search(num_stages, num_microbatches, limit, costs)
