@@ -384,7 +384,11 @@ def test_slices_gather_no_chunk_twice_at_once_and_keep_what_a_tick_uses():
 
 
 @pytest.mark.parametrize(
-    "module", ["actions", "auto", "lower", "simulate", "slice_rules", "slices", "slots"]
+    "module",
+    [
+        *("actions", "check.slice_rules", "lowering.lower", "lowering.slots"),
+        *("search.auto", "search.slices", "simulate"),
+    ],
 )
 def test_examples_in_docstrings_run(module):
     result = doctest.testmod(importlib.import_module(f"jaxpipe.schedule.{module}"))

@@ -28,7 +28,7 @@ def with_updates(table: TickTable, replay: np.ndarray | None) -> MinibatchTable:
 
     Args:
       table: of a schedule with minibatches.
-      replay: slots of what F keeps for R, ``[P * microbatches]``; None without R.
+      replay: slots of what F keeps for R, ``[stages, microbatches]``; None without R.
     """
     minibatches = table.schedule.minibatches
     assert minibatches is not None
@@ -72,7 +72,7 @@ def with_updates(table: TickTable, replay: np.ndarray | None) -> MinibatchTable:
     fields = {field.name: getattr(table, field.name) for field in dataclasses.fields(table)}
     slots = None
     if replay is not None:
-        kept = replay.astype(np.int32).reshape(num_stages, -1)
+        kept = replay.astype(np.int32)
         stage = np.arange(num_stages)
         slots = {kind: kept[stage, passes[kind].microbatch] for kind in (Kind.F, Kind.R)}
     return MinibatchTable(

@@ -93,11 +93,11 @@ def auto(
         time = lock_step(sliced, costs).makespan
         if time < makespan:
             best, makespan = sliced, time
-    search = TickSearch(_work(placement, num_microbatches, cap, costs, counts))
+    unordered = Schedule("auto", placement, num_microbatches, ())
+    search = TickSearch(_work(unordered, cap, costs, counts))
     plan = search.best(_TRIALS, makespan=makespan)
     if plan is not None:
-        unordered = Schedule("auto", placement, num_microbatches, ())
-        best = with_slices(unordered, search.cells(plan))
+        best = with_slices(unordered, search.slices(plan))
     assert best is not None, "every stage finds room for the microbatch that is farthest"
     return dataclasses.replace(best, name="auto", peak_in_flight=peak_in_flight(best))
 
@@ -128,22 +128,17 @@ def _named(p: int, m: int, placement: Placement, cap: int, costs: Costs) -> Iter
             yield controllable_memory(p, m, memory_limit=cap / 2, costs=costs)
 
 
-def _work(
-    placement: Placement, m: int, cap: int, costs: Costs, layer_counts: tuple[int, ...]
-) -> Work:
+def _work(schedule: Schedule, cap: int, costs: Costs, layer_counts: tuple[int, ...]) -> Work:
     """Queues by virtual stage: any order that the cap allows."""
+    placement = schedule.placement
+    queues = [[schedule.passes(s) for s in held] for held in placement.virtual_stages]
     return Work(
-        placement=placement,
-        num_microbatches=m,
+        schedule=schedule,
         layer_counts=layer_counts,
         costs=costs,
         # The microbatch that is farthest goes first, and always finds room.
-        forwards=[_queues(reversed(held), m) for held in placement.virtual_stages],
-        backwards=[_queues(held, m) for held in placement.virtual_stages],
+        forwards=[row[::-1] for row in queues],
+        backwards=queues,
         weights=None,
         limits=[[cap - chunk for chunk in range(placement.num_chunks)]] * placement.num_stages,
     )
-
-
-def _queues(virtual_stages: Iterable[int], m: int) -> list[Sequence[int]]:
-    return [range(s * m, (s + 1) * m) for s in virtual_stages]
