@@ -15,7 +15,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -30,13 +30,11 @@ from models.blocks import INIT_STDDEV, EncoderLayer, Linear, function_of, layer_
 
 PyTree = Any
 
-CHOICES = {"dtype": ("float32", "bfloat16")}
-
 _gelu = functools.partial(jax.nn.gelu, approximate=False)
 
 
 @dataclasses.dataclass(frozen=True)
-class BERTConfig:
+class BERTConfig(validation.Validated):
     """The shape of a BERT.
 
     Args:
@@ -66,12 +64,25 @@ class BERTConfig:
     num_segments: int = 2
     next_sentence: bool = False
     dropout: float = 0.0
-    dtype: str = "float32"
+    dtype: Literal["float32", "bfloat16"] = "float32"
     norm_epsilon: float = 1e-12
 
-    def __post_init__(self):
-        if failures := list(_failures(self)):
-            raise ValueError("\n".join(failures))
+    def failures(self) -> Iterator[str]:
+        counts = (
+            "vocab_size",
+            "sequence_length",
+            "num_layers",
+            "width",
+            "num_heads",
+            "num_segments",
+        )
+        small = list(validation.small_counts(self, *counts, "mlp_width"))
+        yield from small
+        yield from validation.wrong_choices(self)
+        yield from validation.not_positive(self, "norm_epsilon")
+        yield from validation.wrong_probability(self, "dropout")
+        if not small and self.width % self.num_heads:
+            yield validation.not_a_divisor("num_heads", self.num_heads, "width", self.width)
 
     @property
     def hidden_width(self) -> int:
@@ -311,13 +322,3 @@ def _norm(config, rngs):
     return layer_norm(
         config.width, epsilon=config.norm_epsilon, dtype=config.compute_dtype, rngs=rngs
     )
-
-
-def _failures(config: BERTConfig) -> Iterator[str]:
-    counts = ("vocab_size", "sequence_length", "num_layers", "width", "num_heads", "num_segments")
-    small = list(validation.small_counts(config, *counts, "mlp_width"))
-    yield from small
-    yield from validation.wrong_choices(config, CHOICES)
-    yield from validation.wrong_probability(config, "dropout")
-    if not small and config.width % config.num_heads:
-        yield validation.not_a_divisor("num_heads", config.num_heads, "width", config.width)

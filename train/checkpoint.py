@@ -20,14 +20,17 @@ from typing import Any
 import orbax.checkpoint as ocp
 from orbax.checkpoint import checkpoint_managers
 
-from train import checksums, distributed, recovery
+from train import checksums, distributed, recovery, tasks
 from train.checksums import DamagedError
-from train.config import Config
+from train.config import Config, upgraded
 from train.errors import Failure
 from train.recovery import CHECKSUMS, DATA, RUN, STATE
-from train.step import State
+from train.step import TrainState
 
 PyTree = Any
+
+IN_FLIGHT = "in_flight"
+"""Where a checkpoint says which layout a pipeline in mid-flight had; None if it was drained."""
 
 _EVAL_LOSS = "eval_loss"
 _METRICS_FILE = "metrics/metrics"
@@ -81,7 +84,7 @@ class Checkpoints:
     def save(
         self,
         step: int,
-        state: State | dict[str, Any],
+        state: TrainState | dict[str, Any],
         *,
         data: dict[str, Any],
         run: dict[str, Any],
@@ -124,8 +127,14 @@ class Checkpoints:
             self._manager.wait_until_finished()
 
     def read_run(self, step: int) -> dict[str, Any]:
-        """What `describe` said when the checkpoint was saved."""
-        return _restore(self._folder / str(step), **{RUN: ocp.args.JsonRestore()})[RUN]
+        """What `describe` said when the checkpoint was saved, in today's form."""
+        run = _restore(self._folder / str(step), **{RUN: ocp.args.JsonRestore()})[RUN]
+        own = f"{run['config']['task']}."
+        layout = {
+            f"model.{path.removeprefix(own)}" if path.startswith(own) else path: value
+            for path, value in (run.get(IN_FLIGHT) or {}).items()
+        }
+        return run | {"config": upgraded(run["config"]), IN_FLIGHT: layout or None}
 
     def restore(self, step: int, shapes: PyTree) -> tuple[PyTree, dict[str, Any]]:
         """Reads a checkpoint.
@@ -148,7 +157,7 @@ class Checkpoints:
         }
         restored = _restore(folder, **items)
         state = restored[STATE]
-        return (State(**state) if isinstance(shapes, State) else state), restored[DATA]
+        return (TrainState(**state) if isinstance(shapes, TrainState) else state), restored[DATA]
 
     def _open(self) -> ocp.CheckpointManager:
         """Makes the folder ready to be written to."""
@@ -252,34 +261,33 @@ def other_model(saved: dict[str, Any], config: Config, *, data_sha256: str) -> l
       config: of the run that wants to continue it.
       data_sha256: of the data it would train on.
     """
-    section, task = config.section, saved["config"]["task"]
-    if task != config.task:
+    before = Config(**saved["config"])
+    if before.task != config.task:
         return [
             Failure(
                 f"task={config.task} is not that of the checkpoint in run_dir={config.run_dir}. "
-                f"Nearest valid: {task}, or another --run-dir.",
+                f"Nearest valid: {before.task}, or another --run-dir.",
                 ("task",),
             )
         ]
-    before, now = saved["config"][section], getattr(config, section).model_dump()
+    task, then = tasks.find(config.task), before.model.model_dump()
     failures = [
         Failure(
-            f"{section}.{name}={now[name]} is not the model of the checkpoint in run_dir="
-            f"{config.run_dir}: it has {section}.{name}={before.get(name)}. Nearest valid: "
-            f"{before.get(name)}, or another --run-dir.",
-            (f"{section}.{name}",),
+            f"model.{name}={value} is not the model of the checkpoint in run_dir="
+            f"{config.run_dir}: it has model.{name}={then[name]}. Nearest valid: "
+            f"{then[name]}, or another --run-dir.",
+            (f"model.{name}",),
         )
-        for name in now
-        # Neither has weights: they may change from one part of a run to the next.
-        if name not in ("dropout", "label_smoothing") and before.get(name) != now[name]
+        for name, value in config.model.model_dump().items()
+        if name not in task.free and then[name] != value
     ]
     if saved["data_sha256"] != data_sha256:
-        what = "other images" if config.task == "resnet" else "another tokenizer"
+        what = "other images" if task.data_kind == "images" else "another tokenizer"
         failures.append(
             Failure(
                 f"data.path={config.data.path} has {what} than the checkpoint in "
                 f"run_dir={config.run_dir} was trained with. Nearest valid: data.path="
-                f"{saved['config']['data']['path']}, or another --run-dir.",
+                f"{before.data.path}, or another --run-dir.",
                 ("data.path",),
             )
         )
@@ -293,12 +301,12 @@ def changes(saved: dict[str, Any], config: Config) -> list[str]:
       saved: from `Checkpoints.read_run`.
       config: of the run that continues it.
     """
-    free = ("run_dir", "sample", "distributed", "wandb")
+    free = ("run_dir", "data.prepare", "sample", "distributed", "wandb")
     before, now = Config(**saved["config"]).flat(), config.flat()
     return [
         f"{path} {before[path]} -> {now[path]}"
         for path in now
-        if path.split(".")[0] not in free and before[path] != now[path]
+        if not path.startswith(free) and before[path] != now[path]
     ]
 
 
@@ -306,7 +314,7 @@ def _held_out(metrics: Mapping[str, float]) -> float:
     return metrics[_EVAL_LOSS]
 
 
-def _as_dict(state: State | dict[str, Any]) -> dict[str, Any]:
+def _as_dict(state: TrainState | dict[str, Any]) -> dict[str, Any]:
     if isinstance(state, dict):
         return state
     kept = {"params": state.params, "optimizer": state.optimizer}

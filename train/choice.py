@@ -19,7 +19,7 @@ from jaxpipe.schedule.formats import user
 from jaxpipe.schedule.formats.json_format import from_json, to_json
 from jaxpipe.schedule.lowering.lower import lower
 from jaxpipe.schedule.search.slices import check_layer_counts
-from train import schedule
+from train import configured
 from train.config import Config
 
 
@@ -125,7 +125,7 @@ def _settings(config: Config) -> dict[str, Any]:
     found["num_layers"] = config.num_layers
     if user.is_users(name):
         # Whoever edits a schedule of his own wants the new one.
-        order = json.dumps(to_json(schedule.order(config)))
+        order = json.dumps(to_json(configured.order(config)))
         found["order_sha256"] = hashlib.sha256(order.encode()).hexdigest()
     return found
 

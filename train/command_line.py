@@ -11,7 +11,7 @@ import copy
 import dataclasses
 import difflib
 import re
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Hashable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,7 @@ import pydantic
 import tyro
 import yaml
 
-from train.config import Config, Section, remove
+from train.config import Config, remove, upgraded
 from train.errors import ConfigError, Failure
 
 
@@ -70,11 +70,19 @@ def parse(arguments: Sequence[str]) -> Invocation:
     """
     finder = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     finder.add_argument("--config")
-    path = finder.parse_known_args([a for a in arguments if a not in ("-h", "--help")])[0].config
-    raw = {} if path is None else load_yaml(Path(path))
-    base, failures = validate(raw, source=path or "the defaults")
+    finder.add_argument("--task")
+    given = finder.parse_known_args([a for a in arguments if a not in ("-h", "--help")])[0]
+    raw = {} if given.config is None else load_yaml(Path(given.config))
+    base, failures = validate(raw, source=given.config or "the defaults")
+    if given.task is not None and given.task != base.task:
+        # The family decides which fields the section of the model has.
+        source = given.config or "the command line"
+        base, failures = validate(raw | {"task": given.task}, source=source)
+        if base.task != given.task:
+            raise ConfigError([failure for failure in failures if failure.fields == ("task",)])
+    model: Any = type(base.model)
     command = tyro.cli(
-        Command,
+        pydantic.create_model("Command", __base__=Command, model=(model, base.model)),
         args=list(arguments),
         default=Command(**_sections(base)),
         prog="python train/train.py",
@@ -116,16 +124,18 @@ def validate(raw: dict[str, Any], *, source: str) -> tuple[Config, tuple[Failure
     Returns:
       The configuration with defaults in place of what is wrong, and what is wrong.
     """
+    raw = upgraded(raw)
     try:
         return Config.model_validate(raw), ()
     except pydantic.ValidationError as error:
         problems = error.errors()
     cleaned = copy.deepcopy(raw)
-    failures = []
     for problem in problems:
-        failures.append(_explain(".".join(map(str, problem["loc"])), problem, source))
         remove(cleaned, problem["loc"])
-    return Config.model_validate(cleaned), tuple(failures)
+    if any(problem["loc"] == ("task",) for problem in problems):
+        cleaned.pop("model", None)  # whose fields these are is unknown
+    config = Config.model_validate(cleaned)
+    return config, tuple(_explain(problem, config, source) for problem in problems)
 
 
 _RULES = {
@@ -138,9 +148,10 @@ _RULES = {
 }
 
 
-def _explain(path: str, problem: Any, source: str) -> Failure:
+def _explain(problem: Any, config: Config, source: str) -> Failure:
+    path = ".".join(map(str, problem["loc"]))
     if problem["type"] == "extra_forbidden":
-        known = [*_known_paths()]
+        known = [*Config.model_fields, *config.flat()]
         # The whole path decides, so that a field in the wrong section is found as well.
         near = difflib.get_close_matches(path, known, n=2, cutoff=0.5) or [
             name for name in known if name.split(".")[-1] == path.split(".")[-1]
@@ -155,13 +166,6 @@ def _explain(path: str, problem: Any, source: str) -> Failure:
         near = difflib.get_close_matches(str(value), words, n=1, cutoff=0.0)
         rule += f". Nearest valid: {near[0]}" if near else ""
     return Failure(f"{path}={value!r} in {source}: {rule}.", (path,))
-
-
-def _known_paths() -> Iterator[str]:
-    for name, field in Config.model_fields.items():
-        yield name
-        if isinstance(field.default, Section):
-            yield from (f"{name}.{inner}" for inner in type(field.default).model_fields)
 
 
 def _sections(config: Config) -> dict[str, Any]:

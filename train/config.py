@@ -2,6 +2,8 @@
 
 `train.command_line` reads it from a YAML file and options; `train.checks` checks what fits
 together. None of them touches a device.
+
+The model's section has the fields that the family of ``task`` declares (`train.task`).
 """
 
 from __future__ import annotations
@@ -11,7 +13,10 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Annotated, Any, Literal
 
 import pydantic
+import pydantic_core
 import yaml
+
+from train import tasks
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,114 +54,9 @@ class DataConfig(Section):
 
     path: str = "data/stdlib"
     """Folder that ``python -m train.prepare`` wrote."""
-
-
-class ModelConfig(Section):
-    """The shape of the GPT; see `models.gpt.GPTConfig`."""
-
-    vocab_size: int = 2048
-    """Rows of the embedding table; at least the tokenizer's vocabulary."""
-    sequence_length: int = 128
-    """Tokens a row."""
-    num_layers: int = 8
-    """Transformer blocks; at least mesh.stage x pipeline.chunks."""
-    width: int = 128
-    """Size of the residual stream, a multiple of num_heads."""
-    num_heads: int = 4
-    """Query heads."""
-    num_kv_heads: int | None = None
-    """Key and value heads, a divisor of num_heads; None for num_heads."""
-    mlp_width: int | None = None
-    """Hidden size of the MLP; None for the usual multiple of width."""
-    positions: Literal["rotary", "learned"] = "rotary"
-    """How positions are encoded."""
-    norm: Literal["rms", "layer"] = "rms"
-    """Normalisation before each branch."""
-    activation: Literal["gelu", "swiglu"] = "swiglu"
-    """Non-linearity of the MLP."""
-    tied: bool = True
-    """One table for embedding and unembedding."""
-    bias: bool = False
-    """Biases in linear layers and in LayerNorm."""
-    dropout: float = 0.0
-    """Probability for the embedding and both residual branches, at least 0 and below 1."""
-    dtype: Literal["float32", "bfloat16"] = "float32"
-    """Compute dtype; weights are float32."""
-    rope_theta: Positive = 10_000.0
-    """Base of the rotary wavelengths."""
-    norm_epsilon: Positive = 1e-5
-    """Added to the variance."""
-
-
-class BERTSection(Section):
-    """The shape of the BERT; see `models.bert.BERTConfig`."""
-
-    vocab_size: int = 2051
-    """Rows of the embedding table; at least the tokenizer's vocabulary and 3 special tokens."""
-    sequence_length: int = 128
-    """Tokens a row, special ones included."""
-    num_layers: int = 8
-    """Encoder layers; at least mesh.stage x pipeline.chunks."""
-    width: int = 128
-    """Size of the residual stream, a multiple of num_heads."""
-    num_heads: int = 4
-    """Attention heads."""
-    mlp_width: int | None = None
-    """Hidden size of the MLP; None for 4 width."""
-    next_sentence: bool = False
-    """Also predict whether the second half of a row follows the first."""
-    dropout: float = 0.0
-    """Probability for the embedding and both residual branches, at least 0 and below 1."""
-    dtype: Literal["float32", "bfloat16"] = "float32"
-    """Compute dtype; weights are float32."""
-
-
-class TransformerSection(Section):
-    """The shape of the encoder-decoder; see `models.transformer.TransformerConfig`."""
-
-    vocab_size: int = 4096
-    """Rows of the table that both languages share; at least the tokenizer's vocabulary."""
-    sequence_length: int = 64
-    """Tokens of the longest source and of the longest target."""
-    num_encoder_layers: int = 4
-    """Encoder layers; with the decoder's at least mesh.stage x pipeline.chunks."""
-    num_decoder_layers: int = 4
-    """Decoder layers."""
-    width: int = 128
-    """Size of the residual streams, a multiple of num_heads."""
-    num_heads: int = 4
-    """Attention heads."""
-    mlp_width: int | None = None
-    """Hidden size of the MLPs; None for 4 width."""
-    dropout: float = 0.1
-    """Probability for embeddings and residual branches, at least 0 and below 1."""
-    label_smoothing: float = 0.1
-    """Share of the target's probability spread over the vocabulary, at least 0 and below 1."""
-    dtype: Literal["float32", "bfloat16"] = "float32"
-    """Compute dtype; weights are float32."""
-
-
-class ResNetSection(Section):
-    """The shape of the ResNet; see `models.resnet.ResNetConfig`."""
-
-    depth: int = 20
-    """Layers with weights: 6 n + 2 (style cifar), or 18, 34, 50, 101, 152 (imagenet)."""
-    num_classes: int = 10
-    """Labels."""
-    style: Literal["cifar", "imagenet"] = "cifar"
-    """3x3 stem for small images, or 7x7 stem with a max pool."""
-    image_size: Count = 8
-    """Height and width of the images."""
-    channels: int = 1
-    """Channels of the images."""
-    width: int | None = None
-    """Channels of the first group of blocks; None for the style's own."""
-    norm: Literal["group", "batch"] = "group"
-    """GroupNorm, or BatchNorm with the statistics of a microbatch."""
-    num_groups: int | None = None
-    """Groups of GroupNorm; None for the largest number that suits."""
-    dtype: Literal["float32", "bfloat16"] = "float32"
-    """Compute dtype; weights are float32."""
+    prepare: str | None = None
+    """Arguments that ``python -m train.prepare`` writes it with, such as "images --source mnist";
+    ``python -m train.prepare --config FILE`` reads them here."""
 
 
 class MeshConfig(Section):
@@ -310,13 +210,13 @@ class Config(Section):
 
     run_dir: str = "runs/gpt"
     """Folder for the resolved config, metrics, checkpoints, schedule picture and sample."""
-    task: Literal["gpt", "bert", "resnet", "transformer"] = "gpt"
-    """What to train: a GPT (section model), or the family whose section has this name."""
+    task: str = "gpt"
+    """What to train: a file of train/tasks, or module:Class of your own."""
     data: DataConfig = DataConfig()
-    model: ModelConfig = ModelConfig()
-    bert: BERTSection = BERTSection()
-    transformer: TransformerSection = TransformerSection()
-    resnet: ResNetSection = ResNetSection()
+    model: pydantic.SerializeAsAny[Section] = pydantic.Field(
+        default_factory=dict, validate_default=True
+    )
+    """The shape of the model: the fields that the task's family has."""
     mesh: MeshConfig = MeshConfig()
     pipeline: PipelineConfig = PipelineConfig()
     asynchronous: AsynchronousConfig = AsynchronousConfig()
@@ -327,23 +227,31 @@ class Config(Section):
     distributed: DistributedConfig = DistributedConfig()
     wandb: WandbConfig = WandbConfig()
 
-    @property
-    def section(self) -> str:
-        """Name of the section with the model's shape."""
-        return "model" if self.task == "gpt" else self.task
+    @pydantic.field_validator("task")
+    @classmethod
+    def _known(cls, task: str) -> str:
+        try:
+            tasks.find(task)
+        except tasks.UnknownTaskError as error:
+            raise pydantic_core.PydanticKnownError(
+                "literal_error", {"expected": error.expected}
+            ) from error
+        return task
+
+    @pydantic.field_validator("model", mode="plain")
+    @classmethod
+    def _of_task(cls, value: Any, info: pydantic.ValidationInfo) -> Section:
+        # An unknown task is a failure of its own.
+        return tasks.find(info.data.get("task", "gpt")).section().model_validate(value)
 
     @property
     def num_layers(self) -> int:
-        """Layers of the pipeline, of a model whose numbers may yet be found wrong."""
-        if self.task == "transformer":
-            return self.transformer.num_encoder_layers + self.transformer.num_decoder_layers
-        if self.task == "resnet":
-            if self.resnet.style == "cifar":
-                return 1 + (self.resnet.depth - 2) // 6 * 3
-            from models.resnet import IMAGENET_BLOCKS  # imports jax
+        """Layers of the pipeline.
 
-            return 1 + sum(IMAGENET_BLOCKS.get(self.resnet.depth, ()))
-        return getattr(self, self.section).num_layers
+        Raises:
+          ValueError: the model's numbers do not fit together.
+        """
+        return tasks.make(self).num_layers
 
     def flat(self) -> dict[str, Any]:
         """Returns every field's value by its path, such as ``mesh.stage``."""
@@ -359,6 +267,21 @@ class Config(Section):
     def to_yaml(self) -> str:
         """Returns the configuration as a file that `parse` reads back."""
         return yaml.safe_dump(self.model_dump(), sort_keys=False)
+
+
+def upgraded(raw: dict[str, Any]) -> dict[str, Any]:
+    """Brings the content of an older file or checkpoint into today's form.
+
+    Every family but the GPT had a section of its own name, beside those of the others; now the
+    section of the task is ``model``. What stands there for other families never had an effect.
+
+    Example:
+      >>> upgraded({"task": "resnet", "model": {"width": 8}, "resnet": {"depth": 20}, "bert": {}})
+      {'task': 'resnet', 'model': {'depth': 20}}
+    """
+    kept = {name: value for name, value in raw.items() if name not in tasks.names()}
+    own = raw.get(raw.get("task", "gpt"))
+    return kept if own is None else kept | {"model": own}
 
 
 def remove(tree: dict[Any, Any], keys: Sequence[int | str]) -> None:

@@ -19,23 +19,20 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from jaxpipe.schedule.show import draw, pipemare_draw
 from jaxpipe.schedule.simulate import simulate
-from train import checkpoint, checks, choice, distributed, recovery, schedule
+from train import checkpoint, choice, configured, distributed, recovery, run_folder
 from train.checkpoint import Checkpoints
 from train.choice import Choice
 from train.config import Config
 from train.data import stream
 from train.errors import ConfigError, Failure, NonFiniteLossError
 from train.metrics import Line, Metrics, memory_bytes, peak_flops
-from train.phases import Phase, Phases, layout_of
+from train.modes import Mode, Modes, layout_of
 from train.run_lock import RunLock
-from train.step import Program
+from train.step import Setup
 from train.stop import StopRequest
 
 # A new checkpoint is written before an old one goes.
 _CHECKPOINTS_AT_ONCE = 2
-
-_IN_FLIGHT = "in_flight"
-"""Where a checkpoint says which layout a pipeline in mid-flight had; None if it was drained."""
 
 
 def run(config: Config, *, resume: bool) -> float | None:
@@ -67,22 +64,22 @@ def _take_folder(lock: RunLock, config: Config, *, resume: bool) -> None:
     try:
         lock.acquire()
     except OSError as error:
-        raise ConfigError([checks.unwritable(config, error)]) from error
+        raise ConfigError([run_folder.unwritable(config, error)]) from error
     # A run that ended in between has left its files.
-    if failures := list(checks.run_folder(config, resume=resume)):
+    if failures := list(run_folder.failures(config, resume=resume)):
         raise ConfigError(failures)
 
 
 def _run(config: Config, console: Console, *, resume: bool) -> float | None:
     is_writer = jax.process_index() == 0
     folder = Path(config.run_dir)
-    recorded = _recorded(folder / checks.CHOICE_FILE, config, console) if resume else None
-    program = Program(config, recorded)
-    digest = program.task.data_digest()
-    kinds = Phases(program)
-    checkpoints = Checkpoints(folder / checks.CHECKPOINTS, keep=config.train.keep)
-    start = _check_start(program, kinds, checkpoints, resume=resume, data_sha256=digest)
-    _say(console, _headline(program))
+    recorded = _recorded(folder / run_folder.CHOICE_FILE, config, console) if resume else None
+    setup = Setup(config, recorded)
+    digest = setup.task.data_digest()
+    modes = Modes(setup)
+    checkpoints = Checkpoints(folder / run_folder.CHECKPOINTS, keep=config.train.keep)
+    start = _check_start(setup, modes, checkpoints, resume=resume, data_sha256=digest)
+    _say(console, _headline(setup))
     if resume:
         for note in checkpoints.found.notes():
             _say(console, note)
@@ -90,13 +87,13 @@ def _run(config: Config, console: Console, *, resume: bool) -> float | None:
         for change in start.changes:
             _say(console, f"changed since: {change}")
     if is_writer:
-        prepare_folder(program)
+        prepare_folder(setup)
     describe = checkpoint.describe(config, data_sha256=digest)
     with (
         checkpoints,
         Metrics(config, last_step=start.step, is_writer=is_writer) as metrics,
     ):
-        trainer = Trainer(program, kinds, checkpoints, metrics, console, describe)
+        trainer = Trainer(setup, modes, checkpoints, metrics, console, describe)
         trainer.begin(start)
         return trainer.finish() if trainer.train() else None
 
@@ -129,19 +126,19 @@ class Start:
 
 
 def _check_start(
-    program: Program, kinds: Phases, checkpoints: Checkpoints, *, resume: bool, data_sha256: str
+    setup: Setup, modes: Modes, checkpoints: Checkpoints, *, resume: bool, data_sha256: str
 ) -> Start:
     """Finds the checkpoint to continue; writes nothing."""
-    config = program.config
-    failures = _disk_failures(config, kinds)
+    config = setup.config
+    failures = _disk_failures(config, modes)
     start = Start()
     step = checkpoints.latest if resume else None
     if step is not None:
         saved = checkpoints.read_run(step)
         failures += checkpoint.other_model(saved, config, data_sha256=data_sha256)
-        layout = saved.get(_IN_FLIGHT)
+        layout = saved.get(checkpoint.IN_FLIGHT)
         if layout is not None:
-            now = layout_of(program)
+            now = layout_of(setup)
             failures += checkpoint.other_layout(layout, now, step=step)
         start = Start(step, tuple(checkpoint.changes(saved, config)), layout is not None)
     elif resume:
@@ -159,8 +156,8 @@ def _check_start(
     return start
 
 
-def _disk_failures(config: Config, kinds: Phases) -> list[Failure]:
-    saved = [kinds.after(step).saved_shapes for step in (0, config.train.steps)]
+def _disk_failures(config: Config, modes: Modes) -> list[Failure]:
+    saved = [modes.after(step).saved_shapes for step in (0, config.train.steps)]
     needed = _CHECKPOINTS_AT_ONCE * max(
         sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree)) for tree in saved
     )
@@ -178,29 +175,29 @@ def _disk_failures(config: Config, kinds: Phases) -> list[Failure]:
     ]
 
 
-def prepare_folder(program: Program) -> None:
+def prepare_folder(setup: Setup) -> None:
     """Writes the resolved configuration, and the schedule that was chosen with its picture."""
-    config = program.config
+    config = setup.config
     folder = Path(config.run_dir)
     folder.mkdir(parents=True, exist_ok=True)
-    choice.write(folder / checks.CHOICE_FILE, config, program.choice)
-    if schedule.is_asynchronous(config):
-        text = pipemare_draw.text(schedule.steady_state(config))
-        (folder / checks.STEADY_STATE_FILE).write_text(text, encoding="utf-8")
+    choice.write(folder / run_folder.CHOICE_FILE, config, setup.choice)
+    if configured.is_asynchronous(config):
+        text = pipemare_draw.text(configured.steady_state(config))
+        (folder / run_folder.STEADY_STATE_FILE).write_text(text, encoding="utf-8")
     else:
-        timeline = simulate(program.schedule, program.chunk_costs)
-        draw.save(draw.figure(timeline), folder / checks.SCHEDULE_FILE)
-    partial = folder / f"{checks.CONFIG_FILE}.partial"
+        timeline = simulate(setup.schedule, setup.chunk_costs)
+        draw.save(draw.figure(timeline), folder / run_folder.SCHEDULE_FILE)
+    partial = folder / f"{run_folder.CONFIG_FILE}.partial"
     partial.write_text(config.to_yaml(), encoding="utf-8")
-    os.replace(partial, folder / checks.CONFIG_FILE)
+    os.replace(partial, folder / run_folder.CONFIG_FILE)
 
 
 class Trainer:
     """The loop and what it needs.
 
     Args:
-      program: what to run.
-      kinds: the phases of the run.
+      setup: what to run.
+      modes: the modes of the run.
       checkpoints: where to save.
       metrics: where numbers go.
       console: where lines go; quiet on all processes but the first.
@@ -209,21 +206,19 @@ class Trainer:
 
     def __init__(
         self,
-        program: Program,
-        kinds: Phases,
+        setup: Setup,
+        modes: Modes,
         checkpoints: Checkpoints,
         metrics: Metrics,
         console: Console,
         describe: dict[str, Any],
     ) -> None:
-        self.program, self.kinds, self.config = program, kinds, program.config
+        self.setup, self.modes, self.config = setup, modes, setup.config
         self.checkpoints, self.metrics = checkpoints, metrics
         self.console, self.describe = console, describe
         self.stop = StopRequest()
-        self.examples, self.heldout = program.task.load()
-        self.rows = distributed.local_rows(
-            program.pipe.batch_sharding, self.config.train.batch_size
-        )
+        self.examples, self.heldout = setup.task.load()
+        self.rows = distributed.local_rows(setup.pipe.batch_sharding, self.config.train.batch_size)
         self.stream = stream.batches(
             self.examples,
             batch_size=self.config.train.batch_size,
@@ -232,7 +227,7 @@ class Trainer:
         )
         self.step = 0
         self.eval_loss: float | None = None
-        self.phase: Phase
+        self.mode: Mode
         self.carried: Any
         self.compiled: Any
 
@@ -240,38 +235,38 @@ class Trainer:
         """Compiles, and makes what the first step is given: initial, or restored."""
         self.step = start.step
         if start.step == 0:
-            self._enter(lambda phase: phase.begin(self.program.init(), 0))
+            self._enter(lambda mode: mode.begin(self.setup.init(), 0))
             return
-        kept = self.kinds.asynchronous if start.in_flight else self.kinds.synchronous
+        kept = self.modes.asynchronous if start.in_flight else self.modes.synchronous
         saved, position = self.checkpoints.restore(start.step, kept.saved_shapes)
         self.stream.set_state(position)
         carried = kept.from_saved(saved, start.step)
         if start.in_flight:
             self._enter(lambda _: carried)
         else:
-            self._enter(lambda phase: phase.begin(carried, start.step))
+            self._enter(lambda mode: mode.begin(carried, start.step))
 
-    def _enter(self, begin: Callable[[Phase], Any]) -> None:
-        """Goes on in the phase that follows this step."""
+    def _enter(self, begin: Callable[[Mode], Any]) -> None:
+        """Continues in the mode that follows this step."""
         began = time.perf_counter()
-        self.phase = self.kinds.after(self.step)
-        self.compiled = self.phase.compile()
+        self.mode = self.modes.after(self.step)
+        self.compiled = self.mode.compile()
         _say(self.console, f"compiled in {time.perf_counter() - began:.1f} s")
-        self.carried = begin(self.phase)
+        self.carried = begin(self.mode)
 
     def _switch(self) -> None:
-        """T3: the steps after this one are of the other phase."""
-        state, _ = self.phase.settle(self.carried)
+        """T3: the steps after this one are of the other mode."""
+        state, _ = self.mode.settle(self.carried)
         _say(self.console, f"from step {self.step + 1} on {self.config.pipeline.schedule}")
-        self._enter(lambda phase: phase.begin(state, self.step))
+        self._enter(lambda mode: mode.begin(state, self.step))
 
     def _end(self) -> dict[str, Any]:
         """Trains what is in flight, so that the last checkpoint fits any layout."""
-        state, losses = self.phase.settle(self.carried)
-        entered = self.step - self.phase.first
+        state, losses = self.mode.settle(self.carried)
+        entered = self.step - self.mode.first
         late = [float(loss) for loss in losses[max(len(losses) - entered, 0) :]]
         self._check_finite(self.step, {f"loss {n} of the drain": x for n, x in enumerate(late)})
-        self.phase = self.kinds.synchronous
+        self.mode = self.modes.synchronous
         self.carried = state
         return {"drained_losses": late or None}
 
@@ -283,14 +278,14 @@ class Trainer:
         with self._bar() as bar:
             task = bar.add_task("train", total=last, completed=self.step)
             while self.step < last:
-                if self.phase is not self.kinds.after(self.step):
+                if self.mode is not self.modes.after(self.step):
                     if unread is not None:
                         self._record(*unread)
                         unread = None
                     self._switch()
                     clock = _Clock()
                 self.carried, values = self.compiled(
-                    self.carried, self._global(next(self.stream)), self.program.rng(self.step)
+                    self.carried, self._global(next(self.stream)), self.setup.rng(self.step)
                 )
                 self.step += 1
                 clock.steps += 1
@@ -308,7 +303,7 @@ class Trainer:
                     bar.update(task, completed=self.step)
                     continue
                 numbers = self._read(self.step, values)
-                bubble = self.phase.bubble(self.step)
+                bubble = self.mode.bubble(self.step)
                 seconds = clock.stop()
                 if self.step == last:
                     numbers |= self._end()
@@ -331,12 +326,12 @@ class Trainer:
         """Says how good the model is, and lets it write; returns its score."""
         eval_loss = self.evaluate() if self.eval_loss is None else self.eval_loss
         # Every process takes part in gathering the weights; the first one says and writes.
-        state, _ = self.phase.settle(self.carried)
-        state = self.program.to_canonical(dataclasses.replace(state, optimizer=None))
+        state, _ = self.mode.settle(self.carried)
+        state = self.setup.to_canonical(dataclasses.replace(state, optimizer=None))
         state = multihost_utils.process_allgather(state, tiled=True)
         if jax.process_index() != 0:
             return None
-        task = self.program.task
+        task = self.setup.task
         baseline = task.baseline(self.examples, self.heldout)
         _say(self.console, f"held-out loss {eval_loss:.4f} nats; {baseline}")
         text, score = task.report(state.params, state.layers, self.heldout)
@@ -357,15 +352,15 @@ class Trainer:
             self._heldout_loss(1)
         self.checkpoints.save(
             self.step,
-            self.phase.to_saved(self.carried),
+            self.mode.to_saved(self.carried),
             data=self.stream.get_state(),
-            run=self.describe | {_IN_FLIGHT: self.phase.layout()},
+            run=self.describe | {checkpoint.IN_FLIGHT: self.mode.layout()},
             eval_loss=self.eval_loss,
         )
 
     def _global(self, batch: stream.Batch) -> Any:
         return distributed.global_batch(
-            batch, self.program.pipe.batch_sharding, self.rows, self.config.train.batch_size
+            batch, self.setup.pipe.batch_sharding, self.rows, self.config.train.batch_size
         )
 
     def _heldout_loss(self, num_batches: int) -> float:
@@ -375,8 +370,8 @@ class Trainer:
             num_batches=num_batches,
             rows=self.rows,
         )
-        state, _ = self.phase.settle(self.carried)
-        losses = [self.program.eval_loss(state, self._global(batch)) for batch in batches]
+        state, _ = self.mode.settle(self.carried)
+        losses = [self.setup.eval_loss(state, self._global(batch)) for batch in batches]
         loss = float(np.mean([float(loss) for loss in losses]))
         self._check_finite(self.step, {"held-out loss": loss})
         return loss
@@ -387,9 +382,9 @@ class Trainer:
     def _read(self, step: int, values: Any) -> dict[str, Any]:
         """What a step has told, by name; no loss while a pipeline that never drains fills."""
         numbers: dict[str, Any] = {"loss": None, "grad_norm": None}
-        if self.phase.loss_step(step) is not None:
+        if self.mode.loss_step(step) is not None:
             numbers = {name: float(values[name]) for name in numbers}
-        numbers |= self.phase.metrics(step, values)
+        numbers |= self.mode.metrics(step, values)
         seen = {"loss": numbers["loss"], "gradient norm": numbers["grad_norm"]}
         # The loss lags behind: weights that have left all bounds show here first.
         seen["correction"] = sum(numbers["correction"]) if "correction" in numbers else None
@@ -405,13 +400,13 @@ class Trainer:
         self.metrics.write(step, numbers | {"learning_rate": self._learning_rate(step)})
 
     def _learning_rate(self, step: int) -> float:
-        return float(self.program.learning_rate(step - 1))
+        return float(self.setup.learning_rate(step - 1))
 
     def _line(self, numbers: dict[str, Any], bubble: float, seconds_per_step: float) -> Line:
-        task, devices = self.program.task, self.program.mesh.devices
+        task, devices = self.setup.task, self.setup.mesh.devices
         rows = self.config.train.batch_size / seconds_per_step
-        dtype = getattr(self.config, self.config.section).dtype
-        peak, flops = peak_flops(devices.flat[0].device_kind, dtype), task.flops_per_row()
+        peak = peak_flops(devices.flat[0].device_kind, task.shape.dtype)
+        flops = task.flops_per_row()
         return Line(
             step=self.step,
             num_steps=self.config.train.steps,
@@ -452,10 +447,10 @@ class _Clock:
         return time.perf_counter() - self._began
 
 
-def _headline(program: Program) -> str:
-    config, device = program.config, program.mesh.devices.flat[0]
+def _headline(setup: Setup) -> str:
+    config, device = setup.config, setup.mesh.devices.flat[0]
     return (
-        f"{program.task.num_parameters():,} parameters on {config.mesh.stage} stages x "
+        f"{setup.task.num_parameters():,} parameters on {config.mesh.stage} stages x "
         f"{config.mesh.data} data shards ({device.device_kind}, {jax.process_count()} processes); "
         f"schedule {config.pipeline.schedule}, {config.pipeline.microbatches} microbatches, "
         f"remat {config.pipeline.remat}, ZeRO-{config.pipeline.zero}"

@@ -17,7 +17,7 @@ from typing import Any, TextIO
 
 import jax
 
-from train import checks
+from train import run_folder
 from train.config import Config
 
 # Dense 16-bit peak per device, FLOP/s: NVIDIA's data sheets (A100, H100 SXM and PCIe, H200, B200)
@@ -189,11 +189,11 @@ class Metrics:
         if not is_writer:
             return
         folder = Path(config.run_dir)
-        path = folder / checks.METRICS_FILE
+        path = folder / run_folder.METRICS_FILE
         truncate(path, last_step=last_step)
         # Line by line: what a killed run has printed is on disk.
         self._file = self._open.enter_context(path.open("a", encoding="utf-8", buffering=1))
-        self._board = _Board(folder / checks.TENSORBOARD, first_step=last_step + 1)
+        self._board = _Board(folder / run_folder.TENSORBOARD, first_step=last_step + 1)
         self._open.callback(self._board.close)
         if config.wandb.project is not None:
             wandb = importlib.import_module("wandb")

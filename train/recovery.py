@@ -18,7 +18,7 @@ import orbax.checkpoint as ocp
 
 from train import checksums
 from train.checksums import DamagedError
-from train.config import Config
+from train.config import Config, upgraded
 from train.errors import Failure
 
 STATE, DATA, RUN = "state", "data", "run"
@@ -159,7 +159,7 @@ def _verify(folder: Path) -> bool:
         run = json.loads((folder / RUN / _JSON_FILE).read_bytes())
         if CHECKSUMS in run:
             raise DamagedError(f"{checksums.FILE} is missing")
-        Config(**run["config"])
+        Config(**upgraded(run["config"]))
         _read_all(folder)
     except DamagedError:
         raise

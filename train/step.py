@@ -21,7 +21,7 @@ from jaxpipe.runtime.pipeline import Pipeline
 from jaxpipe.schedule.actions import Schedule
 from jaxpipe.schedule.partition import Memory, chunk_costs, partition
 from jaxpipe.schedule.simulate import Costs, simulate
-from train import distributed, schedule, tasks
+from train import configured, distributed, tasks
 from train.choice import Choice
 from train.config import Config, OptimizerConfig
 
@@ -29,7 +29,7 @@ PyTree = Any
 
 
 @dataclasses.dataclass(frozen=True)
-class State:
+class TrainState:
     """What a step changes.
 
     Args:
@@ -44,11 +44,11 @@ class State:
 
 
 jax.tree_util.register_dataclass(
-    State, data_fields=["params", "optimizer", "layers"], meta_fields=[]
+    TrainState, data_fields=["params", "optimizer", "layers"], meta_fields=[]
 )
 
 
-class Program:
+class Setup:
     """Everything a run compiles, built from its configuration.
 
     Args:
@@ -57,9 +57,9 @@ class Program:
         every process's.
 
     Example:
-      >>> program = Program(config)  # doctest: +SKIP
-      >>> state = program.init()  # doctest: +SKIP
-      >>> state, metrics = program.train_step(state, batch, program.rng(0))  # doctest: +SKIP
+      >>> setup = Setup(config)  # doctest: +SKIP
+      >>> state = setup.init()  # doctest: +SKIP
+      >>> state, metrics = setup.train_step(state, batch, setup.rng(0))  # doctest: +SKIP
     """
 
     def __init__(self, config: Config, choice: Choice | None = None) -> None:
@@ -78,14 +78,14 @@ class Program:
 
     def _choose(self) -> Choice:
         costs, counts = self._partition()
-        return Choice(schedule.build(self.config, counts), counts, tuple(costs))
+        return Choice(configured.build(self.config, counts), counts, tuple(costs))
 
     def _partition(self) -> tuple[list[float], tuple[int, ...]]:
         """What every layer costs, and the layers of every chunk."""
-        settings, order = self.config.pipeline, schedule.order(self.config)
+        settings, order = self.config.pipeline, configured.order(self.config)
         rule, alike = settings.partition, not isinstance(self.shapes["layers"], tuple)
         even = [1.0] * self.task.num_layers
-        counts = schedule.own_counts(self.config) or partition(even, order.placement)
+        counts = configured.own_counts(self.config) or partition(even, order.placement)
         limit = settings.stage_memory
         if limit is None and alike:
             return even, counts
@@ -94,7 +94,7 @@ class Program:
         batch, rng = self._batch_shapes(probe), jax.eval_shape(lambda: self.rng(0))
         parts = layer_costs(probe, batch, rng, measure=rule == "measured")
         costs = [part.f + part.b + part.w for part in parts]
-        if schedule.own_counts(self.config) is not None:
+        if configured.own_counts(self.config) is not None:
             return costs, counts
         memory = None if limit is None else self._memory(probe, batch, rng, limit)
         weights = even if rule == "equal" else costs
@@ -103,20 +103,20 @@ class Program:
     @cached_property
     def chunk_costs(self) -> list[Costs]:
         """What every virtual stage costs, by its layers; ``costs.*`` are a mean one's."""
-        return chunk_costs(schedule.costs(self.config), self.layer_costs, self.layer_counts)
+        return chunk_costs(configured.costs(self.config), self.layer_costs, self.layer_counts)
 
     def _memory(self, probe: Pipeline, batch: PyTree, rng, limit: float) -> Memory:
         """What layers keep: weights, gradients and two moments of Adam, and their residuals."""
         parameters, residuals = layer_bytes(probe, batch, rng)
         levels, peak = [3, 2, 1, 1], 0
-        if schedule.is_asynchronous(self.config):
-            steady = schedule.steady_state(self.config)
-            corrects = schedule.techniques(self.config)[1] is not None
+        if configured.is_asynchronous(self.config):
+            steady = configured.steady_state(self.config)
+            corrects = configured.techniques(self.config)[1] is not None
             levels += [3] * (steady.num_versions - 1 + corrects)
             peak = steady.residual_slots
         sharded = sum(probe.zero >= z for z in levels)
         copies = len(levels) - sharded + sharded / self.config.mesh.data
-        peak = max(peak, *simulate(probe.schedule, schedule.costs(self.config)).peak_in_flight)
+        peak = max(peak, *simulate(probe.schedule, configured.costs(self.config)).peak_in_flight)
         return Memory([copies * n for n in parameters], residuals, peak, limit * 1e9)
 
     def _pipeline(self, order: Schedule, counts: Sequence[int], *, train: bool = True) -> Pipeline:
@@ -170,24 +170,24 @@ class Program:
         return NamedSharding(self.mesh, P())
 
     @property
-    def state_shardings(self) -> State:
+    def state_shardings(self) -> TrainState:
         """Where the state is."""
         return jax.tree.map(lambda leaf: leaf.sharding, self.state_shapes)
 
     @cached_property
-    def state_shapes(self) -> State:
+    def state_shapes(self) -> TrainState:
         """Shapes, dtypes and shardings of the state on the devices."""
         params = jax.eval_shape(self.pipe.place, self.shapes)
         optimizer = jax.eval_shape(self.optimizer.init, params)
-        shardings = State(self.pipe.param_shardings, self.pipe.optimizer_shardings(optimizer))
-        state = jax.tree.map(with_sharding, State(params, optimizer), shardings)
+        shardings = TrainState(self.pipe.param_shardings, self.pipe.optimizer_shardings(optimizer))
+        state = jax.tree.map(with_sharding, TrainState(params, optimizer), shardings)
         return dataclasses.replace(state, layers=self.pipe.placed_states)
 
     @cached_property
-    def canonical_shapes(self) -> State:
+    def canonical_shapes(self) -> TrainState:
         """The same in canonical order: what a checkpoint holds."""
         optimizer = jax.eval_shape(self.optimizer.init, self.shapes)
-        state = State(self.shapes, optimizer, self.pipe.canonical_states)
+        state = TrainState(self.shapes, optimizer, self.pipe.canonical_states)
         shardings = self.pipe.map_parameters(
             lambda _: self.pipe.canonical_shardings, state, rest=lambda _: self.replicated
         )
@@ -206,19 +206,19 @@ class Program:
 
         return jax.tree.map(batch, self.task.row_shapes())
 
-    def init(self) -> State:
+    def init(self) -> TrainState:
         """Initial weights and optimizer state, made where they live."""
 
         def make(key):
             params = self.pipe.place(self.task.init(key))
-            return State(params, self.optimizer.init(params), self._place_states(states))
+            return TrainState(params, self.optimizer.init(params), self._place_states(states))
 
         states = self.task.init_states()
         return jax.jit(make, out_shardings=self.state_shardings)(self._key)
 
-    def to_canonical(self, state: State) -> State:
+    def to_canonical(self, state: TrainState) -> TrainState:
         """Undoes placing, for the optimizer state, too; no layout is left in it."""
-        return State(
+        return TrainState(
             self.pipe.unplace(state.params),
             self.pipe.map_parameters(self.pipe.unplace, state.optimizer),
             None if state.layers is None else self.pipe.unplace_states(state.layers),
@@ -227,12 +227,14 @@ class Program:
     def _place_states(self, states: PyTree) -> PyTree:
         return None if states is None else self.pipe.place_states(states)
 
-    def from_canonical(self, state: State) -> State:
-        """Places a canonical state on this program's mesh, for its schedule and ZeRO level."""
+    def from_canonical(self, state: TrainState) -> TrainState:
+        """Places a canonical state on this run's mesh, for its schedule and ZeRO level."""
 
         def place(state):
             optimizer = self.pipe.map_parameters(self.pipe.place, state.optimizer)
-            return State(self.pipe.place(state.params), optimizer, self._place_states(state.layers))
+            return TrainState(
+                self.pipe.place(state.params), optimizer, self._place_states(state.layers)
+            )
 
         return jax.jit(place, out_shardings=self.state_shardings)(state)
 
@@ -246,7 +248,7 @@ class Program:
             updates, optimizer = self.optimizer.update(grads, state.optimizer, state.params)
             params = optax.apply_updates(state.params, updates)
             metrics = {"loss": loss, "grad_norm": optax.tree.norm(grads)}
-            return State(params, optimizer, layers), metrics
+            return TrainState(params, optimizer, layers), metrics
 
         shardings = self.state_shardings, self.replicated
         return jax.jit(step, donate_argnums=0, out_shardings=shardings)

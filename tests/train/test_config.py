@@ -1,12 +1,13 @@
 """The configuration: strict names and types, all failures at once, the command line wins."""
 
 import doctest
+import re
 from pathlib import Path
 
 import pytest
 import yaml
 
-from train import command_line, config, errors
+from train import command_line, config, errors, tasks
 
 TOP = Path(__file__).resolve().parents[2]
 
@@ -152,15 +153,18 @@ def test_command_line_errors_end_with_status_2(capsys, options, expected):
     assert expected in capsys.readouterr().err
 
 
-def test_help_lists_every_field(capsys):
+@pytest.mark.parametrize("task", tasks.names())
+@pytest.mark.parametrize("from_file", [False, True])
+def test_help_lists_every_field_of_the_task_and_no_other(capsys, tmp_path, task, from_file):
+    path = _write(tmp_path, f"task: {task}")
     with pytest.raises(SystemExit) as exit_:
-        command_line.parse(["--help"])
+        command_line.parse(
+            ["--help", *(["--config", str(path)] if from_file else ["--task", task])]
+        )
     assert exit_.value.code == 0
-    text = capsys.readouterr().out
-    missing = [path for path in config.Config().flat() if f"--{path.replace('_', '-')}" not in text]
-    assert missing == []
-    for word in ("--config", "--resume", "--dry-run"):
-        assert word in text
+    shown = set(re.findall(r"^\W (?:-h, )?(--[a-z][\w.-]*)", capsys.readouterr().out, re.MULTILINE))
+    fields = {f"--{path.replace('_', '-')}" for path in config.Config(task=task).flat()}
+    assert shown == fields | {"--help", "--config", "--resume", "--dry-run"}
 
 
 def test_the_resolved_file_holds_every_field():

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import pytest
 
-from train import checks, loop, run_lock
+from train import loop, run_folder, run_lock
 from train.config import Config
 from train.errors import ConfigError
 from train.run_lock import LOCK_FILE, RunLock
@@ -307,22 +307,22 @@ def test_a_full_disk_leaves_no_lock(make, folder, tmp_path, monkeypatch):
 def test_a_run_that_ended_before_the_lock_was_free_is_not_written_over(make, folder):
     config = Config(run_dir=str(folder))
     folder.mkdir(parents=True)
-    (folder / checks.CONFIG_FILE).touch()
+    (folder / run_folder.CONFIG_FILE).touch()
     with pytest.raises(ConfigError, match=r"already holds a run \(config.yaml\). Continue it"):
         loop._take_folder(lock := make(), config, resume=False)
     lock.release()
-    assert os.listdir(folder) == [checks.CONFIG_FILE]
+    assert os.listdir(folder) == [run_folder.CONFIG_FILE]
     loop._take_folder(make(), config, resume=True)
-    assert sorted(os.listdir(folder)) == [LOCK_FILE, checks.CONFIG_FILE]
+    assert sorted(os.listdir(folder)) == [LOCK_FILE, run_folder.CONFIG_FILE]
 
 
 def test_a_run_folder_in_use_is_said_to_be(folder, other):
-    (folder / checks.CONFIG_FILE).touch()
-    (failure,) = checks.run_folder(Config(run_dir=str(folder)), resume=False)
+    (folder / run_folder.CONFIG_FILE).touch()
+    (failure,) = run_folder.failures(Config(run_dir=str(folder)), resume=False)
     assert f"a run (config.yaml) and is in use by process {other.pid} on " in failure.message
     other.kill()
     other.wait()
-    (failure,) = checks.run_folder(Config(run_dir=str(folder)), resume=False)
+    (failure,) = run_folder.failures(Config(run_dir=str(folder)), resume=False)
     assert "in use" not in failure.message
     _forge(folder, json.dumps(_ELSEWHERE))
     assert run_lock.holder(folder).startswith("process 4711 on node7 ")

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import abc
+import dataclasses
+import functools
 import math
+import typing
 from collections.abc import Iterator
 from typing import Any, ClassVar
 
+import docstring_parser
 import jax
 import numpy as np
+import pydantic
 
 from jaxpipe.runtime.layers.model import Model
-from train.config import Config
+from train.config import Config, Section
 from train.data.stream import Examples
 from train.errors import Failure
 
@@ -19,25 +24,63 @@ PyTree = Any
 
 
 class Task(abc.ABC):
-    """A model family with its data.
+    """A model family with its data, and all that the trainer knows about it.
+
+    The shape of the model is a frozen dataclass with ``num_layers`` and ``dtype``, which raises
+    ValueError if its numbers do not fit together; every line of the message begins with the field
+    at fault, ``model.width=7``. The section ``model`` of the configuration and its command line
+    options follow from it: types from its fields, help from the ``Args:`` of its docstring.
 
     Args:
       config: of the run.
 
     Attributes:
+      default: the shape of a configuration that says nothing about it.
+      fixed: fields of the shape that are no options, since the data decides them.
+      free: fields of the shape that may change from one part of a run to the next, since no weight
+        depends on them.
+      depth: the fields that decide how many layers there are.
       unit: the name of what a row holds, in the plural.
-      units_per_row: how many of them a row holds.
+      data_kind: what ``python -m train.prepare`` calls the data, one of `train.data.folder.KINDS`.
+      report_file: what `report` writes to the run folder; None if it writes nothing.
+      shape: the model's.
+      units_per_row: how many units a row holds.
       num_layers: layers of the pipeline.
       dropout: whether a step needs a random key.
     """
 
+    default: ClassVar[Any]
+    fixed: ClassVar[tuple[str, ...]] = ()
+    free: ClassVar[tuple[str, ...]] = ("dropout",)
+    depth: ClassVar[tuple[str, ...]] = ("num_layers",)
     unit: ClassVar[str]
+    data_kind: ClassVar[str]
+    report_file: ClassVar[str | None] = None
     units_per_row: int
-    num_layers: int
-    dropout: bool = False
 
     def __init__(self, config: Config) -> None:
         self.config = config
+        self.shape: Any = dataclasses.replace(self.default, **config.model.model_dump())
+        self.num_layers: int = self.shape.num_layers
+        self.dropout: bool = getattr(self.shape, "dropout", 0) > 0
+
+    @classmethod
+    @functools.cache
+    def section(cls) -> type[Section]:
+        """The section ``model`` of a configuration: the fields of the shape, with its types."""
+        shape = type(cls.default)
+        types, descriptions = typing.get_type_hints(shape), _descriptions(shape)
+        fields: dict[str, Any] = {
+            field.name: (
+                types[field.name],
+                pydantic.Field(
+                    getattr(cls.default, field.name), description=descriptions[field.name]
+                ),
+            )
+            for field in dataclasses.fields(shape)
+            if field.name not in cls.fixed
+        }
+        return pydantic.create_model(shape.__name__, __base__=Section, **fields)
 
     @abc.abstractmethod
     def model(self, *, train: bool, axis: str | None = "stage") -> Model:
@@ -70,8 +113,7 @@ class Task(abc.ABC):
         try:
             _, heldout = self.load()
         except ValueError as error:
-            message = str(error).replace("model.", f"{self.config.section}.")
-            yield Failure(message, ("data.path",))
+            yield Failure(str(error), ("data.path",))
             return
         needed = self.config.train.eval_batches * batch_size
         if len(heldout) < needed:
@@ -126,3 +168,13 @@ class Task(abc.ABC):
         numbers = np.arange(count, dtype=np.int64) * len(examples) // count
         keys = np.stack([np.zeros(count, np.int64), np.zeros(count, np.int64), numbers], axis=1)
         return examples.read(numbers, keys)
+
+
+def _descriptions(shape: type) -> dict[str, str]:
+    """The ``Args:`` of a dataclass's docstring and of those it extends, each in one line."""
+    return {
+        argument.arg_name: " ".join((argument.description or "").split())
+        for extended in reversed(shape.__mro__)
+        if dataclasses.is_dataclass(extended)
+        for argument in docstring_parser.parse(extended.__doc__ or "").params
+    }
