@@ -204,22 +204,7 @@ def model(config: BERTConfig, *, vocabulary_axis: str | None = None) -> Model:
 
     def head_loss(outer, x, microbatch, rng):
         del rng
-        targets = microbatch["targets"]
-        loss = vocabulary.cross_entropy(
-            _transform(config, outer, x),
-            outer["embed"]["table"],
-            targets,
-            vocab_size=config.vocab_size,
-            bias=outer["head"]["bias"],
-            weights=targets >= 0,
-            axis=vocabulary_axis,
-        )
-        if not config.next_sentence:
-            return loss
-        losses = optax.softmax_cross_entropy_with_integer_labels(
-            _next_sentence(config, outer, x), microbatch["next_sentence"]
-        )
-        return loss + losses.mean()
+        return _loss(config, outer, x, microbatch, axis=vocabulary_axis)
 
     split = None if vocabulary_axis is None else _stage_split(config)
     return Model(embed=embed, layer=layer, head_loss=head_loss, stage_split=split)
@@ -287,6 +272,25 @@ def _embed(config, outer, microbatch, rng, *, axis):
 
 def _transform(config, outer, x):
     return function_of(Transform, config)(outer["head"]["transform"], x)
+
+
+def _loss(config, outer, x, microbatch, *, axis):
+    targets = microbatch["targets"]
+    loss = vocabulary.cross_entropy(
+        _transform(config, outer, x),
+        outer["embed"]["table"],
+        targets,
+        vocab_size=config.vocab_size,
+        bias=outer["head"]["bias"],
+        weights=targets >= 0,
+        axis=axis,
+    )
+    if not config.next_sentence:
+        return loss
+    losses = optax.softmax_cross_entropy_with_integer_labels(
+        _next_sentence(config, outer, x), microbatch["next_sentence"]
+    )
+    return loss + losses.mean()
 
 
 def _next_sentence(config, outer, x):

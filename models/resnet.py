@@ -48,17 +48,17 @@ class ResNetConfig(validation.Validated):
     Args:
       depth: layers with weights. Style "cifar": 6 n + 2 with n blocks in each of three groups (20,
         32, 44, 56; section 4.2). Style "imagenet": 18, 34, 50, 101 or 152 (section 4.1).
-      num_classes: labels.
+      num_classes: number of labels.
       style: "cifar" has a 3x3 stem and shortcuts without parameters (zeros for new channels);
         "imagenet" a 7x7 stem with a max pool, and 1x1 convolutions where the shape changes. The 3x3
         convolution of a bottleneck has the stride.
-      channels: of the images.
+      channels: channels of the images.
       width: channels of the first group, doubled by each further one; None for 16 ("cifar") or 64
         ("imagenet").
       norm: "group" (Wu and He 2018), the same for every number of rows; or "batch", whose
         statistics are those of the rows of one microbatch on one data shard.
-      num_groups: of GroupNorm, a divisor of ``width``; None for the largest one up to 32 (section
-        4 there) with two channels per group. Channels per group double with the width.
+      num_groups: groups of GroupNorm, a divisor of ``width``; None for the largest one up to 32
+        (section 4 there) with two channels per group. Channels per group double with the width.
       dtype: compute dtype, "float32" or "bfloat16".
 
     Raises:

@@ -247,16 +247,7 @@ def model(config: TransformerConfig, *, vocabulary_axis: str | None = None) -> M
 
     def head_loss(outer, x, microbatch, rng):
         del rng
-        targets = microbatch["target"][:, 1:]
-        return vocabulary.cross_entropy(
-            x["target"],
-            outer["embed"]["table"],
-            targets,
-            vocab_size=config.vocab_size,
-            weights=targets != config.pad_id,
-            label_smoothing=config.label_smoothing,
-            axis=vocabulary_axis,
-        )
+        return _loss(config, outer, x["target"], microbatch["target"][:, 1:], axis=vocabulary_axis)
 
     layers = (encoder,) * config.num_encoder_layers + (decoder,) * config.num_decoder_layers
     split = None if vocabulary_axis is None else {"embed": {"table": 0}, "head": {}}
@@ -301,6 +292,18 @@ def scores(outer: PyTree, x: jax.Array) -> jax.Array:
     """Logits of a decoder's output: float32 [..., vocab_size] of x [..., width]."""
     table = outer["embed"]["table"].astype(x.dtype)
     return jnp.einsum("...e,ve->...v", x, table, preferred_element_type=jnp.float32)
+
+
+def _loss(config, outer, x_BTE, targets_BT, *, axis):
+    return vocabulary.cross_entropy(
+        x_BTE,
+        outer["embed"]["table"],
+        targets_BT,
+        vocab_size=config.vocab_size,
+        weights=targets_BT != config.pad_id,
+        label_smoothing=config.label_smoothing,
+        axis=axis,
+    )
 
 
 def _embed(config, outer, tokens_BT, rng, *, axis, name):

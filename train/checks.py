@@ -1,7 +1,7 @@
-"""Whether a configuration can run: every rule that needs no device, all failures collected.
+"""Checks whether a configuration can run: all rules that need no device, all failures at once.
 
-A rule yields `Failure`s that name the fields it reads; what reads a field that has no usable value
-is left out of the report, so that one mistake is reported once.
+A rule yields `Failure`s that name the fields it reads. A failure that reads a field without a
+usable value is left out, so that each mistake is reported once.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ def check(
     """Applies every rule.
 
     Args:
-      config: names and types are already right.
+      config: its names and types are right.
       resume: the run folder may hold a run.
       writes: the run folder will be written to.
-      reads: the data will be read; if not, it need not be there, but must fit if it is.
+      reads: the data will be read. If not, it need not exist, but must fit if it does.
 
     Returns:
       What is wrong; empty if nothing is.
@@ -61,24 +61,24 @@ def check(
 
 
 def in_range(config: Config) -> tuple[Config, list[Failure]]:
-    """Applies the ranges of single fields, so that whatever follows may divide by a count.
+    """Applies the ranges of single fields, so that later rules may divide by a count.
 
     Args:
-      config: names and types are already right.
+      config: its names and types are right.
 
     Returns:
-      The configuration with defaults where a field is out of its range, and what is wrong.
+      The configuration with defaults in fields that are out of range, and what is wrong.
     """
     failures = list(_ranges(config))
     return config.reset(field for failure in failures for field in failure.fields), failures
 
 
 def without(failures: Iterable[Failure], broken: Iterable[Failure]) -> list[Failure]:
-    """Leaves out failures about fields that another failure already is about.
+    """Leaves out failures that read a field which another failure already reports.
 
     Args:
-      failures: from `check`, on a configuration with defaults where ``broken`` was.
-      broken: failures of names and types.
+      failures: from `check`, of a configuration with defaults in the broken fields.
+      broken: failures of names, types and ranges.
     """
     fields = {field for failure in broken for field in failure.fields}
 
@@ -93,7 +93,7 @@ def device_failures(config: Config, *, num_devices: int, platform: str) -> list[
 
     Args:
       config: the configuration.
-      num_devices: devices there are.
+      num_devices: how many devices there are.
       platform: such as "cpu" or "gpu".
     """
     stage, shards = config.mesh.stage, config.mesh.data
@@ -205,7 +205,7 @@ def _asynchronous(config: Config) -> Iterator[Failure]:
             if getattr(settings, field) != default:
                 yield Failure(
                     f"asynchronous.{field}={getattr(settings, field)} has no effect: "
-                    f"pipeline.schedule={name} drains the pipeline in every step, and no weights "
+                    f"pipeline.schedule={name} drains the pipeline in every step, so no weights "
                     f"are late. Nearest valid: {default}, or pipeline.schedule=pipemare.",
                     (f"asynchronous.{field}", "pipeline.schedule"),
                 )
@@ -282,8 +282,6 @@ def _batch(config: Config) -> Iterator[Failure]:
         config.pipeline.microbatches,
         config.mesh.data,
     )
-    if size < 1 or count < 1 or shards < 1:
-        return
     sizes = _multiples(size, count * shards)
     fields = ("train.batch_size", "pipeline.microbatches")
     if size % count:
@@ -314,7 +312,7 @@ def _multiples(value: int, unit: int) -> str:
 
 def _data(config: Config) -> Iterator[Failure]:
     folder, task = Path(config.data.path), tasks.make(config)
-    if folder.is_dir():
+    if task.data_kind is None or folder.is_dir():
         yield from task.data_failures()
         return
     hint = prepare_hint(folder, config.data.prepare or task.data_kind)

@@ -1,4 +1,4 @@
-"""``--dry-run``: draw the schedule, compile, and hold predicted against compiled memory."""
+"""``--dry-run``: draws the schedule, compiles, and compares predicted with compiled memory."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from train.step import Setup
 
 _MB = 1e6
 _WIDTH = 120
-"""Columns where there is no terminal to ask."""
+"""Columns of a line without a terminal."""
 
 
 def run(config: Config) -> None:
@@ -54,7 +54,7 @@ def _show_timeline(console: Console, setup: Setup) -> None:
 
 
 def _show_steady_state(console: Console, setup: Setup, mode: Asynchronous) -> None:
-    """Ticks, delays and versions; how much of the run works; what T1, T2 and T3 do."""
+    """Shows ticks, delays and versions, the utilization, and what T1, T2 and T3 do."""
     config, steady, costs = setup.config, mode.steady, setup.chunk_costs
     warmup = config.asynchronous.warmup_steps
     rescheduling, decay = configured.techniques(config)
@@ -98,7 +98,7 @@ def _show_temporaries(console: Console, setup: Setup) -> None:
 
 
 def _show_transfers(console: Console, setup: Setup) -> None:
-    """How often the data axis works on a chunk; gradients are reduced in slots from ZeRO-2 on."""
+    """Shows how often chunks are gathered and reduced over data, from ZeRO-2 on."""
     table, zero = setup.pipe.table, setup.pipe.zero
     gathered, reduced = max(table.gathers.counts), max(table.reduces.counts)
     gathers = f"gathers up to {gathered} chunks of weights and " if zero == 3 else ""
@@ -112,7 +112,7 @@ def _show_transfers(console: Console, setup: Setup) -> None:
 
 
 def _show_carried(console: Console, mode: Asynchronous) -> None:
-    """A pipeline that never drains keeps its buffers from step to step: they are arguments."""
+    """Shows the buffers that an asynchronous pipeline carries from step to step."""
     table = Table("carried from step to step", "MB", title="memory per device")
     for name, size in mode.carried_bytes().items():
         table.add_row(name, f"{size / _MB:.2f}")

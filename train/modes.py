@@ -1,4 +1,4 @@
-"""The two ways a run takes its steps: draining the pipeline in each, or never.
+"""The two modes of training: the pipeline drains in every step, or never.
 
 The loop knows only a `Mode`, and does not look into what its steps *carry*. A mode begins from a
 `TrainState` and can be settled into one. Synchronous and asynchronous steps can therefore follow
@@ -38,17 +38,17 @@ _CARRIED = {
     "flight.gradients": "gradient sums",
     "flight.outer_gradients": "gradient sums",
 }
-"""What the parts of an asynchronous pipeline's state are."""
+"""Names of the parts of an asynchronous pipeline's state, as --dry-run shows them."""
 
 
 class Mode(abc.ABC):
-    """A way to take steps.
+    """A way of running training steps.
 
     Args:
       setup: what to run.
 
     Attributes:
-      first: steps done when the pipeline was last empty.
+      first: the number of steps done when the pipeline was last empty.
     """
 
     first = 0
@@ -58,52 +58,52 @@ class Mode(abc.ABC):
 
     @abc.abstractmethod
     def begin(self, state: TrainState, step: int) -> PyTree:
-        """What the steps after this one carry."""
+        """Returns what the steps after this one carry."""
 
     @abc.abstractmethod
     def compile(self) -> jax.stages.Compiled:
-        """``(carried, batch, rng) -> (carried, values)``; donates what is carried."""
+        """Compiles ``(carried, batch, rng) -> (carried, values)``, which donates ``carried``."""
 
     @abc.abstractmethod
     def settle(self, carried: PyTree) -> tuple[TrainState, np.ndarray]:
-        """The state after every batch that has entered, and the losses that were still to come.
+        """Returns the state after every batch that has entered, and the losses that were pending.
 
-        What is carried stays as it is: training goes on from it undisturbed.
+        What is carried does not change, so that training can continue from it.
         """
 
     @property
     @abc.abstractmethod
     def saved_shapes(self) -> PyTree:
-        """Shapes and shardings of what `to_saved` gives."""
+        """Shapes and shardings of what `to_saved` returns."""
 
     @abc.abstractmethod
     def to_saved(self, carried: PyTree) -> PyTree:
-        """What a checkpoint holds."""
+        """Returns what a checkpoint holds."""
 
     @abc.abstractmethod
     def from_saved(self, saved: PyTree, step: int) -> PyTree:
-        """Undoes `to_saved`; ``step`` are the steps done."""
+        """Undoes `to_saved`; ``step`` is the number of steps done."""
 
     def layout(self) -> dict[str, Any] | None:
-        """The layout that alone continues what is saved; None if any does."""
+        """Returns the only layout that can continue what is saved; None if any can."""
         return None
 
     def loss_step(self, step: int) -> int | None:
-        """The step whose batch's loss comes out of a step; None while the pipeline fills."""
+        """Returns the step whose loss a step yields; None while the pipeline fills."""
         return step
 
     @abc.abstractmethod
     def bubble(self, step: int) -> float:
-        """Share of idle time in a step: what the schedule and the stages' costs make of it."""
+        """Predicts the share of idle time in a step from the schedule and the stages' costs."""
 
     def metrics(self, step: int, values: dict[str, jax.Array]) -> dict[str, Any]:
-        """What a step tells beside loss and gradient norm."""
+        """Returns what is recorded of a step in addition to loss and gradient norm."""
         del step, values
         return {}
 
 
 class Synchronous(Mode):
-    """Every step drains the pipeline; carries the `TrainState`."""
+    """Every step drains the pipeline. Steps carry the `TrainState`."""
 
     def begin(self, state, step):
         self.first = step
@@ -134,7 +134,7 @@ class Synchronous(Mode):
 
 
 class Asynchronous(Mode):
-    """The pipeline never drains; carries everything in flight."""
+    """The pipeline never drains. Steps carry everything in flight."""
 
     def __init__(self, setup: Setup) -> None:
         super().__init__(setup)
@@ -223,7 +223,9 @@ class Asynchronous(Mode):
 
         def restore(saved):
             def leaf(name, shape):
-                if name not in saved:  # when the states of layers had one value for all data shards
+                if (
+                    name not in saved
+                ):  # saved when states of layers had one value for all data shards
                     return jnp.broadcast_to(saved[name.removeprefix("flight.")], shape.shape)
                 return jax.random.wrap_key_data(saved[name]) if _is_key(shape) else saved[name]
 
@@ -264,12 +266,12 @@ class Asynchronous(Mode):
 
     @cached_property
     def weight_bytes(self) -> int:
-        """Bytes of all versions of all weights and of T2's mean steps, however they are sharded."""
+        """Bytes of all versions of all weights and of T2's mean steps, over all devices."""
         kept = self.shapes["weights"], self.shapes["delta"]
         return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(kept))
 
     def carried_bytes(self) -> dict[str, int]:
-        """What each device carries from step to step, in bytes by what it is."""
+        """Returns the bytes that each device carries from step to step, by kind."""
         sizes: dict[str, int] = {}
         for path, leaf in self.saved_shapes.items():
             part, *rest = path.split(".")
@@ -297,7 +299,7 @@ class Modes:
         return Asynchronous(self._setup)
 
     def after(self, step: int) -> Mode:
-        """The mode of the step after so many."""
+        """Returns the mode of the next step, given the number of steps done."""
         config = self._setup.config
         if configured.is_asynchronous(config) and step >= config.asynchronous.warmup_steps:
             return self.asynchronous
@@ -305,7 +307,7 @@ class Modes:
 
 
 def layout_of(setup: Setup) -> dict[str, Any]:
-    """What decides the shapes and the meaning of what is in flight, by the field's path."""
+    """Returns the fields that decide the shapes and the meaning of what is in flight, by path."""
     config: Config = setup.config
     fields = [
         *("mesh.stage", "mesh.data", "pipeline.schedule", "pipeline.microbatches"),
@@ -323,7 +325,7 @@ def layout_of(setup: Setup) -> dict[str, Any]:
 
 
 def device_bytes(shapes: PyTree) -> int:
-    """Bytes of each device's parts of arrays, of which shapes and shardings are given."""
+    """Returns the bytes per device of arrays with these shapes and shardings."""
     return sum(
         math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
         for leaf in jax.tree.leaves(shapes)
@@ -331,7 +333,7 @@ def device_bytes(shapes: PyTree) -> int:
 
 
 def _by_name(tree: PyTree) -> dict[str, Any]:
-    """A tree's leaves by their paths, in its own order."""
+    """Returns the leaves of a tree by path, in the order of the tree."""
     return {
         jax.tree_util.keystr(path, simple=True, separator="."): leaf
         for path, leaf in jax.tree.leaves_with_path(tree)
@@ -343,5 +345,5 @@ def _is_key(leaf) -> bool:
 
 
 def _saved(leaf: jax.Array) -> jax.Array:
-    """A leaf to write: a copy, since the next step may overwrite the array itself."""
+    """Copies a leaf to save, since the next step may overwrite the array itself."""
     return jax.random.key_data(leaf) if _is_key(leaf) else jnp.copy(leaf)

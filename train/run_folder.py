@@ -1,4 +1,4 @@
-"""The run folder: what its files are called, and whether a run may use it."""
+"""The run folder: the names of its files, and whether a run may use it."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ FILES = (CONFIG_FILE, METRICS_FILE, CHECKPOINTS, CHOICE_FILE, *_PICTURES, TENSOR
 
 
 def failures(config: Config, *, resume: bool) -> Iterator[Failure]:
-    """Why the run folder cannot be used: it holds a run, or cannot be written."""
+    """Says why the run folder cannot be used: it holds a run, or cannot be written."""
     if not resume:
         yield from _existing_run(config)
     yield from _writable(config)
@@ -47,7 +47,7 @@ def _existing_run(config: Config) -> Iterator[Failure]:
 
 
 def _writable(config: Config) -> Iterator[Failure]:
-    """Tries it and cleans up: permissions alone tell little on network and full disks."""
+    """Tries to write: permissions alone say little about network file systems and full disks."""
     folder = Path(config.run_dir)
     try:
         missing = run_lock.missing_folders(folder)
@@ -64,7 +64,7 @@ def _writable(config: Config) -> Iterator[Failure]:
 
 
 def unwritable(config: Config, error: OSError) -> Failure:
-    """What to say when the operating system refuses a write to the run folder."""
+    """Returns the failure of a run folder that the operating system does not let us write to."""
     return Failure(
         f"run_dir={config.run_dir} cannot be written: {error.strerror or error}. Free some "
         "space or name another --run-dir.",

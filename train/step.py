@@ -1,4 +1,4 @@
-"""What is compiled: the model in its pipeline, the optimizer, and one training step."""
+"""What a run compiles: the model in its pipeline, the optimizer, and one training step."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ PyTree = Any
 
 @dataclasses.dataclass(frozen=True)
 class TrainState:
-    """What a step changes.
+    """What a training step changes.
 
     Args:
       params: placed parameters.
@@ -53,8 +53,8 @@ class Setup:
 
     Args:
       config: a checked configuration; the devices it needs are there.
-      choice: the schedule and the partition to keep; None to choose them. That of process 0 is
-        every process's.
+      choice: the schedule and the partition to keep; None to choose them. Every process takes those
+        of process 0.
 
     Example:
       >>> setup = Setup(config)  # doctest: +SKIP
@@ -67,7 +67,7 @@ class Setup:
         self.task = tasks.make(config)
         self.mesh = make_mesh(stage=config.mesh.stage, data=config.mesh.data)
         self.shapes = jax.eval_shape(self.task.init, self._key)
-        # A measurement differs from process to process.
+        # Measurements differ between processes.
         chosen = distributed.from_first(lambda: (choice or self._choose()).to_json())
         self.choice = Choice.from_json(chosen)
         self.schedule = self.choice.schedule
@@ -81,7 +81,7 @@ class Setup:
         return Choice(configured.build(self.config, counts), counts, tuple(costs))
 
     def _partition(self) -> tuple[list[float], tuple[int, ...]]:
-        """What every layer costs, and the layers of every chunk."""
+        """Returns the cost of every layer, and the number of layers of every chunk."""
         settings, order = self.config.pipeline, configured.order(self.config)
         rule, alike = settings.partition, not isinstance(self.shapes["layers"], tuple)
         even = [1.0] * self.task.num_layers
@@ -89,7 +89,7 @@ class Setup:
         limit = settings.stage_memory
         if limit is None and alike:
             return even, counts
-        # Any partition will do to look at the layers.
+        # Any partition serves to inspect the layers.
         probe = self._pipeline(dataclasses.replace(order, slices=None), counts)
         batch, rng = self._batch_shapes(probe), jax.eval_shape(lambda: self.rng(0))
         parts = layer_costs(probe, batch, rng, measure=rule == "measured")
@@ -102,11 +102,11 @@ class Setup:
 
     @cached_property
     def chunk_costs(self) -> list[Costs]:
-        """What every virtual stage costs, by its layers; ``costs.*`` are a mean one's."""
+        """The costs of every virtual stage, by its layers; ``costs.*`` are their average."""
         return chunk_costs(configured.costs(self.config), self.layer_costs, self.layer_counts)
 
     def _memory(self, probe: Pipeline, batch: PyTree, rng, limit: float) -> Memory:
-        """What layers keep: weights, gradients and two moments of Adam, and their residuals."""
+        """What layers keep: weights, gradients, two moments of Adam, and residuals."""
         parameters, residuals = layer_bytes(probe, batch, rng)
         levels, peak = [3, 2, 1, 1], 0
         if configured.is_asynchronous(self.config):
@@ -140,7 +140,7 @@ class Setup:
 
     @cached_property
     def _decays(self) -> PyTree:
-        """Which of the placed parameters decay: booleans, or arrays of them for packed layers."""
+        """Which of the placed parameters decay: booleans, or boolean arrays for packed layers."""
         decays, layers = decaying(self.shapes), self.shapes["layers"]
         if self.config.pipeline.weights == "unrolled":
             return decays | {
@@ -160,7 +160,7 @@ class Setup:
         return jax.random.key(self.config.train.seed)
 
     def rng(self, step: int) -> jax.Array | None:
-        """The key of a step, or None for a model without dropout."""
+        """Returns the key of a step, or None for a model without dropout."""
         if not self.task.dropout:
             return None
         return jax.random.fold_in(self._key, step)
@@ -171,7 +171,7 @@ class Setup:
 
     @property
     def state_shardings(self) -> TrainState:
-        """Where the state is."""
+        """How the state is sharded."""
         return jax.tree.map(lambda leaf: leaf.sharding, self.state_shapes)
 
     @cached_property
@@ -185,7 +185,7 @@ class Setup:
 
     @cached_property
     def canonical_shapes(self) -> TrainState:
-        """The same in canonical order: what a checkpoint holds."""
+        """The same in canonical order, as a checkpoint holds it."""
         optimizer = jax.eval_shape(self.optimizer.init, self.shapes)
         state = TrainState(self.shapes, optimizer, self.pipe.canonical_states)
         shardings = self.pipe.map_parameters(
@@ -207,7 +207,7 @@ class Setup:
         return jax.tree.map(batch, self.task.row_shapes())
 
     def init(self) -> TrainState:
-        """Initial weights and optimizer state, made where they live."""
+        """Makes the initial weights and optimizer state on the devices that hold them."""
 
         def make(key):
             params = self.pipe.place(self.task.init(key))
@@ -217,7 +217,7 @@ class Setup:
         return jax.jit(make, out_shardings=self.state_shardings)(self._key)
 
     def to_canonical(self, state: TrainState) -> TrainState:
-        """Undoes placing, for the optimizer state, too; no layout is left in it."""
+        """Undoes placing, also of the optimizer state; the result does not depend on the layout."""
         return TrainState(
             self.pipe.unplace(state.params),
             self.pipe.map_parameters(self.pipe.unplace, state.optimizer),
@@ -266,17 +266,17 @@ class Setup:
 
 
 def learning_rate(config: OptimizerConfig, *, num_steps: int) -> optax.Schedule:
-    """Linear warm-up from 0 to the peak, then a cosine that ends at ``num_steps``.
+    """Makes the learning rate: a linear warm-up from 0 to the peak, then a cosine decay.
 
     Args:
       config: peak, length of the warm-up, last value.
-      num_steps: optimizer steps of the run, at least 1.
+      num_steps: optimizer steps of the run, at least 1; the decay ends there.
 
     Example:
       >>> float(learning_rate(OptimizerConfig(peak_lr=1.0, warmup_steps=2), num_steps=9)(1))
       0.5
     """
-    if config.warmup_steps == num_steps:  # optax's cosine needs a step of its own
+    if config.warmup_steps == num_steps:  # optax's cosine needs at least one step
         return optax.linear_schedule(0.0, config.peak_lr, num_steps)
     return optax.warmup_cosine_decay_schedule(
         init_value=0.0,
@@ -288,7 +288,7 @@ def learning_rate(config: OptimizerConfig, *, num_steps: int) -> optax.Schedule:
 
 
 def decaying(shapes: PyTree) -> PyTree:
-    """Which canonical parameters decay: matrices and kernels do, vectors do not."""
+    """Says which canonical parameters decay: matrices and kernels do, vectors do not."""
     stacked = not isinstance(shapes["layers"], tuple)
     return {
         name: jax.tree.map(
@@ -300,18 +300,18 @@ def decaying(shapes: PyTree) -> PyTree:
 
 def make_optimizer(
     config: OptimizerConfig,
-    schedule: optax.Schedule,
+    rate: optax.Schedule,
     decays: Callable[[], PyTree],
     *,
     clips: bool = True,
 ) -> optax.GradientTransformation:
-    """AdamW after clipping by the norm of the whole gradient.
+    """Makes AdamW after clipping by the norm of the whole gradient.
 
     Args:
       config: its numbers.
-      schedule: the learning rate of a step.
-      decays: returns which parameters decay, a tree like them of booleans or boolean arrays (packed
-        layers are one array, so that a mask of whole leaves cannot say it).
+      rate: the learning rate of a step.
+      decays: returns which parameters decay: a tree of the same structure, of booleans or boolean
+        arrays (packed layers are one array, of which only parts decay).
       clips: False leaves clipping to an asynchronous pipeline; the state is the same.
     """
 
@@ -329,14 +329,14 @@ def make_optimizer(
         optax.clip_by_global_norm(config.clip_norm) if clips else optax.identity(),
         optax.scale_by_adam(b1=config.beta1, b2=config.beta2),
         optax.stateless(decay),
-        optax.scale_by_learning_rate(schedule),
+        optax.scale_by_learning_rate(rate),
     )
 
 
 def _own_part(mask: Any, shape: tuple[int, ...]) -> Any:
-    """What a mask of packed layers, ``[stages, data shards, columns]``, says about weights.
+    """Cuts a mask of packed layers, ``[stages, data shards, columns]``, to the weights at hand.
 
-    In an asynchronous pipeline the optimizer sees a device's own part of them.
+    In an asynchronous pipeline the optimizer sees only a device's own part of them.
     """
     for dim, axis in enumerate((STAGE, DATA)):
         if np.ndim(mask) > 0 and np.shape(mask)[dim] != shape[dim]:
@@ -346,5 +346,5 @@ def _own_part(mask: Any, shape: tuple[int, ...]) -> Any:
 
 
 def with_sharding(leaf, sharding) -> jax.ShapeDtypeStruct:
-    """An array's shape and dtype, and where it is to be."""
+    """Returns an array's shape and dtype with a sharding."""
     return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)

@@ -1,4 +1,4 @@
-"""The interface between the trainer and a task."""
+"""The interface between the trainer and a model family with its data."""
 
 from __future__ import annotations
 
@@ -24,26 +24,26 @@ PyTree = Any
 
 
 class Task(abc.ABC):
-    """A model family with its data, and all that the trainer knows about it.
+    """A model family with its data: all that the trainer knows about it.
 
-    The shape of the model is a frozen dataclass with ``num_layers`` and ``dtype``, which raises
-    ValueError if its numbers do not fit together; every line of the message begins with the field
-    at fault, ``model.width=7``. The section ``model`` of the configuration and its command line
-    options follow from it: types from its fields, help from the ``Args:`` of its docstring.
+    The shape of the model is a frozen dataclass with ``num_layers`` and ``dtype``. It raises
+    ValueError if its numbers do not fit together, with one line per problem that begins with the
+    field, as in ``model.width=7``. The section ``model`` of the configuration and its options
+    follow from the shape: their types from its fields, their help from its docstring's ``Args:``.
 
     Args:
       config: of the run.
 
     Attributes:
-      default: the shape of a configuration that says nothing about it.
-      fixed: fields of the shape that are no options, since the data decides them.
-      free: fields of the shape that may change from one part of a run to the next, since no weight
-        depends on them.
-      depth: the fields that decide how many layers there are.
-      unit: the name of what a row holds, in the plural.
-      data_kind: what ``python -m train.prepare`` calls the data, one of `train.data.folder.KINDS`.
-      report_file: what `report` writes to the run folder; None if it writes nothing.
-      shape: the model's.
+      default: the shape if the configuration sets no field of it.
+      fixed: fields of the shape that are no options, because the data decides them.
+      free: fields of the shape that may change when a run is resumed, because no weight depends on
+        them.
+      depth: fields that decide the number of layers.
+      unit: what a row holds, in the plural, such as "tokens".
+      data_kind: one of `train.data.folder.KINDS`; None if ``data.path`` is not read.
+      report_file: the file that `report` writes to the run folder; None if it writes none.
+      shape: that of the model.
       units_per_row: how many units a row holds.
       num_layers: layers of the pipeline.
       dropout: whether a step needs a random key.
@@ -54,7 +54,7 @@ class Task(abc.ABC):
     free: ClassVar[tuple[str, ...]] = ("dropout",)
     depth: ClassVar[tuple[str, ...]] = ("num_layers",)
     unit: ClassVar[str]
-    data_kind: ClassVar[str]
+    data_kind: ClassVar[str | None] = None
     report_file: ClassVar[str | None] = None
     units_per_row: int
 
@@ -67,14 +67,14 @@ class Task(abc.ABC):
     @classmethod
     @functools.cache
     def section(cls) -> type[Section]:
-        """The section ``model`` of a configuration: the fields of the shape, with its types."""
+        """Returns the type of the section ``model``: the shape's fields except the fixed ones."""
         shape = type(cls.default)
         types, descriptions = typing.get_type_hints(shape), _descriptions(shape)
         fields: dict[str, Any] = {
             field.name: (
                 types[field.name],
                 pydantic.Field(
-                    getattr(cls.default, field.name), description=descriptions[field.name]
+                    getattr(cls.default, field.name), description=descriptions.get(field.name)
                 ),
             )
             for field in dataclasses.fields(shape)
@@ -84,7 +84,7 @@ class Task(abc.ABC):
 
     @abc.abstractmethod
     def model(self, *, train: bool, axis: str | None = "stage") -> Model:
-        """The model.
+        """Makes the model.
 
         Args:
           train: False for evaluation.
@@ -93,22 +93,22 @@ class Task(abc.ABC):
 
     @abc.abstractmethod
     def init(self, rng: jax.Array) -> PyTree:
-        """Canonical initial parameters."""
+        """Makes the canonical initial parameters."""
 
     def init_states(self) -> tuple[PyTree, ...] | None:
-        """Initial states of the layers, or None if they keep none."""
+        """Makes the initial states of the layers; None if they keep none."""
         return None
 
     @abc.abstractmethod
     def load(self) -> tuple[Examples, Examples]:
-        """The examples to train on and the held-out ones.
+        """Loads the examples to train on and the held-out ones.
 
         Raises:
           ValueError: the data is missing or damaged, or does not fit the model.
         """
 
     def data_failures(self) -> Iterator[Failure]:
-        """The problems of the data, found before anything is compiled."""
+        """Yields the problems of the data, before anything is compiled."""
         path, batch_size = self.config.data.path, self.config.train.batch_size
         try:
             _, heldout = self.load()
@@ -130,40 +130,40 @@ class Task(abc.ABC):
 
     @abc.abstractmethod
     def row_shapes(self) -> dict[str, jax.ShapeDtypeStruct]:
-        """Shape and dtype of one row of a batch, by name."""
+        """Returns shape and dtype of one row of a batch, by name."""
 
     @abc.abstractmethod
     def data_digest(self) -> str:
-        """A digest of the tokenizer or the data, which a continued run must share."""
+        """Returns a digest of the tokenizer or the data, which must not change during a run."""
 
     def flops_per_row(self) -> int | None:
-        """Floating-point operations of a training step for one row; None if not counted."""
+        """Returns the floating-point operations of a training step per row; None if not counted."""
         return None
 
     @abc.abstractmethod
     def baseline(self, train: Examples, heldout: Examples) -> str:
-        """The loss or score of a trivial model of the same data, in words."""
+        """Returns the loss or score of a trivial model of the same data, in words."""
 
     @abc.abstractmethod
     def report(self, params: PyTree, states: PyTree, heldout: Examples) -> tuple[str, float | None]:
-        """Measures what the trained model can do at the end of a run; may write to ``run_dir``.
+        """Measures the trained model at the end of a run; may write to ``run_dir``.
 
         Args:
           params: canonical, on the host.
-          states: of the layers, likewise, or None.
+          states: those of the layers, likewise, or None.
           heldout: the held-out examples.
 
         Returns:
-          The result in words, and as one number, higher is better; None if there is none.
+          The result in words, and as a number of which higher is better; None if there is none.
         """
 
     def num_parameters(self) -> int:
-        """Parameters of the whole model."""
+        """Returns the number of parameters of the whole model."""
         shapes = jax.eval_shape(self.init, jax.random.key(0))
         return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(shapes))
 
     def rows(self, examples: Examples, most: int) -> dict[str, np.ndarray]:
-        """Up to ``most`` examples, spread evenly, read as an evaluation reads them."""
+        """Reads up to ``most`` evenly spread examples, as an evaluation does."""
         count = min(most, len(examples))
         numbers = np.arange(count, dtype=np.int64) * len(examples) // count
         keys = np.stack([np.zeros(count, np.int64), np.zeros(count, np.int64), numbers], axis=1)
@@ -171,10 +171,10 @@ class Task(abc.ABC):
 
 
 def _descriptions(shape: type) -> dict[str, str]:
-    """The ``Args:`` of a dataclass's docstring and of those it extends, each in one line."""
-    return {
-        argument.arg_name: " ".join((argument.description or "").split())
-        for extended in reversed(shape.__mro__)
-        if dataclasses.is_dataclass(extended)
-        for argument in docstring_parser.parse(extended.__doc__ or "").params
-    }
+    """Returns the ``Args:`` of a dataclass's docstring and of those that it extends, by name."""
+    found = {}
+    for extended in filter(dataclasses.is_dataclass, reversed(shape.__mro__)):
+        for argument in docstring_parser.parse(extended.__doc__ or "").params:
+            text = " ".join((argument.description or "").split())
+            found[argument.arg_name] = text[:1].upper() + text[1:]
+    return found

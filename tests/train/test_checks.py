@@ -144,7 +144,7 @@ RULES = [
     (
         {"asynchronous.warmup_steps": 3},
         "asynchronous.warmup_steps=3 has no effect: pipeline.schedule=1f1b drains the pipeline in "
-        "every step, and no weights are late. Nearest valid: 0, or pipeline.schedule=pipemare.",
+        "every step, so no weights are late. Nearest valid: 0, or pipeline.schedule=pipemare.",
     ),
     (
         {"pipeline.schedule": "pipemare", "pipeline.weights": "unrolled"},

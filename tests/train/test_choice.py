@@ -13,7 +13,7 @@ from tiny_tasks import TINY
 
 from jaxpipe.schedule.formats.json_format import to_json
 from jaxpipe.schedule.simulate import Costs
-from train import choice, configured, distributed, loop, step
+from train import choice, configured, distributed, start, step
 from train.choice import Choice
 from train.config import Config
 from train.errors import ConfigError, Failure
@@ -93,7 +93,7 @@ def test_a_setting_that_does_not_decide_may_change(path, recorded, other):
         {"pipeline__remat": "full"},
         {"costs__b": 2.0},
         {"costs__message": 0.5},
-        {"task": "bert", "bert": {"num_layers": 4}},
+        {"task": "bert", "model": {"num_layers": 4}},
     ],
     ids=lambda other: next(iter(other)),
 )
@@ -133,7 +133,7 @@ def test_a_resume_says_what_it_does_with_the_record(path, recorded, kind):
     if kind == "a folder":
         path.mkdir()
     said = io.StringIO()
-    found = loop._recorded(path, _config(), Console(file=said))
+    found = start.recorded_choice(path, _config(), Console(file=said))
     assert found == (recorded if kind == "whole" else None)
     lines = {
         "whole": f"schedule and partition as recorded in {path}\n",

@@ -1,7 +1,8 @@
-"""The task of a run: a model family, its data, and its score. Every file here holds one.
+"""Tasks, one per file: each a model family with its data and its score.
 
-A file declares the one subclass of `train.task.Task` that `find` looks for, and nothing else names
-it: a new family is a new file. A class of your own, elsewhere, is named as ``module:Class``.
+A file defines one subclass of `train.task.Task`. `find` looks it up by the name of the file, and
+nothing else names it, so that a new family is one new file. A class of your own in another place is
+named ``module:Class``.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ class UnknownTaskError(ValueError):
     """No family has this name.
 
     Args:
-      expected: the names that there are, in words.
+      expected: what would be valid, in words.
     """
 
     def __init__(self, expected: str) -> None:
@@ -31,19 +32,19 @@ class UnknownTaskError(ValueError):
 
 @functools.cache
 def names() -> tuple[str, ...]:
-    """The names of the families that come with the trainer."""
+    """Returns the names of the families that come with the trainer."""
     return tuple(sorted(module.name for module in pkgutil.iter_modules(__path__)))
 
 
 @functools.cache
 def find(name: str) -> type[Task]:
-    """Imports a family, and jax with it.
+    """Imports a family, and with it jax.
 
     Args:
       name: one of `names`, or ``module:Class``.
 
     Raises:
-      UnknownTaskError: there is none.
+      UnknownTaskError: there is no such family.
     """
     module_name, _, class_name = name.partition(":")
     if class_name:
@@ -57,7 +58,7 @@ def find(name: str) -> type[Task]:
 
 
 def make(config: Config) -> Task:
-    """The task of a configuration.
+    """Makes the task of a configuration.
 
     Raises:
       ValueError: the model's numbers do not fit together; the message names the fields.
