@@ -204,6 +204,16 @@ def test_wrong_names_in_the_section_of_an_older_file(tmp_path):
     assert f"model.dept in {path} is not a field. Nearest valid: model.depth" in message
 
 
+def test_options_of_older_versions_are_refused_with_their_new_names():
+    options = ["--task", "resnet", "--resnet.num-classes", "3", "--resnet.depth=8"]
+    with pytest.raises(errors.ConfigError) as error:
+        command_line.parse(options)
+    assert str(error.value).splitlines() == [
+        "--resnet.num-classes has another name now: --model.num-classes.",
+        "--resnet.depth=8 has another name now: --model.depth=8.",
+    ]
+
+
 def test_another_task_than_that_of_the_file(tmp_path):
     path = _write(tmp_path, "task: resnet\nmodel: {depth: 14, norm: batch}\nmesh: {data: 3}\n")
     invocation = command_line.parse(["--config", str(path), "--task", "gpt", "--model.width", "8"])

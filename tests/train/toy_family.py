@@ -80,7 +80,7 @@ class Toy(Task):
         return {"embed": {}, "layers": layers, "head": jnp.ones(width)}
 
     def load(self):
-        return Numbers(64, 0, self.shape), Numbers(16, 1, self.shape)
+        return Numbers(64, 0, self.shape), Numbers(128, 1, self.shape)
 
     def row_shapes(self):
         shape = self.shape.width
