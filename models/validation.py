@@ -2,8 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from typing import Any
+import typing
+from collections.abc import Iterator
+from typing import Any, Literal
+
+
+class Validated:
+    """A dataclass that refuses numbers that do not fit together, all of them in one message."""
+
+    def __post_init__(self) -> None:
+        if failures := list(self.failures()):
+            raise ValueError("\n".join(failures))
+
+    def failures(self) -> Iterator[str]:
+        """What is wrong; each sentence begins with the field at fault, as in ``model.width=7``."""
+        raise NotImplementedError
 
 
 def small_counts(config: Any, *names: str) -> Iterator[str]:
@@ -14,11 +27,19 @@ def small_counts(config: Any, *names: str) -> Iterator[str]:
             yield f"model.{name}={value} must be at least 1. Nearest valid: 1."
 
 
-def wrong_choices(config: Any, choices: Mapping[str, tuple]) -> Iterator[str]:
-    """The fields whose value is not one of those allowed for it."""
-    for name, allowed in choices.items():
-        if (value := getattr(config, name)) not in allowed:
+def wrong_choices(config: Any) -> Iterator[str]:
+    """The fields whose value is not one of the literals that their type allows."""
+    for name, kind in typing.get_type_hints(type(config)).items():
+        allowed = typing.get_args(kind)
+        if typing.get_origin(kind) is Literal and (value := getattr(config, name)) not in allowed:
             yield f"model.{name}={value!r} must be one of: {', '.join(map(str, allowed))}."
+
+
+def not_positive(config: Any, *names: str) -> Iterator[str]:
+    """The fields among ``names`` that are not above 0."""
+    for name in names:
+        if (value := getattr(config, name)) <= 0:
+            yield f"model.{name}={value} must be above 0."
 
 
 def wrong_probability(config: Any, name: str) -> Iterator[str]:

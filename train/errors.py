@@ -1,4 +1,4 @@
-"""What a user did wrong: all of it in one message, each part naming the field."""
+"""Errors of the user: all of them in one message, each naming its fields."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Failure:
     """One thing that is wrong.
 
     Args:
-      message: the field's path, its value, the rule and the nearest valid values.
+      message: the field's path, its value, the rule, and the nearest valid values.
       fields: paths of the fields the rule reads, such as ``mesh.stage``.
     """
 
@@ -58,7 +58,7 @@ def _field(argument: str) -> str:
 
 
 class ConfigError(ValueError):
-    """The input is at fault; the program ends with status 2 and has written nothing.
+    """The input is wrong: the trainer ends with status 2 and has written nothing.
 
     Args:
       failures: at least one.
@@ -74,9 +74,9 @@ class NonFiniteLossError(RuntimeError):
     """Training produced a loss or gradient norm that is not a number.
 
     Args:
-      step: the first step where it was seen.
-      values: what was seen, by name.
-      kept: step of the checkpoint that is left to go on from, or None.
+      step: the first step with such a value.
+      values: the values of that step, by name.
+      kept: the step of the last checkpoint, or None.
     """
 
     def __init__(self, *, step: int, values: Mapping[str, float], kept: int | None) -> None:

@@ -11,19 +11,19 @@ import jax.numpy as jnp
 
 from jaxpipe.runtime.layers.keys import embed_layer, head_layer, layer_key
 from jaxpipe.runtime.layers.model import Model
-
-PyTree = Any
+from jaxpipe.runtime.layout.whole_model import outer_of
+from jaxpipe.runtime.types import Batch, Index, Key, LayerParams, Params, States
 
 
 def loss(
     model: Model,
-    params: PyTree,
-    batch: PyTree,
-    rng: jax.Array | None = None,
+    params: Params,
+    batch: Batch,
+    rng: Key = None,
     *,
     num_microbatches: int = 1,
     data_shards: int = 1,
-    states: Sequence[PyTree] | None = None,
+    states: Sequence[States] | None = None,
 ) -> Any:
     """Mean loss of a batch on one device, microbatch by microbatch, layer by layer.
 
@@ -40,13 +40,14 @@ def loss(
       float32 scalar; with ``states``, ``(loss, states)``, each data shard's renewed in microbatch
       order, then averaged.
     """
-    outer = {name: params[name] for name in ("embed", "head")}
-    layers = _layers(model, params["layers"])
+    outer, layers = outer_of(params), _layers(model, params["layers"])
 
-    def one(shard: int, states: tuple, of_microbatch: tuple):
+    def one(
+        shard: int, states: tuple[States, ...], of_microbatch: tuple[Index, Batch]
+    ) -> tuple[tuple[States, ...], jax.Array]:
         microbatch, rows = of_microbatch
 
-        def key(layer):
+        def key(layer: int) -> Key:
             return layer_key(rng, microbatch=microbatch, shard=shard, layer=layer)
 
         x = model.embed(outer, rows, key(embed_layer(len(layers))))
@@ -59,15 +60,15 @@ def loss(
                 x = function(layer_params, x, rows, key(n))
         return tuple(renewed), model.head_loss(outer, x, rows, key(head_layer(len(layers))))
 
-    def rows_of(leaf):
-        """``[data_shards, num_microbatches, rows, ...]``."""
+    def rows_of(leaf: jax.Array, shard: int) -> jax.Array:
+        """``[num_microbatches, rows, ...]``."""
         split = leaf.reshape(data_shards, -1, num_microbatches, *leaf.shape[1:])
-        return jnp.moveaxis(split, 2, 1)
+        return jnp.moveaxis(split, 2, 1)[shard]
 
-    # A loop, so that a layer is compiled once and not once a microbatch.
+    # A loop, so that a layer is compiled once and not once per microbatch.
     held, losses = [], []
     for d in range(data_shards):
-        rows = jax.tree.map(lambda leaf, d=d: rows_of(leaf)[d], batch)
+        rows = jax.tree.map(functools.partial(rows_of, shard=d), batch)
         last, of_shard = jax.lax.scan(
             functools.partial(one, d), tuple(states or ()), (jnp.arange(num_microbatches), rows)
         )
@@ -79,9 +80,9 @@ def loss(
     return mean, jax.tree.map(lambda *w: sum(w) / data_shards, *held)
 
 
-def _layers(model: Model, layers: PyTree) -> list[tuple[Callable[..., Any], PyTree]]:
-    """Function and parameters of every layer, of a model whose layers are alike or not."""
-    if isinstance(model.layer, tuple):
-        return list(zip(model.layer, layers, strict=True))
-    depth = jax.tree.leaves(layers)[0].shape[0]
-    return [(model.layer, jax.tree.map(lambda w, n=n: w[n], layers)) for n in range(depth)]
+def _layers(model: Model, layers: Params) -> list[tuple[Callable[..., Any], LayerParams]]:
+    """Function and parameters of every layer, whether the layers are alike or not."""
+    if model.layers_are_alike:
+        depth = jax.tree.leaves(layers)[0].shape[0]
+        layers = [jax.tree.map(lambda w, n=n: w[n], layers) for n in range(depth)]
+    return [(model.layer_function(n), params) for n, params in enumerate(layers)]

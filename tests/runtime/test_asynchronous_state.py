@@ -15,7 +15,7 @@ from asynchronous_reference import Settings
 from asynchronous_toy import WIDTH, minibatches, model, params, pipeline
 
 import jaxpipe
-from jaxpipe.runtime.measure.hlo import Program
+from benchmarks.hlo import HloProgram
 from jaxpipe.runtime.update.asynchronous import AsyncPipeline
 
 
@@ -148,7 +148,7 @@ def test_idle_ticks_compute_nothing_and_no_residual_is_copied(method, zero, segm
     placed, (batch,) = training.pipe.place(start), minibatches(1, 70 * data * 2)
     state = training.init(placed, training.optimizer.init(placed), batch)
     compiled = jax.jit(training.step, donate_argnums=0).lower(state, batch).compile()
-    program = Program(compiled.as_text())
+    program = HloProgram(compiled.as_text())
     body = program.tick_loop()
     work = {"dot", "all-gather", "all-reduce", "reduce-scatter", "all-to-all"}
     gated = list(program.reached(body, into_loops=True))

@@ -15,6 +15,7 @@ import toy
 import uneven
 
 import jaxpipe
+from jaxpipe.runtime.measure import traced
 
 WIDTH = toy.WIDTH
 
@@ -276,7 +277,7 @@ def test_updates_within_the_step_compare_parameters_and_optimizer_state():
 def test_batches_that_do_not_divide_are_refused(batch, lines):
     placed = pipe().place(params())
     assert refusal(pipe().value_and_grad, placed, batch) == lines
-    assert refusal(pipe().buffers, batch) == lines
+    assert refusal(traced.buffers, pipe(), batch) == lines
 
 
 # The loss.
@@ -306,7 +307,7 @@ def test_a_loss_that_is_not_a_float32_scalar_is_refused(loss, found):
         functools.partial(jax.jit(built.loss), placed, batch),
         functools.partial(jax.jit(layered.step), placed, state, batch),
         functools.partial(jax.jit(training.init), placed, state, batch),
-        functools.partial(built.buffers, batch),
+        functools.partial(traced.buffers, built, batch),
     ):
         (line,) = refusal(refuse)
         assert line.startswith(f"Model.head_loss returns {found}; it must return a float32 scalar")

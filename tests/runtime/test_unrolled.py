@@ -15,8 +15,8 @@ from covering import covering
 
 import jaxpipe
 from benchmarks import gpu_compile
+from benchmarks.hlo import HloProgram
 from jaxpipe.runtime.measure import memory
-from jaxpipe.runtime.measure.hlo import Program
 from jaxpipe.schedule.actions import Schedule
 from jaxpipe.schedule.partition import partition
 from jaxpipe.schedule.search.slices import slice_ticks
@@ -186,10 +186,10 @@ def batch() -> dict:
 
 
 @functools.cache
-def compiled(weights: str, *case) -> tuple[Program, int]:
+def compiled(weights: str, *case) -> tuple[HloProgram, int]:
     """A step's program, and the bytes of its temporaries."""
     step = memory.compiled(gpt_pipeline(weights, *case), batch())
-    return Program(step.as_text()), step.memory_analysis().temp_size_in_bytes
+    return HloProgram(step.as_text()), step.memory_analysis().temp_size_in_bytes
 
 
 def copied_bytes(weights: str, case: tuple) -> list[int]:

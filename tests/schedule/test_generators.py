@@ -432,7 +432,7 @@ def test_installed_schedules_come_by_entry_point(monkeypatch):
     lost, taken = (str(warning.message) for warning in caught)
     assert "'lost' = 'no_such_module:f' of some package is left out: ModuleNotFoundError" in lost
     assert (
-        "'1f1b' = 'jaxpipe.schedule.generators.gpipe:gpipe' of some package is left out: Value"
+        "'1f1b' = 'jaxpipe.schedule.generators.gpipe:gpipe' of some package is left out: Argu"
         in taken
     )
 

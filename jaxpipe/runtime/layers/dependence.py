@@ -13,8 +13,7 @@ from typing import Any
 import jax
 
 from jaxpipe.runtime.layers.split import _flatten, _is_var, _needed, _reads
-
-PyTree = Any
+from jaxpipe.runtime.types import Tree
 
 _MIXERS = {
     *("sort", "rev", "transpose", "gather", "scatter", "scatter-add", "dynamic_slice", "fft"),
@@ -40,7 +39,7 @@ class Dependence:
         return Dependence(self.inputs | other.inputs, self.mixes or other.mixes)
 
 
-def read_leaves(function: Callable[..., Any], *args: PyTree) -> list[bool]:
+def read_leaves(function: Callable[..., Any], *args: Tree) -> list[bool]:
     """Which leaves of the arguments the function's result depends on.
 
     Example:
@@ -53,7 +52,7 @@ def read_leaves(function: Callable[..., Any], *args: PyTree) -> list[bool]:
 
 
 def dependences(
-    function: Callable[..., Any], *args: PyTree, tracked: Collection[int]
+    function: Callable[..., Any], *args: Tree, tracked: Collection[int]
 ) -> list[Dependence]:
     """Follows argument leaves through a function, to every leaf of its result.
 

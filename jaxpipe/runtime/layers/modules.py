@@ -9,14 +9,13 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from jaxpipe.runtime.types import Key, Params, States
 from jaxpipe.schedule.problems import below_one, refuse
-
-PyTree = Any
 
 
 def functional(
     module: nnx.Module, *, method: Callable[..., Any] | None = None
-) -> tuple[Callable[..., Any], PyTree]:
+) -> tuple[Callable[..., Any], Params]:
     """Splits a module into a pure function and its parameters.
 
     Args:
@@ -46,7 +45,7 @@ def functional(
     train_graph, param_state, rng_state = _split(train_module)
     params_tree = jax.tree.structure(param_state)
 
-    def apply(params: PyTree, *args: Any, rng: jax.Array | None = None) -> Any:
+    def apply(params: Params, *args: Any, rng: Key = None) -> Any:
         graph = eval_graph if rng is None else train_graph
         state = jax.tree.unflatten(params_tree, jax.tree.leaves(params))
         # A deterministic module reads no key, but merging wants a value for each.
@@ -57,7 +56,7 @@ def functional(
     return apply, nnx.to_pure_dict(param_state)
 
 
-def stateful(module: nnx.Module) -> tuple[Callable[..., Any], PyTree, PyTree]:
+def stateful(module: nnx.Module) -> tuple[Callable[..., Any], Params, States]:
     """Splits a module that keeps running statistics into a pure function and two trees.
 
     Args:
@@ -90,8 +89,8 @@ def stateful(module: nnx.Module) -> tuple[Callable[..., Any], PyTree, PyTree]:
     params_tree, state_tree = jax.tree.structure(param_state), jax.tree.structure(other_state)
 
     def apply(
-        params: PyTree, state: PyTree, *args: Any, rng: jax.Array | None = None, train: bool = True
-    ) -> tuple[Any, PyTree]:
+        params: Params, state: States, *args: Any, rng: Key = None, train: bool = True
+    ) -> tuple[Any, States]:
         graph = graphs[train, rng is None]
         merged = nnx.merge(
             graph,
@@ -108,7 +107,7 @@ def stateful(module: nnx.Module) -> tuple[Callable[..., Any], PyTree, PyTree]:
 
 def stack(
     make_module: Callable[[nnx.Rngs], nnx.Module], *, num_layers: int, rngs: nnx.Rngs
-) -> tuple[Callable[..., Any], PyTree]:
+) -> tuple[Callable[..., Any], Params]:
     """Makes equal layers, stacked as ``params["layers"]`` wants them.
 
     Each layer draws its own initial values. Works under `jax.jit` and `jax.eval_shape`.
@@ -135,7 +134,7 @@ def stack(
     refuse(below_one(num_layers=num_layers))
     apply, _ = functional(nnx.eval_shape(lambda: make_module(nnx.Rngs(0))))
 
-    def initial(key: jax.Array) -> PyTree:
+    def initial(key: jax.Array) -> Params:
         return functional(make_module(nnx.Rngs(key)))[1]
 
     return apply, jax.vmap(initial)(jax.random.split(rngs.params(), num_layers))

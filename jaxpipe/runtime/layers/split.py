@@ -22,9 +22,8 @@ import jax
 import jax.numpy as jnp
 from jax.extend import core
 
+from jaxpipe.runtime.types import Activation, LayerParams, States, Tree
 from jaxpipe.schedule.problems import Problem, refuse
-
-PyTree = Any
 
 REMAT_POLICIES: dict[str, Any] = {
     "none": None,
@@ -65,10 +64,10 @@ class Split:
 
 def split_layer(
     layer: Callable[..., Any],
-    params: PyTree,
-    x: PyTree,
-    *context: PyTree,
-    state: PyTree = None,
+    params: LayerParams,
+    x: Activation,
+    *context: Tree,
+    state: States = None,
     remat: str = "none",
 ) -> Split:
     """Cuts a layer's derivative into F, B and W.

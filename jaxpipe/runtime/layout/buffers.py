@@ -29,7 +29,7 @@ class _Value(NamedTuple):
     shape: tuple[int, ...]
 
 
-class Slots:
+class SharedBuffers:
     """How the values of layers of several kinds share buffers.
 
     Args:

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import jax
 
 from jaxpipe.runtime.pipeline import Pipeline
 from jaxpipe.runtime.trees import shapes_of
+from jaxpipe.runtime.types import Shapes, Tree
 from jaxpipe.schedule.placement import linear
 from jaxpipe.schedule.problems import Problem, below_one, refuse
-
-PyTree = Any
 
 OTHER_STATE = (
     "The state of an asynchronous pipeline comes from its own `init`, `step` or `drain`, or from a "
@@ -25,7 +23,7 @@ OTHER_MINIBATCH = (
 )
 
 
-def entering(state: PyTree, microbatches: int) -> tuple[PyTree, PyTree]:
+def entering(state: Tree, microbatches: int) -> tuple[Shapes, Shapes]:
     """Shapes of the batch and the key that `AsyncPipeline.init` was given, read from a state.
 
     Args:
@@ -45,11 +43,11 @@ def entering(state: PyTree, microbatches: int) -> tuple[PyTree, PyTree]:
             f"{OTHER_STATE}"
         )
 
-    def batch(kept):
+    def batch(kept: Shapes) -> jax.ShapeDtypeStruct:
         rows = microbatches * math.prod(kept.shape[1:2])
         return jax.ShapeDtypeStruct((rows, *kept.shape[2:]), kept.dtype)
 
-    def key(kept):
+    def key(kept: Shapes) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(kept.shape[1:], kept.dtype)
 
     recent = shapes_of(recent)
@@ -71,7 +69,7 @@ def check_arguments(
             "asynchronous pipeline is made from one with a single chunk a stage, in model order.\n"
             "Nearest valid: '1f1b'."
         )
-    if pipe.weights != "stacked":
+    if pipe.layout.layers.own_arrays:
         rule = "has no room for versions of weights, which lie in one stacked array per parameter"
         problems.append(Problem("weights", pipe.weights, rule, {"weights": "stacked"}))
     problems += below_one(rescheduling_steps=rescheduling_steps)

@@ -15,13 +15,12 @@ import jax.numpy as jnp
 import optax
 
 from jaxpipe.runtime.layers.dependence import dependences
-
-PyTree = Any
+from jaxpipe.runtime.types import Gradients, OptimizerState, Params, Placed, Shapes
 
 PARTS = ("layers", "embed", "head")
 
 
-def owners(state: PyTree, params: PyTree) -> list[int | None]:
+def owners(state: OptimizerState, params: Shapes) -> list[int | None]:
     """The parameter that each leaf of an optimizer's state belongs to: the leaf's path ends with
     the parameter's, and its shape is the parameter's.
 
@@ -35,7 +34,7 @@ def owners(state: PyTree, params: PyTree) -> list[int | None]:
     numbers = {path: n for n, (path, _) in enumerate(jax.tree.leaves_with_path(params))}
     shapes = [leaf.shape for leaf in jax.tree.leaves(params)]
 
-    def owner(path: tuple, shape: tuple[int, ...]) -> int | None:
+    def owner(path: tuple[Any, ...], shape: tuple[int, ...]) -> int | None:
         ends = (numbers.get(path[start:]) for start in range(len(path)))  # the longest first
         return next((n for n in ends if n is not None and shapes[n] == shape), None)
 
@@ -59,7 +58,7 @@ class PartOptimizer:
       ValueError: an update that mixes elements or parameters.
     """
 
-    def __init__(self, optimizer: optax.GradientTransformation, params: PyTree) -> None:
+    def __init__(self, optimizer: optax.GradientTransformation, params: Shapes) -> None:
         self._optimizer = optimizer
         self._paths = [path for path, _ in jax.tree.leaves_with_path(params)]
         self._tree = jax.tree.structure(params)
@@ -68,13 +67,13 @@ class PartOptimizer:
         self.owned = [owner for owner in self.owners if owner is not None]
         self._check(params, self.state_shapes)
 
-    def _check(self, params: PyTree, state: PyTree) -> None:
+    def _check(self, params: Shapes, state: Shapes) -> None:
         """Raises if any result depends on another parameter, or on several elements of its own."""
         count = len(self._paths)
         owned = [2 * count + k for k, owner in enumerate(self.owners) if owner is not None]
         owner_of = [*range(count), *range(count), *self.owners]
 
-        def update(gradients, params, state):
+        def update(gradients: Gradients, params: Params, state: OptimizerState) -> Any:
             return self._optimizer.update(gradients, state, params)
 
         found = dependences(update, params, params, state, tracked=[*range(2 * count), *owned])
@@ -109,23 +108,28 @@ class PartOptimizer:
 
     def part_of(self, number: int) -> str:
         """The part a parameter belongs to, by its number."""
-        return self._paths[number][0].key
+        return str(self._paths[number][0].key)
 
-    def split(self, state: PyTree) -> tuple[list, list]:
+    def split(self, state: OptimizerState) -> tuple[list[Any], list[Any]]:
         """A state's leaves that belong to a parameter, and the rest."""
         leaves = list(zip(self.owners, jax.tree.leaves(state), strict=True))
         owned = [leaf for owner, leaf in leaves if owner is not None]
         return owned, [leaf for owner, leaf in leaves if owner is None]
 
-    def join(self, owned: list, rest: list) -> PyTree:
+    def join(self, owned: list[Any], rest: list[Any]) -> OptimizerState:
         """Undoes `split`."""
         sources = iter(owned), iter(rest)
         leaves = [next(sources[owner is None]) for owner in self.owners]
         return jax.tree.unflatten(jax.tree.structure(self.state_shapes), leaves)
 
     def update(
-        self, part: str, gradients: PyTree, owned: list, rest: list, params: PyTree
-    ) -> tuple[PyTree, list, list]:
+        self,
+        part: str,
+        gradients: Gradients,
+        owned: list[Any],
+        rest: list[Any],
+        params: Placed,
+    ) -> tuple[Gradients, list[Any], list[Any]]:
         """One update of a part.
 
         Args:
@@ -149,6 +153,6 @@ class PartOptimizer:
         return updates[part], kept, new_rest
 
 
-def apply(params: PyTree, updates: PyTree) -> PyTree:
+def apply(params: Placed, updates: Gradients) -> Placed:
     """Parameters with updates added, in the parameters' dtypes."""
     return jax.tree.map(lambda w, u: jnp.asarray(w + u, w.dtype), params, updates)

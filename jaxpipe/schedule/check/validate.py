@@ -12,7 +12,7 @@ from jaxpipe.schedule.check.grid import MAX_MISSING, SHOWN_PROBLEMS, Fault, mess
 from jaxpipe.schedule.check.schedule_types import wrong_types
 from jaxpipe.schedule.check.slice_rules import slice_problems
 from jaxpipe.schedule.check.walk import Walk, walk
-from jaxpipe.schedule.problems import Problem
+from jaxpipe.schedule.problems import Problem, below_one, refuse
 
 
 class ScheduleError(ValueError):
@@ -65,8 +65,7 @@ def validate(
       >>> validate(gpipe(2, 4))
       >>> validate(gpipe(2, 4), inbox_slots=1)
     """
-    if inbox_slots is not None and inbox_slots < 1:
-        raise ValueError(f"inbox_slots={inbox_slots} must be at least 1, or None for no limit.")
+    refuse(below_one(inbox_slots=inbox_slots))
     wrong = list(itertools.islice(wrong_types(schedule), SHOWN_PROBLEMS))
     if wrong:
         raise ScheduleError("\n  ".join([f"Schedule {schedule.name!r} cannot run:", *wrong]))

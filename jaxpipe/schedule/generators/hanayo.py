@@ -7,6 +7,8 @@ from jaxpipe.schedule.generators.list_scheduling import list_schedule
 from jaxpipe.schedule.placement import wave
 from jaxpipe.schedule.problems import Problem, refuse
 
+_SMALL_LIMIT = "a stage must hold a whole microbatch, all chunks of it"
+
 
 def hanayo(
     num_stages: int,
@@ -52,8 +54,7 @@ def hanayo(
       (16, 16, 16, 16)
     """
     if memory_limit is not None and memory_limit < 1:
-        rule = "a stage must hold a whole microbatch, all chunks of it"
-        refuse([Problem("memory_limit", memory_limit, rule, (1,), schedule="hanayo")])
+        refuse([Problem("memory_limit", memory_limit, _SMALL_LIMIT, (1,), schedule="hanayo")])
     placement = wave(num_stages, num_waves=num_waves)
     v = placement.num_chunks
     most = num_stages if memory_limit is None else memory_limit

@@ -15,6 +15,7 @@ from jaxpipe.schedule.actions import Kind, Schedule, Slice
 from jaxpipe.schedule.check.slice_rules import order_of
 from jaxpipe.schedule.check.validate import peak_in_flight
 from jaxpipe.schedule.placement import Placement
+from jaxpipe.schedule.problems import Problem, refuse
 from jaxpipe.schedule.search.tick_engine import Policy, Work
 from jaxpipe.schedule.search.tick_search import Settings, TickSearch
 from jaxpipe.schedule.simulate import Costs, lock_step
@@ -83,10 +84,8 @@ def check_layer_counts(placement: Placement, layer_counts: Sequence[int]) -> Non
     """Raises ValueError unless there is one layer count, at least 1, for every virtual stage."""
     needed = placement.num_virtual_stages
     if len(layer_counts) != needed or min(layer_counts) < 1:
-        raise ValueError(
-            f"layer_counts={tuple(layer_counts)} does not fit {needed} virtual stages: each needs "
-            f"its number of layers, at least 1.\nNearest valid: {(1,) * needed}."
-        )
+        rule = f"does not fit {needed} virtual stages: each needs its number of layers, at least 1"
+        refuse([Problem("layer_counts", tuple(layer_counts), rule, ((1,) * needed,))])
 
 
 def with_slices(schedule: Schedule, rows: Iterable[Iterable[Slice]]) -> Schedule:

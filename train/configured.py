@@ -1,4 +1,4 @@
-"""The schedule that a configuration asks for."""
+"""The schedule and the techniques that a configuration asks for."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from jaxpipe.schedule.simulate import Costs
 from train.config import Config
 
 _SYNCHRONOUS = "1f1b"
-"""What asynchronous training warms up and evaluates with."""
+"""The schedule that asynchronous training warms up and evaluates with."""
 
 _WARMUPS = 5
-"""T1's steps, in warm-ups of the learning rate: PipeMare's Transformers, arXiv 1910.05124."""
+"""T1's steps, in learning-rate warm-ups, as for PipeMare's Transformers (arXiv 1910.05124)."""
 
 _DECAY = 0.135
 """T2's decay, e^-2: arXiv 1910.05124, section 3.2."""
@@ -34,7 +34,7 @@ def is_asynchronous(config: Config) -> bool:
 
 
 def steady_state(config: Config) -> SteadyState:
-    """The rules of an asynchronous configuration's pipeline.
+    """Returns the rules of an asynchronous pipeline.
 
     Raises:
       ValueError: the method needs more microbatches, or a segment has more stages than there are.
@@ -45,7 +45,7 @@ def steady_state(config: Config) -> SteadyState:
 
 
 def techniques(config: Config) -> tuple[int | None, float | None]:
-    """PipeMare's T1 and T2 of an asynchronous configuration: K and D, None for what is off."""
+    """Returns T1's number of steps and T2's decay; None for a technique that is off."""
     settings, own = config.asynchronous, config.pipeline.schedule == "pipemare"
     steps, decay = settings.rescheduling_steps, settings.discrepancy_decay
     if steps is None:
@@ -57,13 +57,13 @@ def techniques(config: Config) -> tuple[int | None, float | None]:
 
 @functools.cache
 def order(config: Config) -> Schedule:
-    """Builds the schedule by its name; for asynchronous training the one it warms up with.
+    """Builds the schedule by its name; for asynchronous training, the one that it warms up with.
 
     Args:
-      config: the task's layers, ``mesh.stage``, ``pipeline.*`` and ``costs.*`` are read.
+      config: only the number of layers, ``mesh.stage``, ``pipeline.*`` and ``costs.*`` are read.
 
     Raises:
-      ValueError: as `jaxpipe.schedules.build`, or it can only be simulated.
+      ValueError: as in `jaxpipe.schedules.build`, or it can only be simulated.
     """
     found = _order(config)
     refuse(simulated_only(found))
@@ -72,7 +72,7 @@ def order(config: Config) -> Schedule:
 
 def _order(config: Config) -> Schedule:
     pipeline, name = config.pipeline, config.pipeline.schedule
-    # Schedules that read the layers have two chunks a stage.
+    # Schedules that read the layers have two chunks per stage.
     layers_per_chunk = max(1, -(-config.num_layers // (2 * config.mesh.stage)))
     clock: dict[str, Any] = {"costs": costs(config), "layers_per_chunk": layers_per_chunk}
     if user.is_users(name):
@@ -89,7 +89,7 @@ def _order(config: Config) -> Schedule:
 
 
 def _users(config: Config, clock: dict[str, Any]) -> Schedule:
-    """A user's own schedule, of the stages and microbatches that the configuration has."""
+    """Loads a user's own schedule, for the configured numbers of stages and microbatches."""
     pipeline, name, stages = config.pipeline, config.pipeline.schedule, config.mesh.stage
     options: dict[str, Any] = {
         "num_chunks": pipeline.chunks,
@@ -113,7 +113,7 @@ def _users(config: Config, clock: dict[str, Any]) -> Schedule:
 
 
 def build(config: Config, layer_counts: Sequence[int]) -> Schedule:
-    """Builds the schedule and cuts it into slices of the model's layers, unless told not to.
+    """Builds the schedule and cuts it into slices of the model's layers if that is configured.
 
     Args:
       config: a checked configuration.
@@ -128,12 +128,12 @@ def build(config: Config, layer_counts: Sequence[int]) -> Schedule:
 
 
 def own_counts(config: Config) -> tuple[int, ...] | None:
-    """The layers of every chunk as ``pipeline.partition`` lists them; None if it names a rule."""
+    """Returns the layers of every chunk if ``pipeline.partition`` lists them; None for a rule."""
     if config.pipeline.partition in ("equal", "flops", "measured"):
         return None
     return tuple(int(count) for count in config.pipeline.partition.split(","))
 
 
 def costs(config: Config) -> Costs:
-    """The costs that schedules and ticks are made for."""
+    """Returns the costs that schedules and ticks are made for."""
     return Costs(**config.costs.model_dump())
