@@ -15,6 +15,7 @@ from jaxpipe.schedule.actions import Schedule
 from jaxpipe.schedule.formats import user
 from jaxpipe.schedule.formats.csv_format import read_csv, write_csv
 from jaxpipe.schedule.generators import pipemare
+from jaxpipe.schedule.lowering.steady_rows import steady_schedule
 from jaxpipe.schedule.problems import ArgumentError, Problem, below_one, refuse
 from jaxpipe.schedule.show import draw, pipemare_draw
 from jaxpipe.schedule.show.report import report, timelines
@@ -57,7 +58,8 @@ def show(
 
     Args:
       name: the schedule; `jaxpipe schedules` lists them. Or your own: FILE.csv, module:function. Or
-        pipemare, pipedream or 2bw: the steady state, with delays and weight versions.
+        pipemare, pipedream or 2bw: as text the steady state, with delays and weight versions; in
+        other formats a few minibatches, from an empty pipeline to an empty one.
       stages: p, pipeline stages; every schedule but a file needs it.
       microbatches: m, microbatches per batch; every schedule but a file needs it.
       chunks: v, chunks per stage; the schedule's own default without it.
@@ -77,16 +79,19 @@ def show(
         "memory_limit": memory_limit,
     }
     shape = stages, microbatches
-    if name in pipemare.METHODS:
-        text = _steady_state(name, *shape, recompute_segment, written, costs=costs, **options)
-        _write(text, out)
-        return
-    if recompute_segment is not None:
-        rule = f"does not fit $name: segments are for {', '.join(pipemare.METHODS)}"
-        others = {"name": name}
-        refuse([Problem("recompute_segment", recompute_segment, rule, (None,), others)])
     parsed = parse_costs(costs)
-    schedule = build(name, stages=stages, microbatches=microbatches, costs=parsed, **options)
+    if name in pipemare.METHODS:
+        steady = _steady_state(name, *shape, recompute_segment, written, costs=costs, **options)
+        if written == "text":
+            _write(pipemare_draw.text(steady), out)
+            return
+        schedule: Schedule = steady_schedule(steady)
+    else:
+        if recompute_segment is not None:
+            rule = f"does not fit $name: segments are for {', '.join(pipemare.METHODS)}"
+            others = {"name": name}
+            refuse([Problem("recompute_segment", recompute_segment, rule, (None,), others)])
+        schedule = build(name, stages=stages, microbatches=microbatches, costs=parsed, **options)
     if written in draw.FORMATS:
         assert out is not None
         free, _ = timelines(schedule, parsed)
@@ -139,21 +144,24 @@ def _steady_state(
     recompute_segment: int | None,
     format: str,
     **options: Any,
-) -> str:
-    """An asynchronous pipeline, which has no makespan: one period of it, as text."""
+) -> pipemare.SteadyState:
+    """The rules of an asynchronous pipeline, as far as a format can say them."""
     others = {"name": name}
+    unread = dict(_NOT_ASYNCHRONOUS)
+    if format != "text":
+        del unread["costs"]
     refuse(
         Problem(option, options[option], f"does not fit $name: {why}", (None,), others)
-        for option, (taken, why) in _NOT_ASYNCHRONOUS.items()
+        for option, (taken, why) in unread.items()
         if options[option] not in (None, taken)
     )
     if stages is None or microbatches is None:
         raise ArgumentError([user.no_shape(name)])
-    if format != "text":
+    if format == "csv":
         rule = "is for schedules that end; $name never drains"
         refuse([Problem("format", format, rule, {"format": "text"}, others)])
     check_size(stages, microbatches, 1)
-    return pipemare_draw.text(pipemare.SteadyState(stages, microbatches, name, recompute_segment))
+    return pipemare.SteadyState(stages, microbatches, name, recompute_segment)
 
 
 def _in_format(

@@ -88,7 +88,7 @@ def compare(
         print(f"{name} does not fit: {reason}")
 
 
-def _print_comparison(rows: list[comparison.Row]) -> None:
+def _print_comparison(rows: list[comparison.Summary]) -> None:
     table = Table("schedule", "chunks", "peak in flight", "free-running bubble", "lock-step bubble")
     for row in rows:
         table.add_row(

@@ -15,7 +15,7 @@ from collections.abc import Iterator, Sequence
 
 from jaxpipe.schedule.actions import Action, Kind, Schedule, Slice, dependencies
 
-PHASE = {Kind.R: 0, Kind.F: 1, Kind.B: 2, Kind.BW: 2, Kind.W: 3}
+_TURN = {Kind.R: 0, Kind.F: 1, Kind.B: 2, Kind.BW: 2, Kind.W: 3}
 """The order of the kinds in a tick; there is one running value for each."""
 
 _UP = (Kind.F, Kind.R)
@@ -94,22 +94,22 @@ def _first_in_order(row: Sequence[Slice], order: Sequence[Action]) -> _Problem |
 
 
 def _first_in_row(row: Sequence[Slice], layers: collections.Counter[int]) -> _Problem | None:
-    """Ticks, phases and ranges of one stage."""
+    """Ticks, turns and ranges of one stage."""
     last = (-1, 0)
-    running: dict[int, tuple[Action, int]] = {}  # phase -> what is not finished, layers to go
+    running: dict[int, tuple[Action, int]] = {}  # turn -> what is not finished, layers to go
     for tick, action, lo, hi in ((part.tick, part.action, part.lo, part.hi) for part in row):
-        phase, count = PHASE[action.kind], layers[action.virtual_stage]
-        if (tick, phase) <= last:
+        turn, count = _TURN[action.kind], layers[action.virtual_stage]
+        if (tick, turn) <= last:
             return f"{action} in tick {tick} comes after its turn: F, then B or BW, then W", action
-        last = tick, phase
-        other, left = running.pop(phase, (action, count))
+        last = tick, turn
+        other, left = running.pop(turn, (action, count))
         if other != action:
             return f"{action} starts in tick {tick} before {other} has finished", action
         start, end = (count - left, hi) if action.kind in _UP else (lo, left)
         if (lo, hi) != (start, end) or not 0 <= lo < hi <= count:
             return f"{action} runs layers {lo} to {hi} in tick {tick}, with {left} to go", action
         if left > hi - lo:
-            running[phase] = action, left - (hi - lo)
+            running[turn] = action, left - (hi - lo)
     for action, left in running.values():
         return f"{action} never runs its other {left} layers", action
     return None

@@ -15,7 +15,7 @@ def chimera(num_stages: int, num_microbatches: int, *, fused: bool = False) -> S
     from stage p-1, whose microbatch i is microbatch m/2 + i of the batch.
 
     ============  =====================================================================
-    bubble        F=B=W: fused 2(p-2) of 3m + 2(p-2) slots at m = p, p even; for m > p 2p-5 (p even,
+    bubble        F=B=W: fused 2(p-2) of 3m + 2(p-2) units at m = p, p even; for m > p 2p-5 (p even,
                   from 4) or 2p-3 (p odd), where repeated units would lose 2(p-2) each
     in flight     m <= p: at most p, least on the first and last stage; else p+1
     constraints   p >= 1, m even, v = 1; two copies of the weights

@@ -24,7 +24,7 @@ def hanayo(
     the chunks in flight. The split form puts W in the gaps and leaves few of them.
 
     ============  =====================================================================
-    bubble        in full-stage slots at F=B=W, without a lower ``memory_limit``: at m = p split
+    bubble        in full-stage units at F=B=W, without a lower ``memory_limit``: at m = p split
                   (p-1)/(2W), fused 2(p-1) at W = 1 and less with more waves. At m > p and W = 1
                   fused the same, split at most 2 more (p <= 12); with more waves up to 4.5 times
                   as much split and 7.3 times fused (p <= 9, m <= 4p, W <= 4). Ratio of the fused

@@ -22,10 +22,10 @@ from jaxpipe.schedule.simulate import Costs
 
 
 def v_min(num_stages: int, num_microbatches: int) -> Schedule:
-    """Keeps about a third of 1F1B's activations: every hop takes one slot.
+    """Keeps about a third of 1F1B's activations: every hop takes one unit.
 
     ============  =====================================================================
-    bubble        (4p-5)/2, or (4p-7)/2 if 3 divides p, in full-stage slots at F=B=W, m >= p >= 2;
+    bubble        (4p-5)/2, or (4p-7)/2 if 3 divides p, in full-stage units at F=B=W, m >= p >= 2;
                   with unequal costs it can grow with every microbatch
     in flight     floor((p+4)/3) microbatches of a full stage
     constraints   p >= 1, m >= 1, v = 2 on the V placement
@@ -47,10 +47,10 @@ def v_min(num_stages: int, num_microbatches: int) -> Schedule:
 
 
 def v_half(num_stages: int, num_microbatches: int) -> Schedule:
-    """Keeps half of 1F1B's activations: F0 and B1 take two slots per hop, F1 and B0 one.
+    """Keeps half of 1F1B's activations: F0 and B1 take two units per hop, F1 and B0 one.
 
     ============  =====================================================================
-    bubble        (3p-7)/2 for even p, (3p-4)/2 for odd p, in full-stage slots at F=B=W,
+    bubble        (3p-7)/2 for even p, (3p-4)/2 for odd p, in full-stage units at F=B=W,
                   m >= p >= 3; 1/2 at p = 2. From m = 2p on it does not grow with m if
                   W+2B >= 2F and W+2F >= 2B; for odd p only then, for even p also at other costs
     in flight     floor((p+2)/2) microbatches of a full stage
@@ -73,10 +73,10 @@ def v_half(num_stages: int, num_microbatches: int) -> Schedule:
 
 
 def v_zb(num_stages: int, num_microbatches: int) -> Schedule:
-    """Leaves no gap in a stage's span, at 1F1B's memory: six slots down one stage and up again.
+    """Leaves no gap in a stage's span, at 1F1B's memory: six units down one stage and up again.
 
     ============  =====================================================================
-    bubble        in full-stage slots at F=B=W: (p-1)/2 with a barrier between optimizer steps,
+    bubble        in full-stage units at F=B=W: (p-1)/2 with a barrier between optimizer steps,
                   m >= p; 0 in the span of each stage, m >= 2p
     in flight     p microbatches of a full stage
     constraints   p >= 1, m >= 1, v = 2 on the V placement
@@ -125,7 +125,7 @@ def one_f_one_b_v(num_stages: int, num_microbatches: int) -> Schedule:
     """Builds 1F1B-V: fused backwards, two thirds of 1F1B's activations.
 
     ============  =====================================================================
-    bubble        in full-stage slots at F=B=W: at most 3(p-1), which fused 1F1B has
+    bubble        in full-stage units at F=B=W: at most 3(p-1), which fused 1F1B has
     in flight     floor(2p/3) + 1 microbatches of a full stage
     constraints   p >= 1, m >= 1, v = 2 on the V placement
     source        arXiv 2405.15362, 1F1B-V
@@ -166,6 +166,6 @@ def _uniform(num_stages: int, stride: int, gaps: tuple[int, int, int]) -> Block:
 
 
 def _named(name: str, block: Block, num_microbatches: int) -> Schedule:
-    plan = eager(block, num_microbatches, caps=block.peaks, costs=Costs(1, 1, 1))
-    assert plan is not None, "the paper's blocks never stop"
-    return to_schedule(name, plan.orders, num_microbatches, fused=block.fused, caps=block.peaks)
+    timed = eager(block, num_microbatches, caps=block.peaks, costs=Costs(1, 1, 1))
+    assert timed is not None, "the paper's blocks never stop"
+    return to_schedule(name, timed.orders, num_microbatches, fused=block.fused, caps=block.peaks)

@@ -13,7 +13,7 @@ from jaxpipe.schedule.actions import Schedule
 from jaxpipe.schedule.generators.building_blocks import (
     PERIOD,
     Block,
-    Plan,
+    TimedOrders,
     eager,
     split_block,
     squeeze,
@@ -27,9 +27,9 @@ _UNIT = Costs(1, 1, 1)
 
 _STRIDES = range(2, 7)
 _MAX_GAP = 9
-"""At p=4, 6, 8 more slots at a turn find nothing better; fewer miss the frontier at some limits."""
+"""At p=4, 6, 8 longer turns find nothing better; fewer miss the frontier at some limits."""
 _SPREAD = 8
-"""How far, in slots held, a block may be from the one expected to fill the memory."""
+"""How far, in units held, a block may be from the one expected to fill the memory."""
 _MAX_BLOCKS = 100
 """At p=4, 6, 8 the winner is among the first 10 with equal costs, mostly among 60 with others."""
 _TRIAL_ACTIONS = 1_200_000
@@ -46,12 +46,12 @@ def controllable_memory(
 ) -> Schedule:
     """Searches for the building block whose schedule ends first under a memory limit.
 
-    Tries blocks with one or two strides and every turn of the V up to `_MAX_GAP` slots, starting
+    Tries blocks with one or two strides and every turn of the V up to `_MAX_GAP` units, starting
     with those that fill the memory best, and orders each with the real and with equal costs. It
     never ends later than V-Min, V-Half or V-ZB where they fit.
 
     ============  =====================================================================
-    bubble        in full-stage slots at F=B=W, k = 2 memory_limit, at most 2p:
+    bubble        in full-stage units at F=B=W, k = 2 memory_limit, at most 2p:
                   max(6p-1-3k, 3p-1-k)/2, m >= p; of the span of a stage, m >= 2p: (6p-1-3k)/2 up to
                   k = 2p-2, 3/2 at k = 2p-1 (p >= 3), 0 at k = 2p
     in flight     memory_limit microbatches of a full stage
@@ -89,17 +89,17 @@ def controllable_memory(
         refuse([Problem("memory_limit", memory_limit, rule, (least,), others, name)])
     # At most all microbatches are in flight.
     limit = int(min(2 * memory_limit, 2 * num_microbatches))
-    plan = _search(num_stages, num_microbatches, limit, costs)
+    timed = _search(num_stages, num_microbatches, limit, costs)
     return to_schedule(
         "controllable-memory",
-        plan.orders,
+        timed.orders,
         num_microbatches,
         fused=False,
         caps=(limit,) * num_stages,
     )
 
 
-class _Choice(NamedTuple):
+class _Candidate(NamedTuple):
     """How to make a schedule; only its order is used if its costs are not the real ones."""
 
     block: Block
@@ -107,15 +107,15 @@ class _Choice(NamedTuple):
     costs: Costs = _UNIT
     reserve: bool = False
 
-    def plan(self, num_microbatches: int, costs: Costs) -> Plan | None:
+    def orders(self, num_microbatches: int, costs: Costs) -> TimedOrders | None:
         block, caps, own_costs, reserve = self
-        plan = eager(block, num_microbatches, caps=caps, costs=own_costs, reserve=reserve)
-        if plan is None or own_costs == costs:
-            return plan
-        return squeeze(plan, num_microbatches, costs=costs)
+        timed = eager(block, num_microbatches, caps=caps, costs=own_costs, reserve=reserve)
+        if timed is None or own_costs == costs:
+            return timed
+        return squeeze(timed, num_microbatches, costs=costs)
 
 
-def _search(num_stages: int, num_microbatches: int, limit: int, costs: Costs) -> Plan:
+def _search(num_stages: int, num_microbatches: int, limit: int, costs: Costs) -> TimedOrders:
     # Three rounds of the pipeline show warm-up, steady state and cool-down.
     trial_microbatches = min(num_microbatches, 3 * num_stages)
     num_trials = _TRIAL_ACTIONS // (PERIOD * num_stages * trial_microbatches)
@@ -124,40 +124,42 @@ def _search(num_stages: int, num_microbatches: int, limit: int, costs: Costs) ->
     block_limit = 2 * num_stages
     if limit < 2 * num_microbatches:
         block_limit = min(block_limit, limit)
-    choices = (
-        _Choice(block, (limit,) * num_stages, planned, reserve)
+    candidates = (
+        _Candidate(block, (limit,) * num_stages, planned, reserve)
         for block in itertools.islice(_blocks(num_stages, block_limit), _MAX_BLOCKS)
         for reserve in (False, True)
         for planned in dict.fromkeys((costs, _UNIT))
     )
     trials = (
-        (choice, choice.plan(trial_microbatches, costs))
-        for choice in itertools.islice(choices, num_trials)
+        (candidate, candidate.orders(trial_microbatches, costs))
+        for candidate in itertools.islice(candidates, num_trials)
     )
     ranked = sorted(
-        ((_quality(plan), choice) for choice, plan in trials if plan is not None),
+        ((_quality(timed), candidate) for candidate, timed in trials if timed is not None),
         key=lambda trial: trial[0],
     )
-    finalists = [choice for _, choice in ranked[: min(num_finalists, _MAX_FINALISTS)]]
+    finalists = [candidate for _, candidate in ranked[: min(num_finalists, _MAX_FINALISTS)]]
     named = (v_min_block(num_stages), v_half_block(num_stages), v_zb_block(num_stages))
-    finalists += [_Choice(block, block.peaks) for block in named if max(block.peaks) <= block_limit]
-    plans = (choice.plan(num_microbatches, costs) for choice in finalists)
-    return min((plan for plan in plans if plan is not None), key=_quality)
+    finalists += [
+        _Candidate(block, block.peaks) for block in named if max(block.peaks) <= block_limit
+    ]
+    orders = (candidate.orders(num_microbatches, costs) for candidate in finalists)
+    return min((timed for timed in orders if timed is not None), key=_quality)
 
 
-def _quality(plan: Plan) -> tuple[float, float]:
-    return plan.makespan, plan.longest_span
+def _quality(timed: TimedOrders) -> tuple[float, float]:
+    return timed.makespan, timed.longest_span
 
 
 def _blocks(num_stages: int, limit: int) -> Iterator[Block]:
     """Blocks within a limit, starting with those expected to fill it best.
 
-    A stage holds its chunks for 2 (sum of strides) + g0 + 2 g1 + g2 slots in all, plus the time
+    A stage holds its chunks for 2 (sum of strides) + g0 + 2 g1 + g2 units in all, plus the time
     that its W wait; the winners are nearly always the blocks for which this is 6 limit - 8.
     """
     found = []
-    slots = range(1, _MAX_GAP + 1)
-    gaps = [(first, turn, last) for first in slots for turn in slots for last in slots]
+    lengths = range(1, _MAX_GAP + 1)
+    gaps = list(itertools.product(lengths, lengths, lengths))
     for strides in _stride_lists(num_stages):
         turns = PERIOD * limit - 8 - 2 * sum(strides)
         for gap in gaps:

@@ -47,7 +47,7 @@ class Settings(NamedTuple):
     drains: bool = False
 
 
-class Plan(NamedTuple):
+class TickPlan(NamedTuple):
     """All ticks of a step, last first, and how long they take."""
 
     makespan: float
@@ -70,7 +70,7 @@ class TickSearch:
         self.span = total / _SPANS
         self.stage_work = placement.num_chunks * schedule.num_microbatches * total
 
-    def best(self, trials: Iterable[Settings], *, makespan: float) -> Plan | None:
+    def best(self, trials: Iterable[Settings], *, makespan: float) -> TickPlan | None:
         """The best of several searches' plans that end before ``makespan``, if any does."""
         best = None
         for settings in trials:
@@ -79,7 +79,7 @@ class TickSearch:
                 best, makespan = plan, plan.makespan
         return best
 
-    def search(self, settings: Settings, *, makespan: float) -> Plan | None:
+    def search(self, settings: Settings, *, makespan: float) -> TickPlan | None:
         """Looks for a plan that ends before ``makespan``; None if it finds none."""
         num_ticks = self.stage_work / self.engine.work.costs.f
         tries = _TRIAL_CELLS / (len(self.engine.stages) * num_ticks * len(settings.policies))
@@ -98,10 +98,10 @@ class TickSearch:
                         spans.setdefault(int(new.time / self.span), []).append(new)
                     elif new.time < makespan - rounding:
                         makespan = new.time
-                        plan = Plan(new.time, new.choice)
+                        plan = TickPlan(new.time, new.choice)
         return plan
 
-    def slices(self, plan: Plan) -> list[list[Slice]]:
+    def slices(self, plan: TickPlan) -> list[list[Slice]]:
         """The slices that every stage runs in the ticks of a plan, in order."""
         choices, choice = [], plan.last
         while choice is not None:
