@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxpipe import Model
+from jaxpipe.schedule.problems import below_one, refuse
 from train.task import Task
 
 
@@ -37,8 +38,7 @@ class Shape:
     dtype: Literal["float32"] = "float32"
 
     def __post_init__(self):
-        if self.width < 1:
-            raise ValueError(f"model.width={self.width} must be at least 1. Nearest valid: 1.")
+        refuse(below_one(width=self.width))
 
 
 class Numbers:
