@@ -43,7 +43,7 @@ def with_updates(table: TickTable, replay: np.ndarray | None) -> MinibatchTable:
     def version(
         microbatch: np.ndarray, newest: np.ndarray, read_by_forward: np.ndarray
     ) -> np.ndarray:
-        read = {
+        read: np.ndarray = {
             "pipemare": newest,
             "2bw": np.maximum(microbatch // size - 1, 0),
             "pipedream": read_by_forward,
