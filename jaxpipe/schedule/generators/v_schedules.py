@@ -111,13 +111,11 @@ def one_f_one_b_v(num_stages: int, num_microbatches: int) -> Schedule:
 
 
 def v_min_block(num_stages: int) -> Block:
-    shift = 2 if num_stages % 3 == 0 else 0
-    return _uniform(num_stages, 2, (1, 1 + shift, 1))
+    return _uniform(num_stages, 2, (1, 1 if num_stages % 3 else 3, 1))
 
 
 def v_half_block(num_stages: int) -> Block:
-    shift = 3 if num_stages % 2 == 0 else 0
-    return _uniform(num_stages, 3, (1, 1 + shift, 2))
+    return _uniform(num_stages, 3, (1, 1 if num_stages % 2 else 4, 2))
 
 
 def v_zb_block(num_stages: int) -> Block:
