@@ -212,13 +212,16 @@ def _integers(layer_costs: Sequence[float]) -> np.ndarray:
 def _room(memory: Memory, num_chunks: int) -> np.ndarray:
     """The memory each layer takes on a stage, float64 ``[layers]``."""
     parameters = num_chunks * np.asarray(memory.parameter_bytes, float)
-    return parameters + memory.in_flight * np.asarray(memory.residual_bytes, float)
+    residuals = memory.in_flight * np.asarray(memory.residual_bytes, float)
+    room: np.ndarray = parameters + residuals
+    return room
 
 
 def _spans(values: np.ndarray) -> np.ndarray:
     """``[k, l]``: the sum of values k to l - 1; meaningless where l < k."""
     upto = np.concatenate([[0], np.cumsum(values)])
-    return upto[None, :] - upto[:, None]
+    spans: np.ndarray = upto[None, :] - upto[:, None]
+    return spans
 
 
 def _best_ends(costs: np.ndarray, num_parts: int, combine: np.ufunc) -> tuple[float, np.ndarray]:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator
 from jaxpipe.schedule.actions import Action, Kind, Schedule
 from jaxpipe.schedule.check.grid import MAX_MISSING, SHOWN_PROBLEMS, Fault, message
 from jaxpipe.schedule.check.schedule_types import wrong_types
-from jaxpipe.schedule.check.slice_rules import slice_problems
+from jaxpipe.schedule.check.slice_rules import slice_faults
 from jaxpipe.schedule.check.walk import Walk, walk
 from jaxpipe.schedule.problems import Problem, below_one, refuse
 
@@ -81,7 +81,7 @@ def validate(
         problems = _deadlocks(schedule, walked, inbox_slots, spell)
         problems += _broken_promises(schedule, spell)
     if not problems and schedule.slices is not None:
-        problems = _slice_problems(schedule)
+        problems = list(slice_faults(schedule))
     if problems:
         raise ScheduleError(message(schedule, problems, walked.ticks, spell))
 
@@ -233,13 +233,4 @@ def _broken_promises(schedule: Schedule, spell: Callable[[Action], str]) -> list
                 f"{max(counts)} chunks against {promised}."
             )
             problems.append(Fault(text, d, k))
-    return problems
-
-
-def _slice_problems(schedule: Schedule) -> list[Fault]:
-    problems = []
-    for text, stage, action in slice_problems(schedule):
-        order = schedule.orders[stage] if stage < len(schedule.orders) else ()
-        position = order.index(action) if action in order else None
-        problems.append(Fault(f"{text}.", stage, position))
     return problems

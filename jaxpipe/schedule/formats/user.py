@@ -11,7 +11,7 @@ import traceback
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, cast
 
 from jaxpipe.schedule.actions import Schedule
 from jaxpipe.schedule.check.validate import validate
@@ -142,9 +142,9 @@ def _function(name: str) -> Callable[..., Any]:
         function = getattr(_module(name, module_name), function_name)
     except AttributeError as error:
         raise _no_function(name, str(error)) from None
-    if not callable(function):
-        raise ValueError(f"{name!r} is not a function but {type(function).__name__}.")
-    return function
+    if callable(function):
+        return cast("Callable[..., Any]", function)
+    raise ValueError(f"{name!r} is not a function but {type(function).__name__}.")
 
 
 def _module(name: str, module_name: str) -> ModuleType:

@@ -23,12 +23,7 @@ def chimera(num_stages: int, num_microbatches: int, *, fused: bool = False) -> S
     ============  =====================================================================
 
     Args:
-      num_stages: p, at least 1.
       num_microbatches: of each direction, half the batch's m, at least 1.
-      fused: run B and W of a microbatch as one action.
-
-    Returns:
-      The schedule, named "chimera" or "chimera-fused".
 
     Example:
       >>> chimera(4, 2).placement.num_copies

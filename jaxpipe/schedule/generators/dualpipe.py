@@ -24,11 +24,7 @@ def dualpipe_v(num_stages: int, num_microbatches: int) -> Schedule:
     ============  =====================================================================
 
     Args:
-      num_stages: p, at least 1.
       num_microbatches: m, at least 1; best from 2p.
-
-    Returns:
-      The schedule, named "dualpipe-v".
 
     Example:
       >>> dualpipe_v(4, 8).peak_in_flight

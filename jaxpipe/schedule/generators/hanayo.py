@@ -36,15 +36,9 @@ def hanayo(
     ============  =====================================================================
 
     Args:
-      num_stages: p, at least 1.
-      num_microbatches: m, at least 1; may be less than p.
       num_waves: W, at least 1.
       memory_limit: peak in flight per stage, in microbatches of a full stage, at least 1; p by
         default, which is what 1F1B keeps on its first stage.
-      fused: run B and W of a microbatch as one action.
-
-    Returns:
-      The schedule, named "hanayo" or "hanayo-fused".
 
     Raises:
       ValueError: the memory limit does not hold one microbatch.

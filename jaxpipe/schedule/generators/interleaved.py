@@ -39,16 +39,11 @@ def interleaved(
     ============  =====================================================================
 
     Args:
-      num_stages: p, at least 1.
       num_microbatches: m, at least 1. If it is not a multiple of the group, the schedule is that of
         the next multiple without the surplus microbatches.
       num_chunks: v, at least 1.
       group: microbatches that go through a chunk before the next chunk's turn, at least p, which
         is the default.
-      fused: run B and W of a microbatch as one action.
-
-    Returns:
-      The schedule, named "interleaved" or "interleaved-fused".
 
     Raises:
       ValueError: the group is smaller than the number of stages.

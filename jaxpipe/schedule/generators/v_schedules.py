@@ -32,13 +32,6 @@ def v_min(num_stages: int, num_microbatches: int) -> Schedule:
     source        arXiv 2405.15362, V-Min
     ============  =====================================================================
 
-    Args:
-      num_stages: p, at least 1.
-      num_microbatches: m, at least 1; may be less than p.
-
-    Returns:
-      The schedule, named "v-min".
-
     Example:
       >>> v_min(4, 8).peak_in_flight
       (4, 4, 4, 4)
@@ -58,13 +51,6 @@ def v_half(num_stages: int, num_microbatches: int) -> Schedule:
     source        arXiv 2405.15362, V-Half
     ============  =====================================================================
 
-    Args:
-      num_stages: p, at least 1.
-      num_microbatches: m, at least 1; may be less than p.
-
-    Returns:
-      The schedule, named "v-half".
-
     Example:
       >>> v_half(4, 8).peak_in_flight
       (6, 6, 6, 6)
@@ -83,13 +69,6 @@ def v_zb(num_stages: int, num_microbatches: int) -> Schedule:
     source        arXiv 2405.15362, V-ZB
     ============  =====================================================================
 
-    Args:
-      num_stages: p, at least 1.
-      num_microbatches: m, at least 1; may be less than p.
-
-    Returns:
-      The schedule, named "v-zb".
-
     Example:
       >>> v_zb(4, 8).peak_in_flight
       (8, 8, 8, 8)
@@ -106,13 +85,6 @@ def zb_v(num_stages: int, num_microbatches: int) -> Schedule:
     constraints   p >= 1, m >= 1, v = 2 on the V placement
     source        Qi et al., "Zero Bubble Pipeline Parallelism", arXiv 2401.10241
     ============  =====================================================================
-
-    Args:
-      num_stages: p, at least 1.
-      num_microbatches: m, at least 1; may be less than p.
-
-    Returns:
-      The schedule, named "zb-v".
 
     Example:
       >>> zb_v(4, 8).orders == v_zb(4, 8).orders
@@ -131,13 +103,6 @@ def one_f_one_b_v(num_stages: int, num_microbatches: int) -> Schedule:
     source        arXiv 2405.15362, 1F1B-V
     ============  =====================================================================
 
-    Args:
-      num_stages: p, at least 1.
-      num_microbatches: m, at least 1; may be less than p.
-
-    Returns:
-      The schedule, named "1f1b-v".
-
     Example:
       >>> one_f_one_b_v(4, 8).peak_in_flight
       (6, 6, 5, 6)
@@ -146,13 +111,11 @@ def one_f_one_b_v(num_stages: int, num_microbatches: int) -> Schedule:
 
 
 def v_min_block(num_stages: int) -> Block:
-    shift = 2 if num_stages % 3 == 0 else 0
-    return _uniform(num_stages, 2, (1, 1 + shift, 1))
+    return _uniform(num_stages, 2, (1, 1 if num_stages % 3 else 3, 1))
 
 
 def v_half_block(num_stages: int) -> Block:
-    shift = 3 if num_stages % 2 == 0 else 0
-    return _uniform(num_stages, 3, (1, 1 + shift, 2))
+    return _uniform(num_stages, 3, (1, 1 if num_stages % 2 else 4, 2))
 
 
 def v_zb_block(num_stages: int) -> Block:

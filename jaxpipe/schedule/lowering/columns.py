@@ -29,7 +29,8 @@ class Columns:
 
     def of(self, *kinds: Kind) -> np.ndarray:
         """Which slices are of these kinds, bool ``[slices]``."""
-        return np.logical_or.reduce([self.kind == KINDS.index(kind) for kind in kinds])
+        found: np.ndarray = np.logical_or.reduce([self.kind == KINDS.index(k) for k in kinds])
+        return found
 
 
 def columns_of(schedule: Schedule, layer_counts: tuple[int, ...]) -> Columns:

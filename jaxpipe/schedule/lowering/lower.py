@@ -195,7 +195,8 @@ class _Lowering:
         """Ticks in which messages between neighbouring virtual stages are received, from those in
         which they are sent, ``[virtual stages - 1, microbatches]``."""
         moved = self.stage_of[1:] != self.stage_of[:-1]
-        return sent + (self.late[sent] & moved[:, None])
+        arrivals: np.ndarray = sent + (self.late[sent] & moved[:, None])
+        return arrivals
 
     def _colour(self) -> tuple[dict[str, np.ndarray], dict[str, int]]:
         """Slots by buffer, and how many each buffer has."""

@@ -39,10 +39,9 @@ def auto(
 ) -> Schedule:
     """Searches for the schedule that ends first in lock-step under a memory limit.
 
-    Slices the orders of other schedules on the same placement, starting with those that end first
-    on the free-running clock, and one order built tick by tick: whatever is ready runs, under a cap
-    on the chunks in flight. Each only has to beat the best so far, so none of the candidates,
-    sliced by `slice_ticks`, ends before the result.
+    Slices the orders of other schedules on the same placement, and one order built tick by tick:
+    whatever is ready runs, under a cap on the chunks in flight. None of the candidates, sliced by
+    `slice_ticks`, ends before the result.
 
     ============  =====================================================================
     bubble        V placement, (F,B,W) = (1,1.2,.8), m = 4p, lock-step bubble ratio at 8 / 4 / 2
@@ -53,8 +52,6 @@ def auto(
     ============  =====================================================================
 
     Args:
-      num_stages: p, at least 1.
-      num_microbatches: m, at least 1; may be less than p.
       costs: of one chunk.
       memory_limit: peak in flight per stage, in microbatches of a full stage, at least 1; None for
         p, which is 1F1B's.
@@ -62,11 +59,7 @@ def auto(
       layer_counts: layers of every virtual stage.
       placement: None for the V: two chunks per stage.
       candidates: schedules to slice, on this placement; those that need more memory are left out.
-        None for the ones that fit: on the V zb-v, v-half, v-min and, if the limit lies between
-        those, controllable-memory; on the linear placement 1f1b, zb-h1 and zb-h2.
-
-    Returns:
-      The schedule with its slices, named "auto". Deterministic.
+        None for those of this package that fit.
 
     Raises:
       ValueError: the memory limit is too small, or an argument does not fit the placement.
@@ -85,21 +78,32 @@ def auto(
     if candidates is None:
         candidates = _named(num_stages, num_microbatches, placement, cap, costs)
     fitting = [s for s in candidates if max(peak_in_flight(s)) <= cap]
-    if any(s.placement != placement for s in fitting):
-        raise ValueError("The candidates of schedule 'auto' are not all on its placement.")
-    best, makespan = None, math.inf
-    for candidate in sorted(fitting, key=lambda s: simulate(s, costs).makespan):
-        sliced = slice_ticks(candidate, costs, counts, makespan=makespan)
-        time = lock_step(sliced, costs).makespan
-        if time < makespan:
-            best, makespan = sliced, time
+    best, makespan = _best_sliced(fitting, placement, costs, counts)
     unordered = Schedule("auto", placement, num_microbatches, ())
     search = TickSearch(_work(unordered, cap, costs, counts))
-    plan = search.best(_TRIALS, makespan=makespan)
-    if plan is not None:
+    if (plan := search.best(_TRIALS, makespan=makespan)) is not None:
         best = with_slices(unordered, search.slices(plan))
     assert best is not None, "every stage finds room for the microbatch that is farthest"
     return dataclasses.replace(best, name="auto", peak_in_flight=peak_in_flight(best))
+
+
+def _best_sliced(
+    candidates: Sequence[Schedule],
+    placement: Placement,
+    costs: Costs,
+    layer_counts: tuple[int, ...],
+) -> tuple[Schedule | None, float]:
+    """The candidate that ends first once it is cut, with its makespan."""
+    if any(s.placement != placement for s in candidates):
+        raise ValueError("The candidates of schedule 'auto' are not all on its placement.")
+    best, makespan = None, math.inf
+    # Each only has to beat the best so far: start with what ends first on the free-running clock.
+    for candidate in sorted(candidates, key=lambda s: simulate(s, costs).makespan):
+        sliced = slice_ticks(candidate, costs, layer_counts, makespan=makespan)
+        time = lock_step(sliced, costs).makespan
+        if time < makespan:
+            best, makespan = sliced, time
+    return best, makespan
 
 
 def _check(num_stages: int, placement: Placement, memory_limit: float) -> None:

@@ -60,14 +60,9 @@ def controllable_memory(
     ============  =====================================================================
 
     Args:
-      num_stages: p, at least 1.
-      num_microbatches: m, at least 1; may be less than p.
       memory_limit: peak in flight per stage, in microbatches of a full stage; halves count.
         None for 1F1B's, which is p.
       costs: of one chunk; the search minimises the free-running makespan with them.
-
-    Returns:
-      The schedule, named "controllable-memory".
 
     Raises:
       ValueError: no building block fits the limit.

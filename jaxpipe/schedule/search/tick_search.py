@@ -128,7 +128,7 @@ class TickSearch:
             # `sum` of floats rounds differently from Python 3.12 on, and a rounding error can
             # decide which state is best. Adding from left to right is the same everywhere.
             mean = state.time - functools.reduce(operator.add, state.busy) / p
-            worst = state.time + max(map(operator.sub, drains, state.busy))
+            worst: float = state.time + max(map(operator.sub, drains, state.busy))
             return worst + mean - settings.eagerness * state.critical / p
 
         states.sort(key=score)
