@@ -29,8 +29,6 @@ Shapes: TypeAlias = Any
 """A tree of `jax.ShapeDtypeStruct`."""
 Shardings: TypeAlias = Any
 """A tree of `jax.sharding.NamedSharding`."""
-Specs: TypeAlias = Any
-"""A tree of `jax.sharding.PartitionSpec`."""
 Batch: TypeAlias = Any
 """A batch, leaves ``[rows, ...]``; the rows of one microbatch are such a tree, too."""
 Activation: TypeAlias = Any

@@ -12,7 +12,7 @@ from __future__ import annotations
 import abc
 import dataclasses
 from collections.abc import Callable
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar, TypeAlias, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -24,6 +24,8 @@ from jaxpipe.runtime.types import Arrays, Index, LayerParams, Leaves, Params, Pl
 from jaxpipe.schedule.lowering.table import NONE
 
 Carry = TypeVar("Carry")
+At: TypeAlias = tuple[Index, Index, Index]
+"""A layer or a piece: its stage, its chunk there, its number within the chunk."""
 
 
 class LayerLayout(abc.ABC):
@@ -97,16 +99,12 @@ class LayerLayout(abc.ABC):
     # Places.
 
     @abc.abstractmethod
-    def layer_at(
-        self, stage: Index, chunk: Index, layer: Index, example: int, *, slot: Index | None = None
-    ) -> Any:
+    def layer_at(self, at: At, example: int, *, slot: Index = None) -> Any:
         """The place of a layer: among the stage's own, or of the chunk that lies in ``slot``."""
 
     @abc.abstractmethod
-    def piece_at(
-        self, stage: Index, chunk: Index, number: Index, *, slot: Index | None = None
-    ) -> Any:
-        """The place of a chunk's piece, as of `layer_at`."""
+    def piece_at(self, at: At, *, slot: Index = None) -> Any:
+        """The place of a chunk's piece, likewise."""
 
     @abc.abstractmethod
     def read(self, arrays: Arrays, place: Any) -> Stored:

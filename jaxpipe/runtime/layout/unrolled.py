@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxpipe.runtime.barriers import overwrite, run_if, run_once
-from jaxpipe.runtime.layout.layer_layout import Carry, LayerLayout, alike, put_back, take
+from jaxpipe.runtime.layout.layer_layout import At, Carry, LayerLayout, alike, put_back, take
 from jaxpipe.runtime.layout.leaf import Leaf
 from jaxpipe.runtime.types import Arrays, Index, Params, Placed, Shapes, Stored
 
@@ -21,7 +21,7 @@ class _Row(NamedTuple):
     """A place in unrolled arrays: the row's number, and the slot if it is in one."""
 
     number: int
-    slot: Index | None
+    slot: Index
 
 
 class Unrolled(LayerLayout):
@@ -54,14 +54,13 @@ class Unrolled(LayerLayout):
         row = jax.tree.map(Leaf.struct, self.piece)
         return dict.fromkeys(range(count * self.num_pieces), row)
 
-    def layer_at(
-        self, stage: Index, chunk: int, layer: int, example: int, *, slot: Index | None = None
-    ) -> _Row:
-        del stage, example
-        return _Row(chunk * self.num_pieces + layer, slot)
+    def layer_at(self, at: At, example: int, *, slot: Index = None) -> _Row:
+        del example
+        return self.piece_at(at, slot=slot)
 
-    def piece_at(self, stage: Index, chunk: int, number: int, *, slot: Index | None = None) -> _Row:
-        return self.layer_at(stage, chunk, number, 0, slot=slot)
+    def piece_at(self, at: At, *, slot: Index = None) -> _Row:
+        _, chunk, number = at
+        return _Row(chunk * self.num_pieces + number, slot)
 
     def read(self, arrays: Arrays, place: _Row) -> Stored:
         return arrays[place.number % len(arrays)]

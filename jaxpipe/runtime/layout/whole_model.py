@@ -21,16 +21,7 @@ from jaxpipe.runtime.layout.packed import Packed
 from jaxpipe.runtime.layout.stacked import Stacked
 from jaxpipe.runtime.layout.unrolled import Unrolled
 from jaxpipe.runtime.mesh import DATA, STAGE
-from jaxpipe.runtime.types import (
-    Leaves,
-    OuterParams,
-    Params,
-    Placed,
-    Shapes,
-    Shardings,
-    Specs,
-    Tree,
-)
+from jaxpipe.runtime.types import Leaves, OuterParams, Params, Placed, Shapes, States, Tree
 from jaxpipe.schedule.lowering.table import TickTable
 
 LAYOUTS: dict[str, type[LayerLayout]] = {"stacked": Stacked, "unrolled": Unrolled}
@@ -111,7 +102,7 @@ class Layout:
         """Shapes of the canonical parameters."""
         return jax.tree.map(Leaf.struct, self._canonical)
 
-    def specs(self, *, sharded: bool) -> Specs:
+    def specs(self, *, sharded: bool) -> Tree:
         """Partition specs of the placed parameters, with the data axis used (ZeRO) or not."""
 
         def spec(leaf: Leaf, *lead: str) -> P:
@@ -120,12 +111,12 @@ class Layout:
         layers = jax.tree.map(lambda leaf: spec(leaf, STAGE), self.layers.placed)
         return {"layers": layers, **jax.tree.map(spec, self.outer)}
 
-    def shardings(self, *, sharded: bool) -> Shardings:
+    def shardings(self, *, sharded: bool) -> Tree:
         """What `specs` says as shardings."""
         return _shardings(self.mesh, self.specs(sharded=sharded))
 
-    def canonical_shardings(self) -> Shardings:
-        """Shardings of canonical parameters, over all devices wherever a size divides."""
+    def canonical_shardings(self) -> Tree:
+        """Tree of canonical parameters, over all devices wherever a size divides."""
 
         def spec(leaf: Leaf) -> P:
             stage = leaf.stage_dim
@@ -135,12 +126,51 @@ class Layout:
         return _shardings(self.mesh, jax.tree.map(spec, self._canonical))
 
 
+@dataclasses.dataclass(frozen=True)
+class StateLayout:
+    """The layout of the states of a model's layers; methods as of `Layout`.
+
+    Args:
+      layers: of what every layer has.
+      mesh: the device mesh.
+    """
+
+    layers: LayerLayout
+    mesh: Mesh
+
+    def place(self, states: States) -> States:
+        return self.layers.place(states)
+
+    def unplace(self, placed: States) -> States:
+        return self.layers.unplace(placed)
+
+    def placed_shapes(self) -> Shapes:
+        """Shapes and shardings of the placed states."""
+        sharding = compiled_sharding(self.mesh, P(STAGE))
+
+        def shape(leaf: Leaf) -> jax.ShapeDtypeStruct:
+            placed = self.mesh.shape[STAGE], *leaf.shape
+            return jax.ShapeDtypeStruct(placed, leaf.dtype, sharding=sharding)
+
+        return jax.tree.map(shape, self.layers.placed)
+
+    def canonical_shapes(self) -> Shapes:
+        return jax.tree.map(Leaf.struct, self.layers.canonical)
+
+    def shardings(self, *, sharded: bool) -> Tree:
+        del sharded  # data shards have states of their own until they are averaged
+        return jax.tree.map(lambda leaf: leaf.sharding, self.placed_shapes())
+
+    def canonical_shardings(self) -> None:
+        """None: the compiler chooses."""
+
+
 def _dims(stage_dim: int | None, data_dim: int | None, leaf: Leaf) -> list[str | None]:
     names = {stage_dim: STAGE, data_dim: DATA}
     return [names.get(d) for d in range(len(leaf.shape))]
 
 
-def _shardings(mesh: Mesh, specs: Specs) -> Shardings:
+def _shardings(mesh: Mesh, specs: Tree) -> Tree:
     return jax.tree.map(lambda spec: compiled_sharding(mesh, spec), specs)
 
 

@@ -33,10 +33,6 @@ def layer_costs(
       batch: a batch, or its shapes.
       rng: as for `Pipeline.value_and_grad`.
       measure: compile every part, run it on the first device, and return seconds.
-
-    Example:
-      >>> costs = layer_costs(pipe, batch)  # doctest: +SKIP
-      >>> counts = partition([c.f + c.b + c.w for c in costs], placement)  # doctest: +SKIP
     """
     layers, context = traced.layers(pipe, batch, rng)
     cost = _seconds if measure else _flops

@@ -62,8 +62,8 @@ class LayeredUpdate:
 
     Example:
       >>> import jax.numpy as jnp
-      >>> from jaxpipe.runtime.mesh import make_mesh
       >>> from jaxpipe.runtime.layers.model import Model
+      >>> from jaxpipe.runtime.mesh import make_mesh
       >>> from jaxpipe.schedule.catalog import build
       >>> model = Model(
       ...     embed=lambda outer, batch, rng: batch["x"],
@@ -74,10 +74,10 @@ class LayeredUpdate:
       >>> schedule = build("modular", stages=1, microbatches=2, chunks=2)
       >>> pipe = Pipeline(model, params, schedule=schedule, mesh=make_mesh(stage=1))
       >>> optimizer = optax.adam(0.1)
-      >>> training = LayeredUpdate(pipe, optimizer)
+      >>> step = jax.jit(LayeredUpdate(pipe, optimizer).step)
       >>> params = pipe.place(params)
       >>> batch = {"x": jnp.ones((4, 3)), "y": jnp.ones((4, 3))}
-      >>> loss, params, state = training.step(params, pipe.init(optimizer, params), batch)
+      >>> loss, params, state = step(params, pipe.init(optimizer, params), batch)
 
     Source: Lamy-Poirier, "Layered gradient accumulation and modular pipeline parallelism",
     arXiv 2106.02679, section 3.
@@ -205,8 +205,8 @@ class Applied(GradientSink):
         params, updating = fixed.params, carried.finished
 
         def body(chunk: Index, number: Index, kept: Pieces) -> Pieces:
-            here = params.piece_at(fixed.stage, chunk, number, slot=transfer.slot)
-            place = params.piece_at(fixed.stage, chunk, number)
+            here = params.piece_at((fixed.stage, chunk, number), slot=transfer.slot)
+            place = params.piece_at((fixed.stage, chunk, number))
 
             def update(pieces: Pieces) -> Pieces:
                 total, _ = tie(params.read(carried.gradients, here), pieces)
