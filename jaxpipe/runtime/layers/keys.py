@@ -5,18 +5,12 @@ The same run draws the same numbers whatever its schedule, number of stages or r
 
 from __future__ import annotations
 
-from typing import overload
-
 import jax
 
-
-@overload
-def layer_key(rng: None, *, microbatch, shard, layer) -> None: ...
-@overload
-def layer_key(rng: jax.Array, *, microbatch, shard, layer) -> jax.Array: ...
+from jaxpipe.runtime.types import Index, Key
 
 
-def layer_key(rng, *, microbatch, shard, layer):
+def layer_key(rng: Key, *, microbatch: Index, shard: Index, layer: Index) -> Key:
     """The key one layer gets for one microbatch.
 
     Args:

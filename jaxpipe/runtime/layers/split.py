@@ -236,9 +236,16 @@ def split_layer(
     return _cut(_trace(layer, params, x, context, state, REMAT_POLICIES[remat]))
 
 
-def _trace(layer, params, x, context, state, policy) -> _Traced:
-    def differentiate(params, context, x, state):
-        def of_params_and_x(params, x):
+def _trace(
+    layer: Callable[..., Any],
+    params: LayerParams,
+    x: Activation,
+    context: Tree,
+    state: States,
+    policy: Any,
+) -> _Traced:
+    def differentiate(params: LayerParams, context: Tree, x: Activation, state: States) -> Any:
+        def of_params_and_x(params: LayerParams, x: Activation) -> tuple[Activation, States]:
             if state is None:
                 return layer(params, x, *context), None
             return layer(params, x, *context, state)
@@ -249,7 +256,7 @@ def _trace(layer, params, x, context, state, policy) -> _Traced:
 
     structure = []
 
-    def forward(*args):
+    def forward(*args: Tree) -> tuple[Activation, Values]:
         y, vjp, new_state = differentiate(*args)
         leaves, tree = jax.tree.flatten(vjp)
         structure.append(tree)
@@ -260,7 +267,7 @@ def _trace(layer, params, x, context, state, policy) -> _Traced:
     outputs, residuals = jax.eval_shape(forward, *args)
     dy = outputs if state is None else outputs[0]
 
-    def backward(residuals, dy):
+    def backward(residuals: Values, dy: Activation) -> tuple[Activation, Gradients]:
         dparams, dx = jax.tree.unflatten(structure[0], residuals)(dy)
         return dx, dparams
 

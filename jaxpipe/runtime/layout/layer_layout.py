@@ -12,7 +12,7 @@ from __future__ import annotations
 import abc
 import dataclasses
 from collections.abc import Callable
-from typing import Any, ClassVar, TypeAlias, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -20,12 +20,20 @@ import numpy as np
 from jax import lax
 
 from jaxpipe.runtime.layout.leaf import Leaf, make_leaf
-from jaxpipe.runtime.types import Arrays, Index, LayerParams, Leaves, Params, Placed, Shapes, Stored
+from jaxpipe.runtime.types import (
+    Arrays,
+    At,
+    Index,
+    LayerParams,
+    Leaves,
+    Params,
+    Placed,
+    Shapes,
+    Stored,
+)
 from jaxpipe.schedule.lowering.table import NONE
 
 Carry = TypeVar("Carry")
-At: TypeAlias = tuple[Index, Index, Index]
-"""A layer or a piece: its stage, its chunk there, its number within the chunk."""
 
 
 class LayerLayout(abc.ABC):

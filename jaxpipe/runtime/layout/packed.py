@@ -13,9 +13,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jaxpipe.runtime.layout.layer_layout import At, LayerLayout
+from jaxpipe.runtime.layout.layer_layout import LayerLayout
 from jaxpipe.runtime.layout.leaf import Leaf, make_leaf
-from jaxpipe.runtime.types import Arrays, Index, LayerParams, Leaves, Placed, Shapes, Stored
+from jaxpipe.runtime.types import Arrays, At, Index, LayerParams, Leaves, Placed, Shapes, Stored
 
 
 class _Columns(NamedTuple):

@@ -6,9 +6,9 @@ import jax
 import numpy as np
 from jax import lax
 
-from jaxpipe.runtime.layout.layer_layout import At, LayerLayout, alike, put_back, take
+from jaxpipe.runtime.layout.layer_layout import LayerLayout, alike, put_back, take
 from jaxpipe.runtime.layout.leaf import Leaf
-from jaxpipe.runtime.types import Arrays, Index, Leaves, Params, Placed, Shapes, Stored
+from jaxpipe.runtime.types import Arrays, At, Index, Leaves, Params, Placed, Shapes, Stored
 
 
 class Stacked(LayerLayout):

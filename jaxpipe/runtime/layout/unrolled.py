@@ -12,9 +12,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxpipe.runtime.barriers import overwrite, run_if, run_once
-from jaxpipe.runtime.layout.layer_layout import At, Carry, LayerLayout, alike, put_back, take
+from jaxpipe.runtime.layout.layer_layout import Carry, LayerLayout, alike, put_back, take
 from jaxpipe.runtime.layout.leaf import Leaf
-from jaxpipe.runtime.types import Arrays, Index, Params, Placed, Shapes, Stored
+from jaxpipe.runtime.types import Arrays, At, Index, Params, Placed, Shapes, Stored
 
 
 class _Row(NamedTuple):

@@ -10,7 +10,7 @@ import jax
 from jaxpipe.runtime.layers.kinds import LayerKind
 from jaxpipe.runtime.tick.carried import Carried
 from jaxpipe.runtime.tick.fixed import Fixed, Microbatches
-from jaxpipe.runtime.types import Batch, Index, Key, Leaves, Stored
+from jaxpipe.runtime.types import At, Batch, Index, Key, Leaves, Stored
 from jaxpipe.schedule.actions import Kind
 from jaxpipe.schedule.lowering.table import Cell
 
@@ -43,7 +43,7 @@ class Work:
         return dataclasses.replace(self, **changes)
 
     @property
-    def at(self) -> tuple[Index, Index, Index]:
+    def at(self) -> At:
         """The layer's stage, chunk and number."""
         return self.fixed.stage, self.cell.chunk, self.layer
 
