@@ -316,7 +316,7 @@ class Pipeline:
     def loss(
         self, placed: Placed, batch: Batch, rng: Key = None, *, states: States = None
     ) -> jax.Array:
-        """The loss alone, by the schedule's forwards. Arguments as for `value_and_grad`."""
+        """Only the loss, from the schedule's forwards; arguments as for `value_and_grad`."""
         return self._run(self._forward_table, placed, batch, rng, states)[0]
 
     @cached_property

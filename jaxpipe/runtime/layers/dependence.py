@@ -51,12 +51,7 @@ def read_leaves(function: Callable[..., Any], *args: Tree) -> list[bool]:
 def dependences(
     function: Callable[..., Any], *args: Tree, tracked: Collection[int]
 ) -> list[Dependence]:
-    """Follows argument leaves through a function, to every leaf of its result.
-
-    Args:
-      function: any traceable function.
-      *args: its arguments, arrays or shapes.
-      tracked: numbers of the argument leaves to follow.
+    """Follows argument leaves (``tracked``: their numbers) to every leaf of a function's result.
 
     Example:
       >>> import jax.numpy as jnp

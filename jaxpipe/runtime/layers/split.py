@@ -4,8 +4,8 @@
 forward (output and residuals) and the backward (residuals and cotangent to dx and dparams). Both
 are flattened (``jit`` and ``checkpoint`` equations inlined), then cut:
 
-- residuals that do not depend on x (parameters, casts of them, what is made of the context alone,
-  such as dropout masks) are recomputed where they are used; the others are saved, once each;
+- residuals that do not depend on x (parameters, casts of them, and what depends on the context
+  only, such as dropout masks) are recomputed where they are used; the others are saved, once each;
 - B is what dx needs, W is the rest of what dparams needs, and what W reads of B's values *crosses*.
 
 Weights are therefore never residuals, which is what lets a backward use newer weights than its
@@ -212,8 +212,8 @@ def split_layer(
         state) -> (y, state)``.
       params: one layer's parameters, arrays or shapes.
       x: the layer's input, a tree of arrays or shapes; y may be another tree.
-      *context: what F, B and W all read and nobody differentiates (the microbatch's rows, a key):
-        trees of arrays or shapes, or None.
+      *context: what F, B and W all read and what is not differentiated (the microbatch's rows, a
+        key): trees of arrays or shapes, or None.
       state: what the layer reads and renews in F, such as running statistics; None if it has none.
       remat: a name in `REMAT_POLICIES`; a layer that uses `jax.checkpoint` itself composes with it.
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 import abc
 import dataclasses
 from collections.abc import Callable
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar, TypeAlias, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -34,6 +34,8 @@ from jaxpipe.runtime.types import (
 from jaxpipe.schedule.lowering.table import NONE
 
 Carry = TypeVar("Carry")
+Body: TypeAlias = Callable[..., Any]
+"""What a loop runs: it takes a chunk, a number within it and the carry, and returns the carry."""
 
 
 class LayerLayout(abc.ABC):
@@ -129,45 +131,29 @@ class LayerLayout(abc.ABC):
     # Loops.
 
     def loop(
-        self,
-        chunk: Index,
-        lo: Index,
-        hi: Index,
-        body: Callable[..., tuple[Arrays, Carry]],
-        arrays: Arrays,
-        carry: Carry,
-        *,
-        down: bool = False,
+        self, span: At, body: Body, arrays: Arrays, carry: Carry, *, down: bool = False
     ) -> tuple[Arrays, Carry]:
-        """Runs layers ``lo`` to ``hi`` of a chunk, last first if ``down``.
+        """Runs a span of layers: of a chunk, from ``lo`` to ``hi``; last first if ``down``.
 
-        Args:
-          chunk, lo, hi: int32 scalars.
-          body: ``body(chunk, layer, arrays, carry) -> (arrays, carry)``.
-          arrays: of all layers or of slots; a body sees at least those of its layer.
-          carry: any tree.
-          down: the order.
-
-        Returns:
-          The arrays and the carry after the last layer.
+        ``body(chunk, layer, arrays, carry)`` returns arrays and carry; it sees at least the arrays
+        of its layer.
         """
+
+        chunk, lo, hi = span
 
         def step(i: Index, through: tuple[Arrays, Carry]) -> tuple[Arrays, Carry]:
             return body(chunk, lo + hi - 1 - i if down else i, *through)
 
         return lax.fori_loop(lo, hi, step, (arrays, carry))
 
-    def loop_pieces(self, chunk: Index, body: Callable[..., Carry], carry: Carry) -> Carry:
+    def loop_pieces(self, chunk: Index, body: Body, carry: Carry) -> Carry:
         """Runs ``body(chunk, number, carry)`` for all pieces of a chunk, for none if `NONE`."""
         trips = jnp.where(chunk == NONE, 0, self.num_pieces)
         return lax.fori_loop(0, trips, lambda number, carry: body(chunk, number, carry), carry)
 
-    def every_piece(self, body: Callable[..., Carry], carry: Carry, *, in_place: bool) -> Carry:
-        """Runs ``body(chunk, number, carry)`` for all pieces of all chunks.
-
-        Args:
-          body, carry: as of `loop_pieces`.
-          in_place: whether the body overwrites what it reads, piece by piece.
+    def every_piece(self, body: Body, carry: Carry, *, in_place: bool) -> Carry:
+        """Runs ``body(chunk, number, carry)`` for all pieces of all chunks; ``in_place`` says
+        whether the body overwrites what it reads.
         """
         del in_place  # a loop's carry is
         n = self.num_pieces

@@ -40,13 +40,7 @@ def outer_of(params: Params) -> OuterParams:
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
-    """The layout of every parameter of a model on a mesh.
-
-    Args:
-      layers: of the layers' parameters.
-      outer: a tree of `Leaf`, ``{"embed", "head"}``.
-      mesh: the device mesh.
-    """
+    """The layout of every parameter of a model on a mesh; ``outer`` is a tree of `Leaf`."""
 
     layers: LayerLayout
     outer: OuterParams
@@ -128,12 +122,7 @@ class Layout:
 
 @dataclasses.dataclass(frozen=True)
 class StateLayout:
-    """The layout of the states of a model's layers; methods as of `Layout`.
-
-    Args:
-      layers: of what every layer has.
-      mesh: the device mesh.
-    """
+    """The layout of the states of a model's layers; methods as of `Layout`."""
 
     layers: LayerLayout
     mesh: Mesh
@@ -199,15 +188,7 @@ def layer_rows(table: TickTable) -> np.ndarray:
 def make_layout(
     params: Params, stage_split: Tree, mesh: Mesh, table: TickTable, *, weights: str
 ) -> Layout:
-    """Decides the layout of every parameter.
-
-    Args:
-      params: canonical parameters or their shapes.
-      stage_split: `Model.stage_split`.
-      mesh: the device mesh.
-      table: the tick table, for the placement and the layer counts.
-      weights: a name in `LAYOUTS`, for layers that are alike.
-    """
+    """Decides the layout of every parameter; ``weights`` is for layers that are alike."""
     data = mesh.shape[DATA]
     leaves, tree = jax.tree.flatten(outer_of(params))
     dims = [None] * len(leaves)

@@ -57,9 +57,7 @@ def run_cells(
 ) -> tuple[Carried, dict[Kind, Message]]:
     """Runs a tick's cells; also returns what F and the backward have produced, to be sent.
 
-    Args:
-      fixed, batch, carried, row: as everywhere.
-      arriving: messages that were sent when the tick began, by channel.
+    ``arriving`` are the messages that were sent when the tick began, by channel.
     """
     if fixed.recomputes:
         carried = _recompute(fixed, batch, carried, row, arriving)
@@ -140,7 +138,7 @@ def _run_layers(
     span = work.cell.chunk, work.cell.lo, work.cell.hi
     sums, rest = through.carried.gradients, (through.but(gradients=None), outputs)
     down = work.action in (Kind.B, Kind.BW)
-    sums, rest = work.fixed.params.loop(*span, body, sums, rest, down=down)
+    sums, rest = work.fixed.params.loop(span, body, sums, rest, down=down)
     through, outputs = rest
     return through.but(gradients=sums), outputs
 

@@ -63,7 +63,7 @@ class Resident(WeightSource):
     """Every data shard has its stage's weights whole."""
 
     def hold(self, setup: Setup, layers: Arrays, outer: OuterParams) -> Held:
-        """What is held when a step begins, but for its buffers."""
+        """What is held when a step begins, without its buffers."""
         del setup
         return Held(layers, outer)
 

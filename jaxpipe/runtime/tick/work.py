@@ -20,13 +20,9 @@ class Work:
     """An action of a tick, or one layer of it, and what it may read.
 
     Args:
-      fixed, batch: as everywhere.
       held: the weights.
-      action: the kind of action.
-      cell: which chunk, microbatch and slots.
       replay: the slot of what F keeps for R; None if nothing is recomputed.
-      layer: the layer, counted within the chunk.
-      kind: the kind of layer.
+      layer: counted within the chunk.
     """
 
     fixed: Fixed

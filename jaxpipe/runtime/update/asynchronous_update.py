@@ -70,9 +70,7 @@ class Optimized:
 class Updated(GradientSink):
     """A part whose minibatch is complete is updated at the end of the tick.
 
-    Args:
-      rules: how to train.
-      tied: whether the head reads the embedding's parameters.
+    ``tied`` says whether the head reads the embedding's parameters.
     """
 
     rules: Rules

@@ -83,9 +83,7 @@ class Versions(NamedTuple):
 class Versioned(WeightSource):
     """Weights in the versions that the rows say; gathered layer by layer under ZeRO-3.
 
-    Args:
-      steady: ticks, delays and versions.
-      corrects: whether T2 corrects what a backward reads.
+    ``corrects`` says whether T2 corrects what a backward reads.
     """
 
     steady: SteadyState
