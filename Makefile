@@ -15,7 +15,7 @@ PREPARE_resnet-mnist := images --source mnist --out data/mnist
 PREPARE_translate-tiny := translation --locales ja ko zh_Hans --max-length 20 --out data/django
 PREPARE_translate-tiny-pipemare := $(PREPARE_translate-tiny)
 
-.PHONY: setup train test test-fast test-all test-parity lint types bench study-pipemare gpu-compile figures docs
+.PHONY: setup train test test-fast test-all test-parity test-newest lint types bench study-pipemare gpu-compile figures docs
 
 setup: $(INSTALLED)
 
@@ -30,19 +30,29 @@ train: setup
 	$(BIN)/python train/train.py --config $(CONFIG) $(ARGS)
 
 test: setup
-	$(BIN)/python -m pytest -n 2 -m 'not slow'
+	$(BIN)/python -m pytest -n 2 -m 'not slow' $(ARGS)
 
 test-fast: setup
-	$(BIN)/python -m pytest -n 2 -m 'not slow and not end_to_end and not pipeline'
+	$(BIN)/python -m pytest -n 2 -m 'not slow and not end_to_end and not pipeline' $(ARGS)
 
 test-all: setup
-	$(BIN)/python -m pytest -n 2
+	$(BIN)/python -m pytest -n 2 $(ARGS)
 
 # PyTorch is large, so it has an environment of its own; the pinned build needs Python 3.11.
 test-parity:
 	test -x $(VENV)-parity/bin/python || $(PYTHON) -m venv $(VENV)-parity
 	$(VENV)-parity/bin/python -m pip install --quiet --disable-pip-version-check --editable '.[test,parity]'
 	$(VENV)-parity/bin/python -m pytest -n 2 tests/models/test_hugging_face.py
+
+# The newest JAX on the newest Python that is installed, in an environment of its own.
+PYTHONS := python3 python3.12 python3.13 python3.14 $(wildcard $(HOME)/.pyenv/versions/3.1[2-9]*/bin/python3)
+WHICH := import sys; print(*sys.version_info[:3], sys.executable)
+test-newest: PYTHON = $(lastword $(shell for python in $(PYTHONS); do $$python -c '$(WHICH)'; done 2>/dev/null | sort -V))
+test-newest:
+	test -x $(VENV)-newest/bin/python || $(PYTHON) -m venv $(VENV)-newest
+	$(VENV)-newest/bin/python -m pip install --quiet --disable-pip-version-check --upgrade --editable '.[test]' jax
+	$(VENV)-newest/bin/python -c 'import sys, jax; print("Python", sys.version.split()[0], "with JAX", jax.__version__)'
+	$(VENV)-newest/bin/python -m pytest -n 2 -m 'not slow' $(ARGS)
 
 lint: setup
 	$(BIN)/ruff check .

@@ -38,7 +38,7 @@ WIDTH = 8
 
 
 def sleep(value: jax.Array, seconds: float) -> jax.Array:
-    """The value, after this time."""
+    """Returns the value after this time."""
 
     def wait(value):
         time.sleep(seconds)
@@ -49,7 +49,7 @@ def sleep(value: jax.Array, seconds: float) -> jax.Array:
 
 @functools.cache
 def sleeping_layer(seconds: Costs):
-    """A layer that takes these times for F, B and W; equal times are one function, and one kind."""
+    """A layer that takes these times for F, B and W; equal times give the same function."""
 
     @jax.custom_vjp
     def layer(w, x):
@@ -80,7 +80,7 @@ def sleeping_model(layers: Sequence[Costs]) -> tuple[jaxpipe.Model, dict[str, An
 
 @contextlib.contextmanager
 def sleeping_messages(pipe: jaxpipe.Pipeline, seconds: float) -> Iterator[None]:
-    """Makes every exchange that stages wait for take a while: its first transfer sleeps.
+    """Makes every exchange that stages wait for take time: its first transfer sleeps.
 
     No layer can do that, so the collective itself is replaced while the step is traced. Late
     messages travel while layers run, which a CPU's collectives cannot: they take no time here.
@@ -195,7 +195,7 @@ def main(
       forms: one whole action per tick, or slices.
       microbatches: m; 2 p by default.
       layers_per_chunk: layers of every chunk in slices.
-      stage_seconds: what one unit of the costs takes, for all chunks of a stage together.
+      stage_seconds: the time of one unit of the costs, for all chunks of a stage together.
       rounds: steps of which the median is taken.
     """
     harness.simulate(max(stages))

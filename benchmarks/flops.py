@@ -42,7 +42,7 @@ def model_flops(config: gpt.GPTConfig, tokens: int, remat: str) -> int:
 
 
 def compiled_flops(pipe: jaxpipe.Pipeline, program: HloProgram) -> int:
-    """The same of a whole compiled step, on all devices."""
+    """The same for a whole compiled step, on all devices."""
     body = program.tick_loop()
     if any(row.opcode == "dot" for row in program.reached(body, into_loops=False)):
         raise ValueError("A matmul runs in every tick, whatever the table says.")

@@ -178,7 +178,7 @@ class WeightTraffic:
 def weight_traffic(
     program: HloProgram, shapes: set[tuple[int, ...]], num_loops: int
 ) -> list[WeightTraffic]:
-    """The traffic of a layer in F, B and W: the most that any of a pass' loops over layers writes.
+    """The traffic of a layer in F, B and W: the most that any of a pass's loops over layers writes.
 
     Args:
       program: the compiled step.

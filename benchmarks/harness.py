@@ -51,7 +51,7 @@ def note(text: str) -> None:
 def seconds(run: Callable[[], Any]) -> tuple[float, float]:
     """Wall time of one run until its results are ready, and the CPU time of all its threads.
 
-    The second hardly depends on the machine's other work.
+    The CPU time hardly depends on other work on the machine.
     """
     wall, cpu = time.perf_counter(), time.process_time()
     jax.block_until_ready(run())

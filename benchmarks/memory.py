@@ -4,8 +4,8 @@ Memory is temporaries and returned gradients: what a step takes beside its argum
 not run) a GPT of width 256, sequence 128, 4 rows per microbatch, float32. First 16 layers on 4
 simulated stages x 2 data shards, for several numbers of microbatches; then 16 layers on 8 stages,
 whose activation memory is compared with 1F1B's; then 16 layers on 2 stages, a whole training step
-with the update after it and within it. Fails if a case is more than 5% off, or if more microbatches
-take more memory although the schedule says they need not.
+with the update after the backward and within it. Fails if a case is more than 5% off, or if more
+microbatches take more memory although the schedule says they need not.
 
     python -m benchmarks.memory [--all]
 """
@@ -129,9 +129,9 @@ def peak(name: str, stages: int, microbatches: int) -> float:
 
 
 def against_1f1b() -> list[dict[str, Any]]:
-    """Residuals of the V family in 1F1B's, beside the ratio of their promised peaks in flight.
+    """Residuals of the V family over those of 1F1B, beside the ratio of their promised peaks.
 
-    The promise rounds when stages are few; the last column is the same ratio at 64.
+    The promise is rounded when stages are few; the last column is the same ratio at 64 stages.
     """
     found: list[dict[str, Any]] = []
     for name in FAMILY:

@@ -1,6 +1,6 @@
 """What does a balanced partition gain, in simulated and in executed time?
 
-Layers that sleep, of very different times, are split over stages by number and by cost. Both splits
+Sleeping layers with very different times are split over stages by number and by cost. Both splits
 run under the same schedule with one whole action per tick.
 
     python -m benchmarks.partition [--stages 4] [--names 1f1b zb-v interleaved]
@@ -34,7 +34,7 @@ def main(
       stages: p, at most 8.
       microbatches: m; 2 p by default.
       costs: of F, B and W of a layer of cost 1, relative.
-      layer_seconds: the time of a unit of them.
+      layer_seconds: the time of one unit of the costs.
       names: schedules to run.
     """
     harness.simulate(8)

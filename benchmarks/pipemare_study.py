@@ -9,8 +9,8 @@ with several seeds.
 Time is in minibatches of work of a full pipeline: a synchronous step takes 1/(1 - bubble) of them,
 and an asynchronous pipeline drains before its model is read. A tick that also recomputes is longer
 by a forward. 2BW cuts the same minibatch into the smallest number of microbatches that it can run
-with. Memory is that of the compiled program, whose stages all have the room of the largest, and
-modelled: what the rules require of a stage, averaged over all stages.
+with. Memory is that of the compiled program, in which every stage has the room of the
+largest, and as modelled: what the rules require of a stage, averaged over all stages.
 """
 
 from __future__ import annotations
@@ -149,7 +149,7 @@ def train(config: Config) -> dict[str, Any]:
 
 
 def work(config: Config) -> dict[str, float]:
-    """The costs of a method on each device: the pipeline's use, and compiled memory in MB."""
+    """The pipeline's utilization under a method, and its compiled memory in MB per device."""
     program = Program(config)
     full = synchronous = 1 - SynchronousPhase(program).bubble(1)
     drain, tick = 0.0, 1.0  # a tick in mean times of a microbatch on a stage

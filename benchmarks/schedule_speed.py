@@ -1,8 +1,8 @@
 """How long does a large schedule take from its name to its tick table?
 
-Every closed-form schedule at p=64, m=1024: generation, validation, simulation and lowering, and the
-most memory of a fresh process that does all four. A schedule should need less than 5 s from
-generation to lowering, and a few hundred MB.
+Measures generation, validation, simulation and lowering of every closed-form schedule at p=64,
+m=1024, and the most memory of a fresh process that does all four. A schedule should need less than
+5 s from generation to lowering, and a few hundred MB.
 
     python -m benchmarks.schedule_speed [--stages 64] [--microbatches 1024] [--names 1f1b gpipe]
 """

@@ -1,9 +1,10 @@
-"""How long is a step, against what a JAX user would write instead?
+"""How long does a step take, compared with what a JAX user would write instead?
 
-One small model, all contenders in one process, rounds interleaved, ratios taken within a round, so
-that a busy machine slows all of them: 8 GPT layers of width 256, 4 heads, sequence 128, 4 rows per
-microbatch, float32, SGD, no embedding, no head, 4 simulated stages. CPU seconds are summed over all
-threads: they show the cost of a step or a compilation however busy the machine is.
+All contenders train one small model in one process. Their rounds are interleaved and ratios are
+taken within a round, so that a busy machine slows all of them. The model has 8 GPT layers of width
+256 with 4 heads, sequence 128, 4 rows per microbatch, float32, SGD, no embedding and no head, on 4
+simulated stages. CPU seconds are summed over all threads: they show the cost of a step or a
+compilation however busy the machine is.
 
     python -m benchmarks.throughput [--microbatches 8 32] [--rounds 7]
     python -m benchmarks.throughput --microbatches 8 32 128 --rounds 0   # compile only

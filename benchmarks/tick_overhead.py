@@ -27,7 +27,7 @@ AT_ONCE = Costs(1e-9, 1e-9, 1e-9)
 
 
 def measure(name: str, layers: str, layers_per_chunk: int, stages: int, m: int) -> dict:
-    """Median times of a step by its ticks."""
+    """Median times of a step, divided by its ticks."""
     schedule = catalog.build(name, stages=stages, microbatches=m)
     num_layers = layers_per_chunk * schedule.placement.num_virtual_stages
     model, params = bubble.sleeping_model([AT_ONCE] * num_layers)

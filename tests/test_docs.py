@@ -1,22 +1,41 @@
 """The documentation points at what exists."""
 
+import pkgutil
 import re
 from pathlib import Path
+
+import jaxpipe
 
 TOP = Path(__file__).parents[1]
 
 
 def test_the_map_of_the_code_names_files_that_exist():
     """A name without a folder lies beside the path before it."""
-    table = _text("concepts.md").partition("| question | file |")[2]
-    answers = re.findall(r"^\|.*\| (.*) \|$", table, re.MULTILINE)
+    answers = _answers("| question | file |")
     assert len(answers) > 20
     for answer in answers:
-        folder = TOP
-        for name in re.findall(r"`([\w/]+(?:\.py|/))`", answer):
-            path = TOP / name if "/" in name else folder / name
-            assert path.exists(), f"{path} in {answer}"
-            folder = path.parent
+        _check_paths(answer)
+
+
+def test_a_newcomer_finds_ten_places():
+    answers = _answers("| where is ... | answer |")
+    assert len(answers) == 10
+    for answer in answers:
+        assert _check_paths(answer) == 1
+
+
+def test_every_path_and_dotted_name_in_the_documentation_exists():
+    pages = [TOP / "README.md", TOP / "CONTRIBUTING.md", *(TOP / "docs").rglob("*.md")]
+    for page in pages:
+        text = page.read_text(encoding="utf-8")
+        for path in re.findall(r"`((?:jaxpipe|models|train|tests)/[\w/]*(?:\.py|/))`", text):
+            assert (TOP / path).exists(), f"{path} in {page}"
+        for name, path in re.findall(r"`(\w+)` in\s`(jaxpipe/[\w/]+\.py)`", text):
+            defined = rf"^(def|class) {name}\b"
+            code = (TOP / path).read_text(encoding="utf-8")
+            assert re.search(defined, code, re.MULTILINE), f"{name} of {path} in {page}"
+        for name in re.findall(r"`(jaxpipe(?:\.\w+)+)`", text):
+            assert pkgutil.resolve_name(name) is not None, f"{name} in {page}"
 
 
 def test_every_page_is_in_the_navigation():
@@ -28,6 +47,31 @@ def test_every_page_is_in_the_navigation():
 def test_every_design_note_is_linked_from_the_first_page():
     notes = {path.name for path in (TOP / "docs" / "design").glob("*.md")}
     assert notes == set(re.findall(r"\(design/([\w-]+\.md)\)", _text("index.md")))
+
+
+def test_the_reference_names_all_that_is_public_and_only_what_exists():
+    pages = (TOP / "docs" / "reference").glob("*.md")
+    names = re.findall(r"^::: (\S+)$", "".join(map(Path.read_text, pages)), re.MULTILINE)
+    assert {f"jaxpipe.{name}" for name in jaxpipe.__all__} <= set(names)
+    for name in names:
+        assert pkgutil.resolve_name(name) is not None
+
+
+def _answers(header: str) -> list[str]:
+    """The last column of the table of the concepts that begins with this header."""
+    table = _text("concepts.md").partition(header)[2].strip().partition("\n\n")[0]
+    return re.findall(r"^\|.*\| (.*) \|$", table, re.MULTILINE)
+
+
+def _check_paths(answer: str) -> int:
+    """Checks that all paths of an answer exist, and counts them."""
+    folder = TOP
+    paths = re.findall(r"`([\w/]+(?:\.py|/))`", answer)
+    for name in paths:
+        path = TOP / name if "/" in name else folder / name
+        assert path.exists(), f"{path} in {answer}"
+        folder = path.parent
+    return len(paths)
 
 
 def _text(page: str) -> str:

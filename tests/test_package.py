@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import ast
+import re
 import subprocess
 import sys
+import tomllib
+from pathlib import Path
 
 import pytest
 
@@ -12,6 +16,7 @@ from jaxpipe.cli import main
 from jaxpipe.schedule import catalog
 from jaxpipe.schedule.check.validate import simulated_only
 
+TOP = Path(__file__).parents[1]
 HEAVY = ("jax", "jaxlib", "flax", "optax", "orbax")
 
 
@@ -36,6 +41,21 @@ def test_every_public_name_is_there():
         assert name in dir(jaxpipe)
     with pytest.raises(AttributeError, match="no attribute 'Pipelines'"):
         jaxpipe.Pipelines  # noqa: B018  (the access is what is tested)
+
+
+def test_the_wheel_ships_the_library_alone_and_requires_what_it_imports():
+    settings = tomllib.loads((TOP / "pyproject.toml").read_text())
+    assert settings["tool"]["hatch"]["build"]["targets"]["wheel"] == {"packages": ["jaxpipe"]}
+    nodes = [
+        node
+        for path in (TOP / "jaxpipe").rglob("*.py")
+        for node in ast.walk(ast.parse(path.read_text()))
+    ]
+    modules = [name.name for node in nodes if isinstance(node, ast.Import) for name in node.names]
+    modules += [node.module for node in nodes if isinstance(node, ast.ImportFrom)]
+    imported = {module.partition(".")[0] for module in modules} - {"jaxpipe"}
+    required = {re.match(r"[\w-]+", text)[0] for text in settings["project"]["dependencies"]}
+    assert {"jax", "numpy"} <= imported - sys.stdlib_module_names <= required
 
 
 def test_the_command_prints_its_version(capsys):
