@@ -284,7 +284,8 @@ def upgraded(raw: dict[str, Any]) -> dict[str, Any]:
       {'task': 'resnet', 'model': {'depth': 20}}
     """
     kept = {name: value for name, value in raw.items() if name not in tasks.names()}
-    own = raw.get(raw.get("task", "gpt"))
+    task = raw.get("task", "gpt")
+    own = raw.get(task) if task in tasks.names() else None
     return kept if own is None else kept | {"model": own}
 
 
