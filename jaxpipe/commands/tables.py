@@ -17,24 +17,18 @@ from jaxpipe.schedule.show.report import timelines
 
 _PIPE_WIDTH = 240
 """Columns of a table that goes to a file or another program, which have no terminal width."""
+_CAPTION = (
+    "Bubble: added to m(F+B+W) of work of a full stage, free-running; at F=B=W=1 if no cost is "
+    "named. Peak: on stage d, in microbatches of a full stage."
+)
 
 
 def schedules() -> None:
     """List the schedules, with bubble, peak in flight, constraints and source."""
-    table = Table(
-        "name",
-        "what it does",
-        "bubble",
-        "peak in flight",
-        "constraints",
-        "source",
-        caption="Bubble: added to m(F+B+W) of work of a full stage, free-running; at F=B=W=1 if "
-        "no cost is named. Peak: on stage d, in microbatches of a full stage.",
-    )
-    for entry in catalog.entries():
-        table.add_row(
-            entry.name, entry.summary, entry.bubble, entry.peak, entry.constraints, entry.source
-        )
+    columns = "name", "what it does", "bubble", "peak in flight", "constraints", "source"
+    table = Table(*columns, caption=_CAPTION)
+    for e in catalog.entries():
+        table.add_row(e.name, e.summary, e.bubble, e.peak, e.constraints, e.source)
     _print(table)
     methods = list(METHODS)
     print(
@@ -63,14 +57,10 @@ def compare(
       out: a picture of the comparison to write, .svg or .png.
     """
     parsed = parse_costs(costs)
-    refuse(
-        below_one(
-            num_stages=stages, num_microbatches=microbatches, layers_per_chunk=layers_per_chunk
-        )
-    )
+    shape = {"stages": stages, "microbatches": microbatches, "layers_per_chunk": layers_per_chunk}
+    refuse(below_one(**shape))
     check_size(stages, microbatches, 1)
     rows, reasons = [], {}
-    shape = {"stages": stages, "microbatches": microbatches, "layers_per_chunk": layers_per_chunk}
     for entry in catalog.entries():
         try:
             schedule = build(entry.name, costs=parsed, **shape)
@@ -91,13 +81,8 @@ def compare(
 def _print_comparison(rows: list[comparison.Summary]) -> None:
     table = Table("schedule", "chunks", "peak in flight", "free-running bubble", "lock-step bubble")
     for row in rows:
-        table.add_row(
-            row.name,
-            str(row.num_chunks),
-            f"{row.peak_in_flight:g}",
-            f"{row.free_running:.1%}",
-            f"{row.lock_step:.1%}",
-        )
+        clocks = f"{row.free_running:.1%}", f"{row.lock_step:.1%}"
+        table.add_row(row.name, str(row.num_chunks), f"{row.peak_in_flight:g}", *clocks)
     _print(table)
     print("Peak in flight: of the stage that keeps the most, in microbatches of a full stage.")
 

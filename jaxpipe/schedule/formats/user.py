@@ -79,22 +79,16 @@ def load(
     function = _function(name)
     reads = _parameters(name, function)
     if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in reads.values()):
-        refuse(
-            Problem(
-                option, options[option], f"it has no parameter {option}", (None,), schedule=name
-            )
-            for option in sorted(options.keys() - reads.keys())
-        )
+        rules = {o: f"it has no parameter {o}" for o in sorted(options.keys() - reads.keys())}
+        refuse(Problem(o, options[o], rule, (None,), schedule=name) for o, rule in rules.items())
     times = {name: value for name, value in (clock or {}).items() if name in reads}
     return call(name, function, num_stages, num_microbatches, **options, **times)
 
 
 def no_shape(name: str) -> Problem:
     """Says that a schedule was asked for without its stages or its microbatches."""
-    shape = ("num_stages", "num_microbatches")
-    return Problem(
-        "name", name, "needs $num_stages and $num_microbatches", (), dict.fromkeys(shape)
-    )
+    rule = "needs $num_stages and $num_microbatches"
+    return Problem("name", name, rule, others={"num_stages": None, "num_microbatches": None})
 
 
 def call(
