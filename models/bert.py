@@ -25,6 +25,7 @@ from flax import nnx
 from jaxpipe.runtime import vocabulary
 from jaxpipe.runtime.layers.model import Model
 from jaxpipe.runtime.layers.modules import functional, stack
+from jaxpipe.schedule.problems import Problem
 from models import validation
 from models.blocks import INIT_STDDEV, EncoderLayer, Linear, function_of, layer_norm
 
@@ -67,7 +68,7 @@ class BERTConfig(validation.Validated):
     dtype: Literal["float32", "bfloat16"] = "float32"
     norm_epsilon: float = 1e-12
 
-    def failures(self) -> Iterator[str]:
+    def problems(self) -> Iterator[Problem]:
         counts = (
             "vocab_size",
             "sequence_length",
@@ -76,7 +77,7 @@ class BERTConfig(validation.Validated):
             "num_heads",
             "num_segments",
         )
-        small = list(validation.small_counts(self, *counts, "mlp_width"))
+        small = validation.small_counts(self, *counts, "mlp_width")
         yield from small
         yield from validation.wrong_choices(self)
         yield from validation.not_positive(self, "norm_epsilon")
@@ -259,7 +260,7 @@ def _embed(config, outer, microbatch, rng, *, axis):
     length = tokens_BS.shape[1]
     if length > config.sequence_length:
         raise ValueError(
-            f"tokens hold {length} inputs per row, but model.sequence_length="
+            f"tokens hold {length} inputs per row, but sequence_length="
             f"{config.sequence_length}. Nearest valid: {config.sequence_length} or fewer."
         )
     embed = outer["embed"]

@@ -22,6 +22,7 @@ from flax import nnx
 from jaxpipe.runtime import vocabulary
 from jaxpipe.runtime.layers.model import Model
 from jaxpipe.runtime.layers.modules import functional, stack
+from jaxpipe.schedule.problems import Problem
 from models import validation
 from models.blocks import INIT_STDDEV, Linear, attention_kernel
 
@@ -74,9 +75,9 @@ class GPTConfig(validation.Validated):
     rope_theta: float = 10_000.0
     norm_epsilon: float = 1e-5
 
-    def failures(self) -> Iterator[str]:
+    def problems(self) -> Iterator[Problem]:
         counts = ("vocab_size", "sequence_length", "num_layers", "width", "num_heads")
-        small = list(validation.small_counts(self, *counts, "num_kv_heads", "mlp_width"))
+        small = validation.small_counts(self, *counts, "num_kv_heads", "mlp_width")
         yield from small
         yield from validation.wrong_choices(self)
         yield from validation.not_positive(self, "rope_theta", "norm_epsilon")
@@ -87,11 +88,12 @@ class GPTConfig(validation.Validated):
             yield validation.not_a_divisor("num_heads", self.num_heads, "width", self.width)
         elif self.positions == "rotary" and self.head_width % 2:
             heads, width = self.num_heads, self.width
-            yield (
-                f"model.width={width} with model.num_heads={heads} gives heads of "
-                f"{self.head_width}, but rotary positions need an even size. Nearest valid widths: "
-                f"{', '.join(str(w) for w in (width - heads, width + heads) if w > 0)}."
+            rule = (
+                f"with $num_heads gives heads of {self.head_width}, but rotary positions need an "
+                "even size"
             )
+            nearest = [w for w in (width - heads, width + heads) if w > 0]
+            yield Problem("width", width, rule, nearest, {"num_heads": heads})
         if self.num_heads % self.kv_heads:
             yield validation.not_a_divisor(
                 "num_kv_heads", self.kv_heads, "num_heads", self.num_heads
@@ -314,7 +316,7 @@ def _embed(config, outer, tokens_BS, rng, *, axis):
     length = tokens_BS.shape[1]
     if length > config.sequence_length:
         raise ValueError(
-            f"tokens hold {length} inputs per row, but model.sequence_length="
+            f"tokens hold {length} inputs per row, but sequence_length="
             f"{config.sequence_length}. Nearest valid: {config.sequence_length} or fewer."
         )
     x_BSE = vocabulary.lookup(outer["embed"]["table"], tokens_BS, axis=axis)

@@ -25,6 +25,7 @@ from flax import nnx
 
 from jaxpipe.runtime.layers import modules
 from jaxpipe.runtime.layers.model import Model
+from jaxpipe.schedule.problems import Problem
 from models import validation
 from models.blocks import Linear, matmul
 from models.resnet_blocks import Basic, Bottleneck, Stem
@@ -74,23 +75,19 @@ class ResNetConfig(validation.Validated):
     num_groups: int | None = None
     dtype: Literal["float32", "bfloat16"] = "float32"
 
-    def failures(self) -> Iterator[str]:
+    def problems(self) -> Iterator[Problem]:
         counts = ("num_classes", "channels", "width", "num_groups")
         wrong = [*validation.small_counts(self, *counts), *validation.wrong_choices(self)]
         yield from wrong
-        depth = self.depth
+        depth, style = self.depth, {"style": self.style}
         if self.style == "cifar" and (depth < 8 or depth % 6 != 2):
             below = (depth - 2) // 6 * 6 + 2
             nearest = [d for d in (below, below + 6) if d >= 8] or [8]
-            yield (
-                f"model.depth={depth} must be 6 n + 2 for model.style='cifar', with n >= 1. "
-                f"Nearest valid: {', '.join(map(str, nearest))}."
-            )
+            rule = "must be 6 n + 2 for $style, with n >= 1"
+            yield Problem("depth", depth, rule, nearest, style)
         if self.style == "imagenet" and depth not in IMAGENET_BLOCKS:
-            yield (
-                f"model.depth={depth} must be one of {', '.join(map(str, IMAGENET_BLOCKS))} for "
-                "model.style='imagenet'."
-            )
+            rule = f"must be one of {', '.join(map(str, IMAGENET_BLOCKS))} for $style"
+            yield Problem("depth", depth, rule, (), style)
         if not wrong and self.first_width % self.groups:
             yield validation.not_a_divisor("num_groups", self.groups, "width", self.first_width)
 
@@ -271,7 +268,7 @@ def logits(
     """
     if config.norm == "batch" and state is None:
         raise ValueError(
-            "model.norm='batch' normalises with running statistics here: pass state, as training "
+            "norm='batch' normalises with running statistics here: pass state, as training "
             "left it or as init_state makes it."
         )
     x = images.astype(config.compute_dtype)

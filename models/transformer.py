@@ -27,6 +27,7 @@ from flax import nnx
 from jaxpipe.runtime import vocabulary
 from jaxpipe.runtime.layers.model import Model
 from jaxpipe.runtime.layers.modules import functional
+from jaxpipe.schedule.problems import Problem
 from models import validation
 from models.blocks import MLP, Attention, EncoderLayer, function_of, layer_norm
 
@@ -74,9 +75,9 @@ class TransformerConfig(validation.Validated):
     dtype: Literal["float32", "bfloat16"] = "float32"
     norm_epsilon: float = 1e-5
 
-    def failures(self) -> Iterator[str]:
+    def problems(self) -> Iterator[Problem]:
         counts = ("vocab_size", "sequence_length", "num_encoder_layers", "num_decoder_layers")
-        small = list(validation.small_counts(self, *counts, "width", "num_heads", "mlp_width"))
+        small = validation.small_counts(self, *counts, "width", "num_heads", "mlp_width")
         yield from small
         yield from validation.wrong_choices(self)
         yield from validation.not_positive(self, "norm_epsilon")
@@ -85,17 +86,16 @@ class TransformerConfig(validation.Validated):
         marks = {name: getattr(self, name) for name in ("pad_id", "begin_id", "end_id")}
         for name, value in marks.items():
             if not 0 <= value < self.vocab_size:
-                yield f"model.{name}={value} must be in [0, model.vocab_size={self.vocab_size})."
+                others = {"vocab_size": self.vocab_size}
+                yield Problem(name, value, "must be in [0, $vocab_size)", (), others)
         if len(set(marks.values())) < len(marks):
-            listed = ", ".join(f"model.{name}={value}" for name, value in marks.items())
-            yield f"{listed} must all differ."
+            pad_id = marks.pop("pad_id")
+            yield Problem("pad_id", pad_id, "and $begin_id and $end_id must all differ", (), marks)
         if small:
             return
         if self.width % 2:
-            yield (
-                f"model.width={self.width} must be even, for sines and cosines. "
-                f"Nearest valid: {self.width - 1 or 2}, {self.width + 1}."
-            )
+            nearest = self.width - 1 or 2, self.width + 1
+            yield Problem("width", self.width, "must be even, for sines and cosines", nearest)
         if self.width % self.num_heads:
             yield validation.not_a_divisor("num_heads", self.num_heads, "width", self.width)
 
@@ -310,7 +310,7 @@ def _embed(config, outer, tokens_BT, rng, *, axis, name):
     length = tokens_BT.shape[1]
     if length > config.sequence_length:
         raise ValueError(
-            f"{name} holds {length} inputs per row, but model.sequence_length="
+            f"{name} holds {length} inputs per row, but sequence_length="
             f"{config.sequence_length}. Nearest valid: {config.sequence_length} or fewer."
         )
     x_BTE = math.sqrt(config.width) * vocabulary.lookup(

@@ -24,6 +24,7 @@ from jaxpipe.schedule.placement import linear, mirrored
 from jaxpipe.schedule.problems import ArgumentError, Problem, refuse
 from jaxpipe.schedule.search.auto import auto
 from jaxpipe.schedule.search.controllable_memory import controllable_memory
+from models import gpt
 from train import errors
 
 
@@ -129,7 +130,7 @@ def test_a_problem_is_told_in_the_names_of_each_surface(call, python, command_li
     assert str(caught.value) == python
     assert options.message(caught.value) == command_line
     name = caught.value.problems[0].schedule or ""
-    failures = list(errors.refused(caught.value, name))
+    failures = list(errors.of_schedule(caught.value, name))
     assert "\n".join(failure.message for failure in failures) == trainer
     assert str(pickle.loads(pickle.dumps(caught.value))) == python
 
@@ -137,15 +138,24 @@ def test_a_problem_is_told_in_the_names_of_each_surface(call, python, command_li
 def test_the_trainer_knows_which_fields_a_rule_reads():
     with pytest.raises(ArgumentError) as caught:
         SteadyState(4, 2, "2bw")
-    (failure,) = errors.refused(caught.value, "2bw")
+    (failure,) = errors.of_schedule(caught.value, "2bw")
     assert set(failure.fields) == {"pipeline.schedule", "mesh.stage", "pipeline.microbatches"}
 
 
 def test_the_trainer_names_the_schedule_it_was_asked_for():
     with pytest.raises(ArgumentError) as caught:
         catalog.build("1f1b", stages=2, microbatches=2, group=2)
-    (failure,) = errors.refused(caught.value, "pipemare")
+    (failure,) = errors.of_schedule(caught.value, "pipemare")
     assert "pipeline.group=2 does not fit schedule 'pipemare'" in failure.message
+
+
+def test_a_model_names_its_own_fields_and_the_trainer_those_of_its_section():
+    with pytest.raises(ArgumentError) as caught:
+        gpt.GPTConfig(vocab_size=8, sequence_length=8, num_layers=1, width=8, num_heads=3)
+    assert str(caught.value) == "num_heads=3 must divide width=8.\nNearest valid: 2, 4."
+    (failure,) = errors.of_model(caught.value)
+    assert failure.message == "model.num_heads=3 must divide model.width=8. Nearest valid: 2, 4."
+    assert failure.fields == ("model.num_heads",)
 
 
 def test_what_a_value_says_is_not_read_as_an_argument():

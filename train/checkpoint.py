@@ -128,14 +128,8 @@ class Checkpoints:
             self._manager.wait_until_finished()
 
     def read_run(self, step: int) -> dict[str, Any]:
-        """What `describe` said when the checkpoint was saved, in today's form."""
-        run = _restore(self._folder / str(step), **{RUN: ocp.args.JsonRestore()})[RUN]
-        own = f"{run['config']['task']}."
-        layout = {
-            f"model.{path.removeprefix(own)}" if path.startswith(own) else path: value
-            for path, value in (run.get(IN_FLIGHT) or {}).items()
-        }
-        return run | {"config": upgraded(run["config"]), IN_FLIGHT: layout or None}
+        """What `describe` said when the checkpoint was saved."""
+        return _restore(self._folder / str(step), **{RUN: ocp.args.JsonRestore()})[RUN]
 
     def restore(self, step: int, shapes: PyTree) -> tuple[PyTree, dict[str, Any]]:
         """Reads a checkpoint.
@@ -254,11 +248,25 @@ def describe(config: Config, *, data_sha256: str) -> dict[str, Any]:
     return {"config": config.model_dump(), "data_sha256": data_sha256}
 
 
+def in_todays_form(saved: dict[str, Any]) -> dict[str, Any]:
+    """Renames what an older version saved; see `train.config.upgraded`.
+
+    Args:
+      saved: from `Checkpoints.read_run`.
+    """
+    own = f"{saved['config']['task']}."
+    layout = {
+        f"model.{path.removeprefix(own)}" if path.startswith(own) else path: value
+        for path, value in (saved.get(IN_FLIGHT) or {}).items()
+    }
+    return saved | {"config": upgraded(saved["config"]), IN_FLIGHT: layout or None}
+
+
 def other_model(saved: dict[str, Any], config: Config, *, data_sha256: str) -> list[Failure]:
     """Says why a checkpoint cannot be continued with this configuration; empty if it can.
 
     Args:
-      saved: from `Checkpoints.read_run`.
+      saved: from `in_todays_form`.
       config: of the run that wants to continue it.
       data_sha256: digest of the data that it would train on.
     """
@@ -299,7 +307,7 @@ def changes(saved: dict[str, Any], config: Config) -> list[str]:
     """Lists fields that affect the losses and differ from the checkpoint's: "train.seed 0 -> 1".
 
     Args:
-      saved: from `Checkpoints.read_run`.
+      saved: from `in_todays_form`.
       config: of the run that continues it.
     """
     free = ("run_dir", "data.prepare", "sample", "distributed", "wandb")

@@ -12,10 +12,10 @@ from pathlib import Path
 
 from jaxpipe.schedule import catalog
 from jaxpipe.schedule.formats import user
-from train import configured, run_folder, tasks
+from train import configured, errors, run_folder, tasks
 from train.config import AsynchronousConfig, Config, Range, Section
 from train.data.folder import prepare_hint
-from train.errors import Failure, refused
+from train.errors import Failure
 
 Rule = Callable[[Config], Iterator[Failure]]
 
@@ -162,9 +162,7 @@ def _model(config: Config) -> Iterator[Failure]:
     try:
         tasks.make(config)
     except ValueError as error:
-        # One line per failure; each begins with its field.
-        for line in str(error).splitlines():
-            yield Failure(line, (line.split("=")[0],))
+        yield from errors.of_model(error)
 
 
 def _schedule(config: Config) -> Iterator[Failure]:
@@ -172,7 +170,7 @@ def _schedule(config: Config) -> Iterator[Failure]:
     try:
         chunks = configured.order(config).num_chunks
     except ValueError as error:
-        yield from refused(error, config.pipeline.schedule)
+        yield from errors.of_schedule(error, config.pipeline.schedule)
     layers, needed = config.num_layers, config.mesh.stage * chunks
     if layers < needed:
         fields = _depth(config)
@@ -209,7 +207,7 @@ def _asynchronous(config: Config) -> Iterator[Failure]:
     try:
         configured.steady_state(config)
     except ValueError as error:
-        yield from refused(error, name)
+        yield from errors.of_schedule(error, name)
     if settings.discrepancy_decay and name != "pipemare":
         yield Failure(
             f"asynchronous.discrepancy_decay={settings.discrepancy_decay} corrects what the "

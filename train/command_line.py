@@ -63,13 +63,22 @@ def parse(arguments: Sequence[str]) -> Invocation:
       The configuration, and the wrong names and types in the file; nothing else is checked.
 
     Raises:
-      ConfigError: the file is missing, unreadable or not YAML, or there is no such task.
+      ConfigError: the file is missing, unreadable or not YAML, there is no such task, or an option
+        has the name that it had in older versions.
       SystemExit: tyro printed help (status 0) or refused an option (status 2).
 
     Example:
       >>> parse(["--mesh.stage", "2"]).config.mesh.stage
       2
     """
+    older = [a for a in arguments if a.startswith(tuple(f"--{name}." for name in tasks.names()))]
+    if older:
+        raise ConfigError(
+            [
+                Failure(f"{option} has another name now: --model.{option.partition('.')[2]}.")
+                for option in older
+            ]
+        )
     finder = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     finder.add_argument("--config")
     finder.add_argument("--task")

@@ -244,8 +244,9 @@ class Config(Section):
     @pydantic.field_validator("model", mode="plain")
     @classmethod
     def _of_task(cls, value: Any, info: pydantic.ValidationInfo) -> Section:
-        # An unknown task is a failure of its own.
-        return tasks.find(info.data.get("task", "gpt")).section().model_validate(value)
+        if "task" not in info.data:  # it is unknown, and so are the fields
+            return Section()
+        return tasks.find(info.data["task"]).section().model_validate(value)
 
     @property
     def num_layers(self) -> int:
@@ -283,7 +284,8 @@ def upgraded(raw: dict[str, Any]) -> dict[str, Any]:
       {'task': 'resnet', 'model': {'depth': 20}}
     """
     kept = {name: value for name, value in raw.items() if name not in tasks.names()}
-    own = raw.get(raw.get("task", "gpt"))
+    task = raw.get("task", "gpt")
+    own = raw.get(task) if task in tasks.names() else None
     return kept if own is None else kept | {"model": own}
 
 

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from jaxpipe.schedule.problems import ArgumentError, Problem, in_python
 
@@ -15,7 +14,7 @@ _FIELDS = {
     "num_stages": "mesh.stage",
     "recompute_segment": "asynchronous.recompute_segment",
 }
-"""Paths of the fields that set an argument of the library; of others, the name in ``pipeline``."""
+"""Paths of the fields that set a schedule's arguments; of others, the name in ``pipeline``."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,29 +30,40 @@ class Failure:
     fields: tuple[str, ...] = ()
 
 
-def refused(error: ValueError, name: str) -> Iterator[Failure]:
-    """What the library refuses, in the names of the configuration's fields.
+def of_schedule(error: ValueError, name: str) -> Iterator[Failure]:
+    """What a schedule refuses, in the names of the configuration's fields.
 
     Args:
-      error: what it raised.
+      error: what the library raised.
       name: of the schedule that was asked for, even if another was built to warm up with.
     """
-    problems = error.problems if isinstance(error, ArgumentError) else [str(error)]
-    for problem in problems:
-        if isinstance(problem, Problem):
-            own = problem.schedule and name
-            text = " ".join(dataclasses.replace(problem, schedule=own).lines(spell))
-            yield Failure(text, tuple(map(_field, (problem.argument, *problem.others))))
-        else:
-            yield Failure(problem, ("pipeline.schedule",))
+    for problem in _problems(error):
+        if isinstance(problem, Problem) and problem.schedule is not None:
+            problem = dataclasses.replace(problem, schedule=name)
+        yield _failure(problem, _field, "pipeline.schedule")
 
 
-def spell(argument: str, value: Any) -> str:
-    """Writes an argument of the library as a field of the configuration."""
-    return in_python(_field(argument), value)
+def of_model(error: ValueError) -> Iterator[Failure]:
+    """What the shape of a model refuses, each as the failure of one field."""
+    for problem in _problems(error):
+        failure = _failure(problem, "model.{}".format, "model")
+        yield Failure(failure.message, failure.fields[:1])
+
+
+def _problems(error: ValueError) -> Sequence[Problem | str]:
+    return error.problems if isinstance(error, ArgumentError) else [str(error)]
+
+
+def _failure(problem: Problem | str, field: Callable[[str], str], whole: str) -> Failure:
+    """A problem as a failure of fields, or a text as one of the ``whole``."""
+    if isinstance(problem, str):
+        return Failure(problem, (whole,))
+    lines = problem.lines(lambda argument, value: in_python(field(argument), value))
+    return Failure(" ".join(lines), tuple(map(field, (problem.argument, *problem.others))))
 
 
 def _field(argument: str) -> str:
+    """The path of the field that sets an argument of a schedule."""
     return _FIELDS.get(argument, f"pipeline.{argument.removeprefix('num_')}")
 
 

@@ -77,7 +77,7 @@ def find(
     start = Start()
     step = checkpoints.latest if resume else None
     if step is not None:
-        saved = checkpoints.read_run(step)
+        saved = checkpoint.in_todays_form(checkpoints.read_run(step))
         failures += checkpoint.other_model(saved, config, data_sha256=data_sha256)
         layout = saved.get(checkpoint.IN_FLIGHT)
         if layout is not None:

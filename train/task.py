@@ -26,10 +26,10 @@ PyTree = Any
 class Task(abc.ABC):
     """A model family with its data: all that the trainer knows about it.
 
-    The shape of the model is a frozen dataclass with ``num_layers`` and ``dtype``. It raises
-    ValueError if its numbers do not fit together, with one line per problem that begins with the
-    field, as in ``model.width=7``. The section ``model`` of the configuration and its options
-    follow from the shape: their types from its fields, their help from its docstring's ``Args:``.
+    The shape of the model is a frozen dataclass with ``num_layers`` and ``dtype``. If its numbers
+    do not fit together, it raises ArgumentError with one `Problem` per field. The section ``model``
+    of the configuration and its options follow from the shape: their types from its fields, their
+    help from its docstring's ``Args:``.
 
     Args:
       config: of the run.

@@ -22,8 +22,8 @@ def tie(read: Tree, carried: Tree) -> tuple[Tree, Tree]:
     """Both, each made to depend on the other, so that XLA keeps the uses of ``read`` in the loop.
 
     What a gated loop's body reads but does not carry is the same in every iteration; XLA would
-    compute with it before the loop, and so in idle ticks as well. Use both results: XLA drops what
-    nobody uses from a barrier, and with it the dependence.
+    compute with it before the loop, and so in idle ticks as well. Use both results: XLA drops an
+    unused one from the barrier, and with it the dependence.
 
     Test: ``test_compiled.py::test_idle_ticks_run_no_matmul_and_no_collective_but_the_messages``.
     """

@@ -13,9 +13,8 @@ from jax.sharding import PartitionSpec as P
 
 from jaxpipe.runtime import checks
 from jaxpipe.runtime.layers.model import Model
-from jaxpipe.runtime.layout.layer_layout import LayerLayout
-from jaxpipe.runtime.layout.placing import PlacedParams, PlacedStates
-from jaxpipe.runtime.layout.whole_model import layer_layout, make_layout
+from jaxpipe.runtime.layout.placing import Placing
+from jaxpipe.runtime.layout.whole_model import StateLayout, layer_layout, layer_rows, make_layout
 from jaxpipe.runtime.mesh import DATA, STAGE, leave_compilation_cache
 from jaxpipe.runtime.tick import executor
 from jaxpipe.runtime.tick.fixed import Setup
@@ -29,7 +28,6 @@ from jaxpipe.runtime.types import (
     Placed,
     Shapes,
     Shardings,
-    Specs,
     States,
     Tree,
 )
@@ -74,6 +72,7 @@ class Pipeline:
       ValueError: arguments that do not fit each other; all failures in one message.
 
     Example:
+      >>> import jax.numpy as jnp
       >>> from jaxpipe.schedule.catalog import build
       >>> from jaxpipe.runtime.mesh import make_mesh
       >>> model = Model(
@@ -124,8 +123,13 @@ class Pipeline:
         self._own_slots = layer_layout(params["layers"], weights).own_arrays
         self.table = self._lower(schedule, layer_counts)
         self.layout = make_layout(params, model.stage_split, mesh, self.table, weights=weights)
-        self._params = PlacedParams(self.layout, sharded=self.zero == 3)
-        self._states = PlacedStates(states, self.table, mesh)
+        self._params = Placing(self.layout, sharded=self.zero == 3, method="place")
+        self.state_layout, self._states = None, None
+        if states is not None:
+            held = layer_rows(self.table)
+            self.state_layout = layer_layout(states, weights="stacked")(states, held, 1)
+            layout = StateLayout(self.state_layout, mesh)
+            self._states = Placing(layout, sharded=False, method="place_states")
 
     # Layout.
 
@@ -178,10 +182,9 @@ class Pipeline:
         like the parameters, such as a mask, whatever its dtypes are.
         """
         if fn == self.place:
-            fn = partial(self._params.place, dtypes=False)
-        structures = [
-            jax.tree.structure(tree) for tree in (self.param_shardings, self.canonical_shardings)
-        ]
+            fn = partial(self._params.place, "params", dtypes=False)
+        trees = self.param_shardings, self.canonical_shardings
+        structures = [jax.tree.structure(tree) for tree in trees]
 
         def is_params(node: Tree) -> bool:
             return jax.tree.structure(node) in structures
@@ -197,46 +200,34 @@ class Pipeline:
           ValueError: parameters unlike those that the pipeline was built for, in structure, shape
             or dtype, or that are placed already.
         """
-        return self._params.place(params, dtypes=True)
+        return self._params.place("params", params)
 
     def unplace(self, placed: Placed) -> Params:
-        """Placed parameters, or what is shaped like them, such as gradients, to canonical ones.
-
-        Raises:
-          ValueError: a tree of another structure or other shapes, or one that is not placed.
-        """
-        return self._params.unplace(placed)
+        """Undoes `place`, also for what is shaped like parameters, such as gradients."""
+        return self._params.unplace(placed, dtypes=False)
 
     def place_states(self, states: States) -> States:
-        """Canonical states of the layers, one tree per layer, to placed ones.
-
-        Raises:
-          ValueError: states unlike those that the pipeline was built for, or placed already.
-        """
-        return self._states.place(states)
+        """Canonical states of the layers, one tree per layer, to placed ones; raises as `place`."""
+        return self._states_or_raise().place("states", states)
 
     def unplace_states(self, placed: States) -> States:
-        """Undoes `place_states`.
+        """Undoes `place_states`."""
+        return self._states_or_raise().unplace(placed)
 
-        Raises:
-          ValueError: states unlike those that the pipeline was built for, or not placed.
-        """
-        return self._states.unplace(placed)
-
-    @property
-    def state_layout(self) -> LayerLayout | None:
-        """Where the layers' states lie; None for a model without."""
-        return self._states.layout
+    def _states_or_raise(self) -> Placing:
+        if self._states is None:
+            raise ValueError(_NO_STATES)
+        return self._states
 
     @property
     def placed_states(self) -> Shapes:
         """Shapes and shardings of the placed states; None for a model without."""
-        return self._states.placed
+        return None if self._states is None else self._states.placed
 
     @property
     def canonical_states(self) -> Shapes:
         """Shapes of the layers' states; None for a model without."""
-        return self._states.canonical
+        return None if self._states is None else self._states.canonical
 
     # The optimizer.
 
@@ -246,9 +237,6 @@ class Pipeline:
         Args:
           optimizer: any optax transformation.
           params: placed parameters.
-
-        Returns:
-          What ``optimizer.init`` gives, with the shardings of `optimizer_shardings`.
 
         Raises:
           ValueError: parameters unlike those that the pipeline was built for, or not placed.
@@ -281,8 +269,7 @@ class Pipeline:
           params: placed parameters.
 
         Returns:
-          The new parameters and the new state, with the shardings of `param_shardings` and
-          `optimizer_shardings`.
+          The new parameters and the new state, sharded like the old ones.
 
         Raises:
           ValueError: a tree unlike those that the pipeline was built for, or not placed.
@@ -303,12 +290,7 @@ class Pipeline:
     # Running.
 
     def value_and_grad(
-        self,
-        placed: Placed,
-        batch: Batch,
-        rng: Key = None,
-        *,
-        states: States = None,
+        self, placed: Placed, batch: Batch, rng: Key = None, *, states: States = None
     ) -> tuple[Any, Gradients]:
         """Loss and gradients of a batch.
 
@@ -333,14 +315,9 @@ class Pipeline:
         return (loss if self.state_layout is None else (loss, states)), grads
 
     def loss(
-        self,
-        placed: Placed,
-        batch: Batch,
-        rng: Key = None,
-        *,
-        states: States = None,
+        self, placed: Placed, batch: Batch, rng: Key = None, *, states: States = None
     ) -> jax.Array:
-        """The loss alone, by the schedule's forwards. Arguments as for `value_and_grad`."""
+        """Only the loss, from the schedule's forwards; arguments as for `value_and_grad`."""
         return self._run(self._forward_table, placed, batch, rng, states)[0]
 
     @cached_property
@@ -373,22 +350,25 @@ class Pipeline:
     def check(
         self, name: str, placed: Placed, batch: Batch, states: States, others: Sequence[str] = ()
     ) -> None:
-        """Raises ValueError for what a step was given and does not fit.
+        """Raises ValueError for arguments of a step that do not fit.
 
-        Args:
-          name: what the caller names its placed parameters.
-          placed: these.
-          batch, states: as for `value_and_grad`.
-          others: problems of the caller's own, for the same error.
+        Placed parameters go by the caller's ``name``, and ``others`` are problems of its own.
         """
         refuse(
             [
                 *self._params.problems(name, placed),
                 *others,
                 *self._batch_problems(batch),
-                *self._states.problems("states", states),
+                *self._state_problems(states),
             ]
         )
+
+    def _state_problems(self, states: States) -> list[str]:
+        if self._states is None:
+            return [] if states is None else [_NO_STATES]
+        if states is None:
+            return ["states=None, but this model's layers keep states: see `pipe.place_states`."]
+        return self._states.problems("states", states)
 
     def check_batch(self, batch: Batch) -> None:
         """Raises ValueError for rows that do not divide into microbatches and data shards."""
@@ -399,12 +379,12 @@ class Pipeline:
         return list(checks.batch(batch, num_microbatches=m, num_shards=shards))
 
     @property
-    def in_specs(self) -> Specs:
+    def in_specs(self) -> Tree:
         """Partition specs of a step's arguments: placed parameters, batch, key and states."""
         return self.layout.specs(sharded=self.zero == 3), P(DATA), P(), P(STAGE)
 
     def shard_map(
-        self, body: Callable[..., Any], in_specs: Specs, out_specs: Specs
+        self, body: Callable[..., Any], in_specs: Tree, out_specs: Tree
     ) -> Callable[..., Any]:
         """``body`` on every device, as one program."""
         return jax.shard_map(
@@ -415,3 +395,6 @@ class Pipeline:
         """One data shard's leaves ``[rows, ...]`` as ``[rows of a microbatch, m, ...]``: a view."""
         m = self.schedule.num_microbatches
         return jax.tree.map(lambda leaf: leaf.reshape(-1, m, *leaf.shape[1:]), batch)
+
+
+_NO_STATES = "This model's layers keep no state: Pipeline was given no states."

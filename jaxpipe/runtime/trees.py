@@ -64,7 +64,9 @@ def mismatches(name: str, found: PyTree, expected: PyTree, *, dtypes: bool = Tru
     return lines
 
 
-def _differences(name: str, have: dict, want: dict, dtypes: bool) -> Iterator[str]:
+def _differences(
+    name: str, have: dict[Any, Any], want: dict[Any, Any], dtypes: bool
+) -> Iterator[str]:
     for path, leaf in want.items():
         at = name + jax.tree_util.keystr(path)
         if path not in have:

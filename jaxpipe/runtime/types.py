@@ -29,8 +29,6 @@ Shapes: TypeAlias = Any
 """A tree of `jax.ShapeDtypeStruct`."""
 Shardings: TypeAlias = Any
 """A tree of `jax.sharding.NamedSharding`."""
-Specs: TypeAlias = Any
-"""A tree of `jax.sharding.PartitionSpec`."""
 Batch: TypeAlias = Any
 """A batch, leaves ``[rows, ...]``; the rows of one microbatch are such a tree, too."""
 Activation: TypeAlias = Any
@@ -48,3 +46,5 @@ Message: TypeAlias = list[jax.Array]
 """What one stage sends to another: flat arrays, one per buffer."""
 Index: TypeAlias = Any
 """An int32 scalar: known to the program, or computed while it runs."""
+At: TypeAlias = tuple[Index, Index, Index]
+"""A layer or a piece: its stage, its chunk there, its number within the chunk."""

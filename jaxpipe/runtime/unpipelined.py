@@ -32,19 +32,16 @@ def loss(
       params: canonical parameters.
       batch: leaves ``[rows, ...]``; within a data shard, row r belongs to microbatch ``r % m``.
       rng: the step's key, or None.
-      num_microbatches: m, for the random keys and the mean.
-      data_shards: number of data shards, likewise.
+      num_microbatches, data_shards: as in the pipeline, for the random keys and the mean.
       states: a tree for each layer, for a stateful model.
 
     Returns:
-      float32 scalar; with ``states``, ``(loss, states)``, each data shard's renewed in microbatch
+      float32 scalar; with ``states`` ``(loss, states)``: renewed by every data shard in microbatch
       order, then averaged.
     """
     outer, layers = outer_of(params), _layers(model, params["layers"])
 
-    def one(
-        shard: int, states: tuple[States, ...], of_microbatch: tuple[Index, Batch]
-    ) -> tuple[tuple[States, ...], jax.Array]:
+    def one(shard: int, states: tuple[States, ...], of_microbatch: tuple[Index, Batch]) -> Any:
         microbatch, rows = of_microbatch
 
         def key(layer: int) -> Key:
@@ -74,10 +71,8 @@ def loss(
         )
         held.append(last)
         losses.append(of_shard)
-    mean = jnp.mean(jnp.stack(losses))
-    if states is None:
-        return mean
-    return mean, jax.tree.map(lambda *w: sum(w) / data_shards, *held)
+    mean, averaged = jnp.mean(jnp.stack(losses)), jax.tree.map(lambda *w: sum(w) / len(w), *held)
+    return mean if states is None else (mean, averaged)
 
 
 def _layers(model: Model, layers: Params) -> list[tuple[Callable[..., Any], LayerParams]]:

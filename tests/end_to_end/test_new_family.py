@@ -62,7 +62,7 @@ def test_what_is_wrong_with_it_is_said_with_all_else(tmp_path):
 @pytest.mark.parametrize("from_file", [False, True])
 def test_families_that_do_not_exist_are_refused(tmp_path, task, expected, from_file):
     path = tmp_path / "toy.yaml"
-    path.write_text(f"task: {task}\nmodel: {{width: 3}}\n" if from_file else "")
+    path.write_text(f"task: {task}\nmodel: {{depth: 3}}\n" if from_file else "")
     options = ["--config", str(path), *([] if from_file else ["--task", task])]
     if from_file:
         (failure,) = command_line.parse(options).failures
@@ -97,7 +97,7 @@ train: {{steps: 4, batch_size: 8, eval_batches: 1, checkpoint_every: 2}}
 
     finished = train()
     assert "zero everywhere has about 0.5" in finished.out
-    assert "a toy of 16 held-out rows" in finished.out
+    assert "a toy of 128 held-out rows" in finished.out
     assert (run / "toy.txt").exists()
     assert yaml.safe_load((run / "config.yaml").read_text())["model"]["activation"] == "sin"
     records = steps(run)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -32,7 +33,7 @@ def restored(checkpoint):
 
 
 def equal(a, b) -> None:
-    jax.tree.map(lambda x, y: np.testing.assert_array_equal(x, y, strict=True), a, b)
+    chex.assert_trees_all_equal(a, b, strict=True)
 
 
 @pytest.mark.pipeline

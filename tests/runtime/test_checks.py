@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 
+import chex
 import compilations
 import jax
 import jax.numpy as jnp
@@ -194,11 +195,11 @@ def test_moments_and_masks_are_converted_in_their_own_dtypes():
         placed = built.map_parameters(built.place, state)
         assert {w.dtype for w in jax.tree.leaves(placed[0].mu)} == {jnp.dtype(jnp.bfloat16)}
         back = built.map_parameters(built.unplace, placed)
-        jax.tree.map(np.testing.assert_array_equal, back, state)
+        chex.assert_trees_all_equal(back, state)
         mask = jax.tree.map(lambda w: jnp.ones(w.shape, bool), canonical)
         placed = built.map_parameters(built.place, mask)
         assert {w.dtype for w in jax.tree.leaves(placed)} == {np.dtype(bool)}
-        jax.tree.map(np.testing.assert_array_equal, built.unplace(placed), mask)
+        chex.assert_trees_all_equal(built.unplace(placed), mask)
     lines = refusal(pipe().map_parameters, pipe().place, adam.init(params(5)))
     assert lines[0] == "params['layers'] holds 5 layers; expected 4."
     shapes = jax.eval_shape(pipe().place, jax.eval_shape(params))

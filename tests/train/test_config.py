@@ -84,6 +84,10 @@ def test_numbers_as_people_write_them(tmp_path, number):
         ("optimizer: {peak_lr: fast}", "optimizer.peak_lr='fast' in {path}: must be a number."),
         ("model: {tied: 1}", "model.tied=1 in {path}: must be true or false."),
         ("run_dir: 5", "run_dir=5 in {path}: must be text."),
+        ("task: [gpt]\nmodel: {depth: 3}", "task=['gpt'] in {path}: must be text."),
+        ("task: gtp\nmodel: {depth: 3}", "or module:Class of your own. Nearest valid: gpt."),
+        ("task: mesh\nmesh: {stage: 2}", "task='mesh' in {path}: must be one of 'bert', 'gpt', "),
+        ("task: resnet\nmodel: 3", "model=3 in {path}: must be a section with fields."),
         ("pipeline: 1f1b", "pipeline='1f1b' in {path}: must be a section with fields."),
         ("mesh:", "mesh=None in {path}: must be a section with fields."),
         ("pipeline: {remat: ful}", "must be one of 'none', 'dots' or 'full'. Nearest valid: full."),
@@ -202,6 +206,16 @@ def test_wrong_names_in_the_section_of_an_older_file(tmp_path):
     path = _write(tmp_path, "task: resnet\nresnet: {dept: 14}\n")
     (message,) = _messages(path)
     assert f"model.dept in {path} is not a field. Nearest valid: model.depth" in message
+
+
+def test_options_of_older_versions_are_refused_with_their_new_names():
+    options = ["--task", "resnet", "--resnet.num-classes", "3", "--resnet.depth=8"]
+    with pytest.raises(errors.ConfigError) as error:
+        command_line.parse(options)
+    assert str(error.value).splitlines() == [
+        "--resnet.num-classes has another name now: --model.num-classes.",
+        "--resnet.depth=8 has another name now: --model.depth=8.",
+    ]
 
 
 def test_another_task_than_that_of_the_file(tmp_path):

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxpipe import Model
+from jaxpipe.schedule.problems import below_one, refuse
 from train.task import Task
 
 
@@ -37,8 +38,7 @@ class Shape:
     dtype: Literal["float32"] = "float32"
 
     def __post_init__(self):
-        if self.width < 1:
-            raise ValueError(f"model.width={self.width} must be at least 1. Nearest valid: 1.")
+        refuse(below_one(width=self.width))
 
 
 class Numbers:
@@ -80,7 +80,7 @@ class Toy(Task):
         return {"embed": {}, "layers": layers, "head": jnp.ones(width)}
 
     def load(self):
-        return Numbers(64, 0, self.shape), Numbers(16, 1, self.shape)
+        return Numbers(64, 0, self.shape), Numbers(128, 1, self.shape)
 
     def row_shapes(self):
         shape = self.shape.width

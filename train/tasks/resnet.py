@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxpipe.schedule.problems import Problem
 from models import resnet, validation
 from train.data import images
 from train.task import Task
@@ -27,8 +28,8 @@ class Shape(resnet.ResNetConfig):
 
     image_size: int = 8
 
-    def failures(self) -> Iterator[str]:
-        yield from super().failures()
+    def problems(self) -> Iterator[Problem]:
+        yield from super().problems()
         yield from validation.small_counts(self, "image_size")
 
 

@@ -1,4 +1,4 @@
-"""The layers of a model, sorted into kinds: what has the same function and the same shapes.
+"""The layers of a model, sorted into kinds: layers with the same function and shapes.
 
 A stage runs one loop over its layers; inside, every kind is one compiled body. A model whose layers
 are alike has one kind and pays nothing for the others.
@@ -69,13 +69,7 @@ def sort_layers(
 ) -> Layers:
     """Follows the activations through all layers and splits each kind once.
 
-    Args:
-      model: the model.
-      params: shapes of every layer's parameters.
-      x: shape of the first layer's input.
-      *context: shapes of the other arguments of a layer: the microbatch's rows and the key.
-      states: shapes of every layer's state, or None for a model without.
-      remat: rematerialisation policy, by name.
+    Parameters, activation, context (the microbatch's rows and the key) and states are shapes.
 
     Raises:
       ValueError: a layer that cannot take what the layer before it returns, or returns what is not

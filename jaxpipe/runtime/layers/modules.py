@@ -75,7 +75,7 @@ def stateful(module: nnx.Module) -> tuple[Callable[..., Any], Params, States]:
       [3.0, 3.0]
     """
 
-    def view(train: bool, deterministic: bool):
+    def view(train: bool, deterministic: bool) -> Any:
         seen = nnx.view(
             module,
             use_running_average=not train,
@@ -140,7 +140,7 @@ def stack(
     return apply, jax.vmap(initial)(jax.random.split(rngs.params(), num_layers))
 
 
-def _split(module: nnx.Module) -> tuple[nnx.GraphDef, nnx.State, nnx.State]:
+def _split(module: nnx.Module) -> tuple[Any, Any, Any]:
     graph, *states = nnx.split(module, nnx.Param, nnx.RngState, ...)
     params, streams, other = states
     flat = nnx.to_flat_state(other)
@@ -155,7 +155,7 @@ def _split(module: nnx.Module) -> tuple[nnx.GraphDef, nnx.State, nnx.State]:
     return graph, params, streams
 
 
-def _streams(state: nnx.State, rng: jax.Array) -> nnx.State:
+def _streams(state: Any, rng: jax.Array) -> Any:
     """The random streams of ``state``: each its own key, folded from ``rng``, and count 0."""
     if not jnp.issubdtype(rng.dtype, jax.dtypes.prng_key):
         rng = jax.random.wrap_key_data(rng)

@@ -1,4 +1,4 @@
-"""The data axis: what is gathered, reduced and kept of arrays that it may split.
+"""The data axis: gathering, reducing and sharding arrays that it may split.
 
 Every function runs inside `jax.shard_map` and takes arrays together with the `Leaf` of each.
 """

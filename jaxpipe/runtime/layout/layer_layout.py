@@ -12,7 +12,7 @@ from __future__ import annotations
 import abc
 import dataclasses
 from collections.abc import Callable
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar, TypeAlias, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -20,10 +20,22 @@ import numpy as np
 from jax import lax
 
 from jaxpipe.runtime.layout.leaf import Leaf, make_leaf
-from jaxpipe.runtime.types import Arrays, Index, LayerParams, Leaves, Params, Placed, Shapes, Stored
+from jaxpipe.runtime.types import (
+    Arrays,
+    At,
+    Index,
+    LayerParams,
+    Leaves,
+    Params,
+    Placed,
+    Shapes,
+    Stored,
+)
 from jaxpipe.schedule.lowering.table import NONE
 
 Carry = TypeVar("Carry")
+Body: TypeAlias = Callable[..., Any]
+"""What a loop runs: it takes a chunk, a number within it and the carry, and returns the carry."""
 
 
 class LayerLayout(abc.ABC):
@@ -97,16 +109,12 @@ class LayerLayout(abc.ABC):
     # Places.
 
     @abc.abstractmethod
-    def layer_at(
-        self, stage: Index, chunk: Index, layer: Index, example: int, *, slot: Index | None = None
-    ) -> Any:
+    def layer_at(self, at: At, example: int, *, slot: Index = None) -> Any:
         """The place of a layer: among the stage's own, or of the chunk that lies in ``slot``."""
 
     @abc.abstractmethod
-    def piece_at(
-        self, stage: Index, chunk: Index, number: Index, *, slot: Index | None = None
-    ) -> Any:
-        """The place of a chunk's piece, as of `layer_at`."""
+    def piece_at(self, at: At, *, slot: Index = None) -> Any:
+        """The place of a chunk's piece, likewise."""
 
     @abc.abstractmethod
     def read(self, arrays: Arrays, place: Any) -> Stored:
@@ -123,45 +131,29 @@ class LayerLayout(abc.ABC):
     # Loops.
 
     def loop(
-        self,
-        chunk: Index,
-        lo: Index,
-        hi: Index,
-        body: Callable[..., tuple[Arrays, Carry]],
-        arrays: Arrays,
-        carry: Carry,
-        *,
-        down: bool = False,
+        self, span: At, body: Body, arrays: Arrays, carry: Carry, *, down: bool = False
     ) -> tuple[Arrays, Carry]:
-        """Runs layers ``lo`` to ``hi`` of a chunk, last first if ``down``.
+        """Runs a span of layers: of a chunk, from ``lo`` to ``hi``; last first if ``down``.
 
-        Args:
-          chunk, lo, hi: int32 scalars.
-          body: ``body(chunk, layer, arrays, carry) -> (arrays, carry)``.
-          arrays: of all layers or of slots; a body sees at least those of its layer.
-          carry: any tree.
-          down: the order.
-
-        Returns:
-          The arrays and the carry after the last layer.
+        ``body(chunk, layer, arrays, carry)`` returns arrays and carry; it sees at least the arrays
+        of its layer.
         """
+
+        chunk, lo, hi = span
 
         def step(i: Index, through: tuple[Arrays, Carry]) -> tuple[Arrays, Carry]:
             return body(chunk, lo + hi - 1 - i if down else i, *through)
 
         return lax.fori_loop(lo, hi, step, (arrays, carry))
 
-    def loop_pieces(self, chunk: Index, body: Callable[..., Carry], carry: Carry) -> Carry:
+    def loop_pieces(self, chunk: Index, body: Body, carry: Carry) -> Carry:
         """Runs ``body(chunk, number, carry)`` for all pieces of a chunk, for none if `NONE`."""
         trips = jnp.where(chunk == NONE, 0, self.num_pieces)
         return lax.fori_loop(0, trips, lambda number, carry: body(chunk, number, carry), carry)
 
-    def every_piece(self, body: Callable[..., Carry], carry: Carry, *, in_place: bool) -> Carry:
-        """Runs ``body(chunk, number, carry)`` for all pieces of all chunks.
-
-        Args:
-          body, carry: as of `loop_pieces`.
-          in_place: whether the body overwrites what it reads, piece by piece.
+    def every_piece(self, body: Body, carry: Carry, *, in_place: bool) -> Carry:
+        """Runs ``body(chunk, number, carry)`` for all pieces of all chunks; ``in_place`` says
+        whether the body overwrites what it reads.
         """
         del in_place  # a loop's carry is
         n = self.num_pieces

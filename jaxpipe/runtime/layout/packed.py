@@ -15,7 +15,7 @@ from jax import lax
 
 from jaxpipe.runtime.layout.layer_layout import LayerLayout
 from jaxpipe.runtime.layout.leaf import Leaf, make_leaf
-from jaxpipe.runtime.types import Arrays, Index, LayerParams, Leaves, Placed, Shapes, Stored
+from jaxpipe.runtime.types import Arrays, At, Index, LayerParams, Leaves, Placed, Shapes, Stored
 
 
 class _Columns(NamedTuple):
@@ -90,7 +90,7 @@ class Packed(LayerLayout):
             for c, held in enumerate(chunks):
                 for i, n in enumerate(held[held >= 0]):
                     stage = {g: w[d] for g, w in placed.items()}
-                    layers[n] = self.unpack(self.read(stage, self.layer_at(d, c, i, n)), n)
+                    layers[n] = self.unpack(self.read(stage, self.layer_at((d, c, i), n)), n)
         return tuple(layers[n] for n in sorted(layers))
 
     def slot_shapes(self, count: int) -> Shapes:
@@ -98,30 +98,21 @@ class Packed(LayerLayout):
             Leaf.struct, self._leaves({g: count * n for g, n in self._chunk_width.items()})
         )
 
-    def layer_at(
-        self, stage: Index, chunk: Index, layer: Index, example: int, *, slot: Index | None = None
-    ) -> _Columns:
-        start = self._starts(stage, chunk, slot)
-        within = {g: jnp.asarray(w)[stage, chunk, layer] for g, w in self._within.items()}
+    def layer_at(self, at: At, example: int, *, slot: Index = None) -> _Columns:
+        start = self._starts(at, slot)
+        within = {g: jnp.asarray(w)[at] for g, w in self._within.items()}
         width = {g: n for g, n in self._widths[example].items() if n}
         return _Columns({g: start[g] + within[g] for g in width}, width, width)
 
-    def piece_at(
-        self, stage: Index, chunk: Index, number: Index, *, slot: Index | None = None
-    ) -> _Columns:
-        del number
+    def piece_at(self, at: At, *, slot: Index = None) -> _Columns:
         width = self._chunk_width
-        valid = self._of_chunk(self._valid, stage, chunk) if slot is None else width
-        return _Columns(self._starts(stage, chunk, slot), width, valid)
+        valid = _of_chunk(self._valid, at) if slot is None else width
+        return _Columns(self._starts(at, slot), width, valid)
 
-    def _starts(self, stage: Index, chunk: Index, slot: Index | None) -> dict[str, Any]:
+    def _starts(self, at: At, slot: Index) -> dict[str, Any]:
         if slot is None:
-            return self._of_chunk(self._start, stage, chunk)
+            return _of_chunk(self._start, at)
         return {g: slot * n for g, n in self._chunk_width.items()}
-
-    @staticmethod
-    def _of_chunk(table: dict[str, np.ndarray], stage: Index, chunk: Index) -> dict[str, Any]:
-        return {g: jnp.asarray(w)[stage, chunk] for g, w in table.items()}
 
     def read(self, arrays: Arrays, place: _Columns) -> Stored:
         return {
@@ -163,3 +154,8 @@ class Packed(LayerLayout):
             taken[g] += leaf.size
             values.append(flat[g][start : start + leaf.size].reshape(leaf.shape))
         return jax.tree.unflatten(tree, values)
+
+
+def _of_chunk(table: dict[str, np.ndarray], at: At) -> dict[str, Any]:
+    stage, chunk, _ = at
+    return {g: jnp.asarray(w)[stage, chunk] for g, w in table.items()}

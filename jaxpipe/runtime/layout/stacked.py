@@ -8,7 +8,7 @@ from jax import lax
 
 from jaxpipe.runtime.layout.layer_layout import LayerLayout, alike, put_back, take
 from jaxpipe.runtime.layout.leaf import Leaf
-from jaxpipe.runtime.types import Arrays, Index, Leaves, Params, Placed, Shapes, Stored
+from jaxpipe.runtime.types import Arrays, At, Index, Leaves, Params, Placed, Shapes, Stored
 
 
 class Stacked(LayerLayout):
@@ -32,16 +32,13 @@ class Stacked(LayerLayout):
     def slot_shapes(self, count: int) -> Shapes:
         return jax.tree.map(Leaf.struct, self._chunks(count))
 
-    def layer_at(
-        self, stage: Index, chunk: Index, layer: Index, example: int, *, slot: Index | None = None
-    ) -> Index:
-        del stage, example
-        return (chunk if slot is None else slot) * self.num_pieces + layer
+    def layer_at(self, at: At, example: int, *, slot: Index = None) -> Index:
+        del example
+        return self.piece_at(at, slot=slot)
 
-    def piece_at(
-        self, stage: Index, chunk: Index, number: Index, *, slot: Index | None = None
-    ) -> Index:
-        return self.layer_at(stage, chunk, number, 0, slot=slot)
+    def piece_at(self, at: At, *, slot: Index = None) -> Index:
+        _, chunk, number = at
+        return (chunk if slot is None else slot) * self.num_pieces + number
 
     def read(self, arrays: Arrays, place: Index) -> Stored:
         return jax.tree.map(lambda w: lax.dynamic_index_in_dim(w, place, keepdims=False), arrays)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -12,16 +11,16 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxpipe.runtime.barriers import overwrite, run_if, run_once
-from jaxpipe.runtime.layout.layer_layout import Carry, LayerLayout, alike, put_back, take
+from jaxpipe.runtime.layout.layer_layout import Body, Carry, LayerLayout, alike, put_back, take
 from jaxpipe.runtime.layout.leaf import Leaf
-from jaxpipe.runtime.types import Arrays, Index, Params, Placed, Shapes, Stored
+from jaxpipe.runtime.types import Arrays, At, Index, Params, Placed, Shapes, Stored
 
 
 class _Row(NamedTuple):
     """A place in unrolled arrays: the row's number, and the slot if it is in one."""
 
     number: int
-    slot: Index | None
+    slot: Index
 
 
 class Unrolled(LayerLayout):
@@ -54,14 +53,13 @@ class Unrolled(LayerLayout):
         row = jax.tree.map(Leaf.struct, self.piece)
         return dict.fromkeys(range(count * self.num_pieces), row)
 
-    def layer_at(
-        self, stage: Index, chunk: int, layer: int, example: int, *, slot: Index | None = None
-    ) -> _Row:
-        del stage, example
-        return _Row(chunk * self.num_pieces + layer, slot)
+    def layer_at(self, at: At, example: int, *, slot: Index = None) -> _Row:
+        del example
+        return self.piece_at(at, slot=slot)
 
-    def piece_at(self, stage: Index, chunk: int, number: int, *, slot: Index | None = None) -> _Row:
-        return self.layer_at(stage, chunk, number, 0, slot=slot)
+    def piece_at(self, at: At, *, slot: Index = None) -> _Row:
+        _, chunk, number = at
+        return _Row(chunk * self.num_pieces + number, slot)
 
     def read(self, arrays: Arrays, place: _Row) -> Stored:
         return arrays[place.number % len(arrays)]
@@ -76,17 +74,10 @@ class Unrolled(LayerLayout):
         return arrays | {number: jax.tree.map(write, arrays[number], values)}
 
     def loop(
-        self,
-        chunk: Index,
-        lo: Index,
-        hi: Index,
-        body: Callable[..., tuple[Arrays, Carry]],
-        arrays: Arrays,
-        carry: Carry,
-        *,
-        down: bool = False,
+        self, span: At, body: Body, arrays: Arrays, carry: Carry, *, down: bool = False
     ) -> tuple[Arrays, Carry]:
         """One loop per row, which runs if the row is one of these layers."""
+        chunk, lo, hi = span
         rows = list(itertools.product(range(self.num_chunks), range(self.num_pieces)))
         for c, layer in reversed(rows) if down else rows:
             runs = (chunk == c) & (lo <= layer) & (layer < hi)
@@ -102,7 +93,7 @@ class Unrolled(LayerLayout):
             arrays = arrays | {n: row for n, row in own.items() if n == number}
         return arrays, carry
 
-    def loop_pieces(self, chunk: Index, body: Callable[..., Carry], carry: Carry) -> Carry:
+    def loop_pieces(self, chunk: Index, body: Body, carry: Carry) -> Carry:
         """One loop per chunk, since on GPUs the host waits for each."""
 
         def pieces(carry: Carry, c: int) -> Carry:
@@ -114,7 +105,7 @@ class Unrolled(LayerLayout):
             carry = run_if(chunk == c, functools.partial(pieces, c=c), carry)
         return carry
 
-    def every_piece(self, body: Callable[..., Carry], carry: Carry, *, in_place: bool) -> Carry:
+    def every_piece(self, body: Body, carry: Carry, *, in_place: bool) -> Carry:
         """No loop where nothing is overwritten."""
         for place in itertools.product(range(self.num_chunks), range(self.num_pieces)):
             one = functools.partial(body, *place)

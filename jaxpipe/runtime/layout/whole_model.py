@@ -21,16 +21,7 @@ from jaxpipe.runtime.layout.packed import Packed
 from jaxpipe.runtime.layout.stacked import Stacked
 from jaxpipe.runtime.layout.unrolled import Unrolled
 from jaxpipe.runtime.mesh import DATA, STAGE
-from jaxpipe.runtime.types import (
-    Leaves,
-    OuterParams,
-    Params,
-    Placed,
-    Shapes,
-    Shardings,
-    Specs,
-    Tree,
-)
+from jaxpipe.runtime.types import Leaves, OuterParams, Params, Placed, Shapes, States, Tree
 from jaxpipe.schedule.lowering.table import TickTable
 
 LAYOUTS: dict[str, type[LayerLayout]] = {"stacked": Stacked, "unrolled": Unrolled}
@@ -49,13 +40,7 @@ def outer_of(params: Params) -> OuterParams:
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
-    """The layout of every parameter of a model on a mesh.
-
-    Args:
-      layers: of the layers' parameters.
-      outer: a tree of `Leaf`, ``{"embed", "head"}``.
-      mesh: the device mesh.
-    """
+    """The layout of every parameter of a model on a mesh; ``outer`` is a tree of `Leaf`."""
 
     layers: LayerLayout
     outer: OuterParams
@@ -111,7 +96,7 @@ class Layout:
         """Shapes of the canonical parameters."""
         return jax.tree.map(Leaf.struct, self._canonical)
 
-    def specs(self, *, sharded: bool) -> Specs:
+    def specs(self, *, sharded: bool) -> Tree:
         """Partition specs of the placed parameters, with the data axis used (ZeRO) or not."""
 
         def spec(leaf: Leaf, *lead: str) -> P:
@@ -120,12 +105,12 @@ class Layout:
         layers = jax.tree.map(lambda leaf: spec(leaf, STAGE), self.layers.placed)
         return {"layers": layers, **jax.tree.map(spec, self.outer)}
 
-    def shardings(self, *, sharded: bool) -> Shardings:
+    def shardings(self, *, sharded: bool) -> Tree:
         """What `specs` says as shardings."""
         return _shardings(self.mesh, self.specs(sharded=sharded))
 
-    def canonical_shardings(self) -> Shardings:
-        """Shardings of canonical parameters, over all devices wherever a size divides."""
+    def canonical_shardings(self) -> Tree:
+        """Tree of canonical parameters, over all devices wherever a size divides."""
 
         def spec(leaf: Leaf) -> P:
             stage = leaf.stage_dim
@@ -135,12 +120,46 @@ class Layout:
         return _shardings(self.mesh, jax.tree.map(spec, self._canonical))
 
 
+@dataclasses.dataclass(frozen=True)
+class StateLayout:
+    """The layout of the states of a model's layers; methods as of `Layout`."""
+
+    layers: LayerLayout
+    mesh: Mesh
+
+    def place(self, states: States) -> States:
+        return self.layers.place(states)
+
+    def unplace(self, placed: States) -> States:
+        return self.layers.unplace(placed)
+
+    def placed_shapes(self) -> Shapes:
+        """Shapes and shardings of the placed states."""
+        sharding = compiled_sharding(self.mesh, P(STAGE))
+
+        def shape(leaf: Leaf) -> jax.ShapeDtypeStruct:
+            placed = self.mesh.shape[STAGE], *leaf.shape
+            return jax.ShapeDtypeStruct(placed, leaf.dtype, sharding=sharding)
+
+        return jax.tree.map(shape, self.layers.placed)
+
+    def canonical_shapes(self) -> Shapes:
+        return jax.tree.map(Leaf.struct, self.layers.canonical)
+
+    def shardings(self, *, sharded: bool) -> Tree:
+        del sharded  # data shards have states of their own until they are averaged
+        return jax.tree.map(lambda leaf: leaf.sharding, self.placed_shapes())
+
+    def canonical_shardings(self) -> None:
+        """None: the compiler chooses."""
+
+
 def _dims(stage_dim: int | None, data_dim: int | None, leaf: Leaf) -> list[str | None]:
     names = {stage_dim: STAGE, data_dim: DATA}
     return [names.get(d) for d in range(len(leaf.shape))]
 
 
-def _shardings(mesh: Mesh, specs: Specs) -> Shardings:
+def _shardings(mesh: Mesh, specs: Tree) -> Tree:
     return jax.tree.map(lambda spec: compiled_sharding(mesh, spec), specs)
 
 
@@ -169,15 +188,7 @@ def layer_rows(table: TickTable) -> np.ndarray:
 def make_layout(
     params: Params, stage_split: Tree, mesh: Mesh, table: TickTable, *, weights: str
 ) -> Layout:
-    """Decides the layout of every parameter.
-
-    Args:
-      params: canonical parameters or their shapes.
-      stage_split: `Model.stage_split`.
-      mesh: the device mesh.
-      table: the tick table, for the placement and the layer counts.
-      weights: a name in `LAYOUTS`, for layers that are alike.
-    """
+    """Decides the layout of every parameter; ``weights`` is for layers that are alike."""
     data = mesh.shape[DATA]
     leaves, tree = jax.tree.flatten(outer_of(params))
     dims = [None] * len(leaves)

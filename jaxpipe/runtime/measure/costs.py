@@ -33,10 +33,6 @@ def layer_costs(
       batch: a batch, or its shapes.
       rng: as for `Pipeline.value_and_grad`.
       measure: compile every part, run it on the first device, and return seconds.
-
-    Example:
-      >>> costs = layer_costs(pipe, batch)  # doctest: +SKIP
-      >>> counts = partition([c.f + c.b + c.w for c in costs], placement)  # doctest: +SKIP
     """
     layers, context = traced.layers(pipe, batch, rng)
     cost = _seconds if measure else _flops
@@ -66,13 +62,13 @@ def _parts(
     states = pipe.state_layout
     state = None if states is None else states.shape_of(kind.example)
 
-    def forward(params, x, context, state):
+    def forward(params: Shapes, x: Activation, context: Shapes, state: Shapes) -> Any:
         return split.forward(params, x, *context, state=state)
 
-    def backward_input(params, kept, dy, context):
+    def backward_input(params: Shapes, kept: Any, dy: Activation, context: Shapes) -> Any:
         return split.backward_input(params, *kept, dy, *context)
 
-    def backward_weights(params, kept, crossing, context):
+    def backward_weights(params: Shapes, kept: Any, crossing: Any, context: Shapes) -> Any:
         return split.backward_weights(params, kept, crossing, *context)
 
     kept = list(split.until_b), list(split.until_w)

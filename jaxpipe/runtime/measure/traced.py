@@ -19,7 +19,7 @@ Read = TypeVar("Read")
 
 
 def buffers(pipe: Pipeline, batch: Batch, rng: Key = None) -> dict[str, Shapes]:
-    """What the tick loop keeps on each device, from the schedule and the model alone.
+    """What the tick loop keeps on each device; it follows from the schedule and the model.
 
     Args:
       pipe: the pipeline; it is not run.

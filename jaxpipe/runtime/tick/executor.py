@@ -37,14 +37,7 @@ _SUMS = ("gradients", "reduced")
 def run(
     setup: Setup, placed: Placed, rows: Batch, rng: Key, states: States
 ) -> tuple[jax.Array, Gradients, States]:
-    """Runs one step on this device.
-
-    Args:
-      setup: what to run.
-      placed: this device's part of the placed parameters.
-      rows: this data shard's rows, leaves ``[rows, m, ...]``.
-      rng: the step's key, or None.
-      states: this device's part of the placed states, or None.
+    """Runs one step on this device, with its part of parameters, rows and states.
 
     Returns:
       The mean loss of this data shard, equal on every stage; this device's part of the gradients,
@@ -67,13 +60,7 @@ def sink_of(setup: Setup) -> Kept | Reduced | None:
 def begin(
     setup: Setup, placed: Placed, batch: StepMicrobatches, sink: GradientSink | None
 ) -> tuple[Fixed, Held]:
-    """What no tick of a step changes, and the weights it begins with.
-
-    Args:
-      setup, placed: as for `run`.
-      batch: the step's microbatches.
-      sink: what becomes of gradients.
-    """
+    """What no tick of a step changes, and the weights it begins with."""
     weights = Gathered() if setup.zero == 3 else Resident()
     layers = jax.tree.map(lambda w: w[0], placed["layers"])
     held = weights.hold(setup, layers, outer_of(placed))
@@ -83,11 +70,7 @@ def begin(
 def start(fixed: Fixed, held: Tree, outer: Gradients, states: States) -> Carried:
     """What the first tick is handed: nothing is in flight.
 
-    Args:
-      fixed: what no tick changes.
-      held: what the weights' source begins with.
-      outer: arrays like the gradient sums of embedding and head.
-      states: this device's part of the placed states, or None.
+    ``held`` is what the weights' source begins with, ``outer`` like the gradient sums of the same.
     """
 
     def empty(shape: jax.ShapeDtypeStruct) -> jax.Array:

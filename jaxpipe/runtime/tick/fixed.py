@@ -169,14 +169,7 @@ def fix(
     weights: WeightSource,
     gradients: GradientSink | None,
 ) -> Fixed:
-    """Finds the kinds of layers, and what they leave in buffers; inside `jax.shard_map`.
-
-    Args:
-      setup: what to run.
-      batch: the microbatches, for their shapes.
-      outer: this device's embedding and head, for their shapes.
-      weights, gradients: as of `Fixed`.
-    """
+    """Finds the kinds of layers, and what they leave in buffers; inside `jax.shard_map`."""
     rows, numbers = layer_rows(setup.table), range(sum(setup.table.layer_counts))
     stage, shard = lax.axis_index(STAGE), lax.axis_index(DATA)
     layers = sort_layers(

@@ -14,8 +14,9 @@ from jaxpipe.runtime.layout.leaf import Leaf
 from jaxpipe.runtime.mesh import DATA
 from jaxpipe.runtime.tick.carried import Carried
 from jaxpipe.runtime.tick.fixed import Fixed
+from jaxpipe.runtime.tick.work import Work
 from jaxpipe.runtime.types import Arrays, Gradients, Index, Shapes, Stored, Tree
-from jaxpipe.schedule.lowering.table import Cell, Outer, Row, Transfer
+from jaxpipe.schedule.lowering.table import Outer, Row, Transfer
 
 
 class GradientSink(abc.ABC):
@@ -29,20 +30,18 @@ class GradientSink(abc.ABC):
         """What finished gradients have become when nothing has run; ``buffers`` of zeros."""
         return buffers.get("reduced")
 
-    def add(
-        self, fixed: Fixed, sums: Arrays, cell: Cell, layer: Index, example: int, stored: Stored
-    ) -> Arrays:
+    def add(self, work: Work, sums: Arrays, stored: Stored) -> Arrays:
         """The sums of the chunk in a slot with the gradient of a layer, for one microbatch.
 
         The first one of a stay overwrites: clearing a slot after its reduction would copy it.
         """
-        place = fixed.params.layer_at(fixed.stage, cell.chunk, layer, example, slot=cell.gradient)
+        params, place, fresh = work.fixed.params, work.place(work.cell.gradient), work.cell.fresh
         total = jax.tree.map(
-            lambda old, new: jnp.where(cell.fresh == 1, new, old + new),
-            fixed.params.read(sums, place),
+            lambda old, new: jnp.where(fresh == 1, new, old + new),
+            params.read(sums, place),
             stored,
         )
-        return fixed.params.write(sums, place, total)
+        return params.write(sums, place, total)
 
     def add_outer(self, sums: Gradients, new: Gradients, phase: str, row: Outer) -> Gradients:
         """The sums of embedding and head with a microbatch's share of a phase."""
@@ -67,11 +66,8 @@ class Kept(GradientSink):
         whole = {"gradients": jax.tree.map(Leaf.struct, fixed.params.placed)}
         return whole | (_reduced_shapes(fixed) if fixed.setup.zero else {})
 
-    def add(
-        self, fixed: Fixed, sums: Arrays, cell: Cell, layer: Index, example: int, stored: Stored
-    ) -> Arrays:
-        place = fixed.params.layer_at(fixed.stage, cell.chunk, layer, example)
-        return fixed.params.add(sums, place, stored)
+    def add(self, work: Work, sums: Arrays, stored: Stored) -> Arrays:
+        return work.fixed.params.add(sums, work.place(), stored)
 
     def result(self, fixed: Fixed, carried: Carried) -> Gradients:
         """Gradients like the placed parameters."""
@@ -81,7 +77,7 @@ class Kept(GradientSink):
 
         # Piece by piece: no second copy of all of it.
         def body(chunk: Index, number: Index, kept: Arrays) -> Arrays:
-            place = params.piece_at(fixed.stage, chunk, number)
+            place = params.piece_at((fixed.stage, chunk, number))
             total = params.read(kept if in_place else carried.gradients, place)
             shards = reduce_gradients(total, params.piece, zero=fixed.setup.zero)
             return params.write(kept, place, shards)
@@ -102,10 +98,10 @@ class Reduced(GradientSink):
         params = fixed.params
 
         def body(chunk: Index, number: Index, reduced: Arrays) -> Arrays:
-            here = params.piece_at(fixed.stage, chunk, number, slot=transfer.slot)
+            here = params.piece_at((fixed.stage, chunk, number), slot=transfer.slot)
             total, reduced = tie(params.read(carried.gradients, here), reduced)
             shards = reduce_gradients(total, params.piece, zero=fixed.setup.zero)
-            there = params.piece_at(fixed.stage, chunk, number)
+            there = params.piece_at((fixed.stage, chunk, number))
             return params.add(reduced, there, shards)
 
         return carried.but(finished=params.loop_pieces(transfer.chunk, body, carried.finished))

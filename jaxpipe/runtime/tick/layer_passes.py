@@ -24,14 +24,14 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxpipe.runtime.barriers import run_if, tie
-from jaxpipe.runtime.layers.kinds import LayerKind
 from jaxpipe.runtime.layout.buffers import at_slot, put_slot
 from jaxpipe.runtime.tick.carried import Carried
 from jaxpipe.runtime.tick.fixed import Fixed, Microbatches
 from jaxpipe.runtime.tick.messages import INBOX
-from jaxpipe.runtime.types import Arrays, Batch, Index, Key, LayerParams, Message, Stored, Tree
+from jaxpipe.runtime.tick.work import Work
+from jaxpipe.runtime.types import Arrays, Index, LayerParams, Message, Tree
 from jaxpipe.schedule.actions import Kind
-from jaxpipe.schedule.lowering.table import NONE, Cell, Row
+from jaxpipe.schedule.lowering.table import NONE, Row
 
 
 class Through(NamedTuple):
@@ -52,63 +52,12 @@ class Through(NamedTuple):
         return self._replace(carried=self.carried.but(**changes))
 
 
-@dataclasses.dataclass(frozen=True)
-class Work:
-    """An action of a tick, or one layer of it, and what it may read.
-
-    Args:
-      fixed, batch: as everywhere.
-      held: the weights.
-      action: the kind of action.
-      cell: which chunk, microbatch and slots.
-      replay: the slot of what F keeps for R; None if nothing is recomputed.
-      layer: the layer, counted within the chunk.
-      kind: the kind of layer.
-    """
-
-    fixed: Fixed
-    batch: Microbatches
-    held: Any
-    action: Kind
-    cell: Cell
-    replay: Index = None
-    layer: Index = None
-    kind: LayerKind = None  # type: ignore[assignment]  # of a layer only
-
-    def but(self, **changes: Any) -> Work:
-        """A copy with these fields changed."""
-        return dataclasses.replace(self, **changes)
-
-    @property
-    def at(self) -> tuple[Index, Index, Index]:
-        """The layer's stage, chunk and number."""
-        return self.fixed.stage, self.cell.chunk, self.layer
-
-    def context(self) -> tuple[Batch, Key]:
-        """The microbatch's rows, and the layer's key."""
-        layer = self.fixed.first_layer[self.cell.chunk] + self.layer
-        return self.fixed.context(self.batch, self.cell.microbatch, layer)
-
-    def weights(self) -> Stored:
-        """The layer's weights as they are stored."""
-        return self.fixed.weights.layer(
-            self.fixed, self.held, self.action, self.cell, self.layer, self.kind.example
-        )
-
-    def saved(self, through: Through, name: str) -> list[jax.Array]:
-        """Residuals of the layer."""
-        slots, slot = self.fixed.residuals[name], getattr(self.cell, name)
-        return slots.read(through.carried.residuals[name], self.kind.number, slot, self.at)
-
-
 def run_cells(
     fixed: Fixed, batch: Microbatches, carried: Carried, row: Row, arriving: list[Message | None]
 ) -> tuple[Carried, dict[Kind, Message]]:
     """Runs a tick's cells; also returns what F and the backward have produced, to be sent.
 
-    Args:
-      fixed, batch, carried, row: as everywhere.
-      arriving: messages that were sent when the tick began, by channel.
+    ``arriving`` are the messages that were sent when the tick began, by channel.
     """
     if fixed.recomputes:
         carried = _recompute(fixed, batch, carried, row, arriving)
@@ -189,7 +138,7 @@ def _run_layers(
     span = work.cell.chunk, work.cell.lo, work.cell.hi
     sums, rest = through.carried.gradients, (through.but(gradients=None), outputs)
     down = work.action in (Kind.B, Kind.BW)
-    sums, rest = work.fixed.params.loop(*span, body, sums, rest, down=down)
+    sums, rest = work.fixed.params.loop(span, body, sums, rest, down=down)
     through, outputs = rest
     return through.but(gradients=sums), outputs
 
@@ -226,7 +175,7 @@ def _forward(work: Work, through: Through) -> Through:
 def _backward(work: Work, through: Through) -> Through:
     """B, and BW, which finishes the gradient where B keeps what W needs."""
     fixed, kind, fused = work.fixed, work.kind, work.action is Kind.BW
-    read = work.weights(), work.saved(through, "until_b"), work.saved(through, "until_w")
+    read = work.weights(), *work.saved(through.carried, "until_b", "until_w")
     (weights, *residuals), message = tie(read, through.message)
     run = kind.split.backward_fused if fused else kind.split.backward_input
     dx, rest = run(
@@ -241,7 +190,7 @@ def _backward(work: Work, through: Through) -> Through:
 
 def _backward_weights(work: Work, through: Through) -> Through:
     fixed, kind = work.fixed, work.kind
-    read = work.weights(), work.saved(through, "until_w"), work.saved(through, "crossing")
+    read = work.weights(), *work.saved(through.carried, "until_w", "crossing")
     (weights, *residuals), sums = tie(read, through.carried.gradients)
     dparams = kind.split.backward_weights(
         fixed.params.unpack(weights, kind.example), *residuals, *work.context()
@@ -272,7 +221,7 @@ def _add_gradient(work: Work, through: Through, dparams: LayerParams) -> Through
     assert fixed.gradients is not None
     stored = fixed.params.pack(dparams, example)
     sums = through.carried.gradients
-    sums = fixed.gradients.add(fixed, sums, work.cell, work.layer, example, stored)
+    sums = fixed.gradients.add(work, sums, stored)
     return through.but(gradients=sums)
 
 
@@ -285,9 +234,9 @@ def _layer_state(work: Work, through: Through) -> Tree:
     if layout is None:
         return None
     if work.action is Kind.R and work.fixed.rereads_states:
-        place = layout.layer_at(*work.at, example, slot=work.replay)
+        place = layout.layer_at(work.at, example, slot=work.replay)
         return layout.unpack(layout.read(through.carried.replay["read_states"], place), example)
-    place = layout.layer_at(*work.at, example)
+    place = layout.layer_at(work.at, example)
     return layout.unpack(layout.read(through.carried.states, place), example)
 
 
@@ -296,9 +245,9 @@ def _renew(work: Work, through: Through, old: Tree, new: Tree) -> Through:
     layout, example = work.fixed.setup.states, work.kind.example
     assert layout is not None
     if work.fixed.rereads_states:
-        replay, place = through.carried.replay, layout.layer_at(*work.at, example, slot=work.replay)
+        replay, place = through.carried.replay, layout.layer_at(work.at, example, slot=work.replay)
         kept = layout.write(replay["read_states"], place, layout.pack(old, example))
         through = through.but(replay=replay | {"read_states": kept})
-    place = layout.layer_at(*work.at, example)
+    place = layout.layer_at(work.at, example)
     states = layout.write(through.carried.states, place, layout.pack(new, example))
     return through.but(states=states)

@@ -45,15 +45,7 @@ def exchange(
     outputs: dict[Kind, Message],
     arriving: list[Message | None],
 ) -> Carried:
-    """The end of a tick: receives its messages.
-
-    Args:
-      table: the tick table.
-      carried: what the tick carries.
-      row: the tick.
-      outputs: what F and the backward have produced.
-      arriving: what `send_late` has sent.
-    """
+    """The end of a tick: sends ``outputs``, and receives them and what `send_late` has sent."""
     channels = [
         through
         for through in zip(table.channels, row.arrivals, arriving, strict=True)

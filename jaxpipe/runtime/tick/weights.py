@@ -8,9 +8,9 @@ from typing import Any, NamedTuple
 from jaxpipe.runtime.barriers import tie
 from jaxpipe.runtime.layout.data_axis import gather
 from jaxpipe.runtime.tick.fixed import Fixed, Setup
+from jaxpipe.runtime.tick.work import Work
 from jaxpipe.runtime.types import Arrays, Index, OuterParams, Shapes, Stored, Tree
-from jaxpipe.schedule.actions import Kind
-from jaxpipe.schedule.lowering.table import Cell, Outer, Transfer
+from jaxpipe.schedule.lowering.table import Outer, Transfer
 
 
 class Held(NamedTuple):
@@ -46,10 +46,8 @@ class WeightSource(abc.ABC):
         return held
 
     @abc.abstractmethod
-    def layer(
-        self, fixed: Fixed, held: Any, kind: Kind, cell: Cell, layer: Index, example: int
-    ) -> Stored:
-        """A layer's weights as they are stored, for an action of this kind."""
+    def layer(self, work: Work) -> Stored:
+        """A layer's weights as they are stored."""
 
     def outer(
         self, fixed: Fixed, held: Any, phase: str, row: Outer, value: Tree
@@ -65,15 +63,12 @@ class Resident(WeightSource):
     """Every data shard has its stage's weights whole."""
 
     def hold(self, setup: Setup, layers: Arrays, outer: OuterParams) -> Held:
-        """What is held when a step begins, but for its buffers."""
+        """What is held when a step begins, without its buffers."""
         del setup
         return Held(layers, outer)
 
-    def layer(
-        self, fixed: Fixed, held: Held, kind: Kind, cell: Cell, layer: Index, example: int
-    ) -> Stored:
-        place = fixed.params.layer_at(fixed.stage, cell.chunk, layer, example)
-        return fixed.params.read(held.layers, place)
+    def layer(self, work: Work) -> Stored:
+        return work.fixed.params.read(work.held.layers, work.place())
 
 
 class Gathered(WeightSource):
@@ -93,17 +88,14 @@ class Gathered(WeightSource):
         params = fixed.params
 
         def body(chunk: Index, number: Index, slots: Arrays) -> Arrays:
-            here = params.piece_at(fixed.stage, chunk, number)
+            here = params.piece_at((fixed.stage, chunk, number))
             shards, slots = tie(params.read(held.layers, here), slots)
             whole = gather(shards, params.piece)
             return params.write(
-                slots, params.piece_at(fixed.stage, chunk, number, slot=transfer.slot), whole
+                slots, params.piece_at((fixed.stage, chunk, number), slot=transfer.slot), whole
             )
 
         return held._replace(slots=params.loop_pieces(transfer.chunk, body, held.slots))
 
-    def layer(
-        self, fixed: Fixed, held: Held, kind: Kind, cell: Cell, layer: Index, example: int
-    ) -> Stored:
-        place = fixed.params.layer_at(fixed.stage, cell.chunk, layer, example, slot=cell.weights)
-        return fixed.params.read(held.slots, place)
+    def layer(self, work: Work) -> Stored:
+        return work.fixed.params.read(work.held.slots, work.place(work.cell.weights))

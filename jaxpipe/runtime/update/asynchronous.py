@@ -80,7 +80,7 @@ class AsyncPipeline:
 
     Args:
       pipe: one chunk per stage in model order, such as "1f1b"; its microbatches are N.
-      optimizer: a transformation that treats every element of a parameter alone.
+      optimizer: a transformation that updates every element of a parameter by itself.
       method: "pipemare", "pipedream" or "2bw".
       rescheduling_steps: T1's K: in step k updates are divided by max(tau, 1)^(1 - min(k/K, 1)).
         None for no rescheduling.
@@ -150,7 +150,7 @@ class AsyncPipeline:
         stages = range(self.steady.num_stages)
         return np.stack([self.steady.delay(self.steady.stage(d), j) for d in stages])
 
-    # AsyncState.
+    # State.
 
     def init(
         self,
@@ -162,15 +162,12 @@ class AsyncPipeline:
         states: States = None,
         step: int = 0,
     ) -> AsyncState:
-        """An empty pipeline.
+        """The state of an empty pipeline.
 
         Args:
-          params: placed parameters.
-          optimizer_state: of placed parameters: what the optimizer's ``init`` gives, or what a
-            synchronous warm-up has made of it.
-          batch: a minibatch, for its shapes.
-          rng: a key like those of the steps, or None.
-          states: placed states, for a stateful model.
+          params, optimizer_state, states: placed, as the synchronous pipeline has them when
+            training begins or a warm-up ends.
+          batch, rng: a minibatch and a key like those of the steps, for their shapes.
           step: asynchronous steps already taken, from which T1 goes on.
 
         Returns:
@@ -246,9 +243,7 @@ class AsyncPipeline:
     def _checked(self, state: AsyncState, **minibatch: Tree) -> AsyncState:
         """The state; raises if it is not this pipeline's, or if another kind of minibatch enters.
 
-        Args:
-          state: what the caller says is one; without "steady" if a checkpoint held arrays alone.
-          minibatch: "batch" and "rng", if one enters.
+        It may lack "steady", if a checkpoint held only arrays.
         """
         batch, rng = entering(state, self.steady.num_microbatches)
         placed = self.pipe.layout.placed_shapes()

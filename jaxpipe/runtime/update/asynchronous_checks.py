@@ -26,10 +26,6 @@ OTHER_MINIBATCH = (
 def entering(state: Tree, microbatches: int) -> tuple[Shapes, Shapes]:
     """Shapes of the batch and the key that `AsyncPipeline.init` was given, read from a state.
 
-    Args:
-      state: what a caller says is a state.
-      microbatches: of a minibatch.
-
     Raises:
       ValueError: what keeps no rows and keys, and thus cannot be a state.
     """

@@ -1,10 +1,10 @@
 """One call of an asynchronous pipeline, as one device sees it.
 
-A tick is the executor's. What differs is around it: rows are computed from the tick's number
-(`jaxpipe.schedule.lowering.steady_rows`), everything in flight comes in and goes out as "flight",
-weights are kept in versions and a tick ends with the updates of the parts whose minibatch is
-complete. Microbatches are numbered through all minibatches; that number g stands where a step has
-its microbatch.
+A tick is the executor's; what surrounds it differs. Rows are computed from the tick's number
+(`jaxpipe.schedule.lowering.steady_rows`), everything in flight enters and leaves as "flight",
+weights are kept in versions, and a tick ends by updating the parts whose minibatch is complete.
+Microbatches are numbered through all minibatches, and these numbers take the place of those within
+a step.
 """
 
 from __future__ import annotations
@@ -99,10 +99,8 @@ def call(
 
     Args:
       setup: what to run; its table is `jaxpipe.schedule.lowering.steady_rows.steady_table`.
-      rules: how to train.
-      state: this device's part of it.
-      rows: the minibatch, leaves ``[rows, N, ...]``; None to drain.
-      rng: its key.
+      rules, state: how to train, and this device's part of the state.
+      rows, rng: the minibatch, leaves ``[rows, N, ...]``, and its key; None to drain.
 
     Returns:
       The state afterwards, and the losses of the minibatches that have left, float32
@@ -183,7 +181,7 @@ def _average_states(
 
 
 def _loss_left(steady: SteadyState, carried: Carried, row: Row) -> tuple[Carried, jax.Array]:
-    """The loss of the minibatch of which the last microbatch has left in this tick, or NaN."""
+    """The loss of the minibatch whose last microbatch has left in this tick, or NaN."""
     ends = (row.outer.head != NONE) & steady.updates(row.outer.head)
     loss = jnp.where(ends, carried.loss / steady.num_microbatches, jnp.nan)
     return carried.but(loss=jnp.where(ends, 0, carried.loss)), loss
@@ -208,7 +206,7 @@ def _fix(setup: Setup, rules: Rules, own: AsyncState) -> Fixed:
 
 
 def _is_tied(fixed: Fixed, recent: Recent, outer: OuterParams) -> bool:
-    """Whether the head reads the embedding's parameters; the contrary is refused."""
+    """Whether the head reads the embedding's parameters; the embedding may not read the head's."""
 
     def read(function: Callable[[OuterParams], Any], name: str) -> bool:
         return any(read_leaves(lambda part: function(outer | {name: part}), outer[name]))
@@ -277,7 +275,7 @@ def _in_flight(carried: Carried) -> dict[str, Any]:
 
 
 def _own(state: AsyncState) -> AsyncState:
-    """A device's part of the state, without the dimensions of which it holds one."""
+    """A device's part of the state, without its leading dimensions of 1."""
     part = _of_layers(state, lambda w: w[0])
     if "flight" in state:
         part["flight"] = jax.tree.map(lambda w: w[0, 0], state["flight"])

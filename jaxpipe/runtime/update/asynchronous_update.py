@@ -20,11 +20,12 @@ from jaxpipe.runtime.mesh import DATA, STAGE
 from jaxpipe.runtime.tick.carried import Carried
 from jaxpipe.runtime.tick.fixed import Fixed
 from jaxpipe.runtime.tick.gradients import GradientSink
+from jaxpipe.runtime.tick.work import Work
 from jaxpipe.runtime.types import Arrays, Gradients, Index, Leaves, Placed, Shapes, Stored
 from jaxpipe.runtime.update.asynchronous_weights import Versions
 from jaxpipe.runtime.update.part_optimizer import PARTS, PartOptimizer, apply
 from jaxpipe.schedule.generators.pipemare import Part, SteadyState
-from jaxpipe.schedule.lowering.table import NONE, Cell, Outer, Row, Update, Updates
+from jaxpipe.schedule.lowering.table import NONE, Outer, Row, Update, Updates
 
 Norms: TypeAlias = dict[str, jax.Array]
 """Squares of norms by part, and their "total"."""
@@ -69,9 +70,7 @@ class Optimized:
 class Updated(GradientSink):
     """A part whose minibatch is complete is updated at the end of the tick.
 
-    Args:
-      rules: how to train.
-      tied: whether the head reads the embedding's parameters.
+    ``tied`` says whether the head reads the embedding's parameters.
     """
 
     rules: Rules
@@ -91,13 +90,11 @@ class Updated(GradientSink):
         placed = fixed.params.placed
         return {"gradients": jax.tree.map(lambda leaf: leaf.struct(parts=parts), placed)}
 
-    def add(
-        self, fixed: Fixed, sums: Arrays, cell: Cell, layer: Index, example: int, stored: Stored
-    ) -> Arrays:
-        if fixed.setup.zero >= 2:  # sums are split, and never at rest: one reduction a microbatch
-            leaves = fixed.params.leaves_of(example)
-            stored = reduce_gradients(stored, leaves, zero=fixed.setup.zero)
-        return super().add(fixed, sums, cell, layer, example, stored)
+    def add(self, work: Work, sums: Arrays, stored: Stored) -> Arrays:
+        zero = work.fixed.setup.zero
+        if zero >= 2:  # sums are split, and never at rest: one reduction per microbatch
+            stored = reduce_gradients(stored, work.leaves, zero=zero)
+        return super().add(work, sums, stored)
 
     def add_outer(self, sums: Gradients, new: Gradients, phase: str, row: Outer) -> Gradients:
         i = row.head if phase == "leave" else row.embed_gradient

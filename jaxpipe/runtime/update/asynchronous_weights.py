@@ -18,11 +18,12 @@ from jaxpipe.runtime.layout.data_axis import gather
 from jaxpipe.runtime.layout.layer_layout import LayerLayout
 from jaxpipe.runtime.tick.fixed import Fixed
 from jaxpipe.runtime.tick.weights import WeightSource
+from jaxpipe.runtime.tick.work import Work
 from jaxpipe.runtime.types import Arrays, Index, OuterParams, Stored, Tree
 from jaxpipe.runtime.update.part_optimizer import PARTS
 from jaxpipe.schedule.actions import Kind
 from jaxpipe.schedule.generators.pipemare import SteadyState
-from jaxpipe.schedule.lowering.table import Cell, Outer
+from jaxpipe.schedule.lowering.table import Outer
 
 
 class Versions(NamedTuple):
@@ -82,27 +83,22 @@ class Versions(NamedTuple):
 class Versioned(WeightSource):
     """Weights in the versions that the rows say; gathered layer by layer under ZeRO-3.
 
-    Args:
-      steady: ticks, delays and versions.
-      corrects: whether T2 corrects what a backward reads.
+    ``corrects`` says whether T2 corrects what a backward reads.
     """
 
     steady: SteadyState
     corrects: bool
 
-    def layer(
-        self, fixed: Fixed, held: Versions, kind: Kind, cell: Cell, layer: Index, example: int
-    ) -> Stored:
-        params, at = fixed.params, (fixed.stage, cell.chunk, layer, example)
-        weights = params.read(held.weights["layers"], params.layer_at(*at, slot=cell.weights))
-        if self.corrects and kind is not Kind.F:
-            part = self.steady.stage(fixed.stage)
+    def layer(self, work: Work) -> Stored:
+        params, held = work.fixed.params, work.held
+        weights = params.read(held.weights["layers"], work.place(work.cell.weights))
+        if self.corrects and work.action is not Kind.F:
+            part = self.steady.stage(work.fixed.stage)
             tau = self.steady.mean_delay(part)
-            if kind is Kind.R:
+            if work.action is Kind.R:
                 tau -= self.steady.mean_recompute_delay(part)
-            delta = params.read(held.delta["layers"], params.layer_at(*at, slot=0))
-            weights = _corrected(weights, delta, tau)
-        return gather(weights, params.leaves_of(example)) if fixed.setup.zero == 3 else weights
+            weights = _corrected(weights, params.read(held.delta["layers"], work.place(0)), tau)
+        return gather(weights, work.leaves) if work.fixed.setup.zero == 3 else weights
 
     def outer(
         self, fixed: Fixed, held: Versions, phase: str, row: Outer, value: Tree

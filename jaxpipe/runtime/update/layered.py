@@ -1,8 +1,8 @@
-"""Layered gradient accumulation to its end: a chunk's optimizer update in the step itself.
+"""Layered gradient accumulation: the optimizer updates each chunk within the step.
 
 Where a schedule finishes all microbatches of a chunk before it goes on to the next one, the chunk's
-gradient is complete while other chunks still run backward. Reduced, it updates the chunk's weights
-at once, so that no gradient is kept but those of the chunks in work: one, or as many as have slots.
+gradient is complete while other chunks still run backward. It is reduced and updates the chunk's
+weights at once, so that only the gradients of chunks in work are kept: one, or one per slot.
 `docs/design/011-layered-update.md` says when this pays.
 """
 
@@ -38,7 +38,6 @@ from jaxpipe.runtime.types import (
     Shapes,
     States,
     Stored,
-    Tree,
 )
 from jaxpipe.runtime.update.part_optimizer import PartOptimizer, apply
 from jaxpipe.schedule.lowering.table import NONE, Transfer
@@ -48,14 +47,13 @@ from jaxpipe.schedule.problems import Problem, refuse
 class LayeredUpdate:
     """A training step that updates every chunk as soon as its gradient is complete.
 
-    It gives what `Pipeline.value_and_grad` and the optimizer give one after the other, without room
-    for the gradients of all layers.
+    Its result is that of `Pipeline.value_and_grad` followed by the optimizer, without room for the
+    gradients of all layers.
 
     Args:
       pipe: a pipeline whose schedule works on one chunk at a time, such as "modular",
-        "breadth-first", or any with one chunk a stage; any other with ``weight_slots`` for all
-        chunks.
-      optimizer: a transformation that treats every element of a parameter alone.
+        "breadth-first" or any with one chunk per stage; or with ``weight_slots`` for all chunks.
+      optimizer: a transformation that updates every element of a parameter by itself.
 
     Raises:
       ValueError: a schedule that comes back to a chunk whose slot it has given up, or an optimizer
@@ -63,8 +61,8 @@ class LayeredUpdate:
 
     Example:
       >>> import jax.numpy as jnp
-      >>> from jaxpipe.runtime.mesh import make_mesh
       >>> from jaxpipe.runtime.layers.model import Model
+      >>> from jaxpipe.runtime.mesh import make_mesh
       >>> from jaxpipe.schedule.catalog import build
       >>> model = Model(
       ...     embed=lambda outer, batch, rng: batch["x"],
@@ -75,10 +73,10 @@ class LayeredUpdate:
       >>> schedule = build("modular", stages=1, microbatches=2, chunks=2)
       >>> pipe = Pipeline(model, params, schedule=schedule, mesh=make_mesh(stage=1))
       >>> optimizer = optax.adam(0.1)
-      >>> training = LayeredUpdate(pipe, optimizer)
+      >>> step = jax.jit(LayeredUpdate(pipe, optimizer).step)
       >>> params = pipe.place(params)
       >>> batch = {"x": jnp.ones((4, 3)), "y": jnp.ones((4, 3))}
-      >>> loss, params, state = training.step(params, pipe.init(optimizer, params), batch)
+      >>> loss, params, state = step(params, pipe.init(optimizer, params), batch)
 
     Source: Lamy-Poirier, "Layered gradient accumulation and modular pipeline parallelism",
     arXiv 2106.02679, section 3.
@@ -117,31 +115,21 @@ class LayeredUpdate:
         self.pipe.check("params", params, batch, states, others)
         setup, applied = self.pipe.setup(self.pipe.table), Applied(self._optimizer)
 
-        def body(
-            params: Placed,
-            owned: list[Any],
-            rest: list[Any],
-            batch: Batch,
-            rng: Key,
-            states: States,
-        ) -> tuple[Tree, ...]:
+        def body(params: Placed, split: Any, batch: Batch, rng: Key, states: States) -> Any:
             rows = StepMicrobatches(self.pipe.split_rows(batch), rng)
             fixed, held = executor.begin(setup, params, rows, applied)
             carried = executor.start(fixed, held, held.outer, states)
-            carried = carried.but(finished=applied.begin(fixed, params, owned, rest))
+            carried = carried.but(finished=applied.begin(fixed, params, *split))
             loss, carried, states = executor.run_ticks(fixed, rows, carried)
             return loss, applied.result(fixed, carried), states
 
         weights, *others = self.pipe.in_specs
         shards = jax.tree.leaves(self.pipe.layout.specs(sharded=self.pipe.zero >= 1))
         owned = [shards[owner] for owner in self._optimizer.owned]
-        mapped = self.pipe.shard_map(
-            body,
-            in_specs=(weights, owned, P(), *others),
-            out_specs=(P(), (weights, owned, P()), P(STAGE)),
-        )
+        in_specs = weights, (owned, P()), *others
+        mapped = self.pipe.shard_map(body, in_specs, (P(), (weights, owned, P()), P(STAGE)))
         split = self._optimizer.split(optimizer_state)
-        loss, (params, *split), states = mapped(params, *split, batch, rng, states)
+        loss, (params, *split), states = mapped(params, split, batch, rng, states)
         value = loss if self.pipe.state_layout is None else (loss, states)
         return value, params, self._optimizer.join(*split)
 
@@ -167,11 +155,7 @@ class Updating(NamedTuple):
 
 
 class Applied(GradientSink):
-    """A finished gradient is reduced and updates its chunk's weights at once.
-
-    Args:
-      optimizer: updates one part at a time.
-    """
+    """A finished gradient is reduced and updates its chunk's weights at once."""
 
     def __init__(self, optimizer: PartOptimizer) -> None:
         self._optimizer = optimizer
@@ -206,8 +190,8 @@ class Applied(GradientSink):
         params, updating = fixed.params, carried.finished
 
         def body(chunk: Index, number: Index, kept: Pieces) -> Pieces:
-            here = params.piece_at(fixed.stage, chunk, number, slot=transfer.slot)
-            place = params.piece_at(fixed.stage, chunk, number)
+            here = params.piece_at((fixed.stage, chunk, number), slot=transfer.slot)
+            place = params.piece_at((fixed.stage, chunk, number))
 
             def update(pieces: Pieces) -> Pieces:
                 total, _ = tie(params.read(carried.gradients, here), pieces)

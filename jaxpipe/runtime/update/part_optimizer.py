@@ -1,9 +1,9 @@
 """An optax optimizer that updates one part of the parameters at a time.
 
 In an asynchronous pipeline, and where a chunk is updated within the step, the layers of a stage,
-the embedding and the head are updated in different ticks. What an optimizer keeps for every
-parameter (moments) has one owner each; the rest (Adam's count) is kept once a part where parts have
-seen different numbers of updates.
+the embedding and the head are updated in different ticks. What an optimizer keeps per
+parameter (moments) belongs to that parameter; the rest (Adam's count) is kept once per part, since
+parts may have seen different numbers of updates.
 """
 
 from __future__ import annotations
@@ -21,15 +21,9 @@ PARTS = ("layers", "embed", "head")
 
 
 def owners(state: OptimizerState, params: Shapes) -> list[int | None]:
-    """The parameter that each leaf of an optimizer's state belongs to: the leaf's path ends with
-    the parameter's, and its shape is the parameter's.
+    """The number of the parameter that each leaf of an optimizer's state belongs to, or None.
 
-    Args:
-      state: the state, or its shapes.
-      params: shapes of the parameters.
-
-    Returns:
-      For every leaf of the state the number of the parameter, or None.
+    The leaf's path ends with the parameter's, and its shape is the parameter's.
     """
     numbers = {path: n for n, (path, _) in enumerate(jax.tree.leaves_with_path(params))}
     shapes = [leaf.shape for leaf in jax.tree.leaves(params)]
@@ -42,7 +36,7 @@ def owners(state: OptimizerState, params: Shapes) -> list[int | None]:
 
 
 class PartOptimizer:
-    """Updates parts with any transformation that treats every element of a parameter alone.
+    """Updates parts with any transformation that updates every element of a parameter by itself.
 
     Args:
       optimizer: the transformation, as for the whole tree of parameters.
@@ -51,7 +45,7 @@ class PartOptimizer:
     Attributes:
       owners: for every leaf of the optimizer's state, the number of the parameter it belongs to, or
         None.
-      owned: the numbers alone.
+      owned: only the numbers.
       state_shapes: shapes of the optimizer's state.
 
     Raises:
@@ -130,14 +124,7 @@ class PartOptimizer:
         rest: list[Any],
         params: Placed,
     ) -> tuple[Gradients, list[Any], list[Any]]:
-        """One update of a part.
-
-        Args:
-          part: "layers", "embed" or "head".
-          gradients: the part's.
-          owned: the state's leaves that belong to parameters.
-          rest: the part's own copy of the others.
-          params: of all parts; only this one's count.
+        """One update of a part, with ``rest`` its own copy of leaves that no parameter owns.
 
         Returns:
           The part's updates, and ``owned`` and ``rest`` with the part's new values.
