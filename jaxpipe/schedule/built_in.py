@@ -79,27 +79,6 @@ class Entry:
         return own if isinstance(own, int) else self.chunks or 1
 
 
-def _hanayo(
-    num_stages: int,
-    num_microbatches: int,
-    *,
-    num_chunks: int = 2,
-    memory_limit: float | None = None,
-    fused: bool = False,
-) -> Schedule:
-    return hanayo(
-        num_stages,
-        num_microbatches,
-        num_waves=num_chunks // 2,
-        memory_limit=memory_limit,
-        fused=fused,
-    )
-
-
-def _chimera(num_stages: int, num_microbatches: int, *, fused: bool = False) -> Schedule:
-    return chimera(num_stages, num_microbatches // 2, fused=fused)
-
-
 _ANY = "p >= 1, m >= 1, v = 1"
 _CHUNKS = "p >= 1, m >= 1, v >= 1"
 _GROUPS = "p >= 1, m >= 1 (best: p divides m), v >= 1"
@@ -164,7 +143,7 @@ BUILT_IN = (
     ),
     *_with_fused(
         Entry(
-            *("hanayo", _hanayo, "v/2 waves down and up the stages"),
+            *("hanayo", hanayo, "v/2 waves down and up the stages"),
             *("(p-1)/v; m = p", "min(m, p)", _WAVES, "arXiv 2308.15762"),
             multiples={"num_chunks": 2},
         ),
@@ -230,7 +209,7 @@ BUILT_IN = (
     ),
     *_with_fused(
         Entry(
-            *("chimera", _chimera, "Two model copies, opposite directions"),
+            *("chimera", chimera, "Two model copies, opposite directions"),
             *("about p/2-1; m >= p", "at most p+1", _COPIES, "arXiv 2107.06925"),
             multiples={"num_microbatches": 2},
             executable=False,

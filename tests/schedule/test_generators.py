@@ -20,7 +20,9 @@ from jaxpipe.schedule import catalog
 from jaxpipe.schedule.actions import Action, Kind, Schedule, dependencies
 from jaxpipe.schedule.check.validate import ScheduleError, validate
 from jaxpipe.schedule.generators.breadth_first import breadth_first
+from jaxpipe.schedule.generators.chimera import chimera
 from jaxpipe.schedule.generators.gpipe import gpipe
+from jaxpipe.schedule.generators.hanayo import hanayo
 from jaxpipe.schedule.simulate import Costs, lock_step, simulate, ticks
 
 # No test may depend on how fast the machine is.
@@ -457,3 +459,10 @@ def test_examples_in_docstrings_run(module):
     result = doctest.testmod(importlib.import_module(module))
     assert result.attempted > 0
     assert result.failed == 0
+
+
+def test_halves_that_do_not_exist_are_refused_in_python_too():
+    with pytest.raises(ValueError, match=r"num_chunks=3 must be even\.\nNearest valid: 4\."):
+        hanayo(2, 4, num_chunks=3)
+    with pytest.raises(ValueError, match=r"num_microbatches=5 must be even\.\nNearest valid: 6\."):
+        chimera(2, 5)

@@ -14,7 +14,7 @@ def hanayo(
     num_stages: int,
     num_microbatches: int,
     *,
-    num_waves: int = 1,
+    num_chunks: int = 2,
     memory_limit: float | None = None,
     fused: bool = False,
 ) -> Schedule:
@@ -36,21 +36,22 @@ def hanayo(
     ============  =====================================================================
 
     Args:
-      num_waves: W, at least 1.
+      num_chunks: v = 2W, even.
       memory_limit: peak in flight per stage, in microbatches of a full stage, at least 1; p by
         default, which is what 1F1B keeps on its first stage.
 
     Raises:
-      ValueError: the memory limit does not hold one microbatch.
+      ValueError: v is odd, or the memory limit does not hold one microbatch.
 
     Example:
-      >>> hanayo(4, 8, num_waves=2).peak_in_flight
+      >>> hanayo(4, 8, num_chunks=4).peak_in_flight
       (16, 16, 16, 16)
     """
+    if num_chunks % 2:
+        refuse([Problem("num_chunks", num_chunks, "must be even", (num_chunks + 1,))])
     if memory_limit is not None and memory_limit < 1:
         refuse([Problem("memory_limit", memory_limit, _SMALL_LIMIT, (1,), schedule="hanayo")])
-    placement = wave(num_stages, num_waves=num_waves)
-    v = placement.num_chunks
+    placement, v = wave(num_stages, num_waves=num_chunks // 2), num_chunks
     most = num_stages if memory_limit is None else memory_limit
     cap = int(min(most, num_microbatches) * v)
     return Schedule(
