@@ -48,3 +48,5 @@ Index: TypeAlias = Any
 """An int32 scalar: known to the program, or computed while it runs."""
 At: TypeAlias = tuple[Index, Index, Index]
 """A layer or a piece: its stage, its chunk there, its number within the chunk."""
+Span: TypeAlias = tuple[Index, Index, Index]
+"""Layers of a chunk: the chunk, the first one, one past the last."""

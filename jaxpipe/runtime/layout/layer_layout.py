@@ -29,6 +29,7 @@ from jaxpipe.runtime.types import (
     Params,
     Placed,
     Shapes,
+    Span,
     Stored,
 )
 from jaxpipe.schedule.lowering.table import NONE
@@ -131,14 +132,13 @@ class LayerLayout(abc.ABC):
     # Loops.
 
     def loop(
-        self, span: At, body: Body, arrays: Arrays, carry: Carry, *, down: bool = False
+        self, span: Span, body: Body, arrays: Arrays, carry: Carry, *, down: bool = False
     ) -> tuple[Arrays, Carry]:
-        """Runs a span of layers: of a chunk, from ``lo`` to ``hi``; last first if ``down``.
+        """Runs a span of layers, last first if ``down``.
 
         ``body(chunk, layer, arrays, carry)`` returns arrays and carry; it sees at least the arrays
         of its layer.
         """
-
         chunk, lo, hi = span
 
         def step(i: Index, through: tuple[Arrays, Carry]) -> tuple[Arrays, Carry]:

@@ -13,10 +13,10 @@ import numpy as np
 from jaxpipe.runtime.barriers import overwrite, run_if, run_once
 from jaxpipe.runtime.layout.layer_layout import Body, Carry, LayerLayout, alike, put_back, take
 from jaxpipe.runtime.layout.leaf import Leaf
-from jaxpipe.runtime.types import Arrays, At, Index, Params, Placed, Shapes, Stored
+from jaxpipe.runtime.types import Arrays, At, Index, Params, Placed, Shapes, Span, Stored
 
 
-class _Row(NamedTuple):
+class _Place(NamedTuple):
     """A place in unrolled arrays: the row's number, and the slot if it is in one."""
 
     number: int
@@ -53,18 +53,18 @@ class Unrolled(LayerLayout):
         row = jax.tree.map(Leaf.struct, self.piece)
         return dict.fromkeys(range(count * self.num_pieces), row)
 
-    def layer_at(self, at: At, example: int, *, slot: Index = None) -> _Row:
+    def layer_at(self, at: At, example: int, *, slot: Index = None) -> _Place:
         del example
         return self.piece_at(at, slot=slot)
 
-    def piece_at(self, at: At, *, slot: Index = None) -> _Row:
+    def piece_at(self, at: At, *, slot: Index = None) -> _Place:
         _, chunk, number = at
-        return _Row(chunk * self.num_pieces + number, slot)
+        return _Place(chunk * self.num_pieces + number, slot)
 
-    def read(self, arrays: Arrays, place: _Row) -> Stored:
+    def read(self, arrays: Arrays, place: _Place) -> Stored:
         return arrays[place.number % len(arrays)]
 
-    def write(self, arrays: Arrays, place: _Row, values: Stored) -> Arrays:
+    def write(self, arrays: Arrays, place: _Place, values: Stored) -> Arrays:
         number = place.number % len(arrays)
 
         def write(w: jax.Array, value: jax.Array) -> jax.Array:
@@ -74,7 +74,7 @@ class Unrolled(LayerLayout):
         return arrays | {number: jax.tree.map(write, arrays[number], values)}
 
     def loop(
-        self, span: At, body: Body, arrays: Arrays, carry: Carry, *, down: bool = False
+        self, span: Span, body: Body, arrays: Arrays, carry: Carry, *, down: bool = False
     ) -> tuple[Arrays, Carry]:
         """One loop per row, which runs if the row is one of these layers."""
         chunk, lo, hi = span
