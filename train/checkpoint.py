@@ -229,7 +229,7 @@ def other_layout(layout: dict[str, Any], now: dict[str, Any], *, step: int) -> l
         Failure(
             f"{path}={now.get(path)} does not fit the asynchronous checkpoint of step {step}, "
             f"which was saved in mid-flight with {path}={value}. Nearest valid: {value}. To change "
-            f"it, first resume with the old values and train.steps of at least {step + 1}: the end "
+            f"it, resume with the old values and train.steps of at least {step + 1} first: the end "
             "of a run drains the pipeline, and its last checkpoint fits any layout.",
             (path,),
         )
