@@ -1,7 +1,7 @@
 """What a pipeline refuses before anything is compiled: arguments and trees that do not fit it.
 
-Every function returns or yields one text per problem, so that callers can report all of them at
-once.
+Every function returns or yields one `Problem` or text per problem, so that callers can report all
+of them at once.
 """
 
 from __future__ import annotations
@@ -13,12 +13,13 @@ import jax
 from jax.sharding import Mesh
 
 from jaxpipe.runtime.layers.model import Model
-from jaxpipe.runtime.layers.split import REMAT_POLICIES
+from jaxpipe.runtime.layers.split import unknown_remat
 from jaxpipe.runtime.layout.whole_model import LAYOUTS
 from jaxpipe.runtime.mesh import DATA, STAGE
 from jaxpipe.runtime.trees import describe, describe_leaf, mismatches, shape_of, shapes_of
 from jaxpipe.schedule.actions import Kind, Schedule
 from jaxpipe.schedule.check.validate import simulated_only
+from jaxpipe.schedule.problems import Problem
 
 PyTree = Any
 
@@ -26,12 +27,6 @@ PyTree = Any
 def num_layers(layers: PyTree) -> int:
     """How many layers canonical ``params["layers"]`` hold."""
     return len(layers) if isinstance(layers, tuple) else jax.tree.leaves(layers)[0].shape[0]
-
-
-def raise_all(problems: Sequence[str]) -> None:
-    """Raises one error with all problems, if there are any."""
-    if problems:
-        raise ValueError("\n".join(problems))
 
 
 # What a pipeline is built from.
@@ -48,7 +43,7 @@ def arguments(
     weights: str,
     weight_slots: int,
     layer_counts: Sequence[int] | None,
-) -> Iterator[str]:
+) -> Iterator[Problem | str]:
     """Everything that does not fit among the arguments of `Pipeline`."""
     if set(mesh.axis_names) != {DATA, STAGE}:
         yield (
@@ -56,25 +51,24 @@ def arguments(
             "(jaxpipe.make_mesh)."
         )
     elif mesh.shape[STAGE] != schedule.num_stages:
-        yield (
-            f"mesh.stage={mesh.shape[STAGE]} does not fit schedule {schedule.name!r}, which was "
-            f"built for {schedule.num_stages} stages.\n"
-            f"Nearest valid: mesh.stage={schedule.num_stages}."
-        )
+        rule = f"it was built for {schedule.num_stages} stages"
+        nearest = {STAGE: schedule.num_stages}
+        yield Problem("mesh", dict(mesh.shape), rule, nearest, schedule=schedule.name)
     yield from simulated_only(schedule)
     if schedule.minibatches is not None:
-        yield (
-            f"Schedule {schedule.name!r} updates weights as it runs: AsyncPipeline executes it, "
-            "made from a Pipeline of one step.\nNearest valid: '1f1b'."
+        rule = (
+            "updates weights as it runs: AsyncPipeline executes it, made from a Pipeline of one "
+            "step"
         )
-    if remat not in REMAT_POLICIES:
-        yield f"remat={remat!r} is not a policy; choose one of {', '.join(REMAT_POLICIES)}."
+        yield Problem("schedule", schedule.name, rule, ("1f1b",))
+    yield from unknown_remat(remat)
     if zero not in (0, 1, 2, 3):
-        yield f"zero={zero} is not a level.\nNearest valid: {min(max(zero, 0), 3)}."
+        yield Problem("zero", zero, "is not a level", (min(max(zero, 0), 3),))
     if weights not in LAYOUTS:
-        yield f"weights={weights!r} is no layout; choose one of {', '.join(LAYOUTS)}."
+        rule = f"is no layout; choose one of {', '.join(LAYOUTS)}"
+        yield Problem("weights", weights, rule)
     if weight_slots < 1:
-        yield f"weight_slots={weight_slots} holds no chunk.\nNearest valid: 1."
+        yield Problem("weight_slots", weight_slots, "holds no chunk", (1,))
     malformed = list(_parameters(model, params, weights))
     if model.stateful != (states is not None):
         yield (
@@ -89,7 +83,7 @@ def arguments(
     yield from malformed or _counts(params, states, schedule, layer_counts)
 
 
-def _parameters(model: Model, params: PyTree, weights: str) -> Iterator[str]:
+def _parameters(model: Model, params: PyTree, weights: str) -> Iterator[Problem | str]:
     """What is wrong with the parameters a pipeline is built from."""
     parts = ("embed", "layers", "head")
     if not isinstance(params, dict) or set(params) != set(parts):
@@ -124,13 +118,14 @@ def _stacked(name: str, layers: PyTree) -> Iterator[str]:
         )
 
 
-def _tuples(model: Model, layers: PyTree, weights: str) -> Iterator[str]:
+def _tuples(model: Model, layers: PyTree, weights: str) -> Iterator[Problem | str]:
     """What is wrong with the layers of a model whose layers differ."""
     if weights == "unrolled":
-        yield (
-            "weights='unrolled' needs layers that are alike, and these are a tuple: layers that "
-            "differ share flat arrays.\nNearest valid: weights='stacked'."
+        rule = (
+            "needs layers that are alike, and these are a tuple: layers that differ share flat "
+            "arrays"
         )
+        yield Problem("weights", weights, rule, {"weights": "stacked"})
     if not (isinstance(layers, tuple) and isinstance(model.layer, tuple)):
         one, other = ("params['layers']", "Model.layer")
         if isinstance(model.layer, tuple):
@@ -172,7 +167,7 @@ def _states(states: PyTree) -> list[str]:
 
 def _counts(
     params: PyTree, states: PyTree, schedule: Schedule, layer_counts: Sequence[int] | None
-) -> Iterator[str]:
+) -> Iterator[Problem | str]:
     """What disagrees about the number of layers."""
     depth = num_layers(params["layers"])
     if states is not None and num_layers(states) != depth:
@@ -181,11 +176,11 @@ def _counts(
         return
     virtual_stages = schedule.placement.num_virtual_stages
     if len(layer_counts) != virtual_stages or sum(layer_counts) != depth or min(layer_counts) < 0:
-        yield (
-            f"layer_counts={tuple(layer_counts)} must be {virtual_stages} numbers, one per virtual "
-            f"stage of schedule {schedule.name!r}, that add up to the {depth} layers of "
-            "params['layers']."
+        rule = (
+            f"must be {virtual_stages} numbers, one per virtual stage of schedule "
+            f"{schedule.name!r}, that add up to the {depth} layers of params['layers']"
         )
+        yield Problem("layer_counts", tuple(layer_counts), rule)
 
 
 # What a pipeline is called with.

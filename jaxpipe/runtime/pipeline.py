@@ -37,6 +37,7 @@ from jaxpipe.schedule.check.validate import validate
 from jaxpipe.schedule.lowering.lower import forward_only, lower
 from jaxpipe.schedule.lowering.table import TickTable
 from jaxpipe.schedule.partition import partition
+from jaxpipe.schedule.problems import refuse
 
 
 class Pipeline:
@@ -109,7 +110,7 @@ class Pipeline:
         poison: bool = False,
     ) -> None:
         arguments = model, params, states, schedule, mesh, remat, zero, weights, weight_slots
-        checks.raise_all(list(checks.arguments(*arguments, layer_counts)))
+        refuse(checks.arguments(*arguments, layer_counts))
         validate(schedule)
         leave_compilation_cache(mesh)
         params, states = shapes_of(params), shapes_of(states)
@@ -240,7 +241,7 @@ class Pipeline:
         Raises:
           ValueError: parameters unlike those that the pipeline was built for, or not placed.
         """
-        checks.raise_all(self._params.problems("params", params))
+        refuse(self._params.problems("params", params))
         shardings = self.optimizer_shardings(jax.eval_shape(optimizer.init, params))
 
         def init(params: Placed) -> OptimizerState:
@@ -274,7 +275,7 @@ class Pipeline:
           ValueError: a tree unlike those that the pipeline was built for, or not placed.
         """
         shapes = jax.eval_shape(optimizer.init, self.layout.placed_shapes())
-        checks.raise_all(
+        refuse(
             [
                 *self._params.problems("grads", grads, dtypes=False),
                 *checks.optimizer_state("state", state, shapes),
@@ -353,7 +354,7 @@ class Pipeline:
 
         Placed parameters go by the caller's ``name``, and ``others`` are problems of its own.
         """
-        checks.raise_all(
+        refuse(
             [
                 *self._params.problems(name, placed),
                 *others,
@@ -371,7 +372,7 @@ class Pipeline:
 
     def check_batch(self, batch: Batch) -> None:
         """Raises ValueError for rows that do not divide into microbatches and data shards."""
-        checks.raise_all(self._batch_problems(batch))
+        refuse(self._batch_problems(batch))
 
     def _batch_problems(self, batch: Batch) -> list[str]:
         m, shards = self.schedule.num_microbatches, self.mesh.shape[DATA]

@@ -182,7 +182,7 @@ def make(schedule="1f1b", *, stages=2, microbatches=2, optimizer=None, **options
     [
         ({"schedule": "zb-v"}, r"'zb-v' has 2 chunks a stage[\s\S]*Nearest valid: '1f1b'"),
         ({"method": "naive"}, "choose one of pipemare, pipedream, 2bw"),
-        ({"method": "2bw"}, r"Nearest valid: microbatches=3"),
+        ({"method": "2bw"}, r"Nearest valid: num_microbatches=3"),
         ({"method": "pipedream", "discrepancy_decay": 0.1}, "reads what its forward has read"),
         ({"discrepancy_decay": 1.5}, r"must lie between 0 and 1"),
         ({"rescheduling_steps": 0}, "must be at least 1"),

@@ -369,7 +369,7 @@ def test_states_that_are_no_tree_of_layers_are_refused_for_any_model():
 @pytest.mark.parametrize(("stage", "data"), [(0, 1), (2, 0), (-1, -2)])
 def test_a_mesh_without_devices_is_refused(stage, data):
     lines = refusal(jaxpipe.make_mesh, stage=stage, data=data)
-    wrong = [f"mesh.{k}={n} must be" for k, n in (("data", data), ("stage", stage)) if n < 1]
+    wrong = [f"{k}={n} must be" for k, n in (("data", data), ("stage", stage)) if n < 1]
     assert [line.partition(" at ")[0] for line in lines[::2]] == wrong
 
 

@@ -162,5 +162,5 @@ def test_stack_works_in_eval_shape():
 
 
 def test_stack_of_no_layers_is_refused():
-    with pytest.raises(ValueError, match=r"num_layers=0 must be at least 1\. Nearest valid: 1"):
+    with pytest.raises(ValueError, match=r"num_layers=0 must be at least 1\.\nNearest valid: 1"):
         stack(lambda rngs: Layer(rngs=rngs), num_layers=0, rngs=nnx.Rngs(0))

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jaxpipe.runtime.types import Key, Params, States
+from jaxpipe.schedule.problems import below_one, refuse
 
 _OTHER = nnx.Not(nnx.Any(nnx.Param, nnx.RngState))
 """A module's state that is neither a parameter nor a random stream."""
@@ -136,8 +137,7 @@ def stack(
       >>> layers["kernel"].shape
       (3, 4, 4)
     """
-    if num_layers < 1:
-        raise ValueError(f"num_layers={num_layers} must be at least 1. Nearest valid: 1.")
+    refuse(below_one(num_layers=num_layers))
     apply, _ = functional(nnx.eval_shape(lambda: make_module(nnx.Rngs(0))))
 
     def initial(key: jax.Array) -> Params:

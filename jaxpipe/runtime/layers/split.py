@@ -15,7 +15,7 @@ forward.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import cached_property
 from typing import Any, TypeAlias
 
@@ -25,6 +25,7 @@ from jax.extend import core
 from jaxpipe.runtime.layers import jaxprs
 from jaxpipe.runtime.layers.jaxprs import Env
 from jaxpipe.runtime.types import Activation, Gradients, LayerParams, States, Tree
+from jaxpipe.schedule.problems import Problem, refuse
 
 Values: TypeAlias = list[jax.Array]
 
@@ -229,11 +230,15 @@ def split_layer(
       >>> [leaf.shape for leaf in split.crossing]  # the gradient at the matmul's output
       [(2, 4)]
     """
-    if remat not in REMAT_POLICIES:
-        raise ValueError(
-            f"remat={remat!r} is not a policy; choose one of {', '.join(REMAT_POLICIES)}."
-        )
+    refuse(unknown_remat(remat))
     return _cut(_trace(layer, params, x, context, state, REMAT_POLICIES[remat]))
+
+
+def unknown_remat(remat: str) -> Iterator[Problem]:
+    """Says that a name is not in `REMAT_POLICIES`."""
+    if remat not in REMAT_POLICIES:
+        rule = f"is not a policy; choose one of {', '.join(REMAT_POLICIES)}"
+        yield Problem("remat", remat, rule)
 
 
 def _trace(

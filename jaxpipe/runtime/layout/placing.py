@@ -8,6 +8,7 @@ from jaxpipe.runtime import checks
 from jaxpipe.runtime.layout.whole_model import Layout, StateLayout
 from jaxpipe.runtime.trees import strongly_typed
 from jaxpipe.runtime.types import Tree
+from jaxpipe.schedule.problems import refuse
 
 
 class Placing:
@@ -33,12 +34,12 @@ class Placing:
     def place(self, name: str, tree: Tree, *, dtypes: bool = True) -> Tree:
         """A canonical tree, placed; ``dtypes`` says whether dtypes must agree, too."""
         shapes = self.canonical, self.placed
-        checks.raise_all(checks.canonical(name, tree, *shapes, dtypes=dtypes))
+        refuse(checks.canonical(name, tree, *shapes, dtypes=dtypes))
         return self._place(tree)
 
     def unplace(self, tree: Tree, *, dtypes: bool = True) -> Tree:
         """Undoes `place`."""
-        checks.raise_all(self.problems("placed", tree, dtypes=dtypes))
+        refuse(self.problems("placed", tree, dtypes=dtypes))
         return self._unplace(tree)
 
     def problems(self, name: str, tree: Tree, *, dtypes: bool = True) -> list[str]:

@@ -46,6 +46,7 @@ from jaxpipe.runtime.update.part_optimizer import PartOptimizer
 from jaxpipe.schedule.actions import Kind
 from jaxpipe.schedule.generators.pipemare import SteadyState
 from jaxpipe.schedule.lowering.steady_rows import steady_table
+from jaxpipe.schedule.problems import refuse
 
 
 @jax.tree_util.register_static
@@ -252,7 +253,7 @@ class AsyncPipeline:
         given = {"batch": batch, "rng": rng}
         others = [line for k, v in minibatch.items() for line in mismatches(k, v, given[k])]
         problems += [*others, OTHER_MINIBATCH] if others else []
-        checks.raise_all(problems)
+        refuse(problems)
         return state | {"steady": self.steady}
 
     @property

@@ -41,6 +41,7 @@ from jaxpipe.runtime.types import (
 )
 from jaxpipe.runtime.update.part_optimizer import PartOptimizer, apply
 from jaxpipe.schedule.lowering.table import NONE, Transfer
+from jaxpipe.schedule.problems import Problem, refuse
 
 
 class LayeredUpdate:
@@ -293,10 +294,8 @@ def _behind(w: jax.Array, ndim: int) -> jax.Array:
 
 def _check(pipe: Pipeline) -> None:
     if pipe.layout.layers.own_arrays:
-        raise ValueError(
-            f"weights={pipe.weights!r}: a chunk is updated piece by piece in stacked arrays.\n"
-            "Nearest valid: weights='stacked'."
-        )
+        rule = "is not stacked: a chunk is updated piece by piece in stacked arrays"
+        refuse([Problem("weights", pipe.weights, rule, {"weights": "stacked"})])
     counts, chunks = pipe.table.reduces.counts, pipe.schedule.num_chunks
     if any(count > chunks for count in counts):
         raise ValueError(
