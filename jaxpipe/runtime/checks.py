@@ -7,7 +7,6 @@ of them at once.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 import jax
 from jax.sharding import Mesh
@@ -17,14 +16,13 @@ from jaxpipe.runtime.layers.split import unknown_remat
 from jaxpipe.runtime.layout.whole_model import LAYOUTS
 from jaxpipe.runtime.mesh import DATA, STAGE
 from jaxpipe.runtime.trees import describe, describe_leaf, mismatches, shape_of, shapes_of
+from jaxpipe.runtime.types import Params, Shapes, States, Tree
 from jaxpipe.schedule.actions import Kind, Schedule
 from jaxpipe.schedule.check.validate import simulated_only
 from jaxpipe.schedule.problems import Problem
 
-PyTree = Any
 
-
-def num_layers(layers: PyTree) -> int:
+def num_layers(layers: Params) -> int:
     """How many layers canonical ``params["layers"]`` hold."""
     return len(layers) if isinstance(layers, tuple) else jax.tree.leaves(layers)[0].shape[0]
 
@@ -34,8 +32,8 @@ def num_layers(layers: PyTree) -> int:
 
 def arguments(
     model: Model,
-    params: PyTree,
-    states: PyTree,
+    params: Params,
+    states: States,
     schedule: Schedule,
     mesh: Mesh,
     remat: str,
@@ -83,7 +81,7 @@ def arguments(
     yield from malformed or _counts(params, states, schedule, layer_counts)
 
 
-def _parameters(model: Model, params: PyTree, weights: str) -> Iterator[Problem | str]:
+def _parameters(model: Model, params: Params, weights: str) -> Iterator[Problem | str]:
     """What is wrong with the parameters a pipeline is built from."""
     parts = ("embed", "layers", "head")
     if not isinstance(params, dict) or set(params) != set(parts):
@@ -100,13 +98,13 @@ def _parameters(model: Model, params: PyTree, weights: str) -> Iterator[Problem 
         yield from _stacked("params['layers']", params["layers"])
 
 
-def _not_arrays(name: str, tree: PyTree) -> Iterator[str]:
+def _not_arrays(name: str, tree: Tree) -> Iterator[str]:
     for path, leaf in jax.tree.leaves_with_path(tree):
         if shape_of(leaf) is None:
             yield f"{name}{jax.tree_util.keystr(path)} is {describe_leaf(leaf)}."
 
 
-def _stacked(name: str, layers: PyTree) -> Iterator[str]:
+def _stacked(name: str, layers: Params) -> Iterator[str]:
     """What is wrong with what layers that are alike have."""
     leaves = jax.tree.leaves_with_path(shapes_of(layers))
     leading = {leaf.shape[:1] for _, leaf in leaves}
@@ -118,7 +116,7 @@ def _stacked(name: str, layers: PyTree) -> Iterator[str]:
         )
 
 
-def _tuples(model: Model, layers: PyTree, weights: str) -> Iterator[Problem | str]:
+def _tuples(model: Model, layers: Params, weights: str) -> Iterator[Problem | str]:
     """What is wrong with the layers of a model whose layers differ."""
     if weights == "unrolled":
         rule = (
@@ -157,7 +155,7 @@ def _order(schedule: Schedule) -> Iterator[str]:
             latest[action.virtual_stage] = action.microbatch
 
 
-def _states(states: PyTree) -> list[str]:
+def _states(states: States) -> list[str]:
     """What is wrong with the states a pipeline is built from."""
     problems = list(_not_arrays("states", states))
     if problems or isinstance(states, tuple):
@@ -166,7 +164,7 @@ def _states(states: PyTree) -> list[str]:
 
 
 def _counts(
-    params: PyTree, states: PyTree, schedule: Schedule, layer_counts: Sequence[int] | None
+    params: Params, states: States, schedule: Schedule, layer_counts: Sequence[int] | None
 ) -> Iterator[Problem | str]:
     """What disagrees about the number of layers."""
     depth = num_layers(params["layers"])
@@ -187,7 +185,7 @@ def _counts(
 
 
 def canonical(
-    name: str, tree: PyTree, expected: PyTree, placed: PyTree, *, dtypes: bool = True
+    name: str, tree: Tree, expected: Shapes, placed: Shapes, *, dtypes: bool = True
 ) -> list[str]:
     """What is wrong with canonical parameters or states.
 
@@ -214,9 +212,9 @@ def canonical(
 
 def placed(
     name: str,
-    tree: PyTree,
-    expected: PyTree,
-    canonical: PyTree,
+    tree: Tree,
+    expected: Shapes,
+    canonical: Shapes,
     *,
     method: str,
     dtypes: bool = True,
@@ -232,13 +230,13 @@ def placed(
     return [*lines, f"{name} must be as `pipe.{method}` returns it."]
 
 
-def optimizer_state(name: str, tree: PyTree, expected: PyTree) -> list[str]:
+def optimizer_state(name: str, tree: Tree, expected: Shapes) -> list[str]:
     """What is wrong with an optimizer's state; its dtypes may be any."""
     lines = mismatches(name, tree, expected, dtypes=False)
     return [*lines, f"{name} must be as `pipe.init` returns it."] if lines else []
 
 
-def _other_layers(name: str, tree: PyTree, expected: PyTree) -> Iterator[str]:
+def _other_layers(name: str, tree: Tree, expected: Shapes) -> Iterator[str]:
     """Says it if layers are given in the other form, or too many or too few of them."""
     if not isinstance(tree, dict) or "layers" not in tree:
         return
@@ -256,7 +254,7 @@ def _other_layers(name: str, tree: PyTree, expected: PyTree) -> Iterator[str]:
             yield f"{at} holds {leading.pop()[0]} layers; expected {depth}."
 
 
-def batch(tree: PyTree, *, num_microbatches: int, num_shards: int) -> Iterator[str]:
+def batch(tree: Tree, *, num_microbatches: int, num_shards: int) -> Iterator[str]:
     """What is wrong with a batch."""
     unit = f"{num_microbatches} microbatches x {num_shards} data shards"
     rows: dict[str, int] = {}

@@ -350,10 +350,7 @@ class Pipeline:
     def check(
         self, name: str, placed: Placed, batch: Batch, states: States, others: Sequence[str] = ()
     ) -> None:
-        """Raises ValueError for arguments of a step that do not fit.
-
-        Placed parameters go by the caller's ``name``, and ``others`` are problems of its own.
-        """
+        """Raises ValueError for arguments of a step that do not fit, and for problems of others."""
         refuse(
             [
                 *self._params.problems(name, placed),

@@ -12,6 +12,9 @@ from flax import nnx
 from jaxpipe.runtime.types import Key, Params, States
 from jaxpipe.schedule.problems import below_one, refuse
 
+_OTHER = nnx.Not(nnx.Any(nnx.Param, nnx.RngState))
+"""A module's state that is neither a parameter nor a random stream."""
+
 
 def functional(
     module: nnx.Module, *, method: Callable[..., Any] | None = None
@@ -40,28 +43,32 @@ def functional(
       >>> apply(params, jnp.ones((5, 2))).shape
       (5, 3)
     """
-    eval_graph, _, _ = _split(nnx.view(module, deterministic=True, raise_if_not_found=False))
-    train_module = nnx.view(module, deterministic=False, raise_if_not_found=False)
-    train_graph, param_state, rng_state = _split(train_module)
-    params_tree = jax.tree.structure(param_state)
+    flat = nnx.to_flat_state(nnx.state(module, _OTHER))
+    if flat:
+        found = ", ".join(f"{'.'.join(map(str, path))} ({type(v).__name__})" for path, v in flat)
+        raise ValueError(
+            f"{type(module).__name__} keeps state besides its parameters: {found}. A pipelined "
+            "layer must be a pure function of parameters, input and key; use one without running "
+            "state (for example GroupNorm instead of BatchNorm), or convert it with "
+            "jaxpipe.runtime.layers.modules.stateful."
+        )
+    apply_stateful, params, _ = stateful(module, method=method)
 
     def apply(params: Params, *args: Any, rng: Key = None) -> Any:
-        graph = eval_graph if rng is None else train_graph
-        state = jax.tree.unflatten(params_tree, jax.tree.leaves(params))
-        # A deterministic module reads no key, but merging wants a value for each.
-        key = jax.random.key(0) if rng is None else rng
-        merged = nnx.merge(graph, state, _streams(rng_state, key))
-        return merged(*args) if method is None else method(merged, *args)
+        return apply_stateful(params, {}, *args, rng=rng)[0]
 
-    return apply, nnx.to_pure_dict(param_state)
+    return apply, params
 
 
-def stateful(module: nnx.Module) -> tuple[Callable[..., Any], Params, States]:
+def stateful(
+    module: nnx.Module, *, method: Callable[..., Any] | None = None
+) -> tuple[Callable[..., Any], Params, States]:
     """Splits a module that keeps running statistics into a pure function and two trees.
 
     Args:
       module: as for `functional`; all state that is neither a parameter nor a random stream (such
         as the mean and variance of `nnx.BatchNorm`) becomes the second tree.
+      method: as for `functional`.
 
     Returns:
       ``(apply, params, state)``. ``apply(params, state, *args, rng=None, train=True)`` returns the
@@ -98,9 +105,8 @@ def stateful(module: nnx.Module) -> tuple[Callable[..., Any], Params, States]:
             _streams(rng_state, jax.random.key(0) if rng is None else rng),
             jax.tree.unflatten(state_tree, jax.tree.leaves(state)),
         )
-        output = merged(*args)
-        new_state = nnx.state(merged, nnx.Not(nnx.Any(nnx.Param, nnx.RngState)))
-        return output, nnx.to_pure_dict(new_state)
+        output = merged(*args) if method is None else method(merged, *args)
+        return output, nnx.to_pure_dict(nnx.state(merged, _OTHER))
 
     return apply, nnx.to_pure_dict(param_state), nnx.to_pure_dict(other_state)
 
@@ -138,21 +144,6 @@ def stack(
         return functional(make_module(nnx.Rngs(key)))[1]
 
     return apply, jax.vmap(initial)(jax.random.split(rngs.params(), num_layers))
-
-
-def _split(module: nnx.Module) -> tuple[Any, Any, Any]:
-    graph, *states = nnx.split(module, nnx.Param, nnx.RngState, ...)
-    params, streams, other = states
-    flat = nnx.to_flat_state(other)
-    if flat:
-        found = ", ".join(f"{'.'.join(map(str, path))} ({type(v).__name__})" for path, v in flat)
-        raise ValueError(
-            f"{type(module).__name__} keeps state besides its parameters: {found}. A pipelined "
-            "layer must be a pure function of parameters, input and key; use one without running "
-            "state (for example GroupNorm instead of BatchNorm), or convert it with "
-            "jaxpipe.runtime.layers.modules.stateful."
-        )
-    return graph, params, streams
 
 
 def _streams(state: Any, rng: jax.Array) -> Any:

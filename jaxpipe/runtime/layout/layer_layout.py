@@ -89,22 +89,18 @@ class LayerLayout(abc.ABC):
 
     def shape_of(self, layer: int) -> Shapes:
         """Shapes of one layer's parameters."""
-        del layer
         return jax.tree.map(Leaf.struct, self.piece)
 
     def leaves_of(self, example: int) -> Leaves:
         """A stored layer, every array a `Leaf`; ``example`` is a layer of its kind."""
-        del example
         return self.piece
 
     def pack(self, params: LayerParams, example: int) -> Stored:
         """A layer's parameters in the form they are stored in."""
-        del example
         return params
 
     def unpack(self, stored: Stored, example: int) -> LayerParams:
         """Undoes `pack`."""
-        del example
         return stored
 
     # Places.
@@ -152,10 +148,10 @@ class LayerLayout(abc.ABC):
         return lax.fori_loop(0, trips, lambda number, carry: body(chunk, number, carry), carry)
 
     def every_piece(self, body: Body, carry: Carry, *, in_place: bool) -> Carry:
-        """Runs ``body(chunk, number, carry)`` for all pieces of all chunks; ``in_place`` says
-        whether the body overwrites what it reads.
+        """Runs ``body(chunk, number, carry)`` for all pieces of all chunks.
+
+        ``in_place`` says whether the body overwrites what it reads, as a loop's carry always can.
         """
-        del in_place  # a loop's carry is
         n = self.num_pieces
         return lax.fori_loop(
             0, self.num_chunks * n, lambda i, carry: body(i // n, i % n, carry), carry

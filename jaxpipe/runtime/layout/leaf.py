@@ -34,6 +34,14 @@ class Leaf:
             data_dim=None if self.data_dim is None else self.data_dim + shift,
         )
 
+    def padded(self, num_stages: int) -> Leaf:
+        """The leaf with room for equal slices of its split dimension."""
+        if self.stage_dim is None:
+            return self
+        shape = list(self.shape)
+        shape[self.stage_dim] += -shape[self.stage_dim] % num_stages
+        return dataclasses.replace(self, shape=tuple(shape))
+
     def struct(self, *, parts: int = 1) -> jax.ShapeDtypeStruct:
         """Its shape and dtype; of one of ``parts`` data shards."""
         shape = list(self.shape)

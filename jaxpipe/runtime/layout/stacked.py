@@ -33,7 +33,6 @@ class Stacked(LayerLayout):
         return jax.tree.map(Leaf.struct, self._chunks(count))
 
     def layer_at(self, at: At, example: int, *, slot: Index = None) -> Index:
-        del example
         return self.piece_at(at, slot=slot)
 
     def piece_at(self, at: At, *, slot: Index = None) -> Index:

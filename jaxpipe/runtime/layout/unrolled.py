@@ -54,7 +54,6 @@ class Unrolled(LayerLayout):
         return dict.fromkeys(range(count * self.num_pieces), row)
 
     def layer_at(self, at: At, example: int, *, slot: Index = None) -> _Place:
-        del example
         return self.piece_at(at, slot=slot)
 
     def piece_at(self, at: At, *, slot: Index = None) -> _Place:

@@ -56,37 +56,25 @@ class Layout:
         def pad(w: jax.Array, leaf: Leaf) -> jax.Array:
             if leaf.stage_dim is None:
                 return w
-            pads = [(0, 0)] * w.ndim
-            pads[leaf.stage_dim] = (0, -w.shape[leaf.stage_dim] % self.num_stages)
-            return jnp.pad(w, pads)
+            padded = leaf.padded(self.num_stages).shape
+            return jnp.pad(w, [(0, after - n) for n, after in zip(w.shape, padded, strict=True)])
 
         layers = self.layers.place(params["layers"])
         return {"layers": layers, **jax.tree.map(pad, outer_of(params), self.outer)}
 
     def unplace(self, placed: Placed) -> Params:
         """Undoes `place`."""
-
-        def cut(w: jax.Array, leaf: Leaf) -> jax.Array:
-            if leaf.stage_dim is None:
-                return w
-            return jax.lax.slice_in_dim(w, 0, leaf.shape[leaf.stage_dim], axis=leaf.stage_dim)
-
-        layers = self.layers.unplace(placed["layers"])
-        return {"layers": layers, **jax.tree.map(cut, outer_of(placed), self.outer)}
+        outer = jax.tree.map(
+            lambda w, leaf: w[tuple(map(slice, leaf.shape))], outer_of(placed), self.outer
+        )
+        return {"layers": self.layers.unplace(placed["layers"]), **outer}
 
     def placed_shapes(self) -> Shapes:
         """Shapes of the placed parameters."""
-
-        def padded(leaf: Leaf) -> jax.ShapeDtypeStruct:
-            shape = list(leaf.shape)
-            if leaf.stage_dim is not None:
-                shape[leaf.stage_dim] += -shape[leaf.stage_dim] % self.num_stages
-            return jax.ShapeDtypeStruct(tuple(shape), leaf.dtype)
-
-        layers = jax.tree.map(
-            lambda leaf: leaf.behind(self.num_stages).struct(), self.layers.placed
-        )
-        return {"layers": layers, **jax.tree.map(padded, self.outer)}
+        n = self.num_stages
+        layers = jax.tree.map(lambda leaf: leaf.behind(n).struct(), self.layers.placed)
+        outer = jax.tree.map(lambda leaf: leaf.padded(n).struct(), self.outer)
+        return {"layers": layers, **outer}
 
     @property
     def _canonical(self) -> Leaves:
@@ -110,7 +98,7 @@ class Layout:
         return _shardings(self.mesh, self.specs(sharded=sharded))
 
     def canonical_shardings(self) -> Tree:
-        """Tree of canonical parameters, over all devices wherever a size divides."""
+        """Shardings of canonical parameters, over all devices wherever a size divides."""
 
         def spec(leaf: Leaf) -> P:
             stage = leaf.stage_dim
@@ -147,7 +135,7 @@ class StateLayout:
         return jax.tree.map(Leaf.struct, self.layers.canonical)
 
     def shardings(self, *, sharded: bool) -> Tree:
-        del sharded  # data shards have states of their own until they are averaged
+        """Shardings over stages; states are never split over data."""
         return jax.tree.map(lambda leaf: leaf.sharding, self.placed_shapes())
 
     def canonical_shardings(self) -> None:

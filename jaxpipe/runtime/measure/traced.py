@@ -54,7 +54,6 @@ def _traced(
     found: list[Read] = []
 
     def body(placed: Any, batch: Batch, rng: Key, states: Any) -> jax.Array:
-        del states
         microbatches, setup = StepMicrobatches(pipe.split_rows(batch), rng), pipe.setup(pipe.table)
         fixed, _ = executor.begin(setup, placed, microbatches, executor.sink_of(setup))
         found.append(read(fixed, microbatches))

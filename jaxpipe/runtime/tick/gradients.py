@@ -45,17 +45,14 @@ class GradientSink(abc.ABC):
 
     def add_outer(self, sums: Gradients, new: Gradients, phase: str, row: Outer) -> Gradients:
         """The sums of embedding and head with a microbatch's share of a phase."""
-        del phase, row
         return jax.tree.map(jnp.add, sums, new)
 
     def chunk(self, fixed: Fixed, carried: Carried, transfer: Transfer) -> Carried:
         """What the layers' part of a tick ends with: the chunk whose sums leave their slot."""
-        del fixed, transfer
         return carried
 
     def tick(self, fixed: Fixed, carried: Carried, row: Row) -> Carried:
         """What a tick ends with."""
-        del fixed, row
         return carried
 
 

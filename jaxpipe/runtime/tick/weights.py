@@ -32,17 +32,14 @@ class WeightSource(abc.ABC):
 
     def shapes(self, fixed: Fixed) -> dict[str, Shapes]:
         """Shapes of its buffers, by name."""
-        del fixed
         return {}
 
     def with_buffers(self, held: Any, buffers: dict[str, Arrays]) -> Any:
         """What is held, with its empty buffers."""
-        del buffers
         return held
 
     def gather(self, fixed: Fixed, held: Any, transfer: Transfer) -> Any:
         """What is held after a tick's transfer, before its layers run."""
-        del fixed, transfer
         return held
 
     @abc.abstractmethod
@@ -55,7 +52,6 @@ class WeightSource(abc.ABC):
         """What a phase ("enter", "leave", "embed_gradient") reads of embedding and head.
 
         It comes with a value of the phase's loop, tied to it where a read must not be hoisted."""
-        del fixed, phase, row
         return held.outer, value
 
 
@@ -64,7 +60,6 @@ class Resident(WeightSource):
 
     def hold(self, setup: Setup, layers: Arrays, outer: OuterParams) -> Held:
         """What is held when a step begins, without its buffers."""
-        del setup
         return Held(layers, outer)
 
     def layer(self, work: Work) -> Stored:

@@ -29,7 +29,6 @@ from jaxpipe.runtime.types import (
     Key,
     OptimizerState,
     Placed,
-    Shapes,
     Shardings,
     States,
     Tree,
@@ -193,16 +192,9 @@ class AsyncPipeline:
         state = self._at_rest(*given)
         return state | {"flight": self._flight(state), "steady": self.steady}
 
-    def _at_rest(
-        self,
-        params: Placed,
-        optimizer_state: OptimizerState,
-        batch: Shapes,
-        rng: Key,
-        states: States,
-        step: Index,
-    ) -> AsyncState:
-        """The state without what is in flight; arguments as for `init`."""
+    def _at_rest(self, *given: Any) -> AsyncState:
+        """The state without what is in flight."""
+        params, optimizer_state, batch, rng, states, step = given
         # A state to be donated must not share an array, with itself or with the caller.
         params, optimizer_state, states = jax.tree.map(jnp.copy, (params, optimizer_state, states))
         owned, rest = self._rules.optimizer.split(optimizer_state)
