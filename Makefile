@@ -5,16 +5,6 @@ BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 CONFIG ?= configs/gpt-tiny.yaml
 
-# What each configuration is trained on.
-NAME := $(notdir $(basename $(CONFIG)))
-PREPARE_gpt-tiny := text --out data/stdlib
-PREPARE_bert-tiny := text --out data/stdlib
-PREPARE_resnet-digits := images --source digits --out data/digits
-PREPARE_resnet-digits-pipemare := images --source digits --out data/digits
-PREPARE_resnet-mnist := images --source mnist --out data/mnist
-PREPARE_translate-tiny := translation --locales ja ko zh_Hans --max-length 20 --out data/django
-PREPARE_translate-tiny-pipemare := $(PREPARE_translate-tiny)
-
 .PHONY: setup train test test-fast test-all test-parity test-newest lint types bench study-pipemare gpu-compile figures docs
 
 setup: $(INSTALLED)
@@ -26,7 +16,7 @@ $(INSTALLED): pyproject.toml
 	touch $(INSTALLED)
 
 train: setup
-	$(if $(PREPARE_$(NAME)),$(BIN)/python -m train.prepare $(PREPARE_$(NAME)))
+	$(BIN)/python -m train.prepare --config $(CONFIG)
 	$(BIN)/python train/train.py --config $(CONFIG) $(ARGS)
 
 test: setup
@@ -74,8 +64,8 @@ bench: setup
 	$(BIN)/python -m benchmarks.schedule_speed --names 1f1b interleaved zb-v hanayo breadth-first
 
 study-pipemare: setup
-	$(BIN)/python -m train.prepare $(PREPARE_resnet-digits-pipemare)
-	$(BIN)/python -m train.prepare $(PREPARE_translate-tiny-pipemare)
+	$(BIN)/python -m train.prepare --config configs/resnet-digits-pipemare.yaml
+	$(BIN)/python -m train.prepare --config configs/translate-tiny-pipemare.yaml
 	$(BIN)/python -m benchmarks.pipemare_study --config configs/resnet-digits-pipemare.yaml $(ARGS)
 	$(BIN)/python -m benchmarks.pipemare_study --config configs/translate-tiny-pipemare.yaml $(ARGS)
 

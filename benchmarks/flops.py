@@ -19,8 +19,8 @@ import tyro
 
 import jaxpipe
 from benchmarks import gpu_compile, harness, memory
+from benchmarks.hlo import HloProgram
 from jaxpipe.runtime.layers.split import REMAT_POLICIES
-from jaxpipe.runtime.measure.hlo import Program
 from jaxpipe.runtime.measure.memory import compiled
 from jaxpipe.schedule.lowering.table import NONE
 from models import gpt
@@ -41,7 +41,7 @@ def model_flops(config: gpt.GPTConfig, tokens: int, remat: str) -> int:
     return config.num_layers * (3 * forward + again) + head
 
 
-def compiled_flops(pipe: jaxpipe.Pipeline, program: Program) -> int:
+def compiled_flops(pipe: jaxpipe.Pipeline, program: HloProgram) -> int:
     """The same for a whole compiled step, on all devices."""
     body = program.tick_loop()
     if any(row.opcode == "dot" for row in program.reached(body, into_loops=False)):
@@ -70,7 +70,7 @@ def main(names: tuple[str, ...] = NAMES, microbatches: int = 8) -> int:
         harness.note(f"{name}, {remat}")
         case = (name, remat, 0, microbatches)
         pipe, batch = memory.pipeline(case, stages=memory.STAGES, data=1)
-        found = compiled_flops(pipe, Program(compiled(pipe, batch).as_text() or ""))
+        found = compiled_flops(pipe, HloProgram(compiled(pipe, batch).as_text() or ""))
         tokens = memory.ROWS * memory.CONFIG.sequence_length
         expected = microbatches * model_flops(memory.CONFIG, tokens, remat)
         row = {"schedule": name, "remat": remat, "model GFLOP": expected / 1e9}

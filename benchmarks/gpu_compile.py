@@ -40,8 +40,8 @@ from rich.console import Console
 from rich.table import Table
 
 import jaxpipe
-from jaxpipe.runtime.measure import gpu_flags
-from jaxpipe.runtime.measure.hlo import Instruction, Program
+from benchmarks.hlo import HloProgram, Instruction
+from jaxpipe.runtime.measure import gpu_flags, traced
 from jaxpipe.runtime.measure.memory import compiled, predicted_bytes
 from jaxpipe.schedule.partition import partition
 from jaxpipe.schedule.search.slices import slice_ticks
@@ -121,7 +121,7 @@ class Collective:
     hidden_by: int
 
 
-def collectives(program: Program) -> list[Collective]:
+def collectives(program: HloProgram) -> list[Collective]:
     """The collectives of one tick, at any depth."""
     tick = program.tick_loop()
     found = []
@@ -140,7 +140,7 @@ def collectives(program: Program) -> list[Collective]:
     return found
 
 
-def is_layer_loop(program: Program, row: Instruction) -> bool:
+def is_layer_loop(program: HloProgram, row: Instruction) -> bool:
     """Whether this is a loop over layers: one with matmuls, and not the embedding or the head,
     which sum over stages."""
     if row.opcode != "while":
@@ -149,7 +149,7 @@ def is_layer_loop(program: Program, row: Instruction) -> bool:
     return "dot" in inside and not inside & {"all-reduce", "all-reduce-start"}
 
 
-def whole_buffers(program: Program, shapes: set[tuple[int, ...]]) -> list[Instruction]:
+def whole_buffers(program: HloProgram, shapes: set[tuple[int, ...]]) -> list[Instruction]:
     """The operations that copy, transpose or write a whole buffer in the tick loop."""
     found = []
     for body in _loop_bodies(program, program.tick_loop()):
@@ -176,7 +176,7 @@ class WeightTraffic:
 
 
 def weight_traffic(
-    program: Program, shapes: set[tuple[int, ...]], num_loops: int
+    program: HloProgram, shapes: set[tuple[int, ...]], num_loops: int
 ) -> list[WeightTraffic]:
     """The traffic of a layer in F, B and W: the most that any of a pass's loops over layers writes.
 
@@ -197,7 +197,7 @@ def weight_traffic(
     ]
 
 
-def _traffic(program: Program, loop: str, shapes: set[tuple[int, ...]]) -> WeightTraffic:
+def _traffic(program: HloProgram, loop: str, shapes: set[tuple[int, ...]]) -> WeightTraffic:
     copied = cast = 0
     for body in _loop_bodies(program, loop):
         for row in program.computations[body]:
@@ -236,7 +236,7 @@ def host_loops(thunks: str) -> int:
     return count
 
 
-def _loop_bodies(program: Program, computation: str) -> list[str]:
+def _loop_bodies(program: HloProgram, computation: str) -> list[str]:
     """A computation and the bodies of all loops in it."""
     found = [computation]
     for row in program.computations[computation]:
@@ -246,7 +246,7 @@ def _loop_bodies(program: Program, computation: str) -> list[str]:
     return found
 
 
-def _inside(program: Program, row: Instruction) -> list[Instruction]:
+def _inside(program: HloProgram, row: Instruction) -> list[Instruction]:
     """The operations in a fusion."""
     return [i for called in row.calls.values() for i in program.reached(called, into_loops=True)]
 
@@ -296,11 +296,11 @@ def measure(case: Case) -> dict:
     text, memory = step.as_text(), step.memory_analysis()
     assert text is not None  # both exist for every backend of jax
     assert memory is not None
-    program = Program(text)
+    program = HloProgram(text)
     piece = jax.tree.leaves(pipe.layout.layers.piece)
     weights = {tuple(sorted(leaf.shape)) for leaf in piece if len(leaf.shape) > 1}
     # A buffer holds more than one layer of one microbatch; one layer's values are not a buffer.
-    leaves = jax.tree.leaves(pipe.buffers(batch))
+    leaves = jax.tree.leaves(traced.buffers(pipe, batch))
     buffers = {_squeezed(leaf.shape) for leaf in leaves if math.prod(leaf.shape[:-1]) > 1}
     buffers -= {_squeezed(leaf.struct(parts=n).shape) for leaf in piece for n in (1, DATA)}
     rows = pipe.schedule.num_chunks * case.layers if case.weights == "unrolled" else 1

@@ -31,15 +31,16 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
 from benchmarks import harness
+from jaxpipe.runtime.measure import traced
 from jaxpipe.runtime.measure.costs import layer_bytes
 from jaxpipe.runtime.measure.memory import tree_bytes
 from jaxpipe.schedule.simulate import simulate
-from train import checks, loop, schedule
+from train import checks, configured, loop, run_folder
 from train.command_line import parse
 from train.config import Config
 from train.errors import ConfigError, NonFiniteLossError
-from train.phases import AsynchronousPhase, SynchronousPhase, device_bytes
-from train.step import Program
+from train.modes import Asynchronous, Synchronous, device_bytes
+from train.step import Setup
 
 _CONFIG = "configs/resnet-digits-pipemare.yaml"
 _OFF: dict[str, Any] = {"rescheduling_steps": 0, "discrepancy_decay": 0.0, "warmup_steps": 0}
@@ -134,7 +135,7 @@ def train(config: Config) -> dict[str, Any]:
             score = loop.run(config, resume=False)
     except NonFiniteLossError:
         finished = False
-    path = Path(config.run_dir) / checks.METRICS_FILE
+    path = Path(config.run_dir) / run_folder.METRICS_FILE
     records = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
     losses = {r["step"]: r["eval_loss"] for r in records if "eval_loss" in r}
     corrections = [max(r["correction"]) for r in records if "correction" in r]
@@ -149,28 +150,28 @@ def train(config: Config) -> dict[str, Any]:
 
 def work(config: Config) -> dict[str, float]:
     """The pipeline's utilization under a method, and its compiled memory in MB per device."""
-    program = Program(config)
-    full = synchronous = 1 - SynchronousPhase(program).bubble(1)
+    setup = Setup(config)
+    full = synchronous = 1 - Synchronous(setup).bubble(1)
     drain, tick = 0.0, 1.0  # a tick in mean times of a microbatch on a stage
-    if schedule.is_asynchronous(config):
-        phase = AsynchronousPhase(program)
-        carried, compiled = phase.carried_bytes(), phase.compile()
+    if configured.is_asynchronous(config):
+        mode = Asynchronous(setup)
+        carried, compiled = mode.carried_bytes(), mode.compile()
         weights = carried.pop("weights") + carried.pop("T2's mean steps", 0)
         optimizer, kept = carried.pop("optimizer state"), sum(carried.values())
         warmup = config.asynchronous.warmup_steps
         steps = config.train.steps - warmup
-        chunks = program.chunk_costs
-        ticks = warmup / synchronous + steps / phase.steady.utilization(steps, chunks)
-        tick /= phase.steady.full_utilization(chunks)
-        drain = phase.steady.drain_ticks / phase.steady.num_microbatches
+        chunks = setup.chunk_costs
+        ticks = warmup / synchronous + steps / mode.steady.utilization(steps, chunks)
+        tick /= mode.steady.full_utilization(chunks)
+        drain = mode.steady.drain_ticks / mode.steady.num_microbatches
         full = config.train.steps / ticks
         if config.asynchronous.recompute_segment is not None:
-            costs = schedule.costs(config)
+            costs = configured.costs(config)
             tick *= 1 + costs.f / (costs.f + costs.b + costs.w)
     else:
-        compiled, kept = program.compile(), 0
-        weights = device_bytes(program.state_shapes.params)
-        optimizer = device_bytes(program.state_shapes.optimizer)
+        compiled, kept = setup.compile(), 0
+        weights = device_bytes(setup.state_shapes.params)
+        optimizer = device_bytes(setup.state_shapes.optimizer)
     return {
         "synchronous": synchronous,
         "utilization": full,
@@ -179,28 +180,28 @@ def work(config: Config) -> dict[str, float]:
         "weights_mb": weights / _MB,
         "optimizer_mb": optimizer / _MB,
         "activations_mb": (kept + compiled.memory_analysis().temp_size_in_bytes) / _MB,
-        **{f"modelled_{name}_mb": size / _MB for name, size in modelled(program).items()},
+        **{f"modelled_{name}_mb": size / _MB for name, size in modelled(setup).items()},
     }
 
 
-def modelled(program: Program) -> dict[str, float]:
+def modelled(setup: Setup) -> dict[str, float]:
     """The memory that the method's rules require for the layers of a stage, the mean in bytes.
 
     A separate program for every stage would need this. Activations include a gradient sum.
     """
-    config, batch = program.config, program.batch_shapes
-    rng = jax.eval_shape(lambda: program.rng(0))
-    parameters, residuals = layer_bytes(program.pipe, batch, rng)
-    layers, _ = program.pipe.trace_layers(batch, rng)
-    peaks = simulate(program.schedule, schedule.costs(config)).peak_in_flight
+    config, batch = setup.config, setup.batch_shapes
+    rng = jax.eval_shape(lambda: setup.rng(0))
+    parameters, residuals = layer_bytes(setup.pipe, batch, rng)
+    layers, _ = traced.layers(setup.pipe, batch, rng)
+    peaks = simulate(setup.schedule, configured.costs(config)).peak_in_flight
     weights = activations = first = 0
-    for d, count in enumerate(program.layer_counts):
+    for d, count in enumerate(setup.layer_counts):
         own, kept = sum(parameters[first : first + count]), sum(residuals[first : first + count])
         entered = layers.activations[layers.kinds[layers.kind_of[first]].x]
         versions, microbatches, inputs = 1, peaks[d], 0
-        if schedule.is_asynchronous(config):
-            steady = schedule.steady_state(config)
-            part, corrects = steady.stage(d), schedule.techniques(config)[1] is not None
+        if configured.is_asynchronous(config):
+            steady = configured.steady_state(config)
+            part, corrects = steady.stage(d), configured.techniques(config)[1] is not None
             delay = {"pipemare": int(corrects), "2bw": 1}
             versions += delay.get(steady.method, steady.delay(part, 0))
             begins = part.forward
@@ -211,14 +212,14 @@ def modelled(program: Program) -> dict[str, float]:
         weights += versions * own
         activations += microbatches * kept + inputs * tree_bytes(entered) + own
         first += count
-    stages = len(program.layer_counts)
+    stages = len(setup.layer_counts)
     return {"weights": weights / stages, "activations": activations / stages}
 
 
 def time_of(step: int, config: Config, costs: Mapping[str, float]) -> float:
     """The time at which a step is done, in minibatches of work of a full pipeline."""
     warmup = config.train.steps
-    if schedule.is_asynchronous(config):
+    if configured.is_asynchronous(config):
         warmup = min(step, config.asynchronous.warmup_steps)
     synchronous = min(step, warmup)
     drain = costs["drain"] if step > warmup else 0

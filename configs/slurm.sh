@@ -1,38 +1,38 @@
 #!/bin/bash
-# Trains on GPUs under Slurm: one process a GPU, on any number of nodes.
+# Trains on GPUs under Slurm: one process per GPU, on any number of nodes.
 #
 #   sbatch configs/slurm.sh                                   # the configuration below
 #   sbatch --nodes=4 configs/slurm.sh --config my.yaml        # another one, on 4 nodes
-#   sbatch configs/slurm.sh --config my.yaml --resume         # go on after a time limit
+#   sbatch configs/slurm.sh --config my.yaml --resume         # continue after a time limit
 #
 # mesh.stage x mesh.data must be the number of GPUs: nodes x 8 here. Devices are numbered node by
-# node and the stages of a pipeline are consecutive devices: with mesh.stage=8 each node holds one
-# pipeline, and data shards are what crosses the network.
+# node, and the stages of a pipeline are consecutive devices: with mesh.stage=8 each node holds one
+# pipeline, and only the data axis crosses the network.
 
 #SBATCH --job-name=jaxpipe
 #SBATCH --nodes=1
-# One process a GPU: jax gives each process under Slurm the GPU of its local number.
+# One process per GPU: under Slurm, jax gives each process the GPU with its local number.
 #SBATCH --ntasks-per-node=8
 #SBATCH --gpus-per-node=8
 #SBATCH --cpus-per-task=8
 #SBATCH --mem=0
 #SBATCH --time=24:00:00
 #SBATCH --output=slurm-%j.log
-# Before the time limit every process gets SIGTERM: the run saves and ends with status 0.
+# Every process gets SIGTERM before the time limit: the run saves and ends with status 0.
 #SBATCH --signal=TERM@300
 
 set -euo pipefail
 
 # The folder that sbatch was called from: the repository, with .venv/ from `make setup` and the GPU
-# extra (.venv/bin/python -m pip install '.[gpu]'), and the prepared data on a shared disk.
+# extra (.venv/bin/python -m pip install '.[gpu]'), and the prepared data, on a shared disk.
 cd "${SLURM_SUBMIT_DIR}"
 
 if [[ $# -eq 0 ]]; then
     set -- --config configs/gpt-tiny.yaml
 fi
 
-# srun starts the processes; train.py finds the coordinator and its own number in what srun sets.
+# srun starts the processes; train.py finds the coordinator and its own number in the environment.
 # --gpu-bind=none lets all processes of a node see all its GPUs, as jax expects.
-# --kill-on-bad-exit ends the others when one fails: they would wait for it.
+# --kill-on-bad-exit ends all processes when one fails; otherwise they would wait for it.
 exec srun --kill-on-bad-exit=1 --gpu-bind=none \
     .venv/bin/python train/train.py "$@"

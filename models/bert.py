@@ -15,7 +15,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -25,18 +25,17 @@ from flax import nnx
 from jaxpipe.runtime import vocabulary
 from jaxpipe.runtime.layers.model import Model
 from jaxpipe.runtime.layers.modules import functional, stack
+from jaxpipe.schedule.problems import Problem
 from models import validation
 from models.blocks import INIT_STDDEV, EncoderLayer, Linear, function_of, layer_norm
 
 PyTree = Any
 
-CHOICES = {"dtype": ("float32", "bfloat16")}
-
 _gelu = functools.partial(jax.nn.gelu, approximate=False)
 
 
 @dataclasses.dataclass(frozen=True)
-class BERTConfig:
+class BERTConfig(validation.Validated):
     """The shape of a BERT.
 
     Args:
@@ -66,12 +65,25 @@ class BERTConfig:
     num_segments: int = 2
     next_sentence: bool = False
     dropout: float = 0.0
-    dtype: str = "float32"
+    dtype: Literal["float32", "bfloat16"] = "float32"
     norm_epsilon: float = 1e-12
 
-    def __post_init__(self):
-        if failures := list(_failures(self)):
-            raise ValueError("\n".join(failures))
+    def problems(self) -> Iterator[Problem]:
+        counts = (
+            "vocab_size",
+            "sequence_length",
+            "num_layers",
+            "width",
+            "num_heads",
+            "num_segments",
+        )
+        small = validation.small_counts(self, *counts, "mlp_width")
+        yield from small
+        yield from validation.wrong_choices(self)
+        yield from validation.not_positive(self, "norm_epsilon")
+        yield from validation.wrong_probability(self, "dropout")
+        if not small and self.width % self.num_heads:
+            yield validation.not_a_divisor("num_heads", self.num_heads, "width", self.width)
 
     @property
     def hidden_width(self) -> int:
@@ -193,22 +205,7 @@ def model(config: BERTConfig, *, vocabulary_axis: str | None = None) -> Model:
 
     def head_loss(outer, x, microbatch, rng):
         del rng
-        targets = microbatch["targets"]
-        loss = vocabulary.cross_entropy(
-            _transform(config, outer, x),
-            outer["embed"]["table"],
-            targets,
-            vocab_size=config.vocab_size,
-            bias=outer["head"]["bias"],
-            weights=targets >= 0,
-            axis=vocabulary_axis,
-        )
-        if not config.next_sentence:
-            return loss
-        losses = optax.softmax_cross_entropy_with_integer_labels(
-            _next_sentence(config, outer, x), microbatch["next_sentence"]
-        )
-        return loss + losses.mean()
+        return _loss(config, outer, x, microbatch, axis=vocabulary_axis)
 
     split = None if vocabulary_axis is None else _stage_split(config)
     return Model(embed=embed, layer=layer, head_loss=head_loss, stage_split=split)
@@ -263,7 +260,7 @@ def _embed(config, outer, microbatch, rng, *, axis):
     length = tokens_BS.shape[1]
     if length > config.sequence_length:
         raise ValueError(
-            f"tokens hold {length} inputs per row, but model.sequence_length="
+            f"tokens hold {length} inputs per row, but sequence_length="
             f"{config.sequence_length}. Nearest valid: {config.sequence_length} or fewer."
         )
     embed = outer["embed"]
@@ -276,6 +273,25 @@ def _embed(config, outer, microbatch, rng, *, axis):
 
 def _transform(config, outer, x):
     return function_of(Transform, config)(outer["head"]["transform"], x)
+
+
+def _loss(config, outer, x, microbatch, *, axis):
+    targets = microbatch["targets"]
+    loss = vocabulary.cross_entropy(
+        _transform(config, outer, x),
+        outer["embed"]["table"],
+        targets,
+        vocab_size=config.vocab_size,
+        bias=outer["head"]["bias"],
+        weights=targets >= 0,
+        axis=axis,
+    )
+    if not config.next_sentence:
+        return loss
+    losses = optax.softmax_cross_entropy_with_integer_labels(
+        _next_sentence(config, outer, x), microbatch["next_sentence"]
+    )
+    return loss + losses.mean()
 
 
 def _next_sentence(config, outer, x):
@@ -312,13 +328,3 @@ def _norm(config, rngs):
     return layer_norm(
         config.width, epsilon=config.norm_epsilon, dtype=config.compute_dtype, rngs=rngs
     )
-
-
-def _failures(config: BERTConfig) -> Iterator[str]:
-    counts = ("vocab_size", "sequence_length", "num_layers", "width", "num_heads", "num_segments")
-    small = list(validation.small_counts(config, *counts, "mlp_width"))
-    yield from small
-    yield from validation.wrong_choices(config, CHOICES)
-    yield from validation.wrong_probability(config, "dropout")
-    if not small and config.width % config.num_heads:
-        yield validation.not_a_divisor("num_heads", config.num_heads, "width", config.width)

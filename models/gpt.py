@@ -14,7 +14,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -23,21 +23,15 @@ from flax import nnx
 from jaxpipe.runtime import vocabulary
 from jaxpipe.runtime.layers.model import Model
 from jaxpipe.runtime.layers.modules import functional, stack
+from jaxpipe.schedule.problems import Problem
 from models import validation
 from models.blocks import INIT_STDDEV, Linear, attention_kernel
 
 PyTree = Any
 
-CHOICES = {
-    "positions": ("rotary", "learned"),
-    "norm": ("rms", "layer"),
-    "activation": ("gelu", "swiglu"),
-    "dtype": ("float32", "bfloat16"),
-}
-
 
 @dataclasses.dataclass(frozen=True)
-class GPTConfig:
+class GPTConfig(validation.Validated):
     """The shape of a GPT.
 
     Args:
@@ -72,19 +66,39 @@ class GPTConfig:
     num_heads: int
     num_kv_heads: int | None = None
     mlp_width: int | None = None
-    positions: str = "rotary"
-    norm: str = "rms"
-    activation: str = "swiglu"
+    positions: Literal["rotary", "learned"] = "rotary"
+    norm: Literal["rms", "layer"] = "rms"
+    activation: Literal["gelu", "swiglu"] = "swiglu"
     tied: bool = True
     bias: bool = False
     dropout: float = 0.0
-    dtype: str = "float32"
+    dtype: Literal["float32", "bfloat16"] = "float32"
     rope_theta: float = 10_000.0
     norm_epsilon: float = 1e-5
 
-    def __post_init__(self):
-        if failures := list(_failures(self)):
-            raise ValueError("\n".join(failures))
+    def problems(self) -> Iterator[Problem]:
+        counts = ("vocab_size", "sequence_length", "num_layers", "width", "num_heads")
+        small = validation.small_counts(self, *counts, "num_kv_heads", "mlp_width")
+        yield from small
+        yield from validation.wrong_choices(self)
+        yield from validation.not_positive(self, "rope_theta", "norm_epsilon")
+        yield from validation.wrong_probability(self, "dropout")
+        if small:
+            return
+        if self.width % self.num_heads:
+            yield validation.not_a_divisor("num_heads", self.num_heads, "width", self.width)
+        elif self.positions == "rotary" and self.head_width % 2:
+            heads, width = self.num_heads, self.width
+            rule = (
+                f"with $num_heads gives heads of {self.head_width}, but rotary positions need an "
+                "even size"
+            )
+            nearest = [w for w in (width - heads, width + heads) if w > 0]
+            yield Problem("width", width, rule, nearest, {"num_heads": heads})
+        if self.num_heads % self.kv_heads:
+            yield validation.not_a_divisor(
+                "num_kv_heads", self.kv_heads, "num_heads", self.num_heads
+            )
 
     @property
     def kv_heads(self) -> int:
@@ -303,7 +317,7 @@ def _embed(config, outer, tokens_BS, rng, *, axis):
     length = tokens_BS.shape[1]
     if length > config.sequence_length:
         raise ValueError(
-            f"tokens hold {length} inputs per row, but model.sequence_length="
+            f"tokens hold {length} inputs per row, but sequence_length="
             f"{config.sequence_length}. Nearest valid: {config.sequence_length} or fewer."
         )
     x_BSE = vocabulary.lookup(outer["embed"]["table"], tokens_BS, axis=axis)
@@ -359,26 +373,3 @@ def _rotate(x_BSNH, *, theta):
     first, second = jnp.split(x_BSNH.astype(jnp.float32), 2, axis=-1)
     rotated = jnp.concatenate((first * cos - second * sin, second * cos + first * sin), axis=-1)
     return rotated.astype(x_BSNH.dtype)
-
-
-def _failures(config: GPTConfig) -> Iterator[str]:
-    counts = ("vocab_size", "sequence_length", "num_layers", "width", "num_heads")
-    small = list(validation.small_counts(config, *counts, "num_kv_heads", "mlp_width"))
-    yield from small
-    yield from validation.wrong_choices(config, CHOICES)
-    yield from validation.wrong_probability(config, "dropout")
-    if small:
-        return
-    if config.width % config.num_heads:
-        yield validation.not_a_divisor("num_heads", config.num_heads, "width", config.width)
-    elif config.positions == "rotary" and config.head_width % 2:
-        heads, width = config.num_heads, config.width
-        yield (
-            f"model.width={width} with model.num_heads={heads} gives heads of {config.head_width}, "
-            "but rotary positions need an even size. Nearest valid widths: "
-            f"{', '.join(str(w) for w in (width - heads, width + heads) if w > 0)}."
-        )
-    if config.num_heads % config.kv_heads:
-        yield validation.not_a_divisor(
-            "num_kv_heads", config.kv_heads, "num_heads", config.num_heads
-        )

@@ -16,7 +16,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -25,8 +25,10 @@ from flax import nnx
 
 from jaxpipe.runtime.layers import modules
 from jaxpipe.runtime.layers.model import Model
+from jaxpipe.schedule.problems import Problem
 from models import validation
 from models.blocks import Linear, matmul
+from models.resnet_blocks import Basic, Bottleneck, Stem
 
 PyTree = Any
 
@@ -39,31 +41,25 @@ IMAGENET_BLOCKS = {
 }
 """Blocks of each group by depth (He et al. 2016, table 1); from 50 on they are bottlenecks."""
 
-CHOICES = {
-    "style": ("cifar", "imagenet"),
-    "norm": ("group", "batch"),
-    "dtype": ("float32", "bfloat16"),
-}
-
 
 @dataclasses.dataclass(frozen=True)
-class ResNetConfig:
+class ResNetConfig(validation.Validated):
     """The shape of a ResNet.
 
     Args:
       depth: layers with weights. Style "cifar": 6 n + 2 with n blocks in each of three groups (20,
         32, 44, 56; section 4.2). Style "imagenet": 18, 34, 50, 101 or 152 (section 4.1).
-      num_classes: labels.
+      num_classes: number of labels.
       style: "cifar" has a 3x3 stem and shortcuts without parameters (zeros for new channels);
         "imagenet" a 7x7 stem with a max pool, and 1x1 convolutions where the shape changes. The 3x3
         convolution of a bottleneck has the stride.
-      channels: of the images.
+      channels: channels of the images.
       width: channels of the first group, doubled by each further one; None for 16 ("cifar") or 64
         ("imagenet").
       norm: "group" (Wu and He 2018), the same for every number of rows; or "batch", whose
         statistics are those of the rows of one microbatch on one data shard.
-      num_groups: of GroupNorm, a divisor of ``width``; None for the largest one up to 32 (section
-        4 there) with two channels per group. Channels per group double with the width.
+      num_groups: groups of GroupNorm, a divisor of ``width``; None for the largest one up to 32
+        (section 4 there) with two channels per group. Channels per group double with the width.
       dtype: compute dtype, "float32" or "bfloat16".
 
     Raises:
@@ -72,16 +68,28 @@ class ResNetConfig:
 
     depth: int
     num_classes: int
-    style: str = "cifar"
+    style: Literal["cifar", "imagenet"] = "cifar"
     channels: int = 3
     width: int | None = None
-    norm: str = "group"
+    norm: Literal["group", "batch"] = "group"
     num_groups: int | None = None
-    dtype: str = "float32"
+    dtype: Literal["float32", "bfloat16"] = "float32"
 
-    def __post_init__(self):
-        if failures := list(_failures(self)):
-            raise ValueError("\n".join(failures))
+    def problems(self) -> Iterator[Problem]:
+        counts = ("num_classes", "channels", "width", "num_groups")
+        wrong = [*validation.small_counts(self, *counts), *validation.wrong_choices(self)]
+        yield from wrong
+        depth, style = self.depth, {"style": self.style}
+        if self.style == "cifar" and (depth < 8 or depth % 6 != 2):
+            below = (depth - 2) // 6 * 6 + 2
+            nearest = [d for d in (below, below + 6) if d >= 8] or [8]
+            rule = "must be 6 n + 2 for $style, with n >= 1"
+            yield Problem("depth", depth, rule, nearest, style)
+        if self.style == "imagenet" and depth not in IMAGENET_BLOCKS:
+            rule = f"must be one of {', '.join(map(str, IMAGENET_BLOCKS))} for $style"
+            yield Problem("depth", depth, rule, (), style)
+        if not wrong and self.first_width % self.groups:
+            yield validation.not_a_divisor("num_groups", self.groups, "width", self.first_width)
 
     @property
     def first_width(self) -> int:
@@ -124,102 +132,6 @@ class ResNetConfig:
     def resnet50(cls, **fields: Any) -> ResNetConfig:
         """ResNet-50 for ImageNet: 25,557,032 parameters."""
         return cls(depth=50, num_classes=1000, style="imagenet", **fields)
-
-
-class ConvNorm(nnx.Module):
-    """A convolution without bias, padded to keep its size at stride 1, then its norm."""
-
-    def __init__(self, config, in_channels, out_channels, *, size, stride=1, rngs):
-        self.conv = nnx.Conv(
-            in_channels,
-            out_channels,
-            (size, size),
-            strides=stride,
-            padding=[((size - 1) // 2,) * 2] * 2,  # "SAME" would pad strided ones on one side only
-            use_bias=False,
-            dtype=config.compute_dtype,
-            # He et al. 2015, equation 14.
-            kernel_init=nnx.initializers.variance_scaling(2.0, "fan_out", "normal"),
-            rngs=rngs,
-        )
-        self.norm = _norm(config, out_channels, rngs)
-
-    def __call__(self, x):
-        return self.norm(self.conv(x))
-
-
-class Stem(nnx.Module):
-    """The first layer, from images to the first group's channels."""
-
-    def __init__(self, config, in_channels, channels, *, stride, rngs):
-        self.pool = stride > 1
-        size = 7 if self.pool else 3
-        self.conv = ConvNorm(config, in_channels, channels, size=size, stride=stride, rngs=rngs)
-
-    def __call__(self, x):
-        x = nnx.relu(self.conv(x))
-        if self.pool:
-            x = nnx.max_pool(x, (3, 3), strides=(2, 2), padding=((1, 1), (1, 1)))
-        return x
-
-
-class Basic(nnx.Module):
-    """Two 3x3 convolutions beside a shortcut."""
-
-    expansion = 1
-
-    def __init__(self, config, in_channels, channels, *, stride, rngs):
-        conv = functools.partial(ConvNorm, config, rngs=rngs)
-        self.convs = nnx.List(
-            [
-                conv(in_channels, channels, size=3, stride=stride),
-                conv(channels, channels, size=3),
-            ]
-        )
-        self.shortcut = Shortcut(config, in_channels, channels, stride=stride, rngs=rngs)
-
-    def __call__(self, x):
-        return nnx.relu(_chain(self.convs, x) + self.shortcut(x))
-
-
-class Bottleneck(nnx.Module):
-    """Convolutions 1x1, 3x3, 1x1 beside a shortcut; the last has four times the channels."""
-
-    expansion = 4
-
-    def __init__(self, config, in_channels, channels, *, stride, rngs):
-        conv = functools.partial(ConvNorm, config, rngs=rngs)
-        out_channels = self.expansion * channels
-        self.convs = nnx.List(
-            [
-                conv(in_channels, channels, size=1),
-                conv(channels, channels, size=3, stride=stride),
-                conv(channels, out_channels, size=1),
-            ]
-        )
-        self.shortcut = Shortcut(config, in_channels, out_channels, stride=stride, rngs=rngs)
-
-    def __call__(self, x):
-        return nnx.relu(_chain(self.convs, x) + self.shortcut(x))
-
-
-class Shortcut(nnx.Module):
-    """The identity if a block keeps its shape, else a map of x to the new shape."""
-
-    def __init__(self, config, in_channels, out_channels, *, stride, rngs):
-        self.stride, self.new_channels = stride, out_channels - in_channels
-        same = stride == 1 and self.new_channels == 0
-        self.conv = (
-            nnx.data(None)
-            if same or config.style == "cifar"
-            else ConvNorm(config, in_channels, out_channels, size=1, stride=stride, rngs=rngs)
-        )
-
-    def __call__(self, x):
-        if self.conv is not None:
-            return self.conv(x)
-        x = x[:, :: self.stride, :: self.stride]
-        return jnp.pad(x, ((0, 0), (0, 0), (0, 0), (0, self.new_channels)))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -356,7 +268,7 @@ def logits(
     """
     if config.norm == "batch" and state is None:
         raise ValueError(
-            "model.norm='batch' normalises with running statistics here: pass state, as training "
+            "norm='batch' normalises with running statistics here: pass state, as training "
             "left it or as init_state makes it."
         )
     x = images.astype(config.compute_dtype)
@@ -397,47 +309,6 @@ def _abstract(config, kind):
     return nnx.eval_shape(lambda: kind.module(config, nnx.Rngs(0)))
 
 
-def _chain(convs, x):
-    """The convolutions one after the other, a ReLU between each two."""
-    for conv in convs[:-1]:
-        x = nnx.relu(conv(x))
-    return convs[-1](x)
-
-
 def _head(outer, x_BHWC):
     pooled_BC = x_BHWC.astype(jnp.float32).mean(axis=(1, 2))
     return matmul(pooled_BC, outer["head"]["kernel"]) + outer["head"]["bias"]
-
-
-def _norm(config, channels, rngs):
-    dtype = config.compute_dtype
-    if config.norm == "batch":
-        return nnx.BatchNorm(
-            channels, momentum=0.9, dtype=dtype, rngs=rngs, use_fast_variance=False
-        )
-    return nnx.GroupNorm(
-        channels, num_groups=config.groups, epsilon=1e-5, dtype=dtype, rngs=rngs,
-        use_fast_variance=False,
-    )  # fmt: skip
-
-
-def _failures(config: ResNetConfig) -> Iterator[str]:
-    counts = ("num_classes", "channels", "width", "num_groups")
-    small = list(validation.small_counts(config, *counts))
-    yield from small
-    yield from validation.wrong_choices(config, CHOICES)
-    depth = config.depth
-    if config.style == "cifar" and (depth < 8 or depth % 6 != 2):
-        below = (depth - 2) // 6 * 6 + 2
-        nearest = [d for d in (below, below + 6) if d >= 8] or [8]
-        yield (
-            f"model.depth={depth} must be 6 n + 2 for model.style='cifar', with n >= 1. "
-            f"Nearest valid: {', '.join(map(str, nearest))}."
-        )
-    if config.style == "imagenet" and depth not in IMAGENET_BLOCKS:
-        yield (
-            f"model.depth={depth} must be one of {', '.join(map(str, IMAGENET_BLOCKS))} for "
-            "model.style='imagenet'."
-        )
-    if not small and config.style in CHOICES["style"] and config.first_width % config.groups:
-        yield validation.not_a_divisor("num_groups", config.groups, "width", config.first_width)

@@ -18,7 +18,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -27,16 +27,15 @@ from flax import nnx
 from jaxpipe.runtime import vocabulary
 from jaxpipe.runtime.layers.model import Model
 from jaxpipe.runtime.layers.modules import functional
+from jaxpipe.schedule.problems import Problem
 from models import validation
 from models.blocks import MLP, Attention, EncoderLayer, function_of, layer_norm
 
 PyTree = Any
 
-CHOICES = {"dtype": ("float32", "bfloat16")}
-
 
 @dataclasses.dataclass(frozen=True)
-class TransformerConfig:
+class TransformerConfig(validation.Validated):
     """The shape of an encoder-decoder Transformer.
 
     Args:
@@ -73,12 +72,32 @@ class TransformerConfig:
     pad_id: int = 0
     begin_id: int = 1
     end_id: int = 2
-    dtype: str = "float32"
+    dtype: Literal["float32", "bfloat16"] = "float32"
     norm_epsilon: float = 1e-5
 
-    def __post_init__(self):
-        if failures := list(_failures(self)):
-            raise ValueError("\n".join(failures))
+    def problems(self) -> Iterator[Problem]:
+        counts = ("vocab_size", "sequence_length", "num_encoder_layers", "num_decoder_layers")
+        small = validation.small_counts(self, *counts, "width", "num_heads", "mlp_width")
+        yield from small
+        yield from validation.wrong_choices(self)
+        yield from validation.not_positive(self, "norm_epsilon")
+        yield from validation.wrong_probability(self, "dropout")
+        yield from validation.wrong_probability(self, "label_smoothing")
+        marks = {name: getattr(self, name) for name in ("pad_id", "begin_id", "end_id")}
+        for name, value in marks.items():
+            if not 0 <= value < self.vocab_size:
+                others = {"vocab_size": self.vocab_size}
+                yield Problem(name, value, "must be in [0, $vocab_size)", (), others)
+        if len(set(marks.values())) < len(marks):
+            pad_id = marks.pop("pad_id")
+            yield Problem("pad_id", pad_id, "and $begin_id and $end_id must all differ", (), marks)
+        if small:
+            return
+        if self.width % 2:
+            nearest = self.width - 1 or 2, self.width + 1
+            yield Problem("width", self.width, "must be even, for sines and cosines", nearest)
+        if self.width % self.num_heads:
+            yield validation.not_a_divisor("num_heads", self.num_heads, "width", self.width)
 
     @property
     def num_layers(self) -> int:
@@ -228,16 +247,7 @@ def model(config: TransformerConfig, *, vocabulary_axis: str | None = None) -> M
 
     def head_loss(outer, x, microbatch, rng):
         del rng
-        targets = microbatch["target"][:, 1:]
-        return vocabulary.cross_entropy(
-            x["target"],
-            outer["embed"]["table"],
-            targets,
-            vocab_size=config.vocab_size,
-            weights=targets != config.pad_id,
-            label_smoothing=config.label_smoothing,
-            axis=vocabulary_axis,
-        )
+        return _loss(config, outer, x["target"], microbatch["target"][:, 1:], axis=vocabulary_axis)
 
     layers = (encoder,) * config.num_encoder_layers + (decoder,) * config.num_decoder_layers
     split = None if vocabulary_axis is None else {"embed": {"table": 0}, "head": {}}
@@ -284,11 +294,23 @@ def scores(outer: PyTree, x: jax.Array) -> jax.Array:
     return jnp.einsum("...e,ve->...v", x, table, preferred_element_type=jnp.float32)
 
 
+def _loss(config, outer, x_BTE, targets_BT, *, axis):
+    return vocabulary.cross_entropy(
+        x_BTE,
+        outer["embed"]["table"],
+        targets_BT,
+        vocab_size=config.vocab_size,
+        weights=targets_BT != config.pad_id,
+        label_smoothing=config.label_smoothing,
+        axis=axis,
+    )
+
+
 def _embed(config, outer, tokens_BT, rng, *, axis, name):
     length = tokens_BT.shape[1]
     if length > config.sequence_length:
         raise ValueError(
-            f"{name} holds {length} inputs per row, but model.sequence_length="
+            f"{name} holds {length} inputs per row, but sequence_length="
             f"{config.sequence_length}. Nearest valid: {config.sequence_length} or fewer."
         )
     x_BTE = math.sqrt(config.width) * vocabulary.lookup(
@@ -327,28 +349,3 @@ def _encoder_layer(config, rngs):
         stddev=None,
         rngs=rngs,
     )
-
-
-def _failures(config: TransformerConfig) -> Iterator[str]:
-    counts = ("vocab_size", "sequence_length", "num_encoder_layers", "num_decoder_layers")
-    small = list(validation.small_counts(config, *counts, "width", "num_heads", "mlp_width"))
-    yield from small
-    yield from validation.wrong_choices(config, CHOICES)
-    yield from validation.wrong_probability(config, "dropout")
-    yield from validation.wrong_probability(config, "label_smoothing")
-    marks = {name: getattr(config, name) for name in ("pad_id", "begin_id", "end_id")}
-    for name, value in marks.items():
-        if not 0 <= value < config.vocab_size:
-            yield f"model.{name}={value} must be in [0, model.vocab_size={config.vocab_size})."
-    if len(set(marks.values())) < len(marks):
-        listed = ", ".join(f"model.{name}={value}" for name, value in marks.items())
-        yield f"{listed} must all differ."
-    if small:
-        return
-    if config.width % 2:
-        yield (
-            f"model.width={config.width} must be even, for sines and cosines. "
-            f"Nearest valid: {config.width - 1 or 2}, {config.width + 1}."
-        )
-    if config.width % config.num_heads:
-        yield validation.not_a_divisor("num_heads", config.num_heads, "width", config.width)

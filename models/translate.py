@@ -218,7 +218,7 @@ def _check(config, max_length, num_beams):
     failures = []
     if not 1 <= max_length <= config.sequence_length:
         failures.append(
-            f"max_length={max_length} must be in [1, model.sequence_length="
+            f"max_length={max_length} must be in [1, sequence_length="
             f"{config.sequence_length}]. Nearest valid: "
             f"{min(max(max_length, 1), config.sequence_length)}."
         )

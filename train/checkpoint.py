@@ -1,10 +1,11 @@
 """Checkpoints in canonical order: they restore onto any mesh, schedule and ZeRO level.
 
-One of a pipeline in mid-flight holds its arrays as they are, and fits the same layout alone.
+A checkpoint of a pipeline in mid-flight is the exception: it holds the pipeline's arrays as they
+are, and fits only the layout that it was saved in.
 
 Saving is asynchronous and atomic: a checkpoint appears under its name when it is whole, with a
-checksum of every file. The latest few and the one with the lowest held-out loss are kept. Reading
-starts from the newest one that is still whole; damaged ones are moved aside, and never deleted.
+checksum of every file. The latest few and the one with the lowest held-out loss are kept. A run
+resumes from the newest one that is still whole. Damaged ones are moved aside, never deleted.
 """
 
 from __future__ import annotations
@@ -20,29 +21,32 @@ from typing import Any
 import orbax.checkpoint as ocp
 from orbax.checkpoint import checkpoint_managers
 
-from train import checksums, distributed, recovery
+from train import checksums, distributed, recovery, tasks
 from train.checksums import DamagedError
-from train.config import Config
+from train.config import Config, upgraded
 from train.errors import Failure
 from train.recovery import CHECKSUMS, DATA, RUN, STATE
-from train.step import State
+from train.step import TrainState
 
 PyTree = Any
+
+IN_FLIGHT = "in_flight"
+"""The entry of the description with the layout of a pipeline in mid-flight; None if drained."""
 
 _EVAL_LOSS = "eval_loss"
 _METRICS_FILE = "metrics/metrics"
 
 
 class Checkpoints:
-    """The checkpoints of one run. Use as a context manager: leaving waits for pending writes.
+    """The checkpoints of one run. Use it as a context manager: leaving waits for pending writes.
 
-    Entering it, or saving, moves damaged checkpoints aside and removes what a killed run left half
-    written. Until then nothing is changed.
+    Entering it or saving moves damaged checkpoints aside and removes half-written ones of a killed
+    run. Until then nothing is changed.
 
     Args:
       folder: absolute or relative path; made when first needed.
-      keep: latest checkpoints to keep, at least 1.
-      read_only: only look.
+      keep: how many of the latest checkpoints to keep, at least 1.
+      read_only: never write.
     """
 
     def __init__(self, folder: Path, *, keep: int = 1, read_only: bool = False) -> None:
@@ -61,9 +65,9 @@ class Checkpoints:
 
     @functools.cached_property
     def found(self) -> recovery.Found:
-        """What the folder held at first; every process must ask. All files of the latest are read.
+        """What the folder held at first. Every process must ask; process 0 reads the newest files.
 
-        Damage is found by process 0, so that all processes resume from the same step.
+        Process 0 alone decides what is damaged, so that all processes resume from the same step.
         """
         found = distributed.from_first(lambda: dataclasses.asdict(recovery.find(self._folder)))
         return recovery.Found.from_dict(found)
@@ -75,19 +79,19 @@ class Checkpoints:
 
     @property
     def steps(self) -> list[int]:
-        """Every step that is saved, rising, whole or not."""
+        """Every step that has a checkpoint, whole or not, in ascending order."""
         return recovery.steps(self._folder)
 
     def save(
         self,
         step: int,
-        state: State | dict[str, Any],
+        state: TrainState | dict[str, Any],
         *,
         data: dict[str, Any],
         run: dict[str, Any],
         eval_loss: float | None = None,
     ) -> None:
-        """Starts to save; returns when the state may be changed.
+        """Starts to save; returns as soon as the state may change again.
 
         Args:
           step: optimizer steps done.
@@ -114,7 +118,7 @@ class Checkpoints:
         )
 
     def check(self) -> None:
-        """Raises what went wrong with a write since the last call."""
+        """Raises the error of a write that has failed since the last call."""
         if self._manager is not None:
             self._manager.check_for_errors()
 
@@ -135,8 +139,8 @@ class Checkpoints:
           shapes: of what was saved, with shardings.
 
         Returns:
-          What was saved and the position in the data. Arrays by name are those that were saved:
-          older versions had fewer of a pipeline in mid-flight.
+          What was saved, and the position in the data. Arrays by name may be fewer than asked for:
+          older versions saved fewer of a pipeline in mid-flight.
         """
         folder = self._folder / str(step)
         if isinstance(shapes, dict):
@@ -148,7 +152,7 @@ class Checkpoints:
         }
         restored = _restore(folder, **items)
         state = restored[STATE]
-        return (State(**state) if isinstance(shapes, State) else state), restored[DATA]
+        return (TrainState(**state) if isinstance(shapes, TrainState) else state), restored[DATA]
 
     def _open(self) -> ocp.CheckpointManager:
         """Makes the folder ready to be written to."""
@@ -159,11 +163,11 @@ class Checkpoints:
             self._folder,
             options=ocp.CheckpointManagerOptions(
                 preservation_policy=_LatestAndBest(self._folder, self._keep),
-                # Without it the losses are not saved, and forgotten by a run that resumes.
+                # Without it the losses are not saved, and a run that resumes would not know them.
                 best_fn=_held_out,
                 best_mode="min",
                 cleanup_tmp_directories=True,
-                # It would read the files of every step, and stop at a damaged one.
+                # Otherwise orbax reads the files of every step, and stops at a damaged one.
                 lightweight_initialize=True,
                 # Called when all processes have written, before the folder has its final name.
                 async_options=ocp.AsyncOptions(post_finalization_callback=self._write_checksums),
@@ -196,10 +200,10 @@ class _LatestAndBest(checkpoint_managers.PreservationPolicy):
         return [number >= first or number == best for number in range(len(losses))]
 
     def _loss(self, checkpoint: checkpoint_managers.PolicyCheckpointInfo) -> float:
-        """Infinite where none was evaluated, or none can be read."""
+        """The held-out loss; infinite if it was not evaluated or cannot be read."""
         folder, metrics = self._folder / str(checkpoint.step), checkpoint.metrics
         try:
-            if metrics is None:  # A run before this one saved it.
+            if metrics is None:  # an earlier run saved it
                 metrics = json.loads((folder / _METRICS_FILE).read_bytes())
                 if (folder / checksums.FILE).exists():
                     checksums.verify(folder, [_METRICS_FILE])
@@ -214,19 +218,19 @@ def _restore(folder: Path, **items: ocp.args.CheckpointArgs) -> Mapping[str, Any
 
 
 def other_layout(layout: dict[str, Any], now: dict[str, Any], *, step: int) -> list[Failure]:
-    """Why a pipeline in mid-flight cannot be continued; empty if it can.
+    """Says why a pipeline in mid-flight cannot be continued; empty if it can.
 
     Args:
-      layout: of the pipeline that was saved: values by path.
-      now: of the one that wants to continue.
+      layout: that of the saved pipeline, values by path.
+      now: that of the run that wants to continue.
       step: of the checkpoint.
     """
     return [
         Failure(
-            f"{path}={now.get(path)} is not that of the asynchronous checkpoint of step {step}, "
-            f"saved in mid-flight with {path}={value}. Nearest valid: {value}. To change it, "
-            f"resume with the old values and train.steps of at least {step + 1} first: the end of "
-            "a run drains the pipeline, and what it saves fits any layout.",
+            f"{path}={now.get(path)} does not fit the asynchronous checkpoint of step {step}, "
+            f"which was saved in mid-flight with {path}={value}. Nearest valid: {value}. To change "
+            f"it, resume with the old values and train.steps of at least {step + 1} first: the end "
+            "of a run drains the pipeline, and its last checkpoint fits any layout.",
             (path,),
         )
         for path, value in layout.items()
@@ -235,51 +239,64 @@ def other_layout(layout: dict[str, Any], now: dict[str, Any], *, step: int) -> l
 
 
 def describe(config: Config, *, data_sha256: str) -> dict[str, Any]:
-    """What a checkpoint says about its run: the whole configuration, and a digest of its data.
+    """Describes a run for its checkpoints: the whole configuration and a digest of its data.
 
     Args:
       config: of the run.
-      data_sha256: digest of the tokenizer, or of the data where there is none.
+      data_sha256: digest of the tokenizer, or of the data if it has no tokenizer.
     """
     return {"config": config.model_dump(), "data_sha256": data_sha256}
 
 
-def other_model(saved: dict[str, Any], config: Config, *, data_sha256: str) -> list[Failure]:
-    """Why a checkpoint cannot be continued with this configuration; empty if it can.
+def in_todays_form(saved: dict[str, Any]) -> dict[str, Any]:
+    """Renames what an older version saved; see `train.config.upgraded`.
 
     Args:
       saved: from `Checkpoints.read_run`.
-      config: of the run that wants to continue it.
-      data_sha256: of the data it would train on.
     """
-    section, task = config.section, saved["config"]["task"]
-    if task != config.task:
+    own = f"{saved['config']['task']}."
+    layout = {
+        f"model.{path.removeprefix(own)}" if path.startswith(own) else path: value
+        for path, value in (saved.get(IN_FLIGHT) or {}).items()
+    }
+    return saved | {"config": upgraded(saved["config"]), IN_FLIGHT: layout or None}
+
+
+def other_model(saved: dict[str, Any], config: Config, *, data_sha256: str) -> list[Failure]:
+    """Says why a checkpoint cannot be continued with this configuration; empty if it can.
+
+    Args:
+      saved: from `in_todays_form`.
+      config: of the run that wants to continue it.
+      data_sha256: digest of the data that it would train on.
+    """
+    before = Config(**saved["config"])
+    if before.task != config.task:
         return [
             Failure(
                 f"task={config.task} is not that of the checkpoint in run_dir={config.run_dir}. "
-                f"Nearest valid: {task}, or another --run-dir.",
+                f"Nearest valid: {before.task}, or another --run-dir.",
                 ("task",),
             )
         ]
-    before, now = saved["config"][section], getattr(config, section).model_dump()
+    task, then = tasks.find(config.task), before.model.model_dump()
     failures = [
         Failure(
-            f"{section}.{name}={now[name]} is not the model of the checkpoint in run_dir="
-            f"{config.run_dir}: it has {section}.{name}={before.get(name)}. Nearest valid: "
-            f"{before.get(name)}, or another --run-dir.",
-            (f"{section}.{name}",),
+            f"model.{name}={value} is not the model of the checkpoint in run_dir="
+            f"{config.run_dir}: it has model.{name}={then[name]}. Nearest valid: "
+            f"{then[name]}, or another --run-dir.",
+            (f"model.{name}",),
         )
-        for name in now
-        # Neither has weights: they may change from one part of a run to the next.
-        if name not in ("dropout", "label_smoothing") and before.get(name) != now[name]
+        for name, value in config.model.model_dump().items()
+        if name not in task.free and then[name] != value
     ]
     if saved["data_sha256"] != data_sha256:
-        what = "other images" if config.task == "resnet" else "another tokenizer"
+        what = "other images" if task.data_kind == "images" else "another tokenizer"
         failures.append(
             Failure(
                 f"data.path={config.data.path} has {what} than the checkpoint in "
                 f"run_dir={config.run_dir} was trained with. Nearest valid: data.path="
-                f"{saved['config']['data']['path']}, or another --run-dir.",
+                f"{before.data.path}, or another --run-dir.",
                 ("data.path",),
             )
         )
@@ -287,18 +304,18 @@ def other_model(saved: dict[str, Any], config: Config, *, data_sha256: str) -> l
 
 
 def changes(saved: dict[str, Any], config: Config) -> list[str]:
-    """Fields that decide the losses and differ from the checkpoint's, such as "train.seed 0 -> 1".
+    """Lists fields that affect the losses and differ from the checkpoint's: "train.seed 0 -> 1".
 
     Args:
-      saved: from `Checkpoints.read_run`.
+      saved: from `in_todays_form`.
       config: of the run that continues it.
     """
-    free = ("run_dir", "sample", "distributed", "wandb")
+    free = ("run_dir", "data.prepare", "sample", "distributed", "wandb")
     before, now = Config(**saved["config"]).flat(), config.flat()
     return [
         f"{path} {before[path]} -> {now[path]}"
         for path in now
-        if path.split(".")[0] not in free and before[path] != now[path]
+        if not path.startswith(free) and before[path] != now[path]
     ]
 
 
@@ -306,7 +323,7 @@ def _held_out(metrics: Mapping[str, float]) -> float:
     return metrics[_EVAL_LOSS]
 
 
-def _as_dict(state: State | dict[str, Any]) -> dict[str, Any]:
+def _as_dict(state: TrainState | dict[str, Any]) -> dict[str, Any]:
     if isinstance(state, dict):
         return state
     kept = {"params": state.params, "optimizer": state.optimizer}

@@ -1,44 +1,21 @@
-"""Whether a configuration can run: every rule that needs no device, all failures collected.
+"""Checks whether a configuration can run: all rules that need no device, all failures at once.
 
-A rule yields `Failure`s that name the fields it reads; what reads a field that has no usable value
-is left out of the report, so that one mistake is reported once.
+A rule yields `Failure`s that name the fields it reads. A failure that reads a field without a
+usable value is left out, so that each mistake is reported once.
 """
 
 from __future__ import annotations
 
-import contextlib
 import importlib.util
-import os
-import tempfile
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 from jaxpipe.schedule import catalog
 from jaxpipe.schedule.formats import user
-from train import run_lock, schedule
+from train import configured, errors, run_folder, tasks
 from train.config import AsynchronousConfig, Config, Range, Section
 from train.data.folder import prepare_hint
 from train.errors import Failure
-
-CONFIG_FILE = "config.yaml"
-METRICS_FILE = "metrics.jsonl"
-CHECKPOINTS = "checkpoints"
-CHOICE_FILE = "schedule.json"
-SCHEDULE_FILE, STEADY_STATE_FILE = "schedule.svg", "schedule.txt"
-TENSORBOARD = "tensorboard"
-SAMPLE_FILE, TRANSLATIONS_FILE = "sample.txt", "translations.tsv"
-_PICTURES = SCHEDULE_FILE, STEADY_STATE_FILE
-_FILES = (CONFIG_FILE, METRICS_FILE, CHECKPOINTS, CHOICE_FILE, *_PICTURES, TENSORBOARD)
-RUN_FILES = (*_FILES, SAMPLE_FILE, TRANSLATIONS_FILE)
-
-_DATA_KINDS = {"gpt": "text", "bert": "text", "resnet": "images", "transformer": "translation"}
-_DEPTHS = {
-    "gpt": ("num_layers",),
-    "bert": ("num_layers",),
-    "resnet": ("depth",),
-    "transformer": ("num_encoder_layers", "num_decoder_layers"),
-}
-"""Fields that decide how many layers a task has."""
 
 Rule = Callable[[Config], Iterator[Failure]]
 
@@ -49,56 +26,59 @@ def check(
     """Applies every rule.
 
     Args:
-      config: names and types are already right.
+      config: its names and types are right.
       resume: the run folder may hold a run.
       writes: the run folder will be written to.
-      reads: the data will be read; if not, it need not be there, but must fit if it is.
+      reads: the data will be read. If not, it need not exist, but must fit if it does.
 
     Returns:
       What is wrong; empty if nothing is.
     """
+    given = config.flat()
     config, failures = in_range(config)
+    config, wrong_model = _with_a_model(config)
+    failures += wrong_model
     wrong = {field for failure in failures for field in failure.fields}
+    wrong |= {field for field, value in config.flat().items() if value != given[field]}
     rules: list[Rule] = [
         _schedule,
         _asynchronous,
         _weights,
         _partition,
         _batch,
-        _model,
         _data,
         _warmup,
         _processes,
         _wandb,
     ]
-    if not reads and not Path(config.data.path).exists():
+    if wrong_model or not (reads or Path(config.data.path).exists()):
         rules.remove(_data)
     if writes:
-        rules.append(lambda config: run_folder(config, resume=resume))
+        rules.append(lambda config: run_folder.failures(config, resume=resume))
     for rule in rules:
         failures += [failure for failure in rule(config) if not wrong.intersection(failure.fields)]
     return failures
 
 
 def in_range(config: Config) -> tuple[Config, list[Failure]]:
-    """Applies the ranges of single fields, so that whatever follows may divide by a count.
+    """Applies the ranges of single fields, so that later rules may divide by a count.
 
     Args:
-      config: names and types are already right.
+      config: its names and types are right.
 
     Returns:
-      The configuration with defaults where a field is out of its range, and what is wrong.
+      The configuration with defaults in fields that are out of range, and what is wrong.
     """
     failures = list(_ranges(config))
     return config.reset(field for failure in failures for field in failure.fields), failures
 
 
 def without(failures: Iterable[Failure], broken: Iterable[Failure]) -> list[Failure]:
-    """Leaves out failures about fields that another failure already is about.
+    """Leaves out failures that read a field which another failure already reports.
 
     Args:
-      failures: from `check`, on a configuration with defaults where ``broken`` was.
-      broken: failures of names and types.
+      failures: from `check`, of a configuration with defaults in the broken fields.
+      broken: failures of names, types and ranges.
     """
     fields = {field for failure in broken for field in failure.fields}
 
@@ -113,7 +93,7 @@ def device_failures(config: Config, *, num_devices: int, platform: str) -> list[
 
     Args:
       config: the configuration.
-      num_devices: devices there are.
+      num_devices: how many devices there are.
       platform: such as "cpu" or "gpu".
     """
     stage, shards = config.mesh.stage, config.mesh.data
@@ -141,7 +121,7 @@ def device_failures(config: Config, *, num_devices: int, platform: str) -> list[
 
 def _ranges(config: Config) -> Iterator[Failure]:
     values = config.flat()
-    for path, limits in _limits(type(config)):
+    for path, limits in _limits(config):
         value = values[path]
         if value is None:
             continue
@@ -160,31 +140,41 @@ def _ranges(config: Config) -> Iterator[Failure]:
         yield Failure(f"{path}={value} must be {rule}.{nearest}", (path,))
 
 
-def _limits(section: type[Section], prefix: str = "") -> Iterator[tuple[str, Range]]:
-    for name, field in section.model_fields.items():
-        if isinstance(field.default, Section):
-            yield from _limits(type(field.default), f"{prefix}{name}.")
+def _limits(section: Section, prefix: str = "") -> Iterator[tuple[str, Range]]:
+    for name, field in type(section).model_fields.items():
+        value = getattr(section, name)
+        if isinstance(value, Section):
+            yield from _limits(value, f"{prefix}{name}.")
         for note in field.metadata:
             if isinstance(note, Range):
                 yield f"{prefix}{name}", note
 
 
+def _with_a_model(config: Config) -> tuple[Config, list[Failure]]:
+    """Replaces numbers that make no model by defaults, and says what is wrong with them."""
+    failures = list(_model(config))
+    usable = config.reset(field for failure in failures for field in failure.fields)
+    # The default of one field may not fit the others.
+    return config.reset(["model"]) if any(_model(usable)) else usable, failures
+
+
+def _model(config: Config) -> Iterator[Failure]:
+    try:
+        tasks.make(config)
+    except ValueError as error:
+        yield from errors.of_model(error)
+
+
 def _schedule(config: Config) -> Iterator[Failure]:
     chunks = config.pipeline.chunks or 1
     try:
-        chunks = schedule.order(config).num_chunks
+        chunks = configured.order(config).num_chunks
     except ValueError as error:
-        # The message names pipeline.schedule, pipeline.chunks and the rest itself.
-        message = str(error).replace("\nNearest", " Nearest")
-        if schedule.is_asynchronous(config):  # it is built for the warm-up
-            message = message.replace("'1f1b'", repr(config.pipeline.schedule))
-        yield Failure(message, tuple(path for path in config.flat() if path in message))
+        yield from errors.of_schedule(error, config.pipeline.schedule)
     layers, needed = config.num_layers, config.mesh.stage * chunks
-    depths = [getattr(getattr(config, config.section), name) for name in _DEPTHS[config.task]]
-    # The model itself says what is wrong with a depth below one.
-    if layers < needed and min(layers, *depths) > 0:
-        fields = [f"{config.section}.{name}" for name in _DEPTHS[config.task]]
-        counted = fields[0].endswith("num_layers") and len(fields) == 1
+    if layers < needed:
+        fields = _depth(config)
+        counted = fields == ["model.num_layers"]
         own = f"{fields[0]}={layers}" if counted else f"task={config.task} with {layers} layers"
         valid = [f"{fields[0]}={needed}"] if counted else []
         valid.append(f"mesh.stage={max(layers // chunks, 1)}")
@@ -195,28 +185,29 @@ def _schedule(config: Config) -> Iterator[Failure]:
         )
 
 
+def _depth(config: Config) -> list[str]:
+    """The fields that decide how many layers there are."""
+    return [f"model.{name}" for name in tasks.find(config.task).depth]
+
+
 def _asynchronous(config: Config) -> Iterator[Failure]:
     settings, name = config.asynchronous, config.pipeline.schedule
-    if not schedule.is_asynchronous(config):
+    if not configured.is_asynchronous(config):
         if name not in {entry.name for entry in catalog.entries()} and not user.is_users(name):
             return  # another rule says so
         for field, default in AsynchronousConfig().model_dump().items():
             if getattr(settings, field) != default:
                 yield Failure(
                     f"asynchronous.{field}={getattr(settings, field)} has no effect: "
-                    f"pipeline.schedule={name} drains the pipeline in every step, and no weights "
+                    f"pipeline.schedule={name} drains the pipeline in every step, so no weights "
                     f"are late. Nearest valid: {default}, or pipeline.schedule=pipemare.",
                     (f"asynchronous.{field}", "pipeline.schedule"),
                 )
         return
     try:
-        schedule.steady_state(config)
+        configured.steady_state(config)
     except ValueError as error:
-        message = str(error).replace("microbatches=", "pipeline.microbatches=")
-        message = message.replace("method='2bw'", "pipeline.schedule=2bw").replace("\n", " ")
-        message = message.replace("recompute_segment=", "asynchronous.recompute_segment=")
-        fields = "pipeline.schedule", "pipeline.microbatches", "asynchronous.recompute_segment"
-        yield Failure(message, (*fields, "mesh.stage"))
+        yield from errors.of_schedule(error, name)
     if settings.discrepancy_decay and name != "pipemare":
         yield Failure(
             f"asynchronous.discrepancy_decay={settings.discrepancy_decay} corrects what the "
@@ -236,13 +227,13 @@ def _asynchronous(config: Config) -> Iterator[Failure]:
 def _weights(config: Config) -> Iterator[Failure]:
     if config.pipeline.weights == "stacked":
         return
-    if config.task in ("resnet", "transformer"):
+    if isinstance(tasks.make(config).model(train=True, axis=None).layer, tuple):
         yield Failure(
             f"pipeline.weights=unrolled needs layers that are alike; those of task={config.task} "
             "differ. Nearest valid: stacked.",
             ("pipeline.weights", "task"),
         )
-    if schedule.is_asynchronous(config):
+    if configured.is_asynchronous(config):
         yield Failure(
             "pipeline.weights=unrolled has no room for the versions of weights that "
             f"pipeline.schedule={config.pipeline.schedule} keeps. Nearest valid: stacked.",
@@ -253,7 +244,7 @@ def _weights(config: Config) -> Iterator[Failure]:
 def _partition(config: Config) -> Iterator[Failure]:
     rule = config.pipeline.partition
     try:
-        counts = schedule.own_counts(config)
+        counts = configured.own_counts(config)
     except ValueError:
         yield Failure(
             f"pipeline.partition={rule!r} must be equal, flops, measured, or the layers of every "
@@ -264,14 +255,14 @@ def _partition(config: Config) -> Iterator[Failure]:
     if counts is None:
         return
     try:
-        needed = schedule.order(config).placement.num_virtual_stages
+        needed = configured.order(config).placement.num_virtual_stages
     except ValueError:
         return  # another rule says why
     if len(counts) != needed or min(counts) < 1 or sum(counts) != config.num_layers:
         yield Failure(
             f"pipeline.partition={rule!r} must be {needed} counts of at least 1 (one for each of "
             f"mesh.stage x pipeline.chunks) that add up to the {config.num_layers} layers.",
-            ("pipeline.partition", "mesh.stage", "pipeline.chunks"),
+            ("pipeline.partition", "mesh.stage", "pipeline.chunks", *_depth(config)),
         )
 
 
@@ -281,8 +272,6 @@ def _batch(config: Config) -> Iterator[Failure]:
         config.pipeline.microbatches,
         config.mesh.data,
     )
-    if size < 1 or count < 1 or shards < 1:
-        return
     sizes = _multiples(size, count * shards)
     fields = ("train.batch_size", "pipeline.microbatches")
     if size % count:
@@ -311,32 +300,13 @@ def _multiples(value: int, unit: int) -> str:
     return " or ".join(str(n) for n in (below, below + unit) if n)
 
 
-def _model(config: Config) -> Iterator[Failure]:
-    from train import tasks  # imports jax, which a file with wrong names need not wait for
-
-    try:
-        tasks.make(config)
-    except ValueError as error:
-        # One line a failure; each names its field.
-        for line in str(error).splitlines():
-            yield Failure(line, (line.split("=")[0],))
-
-
 def _data(config: Config) -> Iterator[Failure]:
-    from train import tasks
-
-    folder = Path(config.data.path)
-    if not folder.is_dir():
-        yield Failure(
-            f"data.path={folder} is not a folder. {prepare_hint(folder, _DATA_KINDS[config.task])}",
-            ("data.path",),
-        )
+    folder, task = Path(config.data.path), tasks.make(config)
+    if task.data_kind is None or folder.is_dir():
+        yield from task.data_failures()
         return
-    try:
-        task = tasks.make(config)
-    except ValueError:
-        return  # another rule says why
-    yield from task.data_failures()
+    hint = prepare_hint(folder, config.data.prepare or task.data_kind)
+    yield Failure(f"data.path={folder} is not a folder. {hint}", ("data.path",))
 
 
 def _warmup(config: Config) -> Iterator[Failure]:
@@ -382,50 +352,3 @@ def _wandb(config: Config) -> Iterator[Failure]:
             "pip install wandb, or leave wandb.project out.",
             ("wandb.project",),
         )
-
-
-def run_folder(config: Config, *, resume: bool) -> Iterator[Failure]:
-    """Why the run folder cannot be used: it holds a run, or cannot be written."""
-    if not resume:
-        yield from _existing_run(config)
-    yield from _writable(config)
-
-
-def _existing_run(config: Config) -> Iterator[Failure]:
-    folder = Path(config.run_dir)
-    with contextlib.suppress(OSError):
-        found = [name for name in RUN_FILES if (folder / name).exists()]
-        if found:
-            who = run_lock.holder(folder)
-            used = "" if who is None else f" and is in use by {who}: wait until that run has ended"
-            yield Failure(
-                f"run_dir={folder} already holds a run ({', '.join(found)}){used}. Continue it "
-                "with --resume, or name another --run-dir.",
-                ("run_dir",),
-            )
-
-
-def _writable(config: Config) -> Iterator[Failure]:
-    """Tries it and cleans up: permissions alone tell little on network and full disks."""
-    folder = Path(config.run_dir)
-    try:
-        missing = run_lock.missing_folders(folder)
-        folder.mkdir(parents=True, exist_ok=True)
-        try:
-            with tempfile.NamedTemporaryFile(dir=folder, prefix=".probe-") as probe:
-                probe.write(bytes(1 << 16))
-                probe.flush()
-                os.fsync(probe.fileno())
-        finally:
-            run_lock.remove_folders(missing)
-    except OSError as error:
-        yield unwritable(config, error)
-
-
-def unwritable(config: Config, error: OSError) -> Failure:
-    """What to say when the operating system refuses a write to the run folder."""
-    return Failure(
-        f"run_dir={config.run_dir} cannot be written: {error.strerror or error}. Free some "
-        "space or name another --run-dir.",
-        ("run_dir",),
-    )

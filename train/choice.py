@@ -1,6 +1,6 @@
-"""What a run's start chooses by searching or measuring: recorded, so that a resume keeps it.
+"""The schedule and partition that a run chose by searching or measuring, recorded for its resume.
 
-Another version of jaxpipe may search another order, and a measurement never repeats itself.
+Another version of jaxpipe may find another schedule, and no measurement repeats exactly.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from jaxpipe.schedule.formats import user
 from jaxpipe.schedule.formats.json_format import from_json, to_json
 from jaxpipe.schedule.lowering.lower import lower
 from jaxpipe.schedule.search.slices import check_layer_counts
-from train import schedule
+from train import configured
 from train.config import Config
 
 
@@ -30,7 +30,7 @@ class Choice:
     Args:
       schedule: the order of every stage, with slices if actions are cut.
       layer_counts: layers of every virtual stage.
-      layer_costs: what the partition is balanced by, one number for every layer.
+      layer_costs: the costs that the partition balances, one number per layer.
     """
 
     schedule: Schedule
@@ -47,7 +47,7 @@ class Choice:
         """Reads what `to_json` wrote.
 
         Raises:
-          ValueError: it is of another form, the schedule cannot run, or the parts do not fit.
+          ValueError: its form is wrong, the schedule cannot run, or the parts do not fit together.
         """
         try:
             counts, costs = tuple(data["layer_counts"]), tuple(data["layer_costs"])
@@ -63,7 +63,7 @@ class Choice:
 
 
 def write(path: Path, config: Config, choice: Choice) -> None:
-    """Records a choice and the settings that led to it; the file appears as a whole.
+    """Records a choice and the settings that led to it. The file is never half-written.
 
     Args:
       path: the file.
@@ -77,17 +77,17 @@ def write(path: Path, config: Config, choice: Choice) -> None:
 
 
 def read(path: Path, config: Config) -> Choice | None:
-    """Reads what an earlier part of the run has chosen.
+    """Reads what an earlier part of the run chose.
 
     Args:
       path: the file; it may be missing.
       config: of the run that continues.
 
     Returns:
-      The choice; None if there is no file, or if a setting that decides has changed since.
+      The choice; None if there is no file, or if a setting that decides it has changed.
 
     Raises:
-      ValueError: the file is damaged; one line says how.
+      ValueError: the file is damaged; the message is one line.
       OSError: the file cannot be read.
     """
     if not path.exists():
@@ -97,7 +97,7 @@ def read(path: Path, config: Config) -> Choice | None:
         before = dict(record["settings"])
     except (KeyError, TypeError, ValueError) as error:
         raise ValueError(f"it is not a record: {_in_one_line(error)}") from None
-    # A field that an older version did not have counts as it does when it is not given.
+    # A field that an older version did not have counts as its default.
     defaults = Config().flat()
     now = _settings(config)
     if any(before.get(path, defaults.get(path)) != now[path] for path in now):
@@ -111,10 +111,10 @@ def read(path: Path, config: Config) -> Choice | None:
 
 
 def _settings(config: Config) -> dict[str, Any]:
-    """What decides the choice, by the fields' paths."""
+    """Returns the fields that decide the choice, by path."""
     name, sections = config.pipeline.schedule, {"pipeline", "costs"}
     paths = {"task", "mesh.stage"}
-    if config.pipeline.stage_memory is not None:  # these take memory
+    if config.pipeline.stage_memory is not None:  # these decide how much memory is needed
         sections |= {"mesh", "asynchronous"}
         paths.add("train.batch_size")
     found = {
@@ -124,8 +124,8 @@ def _settings(config: Config) -> dict[str, Any]:
     }
     found["num_layers"] = config.num_layers
     if user.is_users(name):
-        # Whoever edits a schedule of his own wants the new one.
-        order = json.dumps(to_json(schedule.order(config)))
+        # Users who edit their own schedule want the new version.
+        order = json.dumps(to_json(configured.order(config)))
         found["order_sha256"] = hashlib.sha256(order.encode()).hexdigest()
     return found
 
@@ -144,5 +144,5 @@ def _are_all(kinds: type | tuple[type, ...], values: Sequence[Any]) -> bool:
 
 
 def _in_one_line(error: Exception) -> str:
-    # What follows draws the schedule.
+    # Further lines draw the schedule.
     return " ".join(line.strip() for line in str(error).splitlines()[:2])

@@ -1,7 +1,8 @@
-"""A run's configuration from a YAML file, with every field also on the command line.
+"""Reads a run's configuration from a YAML file and from options, one for every field.
 
-``--config configs/gpt-tiny.yaml --mesh.stage 2`` reads the file, then overrides fields. This module
-checks names and types.
+``--config configs/gpt-tiny.yaml --mesh.stage 2`` reads the file, then overrides a field. The task,
+which the file or ``--task`` names, decides the fields of the model's section. This module checks
+only names and types.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import copy
 import dataclasses
 import difflib
 import re
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Hashable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,8 @@ import pydantic
 import tyro
 import yaml
 
-from train.config import Config, Section, remove
+from train import tasks
+from train.config import Config, remove, upgraded
 from train.errors import ConfigError, Failure
 
 
@@ -31,7 +33,7 @@ class Command(Config):
     resume: bool = False
     """Continue the run in run_dir from its newest whole checkpoint; start it if it has none yet."""
     dry_run: bool = False
-    """Check, draw the schedule, compile, compare memory; train, read and write nothing."""
+    """Check, draw the schedule, compile and compare memory; train, read and write nothing."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,10 +41,10 @@ class Invocation:
     """A parsed command line.
 
     Args:
-      config: the configuration, with defaults where a field failed.
+      config: the configuration, with defaults in place of fields that are wrong.
       resume: continue the run.
       dry_run: compile only.
-      failures: names and types that are wrong in the file.
+      failures: wrong names and types in the file.
     """
 
     config: Config
@@ -58,23 +60,42 @@ def parse(arguments: Sequence[str]) -> Invocation:
       arguments: the command line without the program's name.
 
     Returns:
-      The configuration and what is wrong with the file's names and types; nothing else is checked.
+      The configuration, and the wrong names and types in the file; nothing else is checked.
 
     Raises:
-      ConfigError: the file is missing, unreadable or not YAML.
+      ConfigError: the file is missing, unreadable or not YAML, there is no such task, or an option
+        has the name that it had in older versions.
       SystemExit: tyro printed help (status 0) or refused an option (status 2).
 
     Example:
       >>> parse(["--mesh.stage", "2"]).config.mesh.stage
       2
     """
+    older = [a for a in arguments if a.startswith(tuple(f"--{name}." for name in tasks.names()))]
+    if older:
+        raise ConfigError(
+            [
+                Failure(f"{option} has another name now: --model.{option.partition('.')[2]}.")
+                for option in older
+            ]
+        )
     finder = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     finder.add_argument("--config")
-    path = finder.parse_known_args([a for a in arguments if a not in ("-h", "--help")])[0].config
-    raw = {} if path is None else load_yaml(Path(path))
-    base, failures = validate(raw, source=path or "the defaults")
+    finder.add_argument("--task")
+    given = finder.parse_known_args([a for a in arguments if a not in ("-h", "--help")])[0]
+    raw = {} if given.config is None else load_yaml(Path(given.config))
+    base, failures = validate(raw, source=given.config or "the defaults")
+    if given.task is not None and given.task != base.task:
+        # The task decides which fields the section of the model has.
+        source = given.config or "the command line"
+        base, failures = validate(raw | {"task": given.task}, source=source)
+        if base.task != given.task:
+            raise ConfigError([failure for failure in failures if failure.fields == ("task",)])
+    model: Any = type(base.model)
+    choices = f"What to train: {', '.join(tasks.names())}, or module:Class of your own."
+    task: Any = (str, pydantic.Field(base.task, description=choices))
     command = tyro.cli(
-        Command,
+        pydantic.create_model("Command", __base__=Command, task=task, model=(model, base.model)),
         args=list(arguments),
         default=Command(**_sections(base)),
         prog="python train/train.py",
@@ -84,7 +105,7 @@ def parse(arguments: Sequence[str]) -> Invocation:
 
 
 def load_yaml(path: Path) -> dict[str, Any]:
-    """Reads a YAML file whose top is a mapping; an empty file gives an empty one.
+    """Reads a YAML file that holds a mapping; an empty file gives an empty one.
 
     Raises:
       ConfigError: the file is missing, unreadable, not YAML, or names a key twice.
@@ -114,18 +135,20 @@ def validate(raw: dict[str, Any], *, source: str) -> tuple[Config, tuple[Failure
       source: the file's name, for the messages.
 
     Returns:
-      The configuration with defaults in place of what is wrong, and what is wrong.
+      The configuration with defaults in place of what is wrong, and one failure per mistake.
     """
+    raw = upgraded(raw)
     try:
         return Config.model_validate(raw), ()
     except pydantic.ValidationError as error:
         problems = error.errors()
     cleaned = copy.deepcopy(raw)
-    failures = []
     for problem in problems:
-        failures.append(_explain(".".join(map(str, problem["loc"])), problem, source))
         remove(cleaned, problem["loc"])
-    return Config.model_validate(cleaned), tuple(failures)
+    if any(problem["loc"] == ("task",) for problem in problems):
+        cleaned.pop("model", None)  # whose fields these are is unknown
+    config = Config.model_validate(cleaned)
+    return config, tuple(_explain(problem, config, source) for problem in problems)
 
 
 _RULES = {
@@ -138,10 +161,11 @@ _RULES = {
 }
 
 
-def _explain(path: str, problem: Any, source: str) -> Failure:
+def _explain(problem: Any, config: Config, source: str) -> Failure:
+    path = ".".join(map(str, problem["loc"]))
     if problem["type"] == "extra_forbidden":
-        known = [*_known_paths()]
-        # The whole path decides, so that a field in the wrong section is found as well.
+        known = [*Config.model_fields, *config.flat()]
+        # The whole path is compared, so that a field in the wrong section is found as well.
         near = difflib.get_close_matches(path, known, n=2, cutoff=0.5) or [
             name for name in known if name.split(".")[-1] == path.split(".")[-1]
         ]
@@ -157,19 +181,12 @@ def _explain(path: str, problem: Any, source: str) -> Failure:
     return Failure(f"{path}={value!r} in {source}: {rule}.", (path,))
 
 
-def _known_paths() -> Iterator[str]:
-    for name, field in Config.model_fields.items():
-        yield name
-        if isinstance(field.default, Section):
-            yield from (f"{name}.{inner}" for inner in type(field.default).model_fields)
-
-
 def _sections(config: Config) -> dict[str, Any]:
     return {name: getattr(config, name) for name in Config.model_fields}
 
 
 class _Loader(yaml.SafeLoader):
-    """YAML 1.2 numbers such as 3e-4, which YAML 1.1 reads as text; no key twice."""
+    """Reads numbers such as 3e-4 as YAML 1.2 does (YAML 1.1 reads text); refuses repeated keys."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
         names = [key.value for key, _ in node.value]

@@ -1,7 +1,9 @@
 """The configuration of a run: its sections and their fields.
 
-`train.command_line` reads it from a YAML file and options; `train.checks` checks what fits
-together. None of them touches a device.
+`train.command_line` reads it from a YAML file and options; `train.checks` checks that its values
+fit together. Neither touches a device.
+
+The model's section has the fields that the family of ``task`` declares (`train.task`).
 """
 
 from __future__ import annotations
@@ -11,12 +13,15 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Annotated, Any, Literal
 
 import pydantic
+import pydantic_core
 import yaml
+
+from train import tasks
 
 
 @dataclasses.dataclass(frozen=True)
 class Range:
-    """The legal numbers of a field; `train.checks` applies it.
+    """The range of legal numbers of a field; `train.checks` applies it.
 
     Args:
       low: the smallest legal number.
@@ -49,114 +54,9 @@ class DataConfig(Section):
 
     path: str = "data/stdlib"
     """Folder that ``python -m train.prepare`` wrote."""
-
-
-class ModelConfig(Section):
-    """The shape of the GPT; see `models.gpt.GPTConfig`."""
-
-    vocab_size: int = 2048
-    """Rows of the embedding table; at least the tokenizer's vocabulary."""
-    sequence_length: int = 128
-    """Tokens a row."""
-    num_layers: int = 8
-    """Transformer blocks; at least mesh.stage x pipeline.chunks."""
-    width: int = 128
-    """Size of the residual stream, a multiple of num_heads."""
-    num_heads: int = 4
-    """Query heads."""
-    num_kv_heads: int | None = None
-    """Key and value heads, a divisor of num_heads; None for num_heads."""
-    mlp_width: int | None = None
-    """Hidden size of the MLP; None for the usual multiple of width."""
-    positions: Literal["rotary", "learned"] = "rotary"
-    """How positions are encoded."""
-    norm: Literal["rms", "layer"] = "rms"
-    """Normalisation before each branch."""
-    activation: Literal["gelu", "swiglu"] = "swiglu"
-    """Non-linearity of the MLP."""
-    tied: bool = True
-    """One table for embedding and unembedding."""
-    bias: bool = False
-    """Biases in linear layers and in LayerNorm."""
-    dropout: float = 0.0
-    """Probability for the embedding and both residual branches, at least 0 and below 1."""
-    dtype: Literal["float32", "bfloat16"] = "float32"
-    """Compute dtype; weights are float32."""
-    rope_theta: Positive = 10_000.0
-    """Base of the rotary wavelengths."""
-    norm_epsilon: Positive = 1e-5
-    """Added to the variance."""
-
-
-class BERTSection(Section):
-    """The shape of the BERT; see `models.bert.BERTConfig`."""
-
-    vocab_size: int = 2051
-    """Rows of the embedding table; at least the tokenizer's vocabulary and 3 special tokens."""
-    sequence_length: int = 128
-    """Tokens a row, special ones included."""
-    num_layers: int = 8
-    """Encoder layers; at least mesh.stage x pipeline.chunks."""
-    width: int = 128
-    """Size of the residual stream, a multiple of num_heads."""
-    num_heads: int = 4
-    """Attention heads."""
-    mlp_width: int | None = None
-    """Hidden size of the MLP; None for 4 width."""
-    next_sentence: bool = False
-    """Also predict whether the second half of a row follows the first."""
-    dropout: float = 0.0
-    """Probability for the embedding and both residual branches, at least 0 and below 1."""
-    dtype: Literal["float32", "bfloat16"] = "float32"
-    """Compute dtype; weights are float32."""
-
-
-class TransformerSection(Section):
-    """The shape of the encoder-decoder; see `models.transformer.TransformerConfig`."""
-
-    vocab_size: int = 4096
-    """Rows of the table that both languages share; at least the tokenizer's vocabulary."""
-    sequence_length: int = 64
-    """Tokens of the longest source and of the longest target."""
-    num_encoder_layers: int = 4
-    """Encoder layers; with the decoder's at least mesh.stage x pipeline.chunks."""
-    num_decoder_layers: int = 4
-    """Decoder layers."""
-    width: int = 128
-    """Size of the residual streams, a multiple of num_heads."""
-    num_heads: int = 4
-    """Attention heads."""
-    mlp_width: int | None = None
-    """Hidden size of the MLPs; None for 4 width."""
-    dropout: float = 0.1
-    """Probability for embeddings and residual branches, at least 0 and below 1."""
-    label_smoothing: float = 0.1
-    """Share of the target's probability spread over the vocabulary, at least 0 and below 1."""
-    dtype: Literal["float32", "bfloat16"] = "float32"
-    """Compute dtype; weights are float32."""
-
-
-class ResNetSection(Section):
-    """The shape of the ResNet; see `models.resnet.ResNetConfig`."""
-
-    depth: int = 20
-    """Layers with weights: 6 n + 2 (style cifar), or 18, 34, 50, 101, 152 (imagenet)."""
-    num_classes: int = 10
-    """Labels."""
-    style: Literal["cifar", "imagenet"] = "cifar"
-    """3x3 stem for small images, or 7x7 stem with a max pool."""
-    image_size: Count = 8
-    """Height and width of the images."""
-    channels: int = 1
-    """Channels of the images."""
-    width: int | None = None
-    """Channels of the first group of blocks; None for the style's own."""
-    norm: Literal["group", "batch"] = "group"
-    """GroupNorm, or BatchNorm with the statistics of a microbatch."""
-    num_groups: int | None = None
-    """Groups of GroupNorm; None for the largest number that suits."""
-    dtype: Literal["float32", "bfloat16"] = "float32"
-    """Compute dtype; weights are float32."""
+    prepare: str | None = None
+    """Arguments that ``python -m train.prepare`` writes it with, such as "images --source mnist";
+    ``python -m train.prepare --config FILE`` reads them here."""
 
 
 class MeshConfig(Section):
@@ -169,65 +69,67 @@ class MeshConfig(Section):
 
 
 class PipelineConfig(Section):
-    """How a batch goes through the stages."""
+    """How a batch passes through the stages."""
 
     schedule: str = "auto"
     """Name of the schedule; ``jaxpipe schedules`` lists them. Asynchronous: pipemare, pipedream,
     2bw. Your own: PATH.csv or module:function."""
     chunks: Annotated[int | None, Range(1)] = None
-    """Chunks of layers a stage holds; None for the schedule's own number."""
+    """Chunks of layers per stage; None for the schedule's own number."""
     microbatches: Count = 8
-    """Microbatches a batch."""
+    """Microbatches per batch."""
     group: Annotated[int | None, Range(1)] = None
     """Microbatches that stay together, for schedules that group them."""
     memory_limit: Annotated[float | None, Range(0, above=True)] = None
     """Peak in flight per stage, in microbatches of a full stage, for schedules that read it."""
     partition: str = "flops"
-    """Layers of every chunk: "equal", by their "flops", "measured" on a device, or counts such as
-    "3,2,2,3"."""
+    """How layers are split into chunks: "equal", by their "flops", as "measured" on a device, or
+    counts such as "3,2,2,3"."""
     stage_memory: Annotated[float | None, Range(0, above=True)] = None
     """Gigabytes of parameters, their optimizer state and activations that a stage may hold; None
     lets costs alone decide the partition."""
     slices: bool = True
-    """Cut actions into ranges of layers, so that a tick does not wait for its slowest stage."""
+    """Cut actions into ranges of layers, so that ticks wait less for their slowest stage."""
     remat: Literal["none", "dots", "full"] = "none"
-    """What is recomputed in the backward: nothing, all but matmuls, everything."""
+    """What the backward recomputes: nothing, everything but matmuls, or everything."""
     zero: Annotated[int, Range(0, 3)] = 3
-    """Sharded over data: 0 nothing, 1 optimizer state, 2 and gradients, 3 and weights."""
+    """What is sharded over data: 0 nothing, 1 optimizer state, 2 also gradients, 3 also weights."""
     weights: Literal["stacked", "unrolled"] = "stacked"
-    """Weights of a stage's layers in one array a parameter, or in one a layer: on GPUs no copies of
-    them, for a longer compilation."""
+    """Whether the weights of a stage's layers are one array per parameter, or one per layer, which
+    saves copies of them on GPUs but takes longer to compile."""
     weight_slots: Count = 1
-    """Chunks of gathered weights (zero 3) and of gradient sums (from 2 on) that a stage keeps at
-    once: more take memory, and are gathered and reduced less often. --dry-run says how often."""
+    """Chunks of gathered weights (zero 3) and of gradient sums (zero 2 and 3) that a stage keeps at
+    once. More of them take more memory, but are gathered and reduced less often; --dry-run shows
+    how often."""
 
 
 class AsynchronousConfig(Section):
-    """Training that never drains the pipeline: schedules pipemare, pipedream and 2bw alone."""
+    """Training that never drains the pipeline; only for schedules pipemare, pipedream and 2bw."""
 
     rescheduling_steps: Annotated[int | None, Range(0)] = None
-    """T1: steps over which the lower rate of late weights rises to the usual one; 0 for no T1, None
-    for 5 optimizer.warmup_steps with pipemare and no T1 with the others."""
+    """T1: steps over which the reduced learning rate of late weights rises to the usual one. 0 is
+    off; None means 5 x optimizer.warmup_steps with pipemare, and off with the others."""
     discrepancy_decay: Annotated[float | None, Range(0, 1, below=True)] = None
-    """T2: decay of the mean step that corrects the backward's weights; 0 for no T2, None for 0.135
-    with pipemare and no T2 with the others."""
+    """T2: decay of the mean step that corrects the weights of the backward. 0 is off; None means
+    0.135 with pipemare, and off with the others."""
     recompute_segment: Annotated[int | None, Range(1)] = None
-    """Stages of a segment, of which only the input is kept: it runs forward again just before its
-    backward. None to keep what the backward needs."""
+    """Stages per segment. Only the input of a segment is kept, and it runs forward again just
+    before its backward; None keeps all that the backward needs instead."""
     warmup_steps: Natural = 0
-    """T3: steps of synchronous 1f1b first; the switch keeps parameters and optimizer state."""
+    """T3: steps of synchronous 1f1b before asynchronous training begins with the same parameters
+    and optimizer state."""
 
 
 class CostsConfig(Section):
-    """What a microbatch costs on a chunk, in any one unit: schedules and ticks are made for it.
+    """What a microbatch costs on a chunk, in any unit; schedules and ticks are made for it.
 
-    If chunks differ, this is their mean, and the bubble that is printed is that of what each costs.
+    If chunks differ, this is their mean; the printed bubble counts what each of them costs.
     """
 
     f: Positive = 1.0
     """Forward."""
     b: Positive = 1.2
-    """Backward for the input; attention makes it dearer than the forward."""
+    """Backward for the input; attention makes it more expensive than the forward."""
     w: Positive = 0.8
     """Backward for the weights."""
     message: NonNegative = 0.0
@@ -235,43 +137,44 @@ class CostsConfig(Section):
 
 
 class OptimizerConfig(Section):
-    """AdamW, with linear warm-up and a cosine."""
+    """AdamW, with a linear warm-up and a cosine decay of the learning rate."""
 
     peak_lr: Positive = 3e-3
     """Learning rate at the end of the warm-up."""
     warmup_steps: Natural = 20
-    """Steps in which the learning rate rises; at most train.steps."""
+    """Steps over which the learning rate rises; at most train.steps."""
     min_lr_ratio: Annotated[float, Range(0, 1)] = 0.1
     """Learning rate after the last step, as a share of the peak."""
     weight_decay: NonNegative = 0.1
-    """Decay of matrices; vectors do not decay."""
+    """Weight decay of matrices; vectors do not decay."""
     beta1: Beta = 0.9
-    """Decay of the mean of gradients."""
+    """Decay of the running mean of gradients."""
     beta2: Beta = 0.95
-    """Decay of the mean of their squares."""
+    """Decay of the running mean of their squares."""
     clip_norm: Positive = 1.0
-    """Largest norm of the whole gradient; asynchronously, of the newest one of every part."""
+    """Largest norm of the whole gradient; in asynchronous training, of the newest gradient of every
+    part together."""
 
 
 class TrainConfig(Section):
-    """How long, and how often to look."""
+    """How long to train, and how often to print, evaluate and save."""
 
     steps: Count = 300
     """Optimizer steps."""
     batch_size: Count = 32
-    """Rows a batch, over all processes: a multiple of pipeline.microbatches x mesh.data."""
+    """Rows per batch, over all processes: a multiple of pipeline.microbatches x mesh.data."""
     seed: Annotated[int, Range(0, 2**63 - 1)] = 0
-    """Decides the initial weights, the order of the data, dropout and the sample."""
+    """Determines the initial weights, the order of the data, dropout and the sample."""
     log_every: Count = 10
     """Steps from one printed line to the next; metrics.jsonl has every step."""
     eval_every: Count = 50
-    """Steps from one evaluation to the next; the last step is evaluated, too."""
+    """Steps from one evaluation to the next; the last step is always evaluated."""
     eval_batches: Count = 4
-    """Held-out batches an evaluation."""
+    """Held-out batches per evaluation."""
     checkpoint_every: Count = 50
-    """Steps from one checkpoint to the next; the last step is saved, too."""
+    """Steps from one checkpoint to the next; the last step is always saved."""
     keep: Count = 2
-    """Latest checkpoints to keep; the best is kept besides."""
+    """How many of the latest checkpoints to keep; the best one is kept as well."""
 
 
 class SampleConfig(Section):
@@ -282,41 +185,41 @@ class SampleConfig(Section):
     num_tokens: Natural = 200
     """Tokens to write; 0 for none."""
     temperature: NonNegative = 0.8
-    """Divides the logits; 0 takes the likeliest token."""
+    """Divides the logits; 0 always takes the likeliest token."""
     top_k: Annotated[int | None, Range(1)] = 40
-    """Sample among the k likeliest tokens only; None among all."""
+    """Sample from the k likeliest tokens only; None for all."""
 
 
 class DistributedConfig(Section):
-    """Several processes; Slurm and Open MPI are found without any of these."""
+    """Several processes; under Slurm and Open MPI none of this is needed."""
 
     coordinator: str | None = None
     """HOST:PORT of process 0."""
     num_processes: Annotated[int | None, Range(1)] = None
     """How many processes; needs distributed.coordinator."""
     process_id: Annotated[int | None, Range(0)] = None
-    """Which one this is; needs distributed.coordinator."""
+    """The number of this one; needs distributed.coordinator."""
 
 
 class WandbConfig(Section):
-    """Weights & Biases, besides TensorBoard."""
+    """Weights & Biases, in addition to TensorBoard."""
 
     project: str | None = None
-    """Project to log to; None does not log there."""
+    """Project to log to; None logs nothing there."""
 
 
 class Config(Section):
     """Everything that decides a run."""
 
     run_dir: str = "runs/gpt"
-    """Folder for the resolved config, metrics, checkpoints, schedule picture and sample."""
-    task: Literal["gpt", "bert", "resnet", "transformer"] = "gpt"
-    """What to train: a GPT (section model), or the family whose section has this name."""
+    """Folder of the run: resolved configuration, metrics, checkpoints, picture of the schedule."""
+    task: str = "gpt"
+    """What to train: the name of a file in train/tasks, or module:Class of your own."""
     data: DataConfig = DataConfig()
-    model: ModelConfig = ModelConfig()
-    bert: BERTSection = BERTSection()
-    transformer: TransformerSection = TransformerSection()
-    resnet: ResNetSection = ResNetSection()
+    model: pydantic.SerializeAsAny[Section] = pydantic.Field(
+        default_factory=dict, validate_default=True
+    )
+    """The shape of the model: the fields that the task's family has."""
     mesh: MeshConfig = MeshConfig()
     pipeline: PipelineConfig = PipelineConfig()
     asynchronous: AsynchronousConfig = AsynchronousConfig()
@@ -327,30 +230,39 @@ class Config(Section):
     distributed: DistributedConfig = DistributedConfig()
     wandb: WandbConfig = WandbConfig()
 
-    @property
-    def section(self) -> str:
-        """Name of the section with the model's shape."""
-        return "model" if self.task == "gpt" else self.task
+    @pydantic.field_validator("task")
+    @classmethod
+    def _known(cls, task: str) -> str:
+        try:
+            tasks.find(task)
+        except tasks.UnknownTaskError as error:
+            raise pydantic_core.PydanticKnownError(
+                "literal_error", {"expected": error.expected}
+            ) from error
+        return task
+
+    @pydantic.field_validator("model", mode="plain")
+    @classmethod
+    def _of_task(cls, value: Any, info: pydantic.ValidationInfo) -> Section:
+        if "task" not in info.data:  # it is unknown, and so are the fields
+            return Section()
+        return tasks.find(info.data["task"]).section().model_validate(value)
 
     @property
     def num_layers(self) -> int:
-        """Layers of the pipeline, of a model whose numbers may yet be found wrong."""
-        if self.task == "transformer":
-            return self.transformer.num_encoder_layers + self.transformer.num_decoder_layers
-        if self.task == "resnet":
-            if self.resnet.style == "cifar":
-                return 1 + (self.resnet.depth - 2) // 6 * 3
-            from models.resnet import IMAGENET_BLOCKS  # imports jax
+        """Layers of the pipeline.
 
-            return 1 + sum(IMAGENET_BLOCKS.get(self.resnet.depth, ()))
-        return getattr(self, self.section).num_layers
+        Raises:
+          ValueError: the model's numbers do not fit together.
+        """
+        return tasks.make(self).num_layers
 
     def flat(self) -> dict[str, Any]:
         """Returns every field's value by its path, such as ``mesh.stage``."""
         return dict(_leaves(self.model_dump()))
 
     def reset(self, paths: Iterable[str]) -> Config:
-        """Returns the configuration with defaults in these fields."""
+        """Returns the configuration with defaults in some fields or sections."""
         values = self.model_dump()
         for path in paths:
             remove(values, path.split("."))
@@ -361,8 +273,24 @@ class Config(Section):
         return yaml.safe_dump(self.model_dump(), sort_keys=False)
 
 
+def upgraded(raw: dict[str, Any]) -> dict[str, Any]:
+    """Brings the content of an older file or checkpoint into today's form.
+
+    Every family except the GPT used to have a section with its own name, and a file held those of
+    all families. Now the section of the task is ``model``. The others never had an effect.
+
+    Example:
+      >>> upgraded({"task": "resnet", "model": {"width": 8}, "resnet": {"depth": 20}, "bert": {}})
+      {'task': 'resnet', 'model': {'depth': 20}}
+    """
+    kept = {name: value for name, value in raw.items() if name not in tasks.names()}
+    task = raw.get("task", "gpt")
+    own = raw.get(task) if task in tasks.names() else None
+    return kept if own is None else kept | {"model": own}
+
+
 def remove(tree: dict[Any, Any], keys: Sequence[int | str]) -> None:
-    """Removes what a path of keys leads to, if it is there."""
+    """Removes the entry that a path of keys leads to, if it is there."""
     for key in keys[:-1]:
         tree = tree.get(key, {})
     tree.pop(keys[-1], None)

@@ -1,4 +1,4 @@
-"""Several processes: who they are, and which rows of a batch each of them feeds."""
+"""Several processes: how many there are, and which rows of a batch each of them feeds."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from train.config import Config
 from train.errors import ConfigError, Failure
 
 MAX_SIMULATED_DEVICES = 512
-"""More simulated devices than this are a mistake in the mesh: each takes threads and memory."""
+"""More simulated devices than this are taken for a mistake: each needs threads and memory."""
 
 _PATIENCE_SECONDS = 3600
-"""How long the other processes wait for what process 0 alone does."""
+"""How long the other processes wait for work that process 0 does alone."""
 
 _COUNT_FLAG = "--xla_force_host_platform_device_count"
-# Slurm and Open MPI set these for every process they start; Slurm's are those of the step, since
+# Slurm and Open MPI set these for every process they start. Slurm's are those of a job step, since
 # the batch script itself runs as one process of a larger job.
 _LAUNCHERS = (
     ("SLURM_STEP_NUM_TASKS", "SLURM_PROCID"),
@@ -34,7 +34,7 @@ class Processes:
 
     Args:
       count: how many.
-      number: which one this is.
+      number: the number of this one.
       coordinator: HOST:PORT of process 0; None lets jax find it in the launcher's environment.
     """
 
@@ -51,7 +51,7 @@ def find_processes(config: Config, environment: Mapping[str, str] | None = None)
       environment: variables; the process's own by default.
 
     Returns:
-      The processes, a single one if nothing says otherwise.
+      The processes; a single one if neither names any.
 
     Raises:
       ConfigError: there is a coordinator but no number of processes, or the devices cannot be
@@ -74,7 +74,7 @@ def find_processes(config: Config, environment: Mapping[str, str] | None = None)
                 Failure(
                     f"distributed.coordinator={settings.coordinator} needs distributed."
                     f"num_processes (now {count}) and distributed.process_id (now {number}), or a "
-                    "launcher that says them (srun, mpirun).",
+                    "launcher that sets them (srun, mpirun).",
                     ("distributed.num_processes", "distributed.process_id"),
                 )
             ]
@@ -98,9 +98,9 @@ def find_processes(config: Config, environment: Mapping[str, str] | None = None)
 
 
 def simulate_devices(config: Config, processes: Processes) -> None:
-    """Asks XLA for as many CPU devices as the mesh needs, unless the user already asked.
+    """Asks XLA for as many CPU devices as the mesh needs, unless the user has set their number.
 
-    It has no effect where there is an accelerator. Call it before jax is first used.
+    This has no effect on accelerators. Call it before jax is first used.
     """
     flags = os.environ.get("XLA_FLAGS", "")
     if _COUNT_FLAG in flags:
@@ -110,7 +110,7 @@ def simulate_devices(config: Config, processes: Processes) -> None:
 
 
 def start(processes: Processes) -> None:
-    """Connects the processes; a single one needs nothing. Call it before jax is first used.
+    """Connects the processes, if there are several. Call it before jax is first used.
 
     Raises:
       ConfigError: jax finds no coordinator in the launcher's environment.
@@ -124,12 +124,12 @@ def start(processes: Processes) -> None:
         try:
             jax.distributed.initialize()
         except ValueError as error:
-            # Such as Open MPI 5, which names no address.
+            # Open MPI 5, for example, gives no address.
             raise ConfigError(
                 [
                     Failure(
                         f"distributed.coordinator=None, and the launcher of {processes.count} "
-                        "processes does not say where process 0 is. Give "
+                        "processes does not say where process 0 is. Pass "
                         "--distributed.coordinator HOST:PORT.",
                         ("distributed.coordinator",),
                     )
@@ -144,16 +144,16 @@ def start(processes: Processes) -> None:
 
 
 def from_first(make: Callable[[], Any]) -> Any:
-    """Lets process 0 decide, for all processes; every process must call it.
+    """Lets process 0 decide for all processes; every process must call it.
 
     Args:
-      make: called by process 0 alone; returns something that JSON can hold.
+      make: called by process 0 alone; returns a value that JSON can hold.
 
     Returns:
-      What it returned, as JSON gives it back, on every process.
+      That value on every process, after a round trip through JSON.
 
     Raises:
-      ConfigError: process 0 raised it; so does every other process, and none is left waiting.
+      ConfigError: process 0 raised it. Every process raises it, so that none is left waiting.
       RuntimeError: process 0 raised something else.
     """
     import jax
@@ -165,7 +165,7 @@ def from_first(make: Callable[[], Any]) -> Any:
             answer = {"value": make()}
         except ConfigError as error:
             answer = {"failures": [dataclasses.astuple(failure) for failure in error.failures]}
-        except Exception as error:  # whatever it is, the others must hear of it before it is raised
+        except Exception as error:  # the others must learn of any error before it is raised here
             answer, failed = {"error": f"{type(error).__name__}: {error}"}, error
     text = json.dumps(answer).encode()
     answer = json.loads(_broadcast(text) if jax.process_count() > 1 else text)
@@ -181,11 +181,11 @@ def from_first(make: Callable[[], Any]) -> Any:
 
 
 def _broadcast(text: bytes) -> bytes:
-    """The text of process 0; those of the others are ignored."""
+    """Returns the text of process 0 on every process."""
     import orbax.checkpoint as ocp
     from jax.experimental import multihost_utils
 
-    # A collective operation does not wait for as long as reading a large checkpoint takes.
+    # A collective operation would time out while process 0 reads a large checkpoint.
     wait = ocp.multihost.get_barrier_sync_fn()
     wait(key="jaxpipe:from_first", timeout_ms=_PATIENCE_SECONDS * 1000)
     size = int(multihost_utils.broadcast_one_to_all(np.int32(len(text))))
@@ -195,14 +195,14 @@ def _broadcast(text: bytes) -> bytes:
 
 
 def local_rows(sharding, num_rows: int) -> np.ndarray:
-    """The rows of a batch that this process's devices hold.
+    """Finds the rows of a batch that this process's devices hold.
 
     Args:
       sharding: `jaxpipe.Pipeline.batch_sharding`.
       num_rows: rows of the whole batch.
 
     Returns:
-      Their numbers, int64, rising.
+      Their numbers in ascending order, int64.
     """
     held = np.zeros(num_rows, bool)
     for (rows,) in sharding.addressable_devices_indices_map((num_rows,)).values():

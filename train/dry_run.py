@@ -1,4 +1,4 @@
-"""``--dry-run``: draw the schedule, compile, and hold predicted against compiled memory."""
+"""``--dry-run``: draws the schedule, compiles, and compares predicted with compiled memory."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from jaxpipe.runtime.measure.memory import predicted_bytes
 from jaxpipe.schedule.partition import chunk_shares
 from jaxpipe.schedule.show import draw, pipemare_draw
 from jaxpipe.schedule.simulate import lock_step, simulate
-from train import schedule
+from train import configured
 from train.config import Config
-from train.phases import AsynchronousPhase, Phases
-from train.step import Program
+from train.modes import Asynchronous, Modes
+from train.step import Setup
 
 _MB = 1e6
 _WIDTH = 120
-"""Columns where there is no terminal to ask."""
+"""Columns of a line without a terminal."""
 
 
 def run(config: Config) -> None:
@@ -29,22 +29,22 @@ def run(config: Config) -> None:
     console = Console(quiet=jax.process_index() != 0)
     if not console.is_terminal:
         console.width = _WIDTH
-    program = Program(config)
-    if schedule.is_asynchronous(config):
-        phase = Phases(program).asynchronous
-        _show_steady_state(console, program, phase)
-        _show_partition(console, program)
-        _show_carried(console, phase)
+    setup = Setup(config)
+    if configured.is_asynchronous(config):
+        mode = Modes(setup).asynchronous
+        _show_steady_state(console, setup, mode)
+        _show_partition(console, setup)
+        _show_carried(console, mode)
     else:
-        _show_timeline(console, program)
-        _show_partition(console, program)
-        _show_temporaries(console, program)
+        _show_timeline(console, setup)
+        _show_partition(console, setup)
+        _show_temporaries(console, setup)
     console.print("dry run: nothing was trained or written", highlight=False)
 
 
-def _show_timeline(console: Console, program: Program) -> None:
-    costs = program.chunk_costs
-    free, locked = simulate(program.schedule, costs), lock_step(program.schedule, costs)
+def _show_timeline(console: Console, setup: Setup) -> None:
+    costs = setup.chunk_costs
+    free, locked = simulate(setup.schedule, costs), lock_step(setup.schedule, costs)
     try:
         drawing = draw.text(free)
     except draw.TooWideError as error:  # chunks whose costs are far apart
@@ -53,11 +53,11 @@ def _show_timeline(console: Console, program: Program) -> None:
     console.print(text, soft_wrap=True, markup=False, highlight=False)
 
 
-def _show_steady_state(console: Console, program: Program, phase: AsynchronousPhase) -> None:
-    """Ticks, delays and versions; how much of the run works; what T1, T2 and T3 do."""
-    config, steady, costs = program.config, phase.steady, program.chunk_costs
+def _show_steady_state(console: Console, setup: Setup, mode: Asynchronous) -> None:
+    """Shows ticks, delays and versions, the utilization, and what T1, T2 and T3 do."""
+    config, steady, costs = setup.config, mode.steady, setup.chunk_costs
     warmup = config.asynchronous.warmup_steps
-    rescheduling, decay = schedule.techniques(config)
+    rescheduling, decay = configured.techniques(config)
     lines = [
         pipemare_draw.text(steady),
         f"utilization: {steady.full_utilization(costs):.1%} in the steady state, with filling and "
@@ -69,37 +69,37 @@ def _show_steady_state(console: Console, program: Program, phase: AsynchronousPh
     console.print("\n".join(lines), soft_wrap=True, markup=False, highlight=False)
 
 
-def _show_partition(console: Console, program: Program) -> None:
+def _show_partition(console: Console, setup: Setup) -> None:
     chunks = Table("virtual stage", "stage", "chunk", "layers", "share of cost", title="partition")
-    for row in chunk_shares(program.layer_costs, program.layer_counts, program.schedule.placement):
+    for row in chunk_shares(setup.layer_costs, setup.layer_counts, setup.schedule.placement):
         held = f"{row.first_layer} to {row.first_layer + row.num_layers - 1}"
         numbers = str(row.virtual_stage), str(row.stage), str(row.chunk)
         chunks.add_row(*numbers, held, f"{row.share:.1%}")
     console.print(chunks)
 
 
-def _show_temporaries(console: Console, program: Program) -> None:
-    compiled = program.compile().memory_analysis()
-    rng = jax.eval_shape(lambda: program.rng(0))
-    predicted = predicted_bytes(program.pipe, program.batch_shapes, rng)
+def _show_temporaries(console: Console, setup: Setup) -> None:
+    compiled = setup.compile().memory_analysis()
+    rng = jax.eval_shape(lambda: setup.rng(0))
+    predicted = predicted_bytes(setup.pipe, setup.batch_shapes, rng)
     buffers = Table("buffer", "MB", title="predicted temporaries and gradients per device")
     for name, size in predicted.items():
         buffers.add_row(name, f"{size / _MB:.2f}")
     console.print(buffers)
     columns = ("stage", "peak in flight", "predicted MB", "compiled MB", "arguments MB")
-    stages = Table(*columns, title="temporaries per stage: one program, sized for the fullest")
+    stages = Table(*columns, title="temporaries per stage: one setup, sized for the fullest")
     sizes = sum(predicted.values()), compiled.temp_size_in_bytes, compiled.argument_size_in_bytes
-    peaks = simulate(program.schedule, schedule.costs(program.config)).peak_in_flight
+    peaks = simulate(setup.schedule, configured.costs(setup.config)).peak_in_flight
     for stage, peak in enumerate(peaks):
         stages.add_row(str(stage), str(peak), *(f"{size / _MB:.2f}" for size in sizes))
     console.print(stages)
-    if program.pipe.zero >= 2:
-        _show_transfers(console, program)
+    if setup.pipe.zero >= 2:
+        _show_transfers(console, setup)
 
 
-def _show_transfers(console: Console, program: Program) -> None:
-    """How often the data axis works on a chunk; gradients are reduced in slots from ZeRO-2 on."""
-    table, zero = program.pipe.table, program.pipe.zero
+def _show_transfers(console: Console, setup: Setup) -> None:
+    """Shows how often chunks are gathered and reduced over data, from ZeRO-2 on."""
+    table, zero = setup.pipe.table, setup.pipe.zero
     gathered, reduced = max(table.gathers.counts), max(table.reduces.counts)
     gathers = f"gathers up to {gathered} chunks of weights and " if zero == 3 else ""
     kept = max(table.gathers.num_slots if zero == 3 else 0, table.reduces.num_slots)
@@ -111,12 +111,12 @@ def _show_transfers(console: Console, program: Program) -> None:
     )
 
 
-def _show_carried(console: Console, phase: AsynchronousPhase) -> None:
-    """A pipeline that never drains keeps its buffers from step to step: they are arguments."""
+def _show_carried(console: Console, mode: Asynchronous) -> None:
+    """Shows the buffers that an asynchronous pipeline carries from step to step."""
     table = Table("carried from step to step", "MB", title="memory per device")
-    for name, size in phase.carried_bytes().items():
+    for name, size in mode.carried_bytes().items():
         table.add_row(name, f"{size / _MB:.2f}")
-    compiled = phase.compile().memory_analysis()
+    compiled = mode.compile().memory_analysis()
     table.add_section()
     sizes = {
         "all compiled arguments, the batch included": compiled.argument_size_in_bytes,

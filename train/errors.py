@@ -1,9 +1,20 @@
-"""What a user did wrong: all of it in one message, each part naming the field."""
+"""Errors of the user: all of them in one message, each naming its fields."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+
+from jaxpipe.schedule.problems import ArgumentError, Problem, in_python
+
+_FIELDS = {
+    "name": "pipeline.schedule",
+    "method": "pipeline.schedule",
+    "schedule": "pipeline.schedule",
+    "num_stages": "mesh.stage",
+    "recompute_segment": "asynchronous.recompute_segment",
+}
+"""Paths of the fields that set a schedule's arguments; of others, the name in ``pipeline``."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -11,7 +22,7 @@ class Failure:
     """One thing that is wrong.
 
     Args:
-      message: the field's path, its value, the rule and the nearest valid values.
+      message: the field's path, its value, the rule, and the nearest valid values.
       fields: paths of the fields the rule reads, such as ``mesh.stage``.
     """
 
@@ -19,8 +30,45 @@ class Failure:
     fields: tuple[str, ...] = ()
 
 
+def of_schedule(error: ValueError, name: str) -> Iterator[Failure]:
+    """What a schedule refuses, in the names of the configuration's fields.
+
+    Args:
+      error: what the library raised.
+      name: of the schedule that was asked for, even if another was built to warm up with.
+    """
+    for problem in _problems(error):
+        if isinstance(problem, Problem) and problem.schedule is not None:
+            problem = dataclasses.replace(problem, schedule=name)
+        yield _failure(problem, _field, "pipeline.schedule")
+
+
+def of_model(error: ValueError) -> Iterator[Failure]:
+    """What the shape of a model refuses, each as the failure of one field."""
+    for problem in _problems(error):
+        failure = _failure(problem, "model.{}".format, "model")
+        yield Failure(failure.message, failure.fields[:1])
+
+
+def _problems(error: ValueError) -> Sequence[Problem | str]:
+    return error.problems if isinstance(error, ArgumentError) else [str(error)]
+
+
+def _failure(problem: Problem | str, field: Callable[[str], str], whole: str) -> Failure:
+    """A problem as a failure of fields, or a text as one of the ``whole``."""
+    if isinstance(problem, str):
+        return Failure(problem, (whole,))
+    lines = problem.lines(lambda argument, value: in_python(field(argument), value))
+    return Failure(" ".join(lines), tuple(map(field, (problem.argument, *problem.others))))
+
+
+def _field(argument: str) -> str:
+    """The path of the field that sets an argument of a schedule."""
+    return _FIELDS.get(argument, f"pipeline.{argument.removeprefix('num_')}")
+
+
 class ConfigError(ValueError):
-    """The input is at fault; the program ends with status 2 and has written nothing.
+    """The input is wrong: the trainer ends with status 2 and has written nothing.
 
     Args:
       failures: at least one.
@@ -36,9 +84,9 @@ class NonFiniteLossError(RuntimeError):
     """Training produced a loss or gradient norm that is not a number.
 
     Args:
-      step: the first step where it was seen.
-      values: what was seen, by name.
-      kept: step of the checkpoint that is left to go on from, or None.
+      step: the first step with such a value.
+      values: the values of that step, by name.
+      kept: the step of the last checkpoint, or None.
     """
 
     def __init__(self, *, step: int, values: Mapping[str, float], kept: int | None) -> None:

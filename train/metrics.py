@@ -1,4 +1,4 @@
-"""Where numbers go: metrics.jsonl, TensorBoard, Weights & Biases, and one line a logged step."""
+"""Where numbers go: metrics.jsonl, TensorBoard, Weights & Biases, and the printed lines."""
 
 from __future__ import annotations
 
@@ -16,8 +16,9 @@ from pathlib import Path
 from typing import Any, TextIO
 
 import jax
+from rich.console import Console
 
-from train import checks
+from train import run_folder
 from train.config import Config
 
 # Dense 16-bit peak per device, FLOP/s: NVIDIA's data sheets (A100, H100 SXM and PCIe, H200, B200)
@@ -57,7 +58,7 @@ def peak_flops(device_kind: str, dtype: str) -> float | None:
 
 
 def memory_bytes() -> int:
-    """Peak memory: of the first local device where it says so, else of this process."""
+    """Returns the peak memory of the first local device, or of this process if that is unknown."""
     statistics = jax.local_devices()[0].memory_stats()
     if statistics and "peak_bytes_in_use" in statistics:
         return int(statistics["peak_bytes_in_use"])
@@ -73,14 +74,15 @@ class Line:
     Args:
       step: optimizer steps done.
       num_steps: of the whole run.
-      loss: training loss, nats a token; None while a pipeline that never drains fills.
-      grad_norm: before clipping; likewise.
+      loss: training loss, in nats per token (per image for classes); None while an asynchronous
+        pipeline fills.
+      grad_norm: before clipping; None likewise.
       learning_rate: of this step.
       units_per_second: tokens or images over all devices, since the last line.
-      unit: which of them.
+      unit: what they are, such as "tokens".
       utilisation: share of the devices' peak, or None.
       bubble: predicted share of idle time.
-      memory_bytes: peak.
+      memory_bytes: peak memory.
       eval_loss: held-out loss, if evaluated.
     """
 
@@ -113,10 +115,15 @@ class Line:
         return "  ".join(parts)
 
 
-def truncate(path: Path, *, last_step: int) -> None:
-    """Leaves the records up to a step, so that a resumed run writes no step twice.
+def say(console: Console, text: str) -> None:
+    """Prints a line as it is: nothing in it is markup, and it is never wrapped."""
+    console.print(text, soft_wrap=True, markup=False, highlight=False)
 
-    What is not a record is dropped as well: a killed process may have left one half-written.
+
+def truncate(path: Path, *, last_step: int) -> None:
+    """Keeps only the records up to a step, so that a resumed run writes no step twice.
+
+    Lines that are not records are removed as well: a killed process may have left half a line.
 
     Args:
       path: metrics.jsonl; it may be missing.
@@ -137,12 +144,12 @@ def truncate(path: Path, *, last_step: int) -> None:
 class _Board:
     """TensorBoard's file, written by this thread.
 
-    tensorboardX's `SummaryWriter` has a thread of its own, which dies of a full disk and leaves its
-    caller waiting for ever.
+    tensorboardX's `SummaryWriter` has its own thread. When the disk is full, that thread dies and
+    leaves its caller waiting forever.
 
     Args:
       folder: made if missing.
-      first_step: TensorBoard hides what an earlier run wrote from this step on.
+      first_step: TensorBoard hides what an earlier run wrote at this step or later.
     """
 
     def __init__(self, folder: Path, *, first_step: int) -> None:
@@ -177,7 +184,7 @@ class Metrics:
 
     Args:
       config: names the run folder, and the wandb project if any.
-      last_step: the step that is continued from; later records are dropped.
+      last_step: the step to continue from; later records are removed.
       is_writer: whether this process writes.
     """
 
@@ -189,11 +196,11 @@ class Metrics:
         if not is_writer:
             return
         folder = Path(config.run_dir)
-        path = folder / checks.METRICS_FILE
+        path = folder / run_folder.METRICS_FILE
         truncate(path, last_step=last_step)
-        # Line by line: what a killed run has printed is on disk.
+        # Buffered by line, so that every step a killed run has printed is on disk.
         self._file = self._open.enter_context(path.open("a", encoding="utf-8", buffering=1))
-        self._board = _Board(folder / checks.TENSORBOARD, first_step=last_step + 1)
+        self._board = _Board(folder / run_folder.TENSORBOARD, first_step=last_step + 1)
         self._open.callback(self._board.close)
         if config.wandb.project is not None:
             wandb = importlib.import_module("wandb")
@@ -217,7 +224,7 @@ class Metrics:
 
         Args:
           step: optimizer steps done.
-          values: by name; None is left out, of a list each number is a curve of its own.
+          values: by name; None is left out, and each number of a list is a curve of its own.
         """
         if self._file is None or self._board is None:
             return

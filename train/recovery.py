@@ -1,4 +1,4 @@
-"""Which checkpoint to resume from: the newest that is whole. Nothing is deleted."""
+"""Finds the checkpoint to resume from: the newest one that is whole. Nothing is deleted."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ import orbax.checkpoint as ocp
 
 from train import checksums
 from train.checksums import DamagedError
-from train.config import Config
+from train.config import Config, upgraded
 from train.errors import Failure
 
 STATE, DATA, RUN = "state", "data", "run"
-"""What a checkpoint holds: arrays, the position in the data, the description of the run."""
+"""The items of a checkpoint: arrays, the position in the data, the description of the run."""
 CHECKSUMS = "checksums"
-"""Where the description of a run says that its checkpoint has checksums."""
+"""The entry of the description that says that the checkpoint has checksums."""
 
 _JSON_FILE = "metadata"
 _REASON_WIDTH = 300
-"""Tensorstore says all that it knows."""
+"""Error messages of tensorstore are long."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,7 +38,7 @@ class Damaged:
     Args:
       step: of the checkpoint.
       reason: what is wrong with it.
-      aside: the name under which it is kept as soon as a run writes to the folder.
+      aside: the name that it gets as soon as a run writes to the folder.
     """
 
     step: int
@@ -52,8 +52,8 @@ class Found:
 
     Args:
       latest: the newest step whose checkpoint is whole, or None.
-      has_checksums: that checkpoint was written with checksums; older versions wrote none.
-      damaged: newer ones that are not whole, newest first.
+      has_checksums: whether it was written with checksums; older versions wrote none.
+      damaged: newer checkpoints that are not whole, newest first.
     """
 
     latest: int | None
@@ -62,30 +62,30 @@ class Found:
 
     @classmethod
     def from_dict(cls, fields: Mapping[str, Any]) -> Found:
-        """Undoes `dataclasses.asdict`, also after a detour through JSON."""
+        """Undoes `dataclasses.asdict`, also after a round trip through JSON."""
         damaged = tuple(Damaged(**one) for one in fields["damaged"])
         return cls(fields["latest"], fields["has_checksums"], damaged)
 
     def notes(self) -> list[str]:
-        """One line for every checkpoint that is skipped or could not be verified."""
+        """Returns one line for every checkpoint that is skipped or cannot be verified."""
         lines = [
             f"skipping checkpoint {one.step}: {one.reason}; it is kept as {one.aside}"
             for one in self.damaged
         ]
         if self.latest is not None and not self.has_checksums:
             lines.append(
-                f"checkpoint {self.latest} carries no checksums: an older version wrote it, and "
-                "flipped bits in its arrays cannot be noticed"
+                f"checkpoint {self.latest} carries no checksums: an older version wrote it, so "
+                "flipped bits in its arrays would go unnoticed"
             )
         return lines
 
 
 def none_whole(found: Found, *, run_dir: str) -> list[Failure]:
-    """Why no checkpoint can be continued although there are some; empty if there are none.
+    """Says why no checkpoint can be continued although some exist; empty if none exists.
 
     Args:
-      found: without a whole one.
-      run_dir: of the run that wants to continue.
+      found: holds no whole checkpoint.
+      run_dir: the folder of the run to continue.
     """
     if not found.damaged:
         return []
@@ -100,7 +100,7 @@ def none_whole(found: Found, *, run_dir: str) -> list[Failure]:
 
 
 def steps(folder: Path) -> list[int]:
-    """Every step that has a checkpoint, rising, whole or not."""
+    """Returns every step that has a checkpoint, whole or not, in ascending order."""
     if not folder.is_dir():
         return []
     names = [path.name for path in folder.iterdir()]
@@ -108,10 +108,10 @@ def steps(folder: Path) -> list[int]:
 
 
 def find(folder: Path) -> Found:
-    """Verifies checkpoints from the newest on until one is whole; changes nothing.
+    """Verifies checkpoints, newest first, until one is whole; changes nothing.
 
     Args:
-      folder: of the checkpoints; it need not exist.
+      folder: holds the checkpoints; it need not exist.
     """
     damaged: list[Damaged] = []
     for step in reversed(steps(folder)):
@@ -126,7 +126,7 @@ def find(folder: Path) -> Found:
 
 def _free_name(path: Path) -> str:
     names = (path.name if n == 1 else f"{path.name}.{n}" for n in itertools.count(1))
-    # A link that leads nowhere is kept, too.
+    # A broken link counts as existing, so that it is kept.
     return next(name for name in names if not os.path.lexists(path.parent / name))
 
 
@@ -134,7 +134,7 @@ def move_aside(folder: Path, damaged: Sequence[Damaged]) -> None:
     """Renames damaged checkpoints, so that their steps can be saved again.
 
     Args:
-      folder: of the checkpoints.
+      folder: holds the checkpoints.
       damaged: from `find`.
     """
     for one in damaged:
@@ -159,11 +159,11 @@ def _verify(folder: Path) -> bool:
         run = json.loads((folder / RUN / _JSON_FILE).read_bytes())
         if CHECKSUMS in run:
             raise DamagedError(f"{checksums.FILE} is missing")
-        Config(**run["config"])
+        Config(**upgraded(run["config"]))
         _read_all(folder)
     except DamagedError:
         raise
-    # Orbax and tensorstore raise all kinds of errors for files that are not as they should be.
+    # Orbax and tensorstore raise many kinds of errors for damaged files.
     except Exception as error:
         what = textwrap.shorten(str(error), _REASON_WIDTH, placeholder=" ...")
         raise DamagedError(f"it cannot be read ({type(error).__name__}: {what})") from error
@@ -171,7 +171,7 @@ def _verify(folder: Path) -> bool:
 
 
 def _read_all(folder: Path) -> None:
-    """Reads a checkpoint that has no checksums, into the memory of this process alone."""
+    """Reads a checkpoint without checksums, into the memory of this process alone."""
     alone = ocp.options.MultiprocessingOptions(
         primary_host=jax.process_index(), active_processes={jax.process_index()}
     )

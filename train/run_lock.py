@@ -25,27 +25,27 @@ from train.errors import ConfigError, Failure
 
 LOCK_FILE = ".lock"
 HEARTBEAT_SECONDS = 5.0
-"""The holder touches its lock this often."""
+"""The time between two signs of life of the holder."""
 PATIENCE_SECONDS = 60.0
-"""A lock of another machine that nobody touches for so long is stale."""
+"""A lock of another machine without a sign of life for this long is stale."""
 
 _NO_FLOCK = frozenset({errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOTSUP, errno.ENOLCK, errno.EINVAL})
 _RETRY_SECONDS = 0.5
-"""Another process that removes a stale lock holds its flock for less than this."""
+"""A process that removes a stale lock holds its flock for less than this."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Owner:
-    """Who holds a lock, as the lock file says it.
+    """The holder of a lock, as the lock file describes it.
 
     Args:
       host: name of its machine.
       pid: its process.
       since: when it took the lock, in ISO 8601.
       slurm_job: the job's number, or None.
-      kernel: what tells its running kernel from every other.
+      kernel: identifies its running kernel.
       has_flock: whether it also holds the kernel's lock on the file.
-      token: what tells this lock from every other.
+      token: identifies this lock.
     """
 
     host: str
@@ -65,9 +65,9 @@ class RunLock:
     """The lock of a run folder.
 
     Args:
-      folder: the run folder; made if it is missing, and removed again if nothing else is in it.
-      say: takes a line for the user.
-      heartbeat_seconds: the time from one sign of life to the next.
+      folder: the run folder; made if it is missing, and removed again if it stays empty.
+      say: shows a line to the user.
+      heartbeat_seconds: the time between two signs of life.
       patience_seconds: how long to watch the lock of another machine for a sign of life.
 
     Example:
@@ -94,7 +94,7 @@ class RunLock:
         self._owner: Owner
 
     def acquire(self) -> None:
-        """Takes the lock, from a dead run if need be.
+        """Takes the lock, if necessary from a run that has died.
 
         Raises:
           ConfigError: another run holds it.
@@ -107,8 +107,8 @@ class RunLock:
                 continue
             if not watched:
                 break
-            # Another process that watched the same silent lock may have removed this one in its
-            # stead. A heartbeat later, whoever came last has the lock.
+            # Another process that watched the same silent lock may have removed this one
+            # instead. A heartbeat later, the process that came last has the lock.
             time.sleep(self._heartbeat_seconds)
             if self._is_mine():
                 break
@@ -116,7 +116,7 @@ class RunLock:
         self._thread.start()
 
     def release(self) -> None:
-        """Gives the lock back; does nothing if it is not held."""
+        """Releases the lock; does nothing if it is not held."""
         if self._descriptor is not None:
             if self._thread.ident is not None:
                 self._released.set()
@@ -134,20 +134,20 @@ class RunLock:
         self._descriptor = None
 
     def _create(self) -> bool:
-        """Makes the lock file and what is in it; returns False if there is one."""
+        """Writes the lock file; returns False if there already is one."""
         try:
             self._path.parent.mkdir(parents=True, exist_ok=True)
             self._descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o666)
         except FileExistsError:
-            # Nothing can be read through a link that leads nowhere, and so nothing waited for.
+            # A broken link cannot be read, so its owner cannot be waited for.
             if not self._path.parent.is_dir() or self._path.is_symlink():
                 raise
             return False
-        except FileNotFoundError:  # the folder was removed in between
+        except FileNotFoundError:  # the folder has been removed
             return False
         try:
-            # The flock comes before the name: a lock file that names this kernel has it. Another
-            # process that wanted the file before this one may have it for a moment.
+            # The flock is taken before the name is written, so that a file that names this kernel
+            # always has it. A process that tries to clear the file may hold it for a moment.
             self._owner = _this_process(has_flock=_flock(self._descriptor, waits=True) is True)
             text = json.dumps(dataclasses.asdict(self._owner))
             os.write(self._descriptor, f"{text}\n".encode())
@@ -159,13 +159,13 @@ class RunLock:
         return True
 
     def _clear(self) -> bool:
-        """Removes the lock of a dead run.
+        """Removes the lock of a run that has died.
 
         Returns:
-          Whether its silence was watched, which proves less than a flock.
+          Whether only its silence shows that the run has died, which is weaker than a flock.
 
         Raises:
-          ConfigError: the run may be alive.
+          ConfigError: the run may still be alive.
         """
         seen = _read(self._path)
         if seen is None:
@@ -177,14 +177,14 @@ class RunLock:
         return True
 
     def _clear_local(self, seen: _Reading) -> None:
-        """The kernel frees the flock of a process that ends, however it ends."""
+        """Asks the kernel, which frees the flock of every process that ends."""
         for attempt in range(2):
             time.sleep(attempt * _RETRY_SECONDS)
             with contextlib.suppress(FileNotFoundError), _opened(self._path) as descriptor:
                 is_free, now = _flock(descriptor), _read(self._path)
                 if now is None or now.owner != seen.owner:
                     return
-                # Under the flock nobody else removes the file that was found to be there.
+                # Nobody else removes this file while this process holds its flock.
                 if is_free:
                     self._path.unlink()
                     self._say(f"removed the lock of {seen.who}, which has ended")
@@ -192,7 +192,7 @@ class RunLock:
         raise ConfigError([in_use(self._folder, seen.who)])
 
     def _clear_silent(self, seen: _Reading) -> None:
-        """Watches for a heartbeat, so that the clocks of two machines need not agree."""
+        """Watches for a sign of life itself, since the clocks of two machines may differ."""
         self._say(
             f"run_dir={self._folder} has the lock of {seen.who}: waiting up to "
             f"{self._patience_seconds:g} s for a sign of life"
@@ -215,7 +215,7 @@ class RunLock:
     def _beat(self) -> None:
         assert self._descriptor is not None
         while not self._released.wait(self._heartbeat_seconds):
-            # A network file system may be away for a while.
+            # A network file system may be unreachable for a while.
             with contextlib.suppress(OSError):
                 os.utime(self._descriptor)
                 now = _read(self._path)
@@ -223,20 +223,20 @@ class RunLock:
                     self._end(now.who)
 
     def _end(self, who: str) -> None:
-        """Ends a process that was silent for too long, at once: the folder is no longer its own."""
+        """Ends this process at once: it was silent for too long and has lost the folder."""
         text = f"run_dir={self._folder} was silent for too long and is now in use by {who}"
         print(f"error: {text}: this run ends and writes nothing more", file=sys.stderr, flush=True)
         os._exit(2)
 
 
 def holder(folder: Path) -> str | None:
-    """Says which other process holds a run folder's lock, as far as is known without waiting.
+    """Says which other process holds a run folder's lock, as far as can be told without waiting.
 
     Args:
       folder: the run folder; it may be missing.
 
     Returns:
-      Who it is; None if it is nobody, this process, or one that has ended.
+      The process; None if there is none, if it is this one, or if it has ended.
     """
     path = folder / LOCK_FILE
     seen = _read(path)
@@ -252,7 +252,7 @@ def holder(folder: Path) -> str | None:
 
 
 def in_use(folder: Path, who: str) -> Failure:
-    """What to say when another run holds the lock."""
+    """Returns the failure of a folder whose lock another run holds."""
     return Failure(
         f"run_dir={folder} is in use by {who}. Wait until that run has ended, stop it, or name "
         "another --run-dir.",
@@ -261,7 +261,7 @@ def in_use(folder: Path, who: str) -> Failure:
 
 
 def missing_folders(folder: Path) -> list[Path]:
-    """A folder and its parents as far as they do not exist, the deepest first."""
+    """Returns the folder and its parents that do not exist, deepest first."""
     return [path for path in (folder, *folder.parents) if not path.exists()]
 
 
@@ -274,7 +274,7 @@ def remove_folders(folders: Sequence[Path]) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class _Reading:
-    """A lock file as it was: it is touched and replaced, so that a living one changes."""
+    """A lock file at one moment; that of a living run changes with every sign of life."""
 
     inode: int
     touched_nanoseconds: int
@@ -286,7 +286,7 @@ class _Reading:
 
 
 def _read(path: Path) -> _Reading | None:
-    """Reads a lock file afresh, also over a network; None if there is none."""
+    """Opens a lock file anew, as network file systems require; None if there is none."""
     try:
         with path.open("rb") as file:
             state, text = os.fstat(file.fileno()), file.read()
@@ -299,7 +299,7 @@ def _read(path: Path) -> _Reading | None:
 
 
 def _is_local(owner: Owner | None) -> bool:
-    """Whether the flock of a lock file tells if its owner lives."""
+    """Says whether the flock of a lock file shows if its owner is alive."""
     return owner is not None and owner.has_flock and owner.kernel == _kernel()
 
 
@@ -313,7 +313,7 @@ def _opened(path: Path) -> Iterator[int]:
 
 
 def _flock(descriptor: int, *, waits: bool = False) -> bool | None:
-    """Tries to lock a file; returns whether it did, None where the file system knows no flock."""
+    """Tries to lock a file; returns whether it did, or None if the file system has no flock."""
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | (0 if waits else fcntl.LOCK_NB))
     except BlockingIOError:
@@ -339,7 +339,7 @@ def _this_process(*, has_flock: bool) -> Owner:
 
 @functools.cache
 def _kernel() -> str:
-    """What tells a running kernel from every other, even where two machines share a name."""
+    """Identifies the running kernel, even if two machines have the same name."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
     except OSError:  # not Linux

@@ -1,4 +1,4 @@
-"""What is compiled: the model in its pipeline, the optimizer, and one training step."""
+"""What a run compiles: the model in its pipeline, the optimizer, and one training step."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from jaxpipe.runtime.pipeline import Pipeline
 from jaxpipe.schedule.actions import Schedule
 from jaxpipe.schedule.partition import Memory, chunk_costs, partition
 from jaxpipe.schedule.simulate import Costs, simulate
-from train import distributed, schedule, tasks
+from train import configured, distributed, tasks
 from train.choice import Choice
 from train.config import Config, OptimizerConfig
 
@@ -29,8 +29,8 @@ PyTree = Any
 
 
 @dataclasses.dataclass(frozen=True)
-class State:
-    """What a step changes.
+class TrainState:
+    """What a training step changes.
 
     Args:
       params: placed parameters.
@@ -44,22 +44,22 @@ class State:
 
 
 jax.tree_util.register_dataclass(
-    State, data_fields=["params", "optimizer", "layers"], meta_fields=[]
+    TrainState, data_fields=["params", "optimizer", "layers"], meta_fields=[]
 )
 
 
-class Program:
+class Setup:
     """Everything a run compiles, built from its configuration.
 
     Args:
       config: a checked configuration; the devices it needs are there.
-      choice: the schedule and the partition to keep; None to choose them. That of process 0 is
-        every process's.
+      choice: the schedule and the partition to keep; None to choose them. Every process takes those
+        of process 0.
 
     Example:
-      >>> program = Program(config)  # doctest: +SKIP
-      >>> state = program.init()  # doctest: +SKIP
-      >>> state, metrics = program.train_step(state, batch, program.rng(0))  # doctest: +SKIP
+      >>> setup = Setup(config)  # doctest: +SKIP
+      >>> state = setup.init()  # doctest: +SKIP
+      >>> state, metrics = setup.train_step(state, batch, setup.rng(0))  # doctest: +SKIP
     """
 
     def __init__(self, config: Config, choice: Choice | None = None) -> None:
@@ -67,7 +67,7 @@ class Program:
         self.task = tasks.make(config)
         self.mesh = make_mesh(stage=config.mesh.stage, data=config.mesh.data)
         self.shapes = jax.eval_shape(self.task.init, self._key)
-        # A measurement differs from process to process.
+        # Measurements differ between processes.
         chosen = distributed.from_first(lambda: (choice or self._choose()).to_json())
         self.choice = Choice.from_json(chosen)
         self.schedule = self.choice.schedule
@@ -78,23 +78,23 @@ class Program:
 
     def _choose(self) -> Choice:
         costs, counts = self._partition()
-        return Choice(schedule.build(self.config, counts), counts, tuple(costs))
+        return Choice(configured.build(self.config, counts), counts, tuple(costs))
 
     def _partition(self) -> tuple[list[float], tuple[int, ...]]:
-        """What every layer costs, and the layers of every chunk."""
-        settings, order = self.config.pipeline, schedule.order(self.config)
+        """Returns the cost of every layer, and the number of layers of every chunk."""
+        settings, order = self.config.pipeline, configured.order(self.config)
         rule, alike = settings.partition, not isinstance(self.shapes["layers"], tuple)
         even = [1.0] * self.task.num_layers
-        counts = schedule.own_counts(self.config) or partition(even, order.placement)
+        counts = configured.own_counts(self.config) or partition(even, order.placement)
         limit = settings.stage_memory
         if limit is None and alike:
             return even, counts
-        # Any partition will do to look at the layers.
+        # Any partition serves to inspect the layers.
         probe = self._pipeline(dataclasses.replace(order, slices=None), counts)
         batch, rng = self._batch_shapes(probe), jax.eval_shape(lambda: self.rng(0))
         parts = layer_costs(probe, batch, rng, measure=rule == "measured")
         costs = [part.f + part.b + part.w for part in parts]
-        if schedule.own_counts(self.config) is not None:
+        if configured.own_counts(self.config) is not None:
             return costs, counts
         memory = None if limit is None else self._memory(probe, batch, rng, limit)
         weights = even if rule == "equal" else costs
@@ -102,21 +102,21 @@ class Program:
 
     @cached_property
     def chunk_costs(self) -> list[Costs]:
-        """What every virtual stage costs, by its layers; ``costs.*`` are a mean one's."""
-        return chunk_costs(schedule.costs(self.config), self.layer_costs, self.layer_counts)
+        """The costs of every virtual stage, by its layers; ``costs.*`` are their average."""
+        return chunk_costs(configured.costs(self.config), self.layer_costs, self.layer_counts)
 
     def _memory(self, probe: Pipeline, batch: PyTree, rng, limit: float) -> Memory:
-        """What layers keep: weights, gradients and two moments of Adam, and their residuals."""
+        """What layers keep: weights, gradients, two moments of Adam, and residuals."""
         parameters, residuals = layer_bytes(probe, batch, rng)
         levels, peak = [3, 2, 1, 1], 0
-        if schedule.is_asynchronous(self.config):
-            steady = schedule.steady_state(self.config)
-            corrects = schedule.techniques(self.config)[1] is not None
+        if configured.is_asynchronous(self.config):
+            steady = configured.steady_state(self.config)
+            corrects = configured.techniques(self.config)[1] is not None
             levels += [3] * (steady.num_versions - 1 + corrects)
             peak = steady.residual_slots
         sharded = sum(probe.zero >= z for z in levels)
         copies = len(levels) - sharded + sharded / self.config.mesh.data
-        peak = max(peak, *simulate(probe.schedule, schedule.costs(self.config)).peak_in_flight)
+        peak = max(peak, *simulate(probe.schedule, configured.costs(self.config)).peak_in_flight)
         return Memory([copies * n for n in parameters], residuals, peak, limit * 1e9)
 
     def _pipeline(self, order: Schedule, counts: Sequence[int], *, train: bool = True) -> Pipeline:
@@ -140,7 +140,7 @@ class Program:
 
     @cached_property
     def _decays(self) -> PyTree:
-        """Which of the placed parameters decay: booleans, or arrays of them for packed layers."""
+        """Which of the placed parameters decay: booleans, or boolean arrays for packed layers."""
         decays, layers = decaying(self.shapes), self.shapes["layers"]
         if self.config.pipeline.weights == "unrolled":
             return decays | {
@@ -160,7 +160,7 @@ class Program:
         return jax.random.key(self.config.train.seed)
 
     def rng(self, step: int) -> jax.Array | None:
-        """The key of a step, or None for a model without dropout."""
+        """Returns the key of a step, or None for a model without dropout."""
         if not self.task.dropout:
             return None
         return jax.random.fold_in(self._key, step)
@@ -170,24 +170,24 @@ class Program:
         return NamedSharding(self.mesh, P())
 
     @property
-    def state_shardings(self) -> State:
-        """Where the state is."""
+    def state_shardings(self) -> TrainState:
+        """How the state is sharded."""
         return jax.tree.map(lambda leaf: leaf.sharding, self.state_shapes)
 
     @cached_property
-    def state_shapes(self) -> State:
+    def state_shapes(self) -> TrainState:
         """Shapes, dtypes and shardings of the state on the devices."""
         params = jax.eval_shape(self.pipe.place, self.shapes)
         optimizer = jax.eval_shape(self.optimizer.init, params)
-        shardings = State(self.pipe.param_shardings, self.pipe.optimizer_shardings(optimizer))
-        state = jax.tree.map(with_sharding, State(params, optimizer), shardings)
+        shardings = TrainState(self.pipe.param_shardings, self.pipe.optimizer_shardings(optimizer))
+        state = jax.tree.map(with_sharding, TrainState(params, optimizer), shardings)
         return dataclasses.replace(state, layers=self.pipe.placed_states)
 
     @cached_property
-    def canonical_shapes(self) -> State:
-        """The same in canonical order: what a checkpoint holds."""
+    def canonical_shapes(self) -> TrainState:
+        """The same in canonical order, as a checkpoint holds it."""
         optimizer = jax.eval_shape(self.optimizer.init, self.shapes)
-        state = State(self.shapes, optimizer, self.pipe.canonical_states)
+        state = TrainState(self.shapes, optimizer, self.pipe.canonical_states)
         shardings = self.pipe.map_parameters(
             lambda _: self.pipe.canonical_shardings, state, rest=lambda _: self.replicated
         )
@@ -206,19 +206,19 @@ class Program:
 
         return jax.tree.map(batch, self.task.row_shapes())
 
-    def init(self) -> State:
-        """Initial weights and optimizer state, made where they live."""
+    def init(self) -> TrainState:
+        """Makes the initial weights and optimizer state on the devices that hold them."""
 
         def make(key):
             params = self.pipe.place(self.task.init(key))
-            return State(params, self.optimizer.init(params), self._place_states(states))
+            return TrainState(params, self.optimizer.init(params), self._place_states(states))
 
         states = self.task.init_states()
         return jax.jit(make, out_shardings=self.state_shardings)(self._key)
 
-    def to_canonical(self, state: State) -> State:
-        """Undoes placing, for the optimizer state, too; no layout is left in it."""
-        return State(
+    def to_canonical(self, state: TrainState) -> TrainState:
+        """Undoes placing, also of the optimizer state; the result does not depend on the layout."""
+        return TrainState(
             self.pipe.unplace(state.params),
             self.pipe.map_parameters(self.pipe.unplace, state.optimizer),
             None if state.layers is None else self.pipe.unplace_states(state.layers),
@@ -227,12 +227,14 @@ class Program:
     def _place_states(self, states: PyTree) -> PyTree:
         return None if states is None else self.pipe.place_states(states)
 
-    def from_canonical(self, state: State) -> State:
-        """Places a canonical state on this program's mesh, for its schedule and ZeRO level."""
+    def from_canonical(self, state: TrainState) -> TrainState:
+        """Places a canonical state on this run's mesh, for its schedule and ZeRO level."""
 
         def place(state):
             optimizer = self.pipe.map_parameters(self.pipe.place, state.optimizer)
-            return State(self.pipe.place(state.params), optimizer, self._place_states(state.layers))
+            return TrainState(
+                self.pipe.place(state.params), optimizer, self._place_states(state.layers)
+            )
 
         return jax.jit(place, out_shardings=self.state_shardings)(state)
 
@@ -246,7 +248,7 @@ class Program:
             updates, optimizer = self.optimizer.update(grads, state.optimizer, state.params)
             params = optax.apply_updates(state.params, updates)
             metrics = {"loss": loss, "grad_norm": optax.tree.norm(grads)}
-            return State(params, optimizer, layers), metrics
+            return TrainState(params, optimizer, layers), metrics
 
         shardings = self.state_shardings, self.replicated
         return jax.jit(step, donate_argnums=0, out_shardings=shardings)
@@ -264,17 +266,17 @@ class Program:
 
 
 def learning_rate(config: OptimizerConfig, *, num_steps: int) -> optax.Schedule:
-    """Linear warm-up from 0 to the peak, then a cosine that ends at ``num_steps``.
+    """Makes the learning rate: a linear warm-up from 0 to the peak, then a cosine decay.
 
     Args:
       config: peak, length of the warm-up, last value.
-      num_steps: optimizer steps of the run, at least 1.
+      num_steps: optimizer steps of the run, at least 1; the decay ends there.
 
     Example:
       >>> float(learning_rate(OptimizerConfig(peak_lr=1.0, warmup_steps=2), num_steps=9)(1))
       0.5
     """
-    if config.warmup_steps == num_steps:  # optax's cosine needs a step of its own
+    if config.warmup_steps == num_steps:  # optax's cosine needs at least one step
         return optax.linear_schedule(0.0, config.peak_lr, num_steps)
     return optax.warmup_cosine_decay_schedule(
         init_value=0.0,
@@ -286,7 +288,7 @@ def learning_rate(config: OptimizerConfig, *, num_steps: int) -> optax.Schedule:
 
 
 def decaying(shapes: PyTree) -> PyTree:
-    """Which canonical parameters decay: matrices and kernels do, vectors do not."""
+    """Says which canonical parameters decay: matrices and kernels do, vectors do not."""
     stacked = not isinstance(shapes["layers"], tuple)
     return {
         name: jax.tree.map(
@@ -298,18 +300,18 @@ def decaying(shapes: PyTree) -> PyTree:
 
 def make_optimizer(
     config: OptimizerConfig,
-    schedule: optax.Schedule,
+    rate: optax.Schedule,
     decays: Callable[[], PyTree],
     *,
     clips: bool = True,
 ) -> optax.GradientTransformation:
-    """AdamW after clipping by the norm of the whole gradient.
+    """Makes AdamW after clipping by the norm of the whole gradient.
 
     Args:
       config: its numbers.
-      schedule: the learning rate of a step.
-      decays: returns which parameters decay, a tree like them of booleans or boolean arrays (packed
-        layers are one array, so that a mask of whole leaves cannot say it).
+      rate: the learning rate of a step.
+      decays: returns which parameters decay: a tree of the same structure, of booleans or boolean
+        arrays (packed layers are one array, of which only parts decay).
       clips: False leaves clipping to an asynchronous pipeline; the state is the same.
     """
 
@@ -327,14 +329,14 @@ def make_optimizer(
         optax.clip_by_global_norm(config.clip_norm) if clips else optax.identity(),
         optax.scale_by_adam(b1=config.beta1, b2=config.beta2),
         optax.stateless(decay),
-        optax.scale_by_learning_rate(schedule),
+        optax.scale_by_learning_rate(rate),
     )
 
 
 def _own_part(mask: Any, shape: tuple[int, ...]) -> Any:
-    """What a mask of packed layers, ``[stages, data shards, columns]``, says about weights.
+    """Cuts a mask of packed layers, ``[stages, data shards, columns]``, to the weights at hand.
 
-    In an asynchronous pipeline the optimizer sees a device's own part of them.
+    In an asynchronous pipeline the optimizer sees only a device's own part of them.
     """
     for dim, axis in enumerate((STAGE, DATA)):
         if np.ndim(mask) > 0 and np.shape(mask)[dim] != shape[dim]:
@@ -344,5 +346,5 @@ def _own_part(mask: Any, shape: tuple[int, ...]) -> Any:
 
 
 def with_sharding(leaf, sharding) -> jax.ShapeDtypeStruct:
-    """An array's shape and dtype, and where it is to be."""
+    """Returns an array's shape and dtype with a sharding."""
     return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)

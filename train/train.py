@@ -30,7 +30,7 @@ def main(arguments: Sequence[str]) -> int:
     Returns:
       The exit status.
     """
-    from train import checks, command_line, errors
+    from train import command_line, errors, run_folder
 
     try:
         invocation = command_line.parse(arguments)
@@ -51,7 +51,7 @@ def main(arguments: Sequence[str]) -> int:
         warnings.filterwarnings("ignore", "coroutine .* was never awaited", RuntimeWarning)
         # TensorBoard's file cannot be flushed any more, and so not closed.
         warnings.filterwarnings("ignore", "unclosed file", ResourceWarning)
-        return _refuse(errors.ConfigError([checks.unwritable(invocation.config, cause)]))
+        return _refuse(errors.ConfigError([run_folder.unwritable(invocation.config, cause)]))
     return 0
 
 

@@ -6,29 +6,31 @@ Nothing here changes a value.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import TypeVar
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 
 from jaxpipe.runtime.mesh import DATA
+from jaxpipe.runtime.types import Index, Tree
 
-PyTree = Any
+Carry = TypeVar("Carry")
 
 
-def tie(read: PyTree, carried: PyTree) -> tuple[PyTree, PyTree]:
+def tie(read: Tree, carried: Tree) -> tuple[Tree, Tree]:
     """Both, each made to depend on the other, so that XLA keeps the uses of ``read`` in the loop.
 
     What a gated loop's body reads but does not carry is the same in every iteration; XLA would
-    compute with it before the loop, and so in idle ticks as well. Use both results: XLA drops what
-    nobody uses from a barrier, and with it the dependence.
+    compute with it before the loop, and so in idle ticks as well. Use both results: XLA drops an
+    unused one from the barrier, and with it the dependence.
 
     Test: ``test_compiled.py::test_idle_ticks_run_no_matmul_and_no_collective_but_the_messages``.
     """
     return lax.optimization_barrier((read, carried))
 
 
-def run_if(condition, body: Callable[[Any], Any], carry: PyTree) -> PyTree:
+def run_if(condition: Index, body: Callable[[Carry], Carry], carry: Carry) -> Carry:
     """``body(carry)`` if the condition holds, ``carry`` if not, as a loop of one trip or none.
 
     XLA copies every buffer that passes through a ``cond``; a loop aliases its carry in place. The
@@ -41,7 +43,7 @@ def run_if(condition, body: Callable[[Any], Any], carry: PyTree) -> PyTree:
     return lax.fori_loop(0, jnp.asarray(condition, jnp.int32), lambda _, carry: body(carry), carry)
 
 
-def run_once(body: Callable[[Any], Any], carry: PyTree) -> PyTree:
+def run_once(body: Callable[[Carry], Carry], carry: Carry) -> Carry:
     """``body(carry)`` in a loop of one trip, so that its result takes the place of its carry.
 
     Outside a loop, XLA for CPUs gives the result of an ``all-reduce`` a buffer of its own. A mesh
@@ -52,7 +54,7 @@ def run_once(body: Callable[[Any], Any], carry: PyTree) -> PyTree:
     return run_if(lax.axis_index(DATA) >= 0, body, carry)
 
 
-def overwrite(old, new, slot):
+def overwrite(old: jax.Array, new: jax.Array, slot: Index) -> jax.Array:
     """``new``, as something that reads the array it overwrites; a slot is never negative.
 
     An array that is overwritten whole depends on nothing that the tick loop carries: XLA would

@@ -1,37 +1,30 @@
 """What a pipeline refuses before anything is compiled: arguments and trees that do not fit it.
 
-Every function returns or yields one text per problem, so that callers can report all of them at
-once.
+Every function returns or yields one `Problem` or text per problem, so that callers can report all
+of them at once.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 import jax
 from jax.sharding import Mesh
 
 from jaxpipe.runtime.layers.model import Model
-from jaxpipe.runtime.layers.split import REMAT_POLICIES
+from jaxpipe.runtime.layers.split import unknown_remat
 from jaxpipe.runtime.layout.whole_model import LAYOUTS
 from jaxpipe.runtime.mesh import DATA, STAGE
 from jaxpipe.runtime.trees import describe, describe_leaf, mismatches, shape_of, shapes_of
+from jaxpipe.runtime.types import Params, Shapes, States, Tree
 from jaxpipe.schedule.actions import Kind, Schedule
 from jaxpipe.schedule.check.validate import simulated_only
+from jaxpipe.schedule.problems import Problem
 
-PyTree = Any
 
-
-def num_layers(layers: PyTree) -> int:
+def num_layers(layers: Params) -> int:
     """How many layers canonical ``params["layers"]`` hold."""
     return len(layers) if isinstance(layers, tuple) else jax.tree.leaves(layers)[0].shape[0]
-
-
-def raise_all(problems: Sequence[str]) -> None:
-    """Raises one error with all problems, if there are any."""
-    if problems:
-        raise ValueError("\n".join(problems))
 
 
 # What a pipeline is built from.
@@ -39,8 +32,8 @@ def raise_all(problems: Sequence[str]) -> None:
 
 def arguments(
     model: Model,
-    params: PyTree,
-    states: PyTree,
+    params: Params,
+    states: States,
     schedule: Schedule,
     mesh: Mesh,
     remat: str,
@@ -48,7 +41,7 @@ def arguments(
     weights: str,
     weight_slots: int,
     layer_counts: Sequence[int] | None,
-) -> Iterator[str]:
+) -> Iterator[Problem | str]:
     """Everything that does not fit among the arguments of `Pipeline`."""
     if set(mesh.axis_names) != {DATA, STAGE}:
         yield (
@@ -56,25 +49,24 @@ def arguments(
             "(jaxpipe.make_mesh)."
         )
     elif mesh.shape[STAGE] != schedule.num_stages:
-        yield (
-            f"mesh.stage={mesh.shape[STAGE]} does not fit schedule {schedule.name!r}, which was "
-            f"built for {schedule.num_stages} stages.\n"
-            f"Nearest valid: mesh.stage={schedule.num_stages}."
-        )
+        rule = f"it was built for {schedule.num_stages} stages"
+        nearest = {STAGE: schedule.num_stages}
+        yield Problem("mesh", dict(mesh.shape), rule, nearest, schedule=schedule.name)
     yield from simulated_only(schedule)
     if schedule.minibatches is not None:
-        yield (
-            f"Schedule {schedule.name!r} updates weights as it runs: AsyncPipeline executes it, "
-            "made from a Pipeline of one step.\nNearest valid: '1f1b'."
+        rule = (
+            "updates weights as it runs: AsyncPipeline executes it, made from a Pipeline of one "
+            "step"
         )
-    if remat not in REMAT_POLICIES:
-        yield f"remat={remat!r} is not a policy; choose one of {', '.join(REMAT_POLICIES)}."
+        yield Problem("schedule", schedule.name, rule, ("1f1b",))
+    yield from unknown_remat(remat)
     if zero not in (0, 1, 2, 3):
-        yield f"zero={zero} is not a level.\nNearest valid: {min(max(zero, 0), 3)}."
+        yield Problem("zero", zero, "is not a level", (min(max(zero, 0), 3),))
     if weights not in LAYOUTS:
-        yield f"weights={weights!r} is no layout; choose one of {', '.join(LAYOUTS)}."
+        rule = f"is no layout; choose one of {', '.join(LAYOUTS)}"
+        yield Problem("weights", weights, rule)
     if weight_slots < 1:
-        yield f"weight_slots={weight_slots} holds no chunk.\nNearest valid: 1."
+        yield Problem("weight_slots", weight_slots, "holds no chunk", (1,))
     malformed = list(_parameters(model, params, weights))
     if model.stateful != (states is not None):
         yield (
@@ -89,7 +81,7 @@ def arguments(
     yield from malformed or _counts(params, states, schedule, layer_counts)
 
 
-def _parameters(model: Model, params: PyTree, weights: str) -> Iterator[str]:
+def _parameters(model: Model, params: Params, weights: str) -> Iterator[Problem | str]:
     """What is wrong with the parameters a pipeline is built from."""
     parts = ("embed", "layers", "head")
     if not isinstance(params, dict) or set(params) != set(parts):
@@ -106,13 +98,13 @@ def _parameters(model: Model, params: PyTree, weights: str) -> Iterator[str]:
         yield from _stacked("params['layers']", params["layers"])
 
 
-def _not_arrays(name: str, tree: PyTree) -> Iterator[str]:
+def _not_arrays(name: str, tree: Tree) -> Iterator[str]:
     for path, leaf in jax.tree.leaves_with_path(tree):
         if shape_of(leaf) is None:
             yield f"{name}{jax.tree_util.keystr(path)} is {describe_leaf(leaf)}."
 
 
-def _stacked(name: str, layers: PyTree) -> Iterator[str]:
+def _stacked(name: str, layers: Params) -> Iterator[str]:
     """What is wrong with what layers that are alike have."""
     leaves = jax.tree.leaves_with_path(shapes_of(layers))
     leading = {leaf.shape[:1] for _, leaf in leaves}
@@ -124,13 +116,14 @@ def _stacked(name: str, layers: PyTree) -> Iterator[str]:
         )
 
 
-def _tuples(model: Model, layers: PyTree, weights: str) -> Iterator[str]:
+def _tuples(model: Model, layers: Params, weights: str) -> Iterator[Problem | str]:
     """What is wrong with the layers of a model whose layers differ."""
     if weights == "unrolled":
-        yield (
-            "weights='unrolled' needs layers that are alike, and these are a tuple: layers that "
-            "differ share flat arrays.\nNearest valid: weights='stacked'."
+        rule = (
+            "needs layers that are alike, and these are a tuple: layers that differ share flat "
+            "arrays"
         )
+        yield Problem("weights", weights, rule, {"weights": "stacked"})
     if not (isinstance(layers, tuple) and isinstance(model.layer, tuple)):
         one, other = ("params['layers']", "Model.layer")
         if isinstance(model.layer, tuple):
@@ -162,7 +155,7 @@ def _order(schedule: Schedule) -> Iterator[str]:
             latest[action.virtual_stage] = action.microbatch
 
 
-def _states(states: PyTree) -> list[str]:
+def _states(states: States) -> list[str]:
     """What is wrong with the states a pipeline is built from."""
     problems = list(_not_arrays("states", states))
     if problems or isinstance(states, tuple):
@@ -171,8 +164,8 @@ def _states(states: PyTree) -> list[str]:
 
 
 def _counts(
-    params: PyTree, states: PyTree, schedule: Schedule, layer_counts: Sequence[int] | None
-) -> Iterator[str]:
+    params: Params, states: States, schedule: Schedule, layer_counts: Sequence[int] | None
+) -> Iterator[Problem | str]:
     """What disagrees about the number of layers."""
     depth = num_layers(params["layers"])
     if states is not None and num_layers(states) != depth:
@@ -181,18 +174,18 @@ def _counts(
         return
     virtual_stages = schedule.placement.num_virtual_stages
     if len(layer_counts) != virtual_stages or sum(layer_counts) != depth or min(layer_counts) < 0:
-        yield (
-            f"layer_counts={tuple(layer_counts)} must be {virtual_stages} numbers, one per virtual "
-            f"stage of schedule {schedule.name!r}, that add up to the {depth} layers of "
-            "params['layers']."
+        rule = (
+            f"must be {virtual_stages} numbers, one per virtual stage of schedule "
+            f"{schedule.name!r}, that add up to the {depth} layers of params['layers']"
         )
+        yield Problem("layer_counts", tuple(layer_counts), rule)
 
 
 # What a pipeline is called with.
 
 
 def canonical(
-    name: str, tree: PyTree, expected: PyTree, placed: PyTree, *, dtypes: bool = True
+    name: str, tree: Tree, expected: Shapes, placed: Shapes, *, dtypes: bool = True
 ) -> list[str]:
     """What is wrong with canonical parameters or states.
 
@@ -219,9 +212,9 @@ def canonical(
 
 def placed(
     name: str,
-    tree: PyTree,
-    expected: PyTree,
-    canonical: PyTree,
+    tree: Tree,
+    expected: Shapes,
+    canonical: Shapes,
     *,
     method: str,
     dtypes: bool = True,
@@ -237,13 +230,13 @@ def placed(
     return [*lines, f"{name} must be as `pipe.{method}` returns it."]
 
 
-def optimizer_state(name: str, tree: PyTree, expected: PyTree) -> list[str]:
+def optimizer_state(name: str, tree: Tree, expected: Shapes) -> list[str]:
     """What is wrong with an optimizer's state; its dtypes may be any."""
     lines = mismatches(name, tree, expected, dtypes=False)
     return [*lines, f"{name} must be as `pipe.init` returns it."] if lines else []
 
 
-def _other_layers(name: str, tree: PyTree, expected: PyTree) -> Iterator[str]:
+def _other_layers(name: str, tree: Tree, expected: Shapes) -> Iterator[str]:
     """Says it if layers are given in the other form, or too many or too few of them."""
     if not isinstance(tree, dict) or "layers" not in tree:
         return
@@ -261,7 +254,7 @@ def _other_layers(name: str, tree: PyTree, expected: PyTree) -> Iterator[str]:
             yield f"{at} holds {leading.pop()[0]} layers; expected {depth}."
 
 
-def batch(tree: PyTree, *, num_microbatches: int, num_shards: int) -> Iterator[str]:
+def batch(tree: Tree, *, num_microbatches: int, num_shards: int) -> Iterator[str]:
     """What is wrong with a batch."""
     unit = f"{num_microbatches} microbatches x {num_shards} data shards"
     rows: dict[str, int] = {}

@@ -10,6 +10,8 @@ import jax
 from jax.experimental.compilation_cache import compilation_cache
 from jax.sharding import AxisType, Mesh
 
+from jaxpipe.schedule.problems import below_one, refuse
+
 DATA, STAGE = "data", "stage"
 
 _LOG = logging.getLogger(__name__)
@@ -32,17 +34,12 @@ def make_mesh(*, stage: int, data: int = 1, devices: Sequence[jax.Device] | None
       >>> make_mesh(stage=1).axis_names
       ('data', 'stage')
     """
-    if problems := [
-        f"mesh.{name}={count} must be at least 1.\nNearest valid: 1."
-        for name, count in ((DATA, data), (STAGE, stage))
-        if count < 1
-    ]:
-        raise ValueError("\n".join(problems))
+    refuse(below_one(data=data, stage=stage))
     available = list(jax.devices() if devices is None else devices)
     needed = data * stage
     if needed > len(available):
         raise ValueError(
-            f"mesh.data={data} x mesh.stage={stage} needs {needed} devices, but there are "
+            f"data={data} x stage={stage} needs {needed} devices, but there are "
             f"{len(available)} ({available[0].platform}). On CPU, simulate them with "
             f"XLA_FLAGS=--xla_force_host_platform_device_count={needed}."
         )

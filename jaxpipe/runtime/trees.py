@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-PyTree = Any
+from jaxpipe.runtime.types import Shapes, Tree
 
 
 def shape_of(leaf: Any) -> jax.ShapeDtypeStruct | None:
@@ -19,12 +19,12 @@ def shape_of(leaf: Any) -> jax.ShapeDtypeStruct | None:
         return None
 
 
-def shapes_of(tree: PyTree) -> PyTree:
+def shapes_of(tree: Tree) -> Shapes:
     """The tree with `shape_of` of every leaf."""
     return jax.tree.map(shape_of, tree)
 
 
-def describe(tree: PyTree) -> str:
+def describe(tree: Tree) -> str:
     """A tree of arrays or shapes in words: ``{'source': float32[2, 3]}``."""
     return str(jax.tree.map(lambda leaf: _Text(f"{leaf.dtype}{list(leaf.shape)}"), tree))
 
@@ -35,12 +35,12 @@ def describe_leaf(leaf: Any) -> str:
     return f"a {type(leaf).__name__}, not an array" if shape is None else describe(shape)
 
 
-def strongly_typed(tree: PyTree) -> PyTree:
+def strongly_typed(tree: Tree) -> Tree:
     """The arrays without weak types, which a training step would lose and be compiled again."""
     return jax.tree.map(lambda w: jnp.asarray(w, w.dtype), tree)
 
 
-def mismatches(name: str, found: PyTree, expected: PyTree, *, dtypes: bool = True) -> list[str]:
+def mismatches(name: str, found: Tree, expected: Shapes, *, dtypes: bool = True) -> list[str]:
     """Says everything in which a tree differs from the expected one.
 
     Args:
@@ -64,7 +64,9 @@ def mismatches(name: str, found: PyTree, expected: PyTree, *, dtypes: bool = Tru
     return lines
 
 
-def _differences(name: str, have: dict, want: dict, dtypes: bool) -> Iterator[str]:
+def _differences(
+    name: str, have: dict[Any, Any], want: dict[Any, Any], dtypes: bool
+) -> Iterator[str]:
     for path, leaf in want.items():
         at = name + jax.tree_util.keystr(path)
         if path not in have:

@@ -11,19 +11,19 @@ import jax.numpy as jnp
 
 from jaxpipe.runtime.layers.keys import embed_layer, head_layer, layer_key
 from jaxpipe.runtime.layers.model import Model
-
-PyTree = Any
+from jaxpipe.runtime.layout.whole_model import outer_of
+from jaxpipe.runtime.types import Batch, Index, Key, LayerParams, Params, States
 
 
 def loss(
     model: Model,
-    params: PyTree,
-    batch: PyTree,
-    rng: jax.Array | None = None,
+    params: Params,
+    batch: Batch,
+    rng: Key = None,
     *,
     num_microbatches: int = 1,
     data_shards: int = 1,
-    states: Sequence[PyTree] | None = None,
+    states: Sequence[States] | None = None,
 ) -> Any:
     """Mean loss of a batch on one device, microbatch by microbatch, layer by layer.
 
@@ -32,21 +32,19 @@ def loss(
       params: canonical parameters.
       batch: leaves ``[rows, ...]``; within a data shard, row r belongs to microbatch ``r % m``.
       rng: the step's key, or None.
-      num_microbatches: m, for the random keys and the mean.
-      data_shards: number of data shards, likewise.
+      num_microbatches, data_shards: as in the pipeline, for the random keys and the mean.
       states: a tree for each layer, for a stateful model.
 
     Returns:
-      float32 scalar; with ``states``, ``(loss, states)``, each data shard's renewed in microbatch
+      float32 scalar; with ``states`` ``(loss, states)``: renewed by every data shard in microbatch
       order, then averaged.
     """
-    outer = {name: params[name] for name in ("embed", "head")}
-    layers = _layers(model, params["layers"])
+    outer, layers = outer_of(params), _layers(model, params["layers"])
 
-    def one(shard: jax.Array, states: tuple, of_microbatch: tuple):
+    def one(shard: int, states: tuple[States, ...], of_microbatch: tuple[Index, Batch]) -> Any:
         microbatch, rows = of_microbatch
 
-        def key(layer):
+        def key(layer: int) -> Key:
             return layer_key(rng, microbatch=microbatch, shard=shard, layer=layer)
 
         x = model.embed(outer, rows, key(embed_layer(len(layers))))
@@ -59,26 +57,27 @@ def loss(
                 x = function(layer_params, x, rows, key(n))
         return tuple(renewed), model.head_loss(outer, x, rows, key(head_layer(len(layers))))
 
-    def rows_of(leaf):
-        """``[data_shards, num_microbatches, rows, ...]``."""
+    def rows_of(leaf: jax.Array, shard: int) -> jax.Array:
+        """``[num_microbatches, rows, ...]``."""
         split = leaf.reshape(data_shards, -1, num_microbatches, *leaf.shape[1:])
-        return jnp.moveaxis(split, 2, 1)
+        return jnp.moveaxis(split, 2, 1)[shard]
 
-    def of_shard(shard_and_rows: tuple):
-        shard, rows = shard_and_rows
-        microbatches = jnp.arange(num_microbatches), rows
-        return jax.lax.scan(functools.partial(one, shard), tuple(states or ()), microbatches)
+    # A loop, so that a layer is compiled once and not once per microbatch.
+    held, losses = [], []
+    for d in range(data_shards):
+        rows = jax.tree.map(functools.partial(rows_of, shard=d), batch)
+        last, of_shard = jax.lax.scan(
+            functools.partial(one, d), tuple(states or ()), (jnp.arange(num_microbatches), rows)
+        )
+        held.append(last)
+        losses.append(of_shard)
+    mean, averaged = jnp.mean(jnp.stack(losses)), jax.tree.map(lambda *w: sum(w) / len(w), *held)
+    return mean if states is None else (mean, averaged)
 
-    # Loops, so that a layer is compiled once and not once per shard and microbatch.
-    rows = jax.tree.map(rows_of, batch)
-    held, losses = jax.lax.map(of_shard, (jnp.arange(data_shards), rows))
-    mean = jnp.mean(losses)
-    return mean if states is None else (mean, jax.tree.map(lambda w: w.mean(0), held))
 
-
-def _layers(model: Model, layers: PyTree) -> list[tuple[Callable[..., Any], PyTree]]:
-    """Function and parameters of every layer, of a model whose layers are alike or not."""
-    if isinstance(model.layer, tuple):
-        return list(zip(model.layer, layers, strict=True))
-    depth = jax.tree.leaves(layers)[0].shape[0]
-    return [(model.layer, jax.tree.map(lambda w, n=n: w[n], layers)) for n in range(depth)]
+def _layers(model: Model, layers: Params) -> list[tuple[Callable[..., Any], LayerParams]]:
+    """Function and parameters of every layer, whether the layers are alike or not."""
+    if model.layers_are_alike:
+        depth = jax.tree.leaves(layers)[0].shape[0]
+        layers = [jax.tree.map(lambda w, n=n: w[n], layers) for n in range(depth)]
+    return [(model.layer_function(n), params) for n, params in enumerate(layers)]

@@ -13,24 +13,28 @@ Dimension suffixes: N tokens, E width, V rows of the local slice.
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jaxtyping import Array, Float, Int
 
 
-def lookup(table: jax.Array, ids: jax.Array, *, axis: str | None = None) -> jax.Array:
+def lookup(
+    table: Float[Array, "vocab width"], ids: Int[Array, "*batch"], *, axis: str | None = None
+) -> Float[Array, "*batch width"]:
     """Returns rows of an embedding table that may be split over a mesh axis.
 
     Args:
-      table: [vocab, width]; with ``axis`` the local slice [vocab / p, width], slices in axis order.
-      ids: integers [...], each in [0, vocab), the same on every device of the axis.
+      table: with ``axis`` the local slice [vocab / p, width], slices in axis order.
+      ids: each in [0, vocab), the same on every device of the axis.
       axis: name of the mesh axis the table is split over, inside `jax.shard_map`; None for a whole
         table.
 
     Returns:
-      [..., width] in the table's dtype, the same on every device of the axis. The backward expects
-      the complete cotangent on every device.
+      Rows in the table's dtype, the same on every device of the axis. The backward expects the
+      complete cotangent on every device.
 
     Example:
       >>> lookup(jnp.arange(6.0).reshape(3, 2), jnp.array([2, 0])).tolist()
@@ -46,16 +50,16 @@ def lookup(table: jax.Array, ids: jax.Array, *, axis: str | None = None) -> jax.
 
 
 def cross_entropy(
-    x: jax.Array,
-    table: jax.Array,
-    targets: jax.Array,
+    x: Float[Array, "*batch width"],
+    table: Float[Array, "vocab width"],
+    targets: Int[Array, "*batch"],
     *,
     vocab_size: int,
-    bias: jax.Array | None = None,
-    weights: jax.Array | None = None,
+    bias: Float[Array, " vocab"] | None = None,
+    weights: Float[Array, "*batch"] | None = None,
     label_smoothing: float = 0.0,
     axis: str | None = None,
-) -> jax.Array:
+) -> Float[Array, ""]:
     """Mean cross-entropy of ``softmax(x @ table.T + bias)``, the table possibly split over an axis.
 
     The loss of one token is ``logsumexp(z) - sum(q * z)`` with ``z = table @ x + bias`` and ``q``
@@ -65,21 +69,20 @@ def cross_entropy(
     dtype of ``x``, and the gradients of table and bias are never rounded to it.
 
     Args:
-      x: [..., width], the same on every device of the axis; its dtype is the matmuls' input dtype.
-      table: [vocab, width]; with ``axis`` the local slice [vocab / p, width], slices in axis order.
-        Rows from ``vocab_size`` on are padding: they get no probability and no gradient.
-      targets: integers [...], each in [0, vocab_size); where the weight is 0 they may be anything.
+      x: the same on every device of the axis; its dtype is the matmuls' input dtype.
+      table: as of `lookup`. Rows from ``vocab_size`` on are padding: they get no probability and no
+        gradient.
+      targets: each in [0, vocab_size); where the weight is 0 they may be anything.
       vocab_size: the number of real rows of the whole table.
-      bias: [vocab], with ``axis`` the local slice, or None.
-      weights: [...], the weight of each token in the mean, no gradient flows to them; None for
-        equal ones. If they sum to 0, so does the loss.
+      bias: with ``axis`` the local slice, or None.
+      weights: the weight of each token in the mean; no gradient flows to them. None for equal ones.
+        If they sum to 0, the loss is 0.
       label_smoothing: s, in [0, 1).
       axis: name of the mesh axis the table is split over, inside `jax.shard_map`; None for a whole
         table.
 
     Returns:
-      ``sum(weights * losses) / sum(weights)``, a float32 scalar, the same on every device of the
-      axis.
+      ``sum(weights * losses) / sum(weights)`` in float32, the same on every device of the axis.
 
     Example:
       >>> float(cross_entropy(jnp.zeros((5, 2)), jnp.ones((4, 2)), jnp.zeros(5, int), vocab_size=4))
@@ -93,23 +96,23 @@ def cross_entropy(
     )
 
 
-def _local(ids: jax.Array, size: int, axis: str | None) -> tuple[jax.Array, jax.Array]:
+def _local(ids: Array, size: int, axis: str | None) -> tuple[Array, Array]:
     """Ids as row numbers of the local slice of ``size`` rows, and which of them it holds."""
     local = ids - _offset(size, axis)
     return local, (local >= 0) & (local < size)
 
 
-def _offset(size: int, axis: str | None) -> jax.Array | int:
+def _offset(size: int, axis: str | None) -> Array | int:
     """The row of the whole table at which the local slice of ``size`` rows begins."""
     return 0 if axis is None else lax.axis_index(axis) * size
 
 
-def _sum(x: jax.Array, axis: str | None) -> jax.Array:
+def _sum(x: Array, axis: str | None) -> Array:
     return x if axis is None else lax.psum(x, axis)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
-def _sum_replicated(x: jax.Array, axis: str) -> jax.Array:
+def _sum_replicated(x: Array, axis: str) -> Array:
     """Sum over the axis; the backward is the identity, since the cotangent arrives complete."""
     return lax.psum(x, axis)
 
@@ -121,13 +124,20 @@ _sum_replicated.defvjp(
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
-def _cross_entropy(axis, vocab_size, smoothing, *arrays):
+def _cross_entropy(axis: str | None, vocab_size: int, smoothing: float, *arrays: Any) -> Array:
     return _cross_entropy_forward(axis, vocab_size, smoothing, *arrays)[0]
 
 
 def _cross_entropy_forward(
-    axis, vocab_size, smoothing, x_NE, table_VE, bias_V, targets_N, weights_N
-):
+    axis: str | None,
+    vocab_size: int,
+    smoothing: float,
+    x_NE: Array,
+    table_VE: Array,
+    bias_V: Array | None,
+    targets_N: Array,
+    weights_N: Array | None,
+) -> tuple[Array, tuple[Array | None, ...]]:
     """Loss, and as residual its gradient with respect to the local logits, times ``1 / scale``."""
     size = table_VE.shape[0]
     logits_NV = jnp.einsum(
@@ -166,7 +176,9 @@ def _cross_entropy_forward(
     return losses_N.sum() * scale, (dlogits_NV.astype(x_NE.dtype), x_NE, table_VE, bias_V, scale)
 
 
-def _cross_entropy_backward(axis, vocab_size, smoothing, residuals, cotangent):
+def _cross_entropy_backward(
+    axis: str | None, vocab_size: int, smoothing: float, residuals: Any, cotangent: Array
+) -> tuple[Array | None, ...]:
     dlogits_NV, x_NE, table_VE, bias_V, scale = residuals
     scale = cotangent * scale
     dx_NE = jnp.einsum(

@@ -1,22 +1,15 @@
 """Schedules as plain data; imports no jax.
 
-=========================================  =========================================================
-`actions`, `placement`                     what a schedule is
-`catalog`                                  every schedule by name: `catalog.build`
-`gpipe`, `one_f_one_b`, `interleaved`,     generators, one file per family
-`breadth_first`, `hanayo`, `zero_bubble`,
-`dualpipe`, `chimera`
-`building_blocks`, `controllable_memory`   repeated patterns of one microbatch; the search for them
-`events`                                   the event machine on which orders are made
-`list_scheduling`                          most urgent pass first, which some of them share
-`slices`, `auto`                           actions cut into slices of time; orders made for that
-`tick_engine`, `tick_search`               the greedy both share, and the search around it
-`validate`, `slice_rules`,                 proof that a schedule can run, or an error with the grid
-`schedule_types`, `grid`
-`simulate`                                 both clocks: free-running and lock-step
-`lower`, `table`, `slots`                  the tick table that is executed, and its buffers
-`report`, `comparison`                     everything known about one schedule; several side by side
-`draw`, `trace`                            text, SVG and PNG; Chrome and Perfetto
-`csv_format`, `user`                       PyTorch's CSV of actions; a user's own schedule
-=========================================  =========================================================
+=========================  =========================================================================
+`actions`, `placement`     what a schedule is
+`catalog`, `built_in`      every schedule by name: `catalog.build`
+`problems`                 what is wrong with an argument, as data
+`generators`               one file per family; `events` is the machine on which orders are made
+`search`                   orders and slices that are searched for, and the disk cache of searches
+`check`                    proof that a schedule can run, or an error with the grid
+`simulate`, `partition`    both clocks; which layers make a chunk
+`lowering`                 the tick table that is executed, and its buffers
+`show`                     reports, text, pictures and traces
+`formats`                  PyTorch's CSV, JSON, and a user's own schedule
+=========================  =========================================================================
 """

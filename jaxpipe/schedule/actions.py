@@ -145,6 +145,23 @@ class Schedule:
         return None if self.minibatches is None else self.minibatches.segment
 
     @property
+    def num_passes(self) -> int:
+        """The passes of all microbatches through all virtual stages."""
+        return self.placement.num_virtual_stages * self.num_microbatches
+
+    def number(self, virtual_stage: int, microbatch: int) -> int:
+        """Numbers the passes of microbatches through virtual stages, from 0 to `num_passes` - 1."""
+        return virtual_stage * self.num_microbatches + microbatch
+
+    def passes(self, virtual_stage: int) -> range:
+        """The numbers of all microbatches' passes through a virtual stage."""
+        return range(self.number(virtual_stage, 0), self.number(virtual_stage + 1, 0))
+
+    def place(self, number: int) -> tuple[int, int]:
+        """The virtual stage and the microbatch of a pass."""
+        return divmod(number, self.num_microbatches)
+
+    @property
     def num_stages(self) -> int:
         return self.placement.num_stages
 

@@ -14,6 +14,7 @@ from typing import NamedTuple
 import numpy as np
 
 from jaxpipe.schedule.placement import Placement
+from jaxpipe.schedule.problems import Problem, refuse
 from jaxpipe.schedule.simulate import Costs
 
 _BITS = 30
@@ -88,7 +89,7 @@ def partition(
     largest, _ = _best_ends(np.where(fits, loads, _NEVER), num_parts, np.maximum)
     if largest == _NEVER:
         assert memory is not None, "any partition will do without a limit"
-        raise ValueError(_too_small(memory, placement))
+        refuse([_too_small(memory, placement)])
     fits &= loads <= largest
     _, ends = _best_ends(np.where(fits, loads**2, _NEVER), num_parts, np.add)
     _relieve(ends, loads, fits, placement)
@@ -169,14 +170,12 @@ def _check(layer_costs: Sequence[float], placement: Placement, memory: Memory | 
     problems = []
     num_layers, needed = len(layer_costs), placement.num_virtual_stages
     if placement.num_copies != 1:
-        problems.append("A partition is of one copy of the model.")
+        problems.append(Problem("placement", placement, "must be of one copy of the model"))
     if num_layers < needed:
-        problems.append(
-            f"model.num_layers={num_layers} cannot fill {needed} virtual stages (mesh.stage x "
-            f"pipeline.chunks): each needs a layer.\nNearest valid: model.num_layers={needed}."
-        )
+        rule = f"of {num_layers} layers cannot fill {needed} virtual stages: each needs a layer"
+        problems.append(Problem("layer_costs", None, rule, note=f"Nearest valid: {needed} layers."))
     problems += [
-        f"layer_costs[{layer}]={cost} must be a finite number above 0."
+        Problem(f"layer_costs[{layer}]", cost, "must be a finite number above 0")
         for layer, cost in enumerate(layer_costs)
         if not 0 < cost < math.inf
     ]
@@ -185,24 +184,21 @@ def _check(layer_costs: Sequence[float], placement: Placement, memory: Memory | 
         if sizes is not None and (
             len(sizes) != num_layers or not all(0 <= size < math.inf for size in sizes)
         ):
-            problems.append(
-                f"memory.{name} must be {num_layers} numbers from 0, one for every layer, not "
-                f"{tuple(sizes)}."
-            )
-    if problems:
-        raise ValueError("\n".join(problems))
+            rule = f"must be {num_layers} numbers from 0, one for every layer"
+            problems.append(Problem(f"memory.{name}", tuple(sizes), rule))
+    refuse(problems)
 
 
-def _too_small(memory: Memory, placement: Placement) -> str:
+def _too_small(memory: Memory, placement: Placement) -> Problem:
     """Says how much memory any partition needs at least."""
     room = _spans(_room(memory, placement.num_chunks))
     room = np.where(np.triu(np.ones(room.shape, bool), 1), room, math.inf)
     least, _ = _best_ends(room, placement.num_virtual_stages, np.maximum)
-    return (
-        f"memory.limit_bytes={memory.limit_bytes} holds no partition of "
-        f"{len(memory.parameter_bytes)} layers over {placement.num_virtual_stages} virtual stages."
-        f"\nNearest valid: {math.ceil(least)}."
+    rule = (
+        f"holds no partition of {len(memory.parameter_bytes)} layers over "
+        f"{placement.num_virtual_stages} virtual stages"
     )
+    return Problem("memory.limit_bytes", memory.limit_bytes, rule, (math.ceil(least),))
 
 
 def _integers(layer_costs: Sequence[float]) -> np.ndarray:
@@ -216,13 +212,16 @@ def _integers(layer_costs: Sequence[float]) -> np.ndarray:
 def _room(memory: Memory, num_chunks: int) -> np.ndarray:
     """The memory each layer takes on a stage, float64 ``[layers]``."""
     parameters = num_chunks * np.asarray(memory.parameter_bytes, float)
-    return parameters + memory.in_flight * np.asarray(memory.residual_bytes, float)
+    residuals = memory.in_flight * np.asarray(memory.residual_bytes, float)
+    room: np.ndarray = parameters + residuals
+    return room
 
 
 def _spans(values: np.ndarray) -> np.ndarray:
     """``[k, l]``: the sum of values k to l - 1; meaningless where l < k."""
     upto = np.concatenate([[0], np.cumsum(values)])
-    return upto[None, :] - upto[:, None]
+    spans: np.ndarray = upto[None, :] - upto[:, None]
+    return spans
 
 
 def _best_ends(costs: np.ndarray, num_parts: int, combine: np.ufunc) -> tuple[float, np.ndarray]:

@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from functools import cached_property
 
 from jaxpipe.schedule.actions import Action, Kind, Schedule, Slice
+from jaxpipe.schedule.check.slice_rules import chunk_layers
 from jaxpipe.schedule.check.validate import keeper, peak_in_flight, validate
 from jaxpipe.schedule.check.walk import Results, Walk, message_target, walk
 
@@ -217,7 +218,7 @@ def simulate(schedule: Schedule, costs: Costs | Sequence[Costs]) -> Timeline:
         rows[stage].append(TimedAction(action, start, end))
         if action.kind is not Kind.W:
             ends[results.number(action)] = end
-    return _timeline(schedule, costs, "free-running", rows, max(free))
+    return Timeline(schedule, costs, "free-running", tuple(map(tuple, rows)), max(free))
 
 
 def lock_step(schedule: Schedule, costs: Costs | Sequence[Costs]) -> Timeline:
@@ -247,10 +248,7 @@ def lock_step(schedule: Schedule, costs: Costs | Sequence[Costs]) -> Timeline:
     costs = _of_virtual_stages(schedule, costs)
     duration = _durations(costs)
     table = schedule.slices or _whole_actions(schedule)
-    layers = {part.action.virtual_stage: 0 for row in table for part in row}
-    for row in table:
-        for part in row:
-            layers[part.action.virtual_stage] = max(layers[part.action.virtual_stage], part.hi)
+    layers = chunk_layers(table)
     durations = [0.0] * (1 + max(row[-1].tick for row in table))
     offsets: list[list[tuple[Slice, float, float]]] = []  # within its tick, from and to
     for row in table:
@@ -273,7 +271,7 @@ def lock_step(schedule: Schedule, costs: Costs | Sequence[Costs]) -> Timeline:
             begins.setdefault(part.action, starts[part.tick] + start)
             ends[part.action] = starts[part.tick] + end
         rows.append([TimedAction(action, begins[action], ends[action]) for action in order])
-    return _timeline(schedule, costs, "lock-step", rows, starts[-1])
+    return Timeline(schedule, costs, "lock-step", tuple(map(tuple, rows)), starts[-1])
 
 
 def _whole_actions(schedule: Schedule) -> tuple[tuple[Slice, ...], ...]:
@@ -299,16 +297,6 @@ def _of_virtual_stages(schedule: Schedule, costs: Costs | Sequence[Costs]) -> tu
 def _durations(costs: Sequence[Costs]) -> list[dict[Kind, float]]:
     """Of every kind of action, by virtual stage."""
     return [{kind: cost.of(kind) for kind in Kind} for cost in costs]
-
-
-def _timeline(
-    schedule: Schedule,
-    costs: tuple[Costs, ...],
-    clock: str,
-    rows: list[list[TimedAction]],
-    makespan: float,
-) -> Timeline:
-    return Timeline(schedule, costs, clock, tuple(tuple(row) for row in rows), makespan)
 
 
 def _walk(schedule: Schedule) -> Walk:

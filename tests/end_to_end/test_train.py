@@ -161,7 +161,9 @@ def test_sigterm_saves_and_resume_continues(unbroken, trainer, tmp_path):
     assert kill_when(process, lambda: num_lines(run) >= 1, number=signal.SIGTERM)
     finished = finish(process)
     assert finished.status == 0, str(finished)
-    (stopped,) = [s for s in saved(run) if f"saved step {s}; go on with --resume" in finished.out]
+    (stopped,) = [
+        s for s in saved(run) if f"saved step {s}; continue with --resume" in finished.out
+    ]
     assert 1 < stopped < NUM_STEPS
     assert len(steps(run)) == stopped
     assert not (run / LOCK_FILE).exists()

@@ -202,9 +202,9 @@ def test_all_failures_come_in_one_message():
     with pytest.raises(ValueError, match="must divide") as error:
         dataclasses.replace(TINY, num_heads=3, dropout=-0.1, dtype="float16")
     text = str(error.value)
-    assert "model.num_heads=3 must divide model.width=16. Nearest valid: 2, 4." in text
-    assert "model.dropout=-0.1" in text
-    assert "model.dtype='float16' must be one of: float32, bfloat16." in text
+    assert "num_heads=3 must divide width=16.\nNearest valid: 2, 4." in text
+    assert "dropout=-0.1" in text
+    assert "dtype='float16' must be one of: float32, bfloat16." in text
 
 
 def test_longer_rows_than_the_model_has_positions_for_are_refused(params):

@@ -262,19 +262,19 @@ def test_all_failures_come_in_one_message():
     with pytest.raises(ValueError, match="must divide") as error:
         dataclasses.replace(TINY, num_heads=5, num_kv_heads=2, norm="batch", dropout=1.0)
     text = str(error.value)
-    assert "model.num_heads=5 must divide model.width=16. Nearest valid: 4, 8." in text
-    assert "model.num_kv_heads=2 must divide model.num_heads=5. Nearest valid: 1, 5." in text
-    assert "model.norm='batch' must be one of: rms, layer." in text
-    assert "model.dropout=1.0" in text
+    assert "num_heads=5 must divide width=16.\nNearest valid: 4, 8." in text
+    assert "num_kv_heads=2 must divide num_heads=5.\nNearest valid: 1, 5." in text
+    assert "norm='batch' must be one of: rms, layer." in text
+    assert "dropout=1.0" in text
 
 
 def test_odd_heads_are_refused_for_rotary_positions():
-    with pytest.raises(ValueError, match=r"heads of 3.*even size\. Nearest valid widths: 8, 16\."):
+    with pytest.raises(ValueError, match=r"heads of 3.*even size\.\nNearest valid: 8, 16\."):
         dataclasses.replace(TINY, width=12)
 
 
 def test_counts_below_one_are_refused():
-    with pytest.raises(ValueError, match=r"model\.num_layers=0 must be at least 1"):
+    with pytest.raises(ValueError, match=r"num_layers=0 must be at least 1"):
         dataclasses.replace(TINY, num_layers=0)
 
 

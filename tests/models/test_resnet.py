@@ -218,14 +218,14 @@ def test_all_failures_come_in_one_message():
     with pytest.raises(ValueError, match="6 n") as error:
         ResNetConfig(depth=21, num_classes=0, norm="layer")
     text = str(error.value)
-    assert "model.depth=21 must be 6 n + 2 for model.style='cifar'" in text
+    assert "depth=21 must be 6 n + 2 for style='cifar'" in text
     assert "Nearest valid: 20, 26." in text
-    assert "model.num_classes=0 must be at least 1" in text
-    assert "model.norm='layer' must be one of: group, batch." in text
+    assert "num_classes=0 must be at least 1" in text
+    assert "norm='layer' must be one of: group, batch." in text
 
 
 def test_depths_and_groups_that_do_not_exist_are_refused():
-    with pytest.raises(ValueError, match=r"model\.depth=20 must be one of 18, 34, 50, 101, 152"):
+    with pytest.raises(ValueError, match=r"depth=20 must be one of 18, 34, 50, 101, 152"):
         ResNetConfig(depth=20, num_classes=5, style="imagenet")
-    with pytest.raises(ValueError, match=r"num_groups=5 must divide model.width=16.*: 4, 8\."):
+    with pytest.raises(ValueError, match=r"num_groups=5 must divide width=16\.\n.*: 4, 8\."):
         ResNetConfig(depth=20, num_classes=5, num_groups=5)

@@ -294,9 +294,9 @@ def test_all_failures_come_in_one_message():
     with pytest.raises(ValueError, match="must divide") as error:
         dataclasses.replace(TINY, num_heads=3, dropout=1.0, end_id=1, pad_id=13)
     text = str(error.value)
-    assert "model.num_heads=3 must divide model.width=16. Nearest valid: 2, 4." in text
-    assert "model.dropout=1.0" in text
-    assert "model.pad_id=13 must be in [0, model.vocab_size=13)." in text
+    assert "num_heads=3 must divide width=16.\nNearest valid: 2, 4." in text
+    assert "dropout=1.0" in text
+    assert "pad_id=13 must be in [0, vocab_size=13)." in text
     assert "must all differ" in text
 
 

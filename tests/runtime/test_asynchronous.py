@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 
-import jax
+import chex
 import numpy as np
 import pytest
 from asynchronous_reference import Settings
@@ -26,7 +26,7 @@ def check(
     want, want_end = reference(dataclasses.replace(settings, shards=data), start, batches)
     np.testing.assert_allclose(got, want, rtol=1e-4)
     assert np.ptp(want) > 0.01 * abs(np.mean(want))
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-4), end, want_end)
+    chex.assert_trees_all_close(end, want_end, rtol=1e-3, atol=1e-4)
 
 
 OPTIMIZERS = ["sgd", "momentum", "adam", "adamw"]

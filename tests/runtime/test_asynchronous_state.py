@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -16,7 +17,7 @@ from asynchronous_toy import WIDTH, minibatches, model, params, pipeline
 from compilations import AS_USED
 
 import jaxpipe
-from jaxpipe.runtime.measure.hlo import Program
+from benchmarks.hlo import HloProgram
 from jaxpipe.runtime.update.asynchronous import AsyncPipeline
 
 
@@ -33,7 +34,7 @@ def restored(checkpoint):
 
 
 def equal(a, b) -> None:
-    jax.tree.map(lambda x, y: np.testing.assert_array_equal(x, y, strict=True), a, b)
+    chex.assert_trees_all_equal(a, b, strict=True)
 
 
 @pytest.mark.pipeline
@@ -149,7 +150,7 @@ def test_idle_ticks_compute_nothing_and_no_residual_is_copied(method, zero, segm
     placed, (batch,) = training.pipe.place(start), minibatches(1, 70 * data * 2)
     state = training.init(placed, training.optimizer.init(placed), batch)
     compiled = jax.jit(training.step, donate_argnums=0).lower(state, batch).compile(AS_USED)
-    program = Program(compiled.as_text())
+    program = HloProgram(compiled.as_text())
     body = program.tick_loop()
     work = {"dot", "all-gather", "all-reduce", "reduce-scatter", "all-to-all"}
     gated = list(program.reached(body, into_loops=True))
@@ -182,7 +183,7 @@ def make(schedule="1f1b", *, stages=2, microbatches=2, optimizer=None, **options
     [
         ({"schedule": "zb-v"}, r"'zb-v' has 2 chunks a stage[\s\S]*Nearest valid: '1f1b'"),
         ({"method": "naive"}, "choose one of pipemare, pipedream, 2bw"),
-        ({"method": "2bw"}, r"Nearest valid: microbatches=3"),
+        ({"method": "2bw"}, r"Nearest valid: num_microbatches=3"),
         ({"method": "pipedream", "discrepancy_decay": 0.1}, "reads what its forward has read"),
         ({"discrepancy_decay": 1.5}, r"must lie between 0 and 1"),
         ({"rescheduling_steps": 0}, "must be at least 1"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 
+import chex
 import compilations
 import jax
 import jax.numpy as jnp
@@ -15,6 +16,7 @@ import toy
 import uneven
 
 import jaxpipe
+from jaxpipe.runtime.measure import traced
 
 WIDTH = toy.WIDTH
 
@@ -193,11 +195,11 @@ def test_moments_and_masks_are_converted_in_their_own_dtypes():
         placed = built.map_parameters(built.place, state)
         assert {w.dtype for w in jax.tree.leaves(placed[0].mu)} == {jnp.dtype(jnp.bfloat16)}
         back = built.map_parameters(built.unplace, placed)
-        jax.tree.map(np.testing.assert_array_equal, back, state)
+        chex.assert_trees_all_equal(back, state)
         mask = jax.tree.map(lambda w: jnp.ones(w.shape, bool), canonical)
         placed = built.map_parameters(built.place, mask)
         assert {w.dtype for w in jax.tree.leaves(placed)} == {np.dtype(bool)}
-        jax.tree.map(np.testing.assert_array_equal, built.unplace(placed), mask)
+        chex.assert_trees_all_equal(built.unplace(placed), mask)
     lines = refusal(pipe().map_parameters, pipe().place, adam.init(params(5)))
     assert lines[0] == "params['layers'] holds 5 layers; expected 4."
     shapes = jax.eval_shape(pipe().place, jax.eval_shape(params))
@@ -276,7 +278,7 @@ def test_updates_within_the_step_compare_parameters_and_optimizer_state():
 def test_batches_that_do_not_divide_are_refused(batch, lines):
     placed = pipe().place(params())
     assert refusal(pipe().value_and_grad, placed, batch) == lines
-    assert refusal(pipe().buffers, batch) == lines
+    assert refusal(traced.buffers, pipe(), batch) == lines
 
 
 # The loss.
@@ -306,7 +308,7 @@ def test_a_loss_that_is_not_a_float32_scalar_is_refused(loss, found):
         functools.partial(jax.jit(built.loss), placed, batch),
         functools.partial(jax.jit(layered.step), placed, state, batch),
         functools.partial(jax.jit(training.init), placed, state, batch),
-        functools.partial(built.buffers, batch),
+        functools.partial(traced.buffers, built, batch),
     ):
         (line,) = refusal(refuse)
         assert line.startswith(f"Model.head_loss returns {found}; it must return a float32 scalar")
@@ -367,7 +369,7 @@ def test_states_that_are_no_tree_of_layers_are_refused_for_any_model():
 @pytest.mark.parametrize(("stage", "data"), [(0, 1), (2, 0), (-1, -2)])
 def test_a_mesh_without_devices_is_refused(stage, data):
     lines = refusal(jaxpipe.make_mesh, stage=stage, data=data)
-    wrong = [f"mesh.{k}={n} must be" for k, n in (("data", data), ("stage", stage)) if n < 1]
+    wrong = [f"{k}={n} must be" for k, n in (("data", data), ("stage", stage)) if n < 1]
     assert [line.partition(" at ")[0] for line in lines[::2]] == wrong
 
 

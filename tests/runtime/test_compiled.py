@@ -11,8 +11,9 @@ import pytest
 from compilations import AS_USED
 
 import jaxpipe
+from benchmarks.hlo import HloProgram, Instruction
 from jaxpipe.runtime.measure import memory
-from jaxpipe.runtime.measure.hlo import Instruction, Program
+from jaxpipe.runtime.measure.traced import buffers
 from models import gpt
 
 pytestmark = pytest.mark.pipeline
@@ -44,19 +45,19 @@ def batch(microbatches: int):
 
 
 @functools.cache
-def program(name: str, remat: str, zero: int, config: gpt.GPTConfig) -> Program:
+def program(name: str, remat: str, zero: int, config: gpt.GPTConfig) -> HloProgram:
     pipe = make_pipeline(name, remat, zero, config=config)
-    return Program(memory.compiled(pipe, batch(6), options=AS_USED).as_text())
+    return HloProgram(memory.compiled(pipe, batch(6), options=AS_USED).as_text())
 
 
 @functools.cache
 def buffer_shapes(name: str, remat: str, zero: int) -> set[tuple[int, ...]]:
     """Shapes of every buffer that holds more than one layer of one microbatch."""
     pipe = make_pipeline(name, remat, zero, config=UNEVEN)
-    return {leaf.shape for leaf in jax.tree.leaves(pipe.buffers(batch(6))) if leaf.shape[0] > 1}
+    return {leaf.shape for leaf in jax.tree.leaves(buffers(pipe, batch(6))) if leaf.shape[0] > 1}
 
 
-def copies(program: Program, shapes: set[tuple[int, ...]]) -> list[str]:
+def copies(program: HloProgram, shapes: set[tuple[int, ...]]) -> list[str]:
     """Copies and transposes of these shapes in the tick loop, at any depth."""
     return [
         instruction.text
@@ -91,7 +92,7 @@ def test_a_buffer_that_is_cleared_beside_its_reader_is_found_to_be_copied():
     mesh = jaxpipe.make_mesh(stage=2)
     run = jax.shard_map(body, mesh=mesh, in_specs=P(), out_specs=P(), check_vma=False)
     shapes = jax.ShapeDtypeStruct((5, 32, 32), jnp.float32), jax.ShapeDtypeStruct((32, 32), "f4")
-    found = Program(jax.jit(run).lower(*shapes).compile(AS_USED).as_text())
+    found = HloProgram(jax.jit(run).lower(*shapes).compile(AS_USED).as_text())
     assert copies(found, {(5, 32, 32)})
 
 
@@ -119,7 +120,7 @@ def test_messages_leave_when_all_layers_of_the_tick_have_run(case):
         assert layer_loops(compiled, body, message) == (2 if "fused" in case[0] else 3)
 
 
-def layer_loops(compiled: Program, body: str, last: Instruction) -> int:
+def layer_loops(compiled: HloProgram, body: str, last: Instruction) -> int:
     """How many loops with matmuls run before this instruction: F, BW or F, B, W."""
     return sum(
         any(i.opcode == "dot" for i in compiled.reached(loop.calls["body"], into_loops=True))
@@ -130,7 +131,7 @@ def layer_loops(compiled: Program, body: str, last: Instruction) -> int:
 
 def test_late_messages_travel_while_the_layers_run_and_the_others_leave_after():
     pipe = make_pipeline("zb-v", "full", 0, microbatches=16)
-    compiled = Program(memory.compiled(pipe, batch(16), options=AS_USED).as_text())
+    compiled = HloProgram(memory.compiled(pipe, batch(16), options=AS_USED).as_text())
     body = compiled.tick_loop()
     rows = compiled.computations[body]
     late = [i for i in rows if i.opcode == "collective-permute"]

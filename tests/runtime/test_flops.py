@@ -11,8 +11,8 @@ import pytest
 from compilations import AS_USED
 
 import jaxpipe
+from benchmarks.hlo import HloProgram
 from jaxpipe.runtime.measure import memory
-from jaxpipe.runtime.measure.hlo import Program
 from jaxpipe.schedule.search.slices import slice_ticks
 from jaxpipe.schedule.simulate import Costs
 from models import gpt
@@ -73,14 +73,14 @@ def pipeline(name: str, remat: str, data: int) -> jaxpipe.Pipeline:
 
 
 @functools.cache
-def program(name: str, remat: str, data: int) -> Program:
+def program(name: str, remat: str, data: int) -> HloProgram:
     pipe = pipeline(name, remat, data)
     shape = (ROWS * MICROBATCHES * data, CONFIG.sequence_length, CONFIG.width)
     batch = {"x": jax.ShapeDtypeStruct(shape, jnp.float32)}
-    return Program(memory.compiled(pipe, batch, options=AS_USED).as_text())
+    return HloProgram(memory.compiled(pipe, batch, options=AS_USED).as_text())
 
 
-def layer_flops(program: Program) -> list[int]:
+def layer_flops(program: HloProgram) -> list[int]:
     """FLOPs of one layer in each loop of a tick that multiplies matrices."""
     loops = [i for i in program.computations[program.tick_loop()] if i.opcode == "while"]
     flops = [program.dot_flops(loop.calls["body"]) for loop in loops]

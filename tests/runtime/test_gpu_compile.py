@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from benchmarks import gpu_compile
-from jaxpipe.runtime.measure.hlo import Program
+from benchmarks.hlo import HloProgram
 
 PROGRAM = """HloModule step, is_scheduled=true
 
@@ -69,7 +69,7 @@ condition:
 
 @pytest.mark.parametrize(("sync", "hidden_by"), [("false", 2), ("true", 0)])
 def test_a_transfer_is_hidden_by_the_layer_loops_before_its_end(sync, hidden_by):
-    program = Program(PROGRAM.replace("CONFIG", f'backend_config={{"is_sync":{sync}}}'))
+    program = HloProgram(PROGRAM.replace("CONFIG", f'backend_config={{"is_sync":{sync}}}'))
     (found,) = gpu_compile.collectives(program)
     assert found == gpu_compile.Collective(
         "collective-permute", bytes=256, in_loop=False, hidden_by=hidden_by
@@ -80,12 +80,12 @@ def test_a_transfer_without_an_end_of_its_own_is_synchronous():
     text = PROGRAM.replace(
         "(f32[8,8], f32[8,8]) collective-permute-start", "f32[8,8] collective-permute"
     )
-    (found,) = gpu_compile.collectives(Program(text))
+    (found,) = gpu_compile.collectives(HloProgram(text))
     assert found.hidden_by == 0
 
 
 def test_copies_of_buffers_and_weights():
-    program = Program(PROGRAM)
+    program = HloProgram(PROGRAM)
     assert [row.name for row in gpu_compile.whole_buffers(program, {(4, 8, 8)})] == ["again"]
     assert gpu_compile.whole_buffers(program, {(5, 8, 8)}) == []
 
@@ -93,10 +93,10 @@ def test_copies_of_buffers_and_weights():
 @pytest.mark.parametrize("num_loops", [1, 2])
 def test_what_a_layer_writes_of_its_weights(num_loops):
     """Each of the two loops cuts one from a stack; as two loops of one pass they count once."""
-    found = gpu_compile.weight_traffic(Program(PROGRAM), {(8, 8)}, num_loops)
+    found = gpu_compile.weight_traffic(HloProgram(PROGRAM), {(8, 8)}, num_loops)
     assert found == [gpu_compile.WeightTraffic(copied=128, cast=0)] * (2 // num_loops)
     cast = PROGRAM.replace("bf16[1,8,8]{2,1,0} slice", "bf16[1,8,8]{2,1,0} convert")
-    found = gpu_compile.weight_traffic(Program(cast), {(8, 8)}, num_loops)
+    found = gpu_compile.weight_traffic(HloProgram(cast), {(8, 8)}, num_loops)
     assert found == [gpu_compile.WeightTraffic(copied=0, cast=128)] * (2 // num_loops)
 
 

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from functools import partial
-
+import chex
 import jax
-import numpy as np
 import optax
 import pytest
 import toy
@@ -49,8 +47,7 @@ def check(pipe: jaxpipe.Pipeline, params, batch, *, states=None, rng=None) -> No
             runs[step] = placed, state, kept if states is None else value[1]
             seen = pipe.unplace(placed), pipe.map_parameters(pipe.unplace, state)
             results.append((value, *seen))
-        compare = partial(np.testing.assert_allclose, rtol=2e-5, atol=1e-6)
-        jax.tree.map(compare, *results)
+        chex.assert_trees_all_close(*results, rtol=2e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize(

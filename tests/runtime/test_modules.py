@@ -1,5 +1,6 @@
 """flax nnx modules as pure functions over plain trees."""
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -127,7 +128,7 @@ def test_running_statistics_are_those_of_the_module(x):
     y, unchanged = apply(params, state, x, train=False)
     module.eval()
     np.testing.assert_allclose(y, module(x), rtol=1e-6)
-    jax.tree.map(np.testing.assert_array_equal, unchanged, state)
+    chex.assert_trees_all_equal(unchanged, state)
 
 
 def test_a_stateful_module_keeps_parameters_and_state_apart(x):
@@ -161,5 +162,5 @@ def test_stack_works_in_eval_shape():
 
 
 def test_stack_of_no_layers_is_refused():
-    with pytest.raises(ValueError, match=r"num_layers=0 must be at least 1\. Nearest valid: 1"):
+    with pytest.raises(ValueError, match=r"num_layers=0 must be at least 1\.\nNearest valid: 1"):
         stack(lambda rngs: Layer(rngs=rngs), num_layers=0, rngs=nnx.Rngs(0))

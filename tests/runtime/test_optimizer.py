@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from functools import partial
 
+import chex
 import jax
 import numpy as np
 import optax
@@ -44,4 +45,4 @@ def test_clipping_uses_the_norm_over_all_stages(zero):
     np.testing.assert_allclose(got_norm, norm, rtol=1e-5)
     step = jax.tree.map(lambda new, old: new - old, pipe.unplace(got), params)
     np.testing.assert_allclose(optax.tree.norm(step), 0.01, rtol=1e-3)
-    jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-6), pipe.unplace(got), want)
+    chex.assert_trees_all_close(pipe.unplace(got), want, rtol=1e-5, atol=1e-6)

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import chex
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 import pytest
 
@@ -68,11 +68,11 @@ def test_parts_updated_one_by_one_end_where_the_whole_does(optimizer):
                 name, gradients[name], owned, rests[name], params
             )
             params = params | {name: apply(params[name], updates)}
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6), params, whole)
+    chex.assert_trees_all_close(params, whole, rtol=1e-6)
     for name in PARTS:
         joined = parts.join(owned, rests[name])
         assert jax.tree.structure(joined) == jax.tree.structure(whole_state)
-        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6), joined, whole_state)
+        chex.assert_trees_all_close(joined, whole_state, rtol=1e-6)
 
 
 @pytest.mark.parametrize("optimizer", MIXING.values(), ids=MIXING)

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import chex
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
 
 from jaxpipe.runtime.layers.split import REMAT_POLICIES, split_layer
@@ -44,7 +44,7 @@ def test_parts_equal_the_vjp(remat, seed):
 
     got = (y, dx, dparams, fused_dx, fused_dparams)
     want = (expected_y, expected_dx, expected_dparams, expected_dx, expected_dparams)
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5), got, want)
+    chex.assert_trees_all_close(got, want, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("remat", REMAT_POLICIES)
@@ -104,7 +104,7 @@ def test_parts_of_a_layer_of_trees_with_side_inputs_and_a_state_equal_the_vjp(re
     fused = split.backward_fused(params, until_b, until_w, dy, batch)
 
     got, want = (out, got_dx, got_dparams, fused), ((y, new_state), dx, dparams, (dx, dparams))
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5), got, want)
+    chex.assert_trees_all_close(got, want, rtol=1e-5, atol=1e-5)
 
 
 def test_what_a_layer_only_passes_on_is_not_saved():

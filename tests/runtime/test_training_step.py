@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import chex
 import compilations
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 import pytest
 import toy
@@ -57,7 +57,7 @@ def test_a_step_is_compiled_once_and_leaves_everything_where_it_was(name, stages
     batch = toy.batch(8)
     params = pipe.place(start)
     state = pipe.init(optimizer, params)
-    jax.tree.map(np.testing.assert_array_equal, state, optimizer.init(params))
+    chex.assert_trees_all_equal(state, optimizer.init(params))
     traces = []
 
     @jax.jit
@@ -112,7 +112,7 @@ def test_updating_gives_what_the_optimizer_gives():
         wanted = optax.apply_updates(wanted[0], updates), state
     assert step._cache_size() == 1
     got = pipe.unplace(now[0]), pipe.map_parameters(pipe.unplace, now[1])
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-7), got, wanted)
+    chex.assert_trees_all_close(got, wanted, rtol=1e-6, atol=1e-7)
 
 
 def test_weak_types_are_left_behind_when_parameters_are_placed():

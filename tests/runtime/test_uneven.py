@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from functools import partial
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -56,7 +57,7 @@ def check(
     )
     placed_states = pipe.place_states(states) if stateful else None
     placed = pipe.place(params)
-    jax.tree.map(np.testing.assert_array_equal, pipe.unplace(placed), params)
+    chex.assert_trees_all_equal(pipe.unplace(placed), params)
     got, grads = jax.jit(pipe.value_and_grad)(placed, batch, rng, states=placed_states)
     want, expected_grads = unpipelined(
         params, batch, rng, states, microbatches=microbatches, data=data
@@ -158,7 +159,7 @@ def test_layers_may_have_dtypes_that_other_layers_lack():
         zero=2,
     )
     placed = pipe.place(params)
-    jax.tree.map(np.testing.assert_array_equal, pipe.unplace(placed), params)
+    chex.assert_trees_all_equal(pipe.unplace(placed), params)
     _, grads = jax.eval_shape(pipe.value_and_grad, placed, {"x": jnp.ones((8, 3))})
     assert {name: w.dtype for name, w in grads["layers"].items()} == {
         name: w.dtype for name, w in placed["layers"].items()

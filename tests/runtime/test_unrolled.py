@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 
+import chex
 import jax
 import numpy as np
 import optax
@@ -16,8 +17,8 @@ from covering import covering
 
 import jaxpipe
 from benchmarks import gpu_compile
+from benchmarks.hlo import HloProgram
 from jaxpipe.runtime.measure import memory
-from jaxpipe.runtime.measure.hlo import Program
 from jaxpipe.schedule.actions import Schedule
 from jaxpipe.schedule.partition import partition
 from jaxpipe.schedule.search.slices import slice_ticks
@@ -69,7 +70,7 @@ def results(weights: str, case: tuple):
     *shape, random = case
     pipe, params = pipeline(weights, *shape)
     placed = pipe.place(params)
-    jax.tree.map(np.testing.assert_array_equal, pipe.unplace(placed), params)
+    chex.assert_trees_all_equal(pipe.unplace(placed), params)
     batch, rng = toy.batch(8 * case[1]), jax.random.key(7) if random else None
     loss, grads = jax.jit(pipe.value_and_grad)(placed, batch, rng)
     return loss, jax.jit(pipe.loss)(placed, batch, rng), pipe.unplace(grads)
@@ -131,7 +132,7 @@ def test_two_slots_of_three_chunks_are_read_where_they_lie():
         assert pipe.table.gathers.num_slots == 2
         loss, grads = jax.jit(pipe.value_and_grad)(pipe.place(params), toy.batch(16))
         found.append((loss, pipe.unplace(grads)))
-    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-6), *found)
+    chex.assert_trees_all_close(*found, rtol=1e-5, atol=1e-6)
 
 
 def test_placed_arrays_are_one_a_row_and_an_optimizer_state_is_converted_like_parameters():
@@ -147,7 +148,7 @@ def test_placed_arrays_are_one_a_row_and_an_optimizer_state_is_converted_like_pa
     expected = optax.adam(0.1).init(params)
     assert jax.tree.structure(canonical) == jax.tree.structure(expected)
     again = pipe.map_parameters(pipe.unplace, back)
-    jax.tree.map(np.testing.assert_array_equal, again, canonical)
+    chex.assert_trees_all_equal(again, canonical)
     jax.tree.map(
         lambda leaf, sharding: leaf.shape == () or sharding.shard_shape(leaf.shape),
         state,
@@ -187,10 +188,10 @@ def batch() -> dict:
 
 
 @functools.cache
-def compiled(weights: str, *case) -> tuple[Program, int]:
+def compiled(weights: str, *case) -> tuple[HloProgram, int]:
     """A step's program, and the bytes of its temporaries."""
     step = memory.compiled(gpt_pipeline(weights, *case), batch(), options=AS_USED)
-    return Program(step.as_text()), step.memory_analysis().temp_size_in_bytes
+    return HloProgram(step.as_text()), step.memory_analysis().temp_size_in_bytes
 
 
 def copied_bytes(weights: str, case: tuple) -> list[int]:

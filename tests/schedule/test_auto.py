@@ -8,10 +8,10 @@ from hypothesis import strategies as st
 
 from jaxpipe.schedule.check.validate import peak_in_flight, validate
 from jaxpipe.schedule.generators.one_f_one_b import one_f_one_b
+from jaxpipe.schedule.generators.v_schedules import v_half, v_min, zb_v
 from jaxpipe.schedule.lowering.lower import lower
 from jaxpipe.schedule.placement import linear, looped, wave
 from jaxpipe.schedule.search.auto import auto
-from jaxpipe.schedule.search.controllable_memory import v_half, v_min, zb_v
 from jaxpipe.schedule.search.slices import slice_ticks
 from jaxpipe.schedule.simulate import Costs, lock_step
 
@@ -20,11 +20,6 @@ settings.register_profile("jaxpipe", deadline=None)
 settings.load_profile("jaxpipe")
 
 COSTS = Costs(1, 1.2, 0.8)
-
-
-@pytest.fixture(autouse=True)
-def _own_cache(tmp_path_factory, monkeypatch):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.getbasetemp()))
 
 
 @pytest.mark.parametrize(
@@ -94,7 +89,7 @@ def test_the_same_arguments_give_the_same_schedule():
 def test_what_does_not_fit_is_refused():
     with pytest.raises(ValueError, match=r"memory_limit=0\.5 .*\nNearest valid: 1\."):
         auto(2, 4, memory_limit=0.5)
-    with pytest.raises(ValueError, match=r"(?s)mesh\.stage=3 stages.*memory_limit=0 does"):
+    with pytest.raises(ValueError, match=r"(?s)num_stages=3\..*memory_limit=0 does"):
         auto(3, 4, memory_limit=0, placement=linear(2))
     with pytest.raises(ValueError, match="does not fit 4 virtual stages"):
         auto(2, 4, layer_counts=[1, 1])

@@ -1,4 +1,4 @@
-"""The controllable-memory family: the paper's table, the frontier of the search, and its cache."""
+"""The controllable-memory family: the paper's table, and the frontier of the search."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 
 from jaxpipe.schedule.actions import Kind
 from jaxpipe.schedule.check.validate import validate
-from jaxpipe.schedule.generators import building_blocks
+from jaxpipe.schedule.generators import building_blocks, v_schedules
 from jaxpipe.schedule.generators.building_blocks import PERIOD, fused_block, split_block
+from jaxpipe.schedule.generators.v_schedules import one_f_one_b_v, v_half, v_min, v_zb, zb_v
 from jaxpipe.schedule.search import controllable_memory
-from jaxpipe.schedule.search.controllable_memory import one_f_one_b_v, v_half, v_min, v_zb, zb_v
 from jaxpipe.schedule.simulate import Costs, simulate
 
 settings.register_profile("jaxpipe", deadline=None)
@@ -23,14 +23,6 @@ settings.load_profile("jaxpipe")
 UNIT = Costs(1, 1, 1)
 NAMED = (v_min, v_half, v_zb, zb_v, one_f_one_b_v)
 SPLIT = (v_min, v_half, v_zb)
-
-
-@pytest.fixture(autouse=True)
-def cache(tmp_path_factory, monkeypatch):
-    """A cache of this run's own; the same for all tests, as it changes no result."""
-    root = tmp_path_factory.getbasetemp() / "cache"
-    monkeypatch.setenv("XDG_CACHE_HOME", str(root))
-    return root / "jaxpipe"
 
 
 def search(p, m, k, costs=UNIT):
@@ -171,46 +163,11 @@ def test_no_limit_means_all_microbatches():
 
 @pytest.mark.parametrize("limit", [0, -1, 1.5, 3.9, float("nan")])
 def test_limits_below_every_block_get_the_nearest(limit):
-    with pytest.raises(
-        ValueError, match=r"pipeline\.memory_limit=.*mesh\.stage=8 .*\nNearest valid: 4\.$"
-    ):
+    with pytest.raises(ValueError, match=r"^memory_limit=.*num_stages=8 .*\nNearest valid: 4\.$"):
         controllable_memory.controllable_memory(8, 32, memory_limit=limit)
 
 
-def test_second_call_reads_the_cache(cache, monkeypatch):
-    first = search(4, 11, 6)
-    assert len(list(cache.iterdir())) > 0
-    monkeypatch.setattr(controllable_memory, "_search", None)
-    assert search(4, 11, 6) == first
-
-
-@pytest.mark.parametrize("damage", ["", "[]", "{}", "[[0, 9]]", '[["F"]]', "[[4, 4], [4, 4]]"])
-def test_damaged_cache_files_are_replaced(damage, tmp_path, monkeypatch):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    first = search(2, 4, 4)
-    (file,) = (tmp_path / "jaxpipe").iterdir()
-    written = file.read_text()
-    file.write_text(damage)
-    assert search(2, 4, 4) == first
-    assert file.read_text() == written
-
-
-def test_cache_keys_hold_every_input(tmp_path, monkeypatch):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    for p, m, k in [(2, 4, 4), (3, 4, 4), (2, 5, 4), (2, 4, 5)]:
-        search(p, m, k)
-    for costs in (Costs(1, 2, 1), Costs(1, 1, 1, 1)):
-        search(2, 4, 4, costs)
-    assert len(list((tmp_path / "jaxpipe").iterdir())) == 6
-
-
-def test_unwritable_cache_costs_time_only(tmp_path, monkeypatch):
-    (tmp_path / "file").write_text("")
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
-    assert search(2, 4, 4) == search(2, 4, 4)
-
-
-@pytest.mark.parametrize("module", [building_blocks, controllable_memory])
+@pytest.mark.parametrize("module", [building_blocks, v_schedules, controllable_memory])
 def test_examples_in_docstrings_run(module):
     result = doctest.testmod(module)
     assert result.attempted > 0

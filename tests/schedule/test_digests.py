@@ -61,9 +61,9 @@ CONTROLLABLE_MEMORY = ((2, 5, 2, TENTHS), (3, 4, 2.5, DECIMALS), (4, 6, None, ME
 def cases() -> Iterator[tuple[str, Callable[[], Any]]]:
     """The name of every digest, and what makes the thing that it is of."""
     # `catalog.entries` also has what other tests have registered.
-    for entry in catalog._BUILT_IN:
+    for entry in catalog.BUILT_IN:
         for p, m, v in SHAPES[:2] if entry.name == "auto" else SHAPES:
-            m += m % entry.multiples.get("microbatches", 1)
+            m += m % entry.multiples.get("num_microbatches", 1)
             chunks = {"chunks": v} if "num_chunks" in entry.defaults else {}
             make = partial(catalog.build, entry.name, stages=p, microbatches=m, **chunks)
             yield f"{entry.name} p={p} m={m} {chunks or ''}".rstrip(), partial(built, make)

@@ -20,7 +20,9 @@ from jaxpipe.schedule import catalog
 from jaxpipe.schedule.actions import Action, Kind, Schedule, dependencies
 from jaxpipe.schedule.check.validate import ScheduleError, validate
 from jaxpipe.schedule.generators.breadth_first import breadth_first
+from jaxpipe.schedule.generators.chimera import chimera
 from jaxpipe.schedule.generators.gpipe import gpipe
+from jaxpipe.schedule.generators.hanayo import hanayo
 from jaxpipe.schedule.simulate import Costs, lock_step, simulate, ticks
 
 # No test may depend on how fast the machine is.
@@ -49,7 +51,7 @@ def built(draw, names=NAMES) -> Schedule:
     if needed or ("memory_limit" in entry.defaults and draw(st.booleans())):
         numbers["memory_limit"] = numbers["stages"] + draw(st.integers(0, 3))
     for number, factor in entry.multiples.items():
-        numbers[number] *= factor
+        numbers[number.removeprefix("num_")] *= factor
     return catalog.build(entry.name, **numbers)
 
 
@@ -304,16 +306,16 @@ def test_schedules_that_cannot_run_are_refused_by_both_clocks():
 
 
 def test_unknown_names_get_the_nearest():
-    with pytest.raises(ValueError, match=r"pipeline\.schedule='1f1d'.*\nNearest valid: '1f1b'\."):
+    with pytest.raises(ValueError, match=r"name='1f1d'.*\nNearest valid: '1f1b'\."):
         catalog.build("1f1d", stages=2, microbatches=2)
     with pytest.raises(ValueError, match="Nearest valid: 'gpipe'"):
         catalog.build("GPipe", stages=2, microbatches=2)
 
 
 def test_all_failures_of_build_come_together():
-    with pytest.raises(ValueError, match=r"(?s)mesh\.stage=0.*microbatches=-1.*chunks=2.*: 1\.$"):
+    with pytest.raises(ValueError, match=r"(?s)stages=0.*microbatches=-1.*chunks=2.*: 1\.$"):
         catalog.build("gpipe", stages=0, microbatches=-1, chunks=2)
-    with pytest.raises(ValueError, match=r"(?s)stage=0.*chunks=0.*at least 1.*limit=-1.*above 0"):
+    with pytest.raises(ValueError, match=r"(?s)stages=0.*chunks=0.*at least 1.*limit=-1.*above 0"):
         catalog.build("nope", stages=0, microbatches=1, chunks=0, memory_limit=-1)
 
 
@@ -322,13 +324,13 @@ def test_all_failures_of_build_come_together():
     [
         ("gpipe", {"chunks": 2}, r"each of its stages holds 1 chunk\.\nNearest valid: 1\."),
         ("dualpipe-v", {"chunks": 4}, r"each of its stages holds 2 chunks\.\nNearest valid: 2\."),
-        ("gpipe", {"group": 4}, r"pipeline\.group=4 .* does not read it\.\nNearest valid: leave"),
-        ("zb-h1", {"memory_limit": 4}, r"pipeline\.memory_limit=4 .* does not read it"),
+        ("gpipe", {"group": 4}, r"^group=4 .* does not read it\.\nNearest valid: leave"),
+        ("zb-h1", {"memory_limit": 4}, r"^memory_limit=4 .* does not read it"),
         ("hanayo", {"chunks": 3}, r"chunks=3 .* a multiple of 2\.\nNearest valid: 2, 4\."),
         ("hanayo", {"chunks": 1}, r"chunks=1 .* a multiple of 2\.\nNearest valid: 2\."),
         ("hanayo", {"memory_limit": 0.5}, r"memory_limit=0\.5 .*\nNearest valid: 1\."),
         ("chimera", {}, r"microbatches=7 .* a multiple of 2\.\nNearest valid: 6, 8\."),
-        ("interleaved", {"group": 2}, r"group=2 .* mesh\.stage=4\.\nNearest valid: 4\."),
+        ("interleaved", {"group": 2}, r"group=2 .* stages=4\.\nNearest valid: 4\."),
     ],
 )
 def test_numbers_that_do_not_fit_are_refused_with_the_nearest(name, options, expected):
@@ -366,7 +368,7 @@ def test_a_schedule_may_need_an_option():
     def needy(num_stages, num_microbatches, *, memory_limit):
         return gpipe(num_stages, num_microbatches)
 
-    with pytest.raises(ValueError, match=r"pipeline\.memory_limit is missing: schedule 'needy'"):
+    with pytest.raises(ValueError, match=r"^memory_limit is missing: schedule 'needy'"):
         catalog.build("needy", stages=2, microbatches=4)
 
 
@@ -432,7 +434,7 @@ def test_installed_schedules_come_by_entry_point(monkeypatch):
     lost, taken = (str(warning.message) for warning in caught)
     assert "'lost' = 'no_such_module:f' of some package is left out: ModuleNotFoundError" in lost
     assert (
-        "'1f1b' = 'jaxpipe.schedule.generators.gpipe:gpipe' of some package is left out: Value"
+        "'1f1b' = 'jaxpipe.schedule.generators.gpipe:gpipe' of some package is left out: Argu"
         in taken
     )
 
@@ -457,3 +459,10 @@ def test_examples_in_docstrings_run(module):
     result = doctest.testmod(importlib.import_module(module))
     assert result.attempted > 0
     assert result.failed == 0
+
+
+def test_halves_that_do_not_exist_are_refused_in_python_too():
+    with pytest.raises(ValueError, match=r"num_chunks=3 must be even\.\nNearest valid: 4\."):
+        hanayo(2, 4, num_chunks=3)
+    with pytest.raises(ValueError, match=r"num_microbatches=5 must be even\.\nNearest valid: 6\."):
+        chimera(2, 5)

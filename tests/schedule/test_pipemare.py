@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 import math
 
 import pytest
@@ -91,7 +92,7 @@ def test_2bw_refuses_a_delay_of_more_than_one_update():
 
 @pytest.mark.parametrize(("P", "N", "name"), [(0, 1, "stages"), (1, 0, "microbatches")])
 def test_numbers_out_of_range_are_refused(P, N, name):
-    with pytest.raises(ValueError, match=rf"{name}=0 must be at least 1\.\nNearest .*{name}=1"):
+    with pytest.raises(ValueError, match=rf"{name}=0 must be at least 1\.\nNearest valid: 1\."):
         SteadyState(P, N)
 
 
@@ -142,7 +143,7 @@ SMALL = ["--stages", "2", "--microbatches", "2"]
         (["pipemare"], "needs --stages and --microbatches"),
         (
             ["2bw", "--stages", "4", "--microbatches", "2"],
-            "2bw keeps two weight versions: --microbatches 2 on 4 stages needs more.\n"
+            "'2bw' keeps two weight versions: --microbatches 2 on 4 stages needs more.\n"
             "Nearest valid: --microbatches 7.",
         ),
         (["pipemare", "--stages", "4", "--microbatches", "0"], "--microbatches 0 must be at least"),
@@ -158,7 +159,6 @@ SMALL = ["--stages", "2", "--microbatches", "2"]
             "--recompute-segment 3 must be a number of stages from 1 to 2.\n"
             "Nearest valid: --recompute-segment 2.",
         ),
-        (["pipemare", *SMALL, "--out", "a.svg"], "--format svg is for schedules that end"),
         (["pipemare", "--stages", "2", "--microbatches", "1000000"], "columns, beyond 200000"),
         (["pipemare", "--stages", "100000000", "--microbatches", "1"], "virtual stages, beyond"),
         (
@@ -170,6 +170,27 @@ SMALL = ["--stages", "2", "--microbatches", "2"]
 def test_what_cannot_be_drawn_says_why(capsys, arguments, message):
     assert cli.main(["show", *arguments]) == 2
     assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize("segment", [[], ["--recompute-segment", "1"]])
+def test_the_other_formats_show_a_few_minibatches_like_any_schedule(
+    tmp_path, capsys, name, segment
+):
+    asked = ["show", name, "--stages", "2", "--microbatches", "3", *segment, "--costs", "1,2,1"]
+    for kind in ("svg", "png"):
+        out = tmp_path / f"picture.{kind}"
+        assert cli.main([*asked, "--out", str(out)]) == 0
+        assert out.stat().st_size > 1000
+    assert cli.main([*asked, "--format", "trace"]) == 0
+    events = json.loads(capsys.readouterr().out)["traceEvents"]
+    assert ("0R11" in {event["name"] for event in events}) == bool(segment)
+    assert cli.main([*asked, "--format", "json"]) == 0
+    shown = json.loads(capsys.readouterr().out)
+    # Four minibatches: the pipeline is full from the 4th of their 12 microbatches on.
+    assert (shown["schedule"], shown["microbatches"]) == (name, 12)
+    assert shown["lock_step"]["bubble_ratio"] > 0
+    assert len(shown["actions"][0]) == 12 * (4 if segment else 3)
 
 
 SEGMENTS = [(P, N, S) for P, N in [(1, 1), (4, 3), (5, 2), (8, 1)] for S in range(1, P + 1)]
@@ -286,5 +307,7 @@ def test_ten_unequal_stages_work_at_most_their_mean_over_their_largest_cost():
 
 
 def test_costs_are_of_every_stage_or_of_all():
-    with pytest.raises(ValueError, match=r"3 costs for stages=4\.\nNearest valid: 4, or one for"):
+    with pytest.raises(
+        ValueError, match=r"3 costs for num_stages=4\.\nNearest valid: 4, or one for"
+    ):
         SteadyState(4, 8).full_utilization(costs_of(1, 2, 3))

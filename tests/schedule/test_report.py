@@ -114,7 +114,10 @@ def test_the_trace_holds_every_action_and_the_memory_curve(name):
 
 
 def test_doctests_of_the_tools_run():
-    for module in ("comparison", "csv_format", "report", "trace", "user"):
+    for module in (
+        *("show.comparison", "show.report", "show.trace"),
+        *("formats.csv_format", "formats.user"),
+    ):
         result = doctest.testmod(importlib.import_module(f"jaxpipe.schedule.{module}"))
         assert result.attempted > 0
         assert result.failed == 0

@@ -20,9 +20,9 @@ from jaxpipe.schedule.actions import Action, Kind, Schedule, Slice, dependencies
 from jaxpipe.schedule.check.slice_rules import order_of
 from jaxpipe.schedule.check.validate import ScheduleError, peak_in_flight, validate
 from jaxpipe.schedule.generators.one_f_one_b import one_f_one_b
+from jaxpipe.schedule.generators.v_schedules import v_half, zb_v
 from jaxpipe.schedule.lowering.lower import NONE, lower
 from jaxpipe.schedule.placement import linear, looped, wave
-from jaxpipe.schedule.search.controllable_memory import v_half, zb_v
 from jaxpipe.schedule.search.slices import slice_ticks
 from jaxpipe.schedule.simulate import Costs, lock_step, simulate
 
@@ -399,7 +399,11 @@ def test_slices_gather_no_chunk_twice_at_once_and_keep_what_a_tick_uses():
 
 
 @pytest.mark.parametrize(
-    "module", ["actions", "auto", "lower", "simulate", "slice_rules", "slices", "slots"]
+    "module",
+    [
+        *("actions", "check.slice_rules", "lowering.lower", "lowering.slots"),
+        *("search.auto", "search.slices", "simulate"),
+    ],
 )
 def test_examples_in_docstrings_run(module):
     result = doctest.testmod(importlib.import_module(f"jaxpipe.schedule.{module}"))

@@ -14,19 +14,18 @@ from jaxpipe.runtime.measure.costs import layer_costs
 from jaxpipe.schedule.actions import Kind
 from train import dry_run
 from train.config import Config
-from train.phases import AsynchronousPhase, SynchronousPhase
-from train.step import Program
+from train.modes import Asynchronous, Synchronous
+from train.step import Setup
 
 COSTS = {Kind.F: 1.0, Kind.B: 1.2, Kind.W: 0.8, Kind.BW: 2.0}
 GPT = {"vocab_size": 40, "sequence_length": 8, "width": 8, "num_heads": 2}
 
 
 def make(task: str, *, stages: int, microbatches: int = 4, asynchronous=None, model=None, **fields):
-    section = "model" if task == "gpt" else task
-    return Program(
+    return Setup(
         Config(
             task=task,
-            **{section: (GPT if task == "gpt" else TINY[task]) | (model or {})},
+            model=(GPT if task == "gpt" else TINY[task]) | (model or {}),
             mesh={"stage": stages, "data": 1},
             pipeline={"microbatches": microbatches, **fields},
             asynchronous=asynchronous or {},
@@ -35,27 +34,27 @@ def make(task: str, *, stages: int, microbatches: int = 4, asynchronous=None, mo
     )
 
 
-def costs_of_chunks(program: Program) -> np.ndarray:
+def costs_of_chunks(setup: Setup) -> np.ndarray:
     """Of every virtual stage: its layers' FLOPs, or their number where layers are alike."""
-    costs = np.ones(program.task.num_layers)
-    if isinstance(program.shapes["layers"], tuple):
-        rng = jax.eval_shape(lambda: program.rng(0))
-        parts = layer_costs(program.pipe, program.batch_shapes, rng)
+    costs = np.ones(setup.task.num_layers)
+    if isinstance(setup.shapes["layers"], tuple):
+        rng = jax.eval_shape(lambda: setup.rng(0))
+        parts = layer_costs(setup.pipe, setup.batch_shapes, rng)
         costs = np.array([part.f + part.b + part.w for part in parts])
-    ends = np.cumsum(program.layer_counts)
+    ends = np.cumsum(setup.layer_counts)
     return np.array([part.sum() for part in np.split(costs, ends[:-1])])
 
 
-def executed_bubble(program: Program) -> float:
+def executed_bubble(setup: Setup) -> float:
     """Of the table that the executor runs: every tick lasts as long as its slowest stage."""
-    table, chunks = program.pipe.table, costs_of_chunks(program)
-    held = program.schedule.placement.virtual_stages
+    table, chunks = setup.pipe.table, costs_of_chunks(setup)
+    held = setup.schedule.placement.virtual_stages
     work = np.zeros((table.num_ticks, len(held)))
     for kind, columns in table.passes.items():
         for tick, stage in np.argwhere(columns.hi > columns.lo):
             s = held[stage][columns.chunk[tick, stage]]
             layers = columns.hi[tick, stage] - columns.lo[tick, stage]
-            work[tick, stage] += COSTS[kind] * chunks[s] * layers / program.layer_counts[s]
+            work[tick, stage] += COSTS[kind] * chunks[s] * layers / setup.layer_counts[s]
     return 1 - work.sum() / (len(held) * work.max(axis=1).sum())
 
 
@@ -80,14 +79,14 @@ SYNCHRONOUS = [
 
 @pytest.mark.parametrize(("task", "stages", "fields"), SYNCHRONOUS)
 def test_the_bubble_is_that_of_the_table_that_is_executed(task, stages, fields):
-    program = make(task, stages=stages, **fields, model={"num_layers": 10} if task == "gpt" else {})
-    bubble = SynchronousPhase(program).bubble(1)
-    assert bubble == pytest.approx(executed_bubble(program), abs=1e-9)
+    setup = make(task, stages=stages, **fields, model={"num_layers": 10} if task == "gpt" else {})
+    bubble = Synchronous(setup).bubble(1)
+    assert bubble == pytest.approx(executed_bubble(setup), abs=1e-9)
     # No stage works longer than the whole, and the fullest has its work to do.
-    chunks, held = costs_of_chunks(program), program.schedule.placement.virtual_stages
+    chunks, held = costs_of_chunks(setup), setup.schedule.placement.virtual_stages
     loads = [chunks[list(own)].sum() for own in held]
     assert bubble >= 1 - np.mean(loads) / np.max(loads) - 1e-9
-    shown = printed(dry_run._show_timeline, program)
+    shown = printed(dry_run._show_timeline, setup)
     assert f"bubble {bubble:.1%}" in shown.splitlines()[-1]
 
 
@@ -98,7 +97,7 @@ def test_what_every_chunk_costs_changes_the_bubble_that_is_told():
     )
     chunks = costs_of_chunks(lopsided)
     least = 1 - chunks.mean() / chunks.max()
-    assert SynchronousPhase(balanced).bubble(1) < 0.5 < least < SynchronousPhase(lopsided).bubble(1)
+    assert Synchronous(balanced).bubble(1) < 0.5 < least < Synchronous(lopsided).bubble(1)
     for line in printed(dry_run._show_timeline, lopsided).splitlines()[-2:]:
         assert float(line.rsplit("bubble ")[-1].rstrip("%")) >= 100 * least - 0.05
 
@@ -113,23 +112,23 @@ def test_what_every_chunk_costs_changes_the_bubble_that_is_told():
     ],
 )
 def test_an_asynchronous_pipeline_waits_for_its_slowest_stage(task, stages, segment, fields):
-    program = make(
+    setup = make(
         task,
         stages=stages,
         asynchronous={"recompute_segment": segment},
         model={"num_layers": 10} if task == "gpt" else {},
         **fields,
     )
-    phase, chunks = AsynchronousPhase(program), costs_of_chunks(program)
+    mode, chunks = Asynchronous(setup), costs_of_chunks(setup)
     most = chunks.mean() / chunks.max()
     assert most < 0.98
     values = {"correction": np.zeros(stages)}
-    told = [phase.metrics(step, values)["utilization"] for step in range(1, 5)]
-    fill = [phase.steady.work_ratio(k) for k in range(4)]
+    told = [mode.metrics(step, values)["utilization"] for step in range(1, 5)]
+    fill = [mode.steady.work_ratio(k) for k in range(4)]
     assert told == pytest.approx([most * ratio for ratio in fill])
     assert told[-1] == pytest.approx(most)
-    assert phase.bubble(4) == pytest.approx(1 - most)
-    shown = printed(dry_run._show_steady_state, program, phase)
+    assert mode.bubble(4) == pytest.approx(1 - most)
+    shown = printed(dry_run._show_steady_state, setup, mode)
     whole = most * 80 / (80 + 2 * stages - 1)  # 20 steps of 4 microbatches
     assert f"utilization: {most:.1%} in the steady state" in shown
     assert f"with filling and draining once {whole:.1%}" in shown
@@ -137,8 +136,8 @@ def test_an_asynchronous_pipeline_waits_for_its_slowest_stage(task, stages, segm
 
 def test_a_drawing_in_text_that_is_too_wide_is_left_out():
     """Layers whose costs are far apart must not end a dry run."""
-    program = make("gpt", stages=2, schedule="1f1b", model={"num_layers": 2})
-    program.layer_costs = [1e-9, 1.0]
-    shown = printed(dry_run._show_timeline, program)
+    setup = make("gpt", stages=2, schedule="1f1b", model={"num_layers": 2})
+    setup.layer_costs = [1e-9, 1.0]
+    shown = printed(dry_run._show_timeline, setup)
     assert "A drawing in text needs" in shown
     assert "lock-step: makespan" in shown

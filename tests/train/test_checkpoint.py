@@ -9,11 +9,11 @@ import pytest
 from train import checkpoint
 from train.checkpoint import Checkpoints
 from train.config import Config
-from train.step import State
+from train.step import TrainState
 
 
 def _state(step):
-    return State({"weight": jnp.full(3, float(step))}, {"count": jnp.asarray(step)})
+    return TrainState({"weight": jnp.full(3, float(step))}, {"count": jnp.asarray(step)})
 
 
 def _save(checkpoints, step, eval_loss=None):

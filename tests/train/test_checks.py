@@ -11,7 +11,7 @@ import pytest
 
 from jaxpipe.schedule import catalog
 from jaxpipe.schedule.formats.csv_format import write_csv
-from train import checks, data, distributed, errors, schedule
+from train import checks, configured, data, distributed, errors, run_folder
 from train.config import Config
 from train.metrics import truncate
 
@@ -138,13 +138,13 @@ RULES = [
     ),
     (
         {"pipeline.schedule": "chimera"},
-        "pipeline.schedule=chimera: Schedule 'chimera' can only be simulated: it needs 2 copies of "
-        "the model's weights, and the runtime keeps one. Nearest valid: 'hanayo', or 'dualpipe-v'.",
+        "pipeline.schedule='chimera' can only be simulated: it needs 2 copies of the model's "
+        "weights, and the runtime keeps one. Nearest valid: 'hanayo', 'dualpipe-v'.",
     ),
     (
         {"asynchronous.warmup_steps": 3},
         "asynchronous.warmup_steps=3 has no effect: pipeline.schedule=1f1b drains the pipeline in "
-        "every step, and no weights are late. Nearest valid: 0, or pipeline.schedule=pipemare.",
+        "every step, so no weights are late. Nearest valid: 0, or pipeline.schedule=pipemare.",
     ),
     (
         {"pipeline.schedule": "pipemare", "pipeline.weights": "unrolled"},
@@ -158,7 +158,7 @@ RULES = [
     ),
     (
         {"pipeline.schedule": "2bw", "pipeline.microbatches": 2},
-        "pipeline.schedule=2bw keeps two weight versions: pipeline.microbatches=2 on 2 stages "
+        "pipeline.schedule='2bw' keeps two weight versions: pipeline.microbatches=2 on 2 stages "
         "needs more. Nearest valid: pipeline.microbatches=3.",
     ),
     (
@@ -216,10 +216,10 @@ def test_a_schedule_of_ones_own_is_what_the_trainer_runs(make, tmp_path):
     order = write_schedule(path, stages=2, microbatches=4)
     config = make({"pipeline.schedule": str(path)})
     assert checks.check(config) == []
-    assert schedule.order(config).orders == order.orders
+    assert configured.order(config).orders == order.orders
     config = make({"pipeline.schedule": "jaxpipe.schedule.generators.one_f_one_b:one_f_one_b"})
     assert checks.check(config) == []
-    assert schedule.order(config).orders == schedule.order(make()).orders
+    assert configured.order(config).orders == configured.order(make()).orders
 
 
 @pytest.mark.parametrize(
@@ -300,7 +300,7 @@ def test_another_tokenizer(make, folder):
     assert "tokenizer.json is not the tokenizer these tokens were made with" in message
 
 
-@pytest.mark.parametrize("name", checks.RUN_FILES)
+@pytest.mark.parametrize("name", [*run_folder.FILES, "sample.txt", "translations.tsv"])
 def test_an_existing_run_needs_resume(make, tmp_path, name):
     run = tmp_path / "run"
     run.mkdir()
@@ -325,7 +325,7 @@ def test_a_full_disk_is_noticed_by_trying(make, tmp_path, monkeypatch, number):
     def refuse(file):
         raise OSError(number, os.strerror(number))
 
-    monkeypatch.setattr(checks.os, "fsync", refuse)
+    monkeypatch.setattr(run_folder.os, "fsync", refuse)
     (message,) = _messages(make())
     assert f"cannot be written: {os.strerror(number)}. Free some space" in message
     assert not (tmp_path / "run").exists()

@@ -13,11 +13,11 @@ from tiny_tasks import TINY
 
 from jaxpipe.schedule.formats.json_format import to_json
 from jaxpipe.schedule.simulate import Costs
-from train import choice, distributed, loop, schedule, step
+from train import choice, configured, distributed, start, step
 from train.choice import Choice
 from train.config import Config
 from train.errors import ConfigError, Failure
-from train.step import Program
+from train.step import Setup
 
 _GPT = {"vocab_size": 50, "sequence_length": 8, "num_layers": 4, "width": 8, "num_heads": 2}
 _SECTIONS = {
@@ -41,7 +41,7 @@ def _config(**fields):
 
 
 def _choice(config, counts=(1, 1, 1, 1)):
-    return Choice(schedule.build(config, counts), counts, (1.0,) * sum(counts))
+    return Choice(configured.build(config, counts), counts, (1.0,) * sum(counts))
 
 
 @pytest.fixture
@@ -93,7 +93,7 @@ def test_a_setting_that_does_not_decide_may_change(path, recorded, other):
         {"pipeline__remat": "full"},
         {"costs__b": 2.0},
         {"costs__message": 0.5},
-        {"task": "bert", "bert": {"num_layers": 4}},
+        {"task": "bert", "model": {"num_layers": 4}},
     ],
     ids=lambda other: next(iter(other)),
 )
@@ -133,7 +133,7 @@ def test_a_resume_says_what_it_does_with_the_record(path, recorded, kind):
     if kind == "a folder":
         path.mkdir()
     said = io.StringIO()
-    found = loop._recorded(path, _config(), Console(file=said))
+    found = start.recorded_choice(path, _config(), Console(file=said))
     assert found == (recorded if kind == "whole" else None)
     lines = {
         "whole": f"schedule and partition as recorded in {path}\n",
@@ -161,8 +161,8 @@ _WHOLE = to_json(_choice(_config()).schedule)
         ("schedule", None),
         ("schedule", {}),
         ("schedule", _WHOLE | {"orders": _WHOLE["orders"][::-1]}),
-        ("schedule", to_json(schedule.order(_config(mesh__stage=4, model__num_layers=8)))),
-        ("schedule", to_json(schedule.order(_config(pipeline__microbatches=6)))),
+        ("schedule", to_json(configured.order(_config(mesh__stage=4, model__num_layers=8)))),
+        ("schedule", to_json(configured.order(_config(pipeline__microbatches=6)))),
         ("schedule", to_json(_choice(_config(model__num_layers=8), (2, 2, 2, 2)).schedule)),
         ("layer_counts", None),
         ("layer_counts", [4]),
@@ -203,7 +203,7 @@ def test_an_edited_schedule_of_a_users_own_is_read_anew(path, tmp_path):
     config = _config(**fields)
     choice.write(path, config, _choice(config, (2, 2)))
     assert choice.read(path, config) is not None
-    schedule.order.cache_clear()
+    configured.order.cache_clear()
     own.write_text("0F0,0F1,0B0,0B1\n,1F0,1F1,1B0,1B1\n")
     assert choice.read(path, config) is None
 
@@ -212,25 +212,25 @@ def test_a_program_keeps_what_was_recorded(monkeypatch):
     """Whatever a newer version would find or measure."""
     config = _config(pipeline__partition="1,1,1,1")
     sliced = _choice(config)
-    other = Choice(schedule.order(_config(pipeline__schedule="zb-v")), (1, 1, 1, 1), (1.0,) * 4)
+    other = Choice(configured.order(_config(pipeline__schedule="zb-v")), (1, 1, 1, 1), (1.0,) * 4)
     assert other.schedule.orders != sliced.schedule.orders
 
     def fail(*args, **options):
         raise AssertionError("searched again")
 
-    monkeypatch.setattr(schedule, "build", fail)
-    monkeypatch.setattr(schedule, "order", fail)
+    monkeypatch.setattr(configured, "build", fail)
+    monkeypatch.setattr(configured, "order", fail)
     monkeypatch.setattr(step, "layer_costs", fail)
     for kept in (sliced, other):
-        program = Program(config, kept)
-        assert program.choice == kept
-        assert program.pipe.table.schedule == kept.schedule
+        setup = Setup(config, kept)
+        assert setup.choice == kept
+        assert setup.pipe.table.schedule == kept.schedule
 
 
 def test_a_measured_partition_is_not_measured_again(monkeypatch, path):
     sections = {
         "task": "resnet",
-        "resnet": TINY["resnet"],
+        "model": TINY["resnet"],
         "mesh": {"stage": 2, "data": 1},
         "pipeline": {"schedule": "1f1b", "microbatches": 2, "partition": "measured"},
         "train": {"batch_size": 4, "steps": 20},
@@ -242,20 +242,20 @@ def test_a_measured_partition_is_not_measured_again(monkeypatch, path):
         return [Costs(cost, cost, cost) for cost in costs]
 
     monkeypatch.setattr(step, "layer_costs", measure)
-    first = Program(config)
+    first = Setup(config)
     assert first.layer_counts == (1, 3)
     assert first.layer_costs == (27.0, 3.0, 3.0, 3.0)
     choice.write(path, config, first.choice)
     costs.reverse()
-    assert Program(config).layer_counts == (3, 1)
-    assert Program(config, choice.read(path, config)).layer_counts == (1, 3)
+    assert Setup(config).layer_counts == (3, 1)
+    assert Setup(config, choice.read(path, config)).layer_counts == (1, 3)
 
 
 def test_all_processes_use_the_choice_of_the_first(monkeypatch):
     config = _config(pipeline__slices=False)
     first = _choice(_config(pipeline__schedule="zb-v", pipeline__slices=False))
     monkeypatch.setattr(distributed, "from_first", lambda make: first.to_json())
-    assert Program(config).schedule == first.schedule
+    assert Setup(config).schedule == first.schedule
 
 
 def test_what_the_first_process_says_or_refuses():

@@ -1,12 +1,13 @@
 """The configuration: strict names and types, all failures at once, the command line wins."""
 
 import doctest
+import re
 from pathlib import Path
 
 import pytest
 import yaml
 
-from train import command_line, config, errors
+from train import command_line, config, errors, tasks
 
 TOP = Path(__file__).resolve().parents[2]
 
@@ -83,6 +84,10 @@ def test_numbers_as_people_write_them(tmp_path, number):
         ("optimizer: {peak_lr: fast}", "optimizer.peak_lr='fast' in {path}: must be a number."),
         ("model: {tied: 1}", "model.tied=1 in {path}: must be true or false."),
         ("run_dir: 5", "run_dir=5 in {path}: must be text."),
+        ("task: [gpt]\nmodel: {depth: 3}", "task=['gpt'] in {path}: must be text."),
+        ("task: gtp\nmodel: {depth: 3}", "or module:Class of your own. Nearest valid: gpt."),
+        ("task: mesh\nmesh: {stage: 2}", "task='mesh' in {path}: must be one of 'bert', 'gpt', "),
+        ("task: resnet\nmodel: 3", "model=3 in {path}: must be a section with fields."),
         ("pipeline: 1f1b", "pipeline='1f1b' in {path}: must be a section with fields."),
         ("mesh:", "mesh=None in {path}: must be a section with fields."),
         ("pipeline: {remat: ful}", "must be one of 'none', 'dots' or 'full'. Nearest valid: full."),
@@ -152,15 +157,74 @@ def test_command_line_errors_end_with_status_2(capsys, options, expected):
     assert expected in capsys.readouterr().err
 
 
-def test_help_lists_every_field(capsys):
+@pytest.mark.parametrize("task", tasks.names())
+@pytest.mark.parametrize("from_file", [False, True])
+def test_help_lists_every_field_of_the_task_and_no_other(capsys, tmp_path, task, from_file):
+    path = _write(tmp_path, f"task: {task}")
     with pytest.raises(SystemExit) as exit_:
-        command_line.parse(["--help"])
+        command_line.parse(
+            ["--help", *(["--config", str(path)] if from_file else ["--task", task])]
+        )
     assert exit_.value.code == 0
-    text = capsys.readouterr().out
-    missing = [path for path in config.Config().flat() if f"--{path.replace('_', '-')}" not in text]
-    assert missing == []
-    for word in ("--config", "--resume", "--dry-run"):
-        assert word in text
+    shown = set(re.findall(r"^\W (?:-h, )?(--[a-z][\w.-]*)", capsys.readouterr().out, re.MULTILINE))
+    fields = {f"--{path.replace('_', '-')}" for path in config.Config(task=task).flat()}
+    assert shown == fields | {"--help", "--config", "--resume", "--dry-run"}
+
+
+OLDER = {
+    "run_dir": "r",
+    "task": "resnet",
+    "model": {"num_heads": 2},
+    "bert": {},
+    "mesh": {"data": 4},
+}
+
+
+@pytest.mark.parametrize(
+    ("raw", "expected"),
+    [
+        # As older versions wrote it into run folders and checkpoints: every family's section.
+        (
+            OLDER | {"resnet": {"depth": 14}, "transformer": {"width": 8}},
+            {"run_dir": "r", "task": "resnet", "mesh": {"data": 4}, "model": {"depth": 14}},
+        ),
+        # As people wrote it.
+        ({"task": "bert", "bert": {"width": 8}}, {"task": "bert", "model": {"width": 8}}),
+        ({"task": "gpt", "model": {"width": 8}}, {"task": "gpt", "model": {"width": 8}}),
+        ({"model": {"width": 8}, "bert": {"width": 9}}, {"model": {"width": 8}}),
+        ({"task": "resnet", "model": {"depth": 14}}, {"task": "resnet", "model": {"depth": 14}}),
+    ],
+)
+def test_files_of_older_versions_with_a_section_per_family(tmp_path, raw, expected):
+    assert config.upgraded(raw) == expected
+    found = command_line.parse(["--config", str(_write(tmp_path, yaml.safe_dump(raw)))])
+    assert found.failures == ()
+    assert found.config == config.Config(**expected)
+
+
+def test_wrong_names_in_the_section_of_an_older_file(tmp_path):
+    path = _write(tmp_path, "task: resnet\nresnet: {dept: 14}\n")
+    (message,) = _messages(path)
+    assert f"model.dept in {path} is not a field. Nearest valid: model.depth" in message
+
+
+def test_options_of_older_versions_are_refused_with_their_new_names():
+    options = ["--task", "resnet", "--resnet.num-classes", "3", "--resnet.depth=8"]
+    with pytest.raises(errors.ConfigError) as error:
+        command_line.parse(options)
+    assert str(error.value).splitlines() == [
+        "--resnet.num-classes has another name now: --model.num-classes.",
+        "--resnet.depth=8 has another name now: --model.depth=8.",
+    ]
+
+
+def test_another_task_than_that_of_the_file(tmp_path):
+    path = _write(tmp_path, "task: resnet\nmodel: {depth: 14, norm: batch}\nmesh: {data: 3}\n")
+    invocation = command_line.parse(["--config", str(path), "--task", "gpt", "--model.width", "8"])
+    fields = [failure.fields for failure in invocation.failures]
+    assert sorted(fields) == [("model.depth",), ("model.norm",)]
+    assert invocation.config.task == "gpt"
+    assert (invocation.config.model.width, invocation.config.mesh.data) == (8, 3)
 
 
 def test_the_resolved_file_holds_every_field():

@@ -11,7 +11,7 @@ import pytest
 from train import checksums
 from train.checkpoint import Checkpoints
 from train.recovery import none_whole
-from train.step import State
+from train.step import TrainState
 
 LOSSES = {1: 2.0, 2: 3.0}
 
@@ -19,7 +19,7 @@ LOSSES = {1: 2.0, 2: 3.0}
 def _state(step):
     # Enough numbers for files of their own; they do not compress.
     noise = np.random.default_rng(step).standard_normal((64, 64)).astype(np.float32)
-    return State({"weight": jnp.asarray(noise), "bias": jnp.full(3, step)}, {"count": step})
+    return TrainState({"weight": jnp.asarray(noise), "bias": jnp.full(3, step)}, {"count": step})
 
 
 def _save(checkpoints, step, eval_loss=None):

@@ -4,18 +4,23 @@ import hashlib
 import io
 import itertools
 import json
+from pathlib import Path
 
 import numpy as np
 import pytest
 from rich.console import Console
 
+from train import tasks
+from train.command_line import load_yaml, validate
 from train.data import folder, images, masked_lm, stream, text, translation
+from train.prepare import __main__
 from train.prepare import images as prepare_images
 from train.prepare import text as prepare_text
 from train.prepare import translation as prepare_translation
 from train.prepare.__main__ import main
 
 BATCH_SIZE = 6
+TOP = Path(__file__).resolve().parents[2]
 
 
 def _quiet(prepare, options):
@@ -149,6 +154,30 @@ def test_too_few_examples_name_the_nearest_valid_values():
         stream.batches(_Numbers(0), batch_size=1, seed=0)
     with pytest.raises(ValueError, match=r"train\.seed=-1"):
         stream.batches(_Numbers(3), batch_size=1, seed=-1)
+
+
+@pytest.mark.parametrize("config", sorted(TOP.glob("configs/*.yaml")), ids=lambda path: path.name)
+def test_the_data_of_every_shipped_configuration(tmp_path, capsys, monkeypatch, config):
+    """What ``make train`` prepares is the kind of data that the task reads, in its own folder."""
+    prepared = []
+    for kind, (options_type, _) in __main__._COMMANDS.items():
+        entry = options_type, lambda options, kind=kind: prepared.append((kind, options.out))
+        monkeypatch.setitem(__main__._COMMANDS, kind, entry)
+    assert main(["--config", str(config)]) == 0
+    found, _ = validate(load_yaml(config), source=str(config))
+    if found.data.prepare is None:
+        assert not prepared
+        assert "names no data.prepare" in capsys.readouterr().out
+    else:
+        assert prepared == [(tasks.find(found.task).data_kind, Path(found.data.path))]
+
+
+def test_a_configuration_whose_data_section_is_wrong(tmp_path, capsys):
+    (tmp_path / "run.yaml").write_text("task: none\ndata: {prepared: text}\n")
+    assert main(["--config", str(tmp_path / "run.yaml")]) == 2
+    assert "data.prepared in" in capsys.readouterr().err
+    assert main(["--config", str(tmp_path / "other.yaml")]) == 2
+    assert "does not exist. Files there:" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("kind", folder.KINDS)

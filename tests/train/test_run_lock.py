@@ -17,7 +17,7 @@ from pathlib import Path
 
 import pytest
 
-from train import checks, loop, run_lock
+from train import run_folder, run_lock, start
 from train.config import Config
 from train.errors import ConfigError
 from train.run_lock import LOCK_FILE, RunLock
@@ -280,7 +280,7 @@ def test_a_folder_that_cannot_be_made_is_one_line(tmp_path):
     config = Config(run_dir=str(tmp_path / "file" / "run"))
     lock = RunLock(Path(config.run_dir), say=lambda _: None)
     with pytest.raises(ConfigError, match=r"run_dir=\S+ cannot be written: Not a dir.*") as caught:
-        loop._take_folder(lock, config, resume=False)
+        start.take_folder(lock, config, resume=False)
     assert "\n" not in str(caught.value)
 
 
@@ -288,7 +288,7 @@ def test_a_link_in_place_of_the_lock_is_not_waited_for_for_ever(make, folder):
     folder.mkdir(parents=True)
     (folder / LOCK_FILE).symlink_to(folder / "nowhere")
     with pytest.raises(ConfigError, match="cannot be written: File exists"):
-        loop._take_folder(make(), Config(run_dir=str(folder)), resume=False)
+        start.take_folder(make(), Config(run_dir=str(folder)), resume=False)
 
 
 def test_a_full_disk_leaves_no_lock(make, folder, tmp_path, monkeypatch):
@@ -299,7 +299,7 @@ def test_a_full_disk_leaves_no_lock(make, folder, tmp_path, monkeypatch):
     with monkeypatch.context() as patched:
         patched.setattr(os, "fsync", fail)
         with pytest.raises(ConfigError, match="cannot be written: No space left on device"):
-            loop._take_folder(lock, Config(run_dir=str(folder)), resume=False)
+            start.take_folder(lock, Config(run_dir=str(folder)), resume=False)
     lock.release()
     assert os.listdir(tmp_path) == []
 
@@ -307,22 +307,22 @@ def test_a_full_disk_leaves_no_lock(make, folder, tmp_path, monkeypatch):
 def test_a_run_that_ended_before_the_lock_was_free_is_not_written_over(make, folder):
     config = Config(run_dir=str(folder))
     folder.mkdir(parents=True)
-    (folder / checks.CONFIG_FILE).touch()
+    (folder / run_folder.CONFIG_FILE).touch()
     with pytest.raises(ConfigError, match=r"already holds a run \(config.yaml\). Continue it"):
-        loop._take_folder(lock := make(), config, resume=False)
+        start.take_folder(lock := make(), config, resume=False)
     lock.release()
-    assert os.listdir(folder) == [checks.CONFIG_FILE]
-    loop._take_folder(make(), config, resume=True)
-    assert sorted(os.listdir(folder)) == [LOCK_FILE, checks.CONFIG_FILE]
+    assert os.listdir(folder) == [run_folder.CONFIG_FILE]
+    start.take_folder(make(), config, resume=True)
+    assert sorted(os.listdir(folder)) == [LOCK_FILE, run_folder.CONFIG_FILE]
 
 
 def test_a_run_folder_in_use_is_said_to_be(folder, other):
-    (folder / checks.CONFIG_FILE).touch()
-    (failure,) = checks.run_folder(Config(run_dir=str(folder)), resume=False)
+    (folder / run_folder.CONFIG_FILE).touch()
+    (failure,) = run_folder.failures(Config(run_dir=str(folder)), resume=False)
     assert f"a run (config.yaml) and is in use by process {other.pid} on " in failure.message
     other.kill()
     other.wait()
-    (failure,) = checks.run_folder(Config(run_dir=str(folder)), resume=False)
+    (failure,) = run_folder.failures(Config(run_dir=str(folder)), resume=False)
     assert "in use" not in failure.message
     _forge(folder, json.dumps(_ELSEWHERE))
     assert run_lock.holder(folder).startswith("process 4711 on node7 ")

@@ -11,7 +11,7 @@ import pytest
 import jaxpipe
 from models import gpt
 from train.config import Config, OptimizerConfig
-from train.step import Program, decaying, make_optimizer
+from train.step import Setup, decaying, make_optimizer
 
 CONFIG = {
     "model": {"vocab_size": 50, "sequence_length": 8, "num_layers": 5, "width": 8, "num_heads": 2},
@@ -43,19 +43,19 @@ def test_a_step_is_adamw_on_the_canonical_parameters(zero, weights):
     sections["pipeline"] |= {"zero": zero, "weights": weights}
     sections["optimizer"] = {"clip_norm": 0.05, "warmup_steps": 0, "weight_decay": 0.5}
     config = Config(**sections)
-    program = Program(config)
+    setup = Setup(config)
     tokens = jax.random.randint(jax.random.key(3), (6, 9), 0, 50)
-    state = program.init()
-    before = jax.tree.map(np.asarray, program.to_canonical(state).params)
-    state, metrics = program.train_step(state, {"tokens": tokens}, None)
+    state = setup.init()
+    before = jax.tree.map(np.asarray, setup.to_canonical(state).params)
+    state, metrics = setup.train_step(state, {"tokens": tokens}, None)
 
     grads = gradients(before, tokens)
     norm = optax.tree.norm(grads)
     np.testing.assert_allclose(metrics["grad_norm"], norm, rtol=1e-5)
-    optimizer = make_optimizer(config.optimizer, program.learning_rate, lambda: decaying(before))
+    optimizer = make_optimizer(config.optimizer, setup.learning_rate, lambda: decaying(before))
     updates, _ = jax.jit(optimizer.update)(grads, optimizer.init(before), before)
     expected = optax.apply_updates(before, updates)
-    got = program.to_canonical(state).params
+    got = setup.to_canonical(state).params
     for (path, leaf), want in zip(
         jax.tree.leaves_with_path(got), jax.tree.leaves(expected), strict=True
     ):

@@ -15,13 +15,13 @@ from train import checks, tasks
 from train.config import Config
 from train.data import stream
 from train.prepare import images
-from train.step import Program, decaying, make_optimizer
+from train.step import Setup, decaying, make_optimizer
 
 
 def config(task: str, **sections) -> Config:
     return Config(
         task=task,
-        **{task: TINY[task]},
+        model=TINY[task],
         mesh={"stage": 2, "data": 2},
         pipeline={"schedule": "1f1b", "microbatches": 2, "slices": False},
         optimizer={"clip_norm": 0.05, "warmup_steps": 0, "weight_decay": 0.5},
@@ -36,16 +36,16 @@ def config(task: str, **sections) -> Config:
     ["resnet", *(pytest.param(name, marks=pytest.mark.slow) for name in ("bert", "transformer"))],
 )
 def test_a_step_is_adamw_on_the_canonical_parameters(task):
-    program = Program(config(task))
-    batch, state = rows(program), program.init()
-    before = jax.tree.map(np.asarray, program.to_canonical(state))
-    assert jax.tree.map(np.shape, before.params) == jax.tree.map(np.shape, program.shapes)
-    got, metrics = program.train_step(state, batch, None)
-    got = program.to_canonical(got)
+    setup = Setup(config(task))
+    batch, state = rows(setup), setup.init()
+    before = jax.tree.map(np.asarray, setup.to_canonical(state))
+    assert jax.tree.map(np.shape, before.params) == jax.tree.map(np.shape, setup.shapes)
+    got, metrics = setup.train_step(state, batch, None)
+    got = setup.to_canonical(got)
 
     oracle = partial(
         jaxpipe.unpipelined.loss,
-        type(program.task)(config(task)).model(train=True, axis=None),
+        type(setup.task)(config(task)).model(train=True, axis=None),
         num_microbatches=2,
         data_shards=2,
         states=before.layers,
@@ -55,7 +55,7 @@ def test_a_step_is_adamw_on_the_canonical_parameters(task):
     value, grads = value_and_grad(before.params, batch)
     np.testing.assert_allclose(metrics["loss"], value[0] if has_states else value, rtol=1e-5)
     optimizer = make_optimizer(
-        program.config.optimizer, program.learning_rate, lambda: decaying(before.params)
+        setup.config.optimizer, setup.learning_rate, lambda: decaying(before.params)
     )
     init = jax.jit(optimizer.init)
     updates, _ = jax.jit(optimizer.update)(grads, init(before.params), before.params)
@@ -67,10 +67,10 @@ def test_a_step_is_adamw_on_the_canonical_parameters(task):
 
 @pytest.mark.slow
 def test_a_checkpoint_fits_another_mesh():
-    program = Program(config("resnet"))
-    state, _ = program.train_step(program.init(), rows(program), None)
-    canonical = jax.tree.map(np.asarray, program.to_canonical(state))
-    other = Program(
+    setup = Setup(config("resnet"))
+    state, _ = setup.train_step(setup.init(), rows(setup), None)
+    canonical = jax.tree.map(np.asarray, setup.to_canonical(state))
+    other = Setup(
         config("resnet").model_copy(update={"mesh": Config(mesh={"stage": 4, "data": 1}).mesh})
     )
     again = other.to_canonical(other.from_canonical(canonical))
@@ -97,11 +97,11 @@ def test_data_of_another_shape_is_refused_before_compiling(tmp_path):
         "resnet", data={"path": str(tmp_path / "digits")}, run_dir=str(tmp_path / "run")
     )
     settings = settings.model_copy(
-        update={"resnet": settings.resnet.model_copy(update={"image_size": 16})}
+        update={"model": settings.model.model_copy(update={"image_size": 16})}
     )
     (failure,) = checks.check(settings)
     assert "holds images of [8, 8, 1] in 10 classes, not [16, 16, 1] in 10" in failure.message
-    assert "resnet.image_size=8" in failure.message
+    assert "model.image_size=8" in failure.message
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import jax
 import numpy as np
 
-from train.step import Program
+from train.step import Setup
 
 TINY = {
     "bert": {"vocab_size": 40, "sequence_length": 8, "num_layers": 4, "width": 8, "num_heads": 2},
@@ -17,7 +17,7 @@ TINY = {
 }  # fmt: skip
 
 
-def rows(program: Program) -> dict:
+def rows(setup: Setup) -> dict:
     rng = np.random.default_rng(0)
 
     def fill(leaf):
@@ -25,7 +25,7 @@ def rows(program: Program) -> dict:
             return rng.integers(3, 10, leaf.shape).astype(np.int32)
         return rng.normal(size=leaf.shape).astype(np.float32)
 
-    return jax.tree.map(fill, program.batch_shapes)
+    return jax.tree.map(fill, setup.batch_shapes)
 
 
 def assert_same_first_step(got, want, gradients) -> None:

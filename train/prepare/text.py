@@ -105,9 +105,7 @@ def prepare(options: PrepareOptions, *, console: Console | None = None) -> DataM
     documents, skipped = collect_documents(options)
     digest = folders.digest(part for d in documents for part in (d.name, d.text))
     if existing is not None:
-        folders.say(console, f"{options.out} is already prepared with these settings.")
-        if existing.documents_sha256 != digest:
-            folders.say(console, "The text has changed since; --force prepares it again.")
+        _say_prepared(console, options, is_same=existing.documents_sha256 == digest)
         return existing
     train, heldout = split_documents(documents, heldout_fraction=options.heldout_fraction)
     folders.say(
@@ -122,27 +120,36 @@ def prepare(options: PrepareOptions, *, console: Console | None = None) -> DataM
         heldout_tokens = encode(
             tokenizer, heldout_texts, progress=progress, label="encode held-out"
         )
-    tokenizer_json = tokenizer.to_str()
     meta = DataMeta(
         vocab_size=tokenizer.get_vocab_size(),
-        tokenizer_sha256=hashlib.sha256(tokenizer_json.encode()).hexdigest(),
+        tokenizer_sha256=hashlib.sha256(tokenizer.to_str().encode()).hexdigest(),
         documents_sha256=digest,
         train=_size(train, train_tokens),
         heldout=_size(heldout, heldout_tokens),
         settings=options.settings(),
     )
     with folders.appearing(options.out) as folder:
-        folders.write_text(folder / TOKENIZER_FILE, tokenizer_json)
+        folders.write_text(folder / TOKENIZER_FILE, tokenizer.to_str())
         write_tokens(folder / TRAIN_FILE, train_tokens, vocab_size=meta.vocab_size)
         write_tokens(folder / HELDOUT_FILE, heldout_tokens, vocab_size=meta.vocab_size)
         folders.write_meta(folder, KIND, meta)
+    _say_written(console, options, meta)
+    return meta
+
+
+def _say_prepared(console: Console, options: PrepareOptions, *, is_same: bool) -> None:
+    folders.say(console, f"{options.out} is already prepared with these settings.")
+    if not is_same:
+        folders.say(console, "The text has changed since; --force prepares it again.")
+
+
+def _say_written(console: Console, options: PrepareOptions, meta: DataMeta) -> None:
     fewer = "" if meta.vocab_size == options.vocab_size else " (too little text for more)"
     folders.say(
         console,
         f"{options.out}: {meta.train.tokens} train and {meta.heldout.tokens} held-out tokens, "
         f"vocabulary {meta.vocab_size}{fewer}",
     )
-    return meta
 
 
 def collect_documents(options: PrepareOptions) -> tuple[list[Document], Counter[str]]:

@@ -119,9 +119,8 @@ def prepare(options: TranslationOptions, *, console: Console | None = None) -> T
             f"Raise --max-length={options.max_length}, change --heldout-fraction="
             f"{options.heldout_fraction:g}, or add --locales."
         )
-    for reason, count in sorted(skipped.items()):
-        if count:
-            folders.say(console, f"messages left out ({reason}): {count}")
+    for reason, count in sorted((+skipped).items()):
+        folders.say(console, f"messages left out ({reason}): {count}")
     meta = _write(options, tokenizer, train, heldout, messages_sha256=digest)
     folders.say(
         console,

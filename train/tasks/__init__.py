@@ -1,31 +1,93 @@
-"""The task of a run: a model family, its data, and its score.
+"""Tasks, one per file: each a model family with its data and its score.
 
-`make` picks the task that ``config.task`` names. A new one needs a file here, with a `Task`, and a
-section of the configuration with the same name.
+A file defines one subclass of `train.task.Task`. `find` looks it up by the name of the file, and
+nothing else names it, so that a new family is one new file. A class of your own in another place is
+named ``module:Class``.
 """
 
 from __future__ import annotations
 
-from train.config import Config
-from train.tasks.task import Task
+import functools
+import importlib
+import pkgutil
+import types
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from train.config import Config
+    from train.task import Task
+
+
+class UnknownTaskError(ValueError):
+    """No family has this name.
+
+    Args:
+      expected: what would be valid, in words.
+    """
+
+    def __init__(self, expected: str) -> None:
+        self.expected = expected
+        super().__init__(expected)
+
+
+@functools.cache
+def names() -> tuple[str, ...]:
+    """Returns the names of the families that come with the trainer."""
+    return tuple(sorted(module.name for module in pkgutil.iter_modules(__path__)))
+
+
+@functools.cache
+def find(name: str) -> type[Task]:
+    """Imports a family, and with it jax.
+
+    Args:
+      name: one of `names`, or ``module:Class``.
+
+    Raises:
+      UnknownTaskError: there is no such family.
+    """
+    module_name, _, class_name = name.partition(":")
+    if class_name:
+        return _own(module_name, class_name)
+    if name not in names():
+        *others, last = map(repr, names())
+        raise UnknownTaskError(f"{', '.join(others)} or {last}, or module:Class of your own")
+    module = importlib.import_module(f"{__name__}.{name}")
+    (found,) = _tasks(module).values()
+    return found
 
 
 def make(config: Config) -> Task:
-    """The task of a configuration.
+    """Makes the task of a configuration.
 
     Raises:
       ValueError: the model's numbers do not fit together; the message names the fields.
     """
-    from train.tasks import bert, gpt, resnet, transformer
+    return find(config.task)(config)
 
-    tasks: dict[str, type[Task]] = {
-        "gpt": gpt.GPT,
-        "bert": bert.BERT,
-        "resnet": resnet.ResNet,
-        "transformer": transformer.Transformer,
-    }
+
+def _own(module_name: str, class_name: str) -> type[Task]:
     try:
-        return tasks[config.task](config)
-    except ValueError as error:
-        # A model names its fields "model.x", whatever section it was configured in.
-        raise ValueError(str(error).replace("model.", f"{config.section}.")) from error
+        module = importlib.import_module(module_name)
+    except ModuleNotFoundError as error:
+        if error.name != module_name and not module_name.startswith(f"{error.name}."):
+            raise  # the module is there, and imports what is not
+        raise UnknownTaskError(f"a module that can be imported: {error}") from error
+    if class_name not in _tasks(module):
+        raise UnknownTaskError(
+            f"a subclass of train.task.Task: {module_name} defines no {class_name} that is one"
+        )
+    return _tasks(module)[class_name]
+
+
+def _tasks(module: types.ModuleType) -> dict[str, type[Task]]:
+    """The families that a module defines, by the names of their classes."""
+    from train.task import Task
+
+    return {
+        name: value
+        for name, value in vars(module).items()
+        if isinstance(value, type)
+        and issubclass(value, Task)
+        and value.__module__ == module.__name__
+    }

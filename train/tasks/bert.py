@@ -9,20 +9,24 @@ import numpy as np
 from models import bert
 from train.config import Config
 from train.data import masked_lm, text
-from train.tasks.task import Task
+from train.task import Task
 
 _ROWS = 256
 """Held-out rows for the accuracy."""
 
 
 class BERT(Task):
+    # 2048 tokens and the special ones.
+    default = bert.BERTConfig(
+        vocab_size=2051, sequence_length=128, num_layers=8, width=128, num_heads=4
+    )
+    fixed = ("num_segments",)
     unit = "tokens"
+    data_kind = "text"
 
     def __init__(self, config: Config) -> None:
         super().__init__(config)
-        self.shape = bert.BERTConfig(**config.bert.model_dump())
         self.units_per_row = self.shape.sequence_length
-        self.num_layers, self.dropout = self.shape.num_layers, self.shape.dropout > 0
 
     def model(self, *, train: bool, axis: str | None = "stage"):
         del train

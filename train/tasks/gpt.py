@@ -11,22 +11,24 @@ import numpy as np
 
 from models import gpt
 from models.sample import sample
-from train.checks import SAMPLE_FILE
 from train.config import Config
 from train.data import text
 from train.data.folder import META_FILE
 from train.errors import Failure
-from train.tasks.task import Task
+from train.task import Task
 
 
 class GPT(Task):
+    default = gpt.GPTConfig(
+        vocab_size=2048, sequence_length=128, num_layers=8, width=128, num_heads=4
+    )
     unit = "tokens"
+    data_kind = "text"
+    report_file = "sample.txt"
 
     def __init__(self, config: Config) -> None:
         super().__init__(config)
-        self.shape = gpt.GPTConfig(**config.model.model_dump())
         self.units_per_row = self.shape.sequence_length
-        self.num_layers, self.dropout = self.shape.num_layers, self.shape.dropout > 0
 
     def model(self, *, train: bool, axis: str | None = "stage"):
         del train
@@ -53,9 +55,9 @@ class GPT(Task):
         except ValueError as error:
             yield Failure(str(error), ("data.path",))
             meta = None
-        if meta is not None and config.model.vocab_size < meta.vocab_size:
+        if meta is not None and self.shape.vocab_size < meta.vocab_size:
             yield Failure(
-                f"model.vocab_size={config.model.vocab_size} is smaller than the tokenizer's "
+                f"model.vocab_size={self.shape.vocab_size} is smaller than the tokenizer's "
                 f"{meta.vocab_size} tokens (data.path={folder}). Nearest valid: {meta.vocab_size}.",
                 ("model.vocab_size", "data.path"),
             )
@@ -75,7 +77,24 @@ class GPT(Task):
                 continue
             if meta is not None:
                 yield from _same_length(folder, name, len(tokens), meta)
-            yield from _long_enough(config, name, len(tokens), needed, what)
+            yield from self._long_enough(name, len(tokens), needed, what)
+
+    def _long_enough(self, name: str, count: int, needed: int, what: str) -> Iterator[Failure]:
+        config, length = self.config, self.shape.sequence_length
+        if (count - 1) // length >= needed:
+            return
+        valid = [f"model.sequence_length={(count - 1) // needed}"] if count > needed else []
+        fields = ["data.path", "model.sequence_length"]
+        if name == text.HELDOUT_FILE:
+            fields += ["train.eval_batches", "train.batch_size"]
+            batches = (count - 1) // length // config.train.batch_size
+            valid += [f"train.eval_batches={batches}"] if batches else []
+        nearest = f"Nearest valid: {' or '.join(valid)}" if valid else "Prepare more text"
+        yield Failure(
+            f"data.path={config.data.path}: the {count} tokens of {name} are too few: {what} of "
+            f"model.sequence_length={length} need {needed * length + 1}. {nearest}.",
+            tuple(fields),
+        )
 
     def data_digest(self):
         return text.read_meta(self.config.data.path).tokenizer_sha256
@@ -114,7 +133,7 @@ class GPT(Task):
             rng=jax.random.key(self.config.train.seed),
         )
         written = settings.prompt + tokenizer.decode(np.asarray(tokens)[0].tolist())
-        path = Path(self.config.run_dir) / SAMPLE_FILE
+        path = Path(self.config.run_dir) / self.report_file
         path.write_text(written + "\n", encoding="utf-8")
         return f"sample ({path}):\n{written}", None
 
@@ -127,23 +146,3 @@ def _same_length(folder: Path, name: str, count: int, meta: text.DataMeta) -> It
             f"{expected}: the files are not from one preparation. Prepare the folder again.",
             ("data.path",),
         )
-
-
-def _long_enough(
-    config: Config, name: str, count: int, needed: int, what: str
-) -> Iterator[Failure]:
-    length = config.model.sequence_length
-    if length < 1 or (count - 1) // length >= needed:
-        return
-    valid = [f"model.sequence_length={(count - 1) // needed}"] if count > needed else []
-    fields = ["data.path", "model.sequence_length"]
-    if name == text.HELDOUT_FILE:
-        fields += ["train.eval_batches", "train.batch_size"]
-        batches = (count - 1) // length // config.train.batch_size
-        valid += [f"train.eval_batches={batches}"] if batches else []
-    nearest = f"Nearest valid: {' or '.join(valid)}" if valid else "Prepare more text"
-    yield Failure(
-        f"data.path={config.data.path}: the {count} tokens of {name} are too few: {what} of "
-        f"model.sequence_length={length} need {needed * length + 1}. {nearest}.",
-        tuple(fields),
-    )

@@ -2,29 +2,48 @@
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Iterator
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from models import resnet
-from train.config import Config
+from jaxpipe.schedule.problems import Problem
+from models import resnet, validation
 from train.data import images
-from train.tasks.task import Task
+from train.task import Task
 
 _ROWS = 256
 """Held-out images that are classified at once."""
 
 
+@dataclasses.dataclass(frozen=True)
+class Shape(resnet.ResNetConfig):
+    """A ResNet for images of one size.
+
+    Args:
+      image_size: height and width of the images.
+    """
+
+    image_size: int = 8
+
+    def problems(self) -> Iterator[Problem]:
+        yield from super().problems()
+        yield from validation.small_counts(self, "image_size")
+
+
 class ResNet(Task):
+    default = Shape(depth=20, num_classes=10, channels=1)
+    depth = ("depth",)
     unit = "images"
+    data_kind = "images"
     units_per_row = 1
 
-    def __init__(self, config: Config) -> None:
-        super().__init__(config)
-        fields = config.resnet.model_dump()
-        self.image = (*[fields.pop("image_size")] * 2, fields["channels"])
-        self.shape = resnet.ResNetConfig(**fields)
-        self.num_layers = self.shape.num_layers
+    @property
+    def image(self) -> tuple[int, int, int]:
+        size = self.shape.image_size
+        return size, size, self.shape.channels
 
     def model(self, *, train: bool, axis: str | None = "stage"):
         del axis
@@ -44,14 +63,14 @@ class ResNet(Task):
 
     def load(self):
         meta = images.read_meta(self.config.data.path)
-        wanted = {"resnet.num_classes": self.shape.num_classes, "image": self.image}
-        found = {"resnet.num_classes": len(meta.classes), "image": tuple(meta.shape)}
+        wanted = {"classes": self.shape.num_classes, "image": self.image}
+        found = {"classes": len(meta.classes), "image": tuple(meta.shape)}
         if wanted != found:
             raise ValueError(
                 f"data.path={self.config.data.path} holds images of {list(meta.shape)} in "
                 f"{len(meta.classes)} classes, not {list(self.image)} in {self.shape.num_classes}. "
-                f"Nearest valid: resnet.image_size={meta.shape[0]}, "
-                f"resnet.channels={meta.shape[2]}, resnet.num_classes={len(meta.classes)}."
+                f"Nearest valid: model.image_size={meta.shape[0]}, "
+                f"model.channels={meta.shape[2]}, model.num_classes={len(meta.classes)}."
             )
         return images.load(self.config.data.path)
 

@@ -10,23 +10,29 @@ import jax.numpy as jnp
 import numpy as np
 
 from models import transformer, translate
-from train.checks import TRANSLATIONS_FILE
 from train.config import Config
 from train.data import translation
-from train.tasks.task import Task
+from train.task import Task
 
 _ROWS = 64
 """Sentences translated at once."""
 
 
 class Transformer(Task):
+    default = transformer.TransformerConfig(
+        vocab_size=4096, sequence_length=64, num_encoder_layers=4, num_decoder_layers=4,
+        width=128, num_heads=4, dropout=0.1,
+    )  # fmt: skip
+    fixed = ("pad_id", "begin_id", "end_id")
+    free = ("dropout", "label_smoothing")
+    depth = ("num_encoder_layers", "num_decoder_layers")
     unit = "tokens"
+    data_kind = "translation"
+    report_file = "translations.tsv"
 
     def __init__(self, config: Config) -> None:
         super().__init__(config)
-        self.shape = transformer.TransformerConfig(**config.transformer.model_dump())
         self.units_per_row = 2 * self.shape.sequence_length
-        self.num_layers, self.dropout = self.shape.num_layers, self.shape.dropout > 0
 
     def model(self, *, train: bool, axis: str | None = "stage"):
         del train
@@ -48,10 +54,10 @@ class Transformer(Task):
         longest = max(meta.source_length, meta.target_length)
         if shape.vocab_size < meta.vocab_size or shape.sequence_length < longest:
             raise ValueError(
-                f"transformer.vocab_size={shape.vocab_size} with transformer.sequence_length="
+                f"model.vocab_size={shape.vocab_size} with model.sequence_length="
                 f"{shape.sequence_length} does not fit data.path={folder}, which has "
                 f"{meta.vocab_size} tokens and sentences of up to {longest}. Nearest valid: "
-                f"transformer.vocab_size={meta.vocab_size}, transformer.sequence_length={longest}."
+                f"model.vocab_size={meta.vocab_size}, model.sequence_length={longest}."
             )
         length = shape.sequence_length
         return translation.load(folder, source_length=length, target_length=length)
@@ -74,7 +80,7 @@ class Transformer(Task):
             tokens = translate.greedy(self.shape, params, batch["source"], max_length=length)
             written += [translation.decode(tokenizer, row) for row in np.asarray(tokens).tolist()]
         written = written[: len(heldout)]
-        path = Path(self.config.run_dir) / TRANSLATIONS_FILE
+        path = Path(self.config.run_dir) / self.report_file
         lines = [
             f"{pair.locale}\t{pair.source}\t{pair.target}\t{text}"
             for pair, text in zip(heldout.pairs, written, strict=True)

@@ -1,7 +1,4 @@
-"""What the results of a function depend on, read from its traced program.
-
-Beside `jaxpipe.runtime.layers.split` the only module that looks inside jaxprs.
-"""
+"""What the results of a function depend on, read from its traced program."""
 
 from __future__ import annotations
 
@@ -12,9 +9,8 @@ from typing import Any
 
 import jax
 
-from jaxpipe.runtime.layers.split import _flatten, _is_var, _needed, _reads
-
-PyTree = Any
+from jaxpipe.runtime.layers import jaxprs
+from jaxpipe.runtime.types import Tree
 
 _MIXERS = {
     *("sort", "rev", "transpose", "gather", "scatter", "scatter-add", "dynamic_slice", "fft"),
@@ -40,27 +36,22 @@ class Dependence:
         return Dependence(self.inputs | other.inputs, self.mixes or other.mixes)
 
 
-def read_leaves(function: Callable[..., Any], *args: PyTree) -> list[bool]:
+def read_leaves(function: Callable[..., Any], *args: Tree) -> list[bool]:
     """Which leaves of the arguments the function's result depends on.
 
     Example:
       >>> read_leaves(lambda tree: tree["a"] + 0 * len(tree), {"a": 1.0, "b": 2.0})
       [True, False]
     """
-    jaxpr = _flatten(jax.make_jaxpr(function)(*args)).jaxpr
-    read = _reads(_needed(jaxpr.eqns, jaxpr.outvars), jaxpr.outvars)
+    jaxpr = jaxprs.flatten(jax.make_jaxpr(function)(*args)).jaxpr
+    read = jaxprs.reads(jaxprs.needed(jaxpr.eqns, jaxpr.outvars), jaxpr.outvars)
     return [var in read for var in jaxpr.invars]
 
 
 def dependences(
-    function: Callable[..., Any], *args: PyTree, tracked: Collection[int]
+    function: Callable[..., Any], *args: Tree, tracked: Collection[int]
 ) -> list[Dependence]:
-    """Follows argument leaves through a function, to every leaf of its result.
-
-    Args:
-      function: any traceable function.
-      *args: its arguments, arrays or shapes.
-      tracked: numbers of the argument leaves to follow.
+    """Follows argument leaves (``tracked``: their numbers) to every leaf of a function's result.
 
     Example:
       >>> import jax.numpy as jnp
@@ -69,10 +60,10 @@ def dependences(
       >>> dependences(lambda x, y: (2 * x, y / jnp.linalg.norm(x)), x, x, tracked=[0])[1].mixes
       'reduce_sum'
     """
-    jaxpr = _flatten(jax.make_jaxpr(function)(*args)).jaxpr
+    jaxpr = jaxprs.flatten(jax.make_jaxpr(function)(*args)).jaxpr
     known = {jaxpr.invars[number]: Dependence(frozenset({number})) for number in tracked}
-    for eqn in _needed(jaxpr.eqns, jaxpr.outvars):
-        read = [v for v in eqn.invars if _is_var(v) and v in known]
+    for eqn in jaxprs.needed(jaxpr.eqns, jaxpr.outvars):
+        read = [v for v in eqn.invars if jaxprs.is_var(v) and v in known]
         if not read:
             continue
         made = Dependence()
@@ -84,4 +75,4 @@ def dependences(
                 made |= Dependence(mixes=eqn.primitive.name)
         known |= dict.fromkeys(eqn.outvars, made)
     nothing = Dependence()
-    return [known.get(v, nothing) if _is_var(v) else nothing for v in jaxpr.outvars]
+    return [known.get(v, nothing) if jaxprs.is_var(v) else nothing for v in jaxpr.outvars]

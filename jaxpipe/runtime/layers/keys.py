@@ -5,29 +5,13 @@ The same run draws the same numbers whatever its schedule, number of stages or r
 
 from __future__ import annotations
 
-from typing import overload
-
 import jax
 
-
-@overload
-def layer_key(rng: None, *, microbatch, shard, layer) -> None: ...
-@overload
-def layer_key(rng: jax.Array, *, microbatch, shard, layer) -> jax.Array: ...
+from jaxpipe.runtime.types import Index, Key
 
 
-def layer_key(rng, *, microbatch, shard, layer):
-    """The key one layer gets for one microbatch.
-
-    Args:
-      rng: the step's key, or None for a model without randomness.
-      microbatch: 0..m-1.
-      shard: data shard, 0..data-1; each holds other rows of the microbatch.
-      layer: canonical layer number; `embed_layer` and `head_layer` for the ends.
-
-    Returns:
-      The key, or None.
-    """
+def layer_key(rng: Key, *, microbatch: Index, shard: Index, layer: Index) -> Key:
+    """The key that a layer gets for a microbatch, or None; ``shard`` is the data shard's number."""
     if rng is None:
         return None
     for value in (microbatch, shard, layer):

@@ -1,4 +1,4 @@
-"""The layers of a model, sorted into kinds: what has the same function and the same shapes.
+"""The layers of a model, sorted into kinds: layers with the same function and shapes.
 
 A stage runs one loop over its layers; inside, every kind is one compiled body. A model whose layers
 are alike has one kind and pays nothing for the others.
@@ -16,8 +16,7 @@ import jax.numpy as jnp
 from jaxpipe.runtime.layers.model import Model
 from jaxpipe.runtime.layers.split import Split, split_layer
 from jaxpipe.runtime.trees import describe
-
-PyTree = Any
+from jaxpipe.runtime.types import Activation, LayerParams, Shapes, States, Tree
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,28 +54,22 @@ class Layers:
 
     kinds: tuple[LayerKind, ...]
     kind_of: tuple[int, ...]
-    activations: tuple[PyTree, ...]
+    activations: tuple[Activation, ...]
     first: int
     last: int
 
 
 def sort_layers(
     model: Model,
-    params: Sequence[PyTree],
-    x: PyTree,
-    *context: PyTree,
-    states: Sequence[PyTree] | None = None,
+    params: Sequence[LayerParams],
+    x: Activation,
+    *context: Shapes,
+    states: Sequence[States] | None = None,
     remat: str = "none",
 ) -> Layers:
     """Follows the activations through all layers and splits each kind once.
 
-    Args:
-      model: the model.
-      params: shapes of every layer's parameters.
-      x: shape of the first layer's input.
-      *context: shapes of the other arguments of a layer: the microbatch's rows and the key.
-      states: shapes of every layer's state, or None for a model without.
-      remat: rematerialisation policy, by name.
+    Parameters, activation, context (the microbatch's rows and the key) and states are shapes.
 
     Raises:
       ValueError: a layer that cannot take what the layer before it returns, or returns what is not
@@ -85,22 +78,22 @@ def sort_layers(
     seen: dict[Any, int] = {}
     kinds: list[LayerKind] = []
     kind_of: list[int] = []
-    activations: dict[Any, PyTree] = {}
+    activations: dict[Any, Activation] = {}
 
-    def number(activation: PyTree, layer: int) -> int:
+    def number(activation: Activation, layer: int) -> int:
         _check_activation(activation, layer)
         activations.setdefault(_key(activation), jax.tree.map(_struct, activation))
         return list(activations).index(_key(activation))
 
     first = here = number(x, -1)
     for n, layer_params in enumerate(params):
-        function = model.layer[n] if isinstance(model.layer, tuple) else model.layer
+        function = model.layer_function(n)
         state = None if states is None else states[n]
         key = (function, _key(layer_params), here, _key(state))
         if key not in seen:
             args = (layer_params, list(activations.values())[here], *context)
             y = _output(function, args, state, n)
-            if not isinstance(model.layer, tuple) and _key(y) != _key(args[1]):
+            if model.layers_are_alike and _key(y) != _key(args[1]):
                 raise ValueError(
                     f"The layer maps x {describe(args[1])} to {describe(y)}; as the one function "
                     "of all layers it must return what it takes. If layers differ, give "
@@ -114,7 +107,9 @@ def sort_layers(
     return Layers(tuple(kinds), tuple(kind_of), tuple(activations.values()), first, here)
 
 
-def _output(function, args: tuple, state: PyTree, n: int) -> PyTree:
+def _output(
+    function: Callable[..., Any], args: tuple[Shapes, ...], state: States, n: int
+) -> Activation:
     """Shape of a layer's output."""
     try:
         if state is None:
@@ -133,7 +128,7 @@ def _output(function, args: tuple, state: PyTree, n: int) -> PyTree:
     return y
 
 
-def _check_activation(tree: PyTree, layer: int) -> None:
+def _check_activation(tree: Activation, layer: int) -> None:
     giver = "The embedding" if layer < 0 else f"Layer {layer}"
     if not jax.tree.leaves(tree):
         raise ValueError(f"{giver} returns no array; the next layer needs one.")
@@ -144,7 +139,7 @@ def _check_activation(tree: PyTree, layer: int) -> None:
         )
 
 
-def check_loss(loss: PyTree) -> None:
+def check_loss(loss: Tree) -> None:
     """Raises ValueError if what `Model.head_loss` returns is not a float32 scalar."""
     if _key(loss) == _key(jax.ShapeDtypeStruct((), jnp.float32)):
         return
@@ -154,11 +149,11 @@ def check_loss(loss: PyTree) -> None:
     )
 
 
-def _key(tree: PyTree) -> tuple:
+def _key(tree: Tree) -> tuple[Any, ...]:
     """What two trees of the same structure, shapes and dtypes share."""
     leaves, structure = jax.tree.flatten(tree)
     return structure, tuple((leaf.shape, str(leaf.dtype)) for leaf in leaves)
 
 
-def _struct(leaf) -> jax.ShapeDtypeStruct:
+def _struct(leaf: Any) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)

@@ -8,7 +8,7 @@ from typing import Any
 
 import jax
 
-PyTree = Any
+from jaxpipe.runtime.types import Activation, Batch, Key, OuterParams, Tree
 
 
 @dataclasses.dataclass(frozen=True)
@@ -21,8 +21,8 @@ class Model:
     ``rng`` is one key that depends on (step, microbatch, layer) and on the data shard, or None
     where the caller gave none.
 
-    An activation ``x`` is an array or a tree of arrays, all floating point. What a layer does not
-    touch it returns as it came: an encoder's output travels so past every decoder layer.
+    An activation ``x`` is an array or a tree of arrays, all floating point. A layer returns what it
+    does not touch as it came: in this way an encoder's output travels past every decoder layer.
 
     Args:
       embed: ``embed(outer, microbatch, rng) -> x``, the input of the first layer. All stages
@@ -30,7 +30,7 @@ class Model:
       layer: ``layer(layer_params, x, microbatch, rng) -> x``. If all layers are alike, one
         function; ``params["layers"]`` then stacks ``layer_params`` on a leading layer dimension,
         and x stays the same in structure, shape and dtype. If they differ, a tuple of functions,
-        one a layer; ``params["layers"]`` is then a tuple of trees. Layers that share the function
+        one per layer; ``params["layers"]`` is then a tuple of trees. Layers that share the function
         and all shapes share the compiled code.
       head_loss: ``head_loss(outer, x, microbatch, rng) -> loss``, a float32 scalar: the mean loss
         of one microbatch.
@@ -38,9 +38,9 @@ class Model:
         split over the ``stage`` axis, or None where it is replicated. Functions that use a split
         leaf receive the stage's own slice and communicate by name (see
         `jaxpipe.runtime.vocabulary`). None splits nothing.
-      stateful: layers also take a state and return it renewed, ``layer(layer_params, x, microbatch,
-        rng, state) -> (x, state)``: running statistics, which nobody differentiates. `Pipeline`
-        then takes and returns a tuple of states, one tree a layer.
+      stateful: layers also take a state and return a new one, ``layer(layer_params, x, microbatch,
+        rng, state) -> (x, state)``: running statistics, which are not differentiated. `Pipeline`
+        then takes and returns a tuple of states, one tree per layer.
 
     Example:
       >>> import jax.numpy as jnp
@@ -52,8 +52,17 @@ class Model:
       True
     """
 
-    embed: Callable[[PyTree, PyTree, jax.Array | None], PyTree]
-    layer: Any  # a function or a tuple of them: a model's author knows which, a type checker not
-    head_loss: Callable[[PyTree, PyTree, PyTree, jax.Array | None], jax.Array]
-    stage_split: PyTree = None
+    embed: Callable[[OuterParams, Batch, Key], Activation]
+    layer: Any  # a function or a tuple of them; only the model's author knows which
+    head_loss: Callable[[OuterParams, Activation, Batch, Key], jax.Array]
+    stage_split: Tree = None
     stateful: bool = False
+
+    @property
+    def layers_are_alike(self) -> bool:
+        """Whether one function is every layer's."""
+        return not isinstance(self.layer, tuple)
+
+    def layer_function(self, number: int) -> Callable[..., Any]:
+        """The function of a layer, by its canonical number."""
+        return self.layer if self.layers_are_alike else self.layer[number]

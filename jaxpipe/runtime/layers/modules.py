@@ -9,12 +9,16 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-PyTree = Any
+from jaxpipe.runtime.types import Key, Params, States
+from jaxpipe.schedule.problems import below_one, refuse
+
+_OTHER = nnx.Not(nnx.Any(nnx.Param, nnx.RngState))
+"""A module's state that is neither a parameter nor a random stream."""
 
 
 def functional(
     module: nnx.Module, *, method: Callable[..., Any] | None = None
-) -> tuple[Callable[..., Any], PyTree]:
+) -> tuple[Callable[..., Any], Params]:
     """Splits a module into a pure function and its parameters.
 
     Args:
@@ -39,28 +43,32 @@ def functional(
       >>> apply(params, jnp.ones((5, 2))).shape
       (5, 3)
     """
-    eval_graph, _, _ = _split(nnx.view(module, deterministic=True, raise_if_not_found=False))
-    train_module = nnx.view(module, deterministic=False, raise_if_not_found=False)
-    train_graph, param_state, rng_state = _split(train_module)
-    params_tree = jax.tree.structure(param_state)
+    flat = nnx.to_flat_state(nnx.state(module, _OTHER))
+    if flat:
+        found = ", ".join(f"{'.'.join(map(str, path))} ({type(v).__name__})" for path, v in flat)
+        raise ValueError(
+            f"{type(module).__name__} keeps state besides its parameters: {found}. A pipelined "
+            "layer must be a pure function of parameters, input and key; use one without running "
+            "state (for example GroupNorm instead of BatchNorm), or convert it with "
+            "jaxpipe.runtime.layers.modules.stateful."
+        )
+    apply_stateful, params, _ = stateful(module, method=method)
 
-    def apply(params: PyTree, *args: Any, rng: jax.Array | None = None) -> Any:
-        graph = eval_graph if rng is None else train_graph
-        state = jax.tree.unflatten(params_tree, jax.tree.leaves(params))
-        # A deterministic module reads no key, but merging wants a value for each.
-        key = jax.random.key(0) if rng is None else rng
-        merged = nnx.merge(graph, state, _streams(rng_state, key))
-        return merged(*args) if method is None else method(merged, *args)
+    def apply(params: Params, *args: Any, rng: Key = None) -> Any:
+        return apply_stateful(params, {}, *args, rng=rng)[0]
 
-    return apply, nnx.to_pure_dict(param_state)
+    return apply, params
 
 
-def stateful(module: nnx.Module) -> tuple[Callable[..., Any], PyTree, PyTree]:
+def stateful(
+    module: nnx.Module, *, method: Callable[..., Any] | None = None
+) -> tuple[Callable[..., Any], Params, States]:
     """Splits a module that keeps running statistics into a pure function and two trees.
 
     Args:
       module: as for `functional`; all state that is neither a parameter nor a random stream (such
         as the mean and variance of `nnx.BatchNorm`) becomes the second tree.
+      method: as for `functional`.
 
     Returns:
       ``(apply, params, state)``. ``apply(params, state, *args, rng=None, train=True)`` returns the
@@ -74,7 +82,7 @@ def stateful(module: nnx.Module) -> tuple[Callable[..., Any], PyTree, PyTree]:
       [3.0, 3.0]
     """
 
-    def view(train: bool, deterministic: bool):
+    def view(train: bool, deterministic: bool) -> Any:
         seen = nnx.view(
             module,
             use_running_average=not train,
@@ -88,8 +96,8 @@ def stateful(module: nnx.Module) -> tuple[Callable[..., Any], PyTree, PyTree]:
     params_tree, state_tree = jax.tree.structure(param_state), jax.tree.structure(other_state)
 
     def apply(
-        params: PyTree, state: PyTree, *args: Any, rng: jax.Array | None = None, train: bool = True
-    ) -> tuple[Any, PyTree]:
+        params: Params, state: States, *args: Any, rng: Key = None, train: bool = True
+    ) -> tuple[Any, States]:
         graph = graphs[train, rng is None]
         merged = nnx.merge(
             graph,
@@ -97,16 +105,15 @@ def stateful(module: nnx.Module) -> tuple[Callable[..., Any], PyTree, PyTree]:
             _streams(rng_state, jax.random.key(0) if rng is None else rng),
             jax.tree.unflatten(state_tree, jax.tree.leaves(state)),
         )
-        output = merged(*args)
-        new_state = nnx.state(merged, nnx.Not(nnx.Any(nnx.Param, nnx.RngState)))
-        return output, nnx.to_pure_dict(new_state)
+        output = merged(*args) if method is None else method(merged, *args)
+        return output, nnx.to_pure_dict(nnx.state(merged, _OTHER))
 
     return apply, nnx.to_pure_dict(param_state), nnx.to_pure_dict(other_state)
 
 
 def stack(
     make_module: Callable[[nnx.Rngs], nnx.Module], *, num_layers: int, rngs: nnx.Rngs
-) -> tuple[Callable[..., Any], PyTree]:
+) -> tuple[Callable[..., Any], Params]:
     """Makes equal layers, stacked as ``params["layers"]`` wants them.
 
     Each layer draws its own initial values. Works under `jax.jit` and `jax.eval_shape`.
@@ -130,32 +137,16 @@ def stack(
       >>> layers["kernel"].shape
       (3, 4, 4)
     """
-    if num_layers < 1:
-        raise ValueError(f"num_layers={num_layers} must be at least 1. Nearest valid: 1.")
+    refuse(below_one(num_layers=num_layers))
     apply, _ = functional(nnx.eval_shape(lambda: make_module(nnx.Rngs(0))))
 
-    def initial(key: jax.Array) -> PyTree:
+    def initial(key: jax.Array) -> Params:
         return functional(make_module(nnx.Rngs(key)))[1]
 
     return apply, jax.vmap(initial)(jax.random.split(rngs.params(), num_layers))
 
 
-def _split(module: nnx.Module) -> tuple[nnx.GraphDef, nnx.State, nnx.State]:
-    graph, *states = nnx.split(module, nnx.Param, nnx.RngState, ...)
-    params, streams, other = states
-    flat = nnx.to_flat_state(other)
-    if flat:
-        found = ", ".join(f"{'.'.join(map(str, path))} ({type(v).__name__})" for path, v in flat)
-        raise ValueError(
-            f"{type(module).__name__} keeps state besides its parameters: {found}. A pipelined "
-            "layer must be a pure function of parameters, input and key; use one without running "
-            "state (for example GroupNorm instead of BatchNorm), or convert it with "
-            "jaxpipe.runtime.layers.modules.stateful."
-        )
-    return graph, params, streams
-
-
-def _streams(state: nnx.State, rng: jax.Array) -> nnx.State:
+def _streams(state: Any, rng: jax.Array) -> Any:
     """The random streams of ``state``: each its own key, folded from ``rng``, and count 0."""
     if not jnp.issubdtype(rng.dtype, jax.dtypes.prng_key):
         rng = jax.random.wrap_key_data(rng)

@@ -4,25 +4,30 @@
 forward (output and residuals) and the backward (residuals and cotangent to dx and dparams). Both
 are flattened (``jit`` and ``checkpoint`` equations inlined), then cut:
 
-- residuals that do not depend on x (parameters, casts of them, what is made of the context alone,
-  such as dropout masks) are recomputed where they are used; the others are saved, once each;
+- residuals that do not depend on x (parameters, casts of them, and what depends on the context
+  only, such as dropout masks) are recomputed where they are used; the others are saved, once each;
 - B is what dx needs, W is the rest of what dparams needs, and what W reads of B's values *crosses*.
 
 Weights are therefore never residuals, which is what lets a backward use newer weights than its
-forward. This is the only module that looks inside jaxprs.
+forward.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator
+from functools import cached_property
+from typing import Any, TypeAlias
 
 import jax
-import jax.numpy as jnp
 from jax.extend import core
 
-PyTree = Any
+from jaxpipe.runtime.layers import jaxprs
+from jaxpipe.runtime.layers.jaxprs import Env
+from jaxpipe.runtime.types import Activation, Gradients, LayerParams, States, Tree
+from jaxpipe.schedule.problems import Problem, refuse
+
+Values: TypeAlias = list[jax.Array]
 
 REMAT_POLICIES: dict[str, Any] = {
     "none": None,
@@ -31,72 +36,6 @@ REMAT_POLICIES: dict[str, Any] = {
 }
 """Rematerialisation by name: keep every residual; keep the outputs of weight matmuls and recompute
 the rest; keep only the layer's input and recompute the layer."""
-
-_INLINED = {"jit", "pjit", "closed_call", "core_call", "checkpoint", "remat2", "remat"}
-
-
-@dataclasses.dataclass(frozen=True)
-class Split:
-    """F, B and W of one layer, and the shapes of what travels between them.
-
-    Attributes:
-      forward: ``(params, x, *context) -> (y, saved_until_b, saved_until_w)``; with a state,
-        ``(params, x, *context, state=state) -> ((y, state), saved_until_b, saved_until_w)``.
-      backward_input: ``(params, saved_until_b, saved_until_w, dy, *context) -> (dx, crossing)``.
-      backward_weights: ``(params, saved_until_w, crossing, *context) -> dparams``.
-      backward_fused: ``(params, saved_until_b, saved_until_w, dy, *context) -> (dx, dparams)``.
-      until_b: shapes of the residuals that only B reads.
-      until_w: shapes of the residuals that W reads (B may read them too).
-      crossing: shapes of what B computes and W reads.
-      reads_state: whether y or a residual depends on the state; False if only the new state does.
-    """
-
-    forward: Callable[..., Any]
-    backward_input: Callable[..., Any]
-    backward_weights: Callable[..., Any]
-    backward_fused: Callable[..., Any]
-    until_b: tuple[jax.ShapeDtypeStruct, ...]
-    until_w: tuple[jax.ShapeDtypeStruct, ...]
-    crossing: tuple[jax.ShapeDtypeStruct, ...]
-    reads_state: bool
-
-
-def split_layer(
-    layer: Callable[..., Any],
-    params: PyTree,
-    x: PyTree,
-    *context: PyTree,
-    state: PyTree = None,
-    remat: str = "none",
-) -> Split:
-    """Cuts a layer's derivative into F, B and W.
-
-    Args:
-      layer: ``layer(params, x, *context) -> y``, or with a state ``layer(params, x, *context,
-        state) -> (y, state)``.
-      params: one layer's parameters, arrays or shapes.
-      x: the layer's input, a tree of arrays or shapes; y may be another tree.
-      *context: what F, B and W all read and nobody differentiates (the microbatch's rows, a key):
-        trees of arrays or shapes, or None.
-      state: what the layer reads and renews in F, such as running statistics; None if it has none.
-      remat: a name in `REMAT_POLICIES`; a layer that uses `jax.checkpoint` itself composes with it.
-
-    Returns:
-      The split.
-
-    Raises:
-      ValueError: an unknown policy.
-
-    Example:
-      >>> split = split_layer(lambda w, x: jnp.tanh(x @ w), jnp.ones((4, 4)), jnp.ones((2, 4)))
-      >>> [leaf.shape for leaf in split.crossing]  # the gradient at the matmul's output
-      [(2, 4)]
-    """
-    if remat not in REMAT_POLICIES:
-        raise ValueError(
-            f"remat={remat!r} is not a policy; choose one of {', '.join(REMAT_POLICIES)}."
-        )
-    return _cut(_trace(layer, params, x, context, state, REMAT_POLICIES[remat]))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -109,16 +48,209 @@ class _Traced:
 
     forward: core.ClosedJaxpr
     backward: core.ClosedJaxpr
-    num_known: int  # leaves of params and context: there at F, B and W alike
+    num_known: int  # leaves of params and context, which F, B and W all have
     num_x: int
     params: Any
     x: Any
     y: Any  # with the new state, if there is one
 
+    @cached_property
+    def known(self) -> list[Any]:
+        """Inputs of the forward that are parameters and context."""
+        return self.forward.jaxpr.invars[: self.num_known]
 
-def _trace(layer, params, x, context, state, policy) -> _Traced:
-    def run(params, context, x, state):
-        def of_params_and_x(params, x):
+    @cached_property
+    def own(self) -> list[Any]:
+        """The other inputs of the forward: x, then the state."""
+        return self.forward.jaxpr.invars[self.num_known :]
+
+    @cached_property
+    def outputs(self) -> list[Any]:
+        """Outputs of the forward that are no residuals: y, then the new state."""
+        return self.forward.jaxpr.outvars[: self.y.num_leaves]
+
+    @cached_property
+    def source(self) -> dict[Any, Any]:
+        """The forward's value behind each residual that the backward takes."""
+        residuals = self.forward.jaxpr.outvars[self.y.num_leaves :]
+        return dict(zip(self.backward.jaxpr.invars, residuals, strict=False))
+
+    @cached_property
+    def dy(self) -> list[Any]:
+        return self.backward.jaxpr.invars[len(self.source) :]
+
+    @cached_property
+    def dx(self) -> list[Any]:
+        return self.backward.jaxpr.outvars[: self.num_x]
+
+    @cached_property
+    def dparams(self) -> list[Any]:
+        return self.backward.jaxpr.outvars[self.num_x :]
+
+
+@dataclasses.dataclass(frozen=True)
+class Split:
+    """F, B and W of one layer.
+
+    Args:
+      traced: the programs that it cuts.
+      b, w: equations of B, and of W alone.
+      read_by_b, read_by_w: variables of the backward that these read.
+      kept_until_b: the forward's values that only B reads.
+      kept_until_w: those that W reads (B may read them too).
+      crosses: what B computes and W reads.
+      reads_state: whether y or a residual depends on the state; False if only the new state does.
+    """
+
+    traced: _Traced
+    b: list[Any]
+    w: list[Any]
+    read_by_b: set[Any]
+    read_by_w: set[Any]
+    kept_until_b: list[Any]
+    kept_until_w: list[Any]
+    crosses: list[Any]
+    reads_state: bool
+
+    @property
+    def until_b(self) -> tuple[jax.ShapeDtypeStruct, ...]:
+        """Shapes of the residuals that only B reads."""
+        return jaxprs.shapes(self.kept_until_b)
+
+    @property
+    def until_w(self) -> tuple[jax.ShapeDtypeStruct, ...]:
+        """Shapes of the residuals that W reads."""
+        return jaxprs.shapes(self.kept_until_w)
+
+    @property
+    def crossing(self) -> tuple[jax.ShapeDtypeStruct, ...]:
+        """Shapes of what goes from B to W."""
+        return jaxprs.shapes(self.crosses)
+
+    def forward(
+        self, params: LayerParams, x: Activation, *context: Tree, state: States = None
+    ) -> tuple[Activation, Values, Values]:
+        """y (with a state ``(y, state)``), and the residuals until B and until W."""
+        traced, kept = self.traced, [*self.kept_until_b, *self.kept_until_w]
+        env = self._known(params, context)
+        env |= dict(zip(traced.own, jax.tree.leaves((x, state)), strict=True))
+        env = jaxprs.run(jaxprs.needed(traced.forward.jaxpr.eqns, [*traced.outputs, *kept]), env)
+        y = jax.tree.unflatten(traced.y, jaxprs.values(traced.outputs, env))
+        return y, [env[v] for v in self.kept_until_b], [env[v] for v in self.kept_until_w]
+
+    def backward_input(
+        self, params: LayerParams, until_b: Values, until_w: Values, dy: Activation, *context: Tree
+    ) -> tuple[Activation, Values]:
+        """dx, and what crosses to W."""
+        env = self._run_b(params, until_b, until_w, dy, context, self.read_by_b)
+        return self._dx(env), [env[v] for v in self.crosses]
+
+    def backward_weights(
+        self, params: LayerParams, until_w: Values, crossing: Values, *context: Tree
+    ) -> Gradients:
+        """dparams."""
+        kept = dict(zip(self.kept_until_w, until_w, strict=True))
+        env = jaxprs.consts(self.traced.backward) | dict(zip(self.crosses, crossing, strict=True))
+        env |= self._residuals(self.read_by_w, params, context, kept)
+        return self._dparams(jaxprs.run(self.w, env))
+
+    def backward_fused(
+        self, params: LayerParams, until_b: Values, until_w: Values, dy: Activation, *context: Tree
+    ) -> tuple[Activation, Gradients]:
+        """dx and dparams."""
+        read = self.read_by_b | self.read_by_w
+        env = jaxprs.run(self.w, self._run_b(params, until_b, until_w, dy, context, read))
+        return self._dx(env), self._dparams(env)
+
+    def _run_b(
+        self,
+        params: LayerParams,
+        until_b: Values,
+        until_w: Values,
+        dy: Activation,
+        context: Tree,
+        read: set[Any],
+    ) -> Env:
+        names, values = [*self.kept_until_b, *self.kept_until_w], [*until_b, *until_w]
+        kept = dict(zip(names, values, strict=True))
+        env = jaxprs.consts(self.traced.backward)
+        env |= dict(zip(self.traced.dy, jax.tree.leaves(dy), strict=True))
+        return jaxprs.run(self.b, env | self._residuals(read, params, context, kept))
+
+    def _residuals(self, read: set[Any], params: LayerParams, context: Tree, kept: Env) -> Env:
+        """Values of the backward's inputs: kept, or recomputed from parameters and context."""
+        source = self.traced.source
+        wanted = [v for v in source if v in read]
+        behind = [source[v] for v in wanted]
+        recomputed = [v for v in behind if jaxprs.is_var(v) and v not in kept]
+        eqns = jaxprs.needed(self.traced.forward.jaxpr.eqns, recomputed)
+        env = jaxprs.run(eqns, self._known(params, context)) | kept
+        return dict(zip(wanted, jaxprs.values(behind, env), strict=True))
+
+    def _known(self, params: LayerParams, context: Tree) -> Env:
+        known = zip(self.traced.known, jax.tree.leaves((params, context)), strict=True)
+        return jaxprs.consts(self.traced.forward) | dict(known)
+
+    def _dx(self, env: Env) -> Activation:
+        return jax.tree.unflatten(self.traced.x, jaxprs.values(self.traced.dx, env))
+
+    def _dparams(self, env: Env) -> Gradients:
+        return jax.tree.unflatten(self.traced.params, jaxprs.values(self.traced.dparams, env))
+
+
+def split_layer(
+    layer: Callable[..., Any],
+    params: LayerParams,
+    x: Activation,
+    *context: Tree,
+    state: States = None,
+    remat: str = "none",
+) -> Split:
+    """Cuts a layer's derivative into F, B and W.
+
+    Args:
+      layer: ``layer(params, x, *context) -> y``, or with a state ``layer(params, x, *context,
+        state) -> (y, state)``.
+      params: one layer's parameters, arrays or shapes.
+      x: the layer's input, a tree of arrays or shapes; y may be another tree.
+      *context: what F, B and W all read and what is not differentiated (the microbatch's rows, a
+        key): trees of arrays or shapes, or None.
+      state: what the layer reads and renews in F, such as running statistics; None if it has none.
+      remat: a name in `REMAT_POLICIES`; a layer that uses `jax.checkpoint` itself composes with it.
+
+    Returns:
+      The split.
+
+    Raises:
+      ValueError: an unknown policy.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> split = split_layer(lambda w, x: jnp.tanh(x @ w), jnp.ones((4, 4)), jnp.ones((2, 4)))
+      >>> [leaf.shape for leaf in split.crossing]  # the gradient at the matmul's output
+      [(2, 4)]
+    """
+    refuse(unknown_remat(remat))
+    return _cut(_trace(layer, params, x, context, state, REMAT_POLICIES[remat]))
+
+
+def unknown_remat(remat: str) -> Iterator[Problem]:
+    """Says that a name is not in `REMAT_POLICIES`."""
+    if remat not in REMAT_POLICIES:
+        rule = f"is not a policy; choose one of {', '.join(REMAT_POLICIES)}"
+        yield Problem("remat", remat, rule)
+
+
+def _trace(
+    layer: Callable[..., Any],
+    params: LayerParams,
+    x: Activation,
+    context: Tree,
+    state: States,
+    policy: Any,
+) -> _Traced:
+    def differentiate(params: LayerParams, context: Tree, x: Activation, state: States) -> Any:
+        def of_params_and_x(params: LayerParams, x: Activation) -> tuple[Activation, States]:
             if state is None:
                 return layer(params, x, *context), None
             return layer(params, x, *context, state)
@@ -129,24 +261,24 @@ def _trace(layer, params, x, context, state, policy) -> _Traced:
 
     structure = []
 
-    def forward(*args):
-        y, vjp, new_state = run(*args)
+    def forward(*args: Tree) -> tuple[Activation, Values]:
+        y, vjp, new_state = differentiate(*args)
         leaves, tree = jax.tree.flatten(vjp)
         structure.append(tree)
         return (y if state is None else (y, new_state)), leaves
 
     args = (params, context, x, state)
-    forward_jaxpr = _flatten(jax.make_jaxpr(forward)(*args))
+    forward_jaxpr = jaxprs.flatten(jax.make_jaxpr(forward)(*args))
     outputs, residuals = jax.eval_shape(forward, *args)
     dy = outputs if state is None else outputs[0]
 
-    def backward(residuals, dy):
+    def backward(residuals: Values, dy: Activation) -> tuple[Activation, Gradients]:
         dparams, dx = jax.tree.unflatten(structure[0], residuals)(dy)
         return dx, dparams
 
     return _Traced(
         forward=forward_jaxpr,
-        backward=_flatten(jax.make_jaxpr(backward)(residuals, dy)),
+        backward=jaxprs.flatten(jax.make_jaxpr(backward)(residuals, dy)),
         num_known=len(jax.tree.leaves((params, context))),
         num_x=len(jax.tree.leaves(x)),
         params=jax.tree.structure(params),
@@ -157,190 +289,31 @@ def _trace(layer, params, x, context, state, policy) -> _Traced:
 
 def _cut(traced: _Traced) -> Split:
     """Partitions the two flat programs into F, B, W and names what is kept between them."""
-    forward, backward = traced.forward, traced.backward
-    known_vars = forward.jaxpr.invars[: traced.num_known]
-    own_vars = forward.jaxpr.invars[traced.num_known :]  # x, then the state
-    num_outputs = traced.y.num_leaves
-    y_vars = forward.jaxpr.outvars[:num_outputs]
-    residual_vars = forward.jaxpr.outvars[num_outputs:]
-    bw_inputs = backward.jaxpr.invars[: len(residual_vars)]
-    dy_vars = backward.jaxpr.invars[len(residual_vars) :]
-    dx_vars = backward.jaxpr.outvars[: traced.num_x]
-    dparam_vars = backward.jaxpr.outvars[traced.num_x :]
-
-    from_x = _reachable(forward.jaxpr.eqns, set(own_vars))
-    # Backward input -> the forward value it stands for.
-    source = dict(zip(bw_inputs, residual_vars, strict=True))
-
-    b_eqns = _needed(backward.jaxpr.eqns, dx_vars)
-    in_b = {id(eqn) for eqn in b_eqns}
+    forward, backward, source = traced.forward.jaxpr, traced.backward.jaxpr, traced.source
+    from_x = jaxprs.reachable(forward.eqns, set(traced.own))
+    b = jaxprs.needed(backward.eqns, traced.dx)
+    in_b = {id(eqn) for eqn in b}
     # W repeats what B makes of parameters and context alone (casts, masks) rather than keep it.
-    kept_inputs = {v for v in bw_inputs if _is_var(source[v]) and source[v] in from_x}
-    from_kept = _reachable(backward.jaxpr.eqns, kept_inputs | set(dy_vars))
-    w_eqns = [
+    kept_inputs = {v for v in source if jaxprs.is_var(source[v]) and source[v] in from_x}
+    from_kept = jaxprs.reachable(backward.eqns, kept_inputs | set(traced.dy))
+    w = [
         eqn
-        for eqn in _needed(backward.jaxpr.eqns, dparam_vars)
+        for eqn in jaxprs.needed(backward.eqns, traced.dparams)
         if id(eqn) not in in_b or from_kept.isdisjoint(eqn.outvars)
     ]
-    read_by_b = _reads(b_eqns, dx_vars)
-    read_by_w = _reads(w_eqns, dparam_vars)
+    read_by_b, read_by_w = jaxprs.reads(b, traced.dx), jaxprs.reads(w, traced.dparams)
 
-    def saved(read: set) -> list:
+    def saved(read: set[Any]) -> list[Any]:
         """The forward values behind ``read`` that must be kept, once each, in a fixed order."""
-        kept = (source[v] for v in bw_inputs if v in read)
-        return list(dict.fromkeys(r for r in kept if _is_var(r) and r in from_x))
+        kept = (source[v] for v in source if v in read)
+        return list(dict.fromkeys(r for r in kept if jaxprs.is_var(r) and r in from_x))
 
     until_w = saved(read_by_w)
     until_b = [v for v in saved(read_by_b) if v not in until_w]
-    made_by_b = {v for eqn in b_eqns for v in eqn.outvars} | set(dy_vars)
-    crossing = sorted(read_by_w & made_by_b & from_kept, key=_order(backward.jaxpr))
-    state_vars = own_vars[traced.num_x :]
-    from_state = _reachable(forward.jaxpr.eqns, set(state_vars))
-    passed_on = [*y_vars[: num_outputs - len(state_vars)], *until_b, *until_w]
-
-    def known(params, context) -> dict:
-        return dict(zip(known_vars, jax.tree.leaves((params, context)), strict=True))
-
-    def residual_env(read: set, params, context, kept: dict) -> dict:
-        """Values of the backward's inputs: kept, or recomputed from parameters and context."""
-        wanted = [v for v in bw_inputs if v in read]
-        recomputed = [source[v] for v in wanted if _is_var(source[v]) and source[v] not in kept]
-        env = _consts(forward) | known(params, context)
-        env = _run(_needed(forward.jaxpr.eqns, recomputed), env) | kept
-        return {v: _value(source[v], env) for v in wanted}
-
-    def forward_fn(params, x, *context, state=None):
-        own = dict(zip(own_vars, jax.tree.leaves((x, state)), strict=True))
-        env = _consts(forward) | known(params, context) | own
-        env = _run(_needed(forward.jaxpr.eqns, [*y_vars, *until_b, *until_w]), env)
-        y = jax.tree.unflatten(traced.y, [_value(v, env) for v in y_vars])
-        return y, [env[v] for v in until_b], [env[v] for v in until_w]
-
-    def run_b(params, saved_until_b, saved_until_w, dy, context, read) -> dict:
-        kept = dict(zip([*until_b, *until_w], [*saved_until_b, *saved_until_w], strict=True))
-        env = _consts(backward) | dict(zip(dy_vars, jax.tree.leaves(dy), strict=True))
-        return _run(b_eqns, env | residual_env(read, params, context, kept))
-
-    def dx(env: dict):
-        return jax.tree.unflatten(traced.x, [_value(v, env) for v in dx_vars])
-
-    def dparams(env: dict):
-        return jax.tree.unflatten(traced.params, [_value(v, env) for v in dparam_vars])
-
-    def backward_input(params, saved_until_b, saved_until_w, dy, *context):
-        env = run_b(params, saved_until_b, saved_until_w, dy, context, read_by_b)
-        return dx(env), [env[v] for v in crossing]
-
-    def backward_weights(params, saved_until_w, crossed, *context):
-        kept = dict(zip(until_w, saved_until_w, strict=True))
-        env = _consts(backward) | dict(zip(crossing, crossed, strict=True))
-        env |= residual_env(read_by_w, params, context, kept)
-        return dparams(_run(w_eqns, env))
-
-    def backward_fused(params, saved_until_b, saved_until_w, dy, *context):
-        env = run_b(params, saved_until_b, saved_until_w, dy, context, read_by_b | read_by_w)
-        env = _run(w_eqns, env)
-        return dx(env), dparams(env)
-
-    return Split(
-        forward=forward_fn,
-        backward_input=backward_input,
-        backward_weights=backward_weights,
-        backward_fused=backward_fused,
-        until_b=_shapes(until_b),
-        until_w=_shapes(until_w),
-        crossing=_shapes(crossing),
-        reads_state=any(_is_var(v) and v in from_state for v in passed_on),
-    )
-
-
-def _flatten(closed: core.ClosedJaxpr) -> core.ClosedJaxpr:
-    """The same program with calls inlined, as one list of equations."""
-
-    def run(*args):
-        return _inline(closed.jaxpr, closed.consts, args)
-
-    return jax.make_jaxpr(run)(*[_shape(v) for v in closed.jaxpr.invars])
-
-
-def _inline(jaxpr, consts, args) -> list:
-    env = dict(zip(jaxpr.constvars, consts, strict=True))
-    env |= dict(zip(jaxpr.invars, args, strict=True))
-    for eqn in jaxpr.eqns:
-        values = [_value(v, env) for v in eqn.invars]
-        if eqn.primitive.name in _INLINED:
-            inner = eqn.params["jaxpr"] if "jaxpr" in eqn.params else eqn.params["call_jaxpr"]
-            closed = isinstance(inner, core.ClosedJaxpr)
-            outs = (
-                _inline(inner.jaxpr, inner.consts, values) if closed else _inline(inner, (), values)
-            )
-        else:
-            outs = _bind(eqn, values)
-        env.update(zip(eqn.outvars, outs, strict=True))
-    return [_value(v, env) for v in jaxpr.outvars]
-
-
-def _run(eqns: Sequence, env: dict) -> dict:
-    """Evaluates equations in order; returns the environment grown by their outputs."""
-    env = dict(env)
-    for eqn in eqns:
-        env.update(zip(eqn.outvars, _bind(eqn, [_value(v, env) for v in eqn.invars]), strict=True))
-    return env
-
-
-def _bind(eqn, values: list) -> list:
-    outs = eqn.primitive.bind(*values, **eqn.primitive.get_bind_params(eqn.params))
-    return list(outs) if eqn.primitive.multiple_results else [outs]
-
-
-def _is_var(atom) -> bool:
-    return not isinstance(atom, core.Literal)
-
-
-def _value(atom, env: dict):
-    return env[atom] if _is_var(atom) else jnp.asarray(atom.val, atom.aval.dtype)
-
-
-def _consts(closed: core.ClosedJaxpr) -> dict:
-    return dict(zip(closed.jaxpr.constvars, closed.consts, strict=True))
-
-
-def _reachable(eqns: Sequence, start: set) -> set:
-    """Variables that depend on any of ``start``."""
-    reached = set(start)
-    for eqn in eqns:
-        if any(_is_var(v) and v in reached for v in eqn.invars):
-            reached.update(eqn.outvars)
-    return reached
-
-
-def _needed(eqns: Sequence, outputs: Iterable) -> list:
-    """The equations that ``outputs`` depend on, in program order."""
-    wanted = {v for v in outputs if _is_var(v)}
-    kept = []
-    for eqn in reversed(eqns):
-        if not wanted.isdisjoint(eqn.outvars):
-            kept.append(eqn)
-            wanted.update(v for v in eqn.invars if _is_var(v))
-    return kept[::-1]
-
-
-def _reads(eqns: Sequence, outputs: Iterable) -> set:
-    """Variables read by the equations or returned, whoever made them."""
-    reads = {v for eqn in eqns for v in eqn.invars if _is_var(v)}
-    return reads | {v for v in outputs if _is_var(v)}
-
-
-def _order(jaxpr) -> Callable[[Any], int]:
-    """Sort key: the place in the program where a variable is made."""
-    made = [*jaxpr.invars, *(v for eqn in jaxpr.eqns for v in eqn.outvars)]
-    position = {v: i for i, v in enumerate(made)}
-    return position.__getitem__
-
-
-def _shape(var) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(var.aval.shape, var.aval.dtype)
-
-
-def _shapes(variables: Sequence) -> tuple[jax.ShapeDtypeStruct, ...]:
-    return tuple(_shape(v) for v in variables)
+    made_by_b = {v for eqn in b for v in eqn.outvars} | set(traced.dy)
+    crosses = sorted(read_by_w & made_by_b & from_kept, key=jaxprs.order(backward))
+    state = traced.own[traced.num_x :]
+    from_state = jaxprs.reachable(forward.eqns, set(state))
+    passed_on = [*traced.outputs[: len(traced.outputs) - len(state)], *until_b, *until_w]
+    reads_state = any(jaxprs.is_var(v) and v in from_state for v in passed_on)
+    return Split(traced, b, w, read_by_b, read_by_w, until_b, until_w, crosses, reads_state)

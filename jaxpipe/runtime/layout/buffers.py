@@ -1,9 +1,9 @@
 """Buffers for what layers leave behind and pass on: residuals, activations, cotangents.
 
-A buffer has slots; a slot holds the values of all layers of a chunk. Layers of one kind have a
-buffer each for every value, ``[slots * layers, size]``. Layers of several kinds share one flat
-buffer a dtype, ``[slots, size]``, in which every layer of a chunk has a start of its own. An inbox
-is the same with one activation a slot. Buffers are flat because loops that see natural shapes, or a
+A buffer has slots; a slot holds the values of all layers of a chunk. If all layers are of one kind,
+every value has a buffer, ``[slots * layers, size]``. Layers of several kinds share one flat buffer
+per dtype, ``[slots, size]``, in which every layer of a chunk has a start of its own. An inbox is
+the same with one activation per slot. Buffers are flat because loops that see natural shapes, or a
 dimension of 1, choose different layouts for them, and then transpose or copy whole buffers.
 """
 
@@ -18,6 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from jaxpipe.runtime.types import At, Index, Message
 from jaxpipe.schedule.lowering.table import NONE
 
 
@@ -29,7 +30,7 @@ class _Value(NamedTuple):
     shape: tuple[int, ...]
 
 
-class Slots:
+class SharedBuffers:
     """How the values of layers of several kinds share buffers.
 
     Args:
@@ -68,7 +69,7 @@ class Slots:
             for size, dtype in zip(self._sizes, self._dtypes, strict=True)
         ]
 
-    def read(self, buffers: list, kind: int, slot, at: tuple) -> list[jax.Array]:
+    def read(self, buffers: list[jax.Array], kind: int, slot: Index, at: At) -> list[jax.Array]:
         """The values of the layer ``at`` (stage, chunk, layer), of a kind."""
         return [
             lax.dynamic_slice(
@@ -79,7 +80,9 @@ class Slots:
             for value in self._values[kind]
         ]
 
-    def write(self, buffers: list, kind: int, slot, at: tuple, values: Sequence) -> list:
+    def write(
+        self, buffers: list[jax.Array], kind: int, slot: Index, at: At, values: Sequence[jax.Array]
+    ) -> list[jax.Array]:
         """The buffers with a layer's values in their slot, written in place."""
         buffers = list(buffers)
         for where, value in zip(self._values[kind], values, strict=True):
@@ -88,7 +91,7 @@ class Slots:
             )
         return buffers
 
-    def _index(self, value: _Value, slot, at: tuple) -> tuple:
+    def _index(self, value: _Value, slot: Index, at: At) -> tuple[Index, Index]:
         stage, chunk, layer = at
         if self._alike:
             return slot * self._rows + layer, 0
@@ -96,12 +99,12 @@ class Slots:
         return slot, start + value.offset
 
 
-def at_slot(inbox: list, slot) -> list:
+def at_slot(inbox: Message, slot: Index) -> Message:
     """The message in a slot."""
     return [lax.dynamic_index_in_dim(w, slot, keepdims=False) for w in inbox]
 
 
-def put_slot(inbox: list, slot, message: list) -> list:
+def put_slot(inbox: Message, slot: Index, message: Message) -> Message:
     """Writes a message into its slot; slot `NONE` leaves the inbox as it is."""
     row = jnp.maximum(slot, 0)
     return [

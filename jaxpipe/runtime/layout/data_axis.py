@@ -1,25 +1,23 @@
-"""The data axis: what is gathered, reduced and kept of arrays that it may split.
+"""The data axis: gathering, reducing and sharding arrays that it may split.
 
 Every function runs inside `jax.shard_map` and takes arrays together with the `Leaf` of each.
 """
 
 from __future__ import annotations
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jaxpipe.runtime.layout.leaf import Leaf
 from jaxpipe.runtime.mesh import DATA
+from jaxpipe.runtime.types import Gradients, Leaves, Stored, Tree
 
-PyTree = Any
 
-
-def gather(shards: PyTree, leaves: PyTree) -> PyTree:
+def gather(shards: Stored, leaves: Leaves) -> Stored:
     """Whole arrays of every data shard's part."""
 
-    def whole(leaf, shard):
+    def whole(leaf: Leaf, shard: jax.Array) -> jax.Array:
         if leaf.data_dim is None:
             return shard
         return lax.all_gather(shard, DATA, axis=leaf.data_dim, tiled=True)
@@ -27,12 +25,12 @@ def gather(shards: PyTree, leaves: PyTree) -> PyTree:
     return jax.tree.map(whole, leaves, shards)
 
 
-def reduce_gradients(values: PyTree, leaves: PyTree, *, zero: int) -> PyTree:
+def reduce_gradients(values: Gradients, leaves: Leaves, *, zero: int) -> Gradients:
     """Sums over data shards; each keeps its own part from ZeRO-1 on."""
     if lax.axis_size(DATA) == 1:  # a sum over one device would still copy on some backends
         return values
 
-    def reduce(leaf, value):
+    def reduce(leaf: Leaf, value: jax.Array) -> jax.Array:
         if leaf.data_dim is None or zero == 0:
             return lax.psum(value, DATA)
         return lax.psum_scatter(value, DATA, scatter_dimension=leaf.data_dim, tiled=True)
@@ -40,12 +38,12 @@ def reduce_gradients(values: PyTree, leaves: PyTree, *, zero: int) -> PyTree:
     return jax.tree.map(reduce, leaves, values)
 
 
-def own_shard(whole: PyTree, leaves: PyTree, *, zero: int) -> PyTree:
+def own_shard(whole: Stored, leaves: Leaves, *, zero: int) -> Stored:
     """The part of weights whose gradient and optimizer state this data shard holds."""
     if zero not in (1, 2):
         return whole
 
-    def shard(leaf, w):
+    def shard(leaf: Leaf, w: jax.Array) -> jax.Array:
         if leaf.data_dim is None:
             return w
         size = w.shape[leaf.data_dim] // lax.axis_size(DATA)
@@ -54,12 +52,12 @@ def own_shard(whole: PyTree, leaves: PyTree, *, zero: int) -> PyTree:
     return jax.tree.map(shard, leaves, whole)
 
 
-def average(values: PyTree) -> PyTree:
+def average(values: Tree) -> Tree:
     """The mean over data shards in each array's own dtype; integers are rounded down."""
     if lax.axis_size(DATA) == 1:
         return values
 
-    def mean(value):
+    def mean(value: jax.Array) -> jax.Array:
         if jnp.issubdtype(value.dtype, jnp.inexact):
             return lax.pmean(value, DATA)
         return (lax.psum(value, DATA) // lax.axis_size(DATA)).astype(value.dtype)

@@ -1,4 +1,7 @@
-"""Where the parameters of layers that differ lie on a device: `Packed`, beside `Stacked`."""
+"""Layers that differ, packed: one flat array per dtype, each layer in columns of its own.
+
+A stage takes the room of its own layers, and all stages still run one program.
+"""
 
 from __future__ import annotations
 
@@ -10,9 +13,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jaxpipe.runtime.layout.parameters import Leaf, OneLoop, make_leaf
-
-PyTree = Any
+from jaxpipe.runtime.layout.layer_layout import LayerLayout
+from jaxpipe.runtime.layout.leaf import Leaf, make_leaf
+from jaxpipe.runtime.types import Arrays, At, Index, LayerParams, Leaves, Placed, Shapes, Stored
 
 
 class _Columns(NamedTuple):
@@ -23,31 +26,23 @@ class _Columns(NamedTuple):
     valid: dict[str, Any]
 
 
-class Packed(OneLoop):
-    """Parameters of layers that differ.
+class Packed(LayerLayout):
+    """Parameters of layers that differ, one tree per layer.
 
     A layer's parameters of one dtype are stored as ``[data, columns]``, flat and padded to a
     multiple of the data shards; a stage's array is ``[data, all columns]``.
-
-    Args:
-      layers: one tree a layer, of arrays or shapes.
-      rows: as for `Stacked`.
-      data: number of data shards.
-
-    Attributes: as of `Stacked`.
     """
 
-    num_pieces = 1
     slot_dim = 1
+    num_pieces = 1
 
-    def __init__(self, layers: Sequence[PyTree], rows: np.ndarray, data: int) -> None:
-        self._layers = [jax.tree.map(_struct, layer) for layer in layers]
+    def __init__(self, layers: Sequence[LayerParams], rows: np.ndarray, data: int) -> None:
         self._rows, self._data = rows, data
         self.num_chunks = rows.shape[1]
         self.canonical = tuple(
-            jax.tree.map(lambda w: make_leaf(w.shape, w.dtype, data=data), layer)
-            for layer in layers
+            jax.tree.map(lambda w: make_leaf(w, data=data), layer) for layer in layers
         )
+        self._layers = jax.tree.map(Leaf.struct, self.canonical)
         self._groups = sorted({str(w.dtype) for w in jax.tree.leaves(self._layers)})
         self._widths = [self._width(layer) for layer in self._layers]
         none = dict.fromkeys(self._groups, 0)  # rows holds -1, the last, where there is no layer
@@ -62,7 +57,7 @@ class Packed(OneLoop):
         self.piece = self._leaves(self._chunk_width)
         self.placed = self._leaves(total)
 
-    def _width(self, layer: PyTree) -> dict[str, int]:
+    def _width(self, layer: Shapes) -> dict[str, int]:
         size = dict.fromkeys(self._groups, 0)
         for leaf in jax.tree.leaves(layer):
             size[str(leaf.dtype)] += leaf.size
@@ -72,17 +67,15 @@ class Packed(OneLoop):
         split = 0 if self._data > 1 else None
         return {g: Leaf((self._data, n), jnp.dtype(g), None, split) for g, n in width.items()}
 
-    def shape_of(self, layer: int) -> PyTree:
-        """Shapes of one layer's parameters."""
+    def shape_of(self, layer: int) -> Shapes:
         return self._layers[layer]
 
-    def place(self, layers: Sequence[PyTree]) -> PyTree:
-        """Canonical layers to placed arrays ``[stages, ...]``."""
+    def place(self, layers: Sequence[LayerParams]) -> Placed:
         stored = [self.pack(layer, n) for n, layer in enumerate(layers)]
         # Moments of parameters may have another dtype than the parameters that name the group.
         dtypes = {g: w.dtype for packed in stored for g, w in packed.items()}
 
-        def stage(held, group: str):
+        def stage(held: np.ndarray, group: str) -> jax.Array:
             parts = [stored[n][group] for n in held.reshape(-1) if n >= 0 and group in stored[n]]
             none = jnp.zeros((self._data, 0), dtypes.get(group, group))
             placed = jnp.concatenate([none, *parts], axis=1)
@@ -91,64 +84,44 @@ class Packed(OneLoop):
 
         return {g: jnp.stack([stage(held, g) for held in self._rows]) for g in self._groups}
 
-    def unplace(self, placed: PyTree) -> tuple[PyTree, ...]:
-        """Undoes `place`."""
+    def unplace(self, placed: Placed) -> tuple[LayerParams, ...]:
         layers = {}
         for d, chunks in enumerate(self._rows):
             for c, held in enumerate(chunks):
                 for i, n in enumerate(held[held >= 0]):
                     stage = {g: w[d] for g, w in placed.items()}
-                    layers[n] = self.unpack(self.read(stage, self.resident(d, c, i, n)), n)
+                    layers[n] = self.unpack(self.read(stage, self.layer_at((d, c, i), n)), n)
         return tuple(layers[n] for n in sorted(layers))
 
-    def slots(self, count: int) -> PyTree:
-        """Shapes of arrays with room for ``count`` whole chunks."""
+    def slot_shapes(self, count: int) -> Shapes:
         return jax.tree.map(
             Leaf.struct, self._leaves({g: count * n for g, n in self._chunk_width.items()})
         )
 
-    def resident(self, stage, chunk, layer, example: int) -> _Columns:
-        """The place of a layer among the stage's own; ``example`` is a layer of its kind."""
-        start = self._of_chunk(self._start, stage, chunk)
-        return self._layer_at(start, stage, chunk, layer, example)
-
-    def in_slot(self, slot, stage, chunk, layer, example: int) -> _Columns:
-        """The place of a layer of the chunk that lies in ``slot``."""
-        start = {g: slot * n for g, n in self._chunk_width.items()}
-        return self._layer_at(start, stage, chunk, layer, example)
-
-    def _layer_at(self, start: dict, stage, chunk, layer, example: int) -> _Columns:
-        within = {g: jnp.asarray(w)[stage, chunk, layer] for g, w in self._within.items()}
+    def layer_at(self, at: At, example: int, *, slot: Index = None) -> _Columns:
+        start = self._starts(at, slot)
+        within = {g: jnp.asarray(w)[at] for g, w in self._within.items()}
         width = {g: n for g, n in self._widths[example].items() if n}
         return _Columns({g: start[g] + within[g] for g in width}, width, width)
 
-    def resident_piece(self, stage, chunk, number) -> _Columns:
-        """The place of a chunk's piece among the stage's own."""
-        del number
-        start = self._of_chunk(self._start, stage, chunk)
-        return _Columns(start, self._chunk_width, self._of_chunk(self._valid, stage, chunk))
+    def piece_at(self, at: At, *, slot: Index = None) -> _Columns:
+        width = self._chunk_width
+        valid = _of_chunk(self._valid, at) if slot is None else width
+        return _Columns(self._starts(at, slot), width, valid)
 
-    def piece_in_slot(self, slot, chunk, number) -> _Columns:
-        """The place of a piece of the chunk that lies in ``slot``."""
-        del chunk, number
-        start = {g: slot * n for g, n in self._chunk_width.items()}
-        return _Columns(start, self._chunk_width, self._chunk_width)
+    def _starts(self, at: At, slot: Index) -> dict[str, Any]:
+        if slot is None:
+            return _of_chunk(self._start, at)
+        return {g: slot * n for g, n in self._chunk_width.items()}
 
-    @staticmethod
-    def _of_chunk(table: dict[str, np.ndarray], stage, chunk) -> dict[str, Any]:
-        return {g: jnp.asarray(w)[stage, chunk] for g, w in table.items()}
-
-    def read(self, arrays: PyTree, place: _Columns) -> PyTree:
-        """What is stored at a place."""
+    def read(self, arrays: Arrays, place: _Columns) -> Stored:
         return {
             g: lax.dynamic_slice_in_dim(arrays[g], place.start[g], n, axis=1)
             for g, n in place.width.items()
         }
 
-    def write(self, arrays: PyTree, place: _Columns, values: PyTree) -> PyTree:
-        """The arrays with other values stored at a place."""
-
-        def write(g: str, new):
+    def write(self, arrays: Arrays, place: _Columns, values: Stored) -> Arrays:
+        def write(g: str, new: jax.Array) -> jax.Array:
             if place.valid[g] is not place.width[g]:
                 # What lies behind a narrower chunk belongs to the next one.
                 counts = jnp.arange(place.width[g]) < place.valid[g]
@@ -157,28 +130,20 @@ class Packed(OneLoop):
 
         return arrays | {g: write(g, values[g]) for g in place.width}
 
-    def add(self, arrays: PyTree, place: _Columns, values: PyTree) -> PyTree:
-        """The arrays with values added to what is stored at a place."""
-        held = self.read(arrays, place)
-        return self.write(arrays, place, {g: old + values[g] for g, old in held.items()})
-
-    def leaves_of(self, example: int) -> PyTree:
-        """A stored layer, every array a `Leaf`."""
+    def leaves_of(self, example: int) -> Leaves:
         return {g: self.piece[g] for g, n in self._widths[example].items() if n}
 
-    def pack(self, params: PyTree, example: int) -> dict[str, jax.Array]:
-        """A layer's parameters in the form they are stored in."""
+    def pack(self, params: LayerParams, example: int) -> Stored:
         pairs = zip(jax.tree.leaves(params), jax.tree.leaves(self._layers[example]), strict=True)
         flat = [(str(leaf.dtype), w.reshape(-1)) for w, leaf in pairs]
 
-        def group(g: str, width: int):
+        def group(g: str, width: int) -> jax.Array:
             joined = jnp.concatenate([w for of_leaf, w in flat if of_leaf == g])
             return jnp.pad(joined, (0, self._data * width - joined.size)).reshape(self._data, width)
 
         return {g: group(g, n) for g, n in self._widths[example].items() if n}
 
-    def unpack(self, stored: dict[str, jax.Array], example: int) -> PyTree:
-        """Undoes `pack`."""
+    def unpack(self, stored: Stored, example: int) -> LayerParams:
         flat = {g: w.reshape(-1) for g, w in stored.items()}
         leaves, tree = jax.tree.flatten(self._layers[example])
         taken = dict.fromkeys(self._groups, 0)
@@ -191,5 +156,6 @@ class Packed(OneLoop):
         return jax.tree.unflatten(tree, values)
 
 
-def _struct(leaf) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
+def _of_chunk(table: dict[str, np.ndarray], at: At) -> dict[str, Any]:
+    stage, chunk, _ = at
+    return {g: jnp.asarray(w)[stage, chunk] for g, w in table.items()}

@@ -1,15 +1,13 @@
 """Where all parameters live: canonical layer order outside, placed order on the devices.
 
-A placed layer array has shape ``[stages, ...]``, with a stage's part as
-`jaxpipe.runtime.layout.parameters` describes it. A placed outer leaf is padded so that its split
-dimension divides by the number of stages. Sharding over data takes one further dimension of each
-leaf.
+A placed layer array has shape ``[stages, ...]``, with a stage's part as a `LayerLayout` describes
+it. A placed leaf of embedding or head is padded so that its split dimension divides by the number
+of stages. Sharding over data splits one further dimension of each leaf.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -17,113 +15,140 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from jaxpipe.runtime.layout.layer_layout import LayerLayout
+from jaxpipe.runtime.layout.leaf import Leaf, make_leaf
 from jaxpipe.runtime.layout.packed import Packed
-from jaxpipe.runtime.layout.parameters import Leaf, Stacked, Unrolled, make_leaf
+from jaxpipe.runtime.layout.stacked import Stacked
+from jaxpipe.runtime.layout.unrolled import Unrolled
 from jaxpipe.runtime.mesh import DATA, STAGE
+from jaxpipe.runtime.types import Leaves, OuterParams, Params, Placed, Shapes, States, Tree
 from jaxpipe.schedule.lowering.table import TickTable
 
-PyTree = Any
+LAYOUTS: dict[str, type[LayerLayout]] = {"stacked": Stacked, "unrolled": Unrolled}
+"""How layers that are alike may lie, by name."""
+
+
+def layer_layout(layers: Params, weights: str) -> type[LayerLayout]:
+    """The kind of layout of canonical layers: packed for a tuple of trees, else by name."""
+    return Packed if isinstance(layers, tuple) else LAYOUTS[weights]
+
+
+def outer_of(params: Params) -> OuterParams:
+    """The part of a tree that belongs to embedding and head."""
+    return {name: params[name] for name in ("embed", "head")}
 
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
-    """The layout of every parameter of a model on a mesh.
+    """The layout of every parameter of a model on a mesh; ``outer`` is a tree of `Leaf`."""
 
-    Args:
-      layers: of the layers' parameters.
-      outer: a tree of `Leaf`, ``{"embed", "head"}``.
-      mesh: the device mesh.
-    """
-
-    layers: Stacked | Unrolled | Packed
-    outer: PyTree
+    layers: LayerLayout
+    outer: OuterParams
     mesh: Mesh
 
     @property
     def num_stages(self) -> int:
-        return self.mesh.shape[STAGE]
+        return int(self.mesh.shape[STAGE])
 
-    def place(self, params: PyTree) -> PyTree:
+    def place(self, params: Params) -> Placed:
         """Canonical parameters, or anything shaped like them, in placed order."""
 
-        def outer(w, leaf: Leaf):
+        def pad(w: jax.Array, leaf: Leaf) -> jax.Array:
             if leaf.stage_dim is None:
                 return w
-            pads = [(0, 0)] * w.ndim
-            pads[leaf.stage_dim] = (0, -w.shape[leaf.stage_dim] % self.num_stages)
-            return jnp.pad(w, pads)
+            padded = leaf.padded(self.num_stages).shape
+            return jnp.pad(w, [(0, after - n) for n, after in zip(w.shape, padded, strict=True)])
 
-        ends = {name: params[name] for name in ("embed", "head")}
         layers = self.layers.place(params["layers"])
-        return {"layers": layers, **jax.tree.map(outer, ends, self.outer)}
+        return {"layers": layers, **jax.tree.map(pad, outer_of(params), self.outer)}
 
-    def unplace(self, placed: PyTree) -> PyTree:
+    def unplace(self, placed: Placed) -> Params:
         """Undoes `place`."""
+        outer = jax.tree.map(
+            lambda w, leaf: w[tuple(map(slice, leaf.shape))], outer_of(placed), self.outer
+        )
+        return {"layers": self.layers.unplace(placed["layers"]), **outer}
 
-        def outer(w, leaf: Leaf):
-            if leaf.stage_dim is None:
-                return w
-            return jax.lax.slice_in_dim(w, 0, leaf.shape[leaf.stage_dim], axis=leaf.stage_dim)
-
-        ends = {name: placed[name] for name in ("embed", "head")}
-        layers = self.layers.unplace(placed["layers"])
-        return {"layers": layers, **jax.tree.map(outer, ends, self.outer)}
+    def placed_shapes(self) -> Shapes:
+        """Shapes of the placed parameters."""
+        n = self.num_stages
+        layers = jax.tree.map(lambda leaf: leaf.behind(n).struct(), self.layers.placed)
+        outer = jax.tree.map(lambda leaf: leaf.padded(n).struct(), self.outer)
+        return {"layers": layers, **outer}
 
     @property
-    def placed(self) -> PyTree:
-        """Every placed array as a `Leaf`; a stage's arrays without the stage dimension."""
+    def _canonical(self) -> Leaves:
+        return {"layers": self.layers.canonical, **self.outer}
 
-        def outer(leaf: Leaf) -> Leaf:
-            shape = list(leaf.shape)
-            if leaf.stage_dim is not None:
-                shape[leaf.stage_dim] += -shape[leaf.stage_dim] % self.num_stages
-            return dataclasses.replace(leaf, shape=tuple(shape))
-
-        return {"layers": self.layers.placed, **jax.tree.map(outer, self.outer)}
-
-    def placed_shapes(self) -> PyTree:
-        """Shapes of the placed parameters."""
-        placed = self.placed
-        layers = jax.tree.map(lambda leaf: leaf.behind(self.num_stages), placed["layers"])
-        return jax.tree.map(Leaf.struct, placed | {"layers": layers})
-
-    def canonical_shapes(self) -> PyTree:
+    def canonical_shapes(self) -> Shapes:
         """Shapes of the canonical parameters."""
-        return jax.tree.map(Leaf.struct, {"layers": self.layers.canonical, **self.outer})
+        return jax.tree.map(Leaf.struct, self._canonical)
 
-    def specs(self, *, sharded: bool) -> PyTree:
+    def specs(self, *, sharded: bool) -> Tree:
         """Partition specs of the placed parameters, with the data axis used (ZeRO) or not."""
 
         def spec(leaf: Leaf, *lead: str) -> P:
-            dims: list[str | None] = [None] * len(leaf.shape)
-            if leaf.stage_dim is not None:
-                dims[leaf.stage_dim] = STAGE
-            if sharded and leaf.data_dim is not None:
-                dims[leaf.data_dim] = DATA
-            return P(*lead, *dims)
+            return P(*lead, *_dims(leaf.stage_dim, leaf.data_dim if sharded else None, leaf))
 
-        return {
-            "layers": jax.tree.map(lambda leaf: spec(leaf, STAGE), self.layers.placed),
-            **jax.tree.map(spec, self.outer),
-        }
+        layers = jax.tree.map(lambda leaf: spec(leaf, STAGE), self.layers.placed)
+        return {"layers": layers, **jax.tree.map(spec, self.outer)}
 
-    def canonical_specs(self) -> PyTree:
-        """Partition specs of the canonical parameters, over all devices wherever a size divides."""
+    def shardings(self, *, sharded: bool) -> Tree:
+        """What `specs` says as shardings."""
+        return _shardings(self.mesh, self.specs(sharded=sharded))
+
+    def canonical_shardings(self) -> Tree:
+        """Shardings of canonical parameters, over all devices wherever a size divides."""
 
         def spec(leaf: Leaf) -> P:
-            dims: list[str | None] = [None] * len(leaf.shape)
-            if leaf.stage_dim is not None and leaf.shape[leaf.stage_dim] % self.num_stages == 0:
-                dims[leaf.stage_dim] = STAGE
-            if leaf.data_dim is not None:
-                dims[leaf.data_dim] = DATA
-            return P(*dims)
+            stage = leaf.stage_dim
+            divides = stage is not None and leaf.shape[stage] % self.num_stages == 0
+            return P(*_dims(stage if divides else None, leaf.data_dim, leaf))
 
-        return jax.tree.map(spec, {"layers": self.layers.canonical, **self.outer})
+        return _shardings(self.mesh, jax.tree.map(spec, self._canonical))
 
-    def shardings(self, *, sharded: bool) -> PyTree:
-        return jax.tree.map(
-            lambda spec: compiled_sharding(self.mesh, spec), self.specs(sharded=sharded)
-        )
+
+@dataclasses.dataclass(frozen=True)
+class StateLayout:
+    """The layout of the states of a model's layers; methods as of `Layout`."""
+
+    layers: LayerLayout
+    mesh: Mesh
+
+    def place(self, states: States) -> States:
+        return self.layers.place(states)
+
+    def unplace(self, placed: States) -> States:
+        return self.layers.unplace(placed)
+
+    def placed_shapes(self) -> Shapes:
+        """Shapes and shardings of the placed states."""
+        sharding = compiled_sharding(self.mesh, P(STAGE))
+
+        def shape(leaf: Leaf) -> jax.ShapeDtypeStruct:
+            placed = self.mesh.shape[STAGE], *leaf.shape
+            return jax.ShapeDtypeStruct(placed, leaf.dtype, sharding=sharding)
+
+        return jax.tree.map(shape, self.layers.placed)
+
+    def canonical_shapes(self) -> Shapes:
+        return jax.tree.map(Leaf.struct, self.layers.canonical)
+
+    def shardings(self, *, sharded: bool) -> Tree:
+        """Shardings over stages; states are never split over data."""
+        return jax.tree.map(lambda leaf: leaf.sharding, self.placed_shapes())
+
+    def canonical_shardings(self) -> None:
+        """None: the compiler chooses."""
+
+
+def _dims(stage_dim: int | None, data_dim: int | None, leaf: Leaf) -> list[str | None]:
+    names = {stage_dim: STAGE, data_dim: DATA}
+    return [names.get(d) for d in range(len(leaf.shape))]
+
+
+def _shardings(mesh: Mesh, specs: Tree) -> Tree:
+    return jax.tree.map(lambda spec: compiled_sharding(mesh, spec), specs)
 
 
 def compiled_sharding(mesh: Mesh, spec: P) -> NamedSharding:
@@ -148,47 +173,15 @@ def layer_rows(table: TickTable) -> np.ndarray:
     return np.where(layer < counts[np.asarray(held)][..., None], first + layer, -1).astype(np.int32)
 
 
-LAYOUTS: dict[str, type[Stacked] | type[Unrolled]] = {"stacked": Stacked, "unrolled": Unrolled}
-"""How layers that are alike may lie, by name."""
-
-
-def make_layers(
-    layers: PyTree, table: TickTable, *, data: int, weights: str = "stacked"
-) -> Stacked | Unrolled | Packed:
-    """The layout of what every layer has; packed if ``layers`` is a tuple of trees.
-
-    Args:
-      layers: canonical, arrays or shapes.
-      table: the tick table, for the placement and the layer counts.
-      data: number of parts its arrays may be split into.
-      weights: a name in `LAYOUTS`, for layers that are alike.
-    """
-    layout = Packed if isinstance(layers, tuple) else LAYOUTS[weights]
-    return layout(layers, layer_rows(table), data)
-
-
 def make_layout(
-    params: PyTree, stage_split: PyTree, mesh: Mesh, table: TickTable, *, weights: str
+    params: Params, stage_split: Tree, mesh: Mesh, table: TickTable, *, weights: str
 ) -> Layout:
-    """Decides the layout of every parameter.
-
-    Args:
-      params: canonical parameters or their shapes.
-      stage_split: `Model.stage_split`.
-      mesh: the device mesh.
-      table: the tick table.
-      weights: as for `make_layers`.
-    """
+    """Decides the layout of every parameter; ``weights`` is for layers that are alike."""
     data = mesh.shape[DATA]
-    ends = {name: params[name] for name in ("embed", "head")}
-    leaves, tree = jax.tree.flatten(ends)
-    none = [None] * len(leaves)
-    dims = (
-        none if stage_split is None else jax.tree.leaves(stage_split, is_leaf=lambda x: x is None)
-    )
-    outer = [
-        make_leaf(w.shape, w.dtype, data=data, stage_dim=dim)
-        for w, dim in zip(leaves, dims, strict=True)
-    ]
-    layers = make_layers(params["layers"], table, data=data, weights=weights)
+    leaves, tree = jax.tree.flatten(outer_of(params))
+    dims = [None] * len(leaves)
+    if stage_split is not None:
+        dims = jax.tree.leaves(stage_split, is_leaf=lambda dim: dim is None)
+    outer = [make_leaf(w, data=data, stage_dim=dim) for w, dim in zip(leaves, dims, strict=True)]
+    layers = layer_layout(params["layers"], weights)(params["layers"], layer_rows(table), data)
     return Layout(layers, jax.tree.unflatten(tree, outer), mesh)

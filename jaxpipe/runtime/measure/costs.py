@@ -3,24 +3,25 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from jaxpipe.runtime.layers.kinds import LayerKind
+from jaxpipe.runtime.measure import traced
 from jaxpipe.runtime.measure.memory import tree_bytes
 from jaxpipe.runtime.pipeline import Pipeline
+from jaxpipe.runtime.types import Activation, Batch, Key, Shapes
 from jaxpipe.schedule.simulate import Costs
 
-PyTree = Any
 _RUNS = 5
 """Times a part is run when it is timed; the fastest counts, since whatever disturbs only adds."""
 
 
 def layer_costs(
-    pipe: Pipeline, batch: PyTree, rng: jax.Array | None = None, *, measure: bool = False
+    pipe: Pipeline, batch: Batch, rng: Key = None, *, measure: bool = False
 ) -> list[Costs]:
     """F, B and W of every layer for one microbatch on one data shard, without messages.
 
@@ -32,12 +33,8 @@ def layer_costs(
       batch: a batch, or its shapes.
       rng: as for `Pipeline.value_and_grad`.
       measure: compile every part, run it on the first device, and return seconds.
-
-    Example:
-      >>> costs = layer_costs(pipe, batch)  # doctest: +SKIP
-      >>> counts = partition([c.f + c.b + c.w for c in costs], placement)  # doctest: +SKIP
     """
-    layers, context = pipe.trace_layers(batch, rng)
+    layers, context = traced.layers(pipe, batch, rng)
     cost = _seconds if measure else _flops
     by_kind = [
         Costs(**{name: cost(part, *args) for name, (part, args) in parts.items()})
@@ -46,32 +43,32 @@ def layer_costs(
     return [by_kind[number] for number in layers.kind_of]
 
 
-def layer_bytes(
-    pipe: Pipeline, batch: PyTree, rng: jax.Array | None = None
-) -> tuple[list[int], list[int]]:
+def layer_bytes(pipe: Pipeline, batch: Batch, rng: Key = None) -> tuple[list[int], list[int]]:
     """Bytes of every layer: its parameters, and what F keeps of one microbatch on a data shard.
 
     Arguments as for `layer_costs`.
     """
-    layers, _ = pipe.trace_layers(batch, rng)
+    layers, _ = traced.layers(pipe, batch, rng)
     kinds = [layers.kinds[number] for number in layers.kind_of]
     parameters = [tree_bytes(pipe.layout.layers.shape_of(n)) for n in range(len(kinds))]
     return parameters, [tree_bytes([kind.split.until_b, kind.split.until_w]) for kind in kinds]
 
 
-def _parts(pipe: Pipeline, kind: LayerKind, activations, context) -> dict[str, tuple]:
+def _parts(
+    pipe: Pipeline, kind: LayerKind, activations: Sequence[Activation], context: Shapes
+) -> dict[str, tuple[Callable[..., Any], tuple[Shapes, ...]]]:
     """F, B and W of a kind of layer, each with the shapes of its arguments."""
     split, params = kind.split, pipe.layout.layers.shape_of(kind.example)
     states = pipe.state_layout
     state = None if states is None else states.shape_of(kind.example)
 
-    def forward(params, x, context, state):
+    def forward(params: Shapes, x: Activation, context: Shapes, state: Shapes) -> Any:
         return split.forward(params, x, *context, state=state)
 
-    def backward_input(params, kept, dy, context):
+    def backward_input(params: Shapes, kept: Any, dy: Activation, context: Shapes) -> Any:
         return split.backward_input(params, *kept, dy, *context)
 
-    def backward_weights(params, kept, crossing, context):
+    def backward_weights(params: Shapes, kept: Any, crossing: Any, context: Shapes) -> Any:
         return split.backward_weights(params, kept, crossing, *context)
 
     kept = list(split.until_b), list(split.until_w)
@@ -82,13 +79,13 @@ def _parts(pipe: Pipeline, kind: LayerKind, activations, context) -> dict[str, t
     }
 
 
-def _flops(part: Callable[..., Any], *args: PyTree) -> float:
+def _flops(part: Callable[..., Any], *args: Shapes) -> float:
     analysis = jax.jit(part).lower(*args).cost_analysis()
     assert analysis is not None  # every backend of jax has one
     return max(analysis.get("flops", 0.0), 1.0)  # a layer without parameters has no W
 
 
-def _seconds(part: Callable[..., Any], *args: PyTree) -> float:
+def _seconds(part: Callable[..., Any], *args: Shapes) -> float:
     compiled = jax.jit(part).lower(*args).compile()
     arrays = jax.tree.map(_zeros, args)
     best = float("inf")

@@ -3,7 +3,7 @@
 The tick loop's buffers follow from the schedule: slots x layers x sizes; the gradients that a step
 returns are among them. Beside them the compiler keeps the values of the one layer it is running,
 which no schedule changes; that working set is read from the same model compiled at its smallest,
-two layers a stage and two microbatches.
+two layers per stage and two microbatches.
 """
 
 from __future__ import annotations
@@ -12,14 +12,14 @@ from typing import Any
 
 import jax
 
+from jaxpipe.runtime.measure.traced import buffers
 from jaxpipe.runtime.pipeline import Pipeline
+from jaxpipe.runtime.types import Batch, Key, Shapes, Shardings
 from jaxpipe.schedule.actions import Kind
 from jaxpipe.schedule.generators.one_f_one_b import one_f_one_b
 
-PyTree = Any
 
-
-def predicted_bytes(pipe: Pipeline, batch: PyTree, rng: jax.Array | None = None) -> dict[str, int]:
+def predicted_bytes(pipe: Pipeline, batch: Batch, rng: Key = None) -> dict[str, int]:
     """Predicts what ``pipe.value_and_grad`` takes on each device beside its arguments.
 
     Args:
@@ -28,7 +28,7 @@ def predicted_bytes(pipe: Pipeline, batch: PyTree, rng: jax.Array | None = None)
       rng: as for `Pipeline.value_and_grad`.
 
     Returns:
-      Bytes by buffer, as `Pipeline.buffers` names them, and "working_set".
+      Bytes by buffer, as `jaxpipe.runtime.measure.traced.buffers` names them, and "working_set".
     """
     small = _smallest(pipe)
     rows = small.schedule.num_microbatches / pipe.schedule.num_microbatches
@@ -36,14 +36,13 @@ def predicted_bytes(pipe: Pipeline, batch: PyTree, rng: jax.Array | None = None)
         lambda leaf: jax.ShapeDtypeStruct((int(leaf.shape[0] * rows), *leaf.shape[1:]), leaf.dtype),
         batch,
     )
-    working_set = compiled_bytes(small, small_batch, rng) - tree_bytes(
-        small.buffers(small_batch, rng)
-    )
-    sizes = {name: tree_bytes(shapes) for name, shapes in pipe.buffers(batch, rng).items()}
+    kept = tree_bytes(buffers(small, small_batch, rng))
+    working_set = compiled_bytes(small, small_batch, rng) - kept
+    sizes = {name: tree_bytes(shapes) for name, shapes in buffers(pipe, batch, rng).items()}
     return sizes | {"working_set": working_set}
 
 
-def compiled_bytes(pipe: Pipeline, batch: PyTree, rng: jax.Array | None = None) -> int:
+def compiled_bytes(pipe: Pipeline, batch: Batch, rng: Key = None) -> int:
     """Compiles ``pipe.value_and_grad`` and returns what it takes on each device beside its
     arguments: the bytes of its temporaries and of the gradients it returns.
 
@@ -55,12 +54,12 @@ def compiled_bytes(pipe: Pipeline, batch: PyTree, rng: jax.Array | None = None) 
 
 
 def compiled(
-    pipe: Pipeline, batch: PyTree, rng: jax.Array | None = None, *, options: dict | None = None
+    pipe: Pipeline, batch: Batch, rng: Key = None, *, options: dict[str, Any] | None = None
 ) -> jax.stages.Compiled:
     """Compiles ``pipe.value_and_grad`` for the shapes of these arguments, with these options of
     XLA."""
 
-    def shape(leaf, sharding):
+    def shape(leaf: Shapes, sharding: Shardings) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
 
     placed = jax.tree.map(shape, pipe.layout.placed_shapes(), pipe.param_shardings)
@@ -69,20 +68,20 @@ def compiled(
     return step.lower(placed, batch, rng, states=pipe.placed_states).compile(options)
 
 
-def tree_bytes(shapes: PyTree) -> int:
+def tree_bytes(shapes: Shapes) -> int:
     """Bytes of all arrays of a tree, or of their shapes."""
     return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(shapes))
 
 
 def _smallest(pipe: Pipeline) -> Pipeline:
-    """The same model, mesh and options with two microbatches, and two layers a stage if its layers
-    are alike.
+    """The same model, mesh and options with two microbatches, and two layers per stage if they are
+    alike.
 
-    Two, because the compiler simplifies what it knows to be one.
+    Two, because the compiler simplifies where it knows that there is one.
     """
     stages = pipe.schedule.num_stages
     params = pipe.layout.canonical_shapes()
-    if not isinstance(params["layers"], tuple):
+    if pipe.model.layers_are_alike:
         params["layers"] = jax.tree.map(
             lambda w: jax.ShapeDtypeStruct((2 * stages, *w.shape[1:]), w.dtype), params["layers"]
         )

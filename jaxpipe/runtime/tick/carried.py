@@ -7,10 +7,9 @@ from typing import Any
 
 import jax
 
+from jaxpipe.runtime.types import Arrays, Gradients, Message, States, Tree
 from jaxpipe.schedule.actions import Kind
 from jaxpipe.schedule.lowering.table import Cell
-
-PyTree = Any
 
 jax.tree_util.register_dataclass(Cell)  # here, since the schedule layer knows no jax
 
@@ -24,7 +23,7 @@ class Carried:
       weights: what the weights' source holds.
       inboxes: messages that wait for their reader, by name: x for F, dy for the backward.
       residuals: what layers leave behind, by name: until_b, until_w, crossing.
-      sent: messages that were put out in the last tick and travel in the next, by kind.
+      sent: messages that the last tick has produced and that travel in the next, by kind.
       replay: what F keeps for its recomputation, by name: inputs of segments, and the states that
         layers have read.
       gradients: the gradient sums of layers; nothing in an evaluation.
@@ -34,17 +33,17 @@ class Carried:
       states: the layers' states.
     """
 
-    weights: PyTree
-    inboxes: dict[str, list]
-    residuals: dict[str, list]
-    sent: dict[Kind, list]
-    replay: dict[str, PyTree]
-    gradients: PyTree
-    outer_gradients: PyTree
-    finished: PyTree
+    weights: Any
+    inboxes: dict[str, Message]
+    residuals: dict[str, list[jax.Array]]
+    sent: dict[Kind, Message]
+    replay: dict[str, Tree]
+    gradients: Arrays
+    outer_gradients: Gradients
+    finished: Any
     loss: jax.Array
-    states: PyTree
+    states: States
 
     def but(self, **changes: Any) -> Carried:
-        """The same but for these fields."""
+        """A copy with these fields changed."""
         return dataclasses.replace(self, **changes)

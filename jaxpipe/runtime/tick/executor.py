@@ -6,113 +6,76 @@ device's part. It scans over the table's rows. `tick` is one row: the layers of 
 (`jaxpipe.runtime.tick.messages`), and the embedding and the loss that all stages compute together
 (`jaxpipe.runtime.tick.outer_phases`). Variants differ in where weights come from
 (`jaxpipe.runtime.tick.weights`), what becomes of gradients
-(`jaxpipe.runtime.tick.gradients`) and how parameters lie (`jaxpipe.runtime.layout.parameters`).
+(`jaxpipe.runtime.tick.gradients`) and how parameters lie (`jaxpipe.runtime.layout.layer_layout`).
 """
 
 from __future__ import annotations
-
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jaxpipe.runtime.layers.kinds import Layers
 from jaxpipe.runtime.layout.data_axis import average
+from jaxpipe.runtime.layout.whole_model import outer_of
 from jaxpipe.runtime.mesh import DATA
 from jaxpipe.runtime.tick import outer_phases
 from jaxpipe.runtime.tick.carried import Carried
-from jaxpipe.runtime.tick.fixed import Batch, Fixed, Microbatches, Plan, fix
+from jaxpipe.runtime.tick.fixed import Fixed, Microbatches, Setup, StepMicrobatches, fix
 from jaxpipe.runtime.tick.gradients import GradientSink, Kept, Reduced
 from jaxpipe.runtime.tick.layer_passes import run_cells
 from jaxpipe.runtime.tick.messages import exchange, send_late
 from jaxpipe.runtime.tick.weights import Gathered, Held, Resident
+from jaxpipe.runtime.types import Batch, Gradients, Key, Placed, Shapes, States, Tree
 from jaxpipe.schedule.actions import Kind
 from jaxpipe.schedule.lowering.table import Row, TickTable
-
-PyTree = Any
 
 _SUMS = ("gradients", "reduced")
 """Buffers that start as zeros; the others are written before they are read."""
 
 
-def run(plan: Plan, placed: PyTree, microbatches: PyTree, rng: jax.Array | None, states: PyTree):
-    """Runs one step on this device.
-
-    Args:
-      plan: what to run.
-      placed: this device's part of the placed parameters.
-      microbatches: this data shard's rows, leaves ``[rows, m, ...]``.
-      rng: the step's key, or None.
-      states: this device's part of the placed states, or None.
+def run(
+    setup: Setup, placed: Placed, rows: Batch, rng: Key, states: States
+) -> tuple[jax.Array, Gradients, States]:
+    """Runs one step on this device, with its part of parameters, rows and states.
 
     Returns:
       The mean loss of this data shard, equal on every stage; this device's part of the gradients,
       reduced over data and shaped like ``placed``, or None if the table has no backward; and the
       states after the last microbatch, the mean over data shards.
     """
-    batch, sink = Batch(microbatches, rng), _sink(plan)
-    fixed, held = begin(plan, placed, batch, sink)
+    batch, sink = StepMicrobatches(rows, rng), sink_of(setup)
+    fixed, held = begin(setup, placed, batch, sink)
     loss, carried, states = run_ticks(fixed, batch, start(fixed, held, held.outer, states))
     return loss, None if sink is None else sink.result(fixed, carried), states
 
 
-def _sink(plan: Plan) -> Kept | Reduced | None:
+def sink_of(setup: Setup) -> Kept | Reduced | None:
     """What becomes of gradients in a step that returns them."""
-    if not plan.trains:
+    if not setup.trains:
         return None
-    return Reduced() if plan.zero >= 2 else Kept()
-
-
-def buffers(plan: Plan, placed: PyTree, microbatches: PyTree, rng, states) -> dict[str, PyTree]:
-    """Shapes of what the tick loop keeps from the schedule, by name; arguments as for `run`."""
-    del states
-    return buffer_shapes(begin(plan, placed, Batch(microbatches, rng), _sink(plan))[0])
-
-
-def layers(plan: Plan, placed: PyTree, microbatches: PyTree, rng, states) -> tuple[Layers, tuple]:
-    """The layers by kind, and the shapes of what each is given beside parameters and values;
-    arguments as for `run`.
-    """
-    del states
-    batch = Batch(microbatches, rng)
-    fixed, _ = begin(plan, placed, batch, _sink(plan))
-    context = jax.eval_shape(lambda: fixed.context(batch, 0, 0))
-    # Without the mesh that they are traced in.
-    shapes = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), context)
-    return fixed.layers, shapes
+    return Reduced() if setup.zero >= 2 else Kept()
 
 
 def begin(
-    plan: Plan, placed: PyTree, batch: Batch, sink: GradientSink | None
+    setup: Setup, placed: Placed, batch: StepMicrobatches, sink: GradientSink | None
 ) -> tuple[Fixed, Held]:
-    """What no tick of a step changes, and the weights it begins with.
-
-    Args:
-      plan, placed: as for `run`.
-      batch: the step's microbatches.
-      sink: what becomes of gradients.
-    """
-    weights = Gathered() if plan.zero == 3 else Resident()
-    outer = {name: placed[name] for name in ("embed", "head")}
-    held = weights.hold(plan, jax.tree.map(lambda w: w[0], placed["layers"]), outer)
-    return fix(plan, batch, held.outer, weights=weights, gradients=sink), held
+    """What no tick of a step changes, and the weights it begins with."""
+    weights = Gathered() if setup.zero == 3 else Resident()
+    layers = jax.tree.map(lambda w: w[0], placed["layers"])
+    held = weights.hold(setup, layers, outer_of(placed))
+    return fix(setup, batch, held.outer, weights=weights, gradients=sink), held
 
 
-def start(fixed: Fixed, held: PyTree, outer: PyTree, states: PyTree) -> Carried:
+def start(fixed: Fixed, held: Tree, outer: Gradients, states: States) -> Carried:
     """What the first tick is handed: nothing is in flight.
 
-    Args:
-      fixed: what no tick changes.
-      held: what the weights' source begins with.
-      outer: arrays like the gradient sums of embedding and head.
-      states: this device's part of the placed states, or None.
+    ``held`` is what the weights' source begins with, ``outer`` like the gradient sums of the same.
     """
 
-    def empty(shape):
+    def empty(shape: jax.ShapeDtypeStruct) -> jax.Array:
         inexact = jnp.issubdtype(shape.dtype, jnp.inexact)
-        value = np.nan if fixed.plan.poison and inexact else 0
+        value = np.nan if fixed.setup.poison and inexact else 0
         return jnp.full(shape.shape, value, shape.dtype)
 
     found = {
@@ -135,12 +98,10 @@ def start(fixed: Fixed, held: PyTree, outer: PyTree, states: PyTree) -> Carried:
     )
 
 
-def buffer_shapes(fixed: Fixed) -> dict[str, PyTree]:
-    """Shapes of every buffer the tick loop carries, by name; their bytes are the schedule's
-    prediction.
-    """
+def buffer_shapes(fixed: Fixed) -> dict[str, Shapes]:
+    """Shapes of every buffer that the tick loop carries, by name; they follow from the schedule."""
     slots = fixed.table.num_slots
-    shapes: dict[str, PyTree] = {"x": fixed.messages.shapes(slots["x"])}
+    shapes: dict[str, Shapes] = {"x": fixed.messages.shapes(slots["x"])}
     if late := {channel.kind for channel in fixed.table.channels if channel.late}:
         shapes["sent"] = {kind: fixed.message_shape() for kind in late}
     shapes |= fixed.weights.shapes(fixed)
@@ -151,25 +112,31 @@ def buffer_shapes(fixed: Fixed) -> dict[str, PyTree]:
     if fixed.recomputes:
         shapes["inputs"] = fixed.messages.shapes(slots["replay"])
     if fixed.rereads_states:
-        assert fixed.plan.states is not None
-        shapes["read_states"] = fixed.plan.states.slots(slots["replay"])
+        assert fixed.setup.states is not None
+        shapes["read_states"] = fixed.setup.states.slot_shapes(slots["replay"])
     return shapes | fixed.gradients.shapes(fixed)
 
 
-def run_ticks(fixed: Fixed, batch: Batch, carried: Carried) -> tuple[Any, Carried, PyTree]:
-    """Runs all rows of the table: the mean loss of this data shard, what the last tick leaves, and
-    the states, the mean over data shards."""
+def run_ticks(
+    fixed: Fixed, batch: StepMicrobatches, carried: Carried
+) -> tuple[jax.Array, Carried, States]:
+    """Runs all rows of the table.
+
+    Returns:
+      The mean loss of this data shard, what the last tick leaves, and the mean over data shards of
+      the states.
+    """
     rows = _of_stage(fixed.table, fixed.stage)
     carried, _ = lax.scan(lambda c, row: (tick(fixed, batch, c, row), None), carried, rows)
     loss = lax.pmean(carried.loss / fixed.table.schedule.step_microbatches, DATA)
     return loss, carried, jax.tree.map(lambda w: w[None], average(carried.states))
 
 
-def _of_stage(table: TickTable, stage) -> Row:
+def _of_stage(table: TickTable, stage: jax.Array) -> Row:
     """The rows as one stage sees them, int32 ``[ticks]``."""
     rows = jax.tree.map(jnp.asarray, table.rows)
 
-    def own(columns):
+    def own(columns: Tree) -> Tree:
         return jax.tree.map(lambda column: column[:, stage], columns)
 
     return rows._replace(

@@ -1,9 +1,9 @@
-"""What no tick changes: the plan, the sorted layers, and where on the mesh this device is."""
+"""What no tick changes: the setup, the layers by kind, and this device's place on the mesh."""
 
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -13,11 +13,11 @@ from jax import lax
 from jaxpipe.runtime.layers.keys import embed_layer, head_layer, layer_key
 from jaxpipe.runtime.layers.kinds import Layers, check_loss, sort_layers
 from jaxpipe.runtime.layers.model import Model
-from jaxpipe.runtime.layout.buffers import Slots
-from jaxpipe.runtime.layout.packed import Packed
-from jaxpipe.runtime.layout.parameters import Stacked, Unrolled
+from jaxpipe.runtime.layout.buffers import SharedBuffers
+from jaxpipe.runtime.layout.layer_layout import LayerLayout
 from jaxpipe.runtime.layout.whole_model import Layout, layer_rows
 from jaxpipe.runtime.mesh import DATA, STAGE
+from jaxpipe.runtime.types import Activation, Batch, Index, Key, Message, OuterParams
 from jaxpipe.schedule.actions import Kind
 from jaxpipe.schedule.lowering.table import TickTable
 
@@ -25,14 +25,12 @@ if TYPE_CHECKING:
     from jaxpipe.runtime.tick.gradients import GradientSink
     from jaxpipe.runtime.tick.weights import WeightSource
 
-PyTree = Any
-
 RESIDUALS = ("until_b", "until_w", "crossing")
 """What a layer leaves behind: for B, for B and W, and from B to W."""
 
 
 @dataclasses.dataclass(frozen=True)
-class Plan:
+class Setup:
     """Everything about a run that is known before it is traced.
 
     Args:
@@ -50,7 +48,7 @@ class Plan:
     table: TickTable
     remat: str
     zero: int
-    states: Stacked | Unrolled | Packed | None = None
+    states: LayerLayout | None = None
     poison: bool = False
 
     @property
@@ -61,20 +59,20 @@ class Plan:
 class Microbatches(Protocol):
     """Where the rows and the key of a microbatch come from."""
 
-    def at(self, i) -> tuple[PyTree, jax.Array | None, Any]:
+    def at(self, i: Index) -> tuple[Batch, Key, Index]:
         """A microbatch's rows, the key of its step, and its number within the step."""
 
 
-class Batch(NamedTuple):
+class StepMicrobatches(NamedTuple):
     """The microbatches of one step: leaves ``[rows, m, ...]`` and the step's key, or None."""
 
-    rows: PyTree
-    rng: jax.Array | None
+    rows: Batch
+    rng: Key
 
-    def at(self, i) -> tuple[PyTree, jax.Array | None, Any]:
+    def at(self, i: Index) -> tuple[Batch, Key, Index]:
         """As of `Microbatches`."""
 
-        def row(leaf):
+        def row(leaf: jax.Array) -> jax.Array:
             return lax.dynamic_index_in_dim(leaf, i, 1, keepdims=False)
 
         return jax.tree.map(row, self.rows), self.rng, i
@@ -85,7 +83,7 @@ class Fixed:
     """What no tick changes, as one device sees it.
 
     Args:
-      plan: what to run.
+      setup: what to run.
       weights: where the weights of an action come from.
       gradients: what becomes of gradients; None for an evaluation.
       stage, shard: this device's place on the mesh.
@@ -96,7 +94,7 @@ class Fixed:
       messages: how activations share a message.
     """
 
-    plan: Plan
+    setup: Setup
     weights: WeightSource
     gradients: GradientSink | None
     stage: jax.Array
@@ -104,17 +102,17 @@ class Fixed:
     layers: Layers
     first_layer: jax.Array
     kind_of: jax.Array
-    residuals: dict[str, Slots]
-    messages: Slots
+    residuals: dict[str, SharedBuffers]
+    messages: SharedBuffers
 
     @property
-    def params(self) -> Stacked | Unrolled | Packed:
+    def params(self) -> LayerLayout:
         """Where the layers' parameters lie."""
-        return self.plan.layout.layers
+        return self.setup.layout.layers
 
     @property
     def table(self) -> TickTable:
-        return self.plan.table
+        return self.setup.table
 
     @property
     def num_layers(self) -> int:
@@ -129,68 +127,63 @@ class Fixed:
         """Whether recomputed layers need the states that their F has read."""
         return self.recomputes and any(kind.split.reads_state for kind in self.layers.kinds)
 
-    def context(self, batch: Microbatches, i, layer) -> tuple[PyTree, jax.Array | None]:
+    def context(self, batch: Microbatches, i: Index, layer: Index) -> tuple[Batch, Key]:
         """What every function of a layer is given beside its parameters and values."""
         return _context(batch, i, layer, self.shard)
 
-    def embed(self, batch: Microbatches, outer: PyTree, i) -> PyTree:
+    def embed(self, batch: Microbatches, outer: OuterParams, i: Index) -> Activation:
         """The embedding of a microbatch."""
-        return _embed(self.plan, batch, outer, i, self.shard)
+        return _embed(self.setup, batch, outer, i, self.shard)
 
-    def head_loss(self, batch: Microbatches, outer: PyTree, x: PyTree, i) -> jax.Array:
+    def head_loss(
+        self, batch: Microbatches, outer: OuterParams, x: Activation, i: Index
+    ) -> jax.Array:
         """The loss of a microbatch, from the last layer's output."""
         layer = head_layer(self.num_layers)
-        loss = self.plan.model.head_loss(outer, x, *self.context(batch, i, layer))
+        loss = self.setup.model.head_loss(outer, x, *self.context(batch, i, layer))
         return jax.tree.map(jnp.asarray, loss)  # a Python number has a dtype then
 
-    def activation(self, message: list, number: int) -> PyTree:
+    def activation(self, message: Message, number: int) -> Activation:
         """A message's content as the activation of that number."""
         values = self.messages.read([w[None] for w in message], number, 0, (number, 0, 0))
         return jax.tree.unflatten(jax.tree.structure(self.layers.activations[number]), values)
 
-    def message(self, message: list, number: int, activation: PyTree) -> list:
+    def message(self, message: Message, number: int, activation: Activation) -> Message:
         """The message with an activation in it; what is longer than it stays as it was."""
         values = jax.tree.leaves(activation)
         buffers = [w[None] for w in message]
         return [w[0] for w in self.messages.write(buffers, number, 0, (number, 0, 0), values)]
 
-    def message_shape(self) -> list:
+    def message_shape(self) -> list[jax.ShapeDtypeStruct]:
         return [jax.ShapeDtypeStruct(w.shape[1:], w.dtype) for w in self.messages.shapes(1)]
 
-    def empty_message(self) -> list:
+    def empty_message(self) -> Message:
         return [jnp.zeros(w.shape, w.dtype) for w in self.message_shape()]
 
 
 def fix(
-    plan: Plan,
+    setup: Setup,
     batch: Microbatches,
-    outer: PyTree,
+    outer: OuterParams,
     *,
     weights: WeightSource,
     gradients: GradientSink | None,
 ) -> Fixed:
-    """Finds the kinds of layers, and what they leave in buffers; inside `jax.shard_map`.
-
-    Args:
-      plan: what to run.
-      batch: the microbatches, for their shapes.
-      outer: this device's embedding and head, for their shapes.
-      weights, gradients: as of `Fixed`.
-    """
-    rows, numbers = layer_rows(plan.table), range(sum(plan.table.layer_counts))
+    """Finds the kinds of layers, and what they leave in buffers; inside `jax.shard_map`."""
+    rows, numbers = layer_rows(setup.table), range(sum(setup.table.layer_counts))
     stage, shard = lax.axis_index(STAGE), lax.axis_index(DATA)
     layers = sort_layers(
-        plan.model,
-        [plan.layout.layers.shape_of(n) for n in numbers],
-        jax.eval_shape(lambda: _embed(plan, batch, outer, 0, shard)),
+        setup.model,
+        [setup.layout.layers.shape_of(n) for n in numbers],
+        jax.eval_shape(lambda: _embed(setup, batch, outer, 0, shard)),
         *jax.eval_shape(lambda: _context(batch, 0, 0, shard)),
-        states=None if plan.states is None else [plan.states.shape_of(n) for n in numbers],
-        remat=plan.remat,
+        states=None if setup.states is None else [setup.states.shape_of(n) for n in numbers],
+        remat=setup.remat,
     )
     kind_of = np.where(rows < 0, -1, np.asarray(layers.kind_of, np.int32)[rows])
     leaves = [jax.tree.leaves(x) for x in layers.activations]
     fixed = Fixed(
-        plan,
+        setup,
         weights,
         gradients,
         stage,
@@ -199,21 +192,23 @@ def fix(
         first_layer=jnp.asarray(rows[:, :, 0])[stage],
         kind_of=jnp.asarray(kind_of)[stage],
         residuals={
-            name: Slots([getattr(kind.split, name) for kind in layers.kinds], kind_of)
+            name: SharedBuffers([getattr(kind.split, name) for kind in layers.kinds], kind_of)
             for name in RESIDUALS
         },
-        messages=Slots(leaves, np.arange(len(leaves)).reshape(-1, 1, 1)),
+        messages=SharedBuffers(leaves, np.arange(len(leaves)).reshape(-1, 1, 1)),
     )
     y = layers.activations[layers.last]
     check_loss(jax.eval_shape(lambda y: fixed.head_loss(batch, outer, y, 0), y))
     return fixed
 
 
-def _context(batch: Microbatches, i, layer, shard) -> tuple[PyTree, jax.Array | None]:
+def _context(batch: Microbatches, i: Index, layer: Index, shard: Index) -> tuple[Batch, Key]:
     rows, rng, number = batch.at(i)
     return rows, layer_key(rng, microbatch=number, shard=shard, layer=layer)
 
 
-def _embed(plan: Plan, batch: Microbatches, outer: PyTree, i, shard) -> PyTree:
-    layer = embed_layer(sum(plan.table.layer_counts))
-    return plan.model.embed(outer, *_context(batch, i, layer, shard))
+def _embed(
+    setup: Setup, batch: Microbatches, outer: OuterParams, i: Index, shard: Index
+) -> Activation:
+    layer = embed_layer(sum(setup.table.layer_counts))
+    return setup.model.embed(outer, *_context(batch, i, layer, shard))

@@ -19,19 +19,19 @@ import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
 from jaxpipe.runtime.barriers import run_if, tie
-from jaxpipe.runtime.layers.kinds import LayerKind
 from jaxpipe.runtime.layout.buffers import at_slot, put_slot
 from jaxpipe.runtime.tick.carried import Carried
 from jaxpipe.runtime.tick.fixed import Fixed, Microbatches
 from jaxpipe.runtime.tick.messages import INBOX
+from jaxpipe.runtime.tick.work import Work
+from jaxpipe.runtime.types import Arrays, Index, LayerParams, Message, Tree
 from jaxpipe.schedule.actions import Kind
-from jaxpipe.schedule.lowering.table import NONE, Cell, Row
-
-PyTree = Any
+from jaxpipe.schedule.lowering.table import NONE, Row
 
 
 class Through(NamedTuple):
@@ -39,80 +39,29 @@ class Through(NamedTuple):
 
     Args:
       message: the activation or cotangent that layers hand on; nothing in W.
-      carried: what the tick carries, but for weights and finished gradients. Of gradient sums
-        that have arrays of their own for every layer, those of one layer alone. Messages that do
-        not pass through the loops XLA copies where they are written.
+      carried: what the tick carries, without weights and finished gradients. Where every layer has
+        arrays of its own for gradient sums, those of one layer alone. Inboxes are a part of it
+        because XLA copies those that do not pass through the loops where they are written.
     """
 
     carried: Carried
-    message: list
+    message: Message
 
     def but(self, **changes: Any) -> Through:
-        """The same but for these fields of what is carried."""
+        """A copy with these fields of what is carried changed."""
         return self._replace(carried=self.carried.but(**changes))
 
 
-@dataclasses.dataclass(frozen=True)
-class Work:
-    """An action of a tick, or one layer of it, and what it may read.
-
-    Args:
-      fixed, batch: as everywhere.
-      held: the weights.
-      action: the kind of action.
-      cell: which chunk, microbatch and slots.
-      replay: the slot of what F keeps for R, if anything is recomputed.
-      layer: the layer, counted within the chunk.
-      kind: the kind of layer.
-    """
-
-    fixed: Fixed
-    batch: Microbatches
-    held: Any
-    action: Kind
-    cell: Cell
-    replay: Any = None
-    layer: Any = None
-    kind: LayerKind = None  # type: ignore[assignment]  # of a layer only
-
-    def but(self, **changes: Any) -> Work:
-        """The same but for these fields."""
-        return dataclasses.replace(self, **changes)
-
-    @property
-    def at(self) -> tuple[Any, Any, Any]:
-        """The layer's stage, chunk and number."""
-        return self.fixed.stage, self.cell.chunk, self.layer
-
-    def context(self) -> tuple:
-        """The microbatch's rows, and the layer's key."""
-        layer = self.fixed.first_layer[self.cell.chunk] + self.layer
-        return self.fixed.context(self.batch, self.cell.microbatch, layer)
-
-    def weights(self) -> PyTree:
-        """The layer's weights as they are stored."""
-        return self.fixed.weights.layer(
-            self.fixed, self.held, self.action, self.cell, self.layer, self.kind.example
-        )
-
-    def saved(self, through: Through, name: str) -> list:
-        """Residuals of the layer."""
-        slots, slot = self.fixed.residuals[name], getattr(self.cell, name)
-        return slots.read(through.carried.residuals[name], self.kind.number, slot, self.at)
-
-
 def run_cells(
-    fixed: Fixed, batch: Microbatches, carried: Carried, row: Row, arriving: list[list | None]
-) -> tuple[Carried, dict[Kind, list]]:
-    """Runs a tick's cells; returns what F and the backward have put out, to be sent.
+    fixed: Fixed, batch: Microbatches, carried: Carried, row: Row, arriving: list[Message | None]
+) -> tuple[Carried, dict[Kind, Message]]:
+    """Runs a tick's cells; also returns what F and the backward have produced, to be sent.
 
-    Args:
-      fixed, batch, carried, row: as everywhere.
-      arriving: messages that were sent when the tick began, by channel.
+    ``arriving`` are the messages that were sent when the tick began, by channel.
     """
     if fixed.recomputes:
         carried = _recompute(fixed, batch, carried, row, arriving)
-    outputs: dict[Kind, list] = {}
+    outputs: dict[Kind, Message] = {}
     replay = row.replay or {}
     through = Through(carried.but(weights=None, finished=None), [])
     for action, columns in fixed.table.passes.items():
@@ -132,7 +81,7 @@ def run_cells(
             inboxes = through.carried.inboxes
             inbox = put_slot(inboxes[name], slot, message)
             through = through.but(inboxes=inboxes | {name: inbox})
-        if fixed.plan.poison:
+        if fixed.setup.poison:
             ends = (cell.lo < cell.hi) & (cell.pauses == 0)
             message = [jnp.where(ends, w, jnp.nan) for w in message]
         outputs = outputs | {Kind.F if action is Kind.F else Kind.B: message}
@@ -140,12 +89,12 @@ def run_cells(
 
 
 def _recompute(
-    fixed: Fixed, batch: Microbatches, carried: Carried, row: Row, arriving: list[list | None]
+    fixed: Fixed, batch: Microbatches, carried: Carried, row: Row, arriving: list[Message | None]
 ) -> Carried:
-    """Runs R, each stage of a segment a tick after the one before it; keeps the input of F.
+    """Runs R, each stage of a segment one tick after the stage before it; keeps the input of F.
 
     The first stage of a segment begins with the input that it has kept, the others with what R of
-    the stage before has put out.
+    the stage before has produced.
     """
     assert row.replay is not None
     cell, slot, kept = row.cells[Kind.R], row.replay[Kind.R], carried.replay["inputs"]
@@ -171,15 +120,15 @@ def _recompute(
 
 
 def _run_layers(
-    work: Work, through: Through, outputs: dict[Kind, list]
-) -> tuple[Through, dict[Kind, list]]:
+    work: Work, through: Through, outputs: dict[Kind, Message]
+) -> tuple[Through, dict[Kind, Message]]:
     """Runs the layers of a cell, last first if it is a backward.
 
-    What earlier loops of the tick have put out goes through the loop: its message must not be
-    sent before, or a stage that has nothing to send would wait for one that has.
+    The output of earlier loops of the tick goes through this loop: sent before it, a message would
+    make a stage that has nothing to send wait for one that has.
     """
 
-    def body(chunk, layer, sums, rest):
+    def body(chunk: Index, layer: Index, sums: Arrays, rest: Any) -> tuple[Arrays, Any]:
         through, outputs = rest
         one = work.but(cell=dataclasses.replace(work.cell, chunk=chunk), layer=layer)
         through = _run_layer(one, through.but(gradients=sums))
@@ -189,13 +138,13 @@ def _run_layers(
     span = work.cell.chunk, work.cell.lo, work.cell.hi
     sums, rest = through.carried.gradients, (through.but(gradients=None), outputs)
     down = work.action in (Kind.B, Kind.BW)
-    sums, rest = work.fixed.params.loop(*span, body, sums, rest, down=down)
+    sums, rest = work.fixed.params.loop(span, body, sums, rest, down=down)
     through, outputs = rest
     return through.but(gradients=sums), outputs
 
 
 def _run_layer(work: Work, through: Through) -> Through:
-    """Runs a layer as its kind does: a loop each, of which all but one are empty."""
+    """Runs a layer as its kind does: one loop per kind, all but one of them empty."""
     kinds, step = work.fixed.layers.kinds, _STEPS[work.action]
     if len(kinds) == 1:
         return step(work.but(kind=kinds[0]), through)
@@ -206,13 +155,13 @@ def _run_layer(work: Work, through: Through) -> Through:
 
 
 def _forward(work: Work, through: Through) -> Through:
-    """F, and R: of a layer that is recomputed R alone leaves residuals, and F alone a new state."""
+    """F, and R. If layers are recomputed, R leaves the residuals; F alone renews the state."""
     fixed, kind = work.fixed, work.kind
     weights, message = tie(work.weights(), through.message)
     weights, x = fixed.params.unpack(weights, kind.example), fixed.activation(message, kind.x)
     args = weights, x, *work.context()
     state = _layer_state(work, through)
-    if fixed.plan.trains and fixed.recomputes == (work.action is Kind.R):
+    if fixed.setup.trains and fixed.recomputes == (work.action is Kind.R):
         y, until_b, until_w = kind.split.forward(*args, state=state)
         through = _save(work, through, until_b=until_b, until_w=until_w)
     else:
@@ -224,36 +173,24 @@ def _forward(work: Work, through: Through) -> Through:
 
 
 def _backward(work: Work, through: Through) -> Through:
-    fixed, kind = work.fixed, work.kind
-    read = work.weights(), work.saved(through, "until_b"), work.saved(through, "until_w")
+    """B, and BW, which finishes the gradient where B keeps what W needs."""
+    fixed, kind, fused = work.fixed, work.kind, work.action is Kind.BW
+    read = work.weights(), *work.saved(through.carried, "until_b", "until_w")
     (weights, *residuals), message = tie(read, through.message)
-    dx, crossing = kind.split.backward_input(
+    run = kind.split.backward_fused if fused else kind.split.backward_input
+    dx, rest = run(
         fixed.params.unpack(weights, kind.example),
         *residuals,
         fixed.activation(message, kind.y),
         *work.context(),
     )
-    through = _save(work, through, crossing=crossing)
-    return through._replace(message=fixed.message(message, kind.x, dx))
-
-
-def _backward_fused(work: Work, through: Through) -> Through:
-    fixed, kind = work.fixed, work.kind
-    read = work.weights(), work.saved(through, "until_b"), work.saved(through, "until_w")
-    (weights, *residuals), message = tie(read, through.message)
-    dx, dparams = kind.split.backward_fused(
-        fixed.params.unpack(weights, kind.example),
-        *residuals,
-        fixed.activation(message, kind.y),
-        *work.context(),
-    )
-    through = _add_gradient(work, through, dparams)
-    return through._replace(message=fixed.message(message, kind.x, dx))
+    keep = _add_gradient(work, through, rest) if fused else _save(work, through, crossing=rest)
+    return keep._replace(message=fixed.message(message, kind.x, dx))
 
 
 def _backward_weights(work: Work, through: Through) -> Through:
     fixed, kind = work.fixed, work.kind
-    read = work.weights(), work.saved(through, "until_w"), work.saved(through, "crossing")
+    read = work.weights(), *work.saved(through.carried, "until_w", "crossing")
     (weights, *residuals), sums = tie(read, through.carried.gradients)
     dparams = kind.split.backward_weights(
         fixed.params.unpack(weights, kind.example), *residuals, *work.context()
@@ -265,12 +202,12 @@ _STEPS: dict[Kind, Callable[[Work, Through], Through]] = {
     Kind.R: _forward,
     Kind.F: _forward,
     Kind.B: _backward,
-    Kind.BW: _backward_fused,
+    Kind.BW: _backward,
     Kind.W: _backward_weights,
 }
 
 
-def _save(work: Work, through: Through, **values: list) -> Through:
+def _save(work: Work, through: Through, **values: list[jax.Array]) -> Through:
     """Writes a layer's residuals into their slots, in place, by name."""
     kept = through.carried.residuals
     for name, new in values.items():
@@ -279,36 +216,38 @@ def _save(work: Work, through: Through, **values: list) -> Through:
     return through.but(residuals=kept)
 
 
-def _add_gradient(work: Work, through: Through, dparams: PyTree) -> Through:
+def _add_gradient(work: Work, through: Through, dparams: LayerParams) -> Through:
     fixed, example = work.fixed, work.kind.example
     assert fixed.gradients is not None
     stored = fixed.params.pack(dparams, example)
     sums = through.carried.gradients
-    sums = fixed.gradients.add(fixed, sums, work.cell, work.layer, example, stored)
+    sums = fixed.gradients.add(work, sums, stored)
     return through.but(gradients=sums)
 
 
-def _layer_state(work: Work, through: Through) -> PyTree:
-    """A layer's running statistics, or None for a model without; those that F has read, where it
-    matters for R."""
-    layout, example = work.fixed.plan.states, work.kind.example
+def _layer_state(work: Work, through: Through) -> Tree:
+    """A layer's running statistics; for R those that F has read, where they matter to it.
+
+    None for a model without.
+    """
+    layout, example = work.fixed.setup.states, work.kind.example
     if layout is None:
         return None
     if work.action is Kind.R and work.fixed.rereads_states:
-        place = layout.in_slot(work.replay, *work.at, example)
+        place = layout.layer_at(work.at, example, slot=work.replay)
         return layout.unpack(layout.read(through.carried.replay["read_states"], place), example)
-    place = layout.resident(*work.at, example)
+    place = layout.layer_at(work.at, example)
     return layout.unpack(layout.read(through.carried.states, place), example)
 
 
-def _renew(work: Work, through: Through, old: PyTree, new: PyTree) -> Through:
-    """Writes a layer's new state; keeps the old one for R, where it matters."""
-    layout, example = work.fixed.plan.states, work.kind.example
+def _renew(work: Work, through: Through, old: Tree, new: Tree) -> Through:
+    """Writes a layer's new state; keeps the old one where R will read it."""
+    layout, example = work.fixed.setup.states, work.kind.example
     assert layout is not None
     if work.fixed.rereads_states:
-        replay, place = through.carried.replay, layout.in_slot(work.replay, *work.at, example)
+        replay, place = through.carried.replay, layout.layer_at(work.at, example, slot=work.replay)
         kept = layout.write(replay["read_states"], place, layout.pack(old, example))
         through = through.but(replay=replay | {"read_states": kept})
-    place = layout.resident(*work.at, example)
+    place = layout.layer_at(work.at, example)
     states = layout.write(through.carried.states, place, layout.pack(new, example))
     return through.but(states=states)

@@ -7,28 +7,33 @@ while they run.
 
 from __future__ import annotations
 
+from typing import TypeAlias
+
 from jax import lax
 
 from jaxpipe.runtime.barriers import tie
 from jaxpipe.runtime.layout.buffers import put_slot
 from jaxpipe.runtime.mesh import STAGE
 from jaxpipe.runtime.tick.carried import Carried
+from jaxpipe.runtime.types import Index, Message
 from jaxpipe.schedule.actions import Kind
 from jaxpipe.schedule.lowering.table import Channel, Row, TickTable
+
+Inboxes: TypeAlias = dict[str, Message]
 
 INBOX = {Kind.F: "x", Kind.B: "dy", Kind.BW: "dy"}
 """The buffer in which the input of an action waits, by its kind."""
 
 
-def send(message: list, channel: Channel) -> list:
+def send(message: Message, channel: Channel) -> Message:
     """The message that reaches this stage when every stage sends its own."""
     return [lax.ppermute(w, STAGE, channel.edges) for w in message]
 
 
-def send_late(table: TickTable, sent: dict[Kind, list]) -> list[list | None]:
-    """Sends what the last tick has put out: it travels while this tick's layers run.
+def send_late(table: TickTable, sent: dict[Kind, Message]) -> list[Message | None]:
+    """Sends what the last tick has produced: it travels while this tick's layers run.
 
-    What R has put out is read by this tick's R, which waits for it.
+    What R has produced is read by this tick's R, which waits for it.
     """
     return [send(sent[c.kind], c) if c.late else None for c in table.channels]
 
@@ -37,29 +42,21 @@ def exchange(
     table: TickTable,
     carried: Carried,
     row: Row,
-    outputs: dict[Kind, list],
-    arriving: list[list | None],
+    outputs: dict[Kind, Message],
+    arriving: list[Message | None],
 ) -> Carried:
-    """The end of a tick: receives its messages.
-
-    Args:
-      table: the tick table.
-      carried: what the tick carries.
-      row: the tick.
-      outputs: what F and the backward have put out.
-      arriving: what `send_late` has sent.
-    """
+    """The end of a tick: sends ``outputs``, and receives them and what `send_late` has sent."""
     channels = [
         through
         for through in zip(table.channels, row.arrivals, arriving, strict=True)
         if through[0].kind in INBOX
     ]
 
-    def receive(inboxes: dict, channel: Channel, slot, message: list) -> dict:
+    def receive(inboxes: Inboxes, channel: Channel, slot: Index, message: Message) -> Inboxes:
         name = INBOX[channel.kind]
         return inboxes | {name: put_slot(inboxes[name], slot, message)}
 
-    def meet(_, inboxes: dict) -> dict:
+    def meet(_: Index, inboxes: Inboxes) -> Inboxes:
         ready, inboxes = tie(outputs, inboxes)
         for channel, arrival, _ in channels:
             if not channel.local:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -13,16 +11,15 @@ from jaxpipe.runtime.layout.buffers import put_slot
 from jaxpipe.runtime.mesh import DATA, STAGE
 from jaxpipe.runtime.tick.carried import Carried
 from jaxpipe.runtime.tick.fixed import Fixed, Microbatches
+from jaxpipe.runtime.types import Activation, Gradients, Message, Tree
 from jaxpipe.schedule.lowering.table import NONE, Outer
-
-PyTree = Any
 
 
 def enter(fixed: Fixed, batch: Microbatches, carried: Carried, row: Outer) -> Carried:
     """Embeds the microbatch that enters, into the first stage's inbox."""
     here = jnp.where(fixed.stage == _stage_of(fixed, 0), row.embed_slot, NONE)
 
-    def body(inbox):
+    def body(inbox: Message) -> Message:
         i, inbox = tie(row.embed, inbox)
         outer, i = fixed.weights.outer(fixed, carried.weights, "enter", row, i)
         x = fixed.embed(batch, outer, i)
@@ -32,10 +29,12 @@ def enter(fixed: Fixed, batch: Microbatches, carried: Carried, row: Outer) -> Ca
     return carried.but(inboxes=carried.inboxes | {"x": x})
 
 
-def evaluate(fixed: Fixed, batch: Microbatches, carried: Carried, row: Outer, y: list) -> Carried:
-    """The loss alone of the microbatch that leaves."""
+def evaluate(
+    fixed: Fixed, batch: Microbatches, carried: Carried, row: Outer, y: Message
+) -> Carried:
+    """Only the loss of the microbatch that leaves."""
 
-    def body(loss):
+    def body(loss: jax.Array) -> jax.Array:
         mine, loss = tie(y, loss)
         x = _from_stage(fixed, mine, -1, fixed.layers.last)
         outer, x = fixed.weights.outer(fixed, carried.weights, "leave", row, x)
@@ -44,14 +43,14 @@ def evaluate(fixed: Fixed, batch: Microbatches, carried: Carried, row: Outer, y:
     return carried.but(loss=run_if(row.head != NONE, body, carried.loss))
 
 
-def leave(fixed: Fixed, batch: Microbatches, carried: Carried, row: Outer, y: list) -> Carried:
+def leave(fixed: Fixed, batch: Microbatches, carried: Carried, row: Outer, y: Message) -> Carried:
     """The loss of the microbatch that leaves, its cotangent, and the gradient of the head."""
     assert fixed.gradients is not None
     sink = fixed.gradients
     scale = 1 / (fixed.table.schedule.step_microbatches * lax.axis_size(DATA))
     here = jnp.where(fixed.stage == _stage_of(fixed, -1), row.head_slot, NONE)
 
-    def body(through):
+    def body(through: Tree) -> Tree:
         mine, (loss, inbox, gradients) = tie(y, through)
         x = _from_stage(fixed, mine, -1, fixed.layers.last)
         outer, x = fixed.weights.outer(fixed, carried.weights, "leave", row, x)
@@ -68,13 +67,13 @@ def leave(fixed: Fixed, batch: Microbatches, carried: Carried, row: Outer, y: li
 
 
 def embed_gradient(
-    fixed: Fixed, batch: Microbatches, carried: Carried, row: Outer, dx: list
+    fixed: Fixed, batch: Microbatches, carried: Carried, row: Outer, dx: Message
 ) -> Carried:
-    """The gradient of the embedding, of the microbatch whose cotangent has come back."""
+    """The gradient of the embedding for the microbatch whose cotangent has come back."""
     assert fixed.gradients is not None
     sink = fixed.gradients
 
-    def body(gradients):
+    def body(gradients: Gradients) -> Gradients:
         mine, gradients = tie(dx, gradients)
         cotangent = _from_stage(fixed, mine, 0, fixed.layers.first)
         outer, cotangent = fixed.weights.outer(
@@ -91,7 +90,7 @@ def _stage_of(fixed: Fixed, virtual_stage: int) -> int:
     return fixed.table.schedule.placement.stages[virtual_stage]
 
 
-def _from_stage(fixed: Fixed, message: list, virtual_stage: int, number: int) -> PyTree:
+def _from_stage(fixed: Fixed, message: Message, virtual_stage: int, number: int) -> Activation:
     """The activation in one stage's message, on every stage."""
     has = fixed.stage == _stage_of(fixed, virtual_stage)
     return fixed.activation([lax.psum(jnp.where(has, w, 0), STAGE) for w in message], number)

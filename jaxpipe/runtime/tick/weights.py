@@ -7,11 +7,10 @@ from typing import Any, NamedTuple
 
 from jaxpipe.runtime.barriers import tie
 from jaxpipe.runtime.layout.data_axis import gather
-from jaxpipe.runtime.tick.fixed import Fixed, Plan
-from jaxpipe.schedule.actions import Kind
-from jaxpipe.schedule.lowering.table import Cell, Outer, Transfer
-
-PyTree = Any
+from jaxpipe.runtime.tick.fixed import Fixed, Setup
+from jaxpipe.runtime.tick.work import Work
+from jaxpipe.runtime.types import Arrays, Index, OuterParams, Shapes, Stored, Tree
+from jaxpipe.schedule.lowering.table import Outer, Transfer
 
 
 class Held(NamedTuple):
@@ -23,79 +22,75 @@ class Held(NamedTuple):
       slots: gathered chunks; None where weights are not sharded.
     """
 
-    layers: PyTree
-    outer: PyTree
-    slots: PyTree = None
+    layers: Arrays
+    outer: OuterParams
+    slots: Arrays = None
 
 
 class WeightSource(abc.ABC):
     """Where the weights of an action come from; ``held`` is what the ticks carry for it."""
 
-    def shapes(self, fixed: Fixed) -> dict[str, PyTree]:
+    def shapes(self, fixed: Fixed) -> dict[str, Shapes]:
         """Shapes of its buffers, by name."""
-        del fixed
         return {}
 
-    def with_buffers(self, held: Any, buffers: dict[str, PyTree]) -> Any:
+    def with_buffers(self, held: Any, buffers: dict[str, Arrays]) -> Any:
         """What is held, with its empty buffers."""
-        del buffers
         return held
 
     def gather(self, fixed: Fixed, held: Any, transfer: Transfer) -> Any:
         """What is held after a tick's transfer, before its layers run."""
-        del fixed, transfer
         return held
 
     @abc.abstractmethod
-    def layer(self, fixed: Fixed, held: Any, kind: Kind, cell: Cell, layer, example: int) -> PyTree:
-        """A layer's weights as they are stored, for an action of this kind."""
+    def layer(self, work: Work) -> Stored:
+        """A layer's weights as they are stored."""
 
     def outer(
-        self, fixed: Fixed, held: Any, phase: str, row: Outer, value: PyTree
-    ) -> tuple[PyTree, PyTree]:
-        """What a phase ("enter", "leave", "embed_gradient") reads of embedding and head, and a
-        value of its loop that goes with it, for reads that must not be hoisted out."""
-        del fixed, phase, row
+        self, fixed: Fixed, held: Any, phase: str, row: Outer, value: Tree
+    ) -> tuple[OuterParams, Tree]:
+        """What a phase ("enter", "leave", "embed_gradient") reads of embedding and head.
+
+        It comes with a value of the phase's loop, tied to it where a read must not be hoisted."""
         return held.outer, value
 
 
 class Resident(WeightSource):
     """Every data shard has its stage's weights whole."""
 
-    def hold(self, plan: Plan, layers: PyTree, outer: PyTree) -> Held:
-        """What is held when a step begins, but for its buffers."""
-        del plan
+    def hold(self, setup: Setup, layers: Arrays, outer: OuterParams) -> Held:
+        """What is held when a step begins, without its buffers."""
         return Held(layers, outer)
 
-    def layer(self, fixed: Fixed, held: Held, kind: Kind, cell: Cell, layer, example: int):
-        place = fixed.params.resident(fixed.stage, cell.chunk, layer, example)
-        return fixed.params.read(held.layers, place)
+    def layer(self, work: Work) -> Stored:
+        return work.fixed.params.read(work.held.layers, work.place())
 
 
 class Gathered(WeightSource):
     """Weights are sharded over data (ZeRO-3): chunks are gathered into slots, as the table says."""
 
-    def hold(self, plan: Plan, layers: PyTree, outer: PyTree) -> Held:
+    def hold(self, setup: Setup, layers: Arrays, outer: OuterParams) -> Held:
         """As of `Resident`."""
-        return Held(layers, gather(outer, plan.layout.outer))
+        return Held(layers, gather(outer, setup.layout.outer))
 
-    def shapes(self, fixed: Fixed) -> dict[str, PyTree]:
-        return {"weights": fixed.params.slots(fixed.table.gathers.num_slots)}
+    def shapes(self, fixed: Fixed) -> dict[str, Shapes]:
+        return {"weights": fixed.params.slot_shapes(fixed.table.gathers.num_slots)}
 
-    def with_buffers(self, held: Held, buffers: dict[str, PyTree]) -> Held:
+    def with_buffers(self, held: Held, buffers: dict[str, Arrays]) -> Held:
         return held._replace(slots=buffers["weights"])
 
     def gather(self, fixed: Fixed, held: Held, transfer: Transfer) -> Held:
         params = fixed.params
 
-        def body(chunk, number, slots):
-            here = params.resident_piece(fixed.stage, chunk, number)
+        def body(chunk: Index, number: Index, slots: Arrays) -> Arrays:
+            here = params.piece_at((fixed.stage, chunk, number))
             shards, slots = tie(params.read(held.layers, here), slots)
             whole = gather(shards, params.piece)
-            return params.write(slots, params.piece_in_slot(transfer.slot, chunk, number), whole)
+            return params.write(
+                slots, params.piece_at((fixed.stage, chunk, number), slot=transfer.slot), whole
+            )
 
         return held._replace(slots=params.loop_pieces(transfer.chunk, body, held.slots))
 
-    def layer(self, fixed: Fixed, held: Held, kind: Kind, cell: Cell, layer, example: int):
-        place = fixed.params.in_slot(cell.weights, fixed.stage, cell.chunk, layer, example)
-        return fixed.params.read(held.slots, place)
+    def layer(self, work: Work) -> Stored:
+        return work.fixed.params.read(work.held.slots, work.place(work.cell.weights))

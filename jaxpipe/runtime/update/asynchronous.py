@@ -7,6 +7,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cached_property, partial
 from typing import Any
 
@@ -18,9 +19,20 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxpipe.runtime import checks
+from jaxpipe.runtime.layout.whole_model import outer_of
 from jaxpipe.runtime.mesh import DATA, STAGE
 from jaxpipe.runtime.pipeline import Pipeline
 from jaxpipe.runtime.trees import mismatches, shapes_of
+from jaxpipe.runtime.types import (
+    Batch,
+    Index,
+    Key,
+    OptimizerState,
+    Placed,
+    Shardings,
+    States,
+    Tree,
+)
 from jaxpipe.runtime.update import asynchronous_run
 from jaxpipe.runtime.update.asynchronous_checks import (
     OTHER_MINIBATCH,
@@ -28,20 +40,18 @@ from jaxpipe.runtime.update.asynchronous_checks import (
     check_arguments,
     entering,
 )
+from jaxpipe.runtime.update.asynchronous_run import AsyncState
 from jaxpipe.runtime.update.asynchronous_update import Rules
 from jaxpipe.runtime.update.part_optimizer import PartOptimizer
 from jaxpipe.schedule.actions import Kind
 from jaxpipe.schedule.generators.pipemare import SteadyState
 from jaxpipe.schedule.lowering.steady_rows import steady_table
-
-PyTree = Any
-State = dict[str, Any]
-"""Everything a run carries from call to call: a tree of arrays, and its `Steady`."""
+from jaxpipe.schedule.problems import refuse
 
 
 @jax.tree_util.register_static
 class Steady(SteadyState):
-    """The rules of a pipeline as a part of its state, one without arrays."""
+    """The rules of a pipeline: a part of its state without arrays."""
 
 
 class AsyncPipeline:
@@ -50,16 +60,16 @@ class AsyncPipeline:
     A call of `step` is N ticks, in which one minibatch of N microbatches enters; every stage
     updates its own layers as soon as their gradient is finished. F of a minibatch's microbatch j
     reads on stage i = 1..P weights that miss ceil((2(P-i)+1-j)/N) updates; B reads the newest
-    (PipeMare) or those that its F has read (PipeDream, 2BW).
+    weights (PipeMare) or those that its F has read (PipeDream, 2BW).
 
-    The synchronous pipeline it is made from shares layout, evaluation and warm-up (PipeMare's T3):
-    parameters and optimizer state pass from one to the other as they are.
+    Layout, evaluation and warm-up (PipeMare's T3) are those of the synchronous pipeline that it is
+    made from: parameters and optimizer state pass from one to the other as they are.
 
     Clipping scales a gradient by ``clip_norm / max(norm, clip_norm)`` when its part (the layers of
     a stage, the embedding, the head) is updated. The norm is over the newest finished gradient of
     every part, before clipping; a part that has none yet counts as 0. When stage i is updated for
-    minibatch k, the newest one of stage s is that of minibatch ``k + floor((s - i) / N)``, where
-    the embedding counts as stage 1 and the head as stage P+1.
+    minibatch k, the newest gradient of stage s is that of minibatch ``k + floor((s - i) / N)``,
+    where the embedding counts as stage 1 and the head as stage P+1.
 
     The states of a stateful model are defined for every layer after every minibatch: each data
     shard renews its own from microbatch to microbatch, and when F has run the minibatch's last
@@ -68,16 +78,16 @@ class AsyncPipeline:
     minibatch that its F has finished.
 
     Args:
-      pipe: one chunk a stage in model order, such as "1f1b"; its microbatches are N.
-      optimizer: a transformation that treats every element of a parameter alone.
+      pipe: one chunk per stage in model order, such as "1f1b"; its microbatches are N.
+      optimizer: a transformation that updates every element of a parameter by itself.
       method: "pipemare", "pipedream" or "2bw".
       rescheduling_steps: T1's K: in step k updates are divided by max(tau, 1)^(1 - min(k/K, 1)).
         None for no rescheduling.
       discrepancy_decay: T2's D between 0 and 1, near 0.135: the backward reads w - tau * delta,
         delta being the weights' average step. None for no correction; PipeMare without T1 and T2 is
         naive asynchrony.
-      recompute_segment: stages of a segment, of which F keeps only the input, and the states that
-        it reads if they affect what a layer returns; the segment runs forward again just before its
+      recompute_segment: stages per segment. F keeps only a segment's input, and the states that it
+        reads if they affect what a layer returns; the segment runs forward again just before its
         backward. T2 also corrects the weights of that second forward, by less because they are less
         late. None for no recomputation.
       clip_norm: the largest norm over the newest finished gradients of all parts, or None.
@@ -86,9 +96,9 @@ class AsyncPipeline:
       ValueError: arguments that do not fit each other, or an optimizer that mixes elements.
 
     Example:
+      >>> from jaxpipe.runtime.layers.model import Model
       >>> from jaxpipe.runtime.mesh import make_mesh
       >>> from jaxpipe.schedule.generators.one_f_one_b import one_f_one_b
-      >>> from jaxpipe.runtime.layers.model import Model
       >>> model = Model(
       ...     embed=lambda outer, batch, rng: batch["x"],
       ...     layer=lambda w, x, batch, rng: jnp.tanh(x @ w),
@@ -100,8 +110,8 @@ class AsyncPipeline:
       >>> batch = {"x": jnp.ones((4, 3)), "y": jnp.ones((4, 3))}
       >>> params = pipe.place(params)
       >>> state = training.init(params, training.optimizer.init(params), batch)
-      >>> state, loss = training.step(state, batch)
-      >>> state, losses = training.drain(state)
+      >>> state, loss = jax.jit(training.step)(state, batch)
+      >>> state, losses = jax.jit(training.drain)(state)
       >>> params, optimizer_state = training.finish(state)
 
     Source: Yang et al., PipeMare, arXiv 1910.05124, sections 3 and 4.
@@ -130,7 +140,7 @@ class AsyncPipeline:
             clip_norm,
         )
         fused = Kind.BW in pipe.table.passes
-        self._plan = pipe.plan(steady_table(self.steady, pipe.table.layer_counts, fused=fused))
+        self._setup = pipe.setup(steady_table(self.steady, pipe.table.layer_counts, fused=fused))
 
     @property
     def delays(self) -> np.ndarray:
@@ -143,23 +153,20 @@ class AsyncPipeline:
 
     def init(
         self,
-        params: PyTree,
-        optimizer_state: PyTree,
-        batch: PyTree,
-        rng: jax.Array | None = None,
+        params: Placed,
+        optimizer_state: OptimizerState,
+        batch: Batch,
+        rng: Key = None,
         *,
-        states: PyTree = None,
+        states: States = None,
         step: int = 0,
-    ) -> State:
-        """An empty pipeline.
+    ) -> AsyncState:
+        """The state of an empty pipeline.
 
         Args:
-          params: placed parameters.
-          optimizer_state: of placed parameters: what the optimizer's ``init`` gives, or what a
-            synchronous warm-up has made of it.
-          batch: a minibatch, for its shapes.
-          rng: a key like those of the steps, or None.
-          states: placed states, for a stateful model.
+          params, optimizer_state, states: placed, as the synchronous pipeline has them when
+            training begins or a warm-up ends.
+          batch, rng: a minibatch and a key like those of the steps, for their shapes.
           step: asynchronous steps already taken, from which T1 goes on.
 
         Returns:
@@ -174,23 +181,26 @@ class AsyncPipeline:
         self.pipe.check("params", params, batch, states, others)
 
         @partial(jax.jit, out_shardings=self.state_shardings)
-        def init(params, optimizer_state, rng, states, step):
+        def init(
+            params: Placed, optimizer_state: OptimizerState, rng: Key, states: States, step: Index
+        ) -> AsyncState:
             return self._empty(params, optimizer_state, shapes_of(batch), rng, states, step)
 
         return init(params, optimizer_state, rng, states, step)
 
-    def _empty(self, *given) -> State:
+    def _empty(self, *given: Any) -> AsyncState:
         state = self._at_rest(*given)
         return state | {"flight": self._flight(state), "steady": self.steady}
 
-    def _at_rest(self, params, optimizer_state, batch, rng, states, step) -> State:
-        """The state without what is in flight; arguments as for `init`."""
+    def _at_rest(self, *given: Any) -> AsyncState:
+        """The state without what is in flight."""
+        params, optimizer_state, batch, rng, states, step = given
         # A state to be donated must not share an array, with itself or with the caller.
         params, optimizer_state, states = jax.tree.map(jnp.copy, (params, optimizer_state, states))
         owned, rest = self._rules.optimizer.split(optimizer_state)
         stages, slots = self.steady.num_stages, self.steady.num_slots
 
-        def recent(leaf):
+        def recent(leaf: jax.ShapeDtypeStruct) -> jax.Array:
             rows = leaf.shape[0] // self.steady.num_microbatches
             return jnp.zeros((slots, rows, *leaf.shape[1:]), leaf.dtype)
 
@@ -212,22 +222,20 @@ class AsyncPipeline:
         }
 
     @cached_property
-    def _flight(self):
+    def _flight(self) -> Callable[[AsyncState], Tree]:
         """Makes what is in flight of an empty pipeline, from the rest of its state."""
 
-        def empty(state):
-            flight = asynchronous_run.empty_flight(self._plan, self._rules, state)
+        def empty(state: AsyncState) -> Tree:
+            flight = asynchronous_run.empty_flight(self._setup, self._rules, state)
             return jax.tree.map(lambda w: w[None, None], flight)
 
         specs = {k: spec for k, spec in self._specs.items() if k not in ("flight", "steady")}
-        return jax.jit(self._mapped(empty, (specs,), self._specs["flight"]))
+        return jax.jit(self.pipe.shard_map(empty, (specs,), self._specs["flight"]))
 
-    def _checked(self, state: State, **minibatch: PyTree) -> State:
+    def _checked(self, state: AsyncState, **minibatch: Tree) -> AsyncState:
         """The state; raises if it is not this pipeline's, or if another kind of minibatch enters.
 
-        Args:
-          state: what the caller says is one; without "steady" if a checkpoint held arrays alone.
-          minibatch: "batch" and "rng", if one enters.
+        It may lack "steady", if a checkpoint held only arrays.
         """
         batch, rng = entering(state, self.steady.num_microbatches)
         placed = self.pipe.layout.placed_shapes()
@@ -245,7 +253,7 @@ class AsyncPipeline:
         given = {"batch": batch, "rng": rng}
         others = [line for k, v in minibatch.items() for line in mismatches(k, v, given[k])]
         problems += [*others, OTHER_MINIBATCH] if others else []
-        checks.raise_all(problems)
+        refuse(problems)
         return state | {"steady": self.steady}
 
     @property
@@ -254,36 +262,32 @@ class AsyncPipeline:
         return ("layers", "embed") if self._rules.discrepancy_decay is not None else ()
 
     @cached_property
-    def state_shardings(self) -> PyTree:
+    def state_shardings(self) -> Shardings:
         """Shardings of a state, as a prefix of its tree."""
-        return jax.tree.map(
-            lambda spec: NamedSharding(self.pipe.mesh, spec),
-            self._specs,
-            is_leaf=lambda node: isinstance(node, P),
-        )
+        return jax.tree.map(lambda spec: NamedSharding(self.pipe.mesh, spec), self._specs)
 
-    def _versions_of(self, params: PyTree) -> PyTree:
+    def _versions_of(self, params: Placed) -> Placed:
         """As many versions of the weights as the method keeps, all the same."""
         copies, axis = self.steady.num_versions, 1 + self.pipe.layout.layers.slot_dim
         layers = jax.tree.map(lambda w: jnp.concatenate([w] * copies, axis), params["layers"])
-        outer = {name: params[name] for name in ("embed", "head")}
-        return {"layers": layers, **jax.tree.map(lambda w: jnp.stack([w] * copies), outer)}
+        outer = jax.tree.map(lambda w: jnp.stack([w] * copies), outer_of(params))
+        return {"layers": layers, **outer}
 
-    def params(self, state: State) -> PyTree:
+    def params(self, state: AsyncState) -> Placed:
         """The newest placed parameters of every part; all of one version after `drain`."""
         return self._newest(self._checked(state))
 
     @cached_property
-    def _newest(self):
-        def newest(state):
+    def _newest(self) -> Callable[[AsyncState], Placed]:
+        def newest(state: AsyncState) -> Placed:
             layers = self.pipe.layout.layers
             weights = asynchronous_run.newest_weights(self._rules, layers, state)
             return weights | {"layers": jax.tree.map(lambda w: w[None], weights["layers"])}
 
         out_specs = self.pipe.layout.specs(sharded=self.pipe.zero == 3)
-        return jax.jit(self._mapped(newest, (self._specs,), out_specs))
+        return jax.jit(self.pipe.shard_map(newest, (self._specs,), out_specs))
 
-    def discrepancy(self, state: State) -> jax.Array:
+    def discrepancy(self, state: AsyncState) -> jax.Array:
         """How far T2 corrects layers: the norm of tau * delta over the weights', float32
         ``[stages]``; 0 without T2."""
         state = self._checked(state)
@@ -292,18 +296,18 @@ class AsyncPipeline:
         if not self._corrected:
             return jnp.zeros(stages)
 
-        def norms(tree):
+        def norms(tree: Tree) -> jax.Array:
             squares = jax.tree.map(lambda w: jnp.square(w).reshape(stages, -1).sum(1), tree)
             return jnp.sqrt(sum(jax.tree.leaves(squares)))
 
         return taus * norms(state["delta"]["layers"]) / norms(state["weights"]["layers"])
 
-    def grad_norm(self, state: State) -> jax.Array:
+    def grad_norm(self, state: AsyncState) -> jax.Array:
         """The norm over the newest finished gradients of all parts, before clipping, float32;
         0 before there are any. Measured only if there is a ``clip_norm``."""
         return jnp.sqrt(self._checked(state)["flight"]["norms"]["total"][0, 0])
 
-    def finish(self, state: State) -> tuple[PyTree, PyTree]:
+    def finish(self, state: AsyncState) -> tuple[Placed, OptimizerState]:
         """Placed parameters and optimizer state as the synchronous pipeline has them.
 
         Args:
@@ -315,8 +319,8 @@ class AsyncPipeline:
     # Running.
 
     def step(
-        self, state: State, batch: PyTree, rng: jax.Array | None = None
-    ) -> tuple[State, jax.Array]:
+        self, state: AsyncState, batch: Batch, rng: Key = None
+    ) -> tuple[AsyncState, jax.Array]:
         """Lets a minibatch enter: N ticks.
 
         Args:
@@ -335,15 +339,16 @@ class AsyncPipeline:
         """
         state = self._checked(state, batch=batch, rng=rng)
 
-        def body(state, batch, rng):
+        def body(state: AsyncState, batch: Batch, rng: Key) -> tuple[AsyncState, jax.Array]:
             rows = self.pipe.split_rows(batch)
-            return asynchronous_run.call(self._plan, self._rules, state, rows, rng)
+            return asynchronous_run.call(self._setup, self._rules, state, rows, rng)
 
         in_specs = self._specs, P(DATA), P()
-        state, losses = self._mapped(body, in_specs, (self._specs, P()))(state, batch, rng)
+        step = self.pipe.shard_map(body, in_specs, (self._specs, P()))
+        state, losses = step(state, batch, rng)
         return state, losses[0]
 
-    def drain(self, state: State) -> tuple[State, jax.Array]:
+    def drain(self, state: AsyncState) -> tuple[AsyncState, jax.Array]:
         """Lets everything in flight finish, with nothing entering: 2P-1 ticks.
 
         Training goes on from the state it returns, with an empty pipeline. To evaluate a run
@@ -361,25 +366,21 @@ class AsyncPipeline:
         """
         state = self._checked(state)
 
-        def body(state):
-            return asynchronous_run.call(self._plan, self._rules, state, None, None)
+        def body(state: AsyncState) -> tuple[AsyncState, jax.Array]:
+            return asynchronous_run.call(self._setup, self._rules, state, None, None)
 
-        return self._mapped(body, (self._specs,), (self._specs, P()))(state)
+        return self.pipe.shard_map(body, (self._specs,), (self._specs, P()))(state)
 
     @cached_property
     def _specs(self) -> dict[str, Any]:
         """How every part of the state is split over the mesh."""
 
-        def specs(zero: int) -> PyTree:
-            return self.pipe.layout.specs(sharded=self.pipe.zero >= zero)
-
-        def is_spec(node):
-            return isinstance(node, P)
-
-        weights, shards = specs(3), jax.tree.leaves(specs(1), is_leaf=is_spec)
-        outer = {name: weights[name] for name in ("embed", "head")}
+        layout, zero = self.pipe.layout, self.pipe.zero
+        weights = layout.specs(sharded=zero == 3)
+        shards = jax.tree.leaves(layout.specs(sharded=zero >= 1))
+        versions = jax.tree.map(lambda spec: P(None, *spec), outer_of(weights))
         return {
-            "weights": weights | jax.tree.map(lambda s: P(None, *s), outer, is_leaf=is_spec),
+            "weights": weights | versions,
             "delta": {name: weights[name] for name in self._corrected},
             "owned": [shards[owner] for owner in self._rules.optimizer.owned],
             "rest": {"layers": P(STAGE), "embed": P(), "head": P()},
@@ -389,8 +390,3 @@ class AsyncPipeline:
             "flight": P(DATA, STAGE),
             "steady": P(),  # of no array
         }
-
-    def _mapped(self, body, in_specs, out_specs):
-        return jax.shard_map(
-            body, mesh=self.pipe.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False
-        )

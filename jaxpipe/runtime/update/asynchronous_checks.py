@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import jax
 
 from jaxpipe.runtime.pipeline import Pipeline
 from jaxpipe.runtime.trees import shapes_of
+from jaxpipe.runtime.types import Shapes, Tree
 from jaxpipe.schedule.placement import linear
-
-PyTree = Any
+from jaxpipe.schedule.problems import Problem, below_one, refuse
 
 OTHER_STATE = (
     "The state of an asynchronous pipeline comes from its own `init`, `step` or `drain`, or from a "
@@ -24,12 +23,8 @@ OTHER_MINIBATCH = (
 )
 
 
-def entering(state: PyTree, microbatches: int) -> tuple[PyTree, PyTree]:
+def entering(state: Tree, microbatches: int) -> tuple[Shapes, Shapes]:
     """Shapes of the batch and the key that `AsyncPipeline.init` was given, read from a state.
-
-    Args:
-      state: what a caller says is a state.
-      microbatches: of a minibatch.
 
     Raises:
       ValueError: what keeps no rows and keys, and thus cannot be a state.
@@ -44,11 +39,11 @@ def entering(state: PyTree, microbatches: int) -> tuple[PyTree, PyTree]:
             f"{OTHER_STATE}"
         )
 
-    def batch(kept):
+    def batch(kept: Shapes) -> jax.ShapeDtypeStruct:
         rows = microbatches * math.prod(kept.shape[1:2])
         return jax.ShapeDtypeStruct((rows, *kept.shape[2:]), kept.dtype)
 
-    def key(kept):
+    def key(kept: Shapes) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(kept.shape[1:], kept.dtype)
 
     recent = shapes_of(recent)
@@ -63,32 +58,27 @@ def check_arguments(
     clip_norm: float | None,
 ) -> None:
     """Raises one error with everything that does not fit."""
-    problems = []
+    problems: list[Problem | str] = []
     if pipe.schedule.placement != linear(pipe.schedule.num_stages):
         problems.append(
             f"Schedule {pipe.schedule.name!r} has {pipe.schedule.num_chunks} chunks a stage; an "
             "asynchronous pipeline is made from one with a single chunk a stage, in model order.\n"
             "Nearest valid: '1f1b'."
         )
-    if pipe.weights != "stacked":
-        problems.append(
-            f"weights={pipe.weights!r}: versions of weights lie in one stacked array per "
-            "parameter.\n"
-            "Nearest valid: weights='stacked'."
-        )
-    if rescheduling_steps is not None and rescheduling_steps < 1:
-        problems.append(f"rescheduling_steps={rescheduling_steps} must be at least 1, or None.")
+    if pipe.layout.layers.own_arrays:
+        rule = "has no room for versions of weights, which lie in one stacked array per parameter"
+        problems.append(Problem("weights", pipe.weights, rule, {"weights": "stacked"}))
+    problems += below_one(rescheduling_steps=rescheduling_steps)
     if discrepancy_decay is not None and not 0 < discrepancy_decay < 1:
-        problems.append(
-            f"discrepancy_decay={discrepancy_decay} must lie between 0 and 1.\n"
-            "Nearest valid: 0.135."
-        )
+        rule = "must lie between 0 and 1"
+        problems.append(Problem("discrepancy_decay", discrepancy_decay, rule, (0.135,)))
     if discrepancy_decay is not None and method != "pipemare":
-        problems.append(
-            "discrepancy_decay corrects what the backward of method='pipemare' reads; the one of "
-            f"method={method!r} reads what its forward has read.\nNearest valid: None."
+        rule = (
+            "corrects what the backward of method='pipemare' reads; the one of $method reads what "
+            "its forward has read"
         )
+        problem = Problem("discrepancy_decay", discrepancy_decay, rule, (None,), {"method": method})
+        problems.append(problem)
     if clip_norm is not None and clip_norm <= 0:
-        problems.append(f"clip_norm={clip_norm} must be positive, or None.")
-    if problems:
-        raise ValueError("\n".join(problems))
+        problems.append(Problem("clip_norm", clip_norm, "must be positive, or None"))
+    refuse(problems)

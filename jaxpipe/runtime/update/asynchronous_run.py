@@ -1,16 +1,17 @@
 """One call of an asynchronous pipeline, as one device sees it.
 
-A tick is the executor's. What differs is around it: rows are computed from the tick's number
-(`jaxpipe.schedule.lowering.steady_rows`), everything in flight comes in and goes out as "flight",
-weights are kept in versions and a tick ends with the updates of the parts whose minibatch is
-complete. Microbatches are numbered through all minibatches; that number g stands where a step has
-its microbatch.
+A tick is the executor's; what surrounds it differs. Rows are computed from the tick's number
+(`jaxpipe.schedule.lowering.steady_rows`), everything in flight enters and leaves as "flight",
+weights are kept in versions, and a tick ends by updating the parts whose minibatch is complete.
+Microbatches are numbered through all minibatches, and these numbers take the place of those within
+a step.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -20,10 +21,12 @@ from jax import lax
 from jaxpipe.runtime.barriers import run_if
 from jaxpipe.runtime.layers.dependence import read_leaves
 from jaxpipe.runtime.layout.data_axis import average, gather
+from jaxpipe.runtime.layout.layer_layout import LayerLayout
 from jaxpipe.runtime.mesh import DATA, STAGE
 from jaxpipe.runtime.tick import executor
 from jaxpipe.runtime.tick.carried import Carried
-from jaxpipe.runtime.tick.fixed import RESIDUALS, Fixed, Plan, fix
+from jaxpipe.runtime.tick.fixed import RESIDUALS, Fixed, Setup, fix
+from jaxpipe.runtime.types import Arrays, Batch, Index, Key, OuterParams, States
 from jaxpipe.runtime.update.asynchronous_update import Optimized, Rules, Updated
 from jaxpipe.runtime.update.asynchronous_weights import Versioned, Versions
 from jaxpipe.runtime.update.part_optimizer import PARTS
@@ -32,11 +35,10 @@ from jaxpipe.schedule.generators.pipemare import SteadyState
 from jaxpipe.schedule.lowering.steady_rows import SteadyRows
 from jaxpipe.schedule.lowering.table import NONE, Row
 
-PyTree = Any
-State = dict[str, Any]
-"""A device's part of the state: "weights" and "delta" by part, "owned"
-and "rest" of the optimizer, "states" of stateful layers after the last whole minibatch, "recent"
-rows and keys, "clock", and, once it has been made, "flight"."""
+AsyncState: TypeAlias = dict[str, Any]
+"""What a run carries from call to call: "weights" and "delta" by part, "owned" and "rest" of the
+optimizer, "states" of stateful layers after the last whole minibatch, "recent" rows and keys,
+"clock", the rules "steady", and "flight": what is in flight."""
 
 _INBOXES = ("x", "dy")
 _REPLAY = ("inputs", "read_states")
@@ -52,11 +54,11 @@ class Recent:
       steady: which microbatch is in which slot.
     """
 
-    rows: PyTree
-    rng: jax.Array | None
+    rows: Batch
+    rng: Key
     steady: SteadyState
 
-    def at(self, i) -> tuple[PyTree, jax.Array | None, Any]:
+    def at(self, i: Index) -> tuple[Batch, Key, Index]:
         """As of `jaxpipe.runtime.tick.fixed.Microbatches`."""
         slot = i % self.steady.num_slots
         rows, rng = jax.tree.map(
@@ -65,18 +67,18 @@ class Recent:
         return rows, rng, i % self.steady.num_microbatches
 
 
-def empty_flight(plan: Plan, rules: Rules, state: State) -> dict[str, Any]:
+def empty_flight(setup: Setup, rules: Rules, state: AsyncState) -> dict[str, Any]:
     """What is in flight in a pipeline that is empty; arguments as for `call`."""
     own = _own(state)
-    fixed = _fix(plan, rules, own)
-    sums, num_sums = _outer(plan, own), rules.steady.num_sums(tied=_sink(fixed).tied)
+    fixed = _fix(setup, rules, own)
+    sums, num_sums = _outer(setup, own), rules.steady.num_sums(tied=_sink(fixed).tied)
     rotating = jax.tree.map(lambda w: jnp.zeros((num_sums, *w.shape), w.dtype), sums["embed"])
     carried = executor.start(fixed, _held(own), sums | {"embed": rotating}, own["states"])
     norms = dict.fromkeys((*PARTS, "total"), jnp.zeros((), jnp.float32))
     return _in_flight(carried.but(finished=Optimized([], {}, norms)))
 
 
-def newest_weights(rules: Rules, params, state: State) -> PyTree:
+def newest_weights(rules: Rules, params: LayerLayout, state: AsyncState) -> dict[str, Arrays]:
     """Every part's newest version, between two calls."""
     own = _own(state)
     steady, clock, held = rules.steady, own["clock"], _held(own)
@@ -91,23 +93,21 @@ def newest_weights(rules: Rules, params, state: State) -> PyTree:
 
 
 def call(
-    plan: Plan, rules: Rules, state: State, rows: PyTree | None, rng: jax.Array | None
-) -> tuple[State, jax.Array]:
+    setup: Setup, rules: Rules, state: AsyncState, rows: Batch | None, rng: Key
+) -> tuple[AsyncState, jax.Array]:
     """Runs N ticks in which a minibatch enters, or those that drain the pipeline.
 
     Args:
-      plan: what to run; its table is `jaxpipe.schedule.lowering.steady_rows.steady_table`.
-      rules: how to train.
-      state: this device's part of it.
-      rows: the minibatch, leaves ``[rows, N, ...]``; None to drain.
-      rng: its key.
+      setup: what to run; its table is `jaxpipe.schedule.lowering.steady_rows.steady_table`.
+      rules, state: how to train, and this device's part of the state.
+      rows, rng: the minibatch, leaves ``[rows, N, ...]``, and its key; None to drain.
 
     Returns:
       The state afterwards, and the losses of the minibatches that have left, float32
       ``[minibatches]``, NaN before the first one.
     """
     own, steady = _own(state), rules.steady
-    fixed, clock = _fix(plan, rules, own), own["clock"]
+    fixed, clock = _fix(setup, rules, own), own["clock"]
     num_ticks = steady.drain_ticks if rows is None else steady.num_microbatches
     entering = 0 if rows is None else steady.num_microbatches
     clock = clock | {"entered": clock["entered"] + entering}
@@ -115,19 +115,19 @@ def call(
         steady,
         entered=clock["entered"],
         first=clock["first"],
-        fused=Kind.BW in plan.table.passes,
+        fused=Kind.BW in setup.table.passes,
         xp=jnp,
     )
-    layers = jnp.asarray(plan.table.layer_counts)[fixed.stage]
+    layers = jnp.asarray(setup.table.layer_counts)[fixed.stage]
 
-    def tick(through, offset):
+    def tick(through: Any, offset: Index) -> tuple[Any, jax.Array]:
         recent, carried, averaged = through
         now = clock["tick"] + offset
         if rows is not None:
             recent = _admit(steady, recent, rows, rng, offset, now)
         row = source.row(now, fixed.stage, layers=layers)
         carried = executor.tick(fixed, Recent(**recent, steady=steady), carried, row)
-        if plan.states is not None:
+        if setup.states is not None:
             carried, averaged = _average_states(steady, carried, averaged, row)
         carried, loss = _loss_left(steady, carried, row)
         return (recent, carried, averaged), loss
@@ -152,7 +152,9 @@ def call(
     return _behind(own), losses
 
 
-def _admit(steady: SteadyState, recent: dict, rows: PyTree, rng, offset, now) -> dict:
+def _admit(
+    steady: SteadyState, recent: dict[str, Any], rows: Batch, rng: Key, offset: Index, now: Index
+) -> dict[str, Any]:
     """Keeps an entering microbatch's rows and key until its last gradient."""
     slot = now % steady.num_slots
     row = jax.tree.map(lambda w: lax.dynamic_index_in_dim(w, offset, 1, keepdims=False), rows)
@@ -164,11 +166,11 @@ def _admit(steady: SteadyState, recent: dict, rows: PyTree, rng, offset, now) ->
 
 
 def _average_states(
-    steady: SteadyState, carried: Carried, averaged: PyTree, row: Row
-) -> tuple[Carried, PyTree]:
+    steady: SteadyState, carried: Carried, averaged: States, row: Row
+) -> tuple[Carried, States]:
     """Averages the stage's states over data shards if F has ended a minibatch in this tick."""
 
-    def body(through):
+    def body(through: Any) -> Any:
         states = average(through[0])
         return states, states
 
@@ -179,7 +181,7 @@ def _average_states(
 
 
 def _loss_left(steady: SteadyState, carried: Carried, row: Row) -> tuple[Carried, jax.Array]:
-    """The loss of the minibatch of which the last microbatch has left in this tick, or NaN."""
+    """The loss of the minibatch whose last microbatch has left in this tick, or NaN."""
     ends = (row.outer.head != NONE) & steady.updates(row.outer.head)
     loss = jnp.where(ends, carried.loss / steady.num_microbatches, jnp.nan)
     return carried.but(loss=jnp.where(ends, 0, carried.loss)), loss
@@ -195,18 +197,18 @@ def _last_ones(steady: SteadyState, num_ticks: int, *, drains: bool) -> np.ndarr
 # What no tick changes.
 
 
-def _fix(plan: Plan, rules: Rules, own: State) -> Fixed:
+def _fix(setup: Setup, rules: Rules, own: AsyncState) -> Fixed:
     """Arguments as for `call`; raises ValueError if the embedding reads parameters of the head."""
-    outer, recent = _outer(plan, own), Recent(**own["recent"], steady=rules.steady)
+    outer, recent = _outer(setup, own), Recent(**own["recent"], steady=rules.steady)
     weights = Versioned(rules.steady, corrects=rules.discrepancy_decay is not None)
-    fixed = fix(plan, recent, outer, weights=weights, gradients=None)
+    fixed = fix(setup, recent, outer, weights=weights, gradients=None)
     return dataclasses.replace(fixed, gradients=Updated(rules, _is_tied(fixed, recent, outer)))
 
 
-def _is_tied(fixed: Fixed, recent: Recent, outer: PyTree) -> bool:
-    """Whether the head reads the embedding's parameters; the contrary is refused."""
+def _is_tied(fixed: Fixed, recent: Recent, outer: OuterParams) -> bool:
+    """Whether the head reads the embedding's parameters; the embedding may not read the head's."""
 
-    def read(function, name: str) -> bool:
+    def read(function: Callable[[OuterParams], Any], name: str) -> bool:
         return any(read_leaves(lambda part: function(outer | {name: part}), outer[name]))
 
     if read(lambda outer: fixed.embed(recent, outer, 0), "head"):
@@ -223,24 +225,24 @@ def _sink(fixed: Fixed) -> Updated:
     return fixed.gradients
 
 
-def _outer(plan: Plan, own: State) -> PyTree:
+def _outer(setup: Setup, own: AsyncState) -> OuterParams:
     """A version of embedding and head, whole."""
     outer = {name: _held(own).outer_at(name, 0) for name in ("embed", "head")}
-    return gather(outer, plan.layout.outer) if plan.zero == 3 else outer
+    return gather(outer, setup.layout.outer) if setup.zero == 3 else outer
 
 
 # The state between calls.
 
 
-def _held(own: State) -> Versions:
+def _held(own: AsyncState) -> Versions:
     return Versions(own["weights"], own["delta"])
 
 
-def _own_states(own: State) -> PyTree:
+def _own_states(own: AsyncState) -> States:
     return jax.tree.map(lambda w: w[0], own["states"])
 
 
-def _carried(own: State) -> Carried:
+def _carried(own: AsyncState) -> Carried:
     """What the first tick of a call is handed."""
     flight = own["flight"]
     return Carried(
@@ -272,21 +274,21 @@ def _in_flight(carried: Carried) -> dict[str, Any]:
     }
 
 
-def _own(state: State) -> State:
-    """A device's part of the state, without the dimensions of which it holds one."""
+def _own(state: AsyncState) -> AsyncState:
+    """A device's part of the state, without its leading dimensions of 1."""
     part = _of_layers(state, lambda w: w[0])
     if "flight" in state:
         part["flight"] = jax.tree.map(lambda w: w[0, 0], state["flight"])
     return part
 
 
-def _behind(own: State) -> State:
+def _behind(own: AsyncState) -> AsyncState:
     """Undoes `_own`."""
     state = _of_layers(own, lambda w: w[None])
     return state | {"flight": jax.tree.map(lambda w: w[None, None], own["flight"])}
 
 
-def _of_layers(state: State, fn) -> State:
+def _of_layers(state: AsyncState, fn: Callable[[jax.Array], jax.Array]) -> AsyncState:
     """The state with ``fn`` applied to what has a dimension for the stages."""
     names = [name for name in ("weights", "delta", "rest") if "layers" in state[name]]
     changed = {

@@ -7,7 +7,7 @@ nothing.
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, cast
+from typing import Any, TypeAlias, cast
 
 import jax
 import jax.numpy as jnp
@@ -15,16 +15,20 @@ from jax import lax
 
 from jaxpipe.runtime.barriers import run_if, tie
 from jaxpipe.runtime.layout.data_axis import gather, own_shard, reduce_gradients
+from jaxpipe.runtime.layout.leaf import Leaf
 from jaxpipe.runtime.mesh import DATA, STAGE
 from jaxpipe.runtime.tick.carried import Carried
 from jaxpipe.runtime.tick.fixed import Fixed
-from jaxpipe.runtime.tick.gradients import GradientSink, sum_in_slot
+from jaxpipe.runtime.tick.gradients import GradientSink
+from jaxpipe.runtime.tick.work import Work
+from jaxpipe.runtime.types import Arrays, Gradients, Index, Leaves, Placed, Shapes, Stored
 from jaxpipe.runtime.update.asynchronous_weights import Versions
 from jaxpipe.runtime.update.part_optimizer import PARTS, PartOptimizer, apply
 from jaxpipe.schedule.generators.pipemare import Part, SteadyState
-from jaxpipe.schedule.lowering.table import NONE, Cell, Outer, Row, Update, Updates
+from jaxpipe.schedule.lowering.table import NONE, Outer, Row, Update, Updates
 
-PyTree = Any
+Norms: TypeAlias = dict[str, jax.Array]
+"""Squares of norms by part, and their "total"."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,21 +58,19 @@ class Optimized:
     Args:
       owned: leaves of the optimizer's state that belong to parameters.
       rest: its other leaves, by part.
-      norms: squares of the norms of the newest finished gradients, by part, and their "total".
+      norms: of the newest finished gradients.
     """
 
-    owned: list
-    rest: dict[str, list]
-    norms: dict[str, jax.Array]
+    owned: list[jax.Array]
+    rest: dict[str, list[jax.Array]]
+    norms: Norms
 
 
 @dataclasses.dataclass(frozen=True)
 class Updated(GradientSink):
     """A part whose minibatch is complete is updated at the end of the tick.
 
-    Args:
-      rules: how to train.
-      tied: whether the head reads the embedding's parameters.
+    ``tied`` says whether the head reads the embedding's parameters.
     """
 
     rules: Rules
@@ -83,23 +85,23 @@ class Updated(GradientSink):
         """Sums of the embedding's gradients that rotate."""
         return self.steady.num_sums(tied=self.tied)
 
-    def shapes(self, fixed: Fixed) -> dict[str, PyTree]:
-        parts = lax.axis_size(DATA) if fixed.plan.zero >= 2 else 1
+    def shapes(self, fixed: Fixed) -> dict[str, Shapes]:
+        parts = lax.axis_size(DATA) if fixed.setup.zero >= 2 else 1
         placed = fixed.params.placed
         return {"gradients": jax.tree.map(lambda leaf: leaf.struct(parts=parts), placed)}
 
-    def add(self, fixed: Fixed, sums: PyTree, cell: Cell, layer, example: int, stored: PyTree):
-        if fixed.plan.zero >= 2:  # sums are split, and never at rest: one reduction a microbatch
-            leaves = fixed.params.leaves_of(example)
-            stored = reduce_gradients(stored, leaves, zero=fixed.plan.zero)
-        return sum_in_slot(fixed, sums, cell, layer, example, stored)
+    def add(self, work: Work, sums: Arrays, stored: Stored) -> Arrays:
+        zero = work.fixed.setup.zero
+        if zero >= 2:  # sums are split, and never at rest: one reduction per microbatch
+            stored = reduce_gradients(stored, work.leaves, zero=zero)
+        return super().add(work, sums, stored)
 
-    def add_outer(self, sums: PyTree, new: PyTree, phase: str, row: Outer) -> PyTree:
+    def add_outer(self, sums: Gradients, new: Gradients, phase: str, row: Outer) -> Gradients:
         i = row.head if phase == "leave" else row.embed_gradient
         N = self.steady.num_microbatches
         slot, starts = i // N % self.num_sums, i % N == 0
 
-        def embed(total, value, fresh):
+        def embed(total: jax.Array, value: jax.Array, fresh: Index) -> jax.Array:
             old = lax.dynamic_index_in_dim(total, slot, keepdims=False)
             value = jnp.where(fresh, value, old + value)
             return lax.dynamic_update_index_in_dim(total, value, slot, 0)
@@ -130,10 +132,10 @@ class Updated(GradientSink):
             return self.steady.stage(fixed.stage)
         return self.steady.embed if name == "embed" else self.steady.head
 
-    def _tau(self, fixed: Fixed, name: str):
+    def _tau(self, fixed: Fixed, name: str) -> jax.Array:
         return jnp.asarray(self.steady.mean_delay(self._part(fixed, name)), jnp.float32)
 
-    def _sums(self, carried: Carried, name: str, minibatch) -> PyTree:
+    def _sums(self, carried: Carried, name: str, minibatch: Index) -> Gradients:
         """A part's gradient as this data shard has summed it."""
         if name == "layers":
             return carried.gradients
@@ -143,17 +145,17 @@ class Updated(GradientSink):
         slot = minibatch % self.num_sums
         return jax.tree.map(lambda w: lax.dynamic_index_in_dim(w, slot, keepdims=False), sums)
 
-    def _finished(self, fixed: Fixed, sums: PyTree, name: str) -> PyTree:
+    def _finished(self, fixed: Fixed, sums: Gradients, name: str) -> Gradients:
         """A part's gradient, reduced over data; split over it from ZeRO-1 on."""
-        if name == "layers" and fixed.plan.zero >= 2:
+        if name == "layers" and fixed.setup.zero >= 2:
             return sums
-        return reduce_gradients(sums, _placed(fixed, name), zero=fixed.plan.zero)
+        return reduce_gradients(sums, _placed(fixed, name), zero=fixed.setup.zero)
 
     def _update(self, fixed: Fixed, carried: Carried, name: str, update: Update) -> Carried:
         """The optimizer's step of one part, if its minibatch is complete."""
-        zero, versions = fixed.plan.zero, self.steady.num_versions
+        zero, versions = fixed.setup.zero, self.steady.num_versions
 
-        def body(through: tuple[Versions, list, list]) -> tuple[Versions, list, list]:
+        def body(through: tuple[Versions, Any, Any]) -> tuple[Versions, Any, Any]:
             sums = self._sums(carried, name, update.minibatch)
             sums, (held, owned, rest) = tie(sums, through)
             gradients = self._finished(fixed, sums, name)
@@ -188,7 +190,9 @@ class Updated(GradientSink):
             weights=held, finished=dataclasses.replace(finished, owned=owned, rest=rest)
         )
 
-    def _rescheduled(self, fixed: Fixed, updates: PyTree, name: str, version) -> PyTree:
+    def _rescheduled(
+        self, fixed: Fixed, updates: Gradients, name: str, version: Index
+    ) -> Gradients:
         """T1: divides the rate by max(tau, 1)^p, where p falls from 1 to 0 over K updates."""
         if self.rules.rescheduling_steps is None:
             return updates
@@ -196,14 +200,16 @@ class Updated(GradientSink):
         scale = jnp.maximum(self._tau(fixed, name), 1) ** -p
         return jax.tree.map(lambda u: u * scale.astype(u.dtype), updates)
 
-    def _moved(self, fixed: Fixed, delta: dict, name: str, old: PyTree, new: PyTree) -> dict:
+    def _moved(
+        self, fixed: Fixed, delta: dict[str, Arrays], name: str, old: Arrays, new: Arrays
+    ) -> dict[str, Arrays]:
         """T2: the average of the steps weights have really taken."""
         if name not in delta:
             return delta
         decay = jnp.float32(cast(float, self.rules.discrepancy_decay))
         gamma = decay ** (1 / self._tau(fixed, name))
 
-        def move(d, before, after):
+        def move(d: jax.Array, before: jax.Array, after: jax.Array) -> jax.Array:
             g = gamma.astype(d.dtype)
             return g * d + (1 - g) * (after - before)
 
@@ -215,11 +221,11 @@ class Updated(GradientSink):
         """Renews the norms of the parts that finish a gradient in this tick, before any is updated;
         the others keep the norm of their newest one."""
 
-        def body(norms):
+        def body(norms: Norms) -> Norms:
             for name in PARTS:
                 update: Update = getattr(updates, name)
 
-                def square(norms, name=name, update=update):
+                def square(norms: Norms, name: str = name, update: Update = update) -> Norms:
                     sums, norms = tie(self._sums(carried, name, update.minibatch), norms)
                     finished = self._finished(fixed, sums, name)
                     return norms | {name: self._squared_norm(fixed, finished, name)}
@@ -231,11 +237,11 @@ class Updated(GradientSink):
         norms = run_if(updates.any_stage, body, carried.finished.norms)
         return carried.but(finished=dataclasses.replace(carried.finished, norms=norms))
 
-    def _squared_norm(self, fixed: Fixed, gradients: PyTree, name: str):
+    def _squared_norm(self, fixed: Fixed, gradients: Gradients, name: str) -> jax.Array:
         """The square of a part's norm; of the stage's own layers."""
 
-        def square(leaf, g):
-            axes = [DATA] if fixed.plan.zero >= 1 and leaf.data_dim is not None else []
+        def square(leaf: Leaf, g: jax.Array) -> jax.Array:
+            axes = [DATA] if fixed.setup.zero >= 1 and leaf.data_dim is not None else []
             axes += [STAGE] if leaf.stage_dim is not None else []
             total = jnp.sum(jnp.square(g.astype(jnp.float32)))
             return lax.psum(total, axes) if axes else total
@@ -243,16 +249,16 @@ class Updated(GradientSink):
         squares = jax.tree.leaves(jax.tree.map(square, _placed(fixed, name), gradients))
         return sum(squares, jnp.float32(0))
 
-    def _clipped(self, carried: Carried, gradients: PyTree) -> PyTree:
+    def _clipped(self, carried: Carried, gradients: Gradients) -> Gradients:
         """Clipped by the norm over the newest finished gradients of all parts."""
         limit = cast(float, self.rules.clip_norm)
         scale = limit / jnp.maximum(jnp.sqrt(carried.finished.norms["total"]), limit)
         return jax.tree.map(lambda g: g * scale.astype(g.dtype), gradients)
 
 
-def _placed(fixed: Fixed, name: str) -> PyTree:
-    return fixed.params.placed if name == "layers" else fixed.plan.layout.outer[name]
+def _placed(fixed: Fixed, name: str) -> Leaves:
+    return fixed.params.placed if name == "layers" else fixed.setup.layout.outer[name]
 
 
-def _lead(tree: PyTree) -> PyTree:
+def _lead(tree: Arrays) -> Placed:
     return jax.tree.map(lambda w: w[None], tree)

@@ -7,7 +7,7 @@ slot an action reads. T2 corrects what a backward reads.
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -15,16 +15,15 @@ from jax import lax
 
 from jaxpipe.runtime.barriers import tie
 from jaxpipe.runtime.layout.data_axis import gather
-from jaxpipe.runtime.layout.packed import Packed
-from jaxpipe.runtime.layout.parameters import Stacked, Unrolled
+from jaxpipe.runtime.layout.layer_layout import LayerLayout
 from jaxpipe.runtime.tick.fixed import Fixed
 from jaxpipe.runtime.tick.weights import WeightSource
+from jaxpipe.runtime.tick.work import Work
+from jaxpipe.runtime.types import Arrays, Index, OuterParams, Stored, Tree
 from jaxpipe.runtime.update.part_optimizer import PARTS
 from jaxpipe.schedule.actions import Kind
 from jaxpipe.schedule.generators.pipemare import SteadyState
-from jaxpipe.schedule.lowering.table import Cell, Outer
-
-PyTree = Any
+from jaxpipe.schedule.lowering.table import Outer
 
 
 class Versions(NamedTuple):
@@ -36,25 +35,25 @@ class Versions(NamedTuple):
       delta: T2's mean steps of the parts that it corrects.
     """
 
-    weights: dict[str, PyTree]
-    delta: dict[str, PyTree]
+    weights: dict[str, Arrays]
+    delta: dict[str, Arrays]
 
-    def layers_at(self, params: Stacked | Unrolled | Packed, slot, num_versions: int) -> PyTree:
+    def layers_at(self, params: LayerLayout, slot: Index, num_versions: int) -> Arrays:
         """One version of the layers, laid out as one chunk is."""
 
-        def read(w):
+        def read(w: jax.Array) -> jax.Array:
             size = w.shape[params.slot_dim] // num_versions
             return lax.dynamic_slice_in_dim(w, slot * size, size, params.slot_dim)
 
         return jax.tree.map(read, self.weights["layers"])
 
-    def outer_at(self, name: str, slot) -> PyTree:
+    def outer_at(self, name: str, slot: Index) -> Tree:
         """One version of embedding or head."""
         return jax.tree.map(
             lambda w: lax.dynamic_index_in_dim(w, slot, keepdims=False), self.weights[name]
         )
 
-    def at(self, params: Stacked | Unrolled | Packed, version, num_versions: int) -> PyTree:
+    def at(self, params: LayerLayout, version: Index, num_versions: int) -> dict[str, Arrays]:
         """One version of every part."""
         slot = version % num_versions
         return {
@@ -65,15 +64,15 @@ class Versions(NamedTuple):
         }
 
     def written(
-        self, params: Stacked | Unrolled | Packed, name: str, slot, new: PyTree
-    ) -> dict[str, PyTree]:
+        self, params: LayerLayout, name: str, slot: Index, new: Arrays
+    ) -> dict[str, Arrays]:
         """The weights of all parts with another version of one in a slot."""
 
-        def layers(w, n):
+        def layers(w: jax.Array, n: jax.Array) -> jax.Array:
             start = slot * n.shape[params.slot_dim]
             return lax.dynamic_update_slice_in_dim(w, n, start, params.slot_dim)
 
-        def outer(w, n):
+        def outer(w: jax.Array, n: jax.Array) -> jax.Array:
             return lax.dynamic_update_index_in_dim(w, n, slot, 0)
 
         write = layers if name == "layers" else outer
@@ -84,29 +83,26 @@ class Versions(NamedTuple):
 class Versioned(WeightSource):
     """Weights in the versions that the rows say; gathered layer by layer under ZeRO-3.
 
-    Args:
-      steady: ticks, delays and versions.
-      corrects: whether T2 corrects what a backward reads.
+    ``corrects`` says whether T2 corrects what a backward reads.
     """
 
     steady: SteadyState
     corrects: bool
 
-    def layer(self, fixed: Fixed, held: Versions, kind: Kind, cell: Cell, layer, example: int):
-        params, at = fixed.params, (fixed.stage, cell.chunk, layer, example)
-        weights = params.read(held.weights["layers"], params.in_slot(cell.weights, *at))
-        if self.corrects and kind is not Kind.F:
-            part = self.steady.stage(fixed.stage)
+    def layer(self, work: Work) -> Stored:
+        params, held = work.fixed.params, work.held
+        weights = params.read(held.weights["layers"], work.place(work.cell.weights))
+        if self.corrects and work.action is not Kind.F:
+            part = self.steady.stage(work.fixed.stage)
             tau = self.steady.mean_delay(part)
-            if kind is Kind.R:
+            if work.action is Kind.R:
                 tau -= self.steady.mean_recompute_delay(part)
-            delta = params.read(held.delta["layers"], params.in_slot(0, *at))
-            weights = _corrected(weights, delta, tau)
-        return gather(weights, params.leaves_of(example)) if fixed.plan.zero == 3 else weights
+            weights = _corrected(weights, params.read(held.delta["layers"], work.place(0)), tau)
+        return gather(weights, work.leaves) if work.fixed.setup.zero == 3 else weights
 
     def outer(
-        self, fixed: Fixed, held: Versions, phase: str, row: Outer, value: PyTree
-    ) -> tuple[PyTree, PyTree]:
+        self, fixed: Fixed, held: Versions, phase: str, row: Outer, value: Tree
+    ) -> tuple[OuterParams, Tree]:
         assert row.reads is not None
         slots = row.reads[phase]._asdict()
         outer = {name: held.outer_at(name, slot) for name, slot in slots.items()}
@@ -114,12 +110,12 @@ class Versioned(WeightSource):
             (embed, delta), value = tie((outer["embed"], held.delta["embed"]), value)
             tau = self.steady.mean_delay(self.steady.embed)
             outer["embed"] = _corrected(embed, delta, tau)
-        if fixed.plan.zero == 3:
+        if fixed.setup.zero == 3:
             outer, value = tie(outer, value)
-            outer = gather(outer, fixed.plan.layout.outer)
+            outer = gather(outer, fixed.setup.layout.outer)
         return outer, value
 
 
-def _corrected(weights: PyTree, delta: PyTree, tau) -> PyTree:
+def _corrected(weights: Stored, delta: Stored, tau: Index) -> Stored:
     """T2's guess of what the forward has read."""
     return jax.tree.map(lambda w, d: w - jnp.asarray(tau, w.dtype) * d, weights, delta)

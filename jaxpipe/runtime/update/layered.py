@@ -1,14 +1,14 @@
-"""Layered gradient accumulation to its end: a chunk's optimizer update in the step itself.
+"""Layered gradient accumulation: the optimizer updates each chunk within the step.
 
 Where a schedule finishes all microbatches of a chunk before it goes on to the next one, the chunk's
-gradient is complete while other chunks still run backward. Reduced, it updates the chunk's weights
-at once, so that no gradient is kept but those of the chunks in work: one, or as many as have slots.
+gradient is complete while other chunks still run backward. It is reduced and updates the chunk's
+weights at once, so that only the gradients of chunks in work are kept: one, or one per slot.
 `docs/design/011-layered-update.md` says when this pays.
 """
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import optax
@@ -17,29 +17,43 @@ from jax.sharding import PartitionSpec as P
 from jaxpipe.runtime import checks
 from jaxpipe.runtime.barriers import run_if, tie
 from jaxpipe.runtime.layout.data_axis import gather, own_shard, reduce_gradients
-from jaxpipe.runtime.mesh import DATA, STAGE
+from jaxpipe.runtime.layout.layer_layout import LayerLayout
+from jaxpipe.runtime.layout.whole_model import outer_of
+from jaxpipe.runtime.mesh import STAGE
 from jaxpipe.runtime.pipeline import Pipeline
 from jaxpipe.runtime.tick import executor
 from jaxpipe.runtime.tick.carried import Carried
-from jaxpipe.runtime.tick.fixed import Batch, Fixed
-from jaxpipe.runtime.tick.gradients import GradientSink, reduced_outer, sum_in_slot
+from jaxpipe.runtime.tick.fixed import Fixed, StepMicrobatches
+from jaxpipe.runtime.tick.gradients import GradientSink, reduced_outer
+from jaxpipe.runtime.types import (
+    Arrays,
+    Batch,
+    Gradients,
+    Index,
+    Key,
+    Leaves,
+    OptimizerState,
+    OuterParams,
+    Placed,
+    Shapes,
+    States,
+    Stored,
+)
 from jaxpipe.runtime.update.part_optimizer import PartOptimizer, apply
-from jaxpipe.schedule.lowering.table import NONE, Cell, Transfer
-
-PyTree = Any
+from jaxpipe.schedule.lowering.table import NONE, Transfer
+from jaxpipe.schedule.problems import Problem, refuse
 
 
 class LayeredUpdate:
     """A training step that updates every chunk as soon as its gradient is complete.
 
-    It gives what `Pipeline.value_and_grad` and the optimizer give one after the other, without room
-    for the gradients of all layers.
+    Its result is that of `Pipeline.value_and_grad` followed by the optimizer, without room for the
+    gradients of all layers.
 
     Args:
       pipe: a pipeline whose schedule works on one chunk at a time, such as "modular",
-        "breadth-first", or any with one chunk a stage; any other with ``weight_slots`` for all
-        chunks.
-      optimizer: a transformation that treats every element of a parameter alone.
+        "breadth-first" or any with one chunk per stage; or with ``weight_slots`` for all chunks.
+      optimizer: a transformation that updates every element of a parameter by itself.
 
     Raises:
       ValueError: a schedule that comes back to a chunk whose slot it has given up, or an optimizer
@@ -47,8 +61,8 @@ class LayeredUpdate:
 
     Example:
       >>> import jax.numpy as jnp
-      >>> from jaxpipe.runtime.mesh import make_mesh
       >>> from jaxpipe.runtime.layers.model import Model
+      >>> from jaxpipe.runtime.mesh import make_mesh
       >>> from jaxpipe.schedule.catalog import build
       >>> model = Model(
       ...     embed=lambda outer, batch, rng: batch["x"],
@@ -59,10 +73,10 @@ class LayeredUpdate:
       >>> schedule = build("modular", stages=1, microbatches=2, chunks=2)
       >>> pipe = Pipeline(model, params, schedule=schedule, mesh=make_mesh(stage=1))
       >>> optimizer = optax.adam(0.1)
-      >>> training = LayeredUpdate(pipe, optimizer)
+      >>> step = jax.jit(LayeredUpdate(pipe, optimizer).step)
       >>> params = pipe.place(params)
       >>> batch = {"x": jnp.ones((4, 3)), "y": jnp.ones((4, 3))}
-      >>> loss, params, state = training.step(params, pipe.init(optimizer, params), batch)
+      >>> loss, params, state = step(params, pipe.init(optimizer, params), batch)
 
     Source: Lamy-Poirier, "Layered gradient accumulation and modular pipeline parallelism",
     arXiv 2106.02679, section 3.
@@ -75,13 +89,13 @@ class LayeredUpdate:
 
     def step(
         self,
-        params: PyTree,
-        optimizer_state: PyTree,
-        batch: PyTree,
-        rng: jax.Array | None = None,
+        params: Placed,
+        optimizer_state: OptimizerState,
+        batch: Batch,
+        rng: Key = None,
         *,
-        states: PyTree = None,
-    ) -> tuple[Any, PyTree, PyTree]:
+        states: States = None,
+    ) -> tuple[Any, Placed, OptimizerState]:
         """One step; donate parameters and optimizer state to `jax.jit`.
 
         Args:
@@ -99,32 +113,29 @@ class LayeredUpdate:
         shapes = self._optimizer.state_shapes
         others = checks.optimizer_state("optimizer_state", optimizer_state, shapes)
         self.pipe.check("params", params, batch, states, others)
-        plan, applied = self.pipe.plan(self.pipe.table), Applied(self._optimizer)
+        setup, applied = self.pipe.setup(self.pipe.table), Applied(self._optimizer)
 
-        def body(params, owned, rest, batch, rng, states):
-            rows = Batch(self.pipe.split_rows(batch), rng)
-            fixed, held = executor.begin(plan, params, rows, applied)
+        def body(params: Placed, split: Any, batch: Batch, rng: Key, states: States) -> Any:
+            rows = StepMicrobatches(self.pipe.split_rows(batch), rng)
+            fixed, held = executor.begin(setup, params, rows, applied)
             carried = executor.start(fixed, held, held.outer, states)
-            carried = carried.but(finished=applied.begin(fixed, params, owned, rest))
+            carried = carried.but(finished=applied.begin(fixed, params, *split))
             loss, carried, states = executor.run_ticks(fixed, rows, carried)
             return loss, applied.result(fixed, carried), states
 
-        weights = self.pipe.layout.specs(sharded=self.pipe.zero == 3)
-        shards = jax.tree.leaves(
-            self.pipe.layout.specs(sharded=self.pipe.zero >= 1), is_leaf=lambda x: isinstance(x, P)
-        )
+        weights, *others = self.pipe.in_specs
+        shards = jax.tree.leaves(self.pipe.layout.specs(sharded=self.pipe.zero >= 1))
         owned = [shards[owner] for owner in self._optimizer.owned]
-        mapped = jax.shard_map(
-            body,
-            mesh=self.pipe.mesh,
-            in_specs=(weights, owned, P(), P(DATA), P(), P(STAGE)),
-            out_specs=(P(), (weights, owned, P()), P(STAGE)),
-            check_vma=False,
-        )
+        in_specs = weights, (owned, P()), *others
+        mapped = self.pipe.shard_map(body, in_specs, (P(), (weights, owned, P()), P(STAGE)))
         split = self._optimizer.split(optimizer_state)
-        loss, (params, *split), states = mapped(params, *split, batch, rng, states)
+        loss, (params, *split), states = mapped(params, split, batch, rng, states)
         value = loss if self.pipe.state_layout is None else (loss, states)
         return value, params, self._optimizer.join(*split)
+
+
+Pieces: TypeAlias = tuple[Stored, dict[int, jax.Array]]
+"""Weights, and the optimizer's state that lies where they do, by the number of its leaf."""
 
 
 class Updating(NamedTuple):
@@ -138,17 +149,13 @@ class Updating(NamedTuple):
     """
 
     owned: dict[int, jax.Array]
-    others: list
-    rest: list
-    outer: PyTree
+    others: list[Any]
+    rest: list[Any]
+    outer: OuterParams
 
 
 class Applied(GradientSink):
-    """A finished gradient is reduced and updates its chunk's weights at once.
-
-    Args:
-      optimizer: updates one part at a time.
-    """
+    """A finished gradient is reduced and updates its chunk's weights at once."""
 
     def __init__(self, optimizer: PartOptimizer) -> None:
         self._optimizer = optimizer
@@ -165,34 +172,30 @@ class Applied(GradientSink):
             if owner in of_layers
         }
 
-    def begin(self, fixed: Fixed, placed: PyTree, owned: list, rest: list) -> Updating:
-        """What is carried, as the step begins; the optimizer's state as it splits it."""
-        outer = {name: placed[name] for name in ("embed", "head")}
+    def begin(self, fixed: Fixed, placed: Placed, owned: list[Any], rest: list[Any]) -> Updating:
+        """What is carried when the step begins, with the optimizer's state as it splits it."""
         return Updating(
             # Without the dimension of stages.
             {k: owned[k][0] for k in self._parameter},
             [None if k in self._parameter else leaf for k, leaf in enumerate(owned)],
             rest,
-            own_shard(outer, fixed.plan.layout.outer, zero=fixed.plan.zero),
+            own_shard(outer_of(placed), fixed.setup.layout.outer, zero=fixed.setup.zero),
         )
 
-    def shapes(self, fixed: Fixed) -> dict[str, PyTree]:
-        return {"gradients": fixed.params.slots(fixed.table.reduces.num_slots)}
-
-    def add(self, fixed: Fixed, sums: PyTree, cell: Cell, layer, example: int, stored: PyTree):
-        return sum_in_slot(fixed, sums, cell, layer, example, stored)
+    def shapes(self, fixed: Fixed) -> dict[str, Shapes]:
+        return {"gradients": fixed.params.slot_shapes(fixed.table.reduces.num_slots)}
 
     def chunk(self, fixed: Fixed, carried: Carried, transfer: Transfer) -> Carried:
         """Updates a chunk whose gradient is complete; nothing reads it again."""
         params, updating = fixed.params, carried.finished
 
-        def body(chunk, number, kept):
-            here = params.piece_in_slot(transfer.slot, chunk, number)
-            place = params.resident_piece(fixed.stage, chunk, number)
+        def body(chunk: Index, number: Index, kept: Pieces) -> Pieces:
+            here = params.piece_at((fixed.stage, chunk, number), slot=transfer.slot)
+            place = params.piece_at((fixed.stage, chunk, number))
 
-            def update(pieces):
+            def update(pieces: Pieces) -> Pieces:
                 total, _ = tie(params.read(carried.gradients, here), pieces)
-                gradients = reduce_gradients(total, params.piece, zero=fixed.plan.zero)
+                gradients = reduce_gradients(total, params.piece, zero=fixed.setup.zero)
                 return self._updated(fixed, updating, pieces, gradients)
 
             pieces = run_if(chunk != NONE, update, self._read(params, kept, place))
@@ -206,14 +209,14 @@ class Applied(GradientSink):
         )
 
     def _updated(
-        self, fixed: Fixed, updating: Updating, pieces: tuple[PyTree, dict], gradients: PyTree
-    ) -> tuple[PyTree, dict]:
-        """A piece of a chunk after its update: weights, and the optimizer state of this shard."""
+        self, fixed: Fixed, updating: Updating, pieces: Pieces, gradients: Gradients
+    ) -> Pieces:
+        """A piece of a chunk after its update."""
         layers, owned = pieces
-        leaves, piece, zero = fixed.params.placed, fixed.params.piece, fixed.plan.zero
+        leaves, piece, zero = fixed.params.placed, fixed.params.piece, fixed.setup.zero
         shards = own_shard(layers, piece, zero=zero)
 
-        def lead(tree):
+        def lead(tree: Stored) -> Placed:
             return jax.tree.map(lambda w, leaf: _behind(w, 1 + len(leaf.shape)), tree, leaves)
 
         state = list(updating.others)
@@ -229,40 +232,38 @@ class Applied(GradientSink):
 
     # A leaf of the optimizer's state lies where its parameter does.
 
-    def _read(self, params, kept: tuple[PyTree, dict], place) -> tuple[PyTree, dict]:
+    def _read(self, params: LayerLayout, kept: Pieces, place: Any) -> Pieces:
         layers, owned = kept
         return params.read(layers, place), {
             k: self._leaf(k, params.read(self._among(k, leaf, layers), place))
             for k, leaf in owned.items()
         }
 
-    def _write(
-        self, params, kept: tuple[PyTree, dict], place, pieces: tuple[PyTree, dict]
-    ) -> tuple[PyTree, dict]:
+    def _write(self, params: LayerLayout, kept: Pieces, place: Any, pieces: Pieces) -> Pieces:
         layers, owned = kept
 
-        def write(k: int, leaf):
+        def write(k: int, leaf: jax.Array) -> jax.Array:
             values = self._among(k, pieces[1][k], pieces[0])
             return self._leaf(k, params.write(self._among(k, leaf, layers), place, values))
 
         written = {k: write(k, leaf) for k, leaf in owned.items()}
         return params.write(layers, place, pieces[0]), written
 
-    def _among(self, k: int, leaf, layers: PyTree) -> PyTree:
+    def _among(self, k: int, leaf: jax.Array, layers: Arrays) -> Arrays:
         """The layers' tree with an owned leaf in place of its parameter."""
         leaves, structure = jax.tree.flatten(layers)
         leaves[self._parameter[k]] = leaf
         return jax.tree.unflatten(structure, leaves)
 
-    def _leaf(self, k: int, layers: PyTree):
+    def _leaf(self, k: int, layers: Arrays) -> Any:
         return jax.tree.leaves(layers)[self._parameter[k]]
 
-    def result(self, fixed: Fixed, carried: Carried) -> tuple[PyTree, list, list]:
+    def result(self, fixed: Fixed, carried: Carried) -> tuple[Placed, list[Any], list[Any]]:
         """This device's part of the new parameters and optimizer state."""
-        updating, zero = carried.finished, fixed.plan.zero
+        updating, zero = carried.finished, fixed.setup.zero
         gradients = reduced_outer(fixed, carried)
 
-        def lead(tree):
+        def lead(tree: Arrays) -> Placed:
             return jax.tree.map(lambda w: w[None], tree)
 
         shards = own_shard(carried.weights.layers, fixed.params.placed, zero=zero)
@@ -277,26 +278,24 @@ class Applied(GradientSink):
                 name, gradients[name], owned, updating.rest, params
             )
             outer[name] = apply(params[name], updates)
-        outer = _whole(outer, fixed.plan.layout.outer, zero)
+        outer = _whole(outer, fixed.setup.layout.outer, zero)
         return outer | {"layers": lead(carried.weights.layers)}, owned, rest
 
 
-def _whole(shards: PyTree, leaves: PyTree, zero: int) -> PyTree:
+def _whole(shards: Stored, leaves: Leaves, zero: int) -> Stored:
     """New weights as they are placed: whole, but under ZeRO-3."""
     return gather(shards, leaves) if zero in (1, 2) else shards
 
 
-def _behind(w, ndim: int):
+def _behind(w: jax.Array, ndim: int) -> jax.Array:
     """An array with leading dimensions of 1, as a placed one has stages and layers in front."""
     return w.reshape((1,) * (ndim - w.ndim) + w.shape)
 
 
 def _check(pipe: Pipeline) -> None:
-    if pipe.weights != "stacked":
-        raise ValueError(
-            f"weights={pipe.weights!r}: a chunk is updated piece by piece in stacked arrays.\n"
-            "Nearest valid: weights='stacked'."
-        )
+    if pipe.layout.layers.own_arrays:
+        rule = "is not stacked: a chunk is updated piece by piece in stacked arrays"
+        refuse([Problem("weights", pipe.weights, rule, {"weights": "stacked"})])
     counts, chunks = pipe.table.reduces.counts, pipe.schedule.num_chunks
     if any(count > chunks for count in counts):
         raise ValueError(

@@ -1,9 +1,9 @@
 """An optax optimizer that updates one part of the parameters at a time.
 
 In an asynchronous pipeline, and where a chunk is updated within the step, the layers of a stage,
-the embedding and the head are updated in different ticks. What an optimizer keeps for every
-parameter (moments) has one owner each; the rest (Adam's count) is kept once a part where parts have
-seen different numbers of updates.
+the embedding and the head are updated in different ticks. What an optimizer keeps per
+parameter (moments) belongs to that parameter; the rest (Adam's count) is kept once per part, since
+parts may have seen different numbers of updates.
 """
 
 from __future__ import annotations
@@ -15,27 +15,20 @@ import jax.numpy as jnp
 import optax
 
 from jaxpipe.runtime.layers.dependence import dependences
-
-PyTree = Any
+from jaxpipe.runtime.types import Gradients, OptimizerState, Params, Placed, Shapes
 
 PARTS = ("layers", "embed", "head")
 
 
-def owners(state: PyTree, params: PyTree) -> list[int | None]:
-    """The parameter that each leaf of an optimizer's state belongs to: the leaf's path ends with
-    the parameter's, and its shape is the parameter's.
+def owners(state: OptimizerState, params: Shapes) -> list[int | None]:
+    """The number of the parameter that each leaf of an optimizer's state belongs to, or None.
 
-    Args:
-      state: the state, or its shapes.
-      params: shapes of the parameters.
-
-    Returns:
-      For every leaf of the state the number of the parameter, or None.
+    The leaf's path ends with the parameter's, and its shape is the parameter's.
     """
     numbers = {path: n for n, (path, _) in enumerate(jax.tree.leaves_with_path(params))}
     shapes = [leaf.shape for leaf in jax.tree.leaves(params)]
 
-    def owner(path: tuple, shape: tuple[int, ...]) -> int | None:
+    def owner(path: tuple[Any, ...], shape: tuple[int, ...]) -> int | None:
         ends = (numbers.get(path[start:]) for start in range(len(path)))  # the longest first
         return next((n for n in ends if n is not None and shapes[n] == shape), None)
 
@@ -43,7 +36,7 @@ def owners(state: PyTree, params: PyTree) -> list[int | None]:
 
 
 class PartOptimizer:
-    """Updates parts with any transformation that treats every element of a parameter alone.
+    """Updates parts with any transformation that updates every element of a parameter by itself.
 
     Args:
       optimizer: the transformation, as for the whole tree of parameters.
@@ -52,14 +45,14 @@ class PartOptimizer:
     Attributes:
       owners: for every leaf of the optimizer's state, the number of the parameter it belongs to, or
         None.
-      owned: the numbers alone.
+      owned: only the numbers.
       state_shapes: shapes of the optimizer's state.
 
     Raises:
       ValueError: an update that mixes elements or parameters.
     """
 
-    def __init__(self, optimizer: optax.GradientTransformation, params: PyTree) -> None:
+    def __init__(self, optimizer: optax.GradientTransformation, params: Shapes) -> None:
         self._optimizer = optimizer
         self._paths = [path for path, _ in jax.tree.leaves_with_path(params)]
         self._tree = jax.tree.structure(params)
@@ -68,13 +61,13 @@ class PartOptimizer:
         self.owned = [owner for owner in self.owners if owner is not None]
         self._check(params, self.state_shapes)
 
-    def _check(self, params: PyTree, state: PyTree) -> None:
+    def _check(self, params: Shapes, state: Shapes) -> None:
         """Raises if any result depends on another parameter, or on several elements of its own."""
         count = len(self._paths)
         owned = [2 * count + k for k, owner in enumerate(self.owners) if owner is not None]
         owner_of = [*range(count), *range(count), *self.owners]
 
-        def update(gradients, params, state):
+        def update(gradients: Gradients, params: Params, state: OptimizerState) -> Any:
             return self._optimizer.update(gradients, state, params)
 
         found = dependences(update, params, params, state, tracked=[*range(2 * count), *owned])
@@ -109,31 +102,29 @@ class PartOptimizer:
 
     def part_of(self, number: int) -> str:
         """The part a parameter belongs to, by its number."""
-        return self._paths[number][0].key
+        return str(self._paths[number][0].key)
 
-    def split(self, state: PyTree) -> tuple[list, list]:
+    def split(self, state: OptimizerState) -> tuple[list[Any], list[Any]]:
         """A state's leaves that belong to a parameter, and the rest."""
         leaves = list(zip(self.owners, jax.tree.leaves(state), strict=True))
         owned = [leaf for owner, leaf in leaves if owner is not None]
         return owned, [leaf for owner, leaf in leaves if owner is None]
 
-    def join(self, owned: list, rest: list) -> PyTree:
+    def join(self, owned: list[Any], rest: list[Any]) -> OptimizerState:
         """Undoes `split`."""
         sources = iter(owned), iter(rest)
         leaves = [next(sources[owner is None]) for owner in self.owners]
         return jax.tree.unflatten(jax.tree.structure(self.state_shapes), leaves)
 
     def update(
-        self, part: str, gradients: PyTree, owned: list, rest: list, params: PyTree
-    ) -> tuple[PyTree, list, list]:
-        """One update of a part.
-
-        Args:
-          part: "layers", "embed" or "head".
-          gradients: the part's.
-          owned: the state's leaves that belong to parameters.
-          rest: the part's own copy of the others.
-          params: of all parts; only this one's count.
+        self,
+        part: str,
+        gradients: Gradients,
+        owned: list[Any],
+        rest: list[Any],
+        params: Placed,
+    ) -> tuple[Gradients, list[Any], list[Any]]:
+        """One update of a part, with ``rest`` its own copy of leaves that no parameter owns.
 
         Returns:
           The part's updates, and ``owned`` and ``rest`` with the part's new values.
@@ -149,6 +140,6 @@ class PartOptimizer:
         return updates[part], kept, new_rest
 
 
-def apply(params: PyTree, updates: PyTree) -> PyTree:
+def apply(params: Placed, updates: Gradients) -> Placed:
     """Parameters with updates added, in the parameters' dtypes."""
     return jax.tree.map(lambda w, u: jnp.asarray(w + u, w.dtype), params, updates)

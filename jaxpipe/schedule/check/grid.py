@@ -17,8 +17,8 @@ _GRID_STAGES = 10
 
 
 @dataclasses.dataclass
-class Problem:
-    """One problem, and where it is.
+class Fault:
+    """What is wrong with a schedule, and where.
 
     Args:
       text: a sentence.
@@ -35,7 +35,7 @@ class Problem:
 
 def message(
     schedule: Schedule,
-    problems: list[Problem],
+    problems: list[Fault],
     ticks: list[list[int]],
     spell: Callable[[Action], str],
 ) -> str:
@@ -58,7 +58,7 @@ def message(
 
 def _grid(
     schedule: Schedule,
-    problems: list[Problem],
+    problems: list[Fault],
     ticks: list[list[int]],
     spell: Callable[[Action], str],
 ) -> list[str]:

@@ -14,42 +14,45 @@ import itertools
 from collections.abc import Iterator, Sequence
 
 from jaxpipe.schedule.actions import Action, Kind, Schedule, Slice, dependencies
+from jaxpipe.schedule.check.grid import Fault
 
-PHASE = {Kind.R: 0, Kind.F: 1, Kind.B: 2, Kind.BW: 2, Kind.W: 3}
+_TURN = {Kind.R: 0, Kind.F: 1, Kind.B: 2, Kind.BW: 2, Kind.W: 3}
 """The order of the kinds in a tick; there is one running value for each."""
 
 _UP = (Kind.F, Kind.R)
 """The kinds that go up through the layers."""
 
 
-def slice_problems(schedule: Schedule) -> Iterator[tuple[str, int, Action | None]]:
+def slice_faults(schedule: Schedule) -> Iterator[Fault]:
     """All violations of a rule by the slices of a schedule, and all differences from its orders.
 
     Args:
       schedule: a schedule with valid orders and with slices.
-
-    Yields:
-      The problem, the stage, and the action.
     """
     assert schedule.slices is not None
     if len(schedule.slices) != schedule.num_stages:
-        text = f"There are slices of {len(schedule.slices)} stages for {schedule.num_stages}"
-        yield text, 0, None
+        text = f"There are slices of {len(schedule.slices)} stages for {schedule.num_stages}."
+        yield Fault(text, 0)
         return
-    spans = slice_spans(schedule.slices)
-    # The longest chunk's reach is what the others' actions are measured against.
-    layers: collections.Counter[int] = collections.Counter()
-    for part in itertools.chain(*schedule.slices):
-        layers[part.action.virtual_stage] = max(layers[part.action.virtual_stage], part.hi)
+    spans, layers = slice_spans(schedule.slices), chunk_layers(schedule.slices)
     for stage, (row, order) in enumerate(zip(schedule.slices, schedule.orders, strict=True)):
-        problem = (
+        found = (
             _first_in_order(row, order)
             or _first_in_row(row, layers)
             or _first_too_early(row, spans, schedule)
         )
-        if problem is not None:
-            text, action = problem
-            yield f"{text} (slices of stage {stage})", stage, action
+        if found is not None:
+            text, action = found
+            position = order.index(action) if action in order else None
+            yield Fault(f"{text} (slices of stage {stage}).", stage, position)
+
+
+def chunk_layers(rows: Sequence[Sequence[Slice]]) -> dict[int, int]:
+    """The layers of every virtual stage: how far its longest action reaches."""
+    layers: collections.Counter[int] = collections.Counter()
+    for part in itertools.chain(*rows):
+        layers[part.action.virtual_stage] = max(layers[part.action.virtual_stage], part.hi)
+    return layers
 
 
 def slice_spans(rows: Sequence[Sequence[Slice]]) -> dict[Action, tuple[int, int]]:
@@ -61,7 +64,7 @@ def slice_spans(rows: Sequence[Sequence[Slice]]) -> dict[Action, tuple[int, int]
     return spans
 
 
-_Problem = tuple[str, Action | None]
+_Found = tuple[str, Action]
 
 
 def order_of(row: Sequence[Slice]) -> tuple[Action, ...]:
@@ -85,7 +88,7 @@ def order_of(row: Sequence[Slice]) -> tuple[Action, ...]:
     return tuple(sorted(places, key=places.__getitem__))
 
 
-def _first_in_order(row: Sequence[Slice], order: Sequence[Action]) -> _Problem | None:
+def _first_in_order(row: Sequence[Slice], order: Sequence[Action]) -> _Found | None:
     implied = order_of(row)
     for sliced, ordered in itertools.zip_longest(implied, order):
         if sliced != ordered:
@@ -93,23 +96,23 @@ def _first_in_order(row: Sequence[Slice], order: Sequence[Action]) -> _Problem |
     return None
 
 
-def _first_in_row(row: Sequence[Slice], layers: collections.Counter[int]) -> _Problem | None:
-    """Ticks, phases and ranges of one stage."""
+def _first_in_row(row: Sequence[Slice], layers: dict[int, int]) -> _Found | None:
+    """Ticks, turns and ranges of one stage."""
     last = (-1, 0)
-    running: dict[int, tuple[Action, int]] = {}  # phase -> what is not finished, layers to go
+    running: dict[int, tuple[Action, int]] = {}  # turn -> what is not finished, layers to go
     for tick, action, lo, hi in ((part.tick, part.action, part.lo, part.hi) for part in row):
-        phase, count = PHASE[action.kind], layers[action.virtual_stage]
-        if (tick, phase) <= last:
+        turn, count = _TURN[action.kind], layers[action.virtual_stage]
+        if (tick, turn) <= last:
             return f"{action} in tick {tick} comes after its turn: F, then B or BW, then W", action
-        last = tick, phase
-        other, left = running.pop(phase, (action, count))
+        last = tick, turn
+        other, left = running.pop(turn, (action, count))
         if other != action:
             return f"{action} starts in tick {tick} before {other} has finished", action
         start, end = (count - left, hi) if action.kind in _UP else (lo, left)
         if (lo, hi) != (start, end) or not 0 <= lo < hi <= count:
             return f"{action} runs layers {lo} to {hi} in tick {tick}, with {left} to go", action
         if left > hi - lo:
-            running[phase] = action, left - (hi - lo)
+            running[turn] = action, left - (hi - lo)
     for action, left in running.values():
         return f"{action} never runs its other {left} layers", action
     return None
@@ -117,7 +120,7 @@ def _first_in_row(row: Sequence[Slice], layers: collections.Counter[int]) -> _Pr
 
 def _first_too_early(
     row: Sequence[Slice], spans: dict[Action, tuple[int, int]], schedule: Schedule
-) -> _Problem | None:
+) -> _Found | None:
     """Inputs from earlier ticks."""
     reached: dict[tuple[int, int], int] = {}  # down to which layer B has come
     for part in row:

@@ -8,10 +8,11 @@ import string
 from collections.abc import Callable, Iterable, Iterator
 
 from jaxpipe.schedule.actions import Action, Kind, Schedule
-from jaxpipe.schedule.check.grid import MAX_MISSING, SHOWN_PROBLEMS, Problem, message
+from jaxpipe.schedule.check.grid import MAX_MISSING, SHOWN_PROBLEMS, Fault, message
 from jaxpipe.schedule.check.schedule_types import wrong_types
-from jaxpipe.schedule.check.slice_rules import slice_problems
+from jaxpipe.schedule.check.slice_rules import slice_faults
 from jaxpipe.schedule.check.walk import Walk, walk
+from jaxpipe.schedule.problems import Problem, below_one, refuse
 
 
 class ScheduleError(ValueError):
@@ -64,8 +65,7 @@ def validate(
       >>> validate(gpipe(2, 4))
       >>> validate(gpipe(2, 4), inbox_slots=1)
     """
-    if inbox_slots is not None and inbox_slots < 1:
-        raise ValueError(f"inbox_slots={inbox_slots} must be at least 1, or None for no limit.")
+    refuse(below_one(inbox_slots=inbox_slots))
     wrong = list(itertools.islice(wrong_types(schedule), SHOWN_PROBLEMS))
     if wrong:
         raise ScheduleError("\n  ".join([f"Schedule {schedule.name!r} cannot run:", *wrong]))
@@ -81,54 +81,51 @@ def validate(
         problems = _deadlocks(schedule, walked, inbox_slots, spell)
         problems += _broken_promises(schedule, spell)
     if not problems and schedule.slices is not None:
-        problems = _slice_problems(schedule)
+        problems = list(slice_faults(schedule))
     if problems:
         raise ScheduleError(message(schedule, problems, walked.ticks, spell))
 
 
-def simulated_only(schedule: Schedule) -> Iterator[str]:
+def simulated_only(schedule: Schedule) -> Iterator[Problem]:
     """Says why a valid schedule can only be simulated; nothing if it can also be executed."""
-    why = f"Schedule {schedule.name!r} can only be simulated: it"
-    if schedule.placement.num_copies > 1:
-        yield (
-            f"{why} needs {schedule.placement.num_copies} copies of the model's weights, and the "
-            "runtime keeps one.\nNearest valid: 'hanayo', or 'dualpipe-v'."
-        )
+    why, copies = "can only be simulated: it", schedule.placement.num_copies
+    if copies > 1:
+        rule = f"{why} needs {copies} copies of the model's weights, and the runtime keeps one"
+        yield Problem("schedule", schedule.name, rule, ("hanayo", "dualpipe-v"))
     if {Kind.B, Kind.BW} <= {action.kind for order in schedule.orders for action in order}:
-        yield (
-            f"{why} has both B and BW, and the program runs one kind of backward.\n"
-            "Nearest valid: B and W, or BW, for every microbatch."
+        rule = (
+            f"{why} has both B and BW, and the program runs one kind of backward: B and W, or BW, "
+            "for every microbatch"
         )
+        yield Problem("schedule", schedule.name, rule)
 
 
-def _shape_problems(schedule: Schedule) -> list[Problem]:
+def _shape_problems(schedule: Schedule) -> list[Fault]:
     placement, problems = schedule.placement, []
     held = collections.Counter(placement.stages)
     stages = range(max(len(schedule.orders), len(held)))
     if not held or set(held) - set(stages) or len({held[d] for d in stages}) > 1:
         text = "The placement does not give every stage the same number of virtual stages"
         if not held:
-            return [Problem(f"{text}: it is empty.")]
+            return [Fault(f"{text}: it is empty.")]
         least, most = min(stages, key=held.__getitem__), max(held, key=held.__getitem__)
         return [
-            Problem(f"{text}: stage {least} holds {held[least]}, stage {most} holds {held[most]}.")
+            Fault(f"{text}: stage {least} holds {held[least]}, stage {most} holds {held[most]}.")
         ]
     if placement.num_copies < 1 or held[0] % placement.num_copies:
         return [
-            Problem(
+            Fault(
                 f"{held[0]} virtual stages on every stage are not those of num_copies="
                 f"{placement.num_copies} copies of a model."
             )
         ]
     if schedule.num_microbatches < 1:
-        problems.append(Problem(f"num_microbatches={schedule.num_microbatches} is below 1."))
+        problems.append(Fault(f"num_microbatches={schedule.num_microbatches} is below 1."))
     if len(schedule.orders) != len(held):
-        problems.append(Problem(f"There are {len(schedule.orders)} orders for {len(held)} stages."))
+        problems.append(Fault(f"There are {len(schedule.orders)} orders for {len(held)} stages."))
     promise = schedule.peak_in_flight
     if promise is not None and len(promise) != len(held):
-        problems.append(
-            Problem(f"peak_in_flight has {len(promise)} values for {len(held)} stages.")
-        )
+        problems.append(Fault(f"peak_in_flight has {len(promise)} values for {len(held)} stages."))
     return problems
 
 
@@ -137,7 +134,7 @@ _BIT = {Kind.F: 1, Kind.B: 2, Kind.W: 4, Kind.BW: 8, Kind.R: 16}
 _SPLIT, _FUSED = _BIT[Kind.B] | _BIT[Kind.W], _BIT[Kind.BW]
 
 
-def _out_of_range(schedule: Schedule, spell: Callable[[Action], str]) -> list[Problem]:
+def _out_of_range(schedule: Schedule, spell: Callable[[Action], str]) -> list[Fault]:
     problems = []
     for d, order in enumerate(schedule.orders):
         for k, action in enumerate(order):
@@ -148,12 +145,12 @@ def _out_of_range(schedule: Schedule, spell: Callable[[Action], str]) -> list[Pr
                 # If there is none at all, that alone is the problem.
                 if number > 0 and not 0 <= index < number:
                     text = f"has no {what}: they run from 0 to {number - 1}."
-                    problems.append(Problem(f"{spell(action)} on stage {d} {text}", d, k))
+                    problems.append(Fault(f"{spell(action)} on stage {d} {text}", d, k))
                     break
     return problems
 
 
-def _action_problems(schedule: Schedule, spell: Callable[[Action], str]) -> list[Problem]:
+def _action_problems(schedule: Schedule, spell: Callable[[Action], str]) -> list[Fault]:
     stages, m = schedule.placement.stages, schedule.num_microbatches
     problems = _out_of_range(schedule, spell)
     seen: dict[tuple[int, int], int] = {}
@@ -175,13 +172,13 @@ def _action_problems(schedule: Schedule, spell: Callable[[Action], str]) -> list
                     text = "mixes split and fused backward for one virtual stage and microbatch."
                 seen[s, i] = before | bit
             if text is not None:
-                problems.append(Problem(f"{spell(action)} on stage {d} {text}", d, k))
+                problems.append(Fault(f"{spell(action)} on stage {d} {text}", d, k))
     return problems + list(itertools.islice(_missing(schedule, seen, spell), MAX_MISSING))
 
 
 def _missing(
     schedule: Schedule, seen: dict[tuple[int, int], int], spell: Callable[[Action], str]
-) -> Iterator[Problem]:
+) -> Iterator[Fault]:
     kinds = {action.kind for order in schedule.orders for action in order}
     # If no action of a backward is left, assume the form that all others have.
     whole = (Kind.BW,) if Kind.BW in kinds and not kinds & {Kind.B, Kind.W} else (Kind.B, Kind.W)
@@ -196,12 +193,12 @@ def _missing(
                     fused = f" (and so is {spell(Action(s, Kind.BW, i))})" if either else ""
                     absent = Action(s, kind, i)
                     text = f"{spell(absent)} is missing from stage {stage}{fused}."
-                    yield Problem(text, stage, absent=absent)
+                    yield Fault(text, stage, absent=absent)
 
 
 def _deadlocks(
     schedule: Schedule, walked: Walk, inbox_slots: int | None, spell: Callable[[Action], str]
-) -> list[Problem]:
+) -> list[Fault]:
     """The problem of every stage that stops; first those that stop by themselves."""
     alone, others = [], []
     for d, blocker in sorted(walked.blockers.items()):
@@ -210,7 +207,7 @@ def _deadlocks(
         text = f"Deadlock: stage {d} stops for good at {spell(stuck)}, which waits for "
         if isinstance(blocker, int):
             text += f"one of the {inbox_slots} inbox slots of stage {blocker}."
-            others.append(Problem(text, d, k))
+            others.append(Fault(text, d, k))
             continue
         fused = Action(blocker.virtual_stage, Kind.BW, blocker.microbatch)
         order = schedule.orders[schedule.placement.stages[blocker.virtual_stage]]
@@ -219,13 +216,13 @@ def _deadlocks(
         if (blocker.virtual_stage, blocker.microbatch) == (stuck.virtual_stage, stuck.microbatch):
             kind = spell(blocker).strip(string.digits)
             text = f"{spell(stuck)} on stage {d} comes before its own {kind}, {spell(blocker)}."
-            alone.append(Problem(text, d, k))
+            alone.append(Fault(text, d, k))
         else:
-            others.append(Problem(f"{text}the result of {spell(blocker)}.", d, k))
+            others.append(Fault(f"{text}the result of {spell(blocker)}.", d, k))
     return alone + others
 
 
-def _broken_promises(schedule: Schedule, spell: Callable[[Action], str]) -> list[Problem]:
+def _broken_promises(schedule: Schedule, spell: Callable[[Action], str]) -> list[Fault]:
     problems = []
     for d, promised in enumerate(schedule.peak_in_flight or ()):
         counts = _in_flight(schedule.orders[d])
@@ -235,14 +232,5 @@ def _broken_promises(schedule: Schedule, spell: Callable[[Action], str]) -> list
                 f"{spell(schedule.orders[d][k])} on stage {d} exceeds the promised peak in flight: "
                 f"{max(counts)} chunks against {promised}."
             )
-            problems.append(Problem(text, d, k))
-    return problems
-
-
-def _slice_problems(schedule: Schedule) -> list[Problem]:
-    problems = []
-    for text, stage, action in slice_problems(schedule):
-        order = schedule.orders[stage] if stage < len(schedule.orders) else ()
-        position = order.index(action) if action in order else None
-        problems.append(Problem(f"{text}.", stage, position))
+            problems.append(Fault(text, d, k))
     return problems

@@ -28,8 +28,8 @@ class Walk:
 class Results:
     """Numbers the results of actions, so that looking one up needs no hashing of actions.
 
-    F of virtual stage s and microbatch i is s*m + i; B, split or fused, comes p*v*m later, and R as
-    much later again. W has no reader and no number.
+    That of F is `Schedule.number`; that of B, split or fused, is larger by the number of passes,
+    and that of R by as much again. W has no reader and no number.
 
     Example:
       >>> from jaxpipe.schedule.generators.gpipe import gpipe
@@ -41,42 +41,45 @@ class Results:
     """
 
     def __init__(self, schedule: Schedule) -> None:
-        self._m = max(schedule.num_microbatches, 1)
-        self._depth = max(schedule.placement.depth, 1)
-        self._backward = self._m * max(len(schedule.placement.stages), 1)
-        self._stages = schedule.placement.stages * 3
-        self._segment = schedule.segment
+        # `validate` walks any schedule before it refuses it.
+        schedule = dataclasses.replace(schedule, num_microbatches=max(schedule.num_microbatches, 1))
+        self._forward, self._place = schedule.number, schedule.place
+        self._next_stage = schedule.number(1, 0)
+        self._passes = max(schedule.num_passes, 1)
+        self._depth, self._segment = schedule.placement.depth, schedule.segment
+        self._stages = schedule.placement.stages
 
     def number(self, action: Action) -> int:
         """The number of the result of an F, B, BW or R."""
-        forward = action.virtual_stage * self._m + action.microbatch
+        forward = self._forward(action.virtual_stage, action.microbatch)
         if action.kind is Kind.R:
-            return forward + 2 * self._backward
-        return forward if action.kind is Kind.F else forward + self._backward
+            return forward + 2 * self._passes
+        return forward if action.kind is Kind.F else forward + self._passes
 
     def inputs(self, action: Action) -> tuple[int, ...]:
         """The results that an action reads: `actions.dependencies` in numbers."""
         s = action.virtual_stage
-        forward = s * self._m + action.microbatch
+        forward = self._forward(s, action.microbatch)
         if action.kind is Kind.F:
-            return (forward - self._m,) if s % self._depth else ()
-        backward = forward + self._backward
+            return (forward - self._next_stage,) if s % self._depth else ()
+        backward = forward + self._passes
         if action.kind is Kind.W:
             return (backward,)
-        again = backward + self._backward
+        again = backward + self._passes
         if action.kind is Kind.R:
-            return (forward, again - self._m) if s % (self._segment or 1) else (forward,)
+            begins = s % (self._segment or 1) == 0
+            return (forward,) if begins else (forward, again - self._next_stage)
         own = (forward,) if self._segment is None else (forward, again)
-        return (*own, backward + self._m) if (s + 1) % self._depth else own
+        return (*own, backward + self._next_stage) if (s + 1) % self._depth else own
 
     def stage(self, number: int) -> int:
         """The stage that computes a result."""
-        return self._stages[number // self._m]
+        return self._stages[self._place(number % self._passes)[0]]
 
     def action(self, number: int) -> Action:
         """The action that computes a result; a fused backward reads B."""
-        kind = (Kind.F, Kind.B, Kind.R)[min(number // self._backward, 2)]
-        s, i = divmod(number % self._backward, self._m)
+        kind = (Kind.F, Kind.B, Kind.R)[min(number // self._passes, 2)]
+        s, i = self._place(number % self._passes)
         return Action(s, kind, i)
 
 

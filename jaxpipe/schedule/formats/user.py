@@ -11,11 +11,12 @@ import traceback
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, cast
 
 from jaxpipe.schedule.actions import Schedule
 from jaxpipe.schedule.check.validate import validate
 from jaxpipe.schedule.formats.csv_format import read_csv
+from jaxpipe.schedule.problems import ArgumentError, Problem, refuse
 
 _LIBRARY = str(Path(__file__).parents[2])
 
@@ -38,20 +39,20 @@ def is_file(name: str) -> bool:
 def load(
     name: str,
     *,
-    stages: int | None,
-    microbatches: int | None,
+    num_stages: int | None,
+    num_microbatches: int | None,
     clock: Mapping[str, Any] | None = None,
     **options: Any,
 ) -> Schedule:
-    """Loads and validates a user's schedule; errors use the names of the command's options.
+    """Loads and validates a user's schedule.
 
     Args:
       name: "PATH.csv", see `jaxpipe.schedule.formats.csv_format`; or "module:function", imported
         from the current folder or wherever Python finds it, and called as
-        ``function(stages, microbatches, **options)``, options as in
+        ``function(num_stages, num_microbatches, **options)``, options as in
         `jaxpipe.schedule.catalog`.
-      stages: p; None for a file, which has its own.
-      microbatches: m; None for a file, which has its own.
+      num_stages: p; None for a file, which has its own.
+      num_microbatches: m; None for a file, which has its own.
       clock: the costs and layers_per_chunk of the later timing: passed to a function that has
         parameters of these names.
       options: num_chunks, group, memory_limit, for the function; a file takes none.
@@ -65,25 +66,29 @@ def load(
       ScheduleError: the schedule cannot run.
       OSError: the file cannot be read.
     """
+    shape = {"num_stages": num_stages, "num_microbatches": num_microbatches}
     if is_file(name):
-        given = {"stages": stages, "microbatches": microbatches, **options}
-        extra = ", ".join(_option(key) for key, value in given.items() if value is not None)
-        if extra:
-            raise ValueError(f"{name} has its own stages and microbatches: leave out {extra}.")
+        given = [key for key, value in {**shape, **options}.items() if value is not None]
+        if given:
+            extra = ", ".join(f"${argument}" for argument in given)
+            rule = f"has its own stages and microbatches: leave out {extra}"
+            refuse([Problem("name", name, rule, others=dict.fromkeys(given))])
         return read_csv(name)
-    if stages is None or microbatches is None:
-        raise ValueError(f"{name} needs --stages and --microbatches.")
+    if num_stages is None or num_microbatches is None:
+        raise ArgumentError([no_shape(name)])
     function = _function(name)
     reads = _parameters(name, function)
     if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in reads.values()):
-        unread = sorted(options.keys() - reads.keys())
-        if unread:
-            raise ValueError(
-                f"{name} has no parameter {', '.join(unread)}.\n"
-                f"Nearest valid: leave out {', '.join(map(_option, unread))}."
-            )
+        rules = {o: f"it has no parameter {o}" for o in sorted(options.keys() - reads.keys())}
+        refuse(Problem(o, options[o], rule, (None,), schedule=name) for o, rule in rules.items())
     times = {name: value for name, value in (clock or {}).items() if name in reads}
-    return call(name, function, stages, microbatches, **options, **times)
+    return call(name, function, num_stages, num_microbatches, **options, **times)
+
+
+def no_shape(name: str) -> Problem:
+    """Says that a schedule was asked for without its stages or its microbatches."""
+    rule = "needs $num_stages and $num_microbatches"
+    return Problem("name", name, rule, others={"num_stages": None, "num_microbatches": None})
 
 
 def call(
@@ -125,25 +130,20 @@ def call(
     return schedule
 
 
-def _option(parameter: str) -> str:
-    """The command's option for a parameter."""
-    return "--" + parameter.removeprefix("num_").replace("_", "-")
-
-
 def _function(name: str) -> Callable[..., Any]:
     module_name, _, function_name = name.partition(":")
     try:
         function = getattr(_module(name, module_name), function_name)
     except AttributeError as error:
-        raise ValueError(_no_function(name, str(error))) from None
-    if not callable(function):
-        raise ValueError(f"{name!r} is not a function but {type(function).__name__}.")
-    return function
+        raise _no_function(name, str(error)) from None
+    if callable(function):
+        return cast("Callable[..., Any]", function)
+    raise ValueError(f"{name!r} is not a function but {type(function).__name__}.")
 
 
 def _module(name: str, module_name: str) -> ModuleType:
     if not module_name or module_name.startswith("."):
-        raise ValueError(_no_function(name, f"{module_name!r} is not the full name of a module"))
+        raise _no_function(name, f"{module_name!r} is not the full name of a module")
     if os.getcwd() not in sys.path and "" not in sys.path:
         # An installed command does not search the current folder by itself.
         sys.path.insert(0, os.getcwd())
@@ -153,15 +153,14 @@ def _module(name: str, module_name: str) -> ModuleType:
         if isinstance(error, ModuleNotFoundError) and f"{module_name}.".startswith(
             f"{error.name}."
         ):
-            raise ValueError(_no_function(name, str(error))) from None
+            raise _no_function(name, str(error)) from None
         raise ValueError(f"{name!r} cannot be imported: {module_name} {_raised(error)}") from error
 
 
-def _no_function(name: str, reason: str) -> str:
-    return (
-        f"{name!r} is no function Python can import: {reason}.\n"
-        "Nearest valid: 'module:function', for example 'my_schedules:mine'."
-    )
+def _no_function(name: str, reason: str) -> ArgumentError:
+    rule = f"is no function Python can import: {reason}"
+    note = "Nearest valid: 'module:function', for example 'my_schedules:mine'."
+    return ArgumentError([Problem("name", name, rule, note=note)])
 
 
 def _parameters(name: str, function: Callable[..., Any]) -> Mapping[str, inspect.Parameter]:

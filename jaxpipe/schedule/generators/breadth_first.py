@@ -31,16 +31,10 @@ def breadth_first(
     ============  =====================================================================
 
     Args:
-      num_stages: p, at least 1.
-      num_microbatches: m, at least 1; may be less than p.
       num_chunks: v, at least 1.
       group: microbatches that go through the whole schedule before the next ones start, at least 1;
         the last group may be smaller. None for all: one group.
       descending: run the backwards of a chunk in descending order of microbatches.
-      fused: run B and W of a microbatch as one action.
-
-    Returns:
-      The schedule, named "breadth-first" with "-descending" and "-fused" where they apply.
 
     Example:
       >>> [str(action) for action in breadth_first(1, 2, fused=True).orders[0]]
@@ -82,13 +76,7 @@ def modular(
     ============  =====================================================================
 
     Args:
-      num_stages: p, at least 1.
-      num_microbatches: m, at least 1; may be less than p.
       num_chunks: v, the layers of a stage, at least 1.
-      fused: run B and W of a microbatch as one action.
-
-    Returns:
-      The schedule, named "modular" or "modular-fused".
 
     Example:
       >>> modular(4, 8, num_chunks=4).peak_in_flight

@@ -1,8 +1,8 @@
 """Building blocks of the controllable-memory family, and the pass that makes schedules of them.
 
-A building block says in which slot each stage starts the passes of one microbatch. Repeated every
-`PERIOD` slots it is the steady state of a schedule; `eager` turns it into a whole one: warm-up and
-cool-down reordered, gaps squeezed out and filled, the peak in flight capped.
+A building block says when each stage starts the passes of one microbatch, in units of one pass.
+Repeated every `PERIOD` units it is the steady state of a schedule; `eager` turns it into a whole
+one: warm-up and cool-down reordered, gaps squeezed out and filled, the peak in flight capped.
 
 Everything here lives on the V placement. A microbatch goes down the stages and up again (F0, F1),
 then its gradient does (B1, B0): a journey of 4p hops, of which stage d runs four.
@@ -24,7 +24,7 @@ from jaxpipe.schedule.placement import wave
 from jaxpipe.schedule.simulate import Costs
 
 PERIOD = 6
-"""Slots of work that one microbatch takes on a stage: F, B and W of two chunks."""
+"""Units of work that one microbatch takes on a stage: F, B and W of two chunks."""
 
 F0, F1, B1, B0, W = range(5)
 """The passes of a stage as a microbatch goes through them; the digit is the chunk. W is of either
@@ -33,12 +33,12 @@ chunk: weight gradients are computed first-in first-out."""
 
 @dataclasses.dataclass(frozen=True)
 class Block:
-    """Start slots of one microbatch's passes, one slot each.
+    """Start times of one microbatch's passes, in units of one pass.
 
     Args:
       starts: ``starts[d]`` is when stage ``d`` starts F0, F1, B1, B0 and its two W. The order of
         a stage follows from its own row, so each row may count from its own zero.
-      fused: whether each W directly follows its B, as one action of two slots.
+      fused: whether each W directly follows its B, as one action of two units.
     """
 
     starts: tuple[tuple[int, ...], ...]
@@ -63,10 +63,10 @@ class Block:
 def _peak(row: Sequence[int]) -> int:
     steady = max(row)
     return max(
-        sum((slot - start) // PERIOD + 1 for start in row[:2])
-        # An activation is still held in the slot in which its W runs.
-        - sum((slot - 1 - start) // PERIOD + 1 for start in row[4:])
-        for slot in range(steady, steady + PERIOD)
+        sum((time - start) // PERIOD + 1 for start in row[:2])
+        # An activation is still held while its W runs.
+        - sum((time - 1 - start) // PERIOD + 1 for start in row[4:])
+        for time in range(steady, steady + PERIOD)
     )
 
 
@@ -78,8 +78,8 @@ def split_block(strides: Sequence[int], gaps: tuple[int, int, int]) -> Block | N
     a block is that sum for every pair of neighbours, and the three gaps at the turns of the V.
 
     Args:
-      strides: p-1 sums, from the top; each at least 2, one slot per hop.
-      gaps: at least 1 each: slots from F0 to F1 on the last stage, from F1 to B1 on the first, and
+      strides: p-1 sums, from the top; each at least 2, one unit per hop.
+      gaps: at least 1 each: units from F0 to F1 on the last stage, from F1 to B1 on the first, and
         from B1 to B0 on the last.
 
     Returns:
@@ -102,18 +102,18 @@ def split_block(strides: Sequence[int], gaps: tuple[int, int, int]) -> Block | N
 
 
 def _starts_of_w(row: Sequence[int]) -> list[int]:
-    """The first free slot after each B."""
+    """The first free times after each B."""
     free = set(range(PERIOD)) - {start % PERIOD for start in row}
     starts = []
     for b in sorted(row[2:]):
-        start = next(slot for slot in itertools.count(b + 1) if slot % PERIOD in free)
+        start = next(time for time in itertools.count(b + 1) if time % PERIOD in free)
         free.remove(start % PERIOD)
         starts.append(start)
     return starts
 
 
 def fused_block(num_stages: int) -> Block:
-    """Builds the block of 1F1B-V: passes as close together as two-slot backwards allow.
+    """Builds the block of 1F1B-V: passes as close together as backwards of two units allow.
 
     Args:
       num_stages: p, at least 1.
@@ -129,15 +129,15 @@ def fused_block(num_stages: int) -> Block:
     rows = [[d, 2 * p - 1 - d] for d in range(p)]
     arrival = 2 * p
     for d in (*range(p), *reversed(range(p))):
-        start = next(slot for slot in itertools.count(arrival) if _fits_fused(rows[d], slot))
+        start = next(time for time in itertools.count(arrival) if _fits_fused(rows[d], time))
         rows[d] += [start, start + 1]
         arrival = start + 2
     return Block(tuple((f0, f1, b1, b0, w1, w0) for f0, f1, b1, w1, b0, w0 in rows), fused=True)
 
 
-def _fits_fused(row: Sequence[int], slot: int) -> bool:
-    """Whether a backward of two slots can start, and one more after it if it is the first."""
-    taken = {start % PERIOD for start in (*row, slot, slot + 1)}
+def _fits_fused(row: Sequence[int], time: int) -> bool:
+    """Whether a backward of two units can start, and one more after it if it is the first."""
+    taken = {start % PERIOD for start in (*row, time, time + 1)}
     pairs = ({start, (start + 1) % PERIOD} for start in range(PERIOD))
     return len(taken) == len(row) + 2 and (
         len(taken) == PERIOD or any(pair.isdisjoint(taken) for pair in pairs)
@@ -145,7 +145,7 @@ def _fits_fused(row: Sequence[int], slot: int) -> bool:
 
 
 @dataclasses.dataclass(frozen=True)
-class Plan:
+class TimedOrders:
     """The result of `eager` for a block.
 
     Args:
@@ -166,7 +166,7 @@ def eager(
     caps: Sequence[int],
     costs: Costs,
     reserve: bool = False,
-) -> Plan | None:
+) -> TimedOrders | None:
     """Runs every stage's repeated block as early as inputs and memory allow.
 
     A stage that would wait runs instead the first later pass of its sequence that is ready and
@@ -184,10 +184,10 @@ def eager(
         long as min(d+1, half the cap) places remain.
 
     Returns:
-      The plan; None if a stage stops for good.
+      The orders; None if a stage stops for good.
     """
     stages = [
-        _Stage(
+        _BlockStage(
             block.sequence(d, num_microbatches),
             block.fused,
             caps[d],
@@ -199,24 +199,24 @@ def eager(
     return _run(stages, num_microbatches, message=costs.message)
 
 
-def squeeze(plan: Plan, num_microbatches: int, *, costs: Costs) -> Plan:
-    """Times the orders of a plan of split backwards with other costs, which change only the gaps.
+def squeeze(timed: TimedOrders, num_microbatches: int, *, costs: Costs) -> TimedOrders:
+    """Times orders of split backwards with other costs, which change only the gaps.
 
     Args:
-      plan: of `eager`.
+      timed: of `eager`.
       num_microbatches: m, as there.
       costs: of one chunk.
 
     Returns:
-      The plan with its new makespan and span.
+      The same orders with their new makespan and span.
     """
-    stages = [_Stage(list(order), False, None, 0, costs) for order in plan.orders]
+    stages = [_BlockStage(list(order), False, None, 0, costs) for order in timed.orders]
     squeezed = _run(stages, num_microbatches, message=costs.message)
     assert squeezed is not None, "an order that ran once runs whatever the costs"
     return squeezed
 
 
-def _run(stages: list[_Stage], num_microbatches: int, *, message: float) -> Plan | None:
+def _run(stages: list[_BlockStage], num_microbatches: int, *, message: float) -> TimedOrders | None:
     p, fused = len(stages), stages[0].fused
     journey = (*range(p), *reversed(range(p))) * 2
     # A stage's passes F0, F1, B1, B0 in hops of the journey, and back.
@@ -236,14 +236,14 @@ def _run(stages: list[_Stage], num_microbatches: int, *, message: float) -> Plan
     events.run(stages, readers, message=message)
     if any(stage.upcoming for stage in stages):
         return None
-    return Plan(
+    return TimedOrders(
         orders=tuple(tuple(stage.order) for stage in stages),
         makespan=max(stage.free_at for stage in stages),
         longest_span=max(stage.free_at - stage.started_at for stage in stages),
     )
 
 
-class _Stage(events.Stage):
+class _BlockStage(events.Stage):
     """One stage in `eager`: the passes it has yet to run, and its inputs so far."""
 
     def __init__(
@@ -276,7 +276,7 @@ class _Stage(events.Stage):
     def _overtaking(self, now: float) -> int | None:
         ready = {kind for kind in (F0, F1, B1, B0, W) if self.is_ready(kind, now)}
         if self.fused:
-            # Two slots in a gap of one would make the next pass miss its turn, period after period.
+            # Two units in a gap of one would make the next pass miss its turn, period after period.
             ready -= {B1, B0}
         in_flight = peak = self.in_flight
         deferred_w = None

@@ -5,6 +5,7 @@ from __future__ import annotations
 from jaxpipe.schedule.actions import Schedule
 from jaxpipe.schedule.generators.list_scheduling import list_schedule
 from jaxpipe.schedule.placement import mirrored
+from jaxpipe.schedule.problems import Problem, refuse
 
 
 def chimera(num_stages: int, num_microbatches: int, *, fused: bool = False) -> Schedule:
@@ -15,7 +16,7 @@ def chimera(num_stages: int, num_microbatches: int, *, fused: bool = False) -> S
     from stage p-1, whose microbatch i is microbatch m/2 + i of the batch.
 
     ============  =====================================================================
-    bubble        F=B=W: fused 2(p-2) of 3m + 2(p-2) slots at m = p, p even; for m > p 2p-5 (p even,
+    bubble        F=B=W: fused 2(p-2) of 3m + 2(p-2) units at m = p, p even; for m > p 2p-5 (p even,
                   from 4) or 2p-3 (p odd), where repeated units would lose 2(p-2) each
     in flight     m <= p: at most p, least on the first and last stage; else p+1
     constraints   p >= 1, m even, v = 1; two copies of the weights
@@ -23,25 +24,26 @@ def chimera(num_stages: int, num_microbatches: int, *, fused: bool = False) -> S
     ============  =====================================================================
 
     Args:
-      num_stages: p, at least 1.
-      num_microbatches: of each direction, half the batch's m, at least 1.
-      fused: run B and W of a microbatch as one action.
+      num_microbatches: m of the batch, even; each direction runs half of them.
 
-    Returns:
-      The schedule, named "chimera" or "chimera-fused".
+    Raises:
+      ValueError: m is odd.
 
     Example:
-      >>> chimera(4, 2).placement.num_copies
+      >>> chimera(4, 4).placement.num_copies
       2
     """
-    placement = mirrored(num_stages)
+    if num_microbatches % 2:
+        nearest = (num_microbatches + 1,)
+        refuse([Problem("num_microbatches", num_microbatches, "must be even", nearest)])
+    placement, own = mirrored(num_stages), num_microbatches // 2
     # Each direction on its own is 1F1B.
-    limits = [min(num_microbatches, num_stages - position) for position in range(num_stages)]
+    limits = [min(own, num_stages - position) for position in range(num_stages)]
     return Schedule(
         name="chimera-fused" if fused else "chimera",
         placement=placement,
-        num_microbatches=num_microbatches,
-        orders=list_schedule(placement, num_microbatches, limits=limits * 2, fused=fused),
+        num_microbatches=own,
+        orders=list_schedule(placement, own, limits=limits * 2, fused=fused),
         peak_in_flight=tuple(
             limit + other for limit, other in zip(limits, reversed(limits), strict=True)
         ),

@@ -15,7 +15,7 @@ def dualpipe_v(num_stages: int, num_microbatches: int) -> Schedule:
     hides their communication on hardware that overlaps two passes. Some W wait until the cool-down.
 
     ============  =====================================================================
-    bubble        (p-1)/2 in full-stage slots at F=B=W, m >= 2p
+    bubble        (p-1)/2 in full-stage units at F=B=W, m >= 2p
     in flight     at most 2p+1 chunks: p + 1/2 microbatches of a full stage
     constraints   p >= 1, m >= 1, v = 2 on the V placement; for m < 2p the schedule is that of 2p
                   microbatches without the surplus ones
@@ -24,11 +24,7 @@ def dualpipe_v(num_stages: int, num_microbatches: int) -> Schedule:
     ============  =====================================================================
 
     Args:
-      num_stages: p, at least 1.
       num_microbatches: m, at least 1; best from 2p.
-
-    Returns:
-      The schedule, named "dualpipe-v".
 
     Example:
       >>> dualpipe_v(4, 8).peak_in_flight

@@ -19,14 +19,6 @@ def gpipe(num_stages: int, num_microbatches: int, *, fused: bool = False) -> Sch
     source        Huang et al., "GPipe", arXiv 1811.06965
     ============  =====================================================================
 
-    Args:
-      num_stages: p, at least 1.
-      num_microbatches: m, at least 1; may be less than p.
-      fused: run B and W of a microbatch as one action.
-
-    Returns:
-      The schedule, named "gpipe" or "gpipe-fused".
-
     Example:
       >>> [str(action) for action in gpipe(1, 2).orders[0]]
       ['0F0', '0F1', '0B0', '0W0', '0B1', '0W1']

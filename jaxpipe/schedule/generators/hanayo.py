@@ -5,13 +5,16 @@ from __future__ import annotations
 from jaxpipe.schedule.actions import Schedule
 from jaxpipe.schedule.generators.list_scheduling import list_schedule
 from jaxpipe.schedule.placement import wave
+from jaxpipe.schedule.problems import Problem, refuse
+
+_SMALL_LIMIT = "a stage must hold a whole microbatch, all chunks of it"
 
 
 def hanayo(
     num_stages: int,
     num_microbatches: int,
     *,
-    num_waves: int = 1,
+    num_chunks: int = 2,
     memory_limit: float | None = None,
     fused: bool = False,
 ) -> Schedule:
@@ -21,7 +24,7 @@ def hanayo(
     the chunks in flight. The split form puts W in the gaps and leaves few of them.
 
     ============  =====================================================================
-    bubble        in full-stage slots at F=B=W, without a lower ``memory_limit``: at m = p split
+    bubble        in full-stage units at F=B=W, without a lower ``memory_limit``: at m = p split
                   (p-1)/(2W), fused 2(p-1) at W = 1 and less with more waves. At m > p and W = 1
                   fused the same, split at most 2 more (p <= 12); with more waves up to 4.5 times
                   as much split and 7.3 times fused (p <= 9, m <= 4p, W <= 4). Ratio of the fused
@@ -33,30 +36,22 @@ def hanayo(
     ============  =====================================================================
 
     Args:
-      num_stages: p, at least 1.
-      num_microbatches: m, at least 1; may be less than p.
-      num_waves: W, at least 1.
+      num_chunks: v = 2W, even.
       memory_limit: peak in flight per stage, in microbatches of a full stage, at least 1; p by
         default, which is what 1F1B keeps on its first stage.
-      fused: run B and W of a microbatch as one action.
-
-    Returns:
-      The schedule, named "hanayo" or "hanayo-fused".
 
     Raises:
-      ValueError: the memory limit does not hold one microbatch.
+      ValueError: v is odd, or the memory limit does not hold one microbatch.
 
     Example:
-      >>> hanayo(4, 8, num_waves=2).peak_in_flight
+      >>> hanayo(4, 8, num_chunks=4).peak_in_flight
       (16, 16, 16, 16)
     """
+    if num_chunks % 2:
+        refuse([Problem("num_chunks", num_chunks, "must be even", (num_chunks + 1,))])
     if memory_limit is not None and memory_limit < 1:
-        raise ValueError(
-            f"pipeline.memory_limit={memory_limit} does not fit schedule 'hanayo': a stage must "
-            "hold a whole microbatch, all chunks of it.\nNearest valid: 1."
-        )
-    placement = wave(num_stages, num_waves=num_waves)
-    v = placement.num_chunks
+        refuse([Problem("memory_limit", memory_limit, _SMALL_LIMIT, (1,), schedule="hanayo")])
+    placement, v = wave(num_stages, num_waves=num_chunks // 2), num_chunks
     most = num_stages if memory_limit is None else memory_limit
     cap = int(min(most, num_microbatches) * v)
     return Schedule(

@@ -9,6 +9,12 @@ from collections.abc import Sequence
 
 from jaxpipe.schedule.actions import Action, Kind, Schedule
 from jaxpipe.schedule.placement import Placement, looped
+from jaxpipe.schedule.problems import Problem, refuse
+
+_SMALL_GROUP = (
+    "a group must reach the last stage before its next chunk starts on the first, so it is at "
+    "least $num_stages"
+)
 
 
 def interleaved(
@@ -33,16 +39,11 @@ def interleaved(
     ============  =====================================================================
 
     Args:
-      num_stages: p, at least 1.
       num_microbatches: m, at least 1. If it is not a multiple of the group, the schedule is that of
         the next multiple without the surplus microbatches.
       num_chunks: v, at least 1.
       group: microbatches that go through a chunk before the next chunk's turn, at least p, which
         is the default.
-      fused: run B and W of a microbatch as one action.
-
-    Returns:
-      The schedule, named "interleaved" or "interleaved-fused".
 
     Raises:
       ValueError: the group is smaller than the number of stages.
@@ -53,11 +54,8 @@ def interleaved(
     """
     group = num_stages if group is None else group
     if group < num_stages:
-        raise ValueError(
-            f"pipeline.group={group} does not fit schedule 'interleaved': a group must reach the "
-            f"last stage before its next chunk starts on the first, so it is at least "
-            f"mesh.stage={num_stages}.\nNearest valid: {num_stages}."
-        )
+        rule, others = _SMALL_GROUP, {"num_stages": num_stages}
+        refuse([Problem("group", group, rule, (num_stages,), others, "interleaved")])
     placement = looped(num_stages, num_chunks=num_chunks)
     warm_ups = warm_up_forwards(num_stages, num_chunks, group)
     return Schedule(

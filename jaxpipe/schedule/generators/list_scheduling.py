@@ -14,7 +14,7 @@ from jaxpipe.schedule.actions import Action, Kind
 from jaxpipe.schedule.generators import events
 from jaxpipe.schedule.placement import Placement
 
-_SLOTS = {Kind.F: 1, Kind.B: 1, Kind.W: 1, Kind.BW: 2}
+_DURATIONS = {Kind.F: 1, Kind.B: 1, Kind.W: 1, Kind.BW: 2}
 """Durations that decide what is ready when: F=B=W, as in the papers' figures."""
 
 
@@ -40,7 +40,7 @@ def list_schedule(
       The orders.
     """
     backward = Kind.BW if fused else Kind.B
-    stages = [_Stage(held, limits, placement, backward) for held in placement.virtual_stages]
+    stages = [_UrgentStage(held, limits, placement, backward) for held in placement.virtual_stages]
     kind_of = {action: n for stage in stages for n, action in enumerate(stage.passes)}
     for first in range(0, placement.num_virtual_stages, placement.depth):
         entrance = stages[placement.stages[first]]
@@ -67,8 +67,8 @@ def _reader(kind: Kind, s: int, backward: Kind, depth: int) -> tuple[Kind, int] 
     return (backward, s - 1)
 
 
-class _Stage(events.Stage):
-    """A stage that starts the pass due first, and W if nothing else is ready; times in slots."""
+class _UrgentStage(events.Stage):
+    """A stage that starts the pass due first, and W if nothing else is ready; F takes 1."""
 
     def __init__(
         self, held: Sequence[int], limits: Sequence[int], placement: Placement, backward: Kind
@@ -76,10 +76,10 @@ class _Stage(events.Stage):
         # B first: it wins where a forward is due at the same time.
         kinds = (backward, Kind.F) if backward is Kind.BW else (backward, Kind.F, Kind.W)
         self.passes = [(kind, s) for kind in kinds for s in held]
-        super().__init__([_SLOTS[kind] for kind, _ in self.passes])
+        super().__init__([_DURATIONS[kind] for kind, _ in self.passes])
         depth = placement.depth
         self.due = [
-            s % depth if kind is Kind.F else depth + _SLOTS[kind] * (depth - 1 - s % depth)
+            s % depth if kind is Kind.F else depth + _DURATIONS[kind] * (depth - 1 - s % depth)
             for kind, s in self.passes
             if kind is not Kind.W
         ]

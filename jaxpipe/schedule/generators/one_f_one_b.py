@@ -20,14 +20,6 @@ def one_f_one_b(num_stages: int, num_microbatches: int, *, fused: bool = False) 
     source        Narayanan et al., arXiv 2006.09503 (there "PipeDream-Flush")
     ============  =====================================================================
 
-    Args:
-      num_stages: p, at least 1.
-      num_microbatches: m, at least 1; may be less than p.
-      fused: run B and W of a microbatch as one action.
-
-    Returns:
-      The schedule, named "1f1b" or "1f1b-fused".
-
     Example:
       >>> [str(action) for action in one_f_one_b(2, 2, fused=True).orders[0]]
       ['0F0', '0F1', '0BW0', '0BW1']

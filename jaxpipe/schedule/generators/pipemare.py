@@ -16,6 +16,7 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
+from jaxpipe.schedule.problems import Problem, below_one, refuse
 from jaxpipe.schedule.simulate import Costs
 
 METHODS: dict[str, str] = {
@@ -24,6 +25,9 @@ METHODS: dict[str, str] = {
     "2bw": "minibatch k reads version k-1 everywhere (two versions)",
 }
 """Which weights are read, by the method's name."""
+
+Integers = Any
+"""An integer, an array of them, or a traced one."""
 
 _ALIKE = Costs(1, 1, 1)
 """For stages that are all alike; the unit does not affect shares of time."""
@@ -37,9 +41,9 @@ class Part:
     input kept in tick g + forward.
     """
 
-    forward: Any
-    backward: Any
-    recompute: Any = None
+    forward: Integers
+    backward: Integers
+    recompute: Integers = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -83,49 +87,41 @@ class SteadyState:
     recompute_segment: int | None = None
 
     def __post_init__(self) -> None:
+        counts = {"num_stages": self.num_stages, "num_microbatches": self.num_microbatches}
+        problems = below_one(**counts)
         if self.method not in METHODS:
-            raise ValueError(
-                f"method={self.method!r} is not asynchronous; choose one of {', '.join(METHODS)}."
-            )
-        problems = [
-            f"{name}={count} must be at least 1.\nNearest valid: {name}=1."
-            for name, count in (
-                ("stages", self.num_stages),
-                ("microbatches", self.num_microbatches),
-            )
-            if count < 1
-        ]
+            rule = f"is not asynchronous; choose one of {', '.join(METHODS)}"
+            problems.append(Problem("method", self.method, rule))
         segment = self.recompute_segment
         if segment is not None and not 1 <= segment <= self.num_stages:
-            nearest = min(max(segment, 1), max(self.num_stages, 1))
-            problems.append(
-                f"recompute_segment={segment} must be a number of stages from 1 to "
-                f"{self.num_stages}.\nNearest valid: recompute_segment={nearest}."
-            )
-        if problems:
-            raise ValueError("\n".join(problems))
+            nearest = {"recompute_segment": min(max(segment, 1), max(self.num_stages, 1))}
+            rule = f"must be a number of stages from 1 to {self.num_stages}"
+            problems.append(Problem("recompute_segment", segment, rule, nearest, counts))
         needed = 2 * self.num_stages - 1
-        if self.method == "2bw" and self.num_microbatches < needed:
-            raise ValueError(
-                f"method='2bw' keeps two weight versions: microbatches={self.num_microbatches} on "
-                f"{self.num_stages} stages needs more.\nNearest valid: microbatches={needed}."
+        if self.method == "2bw" and not problems and self.num_microbatches < needed:
+            rule = (
+                "keeps two weight versions: $num_microbatches on "
+                f"{self.num_stages} stages needs more"
             )
+            nearest = {"num_microbatches": needed}
+            problems.append(Problem("method", self.method, rule, nearest, counts))
+        refuse(problems)
 
     # Parts.
 
-    def stage(self, d) -> Part:
+    def stage(self, d: Integers) -> Part:
         """The layers of stage d, from 0."""
         backward = 2 * self.num_stages - 1 - d
         if self.recompute_segment is None:
             return Part(d, backward)
         return Part(d, backward, backward - 2 * (self._segment_end(d) - d))
 
-    def _segment_end(self, d):
+    def _segment_end(self, d: Integers) -> Integers:
         """The last stage of the segment of stage d."""
         segment, last = self.recompute_segment or 1, self.num_stages - 1
         return -_at_least(-last, -(d // segment * segment + segment - 1))
 
-    def begins_segment(self, d):
+    def begins_segment(self, d: Integers) -> Any:
         """Whether the input of stage d is kept, for its segment to be recomputed from."""
         return d % (self.recompute_segment or 1) == 0
 
@@ -211,8 +207,8 @@ class SteadyState:
         costs = [costs] * stages if isinstance(costs, Costs) else costs
         if len(costs) != stages:
             raise ValueError(
-                f"There are {len(costs)} costs for stages={stages}.\nNearest valid: {stages}, or "
-                "one for all."
+                f"There are {len(costs)} costs for num_stages={stages}.\n"
+                f"Nearest valid: {stages}, or one for all."
             )
         forwards = 1 if self.recompute_segment is None else 2
         work = [forwards * cost.f + cost.b + cost.w for cost in costs]
@@ -240,7 +236,7 @@ class SteadyState:
         """
         start, end = (k * self.num_microbatches for k in (minibatch, minibatch + 1))
         parts = [self.stage(d) for d in range(self.num_stages)]
-        begins = [tick for part in parts for tick in (part.forward, part.backward)]
+        begins: list[int] = [tick for part in parts for tick in (part.forward, part.backward)]
         return sum(min(max(end - tick, 0), end - start) for tick in begins) / (
             (end - start) * len(begins)
         )
@@ -248,11 +244,12 @@ class SteadyState:
     @property
     def loss_lag(self) -> int:
         """Minibatches that enter after one before the last of its losses is known."""
-        return -(-self.head.forward // self.num_microbatches)
+        lag: int = -(-self.head.forward // self.num_microbatches)
+        return lag
 
     # Delays, in updates.
 
-    def delay(self, part: Part, j):
+    def delay(self, part: Part, j: Integers) -> Integers:
         """How many updates the forward of a minibatch's microbatch j misses, with a full pipeline.
 
         That is, how many of the updates before its own minibatch's.
@@ -261,13 +258,13 @@ class SteadyState:
             return 1 + 0 * j
         return -((j - (part.backward - part.forward)) // self.num_microbatches)
 
-    def mean_delay(self, part: Part):
+    def mean_delay(self, part: Part) -> Any:
         """The mean of `delay` over a minibatch: PipeMare's tau."""
         if self.method == "2bw":
             return 1.0
         return (part.backward - part.forward) / self.num_microbatches
 
-    def mean_recompute_delay(self, part: Part):
+    def mean_recompute_delay(self, part: Part) -> Any:
         """The mean number of updates that the recomputation of a minibatch misses."""
         if self.method == "2bw":
             return 1.0
@@ -275,7 +272,7 @@ class SteadyState:
 
     # Weight versions: version k has seen the updates of minibatches 0..k-1.
 
-    def newest(self, part: Part, tick, first=0):
+    def newest(self, part: Part, tick: Integers, first: Integers = 0) -> Integers:
         """The version a part has reached before its update in this tick.
 
         Args:
@@ -285,30 +282,30 @@ class SteadyState:
         """
         return _at_least(first, first + (tick - part.backward) // self.num_microbatches)
 
-    def forward_version(self, part: Part, g, first=0):
+    def forward_version(self, part: Part, g: Integers, first: Integers = 0) -> Integers:
         """The version that the forward of microbatch g reads."""
         minibatch = first + g // self.num_microbatches
         if self.method == "2bw":
             return _at_least(0, minibatch - 1)
         return self.newest(part, g + part.forward, first)
 
-    def backward_version(self, part: Part, g, first=0):
+    def backward_version(self, part: Part, g: Integers, first: Integers = 0) -> Integers:
         """The version that the backward of microbatch g reads."""
         if self.method == "pipemare":
             return self.newest(part, g + part.backward, first)
         return self.forward_version(part, g, first)
 
-    def recompute_version(self, part: Part, g, first=0):
+    def recompute_version(self, part: Part, g: Integers, first: Integers = 0) -> Integers:
         """The version with which microbatch g is recomputed."""
         if self.method == "pipemare":
             return self.newest(part, g + part.recompute, first)
         return self.forward_version(part, g, first)
 
-    def updates(self, g):
+    def updates(self, g: Integers) -> Any:
         """Whether an update follows the gradient of microbatch g: it ends its minibatch."""
         return g % self.num_microbatches == self.num_microbatches - 1
 
 
-def _at_least(bound, value):
+def _at_least(bound: Integers, value: Integers) -> Integers:
     """The larger of two integers, traced ones included."""
     return value + (bound - value) * (value < bound)

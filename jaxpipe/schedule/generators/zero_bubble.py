@@ -1,7 +1,7 @@
 """Zero bubble: W, which nothing waits for, is deferred until it fills a gap.
 
 Source: Qi et al., "Zero Bubble Pipeline Parallelism", arXiv 2401.10241. ZB-V, from the same paper,
-is in `jaxpipe.schedule.search.controllable_memory`.
+is in `jaxpipe.schedule.generators.v_schedules`.
 """
 
 from __future__ import annotations
@@ -23,13 +23,6 @@ def zb_h1(num_stages: int, num_microbatches: int) -> Schedule:
     source        arXiv 2401.10241, ZB-H1
     ============  =====================================================================
 
-    Args:
-      num_stages: p, at least 1.
-      num_microbatches: m, at least 1; may be less than p.
-
-    Returns:
-      The schedule, named "zb-h1".
-
     Example:
       >>> [str(action) for action in zb_h1(2, 2).orders[1]]
       ['1F0', '1B0', '1F1', '1B1', '1W0', '1W1']
@@ -48,13 +41,6 @@ def zb_h2(num_stages: int, num_microbatches: int) -> Schedule:
     constraints   p >= 1, m >= 1, v = 1
     source        arXiv 2401.10241, ZB-H2
     ============  =====================================================================
-
-    Args:
-      num_stages: p, at least 1.
-      num_microbatches: m, at least 1; may be less than p.
-
-    Returns:
-      The schedule, named "zb-h2".
 
     Example:
       >>> zb_h2(4, 8).peak_in_flight
@@ -77,12 +63,8 @@ def interleaved_zb(num_stages: int, num_microbatches: int, *, num_chunks: int = 
     ============  =====================================================================
 
     Args:
-      num_stages: p, at least 1.
       num_microbatches: m, at least 1; as in `interleaved`.
       num_chunks: v, at least 1.
-
-    Returns:
-      The schedule, named "interleaved-zb".
 
     Example:
       >>> interleaved_zb(4, 8).peak_in_flight

@@ -28,53 +28,41 @@ def with_updates(table: TickTable, replay: np.ndarray | None) -> MinibatchTable:
 
     Args:
       table: of a schedule with minibatches.
-      replay: slots of what F keeps for R, ``[P * microbatches]``; None without R.
+      replay: slots of what F keeps for R, ``[stages, microbatches]``; None without R.
     """
     minibatches = table.schedule.minibatches
     assert minibatches is not None
-    size, method, num_stages = minibatches.size, minibatches.method, table.schedule.num_stages
+    size, stage = minibatches.size, np.arange(table.schedule.num_stages)
     ends = table.passes[Kind.BW if Kind.BW in table.passes else Kind.W]
-    last = np.where(ends.lo < ends.hi, ends.microbatch, NONE)
-    layers = _update(last, size)
+    layers = _update(np.where(ends.lo < ends.hi, ends.microbatch, NONE), size)
     embed, head = _update(table.embed_gradient, size), _update(table.head, size)
-    forward = table.passes[Kind.F]
+    found = _found_by_forward(table.passes[Kind.F], layers)
+    entered = np.zeros(table.schedule.num_microbatches, np.int32)
+    entered[table.embed[table.embed != NONE]] = embed.version[table.embed != NONE]
 
-    def version(microbatch: np.ndarray, newest: np.ndarray, read_by_forward: np.ndarray):
-        if method == "pipemare":
-            read = newest
-        elif method == "2bw":
-            read = np.maximum(microbatch // size - 1, 0)
-        else:
-            read = read_by_forward
+    def version(
+        microbatch: np.ndarray, newest: np.ndarray, read_by_forward: np.ndarray
+    ) -> np.ndarray:
+        read: np.ndarray = {
+            "pipemare": newest,
+            "2bw": np.maximum(microbatch // size - 1, 0),
+            "pipedream": read_by_forward,
+        }[minibatches.method]
         return (read % minibatches.num_versions).astype(np.int32)
-
-    def of_forward(cell: Cell) -> np.ndarray:
-        """What F of the same microbatch and stage has found, ``[ticks, stages]``."""
-        found = np.zeros((num_stages, table.schedule.num_microbatches), np.int32)
-        tick, stage = np.nonzero(forward.lo < forward.hi)
-        found[stage, forward.microbatch[tick, stage]] = layers.version[tick, stage]
-        return found[np.arange(num_stages), cell.microbatch]
 
     passes = {
         kind: dataclasses.replace(
             cell,
-            weights=version(cell.microbatch, layers.version, of_forward(cell)),
+            weights=version(cell.microbatch, layers.version, found[stage, cell.microbatch]),
             fresh=(cell.microbatch % size == 0).astype(np.int32),
         )
         for kind, cell in table.passes.items()
     }
-    entered = np.zeros(table.schedule.num_microbatches, np.int32)
-    entered[table.embed[table.embed != NONE]] = embed.version[table.embed != NONE]
     enter = version(table.embed, embed.version, embed.version)
     leave = [version(table.head, part.version, part.version) for part in (embed, head)]
     back = version(table.embed_gradient, embed.version, entered[table.embed_gradient])
     any_stage = (layers.minibatch != NONE).any(axis=1) | (head.minibatch != NONE)
     fields = {field.name: getattr(table, field.name) for field in dataclasses.fields(table)}
-    slots = None
-    if replay is not None:
-        kept = replay.astype(np.int32).reshape(num_stages, -1)
-        stage = np.arange(num_stages)
-        slots = {kind: kept[stage, passes[kind].microbatch] for kind in (Kind.F, Kind.R)}
     return MinibatchTable(
         **fields | {"passes": passes},
         reads={
@@ -83,8 +71,21 @@ def with_updates(table: TickTable, replay: np.ndarray | None) -> MinibatchTable:
             "embed_gradient": Reads(back, back),
         },
         updates=Updates(layers, embed, head, any_stage.astype(np.int32)),
-        replay=slots,
+        replay=None
+        if replay is None
+        else {
+            kind: replay.astype(np.int32)[stage, passes[kind].microbatch]
+            for kind in (Kind.F, Kind.R)
+        },
     )
+
+
+def _found_by_forward(forward: Cell, layers: Update) -> np.ndarray:
+    """The newest version in the tick of each F, ``[stages, microbatches]``."""
+    tick, stage = np.nonzero(forward.lo < forward.hi)
+    found = np.zeros((forward.lo.shape[1], 1 + int(forward.microbatch.max())), np.int32)
+    found[stage, forward.microbatch[tick, stage]] = layers.version[tick, stage]
+    return found
 
 
 def _update(microbatch: np.ndarray, size: int) -> Update:

@@ -184,7 +184,7 @@ class SteadyRows:
 
 def steady_schedule(
     steady: SteadyState,
-    minibatches: int,
+    minibatches: int | None = None,
     *,
     layer_counts: Sequence[int] | None = None,
     fused: bool = False,
@@ -193,7 +193,8 @@ def steady_schedule(
 
     Args:
       steady: the pipeline.
-      minibatches: K, at least 1; microbatches are numbered through all of them.
+      minibatches: K, at least 1; microbatches are numbered through all of them. None for as many
+        as show the pipeline full, through at least one minibatch.
       layer_counts: layers of every stage; one by default.
       fused: whether backwards are BW, or B and W.
 
@@ -202,7 +203,8 @@ def steady_schedule(
       >>> [" ".join(map(str, order)) for order in schedule.orders]
       ['0F0 0F1 0BW0 0BW1', '1F0 1F1 1BW0 1BW1']
     """
-    P, total = steady.num_stages, minibatches * steady.num_microbatches
+    P, N = steady.num_stages, steady.num_microbatches
+    total = N * (1 + -(-4 * P // N) if minibatches is None else minibatches)
     counts = layer_counts or [1] * P
     rows = SteadyRows(steady, entered=total, fused=fused, xp=np)
     tick = np.arange(total + steady.drain_ticks)
@@ -229,7 +231,7 @@ def steady_schedule(
         ),
         slices=tuple(slices),
         several=Minibatches(
-            steady.num_microbatches,
+            N,
             steady.method,
             steady.num_versions,
             steady.recompute_segment,
@@ -245,8 +247,7 @@ def steady_table(steady: SteadyState, layer_counts: Sequence[int], *, fused: boo
       layer_counts: layers of every stage.
       fused: whether backwards are BW, or B and W.
     """
-    minibatches = 1 + -(-4 * steady.num_stages // steady.num_microbatches)
-    schedule = steady_schedule(steady, minibatches, layer_counts=layer_counts, fused=fused)
+    schedule = steady_schedule(steady, layer_counts=layer_counts, fused=fused)
     table = lower(schedule, layer_counts)
     # A state has a slot for what goes from B to W whether its backward is split or not.
     return dataclasses.replace(table, num_slots=table.num_slots | {"crossing": 1})

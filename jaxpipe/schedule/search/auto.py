@@ -9,9 +9,11 @@ from collections.abc import Iterable, Iterator, Sequence
 from jaxpipe.schedule.actions import Kind, Schedule
 from jaxpipe.schedule.check.validate import peak_in_flight
 from jaxpipe.schedule.generators.one_f_one_b import one_f_one_b
+from jaxpipe.schedule.generators.v_schedules import v_half, v_min, zb_v
 from jaxpipe.schedule.generators.zero_bubble import zb_h1, zb_h2
 from jaxpipe.schedule.placement import Placement, linear, wave
-from jaxpipe.schedule.search.controllable_memory import controllable_memory, v_half, v_min, zb_v
+from jaxpipe.schedule.problems import Problem, refuse
+from jaxpipe.schedule.search.controllable_memory import controllable_memory
 from jaxpipe.schedule.search.slices import check_layer_counts, slice_ticks, with_slices
 from jaxpipe.schedule.search.tick_engine import Policy, Work
 from jaxpipe.schedule.search.tick_search import Settings, TickSearch
@@ -37,10 +39,9 @@ def auto(
 ) -> Schedule:
     """Searches for the schedule that ends first in lock-step under a memory limit.
 
-    Slices the orders of other schedules on the same placement, starting with those that end first
-    on the free-running clock, and one order built tick by tick: whatever is ready runs, under a cap
-    on the chunks in flight. Each only has to beat the best so far, so none of the candidates,
-    sliced by `slice_ticks`, ends before the result.
+    Slices the orders of other schedules on the same placement, and one order built tick by tick:
+    whatever is ready runs, under a cap on the chunks in flight. None of the candidates, sliced by
+    `slice_ticks`, ends before the result.
 
     ============  =====================================================================
     bubble        V placement, (F,B,W) = (1,1.2,.8), m = 4p, lock-step bubble ratio at 8 / 4 / 2
@@ -51,8 +52,6 @@ def auto(
     ============  =====================================================================
 
     Args:
-      num_stages: p, at least 1.
-      num_microbatches: m, at least 1; may be less than p.
       costs: of one chunk.
       memory_limit: peak in flight per stage, in microbatches of a full stage, at least 1; None for
         p, which is 1F1B's.
@@ -60,11 +59,7 @@ def auto(
       layer_counts: layers of every virtual stage.
       placement: None for the V: two chunks per stage.
       candidates: schedules to slice, on this placement; those that need more memory are left out.
-        None for the ones that fit: on the V zb-v, v-half, v-min and, if the limit lies between
-        those, controllable-memory; on the linear placement 1f1b, zb-h1 and zb-h2.
-
-    Returns:
-      The schedule with its slices, named "auto". Deterministic.
+        None for those of this package that fit.
 
     Raises:
       ValueError: the memory limit is too small, or an argument does not fit the placement.
@@ -83,37 +78,46 @@ def auto(
     if candidates is None:
         candidates = _named(num_stages, num_microbatches, placement, cap, costs)
     fitting = [s for s in candidates if max(peak_in_flight(s)) <= cap]
-    if any(s.placement != placement for s in fitting):
+    best, makespan = _best_sliced(fitting, placement, costs, counts)
+    unordered = Schedule("auto", placement, num_microbatches, ())
+    search = TickSearch(_work(unordered, cap, costs, counts))
+    if (plan := search.best(_TRIALS, makespan=makespan)) is not None:
+        best = with_slices(unordered, search.slices(plan))
+    assert best is not None, "every stage finds room for the microbatch that is farthest"
+    return dataclasses.replace(best, name="auto", peak_in_flight=peak_in_flight(best))
+
+
+def _best_sliced(
+    candidates: Sequence[Schedule],
+    placement: Placement,
+    costs: Costs,
+    layer_counts: tuple[int, ...],
+) -> tuple[Schedule | None, float]:
+    """The candidate that ends first once it is cut, with its makespan."""
+    if any(s.placement != placement for s in candidates):
         raise ValueError("The candidates of schedule 'auto' are not all on its placement.")
     best, makespan = None, math.inf
-    for candidate in sorted(fitting, key=lambda s: simulate(s, costs).makespan):
-        sliced = slice_ticks(candidate, costs, counts, makespan=makespan)
+    # Each only has to beat the best so far: start with what ends first on the free-running clock.
+    for candidate in sorted(candidates, key=lambda s: simulate(s, costs).makespan):
+        sliced = slice_ticks(candidate, costs, layer_counts, makespan=makespan)
         time = lock_step(sliced, costs).makespan
         if time < makespan:
             best, makespan = sliced, time
-    search = TickSearch(_work(placement, num_microbatches, cap, costs, counts))
-    plan = search.best(_TRIALS, makespan=makespan)
-    if plan is not None:
-        unordered = Schedule("auto", placement, num_microbatches, ())
-        best = with_slices(unordered, search.cells(plan))
-    assert best is not None, "every stage finds room for the microbatch that is farthest"
-    return dataclasses.replace(best, name="auto", peak_in_flight=peak_in_flight(best))
+    return best, makespan
 
 
 def _check(num_stages: int, placement: Placement, memory_limit: float) -> None:
     problems = []
     if placement.num_stages != num_stages or placement.num_copies != 1:
-        problems.append(
-            f"The placement of schedule 'auto' must be of one copy of the model on mesh.stage="
-            f"{num_stages} stages, not {placement}."
+        rule, others = (
+            "it must be of one copy of the model on $num_stages",
+            {"num_stages": num_stages},
         )
+        problems.append(Problem("placement", placement, rule, (), others, "auto"))
     if not memory_limit >= 1:
-        problems.append(
-            f"pipeline.memory_limit={memory_limit} does not fit schedule 'auto': a stage keeps all "
-            "chunks of a microbatch at once.\nNearest valid: 1."
-        )
-    if problems:
-        raise ValueError("\n".join(problems))
+        rule = "a stage keeps all chunks of a microbatch at once"
+        problems.append(Problem("memory_limit", memory_limit, rule, (1,), schedule="auto"))
+    refuse(problems)
 
 
 def _named(p: int, m: int, placement: Placement, cap: int, costs: Costs) -> Iterator[Schedule]:
@@ -128,22 +132,17 @@ def _named(p: int, m: int, placement: Placement, cap: int, costs: Costs) -> Iter
             yield controllable_memory(p, m, memory_limit=cap / 2, costs=costs)
 
 
-def _work(
-    placement: Placement, m: int, cap: int, costs: Costs, layer_counts: tuple[int, ...]
-) -> Work:
+def _work(schedule: Schedule, cap: int, costs: Costs, layer_counts: tuple[int, ...]) -> Work:
     """Queues by virtual stage: any order that the cap allows."""
+    placement = schedule.placement
+    queues = [[schedule.passes(s) for s in held] for held in placement.virtual_stages]
     return Work(
-        placement=placement,
-        num_microbatches=m,
+        schedule=schedule,
         layer_counts=layer_counts,
         costs=costs,
         # The microbatch that is farthest goes first, and always finds room.
-        forwards=[_queues(reversed(held), m) for held in placement.virtual_stages],
-        backwards=[_queues(held, m) for held in placement.virtual_stages],
+        forwards=[row[::-1] for row in queues],
+        backwards=queues,
         weights=None,
         limits=[[cap - chunk for chunk in range(placement.num_chunks)]] * placement.num_stages,
     )
-
-
-def _queues(virtual_stages: Iterable[int], m: int) -> list[Sequence[int]]:
-    return [range(s * m, (s + 1) * m) for s in virtual_stages]

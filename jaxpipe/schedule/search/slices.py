@@ -11,11 +11,12 @@ import dataclasses
 import math
 from collections.abc import Iterable, Sequence
 
-from jaxpipe.schedule.actions import Action, Kind, Schedule, Slice
+from jaxpipe.schedule.actions import Kind, Schedule, Slice
 from jaxpipe.schedule.check.slice_rules import order_of
 from jaxpipe.schedule.check.validate import peak_in_flight
 from jaxpipe.schedule.placement import Placement
-from jaxpipe.schedule.search.tick_engine import Cell, Policy, Work
+from jaxpipe.schedule.problems import Problem, refuse
+from jaxpipe.schedule.search.tick_engine import Policy, Work
 from jaxpipe.schedule.search.tick_search import Settings, TickSearch
 from jaxpipe.schedule.simulate import Costs, lock_step
 
@@ -76,20 +77,18 @@ def slice_ticks(
     whole = dataclasses.replace(schedule, slices=None)
     search = TickSearch(_work(whole, costs, tuple(layer_counts)))
     plan = search.best(_TRIALS, makespan=min(makespan, lock_step(whole, costs).makespan))
-    return whole if plan is None else with_slices(whole, search.cells(plan))
+    return whole if plan is None else with_slices(whole, search.slices(plan))
 
 
 def check_layer_counts(placement: Placement, layer_counts: Sequence[int]) -> None:
     """Raises ValueError unless there is one layer count, at least 1, for every virtual stage."""
     needed = placement.num_virtual_stages
     if len(layer_counts) != needed or min(layer_counts) < 1:
-        raise ValueError(
-            f"layer_counts={tuple(layer_counts)} does not fit {needed} virtual stages: each needs "
-            f"its number of layers, at least 1.\nNearest valid: {(1,) * needed}."
-        )
+        rule = f"does not fit {needed} virtual stages: each needs its number of layers, at least 1"
+        refuse([Problem("layer_counts", tuple(layer_counts), rule, ((1,) * needed,))])
 
 
-def with_slices(schedule: Schedule, rows: Iterable[Iterable[Cell]]) -> Schedule:
+def with_slices(schedule: Schedule, rows: Iterable[Iterable[Slice]]) -> Schedule:
     """Gives a schedule slices, and the orders that follow from them.
 
     Args:
@@ -99,34 +98,28 @@ def with_slices(schedule: Schedule, rows: Iterable[Iterable[Cell]]) -> Schedule:
     Returns:
       The schedule, its orders those of `order_of`.
     """
-    m = schedule.num_microbatches
-    slices = tuple(
-        tuple(Slice(tick, Action(n // m, kind, n % m), lo, hi) for tick, kind, n, lo, hi in row)
-        for row in rows
-    )
+    slices = tuple(map(tuple, rows))
     return dataclasses.replace(schedule, slices=slices, orders=tuple(map(order_of, slices)))
 
 
 def _work(schedule: Schedule, costs: Costs, layer_counts: tuple[int, ...]) -> Work:
     """The queues of a schedule: per stage, one of each kind."""
-    m = schedule.num_microbatches
-    passes = schedule.placement.num_virtual_stages * m
     queues: list[list[list[int]]] = [[], [], []]
-    ranks = tuple([0] * passes for _ in queues)
+    ranks = tuple([0] * schedule.num_passes for _ in queues)
     column = {Kind.F: 0, Kind.B: 1, Kind.BW: 1, Kind.W: 2}
     fused = set()
     for order in schedule.orders:
         for queue in queues:
             queue.append([])
         for rank, action in enumerate(order):
-            number, kind = action.virtual_stage * m + action.microbatch, column[action.kind]
+            number = schedule.number(action.virtual_stage, action.microbatch)
+            kind = column[action.kind]
             queues[kind][-1].append(number)
             ranks[kind][number] = rank
             if action.kind is Kind.BW:
                 fused.add(number)
     return Work(
-        placement=schedule.placement,
-        num_microbatches=m,
+        schedule=schedule,
         layer_counts=layer_counts,
         costs=costs,
         forwards=[[queue] for queue in queues[0]],
@@ -134,5 +127,5 @@ def _work(schedule: Schedule, costs: Costs, layer_counts: tuple[int, ...]) -> Wo
         weights=queues[2],
         limits=[[peak] for peak in peak_in_flight(schedule)],
         fused=frozenset(fused),
-        ranks=(ranks[0], ranks[1], ranks[2]),
+        ranks=ranks,
     )

@@ -14,7 +14,8 @@ import operator
 from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
-from jaxpipe.schedule.search.tick_engine import Cell, Choice, Engine, Policy, Ready, State, Work
+from jaxpipe.schedule.actions import Slice
+from jaxpipe.schedule.search.tick_engine import Choice, Engine, Policy, Progress, Ready, Work
 
 _SPANS = 12
 """Spans of time, per F+B+W of a chunk, within each of which states compete."""
@@ -24,7 +25,7 @@ _LONGEST = 1.6
 """Longest tick, in chunks of the longer of F and B."""
 
 _MAX_WIDTH = 8
-"""States kept per span of time; fewer where that would exceed `_TRIAL_CELLS`."""
+"""Progresss kept per span of time; fewer where that would exceed `_TRIAL_CELLS`."""
 _TRIAL_CELLS = 60_000
 """How often a search may fill a tick of a stage: about half a second."""
 
@@ -46,7 +47,7 @@ class Settings(NamedTuple):
     drains: bool = False
 
 
-class Plan(NamedTuple):
+class TickPlan(NamedTuple):
     """All ticks of a step, last first, and how long they take."""
 
     makespan: float
@@ -62,14 +63,14 @@ class TickSearch:
 
     def __init__(self, work: Work) -> None:
         self.engine = Engine(work)
-        placement, costs = work.placement, work.costs
+        schedule, placement, costs = work.schedule, work.schedule.placement, work.costs
         first = [held[0] % placement.depth for held in placement.virtual_stages]
         self.drains = [max(0.0, s * costs.b - costs.w) for s in first]
         total = costs.f + costs.b + costs.w
         self.span = total / _SPANS
-        self.stage_work = placement.num_chunks * work.num_microbatches * total
+        self.stage_work = placement.num_chunks * schedule.num_microbatches * total
 
-    def best(self, trials: Iterable[Settings], *, makespan: float) -> Plan | None:
+    def best(self, trials: Iterable[Settings], *, makespan: float) -> TickPlan | None:
         """The best of several searches' plans that end before ``makespan``, if any does."""
         best = None
         for settings in trials:
@@ -78,7 +79,7 @@ class TickSearch:
                 best, makespan = plan, plan.makespan
         return best
 
-    def search(self, settings: Settings, *, makespan: float) -> Plan | None:
+    def search(self, settings: Settings, *, makespan: float) -> TickPlan | None:
         """Looks for a plan that ends before ``makespan``; None if it finds none."""
         num_ticks = self.stage_work / self.engine.work.costs.f
         tries = _TRIAL_CELLS / (len(self.engine.stages) * num_ticks * len(settings.policies))
@@ -87,7 +88,7 @@ class TickSearch:
         rounding = self.engine.rounding
         rest = self.stage_work + rounding
         plan = None
-        spans: dict[int, list[State]] = {0: [self.engine.start()]}
+        spans: dict[int, list[Progress]] = {0: [self.engine.start()]}
         while spans:
             for state in self._best_of(spans.pop(min(spans)), settings, width):
                 if state.time - min(state.busy) >= makespan - rest:
@@ -97,35 +98,37 @@ class TickSearch:
                         spans.setdefault(int(new.time / self.span), []).append(new)
                     elif new.time < makespan - rounding:
                         makespan = new.time
-                        plan = Plan(new.time, new.choice)
+                        plan = TickPlan(new.time, new.choice)
         return plan
 
-    def cells(self, plan: Plan) -> list[list[Cell]]:
+    def slices(self, plan: TickPlan) -> list[list[Slice]]:
         """The slices that every stage runs in the ticks of a plan, in order."""
         choices, choice = [], plan.last
         while choice is not None:
             choices.append(choice)
             choice = choice.before
         engine = self.engine
-        rows: list[list[Cell]] = [[] for _ in engine.stages]
+        rows: list[list[Slice]] = [[] for _ in engine.stages]
         state = engine.start()
         for tick, (counts, _) in enumerate(reversed(choices)):
             ready = [engine.ready(state, d) for d in engine.stages]
             for d, row in enumerate(rows):
-                row.extend(engine.cells(state, d, ready[d], counts[d], tick))
+                row.extend(engine.slices(state, d, ready[d], counts[d], tick))
             state = engine.tick(state, ready, counts)
         return rows
 
-    def _best_of(self, states: list[State], settings: Settings, width: int) -> Iterator[State]:
+    def _best_of(
+        self, states: list[Progress], settings: Settings, width: int
+    ) -> Iterator[Progress]:
         """The states with the best scores, no two with the same work done."""
         p = len(self.engine.stages)
         drains = self.drains if settings.drains else [0.0] * p
 
-        def score(state: State) -> float:
+        def score(state: Progress) -> float:
             # `sum` of floats rounds differently from Python 3.12 on, and a rounding error can
             # decide which state is best. Adding from left to right is the same everywhere.
             mean = state.time - functools.reduce(operator.add, state.busy) / p
-            worst = state.time + max(map(operator.sub, drains, state.busy))
+            worst: float = state.time + max(map(operator.sub, drains, state.busy))
             return worst + mean - settings.eagerness * state.critical / p
 
         states.sort(key=score)
@@ -133,12 +136,12 @@ class TickSearch:
         for state in states:
             if len(seen) == width:
                 return
-            progress = state.progress()
-            if progress not in seen:
-                seen.add(progress)
+            work_done = state.work_done()
+            if work_done not in seen:
+                seen.add(work_done)
                 yield state
 
-    def _ticks(self, state: State, settings: Settings, number: int) -> Iterator[State]:
+    def _ticks(self, state: Progress, settings: Settings, number: int) -> Iterator[Progress]:
         """The states one tick later, for every length and policy worth trying."""
         engine = self.engine
         ready = [engine.ready(state, d) for d in engine.stages]

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 @dataclasses.dataclass(frozen=True)
-class Row:
+class Summary:
     """One schedule of a comparison.
 
     Args:
@@ -31,10 +31,10 @@ class Row:
     lock_step: float
 
 
-def row(free: Timeline, locked: Timeline) -> Row:
+def row(free: Timeline, locked: Timeline) -> Summary:
     """Makes a schedule's row from its timelines on the two clocks."""
     schedule = free.schedule
-    return Row(
+    return Summary(
         schedule.name,
         schedule.num_chunks,
         free.in_full_stages(max(free.peak_in_flight)),
@@ -43,7 +43,7 @@ def row(free: Timeline, locked: Timeline) -> Row:
     )
 
 
-def figure(rows: Sequence[Row], title: str) -> Figure:
+def figure(rows: Sequence[Summary], title: str) -> Figure:
     """Draws a comparison as bars: bubble ratios on the left, peak in flight on the right.
 
     Args:
@@ -54,7 +54,7 @@ def figure(rows: Sequence[Row], title: str) -> Figure:
       A matplotlib figure with an Agg canvas.
 
     Example:
-      >>> figure([Row("1f1b", 1, 4, 0.2, 0.3)], "p=4, m=8").axes[0].get_xlabel()
+      >>> figure([Summary("1f1b", 1, 4, 0.2, 0.3)], "p=4, m=8").axes[0].get_xlabel()
       'bubble ratio, %'
     """
     from matplotlib.backends.backend_agg import FigureCanvasAgg

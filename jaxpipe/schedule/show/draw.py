@@ -9,6 +9,7 @@ from jaxpipe.schedule.actions import Action, Kind
 from jaxpipe.schedule.simulate import TimedAction, Timeline, in_flight
 
 if TYPE_CHECKING:
+    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 FORMATS = ("svg", "png")
@@ -162,7 +163,7 @@ def figure(timeline: Timeline) -> Figure:
     return drawn
 
 
-def _draw_boxes(axes, timeline: Timeline) -> None:
+def _draw_boxes(axes: Axes, timeline: Timeline) -> None:
     placement = timeline.schedule.placement
     for d, row in enumerate(timeline.rows):
         for kind in sorted({timed.action.kind for timed in row}):
@@ -180,7 +181,7 @@ def _draw_boxes(axes, timeline: Timeline) -> None:
     axes.set_ylim(num_stages - 0.5, -0.5)
 
 
-def _draw_memory(axes, timeline: Timeline) -> None:
+def _draw_memory(axes: Axes, timeline: Timeline) -> None:
     from matplotlib import colormaps
 
     num_stages = len(timeline.rows)
@@ -228,7 +229,7 @@ def _fill(kind: Kind, chunk: int, num_chunks: int) -> tuple[float, float, float]
     return r, g, b
 
 
-def _number(axes, timeline: Timeline, *, points: float) -> None:
+def _number(axes: Axes, timeline: Timeline, *, points: float) -> None:
     for d, row in enumerate(timeline.rows):
         for timed in row:
             chunk = timeline.schedule.placement.chunks[timed.action.virtual_stage]

@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Collection
 from typing import Any
 
-from jaxpipe.schedule.actions import Kind, Schedule
+from jaxpipe.schedule.actions import Action, Kind, Schedule
 from jaxpipe.schedule.lowering.slots import cached_slots
 from jaxpipe.schedule.search.slices import slice_ticks
 from jaxpipe.schedule.simulate import Costs, TimedAction, Timeline, lock_step, simulate
@@ -36,11 +36,9 @@ def report(
       - ``schedule, stages, chunks, microbatches, costs``: the request;
       - ``free_running, lock_step``: ``makespan``, ``bubble_ratio``, and per stage ``stage_spans``
         and ``stage_bubble_ratios``;
-      - ``peak_in_flight``: per stage, in microbatches of a full stage: the chunk activations kept
-        at once, divided by the chunks of a stage;
+      - ``peak_in_flight``: per stage, in microbatches of a full stage;
       - ``peak_in_flight_bytes``: the same in bytes, only where ``activation_bytes`` is given;
-      - ``actions``: per stage, on the free-running clock. A fused backward is its B directly
-        followed by its W;
+      - ``actions``: per stage, on the free-running clock; a fused backward is its B, then its W;
       - ``messages``: ``total``, and by edge ``count`` and ``load``, the share of the free-running
         makespan in which the link is busy;
       - ``gathers, reductions``: chunk weight gathers and gradient reductions of each stage in one
@@ -56,11 +54,9 @@ def report(
       ([2.0, 1.0], 8, [1, 1])
     """
     free, locked = timelines(schedule, costs, layers_per_chunk=layers_per_chunk)
-    in_bytes = (
-        {}
-        if activation_bytes is None
-        else {"peak_in_flight_bytes": [count * activation_bytes for count in free.peak_in_flight]}
-    )
+    peak, in_bytes = free.peak_in_flight, {}
+    if activation_bytes is not None:
+        in_bytes["peak_in_flight_bytes"] = [count * activation_bytes for count in peak]
     return {
         "schedule": schedule.name,
         "stages": schedule.num_stages,
@@ -69,11 +65,9 @@ def report(
         "costs": {"f": costs.f, "b": costs.b, "w": costs.w, "message": costs.message},
         "free_running": _clock(free),
         "lock_step": _clock(locked),
-        "peak_in_flight": [free.in_full_stages(count) for count in free.peak_in_flight],
+        "peak_in_flight": [free.in_full_stages(count) for count in peak],
         **in_bytes,
-        "actions": [
-            [part for timed in row for part in _parts(timed, schedule, costs)] for row in free.rows
-        ],
+        "actions": [[part for timed in row for part in _parts(timed, free)] for row in free.rows],
         "messages": _messages(free, costs.message),
         "gathers": transfers(schedule, kinds=tuple(Kind), num_slots=weight_slots),
         "reductions": transfers(schedule, kinds=(Kind.W, Kind.BW), num_slots=weight_slots),
@@ -139,18 +133,23 @@ def _clock(timeline: Timeline) -> dict[str, Any]:
     }
 
 
-def _parts(timed: TimedAction, schedule: Schedule, costs: Costs) -> list[dict[str, Any]]:
+def place_of(action: Action, schedule: Schedule) -> dict[str, int]:
+    """What an action works on, as plain values."""
+    chunk = schedule.placement.chunks[action.virtual_stage] % schedule.num_chunks
+    own = {"virtual_stage": action.virtual_stage, "microbatch": action.microbatch}
+    return {"chunk": chunk, **own}
+
+
+def _parts(timed: TimedAction, timeline: Timeline) -> list[dict[str, Any]]:
     action = timed.action
     parts = [(action.kind, timed.start, timed.end)]
     if action.kind is Kind.BW:
-        middle = timed.start + costs.b
+        middle = timed.start + timeline.costs[action.virtual_stage].b
         parts = [(Kind.B, timed.start, middle), (Kind.W, middle, timed.end)]
     return [
         {
             "kind": kind.value,
-            "chunk": schedule.placement.chunks[action.virtual_stage] % schedule.num_chunks,
-            "virtual_stage": action.virtual_stage,
-            "microbatch": action.microbatch,
+            **place_of(action, timeline.schedule),
             "start": start,
             "end": end,
         }

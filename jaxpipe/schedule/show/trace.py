@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from jaxpipe.schedule.show.report import place_of
 from jaxpipe.schedule.simulate import Timeline, in_flight
 
 _MICROSECONDS = 1000.0
@@ -49,12 +50,7 @@ def trace(timeline: Timeline) -> dict[str, Any]:
                     **thread,
                     "ts": timed.start * _MICROSECONDS,
                     "dur": (timed.end - timed.start) * _MICROSECONDS,
-                    "args": {
-                        "virtual_stage": action.virtual_stage,
-                        "chunk": schedule.placement.chunks[action.virtual_stage]
-                        % schedule.num_chunks,
-                        "microbatch": action.microbatch,
-                    },
+                    "args": place_of(action, schedule),
                 }
             )
         events += [

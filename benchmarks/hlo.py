@@ -31,12 +31,12 @@ class Instruction:
     text: str
 
 
-class Program:
+class HloProgram:
     """A compiled module, by computation; instructions are in the order in which they run.
 
     Example:
       >>> import jax, jax.numpy as jnp
-      >>> found = Program(jax.jit(jnp.sum).lower(jnp.ones(3)).compile().as_text())
+      >>> found = HloProgram(jax.jit(jnp.sum).lower(jnp.ones(3)).compile().as_text())
       >>> [instruction.shapes for instruction in found.computations[found.entry]][-1]
       ((),)
     """

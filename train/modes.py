@@ -1,8 +1,8 @@
-"""The two ways a run takes its steps: draining the pipeline in each, or never.
+"""The two modes of training: the pipeline drains in every step, or never.
 
-The loop sees a `Phase` alone. What a phase's steps *carry* is its own affair; a phase begins from a
-`State` and can be settled into one, so that synchronous and asynchronous steps follow each other
-(PipeMare's T3) and evaluation, samples and the last checkpoint need not know which they were.
+The loop knows only a `Mode`, and does not look into what its steps *carry*. A mode begins from a
+`TrainState` and can be settled into one. Synchronous and asynchronous steps can therefore follow
+each other (PipeMare's T3), and evaluation, samples and the last checkpoint are the same for both.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ import numpy as np
 
 from jaxpipe.runtime.update.asynchronous import AsyncPipeline
 from jaxpipe.schedule.simulate import lock_step
-from train import schedule
+from train import configured
 from train.config import Config
-from train.step import Program, State, with_sharding
+from train.step import Setup, TrainState, with_sharding
 
 PyTree = Any
 
@@ -38,110 +38,110 @@ _CARRIED = {
     "flight.gradients": "gradient sums",
     "flight.outer_gradients": "gradient sums",
 }
-"""What the parts of an asynchronous pipeline's state are."""
+"""Names of the parts of an asynchronous pipeline's state, as --dry-run shows them."""
 
 
-class Phase(abc.ABC):
-    """A way to take steps.
+class Mode(abc.ABC):
+    """A way of running training steps.
 
     Args:
-      program: what to run.
+      setup: what to run.
 
     Attributes:
-      first: steps done when the pipeline was last empty.
+      first: the number of steps done when the pipeline was last empty.
     """
 
     first = 0
 
-    def __init__(self, program: Program) -> None:
-        self.program, self.config = program, program.config
+    def __init__(self, setup: Setup) -> None:
+        self.setup, self.config = setup, setup.config
 
     @abc.abstractmethod
-    def begin(self, state: State, step: int) -> PyTree:
-        """What the steps after this one carry."""
+    def begin(self, state: TrainState, step: int) -> PyTree:
+        """Returns what the steps after this one carry."""
 
     @abc.abstractmethod
     def compile(self) -> jax.stages.Compiled:
-        """``(carried, batch, rng) -> (carried, values)``; donates what is carried."""
+        """Compiles ``(carried, batch, rng) -> (carried, values)``, which donates ``carried``."""
 
     @abc.abstractmethod
-    def settle(self, carried: PyTree) -> tuple[State, np.ndarray]:
-        """The state after every batch that has entered, and the losses that were still to come.
+    def settle(self, carried: PyTree) -> tuple[TrainState, np.ndarray]:
+        """Returns the state after every batch that has entered, and the losses that were pending.
 
-        What is carried stays as it is: training goes on from it undisturbed.
+        What is carried does not change, so that training can continue from it.
         """
 
     @property
     @abc.abstractmethod
     def saved_shapes(self) -> PyTree:
-        """Shapes and shardings of what `to_saved` gives."""
+        """Shapes and shardings of what `to_saved` returns."""
 
     @abc.abstractmethod
     def to_saved(self, carried: PyTree) -> PyTree:
-        """What a checkpoint holds."""
+        """Returns what a checkpoint holds."""
 
     @abc.abstractmethod
     def from_saved(self, saved: PyTree, step: int) -> PyTree:
-        """Undoes `to_saved`; ``step`` are the steps done."""
+        """Undoes `to_saved`; ``step`` is the number of steps done."""
 
     def layout(self) -> dict[str, Any] | None:
-        """The layout that alone continues what is saved; None if any does."""
+        """Returns the only layout that can continue what is saved; None if any can."""
         return None
 
     def loss_step(self, step: int) -> int | None:
-        """The step whose batch's loss comes out of a step; None while the pipeline fills."""
+        """Returns the step whose loss a step yields; None while the pipeline fills."""
         return step
 
     @abc.abstractmethod
     def bubble(self, step: int) -> float:
-        """Share of idle time in a step: what the schedule and the stages' costs make of it."""
+        """Predicts the share of idle time in a step from the schedule and the stages' costs."""
 
     def metrics(self, step: int, values: dict[str, jax.Array]) -> dict[str, Any]:
-        """What a step tells beside loss and gradient norm."""
+        """Returns what is recorded of a step in addition to loss and gradient norm."""
         del step, values
         return {}
 
 
-class SynchronousPhase(Phase):
-    """Every step drains the pipeline; carries the `State`."""
+class Synchronous(Mode):
+    """Every step drains the pipeline. Steps carry the `TrainState`."""
 
     def begin(self, state, step):
         self.first = step
         return state
 
     def compile(self):
-        return self.program.compile()
+        return self.setup.compile()
 
     def settle(self, carried):
         return carried, np.zeros(0)
 
     @property
     def saved_shapes(self):
-        return self.program.canonical_shapes
+        return self.setup.canonical_shapes
 
     def to_saved(self, carried):
-        return self.program.to_canonical(carried)
+        return self.setup.to_canonical(carried)
 
     def from_saved(self, saved, step):
-        return self.begin(self.program.from_canonical(saved), step)
+        return self.begin(self.setup.from_canonical(saved), step)
 
     @cached_property
     def _bubble(self) -> float:
-        return lock_step(self.program.schedule, self.program.chunk_costs).bubble_ratio
+        return lock_step(self.setup.schedule, self.setup.chunk_costs).bubble_ratio
 
     def bubble(self, step):
         return self._bubble
 
 
-class AsynchronousPhase(Phase):
-    """The pipeline never drains; carries everything in flight."""
+class Asynchronous(Mode):
+    """The pipeline never drains. Steps carry everything in flight."""
 
-    def __init__(self, program: Program) -> None:
-        super().__init__(program)
-        steps, decay = schedule.techniques(self.config)
+    def __init__(self, setup: Setup) -> None:
+        super().__init__(setup)
+        steps, decay = configured.techniques(self.config)
         self.training = AsyncPipeline(
-            program.pipe,
-            program.make_optimizer(clips=False),
+            setup.pipe,
+            setup.make_optimizer(clips=False),
             method=self.config.pipeline.schedule,
             rescheduling_steps=steps,
             discrepancy_decay=decay,
@@ -152,13 +152,13 @@ class AsynchronousPhase(Phase):
 
     def begin(self, state, step):
         self.first = step
-        return self._fill(state, self.program.rng(0), step - self.config.asynchronous.warmup_steps)
+        return self._fill(state, self.setup.rng(0), step - self.config.asynchronous.warmup_steps)
 
-    def _fill(self, state: State, rng: jax.Array | None, step: int) -> PyTree:
+    def _fill(self, state: TrainState, rng: jax.Array | None, step: int) -> PyTree:
         return self.training.init(
             state.params,
             state.optimizer,
-            self.program.batch_shapes,
+            self.setup.batch_shapes,
             rng,
             states=state.layers,
             step=step,
@@ -167,8 +167,8 @@ class AsynchronousPhase(Phase):
     @cached_property
     def shapes(self) -> PyTree:
         """Shapes and shardings of what is carried."""
-        rng = jax.eval_shape(lambda: self.program.rng(0))
-        shapes = jax.eval_shape(self._fill, self.program.state_shapes, rng, 0)
+        rng = jax.eval_shape(lambda: self.setup.rng(0))
+        shapes = jax.eval_shape(self._fill, self.setup.state_shapes, rng, 0)
 
         def of(sharding, part):
             return jax.tree.map(lambda leaf: with_sharding(leaf, sharding), part)
@@ -189,19 +189,19 @@ class AsynchronousPhase(Phase):
             }
             return carried, values
 
-        shardings = self._shardings, self.program.replicated
+        shardings = self._shardings, self.setup.replicated
         jitted = jax.jit(step, donate_argnums=0, out_shardings=shardings)
-        rng = jax.eval_shape(lambda: self.program.rng(0))
-        return jitted.lower(self.shapes, self.program.batch_shapes, rng).compile()
+        rng = jax.eval_shape(lambda: self.setup.rng(0))
+        return jitted.lower(self.shapes, self.setup.batch_shapes, rng).compile()
 
     @cached_property
     def _settle(self):
         def settle(carried):
             carried, losses = self.training.drain(carried)
             params, optimizer = self.training.finish(carried)
-            return State(params, optimizer, carried["states"]), losses
+            return TrainState(params, optimizer, carried["states"]), losses
 
-        shardings = self.program.state_shardings, self.program.replicated
+        shardings = self.setup.state_shardings, self.setup.replicated
         return jax.jit(settle, out_shardings=shardings)
 
     def settle(self, carried):
@@ -223,7 +223,9 @@ class AsynchronousPhase(Phase):
 
         def restore(saved):
             def leaf(name, shape):
-                if name not in saved:  # when the states of layers had one value for all data shards
+                if (
+                    name not in saved
+                ):  # saved when states of layers had one value for all data shards
                     return jnp.broadcast_to(saved[name.removeprefix("flight.")], shape.shape)
                 return jax.random.wrap_key_data(saved[name]) if _is_key(shape) else saved[name]
 
@@ -235,7 +237,7 @@ class AsynchronousPhase(Phase):
         return carried
 
     def layout(self):
-        return layout_of(self.program)
+        return layout_of(self.setup)
 
     def loss_step(self, step):
         left = step - self.steady.loss_lag
@@ -243,7 +245,7 @@ class AsynchronousPhase(Phase):
 
     @cached_property
     def _full_utilization(self) -> float:
-        return self.steady.full_utilization(self.program.chunk_costs)
+        return self.steady.full_utilization(self.setup.chunk_costs)
 
     def _utilization(self, step: int) -> float:
         return self._full_utilization * self.steady.work_ratio(step - self.first - 1)
@@ -264,12 +266,12 @@ class AsynchronousPhase(Phase):
 
     @cached_property
     def weight_bytes(self) -> int:
-        """Bytes of all versions of all weights and of T2's mean steps, however they are sharded."""
+        """Bytes of all versions of all weights and of T2's mean steps, over all devices."""
         kept = self.shapes["weights"], self.shapes["delta"]
         return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(kept))
 
     def carried_bytes(self) -> dict[str, int]:
-        """What each device carries from step to step, in bytes by what it is."""
+        """Returns the bytes that each device carries from step to step, by kind."""
         sizes: dict[str, int] = {}
         for path, leaf in self.saved_shapes.items():
             part, *rest = path.split(".")
@@ -278,52 +280,52 @@ class AsynchronousPhase(Phase):
         return sizes
 
 
-class Phases:
-    """The phases of a run, each made when first needed.
+class Modes:
+    """The modes of a run, each made when first needed.
 
     Args:
-      program: what to run.
+      setup: what to run.
     """
 
-    def __init__(self, program: Program) -> None:
-        self._program = program
+    def __init__(self, setup: Setup) -> None:
+        self._setup = setup
 
     @cached_property
-    def synchronous(self) -> SynchronousPhase:
-        return SynchronousPhase(self._program)
+    def synchronous(self) -> Synchronous:
+        return Synchronous(self._setup)
 
     @cached_property
-    def asynchronous(self) -> AsynchronousPhase:
-        return AsynchronousPhase(self._program)
+    def asynchronous(self) -> Asynchronous:
+        return Asynchronous(self._setup)
 
-    def after(self, step: int) -> Phase:
-        """The phase of the step after so many."""
-        config = self._program.config
-        if schedule.is_asynchronous(config) and step >= config.asynchronous.warmup_steps:
+    def after(self, step: int) -> Mode:
+        """Returns the mode of the next step, given the number of steps done."""
+        config = self._setup.config
+        if configured.is_asynchronous(config) and step >= config.asynchronous.warmup_steps:
             return self.asynchronous
         return self.synchronous
 
 
-def layout_of(program: Program) -> dict[str, Any]:
-    """What decides the shapes and the meaning of what is in flight, by the field's path."""
-    config: Config = program.config
+def layout_of(setup: Setup) -> dict[str, Any]:
+    """Returns the fields that decide the shapes and the meaning of what is in flight, by path."""
+    config: Config = setup.config
     fields = [
         *("mesh.stage", "mesh.data", "pipeline.schedule", "pipeline.microbatches"),
         *("pipeline.remat", "pipeline.zero", "train.batch_size", "asynchronous.warmup_steps"),
     ]
     flat = config.flat()
     found = {path: flat[path] for path in fields}
-    found["pipeline.partition"] = ",".join(map(str, program.layer_counts))
-    if schedule.is_asynchronous(config):
-        found["asynchronous.discrepancy_decay"] = schedule.techniques(config)[1] or 0.0
+    found["pipeline.partition"] = ",".join(map(str, setup.layer_counts))
+    if configured.is_asynchronous(config):
+        found["asynchronous.discrepancy_decay"] = configured.techniques(config)[1] or 0.0
         found["asynchronous.recompute_segment"] = flat["asynchronous.recompute_segment"]
-    if (dropout := f"{config.section}.dropout") in flat:
-        found[dropout] = flat[dropout]
+    if "model.dropout" in flat:
+        found["model.dropout"] = flat["model.dropout"]
     return found
 
 
 def device_bytes(shapes: PyTree) -> int:
-    """Bytes of each device's parts of arrays, of which shapes and shardings are given."""
+    """Returns the bytes per device of arrays with these shapes and shardings."""
     return sum(
         math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
         for leaf in jax.tree.leaves(shapes)
@@ -331,7 +333,7 @@ def device_bytes(shapes: PyTree) -> int:
 
 
 def _by_name(tree: PyTree) -> dict[str, Any]:
-    """A tree's leaves by their paths, in its own order."""
+    """Returns the leaves of a tree by path, in the order of the tree."""
     return {
         jax.tree_util.keystr(path, simple=True, separator="."): leaf
         for path, leaf in jax.tree.leaves_with_path(tree)
@@ -343,5 +345,5 @@ def _is_key(leaf) -> bool:
 
 
 def _saved(leaf: jax.Array) -> jax.Array:
-    """A leaf to write: a copy, since the next step may overwrite the array itself."""
+    """Copies a leaf to save, since the next step may overwrite the array itself."""
     return jax.random.key_data(leaf) if _is_key(leaf) else jnp.copy(leaf)

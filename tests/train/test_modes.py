@@ -10,18 +10,17 @@ from tiny_tasks import TINY, assert_same_first_step, rows
 
 from train.checkpoint import Checkpoints
 from train.config import Config
-from train.phases import AsynchronousPhase, Phases
-from train.step import Program
+from train.modes import Asynchronous, Modes
+from train.step import Setup
 
 pytestmark = pytest.mark.pipeline
 GPT = {"vocab_size": 40, "sequence_length": 8, "num_layers": 2, "width": 8, "num_heads": 2}
 
 
 def config(task: str, *, asynchronous: dict, schedule: str = "pipemare", **model) -> Config:
-    shape = {"model": GPT | model} if task == "gpt" else {task: TINY[task] | model}
     return Config(
         task=task,
-        **shape,
+        model=(GPT if task == "gpt" else TINY[task]) | model,
         mesh={"stage": 2, "data": 2},
         pipeline={"schedule": schedule, "microbatches": 2, "slices": False},
         # So loose that it does not matter which norms a stage knows.
@@ -54,29 +53,29 @@ def equal(a, b) -> None:
 def test_one_step_and_a_drain_are_a_synchronous_step(task, schedule, segment):
     """No weights are late for the first minibatch: weight decay and states included."""
     settings = {"rescheduling_steps": 0, "recompute_segment": segment}
-    program = Program(config(task, asynchronous=settings, schedule=schedule))
-    batch, phase = rows(program), AsynchronousPhase(program)
-    carried, _ = phase.compile()(phase.begin(program.init(), 0), batch, None)
-    state, losses = phase.settle(carried)
-    want, metrics = program.train_step(program.init(), batch, None)
+    setup = Setup(config(task, asynchronous=settings, schedule=schedule))
+    batch, mode = rows(setup), Asynchronous(setup)
+    carried, _ = mode.compile()(mode.begin(setup.init(), 0), batch, None)
+    state, losses = mode.settle(carried)
+    want, metrics = setup.train_step(setup.init(), batch, None)
     np.testing.assert_allclose(losses, [metrics["loss"]], rtol=1e-5)
-    got, want = program.to_canonical(state), program.to_canonical(want)
+    got, want = setup.to_canonical(state), setup.to_canonical(want)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4), got.layers, want.layers)
     assert_same_first_step(got.params, want.params, want.optimizer[1].mu)
 
 
 def test_a_checkpoint_from_before_states_had_a_value_for_every_data_shard(tmp_path):
-    phase = AsynchronousPhase(Program(config("resnet", asynchronous={})))
-    saved = phase.to_saved(phase.begin(phase.program.init(), 0))
+    mode = Asynchronous(Setup(config("resnet", asynchronous={})))
+    saved = mode.to_saved(mode.begin(mode.setup.init(), 0))
     old = {name: leaf for name, leaf in saved.items() if not name.startswith("flight.states")}
     assert 0 < len(old) < len(saved)
     old |= {name: leaf + 1 for name, leaf in saved.items() if name.startswith("states")}
     with Checkpoints(tmp_path) as checkpoints:
         checkpoints.save(3, old, data={}, run={})
         checkpoints.wait()
-        restored, _ = checkpoints.restore(3, phase.saved_shapes)
-    carried = phase.from_saved(restored, 3)
-    assert {name: jnp.shape(leaf) for name, leaf in phase.to_saved(carried).items()} == {
+        restored, _ = checkpoints.restore(3, mode.saved_shapes)
+    carried = mode.from_saved(restored, 3)
+    assert {name: jnp.shape(leaf) for name, leaf in mode.to_saved(carried).items()} == {
         name: leaf.shape for name, leaf in saved.items()
     }
     for name, leaf in carried["states"].items():
@@ -89,20 +88,20 @@ def test_a_checkpoint_from_before_states_had_a_value_for_every_data_shard(tmp_pa
 def test_settling_and_saving_disturb_nothing():
     """Evaluation and checkpoints look at a run with dropout, T1 and T2 in mid-flight."""
     settings = {"rescheduling_steps": 4, "discrepancy_decay": 0.2}
-    program = Program(config("gpt", asynchronous=settings, dropout=0.2))
-    batch, phase = rows(program), Phases(program).after(0)
-    step = phase.compile()
+    setup = Setup(config("gpt", asynchronous=settings, dropout=0.2))
+    batch, mode = rows(setup), Modes(setup).after(0)
+    step = mode.compile()
 
     def train(looks: bool):
-        carried = phase.begin(program.init(), 0)
+        carried = mode.begin(setup.init(), 0)
         for k in range(4):
-            carried, values = step(carried, batch, program.rng(k))
+            carried, values = step(carried, batch, setup.rng(k))
             if looks:
-                phase.settle(carried)
-                saved = jax.tree.map(np.asarray, phase.to_saved(carried))
-                phase.first = -1
-                carried = phase.from_saved(saved, k + 1)
-                assert phase.first == 0
-        return *phase.settle(carried), values
+                mode.settle(carried)
+                saved = jax.tree.map(np.asarray, mode.to_saved(carried))
+                mode.first = -1
+                carried = mode.from_saved(saved, k + 1)
+                assert mode.first == 0
+        return *mode.settle(carried), values
 
     equal(train(looks=True), jax.tree.map(np.asarray, train(looks=False)))

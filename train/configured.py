@@ -1,4 +1,4 @@
-"""The schedule that a configuration asks for."""
+"""The schedule and the techniques that a configuration asks for."""
 
 from __future__ import annotations
 
@@ -13,15 +13,16 @@ from jaxpipe.schedule.check.validate import simulated_only
 from jaxpipe.schedule.formats import user
 from jaxpipe.schedule.generators import pipemare
 from jaxpipe.schedule.generators.pipemare import SteadyState
+from jaxpipe.schedule.problems import Problem, refuse
 from jaxpipe.schedule.search.slices import slice_ticks
 from jaxpipe.schedule.simulate import Costs
 from train.config import Config
 
 _SYNCHRONOUS = "1f1b"
-"""What asynchronous training warms up and evaluates with."""
+"""The schedule that asynchronous training warms up and evaluates with."""
 
 _WARMUPS = 5
-"""T1's steps, in warm-ups of the learning rate: PipeMare's Transformers, arXiv 1910.05124."""
+"""T1's steps, in learning-rate warm-ups, as for PipeMare's Transformers (arXiv 1910.05124)."""
 
 _DECAY = 0.135
 """T2's decay, e^-2: arXiv 1910.05124, section 3.2."""
@@ -33,7 +34,7 @@ def is_asynchronous(config: Config) -> bool:
 
 
 def steady_state(config: Config) -> SteadyState:
-    """The rules of an asynchronous configuration's pipeline.
+    """Returns the rules of an asynchronous pipeline.
 
     Raises:
       ValueError: the method needs more microbatches, or a segment has more stages than there are.
@@ -44,7 +45,7 @@ def steady_state(config: Config) -> SteadyState:
 
 
 def techniques(config: Config) -> tuple[int | None, float | None]:
-    """PipeMare's T1 and T2 of an asynchronous configuration: K and D, None for what is off."""
+    """Returns T1's number of steps and T2's decay; None for a technique that is off."""
     settings, own = config.asynchronous, config.pipeline.schedule == "pipemare"
     steps, decay = settings.rescheduling_steps, settings.discrepancy_decay
     if steps is None:
@@ -56,24 +57,22 @@ def techniques(config: Config) -> tuple[int | None, float | None]:
 
 @functools.cache
 def order(config: Config) -> Schedule:
-    """Builds the schedule by its name; for asynchronous training the one it warms up with.
+    """Builds the schedule by its name; for asynchronous training, the one that it warms up with.
 
     Args:
-      config: the task's layers, ``mesh.stage``, ``pipeline.*`` and ``costs.*`` are read.
+      config: only the number of layers, ``mesh.stage``, ``pipeline.*`` and ``costs.*`` are read.
 
     Raises:
-      ValueError: as `jaxpipe.schedules.build`, or it can only be simulated; the message names the
-        fields.
+      ValueError: as in `jaxpipe.schedules.build`, or it can only be simulated.
     """
     found = _order(config)
-    if problems := list(simulated_only(found)):
-        raise ValueError(f"pipeline.schedule={config.pipeline.schedule}: " + "\n".join(problems))
+    refuse(simulated_only(found))
     return found
 
 
 def _order(config: Config) -> Schedule:
     pipeline, name = config.pipeline, config.pipeline.schedule
-    # Schedules that read the layers have two chunks a stage.
+    # Schedules that read the layers have two chunks per stage.
     layers_per_chunk = max(1, -(-config.num_layers // (2 * config.mesh.stage)))
     clock: dict[str, Any] = {"costs": costs(config), "layers_per_chunk": layers_per_chunk}
     if user.is_users(name):
@@ -90,7 +89,7 @@ def _order(config: Config) -> Schedule:
 
 
 def _users(config: Config, clock: dict[str, Any]) -> Schedule:
-    """A user's own schedule, of the stages and microbatches that the configuration has."""
+    """Loads a user's own schedule, for the configured numbers of stages and microbatches."""
     pipeline, name, stages = config.pipeline, config.pipeline.schedule, config.mesh.stage
     options: dict[str, Any] = {
         "num_chunks": pipeline.chunks,
@@ -100,23 +99,21 @@ def _users(config: Config, clock: dict[str, Any]) -> Schedule:
     given = {option: value for option, value in options.items() if value is not None}
     if not user.is_file(name):
         m = pipeline.microbatches
-        return user.load(name, stages=stages, microbatches=m, clock=clock, **given)
+        return user.load(name, num_stages=stages, num_microbatches=m, clock=clock, **given)
     try:
-        schedule = user.load(name, stages=None, microbatches=None, **given)
+        schedule = user.load(name, num_stages=None, num_microbatches=None, **given)
     except OSError as error:
         raise ValueError(f"pipeline.schedule={name!r} cannot be read: {error}") from None
-    own, m = schedule.num_stages, schedule.num_microbatches
-    if (own, m) != (stages, pipeline.microbatches):
-        raise ValueError(
-            f"pipeline.schedule={name!r} is not a schedule for mesh.stage={stages} and "
-            f"pipeline.microbatches={pipeline.microbatches}.\n"
-            f"Nearest valid: mesh.stage={own}, pipeline.microbatches={m}."
-        )
+    wanted = {"num_stages": stages, "num_microbatches": pipeline.microbatches}
+    own = {argument: getattr(schedule, argument) for argument in wanted}
+    if own != wanted:
+        rule = "is not a schedule for $num_stages and $num_microbatches"
+        refuse([Problem("name", name, rule, own, wanted)])
     return schedule
 
 
 def build(config: Config, layer_counts: Sequence[int]) -> Schedule:
-    """Builds the schedule and cuts it into slices of the model's layers, unless told not to.
+    """Builds the schedule and cuts it into slices of the model's layers if that is configured.
 
     Args:
       config: a checked configuration.
@@ -131,12 +128,12 @@ def build(config: Config, layer_counts: Sequence[int]) -> Schedule:
 
 
 def own_counts(config: Config) -> tuple[int, ...] | None:
-    """The layers of every chunk as ``pipeline.partition`` lists them; None if it names a rule."""
+    """Returns the layers of every chunk if ``pipeline.partition`` lists them; None for a rule."""
     if config.pipeline.partition in ("equal", "flops", "measured"):
         return None
     return tuple(int(count) for count in config.pipeline.partition.split(","))
 
 
 def costs(config: Config) -> Costs:
-    """The costs that schedules and ticks are made for."""
+    """Returns the costs that schedules and ticks are made for."""
     return Costs(**config.costs.model_dump())

@@ -1,0 +1,1 @@
+"""The sub-commands of ``jaxpipe``, and what they share."""

@@ -1,0 +1,203 @@
+"""``jaxpipe show`` and ``jaxpipe validate``: one schedule, in any format."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any, Literal
+
+import tyro
+
+from jaxpipe.commands.options import DEFAULT_COSTS, build, check_size, parse_costs
+from jaxpipe.schedule.actions import Schedule
+from jaxpipe.schedule.formats import user
+from jaxpipe.schedule.formats.csv_format import read_csv, write_csv
+from jaxpipe.schedule.generators import pipemare
+from jaxpipe.schedule.lowering.steady_rows import steady_schedule
+from jaxpipe.schedule.problems import ArgumentError, Problem, below_one, refuse
+from jaxpipe.schedule.show import draw, pipemare_draw
+from jaxpipe.schedule.show.report import report, timelines
+from jaxpipe.schedule.show.trace import trace
+from jaxpipe.schedule.simulate import Costs
+
+_ENDINGS = {".svg": ("svg",), ".png": ("png",), ".csv": ("csv",), ".json": ("json", "trace")}
+"""The formats that a file's ending allows; the first is the default."""
+_NOT_ASYNCHRONOUS = {
+    "chunks": (1, "each of its stages holds 1 chunk"),
+    "group": (None, "its microbatches enter one by one"),
+    "costs": (
+        DEFAULT_COSTS,
+        "its picture counts ticks, each with a forward and a backward on every stage",
+    ),
+    "layers_per_chunk": (None, "its ticks run whole actions"),
+    "memory_limit": (None, "it always keeps 2(p-d) microbatches in flight on stage d"),
+}
+"""What `show` of an asynchronous method takes of such an option, and why nothing else."""
+
+_Format = Literal["text", "svg", "png", "trace", "csv", "json"]
+
+
+def show(
+    name: tyro.conf.Positional[str],
+    /,
+    *,
+    stages: int | None = None,
+    microbatches: int | None = None,
+    chunks: int | None = None,
+    group: int | None = None,
+    costs: str = DEFAULT_COSTS,
+    layers_per_chunk: int | None = None,
+    memory_limit: float | None = None,
+    recompute_segment: int | None = None,
+    format: _Format | None = None,
+    out: Path | None = None,
+) -> None:
+    """Draw one schedule, or write it as a picture, a trace, CSV or JSON.
+
+    Args:
+      name: the schedule; `jaxpipe schedules` lists them. Or your own: FILE.csv, module:function. Or
+        pipemare, pipedream or 2bw: as text the steady state, with delays and weight versions; in
+        other formats a few minibatches, from an empty pipeline to an empty one.
+      stages: p, pipeline stages; every schedule but a file needs it.
+      microbatches: m, microbatches per batch; every schedule but a file needs it.
+      chunks: v, chunks per stage; the schedule's own default without it.
+      group: microbatches that interleaved and breadth-first schedules take together.
+      costs: time of F,B,W of one chunk, and optionally of one message: 1,1,1 or 1,1.2,0.8,0.1.
+      layers_per_chunk: cut lock-step ticks into slices at the granularity of this many layers.
+      memory_limit: peak in flight per stage, in microbatches of a full stage, for a search.
+      recompute_segment: for an asynchronous method, stages that run forward again together.
+      format: what to write; by default the format of --out's ending, or else text.
+      out: the file to write; svg and png need one, the others go to standard output without it.
+    """
+    written = _chosen_format(format, out, name)
+    options: dict[str, Any] = {
+        "chunks": chunks,
+        "group": group,
+        "layers_per_chunk": layers_per_chunk,
+        "memory_limit": memory_limit,
+    }
+    shape = stages, microbatches
+    parsed = parse_costs(costs)
+    if name in pipemare.METHODS:
+        steady = _steady_state(name, *shape, recompute_segment, written, costs=costs, **options)
+        if written == "text":
+            _write(pipemare_draw.text(steady), out)
+            return
+        schedule: Schedule = steady_schedule(steady)
+    else:
+        if recompute_segment is not None:
+            rule = f"does not fit $name: segments are for {', '.join(pipemare.METHODS)}"
+            others = {"name": name}
+            refuse([Problem("recompute_segment", recompute_segment, rule, (None,), others)])
+        schedule = build(name, stages=stages, microbatches=microbatches, costs=parsed, **options)
+    if written in draw.FORMATS:
+        assert out is not None
+        free, _ = timelines(schedule, parsed)
+        draw.save(draw.figure(free), out)
+    else:
+        _write(_in_format(schedule, parsed, layers_per_chunk, written, out is None), out)
+
+
+def validate(
+    file: tyro.conf.Positional[Path],
+    /,
+    *,
+    costs: str = DEFAULT_COSTS,
+    layers_per_chunk: int | None = None,
+    format: Literal["text", "json"] = "text",
+) -> None:
+    """Check a schedule in PyTorch's CSV of actions, and report it as `show` does.
+
+    Args:
+      file: one row per stage, cells such as 0F3, 1I2 (backward for the input), 2W0, 1B2 (both).
+      costs: time of F,B,W of one chunk, and optionally of one message: 1,1,1 or 1,1.2,0.8,0.1.
+      layers_per_chunk: cut lock-step ticks into slices at the granularity of this many layers.
+      format: what to write.
+    """
+    parsed = parse_costs(costs)
+    refuse(below_one(layers_per_chunk=layers_per_chunk))
+    shown = _in_format(read_csv(file), parsed, layers_per_chunk, format, True, must_draw=False)
+    _write(shown, None)
+
+
+def _chosen_format(format: _Format | None, out: Path | None, name: str) -> str:
+    """The requested format, or that of the file's ending."""
+    fits = _ENDINGS.get(out.suffix.lower()) if out is not None else None
+    if format is None:
+        return fits[0] if fits else "text"
+    if format in fits if fits else format not in draw.FORMATS:
+        return format
+    ending = {"text": ".txt", "trace": ".json"}.get(format, f".{format}")
+    seen = "there is no --out" if out is None else f"--out is {out}"
+    raise ValueError(
+        f"--format {format} needs a file that ends in {ending}, and {seen}.\n"
+        f"Nearest valid: --out {(out or Path(name)).with_suffix(ending)}"
+    )
+
+
+def _steady_state(
+    name: str,
+    stages: int | None,
+    microbatches: int | None,
+    recompute_segment: int | None,
+    format: str,
+    **options: Any,
+) -> pipemare.SteadyState:
+    """The rules of an asynchronous pipeline, as far as a format can say them."""
+    others = {"name": name}
+    unread = dict(_NOT_ASYNCHRONOUS)
+    if format != "text":
+        del unread["costs"]
+    refuse(
+        Problem(option, options[option], f"does not fit $name: {why}", (None,), others)
+        for option, (taken, why) in unread.items()
+        if options[option] not in (None, taken)
+    )
+    if stages is None or microbatches is None:
+        raise ArgumentError([user.no_shape(name)])
+    if format == "csv":
+        rule = "is for schedules that end; $name never drains"
+        refuse([Problem("format", format, rule, {"format": "text"}, others)])
+    check_size(stages, microbatches, 1)
+    return pipemare.SteadyState(stages, microbatches, name, recompute_segment)
+
+
+def _in_format(
+    schedule: Schedule,
+    costs: Costs,
+    layers_per_chunk: int | None,
+    format: str,
+    printed: bool,
+    *,
+    must_draw: bool = True,
+) -> str:
+    """The schedule in any of the formats that are text."""
+    if format == "csv":
+        return write_csv(schedule)
+    if format == "json":
+        shown = report(schedule, costs, layers_per_chunk=layers_per_chunk)
+        return json.dumps(shown, indent=2) + "\n"
+    free, locked = timelines(schedule, costs, layers_per_chunk=layers_per_chunk)
+    if format == "trace":
+        return json.dumps(trace(free)) + "\n"
+    colour = printed and sys.stdout.isatty() and "NO_COLOR" not in os.environ
+    peaks = ", ".join(f"{free.in_full_stages(count):g}" for count in free.peak_in_flight)
+    try:
+        drawing = draw.text(free, colour=colour)
+    except draw.TooWideError as error:
+        if must_draw:
+            raise
+        drawing = f"Valid, but not drawn. {error}"
+    return (
+        f"{drawing}\n{draw.caption(free)}\n{draw.caption(locked)}\n"
+        f"peak in flight, per stage: {peaks}\n"
+    )
+
+
+def _write(text: str, out: Path | None) -> None:
+    if out is None:
+        print(text, end="")
+    else:
+        out.write_text(text, encoding="utf-8")

@@ -1,0 +1,109 @@
+"""Traced programs as lists of equations: the only module that knows what jaxprs are made of."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, TypeAlias
+
+import jax
+import jax.numpy as jnp
+from jax.extend import core
+
+Env: TypeAlias = dict[Any, Any]
+"""Values of a program's variables."""
+Vars: TypeAlias = set[Any]
+Eqns: TypeAlias = Sequence[Any]
+
+_INLINED = {"jit", "pjit", "closed_call", "core_call", "checkpoint", "remat2", "remat"}
+
+
+def flatten(closed: core.ClosedJaxpr) -> core.ClosedJaxpr:
+    """The same program with calls inlined, as one list of equations."""
+
+    def run(*args: Any) -> list[Any]:
+        return _inline(closed.jaxpr, closed.consts, args)
+
+    return jax.make_jaxpr(run)(*[_shape(v) for v in closed.jaxpr.invars])
+
+
+def _inline(jaxpr: Any, consts: Iterable[Any], args: Iterable[Any]) -> list[Any]:
+    env = dict(zip(jaxpr.constvars, consts, strict=True))
+    env |= dict(zip(jaxpr.invars, args, strict=True))
+    for eqn in jaxpr.eqns:
+        operands = values(eqn.invars, env)
+        if eqn.primitive.name in _INLINED:
+            inner = eqn.params["jaxpr"] if "jaxpr" in eqn.params else eqn.params["call_jaxpr"]
+            closed = isinstance(inner, core.ClosedJaxpr)
+            body, captured = (inner.jaxpr, inner.consts) if closed else (inner, ())
+            outs = _inline(body, captured, operands)
+        else:
+            outs = _bind(eqn, operands)
+        env.update(zip(eqn.outvars, outs, strict=True))
+    return values(jaxpr.outvars, env)
+
+
+def run(eqns: Eqns, env: Env) -> Env:
+    """Evaluates equations in order; returns the environment grown by their outputs."""
+    env = dict(env)
+    for eqn in eqns:
+        env.update(zip(eqn.outvars, _bind(eqn, values(eqn.invars, env)), strict=True))
+    return env
+
+
+def _bind(eqn: Any, operands: list[Any]) -> list[Any]:
+    outs = eqn.primitive.bind(*operands, **eqn.primitive.get_bind_params(eqn.params))
+    return list(outs) if eqn.primitive.multiple_results else [outs]
+
+
+def is_var(atom: Any) -> bool:
+    return not isinstance(atom, core.Literal)
+
+
+def values(atoms: Iterable[Any], env: Env) -> list[jax.Array]:
+    """What variables and literals stand for."""
+    return [env[v] if is_var(v) else jnp.asarray(v.val, v.aval.dtype) for v in atoms]
+
+
+def consts(closed: core.ClosedJaxpr) -> Env:
+    return dict(zip(closed.jaxpr.constvars, closed.consts, strict=True))
+
+
+def reachable(eqns: Eqns, start: Vars) -> Vars:
+    """Variables that depend on any of ``start``."""
+    reached = set(start)
+    for eqn in eqns:
+        if any(is_var(v) and v in reached for v in eqn.invars):
+            reached.update(eqn.outvars)
+    return reached
+
+
+def needed(eqns: Eqns, outputs: Iterable[Any]) -> list[Any]:
+    """The equations that ``outputs`` depend on, in program order."""
+    wanted = {v for v in outputs if is_var(v)}
+    kept = []
+    for eqn in reversed(eqns):
+        if not wanted.isdisjoint(eqn.outvars):
+            kept.append(eqn)
+            wanted.update(v for v in eqn.invars if is_var(v))
+    return kept[::-1]
+
+
+def reads(eqns: Eqns, outputs: Iterable[Any]) -> Vars:
+    """Variables read by the equations or returned, whoever made them."""
+    reads = {v for eqn in eqns for v in eqn.invars if is_var(v)}
+    return reads | {v for v in outputs if is_var(v)}
+
+
+def order(jaxpr: Any) -> Callable[[Any], int]:
+    """Sort key: the place in the program where a variable is made."""
+    made = [*jaxpr.invars, *(v for eqn in jaxpr.eqns for v in eqn.outvars)]
+    position = {v: i for i, v in enumerate(made)}
+    return position.__getitem__
+
+
+def _shape(var: Any) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(var.aval.shape, var.aval.dtype)
+
+
+def shapes(variables: Sequence[Any]) -> tuple[jax.ShapeDtypeStruct, ...]:
+    return tuple(_shape(v) for v in variables)

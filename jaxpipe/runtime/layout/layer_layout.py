@@ -1,0 +1,184 @@
+"""What the executor asks of the layout of layers: `LayerLayout`.
+
+A layer's parameters are *stored* as a tree of leaves that the data axis may split; `pack` and
+`unpack` turn the user's tree into it and back. A *place* says where something stored lies: among
+the stage's own layers, or in one of a few slots that hold a chunk each, as gathered weights and
+gradient sums do. Which places a program can name decides how it runs a cell: `loop` is one loop
+over layers, or one per row that runs once or never.
+"""
+
+from __future__ import annotations
+
+import abc
+import dataclasses
+from collections.abc import Callable
+from typing import Any, ClassVar, TypeAlias, TypeVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from jaxpipe.runtime.layout.leaf import Leaf, make_leaf
+from jaxpipe.runtime.types import (
+    Arrays,
+    At,
+    Index,
+    LayerParams,
+    Leaves,
+    Params,
+    Placed,
+    Shapes,
+    Span,
+    Stored,
+)
+from jaxpipe.schedule.lowering.table import NONE
+
+Carry = TypeVar("Carry")
+Body: TypeAlias = Callable[..., Any]
+"""What a loop runs: it takes a chunk, a number within it and the carry, and returns the carry."""
+
+
+class LayerLayout(abc.ABC):
+    """Where what every layer has lies on a device.
+
+    Unless a layout overrides it, a layer is stored as it is and cells run one loop.
+
+    Attributes:
+      canonical: the user's tree, every array a `Leaf`.
+      placed: the arrays of one stage, every one a `Leaf`.
+      piece: what is gathered or reduced at once, every array a `Leaf`.
+      num_chunks: chunks of a stage.
+      num_pieces: pieces of a chunk.
+      own_arrays: whether every row has arrays of its own.
+      slot_dim: dimension of a stage's arrays along which slots follow each other, if not.
+    """
+
+    own_arrays: ClassVar[bool] = False
+    slot_dim: ClassVar[int] = 0
+    canonical: Leaves
+    placed: Leaves
+    piece: Leaves
+    num_chunks: int
+    num_pieces: int
+
+    @abc.abstractmethod
+    def __init__(self, layers: Params, rows: np.ndarray, data: int) -> None:
+        """Lays out layers.
+
+        Args:
+          layers: canonical, of arrays or shapes.
+          rows: canonical layer of every row of every stage, ``[stages, chunks, layers]``, -1 where
+            a chunk has fewer layers than the largest.
+          data: number of data shards.
+        """
+
+    @abc.abstractmethod
+    def place(self, layers: Params) -> Placed:
+        """Canonical layers to placed arrays ``[stages, ...]``."""
+
+    @abc.abstractmethod
+    def unplace(self, placed: Placed) -> Params:
+        """Undoes `place`."""
+
+    @abc.abstractmethod
+    def slot_shapes(self, count: int) -> Shapes:
+        """Shapes of arrays with room for ``count`` whole chunks."""
+
+    # One layer.
+
+    def shape_of(self, layer: int) -> Shapes:
+        """Shapes of one layer's parameters."""
+        return jax.tree.map(Leaf.struct, self.piece)
+
+    def leaves_of(self, example: int) -> Leaves:
+        """A stored layer, every array a `Leaf`; ``example`` is a layer of its kind."""
+        return self.piece
+
+    def pack(self, params: LayerParams, example: int) -> Stored:
+        """A layer's parameters in the form they are stored in."""
+        return params
+
+    def unpack(self, stored: Stored, example: int) -> LayerParams:
+        """Undoes `pack`."""
+        return stored
+
+    # Places.
+
+    @abc.abstractmethod
+    def layer_at(self, at: At, example: int, *, slot: Index = None) -> Any:
+        """The place of a layer: among the stage's own, or of the chunk that lies in ``slot``."""
+
+    @abc.abstractmethod
+    def piece_at(self, at: At, *, slot: Index = None) -> Any:
+        """The place of a chunk's piece, likewise."""
+
+    @abc.abstractmethod
+    def read(self, arrays: Arrays, place: Any) -> Stored:
+        """What is stored at a place."""
+
+    @abc.abstractmethod
+    def write(self, arrays: Arrays, place: Any, values: Stored) -> Arrays:
+        """The arrays with other values stored at a place."""
+
+    def add(self, arrays: Arrays, place: Any, values: Stored) -> Arrays:
+        """The arrays with values added to what is stored at a place."""
+        return self.write(arrays, place, jax.tree.map(jnp.add, self.read(arrays, place), values))
+
+    # Loops.
+
+    def loop(
+        self, span: Span, body: Body, arrays: Arrays, carry: Carry, *, down: bool = False
+    ) -> tuple[Arrays, Carry]:
+        """Runs a span of layers, last first if ``down``.
+
+        ``body(chunk, layer, arrays, carry)`` returns arrays and carry; it sees at least the arrays
+        of its layer.
+        """
+        chunk, lo, hi = span
+
+        def step(i: Index, through: tuple[Arrays, Carry]) -> tuple[Arrays, Carry]:
+            return body(chunk, lo + hi - 1 - i if down else i, *through)
+
+        return lax.fori_loop(lo, hi, step, (arrays, carry))
+
+    def loop_pieces(self, chunk: Index, body: Body, carry: Carry) -> Carry:
+        """Runs ``body(chunk, number, carry)`` for all pieces of a chunk, for none if `NONE`."""
+        trips = jnp.where(chunk == NONE, 0, self.num_pieces)
+        return lax.fori_loop(0, trips, lambda number, carry: body(chunk, number, carry), carry)
+
+    def every_piece(self, body: Body, carry: Carry, *, in_place: bool) -> Carry:
+        """Runs ``body(chunk, number, carry)`` for all pieces of all chunks.
+
+        ``in_place`` says whether the body overwrites what it reads, as a loop's carry always can.
+        """
+        n = self.num_pieces
+        return lax.fori_loop(
+            0, self.num_chunks * n, lambda i, carry: body(i // n, i % n, carry), carry
+        )
+
+
+def alike(layers: Params, data: int) -> tuple[Leaves, Leaves]:
+    """One layer and all layers of a model whose layers are alike, every array a `Leaf`."""
+
+    def one(w: Any) -> Leaf:
+        return make_leaf(jax.ShapeDtypeStruct(w.shape[1:], w.dtype), data=data)
+
+    piece = jax.tree.map(one, layers)
+    depth = jax.tree.leaves(layers)[0].shape[0] if jax.tree.leaves(layers) else 0
+    return piece, jax.tree.map(
+        lambda leaf: dataclasses.replace(leaf.behind(depth), stage_dim=0), piece
+    )
+
+
+def take(w: jax.Array, rows: np.ndarray) -> jax.Array:
+    """Layers by number, zeros for -1: ``[*rows.shape, ...]`` of ``[layers, ...]``."""
+    held = (rows >= 0).reshape(*rows.shape, *[1] * (w.ndim - 1))
+    return jnp.where(held, w[np.maximum(rows, 0)], 0).astype(w.dtype)
+
+
+def put_back(w: jax.Array, rows: np.ndarray) -> jax.Array:
+    """Undoes `take`."""
+    kept = np.flatnonzero(rows >= 0)
+    order = np.argsort(rows.reshape(-1)[kept])
+    return w.reshape(-1, *w.shape[2:])[kept[order]]

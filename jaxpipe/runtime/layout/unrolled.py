@@ -1,0 +1,112 @@
+"""Layers that are alike, unrolled: every row an array of its own, multiplied with where it lies."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxpipe.runtime.barriers import overwrite, run_if, run_once
+from jaxpipe.runtime.layout.layer_layout import Body, Carry, LayerLayout, alike, put_back, take
+from jaxpipe.runtime.layout.leaf import Leaf
+from jaxpipe.runtime.types import Arrays, At, Index, Params, Placed, Shapes, Span, Stored
+
+
+class _Place(NamedTuple):
+    """A place in unrolled arrays: the row's number, and the slot if it is in one."""
+
+    number: int
+    slot: Index
+
+
+class Unrolled(LayerLayout):
+    """Parameters of layers that are alike, every row of a stage in arrays of its own.
+
+    A stage's arrays are a dictionary: row ``chunk * layers + layer`` to the layer's tree. k slots
+    are the rows of k chunks, and chunk c lies in those of chunk ``c % k``. The program must know a
+    row's number, so that it reads an array and not a part of one: a GPU copies a part before it
+    multiplies with it.
+    """
+
+    own_arrays = True
+
+    def __init__(self, layers: Params, rows: np.ndarray, data: int) -> None:
+        _, self.num_chunks, self.num_pieces = rows.shape
+        self._rows = rows.reshape(len(rows), -1)
+        self.piece, self.canonical = alike(layers, data)
+        self.placed = dict.fromkeys(range(self.num_chunks * self.num_pieces), self.piece)
+
+    def place(self, layers: Params) -> Placed:
+        return {
+            n: jax.tree.map(functools.partial(take, rows=held), layers)
+            for n, held in enumerate(self._rows.T)
+        }
+
+    def unplace(self, placed: Placed) -> Params:
+        return jax.tree.map(lambda *w: put_back(jnp.stack(w, 1), self._rows), *placed.values())
+
+    def slot_shapes(self, count: int) -> Shapes:
+        row = jax.tree.map(Leaf.struct, self.piece)
+        return dict.fromkeys(range(count * self.num_pieces), row)
+
+    def layer_at(self, at: At, example: int, *, slot: Index = None) -> _Place:
+        return self.piece_at(at, slot=slot)
+
+    def piece_at(self, at: At, *, slot: Index = None) -> _Place:
+        _, chunk, number = at
+        return _Place(chunk * self.num_pieces + number, slot)
+
+    def read(self, arrays: Arrays, place: _Place) -> Stored:
+        return arrays[place.number % len(arrays)]
+
+    def write(self, arrays: Arrays, place: _Place, values: Stored) -> Arrays:
+        number = place.number % len(arrays)
+
+        def write(w: jax.Array, value: jax.Array) -> jax.Array:
+            value = value.astype(w.dtype)
+            return value if place.slot is None else overwrite(w, value, place.slot)
+
+        return arrays | {number: jax.tree.map(write, arrays[number], values)}
+
+    def loop(
+        self, span: Span, body: Body, arrays: Arrays, carry: Carry, *, down: bool = False
+    ) -> tuple[Arrays, Carry]:
+        """One loop per row, which runs if the row is one of these layers."""
+        chunk, lo, hi = span
+        rows = list(itertools.product(range(self.num_chunks), range(self.num_pieces)))
+        for c, layer in reversed(rows) if down else rows:
+            runs = (chunk == c) & (lo <= layer) & (layer < hi)
+            # Only its own row goes through the loop, the others as None, for places count them all;
+            # an evaluation has no sums.
+            number = (c * self.num_pieces + layer) % max(len(arrays), 1)
+            own = {n: row if n == number else None for n, row in arrays.items()}
+
+            def step(through: tuple[Arrays, Carry], c: int = c, layer: int = layer) -> Any:
+                return body(c, layer, *through)
+
+            own, carry = run_if(runs, step, (own, carry))
+            arrays = arrays | {n: row for n, row in own.items() if n == number}
+        return arrays, carry
+
+    def loop_pieces(self, chunk: Index, body: Body, carry: Carry) -> Carry:
+        """One loop per chunk, since on GPUs the host waits for each."""
+
+        def pieces(carry: Carry, c: int) -> Carry:
+            for number in range(self.num_pieces):
+                carry = body(c, number, carry)
+            return carry
+
+        for c in range(self.num_chunks):
+            carry = run_if(chunk == c, functools.partial(pieces, c=c), carry)
+        return carry
+
+    def every_piece(self, body: Body, carry: Carry, *, in_place: bool) -> Carry:
+        """No loop where nothing is overwritten."""
+        for place in itertools.product(range(self.num_chunks), range(self.num_pieces)):
+            one = functools.partial(body, *place)
+            carry = run_once(one, carry) if in_place else one(carry)
+        return carry

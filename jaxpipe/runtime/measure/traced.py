@@ -1,0 +1,64 @@
+"""What a trace of a pipeline's program says, without compiling it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec as P
+
+from jaxpipe.runtime.layers.kinds import Layers
+from jaxpipe.runtime.pipeline import Pipeline
+from jaxpipe.runtime.tick import executor
+from jaxpipe.runtime.tick.fixed import Fixed, StepMicrobatches
+from jaxpipe.runtime.types import Batch, Key, Shapes
+
+Read = TypeVar("Read")
+
+
+def buffers(pipe: Pipeline, batch: Batch, rng: Key = None) -> dict[str, Shapes]:
+    """What the tick loop keeps on each device; it follows from the schedule and the model.
+
+    Args:
+      pipe: the pipeline; it is not run.
+      batch: a batch, or its shapes.
+      rng: as for `Pipeline.value_and_grad`.
+
+    Returns:
+      Trees of `jax.ShapeDtypeStruct` by the buffer's name.
+    """
+    return _traced(pipe, batch, rng, lambda fixed, _: executor.buffer_shapes(fixed))
+
+
+def layers(pipe: Pipeline, batch: Batch, rng: Key = None) -> tuple[Layers, Shapes]:
+    """The layers by kind, each with F, B and W; and shapes of a layer's microbatch and key.
+
+    Arguments as for `buffers`.
+    """
+
+    def read(fixed: Fixed, batch: StepMicrobatches) -> tuple[Layers, Shapes]:
+        context = jax.eval_shape(lambda: fixed.context(batch, 0, 0))
+        # Without the mesh that they are traced in.
+        shapes = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), context)
+        return fixed.layers, shapes
+
+    return _traced(pipe, batch, rng, read)
+
+
+def _traced(
+    pipe: Pipeline, batch: Batch, rng: Key, read: Callable[[Fixed, StepMicrobatches], Read]
+) -> Read:
+    pipe.check_batch(batch)
+    found: list[Read] = []
+
+    def body(placed: Any, batch: Batch, rng: Key, states: Any) -> jax.Array:
+        microbatches, setup = StepMicrobatches(pipe.split_rows(batch), rng), pipe.setup(pipe.table)
+        fixed, _ = executor.begin(setup, placed, microbatches, executor.sink_of(setup))
+        found.append(read(fixed, microbatches))
+        return jnp.zeros(())
+
+    arguments = pipe.layout.placed_shapes(), batch, rng, pipe.placed_states
+    jax.eval_shape(pipe.shard_map(body, pipe.in_specs, P()), *arguments)
+    return found[0]

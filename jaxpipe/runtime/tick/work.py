@@ -1,0 +1,72 @@
+"""An action of a tick, or one layer of it, and what it may read."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+
+from jaxpipe.runtime.layers.kinds import LayerKind
+from jaxpipe.runtime.tick.carried import Carried
+from jaxpipe.runtime.tick.fixed import Fixed, Microbatches
+from jaxpipe.runtime.types import At, Batch, Index, Key, Leaves, Stored
+from jaxpipe.schedule.actions import Kind
+from jaxpipe.schedule.lowering.table import Cell
+
+
+@dataclasses.dataclass(frozen=True)
+class Work:
+    """An action of a tick, or one layer of it, and what it may read.
+
+    Args:
+      held: the weights.
+      replay: the slot of what F keeps for R; None if nothing is recomputed.
+      layer: counted within the chunk.
+    """
+
+    fixed: Fixed
+    batch: Microbatches
+    held: Any
+    action: Kind
+    cell: Cell
+    replay: Index = None
+    layer: Index = None
+    kind: LayerKind = None  # type: ignore[assignment]  # of a layer only
+
+    def but(self, **changes: Any) -> Work:
+        """A copy with these fields changed."""
+        return dataclasses.replace(self, **changes)
+
+    @property
+    def at(self) -> At:
+        """The layer's stage, chunk and number."""
+        return self.fixed.stage, self.cell.chunk, self.layer
+
+    def context(self) -> tuple[Batch, Key]:
+        """The microbatch's rows, and the layer's key."""
+        layer = self.fixed.first_layer[self.cell.chunk] + self.layer
+        return self.fixed.context(self.batch, self.cell.microbatch, layer)
+
+    def weights(self) -> Stored:
+        """The layer's weights as they are stored."""
+        return self.fixed.weights.layer(self)
+
+    def place(self, slot: Index = None) -> Any:
+        """Where the layer's parameters lie: among the stage's own, or in a slot of chunks."""
+        return self.fixed.params.layer_at(self.at, self.kind.example, slot=slot)
+
+    @property
+    def leaves(self) -> Leaves:
+        """The layer's parameters as they are stored, every array a `Leaf`."""
+        return self.fixed.params.leaves_of(self.kind.example)
+
+    def saved(self, carried: Carried, *names: str) -> list[list[jax.Array]]:
+        """Residuals of the layer, by these names."""
+        number, at = self.kind.number, self.at
+        return [
+            self.fixed.residuals[name].read(
+                carried.residuals[name], number, getattr(self.cell, name), at
+            )
+            for name in names
+        ]

@@ -1,0 +1,52 @@
+"""Names for the trees that the runtime's functions take and return.
+
+To a type checker every tree is `Any`; to a reader the name says which one is meant.
+"""
+
+from __future__ import annotations
+
+from typing import Any, TypeAlias
+
+import jax
+
+Tree: TypeAlias = Any
+"""Any tree of arrays, or of their shapes."""
+Params: TypeAlias = Any
+"""Canonical parameters ``{"embed", "layers", "head"}``, with the layers in model order."""
+Placed: TypeAlias = Any
+"""Parameters, or what is shaped like them, as they lie on the devices."""
+OuterParams: TypeAlias = dict[str, Any]
+"""The parameters of embedding and head, ``{"embed", "head"}``."""
+LayerParams: TypeAlias = Any
+"""The parameters of one layer, as the user has them."""
+Stored: TypeAlias = Any
+"""What a layout keeps of one layer or one piece."""
+Arrays: TypeAlias = Any
+"""A stage's arrays of all its layers, or of slots that hold a chunk each."""
+Leaves: TypeAlias = Any
+"""A tree of `jaxpipe.runtime.layout.leaf.Leaf`."""
+Shapes: TypeAlias = Any
+"""A tree of `jax.ShapeDtypeStruct`."""
+Shardings: TypeAlias = Any
+"""A tree of `jax.sharding.NamedSharding`."""
+Batch: TypeAlias = Any
+"""A batch, leaves ``[rows, ...]``; the rows of one microbatch are such a tree, too."""
+Activation: TypeAlias = Any
+"""What a layer takes and returns: arrays of floating point."""
+Gradients: TypeAlias = Any
+"""Gradients, shaped like what they belong to."""
+States: TypeAlias = Any
+"""The states of stateful layers: one tree per layer, or placed."""
+OptimizerState: TypeAlias = Any
+"""What an optax transformation keeps."""
+
+Key: TypeAlias = jax.Array | None
+"""A random key; None for a model without randomness."""
+Message: TypeAlias = list[jax.Array]
+"""What one stage sends to another: flat arrays, one per buffer."""
+Index: TypeAlias = Any
+"""An int32 scalar: known to the program, or computed while it runs."""
+At: TypeAlias = tuple[Index, Index, Index]
+"""A layer or a piece: its stage, its chunk there, its number within the chunk."""
+Span: TypeAlias = tuple[Index, Index, Index]
+"""Layers of a chunk: the chunk, the first one, one past the last."""

@@ -1,0 +1,134 @@
+"""Schedules on the V placement that trade bubble for memory: V-Min, V-Half, V-ZB, and their kin.
+
+Each is a building block (`jaxpipe.schedule.generators.building_blocks`) with strides and gaps that
+the paper gives. `jaxpipe.schedule.search.controllable_memory` searches for others.
+
+Source: Qi et al., "Pipeline Parallelism with Controllable Memory", arXiv 2405.15362.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+from jaxpipe.schedule.actions import Schedule
+from jaxpipe.schedule.generators.building_blocks import (
+    Block,
+    eager,
+    fused_block,
+    split_block,
+    to_schedule,
+)
+from jaxpipe.schedule.simulate import Costs
+
+
+def v_min(num_stages: int, num_microbatches: int) -> Schedule:
+    """Keeps about a third of 1F1B's activations: every hop takes one unit.
+
+    ============  =====================================================================
+    bubble        (4p-5)/2, or (4p-7)/2 if 3 divides p, in full-stage units at F=B=W, m >= p >= 2;
+                  with unequal costs it can grow with every microbatch
+    in flight     floor((p+4)/3) microbatches of a full stage
+    constraints   p >= 1, m >= 1, v = 2 on the V placement
+    source        arXiv 2405.15362, V-Min
+    ============  =====================================================================
+
+    Example:
+      >>> v_min(4, 8).peak_in_flight
+      (4, 4, 4, 4)
+    """
+    return _named("v-min", v_min_block(num_stages), num_microbatches)
+
+
+def v_half(num_stages: int, num_microbatches: int) -> Schedule:
+    """Keeps half of 1F1B's activations: F0 and B1 take two units per hop, F1 and B0 one.
+
+    ============  =====================================================================
+    bubble        (3p-7)/2 for even p, (3p-4)/2 for odd p, in full-stage units at F=B=W,
+                  m >= p >= 3; 1/2 at p = 2. From m = 2p on it does not grow with m if
+                  W+2B >= 2F and W+2F >= 2B; for odd p only then, for even p also at other costs
+    in flight     floor((p+2)/2) microbatches of a full stage
+    constraints   p >= 1, m >= 1, v = 2 on the V placement
+    source        arXiv 2405.15362, V-Half
+    ============  =====================================================================
+
+    Example:
+      >>> v_half(4, 8).peak_in_flight
+      (6, 6, 6, 6)
+    """
+    return _named("v-half", v_half_block(num_stages), num_microbatches)
+
+
+def v_zb(num_stages: int, num_microbatches: int) -> Schedule:
+    """Leaves no gap in a stage's span, at 1F1B's memory: six units down one stage and up again.
+
+    ============  =====================================================================
+    bubble        in full-stage units at F=B=W: (p-1)/2 with a barrier between optimizer steps,
+                  m >= p; 0 in the span of each stage, m >= 2p
+    in flight     p microbatches of a full stage
+    constraints   p >= 1, m >= 1, v = 2 on the V placement
+    source        arXiv 2405.15362, V-ZB
+    ============  =====================================================================
+
+    Example:
+      >>> v_zb(4, 8).peak_in_flight
+      (8, 8, 8, 8)
+    """
+    return _named("v-zb", v_zb_block(num_stages), num_microbatches)
+
+
+def zb_v(num_stages: int, num_microbatches: int) -> Schedule:
+    """Builds ZB-V, the zero-bubble paper's name for the schedule of :func:`v_zb`.
+
+    ============  =====================================================================
+    bubble        as v-zb
+    in flight     p microbatches of a full stage
+    constraints   p >= 1, m >= 1, v = 2 on the V placement
+    source        Qi et al., "Zero Bubble Pipeline Parallelism", arXiv 2401.10241
+    ============  =====================================================================
+
+    Example:
+      >>> zb_v(4, 8).orders == v_zb(4, 8).orders
+      True
+    """
+    return dataclasses.replace(v_zb(num_stages, num_microbatches), name="zb-v")
+
+
+def one_f_one_b_v(num_stages: int, num_microbatches: int) -> Schedule:
+    """Builds 1F1B-V: fused backwards, two thirds of 1F1B's activations.
+
+    ============  =====================================================================
+    bubble        in full-stage units at F=B=W: at most 3(p-1), which fused 1F1B has
+    in flight     floor(2p/3) + 1 microbatches of a full stage
+    constraints   p >= 1, m >= 1, v = 2 on the V placement
+    source        arXiv 2405.15362, 1F1B-V
+    ============  =====================================================================
+
+    Example:
+      >>> one_f_one_b_v(4, 8).peak_in_flight
+      (6, 6, 5, 6)
+    """
+    return _named("1f1b-v", fused_block(num_stages), num_microbatches)
+
+
+def v_min_block(num_stages: int) -> Block:
+    return _uniform(num_stages, 2, (1, 1 if num_stages % 3 else 3, 1))
+
+
+def v_half_block(num_stages: int) -> Block:
+    return _uniform(num_stages, 3, (1, 1 if num_stages % 2 else 4, 2))
+
+
+def v_zb_block(num_stages: int) -> Block:
+    return _uniform(num_stages, 6, (1, 1, 1))
+
+
+def _uniform(num_stages: int, stride: int, gaps: tuple[int, int, int]) -> Block:
+    block = split_block((stride,) * (num_stages - 1), gaps)
+    assert block is not None, "the paper's blocks never collide"
+    return block
+
+
+def _named(name: str, block: Block, num_microbatches: int) -> Schedule:
+    timed = eager(block, num_microbatches, caps=block.peaks, costs=Costs(1, 1, 1))
+    assert timed is not None, "the paper's blocks never stop"
+    return to_schedule(name, timed.orders, num_microbatches, fused=block.fused, caps=block.peaks)

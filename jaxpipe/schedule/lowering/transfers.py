@@ -1,0 +1,97 @@
+"""When chunks move over the data axis: gathers of weights before use, reductions after it."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from jaxpipe.schedule.actions import Kind, Schedule
+from jaxpipe.schedule.lowering.columns import Columns
+from jaxpipe.schedule.lowering.slots import cached_slots
+from jaxpipe.schedule.lowering.table import NONE, Transfers
+
+
+class Held(NamedTuple):
+    """Transfers, and what they mean for the slices.
+
+    Args:
+      transfers: one per stage and tick at most.
+      slots: int64 ``[slices]``: the slot of each slice's chunk.
+      fresh: bool ``[slices]``: whether a slice belongs to the first action of its chunk's stay.
+    """
+
+    transfers: Transfers
+    slots: np.ndarray
+    fresh: np.ndarray
+
+
+def held_chunks(
+    schedule: Schedule,
+    columns: Columns,
+    kinds: Sequence[Kind],
+    *,
+    num_slots: int,
+    own_slots: bool,
+    load: bool,
+) -> Held:
+    """Plans the gathers (load) or reductions (unload) of the chunks that some kinds of action use.
+
+    Args:
+      schedule: which stages and chunks there are.
+      columns: its slices.
+      kinds: that need the chunk in a slot.
+      num_slots: per stage, at least 1; raised until no tick needs more slots or two transfers.
+      own_slots: a chunk always lies in slot ``chunk % num_slots``.
+      load: whether a chunk moves in the tick of its first use, or in that of its last.
+    """
+    while (held := _with_slots(schedule, columns, kinds, num_slots, own_slots, load)) is None:
+        num_slots += 1
+    return held
+
+
+def _with_slots(
+    schedule: Schedule,
+    columns: Columns,
+    kinds: Sequence[Kind],
+    num_slots: int,
+    own_slots: bool,
+    load: bool,
+) -> Held | None:
+    """As `held_chunks`; None where a tick needs more slots or more than one transfer."""
+    shape = (1 + int(columns.tick.max()), schedule.num_stages)
+    chunk, slot = np.full(shape, NONE, np.int32), np.zeros(shape, np.int32)
+    slots_of = np.zeros(len(columns.tick), np.int64)
+    fresh = np.zeros(len(columns.tick), bool)
+    wanted = columns.of(*kinds)
+    chunks = np.asarray(schedule.placement.chunks)[columns.virtual_stage]
+    actions = columns.kind, columns.virtual_stage, columns.microbatch
+    # One cache of all slots, or slots of their own: a cache of one slot each.
+    caches, size = (num_slots, 1) if own_slots else (1, num_slots)
+    for stage, cache in itertools.product(range(schedule.num_stages), range(caches)):
+        first, end = np.searchsorted(columns.stage, (stage, stage + 1))
+        mine = wanted[first:end] & (chunks[first:end] % caches == cache)
+        used = first + np.flatnonzero(mine)
+        uses, items = columns.tick[used], chunks[used]
+        if _most_together(uses, items) > size:
+            return None
+        stays, of_use = cached_slots(uses.tolist(), items.tolist(), num_slots=size)
+        stay_of = np.asarray(of_use, np.int64)
+        ticks = [stay.loaded if load else stay.unloaded for stay in stays]
+        if len(set(ticks)) < len(ticks) or (chunk[ticks, stage] != NONE).any():
+            return None
+        held_in = cache * size + np.asarray([stay.slot for stay in stays], np.int64)
+        chunk[ticks, stage], slot[ticks, stage] = [stay.item for stay in stays], held_in
+        slots_of[used] = held_in[stay_of]
+        _, firsts = np.unique(stay_of, return_index=True)
+        beginner = used[firsts[stay_of]]
+        fresh[used] = np.logical_and.reduce([own[used] == own[beginner] for own in actions])
+    return Held(Transfers(chunk, slot, num_slots), slots_of, fresh)
+
+
+def _most_together(ticks: np.ndarray, items: np.ndarray) -> int:
+    """The most different items used in one tick."""
+    pairs = np.unique(np.stack([ticks, items]), axis=1)
+    return int(np.unique(pairs[0], return_counts=True)[1].max(initial=0))

@@ -1,0 +1,101 @@
+"""What is wrong with an argument, as data: every surface renders it in its own names.
+
+The same number is ``num_microbatches`` in Python, ``--microbatches`` on the command line and
+``pipeline.microbatches`` in a configuration (``docs/design/015-errors-as-data.md``).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from string import Template
+from typing import Any
+
+Spell = Callable[[str, Any], str]
+"""How a surface writes an argument with its value; only its name if the value is None."""
+
+
+def shown(value: Any) -> str:
+    """Writes a value: text in quotes, anything else as it prints."""
+    return repr(value) if isinstance(value, str) else str(value)
+
+
+def in_python(argument: str, value: Any) -> str:
+    """Writes an argument as a keyword of the function that was called."""
+    return argument if value is None else f"{argument}={shown(value)}"
+
+
+@dataclasses.dataclass(frozen=True)
+class Problem:
+    """One argument that does not fit.
+
+    Args:
+      argument: its name in the function that refuses it, such as ``num_microbatches``.
+      value: what was given; None if nothing was.
+      rule: what must hold, as the rest of the sentence; ``$name`` stands for another argument.
+      nearest: the nearest valid values, None for leaving it out; or values of arguments by name.
+      others: what else the rule reads, by name.
+      schedule: the name of the schedule whose rule it is, if it is one's own.
+      note: a sentence that helps further.
+
+    Example:
+      >>> problem = Problem("group", 2, "must be at least $num_stages", (4,), {"num_stages": 4})
+      >>> print(*problem.lines())
+      group=2 must be at least num_stages=4. Nearest valid: 4.
+      >>> print(*problem.lines(lambda argument, value: f"--{argument} {value}"))
+      --group 2 must be at least --num_stages 4. Nearest valid: 4.
+    """
+
+    argument: str
+    value: Any
+    rule: str
+    nearest: Sequence[Any] | Mapping[str, Any] = ()
+    others: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    schedule: str | None = None
+    note: str = ""
+
+    def lines(self, spell: Spell = in_python) -> list[str]:
+        """The problem in a surface's names, then the nearest valid values, if there are any."""
+        others = {name: spell(name, value) for name, value in self.others.items()}
+        fits = "" if self.schedule is None else f"does not fit schedule {self.schedule!r}: "
+        rule = Template(self.rule).safe_substitute(others)
+        if isinstance(self.nearest, Mapping):
+            nearest = [spell(name, value) for name, value in self.nearest.items()]
+        else:
+            nearest = ["leave it out" if n is None else shown(n) for n in self.nearest]
+        lines = [f"{spell(self.argument, self.value)} {fits}{rule}."]
+        lines += [f"Nearest valid: {', '.join(nearest)}."] if nearest else []
+        return [*lines[:-1], f"{lines[-1]} {self.note}".rstrip()]
+
+
+class ArgumentError(ValueError):
+    """Arguments that do not fit, all in one message.
+
+    Args:
+      problems: at least one; a text is the same on every surface.
+      spell: the names that ``str(error)`` uses.
+    """
+
+    def __init__(self, problems: Iterable[Problem | str], spell: Spell = in_python) -> None:
+        self.problems, self.spell = tuple(problems), spell
+        super().__init__(self.problems, spell)
+
+    def __str__(self) -> str:
+        return self.text(self.spell)
+
+    def text(self, spell: Spell) -> str:
+        """The whole message in a surface's names."""
+        lines = ([p] if isinstance(p, str) else p.lines(spell) for p in self.problems)
+        return "\n".join(line for problem in lines for line in problem)
+
+
+def refuse(problems: Iterable[Problem | str]) -> None:
+    """Raises one `ArgumentError` with all problems, if there are any."""
+    if found := tuple(problems):
+        raise ArgumentError(found)
+
+
+def below_one(**counts: int | None) -> list[Problem]:
+    """The counts that are not at least 1; None is not given."""
+    wrong = {name: count for name, count in counts.items() if count is not None and count < 1}
+    return [Problem(name, count, "must be at least 1", (1,)) for name, count in wrong.items()]

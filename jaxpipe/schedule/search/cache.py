@@ -1,0 +1,76 @@
+"""The disk cache of searched schedules: the only code of `jaxpipe.schedule` that keeps files.
+
+A search takes seconds and always finds the same schedule, so `jaxpipe.schedule.catalog` looks here
+first. The files lie in ``$XDG_CACHE_HOME/jaxpipe``, or in ``~/.cache/jaxpipe`` if that variable is
+unset, one per schedule in the form of `jaxpipe.schedule.formats.json_format`. They can be deleted
+at any time. If ``JAXPIPE_NO_CACHE`` is set to anything, files are neither read nor written.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import hashlib
+import json
+import os
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from jaxpipe.schedule.actions import Schedule
+from jaxpipe.schedule.formats.json_format import from_json, to_json
+
+_CACHE_VERSION = 2
+"""To be raised when a search finds other schedules."""
+
+
+def cached(search: Callable[..., Schedule]) -> Callable[..., Schedule]:
+    """Gives a search a memory on disk, which changes nothing but the time that it takes.
+
+    Args:
+      search: a pure function of numbers and costs.
+
+    Returns:
+      The function with the same signature; what it raises is not kept.
+    """
+
+    @functools.wraps(search)
+    def found(*numbers: int, **options: Any) -> Schedule:
+        if os.environ.get("JAXPIPE_NO_CACHE"):
+            return search(*numbers, **options)
+        inputs = [_CACHE_VERSION, search.__name__, numbers, options]
+        key = json.dumps(inputs, default=dataclasses.asdict, sort_keys=True)
+        digest = hashlib.sha256(key.encode()).hexdigest()
+        path = folder() / f"{search.__name__}-{digest[:32]}.json"
+        schedule = _load(path)
+        if schedule is None:
+            schedule = search(*numbers, **options)
+            _store(path, schedule)
+        return schedule
+
+    return found
+
+
+def folder() -> Path:
+    """Where the files are."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "jaxpipe"
+
+
+def _load(path: Path) -> Schedule | None:
+    """Reads a stored schedule; None if there is none, or none that can run."""
+    try:
+        return from_json(json.loads(path.read_text(encoding="utf-8")))
+    except (OSError, ValueError):
+        return None
+
+
+def _store(path: Path, schedule: Schedule) -> None:
+    """Writes a schedule in one step, so that nobody reads half a file."""
+    # A cache that cannot be written costs time but never changes the result.
+    with contextlib.suppress(OSError):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False) as file:
+            json.dump(to_json(schedule), file)
+        os.replace(file.name, path)

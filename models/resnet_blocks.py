@@ -1,0 +1,127 @@
+"""The layers of a ResNet: the stem, and blocks beside a shortcut (He et al. 2016)."""
+
+from __future__ import annotations
+
+import functools
+from typing import TYPE_CHECKING
+
+import jax.numpy as jnp
+from flax import nnx
+
+if TYPE_CHECKING:
+    from models.resnet import ResNetConfig
+
+
+class ConvNorm(nnx.Module):
+    """A convolution without bias, padded to keep its size at stride 1, then its norm."""
+
+    def __init__(self, config: ResNetConfig, in_channels, out_channels, *, size, stride=1, rngs):
+        self.conv = nnx.Conv(
+            in_channels,
+            out_channels,
+            (size, size),
+            strides=stride,
+            padding=[((size - 1) // 2,) * 2] * 2,  # "SAME" would pad strided ones on one side only
+            use_bias=False,
+            dtype=config.compute_dtype,
+            # He et al. 2015, equation 14.
+            kernel_init=nnx.initializers.variance_scaling(2.0, "fan_out", "normal"),
+            rngs=rngs,
+        )
+        self.norm = _norm(config, out_channels, rngs)
+
+    def __call__(self, x):
+        return self.norm(self.conv(x))
+
+
+class Stem(nnx.Module):
+    """The first layer, from images to the first group's channels."""
+
+    def __init__(self, config: ResNetConfig, in_channels, channels, *, stride, rngs):
+        self.pool = stride > 1
+        size = 7 if self.pool else 3
+        self.conv = ConvNorm(config, in_channels, channels, size=size, stride=stride, rngs=rngs)
+
+    def __call__(self, x):
+        x = nnx.relu(self.conv(x))
+        if self.pool:
+            x = nnx.max_pool(x, (3, 3), strides=(2, 2), padding=((1, 1), (1, 1)))
+        return x
+
+
+class Basic(nnx.Module):
+    """Two 3x3 convolutions beside a shortcut."""
+
+    expansion = 1
+
+    def __init__(self, config: ResNetConfig, in_channels, channels, *, stride, rngs):
+        conv = functools.partial(ConvNorm, config, rngs=rngs)
+        self.convs = nnx.List(
+            [
+                conv(in_channels, channels, size=3, stride=stride),
+                conv(channels, channels, size=3),
+            ]
+        )
+        self.shortcut = Shortcut(config, in_channels, channels, stride=stride, rngs=rngs)
+
+    def __call__(self, x):
+        return nnx.relu(_chain(self.convs, x) + self.shortcut(x))
+
+
+class Bottleneck(nnx.Module):
+    """Convolutions 1x1, 3x3, 1x1 beside a shortcut; the last has four times the channels."""
+
+    expansion = 4
+
+    def __init__(self, config: ResNetConfig, in_channels, channels, *, stride, rngs):
+        conv = functools.partial(ConvNorm, config, rngs=rngs)
+        out_channels = self.expansion * channels
+        self.convs = nnx.List(
+            [
+                conv(in_channels, channels, size=1),
+                conv(channels, channels, size=3, stride=stride),
+                conv(channels, out_channels, size=1),
+            ]
+        )
+        self.shortcut = Shortcut(config, in_channels, out_channels, stride=stride, rngs=rngs)
+
+    def __call__(self, x):
+        return nnx.relu(_chain(self.convs, x) + self.shortcut(x))
+
+
+class Shortcut(nnx.Module):
+    """The identity if a block keeps its shape, else a map of x to the new shape."""
+
+    def __init__(self, config: ResNetConfig, in_channels, out_channels, *, stride, rngs):
+        self.stride, self.new_channels = stride, out_channels - in_channels
+        same = stride == 1 and self.new_channels == 0
+        self.conv = (
+            nnx.data(None)
+            if same or config.style == "cifar"
+            else ConvNorm(config, in_channels, out_channels, size=1, stride=stride, rngs=rngs)
+        )
+
+    def __call__(self, x):
+        if self.conv is not None:
+            return self.conv(x)
+        x = x[:, :: self.stride, :: self.stride]
+        return jnp.pad(x, ((0, 0), (0, 0), (0, 0), (0, self.new_channels)))
+
+
+def _chain(convs, x):
+    """The convolutions one after the other, a ReLU between each two."""
+    for conv in convs[:-1]:
+        x = nnx.relu(conv(x))
+    return convs[-1](x)
+
+
+def _norm(config, channels, rngs):
+    dtype = config.compute_dtype
+    if config.norm == "batch":
+        return nnx.BatchNorm(
+            channels, momentum=0.9, dtype=dtype, rngs=rngs, use_fast_variance=False
+        )
+    return nnx.GroupNorm(
+        channels, num_groups=config.groups, epsilon=1e-5, dtype=dtype, rngs=rngs,
+        use_fast_variance=False,
+    )  # fmt: skip

@@ -1,0 +1,127 @@
+"""The disk cache of searches: its place, its switch, and that it never changes a schedule."""
+
+from __future__ import annotations
+
+import inspect
+
+import pytest
+
+from jaxpipe.schedule import catalog
+from jaxpipe.schedule.actions import Schedule
+from jaxpipe.schedule.generators.gpipe import gpipe
+from jaxpipe.schedule.search.auto import auto
+from jaxpipe.schedule.search.cache import cached, folder
+from jaxpipe.schedule.search.controllable_memory import controllable_memory
+from jaxpipe.schedule.simulate import Costs
+
+
+@pytest.fixture(autouse=True)
+def files(tmp_path, monkeypatch):
+    """The folder of this test's own cache."""
+    monkeypatch.delenv("JAXPIPE_NO_CACHE", raising=False)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    return tmp_path / "jaxpipe"
+
+
+UNIT = Costs(1, 1, 1)
+
+
+def search(p: int, m: int, k: int, costs: Costs = UNIT) -> Schedule:
+    return cached(controllable_memory)(p, m, memory_limit=k / 2, costs=costs)
+
+
+def counting(calls: list):
+    def search(p: int, m: int, *, fused: bool = False) -> Schedule:
+        calls.append((p, m))
+        return gpipe(p, m, fused=fused)
+
+    return cached(search)
+
+
+def test_the_place_follows_the_xdg_specification(files, monkeypatch, tmp_path):
+    assert folder() == files
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert folder() == tmp_path / ".cache" / "jaxpipe"
+
+
+@pytest.mark.parametrize("name", ["controllable-memory", "auto"])
+def test_searches_of_the_registry_are_kept_and_are_the_same_without_the_cache(files, name):
+    generate = {"controllable-memory": controllable_memory, "auto": auto}[name]
+    costs = Costs(1, 1.2, 0.8)
+    pure = generate(3, 4, memory_limit=2.5, costs=costs)
+    assert not files.exists()
+    for _ in ("searched", "read"):
+        assert catalog.build(name, stages=3, microbatches=4, memory_limit=2.5, costs=costs) == pure
+        assert len(list(files.iterdir())) == 1
+
+
+def test_closed_forms_write_nothing(files):
+    for entry in catalog.entries():
+        if entry.name not in ("controllable-memory", "auto"):
+            catalog.build(entry.name, stages=2, microbatches=4)
+    assert not files.exists()
+
+
+def test_a_second_call_reads_the_cache():
+    calls: list = []
+    find = counting(calls)
+    assert find(2, 3) == find(2, 3) == gpipe(2, 3)
+    assert len(calls) == 1
+    assert find(2, 3, fused=True) == gpipe(2, 3, fused=True)
+    assert len(calls) == 2
+
+
+def test_the_switch_switches_off_reading_and_writing(files, monkeypatch):
+    calls: list = []
+    find = counting(calls)
+    monkeypatch.setenv("JAXPIPE_NO_CACHE", "1")
+    find(2, 3)
+    assert not files.exists()
+    monkeypatch.setenv("JAXPIPE_NO_CACHE", "")
+    find(2, 3)
+    assert len(list(files.iterdir())) == 1
+    monkeypatch.setenv("JAXPIPE_NO_CACHE", "1")
+    find(2, 3)
+    assert len(calls) == 3
+
+
+def test_the_signature_stays():
+    assert inspect.signature(cached(auto)) == inspect.signature(auto)
+
+
+@pytest.mark.parametrize(
+    "damage",
+    ["", "[]", "{}", "[[0, 9]]", '[["F"]]', "[[4, 4], [4, 4]]", '{"orders": 1}', "\udcff", "0F0"],
+)
+def test_damaged_cache_files_are_replaced(damage, files):
+    first = search(2, 4, 4)
+    (file,) = files.iterdir()
+    written = file.read_text()
+    file.write_text(damage, errors="surrogateescape")
+    assert search(2, 4, 4) == first
+    assert file.read_text() == written
+
+
+def test_a_stored_schedule_that_cannot_run_is_replaced(files):
+    first = search(2, 4, 4)
+    (file,) = files.iterdir()
+    written = file.read_text()
+    assert "0F0 " in written
+    file.write_text(written.replace("0F0 ", "", 1))
+    assert search(2, 4, 4) == first
+    assert file.read_text() == written
+
+
+def test_cache_keys_hold_every_input(files):
+    for p, m, k in [(2, 4, 4), (3, 4, 4), (2, 5, 4), (2, 4, 5)]:
+        search(p, m, k)
+    for costs in (Costs(1, 2, 1), Costs(1, 1, 1, 1)):
+        search(2, 4, 4, costs)
+    assert len(list(files.iterdir())) == 6
+
+
+def test_unwritable_cache_costs_time_only(tmp_path, monkeypatch):
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    assert search(2, 4, 4) == search(2, 4, 4)

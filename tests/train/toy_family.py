@@ -1,0 +1,103 @@
+"""A model family in one file that the trainer has never heard of.
+
+It has residual layers and trains on random numbers. Nothing else names it; the option
+``--task toy_family:Toy`` is all that it takes.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxpipe import Model
+from jaxpipe.schedule.problems import below_one, refuse
+from train.task import Task
+
+
+@dataclasses.dataclass(frozen=True)
+class Shape:
+    """The shape of a toy.
+
+    Args:
+      num_layers: residual layers.
+      width: size of the residual stream.
+      activation: non-linearity of a layer.
+      noise: standard deviation of what is added to the targets.
+      dtype: compute dtype.
+    """
+
+    num_layers: int
+    width: int
+    activation: Literal["tanh", "sin"] = "tanh"
+    noise: float = 0.0
+    dtype: Literal["float32"] = "float32"
+
+    def __post_init__(self):
+        refuse(below_one(width=self.width))
+
+
+class Numbers:
+    """Rows of random numbers; the target is the sine of their sum."""
+
+    def __init__(self, count: int, seed: int, shape: Shape) -> None:
+        rng = np.random.default_rng(seed)
+        self._x = rng.normal(size=(count, shape.width)).astype(np.float32)
+        noise = shape.noise * rng.normal(size=count).astype(np.float32)
+        self._y = np.sin(self._x.sum(1)) + noise
+
+    def __len__(self) -> int:
+        return len(self._x)
+
+    def read(self, numbers, keys):
+        del keys
+        return {"x": self._x[numbers], "y": self._y[numbers]}
+
+
+class Toy(Task):
+    default = Shape(num_layers=8, width=3)
+    free = ("noise",)
+    unit = "rows"
+    units_per_row = 1
+    report_file = "toy.txt"
+
+    def model(self, *, train, axis="stage"):
+        del train, axis
+        function = {"tanh": jnp.tanh, "sin": jnp.sin}[self.shape.activation]
+        return Model(
+            embed=lambda outer, batch, rng: batch["x"],
+            layer=lambda w, x, batch, rng: x + function(x @ w),
+            head_loss=lambda outer, x, batch, rng: jnp.mean((x @ outer["head"] - batch["y"]) ** 2),
+        )
+
+    def init(self, rng):
+        width = self.shape.width
+        layers = jax.random.normal(rng, (self.shape.num_layers, width, width))
+        return {"embed": {}, "layers": layers, "head": jnp.ones(width)}
+
+    def load(self):
+        return Numbers(64, 0, self.shape), Numbers(128, 1, self.shape)
+
+    def row_shapes(self):
+        shape = self.shape.width
+        return {
+            "x": jax.ShapeDtypeStruct((shape,), jnp.float32),
+            "y": jax.ShapeDtypeStruct((), jnp.float32),
+        }
+
+    def data_digest(self):
+        return "toy"
+
+    def baseline(self, train, heldout):
+        del train, heldout
+        return "zero everywhere has about 0.5"
+
+    def report(self, params, states, heldout):
+        del states
+        path = Path(self.config.run_dir) / self.report_file
+        path.write_text(str(params["head"]))
+        return f"a toy of {len(heldout)} held-out rows", 1.0

@@ -1,0 +1,72 @@
+"""The run folder: the names of its files, and whether a run may use it."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+from train import run_lock, tasks
+from train.config import Config
+from train.errors import Failure
+
+CONFIG_FILE = "config.yaml"
+METRICS_FILE = "metrics.jsonl"
+CHECKPOINTS = "checkpoints"
+CHOICE_FILE = "schedule.json"
+SCHEDULE_FILE, STEADY_STATE_FILE = "schedule.svg", "schedule.txt"
+TENSORBOARD = "tensorboard"
+_PICTURES = SCHEDULE_FILE, STEADY_STATE_FILE
+FILES = (CONFIG_FILE, METRICS_FILE, CHECKPOINTS, CHOICE_FILE, *_PICTURES, TENSORBOARD)
+"""What every run leaves; a task's report may add a file."""
+
+
+def failures(config: Config, *, resume: bool) -> Iterator[Failure]:
+    """Says why the run folder cannot be used: it holds a run, or cannot be written."""
+    if not resume:
+        yield from _existing_run(config)
+    yield from _writable(config)
+
+
+def _existing_run(config: Config) -> Iterator[Failure]:
+    folder = Path(config.run_dir)
+    with contextlib.suppress(OSError):
+        reports = {tasks.find(task).report_file for task in (*tasks.names(), config.task)}
+        names = [*FILES, *sorted(filter(None, reports))]
+        found = [name for name in names if (folder / name).exists()]
+        if found:
+            who = run_lock.holder(folder)
+            used = "" if who is None else f" and is in use by {who}: wait until that run has ended"
+            yield Failure(
+                f"run_dir={folder} already holds a run ({', '.join(found)}){used}. Continue it "
+                "with --resume, or name another --run-dir.",
+                ("run_dir",),
+            )
+
+
+def _writable(config: Config) -> Iterator[Failure]:
+    """Tries to write: permissions alone say little about network file systems and full disks."""
+    folder = Path(config.run_dir)
+    try:
+        missing = run_lock.missing_folders(folder)
+        folder.mkdir(parents=True, exist_ok=True)
+        try:
+            with tempfile.NamedTemporaryFile(dir=folder, prefix=".probe-") as probe:
+                probe.write(bytes(1 << 16))
+                probe.flush()
+                os.fsync(probe.fileno())
+        finally:
+            run_lock.remove_folders(missing)
+    except OSError as error:
+        yield unwritable(config, error)
+
+
+def unwritable(config: Config, error: OSError) -> Failure:
+    """Returns the failure of a run folder that the operating system does not let us write to."""
+    return Failure(
+        f"run_dir={config.run_dir} cannot be written: {error.strerror or error}. Free some "
+        "space or name another --run-dir.",
+        ("run_dir",),
+    )

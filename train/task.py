@@ -1,0 +1,180 @@
+"""The interface between the trainer and a model family with its data."""
+
+from __future__ import annotations
+
+import abc
+import dataclasses
+import functools
+import math
+import typing
+from collections.abc import Iterator
+from typing import Any, ClassVar
+
+import docstring_parser
+import jax
+import numpy as np
+import pydantic
+
+from jaxpipe.runtime.layers.model import Model
+from train.config import Config, Section
+from train.data.stream import Examples
+from train.errors import Failure
+
+PyTree = Any
+
+
+class Task(abc.ABC):
+    """A model family with its data: all that the trainer knows about it.
+
+    The shape of the model is a frozen dataclass with ``num_layers`` and ``dtype``. If its numbers
+    do not fit together, it raises ArgumentError with one `Problem` per field. The section ``model``
+    of the configuration and its options follow from the shape: their types from its fields, their
+    help from its docstring's ``Args:``.
+
+    Args:
+      config: of the run.
+
+    Attributes:
+      default: the shape if the configuration sets no field of it.
+      fixed: fields of the shape that are no options, because the data decides them.
+      free: fields of the shape that may change when a run is resumed, because no weight depends on
+        them.
+      depth: fields that decide the number of layers.
+      unit: what a row holds, in the plural, such as "tokens".
+      data_kind: one of `train.data.folder.KINDS`; None if ``data.path`` is not read.
+      report_file: the file that `report` writes to the run folder; None if it writes none.
+      shape: that of the model.
+      units_per_row: how many units a row holds.
+      num_layers: layers of the pipeline.
+      dropout: whether a step needs a random key.
+    """
+
+    default: ClassVar[Any]
+    fixed: ClassVar[tuple[str, ...]] = ()
+    free: ClassVar[tuple[str, ...]] = ("dropout",)
+    depth: ClassVar[tuple[str, ...]] = ("num_layers",)
+    unit: ClassVar[str]
+    data_kind: ClassVar[str | None] = None
+    report_file: ClassVar[str | None] = None
+    units_per_row: int
+
+    def __init__(self, config: Config) -> None:
+        self.config = config
+        self.shape: Any = dataclasses.replace(self.default, **config.model.model_dump())
+        self.num_layers: int = self.shape.num_layers
+        self.dropout: bool = getattr(self.shape, "dropout", 0) > 0
+
+    @classmethod
+    @functools.cache
+    def section(cls) -> type[Section]:
+        """Returns the type of the section ``model``: the shape's fields except the fixed ones."""
+        shape = type(cls.default)
+        types, descriptions = typing.get_type_hints(shape), _descriptions(shape)
+        fields: dict[str, Any] = {
+            field.name: (
+                types[field.name],
+                pydantic.Field(
+                    getattr(cls.default, field.name), description=descriptions.get(field.name)
+                ),
+            )
+            for field in dataclasses.fields(shape)
+            if field.name not in cls.fixed
+        }
+        return pydantic.create_model(shape.__name__, __base__=Section, **fields)
+
+    @abc.abstractmethod
+    def model(self, *, train: bool, axis: str | None = "stage") -> Model:
+        """Makes the model.
+
+        Args:
+          train: False for evaluation.
+          axis: mesh axis over which a vocabulary is split; None for whole tables.
+        """
+
+    @abc.abstractmethod
+    def init(self, rng: jax.Array) -> PyTree:
+        """Makes the canonical initial parameters."""
+
+    def init_states(self) -> tuple[PyTree, ...] | None:
+        """Makes the initial states of the layers; None if they keep none."""
+        return None
+
+    @abc.abstractmethod
+    def load(self) -> tuple[Examples, Examples]:
+        """Loads the examples to train on and the held-out ones.
+
+        Raises:
+          ValueError: the data is missing or damaged, or does not fit the model.
+        """
+
+    def data_failures(self) -> Iterator[Failure]:
+        """Yields the problems of the data, before anything is compiled."""
+        path, batch_size = self.config.data.path, self.config.train.batch_size
+        try:
+            _, heldout = self.load()
+        except ValueError as error:
+            yield Failure(str(error), ("data.path",))
+            return
+        needed = self.config.train.eval_batches * batch_size
+        if len(heldout) < needed:
+            fitting = len(heldout) // batch_size
+            near = (
+                f"train.eval_batches={fitting}" if fitting else f"train.batch_size={len(heldout)}"
+            )
+            yield Failure(
+                f"data.path={path} has {len(heldout)} held-out rows, too few for "
+                f"train.eval_batches={self.config.train.eval_batches} x train.batch_size="
+                f"{batch_size}. Nearest valid: {near}.",
+                ("data.path", "train.eval_batches", "train.batch_size"),
+            )
+
+    @abc.abstractmethod
+    def row_shapes(self) -> dict[str, jax.ShapeDtypeStruct]:
+        """Returns shape and dtype of one row of a batch, by name."""
+
+    @abc.abstractmethod
+    def data_digest(self) -> str:
+        """Returns a digest of the tokenizer or the data, which must not change during a run."""
+
+    def flops_per_row(self) -> int | None:
+        """Returns the floating-point operations of a training step per row; None if not counted."""
+        return None
+
+    @abc.abstractmethod
+    def baseline(self, train: Examples, heldout: Examples) -> str:
+        """Returns the loss or score of a trivial model of the same data, in words."""
+
+    @abc.abstractmethod
+    def report(self, params: PyTree, states: PyTree, heldout: Examples) -> tuple[str, float | None]:
+        """Measures the trained model at the end of a run; may write to ``run_dir``.
+
+        Args:
+          params: canonical, on the host.
+          states: those of the layers, likewise, or None.
+          heldout: the held-out examples.
+
+        Returns:
+          The result in words, and as a number of which higher is better; None if there is none.
+        """
+
+    def num_parameters(self) -> int:
+        """Returns the number of parameters of the whole model."""
+        shapes = jax.eval_shape(self.init, jax.random.key(0))
+        return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(shapes))
+
+    def rows(self, examples: Examples, most: int) -> dict[str, np.ndarray]:
+        """Reads up to ``most`` evenly spread examples, as an evaluation does."""
+        count = min(most, len(examples))
+        numbers = np.arange(count, dtype=np.int64) * len(examples) // count
+        keys = np.stack([np.zeros(count, np.int64), np.zeros(count, np.int64), numbers], axis=1)
+        return examples.read(numbers, keys)
+
+
+def _descriptions(shape: type) -> dict[str, str]:
+    """Returns the ``Args:`` of a dataclass's docstring and of those that it extends, by name."""
+    found = {}
+    for extended in filter(dataclasses.is_dataclass, reversed(shape.__mro__)):
+        for argument in docstring_parser.parse(extended.__doc__ or "").params:
+            text = " ".join((argument.description or "").split())
+            found[argument.arg_name] = text[:1].upper() + text[1:]
+    return found
