@@ -181,7 +181,7 @@ def make(schedule="1f1b", *, stages=2, microbatches=2, optimizer=None, **options
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"schedule": "zb-v"}, r"'zb-v' has 2 chunks a stage[\s\S]*Nearest valid: '1f1b'"),
+        ({"schedule": "zb-v"}, r"'zb-v' has 2 chunks per stage[\s\S]*Nearest valid: '1f1b'"),
         ({"method": "naive"}, "choose one of pipemare, pipedream, 2bw"),
         ({"method": "2bw"}, r"Nearest valid: num_microbatches=3"),
         ({"method": "pipedream", "discrepancy_decay": 0.1}, "reads what its forward has read"),

@@ -61,7 +61,7 @@ def check_arguments(
     problems: list[Problem | str] = []
     if pipe.schedule.placement != linear(pipe.schedule.num_stages):
         problems.append(
-            f"Schedule {pipe.schedule.name!r} has {pipe.schedule.num_chunks} chunks a stage; an "
+            f"Schedule {pipe.schedule.name!r} has {pipe.schedule.num_chunks} chunks per stage; an "
             "asynchronous pipeline is made from one with a single chunk a stage, in model order.\n"
             "Nearest valid: '1f1b'."
         )

@@ -300,7 +300,7 @@ def _check(pipe: Pipeline) -> None:
     if any(count > chunks for count in counts):
         raise ValueError(
             f"Schedule {pipe.schedule.name!r} comes back to a chunk after it has worked on "
-            f"another: a stage finishes a gradient {max(counts)} times a step, with {chunks} "
+            f"another: a stage finishes a gradient {max(counts)} times per step, with {chunks} "
             "chunks. To update within the step, every chunk's gradient must be complete at once.\n"
             "Nearest valid: 'modular' or 'breadth-first' without group, one chunk a stage, or "
             f"weight_slots={chunks}, with the sums of all chunks."
