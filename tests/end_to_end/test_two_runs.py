@@ -1,5 +1,6 @@
 """Two runs in one folder: one goes on undisturbed, the other says who holds it."""
 
+import os
 import signal
 import socket
 
@@ -16,6 +17,8 @@ def test_a_second_run_is_refused_and_the_first_goes_on(unbroken, trainer, tmp_pa
     first = trainer.start("--config", trainer.config, "--run-dir", run)
     try:
         assert kill_when(first, lambda: num_lines(run) > 3, number=signal.SIGSTOP)
+        # Its threads may still write until all of them have stopped.
+        assert os.WIFSTOPPED(os.waitpid(first.pid, os.WUNTRACED)[1])
         before = {path: path.stat().st_mtime_ns for path in run.rglob("*")}
         who = f"in use by process {first.pid} on {socket.gethostname()} since "
         second = trainer.run("--run-dir", run, "--resume", status=2)
