@@ -165,7 +165,7 @@ def from_first(make: Callable[[], Any]) -> Any:
             answer = {"value": make()}
         except ConfigError as error:
             answer = {"failures": [dataclasses.astuple(failure) for failure in error.failures]}
-        except Exception as error:  # the others must learn of any error before it is raised here
+        except Exception as error:  # the other processes wait for an answer, whatever went wrong
             answer, failed = {"error": f"{type(error).__name__}: {error}"}, error
     text = json.dumps(answer).encode()
     answer = json.loads(_broadcast(text) if jax.process_count() > 1 else text)

@@ -334,9 +334,9 @@ def make_optimizer(
 
 
 def _own_part(mask: Any, shape: tuple[int, ...]) -> Any:
-    """Cuts a mask of packed layers, ``[stages, data shards, columns]``, to the weights at hand.
+    """Cuts the part of a mask, ``[stages, data shards, columns]``, that belongs to these weights.
 
-    In an asynchronous pipeline the optimizer sees only a device's own part of them.
+    In an asynchronous pipeline the optimizer sees only a device's own part of packed layers.
     """
     for dim, axis in enumerate((STAGE, DATA)):
         if np.ndim(mask) > 0 and np.shape(mask)[dim] != shape[dim]:

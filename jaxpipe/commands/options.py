@@ -50,15 +50,16 @@ def parse_costs(text: str) -> Costs:
     return Costs(*numbers)
 
 
-def check_size(stages: int, microbatches: int, chunks: int) -> None:
+def check_size(stages: int, microbatches: int, chunks: int, *, minibatches: int = 1) -> None:
     """Refuses schedules that would take all memory, or hours."""
     pipeline = f"--stages {stages}" + f" and --chunks {chunks}" * (chunks != 1)
     for made, limit, options, what in (
         (stages * chunks, _MAX_VIRTUAL_STAGES, pipeline, "virtual stages"),
         (
-            stages * chunks * microbatches,
+            stages * chunks * microbatches * minibatches,
             _MAX_PASSES,
-            f"{pipeline} and --microbatches {microbatches}",
+            f"{pipeline} and --microbatches {microbatches}"
+            + f" in {minibatches} minibatches" * (minibatches != 1),
             "forward passes",
         ),
     ):

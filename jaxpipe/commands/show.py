@@ -15,7 +15,7 @@ from jaxpipe.schedule.actions import Schedule
 from jaxpipe.schedule.formats import user
 from jaxpipe.schedule.formats.csv_format import read_csv, write_csv
 from jaxpipe.schedule.generators import pipemare
-from jaxpipe.schedule.lowering.steady_rows import steady_schedule
+from jaxpipe.schedule.lowering.steady_rows import shown_minibatches, steady_schedule
 from jaxpipe.schedule.problems import ArgumentError, Problem, below_one, refuse
 from jaxpipe.schedule.show import draw, pipemare_draw
 from jaxpipe.schedule.show.report import report, timelines
@@ -160,8 +160,10 @@ def _steady_state(
     if format == "csv":
         rule = "is for schedules that end; $name never drains"
         refuse([Problem("format", format, rule, {"format": "text"}, others)])
-    check_size(stages, microbatches, 1)
-    return pipemare.SteadyState(stages, microbatches, name, recompute_segment)
+    steady = pipemare.SteadyState(stages, microbatches, name, recompute_segment)
+    minibatches = 1 if format == "text" else shown_minibatches(stages, microbatches)
+    check_size(stages, microbatches, 1, minibatches=minibatches)
+    return steady
 
 
 def _in_format(

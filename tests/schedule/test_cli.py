@@ -293,6 +293,10 @@ def test_bad_csv_gets_status_2_and_one_message(tmp_path, capsys, content, expect
             "--stages 4 and --chunks 2 and --microbatches 1000000: 8000000 forward passes",
         ),
         (["compare", "--stages", "5000000", "--microbatches", "1"], "virtual stages, beyond 4096"),
+        (
+            ["show", "pipemare", "--stages", "1500", "--microbatches", "1", "--format", "json"],
+            "--microbatches 1 in 6001 minibatches: 9001500 forward passes",
+        ),
         (["show", "1f1b"], "needs --stages and --microbatches"),
         (["show", "1f1d", *SHAPE], "Nearest valid: '1f1b'"),
         (["show", "gpipe", *SHAPE, "--chunks", "2"], "--chunks 2 does not fit"),

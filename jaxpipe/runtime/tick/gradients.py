@@ -14,7 +14,7 @@ from jaxpipe.runtime.layout.leaf import Leaf
 from jaxpipe.runtime.mesh import DATA
 from jaxpipe.runtime.tick.carried import Carried
 from jaxpipe.runtime.tick.fixed import Fixed
-from jaxpipe.runtime.tick.work import Work
+from jaxpipe.runtime.tick.work import LayerWork
 from jaxpipe.runtime.types import Arrays, Gradients, Index, Shapes, Stored, Tree
 from jaxpipe.schedule.lowering.table import Outer, Row, Transfer
 
@@ -30,7 +30,7 @@ class GradientSink(abc.ABC):
         """What finished gradients have become when nothing has run; ``buffers`` of zeros."""
         return buffers.get("reduced")
 
-    def add(self, work: Work, sums: Arrays, stored: Stored) -> Arrays:
+    def add(self, work: LayerWork, sums: Arrays, stored: Stored) -> Arrays:
         """The sums of the chunk in a slot with the gradient of a layer, for one microbatch.
 
         The first one of a stay overwrites: clearing a slot after its reduction would copy it.
@@ -63,7 +63,7 @@ class Kept(GradientSink):
         whole = {"gradients": jax.tree.map(Leaf.struct, fixed.params.placed)}
         return whole | (_reduced_shapes(fixed) if fixed.setup.zero else {})
 
-    def add(self, work: Work, sums: Arrays, stored: Stored) -> Arrays:
+    def add(self, work: LayerWork, sums: Arrays, stored: Stored) -> Arrays:
         return work.fixed.params.add(sums, work.place(), stored)
 
     def result(self, fixed: Fixed, carried: Carried) -> Gradients:

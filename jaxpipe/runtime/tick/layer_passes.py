@@ -14,7 +14,6 @@ Rules that keep it fast and correct:
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -28,7 +27,7 @@ from jaxpipe.runtime.layout.buffers import at_slot, put_slot
 from jaxpipe.runtime.tick.carried import Carried
 from jaxpipe.runtime.tick.fixed import Fixed, Microbatches
 from jaxpipe.runtime.tick.messages import INBOX
-from jaxpipe.runtime.tick.work import Work
+from jaxpipe.runtime.tick.work import LayerWork, Work
 from jaxpipe.runtime.types import Arrays, Index, LayerParams, Message, Tree
 from jaxpipe.schedule.actions import Kind
 from jaxpipe.schedule.lowering.table import NONE, Row
@@ -130,8 +129,7 @@ def _run_layers(
 
     def body(chunk: Index, layer: Index, sums: Arrays, rest: Any) -> tuple[Arrays, Any]:
         through, outputs = rest
-        one = work.but(cell=dataclasses.replace(work.cell, chunk=chunk), layer=layer)
-        through = _run_layer(one, through.but(gradients=sums))
+        through = _run_layer(work, chunk, layer, through.but(gradients=sums))
         through, outputs = tie(through, outputs)
         return through.carried.gradients, (through.but(gradients=None), outputs)
 
@@ -143,18 +141,19 @@ def _run_layers(
     return through.but(gradients=sums), outputs
 
 
-def _run_layer(work: Work, through: Through) -> Through:
+def _run_layer(work: Work, chunk: Index, layer: Index, through: Through) -> Through:
     """Runs a layer as its kind does: one loop per kind, all but one of them empty."""
     kinds, step = work.fixed.layers.kinds, _STEPS[work.action]
     if len(kinds) == 1:
-        return step(work.but(kind=kinds[0]), through)
+        return step(work.of_layer(chunk, layer, kinds[0]), through)
     for kind in kinds:
-        is_mine = work.fixed.kind_of[work.cell.chunk, work.layer] == kind.number
-        through = run_if(is_mine, functools.partial(step, work.but(kind=kind)), through)
+        is_mine = work.fixed.kind_of[chunk, layer] == kind.number
+        one = functools.partial(step, work.of_layer(chunk, layer, kind))
+        through = run_if(is_mine, one, through)
     return through
 
 
-def _forward(work: Work, through: Through) -> Through:
+def _forward(work: LayerWork, through: Through) -> Through:
     """F, and R. If layers are recomputed, R leaves the residuals; F alone renews the state."""
     fixed, kind = work.fixed, work.kind
     weights, message = tie(work.weights(), through.message)
@@ -172,7 +171,7 @@ def _forward(work: Work, through: Through) -> Through:
     return through._replace(message=fixed.message(message, kind.y, y))
 
 
-def _backward(work: Work, through: Through) -> Through:
+def _backward(work: LayerWork, through: Through) -> Through:
     """B, and BW, which finishes the gradient where B keeps what W needs."""
     fixed, kind, fused = work.fixed, work.kind, work.action is Kind.BW
     read = work.weights(), *work.saved(through.carried, "until_b", "until_w")
@@ -188,7 +187,7 @@ def _backward(work: Work, through: Through) -> Through:
     return keep._replace(message=fixed.message(message, kind.x, dx))
 
 
-def _backward_weights(work: Work, through: Through) -> Through:
+def _backward_weights(work: LayerWork, through: Through) -> Through:
     fixed, kind = work.fixed, work.kind
     read = work.weights(), *work.saved(through.carried, "until_w", "crossing")
     (weights, *residuals), sums = tie(read, through.carried.gradients)
@@ -198,7 +197,7 @@ def _backward_weights(work: Work, through: Through) -> Through:
     return _add_gradient(work, through.but(gradients=sums), dparams)
 
 
-_STEPS: dict[Kind, Callable[[Work, Through], Through]] = {
+_STEPS: dict[Kind, Callable[[LayerWork, Through], Through]] = {
     Kind.R: _forward,
     Kind.F: _forward,
     Kind.B: _backward,
@@ -207,7 +206,7 @@ _STEPS: dict[Kind, Callable[[Work, Through], Through]] = {
 }
 
 
-def _save(work: Work, through: Through, **values: list[jax.Array]) -> Through:
+def _save(work: LayerWork, through: Through, **values: list[jax.Array]) -> Through:
     """Writes a layer's residuals into their slots, in place, by name."""
     kept = through.carried.residuals
     for name, new in values.items():
@@ -216,7 +215,7 @@ def _save(work: Work, through: Through, **values: list[jax.Array]) -> Through:
     return through.but(residuals=kept)
 
 
-def _add_gradient(work: Work, through: Through, dparams: LayerParams) -> Through:
+def _add_gradient(work: LayerWork, through: Through, dparams: LayerParams) -> Through:
     fixed, example = work.fixed, work.kind.example
     assert fixed.gradients is not None
     stored = fixed.params.pack(dparams, example)
@@ -225,7 +224,7 @@ def _add_gradient(work: Work, through: Through, dparams: LayerParams) -> Through
     return through.but(gradients=sums)
 
 
-def _layer_state(work: Work, through: Through) -> Tree:
+def _layer_state(work: LayerWork, through: Through) -> Tree:
     """A layer's running statistics; for R those that F has read, where they matter to it.
 
     None for a model without.
@@ -240,7 +239,7 @@ def _layer_state(work: Work, through: Through) -> Tree:
     return layout.unpack(layout.read(through.carried.states, place), example)
 
 
-def _renew(work: Work, through: Through, old: Tree, new: Tree) -> Through:
+def _renew(work: LayerWork, through: Through, old: Tree, new: Tree) -> Through:
     """Writes a layer's new state; keeps the old one where R will read it."""
     layout, example = work.fixed.setup.states, work.kind.example
     assert layout is not None

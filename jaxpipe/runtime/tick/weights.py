@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 from jaxpipe.runtime.barriers import tie
 from jaxpipe.runtime.layout.data_axis import gather
 from jaxpipe.runtime.tick.fixed import Fixed, Setup
-from jaxpipe.runtime.tick.work import Work
+from jaxpipe.runtime.tick.work import LayerWork
 from jaxpipe.runtime.types import Arrays, Index, OuterParams, Shapes, Stored, Tree
 from jaxpipe.schedule.lowering.table import Outer, Transfer
 
@@ -43,7 +43,7 @@ class WeightSource(abc.ABC):
         return held
 
     @abc.abstractmethod
-    def layer(self, work: Work) -> Stored:
+    def layer(self, work: LayerWork) -> Stored:
         """A layer's weights as they are stored."""
 
     def outer(
@@ -62,7 +62,7 @@ class Resident(WeightSource):
         """What is held when a step begins, without its buffers."""
         return Held(layers, outer)
 
-    def layer(self, work: Work) -> Stored:
+    def layer(self, work: LayerWork) -> Stored:
         return work.fixed.params.read(work.held.layers, work.place())
 
 
@@ -92,5 +92,5 @@ class Gathered(WeightSource):
 
         return held._replace(slots=params.loop_pieces(transfer.chunk, body, held.slots))
 
-    def layer(self, work: Work) -> Stored:
+    def layer(self, work: LayerWork) -> Stored:
         return work.fixed.params.read(work.held.slots, work.place(work.cell.weights))

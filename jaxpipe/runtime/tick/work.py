@@ -1,4 +1,4 @@
-"""An action of a tick, or one layer of it, and what it may read."""
+"""An action of a tick, and one layer of it with what it may read."""
 
 from __future__ import annotations
 
@@ -17,12 +17,11 @@ from jaxpipe.schedule.lowering.table import Cell
 
 @dataclasses.dataclass(frozen=True)
 class Work:
-    """An action of a tick, or one layer of it, and what it may read.
+    """An action of a tick.
 
     Args:
       held: the weights.
       replay: the slot of what F keeps for R; None if nothing is recomputed.
-      layer: counted within the chunk.
     """
 
     fixed: Fixed
@@ -30,13 +29,25 @@ class Work:
     held: Any
     action: Kind
     cell: Cell
-    replay: Index = None
-    layer: Index = None
-    kind: LayerKind = None  # type: ignore[assignment]  # of a layer only
+    replay: Index
 
-    def but(self, **changes: Any) -> Work:
-        """A copy with these fields changed."""
-        return dataclasses.replace(self, **changes)
+    def of_layer(self, chunk: Index, layer: Index, kind: LayerKind) -> LayerWork:
+        """The part of a layer of this kind, counted within its chunk."""
+        cell = dataclasses.replace(self.cell, chunk=chunk)
+        shared = self.fixed, self.batch, self.held, self.action, cell, self.replay
+        return LayerWork(*shared, layer, kind)
+
+
+@dataclasses.dataclass(frozen=True)
+class LayerWork(Work):
+    """One layer of an action, and what it may read.
+
+    Args:
+      layer: counted within the chunk.
+    """
+
+    layer: Index
+    kind: LayerKind
 
     @property
     def at(self) -> At:

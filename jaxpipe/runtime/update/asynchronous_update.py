@@ -20,7 +20,7 @@ from jaxpipe.runtime.mesh import DATA, STAGE
 from jaxpipe.runtime.tick.carried import Carried
 from jaxpipe.runtime.tick.fixed import Fixed
 from jaxpipe.runtime.tick.gradients import GradientSink
-from jaxpipe.runtime.tick.work import Work
+from jaxpipe.runtime.tick.work import LayerWork
 from jaxpipe.runtime.types import Arrays, Gradients, Index, Leaves, Placed, Shapes, Stored
 from jaxpipe.runtime.update.asynchronous_weights import Versions
 from jaxpipe.runtime.update.part_optimizer import PARTS, PartOptimizer, apply
@@ -90,7 +90,7 @@ class Updated(GradientSink):
         placed = fixed.params.placed
         return {"gradients": jax.tree.map(lambda leaf: leaf.struct(parts=parts), placed)}
 
-    def add(self, work: Work, sums: Arrays, stored: Stored) -> Arrays:
+    def add(self, work: LayerWork, sums: Arrays, stored: Stored) -> Arrays:
         zero = work.fixed.setup.zero
         if zero >= 2:  # sums are split, and never at rest: one reduction per microbatch
             stored = reduce_gradients(stored, work.leaves, zero=zero)

@@ -18,7 +18,7 @@ from jaxpipe.runtime.layout.data_axis import gather
 from jaxpipe.runtime.layout.layer_layout import LayerLayout
 from jaxpipe.runtime.tick.fixed import Fixed
 from jaxpipe.runtime.tick.weights import WeightSource
-from jaxpipe.runtime.tick.work import Work
+from jaxpipe.runtime.tick.work import LayerWork
 from jaxpipe.runtime.types import Arrays, Index, OuterParams, Stored, Tree
 from jaxpipe.runtime.update.part_optimizer import PARTS
 from jaxpipe.schedule.actions import Kind
@@ -89,7 +89,7 @@ class Versioned(WeightSource):
     steady: SteadyState
     corrects: bool
 
-    def layer(self, work: Work) -> Stored:
+    def layer(self, work: LayerWork) -> Stored:
         params, held = work.fixed.params, work.held
         weights = params.read(held.weights["layers"], work.place(work.cell.weights))
         if self.corrects and work.action is not Kind.F:

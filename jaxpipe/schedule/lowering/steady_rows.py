@@ -182,6 +182,11 @@ class SteadyRows:
         return Update(due, self.first + minibatch)
 
 
+def shown_minibatches(num_stages: int, num_microbatches: int) -> int:
+    """How many minibatches show the pipeline full, through at least one of them."""
+    return 1 + -(-4 * num_stages // num_microbatches)
+
+
 def steady_schedule(
     steady: SteadyState,
     minibatches: int | None = None,
@@ -193,8 +198,8 @@ def steady_schedule(
 
     Args:
       steady: the pipeline.
-      minibatches: K, at least 1; microbatches are numbered through all of them. None for as many
-        as show the pipeline full, through at least one minibatch.
+      minibatches: K, at least 1; microbatches are numbered through all of them. None for
+        `shown_minibatches`.
       layer_counts: layers of every stage; one by default.
       fused: whether backwards are BW, or B and W.
 
@@ -204,7 +209,7 @@ def steady_schedule(
       ['0F0 0F1 0BW0 0BW1', '1F0 1F1 1BW0 1BW1']
     """
     P, N = steady.num_stages, steady.num_microbatches
-    total = N * (1 + -(-4 * P // N) if minibatches is None else minibatches)
+    total = N * (shown_minibatches(P, N) if minibatches is None else minibatches)
     counts = layer_counts or [1] * P
     rows = SteadyRows(steady, entered=total, fused=fused, xp=np)
     tick = np.arange(total + steady.drain_ticks)

@@ -259,7 +259,7 @@ class Engine:
         return (_F if forward_first else _B, *filler)
 
     def fill(self, length: float, ready: Ready, claims: Sequence[int]) -> Counts:
-        """The layers a stage runs in a tick of at most this length.
+        """Counts the layers, by kind, that a stage runs in a tick of at most this length.
 
         Args:
           length: of the tick, at least `longest_layer`.
