@@ -11,7 +11,6 @@ from jaxpipe.schedule import catalog as schedules
 if TYPE_CHECKING:
     from jaxpipe.api import (
         AsyncPipeline,
-        LayeredUpdate,
         Model,
         Pipeline,
         functional,
@@ -25,7 +24,6 @@ __version__ = "0.1.0"
 
 __all__ = [
     "AsyncPipeline",
-    "LayeredUpdate",
     "Model",
     "Pipeline",
     "functional",

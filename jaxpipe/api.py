@@ -8,4 +8,3 @@ from jaxpipe.runtime.layers.modules import stack as stack
 from jaxpipe.runtime.mesh import make_mesh as make_mesh
 from jaxpipe.runtime.pipeline import Pipeline as Pipeline
 from jaxpipe.runtime.update.asynchronous import AsyncPipeline as AsyncPipeline
-from jaxpipe.runtime.update.layered import LayeredUpdate as LayeredUpdate

@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import cached_property
 from typing import Any
 
 import jax
-import jax.numpy as jnp
-import numpy as np
 import optax
-from jax import lax
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxpipe.runtime.measure.costs import layer_bytes, layer_costs
-from jaxpipe.runtime.mesh import DATA, STAGE, make_mesh
+from jaxpipe.runtime.mesh import make_mesh
 from jaxpipe.runtime.pipeline import Pipeline
 from jaxpipe.schedule.actions import Schedule
 from jaxpipe.schedule.partition import Memory, chunk_costs, partition
@@ -134,26 +131,8 @@ class Setup:
         )
 
     def make_optimizer(self, *, clips: bool = True) -> optax.GradientTransformation:
-        """The optimizer of placed parameters; see `make_optimizer`."""
-        rate = self.learning_rate
-        return make_optimizer(self.config.optimizer, rate, lambda: self._decays, clips=clips)
-
-    @cached_property
-    def _decays(self) -> PyTree:
-        """Which of the placed parameters decay: booleans, or boolean arrays for packed layers."""
-        decays, layers = decaying(self.shapes), self.shapes["layers"]
-        if self.config.pipeline.weights == "unrolled":
-            return decays | {
-                "layers": dict.fromkeys(self.pipe.layout.layers.placed, decays["layers"])
-            }
-        if not isinstance(layers, tuple):
-            return decays
-        with jax.ensure_compile_time_eval():
-            whole = jax.tree.map(
-                lambda leaf, d: jnp.full(leaf.shape, d, leaf.dtype), layers, decays["layers"]
-            )
-            placed = self.pipe.layout.layers.place(whole)
-            return decays | {"layers": jax.tree.map(lambda w: np.asarray(w, bool), placed)}
+        """The run's optimizer; see `make_optimizer`."""
+        return make_optimizer(self.config.optimizer, self.learning_rate, clips=clips)
 
     @property
     def _key(self) -> jax.Array:
@@ -177,21 +156,23 @@ class Setup:
     @cached_property
     def state_shapes(self) -> TrainState:
         """Shapes, dtypes and shardings of the state on the devices."""
-        params = jax.eval_shape(self.pipe.place, self.shapes)
-        optimizer = jax.eval_shape(self.optimizer.init, params)
-        shardings = TrainState(self.pipe.param_shardings, self.pipe.optimizer_shardings(optimizer))
-        state = jax.tree.map(with_sharding, TrainState(params, optimizer), shardings)
-        return dataclasses.replace(state, layers=self.pipe.placed_states)
+        params = jax.tree.map(
+            with_sharding, jax.eval_shape(self.pipe.place, self.shapes), self.pipe.param_shardings
+        )
+        return TrainState(params, self._optimizer_placing.placed, self.pipe.placed_states)
 
     @cached_property
     def canonical_shapes(self) -> TrainState:
         """The same in canonical order, as a checkpoint holds it."""
-        optimizer = jax.eval_shape(self.optimizer.init, self.shapes)
-        state = TrainState(self.shapes, optimizer, self.pipe.canonical_states)
-        shardings = self.pipe.map_parameters(
-            lambda _: self.pipe.canonical_shardings, state, rest=lambda _: self.replicated
+        params = jax.tree.map(with_sharding, self.shapes, self.pipe.canonical_shardings)
+        states = jax.tree.map(
+            lambda leaf: with_sharding(leaf, self.replicated), self.pipe.canonical_states
         )
-        return jax.tree.map(with_sharding, state, shardings)
+        return TrainState(params, self._optimizer_placing.canonical, states)
+
+    @property
+    def _optimizer_placing(self):
+        return self.pipe.optimizer_placing(self.optimizer)
 
     @cached_property
     def batch_shapes(self) -> PyTree:
@@ -211,7 +192,8 @@ class Setup:
 
         def make(key):
             params = self.pipe.place(self.task.init(key))
-            return TrainState(params, self.optimizer.init(params), self._place_states(states))
+            optimizer = self.pipe.init(self.optimizer, params)
+            return TrainState(params, optimizer, self._place_states(states))
 
         states = self.task.init_states()
         return jax.jit(make, out_shardings=self.state_shardings)(self._key)
@@ -220,7 +202,7 @@ class Setup:
         """Undoes placing, also of the optimizer state; the result does not depend on the layout."""
         return TrainState(
             self.pipe.unplace(state.params),
-            self.pipe.map_parameters(self.pipe.unplace, state.optimizer),
+            self._optimizer_placing.unplace(state.optimizer),
             None if state.layers is None else self.pipe.unplace_states(state.layers),
         )
 
@@ -231,7 +213,7 @@ class Setup:
         """Places a canonical state on this run's mesh, for its schedule and ZeRO level."""
 
         def place(state):
-            optimizer = self.pipe.map_parameters(self.pipe.place, state.optimizer)
+            optimizer = self._optimizer_placing.place(state.optimizer)
             return TrainState(
                 self.pipe.place(state.params), optimizer, self._place_states(state.layers)
             )
@@ -245,8 +227,9 @@ class Setup:
         def step(state, batch, rng):
             value, grads = self.pipe.value_and_grad(state.params, batch, rng, states=state.layers)
             loss, layers = (value, None) if state.layers is None else value
-            updates, optimizer = self.optimizer.update(grads, state.optimizer, state.params)
-            params = optax.apply_updates(state.params, updates)
+            params, optimizer = self.pipe.update(
+                self.optimizer, grads, state.optimizer, state.params
+            )
             metrics = {"loss": loss, "grad_norm": optax.tree.norm(grads)}
             return TrainState(params, optimizer, layers), metrics
 
@@ -287,42 +270,25 @@ def learning_rate(config: OptimizerConfig, *, num_steps: int) -> optax.Schedule:
     )
 
 
-def decaying(shapes: PyTree) -> PyTree:
-    """Says which canonical parameters decay: matrices and kernels do, vectors do not."""
-    stacked = not isinstance(shapes["layers"], tuple)
-    return {
-        name: jax.tree.map(
-            lambda leaf, lead=stacked and name == "layers": leaf.ndim - lead >= 2, tree
-        )
-        for name, tree in shapes.items()
-    }
-
-
 def make_optimizer(
-    config: OptimizerConfig,
-    rate: optax.Schedule,
-    decays: Callable[[], PyTree],
-    *,
-    clips: bool = True,
+    config: OptimizerConfig, rate: optax.Schedule, *, clips: bool = True
 ) -> optax.GradientTransformation:
-    """Makes AdamW after clipping by the norm of the whole gradient.
+    """Makes AdamW after clipping by the norm of the whole gradient; only matrices and kernels
+    decay.
 
     Args:
       config: its numbers.
       rate: the learning rate of a step.
-      decays: returns which parameters decay: a tree of the same structure, of booleans or boolean
-        arrays (packed layers are one array, of which only parts decay).
       clips: False leaves clipping to an asynchronous pipeline; the state is the same.
     """
 
     def decay(updates, params):
         return jax.tree.map(
-            lambda update, weight, mask: (
-                update + config.weight_decay * _own_part(mask, weight.shape) * weight
+            lambda update, weight: (
+                update + config.weight_decay * weight if weight.ndim >= 2 else update
             ),
             updates,
             params,
-            decays(),
         )
 
     return optax.chain(
@@ -331,18 +297,6 @@ def make_optimizer(
         optax.stateless(decay),
         optax.scale_by_learning_rate(rate),
     )
-
-
-def _own_part(mask: Any, shape: tuple[int, ...]) -> Any:
-    """Cuts the part of a mask, ``[stages, data shards, columns]``, that belongs to these weights.
-
-    In an asynchronous pipeline the optimizer sees only a device's own part of packed layers.
-    """
-    for dim, axis in enumerate((STAGE, DATA)):
-        if np.ndim(mask) > 0 and np.shape(mask)[dim] != shape[dim]:
-            start = lax.axis_index(axis) * shape[dim]
-            mask = lax.dynamic_slice_in_dim(mask, start, shape[dim], dim)
-    return mask
 
 
 def with_sharding(leaf, sharding) -> jax.ShapeDtypeStruct:

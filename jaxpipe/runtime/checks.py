@@ -202,11 +202,7 @@ def canonical(
     if not mismatches(name, tree, placed, dtypes=False):
         return [f"{name} is placed already."]
     if not mismatches(name, tree, expected, dtypes=False):
-        return [
-            *lines,
-            f"Cast {name} to these dtypes. What is only shaped like parameters, such as moments or "
-            "a mask, is placed in its own dtype by `pipe.map_parameters(pipe.place, tree)`.",
-        ]
+        return [*lines, f"Cast {name} to these dtypes."]
     return [*_other_layers(name, tree, expected), *lines]
 
 
@@ -226,8 +222,8 @@ def placed(
     if not lines:
         return []
     if not mismatches(name, tree, canonical, dtypes=False):
-        return [f"{name} is in canonical order, not placed; call `pipe.{method}` first."]
-    return [*lines, f"{name} must be as `pipe.{method}` returns it."]
+        return [f"{name} is in canonical order, not placed; call `{method}` first."]
+    return [*lines, f"{name} must be as `{method}` returns it."]
 
 
 def optimizer_state(name: str, tree: Tree, expected: Shapes) -> list[str]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import cached_property, partial
+from functools import cached_property, lru_cache, partial
 from typing import Any
 
 import jax
@@ -18,7 +18,7 @@ from jaxpipe.runtime.layout.whole_model import StateLayout, layer_layout, layer_
 from jaxpipe.runtime.mesh import DATA, STAGE, leave_compilation_cache
 from jaxpipe.runtime.tick import executor
 from jaxpipe.runtime.tick.fixed import Setup
-from jaxpipe.runtime.trees import shapes_of, strongly_typed
+from jaxpipe.runtime.trees import shapes_of
 from jaxpipe.runtime.types import (
     Batch,
     Gradients,
@@ -31,13 +31,14 @@ from jaxpipe.runtime.types import (
     States,
     Tree,
 )
-from jaxpipe.runtime.update.part_optimizer import owners
+from jaxpipe.runtime.update.layered import chunk_by_chunk
+from jaxpipe.runtime.update.optimizer import PlacedOptimizer
 from jaxpipe.schedule.actions import Schedule
 from jaxpipe.schedule.check.validate import validate
 from jaxpipe.schedule.lowering.lower import forward_only, lower
 from jaxpipe.schedule.lowering.table import TickTable
 from jaxpipe.schedule.partition import partition
-from jaxpipe.schedule.problems import refuse
+from jaxpipe.schedule.problems import Problem, refuse
 
 
 class Pipeline:
@@ -61,9 +62,9 @@ class Pipeline:
         parameter, for any depth; "unrolled" in one array per layer, which a GPU need not copy
         before it multiplies, for a program that grows with the layers of a stage.
       weight_slots: chunks of gathered weights (ZeRO-3) and of gradient sums (from ZeRO-2 on, and
-        with `LayeredUpdate`) that a stage keeps at once. More slots take more memory and need fewer
-        gathers and reductions: ``pipe.table.gathers`` says how many. The number is raised to the
-        chunks that one tick uses, and lowered to those of a stage.
+        if every chunk is updated by itself) that a stage keeps at once. More slots take more memory
+        and need fewer gathers and reductions: ``pipe.table.gathers`` says how many. The number is
+        raised to the chunks that one tick uses, and lowered to those of a stage.
       layer_counts: layers of every virtual stage, in model order; by default as equal as possible.
       states: the layers' initial states, or their shapes, for a `Model` that is stateful.
       poison: test mode; fills bubbles with NaN.
@@ -84,11 +85,7 @@ class Pipeline:
       >>> schedule = build("1f1b", stages=1, microbatches=2)
       >>> pipe = Pipeline(model, params, schedule=schedule, mesh=make_mesh(stage=1))
       >>> optimizer, params = optax.sgd(0.1), pipe.place(params)
-      >>> state = pipe.init(optimizer, params)
-      >>> @jax.jit
-      ... def step(params, state, batch):
-      ...     loss, grads = pipe.value_and_grad(params, batch)
-      ...     return loss, *pipe.update(optimizer, grads, state, params)
+      >>> state, step = pipe.init(optimizer, params), pipe.train_step(optimizer)
       >>> loss, params, state = step(params, state, {"x": jnp.ones((4, 3)), "y": jnp.ones((4, 3))})
       >>> pipe.unplace(params)["layers"].shape
       (2, 3, 3)
@@ -123,13 +120,15 @@ class Pipeline:
         self._own_slots = layer_layout(params["layers"], weights).own_arrays
         self.table = self._lower(schedule, layer_counts)
         self.layout = make_layout(params, model.stage_split, mesh, self.table, weights=weights)
-        self._params = Placing(self.layout, sharded=self.zero == 3, method="place")
+        self._params = Placing(self.layout, sharded=self.zero == 3, name="params")
+        make = partial(PlacedOptimizer, params=self.layout, zero=self.zero)
+        self._placed_optimizer = lru_cache(maxsize=8)(make)
         self.state_layout, self._states = None, None
         if states is not None:
             held = layer_rows(self.table)
             self.state_layout = layer_layout(states, weights="stacked")(states, held, 1)
             layout = StateLayout(self.state_layout, mesh)
-            self._states = Placing(layout, sharded=False, method="place_states")
+            self._states = Placing(layout, sharded=False, name="states")
 
     # Layout.
 
@@ -153,46 +152,6 @@ class Pipeline:
         """Shardings of what `unplace` returns: over all devices, as far as the sizes divide."""
         return self._params.canonical_shardings
 
-    def optimizer_shardings(self, state: OptimizerState) -> Shardings:
-        """Shardings of an optax state: what belongs to a parameter and has its shape is sharded
-        like its gradient, the rest is replicated.
-
-        Args:
-          state: an optimizer state of placed parameters, or its shapes.
-        """
-        of_gradients = jax.tree.leaves(self.gradient_shardings)
-        replicated = NamedSharding(self.mesh, P())
-        found = [
-            replicated if owner is None else of_gradients[owner]
-            for owner in owners(state, self.layout.placed_shapes())
-        ]
-        return jax.tree.unflatten(jax.tree.structure(state), found)
-
-    def map_parameters(
-        self,
-        fn: Callable[[Tree], Tree],
-        tree: Tree,
-        *,
-        rest: Callable[[Any], Any] = lambda leaf: leaf,
-    ) -> Tree:
-        """Applies ``fn`` to every subtree with the structure of the parameters, placed or
-        canonical, and ``rest`` to all other leaves.
-
-        With `place` and `unplace` it converts a whole optimizer state, or any tree that is shaped
-        like the parameters, such as a mask, whatever its dtypes are.
-        """
-        if fn == self.place:
-            fn = partial(self._params.place, "params", dtypes=False)
-        trees = self.param_shardings, self.canonical_shardings
-        structures = [jax.tree.structure(tree) for tree in trees]
-
-        def is_params(node: Tree) -> bool:
-            return jax.tree.structure(node) in structures
-
-        return jax.tree.map(
-            lambda node: fn(node) if is_params(node) else rest(node), tree, is_leaf=is_params
-        )
-
     def place(self, params: Params) -> Placed:
         """Canonical parameters to placed, sharded ones.
 
@@ -200,7 +159,7 @@ class Pipeline:
           ValueError: parameters unlike those that the pipeline was built for, in structure, shape
             or dtype, or that are placed already.
         """
-        return self._params.place("params", params)
+        return self._params.place(params)
 
     def unplace(self, placed: Placed) -> Params:
         """Undoes `place`, also for what is shaped like parameters, such as gradients."""
@@ -208,7 +167,7 @@ class Pipeline:
 
     def place_states(self, states: States) -> States:
         """Canonical states of the layers, one tree per layer, to placed ones; raises as `place`."""
-        return self._states_or_raise().place("states", states)
+        return self._states_or_raise().place(states)
 
     def unplace_states(self, placed: States) -> States:
         """Undoes `place_states`."""
@@ -235,19 +194,22 @@ class Pipeline:
         """The state of an optimizer, sharded as the ZeRO level says.
 
         Args:
-          optimizer: any optax transformation.
+          optimizer: an optax transformation; what it sees are whole parameters, with one tree per
+            layer in ``params["layers"]``, and so do its masks and labels.
           params: placed parameters.
 
+        Returns:
+          The optimizer's state, in which everything that is kept for each parameter is placed.
+
         Raises:
-          ValueError: parameters unlike those that the pipeline was built for, or not placed.
+          ValueError: parameters unlike those that the pipeline was built for, or not placed; an
+            optimizer that needs arrays of several layers at once.
         """
         refuse(self._params.problems("params", params))
-        shardings = self.optimizer_shardings(jax.eval_shape(optimizer.init, params))
-
-        def init(params: Placed) -> OptimizerState:
-            return strongly_typed(optimizer.init(params))
-
-        return jax.jit(init, out_shardings=shardings)(params)
+        placed = self.placed_optimizer(optimizer)
+        specs = placed.state.specs(sharded=self.zero >= 1)
+        init = self.shard_map(placed.init, (self.in_specs[0],), specs)
+        return jax.jit(init, out_shardings=placed.placing.shardings)(params)
 
     def update(
         self,
@@ -255,18 +217,20 @@ class Pipeline:
         grads: Gradients,
         state: OptimizerState,
         params: Placed,
+        **extra: Tree,
     ) -> tuple[Placed, OptimizerState]:
         """Takes a step of an optimizer, and leaves everything where it was.
 
-        In a jitted step the compiler would otherwise choose where the new parameters and the new
-        state lie, which is not where the ZeRO level wants them; the next call would then compile
-        the step again.
+        A stage updates its own layers, a data shard its part of them (from ZeRO-1 on). Where a
+        layer's update is more than element by element, such as Muon's, one of its arrays at a time
+        is gathered over data.
 
         Args:
-          optimizer: any optax transformation.
+          optimizer: an optax transformation.
           grads: gradients, from `value_and_grad`.
           state: the optimizer's state, from `init`.
           params: placed parameters.
+          **extra: further arguments of ``optimizer.update``, such as ``value=loss``.
 
         Returns:
           The new parameters and the new state, sharded like the old ones.
@@ -274,7 +238,8 @@ class Pipeline:
         Raises:
           ValueError: a tree unlike those that the pipeline was built for, or not placed.
         """
-        shapes = jax.eval_shape(optimizer.init, self.layout.placed_shapes())
+        placed = self.placed_optimizer(optimizer, **extra)
+        shapes = placed.placing.placed
         refuse(
             [
                 *self._params.problems("grads", grads, dtypes=False),
@@ -282,10 +247,81 @@ class Pipeline:
                 *self._params.problems("params", params),
             ]
         )
-        updates, state = optimizer.update(grads, state, params)
-        new = strongly_typed((optax.apply_updates(params, updates), state))
-        shardings = self.param_shardings, self.optimizer_shardings(state)
+        gradients, weights = self.layout.specs(sharded=self.zero >= 1), self.in_specs[0]
+        specs = placed.state.specs(sharded=self.zero >= 1)
+        update = self.shard_map(placed.update, (gradients, specs, weights, P()), (weights, specs))
+        shardings = self.param_shardings, placed.placing.shardings
+        new = update(grads, state, params, extra)
         return jax.lax.with_sharding_constraint(new, shardings)
+
+    def placed_optimizer(
+        self, optimizer: optax.GradientTransformation, **extra: Tree
+    ) -> PlacedOptimizer:
+        """An optimizer cut into what each unit of this pipeline's model needs."""
+        if extra:
+            return PlacedOptimizer(optimizer, self.layout, zero=self.zero, extra=shapes_of(extra))
+        return self._placed_optimizer(optimizer)
+
+    def optimizer_placing(self, optimizer: optax.GradientTransformation) -> Placing:
+        """Where the state of an optimizer lies, with shapes and shardings.
+
+        ``placing.unplace(state)`` gives it as the optimizer has it for canonical parameters, which
+        fits any mesh, schedule and ZeRO level, and ``placing.place(state)`` undoes that.
+        """
+        return self.placed_optimizer(optimizer).placing
+
+    def train_step(
+        self, optimizer: optax.GradientTransformation, *, update: str = "step"
+    ) -> Callable[..., tuple[Any, Placed, OptimizerState]]:
+        """A whole training step, jitted: ``step(params, state, batch, rng=None, states=None)``.
+
+        It donates parameters, optimizer state and states, compiles once and leaves everything
+        sharded as it was.
+
+        Args:
+          optimizer: an optax transformation.
+          update: "step" updates after the backward; "chunk" updates every chunk of layers as soon
+            as its gradient is complete, and needs no room for the gradients of all layers. For
+            "chunk" the schedule must finish a chunk before it goes on to the next, such as
+            "modular", "breadth-first" or any with one chunk per stage (or have ``weight_slots`` for
+            all chunks), and the optimizer must update every layer by itself.
+
+        Returns:
+          A function that returns what `value_and_grad` gives beside the gradients, the new
+          parameters and the new optimizer state. Its arguments are those of `value_and_grad`, with
+          the optimizer's state from `init`.
+
+        Raises:
+          ValueError: a schedule or an optimizer that cannot update chunk by chunk.
+
+        Source of "chunk": Lamy-Poirier, "Layered gradient accumulation and modular pipeline
+        parallelism", arXiv 2106.02679, section 3.
+        """
+        if update not in UPDATES:
+            rule = f"is no time to update; choose one of {', '.join(UPDATES)}"
+            refuse([Problem("update", update, rule)])
+
+        def at_once(
+            params: Placed, state: OptimizerState, batch: Batch, rng: Key, states: States
+        ) -> tuple[Any, Placed, OptimizerState]:
+            value, grads = self.value_and_grad(params, batch, rng, states=states)
+            return value, *self.update(optimizer, grads, state, params)
+
+        run = chunk_by_chunk(self, optimizer) if update == "chunk" else at_once
+
+        def step(
+            params: Placed,
+            state: OptimizerState,
+            batch: Batch,
+            rng: Key = None,
+            states: States = None,
+        ) -> tuple[Any, Placed, OptimizerState]:
+            shapes = self.optimizer_placing(optimizer).placed
+            others = checks.optimizer_state("state", state, shapes)
+            self.check("params", params, batch, states, others)
+            return run(params, state, batch, rng, states)
+
+        return jax.jit(step, donate_argnames=("params", "state", "states"))
 
     # Running.
 
@@ -393,5 +429,8 @@ class Pipeline:
         m = self.schedule.num_microbatches
         return jax.tree.map(lambda leaf: leaf.reshape(-1, m, *leaf.shape[1:]), batch)
 
+
+UPDATES = ("step", "chunk")
+"""When a training step updates parameters."""
 
 _NO_STATES = "This model's layers keep no state: Pipeline was given no states."

@@ -11,7 +11,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 AFTERWARDS = """
 compiled_once = step._cache_size() == 1
-shardings = pipe.param_shardings, pipe.optimizer_shardings(state)
+shardings = pipe.param_shardings, pipe.optimizer_placing(optimizer).shardings
 moved = [
     jax.tree_util.keystr(path)
     for (path, leaf), sharding in zip(

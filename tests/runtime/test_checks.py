@@ -185,23 +185,21 @@ def test_placed_trees_are_compared_leaf_by_leaf():
     )
 
 
-def test_moments_and_masks_are_converted_in_their_own_dtypes():
+def test_an_optimizer_state_is_converted_in_its_own_dtypes():
     adam = optax.adam(0.1, mu_dtype="bfloat16")
     for built, canonical in (pipe(), params()), (uneven_pipe(), uneven.params()):
         state = adam.init(canonical)
         leaves, tree = jax.tree.flatten(state)
         leaves = [jnp.full_like(w, number) for number, w in enumerate(leaves)]
         state = jax.tree.unflatten(tree, leaves)
-        placed = built.map_parameters(built.place, state)
+        placed = built.optimizer_placing(adam).place(state)
         assert {w.dtype for w in jax.tree.leaves(placed[0].mu)} == {jnp.dtype(jnp.bfloat16)}
-        back = built.map_parameters(built.unplace, placed)
+        back = built.optimizer_placing(adam).unplace(placed)
         chex.assert_trees_all_equal(back, state)
-        mask = jax.tree.map(lambda w: jnp.ones(w.shape, bool), canonical)
-        placed = built.map_parameters(built.place, mask)
-        assert {w.dtype for w in jax.tree.leaves(placed)} == {np.dtype(bool)}
-        chex.assert_trees_all_equal(built.unplace(placed), mask)
-    lines = refusal(pipe().map_parameters, pipe().place, adam.init(params(5)))
-    assert lines[0] == "params['layers'] holds 5 layers; expected 4."
+        twice = refusal(built.optimizer_placing(adam).place, placed)
+        assert twice == ["state is placed already."]
+    lines = refusal(pipe().optimizer_placing(adam).place, adam.init(params(5)))
+    assert lines[0] == "state[0].mu['layers']['bias'] is bfloat16[5, 16]; expected bfloat16[4, 16]."
     shapes = jax.eval_shape(pipe().place, jax.eval_shape(params))
     assert jax.tree.map(jnp.shape, pipe().place(params())) == jax.tree.map(
         lambda w: w.shape, shapes
@@ -227,24 +225,24 @@ def test_states_are_compared_like_parameters():
     assert "layers keep no state" in refusal(other.place_states, states)[0]
 
 
-# Updates within the step.
+# Training steps.
 
 
-def test_updates_within_the_step_compare_parameters_and_optimizer_state():
+def test_training_steps_compare_parameters_and_optimizer_state():
     optimizer = optax.adam(0.1)
     placed, batch = pipe().place(params()), toy.batch(4)
     state = pipe().init(optimizer, placed)
-    layered = jaxpipe.LayeredUpdate(pipe(), optimizer)
-    training = jaxpipe.AsyncPipeline(pipe(), optimizer)
+    steps = [pipe().train_step(optimizer, update=update) for update in ("step", "chunk")]
+    init = jaxpipe.AsyncPipeline(pipe(), optimizer).init
     hint = "params is in canonical order, not placed; call `pipe.place` first."
-    for step in layered.step, training.init:
+    for step, name in (*((step, "state") for step in steps), (init, "optimizer_state")):
         assert refusal(step, params(), state, batch) == [hint]
         rows = {"tokens": batch["tokens"], "more": jnp.ones((2, 1))}
         lines = refusal(step, placed, optimizer.init(params()), rows)
-        bias = "optimizer_state[0].mu['layers']['bias']"
+        bias = f"{name}[0].mu['layers']['bias']"
         assert f"{bias} is float32[4, 16]; expected float32[2, 2, 16]." in lines
         assert lines[-1].startswith("The arrays of a batch must have equally many rows")
-    wrong = refusal(pipe().update, optimizer, params(), optax.sgd(0.1).init(placed), placed)
+    wrong = refusal(pipe().update, optimizer, params(), pipe().init(optax.sgd(0.1), placed), placed)
     assert "state[0].count is missing; expected int32[]." in wrong
     assert "grads is in canonical order, not placed; call `pipe.place` first." in wrong
 
@@ -301,12 +299,12 @@ def test_a_loss_that_is_not_a_float32_scalar_is_refused(loss, found):
     )
     built = toy_pipeline(model)
     placed, batch, sgd = built.place(params()), toy.batch(4), optax.sgd(0.1)
-    state = sgd.init(placed)
-    layered, training = jaxpipe.LayeredUpdate(built, sgd), jaxpipe.AsyncPipeline(built, sgd)
+    state = built.init(sgd, placed)
+    training = jaxpipe.AsyncPipeline(built, sgd)
     for refuse in (
         functools.partial(jax.jit(built.value_and_grad), placed, batch),
         functools.partial(jax.jit(built.loss), placed, batch),
-        functools.partial(jax.jit(layered.step), placed, state, batch),
+        functools.partial(built.train_step(sgd, update="chunk"), placed, state, batch),
         functools.partial(jax.jit(training.init), placed, state, batch),
         functools.partial(traced.buffers, built, batch),
     ):

@@ -11,7 +11,6 @@ import uneven
 from compilations import AS_USED
 
 import jaxpipe
-from jaxpipe.runtime.update.layered import LayeredUpdate
 
 pytestmark = pytest.mark.pipeline
 
@@ -23,29 +22,27 @@ def optimizer() -> optax.GradientTransformation:
 
 def check(pipe: jaxpipe.Pipeline, params, batch, *, states=None, rng=None) -> None:
     """Takes two steps both ways."""
-    layered = LayeredUpdate(pipe, optimizer())
+    adamw = optimizer()
 
     @jax.jit
     def separate(params, state, states):
         value, grads = pipe.value_and_grad(params, batch, rng, states=states)
-        updates, state = optimizer().update(grads, state, params)
-        return value, optax.apply_updates(params, updates), state
+        return value, *pipe.update(adamw, grads, state, params)
 
-    @jax.jit
+    chunk_by_chunk = pipe.train_step(adamw, update="chunk")
+
     def together(params, state, states):
-        return layered.step(params, state, batch, rng, states=states)
+        return chunk_by_chunk(params, state, batch, rng, states)
 
     placed = pipe.place(params)
-    state = optimizer().init(placed)
-    # Where a step leaves it, so that both steps run one program.
-    state = jax.device_put(state, pipe.optimizer_shardings(state))
+    state = pipe.init(adamw, placed)
     runs = dict.fromkeys((separate, together), (placed, state, states))
     for _ in range(2):
         results = []
         for step, (placed, state, kept) in runs.items():
             value, placed, state = step(placed, state, kept)
             runs[step] = placed, state, kept if states is None else value[1]
-            seen = pipe.unplace(placed), pipe.map_parameters(pipe.unplace, state)
+            seen = pipe.unplace(placed), pipe.optimizer_placing(adamw).unplace(state)
             results.append((value, *seen))
         chex.assert_trees_all_close(*results, rtol=2e-5, atol=1e-6)
 
@@ -105,23 +102,16 @@ def test_no_gradient_is_kept_but_that_of_the_chunk_in_work():
         mesh=jaxpipe.make_mesh(stage=2),
     )
     adam = optax.adam(0.1)  # reads its moments twice: to move them, and to move the weights
-    layered = LayeredUpdate(pipe, adam)
-
-    def separate(params, state, batch):
-        value, grads = pipe.value_and_grad(params, batch)
-        updates, state = adam.update(grads, state, params)
-        return value, optax.apply_updates(params, updates), state
-
     placed = pipe.place(params)
-    batch = {"x": jax.numpy.ones((4, width))}
+    batch, state = {"x": jax.numpy.ones((4, width))}, pipe.init(adam, placed)
 
-    def temporaries(step) -> int:
-        compiled = jax.jit(step, donate_argnums=(0, 1)).lower(placed, adam.init(placed), batch)
-        return compiled.compile(AS_USED).memory_analysis().temp_size_in_bytes
+    def temporaries(update: str) -> int:
+        lowered = pipe.train_step(adam, update=update).lower(placed, state, batch)
+        return lowered.compile(AS_USED).memory_analysis().temp_size_in_bytes
 
     one_layer = width * width * 4
     per_stage = layers // 2
-    saved = temporaries(separate) - temporaries(layered.step)
+    saved = temporaries("step") - temporaries("chunk")
     assert saved >= 0.95 * (per_stage - 1) * one_layer  # all layers' sums but one
 
 
@@ -136,7 +126,7 @@ def test_a_schedule_that_comes_back_to_a_chunk_is_refused(name, options):
         mesh=jaxpipe.make_mesh(stage=2),
     )
     with pytest.raises(ValueError, match=rf"'{name}'.*gradient \d times.*2 chunks.*\n.*modular"):
-        LayeredUpdate(pipe, optax.sgd(0.1))
+        pipe.train_step(optax.sgd(0.1), update="chunk")
 
 
 def test_an_optimizer_that_mixes_layers_is_refused():
@@ -147,5 +137,5 @@ def test_an_optimizer_that_mixes_layers_is_refused():
         mesh=jaxpipe.make_mesh(stage=2),
     )
     mixing = optax.chain(optax.clip_by_global_norm(1.0), optax.sgd(0.1))
-    with pytest.raises(ValueError, match="each element's update must follow"):
-        LayeredUpdate(pipe, mixing)
+    with pytest.raises(ValueError, match=r"part by part.*add reads grads.* and grads"):
+        pipe.train_step(mixing, update="chunk")

@@ -141,18 +141,19 @@ def test_placed_arrays_are_one_a_row_and_an_optimizer_state_is_converted_like_pa
     rows = pipe.schedule.num_chunks * pipe.table.layers_per_chunk
     assert len(placed["layers"]) == rows
     assert {w.shape[0] for w in jax.tree.leaves(placed["layers"])} == {4}
-    state = optax.adam(0.1).init(placed)
+    adam = optax.adam(0.1)
+    state = pipe.init(adam, placed)
     moments = jax.tree.map(lambda w: w + 1, state)
-    canonical = pipe.map_parameters(pipe.unplace, moments)
-    back = pipe.map_parameters(pipe.place, canonical)
-    expected = optax.adam(0.1).init(params)
+    canonical = pipe.optimizer_placing(adam).unplace(moments)
+    back = pipe.optimizer_placing(adam).place(canonical)
+    expected = adam.init(params)
     assert jax.tree.structure(canonical) == jax.tree.structure(expected)
-    again = pipe.map_parameters(pipe.unplace, back)
+    again = pipe.optimizer_placing(adam).unplace(back)
     chex.assert_trees_all_equal(again, canonical)
     jax.tree.map(
         lambda leaf, sharding: leaf.shape == () or sharding.shard_shape(leaf.shape),
         state,
-        pipe.optimizer_shardings(state),
+        pipe.optimizer_placing(adam).shardings,
     )
 
 
@@ -249,7 +250,10 @@ def test_layers_that_differ_are_refused():
         )
 
 
-@pytest.mark.parametrize("training", [jaxpipe.AsyncPipeline, jaxpipe.LayeredUpdate])
+@pytest.mark.parametrize(
+    "training",
+    [jaxpipe.AsyncPipeline, functools.partial(jaxpipe.Pipeline.train_step, update="chunk")],
+)
 def test_updates_within_the_step_are_refused(training):
     pipe, _ = pipeline("unrolled", "1f1b", 1, 0, 8, "none")
     with pytest.raises(ValueError, match="Nearest valid: weights='stacked'"):

@@ -28,6 +28,16 @@ def rows(setup: Setup) -> dict:
     return jax.tree.map(fill, setup.batch_shapes)
 
 
+def layer_by_layer(params):
+    """Parameters with one tree per layer, as an optimizer sees them."""
+    layers = params["layers"]
+    if isinstance(layers, tuple):
+        return params
+    depth = jax.tree.leaves(layers)[0].shape[0]
+    one = [jax.tree.map(lambda w, n=n: w[n], layers) for n in range(depth)]
+    return params | {"layers": tuple(one)}
+
+
 def assert_same_first_step(got, want, gradients) -> None:
     """Parameters after one step of Adam are equal where more than rounding decides them.
 

@@ -7,6 +7,7 @@ from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jax.extend import core
 
 Env: TypeAlias = dict[Any, Any]
@@ -14,19 +15,25 @@ Env: TypeAlias = dict[Any, Any]
 Vars: TypeAlias = set[Any]
 Eqns: TypeAlias = Sequence[Any]
 
-_INLINED = {"jit", "pjit", "closed_call", "core_call", "checkpoint", "remat2", "remat"}
+_INLINED = {
+    *("jit", "pjit", "closed_call", "core_call", "checkpoint", "remat2", "remat"),
+    *("custom_jvp_call", "custom_vjp_call"),
+}
 
 
-def flatten(closed: core.ClosedJaxpr) -> core.ClosedJaxpr:
-    """The same program with calls inlined, as one list of equations."""
+def flatten(closed: core.ClosedJaxpr, *, selects: bool = False) -> core.ClosedJaxpr:
+    """The same program with calls inlined, as one list of equations.
+
+    ``selects`` turns conditionals into selections: every branch runs, and one result is taken.
+    """
 
     def run(*args: Any) -> list[Any]:
-        return _inline(closed.jaxpr, closed.consts, args)
+        return _inline(closed.jaxpr, closed.consts, args, selects)
 
     return jax.make_jaxpr(run)(*[_shape(v) for v in closed.jaxpr.invars])
 
 
-def _inline(jaxpr: Any, consts: Iterable[Any], args: Iterable[Any]) -> list[Any]:
+def _inline(jaxpr: Any, consts: Iterable[Any], args: Iterable[Any], selects: bool) -> list[Any]:
     env = dict(zip(jaxpr.constvars, consts, strict=True))
     env |= dict(zip(jaxpr.invars, args, strict=True))
     for eqn in jaxpr.eqns:
@@ -35,22 +42,39 @@ def _inline(jaxpr: Any, consts: Iterable[Any], args: Iterable[Any]) -> list[Any]
             inner = eqn.params["jaxpr"] if "jaxpr" in eqn.params else eqn.params["call_jaxpr"]
             closed = isinstance(inner, core.ClosedJaxpr)
             body, captured = (inner.jaxpr, inner.consts) if closed else (inner, ())
-            outs = _inline(body, captured, operands)
+            outs = _inline(body, captured, operands, selects)
+        elif eqn.primitive.name == "cond" and selects:
+            which, *operands = operands
+            branches = [
+                _inline(branch.jaxpr, branch.consts, operands, selects)
+                for branch in eqn.params["branches"]
+            ]
+            which = lax.clamp(0, which, len(branches) - 1)
+            outs = [_choose(which, results) for results in zip(*branches, strict=True)]
         else:
-            outs = _bind(eqn, operands)
+            outs = bind(eqn, operands)
         env.update(zip(eqn.outvars, outs, strict=True))
     return values(jaxpr.outvars, env)
+
+
+def _choose(which: jax.Array, results: Sequence[jax.Array]) -> jax.Array:
+    """The result with that number."""
+    chosen = results[0]
+    for number, result in enumerate(results[1:], start=1):
+        chosen = lax.select(which == number, result, chosen)
+    return chosen
 
 
 def run(eqns: Eqns, env: Env) -> Env:
     """Evaluates equations in order; returns the environment grown by their outputs."""
     env = dict(env)
     for eqn in eqns:
-        env.update(zip(eqn.outvars, _bind(eqn, values(eqn.invars, env)), strict=True))
+        env.update(zip(eqn.outvars, bind(eqn, values(eqn.invars, env)), strict=True))
     return env
 
 
-def _bind(eqn: Any, operands: list[Any]) -> list[Any]:
+def bind(eqn: Any, operands: Sequence[Any]) -> list[Any]:
+    """The results of an equation."""
     outs = eqn.primitive.bind(*operands, **eqn.primitive.get_bind_params(eqn.params))
     return list(outs) if eqn.primitive.multiple_results else [outs]
 

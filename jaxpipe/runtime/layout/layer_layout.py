@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import abc
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, ClassVar, TypeAlias, TypeVar
 
 import jax
@@ -20,6 +20,7 @@ import numpy as np
 from jax import lax
 
 from jaxpipe.runtime.layout.leaf import Leaf, make_leaf
+from jaxpipe.runtime.layout.parts import Cut, Slices
 from jaxpipe.runtime.types import (
     Arrays,
     At,
@@ -103,6 +104,23 @@ class LayerLayout(abc.ABC):
         """Undoes `pack`."""
         return stored
 
+    # A stored layer, array by array; ``sharded`` says whether data shards split them.
+
+    def cuts(self, example: int, *, sharded: bool) -> Sequence[Cut]:
+        """How devices share the arrays of a layer's tree."""
+        leaves = jax.tree.leaves(self.leaves_of(example))
+        return [Slices(leaf.shape, leaf.axes(sharded=sharded)) for leaf in leaves]
+
+    def parts(self, stored: Stored, example: int, *, sharded: bool) -> list[jax.Array]:
+        """This device's parts of the arrays."""
+        return jax.tree.leaves(stored)
+
+    def of_parts(
+        self, parts: Sequence[jax.Array], stored: Stored, example: int, *, sharded: bool
+    ) -> Stored:
+        """The layer with other parts."""
+        return jax.tree.unflatten(jax.tree.structure(stored), parts)
+
     # Places.
 
     @abc.abstractmethod
@@ -146,6 +164,12 @@ class LayerLayout(abc.ABC):
         """Runs ``body(chunk, number, carry)`` for all pieces of a chunk, for none if `NONE`."""
         trips = jnp.where(chunk == NONE, 0, self.num_pieces)
         return lax.fori_loop(0, trips, lambda number, carry: body(chunk, number, carry), carry)
+
+    def every_layer(self, count: int, body: Body, carry: Carry) -> Carry:
+        """Runs ``body(chunk, layer, carry)`` for ``count`` layers of all chunks."""
+        return lax.fori_loop(
+            0, self.num_chunks * count, lambda i, carry: body(i // count, i % count, carry), carry
+        )
 
     def every_piece(self, body: Body, carry: Carry, *, in_place: bool) -> Carry:
         """Runs ``body(chunk, number, carry)`` for all pieces of all chunks.

@@ -7,6 +7,8 @@ from typing import Any
 
 import jax
 
+from jaxpipe.runtime.mesh import DATA, STAGE
+
 
 @dataclasses.dataclass(frozen=True)
 class Leaf:
@@ -41,6 +43,11 @@ class Leaf:
         shape = list(self.shape)
         shape[self.stage_dim] += -shape[self.stage_dim] % num_stages
         return dataclasses.replace(self, shape=tuple(shape))
+
+    def axes(self, *, sharded: bool) -> tuple[tuple[str, int], ...]:
+        """Mesh axes and the dimension that each splits; ``sharded``: whether data shards do."""
+        dims = {STAGE: self.stage_dim, DATA: self.data_dim if sharded else None}
+        return tuple((axis, dim) for axis, dim in dims.items() if dim is not None)
 
     def struct(self, *, parts: int = 1) -> jax.ShapeDtypeStruct:
         """Its shape and dtype; of one of ``parts`` data shards."""

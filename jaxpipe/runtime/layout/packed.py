@@ -5,7 +5,7 @@ A stage takes the room of its own layers, and all stages still run one program.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -15,6 +15,7 @@ from jax import lax
 
 from jaxpipe.runtime.layout.layer_layout import LayerLayout
 from jaxpipe.runtime.layout.leaf import Leaf, make_leaf
+from jaxpipe.runtime.layout.parts import Cut, Slices, Window
 from jaxpipe.runtime.types import Arrays, At, Index, LayerParams, Leaves, Placed, Shapes, Stored
 
 
@@ -129,6 +130,36 @@ class Packed(LayerLayout):
             return lax.dynamic_update_slice_in_dim(arrays[g], new, place.start[g], axis=1)
 
         return arrays | {g: write(g, values[g]) for g in place.width}
+
+    def cuts(self, example: int, *, sharded: bool) -> Sequence[Cut]:
+        leaves = jax.tree.leaves(self._layers[example])
+        if not sharded:
+            return [Slices(leaf.shape, ()) for leaf in leaves]
+        return [window for _, window in self._windows(example)]
+
+    def _windows(self, example: int) -> Iterator[tuple[str, Window]]:
+        """The group of each of a layer's arrays, and its place there."""
+        taken = dict.fromkeys(self._groups, 0)
+        for leaf in jax.tree.leaves(self._layers[example]):
+            g = str(leaf.dtype)
+            yield g, Window(leaf.shape, taken[g], self._widths[example][g])
+            taken[g] += leaf.size
+
+    def parts(self, stored: Stored, example: int, *, sharded: bool) -> list[jax.Array]:
+        if not sharded:
+            return jax.tree.leaves(self.unpack(stored, example))
+        return [window.read(stored[g]) for g, window in self._windows(example)]
+
+    def of_parts(
+        self, parts: Sequence[jax.Array], stored: Stored, example: int, *, sharded: bool
+    ) -> Stored:
+        if not sharded:
+            tree = jax.tree.structure(self._layers[example])
+            return self.pack(jax.tree.unflatten(tree, parts), example)
+        stored = dict(stored)
+        for (g, window), part in zip(self._windows(example), parts, strict=True):
+            stored[g] = window.write(stored[g], part)
+        return stored
 
     def leaves_of(self, example: int) -> Leaves:
         return {g: self.piece[g] for g, n in self._widths[example].items() if n}

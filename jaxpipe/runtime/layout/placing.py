@@ -5,36 +5,54 @@ from __future__ import annotations
 import jax
 
 from jaxpipe.runtime import checks
+from jaxpipe.runtime.layout.tree_layout import TreeLayout
 from jaxpipe.runtime.layout.whole_model import Layout, StateLayout
 from jaxpipe.runtime.trees import strongly_typed
-from jaxpipe.runtime.types import Tree
+from jaxpipe.runtime.types import Shapes, Shardings, Tree
 from jaxpipe.schedule.problems import refuse
+
+METHODS = {
+    "params": "pipe.place",
+    "states": "pipe.place_states",
+    "state": "pipe.optimizer_placing(optimizer).place",
+}
+"""What places a tree, by its name."""
 
 
 class Placing:
-    """Places and unplaces trees of one kind: parameters, or states.
+    """Places and unplaces trees of one kind: parameters, states, or an optimizer's.
 
     Args:
       layout: where such a tree lies.
       sharded: whether it is split over data (ZeRO-3).
-      method: the method of `Pipeline` that places it, for errors.
+      name: of such a tree, for errors: "params", "states" or "state".
+
+    Attributes:
+      placed: shapes and shardings of a placed tree.
+      canonical: the same of one that is not placed.
+      shardings, canonical_shardings: of both; None if the compiler chooses.
     """
 
-    def __init__(self, layout: Layout | StateLayout, *, sharded: bool, method: str) -> None:
+    def __init__(
+        self, layout: Layout | StateLayout | TreeLayout, *, sharded: bool, name: str
+    ) -> None:
         def place(tree: Tree) -> Tree:
             return strongly_typed(layout.place(tree))
 
-        self.canonical, self.placed = layout.canonical_shapes(), layout.placed_shapes()
         self.shardings = layout.shardings(sharded=sharded)
         self.canonical_shardings = layout.canonical_shardings()
-        self._method = method
+        self.placed = _lie(layout.placed_shapes(), self.shardings)
+        self.canonical = layout.canonical_shapes()
+        if self.canonical_shardings is not None:
+            self.canonical = _lie(self.canonical, self.canonical_shardings)
+        self._name = name
         self._place = jax.jit(place, out_shardings=self.shardings)
         self._unplace = jax.jit(layout.unplace, out_shardings=self.canonical_shardings)
 
-    def place(self, name: str, tree: Tree, *, dtypes: bool = True) -> Tree:
+    def place(self, tree: Tree, *, dtypes: bool = True) -> Tree:
         """A canonical tree, placed; ``dtypes`` says whether dtypes must agree, too."""
         shapes = self.canonical, self.placed
-        refuse(checks.canonical(name, tree, *shapes, dtypes=dtypes))
+        refuse(checks.canonical(self._name, tree, *shapes, dtypes=dtypes))
         return self._place(tree)
 
     def unplace(self, tree: Tree, *, dtypes: bool = True) -> Tree:
@@ -45,4 +63,13 @@ class Placing:
     def problems(self, name: str, tree: Tree, *, dtypes: bool = True) -> list[str]:
         """What is wrong with a placed tree."""
         shapes = self.placed, self.canonical
-        return checks.placed(name, tree, *shapes, method=self._method, dtypes=dtypes)
+        return checks.placed(name, tree, *shapes, method=METHODS[self._name], dtypes=dtypes)
+
+
+def _lie(shapes: Shapes, shardings: Shardings) -> Shapes:
+    """The shapes with shardings."""
+    return jax.tree.map(
+        lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
+        shapes,
+        shardings,
+    )

@@ -104,6 +104,10 @@ class Unrolled(LayerLayout):
             carry = run_if(chunk == c, functools.partial(pieces, c=c), carry)
         return carry
 
+    def every_layer(self, count: int, body: Body, carry: Carry) -> Carry:
+        """No loop: every layer has arrays of its own."""
+        return self.every_piece(body, carry, in_place=False)
+
     def every_piece(self, body: Body, carry: Carry, *, in_place: bool) -> Carry:
         """No loop where nothing is overwritten."""
         for place in itertools.product(range(self.num_chunks), range(self.num_pieces)):

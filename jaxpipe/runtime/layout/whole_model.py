@@ -40,11 +40,23 @@ def outer_of(params: Params) -> OuterParams:
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
-    """The layout of every parameter of a model on a mesh; ``outer`` is a tree of `Leaf`."""
+    """The layout of every parameter of a model on a mesh.
+
+    Args:
+      layers: where the layers lie.
+      outer: embedding and head, every array a `Leaf`.
+      mesh: the mesh.
+      rows: canonical layer of every row, as of `layer_rows`.
+    """
 
     layers: LayerLayout
     outer: OuterParams
     mesh: Mesh
+    rows: np.ndarray
+
+    @property
+    def num_layers(self) -> int:
+        return int(self.rows.max()) + 1
 
     @property
     def num_stages(self) -> int:
@@ -183,5 +195,6 @@ def make_layout(
     if stage_split is not None:
         dims = jax.tree.leaves(stage_split, is_leaf=lambda dim: dim is None)
     outer = [make_leaf(w, data=data, stage_dim=dim) for w, dim in zip(leaves, dims, strict=True)]
-    layers = layer_layout(params["layers"], weights)(params["layers"], layer_rows(table), data)
-    return Layout(layers, jax.tree.unflatten(tree, outer), mesh)
+    rows = layer_rows(table)
+    layers = layer_layout(params["layers"], weights)(params["layers"], rows, data)
+    return Layout(layers, jax.tree.unflatten(tree, outer), mesh, rows)

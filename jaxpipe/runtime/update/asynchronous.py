@@ -42,7 +42,7 @@ from jaxpipe.runtime.update.asynchronous_checks import (
 )
 from jaxpipe.runtime.update.asynchronous_run import AsyncState
 from jaxpipe.runtime.update.asynchronous_update import Rules
-from jaxpipe.runtime.update.part_optimizer import PartOptimizer
+from jaxpipe.runtime.update.optimizer import PlacedOptimizer
 from jaxpipe.schedule.actions import Kind
 from jaxpipe.schedule.generators.pipemare import SteadyState
 from jaxpipe.schedule.lowering.steady_rows import steady_table
@@ -79,7 +79,8 @@ class AsyncPipeline:
 
     Args:
       pipe: one chunk per stage in model order, such as "1f1b"; its microbatches are N.
-      optimizer: a transformation that updates every element of a parameter by itself.
+      optimizer: a transformation that updates every layer by itself; clipping by a global norm
+        does not.
       method: "pipemare", "pipedream" or "2bw".
       rescheduling_steps: T1's K: in step k updates are divided by max(tau, 1)^(1 - min(k/K, 1)).
         None for no rescheduling.
@@ -93,7 +94,8 @@ class AsyncPipeline:
       clip_norm: the largest norm over the newest finished gradients of all parts, or None.
 
     Raises:
-      ValueError: arguments that do not fit each other, or an optimizer that mixes elements.
+      ValueError: arguments that do not fit each other, or an optimizer that needs the gradients
+        of several parts at once.
 
     Example:
       >>> from jaxpipe.runtime.layers.model import Model
@@ -109,7 +111,7 @@ class AsyncPipeline:
       >>> training = AsyncPipeline(pipe, optax.sgd(0.1))
       >>> batch = {"x": jnp.ones((4, 3)), "y": jnp.ones((4, 3))}
       >>> params = pipe.place(params)
-      >>> state = training.init(params, training.optimizer.init(params), batch)
+      >>> state = training.init(params, pipe.init(training.optimizer, params), batch)
       >>> state, loss = jax.jit(training.step)(state, batch)
       >>> state, losses = jax.jit(training.drain)(state)
       >>> params, optimizer_state = training.finish(state)
@@ -132,9 +134,12 @@ class AsyncPipeline:
         stages, microbatches = pipe.schedule.num_stages, pipe.schedule.num_microbatches
         self.pipe, self.optimizer = pipe, optimizer
         self.steady = Steady(stages, microbatches, method, recompute_segment)
+        scaled = rescheduling_steps is not None
+        parts = PlacedOptimizer(optimizer, pipe.layout, zero=pipe.zero, scaled=scaled)
+        parts.check_parts()
         self._rules = Rules(
             self.steady,
-            PartOptimizer(optimizer, pipe.layout.placed_shapes()),
+            parts,
             rescheduling_steps,
             discrepancy_decay,
             clip_norm,
@@ -176,7 +181,7 @@ class AsyncPipeline:
           ValueError: arguments that do not fit the pipeline or the optimizer, or functions of the
             model that cannot run so.
         """
-        shapes = self._rules.optimizer.state_shapes
+        shapes = self._rules.optimizer.placing.placed
         others = checks.optimizer_state("optimizer_state", optimizer_state, shapes)
         self.pipe.check("params", params, batch, states, others)
 
@@ -197,7 +202,7 @@ class AsyncPipeline:
         params, optimizer_state, batch, rng, states, step = given
         # A state to be donated must not share an array, with itself or with the caller.
         params, optimizer_state, states = jax.tree.map(jnp.copy, (params, optimizer_state, states))
-        owned, rest = self._rules.optimizer.split(optimizer_state)
+        owned, rest = self._rules.optimizer.state.split(optimizer_state)
         stages, slots = self.steady.num_stages, self.steady.num_slots
 
         def recent(leaf: jax.ShapeDtypeStruct) -> jax.Array:
@@ -207,7 +212,7 @@ class AsyncPipeline:
         return {
             "weights": self._versions_of(params),
             "delta": {name: jax.tree.map(jnp.zeros_like, params[name]) for name in self._corrected},
-            "owned": owned,
+            "owned": jax.tree.leaves(owned),
             "rest": {
                 "layers": [jnp.stack([leaf] * stages) for leaf in rest],
                 "embed": rest,
@@ -239,7 +244,7 @@ class AsyncPipeline:
         """
         batch, rng = entering(state, self.steady.num_microbatches)
         placed = self.pipe.layout.placed_shapes()
-        shapes = placed, self._rules.optimizer.state_shapes, batch, rng, self.pipe.placed_states
+        shapes = placed, self._rules.optimizer.placing.placed, batch, rng, self.pipe.placed_states
         at_rest = jax.eval_shape(self._at_rest, *shapes, 0)
         arrays = {name: value for name, value in state.items() if name not in ("flight", "steady")}
         problems = mismatches("state", arrays, at_rest)
@@ -314,7 +319,9 @@ class AsyncPipeline:
           state: drained; in mid-flight parts have seen different numbers of updates.
         """
         params = self.params(state)
-        return params, self._rules.optimizer.join(state["owned"], state["rest"]["embed"])
+        optimizer = self._rules.optimizer
+        components = optimizer.components(state["owned"])
+        return params, optimizer.state.join(components, state["rest"]["embed"])
 
     # Running.
 
@@ -377,12 +384,12 @@ class AsyncPipeline:
 
         layout, zero = self.pipe.layout, self.pipe.zero
         weights = layout.specs(sharded=zero == 3)
-        shards = jax.tree.leaves(layout.specs(sharded=zero >= 1))
+        states = self._rules.optimizer.state.components
         versions = jax.tree.map(lambda spec: P(None, *spec), outer_of(weights))
         return {
             "weights": weights | versions,
             "delta": {name: weights[name] for name in self._corrected},
-            "owned": [shards[owner] for owner in self._rules.optimizer.owned],
+            "owned": jax.tree.leaves([state.specs(sharded=zero >= 1) for state in states]),
             "rest": {"layers": P(STAGE), "embed": P(), "head": P()},
             "states": P(STAGE),
             "recent": {"rows": P(None, DATA), "rng": P()},

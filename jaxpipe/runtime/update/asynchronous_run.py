@@ -29,7 +29,7 @@ from jaxpipe.runtime.tick.fixed import RESIDUALS, Fixed, Setup, fix
 from jaxpipe.runtime.types import Arrays, Batch, Index, Key, OuterParams, States
 from jaxpipe.runtime.update.asynchronous_update import Optimized, Rules, Updated
 from jaxpipe.runtime.update.asynchronous_weights import Versioned, Versions
-from jaxpipe.runtime.update.part_optimizer import PARTS
+from jaxpipe.runtime.update.optimizer import PARTS
 from jaxpipe.schedule.actions import Kind
 from jaxpipe.schedule.generators.pipemare import SteadyState
 from jaxpipe.schedule.lowering.steady_rows import SteadyRows
@@ -75,7 +75,7 @@ def empty_flight(setup: Setup, rules: Rules, state: AsyncState) -> dict[str, Any
     rotating = jax.tree.map(lambda w: jnp.zeros((num_sums, *w.shape), w.dtype), sums["embed"])
     carried = executor.start(fixed, _held(own), sums | {"embed": rotating}, own["states"])
     norms = dict.fromkeys((*PARTS, "total"), jnp.zeros((), jnp.float32))
-    return _in_flight(carried.but(finished=Optimized([], {}, norms)))
+    return _in_flight(carried.but(finished=Optimized({}, {}, norms)))
 
 
 def newest_weights(rules: Rules, params: LayerLayout, state: AsyncState) -> dict[str, Arrays]:
@@ -132,7 +132,7 @@ def call(
         carried, loss = _loss_left(steady, carried, row)
         return (recent, carried, averaged), loss
 
-    through = own["recent"], _carried(own), _own_states(own)
+    through = own["recent"], _carried(rules, own), _own_states(own)
     (recent, carried, averaged), losses = lax.scan(tick, through, jnp.arange(num_ticks))
     losses = lax.pmean(losses[_last_ones(steady, num_ticks, drains=rows is None)], DATA)
     clock = clock | {"tick": clock["tick"] + num_ticks}
@@ -142,7 +142,7 @@ def call(
     own |= {
         "weights": carried.weights.weights,
         "delta": carried.weights.delta,
-        "owned": carried.finished.owned,
+        "owned": rules.optimizer.flat(carried.finished.states),
         "rest": carried.finished.rest,
         "states": jax.tree.map(lambda w: w[None], averaged),
         "recent": recent,
@@ -242,7 +242,7 @@ def _own_states(own: AsyncState) -> States:
     return jax.tree.map(lambda w: w[0], own["states"])
 
 
-def _carried(own: AsyncState) -> Carried:
+def _carried(rules: Rules, own: AsyncState) -> Carried:
     """What the first tick of a call is handed."""
     flight = own["flight"]
     return Carried(
@@ -253,7 +253,7 @@ def _carried(own: AsyncState) -> Carried:
         replay={name: flight[name] for name in _REPLAY if name in flight},
         gradients=flight["gradients"],
         outer_gradients=flight["outer_gradients"],
-        finished=Optimized(own["owned"], own["rest"], flight["norms"]),
+        finished=Optimized(rules.optimizer.by_part(own["owned"]), own["rest"], flight["norms"]),
         loss=flight["loss"],
         states=flight["states"],
     )

@@ -7,6 +7,7 @@ nothing.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any, TypeAlias, cast
 
 import jax
@@ -14,16 +15,17 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxpipe.runtime.barriers import run_if, tie
-from jaxpipe.runtime.layout.data_axis import gather, own_shard, reduce_gradients
+from jaxpipe.runtime.layers.jaxprs import Env
+from jaxpipe.runtime.layout.data_axis import reduce_gradients
 from jaxpipe.runtime.layout.leaf import Leaf
 from jaxpipe.runtime.mesh import DATA, STAGE
 from jaxpipe.runtime.tick.carried import Carried
 from jaxpipe.runtime.tick.fixed import Fixed
 from jaxpipe.runtime.tick.gradients import GradientSink
 from jaxpipe.runtime.tick.work import LayerWork
-from jaxpipe.runtime.types import Arrays, Gradients, Index, Leaves, Placed, Shapes, Stored
+from jaxpipe.runtime.types import Arrays, Gradients, Index, Leaves, Shapes, Stored, Tree
 from jaxpipe.runtime.update.asynchronous_weights import Versions
-from jaxpipe.runtime.update.part_optimizer import PARTS, PartOptimizer, apply
+from jaxpipe.runtime.update.optimizer import PARTS, PlacedOptimizer
 from jaxpipe.schedule.generators.pipemare import Part, SteadyState
 from jaxpipe.schedule.lowering.table import NONE, Outer, Row, Update, Updates
 
@@ -37,14 +39,14 @@ class Rules:
 
     Args:
       steady: ticks, delays and versions.
-      optimizer: updates one part at a time.
+      optimizer: what updates the parts.
       rescheduling_steps: T1's K, or None.
       discrepancy_decay: T2's D, or None.
       clip_norm: the largest norm over the newest finished gradients of all parts, or None.
     """
 
     steady: SteadyState
-    optimizer: PartOptimizer
+    optimizer: PlacedOptimizer
     rescheduling_steps: int | None
     discrepancy_decay: float | None
     clip_norm: float | None
@@ -56,12 +58,12 @@ class Optimized:
     """What is carried for the updates beside weights.
 
     Args:
-      owned: leaves of the optimizer's state that belong to parameters.
-      rest: its other leaves, by part.
+      states: the components of the optimizer's state, by part.
+      rest: its leaves that belong to no parameter, by part.
       norms: of the newest finished gradients.
     """
 
-    owned: list[jax.Array]
+    states: dict[str, list[Tree]]
     rest: dict[str, list[jax.Array]]
     norms: Norms
 
@@ -153,52 +155,57 @@ class Updated(GradientSink):
 
     def _update(self, fixed: Fixed, carried: Carried, name: str, update: Update) -> Carried:
         """The optimizer's step of one part, if its minibatch is complete."""
-        zero, versions = fixed.setup.zero, self.steady.num_versions
+        versions, step = self.steady.num_versions, self.rules.optimizer.step
 
-        def body(through: tuple[Versions, Any, Any]) -> tuple[Versions, Any, Any]:
+        def body(through: tuple[Versions, list[Tree], Any]) -> tuple[Versions, list[Tree], Any]:
             sums = self._sums(carried, name, update.minibatch)
-            sums, (held, owned, rest) = tie(sums, through)
+            sums, (held, states, rest) = tie(sums, through)
             gradients = self._finished(fixed, sums, name)
             if self.rules.clip_norm is not None:
                 gradients = self._clipped(carried, gradients)
-            whole = held.at(fixed.params, update.version, versions)
-            shards = {
-                part: own_shard(whole[part], _placed(fixed, part), zero=zero) for part in PARTS
-            }
-            # The optimizer sees layers as they are placed, behind a dimension for the stages.
-            updates, owned, rest = self.rules.optimizer.update(
-                name,
-                _lead(gradients) if name == "layers" else gradients,
-                owned,
-                rest,
-                shards | {"layers": _lead(shards["layers"])},
-            )
+            old = held.at(fixed.params, update.version, versions)[name]
+            shared = step.share([*rest, *self._scale(fixed, name, update.version)])
+            given = [gradients, *states, old]
             if name == "layers":
-                updates = jax.tree.map(lambda u: u[0], updates)
-            new = apply(shards[name], self._rescheduled(fixed, updates, name, update.version))
-            if zero in (1, 2):
-                new = gather(new, _placed(fixed, name))
+                new, *states = self._step_layers(fixed, given, shared)
+            else:
+                new, *states = step.outer(name, [{name: part} for part in given], shared)
             weights = held.written(fixed.params, name, (update.version + 1) % versions, new)
-            delta = self._moved(fixed, held.delta, name, whole[name], new)
-            return Versions(weights, delta), owned, rest
+            delta = self._moved(fixed, held.delta, name, old, new)
+            return Versions(weights, delta), states, step.rest(shared)
 
         finished = carried.finished
-        through = carried.weights, finished.owned, finished.rest[name]
-        held, owned, rest = run_if(update.minibatch != NONE, body, through)
-        rest = finished.rest | {name: rest}
-        return carried.but(
-            weights=held, finished=dataclasses.replace(finished, owned=owned, rest=rest)
+        through = carried.weights, finished.states[name], finished.rest[name]
+        held, states, rest = run_if(update.minibatch != NONE, body, through)
+        new = dataclasses.replace(
+            finished,
+            states=finished.states | {name: states},
+            rest=finished.rest | {name: rest},
         )
+        return carried.but(weights=held, finished=new)
 
-    def _rescheduled(
-        self, fixed: Fixed, updates: Gradients, name: str, version: Index
-    ) -> Gradients:
+    def _step_layers(self, fixed: Fixed, given: Sequence[Arrays], shared: Env) -> list[Arrays]:
+        """The layers' new weights and states, of their gradients, states and weights."""
+        gradients, *states, weights = given
+        params, step = fixed.params, self.rules.optimizer.step
+
+        def body(chunk: Index, row: Index, new: list[Arrays]) -> list[Arrays]:
+            at = fixed.stage, chunk, row
+
+            def gradient(component: int, example: int) -> Stored:
+                return params.read(gradients, params.layer_at(at, example))
+
+            return step.layer(at, gradient, new, shared)
+
+        count = fixed.table.layers_per_chunk
+        return params.every_layer(count, body, [weights, *states])
+
+    def _scale(self, fixed: Fixed, name: str, version: Index) -> list[jax.Array]:
         """T1: divides the rate by max(tau, 1)^p, where p falls from 1 to 0 over K updates."""
         if self.rules.rescheduling_steps is None:
-            return updates
+            return []
         p = 1 - jnp.minimum(version / self.rules.rescheduling_steps, 1)
-        scale = jnp.maximum(self._tau(fixed, name), 1) ** -p
-        return jax.tree.map(lambda u: u * scale.astype(u.dtype), updates)
+        return [jnp.maximum(self._tau(fixed, name), 1) ** -p]
 
     def _moved(
         self, fixed: Fixed, delta: dict[str, Arrays], name: str, old: Arrays, new: Arrays
@@ -258,7 +265,3 @@ class Updated(GradientSink):
 
 def _placed(fixed: Fixed, name: str) -> Leaves:
     return fixed.params.placed if name == "layers" else fixed.setup.layout.outer[name]
-
-
-def _lead(tree: Arrays) -> Placed:
-    return jax.tree.map(lambda w: w[None], tree)

@@ -20,7 +20,7 @@ from jaxpipe.runtime.tick.fixed import Fixed
 from jaxpipe.runtime.tick.weights import WeightSource
 from jaxpipe.runtime.tick.work import LayerWork
 from jaxpipe.runtime.types import Arrays, Index, OuterParams, Stored, Tree
-from jaxpipe.runtime.update.part_optimizer import PARTS
+from jaxpipe.runtime.update.optimizer import PARTS
 from jaxpipe.schedule.actions import Kind
 from jaxpipe.schedule.generators.pipemare import SteadyState
 from jaxpipe.schedule.lowering.table import Outer

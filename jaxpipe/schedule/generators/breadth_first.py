@@ -65,7 +65,8 @@ def modular(
     """Runs layered gradient accumulation over a modular pipeline: layer l on stage l mod p.
 
     It is breadth-first with one layer per chunk, so that a layer's gradient is complete and can be
-    reduced as soon as all microbatches have passed it. `jaxpipe.LayeredUpdate` then updates it too.
+    reduced as soon as all microbatches have passed it. `Pipeline.train_step` with
+    ``update="chunk"`` then updates it too.
 
     ============  =====================================================================
     bubble        fused (p-1)(F+B+W)/v, split (p-1)(F+B)/v, added to the m(F+B+W) of work, m >= p

@@ -1,0 +1,189 @@
+"""Arrays of which every device holds a part, and how a part is made, completed and reduced.
+
+Every method runs inside `jax.shard_map`. The data axis may split parameters and what belongs to
+them; the stage axis may split those of embedding and head.
+"""
+
+from __future__ import annotations
+
+import abc
+import dataclasses
+import math
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jaxpipe.runtime.mesh import DATA
+
+_REDUCTIONS: dict[str, tuple[Any, Any, Any]] = {
+    "reduce_sum": (lambda part: jnp.sum(part, dtype=part.dtype), lax.psum, 0),
+    "reduce_max": (jnp.max, lax.pmax, -jnp.inf),
+    "reduce_min": (jnp.min, lax.pmin, jnp.inf),
+    "reduce_and": (jnp.all, lax.pmin, True),
+    "reduce_or": (jnp.any, lax.pmax, False),
+}
+"""Primitives that reduce: on one device, across devices, and the result of nothing."""
+
+
+class Cut(abc.ABC):
+    """How devices share an array.
+
+    Attributes:
+      shape: of the whole array.
+      axes: the mesh axes whose devices hold parts.
+    """
+
+    shape: tuple[int, ...]
+    axes: tuple[str, ...]
+
+    @abc.abstractmethod
+    def own(self, whole: jax.Array) -> jax.Array:
+        """This device's part of an array that every device has."""
+
+    @abc.abstractmethod
+    def whole(self, part: jax.Array) -> jax.Array:
+        """The array, from all devices' parts."""
+
+    @abc.abstractmethod
+    def counts(self) -> jax.Array | None:
+        """Which elements of a part belong to the array; None if all do."""
+
+    def reduce(self, part: jax.Array, name: str) -> jax.Array:
+        """The reduction of the whole array to a scalar, by the name of its primitive."""
+        local, across, nothing = _REDUCTIONS[name]
+        counts = self.counts()
+        total = local(part if counts is None else jnp.where(counts, part, nothing))
+        return across(_number(total), self.axes).astype(total.dtype) if self.axes else total
+
+
+def can_reduce(name: str, dtype: Any) -> bool:
+    """Whether `Cut.reduce` knows a primitive: its result of nothing must be of that dtype."""
+    if name not in _REDUCTIONS:
+        return False
+    of_numbers = name in ("reduce_max", "reduce_min")
+    return bool(not of_numbers or jnp.issubdtype(dtype, jnp.floating))
+
+
+def _number(array: jax.Array) -> jax.Array:
+    """The array, or integers in place of booleans, which collectives do not take."""
+    return array.astype(jnp.int32) if array.dtype == jnp.bool_ else array
+
+
+class Part(NamedTuple):
+    """A device's part of an array."""
+
+    value: jax.Array
+    cut: Cut
+
+
+@dataclasses.dataclass(frozen=True)
+class Slices(Cut):
+    """Some dimensions are split over a mesh axis each; the last part may be padded.
+
+    Args:
+      shape: of the whole array.
+      dims: the dimension that each axis splits.
+    """
+
+    shape: tuple[int, ...]
+    dims: tuple[tuple[str, int], ...]
+
+    @property
+    def axes(self) -> tuple[str, ...]:  # type: ignore[override]
+        return tuple(axis for axis, _ in self.dims)
+
+    def _size(self, axis: str, dim: int) -> int:
+        return -(-self.shape[dim] // lax.axis_size(axis))
+
+    def own(self, whole: jax.Array) -> jax.Array:
+        for axis, dim in self.dims:
+            size = self._size(axis, dim)
+            room = size * lax.axis_size(axis) - self.shape[dim]
+            padded = jnp.pad(whole, [(0, room if d == dim else 0) for d in range(whole.ndim)])
+            whole = lax.dynamic_slice_in_dim(padded, lax.axis_index(axis) * size, size, dim)
+        return whole
+
+    def whole(self, part: jax.Array) -> jax.Array:
+        for axis, dim in self.dims:
+            part = lax.all_gather(part, axis, axis=dim, tiled=True)
+            part = lax.slice_in_dim(part, 0, self.shape[dim], axis=dim)
+        return part
+
+    def counts(self) -> jax.Array | None:
+        masks = []
+        for axis, dim in self.dims:
+            size = self._size(axis, dim)
+            if size * lax.axis_size(axis) > self.shape[dim]:
+                at = lax.axis_index(axis) * size + jnp.arange(size)
+                inside = at < self.shape[dim]
+                masks.append(
+                    inside.reshape([-1 if d == dim else 1 for d in range(len(self.shape))])
+                )
+        return math.prod(masks[1:], start=masks[0]) if masks else None
+
+    def with_padding(self, part: jax.Array) -> jax.Array:
+        """The part with zeros in what pads the last one."""
+        counts = self.counts()
+        return part if counts is None else jnp.where(counts, part, jnp.zeros((), part.dtype))
+
+
+@dataclasses.dataclass(frozen=True)
+class Window(Cut):
+    """Data shards hold rows of ``columns`` elements, of which the flat array is a section.
+
+    A part is as long as a row can hold of the array; a shard that holds less, or nothing, of the
+    array holds other elements in the rest of it.
+
+    Args:
+      shape: of the whole array.
+      start: place of its first element among those of all rows.
+      columns: length of a row.
+    """
+
+    shape: tuple[int, ...]
+    start: int
+    columns: int
+
+    axes = (DATA,)
+
+    @property
+    def length(self) -> int:
+        """Elements of a part."""
+        return min(self.columns, math.prod(self.shape))
+
+    def read(self, row: jax.Array) -> jax.Array:
+        """This shard's part, of its row ``[1, columns]``."""
+        return lax.dynamic_slice_in_dim(row[0], self._first(), self.length)
+
+    def write(self, row: jax.Array, part: jax.Array) -> jax.Array:
+        """The row with another part; what does not belong to the array stays."""
+        new = jnp.where(self.counts(), part.astype(row.dtype), self.read(row))
+        return lax.dynamic_update_slice_in_dim(row, new[None], self._first(), axis=1)
+
+    def _first(self) -> jax.Array:
+        """Column of the part's first element."""
+        begin = self.start - lax.axis_index(DATA) * self.columns
+        return jnp.clip(begin, 0, self.columns - self.length)
+
+    def _offset(self) -> jax.Array:
+        """Number, within the array, of the part's first element; it may lie before or behind it."""
+        return lax.axis_index(DATA) * self.columns + self._first() - self.start
+
+    def own(self, whole: jax.Array) -> jax.Array:
+        flat = jnp.pad(whole.reshape(-1), self.length)
+        start = jnp.clip(self._offset() + self.length, 0, flat.size - self.length)
+        return lax.dynamic_slice_in_dim(flat, start, self.length)
+
+    def whole(self, part: jax.Array) -> jax.Array:
+        size = math.prod(self.shape)
+        number = _number(jnp.where(self.counts(), part, jnp.zeros((), part.dtype)))
+        room = jnp.zeros(size + 2 * self.length, number.dtype)
+        start = jnp.clip(self._offset() + self.length, 0, room.size - self.length)
+        rows = lax.psum(lax.dynamic_update_slice_in_dim(room, number, start, 0), DATA)
+        return rows[self.length : self.length + size].reshape(self.shape).astype(part.dtype)
+
+    def counts(self) -> jax.Array:
+        at = self._offset() + jnp.arange(self.length)
+        return (at >= 0) & (at < math.prod(self.shape))

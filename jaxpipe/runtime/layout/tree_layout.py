@@ -1,0 +1,159 @@
+"""Where a tree lies that holds something for every parameter, such as an optimizer's state.
+
+A *component* of such a tree is shaped like the parameters: ``{"embed", "layers", "head"}`` with one
+tree per layer. Its leaves may have other shapes and dtypes than the parameters they belong to, or
+be absent. What belongs to no parameter, such as a count, is replicated.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.sharding import PartitionSpec as P
+
+from jaxpipe.runtime.layout.layer_layout import LayerLayout
+from jaxpipe.runtime.layout.leaf import make_leaf
+from jaxpipe.runtime.layout.packed import Packed
+from jaxpipe.runtime.layout.stacked import Stacked
+from jaxpipe.runtime.layout.whole_model import Layout, compiled_sharding, outer_of
+from jaxpipe.runtime.mesh import DATA
+from jaxpipe.runtime.types import Shapes, Shardings, Tree
+
+
+def layer_by_layer(params: Layout) -> Shapes:
+    """Shapes of the parameters with one tree per layer."""
+    layers = tuple(params.layers.shape_of(n) for n in range(params.num_layers))
+    return {**params.canonical_shapes(), "layers": layers}
+
+
+class TreeLayout:
+    """Where a tree of components lies.
+
+    Args:
+      shapes: of the tree, with one tree per layer in each component.
+      params: where the parameters lie.
+
+    Attributes:
+      components: where each component lies, in the order of the tree.
+      rest: shapes of the leaves that belong to no parameter.
+    """
+
+    def __init__(self, shapes: Shapes, params: Layout) -> None:
+        self._mesh = params.mesh
+        is_component = _component_test(params.num_layers)
+        self._tree: Any
+        nodes, self._tree = jax.tree.flatten(shapes, is_leaf=is_component)
+        self._nodes = [_layout(node, params) if is_component(node) else node for node in nodes]
+        self.components = [node for node in self._nodes if isinstance(node, Layout)]
+        self.rest = [node for node in self._nodes if not isinstance(node, Layout)]
+
+    def split(self, tree: Tree) -> tuple[list[Tree], list[Any]]:
+        """A tree's components, and its other leaves."""
+        nodes = list(zip(self._nodes, self._tree.flatten_up_to(tree), strict=True))
+        components = [found for node, found in nodes if isinstance(node, Layout)]
+        return components, [found for node, found in nodes if not isinstance(node, Layout)]
+
+    def join(self, components: Sequence[Tree], rest: Sequence[Any]) -> Tree:
+        """Undoes `split`."""
+        sources = iter(components), iter(rest)
+        nodes = [next(sources[not isinstance(node, Layout)]) for node in self._nodes]
+        return jax.tree.unflatten(self._tree, nodes)
+
+    def _each(self, fn: Callable[..., Tree], rest: Sequence[Any], *trees: Sequence[Tree]) -> Tree:
+        return self.join([fn(*args) for args in zip(self.components, *trees, strict=True)], rest)
+
+    def place(self, tree: Tree) -> Tree:
+        """A canonical tree in placed order."""
+        components, rest = self.split(tree)
+        return self._each(Layout.place, rest, components)
+
+    def unplace(self, tree: Tree) -> Tree:
+        """Undoes `place`."""
+        components, rest = self.split(tree)
+        return self._each(Layout.unplace, rest, components)
+
+    def placed_shapes(self) -> Shapes:
+        """Shapes of the placed tree."""
+        return self._each(Layout.placed_shapes, self.rest)
+
+    def canonical_shapes(self) -> Shapes:
+        """Shapes of the canonical tree: layers stacked, where they are alike and the parameters'
+        layers are."""
+        return self._each(Layout.canonical_shapes, self.rest)
+
+    def specs(self, *, sharded: bool) -> Tree:
+        """Partition specs of the placed tree, over data or not."""
+        return self._each(lambda layout: layout.specs(sharded=sharded), [P()] * len(self.rest))
+
+    def shardings(self, *, sharded: bool) -> Shardings:
+        """What `specs` says as shardings."""
+        rest = [compiled_sharding(self._mesh, P())] * len(self.rest)
+        return self._each(lambda layout: layout.shardings(sharded=sharded), rest)
+
+    def canonical_shardings(self) -> Shardings:
+        """Shardings of the canonical tree: over all devices, as far as the sizes divide."""
+        rest = [compiled_sharding(self._mesh, P())] * len(self.rest)
+        return self._each(Layout.canonical_shardings, rest)
+
+
+def units_of(tree: Shapes, num_layers: int) -> list[str | int | None]:
+    """For every leaf of a tree of components, what it belongs to: "embed", "head", the number of a
+    layer, or None."""
+    is_component = _component_test(num_layers)
+    units: list[str | int | None] = []
+    for node in jax.tree.leaves(tree, is_leaf=is_component):
+        if not is_component(node):
+            units.append(None)
+            continue
+        for path, _ in jax.tree.leaves_with_path(node):
+            units.append(path[1].idx if path[0].key == "layers" else path[0].key)
+    return units
+
+
+def _component_test(num_layers: int) -> Callable[[Tree], bool]:
+    def is_component(node: Tree) -> bool:
+        if not isinstance(node, dict) or node.keys() != {"embed", "layers", "head"}:
+            return False
+        layers = node["layers"]
+        return isinstance(layers, optax.MaskedNode) or (
+            type(layers) is tuple and len(layers) == num_layers
+        )
+
+    return is_component
+
+
+def _layout(component: Shapes, params: Layout) -> Layout:
+    """Where a component lies: as the parameters do, as far as its layers are like them."""
+    data, outer = params.mesh.shape[DATA], params.outer
+    known = dict(jax.tree.leaves_with_path(outer))
+
+    def leaf(path: Any, shape: jax.ShapeDtypeStruct) -> Any:
+        own = known.get(path)
+        if own is not None and own.shape == shape.shape:
+            return make_leaf(shape, data=data, stage_dim=own.stage_dim)
+        return make_leaf(shape, data=data)
+
+    outer = jax.tree.map_with_path(leaf, outer_of(component))
+    return Layout(_layers(component["layers"], params, data), outer, params.mesh, params.rows)
+
+
+def _layers(layers: Shapes, params: Layout, data: int) -> LayerLayout:
+    like, rows = type(params.layers), params.rows
+    if isinstance(layers, optax.MaskedNode):
+        return Stacked(layers, rows, data)
+    if like is Packed or any(_key(layer) != _key(layers[0]) for layer in layers):
+        return Packed(layers, rows, data)
+
+    def stacked(w: Any) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct((len(layers), *w.shape), w.dtype)
+
+    return like(jax.tree.map(stacked, layers[0]), rows, data)
+
+
+def _key(tree: Shapes) -> Any:
+    leaves, structure = jax.tree.flatten(tree)
+    return structure, [(leaf.shape, jnp.dtype(leaf.dtype)) for leaf in leaves]

@@ -1,0 +1,171 @@
+"""An optax transformation on placed parameters: it does what it does without a pipeline.
+
+The transformation is traced on parameters with one tree per layer, so that names, shapes and
+numbers of dimensions are those of a layer's own parameters, however layers lie on the devices.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cached_property
+from typing import Any
+
+import jax
+import optax
+
+from jaxpipe.runtime.layout.placing import Placing
+from jaxpipe.runtime.layout.tree_layout import layer_by_layer
+from jaxpipe.runtime.layout.whole_model import Layout, outer_of
+from jaxpipe.runtime.trees import mismatches, strongly_typed
+from jaxpipe.runtime.types import Gradients, OptimizerState, Params, Placed, Shapes, Tree
+from jaxpipe.runtime.update.per_unit import PerUnit
+
+PARTS = ("layers", "embed", "head")
+"""What may be updated at different times."""
+
+
+class PlacedOptimizer:
+    """An optax transformation, cut into what each layer, the embedding and the head need.
+
+    Args:
+      optimizer: any optax transformation.
+      params: where the parameters lie.
+      zero: ZeRO level.
+      scaled: whether `step` takes a factor for the updates.
+      extra: shapes of further arguments of ``optimizer.update``, by name.
+
+    Attributes:
+      state: where the optimizer's state lies.
+      step: ``(grads, state, params, scale, extra) -> (params, state)``, unit by unit.
+
+    Raises:
+      ValueError: a transformation that cannot run where the parameters lie.
+    """
+
+    def __init__(
+        self,
+        optimizer: optax.GradientTransformation,
+        params: Layout,
+        *,
+        zero: int,
+        scaled: bool = False,
+        extra: Shapes = None,
+    ) -> None:
+        shapes, sharded = layer_by_layer(params), zero >= 1
+        self._zero = zero
+        with _Explained():
+            self._init = PerUnit(
+                optimizer.init,
+                {"params": shapes},
+                params,
+                sharded=sharded,
+                replaces={},
+                whole=[0] if zero in (1, 2) else [],
+            )
+        self.state = self._init.result
+        state = self._init.result_shapes
+
+        def step(
+            grads: Gradients, state: OptimizerState, params: Params, scale: Any, extra: Any
+        ) -> tuple[Params, OptimizerState]:
+            updates, state = optimizer.update(grads, state, params, **(extra or {}))
+            if scale is not None:
+                updates = jax.tree.map(lambda u: u * scale.astype(u.dtype), updates)
+            return optax.apply_updates(params, updates), state
+
+        count = len(self.state.components)
+        scale = jax.ShapeDtypeStruct((), "float32") if scaled else None
+        args = {"grads": shapes, "state": state, "params": shapes, "scale": scale, "extra": extra}
+        with _Explained():
+            self.step = PerUnit(
+                step,
+                args,
+                params,
+                sharded=sharded,
+                replaces={0: 1 + count, **{1 + c: 1 + c for c in range(count)}},
+                whole=[1 + count] if zero in (1, 2) else [],
+            )
+        if changed := mismatches("state", self.step.result_shapes[1], state, dtypes=False):
+            raise ValueError("\n".join(["This optimizer changes its state's shapes:", *changed]))
+
+    @cached_property
+    def placing(self) -> Placing:
+        """Places and unplaces the optimizer's state."""
+        return Placing(self.state, sharded=self._zero >= 1, name="state")
+
+    # What follows runs inside `jax.shard_map`, on this device's part of placed trees.
+
+    def init(self, params: Placed) -> OptimizerState:
+        """The state of parameters."""
+        components, rest = self._init.run([own_layers(params)], [])
+        return strongly_typed(self.state.join([placed(c) for c in components], rest))
+
+    def update(
+        self, grads: Gradients, state: OptimizerState, params: Placed, extra: Tree
+    ) -> tuple[Placed, OptimizerState]:
+        """The parameters and the state after a step."""
+        components, rest = self.state.split(state)
+        given = [own_layers(tree) for tree in (grads, *components, params)]
+        (new, *components), rest = self.step.run(given, [*rest, *jax.tree.leaves(extra)])
+        state = self.state.join([placed(c) for c in components], rest)
+        return strongly_typed((placed(new), state))
+
+    # The state part by part, as an asynchronous pipeline carries it.
+
+    def by_part(self, leaves: Sequence[jax.Array]) -> dict[str, list[Tree]]:
+        """The components by part, from a device's leaves of all of them; `flat` undoes it."""
+        own = list(map(own_layers, self.components(leaves)))
+        return {name: [component[name] for component in own] for name in PARTS}
+
+    def flat(self, states: dict[str, list[Tree]]) -> list[jax.Array]:
+        parts = zip(*states.values(), strict=True)
+        return jax.tree.leaves([placed(dict(zip(states, part, strict=True))) for part in parts])
+
+    def components(self, leaves: Sequence[jax.Array]) -> list[Tree]:
+        """The state's components, placed, from their leaves."""
+        shapes = [layout.placed_shapes() for layout in self.state.components]
+        return jax.tree.unflatten(jax.tree.structure(shapes), leaves)
+
+    def check_parts(self) -> None:
+        """Raises ValueError if parts cannot be updated at different times."""
+        if self.step.mixes is not None:
+            raise ValueError(
+                "This optimizer cannot update a model part by part, as soon as a part's gradient "
+                f"is finished: {self.step.mixes} together.\n"
+                "AsyncPipeline clips by itself, with clip_norm=...; otherwise update after "
+                "the step, from the gradients of Pipeline.value_and_grad."
+            )
+
+
+def own_layers(placed: Placed) -> Tree:
+    """A device's part of a placed tree, without the dimension of stages."""
+    return {"layers": jax.tree.map(lambda w: w[0], placed["layers"]), **outer_of(placed)}
+
+
+def placed(component: Tree) -> Placed:
+    """Undoes `own_layers`."""
+    layers = jax.tree.map(lambda w: w[None], component["layers"])
+    return {"layers": layers, **outer_of(component)}
+
+
+class _Explained:
+    """Says what masks and labels see, if a transformation cannot be traced."""
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        if isinstance(error, NameError):
+            raise ValueError(
+                f"This optimizer communicates between devices ({error}). It is given whole "
+                "gradients, already averaged: leave collectives to the pipeline."
+            ) from error
+        if isinstance(error, (TypeError, KeyError, AttributeError)) or _of_structure(error):
+            raise ValueError(
+                f"The optimizer cannot be used: {error}\nMasks and labels must fit parameters "
+                "whose 'layers' are a tuple of one tree per layer; a function of the parameters "
+                "fits any."
+            ) from error
+
+
+def _of_structure(error: BaseException | None) -> bool:
+    return isinstance(error, ValueError) and "optimizer's" not in str(error)

@@ -1,0 +1,96 @@
+"""Evaluates equations on parts of arrays: nothing is gathered that an equation can do without.
+
+An equation that treats every element by itself runs on parts; a reduction to a scalar runs on parts
+and then across devices. Any other equation is given whole arrays, which are gathered where it first
+needs them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import jax
+
+from jaxpipe.runtime.layers import jaxprs
+from jaxpipe.runtime.layers.jaxprs import Env
+from jaxpipe.runtime.layout.parts import Cut, Part, can_reduce
+
+_ELEMENTWISE = {
+    *("abs", "add", "add_any", "and", "asin", "acos", "atan", "atan2", "cbrt", "ceil", "clamp"),
+    *("convert_element_type", "copy", "cos", "cosh", "div", "eq", "erf", "erf_inv", "exp", "exp2"),
+    *("expm1", "floor", "ge", "gt", "imag", "integer_pow", "is_finite", "le", "log", "log1p"),
+    *("logistic", "lt", "max", "min", "mul", "ne", "neg", "nextafter", "not", "or", "pow", "real"),
+    *("reduce_precision", "rem", "round", "rsqrt", "select_n", "sign", "sin", "sinh", "sqrt"),
+    *("square", "stop_gradient", "sub", "tan", "tanh", "xor"),
+}
+
+
+def run_parts(eqns: Iterable[Any], env: Env) -> Env:
+    """Evaluates equations in order; values of the environment are arrays or `Part`.
+
+    Returns:
+      The environment grown by the equations' outputs.
+    """
+    env, wholes = dict(env), {}
+
+    def value(atom: Any) -> Any:
+        return env[atom] if jaxprs.is_var(atom) else jaxprs.values([atom], {})[0]
+
+    def gathered(atom: Any) -> jax.Array:
+        if not jaxprs.is_var(atom):
+            return value(atom)
+        if atom not in wholes:
+            wholes[atom] = whole(env[atom])
+        return wholes[atom]
+
+    for eqn in eqns:
+        found = [value(atom) for atom in eqn.invars]
+        parts = [v for v in found if isinstance(v, Part)]
+        if parts and _is_elementwise(eqn, parts):
+            cut = parts[0].cut
+            outs = jaxprs.bind(eqn, [_own(v, cut) for v in found])
+            env.update(zip(eqn.outvars, [Part(out, cut) for out in outs], strict=True))
+        elif parts and _is_full_reduction(eqn, parts[0]):
+            env[eqn.outvars[0]] = parts[0].cut.reduce(parts[0].value, eqn.primitive.name)
+        else:
+            outs = jaxprs.bind(eqn, [gathered(atom) for atom in eqn.invars])
+            env.update(zip(eqn.outvars, outs, strict=True))
+    return env
+
+
+def whole(value: Any) -> jax.Array:
+    """An array, whether it is whole or cut."""
+    return value.cut.whole(value.value) if isinstance(value, Part) else value
+
+
+def own(value: Any, cut: Cut) -> jax.Array:
+    """This device's part of a value that is whole or cut, as ``cut`` wants it."""
+    if isinstance(value, Part) and value.cut == cut:
+        return value.value
+    return cut.own(whole(value))
+
+
+def _own(value: Any, cut: Cut) -> jax.Array:
+    """An operand: a part of it, or the whole of a scalar."""
+    return value if not isinstance(value, Part) and value.shape == () else own(value, cut)
+
+
+def _is_elementwise(eqn: Any, parts: Sequence[Part]) -> bool:
+    shape = parts[0].cut.shape
+    return (
+        shape != ()
+        and eqn.primitive.name in _ELEMENTWISE
+        and all(part.cut == parts[0].cut for part in parts)
+        and all(v.aval.shape in ((), shape) for v in eqn.invars)
+        and all(v.aval.shape == shape for v in eqn.outvars)
+    )
+
+
+def _is_full_reduction(eqn: Any, part: Part) -> bool:
+    return (
+        can_reduce(eqn.primitive.name, part.value.dtype)
+        and len(eqn.invars) == 1
+        and eqn.outvars[0].aval.shape == ()
+        and part.cut.shape != ()
+    )
