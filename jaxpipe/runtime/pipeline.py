@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cached_property, partial
 from typing import Any
 
@@ -16,6 +16,7 @@ from jaxpipe.runtime.layers.model import Model
 from jaxpipe.runtime.layout.placing import Placing
 from jaxpipe.runtime.layout.whole_model import StateLayout, layer_layout, layer_rows, make_layout
 from jaxpipe.runtime.mesh import DATA, STAGE, leave_compilation_cache
+from jaxpipe.runtime.named_schedule import named_schedule
 from jaxpipe.runtime.tick import executor
 from jaxpipe.runtime.tick.fixed import Setup
 from jaxpipe.runtime.trees import shapes_of, strongly_typed
@@ -44,15 +45,17 @@ class Pipeline:
     """Runs a model through a pipeline schedule on a mesh.
 
     Parameters are *canonical* for the user (``{"embed", "layers", "head"}``, layers in model order:
-    stacked if they are alike, a tuple if not) and *placed* on the devices; `place` and `unplace`
-    convert. `init` and `update` run an optimizer on placed parameters and keep its state sharded as
-    the ZeRO level says. Everything can be called inside `jax.jit`.
+    stacked if they are alike, a tuple or list if not) and *placed* on the devices; `place` and
+    `unplace` convert. `init` and `update` run an optimizer on placed parameters and keep its state
+    sharded as the ZeRO level says. Everything can be called inside `jax.jit`.
 
     Args:
       model: pure functions.
       params: canonical parameters, or their shapes.
-      schedule: from `jaxpipe.schedules.build`, or your own; it is validated.
+      schedule: from `jaxpipe.schedules.build`, or your own, which is validated; or a name, such as
+        "1f1b", of a schedule that is then built for the mesh with its default options.
       mesh: from `jaxpipe.make_mesh`; its ``stage`` axis must be the schedule's number of stages.
+      microbatches: m of a schedule that is given by its name; by default two per stage.
       remat: "none" keeps every residual, "dots" keeps weight matmuls' outputs, "full" only layer
         inputs.
       zero: what is sharded over the ``data`` axis: 0 nothing, 1 optimizer state, 2 also gradients,
@@ -61,9 +64,9 @@ class Pipeline:
         parameter, for any depth; "unrolled" in one array per layer, which a GPU need not copy
         before it multiplies, for a program that grows with the layers of a stage.
       weight_slots: chunks of gathered weights (ZeRO-3) and of gradient sums (from ZeRO-2 on, and
-        with `LayeredUpdate`) that a stage keeps at once. More slots take more memory and need fewer
-        gathers and reductions: ``pipe.table.gathers`` says how many. The number is raised to the
-        chunks that one tick uses, and lowered to those of a stage.
+        with `LayeredUpdate`) that a stage keeps at once, for fewer gathers and reductions:
+        ``pipe.table.gathers`` says how many. The number is raised to the chunks that one tick uses,
+        and lowered to those of a stage.
       layer_counts: layers of every virtual stage, in model order; by default as equal as possible.
       states: the layers' initial states, or their shapes, for a `Model` that is stateful.
       poison: test mode; fills bubbles with NaN.
@@ -73,7 +76,6 @@ class Pipeline:
 
     Example:
       >>> import jax.numpy as jnp
-      >>> from jaxpipe.schedule.catalog import build
       >>> from jaxpipe.runtime.mesh import make_mesh
       >>> model = Model(
       ...     embed=lambda outer, batch, rng: batch["x"],
@@ -81,8 +83,7 @@ class Pipeline:
       ...     head_loss=lambda outer, x, batch, rng: jnp.mean((x - batch["y"]) ** 2),
       ... )
       >>> params = {"embed": {}, "layers": jnp.ones((2, 3, 3)), "head": {}}
-      >>> schedule = build("1f1b", stages=1, microbatches=2)
-      >>> pipe = Pipeline(model, params, schedule=schedule, mesh=make_mesh(stage=1))
+      >>> pipe = Pipeline(model, params, schedule="1f1b", mesh=make_mesh(stage=1))
       >>> optimizer, params = optax.sgd(0.1), pipe.place(params)
       >>> state = pipe.init(optimizer, params)
       >>> @jax.jit
@@ -99,8 +100,9 @@ class Pipeline:
         model: Model,
         params: Params,
         *,
-        schedule: Schedule,
+        schedule: Schedule | str,
         mesh: Mesh,
+        microbatches: int | None = None,
         remat: str = "none",
         zero: int = 0,
         weights: str = "stacked",
@@ -109,19 +111,21 @@ class Pipeline:
         states: States = None,
         poison: bool = False,
     ) -> None:
-        arguments = model, params, states, schedule, mesh, remat, zero, weights, weight_slots
-        refuse(checks.arguments(*arguments, layer_counts))
-        validate(schedule)
+        built, unknown = named_schedule(schedule, checks.num_stages(mesh), microbatches)
+        given = model, params, states, built, mesh, remat, zero, weights, weight_slots, layer_counts
+        refuse([*unknown, *checks.arguments(*given)])
+        assert built is not None
+        validate(built)
         leave_compilation_cache(mesh)
         params, states = shapes_of(params), shapes_of(states)
-        self.model, self.schedule, self.mesh = model, schedule, mesh
+        self.model, self.schedule, self.mesh = model, built, mesh
         self.remat, self.poison = remat, poison
         self.weights, self.weight_slots = weights, weight_slots
         self.zero = zero if mesh.shape[DATA] > 1 else 0
         if layer_counts is None:
-            layer_counts = partition([1] * checks.num_layers(params["layers"]), schedule.placement)
+            layer_counts = partition([1] * checks.num_layers(params["layers"]), built.placement)
         self._own_slots = layer_layout(params["layers"], weights).own_arrays
-        self.table = self._lower(schedule, layer_counts)
+        self.table = self._lower(built, layer_counts)
         self.layout = make_layout(params, model.stage_split, mesh, self.table, weights=weights)
         self._params = Placing(self.layout, sharded=self.zero == 3, method="place")
         self.state_layout, self._states = None, None
@@ -324,9 +328,8 @@ class Pipeline:
     def _forward_table(self) -> TickTable:
         return self._lower(forward_only(self.schedule), self.table.layer_counts)
 
-    def _lower(self, schedule: Schedule, layer_counts: Sequence[int]) -> TickTable:
-        slots, own = self.weight_slots, self._own_slots
-        return lower(schedule, layer_counts, weight_slots=slots, own_slots=own)
+    def _lower(self, schedule: Schedule, counts: Sequence[int]) -> TickTable:
+        return lower(schedule, counts, weight_slots=self.weight_slots, own_slots=self._own_slots)
 
     def setup(self, table: TickTable) -> Setup:
         """How this pipeline runs a table of its own placement and layers."""
@@ -337,7 +340,7 @@ class Pipeline:
     def _run(
         self, table: TickTable, placed: Placed, batch: Batch, rng: Key, states: States
     ) -> tuple[jax.Array, Gradients, States]:
-        self.check("placed", placed, batch, states)
+        self.check("placed", placed, batch, states, checks.key(rng))
         setup = self.setup(table)
 
         def body(placed: Placed, batch: Batch, rng: Key, states: States) -> tuple[Tree, ...]:
@@ -348,7 +351,7 @@ class Pipeline:
         return on_devices(placed, batch, rng, states)
 
     def check(
-        self, name: str, placed: Placed, batch: Batch, states: States, others: Sequence[str] = ()
+        self, name: str, placed: Placed, batch: Batch, states: States, others: Iterable[str] = ()
     ) -> None:
         """Raises ValueError for arguments of a step that do not fit, and for problems of others."""
         refuse(
@@ -371,9 +374,9 @@ class Pipeline:
         """Raises ValueError for rows that do not divide into microbatches and data shards."""
         refuse(self._batch_problems(batch))
 
-    def _batch_problems(self, batch: Batch) -> list[str]:
+    def _batch_problems(self, batch: Batch) -> Iterator[str]:
         m, shards = self.schedule.num_microbatches, self.mesh.shape[DATA]
-        return list(checks.batch(batch, num_microbatches=m, num_shards=shards))
+        return checks.batch(batch, num_microbatches=m, num_shards=shards)
 
     @property
     def in_specs(self) -> Tree:

@@ -39,9 +39,7 @@ class Packed(LayerLayout):
     def __init__(self, layers: Sequence[LayerParams], rows: np.ndarray, data: int) -> None:
         self._rows, self._data = rows, data
         self.num_chunks = rows.shape[1]
-        self.canonical = tuple(
-            jax.tree.map(lambda w: make_leaf(w, data=data), layer) for layer in layers
-        )
+        self.canonical = jax.tree.map(lambda w: make_leaf(w, data=data), layers)
         self._layers = jax.tree.map(Leaf.struct, self.canonical)
         self._groups = sorted({str(w.dtype) for w in jax.tree.leaves(self._layers)})
         self._widths = [self._width(layer) for layer in self._layers]
@@ -84,14 +82,14 @@ class Packed(LayerLayout):
 
         return {g: jnp.stack([stage(held, g) for held in self._rows]) for g in self._groups}
 
-    def unplace(self, placed: Placed) -> tuple[LayerParams, ...]:
+    def unplace(self, placed: Placed) -> Sequence[LayerParams]:
         layers = {}
         for d, chunks in enumerate(self._rows):
             for c, held in enumerate(chunks):
                 for i, n in enumerate(held[held >= 0]):
                     stage = {g: w[d] for g, w in placed.items()}
                     layers[n] = self.unpack(self.read(stage, self.layer_at((d, c, i), n)), n)
-        return tuple(layers[n] for n in sorted(layers))
+        return type(self.canonical)(layers[n] for n in sorted(layers))
 
     def slot_shapes(self, count: int) -> Shapes:
         return jax.tree.map(

@@ -21,6 +21,7 @@ from jaxpipe.runtime.layout.packed import Packed
 from jaxpipe.runtime.layout.stacked import Stacked
 from jaxpipe.runtime.layout.unrolled import Unrolled
 from jaxpipe.runtime.mesh import DATA, STAGE
+from jaxpipe.runtime.trees import is_sequence
 from jaxpipe.runtime.types import Leaves, OuterParams, Params, Placed, Shapes, States, Tree
 from jaxpipe.schedule.lowering.table import TickTable
 
@@ -29,8 +30,8 @@ LAYOUTS: dict[str, type[LayerLayout]] = {"stacked": Stacked, "unrolled": Unrolle
 
 
 def layer_layout(layers: Params, weights: str) -> type[LayerLayout]:
-    """The kind of layout of canonical layers: packed for a tuple of trees, else by name."""
-    return Packed if isinstance(layers, tuple) else LAYOUTS[weights]
+    """The kind of layout of canonical layers: packed for a sequence of trees, else by name."""
+    return Packed if is_sequence(layers) else LAYOUTS[weights]
 
 
 def outer_of(params: Params) -> OuterParams:
