@@ -16,7 +16,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxpipe.runtime.measure.costs import layer_bytes, layer_costs
-from jaxpipe.runtime.mesh import DATA, STAGE, make_mesh
+from jaxpipe.runtime.mesh import Axes, make_mesh
 from jaxpipe.runtime.pipeline import Pipeline
 from jaxpipe.schedule.actions import Schedule
 from jaxpipe.schedule.partition import Memory, chunk_costs, partition
@@ -338,7 +338,8 @@ def _own_part(mask: Any, shape: tuple[int, ...]) -> Any:
 
     In an asynchronous pipeline the optimizer sees only a device's own part of packed layers.
     """
-    for dim, axis in enumerate((STAGE, DATA)):
+    axes = Axes()
+    for dim, axis in enumerate((axes.stage, axes.data)):
         if np.ndim(mask) > 0 and np.shape(mask)[dim] != shape[dim]:
             start = lax.axis_index(axis) * shape[dim]
             mask = lax.dynamic_slice_in_dim(mask, start, shape[dim], dim)

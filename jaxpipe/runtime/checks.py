@@ -7,6 +7,7 @@ of them at once.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +17,7 @@ from jaxpipe.runtime.layers.calls import misfits
 from jaxpipe.runtime.layers.model import Model
 from jaxpipe.runtime.layers.split import unknown_remat
 from jaxpipe.runtime.layout.whole_model import LAYOUTS
-from jaxpipe.runtime.mesh import DATA, STAGE
+from jaxpipe.runtime.mesh import Axes
 from jaxpipe.runtime.trees import (
     describe,
     describe_leaf,
@@ -29,6 +30,9 @@ from jaxpipe.runtime.types import Key, Params, Shapes, States, Tree
 from jaxpipe.schedule.actions import Kind, Schedule
 from jaxpipe.schedule.check.validate import simulated_only
 from jaxpipe.schedule.problems import Problem
+
+if TYPE_CHECKING:
+    from jaxpipe.runtime.layout.placing import Placing
 
 
 def num_layers(layers: Params) -> int:
@@ -45,6 +49,7 @@ def arguments(
     states: States,
     schedule: Schedule | None,
     mesh: Mesh,
+    axes: Axes,
     remat: str,
     zero: int,
     weights: str,
@@ -55,11 +60,10 @@ def arguments(
 
     ``schedule`` is None if none could be built from its name, for reasons that are known.
     """
-    if num_stages(mesh) is None:
-        found = f"has axes {mesh.axis_names}" if isinstance(mesh, Mesh) else f"is {mesh!r}"
-        yield f"mesh {found}; it must have {DATA!r} and {STAGE!r} (jaxpipe.make_mesh)."
+    malformed_mesh = list(axes.problems(mesh))
+    yield from malformed_mesh
     if schedule is not None:
-        yield from _schedule(schedule, mesh)
+        yield from _schedule(schedule, mesh, None if malformed_mesh else axes)
     yield from unknown_remat(remat)
     if zero not in (0, 1, 2, 3):
         nearest = (min(max(zero, 0), 3),) if isinstance(zero, int) else (0, 1, 2, 3)
@@ -87,18 +91,11 @@ def arguments(
     yield from malformed or _counts(params, states, schedule, layer_counts)
 
 
-def num_stages(mesh: Mesh) -> int | None:
-    """How many stages a mesh has; None if it is no mesh for a pipeline."""
-    if not isinstance(mesh, Mesh) or set(mesh.axis_names) != {DATA, STAGE}:
-        return None
-    return int(mesh.shape[STAGE])
-
-
-def _schedule(schedule: Schedule, mesh: Mesh) -> Iterator[Problem]:
-    """Why a schedule cannot be executed on a mesh."""
-    if num_stages(mesh) not in (None, schedule.num_stages):
+def _schedule(schedule: Schedule, mesh: Mesh, axes: Axes | None) -> Iterator[Problem]:
+    """Why a schedule cannot be executed on a mesh; ``axes`` is None if the mesh has none such."""
+    if axes is not None and axes.num_stages(mesh) != schedule.num_stages:
         rule = f"it was built for {schedule.num_stages} stages"
-        nearest = {STAGE: schedule.num_stages}
+        nearest = {axes.stage: schedule.num_stages}
         yield Problem("mesh", dict(mesh.shape), rule, nearest, schedule=schedule.name)
     yield from simulated_only(schedule)
     if schedule.minibatches is not None:
@@ -306,6 +303,18 @@ def placed(
     if not mismatches(name, tree, canonical, dtypes=False):
         return [f"{name} is in canonical order, not placed; call `pipe.{method}` first."]
     return [*lines, f"{name} must be as `pipe.{method}` returns it."]
+
+
+NO_STATES = "This model's layers keep no state: Pipeline was given no states."
+
+
+def given_states(states: States, placing: Placing | None) -> list[str]:
+    """What is wrong with the states of a step; ``placing`` is that of a stateful model's."""
+    if placing is None:
+        return [] if states is None else [NO_STATES]
+    if states is None:
+        return ["states=None, but this model's layers keep states: see `pipe.place_states`."]
+    return placing.problems("states", states)
 
 
 def optimizer_state(name: str, tree: Tree, expected: Shapes) -> list[str]:

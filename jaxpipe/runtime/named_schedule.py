@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
+from jax.sharding import Mesh
+
+from jaxpipe.runtime.mesh import Axes
 from jaxpipe.schedule import catalog
 from jaxpipe.schedule.actions import Schedule
 from jaxpipe.schedule.problems import ArgumentError, Problem, in_python
@@ -13,17 +16,17 @@ MICROBATCHES_PER_STAGE = 2
 
 
 def named_schedule(
-    schedule: Schedule | str, num_stages: int | None, microbatches: int | None
+    schedule: Schedule | str, mesh: Mesh, axes: Axes, microbatches: int | None
 ) -> tuple[Schedule | None, list[Problem | str]]:
     """The schedule that was meant, and what is wrong with the arguments that say so.
 
     Args:
       schedule: a schedule, or the name of one.
-      num_stages: of the mesh; None if it has no such axis.
+      mesh, axes: a mesh, and which of its axes is that of the stages.
       microbatches: m for a name; None for the default.
 
     Returns:
-      The schedule, or None if there is none; and the problems.
+      The schedule, or None if there is none or the mesh has no such axis; and the problems.
     """
     if isinstance(schedule, Schedule):
         if microbatches in (None, schedule.num_microbatches):
@@ -38,8 +41,9 @@ def named_schedule(
             f"schedule is a {found}; it must be a Schedule, such as `jaxpipe.schedules.build` "
             'returns, or the name of one, such as "1f1b".'
         ]
-    if num_stages is None:
+    if not isinstance(mesh, Mesh) or axes.stage not in mesh.shape:
         return None, []
+    num_stages = axes.num_stages(mesh)
     if microbatches is None:
         microbatches = MICROBATCHES_PER_STAGE * num_stages
     try:

@@ -15,7 +15,7 @@ from jaxpipe.runtime import checks
 from jaxpipe.runtime.layers.model import Model
 from jaxpipe.runtime.layout.placing import Placing
 from jaxpipe.runtime.layout.whole_model import StateLayout, layer_layout, layer_rows, make_layout
-from jaxpipe.runtime.mesh import DATA, STAGE, leave_compilation_cache
+from jaxpipe.runtime.mesh import Axes, leave_compilation_cache, with_auto_axes
 from jaxpipe.runtime.named_schedule import named_schedule
 from jaxpipe.runtime.tick import executor
 from jaxpipe.runtime.tick.fixed import Setup
@@ -54,7 +54,9 @@ class Pipeline:
       params: canonical parameters, or their shapes.
       schedule: from `jaxpipe.schedules.build`, or your own, which is validated; or a name, such as
         "1f1b", of a schedule that is then built for the mesh with its default options.
-      mesh: from `jaxpipe.make_mesh`; its ``stage`` axis must be the schedule's number of stages.
+      mesh: from `jaxpipe.make_mesh`, or one of your own; explicit axes are used as automatic ones.
+      stage_axis: the mesh's axis of the schedule's stages.
+      data_axes: its axes of data shards, which act as one; all others must have one device.
       microbatches: m of a schedule that is given by its name; by default two per stage.
       remat: "none" keeps every residual, "dots" keeps weight matmuls' outputs, "full" only layer
         inputs.
@@ -102,6 +104,8 @@ class Pipeline:
         *,
         schedule: Schedule | str,
         mesh: Mesh,
+        stage_axis: str = "stage",
+        data_axes: Sequence[str] = ("data",),
         microbatches: int | None = None,
         remat: str = "none",
         zero: int = 0,
@@ -111,28 +115,30 @@ class Pipeline:
         states: States = None,
         poison: bool = False,
     ) -> None:
-        built, unknown = named_schedule(schedule, checks.num_stages(mesh), microbatches)
-        given = model, params, states, built, mesh, remat, zero, weights, weight_slots, layer_counts
-        refuse([*unknown, *checks.arguments(*given)])
+        axes = Axes.named(stage_axis, data_axes)
+        built, unknown = named_schedule(schedule, mesh, axes, microbatches)
+        options = remat, zero, weights, weight_slots, layer_counts
+        refuse([*unknown, *checks.arguments(model, params, states, built, mesh, axes, *options)])
         assert built is not None
         validate(built)
+        mesh = with_auto_axes(mesh)
         leave_compilation_cache(mesh)
         params, states = shapes_of(params), shapes_of(states)
-        self.model, self.schedule, self.mesh = model, built, mesh
+        self.model, self.schedule, self.mesh, self.axes = model, built, mesh, axes
         self.remat, self.poison = remat, poison
         self.weights, self.weight_slots = weights, weight_slots
-        self.zero = zero if mesh.shape[DATA] > 1 else 0
+        self.zero = zero if axes.num_shards(mesh) > 1 else 0
         if layer_counts is None:
             layer_counts = partition([1] * checks.num_layers(params["layers"]), built.placement)
         self._own_slots = layer_layout(params["layers"], weights).own_arrays
         self.table = self._lower(built, layer_counts)
-        self.layout = make_layout(params, model.stage_split, mesh, self.table, weights=weights)
+        self.layout = make_layout(params, model.stage_split, mesh, axes, self.table, weights)
         self._params = Placing(self.layout, sharded=self.zero == 3, method="place")
         self.state_layout, self._states = None, None
         if states is not None:
-            held = layer_rows(self.table)
-            self.state_layout = layer_layout(states, weights="stacked")(states, held, 1)
-            layout = StateLayout(self.state_layout, mesh)
+            layout_of = layer_layout(states, weights="stacked")
+            self.state_layout = layout_of(states, layer_rows(self.table), 1)
+            layout = StateLayout(self.state_layout, mesh, axes)
             self._states = Placing(layout, sharded=False, method="place_states")
 
     # Layout.
@@ -150,7 +156,7 @@ class Pipeline:
     @property
     def batch_sharding(self) -> NamedSharding:
         """Sharding of a batch's leaves ``[rows, ...]``."""
-        return NamedSharding(self.mesh, P(DATA))
+        return NamedSharding(self.mesh, P(self.axes.data))
 
     @property
     def canonical_shardings(self) -> Shardings:
@@ -220,7 +226,7 @@ class Pipeline:
 
     def _states_or_raise(self) -> Placing:
         if self._states is None:
-            raise ValueError(_NO_STATES)
+            raise ValueError(checks.NO_STATES)
         return self._states
 
     @property
@@ -347,7 +353,7 @@ class Pipeline:
             return executor.run(setup, placed, self.split_rows(batch), rng, states)
 
         gradients = self.layout.specs(sharded=self.zero >= 1) if setup.trains else None
-        on_devices = self.shard_map(body, self.in_specs, (P(), gradients, P(STAGE)))
+        on_devices = self.shard_map(body, self.in_specs, (P(), gradients, P(self.axes.stage)))
         return on_devices(placed, batch, rng, states)
 
     def check(
@@ -359,29 +365,23 @@ class Pipeline:
                 *self._params.problems(name, placed),
                 *others,
                 *self._batch_problems(batch),
-                *self._state_problems(states),
+                *checks.given_states(states, self._states),
             ]
         )
-
-    def _state_problems(self, states: States) -> list[str]:
-        if self._states is None:
-            return [] if states is None else [_NO_STATES]
-        if states is None:
-            return ["states=None, but this model's layers keep states: see `pipe.place_states`."]
-        return self._states.problems("states", states)
 
     def check_batch(self, batch: Batch) -> None:
         """Raises ValueError for rows that do not divide into microbatches and data shards."""
         refuse(self._batch_problems(batch))
 
     def _batch_problems(self, batch: Batch) -> Iterator[str]:
-        m, shards = self.schedule.num_microbatches, self.mesh.shape[DATA]
+        m, shards = self.schedule.num_microbatches, self.axes.num_shards(self.mesh)
         return checks.batch(batch, num_microbatches=m, num_shards=shards)
 
     @property
     def in_specs(self) -> Tree:
         """Partition specs of a step's arguments: placed parameters, batch, key and states."""
-        return self.layout.specs(sharded=self.zero == 3), P(DATA), P(), P(STAGE)
+        placed = self.layout.specs(sharded=self.zero == 3)
+        return placed, P(self.axes.data), P(), P(self.axes.stage)
 
     def shard_map(
         self, body: Callable[..., Any], in_specs: Tree, out_specs: Tree
@@ -395,6 +395,3 @@ class Pipeline:
         """One data shard's leaves ``[rows, ...]`` as ``[rows of a microbatch, m, ...]``: a view."""
         m = self.schedule.num_microbatches
         return jax.tree.map(lambda leaf: leaf.reshape(-1, m, *leaf.shape[1:]), batch)
-
-
-_NO_STATES = "This model's layers keep no state: Pipeline was given no states."

@@ -15,6 +15,7 @@ import pytest
 from flax import linen, nnx
 
 import jaxpipe
+from jaxpipe.runtime.mesh import Axes
 from jaxpipe.runtime.named_schedule import named_schedule
 
 MODEL = jaxpipe.Model(
@@ -265,7 +266,7 @@ MISTAKES = {
     ),
     "a number for a mesh": (
         lambda: build(mesh=2),
-        ["mesh is 2; it must have 'data' and 'stage' (jaxpipe.make_mesh)."],
+        ["mesh is 2; it must be a mesh, such as jaxpipe.make_mesh returns."],
     ),
     # Modules.
     "a linen module": (
@@ -345,7 +346,8 @@ def test_the_name_of_a_schedule_is_that_schedule_for_the_mesh():
 
 @pytest.mark.parametrize("num_stages", range(1, 9))
 def test_every_schedule_takes_the_default_microbatches(num_stages):
+    mesh = jaxpipe.make_mesh(stage=num_stages)
     for entry in jaxpipe.schedules.executable():
-        schedule, problems = named_schedule(entry.name, num_stages, None)
+        schedule, problems = named_schedule(entry.name, mesh, Axes(), None)
         assert problems == []
         assert schedule.num_microbatches == 2 * num_stages

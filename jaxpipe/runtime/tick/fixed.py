@@ -17,7 +17,7 @@ from jaxpipe.runtime.layers.model import Model
 from jaxpipe.runtime.layout.buffers import SharedBuffers
 from jaxpipe.runtime.layout.layer_layout import LayerLayout
 from jaxpipe.runtime.layout.whole_model import Layout, layer_rows
-from jaxpipe.runtime.mesh import DATA, STAGE
+from jaxpipe.runtime.mesh import Axes
 from jaxpipe.runtime.types import Activation, Batch, Index, Key, Message, OuterParams
 from jaxpipe.schedule.actions import Kind
 from jaxpipe.schedule.lowering.table import TickTable
@@ -107,6 +107,11 @@ class Fixed:
     messages: SharedBuffers
 
     @property
+    def axes(self) -> Axes:
+        """The mesh axes by their use."""
+        return self.setup.layout.axes
+
+    @property
     def params(self) -> LayerLayout:
         """Where the layers' parameters lie."""
         return self.setup.layout.layers
@@ -172,7 +177,8 @@ def fix(
 ) -> Fixed:
     """Finds the kinds of layers, and what they leave in buffers; inside `jax.shard_map`."""
     rows, numbers = layer_rows(setup.table), range(sum(setup.table.layer_counts))
-    stage, shard = lax.axis_index(STAGE), lax.axis_index(DATA)
+    axes = setup.layout.axes
+    stage, shard = lax.axis_index(axes.stage), lax.axis_index(axes.data)
     model, (rows_of_one, rng) = setup.model, jax.eval_shape(lambda: _context(batch, 0, 0, shard))
     given = {"microbatch": rows_of_one, "rng": rng}
     layers = sort_layers(

@@ -19,7 +19,6 @@ from jaxpipe.runtime.barriers import run_if, tie
 from jaxpipe.runtime.layout.data_axis import gather, own_shard, reduce_gradients
 from jaxpipe.runtime.layout.layer_layout import LayerLayout
 from jaxpipe.runtime.layout.whole_model import outer_of
-from jaxpipe.runtime.mesh import STAGE
 from jaxpipe.runtime.pipeline import Pipeline
 from jaxpipe.runtime.tick import executor
 from jaxpipe.runtime.tick.carried import Carried
@@ -127,7 +126,9 @@ class LayeredUpdate:
         shards = jax.tree.leaves(self.pipe.layout.specs(sharded=self.pipe.zero >= 1))
         owned = [shards[owner] for owner in self._optimizer.owned]
         in_specs = weights, (owned, P()), *others
-        mapped = self.pipe.shard_map(body, in_specs, (P(), (weights, owned, P()), P(STAGE)))
+        mapped = self.pipe.shard_map(
+            body, in_specs, (P(), (weights, owned, P()), P(self.pipe.axes.stage))
+        )
         split = self._optimizer.split(optimizer_state)
         loss, (params, *split), states = mapped(params, split, batch, rng, states)
         value = loss if self.pipe.state_layout is None else (loss, states)
@@ -179,7 +180,9 @@ class Applied(GradientSink):
             {k: owned[k][0] for k in self._parameter},
             [None if k in self._parameter else leaf for k, leaf in enumerate(owned)],
             rest,
-            own_shard(outer_of(placed), fixed.setup.layout.outer, zero=fixed.setup.zero),
+            own_shard(
+                outer_of(placed), fixed.setup.layout.outer, fixed.axes, zero=fixed.setup.zero
+            ),
         )
 
     def shapes(self, fixed: Fixed) -> dict[str, Shapes]:
@@ -195,7 +198,7 @@ class Applied(GradientSink):
 
             def update(pieces: Pieces) -> Pieces:
                 total, _ = tie(params.read(carried.gradients, here), pieces)
-                gradients = reduce_gradients(total, params.piece, zero=fixed.setup.zero)
+                gradients = reduce_gradients(total, params.piece, fixed.axes, zero=fixed.setup.zero)
                 return self._updated(fixed, updating, pieces, gradients)
 
             pieces = run_if(chunk != NONE, update, self._read(params, kept, place))
@@ -214,7 +217,7 @@ class Applied(GradientSink):
         """A piece of a chunk after its update."""
         layers, owned = pieces
         leaves, piece, zero = fixed.params.placed, fixed.params.piece, fixed.setup.zero
-        shards = own_shard(layers, piece, zero=zero)
+        shards = own_shard(layers, piece, fixed.axes, zero=zero)
 
         def lead(tree: Stored) -> Placed:
             return jax.tree.map(lambda w, leaf: _behind(w, 1 + len(leaf.shape)), tree, leaves)
@@ -227,7 +230,7 @@ class Applied(GradientSink):
             "layers", lead(gradients), state, updating.rest, params
         )
         updates = jax.tree.map(lambda u, w: u.reshape(w.shape), updates, shards)
-        new = _whole(apply(shards, updates), piece, zero)
+        new = _whole(apply(shards, updates), piece, fixed)
         return new, {k: state[k].reshape(w.shape) for k, w in owned.items()}
 
     # A leaf of the optimizer's state lies where its parameter does.
@@ -266,7 +269,7 @@ class Applied(GradientSink):
         def lead(tree: Arrays) -> Placed:
             return jax.tree.map(lambda w: w[None], tree)
 
-        shards = own_shard(carried.weights.layers, fixed.params.placed, zero=zero)
+        shards = own_shard(carried.weights.layers, fixed.params.placed, fixed.axes, zero=zero)
         params = updating.outer | {"layers": lead(shards)}
         owned = [
             updating.owned[k][None] if k in self._parameter else leaf
@@ -278,13 +281,13 @@ class Applied(GradientSink):
                 name, gradients[name], owned, updating.rest, params
             )
             outer[name] = apply(params[name], updates)
-        outer = _whole(outer, fixed.setup.layout.outer, zero)
+        outer = _whole(outer, fixed.setup.layout.outer, fixed)
         return outer | {"layers": lead(carried.weights.layers)}, owned, rest
 
 
-def _whole(shards: Stored, leaves: Leaves, zero: int) -> Stored:
+def _whole(shards: Stored, leaves: Leaves, fixed: Fixed) -> Stored:
     """New weights as they are placed: whole, but under ZeRO-3."""
-    return gather(shards, leaves) if zero in (1, 2) else shards
+    return gather(shards, leaves, fixed.axes) if fixed.setup.zero in (1, 2) else shards
 
 
 def _behind(w: jax.Array, ndim: int) -> jax.Array:
