@@ -95,9 +95,9 @@ def sleeping_messages(pipe: jaxpipe.Pipeline, seconds: float) -> Iterator[None]:
         message = send(x, axis, edges)
         return message if next(calls) % transfers else sleep(message, seconds)
 
-    def late(table, sent):
+    def late(table, sent, axes):
         with mock.patch.object(jax.lax, "ppermute", send):
-            return send_late(table, sent)
+            return send_late(table, sent, axes)
 
     with (
         mock.patch.object(jax.lax, "ppermute", sleeping if seconds else send),

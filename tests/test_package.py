@@ -23,7 +23,7 @@ HEAVY = ("jax", "jaxlib", "flax", "optax", "orbax")
 @pytest.mark.parametrize(
     "code",
     [
-        "import jaxpipe.schedule.catalog",
+        "import jaxpipe.schedule; jaxpipe.schedule.build('1f1b', stages=2, microbatches=4)",
         "import jaxpipe; jaxpipe.schedules.build('1f1b', stages=2, microbatches=4)",
         "from jaxpipe.cli import main; main(['schedules'])",
         "from jaxpipe.cli import main; main('show zb-v --stages 2 --microbatches 4'.split())",

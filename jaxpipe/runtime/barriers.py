@@ -12,7 +12,6 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxpipe.runtime.mesh import DATA
 from jaxpipe.runtime.types import Index, Tree
 
 Carry = TypeVar("Carry")
@@ -51,7 +50,8 @@ def run_once(body: Callable[[Carry], Carry], carry: Carry) -> Carry:
 
     Test: ``test_unrolled.py::test_temporaries_are_no_more_than_those_of_stacked_weights``.
     """
-    return run_if(lax.axis_index(DATA) >= 0, body, carry)
+    axis = jax.sharding.get_abstract_mesh().axis_names[0]
+    return run_if(lax.axis_index(axis) >= 0, body, carry)
 
 
 def overwrite(old: jax.Array, new: jax.Array, slot: Index) -> jax.Array:

@@ -7,24 +7,37 @@ of them at once.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import Mesh
 
+from jaxpipe.runtime.layers.calls import misfits
 from jaxpipe.runtime.layers.model import Model
 from jaxpipe.runtime.layers.split import unknown_remat
 from jaxpipe.runtime.layout.whole_model import LAYOUTS
-from jaxpipe.runtime.mesh import DATA, STAGE
-from jaxpipe.runtime.trees import describe, describe_leaf, mismatches, shape_of, shapes_of
-from jaxpipe.runtime.types import Params, Shapes, States, Tree
+from jaxpipe.runtime.mesh import Axes
+from jaxpipe.runtime.trees import (
+    describe,
+    describe_leaf,
+    is_sequence,
+    mismatches,
+    shape_of,
+    shapes_of,
+)
+from jaxpipe.runtime.types import Key, Params, Shapes, States, Tree
 from jaxpipe.schedule.actions import Kind, Schedule
 from jaxpipe.schedule.check.validate import simulated_only
 from jaxpipe.schedule.problems import Problem
 
+if TYPE_CHECKING:
+    from jaxpipe.runtime.layout.placing import Placing
+
 
 def num_layers(layers: Params) -> int:
     """How many layers canonical ``params["layers"]`` hold."""
-    return len(layers) if isinstance(layers, tuple) else jax.tree.leaves(layers)[0].shape[0]
+    return len(layers) if is_sequence(layers) else jax.tree.leaves(layers)[0].shape[0]
 
 
 # What a pipeline is built from.
@@ -34,23 +47,55 @@ def arguments(
     model: Model,
     params: Params,
     states: States,
-    schedule: Schedule,
+    schedule: Schedule | None,
     mesh: Mesh,
+    axes: Axes,
     remat: str,
     zero: int,
     weights: str,
     weight_slots: int,
     layer_counts: Sequence[int] | None,
 ) -> Iterator[Problem | str]:
-    """Everything that does not fit among the arguments of `Pipeline`."""
-    if set(mesh.axis_names) != {DATA, STAGE}:
+    """Everything that does not fit among the arguments of `Pipeline`.
+
+    ``schedule`` is None if none could be built from its name, for reasons that are known.
+    """
+    malformed_mesh = list(axes.problems(mesh))
+    yield from malformed_mesh
+    if schedule is not None:
+        yield from _schedule(schedule, mesh, None if malformed_mesh else axes)
+    yield from unknown_remat(remat)
+    if zero not in (0, 1, 2, 3):
+        nearest = (min(max(zero, 0), 3),) if isinstance(zero, int) else (0, 1, 2, 3)
+        yield Problem("zero", zero, "is not a level", nearest)
+    if weights not in LAYOUTS:
+        rule = f"is no layout; choose one of {', '.join(LAYOUTS)}"
+        yield Problem("weights", weights, rule)
+    if weight_slots < 1:
+        yield Problem("weight_slots", weight_slots, "holds no chunk", (1,))
+    if not isinstance(model, Model):
+        yield f"model is a {type(model).__name__}; it must be a jaxpipe.Model."
+        return
+    yield from misfits(model)
+    malformed = list(_parameters(model, params, weights))
+    if model.stateful != (states is not None):
         yield (
-            f"mesh has axes {mesh.axis_names}; it must have {DATA!r} and {STAGE!r} "
-            "(jaxpipe.make_mesh)."
+            f"Model.stateful={model.stateful}, but Pipeline was given "
+            f"{'no states' if states is None else 'states'}: a stateful model needs the initial "
+            "states of its layers, another takes none."
         )
-    elif mesh.shape[STAGE] != schedule.num_stages:
+    elif model.stateful and schedule is not None:
+        yield from _order(schedule)
+    if states is not None:
+        malformed += _states(states)
+    yield from malformed or _counts(params, states, schedule, layer_counts)
+
+
+def _schedule(schedule: Schedule, mesh: Mesh, axes: Axes | None) -> Iterator[Problem]:
+    """Why a schedule cannot be executed on a mesh; ``axes`` is None if the mesh has none such."""
+    if axes is not None and axes.num_stages(mesh) != schedule.num_stages:
         rule = f"it was built for {schedule.num_stages} stages"
-        nearest = {STAGE: schedule.num_stages}
+        nearest = {axes.stage: schedule.num_stages}
         yield Problem("mesh", dict(mesh.shape), rule, nearest, schedule=schedule.name)
     yield from simulated_only(schedule)
     if schedule.minibatches is not None:
@@ -59,43 +104,51 @@ def arguments(
             "step"
         )
         yield Problem("schedule", schedule.name, rule, ("1f1b",))
-    yield from unknown_remat(remat)
-    if zero not in (0, 1, 2, 3):
-        yield Problem("zero", zero, "is not a level", (min(max(zero, 0), 3),))
-    if weights not in LAYOUTS:
-        rule = f"is no layout; choose one of {', '.join(LAYOUTS)}"
-        yield Problem("weights", weights, rule)
-    if weight_slots < 1:
-        yield Problem("weight_slots", weight_slots, "holds no chunk", (1,))
-    malformed = list(_parameters(model, params, weights))
-    if model.stateful != (states is not None):
-        yield (
-            f"Model.stateful={model.stateful}, but Pipeline was given "
-            f"{'no states' if states is None else 'states'}: a stateful model needs the initial "
-            "states of its layers, another takes none."
-        )
-    elif model.stateful:
-        yield from _order(schedule)
-    if states is not None:
-        malformed += _states(states)
-    yield from malformed or _counts(params, states, schedule, layer_counts)
+
+
+_PARTS = ("embed", "layers", "head")
 
 
 def _parameters(model: Model, params: Params, weights: str) -> Iterator[Problem | str]:
     """What is wrong with the parameters a pipeline is built from."""
-    parts = ("embed", "layers", "head")
-    if not isinstance(params, dict) or set(params) != set(parts):
-        found = f"a {type(params).__name__}"
+    if not isinstance(params, dict) or set(params) != set(_PARTS):
+        found = f"a {type(params).__name__}."
         if isinstance(params, dict):
-            found = f"the keys {list(params)}"
-        yield f'params must be {{"embed": ..., "layers": ..., "head": ...}}; found {found}.'
+            found = " ".join([f"the keys {list(params)}.", *_keys(params)])
+        yield f'params must be {{"embed": ..., "layers": ..., "head": ...}}; found {found}'
         return
-    if others := list(_not_arrays("params", params)):
+    if others := list(_untrainable("params", params)):
         yield from others
-    elif isinstance(params["layers"], tuple) or isinstance(model.layer, tuple):
-        yield from _tuples(model, params["layers"], weights)
+    elif is_sequence(params["layers"]) or not model.layers_are_alike:
+        yield from _separate(model, params["layers"], weights)
     else:
         yield from _stacked("params['layers']", params["layers"])
+
+
+def _keys(params: Params) -> Iterator[str]:
+    """Says which parts are missing, and what is none."""
+    for part in _PARTS:
+        if part not in params:
+            empty = "" if part == "layers" else "; without parameters it is {}"
+            yield f"params[{part!r}] is missing{empty}."
+    for key in params.keys() - set(_PARTS):
+        yield (
+            f"params[{key!r}] belongs to no function of the model: put it under 'embed' or 'head', "
+            "which both `Model.embed` and `Model.head_loss` see."
+        )
+
+
+def _untrainable(name: str, tree: Tree) -> Iterator[str]:
+    """Leaves of which no gradient can be taken."""
+    yield from _not_arrays(name, tree)
+    for path, leaf in jax.tree.leaves_with_path(tree):
+        shape = shape_of(leaf)
+        if shape is not None and not jnp.issubdtype(shape.dtype, jnp.inexact):
+            yield (
+                f"{name}{jax.tree_util.keystr(path)} is {describe(shape)}; parameters are trained, "
+                "so they must be floating point. Let the model's functions close over constants, "
+                "or read them from the batch."
+            )
 
 
 def _not_arrays(name: str, tree: Tree) -> Iterator[str]:
@@ -116,27 +169,33 @@ def _stacked(name: str, layers: Params) -> Iterator[str]:
         )
 
 
-def _tuples(model: Model, layers: Params, weights: str) -> Iterator[Problem | str]:
-    """What is wrong with the layers of a model whose layers differ."""
+def _separate(model: Model, layers: Params, weights: str) -> Iterator[Problem | str]:
+    """What is wrong with layers of which each has a tree of its own."""
     if weights == "unrolled":
         rule = (
             "needs layers that are alike, and these are a tuple: layers that differ share flat "
             "arrays"
         )
         yield Problem("weights", weights, rule, {"weights": "stacked"})
-    if not (isinstance(layers, tuple) and isinstance(model.layer, tuple)):
-        one, other = ("params['layers']", "Model.layer")
-        if isinstance(model.layer, tuple):
-            one, other = other, one
+    if model.layers_are_alike:
         yield (
-            f"{one} is a tuple and {other} is not: layers that differ have a function and a tree "
-            "of parameters each, layers that are alike one function and stacked parameters."
+            f"params['layers'] is a {type(layers).__name__} and Model.layer is not: {_FORMS} Stack "
+            "them with `jax.tree.map(lambda *w: jnp.stack(w), *layers)`, or give Model.layer "
+            f"{len(layers)} functions."
         )
+    elif not is_sequence(layers):
+        yield f"Model.layer is a tuple and params['layers'] is not: {_FORMS}"
     elif len(layers) != len(model.layer):
         yield (
             f"Model.layer has {len(model.layer)} functions and params['layers'] {len(layers)} "
             "trees; each layer needs one of both."
         )
+
+
+_FORMS = (
+    "layers that differ have a function and a tree of parameters each, layers that are alike one "
+    "function and stacked parameters."
+)
 
 
 def _order(schedule: Schedule) -> Iterator[str]:
@@ -158,19 +217,19 @@ def _order(schedule: Schedule) -> Iterator[str]:
 def _states(states: States) -> list[str]:
     """What is wrong with the states a pipeline is built from."""
     problems = list(_not_arrays("states", states))
-    if problems or isinstance(states, tuple):
+    if problems or is_sequence(states):
         return problems
     return list(_stacked("states", states))
 
 
 def _counts(
-    params: Params, states: States, schedule: Schedule, layer_counts: Sequence[int] | None
+    params: Params, states: States, schedule: Schedule | None, layer_counts: Sequence[int] | None
 ) -> Iterator[Problem | str]:
     """What disagrees about the number of layers."""
     depth = num_layers(params["layers"])
     if states is not None and num_layers(states) != depth:
         yield f"states holds {num_layers(states)} layers and params['layers'] {depth}."
-    if layer_counts is None:
+    if layer_counts is None or schedule is None:
         return
     virtual_stages = schedule.placement.num_virtual_stages
     if len(layer_counts) != virtual_stages or sum(layer_counts) != depth or min(layer_counts) < 0:
@@ -196,6 +255,7 @@ def canonical(
       placed: shapes of the same when placed.
       dtypes: whether dtypes must agree, too.
     """
+    tree = _contained_alike(tree, expected)
     lines = mismatches(name, tree, expected, dtypes=dtypes)
     if not lines:
         return []
@@ -203,7 +263,21 @@ def canonical(
         return [f"{name} is placed already."]
     if not mismatches(name, tree, expected, dtypes=False):
         return [*lines, f"Cast {name} to these dtypes."]
+    if isinstance(expected, dict) and not isinstance(tree, dict):
+        lines.append(
+            "The state of an optimizer is placed by `pipe.optimizer_placing(optimizer).place`."
+        )
     return [*_other_layers(name, tree, expected), *lines]
+
+
+def _contained_alike(tree: Tree, expected: Shapes) -> Tree:
+    """The tree with its layers in a tuple or a list, as they are expected: both are as good."""
+    if is_sequence(tree) and is_sequence(expected):
+        return type(expected)(tree)
+    if isinstance(tree, dict) and isinstance(expected, dict) and "layers" in tree:
+        layers = _contained_alike(tree["layers"], expected["layers"])
+        return tree | {"layers": layers}
+    return tree
 
 
 def placed(
@@ -226,6 +300,18 @@ def placed(
     return [*lines, f"{name} must be as `{method}` returns it."]
 
 
+NO_STATES = "This model's layers keep no state: Pipeline was given no states."
+
+
+def given_states(states: States, placing: Placing | None) -> list[str]:
+    """What is wrong with the states of a step; ``placing`` is that of a stateful model's."""
+    if placing is None:
+        return [] if states is None else [NO_STATES]
+    if states is None:
+        return ["states=None, but this model's layers keep states: see `pipe.place_states`."]
+    return placing.problems("states", states)
+
+
 def optimizer_state(name: str, tree: Tree, expected: Shapes) -> list[str]:
     """What is wrong with an optimizer's state; its dtypes may be any."""
     lines = mismatches(name, tree, expected, dtypes=False)
@@ -237,17 +323,30 @@ def _other_layers(name: str, tree: Tree, expected: Shapes) -> Iterator[str]:
     if not isinstance(tree, dict) or "layers" not in tree:
         return
     at, layers, depth = f"{name}['layers']", tree["layers"], num_layers(expected["layers"])
-    if isinstance(layers, tuple) != isinstance(expected["layers"], tuple):
+    if is_sequence(layers) != is_sequence(expected["layers"]):
         forms = "a tuple of one tree per layer", "one tree whose arrays stack all layers"
-        found, wanted = forms if isinstance(layers, tuple) else forms[::-1]
+        found, wanted = forms if is_sequence(layers) else forms[::-1]
         yield f"{at} is {found}; expected {wanted}."
-    elif isinstance(layers, tuple):
+    elif is_sequence(layers):
         if len(layers) != depth:
             yield f"{at} holds {len(layers)} layers; expected {depth}."
     else:
         leading = {leaf.shape[:1] for leaf in jax.tree.leaves(shapes_of(layers))}
         if len(leading) == 1 and leading.isdisjoint({(), (depth,)}):
             yield f"{at} holds {leading.pop()[0]} layers; expected {depth}."
+
+
+def key(rng: Key) -> Iterator[str]:
+    """What is wrong with a step's random key."""
+    if rng is None:
+        return
+    shape = shape_of(rng)
+    if shape is not None and jnp.issubdtype(shape.dtype, jax.dtypes.prng_key):
+        fits = shape.shape == ()
+    else:
+        fits = shape is not None and shape.dtype == jnp.uint32 and len(shape.shape) == 1
+    if not fits:
+        yield f"rng is {describe_leaf(rng)}; it must be one random key, such as jax.random.key(0)."
 
 
 def batch(tree: Tree, *, num_microbatches: int, num_shards: int) -> Iterator[str]:
@@ -257,7 +356,10 @@ def batch(tree: Tree, *, num_microbatches: int, num_shards: int) -> Iterator[str
     for path, leaf in jax.tree.leaves_with_path(tree):
         at, shape = f"batch{jax.tree_util.keystr(path)}", shape_of(leaf)
         if shape is None or not shape.shape:
-            yield f"{at} is {describe_leaf(leaf)}; expected an array whose first dimension is rows."
+            found, remedy = f"{at} is {describe_leaf(leaf)}", ""
+            if shape is not None:
+                remedy = " Repeat it for every row, as `jnp.full(rows, value)` does."
+            yield f"{found}; expected an array whose first dimension is rows.{remedy}"
         else:
             rows[at] = shape.shape[0]
     if not jax.tree.leaves(tree):

@@ -1,9 +1,11 @@
-"""The device mesh: a ``data`` axis of shards, each of them a pipeline along ``stage``."""
+"""The device mesh: axes of data shards, each of them a pipeline along the axis of stages."""
 
 from __future__ import annotations
 
+import dataclasses
 import logging
-from collections.abc import Sequence
+import math
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
@@ -12,9 +14,68 @@ from jax.sharding import AxisType, Mesh
 
 from jaxpipe.schedule.problems import below_one, refuse
 
-DATA, STAGE = "data", "stage"
-
 _LOG = logging.getLogger(__name__)
+
+
+@dataclasses.dataclass(frozen=True)
+class Axes:
+    """What a mesh calls the axes that a pipeline uses.
+
+    Args:
+      stage: the axis of the stages.
+      data: the axis of the data shards, or several that act as one, the first the outermost. JAX's
+        collectives and partition specs take either.
+
+    Example:
+      >>> Axes("pp", ("dp", "fsdp")).names
+      ('dp', 'fsdp', 'pp')
+    """
+
+    stage: str = "stage"
+    data: str | tuple[str, ...] = "data"
+
+    @classmethod
+    def named(cls, stage: str, data: Sequence[str]) -> Axes:
+        """Axes by name; a single one of data shards is its name alone."""
+        data = (data,) if isinstance(data, str) else tuple(data)
+        return cls(stage, data[0] if len(data) == 1 else data)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """All of them."""
+        data = (self.data,) if isinstance(self.data, str) else self.data
+        return (*data, self.stage)
+
+    def num_stages(self, mesh: Mesh) -> int:
+        """The stages of a mesh."""
+        return int(mesh.shape[self.stage])
+
+    def num_shards(self, mesh: Mesh) -> int:
+        """The data shards of a mesh."""
+        return math.prod(mesh.shape[name] for name in self.names[:-1])
+
+    def problems(self, mesh: Mesh) -> Iterator[str]:
+        """Why a mesh has no such axes, or others that a pipeline does not use."""
+        if not isinstance(mesh, Mesh):
+            yield f"mesh is {mesh!r}; it must be a mesh, such as jaxpipe.make_mesh returns."
+            return
+        has = f"mesh has the axes {dict(mesh.shape)}"
+        if len(set(self.names)) < len(self.names):
+            yield f"{self} uses an axis twice; every one is either of stages or of data shards."
+        if self.stage not in mesh.shape:
+            yield f"{has}, and none is {self.stage!r}. Name the one of the stages: stage_axis=..."
+        for name in self.names[:-1]:
+            if name not in mesh.shape:
+                yield (
+                    f"{has}, and none is {name!r}. Name those of the data shards: data_axes=(...), "
+                    "which is () if there are none."
+                )
+        for name in mesh.shape.keys() - set(self.names):
+            if mesh.shape[name] > 1:
+                yield (
+                    f"{has}, and a pipeline would compute the same on all {mesh.shape[name]} "
+                    f"devices along {name!r}. Name it in data_axes, or give it one device."
+                )
 
 
 def make_mesh(*, stage: int, data: int = 1, devices: Sequence[jax.Device] | None = None) -> Mesh:
@@ -34,6 +95,7 @@ def make_mesh(*, stage: int, data: int = 1, devices: Sequence[jax.Device] | None
       >>> make_mesh(stage=1).axis_names
       ('data', 'stage')
     """
+    axes = Axes()
     refuse(below_one(data=data, stage=stage))
     available = list(jax.devices() if devices is None else devices)
     needed = data * stage
@@ -44,9 +106,27 @@ def make_mesh(*, stage: int, data: int = 1, devices: Sequence[jax.Device] | None
             f"XLA_FLAGS=--xla_force_host_platform_device_count={needed}."
         )
     types = (AxisType.Auto, AxisType.Auto)
-    mesh = jax.make_mesh((data, stage), (DATA, STAGE), axis_types=types, devices=available[:needed])
+    mesh = jax.make_mesh((data, stage), axes.names, axis_types=types, devices=available[:needed])
     leave_compilation_cache(mesh)
     return mesh
+
+
+def with_auto_axes(mesh: Mesh) -> Mesh:
+    """The mesh with axes whose shardings the compiler chooses where no one says them.
+
+    `jax.make_mesh` makes explicit axes. Arrays that lie on such a mesh can be passed to a program
+    for this one.
+    """
+    return Mesh(mesh.devices, mesh.axis_names, axis_types=(AxisType.Auto,) * mesh.devices.ndim)
+
+
+def explicit_context() -> Iterator[str]:
+    """Why nothing can run here: inside `jax.set_mesh` of explicit axes."""
+    if AxisType.Explicit in jax.sharding.get_abstract_mesh().axis_types:
+        yield (
+            "jax.set_mesh has set a mesh of explicit axes, where every operation must say the "
+            "sharding of its result; a pipeline's do not. Set `pipe.mesh`, or no mesh."
+        )
 
 
 def leave_compilation_cache(mesh: Mesh) -> None:

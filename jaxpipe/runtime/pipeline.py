@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cached_property, lru_cache, partial
 from typing import Any
 
@@ -15,7 +15,8 @@ from jaxpipe.runtime import checks
 from jaxpipe.runtime.layers.model import Model
 from jaxpipe.runtime.layout.placing import Placing
 from jaxpipe.runtime.layout.whole_model import StateLayout, layer_layout, layer_rows, make_layout
-from jaxpipe.runtime.mesh import DATA, STAGE, leave_compilation_cache
+from jaxpipe.runtime.mesh import Axes, leave_compilation_cache, with_auto_axes
+from jaxpipe.runtime.named_schedule import named_schedule
 from jaxpipe.runtime.tick import executor
 from jaxpipe.runtime.tick.fixed import Setup
 from jaxpipe.runtime.trees import shapes_of
@@ -45,15 +46,19 @@ class Pipeline:
     """Runs a model through a pipeline schedule on a mesh.
 
     Parameters are *canonical* for the user (``{"embed", "layers", "head"}``, layers in model order:
-    stacked if they are alike, a tuple if not) and *placed* on the devices; `place` and `unplace`
-    convert. `init` and `update` run an optimizer on placed parameters and keep its state sharded as
-    the ZeRO level says. Everything can be called inside `jax.jit`.
+    stacked if they are alike, a tuple or list if not) and *placed* on the devices; `place` and
+    `unplace` convert. `init` and `update` run an optimizer on placed parameters and keep its state
+    sharded as the ZeRO level says. Everything can be called inside `jax.jit`.
 
     Args:
       model: pure functions.
       params: canonical parameters, or their shapes.
-      schedule: from `jaxpipe.schedules.build`, or your own; it is validated.
-      mesh: from `jaxpipe.make_mesh`; its ``stage`` axis must be the schedule's number of stages.
+      schedule: from `jaxpipe.schedules.build`, or your own, which is validated; or a name, such as
+        "1f1b", of a schedule that is then built for the mesh with its default options.
+      mesh: from `jaxpipe.make_mesh`, or one of your own; explicit axes are used as automatic ones.
+      stage_axis: the mesh's axis of the schedule's stages.
+      data_axes: its axes of data shards, which act as one; all others must have one device.
+      microbatches: m of a schedule that is given by its name; by default two per stage.
       remat: "none" keeps every residual, "dots" keeps weight matmuls' outputs, "full" only layer
         inputs.
       zero: what is sharded over the ``data`` axis: 0 nothing, 1 optimizer state, 2 also gradients,
@@ -62,9 +67,9 @@ class Pipeline:
         parameter, for any depth; "unrolled" in one array per layer, which a GPU need not copy
         before it multiplies, for a program that grows with the layers of a stage.
       weight_slots: chunks of gathered weights (ZeRO-3) and of gradient sums (from ZeRO-2 on, and
-        if every chunk is updated by itself) that a stage keeps at once. More slots take more memory
-        and need fewer gathers and reductions: ``pipe.table.gathers`` says how many. The number is
-        raised to the chunks that one tick uses, and lowered to those of a stage.
+        if every chunk is updated by itself) that a stage keeps at once, for fewer gathers and
+        reductions: ``pipe.table.gathers`` says how many. The number is raised to the chunks that
+        one tick uses, and lowered to those of a stage.
       layer_counts: layers of every virtual stage, in model order; by default as equal as possible.
       states: the layers' initial states, or their shapes, for a `Model` that is stateful.
       poison: test mode; fills bubbles with NaN.
@@ -74,7 +79,6 @@ class Pipeline:
 
     Example:
       >>> import jax.numpy as jnp
-      >>> from jaxpipe.schedule.catalog import build
       >>> from jaxpipe.runtime.mesh import make_mesh
       >>> model = Model(
       ...     embed=lambda outer, batch, rng: batch["x"],
@@ -82,8 +86,7 @@ class Pipeline:
       ...     head_loss=lambda outer, x, batch, rng: jnp.mean((x - batch["y"]) ** 2),
       ... )
       >>> params = {"embed": {}, "layers": jnp.ones((2, 3, 3)), "head": {}}
-      >>> schedule = build("1f1b", stages=1, microbatches=2)
-      >>> pipe = Pipeline(model, params, schedule=schedule, mesh=make_mesh(stage=1))
+      >>> pipe = Pipeline(model, params, schedule="1f1b", mesh=make_mesh(stage=1))
       >>> optimizer, params = optax.sgd(0.1), pipe.place(params)
       >>> state, step = pipe.init(optimizer, params), pipe.train_step(optimizer)
       >>> loss, params, state = step(params, state, {"x": jnp.ones((4, 3)), "y": jnp.ones((4, 3))})
@@ -96,8 +99,11 @@ class Pipeline:
         model: Model,
         params: Params,
         *,
-        schedule: Schedule,
+        schedule: Schedule | str,
         mesh: Mesh,
+        stage_axis: str = "stage",
+        data_axes: Sequence[str] = ("data",),
+        microbatches: int | None = None,
         remat: str = "none",
         zero: int = 0,
         weights: str = "stacked",
@@ -106,28 +112,32 @@ class Pipeline:
         states: States = None,
         poison: bool = False,
     ) -> None:
-        arguments = model, params, states, schedule, mesh, remat, zero, weights, weight_slots
-        refuse(checks.arguments(*arguments, layer_counts))
-        validate(schedule)
+        axes = Axes.named(stage_axis, data_axes)
+        built, unknown = named_schedule(schedule, mesh, axes, microbatches)
+        options = remat, zero, weights, weight_slots, layer_counts
+        refuse([*unknown, *checks.arguments(model, params, states, built, mesh, axes, *options)])
+        assert built is not None
+        validate(built)
+        mesh = with_auto_axes(mesh)
         leave_compilation_cache(mesh)
         params, states = shapes_of(params), shapes_of(states)
-        self.model, self.schedule, self.mesh = model, schedule, mesh
+        self.model, self.schedule, self.mesh, self.axes = model, built, mesh, axes
         self.remat, self.poison = remat, poison
         self.weights, self.weight_slots = weights, weight_slots
-        self.zero = zero if mesh.shape[DATA] > 1 else 0
+        self.zero = zero if axes.num_shards(mesh) > 1 else 0
         if layer_counts is None:
-            layer_counts = partition([1] * checks.num_layers(params["layers"]), schedule.placement)
+            layer_counts = partition([1] * checks.num_layers(params["layers"]), built.placement)
         self._own_slots = layer_layout(params["layers"], weights).own_arrays
-        self.table = self._lower(schedule, layer_counts)
-        self.layout = make_layout(params, model.stage_split, mesh, self.table, weights=weights)
+        self.table = self._lower(built, layer_counts)
+        self.layout = make_layout(params, model.stage_split, mesh, axes, self.table, weights)
         self._params = Placing(self.layout, sharded=self.zero == 3, name="params")
         make = partial(PlacedOptimizer, params=self.layout, zero=self.zero)
         self._placed_optimizer = lru_cache(maxsize=8)(make)
         self.state_layout, self._states = None, None
         if states is not None:
-            held = layer_rows(self.table)
-            self.state_layout = layer_layout(states, weights="stacked")(states, held, 1)
-            layout = StateLayout(self.state_layout, mesh)
+            layout_of = layer_layout(states, weights="stacked")
+            self.state_layout = layout_of(states, layer_rows(self.table), 1)
+            layout = StateLayout(self.state_layout, mesh, axes)
             self._states = Placing(layout, sharded=False, name="states")
 
     # Layout.
@@ -145,7 +155,7 @@ class Pipeline:
     @property
     def batch_sharding(self) -> NamedSharding:
         """Sharding of a batch's leaves ``[rows, ...]``."""
-        return NamedSharding(self.mesh, P(DATA))
+        return NamedSharding(self.mesh, P(self.axes.data))
 
     @property
     def canonical_shardings(self) -> Shardings:
@@ -175,7 +185,7 @@ class Pipeline:
 
     def _states_or_raise(self) -> Placing:
         if self._states is None:
-            raise ValueError(_NO_STATES)
+            raise ValueError(checks.NO_STATES)
         return self._states
 
     @property
@@ -360,9 +370,8 @@ class Pipeline:
     def _forward_table(self) -> TickTable:
         return self._lower(forward_only(self.schedule), self.table.layer_counts)
 
-    def _lower(self, schedule: Schedule, layer_counts: Sequence[int]) -> TickTable:
-        slots, own = self.weight_slots, self._own_slots
-        return lower(schedule, layer_counts, weight_slots=slots, own_slots=own)
+    def _lower(self, schedule: Schedule, counts: Sequence[int]) -> TickTable:
+        return lower(schedule, counts, weight_slots=self.weight_slots, own_slots=self._own_slots)
 
     def setup(self, table: TickTable) -> Setup:
         """How this pipeline runs a table of its own placement and layers."""
@@ -373,18 +382,18 @@ class Pipeline:
     def _run(
         self, table: TickTable, placed: Placed, batch: Batch, rng: Key, states: States
     ) -> tuple[jax.Array, Gradients, States]:
-        self.check("placed", placed, batch, states)
+        self.check("placed", placed, batch, states, checks.key(rng))
         setup = self.setup(table)
 
         def body(placed: Placed, batch: Batch, rng: Key, states: States) -> tuple[Tree, ...]:
             return executor.run(setup, placed, self.split_rows(batch), rng, states)
 
         gradients = self.layout.specs(sharded=self.zero >= 1) if setup.trains else None
-        on_devices = self.shard_map(body, self.in_specs, (P(), gradients, P(STAGE)))
+        on_devices = self.shard_map(body, self.in_specs, (P(), gradients, P(self.axes.stage)))
         return on_devices(placed, batch, rng, states)
 
     def check(
-        self, name: str, placed: Placed, batch: Batch, states: States, others: Sequence[str] = ()
+        self, name: str, placed: Placed, batch: Batch, states: States, others: Iterable[str] = ()
     ) -> None:
         """Raises ValueError for arguments of a step that do not fit, and for problems of others."""
         refuse(
@@ -392,29 +401,23 @@ class Pipeline:
                 *self._params.problems(name, placed),
                 *others,
                 *self._batch_problems(batch),
-                *self._state_problems(states),
+                *checks.given_states(states, self._states),
             ]
         )
-
-    def _state_problems(self, states: States) -> list[str]:
-        if self._states is None:
-            return [] if states is None else [_NO_STATES]
-        if states is None:
-            return ["states=None, but this model's layers keep states: see `pipe.place_states`."]
-        return self._states.problems("states", states)
 
     def check_batch(self, batch: Batch) -> None:
         """Raises ValueError for rows that do not divide into microbatches and data shards."""
         refuse(self._batch_problems(batch))
 
-    def _batch_problems(self, batch: Batch) -> list[str]:
-        m, shards = self.schedule.num_microbatches, self.mesh.shape[DATA]
-        return list(checks.batch(batch, num_microbatches=m, num_shards=shards))
+    def _batch_problems(self, batch: Batch) -> Iterator[str]:
+        m, shards = self.schedule.num_microbatches, self.axes.num_shards(self.mesh)
+        return checks.batch(batch, num_microbatches=m, num_shards=shards)
 
     @property
     def in_specs(self) -> Tree:
         """Partition specs of a step's arguments: placed parameters, batch, key and states."""
-        return self.layout.specs(sharded=self.zero == 3), P(DATA), P(), P(STAGE)
+        placed = self.layout.specs(sharded=self.zero == 3)
+        return placed, P(self.axes.data), P(), P(self.axes.stage)
 
     def shard_map(
         self, body: Callable[..., Any], in_specs: Tree, out_specs: Tree
@@ -432,5 +435,3 @@ class Pipeline:
 
 UPDATES = ("step", "chunk")
 """When a training step updates parameters."""
-
-_NO_STATES = "This model's layers keep no state: Pipeline was given no states."

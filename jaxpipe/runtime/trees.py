@@ -24,6 +24,14 @@ def shapes_of(tree: Tree) -> Shapes:
     return jax.tree.map(shape_of, tree)
 
 
+def is_sequence(tree: Tree) -> bool:
+    """Whether a tree is a list or tuple of further trees, one per layer.
+
+    A named tuple is not: it is one tree, whose arrays stack all layers.
+    """
+    return type(tree) in (tuple, list)
+
+
 def describe(tree: Tree) -> str:
     """A tree of arrays or shapes in words: ``{'source': float32[2, 3]}``."""
     return str(jax.tree.map(lambda leaf: _Text(f"{leaf.dtype}{list(leaf.shape)}"), tree))

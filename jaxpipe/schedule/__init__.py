@@ -1,5 +1,9 @@
 """Schedules as plain data; imports no jax.
 
+The names below are all that the author of a schedule needs. A schedule is a function of the numbers
+of stages and microbatches; `validate` proves that what it returns can run, `simulate` tells how
+long it takes, and `register` gives it a name for `build`, the command line and the trainer.
+
 =========================  =========================================================================
 `actions`, `placement`     what a schedule is
 `catalog`, `built_in`      every schedule by name: `catalog.build`
@@ -12,4 +16,47 @@
 `show`                     reports, text, pictures and traces
 `formats`                  PyTorch's CSV, JSON, and a user's own schedule
 =========================  =========================================================================
+
+Example:
+  >>> from jaxpipe.schedule import Action, Costs, Kind, Schedule, linear
+  >>> from jaxpipe.schedule import build, register, simulate, validate
+  >>> @register("one-by-one")
+  ... def one_by_one(num_stages, num_microbatches):
+  ...     "Each microbatch leaves the pipeline before the next one enters it."
+  ...     orders = tuple(
+  ...         tuple(
+  ...             Action(stage, kind, i)
+  ...             for i in range(num_microbatches)
+  ...             for kind in (Kind.F, Kind.BW)
+  ...         )
+  ...         for stage in range(num_stages)
+  ...     )
+  ...     return Schedule("one-by-one", linear(num_stages), num_microbatches, orders)
+  >>> schedule = build("one-by-one", stages=4, microbatches=2)
+  >>> validate(schedule)
+  >>> simulate(schedule, Costs(f=1, b=1, w=1)).makespan
+  24.0
 """
+
+from jaxpipe.schedule.actions import Action, Kind, Schedule
+from jaxpipe.schedule.catalog import build, register
+from jaxpipe.schedule.check.validate import ScheduleError, validate
+from jaxpipe.schedule.placement import Placement, linear, looped, wave
+from jaxpipe.schedule.simulate import Costs, lock_step, simulate
+
+__all__ = [
+    "Action",
+    "Costs",
+    "Kind",
+    "Placement",
+    "Schedule",
+    "ScheduleError",
+    "build",
+    "linear",
+    "lock_step",
+    "looped",
+    "register",
+    "simulate",
+    "validate",
+    "wave",
+]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 
 import jax
@@ -17,6 +18,7 @@ from jax.sharding import PartitionSpec as P
 
 import jaxpipe
 from jaxpipe.runtime.layout.data_axis import average
+from jaxpipe.runtime.mesh import Axes
 
 CALLS = 1, 3, 1, 2
 """How many minibatches enter in every call."""
@@ -118,7 +120,8 @@ def test_states_that_recomputation_reads_again_are_kept_and_no_others(segment, r
 def test_averages_keep_their_dtype_and_count_exactly():
     mesh, large = jaxpipe.make_mesh(stage=1, data=2), 2**24 + 1
     values = {"count": jnp.full(2, large), "mean": jnp.asarray([1.0, 2.0], jnp.bfloat16)}
-    averaged = jax.shard_map(average, mesh=mesh, in_specs=P("data"), out_specs=P("data"))(values)
+    mean = functools.partial(average, axes=Axes())
+    averaged = jax.shard_map(mean, mesh=mesh, in_specs=P("data"), out_specs=P("data"))(values)
     assert averaged["count"].tolist() == [large, large]
     assert averaged["mean"].dtype == jnp.bfloat16
     assert averaged["mean"].tolist() == [1.5, 1.5]

@@ -147,8 +147,8 @@ def test_layers_that_differ_are_compared_one_by_one():
         "params['layers'] holds 9 layers; expected 8."
     )
     tuples, stacked = "a tuple of one tree per layer", "one tree whose arrays stack all layers"
-    as_list = right | {"layers": list(right["layers"])}
-    assert refusal(place, as_list)[0] == f"params['layers'] is {stacked}; expected {tuples}."
+    as_dict = right | {"layers": dict(enumerate(right["layers"]))}
+    assert refusal(place, as_dict)[0] == f"params['layers'] is {stacked}; expected {tuples}."
     layers = params()["layers"]
     as_tuple = tuple(jax.tree.map(lambda w, n=n: w[n], layers) for n in range(4))
     assert refusal(pipe().place, params() | {"layers": as_tuple})[0] == (
@@ -260,7 +260,8 @@ def test_training_steps_compare_parameters_and_optimizer_state():
         ),
         (
             {"x": np.ones((8, 2)), "n": 3, "name": "a"},
-            ["batch['n'] is int32[]; expected an array whose first dimension is rows.",
+            ["batch['n'] is int32[]; expected an array whose first dimension is rows. Repeat it "
+             "for every row, as `jnp.full(rows, value)` does.",
              "batch['name'] is a str, not an array; expected an array whose first dimension is "
              "rows."],
         ),
@@ -352,7 +353,9 @@ def test_what_a_pipeline_is_built_from_is_checked():
         "layer_counts=(2, 3) must be 2 numbers, one per virtual stage of schedule '1f1b', that add "
         "up to the 4 layers of params['layers']."
     ]
-    model = dataclasses.replace(toy.model(tied=False, axis=None), stateful=True)
+    model = dataclasses.replace(
+        toy.model(tied=False, axis=None), layer=lambda w, x, batch, rng, state: x, stateful=True
+    )
     assert refusal(toy_pipeline, model, states=({},) * 3) == [
         "states holds 3 layers and params['layers'] 4."
     ]

@@ -110,7 +110,8 @@ def test_a_layer_that_cannot_take_what_the_one_before_returns_is_named():
         mesh=jaxpipe.make_mesh(stage=2),
     )
     with pytest.raises(
-        ValueError, match=r"Layer 5 cannot take what layer 4 returns, .*float32\[2, 2"
+        ValueError,
+        match=r"Layer 5 reads the key 'main', .*\n.*\n.*\n  x, from layer 4: .*float32\[2, 2",
     ):
         jax.eval_shape(pipe.value_and_grad, pipe.layout.placed_shapes(), uneven.batch(4))
 

@@ -446,11 +446,11 @@ def test_two_copies_of_the_model_pass_nothing_to_each_other():
     assert schedule.orders[2][0] == Action(3, Kind.F, 0)
 
 
-EXAMPLES = [
-    info.name
-    for info in pkgutil.walk_packages(jaxpipe.schedule.__path__, "jaxpipe.schedule.")
-    if ">>>" in inspect.getsource(importlib.import_module(info.name))
+MODULES = [
+    "jaxpipe.schedule",
+    *(info.name for info in pkgutil.walk_packages(jaxpipe.schedule.__path__, "jaxpipe.schedule.")),
 ]
+EXAMPLES = [name for name in MODULES if ">>>" in inspect.getsource(importlib.import_module(name))]
 
 
 @pytest.mark.usefixtures("registry")  # an example registers a schedule

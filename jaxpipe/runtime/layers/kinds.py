@@ -13,6 +13,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from jaxpipe.runtime.layers.calls import output_shapes
 from jaxpipe.runtime.layers.model import Model
 from jaxpipe.runtime.layers.split import Split, split_layer
 from jaxpipe.runtime.trees import describe
@@ -111,15 +112,18 @@ def _output(
     function: Callable[..., Any], args: tuple[Shapes, ...], state: States, n: int
 ) -> Activation:
     """Shape of a layer's output."""
-    try:
-        if state is None:
-            return jax.eval_shape(function, *args)
-        y, new_state = jax.eval_shape(function, *args, state)
-    except (TypeError, ValueError, KeyError, AttributeError) as error:
-        giver = "the embedding" if n == 0 else f"layer {n - 1}"
+    layer_params, x, microbatch, rng = args
+    given = {"layer_params": layer_params, "x": x, "microbatch": microbatch, "rng": rng}
+    name, giver = f"Layer {n}", "the embedding" if n == 0 else f"layer {n - 1}"
+    if state is None:
+        return output_shapes(name, function, giver=giver, **given)
+    output = output_shapes(name, function, giver=giver, **given, state=state)
+    if not isinstance(output, tuple) or len(output) != 2:
         raise ValueError(
-            f"Layer {n} cannot take what {giver} returns, {describe(args[1])}: {error}"
-        ) from error
+            f"{name} of a stateful model returns {describe(output)}; it must return the pair "
+            "(x, state)."
+        )
+    y, new_state = output
     if _key(new_state) != _key(state):
         raise ValueError(
             f"Layer {n} was given the state {describe(state)} and returns {describe(new_state)}; "

@@ -29,9 +29,9 @@ class Model:
         compute it together, so expensive first layers (a convolution) belong among the layers.
       layer: ``layer(layer_params, x, microbatch, rng) -> x``. If all layers are alike, one
         function; ``params["layers"]`` then stacks ``layer_params`` on a leading layer dimension,
-        and x stays the same in structure, shape and dtype. If they differ, a tuple of functions,
-        one per layer; ``params["layers"]`` is then a tuple of trees. Layers that share the function
-        and all shapes share the compiled code.
+        and x stays the same in structure, shape and dtype. If they differ, a tuple or list of
+        functions, one per layer; ``params["layers"]`` is then a tuple or list of trees. Layers that
+        share the function and all shapes share the compiled code.
       head_loss: ``head_loss(outer, x, microbatch, rng) -> loss``, a float32 scalar: the mean loss
         of one microbatch.
       stage_split: a tree like ``outer`` whose leaves are the dimension of that parameter that is
@@ -57,6 +57,10 @@ class Model:
     head_loss: Callable[[OuterParams, Activation, Batch, Key], jax.Array]
     stage_split: Tree = None
     stateful: bool = False
+
+    def __post_init__(self) -> None:
+        if isinstance(self.layer, list):  # a model is compared and hashed
+            object.__setattr__(self, "layer", tuple(self.layer))
 
     @property
     def layers_are_alike(self) -> bool:

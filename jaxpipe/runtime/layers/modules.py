@@ -7,7 +7,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from flax import nnx
+from flax import linen, nnx
 
 from jaxpipe.runtime.types import Key, Params, States
 from jaxpipe.schedule.problems import below_one, refuse
@@ -34,7 +34,7 @@ def functional(
       for an abstract module).
 
     Raises:
-      ValueError: the module holds other state, such as running statistics.
+      ValueError: no nnx module, or one that holds other state, such as running statistics.
 
     Example:
       >>> apply, params = functional(nnx.Linear(2, 3, rngs=nnx.Rngs(0)))
@@ -43,7 +43,7 @@ def functional(
       >>> apply(params, jnp.ones((5, 2))).shape
       (5, 3)
     """
-    flat = nnx.to_flat_state(nnx.state(module, _OTHER))
+    flat = nnx.to_flat_state(nnx.state(_checked(module), _OTHER))
     if flat:
         found = ", ".join(f"{'.'.join(map(str, path))} ({type(v).__name__})" for path, v in flat)
         raise ValueError(
@@ -138,12 +138,28 @@ def stack(
       (3, 4, 4)
     """
     refuse(below_one(num_layers=num_layers))
-    apply, _ = functional(nnx.eval_shape(lambda: make_module(nnx.Rngs(0))))
+    apply, _ = functional(nnx.eval_shape(lambda: _checked(make_module(nnx.Rngs(0)))))
 
     def initial(key: jax.Array) -> Params:
         return functional(make_module(nnx.Rngs(key)))[1]
 
     return apply, jax.vmap(initial)(jax.random.split(rngs.params(), num_layers))
+
+
+def _checked(module: nnx.Module) -> nnx.Module:
+    """The module; raises ValueError if it is none of nnx."""
+    if isinstance(module, nnx.Module):
+        return module
+    if isinstance(module, type):
+        remedy = f"give an instance, such as {module.__name__}(..., rngs=nnx.Rngs(0))"
+    elif isinstance(module, linen.Module):
+        remedy = (
+            "a linen module is a pure function already, `module.apply({'params': params}, x)`, "
+            "and `module.init` returns its parameters"
+        )
+    else:
+        remedy = "a pure function of parameters and input needs no conversion"
+    raise ValueError(f"module is {module!r}, no flax nnx module: {remedy}.")
 
 
 def _streams(state: Any, rng: jax.Array) -> Any:

@@ -1,4 +1,4 @@
-"""The data axis: gathering, reducing and sharding arrays that it may split.
+"""The data axes: gathering, reducing and sharding arrays that they may split.
 
 Every function runs inside `jax.shard_map` and takes arrays together with the `Leaf` of each.
 """
@@ -10,35 +10,35 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxpipe.runtime.layout.leaf import Leaf
-from jaxpipe.runtime.mesh import DATA
+from jaxpipe.runtime.mesh import Axes
 from jaxpipe.runtime.types import Gradients, Leaves, Stored, Tree
 
 
-def gather(shards: Stored, leaves: Leaves) -> Stored:
+def gather(shards: Stored, leaves: Leaves, axes: Axes) -> Stored:
     """Whole arrays of every data shard's part."""
 
     def whole(leaf: Leaf, shard: jax.Array) -> jax.Array:
         if leaf.data_dim is None:
             return shard
-        return lax.all_gather(shard, DATA, axis=leaf.data_dim, tiled=True)
+        return lax.all_gather(shard, axes.data, axis=leaf.data_dim, tiled=True)
 
     return jax.tree.map(whole, leaves, shards)
 
 
-def reduce_gradients(values: Gradients, leaves: Leaves, *, zero: int) -> Gradients:
+def reduce_gradients(values: Gradients, leaves: Leaves, axes: Axes, *, zero: int) -> Gradients:
     """Sums over data shards; each keeps its own part from ZeRO-1 on."""
-    if lax.axis_size(DATA) == 1:  # a sum over one device would still copy on some backends
+    if lax.axis_size(axes.data) == 1:  # a sum over one device would still copy on some backends
         return values
 
     def reduce(leaf: Leaf, value: jax.Array) -> jax.Array:
         if leaf.data_dim is None or zero == 0:
-            return lax.psum(value, DATA)
-        return lax.psum_scatter(value, DATA, scatter_dimension=leaf.data_dim, tiled=True)
+            return lax.psum(value, axes.data)
+        return lax.psum_scatter(value, axes.data, scatter_dimension=leaf.data_dim, tiled=True)
 
     return jax.tree.map(reduce, leaves, values)
 
 
-def own_shard(whole: Stored, leaves: Leaves, *, zero: int) -> Stored:
+def own_shard(whole: Stored, leaves: Leaves, axes: Axes, *, zero: int) -> Stored:
     """The part of weights whose gradient and optimizer state this data shard holds."""
     if zero not in (1, 2):
         return whole
@@ -46,20 +46,20 @@ def own_shard(whole: Stored, leaves: Leaves, *, zero: int) -> Stored:
     def shard(leaf: Leaf, w: jax.Array) -> jax.Array:
         if leaf.data_dim is None:
             return w
-        size = w.shape[leaf.data_dim] // lax.axis_size(DATA)
-        return lax.dynamic_slice_in_dim(w, lax.axis_index(DATA) * size, size, leaf.data_dim)
+        size = w.shape[leaf.data_dim] // lax.axis_size(axes.data)
+        return lax.dynamic_slice_in_dim(w, lax.axis_index(axes.data) * size, size, leaf.data_dim)
 
     return jax.tree.map(shard, leaves, whole)
 
 
-def average(values: Tree) -> Tree:
+def average(values: Tree, axes: Axes) -> Tree:
     """The mean over data shards in each array's own dtype; integers are rounded down."""
-    if lax.axis_size(DATA) == 1:
+    if lax.axis_size(axes.data) == 1:
         return values
 
     def mean(value: jax.Array) -> jax.Array:
         if jnp.issubdtype(value.dtype, jnp.inexact):
-            return lax.pmean(value, DATA)
-        return (lax.psum(value, DATA) // lax.axis_size(DATA)).astype(value.dtype)
+            return lax.pmean(value, axes.data)
+        return (lax.psum(value, axes.data) // lax.axis_size(axes.data)).astype(value.dtype)
 
     return jax.tree.map(mean, values)

@@ -20,7 +20,8 @@ import numpy as np
 from jax import lax
 
 from jaxpipe.runtime.layout.leaf import Leaf, make_leaf
-from jaxpipe.runtime.layout.parts import Cut, Slices
+from jaxpipe.runtime.layout.parts import Cut
+from jaxpipe.runtime.mesh import Axes
 from jaxpipe.runtime.types import (
     Arrays,
     At,
@@ -38,6 +39,9 @@ from jaxpipe.schedule.lowering.table import NONE
 Carry = TypeVar("Carry")
 Body: TypeAlias = Callable[..., Any]
 """What a loop runs: it takes a chunk, a number within it and the carry, and returns the carry."""
+
+Parts: TypeAlias = Sequence[jax.Array]
+"""A device's parts of a layer's arrays, in the order of its tree."""
 
 
 class LayerLayout(abc.ABC):
@@ -106,17 +110,17 @@ class LayerLayout(abc.ABC):
 
     # A stored layer, array by array; ``sharded`` says whether data shards split them.
 
-    def cuts(self, example: int, *, sharded: bool) -> Sequence[Cut]:
+    def cuts(self, example: int, axes: Axes, *, sharded: bool) -> Sequence[Cut]:
         """How devices share the arrays of a layer's tree."""
         leaves = jax.tree.leaves(self.leaves_of(example))
-        return [Slices(leaf.shape, leaf.axes(sharded=sharded)) for leaf in leaves]
+        return [leaf.cut(axes, sharded=sharded) for leaf in leaves]
 
-    def parts(self, stored: Stored, example: int, *, sharded: bool) -> list[jax.Array]:
+    def parts(self, stored: Stored, example: int, axes: Axes, *, sharded: bool) -> list[jax.Array]:
         """This device's parts of the arrays."""
         return jax.tree.leaves(stored)
 
     def of_parts(
-        self, parts: Sequence[jax.Array], stored: Stored, example: int, *, sharded: bool
+        self, parts: Parts, stored: Stored, example: int, axes: Axes, *, sharded: bool
     ) -> Stored:
         """The layer with other parts."""
         return jax.tree.unflatten(jax.tree.structure(stored), parts)

@@ -7,7 +7,8 @@ from typing import Any
 
 import jax
 
-from jaxpipe.runtime.mesh import DATA, STAGE
+from jaxpipe.runtime.layout.parts import Slices
+from jaxpipe.runtime.mesh import Axes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,10 +45,10 @@ class Leaf:
         shape[self.stage_dim] += -shape[self.stage_dim] % num_stages
         return dataclasses.replace(self, shape=tuple(shape))
 
-    def axes(self, *, sharded: bool) -> tuple[tuple[str, int], ...]:
-        """Mesh axes and the dimension that each splits; ``sharded``: whether data shards do."""
-        dims = {STAGE: self.stage_dim, DATA: self.data_dim if sharded else None}
-        return tuple((axis, dim) for axis, dim in dims.items() if dim is not None)
+    def cut(self, axes: Axes, *, sharded: bool) -> Slices:
+        """How devices share it; ``sharded`` says whether data shards split it."""
+        dims = (axes.stage, self.stage_dim), (axes.data, self.data_dim if sharded else None)
+        return Slices(self.shape, tuple((axis, dim) for axis, dim in dims if dim is not None))
 
     def struct(self, *, parts: int = 1) -> jax.ShapeDtypeStruct:
         """Its shape and dtype; of one of ``parts`` data shards."""

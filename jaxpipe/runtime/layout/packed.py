@@ -13,9 +13,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jaxpipe.runtime.layout.layer_layout import LayerLayout
+from jaxpipe.runtime.layout.layer_layout import LayerLayout, Parts
 from jaxpipe.runtime.layout.leaf import Leaf, make_leaf
 from jaxpipe.runtime.layout.parts import Cut, Slices, Window
+from jaxpipe.runtime.mesh import Axes
 from jaxpipe.runtime.types import Arrays, At, Index, LayerParams, Leaves, Placed, Shapes, Stored
 
 
@@ -40,9 +41,7 @@ class Packed(LayerLayout):
     def __init__(self, layers: Sequence[LayerParams], rows: np.ndarray, data: int) -> None:
         self._rows, self._data = rows, data
         self.num_chunks = rows.shape[1]
-        self.canonical = tuple(
-            jax.tree.map(lambda w: make_leaf(w, data=data), layer) for layer in layers
-        )
+        self.canonical = jax.tree.map(lambda w: make_leaf(w, data=data), layers)
         self._layers = jax.tree.map(Leaf.struct, self.canonical)
         self._groups = sorted({str(w.dtype) for w in jax.tree.leaves(self._layers)})
         self._widths = [self._width(layer) for layer in self._layers]
@@ -85,14 +84,14 @@ class Packed(LayerLayout):
 
         return {g: jnp.stack([stage(held, g) for held in self._rows]) for g in self._groups}
 
-    def unplace(self, placed: Placed) -> tuple[LayerParams, ...]:
+    def unplace(self, placed: Placed) -> Sequence[LayerParams]:
         layers = {}
         for d, chunks in enumerate(self._rows):
             for c, held in enumerate(chunks):
                 for i, n in enumerate(held[held >= 0]):
                     stage = {g: w[d] for g, w in placed.items()}
                     layers[n] = self.unpack(self.read(stage, self.layer_at((d, c, i), n)), n)
-        return tuple(layers[n] for n in sorted(layers))
+        return type(self.canonical)(layers[n] for n in sorted(layers))
 
     def slot_shapes(self, count: int) -> Shapes:
         return jax.tree.map(
@@ -131,33 +130,33 @@ class Packed(LayerLayout):
 
         return arrays | {g: write(g, values[g]) for g in place.width}
 
-    def cuts(self, example: int, *, sharded: bool) -> Sequence[Cut]:
+    def cuts(self, example: int, axes: Axes, *, sharded: bool) -> Sequence[Cut]:
         leaves = jax.tree.leaves(self._layers[example])
         if not sharded:
             return [Slices(leaf.shape, ()) for leaf in leaves]
-        return [window for _, window in self._windows(example)]
+        return [window for _, window in self._windows(example, axes)]
 
-    def _windows(self, example: int) -> Iterator[tuple[str, Window]]:
+    def _windows(self, example: int, axes: Axes) -> Iterator[tuple[str, Window]]:
         """The group of each of a layer's arrays, and its place there."""
         taken = dict.fromkeys(self._groups, 0)
         for leaf in jax.tree.leaves(self._layers[example]):
             g = str(leaf.dtype)
-            yield g, Window(leaf.shape, taken[g], self._widths[example][g])
+            yield g, Window(leaf.shape, taken[g], self._widths[example][g], axes.data)
             taken[g] += leaf.size
 
-    def parts(self, stored: Stored, example: int, *, sharded: bool) -> list[jax.Array]:
+    def parts(self, stored: Stored, example: int, axes: Axes, *, sharded: bool) -> list[jax.Array]:
         if not sharded:
             return jax.tree.leaves(self.unpack(stored, example))
-        return [window.read(stored[g]) for g, window in self._windows(example)]
+        return [window.read(stored[g]) for g, window in self._windows(example, axes)]
 
     def of_parts(
-        self, parts: Sequence[jax.Array], stored: Stored, example: int, *, sharded: bool
+        self, parts: Parts, stored: Stored, example: int, axes: Axes, *, sharded: bool
     ) -> Stored:
         if not sharded:
             tree = jax.tree.structure(self._layers[example])
             return self.pack(jax.tree.unflatten(tree, parts), example)
         stored = dict(stored)
-        for (g, window), part in zip(self._windows(example), parts, strict=True):
+        for (g, window), part in zip(self._windows(example, axes), parts, strict=True):
             stored[g] = window.write(stored[g], part)
         return stored
 

@@ -9,13 +9,14 @@ from __future__ import annotations
 import abc
 import dataclasses
 import math
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxpipe.runtime.mesh import DATA
+Axis: TypeAlias = str | tuple[str, ...]
+"""A mesh axis, or several that act as one."""
 
 _REDUCTIONS: dict[str, tuple[Any, Any, Any]] = {
     "reduce_sum": (lambda part: jnp.sum(part, dtype=part.dtype), lax.psum, 0),
@@ -58,6 +59,10 @@ class Cut(abc.ABC):
         return across(_number(total), self.axes).astype(total.dtype) if self.axes else total
 
 
+def _names(axis: Axis) -> tuple[str, ...]:
+    return (axis,) if isinstance(axis, str) else axis
+
+
 def can_reduce(name: str, dtype: Any) -> bool:
     """Whether `Cut.reduce` knows a primitive: its result of nothing must be of that dtype."""
     if name not in _REDUCTIONS:
@@ -88,13 +93,13 @@ class Slices(Cut):
     """
 
     shape: tuple[int, ...]
-    dims: tuple[tuple[str, int], ...]
+    dims: tuple[tuple[Axis, int], ...]
 
     @property
     def axes(self) -> tuple[str, ...]:  # type: ignore[override]
-        return tuple(axis for axis, _ in self.dims)
+        return tuple(name for axis, _ in self.dims for name in _names(axis))
 
-    def _size(self, axis: str, dim: int) -> int:
+    def _size(self, axis: Axis, dim: int) -> int:
         return -(-self.shape[dim] // lax.axis_size(axis))
 
     def own(self, whole: jax.Array) -> jax.Array:
@@ -140,13 +145,17 @@ class Window(Cut):
       shape: of the whole array.
       start: place of its first element among those of all rows.
       columns: length of a row.
+      data: the axis of the data shards.
     """
 
     shape: tuple[int, ...]
     start: int
     columns: int
+    data: Axis
 
-    axes = (DATA,)
+    @property
+    def axes(self) -> tuple[str, ...]:  # type: ignore[override]
+        return _names(self.data)
 
     @property
     def length(self) -> int:
@@ -164,12 +173,12 @@ class Window(Cut):
 
     def _first(self) -> jax.Array:
         """Column of the part's first element."""
-        begin = self.start - lax.axis_index(DATA) * self.columns
+        begin = self.start - lax.axis_index(self.data) * self.columns
         return jnp.clip(begin, 0, self.columns - self.length)
 
     def _offset(self) -> jax.Array:
         """Number, within the array, of the part's first element; it may lie before or behind it."""
-        return lax.axis_index(DATA) * self.columns + self._first() - self.start
+        return lax.axis_index(self.data) * self.columns + self._first() - self.start
 
     def own(self, whole: jax.Array) -> jax.Array:
         flat = jnp.pad(whole.reshape(-1), self.length)
@@ -181,7 +190,7 @@ class Window(Cut):
         number = _number(jnp.where(self.counts(), part, jnp.zeros((), part.dtype)))
         room = jnp.zeros(size + 2 * self.length, number.dtype)
         start = jnp.clip(self._offset() + self.length, 0, room.size - self.length)
-        rows = lax.psum(lax.dynamic_update_slice_in_dim(room, number, start, 0), DATA)
+        rows = lax.psum(lax.dynamic_update_slice_in_dim(room, number, start, 0), self.data)
         return rows[self.length : self.length + size].reshape(self.shape).astype(part.dtype)
 
     def counts(self) -> jax.Array:

@@ -7,6 +7,7 @@ import jax
 from jaxpipe.runtime import checks
 from jaxpipe.runtime.layout.tree_layout import TreeLayout
 from jaxpipe.runtime.layout.whole_model import Layout, StateLayout
+from jaxpipe.runtime.mesh import explicit_context
 from jaxpipe.runtime.trees import strongly_typed
 from jaxpipe.runtime.types import Shapes, Shardings, Tree
 from jaxpipe.schedule.problems import refuse
@@ -52,7 +53,8 @@ class Placing:
     def place(self, tree: Tree, *, dtypes: bool = True) -> Tree:
         """A canonical tree, placed; ``dtypes`` says whether dtypes must agree, too."""
         shapes = self.canonical, self.placed
-        refuse(checks.canonical(self._name, tree, *shapes, dtypes=dtypes))
+        problems = checks.canonical(self._name, tree, *shapes, dtypes=dtypes)
+        refuse([*explicit_context(), *problems])
         return self._place(tree)
 
     def unplace(self, tree: Tree, *, dtypes: bool = True) -> Tree:
@@ -61,9 +63,11 @@ class Placing:
         return self._unplace(tree)
 
     def problems(self, name: str, tree: Tree, *, dtypes: bool = True) -> list[str]:
-        """What is wrong with a placed tree."""
+        """What is wrong with a placed tree, or with the place where it is used."""
         shapes = self.placed, self.canonical
-        return checks.placed(name, tree, *shapes, method=METHODS[self._name], dtypes=dtypes)
+        method = METHODS[self._name]
+        wrong = checks.placed(name, tree, *shapes, method=method, dtypes=dtypes)
+        return [*explicit_context(), *wrong]
 
 
 def _lie(shapes: Shapes, shardings: Shardings) -> Shapes:

@@ -20,7 +20,6 @@ from jaxpipe.runtime.layout.leaf import make_leaf
 from jaxpipe.runtime.layout.packed import Packed
 from jaxpipe.runtime.layout.stacked import Stacked
 from jaxpipe.runtime.layout.whole_model import Layout, compiled_sharding, outer_of
-from jaxpipe.runtime.mesh import DATA
 from jaxpipe.runtime.types import Shapes, Shardings, Tree
 
 
@@ -128,7 +127,7 @@ def _component_test(num_layers: int) -> Callable[[Tree], bool]:
 
 def _layout(component: Shapes, params: Layout) -> Layout:
     """Where a component lies: as the parameters do, as far as its layers are like them."""
-    data, outer = params.mesh.shape[DATA], params.outer
+    data, outer = params.axes.num_shards(params.mesh), params.outer
     known = dict(jax.tree.leaves_with_path(outer))
 
     def leaf(path: Any, shape: jax.ShapeDtypeStruct) -> Any:
@@ -138,7 +137,9 @@ def _layout(component: Shapes, params: Layout) -> Layout:
         return make_leaf(shape, data=data)
 
     outer = jax.tree.map_with_path(leaf, outer_of(component))
-    return Layout(_layers(component["layers"], params, data), outer, params.mesh, params.rows)
+    return Layout(
+        _layers(component["layers"], params, data), outer, params.mesh, params.axes, params.rows
+    )
 
 
 def _layers(layers: Shapes, params: Layout, data: int) -> LayerLayout:

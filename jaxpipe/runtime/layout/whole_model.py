@@ -8,6 +8,7 @@ of stages. Sharding over data splits one further dimension of each leaf.
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -20,7 +21,8 @@ from jaxpipe.runtime.layout.leaf import Leaf, make_leaf
 from jaxpipe.runtime.layout.packed import Packed
 from jaxpipe.runtime.layout.stacked import Stacked
 from jaxpipe.runtime.layout.unrolled import Unrolled
-from jaxpipe.runtime.mesh import DATA, STAGE
+from jaxpipe.runtime.mesh import Axes
+from jaxpipe.runtime.trees import is_sequence
 from jaxpipe.runtime.types import Leaves, OuterParams, Params, Placed, Shapes, States, Tree
 from jaxpipe.schedule.lowering.table import TickTable
 
@@ -29,8 +31,8 @@ LAYOUTS: dict[str, type[LayerLayout]] = {"stacked": Stacked, "unrolled": Unrolle
 
 
 def layer_layout(layers: Params, weights: str) -> type[LayerLayout]:
-    """The kind of layout of canonical layers: packed for a tuple of trees, else by name."""
-    return Packed if isinstance(layers, tuple) else LAYOUTS[weights]
+    """The kind of layout of canonical layers: packed for a sequence of trees, else by name."""
+    return Packed if is_sequence(layers) else LAYOUTS[weights]
 
 
 def outer_of(params: Params) -> OuterParams:
@@ -46,12 +48,14 @@ class Layout:
       layers: where the layers lie.
       outer: embedding and head, every array a `Leaf`.
       mesh: the mesh.
+      axes: what it calls its axes.
       rows: canonical layer of every row, as of `layer_rows`.
     """
 
     layers: LayerLayout
     outer: OuterParams
     mesh: Mesh
+    axes: Axes
     rows: np.ndarray
 
     @property
@@ -60,7 +64,7 @@ class Layout:
 
     @property
     def num_stages(self) -> int:
-        return int(self.mesh.shape[STAGE])
+        return self.axes.num_stages(self.mesh)
 
     def place(self, params: Params) -> Placed:
         """Canonical parameters, or anything shaped like them, in placed order."""
@@ -100,9 +104,9 @@ class Layout:
         """Partition specs of the placed parameters, with the data axis used (ZeRO) or not."""
 
         def spec(leaf: Leaf, *lead: str) -> P:
-            return P(*lead, *_dims(leaf.stage_dim, leaf.data_dim if sharded else None, leaf))
+            return P(*lead, *self._dims(leaf.stage_dim, leaf.data_dim if sharded else None, leaf))
 
-        layers = jax.tree.map(lambda leaf: spec(leaf, STAGE), self.layers.placed)
+        layers = jax.tree.map(lambda leaf: spec(leaf, self.axes.stage), self.layers.placed)
         return {"layers": layers, **jax.tree.map(spec, self.outer)}
 
     def shardings(self, *, sharded: bool) -> Tree:
@@ -115,9 +119,13 @@ class Layout:
         def spec(leaf: Leaf) -> P:
             stage = leaf.stage_dim
             divides = stage is not None and leaf.shape[stage] % self.num_stages == 0
-            return P(*_dims(stage if divides else None, leaf.data_dim, leaf))
+            return P(*self._dims(stage if divides else None, leaf.data_dim, leaf))
 
         return _shardings(self.mesh, jax.tree.map(spec, self._canonical))
+
+    def _dims(self, stage_dim: int | None, data_dim: int | None, leaf: Leaf) -> list[Any]:
+        names = {stage_dim: self.axes.stage, data_dim: self.axes.data}
+        return [names.get(d) for d in range(len(leaf.shape))]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -126,6 +134,7 @@ class StateLayout:
 
     layers: LayerLayout
     mesh: Mesh
+    axes: Axes
 
     def place(self, states: States) -> States:
         return self.layers.place(states)
@@ -135,10 +144,10 @@ class StateLayout:
 
     def placed_shapes(self) -> Shapes:
         """Shapes and shardings of the placed states."""
-        sharding = compiled_sharding(self.mesh, P(STAGE))
+        sharding = compiled_sharding(self.mesh, P(self.axes.stage))
 
         def shape(leaf: Leaf) -> jax.ShapeDtypeStruct:
-            placed = self.mesh.shape[STAGE], *leaf.shape
+            placed = self.axes.num_stages(self.mesh), *leaf.shape
             return jax.ShapeDtypeStruct(placed, leaf.dtype, sharding=sharding)
 
         return jax.tree.map(shape, self.layers.placed)
@@ -154,11 +163,6 @@ class StateLayout:
         """None: the compiler chooses."""
 
 
-def _dims(stage_dim: int | None, data_dim: int | None, leaf: Leaf) -> list[str | None]:
-    names = {stage_dim: STAGE, data_dim: DATA}
-    return [names.get(d) for d in range(len(leaf.shape))]
-
-
 def _shardings(mesh: Mesh, specs: Tree) -> Tree:
     return jax.tree.map(lambda spec: compiled_sharding(mesh, spec), specs)
 
@@ -168,7 +172,13 @@ def compiled_sharding(mesh: Mesh, spec: P) -> NamedSharding:
 
     `jax.jit` takes an array whose sharding is only written differently for a new kind of argument.
     """
-    dims = [None if dim is None or mesh.shape[dim] == 1 else dim for dim in spec]
+
+    def without_singles(dim: Any) -> Any:
+        names = (dim,) if isinstance(dim, str) else dim or ()
+        kept = tuple(name for name in names if mesh.shape[name] > 1)
+        return kept[0] if len(kept) == 1 else kept or None
+
+    dims = [without_singles(dim) for dim in spec]
     while dims and dims[-1] is None:
         dims.pop()
     return NamedSharding(mesh, P(*dims))
@@ -186,10 +196,10 @@ def layer_rows(table: TickTable) -> np.ndarray:
 
 
 def make_layout(
-    params: Params, stage_split: Tree, mesh: Mesh, table: TickTable, *, weights: str
+    params: Params, stage_split: Tree, mesh: Mesh, axes: Axes, table: TickTable, weights: str
 ) -> Layout:
     """Decides the layout of every parameter; ``weights`` is for layers that are alike."""
-    data = mesh.shape[DATA]
+    data = axes.num_shards(mesh)
     leaves, tree = jax.tree.flatten(outer_of(params))
     dims = [None] * len(leaves)
     if stage_split is not None:
@@ -197,4 +207,4 @@ def make_layout(
     outer = [make_leaf(w, data=data, stage_dim=dim) for w, dim in zip(leaves, dims, strict=True)]
     rows = layer_rows(table)
     layers = layer_layout(params["layers"], weights)(params["layers"], rows, data)
-    return Layout(layers, jax.tree.unflatten(tree, outer), mesh, rows)
+    return Layout(layers, jax.tree.unflatten(tree, outer), mesh, axes, rows)

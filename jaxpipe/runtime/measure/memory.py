@@ -91,6 +91,8 @@ def _smallest(pipe: Pipeline) -> Pipeline:
         params,
         schedule=one_f_one_b(stages, 2, fused=fused),
         mesh=pipe.mesh,
+        stage_axis=pipe.axes.stage,
+        data_axes=pipe.axes.names[:-1],
         remat=pipe.remat,
         zero=pipe.zero,
         weights=pipe.weights,

@@ -18,7 +18,6 @@ from jax import lax
 
 from jaxpipe.runtime.layout.data_axis import average
 from jaxpipe.runtime.layout.whole_model import outer_of
-from jaxpipe.runtime.mesh import DATA
 from jaxpipe.runtime.tick import outer_phases
 from jaxpipe.runtime.tick.carried import Carried
 from jaxpipe.runtime.tick.fixed import Fixed, Microbatches, Setup, StepMicrobatches, fix
@@ -128,8 +127,8 @@ def run_ticks(
     """
     rows = _of_stage(fixed.table, fixed.stage)
     carried, _ = lax.scan(lambda c, row: (tick(fixed, batch, c, row), None), carried, rows)
-    loss = lax.pmean(carried.loss / fixed.table.schedule.step_microbatches, DATA)
-    return loss, carried, jax.tree.map(lambda w: w[None], average(carried.states))
+    loss = lax.pmean(carried.loss / fixed.table.schedule.step_microbatches, fixed.axes.data)
+    return loss, carried, jax.tree.map(lambda w: w[None], average(carried.states, fixed.axes))
 
 
 def _of_stage(table: TickTable, stage: jax.Array) -> Row:
@@ -150,13 +149,13 @@ def _of_stage(table: TickTable, stage: jax.Array) -> Row:
 def tick(fixed: Fixed, batch: Microbatches, carried: Carried, row: Row) -> Carried:
     """Runs one row."""
     sink = fixed.gradients
-    arriving = send_late(fixed.table, carried.sent)
+    arriving = send_late(fixed.table, carried.sent, fixed.axes)
     held = fixed.weights.gather(fixed, carried.weights, row.gather)
     carried = outer_phases.enter(fixed, batch, carried.but(weights=held), row.outer)
     carried, outputs = run_cells(fixed, batch, carried, row, arriving)
     if sink is not None:
         carried = sink.chunk(fixed, carried, row.reduce)
-    carried = exchange(fixed.table, carried, row, outputs, arriving)
+    carried = exchange(fixed.table, carried, row, outputs, arriving, fixed.axes)
     if sink is None:
         return outer_phases.evaluate(fixed, batch, carried, row.outer, outputs[Kind.F])
     carried = outer_phases.leave(fixed, batch, carried, row.outer, outputs[Kind.F])

@@ -10,13 +10,14 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from jaxpipe.runtime.layers.calls import output_shapes
 from jaxpipe.runtime.layers.keys import embed_layer, head_layer, layer_key
 from jaxpipe.runtime.layers.kinds import Layers, check_loss, sort_layers
 from jaxpipe.runtime.layers.model import Model
 from jaxpipe.runtime.layout.buffers import SharedBuffers
 from jaxpipe.runtime.layout.layer_layout import LayerLayout
 from jaxpipe.runtime.layout.whole_model import Layout, layer_rows
-from jaxpipe.runtime.mesh import DATA, STAGE
+from jaxpipe.runtime.mesh import Axes
 from jaxpipe.runtime.types import Activation, Batch, Index, Key, Message, OuterParams
 from jaxpipe.schedule.actions import Kind
 from jaxpipe.schedule.lowering.table import TickTable
@@ -106,6 +107,11 @@ class Fixed:
     messages: SharedBuffers
 
     @property
+    def axes(self) -> Axes:
+        """The mesh axes by their use."""
+        return self.setup.layout.axes
+
+    @property
     def params(self) -> LayerLayout:
         """Where the layers' parameters lie."""
         return self.setup.layout.layers
@@ -171,12 +177,15 @@ def fix(
 ) -> Fixed:
     """Finds the kinds of layers, and what they leave in buffers; inside `jax.shard_map`."""
     rows, numbers = layer_rows(setup.table), range(sum(setup.table.layer_counts))
-    stage, shard = lax.axis_index(STAGE), lax.axis_index(DATA)
+    axes = setup.layout.axes
+    stage, shard = lax.axis_index(axes.stage), lax.axis_index(axes.data)
+    model, (rows_of_one, rng) = setup.model, jax.eval_shape(lambda: _context(batch, 0, 0, shard))
+    given = {"microbatch": rows_of_one, "rng": rng}
     layers = sort_layers(
-        setup.model,
+        model,
         [setup.layout.layers.shape_of(n) for n in numbers],
-        jax.eval_shape(lambda: _embed(setup, batch, outer, 0, shard)),
-        *jax.eval_shape(lambda: _context(batch, 0, 0, shard)),
+        output_shapes("Model.embed", model.embed, outer=outer, **given),
+        *given.values(),
         states=None if setup.states is None else [setup.states.shape_of(n) for n in numbers],
         remat=setup.remat,
     )
@@ -198,7 +207,8 @@ def fix(
         messages=SharedBuffers(leaves, np.arange(len(leaves)).reshape(-1, 1, 1)),
     )
     y = layers.activations[layers.last]
-    check_loss(jax.eval_shape(lambda y: fixed.head_loss(batch, outer, y, 0), y))
+    given, giver = {"outer": outer, "x": y, **given}, "the last layer"
+    check_loss(output_shapes("Model.head_loss", model.head_loss, giver=giver, **given))
     return fixed
 
 

@@ -11,7 +11,6 @@ from jax import lax
 from jaxpipe.runtime.barriers import tie
 from jaxpipe.runtime.layout.data_axis import reduce_gradients
 from jaxpipe.runtime.layout.leaf import Leaf
-from jaxpipe.runtime.mesh import DATA
 from jaxpipe.runtime.tick.carried import Carried
 from jaxpipe.runtime.tick.fixed import Fixed
 from jaxpipe.runtime.tick.work import LayerWork
@@ -68,7 +67,7 @@ class Kept(GradientSink):
 
     def result(self, fixed: Fixed, carried: Carried) -> Gradients:
         """Gradients like the placed parameters."""
-        if lax.axis_size(DATA) == 1:
+        if lax.axis_size(fixed.axes.data) == 1:
             return _with_outer(fixed, carried, carried.gradients)
         params, in_place = fixed.params, fixed.setup.zero == 0
 
@@ -76,7 +75,7 @@ class Kept(GradientSink):
         def body(chunk: Index, number: Index, kept: Arrays) -> Arrays:
             place = params.piece_at((fixed.stage, chunk, number))
             total = params.read(kept if in_place else carried.gradients, place)
-            shards = reduce_gradients(total, params.piece, zero=fixed.setup.zero)
+            shards = reduce_gradients(total, params.piece, fixed.axes, zero=fixed.setup.zero)
             return params.write(kept, place, shards)
 
         sums = carried.gradients if in_place else carried.finished
@@ -97,7 +96,7 @@ class Reduced(GradientSink):
         def body(chunk: Index, number: Index, reduced: Arrays) -> Arrays:
             here = params.piece_at((fixed.stage, chunk, number), slot=transfer.slot)
             total, reduced = tie(params.read(carried.gradients, here), reduced)
-            shards = reduce_gradients(total, params.piece, zero=fixed.setup.zero)
+            shards = reduce_gradients(total, params.piece, fixed.axes, zero=fixed.setup.zero)
             there = params.piece_at((fixed.stage, chunk, number))
             return params.add(reduced, there, shards)
 
@@ -110,13 +109,12 @@ class Reduced(GradientSink):
 
 def reduced_outer(fixed: Fixed, carried: Carried) -> Gradients:
     """The finished gradients of embedding and head."""
-    return reduce_gradients(
-        carried.outer_gradients, fixed.setup.layout.outer, zero=fixed.setup.zero
-    )
+    outer, setup = carried.outer_gradients, fixed.setup
+    return reduce_gradients(outer, setup.layout.outer, fixed.axes, zero=setup.zero)
 
 
 def _reduced_shapes(fixed: Fixed) -> dict[str, Shapes]:
-    parts = lax.axis_size(DATA)
+    parts = lax.axis_size(fixed.axes.data)
     return {"reduced": jax.tree.map(lambda leaf: leaf.struct(parts=parts), fixed.params.placed)}
 
 

@@ -13,7 +13,7 @@ from jax import lax
 
 from jaxpipe.runtime.barriers import tie
 from jaxpipe.runtime.layout.buffers import put_slot
-from jaxpipe.runtime.mesh import STAGE
+from jaxpipe.runtime.mesh import Axes
 from jaxpipe.runtime.tick.carried import Carried
 from jaxpipe.runtime.types import Index, Message
 from jaxpipe.schedule.actions import Kind
@@ -25,17 +25,17 @@ INBOX = {Kind.F: "x", Kind.B: "dy", Kind.BW: "dy"}
 """The buffer in which the input of an action waits, by its kind."""
 
 
-def send(message: Message, channel: Channel) -> Message:
+def send(message: Message, channel: Channel, axes: Axes) -> Message:
     """The message that reaches this stage when every stage sends its own."""
-    return [lax.ppermute(w, STAGE, channel.edges) for w in message]
+    return [lax.ppermute(w, axes.stage, channel.edges) for w in message]
 
 
-def send_late(table: TickTable, sent: dict[Kind, Message]) -> list[Message | None]:
+def send_late(table: TickTable, sent: dict[Kind, Message], axes: Axes) -> list[Message | None]:
     """Sends what the last tick has produced: it travels while this tick's layers run.
 
     What R has produced is read by this tick's R, which waits for it.
     """
-    return [send(sent[c.kind], c) if c.late else None for c in table.channels]
+    return [send(sent[c.kind], c, axes) if c.late else None for c in table.channels]
 
 
 def exchange(
@@ -44,6 +44,7 @@ def exchange(
     row: Row,
     outputs: dict[Kind, Message],
     arriving: list[Message | None],
+    axes: Axes,
 ) -> Carried:
     """The end of a tick: sends ``outputs``, and receives them and what `send_late` has sent."""
     channels = [
@@ -60,7 +61,7 @@ def exchange(
         ready, inboxes = tie(outputs, inboxes)
         for channel, arrival, _ in channels:
             if not channel.local:
-                message = send(ready[channel.kind], channel)
+                message = send(ready[channel.kind], channel, axes)
                 inboxes = receive(inboxes, channel, arrival.slot, message)
         return inboxes
 

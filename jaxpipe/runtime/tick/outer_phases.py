@@ -8,7 +8,6 @@ from jax import lax
 
 from jaxpipe.runtime.barriers import run_if, tie
 from jaxpipe.runtime.layout.buffers import put_slot
-from jaxpipe.runtime.mesh import DATA, STAGE
 from jaxpipe.runtime.tick.carried import Carried
 from jaxpipe.runtime.tick.fixed import Fixed, Microbatches
 from jaxpipe.runtime.types import Activation, Gradients, Message, Tree
@@ -47,7 +46,7 @@ def leave(fixed: Fixed, batch: Microbatches, carried: Carried, row: Outer, y: Me
     """The loss of the microbatch that leaves, its cotangent, and the gradient of the head."""
     assert fixed.gradients is not None
     sink = fixed.gradients
-    scale = 1 / (fixed.table.schedule.step_microbatches * lax.axis_size(DATA))
+    scale = 1 / (fixed.table.schedule.step_microbatches * lax.axis_size(fixed.axes.data))
     here = jnp.where(fixed.stage == _stage_of(fixed, -1), row.head_slot, NONE)
 
     def body(through: Tree) -> Tree:
@@ -93,4 +92,6 @@ def _stage_of(fixed: Fixed, virtual_stage: int) -> int:
 def _from_stage(fixed: Fixed, message: Message, virtual_stage: int, number: int) -> Activation:
     """The activation in one stage's message, on every stage."""
     has = fixed.stage == _stage_of(fixed, virtual_stage)
-    return fixed.activation([lax.psum(jnp.where(has, w, 0), STAGE) for w in message], number)
+    return fixed.activation(
+        [lax.psum(jnp.where(has, w, 0), fixed.axes.stage) for w in message], number
+    )

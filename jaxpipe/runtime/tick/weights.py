@@ -71,7 +71,7 @@ class Gathered(WeightSource):
 
     def hold(self, setup: Setup, layers: Arrays, outer: OuterParams) -> Held:
         """As of `Resident`."""
-        return Held(layers, gather(outer, setup.layout.outer))
+        return Held(layers, gather(outer, setup.layout.outer, setup.layout.axes))
 
     def shapes(self, fixed: Fixed) -> dict[str, Shapes]:
         return {"weights": fixed.params.slot_shapes(fixed.table.gathers.num_slots)}
@@ -85,7 +85,7 @@ class Gathered(WeightSource):
         def body(chunk: Index, number: Index, slots: Arrays) -> Arrays:
             here = params.piece_at((fixed.stage, chunk, number))
             shards, slots = tie(params.read(held.layers, here), slots)
-            whole = gather(shards, params.piece)
+            whole = gather(shards, params.piece, fixed.axes)
             return params.write(
                 slots, params.piece_at((fixed.stage, chunk, number), slot=transfer.slot), whole
             )

@@ -20,7 +20,6 @@ from jax.sharding import PartitionSpec as P
 
 from jaxpipe.runtime import checks
 from jaxpipe.runtime.layout.whole_model import outer_of
-from jaxpipe.runtime.mesh import DATA, STAGE
 from jaxpipe.runtime.pipeline import Pipeline
 from jaxpipe.runtime.trees import mismatches, shapes_of
 from jaxpipe.runtime.types import (
@@ -285,8 +284,7 @@ class AsyncPipeline:
     @cached_property
     def _newest(self) -> Callable[[AsyncState], Placed]:
         def newest(state: AsyncState) -> Placed:
-            layers = self.pipe.layout.layers
-            weights = asynchronous_run.newest_weights(self._rules, layers, state)
+            weights = asynchronous_run.newest_weights(self._setup, self._rules, state)
             return weights | {"layers": jax.tree.map(lambda w: w[None], weights["layers"])}
 
         out_specs = self.pipe.layout.specs(sharded=self.pipe.zero == 3)
@@ -350,7 +348,7 @@ class AsyncPipeline:
             rows = self.pipe.split_rows(batch)
             return asynchronous_run.call(self._setup, self._rules, state, rows, rng)
 
-        in_specs = self._specs, P(DATA), P()
+        in_specs = self._specs, P(self.pipe.axes.data), P()
         step = self.pipe.shard_map(body, in_specs, (self._specs, P()))
         state, losses = step(state, batch, rng)
         return state, losses[0]
@@ -382,7 +380,7 @@ class AsyncPipeline:
     def _specs(self) -> dict[str, Any]:
         """How every part of the state is split over the mesh."""
 
-        layout, zero = self.pipe.layout, self.pipe.zero
+        layout, zero, axes = self.pipe.layout, self.pipe.zero, self.pipe.axes
         weights = layout.specs(sharded=zero == 3)
         states = self._rules.optimizer.state.components
         versions = jax.tree.map(lambda spec: P(None, *spec), outer_of(weights))
@@ -390,10 +388,10 @@ class AsyncPipeline:
             "weights": weights | versions,
             "delta": {name: weights[name] for name in self._corrected},
             "owned": jax.tree.leaves([state.specs(sharded=zero >= 1) for state in states]),
-            "rest": {"layers": P(STAGE), "embed": P(), "head": P()},
-            "states": P(STAGE),
-            "recent": {"rows": P(None, DATA), "rng": P()},
+            "rest": {"layers": P(axes.stage), "embed": P(), "head": P()},
+            "states": P(axes.stage),
+            "recent": {"rows": P(None, axes.data), "rng": P()},
             "clock": P(),
-            "flight": P(DATA, STAGE),
+            "flight": P(axes.data, axes.stage),
             "steady": P(),  # of no array
         }

@@ -21,8 +21,6 @@ from jax import lax
 from jaxpipe.runtime.barriers import run_if
 from jaxpipe.runtime.layers.dependence import read_leaves
 from jaxpipe.runtime.layout.data_axis import average, gather
-from jaxpipe.runtime.layout.layer_layout import LayerLayout
-from jaxpipe.runtime.mesh import DATA, STAGE
 from jaxpipe.runtime.tick import executor
 from jaxpipe.runtime.tick.carried import Carried
 from jaxpipe.runtime.tick.fixed import RESIDUALS, Fixed, Setup, fix
@@ -78,11 +76,11 @@ def empty_flight(setup: Setup, rules: Rules, state: AsyncState) -> dict[str, Any
     return _in_flight(carried.but(finished=Optimized({}, {}, norms)))
 
 
-def newest_weights(rules: Rules, params: LayerLayout, state: AsyncState) -> dict[str, Arrays]:
+def newest_weights(setup: Setup, rules: Rules, state: AsyncState) -> dict[str, Arrays]:
     """Every part's newest version, between two calls."""
     own = _own(state)
     steady, clock, held = rules.steady, own["clock"], _held(own)
-    stage = lax.axis_index(STAGE)
+    stage, params = lax.axis_index(setup.layout.axes.stage), setup.layout.layers
     parts = {"layers": steady.stage(stage), "embed": steady.embed, "head": steady.head}
     return {
         name: held.at(
@@ -128,13 +126,14 @@ def call(
         row = source.row(now, fixed.stage, layers=layers)
         carried = executor.tick(fixed, Recent(**recent, steady=steady), carried, row)
         if setup.states is not None:
-            carried, averaged = _average_states(steady, carried, averaged, row)
+            carried, averaged = _average_states(fixed, steady, carried, averaged, row)
         carried, loss = _loss_left(steady, carried, row)
         return (recent, carried, averaged), loss
 
     through = own["recent"], _carried(rules, own), _own_states(own)
     (recent, carried, averaged), losses = lax.scan(tick, through, jnp.arange(num_ticks))
-    losses = lax.pmean(losses[_last_ones(steady, num_ticks, drains=rows is None)], DATA)
+    last = losses[_last_ones(steady, num_ticks, drains=rows is None)]
+    losses = lax.pmean(last, fixed.axes.data)
     clock = clock | {"tick": clock["tick"] + num_ticks}
     if rows is None:
         first = clock["first"] + clock["entered"] // steady.num_microbatches
@@ -166,12 +165,12 @@ def _admit(
 
 
 def _average_states(
-    steady: SteadyState, carried: Carried, averaged: States, row: Row
+    fixed: Fixed, steady: SteadyState, carried: Carried, averaged: States, row: Row
 ) -> tuple[Carried, States]:
     """Averages the stage's states over data shards if F has ended a minibatch in this tick."""
 
     def body(through: Any) -> Any:
-        states = average(through[0])
+        states = average(through[0], fixed.axes)
         return states, states
 
     cell = row.cells[Kind.F]
@@ -228,7 +227,7 @@ def _sink(fixed: Fixed) -> Updated:
 def _outer(setup: Setup, own: AsyncState) -> OuterParams:
     """A version of embedding and head, whole."""
     outer = {name: _held(own).outer_at(name, 0) for name in ("embed", "head")}
-    return gather(outer, setup.layout.outer) if setup.zero == 3 else outer
+    return gather(outer, setup.layout.outer, setup.layout.axes) if setup.zero == 3 else outer
 
 
 # The state between calls.

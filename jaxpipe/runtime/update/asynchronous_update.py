@@ -18,7 +18,6 @@ from jaxpipe.runtime.barriers import run_if, tie
 from jaxpipe.runtime.layers.jaxprs import Env
 from jaxpipe.runtime.layout.data_axis import reduce_gradients
 from jaxpipe.runtime.layout.leaf import Leaf
-from jaxpipe.runtime.mesh import DATA, STAGE
 from jaxpipe.runtime.tick.carried import Carried
 from jaxpipe.runtime.tick.fixed import Fixed
 from jaxpipe.runtime.tick.gradients import GradientSink
@@ -88,14 +87,14 @@ class Updated(GradientSink):
         return self.steady.num_sums(tied=self.tied)
 
     def shapes(self, fixed: Fixed) -> dict[str, Shapes]:
-        parts = lax.axis_size(DATA) if fixed.setup.zero >= 2 else 1
+        parts = lax.axis_size(fixed.axes.data) if fixed.setup.zero >= 2 else 1
         placed = fixed.params.placed
         return {"gradients": jax.tree.map(lambda leaf: leaf.struct(parts=parts), placed)}
 
     def add(self, work: LayerWork, sums: Arrays, stored: Stored) -> Arrays:
         zero = work.fixed.setup.zero
         if zero >= 2:  # sums are split, and never at rest: one reduction per microbatch
-            stored = reduce_gradients(stored, work.leaves, zero=zero)
+            stored = reduce_gradients(stored, work.leaves, work.fixed.axes, zero=zero)
         return super().add(work, sums, stored)
 
     def add_outer(self, sums: Gradients, new: Gradients, phase: str, row: Outer) -> Gradients:
@@ -151,7 +150,7 @@ class Updated(GradientSink):
         """A part's gradient, reduced over data; split over it from ZeRO-1 on."""
         if name == "layers" and fixed.setup.zero >= 2:
             return sums
-        return reduce_gradients(sums, _placed(fixed, name), zero=fixed.setup.zero)
+        return reduce_gradients(sums, _placed(fixed, name), fixed.axes, zero=fixed.setup.zero)
 
     def _update(self, fixed: Fixed, carried: Carried, name: str, update: Update) -> Carried:
         """The optimizer's step of one part, if its minibatch is complete."""
@@ -238,7 +237,7 @@ class Updated(GradientSink):
                     return norms | {name: self._squared_norm(fixed, finished, name)}
 
                 norms = run_if(update.minibatch != NONE, square, norms)
-            layers = lax.psum(norms["layers"], STAGE)
+            layers = lax.psum(norms["layers"], fixed.axes.stage)
             return norms | {"total": layers + norms["embed"] + norms["head"]}
 
         norms = run_if(updates.any_stage, body, carried.finished.norms)
@@ -248,10 +247,10 @@ class Updated(GradientSink):
         """The square of a part's norm; of the stage's own layers."""
 
         def square(leaf: Leaf, g: jax.Array) -> jax.Array:
-            axes = [DATA] if fixed.setup.zero >= 1 and leaf.data_dim is not None else []
-            axes += [STAGE] if leaf.stage_dim is not None else []
             total = jnp.sum(jnp.square(g.astype(jnp.float32)))
-            return lax.psum(total, axes) if axes else total
+            if fixed.setup.zero >= 1 and leaf.data_dim is not None:
+                total = lax.psum(total, fixed.axes.data)
+            return total if leaf.stage_dim is None else lax.psum(total, fixed.axes.stage)
 
         squares = jax.tree.leaves(jax.tree.map(square, _placed(fixed, name), gradients))
         return sum(squares, jnp.float32(0))

@@ -98,7 +98,9 @@ class Versioned(WeightSource):
             if work.action is Kind.R:
                 tau -= self.steady.mean_recompute_delay(part)
             weights = _corrected(weights, params.read(held.delta["layers"], work.place(0)), tau)
-        return gather(weights, work.leaves) if work.fixed.setup.zero == 3 else weights
+        return (
+            gather(weights, work.leaves, work.fixed.axes) if work.fixed.setup.zero == 3 else weights
+        )
 
     def outer(
         self, fixed: Fixed, held: Versions, phase: str, row: Outer, value: Tree
@@ -112,7 +114,7 @@ class Versioned(WeightSource):
             outer["embed"] = _corrected(embed, delta, tau)
         if fixed.setup.zero == 3:
             outer, value = tie(outer, value)
-            outer = gather(outer, fixed.setup.layout.outer)
+            outer = gather(outer, fixed.setup.layout.outer, fixed.axes)
         return outer, value
 
 

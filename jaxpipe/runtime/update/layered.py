@@ -17,7 +17,6 @@ from jax.sharding import PartitionSpec as P
 
 from jaxpipe.runtime.layout.data_axis import reduce_gradients
 from jaxpipe.runtime.layout.whole_model import outer_of
-from jaxpipe.runtime.mesh import STAGE
 from jaxpipe.runtime.tick import executor
 from jaxpipe.runtime.tick.carried import Carried
 from jaxpipe.runtime.tick.fixed import Fixed, StepMicrobatches
@@ -77,7 +76,7 @@ def chunk_by_chunk(pipe: Pipeline, optimizer: optax.GradientTransformation) -> S
 
     weights, *others = pipe.in_specs
     specs = weights, placed_optimizer.state.specs(sharded=pipe.zero >= 1)
-    on_devices = pipe.shard_map(body, (*specs, *others), (P(), specs, P(STAGE)))
+    on_devices = pipe.shard_map(body, (*specs, *others), (P(), specs, P(pipe.axes.stage)))
 
     def step(
         params: Placed, state: OptimizerState, batch: Batch, rng: Key, states: States
@@ -131,7 +130,7 @@ class Applied(GradientSink):
             def gradient(component: int, example: int) -> Stored:
                 place = params.layer_at(at, example, slot=transfer.slot)
                 leaves = params.leaves_of(example)
-                return reduce_gradients(params.read(sums, place), leaves, zero=zero)
+                return reduce_gradients(params.read(sums, place), leaves, fixed.axes, zero=zero)
 
             return sums, step.layer(at, gradient, kept, shared)
 

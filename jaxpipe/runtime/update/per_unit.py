@@ -23,7 +23,7 @@ from jaxpipe.runtime.layout.leaf import Leaf
 from jaxpipe.runtime.layout.parts import Part, Slices
 from jaxpipe.runtime.layout.tree_layout import TreeLayout, units_of
 from jaxpipe.runtime.layout.whole_model import Layout
-from jaxpipe.runtime.mesh import DATA, STAGE
+from jaxpipe.runtime.mesh import Axes
 from jaxpipe.runtime.types import Arrays, At, Index, Leaves, Shapes, Stored, Tree
 from jaxpipe.runtime.update.run_parts import own, run_parts, whole
 from jaxpipe.runtime.update.units import Slice, Units
@@ -111,7 +111,8 @@ class PerUnit:
         self.result_shapes = self._units.result
         self.result = TreeLayout(self.result_shapes, params)
         self._replaces = [replaces.get(r) for r in range(len(self.result.components))]
-        self._sharded, self._params, self._whole = sharded, params, frozenset(whole)
+        self._sharded, self._whole = sharded, frozenset(whole)
+        self._params, self._axes = params, params.axes
         layers = range(params.num_layers)
         self._given = [
             _Kinds([self._units.given(n, number) for n in layers], params.rows)
@@ -158,15 +159,15 @@ class PerUnit:
         return self._run(one, parts, [env[v] for v in one.shared])
 
     def _cut(self, leaf: Leaf) -> Slices:
-        return Slices(leaf.shape, leaf.axes(sharded=self._sharded))
+        return leaf.cut(self._axes, sharded=self._sharded)
 
     def _take_own(self, component: int | None, stored: Stored, leaves: Leaves) -> Stored:
         """This data shard's part, of what it may have whole."""
-        return own_shard(stored, leaves, zero=1) if component in self._whole else stored
+        return own_shard(stored, leaves, self._axes, zero=1) if component in self._whole else stored
 
     def _put_whole(self, component: int | None, stored: Stored, leaves: Leaves) -> Stored:
         """Undoes `_take_own`."""
-        return gather(stored, leaves) if component in self._whole else stored
+        return gather(stored, leaves, self._axes) if component in self._whole else stored
 
     def _run(self, one: Slice, parts: Sequence[Part], shared: Sequence[jax.Array]) -> list[Any]:
         """The targets of a slice, whole or parts."""
@@ -224,10 +225,10 @@ class PerUnit:
             new = []
             for layout, old, c in zip(layouts, stored, self._replaces, strict=True):
                 leaves, sharded = layout.leaves_of(kind.example), self._sharded
-                cuts = layout.cuts(kind.example, sharded=sharded)
+                cuts = layout.cuts(kind.example, self._axes, sharded=sharded)
                 parts = [own(next(found), cut) for cut in cuts]
                 mine = self._take_own(c, old, leaves)
-                one = layout.of_parts(parts, mine, kind.example, sharded=sharded)
+                one = layout.of_parts(parts, mine, kind.example, self._axes, sharded=sharded)
                 one = jax.tree.map(lambda w, like: w.astype(like.dtype), one, mine)
                 new.append(self._put_whole(c, one, leaves))
             return new
@@ -244,8 +245,8 @@ class PerUnit:
         parts: list[Part] = []
         for c, layout in enumerate(layout.layers for layout in self._inputs):
             one = self._take_own(c, stored[c], layout.leaves_of(kind.example))
-            values = layout.parts(one, kind.example, sharded=self._sharded)
-            parts += map(Part, values, layout.cuts(kind.example, sharded=self._sharded))
+            values = layout.parts(one, kind.example, self._axes, sharded=self._sharded)
+            parts += map(Part, values, layout.cuts(kind.example, self._axes, sharded=self._sharded))
         return self._run(kind.slice, parts, [_of(column, number, env) for column in kind.shared])
 
     # All units.
@@ -262,7 +263,7 @@ class PerUnit:
         Returns:
           The result's components, and its other leaves.
         """
-        stage, env = lax.axis_index(STAGE), self.share(rest)
+        stage, env = lax.axis_index(self._axes.stage), self.share(rest)
         for number, kinds in enumerate(self._given):
             env |= self._give(number, kinds, stage, components, env)
             env = self._units.go_on(env, self._wanted, number + 1)
@@ -288,7 +289,7 @@ class PerUnit:
         return self._params.layers.every_layer(self._params.rows.shape[2], body, carry)
 
     def _zeros(self, layout: Layout) -> Arrays:
-        parts = lax.axis_size(DATA) if self._sharded else 1
+        parts = lax.axis_size(self._axes.data) if self._sharded else 1
         return jax.tree.map(
             lambda leaf: jnp.zeros(leaf.struct(parts=parts).shape, leaf.dtype), layout.layers.placed
         )
@@ -328,7 +329,7 @@ class PerUnit:
         empty = [
             [jnp.zeros(count, v.aval.dtype) for v in kind.slice.targets] for kind in kinds.kinds
         ]
-        found = jax.tree.map(_sum_over_stages, self._each_layer(body, empty))
+        found = _sum_over_stages(self._each_layer(body, empty), self._axes)
         for members, values in zip(kinds.members, found, strict=True):
             for n in members:
                 targets = self._units.given(n, number).targets
@@ -338,10 +339,14 @@ class PerUnit:
         return given
 
 
-def _sum_over_stages(found: jax.Array) -> jax.Array:
+def _sum_over_stages(found: Tree, axes: Axes) -> Tree:
     """Every stage has those of its own layers, and zeros."""
-    number = found.astype(jnp.int32) if found.dtype == jnp.bool_ else found
-    return lax.psum(number, STAGE).astype(found.dtype)
+
+    def total(w: jax.Array) -> jax.Array:
+        number = w.astype(jnp.int32) if w.dtype == jnp.bool_ else w
+        return lax.psum(number, axes.stage).astype(w.dtype)
+
+    return jax.tree.map(total, found)
 
 
 def _of(column: tuple[Any, ...], number: Index, env: Env) -> jax.Array:

@@ -1,0 +1,185 @@
+"""Meshes that people already have: axes of other names, several of data, others of one device."""
+
+from __future__ import annotations
+
+import functools
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+import toy
+from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import jaxpipe
+from jaxpipe.runtime.measure.memory import predicted_bytes
+
+AUTO, EXPLICIT = AxisType.Auto, AxisType.Explicit
+DATA_FIRST = {"dp": 2, "fsdp": 2, "pp": 2}
+
+
+def make_mesh(sizes, kind=AUTO) -> Mesh:
+    """A mesh of the axes and sizes of a dictionary."""
+    return jax.make_mesh(tuple(sizes.values()), tuple(sizes), axis_types=(kind,) * len(sizes))
+
+
+def pipeline(mesh, stage="pp", data=("dp", "fsdp"), **options) -> jaxpipe.Pipeline:
+    """The toy on a mesh, its vocabulary split over the stages."""
+    return jaxpipe.Pipeline(
+        toy.model(tied=True, axis=stage),
+        toy.params(tied=True, num_layers=4),
+        schedule="1f1b",
+        mesh=mesh,
+        stage_axis=stage,
+        data_axes=data,
+        **options,
+    )
+
+
+def gradients(pipe):
+    placed = pipe.place(toy.params(tied=True, num_layers=4))
+    loss, grads = jax.jit(pipe.value_and_grad)(placed, toy.batch(16), jax.random.key(2))
+    return loss, pipe.unplace(grads)
+
+
+@functools.cache
+def expected(data):
+    """Loss and gradients of a mesh of our own."""
+    return gradients(pipeline(jaxpipe.make_mesh(stage=2, data=data), "stage", ("data",)))
+
+
+@pytest.mark.parametrize(
+    ("sizes", "data", "zero"),
+    [
+        *((DATA_FIRST, ("dp", "fsdp"), zero) for zero in (0, 1, 2)),
+        ({"pp": 2, "fsdp": 2, "dp": 2}, ("dp", "fsdp"), 3),
+        ({"dp": 4, "tensor": 1, "pp": 2, "expert": 1}, ("dp", "tensor"), 3),
+    ],
+)
+def test_axes_of_any_name_and_number_give_the_gradients_of_one(sizes, data, zero):
+    actual = gradients(pipeline(make_mesh(sizes), data=data, zero=zero))
+    chex.assert_trees_all_close(actual, expected(4), rtol=1e-5, atol=1e-6)
+
+
+def test_a_mesh_needs_no_axis_of_data_shards():
+    actual = gradients(pipeline(make_mesh({"pp": 2}), data=(), zero=3))
+    chex.assert_trees_all_equal(actual, expected(1))
+
+
+@pytest.mark.parametrize(
+    ("sizes", "data", "kind", "zero"),
+    [
+        (DATA_FIRST, ("dp", "fsdp"), AUTO, 3),
+        (DATA_FIRST, ("dp", "fsdp"), EXPLICIT, 0),
+        ({"dp": 4, "tensor": 1, "pp": 2}, ("dp", "tensor"), EXPLICIT, 3),
+    ],
+)
+def test_a_step_compiles_once_and_takes_batches_that_lie_on_the_mesh(sizes, data, kind, zero):
+    mesh = make_mesh(sizes, kind)
+    pipe, adam = pipeline(mesh, data=data, zero=zero), optax.adam(0.1)
+    rows = NamedSharding(mesh, P(data))
+    batch = jax.tree.map(lambda w: jax.device_put(w, rows), toy.batch(16))
+    params = pipe.place(toy.params(tied=True, num_layers=4))
+    state = pipe.init(adam, params)
+
+    @jax.jit
+    def step(params, state, batch):
+        loss, grads = pipe.value_and_grad(params, batch)
+        return loss, *pipe.update(adam, grads, state, params)
+
+    for _ in range(3):
+        loss, params, state = step(params, state, batch)
+    assert step._cache_size() == 1
+    assert jnp.isfinite(loss)
+    leaf = params["layers"]["up"]
+    assert leaf.addressable_shards[0].data.size == leaf.size // (8 if zero == 3 else 2)
+
+
+def test_inside_explicit_axes_nothing_runs_and_the_mesh_of_the_pipeline_is_named():
+    mesh = make_mesh(DATA_FIRST, EXPLICIT)
+    pipe, params = pipeline(mesh), toy.params(tied=True, num_layers=4)
+    placed = pipe.place(params)
+    with jax.set_mesh(mesh):
+        for call in (
+            lambda: pipe.place(params),
+            lambda: pipe.unplace(placed),
+            lambda: pipe.init(optax.sgd(0.1), placed),
+            lambda: jax.jit(pipe.loss)(placed, toy.batch(16)),
+        ):
+            with pytest.raises(ValueError, match=r"explicit axes.* Set `pipe\.mesh`, or no mesh\."):
+                call()
+    with jax.set_mesh(pipe.mesh):
+        assert jnp.isfinite(jax.jit(pipe.loss)(pipe.place(params), toy.batch(16)))
+
+
+def test_updates_within_the_step_and_asynchronous_steps_know_the_axes():
+    sgd, batch = optax.sgd(0.1), toy.batch(16)
+    found = []
+    for mesh, stage, data in (
+        (make_mesh(DATA_FIRST), "pp", ("dp", "fsdp")),
+        (jaxpipe.make_mesh(stage=2, data=4), "stage", ("data",)),
+    ):
+        pipe = pipeline(mesh, stage, data, zero=2)
+        params = pipe.place(toy.params(tied=True, num_layers=4))
+        state = pipe.init(sgd, params)
+        training = jaxpipe.AsyncPipeline(pipe, sgd, clip_norm=1.0)
+        flying = training.init(params, state, batch)
+        within = pipe.train_step(sgd, update="chunk")(params, state, batch)
+        for _ in range(2):
+            flying, loss = jax.jit(training.step)(flying, batch)
+        flying, _ = jax.jit(training.drain)(flying)
+        late, _ = training.finish(flying)
+        found.append((within[0], pipe.unplace(within[1]), loss, pipe.unplace(late)))
+    chex.assert_trees_all_close(*found, rtol=1e-5, atol=1e-6)
+
+
+def test_memory_is_predicted_on_any_axes():
+    batch = jax.eval_shape(lambda: toy.batch(16))
+    found = [
+        predicted_bytes(pipeline(make_mesh(DATA_FIRST), zero=3), batch),
+        predicted_bytes(
+            pipeline(jaxpipe.make_mesh(stage=2, data=4), "stage", ("data",), zero=3), batch
+        ),
+    ]
+    assert found[0] == found[1]
+
+
+@pytest.mark.parametrize(
+    ("sizes", "stage", "data", "lines"),
+    [
+        (
+            {"dp": 2, "pp": 2},
+            "stage",
+            ("data",),
+            [
+                "mesh has the axes {'dp': 2, 'pp': 2}, and none is 'stage'. Name the one of the "
+                "stages: stage_axis=...",
+                "mesh has the axes {'dp': 2, 'pp': 2}, and none is 'data'. Name those of the data "
+                "shards: data_axes=(...), which is () if there are none.",
+            ],
+        ),
+        (
+            {"dp": 2, "tp": 2, "pp": 2},
+            "pp",
+            ("dp",),
+            [
+                "mesh has the axes {'dp': 2, 'tp': 2, 'pp': 2}, and a pipeline would compute the "
+                "same on all 2 devices along 'tp'. Name it in data_axes, or give it one device."
+            ],
+        ),
+        ({"dp": 2, "pp": 2}, "pp", ("dp", "pp"), ["uses an axis twice"]),
+    ],
+)
+def test_a_mesh_without_the_axes_is_refused(sizes, stage, data, lines):
+    with pytest.raises(ValueError) as error:  # noqa: PT011
+        pipeline(make_mesh(sizes), stage, data)
+    for line in lines:
+        assert line in str(error.value)
+
+
+def test_the_devices_of_a_mesh_stay_in_their_order():
+    mesh = make_mesh(DATA_FIRST, EXPLICIT)
+    assert np.array_equal(pipeline(mesh).mesh.devices, mesh.devices)

@@ -1,0 +1,353 @@
+"""What users get wrong: every mistake is refused before anything compiles, and the remedy named."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+
+import chex
+import compilations
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import linen, nnx
+
+import jaxpipe
+from jaxpipe.runtime.mesh import Axes
+from jaxpipe.runtime.named_schedule import named_schedule
+
+MODEL = jaxpipe.Model(
+    embed=lambda outer, batch, rng: batch["x"] @ outer["embed"]["kernel"],
+    layer=lambda w, x, batch, rng: x + jnp.tanh(x @ w["kernel"] + w["bias"]),
+    head_loss=lambda outer, x, batch, rng: jnp.mean((x @ outer["head"] - batch["y"]) ** 2),
+)
+SHAPES = {
+    "embed": {"kernel": (3, 4)},
+    "layers": {"kernel": (4, 4, 4), "bias": (4, 4)},
+    "head": (4, 1),
+}
+PARAMS = jax.tree.map(
+    lambda shape: jax.ShapeDtypeStruct(shape, jnp.float32),
+    SHAPES,
+    is_leaf=lambda node: isinstance(node, tuple),
+)
+BATCH = {"x": jax.ShapeDtypeStruct((8, 3), "float32"), "y": jax.ShapeDtypeStruct((8, 1), "float32")}
+LAYER = jax.tree.map(lambda w: jax.ShapeDtypeStruct(w.shape[1:], w.dtype), PARAMS["layers"])
+
+
+def build(*, params=PARAMS, schedule="1f1b", mesh=None, microbatches=4, **changes):
+    """The pipeline of the model with some of its fields changed; other options pass on."""
+    options = {key: changes.pop(key) for key in ("zero", "layer_counts") if key in changes}
+    model = dataclasses.replace(MODEL, **changes)
+    mesh = jaxpipe.make_mesh(stage=2) if mesh is None else mesh
+    if not isinstance(schedule, str):
+        microbatches = None
+    given = {"schedule": schedule, "mesh": mesh, "microbatches": microbatches}
+    return jaxpipe.Pipeline(model, params, **given, **options)
+
+
+def step(*, batch=BATCH, rng=None, **changes):
+    """Traces a step of that pipeline."""
+    pipe = build(**changes)
+    return jax.eval_shape(pipe.value_and_grad, pipe.layout.placed_shapes(), batch, rng)
+
+
+def asynchronous(*, at_init, at_step, layer=MODEL.layer):
+    pipe = build(layer=layer)
+    training = jaxpipe.AsyncPipeline(pipe, optax.sgd(0.1))
+    placed = pipe.layout.placed_shapes()
+    state = jax.eval_shape(optax.sgd(0.1).init, placed)
+    state = jax.eval_shape(lambda *given: training.init(*given), placed, state, BATCH, at_init)
+    return jax.eval_shape(training.step, state, BATCH, at_step)
+
+
+def place(tree):
+    return build().place(tree)
+
+
+def with_integers():
+    return PARAMS | {
+        "head": {"kernel": PARAMS["head"], "steps": 3, "table": np.arange(4, dtype=np.int8)}
+    }
+
+
+def mean(*arguments):
+    """A loss whatever it is called with."""
+    return jnp.mean(arguments[1])
+
+
+def drops(w, x, batch, rng):
+    return jnp.where(jax.random.bernoulli(rng, 0.5, x.shape), x, 0)
+
+
+class Linen(linen.Module):
+    """A module of the older interface."""
+
+    @linen.compact
+    def __call__(self, x):
+        return linen.Dense(4)(x)
+
+
+KEY = jax.eval_shape(lambda: jax.random.key(0))
+MISTAKES = {
+    # The model's functions.
+    "a loss per row": (
+        lambda: step(head_loss=lambda outer, x, batch, rng: jnp.mean(x, axis=1)),
+        ["Model.head_loss returns float32[2]; it must return a float32 scalar", "`jnp.mean`"],
+    ),
+    "no loss": (
+        lambda: step(head_loss=lambda outer, x, batch, rng: None),
+        ["Model.head_loss returns None; it must return a float32 scalar"],
+    ),
+    "a loss that does not fit the last layer": (
+        lambda: step(head_loss=lambda outer, x, batch, rng: jnp.mean(x @ jnp.ones((5, 1)))),
+        [
+            "Model.head_loss cannot take what the last layer returns, float32[2, 4]: dot_general",
+            "x, from the last layer: float32[2, 4]",
+            "rng: None",
+        ],
+    ),
+    "an embedding of too few arguments": (
+        lambda: build(embed=lambda outer, batch: batch["x"]),
+        ["Model.embed cannot be called as embed(outer, microbatch, rng): too many positional"],
+    ),
+    "a layer of too many arguments": (
+        lambda: build(layer=lambda w, x, batch, rng, mask: x),
+        [
+            "Model.layer cannot be called as layer(layer_params, x, microbatch, rng): "
+            "missing a required argument: 'mask'."
+        ],
+    ),
+    "one of several layers of too few arguments": (
+        lambda: build(
+            layer=[MODEL.layer, lambda w, x: x, *[MODEL.layer] * 2],
+            params=PARAMS | {"layers": [LAYER] * 4},
+        ),
+        ["Model.layer[1] cannot be called as layer(layer_params, x, microbatch, rng): too many"],
+    ),
+    "a stateful layer without a state": (
+        lambda: build(stateful=True),
+        ["layer(layer_params, x, microbatch, rng, state)", "stateful=True, but Pipeline was given"],
+    ),
+    "a loss of too few arguments, and no embedding": (
+        lambda: build(head_loss=lambda x, batch: jnp.mean(x), embed=None),
+        [
+            "Model.embed is a NoneType; it must be a function embed(outer, microbatch, rng).",
+            "Model.head_loss cannot be called as head_loss(outer, x, microbatch, rng): too many",
+        ],
+    ),
+    "a model that is a function": (
+        lambda: jaxpipe.Pipeline(mean, PARAMS, schedule="1f1b", mesh=jaxpipe.make_mesh(stage=2)),
+        ["model is a function; it must be a jaxpipe.Model."],
+    ),
+    "a layer that does not fit the embedding": (
+        lambda: step(embed=lambda outer, batch, rng: batch["x"]),
+        ["Layer 0 cannot take what the embedding returns, float32[2, 3]: dot_general"],
+    ),
+    # Random keys.
+    "dropout in a layer without a key": (
+        lambda: step(layer=drops),
+        ["Layer 0 needs a random key, but rng=None", "with rng=jax.random.key("],
+    ),
+    "noise in the embedding without a key": (
+        lambda: step(embed=lambda outer, batch, rng: jax.random.normal(rng, (2, 4))),
+        ["Model.embed needs a random key, but rng=None"],
+    ),
+    "noise in the loss without a key": (
+        lambda: step(head_loss=lambda outer, x, batch, rng: jax.random.uniform(rng)),
+        ["Model.head_loss needs a random key, but rng=None"],
+    ),
+    "a number for a key": (
+        lambda: step(layer=drops, rng=0),
+        ["rng is int32[]; it must be one random key, such as jax.random.key(0)."],
+    ),
+    "several keys for one": (
+        lambda: step(layer=drops, rng=jax.eval_shape(lambda: jax.random.split(jax.random.key(0)))),
+        ["rng is key<fry>[2]; it must be one random key"],
+    ),
+    "an asynchronous pipeline without a key": (
+        lambda: asynchronous(at_init=None, at_step=None, layer=drops),
+        ["Layer 0 needs a random key, but rng=None"],
+    ),
+    "an asynchronous pipeline with a key at first": (
+        lambda: asynchronous(at_init=KEY, at_step=None, layer=drops),
+        ["rng is missing; expected key<fry>[].", "and have a key if that had one"],
+    ),
+    "an asynchronous pipeline with a key later": (
+        lambda: asynchronous(at_init=None, at_step=KEY),
+        ["rng is key<fry>[]; nothing is expected there.", "and have a key if that had one"],
+    ),
+    # Parameters.
+    "integer parameters": (
+        lambda: build(params=with_integers()),
+        [
+            "params['head']['steps'] is int32[]; parameters are trained, so they must be floating",
+            "params['head']['table'] is int8[4]; parameters are trained",
+            "close over constants",
+        ],
+    ),
+    "a missing and an extra part": (
+        lambda: build(params={"embed": {}, "layers": PARAMS["layers"], "norm": PARAMS["head"]}),
+        [
+            "params['head'] is missing; without parameters it is {}.",
+            "params['norm'] belongs to no function of the model: put it under 'embed' or 'head'",
+        ],
+    ),
+    "a key that a layer reads and does not have": (
+        lambda: step(layer=lambda w, x, batch, rng: x @ w["w"]),
+        ["Layer 0 reads the key 'w', which is missing.", "layer_params: {'bias': float32[4], 'ker"],
+    ),
+    "trees of layers for one function": (
+        lambda: build(params=PARAMS | {"layers": [LAYER] * 4}),
+        ["params['layers'] is a list and Model.layer is not", "jnp.stack(w)", "4 functions"],
+    ),
+    "canonical parameters for a step": (
+        lambda: jax.eval_shape(build().value_and_grad, PARAMS, BATCH),
+        ["placed is in canonical order, not placed; call `pipe.place` first."],
+    ),
+    "parameters without a part to place": (
+        lambda: place({key: PARAMS[key] for key in ("embed", "layers")}),
+        ["params['head'] is missing; expected float32[4, 1]."],
+    ),
+    "layers alone to place": (
+        lambda: place(PARAMS["layers"]),
+        ["params['head'] is missing", "params['bias'] is float32[4, 4]; nothing is expected ther"],
+    ),
+    "an optimizer's state to place": (
+        lambda: place(jax.eval_shape(optax.adam(0.1).init, PARAMS)),
+        ["params['head'] is missing", "placed by `pipe.optimizer_placing(optimizer).place`."],
+    ),
+    # Batches.
+    "a scalar in the batch": (
+        lambda: step(batch=BATCH | {"temperature": 2.0}),
+        ["batch['temperature'] is float32[]; expected an array whose first dimension is rows."],
+    ),
+    "a key that the embedding reads and the batch lacks": (
+        lambda: step(batch={"inputs": BATCH["x"], "y": BATCH["y"]}),
+        ["Model.embed reads the key 'x', which is missing.", "microbatch: {'inputs': float32[2, 3"],
+    ),
+    "a key that the loss reads and the batch lacks": (
+        lambda: step(batch={"x": BATCH["x"]}),
+        ["Model.head_loss reads the key 'y', which is missing.", "microbatch: {'x': float32[2, 3]"],
+    ),
+    "a key that a layer reads and the batch lacks": (
+        lambda: step(layer=lambda w, x, batch, rng: x * batch["mask"]),
+        ["Layer 0 reads the key 'mask', which is missing."],
+    ),
+    # Schedules and meshes.
+    "an unknown schedule, and no microbatch": (
+        lambda: build(schedule="1f2b", microbatches=0, zero="3"),
+        [
+            "schedule='1f2b' is not a known schedule.",
+            "Nearest valid: '1f1b'.",
+            "microbatches=0 must be at least 1.",
+            "zero='3' is not a level.",
+        ],
+    ),
+    "no schedule": (
+        lambda: build(schedule=None, zero=4),
+        ["schedule is a NoneType; it must be a Schedule", '"1f1b"', "zero=4 is not a level."],
+    ),
+    "the name of an asynchronous method": (
+        lambda: build(schedule="pipemare"),
+        ["schedule='pipemare' never drains", "AsyncPipeline"],
+    ),
+    "microbatches beside a schedule that has others": (
+        lambda: jaxpipe.Pipeline(
+            MODEL,
+            PARAMS,
+            schedule=jaxpipe.schedules.build("1f1b", stages=2, microbatches=4),
+            mesh=jaxpipe.make_mesh(stage=2),
+            microbatches=8,
+        ),
+        ["microbatches=8 is for a schedule that is given by its name", "leave it out, 4."],
+    ),
+    "a number for a mesh": (
+        lambda: build(mesh=2),
+        ["mesh is 2; it must be a mesh, such as jaxpipe.make_mesh returns."],
+    ),
+    # Modules.
+    "a linen module": (
+        lambda: jaxpipe.functional(Linen()),
+        ["Linen", "no flax nnx module: a linen module is a pure function already", "module.apply("],
+    ),
+    "linen layers": (
+        lambda: jaxpipe.stack(lambda rngs: Linen(), num_layers=2, rngs=None),
+        ["no flax nnx module: a linen module is a pure function already"],
+    ),
+    "a class of modules": (
+        lambda: jaxpipe.functional(nnx.Linear),
+        ["no flax nnx module: give an instance, such as Linear(..., rngs=nnx.Rngs(0))."],
+    ),
+    "a function for a module": (
+        lambda: jaxpipe.functional(mean),
+        ["no flax nnx module: a pure function of parameters and input needs no conversion."],
+    ),
+}
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_a_mistake_is_refused_with_its_remedy(mistake):
+    call, texts = MISTAKES[mistake]
+    with compilations.counted() as compiled, pytest.raises(ValueError) as error:  # noqa: PT011
+        call()
+    assert not compiled
+    for text in texts:
+        assert text in str(error.value)
+
+
+def values(tree):
+    """Arrays for the shapes of a tree."""
+    keys = iter(jax.random.split(jax.random.key(0), len(jax.tree.leaves(tree))))
+    return jax.tree.map(lambda w: 0.3 * jax.random.normal(next(keys), w.shape, w.dtype), tree)
+
+
+def gradients(params, model=MODEL, **options):
+    pipe = jaxpipe.Pipeline(
+        model, params, **{"schedule": "1f1b", "mesh": jaxpipe.make_mesh(stage=2)} | options
+    )
+    loss, grads = jax.jit(pipe.value_and_grad)(pipe.place(params), values(BATCH))
+    return pipe, loss, pipe.unplace(grads)
+
+
+def test_layers_in_a_list_are_those_in_a_tuple():
+    params = values(PARAMS)
+    layers = [jax.tree.map(lambda w, n=n: w[n], params["layers"]) for n in range(4)]
+    as_list, as_tuple = params | {"layers": layers}, params | {"layers": tuple(layers)}
+    pipe, loss, grads = gradients(as_list, dataclasses.replace(MODEL, layer=[MODEL.layer] * 4))
+    model = dataclasses.replace(MODEL, layer=(MODEL.layer,) * 4)
+    _, expected_loss, expected = gradients(as_tuple, model)
+    assert loss == expected_loss
+    assert isinstance(grads["layers"], list)
+    chex.assert_trees_all_equal(grads | {"layers": tuple(grads["layers"])}, expected)
+    chex.assert_trees_all_equal(pipe.unplace(pipe.place(as_tuple)), as_list)
+
+
+def test_stacked_layers_may_be_a_named_tuple():
+    params = values(PARAMS)
+    named = collections.namedtuple("Named", params["layers"])(**params["layers"])
+    model = dataclasses.replace(
+        MODEL, layer=lambda w, x, batch, rng: MODEL.layer(w._asdict(), x, batch, rng)
+    )
+    _, loss, grads = gradients(params | {"layers": named}, model)
+    _, expected_loss, expected = gradients(params)
+    assert loss == expected_loss
+    chex.assert_trees_all_equal(grads | {"layers": grads["layers"]._asdict()}, expected)
+
+
+def test_the_name_of_a_schedule_is_that_schedule_for_the_mesh():
+    named = build(schedule="zb-h1", microbatches=6)
+    assert named.schedule == jaxpipe.schedules.build("zb-h1", stages=2, microbatches=6)
+    assert build(schedule="zb-h1", microbatches=None).schedule.num_microbatches == 4
+    assert build(schedule=named.schedule).schedule == named.schedule
+
+
+@pytest.mark.parametrize("num_stages", range(1, 9))
+def test_every_schedule_takes_the_default_microbatches(num_stages):
+    mesh = jaxpipe.make_mesh(stage=num_stages)
+    for entry in jaxpipe.schedules.executable():
+        schedule, problems = named_schedule(entry.name, mesh, Axes(), None)
+        assert problems == []
+        assert schedule.num_microbatches == 2 * num_stages
