@@ -29,7 +29,9 @@ class Carried:
       gradients: the gradient sums of layers; nothing in an evaluation.
       outer_gradients: those of embedding and head.
       finished: what finished gradients have become.
-      loss: the sum over microbatches, float32.
+      collected: what the head has returned: sums of loss and metrics, or outputs.
+      layer_losses: the sums of the losses of this stage's layers, one per minibatch in flight,
+        float32; None if no layer has a loss.
       states: the layers' states.
     """
 
@@ -41,7 +43,8 @@ class Carried:
     gradients: Arrays
     outer_gradients: Gradients
     finished: Any
-    loss: jax.Array
+    collected: Tree
+    layer_losses: jax.Array | None
     states: States
 
     def but(self, **changes: Any) -> Carried:

@@ -18,7 +18,6 @@ from jax import lax
 
 from jaxpipe.runtime.layout.data_axis import average
 from jaxpipe.runtime.layout.whole_model import outer_of
-from jaxpipe.runtime.mesh import DATA
 from jaxpipe.runtime.tick import outer_phases
 from jaxpipe.runtime.tick.carried import Carried
 from jaxpipe.runtime.tick.fixed import Fixed, Microbatches, Setup, StepMicrobatches, fix
@@ -36,18 +35,18 @@ _SUMS = ("gradients", "reduced")
 
 def run(
     setup: Setup, placed: Placed, rows: Batch, rng: Key, states: States
-) -> tuple[jax.Array, Gradients, States]:
+) -> tuple[Tree, Gradients, States]:
     """Runs one step on this device, with its part of parameters, rows and states.
 
     Returns:
-      The mean loss of this data shard, equal on every stage; this device's part of the gradients,
-      reduced over data and shaped like ``placed``, or None if the table has no backward; and the
-      states after the last microbatch, the mean over data shards.
+      What is collected, such as the loss; this device's part of the gradients, reduced over data
+      and shaped like ``placed``, or None if the table has no backward; and the states after the
+      last microbatch, the mean over data shards.
     """
     batch, sink = StepMicrobatches(rows, rng), sink_of(setup)
     fixed, held = begin(setup, placed, batch, sink)
-    loss, carried, states = run_ticks(fixed, batch, start(fixed, held, held.outer, states))
-    return loss, None if sink is None else sink.result(fixed, carried), states
+    value, carried, states = run_ticks(fixed, batch, start(fixed, held, held.outer, states))
+    return value, None if sink is None else sink.result(fixed, carried), states
 
 
 def sink_of(setup: Setup) -> Kept | Reduced | None:
@@ -93,7 +92,8 @@ def start(fixed: Fixed, held: Tree, outer: Gradients, states: States) -> Carried
         gradients=found.get("gradients", {}),
         outer_gradients=None if sink is None else jax.tree.map(jnp.zeros_like, outer),
         finished=None if sink is None else sink.finished(found),
-        loss=jnp.zeros((), jnp.float32),
+        collected=fixed.collector.empty(),
+        layer_losses=jnp.zeros(1, jnp.float32) if fixed.adds_layer_losses else None,
         states=jax.tree.map(lambda w: w[0], states),
     )
 
@@ -119,17 +119,18 @@ def buffer_shapes(fixed: Fixed) -> dict[str, Shapes]:
 
 def run_ticks(
     fixed: Fixed, batch: StepMicrobatches, carried: Carried
-) -> tuple[jax.Array, Carried, States]:
+) -> tuple[Tree, Carried, States]:
     """Runs all rows of the table.
 
     Returns:
-      The mean loss of this data shard, what the last tick leaves, and the mean over data shards of
-      the states.
+      What is collected, such as the loss; what the last tick leaves; and the mean over data shards
+      of the states.
     """
-    rows = _of_stage(fixed.table, fixed.stage)
+    rows, batch = _of_stage(fixed.table, fixed.stage), fixed.weighed(batch)
     carried, _ = lax.scan(lambda c, row: (tick(fixed, batch, c, row), None), carried, rows)
-    loss = lax.pmean(carried.loss / fixed.table.schedule.step_microbatches, DATA)
-    return loss, carried, jax.tree.map(lambda w: w[None], average(carried.states))
+    layer_losses = None if carried.layer_losses is None else carried.layer_losses[0]
+    value = fixed.collector.result(carried.collected, layer_losses)
+    return value, carried, jax.tree.map(lambda w: w[None], average(carried.states))
 
 
 def _of_stage(table: TickTable, stage: jax.Array) -> Row:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import jax
@@ -10,14 +11,16 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from jaxpipe.runtime.layers import losses
 from jaxpipe.runtime.layers.keys import embed_layer, head_layer, layer_key
-from jaxpipe.runtime.layers.kinds import Layers, check_loss, sort_layers
+from jaxpipe.runtime.layers.kinds import Layers, sort_layers
 from jaxpipe.runtime.layers.model import Model
 from jaxpipe.runtime.layout.buffers import SharedBuffers
 from jaxpipe.runtime.layout.layer_layout import LayerLayout
 from jaxpipe.runtime.layout.whole_model import Layout, layer_rows
 from jaxpipe.runtime.mesh import DATA, STAGE
-from jaxpipe.runtime.types import Activation, Batch, Index, Key, Message, OuterParams
+from jaxpipe.runtime.tick.collected import Collector, Losses, Outputs, check_output
+from jaxpipe.runtime.types import Activation, Batch, Index, Key, Message, OuterParams, Tree
 from jaxpipe.schedule.actions import Kind
 from jaxpipe.schedule.lowering.table import TickTable
 
@@ -41,6 +44,7 @@ class Setup:
       zero: ZeRO level 0 to 3; 0 when the data axis has one device.
       states: where the layers' states live, or None for a model without.
       poison: fill buffers and idle messages with NaN, to prove that nothing from a bubble is used.
+      outputs: collect what `Model.output` returns, not the loss; forward only.
     """
 
     model: Model
@@ -50,6 +54,7 @@ class Setup:
     zero: int
     states: LayerLayout | None = None
     poison: bool = False
+    outputs: bool = False
 
     @property
     def trains(self) -> bool:
@@ -62,12 +67,18 @@ class Microbatches(Protocol):
     def at(self, i: Index) -> tuple[Batch, Key, Index]:
         """A microbatch's rows, the key of its step, and its number within the step."""
 
+    def scale_of(self, i: Index) -> jax.Array | None:
+        """One over the weights of a microbatch's step, if its loss is weighted; see
+        `Fixed.weighed`."""
+
 
 class StepMicrobatches(NamedTuple):
-    """The microbatches of one step: leaves ``[rows, m, ...]`` and the step's key, or None."""
+    """The microbatches of one step: leaves ``[rows, m, ...]``, the step's key, or None, and the
+    scale of weighted losses."""
 
     rows: Batch
     rng: Key
+    scale: jax.Array | None = None
 
     def at(self, i: Index) -> tuple[Batch, Key, Index]:
         """As of `Microbatches`."""
@@ -76,6 +87,10 @@ class StepMicrobatches(NamedTuple):
             return lax.dynamic_index_in_dim(leaf, i, 1, keepdims=False)
 
         return jax.tree.map(row, self.rows), self.rng, i
+
+    def scale_of(self, i: Index) -> jax.Array | None:
+        """As of `Microbatches`."""
+        return self.scale
 
 
 @dataclasses.dataclass(frozen=True)
@@ -92,6 +107,9 @@ class Fixed:
       kind_of: number of every layer's kind, int32 ``[chunks, layers]``, -1 where there is none.
       residuals: how layers share the buffers of residuals, by name.
       messages: how activations share a message.
+      collector: what becomes of what the head returns.
+      weight: the weight of a microbatch's loss, from what the head is given beside parameters and
+        activation; None if the loss is not weighted, or nothing is trained.
     """
 
     setup: Setup
@@ -104,6 +122,8 @@ class Fixed:
     kind_of: jax.Array
     residuals: dict[str, SharedBuffers]
     messages: SharedBuffers
+    collector: Collector
+    weight: Callable[[Tree], jax.Array] | None
 
     @property
     def params(self) -> LayerLayout:
@@ -135,13 +155,34 @@ class Fixed:
         """The embedding of a microbatch."""
         return _embed(self.setup, batch, outer, i, self.shard)
 
-    def head_loss(
-        self, batch: Microbatches, outer: OuterParams, x: Activation, i: Index
-    ) -> jax.Array:
-        """The loss of a microbatch, from the last layer's output."""
+    def head(self, batch: Microbatches, outer: OuterParams, x: Activation, i: Index) -> Tree:
+        """The loss or the output of a microbatch, from the last layer's output."""
+        return _head(self.setup, batch, outer, x, i, self.shard)
+
+    # Losses.
+
+    @property
+    def adds_layer_losses(self) -> bool:
+        """Whether layers have losses of their own that are wanted."""
+        has_losses = any(kind.split.has_loss for kind in self.layers.kinds)
+        return has_losses and not self.setup.outputs
+
+    def loss_scale(self, batch: Microbatches, i: Index) -> float | jax.Array:
+        """The cotangent of a microbatch's loss."""
+        weighted = batch.scale_of(i)
+        return _mean_scale(self.setup) if weighted is None else weighted
+
+    def weighed(self, batch: StepMicrobatches) -> StepMicrobatches:
+        """The microbatches with the scale of their losses, if these are weighted."""
+        weight = self.weight
+        if weight is None:
+            return batch
         layer = head_layer(self.num_layers)
-        loss = self.setup.model.head_loss(outer, x, *self.context(batch, i, layer))
-        return jax.tree.map(jnp.asarray, loss)  # a Python number has a dtype then
+        weights = lax.map(
+            lambda i: weight(self.context(batch, i, layer)),
+            jnp.arange(self.table.schedule.step_microbatches),
+        )
+        return batch._replace(scale=losses.reciprocal(lax.psum(weights.sum(), DATA)))
 
     def activation(self, message: Message, number: int) -> Activation:
         """A message's content as the activation of that number."""
@@ -179,10 +220,12 @@ def fix(
         *jax.eval_shape(lambda: _context(batch, 0, 0, shard)),
         states=None if setup.states is None else [setup.states.shape_of(n) for n in numbers],
         remat=setup.remat,
+        loss_scale=_mean_scale(setup),
     )
     kind_of = np.where(rows < 0, -1, np.asarray(layers.kind_of, np.int32)[rows])
     leaves = [jax.tree.leaves(x) for x in layers.activations]
-    fixed = Fixed(
+    collector, weight = _leaving(setup, batch, outer, layers.activations[layers.last], shard)
+    return Fixed(
         setup,
         weights,
         gradients,
@@ -196,10 +239,9 @@ def fix(
             for name in RESIDUALS
         },
         messages=SharedBuffers(leaves, np.arange(len(leaves)).reshape(-1, 1, 1)),
+        collector=collector,
+        weight=weight,
     )
-    y = layers.activations[layers.last]
-    check_loss(jax.eval_shape(lambda y: fixed.head_loss(batch, outer, y, 0), y))
-    return fixed
 
 
 def _context(batch: Microbatches, i: Index, layer: Index, shard: Index) -> tuple[Batch, Key]:
@@ -212,3 +254,34 @@ def _embed(
 ) -> Activation:
     layer = embed_layer(sum(setup.table.layer_counts))
     return setup.model.embed(outer, *_context(batch, i, layer, shard))
+
+
+def _head(
+    setup: Setup, batch: Microbatches, outer: OuterParams, x: Activation, i: Index, shard: Index
+) -> Tree:
+    model, layer = setup.model, head_layer(sum(setup.table.layer_counts))
+    function = model.output if setup.outputs else model.head_loss
+    result = function(outer, x, *_context(batch, i, layer, shard))
+    return jax.tree.map(jnp.asarray, result)  # a Python number has a dtype then
+
+
+def _mean_scale(setup: Setup) -> float:
+    """The cotangent of what is averaged over microbatches and data shards."""
+    return 1 / (setup.table.schedule.step_microbatches * lax.axis_size(DATA))
+
+
+def _leaving(
+    setup: Setup, batch: Microbatches, outer: OuterParams, y: Activation, shard: Index
+) -> tuple[Collector, Callable[[Tree], jax.Array] | None]:
+    """`Fixed.collector` and `Fixed.weight`; raises ValueError for what the head may not return."""
+    microbatches = setup.table.schedule.step_microbatches
+    result = jax.eval_shape(lambda y: _head(setup, batch, outer, y, 0, shard), y)
+    context = jax.eval_shape(lambda: _context(batch, 0, 0, shard))
+    if setup.outputs:
+        check_output(result, context[0])
+        return Outputs(result, microbatches), None
+    losses.check_head_loss(result)
+    weight = None
+    if setup.trains and isinstance(losses.parts(result)[0], losses.Weighted):
+        weight = losses.weight_of(setup.model.head_loss, outer, y, context)
+    return Losses(jax.eval_shape(losses.addable, result), microbatches), weight

@@ -7,11 +7,12 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxpipe.runtime.barriers import run_if, tie
+from jaxpipe.runtime.layers.losses import differentiated
 from jaxpipe.runtime.layout.buffers import put_slot
-from jaxpipe.runtime.mesh import DATA, STAGE
+from jaxpipe.runtime.mesh import STAGE
 from jaxpipe.runtime.tick.carried import Carried
 from jaxpipe.runtime.tick.fixed import Fixed, Microbatches
-from jaxpipe.runtime.types import Activation, Gradients, Message, Tree
+from jaxpipe.runtime.types import Activation, Gradients, Message, OuterParams, Tree
 from jaxpipe.schedule.lowering.table import NONE, Outer
 
 
@@ -32,38 +33,43 @@ def enter(fixed: Fixed, batch: Microbatches, carried: Carried, row: Outer) -> Ca
 def evaluate(
     fixed: Fixed, batch: Microbatches, carried: Carried, row: Outer, y: Message
 ) -> Carried:
-    """Only the loss of the microbatch that leaves."""
+    """Only the loss, or the output, of the microbatch that leaves."""
 
-    def body(loss: jax.Array) -> jax.Array:
-        mine, loss = tie(y, loss)
+    def body(collected: Tree) -> Tree:
+        mine, collected = tie(y, collected)
         x = _from_stage(fixed, mine, -1, fixed.layers.last)
         outer, x = fixed.weights.outer(fixed, carried.weights, "leave", row, x)
-        return loss + fixed.head_loss(batch, outer, x, row.head)
+        return fixed.collector.add(collected, fixed.head(batch, outer, x, row.head), row.head)
 
-    return carried.but(loss=run_if(row.head != NONE, body, carried.loss))
+    return carried.but(collected=run_if(row.head != NONE, body, carried.collected))
 
 
 def leave(fixed: Fixed, batch: Microbatches, carried: Carried, row: Outer, y: Message) -> Carried:
     """The loss of the microbatch that leaves, its cotangent, and the gradient of the head."""
     assert fixed.gradients is not None
     sink = fixed.gradients
-    scale = 1 / (fixed.table.schedule.step_microbatches * lax.axis_size(DATA))
     here = jnp.where(fixed.stage == _stage_of(fixed, -1), row.head_slot, NONE)
 
     def body(through: Tree) -> Tree:
-        mine, (loss, inbox, gradients) = tie(y, through)
+        mine, (collected, inbox, gradients) = tie(y, through)
         x = _from_stage(fixed, mine, -1, fixed.layers.last)
         outer, x = fixed.weights.outer(fixed, carried.weights, "leave", row, x)
-        value, vjp = jax.vjp(lambda outer, x: fixed.head_loss(batch, outer, x, row.head), outer, x)
-        douter, dx = vjp(jnp.asarray(scale, value.dtype))
+
+        def loss(outer: OuterParams, x: Activation) -> tuple[jax.Array, Tree]:
+            result = fixed.head(batch, outer, x, row.head)
+            return differentiated(result), result
+
+        value, vjp, result = jax.vjp(loss, outer, x, has_aux=True)
+        douter, dx = vjp(jnp.asarray(fixed.loss_scale(batch, row.head), value.dtype))
         gradients = sink.add_outer(gradients, douter, "leave", row)
         message = fixed.message(fixed.empty_message(), fixed.layers.last, dx)
-        return loss + value, put_slot(inbox, here, message), gradients
+        collected = fixed.collector.add(collected, result, row.head)
+        return collected, put_slot(inbox, here, message), gradients
 
-    through = carried.loss, carried.inboxes["dy"], carried.outer_gradients
-    loss, dy, gradients = run_if(row.head != NONE, body, through)
+    through = carried.collected, carried.inboxes["dy"], carried.outer_gradients
+    collected, dy, gradients = run_if(row.head != NONE, body, through)
     inboxes = carried.inboxes | {"dy": dy}
-    return carried.but(loss=loss, inboxes=inboxes, outer_gradients=gradients)
+    return carried.but(collected=collected, inboxes=inboxes, outer_gradients=gradients)
 
 
 def embed_gradient(

@@ -16,6 +16,7 @@ from jax.sharding import PartitionSpec as P
 
 from jaxpipe.runtime import checks
 from jaxpipe.runtime.barriers import run_if, tie
+from jaxpipe.runtime.layers.losses import with_aux
 from jaxpipe.runtime.layout.data_axis import gather, own_shard, reduce_gradients
 from jaxpipe.runtime.layout.layer_layout import LayerLayout
 from jaxpipe.runtime.layout.whole_model import outer_of
@@ -104,8 +105,8 @@ class LayeredUpdate:
           batch, rng, states: as for `Pipeline.value_and_grad`.
 
         Returns:
-          The loss (with the states, for a stateful model), the new parameters and the new optimizer
-          state.
+          The loss, or ``(loss, aux)`` as of `Pipeline.value_and_grad`; the new parameters; and the
+          new optimizer state.
 
         Raises:
           ValueError: arguments that do not fit the pipeline or the optimizer.
@@ -120,8 +121,8 @@ class LayeredUpdate:
             fixed, held = executor.begin(setup, params, rows, applied)
             carried = executor.start(fixed, held, held.outer, states)
             carried = carried.but(finished=applied.begin(fixed, params, *split))
-            loss, carried, states = executor.run_ticks(fixed, rows, carried)
-            return loss, applied.result(fixed, carried), states
+            value, carried, states = executor.run_ticks(fixed, rows, carried)
+            return value, applied.result(fixed, carried), states
 
         weights, *others = self.pipe.in_specs
         shards = jax.tree.leaves(self.pipe.layout.specs(sharded=self.pipe.zero >= 1))
@@ -129,9 +130,8 @@ class LayeredUpdate:
         in_specs = weights, (owned, P()), *others
         mapped = self.pipe.shard_map(body, in_specs, (P(), (weights, owned, P()), P(STAGE)))
         split = self._optimizer.split(optimizer_state)
-        loss, (params, *split), states = mapped(params, split, batch, rng, states)
-        value = loss if self.pipe.state_layout is None else (loss, states)
-        return value, params, self._optimizer.join(*split)
+        value, (params, *split), states = mapped(params, split, batch, rng, states)
+        return with_aux(value, states), params, self._optimizer.join(*split)
 
 
 Pieces: TypeAlias = tuple[Stored, dict[int, jax.Array]]
