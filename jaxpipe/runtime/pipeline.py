@@ -313,14 +313,14 @@ class Pipeline:
             a loss that is not a float32 scalar.
         """
         self.check("placed", placed, batch, states)
-        value, grads, states = programs.train(self, placed, batch, rng, states)
-        return with_aux(value, states), grads
+        step = programs.train(self, placed, batch, rng, states)
+        return with_aux(step.value, step.states), step.gradients
 
     def loss(self, placed: Placed, batch: Batch, rng: Key = None, *, states: States = None) -> Any:
         """Only the loss, or ``(loss, metrics)``, from the schedule's forwards.
 
-        Arguments as for `value_and_grad`, which ``jax.value_and_grad(pipe.loss)`` equals: under
-        `jax.grad` the whole schedule runs.
+        Arguments as for `value_and_grad`, which ``jax.value_and_grad(pipe.loss)`` equals; it also
+        gives gradients by arrays of the batch that the embedding and the head alone read.
         """
         self.check("placed", placed, batch, states)
         return programs.loss(self, placed, batch, rng, states)

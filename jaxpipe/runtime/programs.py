@@ -1,7 +1,7 @@
 """The programs of a pipeline, and what `jax.grad` sees of them.
 
 JAX cannot reverse the loops that run a schedule, and need not: a schedule holds its own backward.
-First derivatives by parameters come from it, and all others are refused.
+First derivatives of the loss come from it, and all others are refused.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ _FIRST_ORDER = (
     "The gradients of a pipeline were differentiated; it has first derivatives alone, because a "
     "schedule holds one backward."
 )
-_INPUTS = (
-    "Pipeline.loss was differentiated with respect to its batch or its states; it has derivatives "
-    "by the placed parameters alone. What needs a gradient must be a parameter."
+_STATES = (
+    "Pipeline.loss was differentiated with respect to the states of its layers; these have no "
+    "gradient."
 )
 _METRICS = (
     "A metric of Pipeline.loss was differentiated; only the loss has derivatives, as with "
@@ -41,20 +41,23 @@ _OUTPUTS = (
 )
 
 
-def train(pipe: Pipeline, *args: Tree) -> tuple[Tree, Gradients, States]:
-    """Loss and metrics, gradients and states of a step.
+def train(pipe: Pipeline, *args: Tree, inputs: tuple[int, ...] = ()) -> executor.Step:
+    """Runs a step.
 
-    ``args`` are those of a step here and below: placed parameters, batch, key and states.
+    Args:
+      pipe: what to run.
+      args: placed parameters, batch, key and states; here and below.
+      inputs: numbers of the batch's arrays whose gradients are wanted.
     """
-    run = partial(_run, pipe, pipe.setup(pipe.table))
-    found: tuple[Tree, Gradients, States] = _refusing_derivatives(run, _FIRST_ORDER)(*args)
-    return found
+    setup = dataclasses.replace(pipe.setup(pipe.table), inputs=inputs)
+    step: executor.Step = _refusing_derivatives(partial(_run, pipe, setup), _FIRST_ORDER)(*args)
+    return step
 
 
 def outputs(pipe: Pipeline, *args: Tree) -> Tree:
     """What `Model.output` returns for every row."""
     setup = dataclasses.replace(pipe.setup(pipe.forward_table), outputs=True)
-    return _refusing_derivatives(partial(_run, pipe, setup), _OUTPUTS)(*args)[0]
+    return _refusing_derivatives(partial(_run, pipe, setup), _OUTPUTS)(*args).value
 
 
 def loss(pipe: Pipeline, *args: Tree) -> Tree:
@@ -62,36 +65,41 @@ def loss(pipe: Pipeline, *args: Tree) -> Tree:
 
     @jax.custom_vjp
     def evaluate(placed: Placed, batch: Batch, rng: Key, states: States) -> Tree:
-        return _run(pipe, pipe.setup(pipe.forward_table), placed, batch, rng, states)[0]
+        return _run(pipe, pipe.setup(pipe.forward_table), placed, batch, rng, states).value
 
-    def forward(*primals: Tree) -> tuple[Tree, Gradients]:
+    def forward(*primals: Tree) -> tuple[Tree, tuple[Gradients, Batch]]:
         _, batch, _, states = primals
-        if any(leaf.perturbed for leaf in jax.tree.leaves((batch, states))):
-            raise ValueError(_INPUTS)
-        return train(pipe, *jax.tree.map(lambda leaf: leaf.value, primals))[:2]
+        if any(leaf.perturbed for leaf in jax.tree.leaves(states)):
+            raise ValueError(_STATES)
+        leaves, structure = jax.tree.flatten(batch)
+        inputs = tuple(n for n, leaf in enumerate(leaves) if leaf.perturbed)
+        step = train(pipe, *jax.tree.map(lambda leaf: leaf.value, primals), inputs=inputs)
+        found = dict(zip(inputs, step.input_gradients, strict=True))
+        of_batch = jax.tree.unflatten(structure, [found.get(n) for n in range(len(leaves))])
+        return step.value, (step.gradients, of_batch)
 
-    def backward(gradients: Gradients, cotangents: Tree) -> tuple[Any, ...]:
+    def backward(gradients: tuple[Gradients, Batch], cotangents: Tree) -> tuple[Any, ...]:
         of_loss, *of_metrics = jax.tree.leaves(cotangents)
         if not all(isinstance(cotangent, SymbolicZero) for cotangent in of_metrics):
             raise ValueError(_METRICS)
-        of_params = jax.tree.map(lambda w: (of_loss * w).astype(w.dtype), gradients)
-        return of_params, None, None, None
+        scaled = jax.tree.map(lambda w: (of_loss * w).astype(w.dtype), gradients)
+        return *scaled, None, None
 
     evaluate.defvjp(forward, backward, symbolic_zeros=True)
     return evaluate(*args)
 
 
-def _run(pipe: Pipeline, setup: Setup, *args: Tree) -> tuple[Tree, Gradients, States]:
+def _run(pipe: Pipeline, setup: Setup, *args: Tree) -> executor.Step:
     """Runs a table on all devices."""
 
-    def body(placed: Placed, batch: Batch, rng: Key, states: States) -> tuple[Tree, ...]:
+    def body(placed: Placed, batch: Batch, rng: Key, states: States) -> executor.Step:
         return executor.run(setup, placed, pipe.split_rows(batch), rng, states)
 
     collected = P(DATA) if setup.outputs else P()
     gradients = pipe.layout.specs(sharded=pipe.zero >= 1) if setup.trains else None
-    on_devices = pipe.shard_map(body, pipe.in_specs, (collected, gradients, P(STAGE)))
-    found: tuple[Tree, Gradients, States] = on_devices(*args)
-    return found
+    specs = executor.Step(collected, gradients, P(STAGE), P(DATA))
+    step: executor.Step = pipe.shard_map(body, pipe.in_specs, specs)(*args)
+    return step
 
 
 def _refusing_derivatives(run: Callable[..., Any], refusal: str) -> Callable[..., Any]:

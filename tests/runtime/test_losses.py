@@ -13,6 +13,7 @@ import mixture
 import numpy as np
 import optax
 import pytest
+import uneven
 
 import jaxpipe
 from jaxpipe import Sum, Weighted, WithLoss
@@ -153,6 +154,38 @@ def test_jax_grad_of_the_loss_runs_the_schedule():
     assert_close(pipe.unplace(grads), jax.tree.map(lambda g: 2 * g, gradients))
 
 
+def test_jax_grad_by_what_the_embedding_and_the_head_read_of_the_batch():
+    pipe = uneven_pipeline()
+    start, batch = uneven.params(), uneven.batch(12)
+    read = {name: batch[name] for name in ("x", "y")}
+    loss = functools.partial(
+        jaxpipe.unpipelined.loss, uneven.model(), num_microbatches=3, data_shards=2
+    )
+
+    def pipelined(params, read):
+        return pipe.loss(params, batch | read)
+
+    def expected(params, read):
+        return loss(params, batch | read)
+
+    step = jax.jit(jax.value_and_grad(pipelined, argnums=(0, 1)))
+    value, (grads, of_batch) = step(pipe.place(start), read)
+    got = value, (pipe.unplace(grads), of_batch)
+    assert_close(got, jax.jit(jax.value_and_grad(expected, argnums=(0, 1)))(start, read))
+
+
+def uneven_pipeline() -> jaxpipe.Pipeline:
+    """Its embedding reads ``batch["x"]``, its head ``batch["y"]``, its layers the rest."""
+    return jaxpipe.Pipeline(
+        uneven.model(),
+        uneven.params(),
+        schedule=jaxpipe.schedules.build("1f1b", stages=2, microbatches=3),
+        mesh=jaxpipe.make_mesh(stage=2, data=2),
+        zero=2,
+        poison=True,
+    )
+
+
 def test_other_derivatives_are_refused_in_a_sentence():
     pipe = pipeline("1f1b", 2, 1, 0)
     placed, batch = pipe.layout.placed_shapes(), mixture.batch(6)
@@ -173,10 +206,16 @@ def test_other_derivatives_are_refused_in_a_sentence():
         (jax.grad(gradient), "it has first derivatives alone"),
         (jax.grad(of_gradients), "it has first derivatives alone"),
         (jax.grad(of_metric), "A metric of Pipeline.loss was differentiated"),
-        (lambda p: jax.grad(lambda m: loss(p, batch | {"mask": m}))(batch["mask"]), "its batch"),
+        (
+            lambda p: jax.grad(lambda mask: loss(p, batch | {"mask": mask}))(batch["mask"]),
+            "on which the weight of the loss depends",
+        ),
     ):
         with pytest.raises(ValueError, match=text):
             jax.eval_shape(function, placed)
+    pipe, batch = uneven_pipeline(), uneven.batch(12)
+    with pytest.raises(ValueError, match=r"batch\['shift'\], which layer 0 reads; only what"):
+        jax.eval_shape(jax.grad(pipe.loss, argnums=1), pipe.layout.placed_shapes(), batch)
 
 
 # Updates within the step, and asynchronous ones.

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 import jax
@@ -42,11 +42,11 @@ class Weighted:
       ...     head_loss=head_loss,
       ... )
       >>> params = {"embed": {}, "layers": jnp.ones(2), "head": {}}
-      >>> batch = {"x": jnp.array([3.0, 2.0, 1.0, 1.0]), "y": jnp.zeros(4)}
+      >>> batch = {"x": jnp.array([4.0, 1.0, 1.0, 9.0]), "y": jnp.zeros(4)}
       >>> batch["mask"] = jnp.array([1.0, 1.0, 1.0, 0.0])
       >>> loss, metrics = unpipelined.loss(model, params, batch, num_microbatches=2)
-      >>> float(loss) == (3**2 + 2**2 + 1**2) / 3, float(metrics["valid"])
-      (True, 3.0)
+      >>> float(loss), float(metrics["valid"])  # (16 + 1 + 1) / 3, not the mean of 17 / 2 and 1 / 1
+      (6.0, 3.0)
     """
 
     total: Any
@@ -140,7 +140,7 @@ def combined(
     def combine(node: Tree) -> Tree:
         if isinstance(node, Weighted):
             node = total(node)
-            return node.total * reciprocal(node.weight)
+            return node.total / divisor(node.weight)
         if isinstance(node, Sum):
             return total(node.value)
         return mean(node / count)
@@ -148,9 +148,9 @@ def combined(
     return jax.tree.map(combine, sums, is_leaf=_has_rule)
 
 
-def reciprocal(weight: jax.Array) -> jax.Array:
-    """One over the sum of all weights; 1 if it is 0, as then everything that is weighted is 0."""
-    return 1 / jnp.where(weight == 0, 1, weight)
+def divisor(weight: jax.Array) -> jax.Array:
+    """The sum of all weights; 1 if it is 0, for then everything that is weighted is 0."""
+    return jnp.where(weight == 0, 1, weight)
 
 
 def _has_rule(node: Any) -> bool:
@@ -208,16 +208,21 @@ def _is_loss(shapes: Tree) -> bool:
 
 
 def weight_of(
-    head_loss: Callable[..., Any], outer: OuterParams, x: Activation, context: Tree
+    head_loss: Callable[..., Any],
+    outer: OuterParams,
+    x: Activation,
+    context: Tree,
+    wanted: Collection[int] = (),
 ) -> Callable[[Tree], jax.Array]:
     """The weight of a microbatch's loss as a function of its context, cut out of ``head_loss``.
 
     Args:
       head_loss: ``head_loss(outer, x, *context)``, which returns a weighted loss.
       outer, x, context: its arguments, or their shapes; the context is rows and key.
+      wanted: numbers of the context's arrays whose gradients are wanted.
 
     Raises:
-      ValueError: the weight depends on parameters or on the activation.
+      ValueError: the weight depends on parameters or the activation, or on what is wanted.
     """
 
     def weight(outer: OuterParams, x: Activation, context: Tree) -> jax.Array:
@@ -227,7 +232,13 @@ def weight_of(
     program = jaxprs.flatten(jax.make_jaxpr(weight)(outer, x, context))
     inputs, outputs = program.jaxpr.invars, program.jaxpr.outvars
     eqns, num_other = jaxprs.needed(program.jaxpr.eqns, outputs), len(jax.tree.leaves((outer, x)))
-    if not jaxprs.reads(eqns, outputs).isdisjoint(inputs[:num_other]):
+    read = jaxprs.reads(eqns, outputs)
+    if any(inputs[num_other + n] in read for n in wanted):
+        raise ValueError(
+            "Pipeline.loss was differentiated with respect to an array of its batch on which the "
+            "weight of the loss depends; a weight has no derivatives."
+        )
+    if not read.isdisjoint(inputs[:num_other]):
         raise ValueError(
             "Model.head_loss returns a Weighted loss whose weight depends on parameters or on the "
             "activation. It is needed before the step, for every gradient is divided by the "

@@ -125,6 +125,14 @@ class Split:
         return self.traced.has_loss
 
     @property
+    def reads_of_context(self) -> list[int]:
+        """Numbers of the context's leaves that the layer reads."""
+        context = self.traced.known[self.traced.params.num_leaves :]
+        eqns = jaxprs.needed(self.traced.forward.jaxpr.eqns, self.traced.outputs)
+        read = jaxprs.reads(eqns, self.traced.outputs)
+        return [n for n, var in enumerate(context) if var in read]
+
+    @property
     def until_b(self) -> tuple[jax.ShapeDtypeStruct, ...]:
         """Shapes of the residuals that only B reads."""
         return jaxprs.shapes(self.kept_until_b)

@@ -33,6 +33,7 @@ class Carried:
       layer_losses: the sums of the losses of this stage's layers, one per minibatch in flight,
         float32; None if no layer has a loss.
       states: the layers' states.
+      input_gradients: gradients by the batch's arrays that are wanted, ``[rows, m, ...]``.
     """
 
     weights: Any
@@ -46,6 +47,7 @@ class Carried:
     collected: Tree
     layer_losses: jax.Array | None
     states: States
+    input_gradients: list[jax.Array]
 
     def but(self, **changes: Any) -> Carried:
         """A copy with these fields changed."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
@@ -20,9 +20,12 @@ from jaxpipe.runtime.layout.layer_layout import LayerLayout
 from jaxpipe.runtime.layout.whole_model import Layout, layer_rows
 from jaxpipe.runtime.mesh import DATA, STAGE
 from jaxpipe.runtime.tick.collected import Collector, Losses, Outputs, check_output
+from jaxpipe.runtime.tick.inputs import read_by_layers
+from jaxpipe.runtime.tick.microbatches import Microbatches, StepMicrobatches
 from jaxpipe.runtime.types import Activation, Batch, Index, Key, Message, OuterParams, Tree
 from jaxpipe.schedule.actions import Kind
 from jaxpipe.schedule.lowering.table import TickTable
+from jaxpipe.schedule.problems import refuse
 
 if TYPE_CHECKING:
     from jaxpipe.runtime.tick.gradients import GradientSink
@@ -45,6 +48,7 @@ class Setup:
       states: where the layers' states live, or None for a model without.
       poison: fill buffers and idle messages with NaN, to prove that nothing from a bubble is used.
       outputs: collect what `Model.output` returns, not the loss; forward only.
+      inputs: numbers of the batch's arrays whose gradients are wanted.
     """
 
     model: Model
@@ -55,42 +59,11 @@ class Setup:
     states: LayerLayout | None = None
     poison: bool = False
     outputs: bool = False
+    inputs: tuple[int, ...] = ()
 
     @property
     def trains(self) -> bool:
         return bool(self.table.passes.keys() & {Kind.B, Kind.BW})
-
-
-class Microbatches(Protocol):
-    """Where the rows and the key of a microbatch come from."""
-
-    def at(self, i: Index) -> tuple[Batch, Key, Index]:
-        """A microbatch's rows, the key of its step, and its number within the step."""
-
-    def scale_of(self, i: Index) -> jax.Array | None:
-        """One over the weights of a microbatch's step, if its loss is weighted; see
-        `Fixed.weighed`."""
-
-
-class StepMicrobatches(NamedTuple):
-    """The microbatches of one step: leaves ``[rows, m, ...]``, the step's key, or None, and the
-    scale of weighted losses."""
-
-    rows: Batch
-    rng: Key
-    scale: jax.Array | None = None
-
-    def at(self, i: Index) -> tuple[Batch, Key, Index]:
-        """As of `Microbatches`."""
-
-        def row(leaf: jax.Array) -> jax.Array:
-            return lax.dynamic_index_in_dim(leaf, i, 1, keepdims=False)
-
-        return jax.tree.map(row, self.rows), self.rng, i
-
-    def scale_of(self, i: Index) -> jax.Array | None:
-        """As of `Microbatches`."""
-        return self.scale
 
 
 @dataclasses.dataclass(frozen=True)
@@ -182,7 +155,7 @@ class Fixed:
             lambda i: weight(self.context(batch, i, layer)),
             jnp.arange(self.table.schedule.step_microbatches),
         )
-        return batch._replace(scale=losses.reciprocal(lax.psum(weights.sum(), DATA)))
+        return batch._replace(scale=1 / losses.divisor(lax.psum(weights.sum(), DATA)))
 
     def activation(self, message: Message, number: int) -> Activation:
         """A message's content as the activation of that number."""
@@ -222,6 +195,7 @@ def fix(
         remat=setup.remat,
         loss_scale=_mean_scale(setup),
     )
+    refuse(read_by_layers(layers, batch.at(0)[0], setup.inputs))
     kind_of = np.where(rows < 0, -1, np.asarray(layers.kind_of, np.int32)[rows])
     leaves = [jax.tree.leaves(x) for x in layers.activations]
     collector, weight = _leaving(setup, batch, outer, layers.activations[layers.last], shard)
@@ -283,5 +257,5 @@ def _leaving(
     losses.check_head_loss(result)
     weight = None
     if setup.trains and isinstance(losses.parts(result)[0], losses.Weighted):
-        weight = losses.weight_of(setup.model.head_loss, outer, y, context)
+        weight = losses.weight_of(setup.model.head_loss, outer, y, context, setup.inputs)
     return Losses(jax.eval_shape(losses.addable, result), microbatches), weight

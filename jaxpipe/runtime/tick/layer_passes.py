@@ -26,8 +26,9 @@ from jaxpipe.runtime.barriers import run_if, tie
 from jaxpipe.runtime.layers.losses import WithLoss
 from jaxpipe.runtime.layout.buffers import at_slot, put_slot
 from jaxpipe.runtime.tick.carried import Carried
-from jaxpipe.runtime.tick.fixed import Fixed, Microbatches
+from jaxpipe.runtime.tick.fixed import Fixed
 from jaxpipe.runtime.tick.messages import INBOX
+from jaxpipe.runtime.tick.microbatches import Microbatches
 from jaxpipe.runtime.tick.work import LayerWork, Work
 from jaxpipe.runtime.types import Arrays, Index, LayerParams, Message, Tree
 from jaxpipe.schedule.actions import Kind

@@ -26,7 +26,8 @@ from jaxpipe.runtime.layout.layer_layout import LayerLayout
 from jaxpipe.runtime.mesh import STAGE
 from jaxpipe.runtime.tick import executor
 from jaxpipe.runtime.tick.carried import Carried
-from jaxpipe.runtime.tick.fixed import RESIDUALS, Fixed, Setup, StepMicrobatches, fix
+from jaxpipe.runtime.tick.fixed import RESIDUALS, Fixed, Setup, fix
+from jaxpipe.runtime.tick.microbatches import StepMicrobatches
 from jaxpipe.runtime.types import Arrays, Batch, Index, Key, OuterParams, States, Tree
 from jaxpipe.runtime.update.asynchronous_update import Optimized, Rules, Updated
 from jaxpipe.runtime.update.asynchronous_weights import Versioned, Versions
@@ -62,7 +63,7 @@ class Recent:
     steady: SteadyState
 
     def at(self, i: Index) -> tuple[Batch, Key, Index]:
-        """As of `jaxpipe.runtime.tick.fixed.Microbatches`."""
+        """As of `jaxpipe.runtime.tick.microbatches.Microbatches`."""
         slot = i % self.steady.num_slots
         rows, rng = jax.tree.map(
             lambda w: lax.dynamic_index_in_dim(w, slot, keepdims=False), (self.rows, self.rng)
@@ -70,7 +71,7 @@ class Recent:
         return rows, rng, i % self.steady.num_microbatches
 
     def scale_of(self, i: Index) -> jax.Array | None:
-        """As of `jaxpipe.runtime.tick.fixed.Microbatches`."""
+        """As of `jaxpipe.runtime.tick.microbatches.Microbatches`."""
         return None if self.scale is None else self.scale[i % self.steady.num_slots]
 
 
@@ -291,6 +292,7 @@ def _carried(own: AsyncState) -> Carried:
         collected=flight["loss"],
         layer_losses=flight.get("layer_losses"),
         states=flight["states"],
+        input_gradients=[],
     )
 
 

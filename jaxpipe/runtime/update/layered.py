@@ -24,8 +24,9 @@ from jaxpipe.runtime.mesh import STAGE
 from jaxpipe.runtime.pipeline import Pipeline
 from jaxpipe.runtime.tick import executor
 from jaxpipe.runtime.tick.carried import Carried
-from jaxpipe.runtime.tick.fixed import Fixed, StepMicrobatches
+from jaxpipe.runtime.tick.fixed import Fixed
 from jaxpipe.runtime.tick.gradients import GradientSink, reduced_outer
+from jaxpipe.runtime.tick.microbatches import StepMicrobatches
 from jaxpipe.runtime.types import (
     Arrays,
     Batch,
