@@ -186,19 +186,21 @@ def fix(
     """Finds the kinds of layers, and what they leave in buffers; inside `jax.shard_map`."""
     rows, numbers = layer_rows(setup.table), range(sum(setup.table.layer_counts))
     stage, shard = lax.axis_index(STAGE), lax.axis_index(DATA)
+    context = jax.eval_shape(lambda: _context(batch, 0, 0, shard))
     layers = sort_layers(
         setup.model,
         [setup.layout.layers.shape_of(n) for n in numbers],
         jax.eval_shape(lambda: _embed(setup, batch, outer, 0, shard)),
-        *jax.eval_shape(lambda: _context(batch, 0, 0, shard)),
+        *context,
         states=None if setup.states is None else [setup.states.shape_of(n) for n in numbers],
         remat=setup.remat,
         loss_scale=_mean_scale(setup),
     )
-    refuse(read_by_layers(layers, batch.at(0)[0], setup.inputs))
+    refuse(read_by_layers(layers, context[0], setup.inputs))
     kind_of = np.where(rows < 0, -1, np.asarray(layers.kind_of, np.int32)[rows])
     leaves = [jax.tree.leaves(x) for x in layers.activations]
-    collector, weight = _leaving(setup, batch, outer, layers.activations[layers.last], shard)
+    y = layers.activations[layers.last]
+    collector, weight = _leaving(setup, batch, outer, y, context, shard)
     return Fixed(
         setup,
         weights,
@@ -245,12 +247,16 @@ def _mean_scale(setup: Setup) -> float:
 
 
 def _leaving(
-    setup: Setup, batch: Microbatches, outer: OuterParams, y: Activation, shard: Index
+    setup: Setup,
+    batch: Microbatches,
+    outer: OuterParams,
+    y: Activation,
+    context: Tree,
+    shard: Index,
 ) -> tuple[Collector, Callable[[Tree], jax.Array] | None]:
     """`Fixed.collector` and `Fixed.weight`; raises ValueError for what the head may not return."""
     microbatches = setup.table.schedule.step_microbatches
     result = jax.eval_shape(lambda y: _head(setup, batch, outer, y, 0, shard), y)
-    context = jax.eval_shape(lambda: _context(batch, 0, 0, shard))
     if setup.outputs:
         check_output(result, context[0])
         return Outputs(result, microbatches), None

@@ -45,8 +45,8 @@ class WithInputs:
 
 
 def inputs_of(batch: Microbatches, numbers: tuple[int, ...], i: Index) -> list[jax.Array]:
-    """The inputs of a microbatch."""
-    leaves = jax.tree.leaves(batch.at(i)[0])
+    """The inputs of a microbatch; without any, nothing is read."""
+    leaves = jax.tree.leaves(batch.at(i)[0]) if numbers else []
     return [leaves[n] for n in numbers]
 
 
