@@ -18,6 +18,8 @@ import uneven
 import jaxpipe
 from jaxpipe import Sum, Weighted, WithLoss
 from jaxpipe.runtime.layers.split import REMAT_POLICIES, split_layer
+from jaxpipe.schedule.search.slices import slice_ticks
+from jaxpipe.schedule.simulate import Costs
 
 pytestmark = pytest.mark.pipeline
 
@@ -41,12 +43,17 @@ def unpipelined(head, microbatches: int, data: int, differ: bool, stateful: bool
 
 def pipeline(
     schedule, stages, data, zero, remat="none", *, head=mixture.head_loss, differ=False,
-    stateful=False, microbatches=3, **options,
+    stateful=False, microbatches=3, sliced=False, **options,
 ):  # fmt: skip
+    schedule = jaxpipe.schedules.build(schedule, stages=stages, microbatches=microbatches)
+    if sliced:
+        counts = [len(mixture.DIFFERENT) // stages] * stages
+        schedule = slice_ticks(schedule, Costs(1, 1.2, 0.8), counts)
+        assert schedule.slices is not None
     return jaxpipe.Pipeline(
         mixture.model(head, differ=differ, stateful=stateful),
         mixture.params(differ=differ),
-        schedule=jaxpipe.schedules.build(schedule, stages=stages, microbatches=microbatches),
+        schedule=schedule,
         mesh=jaxpipe.make_mesh(stage=stages, data=data),
         zero=zero,
         remat=remat,
@@ -69,7 +76,7 @@ def assert_close(got, expected):
         ("gpipe", 4, 2, 3, "dots", {"weights": "unrolled"}),
         ("zb-v", 2, 2, 1, "full", {"differ": True}),
         ("breadth-first", 2, 1, 0, "none", {"differ": True, "stateful": True}),
-        ("1f1b", 2, 2, 3, "dots", {"differ": True, "stateful": True}),
+        ("1f1b", 2, 2, 3, "dots", {"differ": True, "stateful": True, "sliced": True}),
         ("1f1b", 1, 2, 2, "none", {"head": mixture.mean_loss}),
         ("1f1b", 2, 1, 0, "full", {"head": mixture.mean_loss, "keyed": True}),
     ],

@@ -24,7 +24,9 @@ class Weighted:
 
     The batch's value is the sum of ``total`` over all microbatches and data shards, divided by that
     of ``weight``; 0 if the weights are all 0. As a loss, ``weight`` must follow from the microbatch
-    and its key alone: it is computed before the step, because every gradient needs the whole.
+    and its key alone: it is computed before the step, because every gradient needs the whole. A
+    mean that is there already, as from `jaxpipe.vocabulary.cross_entropy`, times its weight is a
+    total.
 
     Args:
       total: a weighted sum; as a loss, a float32 scalar.
