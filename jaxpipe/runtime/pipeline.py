@@ -319,8 +319,8 @@ class Pipeline:
     def loss(self, placed: Placed, batch: Batch, rng: Key = None, *, states: States = None) -> Any:
         """Only the loss, or ``(loss, metrics)``, from the schedule's forwards.
 
-        Arguments as for `value_and_grad`, which ``jax.value_and_grad(pipe.loss)`` equals; it also
-        gives gradients by arrays of the batch that the embedding and the head alone read.
+        Arguments as for `value_and_grad`, which ``jax.value_and_grad(pipe.loss)`` equals. Arrays of
+        the batch that only the embedding and the head read have gradients, too.
         """
         self.check("placed", placed, batch, states)
         return programs.loss(self, placed, batch, rng, states)

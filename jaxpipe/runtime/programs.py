@@ -24,8 +24,8 @@ if TYPE_CHECKING:
     from jaxpipe.runtime.pipeline import Pipeline
 
 _FIRST_ORDER = (
-    "The gradients of a pipeline were differentiated; it has first derivatives alone, because a "
-    "schedule holds one backward."
+    "The gradients of a pipeline were differentiated; a pipeline has only first derivatives, "
+    "because a schedule holds one backward."
 )
 _STATES = (
     "Pipeline.loss was differentiated with respect to the states of its layers; these have no "
@@ -36,7 +36,7 @@ _METRICS = (
     "`has_aux=True`."
 )
 _OUTPUTS = (
-    "Pipeline.outputs was differentiated; it runs forward alone. Compute what needs a gradient in "
+    "Pipeline.outputs was differentiated; it only runs forward. Compute what needs a gradient in "
     "`Model.head_loss`, and differentiate `Pipeline.loss`."
 )
 

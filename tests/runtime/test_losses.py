@@ -17,6 +17,7 @@ import uneven
 
 import jaxpipe
 from jaxpipe import Sum, Weighted, WithLoss
+from jaxpipe.runtime.layers import losses
 from jaxpipe.runtime.layers.split import REMAT_POLICIES, split_layer
 from jaxpipe.schedule.search.slices import slice_ticks
 from jaxpipe.schedule.simulate import Costs
@@ -210,8 +211,8 @@ def test_other_derivatives_are_refused_in_a_sentence():
         return jax.tree.leaves(pipe.value_and_grad(placed, batch)[1])[0].sum()
 
     for function, text in (
-        (jax.grad(gradient), "it has first derivatives alone"),
-        (jax.grad(of_gradients), "it has first derivatives alone"),
+        (jax.grad(gradient), "has only first derivatives"),
+        (jax.grad(of_gradients), "has only first derivatives"),
         (jax.grad(of_metric), "A metric of Pipeline.loss was differentiated"),
         (
             lambda p: jax.grad(lambda mask: loss(p, batch | {"mask": mask}))(batch["mask"]),
@@ -223,6 +224,16 @@ def test_other_derivatives_are_refused_in_a_sentence():
     pipe, batch = uneven_pipeline(), uneven.batch(12)
     with pytest.raises(ValueError, match=r"batch\['shift'\], which layer 0 reads; only what"):
         jax.eval_shape(jax.grad(pipe.loss, argnums=1), pipe.layout.placed_shapes(), batch)
+
+
+def test_metrics_are_added_up_without_loss():
+    counts, half = jnp.full(3, 200, jnp.uint8), jnp.ones((), jnp.bfloat16)
+    metrics = {"sum": Sum(counts), "right": Sum(counts > 0), "half": Sum(half), "mean": counts}
+    _, added = losses.addable((jnp.zeros(()), metrics | {"weighted": Weighted(half, counts)}))
+    dtypes = {name: {w.dtype.name for w in jax.tree.leaves(tree)} for name, tree in added.items()}
+    integers = {name: dtypes.pop(name) for name in ("sum", "right")}
+    assert integers == {"sum": {"uint32"}, "right": {"int32"}}
+    assert all(found == {"float32"} for found in dtypes.values())
 
 
 # Updates within the step, and asynchronous ones.

@@ -110,7 +110,7 @@ def test_a_derivative_of_outputs_is_refused():
     def largest(placed):
         return pipe.outputs(placed, toy.batch(4))["logits"].max()
 
-    with pytest.raises(ValueError, match="it runs forward alone") as error:
+    with pytest.raises(ValueError, match="it only runs forward") as error:
         jax.eval_shape(jax.grad(largest), pipe.layout.placed_shapes())
     assert "differentiate `Pipeline.loss`" in str(error.value)
 

@@ -33,7 +33,7 @@ class Carried:
       layer_losses: the sums of the losses of this stage's layers, one per minibatch in flight,
         float32; None if no layer has a loss.
       states: the layers' states.
-      input_gradients: gradients by the batch's arrays that are wanted, ``[rows, m, ...]``.
+      input_gradients: of the batch's arrays whose gradients are wanted, ``[rows, m, ...]``.
     """
 
     weights: Any

@@ -45,7 +45,7 @@ class Step(NamedTuple):
       gradients: this device's part, reduced over data and shaped like the placed parameters; None
         if the table has no backward.
       states: those after the last microbatch, the mean over data shards.
-      input_gradients: gradients by the batch's arrays that are wanted, ``[rows, ...]``.
+      input_gradients: of the batch's arrays whose gradients are wanted, ``[rows, ...]``.
     """
 
     value: Tree

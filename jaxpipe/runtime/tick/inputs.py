@@ -1,6 +1,6 @@
-"""Gradients by arrays of the batch that the embedding and the head read.
+"""Gradients with respect to inputs: arrays of the batch that only embedding and head read.
 
-An input is named by its number among the batch's arrays.
+An input is known by its number among the batch's arrays.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from jaxpipe.runtime.types import Batch, Index, Key
 
 @dataclasses.dataclass(frozen=True)
 class WithInputs:
-    """Microbatches whose inputs are given by a function's argument, to differentiate by it.
+    """Microbatches with other values as inputs, so that a function of these can be differentiated.
 
     Args:
       batch: the microbatches.
@@ -51,13 +51,13 @@ def inputs_of(batch: Microbatches, numbers: tuple[int, ...], i: Index) -> list[j
 
 
 def no_gradients(batch: Batch, numbers: tuple[int, ...]) -> list[jax.Array]:
-    """The gradients by inputs ``[rows, m, ...]`` when nothing has run."""
+    """The inputs' gradients ``[rows, m, ...]`` when nothing has run."""
     leaves = jax.tree.leaves(batch)
     return [jnp.zeros_like(leaves[n]) for n in numbers]
 
 
 def add_gradients(sums: list[jax.Array], new: list[jax.Array], i: Index) -> list[jax.Array]:
-    """The gradients by inputs with a share of those of microbatch i."""
+    """The inputs' gradients with a share of microbatch i added."""
 
     def add(total: jax.Array, gradient: jax.Array) -> jax.Array:
         old = lax.dynamic_index_in_dim(total, i, 1, keepdims=False)
@@ -67,7 +67,7 @@ def add_gradients(sums: list[jax.Array], new: list[jax.Array], i: Index) -> list
 
 
 def read_by_layers(layers: Layers, batch: Batch, numbers: tuple[int, ...]) -> Iterator[str]:
-    """Says which inputs layers read: a layer's backward has no gradient by its microbatch."""
+    """Says which inputs are read by layers, whose backward has no part for the microbatch."""
     paths = [jax.tree_util.keystr(path) for path, _ in jax.tree.leaves_with_path(batch)]
     for kind in layers.kinds:
         for n in kind.split.reads_of_context:
