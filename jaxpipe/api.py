@@ -2,6 +2,9 @@
 
 from jaxpipe.runtime import unpipelined as unpipelined
 from jaxpipe.runtime import vocabulary as vocabulary
+from jaxpipe.runtime.layers.losses import Sum as Sum
+from jaxpipe.runtime.layers.losses import Weighted as Weighted
+from jaxpipe.runtime.layers.losses import WithLoss as WithLoss
 from jaxpipe.runtime.layers.model import Model as Model
 from jaxpipe.runtime.layers.modules import functional as functional
 from jaxpipe.runtime.layers.modules import stack as stack

@@ -11,13 +11,13 @@ import optax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxpipe.runtime import checks
+from jaxpipe.runtime import checks, programs
+from jaxpipe.runtime.layers.losses import with_aux
 from jaxpipe.runtime.layers.model import Model
 from jaxpipe.runtime.layout.placing import Placing
 from jaxpipe.runtime.layout.whole_model import StateLayout, layer_layout, layer_rows, make_layout
 from jaxpipe.runtime.mesh import Axes, leave_compilation_cache, with_auto_axes
 from jaxpipe.runtime.named_schedule import named_schedule
-from jaxpipe.runtime.tick import executor
 from jaxpipe.runtime.tick.fixed import Setup
 from jaxpipe.runtime.trees import shapes_of
 from jaxpipe.runtime.types import (
@@ -348,26 +348,48 @@ class Pipeline:
           states: placed states, for a stateful model.
 
         Returns:
-          The mean loss over microbatches and data shards (float32 scalar), and gradients like
-          ``placed``. A stateful model gives ``(loss, states)`` in place of the loss, like
-          `jax.value_and_grad` with ``has_aux``: the states after the last microbatch, averaged over
-          data shards.
+          The loss, a float32 scalar, and gradients like ``placed``. The loss is the mean, weighted
+          or not, of what `Model.head_loss` returns for the microbatches of all data shards, plus
+          the mean of what layers add. With metrics, or states, ``(loss, aux)`` takes its place, as
+          in `jax.value_and_grad` with ``has_aux``: aux is the metrics, the states after the last
+          microbatch, averaged over data shards, or ``(metrics, states)``.
 
         Raises:
           ValueError: arguments that do not fit the pipeline, layers that do not fit each other, or
             a loss that is not a float32 scalar.
         """
-        loss, grads, states = self._run(self.table, placed, batch, rng, states)
-        return (loss if self.state_layout is None else (loss, states)), grads
+        self.check("placed", placed, batch, states, checks.key(rng))
+        step = programs.train(self, placed, batch, rng, states)
+        return with_aux(step.value, step.states), step.gradients
 
-    def loss(
+    def loss(self, placed: Placed, batch: Batch, rng: Key = None, *, states: States = None) -> Any:
+        """Only the loss, or ``(loss, metrics)``, from the schedule's forwards.
+
+        Arguments as for `value_and_grad`, which ``jax.value_and_grad(pipe.loss)`` equals. Arrays of
+        the batch that only the embedding and the head read have gradients, too.
+        """
+        self.check("placed", placed, batch, states, checks.key(rng))
+        return programs.loss(self, placed, batch, rng, states)
+
+    def outputs(
         self, placed: Placed, batch: Batch, rng: Key = None, *, states: States = None
-    ) -> jax.Array:
-        """Only the loss, from the schedule's forwards; arguments as for `value_and_grad`."""
-        return self._run(self._forward_table, placed, batch, rng, states)[0]
+    ) -> Tree:
+        """What `Model.output` returns, such as logits, from the schedule's forwards.
+
+        Arguments as for `value_and_grad`.
+
+        Returns:
+          Arrays ``[rows, ...]`` in the order of the batch's rows, sharded like the batch.
+
+        Raises:
+          ValueError: as of `value_and_grad`, or an output that does not begin with rows.
+        """
+        self.check("placed", placed, batch, states, checks.key(rng))
+        return programs.outputs(self, placed, batch, rng, states)
 
     @cached_property
-    def _forward_table(self) -> TickTable:
+    def forward_table(self) -> TickTable:
+        """The table of the schedule's forwards alone."""
         return self._lower(forward_only(self.schedule), self.table.layer_counts)
 
     def _lower(self, schedule: Schedule, counts: Sequence[int]) -> TickTable:
@@ -379,31 +401,12 @@ class Pipeline:
             self.model, self.layout, table, self.remat, self.zero, self.state_layout, self.poison
         )
 
-    def _run(
-        self, table: TickTable, placed: Placed, batch: Batch, rng: Key, states: States
-    ) -> tuple[jax.Array, Gradients, States]:
-        self.check("placed", placed, batch, states, checks.key(rng))
-        setup = self.setup(table)
-
-        def body(placed: Placed, batch: Batch, rng: Key, states: States) -> tuple[Tree, ...]:
-            return executor.run(setup, placed, self.split_rows(batch), rng, states)
-
-        gradients = self.layout.specs(sharded=self.zero >= 1) if setup.trains else None
-        on_devices = self.shard_map(body, self.in_specs, (P(), gradients, P(self.axes.stage)))
-        return on_devices(placed, batch, rng, states)
-
     def check(
         self, name: str, placed: Placed, batch: Batch, states: States, others: Iterable[str] = ()
     ) -> None:
         """Raises ValueError for arguments of a step that do not fit, and for problems of others."""
-        refuse(
-            [
-                *self._params.problems(name, placed),
-                *others,
-                *self._batch_problems(batch),
-                *checks.given_states(states, self._states),
-            ]
-        )
+        rest = [*self._batch_problems(batch), *checks.given_states(states, self._states)]
+        refuse([*self._params.problems(name, placed), *others, *rest])
 
     def check_batch(self, batch: Batch) -> None:
         """Raises ValueError for rows that do not divide into microbatches and data shards."""

@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxpipe.runtime.layers.calls import output_shapes
+from jaxpipe.runtime.layers.losses import WithLoss, check_layer_loss
 from jaxpipe.runtime.layers.model import Model
 from jaxpipe.runtime.layers.split import Split, split_layer
 from jaxpipe.runtime.trees import describe
@@ -67,10 +68,12 @@ def sort_layers(
     *context: Shapes,
     states: Sequence[States] | None = None,
     remat: str = "none",
+    loss_scale: float = 1.0,
 ) -> Layers:
     """Follows the activations through all layers and splits each kind once.
 
-    Parameters, activation, context (the microbatch's rows and the key) and states are shapes.
+    Parameters, activation, context (the microbatch's rows and the key) and states are shapes;
+    ``loss_scale`` is as of `split_layer`.
 
     Raises:
       ValueError: a layer that cannot take what the layer before it returns, or returns what is not
@@ -100,7 +103,7 @@ def sort_layers(
                     "of all layers it must return what it takes. If layers differ, give "
                     "`Model.layer` a tuple of functions."
                 )
-            split = split_layer(function, *args, state=state, remat=remat)
+            split = split_layer(function, *args, state=state, remat=remat, loss_scale=loss_scale)
             seen[key] = len(kinds)
             kinds.append(LayerKind(len(kinds), n, function, here, number(y, n), split))
         kind_of.append(seen[key])
@@ -111,12 +114,12 @@ def sort_layers(
 def _output(
     function: Callable[..., Any], args: tuple[Shapes, ...], state: States, n: int
 ) -> Activation:
-    """Shape of a layer's output."""
+    """Shape of what a layer hands on."""
     layer_params, x, microbatch, rng = args
     given = {"layer_params": layer_params, "x": x, "microbatch": microbatch, "rng": rng}
     name, giver = f"Layer {n}", "the embedding" if n == 0 else f"layer {n - 1}"
     if state is None:
-        return output_shapes(name, function, giver=giver, **given)
+        return _handed_on(output_shapes(name, function, giver=giver, **given), n)
     output = output_shapes(name, function, giver=giver, **given, state=state)
     if not isinstance(output, tuple) or len(output) != 2:
         raise ValueError(
@@ -129,7 +132,15 @@ def _output(
             f"Layer {n} was given the state {describe(state)} and returns {describe(new_state)}; "
             "a state must keep its structure, shapes and dtypes."
         )
-    return y
+    return _handed_on(y, n)
+
+
+def _handed_on(y: Any, n: int) -> Activation:
+    """What a layer returns, without a loss of its own."""
+    if not isinstance(y, WithLoss):
+        return y
+    check_layer_loss(y.loss, n)
+    return y.x
 
 
 def _check_activation(tree: Activation, layer: int) -> None:
@@ -141,16 +152,6 @@ def _check_activation(tree: Activation, layer: int) -> None:
             f"{giver} returns {describe(tree)}; only floating-point arrays travel between layers. "
             "A layer can read masks, positions and targets from its microbatch."
         )
-
-
-def check_loss(loss: Tree) -> None:
-    """Raises ValueError if what `Model.head_loss` returns is not a float32 scalar."""
-    if _key(loss) == _key(jax.ShapeDtypeStruct((), jnp.float32)):
-        return
-    raise ValueError(
-        f"Model.head_loss returns {describe(loss)}; it must return a float32 scalar, the mean loss "
-        "of one microbatch. Reduce it with `jnp.mean` and convert it with `.astype(jnp.float32)`."
-    )
 
 
 def _key(tree: Tree) -> tuple[Any, ...]:

@@ -6,9 +6,11 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any
 
-import jax
-
 from jaxpipe.runtime.types import Activation, Batch, Key, OuterParams, Tree
+
+
+def _last_activation(outer: OuterParams, x: Activation, microbatch: Batch, rng: Key) -> Activation:
+    return x
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,9 +33,14 @@ class Model:
         function; ``params["layers"]`` then stacks ``layer_params`` on a leading layer dimension,
         and x stays the same in structure, shape and dtype. If they differ, a tuple or list of
         functions, one per layer; ``params["layers"]`` is then a tuple or list of trees. Layers that
-        share the function and all shapes share the compiled code.
+        share the function and all shapes share the compiled code. A layer with a loss of its own,
+        such as the balance loss of a mixture of experts, returns `jaxpipe.WithLoss(x, loss)` in
+        place of x.
       head_loss: ``head_loss(outer, x, microbatch, rng) -> loss``, a float32 scalar: the mean loss
-        of one microbatch.
+        of one microbatch. The loss of a batch is the mean over microbatches and data shards. Where
+        these have different weights, such as numbers of tokens, return
+        `jaxpipe.Weighted(total, weight)`. ``(loss, metrics)`` returns a dictionary of arrays beside
+        the loss, which are averaged like it, `jaxpipe.Weighted`, or summed: `jaxpipe.Sum`.
       stage_split: a tree like ``outer`` whose leaves are the dimension of that parameter that is
         split over the ``stage`` axis, or None where it is replicated. Functions that use a split
         leaf receive the stage's own slice and communicate by name (see
@@ -41,6 +48,9 @@ class Model:
       stateful: layers also take a state and return a new one, ``layer(layer_params, x, microbatch,
         rng, state) -> (x, state)``: running statistics, which are not differentiated. `Pipeline`
         then takes and returns a tuple of states, one tree per layer.
+      output: ``output(outer, x, microbatch, rng)``, arrays ``[rows, ...]`` such as logits, for
+        `Pipeline.outputs`; by default the last layer's x. The same on every stage: it gathers
+        what is split over stages.
 
     Example:
       >>> import jax.numpy as jnp
@@ -54,9 +64,10 @@ class Model:
 
     embed: Callable[[OuterParams, Batch, Key], Activation]
     layer: Any  # a function or a tuple of them; only the model's author knows which
-    head_loss: Callable[[OuterParams, Activation, Batch, Key], jax.Array]
+    head_loss: Callable[[OuterParams, Activation, Batch, Key], Any]
     stage_split: Tree = None
     stateful: bool = False
+    output: Callable[[OuterParams, Activation, Batch, Key], Tree] = _last_activation
 
     def __post_init__(self) -> None:
         if isinstance(self.layer, list):  # a model is compared and hashed

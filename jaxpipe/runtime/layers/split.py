@@ -8,6 +8,9 @@ are flattened (``jit`` and ``checkpoint`` equations inlined), then cut:
   only, such as dropout masks) are recomputed where they are used; the others are saved, once each;
 - B is what dx needs, W is the rest of what dparams needs, and what W reads of B's values *crosses*.
 
+The cotangent of a layer's own loss (`WithLoss`) is the same for every microbatch: a constant of the
+backward.
+
 Weights are therefore never residuals, which is what lets a backward use newer weights than its
 forward.
 """
@@ -20,10 +23,12 @@ from functools import cached_property
 from typing import Any, TypeAlias
 
 import jax
+import numpy as np
 from jax.extend import core
 
 from jaxpipe.runtime.layers import jaxprs
 from jaxpipe.runtime.layers.jaxprs import Env
+from jaxpipe.runtime.layers.losses import WithLoss
 from jaxpipe.runtime.types import Activation, Gradients, LayerParams, States, Tree
 from jaxpipe.schedule.problems import Problem, refuse
 
@@ -42,7 +47,8 @@ the rest; keep only the layer's input and recompute the layer."""
 class _Traced:
     """Flat forward and backward programs, and how their inputs and outputs are laid out.
 
-    The forward maps the leaves of (params, context, x, state) to those of (y, state, residuals),
+    The forward maps the leaves of (params, context, x, state) to those of (y, loss, state,
+    residuals),
     the backward those of (residuals, dy) to those of (dx, dparams).
     """
 
@@ -52,7 +58,8 @@ class _Traced:
     num_x: int
     params: Any
     x: Any
-    y: Any  # with the new state, if there is one
+    y: Any  # with the layer's loss and the new state, if there are any
+    has_loss: bool
 
     @cached_property
     def known(self) -> list[Any]:
@@ -66,7 +73,7 @@ class _Traced:
 
     @cached_property
     def outputs(self) -> list[Any]:
-        """Outputs of the forward that are no residuals: y, then the new state."""
+        """Outputs of the forward that are no residuals: y, its loss, the new state."""
         return self.forward.jaxpr.outvars[: self.y.num_leaves]
 
     @cached_property
@@ -113,6 +120,19 @@ class Split:
     reads_state: bool
 
     @property
+    def has_loss(self) -> bool:
+        """Whether the layer has a loss of its own."""
+        return self.traced.has_loss
+
+    @property
+    def reads_of_context(self) -> list[int]:
+        """Numbers of the context's leaves that the layer reads."""
+        context = self.traced.known[self.traced.params.num_leaves :]
+        eqns = jaxprs.needed(self.traced.forward.jaxpr.eqns, self.traced.outputs)
+        read = jaxprs.reads(eqns, self.traced.outputs)
+        return [n for n, var in enumerate(context) if var in read]
+
+    @property
     def until_b(self) -> tuple[jax.ShapeDtypeStruct, ...]:
         """Shapes of the residuals that only B reads."""
         return jaxprs.shapes(self.kept_until_b)
@@ -130,7 +150,7 @@ class Split:
     def forward(
         self, params: LayerParams, x: Activation, *context: Tree, state: States = None
     ) -> tuple[Activation, Values, Values]:
-        """y (with a state ``(y, state)``), and the residuals until B and until W."""
+        """What the layer returns, and the residuals until B and until W."""
         traced, kept = self.traced, [*self.kept_until_b, *self.kept_until_w]
         env = self._known(params, context)
         env |= dict(zip(traced.own, jax.tree.leaves((x, state)), strict=True))
@@ -205,18 +225,20 @@ def split_layer(
     *context: Tree,
     state: States = None,
     remat: str = "none",
+    loss_scale: float = 1.0,
 ) -> Split:
     """Cuts a layer's derivative into F, B and W.
 
     Args:
       layer: ``layer(params, x, *context) -> y``, or with a state ``layer(params, x, *context,
-        state) -> (y, state)``.
+        state) -> (y, state)``; y may be `WithLoss`.
       params: one layer's parameters, arrays or shapes.
       x: the layer's input, a tree of arrays or shapes; y may be another tree.
       *context: what F, B and W all read and what is not differentiated (the microbatch's rows, a
         key): trees of arrays or shapes, or None.
       state: what the layer reads and renews in F, such as running statistics; None if it has none.
       remat: a name in `REMAT_POLICIES`; a layer that uses `jax.checkpoint` itself composes with it.
+      loss_scale: the cotangent of the layer's own loss, if it has one.
 
     Returns:
       The split.
@@ -231,7 +253,7 @@ def split_layer(
       [(2, 4)]
     """
     refuse(unknown_remat(remat))
-    return _cut(_trace(layer, params, x, context, state, REMAT_POLICIES[remat]))
+    return _cut(_trace(layer, params, x, context, state, REMAT_POLICIES[remat], loss_scale))
 
 
 def unknown_remat(remat: str) -> Iterator[Problem]:
@@ -248,6 +270,7 @@ def _trace(
     context: Tree,
     state: States,
     policy: Any,
+    loss_scale: float,
 ) -> _Traced:
     def differentiate(params: LayerParams, context: Tree, x: Activation, state: States) -> Any:
         def of_params_and_x(params: LayerParams, x: Activation) -> tuple[Activation, States]:
@@ -270,10 +293,12 @@ def _trace(
     args = (params, context, x, state)
     forward_jaxpr = jaxprs.flatten(jax.make_jaxpr(forward)(*args))
     outputs, residuals = jax.eval_shape(forward, *args)
-    dy = outputs if state is None else outputs[0]
+    y = outputs if state is None else outputs[0]
+    has_loss, dy = isinstance(y, WithLoss), y.x if isinstance(y, WithLoss) else y
 
     def backward(residuals: Values, dy: Activation) -> tuple[Activation, Gradients]:
-        dparams, dx = jax.tree.unflatten(structure[0], residuals)(dy)
+        cotangent = WithLoss(dy, np.float32(loss_scale)) if has_loss else dy
+        dparams, dx = jax.tree.unflatten(structure[0], residuals)(cotangent)
         return dx, dparams
 
     return _Traced(
@@ -284,6 +309,7 @@ def _trace(
         params=jax.tree.structure(params),
         x=jax.tree.structure(x),
         y=jax.tree.structure(outputs),
+        has_loss=has_loss,
     )
 
 

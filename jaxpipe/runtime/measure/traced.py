@@ -12,7 +12,8 @@ from jax.sharding import PartitionSpec as P
 from jaxpipe.runtime.layers.kinds import Layers
 from jaxpipe.runtime.pipeline import Pipeline
 from jaxpipe.runtime.tick import executor
-from jaxpipe.runtime.tick.fixed import Fixed, StepMicrobatches
+from jaxpipe.runtime.tick.fixed import Fixed
+from jaxpipe.runtime.tick.microbatches import StepMicrobatches
 from jaxpipe.runtime.types import Batch, Key, Shapes
 
 Read = TypeVar("Read")

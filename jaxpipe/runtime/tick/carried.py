@@ -29,8 +29,11 @@ class Carried:
       gradients: the gradient sums of layers; nothing in an evaluation.
       outer_gradients: those of embedding and head.
       finished: what finished gradients have become.
-      loss: the sum over microbatches, float32.
+      collected: what the head has returned: sums of loss and metrics, or outputs.
+      layer_losses: the sums of the losses of this stage's layers, one per minibatch in flight,
+        float32; None if no layer has a loss.
       states: the layers' states.
+      input_gradients: of the batch's arrays whose gradients are wanted, ``[rows, m, ...]``.
     """
 
     weights: Any
@@ -41,8 +44,10 @@ class Carried:
     gradients: Arrays
     outer_gradients: Gradients
     finished: Any
-    loss: jax.Array
+    collected: Tree
+    layer_losses: jax.Array | None
     states: States
+    input_gradients: list[jax.Array]
 
     def but(self, **changes: Any) -> Carried:
         """A copy with these fields changed."""

@@ -11,6 +11,8 @@ device's part. It scans over the table's rows. `tick` is one row: the layers of 
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -20,10 +22,12 @@ from jaxpipe.runtime.layout.data_axis import average
 from jaxpipe.runtime.layout.whole_model import outer_of
 from jaxpipe.runtime.tick import outer_phases
 from jaxpipe.runtime.tick.carried import Carried
-from jaxpipe.runtime.tick.fixed import Fixed, Microbatches, Setup, StepMicrobatches, fix
+from jaxpipe.runtime.tick.fixed import Fixed, Setup, fix
 from jaxpipe.runtime.tick.gradients import GradientSink, Kept, Reduced
+from jaxpipe.runtime.tick.inputs import no_gradients
 from jaxpipe.runtime.tick.layer_passes import run_cells
 from jaxpipe.runtime.tick.messages import exchange, send_late
+from jaxpipe.runtime.tick.microbatches import Microbatches, StepMicrobatches
 from jaxpipe.runtime.tick.weights import Gathered, Held, Resident
 from jaxpipe.runtime.types import Batch, Gradients, Key, Placed, Shapes, States, Tree
 from jaxpipe.schedule.actions import Kind
@@ -33,20 +37,33 @@ _SUMS = ("gradients", "reduced")
 """Buffers that start as zeros; the others are written before they are read."""
 
 
-def run(
-    setup: Setup, placed: Placed, rows: Batch, rng: Key, states: States
-) -> tuple[jax.Array, Gradients, States]:
-    """Runs one step on this device, with its part of parameters, rows and states.
+class Step(NamedTuple):
+    """What a step returns.
 
-    Returns:
-      The mean loss of this data shard, equal on every stage; this device's part of the gradients,
-      reduced over data and shaped like ``placed``, or None if the table has no backward; and the
-      states after the last microbatch, the mean over data shards.
+    Args:
+      value: loss and metrics, or outputs.
+      gradients: this device's part, reduced over data and shaped like the placed parameters; None
+        if the table has no backward.
+      states: those after the last microbatch, the mean over data shards.
+      input_gradients: of the batch's arrays whose gradients are wanted, ``[rows, ...]``.
     """
+
+    value: Tree
+    gradients: Gradients
+    states: States
+    input_gradients: Tree
+
+
+def run(setup: Setup, placed: Placed, rows: Batch, rng: Key, states: States) -> Step:
+    """Runs one step on this device, with its part of parameters, rows and states."""
     batch, sink = StepMicrobatches(rows, rng), sink_of(setup)
     fixed, held = begin(setup, placed, batch, sink)
-    loss, carried, states = run_ticks(fixed, batch, start(fixed, held, held.outer, states))
-    return loss, None if sink is None else sink.result(fixed, carried), states
+    carried = start(fixed, held, held.outer, states)
+    carried = carried.but(input_gradients=no_gradients(rows, setup.inputs))
+    value, carried, states = run_ticks(fixed, batch, carried)
+    gradients = None if sink is None else sink.result(fixed, carried)
+    by_row = [w.reshape(-1, *w.shape[2:]) for w in carried.input_gradients]
+    return Step(value, gradients, states, by_row)
 
 
 def sink_of(setup: Setup) -> Kept | Reduced | None:
@@ -92,8 +109,10 @@ def start(fixed: Fixed, held: Tree, outer: Gradients, states: States) -> Carried
         gradients=found.get("gradients", {}),
         outer_gradients=None if sink is None else jax.tree.map(jnp.zeros_like, outer),
         finished=None if sink is None else sink.finished(found),
-        loss=jnp.zeros((), jnp.float32),
+        collected=fixed.collector.empty(),
+        layer_losses=jnp.zeros(1, jnp.float32) if fixed.adds_layer_losses else None,
         states=jax.tree.map(lambda w: w[0], states),
+        input_gradients=[],
     )
 
 
@@ -118,17 +137,18 @@ def buffer_shapes(fixed: Fixed) -> dict[str, Shapes]:
 
 def run_ticks(
     fixed: Fixed, batch: StepMicrobatches, carried: Carried
-) -> tuple[jax.Array, Carried, States]:
+) -> tuple[Tree, Carried, States]:
     """Runs all rows of the table.
 
     Returns:
-      The mean loss of this data shard, what the last tick leaves, and the mean over data shards of
-      the states.
+      What is collected, such as the loss; what the last tick leaves; and the mean over data shards
+      of the states.
     """
-    rows = _of_stage(fixed.table, fixed.stage)
+    rows, batch = _of_stage(fixed.table, fixed.stage), fixed.weighed(batch)
     carried, _ = lax.scan(lambda c, row: (tick(fixed, batch, c, row), None), carried, rows)
-    loss = lax.pmean(carried.loss / fixed.table.schedule.step_microbatches, fixed.axes.data)
-    return loss, carried, jax.tree.map(lambda w: w[None], average(carried.states, fixed.axes))
+    layer_losses = None if carried.layer_losses is None else carried.layer_losses[0]
+    value = fixed.collector.result(carried.collected, layer_losses)
+    return value, carried, jax.tree.map(lambda w: w[None], average(carried.states, fixed.axes))
 
 
 def _of_stage(table: TickTable, stage: jax.Array) -> Row:

@@ -3,24 +3,30 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from jaxpipe.runtime.layers import losses
 from jaxpipe.runtime.layers.calls import output_shapes
 from jaxpipe.runtime.layers.keys import embed_layer, head_layer, layer_key
-from jaxpipe.runtime.layers.kinds import Layers, check_loss, sort_layers
+from jaxpipe.runtime.layers.kinds import Layers, sort_layers
 from jaxpipe.runtime.layers.model import Model
 from jaxpipe.runtime.layout.buffers import SharedBuffers
 from jaxpipe.runtime.layout.layer_layout import LayerLayout
 from jaxpipe.runtime.layout.whole_model import Layout, layer_rows
 from jaxpipe.runtime.mesh import Axes
-from jaxpipe.runtime.types import Activation, Batch, Index, Key, Message, OuterParams
+from jaxpipe.runtime.tick.collected import Collector, Losses, Outputs, check_output
+from jaxpipe.runtime.tick.inputs import read_by_layers
+from jaxpipe.runtime.tick.microbatches import Microbatches, StepMicrobatches
+from jaxpipe.runtime.types import Activation, Batch, Index, Key, Message, OuterParams, Tree
 from jaxpipe.schedule.actions import Kind
 from jaxpipe.schedule.lowering.table import TickTable
+from jaxpipe.schedule.problems import refuse
 
 if TYPE_CHECKING:
     from jaxpipe.runtime.tick.gradients import GradientSink
@@ -42,6 +48,8 @@ class Setup:
       zero: ZeRO level 0 to 3; 0 when the data axis has one device.
       states: where the layers' states live, or None for a model without.
       poison: fill buffers and idle messages with NaN, to prove that nothing from a bubble is used.
+      outputs: collect what `Model.output` returns, not the loss; forward only.
+      inputs: numbers of the batch's arrays whose gradients are wanted.
     """
 
     model: Model
@@ -51,32 +59,12 @@ class Setup:
     zero: int
     states: LayerLayout | None = None
     poison: bool = False
+    outputs: bool = False
+    inputs: tuple[int, ...] = ()
 
     @property
     def trains(self) -> bool:
         return bool(self.table.passes.keys() & {Kind.B, Kind.BW})
-
-
-class Microbatches(Protocol):
-    """Where the rows and the key of a microbatch come from."""
-
-    def at(self, i: Index) -> tuple[Batch, Key, Index]:
-        """A microbatch's rows, the key of its step, and its number within the step."""
-
-
-class StepMicrobatches(NamedTuple):
-    """The microbatches of one step: leaves ``[rows, m, ...]`` and the step's key, or None."""
-
-    rows: Batch
-    rng: Key
-
-    def at(self, i: Index) -> tuple[Batch, Key, Index]:
-        """As of `Microbatches`."""
-
-        def row(leaf: jax.Array) -> jax.Array:
-            return lax.dynamic_index_in_dim(leaf, i, 1, keepdims=False)
-
-        return jax.tree.map(row, self.rows), self.rng, i
 
 
 @dataclasses.dataclass(frozen=True)
@@ -93,6 +81,9 @@ class Fixed:
       kind_of: number of every layer's kind, int32 ``[chunks, layers]``, -1 where there is none.
       residuals: how layers share the buffers of residuals, by name.
       messages: how activations share a message.
+      collector: what becomes of what the head returns.
+      weight: the weight of a microbatch's loss, from what the head is given beside parameters and
+        activation; None if the loss is not weighted, or nothing is trained.
     """
 
     setup: Setup
@@ -105,6 +96,8 @@ class Fixed:
     kind_of: jax.Array
     residuals: dict[str, SharedBuffers]
     messages: SharedBuffers
+    collector: Collector
+    weight: Callable[[Tree], jax.Array] | None
 
     @property
     def axes(self) -> Axes:
@@ -139,15 +132,40 @@ class Fixed:
 
     def embed(self, batch: Microbatches, outer: OuterParams, i: Index) -> Activation:
         """The embedding of a microbatch."""
-        return _embed(self.setup, batch, outer, i, self.shard)
+        context = self.context(batch, i, embed_layer(self.num_layers))
+        return self.setup.model.embed(outer, *context)
 
-    def head_loss(
-        self, batch: Microbatches, outer: OuterParams, x: Activation, i: Index
-    ) -> jax.Array:
-        """The loss of a microbatch, from the last layer's output."""
+    def head(self, batch: Microbatches, outer: OuterParams, x: Activation, i: Index) -> Tree:
+        """The loss or the output of a microbatch, from the last layer's output."""
+        model, context = self.setup.model, self.context(batch, i, head_layer(self.num_layers))
+        function = model.output if self.setup.outputs else model.head_loss
+        result = function(outer, x, *context)
+        return jax.tree.map(jnp.asarray, result)  # a Python number has a dtype then
+
+    # Losses.
+
+    @property
+    def adds_layer_losses(self) -> bool:
+        """Whether layers have losses of their own that are wanted."""
+        has_losses = any(kind.split.has_loss for kind in self.layers.kinds)
+        return has_losses and not self.setup.outputs
+
+    def loss_scale(self, batch: Microbatches, i: Index) -> float | jax.Array:
+        """The cotangent of a microbatch's loss."""
+        weighted = batch.scale_of(i)
+        return _mean_scale(self.setup) if weighted is None else weighted
+
+    def weighed(self, batch: StepMicrobatches) -> StepMicrobatches:
+        """The microbatches with the scale of their losses, if these are weighted."""
+        weight = self.weight
+        if weight is None:
+            return batch
         layer = head_layer(self.num_layers)
-        loss = self.setup.model.head_loss(outer, x, *self.context(batch, i, layer))
-        return jax.tree.map(jnp.asarray, loss)  # a Python number has a dtype then
+        weights = lax.map(
+            lambda i: weight(self.context(batch, i, layer)),
+            jnp.arange(self.table.schedule.step_microbatches),
+        )
+        return batch._replace(scale=1 / losses.divisor(lax.psum(weights.sum(), self.axes.data)))
 
     def activation(self, message: Message, number: int) -> Activation:
         """A message's content as the activation of that number."""
@@ -177,21 +195,25 @@ def fix(
 ) -> Fixed:
     """Finds the kinds of layers, and what they leave in buffers; inside `jax.shard_map`."""
     rows, numbers = layer_rows(setup.table), range(sum(setup.table.layer_counts))
-    axes = setup.layout.axes
+    model, axes = setup.model, setup.layout.axes
     stage, shard = lax.axis_index(axes.stage), lax.axis_index(axes.data)
-    model, (rows_of_one, rng) = setup.model, jax.eval_shape(lambda: _context(batch, 0, 0, shard))
-    given = {"microbatch": rows_of_one, "rng": rng}
+    rows_of_one, rng = jax.eval_shape(lambda: _context(batch, 0, 0, shard))
     layers = sort_layers(
         model,
         [setup.layout.layers.shape_of(n) for n in numbers],
-        output_shapes("Model.embed", model.embed, outer=outer, **given),
-        *given.values(),
+        output_shapes("Model.embed", model.embed, outer=outer, microbatch=rows_of_one, rng=rng),
+        rows_of_one,
+        rng,
         states=None if setup.states is None else [setup.states.shape_of(n) for n in numbers],
         remat=setup.remat,
+        loss_scale=_mean_scale(setup),
     )
+    refuse(read_by_layers(layers, rows_of_one, setup.inputs))
     kind_of = np.where(rows < 0, -1, np.asarray(layers.kind_of, np.int32)[rows])
     leaves = [jax.tree.leaves(x) for x in layers.activations]
-    fixed = Fixed(
+    y = layers.activations[layers.last]
+    collector, weight = _leaving(setup, outer, y, rows_of_one, rng)
+    return Fixed(
         setup,
         weights,
         gradients,
@@ -205,11 +227,9 @@ def fix(
             for name in RESIDUALS
         },
         messages=SharedBuffers(leaves, np.arange(len(leaves)).reshape(-1, 1, 1)),
+        collector=collector,
+        weight=weight,
     )
-    y = layers.activations[layers.last]
-    given, giver = {"outer": outer, "x": y, **given}, "the last layer"
-    check_loss(output_shapes("Model.head_loss", model.head_loss, giver=giver, **given))
-    return fixed
 
 
 def _context(batch: Microbatches, i: Index, layer: Index, shard: Index) -> tuple[Batch, Key]:
@@ -217,8 +237,32 @@ def _context(batch: Microbatches, i: Index, layer: Index, shard: Index) -> tuple
     return rows, layer_key(rng, microbatch=number, shard=shard, layer=layer)
 
 
-def _embed(
-    setup: Setup, batch: Microbatches, outer: OuterParams, i: Index, shard: Index
-) -> Activation:
-    layer = embed_layer(sum(setup.table.layer_counts))
-    return setup.model.embed(outer, *_context(batch, i, layer, shard))
+def _mean_scale(setup: Setup) -> float:
+    """The cotangent of what is averaged over microbatches and data shards."""
+    return 1 / (setup.table.schedule.step_microbatches * lax.axis_size(setup.layout.axes.data))
+
+
+def _leaving(
+    setup: Setup, outer: OuterParams, y: Activation, rows: Batch, rng: Key
+) -> tuple[Collector, Callable[[Tree], jax.Array] | None]:
+    """`Fixed.collector` and `Fixed.weight`; raises ValueError for what the head may not return."""
+    microbatches, model = setup.table.schedule.step_microbatches, setup.model
+    name = "output" if setup.outputs else "head_loss"
+    result = output_shapes(
+        f"Model.{name}",
+        lambda *args: jax.tree.map(jnp.asarray, getattr(model, name)(*args)),
+        giver="the last layer",
+        outer=outer,
+        x=y,
+        microbatch=rows,
+        rng=rng,
+    )
+    if setup.outputs:
+        check_output(result, rows)
+        return Outputs(result, microbatches), None
+    losses.check_head_loss(result)
+    weight = None
+    if setup.trains and isinstance(losses.parts(result)[0], losses.Weighted):
+        weight = losses.weight_of(model.head_loss, outer, y, (rows, rng), setup.inputs)
+    shapes = jax.eval_shape(losses.addable, result)
+    return Losses(shapes, microbatches, setup.layout.axes), weight

@@ -23,10 +23,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxpipe.runtime.barriers import run_if, tie
+from jaxpipe.runtime.layers.losses import WithLoss
 from jaxpipe.runtime.layout.buffers import at_slot, put_slot
 from jaxpipe.runtime.tick.carried import Carried
-from jaxpipe.runtime.tick.fixed import Fixed, Microbatches
+from jaxpipe.runtime.tick.fixed import Fixed
 from jaxpipe.runtime.tick.messages import INBOX
+from jaxpipe.runtime.tick.microbatches import Microbatches
 from jaxpipe.runtime.tick.work import LayerWork, Work
 from jaxpipe.runtime.types import Arrays, Index, LayerParams, Message, Tree
 from jaxpipe.schedule.actions import Kind
@@ -154,7 +156,8 @@ def _run_layer(work: Work, chunk: Index, layer: Index, through: Through) -> Thro
 
 
 def _forward(work: LayerWork, through: Through) -> Through:
-    """F, and R. If layers are recomputed, R leaves the residuals; F alone renews the state."""
+    """F, and R. If layers are recomputed, R leaves the residuals; F alone renews the state and adds
+    the layer's loss."""
     fixed, kind = work.fixed, work.kind
     weights, message = tie(work.weights(), through.message)
     weights, x = fixed.params.unpack(weights, kind.example), fixed.activation(message, kind.x)
@@ -168,6 +171,9 @@ def _forward(work: LayerWork, through: Through) -> Through:
     if state is not None:
         y, new = y
         through = through if work.action is Kind.R else _renew(work, through, state, new)
+    if isinstance(y, WithLoss):
+        through = through if work.action is Kind.R else _add_loss(work, through, y.loss)
+        y = y.x
     return through._replace(message=fixed.message(message, kind.y, y))
 
 
@@ -222,6 +228,16 @@ def _add_gradient(work: LayerWork, through: Through, dparams: LayerParams) -> Th
     sums = through.carried.gradients
     sums = fixed.gradients.add(work, sums, stored)
     return through.but(gradients=sums)
+
+
+def _add_loss(work: LayerWork, through: Through, loss: jax.Array) -> Through:
+    """Adds a layer's loss to the sum of its minibatch."""
+    sums = through.carried.layer_losses
+    if sums is None:  # only outputs are wanted
+        return through
+    minibatch = work.cell.microbatch // work.fixed.table.schedule.step_microbatches
+    mine = jnp.arange(len(sums)) == minibatch % len(sums)
+    return through.but(layer_losses=sums + jnp.where(mine, loss, 0))
 
 
 def _layer_state(work: LayerWork, through: Through) -> Tree:

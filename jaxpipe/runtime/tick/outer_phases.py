@@ -7,10 +7,13 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxpipe.runtime.barriers import run_if, tie
+from jaxpipe.runtime.layers.losses import differentiated
 from jaxpipe.runtime.layout.buffers import put_slot
 from jaxpipe.runtime.tick.carried import Carried
-from jaxpipe.runtime.tick.fixed import Fixed, Microbatches
-from jaxpipe.runtime.types import Activation, Gradients, Message, Tree
+from jaxpipe.runtime.tick.fixed import Fixed
+from jaxpipe.runtime.tick.inputs import WithInputs, add_gradients, inputs_of
+from jaxpipe.runtime.tick.microbatches import Microbatches
+from jaxpipe.runtime.types import Activation, Message, OuterParams, Tree
 from jaxpipe.schedule.lowering.table import NONE, Outer
 
 
@@ -31,38 +34,52 @@ def enter(fixed: Fixed, batch: Microbatches, carried: Carried, row: Outer) -> Ca
 def evaluate(
     fixed: Fixed, batch: Microbatches, carried: Carried, row: Outer, y: Message
 ) -> Carried:
-    """Only the loss of the microbatch that leaves."""
+    """Only the loss, or the output, of the microbatch that leaves."""
 
-    def body(loss: jax.Array) -> jax.Array:
-        mine, loss = tie(y, loss)
+    def body(collected: Tree) -> Tree:
+        mine, collected = tie(y, collected)
         x = _from_stage(fixed, mine, -1, fixed.layers.last)
         outer, x = fixed.weights.outer(fixed, carried.weights, "leave", row, x)
-        return loss + fixed.head_loss(batch, outer, x, row.head)
+        return fixed.collector.add(collected, fixed.head(batch, outer, x, row.head), row.head)
 
-    return carried.but(loss=run_if(row.head != NONE, body, carried.loss))
+    return carried.but(collected=run_if(row.head != NONE, body, carried.collected))
 
 
 def leave(fixed: Fixed, batch: Microbatches, carried: Carried, row: Outer, y: Message) -> Carried:
     """The loss of the microbatch that leaves, its cotangent, and the gradient of the head."""
     assert fixed.gradients is not None
-    sink = fixed.gradients
-    scale = 1 / (fixed.table.schedule.step_microbatches * lax.axis_size(fixed.axes.data))
+    sink, inputs = fixed.gradients, fixed.setup.inputs
     here = jnp.where(fixed.stage == _stage_of(fixed, -1), row.head_slot, NONE)
 
     def body(through: Tree) -> Tree:
-        mine, (loss, inbox, gradients) = tie(y, through)
+        mine, (collected, inbox, gradients, of_inputs) = tie(y, through)
         x = _from_stage(fixed, mine, -1, fixed.layers.last)
         outer, x = fixed.weights.outer(fixed, carried.weights, "leave", row, x)
-        value, vjp = jax.vjp(lambda outer, x: fixed.head_loss(batch, outer, x, row.head), outer, x)
-        douter, dx = vjp(jnp.asarray(scale, value.dtype))
-        gradients = sink.add_outer(gradients, douter, "leave", row)
-        message = fixed.message(fixed.empty_message(), fixed.layers.last, dx)
-        return loss + value, put_slot(inbox, here, message), gradients
 
-    through = carried.loss, carried.inboxes["dy"], carried.outer_gradients
-    loss, dy, gradients = run_if(row.head != NONE, body, through)
-    inboxes = carried.inboxes | {"dy": dy}
-    return carried.but(loss=loss, inboxes=inboxes, outer_gradients=gradients)
+        def loss(
+            outer: OuterParams, x: Activation, values: list[jax.Array]
+        ) -> tuple[jax.Array, Tree]:
+            result = fixed.head(WithInputs(batch, inputs, values), outer, x, row.head)
+            return differentiated(result), result
+
+        values = inputs_of(batch, inputs, row.head)
+        value, vjp, result = jax.vjp(loss, outer, x, values, has_aux=True)
+        douter, dx, new = vjp(jnp.asarray(fixed.loss_scale(batch, row.head), value.dtype))
+        gradients = sink.add_outer(gradients, douter, "leave", row)
+        of_inputs = add_gradients(of_inputs, new, row.head)
+        message = fixed.message(fixed.empty_message(), fixed.layers.last, dx)
+        collected = fixed.collector.add(collected, result, row.head)
+        return collected, put_slot(inbox, here, message), gradients, of_inputs
+
+    sums = carried.outer_gradients, carried.input_gradients
+    through = carried.collected, carried.inboxes["dy"], *sums
+    collected, dy, gradients, of_inputs = run_if(row.head != NONE, body, through)
+    return carried.but(
+        collected=collected,
+        inboxes=carried.inboxes | {"dy": dy},
+        outer_gradients=gradients,
+        input_gradients=of_inputs,
+    )
 
 
 def embed_gradient(
@@ -70,19 +87,26 @@ def embed_gradient(
 ) -> Carried:
     """The gradient of the embedding for the microbatch whose cotangent has come back."""
     assert fixed.gradients is not None
-    sink = fixed.gradients
+    sink, inputs, i = fixed.gradients, fixed.setup.inputs, row.embed_gradient
 
-    def body(gradients: Gradients) -> Gradients:
-        mine, gradients = tie(dx, gradients)
+    def body(through: Tree) -> Tree:
+        mine, (gradients, of_inputs) = tie(dx, through)
         cotangent = _from_stage(fixed, mine, 0, fixed.layers.first)
         outer, cotangent = fixed.weights.outer(
             fixed, carried.weights, "embed_gradient", row, cotangent
         )
-        _, vjp = jax.vjp(lambda outer: fixed.embed(batch, outer, row.embed_gradient), outer)
-        return sink.add_outer(gradients, vjp(cotangent)[0], "embed_gradient", row)
 
-    gradients = run_if(row.embed_gradient != NONE, body, carried.outer_gradients)
-    return carried.but(outer_gradients=gradients)
+        def embed(outer: OuterParams, values: list[jax.Array]) -> Activation:
+            return fixed.embed(WithInputs(batch, inputs, values), outer, i)
+
+        _, vjp = jax.vjp(embed, outer, inputs_of(batch, inputs, i))
+        douter, new = vjp(cotangent)
+        gradients = sink.add_outer(gradients, douter, "embed_gradient", row)
+        return gradients, add_gradients(of_inputs, new, i)
+
+    through = carried.outer_gradients, carried.input_gradients
+    gradients, of_inputs = run_if(i != NONE, body, through)
+    return carried.but(outer_gradients=gradients, input_gradients=of_inputs)
 
 
 def _stage_of(fixed: Fixed, virtual_stage: int) -> int:

@@ -9,7 +9,8 @@ import jax
 
 from jaxpipe.runtime.layers.kinds import LayerKind
 from jaxpipe.runtime.tick.carried import Carried
-from jaxpipe.runtime.tick.fixed import Fixed, Microbatches
+from jaxpipe.runtime.tick.fixed import Fixed
+from jaxpipe.runtime.tick.microbatches import Microbatches
 from jaxpipe.runtime.types import At, Batch, Index, Key, Leaves, Stored
 from jaxpipe.schedule.actions import Kind
 from jaxpipe.schedule.lowering.table import Cell

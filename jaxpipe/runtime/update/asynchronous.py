@@ -323,9 +323,7 @@ class AsyncPipeline:
 
     # Running.
 
-    def step(
-        self, state: AsyncState, batch: Batch, rng: Key = None
-    ) -> tuple[AsyncState, jax.Array]:
+    def step(self, state: AsyncState, batch: Batch, rng: Key = None) -> tuple[AsyncState, Any]:
         """Lets a minibatch enter: N ticks.
 
         Args:
@@ -335,8 +333,9 @@ class AsyncPipeline:
           rng: the minibatch's key, if `init` was given one.
 
         Returns:
-          The state, and the mean loss of the minibatch whose last microbatch has left meanwhile
-          (float32 scalar), about (P-1)/N minibatches behind; NaN before there is one.
+          The state, and the loss of the minibatch whose last microbatch has left meanwhile, float32
+          scalar, or ``(loss, metrics)``; about (P-1)/N minibatches behind. NaN before there is one,
+          or 0 for integers.
 
         Raises:
           ValueError: a state that is not this pipeline's; a batch or a key unlike those that `init`
@@ -344,16 +343,16 @@ class AsyncPipeline:
         """
         state = self._checked(state, batch=batch, rng=rng)
 
-        def body(state: AsyncState, batch: Batch, rng: Key) -> tuple[AsyncState, jax.Array]:
+        def body(state: AsyncState, batch: Batch, rng: Key) -> tuple[AsyncState, Tree]:
             rows = self.pipe.split_rows(batch)
             return asynchronous_run.call(self._setup, self._rules, state, rows, rng)
 
         in_specs = self._specs, P(self.pipe.axes.data), P()
         step = self.pipe.shard_map(body, in_specs, (self._specs, P()))
-        state, losses = step(state, batch, rng)
-        return state, losses[0]
+        state, left = step(state, batch, rng)
+        return state, jax.tree.map(lambda w: w[0], left)
 
-    def drain(self, state: AsyncState) -> tuple[AsyncState, jax.Array]:
+    def drain(self, state: AsyncState) -> tuple[AsyncState, Any]:
         """Lets everything in flight finish, with nothing entering: 2P-1 ticks.
 
         Training goes on from the state it returns, with an empty pipeline. To evaluate a run
@@ -364,14 +363,15 @@ class AsyncPipeline:
 
         Returns:
           The state, and the losses of the minibatches that were still to leave, float32
-          ``[about (P-1)/N]``; NaN for those that never entered.
+          ``[about (P-1)/N]``, or ``(loss, metrics)`` with this leading dimension; NaN, or 0 for
+          integers, for those that never entered.
 
         Raises:
           ValueError: a state that is not this pipeline's.
         """
         state = self._checked(state)
 
-        def body(state: AsyncState) -> tuple[AsyncState, jax.Array]:
+        def body(state: AsyncState) -> tuple[AsyncState, Tree]:
             return asynchronous_run.call(self._setup, self._rules, state, None, None)
 
         return self.pipe.shard_map(body, (self._specs,), (self._specs, P()))(state)

@@ -20,11 +20,13 @@ from jax import lax
 
 from jaxpipe.runtime.barriers import run_if
 from jaxpipe.runtime.layers.dependence import read_leaves
+from jaxpipe.runtime.layers.losses import differentiated
 from jaxpipe.runtime.layout.data_axis import average, gather
 from jaxpipe.runtime.tick import executor
 from jaxpipe.runtime.tick.carried import Carried
 from jaxpipe.runtime.tick.fixed import RESIDUALS, Fixed, Setup, fix
-from jaxpipe.runtime.types import Arrays, Batch, Index, Key, OuterParams, States
+from jaxpipe.runtime.tick.microbatches import StepMicrobatches
+from jaxpipe.runtime.types import Arrays, Batch, Index, Key, OuterParams, States, Tree
 from jaxpipe.runtime.update.asynchronous_update import Optimized, Rules, Updated
 from jaxpipe.runtime.update.asynchronous_weights import Versioned, Versions
 from jaxpipe.runtime.update.optimizer import PARTS
@@ -49,20 +51,26 @@ class Recent:
     Args:
       rows: their rows, leaves ``[slots, ...]``.
       rng: their steps' keys, ``[slots]``, or None.
+      scale: the scale of their losses, float32 ``[slots]``, or None if these are not weighted.
       steady: which microbatch is in which slot.
     """
 
     rows: Batch
     rng: Key
+    scale: jax.Array | None
     steady: SteadyState
 
     def at(self, i: Index) -> tuple[Batch, Key, Index]:
-        """As of `jaxpipe.runtime.tick.fixed.Microbatches`."""
+        """As of `jaxpipe.runtime.tick.microbatches.Microbatches`."""
         slot = i % self.steady.num_slots
         rows, rng = jax.tree.map(
             lambda w: lax.dynamic_index_in_dim(w, slot, keepdims=False), (self.rows, self.rng)
         )
         return rows, rng, i % self.steady.num_microbatches
+
+    def scale_of(self, i: Index) -> jax.Array | None:
+        """As of `jaxpipe.runtime.tick.microbatches.Microbatches`."""
+        return None if self.scale is None else self.scale[i % self.steady.num_slots]
 
 
 def empty_flight(setup: Setup, rules: Rules, state: AsyncState) -> dict[str, Any]:
@@ -73,7 +81,12 @@ def empty_flight(setup: Setup, rules: Rules, state: AsyncState) -> dict[str, Any
     rotating = jax.tree.map(lambda w: jnp.zeros((num_sums, *w.shape), w.dtype), sums["embed"])
     carried = executor.start(fixed, _held(own), sums | {"embed": rotating}, own["states"])
     norms = dict.fromkeys((*PARTS, "total"), jnp.zeros((), jnp.float32))
-    return _in_flight(carried.but(finished=Optimized({}, {}, norms)))
+    carried = carried.but(finished=Optimized({}, {}, norms))
+    if fixed.adds_layer_losses:
+        carried = carried.but(layer_losses=jnp.zeros(1 + rules.steady.loss_lag, jnp.float32))
+    weighted = fixed.weight is not None
+    scale = jnp.zeros(rules.steady.num_slots, jnp.float32) if weighted else None
+    return _in_flight(carried) | _present(scale=scale)
 
 
 def newest_weights(setup: Setup, rules: Rules, state: AsyncState) -> dict[str, Arrays]:
@@ -92,7 +105,7 @@ def newest_weights(setup: Setup, rules: Rules, state: AsyncState) -> dict[str, A
 
 def call(
     setup: Setup, rules: Rules, state: AsyncState, rows: Batch | None, rng: Key
-) -> tuple[AsyncState, jax.Array]:
+) -> tuple[AsyncState, Tree]:
     """Runs N ticks in which a minibatch enters, or those that drain the pipeline.
 
     Args:
@@ -101,8 +114,8 @@ def call(
       rows, rng: the minibatch, leaves ``[rows, N, ...]``, and its key; None to drain.
 
     Returns:
-      The state afterwards, and the losses of the minibatches that have left, float32
-      ``[minibatches]``, NaN before the first one.
+      The state afterwards, and loss and metrics of the minibatches that have left,
+      ``[minibatches, ...]``, NaN before the first one.
     """
     own, steady = _own(state), rules.steady
     fixed, clock = _fix(setup, rules, own), own["clock"]
@@ -117,23 +130,26 @@ def call(
         xp=jnp,
     )
     layers = jnp.asarray(setup.table.layer_counts)[fixed.stage]
+    minibatch = None if rows is None else fixed.weighed(StepMicrobatches(rows, rng))
 
-    def tick(through: Any, offset: Index) -> tuple[Any, jax.Array]:
+    def tick(through: Any, offset: Index) -> tuple[Any, Tree]:
         recent, carried, averaged = through
         now = clock["tick"] + offset
-        if rows is not None:
-            recent = _admit(steady, recent, rows, rng, offset, now)
+        if minibatch is not None:
+            recent = _admit(steady, recent, minibatch, offset, now)
         row = source.row(now, fixed.stage, layers=layers)
         carried = executor.tick(fixed, Recent(**recent, steady=steady), carried, row)
         if setup.states is not None:
             carried, averaged = _average_states(fixed, steady, carried, averaged, row)
-        carried, loss = _loss_left(steady, carried, row)
-        return (recent, carried, averaged), loss
+        carried, left = _left(steady, carried, row)
+        return (recent, carried, averaged), left
 
-    through = own["recent"], _carried(rules, own), _own_states(own)
-    (recent, carried, averaged), losses = lax.scan(tick, through, jnp.arange(num_ticks))
-    last = losses[_last_ones(steady, num_ticks, drains=rows is None)]
-    losses = lax.pmean(last, fixed.axes.data)
+    recent = own["recent"] | {"scale": own["flight"].get("scale")}
+    through = recent, _carried(rules, own), _own_states(own)
+    (recent, carried, averaged), left = lax.scan(tick, through, jnp.arange(num_ticks))
+    last_ones = _last_ones(steady, num_ticks, drains=rows is None)
+    value = fixed.collector.result(*jax.tree.map(lambda w: w[last_ones], left))
+    scale = recent.pop("scale")
     clock = clock | {"tick": clock["tick"] + num_ticks}
     if rows is None:
         first = clock["first"] + clock["entered"] // steady.num_microbatches
@@ -146,21 +162,25 @@ def call(
         "states": jax.tree.map(lambda w: w[None], averaged),
         "recent": recent,
         "clock": clock,
-        "flight": _in_flight(carried),
+        "flight": _in_flight(carried) | _present(scale=scale),
     }
-    return _behind(own), losses
+    return _behind(own), value
 
 
 def _admit(
-    steady: SteadyState, recent: dict[str, Any], rows: Batch, rng: Key, offset: Index, now: Index
+    steady: SteadyState,
+    recent: dict[str, Any],
+    minibatch: StepMicrobatches,
+    offset: Index,
+    now: Index,
 ) -> dict[str, Any]:
-    """Keeps an entering microbatch's rows and key until its last gradient."""
+    """Keeps an entering microbatch's rows, key and scale until its last gradient."""
     slot = now % steady.num_slots
-    row = jax.tree.map(lambda w: lax.dynamic_index_in_dim(w, offset, 1, keepdims=False), rows)
+    row, rng, _ = minibatch.at(offset)
     return jax.tree.map(
         lambda kept, new: lax.dynamic_update_index_in_dim(kept, new, slot, 0),
         recent,
-        {"rows": row, "rng": rng},
+        {"rows": row, "rng": rng, "scale": minibatch.scale},
     )
 
 
@@ -179,11 +199,25 @@ def _average_states(
     return carried.but(states=states), averaged
 
 
-def _loss_left(steady: SteadyState, carried: Carried, row: Row) -> tuple[Carried, jax.Array]:
-    """The loss of the minibatch whose last microbatch has left in this tick, or NaN."""
+def _left(steady: SteadyState, carried: Carried, row: Row) -> tuple[Carried, tuple[Tree, Tree]]:
+    """What is collected of the minibatch whose last microbatch has left in this tick, and the sum
+    of its layers' losses; NaN, or 0 for integers, if there is none."""
     ends = (row.outer.head != NONE) & steady.updates(row.outer.head)
-    loss = jnp.where(ends, carried.loss / steady.num_microbatches, jnp.nan)
-    return carried.but(loss=jnp.where(ends, 0, carried.loss)), loss
+
+    def if_ends(w: jax.Array) -> jax.Array:
+        nothing = jnp.nan if jnp.issubdtype(w.dtype, jnp.inexact) else 0
+        return jnp.where(ends, w, jnp.asarray(nothing, w.dtype))
+
+    left = jax.tree.map(if_ends, carried.collected)
+    carried = carried.but(
+        collected=jax.tree.map(lambda w: jnp.where(ends, 0, w), carried.collected)
+    )
+    sums = carried.layer_losses
+    if sums is None:
+        return carried, (left, None)
+    slot = row.outer.head // steady.num_microbatches % len(sums)
+    kept = jnp.where(ends & (jnp.arange(len(sums)) == slot), 0, sums)
+    return carried.but(layer_losses=kept), (left, if_ends(sums[slot]))
 
 
 def _last_ones(steady: SteadyState, num_ticks: int, *, drains: bool) -> np.ndarray:
@@ -198,7 +232,7 @@ def _last_ones(steady: SteadyState, num_ticks: int, *, drains: bool) -> np.ndarr
 
 def _fix(setup: Setup, rules: Rules, own: AsyncState) -> Fixed:
     """Arguments as for `call`; raises ValueError if the embedding reads parameters of the head."""
-    outer, recent = _outer(setup, own), Recent(**own["recent"], steady=rules.steady)
+    outer, recent = _outer(setup, own), Recent(**own["recent"], scale=None, steady=rules.steady)
     weights = Versioned(rules.steady, corrects=rules.discrepancy_decay is not None)
     fixed = fix(setup, recent, outer, weights=weights, gradients=None)
     return dataclasses.replace(fixed, gradients=Updated(rules, _is_tied(fixed, recent, outer)))
@@ -216,7 +250,7 @@ def _is_tied(fixed: Fixed, recent: Recent, outer: OuterParams) -> bool:
             "gradient is there. Parameters that both read belong to params['embed']."
         )
     x = fixed.activation(fixed.empty_message(), fixed.layers.last)
-    return read(lambda outer: fixed.head_loss(recent, outer, x, 0), "embed")
+    return read(lambda outer: differentiated(fixed.head(recent, outer, x, 0)), "embed")
 
 
 def _sink(fixed: Fixed) -> Updated:
@@ -253,8 +287,10 @@ def _carried(rules: Rules, own: AsyncState) -> Carried:
         gradients=flight["gradients"],
         outer_gradients=flight["outer_gradients"],
         finished=Optimized(rules.optimizer.by_part(own["owned"]), own["rest"], flight["norms"]),
-        loss=flight["loss"],
+        collected=flight["loss"],
+        layer_losses=flight.get("layer_losses"),
         states=flight["states"],
+        input_gradients=[],
     )
 
 
@@ -263,14 +299,19 @@ def _in_flight(carried: Carried) -> dict[str, Any]:
     return {
         **carried.inboxes,
         **carried.residuals,
-        **({"recomputed": carried.sent[Kind.R]} if carried.sent else {}),
+        **_present(recomputed=carried.sent.get(Kind.R), layer_losses=carried.layer_losses),
         **carried.replay,
         "gradients": carried.gradients,
         "outer_gradients": carried.outer_gradients,
         "norms": carried.finished.norms,
-        "loss": carried.loss,
+        "loss": carried.collected,
         "states": carried.states,
     }
+
+
+def _present(**values: Tree) -> dict[str, Tree]:
+    """Those of the values that are not None."""
+    return {name: value for name, value in values.items() if value is not None}
 
 
 def _own(state: AsyncState) -> AsyncState:

@@ -15,12 +15,14 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import PartitionSpec as P
 
+from jaxpipe.runtime.layers.losses import with_aux
 from jaxpipe.runtime.layout.data_axis import reduce_gradients
 from jaxpipe.runtime.layout.whole_model import outer_of
 from jaxpipe.runtime.tick import executor
 from jaxpipe.runtime.tick.carried import Carried
-from jaxpipe.runtime.tick.fixed import Fixed, StepMicrobatches
+from jaxpipe.runtime.tick.fixed import Fixed
 from jaxpipe.runtime.tick.gradients import GradientSink, reduced_outer
+from jaxpipe.runtime.tick.microbatches import StepMicrobatches
 from jaxpipe.runtime.types import (
     Arrays,
     Batch,
@@ -71,8 +73,8 @@ def chunk_by_chunk(pipe: Pipeline, optimizer: optax.GradientTransformation) -> S
         fixed, held = executor.begin(setup, params, rows, applied)
         carried = executor.start(fixed, held, held.outer, states)
         carried = carried.but(finished=applied.begin(params, state))
-        loss, carried, states = executor.run_ticks(fixed, rows, carried)
-        return loss, applied.result(fixed, carried), states
+        value, carried, states = executor.run_ticks(fixed, rows, carried)
+        return value, applied.result(fixed, carried), states
 
     weights, *others = pipe.in_specs
     specs = weights, placed_optimizer.state.specs(sharded=pipe.zero >= 1)
@@ -81,8 +83,8 @@ def chunk_by_chunk(pipe: Pipeline, optimizer: optax.GradientTransformation) -> S
     def step(
         params: Placed, state: OptimizerState, batch: Batch, rng: Key, states: States
     ) -> tuple[Any, Placed, OptimizerState]:
-        loss, new, states = on_devices(params, state, batch, rng, states)
-        return loss if pipe.state_layout is None else (loss, states), *new
+        value, new, states = on_devices(params, state, batch, rng, states)
+        return with_aux(value, states), *new
 
     return step
 

@@ -1,0 +1,257 @@
+"""What a model's functions say about losses and metrics, and how these are combined.
+
+`docs/design/018-losses-and-outputs.md` gives the reasons.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Collection
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxpipe.runtime.layers import jaxprs
+from jaxpipe.runtime.trees import describe
+from jaxpipe.runtime.types import Activation, OuterParams, Tree
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Weighted:
+    """A mean with weights, as a loss or a metric of one microbatch.
+
+    The batch's value is the sum of ``total`` over all microbatches and data shards, divided by that
+    of ``weight``; 0 if the weights are all 0. As a loss, ``weight`` must follow from the microbatch
+    and its key alone: it is computed before the step, because every gradient needs the whole. A
+    mean that is there already, as from `jaxpipe.vocabulary.cross_entropy`, times its weight is a
+    total.
+
+    Args:
+      total: a weighted sum; as a loss, a float32 scalar.
+      weight: the sum of the weights; as a loss, a scalar.
+
+    Example:
+      >>> from jaxpipe.runtime import unpipelined
+      >>> from jaxpipe.runtime.layers.model import Model
+      >>> def head_loss(outer, x, batch, rng):
+      ...     losses, mask = (x - batch["y"]) ** 2, batch["mask"]
+      ...     return Weighted((mask * losses).sum(), mask.sum()), {"valid": Sum(mask.sum())}
+      >>> model = Model(
+      ...     embed=lambda outer, batch, rng: batch["x"],
+      ...     layer=lambda w, x, batch, rng: w * x,
+      ...     head_loss=head_loss,
+      ... )
+      >>> params = {"embed": {}, "layers": jnp.ones(2), "head": {}}
+      >>> batch = {"x": jnp.array([4.0, 1.0, 1.0, 9.0]), "y": jnp.zeros(4)}
+      >>> batch["mask"] = jnp.array([1.0, 1.0, 1.0, 0.0])
+      >>> loss, metrics = unpipelined.loss(model, params, batch, num_microbatches=2)
+      >>> float(loss), float(metrics["valid"])  # (16 + 1 + 1) / 3, not the mean of 17 / 2 and 1 / 1
+      (6.0, 3.0)
+    """
+
+    total: Any
+    weight: Any
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Sum:
+    """A metric that is summed over microbatches and data shards, not averaged.
+
+    Args:
+      value: an array of one microbatch; integers stay integers.
+
+    Example:
+      >>> def head_loss(outer, x, batch, rng):
+      ...     return jnp.mean(x**2), {"tokens": Sum(batch["mask"].sum())}
+    """
+
+    value: Any
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class WithLoss:
+    """What a layer returns that has a loss of its own.
+
+    Args:
+      x: the layer's output.
+      loss: a float32 scalar, such as the balance loss of a mixture of experts times its
+        coefficient. Its mean over microbatches and data shards is added to the loss.
+
+    Example:
+      >>> def layer(w, x, batch, rng):
+      ...     logits = x @ w["router"]
+      ...     z_loss = jnp.mean(jax.nn.logsumexp(logits, -1) ** 2)
+      ...     return WithLoss(x + jax.nn.softmax(logits) @ w["experts"], 1e-3 * z_loss)
+    """
+
+    x: Any
+    loss: Any
+
+
+def parts(result: Tree) -> tuple[Tree, Tree]:
+    """Loss and metrics of what `Model.head_loss` returns; None for no metrics."""
+    return result if isinstance(result, tuple) else (result, None)
+
+
+def differentiated(result: Tree) -> jax.Array:
+    """What the gradients of a microbatch are those of, but for a scale: its loss, or its total."""
+    loss, _ = parts(result)
+    return loss.total if isinstance(loss, Weighted) else loss
+
+
+def with_aux(result: Tree, states: Tree) -> Any:
+    """A loss as `jax.value_and_grad` returns it with ``has_aux``: ``(loss, aux)``.
+
+    ``aux`` is the metrics, the states, or both in a tuple; without any, the loss alone.
+    """
+    loss, metrics = parts(result)
+    aux = tuple(tree for tree in (metrics, states) if tree is not None)
+    if not aux:
+        return loss
+    return loss, aux[0] if len(aux) == 1 else aux
+
+
+# Combining.
+
+
+def addable(result: Tree) -> Tree:
+    """The arrays of a microbatch's result in dtypes that can be added up without loss."""
+
+    def wide(node: Tree) -> Tree:
+        if isinstance(node, Sum):  # integers stay integers
+            return jax.tree.map(lambda w: _at_least_float32(jnp.sum(w, axis=())), node)
+        return jax.tree.map(lambda w: w.astype(jnp.promote_types(w.dtype, jnp.float32)), node)
+
+    return jax.tree.map(wide, result, is_leaf=_has_rule)
+
+
+def combined(
+    sums: Tree, count: int, *, mean: Callable[[Tree], Tree], total: Callable[[Tree], Tree]
+) -> Tree:
+    """Loss and metrics of a batch.
+
+    Args:
+      sums: the sums over ``count`` microbatches of what `addable` has made of each.
+      mean, total: the mean and the sum over data shards.
+    """
+
+    def combine(node: Tree) -> Tree:
+        if isinstance(node, Weighted):
+            node = total(node)
+            return node.total / divisor(node.weight)
+        if isinstance(node, Sum):
+            return total(node.value)
+        return mean(node / count)
+
+    return jax.tree.map(combine, sums, is_leaf=_has_rule)
+
+
+def divisor(weight: jax.Array) -> jax.Array:
+    """The sum of all weights; 1 if it is 0, for then everything that is weighted is 0."""
+    return jnp.where(weight == 0, 1, weight)
+
+
+def _has_rule(node: Any) -> bool:
+    return isinstance(node, (Weighted, Sum))
+
+
+def _at_least_float32(w: jax.Array) -> jax.Array:
+    if jnp.issubdtype(w.dtype, jnp.inexact):
+        return w.astype(jnp.promote_types(w.dtype, jnp.float32))
+    return w
+
+
+# Checks.
+
+
+def check_head_loss(result: Tree) -> None:
+    """Raises ValueError if shapes are not those of what `Model.head_loss` may return."""
+    if isinstance(result, tuple) and not (len(result) == 2 and isinstance(result[1], dict)):
+        raise ValueError(
+            f"Model.head_loss returns {describe(result)}; beside the loss it may only return a "
+            'dictionary of metrics: `(loss, {"name": value})`. The mean over all tokens of a batch '
+            "is `jaxpipe.Weighted(total, weight)`."
+        )
+    loss, _ = parts(result)
+    if isinstance(loss, Weighted):
+        if not (_is_loss(loss.total) and _is_scalar(loss.weight)):
+            raise ValueError(
+                f"Model.head_loss returns {describe(loss)}; as a loss, `total` must be a float32 "
+                "scalar, the sum over one microbatch, and `weight` a scalar."
+            )
+    elif not _is_loss(loss):
+        raise ValueError(
+            f"Model.head_loss returns {describe(loss)}; it must return a float32 scalar, the mean "
+            "loss of one microbatch. Reduce it with `jnp.mean` and convert it with "
+            "`.astype(jnp.float32)`."
+        )
+
+
+def check_layer_loss(loss: Tree, layer: int) -> None:
+    """Raises ValueError if shapes are not those of a loss that a layer may return."""
+    if not _is_loss(loss):
+        raise ValueError(
+            f"Layer {layer} returns WithLoss with the loss {describe(loss)}; it must be a float32 "
+            "scalar, the loss of one microbatch. Reduce it with `jnp.mean` and convert it with "
+            "`.astype(jnp.float32)`."
+        )
+
+
+def _is_scalar(shapes: Tree) -> bool:
+    return isinstance(shapes, jax.ShapeDtypeStruct) and shapes.shape == ()
+
+
+def _is_loss(shapes: Tree) -> bool:
+    return _is_scalar(shapes) and shapes.dtype == jnp.float32
+
+
+def weight_of(
+    head_loss: Callable[..., Any],
+    outer: OuterParams,
+    x: Activation,
+    context: Tree,
+    wanted: Collection[int] = (),
+) -> Callable[[Tree], jax.Array]:
+    """The weight of a microbatch's loss as a function of its context, cut out of ``head_loss``.
+
+    Args:
+      head_loss: ``head_loss(outer, x, *context)``, which returns a weighted loss.
+      outer, x, context: its arguments, or their shapes; the context is rows and key.
+      wanted: numbers of the context's arrays whose gradients are wanted.
+
+    Raises:
+      ValueError: the weight depends on parameters or the activation, or on what is wanted.
+    """
+
+    def weight(outer: OuterParams, x: Activation, context: Tree) -> jax.Array:
+        loss, _ = parts(head_loss(outer, x, *context))
+        return jnp.asarray(loss.weight, jnp.float32)
+
+    program = jaxprs.flatten(jax.make_jaxpr(weight)(outer, x, context))
+    inputs, outputs = program.jaxpr.invars, program.jaxpr.outvars
+    eqns, num_other = jaxprs.needed(program.jaxpr.eqns, outputs), len(jax.tree.leaves((outer, x)))
+    read = jaxprs.reads(eqns, outputs)
+    if any(inputs[num_other + n] in read for n in wanted):
+        raise ValueError(
+            "Pipeline.loss was differentiated with respect to an array of its batch on which the "
+            "weight of the loss depends; a weight has no derivatives."
+        )
+    if not read.isdisjoint(inputs[:num_other]):
+        raise ValueError(
+            "Model.head_loss returns a Weighted loss whose weight depends on parameters or on the "
+            "activation. It is needed before the step, for every gradient is divided by the "
+            "weights of all microbatches: compute it from the microbatch alone, outside functions "
+            "with a derivative of their own that also see the activation."
+        )
+
+    def of_context(context: Tree) -> jax.Array:
+        env = jaxprs.consts(program)
+        env |= dict(zip(inputs[num_other:], jax.tree.leaves(context), strict=True))
+        (value,) = jaxprs.values(outputs, jaxprs.run(eqns, env))
+        return value
+
+    return of_context

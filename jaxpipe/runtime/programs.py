@@ -1,0 +1,113 @@
+"""The programs of a pipeline, and what `jax.grad` sees of them.
+
+JAX cannot reverse the loops that run a schedule, and need not: a schedule holds its own backward.
+First derivatives of the loss come from it, and all others are refused.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import jax
+from jax.custom_derivatives import SymbolicZero
+from jax.sharding import PartitionSpec as P
+
+from jaxpipe.runtime.tick import executor
+from jaxpipe.runtime.tick.fixed import Setup
+from jaxpipe.runtime.types import Batch, Gradients, Key, Placed, States, Tree
+
+if TYPE_CHECKING:
+    from jaxpipe.runtime.pipeline import Pipeline
+
+_FIRST_ORDER = (
+    "The gradients of a pipeline were differentiated; a pipeline has only first derivatives, "
+    "because a schedule holds one backward."
+)
+_STATES = (
+    "Pipeline.loss was differentiated with respect to the states of its layers; these have no "
+    "gradient."
+)
+_METRICS = (
+    "A metric of Pipeline.loss was differentiated; only the loss has derivatives, as with "
+    "`has_aux=True`."
+)
+_OUTPUTS = (
+    "Pipeline.outputs was differentiated; it only runs forward. Compute what needs a gradient in "
+    "`Model.head_loss`, and differentiate `Pipeline.loss`."
+)
+
+
+def train(pipe: Pipeline, *args: Tree, inputs: tuple[int, ...] = ()) -> executor.Step:
+    """Runs a step.
+
+    Args:
+      pipe: what to run.
+      args: placed parameters, batch, key and states; here and below.
+      inputs: numbers of the batch's arrays whose gradients are wanted.
+    """
+    setup = dataclasses.replace(pipe.setup(pipe.table), inputs=inputs)
+    step: executor.Step = _refusing_derivatives(partial(_run, pipe, setup), _FIRST_ORDER)(*args)
+    return step
+
+
+def outputs(pipe: Pipeline, *args: Tree) -> Tree:
+    """What `Model.output` returns for every row."""
+    setup = dataclasses.replace(pipe.setup(pipe.forward_table), outputs=True)
+    return _refusing_derivatives(partial(_run, pipe, setup), _OUTPUTS)(*args).value
+
+
+def loss(pipe: Pipeline, *args: Tree) -> Tree:
+    """Loss and metrics, from forwards alone; differentiated, from a whole step."""
+
+    @jax.custom_vjp
+    def evaluate(placed: Placed, batch: Batch, rng: Key, states: States) -> Tree:
+        return _run(pipe, pipe.setup(pipe.forward_table), placed, batch, rng, states).value
+
+    def forward(*primals: Tree) -> tuple[Tree, tuple[Gradients, Batch]]:
+        _, batch, _, states = primals
+        if any(leaf.perturbed for leaf in jax.tree.leaves(states)):
+            raise ValueError(_STATES)
+        leaves, structure = jax.tree.flatten(batch)
+        inputs = tuple(n for n, leaf in enumerate(leaves) if leaf.perturbed)
+        step = train(pipe, *jax.tree.map(lambda leaf: leaf.value, primals), inputs=inputs)
+        found = dict(zip(inputs, step.input_gradients, strict=True))
+        of_batch = jax.tree.unflatten(structure, [found.get(n) for n in range(len(leaves))])
+        return step.value, (step.gradients, of_batch)
+
+    def backward(gradients: tuple[Gradients, Batch], cotangents: Tree) -> tuple[Any, ...]:
+        of_loss, *of_metrics = jax.tree.leaves(cotangents)
+        if not all(isinstance(cotangent, SymbolicZero) for cotangent in of_metrics):
+            raise ValueError(_METRICS)
+        scaled = jax.tree.map(lambda w: (of_loss * w).astype(w.dtype), gradients)
+        return *scaled, None, None
+
+    evaluate.defvjp(forward, backward, symbolic_zeros=True)
+    return evaluate(*args)
+
+
+def _run(pipe: Pipeline, setup: Setup, *args: Tree) -> executor.Step:
+    """Runs a table on all devices."""
+
+    def body(placed: Placed, batch: Batch, rng: Key, states: States) -> executor.Step:
+        return executor.run(setup, placed, pipe.split_rows(batch), rng, states)
+
+    data = P(pipe.axes.data)
+    collected = data if setup.outputs else P()
+    gradients = pipe.layout.specs(sharded=pipe.zero >= 1) if setup.trains else None
+    specs = executor.Step(collected, gradients, P(pipe.axes.stage), data)
+    step: executor.Step = pipe.shard_map(body, pipe.in_specs, specs)(*args)
+    return step
+
+
+def _refusing_derivatives(run: Callable[..., Any], refusal: str) -> Callable[..., Any]:
+    """``run``, which raises ValueError when it is differentiated."""
+    guarded = jax.custom_jvp(run)
+
+    def refuse(primals: Tree, tangents: Tree) -> Any:
+        raise ValueError(refusal)
+
+    guarded.defjvp(refuse)
+    return guarded

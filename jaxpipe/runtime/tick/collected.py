@@ -1,0 +1,104 @@
+"""What becomes of what leaves the pipeline: `Losses` are added up, `Outputs` are put in order."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Protocol
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jaxpipe.runtime.layers import losses
+from jaxpipe.runtime.mesh import Axes
+from jaxpipe.runtime.trees import describe
+from jaxpipe.runtime.types import Batch, Index, Shapes, Tree
+
+
+class Collector(Protocol):
+    """What becomes of what the head returns for the microbatches."""
+
+    def empty(self) -> Tree:
+        """What is collected before the first microbatch."""
+
+    def add(self, collected: Tree, new: Tree, i: Index) -> Tree:
+        """What is collected with what the head returns for microbatch i."""
+
+    def result(self, collected: Tree, layer_losses: jax.Array | None) -> Tree:
+        """What a step returns; ``layer_losses`` is the sum over layers of this stage, if any."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Losses:
+    """Loss and metrics, which are added up.
+
+    Args:
+      shapes: of what the head returns for a microbatch, made `losses.addable`.
+      microbatches: of a step.
+      axes: the mesh axes by their use.
+    """
+
+    shapes: Shapes
+    microbatches: int
+    axes: Axes
+
+    def empty(self) -> Tree:
+        return jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), self.shapes)
+
+    def add(self, collected: Tree, new: Tree, i: Index) -> Tree:
+        return jax.tree.map(jnp.add, collected, losses.addable(new))
+
+    def result(self, collected: Tree, layer_losses: jax.Array | None) -> Tree:
+        """The same on every device."""
+
+        def mean(w: jax.Array) -> jax.Array:
+            return lax.pmean(w, self.axes.data)
+
+        def total(tree: Tree) -> Tree:
+            return lax.psum(tree, self.axes.data)
+
+        result = losses.combined(collected, self.microbatches, mean=mean, total=total)
+        if layer_losses is None:
+            return result
+        of_layers = lax.psum(mean(layer_losses / self.microbatches), self.axes.stage)
+        loss, metrics = losses.parts(result)
+        return loss + of_layers if metrics is None else (loss + of_layers, metrics)
+
+
+@dataclasses.dataclass(frozen=True)
+class Outputs:
+    """Outputs ``[rows, ...]`` of every microbatch, which are put in the order of the batch's rows.
+
+    ``shapes`` are those of a microbatch.
+    """
+
+    shapes: Shapes
+    microbatches: int
+
+    def empty(self) -> Tree:
+        def buffer(leaf: jax.ShapeDtypeStruct) -> jax.Array:
+            rows, *others = leaf.shape
+            return jnp.zeros((rows, self.microbatches, *others), leaf.dtype)
+
+        return jax.tree.map(buffer, self.shapes)
+
+    def add(self, collected: Tree, new: Tree, i: Index) -> Tree:
+        return jax.tree.map(
+            lambda kept, w: lax.dynamic_update_index_in_dim(kept, w, i, 1), collected, new
+        )
+
+    def result(self, collected: Tree, layer_losses: jax.Array | None) -> Tree:
+        """This data shard's rows, the same on every stage."""
+        return jax.tree.map(lambda w: w.reshape(-1, *w.shape[2:]), collected)
+
+
+def check_output(output: Shapes, rows: Batch) -> None:
+    """Raises ValueError if what `Model.output` returns does not begin with a microbatch's rows."""
+    num_rows = jax.tree.leaves(rows)[0].shape[0]
+    leaves = jax.tree.leaves(output)
+    if not leaves or any(leaf.shape[:1] != (num_rows,) for leaf in leaves):
+        raise ValueError(
+            f"Model.output returns {describe(output)}; it must return arrays whose first dimension "
+            f"is the {num_rows} rows of a microbatch. What is not per row is a metric of "
+            "`Model.head_loss`."
+        )

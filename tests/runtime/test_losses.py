@@ -1,0 +1,396 @@
+"""Weighted losses, metrics and losses of layers: as of the unpipelined model, whatever runs it."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+
+import chex
+import compilations
+import jax
+import jax.numpy as jnp
+import mixture
+import numpy as np
+import optax
+import pytest
+import uneven
+
+import jaxpipe
+from jaxpipe import Sum, Weighted, WithLoss
+from jaxpipe.runtime.layers import losses
+from jaxpipe.runtime.layers.split import REMAT_POLICIES, split_layer
+from jaxpipe.schedule.search.slices import slice_ticks
+from jaxpipe.schedule.simulate import Costs
+
+pytestmark = pytest.mark.pipeline
+
+
+@functools.cache
+def unpipelined(head, microbatches: int, data: int, differ: bool, stateful: bool, keyed: bool):
+    """The batch, its value and its gradients; many cases share them."""
+    model = mixture.model(head, differ=differ, stateful=stateful)
+    batch, rng = mixture.batch(2 * microbatches * data), jax.random.key(5) if keyed else None
+    loss = functools.partial(
+        jaxpipe.unpipelined.loss,
+        model,
+        num_microbatches=microbatches,
+        data_shards=data,
+        states=mixture.states() if stateful else None,
+    )
+    has_aux = stateful or head is mixture.head_loss
+    step = jax.jit(jax.value_and_grad(loss, has_aux=has_aux))
+    return batch, rng, *step(mixture.params(differ=differ), batch, rng)
+
+
+def pipeline(
+    schedule, stages, data, zero, remat="none", *, head=mixture.head_loss, differ=False,
+    stateful=False, microbatches=3, sliced=False, **options,
+):  # fmt: skip
+    schedule = jaxpipe.schedules.build(schedule, stages=stages, microbatches=microbatches)
+    if sliced:
+        counts = [len(mixture.DIFFERENT) // stages] * stages
+        schedule = slice_ticks(schedule, Costs(1, 1.2, 0.8), counts)
+        assert schedule.slices is not None
+    return jaxpipe.Pipeline(
+        mixture.model(head, differ=differ, stateful=stateful),
+        mixture.params(differ=differ),
+        schedule=schedule,
+        mesh=jaxpipe.make_mesh(stage=stages, data=data),
+        zero=zero,
+        remat=remat,
+        states=mixture.states() if stateful else None,
+        poison=True,
+        **options,
+    )
+
+
+def assert_close(got, expected):
+    chex.assert_trees_all_equal_dtypes(got, expected)
+    chex.assert_trees_all_close(got, expected, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "stages", "data", "zero", "remat", "options"),
+    [
+        ("1f1b", 2, 2, 0, "none", {}),
+        ("1f1b-fused", 3, 2, 2, "full", {"keyed": True}),
+        ("gpipe", 4, 2, 3, "dots", {"weights": "unrolled"}),
+        ("zb-v", 2, 2, 1, "full", {"differ": True}),
+        ("breadth-first", 2, 1, 0, "none", {"differ": True, "stateful": True}),
+        ("1f1b", 2, 2, 3, "dots", {"differ": True, "stateful": True, "sliced": True}),
+        ("1f1b", 1, 2, 2, "none", {"head": mixture.mean_loss}),
+        ("1f1b", 2, 1, 0, "full", {"head": mixture.mean_loss, "keyed": True}),
+    ],
+)
+def test_losses_metrics_and_gradients_are_those_of_the_unpipelined_model(
+    schedule, stages, data, zero, remat, options
+):
+    options = dict(options)
+    keyed, head = options.pop("keyed", False), options.get("head", mixture.head_loss)
+    pipe = pipeline(schedule, stages, data, zero, remat, **options)
+    model = [options.get(name, False) for name in ("differ", "stateful")]
+    batch, rng, value, gradients = unpipelined(head, 3, data, *model, keyed)
+    placed = pipe.place(mixture.params(differ=model[0]))
+    states = pipe.place_states(mixture.states()) if pipe.model.stateful else None
+    got, grads = jax.jit(pipe.value_and_grad)(placed, batch, rng, states=states)
+    evaluated = jax.jit(pipe.loss)(placed, batch, rng, states=states)
+    if states is not None:
+        (loss, (metrics, renewed)), (expected, (of_batch, expected_states)) = got, value
+        assert_close(pipe.unplace_states(renewed), expected_states)
+        got, value = (loss, metrics), (expected, of_batch)
+    assert_close(got, value)
+    assert_close(evaluated, value)
+    assert_close(pipe.unplace(grads), gradients)
+
+
+@pytest.mark.parametrize(("microbatches", "data"), [(3, 2), (1, 1)])
+def test_a_weighted_loss_is_the_mean_over_all_tokens_of_the_batch(microbatches, data):
+    """Computed at once from all rows, without a word of microbatches."""
+    start, batch = mixture.params(), mixture.batch(12)
+
+    def layer(w, x, batch, rng):
+        return mixture.layer(w, x, batch, rng).x
+
+    def expected(params):
+        x = params["embed"]["table"][batch["tokens"]]
+        for n in range(len(mixture.DIFFERENT)):
+            x = layer(jax.tree.map(lambda w, n=n: w[n], params["layers"]), x, batch, None)
+        losses, right = mixture.losses_of(params, x, batch)
+        valid = batch["mask"] > 0
+        return jnp.sum(jnp.where(valid, losses, 0)) / valid.sum(), (right & valid).sum()
+
+    model = dataclasses.replace(mixture.model(), layer=layer)
+    loss = functools.partial(
+        jaxpipe.unpipelined.loss, model, num_microbatches=microbatches, data_shards=data
+    )
+    (got, metrics), grads = jax.jit(jax.value_and_grad(loss, has_aux=True))(start, batch)
+    (value, right), gradients = jax.jit(jax.value_and_grad(expected, has_aux=True))(start)
+    assert_close((got, grads), (value, gradients))
+    tokens = int(batch["mask"].sum())
+    assert metrics["tokens"] == tokens
+    assert metrics["right by target"].sum() == right
+    np.testing.assert_allclose(metrics["accuracy"], right / tokens, rtol=1e-6)
+    np.testing.assert_allclose(metrics["cross entropy"], value, rtol=1e-6)
+
+
+def test_a_batch_without_a_token_has_no_loss_but_that_of_its_layers():
+    pipe = pipeline("1f1b", 2, 2, 0)
+    batch = mixture.batch(12)
+    placed = pipe.place(mixture.params())
+    batch |= {"mask": jnp.zeros_like(batch["mask"])}
+    (loss, metrics), grads = jax.jit(pipe.value_and_grad)(placed, batch)
+    assert metrics["cross entropy"] == 0
+    assert loss > 0
+    assert not jnp.any(grads["head"]["table"])
+    assert all(jnp.isfinite(leaf).all() for leaf in jax.tree.leaves(grads))
+
+
+def test_jax_grad_of_the_loss_runs_the_schedule():
+    pipe = pipeline("1f1b", 2, 2, 0)
+    batch, _, (value, metrics), gradients = unpipelined(
+        mixture.head_loss, 3, 2, False, False, False
+    )
+    placed = pipe.place(mixture.params())
+
+    @jax.jit
+    def doubled(placed):
+        loss, metrics = jax.jit(pipe.loss)(placed, batch)
+        return 2 * loss, metrics
+
+    got, grads = jax.jit(jax.value_and_grad(doubled, has_aux=True))(placed)
+    assert_close(got, (2 * value, metrics))
+    assert_close(pipe.unplace(grads), jax.tree.map(lambda g: 2 * g, gradients))
+
+
+def test_jax_grad_by_what_the_embedding_and_the_head_read_of_the_batch():
+    pipe = uneven_pipeline()
+    start, batch = uneven.params(), uneven.batch(12)
+    read = {name: batch[name] for name in ("x", "y")}
+    loss = functools.partial(
+        jaxpipe.unpipelined.loss, uneven.model(), num_microbatches=3, data_shards=2
+    )
+
+    def pipelined(params, read):
+        return pipe.loss(params, batch | read)
+
+    def expected(params, read):
+        return loss(params, batch | read)
+
+    step = jax.jit(jax.value_and_grad(pipelined, argnums=(0, 1)))
+    value, (grads, of_batch) = step(pipe.place(start), read)
+    got = value, (pipe.unplace(grads), of_batch)
+    assert_close(got, jax.jit(jax.value_and_grad(expected, argnums=(0, 1)))(start, read))
+
+
+def uneven_pipeline() -> jaxpipe.Pipeline:
+    """Its embedding reads ``batch["x"]``, its head ``batch["y"]``, its layers the rest."""
+    return jaxpipe.Pipeline(
+        uneven.model(),
+        uneven.params(),
+        schedule=jaxpipe.schedules.build("1f1b", stages=2, microbatches=3),
+        mesh=jaxpipe.make_mesh(stage=2, data=2),
+        zero=2,
+        poison=True,
+    )
+
+
+def test_other_derivatives_are_refused_in_a_sentence():
+    pipe = pipeline("1f1b", 2, 1, 0)
+    placed, batch = pipe.layout.placed_shapes(), mixture.batch(6)
+
+    def loss(placed, batch):
+        return pipe.loss(placed, batch)[0]
+
+    def gradient(placed):
+        return jax.tree.leaves(jax.grad(loss)(placed, batch))[0].sum()
+
+    def of_metric(placed):
+        return pipe.loss(placed, batch)[1]["accuracy"]
+
+    def of_gradients(placed):
+        return jax.tree.leaves(pipe.value_and_grad(placed, batch)[1])[0].sum()
+
+    for function, text in (
+        (jax.grad(gradient), "has only first derivatives"),
+        (jax.grad(of_gradients), "has only first derivatives"),
+        (jax.grad(of_metric), "A metric of Pipeline.loss was differentiated"),
+        (
+            lambda p: jax.grad(lambda mask: loss(p, batch | {"mask": mask}))(batch["mask"]),
+            "on which the weight of the loss depends",
+        ),
+    ):
+        with pytest.raises(ValueError, match=text):
+            jax.eval_shape(function, placed)
+    pipe, batch = uneven_pipeline(), uneven.batch(12)
+    with pytest.raises(ValueError, match=r"batch\['shift'\], which layer 0 reads; only what"):
+        jax.eval_shape(jax.grad(pipe.loss, argnums=1), pipe.layout.placed_shapes(), batch)
+
+
+def test_metrics_are_added_up_without_loss():
+    counts, half = jnp.full(3, 200, jnp.uint8), jnp.ones((), jnp.bfloat16)
+    metrics = {"sum": Sum(counts), "right": Sum(counts > 0), "half": Sum(half), "mean": counts}
+    _, added = losses.addable((jnp.zeros(()), metrics | {"weighted": Weighted(half, counts)}))
+    dtypes = {name: {w.dtype.name for w in jax.tree.leaves(tree)} for name, tree in added.items()}
+    integers = {name: dtypes.pop(name) for name in ("sum", "right")}
+    assert integers == {"sum": {"uint32"}, "right": {"int32"}}
+    assert all(found == {"float32"} for found in dtypes.values())
+
+
+# Updates within the step, and asynchronous ones.
+
+
+def test_updates_within_the_step_see_the_whole_weight():
+    pipe, optimizer = pipeline("1f1b", 2, 2, 2, head=mixture.head_loss), optax.sgd(0.1)
+    batch, _, value, gradients = unpipelined(mixture.head_loss, 3, 2, False, False, False)
+    start = mixture.params()
+    placed = pipe.place(start)
+    layered = jaxpipe.LayeredUpdate(pipe, optimizer)
+    got, new, _ = jax.jit(layered.step)(placed, optimizer.init(placed), batch)
+    assert_close(got, value)
+    expected = jax.tree.map(lambda w, g: w - 0.1 * g, start, gradients)
+    assert_close(pipe.unplace(new), expected)
+
+
+def linear_model() -> jaxpipe.Model:
+    """Gradients do not depend on parameters, so delays do not change what they add up to."""
+
+    def head_loss(outer, x, batch, rng):
+        total = (batch["mask"] * (x.sum(-1) + outer["head"].sum())).sum()
+        return Weighted(total, batch["mask"].sum()), {
+            "rows": Sum(jnp.int32(len(x))),
+            "mask": Weighted((batch["mask"] ** 2).sum(), batch["mask"].sum()),
+        }
+
+    return jaxpipe.Model(
+        embed=lambda outer, batch, rng: batch["x"] + outer["embed"],
+        layer=lambda w, x, batch, rng: WithLoss(x + w, (w * batch["x"]).mean()),
+        head_loss=head_loss,
+    )
+
+
+@pytest.mark.parametrize(
+    ("microbatches", "zero", "options"),
+    [
+        (2, 0, {}),
+        (1, 2, {"recompute_segment": 2}),
+        pytest.param(5, 3, {"method": "2bw"}, marks=pytest.mark.slow),
+    ],
+)
+def test_asynchronous_losses_are_those_of_their_minibatch(microbatches, zero, options):
+    keys = jax.random.split(jax.random.key(2), 7)
+    start = {
+        "embed": jax.random.normal(keys[0], (4,)),
+        "layers": jax.random.normal(keys[1], (3, 4)),
+        "head": jax.random.normal(keys[2], (4,)),
+    }
+    rows = 4 * microbatches
+    batches = [
+        {
+            "x": jax.random.normal(key, (rows, 4)),
+            "mask": jax.random.uniform(key, (rows,)) ** 8 * 10**n,
+        }
+        for n, key in enumerate(keys[3:])
+    ]
+    pipe = jaxpipe.Pipeline(
+        linear_model(),
+        start,
+        schedule=jaxpipe.schedules.build("1f1b", stages=3, microbatches=microbatches),
+        mesh=jaxpipe.make_mesh(stage=3, data=2),
+        zero=zero,
+        poison=True,
+    )
+    loss = functools.partial(
+        jaxpipe.unpipelined.loss, linear_model(), num_microbatches=microbatches, data_shards=2
+    )
+    step = jax.jit(jax.value_and_grad(loss, has_aux=True))
+    expected = [step(start, batch) for batch in batches]
+    # A rate that is a state: one program trains, and leaves weights as they are.
+    optimizer = optax.sgd(lambda count: 0.1 * jnp.float32(count >= 100))
+    training = jaxpipe.AsyncPipeline(pipe, optimizer, **options)
+    run, drain = jax.jit(training.step), jax.jit(training.drain)
+    placed = pipe.place(start)
+    for count in (0, 100):
+        state = jax.tree.map(lambda n, count=count: n + count, optimizer.init(placed))
+        state = training.init(placed, state, batches[0])
+        left = []
+        for batch in batches:
+            state, value = run(state, batch)
+            left.append(jax.tree.map(lambda w: w[None], value))
+        state, rest = drain(state)
+        if count == 0:
+            values = jax.tree.map(lambda *w: np.concatenate(w), *left, rest)
+            there = ~np.isnan(values[0])
+            got = jax.tree.map(functools.partial(np.compress, there, axis=0), values)
+            want = jax.tree.map(lambda *w: np.stack(w), *(value for value, _ in expected))
+            chex.assert_trees_all_close(got, want, rtol=1e-5, atol=1e-5)
+            assert values[1]["rows"].tolist() == np.where(there, rows, 0).tolist()
+    total = jax.tree.map(lambda *g: sum(g), *(gradients for _, gradients in expected))
+    new = pipe.unplace(training.params(state))
+    want = jax.tree.map(lambda w, g: w - 0.1 * g, start, total)
+    chex.assert_trees_all_close(new, want, rtol=1e-5, atol=1e-5)
+
+
+# The split of a layer.
+
+
+@pytest.mark.parametrize("remat", REMAT_POLICIES)
+def test_a_layer_s_loss_enters_b_and_w(remat):
+    params = jax.tree.map(lambda w: w[0], mixture.params()["layers"])
+    x = jax.random.normal(jax.random.key(3), (2, mixture.LENGTH, mixture.WIDTH))
+    dy = jax.random.normal(jax.random.key(4), x.shape)
+    split = split_layer(mixture.layer, params, x, None, None, remat=remat, loss_scale=0.25)
+
+    @jax.jit
+    def both(params, x, dy):
+        y, until_b, until_w = split.forward(params, x, None, None)
+        dx, crossing = split.backward_input(params, until_b, until_w, dy, None, None)
+        dparams = split.backward_weights(params, until_w, crossing, None, None)
+        fused = split.backward_fused(params, until_b, until_w, dy, None, None)
+        expected, vjp = jax.vjp(lambda w, x: mixture.layer(w, x, None, None), params, x)
+        wanted = vjp(WithLoss(dy, jnp.float32(0.25)))
+        return (y, (dparams, dx), fused), (expected, wanted, wanted[::-1])
+
+    assert_close(*both(params, x, dy))
+
+
+# What is refused.
+
+
+def refused(head=mixture.head_loss, layer=mixture.layer) -> str:
+    """The error of a step, an update within it, and an asynchronous one; nothing is compiled."""
+    pipe = pipeline("1f1b", 2, 1, 0, head=head)
+    pipe.model = dataclasses.replace(pipe.model, layer=layer)
+    placed, batch, sgd = pipe.layout.placed_shapes(), mixture.batch(6), optax.sgd(0.1)
+    found = set()
+    for function, *args in (
+        (pipe.value_and_grad, placed, batch),
+        (jaxpipe.LayeredUpdate(pipe, sgd).step, placed, sgd.init(placed), batch),
+        (jaxpipe.AsyncPipeline(pipe, sgd).init, placed, sgd.init(placed), batch),
+    ):
+        with compilations.counted() as compiled, pytest.raises(ValueError) as error:  # noqa: PT011
+            jax.eval_shape(function, *args)
+        assert not compiled
+        found.add(str(error.value))
+    (text,) = found
+    return text
+
+
+@pytest.mark.parametrize(
+    ("head", "text"),
+    [
+        (lambda x: (x.sum(), x.size), "beside the loss it may only return a dictionary of metrics"),
+        (lambda x: (x.mean(), {}, {}), "it may only return a dictionary of metrics"),
+        (lambda x: Weighted(x.sum(-1), 1.0), "`total` must be a float32 scalar"),
+        (lambda x: Weighted(x.sum(), jnp.ones(2)), "`weight` a scalar"),
+        (lambda x: Weighted(x.sum(), (x > 0).sum()), "whose weight depends on parameters or"),
+        (lambda x: (Sum(x.sum()), {}), "it must return a float32 scalar"),
+        (lambda x: (x, {}), "it must return a float32 scalar"),
+    ],
+)
+def test_what_is_no_loss_is_refused(head, text):
+    assert text in refused(lambda outer, x, batch, rng: head(x))
+
+
+def test_a_layer_s_loss_that_is_no_float32_scalar_is_refused():
+    text = refused(layer=lambda w, x, batch, rng: WithLoss(x, x.mean(-1)))
+    assert text.startswith("Layer 0 returns WithLoss with the loss float32[2, 4]; it must be a fl")
