@@ -32,14 +32,14 @@ from jaxpipe.runtime.types import (
     States,
     Tree,
 )
-from jaxpipe.runtime.update.layered import chunk_by_chunk
 from jaxpipe.runtime.update.optimizer import PlacedOptimizer
+from jaxpipe.runtime.update.training_step import train_step
 from jaxpipe.schedule.actions import Schedule
 from jaxpipe.schedule.check.validate import validate
 from jaxpipe.schedule.lowering.lower import forward_only, lower
 from jaxpipe.schedule.lowering.table import TickTable
 from jaxpipe.schedule.partition import partition
-from jaxpipe.schedule.problems import Problem, refuse
+from jaxpipe.schedule.problems import refuse
 
 
 class Pipeline:
@@ -132,7 +132,7 @@ class Pipeline:
         self.layout = make_layout(params, model.stage_split, mesh, axes, self.table, weights)
         self._params = Placing(self.layout, sharded=self.zero == 3, name="params")
         make = partial(PlacedOptimizer, params=self.layout, zero=self.zero)
-        self._placed_optimizer = lru_cache(maxsize=8)(make)
+        self.placed_optimizer = lru_cache(maxsize=8)(make)
         self.state_layout, self._states = None, None
         if states is not None:
             layout_of = layer_layout(states, weights="stacked")
@@ -146,11 +146,6 @@ class Pipeline:
     def param_shardings(self) -> Shardings:
         """Shardings of the placed parameters: over data, too, with ZeRO-3."""
         return self._params.shardings
-
-    @cached_property
-    def gradient_shardings(self) -> Shardings:
-        """Shardings of gradients and optimizer state: over data, too, from ZeRO-1 on."""
-        return self.layout.shardings(sharded=self.zero >= 1)
 
     @property
     def batch_sharding(self) -> NamedSharding:
@@ -248,29 +243,20 @@ class Pipeline:
         Raises:
           ValueError: a tree unlike those that the pipeline was built for, or not placed.
         """
-        placed = self.placed_optimizer(optimizer, **extra)
-        shapes = placed.placing.placed
-        refuse(
-            [
-                *self._params.problems("grads", grads, dtypes=False),
-                *checks.optimizer_state("state", state, shapes),
-                *self._params.problems("params", params),
-            ]
-        )
-        gradients, weights = self.layout.specs(sharded=self.zero >= 1), self.in_specs[0]
-        specs = placed.state.specs(sharded=self.zero >= 1)
-        update = self.shard_map(placed.update, (gradients, specs, weights, P()), (weights, specs))
-        shardings = self.param_shardings, placed.placing.shardings
-        new = update(grads, state, params, extra)
-        return jax.lax.with_sharding_constraint(new, shardings)
-
-    def placed_optimizer(
-        self, optimizer: optax.GradientTransformation, **extra: Tree
-    ) -> PlacedOptimizer:
-        """An optimizer cut into what each unit of this pipeline's model needs."""
+        placed = self.placed_optimizer(optimizer)
         if extra:
-            return PlacedOptimizer(optimizer, self.layout, zero=self.zero, extra=shapes_of(extra))
-        return self._placed_optimizer(optimizer)
+            shapes = shapes_of(extra)
+            placed = PlacedOptimizer(optimizer, self.layout, zero=self.zero, extra=shapes)
+        problems = self._params.problems("grads", grads, dtypes=False)
+        problems += checks.optimizer_state("state", state, placed.placing.placed)
+        refuse([*problems, *self._params.problems("params", params)])
+        gradients, states = (
+            layout.specs(sharded=self.zero >= 1) for layout in (self.layout, placed.state)
+        )
+        new = self.in_specs[0], states
+        update = self.shard_map(placed.update, (gradients, *new[::-1], P()), new)
+        shardings = self.param_shardings, placed.placing.shardings
+        return jax.lax.with_sharding_constraint(update(grads, state, params, extra), shardings)
 
     def optimizer_placing(self, optimizer: optax.GradientTransformation) -> Placing:
         """Where the state of an optimizer lies, with shapes and shardings.
@@ -307,31 +293,7 @@ class Pipeline:
         Source of "chunk": Lamy-Poirier, "Layered gradient accumulation and modular pipeline
         parallelism", arXiv 2106.02679, section 3.
         """
-        if update not in UPDATES:
-            rule = f"is no time to update; choose one of {', '.join(UPDATES)}"
-            refuse([Problem("update", update, rule)])
-
-        def at_once(
-            params: Placed, state: OptimizerState, batch: Batch, rng: Key, states: States
-        ) -> tuple[Any, Placed, OptimizerState]:
-            value, grads = self.value_and_grad(params, batch, rng, states=states)
-            return value, *self.update(optimizer, grads, state, params)
-
-        run = chunk_by_chunk(self, optimizer) if update == "chunk" else at_once
-
-        def step(
-            params: Placed,
-            state: OptimizerState,
-            batch: Batch,
-            rng: Key = None,
-            states: States = None,
-        ) -> tuple[Any, Placed, OptimizerState]:
-            shapes = self.optimizer_placing(optimizer).placed
-            others = checks.optimizer_state("state", state, shapes)
-            self.check("params", params, batch, states, others)
-            return run(params, state, batch, rng, states)
-
-        return jax.jit(step, donate_argnames=("params", "state", "states"))
+        return train_step(self, optimizer, update)
 
     # Running.
 
@@ -434,7 +396,3 @@ class Pipeline:
         """One data shard's leaves ``[rows, ...]`` as ``[rows of a microbatch, m, ...]``: a view."""
         m = self.schedule.num_microbatches
         return jax.tree.map(lambda leaf: leaf.reshape(-1, m, *leaf.shape[1:]), batch)
-
-
-UPDATES = ("step", "chunk")
-"""When a training step updates parameters."""

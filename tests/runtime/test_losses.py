@@ -244,8 +244,8 @@ def test_updates_within_the_step_see_the_whole_weight():
     batch, _, value, gradients = unpipelined(mixture.head_loss, 3, 2, False, False, False)
     start = mixture.params()
     placed = pipe.place(start)
-    layered = jaxpipe.LayeredUpdate(pipe, optimizer)
-    got, new, _ = jax.jit(layered.step)(placed, optimizer.init(placed), batch)
+    step = pipe.train_step(optimizer, update="chunk")
+    got, new, _ = step(placed, pipe.init(optimizer, placed), batch)
     assert_close(got, value)
     expected = jax.tree.map(lambda w, g: w - 0.1 * g, start, gradients)
     assert_close(pipe.unplace(new), expected)
@@ -364,7 +364,7 @@ def refused(head=mixture.head_loss, layer=mixture.layer) -> str:
     found = set()
     for function, *args in (
         (pipe.value_and_grad, placed, batch),
-        (jaxpipe.LayeredUpdate(pipe, sgd).step, placed, sgd.init(placed), batch),
+        (pipe.train_step(sgd, update="chunk"), placed, pipe.init(sgd, placed), batch),
         (jaxpipe.AsyncPipeline(pipe, sgd).init, placed, sgd.init(placed), batch),
     ):
         with compilations.counted() as compiled, pytest.raises(ValueError) as error:  # noqa: PT011

@@ -8,85 +8,27 @@ weights at once, so that only the gradients of chunks in work are kept: one, or 
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
-import optax
-from jax.sharding import PartitionSpec as P
 
-from jaxpipe.runtime.layers.losses import with_aux
 from jaxpipe.runtime.layout.data_axis import reduce_gradients
 from jaxpipe.runtime.layout.whole_model import outer_of
-from jaxpipe.runtime.tick import executor
 from jaxpipe.runtime.tick.carried import Carried
 from jaxpipe.runtime.tick.fixed import Fixed
 from jaxpipe.runtime.tick.gradients import GradientSink, reduced_outer
-from jaxpipe.runtime.tick.microbatches import StepMicrobatches
 from jaxpipe.runtime.types import (
     Arrays,
-    Batch,
     Index,
-    Key,
     OptimizerState,
     OuterParams,
     Placed,
     Shapes,
-    States,
     Stored,
 )
 from jaxpipe.runtime.update.optimizer import PlacedOptimizer, own_layers, placed
 from jaxpipe.runtime.update.per_unit import OUTER
 from jaxpipe.schedule.lowering.table import NONE, Transfer
-from jaxpipe.schedule.problems import Problem, refuse
-
-if TYPE_CHECKING:
-    from jaxpipe.runtime.pipeline import Pipeline
-
-
-Step: TypeAlias = Callable[
-    [Placed, OptimizerState, Batch, Key, States], tuple[Any, Placed, OptimizerState]
-]
-"""A training step, as `Pipeline.train_step` describes it."""
-
-
-def chunk_by_chunk(pipe: Pipeline, optimizer: optax.GradientTransformation) -> Step:
-    """A training step that updates every chunk as soon as its gradient is complete.
-
-    Its result is that of `Pipeline.value_and_grad` followed by the optimizer, without room for the
-    gradients of all layers.
-
-    Raises:
-      ValueError: a schedule that comes back to a chunk whose slot it has given up, or an optimizer
-        that needs the gradients of several parts at once.
-
-    Source: Lamy-Poirier, "Layered gradient accumulation and modular pipeline parallelism",
-    arXiv 2106.02679, section 3.
-    """
-    _check(pipe)
-    placed_optimizer = pipe.placed_optimizer(optimizer)
-    placed_optimizer.check_parts()
-    setup, applied = pipe.setup(pipe.table), Applied(placed_optimizer)
-
-    def body(params: Placed, state: Any, batch: Batch, rng: Key, states: States) -> Any:
-        rows = StepMicrobatches(pipe.split_rows(batch), rng)
-        fixed, held = executor.begin(setup, params, rows, applied)
-        carried = executor.start(fixed, held, held.outer, states)
-        carried = carried.but(finished=applied.begin(params, state))
-        value, carried, states = executor.run_ticks(fixed, rows, carried)
-        return value, applied.result(fixed, carried), states
-
-    weights, *others = pipe.in_specs
-    specs = weights, placed_optimizer.state.specs(sharded=pipe.zero >= 1)
-    on_devices = pipe.shard_map(body, (*specs, *others), (P(), specs, P(pipe.axes.stage)))
-
-    def step(
-        params: Placed, state: OptimizerState, batch: Batch, rng: Key, states: States
-    ) -> tuple[Any, Placed, OptimizerState]:
-        value, new, states = on_devices(params, state, batch, rng, states)
-        return with_aux(value, states), *new
-
-    return step
 
 
 class Updating(NamedTuple):
@@ -159,18 +101,3 @@ class Applied(GradientSink):
             )
         ]
         return new[0], self._optimizer.state.join(new[1:], step.rest(shared))
-
-
-def _check(pipe: Pipeline) -> None:
-    if pipe.layout.layers.own_arrays:
-        rule = "is not stacked: a chunk is updated piece by piece in stacked arrays"
-        refuse([Problem("weights", pipe.weights, rule, {"weights": "stacked"})])
-    counts, chunks = pipe.table.reduces.counts, pipe.schedule.num_chunks
-    if any(count > chunks for count in counts):
-        raise ValueError(
-            f"Schedule {pipe.schedule.name!r} comes back to a chunk after it has worked on "
-            f"another: a stage finishes a gradient {max(counts)} times per step, with {chunks} "
-            "chunks. To update within the step, every chunk's gradient must be complete at once.\n"
-            "Nearest valid: 'modular' or 'breadth-first' without group, one chunk a stage, or "
-            f"weight_slots={chunks}, with the sums of all chunks."
-        )

@@ -1,0 +1,114 @@
+"""A whole training step: the backward and the optimizer, after it or within it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+import jax
+import optax
+from jax.sharding import PartitionSpec as P
+
+from jaxpipe.runtime import checks
+from jaxpipe.runtime.layers.losses import with_aux
+from jaxpipe.runtime.tick import executor
+from jaxpipe.runtime.tick.microbatches import StepMicrobatches
+from jaxpipe.runtime.types import Batch, Key, OptimizerState, Placed, States
+from jaxpipe.runtime.update.layered import Applied
+from jaxpipe.schedule.problems import Problem, refuse
+
+if TYPE_CHECKING:
+    from jaxpipe.runtime.pipeline import Pipeline
+
+Step: TypeAlias = Callable[
+    [Placed, OptimizerState, Batch, Key, States], tuple[Any, Placed, OptimizerState]
+]
+"""A training step, as `Pipeline.train_step` describes it."""
+
+
+def _chunk_by_chunk(pipe: Pipeline, optimizer: optax.GradientTransformation) -> Step:
+    """A training step that updates every chunk as soon as its gradient is complete.
+
+    Its result is that of `Pipeline.value_and_grad` followed by the optimizer, without room for the
+    gradients of all layers.
+
+    Raises:
+      ValueError: a schedule that comes back to a chunk whose slot it has given up, or an optimizer
+        that needs the gradients of several parts at once.
+
+    Source: Lamy-Poirier, "Layered gradient accumulation and modular pipeline parallelism",
+    arXiv 2106.02679, section 3.
+    """
+    _check(pipe)
+    placed_optimizer = pipe.placed_optimizer(optimizer)
+    placed_optimizer.check_parts()
+    setup, applied = pipe.setup(pipe.table), Applied(placed_optimizer)
+
+    def body(params: Placed, state: Any, batch: Batch, rng: Key, states: States) -> Any:
+        rows = StepMicrobatches(pipe.split_rows(batch), rng)
+        fixed, held = executor.begin(setup, params, rows, applied)
+        carried = executor.start(fixed, held, held.outer, states)
+        carried = carried.but(finished=applied.begin(params, state))
+        value, carried, states = executor.run_ticks(fixed, rows, carried)
+        return value, applied.result(fixed, carried), states
+
+    weights, *others = pipe.in_specs
+    specs = weights, placed_optimizer.state.specs(sharded=pipe.zero >= 1)
+    on_devices = pipe.shard_map(body, (*specs, *others), (P(), specs, P(pipe.axes.stage)))
+
+    def step(
+        params: Placed, state: OptimizerState, batch: Batch, rng: Key, states: States
+    ) -> tuple[Any, Placed, OptimizerState]:
+        value, new, states = on_devices(params, state, batch, rng, states)
+        return with_aux(value, states), *new
+
+    return step
+
+
+def _check(pipe: Pipeline) -> None:
+    if pipe.layout.layers.own_arrays:
+        rule = "is not stacked: a chunk is updated piece by piece in stacked arrays"
+        refuse([Problem("weights", pipe.weights, rule, {"weights": "stacked"})])
+    counts, chunks = pipe.table.reduces.counts, pipe.schedule.num_chunks
+    if any(count > chunks for count in counts):
+        raise ValueError(
+            f"Schedule {pipe.schedule.name!r} comes back to a chunk after it has worked on "
+            f"another: a stage finishes a gradient {max(counts)} times per step, with {chunks} "
+            "chunks. To update within the step, every chunk's gradient must be complete at once.\n"
+            "Nearest valid: 'modular' or 'breadth-first' without group, one chunk a stage, or "
+            f"weight_slots={chunks}, with the sums of all chunks."
+        )
+
+
+def _at_once(pipe: Pipeline, optimizer: optax.GradientTransformation) -> Step:
+    """A training step that updates when all gradients are there."""
+
+    def step(
+        params: Placed, state: OptimizerState, batch: Batch, rng: Key, states: States
+    ) -> tuple[Any, Placed, OptimizerState]:
+        value, grads = pipe.value_and_grad(params, batch, rng, states=states)
+        return value, *pipe.update(optimizer, grads, state, params)
+
+    return step
+
+
+UPDATES = {"step": _at_once, "chunk": _chunk_by_chunk}
+"""When a training step updates parameters, by name."""
+
+
+def train_step(pipe: Pipeline, optimizer: optax.GradientTransformation, update: str) -> Any:
+    """As `Pipeline.train_step`."""
+    if update not in UPDATES:
+        rule = f"is no time to update; choose one of {', '.join(UPDATES)}"
+        refuse([Problem("update", update, rule)])
+    run = UPDATES[update](pipe, optimizer)
+
+    def step(
+        params: Placed, state: OptimizerState, batch: Batch, rng: Key = None, states: States = None
+    ) -> tuple[Any, Placed, OptimizerState]:
+        shapes = pipe.optimizer_placing(optimizer).placed
+        others = [*checks.optimizer_state("state", state, shapes), *checks.key(rng)]
+        pipe.check("params", params, batch, states, others)
+        return run(params, state, batch, rng, states)
+
+    return jax.jit(step, donate_argnames=("params", "state", "states"))
