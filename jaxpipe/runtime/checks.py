@@ -131,7 +131,7 @@ def _keys(params: Params) -> Iterator[str]:
         if part not in params:
             empty = "" if part == "layers" else "; without parameters it is {}"
             yield f"params[{part!r}] is missing{empty}."
-    for key in params.keys() - set(_PARTS):
+    for key in [key for key in params if key not in _PARTS]:
         yield (
             f"params[{key!r}] belongs to no function of the model: put it under 'embed' or 'head', "
             "which both `Model.embed` and `Model.head_loss` see."

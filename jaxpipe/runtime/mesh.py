@@ -70,11 +70,11 @@ class Axes:
                     f"{has}, and none is {name!r}. Name those of the data shards: data_axes=(...), "
                     "which is () if there are none."
                 )
-        for name in mesh.shape.keys() - set(self.names):
-            if mesh.shape[name] > 1:
+        for name, size in mesh.shape.items():
+            if name not in self.names and size > 1:
                 yield (
-                    f"{has}, and a pipeline would compute the same on all {mesh.shape[name]} "
-                    f"devices along {name!r}. Name it in data_axes, or give it one device."
+                    f"{has}, and a pipeline would compute the same on all {size} devices along "
+                    f"{name!r}. Name it in data_axes, or give it one device."
                 )
 
 
