@@ -25,7 +25,6 @@ import numpy as np
 from jaxpipe.schedule.actions import Kind, Schedule
 from jaxpipe.schedule.check.validate import simulated_only
 from jaxpipe.schedule.lowering.columns import columns_of
-from jaxpipe.schedule.lowering.minibatches import with_updates
 from jaxpipe.schedule.lowering.slots import colour_intervals
 from jaxpipe.schedule.lowering.table import NONE, Cell, Channel, TickTable
 from jaxpipe.schedule.lowering.transfers import Held, held_chunks
@@ -136,7 +135,7 @@ class _Lowering:
         head, head_slot = self._uniform(self.ends[Kind.F], -1, slots["dy"])
         leaves = self.ends[self.backward] if self.trains else None
         embed_gradient, _ = self._uniform(leaves, 0, slots["dy"])
-        table = TickTable(
+        return TickTable(
             schedule=self.schedule,
             layer_counts=self.layer_counts,
             passes=passes,
@@ -151,9 +150,6 @@ class _Lowering:
             num_slots=num_slots,
             meets=self.meets,
         )
-        if self.schedule.minibatches is None:
-            return table
-        return with_updates(table, slots.get("replay"))
 
     def _spans(self) -> tuple[dict[Kind, np.ndarray], dict[Kind, np.ndarray]]:
         """The ticks in which the actions of each kind start and end."""

@@ -240,24 +240,3 @@ class TickTable:
     def layers_per_chunk(self) -> int:
         """Layers of the largest chunk: the room every chunk gets."""
         return max(self.layer_counts)
-
-
-@dataclasses.dataclass(frozen=True)
-class MinibatchTable(TickTable):
-    """The table of a schedule of several minibatches.
-
-    Args:
-      reads: weight versions that phases read, int32 ``[ticks]``, by phase: see `Outer`.
-      updates: what is updated, int32 ``[ticks, stages]`` for layers, else ``[ticks]``.
-      replay: slots of what F keeps for R, by kind, int32 ``[ticks, stages]``; None without R.
-    """
-
-    reads: dict[str, Reads]
-    updates: Updates
-    replay: dict[Kind, np.ndarray] | None
-
-    @property
-    def rows(self) -> Row:
-        rows = super().rows
-        outer = rows.outer._replace(reads=self.reads)
-        return rows._replace(outer=outer, updates=self.updates, replay=self.replay)
