@@ -15,8 +15,8 @@ from functools import cached_property
 
 from jaxpipe.schedule.actions import Action, Kind, Schedule, Slice
 from jaxpipe.schedule.check.slice_rules import chunk_layers
-from jaxpipe.schedule.check.validate import keeper, peak_in_flight, validate
-from jaxpipe.schedule.check.walk import Results, Walk, message_target, walk
+from jaxpipe.schedule.check.validate import chunks_in_flight, peak_in_flight, validate
+from jaxpipe.schedule.check.walk import Results, Walk, walk
 
 
 @dataclasses.dataclass(frozen=True)
@@ -117,13 +117,14 @@ class Timeline:
     @cached_property
     def messages(self) -> dict[tuple[int, int], int]:
         """How many messages go from one stage to another, by (sender, receiver)."""
-        counts: collections.Counter[tuple[int, int]] = collections.Counter()
-        for stage, order in enumerate(self.schedule.orders):
-            for action in order:
-                target = message_target(action, self.schedule)
-                if target is not None:
-                    counts[stage, target] += 1
-        return dict(sorted(counts.items()))
+        results = Results(self.schedule)
+        counts = collections.Counter(
+            (results.stage(needed), stage)
+            for stage, order in enumerate(self.schedule.orders)
+            for action in order
+            for needed in results.inputs(action)
+        )
+        return {edge: count for edge, count in sorted(counts.items()) if edge[0] != edge[1]}
 
 
 def in_flight(row: Sequence[TimedAction]) -> list[tuple[float, int]]:
@@ -142,14 +143,11 @@ def in_flight(row: Sequence[TimedAction]) -> list[tuple[float, int]]:
       [(0.0, 1), (1.0, 2), (4.0, 1), (6.0, 0)]
     """
     steps: dict[float, int] = {}
-    count, keeps = 0, keeper(timed.action.kind for timed in row)
-    for timed in row:
-        if timed.action.kind is keeps:
-            count += 1
-            steps[timed.start] = count
-        elif timed.action.kind in (Kind.W, Kind.BW):
-            count -= 1
-            steps[timed.end] = count
+    before = 0
+    for timed, count in zip(row, chunks_in_flight([t.action for t in row]), strict=True):
+        if count != before:
+            steps[timed.start if count > before else timed.end] = count
+        before = count
     return list(steps.items())
 
 

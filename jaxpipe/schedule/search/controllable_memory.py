@@ -10,15 +10,8 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from jaxpipe.schedule.actions import Schedule
-from jaxpipe.schedule.generators.building_blocks import (
-    PERIOD,
-    Block,
-    TimedOrders,
-    eager,
-    split_block,
-    squeeze,
-    to_schedule,
-)
+from jaxpipe.schedule.generators import building_blocks
+from jaxpipe.schedule.generators.building_blocks import PERIOD, Block, TimedOrders
 from jaxpipe.schedule.generators.v_schedules import v_half_block, v_min_block, v_zb_block
 from jaxpipe.schedule.problems import Problem, refuse
 from jaxpipe.schedule.simulate import Costs
@@ -85,13 +78,8 @@ def controllable_memory(
     # At most all microbatches are in flight.
     limit = int(min(2 * memory_limit, 2 * num_microbatches))
     timed = _search(num_stages, num_microbatches, limit, costs)
-    return to_schedule(
-        "controllable-memory",
-        timed.orders,
-        num_microbatches,
-        fused=False,
-        caps=(limit,) * num_stages,
-    )
+    caps = (limit,) * num_stages
+    return building_blocks.to_schedule("controllable-memory", timed, num_microbatches, caps)
 
 
 class _Candidate(NamedTuple):
@@ -103,11 +91,12 @@ class _Candidate(NamedTuple):
     reserve: bool = False
 
     def orders(self, num_microbatches: int, costs: Costs) -> TimedOrders | None:
-        block, caps, own_costs, reserve = self
-        timed = eager(block, num_microbatches, caps=caps, costs=own_costs, reserve=reserve)
-        if timed is None or own_costs == costs:
+        timed = building_blocks.eager(
+            self.block, num_microbatches, caps=self.caps, costs=self.costs, reserve=self.reserve
+        )
+        if timed is None or self.costs == costs:
             return timed
-        return squeeze(timed, num_microbatches, costs=costs)
+        return building_blocks.squeeze(timed, num_microbatches, costs=costs)
 
 
 def _search(num_stages: int, num_microbatches: int, limit: int, costs: Costs) -> TimedOrders:
@@ -163,7 +152,7 @@ def _blocks(num_stages: int, limit: int) -> Iterator[Block]:
                 found.append((distance, strides, gap))
     found.sort(key=lambda candidate: candidate[0])
     for _, strides, gap in found:
-        block = split_block(strides, gap)
+        block = building_blocks.split_block(strides, gap)
         if block is not None and max(block.peaks) <= limit:
             yield block
 
