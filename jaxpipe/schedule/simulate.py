@@ -128,14 +128,9 @@ class Timeline:
 
 
 def in_flight(row: Sequence[TimedAction]) -> list[tuple[float, int]]:
-    """The chunk activations that one stage keeps over time.
+    """The chunk activations that one stage keeps over time: (time, how many from then on).
 
-    Args:
-      row: the actions of the stage, in order.
-
-    Returns:
-      (time, how many from then on): one more from the start of each F, one less from the end of
-      the W or BW that frees it.
+    There is one more from the start of each F, one less from the end of the W or BW that frees it.
 
     Example:
       >>> from jaxpipe.schedule.generators.gpipe import gpipe
@@ -152,16 +147,10 @@ def in_flight(row: Sequence[TimedAction]) -> list[tuple[float, int]]:
 
 
 def ticks(schedule: Schedule) -> list[list[int]]:
-    """Assigns every action the earliest tick that its order and its inputs allow.
+    """Assigns every action, per stage in order, the earliest tick, from 0, that its inputs allow.
 
     A stage runs at most one action per tick, and a result can be used from the next tick on, on its
     own stage or, as a message, on another.
-
-    Args:
-      schedule: a schedule that `validate` accepts.
-
-    Returns:
-      Per stage, the tick of every action in its order; ticks count from 0.
 
     Raises:
       ScheduleError: the schedule cannot run.
@@ -181,11 +170,7 @@ def simulate(schedule: Schedule, costs: Costs | Sequence[Costs]) -> Timeline:
     time proportional to the number of actions.
 
     Args:
-      schedule: a schedule that `validate` accepts.
       costs: of one chunk; or, if chunks differ, of every virtual stage.
-
-    Returns:
-      The timeline.
 
     Raises:
       ScheduleError: the schedule cannot run.
@@ -227,8 +212,7 @@ def lock_step(schedule: Schedule, costs: Costs | Sequence[Costs]) -> Timeline:
     long as the longest.
 
     Args:
-      schedule: a schedule that `validate` accepts.
-      costs: of one chunk; or, if chunks differ, of every virtual stage.
+      costs: as for `simulate`.
 
     Returns:
       The timeline; stages start a tick together. An action that is cut lasts from the start of its

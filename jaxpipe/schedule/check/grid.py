@@ -39,13 +39,9 @@ def message(
     ticks: list[list[int]],
     spell: Callable[[Action], str],
 ) -> str:
-    """Writes the problems, and the stage x tick grid around the first that has a place.
+    """Writes the problems, at least one, and the stage x tick grid around the first with a place.
 
-    Args:
-      schedule: the schedule that cannot run.
-      problems: at least one.
-      ticks: how far each stage gets (`jaxpipe.schedule.check.validate.Walk`).
-      spell: writes an action.
+    ``ticks`` says how far each stage gets (`jaxpipe.schedule.check.walk.Walk`).
     """
     p, m = len(set(schedule.placement.stages)), schedule.num_microbatches
     lines = [f"Schedule {schedule.name!r} ({p} stages, {m} microbatches) cannot run:"]

@@ -11,13 +11,7 @@ from jaxpipe.schedule.placement import Placement
 
 
 def wrong_types(schedule: Schedule) -> Iterator[str]:
-    """Finds every value in a schedule that has the wrong type.
-
-    Args:
-      schedule: any.
-
-    Yields:
-      A sentence per problem; for every row the first.
+    """Finds the values in a schedule that have the wrong type, of every row the first.
 
     Example:
       >>> from jaxpipe.schedule.placement import linear

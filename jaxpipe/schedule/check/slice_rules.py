@@ -24,11 +24,7 @@ _UP = (Kind.F, Kind.R)
 
 
 def slice_faults(schedule: Schedule) -> Iterator[Fault]:
-    """All violations of a rule by the slices of a schedule, and all differences from its orders.
-
-    Args:
-      schedule: a schedule with valid orders and with slices.
-    """
+    """The violations of a rule by slices, and their differences from orders that are valid."""
     assert schedule.slices is not None
     if len(schedule.slices) != schedule.num_stages:
         text = f"There are slices of {len(schedule.slices)} stages for {schedule.num_stages}."

@@ -57,9 +57,6 @@ def load(
         parameters of these names.
       options: num_chunks, group, memory_limit, for the function; a file takes none.
 
-    Returns:
-      A schedule that `validate` accepts. A file's has the file's name, a function's ``name``.
-
     Raises:
       ValueError: the name leads nowhere, numbers are given to a file or not given to a function,
         or what `call` raises.
@@ -94,14 +91,7 @@ def no_shape(name: str) -> Problem:
 def call(
     name: str, function: Callable[..., Any], stages: int, microbatches: int, **options: Any
 ) -> Schedule:
-    """Calls a user's function for a schedule, and checks what it returns.
-
-    Args:
-      name: of the schedule, whatever name the function gives it.
-      function: called as ``function(stages, microbatches, **options)``.
-      stages: p.
-      microbatches: m.
-      options: keyword arguments.
+    """Calls a user's function for a schedule, which gets this name, and checks what it returns.
 
     Raises:
       ValueError: the function does not take these arguments, raises something, or returns anything

@@ -114,11 +114,7 @@ def _starts_of_w(row: Sequence[int]) -> list[int]:
 def fused_block(num_stages: int) -> Block:
     """Builds the block of 1F1B-V: passes as close together as backwards of two units allow.
 
-    Args:
-      num_stages: p, at least 1.
-
-    Returns:
-      The block, on one clock for all stages.
+    All stages are on one clock.
 
     Example:
       >>> fused_block(1).starts
@@ -195,16 +191,7 @@ def eager(
 
 
 def squeeze(timed: TimedOrders, num_microbatches: int, *, costs: Costs) -> TimedOrders:
-    """Times orders of split backwards with other costs, which change only the gaps.
-
-    Args:
-      timed: of `eager`.
-      num_microbatches: m, as there.
-      costs: of one chunk.
-
-    Returns:
-      The same orders with their new makespan and span.
-    """
+    """Times orders of split backwards with other costs, which change only the gaps."""
     p = len(timed.orders)
     stages = [
         _OrderedStage(_passes(d, p, fused=False), order, costs)

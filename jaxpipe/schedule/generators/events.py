@@ -55,22 +55,19 @@ class Stage(abc.ABC):
 
     def start(self, number: int, now: float) -> None:
         """Starts a pass."""
+        if not self.order:
+            self.started_at = now
         self.order.append(number)
         self.done[number] += 1
-        self.started_at = min(self.started_at, now)
         self.free_at = now + self.durations[number]
 
 
 def run(
     stages: Sequence[Stage], placement: Placement, num_microbatches: int, *, message: float = 0.0
 ) -> None:
-    """Runs the stages until none of them can start anything more.
+    """Runs the stages of a placement until none of them can start anything more.
 
-    Args:
-      stages: one for every stage of the placement.
-      placement: any.
-      num_microbatches: m, all of which can enter at once.
-      message: how long a message between two stages takes.
+    All microbatches can enter at once; a message between two stages takes ``message``.
     """
     readers = _readers(stages, placement)
     for first in range(0, placement.num_virtual_stages, placement.depth):
@@ -117,12 +114,7 @@ def _readers(stages: Sequence[Stage], placement: Placement) -> list[list[list[tu
 
 
 def actions(passes: Sequence[Pass], order: Iterable[int]) -> Iterator[Action]:
-    """Numbers the passes of a stage by microbatch.
-
-    Args:
-      passes: of the stage.
-      order: of their numbers, as in `Stage.order`.
-    """
+    """The actions of a stage, from the numbers of its passes in order (`Stage.order`)."""
     microbatches = [0] * len(passes)
     pending: collections.deque[tuple[int, int]] = collections.deque()
     for number in order:

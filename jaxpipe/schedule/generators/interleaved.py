@@ -99,9 +99,6 @@ def depth_first_orders(
       group: microbatches that go through a chunk before the next chunk's turn.
       warm_ups: per stage, forwards before the first backward.
       delays: per stage, how many backwards later each W follows its B; None for fused backwards.
-
-    Returns:
-      The orders.
     """
     v = placement.num_chunks
     cells = [

@@ -28,15 +28,10 @@ def list_schedule(
     precede a forward, which would open gaps that no other backward fits.
 
     Args:
-      placement: any.
-      num_microbatches: m.
       limits: per virtual stage, how many chunks its stage may hold, of the same copy of the model,
         before the virtual stage starts another forward. At least 1, and growing from chunk to chunk
         of a stage, so that the farthest microbatch always finds room and nothing stops.
       fused: run B and W of a microbatch as one action.
-
-    Returns:
-      The orders.
     """
     stages = [_UrgentStage(held, limits, placement, fused) for held in placement.virtual_stages]
     events.run(stages, placement, num_microbatches)

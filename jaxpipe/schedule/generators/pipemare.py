@@ -216,30 +216,18 @@ class SteadyState:
         return math.fsum(work) / (stages * (max(work) + exchange))
 
     def utilization(self, minibatches: int, costs: Costs | Sequence[Costs] = _ALIKE) -> float:
-        """Share of the time in which a stage works, of a run from filling to draining.
-
-        Args:
-          minibatches: of the run.
-          costs: as for `full_utilization`; without them, stages are all alike.
-
-        Returns:
-          That of a full pipeline, times N k / (N k + 2P-1) for k minibatches.
-        """
+        """Share of the time in which a stage works, of a run of k minibatches from filling to
+        draining: `full_utilization` times N k / (N k + 2P-1)."""
         work = minibatches * self.num_microbatches
         return self.full_utilization(costs) * (work / (work + self.drain_ticks))
 
     def work_ratio(self, minibatch: int) -> float:
-        """Share of F and backwards that run in the ticks in which a minibatch enters.
-
-        Args:
-          minibatch: its number since the pipeline was last empty.
-        """
-        start, end = (k * self.num_microbatches for k in (minibatch, minibatch + 1))
+        """Share of F and backwards that run in the ticks in which a minibatch enters, by its number
+        since the pipeline was last empty."""
+        size, end = self.num_microbatches, (minibatch + 1) * self.num_microbatches
         parts = [self.stage(d) for d in range(self.num_stages)]
         begins: list[int] = [tick for part in parts for tick in (part.forward, part.backward)]
-        return sum(min(max(end - tick, 0), end - start) for tick in begins) / (
-            (end - start) * len(begins)
-        )
+        return sum(min(max(end - tick, 0), size) for tick in begins) / (size * len(begins))
 
     @property
     def loss_lag(self) -> int:
@@ -273,13 +261,8 @@ class SteadyState:
     # Weight versions: version k has seen the updates of minibatches 0..k-1.
 
     def newest(self, part: Part, tick: Integers, first: Integers = 0) -> Integers:
-        """The version a part has reached before its update in this tick.
-
-        Args:
-          part: which part.
-          tick: counted since the pipeline was last empty.
-          first: the version it was filled with.
-        """
+        """The version a part has reached before its update in a tick, counted since the pipeline
+        was last empty and filled with version ``first``."""
         return _at_least(first, first + (tick - part.backward) // self.num_microbatches)
 
     def forward_version(self, part: Part, g: Integers, first: Integers = 0) -> Integers:

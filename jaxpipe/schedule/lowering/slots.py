@@ -81,9 +81,6 @@ def colour_intervals(starts: np.ndarray, ends: np.ndarray) -> np.ndarray:
       ends: time of its last read, not before its start; a slot read last at a time is free for a
         write strictly after it.
 
-    Returns:
-      The slot of each, from 0; as many as the most intervals that overlap.
-
     Example:
       >>> colour_intervals(np.array([0, 1, 3]), np.array([2, 3, 4]))
       array([0, 1, 0])

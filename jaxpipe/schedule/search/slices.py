@@ -89,15 +89,7 @@ def check_layer_counts(placement: Placement, layer_counts: Sequence[int]) -> Non
 
 
 def with_slices(schedule: Schedule, rows: Iterable[Iterable[Slice]]) -> Schedule:
-    """Gives a schedule slices, and the orders that follow from them.
-
-    Args:
-      schedule: with the same actions; its orders are not read.
-      rows: per stage, its slices, in order.
-
-    Returns:
-      The schedule, its orders those of `order_of`.
-    """
+    """Gives a schedule slices, per stage in order, and the orders that follow (`order_of`)."""
     slices = tuple(map(tuple, rows))
     return dataclasses.replace(schedule, slices=slices, orders=tuple(map(order_of, slices)))
 

@@ -131,11 +131,7 @@ class Ready(NamedTuple):
 
 
 class Engine:
-    """Runs ticks of given lengths.
-
-    Args:
-      work: what to run.
-    """
+    """Runs ticks of given lengths."""
 
     def __init__(self, work: Work) -> None:
         self.work = work
@@ -259,13 +255,8 @@ class Engine:
         return (_F if forward_first else _B, *filler)
 
     def fill(self, length: float, ready: Ready, claims: Sequence[int]) -> Counts:
-        """Counts the layers, by kind, that a stage runs in a tick of at most this length.
-
-        Args:
-          length: of the tick, at least `longest_layer`.
-          ready: of `ready`.
-          claims: of `claims`.
-        """
+        """Counts the layers, by kind, that a stage runs in a tick of at most this length, which is
+        at least `longest_layer`."""
         rooms, costs, counts = list(ready.rooms), ready.costs, [0, 0, 0]
         left = length + self.rounding
         for kind in claims:

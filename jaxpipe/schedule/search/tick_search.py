@@ -55,11 +55,7 @@ class TickPlan(NamedTuple):
 
 
 class TickSearch:
-    """Searches the lengths of the ticks that run some work.
-
-    Args:
-      work: what to run.
-    """
+    """Searches the lengths of the ticks that run some work."""
 
     def __init__(self, work: Work) -> None:
         self.engine = Engine(work)
