@@ -208,13 +208,8 @@ def _spans(values: np.ndarray) -> np.ndarray:
 def _best_ends(costs: np.ndarray, num_parts: int, combine: np.ufunc) -> tuple[float, np.ndarray]:
     """Splits a sequence into the parts with the least combined cost, by dynamic programming.
 
-    Args:
-      costs: ``[k, l]``: of elements k to l - 1 as one part.
-      num_parts: at least 1.
-      combine: how costs of parts combine: np.add or np.maximum.
-
-    Returns:
-      The least combined cost, and where each part ends; among equals, earlier parts are longest.
+    Elements k to l - 1 as one part cost ``costs[k, l]``, and costs combine by np.add or np.maximum.
+    Returns the least cost, and where each part ends; among equals, earlier parts are longest.
     """
     rest = np.full(len(costs), _NEVER, costs.dtype)  # [k]: of elements k on, in the parts so far
     rest[-1] = 0

@@ -71,7 +71,6 @@ class Timeline:
     """A schedule in time.
 
     Args:
-      schedule: what runs.
       costs: of every virtual stage.
       clock: "free-running" or "lock-step".
       rows: ``rows[d]`` lists the actions of stage ``d``, in order.

@@ -18,13 +18,9 @@ _GRID_STAGES = 10
 
 @dataclasses.dataclass
 class Fault:
-    """What is wrong with a schedule, and where.
+    """What is wrong with a schedule, and at which position in the order of which stage.
 
-    Args:
-      text: a sentence.
-      stage: None for the whole schedule.
-      position: in the order of the stage; None for a missing action.
-      absent: the missing action.
+    The stage is None for the whole schedule, the position for an action that is ``absent``.
     """
 
     text: str

@@ -44,7 +44,6 @@ def validate(
     Slices, if there are any, must follow the rules of `jaxpipe.schedule.check.slice_rules`.
 
     Args:
-      schedule: the schedule to check.
       inbox_slots: at least 1: messages of one kind (activations or gradients) from one stage that a
         stage can hold before it uses them. None for no limit.
       spell: how errors write an action.

@@ -97,13 +97,12 @@ def walk(schedule: Schedule, *, inbox_slots: int | None = None) -> Walk:
     The result does not depend on which stage goes first: each stage has one fixed order and each
     inbox one sender and one receiver. A stage that stops here therefore stops in every execution.
 
-    Args:
-      schedule: a schedule whose virtual stages and microbatches are in range.
-      inbox_slots: messages of one kind from one stage that a stage can hold before it uses them;
-        the sender waits for a free slot. None for no limit.
+    It ends for any schedule, after one visit of every action and every wait.
 
-    Returns:
-      The walk; it ends for any schedule, after one visit of every action and every wait.
+    Args:
+      inbox_slots: messages of one kind from one stage that a stage can hold before it uses them;
+        the sender waits for a free slot. None for no limit. Virtual stages and microbatches must
+        then be in range.
     """
     results = Results(schedule)
     frees = {} if inbox_slots is None else _frees(schedule, results, inbox_slots)

@@ -141,12 +141,9 @@ def _fits_fused(row: Sequence[int], time: int) -> bool:
 
 @dataclasses.dataclass(frozen=True)
 class TimedOrders:
-    """The result of `eager` for a block.
+    """The passes of every stage, in order, from the first start to the end of everything.
 
-    Args:
-      orders: ``orders[d]`` lists the passes of stage ``d``; the n-th of a kind is of microbatch n.
-      makespan: from the first start to the end of everything.
-      longest_span: of a stage, from the start of its first pass to the end of its last.
+    ``longest_span`` is of a stage, from the start of its first pass to the end of its last.
     """
 
     orders: tuple[tuple[int, ...], ...]
@@ -171,8 +168,6 @@ def eager(
     squeezed and filled in one pass.
 
     Args:
-      block: the block to repeat.
-      num_microbatches: m, at least 1.
       caps: per stage, the most chunk activations in flight; at least the block's own peak.
       costs: of one chunk; they decide what is ready when.
       reserve: before its first backward a stage keeps room for the F1 to come: it starts F0 only as

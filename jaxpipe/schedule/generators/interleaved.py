@@ -41,7 +41,6 @@ def interleaved(
     Args:
       num_microbatches: m, at least 1. If it is not a multiple of the group, the schedule is that of
         the next multiple without the surplus microbatches.
-      num_chunks: v, at least 1.
       group: microbatches that go through a chunk before the next chunk's turn, at least p, which
         is the default.
 

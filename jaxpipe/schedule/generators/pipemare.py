@@ -66,8 +66,8 @@ class SteadyState:
     ============  =====================================================================
 
     Args:
-      num_stages: P, at least 1.
-      num_microbatches: N, the microbatches of a minibatch, at least 1.
+      num_stages: P.
+      num_microbatches: N, the microbatches of a minibatch.
       method: a name in `METHODS`.
       recompute_segment: S, from 1 to P, or None for no recomputation.
 
@@ -107,8 +107,6 @@ class SteadyState:
             problems.append(Problem("method", self.method, rule, nearest, counts))
         refuse(problems)
 
-    # Parts.
-
     def stage(self, d: Integers) -> Part:
         """The layers of stage d, from 0."""
         backward = 2 * self.num_stages - 1 - d
@@ -140,8 +138,6 @@ class SteadyState:
     def head(self) -> Part:
         """The head: forward and backward at once, after the last stage's forward."""
         return Part(self.num_stages - 1, self.num_stages - 1)
-
-    # Sizes.
 
     @property
     def num_slots(self) -> int:
@@ -189,12 +185,9 @@ class SteadyState:
         A tick is F, the second forward of a pipeline that recomputes, B and W of one microbatch on
         every stage, and lasts as long as the slowest stage and one exchange of messages.
 
-        Args:
-          costs: of a stage's layers; or, where stages differ, of every stage.
-
-        Returns:
-          The mean over the largest time that a tick takes on a stage: 1 if all stages are alike
-          and messages take no time.
+        The share is the mean over the largest time that a tick takes on a stage: 1 if all stages
+        are alike and messages take no time. Costs are of a stage's layers; or, where stages differ,
+        of every stage.
 
         Raises:
           ValueError: there is not one cost for every stage.
@@ -235,13 +228,9 @@ class SteadyState:
         lag: int = -(-self.head.forward // self.num_microbatches)
         return lag
 
-    # Delays, in updates.
-
     def delay(self, part: Part, j: Integers) -> Integers:
-        """How many updates the forward of a minibatch's microbatch j misses, with a full pipeline.
-
-        That is, how many of the updates before its own minibatch's.
-        """
+        """How many of the updates before its own minibatch's the forward of a minibatch's
+        microbatch j misses, with a full pipeline."""
         if self.method == "2bw":
             return 1 + 0 * j
         return -((j - (part.backward - part.forward)) // self.num_microbatches)

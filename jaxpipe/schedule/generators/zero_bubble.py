@@ -52,7 +52,7 @@ def zb_h2(num_stages: int, num_microbatches: int) -> Schedule:
 
 
 def interleaved_zb(num_stages: int, num_microbatches: int, *, num_chunks: int = 2) -> Schedule:
-    """Runs the interleaved schedule with W deferred by d backwards on stage d.
+    """Runs the schedule of `interleaved`, for any m, with W deferred by d backwards on stage d.
 
     ============  =====================================================================
     bubble        (p-1)(F+B-W)/v, added to the m(F+B+W) of work; W <= F, W <= B, m a
@@ -61,10 +61,6 @@ def interleaved_zb(num_stages: int, num_microbatches: int, *, num_chunks: int = 
     constraints   p >= 1, m >= 1, v >= 1
     source        arXiv 2401.10241, on the order of arXiv 2104.04473
     ============  =====================================================================
-
-    Args:
-      num_microbatches: m, at least 1; as in `interleaved`.
-      num_chunks: v, at least 1.
 
     Example:
       >>> interleaved_zb(4, 8).peak_in_flight

@@ -34,7 +34,6 @@ def cached_slots(
     Args:
       ticks: when each use is, in order.
       items: the item (a chunk) of each use; at most ``num_slots`` different ones in a tick.
-      num_slots: items held at once, at least 1.
 
     Returns:
       The stays in order of loading, and the index of every use's stay.

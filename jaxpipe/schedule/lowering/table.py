@@ -77,8 +77,8 @@ class Reads(NamedTuple):
 class Outer(NamedTuple):
     """What all stages compute together in one tick: see `TickTable`.
 
-    Where weights are kept in versions, ``reads`` says by phase (enter, leave, embed_gradient) which
-    ones it reads; it is None otherwise.
+    Where weights are kept in versions, ``reads`` has those of each phase: enter, leave and
+    embed_gradient.
     """
 
     embed: Any

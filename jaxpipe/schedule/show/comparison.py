@@ -37,14 +37,7 @@ def row(free: Timeline, locked: Timeline) -> Summary:
 
 
 def figure(rows: Sequence[Summary], title: str) -> Figure:
-    """Draws a comparison as bars: bubble ratios on the left, peak in flight on the right.
-
-    Args:
-      rows: at least one, drawn from top to bottom.
-      title: says the shape and the costs.
-
-    Returns:
-      A matplotlib figure with an Agg canvas.
+    """Draws schedules, from top to bottom, as bars: bubble ratios left, peak in flight right.
 
     Example:
       >>> figure([Summary("1f1b", 1, 4, 0.2, 0.3)], "p=4, m=8").axes[0].get_xlabel()

@@ -59,12 +59,7 @@ def text(timeline: Timeline, *, colour: bool = False) -> str:
     A cell is as wide as its action is long; the shortest action is just wide enough for its label.
     With several chunks per stage the label is the action's own name, such as "2F0".
 
-    Args:
-      timeline: what to draw.
-      colour: write ANSI colours, for a terminal.
-
-    Returns:
-      The drawing, one line per stage, no newline at the end.
+    With ``colour`` in ANSI colours, for a terminal. There is no newline at the end.
 
     Raises:
       TooWideError: rows in which the shortest action fits its label are longer than anyone reads.
@@ -126,14 +121,8 @@ def figure(timeline: Timeline) -> Figure:
     """Draws a timeline as a figure, and the activations in flight beneath it.
 
     Boxes are numbered by microbatch and coloured by kind; later chunks are darker. The curves count
-    microbatches of a full stage. Only matplotlib's object interface is used: no global state, no
-    display.
-
-    Args:
-      timeline: what to draw.
-
-    Returns:
-      A matplotlib figure with an Agg canvas.
+    microbatches of a full stage. Only matplotlib's object interface is used, with an Agg canvas: no
+    global state, no display.
     """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -258,11 +247,9 @@ def caption(timeline: Timeline) -> str:
 
 
 def save(drawn: Figure, path: str | Path) -> Path:
-    """Writes a figure to a file, whose path it returns; the same figure gives the same bytes.
+    """Writes a figure to a file, whose ending chooses the format, and returns the path.
 
-    Args:
-      drawn: what `figure` returns.
-      path: the file; its ending, .svg or .png, chooses the format.
+    The same figure gives the same bytes.
 
     Raises:
       ValueError: the ending is neither .svg nor .png.

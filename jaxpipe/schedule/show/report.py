@@ -24,7 +24,6 @@ def report(
     """Reports times on both clocks, memory, messages and data-axis transfers of a schedule.
 
     Args:
-      schedule: a schedule that `validate` accepts.
       costs: of one chunk.
       layers_per_chunk: cut ticks into time slices at the granularity of this many layers; None
         for one whole action per tick.
@@ -100,12 +99,8 @@ def transfers(schedule: Schedule, *, kinds: Collection[Kind], num_slots: int) ->
     gradient buffer is opened, to be reduced when the slot is given up.
 
     Args:
-      schedule: a schedule in which every stage has an action of these kinds.
       kinds: all kinds for weight gathers; W and BW for gradient reductions.
       num_slots: chunks a stage holds at once, at least 1.
-
-    Returns:
-      The count of every stage.
 
     Example:
       >>> from jaxpipe.schedule.generators.gpipe import gpipe
