@@ -231,27 +231,27 @@ def lock_step(schedule: Schedule, costs: Costs | Sequence[Costs]) -> Timeline:
     table = schedule.slices or _whole_actions(schedule)
     layers = chunk_layers(table)
     durations = [0.0] * (1 + max(row[-1].tick for row in table))
-    offsets: list[list[tuple[Slice, float, float]]] = []  # within its tick, from and to
+    # By stage and action, the first tick and the start within it, the last and the end within it.
+    spans: list[dict[Action, tuple[int, float, int, float]]] = []
     for row in table:
-        offsets.append([])
+        spans.append({})
         tick, end = -1, 0.0
         for part in row:
             start = end if part.tick == tick else 0.0
             s, kind = part.action.virtual_stage, part.action.kind
             share = (part.hi - part.lo) / layers[s]
             tick, end = part.tick, start + share * duration[s][kind]
-            offsets[-1].append((part, start, end))
+            first, begin, *_ = spans[-1].get(part.action, (tick, start))
+            spans[-1][part.action] = first, begin, tick, end
             durations[tick] = max(durations[tick], end)
     exchange = max(cost.message for cost in costs) if schedule.num_stages > 1 else 0
     starts = list(itertools.accumulate((d + exchange for d in durations), initial=0.0))
-    rows = []
-    for order, offset in zip(schedule.orders, offsets, strict=True):
-        begins: dict[Action, float] = {}
-        ends: dict[Action, float] = {}
-        for part, start, end in offset:
-            begins.setdefault(part.action, starts[part.tick] + start)
-            ends[part.action] = starts[part.tick] + end
-        rows.append([TimedAction(action, begins[action], ends[action]) for action in order])
+    rows: list[list[TimedAction]] = []
+    for order, found in zip(schedule.orders, spans, strict=True):
+        rows.append([])
+        for action in order:
+            first, begin, last, end = found[action]
+            rows[-1].append(TimedAction(action, starts[first] + begin, starts[last] + end))
     return Timeline(schedule, costs, "lock-step", tuple(map(tuple, rows)), starts[-1])
 
 

@@ -35,7 +35,7 @@ class Results:
       >>> from jaxpipe.schedule.generators.gpipe import gpipe
       >>> results = Results(gpipe(2, 4))
       >>> results.number(Action(1, Kind.B, 3)), results.inputs(Action(0, Kind.B, 3))
-      (15, (3, 15))
+      (15, [3, 15])
       >>> str(results.action(15))
       '1B3'
     """

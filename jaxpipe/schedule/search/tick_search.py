@@ -25,7 +25,7 @@ _LONGEST = 1.6
 """Longest tick, in chunks of the longer of F and B."""
 
 _MAX_WIDTH = 8
-"""Progresss kept per span of time; fewer where that would exceed `_TRIAL_CELLS`."""
+"""States kept per span of time; fewer where that would exceed `_TRIAL_CELLS`."""
 _TRIAL_CELLS = 60_000
 """How often a search may fill a tick of a stage: about half a second."""
 
