@@ -116,7 +116,8 @@ def build(
 
     Args:
       name: a registered name, such as "1f1b".
-      stages, microbatches: p and m, at least 1.
+      stages: p, at least 1.
+      microbatches: m, at least 1.
       chunks: v, the chunks per stage, at least 1. For this and the next two: None for the
         schedule's own default; a schedule that does not read one refuses it.
       group: microbatches that stay together, at least 1.

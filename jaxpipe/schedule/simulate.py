@@ -57,6 +57,10 @@ class Costs:
         return {Kind.F: self.f, Kind.B: self.b, Kind.W: self.w, Kind.BW: both, Kind.R: self.f}[kind]
 
 
+UNIT = Costs(1, 1, 1)
+"""F=B=W, as in the papers' figures."""
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class TimedAction:
     """An action with its start and end, in the unit of the costs."""

@@ -11,11 +11,6 @@ from jaxpipe.schedule.actions import Action, Kind, Schedule
 from jaxpipe.schedule.placement import Placement, looped
 from jaxpipe.schedule.problems import Problem, refuse
 
-_SMALL_GROUP = (
-    "a group must reach the last stage before its next chunk starts on the first, so it is at "
-    "least $num_stages"
-)
-
 
 def interleaved(
     num_stages: int,
@@ -53,12 +48,12 @@ def interleaved(
     """
     group = num_stages if group is None else group
     if group < num_stages:
-        rule, others = _SMALL_GROUP, {"num_stages": num_stages}
+        why = "a group must reach the last stage before its next chunk starts on the first"
+        rule, others = f"{why}, so it is at least $num_stages", {"num_stages": num_stages}
         refuse([Problem("group", group, rule, (num_stages,), others, "interleaved")])
-    placement = looped(num_stages, num_chunks=num_chunks)
     return depth_first(
         "interleaved-fused" if fused else "interleaved",
-        placement,
+        looped(num_stages, num_chunks=num_chunks),
         num_microbatches,
         group=group,
         warm_ups=warm_up_forwards(num_stages, num_chunks, group),

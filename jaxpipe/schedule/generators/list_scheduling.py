@@ -12,15 +12,13 @@ from collections.abc import Sequence
 from jaxpipe.schedule.actions import Action, Kind
 from jaxpipe.schedule.generators import events
 from jaxpipe.schedule.placement import Placement
-
-_DURATIONS = {Kind.F: 1, Kind.B: 1, Kind.W: 1, Kind.BW: 2}
-"""Durations that decide what is ready when: F=B=W, as in the papers' figures."""
+from jaxpipe.schedule.simulate import UNIT
 
 
 def list_schedule(
     placement: Placement, num_microbatches: int, *, limits: Sequence[int], fused: bool
 ) -> tuple[tuple[Action, ...], ...]:
-    """Runs the pipeline event by event and records what each stage does.
+    """Runs the pipeline event by event, at F=B=W, and records what each stage does.
 
     The pass that is due first goes first, forward or backward; W fills the remaining gaps. A pass
     is due when it would start if no stage waited and microbatches entered twice as fast as a stage
@@ -49,7 +47,7 @@ class _UrgentStage(events.Stage):
         passes = [(kind, s) for kind in (backward, Kind.F) for s in held]
         depth = placement.depth
         self.due = [
-            s % depth if kind is Kind.F else depth + _DURATIONS[kind] * (depth - 1 - s % depth)
+            s % depth if kind is Kind.F else depth + UNIT.of(kind) * (depth - 1 - s % depth)
             for kind, s in passes
         ]
         self.pace = 3 * len(held) / placement.num_copies / 2
@@ -58,7 +56,7 @@ class _UrgentStage(events.Stage):
         self.in_flight = [0] * placement.num_copies
         self.pending: collections.deque[int] = collections.deque()  # copies whose W is next
         passes += [] if fused else [(Kind.W, held[0])]
-        super().__init__(passes, [_DURATIONS[kind] for kind, _ in passes])
+        super().__init__(passes, [UNIT.of(kind) for kind, _ in passes])
 
     def choose(self, now: float) -> int | None:
         best, earliest = None, math.inf

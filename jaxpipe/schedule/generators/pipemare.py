@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from jaxpipe.schedule.problems import Problem, below_one, refuse
-from jaxpipe.schedule.simulate import Costs
+from jaxpipe.schedule.simulate import UNIT, Costs
 
 METHODS: dict[str, str] = {
     "pipemare": "forward and backward read the newest weights",
@@ -28,9 +28,6 @@ METHODS: dict[str, str] = {
 
 Integers = Any
 """An integer, an array of them, or a traced one."""
-
-_ALIKE = Costs(1, 1, 1)
-"""For stages that are all alike; the unit does not affect shares of time."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -208,7 +205,7 @@ class SteadyState:
         exchange = max(cost.message for cost in costs) if stages > 1 else 0.0
         return math.fsum(work) / (stages * (max(work) + exchange))
 
-    def utilization(self, minibatches: int, costs: Costs | Sequence[Costs] = _ALIKE) -> float:
+    def utilization(self, minibatches: int, costs: Costs | Sequence[Costs] = UNIT) -> float:
         """Share of the time in which a stage works, of a run of k minibatches from filling to
         draining: `full_utilization` times N k / (N k + 2P-1)."""
         work = minibatches * self.num_microbatches

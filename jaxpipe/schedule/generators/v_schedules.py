@@ -13,7 +13,7 @@ import dataclasses
 from jaxpipe.schedule.actions import Schedule
 from jaxpipe.schedule.generators import building_blocks
 from jaxpipe.schedule.generators.building_blocks import Block
-from jaxpipe.schedule.simulate import Costs
+from jaxpipe.schedule.simulate import UNIT
 
 
 def v_min(num_stages: int, num_microbatches: int) -> Schedule:
@@ -124,7 +124,6 @@ def _uniform(num_stages: int, stride: int, gaps: tuple[int, int, int]) -> Block:
 
 
 def _named(name: str, block: Block, num_microbatches: int) -> Schedule:
-    costs = Costs(1, 1, 1)
-    timed = building_blocks.eager(block, num_microbatches, caps=block.peaks, costs=costs)
+    timed = building_blocks.eager(block, num_microbatches, caps=block.peaks, costs=UNIT)
     assert timed is not None, "the paper's blocks never stop"
     return building_blocks.to_schedule(name, timed, num_microbatches, block.peaks)

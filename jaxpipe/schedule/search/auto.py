@@ -17,9 +17,8 @@ from jaxpipe.schedule.search.controllable_memory import controllable_memory
 from jaxpipe.schedule.search.slices import check_layer_counts, slice_ticks, with_slices
 from jaxpipe.schedule.search.tick_engine import Policy, Work
 from jaxpipe.schedule.search.tick_search import Settings, TickSearch
-from jaxpipe.schedule.simulate import Costs, lock_step, simulate
+from jaxpipe.schedule.simulate import UNIT, Costs, lock_step, simulate
 
-_UNIT = Costs(1, 1, 1)
 _TRIALS = tuple(
     Settings((Policy(in_order=False, first=first),), shortest=0.4, eagerness=1.0)
     for first in (Kind.F, Kind.B)
@@ -30,7 +29,7 @@ def auto(
     num_stages: int,
     num_microbatches: int,
     *,
-    costs: Costs = _UNIT,
+    costs: Costs = UNIT,
     memory_limit: float | None = None,
     layers_per_chunk: int = 4,
     layer_counts: Sequence[int] | None = None,

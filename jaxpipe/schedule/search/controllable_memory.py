@@ -14,9 +14,7 @@ from jaxpipe.schedule.generators import building_blocks
 from jaxpipe.schedule.generators.building_blocks import PERIOD, Block, TimedOrders
 from jaxpipe.schedule.generators.v_schedules import v_half_block, v_min_block, v_zb_block
 from jaxpipe.schedule.problems import Problem, refuse
-from jaxpipe.schedule.simulate import Costs
-
-_UNIT = Costs(1, 1, 1)
+from jaxpipe.schedule.simulate import UNIT, Costs
 
 _STRIDES = range(2, 7)
 _MAX_GAP = 9
@@ -35,7 +33,7 @@ def controllable_memory(
     num_microbatches: int,
     *,
     memory_limit: float | None = None,
-    costs: Costs = _UNIT,
+    costs: Costs = UNIT,
 ) -> Schedule:
     """Searches for the building block whose schedule ends first under a memory limit.
 
@@ -87,7 +85,7 @@ class _Candidate(NamedTuple):
 
     block: Block
     caps: Sequence[int]
-    costs: Costs = _UNIT
+    costs: Costs = UNIT
     reserve: bool = False
 
     def orders(self, num_microbatches: int, costs: Costs) -> TimedOrders | None:
@@ -112,7 +110,7 @@ def _search(num_stages: int, num_microbatches: int, limit: int, costs: Costs) ->
         _Candidate(block, (limit,) * num_stages, planned, reserve)
         for block in itertools.islice(_blocks(num_stages, block_limit), _MAX_BLOCKS)
         for reserve in (False, True)
-        for planned in dict.fromkeys((costs, _UNIT))
+        for planned in dict.fromkeys((costs, UNIT))
     )
     trials = (
         (candidate, candidate.orders(trial_microbatches, costs))
