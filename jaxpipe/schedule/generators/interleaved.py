@@ -99,10 +99,9 @@ def depth_first(
     orders, peaks = [], []
     for d, (held, warm_up) in enumerate(zip(placement.virtual_stages, warm_ups, strict=True)):
         last = warm_up if delays is None else warm_up + delays[d]
+        backwards = [(Kind.BW, last)] if delays is None else [(Kind.B, warm_up), (Kind.W, last)]
         # The kinds that the stage alternates between, with virtual stages by chunk, and delay.
-        turns = [(Kind.F, held, 0), (Kind.BW, held[::-1], warm_up)]
-        if delays is not None:
-            turns[1:] = [(Kind.B, held[::-1], warm_up), (Kind.W, held[::-1], last)]
+        turns = [(Kind.F, held, 0), *((kind, held[::-1], delay) for kind, delay in backwards)]
         order = []
         for k in range(len(cells) + last):
             for kind, virtual_stages, delay in turns:
