@@ -53,15 +53,13 @@ def parse_costs(text: str) -> Costs:
 def check_size(stages: int, microbatches: int, chunks: int, *, minibatches: int = 1) -> None:
     """Refuses schedules that would take all memory, or hours."""
     pipeline = f"--stages {stages}" + f" and --chunks {chunks}" * (chunks != 1)
+    batches = f"--microbatches {microbatches}" + f" in {minibatches} minibatches" * (
+        minibatches > 1
+    )
+    passes = stages * chunks * microbatches * minibatches
     for made, limit, options, what in (
         (stages * chunks, _MAX_VIRTUAL_STAGES, pipeline, "virtual stages"),
-        (
-            stages * chunks * microbatches * minibatches,
-            _MAX_PASSES,
-            f"{pipeline} and --microbatches {microbatches}"
-            + f" in {minibatches} minibatches" * (minibatches != 1),
-            "forward passes",
-        ),
+        (passes, _MAX_PASSES, f"{pipeline} and {batches}", "forward passes"),
     ):
         if made > limit:
             nearest = f"a product of {limit}" if " and " in options else f"--stages {limit}"

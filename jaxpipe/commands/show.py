@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
@@ -78,10 +79,10 @@ def show(
         "layers_per_chunk": layers_per_chunk,
         "memory_limit": memory_limit,
     }
-    shape = stages, microbatches
     parsed = parse_costs(costs)
     if name in pipemare.METHODS:
-        steady = _steady_state(name, *shape, recompute_segment, written, costs=costs, **options)
+        given = options | {"costs": costs}
+        steady = _steady_state(name, stages, microbatches, recompute_segment, written, given)
         if written == "text":
             _write(pipemare_draw.text(steady), out)
             return
@@ -143,17 +144,15 @@ def _steady_state(
     microbatches: int | None,
     recompute_segment: int | None,
     format: str,
-    **options: Any,
+    options: Mapping[str, Any],
 ) -> pipemare.SteadyState:
     """The rules of an asynchronous pipeline, as far as a format can say them."""
     others = {"name": name}
-    unread = dict(_NOT_ASYNCHRONOUS)
-    if format != "text":
-        del unread["costs"]
     refuse(
         Problem(option, options[option], f"does not fit $name: {why}", (None,), others)
-        for option, (taken, why) in unread.items()
-        if options[option] not in (None, taken)
+        for option, (taken, why) in _NOT_ASYNCHRONOUS.items()
+        # Only the text counts ticks.
+        if options[option] not in (None, taken) and (option != "costs" or format == "text")
     )
     if stages is None or microbatches is None:
         raise ArgumentError([user.no_shape(name)])

@@ -73,18 +73,14 @@ def compare(
     if out is not None:
         title = f"p={stages}, m={microbatches}, costs of one chunk {costs}"
         draw.save(comparison.figure(rows, title), out)
-    _print_comparison(rows)
-    for name, reason in reasons.items():
-        print(f"{name} does not fit: {reason}")
-
-
-def _print_comparison(rows: list[comparison.Summary]) -> None:
     table = Table("schedule", "chunks", "peak in flight", "free-running bubble", "lock-step bubble")
     for row in rows:
         clocks = f"{row.free_running:.1%}", f"{row.lock_step:.1%}"
         table.add_row(row.name, str(row.num_chunks), f"{row.peak_in_flight:g}", *clocks)
     _print(table)
     print("Peak in flight: of the stage that keeps the most, in microbatches of a full stage.")
+    for name, reason in reasons.items():
+        print(f"{name} does not fit: {reason}")
 
 
 def _print(table: Table) -> None:

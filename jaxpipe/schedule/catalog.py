@@ -44,8 +44,8 @@ def register(name: str) -> Callable[[Generate], Generate]:
     ``jaxpipe.schedules``, whose name is the schedule's. The returned schedule is validated.
 
     Args:
-      name: what users call it by; no built-in or asynchronous name, and
-        nothing that the command would take for a file or a function.
+      name: what users call it by; no built-in or asynchronous name, and nothing that the command
+        would take for a file or a function.
 
     Returns:
       A decorator for a function ``(num_stages, num_microbatches, **options) -> Schedule``, whose
@@ -62,15 +62,16 @@ def register(name: str) -> Callable[[Generate], Generate]:
       >>> build("mine", stages=2, microbatches=2).num_microbatches
       2
     """
-    if not name:
-        refuse([Problem("name", name, "is empty: a schedule needs a name", ("mine",))])
-    if name in {entry.name for entry in BUILT_IN} or name in METHODS:
-        kind = "an asynchronous method" if name in METHODS else "a built-in schedule"
-        refuse([Problem("name", name, f"belongs to {kind}", (f"my-{name}",))])
-    if user.is_users(name):
-        kind = "a function" if ":" in name else "a file"
-        valid = re.sub(r"\.csv$", "", name, flags=re.IGNORECASE).replace(":", "-")
-        refuse([Problem("name", name, f"looks like {kind}", (valid or "mine",))])
+    free = re.sub(r"\.csv$", "", name, flags=re.IGNORECASE).replace(":", "-") or "mine"
+    for wrong, rule, nearest in (
+        (not name, "is empty: a schedule needs a name", free),
+        (name in METHODS, "belongs to an asynchronous method", f"my-{name}"),
+        (name in {e.name for e in BUILT_IN}, "belongs to a built-in schedule", f"my-{name}"),
+        (":" in name, "looks like a function", free),
+        (user.is_file(name), "looks like a file", free),
+    ):
+        if wrong:
+            refuse([Problem("name", name, rule, (nearest,))])
 
     def add(function: Generate) -> Generate:
         @wraps(function)
@@ -124,9 +125,6 @@ def build(
       costs: of one chunk, for schedules that are searched with them; others ignore it.
       layers_per_chunk: at least 1, for schedules that cut actions into slices; others ignore it.
 
-    Returns:
-      The schedule.
-
     Raises:
       ArgumentError: the name is unknown or a number does not fit it; all failures in one message.
 
@@ -166,12 +164,7 @@ def _spell(argument: str, value: Any) -> str:
 
 
 def range_problems(*, memory_limit: float | None = None, **counts: int | None) -> list[Problem]:
-    """Lists the numbers that are out of range for every schedule.
-
-    Args:
-      memory_limit: as in `build`; None if not given.
-      counts: the counts of a generator, by parameter; None if not given.
-    """
+    """Lists the numbers that are out of range for every schedule; None is not given."""
     problems = below_one(**counts)
     if memory_limit is not None and not memory_limit > 0:
         problems.append(Problem("memory_limit", memory_limit, "must be above 0"))
@@ -206,10 +199,8 @@ def _misfits(entry: Entry, given: Mapping[str, Any]) -> list[Problem]:
 
 def _unknown(name: str) -> Problem:
     if name in METHODS:
-        rule = (
-            "never drains the pipeline, so no order of actions describes it: AsyncPipeline and "
-            "train.py train with it"
-        )
+        why = "never drains the pipeline, so no order of actions describes it"
+        rule = f"{why}: AsyncPipeline and train.py train with it"
         return Problem("name", name, rule, ("1f1b",))
     names = [*(entry.name for entry in entries()), *METHODS]
     near = difflib.get_close_matches(name.lower(), names, n=1, cutoff=0.0)

@@ -97,16 +97,7 @@ def partition(
 
 
 class ChunkShare(NamedTuple):
-    """The part of the model that one chunk holds.
-
-    Args:
-      virtual_stage: its position in model order.
-      stage: the stage that holds it.
-      chunk: its number on that stage.
-      first_layer: its first layer, in model order.
-      num_layers: how many it has.
-      share: of the model's cost, 0 to 1.
-    """
+    """The part of the model that one chunk holds, ``share`` of its cost, 0 to 1."""
 
     virtual_stage: int
     stage: int
@@ -120,11 +111,6 @@ def chunk_shares(
     layer_costs: Sequence[float], layer_counts: Sequence[int], placement: Placement
 ) -> list[ChunkShare]:
     """Lists the part that every chunk of a partition holds, in model order.
-
-    Args:
-      layer_costs: as in `partition`.
-      layer_counts: layers of every virtual stage.
-      placement: of one copy of the model.
 
     Example:
       >>> from jaxpipe.schedule.placement import linear
@@ -145,13 +131,8 @@ def chunk_costs(
 ) -> list[Costs]:
     """Computes the cost of every chunk of a partition, for `simulate` and `lock_step`.
 
-    Args:
-      costs: of an average chunk.
-      layer_costs: as in `partition`.
-      layer_counts: layers of every virtual stage.
-
-    Returns:
-      For every virtual stage, its layers' share of all F, B and W; messages stay as they are.
+    Each gets its layers' share of all F, B and W, from ``costs`` of an average chunk; messages stay
+    as they are.
 
     Example:
       >>> [cost.f for cost in chunk_costs(Costs(1, 1, 1), [1] * 10, [3, 3, 2, 2])]
@@ -227,13 +208,8 @@ def _spans(values: np.ndarray) -> np.ndarray:
 def _best_ends(costs: np.ndarray, num_parts: int, combine: np.ufunc) -> tuple[float, np.ndarray]:
     """Splits a sequence into the parts with the least combined cost, by dynamic programming.
 
-    Args:
-      costs: ``[k, l]``: of elements k to l - 1 as one part.
-      num_parts: at least 1.
-      combine: how costs of parts combine: np.add or np.maximum.
-
-    Returns:
-      The least combined cost, and where each part ends; among equals, earlier parts are longest.
+    Elements k to l - 1 as one part cost ``costs[k, l]``, and costs combine by np.add or np.maximum.
+    Returns the least cost, and where each part ends; among equals, earlier parts are longest.
     """
     rest = np.full(len(costs), _NEVER, costs.dtype)  # [k]: of elements k on, in the parts so far
     rest[-1] = 0

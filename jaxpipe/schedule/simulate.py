@@ -15,8 +15,8 @@ from functools import cached_property
 
 from jaxpipe.schedule.actions import Action, Kind, Schedule, Slice
 from jaxpipe.schedule.check.slice_rules import chunk_layers
-from jaxpipe.schedule.check.validate import keeper, peak_in_flight, validate
-from jaxpipe.schedule.check.walk import Results, Walk, message_target, walk
+from jaxpipe.schedule.check.validate import chunks_in_flight, peak_in_flight, validate
+from jaxpipe.schedule.check.walk import Results, Walk, walk
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,6 +57,10 @@ class Costs:
         return {Kind.F: self.f, Kind.B: self.b, Kind.W: self.w, Kind.BW: both, Kind.R: self.f}[kind]
 
 
+UNIT = Costs(1, 1, 1)
+"""F=B=W, as in the papers' figures."""
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class TimedAction:
     """An action with its start and end, in the unit of the costs."""
@@ -71,7 +75,6 @@ class Timeline:
     """A schedule in time.
 
     Args:
-      schedule: what runs.
       costs: of every virtual stage.
       clock: "free-running" or "lock-step".
       rows: ``rows[d]`` lists the actions of stage ``d``, in order.
@@ -117,24 +120,20 @@ class Timeline:
     @cached_property
     def messages(self) -> dict[tuple[int, int], int]:
         """How many messages go from one stage to another, by (sender, receiver)."""
-        counts: collections.Counter[tuple[int, int]] = collections.Counter()
-        for stage, order in enumerate(self.schedule.orders):
-            for action in order:
-                target = message_target(action, self.schedule)
-                if target is not None:
-                    counts[stage, target] += 1
-        return dict(sorted(counts.items()))
+        results = Results(self.schedule)
+        counts = collections.Counter(
+            (results.stage(needed), stage)
+            for stage, order in enumerate(self.schedule.orders)
+            for action in order
+            for needed in results.inputs(action)
+        )
+        return {edge: count for edge, count in sorted(counts.items()) if edge[0] != edge[1]}
 
 
 def in_flight(row: Sequence[TimedAction]) -> list[tuple[float, int]]:
-    """The chunk activations that one stage keeps over time.
+    """The chunk activations that one stage keeps over time: (time, how many from then on).
 
-    Args:
-      row: the actions of the stage, in order.
-
-    Returns:
-      (time, how many from then on): one more from the start of each F, one less from the end of
-      the W or BW that frees it.
+    There is one more from the start of each F, one less from the end of the W or BW that frees it.
 
     Example:
       >>> from jaxpipe.schedule.generators.gpipe import gpipe
@@ -142,28 +141,19 @@ def in_flight(row: Sequence[TimedAction]) -> list[tuple[float, int]]:
       [(0.0, 1), (1.0, 2), (4.0, 1), (6.0, 0)]
     """
     steps: dict[float, int] = {}
-    count, keeps = 0, keeper(timed.action.kind for timed in row)
-    for timed in row:
-        if timed.action.kind is keeps:
-            count += 1
-            steps[timed.start] = count
-        elif timed.action.kind in (Kind.W, Kind.BW):
-            count -= 1
-            steps[timed.end] = count
+    before = 0
+    for timed, count in zip(row, chunks_in_flight([t.action for t in row]), strict=True):
+        if count != before:
+            steps[timed.start if count > before else timed.end] = count
+        before = count
     return list(steps.items())
 
 
 def ticks(schedule: Schedule) -> list[list[int]]:
-    """Assigns every action the earliest tick that its order and its inputs allow.
+    """Assigns every action, per stage in order, the earliest tick, from 0, that its inputs allow.
 
     A stage runs at most one action per tick, and a result can be used from the next tick on, on its
     own stage or, as a message, on another.
-
-    Args:
-      schedule: a schedule that `validate` accepts.
-
-    Returns:
-      Per stage, the tick of every action in its order; ticks count from 0.
 
     Raises:
       ScheduleError: the schedule cannot run.
@@ -183,11 +173,7 @@ def simulate(schedule: Schedule, costs: Costs | Sequence[Costs]) -> Timeline:
     time proportional to the number of actions.
 
     Args:
-      schedule: a schedule that `validate` accepts.
       costs: of one chunk; or, if chunks differ, of every virtual stage.
-
-    Returns:
-      The timeline.
 
     Raises:
       ScheduleError: the schedule cannot run.
@@ -229,8 +215,7 @@ def lock_step(schedule: Schedule, costs: Costs | Sequence[Costs]) -> Timeline:
     long as the longest.
 
     Args:
-      schedule: a schedule that `validate` accepts.
-      costs: of one chunk; or, if chunks differ, of every virtual stage.
+      costs: as for `simulate`.
 
     Returns:
       The timeline; stages start a tick together. An action that is cut lasts from the start of its
@@ -250,27 +235,27 @@ def lock_step(schedule: Schedule, costs: Costs | Sequence[Costs]) -> Timeline:
     table = schedule.slices or _whole_actions(schedule)
     layers = chunk_layers(table)
     durations = [0.0] * (1 + max(row[-1].tick for row in table))
-    offsets: list[list[tuple[Slice, float, float]]] = []  # within its tick, from and to
+    # By stage and action, the first tick and the start within it, the last and the end within it.
+    spans: list[dict[Action, tuple[int, float, int, float]]] = []
     for row in table:
-        offsets.append([])
+        spans.append({})
         tick, end = -1, 0.0
         for part in row:
             start = end if part.tick == tick else 0.0
             s, kind = part.action.virtual_stage, part.action.kind
             share = (part.hi - part.lo) / layers[s]
             tick, end = part.tick, start + share * duration[s][kind]
-            offsets[-1].append((part, start, end))
+            first, begin, *_ = spans[-1].get(part.action, (tick, start))
+            spans[-1][part.action] = first, begin, tick, end
             durations[tick] = max(durations[tick], end)
     exchange = max(cost.message for cost in costs) if schedule.num_stages > 1 else 0
     starts = list(itertools.accumulate((d + exchange for d in durations), initial=0.0))
-    rows = []
-    for order, offset in zip(schedule.orders, offsets, strict=True):
-        begins: dict[Action, float] = {}
-        ends: dict[Action, float] = {}
-        for part, start, end in offset:
-            begins.setdefault(part.action, starts[part.tick] + start)
-            ends[part.action] = starts[part.tick] + end
-        rows.append([TimedAction(action, begins[action], ends[action]) for action in order])
+    rows: list[list[TimedAction]] = []
+    for order, found in zip(schedule.orders, spans, strict=True):
+        rows.append([])
+        for action in order:
+            first, begin, last, end = found[action]
+            rows[-1].append(TimedAction(action, starts[first] + begin, starts[last] + end))
     return Timeline(schedule, costs, "lock-step", tuple(map(tuple, rows)), starts[-1])
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import collections
 import dataclasses
 from collections.abc import Callable
 
@@ -18,13 +17,9 @@ _GRID_STAGES = 10
 
 @dataclasses.dataclass
 class Fault:
-    """What is wrong with a schedule, and where.
+    """What is wrong with a schedule, and at which position in the order of which stage.
 
-    Args:
-      text: a sentence.
-      stage: None for the whole schedule.
-      position: in the order of the stage; None for a missing action.
-      absent: the missing action.
+    The stage is None for the whole schedule, the position for an action that is ``absent``.
     """
 
     text: str
@@ -39,13 +34,10 @@ def message(
     ticks: list[list[int]],
     spell: Callable[[Action], str],
 ) -> str:
-    """Writes the problems, and the stage x tick grid around the first that has a place.
+    """Writes the problems, at least one, and the stage x tick grid around the first with a place.
 
-    Args:
-      schedule: the schedule that cannot run.
-      problems: at least one.
-      ticks: how far each stage gets (`jaxpipe.schedule.check.validate.Walk`).
-      spell: writes an action.
+    In the grid ``>2F0<`` offends and ``>2F0?`` is missing; ``ticks`` says how far each stage gets
+    (`jaxpipe.schedule.check.walk.Walk`).
     """
     p, m = len(set(schedule.placement.stages)), schedule.num_microbatches
     lines = [f"Schedule {schedule.name!r} ({p} stages, {m} microbatches) cannot run:"]
@@ -53,22 +45,8 @@ def message(
     if len(problems) > SHOWN_PROBLEMS:
         least = "at least " if len(problems) >= MAX_MISSING else ""
         lines.append(f"  ... and {least}{len(problems) - SHOWN_PROBLEMS} more.")
-    return "\n".join([*lines, *_grid(schedule, problems, ticks, spell)])
-
-
-def _grid(
-    schedule: Schedule,
-    problems: list[Fault],
-    ticks: list[list[int]],
-    spell: Callable[[Action], str],
-) -> list[str]:
-    """Stage x tick around the first problem: ``>2F0<`` offends, ``>2F0?`` is missing."""
     marks = {(q.stage, q.position) for q in problems}
     cells: list[dict[int, str]] = []
-    absent: dict[int | None, list[Action]] = collections.defaultdict(list)
-    for problem in problems:
-        if problem.absent is not None:
-            absent[problem.stage].append(problem.absent)
     places: dict[tuple[int | None, int | None], int] = {}
     for d, order in enumerate(schedule.orders):
         row, tick = {}, -1
@@ -78,7 +56,8 @@ def _grid(
             row[tick] = f">{spell(action)}<" if (d, k) in marks else f" {spell(action)} "
             places[d, k] = tick
         places[d, None] = tick + 1
-        row |= {tick + 1 + j: f">{spell(action)}?" for j, action in enumerate(absent[d])}
+        absent = [q.absent for q in problems if q.stage == d and q.absent is not None]
+        row |= {tick + 1 + j: f">{spell(action)}?" for j, action in enumerate(absent)}
         cells.append(row)
     first = next((problem for problem in problems if problem.stage is not None), problems[0])
     stage = first.stage or 0
@@ -89,8 +68,7 @@ def _grid(
     shown = [[row.get(t, " . ") for t in columns] for row in cells[top : top + _GRID_STAGES]]
     width = max((len(cell) for row in shown for cell in row), default=3)
     header = "tick".ljust(9) + "".join(f" {t}".ljust(width) for t in columns)
-    rows = [
-        f"stage {d}".ljust(9) + "".join(cell.ljust(width) for cell in row)
-        for d, row in enumerate(shown, start=top)
-    ]
-    return [line.rstrip() for line in (header, *rows)]
+    lines.append(header.rstrip())
+    for d, found in enumerate(shown, start=top):
+        lines.append((f"stage {d}".ljust(9) + "".join(c.ljust(width) for c in found)).rstrip())
+    return "\n".join(lines)

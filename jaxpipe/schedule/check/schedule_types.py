@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -10,13 +11,7 @@ from jaxpipe.schedule.placement import Placement
 
 
 def wrong_types(schedule: Schedule) -> Iterator[str]:
-    """Finds every value in a schedule that has the wrong type.
-
-    Args:
-      schedule: any.
-
-    Yields:
-      A sentence per problem; for every row the first.
+    """Finds the values in a schedule that have the wrong type, of every row the first.
 
     Example:
       >>> from jaxpipe.schedule.placement import linear
@@ -25,34 +20,37 @@ def wrong_types(schedule: Schedule) -> Iterator[str]:
       num_microbatches=2.0 is float, and must be int.
       '0F0' on stage 0 is str, and must be an Action (int, Kind, int).
     """
-    placement, peak = schedule.placement, schedule.peak_in_flight
-    if not isinstance(placement, Placement):
-        yield _wrong("placement", placement, "a Placement")
-    else:
-        if not _is_row(placement.stages, int):
-            yield _wrong("placement.stages", placement.stages, "a tuple of nothing but int")
-        if not isinstance(placement.num_copies, int):
-            yield _wrong(f"num_copies={placement.num_copies!r}", placement.num_copies, "int")
-    if not isinstance(schedule.num_microbatches, int):
-        m = schedule.num_microbatches
-        yield _wrong(f"num_microbatches={m!r}", m, "int")
-    if peak is not None and not _is_row(peak, (int, float)):
-        yield _wrong("peak_in_flight", peak, "a tuple of nothing but int")
+    for what, value, fits, expected in _values(schedule):
+        if not fits:
+            yield f"{what} is {type(value).__name__}, and must be {expected}."
+
+
+_Value = tuple[str, Any, bool, str]
+"""What it is, itself, whether it fits, and what would fit."""
+
+
+def _values(schedule: Schedule) -> Iterator[_Value]:
+    placement, m, peak = schedule.placement, schedule.num_microbatches, schedule.peak_in_flight
+    integers = "a tuple of nothing but int"
+    yield "placement", placement, isinstance(placement, Placement), "a Placement"
+    if isinstance(placement, Placement):
+        stages, copies = placement.stages, placement.num_copies
+        yield "placement.stages", stages, _is_row(stages, int), integers
+        yield f"num_copies={copies!r}", copies, isinstance(copies, int), "int"
+    yield f"num_microbatches={m!r}", m, isinstance(m, int), "int"
+    yield "peak_in_flight", peak, peak is None or _is_row(peak, (int, float)), integers
     yield from _in_rows("orders", schedule.orders, _is_action, "an Action (int, Kind, int)")
     if schedule.slices is not None:
         expected = "a Slice (int, Action, int, int)"
         yield from _in_rows("slices", schedule.slices, _is_slice, expected)
 
 
-def _in_rows(name: str, rows: Any, fits: Callable[[Any], bool], expected: str) -> Iterator[str]:
-    if not _is_row(rows, (tuple, list)):
-        yield _wrong(name, rows, "a tuple of one tuple for every stage")
-        return
-    for d, row in enumerate(rows):
-        for item in row:
-            if not fits(item):
-                yield _wrong(f"{item!r} on stage {d}", item, expected)
-                break
+def _in_rows(name: str, rows: Any, fits: Callable[[Any], bool], expected: str) -> Iterator[_Value]:
+    are_rows = _is_row(rows, (tuple, list))
+    yield name, rows, are_rows, "a tuple of one tuple for every stage"
+    for d, row in enumerate(rows if are_rows else ()):
+        for wrong in itertools.islice((item for item in row if not fits(item)), 1):
+            yield f"{wrong!r} on stage {d}", wrong, False, expected
 
 
 def _is_row(value: Any, kinds: type | tuple[type, ...]) -> bool:
@@ -74,7 +72,3 @@ def _is_slice(value: Any) -> bool:
         and _is_action(value.action)
         and all(isinstance(number, int) for number in (value.tick, value.lo, value.hi))
     )
-
-
-def _wrong(what: str, value: Any, expected: str) -> str:
-    return f"{what} is {type(value).__name__}, and must be {expected}."

@@ -24,22 +24,19 @@ _UP = (Kind.F, Kind.R)
 
 
 def slice_faults(schedule: Schedule) -> Iterator[Fault]:
-    """All violations of a rule by the slices of a schedule, and all differences from its orders.
-
-    Args:
-      schedule: a schedule with valid orders and with slices.
-    """
+    """The violations of a rule by slices, and their differences from orders that are valid."""
     assert schedule.slices is not None
     if len(schedule.slices) != schedule.num_stages:
         text = f"There are slices of {len(schedule.slices)} stages for {schedule.num_stages}."
         yield Fault(text, 0)
         return
-    spans, layers = slice_spans(schedule.slices), chunk_layers(schedule.slices)
+    layers = chunk_layers(schedule.slices)
+    ends = {part.action: part.tick for part in itertools.chain(*schedule.slices)}
     for stage, (row, order) in enumerate(zip(schedule.slices, schedule.orders, strict=True)):
         found = (
             _first_in_order(row, order)
             or _first_in_row(row, layers)
-            or _first_too_early(row, spans, schedule)
+            or _first_too_early(row, ends, schedule)
         )
         if found is not None:
             text, action = found
@@ -53,15 +50,6 @@ def chunk_layers(rows: Sequence[Sequence[Slice]]) -> dict[int, int]:
     for part in itertools.chain(*rows):
         layers[part.action.virtual_stage] = max(layers[part.action.virtual_stage], part.hi)
     return layers
-
-
-def slice_spans(rows: Sequence[Sequence[Slice]]) -> dict[Action, tuple[int, int]]:
-    """The ticks in which every action starts and ends."""
-    spans: dict[Action, tuple[int, int]] = {}
-    for part in itertools.chain(*rows):
-        start, _ = spans.get(part.action, (part.tick, 0))
-        spans[part.action] = start, part.tick
-    return spans
 
 
 _Found = tuple[str, Action]
@@ -119,14 +107,14 @@ def _first_in_row(row: Sequence[Slice], layers: dict[int, int]) -> _Found | None
 
 
 def _first_too_early(
-    row: Sequence[Slice], spans: dict[Action, tuple[int, int]], schedule: Schedule
+    row: Sequence[Slice], ends: dict[Action, int], schedule: Schedule
 ) -> _Found | None:
     """Inputs from earlier ticks."""
     reached: dict[tuple[int, int], int] = {}  # down to which layer B has come
     for part in row:
         action, key = part.action, (part.action.virtual_stage, part.action.microbatch)
         if action.kind is Kind.W:
-            if part.lo < reached[key]:
+            if part.lo < reached.get(key, part.hi):
                 return f"{action} in tick {part.tick} runs layer {part.lo} before its B", action
             continue
         if action.kind is Kind.B:
@@ -135,9 +123,9 @@ def _first_too_early(
         for needed in dependencies(
             action, num_virtual_stages=depth, split=True, segment=schedule.segment
         ):
-            if needed not in spans:
+            if needed not in ends:
                 needed = Action(needed.virtual_stage, Kind.BW, needed.microbatch)
             own = needed.kind is Kind.R and needed.virtual_stage == action.virtual_stage
-            if spans[needed][1] >= part.tick + own:
+            if ends[needed] >= part.tick + own:
                 return f"{action} in tick {part.tick} does not wait for {needed}", action
     return None

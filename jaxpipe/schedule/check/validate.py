@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import collections
+import dataclasses
 import itertools
 import string
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 from jaxpipe.schedule.actions import Action, Kind, Schedule
 from jaxpipe.schedule.check.grid import MAX_MISSING, SHOWN_PROBLEMS, Fault, message
@@ -20,24 +21,16 @@ class ScheduleError(ValueError):
 
 
 def peak_in_flight(schedule: Schedule) -> tuple[int, ...]:
-    """The most chunk activations each stage keeps, from F to the W or BW that frees them.
-
-    Returns:
-      One count for every stage; it follows from the order alone, whatever the costs.
-    """
-    return tuple(max(_in_flight(order), default=0) for order in schedule.orders)
+    """The most chunk activations that each stage keeps; the order decides, whatever the costs."""
+    return tuple(max(chunks_in_flight(order), default=0) for order in schedule.orders)
 
 
-def keeper(kinds: Iterable[Kind]) -> Kind:
-    """The kind of action that leaves residuals: F, or R where there is any."""
-    return Kind.R if Kind.R in kinds else Kind.F
-
-
-def _in_flight(order: tuple[Action, ...]) -> list[int]:
-    keeps = {kind: -(kind in (Kind.W, Kind.BW)) for kind in Kind}
-    keeps[keeper(action.kind for action in order)] = 1
-    # An activation is still held while the action that frees it runs.
-    return list(itertools.accumulate(keeps[action.kind] for action in order))
+def chunks_in_flight(order: Sequence[Action]) -> list[int]:
+    """The chunk activations a stage keeps after each action: one more by F, or by R where there is
+    any, and one less by the W or BW that frees it."""
+    keeper = Kind.R if any(action.kind is Kind.R for action in order) else Kind.F
+    changes = dict.fromkeys(Kind, 0) | {keeper: 1, Kind.W: -1, Kind.BW: -1}
+    return list(itertools.accumulate(changes[action.kind] for action in order))
 
 
 def validate(
@@ -51,7 +44,6 @@ def validate(
     Slices, if there are any, must follow the rules of `jaxpipe.schedule.check.slice_rules`.
 
     Args:
-      schedule: the schedule to check.
       inbox_slots: at least 1: messages of one kind (activations or gradients) from one stage that a
         stage can hold before it uses them. None for no limit.
       spell: how errors write an action.
@@ -69,17 +61,14 @@ def validate(
     wrong = list(itertools.islice(wrong_types(schedule), SHOWN_PROBLEMS))
     if wrong:
         raise ScheduleError("\n  ".join([f"Schedule {schedule.name!r} cannot run:", *wrong]))
-    problems = _shape_problems(schedule)
-    if problems:
-        # An index out of range may be why the shape is wrong.
-        problems += _out_of_range(schedule, spell)
-    else:
-        problems = _action_problems(schedule, spell)
+    checks = _Checks(schedule, spell)
+    shape, (out_of_range, actions) = list(checks.shape()), checks.actions()
+    # An index out of range may be why the shape is wrong.
+    problems = shape + out_of_range if shape else out_of_range + actions
     # A walk with inbox slots means something only once every sender and receiver is in place.
     walked = walk(schedule, inbox_slots=None if problems else inbox_slots)
     if not problems:
-        problems = _deadlocks(schedule, walked, inbox_slots, spell)
-        problems += _broken_promises(schedule, spell)
+        problems = [*checks.deadlocks(walked, inbox_slots), *checks.broken_promises()]
     if not problems and schedule.slices is not None:
         problems = list(slice_faults(schedule))
     if problems:
@@ -100,137 +89,131 @@ def simulated_only(schedule: Schedule) -> Iterator[Problem]:
         yield Problem("schedule", schedule.name, rule)
 
 
-def _shape_problems(schedule: Schedule) -> list[Fault]:
-    placement, problems = schedule.placement, []
-    held = collections.Counter(placement.stages)
-    stages = range(max(len(schedule.orders), len(held)))
-    if not held or set(held) - set(stages) or len({held[d] for d in stages}) > 1:
-        text = "The placement does not give every stage the same number of virtual stages"
-        if not held:
-            return [Fault(f"{text}: it is empty.")]
-        least, most = min(stages, key=held.__getitem__), max(held, key=held.__getitem__)
-        return [
-            Fault(f"{text}: stage {least} holds {held[least]}, stage {most} holds {held[most]}.")
-        ]
-    if placement.num_copies < 1 or held[0] % placement.num_copies:
-        return [
-            Fault(
-                f"{held[0]} virtual stages on every stage are not those of num_copies="
-                f"{placement.num_copies} copies of a model."
-            )
-        ]
-    if schedule.num_microbatches < 1:
-        problems.append(Fault(f"num_microbatches={schedule.num_microbatches} is below 1."))
-    if len(schedule.orders) != len(held):
-        problems.append(Fault(f"There are {len(schedule.orders)} orders for {len(held)} stages."))
-    promise = schedule.peak_in_flight
-    if promise is not None and len(promise) != len(held):
-        problems.append(Fault(f"peak_in_flight has {len(promise)} values for {len(held)} stages."))
-    return problems
-
-
 # The kinds one virtual stage has run for one microbatch, as bits.
 _BIT = {Kind.F: 1, Kind.B: 2, Kind.W: 4, Kind.BW: 8, Kind.R: 16}
 _SPLIT, _FUSED = _BIT[Kind.B] | _BIT[Kind.W], _BIT[Kind.BW]
 
 
-def _out_of_range(schedule: Schedule, spell: Callable[[Action], str]) -> list[Fault]:
-    problems = []
-    for d, order in enumerate(schedule.orders):
-        for k, action in enumerate(order):
-            for index, number, what in (
-                (action.virtual_stage, len(schedule.placement.stages), "virtual stage"),
-                (action.microbatch, schedule.num_microbatches, "microbatch"),
-            ):
-                # If there is none at all, that alone is the problem.
-                if number > 0 and not 0 <= index < number:
-                    text = f"has no {what}: they run from 0 to {number - 1}."
-                    problems.append(Fault(f"{spell(action)} on stage {d} {text}", d, k))
-                    break
-    return problems
+@dataclasses.dataclass(frozen=True)
+class _Checks:
+    """The checks of `validate`, which find faults."""
 
+    schedule: Schedule
+    spell: Callable[[Action], str]
 
-def _action_problems(schedule: Schedule, spell: Callable[[Action], str]) -> list[Fault]:
-    stages, m = schedule.placement.stages, schedule.num_microbatches
-    problems = _out_of_range(schedule, spell)
-    seen: dict[tuple[int, int], int] = {}
-    for d, order in enumerate(schedule.orders):
-        for k, action in enumerate(order):
-            s, i, bit = action.virtual_stage, action.microbatch, _BIT[action.kind]
-            text = None
-            if not (0 <= s < len(stages) and 0 <= i < m):
-                continue
-            if action.kind is Kind.R and schedule.segment is None:
-                text = "recomputes, and the schedule has no segments (Minibatches.segment)."
-            elif stages[s] != d:
-                text = f"is on the wrong stage: virtual stage {s} is held by stage {stages[s]}."
-            else:
-                before = seen.get((s, i), 0)
-                if before & bit:
-                    text = "runs a second time."
-                elif (before | bit) & _SPLIT and (before | bit) & _FUSED:
-                    text = "mixes split and fused backward for one virtual stage and microbatch."
-                seen[s, i] = before | bit
-            if text is not None:
-                problems.append(Fault(f"{spell(action)} on stage {d} {text}", d, k))
-    return problems + list(itertools.islice(_missing(schedule, seen, spell), MAX_MISSING))
-
-
-def _missing(
-    schedule: Schedule, seen: dict[tuple[int, int], int], spell: Callable[[Action], str]
-) -> Iterator[Fault]:
-    kinds = {action.kind for order in schedule.orders for action in order}
-    # If no action of a backward is left, assume the form that all others have.
-    whole = (Kind.BW,) if Kind.BW in kinds and not kinds & {Kind.B, Kind.W} else (Kind.B, Kind.W)
-    again = () if schedule.segment is None and Kind.R not in kinds else (Kind.R,)
-    for s, stage in enumerate(schedule.placement.stages):
-        for i in range(schedule.num_microbatches):
-            ran = seen.get((s, i), 0)
-            backward = () if ran & _FUSED else whole
-            for kind in (Kind.F, *again, *backward):
-                if not ran & _BIT[kind]:
-                    either = kind is Kind.B and not ran & _SPLIT
-                    fused = f" (and so is {spell(Action(s, Kind.BW, i))})" if either else ""
-                    absent = Action(s, kind, i)
-                    text = f"{spell(absent)} is missing from stage {stage}{fused}."
-                    yield Fault(text, stage, absent=absent)
-
-
-def _deadlocks(
-    schedule: Schedule, walked: Walk, inbox_slots: int | None, spell: Callable[[Action], str]
-) -> list[Fault]:
-    """The problem of every stage that stops; first those that stop by themselves."""
-    alone, others = [], []
-    for d, blocker in sorted(walked.blockers.items()):
-        k = len(walked.ticks[d])
-        stuck = schedule.orders[d][k]
-        text = f"Deadlock: stage {d} stops for good at {spell(stuck)}, which waits for "
-        if isinstance(blocker, int):
-            text += f"one of the {inbox_slots} inbox slots of stage {blocker}."
-            others.append(Fault(text, d, k))
-            continue
-        fused = Action(blocker.virtual_stage, Kind.BW, blocker.microbatch)
-        order = schedule.orders[schedule.placement.stages[blocker.virtual_stage]]
-        if blocker.kind is Kind.B and fused in order:
-            blocker = fused
-        if (blocker.virtual_stage, blocker.microbatch) == (stuck.virtual_stage, stuck.microbatch):
-            kind = spell(blocker).strip(string.digits)
-            text = f"{spell(stuck)} on stage {d} comes before its own {kind}, {spell(blocker)}."
-            alone.append(Fault(text, d, k))
-        else:
-            others.append(Fault(f"{text}the result of {spell(blocker)}.", d, k))
-    return alone + others
-
-
-def _broken_promises(schedule: Schedule, spell: Callable[[Action], str]) -> list[Fault]:
-    problems = []
-    for d, promised in enumerate(schedule.peak_in_flight or ()):
-        counts = _in_flight(schedule.orders[d])
-        k = next((k for k, count in enumerate(counts) if count > promised), None)
-        if k is not None:
-            text = (
-                f"{spell(schedule.orders[d][k])} on stage {d} exceeds the promised peak in flight: "
-                f"{max(counts)} chunks against {promised}."
+    def shape(self) -> Iterator[Fault]:
+        schedule, placement = self.schedule, self.schedule.placement
+        held = collections.Counter(placement.stages)
+        stages = range(max(len(schedule.orders), len(held)))
+        uneven = "The placement does not give every stage the same number of virtual stages"
+        if not held:
+            yield Fault(f"{uneven}: it is empty.")
+        elif set(held) - set(stages) or len({held[d] for d in stages}) > 1:
+            least, most = min(stages, key=held.__getitem__), max(held, key=held.__getitem__)
+            counts = f"stage {least} holds {held[least]}, stage {most} holds {held[most]}"
+            yield Fault(f"{uneven}: {counts}.")
+        elif placement.num_copies < 1 or held[0] % placement.num_copies:
+            yield Fault(
+                f"{held[0]} virtual stages on every stage are not those of num_copies="
+                f"{placement.num_copies} copies of a model."
             )
-            problems.append(Fault(text, d, k))
-    return problems
+        else:
+            m, orders, promise = schedule.num_microbatches, schedule.orders, schedule.peak_in_flight
+            if m < 1:
+                yield Fault(f"num_microbatches={m} is below 1.")
+            if len(orders) != len(held):
+                yield Fault(f"There are {len(orders)} orders for {len(held)} stages.")
+            if promise is not None and len(promise) != len(held):
+                yield Fault(f"peak_in_flight has {len(promise)} values for {len(held)} stages.")
+
+    def actions(self) -> tuple[list[Fault], list[Fault]]:
+        """The actions out of range; and those on the wrong stage, repeated, mixed or missing."""
+        stages, m = self.schedule.placement.stages, self.schedule.num_microbatches
+        num_virtual_stages, recomputes = len(stages), self.schedule.segment is not None
+        seen: dict[int, int] = {}
+        outside: list[Fault] = []
+        others: list[Fault] = []
+
+        def fault(found: list[Fault], d: int, k: int, text: str) -> None:
+            action = self.schedule.orders[d][k]
+            found.append(Fault(f"{self.spell(action)} on stage {d} {text}", d, k))
+
+        for d, order in enumerate(self.schedule.orders):
+            for k, action in enumerate(order):
+                s, i, bit = action.virtual_stage, action.microbatch, _BIT[action.kind]
+                known = 0 <= s < num_virtual_stages
+                if not (known and 0 <= i < m):
+                    count, what = (m, "microbatch") if known else (len(stages), "virtual stage")
+                    # If there is none at all, that alone is the problem.
+                    if count > 0:
+                        fault(outside, d, k, f"has no {what}: they run from 0 to {count - 1}.")
+                elif action.kind is Kind.R and not recomputes:
+                    no_segments = "the schedule has no segments (Minibatches.segment)"
+                    fault(others, d, k, f"recomputes, and {no_segments}.")
+                elif stages[s] != d:
+                    held = f"virtual stage {s} is held by stage {stages[s]}"
+                    fault(others, d, k, f"is on the wrong stage: {held}.")
+                else:
+                    before = seen.get(s * m + i, 0)
+                    after = seen[s * m + i] = before | bit
+                    if before & bit:
+                        fault(others, d, k, "runs a second time.")
+                    elif after & _SPLIT and after & _FUSED:
+                        both = "split and fused backward for one virtual stage and microbatch"
+                        fault(others, d, k, f"mixes {both}.")
+        return outside, others + list(itertools.islice(self._missing(seen), MAX_MISSING))
+
+    def _missing(self, seen: dict[int, int]) -> Iterator[Fault]:
+        schedule, m = self.schedule, self.schedule.num_microbatches
+        kinds = {action.kind for order in schedule.orders for action in order}
+        # If no action of a backward is left, assume the form that all others have.
+        fused = Kind.BW in kinds and not kinds & {Kind.B, Kind.W}
+        again = () if schedule.segment is None and Kind.R not in kinds else (Kind.R,)
+        whole = (Kind.F, *again, *((Kind.BW,) if fused else (Kind.B, Kind.W)))
+        for s, stage in enumerate(schedule.placement.stages):
+            for i in range(m):
+                ran = seen.get(s * m + i, 0)
+                for kind in (Kind.F, *again) if ran & _FUSED else whole:
+                    if not ran & _BIT[kind]:
+                        absent = Action(s, kind, i)
+                        text = f"{self.spell(absent)} is missing from stage {stage}"
+                        if kind is Kind.B and not ran & _SPLIT:
+                            text += f" (and so is {self.spell(Action(s, Kind.BW, i))})"
+                        yield Fault(f"{text}.", stage, absent=absent)
+
+    def deadlocks(self, walked: Walk, inbox_slots: int | None) -> list[Fault]:
+        """The problem of every stage that stops; first those that stop by themselves."""
+        alone, others = [], []
+        for d, blocker in sorted(walked.blockers.items()):
+            k = len(walked.ticks[d])
+            stuck = self.schedule.orders[d][k]
+            text = f"Deadlock: stage {d} stops for good at {self.spell(stuck)}, which waits for "
+            if isinstance(blocker, int):
+                text += f"one of the {inbox_slots} inbox slots of stage {blocker}."
+                others.append(Fault(text, d, k))
+                continue
+            s, i = blocker.virtual_stage, blocker.microbatch
+            fused = Action(s, Kind.BW, i)
+            if (
+                blocker.kind is Kind.B
+                and fused in self.schedule.orders[self.schedule.placement.stages[s]]
+            ):
+                blocker = fused
+            if (s, i) == (stuck.virtual_stage, stuck.microbatch):
+                kind = self.spell(blocker).strip(string.digits)
+                own = f"comes before its own {kind}, {self.spell(blocker)}."
+                alone.append(Fault(f"{self.spell(stuck)} on stage {d} {own}", d, k))
+            else:
+                others.append(Fault(f"{text}the result of {self.spell(blocker)}.", d, k))
+        return alone + others
+
+    def broken_promises(self) -> Iterator[Fault]:
+        for d, promised in enumerate(self.schedule.peak_in_flight or ()):
+            counts = chunks_in_flight(self.schedule.orders[d])
+            k = next((k for k, count in enumerate(counts) if count > promised), None)
+            if k is not None:
+                text = (
+                    f"{self.spell(self.schedule.orders[d][k])} on stage {d} exceeds the promised "
+                    f"peak in flight: {max(counts)} chunks against {promised}."
+                )
+                yield Fault(text, d, k)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 
-from jaxpipe.schedule.actions import Action, Kind, Schedule
+from jaxpipe.schedule.actions import Action, Kind, Schedule, dependencies
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,7 +35,7 @@ class Results:
       >>> from jaxpipe.schedule.generators.gpipe import gpipe
       >>> results = Results(gpipe(2, 4))
       >>> results.number(Action(1, Kind.B, 3)), results.inputs(Action(0, Kind.B, 3))
-      (15, (3, 15))
+      (15, [3, 15])
       >>> str(results.action(15))
       '1B3'
     """
@@ -43,44 +43,52 @@ class Results:
     def __init__(self, schedule: Schedule) -> None:
         # `validate` walks any schedule before it refuses it.
         schedule = dataclasses.replace(schedule, num_microbatches=max(schedule.num_microbatches, 1))
-        self._forward, self._place = schedule.number, schedule.place
-        self._next_stage = schedule.number(1, 0)
-        self._passes = max(schedule.num_passes, 1)
-        self._depth, self._segment = schedule.placement.depth, schedule.segment
-        self._stages = schedule.placement.stages
+        self._schedule, self._passes = schedule, max(schedule.num_passes, 1)
+        self._firsts: dict[tuple[Kind, int], tuple[int, list[int]]] = {}
+
+    def first(self, action: Action) -> tuple[int, list[int]]:
+        """As `number` and `inputs`, for microbatch 0: others' are larger by their own number."""
+        place = action.kind, action.virtual_stage
+        if (found := self._firsts.get(place)) is None:
+            needed = dependencies(
+                dataclasses.replace(action, microbatch=0),
+                num_virtual_stages=self._schedule.placement.depth,
+                split=True,
+                segment=self._schedule.segment,
+            )
+            found = self._first(*place), [self._first(n.kind, n.virtual_stage) for n in needed]
+            self._firsts[place] = found
+        return found
+
+    def _first(self, kind: Kind, virtual_stage: int) -> int:
+        block = {Kind.F: 0, Kind.R: 2}.get(kind, 1)
+        return block * self._passes + self._schedule.number(virtual_stage, 0)
 
     def number(self, action: Action) -> int:
         """The number of the result of an F, B, BW or R."""
-        forward = self._forward(action.virtual_stage, action.microbatch)
-        if action.kind is Kind.R:
-            return forward + 2 * self._passes
-        return forward if action.kind is Kind.F else forward + self._passes
+        return self.first(action)[0] + action.microbatch
 
-    def inputs(self, action: Action) -> tuple[int, ...]:
+    def inputs(self, action: Action) -> list[int]:
         """The results that an action reads: `actions.dependencies` in numbers."""
-        s = action.virtual_stage
-        forward = self._forward(s, action.microbatch)
-        if action.kind is Kind.F:
-            return (forward - self._next_stage,) if s % self._depth else ()
-        backward = forward + self._passes
-        if action.kind is Kind.W:
-            return (backward,)
-        again = backward + self._passes
-        if action.kind is Kind.R:
-            begins = s % (self._segment or 1) == 0
-            return (forward,) if begins else (forward, again - self._next_stage)
-        own = (forward,) if self._segment is None else (forward, again)
-        return (*own, backward + self._next_stage) if (s + 1) % self._depth else own
+        return [*map(action.microbatch.__add__, self.first(action)[1])]
+
+    def receiver(self, action: Action) -> int:
+        """The stage that an F, B, BW or R sends its result to; its own if no other reads it."""
+        stages, s = self._schedule.placement.stages, action.virtual_stage
+        reader = s + (1 if action.kind in (Kind.F, Kind.R) else -1)
+        inputs = self.inputs(dataclasses.replace(action, virtual_stage=reader))
+        sends = 0 <= reader < len(stages) and self.number(action) in inputs
+        return stages[reader if sends else s]
 
     def stage(self, number: int) -> int:
         """The stage that computes a result."""
-        return self._stages[self._place(number % self._passes)[0]]
+        return self._schedule.placement.stages[self._schedule.place(number % self._passes)[0]]
 
     def action(self, number: int) -> Action:
         """The action that computes a result; a fused backward reads B."""
-        kind = (Kind.F, Kind.B, Kind.R)[min(number // self._passes, 2)]
-        s, i = self._place(number % self._passes)
-        return Action(s, kind, i)
+        kind, place = divmod(number, self._passes)
+        s, i = self._schedule.place(place)
+        return Action(s, (Kind.F, Kind.B, Kind.R)[min(kind, 2)], i)
 
 
 def walk(schedule: Schedule, *, inbox_slots: int | None = None) -> Walk:
@@ -89,110 +97,71 @@ def walk(schedule: Schedule, *, inbox_slots: int | None = None) -> Walk:
     The result does not depend on which stage goes first: each stage has one fixed order and each
     inbox one sender and one receiver. A stage that stops here therefore stops in every execution.
 
+    It ends for any schedule, after one visit of every action and every wait.
+
     Args:
-      schedule: a schedule whose virtual stages and microbatches are in range.
       inbox_slots: messages of one kind from one stage that a stage can hold before it uses them;
-        the sender waits for a free slot. None for no limit.
-
-    Returns:
-      The walk; it ends for any schedule, after one visit of every action and every wait.
+        the sender waits for a free slot. None for no limit. Virtual stages and microbatches must
+        then be in range.
     """
-    return _Walker(schedule, inbox_slots).run()
+    results = Results(schedule)
+    frees = {} if inbox_slots is None else _frees(schedule, results, inbox_slots)
+    walked = Walk([], [[] for _ in schedule.orders], {})
+    done: dict[int, int] = {}  # result -> tick
+    waiting: dict[int, list[int]] = collections.defaultdict(list)  # result -> stages
+    ready = collections.deque(range(len(schedule.orders)))
 
-
-# Pools of inbox slots: (sender, receiver, kind of message).
-_Pool = tuple[int, int, Kind]
-
-
-class _Walker:
-    def __init__(self, schedule: Schedule, inbox_slots: int | None) -> None:
-        self.schedule = schedule
-        self.results = Results(schedule)
-        self.inbox_slots = inbox_slots
-        self.done: dict[int, int] = {}  # result -> tick
-        self.waiting: dict[int | _Pool, list[int]] = collections.defaultdict(list)
-        self.held: collections.Counter[_Pool] = collections.Counter()
-        self.awaited: dict[int, int | _Pool] = {}
-        self.order: list[int] = []
-        self.ticks: list[list[int]] = [[] for _ in schedule.orders]
-
-    def run(self) -> Walk:
-        ready = collections.deque(range(len(self.schedule.orders)))
-        while ready:
-            stage = ready.popleft()
-            self.awaited.pop(stage, None)
-            self._advance(stage, ready)
-        blockers = {
-            stage: self.results.action(awaited) if isinstance(awaited, int) else awaited[1]
-            for stage, awaited in self.awaited.items()
-        }
-        return Walk(self.order, self.ticks, blockers)
-
-    def _advance(self, stage: int, ready: collections.deque[int]) -> None:
-        """Runs a stage until it has to wait; the stages that waited for it become ready."""
-        order, ticks = self.schedule.orders[stage], self.ticks[stage]
-        inputs_of, number_of, done = self.results.inputs, self.results.number, self.done
+    def advance(stage: int) -> int | None:
+        """Runs a stage until it waits for a result, which is returned, or has run everything."""
+        order, ticks = schedule.orders[stage], walked.ticks[stage]
+        walked.blockers.pop(stage, None)
         tick = ticks[-1] if ticks else -1
         for position in range(len(ticks), len(order)):
             action = order[position]
-            inputs = inputs_of(action)
+            number, inputs = results.first(action)
+            number += action.microbatch
             for needed in inputs:
+                needed += action.microbatch
                 if needed not in done:
-                    self._wait(stage, needed)
-                    return
+                    walked.blockers[stage] = results.action(needed)
+                    return needed
                 if done[needed] > tick:
                     tick = done[needed]
-            if self.inbox_slots is not None:
-                pool = self._message(action)
-                if pool is not None and self.held[pool] >= self.inbox_slots:
-                    self._wait(stage, pool)
-                    return
+            if number in frees and frees[number] not in done:
+                walked.blockers[stage] = results.receiver(action)
+                return frees[number]
             tick += 1
             ticks.append(tick)
-            self.order.append(stage)
+            walked.order.append(stage)
             if action.kind is not Kind.W:
-                number = number_of(action)
                 done.setdefault(number, tick)
-                if number in self.waiting:
-                    ready.extend(self.waiting.pop(number))
-            if self.inbox_slots is not None:
-                ready.extend(self._move_messages(stage, action, inputs))
-
-    def _wait(self, stage: int, awaited: int | _Pool) -> None:
-        self.waiting[awaited].append(stage)
-        self.awaited[stage] = awaited
-
-    def _move_messages(self, stage: int, action: Action, inputs: tuple[int, ...]) -> list[int]:
-        woken: list[int] = []
-        for needed in inputs:
-            if self.results.stage(needed) != stage:
-                freed = self._message(self.results.action(needed))
-                assert freed is not None
-                self.held[freed] -= 1
-                woken += self.waiting.pop(freed, [])
-        sent = self._message(action)
-        if sent is not None:
-            self.held[sent] += 1
-        return woken
-
-    def _message(self, action: Action) -> _Pool | None:
-        target = message_target(action, self.schedule)
-        if target is None:
-            return None
-        kind = action.kind if action.kind in (Kind.F, Kind.R) else Kind.B
-        return (self.schedule.placement.stages[action.virtual_stage], target, kind)
-
-
-def message_target(action: Action, schedule: Schedule) -> int | None:
-    """The stage that receives the message of ``action``; None if no other stage reads it."""
-    if action.kind is Kind.W:
+                ready.extend(waiting.pop(number, ()))
         return None
-    stages, depth = schedule.placement.stages, schedule.placement.depth
-    reader = action.virtual_stage + (1 if action.kind in (Kind.F, Kind.R) else -1)
-    if action.kind is Kind.R and not reader % (schedule.segment or 1):
-        return None
-    if not (0 <= reader < len(stages) and 0 <= action.virtual_stage < len(stages)):
-        return None
-    if reader // depth != action.virtual_stage // depth:
-        return None
-    return stages[reader] if stages[reader] != stages[action.virtual_stage] else None
+
+    while ready:
+        stage = ready.popleft()
+        if (awaited := advance(stage)) is not None:
+            waiting[awaited].append(stage)
+    return walked
+
+
+def _frees(schedule: Schedule, results: Results, inbox_slots: int) -> dict[int, int]:
+    """By result that is sent, the one whose action frees the slot that it needs.
+
+    The n-th message of a kind from one stage to another needs n - inbox_slots to have been read.
+    """
+    sent, read = collections.defaultdict(list), collections.defaultdict(list)
+    for stage, order in enumerate(schedule.orders):
+        for action in order:
+            if action.kind is Kind.W:
+                continue
+            number = results.number(action)
+            for needed in results.inputs(action):
+                read[results.stage(needed), stage, results.action(needed).kind].append(number)
+            if (receiver := results.receiver(action)) != stage:
+                sent[stage, receiver, results.action(number).kind].append(number)
+    return {
+        number: freed
+        for inbox, numbers in sent.items()
+        for number, freed in zip(numbers[inbox_slots:], read[inbox], strict=False)
+    }

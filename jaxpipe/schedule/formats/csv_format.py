@@ -30,15 +30,11 @@ _COMMUNICATION = re.compile(r"[0-9]+(UNSHARD|RESHARD|REDUCE_GRAD|(SEND|RECV)_[FB
 def write_csv(schedule: Schedule) -> str:
     """Writes a schedule as PyTorch's CSV, every action in the column of its earliest tick.
 
-    Args:
-      schedule: a schedule that `validate` accepts.
-
-    Returns:
-      The text, one line per stage. `parse_csv` restores the order, but not name or promised peak.
+    `parse_csv` restores the order, but not name or promised peak.
 
     Raises:
       ScheduleError: the schedule cannot run.
-      ValueError: its placement has several copies of the model.
+      ValueError: its placement has several copies of the model, or it recomputes.
 
     Example:
       >>> from jaxpipe.schedule.generators.gpipe import gpipe
@@ -67,13 +63,10 @@ def write_csv(schedule: Schedule) -> str:
 
 
 def read_csv(path: str | Path) -> Schedule:
-    """Reads a schedule from a file in PyTorch's CSV, see `parse_csv`.
-
-    Args:
-      path: the file; its name without the ending becomes the schedule's.
+    """Reads a schedule from a file, whose name it gets without the ending: see `parse_csv`.
 
     Raises:
-      ScheduleError: the file is not such a CSV, or its schedule cannot run.
+      ScheduleError: as `parse_csv`, or the file is not text in UTF-8.
       OSError: the file cannot be read.
     """
     path = Path(path)
@@ -96,9 +89,6 @@ def parse_csv(text: str, *, name: str = "csv", source: str = "csv") -> Schedule:
       text: the CSV.
       name: of the schedule.
       source: the name of the text in errors.
-
-    Returns:
-      A schedule that `validate` accepts, without a promised peak.
 
     Raises:
       ScheduleError: a cell is no action, naming row and cell (from 1); or the schedule cannot

@@ -18,13 +18,9 @@ _SLICE = re.compile(r"([0-9]+):([0-9]+[A-Z]+[0-9]+)\[([0-9]+):([0-9]+)\]")
 
 
 def to_json(schedule: Schedule) -> dict[str, Any]:
-    """Writes a schedule as an object that JSON can hold.
+    """Writes the fields of a schedule as an object that JSON can hold.
 
-    Args:
-      schedule: a schedule that `validate` accepts.
-
-    Returns:
-      Its fields; an order is one text for each stage, and a slice is ``tick:action[lo:hi]``.
+    An order is one text for each stage, and a slice is ``tick:action[lo:hi]``.
 
     Example:
       >>> from jaxpipe.schedule.generators.gpipe import gpipe
@@ -46,12 +42,6 @@ def to_json(schedule: Schedule) -> dict[str, Any]:
 
 def from_json(data: Any) -> Schedule:
     """Reads what `to_json` wrote, and validates it.
-
-    Args:
-      data: any value read from JSON.
-
-    Returns:
-      A schedule that `validate` accepts.
 
     Raises:
       ScheduleError: a field is missing or of another form, or the schedule cannot run.

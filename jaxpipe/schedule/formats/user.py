@@ -10,8 +10,7 @@ import sys
 import traceback
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from types import ModuleType
-from typing import Any, cast
+from typing import Any
 
 from jaxpipe.schedule.actions import Schedule
 from jaxpipe.schedule.check.validate import validate
@@ -57,9 +56,6 @@ def load(
         parameters of these names.
       options: num_chunks, group, memory_limit, for the function; a file takes none.
 
-    Returns:
-      A schedule that `validate` accepts. A file's has the file's name, a function's ``name``.
-
     Raises:
       ValueError: the name leads nowhere, numbers are given to a file or not given to a function,
         or what `call` raises.
@@ -77,7 +73,11 @@ def load(
     if num_stages is None or num_microbatches is None:
         raise ArgumentError([no_shape(name)])
     function = _function(name)
-    reads = _parameters(name, function)
+    try:
+        reads = inspect.signature(function).parameters
+    except ValueError:
+        unsaid = "does not say what parameters it has, so it cannot be used"
+        raise ValueError(f"{name} {unsaid}.") from None
     if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in reads.values()):
         rules = {o: f"it has no parameter {o}" for o in sorted(options.keys() - reads.keys())}
         refuse(Problem(o, options[o], rule, (None,), schedule=name) for o, rule in rules.items())
@@ -94,14 +94,7 @@ def no_shape(name: str) -> Problem:
 def call(
     name: str, function: Callable[..., Any], stages: int, microbatches: int, **options: Any
 ) -> Schedule:
-    """Calls a user's function for a schedule, and checks what it returns.
-
-    Args:
-      name: of the schedule, whatever name the function gives it.
-      function: called as ``function(stages, microbatches, **options)``.
-      stages: p.
-      microbatches: m.
-      options: keyword arguments.
+    """Calls a user's function for a schedule, which gets this name, and checks what it returns.
 
     Raises:
       ValueError: the function does not take these arguments, raises something, or returns anything
@@ -132,44 +125,30 @@ def call(
 
 def _function(name: str) -> Callable[..., Any]:
     module_name, _, function_name = name.partition(":")
-    try:
-        function = getattr(_module(name, module_name), function_name)
-    except AttributeError as error:
-        raise _no_function(name, str(error)) from None
-    if callable(function):
-        return cast("Callable[..., Any]", function)
-    raise ValueError(f"{name!r} is not a function but {type(function).__name__}.")
-
-
-def _module(name: str, module_name: str) -> ModuleType:
     if not module_name or module_name.startswith("."):
         raise _no_function(name, f"{module_name!r} is not the full name of a module")
     if os.getcwd() not in sys.path and "" not in sys.path:
         # An installed command does not search the current folder by itself.
         sys.path.insert(0, os.getcwd())
     try:
-        return importlib.import_module(module_name)
+        module = importlib.import_module(module_name)
     except Exception as error:  # so may a module, when it is imported
-        if isinstance(error, ModuleNotFoundError) and f"{module_name}.".startswith(
-            f"{error.name}."
-        ):
+        missing = error.name if isinstance(error, ModuleNotFoundError) else None
+        if missing and f"{module_name}.".startswith(f"{missing}."):
             raise _no_function(name, str(error)) from None
         raise ValueError(f"{name!r} cannot be imported: {module_name} {_raised(error)}") from error
+    if not hasattr(module, function_name):
+        raise _no_function(name, f"module {module_name!r} has no attribute {function_name!r}")
+    function: Callable[..., Any] = getattr(module, function_name)
+    if not callable(function):
+        raise ValueError(f"{name!r} is not a function but {type(function).__name__}.")
+    return function
 
 
 def _no_function(name: str, reason: str) -> ArgumentError:
     rule = f"is no function Python can import: {reason}"
     note = "Nearest valid: 'module:function', for example 'my_schedules:mine'."
     return ArgumentError([Problem("name", name, rule, note=note)])
-
-
-def _parameters(name: str, function: Callable[..., Any]) -> Mapping[str, inspect.Parameter]:
-    try:
-        return inspect.signature(function).parameters
-    except ValueError:
-        raise ValueError(
-            f"{name} does not say what parameters it has, so it cannot be used."
-        ) from None
 
 
 def _raised(error: Exception) -> str:

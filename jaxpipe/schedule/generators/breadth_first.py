@@ -31,7 +31,6 @@ def breadth_first(
     ============  =====================================================================
 
     Args:
-      num_chunks: v, at least 1.
       group: microbatches that go through the whole schedule before the next ones start, at least 1;
         the last group may be smaller. None for all: one group.
       descending: run the backwards of a chunk in descending order of microbatches.
@@ -75,9 +74,6 @@ def modular(
     source        Lamy-Poirier, "Layered gradient accumulation and modular pipeline parallelism",
                   arXiv 2106.02679
     ============  =====================================================================
-
-    Args:
-      num_chunks: v, the layers of a stage, at least 1.
 
     Example:
       >>> modular(4, 8, num_chunks=4).peak_in_flight

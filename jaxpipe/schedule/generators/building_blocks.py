@@ -5,20 +5,19 @@ Repeated every `PERIOD` units it is the steady state of a schedule; `eager` turn
 one: warm-up and cool-down reordered, gaps squeezed out and filled, the peak in flight capped.
 
 Everything here lives on the V placement. A microbatch goes down the stages and up again (F0, F1),
-then its gradient does (B1, B0): a journey of 4p hops, of which stage d runs four.
+then its gradient does (B1, B0).
 
 Source: Qi et al., "Pipeline Parallelism with Controllable Memory", arXiv 2405.15362.
 """
 
 from __future__ import annotations
 
-import collections
 import dataclasses
 import itertools
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from functools import cached_property
 
-from jaxpipe.schedule.actions import Action, Kind, Schedule
+from jaxpipe.schedule.actions import Kind, Schedule
 from jaxpipe.schedule.generators import events
 from jaxpipe.schedule.placement import wave
 from jaxpipe.schedule.simulate import Costs
@@ -28,7 +27,7 @@ PERIOD = 6
 
 F0, F1, B1, B0, W = range(5)
 """The passes of a stage as a microbatch goes through them; the digit is the chunk. W is of either
-chunk: weight gradients are computed first-in first-out."""
+chunk (`jaxpipe.schedule.generators.events.Pass`)."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -115,11 +114,7 @@ def _starts_of_w(row: Sequence[int]) -> list[int]:
 def fused_block(num_stages: int) -> Block:
     """Builds the block of 1F1B-V: passes as close together as backwards of two units allow.
 
-    Args:
-      num_stages: p, at least 1.
-
-    Returns:
-      The block, on one clock for all stages.
+    All stages are on one clock.
 
     Example:
       >>> fused_block(1).starts
@@ -146,12 +141,9 @@ def _fits_fused(row: Sequence[int], time: int) -> bool:
 
 @dataclasses.dataclass(frozen=True)
 class TimedOrders:
-    """The result of `eager` for a block.
+    """The passes of every stage, in order, from the first start to the end of everything.
 
-    Args:
-      orders: ``orders[d]`` lists the passes of stage ``d``; the n-th of a kind is of microbatch n.
-      makespan: from the first start to the end of everything.
-      longest_span: of a stage, from the start of its first pass to the end of its last.
+    ``longest_span`` is of a stage, from the start of its first pass to the end of its last.
     """
 
     orders: tuple[tuple[int, ...], ...]
@@ -176,8 +168,6 @@ def eager(
     squeezed and filled in one pass.
 
     Args:
-      block: the block to repeat.
-      num_microbatches: m, at least 1.
       caps: per stage, the most chunk activations in flight; at least the block's own peak.
       costs: of one chunk; they decide what is ready when.
       reserve: before its first backward a stage keeps room for the F1 to come: it starts F0 only as
@@ -186,54 +176,56 @@ def eager(
     Returns:
       The orders; None if a stage stops for good.
     """
-    stages = [
-        _BlockStage(
-            block.sequence(d, num_microbatches),
-            block.fused,
-            caps[d],
-            d + 1 if reserve else 0,
-            costs,
-        )
-        for d in range(len(block.starts))
-    ]
+    stages = []
+    for d, cap in enumerate(caps):
+        passes = _passes(d, len(caps), fused=block.fused)
+        first_f0 = cap - min(d + 1 if reserve else 0, cap // 2)
+        sequence = block.sequence(d, num_microbatches)
+        stages.append(_BlockStage(passes, sequence, costs, cap, first_f0))
     return _run(stages, num_microbatches, message=costs.message)
 
 
 def squeeze(timed: TimedOrders, num_microbatches: int, *, costs: Costs) -> TimedOrders:
-    """Times orders of split backwards with other costs, which change only the gaps.
-
-    Args:
-      timed: of `eager`.
-      num_microbatches: m, as there.
-      costs: of one chunk.
-
-    Returns:
-      The same orders with their new makespan and span.
-    """
-    stages = [_BlockStage(list(order), False, None, 0, costs) for order in timed.orders]
+    """Times orders of split backwards with other costs, which change only the gaps."""
+    p = len(timed.orders)
+    stages = [
+        _OrderedStage(_passes(d, p, fused=False), order, costs)
+        for d, order in enumerate(timed.orders)
+    ]
     squeezed = _run(stages, num_microbatches, message=costs.message)
     assert squeezed is not None, "an order that ran once runs whatever the costs"
     return squeezed
 
 
-def _run(stages: list[_BlockStage], num_microbatches: int, *, message: float) -> TimedOrders | None:
-    p, fused = len(stages), stages[0].fused
-    journey = (*range(p), *reversed(range(p))) * 2
-    # A stage's passes F0, F1, B1, B0 in hops of the journey, and back.
-    hops = [(d, 2 * p - 1 - d, 2 * p + d, 4 * p - 1 - d) for d in range(p)]
-    pass_of = [kind for kind in (F0, F1, B1, B0) for _ in range(p)]
+def to_schedule(
+    name: str, timed: TimedOrders, num_microbatches: int, caps: Iterable[int]
+) -> Schedule:
+    """Names the orders that a block gives, and promises the caps as peaks in flight."""
+    p = len(timed.orders)
+    return Schedule(
+        name=name,
+        placement=wave(p),
+        num_microbatches=num_microbatches,
+        orders=tuple(
+            tuple(events.actions(_passes(d, p, fused=W not in order), order))
+            for d, order in enumerate(timed.orders)
+        ),
+        peak_in_flight=tuple(min(cap, 2 * num_microbatches) for cap in caps),
+    )
 
-    def readers(d: int, kind: int) -> Iterator[tuple[int, int]]:
-        if kind == W:
-            return
-        hop = hops[d][kind] + 1
-        if hop < 4 * p:
-            yield journey[hop], pass_of[hop]
-        if kind >= B1 and not fused:
-            yield d, W
 
-    stages[0].arrivals[F0] = [0.0] * num_microbatches
-    events.run(stages, readers, message=message)
+def _passes(d: int, num_stages: int, *, fused: bool) -> list[events.Pass]:
+    """F0, F1, B1, B0 and, unless a backward is one action, W of a stage."""
+    down, up = d, 2 * num_stages - 1 - d
+    backward = Kind.BW if fused else Kind.B
+    passes = [(Kind.F, down), (Kind.F, up), (backward, up), (backward, down)]
+    return passes if fused else [*passes, (Kind.W, down)]
+
+
+def _run(
+    stages: Sequence[_OrderedStage], num_microbatches: int, *, message: float
+) -> TimedOrders | None:
+    events.run(stages, wave(len(stages)), num_microbatches, message=message)
     if any(stage.upcoming for stage in stages):
         return None
     return TimedOrders(
@@ -243,38 +235,48 @@ def _run(stages: list[_BlockStage], num_microbatches: int, *, message: float) ->
     )
 
 
-class _BlockStage(events.Stage):
-    """One stage in `eager`: the passes it has yet to run, and its inputs so far."""
+class _OrderedStage(events.Stage):
+    """A stage that runs its passes in a given order."""
 
-    def __init__(
-        self, sequence: list[int], fused: bool, cap: int | None, reserved: int, costs: Costs
-    ) -> None:
-        backward = costs.b + costs.w if fused else costs.b
-        super().__init__((costs.f, costs.f, backward, backward, costs.w))
+    def __init__(self, passes: list[events.Pass], sequence: Sequence[int], costs: Costs) -> None:
+        super().__init__(passes, [costs.of(kind) for kind, _ in passes])
         # Reversed: passes are taken from near the front, and a list is fast only at its end.
-        self.upcoming = sequence[::-1]
-        # Without a cap the sequence is final.
-        self.final = cap is None
-        self.cap = cap or 0
-        self.first_f0 = self.cap - min(reserved, self.cap // 2)
-        self.held = (1, 1, -1, -1, 0) if fused else (1, 1, 0, 0, -1)
-        self.fused = fused
-        self.in_flight = 0
+        self.upcoming = list(reversed(sequence))
 
     def choose(self, now: float) -> int | None:
         """Takes the pass to run now out of the sequence; None to wait."""
+        if self.upcoming and self.is_ready(self.upcoming[-1], now):
+            return self.upcoming.pop()
+        return None
+
+
+class _BlockStage(_OrderedStage):
+    """One stage in `eager`: a pass may go before earlier ones."""
+
+    def __init__(
+        self,
+        passes: list[events.Pass],
+        sequence: Sequence[int],
+        costs: Costs,
+        cap: int,
+        first_f0: int,
+    ) -> None:
+        super().__init__(passes, sequence, costs)
+        self.cap, self.first_f0, self.in_flight = cap, first_f0, 0
+        self.fused = len(passes) == W
+        self.held = (1, 1, -1, -1) if self.fused else (1, 1, 0, 0, -1)
+
+    def choose(self, now: float) -> int | None:
         if not self.upcoming:
             return None
         kind = self.upcoming[-1]
-        if self.is_ready(kind, now) and (self.final or self._goes_first(kind)):
+        goes_first = kind in (B1, B0) or (kind != W and self._has_room(kind, self.in_flight))
+        if goes_first and self.is_ready(kind, now):
             return self.upcoming.pop()
-        return None if self.final else self._overtaking(now)
-
-    def _goes_first(self, kind: int) -> bool:
-        return kind in (B1, B0) or (kind != W and self._has_room(kind, self.in_flight))
+        return self._overtaking(now)
 
     def _overtaking(self, now: float) -> int | None:
-        ready = {kind for kind in (F0, F1, B1, B0, W) if self.is_ready(kind, now)}
+        ready = {kind for kind in range(len(self.passes)) if self.is_ready(kind, now)}
         if self.fused:
             # Two units in a gap of one would make the next pass miss its turn, period after period.
             ready -= {B1, B0}
@@ -307,52 +309,3 @@ class _BlockStage(events.Stage):
     def start(self, kind: int, now: float) -> None:
         super().start(kind, now)
         self.in_flight += self.held[kind]
-
-
-def to_schedule(
-    name: str,
-    orders: Iterable[Sequence[int]],
-    num_microbatches: int,
-    *,
-    fused: bool,
-    caps: Sequence[int],
-) -> Schedule:
-    """Numbers the passes: each kind in the order of microbatches, W first-in first-out.
-
-    Args:
-      name: the schedule's.
-      orders: ``orders[d]`` is what stage ``d`` runs.
-      num_microbatches: m.
-      fused: whether B1 and B0 include their W.
-      caps: the promised peak in flight per stage.
-
-    Returns:
-      The schedule.
-    """
-    rows = [list(order) for order in orders]
-    p = len(rows)
-    backward = Kind.BW if fused else Kind.B
-    kinds = (Kind.F, Kind.F, backward, backward)
-    numbered = []
-    for d, row in enumerate(rows):
-        virtual_stages = (d, 2 * p - 1 - d, 2 * p - 1 - d, d)
-        done = [0] * 4
-        pending: collections.deque[tuple[int, int]] = collections.deque()
-        order = []
-        for kind in row:
-            if kind == W:
-                order.append(Action(pending[0][0], Kind.W, pending[0][1]))
-                pending.popleft()
-                continue
-            order.append(Action(virtual_stages[kind], kinds[kind], done[kind]))
-            if kind >= B1:
-                pending.append((virtual_stages[kind], done[kind]))
-            done[kind] += 1
-        numbered.append(tuple(order))
-    return Schedule(
-        name=name,
-        placement=wave(p),
-        num_microbatches=num_microbatches,
-        orders=tuple(numbered),
-        peak_in_flight=tuple(min(cap, 2 * num_microbatches) for cap in caps),
-    )

@@ -23,9 +23,6 @@ def dualpipe_v(num_stages: int, num_microbatches: int) -> Schedule:
                   published with its code
     ============  =====================================================================
 
-    Args:
-      num_microbatches: m, at least 1; best from 2p.
-
     Example:
       >>> dualpipe_v(4, 8).peak_in_flight
       (9, 9, 9, 9)

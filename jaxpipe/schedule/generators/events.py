@@ -7,79 +7,123 @@ The result of a pass arrives at its readers, which may then start in turn.
 from __future__ import annotations
 
 import abc
+import collections
 import heapq
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+
+from jaxpipe.schedule.actions import Action, Kind
+from jaxpipe.schedule.placement import Placement
+
+Pass = tuple[Kind, int]
+"""A kind of action and its virtual stage. Of W a stage has one, for all its virtual stages: weight
+gradients are computed first-in first-out."""
 
 
 class Stage(abc.ABC):
     """One stage: the inputs it has received and the passes it has started.
 
-    A stage numbers the kinds of pass that it runs, such as the forward of its first chunk. Passes
-    of one kind never overtake each other: the n-th to start is of microbatch n.
+    A pass is called by its number in ``passes``. Its n-th start is of microbatch n.
 
     Args:
-      durations: how long a pass of each kind takes.
+      passes: what the stage runs; W is the last.
+      durations: how long each pass takes.
 
     Attributes:
-      arrivals: per kind, when the input of its n-th pass arrives, rising.
-      done: per kind, how many passes have started.
-      order: the kinds of the passes in the order in which they have started.
+      arrivals: per pass, when the input of its n-th start arrives, rising.
+      done: per pass, how often it has started.
+      order: the passes in the order in which they have started.
       started_at: when the first pass started; infinite before.
       free_at: when the latest pass ends.
     """
 
-    def __init__(self, durations: Sequence[float]) -> None:
-        self.durations = durations
-        self.arrivals: list[list[float]] = [[] for _ in durations]
-        self.done = [0] * len(durations)
+    def __init__(self, passes: Sequence[Pass], durations: Sequence[float]) -> None:
+        self.passes, self.durations = passes, durations
+        self.arrivals: list[list[float]] = [[] for _ in passes]
+        self.done = [0] * len(passes)
         self.order: list[int] = []
         self.started_at, self.free_at = math.inf, 0.0
 
     @abc.abstractmethod
     def choose(self, now: float) -> int | None:
-        """Chooses the kind of pass that this stage, which is free, starts now; None to wait."""
+        """Chooses the pass that this stage, which is free, starts now; None to wait."""
 
-    def is_ready(self, kind: int, now: float) -> bool:
-        """Whether the input of the next pass of a kind has arrived."""
-        arrivals, done = self.arrivals[kind], self.done[kind]
+    def is_ready(self, number: int, now: float) -> bool:
+        """Whether the input of the next start of a pass has arrived."""
+        arrivals, done = self.arrivals[number], self.done[number]
         return done < len(arrivals) and arrivals[done] <= now
 
-    def start(self, kind: int, now: float) -> None:
-        """Starts the next pass of a kind."""
-        self.order.append(kind)
-        self.done[kind] += 1
-        self.started_at = min(self.started_at, now)
-        self.free_at = now + self.durations[kind]
+    def start(self, number: int, now: float) -> None:
+        """Starts a pass."""
+        if not self.order:
+            self.started_at = now
+        self.order.append(number)
+        self.done[number] += 1
+        self.free_at = now + self.durations[number]
 
 
 def run(
-    stages: Sequence[Stage],
-    readers: Callable[[int, int], Iterable[tuple[int, int]]],
-    *,
-    message: float = 0.0,
+    stages: Sequence[Stage], placement: Placement, num_microbatches: int, *, message: float = 0.0
 ) -> None:
-    """Runs the stages until none of them can start anything more.
+    """Runs the stages of a placement until none of them can start anything more.
 
-    Args:
-      stages: the stages, with the arrivals of the inputs from outside the pipeline.
-      readers: given a stage and a kind of pass, the stages and kinds that read its result.
-      message: how long a message between two stages takes.
+    All microbatches can enter at once; a message between two stages takes ``message``.
     """
+    readers = _readers(stages, placement)
+    for first in range(0, placement.num_virtual_stages, placement.depth):
+        entrance = stages[placement.stages[first]]
+        entrance.arrivals[entrance.passes.index((Kind.F, first))] = [0.0] * num_microbatches
     events = [(0.0, d) for d in range(len(stages))]
     while events:
         now, d = heapq.heappop(events)
         stage = stages[d]
         if stage.free_at > now:
             continue
-        kind = stage.choose(now)
-        if kind is None:
+        number = stage.choose(now)
+        if number is None:
             continue
-        stage.start(kind, now)
+        stage.start(number, now)
         heapq.heappush(events, (stage.free_at, d))
-        for reader, read in readers(d, kind):
+        for reader, read in readers[d][number]:
             arrival = stage.free_at
             if reader != d:
                 arrival += message
                 heapq.heappush(events, (arrival, reader))
             stages[reader].arrivals[read].append(arrival)
+
+
+def _readers(stages: Sequence[Stage], placement: Placement) -> list[list[list[tuple[int, int]]]]:
+    """Per stage and pass, the stages and passes that read its result."""
+    places = {
+        (Kind.F if kind is Kind.F else Kind.B, s): (d, number)
+        for d, stage in enumerate(stages)
+        for number, (kind, s) in enumerate(stage.passes)
+        if kind is not Kind.W
+    }
+
+    def of(d: int, stage: Stage, kind: Kind, s: int) -> Iterator[tuple[int, int]]:
+        if kind is Kind.F:
+            yield places[(Kind.F, s + 1) if (s + 1) % placement.depth else (Kind.B, s)]
+        elif kind is not Kind.W:
+            if s % placement.depth:
+                yield places[Kind.B, s - 1]
+            if kind is Kind.B:
+                yield d, len(stage.passes) - 1
+
+    return [[[*of(d, stage, *each)] for each in stage.passes] for d, stage in enumerate(stages)]
+
+
+def actions(passes: Sequence[Pass], order: Iterable[int]) -> Iterator[Action]:
+    """The actions of a stage, from the numbers of its passes in order (`Stage.order`)."""
+    microbatches = [0] * len(passes)
+    pending: collections.deque[tuple[int, int]] = collections.deque()
+    for number in order:
+        kind, s = passes[number]
+        if kind is Kind.W:
+            s, i = pending.popleft()
+        else:
+            i = microbatches[number]
+            microbatches[number] += 1
+            if kind is Kind.B:
+                pending.append((s, i))
+        yield Action(s, kind, i)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from jaxpipe.schedule.actions import Action, Kind, Schedule
-from jaxpipe.schedule.placement import linear
+import dataclasses
+
+from jaxpipe.schedule.actions import Schedule
+from jaxpipe.schedule.generators.breadth_first import breadth_first
 
 
 def gpipe(num_stages: int, num_microbatches: int, *, fused: bool = False) -> Schedule:
@@ -23,17 +25,5 @@ def gpipe(num_stages: int, num_microbatches: int, *, fused: bool = False) -> Sch
       >>> [str(action) for action in gpipe(1, 2).orders[0]]
       ['0F0', '0F1', '0B0', '0W0', '0B1', '0W1']
     """
-    backward = (Kind.BW,) if fused else (Kind.B, Kind.W)
-    microbatches = range(num_microbatches)
-    orders = tuple(
-        tuple(Action(d, Kind.F, i) for i in microbatches)
-        + tuple(Action(d, kind, i) for i in microbatches for kind in backward)
-        for d in range(num_stages)
-    )
-    return Schedule(
-        name="gpipe-fused" if fused else "gpipe",
-        placement=linear(num_stages),
-        num_microbatches=num_microbatches,
-        orders=orders,
-        peak_in_flight=(num_microbatches,) * num_stages,
-    )
+    ordered = breadth_first(num_stages, num_microbatches, num_chunks=1, fused=fused)
+    return dataclasses.replace(ordered, name="gpipe-fused" if fused else "gpipe")

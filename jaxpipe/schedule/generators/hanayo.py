@@ -7,8 +7,6 @@ from jaxpipe.schedule.generators.list_scheduling import list_schedule
 from jaxpipe.schedule.placement import wave
 from jaxpipe.schedule.problems import Problem, refuse
 
-_SMALL_LIMIT = "a stage must hold a whole microbatch, all chunks of it"
-
 
 def hanayo(
     num_stages: int,
@@ -50,7 +48,8 @@ def hanayo(
     if num_chunks % 2:
         refuse([Problem("num_chunks", num_chunks, "must be even", (num_chunks + 1,))])
     if memory_limit is not None and memory_limit < 1:
-        refuse([Problem("memory_limit", memory_limit, _SMALL_LIMIT, (1,), schedule="hanayo")])
+        rule = "a stage must hold a whole microbatch, all chunks of it"
+        refuse([Problem("memory_limit", memory_limit, rule, (1,), schedule="hanayo")])
     placement, v = wave(num_stages, num_waves=num_chunks // 2), num_chunks
     most = num_stages if memory_limit is None else memory_limit
     cap = int(min(most, num_microbatches) * v)

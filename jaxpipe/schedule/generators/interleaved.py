@@ -1,6 +1,6 @@
 """Depth-first interleaving: 1F1B over several chunks per stage, microbatches in small groups.
 
-`depth_first_orders` is the family's one algorithm; the zero-bubble schedules use it as well.
+`depth_first` is the family's one algorithm: 1F1B and the zero-bubble schedules are its as well.
 """
 
 from __future__ import annotations
@@ -10,11 +10,6 @@ from collections.abc import Sequence
 from jaxpipe.schedule.actions import Action, Kind, Schedule
 from jaxpipe.schedule.placement import Placement, looped
 from jaxpipe.schedule.problems import Problem, refuse
-
-_SMALL_GROUP = (
-    "a group must reach the last stage before its next chunk starts on the first, so it is at "
-    "least $num_stages"
-)
 
 
 def interleaved(
@@ -41,7 +36,6 @@ def interleaved(
     Args:
       num_microbatches: m, at least 1. If it is not a multiple of the group, the schedule is that of
         the next multiple without the surplus microbatches.
-      num_chunks: v, at least 1.
       group: microbatches that go through a chunk before the next chunk's turn, at least p, which
         is the default.
 
@@ -54,22 +48,16 @@ def interleaved(
     """
     group = num_stages if group is None else group
     if group < num_stages:
-        rule, others = _SMALL_GROUP, {"num_stages": num_stages}
+        why = "a group must reach the last stage before its next chunk starts on the first"
+        rule, others = f"{why}, so it is at least $num_stages", {"num_stages": num_stages}
         refuse([Problem("group", group, rule, (num_stages,), others, "interleaved")])
-    placement = looped(num_stages, num_chunks=num_chunks)
-    warm_ups = warm_up_forwards(num_stages, num_chunks, group)
-    return Schedule(
-        name="interleaved-fused" if fused else "interleaved",
-        placement=placement,
-        num_microbatches=num_microbatches,
-        orders=depth_first_orders(
-            placement,
-            num_microbatches,
-            group=group,
-            warm_ups=warm_ups,
-            delays=None if fused else (0,) * num_stages,
-        ),
-        peak_in_flight=tuple(min(num_microbatches * num_chunks, k + 1) for k in warm_ups),
+    return depth_first(
+        "interleaved-fused" if fused else "interleaved",
+        looped(num_stages, num_chunks=num_chunks),
+        num_microbatches,
+        group=group,
+        warm_ups=warm_up_forwards(num_stages, num_chunks, group),
+        delays=None if fused else (0,) * num_stages,
     )
 
 
@@ -82,49 +70,45 @@ def warm_up_forwards(num_stages: int, num_chunks: int, group: int) -> tuple[int,
     return tuple((num_chunks - 1) * group + 2 * (num_stages - d - 1) for d in range(num_stages))
 
 
-def depth_first_orders(
+def depth_first(
+    name: str,
     placement: Placement,
     num_microbatches: int,
     *,
-    group: int,
+    group: int = 1,
     warm_ups: Sequence[int],
     delays: Sequence[int] | None,
-) -> tuple[tuple[Action, ...], ...]:
+) -> Schedule:
     """Orders each stage as warm-up forwards, then one F, one B and one delayed W in turn.
 
     Args:
       placement: linear or looped.
       num_microbatches: m. The last group may be short: it is planned in full, and microbatches that
         do not exist are left out, which keeps every dependency in order.
-      group: microbatches that go through a chunk before the next chunk's turn.
+      group: microbatches that go through a chunk before the next chunk's turn; without a next
+        chunk, any.
       warm_ups: per stage, forwards before the first backward.
       delays: per stage, how many backwards later each W follows its B; None for fused backwards.
-
-    Returns:
-      The orders.
     """
-    v = placement.num_chunks
     cells = [
         (chunk, i)
         for first in range(0, num_microbatches, group)
-        for chunk in range(v)
+        for chunk in range(placement.num_chunks)
         for i in range(first, first + group)
     ]
-    orders = []
-    for d, held in enumerate(placement.virtual_stages):
+    orders, peaks = [], []
+    for d, (held, warm_up) in enumerate(zip(placement.virtual_stages, warm_ups, strict=True)):
+        last = warm_up if delays is None else warm_up + delays[d]
+        backwards = [(Kind.BW, last)] if delays is None else [(Kind.B, warm_up), (Kind.W, last)]
         # The kinds that the stage alternates between, with virtual stages by chunk, and delay.
-        turns = [(Kind.F, held, 0)]
-        if delays is None:
-            turns.append((Kind.BW, held[::-1], warm_ups[d]))
-        else:
-            turns.append((Kind.B, held[::-1], warm_ups[d]))
-            turns.append((Kind.W, held[::-1], warm_ups[d] + delays[d]))
+        turns = [(Kind.F, held, 0), *((kind, held[::-1], delay) for kind, delay in backwards)]
         order = []
-        for k in range(len(cells) + turns[-1][2]):
+        for k in range(len(cells) + last):
             for kind, virtual_stages, delay in turns:
                 if delay <= k < delay + len(cells):
                     chunk, i = cells[k - delay]
                     if i < num_microbatches:
                         order.append(Action(virtual_stages[chunk], kind, i))
         orders.append(tuple(order))
-    return tuple(orders)
+        peaks.append(min(num_microbatches * placement.num_chunks, last + 1))
+    return Schedule(name, placement, num_microbatches, tuple(orders), tuple(peaks))

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from jaxpipe.schedule.actions import Action, Kind, Schedule
+from jaxpipe.schedule.actions import Schedule
+from jaxpipe.schedule.generators.interleaved import depth_first
 from jaxpipe.schedule.placement import linear
 
 
@@ -24,25 +25,10 @@ def one_f_one_b(num_stages: int, num_microbatches: int, *, fused: bool = False) 
       >>> [str(action) for action in one_f_one_b(2, 2, fused=True).orders[0]]
       ['0F0', '0F1', '0BW0', '0BW1']
     """
-    return Schedule(
-        name="1f1b-fused" if fused else "1f1b",
-        placement=linear(num_stages),
-        num_microbatches=num_microbatches,
-        orders=tuple(
-            _stage_order(d, num_stages - d - 1, num_microbatches, fused) for d in range(num_stages)
-        ),
-        peak_in_flight=tuple(min(num_microbatches, num_stages - d) for d in range(num_stages)),
+    return depth_first(
+        "1f1b-fused" if fused else "1f1b",
+        linear(num_stages),
+        num_microbatches,
+        warm_ups=range(num_stages - 1, -1, -1),
+        delays=None if fused else (0,) * num_stages,
     )
-
-
-def _stage_order(
-    stage: int, warm_up: int, num_microbatches: int, fused: bool
-) -> tuple[Action, ...]:
-    backward = (Kind.BW,) if fused else (Kind.B, Kind.W)
-    order: list[Action] = []
-    for i in range(num_microbatches + warm_up):
-        if i < num_microbatches:
-            order.append(Action(stage, Kind.F, i))
-        if i >= warm_up:
-            order.extend(Action(stage, kind, i - warm_up) for kind in backward)
-    return tuple(order)

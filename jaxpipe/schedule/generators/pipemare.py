@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from jaxpipe.schedule.problems import Problem, below_one, refuse
-from jaxpipe.schedule.simulate import Costs
+from jaxpipe.schedule.simulate import UNIT, Costs
 
 METHODS: dict[str, str] = {
     "pipemare": "forward and backward read the newest weights",
@@ -28,9 +28,6 @@ METHODS: dict[str, str] = {
 
 Integers = Any
 """An integer, an array of them, or a traced one."""
-
-_ALIKE = Costs(1, 1, 1)
-"""For stages that are all alike; the unit does not affect shares of time."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,8 +63,8 @@ class SteadyState:
     ============  =====================================================================
 
     Args:
-      num_stages: P, at least 1.
-      num_microbatches: N, the microbatches of a minibatch, at least 1.
+      num_stages: P.
+      num_microbatches: N, the microbatches of a minibatch.
       method: a name in `METHODS`.
       recompute_segment: S, from 1 to P, or None for no recomputation.
 
@@ -107,8 +104,6 @@ class SteadyState:
             problems.append(Problem("method", self.method, rule, nearest, counts))
         refuse(problems)
 
-    # Parts.
-
     def stage(self, d: Integers) -> Part:
         """The layers of stage d, from 0."""
         backward = 2 * self.num_stages - 1 - d
@@ -140,8 +135,6 @@ class SteadyState:
     def head(self) -> Part:
         """The head: forward and backward at once, after the last stage's forward."""
         return Part(self.num_stages - 1, self.num_stages - 1)
-
-    # Sizes.
 
     @property
     def num_slots(self) -> int:
@@ -189,12 +182,9 @@ class SteadyState:
         A tick is F, the second forward of a pipeline that recomputes, B and W of one microbatch on
         every stage, and lasts as long as the slowest stage and one exchange of messages.
 
-        Args:
-          costs: of a stage's layers; or, where stages differ, of every stage.
-
-        Returns:
-          The mean over the largest time that a tick takes on a stage: 1 if all stages are alike
-          and messages take no time.
+        The share is the mean over the largest time that a tick takes on a stage: 1 if all stages
+        are alike and messages take no time. Costs are of a stage's layers; or, where stages differ,
+        of every stage.
 
         Raises:
           ValueError: there is not one cost for every stage.
@@ -215,31 +205,19 @@ class SteadyState:
         exchange = max(cost.message for cost in costs) if stages > 1 else 0.0
         return math.fsum(work) / (stages * (max(work) + exchange))
 
-    def utilization(self, minibatches: int, costs: Costs | Sequence[Costs] = _ALIKE) -> float:
-        """Share of the time in which a stage works, of a run from filling to draining.
-
-        Args:
-          minibatches: of the run.
-          costs: as for `full_utilization`; without them, stages are all alike.
-
-        Returns:
-          That of a full pipeline, times N k / (N k + 2P-1) for k minibatches.
-        """
+    def utilization(self, minibatches: int, costs: Costs | Sequence[Costs] = UNIT) -> float:
+        """Share of the time in which a stage works, of a run of k minibatches from filling to
+        draining: `full_utilization` times N k / (N k + 2P-1)."""
         work = minibatches * self.num_microbatches
         return self.full_utilization(costs) * (work / (work + self.drain_ticks))
 
     def work_ratio(self, minibatch: int) -> float:
-        """Share of F and backwards that run in the ticks in which a minibatch enters.
-
-        Args:
-          minibatch: its number since the pipeline was last empty.
-        """
-        start, end = (k * self.num_microbatches for k in (minibatch, minibatch + 1))
+        """Share of F and backwards that run in the ticks in which a minibatch enters, by its number
+        since the pipeline was last empty."""
+        size, end = self.num_microbatches, (minibatch + 1) * self.num_microbatches
         parts = [self.stage(d) for d in range(self.num_stages)]
         begins: list[int] = [tick for part in parts for tick in (part.forward, part.backward)]
-        return sum(min(max(end - tick, 0), end - start) for tick in begins) / (
-            (end - start) * len(begins)
-        )
+        return sum(min(max(end - tick, 0), size) for tick in begins) / (size * len(begins))
 
     @property
     def loss_lag(self) -> int:
@@ -247,13 +225,9 @@ class SteadyState:
         lag: int = -(-self.head.forward // self.num_microbatches)
         return lag
 
-    # Delays, in updates.
-
     def delay(self, part: Part, j: Integers) -> Integers:
-        """How many updates the forward of a minibatch's microbatch j misses, with a full pipeline.
-
-        That is, how many of the updates before its own minibatch's.
-        """
+        """How many of the updates before its own minibatch's the forward of a minibatch's
+        microbatch j misses, with a full pipeline."""
         if self.method == "2bw":
             return 1 + 0 * j
         return -((j - (part.backward - part.forward)) // self.num_microbatches)
@@ -273,13 +247,8 @@ class SteadyState:
     # Weight versions: version k has seen the updates of minibatches 0..k-1.
 
     def newest(self, part: Part, tick: Integers, first: Integers = 0) -> Integers:
-        """The version a part has reached before its update in this tick.
-
-        Args:
-          part: which part.
-          tick: counted since the pipeline was last empty.
-          first: the version it was filled with.
-        """
+        """The version a part has reached before its update in a tick, counted since the pipeline
+        was last empty and filled with version ``first``."""
         return _at_least(first, first + (tick - part.backward) // self.num_microbatches)
 
     def forward_version(self, part: Part, g: Integers, first: Integers = 0) -> Integers:

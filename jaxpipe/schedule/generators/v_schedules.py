@@ -11,14 +11,9 @@ from __future__ import annotations
 import dataclasses
 
 from jaxpipe.schedule.actions import Schedule
-from jaxpipe.schedule.generators.building_blocks import (
-    Block,
-    eager,
-    fused_block,
-    split_block,
-    to_schedule,
-)
-from jaxpipe.schedule.simulate import Costs
+from jaxpipe.schedule.generators import building_blocks
+from jaxpipe.schedule.generators.building_blocks import Block
+from jaxpipe.schedule.simulate import UNIT
 
 
 def v_min(num_stages: int, num_microbatches: int) -> Schedule:
@@ -107,7 +102,7 @@ def one_f_one_b_v(num_stages: int, num_microbatches: int) -> Schedule:
       >>> one_f_one_b_v(4, 8).peak_in_flight
       (6, 6, 5, 6)
     """
-    return _named("1f1b-v", fused_block(num_stages), num_microbatches)
+    return _named("1f1b-v", building_blocks.fused_block(num_stages), num_microbatches)
 
 
 def v_min_block(num_stages: int) -> Block:
@@ -123,12 +118,12 @@ def v_zb_block(num_stages: int) -> Block:
 
 
 def _uniform(num_stages: int, stride: int, gaps: tuple[int, int, int]) -> Block:
-    block = split_block((stride,) * (num_stages - 1), gaps)
+    block = building_blocks.split_block((stride,) * (num_stages - 1), gaps)
     assert block is not None, "the paper's blocks never collide"
     return block
 
 
 def _named(name: str, block: Block, num_microbatches: int) -> Schedule:
-    timed = eager(block, num_microbatches, caps=block.peaks, costs=Costs(1, 1, 1))
+    timed = building_blocks.eager(block, num_microbatches, caps=block.peaks, costs=UNIT)
     assert timed is not None, "the paper's blocks never stop"
-    return to_schedule(name, timed.orders, num_microbatches, fused=block.fused, caps=block.peaks)
+    return building_blocks.to_schedule(name, timed, num_microbatches, block.peaks)

@@ -6,11 +6,9 @@ is in `jaxpipe.schedule.generators.v_schedules`.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from jaxpipe.schedule.actions import Schedule
-from jaxpipe.schedule.generators.interleaved import depth_first_orders, warm_up_forwards
-from jaxpipe.schedule.placement import Placement, linear, looped
+from jaxpipe.schedule.generators.interleaved import depth_first, warm_up_forwards
+from jaxpipe.schedule.placement import linear, looped
 
 
 def zb_h1(num_stages: int, num_microbatches: int) -> Schedule:
@@ -27,8 +25,13 @@ def zb_h1(num_stages: int, num_microbatches: int) -> Schedule:
       >>> [str(action) for action in zb_h1(2, 2).orders[1]]
       ['1F0', '1B0', '1F1', '1B1', '1W0', '1W1']
     """
-    warm_ups = [num_stages - d - 1 for d in range(num_stages)]
-    return _deferred("zb-h1", linear(num_stages), num_microbatches, warm_ups, range(num_stages))
+    return depth_first(
+        "zb-h1",
+        linear(num_stages),
+        num_microbatches,
+        warm_ups=range(num_stages - 1, -1, -1),
+        delays=range(num_stages),
+    )
 
 
 def zb_h2(num_stages: int, num_microbatches: int) -> Schedule:
@@ -46,13 +49,17 @@ def zb_h2(num_stages: int, num_microbatches: int) -> Schedule:
       >>> zb_h2(4, 8).peak_in_flight
       (7, 7, 7, 7)
     """
-    warm_ups = [2 * (num_stages - d - 1) for d in range(num_stages)]
-    delays = range(0, 2 * num_stages, 2)
-    return _deferred("zb-h2", linear(num_stages), num_microbatches, warm_ups, delays)
+    return depth_first(
+        "zb-h2",
+        linear(num_stages),
+        num_microbatches,
+        warm_ups=range(2 * num_stages - 2, -1, -2),
+        delays=range(0, 2 * num_stages, 2),
+    )
 
 
 def interleaved_zb(num_stages: int, num_microbatches: int, *, num_chunks: int = 2) -> Schedule:
-    """Runs the interleaved schedule with W deferred by d backwards on stage d.
+    """Runs the schedule of `interleaved`, for any m, with W deferred by d backwards on stage d.
 
     ============  =====================================================================
     bubble        (p-1)(F+B-W)/v, added to the m(F+B+W) of work; W <= F, W <= B, m a
@@ -62,43 +69,15 @@ def interleaved_zb(num_stages: int, num_microbatches: int, *, num_chunks: int = 
     source        arXiv 2401.10241, on the order of arXiv 2104.04473
     ============  =====================================================================
 
-    Args:
-      num_microbatches: m, at least 1; as in `interleaved`.
-      num_chunks: v, at least 1.
-
     Example:
       >>> interleaved_zb(4, 8).peak_in_flight
       (11, 10, 9, 8)
     """
-    placement = looped(num_stages, num_chunks=num_chunks)
-    warm_ups = warm_up_forwards(num_stages, num_chunks, num_stages)
-    delays = range(num_stages)
-    return _deferred("interleaved-zb", placement, num_microbatches, warm_ups, delays)
-
-
-def _deferred(
-    name: str,
-    placement: Placement,
-    num_microbatches: int,
-    warm_ups: Sequence[int],
-    delays: Sequence[int],
-) -> Schedule:
-    """A depth-first schedule in which W follows its B ``delays[d]`` backwards later."""
-    chunk_passes = num_microbatches * placement.num_chunks
-    return Schedule(
-        name=name,
-        placement=placement,
-        num_microbatches=num_microbatches,
-        orders=depth_first_orders(
-            placement,
-            num_microbatches,
-            # With one chunk the size of a group does not matter.
-            group=placement.num_stages if placement.num_chunks > 1 else 1,
-            warm_ups=warm_ups,
-            delays=delays,
-        ),
-        peak_in_flight=tuple(
-            min(chunk_passes, warm_up + delay + 1)
-            for warm_up, delay in zip(warm_ups, delays, strict=True)
-        ),
+    return depth_first(
+        "interleaved-zb",
+        looped(num_stages, num_chunks=num_chunks),
+        num_microbatches,
+        group=num_stages,
+        warm_ups=warm_up_forwards(num_stages, num_chunks, num_stages),
+        delays=range(num_stages),
     )

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import functools
 from collections.abc import Iterable, Iterator, Sequence
 
 import numpy as np
@@ -25,7 +26,6 @@ import numpy as np
 from jaxpipe.schedule.actions import Kind, Schedule
 from jaxpipe.schedule.check.validate import simulated_only
 from jaxpipe.schedule.lowering.columns import columns_of
-from jaxpipe.schedule.lowering.minibatches import with_updates
 from jaxpipe.schedule.lowering.slots import colour_intervals
 from jaxpipe.schedule.lowering.table import NONE, Cell, Channel, TickTable
 from jaxpipe.schedule.lowering.transfers import Held, held_chunks
@@ -47,14 +47,6 @@ class Phase(enum.IntEnum):
     EXCHANGE = 5
 
 
-_PHASE = {
-    Kind.F: Phase.FORWARD,
-    Kind.B: Phase.BACKWARD,
-    Kind.BW: Phase.BACKWARD,
-    Kind.W: Phase.WEIGHTS,
-}
-
-
 def lower(
     schedule: Schedule,
     layer_counts: Sequence[int],
@@ -67,16 +59,12 @@ def lower(
     Args:
       schedule: a valid schedule, or its forward part alone (`forward_only`). Its slices, if any,
         must be of the same layers.
-      layer_counts: layers of every virtual stage, see
-        `jaxpipe.schedule.partition`.
+      layer_counts: layers of every virtual stage (`jaxpipe.schedule.partition`).
       weight_slots: gathered chunks a stage keeps at once when weights are sharded over data; capped
         by the number of chunks. With slices, raised to the number that one tick uses, and until no
         tick gathers twice.
       own_slots: a chunk always lies in slot ``chunk % k`` of k, for programs that must know where
         weights are; this may take more slots and gather more often.
-
-    Returns:
-      The table.
 
     Raises:
       ValueError: the schedule's slices are of other layers, or it can only be simulated.
@@ -88,7 +76,7 @@ def lower(
     """
     refuse(simulated_only(schedule))
     num_slots = min(weight_slots, schedule.num_chunks)
-    return _Lowering(schedule, tuple(layer_counts), num_slots, own_slots).run()
+    return _Lowering(schedule, tuple(layer_counts)).run(num_slots, own_slots)
 
 
 def forward_only(schedule: Schedule) -> Schedule:
@@ -104,17 +92,8 @@ class _Lowering:
     are ``tick * len(Phase) + phase``.
     """
 
-    def __init__(
-        self,
-        schedule: Schedule,
-        layer_counts: tuple[int, ...],
-        weight_slots: int,
-        own_slots: bool,
-    ) -> None:
-        self.schedule = schedule
-        self.layer_counts = layer_counts
-        self.weight_slots = weight_slots
-        self.own_slots = own_slots
+    def __init__(self, schedule: Schedule, layer_counts: tuple[int, ...]) -> None:
+        self.schedule, self.layer_counts = schedule, layer_counts
         self.stage_of = np.asarray(schedule.placement.stages)
         self.chunk_of = np.asarray(schedule.placement.chunks)
         self.shape = len(self.stage_of), schedule.num_microbatches
@@ -127,16 +106,17 @@ class _Lowering:
         self.starts, self.ends = self._spans()
         self.late, self.meets = self._meetings()
 
-    def run(self) -> TickTable:
+    def run(self, weight_slots: int, own_slots: bool) -> TickTable:
         slots, num_slots = self._colour()
-        weights = self._held_chunks(self.kinds, load=True)
-        gradients = self._held_chunks([Kind.W, Kind.BW], load=False)
+        hold = functools.partial(held_chunks, self.schedule, self.columns, weight_slots, own_slots)
+        weights = hold(self.kinds, load=True)
+        gradients = hold([Kind.W, Kind.BW], load=False)
         passes = {kind: self._pass(kind, slots, weights, gradients) for kind in self.kinds}
         embed, embed_slot = self._uniform(self.starts[Kind.F], 0, slots["x"])
         head, head_slot = self._uniform(self.ends[Kind.F], -1, slots["dy"])
         leaves = self.ends[self.backward] if self.trains else None
         embed_gradient, _ = self._uniform(leaves, 0, slots["dy"])
-        table = TickTable(
+        return TickTable(
             schedule=self.schedule,
             layer_counts=self.layer_counts,
             passes=passes,
@@ -151,9 +131,6 @@ class _Lowering:
             num_slots=num_slots,
             meets=self.meets,
         )
-        if self.schedule.minibatches is None:
-            return table
-        return with_updates(table, slots.get("replay"))
 
     def _spans(self) -> tuple[dict[Kind, np.ndarray], dict[Kind, np.ndarray]]:
         """The ticks in which the actions of each kind start and end."""
@@ -174,10 +151,11 @@ class _Lowering:
         sends and the target first reads."""
         steps = ((Kind.F, 1), (self.backward, -1), (Kind.R, 1))
         for kind, step in steps[: 1 + self.trains + self.recomputes]:
-            for source, target in _hops(len(self.stage_of), step):
-                if kind is Kind.R and target % (self.schedule.segment or 1) == 0:
-                    continue
-                yield kind, source, target, self.ends[kind][source], self.starts[kind][target]
+            for source, sent in enumerate(self.ends[kind]):
+                target = source + step
+                begins = kind is Kind.R and target % (self.schedule.segment or 1) == 0
+                if 0 <= target < len(self.stage_of) and not begins:
+                    yield kind, source, target, sent, self.starts[kind][target]
 
     def _meetings(self) -> tuple[np.ndarray, np.ndarray]:
         """bool ``[ticks]``: the ticks whose messages between stages are received in the next tick,
@@ -210,11 +188,10 @@ class _Lowering:
         forward = at(first, Phase.FORWARD)
         lives = {"x": (np.concatenate([enters, received]), at(last, Phase.FORWARD))}
         if self.trains:
-            phase = _PHASE[self.backward]
             back = self._arrivals(self.ends[self.backward][1:])
             leaves = at(last[-1:], Phase.EXCHANGE)
             caused = np.concatenate([at(back, Phase.EXCHANGE), leaves])
-            done = at(self.ends[self.backward], phase)
+            done = at(self.ends[self.backward], Phase.BACKWARD)
             frees = done if self.backward is Kind.BW else at(self.ends[Kind.W], Phase.WEIGHTS)
             kept = at(self.starts[Kind.R], Phase.RECOMPUTE) if self.recomputes else forward
             lives |= {"dy": (caused, done), "until_b": (kept, done), "until_w": (kept, frees)}
@@ -222,27 +199,14 @@ class _Lowering:
             lives["replay"] = (forward, at(self.ends[Kind.R], Phase.RECOMPUTE))
         if self.trains and self.backward is Kind.B:
             lives["crossing"] = (at(self.starts[Kind.B], Phase.BACKWARD), frees)
-        slots, num_slots = {}, {}
-        replay = ["replay"] if self.recomputes else []
-        for name in ("x", "dy", "until_b", "until_w", "crossing", *replay):
-            slots[name] = np.zeros(self.shape, np.int64)
-            num_slots[name] = 0
+        names = dict.fromkeys(("x", "dy", "until_b", "until_w", "crossing", *lives))
+        slots, num_slots = {name: np.zeros(self.shape, np.int64) for name in names}, {}
+        for name in names:
             for held in map(list, self.schedule.placement.virtual_stages) if name in lives else ():
                 start, end = (times[held].reshape(-1) for times in lives[name])
-                coloured = colour_intervals(start, end)
-                slots[name][held] = coloured.reshape(len(held), -1)
-                num_slots[name] = max(num_slots[name], 1 + int(coloured.max()))
+                slots[name][held] = colour_intervals(start, end).reshape(len(held), -1)
+            num_slots[name] = 1 + int(slots[name].max()) if name in lives else 0
         return slots, num_slots
-
-    def _held_chunks(self, kinds: Sequence[Kind], *, load: bool) -> Held:
-        return held_chunks(
-            self.schedule,
-            self.columns,
-            kinds,
-            num_slots=self.weight_slots,
-            own_slots=self.own_slots,
-            load=load,
-        )
 
     def _pass(
         self, kind: Kind, slots: dict[str, np.ndarray], weights: Held, gradients: Held
@@ -299,10 +263,3 @@ class _Lowering:
             late_slot[sent[late] + 1, receiver] = inbox[target, late]
         for (kind, _), (edges, slot, late_slot) in sorted(groups.items(), key=lambda item: item[0]):
             yield Channel(kind, tuple(sorted(edges)), slot, late_slot)
-
-
-def _hops(num_virtual_stages: int, step: int) -> Iterator[tuple[int, int]]:
-    """Virtual stages and the ones they send to."""
-    for source in range(num_virtual_stages):
-        if 0 <= source + step < num_virtual_stages:
-            yield source, source + step

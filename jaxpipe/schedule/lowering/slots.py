@@ -34,7 +34,6 @@ def cached_slots(
     Args:
       ticks: when each use is, in order.
       items: the item (a chunk) of each use; at most ``num_slots`` different ones in a tick.
-      num_slots: items held at once, at least 1.
 
     Returns:
       The stays in order of loading, and the index of every use's stay.
@@ -80,9 +79,6 @@ def colour_intervals(starts: np.ndarray, ends: np.ndarray) -> np.ndarray:
       starts: time of the first write of each, int64 ``[intervals]``.
       ends: time of its last read, not before its start; a slot read last at a time is free for a
         write strictly after it.
-
-    Returns:
-      The slot of each, from 0; as many as the most intervals that overlap.
 
     Example:
       >>> colour_intervals(np.array([0, 1, 3]), np.array([2, 3, 4]))

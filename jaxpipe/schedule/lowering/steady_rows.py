@@ -15,19 +15,9 @@ import numpy as np
 
 from jaxpipe.schedule.actions import Action, Kind, Minibatches, MinibatchSchedule, Slice
 from jaxpipe.schedule.generators.pipemare import Part, SteadyState
+from jaxpipe.schedule.lowering import table
 from jaxpipe.schedule.lowering.lower import lower
-from jaxpipe.schedule.lowering.table import (
-    NONE,
-    Arrival,
-    Cell,
-    Outer,
-    Reads,
-    Row,
-    TickTable,
-    Transfer,
-    Update,
-    Updates,
-)
+from jaxpipe.schedule.lowering.table import NONE, Arrival
 from jaxpipe.schedule.placement import linear
 
 
@@ -35,7 +25,6 @@ class SteadyRows:
     """A source of rows.
 
     Args:
-      steady: the pipeline.
       entered: microbatches that have entered since it was last empty.
       first: the version of the weights that it was filled with.
       fused: whether backwards are BW, or B and W.
@@ -59,7 +48,7 @@ class SteadyRows:
             *([Kind.F, Kind.BW] if fused else [Kind.F, Kind.B, Kind.W]),
         )
 
-    def row(self, tick: Any, stage: Any, *, layers: Any) -> Row:
+    def row(self, tick: Any, stage: Any, *, layers: Any) -> table.Row:
         """What one stage does in one tick.
 
         Args:
@@ -67,9 +56,8 @@ class SteadyRows:
           stage: from 0, likewise.
           layers: how many the stage has.
         """
-        part = self.steady.stage(stage)
-        nothing = Transfer(NONE, NONE)
-        return Row(
+        part, nothing = self.steady.stage(stage), table.Transfer(NONE, NONE)
+        return table.Row(
             cells={kind: self._cell(kind, part, tick, layers) for kind in self.kinds},
             arrivals=self._arrivals(tick, stage),
             gather=nothing,
@@ -86,16 +74,15 @@ class SteadyRows:
     def _if_runs(self, g: Any, value: Any) -> Any:
         return self.xp.where(self._runs(g), value, NONE)
 
-    def _cell(self, kind: Kind, part: Part, tick: Any, layers: Any) -> Cell:
+    def _cell(self, kind: Kind, part: Part, tick: Any, layers: Any) -> table.Cell:
         steady = self.steady
-        if kind is Kind.F:
-            g, version = tick - part.forward, steady.forward_version
-        elif kind is Kind.R:
-            g, version = tick - part.recompute, steady.recompute_version
-        else:
-            g, version = tick - part.backward, steady.backward_version
+        started, version = {
+            Kind.F: (part.forward, steady.forward_version),
+            Kind.R: (part.recompute, steady.recompute_version),
+        }.get(kind, (part.backward, steady.backward_version))
+        g = tick - started
         slot, zero = g % steady.residual_slots, 0 * g
-        return Cell(
+        return table.Cell(
             lo=zero,
             hi=self.xp.where(self._runs(g), layers, 0),
             pauses=zero,
@@ -134,52 +121,44 @@ class SteadyRows:
             arrivals.append(Arrival(NONE, self.xp.where(begins, NONE, again)))
         return tuple(arrivals)
 
-    def _outer(self, tick: Any) -> Outer:
-        steady = self.steady
+    def _outer(self, tick: Any) -> table.Outer:
+        steady, first = self.steady, self.first
         embed, head = steady.embed, steady.head
         enters, leaves, ends = tick - embed.forward, tick - head.forward, tick - embed.backward
-
-        def slots(of_embed: Any, of_head: Any) -> Reads:
-            return Reads(of_embed % steady.num_versions, of_head % steady.num_versions)
-
+        enter = steady.forward_version(embed, enters, first)
+        back = steady.backward_version(embed, ends, first)
+        leave = [steady.newest(part, tick, first) for part in (embed, head)]
         if steady.method == "2bw":
-            left = slots(*[steady.forward_version(head, leaves, self.first)] * 2)
-        else:
-            left = slots(*(steady.newest(part, tick, self.first) for part in (embed, head)))
-        return Outer(
+            leave = [steady.forward_version(head, leaves, first)] * 2
+        reads = {"enter": (enter, enter), "leave": leave, "embed_gradient": (back, back)}
+        return table.Outer(
             embed=self._if_runs(enters, enters),
             embed_slot=0,
             head=self._if_runs(leaves, leaves),
             head_slot=0,
             embed_gradient=self._if_runs(ends, ends),
             reads={
-                "enter": slots(*[steady.forward_version(embed, enters, self.first)] * 2),
-                "leave": left,
-                "embed_gradient": slots(*[steady.backward_version(embed, ends, self.first)] * 2),
+                phase: table.Reads(*(version % steady.num_versions for version in versions))
+                for phase, versions in reads.items()
             },
         )
 
-    def _updates(self, part: Part, tick: Any) -> Updates:
+    def _updates(self, part: Part, tick: Any) -> table.Updates:
         steady = self.steady
-        stages = [steady.stage(d) for d in range(steady.num_stages)]
         any_stage = 0 * tick
-        for other in [*stages, steady.head]:
+        for other in (*map(steady.stage, range(steady.num_stages)), steady.head):
             any_stage = any_stage | 1 * self._is_due(tick - other.backward)
-        return Updates(
-            layers=self._update(part, tick),
-            embed=self._update(steady.embed, tick),
-            head=self._update(steady.head, tick),
-            any_stage=any_stage,
-        )
+        layers, embed, head = (self._update(p, tick) for p in (part, steady.embed, steady.head))
+        return table.Updates(layers, embed, head, any_stage)
 
     def _is_due(self, g: Any) -> Any:
         return self._runs(g) & self.steady.updates(g)
 
-    def _update(self, part: Part, tick: Any) -> Update:
+    def _update(self, part: Part, tick: Any) -> table.Update:
         g = tick - part.backward
         minibatch = g // self.steady.num_microbatches
         due = self.xp.where(self._is_due(g), minibatch, NONE)
-        return Update(due, self.first + minibatch)
+        return table.Update(due, self.first + minibatch)
 
 
 def shown_minibatches(num_stages: int, num_microbatches: int) -> int:
@@ -197,7 +176,6 @@ def steady_schedule(
     """Several minibatches, from an empty pipeline to an empty one, as a schedule like any other.
 
     Args:
-      steady: the pipeline.
       minibatches: K, at least 1; microbatches are numbered through all of them. None for
         `shown_minibatches`.
       layer_counts: layers of every stage; one by default.
@@ -224,7 +202,6 @@ def steady_schedule(
                 if cells[kind].hi[t]
             )
         )
-    parts = [steady.stage(d) for d in range(P)]
     return MinibatchSchedule(
         name=steady.method,
         placement=linear(P),
@@ -232,27 +209,21 @@ def steady_schedule(
         orders=tuple(tuple(part.action for part in row) for row in slices),
         peak_in_flight=tuple(
             part.backward - (part.forward if part.recompute is None else part.recompute) + 1
-            for part in parts
+            for part in map(steady.stage, range(P))
         ),
         slices=tuple(slices),
-        several=Minibatches(
-            N,
-            steady.method,
-            steady.num_versions,
-            steady.recompute_segment,
-        ),
+        several=Minibatches(N, steady.method, steady.num_versions, steady.recompute_segment),
     )
 
 
-def steady_table(steady: SteadyState, layer_counts: Sequence[int], *, fused: bool) -> TickTable:
+def steady_table(
+    steady: SteadyState, layer_counts: Sequence[int], *, fused: bool
+) -> table.TickTable:
     """The table of a few minibatches: kinds, channels and slots of a pipeline that never drains.
 
-    Args:
-      steady: the pipeline.
-      layer_counts: layers of every stage.
-      fused: whether backwards are BW, or B and W.
+    Arguments as for `steady_schedule`.
     """
     schedule = steady_schedule(steady, layer_counts=layer_counts, fused=fused)
-    table = lower(schedule, layer_counts)
+    lowered = lower(schedule, layer_counts)
     # A state has a slot for what goes from B to W whether its backward is split or not.
-    return dataclasses.replace(table, num_slots=table.num_slots | {"crossing": 1})
+    return dataclasses.replace(lowered, num_slots=lowered.num_slots | {"crossing": 1})

@@ -77,8 +77,8 @@ class Reads(NamedTuple):
 class Outer(NamedTuple):
     """What all stages compute together in one tick: see `TickTable`.
 
-    Where weights are kept in versions, ``reads`` says by phase (enter, leave, embed_gradient) which
-    ones it reads; it is None otherwise.
+    Where weights are kept in versions, ``reads`` has those of each phase: enter, leave and
+    embed_gradient.
     """
 
     embed: Any
@@ -240,24 +240,3 @@ class TickTable:
     def layers_per_chunk(self) -> int:
         """Layers of the largest chunk: the room every chunk gets."""
         return max(self.layer_counts)
-
-
-@dataclasses.dataclass(frozen=True)
-class MinibatchTable(TickTable):
-    """The table of a schedule of several minibatches.
-
-    Args:
-      reads: weight versions that phases read, int32 ``[ticks]``, by phase: see `Outer`.
-      updates: what is updated, int32 ``[ticks, stages]`` for layers, else ``[ticks]``.
-      replay: slots of what F keeps for R, by kind, int32 ``[ticks, stages]``; None without R.
-    """
-
-    reads: dict[str, Reads]
-    updates: Updates
-    replay: dict[Kind, np.ndarray] | None
-
-    @property
-    def rows(self) -> Row:
-        rows = super().rows
-        outer = rows.outer._replace(reads=self.reads)
-        return rows._replace(outer=outer, updates=self.updates, replay=self.replay)

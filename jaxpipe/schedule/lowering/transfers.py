@@ -31,23 +31,22 @@ class Held(NamedTuple):
 def held_chunks(
     schedule: Schedule,
     columns: Columns,
-    kinds: Sequence[Kind],
-    *,
     num_slots: int,
     own_slots: bool,
+    kinds: Sequence[Kind],
+    *,
     load: bool,
 ) -> Held:
     """Plans the gathers (load) or reductions (unload) of the chunks that some kinds of action use.
 
     Args:
-      schedule: which stages and chunks there are.
-      columns: its slices.
-      kinds: that need the chunk in a slot.
+      columns: the schedule's slices.
       num_slots: per stage, at least 1; raised until no tick needs more slots or two transfers.
       own_slots: a chunk always lies in slot ``chunk % num_slots``.
+      kinds: that need the chunk in a slot.
       load: whether a chunk moves in the tick of its first use, or in that of its last.
     """
-    while (held := _with_slots(schedule, columns, kinds, num_slots, own_slots, load)) is None:
+    while (held := _with_slots(schedule, columns, num_slots, own_slots, kinds, load)) is None:
         num_slots += 1
     return held
 
@@ -55,9 +54,9 @@ def held_chunks(
 def _with_slots(
     schedule: Schedule,
     columns: Columns,
-    kinds: Sequence[Kind],
     num_slots: int,
     own_slots: bool,
+    kinds: Sequence[Kind],
     load: bool,
 ) -> Held | None:
     """As `held_chunks`; None where a tick needs more slots or more than one transfer."""

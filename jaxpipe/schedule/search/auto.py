@@ -17,9 +17,8 @@ from jaxpipe.schedule.search.controllable_memory import controllable_memory
 from jaxpipe.schedule.search.slices import check_layer_counts, slice_ticks, with_slices
 from jaxpipe.schedule.search.tick_engine import Policy, Work
 from jaxpipe.schedule.search.tick_search import Settings, TickSearch
-from jaxpipe.schedule.simulate import Costs, lock_step, simulate
+from jaxpipe.schedule.simulate import UNIT, Costs, lock_step, simulate
 
-_UNIT = Costs(1, 1, 1)
 _TRIALS = tuple(
     Settings((Policy(in_order=False, first=first),), shortest=0.4, eagerness=1.0)
     for first in (Kind.F, Kind.B)
@@ -30,7 +29,7 @@ def auto(
     num_stages: int,
     num_microbatches: int,
     *,
-    costs: Costs = _UNIT,
+    costs: Costs = UNIT,
     memory_limit: float | None = None,
     layers_per_chunk: int = 4,
     layer_counts: Sequence[int] | None = None,
@@ -52,11 +51,9 @@ def auto(
     ============  =====================================================================
 
     Args:
-      costs: of one chunk.
       memory_limit: peak in flight per stage, in microbatches of a full stage, at least 1; None for
         p, which is 1F1B's.
-      layers_per_chunk: layers of every virtual stage, at least 1, if ``layer_counts`` is None.
-      layer_counts: layers of every virtual stage.
+      layers_per_chunk: layers of every virtual stage, at least 1, without ``layer_counts``.
       placement: None for the V: two chunks per stage.
       candidates: schedules to slice, on this placement; those that need more memory are left out.
         None for those of this package that fit.
@@ -81,8 +78,8 @@ def auto(
     best, makespan = _best_sliced(fitting, placement, costs, counts)
     unordered = Schedule("auto", placement, num_microbatches, ())
     search = TickSearch(_work(unordered, cap, costs, counts))
-    if (plan := search.best(_TRIALS, makespan=makespan)) is not None:
-        best = with_slices(unordered, search.slices(plan))
+    if (rows := search.best(_TRIALS, makespan=makespan)) is not None:
+        best = with_slices(unordered, rows)
     assert best is not None, "every stage finds room for the microbatch that is farthest"
     return dataclasses.replace(best, name="auto", peak_in_flight=peak_in_flight(best))
 
@@ -109,10 +106,8 @@ def _best_sliced(
 def _check(num_stages: int, placement: Placement, memory_limit: float) -> None:
     problems = []
     if placement.num_stages != num_stages or placement.num_copies != 1:
-        rule, others = (
-            "it must be of one copy of the model on $num_stages",
-            {"num_stages": num_stages},
-        )
+        rule = "it must be of one copy of the model on $num_stages"
+        others = {"num_stages": num_stages}
         problems.append(Problem("placement", placement, rule, (), others, "auto"))
     if not memory_limit >= 1:
         rule = "a stage keeps all chunks of a microbatch at once"

@@ -27,14 +27,7 @@ _CACHE_VERSION = 2
 
 
 def cached(search: Callable[..., Schedule]) -> Callable[..., Schedule]:
-    """Gives a search a memory on disk, which changes nothing but the time that it takes.
-
-    Args:
-      search: a pure function of numbers and costs.
-
-    Returns:
-      The function with the same signature; what it raises is not kept.
-    """
+    """Gives a search, a pure function, a memory on disk; what it raises is not kept."""
 
     @functools.wraps(search)
     def found(*numbers: int, **options: Any) -> Schedule:

@@ -10,20 +10,11 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from jaxpipe.schedule.actions import Schedule
-from jaxpipe.schedule.generators.building_blocks import (
-    PERIOD,
-    Block,
-    TimedOrders,
-    eager,
-    split_block,
-    squeeze,
-    to_schedule,
-)
+from jaxpipe.schedule.generators import building_blocks
+from jaxpipe.schedule.generators.building_blocks import PERIOD, Block, TimedOrders
 from jaxpipe.schedule.generators.v_schedules import v_half_block, v_min_block, v_zb_block
 from jaxpipe.schedule.problems import Problem, refuse
-from jaxpipe.schedule.simulate import Costs
-
-_UNIT = Costs(1, 1, 1)
+from jaxpipe.schedule.simulate import UNIT, Costs
 
 _STRIDES = range(2, 7)
 _MAX_GAP = 9
@@ -42,7 +33,7 @@ def controllable_memory(
     num_microbatches: int,
     *,
     memory_limit: float | None = None,
-    costs: Costs = _UNIT,
+    costs: Costs = UNIT,
 ) -> Schedule:
     """Searches for the building block whose schedule ends first under a memory limit.
 
@@ -85,13 +76,8 @@ def controllable_memory(
     # At most all microbatches are in flight.
     limit = int(min(2 * memory_limit, 2 * num_microbatches))
     timed = _search(num_stages, num_microbatches, limit, costs)
-    return to_schedule(
-        "controllable-memory",
-        timed.orders,
-        num_microbatches,
-        fused=False,
-        caps=(limit,) * num_stages,
-    )
+    caps = (limit,) * num_stages
+    return building_blocks.to_schedule("controllable-memory", timed, num_microbatches, caps)
 
 
 class _Candidate(NamedTuple):
@@ -99,15 +85,16 @@ class _Candidate(NamedTuple):
 
     block: Block
     caps: Sequence[int]
-    costs: Costs = _UNIT
+    costs: Costs = UNIT
     reserve: bool = False
 
     def orders(self, num_microbatches: int, costs: Costs) -> TimedOrders | None:
-        block, caps, own_costs, reserve = self
-        timed = eager(block, num_microbatches, caps=caps, costs=own_costs, reserve=reserve)
-        if timed is None or own_costs == costs:
+        timed = building_blocks.eager(
+            self.block, num_microbatches, caps=self.caps, costs=self.costs, reserve=self.reserve
+        )
+        if timed is None or self.costs == costs:
             return timed
-        return squeeze(timed, num_microbatches, costs=costs)
+        return building_blocks.squeeze(timed, num_microbatches, costs=costs)
 
 
 def _search(num_stages: int, num_microbatches: int, limit: int, costs: Costs) -> TimedOrders:
@@ -123,7 +110,7 @@ def _search(num_stages: int, num_microbatches: int, limit: int, costs: Costs) ->
         _Candidate(block, (limit,) * num_stages, planned, reserve)
         for block in itertools.islice(_blocks(num_stages, block_limit), _MAX_BLOCKS)
         for reserve in (False, True)
-        for planned in dict.fromkeys((costs, _UNIT))
+        for planned in dict.fromkeys((costs, UNIT))
     )
     trials = (
         (candidate, candidate.orders(trial_microbatches, costs))
@@ -163,7 +150,7 @@ def _blocks(num_stages: int, limit: int) -> Iterator[Block]:
                 found.append((distance, strides, gap))
     found.sort(key=lambda candidate: candidate[0])
     for _, strides, gap in found:
-        block = split_block(strides, gap)
+        block = building_blocks.split_block(strides, gap)
         if block is not None and max(block.peaks) <= limit:
             yield block
 

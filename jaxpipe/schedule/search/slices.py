@@ -47,7 +47,6 @@ def slice_ticks(
     tick.
 
     Args:
-      schedule: a valid schedule.
       costs: of one chunk, however many layers it has. If chunks differ, use the largest one's:
         the real time is then at most the predicted one.
       layer_counts: layers of every virtual stage, at least 1 each.
@@ -76,8 +75,8 @@ def slice_ticks(
         )
     whole = dataclasses.replace(schedule, slices=None)
     search = TickSearch(_work(whole, costs, tuple(layer_counts)))
-    plan = search.best(_TRIALS, makespan=min(makespan, lock_step(whole, costs).makespan))
-    return whole if plan is None else with_slices(whole, search.slices(plan))
+    rows = search.best(_TRIALS, makespan=min(makespan, lock_step(whole, costs).makespan))
+    return whole if rows is None else with_slices(whole, rows)
 
 
 def check_layer_counts(placement: Placement, layer_counts: Sequence[int]) -> None:
@@ -89,15 +88,7 @@ def check_layer_counts(placement: Placement, layer_counts: Sequence[int]) -> Non
 
 
 def with_slices(schedule: Schedule, rows: Iterable[Iterable[Slice]]) -> Schedule:
-    """Gives a schedule slices, and the orders that follow from them.
-
-    Args:
-      schedule: with the same actions; its orders are not read.
-      rows: per stage, its slices, in order.
-
-    Returns:
-      The schedule, its orders those of `order_of`.
-    """
+    """Gives a schedule slices, per stage in order, and the orders that follow (`order_of`)."""
     slices = tuple(map(tuple, rows))
     return dataclasses.replace(schedule, slices=slices, orders=tuple(map(order_of, slices)))
 

@@ -30,7 +30,6 @@ class Work:
 
     Args:
       schedule: placement and microbatches; its orders are not read.
-      layer_counts: layers of every virtual stage, at least 1 each.
       costs: of one chunk, however many layers it has.
       forwards: per stage, its queues of forwards. A stage starts the head of the first queue whose
         head is ready.
@@ -131,11 +130,7 @@ class Ready(NamedTuple):
 
 
 class Engine:
-    """Runs ticks of given lengths.
-
-    Args:
-      work: what to run.
-    """
+    """Runs ticks of given lengths."""
 
     def __init__(self, work: Work) -> None:
         self.work = work
@@ -259,13 +254,8 @@ class Engine:
         return (_F if forward_first else _B, *filler)
 
     def fill(self, length: float, ready: Ready, claims: Sequence[int]) -> Counts:
-        """Counts the layers, by kind, that a stage runs in a tick of at most this length.
-
-        Args:
-          length: of the tick, at least `longest_layer`.
-          ready: of `ready`.
-          claims: of `claims`.
-        """
+        """Counts the layers, by kind, that a stage runs in a tick of at most this length, which is
+        at least `longest_layer`."""
         rooms, costs, counts = list(ready.rooms), ready.costs, [0, 0, 0]
         left = length + self.rounding
         for kind in claims:
@@ -297,12 +287,9 @@ class Engine:
             new.busy[d] += used
             if used > longest:
                 longest = used
-            if num_forward:
-                self._run(new, d, stage, _F, num_forward, done)
-            if num_backward:
-                self._run(new, d, stage, _B, num_backward, done)
-            if num_weights:
-                self._run(new, d, stage, _W, num_weights, done)
+            for kind, count in enumerate(counts[d]):
+                if count:
+                    self._run(new, d, stage, kind, count, done)
         # What this tick computes is there for other stages, and other kinds, from the next on.
         for flags, number in done:
             flags[number] = 1
@@ -352,8 +339,7 @@ class Engine:
                 s, i = self.work.schedule.place(number)
                 # F goes up through the layers, the others go down.
                 hi = done + count if kind == _F else self.layers[number] - done
-                action = Action(s, (Kind.F, backward, Kind.W)[kind], i)
-                yield Slice(tick, action, hi - count, hi)
+                yield Slice(tick, Action(s, (Kind.F, backward, Kind.W)[kind], i), hi - count, hi)
 
 
 def _numbered(

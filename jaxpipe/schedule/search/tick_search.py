@@ -25,7 +25,7 @@ _LONGEST = 1.6
 """Longest tick, in chunks of the longer of F and B."""
 
 _MAX_WIDTH = 8
-"""Progresss kept per span of time; fewer where that would exceed `_TRIAL_CELLS`."""
+"""States kept per span of time; fewer where that would exceed `_TRIAL_CELLS`."""
 _TRIAL_CELLS = 60_000
 """How often a search may fill a tick of a stage: about half a second."""
 
@@ -47,19 +47,8 @@ class Settings(NamedTuple):
     drains: bool = False
 
 
-class TickPlan(NamedTuple):
-    """All ticks of a step, last first, and how long they take."""
-
-    makespan: float
-    last: Choice | None
-
-
 class TickSearch:
-    """Searches the lengths of the ticks that run some work.
-
-    Args:
-      work: what to run.
-    """
+    """Searches the lengths of the ticks that run some work."""
 
     def __init__(self, work: Work) -> None:
         self.engine = Engine(work)
@@ -70,17 +59,18 @@ class TickSearch:
         self.span = total / _SPANS
         self.stage_work = placement.num_chunks * schedule.num_microbatches * total
 
-    def best(self, trials: Iterable[Settings], *, makespan: float) -> TickPlan | None:
-        """The best of several searches' plans that end before ``makespan``, if any does."""
+    def best(self, trials: Iterable[Settings], *, makespan: float) -> list[list[Slice]] | None:
+        """The slices that every stage runs, in order, by the best of several searches' plans; None
+        if no plan ends before ``makespan``."""
         best = None
         for settings in trials:
-            plan = self.search(settings, makespan=makespan)
+            plan = self._search(settings, makespan)
             if plan is not None:
-                best, makespan = plan, plan.makespan
-        return best
+                makespan, best = plan
+        return None if best is None else self._slices(best)
 
-    def search(self, settings: Settings, *, makespan: float) -> TickPlan | None:
-        """Looks for a plan that ends before ``makespan``; None if it finds none."""
+    def _search(self, settings: Settings, makespan: float) -> tuple[float, Choice | None] | None:
+        """Looks for a plan that ends before ``makespan``: when it ends, and its last tick."""
         num_ticks = self.stage_work / self.engine.work.costs.f
         tries = _TRIAL_CELLS / (len(self.engine.stages) * num_ticks * len(settings.policies))
         number = max(_MIN_LENGTHS, min(_MAX_LENGTHS, int(tries)))
@@ -98,19 +88,18 @@ class TickSearch:
                         spans.setdefault(int(new.time / self.span), []).append(new)
                     elif new.time < makespan - rounding:
                         makespan = new.time
-                        plan = TickPlan(new.time, new.choice)
+                        plan = new.time, new.choice
         return plan
 
-    def slices(self, plan: TickPlan) -> list[list[Slice]]:
-        """The slices that every stage runs in the ticks of a plan, in order."""
-        choices, choice = [], plan.last
+    def _slices(self, last: Choice) -> list[list[Slice]]:
+        engine, choices = self.engine, []
+        choice: Choice | None = last
         while choice is not None:
-            choices.append(choice)
+            choices.append(choice.counts)
             choice = choice.before
-        engine = self.engine
         rows: list[list[Slice]] = [[] for _ in engine.stages]
         state = engine.start()
-        for tick, (counts, _) in enumerate(reversed(choices)):
+        for tick, counts in enumerate(reversed(choices)):
             ready = [engine.ready(state, d) for d in engine.stages]
             for d, row in enumerate(rows):
                 row.extend(engine.slices(state, d, ready[d], counts[d], tick))

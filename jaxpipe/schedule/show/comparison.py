@@ -14,15 +14,8 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True)
 class Summary:
-    """One schedule of a comparison.
-
-    Args:
-      name: of the schedule.
-      num_chunks: v.
-      peak_in_flight: of the stage that keeps the most, in microbatches of a full stage.
-      free_running: bubble ratio on the free-running clock.
-      lock_step: bubble ratio on the lock-step clock.
-    """
+    """One schedule of a comparison: its bubble ratios on both clocks, and the peak in flight of the
+    stage that keeps the most, in microbatches of a full stage."""
 
     name: str
     num_chunks: int
@@ -44,14 +37,7 @@ def row(free: Timeline, locked: Timeline) -> Summary:
 
 
 def figure(rows: Sequence[Summary], title: str) -> Figure:
-    """Draws a comparison as bars: bubble ratios on the left, peak in flight on the right.
-
-    Args:
-      rows: at least one, drawn from top to bottom.
-      title: says the shape and the costs.
-
-    Returns:
-      A matplotlib figure with an Agg canvas.
+    """Draws schedules, from top to bottom, as bars: bubble ratios left, peak in flight right.
 
     Example:
       >>> figure([Summary("1f1b", 1, 4, 0.2, 0.3)], "p=4, m=8").axes[0].get_xlabel()
@@ -64,16 +50,13 @@ def figure(rows: Sequence[Summary], title: str) -> Figure:
     FigureCanvasAgg(drawn)
     bubbles, peaks = drawn.subplots(1, 2, sharey=True, width_ratios=(3, 2))
     places = range(len(rows))
-    for ratios, label, colour, shift in (
-        ([r.free_running for r in rows], "free-running", "#9dbdf0", -0.2),
-        ([r.lock_step for r in rows], "lock-step", "#27518f", 0.2),
-    ):
+    for clock, colour, shift in (("free_running", "#9dbdf0", -0.2), ("lock_step", "#27518f", 0.2)):
         bars = bubbles.barh(
             [place + shift for place in places],
-            [100 * ratio for ratio in ratios],
+            [100 * getattr(row, clock) for row in rows],
             height=0.38,
             color=colour,
-            label=label,
+            label=clock.replace("_", "-"),
         )
         bubbles.bar_label(bars, fmt="%.1f", fontsize=6, padding=2)
     bars = peaks.barh(places, [r.peak_in_flight for r in rows], height=0.6, color="#4f7f30")

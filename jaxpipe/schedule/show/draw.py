@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from jaxpipe.schedule.actions import Action, Kind
 from jaxpipe.schedule.simulate import TimedAction, Timeline, in_flight
@@ -15,24 +15,24 @@ if TYPE_CHECKING:
 FORMATS = ("svg", "png")
 """The file formats `save` writes."""
 
-# Backgrounds of the 256-colour palette, first and other chunks, dark text on both.
-_ANSI = {
-    Kind.F: ("48;5;111", "48;5;68"),
-    Kind.B: ("48;5;116", "48;5;73"),
-    Kind.W: ("48;5;150", "48;5;107"),
-    Kind.BW: ("48;5;116", "48;5;73"),
-    Kind.R: ("48;5;183", "48;5;140"),
+
+class _Look(NamedTuple):
+    """How a kind is drawn: its colour on a stage's first chunk and on its last, backgrounds of the
+    256-colour palette for first and other chunks, dark text on both, and what it means."""
+
+    light: str
+    dark: str
+    shades: tuple[int, int]
+    meaning: str
+
+
+_LOOKS = {
+    Kind.F: _Look("#9dbdf0", "#27518f", (111, 68), "forward"),
+    Kind.B: _Look("#8fdcd2", "#1b7468", (116, 73), "backward, input"),
+    Kind.W: _Look("#c3e2ad", "#4f7f30", (150, 107), "backward, weights"),
+    Kind.BW: _Look("#8fdcd2", "#1b7468", (116, 73), "backward (B and W)"),
+    Kind.R: _Look("#d6c3f0", "#6b4c9a", (183, 140), "recomputed"),
 }
-_RESET = "\x1b[0m"
-# A kind's colour on a stage's first chunk, and on its last.
-_FILL = {
-    Kind.F: ("#9dbdf0", "#27518f"),
-    Kind.B: ("#8fdcd2", "#1b7468"),
-    Kind.W: ("#c3e2ad", "#4f7f30"),
-    Kind.BW: ("#8fdcd2", "#1b7468"),
-    Kind.R: ("#d6c3f0", "#6b4c9a"),
-}
-_MEANING = {Kind.F: "forward", Kind.B: "backward, input", Kind.W: "backward, weights"}
 _MAX_COLUMNS = 200_000
 """A longer row of text would show nothing; with very different costs it could be any length."""
 _NUMBERED_ACTIONS = 6000
@@ -46,15 +46,7 @@ class TooWideError(ValueError):
 
 
 def check_width(columns: float, remedy: str) -> None:
-    """Refuses a drawing in text that is too wide.
-
-    Args:
-      columns: of its longest row.
-      remedy: what the user can do.
-
-    Raises:
-      TooWideError: there are too many columns.
-    """
+    """Raises `TooWideError`, with what the user can do, if the longest row is too long."""
     if columns > _MAX_COLUMNS:
         raise TooWideError(
             f"A drawing in text needs {columns:.3g} columns, beyond {_MAX_COLUMNS}: {remedy}."
@@ -67,12 +59,7 @@ def text(timeline: Timeline, *, colour: bool = False) -> str:
     A cell is as wide as its action is long; the shortest action is just wide enough for its label.
     With several chunks per stage the label is the action's own name, such as "2F0".
 
-    Args:
-      timeline: what to draw.
-      colour: write ANSI colours, for a terminal.
-
-    Returns:
-      The drawing, one line per stage, no newline at the end.
+    With ``colour`` in ANSI colours, for a terminal. There is no newline at the end.
 
     Raises:
       TooWideError: rows in which the shortest action fits its label are longer than anyone reads.
@@ -97,12 +84,19 @@ def text(timeline: Timeline, *, colour: bool = False) -> str:
     )
 
 
-def _shortest(timeline: Timeline) -> float:
-    # Late in a long timeline an action's end minus its start may round to nothing.
-    used = {
-        (timed.action.virtual_stage, timed.action.kind) for row in timeline.rows for timed in row
-    }
-    return min(timeline.costs[s].of(kind) for s, kind in used)
+def _row(row: tuple[TimedAction, ...], timeline: Timeline, scale: float, colour: bool) -> str:
+    parts, column = [], 0
+    for timed in row:
+        start, end = round(timed.start * scale), round(timed.end * scale)
+        # Rounding both ends may cost a cell its last column, never a letter of its label.
+        body = _label(timed.action, timeline).ljust(end - start - 1, "-")
+        gap, rest = "." * (start - column), " " * (end - start - len(body))
+        if colour:
+            shade = _LOOKS[timed.action.kind].shades[min(_chunk(timed.action, timeline), 1)]
+            body = f"\x1b[48;5;{shade};30m{body}\x1b[0m"
+        parts += [gap, body, rest]
+        column = end
+    return "".join([*parts, "." * (round(timeline.makespan * scale) - column)])
 
 
 def _label(action: Action, timeline: Timeline) -> str:
@@ -111,35 +105,24 @@ def _label(action: Action, timeline: Timeline) -> str:
     return f"{action.kind}{action.microbatch}"
 
 
-def _row(row: tuple[TimedAction, ...], timeline: Timeline, scale: float, colour: bool) -> str:
-    parts, column = [], 0
-    for timed in row:
-        start, end = round(timed.start * scale), round(timed.end * scale)
-        label = _label(timed.action, timeline)
-        # Rounding both ends may cost a cell its last column, never a letter of its label.
-        cell = label.ljust(end - start - 1, "-").ljust(end - start)
-        if colour:
-            chunk = timeline.schedule.placement.chunks[timed.action.virtual_stage]
-            shade = _ANSI[timed.action.kind][min(chunk, 1)]
-            body = cell.rstrip()
-            cell = f"\x1b[{shade};30m{body}{_RESET}{cell[len(body) :]}"
-        parts += ["." * (start - column), cell]
-        column = end
-    return "".join([*parts, "." * (round(timeline.makespan * scale) - column)])
+def _shortest(timeline: Timeline) -> float:
+    # Late in a long timeline an action's end minus its start may round to nothing.
+    used = {
+        (timed.action.virtual_stage, timed.action.kind) for row in timeline.rows for timed in row
+    }
+    return min(timeline.costs[s].of(kind) for s, kind in used)
+
+
+def _chunk(action: Action, timeline: Timeline) -> int:
+    return timeline.schedule.placement.chunks[action.virtual_stage]
 
 
 def figure(timeline: Timeline) -> Figure:
     """Draws a timeline as a figure, and the activations in flight beneath it.
 
     Boxes are numbered by microbatch and coloured by kind; later chunks are darker. The curves count
-    microbatches of a full stage. Only matplotlib's object interface is used: no global state, no
-    display.
-
-    Args:
-      timeline: what to draw.
-
-    Returns:
-      A matplotlib figure with an Agg canvas.
+    microbatches of a full stage. Only matplotlib's object interface is used, with an Agg canvas: no
+    global state, no display.
     """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -150,9 +133,7 @@ def figure(timeline: Timeline) -> Figure:
     drawn = Figure(figsize=(width, height + 2.6), layout="constrained")
     FigureCanvasAgg(drawn)
     boxes, memory = drawn.subplots(2, sharex=True, height_ratios=(height, 1.2))
-    _draw_boxes(boxes, timeline)
-    if sum(len(row) for row in timeline.rows) <= _NUMBERED_ACTIONS:
-        _number(boxes, timeline, points=_points(width, timeline))
+    _draw_boxes(boxes, timeline, _points(width, timeline))
     _draw_memory(memory, timeline)
     boxes.set_title(caption(timeline), fontsize=9, loc="left")
     memory.set_xlim(0, timeline.makespan)
@@ -163,22 +144,50 @@ def figure(timeline: Timeline) -> Figure:
     return drawn
 
 
-def _draw_boxes(axes: Axes, timeline: Timeline) -> None:
-    placement = timeline.schedule.placement
+def _draw_boxes(axes: Axes, timeline: Timeline, points: float) -> None:
+    """Boxes, with numbers of this font size unless there are too many."""
+    numbered = sum(len(row) for row in timeline.rows) <= _NUMBERED_ACTIONS
+    num_chunks = timeline.schedule.num_chunks
     for d, row in enumerate(timeline.rows):
-        for kind in sorted({timed.action.kind for timed in row}):
-            boxes = [timed for timed in row if timed.action.kind is kind]
-            chunks = [placement.chunks[timed.action.virtual_stage] for timed in boxes]
-            axes.broken_barh(
-                [(timed.start, timed.end - timed.start) for timed in boxes],
-                (d - 0.45, 0.9),
-                facecolors=[_fill(kind, chunk, placement.num_chunks) for chunk in chunks],
-                edgecolors="white",
-                linewidth=0.8,
+        axes.broken_barh(
+            [(timed.start, timed.end - timed.start) for timed in row],
+            (d - 0.45, 0.9),
+            facecolors=[_fill(timed.action, timeline) for timed in row],
+            edgecolors="white",
+            linewidth=0.8,
+        )
+        for timed in row if numbered else ():
+            axes.text(
+                (timed.start + timed.end) / 2,
+                d,
+                str(timed.action.microbatch),
+                ha="center",
+                va="center",
+                fontsize=points,
+                # Only the darker half of the shades needs white numbers.
+                color="white" if 2 * _chunk(timed.action, timeline) >= num_chunks else "black",
+                clip_on=True,
             )
     num_stages = len(timeline.rows)
     axes.set_yticks(range(num_stages), [f"stage {d}" for d in range(num_stages)])
     axes.set_ylim(num_stages - 0.5, -0.5)
+
+
+def _fill(action: Action, timeline: Timeline) -> tuple[float, ...]:
+    """A kind's colour, from light on the first chunk to dark on the last."""
+    from matplotlib.colors import to_rgb
+
+    light, dark = (to_rgb(colour) for colour in _LOOKS[action.kind][:2])
+    depth = _chunk(action, timeline) / max(timeline.schedule.num_chunks - 1, 1)
+    return tuple(x + depth * (y - x) for x, y in zip(light, dark, strict=True))
+
+
+def _points(width: float, timeline: Timeline) -> float:
+    """A font size at which the longest microbatch number fits the shortest box."""
+    digits = len(str(timeline.schedule.num_microbatches - 1))
+    box_points = 72 * 0.85 * width * _shortest(timeline) / timeline.makespan
+    # A digit of matplotlib's default font is about 0.65 of the font size wide.
+    return max(min(8.0, box_points / (0.65 * digits)), 1.0)
 
 
 def _draw_memory(axes: Axes, timeline: Timeline) -> None:
@@ -187,15 +196,9 @@ def _draw_memory(axes: Axes, timeline: Timeline) -> None:
     num_stages = len(timeline.rows)
     shades = colormaps["viridis"].resampled(num_stages + 1)
     for d, row in enumerate(timeline.rows):
-        steps = [(0.0, 0), *in_flight(row), (timeline.makespan, 0)]
-        axes.step(
-            [time for time, _ in steps],
-            [timeline.in_full_stages(count) for _, count in steps],
-            where="post",
-            color=shades(d),
-            linewidth=1,
-            label=f"stage {d}",
-        )
+        times, counts = zip((0.0, 0), *in_flight(row), (timeline.makespan, 0), strict=True)
+        held = [timeline.in_full_stages(count) for count in counts]
+        axes.step(times, held, where="post", color=shades(d), linewidth=1, label=f"stage {d}")
     axes.set_ylim(0, None)
     axes.set_ylabel("in flight", fontsize=8)
     if num_stages <= _NAMED_CURVES:
@@ -206,52 +209,19 @@ def _add_legend(drawn: Figure, timeline: Timeline) -> None:
     from matplotlib.patches import Patch
 
     used = {timed.action.kind for row in timeline.rows for timed in row}
-    meaning = {**_MEANING, Kind.BW: "backward (B and W)", Kind.R: "recomputed"}
-    chunks = timeline.schedule.num_chunks
     drawn.legend(
-        handles=[Patch(color=_FILL[kind][0], label=meaning[kind]) for kind in Kind if kind in used],
-        title="later chunks are darker" if chunks > 1 else None,
+        handles=[
+            Patch(color=look.light, label=look.meaning)
+            for kind, look in _LOOKS.items()
+            if kind in used
+        ],
+        title="later chunks are darker" if timeline.schedule.num_chunks > 1 else None,
         title_fontsize=8,
         loc="outside lower center",
         ncols=3,
         frameon=False,
         fontsize=8,
     )
-
-
-def _fill(kind: Kind, chunk: int, num_chunks: int) -> tuple[float, float, float]:
-    """A kind's colour, from light on the first chunk to dark on the last."""
-    from matplotlib.colors import to_rgb
-
-    light, dark = (to_rgb(colour) for colour in _FILL[kind])
-    depth = chunk / max(num_chunks - 1, 1)
-    r, g, b = (x + depth * (y - x) for x, y in zip(light, dark, strict=True))
-    return r, g, b
-
-
-def _number(axes: Axes, timeline: Timeline, *, points: float) -> None:
-    for d, row in enumerate(timeline.rows):
-        for timed in row:
-            chunk = timeline.schedule.placement.chunks[timed.action.virtual_stage]
-            axes.text(
-                (timed.start + timed.end) / 2,
-                d,
-                str(timed.action.microbatch),
-                ha="center",
-                va="center",
-                fontsize=points,
-                # Only the darker half of the shades needs white numbers.
-                color="white" if 2 * chunk >= timeline.schedule.num_chunks else "black",
-                clip_on=True,
-            )
-
-
-def _points(width: float, timeline: Timeline) -> float:
-    """A font size at which the longest microbatch number fits the shortest box."""
-    digits = len(str(timeline.schedule.num_microbatches - 1))
-    box_points = 72 * 0.85 * width * _shortest(timeline) / timeline.makespan
-    # A digit of matplotlib's default font is about 0.65 of the font size wide.
-    return max(min(8.0, box_points / (0.65 * digits)), 1.0)
 
 
 def caption(timeline: Timeline) -> str:
@@ -277,16 +247,9 @@ def caption(timeline: Timeline) -> str:
 
 
 def save(drawn: Figure, path: str | Path) -> Path:
-    """Writes a figure to a file; the ending, .svg or .png, chooses the format.
+    """Writes a figure to a file, whose ending chooses the format, and returns the path.
 
     The same figure gives the same bytes.
-
-    Args:
-      drawn: what `figure` returns.
-      path: the file to write.
-
-    Returns:
-      The path.
 
     Raises:
       ValueError: the ending is neither .svg nor .png.
@@ -295,13 +258,12 @@ def save(drawn: Figure, path: str | Path) -> Path:
     import matplotlib
 
     path = Path(path)
-    if path.suffix.lower().lstrip(".") not in FORMATS:
+    ending = path.suffix.lower().lstrip(".")
+    if ending not in FORMATS:
         raise ValueError(
             f"{str(path)!r} does not end in a picture format. Nearest valid: .svg, .png."
         )
     # Without a fixed salt and date every SVG would differ.
     with matplotlib.rc_context({"svg.hashsalt": "jaxpipe"}):
-        drawn.savefig(
-            path, dpi=150, metadata={"Date": None} if path.suffix.lower() == ".svg" else None
-        )
+        drawn.savefig(path, dpi=150, metadata={"Date": None} if ending == "svg" else None)
     return path

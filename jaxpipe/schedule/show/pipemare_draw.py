@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
 
 from jaxpipe.schedule.generators.pipemare import Part, SteadyState
 from jaxpipe.schedule.show.draw import check_width
@@ -16,9 +15,6 @@ def text(steady: SteadyState) -> str:
     microbatch, numbered within its minibatch, and after @ the weight version it reads, counted from
     the first stage's newest at the start of the period. ``+`` marks the update that ends a
     minibatch. The delays follow, per stage.
-
-    Args:
-      steady: the pipeline.
 
     Raises:
       TooWideError: rows are longer than anyone reads.
@@ -38,22 +34,21 @@ def text(steady: SteadyState) -> str:
     start = minibatch * N
     base = steady.newest(steady.stage(0), start)
     rows = [["tick", *(str(t) for t in range(N))]]
-    for d in range(steady.num_stages):
-        part = steady.stage(d)
+    parts = [steady.stage(d) for d in range(steady.num_stages)]
+    for d, part in enumerate(parts):
         rows.append([f"stage {d}", *(_cell(steady, part, start + t, base) for t in range(N))])
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = ["  ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)) for row in rows]
     lines += ["", "updates that F of microbatch j misses, j = 0, 1, ...; their mean, tau"]
-    for d in range(steady.num_stages):
-        part = steady.stage(d)
+    for d, part in enumerate(parts):
         delays = " ".join(str(steady.delay(part, j)) for j in range(N))
         lines.append(f"stage {d}  {delays}  {steady.mean_delay(part):g}")
+    in_flight = ", ".join(str(part.backward - part.forward + 1) for part in parts)
     lines += ["", f"weight versions kept: {steady.num_versions}"]
-    parts = [steady.stage(d) for d in range(steady.num_stages)]
-    lines.append(_per_stage("microbatches in flight", parts, lambda p: p.backward - p.forward + 1))
+    lines.append(f"microbatches in flight, per stage: {in_flight}")
     if steady.recompute_segment is not None:
-        kept = _per_stage("of them with residuals", parts, lambda p: p.backward - p.recompute + 1)
-        lines.append(kept)
+        kept = ", ".join(str(part.backward - part.recompute + 1) for part in parts)
+        lines.append(f"of them with residuals, per stage: {kept}")
     return "\n".join(line.rstrip() for line in lines) + "\n"
 
 
@@ -66,7 +61,3 @@ def _cell(steady: SteadyState, part: Part, tick: int, base: int) -> str:
         runs.append(f"R{again % N}@{steady.recompute_version(part, again) - base}")
     runs.append(f"B{b % N}@{steady.backward_version(part, b) - base}")
     return " ".join(runs) + ("+" if steady.updates(b) else "")
-
-
-def _per_stage(what: str, parts: Sequence[Part], count: Callable[[Part], int]) -> str:
-    return f"{what}, per stage: {', '.join(str(count(part)) for part in parts)}"

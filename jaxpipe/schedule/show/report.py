@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 from collections.abc import Collection
 from typing import Any
@@ -23,7 +24,6 @@ def report(
     """Reports times on both clocks, memory, messages and data-axis transfers of a schedule.
 
     Args:
-      schedule: a schedule that `validate` accepts.
       costs: of one chunk.
       layers_per_chunk: cut ticks into time slices at the granularity of this many layers; None
         for one whole action per tick.
@@ -54,7 +54,8 @@ def report(
       ([2.0, 1.0], 8, [1, 1])
     """
     free, locked = timelines(schedule, costs, layers_per_chunk=layers_per_chunk)
-    peak, in_bytes = free.peak_in_flight, {}
+    peak, messages, busy = free.peak_in_flight, free.messages, costs.message / free.makespan
+    in_bytes = {}
     if activation_bytes is not None:
         in_bytes["peak_in_flight_bytes"] = [count * activation_bytes for count in peak]
     return {
@@ -62,13 +63,19 @@ def report(
         "stages": schedule.num_stages,
         "chunks": schedule.num_chunks,
         "microbatches": schedule.batch_microbatches,
-        "costs": {"f": costs.f, "b": costs.b, "w": costs.w, "message": costs.message},
+        "costs": dataclasses.asdict(costs),
         "free_running": _clock(free),
         "lock_step": _clock(locked),
         "peak_in_flight": [free.in_full_stages(count) for count in peak],
         **in_bytes,
         "actions": [[part for timed in row for part in _parts(timed, free)] for row in free.rows],
-        "messages": _messages(free, costs.message),
+        "messages": {
+            "total": sum(messages.values()),
+            "edges": [
+                {"sender": sender, "receiver": receiver, "count": count, "load": count * busy}
+                for (sender, receiver), count in messages.items()
+            ],
+        },
         "gathers": transfers(schedule, kinds=tuple(Kind), num_slots=weight_slots),
         "reductions": transfers(schedule, kinds=(Kind.W, Kind.BW), num_slots=weight_slots),
     }
@@ -77,16 +84,7 @@ def report(
 def timelines(
     schedule: Schedule, costs: Costs, *, layers_per_chunk: int | None = None
 ) -> tuple[Timeline, Timeline]:
-    """Runs a schedule on both clocks.
-
-    Args:
-      schedule: a schedule that `validate` accepts.
-      costs: of one chunk.
-      layers_per_chunk: as in `report`.
-
-    Returns:
-      The free-running timeline, and the lock-step one.
-    """
+    """Runs a schedule on the free-running clock and in lock-step; arguments as for `report`."""
     ticked = schedule
     if layers_per_chunk is not None and schedule.slices is None:
         counts = [layers_per_chunk] * schedule.placement.num_virtual_stages
@@ -101,12 +99,8 @@ def transfers(schedule: Schedule, *, kinds: Collection[Kind], num_slots: int) ->
     gradient buffer is opened, to be reduced when the slot is given up.
 
     Args:
-      schedule: a schedule in which every stage has an action of these kinds.
       kinds: all kinds for weight gathers; W and BW for gradient reductions.
       num_slots: chunks a stage holds at once, at least 1.
-
-    Returns:
-      The count of every stage.
 
     Example:
       >>> from jaxpipe.schedule.generators.gpipe import gpipe
@@ -125,12 +119,10 @@ def transfers(schedule: Schedule, *, kinds: Collection[Kind], num_slots: int) ->
 
 
 def _clock(timeline: Timeline) -> dict[str, Any]:
-    return {
-        "makespan": timeline.makespan,
-        "bubble_ratio": timeline.bubble_ratio,
-        "stage_spans": list(timeline.stage_spans),
-        "stage_bubble_ratios": list(timeline.stage_bubble_ratios),
-    }
+    names = "makespan", "bubble_ratio", "stage_spans", "stage_bubble_ratios"
+    values = (getattr(timeline, name) for name in names)
+    shown = (list(value) if isinstance(value, tuple) else value for value in values)
+    return dict(zip(names, shown, strict=True))
 
 
 def place_of(action: Action, schedule: Schedule) -> dict[str, int]:
@@ -146,21 +138,5 @@ def _parts(timed: TimedAction, timeline: Timeline) -> list[dict[str, Any]]:
     if action.kind is Kind.BW:
         middle = timed.start + timeline.costs[action.virtual_stage].b
         parts = [(Kind.B, timed.start, middle), (Kind.W, middle, timed.end)]
-    return [
-        {
-            "kind": kind.value,
-            **place_of(action, timeline.schedule),
-            "start": start,
-            "end": end,
-        }
-        for kind, start, end in parts
-    ]
-
-
-def _messages(free: Timeline, duration: float) -> dict[str, Any]:
-    busy = duration / free.makespan
-    edges = [
-        {"sender": sender, "receiver": receiver, "count": count, "load": count * busy}
-        for (sender, receiver), count in free.messages.items()
-    ]
-    return {"total": sum(free.messages.values()), "edges": edges}
+    place = place_of(action, timeline.schedule)
+    return [{"kind": kind.value, **place, "start": start, "end": end} for kind, start, end in parts]

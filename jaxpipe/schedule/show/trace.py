@@ -14,9 +14,6 @@ _MICROSECONDS = 1000.0
 def trace(timeline: Timeline) -> dict[str, Any]:
     """Writes a timeline in the Trace Event Format: one thread and one memory counter per stage.
 
-    Args:
-      timeline: what to write.
-
     Returns:
       A tree of plain values for `json.dump`: complete events ("X") with the action's parts as
       arguments, and counter events ("C") with the microbatches of a full stage in flight.
@@ -28,31 +25,25 @@ def trace(timeline: Timeline) -> dict[str, Any]:
       >>> [(event["name"], event["ts"]) for event in events if event["ph"] == "X"]
       [('0F0', 0.0), ('0B0', 1000.0), ('0W0', 2000.0)]
     """
-    schedule = timeline.schedule
+    name = f"{timeline.schedule.name}, {timeline.clock}"
     events: list[dict[str, Any]] = [
-        {
-            "ph": "M",
-            "name": "process_name",
-            "pid": 0,
-            "args": {"name": f"{schedule.name}, {timeline.clock}"},
-        }
+        {"ph": "M", "name": "process_name", "pid": 0, "args": {"name": name}}
     ]
     for d, row in enumerate(timeline.rows):
         thread = {"pid": 0, "tid": d}
         events.append({"ph": "M", "name": "thread_name", **thread, "args": {"name": f"stage {d}"}})
-        for timed in row:
-            action = timed.action
-            events.append(
-                {
-                    "ph": "X",
-                    "name": str(action),
-                    "cat": action.kind.value,
-                    **thread,
-                    "ts": timed.start * _MICROSECONDS,
-                    "dur": (timed.end - timed.start) * _MICROSECONDS,
-                    "args": place_of(action, schedule),
-                }
-            )
+        events += [
+            {
+                "ph": "X",
+                "name": str(timed.action),
+                "cat": timed.action.kind.value,
+                **thread,
+                "ts": timed.start * _MICROSECONDS,
+                "dur": (timed.end - timed.start) * _MICROSECONDS,
+                "args": place_of(timed.action, timeline.schedule),
+            }
+            for timed in row
+        ]
         events += [
             {
                 "ph": "C",

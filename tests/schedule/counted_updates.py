@@ -12,26 +12,12 @@ import dataclasses
 import numpy as np
 
 from jaxpipe.schedule.actions import Kind
-from jaxpipe.schedule.lowering.table import (
-    NONE,
-    Cell,
-    MinibatchTable,
-    Reads,
-    TickTable,
-    Update,
-    Updates,
-)
+from jaxpipe.schedule.lowering.table import NONE, Cell, Reads, Row, TickTable, Update, Updates
 
 
-def with_updates(table: TickTable, replay: np.ndarray | None) -> MinibatchTable:
-    """The table with its updates and the versions that are read.
-
-    Args:
-      table: of a schedule with minibatches.
-      replay: slots of what F keeps for R, ``[stages, microbatches]``; None without R.
-    """
+def counted_rows(table: TickTable) -> Row:
+    """The rows of a table, with updates and the versions that are read."""
     minibatches = table.schedule.minibatches
-    assert minibatches is not None
     size, stage = minibatches.size, np.arange(table.schedule.num_stages)
     ends = table.passes[Kind.BW if Kind.BW in table.passes else Kind.W]
     layers = _update(np.where(ends.lo < ends.hi, ends.microbatch, NONE), size)
@@ -43,7 +29,7 @@ def with_updates(table: TickTable, replay: np.ndarray | None) -> MinibatchTable:
     def version(
         microbatch: np.ndarray, newest: np.ndarray, read_by_forward: np.ndarray
     ) -> np.ndarray:
-        read: np.ndarray = {
+        read = {
             "pipemare": newest,
             "2bw": np.maximum(microbatch // size - 1, 0),
             "pipedream": read_by_forward,
@@ -61,22 +47,16 @@ def with_updates(table: TickTable, replay: np.ndarray | None) -> MinibatchTable:
     enter = version(table.embed, embed.version, embed.version)
     leave = [version(table.head, part.version, part.version) for part in (embed, head)]
     back = version(table.embed_gradient, embed.version, entered[table.embed_gradient])
+    reads = {
+        "enter": Reads(enter, enter),
+        "leave": Reads(*leave),
+        "embed_gradient": Reads(back, back),
+    }
     any_stage = (layers.minibatch != NONE).any(axis=1) | (head.minibatch != NONE)
-    fields = {field.name: getattr(table, field.name) for field in dataclasses.fields(table)}
-    return MinibatchTable(
-        **fields | {"passes": passes},
-        reads={
-            "enter": Reads(enter, enter),
-            "leave": Reads(*leave),
-            "embed_gradient": Reads(back, back),
-        },
+    return table.rows._replace(
+        cells=passes,
+        outer=table.rows.outer._replace(reads=reads),
         updates=Updates(layers, embed, head, any_stage.astype(np.int32)),
-        replay=None
-        if replay is None
-        else {
-            kind: replay.astype(np.int32)[stage, passes[kind].microbatch]
-            for kind in (Kind.F, Kind.R)
-        },
     )
 
 
