@@ -39,40 +39,46 @@ def loss(
       float32 scalar; with ``states`` ``(loss, states)``: renewed by every data shard in microbatch
       order, then averaged.
     """
-    outer, layers = outer_of(params), _layers(model, params["layers"])
+    outer, layers = outer_of(params), params["layers"]
+    depth = jax.tree.leaves(layers)[0].shape[0] if model.layers_are_alike else len(layers)
 
-    def one(shard: int, states: tuple[States, ...], of_microbatch: tuple[Index, Batch]) -> Any:
+    # Loops over layers, microbatches and shards, so that a layer is compiled once.
+    def one(shard: Index, states: tuple[States, ...], of_microbatch: tuple[Index, Batch]) -> Any:
         microbatch, rows = of_microbatch
 
-        def key(layer: int) -> Key:
+        def key(layer: Index) -> Key:
             return layer_key(rng, microbatch=microbatch, shard=shard, layer=layer)
 
-        x = model.embed(outer, rows, key(embed_layer(len(layers))))
+        def numbered(x: Any, layer: tuple[Index, LayerParams]) -> tuple[Any, None]:
+            return model.layer_function(0)(layer[1], x, rows, key(layer[0])), None
+
+        x = model.embed(outer, rows, key(embed_layer(depth)))
         renewed = []
-        for n, (function, layer_params) in enumerate(layers):
-            if states:
-                x, state = function(layer_params, x, rows, key(n), states[n])
-                renewed.append(state)
-            else:
-                x = function(layer_params, x, rows, key(n))
-        return tuple(renewed), model.head_loss(outer, x, rows, key(head_layer(len(layers))))
+        if model.layers_are_alike and not states:
+            x, _ = jax.lax.scan(numbered, x, (jnp.arange(depth), layers))
+        else:
+            for n, (function, layer_params) in enumerate(_layers(model, layers)):
+                if states:
+                    x, state = function(layer_params, x, rows, key(n), states[n])
+                    renewed.append(state)
+                else:
+                    x = function(layer_params, x, rows, key(n))
+        return tuple(renewed), model.head_loss(outer, x, rows, key(head_layer(depth)))
 
-    def rows_of(leaf: jax.Array, shard: int) -> jax.Array:
-        """``[num_microbatches, rows, ...]``."""
-        split = leaf.reshape(data_shards, -1, num_microbatches, *leaf.shape[1:])
-        return jnp.moveaxis(split, 2, 1)[shard]
+    def of_shard(shard_rows: tuple[Index, Batch]) -> tuple[tuple[States, ...], Any]:
+        shard, rows = shard_rows
+        microbatches = jnp.arange(num_microbatches), rows
+        return jax.lax.scan(functools.partial(one, shard), tuple(states or ()), microbatches)
 
-    # A loop, so that a layer is compiled once and not once per microbatch.
-    held, losses = [], []
-    for d in range(data_shards):
-        rows = jax.tree.map(functools.partial(rows_of, shard=d), batch)
-        last, of_shard = jax.lax.scan(
-            functools.partial(one, d), tuple(states or ()), (jnp.arange(num_microbatches), rows)
-        )
-        held.append(last)
-        losses.append(of_shard)
-    mean, averaged = jnp.mean(jnp.stack(losses)), jax.tree.map(lambda *w: sum(w) / len(w), *held)
-    return mean if states is None else (mean, averaged)
+    def split(leaf: jax.Array) -> jax.Array:
+        """``[data_shards, num_microbatches, rows, ...]``."""
+        rows = leaf.reshape(data_shards, -1, num_microbatches, *leaf.shape[1:])
+        return jnp.moveaxis(rows, 2, 1)
+
+    shards = jnp.arange(data_shards), jax.tree.map(split, batch)
+    held, losses = jax.lax.map(of_shard, shards)
+    mean = jnp.mean(losses)
+    return mean if states is None else (mean, jax.tree.map(lambda w: w.mean(0), held))
 
 
 def _layers(model: Model, layers: Params) -> list[tuple[Callable[..., Any], LayerParams]]:
