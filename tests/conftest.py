@@ -1,19 +1,22 @@
 """Simulated devices for every test and little time for LLVM, set before jax is imported."""
 
+import dataclasses
 import os
 from importlib.metadata import version
 
 os.environ["JAX_PLATFORMS"] = "cpu"
 # Tests compile more than they compute.
 os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "1"
-# The second flag turns a hang at a collective into a failure. The last one more than halves the
+# The second flag turns a hang at a collective into a failure. The third one more than halves the
 # time that a program takes to compile; newer versions of XLA do not know it. Tests that look at
-# compiled programs leave it out (`compilations.AS_USED`).
+# compiled programs leave it out (`compilations.AS_USED`). The last one saves a tenth: programs
+# here are too small to be compiled in parts.
 os.environ["XLA_FLAGS"] = (
     os.environ.get("XLA_FLAGS", "")
     + " --xla_force_host_platform_device_count=8"
     + " --xla_cpu_collective_call_terminate_timeout_seconds=60"
     + (" --xla_cpu_use_fusion_emitters=false" if version("jax").startswith("0.10.") else "")
+    + (" --xla_cpu_parallel_codegen_split_count=1" if version("jax").startswith("0.10.") else "")
 )
 
 import pytest
@@ -39,7 +42,21 @@ def trainer(tmp_path_factory):
 
 
 @pytest.fixture(scope="session")
+def toy_trainer(trainer):
+    """Runs train.py on a toy, in half the time: for what is the same with any model."""
+    return dataclasses.replace(trainer, name="toy.yaml")
+
+
+@pytest.fixture(scope="session")
 def unbroken(trainer, tmp_path_factory):
-    """A whole run, what it printed, and its folder: what broken runs must equal."""
+    """A whole run's folder and what it printed: what broken runs must equal."""
     run = tmp_path_factory.mktemp("unbroken") / "run"
     return run, trainer.run("--run-dir", run)
+
+
+@pytest.fixture(scope="session")
+def unbroken_toy(toy_trainer, tmp_path_factory):
+    """A whole run of the toy."""
+    run = tmp_path_factory.mktemp("unbroken_toy") / "run"
+    toy_trainer.run("--run-dir", run)
+    return run

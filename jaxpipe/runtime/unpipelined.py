@@ -92,45 +92,55 @@ def _run(
     Returns:
       What is collected, leaves ``[data shards, microbatches, ...]``, and the states, or None.
     """
-    outer, layers = outer_of(params), _layers(model, params["layers"])
+    outer, layers = outer_of(params), params["layers"]
+    depth = jax.tree.leaves(layers)[0].shape[0] if model.layers_are_alike else len(layers)
     num_microbatches, data_shards = shape
 
-    def one(shard: int, states: tuple[States, ...], of_microbatch: tuple[Index, Batch]) -> Any:
+    # Loops over layers, microbatches and shards, so that a layer is compiled once.
+    def one(shard: Index, states: tuple[States, ...], of_microbatch: tuple[Index, Batch]) -> Any:
         microbatch, rows = of_microbatch
 
-        def key(layer: int) -> Key:
+        def key(layer: Index) -> Key:
             return layer_key(rng, microbatch=microbatch, shard=shard, layer=layer)
 
-        x = model.embed(outer, rows, key(embed_layer(len(layers))))
-        renewed, of_layers = [], jnp.zeros((), jnp.float32)
-        for n, (function, layer_params) in enumerate(layers):
-            if states:
-                x, state = function(layer_params, x, rows, key(n), states[n])
-                renewed.append(state)
-            else:
-                x = function(layer_params, x, rows, key(n))
+        def run(function: Callable[..., Any], n: Index, through: Any, *args: Tree) -> Any:
+            """A layer, and the sum of losses up to it."""
+            x, of_layers = through
+            params, *state = args
+            result = function(params, x, rows, key(n), *state)
+            x, *state = result if state else (result,)
             if isinstance(x, losses.WithLoss):
                 x, of_layers = x.x, of_layers + x.loss
-        result = head(outer, x, rows, key(head_layer(len(layers))))
+            return (x, of_layers), *state
+
+        def numbered(through: Any, layer: tuple[Index, LayerParams]) -> tuple[Any, None]:
+            return run(model.layer_function(0), layer[0], through, layer[1])[0], None
+
+        x = model.embed(outer, rows, key(embed_layer(depth)))
+        through, renewed = (x, jnp.zeros((), jnp.float32)), []
+        if model.layers_are_alike and not states:
+            through, _ = jax.lax.scan(numbered, through, (jnp.arange(depth), layers))
+        else:
+            for n, (function, layer_params) in enumerate(_layers(model, layers)):
+                through, *state = run(function, n, through, layer_params, *states[n : n + 1])
+                renewed += state
+        x, of_layers = through
+        result = head(outer, x, rows, key(head_layer(depth)))
         return tuple(renewed), collect(result, of_layers)
 
-    def rows_of(leaf: jax.Array, shard: int) -> jax.Array:
-        """``[num_microbatches, rows, ...]``."""
-        split = leaf.reshape(data_shards, -1, num_microbatches, *leaf.shape[1:])
-        return jnp.moveaxis(split, 2, 1)[shard]
+    def of_shard(shard_rows: tuple[Index, Batch]) -> tuple[tuple[States, ...], Any]:
+        shard, rows = shard_rows
+        microbatches = jnp.arange(num_microbatches), rows
+        return jax.lax.scan(functools.partial(one, shard), tuple(states or ()), microbatches)
 
-    # A loop, so that a layer is compiled once and not once per microbatch.
-    held, collected = [], []
-    for d in range(data_shards):
-        rows = jax.tree.map(functools.partial(rows_of, shard=d), batch)
-        last, of_shard = jax.lax.scan(
-            functools.partial(one, d), tuple(states or ()), (jnp.arange(num_microbatches), rows)
-        )
-        held.append(last)
-        collected.append(of_shard)
-    averaged = jax.tree.map(lambda *w: sum(w) / len(w), *held)
-    stacked = jax.tree.map(lambda *w: jnp.stack(w), *collected)
-    return stacked, None if states is None else averaged
+    def split(leaf: jax.Array) -> jax.Array:
+        """``[data_shards, num_microbatches, rows, ...]``."""
+        rows = leaf.reshape(data_shards, -1, num_microbatches, *leaf.shape[1:])
+        return jnp.moveaxis(rows, 2, 1)
+
+    shards = jnp.arange(data_shards), jax.tree.map(split, batch)
+    held, collected = jax.lax.map(of_shard, shards)
+    return collected, None if states is None else jax.tree.map(lambda w: w.mean(0), held)
 
 
 def _layers(model: Model, layers: Params) -> list[tuple[Callable[..., Any], LayerParams]]:

@@ -23,10 +23,10 @@ OPTIONS = ("--pipeline.schedule", "pipemare", "--asynchronous.warmup-steps", SWI
 
 
 @pytest.fixture(scope="module")
-def whole(trainer, tmp_path_factory):
+def whole(toy_trainer, tmp_path_factory):
     """A run with checkpoints on both sides of the switch, and what it printed."""
     run = tmp_path_factory.mktemp("whole") / "run"
-    return run, trainer.run("--run-dir", run, *OPTIONS, "--train.keep", 4)
+    return run, toy_trainer.run("--run-dir", run, *OPTIONS, "--train.keep", 4)
 
 
 def _until(run, step, tmp_path):
@@ -57,11 +57,11 @@ def test_an_asynchronous_run_says_what_it_does(whole):
 @pytest.mark.parametrize(
     "step", [pytest.param(3, marks=pytest.mark.slow), 6, pytest.param(9, marks=pytest.mark.slow)]
 )
-def test_resume_on_either_side_of_the_switch(whole, trainer, tmp_path, step):
+def test_resume_on_either_side_of_the_switch(whole, toy_trainer, tmp_path, step):
     """To the same bits, also if the run is evaluated after every step."""
     assert saved(whole[0]) == [3, 6, 9, 10]
     run = _until(whole[0], step, tmp_path)
-    finished = trainer.run("--run-dir", run, "--resume", *OPTIONS, "--train.eval-every", 1)
+    finished = toy_trainer.run("--run-dir", run, "--resume", *OPTIONS, "--train.eval-every", 1)
     assert f"resuming {run} at step {step}" in finished.out
     for record, expected in zip(steps(run), steps(whole[0]), strict=True):
         assert record["step"] <= step or "eval_loss" in record
@@ -70,10 +70,12 @@ def test_resume_on_either_side_of_the_switch(whole, trainer, tmp_path, step):
 
 
 @pytest.mark.slow
-def test_resume_skips_a_damaged_checkpoint_of_a_pipeline_in_mid_flight(whole, trainer, tmp_path):
+def test_resume_skips_a_damaged_checkpoint_of_a_pipeline_in_mid_flight(
+    whole, toy_trainer, tmp_path
+):
     run = _until(whole[0], 9, tmp_path)
     flip_a_bit(run / "checkpoints" / "9")
-    finished = trainer.run("--run-dir", run, "--resume", *OPTIONS)
+    finished = toy_trainer.run("--run-dir", run, "--resume", *OPTIONS)
     assert "skipping checkpoint 9: state/" in finished.out
     assert f"resuming {run} at step 6" in finished.out
     assert_same_run(run, whole[0])
@@ -81,31 +83,31 @@ def test_resume_skips_a_damaged_checkpoint_of_a_pipeline_in_mid_flight(whole, tr
 
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", [0, 1])
-def test_sigkill_and_sigterm_around_the_switch(whole, trainer, tmp_path, seed):
+def test_sigkill_and_sigterm_around_the_switch(whole, toy_trainer, tmp_path, seed):
     run = tmp_path / "run"
-    arguments = ["--config", trainer.config, "--run-dir", run, *OPTIONS, "--resume"]
+    arguments = ["--config", toy_trainer.config, "--run-dir", run, *OPTIONS, "--resume"]
     for goal, number in ((SWITCH - 1 + seed, signal.SIGKILL), (SWITCH + 2, signal.SIGTERM)):
-        process = trainer.start(*arguments)
+        process = toy_trainer.start(*arguments)
         assert kill_when(process, lambda goal=goal: num_lines(run) >= goal, number=number)
         assert finish(process).status == (0 if number == signal.SIGTERM else -number)
-    trainer.run("--run-dir", run, *OPTIONS, "--resume")
+    toy_trainer.run("--run-dir", run, *OPTIONS, "--resume")
     assert_same_run(run, whole[0])
 
 
-def test_a_pipeline_in_mid_flight_fits_its_own_layout_alone(whole, trainer, tmp_path):
+def test_a_pipeline_in_mid_flight_fits_its_own_layout_alone(whole, toy_trainer, tmp_path):
     run = _until(whole[0], 9, tmp_path)
     other = ["--mesh.stage", 4, "--pipeline.zero", 1, "--pipeline.schedule", "1f1b"]
-    finished = trainer.run("--run-dir", run, "--resume", *other, status=2)
+    finished = toy_trainer.run("--run-dir", run, "--resume", *other, status=2)
     for path, value in (("mesh.stage", 2), ("pipeline.zero", 3), ("pipeline.schedule", "pipemare")):
         assert f"saved in mid-flight with {path}={value}. Nearest valid: {value}." in finished.err
     assert "resume with the old values and train.steps of at least 10 first" in finished.err
 
 
 @pytest.mark.slow
-def test_a_run_that_has_ended_goes_on_in_any_layout(whole, trainer, tmp_path):
+def test_a_run_that_has_ended_goes_on_in_any_layout(whole, toy_trainer, tmp_path):
     run = shutil.copytree(whole[0], tmp_path / "copy")
     options = ["--mesh.stage", 4, "--mesh.data", 1, "--pipeline.schedule", "pipedream"]
-    trainer.run("--run-dir", run, "--resume", *options, "--train.steps", 14)
+    toy_trainer.run("--run-dir", run, "--resume", *options, "--train.steps", 14)
     records = steps(run)[NUM_STEPS:]
     assert len(records) == 4
     assert records[-1]["weight_versions"] == 5
@@ -113,9 +115,9 @@ def test_a_run_that_has_ended_goes_on_in_any_layout(whole, trainer, tmp_path):
 
 
 @pytest.mark.slow
-def test_a_dry_run_shows_delays_and_memory(trainer, tmp_path):
+def test_a_dry_run_shows_delays_and_memory(toy_trainer, tmp_path):
     run = tmp_path / "run"
-    finished = trainer.run("--run-dir", run, "--dry-run", *OPTIONS)
+    finished = toy_trainer.run("--run-dir", run, "--dry-run", *OPTIONS)
     for part in ("stage 0  2 1  1.5", "T3 warmup_steps: 4", "weight versions kept: 1", "T2's mean"):
         assert part in finished.out
     assert finished.err == ""

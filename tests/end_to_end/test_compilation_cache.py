@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from command import QUICK_COMPILE
 
 pytestmark = pytest.mark.end_to_end
 
@@ -80,10 +81,8 @@ def _run(code: str, cache: Path, **variables: str) -> subprocess.CompletedProces
     environment = {
         name: value for name, value in os.environ.items() if not name.startswith(("JAX_", "XLA_"))
     }
-    # A deadlock becomes a failure soon. Compiling takes longer than running here.
-    flags = (
-        "--xla_cpu_collective_call_terminate_timeout_seconds=20 --xla_backend_optimization_level=0"
-    )
+    # A deadlock becomes a failure soon.
+    flags = f"--xla_cpu_collective_call_terminate_timeout_seconds=20 {QUICK_COMPILE}"
     environment |= {
         "JAX_PLATFORMS": "cpu",
         "JAX_COMPILATION_CACHE_DIR": str(cache),

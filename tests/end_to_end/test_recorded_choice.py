@@ -11,17 +11,17 @@ from jaxpipe.schedule.generators.zero_bubble import zb_h1
 pytestmark = pytest.mark.end_to_end
 
 
-def test_a_resume_keeps_the_recorded_schedule(trainer, tmp_path):
+def test_a_resume_keeps_the_recorded_schedule(toy_trainer, tmp_path):
     run = tmp_path / "run"
     options = "--run-dir", run, "--pipeline.schedule", "auto"
-    trainer.run(*options, "--train.steps", 3)
+    toy_trainer.run(*options, "--train.steps", 3)
     path = run / "schedule.json"
     record = json.loads(path.read_text())
     assert record["schedule"]["name"] == "auto"
     # As if another version of jaxpipe had chosen it: one chunk a stage instead of two.
     other = to_json(zb_h1(2, 2))
     path.write_text(json.dumps(record | {"schedule": other, "layer_counts": [3, 1]}))
-    finished = trainer.run(*options, "--resume")
+    finished = toy_trainer.run(*options, "--resume")
     assert f"schedule and partition as recorded in {path}\n" in finished.out
     assert len(steps(run)) == NUM_STEPS
     kept = json.loads(path.read_text())

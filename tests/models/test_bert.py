@@ -191,7 +191,7 @@ def test_it_learns_to_copy_what_stands_beside_the_mask():
 
         return jax.lax.scan(step, (params, optimizer.init(params)), keys)[0][0]
 
-    params = train(init(config, jax.random.key(0)), jax.random.split(jax.random.key(1), 1200))
+    params = train(init(config, jax.random.key(0)), jax.random.split(jax.random.key(1), 900))
     held_out = rows(jax.random.key(2))
     guesses = logits(config, params, held_out).argmax(axis=-1)
     wanted = held_out["targets"] >= 0

@@ -185,7 +185,7 @@ def bars(key, rows):
 
 @pytest.mark.parametrize("norm", ["group", "batch"])
 def test_it_learns_to_tell_bars_apart(norm):
-    config = dataclasses.replace(TINY, norm=norm, width=8)
+    config = dataclasses.replace(TINY, norm=norm)
     model, optimizer = resnet.model(config), optax.adam(3e-3)
 
     @jax.jit

@@ -27,12 +27,12 @@ def _free_port() -> int:
         return probe.getsockname()[1]
 
 
-def _run_two(trainer, *options) -> list[Finished]:
+def _run_two(toy_trainer, *options) -> list[Finished]:
     """Runs a command as two processes; when one fails, neither is left."""
     flags = (f"--distributed.coordinator=localhost:{_free_port()}", "--distributed.num-processes=2")
     processes = [
-        trainer.start(
-            *("--config", trainer.config, *_LAYOUT, *flags),
+        toy_trainer.start(
+            *("--config", toy_trainer.config, *_LAYOUT, *flags),
             *(f"--distributed.process-id={number}", *options),
         )
         for number in range(2)
@@ -46,10 +46,10 @@ def _run_two(trainer, *options) -> list[Finished]:
 
 
 @pytest.fixture(scope="module")
-def alone(trainer, tmp_path_factory):
+def alone(toy_trainer, tmp_path_factory):
     """The same run by one process of eight devices."""
     run = tmp_path_factory.mktemp("alone") / "run"
-    trainer.run("--run-dir", run, *_LAYOUT)
+    toy_trainer.run("--run-dir", run, *_LAYOUT)
     return run
 
 
@@ -58,9 +58,9 @@ def _assert_close(run, other):
         assert record == pytest.approx(expected, rel=_TOLERANCE)
 
 
-def test_two_processes_train_as_one_and_one_continues(trainer, alone, tmp_path):
+def test_two_processes_train_as_one_and_one_continues(toy_trainer, alone, tmp_path):
     run = tmp_path / "run"
-    first, second = _run_two(trainer, "--run-dir", run, "--train.steps", NUM_STEPS)
+    first, second = _run_two(toy_trainer, "--run-dir", run, "--train.steps", NUM_STEPS)
     assert (first.status, second.status) == (0, 0), f"{first}\n{second}"
     # Process 0 alone speaks, and both wrote the checkpoint.
     assert "(cpu, 2 processes)" in first.out
@@ -73,47 +73,47 @@ def test_two_processes_train_as_one_and_one_continues(trainer, alone, tmp_path):
         np.testing.assert_allclose(one, two, rtol=1e-3, atol=1e-5, err_msg=name)
 
     # One process resumes what two have saved.
-    finished = trainer.run("--run-dir", run, "--resume", *_LAYOUT, "--train.steps", NUM_STEPS + 2)
+    finished = toy_trainer.run(
+        "--run-dir", run, "--resume", *_LAYOUT, "--train.steps", NUM_STEPS + 2
+    )
     assert f"resuming {run} at step {NUM_STEPS}" in finished.out
     assert len(steps(run)) == NUM_STEPS + 2
+    # What two processes wrote has its checksums, too.
+    assert "skipping" not in finished.out
+    assert "carries no checksums" not in finished.out
 
 
-def test_two_processes_skip_the_same_damaged_checkpoint(trainer, alone, tmp_path):
+def test_two_processes_skip_the_same_damaged_checkpoint(toy_trainer, alone, tmp_path):
     run = shutil.copytree(alone, tmp_path / "run")
     flip_a_bit(run / "checkpoints" / str(NUM_STEPS))
-    first, second = _run_two(trainer, "--run-dir", run, "--resume")
+    first, second = _run_two(toy_trainer, "--run-dir", run, "--resume")
     assert (first.status, second.status) == (0, 0), f"{first}\n{second}"
     assert f"skipping checkpoint {NUM_STEPS}: state/" in first.out
     assert f"resuming {run} at step 9" in first.out
     assert saved(run) == [9, NUM_STEPS]
     _assert_close(run, alone)
-    # What two processes wrote has its checksums, too.
-    finished = trainer.run("--run-dir", run, "--resume", *_LAYOUT)
-    assert f"resuming {run} at step {NUM_STEPS}" in finished.out
-    assert "skipping" not in finished.out
-    assert "carries no checksums" not in finished.out
 
 
-def test_processes_that_cannot_start_do_not_wait(trainer, tmp_path):
+def test_processes_that_cannot_start_do_not_wait(toy_trainer, tmp_path):
     run = tmp_path / "run"
-    for finished in _run_two(trainer, "--run-dir", run, "--pipeline.microbatches", 3):
+    for finished in _run_two(toy_trainer, "--run-dir", run, "--pipeline.microbatches", 3):
         assert finished.status == 2
         assert "pipeline.microbatches=3 does not divide train.batch_size=8" in finished.err
     assert not run.exists()
 
 
-def test_processes_that_find_the_folder_in_use_all_end(trainer, tmp_path):
+def test_processes_that_find_the_folder_in_use_all_end(toy_trainer, tmp_path):
     run = tmp_path / "run"
     lock = RunLock(run, say=print)
     lock.acquire()
     try:
-        for finished in _run_two(trainer, "--run-dir", run, "--resume"):
+        for finished in _run_two(toy_trainer, "--run-dir", run, "--resume"):
             assert finished.status == 2, str(finished)
             assert f"error: run_dir={run} is in use by process {os.getpid()} on " in finished.err
         (run / "config.yaml").touch()
     finally:
         lock.release()
-    for finished in _run_two(trainer, "--run-dir", run):
+    for finished in _run_two(toy_trainer, "--run-dir", run):
         assert finished.status == 2, str(finished)
         assert f"run_dir={run} already holds a run (config.yaml)" in finished.err
     assert os.listdir(run) == ["config.yaml"]

@@ -364,7 +364,7 @@ def refused(head=mixture.head_loss, layer=mixture.layer) -> str:
     found = set()
     for function, *args in (
         (pipe.value_and_grad, placed, batch),
-        (pipe.train_step(sgd, update="chunk"), placed, pipe.init(sgd, placed), batch),
+        (pipe.train_step(sgd, update="chunk"), placed, pipe.optimizer_placing(sgd).placed, batch),
         (jaxpipe.AsyncPipeline(pipe, sgd).init, placed, sgd.init(placed), batch),
     ):
         with compilations.counted() as compiled, pytest.raises(ValueError) as error:  # noqa: PT011

@@ -100,7 +100,7 @@ def check(case: tuple) -> None:
         ("interleaved", 2, 1, 8, "full", False),
         ("breadth-first", 2, 3, 10, "none", False),
         ("1f1b-fused", 1, 0, 8, "full", False),
-        ("zb-v, sliced", 2, 3, 20, "none", False),
+        ("zb-v, sliced", 2, 3, 12, "none", False),
     ],
     ids=lambda case: "-".join(map(str, case)),
 )

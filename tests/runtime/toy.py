@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 import jaxpipe
 from jaxpipe import vocabulary
@@ -38,24 +39,22 @@ def model(*, tied: bool, axis: str | None) -> jaxpipe.Model:
 
 
 def params(*, tied: bool, num_layers: int) -> dict:
-    keys = iter(jax.random.split(jax.random.key(0), 6))
-    head = {"scale": jnp.linspace(0.5, 1.5, WIDTH)}
+    draw = np.random.default_rng(0).normal
+    head = {"scale": np.linspace(0.5, 1.5, WIDTH)}
     if not tied:
-        head["table"] = jax.random.normal(next(keys), (VOCAB, WIDTH))
-    return {
-        "embed": {
-            "table": jax.random.normal(next(keys), (VOCAB, WIDTH)),
-            "positions": jax.random.normal(next(keys), (LENGTH, WIDTH)),
-        },
+        head["table"] = draw(size=(VOCAB, WIDTH))
+    drawn = {
+        "embed": {"table": draw(size=(VOCAB, WIDTH)), "positions": draw(size=(LENGTH, WIDTH))},
         "layers": {
-            "up": 0.3 * jax.random.normal(next(keys), (num_layers, WIDTH, 2 * WIDTH)),
-            "down": 0.3 * jax.random.normal(next(keys), (num_layers, 2 * WIDTH, WIDTH)),
-            "bias": jnp.full((num_layers, 2 * WIDTH), 0.1),
+            "up": 0.3 * draw(size=(num_layers, WIDTH, 2 * WIDTH)),
+            "down": 0.3 * draw(size=(num_layers, 2 * WIDTH, WIDTH)),
+            "bias": np.full((num_layers, 2 * WIDTH), 0.1),
         },
         "head": head,
     }
+    return jax.tree.map(np.float32, drawn)
 
 
 def batch(rows: int) -> dict:
-    tokens = jax.random.randint(jax.random.key(1), (rows, LENGTH + 1), 0, VOCAB)
+    tokens = np.random.default_rng(1).integers(VOCAB, size=(rows, LENGTH + 1), dtype=np.int32)
     return {"tokens": tokens}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 import jaxpipe
 
@@ -61,10 +62,10 @@ def model(*, stateful: bool = False) -> jaxpipe.Model:
 
 
 def params() -> dict:
-    keys = iter(jax.random.split(jax.random.key(0), 20))
+    draw = np.random.default_rng(0).normal
 
     def normal(*shape):
-        return 0.5 * jax.random.normal(next(keys), shape)
+        return np.float32(0.5 * draw(size=shape))
 
     def layer(n, function):
         if function is narrow:
@@ -89,9 +90,6 @@ def states() -> tuple:
 
 
 def batch(rows: int) -> dict:
-    keys = jax.random.split(jax.random.key(1), 3)
-    return {
-        "x": jax.random.normal(keys[0], (rows, LENGTH, 5)),
-        "y": jax.random.normal(keys[1], (rows, LENGTH, CLASSES)),
-        "shift": jax.random.normal(keys[2], (rows, NARROW)),
-    }
+    draw = np.random.default_rng(1).normal
+    shapes = {"x": (rows, LENGTH, 5), "y": (rows, LENGTH, CLASSES), "shift": (rows, NARROW)}
+    return {name: np.float32(draw(size=shape)) for name, shape in shapes.items()}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import doctest
 import itertools
 
 import pytest
@@ -11,7 +10,6 @@ from hypothesis import strategies as st
 
 from jaxpipe.schedule.actions import Kind
 from jaxpipe.schedule.check.validate import validate
-from jaxpipe.schedule.generators import building_blocks, v_schedules
 from jaxpipe.schedule.generators.building_blocks import PERIOD, fused_block, split_block
 from jaxpipe.schedule.generators.v_schedules import one_f_one_b_v, v_half, v_min, v_zb, zb_v
 from jaxpipe.schedule.search import controllable_memory
@@ -165,10 +163,3 @@ def test_no_limit_means_all_microbatches():
 def test_limits_below_every_block_get_the_nearest(limit):
     with pytest.raises(ValueError, match=r"^memory_limit=.*num_stages=8 .*\nNearest valid: 4\.$"):
         controllable_memory.controllable_memory(8, 32, memory_limit=limit)
-
-
-@pytest.mark.parametrize("module", [building_blocks, v_schedules, controllable_memory])
-def test_examples_in_docstrings_run(module):
-    result = doctest.testmod(module)
-    assert result.attempted > 0
-    assert result.failed == 0

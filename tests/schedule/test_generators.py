@@ -446,6 +446,12 @@ def test_two_copies_of_the_model_pass_nothing_to_each_other():
     assert schedule.orders[2][0] == Action(3, Kind.F, 0)
 
 
+EXPLAINED = {
+    *("actions", "check.slice_rules", "formats.csv_format", "formats.user"),
+    *("generators.building_blocks", "generators.v_schedules", "lowering.lower", "lowering.slots"),
+    *("search.auto", "search.controllable_memory", "search.slices", "show.comparison"),
+    *("show.report", "show.trace", "simulate"),
+}
 MODULES = [
     "jaxpipe.schedule",
     *(info.name for info in pkgutil.walk_packages(jaxpipe.schedule.__path__, "jaxpipe.schedule.")),
@@ -459,6 +465,10 @@ def test_examples_in_docstrings_run(module):
     result = doctest.testmod(importlib.import_module(module))
     assert result.attempted > 0
     assert result.failed == 0
+
+
+def test_what_is_best_explained_by_an_example_has_one():
+    assert {f"jaxpipe.schedule.{name}" for name in EXPLAINED} <= set(EXAMPLES)
 
 
 def test_halves_that_do_not_exist_are_refused_in_python_too():

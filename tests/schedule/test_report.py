@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import doctest
-import importlib
 import itertools
 import json
 
@@ -111,13 +109,3 @@ def test_the_trace_holds_every_action_and_the_memory_curve(name):
         ]
         assert max(curve) == timeline.in_full_stages(timeline.peak_in_flight[d])
         assert curve[-1] == 0
-
-
-def test_doctests_of_the_tools_run():
-    for module in (
-        *("show.comparison", "show.report", "show.trace"),
-        *("formats.csv_format", "formats.user"),
-    ):
-        result = doctest.testmod(importlib.import_module(f"jaxpipe.schedule.{module}"))
-        assert result.attempted > 0
-        assert result.failed == 0
