@@ -22,9 +22,7 @@ import jax.numpy as jnp
 import optax
 from flax import nnx
 
-from jaxpipe.runtime import vocabulary
-from jaxpipe.runtime.layers.model import Model
-from jaxpipe.runtime.layers.modules import functional, stack
+from jaxpipe import Model, functional, stack, vocabulary
 from jaxpipe.schedule.problems import Problem
 from models import validation
 from models.blocks import INIT_STDDEV, EncoderLayer, Linear, function_of, layer_norm

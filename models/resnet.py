@@ -23,8 +23,8 @@ import jax.numpy as jnp
 import optax
 from flax import nnx
 
+from jaxpipe import Model
 from jaxpipe.runtime.layers import modules
-from jaxpipe.runtime.layers.model import Model
 from jaxpipe.schedule.problems import Problem
 from models import validation
 from models.blocks import Linear, matmul

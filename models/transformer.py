@@ -24,9 +24,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jaxpipe.runtime import vocabulary
-from jaxpipe.runtime.layers.model import Model
-from jaxpipe.runtime.layers.modules import functional
+from jaxpipe import Model, functional, vocabulary
 from jaxpipe.schedule.problems import Problem
 from models import validation
 from models.blocks import MLP, Attention, EncoderLayer, function_of, layer_norm

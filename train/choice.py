@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from jaxpipe.schedule.actions import Schedule
+from jaxpipe.schedule import Schedule
 from jaxpipe.schedule.formats import user
 from jaxpipe.schedule.formats.json_format import from_json, to_json
 from jaxpipe.schedule.lowering.lower import lower

@@ -7,15 +7,13 @@ import functools
 from collections.abc import Sequence
 from typing import Any
 
-from jaxpipe.schedule import catalog
-from jaxpipe.schedule.actions import Schedule
+from jaxpipe.schedule import Costs, Schedule, catalog
 from jaxpipe.schedule.check.validate import simulated_only
 from jaxpipe.schedule.formats import user
 from jaxpipe.schedule.generators import pipemare
 from jaxpipe.schedule.generators.pipemare import SteadyState
 from jaxpipe.schedule.problems import Problem, refuse
 from jaxpipe.schedule.search.slices import slice_ticks
-from jaxpipe.schedule.simulate import Costs
 from train.config import Config
 
 _SYNCHRONOUS = "1f1b"

@@ -7,9 +7,9 @@ from rich.console import Console
 from rich.table import Table
 
 from jaxpipe.runtime.measure.memory import predicted_bytes
+from jaxpipe.schedule import lock_step, simulate
 from jaxpipe.schedule.partition import chunk_shares
 from jaxpipe.schedule.show import draw, pipemare_draw
-from jaxpipe.schedule.simulate import lock_step, simulate
 from train import configured
 from train.config import Config
 from train.modes import Asynchronous, Modes

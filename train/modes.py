@@ -16,8 +16,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxpipe.runtime.update.asynchronous import AsyncPipeline
-from jaxpipe.schedule.simulate import lock_step
+from jaxpipe import AsyncPipeline
+from jaxpipe.schedule import lock_step
 from train import configured
 from train.config import Config
 from train.step import Setup, TrainState, with_sharding

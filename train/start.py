@@ -10,8 +10,8 @@ from pathlib import Path
 import jax
 from rich.console import Console
 
+from jaxpipe.schedule import simulate
 from jaxpipe.schedule.show import draw, pipemare_draw
-from jaxpipe.schedule.simulate import simulate
 from train import checkpoint, choice, configured, recovery, run_folder
 from train.checkpoint import Checkpoints
 from train.choice import Choice

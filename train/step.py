@@ -12,12 +12,10 @@ import optax
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from jaxpipe import Pipeline, make_mesh
 from jaxpipe.runtime.measure.costs import layer_bytes, layer_costs
-from jaxpipe.runtime.mesh import make_mesh
-from jaxpipe.runtime.pipeline import Pipeline
-from jaxpipe.schedule.actions import Schedule
+from jaxpipe.schedule import Costs, Schedule, simulate
 from jaxpipe.schedule.partition import Memory, chunk_costs, partition
-from jaxpipe.schedule.simulate import Costs, simulate
 from train import configured, distributed, tasks
 from train.choice import Choice
 from train.config import Config, OptimizerConfig

@@ -15,7 +15,7 @@ import jax
 import numpy as np
 import pydantic
 
-from jaxpipe.runtime.layers.model import Model
+from jaxpipe import Model
 from train.config import Config, Section
 from train.data.stream import Examples
 from train.errors import Failure
