@@ -25,10 +25,10 @@ def counters() -> optax.GradientTransformation:
     """Counts updates in "version" and keeps the last gradient in "probe"."""
 
     def update(updates, state, params):
-        layers = {
-            "version": jnp.ones_like(updates["layers"]["version"]),
-            "probe": updates["layers"]["probe"] - params["layers"]["probe"],
-        }
+        layers = tuple(
+            {"version": jnp.ones_like(new["version"]), "probe": new["probe"] - old["probe"]}
+            for new, old in zip(updates["layers"], params["layers"], strict=True)
+        )
         return updates | {"layers": layers}, state
 
     return optax.GradientTransformation(lambda params: optax.EmptyState(), update)
