@@ -234,8 +234,8 @@ def back_to(run: Path, step: int) -> None:
 
 
 def flip_a_bit(checkpoint: Path) -> Path:
-    """Damages the largest file, which holds numbers; returns its path in the checkpoint."""
-    largest = max(checkpoint.rglob("state/**/*"), key=lambda path: path.stat().st_size)
+    """Damages the largest file that holds numbers; returns its path in the checkpoint."""
+    largest = max(checkpoint.rglob("state/**/d/*"), key=lambda path: path.stat().st_size)
     content = bytearray(largest.read_bytes())
     content[len(content) // 2] ^= 1
     largest.write_bytes(content)
