@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 import time
 from collections.abc import Callable
@@ -221,14 +220,14 @@ class Trainer:
         eval_loss = self.evaluate() if self.eval_loss is None else self.eval_loss
         # Every process takes part in gathering the weights; the first one alone reports and writes.
         state, _ = self.mode.settle(self.carried)
-        state = self.setup.to_canonical(dataclasses.replace(state, optimizer=None))
-        state = multihost_utils.process_allgather(state, tiled=True)
+        weights = self.setup.to_canonical_weights(state)
+        params, layers = multihost_utils.process_allgather(weights, tiled=True)
         if jax.process_index() != 0:
             return None
         task = self.setup.task
         baseline = task.baseline(self.examples, self.heldout)
         say(self.console, f"held-out loss {eval_loss:.4f} nats; {baseline}")
-        text, score = task.report(state.params, state.layers, self.heldout)
+        text, score = task.report(params, layers, self.heldout)
         say(self.console, text)
         return score
 

@@ -198,11 +198,13 @@ class Setup:
 
     def to_canonical(self, state: TrainState) -> TrainState:
         """Undoes placing, also of the optimizer state; the result does not depend on the layout."""
-        return TrainState(
-            self.pipe.unplace(state.params),
-            self._optimizer_placing.unplace(state.optimizer),
-            None if state.layers is None else self.pipe.unplace_states(state.layers),
-        )
+        params, layers = self.to_canonical_weights(state)
+        return TrainState(params, self._optimizer_placing.unplace(state.optimizer), layers)
+
+    def to_canonical_weights(self, state: TrainState) -> tuple[PyTree, PyTree]:
+        """Returns parameters and layers' states in canonical order, without the optimizer's."""
+        layers = None if state.layers is None else self.pipe.unplace_states(state.layers)
+        return self.pipe.unplace(state.params), layers
 
     def _place_states(self, states: PyTree) -> PyTree:
         return None if states is None else self.pipe.place_states(states)
