@@ -254,7 +254,9 @@ class Pipeline:
             layout.specs(sharded=self.zero >= 1) for layout in (self.layout, placed.state)
         )
         new = self.in_specs[0], states
-        update = self.shard_map(placed.update, (gradients, *new[::-1], P()), new)
+        update = self.shard_map(
+            partial(placed.update, placed.step), (gradients, *new[::-1], P()), new
+        )
         shardings = self.param_shardings, placed.placing.shardings
         return jax.lax.with_sharding_constraint(update(grads, state, params, extra), shardings)
 

@@ -182,3 +182,65 @@ def test_an_optimizer_does_what_it_does_without_a_pipeline(name, place):
     canonical = pipe.optimizer_placing(optimizer).unplace(state)
     back = pipe.optimizer_placing(optimizer).place(canonical)
     chex.assert_trees_all_equal(pipe.optimizer_placing(optimizer).unplace(back), canonical)
+
+
+def test_what_an_update_needs_besides_is_passed_on():
+    """A plateau of the loss reduces the rate, which the transformation learns from ``value``."""
+    optimizer = optax.chain(
+        optax.sgd(0.1), optax.contrib.reduce_on_plateau(factor=0.5, patience=1, accumulation_size=1)
+    )
+    pipe = pipeline(*PLACES["tuple"])
+    placed, state = pipe.place(params("tuple")), None
+    state = pipe.init(optimizer, placed)
+    want = params("tuple")
+    wanted_state = optimizer.init(want)
+
+    @jax.jit
+    def step(placed, state, number):
+        return pipe.update(optimizer, gradients(placed, number), state, placed, value=1.0)
+
+    @jax.jit
+    def expected_step(want, state, number):
+        updates, state = optimizer.update(gradients(want, number), state, want, value=1.0)
+        return optax.apply_updates(want, updates), state
+
+    for number in range(STEPS):
+        placed, state = step(placed, state, number)
+        want, wanted_state = expected_step(want, wanted_state, number)
+    assert float(state[1].scale) == float(wanted_state[1].scale) < 1
+    chex.assert_trees_all_close(pipe.unplace(placed), want, rtol=1e-5, atol=1e-6)
+
+
+def refused(optimizer: optax.GradientTransformation) -> str:
+    pipe = pipeline(*PLACES["uneven"])
+    grads = placed = pipe.place(params("stacked"))
+    with pytest.raises(ValueError) as error:  # noqa: PT011
+        pipe.update(optimizer, grads, pipe.init(optimizer, placed), placed)
+    return str(error.value)
+
+
+def stateless(update) -> optax.GradientTransformation:
+    return optax.stateless(lambda updates, params: update(updates))
+
+
+def test_what_cannot_run_where_the_layers_lie_is_refused_by_what_it_does():
+    def mean_of_layers(updates):
+        layers = updates["layers"]
+        mean = sum(layer["kernel"] for layer in layers) / len(layers)
+        return updates | {"layers": tuple(layer | {"kernel": mean} for layer in layers)}
+
+    assert (
+        "This optimizer's add reads grads['layers'][0]['kernel'] and grads['layers'][1]['kernel'] "
+        "at once. A stage has its own layers only" in refused(stateless(mean_of_layers))
+    )
+
+    def across(updates):
+        return jax.tree.map(lambda g: jax.lax.pmean(g, "data"), updates)
+
+    text = refused(stateless(across))
+    assert "communicates between devices" in text
+    assert "leave collectives to the pipeline" in text
+    mask = jax.tree.map(lambda w: w.ndim > 2, params("stacked"))
+    assert "whose 'layers' are a tuple of one tree per layer" in refused(
+        optax.adamw(0.1, mask=mask)
+    )

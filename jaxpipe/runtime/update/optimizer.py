@@ -6,8 +6,8 @@ numbers of dimensions are those of a layer's own parameters, however layers lie 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from functools import cached_property
+from collections.abc import Callable, Sequence
+from functools import cached_property, partial
 from typing import Any
 
 import jax
@@ -19,6 +19,7 @@ from jaxpipe.runtime.layout.whole_model import Layout, outer_of
 from jaxpipe.runtime.trees import mismatches, strongly_typed
 from jaxpipe.runtime.types import Gradients, OptimizerState, Params, Placed, Shapes, Tree
 from jaxpipe.runtime.update.per_unit import PerUnit
+from jaxpipe.runtime.update.units import UnitsMeetError
 
 PARTS = ("layers", "embed", "head")
 """What may be updated at different times."""
@@ -36,7 +37,6 @@ class PlacedOptimizer:
 
     Attributes:
       state: where the optimizer's state lies.
-      step: ``(grads, state, params, scale, extra) -> (params, state)``, unit by unit.
 
     Raises:
       ValueError: a transformation that cannot run where the parameters lie.
@@ -51,42 +51,45 @@ class PlacedOptimizer:
         scaled: bool = False,
         extra: Shapes = None,
     ) -> None:
-        shapes, sharded = layer_by_layer(params), zero >= 1
-        self._zero = zero
-        with _Explained():
-            self._init = PerUnit(
-                optimizer.init,
-                {"params": shapes},
-                params,
-                sharded=sharded,
-                replaces={},
-                whole=[0] if zero in (1, 2) else [],
+        self._optimizer, self._zero, self._scaled, self._extra = optimizer, zero, scaled, extra
+        self._shapes = layer_by_layer(params)
+        # Data shards have whole the weights that they update in part.
+        self._whole = zero in (1, 2)
+        self._cut = partial(PerUnit, params=params, sharded=zero >= 1)
+        self._init = _explained(
+            lambda: self._cut(
+                optimizer.init, {"params": self._shapes}, whole=[0] if self._whole else []
             )
+        )
         self.state = self._init.result
-        state = self._init.result_shapes
+
+    @cached_property
+    def step(self) -> PerUnit:
+        """``(grads, state, params, scale, extra) -> (params, state)``, unit by unit."""
 
         def step(
             grads: Gradients, state: OptimizerState, params: Params, scale: Any, extra: Any
         ) -> tuple[Params, OptimizerState]:
-            updates, state = optimizer.update(grads, state, params, **(extra or {}))
+            updates, state = self._optimizer.update(grads, state, params, **(extra or {}))
             if scale is not None:
                 updates = jax.tree.map(lambda u: u * scale.astype(u.dtype), updates)
             return optax.apply_updates(params, updates), state
 
+        args = {
+            "grads": self._shapes,
+            "state": self._init.result_shapes,
+            "params": self._shapes,
+            "scale": jax.ShapeDtypeStruct((), "float32") if self._scaled else None,
+            "extra": self._extra,
+        }
+        # The arguments' components are the gradients, those of the state, and the parameters.
         count = len(self.state.components)
-        scale = jax.ShapeDtypeStruct((), "float32") if scaled else None
-        args = {"grads": shapes, "state": state, "params": shapes, "scale": scale, "extra": extra}
-        with _Explained():
-            self.step = PerUnit(
-                step,
-                args,
-                params,
-                sharded=sharded,
-                replaces={0: 1 + count, **{1 + c: 1 + c for c in range(count)}},
-                whole=[1 + count] if zero in (1, 2) else [],
-            )
-        if changed := mismatches("state", self.step.result_shapes[1], state, dtypes=False):
+        replaces = {0: 1 + count} | {1 + c: 1 + c for c in range(count)}
+        whole = [1 + count] if self._whole else []
+        made = _explained(lambda: self._cut(step, args, replaces=replaces, whole=whole))
+        if changed := mismatches("state", made.result_shapes[1], args["state"], dtypes=False):
             raise ValueError("\n".join(["This optimizer changes its state's shapes:", *changed]))
+        return made
 
     @cached_property
     def placing(self) -> Placing:
@@ -101,12 +104,17 @@ class PlacedOptimizer:
         return strongly_typed(self.state.join([placed(c) for c in components], rest))
 
     def update(
-        self, grads: Gradients, state: OptimizerState, params: Placed, extra: Tree
+        self,
+        step: PerUnit,
+        grads: Gradients,
+        state: OptimizerState,
+        params: Placed,
+        extra: Tree,
     ) -> tuple[Placed, OptimizerState]:
-        """The parameters and the state after a step."""
+        """The parameters and the state after a step; ``step`` was traced outside."""
         components, rest = self.state.split(state)
         given = [own_layers(tree) for tree in (grads, *components, params)]
-        (new, *components), rest = self.step.run(given, [*rest, *jax.tree.leaves(extra)])
+        (new, *components), rest = step.run(given, [*rest, *jax.tree.leaves(extra)])
         state = self.state.join([placed(c) for c in components], rest)
         return strongly_typed((placed(new), state))
 
@@ -148,24 +156,19 @@ def placed(component: Tree) -> Placed:
     return {"layers": layers, **outer_of(component)}
 
 
-class _Explained:
-    """Says what masks and labels see, if a transformation cannot be traced."""
-
-    def __enter__(self) -> None: ...
-
-    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
-        if isinstance(error, NameError):
-            raise ValueError(
-                f"This optimizer communicates between devices ({error}). It is given whole "
-                "gradients, already averaged: leave collectives to the pipeline."
-            ) from error
-        if isinstance(error, (TypeError, KeyError, AttributeError)) or _of_structure(error):
-            raise ValueError(
-                f"The optimizer cannot be used: {error}\nMasks and labels must fit parameters "
-                "whose 'layers' are a tuple of one tree per layer; a function of the parameters "
-                "fits any."
-            ) from error
-
-
-def _of_structure(error: BaseException | None) -> bool:
-    return isinstance(error, ValueError) and "optimizer's" not in str(error)
+def _explained(make: Callable[[], PerUnit]) -> PerUnit:
+    """What ``make`` traces; says what masks and labels see, if it cannot."""
+    try:
+        return make()
+    except UnitsMeetError:
+        raise
+    except NameError as error:  # of an axis that is not bound
+        raise ValueError(
+            f"This optimizer communicates between devices ({error}). It is given whole gradients "
+            "of all data shards: leave collectives to the pipeline."
+        ) from error
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise ValueError(
+            f"The optimizer cannot be used: {error}\nMasks and labels must fit parameters whose "
+            "'layers' are a tuple of one tree per layer; a function of the parameters fits any."
+        ) from error

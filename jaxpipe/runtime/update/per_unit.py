@@ -7,7 +7,8 @@ its own part: of embedding and head the stage's, and of all its data shard's, if
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import jax
@@ -101,7 +102,7 @@ class PerUnit:
         params: Layout,
         *,
         sharded: bool,
-        replaces: dict[int, int],
+        replaces: Mapping[int, int] = MappingProxyType({}),
         whole: Collection[int] = (),
     ) -> None:
         self._units = Units(function, args, lambda tree: units_of(tree, params.num_layers))

@@ -26,6 +26,10 @@ _LARGEST_SHARED = 1024
 """Elements of an array that is computed once for all units; a larger one where it is read."""
 
 
+class UnitsMeetError(ValueError):
+    """A unit needs arrays of another."""
+
+
 @dataclasses.dataclass(frozen=True)
 class Slice:
     """What a unit computes in one pass.
@@ -80,7 +84,7 @@ class Units:
       mixes: says where units give scalars for the first time; None if no unit does.
 
     Raises:
-      ValueError: a unit that needs the arrays of another.
+      UnitsMeetError: a unit that needs the arrays of another.
     """
 
     def __init__(
@@ -121,7 +125,7 @@ class Units:
         met = any(self._ready[v] > 0 and v not in owned for v in read)
         unit = None
         if len(large) > 1:
-            raise ValueError(self._refusal(eqn, owned))
+            raise UnitsMeetError(self._refusal(eqn, owned))
         if large:
             (unit,) = large
         elif len(set(owned.values())) == 1 and not met:
@@ -141,9 +145,10 @@ class Units:
         if owner is None or owner == unit:
             return ready
         if math.prod(atom.aval.shape) > 1:
-            raise ValueError(
-                f"What this optimizer computes for {unit or 'all parameters'} is made of "
-                f"{self._name(atom)} {_SCALARS}"
+            owner_of = "no parameter" if unit is None else repr(unit)
+            raise UnitsMeetError(
+                f"What this optimizer computes for {owner_of} is made of {self._name(atom)} "
+                f"{_SCALARS}"
             )
         self._given.setdefault(owner, {})[atom] = ready
         return ready + 1
