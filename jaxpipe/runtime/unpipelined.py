@@ -92,8 +92,6 @@ def _run(
     Returns:
       What is collected, leaves ``[data shards, microbatches, ...]``, and the states, or None.
     """
-    outer, layers = outer_of(params), params["layers"]
-    depth = jax.tree.leaves(layers)[0].shape[0] if model.layers_are_alike else len(layers)
     num_microbatches, data_shards = shape
 
     # Loops over layers, microbatches and shards, so that a layer is compiled once.
@@ -103,30 +101,8 @@ def _run(
         def key(layer: Index) -> Key:
             return layer_key(rng, microbatch=microbatch, shard=shard, layer=layer)
 
-        def run(function: Callable[..., Any], n: Index, through: Any, *args: Tree) -> Any:
-            """A layer, and the sum of losses up to it."""
-            x, of_layers = through
-            params, *state = args
-            result = function(params, x, rows, key(n), *state)
-            x, *state = result if state else (result,)
-            if isinstance(x, losses.WithLoss):
-                x, of_layers = x.x, of_layers + x.loss
-            return (x, of_layers), *state
-
-        def numbered(through: Any, layer: tuple[Index, LayerParams]) -> tuple[Any, None]:
-            return run(model.layer_function(0), layer[0], through, layer[1])[0], None
-
-        x = model.embed(outer, rows, key(embed_layer(depth)))
-        through, renewed = (x, jnp.zeros((), jnp.float32)), []
-        if model.layers_are_alike and not states:
-            through, _ = jax.lax.scan(numbered, through, (jnp.arange(depth), layers))
-        else:
-            for n, (function, layer_params) in enumerate(_layers(model, layers)):
-                through, *state = run(function, n, through, layer_params, *states[n : n + 1])
-                renewed += state
-        x, of_layers = through
-        result = head(outer, x, rows, key(head_layer(depth)))
-        return tuple(renewed), collect(result, of_layers)
+        result, of_layers, renewed = _microbatch(model, head, params, rows, key, states)
+        return renewed, collect(result, of_layers)
 
     def of_shard(shard_rows: tuple[Index, Batch]) -> tuple[tuple[States, ...], Any]:
         shard, rows = shard_rows
@@ -141,6 +117,43 @@ def _run(
     shards = jnp.arange(data_shards), jax.tree.map(split, batch)
     held, collected = jax.lax.map(of_shard, shards)
     return collected, None if states is None else jax.tree.map(lambda w: w.mean(0), held)
+
+
+def _microbatch(
+    model: Model,
+    head: Callable[..., Tree],
+    params: Params,
+    rows: Batch,
+    key: Callable[[Index], Key],
+    states: tuple[States, ...],
+) -> tuple[Tree, jax.Array, tuple[States, ...]]:
+    """What the head returns for a microbatch, the sum of its layers' losses, and new states."""
+    outer, layers = outer_of(params), params["layers"]
+    depth = jax.tree.leaves(layers)[0].shape[0] if model.layers_are_alike else len(layers)
+
+    def run(function: Callable[..., Any], n: Index, through: Any, *args: Tree) -> Any:
+        """A layer, and the sum of losses up to it."""
+        x, of_layers = through
+        params, *state = args
+        result = function(params, x, rows, key(n), *state)
+        x, *state = result if state else (result,)
+        if isinstance(x, losses.WithLoss):
+            x, of_layers = x.x, of_layers + x.loss
+        return (x, of_layers), *state
+
+    def numbered(through: Any, layer: tuple[Index, LayerParams]) -> tuple[Any, None]:
+        return run(model.layer_function(0), layer[0], through, layer[1])[0], None
+
+    x = model.embed(outer, rows, key(embed_layer(depth)))
+    through, renewed = (x, jnp.zeros((), jnp.float32)), []
+    if model.layers_are_alike and not states:
+        through, _ = jax.lax.scan(numbered, through, (jnp.arange(depth), layers))
+    else:
+        for n, (function, layer_params) in enumerate(_layers(model, layers)):
+            through, *state = run(function, n, through, layer_params, *states[n : n + 1])
+            renewed += state
+    x, of_layers = through
+    return head(outer, x, rows, key(head_layer(depth))), of_layers, tuple(renewed)
 
 
 def _layers(model: Model, layers: Params) -> list[tuple[Callable[..., Any], LayerParams]]:

@@ -150,10 +150,6 @@ def call(
     last_ones = _last_ones(steady, num_ticks, drains=rows is None)
     value = fixed.collector.result(*jax.tree.map(lambda w: w[last_ones], left))
     scale = recent.pop("scale")
-    clock = clock | {"tick": clock["tick"] + num_ticks}
-    if rows is None:
-        first = clock["first"] + clock["entered"] // steady.num_microbatches
-        clock = {"tick": jnp.int32(0), "entered": jnp.int32(0), "first": first}
     own |= {
         "weights": carried.weights.weights,
         "delta": carried.weights.delta,
@@ -161,10 +157,20 @@ def call(
         "rest": carried.finished.rest,
         "states": jax.tree.map(lambda w: w[None], averaged),
         "recent": recent,
-        "clock": clock,
+        "clock": _later(steady, clock, num_ticks, drains=rows is None),
         "flight": _in_flight(carried) | _present(scale=scale),
     }
     return _behind(own), value
+
+
+def _later(
+    steady: SteadyState, clock: dict[str, Any], num_ticks: int, *, drains: bool
+) -> dict[str, Any]:
+    """The clock after some ticks; a pipeline that has drained begins again."""
+    if not drains:
+        return clock | {"tick": clock["tick"] + num_ticks}
+    first = clock["first"] + clock["entered"] // steady.num_microbatches
+    return {"tick": jnp.int32(0), "entered": jnp.int32(0), "first": first}
 
 
 def _admit(

@@ -54,7 +54,7 @@ def report(
       ([2.0, 1.0], 8, [1, 1])
     """
     free, locked = timelines(schedule, costs, layers_per_chunk=layers_per_chunk)
-    peak, messages, busy = free.peak_in_flight, free.messages, costs.message / free.makespan
+    peak = free.peak_in_flight
     in_bytes = {}
     if activation_bytes is not None:
         in_bytes["peak_in_flight_bytes"] = [count * activation_bytes for count in peak]
@@ -69,15 +69,20 @@ def report(
         "peak_in_flight": [free.in_full_stages(count) for count in peak],
         **in_bytes,
         "actions": [[part for timed in row for part in _parts(timed, free)] for row in free.rows],
-        "messages": {
-            "total": sum(messages.values()),
-            "edges": [
-                {"sender": sender, "receiver": receiver, "count": count, "load": count * busy}
-                for (sender, receiver), count in messages.items()
-            ],
-        },
+        "messages": _messages(free, busy=costs.message / free.makespan),
         "gathers": transfers(schedule, kinds=tuple(Kind), num_slots=weight_slots),
         "reductions": transfers(schedule, kinds=(Kind.W, Kind.BW), num_slots=weight_slots),
+    }
+
+
+def _messages(free: Timeline, *, busy: float) -> dict[str, Any]:
+    """The messages by edge; ``busy`` is the share of the makespan that one of them takes."""
+    return {
+        "total": sum(free.messages.values()),
+        "edges": [
+            {"sender": sender, "receiver": receiver, "count": count, "load": count * busy}
+            for (sender, receiver), count in free.messages.items()
+        ],
     }
 
 
