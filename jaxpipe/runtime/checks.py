@@ -297,6 +297,8 @@ def placed(
         return []
     if not mismatches(name, tree, canonical, dtypes=False):
         return [f"{name} is in canonical order, not placed; call `{method}` first."]
+    if not mismatches(name, tree, expected, dtypes=False):
+        return [*lines, f"Cast {name} to these dtypes."]
     return [*lines, f"{name} must be as `{method}` returns it."]
 
 
@@ -313,8 +315,8 @@ def given_states(states: States, placing: Placing | None) -> list[str]:
 
 
 def optimizer_state(name: str, tree: Tree, expected: Shapes) -> list[str]:
-    """What is wrong with an optimizer's state; its dtypes may be any."""
-    lines = mismatches(name, tree, expected, dtypes=False)
+    """What is wrong with an optimizer's state."""
+    lines = mismatches(name, tree, expected)
     return [*lines, f"{name} must be as `pipe.init` returns it."] if lines else []
 
 

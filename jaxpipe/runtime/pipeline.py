@@ -247,7 +247,7 @@ class Pipeline:
         if extra:
             shapes = shapes_of(extra)
             placed = PlacedOptimizer(optimizer, self.layout, zero=self.zero, extra=shapes)
-        problems = self._params.problems("grads", grads, dtypes=False)
+        problems = self._params.problems("grads", grads)
         problems += checks.optimizer_state("state", state, placed.placing.placed)
         refuse([*problems, *self._params.problems("params", params)])
         gradients, states = (

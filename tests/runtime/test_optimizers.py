@@ -244,3 +244,15 @@ def test_what_cannot_run_where_the_layers_lie_is_refused_by_what_it_does():
     assert "whose 'layers' are a tuple of one tree per layer" in refused(
         optax.adamw(0.1, mask=mask)
     )
+
+
+def test_gradients_and_states_of_another_dtype_are_refused():
+    pipe, adam = pipeline(*PLACES["uneven"]), optax.adam(0.1)
+    placed = pipe.place(params("stacked"))
+    state = pipe.init(adam, placed)
+    half = jax.tree.map(lambda w: w.astype(jnp.bfloat16), placed)
+    with pytest.raises(ValueError, match=r"(?s)grads\['head'\].*expected float32.*Cast grads to"):
+        pipe.update(adam, half, state, placed)
+    half = jax.tree.map(lambda w: w.astype(jnp.bfloat16), state)
+    with pytest.raises(ValueError, match=r"state\[0\]\.mu.*bfloat16.*expected float32"):
+        pipe.update(adam, placed, half, placed)
