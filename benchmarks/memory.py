@@ -95,12 +95,7 @@ def updates() -> list[dict[str, Any]]:
         harness.note(f"update within the step: {data} data shards, ZeRO-{zero}")
         case = ("modular-fused", "full", zero, MICROBATCHES[0])
         pipe, batch = pipeline(case, stages=2, data=data, chunks=8)
-        params = jax.tree.map(
-            lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
-            pipe.layout.placed_shapes(),
-            pipe.param_shardings,
-        )
-        state = pipe.optimizer_placing(adam).placed
+        params, state = pipe.placed_params, pipe.optimizer_placing(adam).placed
 
         def temporaries(update: str, pipe=pipe, arguments=(params, state, batch)) -> float:
             lowered = pipe.train_step(adam, update=update).lower(*arguments)

@@ -103,17 +103,9 @@ print(f"without a pipeline {alone:.6f}, with it {pipe.loss(placed, batch):.6f}")
 
 # %%
 optimizer = optax.adam(3e-3)
-state = pipe.init(optimizer, placed)
-
-
-@jax.jit
-def step(placed, state, batch):
-    loss, grads = pipe.value_and_grad(placed, batch)
-    placed, state = pipe.update(optimizer, grads, state, placed)
-    return placed, state, loss
-
+state, step = pipe.init(optimizer, placed), pipe.train_step(optimizer)
 
 for number in range(1, 61):
-    placed, state, loss = step(placed, state, batch)
+    loss, placed, state = step(placed, state, batch)
     if number % 15 == 0:
         print(f"step {number:3}: loss {loss:.4f}")

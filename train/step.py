@@ -154,10 +154,8 @@ class Setup:
     @cached_property
     def state_shapes(self) -> TrainState:
         """Shapes, dtypes and shardings of the state on the devices."""
-        params = jax.tree.map(
-            with_sharding, jax.eval_shape(self.pipe.place, self.shapes), self.pipe.param_shardings
-        )
-        return TrainState(params, self._optimizer_placing.placed, self.pipe.placed_states)
+        optimizer = self._optimizer_placing.placed
+        return TrainState(self.pipe.placed_params, optimizer, self.pipe.placed_states)
 
     @cached_property
     def canonical_shapes(self) -> TrainState:

@@ -143,6 +143,11 @@ class Pipeline:
     # Layout.
 
     @property
+    def placed_params(self) -> Shapes:
+        """Shapes and shardings of the placed parameters."""
+        return self._params.placed
+
+    @property
     def param_shardings(self) -> Shardings:
         """Shardings of the placed parameters: over data, too, with ZeRO-3."""
         return self._params.shardings
@@ -199,12 +204,9 @@ class Pipeline:
         """The state of an optimizer, sharded as the ZeRO level says.
 
         Args:
-          optimizer: an optax transformation; what it sees are whole parameters, with one tree per
-            layer in ``params["layers"]``, and so do its masks and labels.
+          optimizer: an optax transformation; it, its masks and its labels see whole parameters,
+            with one tree per layer in ``params["layers"]``.
           params: placed parameters.
-
-        Returns:
-          The optimizer's state, in which everything that is kept for each parameter is placed.
 
         Raises:
           ValueError: parameters unlike those that the pipeline was built for, or not placed; an
@@ -227,8 +229,8 @@ class Pipeline:
         """Takes a step of an optimizer, and leaves everything where it was.
 
         A stage updates its own layers, a data shard its part of them (from ZeRO-1 on). Where a
-        layer's update is more than element by element, such as Muon's, one of its arrays at a time
-        is gathered over data.
+        layer's update is more than element by element, such as Muon's, that layer's arrays are
+        gathered over data.
 
         Args:
           optimizer: an optax transformation.
@@ -250,13 +252,10 @@ class Pipeline:
         problems = self._params.problems("grads", grads)
         problems += checks.optimizer_state("state", state, placed.placing.placed)
         refuse([*problems, *self._params.problems("params", params)])
-        gradients, states = (
-            layout.specs(sharded=self.zero >= 1) for layout in (self.layout, placed.state)
-        )
-        new = self.in_specs[0], states
-        update = self.shard_map(
-            partial(placed.update, placed.step), (gradients, *new[::-1], P()), new
-        )
+        gradients = self.layout.specs(sharded=self.zero >= 1)
+        states, weights = placed.state.specs(sharded=self.zero >= 1), self.in_specs[0]
+        body, given = partial(placed.update, placed.step), (gradients, states, weights, P())
+        update = self.shard_map(body, given, (weights, states))
         shardings = self.param_shardings, placed.placing.shardings
         return jax.lax.with_sharding_constraint(update(grads, state, params, extra), shardings)
 

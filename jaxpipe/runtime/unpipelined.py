@@ -42,11 +42,11 @@ def loss(
       renewed by every data shard in microbatch order, then averaged.
     """
 
-    def head(result: Tree, of_layers: jax.Array) -> Tree:
+    def collect(result: Tree, of_layers: jax.Array) -> Tree:
         return losses.addable(jax.tree.map(jnp.asarray, result)), of_layers
 
-    shape = num_microbatches, data_shards
-    (sums, of_layers), last = _run(model, model.head_loss, head, params, batch, rng, shape, states)
+    args = params, batch, rng, (num_microbatches, data_shards), states
+    (sums, of_layers), last = _run(model, model.head_loss, collect, *args)
     count = num_microbatches * data_shards
     sums = jax.tree.map(lambda w: w.sum((0, 1)), sums)
     result = losses.combined(sums, count, mean=lambda w: w, total=lambda w: w)
@@ -66,8 +66,7 @@ def outputs(
     states: Sequence[States] | None = None,
 ) -> Tree:
     """What `Model.output` returns for a batch, in the order of its rows; arguments as of `loss`."""
-    shape = num_microbatches, data_shards
-    args = params, batch, rng, shape, states
+    args = params, batch, rng, (num_microbatches, data_shards), states
     found, _ = _run(model, model.output, lambda result, _: result, *args)
     return jax.tree.map(lambda w: jnp.moveaxis(w, 1, 2).reshape(-1, *w.shape[3:]), found)
 

@@ -6,10 +6,20 @@ import contextlib
 from collections.abc import Iterator
 
 import jax
+import pytest
 
 AS_USED = {"xla_cpu_use_fusion_emitters": True} if jax.__version_info__[:2] == (0, 10) else {}
 """Options that compile a program as XLA does by default: what `conftest.py` leaves out for time
 changes which instructions are fused."""
+
+
+def refusal(function, *arguments, **options) -> str:
+    """The text of the ValueError that a call raises; nothing is compiled on the way to it."""
+    # PT011 wants a pattern; callers look at the whole text, line by line.
+    with counted() as found, pytest.raises(ValueError) as error:  # noqa: PT011
+        function(*arguments, **options)
+    assert not found
+    return str(error.value)
 
 
 @contextlib.contextmanager

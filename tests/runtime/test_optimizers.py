@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+import toy
 
 import jaxpipe
 from jaxpipe.runtime.types import Params
@@ -104,7 +105,10 @@ def layer_by_layer(tree: Params) -> Params:
 @functools.cache
 def pipeline(form: str, stages: int, data: int, zero: int, weights: str) -> jaxpipe.Pipeline:
     """Of a model that is never run: only its parameters are trained."""
-    layer = lambda w, x, batch, rng: x  # noqa: E731
+
+    def layer(w, x, batch, rng):
+        return x
+
     model = jaxpipe.Model(
         embed=lambda outer, batch, rng: batch["x"],
         layer=(layer,) * DEPTH if form == "tuple" else layer,
@@ -190,7 +194,7 @@ def test_what_an_update_needs_besides_is_passed_on():
         optax.sgd(0.1), optax.contrib.reduce_on_plateau(factor=0.5, patience=1, accumulation_size=1)
     )
     pipe = pipeline(*PLACES["tuple"])
-    placed, state = pipe.place(params("tuple")), None
+    placed = pipe.place(params("tuple"))
     state = pipe.init(optimizer, placed)
     want = params("tuple")
     wanted_state = optimizer.init(want)
@@ -213,10 +217,13 @@ def test_what_an_update_needs_besides_is_passed_on():
 
 def refused(optimizer: optax.GradientTransformation) -> str:
     pipe = pipeline(*PLACES["uneven"])
-    grads = placed = pipe.place(params("stacked"))
-    with pytest.raises(ValueError) as error:  # noqa: PT011
-        pipe.update(optimizer, grads, pipe.init(optimizer, placed), placed)
-    return str(error.value)
+    placed = pipe.placed_params
+
+    def update(grads):
+        state = jax.eval_shape(functools.partial(pipe.init, optimizer), grads)
+        return pipe.update(optimizer, grads, state, grads)
+
+    return compilations.refusal(jax.eval_shape, update, placed)
 
 
 def stateless(update) -> optax.GradientTransformation:
@@ -256,3 +263,44 @@ def test_gradients_and_states_of_another_dtype_are_refused():
     half = jax.tree.map(lambda w: w.astype(jnp.bfloat16), state)
     with pytest.raises(ValueError, match=r"state\[0\]\.mu.*bfloat16.*expected float32"):
         pipe.update(adam, placed, half, placed)
+
+
+@pytest.mark.parametrize("zero", [0, 1, 2, 3])
+def test_clipping_uses_the_norm_over_all_stages(zero):
+    start, batch = toy.params(tied=True, num_layers=5), toy.batch(12)
+    optimizer = optax.chain(optax.clip_by_global_norm(0.01), optax.sgd(1.0))
+    pipe = jaxpipe.Pipeline(
+        toy.model(tied=True, axis="stage"),
+        start,
+        schedule=jaxpipe.schedules.build("1f1b", stages=4, microbatches=3),
+        mesh=jaxpipe.make_mesh(stage=4, data=2),
+        zero=zero,
+    )
+
+    def updated(value_and_grad, init, update, params):
+        grads = value_and_grad(params, batch)[1]
+        return update(grads, init(params), params), optax.tree.norm(grads)
+
+    def update(grads, state, params):
+        updates, _ = optimizer.update(grads, state, params)
+        return optax.apply_updates(params, updates)
+
+    def placed_update(*args):
+        return pipe.update(optimizer, *args)[0]
+
+    oracle = functools.partial(
+        jaxpipe.unpipelined.loss,
+        toy.model(tied=True, axis=None),
+        num_microbatches=3,
+        data_shards=2,
+    )
+    alone = functools.partial(updated, jax.value_and_grad(oracle), optimizer.init, update)
+    init = functools.partial(pipe.init, optimizer)
+    piped = functools.partial(updated, pipe.value_and_grad, init, placed_update)
+    want, norm = jax.jit(alone)(start)
+    got, got_norm = jax.jit(piped)(pipe.place(start))
+    assert norm > 0.1  # far above the limit, or nothing would be clipped
+    np.testing.assert_allclose(got_norm, norm, rtol=1e-5)
+    step = jax.tree.map(lambda new, old: new - old, pipe.unplace(got), start)
+    np.testing.assert_allclose(optax.tree.norm(step), 0.01, rtol=1e-3)
+    chex.assert_trees_all_close(pipe.unplace(got), want, rtol=1e-5, atol=1e-6)

@@ -38,10 +38,8 @@ def reduce_gradients(values: Gradients, leaves: Leaves, axes: Axes, *, zero: int
     return jax.tree.map(reduce, leaves, values)
 
 
-def own_shard(whole: Stored, leaves: Leaves, axes: Axes, *, zero: int) -> Stored:
+def own_shard(whole: Stored, leaves: Leaves, axes: Axes) -> Stored:
     """The part of weights whose gradient and optimizer state this data shard holds."""
-    if zero not in (1, 2):
-        return whole
 
     def shard(leaf: Leaf, w: jax.Array) -> jax.Array:
         if leaf.data_dim is None:

@@ -170,7 +170,7 @@ class LayerLayout(abc.ABC):
         return lax.fori_loop(0, trips, lambda number, carry: body(chunk, number, carry), carry)
 
     def every_layer(self, count: int, body: Body, carry: Carry) -> Carry:
-        """Runs ``body(chunk, layer, carry)`` for ``count`` layers of all chunks."""
+        """Runs ``body(chunk, layer, carry)`` for ``count`` layers of every chunk."""
         return lax.fori_loop(
             0, self.num_chunks * count, lambda i, carry: body(i // count, i % count, carry), carry
         )
@@ -180,10 +180,7 @@ class LayerLayout(abc.ABC):
 
         ``in_place`` says whether the body overwrites what it reads, as a loop's carry always can.
         """
-        n = self.num_pieces
-        return lax.fori_loop(
-            0, self.num_chunks * n, lambda i, carry: body(i // n, i % n, carry), carry
-        )
+        return self.every_layer(self.num_pieces, body, carry)
 
 
 def alike(layers: Params, data: int) -> tuple[Leaves, Leaves]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import abc
 import dataclasses
 import math
+from collections.abc import Callable
 from typing import Any, NamedTuple, TypeAlias
 
 import jax
@@ -28,16 +29,37 @@ _REDUCTIONS: dict[str, tuple[Any, Any, Any]] = {
 """Primitives that reduce: on one device, across devices, and the result of nothing."""
 
 
+def _names(axis: Axis) -> tuple[str, ...]:
+    return (axis,) if isinstance(axis, str) else axis
+
+
+def can_reduce(name: str, dtype: Any) -> bool:
+    """Whether `Cut.reduce` knows a primitive: its result of nothing must be of that dtype."""
+    if name not in _REDUCTIONS:
+        return False
+    of_numbers = name in ("reduce_max", "reduce_min")
+    return bool(not of_numbers or jnp.issubdtype(dtype, jnp.floating))
+
+
+def communicate(collective: Callable[..., Any], array: jax.Array, axes: Axis) -> jax.Array:
+    """A collective's result over mesh axes; also of booleans, which collectives do not take."""
+    number = array.astype(jnp.int32) if array.dtype == jnp.bool_ else array
+    return collective(number, axes).astype(array.dtype)
+
+
 class Cut(abc.ABC):
     """How devices share an array.
 
     Attributes:
       shape: of the whole array.
-      axes: the mesh axes whose devices hold parts.
     """
 
     shape: tuple[int, ...]
-    axes: tuple[str, ...]
+
+    @property
+    @abc.abstractmethod
+    def axes(self) -> tuple[str, ...]:
+        """The mesh axes whose devices hold parts."""
 
     @abc.abstractmethod
     def own(self, whole: jax.Array) -> jax.Array:
@@ -56,24 +78,7 @@ class Cut(abc.ABC):
         local, across, nothing = _REDUCTIONS[name]
         counts = self.counts()
         total = local(part if counts is None else jnp.where(counts, part, nothing))
-        return across(_number(total), self.axes).astype(total.dtype) if self.axes else total
-
-
-def _names(axis: Axis) -> tuple[str, ...]:
-    return (axis,) if isinstance(axis, str) else axis
-
-
-def can_reduce(name: str, dtype: Any) -> bool:
-    """Whether `Cut.reduce` knows a primitive: its result of nothing must be of that dtype."""
-    if name not in _REDUCTIONS:
-        return False
-    of_numbers = name in ("reduce_max", "reduce_min")
-    return bool(not of_numbers or jnp.issubdtype(dtype, jnp.floating))
-
-
-def _number(array: jax.Array) -> jax.Array:
-    """The array, or integers in place of booleans, which collectives do not take."""
-    return array.astype(jnp.int32) if array.dtype == jnp.bool_ else array
+        return communicate(across, total, self.axes) if self.axes else total
 
 
 class Part(NamedTuple):
@@ -96,7 +101,7 @@ class Slices(Cut):
     dims: tuple[tuple[Axis, int], ...]
 
     @property
-    def axes(self) -> tuple[str, ...]:  # type: ignore[override]
+    def axes(self) -> tuple[str, ...]:
         return tuple(name for axis, _ in self.dims for name in _names(axis))
 
     def _size(self, axis: Axis, dim: int) -> int:
@@ -154,7 +159,7 @@ class Window(Cut):
     data: Axis
 
     @property
-    def axes(self) -> tuple[str, ...]:  # type: ignore[override]
+    def axes(self) -> tuple[str, ...]:
         return _names(self.data)
 
     @property
@@ -181,17 +186,18 @@ class Window(Cut):
         return lax.axis_index(self.data) * self.columns + self._first() - self.start
 
     def own(self, whole: jax.Array) -> jax.Array:
+        # Where no element counts, the start may be out of range, and what is read is of no matter.
         flat = jnp.pad(whole.reshape(-1), self.length)
-        start = jnp.clip(self._offset() + self.length, 0, flat.size - self.length)
-        return lax.dynamic_slice_in_dim(flat, start, self.length)
+        return lax.dynamic_slice_in_dim(flat, self._offset() + self.length, self.length)
 
     def whole(self, part: jax.Array) -> jax.Array:
         size = math.prod(self.shape)
-        number = _number(jnp.where(self.counts(), part, jnp.zeros((), part.dtype)))
-        room = jnp.zeros(size + 2 * self.length, number.dtype)
-        start = jnp.clip(self._offset() + self.length, 0, room.size - self.length)
-        rows = lax.psum(lax.dynamic_update_slice_in_dim(room, number, start, 0), self.data)
-        return rows[self.length : self.length + size].reshape(self.shape).astype(part.dtype)
+        counted = jnp.where(self.counts(), part, jnp.zeros((), part.dtype))
+        room = jnp.zeros(size + 2 * self.length, part.dtype)
+        start = self._offset() + self.length
+        mine = lax.dynamic_update_slice_in_dim(room, counted, start, 0)
+        rows = communicate(lax.psum, mine, self.data)
+        return rows[self.length : self.length + size].reshape(self.shape)
 
     def counts(self) -> jax.Array:
         at = self._offset() + jnp.arange(self.length)

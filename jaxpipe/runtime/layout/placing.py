@@ -25,7 +25,7 @@ class Placing:
 
     Args:
       layout: where such a tree lies.
-      sharded: whether it is split over data (ZeRO-3).
+      sharded: whether data shards split it.
       name: of such a tree, for errors: "params", "states" or "state".
 
     Attributes:

@@ -143,21 +143,17 @@ class StateLayout:
         return self.layers.unplace(placed)
 
     def placed_shapes(self) -> Shapes:
-        """Shapes and shardings of the placed states."""
-        sharding = compiled_sharding(self.mesh, P(self.axes.stage))
-
-        def shape(leaf: Leaf) -> jax.ShapeDtypeStruct:
-            placed = self.axes.num_stages(self.mesh), *leaf.shape
-            return jax.ShapeDtypeStruct(placed, leaf.dtype, sharding=sharding)
-
-        return jax.tree.map(shape, self.layers.placed)
+        """Shapes of the placed states."""
+        stages = self.axes.num_stages(self.mesh)
+        return jax.tree.map(lambda leaf: leaf.behind(stages).struct(), self.layers.placed)
 
     def canonical_shapes(self) -> Shapes:
         return jax.tree.map(Leaf.struct, self.layers.canonical)
 
     def shardings(self, *, sharded: bool) -> Tree:
         """Shardings over stages; states are never split over data."""
-        return jax.tree.map(lambda leaf: leaf.sharding, self.placed_shapes())
+        sharding = compiled_sharding(self.mesh, P(self.axes.stage))
+        return jax.tree.map(lambda _: sharding, self.layers.placed)
 
     def canonical_shardings(self) -> None:
         """None: the compiler chooses."""

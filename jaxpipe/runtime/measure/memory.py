@@ -14,7 +14,7 @@ import jax
 
 from jaxpipe.runtime.measure.traced import buffers
 from jaxpipe.runtime.pipeline import Pipeline
-from jaxpipe.runtime.types import Batch, Key, Shapes, Shardings
+from jaxpipe.runtime.types import Batch, Key, Shapes
 from jaxpipe.schedule.actions import Kind
 from jaxpipe.schedule.generators.one_f_one_b import one_f_one_b
 
@@ -59,13 +59,12 @@ def compiled(
     """Compiles ``pipe.value_and_grad`` for the shapes of these arguments, with these options of
     XLA."""
 
-    def shape(leaf: Shapes, sharding: Shardings) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
+    def shape(leaf: Shapes) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=pipe.batch_sharding)
 
-    placed = jax.tree.map(shape, pipe.layout.placed_shapes(), pipe.param_shardings)
-    batch = jax.tree.map(lambda leaf: shape(leaf, pipe.batch_sharding), batch)
+    batch = jax.tree.map(shape, batch)
     step = jax.jit(pipe.value_and_grad)
-    return step.lower(placed, batch, rng, states=pipe.placed_states).compile(options)
+    return step.lower(pipe.placed_params, batch, rng, states=pipe.placed_states).compile(options)
 
 
 def tree_bytes(shapes: Shapes) -> int:

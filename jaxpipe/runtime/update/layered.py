@@ -26,7 +26,7 @@ from jaxpipe.runtime.types import (
     Shapes,
     Stored,
 )
-from jaxpipe.runtime.update.optimizer import PlacedOptimizer, own_layers, placed
+from jaxpipe.runtime.update.optimizer import PlacedOptimizer, with_stages, without_stages
 from jaxpipe.runtime.update.per_unit import OUTER
 from jaxpipe.schedule.lowering.table import NONE, Transfer
 
@@ -56,7 +56,7 @@ class Applied(GradientSink):
     def begin(self, placed: Placed, state: OptimizerState) -> Updating:
         """What is carried when the step begins."""
         components, rest = self._optimizer.state.split(state)
-        layers = [own_layers(component)["layers"] for component in components]
+        layers = [without_stages(component)["layers"] for component in components]
         return Updating(layers, list(map(outer_of, components)), rest, outer_of(placed))
 
     def shapes(self, fixed: Fixed) -> dict[str, Shapes]:
@@ -95,7 +95,7 @@ class Applied(GradientSink):
         given = [reduced_outer(fixed, carried), *updating.others, updating.outer]
         outer = {name: step.outer(name, given, shared) for name in OUTER}
         new = [
-            placed({"layers": layers} | dict(zip(OUTER, parts, strict=True)))
+            with_stages({"layers": layers} | dict(zip(OUTER, parts, strict=True)))
             for layers, *parts in zip(
                 (carried.weights.layers, *updating.layers), *outer.values(), strict=True
             )

@@ -100,8 +100,8 @@ class PlacedOptimizer:
 
     def init(self, params: Placed) -> OptimizerState:
         """The state of parameters."""
-        components, rest = self._init.run([own_layers(params)], [])
-        return strongly_typed(self.state.join([placed(c) for c in components], rest))
+        components, rest = self._init.run([without_stages(params)], [])
+        return strongly_typed(self.state.join([with_stages(c) for c in components], rest))
 
     def update(
         self,
@@ -113,21 +113,23 @@ class PlacedOptimizer:
     ) -> tuple[Placed, OptimizerState]:
         """The parameters and the state after a step; ``step`` was traced outside."""
         components, rest = self.state.split(state)
-        given = [own_layers(tree) for tree in (grads, *components, params)]
+        given = [without_stages(tree) for tree in (grads, *components, params)]
         (new, *components), rest = step.run(given, [*rest, *jax.tree.leaves(extra)])
-        state = self.state.join([placed(c) for c in components], rest)
-        return strongly_typed((placed(new), state))
+        state = self.state.join([with_stages(c) for c in components], rest)
+        return strongly_typed((with_stages(new), state))
 
     # The state part by part, as an asynchronous pipeline carries it.
 
     def by_part(self, leaves: Sequence[jax.Array]) -> dict[str, list[Tree]]:
         """The components by part, from a device's leaves of all of them; `flat` undoes it."""
-        own = list(map(own_layers, self.components(leaves)))
+        own = list(map(without_stages, self.components(leaves)))
         return {name: [component[name] for component in own] for name in PARTS}
 
     def flat(self, states: dict[str, list[Tree]]) -> list[jax.Array]:
         parts = zip(*states.values(), strict=True)
-        return jax.tree.leaves([placed(dict(zip(states, part, strict=True))) for part in parts])
+        return jax.tree.leaves(
+            [with_stages(dict(zip(states, part, strict=True))) for part in parts]
+        )
 
     def components(self, leaves: Sequence[jax.Array]) -> list[Tree]:
         """The state's components, placed, from their leaves."""
@@ -145,13 +147,13 @@ class PlacedOptimizer:
             )
 
 
-def own_layers(placed: Placed) -> Tree:
+def without_stages(placed: Placed) -> Tree:
     """A device's part of a placed tree, without the dimension of stages."""
     return {"layers": jax.tree.map(lambda w: w[0], placed["layers"]), **outer_of(placed)}
 
 
-def placed(component: Tree) -> Placed:
-    """Undoes `own_layers`."""
+def with_stages(component: Tree) -> Placed:
+    """Undoes `without_stages`."""
     layers = jax.tree.map(lambda w: w[None], component["layers"])
     return {"layers": layers, **outer_of(component)}
 

@@ -1,7 +1,7 @@
 """Runs a function of whole trees where their parts lie, unit by unit, inside `jax.shard_map`.
 
-A stage runs its own layers, and every stage the embedding and the head. Of each array a device has
-its own part: of embedding and head the stage's, and of all its data shard's, if they are split.
+Each stage runs its own layers, and all stages run the embedding and the head. A device may hold
+only a part of an array: the stages may split embedding and head, the data shards may split all.
 """
 
 from __future__ import annotations
@@ -21,13 +21,12 @@ from jaxpipe.runtime.layers import jaxprs
 from jaxpipe.runtime.layers.jaxprs import Env
 from jaxpipe.runtime.layout.data_axis import gather, own_shard
 from jaxpipe.runtime.layout.leaf import Leaf
-from jaxpipe.runtime.layout.parts import Part, Slices
+from jaxpipe.runtime.layout.parts import Part, Slices, communicate
 from jaxpipe.runtime.layout.tree_layout import TreeLayout, units_of
 from jaxpipe.runtime.layout.whole_model import Layout
-from jaxpipe.runtime.mesh import Axes
 from jaxpipe.runtime.types import Arrays, At, Index, Leaves, Shapes, Stored, Tree
 from jaxpipe.runtime.update.run_parts import own, run_parts, whole
-from jaxpipe.runtime.update.units import Slice, Units
+from jaxpipe.runtime.update.units import Slice, Unit, Units
 
 OUTER = ("embed", "head")
 
@@ -63,7 +62,7 @@ class _Kinds:
             shared = [one.shared if n in mine else nothing for n, one in enumerate(slices)]
             columns = tuple(zip(*shared, strict=True))
             self.kinds.append(_Kind(number, mine[0], slices[mine[0]], columns))
-        self.members = list(members.values())
+        self.slices, self.members = slices, list(members.values())
         self.kind_of = np.where(rows < 0, -1, kind_of[rows])
 
     def wanted(self) -> list[Any]:
@@ -114,15 +113,21 @@ class PerUnit:
         self._replaces = [replaces.get(r) for r in range(len(self.result.components))]
         self._sharded, self._whole = sharded, frozenset(whole)
         self._params, self._axes = params, params.axes
-        layers = range(params.num_layers)
-        self._given = [
-            _Kinds([self._units.given(n, number) for n in layers], params.rows)
-            for number in range(self._units.passes)
+        cuts: list[Callable[[Unit], Slice]] = [
+            functools.partial(self._units.given, number=n) for n in range(self._units.passes)
         ]
-        self._results = _Kinds([self._units.results(n) for n in layers], params.rows)
-        outer = [self._units.results(name) for name in OUTER]
-        outer += [self._units.given(name, n) for name in OUTER for n in range(self._units.passes)]
-        wanted = [v for one in outer for v in one.shared] + self._units.shared_results()
+        cuts.append(self._units.results)
+        layers = range(params.num_layers)
+        *self._given, self._results = (
+            _Kinds([cut(n) for n in layers], params.rows) for cut in cuts
+        )
+        *self._outer_given, self._outer_results = (
+            {name: cut(name) for name in OUTER} for cut in cuts
+        )
+        outer = (*self._outer_given, self._outer_results)
+        wanted = [
+            v for slices in outer for one in slices.values() for v in one.shared
+        ] + self._units.shared_results()
         wanted += [v for kinds in (*self._given, self._results) for v in kinds.wanted()]
         self._wanted = list(dict.fromkeys(v for v in wanted if jaxprs.is_var(v)))
 
@@ -141,7 +146,7 @@ class PerUnit:
 
     def outer(self, name: str, components: Sequence[Tree], env: Env) -> list[Tree]:
         """What the result's components have for embedding or head."""
-        found = iter(self._run_outer(name, self._units.results(name), components, env))
+        found = iter(self._run_outer(name, self._outer_results[name], components, env))
         results = []
         for layout, replaced in zip(self.result.components, self._replaces, strict=True):
             leaves, tree = jax.tree.flatten(layout.outer[name])
@@ -164,7 +169,7 @@ class PerUnit:
 
     def _take_own(self, component: int | None, stored: Stored, leaves: Leaves) -> Stored:
         """This data shard's part, of what it may have whole."""
-        return own_shard(stored, leaves, self._axes, zero=1) if component in self._whole else stored
+        return own_shard(stored, leaves, self._axes) if component in self._whole else stored
 
     def _put_whole(self, component: int | None, stored: Stored, leaves: Leaves) -> Stored:
         """Undoes `_take_own`."""
@@ -265,17 +270,14 @@ class PerUnit:
           The result's components, and its other leaves.
         """
         stage, env = lax.axis_index(self._axes.stage), self.share(rest)
-        for number, kinds in enumerate(self._given):
-            env |= self._give(number, kinds, stage, components, env)
+        for number in range(len(self._given)):
+            env |= self._give(number, stage, components, env)
             env = self._units.go_on(env, self._wanted, number + 1)
-
-        def read(component: int, example: int, at: At) -> Stored:
-            layout = self._inputs[component].layers
-            return layout.read(components[component]["layers"], layout.layer_at(at, example))
 
         def body(chunk: Index, row: Index, results: list[Arrays]) -> list[Arrays]:
             at = stage, chunk, row
-            return self.layer(at, functools.partial(read, at=at), results, env)
+            read = functools.partial(self._read, components, at)
+            return self.layer(at, read, results, env)
 
         start = [
             self._zeros(layout) if place is None else components[place]["layers"]
@@ -295,13 +297,16 @@ class PerUnit:
             lambda leaf: jnp.zeros(leaf.struct(parts=parts).shape, leaf.dtype), layout.layers.placed
         )
 
-    def _give(
-        self, number: int, kinds: _Kinds, stage: jax.Array, components: Sequence[Tree], env: Env
-    ) -> Env:
+    def _read(self, components: Sequence[Tree], at: At, component: int, example: int) -> Stored:
+        """What is stored for a layer of a component; ``example`` is a layer of its kind."""
+        layout = self._inputs[component].layers
+        return layout.read(components[component]["layers"], layout.layer_at(at, example))
+
+    def _give(self, number: int, stage: jax.Array, components: Sequence[Tree], env: Env) -> Env:
         """The scalars that units give to all others in a pass."""
         given: Env = {}
-        for name in OUTER:
-            one = self._units.given(name, number)
+        kinds = self._given[number]
+        for name, one in self._outer_given[number].items():
             values = self._run_outer(name, one, components, env)
             given |= zip(one.targets, map(whole, values), strict=True)
 
@@ -310,12 +315,8 @@ class PerUnit:
             for kind in kinds.kinds:
 
                 def compute(mine: list[jax.Array], kind: _Kind = kind) -> list[jax.Array]:
-                    stored = [
-                        layout.layers.read(
-                            component["layers"], layout.layers.layer_at(at, kind.example)
-                        )
-                        for layout, component in zip(self._inputs, components, strict=True)
-                    ]
+                    inputs = range(len(self._inputs))
+                    stored = [self._read(components, at, c, kind.example) for c in inputs]
                     values = self._run_layer(kind, stored, at, env)
                     n = jnp.asarray(self._params.rows)[at]
                     return [
@@ -330,24 +331,14 @@ class PerUnit:
         empty = [
             [jnp.zeros(count, v.aval.dtype) for v in kind.slice.targets] for kind in kinds.kinds
         ]
-        found = _sum_over_stages(self._each_layer(body, empty), self._axes)
+        # Every stage has those of its own layers, and zeros.
+        stage_sum = functools.partial(communicate, lax.psum, axes=self._axes.stage)
+        found = jax.tree.map(stage_sum, self._each_layer(body, empty))
         for members, values in zip(kinds.members, found, strict=True):
             for n in members:
-                targets = self._units.given(n, number).targets
-                given |= {
-                    v: w[n].reshape(v.aval.shape) for v, w in zip(targets, values, strict=True)
-                }
+                pairs = zip(kinds.slices[n].targets, values, strict=True)
+                given |= {v: w[n].reshape(v.aval.shape) for v, w in pairs}
         return given
-
-
-def _sum_over_stages(found: Tree, axes: Axes) -> Tree:
-    """Every stage has those of its own layers, and zeros."""
-
-    def total(w: jax.Array) -> jax.Array:
-        number = w.astype(jnp.int32) if w.dtype == jnp.bool_ else w
-        return lax.psum(number, axes.stage).astype(w.dtype)
-
-    return jax.tree.map(total, found)
 
 
 def _of(column: tuple[Any, ...], number: Index, env: Env) -> jax.Array:

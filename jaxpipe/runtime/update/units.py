@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, TypeAlias
 
 import jax
+import numpy as np
 
 from jaxpipe.runtime.layers import jaxprs
 from jaxpipe.runtime.layers.jaxprs import Env
@@ -50,11 +51,13 @@ class Slice:
         """What slices have in common that do the same with arrays of the same shapes."""
         numbers: dict[Any, int] = {}
 
+        def name(atom: Any) -> Any:
+            if jaxprs.is_var(atom):
+                return numbers.setdefault(atom, len(numbers))
+            return np.asarray(atom.val).tobytes()
+
         def atoms(variables: Iterable[Any]) -> tuple[Any, ...]:
-            return tuple(
-                (numbers.setdefault(v, len(numbers)) if jaxprs.is_var(v) else str(v), str(v.aval))
-                for v in variables
-            )
+            return tuple((name(v), str(v.aval)) for v in variables)
 
         given = atoms(self.inputs), atoms(self.shared)
         body = tuple(
