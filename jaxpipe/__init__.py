@@ -4,11 +4,14 @@ Importing this package does not import jax, which takes a second: schedules and 
 not need it.
 """
 
+import importlib
 from typing import TYPE_CHECKING, Any
 
 from jaxpipe.schedule import catalog as schedules
 
 if TYPE_CHECKING:
+    from jaxpipe import nnx as nnx
+    from jaxpipe import testing as testing
     from jaxpipe.api import (
         AsyncPipeline,
         Model,
@@ -16,9 +19,7 @@ if TYPE_CHECKING:
         Sum,
         Weighted,
         WithLoss,
-        functional,
         make_mesh,
-        stack,
         unpipelined,
         vocabulary,
     )
@@ -32,10 +33,10 @@ __all__ = [
     "Sum",
     "Weighted",
     "WithLoss",
-    "functional",
     "make_mesh",
+    "nnx",
     "schedules",
-    "stack",
+    "testing",
     "unpipelined",
     "vocabulary",
 ]
@@ -44,6 +45,8 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     if name not in __all__:
         raise AttributeError(f"module 'jaxpipe' has no attribute {name!r}")
+    if name in ("nnx", "testing"):
+        return importlib.import_module(f"jaxpipe.{name}")
     from jaxpipe import api
 
     return getattr(api, name)

@@ -22,7 +22,8 @@ import jax.numpy as jnp
 import optax
 from flax import nnx
 
-from jaxpipe import Model, functional, stack, vocabulary
+from jaxpipe import Model, vocabulary
+from jaxpipe.nnx import functional, stack
 from jaxpipe.schedule.problems import Problem
 from models import validation
 from models.blocks import INIT_STDDEV, EncoderLayer, Linear, function_of, layer_norm

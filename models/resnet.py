@@ -24,7 +24,7 @@ import optax
 from flax import nnx
 
 from jaxpipe import Model
-from jaxpipe.runtime.layers import modules
+from jaxpipe import nnx as modules
 from jaxpipe.schedule.problems import Problem
 from models import validation
 from models.blocks import Linear, matmul

@@ -13,6 +13,8 @@ import jaxpipe.runtime
 
 MODULES = [
     "benchmarks.hlo",
+    "jaxpipe.nnx.functions",
+    "jaxpipe.nnx.models",
     "jaxpipe.testing",
     *(info.name for info in pkgutil.walk_packages(jaxpipe.runtime.__path__, "jaxpipe.runtime.")),
 ]
