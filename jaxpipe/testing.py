@@ -336,6 +336,6 @@ def _report(found: list[_Compared], tolerance: float) -> str:
     if first.path.startswith("gradients") and first.scale < 1e-5 * largest:
         lines.append(
             f"{first.path} is less than 1e-5 of the largest gradient, {largest:.1e}. If it is "
-            f"only the rounding of what cancels, give floor={1e-3 * largest:.0e}."
+            f"only the rounding of what cancels, give floor={1e-2 * largest:.0e}."
         )
     return "\n".join(lines)
