@@ -41,7 +41,8 @@ from rich.table import Table
 
 import jaxpipe
 from benchmarks.hlo import HloProgram, Instruction
-from jaxpipe.runtime.measure import gpu_flags, traced
+from jaxpipe import gpu_flags
+from jaxpipe.runtime.measure import traced
 from jaxpipe.runtime.measure.memory import compiled, predicted_bytes
 from jaxpipe.schedule.partition import partition
 from jaxpipe.schedule.search.slices import slice_ticks

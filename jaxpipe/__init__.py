@@ -19,6 +19,7 @@ if TYPE_CHECKING:
         functional,
         make_mesh,
         stack,
+        stateful,
         unpipelined,
         vocabulary,
     )
@@ -36,6 +37,7 @@ __all__ = [
     "make_mesh",
     "schedules",
     "stack",
+    "stateful",
     "unpipelined",
     "vocabulary",
 ]

@@ -23,7 +23,7 @@ import optax
 from flax import nnx
 
 from jaxpipe import Model, functional, stack, vocabulary
-from jaxpipe.schedule.problems import Problem
+from jaxpipe.errors import Problem
 from models import validation
 from models.blocks import INIT_STDDEV, EncoderLayer, Linear, function_of, layer_norm
 

@@ -21,7 +21,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jaxpipe import Model, functional, stack, vocabulary
-from jaxpipe.schedule.problems import Problem
+from jaxpipe.errors import Problem
 from models import validation
 from models.blocks import INIT_STDDEV, Linear, attention_kernel
 

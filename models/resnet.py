@@ -23,9 +23,8 @@ import jax.numpy as jnp
 import optax
 from flax import nnx
 
-from jaxpipe import Model
-from jaxpipe.runtime.layers import modules
-from jaxpipe.schedule.problems import Problem
+from jaxpipe import Model, functional, stateful
+from jaxpipe.errors import Problem
 from models import validation
 from models.blocks import Linear, matmul
 from models.resnet_blocks import Basic, Bottleneck, Stem
@@ -179,13 +178,13 @@ def init(config: ResNetConfig, rng: jax.Array) -> PyTree:
     """
     keys = jax.random.split(rng, config.num_layers + 1)
     layers = tuple(
-        modules.stateful(kind.module(config, nnx.Rngs(key)))[1]
+        stateful(kind.module(config, nnx.Rngs(key)))[1]
         for kind, key in zip(kinds(config), keys[1:], strict=True)
     )
     head = Linear(
         config.group_channels[-1], config.num_classes, stddev=0.01, rngs=nnx.Rngs(keys[0])
     )
-    return {"embed": {}, "layers": layers, "head": modules.functional(head)[1]}
+    return {"embed": {}, "layers": layers, "head": functional(head)[1]}
 
 
 def init_state(config: ResNetConfig) -> tuple[PyTree, ...]:
@@ -194,7 +193,7 @@ def init_state(config: ResNetConfig) -> tuple[PyTree, ...]:
     Returns:
       One tree per layer, float32; ``{}`` for every layer with ``norm="group"``.
     """
-    shapes = tuple(modules.stateful(_abstract(config, kind))[2] for kind in kinds(config))
+    shapes = tuple(stateful(_abstract(config, kind))[2] for kind in kinds(config))
     return jax.tree_util.tree_map_with_path(
         lambda path, leaf: jnp.full(leaf.shape, 1.0 if path[-1].key == "var" else 0.0), shapes
     )
@@ -292,7 +291,7 @@ def num_parameters(config: ResNetConfig) -> int:
 
 
 def _layer(config: ResNetConfig, kind: Kind, *, train: bool) -> Callable[..., Any]:
-    apply, _, _ = modules.stateful(_abstract(config, kind))
+    apply, _, _ = stateful(_abstract(config, kind))
 
     def layer(params, x, microbatch, rng):
         del microbatch

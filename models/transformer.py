@@ -25,7 +25,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jaxpipe import Model, functional, vocabulary
-from jaxpipe.schedule.problems import Problem
+from jaxpipe.errors import Problem
 from models import validation
 from models.blocks import MLP, Attention, EncoderLayer, function_of, layer_norm
 

@@ -10,8 +10,8 @@ import importlib.util
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
-from jaxpipe.schedule import catalog
-from jaxpipe.schedule.formats import user
+from jaxpipe import schedules
+from jaxpipe.schedule import is_users
 from train import configured, errors, run_folder, tasks
 from train.config import AsynchronousConfig, Config, Range, Section
 from train.data.folder import prepare_hint
@@ -193,7 +193,7 @@ def _depth(config: Config) -> list[str]:
 def _asynchronous(config: Config) -> Iterator[Failure]:
     settings, name = config.asynchronous, config.pipeline.schedule
     if not configured.is_asynchronous(config):
-        if name not in {entry.name for entry in catalog.entries()} and not user.is_users(name):
+        if name not in {entry.name for entry in schedules.entries()} and not is_users(name):
             return  # another rule says so
         for field, default in AsynchronousConfig().model_dump().items():
             if getattr(settings, field) != default:

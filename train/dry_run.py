@@ -6,10 +6,8 @@ import jax
 from rich.console import Console
 from rich.table import Table
 
-from jaxpipe.runtime.measure.memory import predicted_bytes
-from jaxpipe.schedule import lock_step, simulate
-from jaxpipe.schedule.partition import chunk_shares
-from jaxpipe.schedule.show import draw, pipemare_draw
+from jaxpipe.measure import predicted_bytes
+from jaxpipe.schedule import chunk_shares, draw, lock_step, simulate, steady_text
 from train import configured
 from train.config import Config
 from train.modes import Asynchronous, Modes
@@ -59,7 +57,7 @@ def _show_steady_state(console: Console, setup: Setup, mode: Asynchronous) -> No
     warmup = config.asynchronous.warmup_steps
     rescheduling, decay = configured.techniques(config)
     lines = [
-        pipemare_draw.text(steady),
+        steady_text(steady),
         f"utilization: {steady.full_utilization(costs):.1%} in the steady state, with filling and "
         f"draining once {steady.utilization(config.train.steps - warmup, costs):.1%}",
         f"T1 rescheduling_steps: {rescheduling or 'off'}; T2 discrepancy_decay: {decay or 'off'}; "

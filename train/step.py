@@ -13,9 +13,8 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxpipe import Pipeline, make_mesh
-from jaxpipe.runtime.measure.costs import layer_bytes, layer_costs
-from jaxpipe.schedule import Costs, Schedule, simulate
-from jaxpipe.schedule.partition import Memory, chunk_costs, partition
+from jaxpipe.measure import layer_bytes, layer_costs
+from jaxpipe.schedule import Costs, Memory, Schedule, chunk_costs, partition, simulate
 from train import configured, distributed, tasks
 from train.choice import Choice
 from train.config import Config, OptimizerConfig

@@ -13,6 +13,8 @@ import jaxpipe.runtime
 
 MODULES = [
     "benchmarks.hlo",
+    "jaxpipe.errors",
+    "jaxpipe.gpu_flags",
     *(info.name for info in pkgutil.walk_packages(jaxpipe.runtime.__path__, "jaxpipe.runtime.")),
 ]
 EXAMPLES = [name for name in MODULES if ">>>" in inspect.getsource(importlib.import_module(name))]

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxpipe.schedule.problems import Problem
+from jaxpipe.errors import Problem
 from models import resnet, validation
 from train.data import images
 from train.task import Task
