@@ -155,8 +155,9 @@ class StateLayout:
         sharding = compiled_sharding(self.mesh, P(self.axes.stage))
         return jax.tree.map(lambda _: sharding, self.layers.placed)
 
-    def canonical_shardings(self) -> None:
-        """None: the compiler chooses."""
+    def canonical_shardings(self) -> Tree:
+        """Every device has the states of all layers: statistics, which are small."""
+        return jax.tree.map(lambda _: compiled_sharding(self.mesh, P()), self.layers.canonical)
 
 
 def _shardings(mesh: Mesh, specs: Tree) -> Tree:
