@@ -151,12 +151,12 @@ class Pipeline:
             self.params_placing = place(WithFrozen(self.layout, self.frozen))
         make = partial(PlacedOptimizer, params=self.layout, zero=self.zero)
         self.placed_optimizer = lru_cache(maxsize=8)(make)
-        self.state_layout, self._states = None, None
+        self.state_layout, self.states_placing = None, None
         if states is not None:
             layout_of = layer_layout(states, weights="stacked")
             self.state_layout = layout_of(states, layer_rows(self.table), 1)
             layout = StateLayout(self.state_layout, mesh, axes)
-            self._states = Placing(layout, sharded=False, name="states")
+            self.states_placing = Placing(layout, sharded=False, name="states")
 
     # Layout.
 
@@ -199,19 +199,19 @@ class Pipeline:
         return self._states_or_raise().unplace(placed)
 
     def _states_or_raise(self) -> Placing:
-        if self._states is None:
+        if self.states_placing is None:
             raise ValueError(checks.NO_STATES)
-        return self._states
+        return self.states_placing
 
     @property
     def placed_states(self) -> Shapes:
         """Shapes and shardings of the placed states; None for a model without."""
-        return None if self._states is None else self._states.placed
+        return None if self.states_placing is None else self.states_placing.placed
 
     @property
     def canonical_states(self) -> Shapes:
-        """Shapes of the layers' states; None for a model without."""
-        return None if self._states is None else self._states.canonical
+        """Shapes and shardings of the layers' canonical states; None for a model without."""
+        return None if self.states_placing is None else self.states_placing.canonical
 
     # The optimizer.
 
@@ -366,7 +366,7 @@ class Pipeline:
         self, name: str, placed: Placed, batch: Batch, states: States, others: Iterable[str] = ()
     ) -> None:
         """Raises ValueError for arguments of a step that do not fit, and for problems of others."""
-        rest = [*self._batch_problems(batch), *checks.given_states(states, self._states)]
+        rest = [*self._batch_problems(batch), *checks.given_states(states, self.states_placing)]
         refuse([*self.params_placing.problems(name, placed), *others, *rest])
 
     def check_batch(self, batch: Batch) -> None:

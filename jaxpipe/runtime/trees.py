@@ -105,17 +105,18 @@ def mismatches(name: str, found: Tree, expected: Shapes, *, dtypes: bool = True)
       >>> mismatches("params", {"w": jnp.ones(3)}, {"w": jax.ShapeDtypeStruct((2,), "float32")})
       ["params['w'] is float32[3]; expected float32[2]."]
     """
-    have, want = dict(jax.tree.leaves_with_path(found)), dict(jax.tree.leaves_with_path(expected))
-    lines = list(_differences(name, have, want, dtypes))
+    lines = list(leaf_mismatches(name, found, expected, dtypes=dtypes))
     structures: list[Any] = [jax.tree.structure(tree) for tree in (found, expected)]
     if not lines and structures[0] != structures[1]:
         lines.append(f"{name} has the structure {structures[0]}; expected {structures[1]}.")
     return lines
 
 
-def _differences(
-    name: str, have: dict[Any, Any], want: dict[Any, Any], dtypes: bool
+def leaf_mismatches(
+    name: str, found: Tree, expected: Shapes, *, dtypes: bool = True
 ) -> Iterator[str]:
+    """Says in which leaves a tree differs, as `mismatches`; what holds no leaf may differ."""
+    have, want = dict(jax.tree.leaves_with_path(found)), dict(jax.tree.leaves_with_path(expected))
     for path, leaf in want.items():
         at = name + jax.tree_util.keystr(path)
         if path not in have:

@@ -32,7 +32,7 @@ class Placing:
       placed: shapes and shardings of a placed tree.
       canonical: the same of one that is not placed.
       specs: partition specs of a placed tree.
-      shardings, canonical_shardings: of both; None if the compiler chooses.
+      shardings, canonical_shardings: of both.
     """
 
     def __init__(
@@ -45,9 +45,7 @@ class Placing:
         self.shardings = layout.shardings(sharded=sharded)
         self.canonical_shardings = layout.canonical_shardings()
         self.placed = _lie(layout.placed_shapes(), self.shardings)
-        self.canonical = layout.canonical_shapes()
-        if self.canonical_shardings is not None:
-            self.canonical = _lie(self.canonical, self.canonical_shardings)
+        self.canonical = _lie(layout.canonical_shapes(), self.canonical_shardings)
         self._name = name
         self._place = jax.jit(place, out_shardings=self.shardings)
         self._unplace = jax.jit(layout.unplace, out_shardings=self.canonical_shardings)

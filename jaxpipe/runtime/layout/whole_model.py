@@ -213,8 +213,9 @@ class StateLayout:
         """What `specs` says as shardings."""
         return _shardings(self.mesh, self.specs(sharded=sharded))
 
-    def canonical_shardings(self) -> None:
-        """None: the compiler chooses."""
+    def canonical_shardings(self) -> Tree:
+        """Every device has the states of all layers: statistics, which are small."""
+        return jax.tree.map(lambda _: compiled_sharding(self.mesh, P()), self.layers.canonical)
 
 
 def _shardings(mesh: Mesh, specs: Tree) -> Tree:
