@@ -17,10 +17,10 @@ import numpy as np
 from jax.sharding import Mesh
 
 from jaxpipe.runtime import unpipelined
+from jaxpipe.runtime.filters import partition
 from jaxpipe.runtime.layers.model import Model
 from jaxpipe.runtime.mesh import make_mesh
 from jaxpipe.runtime.pipeline import Pipeline
-from jaxpipe.runtime.trainable import partition
 from jaxpipe.runtime.trees import combine, mismatches, shapes_of
 from jaxpipe.runtime.types import Batch, Key, Params, States, Tree
 from jaxpipe.schedule.actions import Schedule
