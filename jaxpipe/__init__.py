@@ -4,6 +4,7 @@ Importing this package does not import jax, which takes a second: schedules and 
 not need it.
 """
 
+import importlib
 from typing import TYPE_CHECKING, Any
 
 from jaxpipe.schedule import catalog as schedules
@@ -23,11 +24,13 @@ if TYPE_CHECKING:
         unpipelined,
         vocabulary,
     )
+    from jaxpipe.checkpoint import Checkpoints
 
 __version__ = "0.1.0"
 
 __all__ = [
     "AsyncPipeline",
+    "Checkpoints",
     "Model",
     "Pipeline",
     "Sum",
@@ -46,9 +49,9 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     if name not in __all__:
         raise AttributeError(f"module 'jaxpipe' has no attribute {name!r}")
-    from jaxpipe import api
-
-    return getattr(api, name)
+    # Only checkpoints need orbax, which takes a while to import.
+    home = "jaxpipe.checkpoint" if name == "Checkpoints" else "jaxpipe.api"
+    return getattr(importlib.import_module(home), name)
 
 
 def __dir__() -> list[str]:

@@ -14,8 +14,8 @@ from jax.experimental import multihost_utils
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+from jaxpipe import Checkpoints
 from train import checkpoint, distributed, run_folder, start
-from train.checkpoint import Checkpoints
 from train.config import Config
 from train.data import stream
 from train.errors import NonFiniteLossError
@@ -61,7 +61,7 @@ def _run(config: Config, console: Console, *, resume: bool) -> float | None:
     setup = Setup(config, recorded)
     digest = setup.task.data_digest()
     modes = Modes(setup)
-    checkpoints = Checkpoints(folder / run_folder.CHECKPOINTS, keep=config.train.keep)
+    checkpoints = checkpoint.checkpoints_in(folder / run_folder.CHECKPOINTS, keep=config.train.keep)
     found = start.find(setup, modes, checkpoints, resume=resume, data_sha256=digest)
     say(console, start.headline(setup))
     if resume:
@@ -128,7 +128,7 @@ class Trainer:
             self._enter(lambda mode: mode.begin(self.setup.init(), 0))
             return
         kept = self.modes.asynchronous if start.in_flight else self.modes.synchronous
-        saved, position = self.checkpoints.restore(start.step, kept.saved_shapes)
+        saved, position = checkpoint.restore(self.checkpoints, start.step, kept.saved_shapes)
         self.stream.set_state(position)
         carried = kept.from_saved(saved, start.step)
         if start.in_flight:
@@ -244,7 +244,8 @@ class Trainer:
         """
         if not self.evaluated:
             self._heldout(1)
-        self.checkpoints.save(
+        checkpoint.save(
+            self.checkpoints,
             self.step,
             self.mode.to_saved(self.carried),
             data=self.stream.get_state(),

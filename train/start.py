@@ -10,9 +10,9 @@ from pathlib import Path
 import jax
 from rich.console import Console
 
+from jaxpipe import Checkpoints
 from jaxpipe.schedule import draw, simulate, steady_text
-from train import checkpoint, choice, configured, recovery, run_folder
-from train.checkpoint import Checkpoints
+from train import checkpoint, choice, configured, run_folder
 from train.choice import Choice
 from train.config import Config
 from train.errors import ConfigError, Failure
@@ -84,7 +84,7 @@ def find(
             failures += checkpoint.other_layout(layout, now, step=step)
         start = Start(step, tuple(checkpoint.changes(saved, config)), layout is not None)
     elif resume:
-        failures += recovery.none_whole(checkpoints.found, run_dir=config.run_dir)
+        failures += checkpoint.none_whole(checkpoints.found, run_dir=config.run_dir)
     if start.step > config.train.steps:
         failures.append(
             Failure(

@@ -179,7 +179,7 @@ class Setup:
     @cached_property
     def canonical_shapes(self) -> TrainState:
         """The same in canonical order, as a checkpoint holds it."""
-        params = jax.tree.map(with_sharding, self.shapes, self.pipe.canonical_shardings)
+        params = self.pipe.canonical_params
         states = jax.tree.map(
             lambda leaf: with_sharding(leaf, self.replicated), self.pipe.canonical_states
         )

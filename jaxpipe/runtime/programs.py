@@ -15,6 +15,7 @@ import jax
 from jax.custom_derivatives import SymbolicZero
 from jax.sharding import PartitionSpec as P
 
+from jaxpipe.runtime.layout.whole_model import FROZEN
 from jaxpipe.runtime.tick import executor
 from jaxpipe.runtime.tick.fixed import Setup
 from jaxpipe.runtime.types import Batch, Gradients, Key, Placed, States, Tree
@@ -82,7 +83,9 @@ def loss(pipe: Pipeline, *args: Tree) -> Tree:
         if not all(isinstance(cotangent, SymbolicZero) for cotangent in of_metrics):
             raise ValueError(_METRICS)
         scaled = jax.tree.map(lambda w: (of_loss * w).astype(w.dtype), gradients)
-        return *scaled, None, None
+        of_params, of_batch = scaled
+        constant = {} if pipe.frozen is None else {FROZEN: None}
+        return of_params | constant, of_batch, None, None
 
     evaluate.defvjp(forward, backward, symbolic_zeros=True)
     return evaluate(*args)

@@ -1,4 +1,4 @@
-"""Every example in a docstring of the runtime runs."""
+"""Every example in a docstring of the library runs."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ MODULES = [
     "benchmarks.hlo",
     "jaxpipe.errors",
     "jaxpipe.gpu_flags",
+    "jaxpipe.testing",
     *(info.name for info in pkgutil.walk_packages(jaxpipe.runtime.__path__, "jaxpipe.runtime.")),
 ]
 EXAMPLES = [name for name in MODULES if ">>>" in inspect.getsource(importlib.import_module(name))]

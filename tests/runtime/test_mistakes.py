@@ -187,8 +187,8 @@ MISTAKES = {
     "integer parameters": (
         lambda: build(params=with_integers()),
         [
-            "params['head']['steps'] is int32[]; parameters are trained, so they must be floating",
-            "params['head']['table'] is int8[4]; parameters are trained",
+            "params['head']['steps'] is int32[]; parameters that are trained must be floating",
+            "params['head']['table'] is int8[4]; parameters that are trained",
             "close over constants",
         ],
     ),

@@ -104,7 +104,7 @@ def _smallest(pipe: Pipeline) -> Pipeline:
     Two, because the compiler simplifies where it knows that there is one.
     """
     stages = pipe.schedule.num_stages
-    params = pipe.layout.canonical_shapes()
+    params = dict(pipe.canonical_params)
     if pipe.model.layers_are_alike:
         params["layers"] = jax.tree.map(
             lambda w: jax.ShapeDtypeStruct((2 * stages, *w.shape[1:]), w.dtype), params["layers"]
@@ -117,6 +117,7 @@ def _smallest(pipe: Pipeline) -> Pipeline:
         mesh=pipe.mesh,
         stage_axis=pipe.axes.stage,
         data_axes=pipe.axes.names[:-1],
+        trainable=pipe.trainable,
         remat=pipe.remat,
         zero=pipe.zero,
         weights=pipe.weights,

@@ -77,6 +77,6 @@ def _traced(
         found.append(read(fixed, microbatches))
         return jnp.zeros(())
 
-    arguments = pipe.layout.placed_shapes(), batch, rng, pipe.placed_states
+    arguments = pipe.placed_params, batch, rng, pipe.placed_states
     jax.eval_shape(pipe.shard_map(body, pipe.in_specs, P()), *arguments)
     return found[0]

@@ -6,6 +6,7 @@ import math
 
 import jax
 
+from jaxpipe.runtime.layout.whole_model import SHARED
 from jaxpipe.runtime.pipeline import Pipeline
 from jaxpipe.runtime.trees import shapes_of
 from jaxpipe.runtime.types import Shapes, Tree
@@ -69,6 +70,15 @@ def check_arguments(
     if pipe.layout.layers.own_arrays:
         rule = "has no room for versions of weights, which lie in one stacked array per parameter"
         problems.append(Problem("weights", pipe.weights, rule, {"weights": "stacked"}))
+    if pipe.frozen is not None:
+        problems.append(
+            "An asynchronous pipeline trains all parameters: make its Pipeline without `trainable`."
+        )
+    if SHARED in pipe.layout.outer:
+        problems.append(
+            "params['shared'] has no place in an asynchronous pipeline, whose stages update their "
+            "weights at different times; give every layer its own."
+        )
     problems += below_one(rescheduling_steps=rescheduling_steps)
     if discrepancy_decay is not None and not 0 < discrepancy_decay < 1:
         rule = "must lie between 0 and 1"
