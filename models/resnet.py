@@ -199,7 +199,7 @@ def init_state(config: ResNetConfig) -> tuple[PyTree, ...]:
     )
 
 
-def model(config: ResNetConfig, *, train: bool = True) -> Model:
+def model(config: ResNetConfig, *, train: bool = True, metrics: bool = False) -> Model:
     """The ResNet as the functions a pipeline runs.
 
     A microbatch is ``{"images": [rows, height, width, channels], "labels": int32 [rows]}``; images
@@ -211,6 +211,8 @@ def model(config: ResNetConfig, *, train: bool = True) -> Model:
       config: the model's shape.
       train: False normalises with the running statistics and leaves them as they are. Without
         BatchNorm there is no difference.
+      metrics: return "accuracy", the share of images whose likeliest class is their label, beside
+        the loss.
 
     Returns:
       The model; its layers are a tuple of functions, the same one for layers of equal `Kind`.
@@ -232,10 +234,11 @@ def model(config: ResNetConfig, *, train: bool = True) -> Model:
 
     def head_loss(outer, x, microbatch, rng):
         del rng
-        losses = optax.softmax_cross_entropy_with_integer_labels(
-            _head(outer, x), microbatch["labels"]
-        )
-        return losses.mean()
+        logits, labels = _head(outer, x), microbatch["labels"]
+        loss = optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean()
+        if not metrics:
+            return loss
+        return loss, {"accuracy": (logits.argmax(-1) == labels).mean()}
 
     return Model(
         embed=embed,

@@ -44,6 +44,7 @@ def check(
         _schedule,
         _asynchronous,
         _weights,
+        _update,
         _partition,
         _batch,
         _data,
@@ -238,6 +239,32 @@ def _weights(config: Config) -> Iterator[Failure]:
             "pipeline.weights=unrolled has no room for the versions of weights that "
             f"pipeline.schedule={config.pipeline.schedule} keeps. Nearest valid: stacked.",
             ("pipeline.weights", "pipeline.schedule"),
+        )
+
+
+def _update(config: Config) -> Iterator[Failure]:
+    if config.pipeline.update == "step":
+        return
+    if configured.is_asynchronous(config):
+        yield Failure(
+            f"pipeline.update=chunk has no effect: pipeline.schedule={config.pipeline.schedule} "
+            "updates every stage as soon as its gradient is complete. Nearest valid: step.",
+            ("pipeline.update", "pipeline.schedule"),
+        )
+        return
+    if config.optimizer.clip_norm:
+        yield Failure(
+            "pipeline.update=chunk updates a chunk before the gradients of all others are known, "
+            f"and optimizer.clip_norm={config.optimizer.clip_norm} needs the norm of all. Nearest "
+            "valid: optimizer.clip_norm=0, or pipeline.update=step.",
+            ("pipeline.update", "optimizer.clip_norm"),
+        )
+    if config.pipeline.weights == "unrolled":
+        yield Failure(
+            "pipeline.update=chunk updates a chunk piece by piece in stacked arrays, and "
+            "pipeline.weights=unrolled keeps one array per layer. Nearest valid: "
+            "pipeline.weights=stacked, or pipeline.update=step.",
+            ("pipeline.update", "pipeline.weights"),
         )
 
 

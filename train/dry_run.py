@@ -79,7 +79,8 @@ def _show_partition(console: Console, setup: Setup) -> None:
 def _show_temporaries(console: Console, setup: Setup) -> None:
     compiled = setup.compile().memory_analysis()
     rng = jax.eval_shape(lambda: setup.rng(0))
-    predicted = predicted_bytes(setup.pipe, setup.batch_shapes, rng)
+    by_chunk = setup.optimizer if setup.config.pipeline.update == "chunk" else None
+    predicted = predicted_bytes(setup.pipe, setup.batch_shapes, rng, by_chunk=by_chunk)
     buffers = Table("buffer", "MB", title="predicted temporaries and gradients per device")
     for name, size in predicted.items():
         buffers.add_row(name, f"{size / _MB:.2f}")
@@ -91,6 +92,15 @@ def _show_temporaries(console: Console, setup: Setup) -> None:
     for stage, peak in enumerate(peaks):
         stages.add_row(str(stage), str(peak), *(f"{size / _MB:.2f}" for size in sizes))
     console.print(stages)
+    if by_chunk is not None:
+        after = sum(predicted_bytes(setup.pipe, setup.batch_shapes, rng).values())
+        console.print(
+            f"pipeline.update=chunk: gradients of {setup.pipe.table.reduces.num_slots} of "
+            f"{setup.pipe.schedule.num_chunks} chunks are kept at once; with update=step "
+            f"temporaries and gradients would take {after / _MB:.2f} MB",
+            soft_wrap=True,
+            highlight=False,
+        )
     if setup.pipe.zero >= 2:
         _show_transfers(console, setup)
 

@@ -173,11 +173,15 @@ MISTAKES = {
     ),
     "an asynchronous pipeline with a key at first": (
         lambda: asynchronous(at_init=KEY, at_step=None, layer=drops),
-        ["rng is missing; expected key<fry>[].", "and have a key if that had one"],
+        [
+            "rng is missing; expected key<fry>[].",
+            "If `init` was given a key, pass every `step` one of its own, such as "
+            "rng=jax.random.fold_in(key, number)",
+        ],
     ),
     "an asynchronous pipeline with a key later": (
         lambda: asynchronous(at_init=None, at_step=KEY),
-        ["rng is key<fry>[]; nothing is expected there.", "and have a key if that had one"],
+        ["rng is key<fry>[]; nothing is expected there.", "if it was not, pass none."],
     ),
     # Parameters.
     "integer parameters": (

@@ -47,7 +47,7 @@ class ResNet(Task):
 
     def model(self, *, train: bool, axis: str | None = "stage"):
         del axis
-        return resnet.model(self.shape, train=train)
+        return resnet.model(self.shape, train=train, metrics=True)
 
     def init(self, rng):
         return resnet.init(self.shape, rng)

@@ -38,8 +38,16 @@ class Placing:
     def __init__(
         self, layout: Layout | WithFrozen | StateLayout | TreeLayout, *, sharded: bool, name: str
     ) -> None:
+        # A canonical array is split over data, a placed one over stages: to go from one straight to
+        # the other XLA would gather it whole on every device. In between it is split over both.
+        between = layout.shardings(sharded=True)
+
         def place(tree: Tree) -> Tree:
-            return strongly_typed(layout.place(tree))
+            placed = strongly_typed(layout.place(tree))
+            return jax.lax.with_sharding_constraint(placed, between)
+
+        def unplace(tree: Tree) -> Tree:
+            return layout.unplace(jax.lax.with_sharding_constraint(tree, between))
 
         self.specs = layout.specs(sharded=sharded)
         self.shardings = layout.shardings(sharded=sharded)
@@ -48,7 +56,7 @@ class Placing:
         self.canonical = _lie(layout.canonical_shapes(), self.canonical_shardings)
         self._name = name
         self._place = jax.jit(place, out_shardings=self.shardings)
-        self._unplace = jax.jit(layout.unplace, out_shardings=self.canonical_shardings)
+        self._unplace = jax.jit(unplace, out_shardings=self.canonical_shardings)
 
     def place(self, tree: Tree, *, dtypes: bool = True) -> Tree:
         """A canonical tree, placed; ``dtypes`` says whether dtypes must agree, too."""

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
+import optax
 from jax.sharding import PartitionSpec as P
 
 from jaxpipe.runtime import checks
@@ -16,23 +18,38 @@ from jaxpipe.runtime.tick import executor
 from jaxpipe.runtime.tick.fixed import Fixed
 from jaxpipe.runtime.tick.microbatches import StepMicrobatches, split_rows
 from jaxpipe.runtime.types import Batch, Key, Shapes
+from jaxpipe.runtime.update.layered import Applied
 from jaxpipe.schedule.problems import refuse
 
 Read = TypeVar("Read")
 
 
-def buffers(pipe: Pipeline, batch: Batch, rng: Key = None) -> dict[str, Shapes]:
+def buffers(
+    pipe: Pipeline,
+    batch: Batch,
+    rng: Key = None,
+    *,
+    by_chunk: optax.GradientTransformation | None = None,
+) -> dict[str, Shapes]:
     """What the tick loop keeps on each device; it follows from the schedule and the model.
 
     Args:
       pipe: the pipeline; it is not run.
       batch: a batch, or its shapes.
       rng: as for `Pipeline.value_and_grad`.
+      by_chunk: an optimizer that updates every chunk within the step; None keeps the gradients.
 
     Returns:
       Trees of `jax.ShapeDtypeStruct` by the buffer's name.
     """
-    return _traced(pipe, batch, rng, lambda fixed, _: executor.buffer_shapes(fixed))
+
+    def read(fixed: Fixed, _: StepMicrobatches) -> dict[str, Shapes]:
+        if by_chunk is not None:
+            sink = Applied(pipe.placed_optimizer(by_chunk))
+            fixed = dataclasses.replace(fixed, gradients=sink)
+        return executor.buffer_shapes(fixed)
+
+    return _traced(pipe, batch, rng, read)
 
 
 def layers(pipe: Pipeline, batch: Batch, rng: Key = None) -> tuple[Layers, Shapes]:

@@ -18,9 +18,10 @@ OTHER_STATE = (
     "checkpoint of one of these."
 )
 OTHER_MINIBATCH = (
-    "Every minibatch must be like the one that `init` was given, and have a key if that had one: "
-    "what is in flight lies in buffers of these shapes. To change them, `drain` the state and call "
-    "`init` with what `finish` returns."
+    "Every minibatch must be like the one that `AsyncPipeline.init` was given: what is in flight "
+    "lies in buffers of these shapes. If `init` was given a key, pass every `step` one of its own, "
+    "such as rng=jax.random.fold_in(key, number); if it was not, pass none. To change them, "
+    "`drain` the state and call `init` with what `finish` returns."
 )
 
 

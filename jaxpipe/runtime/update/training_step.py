@@ -113,13 +113,14 @@ def _check(pipe: Pipeline) -> None:
         refuse([Problem("weights", pipe.weights, rule, {"weights": "stacked"})])
     counts, chunks = pipe.table.reduces.counts, pipe.schedule.num_chunks
     if any(count > chunks for count in counts):
-        raise ValueError(
-            f"Schedule {pipe.schedule.name!r} comes back to a chunk after it has worked on "
-            f"another: a stage finishes a gradient {max(counts)} times per step, with {chunks} "
-            "chunks. To update within the step, every chunk's gradient must be complete at once.\n"
-            "Nearest valid: 'modular' or 'breadth-first' without group, one chunk a stage, or "
-            f"weight_slots={chunks}, with the sums of all chunks."
+        rule = (
+            "comes back to a chunk after it has worked on another: a stage finishes a gradient "
+            f"{max(counts)} times per step, with {chunks} chunks, and $update needs each complete "
+            "at once"
         )
+        near, others = {"weight_slots": chunks}, {"update": "chunk"}
+        note = "Or 'modular' or 'breadth-first' without group, or one chunk per stage."
+        refuse([Problem("schedule", pipe.schedule.name, rule, near, others, note=note)])
 
 
 def _at_once(pipe: Pipeline, optimizer: optax.GradientTransformation) -> Step:
