@@ -23,11 +23,13 @@ if TYPE_CHECKING:
         unpipelined,
         vocabulary,
     )
+    from jaxpipe.checkpoint import Checkpoints
 
 __version__ = "0.1.0"
 
 __all__ = [
     "AsyncPipeline",
+    "Checkpoints",
     "Model",
     "Pipeline",
     "Sum",
@@ -47,9 +49,9 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"module 'jaxpipe' has no attribute {name!r}")
     if name in ("nnx", "testing"):
         return importlib.import_module(f"jaxpipe.{name}")
-    from jaxpipe import api
-
-    return getattr(api, name)
+    # Only checkpoints need orbax, which takes a while to import.
+    home = "jaxpipe.checkpoint" if name == "Checkpoints" else "jaxpipe.api"
+    return getattr(importlib.import_module(home), name)
 
 
 def __dir__() -> list[str]:

@@ -17,10 +17,11 @@ import numpy as np
 from jax.sharding import Mesh
 
 from jaxpipe.runtime import unpipelined
+from jaxpipe.runtime.filters import partition
 from jaxpipe.runtime.layers.model import Model
 from jaxpipe.runtime.mesh import make_mesh
 from jaxpipe.runtime.pipeline import Pipeline
-from jaxpipe.runtime.trees import mismatches, shapes_of
+from jaxpipe.runtime.trees import combine, mismatches, shapes_of
 from jaxpipe.runtime.types import Batch, Key, Params, States, Tree
 from jaxpipe.schedule.actions import Schedule
 from jaxpipe.schedule.problems import below_one, refuse
@@ -209,7 +210,8 @@ def assert_matches_unpipelined(
 
 @functools.partial(jax.jit, static_argnames=("reference", "num_microbatches", "data_shards"))
 def _reference(
-    params: Params,
+    trained: Params,
+    frozen: Params,
     batch: Batch,
     rng: Key,
     states: States,
@@ -220,12 +222,12 @@ def _reference(
 ) -> tuple[Any, Tree]:
     """Value and gradients without a pipeline; calls with the same reference share a program."""
 
-    def loss(params: Params) -> Any:
+    def loss(trained: Params) -> Any:
         shape = {"num_microbatches": num_microbatches, "data_shards": data_shards}
-        return reference(params, batch, rng, **shape, states=states)
+        return reference(combine(trained, frozen), batch, rng, **shape, states=states)
 
-    has_aux = isinstance(jax.eval_shape(loss, params), tuple)
-    return jax.value_and_grad(loss, has_aux=has_aux)(params)
+    has_aux = isinstance(jax.eval_shape(loss, trained), tuple)
+    return jax.value_and_grad(loss, has_aux=has_aux)(trained)
 
 
 def _results(
@@ -247,7 +249,7 @@ def _results(
     if states is not None:
         got["states"] = pipe.unplace_states(got["states"])
     expected, gradients = _reference(
-        params,
+        *partition(params, pipe.trainable),
         batch,
         rng,
         states,

@@ -23,8 +23,8 @@ import optax
 from flax import nnx
 
 from jaxpipe import Model, vocabulary
+from jaxpipe.errors import Problem
 from jaxpipe.nnx import functional, stack
-from jaxpipe.schedule.problems import Problem
 from models import validation
 from models.blocks import INIT_STDDEV, EncoderLayer, Linear, function_of, layer_norm
 

@@ -21,8 +21,8 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jaxpipe import Model, vocabulary
+from jaxpipe.errors import Problem
 from jaxpipe.nnx import functional, stack
-from jaxpipe.schedule.problems import Problem
 from models import validation
 from models.blocks import INIT_STDDEV, Linear, attention_kernel
 

@@ -25,8 +25,8 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jaxpipe import Model, vocabulary
+from jaxpipe.errors import Problem
 from jaxpipe.nnx import functional
-from jaxpipe.schedule.problems import Problem
 from models import validation
 from models.blocks import MLP, Attention, EncoderLayer, function_of, layer_norm
 

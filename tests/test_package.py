@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 import tomllib
+from importlib.metadata import packages_distributions
 from pathlib import Path
 
 import pytest
@@ -35,6 +36,12 @@ def test_schedules_and_the_command_load_no_jax(code):
     assert done.stdout.splitlines()[-1] == "[]"
 
 
+def test_a_pipeline_loads_no_orbax():
+    check = "from jaxpipe import Pipeline; import sys; print('orbax' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", check], capture_output=True, text=True, check=True)
+    assert done.stdout == "False\n"
+
+
 def test_every_public_name_is_there():
     for name in jaxpipe.__all__:
         assert getattr(jaxpipe, name) is not None
@@ -55,7 +62,8 @@ def test_the_wheel_ships_the_library_alone_and_requires_what_it_imports():
     modules += [node.module for node in nodes if isinstance(node, ast.ImportFrom)]
     imported = {module.partition(".")[0] for module in modules} - {"jaxpipe"}
     required = {re.match(r"[\w-]+", text)[0] for text in settings["project"]["dependencies"]}
-    assert {"jax", "numpy"} <= imported - sys.stdlib_module_names <= required
+    provided = {name for name, by in packages_distributions().items() if required & set(by)}
+    assert {"jax", "numpy", "orbax"} <= imported - sys.stdlib_module_names <= provided
 
 
 def test_the_command_prints_its_version(capsys):

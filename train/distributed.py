@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import os
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -15,9 +14,6 @@ from train.errors import ConfigError, Failure
 
 MAX_SIMULATED_DEVICES = 512
 """More simulated devices than this are taken for a mistake: each needs threads and memory."""
-
-_PATIENCE_SECONDS = 3600
-"""How long the other processes wait for work that process 0 does alone."""
 
 _COUNT_FLAG = "--xla_force_host_platform_device_count"
 # Slurm and Open MPI set these for every process they start. Slurm's are those of a job step, since
@@ -156,42 +152,20 @@ def from_first(make: Callable[[], Any]) -> Any:
       ConfigError: process 0 raised it. Every process raises it, so that none is left waiting.
       RuntimeError: process 0 raised something else.
     """
-    import jax
+    from jaxpipe.checkpoint import from_first
 
-    answer: dict[str, Any] = {}
-    failed: Exception | None = None
-    if jax.process_index() == 0:
+    def answer() -> dict[str, Any]:
         try:
-            answer = {"value": make()}
+            return {"value": make()}
         except ConfigError as error:
-            answer = {"failures": [dataclasses.astuple(failure) for failure in error.failures]}
-        except Exception as error:  # the other processes wait for an answer, whatever went wrong
-            answer, failed = {"error": f"{type(error).__name__}: {error}"}, error
-    text = json.dumps(answer).encode()
-    answer = json.loads(_broadcast(text) if jax.process_count() > 1 else text)
-    if failed is not None:
-        raise failed
-    if "error" in answer:
-        raise RuntimeError(f"process 0 failed: {answer['error']}")
-    if "failures" in answer:
+            return {"failures": [dataclasses.astuple(failure) for failure in error.failures]}
+
+    found = from_first(answer)
+    if "failures" in found:
         raise ConfigError(
-            [Failure(message, tuple(fields)) for message, fields in answer["failures"]]
+            [Failure(message, tuple(fields)) for message, fields in found["failures"]]
         )
-    return answer["value"]
-
-
-def _broadcast(text: bytes) -> bytes:
-    """Returns the text of process 0 on every process."""
-    import orbax.checkpoint as ocp
-    from jax.experimental import multihost_utils
-
-    # A collective operation would time out while process 0 reads a large checkpoint.
-    wait = ocp.multihost.get_barrier_sync_fn()
-    wait(key="jaxpipe:from_first", timeout_ms=_PATIENCE_SECONDS * 1000)
-    size = int(multihost_utils.broadcast_one_to_all(np.int32(len(text))))
-    padded = np.zeros(size, np.uint8)
-    padded[: len(text)] = np.frombuffer(text, np.uint8)[:size]
-    return bytes(np.asarray(multihost_utils.broadcast_one_to_all(padded)))
+    return found["value"]
 
 
 def local_rows(sharding, num_rows: int) -> np.ndarray:

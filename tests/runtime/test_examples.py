@@ -13,6 +13,8 @@ import jaxpipe.runtime
 
 MODULES = [
     "benchmarks.hlo",
+    "jaxpipe.errors",
+    "jaxpipe.gpu_flags",
     "jaxpipe.nnx.functions",
     "jaxpipe.nnx.models",
     "jaxpipe.testing",

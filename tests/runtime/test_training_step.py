@@ -68,7 +68,8 @@ def test_a_step_is_compiled_once_and_leaves_everything_where_it_was(name, stages
         params, state = pipe.update(optimizer, grads, state, params)
         return params, state, loss
 
-    shardings = pipe.param_shardings, pipe.optimizer_placing(optimizer).shardings
+    placed = pipe.placed_params, pipe.optimizer_placing(optimizer).placed
+    shardings = jax.tree.map(lambda leaf: leaf.sharding, placed)
     with testing.compilations() as compiled:
         for _ in range(3):
             held = jax.tree.map(lambda leaf: leaf.sharding, (params, state))

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from train import checkpoint
-from train.checkpoint import Checkpoints
+from train.checkpoint import checkpoints_in
 from train.config import Config
 from train.step import TrainState
 
@@ -17,17 +17,19 @@ def _state(step):
 
 
 def _save(checkpoints, step, eval_loss=None):
-    checkpoints.save(step, _state(step), data={"next": step}, run={}, eval_loss=eval_loss)
+    checkpoint.save(
+        checkpoints, step, _state(step), data={"next": step}, run={}, eval_loss=eval_loss
+    )
     checkpoints.wait()
 
 
 def test_a_checkpoint_comes_back(tmp_path):
-    with Checkpoints(tmp_path / "c") as checkpoints:
+    with checkpoints_in(tmp_path / "c") as checkpoints:
         assert checkpoints.latest is None
         _save(checkpoints, 3)
-    with Checkpoints(tmp_path / "c", read_only=True) as checkpoints:
+    with checkpoints_in(tmp_path / "c", read_only=True) as checkpoints:
         assert checkpoints.latest == 3
-        state, data = checkpoints.restore(3, _state(0))
+        state, data = checkpoint.restore(checkpoints, 3, _state(0))
     np.testing.assert_array_equal(state.params["weight"], np.full(3, 3.0))
     assert int(state.optimizer["count"]) == 3
     assert data == {"next": 3}
@@ -36,12 +38,12 @@ def test_a_checkpoint_comes_back(tmp_path):
 @pytest.mark.parametrize("reopens", [False, True])
 def test_the_latest_and_the_best_are_kept(tmp_path, reopens):
     losses = {1: 3.0, 2: 1.0, 3: None, 4: 2.0, 5: None, 6: 2.5}
-    checkpoints = Checkpoints(tmp_path / "c", keep=2)
+    checkpoints = checkpoints_in(tmp_path / "c", keep=2)
     for step, loss in losses.items():
         _save(checkpoints, step, loss)
         if reopens:
             checkpoints.__exit__()
-            checkpoints = Checkpoints(tmp_path / "c", keep=2)
+            checkpoints = checkpoints_in(tmp_path / "c", keep=2)
     assert checkpoints.steps == [2, 5, 6]
     checkpoints.__exit__()
 
@@ -51,7 +53,7 @@ def test_reading_makes_and_removes_nothing(tmp_path):
     folder.mkdir()
     half = folder / "7.orbax-checkpoint-tmp"
     half.mkdir()
-    with Checkpoints(folder, read_only=True) as checkpoints:
+    with checkpoints_in(folder, read_only=True) as checkpoints:
         assert checkpoints.latest is None
     assert list(folder.iterdir()) == [half]
 
@@ -59,7 +61,7 @@ def test_reading_makes_and_removes_nothing(tmp_path):
 @pytest.mark.parametrize("lost", ["metrics", "state", "_CHECKPOINT_METADATA", "commit_success.txt"])
 def test_an_old_checkpoint_half_removed_does_not_matter(tmp_path, lost):
     """A kill may come while an old checkpoint is being removed."""
-    with Checkpoints(tmp_path / "c", keep=3) as checkpoints:
+    with checkpoints_in(tmp_path / "c", keep=3) as checkpoints:
         for step in (1, 2):
             _save(checkpoints, step, 1.0 + step)
     path = tmp_path / "c" / "1" / lost
@@ -67,9 +69,9 @@ def test_an_old_checkpoint_half_removed_does_not_matter(tmp_path, lost):
         shutil.rmtree(path)
     elif path.exists():
         path.unlink()
-    with Checkpoints(tmp_path / "c", keep=1) as checkpoints:
+    with checkpoints_in(tmp_path / "c", keep=1) as checkpoints:
         assert checkpoints.latest == 2
-        _, data = checkpoints.restore(2, _state(0))
+        _, data = checkpoint.restore(checkpoints, 2, _state(0))
         assert data == {"next": 2}
         _save(checkpoints, 3, 0.5)
         assert checkpoints.latest == 3

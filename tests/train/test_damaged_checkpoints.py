@@ -8,9 +8,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from train import checksums
-from train.checkpoint import Checkpoints
-from train.recovery import none_whole
+from jaxpipe.checkpoint import checksums
+from train import checkpoint
+from train.checkpoint import checkpoints_in, none_whole
 from train.step import TrainState
 
 LOSSES = {1: 2.0, 2: 3.0}
@@ -23,18 +23,20 @@ def _state(step):
 
 
 def _save(checkpoints, step, eval_loss=None):
-    checkpoints.save(step, _state(step), data={"next": step}, run={}, eval_loss=eval_loss)
+    checkpoint.save(
+        checkpoints, step, _state(step), data={"next": step}, run={}, eval_loss=eval_loss
+    )
     checkpoints.wait()
 
 
 def _latest(folder):
-    with Checkpoints(folder, read_only=True) as checkpoints:
+    with checkpoints_in(folder, read_only=True) as checkpoints:
         return checkpoints.latest
 
 
 def _assert_restores(folder, step):
-    with Checkpoints(folder, read_only=True) as checkpoints:
-        state, data = checkpoints.restore(step, _state(0))
+    with checkpoints_in(folder, read_only=True) as checkpoints:
+        state, data = checkpoint.restore(checkpoints, step, _state(0))
         assert checksums.FILE in checkpoints.read_run(step).values()
     assert data == {"next": step}
     for name, expected in _state(step).params.items():
@@ -46,10 +48,12 @@ def _assert_restores(folder, step):
 def whole(tmp_path_factory):
     """A folder of two checkpoints; tests damage copies."""
     folder = tmp_path_factory.mktemp("whole") / "c"
-    with Checkpoints(folder, keep=3) as checkpoints:
+    with checkpoints_in(folder, keep=3) as checkpoints:
         # Without waiting in between, as in training.
         for step, loss in LOSSES.items():
-            checkpoints.save(step, _state(step), data={"next": step}, run={}, eval_loss=loss)
+            checkpoint.save(
+                checkpoints, step, _state(step), data={"next": step}, run={}, eval_loss=loss
+            )
     assert _latest(folder) == 2
     for step in LOSSES:
         checksums.verify(folder / str(step))
@@ -93,7 +97,7 @@ def test_the_newest_whole_one_is_found(folder, damage):
     for path in _files(folder / "2"):
         content = path.read_bytes()
         damage(path)
-        with Checkpoints(folder, read_only=True) as checkpoints:
+        with checkpoints_in(folder, read_only=True) as checkpoints:
             assert checkpoints.latest == 1
             (note,) = checkpoints.found.notes()
         assert note.startswith("skipping checkpoint 2: ")
@@ -111,7 +115,7 @@ def test_damage_to_an_older_one_does_not_matter(folder, damage):
     for path in _files(folder / "1"):
         damage(path)
     assert _latest(folder) == 2
-    with Checkpoints(folder, keep=2) as checkpoints:
+    with checkpoints_in(folder, keep=2) as checkpoints:
         assert checkpoints.found.notes() == []
         assert checkpoints.latest == 2
         _save(checkpoints, 3)
@@ -122,7 +126,7 @@ def test_damage_to_an_older_one_does_not_matter(folder, damage):
 @damages
 def test_a_damaged_metrics_file_is_no_metric(folder, damage):
     damage(folder / "1" / "metrics" / "metrics")
-    with Checkpoints(folder, keep=1) as checkpoints:
+    with checkpoints_in(folder, keep=1) as checkpoints:
         _save(checkpoints, 3, 5.0)
         assert checkpoints.steps == [2, 3]
         _save(checkpoints, 4, 2.5)
@@ -132,7 +136,7 @@ def test_a_damaged_metrics_file_is_no_metric(folder, damage):
 def test_a_loss_that_became_better_by_itself_is_not_the_best(folder):
     path = folder / "2" / "metrics" / "metrics"
     path.write_text(path.read_text().replace("3.0", "1.0"))
-    with Checkpoints(folder, keep=1) as checkpoints:
+    with checkpoints_in(folder, keep=1) as checkpoints:
         assert checkpoints.latest == 1
         _save(checkpoints, 2, 3.0)
         _save(checkpoints, 3, 4.0)
@@ -165,7 +169,7 @@ def test_the_damaged_step_is_saved_again_and_nothing_is_deleted(folder):
         with (folder / "2" / "data" / "metadata").open("ab") as file:
             file.write(b" ")
         before = {path.name: path.read_bytes() for path in _files(folder / "2")}
-        with Checkpoints(folder, keep=1) as checkpoints:
+        with checkpoints_in(folder, keep=1) as checkpoints:
             assert checkpoints.latest == 1
             (note,) = checkpoints.found.notes()
             assert note == (
@@ -201,7 +205,7 @@ def _make_tree_of_folders(folder):
 )
 def test_what_is_no_checkpoint_is_skipped(folder, make, reason):
     make(folder)
-    with Checkpoints(folder, keep=1) as checkpoints:
+    with checkpoints_in(folder, keep=1) as checkpoints:
         assert checkpoints.latest == 2
         (note,) = checkpoints.found.notes()
         assert note.startswith(f"skipping checkpoint 3: {reason}")
@@ -213,7 +217,7 @@ def test_what_is_no_checkpoint_is_skipped(folder, make, reason):
 def test_a_link_to_nowhere_is_not_replaced(folder):
     (folder / "2" / checksums.FILE).unlink()
     (folder / "2.damaged").symlink_to(folder / "nowhere")
-    with Checkpoints(folder, keep=1) as checkpoints:
+    with checkpoints_in(folder, keep=1) as checkpoints:
         assert checkpoints.latest == 1
     assert (folder / "2.damaged").is_symlink()
     assert (folder / "2.damaged.2").is_dir()
@@ -224,7 +228,7 @@ def test_other_names_are_no_steps(folder):
         (folder / name).mkdir()
     (folder / "notes.txt").write_text("12")
     (folder / "2" / "notes.txt").write_text("a file that came later")
-    with Checkpoints(folder, keep=2) as checkpoints:
+    with checkpoints_in(folder, keep=2) as checkpoints:
         assert checkpoints.found.notes() == []
         assert checkpoints.latest == 2
         _save(checkpoints, 3)
@@ -237,14 +241,14 @@ def test_other_names_are_no_steps(folder):
 def test_no_whole_one_is_refused_in_one_line(folder):
     (folder / "2" / checksums.FILE).unlink()
     shutil.rmtree(folder / "1" / "state")
-    with Checkpoints(folder, read_only=True) as checkpoints:
+    with checkpoints_in(folder, read_only=True) as checkpoints:
         assert checkpoints.latest is None
         (failure,) = none_whole(checkpoints.found, run_dir="runs/one")
     message = failure.message
     assert "run_dir=runs/one has no whole checkpoint to resume from" in message
     assert "checkpoint 2: checksums.json is missing; checkpoint 1: state/" in message
     assert "\n" not in message
-    assert none_whole(Checkpoints(folder / "new").found, run_dir="runs/one") == []
+    assert none_whole(checkpoints_in(folder / "new").found, run_dir="runs/one") == []
 
 
 @pytest.fixture
@@ -260,11 +264,11 @@ def old(folder):
 
 
 def test_an_older_version_wrote_no_checksums(old):
-    with Checkpoints(old, keep=1) as checkpoints:
+    with checkpoints_in(old, keep=1) as checkpoints:
         assert checkpoints.latest == 2
         (note,) = checkpoints.found.notes()
         assert note.startswith("checkpoint 2 carries no checksums: an older version wrote it")
-        state, data = checkpoints.restore(2, _state(0))
+        state, data = checkpoint.restore(checkpoints, 2, _state(0))
         np.testing.assert_array_equal(state.params["weight"], _state(2).params["weight"])
         assert data == {"next": 2}
         _save(checkpoints, 3)
@@ -282,7 +286,7 @@ def test_an_older_version_s_checkpoint_that_cannot_be_read(old, name, damage):
     (path,) = (old / "2").glob(name)
     for file in [path] if path.is_file() else path.iterdir():
         damage(file)
-    with Checkpoints(old, read_only=True) as checkpoints:
+    with checkpoints_in(old, read_only=True) as checkpoints:
         assert checkpoints.latest == 1
         skipped, unverified = checkpoints.found.notes()
     assert skipped.startswith("skipping checkpoint 2: it cannot be read (")

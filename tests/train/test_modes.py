@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from tiny_tasks import TINY, assert_same_first_step, rows
 
-from train.checkpoint import Checkpoints
+from train import checkpoint
 from train.config import Config
 from train.modes import Asynchronous, Modes
 from train.step import Setup
@@ -70,10 +70,10 @@ def test_a_checkpoint_from_before_states_had_a_value_for_every_data_shard(tmp_pa
     old = {name: leaf for name, leaf in saved.items() if not name.startswith("flight.states")}
     assert 0 < len(old) < len(saved)
     old |= {name: leaf + 1 for name, leaf in saved.items() if name.startswith("states")}
-    with Checkpoints(tmp_path) as checkpoints:
-        checkpoints.save(3, old, data={}, run={})
+    with checkpoint.checkpoints_in(tmp_path) as checkpoints:
+        checkpoint.save(checkpoints, 3, old, data={}, run={})
         checkpoints.wait()
-        restored, _ = checkpoints.restore(3, mode.saved_shapes)
+        restored, _ = checkpoint.restore(checkpoints, 3, mode.saved_shapes)
     carried = mode.from_saved(restored, 3)
     assert {name: jnp.shape(leaf) for name, leaf in mode.to_saved(carried).items()} == {
         name: leaf.shape for name, leaf in saved.items()

@@ -8,23 +8,25 @@ import json
 import os
 import re
 import textwrap
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import jax
 import numpy as np
 import orbax.checkpoint as ocp
 
-from train import checksums
-from train.checksums import DamagedError
-from train.config import Config, upgraded
-from train.errors import Failure
+from jaxpipe.checkpoint import checksums
+from jaxpipe.checkpoint.checksums import DamagedError
 
 STATE, DATA, RUN = "state", "data", "run"
 """The items of a checkpoint: arrays, the position in the data, the description of the run."""
 CHECKSUMS = "checksums"
 """The entry of the description that says that the checkpoint has checksums."""
+
+Older: TypeAlias = Callable[[Any], object]
+"""Takes the description of a checkpoint without checksums, and raises if none could be continued.
+"""
 
 _JSON_FILE = "metadata"
 _REASON_WIDTH = 300
@@ -66,6 +68,11 @@ class Found:
         damaged = tuple(Damaged(**one) for one in fields["damaged"])
         return cls(fields["latest"], fields["has_checksums"], damaged)
 
+    @property
+    def reasons(self) -> str:
+        """What is wrong with each of the damaged ones, in one line."""
+        return "; ".join(f"checkpoint {one.step}: {one.reason}" for one in self.damaged)
+
     def notes(self) -> list[str]:
         """Returns one line for every checkpoint that is skipped or cannot be verified."""
         lines = [
@@ -80,25 +87,6 @@ class Found:
         return lines
 
 
-def none_whole(found: Found, *, run_dir: str) -> list[Failure]:
-    """Says why no checkpoint can be continued although some exist; empty if none exists.
-
-    Args:
-      found: holds no whole checkpoint.
-      run_dir: the folder of the run to continue.
-    """
-    if not found.damaged:
-        return []
-    reasons = "; ".join(f"checkpoint {one.step}: {one.reason}" for one in found.damaged)
-    return [
-        Failure(
-            f"run_dir={run_dir} has no whole checkpoint to resume from ({reasons}). Nearest valid: "
-            "one of these from a backup, or another --run-dir to start from step 0.",
-            ("run_dir",),
-        )
-    ]
-
-
 def steps(folder: Path) -> list[int]:
     """Returns every step that has a checkpoint, whole or not, in ascending order."""
     if not folder.is_dir():
@@ -107,16 +95,17 @@ def steps(folder: Path) -> list[int]:
     return sorted(int(name) for name in names if re.fullmatch("0|[1-9][0-9]*", name))
 
 
-def find(folder: Path) -> Found:
+def find(folder: Path, older: Older | None = None) -> Found:
     """Verifies checkpoints, newest first, until one is whole; changes nothing.
 
     Args:
       folder: holds the checkpoints; it need not exist.
+      older: accepts checkpoints without checksums; None for a folder that never had such.
     """
     damaged: list[Damaged] = []
     for step in reversed(steps(folder)):
         try:
-            has_checksums = _verify(folder / str(step))
+            has_checksums = verify(folder / str(step), older)
         except DamagedError as error:
             damaged.append(Damaged(step, str(error), _free_name(folder / f"{step}.damaged")))
         else:
@@ -141,8 +130,12 @@ def move_aside(folder: Path, damaged: Sequence[Damaged]) -> None:
         (folder / str(one.step)).rename(folder / one.aside)
 
 
-def _verify(folder: Path) -> bool:
+def verify(folder: Path, older: Older | None) -> bool:
     """Reads every file of a checkpoint; returns whether it has checksums.
+
+    Args:
+      folder: of one step.
+      older: as of `find`.
 
     Raises:
       DamagedError: it is not whole.
@@ -157,9 +150,9 @@ def _verify(folder: Path) -> bool:
             checksums.verify(folder)
             return True
         run = json.loads((folder / RUN / _JSON_FILE).read_bytes())
-        if CHECKSUMS in run:
+        if older is None or CHECKSUMS in run:
             raise DamagedError(f"{checksums.FILE} is missing")
-        Config(**upgraded(run["config"]))
+        older(run)
         _read_all(folder)
     except DamagedError:
         raise

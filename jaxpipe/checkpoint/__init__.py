@@ -1,0 +1,8 @@
+"""Checkpoints that any pipeline of the same model restores, whole or not at all.
+
+Nothing else in `jaxpipe` imports orbax.
+"""
+
+from jaxpipe.checkpoint.checkpoints import Checkpoints as Checkpoints
+from jaxpipe.checkpoint.processes import from_first as from_first
+from jaxpipe.checkpoint.recovery import Found as Found

@@ -1,0 +1,327 @@
+"""Checkpoints in canonical order: they restore onto any mesh, schedule and ZeRO level.
+
+Saving is asynchronous and atomic: a checkpoint appears under its name when it is whole, with a
+checksum of every file. The latest few and the one with the lowest held-out loss are kept. Restoring
+takes the newest one that is still whole. Damaged ones are moved aside, never deleted.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import optax
+import orbax.checkpoint as ocp
+
+from jaxpipe.checkpoint import checksums, keeping, recovery
+from jaxpipe.checkpoint.checksums import DamagedError
+from jaxpipe.checkpoint.contents import OPTIMIZER, PARAMS, STATES, contents, differences, shapes
+from jaxpipe.checkpoint.processes import from_first
+from jaxpipe.checkpoint.recovery import CHECKSUMS, DATA, RUN, STATE, Found, Older
+from jaxpipe.runtime.pipeline import Pipeline
+from jaxpipe.runtime.types import OptimizerState, Placed, Shapes, States, Tree
+from jaxpipe.schedule.problems import below_one, refuse
+
+
+class Restored(NamedTuple):
+    """A training run as it was saved, placed for a pipeline.
+
+    Args:
+      step: optimizer steps done.
+      params: placed parameters.
+      state: the optimizer's state.
+      data: what was saved with it for JSON.
+      states: placed states of the layers; None for a model without.
+    """
+
+    step: int
+    params: Placed
+    state: OptimizerState
+    data: dict[str, Any]
+    states: States
+
+
+class Checkpoints:
+    """The checkpoints of one run. Use it as a context manager: leaving waits for pending writes.
+
+    Entering it or saving moves damaged checkpoints aside and removes half-written ones of a killed
+    run. Until then nothing is changed. With several processes, each must make the same calls on a
+    folder that all of them see.
+
+    Args:
+      folder: absolute or relative path; made when first needed.
+      keep: how many of the latest checkpoints to keep, at least 1.
+      read_only: never write.
+      older: accepts checkpoints without checksums, which versions of the trainer wrote before there
+        were any: it takes what `save_arrays` was given as ``run``, and raises if it makes no sense.
+
+    Raises:
+      ValueError: a folder that is a file, or nothing to keep.
+
+    Example:
+      >>> with jaxpipe.Checkpoints("runs/one", keep=3) as checkpoints:  # doctest: +SKIP
+      ...     if found := checkpoints.restore(pipe, optimizer):
+      ...         first, params, state = found.step, found.params, found.state
+      ...     for n in range(first, 1000):
+      ...         loss, params, state = step(params, state, batch(n))
+      ...         if n % 100 == 99:
+      ...             checkpoints.save(n + 1, pipe, optimizer, params, state)
+    """
+
+    def __init__(
+        self,
+        folder: str | os.PathLike[str],
+        *,
+        keep: int = 1,
+        read_only: bool = False,
+        older: Older | None = None,
+    ) -> None:
+        self._folder, self._keep = Path(folder).resolve(), keep
+        self._read_only, self._older = read_only, older
+        problems = [*below_one(keep=keep)]
+        is_file = self._folder.exists() and not self._folder.is_dir()
+        file = f"folder={str(folder)!r} is a file; checkpoints need a folder of their own."
+        refuse([*problems, *[file] * is_file])
+        self._manager: ocp.CheckpointManager | None = None
+        self._writing = 0
+
+    def __enter__(self) -> Checkpoints:
+        if not self._read_only:
+            self._open()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._manager is not None:
+            self._manager.close()
+
+    # What is there.
+
+    @functools.cached_property
+    def found(self) -> Found:
+        """What the folder held at first. Every process must ask; process 0 reads the newest files.
+
+        Process 0 alone decides what is damaged, so that all processes resume from the same step.
+        """
+        found = from_first(lambda: dataclasses.asdict(recovery.find(self._folder, self._older)))
+        return Found.from_dict(found)
+
+    @property
+    def latest(self) -> int | None:
+        """The newest step whose checkpoint is whole, or None."""
+        return self.found.latest if self._manager is None else self._manager.latest_step()
+
+    @property
+    def steps(self) -> list[int]:
+        """Every step that has a checkpoint, whole or not, in ascending order."""
+        return recovery.steps(self._folder)
+
+    def shapes(self, step: int) -> Shapes:
+        """Shapes and dtypes of what was saved, in dictionaries and lists."""
+        handler = ocp.PyTreeCheckpointHandler()
+        saved = handler.metadata(self._folder / str(step) / STATE).tree
+        handler.close()
+        return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), saved)
+
+    # Training runs.
+
+    def save(
+        self,
+        step: int,
+        pipe: Pipeline,
+        optimizer: optax.GradientTransformation,
+        params: Placed,
+        state: OptimizerState,
+        *,
+        states: States = None,
+        data: Mapping[str, Any] | None = None,
+        loss: float | None = None,
+    ) -> None:
+        """Starts to save a training run; returns as soon as it may go on.
+
+        Every device holds its share of a copy in canonical order until the files are written.
+
+        Args:
+          step: optimizer steps done.
+          pipe: where parameters and states are placed.
+          optimizer: the optax transformation whose state it is.
+          params: placed parameters.
+          state: the optimizer's state.
+          states: placed states of the layers, for a model that keeps some.
+          data: what JSON can hold, such as the position in the data and the seed.
+          loss: held-out loss at this step; the checkpoint with the lowest is kept, too.
+
+        Raises:
+          ValueError: trees unlike those of the pipeline, or not placed.
+          TypeError: data that JSON cannot hold.
+        """
+        json.dumps(data)
+        arrays = contents(pipe, optimizer, params, state, states)
+        self.save_arrays(step, arrays, data=data or {}, loss=loss)
+
+    def restore(
+        self,
+        pipe: Pipeline,
+        optimizer: optax.GradientTransformation,
+        *,
+        step: int | None = None,
+    ) -> Restored | None:
+        """Reads a training run and places it for a pipeline of the same model.
+
+        The mesh, the schedule, the ZeRO level, ``weights`` and ``layer_counts`` may differ from
+        those it was saved with. Every device reads its own share.
+
+        Args:
+          pipe: where to place it.
+          optimizer: the optax transformation that continues; it keeps the same arrays.
+          step: one of `steps`; the newest whole one by default.
+
+        Returns:
+          What was saved; None if the folder holds no checkpoint.
+
+        Raises:
+          ValueError: all checkpoints are damaged, or that of ``step`` is; a checkpoint of another
+            model or optimizer.
+        """
+        self.wait()
+        step = self._newest() if step is None else self._whole(step)
+        if step is None:
+            return None
+        expected = shapes(pipe, optimizer)
+        refuse(differences(self._folder / str(step), self.shapes(step), expected))
+        arrays, data = self.restore_arrays(step, expected)
+        placed = pipe.place(arrays.pop(PARAMS))
+        state = pipe.optimizer_placing(optimizer).place(arrays.pop(OPTIMIZER))
+        states = pipe.place_states(arrays[STATES]) if STATES in arrays else None
+        return Restored(step, placed, state, data, states)
+
+    def _newest(self) -> int | None:
+        """The newest whole checkpoint; raises ValueError if there are only damaged ones."""
+        if self.latest is None and self.found.damaged:
+            raise ValueError(
+                f"folder={str(self._folder)!r} holds no whole checkpoint ({self.found.reasons}). "
+                "Fetch one from a backup, or begin in another folder."
+            )
+        return self.latest
+
+    def _whole(self, step: int) -> int:
+        """The step of a checkpoint that is whole; raises ValueError for another."""
+        have = ", ".join(map(str, self.steps)) or "none"
+        folder = f"folder={str(self._folder)!r}"
+        if step not in self.steps:
+            refuse([f"step={step} has no checkpoint in {folder}; it holds {have}."])
+        damage = from_first(lambda: self._damage(step))
+        if damage is not None:
+            refuse([f"The checkpoint of step={step} in {folder} is damaged: {damage}."])
+        return step
+
+    def _damage(self, step: int) -> str | None:
+        try:
+            recovery.verify(self._folder / str(step), self._older)
+        except DamagedError as error:
+            return str(error)
+        return None
+
+    # Any arrays.
+
+    def save_arrays(
+        self,
+        step: int,
+        arrays: Tree,
+        *,
+        data: Mapping[str, Any],
+        run: Mapping[str, Any] | None = None,
+        loss: float | None = None,
+    ) -> None:
+        """Starts to save arrays as they are; returns as soon as `save` does.
+
+        Args:
+          step: optimizer steps done.
+          arrays: a tree whose root is a dictionary, such as the state of an `AsyncPipeline`. The
+            arrays must not be donated while they are written.
+          data: as for `save`.
+          run: a description of the run, for JSON; `read_run` returns it.
+          loss: as for `save`.
+        """
+        manager = self._manager or self._open()
+        # The checksums of the step before must be written first.
+        manager.wait_until_finished()
+        self._writing = step
+        described = {**(run or {}), CHECKSUMS: checksums.FILE}
+        items = {
+            STATE: ocp.args.StandardSave(arrays),
+            DATA: ocp.args.JsonSave(dict(data)),
+            RUN: ocp.args.JsonSave(described),
+        }
+        args, metrics = ocp.args.Composite(**items), keeping.metrics(loss)
+        manager.save(step, args=args, metrics=metrics, force=True)
+
+    def restore_arrays(self, step: int, shapes: Shapes) -> tuple[Tree, dict[str, Any]]:
+        """Reads arrays.
+
+        Args:
+          step: one of `steps`.
+          shapes: of what was saved, with shardings.
+
+        Returns:
+          The arrays and the data.
+        """
+        items = {STATE: ocp.args.StandardRestore(shapes), DATA: ocp.args.JsonRestore()}
+        restored = _restore(self._folder / str(step), **items)
+        return restored[STATE], restored[DATA]
+
+    def read_run(self, step: int) -> dict[str, Any]:
+        """The description of the run that was saved."""
+        run: dict[str, Any]
+        run = _restore(self._folder / str(step), **{RUN: ocp.args.JsonRestore()})[RUN]
+        return run
+
+    # Writing.
+
+    def check(self) -> None:
+        """Raises the error of a write that has failed since the last call."""
+        if self._manager is not None:
+            self._manager.check_for_errors()
+
+    def wait(self) -> None:
+        """Waits until what was saved is on disk."""
+        if self._manager is not None:
+            self._manager.wait_until_finished()
+
+    def _open(self) -> ocp.CheckpointManager:
+        """Makes the folder ready to be written to."""
+        if self._read_only:
+            raise ValueError(f"folder={str(self._folder)!r} was opened with read_only=True.")
+        damaged = self.found.damaged
+        from_first(lambda: recovery.move_aside(self._folder, damaged))
+        self._manager = ocp.CheckpointManager(
+            self._folder,
+            options=ocp.CheckpointManagerOptions(
+                preservation_policy=keeping.LatestAndBest(self._folder, self._keep),
+                # Without it the losses are not saved, and a run that resumes would not know them.
+                best_fn=keeping.held_out,
+                best_mode="min",
+                cleanup_tmp_directories=True,
+                # Otherwise orbax reads the files of every step, and stops at a damaged one.
+                lightweight_initialize=True,
+                # Called when all processes have written, before the folder has its final name.
+                async_options=ocp.AsyncOptions(post_finalization_callback=self._write_checksums),
+            ),
+        )
+        return self._manager
+
+    def _write_checksums(self) -> None:
+        (written,) = self._folder.glob(f"{self._writing}{ocp.utils.TMP_DIR_SUFFIX}*")
+        checksums.write(written)
+
+
+def _restore(folder: Path, **items: ocp.args.CheckpointArgs) -> Mapping[str, Any]:
+    restored: Mapping[str, Any]
+    with ocp.Checkpointer(ocp.CompositeCheckpointHandler()) as reader:
+        restored = reader.restore(folder, args=ocp.args.Composite(**items))
+    return restored

@@ -1,0 +1,77 @@
+"""What a checkpoint of a training run holds, in canonical order."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+import optax
+import orbax.checkpoint as ocp
+
+from jaxpipe.runtime import checks
+from jaxpipe.runtime.pipeline import Pipeline
+from jaxpipe.runtime.trees import leaf_mismatches
+from jaxpipe.runtime.types import OptimizerState, Placed, Shapes, States, Tree
+from jaxpipe.schedule.problems import refuse
+
+PARAMS, OPTIMIZER, STATES = "params", "optimizer", "layers"
+"""The parts; the states of the layers are there if the model keeps some."""
+
+_BELONG_TO = {
+    PARAMS: "another model",
+    OPTIMIZER: "another optimizer",
+    STATES: "a model whose layers keep other states",
+}
+_MOST_LINES = 5
+
+
+def contents(
+    pipe: Pipeline,
+    optimizer: optax.GradientTransformation,
+    params: Placed,
+    state: OptimizerState,
+    states: States,
+) -> dict[str, Tree]:
+    """Arrays to save, by part: copies, which later steps do not change."""
+    refuse(checks.given_states(states, pipe.states_placing))
+    placing = pipe.optimizer_placing(optimizer)
+    arrays = {PARAMS: pipe.unplace(params), OPTIMIZER: placing.unplace(state)}
+    return arrays if states is None else arrays | {STATES: pipe.unplace_states(states)}
+
+
+def shapes(pipe: Pipeline, optimizer: optax.GradientTransformation) -> dict[str, Shapes]:
+    """Shapes and shardings of what `contents` returns."""
+    placing = pipe.optimizer_placing(optimizer)
+    of_states = {} if pipe.canonical_states is None else {STATES: pipe.canonical_states}
+    return {PARAMS: pipe.params_placing.canonical, OPTIMIZER: placing.canonical, **of_states}
+
+
+def differences(path: Path, saved: Shapes, expected: dict[str, Shapes]) -> Iterator[str]:
+    """Says why a checkpoint is not of this model and optimizer; nothing if it is.
+
+    Args:
+      path: of the checkpoint.
+      saved: shapes of its arrays, in dictionaries and lists.
+      expected: from `shapes`.
+    """
+    for part in _BELONG_TO:
+        wanted = ocp.tree.serialize_tree(expected.get(part), keep_empty_nodes=True)
+        if lines := list(leaf_mismatches(part, saved.get(part), _raw_keys(wanted))):
+            yield f"The checkpoint {path} is of {_BELONG_TO[part]}:"
+            yield from lines[:_MOST_LINES]
+            if len(lines) > _MOST_LINES:
+                yield f"... and {len(lines) - _MOST_LINES} further differences."
+            return
+
+
+def _raw_keys(shapes: Tree) -> Shapes:
+    """The shapes, with those of random keys as they are written."""
+
+    def raw(leaf: Any) -> jax.ShapeDtypeStruct:
+        if jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+            return jax.eval_shape(jax.random.key_data, leaf)
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
+
+    return jax.tree.map(raw, shapes)

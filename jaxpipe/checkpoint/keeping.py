@@ -1,0 +1,63 @@
+"""Which checkpoints stay: the latest few, and the one with the lowest held-out loss."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from orbax.checkpoint import checkpoint_managers
+
+from jaxpipe.checkpoint import checksums
+from jaxpipe.checkpoint.checksums import DamagedError
+
+_EVAL_LOSS = "eval_loss"
+_METRICS_FILE = "metrics/metrics"
+
+
+def metrics(loss: float | None) -> dict[str, float]:
+    """What is saved of a held-out loss."""
+    return {_EVAL_LOSS: math.inf if loss is None else loss}
+
+
+def held_out(metrics: Mapping[str, float]) -> float:
+    """The held-out loss that was saved."""
+    return metrics[_EVAL_LOSS]
+
+
+class LatestAndBest:
+    """Keeps the latest few, and the one with the lowest held-out loss.
+
+    Args:
+      folder: holds the checkpoints.
+      num_latest: how many of the latest.
+    """
+
+    def __init__(self, folder: Path, num_latest: int) -> None:
+        self._folder, self._num_latest = folder, num_latest
+
+    def should_preserve(
+        self,
+        checkpoints: Sequence[checkpoint_managers.PolicyCheckpointInfo],
+        *,
+        context: checkpoint_managers.PreservationContext,
+    ) -> Sequence[bool]:
+        del context
+        losses = [self._loss(checkpoint) for checkpoint in checkpoints]
+        newest_first = range(len(losses) - 1, -1, -1)
+        best = min(newest_first, key=losses.__getitem__, default=None)
+        first = len(losses) - self._num_latest
+        return [number >= first or number == best for number in range(len(losses))]
+
+    def _loss(self, checkpoint: checkpoint_managers.PolicyCheckpointInfo) -> float:
+        """The held-out loss; infinite if it was not evaluated or cannot be read."""
+        folder, metrics = self._folder / str(checkpoint.step), checkpoint.metrics
+        try:
+            if metrics is None:  # an earlier run saved it
+                metrics = json.loads((folder / _METRICS_FILE).read_bytes())
+                if (folder / checksums.FILE).exists():
+                    checksums.verify(folder, [_METRICS_FILE])
+            return loss if math.isfinite(loss := held_out(metrics)) else math.inf
+        except (OSError, ValueError, KeyError, TypeError, DamagedError):
+            return math.inf

@@ -1,0 +1,317 @@
+"""Checkpoints of people's own loops: any pipeline of the same model continues them, or a whole one
+before them."""
+
+from __future__ import annotations
+
+import functools
+import shutil
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+import toy
+import uneven
+
+import jaxpipe
+
+pytestmark = pytest.mark.pipeline
+
+ROWS, LAYERS = 16, 5
+OPTIMIZER = optax.adamw(1e-2)
+
+
+@functools.cache
+def pipeline(model="alike", schedule="1f1b", *, stage=2, data=1, **options):
+    """A pipeline and its training step, compiled once for all tests."""
+    mesh = jaxpipe.make_mesh(stage=stage, data=data)
+    built = jaxpipe.schedules.build(schedule, stages=stage, microbatches=4)
+    if model == "alike":
+        axis, start = "stage", toy.params(tied=True, num_layers=LAYERS)
+        made = toy.model(tied=True, axis=axis)
+    else:
+        start, made = uneven.params(), uneven.model(stateful=model == "stateful")
+        options["states"] = uneven.states() if model == "stateful" else None
+    pipe = jaxpipe.Pipeline(made, start, schedule=built, mesh=mesh, **options)
+    return pipe, pipe.train_step(OPTIMIZER)
+
+
+def begin(pipe, model):
+    start = toy.params(tied=True, num_layers=LAYERS) if model == "alike" else uneven.params()
+    params = pipe.place(start)
+    states = pipe.place_states(uneven.states()) if model == "stateful" else None
+    return params, pipe.init(OPTIMIZER, params), states
+
+
+def train(step, run, numbers, model):
+    """Takes steps without dropout, which depends on the data shards."""
+    params, state, states = run
+    for _ in numbers:
+        batch = toy.batch(ROWS) if model == "alike" else uneven.batch(ROWS)
+        aux, params, state = step(params, state, batch, states=states)
+        states = aux[1] if model == "stateful" else None
+    return params, state, states
+
+
+def canonical(pipe, run):
+    params, state, states = run
+    held = pipe.unplace(params), pipe.optimizer_placing(OPTIMIZER).unplace(state)
+    return jax.device_get((*held, states if states is None else pipe.unplace_states(states)))
+
+
+LAYOUTS = {
+    "alike": [
+        {"schedule": "1f1b", "stage": 4},
+        {"schedule": "zb-v", "stage": 2, "data": 2, "zero": 1, "layer_counts": (1, 2, 0, 2)},
+        {"schedule": "interleaved", "stage": 2, "data": 4, "zero": 3, "weights": "unrolled"},
+    ],
+    "differ": [
+        {"schedule": "1f1b", "stage": 2, "data": 2, "zero": 3},
+        {"schedule": "interleaved", "stage": 4},
+    ],
+    "stateful": [
+        {"schedule": "1f1b", "stage": 4},
+        {"schedule": "gpipe", "stage": 2, "layer_counts": (3, 5)},
+    ],
+}
+PAIRS = [
+    pytest.param(model, here, there, id=f"{model}-{here['schedule']}-{there['schedule']}")
+    for model, layouts in LAYOUTS.items()
+    for here, there in zip(layouts, layouts[1:] + layouts[:1], strict=True)
+]
+
+
+@pytest.mark.parametrize(("model", "here", "there"), PAIRS)
+def test_another_layout_continues_as_if_nothing_had_been_broken(model, here, there, tmp_path):
+    pipe, step = pipeline(model, **here)
+    run = train(step, begin(pipe, model), range(2), model)
+    with jaxpipe.Checkpoints(tmp_path / "run") as checkpoints:
+        params, state, states = run
+        data = {"next": 2, "seeds": [1, 2]}
+        checkpoints.save(2, pipe, OPTIMIZER, params, state, states=states, data=data)
+        saved = canonical(pipe, run)
+        # It donates what is being written.
+        unbroken = canonical(pipe, train(step, run, range(2, 4), model))
+
+    other, other_step = pipeline(model, **there)
+    for layout, its_step, close in [
+        (pipe, step, chex.assert_trees_all_equal),
+        (other, other_step, functools.partial(chex.assert_trees_all_close, rtol=1e-4, atol=1e-5)),
+    ]:
+        with jaxpipe.Checkpoints(tmp_path / "run", read_only=True) as checkpoints:
+            found = checkpoints.restore(layout, OPTIMIZER)
+        assert (found.step, found.data) == (2, data)
+        assert (found.states is None) == (model != "stateful")
+        again = found.params, found.state, found.states
+        chex.assert_trees_all_equal(canonical(layout, again), saved)
+        close(canonical(layout, train(its_step, again, range(2, 4), model)), unbroken)
+    assert other_step._cache_size() == 1
+
+
+def small(width=4, layers=2, dtype="float32"):
+    """A pipeline that places and saves at once, because nothing is trained with it."""
+    model = jaxpipe.Model(
+        lambda outer, batch, rng: batch["x"],
+        lambda w, x, batch, rng: jnp.tanh(x @ w["kernel"] + w["bias"]),
+        lambda outer, x, batch, rng: jnp.mean(x),
+    )
+    shape = jax.ShapeDtypeStruct((layers, width, width), dtype)
+    start = {"kernel": shape, "bias": jax.ShapeDtypeStruct((layers, width), dtype)}
+    params = {"embed": {}, "layers": start, "head": {}}
+    return jaxpipe.Pipeline(model, params, schedule="1f1b", mesh=jaxpipe.make_mesh(stage=2))
+
+
+def filled(pipe, value, optimizer=OPTIMIZER):
+    noise = np.random.default_rng(value)
+    start = jax.tree.map(
+        lambda leaf: np.asarray(noise.standard_normal(leaf.shape), leaf.dtype),
+        pipe.params_placing.canonical,
+    )
+    params = pipe.place(start)
+    return start, params, pipe.init(optimizer, params)
+
+
+@pytest.fixture(scope="module")
+def two(tmp_path_factory):
+    """A folder of two checkpoints; tests damage copies."""
+    folder, pipe = tmp_path_factory.mktemp("two") / "run", small(width=64)
+    with jaxpipe.Checkpoints(folder, keep=2) as checkpoints:
+        for n in (1, 2):
+            _, params, state = filled(pipe, n)
+            checkpoints.save(n, pipe, OPTIMIZER, params, state, data={"next": n})
+    return folder, pipe
+
+
+def _flip(path):
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 16
+    path.write_bytes(content)
+
+
+DAMAGE = {
+    "flipped byte": _flip,
+    "truncated": lambda path: path.write_bytes(path.read_bytes()[: path.stat().st_size // 2]),
+    "missing": lambda path: path.unlink(),
+}
+
+
+@pytest.mark.parametrize("damage", [*DAMAGE, "missing checksums"])
+def test_a_damaged_checkpoint_goes_aside_and_the_one_before_is_restored(two, damage, tmp_path):
+    whole, pipe = two
+    folder = shutil.copytree(whole, tmp_path / "run")
+    if damage == "missing checksums":
+        damaged = folder / "2" / "checksums.json"
+        damaged.unlink()
+    else:
+        damaged = max(folder.glob("2/state/**/d/*"), key=lambda path: path.stat().st_size)
+        DAMAGE[damage](damaged)
+    with jaxpipe.Checkpoints(folder, keep=2) as checkpoints:
+        found = checkpoints.restore(pipe, OPTIMIZER)
+        (note,) = checkpoints.found.notes()
+        assert damaged.name in note
+        assert (found.step, found.data) == (1, {"next": 1})
+        chex.assert_trees_all_equal(pipe.unplace(found.params), filled(pipe, 1)[0])
+        # The step is saved again, and what was damaged is still there.
+        checkpoints.save(2, pipe, OPTIMIZER, found.params, found.state)
+        assert checkpoints.restore(pipe, OPTIMIZER).step == 2
+    assert sorted(path.name for path in folder.iterdir()) == ["1", "2", "2.damaged"]
+
+
+def test_a_damaged_one_that_was_asked_for_is_refused(two, tmp_path):
+    whole, pipe = two
+    folder = shutil.copytree(whole, tmp_path / "run")
+    (folder / "1" / "data" / "metadata").unlink()
+    checkpoints = jaxpipe.Checkpoints(folder, read_only=True)
+    assert checkpoints.restore(pipe, OPTIMIZER, step=2).step == 2
+    with pytest.raises(ValueError, match=r"step=1 in .* is damaged: data/metadata is missing\."):
+        checkpoints.restore(pipe, OPTIMIZER, step=1)
+    with pytest.raises(ValueError, match=r"step=3 has no checkpoint .*; it holds 1, 2\."):
+        checkpoints.restore(pipe, OPTIMIZER, step=3)
+
+
+def test_what_is_written_is_not_torn_by_steps_that_follow(tmp_path):
+    """Arrays are large enough for the writing to go on while steps overwrite them."""
+    pipe = small(width=512, layers=8)
+    start, params, state = filled(pipe, 0)
+
+    @functools.partial(jax.jit, donate_argnums=(0, 1))
+    def overwrite(params, state):
+        return jax.tree.map(lambda w: w + 1, (params, state))
+
+    checkpoints = jaxpipe.Checkpoints(tmp_path / "run", keep=9)
+    with checkpoints:
+        for n in range(3):
+            checkpoints.save(n, pipe, OPTIMIZER, params, state)
+            params, state = overwrite(params, state)
+    for n in range(3):
+        found = checkpoints.restore(pipe, OPTIMIZER, step=n)
+        want = start
+        for _ in range(n):
+            want = jax.tree.map(lambda w: w + np.float32(1), want)
+        chex.assert_trees_all_equal(pipe.unplace(found.params), want)
+        assert int(found.state[0].count) == n
+
+
+OPTIMIZERS = {
+    "masked": optax.masked(
+        optax.adam(1e-2), lambda params: jax.tree.map(lambda w: w.ndim > 1, params)
+    ),
+    "frozen": optax.multi_transform(
+        {"train": optax.adam(1e-2), "freeze": optax.set_to_zero()},
+        lambda params: {
+            "embed": {},
+            "layers": tuple({"kernel": "train", "bias": "freeze"} for _ in params["layers"]),
+            "head": {},
+        },
+    ),
+    "factored": optax.adafactor(1e-2, min_dim_size_to_factor=2),
+    "many": optax.MultiSteps(optax.chain(optax.clip_by_global_norm(1.0), optax.lamb(1e-2)), 2),
+}
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_every_state_comes_back_in_its_own_structure(name, tmp_path):
+    pipe, optimizer = small(), OPTIMIZERS[name]
+    _, params, state = filled(pipe, 0, optimizer)
+    with jaxpipe.Checkpoints(tmp_path / "run") as checkpoints:
+        checkpoints.save(1, pipe, optimizer, params, state)
+        found = checkpoints.restore(pipe, optimizer)
+    chex.assert_trees_all_equal((found.params, found.state), (params, state))
+    assert jax.tree.structure(found.state) == jax.tree.structure(state)
+    shardings = jax.tree.map(lambda w: w.sharding, (params, state))
+    assert jax.tree.map(lambda w: w.sharding, (found.params, found.state)) == shardings
+
+
+# What is refused.
+
+
+@pytest.mark.parametrize(
+    ("other", "expected"),
+    [
+        (small(width=6), "['kernel'] is float32[2, 64, 64]; expected float32[2, 6, 6]."),
+        (small(64, layers=3), "['bias'] is float32[2, 64]; expected float32[3, 64]."),
+        (small(64, dtype="bfloat16"), "['bias'] is float32[2, 64]; expected bfloat16[2, 64]."),
+    ],
+)
+def test_another_model_names_the_leaf_and_both_shapes(two, other, expected):
+    folder, _ = two
+    with pytest.raises(ValueError, match="2 is of another model:\n") as caught:
+        jaxpipe.Checkpoints(folder, read_only=True).restore(other, OPTIMIZER)
+    assert f"params['layers']{expected}" in str(caught.value)
+
+
+def test_another_optimizer_names_what_differs(two):
+    folder, pipe = two
+    with pytest.raises(ValueError, match="2 is of another optimizer:\n") as caught:
+        jaxpipe.Checkpoints(folder, read_only=True).restore(pipe, optax.lion(1e-2))
+    assert "optimizer[0]['nu']['layers']['bias'] is float32[2, 64]; nothing" in str(caught.value)
+
+
+def test_states_of_layers_that_are_not_there(two, tmp_path):
+    pipe, stateful = pipeline("differ", stage=2)[0], pipeline("stateful", stage=2)[0]
+    params, state, _ = begin(pipe, "differ")
+    with jaxpipe.Checkpoints(tmp_path / "run") as checkpoints:
+        checkpoints.save(1, pipe, OPTIMIZER, params, state)
+        with pytest.raises(ValueError, match=r"keep other states:\nlayers.* is missing"):
+            checkpoints.restore(stateful, OPTIMIZER)
+        with pytest.raises(ValueError, match="states=None, but this model"):
+            checkpoints.save(2, stateful, OPTIMIZER, params, state)
+
+
+def test_a_folder_without_checkpoints(two, tmp_path):
+    _, pipe = two
+    for folder in (tmp_path, tmp_path / "new"):
+        assert jaxpipe.Checkpoints(folder, read_only=True).restore(pipe, OPTIMIZER) is None
+    assert not (tmp_path / "new").exists()
+
+
+def test_a_file_is_no_folder(tmp_path):
+    (tmp_path / "run").write_text("")
+    with pytest.raises(ValueError, match=r"run' is a file; checkpoints need a folder"):
+        jaxpipe.Checkpoints(tmp_path / "run")
+    with pytest.raises(ValueError, match=r"keep=0 must be at least 1"):
+        jaxpipe.Checkpoints(tmp_path / "other", keep=0)
+
+
+def test_only_damaged_ones_are_no_fresh_start(two, tmp_path):
+    whole, pipe = two
+    folder = shutil.copytree(whole, tmp_path / "run")
+    for n in ("1", "2"):
+        (folder / n / "checksums.json").unlink()
+    with pytest.raises(ValueError, match=r"no whole checkpoint \(checkpoint 2: checksums.json "):
+        jaxpipe.Checkpoints(folder, read_only=True).restore(pipe, OPTIMIZER)
+
+
+def test_what_cannot_be_saved(two, tmp_path):
+    _, pipe = two
+    start, params, state = filled(pipe, 0)
+    checkpoints = jaxpipe.Checkpoints(tmp_path / "run")
+    with pytest.raises(ValueError, match="in canonical order, not placed"):
+        checkpoints.save(1, pipe, OPTIMIZER, start, state)
+    with pytest.raises(TypeError, match="not JSON serializable"):
+        checkpoints.save(1, pipe, OPTIMIZER, params, state, data={"rng": jax.random.key(0)})
+    with pytest.raises(ValueError, match="read_only=True"):
+        jaxpipe.Checkpoints(tmp_path, read_only=True).save(1, pipe, OPTIMIZER, params, state)
+    assert not (tmp_path / "run").exists()
