@@ -44,6 +44,7 @@ def check(
         _schedule,
         _asynchronous,
         _weights,
+        _compute_dtype,
         _update,
         _partition,
         _batch,
@@ -239,6 +240,25 @@ def _weights(config: Config) -> Iterator[Failure]:
             "pipeline.weights=unrolled has no room for the versions of weights that "
             f"pipeline.schedule={config.pipeline.schedule} keeps. Nearest valid: stacked.",
             ("pipeline.weights", "pipeline.schedule"),
+        )
+
+
+def _compute_dtype(config: Config) -> Iterator[Failure]:
+    dtype = config.pipeline.compute_dtype
+    if dtype is None:
+        return
+    own = getattr(config.model, "dtype", None)
+    if own != dtype:
+        yield Failure(
+            f"pipeline.compute_dtype={dtype} rounds the weights of layers that compute in "
+            f"model.dtype={own}. Nearest valid: model.dtype={dtype}, or no pipeline.compute_dtype.",
+            ("pipeline.compute_dtype", "model.dtype"),
+        )
+    if configured.is_asynchronous(config):
+        yield Failure(
+            f"pipeline.compute_dtype={dtype} has no place beside the versions of weights that "
+            f"pipeline.schedule={config.pipeline.schedule} keeps. Nearest valid: none.",
+            ("pipeline.compute_dtype", "pipeline.schedule"),
         )
 
 

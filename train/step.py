@@ -126,6 +126,7 @@ class Setup:
             schedule=order,
             layer_counts=counts,
             mesh=self.mesh,
+            compute_dtype=self.config.pipeline.compute_dtype,
             remat=self.config.pipeline.remat,
             zero=self.config.pipeline.zero,
             weights=self.config.pipeline.weights,

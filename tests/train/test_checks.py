@@ -151,6 +151,20 @@ RULES = [
         "pipeline.weights=unrolled has no room for the versions of weights that "
         "pipeline.schedule=pipemare keeps. Nearest valid: stacked.",
     ),
+    (
+        {"pipeline.compute_dtype": "bfloat16"},
+        "pipeline.compute_dtype=bfloat16 rounds the weights of layers that compute in "
+        "model.dtype=float32. Nearest valid: model.dtype=bfloat16, or no pipeline.compute_dtype.",
+    ),
+    (
+        {
+            "pipeline.compute_dtype": "bfloat16",
+            "model.dtype": "bfloat16",
+            "pipeline.schedule": "2bw",
+        },
+        "pipeline.compute_dtype=bfloat16 has no place beside the versions of weights that "
+        "pipeline.schedule=2bw keeps. Nearest valid: none.",
+    ),
     ({"asynchronous.rescheduling_steps": 0}, "Nearest valid: None, or pipeline.schedule=pipemare."),
     (
         {"pipeline.schedule": "pipemare", "pipeline.chunks": 2},
