@@ -7,17 +7,22 @@ usable value is left out, so that each mistake is reported once.
 from __future__ import annotations
 
 import importlib.util
+import math
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 from jaxpipe import schedules
 from jaxpipe.schedule import is_users
+from models.validation import nearest_divisors
 from train import configured, errors, run_folder, tasks
 from train.config import AsynchronousConfig, Config, Range, Section
 from train.data.folder import prepare_hint
 from train.errors import Failure
 
 Rule = Callable[[Config], Iterator[Failure]]
+
+_MAX_PASSES = 100_000
+"""Forward passes of the largest schedule: building that of zb-v takes about 10 seconds."""
 
 
 def check(
@@ -41,6 +46,7 @@ def check(
     wrong = {field for failure in failures for field in failure.fields}
     wrong |= {field for field, value in config.flat().items() if value != given[field]}
     rules: list[Rule] = [
+        _text,
         _schedule,
         _asynchronous,
         _weights,
@@ -71,7 +77,10 @@ def in_range(config: Config) -> tuple[Config, list[Failure]]:
       The configuration with defaults in fields that are out of range, and what is wrong.
     """
     failures = list(_ranges(config))
-    return config.reset(field for failure in failures for field in failure.fields), failures
+    config = config.reset(field for failure in failures for field in failure.fields)
+    too_large = list(_size(config))
+    failures += too_large
+    return config.reset(field for failure in too_large for field in failure.fields), failures
 
 
 def without(failures: Iterable[Failure], broken: Iterable[Failure]) -> list[Failure]:
@@ -120,6 +129,18 @@ def device_failures(config: Config, *, num_devices: int, platform: str) -> list[
     ]
 
 
+def _size(config: Config) -> Iterator[Failure]:
+    """Refuses schedules that would take minutes to build, and more to compile."""
+    pipeline, stages = config.pipeline, config.mesh.stage
+    if stages * (pipeline.chunks or 1) * pipeline.microbatches > _MAX_PASSES:
+        chunks = "" if pipeline.chunks is None else f" x pipeline.chunks={pipeline.chunks}"
+        yield Failure(
+            f"mesh.stage={stages}{chunks} x pipeline.microbatches={pipeline.microbatches} is more "
+            f"than a schedule can hold. Nearest valid: a product of {_MAX_PASSES}.",
+            ("mesh.stage", "pipeline.chunks", "pipeline.microbatches"),
+        )
+
+
 def _ranges(config: Config) -> Iterator[Failure]:
     values = config.flat()
     for path, limits in _limits(config):
@@ -130,9 +151,12 @@ def _ranges(config: Config) -> Iterator[Failure]:
         high = limits.high is None or (
             value < limits.high if limits.below else value <= limits.high
         )
-        if low and high:
+        if low and high and value != math.inf:
             continue
         rule = f"{'above' if limits.above else 'at least'} {limits.low}"
+        if value == math.inf:
+            yield Failure(f"{path}={value} must be {rule} and finite.", (path,))
+            continue
         if limits.high is not None:
             rule += f" and {'below' if limits.below else 'at most'} {limits.high}"
         is_open = limits.above if not low else limits.below
@@ -164,6 +188,16 @@ def _model(config: Config) -> Iterator[Failure]:
         tasks.make(config)
     except ValueError as error:
         yield from errors.of_model(error)
+
+
+def _text(config: Config) -> Iterator[Failure]:
+    for path, value in config.flat().items():
+        if isinstance(value, str) and not value.isascii():
+            try:
+                value.encode()
+            except UnicodeEncodeError as error:
+                bad = value[error.start]
+                yield Failure(f"{path}={value!r} has {bad!r}, which is no character.", (path,))
 
 
 def _schedule(config: Config) -> Iterator[Failure]:
@@ -317,9 +351,7 @@ def _batch(config: Config) -> Iterator[Failure]:
 
 
 def _divisors(whole: int, value: int) -> str:
-    found = [n for n in range(1, whole + 1) if whole % n == 0]
-    near = [n for n in found if n < value][-1:] + [n for n in found if n > value][:1]
-    return " or ".join(map(str, near))
+    return " or ".join(map(str, nearest_divisors(whole, value)))
 
 
 def _multiples(value: int, unit: int) -> str:

@@ -3,6 +3,7 @@
 import errno
 import hashlib
 import json
+import math
 import os
 import shutil
 
@@ -11,7 +12,7 @@ import pytest
 
 from jaxpipe.schedule import catalog
 from jaxpipe.schedule.formats.csv_format import write_csv
-from train import checks, configured, data, distributed, errors, run_folder
+from train import checks, command_line, configured, data, distributed, errors, run_folder, train
 from train.config import Config
 from train.metrics import truncate
 
@@ -201,6 +202,25 @@ RULES = [
         "pipeline.update=chunk has no effect: pipeline.schedule=2bw updates every stage as soon as "
         "its gradient is complete. Nearest valid: step.",
     ),
+    (
+        {"mesh.stage": 10**12},
+        "mesh.stage=1000000000000 x pipeline.microbatches=4 is more than a schedule can hold.",
+    ),
+    (
+        {"pipeline.microbatches": 10**12},
+        "mesh.stage=2 x pipeline.microbatches=1000000000000 is more than a schedule can hold. "
+        "Nearest valid: a product of 100000.",
+    ),
+    (
+        {"model.width": 10**9 + 7, "model.num_heads": 2},
+        "model.num_heads=2 must divide model.width=1000000007. Nearest valid: 1, 1000000007.",
+    ),
+    ({"optimizer.peak_lr": math.inf}, "optimizer.peak_lr=inf must be above 0 and finite."),
+    ({"optimizer.weight_decay": math.inf}, "optimizer.weight_decay=inf must be at least 0 and fin"),
+    (
+        {"sample.prompt": "a\ud800"},
+        "sample.prompt='a\\ud800' has '\\ud800', which is no character.",
+    ),
     ({"pipeline.schedule": "pipmare"}, "is not a known schedule. Nearest valid: 'pipemare'."),
     ({"mesh.stage": 0}, "mesh.stage=0 must be at least 1. Nearest valid: 1."),
     ({"mesh.data": -1}, "mesh.data=-1 must be at least 1. Nearest valid: 1."),
@@ -320,11 +340,64 @@ def test_another_tokenizer(make, folder):
     assert "tokenizer.json is not the tokenizer these tokens were made with" in message
 
 
+@pytest.mark.parametrize(
+    ("fields", "expected"),
+    [
+        (
+            {
+                "pipeline.microbatches": 10**6,
+                "train.batch_size": 10**6,
+                "pipeline.schedule": "auto",
+            },
+            "mesh.stage=2 x pipeline.microbatches=1000000 is more than a schedule can hold.",
+        ),
+        (
+            {"train.batch_size": 10**9 + 7},
+            "pipeline.microbatches=4 does not divide train.batch_size=1000000007. Nearest valid: "
+            "pipeline.microbatches=1 or 1000000007, or train.batch_size=1000000000 or 1000000008.",
+        ),
+        (
+            {"train.batch_size": 10**18 + 3},
+            "pipeline.microbatches=4 does not divide train.batch_size=1000000000000000003.",
+        ),
+    ],
+)
+def test_a_size_that_is_a_mistake_is_refused_at_once(make, fields, expected):
+    """Beside too few held-out rows for such a batch."""
+    _, message = sorted(_messages(make(fields)))
+    assert expected in message
+
+
+@pytest.mark.parametrize("name", [run_folder.CHECKPOINTS, run_folder.TENSORBOARD])
+def test_a_file_in_place_of_a_folder_ends_no_resume_in_a_traceback(make, tmp_path, name):
+    run = tmp_path / "run"
+    run.mkdir()
+    (run / name).touch()
+    (failure,) = checks.check(make(), resume=True)
+    assert f"{run / name} must be a folder, and is a file." in failure.message
+
+
+def test_a_launchers_variable_that_is_no_number_is_named(make):
+    variables = {"SLURM_STEP_NUM_TASKS": "2x", "SLURM_PROCID": "0"}
+    with pytest.raises(errors.ConfigError, match="variable SLURM_STEP_NUM_TASKS='2x' must be a nu"):
+        distributed.find_processes(make(), variables)
+
+
+def test_ctrl_c_before_training_ends_in_one_line(monkeypatch, capsys):
+    def interrupt(arguments):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(command_line, "parse", interrupt)
+    assert train.main([]) == 130
+    assert capsys.readouterr().err.count("\n") == 1
+
+
 @pytest.mark.parametrize("name", [*run_folder.FILES, "sample.txt", "translations.tsv"])
 def test_an_existing_run_needs_resume(make, tmp_path, name):
     run = tmp_path / "run"
     run.mkdir()
-    (run / name).touch()
+    path = run / name
+    path.mkdir() if name in (run_folder.CHECKPOINTS, run_folder.TENSORBOARD) else path.touch()
     (message,) = _messages(make())
     assert f"run_dir={run} already holds a run ({name})" in message
     assert "Continue it with --resume, or name another --run-dir." in message
@@ -419,7 +492,8 @@ def test_metrics_are_cut_at_the_checkpoint(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "damage", [b"\xff\xfe", b"\0\0\0\0", b"null", b"3", b"[1]", b"{}", b'{"step": "2"}', b""]
+    "damage",
+    [b"[" * 10**5, b"\xff\xfe", b"\0\0\0\0", b"null", b"3", b"[1]", b"{}", b'{"step": "2"}', b""],
 )
 def test_what_is_no_record_ends_no_resume(tmp_path, damage):
     path = tmp_path / "metrics.jsonl"
