@@ -7,7 +7,6 @@ usable value is left out, so that each mistake is reported once.
 from __future__ import annotations
 
 import importlib.util
-import math
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
@@ -15,14 +14,12 @@ from jaxpipe import schedules
 from jaxpipe.schedule import is_users
 from models.validation import nearest_divisors
 from train import configured, errors, run_folder, tasks
-from train.config import AsynchronousConfig, Config, Range, Section
+from train.config import AsynchronousConfig, Config
 from train.data.folder import prepare_hint
 from train.errors import Failure
+from train.ranges import in_range
 
 Rule = Callable[[Config], Iterator[Failure]]
-
-_MAX_PASSES = 100_000
-"""Forward passes of the largest schedule: building that of zb-v takes about 10 seconds."""
 
 
 def check(
@@ -65,22 +62,6 @@ def check(
     for rule in rules:
         failures += [failure for failure in rule(config) if not wrong.intersection(failure.fields)]
     return failures
-
-
-def in_range(config: Config) -> tuple[Config, list[Failure]]:
-    """Applies the ranges of single fields, so that later rules may divide by a count.
-
-    Args:
-      config: its names and types are right.
-
-    Returns:
-      The configuration with defaults in fields that are out of range, and what is wrong.
-    """
-    failures = list(_ranges(config))
-    config = config.reset(field for failure in failures for field in failure.fields)
-    too_large = list(_size(config))
-    failures += too_large
-    return config.reset(field for failure in too_large for field in failure.fields), failures
 
 
 def without(failures: Iterable[Failure], broken: Iterable[Failure]) -> list[Failure]:
@@ -127,52 +108,6 @@ def device_failures(config: Config, *, num_devices: int, platform: str) -> list[
             ("mesh.stage", "mesh.data"),
         )
     ]
-
-
-def _size(config: Config) -> Iterator[Failure]:
-    """Refuses schedules that would take minutes to build, and more to compile."""
-    pipeline, stages = config.pipeline, config.mesh.stage
-    if stages * (pipeline.chunks or 1) * pipeline.microbatches > _MAX_PASSES:
-        chunks = "" if pipeline.chunks is None else f" x pipeline.chunks={pipeline.chunks}"
-        yield Failure(
-            f"mesh.stage={stages}{chunks} x pipeline.microbatches={pipeline.microbatches} is more "
-            f"than a schedule can hold. Nearest valid: a product of {_MAX_PASSES}.",
-            ("mesh.stage", "pipeline.chunks", "pipeline.microbatches"),
-        )
-
-
-def _ranges(config: Config) -> Iterator[Failure]:
-    values = config.flat()
-    for path, limits in _limits(config):
-        value = values[path]
-        if value is None:
-            continue
-        low = value > limits.low if limits.above else value >= limits.low
-        high = limits.high is None or (
-            value < limits.high if limits.below else value <= limits.high
-        )
-        if low and high and value != math.inf:
-            continue
-        rule = f"{'above' if limits.above else 'at least'} {limits.low}"
-        if value == math.inf:
-            yield Failure(f"{path}={value} must be {rule} and finite.", (path,))
-            continue
-        if limits.high is not None:
-            rule += f" and {'below' if limits.below else 'at most'} {limits.high}"
-        is_open = limits.above if not low else limits.below
-        bound = limits.low if not low else limits.high
-        nearest = "" if is_open else f" Nearest valid: {bound}."
-        yield Failure(f"{path}={value} must be {rule}.{nearest}", (path,))
-
-
-def _limits(section: Section, prefix: str = "") -> Iterator[tuple[str, Range]]:
-    for name, field in type(section).model_fields.items():
-        value = getattr(section, name)
-        if isinstance(value, Section):
-            yield from _limits(value, f"{prefix}{name}.")
-        for note in field.metadata:
-            if isinstance(note, Range):
-                yield f"{prefix}{name}", note
 
 
 def _with_a_model(config: Config) -> tuple[Config, list[Failure]]:

@@ -69,9 +69,9 @@ def _main(arguments: Sequence[str]) -> int:
 
 def _run(invocation) -> None:
     from jaxpipe import gpu_flags
-    from train import checks, distributed, errors
+    from train import checks, distributed, errors, ranges
 
-    config, out_of_range = checks.in_range(invocation.config)
+    config, out_of_range = ranges.in_range(invocation.config)
     broken = [*invocation.failures, *out_of_range]
     processes, failures = None, list(broken)
     try:
