@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Any
 from jaxpipe.schedule import catalog as schedules
 
 if TYPE_CHECKING:
+    from jaxpipe import nnx as nnx
+    from jaxpipe import testing as testing
     from jaxpipe.api import (
         AsyncPipeline,
         Model,
@@ -17,10 +19,7 @@ if TYPE_CHECKING:
         Sum,
         Weighted,
         WithLoss,
-        functional,
         make_mesh,
-        stack,
-        stateful,
         unpipelined,
         vocabulary,
     )
@@ -36,11 +35,10 @@ __all__ = [
     "Sum",
     "Weighted",
     "WithLoss",
-    "functional",
     "make_mesh",
+    "nnx",
     "schedules",
-    "stack",
-    "stateful",
+    "testing",
     "unpipelined",
     "vocabulary",
 ]
@@ -49,6 +47,8 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     if name not in __all__:
         raise AttributeError(f"module 'jaxpipe' has no attribute {name!r}")
+    if name in ("nnx", "testing"):
+        return importlib.import_module(f"jaxpipe.{name}")
     # Only checkpoints need orbax, which takes a while to import.
     home = "jaxpipe.checkpoint" if name == "Checkpoints" else "jaxpipe.api"
     return getattr(importlib.import_module(home), name)

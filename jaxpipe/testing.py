@@ -17,10 +17,10 @@ import numpy as np
 from jax.sharding import Mesh
 
 from jaxpipe.runtime import unpipelined
+from jaxpipe.runtime.filters import partition
 from jaxpipe.runtime.layers.model import Model
 from jaxpipe.runtime.mesh import make_mesh
 from jaxpipe.runtime.pipeline import Pipeline
-from jaxpipe.runtime.trainable import partition
 from jaxpipe.runtime.trees import combine, mismatches, shapes_of
 from jaxpipe.runtime.types import Batch, Key, Params, States, Tree
 from jaxpipe.schedule.actions import Schedule
@@ -338,6 +338,6 @@ def _report(found: list[_Compared], tolerance: float) -> str:
     if first.path.startswith("gradients") and first.scale < 1e-5 * largest:
         lines.append(
             f"{first.path} is less than 1e-5 of the largest gradient, {largest:.1e}. If it is "
-            f"only the rounding of what cancels, give floor={1e-3 * largest:.0e}."
+            f"only the rounding of what cancels, give floor={1e-2 * largest:.0e}."
         )
     return "\n".join(lines)

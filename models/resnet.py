@@ -23,8 +23,9 @@ import jax.numpy as jnp
 import optax
 from flax import nnx
 
-from jaxpipe import Model, functional, stateful
+from jaxpipe import Model
 from jaxpipe.errors import Problem
+from jaxpipe.nnx import functional, stateful
 from models import validation
 from models.blocks import Linear, matmul
 from models.resnet_blocks import Basic, Bottleneck, Stem

@@ -12,14 +12,16 @@ from typing import TYPE_CHECKING
 import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
+from jax.typing import DTypeLike
 
+from jaxpipe.runtime import filters
+from jaxpipe.runtime.filters import Filter
 from jaxpipe.runtime.layers.calls import misfits
 from jaxpipe.runtime.layers.model import Model
 from jaxpipe.runtime.layers.split import unknown_remat
+from jaxpipe.runtime.layout import precision
 from jaxpipe.runtime.layout.whole_model import LAYOUTS, SHARED
 from jaxpipe.runtime.mesh import Axes
-from jaxpipe.runtime.trainable import Trainable
-from jaxpipe.runtime.trainable import problems as trainable_problems
 from jaxpipe.runtime.trees import (
     describe,
     describe_leaf,
@@ -35,6 +37,7 @@ from jaxpipe.schedule.problems import Problem
 
 if TYPE_CHECKING:
     from jaxpipe.runtime.layout.placing import Placing
+    from jaxpipe.runtime.pipeline import Pipeline
 
 
 def num_layers(layers: Params) -> int:
@@ -52,7 +55,9 @@ def arguments(
     schedule: Schedule | None,
     mesh: Mesh,
     axes: Axes,
-    trainable: Trainable,
+    trainable: Filter | None,
+    compute_dtype: DTypeLike | None,
+    full_precision: Filter,
     remat: str,
     zero: int,
     weights: str,
@@ -81,6 +86,8 @@ def arguments(
         return
     yield from misfits(model)
     malformed = list(_parameters(model, params, trainable, weights))
+    if not malformed:
+        malformed += precision.problems(params, compute_dtype, full_precision)
     if model.stateful != (states is not None):
         yield (
             f"Model.stateful={model.stateful}, but Pipeline was given "
@@ -113,7 +120,7 @@ _PARTS = ("embed", "layers", "head")
 
 
 def _parameters(
-    model: Model, params: Params, trainable: Trainable, weights: str
+    model: Model, params: Params, trainable: Filter | None, weights: str
 ) -> Iterator[Problem | str]:
     """What is wrong with the parameters a pipeline is built from."""
     if not isinstance(params, dict) or set(params) - {SHARED} != set(_PARTS):
@@ -122,7 +129,7 @@ def _parameters(
             found = " ".join([f"the keys {list(params)}.", *_keys(params)])
         yield f'params must be {{"embed": ..., "layers": ..., "head": ...}}; found {found}'
         return
-    if others := [*_not_arrays("params", params), *trainable_problems(params, trainable)]:
+    if others := [*_not_arrays("params", params), *filters.untrainable(trainable, params)]:
         yield from others
     elif is_sequence(params["layers"]) or not model.layers_are_alike:
         yield from _separate(model, params["layers"], weights)
@@ -344,8 +351,10 @@ def key(rng: Key) -> Iterator[str]:
         yield f"rng is {describe_leaf(rng)}; it must be one random key, such as jax.random.key(0)."
 
 
-def batch(tree: Tree, *, num_microbatches: int, num_shards: int) -> Iterator[str]:
+def batch(tree: Tree, pipe: Pipeline) -> Iterator[str]:
     """What is wrong with a batch."""
+    num_microbatches = pipe.schedule.num_microbatches
+    num_shards = pipe.axes.num_shards(pipe.mesh)
     unit = f"{num_microbatches} microbatches x {num_shards} data shards"
     rows: dict[str, int] = {}
     for path, leaf in jax.tree.leaves_with_path(tree):

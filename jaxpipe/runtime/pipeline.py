@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import dataclasses
+from collections.abc import Callable, Iterable, Sequence
 from functools import cached_property, lru_cache, partial
 from typing import Any
 
@@ -10,11 +11,14 @@ import jax
 import optax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
+from jax.typing import DTypeLike
 
-from jaxpipe.runtime import checks, programs
+from jaxpipe.runtime import checks, filters, programs
+from jaxpipe.runtime.filters import Filter
 from jaxpipe.runtime.layers.losses import with_aux
 from jaxpipe.runtime.layers.model import Model
 from jaxpipe.runtime.layout.placing import Placing
+from jaxpipe.runtime.layout.precision import compute_dtypes
 from jaxpipe.runtime.layout.whole_model import (
     FROZEN,
     StateLayout,
@@ -26,8 +30,6 @@ from jaxpipe.runtime.layout.whole_model import (
 from jaxpipe.runtime.mesh import Axes, leave_compilation_cache, with_auto_axes
 from jaxpipe.runtime.named_schedule import named_schedule
 from jaxpipe.runtime.tick.fixed import Setup
-from jaxpipe.runtime.trainable import Trainable
-from jaxpipe.runtime.trainable import partition as partition_params
 from jaxpipe.runtime.trees import shapes_of
 from jaxpipe.runtime.types import (
     Batch,
@@ -69,8 +71,13 @@ class Pipeline:
       data_axes: its axes of data shards, which act as one; all others must have one device.
       microbatches: m of a schedule that is given by its name; by default two per stage.
       trainable: which parameters are trained: patterns of paths such as "layers/*/lora_*", or a
-        function of a path and a shape; by default all. The others have no
-        gradient and no optimizer state, and may be integers.
+        function of a path and a shape; by default all. The others have no gradient and no optimizer
+        state, and may be integers.
+      compute_dtype: the dtype in which layers multiply, such as "bfloat16". A step then casts each
+        weight once, and gathers it in this dtype. Layers see the rounded weights in the parameters'
+        own dtype, which gradients and updates keep.
+      full_precision: parameters of layers that are not rounded, chosen as by ``trainable``, such as
+        "*norm*"; for layers that are alike.
       remat: "none" keeps every residual, "dots" keeps weight matmuls' outputs, "full" only layer
         inputs.
       zero: what is sharded over the ``data`` axis: 0 nothing, 1 optimizer state, 2 also gradients,
@@ -116,7 +123,9 @@ class Pipeline:
         stage_axis: str = "stage",
         data_axes: Sequence[str] = ("data",),
         microbatches: int | None = None,
-        trainable: Trainable = None,
+        trainable: Filter | None = None,
+        compute_dtype: DTypeLike | None = None,
+        full_precision: Filter = (),
         remat: str = "none",
         zero: int = 0,
         weights: str = "stacked",
@@ -127,7 +136,8 @@ class Pipeline:
     ) -> None:
         axes = Axes.named(stage_axis, data_axes)
         built, unknown = named_schedule(schedule, mesh, axes, microbatches)
-        options = trainable, remat, zero, weights, weight_slots, layer_counts
+        precision = compute_dtype, full_precision
+        options = trainable, *precision, remat, zero, weights, weight_slots, layer_counts
         refuse([*unknown, *checks.arguments(model, params, states, built, mesh, axes, *options)])
         assert built is not None
         validate(built)
@@ -142,9 +152,12 @@ class Pipeline:
             layer_counts = partition([1] * checks.num_layers(params["layers"]), built.placement)
         self._own_slots = layer_layout(params["layers"], weights).own_arrays
         self.table = self._lower(built, layer_counts)
-        parts = partition_params(params, trainable)
+        parts = filters.partition(params, trainable)
         split = model.stage_split
         self.layout, self.frozen = make_layouts(*parts, split, mesh, axes, self.table, weights)
+        self.compute_dtype, self.full_precision = precision
+        layouts = [one for one in (self.layout, self.frozen) if one is not None]
+        self.compute_dtypes = compute_dtypes(layouts, *precision)
         place = partial(Placing, sharded=self.zero == 3, name="params")
         self.params_placing = self.trained_placing = place(self.layout)
         if self.frozen:
@@ -359,23 +372,16 @@ class Pipeline:
 
     def setup(self, table: TickTable) -> Setup:
         """How this pipeline runs a table of its own placement and layers."""
-        options = self.remat, self.zero, self.state_layout, self.poison
-        return Setup(self.model, self.layout, self.frozen, table, *options)
+        setup = Setup(self.model, self.layout, self.frozen, table, self.remat, self.zero)
+        states, compute = self.state_layout, self.compute_dtypes
+        return dataclasses.replace(setup, states=states, compute=compute, poison=self.poison)
 
     def check(
         self, name: str, placed: Placed, batch: Batch, states: States, others: Iterable[str] = ()
     ) -> None:
         """Raises ValueError for arguments of a step that do not fit, and for problems of others."""
-        rest = [*self._batch_problems(batch), *checks.given_states(states, self.states_placing)]
+        rest = [*checks.batch(batch, self), *checks.given_states(states, self.states_placing)]
         refuse([*self.params_placing.problems(name, placed), *others, *rest])
-
-    def check_batch(self, batch: Batch) -> None:
-        """Raises ValueError for rows that do not divide into microbatches and data shards."""
-        refuse(self._batch_problems(batch))
-
-    def _batch_problems(self, batch: Batch) -> Iterator[str]:
-        m, shards = self.schedule.num_microbatches, self.axes.num_shards(self.mesh)
-        return checks.batch(batch, num_microbatches=m, num_shards=shards)
 
     @property
     def in_specs(self) -> Tree:
@@ -389,8 +395,3 @@ class Pipeline:
         return jax.shard_map(
             body, mesh=self.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False
         )
-
-    def split_rows(self, batch: Batch) -> Batch:
-        """One data shard's leaves ``[rows, ...]`` as ``[rows of a microbatch, m, ...]``: a view."""
-        m = self.schedule.num_microbatches
-        return jax.tree.map(lambda leaf: leaf.reshape(-1, m, *leaf.shape[1:]), batch)

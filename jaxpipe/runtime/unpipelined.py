@@ -9,11 +9,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from jaxpipe.runtime.filters import Filter, partition
 from jaxpipe.runtime.layers import losses
 from jaxpipe.runtime.layers.keys import embed_layer, head_layer, layer_key
 from jaxpipe.runtime.layers.model import Model
 from jaxpipe.runtime.layout.whole_model import SHARED, outer_of
-from jaxpipe.runtime.trainable import Trainable, partition
 from jaxpipe.runtime.trees import combine
 from jaxpipe.runtime.types import Batch, Gradients, Index, Key, LayerParams, Params, States, Tree
 
@@ -63,7 +63,7 @@ def value_and_grad(
     batch: Batch,
     rng: Key = None,
     *,
-    trainable: Trainable = None,
+    trainable: Filter | None = None,
     num_microbatches: int = 1,
     data_shards: int = 1,
     states: Sequence[States] | None = None,

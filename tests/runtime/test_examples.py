@@ -15,6 +15,8 @@ MODULES = [
     "benchmarks.hlo",
     "jaxpipe.errors",
     "jaxpipe.gpu_flags",
+    "jaxpipe.nnx.functions",
+    "jaxpipe.nnx.models",
     "jaxpipe.testing",
     *(info.name for info in pkgutil.walk_packages(jaxpipe.runtime.__path__, "jaxpipe.runtime.")),
 ]

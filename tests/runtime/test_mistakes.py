@@ -274,19 +274,19 @@ MISTAKES = {
     ),
     # Modules.
     "a linen module": (
-        lambda: jaxpipe.functional(Linen()),
+        lambda: jaxpipe.nnx.functional(Linen()),
         ["Linen", "no flax nnx module: a linen module is a pure function already", "module.apply("],
     ),
     "linen layers": (
-        lambda: jaxpipe.stack(lambda rngs: Linen(), num_layers=2, rngs=None),
+        lambda: jaxpipe.nnx.stack(lambda rngs: Linen(), num_layers=2, rngs=None),
         ["no flax nnx module: a linen module is a pure function already"],
     ),
     "a class of modules": (
-        lambda: jaxpipe.functional(nnx.Linear),
+        lambda: jaxpipe.nnx.functional(nnx.Linear),
         ["no flax nnx module: give an instance, such as Linear(..., rngs=nnx.Rngs(0))."],
     ),
     "a function for a module": (
-        lambda: jaxpipe.functional(mean),
+        lambda: jaxpipe.nnx.functional(mean),
         ["no flax nnx module: a pure function of parameters and input needs no conversion."],
     ),
 }

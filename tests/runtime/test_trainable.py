@@ -16,8 +16,8 @@ from covering import covering
 
 import jaxpipe
 from jaxpipe import testing
+from jaxpipe.runtime.filters import partition
 from jaxpipe.runtime.measure.traced import buffers
-from jaxpipe.runtime.trainable import partition
 from jaxpipe.runtime.trees import combine
 
 CASES = [
@@ -190,7 +190,8 @@ def test_a_frozen_part_has_no_derivative():
     [
         (None, "params['layers']['base'] is int8[5, 8, 8]; parameters that are trained"),
         ("layers/*", "params['layers']['base'] is int8[5, 8, 8]"),
-        ("lora", "chooses none of the parameters.\nPaths: embed, head, layers/base, layers/lora_a"),
+        ("lora", "'lora' is the path of no parameter.\nPaths: embed, head, layers/base, layers/lo"),
+        (lambda path, leaf: False, "chooses none of the parameters"),
         (["head", "lora_*"], "'lora_*' is the path of no parameter.\nPaths: embed, head"),
         (3, "trainable is 3; give a pattern of paths"),
         ([True], "trainable is [True]; give a pattern of paths"),

@@ -118,6 +118,8 @@ def _smallest(pipe: Pipeline) -> Pipeline:
         stage_axis=pipe.axes.stage,
         data_axes=pipe.axes.names[:-1],
         trainable=pipe.trainable,
+        compute_dtype=pipe.compute_dtype,
+        full_precision=pipe.full_precision,
         remat=pipe.remat,
         zero=pipe.zero,
         weights=pipe.weights,

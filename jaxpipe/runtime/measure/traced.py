@@ -11,13 +11,15 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import PartitionSpec as P
 
+from jaxpipe.runtime import checks
 from jaxpipe.runtime.layers.kinds import Layers
 from jaxpipe.runtime.pipeline import Pipeline
 from jaxpipe.runtime.tick import executor
 from jaxpipe.runtime.tick.fixed import Fixed
-from jaxpipe.runtime.tick.microbatches import StepMicrobatches
+from jaxpipe.runtime.tick.microbatches import StepMicrobatches, split_rows
 from jaxpipe.runtime.types import Batch, Key, Shapes
 from jaxpipe.runtime.update.layered import Applied
+from jaxpipe.schedule.problems import refuse
 
 Read = TypeVar("Read")
 
@@ -68,11 +70,12 @@ def layers(pipe: Pipeline, batch: Batch, rng: Key = None) -> tuple[Layers, Shape
 def _traced(
     pipe: Pipeline, batch: Batch, rng: Key, read: Callable[[Fixed, StepMicrobatches], Read]
 ) -> Read:
-    pipe.check_batch(batch)
+    refuse(checks.batch(batch, pipe))
     found: list[Read] = []
 
     def body(placed: Any, batch: Batch, rng: Key, states: Any) -> jax.Array:
-        microbatches, setup = StepMicrobatches(pipe.split_rows(batch), rng), pipe.setup(pipe.table)
+        rows = split_rows(batch, pipe.schedule.num_microbatches)
+        microbatches, setup = StepMicrobatches(rows, rng), pipe.setup(pipe.table)
         fixed, _ = executor.begin(setup, placed, microbatches, executor.sink_of(setup))
         found.append(read(fixed, microbatches))
         return jnp.zeros(())

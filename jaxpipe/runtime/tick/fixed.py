@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 import jax
@@ -59,6 +59,8 @@ class Setup:
       remat: rematerialisation policy, by name.
       zero: ZeRO level 0 to 3; 0 when the data axis has one device.
       states: where the layers' states live, or None for a model without.
+      compute: dtypes that layers compute in, a tree like a piece for each of `layouts`; None for
+        those of the parameters.
       poison: fill buffers and idle messages with NaN, to prove that nothing from a bubble is used.
       outputs: collect what `Model.output` returns, not the loss; forward only.
       inputs: numbers of the batch's arrays whose gradients are wanted.
@@ -71,6 +73,7 @@ class Setup:
     remat: str
     zero: int
     states: LayerLayout | None = None
+    compute: Sequence[Tree] | None = None
     poison: bool = False
     outputs: bool = False
     inputs: tuple[int, ...] = ()

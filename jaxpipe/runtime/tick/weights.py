@@ -7,13 +7,15 @@ import functools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+import jax
+
 from jaxpipe.runtime.barriers import tie
 from jaxpipe.runtime.layout.data_axis import gather
-from jaxpipe.runtime.layout.layer_layout import LayerLayout
+from jaxpipe.runtime.layout.leaf import Leaf
 from jaxpipe.runtime.tick.fixed import Fixed, Setup
 from jaxpipe.runtime.tick.work import LayerWork
 from jaxpipe.runtime.trees import combine
-from jaxpipe.runtime.types import Arrays, At, Index, OuterParams, Shapes, Stored, Tree
+from jaxpipe.runtime.types import Arrays, Index, OuterParams, Shapes, Stored, Tree
 from jaxpipe.schedule.lowering.table import Outer, Transfer
 
 
@@ -23,12 +25,13 @@ class Held(NamedTuple):
     Args:
       layers: of its layers, as they are placed: those that are trained, then the others, if any.
       outer: what belongs to no single layer, whole, as far as this stage has it.
-      slots: gathered chunks, likewise; none where weights are not sharded.
+      copies: what layers read in their place, likewise: gathered chunks in slots, or all layers in
+        the dtypes that they compute in; none if layers read `layers`.
     """
 
     layers: list[Arrays]
     outer: OuterParams
-    slots: Sequence[Arrays] = ()
+    copies: Sequence[Arrays] = ()
 
 
 class WeightSource(abc.ABC):
@@ -64,10 +67,17 @@ class Resident(WeightSource):
 
     def hold(self, setup: Setup, layers: list[Arrays], outers: list[OuterParams]) -> Held:
         """What is held when a step begins, without its buffers."""
-        return Held(layers, functools.reduce(combine, outers))
+        copies = () if setup.compute is None else _cast(setup, layers)
+        return Held(layers, functools.reduce(combine, outers), copies)
+
+    def shapes(self, fixed: Fixed) -> dict[str, Shapes]:
+        if fixed.setup.compute is None:
+            return {}
+        own = [jax.tree.map(Leaf.struct, one.layers.placed) for one in fixed.setup.layouts]
+        return {"weights": jax.eval_shape(functools.partial(_cast, fixed.setup), own)}
 
     def layer(self, work: LayerWork) -> list[Stored]:
-        return work.read(work.held.layers)
+        return work.read(work.held.copies or work.held.layers)
 
 
 class Gathered(WeightSource):
@@ -83,25 +93,40 @@ class Gathered(WeightSource):
 
     def shapes(self, fixed: Fixed) -> dict[str, Shapes]:
         count = fixed.table.gathers.num_slots
-        return {"weights": [one.layers.slot_shapes(count) for one in fixed.setup.layouts]}
+        slots = [one.layers.slot_shapes(count) for one in fixed.setup.layouts]
+        if fixed.setup.compute is not None:
+            slots = jax.eval_shape(functools.partial(_cast, fixed.setup), slots)
+        return {"weights": slots}
 
     def with_buffers(self, held: Held, buffers: dict[str, Arrays]) -> Held:
-        return held._replace(slots=buffers["weights"])
+        return held._replace(copies=buffers["weights"])
 
     def gather(self, fixed: Fixed, held: Held, transfer: Transfer) -> Held:
-        def piece(params: LayerLayout, layers: Arrays, at: At, slots: Arrays) -> Arrays:
-            shards, slots = tie(params.read(layers, params.piece_at(at)), slots)
-            whole = gather(shards, params.piece, fixed.axes)
-            return params.write(slots, params.piece_at(at, slot=transfer.slot), whole)
+        layouts = [layout.layers for layout in fixed.setup.layouts]
 
         def body(chunk: Index, number: Index, slots: list[Arrays]) -> list[Arrays]:
-            at = fixed.stage, chunk, number
-            return [
-                piece(layout.layers, layers, at, one)
-                for layout, layers, one in zip(fixed.setup.layouts, held.layers, slots, strict=True)
-            ]
+            at, written = (fixed.stage, chunk, number), []
+            for n, params in enumerate(layouts):
+                shards = params.read(held.layers[n], params.piece_at(at))
+                shards, slot = tie(shards, slots[n])
+                if fixed.setup.compute is not None:
+                    dtypes = fixed.setup.compute[n]
+                    shards = jax.tree.map(lambda w, dtype: w.astype(dtype), shards, dtypes)
+                whole = gather(shards, params.piece, fixed.axes)
+                written.append(params.write(slot, params.piece_at(at, slot=transfer.slot), whole))
+            return written
 
-        return held._replace(slots=fixed.params.loop_pieces(transfer.chunk, body, held.slots))
+        return held._replace(copies=fixed.params.loop_pieces(transfer.chunk, body, held.copies))
 
     def layer(self, work: LayerWork) -> list[Stored]:
-        return work.read(work.held.slots, slot=work.cell.weights)
+        return work.read(work.held.copies, slot=work.cell.weights)
+
+
+def _cast(setup: Setup, arrays: Sequence[Arrays]) -> list[Arrays]:
+    """A stage's arrays of all layouts, or slots, in the dtypes that layers compute in."""
+    assert setup.compute is not None
+    layouts = [layout.layers for layout in setup.layouts]
+    return [
+        layout.cast(one, dtypes)
+        for layout, one, dtypes in zip(layouts, arrays, setup.compute, strict=True)
+    ]

@@ -80,15 +80,18 @@ class LayerWork(Work):
         return self.fixed.weights.layer(self), shared
 
     def params(self, weights: tuple[list[Stored], Tree]) -> LayerParams:
-        """What the layer's function is given as its parameters, from its weights."""
+        """What the layer's function is given as its parameters, from its weights.
+
+        They have the parameters' dtypes, whatever the weights' are: a layer that casts them to what
+        it computes in compiles to no cast.
+        """
         stored, shared = weights
-        own = functools.reduce(
-            combine,
-            (
-                layout.layers.unpack(one, self.kind.example)
-                for layout, one in zip(self.fixed.setup.layouts, stored, strict=True)
-            ),
-        )
+        example, parts = self.kind.example, []
+        for layout, one in zip(self.fixed.setup.layouts, stored, strict=True):
+            leaves = layout.layers.leaves_of(example)
+            whole = jax.tree.map(lambda w, leaf: w.astype(leaf.dtype), one, leaves)
+            parts.append(layout.layers.unpack(whole, example))
+        own = functools.reduce(combine, parts)
         return (own, shared) if self.fixed.setup.shares else own
 
     def read(self, arrays: Sequence[Arrays], slot: Index = None) -> list[Stored]:

@@ -74,6 +74,9 @@ def check_arguments(
         problems.append(
             "An asynchronous pipeline trains all parameters: make its Pipeline without `trainable`."
         )
+    if pipe.compute_dtype is not None:
+        rule = "has no place in an asynchronous pipeline, which keeps weights in versions"
+        problems.append(Problem("compute_dtype", str(pipe.compute_dtype), rule, (None,)))
     if SHARED in pipe.layout.outer:
         problems.append(
             "params['shared'] has no place in an asynchronous pipeline, whose stages update their "

@@ -14,7 +14,7 @@ from jaxpipe.runtime import checks
 from jaxpipe.runtime.layers.losses import with_aux
 from jaxpipe.runtime.layout.whole_model import frozen_part, trained_part
 from jaxpipe.runtime.tick import executor
-from jaxpipe.runtime.tick.microbatches import StepMicrobatches
+from jaxpipe.runtime.tick.microbatches import StepMicrobatches, split_rows
 from jaxpipe.runtime.trees import shapes_of
 from jaxpipe.runtime.types import Batch, Gradients, Key, OptimizerState, Placed, States, Tree
 from jaxpipe.runtime.update.layered import Applied
@@ -85,7 +85,7 @@ def _chunk_by_chunk(pipe: Pipeline, optimizer: optax.GradientTransformation) -> 
     setup, applied = pipe.setup(pipe.table), Applied(placed_optimizer)
 
     def body(params: Placed, state: Any, batch: Batch, rng: Key, states: States) -> Any:
-        rows = StepMicrobatches(pipe.split_rows(batch), rng)
+        rows = StepMicrobatches(split_rows(batch, pipe.schedule.num_microbatches), rng)
         fixed, held = executor.begin(setup, params, rows, applied)
         outer = executor.outer_gradients_like(setup, held)
         carried = executor.start(fixed, held, outer, states)
