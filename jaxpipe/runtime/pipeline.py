@@ -32,7 +32,6 @@ from jaxpipe.runtime.types import (
     States,
     Tree,
 )
-from jaxpipe.runtime.update import updates
 from jaxpipe.runtime.update.optimizer import PlacedOptimizer
 from jaxpipe.runtime.update.training_step import train_step
 from jaxpipe.schedule.actions import Schedule
@@ -131,27 +130,27 @@ class Pipeline:
         self._own_slots = layer_layout(params["layers"], weights).own_arrays
         self.table = self._lower(built, layer_counts)
         self.layout = make_layout(params, model.stage_split, mesh, axes, self.table, weights)
-        self.params_placing = Placing(self.layout, sharded=self.zero == 3, name="params")
+        self._params = Placing(self.layout, sharded=self.zero == 3, name="params")
         make = partial(PlacedOptimizer, params=self.layout, zero=self.zero)
         self.placed_optimizer = lru_cache(maxsize=8)(make)
-        self.state_layout, self.states_placing = None, None
+        self.state_layout, self._states = None, None
         if states is not None:
             layout_of = layer_layout(states, weights="stacked")
             self.state_layout = layout_of(states, layer_rows(self.table), 1)
-            layout = StateLayout(self.state_layout, mesh, axes)
-            self.states_placing = Placing(layout, sharded=False, name="states")
+            layout = StateLayout(self.state_layout, mesh, axes, self.layout.rows)
+            self._states = Placing(layout, sharded=False, name="states")
 
     # Layout.
 
     @property
     def placed_params(self) -> Shapes:
         """Shapes and shardings of the placed parameters."""
-        return self.params_placing.placed
+        return self._params.placed
 
     @property
     def param_shardings(self) -> Shardings:
         """Shardings of the placed parameters: over data, too, with ZeRO-3."""
-        return self.params_placing.shardings
+        return self._params.shardings
 
     @property
     def batch_sharding(self) -> NamedSharding:
@@ -159,9 +158,15 @@ class Pipeline:
         return NamedSharding(self.mesh, P(self.axes.data))
 
     @property
+    def canonical_params(self) -> Shapes:
+        """Shapes and shardings of what `unplace` returns: split over all devices, as far as the
+        sizes divide."""
+        return self._params.canonical
+
+    @property
     def canonical_shardings(self) -> Shardings:
         """Shardings of what `unplace` returns: over all devices, as far as the sizes divide."""
-        return self.params_placing.canonical_shardings
+        return self._params.canonical_shardings
 
     def place(self, params: Params) -> Placed:
         """Canonical parameters to placed, sharded ones.
@@ -170,11 +175,11 @@ class Pipeline:
           ValueError: parameters unlike those that the pipeline was built for, in structure, shape
             or dtype, or that are placed already.
         """
-        return self.params_placing.place(params)
+        return self._params.place(params)
 
     def unplace(self, placed: Placed) -> Params:
         """Undoes `place`, also for what is shaped like parameters, such as gradients."""
-        return self.params_placing.unplace(placed, dtypes=False)
+        return self._params.unplace(placed, dtypes=False)
 
     def place_states(self, states: States) -> States:
         """Canonical states of the layers, one tree per layer, to placed ones; raises as `place`."""
@@ -185,19 +190,19 @@ class Pipeline:
         return self._states_or_raise().unplace(placed)
 
     def _states_or_raise(self) -> Placing:
-        if self.states_placing is None:
+        if self._states is None:
             raise ValueError(checks.NO_STATES)
-        return self.states_placing
+        return self._states
 
     @property
     def placed_states(self) -> Shapes:
         """Shapes and shardings of the placed states; None for a model without."""
-        return None if self.states_placing is None else self.states_placing.placed
+        return None if self._states is None else self._states.placed
 
     @property
     def canonical_states(self) -> Shapes:
-        """Shapes and shardings of the layers' canonical states; None for a model without."""
-        return None if self.states_placing is None else self.states_placing.canonical
+        """Shapes of the layers' states; None for a model without."""
+        return None if self._states is None else self._states.canonical
 
     # The optimizer.
 
@@ -213,7 +218,11 @@ class Pipeline:
           ValueError: parameters unlike those that the pipeline was built for, or not placed; an
             optimizer that needs arrays of several layers at once.
         """
-        return updates.init(self, optimizer, params)
+        refuse(self._params.problems("params", params))
+        placed = self.placed_optimizer(optimizer)
+        specs = placed.state.specs(sharded=self.zero >= 1)
+        init = self.shard_map(placed.init, (self.in_specs[0],), specs)
+        return jax.jit(init, out_shardings=placed.placing.shardings)(params)
 
     def update(
         self,
@@ -242,7 +251,19 @@ class Pipeline:
         Raises:
           ValueError: a tree unlike those that the pipeline was built for, or not placed.
         """
-        return updates.update(self, optimizer, grads, state, params, extra)
+        placed = self.placed_optimizer(optimizer)
+        if extra:
+            shapes = shapes_of(extra)
+            placed = PlacedOptimizer(optimizer, self.layout, zero=self.zero, extra=shapes)
+        problems = self._params.problems("grads", grads)
+        problems += checks.optimizer_state("state", state, placed.placing.placed)
+        refuse([*problems, *self._params.problems("params", params)])
+        gradients = self.layout.specs(sharded=self.zero >= 1)
+        states, weights = placed.state.specs(sharded=self.zero >= 1), self.in_specs[0]
+        body, given = partial(placed.update, placed.step), (gradients, states, weights, P())
+        update = self.shard_map(body, given, (weights, states))
+        shardings = self.param_shardings, placed.placing.shardings
+        return jax.lax.with_sharding_constraint(update(grads, state, params, extra), shardings)
 
     def optimizer_placing(self, optimizer: optax.GradientTransformation) -> Placing:
         """Where the state of an optimizer lies, with shapes and shardings.
@@ -353,8 +374,8 @@ class Pipeline:
         self, name: str, placed: Placed, batch: Batch, states: States, others: Iterable[str] = ()
     ) -> None:
         """Raises ValueError for arguments of a step that do not fit, and for problems of others."""
-        rest = [*self._batch_problems(batch), *checks.given_states(states, self.states_placing)]
-        refuse([*self.params_placing.problems(name, placed), *others, *rest])
+        rest = [*self._batch_problems(batch), *checks.given_states(states, self._states)]
+        refuse([*self._params.problems(name, placed), *others, *rest])
 
     def check_batch(self, batch: Batch) -> None:
         """Raises ValueError for rows that do not divide into microbatches and data shards."""

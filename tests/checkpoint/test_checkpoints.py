@@ -127,7 +127,7 @@ def filled(pipe, value, optimizer=OPTIMIZER):
     noise = np.random.default_rng(value)
     start = jax.tree.map(
         lambda leaf: np.asarray(noise.standard_normal(leaf.shape), leaf.dtype),
-        pipe.params_placing.canonical,
+        pipe.canonical_params,
     )
     params = pipe.place(start)
     return start, params, pipe.init(optimizer, params)
