@@ -160,11 +160,9 @@ class Setup:
     @cached_property
     def canonical_shapes(self) -> TrainState:
         """The same in canonical order, as a checkpoint holds it."""
-        params = jax.tree.map(with_sharding, self.shapes, self.pipe.canonical_shardings)
-        states = jax.tree.map(
-            lambda leaf: with_sharding(leaf, self.replicated), self.pipe.canonical_states
-        )
-        return TrainState(params, self._optimizer_placing.canonical, states)
+        params = self.pipe.canonical_params
+        optimizer, states = self._optimizer_placing.canonical, self.pipe.canonical_states
+        return TrainState(params, optimizer, states)
 
     @property
     def _optimizer_placing(self):

@@ -130,7 +130,7 @@ class Pipeline:
         self._own_slots = layer_layout(params["layers"], weights).own_arrays
         self.table = self._lower(built, layer_counts)
         self.layout = make_layout(params, model.stage_split, mesh, axes, self.table, weights)
-        self._params = Placing(self.layout, sharded=self.zero == 3, name="params")
+        self.params_placing = Placing(self.layout, sharded=self.zero == 3, name="params")
         make = partial(PlacedOptimizer, params=self.layout, zero=self.zero)
         self.placed_optimizer = lru_cache(maxsize=8)(make)
         self.state_layout, self._states = None, None
@@ -145,12 +145,12 @@ class Pipeline:
     @property
     def placed_params(self) -> Shapes:
         """Shapes and shardings of the placed parameters."""
-        return self._params.placed
+        return self.params_placing.placed
 
     @property
     def param_shardings(self) -> Shardings:
         """Shardings of the placed parameters: over data, too, with ZeRO-3."""
-        return self._params.shardings
+        return self.params_placing.shardings
 
     @property
     def batch_sharding(self) -> NamedSharding:
@@ -161,12 +161,7 @@ class Pipeline:
     def canonical_params(self) -> Shapes:
         """Shapes and shardings of what `unplace` returns: split over all devices, as far as the
         sizes divide."""
-        return self._params.canonical
-
-    @property
-    def canonical_shardings(self) -> Shardings:
-        """Shardings of what `unplace` returns: over all devices, as far as the sizes divide."""
-        return self._params.canonical_shardings
+        return self.params_placing.canonical
 
     def place(self, params: Params) -> Placed:
         """Canonical parameters to placed, sharded ones.
@@ -175,11 +170,11 @@ class Pipeline:
           ValueError: parameters unlike those that the pipeline was built for, in structure, shape
             or dtype, or that are placed already.
         """
-        return self._params.place(params)
+        return self.params_placing.place(params)
 
     def unplace(self, placed: Placed) -> Params:
         """Undoes `place`, also for what is shaped like parameters, such as gradients."""
-        return self._params.unplace(placed, dtypes=False)
+        return self.params_placing.unplace(placed, dtypes=False)
 
     def place_states(self, states: States) -> States:
         """Canonical states of the layers, one tree per layer, to placed ones; raises as `place`."""
@@ -218,7 +213,7 @@ class Pipeline:
           ValueError: parameters unlike those that the pipeline was built for, or not placed; an
             optimizer that needs arrays of several layers at once.
         """
-        refuse(self._params.problems("params", params))
+        refuse(self.params_placing.problems("params", params))
         placed = self.placed_optimizer(optimizer)
         specs = placed.state.specs(sharded=self.zero >= 1)
         init = self.shard_map(placed.init, (self.in_specs[0],), specs)
@@ -255,9 +250,9 @@ class Pipeline:
         if extra:
             shapes = shapes_of(extra)
             placed = PlacedOptimizer(optimizer, self.layout, zero=self.zero, extra=shapes)
-        problems = self._params.problems("grads", grads)
+        problems = self.params_placing.problems("grads", grads)
         problems += checks.optimizer_state("state", state, placed.placing.placed)
-        refuse([*problems, *self._params.problems("params", params)])
+        refuse([*problems, *self.params_placing.problems("params", params)])
         gradients = self.layout.specs(sharded=self.zero >= 1)
         states, weights = placed.state.specs(sharded=self.zero >= 1), self.in_specs[0]
         body, given = partial(placed.update, placed.step), (gradients, states, weights, P())
@@ -375,7 +370,7 @@ class Pipeline:
     ) -> None:
         """Raises ValueError for arguments of a step that do not fit, and for problems of others."""
         rest = [*self._batch_problems(batch), *checks.given_states(states, self._states)]
-        refuse([*self._params.problems(name, placed), *others, *rest])
+        refuse([*self.params_placing.problems(name, placed), *others, *rest])
 
     def check_batch(self, batch: Batch) -> None:
         """Raises ValueError for rows that do not divide into microbatches and data shards."""

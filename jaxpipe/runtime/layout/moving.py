@@ -90,9 +90,13 @@ class Moving:
 
     def _of_stage(self, stage: Index, value: jax.Array) -> jax.Array:
         """What one stage has, on all stages."""
-        # The sum with -0.0 keeps the sign of a zero.
-        mine = jnp.where(stage == self._stage, value, jnp.full_like(value, -0.0))
-        return communicate(lax.psum, mine, self.axes.stage)
+        mine = stage == self._stage
+        if not jnp.issubdtype(value.dtype, jnp.floating):
+            return communicate(lax.psum, jnp.where(mine, value, 0), self.axes.stage)
+        # A sum of numbers would lose the sign of a zero, and what is too small.
+        bits = lax.bitcast_convert_type(value, f"uint{8 * value.dtype.itemsize}")
+        found = lax.psum(jnp.where(mine, bits, 0), self.axes.stage)
+        return lax.bitcast_convert_type(found, value.dtype)
 
     @property
     def _stage(self) -> Index:
