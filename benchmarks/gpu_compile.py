@@ -41,7 +41,8 @@ from rich.table import Table
 
 import jaxpipe
 from benchmarks.hlo import HloProgram, Instruction
-from jaxpipe.runtime.measure import gpu_flags, traced
+from jaxpipe import gpu_flags
+from jaxpipe.runtime.measure import traced
 from jaxpipe.runtime.measure.memory import compiled, predicted_bytes
 from jaxpipe.schedule.partition import partition
 from jaxpipe.schedule.search.slices import slice_ticks
@@ -62,7 +63,7 @@ CONFIG = gpt.GPTConfig(
 @dataclasses.dataclass(frozen=True)
 class Case:
     """One compiled step: hosts of 8 GPUs, a schedule, in slices or not, a ZeRO level, the layout of
-    the weights, and layers per chunk."""
+    the weights, layers per chunk, and the dtype of the copies that layers read."""
 
     hosts: int
     schedule: str
@@ -70,6 +71,7 @@ class Case:
     zero: int = 0
     weights: str = "stacked"
     layers: int = LAYERS_PER_CHUNK
+    compute_dtype: str | None = None
 
     @property
     def stages(self) -> int:
@@ -78,7 +80,8 @@ class Case:
     def __str__(self) -> str:
         name = f"{self.schedule}{', sliced' if self.sliced else ''}"
         name += f", ZeRO-{self.zero}" if self.zero else ""
-        return f"{self.hosts} x 8, {name}, {self.layers} layers, {self.weights}"
+        name = f"{self.hosts} x 8, {name}, {self.layers} layers, {self.weights}"
+        return name if self.compute_dtype is None else f"{name}, {self.compute_dtype}"
 
 
 CASES = [
@@ -88,6 +91,10 @@ CASES = [
         ("1f1b",), ("1f1b", True), ("zb-v",), ("zb-v", True),
         ("breadth-first", False, 3), ("zb-v", True, 3),
     )
+] + [
+    Case(1, "1f1b", zero=zero, weights=weights, compute_dtype="bfloat16")
+    for zero in (0, 3)
+    for weights in ("stacked", "unrolled")
 ] + [
     Case(1, *case, layers=layers)
     for layers, *case in (
@@ -279,6 +286,7 @@ def pipeline(case: Case) -> jaxpipe.Pipeline:
         remat="dots",
         zero=case.zero,
         weights=case.weights,
+        compute_dtype=case.compute_dtype,
     )
 
 

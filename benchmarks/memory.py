@@ -4,7 +4,8 @@ Memory is temporaries and returned gradients: what a step takes beside its argum
 not run) a GPT of width 256, sequence 128, 4 rows per microbatch, float32. First 16 layers on 4
 simulated stages x 2 data shards, for several numbers of microbatches; then 16 layers on 8 stages,
 whose activation memory is compared with 1F1B's; then 16 layers on 2 stages, a whole training step
-with the update after the backward and within it. Fails if a case is more than 5% off, or if more
+with the update after the backward and within it; then one of all parameters and of adapters alone,
+on 4 stages. Fails if a case is more than 5% off, or if more
 microbatches take more memory although the schedule says they need not.
 
     python -m benchmarks.memory [--all]
@@ -12,10 +13,11 @@ microbatches take more memory although the schedule says they need not.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import itertools
 import sys
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
 import jax
 import jax.numpy as jnp
@@ -44,6 +46,8 @@ PARTS = {"residuals MB": ("until_b", "until_w"), "B to W MB": ("crossing",)}
 LABEL = ("schedule", "remat", "ZeRO", "m")
 Case = tuple[str, str, int, int]
 """Schedule, remat policy, ZeRO level, number of microbatches."""
+Table = Literal["prediction", "family", "updates", "trainable"]
+RANK = 8
 
 
 def subset() -> list[Case]:
@@ -108,6 +112,71 @@ def updates() -> list[dict[str, Any]]:
     return found
 
 
+def adapted(dtype: Any) -> tuple[jaxpipe.Model, dict[str, Any]]:
+    """The GPT with low-rank adapters on every matrix of its layers, which are of ``dtype``; and
+    the shapes of its parameters."""
+    plain = gpt.model(CONFIG, vocabulary_axis="stage")
+    params = jax.eval_shape(lambda: gpt.init(CONFIG, jax.random.key(0)))
+
+    def parts(w: jax.ShapeDtypeStruct) -> dict[str, jax.ShapeDtypeStruct]:
+        if w.ndim < 3:  # a norm
+            return {"base": w}
+        layers, rows, columns = w.shape
+        shape = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.float32)
+        return {
+            "base": jax.ShapeDtypeStruct(w.shape, dtype),
+            "scale": shape((layers, 1, columns)),
+            "lora_a": shape((layers, rows, RANK)),
+            "lora_b": shape((layers, RANK, columns)),
+        }
+
+    def kernel(w: dict[str, jax.Array]) -> jax.Array:
+        if "lora_a" not in w:
+            return w["base"]
+        return w["base"].astype(jnp.float32) * w["scale"] + w["lora_a"] @ w["lora_b"]
+
+    def layer(w: Any, x: Any, batch: Any, rng: Any) -> Any:
+        return plain.layer(jax.tree.map(kernel, w, is_leaf=lambda n: "base" in n), x, batch, rng)
+
+    layers = jax.tree.map(parts, params["layers"])
+    return dataclasses.replace(plain, layer=layer), params | {"layers": layers}
+
+
+def adapters() -> list[dict[str, Any]]:
+    """A training step of all parameters, and of adapters on float32 and on int8 weights."""
+    adam, found = optax.adam(1e-3), []
+    plain = gpt.model(CONFIG, vocabulary_axis="stage")
+    params = jax.eval_shape(lambda: gpt.init(CONFIG, jax.random.key(0)))
+    cases = {
+        "all parameters": (plain, params, None),
+        "adapters on float32": (*adapted(jnp.float32), "*lora_*"),
+        "adapters on int8": (*adapted(jnp.int8), "*lora_*"),
+    }
+    for zero, (name, (model, shapes, trainable)) in itertools.product((0, 3), cases.items()):
+        harness.note(f"{name}: ZeRO-{zero}")
+        pipe = jaxpipe.Pipeline(
+            model,
+            shapes,
+            schedule=jaxpipe.schedules.build("1f1b-fused", stages=STAGES, microbatches=8),
+            mesh=jaxpipe.make_mesh(stage=STAGES, data=DATA),
+            trainable=trainable,
+            remat="full",
+            zero=zero,
+        )
+        rows = (ROWS * 8 * DATA, CONFIG.sequence_length + 1)
+        batch = {"tokens": jax.ShapeDtypeStruct(rows, jnp.int32, sharding=pipe.batch_sharding)}
+        state = pipe.optimizer_placing(adam).placed
+        step = pipe.train_step(adam).lower(pipe.placed_params, state, batch).compile()
+        memory = step.memory_analysis()
+        assert memory is not None, "the CPU backend knows its memory"
+        sizes = {
+            "arguments MB": memory.argument_size_in_bytes / 1e6,
+            "temporaries MB": memory.temp_size_in_bytes / 1e6,
+        }
+        found.append({"trained": name, "ZeRO": zero, **sizes, "together MB": sum(sizes.values())})
+    return found
+
+
 def peak(name: str, stages: int, microbatches: int) -> float:
     """In flight, in microbatches of a full stage: the schedule's own count."""
     schedule = catalog.build(name, stages=stages, microbatches=microbatches)
@@ -169,18 +238,14 @@ def prediction(everything: bool) -> list[dict[str, Any]]:
 
 def main(
     everything: Annotated[bool, tyro.conf.arg(name="all")] = False,
-    tables: tuple[Literal["prediction", "family", "updates"], ...] = (
-        "prediction",
-        "family",
-        "updates",
-    ),
+    tables: tuple[Table, ...] = get_args(Table),
 ) -> int:
     """Prints the tables, writes them, and returns 1 if a case is off.
 
     Args:
       everything: every schedule, remat policy, ZeRO 0 and 3 and number of microbatches; takes
         hours.
-      tables: which of the three to make.
+      tables: which of them to make.
     """
     harness.simulate(FAMILY_STAGES)
     jax.config.update("jax_disable_most_optimizations", True)  # of LLVM: nothing runs
@@ -205,6 +270,15 @@ def main(
             title="temporaries of a training step: the update after it, and within it",
             label=["data", "ZeRO"],
             bars=["after MB", "within MB"],
+            axis="MB on each device",
+        )
+    if "trainable" in tables:
+        harness.report(
+            "memory-trainable",
+            adapters(),
+            title=f"a training step of all parameters, and of adapters of rank {RANK}",
+            label=["trained", "ZeRO"],
+            bars=["arguments MB", "temporaries MB"],
             axis="MB on each device",
         )
     print("\n".join(problems))

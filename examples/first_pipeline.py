@@ -24,7 +24,7 @@ import jax.numpy as jnp
 import optax
 
 import jaxpipe
-from jaxpipe.schedule.show import draw
+from jaxpipe.schedule import draw
 from jaxpipe.schedule.simulate import Costs, lock_step, simulate, ticks
 
 jax.config.update("jax_num_cpu_devices", 4)  # simulated; leave it out on a cluster

@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Any
 from jaxpipe.schedule import catalog as schedules
 
 if TYPE_CHECKING:
+    from jaxpipe import nnx as nnx
+    from jaxpipe import testing as testing
     from jaxpipe.api import (
         AsyncPipeline,
         Model,
@@ -17,11 +19,9 @@ if TYPE_CHECKING:
         Sum,
         Weighted,
         WithLoss,
-        functional,
         init_params,
         load_params,
         make_mesh,
-        stack,
         unpipelined,
         vocabulary,
     )
@@ -37,12 +37,12 @@ __all__ = [
     "Sum",
     "Weighted",
     "WithLoss",
-    "functional",
     "init_params",
     "load_params",
     "make_mesh",
+    "nnx",
     "schedules",
-    "stack",
+    "testing",
     "unpipelined",
     "vocabulary",
 ]
@@ -51,6 +51,8 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     if name not in __all__:
         raise AttributeError(f"module 'jaxpipe' has no attribute {name!r}")
+    if name in ("nnx", "testing"):
+        return importlib.import_module(f"jaxpipe.{name}")
     # Only checkpoints need orbax, which takes a while to import.
     home = "jaxpipe.checkpoint" if name == "Checkpoints" else "jaxpipe.api"
     return getattr(importlib.import_module(home), name)

@@ -22,8 +22,9 @@ import jax.numpy as jnp
 import optax
 from flax import nnx
 
-from jaxpipe import Model, functional, stack, vocabulary
-from jaxpipe.schedule.problems import Problem
+from jaxpipe import Model, vocabulary
+from jaxpipe.errors import Problem
+from jaxpipe.nnx import functional, stack
 from models import validation
 from models.blocks import INIT_STDDEV, EncoderLayer, Linear, function_of, layer_norm
 

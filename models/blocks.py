@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jaxpipe import functional
+from jaxpipe.nnx import functional
 
 INIT_STDDEV = 0.02
 """Standard deviation of initial matrices in GPT (Radford et al. 2018, section 4.1) and BERT."""

@@ -20,8 +20,9 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jaxpipe import Model, functional, stack, vocabulary
-from jaxpipe.schedule.problems import Problem
+from jaxpipe import Model, vocabulary
+from jaxpipe.errors import Problem
+from jaxpipe.nnx import functional, stack
 from models import validation
 from models.blocks import INIT_STDDEV, Linear, attention_kernel
 

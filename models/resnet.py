@@ -24,8 +24,8 @@ import optax
 from flax import nnx
 
 from jaxpipe import Model
-from jaxpipe.runtime.layers import modules
-from jaxpipe.schedule.problems import Problem
+from jaxpipe.errors import Problem
+from jaxpipe.nnx import functional, stateful
 from models import validation
 from models.blocks import Linear, matmul
 from models.resnet_blocks import Basic, Bottleneck, Stem
@@ -179,13 +179,13 @@ def init(config: ResNetConfig, rng: jax.Array) -> PyTree:
     """
     keys = jax.random.split(rng, config.num_layers + 1)
     layers = tuple(
-        modules.stateful(kind.module(config, nnx.Rngs(key)))[1]
+        stateful(kind.module(config, nnx.Rngs(key)))[1]
         for kind, key in zip(kinds(config), keys[1:], strict=True)
     )
     head = Linear(
         config.group_channels[-1], config.num_classes, stddev=0.01, rngs=nnx.Rngs(keys[0])
     )
-    return {"embed": {}, "layers": layers, "head": modules.functional(head)[1]}
+    return {"embed": {}, "layers": layers, "head": functional(head)[1]}
 
 
 def init_state(config: ResNetConfig) -> tuple[PyTree, ...]:
@@ -194,13 +194,13 @@ def init_state(config: ResNetConfig) -> tuple[PyTree, ...]:
     Returns:
       One tree per layer, float32; ``{}`` for every layer with ``norm="group"``.
     """
-    shapes = tuple(modules.stateful(_abstract(config, kind))[2] for kind in kinds(config))
+    shapes = tuple(stateful(_abstract(config, kind))[2] for kind in kinds(config))
     return jax.tree_util.tree_map_with_path(
         lambda path, leaf: jnp.full(leaf.shape, 1.0 if path[-1].key == "var" else 0.0), shapes
     )
 
 
-def model(config: ResNetConfig, *, train: bool = True) -> Model:
+def model(config: ResNetConfig, *, train: bool = True, metrics: bool = False) -> Model:
     """The ResNet as the functions a pipeline runs.
 
     A microbatch is ``{"images": [rows, height, width, channels], "labels": int32 [rows]}``; images
@@ -212,6 +212,8 @@ def model(config: ResNetConfig, *, train: bool = True) -> Model:
       config: the model's shape.
       train: False normalises with the running statistics and leaves them as they are. Without
         BatchNorm there is no difference.
+      metrics: return "accuracy", the share of images whose likeliest class is their label, beside
+        the loss.
 
     Returns:
       The model; its layers are a tuple of functions, the same one for layers of equal `Kind`.
@@ -233,10 +235,11 @@ def model(config: ResNetConfig, *, train: bool = True) -> Model:
 
     def head_loss(outer, x, microbatch, rng):
         del rng
-        losses = optax.softmax_cross_entropy_with_integer_labels(
-            _head(outer, x), microbatch["labels"]
-        )
-        return losses.mean()
+        logits, labels = _head(outer, x), microbatch["labels"]
+        loss = optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean()
+        if not metrics:
+            return loss
+        return loss, {"accuracy": (logits.argmax(-1) == labels).mean()}
 
     return Model(
         embed=embed,
@@ -292,7 +295,7 @@ def num_parameters(config: ResNetConfig) -> int:
 
 
 def _layer(config: ResNetConfig, kind: Kind, *, train: bool) -> Callable[..., Any]:
-    apply, _, _ = modules.stateful(_abstract(config, kind))
+    apply, _, _ = stateful(_abstract(config, kind))
 
     def layer(params, x, microbatch, rng):
         del microbatch

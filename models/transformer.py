@@ -24,8 +24,9 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jaxpipe import Model, functional, vocabulary
-from jaxpipe.schedule.problems import Problem
+from jaxpipe import Model, vocabulary
+from jaxpipe.errors import Problem
+from jaxpipe.nnx import functional
 from models import validation
 from models.blocks import MLP, Attention, EncoderLayer, function_of, layer_norm
 

@@ -6,7 +6,7 @@ import typing
 from collections.abc import Iterator
 from typing import Any, Literal
 
-from jaxpipe.schedule.problems import Problem, below_one, refuse
+from jaxpipe.errors import Problem, below_one, refuse
 
 
 class Validated:

@@ -10,8 +10,8 @@ import importlib.util
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
-from jaxpipe.schedule import catalog
-from jaxpipe.schedule.formats import user
+from jaxpipe import schedules
+from jaxpipe.schedule import is_users
 from train import configured, errors, run_folder, tasks
 from train.config import AsynchronousConfig, Config, Range, Section
 from train.data.folder import prepare_hint
@@ -44,6 +44,7 @@ def check(
         _schedule,
         _asynchronous,
         _weights,
+        _update,
         _partition,
         _batch,
         _data,
@@ -193,7 +194,7 @@ def _depth(config: Config) -> list[str]:
 def _asynchronous(config: Config) -> Iterator[Failure]:
     settings, name = config.asynchronous, config.pipeline.schedule
     if not configured.is_asynchronous(config):
-        if name not in {entry.name for entry in catalog.entries()} and not user.is_users(name):
+        if name not in {entry.name for entry in schedules.entries()} and not is_users(name):
             return  # another rule says so
         for field, default in AsynchronousConfig().model_dump().items():
             if getattr(settings, field) != default:
@@ -238,6 +239,32 @@ def _weights(config: Config) -> Iterator[Failure]:
             "pipeline.weights=unrolled has no room for the versions of weights that "
             f"pipeline.schedule={config.pipeline.schedule} keeps. Nearest valid: stacked.",
             ("pipeline.weights", "pipeline.schedule"),
+        )
+
+
+def _update(config: Config) -> Iterator[Failure]:
+    if config.pipeline.update == "step":
+        return
+    if configured.is_asynchronous(config):
+        yield Failure(
+            f"pipeline.update=chunk has no effect: pipeline.schedule={config.pipeline.schedule} "
+            "updates every stage as soon as its gradient is complete. Nearest valid: step.",
+            ("pipeline.update", "pipeline.schedule"),
+        )
+        return
+    if config.optimizer.clip_norm:
+        yield Failure(
+            "pipeline.update=chunk updates a chunk before the gradients of all others are known, "
+            f"and optimizer.clip_norm={config.optimizer.clip_norm} needs the norm of all. Nearest "
+            "valid: optimizer.clip_norm=0, or pipeline.update=step.",
+            ("pipeline.update", "optimizer.clip_norm"),
+        )
+    if config.pipeline.weights == "unrolled":
+        yield Failure(
+            "pipeline.update=chunk updates a chunk piece by piece in stacked arrays, and "
+            "pipeline.weights=unrolled keeps one array per layer. Nearest valid: "
+            "pipeline.weights=stacked, or pipeline.update=step.",
+            ("pipeline.update", "pipeline.weights"),
         )
 
 

@@ -14,11 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from jaxpipe.schedule import Schedule
-from jaxpipe.schedule.formats import user
-from jaxpipe.schedule.formats.json_format import from_json, to_json
-from jaxpipe.schedule.lowering.lower import lower
-from jaxpipe.schedule.search.slices import check_layer_counts
+from jaxpipe.schedule import Schedule, from_json, is_users, lower, to_json
 from train import configured
 from train.config import Config
 
@@ -56,7 +52,9 @@ class Choice:
             raise ValueError(f"it has no choice of a schedule and a partition: {error}") from None
         if not _are_all(int, counts) or not _are_all((int, float), costs):
             raise ValueError("layer_counts and layer_costs must be lists of numbers")
-        check_layer_counts(choice.schedule.placement, counts)
+        needed = choice.schedule.placement.num_virtual_stages
+        if len(counts) != needed or min(counts) < 1:
+            raise ValueError(f"layer_counts must be {needed} numbers of at least 1")
         if len(costs) != sum(counts) or not all(0 < cost < math.inf for cost in costs):
             raise ValueError(f"layer_costs must be {sum(counts)} numbers above 0")
         return choice
@@ -123,7 +121,7 @@ def _settings(config: Config) -> dict[str, Any]:
         if path in paths or path.split(".")[0] in sections
     }
     found["num_layers"] = config.num_layers
-    if user.is_users(name):
+    if is_users(name):
         # Users who edit their own schedule want the new version.
         order = json.dumps(to_json(configured.order(config)))
         found["order_sha256"] = hashlib.sha256(order.encode()).hexdigest()

@@ -97,6 +97,12 @@ class PipelineConfig(Section):
     weights: Literal["stacked", "unrolled"] = "stacked"
     """Whether the weights of a stage's layers are one array per parameter, or one per layer, which
     saves copies of them on GPUs but takes longer to compile."""
+    update: Literal["step", "chunk"] = "step"
+    """When the optimizer runs: after the "step", with the gradients of all layers; or for every
+    "chunk" as soon as its gradient is complete, which keeps only the gradients of chunks in work.
+    "chunk" needs optimizer.clip_norm 0 and a schedule that finishes one chunk before it goes on to
+    the next, such as modular or breadth-first, and reports no gradient norm; --dry-run shows the
+    memory that it saves."""
     weight_slots: Count = 1
     """Chunks of gathered weights (zero 3) and of gradient sums (zero 2 and 3) that a stage keeps at
     once. More of them take more memory, but are gathered and reduced less often; --dry-run shows
@@ -151,9 +157,9 @@ class OptimizerConfig(Section):
     """Decay of the running mean of gradients."""
     beta2: Beta = 0.95
     """Decay of the running mean of their squares."""
-    clip_norm: Positive = 1.0
+    clip_norm: NonNegative = 1.0
     """Largest norm of the whole gradient; in asynchronous training, of the newest gradient of every
-    part together."""
+    part together. 0 is off."""
 
 
 class TrainConfig(Section):

@@ -5,15 +5,17 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Sequence
-from typing import Any
 
-from jaxpipe.schedule import Costs, Schedule, catalog
-from jaxpipe.schedule.check.validate import simulated_only
-from jaxpipe.schedule.formats import user
-from jaxpipe.schedule.generators import pipemare
-from jaxpipe.schedule.generators.pipemare import SteadyState
-from jaxpipe.schedule.problems import Problem, refuse
-from jaxpipe.schedule.search.slices import slice_ticks
+from jaxpipe import schedules
+from jaxpipe.errors import refuse
+from jaxpipe.schedule import (
+    ASYNCHRONOUS_METHODS,
+    Costs,
+    Schedule,
+    SteadyState,
+    simulated_only,
+    slice_ticks,
+)
 from train.config import Config
 
 _SYNCHRONOUS = "1f1b"
@@ -28,7 +30,7 @@ _DECAY = 0.135
 
 def is_asynchronous(config: Config) -> bool:
     """Whether ``pipeline.schedule`` names a method that never drains the pipeline."""
-    return config.pipeline.schedule in pipemare.METHODS
+    return config.pipeline.schedule in ASYNCHRONOUS_METHODS
 
 
 def steady_state(config: Config) -> SteadyState:
@@ -72,42 +74,16 @@ def _order(config: Config) -> Schedule:
     pipeline, name = config.pipeline, config.pipeline.schedule
     # Schedules that read the layers have two chunks per stage.
     layers_per_chunk = max(1, -(-config.num_layers // (2 * config.mesh.stage)))
-    clock: dict[str, Any] = {"costs": costs(config), "layers_per_chunk": layers_per_chunk}
-    if user.is_users(name):
-        return _users(config, clock)
-    return catalog.build(
+    return schedules.build(
         _SYNCHRONOUS if is_asynchronous(config) else name,
         stages=config.mesh.stage,
         microbatches=pipeline.microbatches,
         chunks=pipeline.chunks,
         group=pipeline.group,
         memory_limit=pipeline.memory_limit,
-        **clock,
+        costs=costs(config),
+        layers_per_chunk=layers_per_chunk,
     )
-
-
-def _users(config: Config, clock: dict[str, Any]) -> Schedule:
-    """Loads a user's own schedule, for the configured numbers of stages and microbatches."""
-    pipeline, name, stages = config.pipeline, config.pipeline.schedule, config.mesh.stage
-    options: dict[str, Any] = {
-        "num_chunks": pipeline.chunks,
-        "group": pipeline.group,
-        "memory_limit": pipeline.memory_limit,
-    }
-    given = {option: value for option, value in options.items() if value is not None}
-    if not user.is_file(name):
-        m = pipeline.microbatches
-        return user.load(name, num_stages=stages, num_microbatches=m, clock=clock, **given)
-    try:
-        schedule = user.load(name, num_stages=None, num_microbatches=None, **given)
-    except OSError as error:
-        raise ValueError(f"pipeline.schedule={name!r} cannot be read: {error}") from None
-    wanted = {"num_stages": stages, "num_microbatches": pipeline.microbatches}
-    own = {argument: getattr(schedule, argument) for argument in wanted}
-    if own != wanted:
-        rule = "is not a schedule for $num_stages and $num_microbatches"
-        refuse([Problem("name", name, rule, own, wanted)])
-    return schedule
 
 
 def build(config: Config, layer_counts: Sequence[int]) -> Schedule:

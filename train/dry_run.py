@@ -6,10 +6,8 @@ import jax
 from rich.console import Console
 from rich.table import Table
 
-from jaxpipe.runtime.measure.memory import predicted_bytes
-from jaxpipe.schedule import lock_step, simulate
-from jaxpipe.schedule.partition import chunk_shares
-from jaxpipe.schedule.show import draw, pipemare_draw
+from jaxpipe.measure import predicted_bytes
+from jaxpipe.schedule import chunk_shares, draw, lock_step, simulate, steady_text
 from train import configured
 from train.config import Config
 from train.modes import Asynchronous, Modes
@@ -59,7 +57,7 @@ def _show_steady_state(console: Console, setup: Setup, mode: Asynchronous) -> No
     warmup = config.asynchronous.warmup_steps
     rescheduling, decay = configured.techniques(config)
     lines = [
-        pipemare_draw.text(steady),
+        steady_text(steady),
         f"utilization: {steady.full_utilization(costs):.1%} in the steady state, with filling and "
         f"draining once {steady.utilization(config.train.steps - warmup, costs):.1%}",
         f"T1 rescheduling_steps: {rescheduling or 'off'}; T2 discrepancy_decay: {decay or 'off'}; "
@@ -81,7 +79,8 @@ def _show_partition(console: Console, setup: Setup) -> None:
 def _show_temporaries(console: Console, setup: Setup) -> None:
     compiled = setup.compile().memory_analysis()
     rng = jax.eval_shape(lambda: setup.rng(0))
-    predicted = predicted_bytes(setup.pipe, setup.batch_shapes, rng)
+    by_chunk = setup.optimizer if setup.config.pipeline.update == "chunk" else None
+    predicted = predicted_bytes(setup.pipe, setup.batch_shapes, rng, by_chunk=by_chunk)
     buffers = Table("buffer", "MB", title="predicted temporaries and gradients per device")
     for name, size in predicted.items():
         buffers.add_row(name, f"{size / _MB:.2f}")
@@ -93,6 +92,15 @@ def _show_temporaries(console: Console, setup: Setup) -> None:
     for stage, peak in enumerate(peaks):
         stages.add_row(str(stage), str(peak), *(f"{size / _MB:.2f}" for size in sizes))
     console.print(stages)
+    if by_chunk is not None:
+        after = sum(predicted_bytes(setup.pipe, setup.batch_shapes, rng).values())
+        console.print(
+            f"pipeline.update=chunk: gradients of {setup.pipe.table.reduces.num_slots} of "
+            f"{setup.pipe.schedule.num_chunks} chunks are kept at once; with update=step "
+            f"temporaries and gradients would take {after / _MB:.2f} MB",
+            soft_wrap=True,
+            highlight=False,
+        )
     if setup.pipe.zero >= 2:
         _show_transfers(console, setup)
 

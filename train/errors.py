@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
-from jaxpipe.schedule.problems import ArgumentError, Problem, in_python
+from jaxpipe.errors import ArgumentError, Problem, in_python
 
 _FIELDS = {
     "name": "pipeline.schedule",

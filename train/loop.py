@@ -19,7 +19,7 @@ from train import checkpoint, distributed, run_folder, start
 from train.config import Config
 from train.data import stream
 from train.errors import NonFiniteLossError
-from train.metrics import Line, Metrics, memory_bytes, peak_flops, say
+from train.metrics import Line, Metrics, memory_bytes, peak_flops, recorded, say, shown
 from train.modes import Mode, Modes
 from train.run_lock import RunLock
 from train.start import Start
@@ -116,7 +116,7 @@ class Trainer:
             rows=self.rows,
         )
         self.step = 0
-        self.eval_loss: float | None = None
+        self.evaluated: dict[str, Any] = {}
         self.mode: Mode
         self.carried: Any
         self.compiled: Any
@@ -197,8 +197,8 @@ class Trainer:
                 seconds = clock.stop()
                 if self.step == last:
                     numbers |= self._end()
-                self.eval_loss = self.evaluate() if evaluates else None
-                self._write(self.step, numbers | {"eval_loss": self.eval_loss})
+                self.evaluated = self.evaluate() if evaluates else {}
+                self._write(self.step, numbers | self.evaluated)
                 self.checkpoints.check()
                 if logs:
                     line = self._line(numbers, bubble, seconds / max(clock.steps, 1))
@@ -217,7 +217,7 @@ class Trainer:
 
     def finish(self) -> float | None:
         """Reports how good the model is, and returns its score."""
-        eval_loss = self.evaluate() if self.eval_loss is None else self.eval_loss
+        evaluated = self.evaluated or self.evaluate()
         # Every process takes part in gathering the weights; the first one alone reports and writes.
         state, _ = self.mode.settle(self.carried)
         weights = self.setup.to_canonical_weights(state)
@@ -226,14 +226,15 @@ class Trainer:
             return None
         task = self.setup.task
         baseline = task.baseline(self.examples, self.heldout)
-        say(self.console, f"held-out loss {eval_loss:.4f} nats; {baseline}")
+        metrics = "".join(f", {text}" for text in shown(evaluated.get("eval_metrics")))
+        say(self.console, f"held-out loss {evaluated['eval_loss']:.4f} nats{metrics}; {baseline}")
         text, score = task.report(params, layers, self.heldout)
         say(self.console, text)
         return score
 
-    def evaluate(self) -> float:
-        """Returns the mean loss over the held-out batches: the same pipeline, forward only."""
-        return self._heldout_loss(self.config.train.eval_batches)
+    def evaluate(self) -> dict[str, Any]:
+        """Returns loss and metrics, as they are recorded, of the held-out batches: their means."""
+        return self._heldout(self.config.train.eval_batches)
 
     def save(self) -> None:
         """Starts to save this step, if its weights give a finite loss.
@@ -241,15 +242,15 @@ class Trainer:
         The loss of a step is that of the weights before it. If the step was not evaluated, one
         held-out batch is run to check the new weights.
         """
-        if self.eval_loss is None:
-            self._heldout_loss(1)
+        if not self.evaluated:
+            self._heldout(1)
         checkpoint.save(
             self.checkpoints,
             self.step,
             self.mode.to_saved(self.carried),
             data=self.stream.get_state(),
             run=self.describe | {checkpoint.IN_FLIGHT: self.mode.layout()},
-            eval_loss=self.eval_loss,
+            eval_loss=self.evaluated.get("eval_loss"),
         )
 
     def _global(self, batch: stream.Batch) -> Any:
@@ -257,7 +258,7 @@ class Trainer:
             batch, self.setup.pipe.batch_sharding, self.rows, self.config.train.batch_size
         )
 
-    def _heldout_loss(self, num_batches: int) -> float:
+    def _heldout(self, num_batches: int) -> dict[str, Any]:
         batches = stream.heldout_batches(
             self.heldout,
             batch_size=self.config.train.batch_size,
@@ -265,10 +266,10 @@ class Trainer:
             rows=self.rows,
         )
         state, _ = self.mode.settle(self.carried)
-        losses = [self.setup.eval_loss(state, self._global(batch)) for batch in batches]
-        loss = float(np.mean([float(loss) for loss in losses]))
-        self._check_finite(self.step, {"held-out loss": loss})
-        return loss
+        values = [self.setup.evaluate(state, self._global(batch)) for batch in batches]
+        means = jax.tree.map(lambda *all_: np.mean(np.asarray(all_, np.float64), axis=0), *values)
+        self._check_finite(self.step, {"held-out loss": float(means["loss"])})
+        return {f"eval_{name}": recorded(value) for name, value in means.items()}
 
     def _record(self, step: int, values: Any) -> None:
         self._write(step, self._read(step, values))
@@ -277,7 +278,8 @@ class Trainer:
         """Returns a step's values by name; no loss while an asynchronous pipeline fills."""
         numbers: dict[str, Any] = {"loss": None, "grad_norm": None}
         if self.mode.loss_step(step) is not None:
-            numbers = {name: float(values[name]) for name in numbers}
+            numbers |= {name: float(values[name]) for name in numbers if name in values}
+            numbers["metrics"] = recorded(values["metrics"]) if "metrics" in values else None
         numbers |= self.mode.metrics(step, values)
         seen = {"loss": numbers["loss"], "gradient norm": numbers["grad_norm"]}
         # The loss lags behind: diverging weights show in the correction first.
@@ -314,7 +316,9 @@ class Trainer:
             ),
             bubble=bubble,
             memory_bytes=memory_bytes(),
-            eval_loss=self.eval_loss,
+            eval_loss=self.evaluated.get("eval_loss"),
+            metrics=numbers.get("metrics"),
+            eval_metrics=self.evaluated.get("eval_metrics"),
         )
 
     def _bar(self) -> Progress:

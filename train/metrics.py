@@ -11,11 +11,12 @@ import os
 import resource
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, TextIO
 
 import jax
+import numpy as np
 from rich.console import Console
 
 from train import run_folder
@@ -84,6 +85,8 @@ class Line:
       bubble: predicted share of idle time.
       memory_bytes: peak memory.
       eval_loss: held-out loss, if evaluated.
+      metrics: those of the task's loss, as recorded; None if it has none.
+      eval_metrics: the same of the held-out batches, if evaluated.
     """
 
     step: int
@@ -97,12 +100,15 @@ class Line:
     bubble: float
     memory_bytes: int
     eval_loss: float | None = None
+    metrics: Mapping[str, Any] | None = None
+    eval_metrics: Mapping[str, Any] | None = None
 
     def __str__(self) -> str:
         width = len(str(self.num_steps))
         parts = [
             f"step {self.step:>{width}}/{self.num_steps}",
             "loss -" if self.loss is None else f"loss {self.loss:.4f}",
+            *shown(self.metrics),
             "grad norm -" if self.grad_norm is None else f"grad norm {self.grad_norm:.3f}",
             f"lr {self.learning_rate:.2e}",
             f"{self.units_per_second:,.0f} {self.unit}/s",
@@ -111,8 +117,37 @@ class Line:
             parts.append(f"MFU {self.utilisation:.1%}")
         parts += [f"bubble {self.bubble:.1%}", f"memory {self.memory_bytes / 1e9:.2f} GB"]
         if self.eval_loss is not None:
-            parts.append(f"held-out {self.eval_loss:.4f}")
+            parts += [f"held-out {self.eval_loss:.4f}", *shown(self.eval_metrics)]
         return "  ".join(parts)
+
+
+def recorded(value: Any) -> Any:
+    """Returns a value of a step as metrics.jsonl holds it: lists for arrays, None for no number.
+
+    Example:
+      >>> recorded({"accuracy": jax.numpy.float32(0.5), "by_class": np.array([1.0, np.nan])})
+      {'accuracy': 0.5, 'by_class': [1.0, None]}
+    """
+    if isinstance(value, Mapping):
+        return {name: recorded(part) for name, part in value.items()}
+    value = np.asarray(value).tolist() if hasattr(value, "dtype") else value
+    if isinstance(value, list):
+        return [recorded(part) for part in value]
+    return value if math.isfinite(value) else None
+
+
+def shown(metrics: Mapping[str, Any] | None) -> list[str]:
+    """Returns the metrics that fit on a line: each a name with one number.
+
+    Example:
+      >>> shown({"accuracy": 0.53125, "tokens": 512, "by_class": [0.5, 0.25]})
+      ['accuracy 0.5312', 'tokens 512']
+    """
+    return [
+        f"{name} {value:.4f}" if isinstance(value, float) else f"{name} {value}"
+        for name, value in (metrics or {}).items()
+        if isinstance(value, (int, float))
+    ]
 
 
 def say(console: Console, text: str) -> None:
@@ -219,27 +254,29 @@ class Metrics:
     def __exit__(self, *_: object) -> None:
         self._open.close()
 
-    def write(self, step: int, values: Mapping[str, float | Sequence[float] | None]) -> None:
+    def write(self, step: int, values: Mapping[str, Any]) -> None:
         """Writes one step.
 
         Args:
           step: optimizer steps done.
-          values: by name; None is left out, and each number of a list is a curve of its own.
+          values: by name; None is left out, and each number of a list or of a mapping is a curve of
+            its own.
         """
         if self._file is None or self._board is None:
             return
         present = {name: value for name, value in values.items() if value is not None}
         curves = dict(_curves(present))
-        assert all(math.isfinite(value) for value in curves.values())
-        self._file.write(json.dumps({"step": step, **present}) + "\n")
+        self._file.write(json.dumps({"step": step, **present}, allow_nan=False) + "\n")
         self._board.write(step, curves)
         if self._wandb is not None:
             self._wandb.log(curves, step=step)
 
 
-def _curves(values: Mapping[str, float | Sequence[float]]) -> Iterator[tuple[str, float]]:
+def _curves(values: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
     for name, value in values.items():
-        if isinstance(value, Sequence):
-            yield from ((f"{name}/{n}", number) for n, number in enumerate(value))
-        else:
+        if isinstance(value, list):
+            value = {str(n): part for n, part in enumerate(value)}
+        if isinstance(value, dict):
+            yield from ((f"{name}/{part}", number) for part, number in _curves(value))
+        elif value is not None:
             yield name, value

@@ -20,7 +20,7 @@ from jaxpipe import AsyncPipeline
 from jaxpipe.schedule import lock_step
 from train import configured
 from train.config import Config
-from train.step import Setup, TrainState, with_sharding
+from train.step import Setup, TrainState, named, with_sharding
 
 PyTree = Any
 
@@ -146,7 +146,7 @@ class Asynchronous(Mode):
             rescheduling_steps=steps,
             discrepancy_decay=decay,
             recompute_segment=self.config.asynchronous.recompute_segment,
-            clip_norm=self.config.optimizer.clip_norm,
+            clip_norm=self.config.optimizer.clip_norm or None,
         )
         self.steady = self.training.steady
 
@@ -181,12 +181,11 @@ class Asynchronous(Mode):
 
     def compile(self):
         def step(carried, batch, rng):
-            carried, loss = self.training.step(carried, batch, rng)
-            values = {
-                "loss": loss,
-                "grad_norm": self.training.grad_norm(carried),
-                "correction": self.training.discrepancy(carried),
-            }
+            carried, value = self.training.step(carried, batch, rng)
+            values, _ = named(value, None)
+            values["correction"] = self.training.discrepancy(carried)
+            if self.config.optimizer.clip_norm:  # only then it is measured
+                values["grad_norm"] = self.training.grad_norm(carried)
             return carried, values
 
         shardings = self._shardings, self.setup.replicated
@@ -197,7 +196,8 @@ class Asynchronous(Mode):
     @cached_property
     def _settle(self):
         def settle(carried):
-            carried, losses = self.training.drain(carried)
+            carried, value = self.training.drain(carried)
+            losses = named(value, None)[0]["loss"]
             params, optimizer = self.training.finish(carried)
             return TrainState(params, optimizer, carried["states"]), losses
 

@@ -11,8 +11,7 @@ import jax
 from rich.console import Console
 
 from jaxpipe import Checkpoints
-from jaxpipe.schedule import simulate
-from jaxpipe.schedule.show import draw, pipemare_draw
+from jaxpipe.schedule import draw, simulate, steady_text
 from train import checkpoint, choice, configured, run_folder
 from train.choice import Choice
 from train.config import Config
@@ -125,7 +124,7 @@ def prepare_folder(setup: Setup) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     choice.write(folder / run_folder.CHOICE_FILE, config, setup.choice)
     if configured.is_asynchronous(config):
-        text = pipemare_draw.text(configured.steady_state(config))
+        text = steady_text(configured.steady_state(config))
         (folder / run_folder.STEADY_STATE_FILE).write_text(text, encoding="utf-8")
     else:
         timeline = simulate(setup.schedule, setup.chunk_costs)

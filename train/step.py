@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cached_property
 from typing import Any
 
@@ -13,10 +13,9 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxpipe import Pipeline, make_mesh
-from jaxpipe.runtime.measure.costs import layer_bytes, layer_costs
-from jaxpipe.schedule import Costs, Schedule, simulate
-from jaxpipe.schedule.partition import Memory, chunk_costs, partition
-from train import configured, distributed, tasks
+from jaxpipe.measure import layer_bytes, layer_costs
+from jaxpipe.schedule import Costs, Memory, Schedule, chunk_costs, partition, simulate
+from train import configured, distributed, errors, tasks
 from train.choice import Choice
 from train.config import Config, OptimizerConfig
 
@@ -70,6 +69,7 @@ class Setup:
         self.pipe = self._pipeline(self.schedule, self.layer_counts)
         self.learning_rate = learning_rate(config.optimizer, num_steps=config.train.steps)
         self.optimizer = self.make_optimizer()
+        self._updating_step = self._chunk_by_chunk()
 
     def _choose(self) -> Choice:
         costs, counts = self._partition()
@@ -103,14 +103,19 @@ class Setup:
     def _memory(self, probe: Pipeline, batch: PyTree, rng, limit: float) -> Memory:
         """What layers keep: weights, gradients, two moments of Adam, and residuals."""
         parameters, residuals = layer_bytes(probe, batch, rng)
-        levels, peak = [3, 2, 1, 1], 0
+        levels, peak, slots = [3, 2, 1, 1], 0, 0.0
+        if self.config.pipeline.update == "chunk":
+            # Gradients of chunks in work, whole, in place of all.
+            levels.remove(2)
+            chunks = probe.schedule.num_chunks
+            slots = min(self.config.pipeline.weight_slots, chunks) / chunks
         if configured.is_asynchronous(self.config):
             steady = configured.steady_state(self.config)
             corrects = configured.techniques(self.config)[1] is not None
             levels += [3] * (steady.num_versions - 1 + corrects)
             peak = steady.residual_slots
         sharded = sum(probe.zero >= z for z in levels)
-        copies = len(levels) - sharded + sharded / self.config.mesh.data
+        copies = len(levels) - sharded + sharded / self.config.mesh.data + slots
         peak = max(peak, *simulate(probe.schedule, configured.costs(self.config)).peak_in_flight)
         return Memory([copies * n for n in parameters], residuals, peak, limit * 1e9)
 
@@ -127,6 +132,20 @@ class Setup:
             weight_slots=self.config.pipeline.weight_slots,
             states=self.task.init_states(),
         )
+
+    def _chunk_by_chunk(self) -> Callable[..., Any] | None:
+        """The step that updates every chunk by itself; None if it is not wanted.
+
+        Raises:
+          ConfigError: the schedule or the optimizer does not allow it.
+        """
+        if self.config.pipeline.update == "step":
+            return None
+        try:
+            return self.pipe.train_step(self.optimizer, update=self.config.pipeline.update)
+        except ValueError as error:
+            found = errors.of_schedule(error, self.config.pipeline.schedule)
+            raise errors.ConfigError(list(found)) from error
 
     def make_optimizer(self, *, clips: bool = True) -> optax.GradientTransformation:
         """The run's optimizer; see `make_optimizer`."""
@@ -218,19 +237,29 @@ class Setup:
 
     @cached_property
     def train_step(self):
-        """``(state, batch, rng) -> (state, {"loss", "grad_norm"})``, jitted; donates the state."""
+        """``(state, batch, rng) -> (state, values)``, jitted; donates the state.
+
+        Values are "loss", "grad_norm", and "metrics" if the task's loss has any; there is no
+        "grad_norm" if every chunk is updated by itself.
+        """
 
         def step(state, batch, rng):
-            value, grads = self.pipe.value_and_grad(state.params, batch, rng, states=state.layers)
-            loss, layers = (value, None) if state.layers is None else value
-            params, optimizer = self.pipe.update(
-                self.optimizer, grads, state.optimizer, state.params
-            )
-            metrics = {"loss": loss, "grad_norm": optax.tree.norm(grads)}
-            return TrainState(params, optimizer, layers), metrics
+            given, norm = (state.params, state.optimizer, batch, rng, state.layers), {}
+            if self._updating_step is not None:
+                value, params, optimizer = self._updating_step(*given)
+            else:
+                value, params, optimizer, norm["grad_norm"] = self._step_with_norm(*given)
+            values, layers = named(value, state.layers)
+            return TrainState(params, optimizer, layers), values | norm
 
         shardings = self.state_shardings, self.replicated
         return jax.jit(step, donate_argnums=0, out_shardings=shardings)
+
+    def _step_with_norm(self, params, optimizer, batch, rng, layers):
+        """As a step from `Pipeline.train_step`, and the norm of the gradient before clipping."""
+        value, grads = self.pipe.value_and_grad(params, batch, rng, states=layers)
+        new = self.pipe.update(self.optimizer, grads, optimizer, params)
+        return value, *new, optax.tree.norm(grads)
 
     def compile(self):
         """Compiles `train_step`; the result is called like it and knows its memory."""
@@ -238,10 +267,36 @@ class Setup:
         return self.train_step.lower(self.state_shapes, self.batch_shapes, rng).compile()
 
     @cached_property
-    def eval_loss(self):
-        """``(state, batch) -> loss``, jitted: the same pipeline, forward only, no dropout."""
+    def evaluate(self):
+        """``(state, batch) -> values``, jitted: the same pipeline, forward only, no dropout.
+
+        Values are "loss", and "metrics" if the task's loss has any.
+        """
         pipe = self._pipeline(self.schedule, self.layer_counts, train=False)
-        return jax.jit(lambda state, batch: pipe.loss(state.params, batch, states=state.layers))
+
+        def evaluate(state, batch):
+            return named(pipe.loss(state.params, batch, states=state.layers), None)[0]
+
+        return jax.jit(evaluate)
+
+
+def named(value: PyTree, layers: PyTree) -> tuple[dict[str, PyTree], PyTree]:
+    """What a step returns as its loss, taken apart.
+
+    Args:
+      value: a loss, or ``(loss, aux)`` with metrics, the layers' states, or both.
+      layers: the states before the step; None if they keep none, or if there are no new ones.
+
+    Returns:
+      Loss and metrics by name, and the new states.
+    """
+    loss, aux = value if isinstance(value, tuple) else (value, None)
+    values, metrics = {"loss": loss}, aux
+    if layers is not None:
+        # Metrics and states in a tuple, or states alone.
+        found: Any = jax.tree.structure(aux)
+        metrics, layers = (None, aux) if found == jax.tree.structure(layers) else aux
+    return values if metrics is None else values | {"metrics": metrics}, layers
 
 
 def learning_rate(config: OptimizerConfig, *, num_steps: int) -> optax.Schedule:
@@ -288,7 +343,9 @@ def make_optimizer(
         )
 
     return optax.chain(
-        optax.clip_by_global_norm(config.clip_norm) if clips else optax.identity(),
+        optax.clip_by_global_norm(config.clip_norm)
+        if clips and config.clip_norm
+        else optax.identity(),
         optax.scale_by_adam(b1=config.beta1, b2=config.beta2),
         optax.stateless(decay),
         optax.scale_by_learning_rate(rate),

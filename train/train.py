@@ -56,7 +56,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _run(invocation) -> None:
-    from jaxpipe.runtime.measure import gpu_flags
+    from jaxpipe import gpu_flags
     from train import checks, distributed, errors
 
     config, out_of_range = checks.in_range(invocation.config)

@@ -18,7 +18,8 @@ from jaxpipe.schedule.formats.csv_format import read_csv, write_csv
 from jaxpipe.schedule.generators import pipemare
 from jaxpipe.schedule.lowering.steady_rows import shown_minibatches, steady_schedule
 from jaxpipe.schedule.problems import ArgumentError, Problem, below_one, refuse
-from jaxpipe.schedule.show import draw, pipemare_draw
+from jaxpipe.schedule.show import draw
+from jaxpipe.schedule.show.pipemare_draw import steady_text
 from jaxpipe.schedule.show.report import report, timelines
 from jaxpipe.schedule.show.trace import trace
 from jaxpipe.schedule.simulate import Costs
@@ -80,16 +81,17 @@ def show(
         "memory_limit": memory_limit,
     }
     parsed = parse_costs(costs)
-    if name in pipemare.METHODS:
+    if name in pipemare.ASYNCHRONOUS_METHODS:
         given = options | {"costs": costs}
         steady = _steady_state(name, stages, microbatches, recompute_segment, written, given)
         if written == "text":
-            _write(pipemare_draw.text(steady), out)
+            _write(steady_text(steady), out)
             return
         schedule: Schedule = steady_schedule(steady)
     else:
         if recompute_segment is not None:
-            rule = f"does not fit $name: segments are for {', '.join(pipemare.METHODS)}"
+            methods = ", ".join(pipemare.ASYNCHRONOUS_METHODS)
+            rule = f"does not fit $name: segments are for {methods}"
             others = {"name": name}
             refuse([Problem("recompute_segment", recompute_segment, rule, (None,), others)])
         schedule = build(name, stages=stages, microbatches=microbatches, costs=parsed, **options)

@@ -10,7 +10,7 @@ from rich.table import Table
 
 from jaxpipe.commands.options import DEFAULT_COSTS, build, check_size, message, parse_costs
 from jaxpipe.schedule import catalog
-from jaxpipe.schedule.generators.pipemare import METHODS
+from jaxpipe.schedule.generators.pipemare import ASYNCHRONOUS_METHODS
 from jaxpipe.schedule.problems import below_one, refuse
 from jaxpipe.schedule.show import comparison, draw
 from jaxpipe.schedule.show.report import timelines
@@ -30,7 +30,7 @@ def schedules() -> None:
     for e in catalog.entries():
         table.add_row(e.name, e.summary, e.bubble, e.peak, e.constraints, e.source)
     _print(table)
-    methods = list(METHODS)
+    methods = list(ASYNCHRONOUS_METHODS)
     print(
         f"Asynchronous: {', '.join(methods[:-1])} and {methods[-1]}. They never drain the pipeline "
         "and have no bubble if all stages cost the same; "

@@ -12,11 +12,15 @@ from typing import TYPE_CHECKING
 import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
+from jax.typing import DTypeLike
 
+from jaxpipe.runtime import filters
+from jaxpipe.runtime.filters import Filter
 from jaxpipe.runtime.layers.calls import misfits
 from jaxpipe.runtime.layers.model import Model
 from jaxpipe.runtime.layers.split import unknown_remat
-from jaxpipe.runtime.layout.whole_model import LAYOUTS
+from jaxpipe.runtime.layout import precision
+from jaxpipe.runtime.layout.whole_model import LAYOUTS, SHARED
 from jaxpipe.runtime.mesh import Axes
 from jaxpipe.runtime.trees import (
     describe,
@@ -33,6 +37,7 @@ from jaxpipe.schedule.problems import Problem
 
 if TYPE_CHECKING:
     from jaxpipe.runtime.layout.placing import Placing
+    from jaxpipe.runtime.pipeline import Pipeline
 
 
 def num_layers(layers: Params) -> int:
@@ -50,6 +55,9 @@ def arguments(
     schedule: Schedule | None,
     mesh: Mesh,
     axes: Axes,
+    trainable: Filter | None,
+    compute_dtype: DTypeLike | None,
+    full_precision: Filter,
     remat: str,
     zero: int,
     weights: str,
@@ -77,7 +85,9 @@ def arguments(
         yield f"model is a {type(model).__name__}; it must be a jaxpipe.Model."
         return
     yield from misfits(model)
-    malformed = list(_parameters(model, params, weights))
+    malformed = list(_parameters(model, params, trainable, weights))
+    if not malformed:
+        malformed += precision.problems(params, compute_dtype, full_precision)
     if model.stateful != (states is not None):
         yield (
             f"Model.stateful={model.stateful}, but Pipeline was given "
@@ -109,15 +119,17 @@ def _schedule(schedule: Schedule, mesh: Mesh, axes: Axes | None) -> Iterator[Pro
 _PARTS = ("embed", "layers", "head")
 
 
-def _parameters(model: Model, params: Params, weights: str) -> Iterator[Problem | str]:
+def _parameters(
+    model: Model, params: Params, trainable: Filter | None, weights: str
+) -> Iterator[Problem | str]:
     """What is wrong with the parameters a pipeline is built from."""
-    if not isinstance(params, dict) or set(params) != set(_PARTS):
+    if not isinstance(params, dict) or set(params) - {SHARED} != set(_PARTS):
         found = f"a {type(params).__name__}."
         if isinstance(params, dict):
             found = " ".join([f"the keys {list(params)}.", *_keys(params)])
         yield f'params must be {{"embed": ..., "layers": ..., "head": ...}}; found {found}'
         return
-    if others := list(_untrainable("params", params)):
+    if others := [*_not_arrays("params", params), *filters.untrainable(trainable, params)]:
         yield from others
     elif is_sequence(params["layers"]) or not model.layers_are_alike:
         yield from _separate(model, params["layers"], weights)
@@ -131,24 +143,12 @@ def _keys(params: Params) -> Iterator[str]:
         if part not in params:
             empty = "" if part == "layers" else "; without parameters it is {}"
             yield f"params[{part!r}] is missing{empty}."
-    for key in [key for key in params if key not in _PARTS]:
+    for key in [key for key in params if key not in (*_PARTS, SHARED)]:
         yield (
             f"params[{key!r}] belongs to no function of the model: put it under 'embed' or 'head', "
-            "which both `Model.embed` and `Model.head_loss` see."
+            "which both `Model.embed` and `Model.head_loss` see, or under 'shared', which all "
+            "layers see."
         )
-
-
-def _untrainable(name: str, tree: Tree) -> Iterator[str]:
-    """Leaves of which no gradient can be taken."""
-    yield from _not_arrays(name, tree)
-    for path, leaf in jax.tree.leaves_with_path(tree):
-        shape = shape_of(leaf)
-        if shape is not None and not jnp.issubdtype(shape.dtype, jnp.inexact):
-            yield (
-                f"{name}{jax.tree_util.keystr(path)} is {describe(shape)}; parameters are trained, "
-                "so they must be floating point. Let the model's functions close over constants, "
-                "or read them from the batch."
-            )
 
 
 def _not_arrays(name: str, tree: Tree) -> Iterator[str]:
@@ -351,8 +351,10 @@ def key(rng: Key) -> Iterator[str]:
         yield f"rng is {describe_leaf(rng)}; it must be one random key, such as jax.random.key(0)."
 
 
-def batch(tree: Tree, *, num_microbatches: int, num_shards: int) -> Iterator[str]:
+def batch(tree: Tree, pipe: Pipeline) -> Iterator[str]:
     """What is wrong with a batch."""
+    num_microbatches = pipe.schedule.num_microbatches
+    num_shards = pipe.axes.num_shards(pipe.mesh)
     unit = f"{num_microbatches} microbatches x {num_shards} data shards"
     rows: dict[str, int] = {}
     for path, leaf in jax.tree.leaves_with_path(tree):

@@ -7,6 +7,7 @@ own devices hold, and a device holds no more than its part and one layer.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, TypeAlias
 
 import jax
@@ -15,10 +16,10 @@ import numpy as np
 
 from jaxpipe.runtime.layout.leaf import Leaf
 from jaxpipe.runtime.layout.unrolled import Unrolled
-from jaxpipe.runtime.layout.whole_model import Layout
+from jaxpipe.runtime.layout.whole_model import FROZEN, Layout, trained_part
 from jaxpipe.runtime.pipeline import Pipeline
-from jaxpipe.runtime.trees import mismatches
-from jaxpipe.runtime.types import Arrays, At, LayerParams, Placed, Shapes, Stored, Tree
+from jaxpipe.runtime.trees import is_sequence, mismatches, select
+from jaxpipe.runtime.types import Arrays, At, Placed, Shapes, Stored, Tree
 from jaxpipe.schedule.problems import refuse
 
 Read: TypeAlias = Callable[..., Tree]
@@ -44,13 +45,34 @@ def load_params(pipe: Pipeline, read: Read) -> Placed:
       ...     return {"kernel": np.load(f"{name}-{n}.npy", mmap_mode="r")}
       >>> params = load_params(pipe, read)  # doctest: +SKIP
     """
-    layout, placed = pipe.layout, pipe.placed_params
-    outer = {
-        name: jax.tree.map(_part, _checked(read(name), leaves, name), placed[name])
+    placed = pipe.placed_params
+    checked = partial(_read, pipe.canonical_params, read)
+    params = _fill(pipe.layout, trained_part(placed), checked, sharded=pipe.zero == 3)
+    if pipe.frozen is None:
+        return params
+    frozen = _fill(pipe.frozen, placed[FROZEN], checked, sharded=pipe.zero == 3)
+    return params | {FROZEN: frozen}
+
+
+def _read(canonical: Shapes, read: Read, name: str, *number: int) -> Tree:
+    """A part of the model, as it should be."""
+    expected = canonical[name]
+    if number and is_sequence(expected):
+        expected = expected[number[0]]
+    elif number:
+        expected = jax.tree.map(lambda w: jax.ShapeDtypeStruct(w.shape[1:], w.dtype), expected)
+    found = read(name, *number)
+    refuse(mismatches(f"read({', '.join(map(repr, [name, *number]))})", found, expected))
+    return found
+
+
+def _fill(layout: Layout, placed: Shapes, read: Read, *, sharded: bool) -> Placed:
+    """The parameters of a layout, from parts that may hold others, too."""
+    filled = {
+        name: jax.tree.map(_part, select(read(name), leaves), placed[name])
         for name, leaves in layout.outer.items()
     }
-    layers = _Layers(layout, placed["layers"], sharded=pipe.zero == 3)
-    return {"layers": layers.load(read), **outer}
+    return {"layers": _Layers(layout, placed["layers"], sharded=sharded).load(read), **filled}
 
 
 class _Layers:
@@ -69,6 +91,8 @@ class _Layers:
                 self._devices.append((device, at[axes.stage], int(shard)))
 
     def load(self, read: Read) -> Placed:
+        if not jax.tree.leaves(self._placed):
+            return self._placed
         own = [self._zeros(device) for device, _, _ in self._devices]
         stages = {stage for _, stage, _ in self._devices}
         for at, n in sorted(np.ndenumerate(self._layout.rows), key=lambda held: held[1]):
@@ -81,7 +105,7 @@ class _Layers:
 
     def _put(self, own: list[Arrays], at: At, n: int, read: Read) -> None:
         """Reads a layer for all devices of its stage."""
-        layer = _checked(read("layers", n), self._layout.layers.shape_of(n), "layers", n)
+        layer = select(read("layers", n), self._layout.layers.shape_of(n))
         stored = self._layout.layers.pack(layer, n)
         for number, (device, stage, shard) in enumerate(self._devices):
             if stage == at[0]:
@@ -127,12 +151,6 @@ class _Layers:
         own = jax.tree.map(lambda w: w[0], arrays)
         new = layers.write(own, layers.layer_at(at, example), part)
         return jax.tree.map(lambda w: w[None], new)
-
-
-def _checked(found: Tree, expected: Tree, *asked: Any) -> LayerParams:
-    shapes = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), expected)
-    refuse(mismatches(f"read({', '.join(map(repr, asked))})", found, shapes))
-    return found
 
 
 def _part(w: Any, leaf: Any) -> jax.Array:

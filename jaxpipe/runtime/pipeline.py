@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import dataclasses
+from collections.abc import Callable, Iterable, Sequence
 from functools import cached_property, lru_cache, partial
 from typing import Any
 
@@ -10,12 +11,22 @@ import jax
 import optax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
+from jax.typing import DTypeLike
 
-from jaxpipe.runtime import checks, programs
+from jaxpipe.runtime import checks, filters, programs
+from jaxpipe.runtime.filters import Filter
 from jaxpipe.runtime.layers.losses import with_aux
 from jaxpipe.runtime.layers.model import Model
 from jaxpipe.runtime.layout.placing import Placing
-from jaxpipe.runtime.layout.whole_model import StateLayout, layer_layout, layer_rows, make_layout
+from jaxpipe.runtime.layout.precision import compute_dtypes
+from jaxpipe.runtime.layout.whole_model import (
+    FROZEN,
+    StateLayout,
+    WithFrozen,
+    layer_layout,
+    layer_rows,
+    make_layouts,
+)
 from jaxpipe.runtime.mesh import Axes, leave_compilation_cache, with_auto_axes
 from jaxpipe.runtime.named_schedule import named_schedule
 from jaxpipe.runtime.tick.fixed import Setup
@@ -28,12 +39,11 @@ from jaxpipe.runtime.types import (
     Params,
     Placed,
     Shapes,
-    Shardings,
     States,
     Tree,
 )
+from jaxpipe.runtime.update import training_step
 from jaxpipe.runtime.update.optimizer import PlacedOptimizer
-from jaxpipe.runtime.update.training_step import train_step
 from jaxpipe.schedule.actions import Schedule
 from jaxpipe.schedule.check.validate import validate
 from jaxpipe.schedule.lowering.lower import forward_only, lower
@@ -45,10 +55,11 @@ from jaxpipe.schedule.problems import refuse
 class Pipeline:
     """Runs a model through a pipeline schedule on a mesh.
 
-    Parameters are *canonical* for the user (``{"embed", "layers", "head"}``, layers in model order:
-    stacked if they are alike, a tuple or list if not) and *placed* on the devices; `place` and
-    `unplace` convert. `init` and `update` run an optimizer on placed parameters and keep its state
-    sharded as the ZeRO level says. Everything can be called inside `jax.jit`.
+    Parameters are *canonical* for the user (``{"embed", "layers", "head"}`` and, where layers share
+    some, "shared"; layers in model order, stacked if they are alike, a tuple or list if not) and
+    *placed* on the devices; `place` and `unplace` convert. `init` and `update` run an optimizer on
+    placed parameters and keep its state sharded as the ZeRO level says. Everything can be called
+    inside `jax.jit`.
 
     Args:
       model: pure functions.
@@ -59,6 +70,14 @@ class Pipeline:
       stage_axis: the mesh's axis of the schedule's stages.
       data_axes: its axes of data shards, which act as one; all others must have one device.
       microbatches: m of a schedule that is given by its name; by default two per stage.
+      trainable: which parameters are trained: patterns of paths such as "layers/*/lora_*", or a
+        function of a path and a shape; by default all. The others have no gradient and no optimizer
+        state, and may be integers.
+      compute_dtype: the dtype in which layers multiply, such as "bfloat16". A step then casts each
+        weight once, and gathers it in this dtype. Layers see the rounded weights in the parameters'
+        own dtype, which gradients and updates keep.
+      full_precision: parameters of layers that are not rounded, chosen as by ``trainable``, such as
+        "*norm*"; for layers that are alike.
       remat: "none" keeps every residual, "dots" keeps weight matmuls' outputs, "full" only layer
         inputs.
       zero: what is sharded over the ``data`` axis: 0 nothing, 1 optimizer state, 2 also gradients,
@@ -104,6 +123,9 @@ class Pipeline:
         stage_axis: str = "stage",
         data_axes: Sequence[str] = ("data",),
         microbatches: int | None = None,
+        trainable: Filter | None = None,
+        compute_dtype: DTypeLike | None = None,
+        full_precision: Filter = (),
         remat: str = "none",
         zero: int = 0,
         weights: str = "stacked",
@@ -114,7 +136,8 @@ class Pipeline:
     ) -> None:
         axes = Axes.named(stage_axis, data_axes)
         built, unknown = named_schedule(schedule, mesh, axes, microbatches)
-        options = remat, zero, weights, weight_slots, layer_counts
+        precision = compute_dtype, full_precision
+        options = trainable, *precision, remat, zero, weights, weight_slots, layer_counts
         refuse([*unknown, *checks.arguments(model, params, states, built, mesh, axes, *options)])
         assert built is not None
         validate(built)
@@ -122,46 +145,49 @@ class Pipeline:
         leave_compilation_cache(mesh)
         params, states = shapes_of(params), shapes_of(states)
         self.model, self.schedule, self.mesh, self.axes = model, built, mesh, axes
-        self.remat, self.poison = remat, poison
+        self.remat, self.poison, self.trainable = remat, poison, trainable
         self.weights, self.weight_slots = weights, weight_slots
         self.zero = zero if axes.num_shards(mesh) > 1 else 0
         if layer_counts is None:
             layer_counts = partition([1] * checks.num_layers(params["layers"]), built.placement)
         self._own_slots = layer_layout(params["layers"], weights).own_arrays
         self.table = self._lower(built, layer_counts)
-        self.layout = make_layout(params, model.stage_split, mesh, axes, self.table, weights)
-        self.params_placing = Placing(self.layout, sharded=self.zero == 3, name="params")
+        parts = filters.partition(params, trainable)
+        split = model.stage_split
+        self.layout, self.frozen = make_layouts(*parts, split, mesh, axes, self.table, weights)
+        self.compute_dtype, self.full_precision = precision
+        layouts = [one for one in (self.layout, self.frozen) if one is not None]
+        self.compute_dtypes = compute_dtypes(layouts, *precision)
+        place = partial(Placing, sharded=self.zero == 3, name="params")
+        self.params_placing = self.trained_placing = place(self.layout)
+        if self.frozen:
+            self.params_placing = place(WithFrozen(self.layout, self.frozen))
         make = partial(PlacedOptimizer, params=self.layout, zero=self.zero)
         self.placed_optimizer = lru_cache(maxsize=8)(make)
-        self.state_layout, self._states = None, None
+        self.state_layout, self.states_placing = None, None
         if states is not None:
             layout_of = layer_layout(states, weights="stacked")
             self.state_layout = layout_of(states, layer_rows(self.table), 1)
             layout = StateLayout(self.state_layout, mesh, axes, self.layout.rows)
-            self._states = Placing(layout, sharded=False, name="states")
+            self.states_placing = Placing(layout, sharded=False, name="states")
 
     # Layout.
 
     @property
     def placed_params(self) -> Shapes:
-        """Shapes and shardings of the placed parameters."""
+        """Shapes and shardings of the placed parameters: split over data, too, with ZeRO-3."""
         return self.params_placing.placed
-
-    @property
-    def param_shardings(self) -> Shardings:
-        """Shardings of the placed parameters: over data, too, with ZeRO-3."""
-        return self.params_placing.shardings
-
-    @property
-    def batch_sharding(self) -> NamedSharding:
-        """Sharding of a batch's leaves ``[rows, ...]``."""
-        return NamedSharding(self.mesh, P(self.axes.data))
 
     @property
     def canonical_params(self) -> Shapes:
         """Shapes and shardings of what `unplace` returns: split over all devices, as far as the
         sizes divide."""
         return self.params_placing.canonical
+
+    @property
+    def batch_sharding(self) -> NamedSharding:
+        """Sharding of a batch's leaves ``[rows, ...]``."""
+        return NamedSharding(self.mesh, P(self.axes.data))
 
     def place(self, params: Params) -> Placed:
         """Canonical parameters to placed, sharded ones.
@@ -174,7 +200,8 @@ class Pipeline:
 
     def unplace(self, placed: Placed) -> Params:
         """Undoes `place`, also for what is shaped like parameters, such as gradients."""
-        return self.params_placing.unplace(placed, dtypes=False)
+        placing = self.params_placing if FROZEN in placed else self.trained_placing
+        return placing.unplace(placed, dtypes=False)
 
     def place_states(self, states: States) -> States:
         """Canonical states of the layers, one tree per layer, to placed ones; raises as `place`."""
@@ -185,19 +212,19 @@ class Pipeline:
         return self._states_or_raise().unplace(placed)
 
     def _states_or_raise(self) -> Placing:
-        if self._states is None:
+        if self.states_placing is None:
             raise ValueError(checks.NO_STATES)
-        return self._states
+        return self.states_placing
 
     @property
     def placed_states(self) -> Shapes:
         """Shapes and shardings of the placed states; None for a model without."""
-        return None if self._states is None else self._states.placed
+        return None if self.states_placing is None else self.states_placing.placed
 
     @property
     def canonical_states(self) -> Shapes:
-        """Shapes of the layers' states; None for a model without."""
-        return None if self._states is None else self._states.canonical
+        """Shapes and shardings of the layers' canonical states; None for a model without."""
+        return None if self.states_placing is None else self.states_placing.canonical
 
     # The optimizer.
 
@@ -213,11 +240,7 @@ class Pipeline:
           ValueError: parameters unlike those that the pipeline was built for, or not placed; an
             optimizer that needs arrays of several layers at once.
         """
-        refuse(self.params_placing.problems("params", params))
-        placed = self.placed_optimizer(optimizer)
-        specs = placed.state.specs(sharded=self.zero >= 1)
-        init = self.shard_map(placed.init, (self.in_specs[0],), specs)
-        return jax.jit(init, out_shardings=placed.placing.shardings)(params)
+        return training_step.init(self, optimizer, params)
 
     def update(
         self,
@@ -246,19 +269,7 @@ class Pipeline:
         Raises:
           ValueError: a tree unlike those that the pipeline was built for, or not placed.
         """
-        placed = self.placed_optimizer(optimizer)
-        if extra:
-            shapes = shapes_of(extra)
-            placed = PlacedOptimizer(optimizer, self.layout, zero=self.zero, extra=shapes)
-        problems = self.params_placing.problems("grads", grads)
-        problems += checks.optimizer_state("state", state, placed.placing.placed)
-        refuse([*problems, *self.params_placing.problems("params", params)])
-        gradients = self.layout.specs(sharded=self.zero >= 1)
-        states, weights = placed.state.specs(sharded=self.zero >= 1), self.in_specs[0]
-        body, given = partial(placed.update, placed.step), (gradients, states, weights, P())
-        update = self.shard_map(body, given, (weights, states))
-        shardings = self.param_shardings, placed.placing.shardings
-        return jax.lax.with_sharding_constraint(update(grads, state, params, extra), shardings)
+        return training_step.update(self, optimizer, grads, state, params, extra)
 
     def optimizer_placing(self, optimizer: optax.GradientTransformation) -> Placing:
         """Where the state of an optimizer lies, with shapes and shardings.
@@ -295,7 +306,7 @@ class Pipeline:
         Source of "chunk": Lamy-Poirier, "Layered gradient accumulation and modular pipeline
         parallelism", arXiv 2106.02679, section 3.
         """
-        return train_step(self, optimizer, update)
+        return training_step.train_step(self, optimizer, update)
 
     # Running.
 
@@ -361,30 +372,21 @@ class Pipeline:
 
     def setup(self, table: TickTable) -> Setup:
         """How this pipeline runs a table of its own placement and layers."""
-        return Setup(
-            self.model, self.layout, table, self.remat, self.zero, self.state_layout, self.poison
-        )
+        setup = Setup(self.model, self.layout, self.frozen, table, self.remat, self.zero)
+        states, compute = self.state_layout, self.compute_dtypes
+        return dataclasses.replace(setup, states=states, compute=compute, poison=self.poison)
 
     def check(
         self, name: str, placed: Placed, batch: Batch, states: States, others: Iterable[str] = ()
     ) -> None:
         """Raises ValueError for arguments of a step that do not fit, and for problems of others."""
-        rest = [*self._batch_problems(batch), *checks.given_states(states, self._states)]
+        rest = [*checks.batch(batch, self), *checks.given_states(states, self.states_placing)]
         refuse([*self.params_placing.problems(name, placed), *others, *rest])
-
-    def check_batch(self, batch: Batch) -> None:
-        """Raises ValueError for rows that do not divide into microbatches and data shards."""
-        refuse(self._batch_problems(batch))
-
-    def _batch_problems(self, batch: Batch) -> Iterator[str]:
-        m, shards = self.schedule.num_microbatches, self.axes.num_shards(self.mesh)
-        return checks.batch(batch, num_microbatches=m, num_shards=shards)
 
     @property
     def in_specs(self) -> Tree:
         """Partition specs of a step's arguments: placed parameters, batch, key and states."""
-        placed = self.layout.specs(sharded=self.zero == 3)
-        return placed, P(self.axes.data), P(), P(self.axes.stage)
+        return self.params_placing.specs, P(self.axes.data), P(), P(self.axes.stage)
 
     def shard_map(
         self, body: Callable[..., Any], in_specs: Tree, out_specs: Tree
@@ -393,8 +395,3 @@ class Pipeline:
         return jax.shard_map(
             body, mesh=self.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False
         )
-
-    def split_rows(self, batch: Batch) -> Batch:
-        """One data shard's leaves ``[rows, ...]`` as ``[rows of a microbatch, m, ...]``: a view."""
-        m = self.schedule.num_microbatches
-        return jax.tree.map(lambda leaf: leaf.reshape(-1, m, *leaf.shape[1:]), batch)

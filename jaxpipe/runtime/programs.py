@@ -15,8 +15,10 @@ import jax
 from jax.custom_derivatives import SymbolicZero
 from jax.sharding import PartitionSpec as P
 
+from jaxpipe.runtime.layout.whole_model import FROZEN
 from jaxpipe.runtime.tick import executor
 from jaxpipe.runtime.tick.fixed import Setup
+from jaxpipe.runtime.tick.microbatches import split_rows
 from jaxpipe.runtime.types import Batch, Gradients, Key, Placed, States, Tree
 
 if TYPE_CHECKING:
@@ -82,7 +84,9 @@ def loss(pipe: Pipeline, *args: Tree) -> Tree:
         if not all(isinstance(cotangent, SymbolicZero) for cotangent in of_metrics):
             raise ValueError(_METRICS)
         scaled = jax.tree.map(lambda w: (of_loss * w).astype(w.dtype), gradients)
-        return *scaled, None, None
+        of_params, of_batch = scaled
+        constant = {} if pipe.frozen is None else {FROZEN: None}
+        return of_params | constant, of_batch, None, None
 
     evaluate.defvjp(forward, backward, symbolic_zeros=True)
     return evaluate(*args)
@@ -92,7 +96,8 @@ def _run(pipe: Pipeline, setup: Setup, *args: Tree) -> executor.Step:
     """Runs a table on all devices."""
 
     def body(placed: Placed, batch: Batch, rng: Key, states: States) -> executor.Step:
-        return executor.run(setup, placed, pipe.split_rows(batch), rng, states)
+        rows = split_rows(batch, pipe.schedule.num_microbatches)
+        return executor.run(setup, placed, rows, rng, states)
 
     data = P(pipe.axes.data)
     collected = data if setup.outputs else P()

@@ -32,6 +32,47 @@ def is_sequence(tree: Tree) -> bool:
     return type(tree) in (tuple, list)
 
 
+def select(tree: Tree, like: Tree) -> Tree:
+    """The leaves of a tree that another one has, too, and None in place of the others.
+
+    Example:
+      >>> select({"a": 1, "b": 2}, {"a": "any", "b": None})
+      {'a': 1, 'b': None}
+    """
+    return jax.tree.map(
+        lambda one, leaf: None if one is None else leaf, like, tree, is_leaf=_is_none
+    )
+
+
+def divide(tree: Tree, others: Tree) -> tuple[Tree, Tree]:
+    """The leaves of a tree that another one has not, and those that it has; `combine` undoes it.
+
+    Example:
+      >>> divide({"a": 1, "b": 2}, {"a": None, "b": "any"})
+      ({'a': 1, 'b': None}, {'a': None, 'b': 2})
+    """
+    mine = jax.tree.map(
+        lambda other, leaf: leaf if other is None else None, others, tree, is_leaf=_is_none
+    )
+    return mine, select(tree, others)
+
+
+def combine(tree: Tree, others: Tree) -> Tree:
+    """The leaves of two trees that each have None where the other has a leaf.
+
+    Example:
+      >>> combine({"a": 1, "b": None}, {"a": None, "b": 2})
+      {'a': 1, 'b': 2}
+    """
+    return jax.tree.map(
+        lambda one, other: other if one is None else one, tree, others, is_leaf=_is_none
+    )
+
+
+def _is_none(node: Any) -> bool:
+    return node is None
+
+
 def describe(tree: Tree) -> str:
     """A tree of arrays or shapes in words: ``{'source': float32[2, 3]}``."""
     return str(jax.tree.map(lambda leaf: _Text(f"{leaf.dtype}{list(leaf.shape)}"), tree))

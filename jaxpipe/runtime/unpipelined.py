@@ -9,11 +9,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from jaxpipe.runtime.filters import Filter, partition
 from jaxpipe.runtime.layers import losses
 from jaxpipe.runtime.layers.keys import embed_layer, head_layer, layer_key
 from jaxpipe.runtime.layers.model import Model
-from jaxpipe.runtime.layout.whole_model import outer_of
-from jaxpipe.runtime.types import Batch, Index, Key, LayerParams, Params, States, Tree
+from jaxpipe.runtime.layout.whole_model import SHARED, outer_of
+from jaxpipe.runtime.trees import combine
+from jaxpipe.runtime.types import Batch, Gradients, Index, Key, LayerParams, Params, States, Tree
 
 
 def loss(
@@ -53,6 +55,42 @@ def loss(
     value, metrics = losses.parts(result)
     value = value + of_layers.mean()
     return losses.with_aux(value if metrics is None else (value, metrics), last)
+
+
+def value_and_grad(
+    model: Model,
+    params: Params,
+    batch: Batch,
+    rng: Key = None,
+    *,
+    trainable: Filter | None = None,
+    num_microbatches: int = 1,
+    data_shards: int = 1,
+    states: Sequence[States] | None = None,
+) -> tuple[Any, Gradients]:
+    """What `Pipeline.value_and_grad` returns, canonical, on one device.
+
+    Args:
+      trainable: as of `Pipeline`. Gradients have None in place of parameters that are not trained.
+
+    The others are those of `loss`.
+    """
+    trained, frozen = partition(params, trainable)
+
+    def of_trained(trained: Params) -> tuple[jax.Array, Any]:
+        result = loss(
+            model,
+            combine(trained, frozen),
+            batch,
+            rng,
+            num_microbatches=num_microbatches,
+            data_shards=data_shards,
+            states=states,
+        )
+        return losses.parts(result)[0], result
+
+    (_, result), gradients = jax.value_and_grad(of_trained, has_aux=True)(trained)
+    return result, gradients
 
 
 def outputs(
@@ -128,12 +166,14 @@ def _microbatch(
 ) -> tuple[Tree, jax.Array, tuple[States, ...]]:
     """What the head returns for a microbatch, the sum of its layers' losses, and new states."""
     outer, layers = outer_of(params), params["layers"]
+    shared = outer.get(SHARED)
     depth = jax.tree.leaves(layers)[0].shape[0] if model.layers_are_alike else len(layers)
 
     def run(function: Callable[..., Any], n: Index, through: Any, *args: Tree) -> Any:
         """A layer, and the sum of losses up to it."""
         x, of_layers = through
         params, *state = args
+        params = params if shared is None else (params, shared)
         result = function(params, x, rows, key(n), *state)
         x, *state = result if state else (result,)
         if isinstance(x, losses.WithLoss):

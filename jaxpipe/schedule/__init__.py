@@ -1,8 +1,10 @@
 """Schedules as plain data; imports no jax.
 
-The names below are all that the author of a schedule needs. A schedule is a function of the numbers
-of stages and microbatches; `validate` proves that what it returns can run, `simulate` tells how
-long it takes, and `register` gives it a name for `build`, the command line and the trainer.
+A schedule is a function of the numbers of stages and microbatches; `validate` proves that what it
+returns can run, `simulate` tells how long it takes, and `register` gives it a name for `build`, the
+command line and the trainer. That is all that its author needs. Programs that train choose with
+`partition` which layers make a chunk, cut actions with `slice_ticks`, picture the result with
+`draw`, and keep it with `to_json`; `SteadyState` has the rules of a pipeline that never drains.
 
 =========================  =========================================================================
 `actions`, `placement`     what a schedule is
@@ -40,23 +42,45 @@ Example:
 
 from jaxpipe.schedule.actions import Action, Kind, Schedule
 from jaxpipe.schedule.catalog import build, register
-from jaxpipe.schedule.check.validate import ScheduleError, validate
+from jaxpipe.schedule.check.validate import ScheduleError, simulated_only, validate
+from jaxpipe.schedule.formats.json_format import from_json, to_json
+from jaxpipe.schedule.formats.user import is_users
+from jaxpipe.schedule.generators.pipemare import ASYNCHRONOUS_METHODS, SteadyState
+from jaxpipe.schedule.lowering.lower import lower
+from jaxpipe.schedule.partition import Memory, chunk_costs, chunk_shares, partition
 from jaxpipe.schedule.placement import Placement, linear, looped, wave
+from jaxpipe.schedule.search.slices import slice_ticks
+from jaxpipe.schedule.show import draw
+from jaxpipe.schedule.show.pipemare_draw import steady_text
 from jaxpipe.schedule.simulate import Costs, lock_step, simulate
 
 __all__ = [
+    "ASYNCHRONOUS_METHODS",
     "Action",
     "Costs",
     "Kind",
+    "Memory",
     "Placement",
     "Schedule",
     "ScheduleError",
+    "SteadyState",
     "build",
+    "chunk_costs",
+    "chunk_shares",
+    "draw",
+    "from_json",
+    "is_users",
     "linear",
     "lock_step",
     "looped",
+    "lower",
+    "partition",
     "register",
     "simulate",
+    "simulated_only",
+    "slice_ticks",
+    "steady_text",
+    "to_json",
     "validate",
     "wave",
 ]

@@ -88,7 +88,7 @@ class Minibatches:
 
     Args:
       size: N, the microbatches of each.
-      method: which weights are read, a name in `jaxpipe.schedule.generators.pipemare.METHODS`.
+      method: which weights are read, a name in `jaxpipe.schedule.ASYNCHRONOUS_METHODS`.
       num_versions: of the weights that a stage keeps.
       segment: stages of a segment that R recomputes; None if there is no R.
     """

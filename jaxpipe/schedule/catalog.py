@@ -19,7 +19,7 @@ from typing import Any
 from jaxpipe.schedule.actions import Schedule
 from jaxpipe.schedule.built_in import BUILT_IN, MEASURES, OPTIONS, Entry, Generate
 from jaxpipe.schedule.formats import user
-from jaxpipe.schedule.generators.pipemare import METHODS
+from jaxpipe.schedule.generators.pipemare import ASYNCHRONOUS_METHODS
 from jaxpipe.schedule.problems import ArgumentError, Problem, below_one, in_python, refuse
 from jaxpipe.schedule.simulate import Costs
 
@@ -65,7 +65,7 @@ def register(name: str) -> Callable[[Generate], Generate]:
     free = re.sub(r"\.csv$", "", name, flags=re.IGNORECASE).replace(":", "-") or "mine"
     for wrong, rule, nearest in (
         (not name, "is empty: a schedule needs a name", free),
-        (name in METHODS, "belongs to an asynchronous method", f"my-{name}"),
+        (name in ASYNCHRONOUS_METHODS, "belongs to an asynchronous method", f"my-{name}"),
         (name in {e.name for e in BUILT_IN}, "belongs to a built-in schedule", f"my-{name}"),
         (":" in name, "looks like a function", free),
         (user.is_file(name), "looks like a file", free),
@@ -115,7 +115,8 @@ def build(
     """Builds a schedule by name.
 
     Args:
-      name: a registered name, such as "1f1b".
+      name: a registered name, such as "1f1b"; or your own schedule, "PATH.csv" in PyTorch's format
+        of pipeline actions or "module:function", as `register` takes it.
       stages: p, at least 1.
       microbatches: m, at least 1.
       chunks: v, the chunks per stage, at least 1. For this and the next two: None for the
@@ -127,6 +128,7 @@ def build(
 
     Raises:
       ArgumentError: the name is unknown or a number does not fit it; all failures in one message.
+      ValueError: your own schedule cannot be loaded, or cannot run.
 
     Example:
       >>> build("1f1b", stages=4, microbatches=8).peak_in_flight
@@ -142,8 +144,8 @@ def build(
         "layers_per_chunk": layers_per_chunk,
         "memory_limit": memory_limit,
     }
-    found = {entry.name: entry for entry in entries()}.get(name)
-    problems = [] if found else [_unknown(name)]
+    found, is_own = {entry.name: entry for entry in entries()}.get(name), user.is_users(name)
+    problems = [] if found or is_own else [_unknown(name)]
     problems += range_problems(**numbers)
     options = numbers | {"costs": costs}
     given = {option: value for option, value in options.items() if value is not None}
@@ -151,6 +153,9 @@ def build(
         problems += _misfits(found, given)
     try:
         refuse(problems)
+        if is_own:
+            clock = {option: given.pop(option) for option in MEASURES if option in given}
+            return user.fitted(name, **given, clock=clock)
         assert found is not None
         reads = {option: value for option, value in given.items() if option in found.defaults}
         return found.generate(stages, microbatches, **reads)
@@ -198,10 +203,10 @@ def _misfits(entry: Entry, given: Mapping[str, Any]) -> list[Problem]:
 
 
 def _unknown(name: str) -> Problem:
-    if name in METHODS:
+    if name in ASYNCHRONOUS_METHODS:
         why = "never drains the pipeline, so no order of actions describes it"
         rule = f"{why}: AsyncPipeline and train.py train with it"
         return Problem("name", name, rule, ("1f1b",))
-    names = [*(entry.name for entry in entries()), *METHODS]
+    names = [*(entry.name for entry in entries()), *ASYNCHRONOUS_METHODS]
     near = difflib.get_close_matches(name.lower(), names, n=1, cutoff=0.0)
     return Problem("name", name, "is not a known schedule", near, note=f"All: {', '.join(names)}.")

@@ -11,13 +11,13 @@ import pytest
 ROOT = Path(__file__).parents[2]
 AFTERWARDS = """
 compiled_once = step._cache_size() == 1
-shardings = pipe.param_shardings, pipe.optimizer_placing(optimizer).shardings
+expected = pipe.placed_params, pipe.optimizer_placing(optimizer).placed
 moved = [
     jax.tree_util.keystr(path)
-    for (path, leaf), sharding in zip(
-        jax.tree.leaves_with_path((params, state)), jax.tree.leaves(shardings), strict=True
+    for (path, leaf), placed in zip(
+        jax.tree.leaves_with_path((params, state)), jax.tree.leaves(expected), strict=True
     )
-    if leaf.sharding != sharding
+    if leaf.sharding != placed.sharding
 ]
 moments = state[0].mu["layers"].addressable_shards
 elements = {shard.data.size for shard in moments}

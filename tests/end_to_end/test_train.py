@@ -260,6 +260,30 @@ def test_a_dry_run_writes_nothing(toy_trainer, tmp_path):
     assert not run.exists()
 
 
+def test_a_run_goes_on_with_updates_by_chunk(toy_trainer, tmp_path):
+    """The losses are those of updates by step, and a dry run says what it saves."""
+    layout = "--pipeline.schedule", "modular", "--pipeline.chunks", 2, "--optimizer.clip-norm", 0
+    run = tmp_path / "run"
+    toy_trainer.run("--run-dir", run, *layout, "--train.keep", 4)
+    other = shutil.copytree(run, tmp_path / "other")
+    back_to(other, CHECKPOINT_EVERY)
+    by_chunk = *layout, "--pipeline.update", "chunk"
+    finished = toy_trainer.run("--run-dir", other, "--resume", *by_chunk)
+    assert "changed since: pipeline.update step -> chunk" in finished.out
+    assert finished.err == ""
+    for before, record in zip(steps(run), steps(other), strict=True):
+        assert record["loss"] == pytest.approx(before["loss"], rel=1e-5)
+        assert record["metrics"] == pytest.approx(before["metrics"], rel=1e-5)
+        assert ("grad_norm" in record) == (record["step"] <= CHECKPOINT_EVERY)
+        assert ("eval_metrics" in record) == ("eval_loss" in record)
+    finished = toy_trainer.run("--run-dir", other, "--dry-run", *by_chunk)
+    assert "pipeline.update=chunk: gradients of 1 of 2 chunks are kept at once" in finished.out
+    interleaved = "--pipeline.schedule", "interleaved", "--pipeline.microbatches", 4
+    options = *by_chunk, *interleaved
+    finished = toy_trainer.run("--run-dir", tmp_path / "third", *options, status=2)
+    assert "pipeline.schedule='interleaved' comes back to a chunk" in finished.err
+
+
 def _small_disk(folder, kilobytes):
     folder.mkdir()
     options = ["-t", "tmpfs", "-o", f"size={kilobytes}k", "none", str(folder)]

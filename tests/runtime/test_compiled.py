@@ -7,6 +7,7 @@ import functools
 
 import jax
 import jax.numpy as jnp
+import optax
 import pytest
 from compilations import AS_USED
 
@@ -183,3 +184,14 @@ def test_memory_does_not_depend_on_the_number_of_microbatches(compiled_as_used):
         for m in (6, 24)
     ]
     assert sizes[1] == pytest.approx(sizes[0], rel=0.02)
+
+
+@pytest.mark.parametrize(("name", "data", "zero"), [("modular-fused", 1, 0), ("modular", DATA, 3)])
+def test_memory_of_updates_chunk_by_chunk_is_predicted_too(name, data, zero, compiled_as_used):
+    config = dataclasses.replace(CONFIG, num_layers=24)
+    pipe = make_pipeline(name, "full", zero, config=config, data=data)
+    adam = optax.adam(0.1)
+    by_chunk = memory.predicted_bytes(pipe, batch(6), by_chunk=adam)
+    compiled = memory.compiled_bytes(pipe, batch(6), by_chunk=adam)
+    assert compiled == pytest.approx(sum(by_chunk.values()), rel=0.02)
+    assert sum(by_chunk.values()) < sum(memory.predicted_bytes(pipe, batch(6)).values())

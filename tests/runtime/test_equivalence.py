@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import itertools
-from functools import partial
+from functools import cache, partial
 
 import jax
-import numpy as np
 import pytest
 import toy
 from covering import covering
 
 import jaxpipe
+from jaxpipe.testing import assert_matches_unpipelined
 
 SCHEDULES = ("gpipe", "gpipe-fused", "1f1b", "1f1b-fused")
 STAGES, DATA, ZERO = (1, 2, 4), (1, 2), (0, 1, 2, 3)
@@ -24,51 +24,29 @@ FULL = [
 COVERING = covering(FULL)
 
 
-@partial(jax.jit, static_argnames=("tied", "microbatches", "data"))
-def unpipelined(params, batch, rng, *, tied, microbatches, data):
-    """Loss and gradients; many cases share one program."""
-    loss = partial(
-        jaxpipe.unpipelined.loss,
-        toy.model(tied=tied, axis=None),
-        num_microbatches=microbatches,
-        data_shards=data,
-    )
-    return jax.value_and_grad(loss)(params, batch, rng)
+@cache
+def reference(tied):
+    """The toy with whole tables; many cases share one program."""
+    return partial(jaxpipe.unpipelined.loss, toy.model(tied=tied, axis=None))
 
 
 def check(
     schedule, stages, data, zero, remat, tied, microbatches, *, num_layers=6, rng=None, **options
 ):
     """Compares losses and gradients; returns the pipeline."""
-    params = toy.params(tied=tied, num_layers=num_layers)
-    batch = toy.batch(2 * data * microbatches)
-    if isinstance(schedule, str):
-        schedule = jaxpipe.schedules.build(schedule, stages=stages, microbatches=microbatches)
-    pipe = jaxpipe.Pipeline(
+    (pipe,) = assert_matches_unpipelined(
         toy.model(tied=tied, axis="stage"),
-        params,
-        schedule=schedule,
-        mesh=jaxpipe.make_mesh(stage=stages, data=data),
+        toy.params(tied=tied, num_layers=num_layers),
+        toy.batch(2 * data * microbatches),
+        schedules=[schedule],
+        meshes=[jaxpipe.make_mesh(stage=stages, data=data)],
+        microbatches=microbatches,
+        rng=rng,
+        reference=reference(tied),
         remat=remat,
         zero=zero,
-        poison=True,
         **options,
     )
-    placed = pipe.place(params)
-    loss, grads = jax.jit(pipe.value_and_grad)(placed, batch, rng)
-    expected, expected_grads = unpipelined(
-        params, batch, rng, tied=tied, microbatches=microbatches, data=data
-    )
-    np.testing.assert_allclose(loss, expected, rtol=1e-5)
-    for (path, got), want in zip(
-        jax.tree.leaves_with_path(pipe.unplace(grads)), jax.tree.leaves(expected_grads), strict=True
-    ):
-        # Relative to the leaf's own scale: single entries may cancel to nearly nothing.
-        scale = np.abs(want).max()
-        np.testing.assert_allclose(
-            got, want, rtol=1e-5, atol=1e-5 * scale, err_msg=jax.tree_util.keystr(path)
-        )
-    np.testing.assert_allclose(jax.jit(pipe.loss)(placed, batch, rng), expected, rtol=1e-5)
     return pipe
 
 

@@ -1,4 +1,4 @@
-"""Every example in a docstring of the runtime runs."""
+"""Every example in a docstring of the library runs."""
 
 from __future__ import annotations
 
@@ -13,6 +13,11 @@ import jaxpipe.runtime
 
 MODULES = [
     "benchmarks.hlo",
+    "jaxpipe.errors",
+    "jaxpipe.gpu_flags",
+    "jaxpipe.nnx.functions",
+    "jaxpipe.nnx.models",
+    "jaxpipe.testing",
     *(info.name for info in pkgutil.walk_packages(jaxpipe.runtime.__path__, "jaxpipe.runtime.")),
 ]
 EXAMPLES = [name for name in MODULES if ">>>" in inspect.getsource(importlib.import_module(name))]

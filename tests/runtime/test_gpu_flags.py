@@ -9,7 +9,7 @@ import sys
 
 import pytest
 
-from jaxpipe.runtime.measure import gpu_flags
+from jaxpipe import gpu_flags
 
 CUDA = importlib.metadata.EntryPoint("xla_cuda12", "jax_plugins.xla_cuda12", "jax_plugins")
 

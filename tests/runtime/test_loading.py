@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+import adapted
 import chex
 import flax.nnx as nnx
 import jax
@@ -151,6 +152,19 @@ def test_a_vocabulary_that_stages_split_and_layers_that_they_do_not_divide(weigh
     chex.assert_trees_all_equal(jax.device_get(pipe.unplace(pipe.place(params))), params)
 
 
+@pytest.mark.parametrize("differ", [False, True])
+def test_parameters_that_are_not_trained_and_those_that_layers_share(differ):
+    params = jax.device_get(adapted.params(differ=differ))
+    options = {"schedule": "interleaved", "mesh": jaxpipe.make_mesh(stage=2, data=2), "zero": 3}
+    model = adapted.model(differ=differ)
+    pipe = jaxpipe.Pipeline(model, params, trainable=adapted.TRAINABLE, **options)
+    placed = pipe.place(params)
+    chex.assert_trees_all_equal(jax.device_get(pipe.unplace(placed)), params)
+    assert_same(jaxpipe.load_params(pipe, parts_of(params)), placed)
+    made = jaxpipe.init_params(pipe, lambda key: params, jax.random.key(0))
+    assert_same(made, placed)
+
+
 def test_layers_of_several_shapes():
     params, mesh = uneven.params(), jaxpipe.make_mesh(stage=2, data=2)
     pipe = jaxpipe.Pipeline(uneven.model(), params, schedule="interleaved", mesh=mesh, zero=3)
@@ -198,7 +212,7 @@ def test_no_device_holds_more_than_its_part_and_a_layer(layout, mesh, monkeypatc
 
 def test_nnx_layers_are_made_in_place():
     def layers(rngs):
-        return jaxpipe.stack(lambda r: nnx.Linear(8, 8, rngs=r), num_layers=4, rngs=rngs)
+        return jaxpipe.nnx.stack(lambda r: nnx.Linear(8, 8, rngs=r), num_layers=4, rngs=rngs)
 
     def init(key):
         return {"embed": {}, "layers": layers(nnx.Rngs(key))[1], "head": {}}

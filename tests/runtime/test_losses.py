@@ -16,7 +16,7 @@ import pytest
 import uneven
 
 import jaxpipe
-from jaxpipe import Sum, Weighted, WithLoss
+from jaxpipe import Sum, Weighted, WithLoss, testing
 from jaxpipe.runtime.layers import losses
 from jaxpipe.runtime.layers.split import REMAT_POLICIES, split_layer
 from jaxpipe.schedule.search.slices import slice_ticks
@@ -26,41 +26,39 @@ pytestmark = pytest.mark.pipeline
 
 
 @functools.cache
-def unpipelined(head, microbatches: int, data: int, differ: bool, stateful: bool, keyed: bool):
+def unpipelined(head, microbatches: int, data: int):
     """The batch, its value and its gradients; many cases share them."""
-    model = mixture.model(head, differ=differ, stateful=stateful)
-    batch, rng = mixture.batch(2 * microbatches * data), jax.random.key(5) if keyed else None
+    batch = mixture.batch(2 * microbatches * data)
     loss = functools.partial(
         jaxpipe.unpipelined.loss,
-        model,
+        mixture.model(head),
         num_microbatches=microbatches,
         data_shards=data,
-        states=mixture.states() if stateful else None,
     )
-    has_aux = stateful or head is mixture.head_loss
-    step = jax.jit(jax.value_and_grad(loss, has_aux=has_aux))
-    return batch, rng, *step(mixture.params(differ=differ), batch, rng)
+    step = jax.jit(jax.value_and_grad(loss, has_aux=head is mixture.head_loss))
+    return batch, *step(mixture.params(), batch)
+
+
+def build(name, stages, microbatches, sliced=False):
+    schedule = jaxpipe.schedules.build(name, stages=stages, microbatches=microbatches)
+    if not sliced:
+        return schedule
+    counts = [len(mixture.DIFFERENT) // stages] * stages
+    schedule = slice_ticks(schedule, Costs(1, 1.2, 0.8), counts)
+    assert schedule.slices is not None
+    return schedule
 
 
 def pipeline(
-    schedule, stages, data, zero, remat="none", *, head=mixture.head_loss, differ=False,
-    stateful=False, microbatches=3, sliced=False, **options,
-):  # fmt: skip
-    schedule = jaxpipe.schedules.build(schedule, stages=stages, microbatches=microbatches)
-    if sliced:
-        counts = [len(mixture.DIFFERENT) // stages] * stages
-        schedule = slice_ticks(schedule, Costs(1, 1.2, 0.8), counts)
-        assert schedule.slices is not None
+    schedule, stages, data, zero, *, head=mixture.head_loss, microbatches=3
+) -> jaxpipe.Pipeline:
     return jaxpipe.Pipeline(
-        mixture.model(head, differ=differ, stateful=stateful),
-        mixture.params(differ=differ),
-        schedule=schedule,
+        mixture.model(head),
+        mixture.params(),
+        schedule=build(schedule, stages, microbatches),
         mesh=jaxpipe.make_mesh(stage=stages, data=data),
         zero=zero,
-        remat=remat,
-        states=mixture.states() if stateful else None,
         poison=True,
-        **options,
     )
 
 
@@ -94,21 +92,21 @@ def test_losses_metrics_and_gradients_are_those_of_the_unpipelined_model(
     schedule, stages, data, zero, remat, options
 ):
     options = dict(options)
-    keyed, head = options.pop("keyed", False), options.get("head", mixture.head_loss)
-    pipe = pipeline(schedule, stages, data, zero, remat, **options)
-    model = [options.get(name, False) for name in ("differ", "stateful")]
-    batch, rng, value, gradients = unpipelined(head, 3, data, *model, keyed)
-    placed = pipe.place(mixture.params(differ=model[0]))
-    states = pipe.place_states(mixture.states()) if pipe.model.stateful else None
-    got, grads = jax.jit(pipe.value_and_grad)(placed, batch, rng, states=states)
-    evaluated = jax.jit(pipe.loss)(placed, batch, rng, states=states)
-    if states is not None:
-        (loss, (metrics, renewed)), (expected, (of_batch, expected_states)) = got, value
-        assert_close(pipe.unplace_states(renewed), expected_states)
-        got, value = (loss, metrics), (expected, of_batch)
-    assert_close(got, value)
-    assert_close(evaluated, value)
-    assert_close(pipe.unplace(grads), gradients)
+    keyed, sliced, differ, stateful = (
+        options.pop(name, False) for name in ("keyed", "sliced", "differ", "stateful")
+    )
+    testing.assert_matches_unpipelined(
+        mixture.model(options.pop("head", mixture.head_loss), differ=differ, stateful=stateful),
+        mixture.params(differ=differ),
+        mixture.batch(2 * 3 * data),
+        schedules=[build(schedule, stages, 3, sliced)],
+        meshes=[jaxpipe.make_mesh(stage=stages, data=data)],
+        rng=jax.random.key(5) if keyed else None,
+        states=mixture.states() if stateful else None,
+        zero=zero,
+        remat=remat,
+        **options,
+    )
 
 
 @pytest.mark.parametrize(("microbatches", "data"), [(3, 2), (1, 1)])
@@ -155,9 +153,7 @@ def test_a_batch_without_a_token_has_no_loss_but_that_of_its_layers():
 
 def test_jax_grad_of_the_loss_runs_the_schedule():
     pipe = pipeline("1f1b", 2, 2, 0)
-    batch, _, (value, metrics), gradients = unpipelined(
-        mixture.head_loss, 3, 2, False, False, False
-    )
+    batch, (value, metrics), gradients = unpipelined(mixture.head_loss, 3, 2)
     placed = pipe.place(mixture.params())
 
     @jax.jit
@@ -249,7 +245,7 @@ def test_metrics_are_added_up_without_loss():
 
 def test_updates_within_the_step_see_the_whole_weight():
     pipe, optimizer = pipeline("1f1b", 2, 2, 2, head=mixture.head_loss), optax.sgd(0.1)
-    batch, _, value, gradients = unpipelined(mixture.head_loss, 3, 2, False, False, False)
+    batch, value, gradients = unpipelined(mixture.head_loss, 3, 2)
     start = mixture.params()
     placed = pipe.place(start)
     step = pipe.train_step(optimizer, update="chunk")

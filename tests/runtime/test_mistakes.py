@@ -173,18 +173,22 @@ MISTAKES = {
     ),
     "an asynchronous pipeline with a key at first": (
         lambda: asynchronous(at_init=KEY, at_step=None, layer=drops),
-        ["rng is missing; expected key<fry>[].", "and have a key if that had one"],
+        [
+            "rng is missing; expected key<fry>[].",
+            "If `init` was given a key, pass every `step` one of its own, such as "
+            "rng=jax.random.fold_in(key, number)",
+        ],
     ),
     "an asynchronous pipeline with a key later": (
         lambda: asynchronous(at_init=None, at_step=KEY),
-        ["rng is key<fry>[]; nothing is expected there.", "and have a key if that had one"],
+        ["rng is key<fry>[]; nothing is expected there.", "if it was not, pass none."],
     ),
     # Parameters.
     "integer parameters": (
         lambda: build(params=with_integers()),
         [
-            "params['head']['steps'] is int32[]; parameters are trained, so they must be floating",
-            "params['head']['table'] is int8[4]; parameters are trained",
+            "params['head']['steps'] is int32[]; parameters that are trained must be floating",
+            "params['head']['table'] is int8[4]; parameters that are trained",
             "close over constants",
         ],
     ),
@@ -270,19 +274,19 @@ MISTAKES = {
     ),
     # Modules.
     "a linen module": (
-        lambda: jaxpipe.functional(Linen()),
+        lambda: jaxpipe.nnx.functional(Linen()),
         ["Linen", "no flax nnx module: a linen module is a pure function already", "module.apply("],
     ),
     "linen layers": (
-        lambda: jaxpipe.stack(lambda rngs: Linen(), num_layers=2, rngs=None),
+        lambda: jaxpipe.nnx.stack(lambda rngs: Linen(), num_layers=2, rngs=None),
         ["no flax nnx module: a linen module is a pure function already"],
     ),
     "a class of modules": (
-        lambda: jaxpipe.functional(nnx.Linear),
+        lambda: jaxpipe.nnx.functional(nnx.Linear),
         ["no flax nnx module: give an instance, such as Linear(..., rngs=nnx.Rngs(0))."],
     ),
     "a function for a module": (
-        lambda: jaxpipe.functional(mean),
+        lambda: jaxpipe.nnx.functional(mean),
         ["no flax nnx module: a pure function of parameters and input needs no conversion."],
     ),
 }

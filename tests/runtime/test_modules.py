@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from jaxpipe.runtime.layers.modules import functional, stack, stateful
+from jaxpipe.nnx import functional, stack, stateful
 from jaxpipe.runtime.layers.split import REMAT_POLICIES, split_layer
 
 WIDTH = 4

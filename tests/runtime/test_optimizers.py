@@ -14,6 +14,7 @@ import pytest
 import toy
 
 import jaxpipe
+from jaxpipe import testing
 from jaxpipe.runtime.types import Params
 
 pytestmark = pytest.mark.pipeline
@@ -174,7 +175,7 @@ def test_an_optimizer_does_what_it_does_without_a_pipeline(name, place):
     def step(placed, state, number):
         return pipe.update(optimizer, gradients(placed, number), state, placed)
 
-    with compilations.counted() as compiled:
+    with testing.compilations() as compiled:
         for number in range(STEPS):
             placed, state = step(placed, state, number)
     assert compiled == ["jit(step)"]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import chex
-import compilations
 import jax
 import jax.numpy as jnp
 import optax
@@ -12,6 +11,7 @@ import toy
 import uneven
 
 import jaxpipe
+from jaxpipe import testing
 
 pytestmark = pytest.mark.pipeline
 
@@ -68,8 +68,9 @@ def test_a_step_is_compiled_once_and_leaves_everything_where_it_was(name, stages
         params, state = pipe.update(optimizer, grads, state, params)
         return params, state, loss
 
-    shardings = pipe.param_shardings, pipe.optimizer_placing(optimizer).shardings
-    with compilations.counted() as compiled:
+    placed = pipe.placed_params, pipe.optimizer_placing(optimizer).placed
+    shardings = jax.tree.map(lambda leaf: leaf.sharding, placed)
+    with testing.compilations() as compiled:
         for _ in range(3):
             held = jax.tree.map(lambda leaf: leaf.sharding, (params, state))
             assert held == shardings

@@ -13,6 +13,8 @@ from jaxpipe.schedule.actions import Action, Kind, Schedule, dependencies
 from jaxpipe.schedule.check.validate import ScheduleError
 from jaxpipe.schedule.formats.csv_format import parse_csv, read_csv, write_csv
 from jaxpipe.schedule.placement import Placement
+from jaxpipe.schedule.problems import ArgumentError
+from jaxpipe.schedule.simulate import Costs
 
 # No test may depend on how fast the machine is.
 settings.register_profile("jaxpipe", deadline=None)
@@ -165,3 +167,31 @@ def test_any_text_ends_with_an_answer(text):
         parse_csv(text)
     except ScheduleError as error:
         assert str(error)  # noqa: PT017
+
+
+def test_a_file_or_a_function_is_built_by_its_name(tmp_path):
+    path = tmp_path / "mine.csv"
+    path.write_text(write_csv(catalog.build("zb-h1", stages=2, microbatches=4)))
+    assert catalog.build(str(path), stages=2, microbatches=4) == read_csv(path)
+    name = "jaxpipe.schedule.generators.one_f_one_b:one_f_one_b"
+    built = catalog.build(name, stages=2, microbatches=4, costs=Costs(1, 2, 1), layers_per_chunk=1)
+    assert built.orders == catalog.build("1f1b", stages=2, microbatches=4).orders
+
+
+@pytest.mark.parametrize(
+    ("name", "numbers", "texts"),
+    [
+        ("mine.csv", {"stages": 3}, ["is not a schedule for stages=3", "valid: stages=2"]),
+        ("mine.csv", {"chunks": 1}, ["has its own stages and microbatches: leave out chunks."]),
+        ("mine.csv", {"microbatches": 0}, ["microbatches=0 must be at least 1."]),
+        ("absent.csv", {}, ["absent.csv' cannot be read: ", "No such file"]),
+        ("absent:f", {}, ["name='absent:f' is no function Python can import"]),
+    ],
+)
+def test_a_file_that_does_not_fit_is_refused_in_the_names_of_build(tmp_path, name, numbers, texts):
+    (tmp_path / "mine.csv").write_text(write_csv(catalog.build("zb-h1", stages=2, microbatches=4)))
+    name = str(tmp_path / name) if name.endswith(".csv") else name
+    with pytest.raises(ArgumentError) as caught:
+        catalog.build(name, **{"stages": 2, "microbatches": 4} | numbers)
+    for text in texts:
+        assert text in str(caught.value)

@@ -9,7 +9,7 @@ import math
 import pytest
 
 from jaxpipe import cli
-from jaxpipe.schedule.generators.pipemare import METHODS, SteadyState
+from jaxpipe.schedule.generators.pipemare import ASYNCHRONOUS_METHODS, SteadyState
 from jaxpipe.schedule.simulate import Costs
 
 SHAPES = list(itertools.product((1, 2, 3, 4, 8), (1, 2, 3, 5, 8, 16)))
@@ -97,7 +97,7 @@ def test_numbers_out_of_range_are_refused(P, N, name):
 
 
 def test_an_unknown_method_lists_the_known():
-    with pytest.raises(ValueError, match=", ".join(METHODS)):
+    with pytest.raises(ValueError, match=", ".join(ASYNCHRONOUS_METHODS)):
         SteadyState(2, 2, "gpipe")
 
 
@@ -172,7 +172,7 @@ def test_what_cannot_be_drawn_says_why(capsys, arguments, message):
     assert message in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize("name", ASYNCHRONOUS_METHODS)
 @pytest.mark.parametrize("segment", [[], ["--recompute-segment", "1"]])
 def test_the_other_formats_show_a_few_minibatches_like_any_schedule(
     tmp_path, capsys, name, segment

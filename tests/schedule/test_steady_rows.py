@@ -13,7 +13,7 @@ from jaxpipe.schedule.actions import Action, Kind, Schedule
 from jaxpipe.schedule.check.validate import ScheduleError, validate
 from jaxpipe.schedule.formats.csv_format import write_csv
 from jaxpipe.schedule.formats.json_format import from_json, to_json
-from jaxpipe.schedule.generators.pipemare import METHODS, SteadyState
+from jaxpipe.schedule.generators.pipemare import ASYNCHRONOUS_METHODS, SteadyState
 from jaxpipe.schedule.lowering.lower import lower
 from jaxpipe.schedule.lowering.steady_rows import SteadyRows, steady_schedule
 from jaxpipe.schedule.lowering.table import NONE, Row
@@ -24,7 +24,7 @@ from jaxpipe.schedule.simulate import Costs, lock_step, simulate
 CASES = [
     (P, N, method, segment, fused)
     for (P, N), method, fused in itertools.product(
-        [(1, 1), (2, 1), (3, 2), (4, 7), (5, 3)], METHODS, (False, True)
+        [(1, 1), (2, 1), (3, 2), (4, 7), (5, 3)], ASYNCHRONOUS_METHODS, (False, True)
     )
     for segment in (None, 1, 2, P)
     if (method != "2bw" or N >= 2 * P - 1) and (segment is None or segment <= P)

@@ -181,6 +181,26 @@ RULES = [
         "asynchronous.warmup_steps=30 leaves none of train.steps=30 for "
         "pipeline.schedule=pipemare. Nearest valid: 29, or pipeline.schedule=1f1b.",
     ),
+    (
+        {"pipeline.update": "chunk"},
+        "pipeline.update=chunk updates a chunk before the gradients of all others are known, and "
+        "optimizer.clip_norm=1.0 needs the norm of all. Nearest valid: optimizer.clip_norm=0, or "
+        "pipeline.update=step.",
+    ),
+    (
+        {
+            "pipeline.update": "chunk",
+            "optimizer.clip_norm": 0.0,
+            "pipeline.weights": "unrolled",
+        },
+        "pipeline.weights=unrolled keeps one array per layer. Nearest valid: "
+        "pipeline.weights=stacked, or pipeline.update=step.",
+    ),
+    (
+        {"pipeline.update": "chunk", "pipeline.schedule": "2bw"},
+        "pipeline.update=chunk has no effect: pipeline.schedule=2bw updates every stage as soon as "
+        "its gradient is complete. Nearest valid: step.",
+    ),
     ({"pipeline.schedule": "pipmare"}, "is not a known schedule. Nearest valid: 'pipemare'."),
     ({"mesh.stage": 0}, "mesh.stage=0 must be at least 1. Nearest valid: 1."),
     ({"mesh.data": -1}, "mesh.data=-1 must be at least 1. Nearest valid: 1."),

@@ -11,6 +11,7 @@ from tiny_tasks import layer_by_layer
 import jaxpipe
 from models import gpt
 from train.config import Config
+from train.errors import ConfigError
 from train.step import Setup, make_optimizer
 
 CONFIG = {
@@ -32,6 +33,57 @@ def gradients(params, tokens):
         )
 
     return jax.grad(loss)(params)
+
+
+def by_chunk(update: str, *, stage: int, **pipeline) -> Setup:
+    sections = {name: dict(section) for name, section in CONFIG.items()}
+    sections["mesh"] = {"stage": stage, "data": 2}
+    sections["pipeline"] |= {"schedule": "modular", "chunks": 2, "update": update} | pipeline
+    sections["optimizer"] = {"clip_norm": 0.0, "warmup_steps": 0, "weight_decay": 0.5}
+    return Setup(Config(**sections))
+
+
+def losses(setup: Setup, state, steps):
+    """Trains; the batch of a step depends on the step alone."""
+    found = []
+    for step in steps:
+        tokens = np.random.default_rng(step).integers(50, size=(6, 9), dtype=np.int32)
+        state, values = setup.train_step(state, {"tokens": tokens}, None)
+        found.append(float(values["loss"]))
+    return state, found
+
+
+@pytest.mark.pipeline
+@pytest.mark.parametrize(("stage", "zero"), [(1, 3), (2, 0)])
+def test_updates_by_chunk_train_like_updates_by_step_and_resume_each_other(stage, zero):
+    kinds = {update: by_chunk(update, stage=stage, zero=zero) for update in ("step", "chunk")}
+    half = {update: losses(setup, setup.init(), range(2)) for update, setup in kinds.items()}
+    np.testing.assert_allclose(half["step"][1], half["chunk"][1], rtol=1e-5)
+    ends = []
+    for begun in kinds:
+        canonical = jax.tree.map(np.asarray, kinds[begun].to_canonical(half[begun][0]))
+        for setup in kinds.values():
+            ends.append(losses(setup, setup.from_canonical(canonical), range(2, 4))[1])
+    for end in ends[1:]:
+        np.testing.assert_allclose(ends[0], end, rtol=1e-5)
+
+
+@pytest.mark.pipeline
+def test_only_updates_by_step_know_the_norm_of_the_gradient():
+    for update, names in (("step", {"loss", "grad_norm"}), ("chunk", {"loss"})):
+        setup = by_chunk(update, stage=2)
+        shapes = setup.state_shapes, setup.batch_shapes, None
+        assert jax.eval_shape(setup.train_step, *shapes)[1].keys() == names
+
+
+def test_a_schedule_that_comes_back_to_a_chunk_is_refused_in_the_names_of_the_fields():
+    with pytest.raises(ConfigError) as caught:
+        by_chunk("chunk", stage=2, schedule="interleaved", microbatches=4)
+    (failure,) = caught.value.failures
+    assert "pipeline.schedule='interleaved' comes back to a chunk" in failure.message
+    assert "pipeline.update='chunk' needs each complete" in failure.message
+    assert "Nearest valid: pipeline.weight_slots=2." in failure.message
+    assert by_chunk("chunk", stage=2, schedule="interleaved", microbatches=4, weight_slots=2)
 
 
 @pytest.mark.pipeline

@@ -11,11 +11,12 @@ import pytest
 from tiny_tasks import TINY, assert_same_first_step, layer_by_layer, rows
 
 import jaxpipe
+from models import resnet
 from train import checks, tasks
 from train.config import Config
 from train.data import stream
 from train.prepare import images
-from train.step import Setup, make_optimizer
+from train.step import Setup, make_optimizer, named
 
 
 def config(task: str, **sections) -> Config:
@@ -50,17 +51,37 @@ def test_a_step_is_adamw_on_the_canonical_parameters(task):
         data_shards=2,
         states=before.layers,
     )
-    has_states = before.layers is not None
-    value_and_grad = jax.jit(jax.value_and_grad(oracle, has_aux=has_states))
-    value, grads = value_and_grad(before.params, batch)
-    np.testing.assert_allclose(metrics["loss"], value[0] if has_states else value, rtol=1e-5)
+    value, grads = jax.jit(jax.value_and_grad(oracle, has_aux=task == "resnet"))(
+        before.params, batch
+    )
+    expected_values, layers = named(value, before.layers)
+    np.testing.assert_allclose(metrics["loss"], expected_values["loss"], rtol=1e-5)
+    assert metrics.get("metrics") == expected_values.get("metrics")
     optimizer = make_optimizer(setup.config.optimizer, setup.learning_rate)
     params, grads = layer_by_layer(before.params), layer_by_layer(grads)
     updates, _ = jax.jit(optimizer.update)(grads, jax.jit(optimizer.init)(params), params)
     expected = optax.apply_updates(params, updates)
-    if has_states:
-        jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-4), got.layers, value[1])
+    jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-4), got.layers, layers)
     assert_same_first_step(layer_by_layer(got.params), expected, grads)
+
+
+@pytest.mark.pipeline
+def test_metrics_of_a_loss_are_those_of_the_unpipelined_model():
+    setup = Setup(config("resnet"))
+    state = setup.init()
+    params, states = (jax.tree.map(np.asarray, tree) for tree in setup.to_canonical_weights(state))
+    batch = rows(setup)
+    scores = resnet.logits(setup.task.shape, params, batch["images"], states)
+    batch["labels"] = np.array(scores.argmax(-1), np.int32)
+    batch["labels"][:2] = (batch["labels"][:2] + 1) % 10
+    evaluated = setup.evaluate(state, batch)
+    assert float(evaluated["metrics"]["accuracy"]) == 6 / 8
+    _, values = setup.train_step(state, batch, None)
+    model = setup.task.model(train=True)
+    oracle = partial(jaxpipe.unpipelined.loss, model, num_microbatches=2, data_shards=2)
+    _, (metrics, _) = jax.jit(oracle)(params, batch, states=states)
+    assert 0 < metrics["accuracy"] < 1
+    assert values["metrics"] == metrics
 
 
 @pytest.mark.slow

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxpipe import Model
-from jaxpipe.schedule.problems import below_one, refuse
+from jaxpipe.errors import below_one, refuse
 from train.task import Task
 
 
@@ -68,10 +68,15 @@ class Toy(Task):
     def model(self, *, train, axis="stage"):
         del train, axis
         function = {"tanh": jnp.tanh, "sin": jnp.sin}[self.shape.activation]
+
+        def head_loss(outer, x, batch, rng):
+            errors = x @ outer["head"] - batch["y"]
+            return jnp.mean(errors**2), {"largest_error": jnp.abs(errors).max()}
+
         return Model(
             embed=lambda outer, batch, rng: batch["x"],
             layer=lambda w, x, batch, rng: x + function(x @ w),
-            head_loss=lambda outer, x, batch, rng: jnp.mean((x @ outer["head"] - batch["y"]) ** 2),
+            head_loss=head_loss,
         )
 
     def init(self, rng):

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxpipe.schedule.problems import Problem
+from jaxpipe.errors import Problem
 from models import resnet, validation
 from train.data import images
 from train.task import Task
@@ -47,7 +47,7 @@ class ResNet(Task):
 
     def model(self, *, train: bool, axis: str | None = "stage"):
         del axis
-        return resnet.model(self.shape, train=train)
+        return resnet.model(self.shape, train=train, metrics=True)
 
     def init(self, rng):
         return resnet.init(self.shape, rng)

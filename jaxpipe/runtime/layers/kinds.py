@@ -66,6 +66,7 @@ def sort_layers(
     params: Sequence[LayerParams],
     x: Activation,
     *context: Shapes,
+    frozen: Sequence[LayerParams] | None = None,
     states: Sequence[States] | None = None,
     remat: str = "none",
     loss_scale: float = 1.0,
@@ -73,7 +74,7 @@ def sort_layers(
     """Follows the activations through all layers and splits each kind once.
 
     Parameters, activation, context (the microbatch's rows and the key) and states are shapes;
-    ``loss_scale`` is as of `split_layer`.
+    ``frozen``, a tree for each layer, and ``loss_scale`` are as of `split_layer`.
 
     Raises:
       ValueError: a layer that cannot take what the layer before it returns, or returns what is not
@@ -93,7 +94,8 @@ def sort_layers(
     for n, layer_params in enumerate(params):
         function = model.layer_function(n)
         state = None if states is None else states[n]
-        key = (function, _key(layer_params), here, _key(state))
+        constant = None if frozen is None else frozen[n]
+        key = (function, _key(layer_params), _key(constant), here, _key(state))
         if key not in seen:
             args = (layer_params, list(activations.values())[here], *context)
             y = _output(function, args, state, n)
@@ -103,7 +105,9 @@ def sort_layers(
                     "of all layers it must return what it takes. If layers differ, give "
                     "`Model.layer` a tuple of functions."
                 )
-            split = split_layer(function, *args, state=state, remat=remat, loss_scale=loss_scale)
+            split = split_layer(
+                function, *args, frozen=constant, state=state, remat=remat, loss_scale=loss_scale
+            )
             seen[key] = len(kinds)
             kinds.append(LayerKind(len(kinds), n, function, here, number(y, n), split))
         kind_of.append(seen[key])

@@ -15,7 +15,7 @@ def _last_activation(outer: OuterParams, x: Activation, microbatch: Batch, rng: 
 
 @dataclasses.dataclass(frozen=True)
 class Model:
-    """A model as pure functions over ``{"embed", "layers", "head"}`` parameters.
+    """A model as pure functions over ``{"embed", "layers", "head"}`` parameters, and "shared".
 
     ``outer`` below is ``{"embed": ..., "head": ...}``: both outer functions see both, so tied
     embeddings are one array read twice. ``microbatch`` is the batch's rows of one microbatch; every
@@ -33,9 +33,10 @@ class Model:
         function; ``params["layers"]`` then stacks ``layer_params`` on a leading layer dimension,
         and x stays the same in structure, shape and dtype. If they differ, a tuple or list of
         functions, one per layer; ``params["layers"]`` is then a tuple or list of trees. Layers that
-        share the function and all shapes share the compiled code. A layer with a loss of its own,
-        such as the balance loss of a mixture of experts, returns `jaxpipe.WithLoss(x, loss)` in
-        place of x.
+        share the function and all shapes share the compiled code. With ``params["shared"]``, which
+        all layers read, ``layer_params`` is the pair (the layer's own, shared). A layer with a loss
+        of its own, such as the balance loss of a mixture of experts, returns
+        `jaxpipe.WithLoss(x, loss)` in place of x.
       head_loss: ``head_loss(outer, x, microbatch, rng) -> loss``, a float32 scalar: the mean loss
         of one microbatch. The loss of a batch is the mean over microbatches and data shards. Where
         these have different weights, such as numbers of tokens, return

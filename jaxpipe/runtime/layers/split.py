@@ -29,6 +29,7 @@ from jax.extend import core
 from jaxpipe.runtime.layers import jaxprs
 from jaxpipe.runtime.layers.jaxprs import Env
 from jaxpipe.runtime.layers.losses import WithLoss
+from jaxpipe.runtime.trees import combine, divide
 from jaxpipe.runtime.types import Activation, Gradients, LayerParams, States, Tree
 from jaxpipe.schedule.problems import Problem, refuse
 
@@ -57,6 +58,7 @@ class _Traced:
     num_known: int  # leaves of params and context, which F, B and W all have
     num_x: int
     params: Any
+    trained: Any  # the parameters of which gradients are taken
     x: Any
     y: Any  # with the layer's loss and the new state, if there are any
     has_loss: bool
@@ -215,7 +217,7 @@ class Split:
         return jax.tree.unflatten(self.traced.x, jaxprs.values(self.traced.dx, env))
 
     def _dparams(self, env: Env) -> Gradients:
-        return jax.tree.unflatten(self.traced.params, jaxprs.values(self.traced.dparams, env))
+        return jax.tree.unflatten(self.traced.trained, jaxprs.values(self.traced.dparams, env))
 
 
 def split_layer(
@@ -223,6 +225,7 @@ def split_layer(
     params: LayerParams,
     x: Activation,
     *context: Tree,
+    frozen: LayerParams = None,
     state: States = None,
     remat: str = "none",
     loss_scale: float = 1.0,
@@ -236,6 +239,8 @@ def split_layer(
       x: the layer's input, a tree of arrays or shapes; y may be another tree.
       *context: what F, B and W all read and what is not differentiated (the microbatch's rows, a
         key): trees of arrays or shapes, or None.
+      frozen: the parameters of which no gradient is taken, None in place of the others; None for
+        none. These may be integers.
       state: what the layer reads and renews in F, such as running statistics; None if it has none.
       remat: a name in `REMAT_POLICIES`; a layer that uses `jax.checkpoint` itself composes with it.
       loss_scale: the cotangent of the layer's own loss, if it has one.
@@ -253,7 +258,8 @@ def split_layer(
       [(2, 4)]
     """
     refuse(unknown_remat(remat))
-    return _cut(_trace(layer, params, x, context, state, REMAT_POLICIES[remat], loss_scale))
+    args = params, frozen, x, context, state
+    return _cut(_trace(layer, *args, REMAT_POLICIES[remat], loss_scale))
 
 
 def unknown_remat(remat: str) -> Iterator[Problem]:
@@ -266,6 +272,7 @@ def unknown_remat(remat: str) -> Iterator[Problem]:
 def _trace(
     layer: Callable[..., Any],
     params: LayerParams,
+    frozen: LayerParams,
     x: Activation,
     context: Tree,
     state: States,
@@ -273,14 +280,17 @@ def _trace(
     loss_scale: float,
 ) -> _Traced:
     def differentiate(params: LayerParams, context: Tree, x: Activation, state: States) -> Any:
-        def of_params_and_x(params: LayerParams, x: Activation) -> tuple[Activation, States]:
+        trained, others = (params, None) if frozen is None else divide(params, frozen)
+
+        def of_trained_and_x(trained: LayerParams, x: Activation) -> tuple[Activation, States]:
+            params = trained if frozen is None else combine(trained, others)
             if state is None:
                 return layer(params, x, *context), None
             return layer(params, x, *context, state)
 
         if policy is not None:
-            of_params_and_x = jax.checkpoint(of_params_and_x, policy=policy)
-        return jax.vjp(of_params_and_x, params, x, has_aux=True)
+            of_trained_and_x = jax.checkpoint(of_trained_and_x, policy=policy)
+        return jax.vjp(of_trained_and_x, trained, x, has_aux=True)
 
     structure = []
 
@@ -307,6 +317,7 @@ def _trace(
         num_known=len(jax.tree.leaves((params, context))),
         num_x=len(jax.tree.leaves(x)),
         params=jax.tree.structure(params),
+        trained=jax.tree.structure(params if frozen is None else divide(params, frozen)[0]),
         x=jax.tree.structure(x),
         y=jax.tree.structure(outputs),
         has_loss=has_loss,

@@ -18,7 +18,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.tree_util import DictKey
 
+from jaxpipe.runtime.filters import name_of
 from jaxpipe.runtime.layout.leaf import Leaf, make_leaf
 from jaxpipe.runtime.layout.parts import Cut
 from jaxpipe.runtime.mesh import Axes
@@ -32,6 +34,7 @@ from jaxpipe.runtime.types import (
     Shapes,
     Span,
     Stored,
+    Tree,
 )
 from jaxpipe.schedule.lowering.table import NONE
 
@@ -115,6 +118,20 @@ class LayerLayout(abc.ABC):
     ) -> Stored:
         """The layer with other parts."""
         return jax.tree.unflatten(jax.tree.structure(stored), parts)
+
+    # Copies of weights in the dtypes that layers compute in, trees like a piece.
+
+    def compute_dtypes(self, dtype_of: Callable[[str, Any], Any]) -> Tree:
+        """The dtypes, from ``dtype_of(path, shape)`` of one layer's parameters; paths begin with
+        "layers"."""
+        return jax.tree.map_with_path(
+            lambda path, leaf: dtype_of(name_of((DictKey("layers"), *path)), leaf.struct()),
+            self.piece,
+        )
+
+    def cast(self, arrays: Arrays, dtypes: Tree) -> Arrays:
+        """A stage's arrays, or those of slots, in other dtypes."""
+        return jax.tree.map(lambda w, dtype: w.astype(dtype), arrays, dtypes)
 
     # Places.
 

@@ -5,7 +5,7 @@ A stage takes the room of its own layers, and all stages still run one program.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -17,7 +17,16 @@ from jaxpipe.runtime.layout.layer_layout import LayerLayout, Parts
 from jaxpipe.runtime.layout.leaf import Leaf, make_leaf
 from jaxpipe.runtime.layout.parts import Cut, Slices, Window
 from jaxpipe.runtime.mesh import Axes
-from jaxpipe.runtime.types import Arrays, At, Index, LayerParams, Leaves, Shapes, Stored
+from jaxpipe.runtime.types import (
+    Arrays,
+    At,
+    Index,
+    LayerParams,
+    Leaves,
+    Shapes,
+    Stored,
+    Tree,
+)
 
 
 class _Columns(NamedTuple):
@@ -106,6 +115,9 @@ class Packed(LayerLayout):
             return lax.dynamic_update_slice_in_dim(arrays[g], new, place.start[g], axis=1)
 
         return arrays | {g: write(g, values[g]) for g in place.width}
+
+    def compute_dtypes(self, dtype_of: Callable[[str, Any], Any]) -> Tree:
+        return {g: dtype_of("layers", leaf.struct()) for g, leaf in self.piece.items()}
 
     def cuts(self, example: int, axes: Axes, *, sharded: bool) -> Sequence[Cut]:
         leaves = jax.tree.leaves(self._layers[example])

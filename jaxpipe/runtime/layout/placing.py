@@ -10,7 +10,7 @@ from jax.sharding import Sharding
 
 from jaxpipe.runtime import checks
 from jaxpipe.runtime.layout.tree_layout import TreeLayout
-from jaxpipe.runtime.layout.whole_model import Layout, StateLayout
+from jaxpipe.runtime.layout.whole_model import Layout, StateLayout, WithFrozen
 from jaxpipe.runtime.mesh import explicit_context
 from jaxpipe.runtime.trees import strongly_typed
 from jaxpipe.runtime.types import Shapes, Shardings, Tree
@@ -35,22 +35,32 @@ class Placing:
     Attributes:
       placed: shapes and shardings of a placed tree.
       canonical: the same of one that is not placed.
+      specs: partition specs of a placed tree.
       shardings, canonical_shardings: of both.
     """
 
     def __init__(
-        self, layout: Layout | StateLayout | TreeLayout, *, sharded: bool, name: str
+        self, layout: Layout | WithFrozen | StateLayout | TreeLayout, *, sharded: bool, name: str
     ) -> None:
-        def place(tree: Tree) -> Tree:
-            return strongly_typed(layout.place(tree))
+        # A canonical array is split over data, a placed one over stages: to go from one straight to
+        # the other XLA would gather it whole on every device. In between it is split over both.
+        between = layout.shardings(sharded=True)
 
+        def place(tree: Tree) -> Tree:
+            placed = strongly_typed(layout.place(tree))
+            return jax.lax.with_sharding_constraint(placed, between)
+
+        def unplace(tree: Tree) -> Tree:
+            return layout.unplace(jax.lax.with_sharding_constraint(tree, between))
+
+        self.specs = layout.specs(sharded=sharded)
         self.shardings = layout.shardings(sharded=sharded)
         self.canonical_shardings = layout.canonical_shardings()
         self.placed = _lie(layout.placed_shapes(), self.shardings)
         self.canonical = _lie(layout.canonical_shapes(), self.canonical_shardings)
         self._name = name
         self._place = jax.jit(place, out_shardings=self.shardings)
-        self._unplace = jax.jit(layout.unplace, out_shardings=self.canonical_shardings)
+        self._unplace = jax.jit(unplace, out_shardings=self.canonical_shardings)
 
     def place(self, tree: Tree, *, dtypes: bool = True) -> Tree:
         """A canonical tree, placed; ``dtypes`` says whether dtypes must agree, too."""

@@ -1,7 +1,7 @@
 """Where a tree lies that holds something for every parameter, such as an optimizer's state.
 
-A *component* of such a tree is shaped like the parameters: ``{"embed", "layers", "head"}`` with one
-tree per layer. Its leaves may have other shapes and dtypes than the parameters they belong to, or
+A *component* of such a tree is shaped like the parameters that are trained, with one tree per
+layer. Its leaves may have other shapes and dtypes than the parameters they belong to, or
 be absent. What belongs to no parameter, such as a count, is replicated.
 """
 
@@ -43,7 +43,7 @@ class TreeLayout:
 
     def __init__(self, shapes: Shapes, params: Layout) -> None:
         self._mesh = params.mesh
-        is_component = _component_test(params.num_layers)
+        is_component = _component_test(params)
         self._tree: Any
         nodes, self._tree = jax.tree.flatten(shapes, is_leaf=is_component)
         self._nodes = [_layout(node, params) if is_component(node) else node for node in nodes]
@@ -99,10 +99,10 @@ class TreeLayout:
         return self._each(Layout.canonical_shardings, rest)
 
 
-def units_of(tree: Shapes, num_layers: int) -> list[str | int | None]:
-    """For every leaf of a tree of components, what it belongs to: "embed", "head", the number of a
-    layer, or None."""
-    is_component = _component_test(num_layers)
+def units_of(tree: Shapes, params: Layout) -> list[str | int | None]:
+    """For every leaf of a tree of components, what it belongs to: the number of a layer, the name
+    of another part, such as "embed", or None."""
+    is_component = _component_test(params)
     units: list[str | int | None] = []
     for node in jax.tree.leaves(tree, is_leaf=is_component):
         if not is_component(node):
@@ -113,13 +113,15 @@ def units_of(tree: Shapes, num_layers: int) -> list[str | int | None]:
     return units
 
 
-def _component_test(num_layers: int) -> Callable[[Tree], bool]:
+def _component_test(params: Layout) -> Callable[[Tree], bool]:
+    names = {*params.outer, "layers"}
+
     def is_component(node: Tree) -> bool:
-        if not isinstance(node, dict) or node.keys() != {"embed", "layers", "head"}:
+        if not isinstance(node, dict) or node.keys() != names:
             return False
         layers = node["layers"]
         return isinstance(layers, optax.MaskedNode) or (
-            type(layers) is tuple and len(layers) == num_layers
+            type(layers) is tuple and len(layers) == params.num_layers
         )
 
     return is_component

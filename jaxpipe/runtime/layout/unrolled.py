@@ -12,7 +12,7 @@ import numpy as np
 from jaxpipe.runtime.barriers import overwrite, run_if, run_once
 from jaxpipe.runtime.layout.layer_layout import Body, Carry, LayerLayout, alike
 from jaxpipe.runtime.layout.leaf import Leaf
-from jaxpipe.runtime.types import Arrays, At, Index, Params, Shapes, Span, Stored
+from jaxpipe.runtime.types import Arrays, At, Index, Params, Shapes, Span, Stored, Tree
 
 
 class _Place(NamedTuple):
@@ -41,6 +41,9 @@ class Unrolled(LayerLayout):
     def slot_shapes(self, count: int) -> Shapes:
         row = jax.tree.map(Leaf.struct, self.piece)
         return dict.fromkeys(range(count * self.num_pieces), row)
+
+    def cast(self, arrays: Arrays, dtypes: Tree) -> Arrays:
+        return {n: super(Unrolled, self).cast(row, dtypes) for n, row in arrays.items()}
 
     def layer_at(self, at: At, example: int, *, slot: Index = None) -> _Place:
         return self.piece_at(at, slot=slot)

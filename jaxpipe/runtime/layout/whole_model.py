@@ -24,7 +24,7 @@ from jaxpipe.runtime.layout.packed import Packed
 from jaxpipe.runtime.layout.stacked import Stacked
 from jaxpipe.runtime.layout.unrolled import Unrolled
 from jaxpipe.runtime.mesh import Axes
-from jaxpipe.runtime.trees import is_sequence
+from jaxpipe.runtime.trees import combine, is_sequence, select
 from jaxpipe.runtime.types import Leaves, OuterParams, Params, Placed, Shapes, States, Tree
 from jaxpipe.schedule.lowering.table import TickTable
 
@@ -37,9 +37,25 @@ def layer_layout(layers: Params, weights: str) -> type[LayerLayout]:
     return Packed if is_sequence(layers) else LAYOUTS[weights]
 
 
+SHARED = "shared"
+"""The entry of parameters that all layers read, if there is one."""
+FROZEN = "frozen"
+"""The entry of placed parameters with those that are not trained, if there are any."""
+
+
 def outer_of(params: Params) -> OuterParams:
-    """The part of a tree that belongs to embedding and head."""
-    return {name: params[name] for name in ("embed", "head")}
+    """The part of a tree that belongs to no single layer: embedding, head, what layers share."""
+    return {name: tree for name, tree in params.items() if name not in ("layers", FROZEN)}
+
+
+def trained_part(placed: Placed) -> Placed:
+    """Placed parameters without those that are not trained."""
+    return {name: tree for name, tree in placed.items() if name != FROZEN}
+
+
+def frozen_part(placed: Placed) -> Placed:
+    """Undoes `trained_part`, with `|`."""
+    return {FROZEN: placed[FROZEN]} if FROZEN in placed else {}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,7 +64,7 @@ class Layout:
 
     Args:
       layers: where the layers lie.
-      outer: embedding and head, every array a `Leaf`.
+      outer: embedding, head and what layers share, every array a `Leaf`.
       mesh: the mesh.
       axes: what it calls its axes.
       rows: canonical layer of every row, as of `layer_rows`.
@@ -99,12 +115,13 @@ class Layout:
         return {"layers": layers, **outer}
 
     @property
-    def _canonical(self) -> Leaves:
+    def canonical(self) -> Leaves:
+        """The canonical parameters, every array a `Leaf`."""
         return {"layers": self.layers.canonical, **self.outer}
 
     def canonical_shapes(self) -> Shapes:
         """Shapes of the canonical parameters."""
-        return jax.tree.map(Leaf.struct, self._canonical)
+        return jax.tree.map(Leaf.struct, self.canonical)
 
     def specs(self, *, sharded: bool) -> Tree:
         """Partition specs of the placed parameters, with the data axis used (ZeRO) or not."""
@@ -122,11 +139,49 @@ class Layout:
     def canonical_shardings(self) -> Tree:
         """Shardings of canonical parameters, over all devices wherever a size divides."""
         spec = partial(canonical_spec, axes=self.axes, num_stages=self.num_stages)
-        return _shardings(self.mesh, jax.tree.map(spec, self._canonical))
+        return _shardings(self.mesh, jax.tree.map(spec, self.canonical))
 
     def _dims(self, stage_dim: int | None, data_dim: int | None, leaf: Leaf) -> list[Any]:
         names = {stage_dim: self.axes.stage, data_dim: self.axes.data}
         return [names.get(d) for d in range(len(leaf.shape))]
+
+
+@dataclasses.dataclass(frozen=True)
+class WithFrozen:
+    """The layout of all parameters where some are not trained; methods as of `Layout`.
+
+    Args:
+      trained: of those that are.
+      frozen: of the others. They lie in an entry of their own.
+    """
+
+    trained: Layout
+    frozen: Layout
+
+    def place(self, params: Params) -> Placed:
+        parts = [select(params, layout.canonical) for layout in (self.trained, self.frozen)]
+        return {**self.trained.place(parts[0]), FROZEN: self.frozen.place(parts[1])}
+
+    def unplace(self, placed: Placed) -> Params:
+        trained = self.trained.unplace(trained_part(placed))
+        return combine(trained, self.frozen.unplace(placed[FROZEN]))
+
+    def placed_shapes(self) -> Shapes:
+        return {**self.trained.placed_shapes(), FROZEN: self.frozen.placed_shapes()}
+
+    def canonical_shapes(self) -> Shapes:
+        return combine(self.trained.canonical_shapes(), self.frozen.canonical_shapes())
+
+    def specs(self, *, sharded: bool) -> Tree:
+        frozen = self.frozen.specs(sharded=sharded)
+        return {**self.trained.specs(sharded=sharded), FROZEN: frozen}
+
+    def shardings(self, *, sharded: bool) -> Tree:
+        frozen = self.frozen.shardings(sharded=sharded)
+        return {**self.trained.shardings(sharded=sharded), FROZEN: frozen}
+
+    def canonical_shardings(self) -> Tree:
+        return combine(self.trained.canonical_shardings(), self.frozen.canonical_shardings())
 
 
 @dataclasses.dataclass(frozen=True)
@@ -156,10 +211,13 @@ class StateLayout:
     def canonical_shapes(self) -> Shapes:
         return jax.tree.map(Leaf.struct, self.layers.canonical)
 
+    def specs(self, *, sharded: bool) -> Tree:
+        """Partition specs over stages; states are never split over data."""
+        return jax.tree.map(lambda _: P(self.axes.stage), self.layers.placed)
+
     def shardings(self, *, sharded: bool) -> Tree:
-        """Shardings over stages; states are never split over data."""
-        sharding = compiled_sharding(self.mesh, P(self.axes.stage))
-        return jax.tree.map(lambda _: sharding, self.layers.placed)
+        """What `specs` says as shardings."""
+        return _shardings(self.mesh, self.specs(sharded=sharded))
 
     def canonical_shardings(self) -> Tree:
         """Shardings of canonical states, over stages wherever a size divides."""
@@ -198,16 +256,31 @@ def layer_rows(table: TickTable) -> np.ndarray:
     return np.where(layer < counts[np.asarray(held)][..., None], first + layer, -1).astype(np.int32)
 
 
-def make_layout(
-    params: Params, stage_split: Tree, mesh: Mesh, axes: Axes, table: TickTable, weights: str
-) -> Layout:
-    """Decides the layout of every parameter; ``weights`` is for layers that are alike."""
-    data = axes.num_shards(mesh)
-    leaves, tree = jax.tree.flatten(outer_of(params))
+def make_layouts(
+    trained: Params,
+    frozen: Params,
+    stage_split: Tree,
+    mesh: Mesh,
+    axes: Axes,
+    table: TickTable,
+    weights: str,
+) -> tuple[Layout, Layout | None]:
+    """Decides the layout of every parameter: of those that are trained, and of the others, if any.
+
+    The two trees have None where the other has an array; ``weights`` is for layers that are alike.
+    """
+    data, rows = axes.num_shards(mesh), layer_rows(table)
+    whole = outer_of(combine(trained, frozen))
+    leaves, tree = jax.tree.flatten(whole)
     dims = [None] * len(leaves)
-    if stage_split is not None:
+    if stage_split is not None:  # what layers share is not split
         dims = jax.tree.leaves(stage_split, is_leaf=lambda dim: dim is None)
-    outer = [make_leaf(w, data=data, stage_dim=dim) for w, dim in zip(leaves, dims, strict=True)]
-    rows = layer_rows(table)
-    layers = layer_layout(params["layers"], weights)(params["layers"], rows, data)
-    return Layout(layers, jax.tree.unflatten(tree, outer), mesh, axes, rows)
+        dims += [None] * len(jax.tree.leaves(whole.get(SHARED)))
+    found = [make_leaf(w, data=data, stage_dim=dim) for w, dim in zip(leaves, dims, strict=True)]
+    outer = jax.tree.unflatten(tree, found)
+
+    def layout(params: Params) -> Layout:
+        layers = layer_layout(params["layers"], weights)(params["layers"], rows, data)
+        return Layout(layers, select(outer, outer_of(params)), mesh, axes, rows)
+
+    return layout(trained), layout(frozen) if jax.tree.leaves(frozen) else None

@@ -11,6 +11,7 @@ from __future__ import annotations
 from typing import Any
 
 import jax
+import optax
 
 from jaxpipe.runtime.measure.traced import buffers
 from jaxpipe.runtime.pipeline import Pipeline
@@ -19,13 +20,21 @@ from jaxpipe.schedule.actions import Kind
 from jaxpipe.schedule.generators.one_f_one_b import one_f_one_b
 
 
-def predicted_bytes(pipe: Pipeline, batch: Batch, rng: Key = None) -> dict[str, int]:
-    """Predicts what ``pipe.value_and_grad`` takes on each device beside its arguments.
+def predicted_bytes(
+    pipe: Pipeline,
+    batch: Batch,
+    rng: Key = None,
+    *,
+    by_chunk: optax.GradientTransformation | None = None,
+) -> dict[str, int]:
+    """Predicts what a training step takes on each device beside its arguments.
 
     Args:
       pipe: the pipeline; it is not run.
       batch: a batch, or its shapes.
       rng: as for `Pipeline.value_and_grad`.
+      by_chunk: the optimizer of ``pipe.train_step(by_chunk, update="chunk")``, for the memory of
+        that step; None for that of ``pipe.value_and_grad``, the gradients it returns included.
 
     Returns:
       Bytes by buffer, as `jaxpipe.runtime.measure.traced.buffers` names them, and "working_set".
@@ -36,35 +45,51 @@ def predicted_bytes(pipe: Pipeline, batch: Batch, rng: Key = None) -> dict[str, 
         lambda leaf: jax.ShapeDtypeStruct((int(leaf.shape[0] * rows), *leaf.shape[1:]), leaf.dtype),
         batch,
     )
-    kept = tree_bytes(buffers(small, small_batch, rng))
-    working_set = compiled_bytes(small, small_batch, rng) - kept
-    sizes = {name: tree_bytes(shapes) for name, shapes in buffers(pipe, batch, rng).items()}
-    return sizes | {"working_set": working_set}
+    kept = tree_bytes(buffers(small, small_batch, rng, by_chunk=by_chunk))
+    working_set = compiled_bytes(small, small_batch, rng, by_chunk=by_chunk) - kept
+    shapes = buffers(pipe, batch, rng, by_chunk=by_chunk)
+    return {name: tree_bytes(tree) for name, tree in shapes.items()} | {"working_set": working_set}
 
 
-def compiled_bytes(pipe: Pipeline, batch: Batch, rng: Key = None) -> int:
-    """Compiles ``pipe.value_and_grad`` and returns what it takes on each device beside its
-    arguments: the bytes of its temporaries and of the gradients it returns.
+def compiled_bytes(
+    pipe: Pipeline,
+    batch: Batch,
+    rng: Key = None,
+    *,
+    by_chunk: optax.GradientTransformation | None = None,
+) -> int:
+    """Compiles that step and returns what it takes on each device beside its arguments: the bytes
+    of its temporaries, and of the gradients if it returns them.
 
     Arguments as for `predicted_bytes`.
     """
-    analysis = compiled(pipe, batch, rng).memory_analysis()
+    analysis = compiled(pipe, batch, rng, by_chunk=by_chunk).memory_analysis()
     assert analysis is not None  # every backend of jax has one
-    return analysis.temp_size_in_bytes + analysis.output_size_in_bytes
+    returned = analysis.output_size_in_bytes if by_chunk is None else 0  # else it is donated
+    return analysis.temp_size_in_bytes + returned
 
 
 def compiled(
-    pipe: Pipeline, batch: Batch, rng: Key = None, *, options: dict[str, Any] | None = None
+    pipe: Pipeline,
+    batch: Batch,
+    rng: Key = None,
+    *,
+    by_chunk: optax.GradientTransformation | None = None,
+    options: dict[str, Any] | None = None,
 ) -> jax.stages.Compiled:
-    """Compiles ``pipe.value_and_grad`` for the shapes of these arguments, with these options of
-    XLA."""
+    """Compiles the step for the shapes of these arguments, with these options of XLA."""
 
     def shape(leaf: Shapes) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=pipe.batch_sharding)
 
-    batch = jax.tree.map(shape, batch)
-    step = jax.jit(pipe.value_and_grad)
-    return step.lower(pipe.placed_params, batch, rng, states=pipe.placed_states).compile(options)
+    batch, states = jax.tree.map(shape, batch), pipe.placed_states
+    if by_chunk is None:
+        lowered = jax.jit(pipe.value_and_grad).lower(pipe.placed_params, batch, rng, states=states)
+    else:
+        state = pipe.optimizer_placing(by_chunk).placed
+        step: Any = pipe.train_step(by_chunk, update="chunk")
+        lowered = step.lower(pipe.placed_params, state, batch, rng, states)
+    return lowered.compile(options)
 
 
 def tree_bytes(shapes: Shapes) -> int:
@@ -79,7 +104,7 @@ def _smallest(pipe: Pipeline) -> Pipeline:
     Two, because the compiler simplifies where it knows that there is one.
     """
     stages = pipe.schedule.num_stages
-    params = pipe.layout.canonical_shapes()
+    params = dict(pipe.canonical_params)
     if pipe.model.layers_are_alike:
         params["layers"] = jax.tree.map(
             lambda w: jax.ShapeDtypeStruct((2 * stages, *w.shape[1:]), w.dtype), params["layers"]
@@ -92,6 +117,9 @@ def _smallest(pipe: Pipeline) -> Pipeline:
         mesh=pipe.mesh,
         stage_axis=pipe.axes.stage,
         data_axes=pipe.axes.names[:-1],
+        trainable=pipe.trainable,
+        compute_dtype=pipe.compute_dtype,
+        full_precision=pipe.full_precision,
         remat=pipe.remat,
         zero=pipe.zero,
         weights=pipe.weights,

@@ -2,35 +2,54 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
+import optax
 from jax.sharding import PartitionSpec as P
 
+from jaxpipe.runtime import checks
 from jaxpipe.runtime.layers.kinds import Layers
 from jaxpipe.runtime.pipeline import Pipeline
 from jaxpipe.runtime.tick import executor
 from jaxpipe.runtime.tick.fixed import Fixed
-from jaxpipe.runtime.tick.microbatches import StepMicrobatches
+from jaxpipe.runtime.tick.microbatches import StepMicrobatches, split_rows
 from jaxpipe.runtime.types import Batch, Key, Shapes
+from jaxpipe.runtime.update.layered import Applied
+from jaxpipe.schedule.problems import refuse
 
 Read = TypeVar("Read")
 
 
-def buffers(pipe: Pipeline, batch: Batch, rng: Key = None) -> dict[str, Shapes]:
+def buffers(
+    pipe: Pipeline,
+    batch: Batch,
+    rng: Key = None,
+    *,
+    by_chunk: optax.GradientTransformation | None = None,
+) -> dict[str, Shapes]:
     """What the tick loop keeps on each device; it follows from the schedule and the model.
 
     Args:
       pipe: the pipeline; it is not run.
       batch: a batch, or its shapes.
       rng: as for `Pipeline.value_and_grad`.
+      by_chunk: an optimizer that updates every chunk within the step; None keeps the gradients.
 
     Returns:
       Trees of `jax.ShapeDtypeStruct` by the buffer's name.
     """
-    return _traced(pipe, batch, rng, lambda fixed, _: executor.buffer_shapes(fixed))
+
+    def read(fixed: Fixed, _: StepMicrobatches) -> dict[str, Shapes]:
+        if by_chunk is not None:
+            sink = Applied(pipe.placed_optimizer(by_chunk))
+            fixed = dataclasses.replace(fixed, gradients=sink)
+        return executor.buffer_shapes(fixed)
+
+    return _traced(pipe, batch, rng, read)
 
 
 def layers(pipe: Pipeline, batch: Batch, rng: Key = None) -> tuple[Layers, Shapes]:
@@ -51,15 +70,16 @@ def layers(pipe: Pipeline, batch: Batch, rng: Key = None) -> tuple[Layers, Shape
 def _traced(
     pipe: Pipeline, batch: Batch, rng: Key, read: Callable[[Fixed, StepMicrobatches], Read]
 ) -> Read:
-    pipe.check_batch(batch)
+    refuse(checks.batch(batch, pipe))
     found: list[Read] = []
 
     def body(placed: Any, batch: Batch, rng: Key, states: Any) -> jax.Array:
-        microbatches, setup = StepMicrobatches(pipe.split_rows(batch), rng), pipe.setup(pipe.table)
+        rows = split_rows(batch, pipe.schedule.num_microbatches)
+        microbatches, setup = StepMicrobatches(rows, rng), pipe.setup(pipe.table)
         fixed, _ = executor.begin(setup, placed, microbatches, executor.sink_of(setup))
         found.append(read(fixed, microbatches))
         return jnp.zeros(())
 
-    arguments = pipe.layout.placed_shapes(), batch, rng, pipe.placed_states
+    arguments = pipe.placed_params, batch, rng, pipe.placed_states
     jax.eval_shape(pipe.shard_map(body, pipe.in_specs, P()), *arguments)
     return found[0]

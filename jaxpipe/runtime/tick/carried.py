@@ -27,7 +27,8 @@ class Carried:
       replay: what F keeps for its recomputation, by name: inputs of segments, and the states that
         layers have read.
       gradients: the gradient sums of layers; nothing in an evaluation.
-      outer_gradients: those of embedding and head.
+      outer_gradients: those of embedding and head, which all stages compute alike.
+      shared_gradients: this stage's share of those of what its layers share; None for nothing.
       finished: what finished gradients have become.
       collected: what the head has returned: sums of loss and metrics, or outputs.
       layer_losses: the sums of the losses of this stage's layers, one per minibatch in flight,
@@ -43,6 +44,7 @@ class Carried:
     replay: dict[str, Tree]
     gradients: Arrays
     outer_gradients: Gradients
+    shared_gradients: Gradients
     finished: Any
     collected: Tree
     layer_losses: jax.Array | None

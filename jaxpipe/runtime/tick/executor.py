@@ -19,7 +19,7 @@ import numpy as np
 from jax import lax
 
 from jaxpipe.runtime.layout.data_axis import average
-from jaxpipe.runtime.layout.whole_model import outer_of
+from jaxpipe.runtime.layout.whole_model import SHARED, frozen_part, outer_of
 from jaxpipe.runtime.tick import outer_phases
 from jaxpipe.runtime.tick.carried import Carried
 from jaxpipe.runtime.tick.fixed import Fixed, Setup, fix
@@ -29,6 +29,7 @@ from jaxpipe.runtime.tick.layer_passes import run_cells
 from jaxpipe.runtime.tick.messages import exchange, send_late
 from jaxpipe.runtime.tick.microbatches import Microbatches, StepMicrobatches
 from jaxpipe.runtime.tick.weights import Gathered, Held, Resident
+from jaxpipe.runtime.trees import select
 from jaxpipe.runtime.types import Batch, Gradients, Key, Placed, Shapes, States, Tree
 from jaxpipe.schedule.actions import Kind
 from jaxpipe.schedule.lowering.table import Row, TickTable
@@ -58,7 +59,7 @@ def run(setup: Setup, placed: Placed, rows: Batch, rng: Key, states: States) -> 
     """Runs one step on this device, with its part of parameters, rows and states."""
     batch, sink = StepMicrobatches(rows, rng), sink_of(setup)
     fixed, held = begin(setup, placed, batch, sink)
-    carried = start(fixed, held, held.outer, states)
+    carried = start(fixed, held, outer_gradients_like(setup, held), states)
     carried = carried.but(input_gradients=no_gradients(rows, setup.inputs))
     value, carried, states = run_ticks(fixed, batch, carried)
     gradients = None if sink is None else sink.result(fixed, carried)
@@ -78,15 +79,22 @@ def begin(
 ) -> tuple[Fixed, Held]:
     """What no tick of a step changes, and the weights it begins with."""
     weights = Gathered() if setup.zero == 3 else Resident()
-    layers = jax.tree.map(lambda w: w[0], placed["layers"])
-    held = weights.hold(setup, layers, outer_of(placed))
+    parts = [placed, *frozen_part(placed).values()]
+    layers = [jax.tree.map(lambda w: w[0], part["layers"]) for part in parts]
+    held = weights.hold(setup, layers, [outer_of(part) for part in parts])
     return fix(setup, batch, held.outer, weights=weights, gradients=sink), held
+
+
+def outer_gradients_like(setup: Setup, held: Held) -> Gradients:
+    """What the gradients of what belongs to no single layer are shaped like."""
+    return select(held.outer, setup.layout.outer)
 
 
 def start(fixed: Fixed, held: Tree, outer: Gradients, states: States) -> Carried:
     """What the first tick is handed: nothing is in flight.
 
-    ``held`` is what the weights' source begins with, ``outer`` like the gradient sums of the same.
+    ``held`` is what the weights' source begins with, ``outer`` like the gradient sums of what
+    belongs to no single layer.
     """
 
     def empty(shape: jax.ShapeDtypeStruct) -> jax.Array:
@@ -98,7 +106,7 @@ def start(fixed: Fixed, held: Tree, outer: Gradients, states: States) -> Carried
         name: jax.tree.map(jnp.zeros_like if name in _SUMS else empty, shape)
         for name, shape in buffer_shapes(fixed).items()
     }
-    sink = fixed.gradients
+    sink, sums = fixed.gradients, jax.tree.map(jnp.zeros_like, outer)
     return Carried(
         weights=fixed.weights.with_buffers(held, found),
         inboxes={name: found[name] for name in ("x", "dy") if name in found},
@@ -107,7 +115,8 @@ def start(fixed: Fixed, held: Tree, outer: Gradients, states: States) -> Carried
         replay={name: found[name] for name in ("inputs", "read_states") if name in found},
         # An evaluation has no gradients; its loops over layers carry their place all the same.
         gradients=found.get("gradients", {}),
-        outer_gradients=None if sink is None else jax.tree.map(jnp.zeros_like, outer),
+        outer_gradients=None if sink is None else sums,
+        shared_gradients=None if sink is None else sums.get(SHARED),
         finished=None if sink is None else sink.finished(found),
         collected=fixed.collector.empty(),
         layer_losses=jnp.zeros(1, jnp.float32) if fixed.adds_layer_losses else None,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 import jax
@@ -18,12 +18,23 @@ from jaxpipe.runtime.layers.kinds import Layers, sort_layers
 from jaxpipe.runtime.layers.model import Model
 from jaxpipe.runtime.layout.buffers import SharedBuffers
 from jaxpipe.runtime.layout.layer_layout import LayerLayout
-from jaxpipe.runtime.layout.whole_model import Layout, layer_rows
+from jaxpipe.runtime.layout.leaf import Leaf
+from jaxpipe.runtime.layout.whole_model import SHARED, Layout, layer_rows
 from jaxpipe.runtime.mesh import Axes
 from jaxpipe.runtime.tick.collected import Collector, Losses, Outputs, check_output
 from jaxpipe.runtime.tick.inputs import read_by_layers
 from jaxpipe.runtime.tick.microbatches import Microbatches, StepMicrobatches
-from jaxpipe.runtime.types import Activation, Batch, Index, Key, Message, OuterParams, Tree
+from jaxpipe.runtime.trees import combine, divide
+from jaxpipe.runtime.types import (
+    Activation,
+    Batch,
+    Index,
+    Key,
+    Message,
+    OuterParams,
+    Shapes,
+    Tree,
+)
 from jaxpipe.schedule.actions import Kind
 from jaxpipe.schedule.lowering.table import TickTable
 from jaxpipe.schedule.problems import refuse
@@ -42,11 +53,14 @@ class Setup:
 
     Args:
       model: the user's functions.
-      layout: where parameters live.
+      layout: where the parameters that are trained live.
+      frozen: where the others live; None if all are trained.
       table: the tick table to run.
       remat: rematerialisation policy, by name.
       zero: ZeRO level 0 to 3; 0 when the data axis has one device.
       states: where the layers' states live, or None for a model without.
+      compute: dtypes that layers compute in, a tree like a piece for each of `layouts`; None for
+        those of the parameters.
       poison: fill buffers and idle messages with NaN, to prove that nothing from a bubble is used.
       outputs: collect what `Model.output` returns, not the loss; forward only.
       inputs: numbers of the batch's arrays whose gradients are wanted.
@@ -54,13 +68,25 @@ class Setup:
 
     model: Model
     layout: Layout
+    frozen: Layout | None
     table: TickTable
     remat: str
     zero: int
     states: LayerLayout | None = None
+    compute: Sequence[Tree] | None = None
     poison: bool = False
     outputs: bool = False
     inputs: tuple[int, ...] = ()
+
+    @property
+    def layouts(self) -> list[Layout]:
+        """Those of all parameters: `layout`, and `frozen` if there is one."""
+        return [self.layout] if self.frozen is None else [self.layout, self.frozen]
+
+    @property
+    def shares(self) -> bool:
+        """Whether layers share parameters."""
+        return SHARED in self.layout.outer
 
     @property
     def trains(self) -> bool:
@@ -106,7 +132,7 @@ class Fixed:
 
     @property
     def params(self) -> LayerLayout:
-        """Where the layers' parameters lie."""
+        """Where the layers' trained parameters lie, and their gradients."""
         return self.setup.layout.layers
 
     @property
@@ -129,6 +155,12 @@ class Fixed:
     def context(self, batch: Microbatches, i: Index, layer: Index) -> tuple[Batch, Key]:
         """What every function of a layer is given beside its parameters and values."""
         return _context(batch, i, layer, self.shard)
+
+    def divided(self, outer: OuterParams) -> tuple[OuterParams, OuterParams]:
+        """What is trained of what belongs to no single layer, and the rest."""
+        frozen = self.setup.frozen
+        nothing = jax.tree.map(lambda _: None, outer)
+        return divide(outer, nothing if frozen is None else frozen.outer)
 
     def embed(self, batch: Microbatches, outer: OuterParams, i: Index) -> Activation:
         """The embedding of a microbatch."""
@@ -198,12 +230,14 @@ def fix(
     model, axes = setup.model, setup.layout.axes
     stage, shard = lax.axis_index(axes.stage), lax.axis_index(axes.data)
     rows_of_one, rng = jax.eval_shape(lambda: _context(batch, 0, 0, shard))
+    trained, *frozen = ([layer_shapes(one, n) for n in numbers] for one in setup.layouts)
     layers = sort_layers(
         model,
-        [setup.layout.layers.shape_of(n) for n in numbers],
+        list(map(combine, trained, *frozen)) if frozen else trained,
         output_shapes("Model.embed", model.embed, outer=outer, microbatch=rows_of_one, rng=rng),
         rows_of_one,
         rng,
+        frozen=frozen[0] if frozen else None,
         states=None if setup.states is None else [setup.states.shape_of(n) for n in numbers],
         remat=setup.remat,
         loss_scale=_mean_scale(setup),
@@ -230,6 +264,14 @@ def fix(
         collector=collector,
         weight=weight,
     )
+
+
+def layer_shapes(layout: Layout, layer: int) -> Shapes:
+    """Shapes of what a layer's function is given as its parameters, as far as they lie there."""
+    own = layout.layers.shape_of(layer)
+    if SHARED not in layout.outer:
+        return own
+    return own, jax.tree.map(Leaf.struct, layout.outer[SHARED])
 
 
 def _context(batch: Microbatches, i: Index, layer: Index, shard: Index) -> tuple[Batch, Key]:

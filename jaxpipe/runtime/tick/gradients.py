@@ -11,6 +11,7 @@ from jax import lax
 from jaxpipe.runtime.barriers import tie
 from jaxpipe.runtime.layout.data_axis import reduce_gradients
 from jaxpipe.runtime.layout.leaf import Leaf
+from jaxpipe.runtime.layout.whole_model import SHARED
 from jaxpipe.runtime.tick.carried import Carried
 from jaxpipe.runtime.tick.fixed import Fixed
 from jaxpipe.runtime.tick.work import LayerWork
@@ -108,8 +109,11 @@ class Reduced(GradientSink):
 
 
 def reduced_outer(fixed: Fixed, carried: Carried) -> Gradients:
-    """The finished gradients of embedding and head."""
+    """The finished gradients of what belongs to no single layer."""
     outer, setup = carried.outer_gradients, fixed.setup
+    if setup.shares:
+        of_layers = lax.psum(carried.shared_gradients, fixed.axes.stage)
+        outer = outer | {SHARED: jax.tree.map(jnp.add, outer[SHARED], of_layers)}
     return reduce_gradients(outer, setup.layout.outer, fixed.axes, zero=setup.zero)
 
 

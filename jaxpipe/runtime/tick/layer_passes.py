@@ -160,8 +160,7 @@ def _forward(work: LayerWork, through: Through) -> Through:
     the layer's loss."""
     fixed, kind = work.fixed, work.kind
     weights, message = tie(work.weights(), through.message)
-    weights, x = fixed.params.unpack(weights, kind.example), fixed.activation(message, kind.x)
-    args = weights, x, *work.context()
+    args = work.params(weights), fixed.activation(message, kind.x), *work.context()
     state = _layer_state(work, through)
     if fixed.setup.trains and fixed.recomputes == (work.action is Kind.R):
         y, until_b, until_w = kind.split.forward(*args, state=state)
@@ -184,7 +183,7 @@ def _backward(work: LayerWork, through: Through) -> Through:
     (weights, *residuals), message = tie(read, through.message)
     run = kind.split.backward_fused if fused else kind.split.backward_input
     dx, rest = run(
-        fixed.params.unpack(weights, kind.example),
+        work.params(weights),
         *residuals,
         fixed.activation(message, kind.y),
         *work.context(),
@@ -194,12 +193,10 @@ def _backward(work: LayerWork, through: Through) -> Through:
 
 
 def _backward_weights(work: LayerWork, through: Through) -> Through:
-    fixed, kind = work.fixed, work.kind
     read = work.weights(), *work.saved(through.carried, "until_w", "crossing")
     (weights, *residuals), sums = tie(read, through.carried.gradients)
-    dparams = kind.split.backward_weights(
-        fixed.params.unpack(weights, kind.example), *residuals, *work.context()
-    )
+    split = work.kind.split
+    dparams = split.backward_weights(work.params(weights), *residuals, *work.context())
     return _add_gradient(work, through.but(gradients=sums), dparams)
 
 
@@ -224,9 +221,12 @@ def _save(work: LayerWork, through: Through, **values: list[jax.Array]) -> Throu
 def _add_gradient(work: LayerWork, through: Through, dparams: LayerParams) -> Through:
     fixed, example = work.fixed, work.kind.example
     assert fixed.gradients is not None
+    if fixed.setup.shares:
+        dparams, of_shared = dparams
+        shared = jax.tree.map(jnp.add, through.carried.shared_gradients, of_shared)
+        through = through.but(shared_gradients=shared)
     stored = fixed.params.pack(dparams, example)
-    sums = through.carried.gradients
-    sums = fixed.gradients.add(work, sums, stored)
+    sums = fixed.gradients.add(work, through.carried.gradients, stored)
     return through.but(gradients=sums)
 
 

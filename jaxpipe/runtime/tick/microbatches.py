@@ -21,6 +21,11 @@ class Microbatches(Protocol):
         `jaxpipe.runtime.tick.fixed.Fixed.weighed`."""
 
 
+def split_rows(batch: Batch, num_microbatches: int) -> Batch:
+    """One data shard's leaves ``[rows, ...]`` as ``[rows of a microbatch, m, ...]``: a view."""
+    return jax.tree.map(lambda w: w.reshape(-1, num_microbatches, *w.shape[1:]), batch)
+
+
 class StepMicrobatches(NamedTuple):
     """The microbatches of one step: leaves ``[rows, m, ...]``, the step's key, or None, and the
     scale of weighted losses."""

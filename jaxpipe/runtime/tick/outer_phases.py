@@ -13,6 +13,7 @@ from jaxpipe.runtime.tick.carried import Carried
 from jaxpipe.runtime.tick.fixed import Fixed
 from jaxpipe.runtime.tick.inputs import WithInputs, add_gradients, inputs_of
 from jaxpipe.runtime.tick.microbatches import Microbatches
+from jaxpipe.runtime.trees import combine
 from jaxpipe.runtime.types import Activation, Message, OuterParams, Tree
 from jaxpipe.schedule.lowering.table import NONE, Outer
 
@@ -56,9 +57,12 @@ def leave(fixed: Fixed, batch: Microbatches, carried: Carried, row: Outer, y: Me
         x = _from_stage(fixed, mine, -1, fixed.layers.last)
         outer, x = fixed.weights.outer(fixed, carried.weights, "leave", row, x)
 
+        outer, constant = fixed.divided(outer)
+
         def loss(
             outer: OuterParams, x: Activation, values: list[jax.Array]
         ) -> tuple[jax.Array, Tree]:
+            outer = combine(outer, constant)
             result = fixed.head(WithInputs(batch, inputs, values), outer, x, row.head)
             return differentiated(result), result
 
@@ -96,8 +100,10 @@ def embed_gradient(
             fixed, carried.weights, "embed_gradient", row, cotangent
         )
 
+        outer, constant = fixed.divided(outer)
+
         def embed(outer: OuterParams, values: list[jax.Array]) -> Activation:
-            return fixed.embed(WithInputs(batch, inputs, values), outer, i)
+            return fixed.embed(WithInputs(batch, inputs, values), combine(outer, constant), i)
 
         _, vjp = jax.vjp(embed, outer, inputs_of(batch, inputs, i))
         douter, new = vjp(cotangent)

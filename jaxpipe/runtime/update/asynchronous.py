@@ -21,6 +21,7 @@ from jax.sharding import PartitionSpec as P
 from jaxpipe.runtime import checks
 from jaxpipe.runtime.layout.whole_model import outer_of
 from jaxpipe.runtime.pipeline import Pipeline
+from jaxpipe.runtime.tick.microbatches import split_rows
 from jaxpipe.runtime.trees import mismatches, shapes_of
 from jaxpipe.runtime.types import (
     Batch,
@@ -250,7 +251,7 @@ class AsyncPipeline:
         if (steady := state.get("steady") or self.steady) != self.steady:
             problems.append(f"state['steady'] is {steady}; expected {self.steady}.")
         if not problems:  # only then can the model be traced
-            self.pipe.check_batch(batch)
+            refuse(checks.batch(batch, self.pipe))
             expected = jax.eval_shape(self._flight, at_rest)
             problems = mismatches("state['flight']", state.get("flight"), expected)
         problems += [OTHER_STATE] if problems else []
@@ -344,7 +345,7 @@ class AsyncPipeline:
         state = self._checked(state, batch=batch, rng=rng)
 
         def body(state: AsyncState, batch: Batch, rng: Key) -> tuple[AsyncState, Tree]:
-            rows = self.pipe.split_rows(batch)
+            rows = split_rows(batch, self.pipe.schedule.num_microbatches)
             return asynchronous_run.call(self._setup, self._rules, state, rows, rng)
 
         in_specs = self._specs, P(self.pipe.axes.data), P()

@@ -6,6 +6,7 @@ import math
 
 import jax
 
+from jaxpipe.runtime.layout.whole_model import SHARED
 from jaxpipe.runtime.pipeline import Pipeline
 from jaxpipe.runtime.trees import shapes_of
 from jaxpipe.runtime.types import Shapes, Tree
@@ -17,9 +18,10 @@ OTHER_STATE = (
     "checkpoint of one of these."
 )
 OTHER_MINIBATCH = (
-    "Every minibatch must be like the one that `init` was given, and have a key if that had one: "
-    "what is in flight lies in buffers of these shapes. To change them, `drain` the state and call "
-    "`init` with what `finish` returns."
+    "Every minibatch must be like the one that `AsyncPipeline.init` was given: what is in flight "
+    "lies in buffers of these shapes. If `init` was given a key, pass every `step` one of its own, "
+    "such as rng=jax.random.fold_in(key, number); if it was not, pass none. To change them, "
+    "`drain` the state and call `init` with what `finish` returns."
 )
 
 
@@ -68,6 +70,18 @@ def check_arguments(
     if pipe.layout.layers.own_arrays:
         rule = "has no room for versions of weights, which lie in one stacked array per parameter"
         problems.append(Problem("weights", pipe.weights, rule, {"weights": "stacked"}))
+    if pipe.frozen is not None:
+        problems.append(
+            "An asynchronous pipeline trains all parameters: make its Pipeline without `trainable`."
+        )
+    if pipe.compute_dtype is not None:
+        rule = "has no place in an asynchronous pipeline, which keeps weights in versions"
+        problems.append(Problem("compute_dtype", str(pipe.compute_dtype), rule, (None,)))
+    if SHARED in pipe.layout.outer:
+        problems.append(
+            "params['shared'] has no place in an asynchronous pipeline, whose stages update their "
+            "weights at different times; give every layer its own."
+        )
     problems += below_one(rescheduling_steps=rescheduling_steps)
     if discrepancy_decay is not None and not 0 < discrepancy_decay < 1:
         rule = "must lie between 0 and 1"

@@ -294,6 +294,7 @@ def _carried(rules: Rules, own: AsyncState) -> Carried:
         outer_gradients=flight["outer_gradients"],
         finished=Optimized(rules.optimizer.by_part(own["owned"]), own["rest"], flight["norms"]),
         collected=flight["loss"],
+        shared_gradients=None,
         layer_losses=flight.get("layer_losses"),
         states=flight["states"],
         input_gradients=[],

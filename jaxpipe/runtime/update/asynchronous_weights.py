@@ -89,7 +89,7 @@ class Versioned(WeightSource):
     steady: SteadyState
     corrects: bool
 
-    def layer(self, work: LayerWork) -> Stored:
+    def layer(self, work: LayerWork) -> list[Stored]:
         params, held = work.fixed.params, work.held
         weights = params.read(held.weights["layers"], work.place(work.cell.weights))
         if self.corrects and work.action is not Kind.F:
@@ -98,9 +98,9 @@ class Versioned(WeightSource):
             if work.action is Kind.R:
                 tau -= self.steady.mean_recompute_delay(part)
             weights = _corrected(weights, params.read(held.delta["layers"], work.place(0)), tau)
-        return (
-            gather(weights, work.leaves, work.fixed.axes) if work.fixed.setup.zero == 3 else weights
-        )
+        if work.fixed.setup.zero == 3:
+            weights = gather(weights, work.leaves, work.fixed.axes)
+        return [weights]
 
     def outer(
         self, fixed: Fixed, held: Versions, phase: str, row: Outer, value: Tree

@@ -27,7 +27,6 @@ from jaxpipe.runtime.types import (
     Stored,
 )
 from jaxpipe.runtime.update.optimizer import PlacedOptimizer, with_stages, without_stages
-from jaxpipe.runtime.update.per_unit import OUTER
 from jaxpipe.schedule.lowering.table import NONE, Transfer
 
 
@@ -79,12 +78,13 @@ class Applied(GradientSink):
             return sums, step.layer(at, gradient, kept, shared)
 
         last = jnp.where(transfer.chunk == NONE, 0, fixed.table.layers_per_chunk)
-        kept = [carried.weights.layers, *updating.layers]
+        (trained, *frozen), layers = carried.weights.layers, updating.layers
+        kept = [trained, *layers]
         _, (weights, *layers) = params.loop(
             (transfer.chunk, 0, last), body, carried.gradients, kept
         )
         return carried.but(
-            weights=carried.weights._replace(layers=weights),
+            weights=carried.weights._replace(layers=[weights, *frozen]),
             finished=updating._replace(layers=layers),
         )
 
@@ -93,11 +93,6 @@ class Applied(GradientSink):
         updating, step = carried.finished, self._optimizer.step
         shared = step.share(updating.rest)
         given = [reduced_outer(fixed, carried), *updating.others, updating.outer]
-        outer = {name: step.outer(name, given, shared) for name in OUTER}
-        new = [
-            with_stages({"layers": layers} | dict(zip(OUTER, parts, strict=True)))
-            for layers, *parts in zip(
-                (carried.weights.layers, *updating.layers), *outer.values(), strict=True
-            )
-        ]
+        layers = [carried.weights.layers[0], *updating.layers]
+        new = list(map(with_stages, step.with_outer(layers, given, shared)))
         return new[0], self._optimizer.state.join(new[1:], step.rest(shared))

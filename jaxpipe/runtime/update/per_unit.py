@@ -28,8 +28,6 @@ from jaxpipe.runtime.types import Arrays, At, Index, Leaves, Shapes, Stored, Tre
 from jaxpipe.runtime.update.run_parts import own, run_parts, whole
 from jaxpipe.runtime.update.units import Slice, Unit, Units
 
-OUTER = ("embed", "head")
-
 
 class _Kind(NamedTuple):
     """Layers that compute the same.
@@ -104,7 +102,7 @@ class PerUnit:
         replaces: Mapping[int, int] = MappingProxyType({}),
         whole: Collection[int] = (),
     ) -> None:
-        self._units = Units(function, args, lambda tree: units_of(tree, params.num_layers))
+        self._units = Units(function, args, lambda tree: units_of(tree, params))
         self.mixes = self._units.mixes
         trees = [TreeLayout(arg, params) for arg in args.values()]
         self._inputs = [layout for tree in trees for layout in tree.components]
@@ -122,7 +120,7 @@ class PerUnit:
             _Kinds([cut(n) for n in layers], params.rows) for cut in cuts
         )
         *self._outer_given, self._outer_results = (
-            {name: cut(name) for name in OUTER} for cut in cuts
+            {name: cut(name) for name in params.outer} for cut in cuts
         )
         outer = (*self._outer_given, self._outer_results)
         wanted = [
@@ -142,10 +140,18 @@ class PerUnit:
         """The leaves of the result that belong to no parameter."""
         return jaxprs.values(self._units.shared_results(), env)
 
-    # Embedding and head.
+    # Embedding, head, and what layers share.
+
+    def with_outer(
+        self, layers: Sequence[Arrays], components: Sequence[Tree], env: Env
+    ) -> list[Tree]:
+        """The result's components, of their layers and of what else the function computes."""
+        outer = {name: self.outer(name, components, env) for name in self._params.outer}
+        found = zip(layers, *outer.values(), strict=True)
+        return [dict(zip(("layers", *outer), one, strict=True)) for one in found]
 
     def outer(self, name: str, components: Sequence[Tree], env: Env) -> list[Tree]:
-        """What the result's components have for embedding or head."""
+        """What the result's components have for one of these."""
         found = iter(self._run_outer(name, self._outer_results[name], components, env))
         results = []
         for layout, replaced in zip(self.result.components, self._replaces, strict=True):
@@ -284,9 +290,7 @@ class PerUnit:
             for layout, place in zip(self.result.components, self._replaces, strict=True)
         ]
         layers = self._each_layer(body, start)
-        outer = {name: self.outer(name, components, env) for name in OUTER}
-        found = zip(layers, *outer.values(), strict=True)
-        return [dict(zip(("layers", *OUTER), one, strict=True)) for one in found], self.rest(env)
+        return self.with_outer(layers, components, env), self.rest(env)
 
     def _each_layer(self, body: Callable[..., Any], carry: Any) -> Any:
         return self._params.layers.every_layer(self._params.rows.shape[2], body, carry)

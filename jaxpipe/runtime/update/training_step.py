@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import jax
@@ -11,14 +12,53 @@ from jax.sharding import PartitionSpec as P
 
 from jaxpipe.runtime import checks
 from jaxpipe.runtime.layers.losses import with_aux
+from jaxpipe.runtime.layout.whole_model import frozen_part, trained_part
 from jaxpipe.runtime.tick import executor
-from jaxpipe.runtime.tick.microbatches import StepMicrobatches
-from jaxpipe.runtime.types import Batch, Key, OptimizerState, Placed, States
+from jaxpipe.runtime.tick.microbatches import StepMicrobatches, split_rows
+from jaxpipe.runtime.trees import shapes_of
+from jaxpipe.runtime.types import Batch, Gradients, Key, OptimizerState, Placed, States, Tree
 from jaxpipe.runtime.update.layered import Applied
+from jaxpipe.runtime.update.optimizer import PlacedOptimizer
 from jaxpipe.schedule.problems import Problem, refuse
 
 if TYPE_CHECKING:
     from jaxpipe.runtime.pipeline import Pipeline
+
+
+def init(pipe: Pipeline, optimizer: optax.GradientTransformation, params: Placed) -> OptimizerState:
+    """As `Pipeline.init`."""
+    refuse(pipe.params_placing.problems("params", params))
+    placed = pipe.placed_optimizer(optimizer)
+    specs = placed.placing.specs
+    run = pipe.shard_map(placed.init, (pipe.trained_placing.specs,), specs)
+    return jax.jit(run, out_shardings=placed.placing.shardings)(trained_part(params))
+
+
+def update(
+    pipe: Pipeline,
+    optimizer: optax.GradientTransformation,
+    grads: Gradients,
+    state: OptimizerState,
+    params: Placed,
+    extra: dict[str, Tree],
+) -> tuple[Placed, OptimizerState]:
+    """As `Pipeline.update`."""
+    placed = pipe.placed_optimizer(optimizer)
+    if extra:
+        shapes = shapes_of(extra)
+        placed = PlacedOptimizer(optimizer, pipe.layout, zero=pipe.zero, extra=shapes)
+    problems = pipe.trained_placing.problems("grads", grads)
+    problems += checks.optimizer_state("state", state, placed.placing.placed)
+    refuse([*problems, *pipe.params_placing.problems("params", params)])
+    gradients = pipe.layout.specs(sharded=pipe.zero >= 1)
+    states, weights = placed.placing.specs, pipe.trained_placing.specs
+    body, given = partial(placed.update, placed.step), (gradients, states, weights, P())
+    run = pipe.shard_map(body, given, (weights, states))
+    new = run(grads, state, trained_part(params), extra)
+    shardings = pipe.trained_placing.shardings, placed.placing.shardings
+    new, state = jax.lax.with_sharding_constraint(new, shardings)
+    return new | frozen_part(params), state
+
 
 Step: TypeAlias = Callable[
     [Placed, OptimizerState, Batch, Key, States], tuple[Any, Placed, OptimizerState]
@@ -45,22 +85,24 @@ def _chunk_by_chunk(pipe: Pipeline, optimizer: optax.GradientTransformation) -> 
     setup, applied = pipe.setup(pipe.table), Applied(placed_optimizer)
 
     def body(params: Placed, state: Any, batch: Batch, rng: Key, states: States) -> Any:
-        rows = StepMicrobatches(pipe.split_rows(batch), rng)
+        rows = StepMicrobatches(split_rows(batch, pipe.schedule.num_microbatches), rng)
         fixed, held = executor.begin(setup, params, rows, applied)
-        carried = executor.start(fixed, held, held.outer, states)
+        outer = executor.outer_gradients_like(setup, held)
+        carried = executor.start(fixed, held, outer, states)
         carried = carried.but(finished=applied.begin(params, state))
         value, carried, states = executor.run_ticks(fixed, rows, carried)
         return value, applied.result(fixed, carried), states
 
     weights, *others = pipe.in_specs
-    specs = weights, placed_optimizer.state.specs(sharded=pipe.zero >= 1)
-    on_devices = pipe.shard_map(body, (*specs, *others), (P(), specs, P(pipe.axes.stage)))
+    specs = pipe.trained_placing.specs, placed_optimizer.placing.specs
+    given = weights, specs[1], *others
+    on_devices = pipe.shard_map(body, given, (P(), specs, P(pipe.axes.stage)))
 
     def step(
         params: Placed, state: OptimizerState, batch: Batch, rng: Key, states: States
     ) -> tuple[Any, Placed, OptimizerState]:
-        value, new, states = on_devices(params, state, batch, rng, states)
-        return with_aux(value, states), *new
+        value, (new, state), states = on_devices(params, state, batch, rng, states)
+        return with_aux(value, states), new | frozen_part(params), state
 
     return step
 
@@ -71,13 +113,14 @@ def _check(pipe: Pipeline) -> None:
         refuse([Problem("weights", pipe.weights, rule, {"weights": "stacked"})])
     counts, chunks = pipe.table.reduces.counts, pipe.schedule.num_chunks
     if any(count > chunks for count in counts):
-        raise ValueError(
-            f"Schedule {pipe.schedule.name!r} comes back to a chunk after it has worked on "
-            f"another: a stage finishes a gradient {max(counts)} times per step, with {chunks} "
-            "chunks. To update within the step, every chunk's gradient must be complete at once.\n"
-            "Nearest valid: 'modular' or 'breadth-first' without group, one chunk a stage, or "
-            f"weight_slots={chunks}, with the sums of all chunks."
+        rule = (
+            "comes back to a chunk after it has worked on another: a stage finishes a gradient "
+            f"{max(counts)} times per step, with {chunks} chunks, and $update needs each complete "
+            "at once"
         )
+        near, others = {"weight_slots": chunks}, {"update": "chunk"}
+        note = "Or 'modular' or 'breadth-first' without group, or one chunk per stage."
+        refuse([Problem("schedule", pipe.schedule.name, rule, near, others, note=note)])
 
 
 def _at_once(pipe: Pipeline, optimizer: optax.GradientTransformation) -> Step:

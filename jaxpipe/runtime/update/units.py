@@ -1,9 +1,10 @@
 """Cuts a function of whole trees, such as an optimizer's update, into programs of units.
 
-A *unit* is the embedding, the head or one layer. What a function computes for a unit may read that
-unit's arrays and what all units share: counts and rates, and scalars computed from several units,
-such as a global norm. These take a *pass* more: every unit gives its scalars, then every unit goes
-on with what has become of them. `docs/design/017-optimizers.md` explains it.
+A *unit* is the embedding, the head, what layers share, or one layer. What a function computes for a
+unit may read that unit's arrays and what all units have in common: counts and rates, and scalars
+computed from several units, such as a global norm. These take a *pass* more: every unit gives its
+scalars, then every unit goes on with what has become of them. `docs/design/017-optimizers.md`
+explains it.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from jaxpipe.runtime.layers.jaxprs import Env
 from jaxpipe.runtime.types import Shapes, Tree
 
 Unit: TypeAlias = str | int
-"""``"embed"``, ``"head"``, or the canonical number of a layer."""
+"""``"embed"``, ``"head"``, ``"shared"``, or the canonical number of a layer."""
 
 _LARGEST_SHARED = 1024
 """Elements of an array that is computed once for all units; a larger one where it is read."""

@@ -85,6 +85,35 @@ def load(
     return call(name, function, num_stages, num_microbatches, **options, **times)
 
 
+def fitted(
+    name: str,
+    *,
+    num_stages: int,
+    num_microbatches: int,
+    clock: Mapping[str, Any] | None = None,
+    **options: Any,
+) -> Schedule:
+    """Loads a user's schedule for these stages and microbatches, which those of a file must be.
+
+    Arguments as for `load`.
+
+    Raises:
+      ValueError: as `load`; or the file cannot be read, or is of other stages or microbatches.
+    """
+    wanted = {"num_stages": num_stages, "num_microbatches": num_microbatches}
+    if not is_file(name):
+        return load(name, **wanted, clock=clock, **options)
+    try:
+        schedule = load(name, num_stages=None, num_microbatches=None, **options)
+    except OSError as error:
+        raise ArgumentError([Problem("name", name, f"cannot be read: {error}")]) from None
+    own = {argument: getattr(schedule, argument) for argument in wanted}
+    if own != wanted:
+        rule = "is not a schedule for $num_stages and $num_microbatches"
+        refuse([Problem("name", name, rule, own, wanted)])
+    return schedule
+
+
 def no_shape(name: str) -> Problem:
     """Says that a schedule was asked for without its stages or its microbatches."""
     rule = "needs $num_stages and $num_microbatches"

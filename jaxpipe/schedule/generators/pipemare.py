@@ -19,7 +19,7 @@ from typing import Any
 from jaxpipe.schedule.problems import Problem, below_one, refuse
 from jaxpipe.schedule.simulate import UNIT, Costs
 
-METHODS: dict[str, str] = {
+ASYNCHRONOUS_METHODS: dict[str, str] = {
     "pipemare": "forward and backward read the newest weights",
     "pipedream": "the backward reads the version that its forward read (weight stashing)",
     "2bw": "minibatch k reads version k-1 everywhere (two versions)",
@@ -65,7 +65,7 @@ class SteadyState:
     Args:
       num_stages: P.
       num_microbatches: N, the microbatches of a minibatch.
-      method: a name in `METHODS`.
+      method: a name in `ASYNCHRONOUS_METHODS`.
       recompute_segment: S, from 1 to P, or None for no recomputation.
 
     Raises:
@@ -86,8 +86,8 @@ class SteadyState:
     def __post_init__(self) -> None:
         counts = {"num_stages": self.num_stages, "num_microbatches": self.num_microbatches}
         problems = below_one(**counts)
-        if self.method not in METHODS:
-            rule = f"is not asynchronous; choose one of {', '.join(METHODS)}"
+        if self.method not in ASYNCHRONOUS_METHODS:
+            rule = f"is not asynchronous; choose one of {', '.join(ASYNCHRONOUS_METHODS)}"
             problems.append(Problem("method", self.method, rule))
         segment = self.recompute_segment
         if segment is not None and not 1 <= segment <= self.num_stages:

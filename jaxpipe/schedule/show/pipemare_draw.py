@@ -8,7 +8,7 @@ from jaxpipe.schedule.generators.pipemare import Part, SteadyState
 from jaxpipe.schedule.show.draw import check_width
 
 
-def text(steady: SteadyState) -> str:
+def steady_text(steady: SteadyState) -> str:
     """Draws the N ticks in which one minibatch enters a full pipeline.
 
     A cell has F and B of one stage and tick, and R between them if the pipeline recomputes: the
@@ -20,7 +20,7 @@ def text(steady: SteadyState) -> str:
       TooWideError: rows are longer than anyone reads.
 
     Example:
-      >>> for line in text(SteadyState(2, 2)).splitlines()[:3]:
+      >>> for line in steady_text(SteadyState(2, 2)).splitlines()[:3]:
       ...     print(line)
       tick     0           1
       stage 0  F0@0 B1@0+  F1@1 B0@1

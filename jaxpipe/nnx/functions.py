@@ -1,4 +1,4 @@
-"""Turns flax nnx modules into what the pipeline runs: a pure function and a tree of arrays."""
+"""One nnx module as a pure function and a tree of arrays."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from flax import linen, nnx
 from jaxpipe.runtime.types import Key, Params, States
 from jaxpipe.schedule.problems import below_one, refuse
 
-_OTHER = nnx.Not(nnx.Any(nnx.Param, nnx.RngState))
-"""A module's state that is neither a parameter nor a random stream."""
+OTHER = nnx.Not(nnx.Any(nnx.Param, nnx.RngState, nnx.Intermediate))
+"""A module's state that is neither a parameter nor a random stream, nor kept by `sow`."""
 
 
 def functional(
@@ -43,14 +43,14 @@ def functional(
       >>> apply(params, jnp.ones((5, 2))).shape
       (5, 3)
     """
-    flat = nnx.to_flat_state(nnx.state(_checked(module), _OTHER))
+    flat = nnx.to_flat_state(nnx.state(checked(module), OTHER))
     if flat:
         found = ", ".join(f"{'.'.join(map(str, path))} ({type(v).__name__})" for path, v in flat)
         raise ValueError(
             f"{type(module).__name__} keeps state besides its parameters: {found}. A pipelined "
             "layer must be a pure function of parameters, input and key; use one without running "
             "state (for example GroupNorm instead of BatchNorm), or convert it with "
-            "jaxpipe.runtime.layers.modules.stateful."
+            "jaxpipe.nnx.stateful."
         )
     apply_stateful, params, _ = stateful(module, method=method)
 
@@ -82,31 +82,26 @@ def stateful(
       [3.0, 3.0]
     """
 
-    def view(train: bool, deterministic: bool) -> Any:
-        seen = nnx.view(
-            module,
-            use_running_average=not train,
-            deterministic=deterministic,
-            raise_if_not_found=False,
-        )
-        return nnx.split(seen, nnx.Param, nnx.RngState, ...)
-
-    graphs = {(t, d): view(t, d)[0] for t in (True, False) for d in (True, False)}
-    _, param_state, rng_state, other_state = view(True, False)
+    graphs = {
+        (train, deterministic): nnx.split(view(module, train, deterministic))[0]
+        for train in (True, False)
+        for deterministic in (True, False)
+    }
+    _, *parts = nnx.split(module, nnx.Param, nnx.RngState, ...)
+    param_state, rng_state, other_state = parts
     params_tree, state_tree = jax.tree.structure(param_state), jax.tree.structure(other_state)
 
     def apply(
         params: Params, state: States, *args: Any, rng: Key = None, train: bool = True
     ) -> tuple[Any, States]:
-        graph = graphs[train, rng is None]
         merged = nnx.merge(
-            graph,
+            graphs[train, rng is None],
             jax.tree.unflatten(params_tree, jax.tree.leaves(params)),
-            _streams(rng_state, jax.random.key(0) if rng is None else rng),
+            streams(rng_state, rng),
             jax.tree.unflatten(state_tree, jax.tree.leaves(state)),
         )
         output = merged(*args) if method is None else method(merged, *args)
-        return output, nnx.to_pure_dict(nnx.state(merged, _OTHER))
+        return output, nnx.to_pure_dict(nnx.state(merged, OTHER))
 
     return apply, nnx.to_pure_dict(param_state), nnx.to_pure_dict(other_state)
 
@@ -138,7 +133,7 @@ def stack(
       (3, 4, 4)
     """
     refuse(below_one(num_layers=num_layers))
-    apply, _ = functional(nnx.eval_shape(lambda: _checked(make_module(nnx.Rngs(0)))))
+    apply, _ = functional(nnx.eval_shape(lambda: checked(make_module(nnx.Rngs(0)))))
 
     def initial(key: jax.Array) -> Params:
         return functional(make_module(nnx.Rngs(key)))[1]
@@ -146,7 +141,7 @@ def stack(
     return apply, jax.vmap(initial)(jax.random.split(rngs.params(), num_layers))
 
 
-def _checked(module: nnx.Module) -> nnx.Module:
+def checked(module: nnx.Module) -> nnx.Module:
     """The module; raises ValueError if it is none of nnx."""
     if isinstance(module, nnx.Module):
         return module
@@ -162,8 +157,23 @@ def _checked(module: nnx.Module) -> nnx.Module:
     raise ValueError(f"module is {module!r}, no flax nnx module: {remedy}.")
 
 
-def _streams(state: Any, rng: jax.Array) -> Any:
-    """The random streams of ``state``: each its own key, folded from ``rng``, and count 0."""
+def view(module: Any, train: bool, deterministic: bool) -> Any:
+    """The module in training or evaluation, with or without dropout; it shares its variables."""
+    return nnx.view(
+        module,
+        use_running_average=not train,
+        deterministic=deterministic,
+        raise_if_not_found=False,
+    )
+
+
+def streams(state: Any, rng: Key) -> Any:
+    """The random streams of ``state``: each its own key, folded from ``rng``, and count 0.
+
+    Without a key the module is deterministic, and any will do.
+    """
+    if rng is None:
+        rng = jax.random.key(0)
     if not jnp.issubdtype(rng.dtype, jax.dtypes.prng_key):
         rng = jax.random.wrap_key_data(rng)
     leaves, tree = jax.tree.flatten(state)

@@ -1,0 +1,1 @@
+"""Models as other people write them: nothing in this folder knows of jaxpipe."""

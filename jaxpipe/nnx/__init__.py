@@ -1,0 +1,11 @@
+"""Flax nnx modules in a pipeline: whole models, and single functions.
+
+`docs/design/021-nnx-and-testing.md` gives the reasons.
+"""
+
+from jaxpipe.nnx.functions import functional as functional
+from jaxpipe.nnx.functions import stack as stack
+from jaxpipe.nnx.functions import stateful as stateful
+from jaxpipe.nnx.models import Converted as Converted
+from jaxpipe.nnx.models import model as model
+from jaxpipe.nnx.models import update as update

@@ -1,0 +1,280 @@
+"""A whole model of nnx modules: into what `Pipeline` takes, and back."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from jaxpipe.nnx.functions import OTHER, checked, stateful, streams, view
+from jaxpipe.runtime.layers.model import Model
+from jaxpipe.runtime.trees import is_sequence, mismatches, shapes_of
+from jaxpipe.runtime.types import Activation, Batch, Key, LayerParams, Params, States, Tree
+from jaxpipe.schedule.problems import refuse
+
+
+class Converted(NamedTuple):
+    """What `model` makes of modules.
+
+    Args:
+      model: for `Pipeline`.
+      params: canonical parameters: those of the layers in ``params["layers"]``, stacked if all
+        layers are alike, and all others in ``params["embed"]``.
+      states: a tree for each layer, or None if no layer keeps a state.
+    """
+
+    model: Model
+    params: Params
+    states: States
+
+
+def model(
+    module: Any,
+    *,
+    layers: Sequence[Any],
+    embed: Callable[[Any, Batch], Activation],
+    loss: Callable[[Any, Activation, Batch], Any],
+    layer: Callable[[Any, Activation, Batch], Any] = lambda layer, x, batch: layer(x),
+    output: Callable[[Any, Activation, Batch], Tree] | None = None,
+    train: bool = True,
+) -> Converted:
+    """Makes a model of modules, which stay as they are.
+
+    The functions are written like the module's own ``__call__``, but in three parts. Random streams
+    (dropout) derive from the key that a step is given; without one, modules are deterministic.
+    Running statistics become the layers' states.
+
+    Args:
+      module: whatever embedding, head and loss use: one module, or a dictionary or list of several.
+        It may contain the layers. Modules are concrete or abstract, as of `nnx.eval_shape`.
+      layers: the modules that run one after another, alike or not.
+      embed: ``embed(module, microbatch) -> x``, the input of the first layer.
+      loss: ``loss(module, x, microbatch)`` of what the last layer returns, as
+        `jaxpipe.Model.head_loss` returns it.
+      layer: ``layer(layers[n], x, microbatch) -> x``, or ``jaxpipe.WithLoss(x, loss)``.
+      output: ``output(module, x, microbatch)`` for `Pipeline.outputs`; by default x.
+      train: False for a model that evaluates: it reads running statistics (`use_running_average`)
+        and leaves them as they are.
+
+    Raises:
+      ValueError: a parameter that two layers share, or a layer and the rest; running statistics
+        outside the layers.
+
+    Example:
+      >>> rngs = nnx.Rngs(0)
+      >>> embedding = nnx.Embed(5, 4, rngs=rngs)
+      >>> layers = [nnx.Linear(4, 4, rngs=rngs) for _ in range(3)]
+      >>> converted = model(
+      ...     embedding,
+      ...     layers=layers,
+      ...     embed=lambda embedding, batch: embedding(batch["tokens"]),
+      ...     layer=lambda linear, x, batch: x + jax.nn.relu(linear(x)),
+      ...     loss=lambda embedding, x, batch: jnp.mean(embedding.attend(x) ** 2),
+      ... )
+      >>> jax.tree.map(jnp.shape, converted.params)["layers"]
+      {'bias': (3, 4), 'kernel': (3, 4, 4)}
+    """
+    split = _split(module, layers)
+    is_stateful = bool(jax.tree.leaves(split.states))
+    functions = _layer_functions(layers, layer, train, is_stateful)
+    alike = len(set(functions)) == 1 and _same(split.params) and _same(split.states)
+    call = _caller(module, split, train)
+    made = Model(
+        embed=lambda outer, batch, rng: call(embed, outer, rng, batch),
+        layer=functions[0] if alike else tuple(functions),
+        head_loss=lambda outer, x, batch, rng: call(loss, outer, rng, x, batch),
+        stateful=is_stateful,
+    )
+    if output is not None:
+        made = dataclasses.replace(
+            made, output=lambda outer, x, batch, rng: call(output, outer, rng, x, batch)
+        )
+    of_layers = _stacked(split.params) if alike else tuple(split.params)
+    params = {"embed": nnx.to_pure_dict(split.outer), "layers": of_layers, "head": {}}
+    return Converted(made, params, tuple(split.states) if is_stateful else None)
+
+
+def update(
+    module: Any, params: Params, *, layers: Sequence[Any], states: States | None = None
+) -> None:
+    """Writes trained parameters back into the modules, which may be abstract.
+
+    Args:
+      module, layers: as given to `model`.
+      params: canonical parameters, as `Pipeline.unplace` returns them.
+      states: the layers' states, as `Pipeline.unplace_states` returns them.
+
+    Raises:
+      ValueError: trees unlike those that `model` has returned.
+
+    Example:
+      >>> linear = nnx.Linear(4, 4, rngs=nnx.Rngs(0))
+      >>> params = {"embed": {}, "layers": {"bias": jnp.ones((1, 4))}, "head": {}}
+      >>> params["layers"]["kernel"] = jnp.ones((1, 4, 4))
+      >>> update({}, params, layers=[linear])
+      >>> linear(jnp.ones(4)).tolist()
+      [5.0, 5.0, 5.0, 5.0]
+    """
+    split = _split(module, layers)
+    expected = {"embed": nnx.to_pure_dict(split.outer), "layers": tuple(split.params), "head": {}}
+    of_layers = params["layers"]
+    if not is_sequence(of_layers):
+        of_layers = [jax.tree.map(lambda w, n=n: w[n], of_layers) for n in range(len(layers))]
+    given = {**params, "layers": tuple(of_layers)}
+    problems = mismatches("params", given, shapes_of(expected))
+    if states is not None:
+        problems += mismatches("states", tuple(states), shapes_of(tuple(split.states)))
+    refuse(problems)
+    nnx.update(module, _like(split.outer, params["embed"]))
+    for n, part in enumerate(layers):
+        nnx.update(part, _like(nnx.state(part, nnx.Param), of_layers[n]))
+        if states is not None:
+            nnx.update(part, _like(nnx.state(part, OTHER), states[n]))
+
+
+@dataclasses.dataclass(frozen=True)
+class _Split:
+    """The state of modules, by who owns it.
+
+    Args:
+      params: of each layer, plain dictionaries.
+      states: what else each layer keeps.
+      in_layer: whether a leaf of the module belongs to a layer: a filter of `nnx.split`.
+      outer: the parameters of the module that belong to no layer.
+    """
+
+    params: list[LayerParams]
+    states: list[States]
+    in_layer: Callable[[Any, Any], bool]
+    outer: Any
+
+
+def _split(module: Any, layers: Sequence[Any]) -> _Split:
+    """Says who owns what; raises ValueError for what several own, or what must not be there."""
+    if not layers:
+        raise ValueError("layers is empty; a pipeline needs at least one.")
+    owned: dict[int, Any] = {}
+    problems = []
+    for n, part in enumerate(map(checked, layers)):
+        for path, leaf in _leaves(part):
+            if not isinstance(leaf, nnx.RngState) and id(leaf) in owned:
+                problems.append(f"layers[{n}]{path} is a parameter of another layer, too")
+            owned[id(leaf)] = leaf
+    for path, leaf in _leaves(module, without=layers):
+        if isinstance(leaf, nnx.Param | nnx.RngState):
+            if isinstance(leaf, nnx.Param) and id(leaf) in owned:
+                problems.append(f"module{path} is a parameter of a layer, too")
+        elif isinstance(leaf, nnx.Variable):
+            problems.append(
+                f"module{path} is state ({type(leaf).__name__}) outside the layers; only layers "
+                "may keep running statistics. Make the module that holds it one of the layers"
+            )
+    refuse([f"{problem}." for problem in problems])
+
+    def in_layer(path: Any, leaf: Any) -> bool:
+        return id(leaf) in owned
+
+    return _Split(
+        params=[nnx.to_pure_dict(nnx.state(part, nnx.Param)) for part in layers],
+        states=[nnx.to_pure_dict(nnx.state(part, OTHER)) for part in layers],
+        in_layer=in_layer,
+        outer=nnx.state(module, nnx.All(nnx.Param, nnx.Not(in_layer))),
+    )
+
+
+def _leaves(
+    node: Any, path: str = "", *, without: Sequence[Any] = (), seen: set[int] | None = None
+) -> Iterator[tuple[str, Any]]:
+    """Variables and arrays that are reached from a module other than through some of its parts."""
+    seen = {id(part) for part in without} if seen is None else seen
+    if id(node) in seen:
+        return
+    seen.add(id(node))
+    if isinstance(node, nnx.Variable | jax.Array | np.ndarray | jax.ShapeDtypeStruct):
+        yield path, node
+        return
+    children: Any = ()
+    if isinstance(node, dict):
+        children = ((f"[{key!r}]", child) for key, child in node.items())
+    elif isinstance(node, list | tuple | nnx.List):
+        children = ((f"[{key}]", child) for key, child in enumerate(node))
+    elif isinstance(node, nnx.Pytree):
+        children = ((f".{key}", child) for key, child in nnx.iter_children(node))
+    for key, child in children:
+        yield from _leaves(child, path + key, seen=seen)
+
+
+def _layer_functions(
+    layers: Sequence[Any], method: Callable[..., Any], train: bool, is_stateful: bool
+) -> list[Callable[..., Any]]:
+    """For each layer a function as of `Model`; layers alike but for their arrays share one."""
+    kinds: list[tuple[Any, Callable[..., Any]]] = []
+    functions = []
+    for part in layers:
+        graph, _ = nnx.split(part)
+        function = next((function for known, function in kinds if known == graph), None)
+        if function is None:
+            function = _layer_function(part, method, train, is_stateful)
+            kinds.append((graph, function))
+        functions.append(function)
+    return functions
+
+
+def _layer_function(
+    part: Any, method: Callable[..., Any], train: bool, is_stateful: bool
+) -> Callable[..., Any]:
+    apply, _, _ = stateful(part, method=method)
+
+    def with_state(w: LayerParams, x: Activation, batch: Batch, rng: Key, state: States) -> Any:
+        return apply(w, state, x, batch, rng=rng, train=train)
+
+    def layer(w: LayerParams, x: Activation, batch: Batch, rng: Key) -> Any:
+        return apply(w, {}, x, batch, rng=rng, train=train)[0]
+
+    return with_state if is_stateful else layer
+
+
+def _caller(module: Any, split: _Split, train: bool) -> Callable[..., Any]:
+    """``call(method, outer, rng, *args)`` runs ``method(module, *args)``.
+
+    The layers' arrays, which it does not have, are shapes in the module.
+    """
+    graphs = {d: nnx.split(view(module, train, d))[0] for d in (True, False)}
+    _, *parts = nnx.split(module, split.in_layer, nnx.Param, nnx.RngState, ...)
+    of_layers, params, rngs, constants = parts
+    # Whoever calls has the arrays.
+    of_layers, params = shapes_of(of_layers), jax.tree.structure(params)
+
+    def call(method: Callable[..., Any], outer: Tree, rng: Key, *args: Tree) -> Any:
+        given = jax.tree.unflatten(params, jax.tree.leaves(outer["embed"]))
+        graph = graphs[rng is None]
+        merged = nnx.merge(graph, of_layers, given, streams(rngs, rng), constants)
+        return method(merged, *args)
+
+    return call
+
+
+def _same(trees: Sequence[Tree]) -> bool:
+    """Whether all have the same structure, shapes and dtypes."""
+    first, *others = map(shapes_of, trees)
+    return all(tree == first for tree in others)
+
+
+def _stacked(trees: Sequence[Tree]) -> Tree:
+    """The trees' leaves on a leading dimension: arrays, or their shapes."""
+
+    def stack(trees: Sequence[Tree]) -> Tree:
+        return jax.tree.map(lambda *w: jnp.stack(w), *trees)
+
+    abstract = any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(trees))
+    return jax.eval_shape(stack, trees) if abstract else stack(trees)
+
+
+def _like(state: Any, tree: Tree) -> Any:
+    """A state with the arrays of a plain dictionary."""
+    return jax.tree.unflatten(jax.tree.structure(state), jax.tree.leaves(tree))

@@ -1,0 +1,105 @@
+"""Some of the parameters, chosen by path or by a function: those that are trained, for example."""
+
+from __future__ import annotations
+
+import fnmatch
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, TypeAlias
+
+import jax
+import jax.numpy as jnp
+
+from jaxpipe.runtime.trees import describe, divide, shape_of
+from jaxpipe.runtime.types import Params
+
+Filter: TypeAlias = str | Sequence[str] | Callable[[str, jax.ShapeDtypeStruct], bool]
+"""Patterns of paths such as ``"layers/*/lora_*"``, in which ``*`` stands for any text, or
+``chosen(path, shape) -> bool``."""
+
+
+def choose(params: Params, chosen: Filter) -> Params:
+    """The parameters that a filter chooses, None in place of the others.
+
+    Args:
+      params: canonical parameters, or their shapes. A path joins names with slashes,
+        ``"layers/attention/lora_a"``; where every layer has a tree of its own, the layer's number
+        comes second, ``"layers/3/attention/lora_a"``.
+      chosen: the filter.
+
+    Example:
+      >>> params = {"embed": 1.0, "layers": {"w": 2.0, "lora_a": 3.0}, "head": 4.0}
+      >>> choose(params, ["*lora_*", "head"])
+      {'embed': None, 'head': 4.0, 'layers': {'lora_a': 3.0, 'w': None}}
+    """
+
+    return jax.tree.map_with_path(
+        lambda path, leaf: leaf if is_chosen(name_of(path), leaf, chosen) else None, params
+    )
+
+
+def is_chosen(name: str, leaf: Any, chosen: Filter) -> bool:
+    """Whether a filter chooses the parameter of that path."""
+    if callable(chosen):
+        return bool(chosen(name, leaf))
+    return any(fnmatch.fnmatchcase(name, pattern) for pattern in _patterns(chosen))
+
+
+def partition(params: Params, trainable: Filter | None) -> tuple[Params, Params]:
+    """The parameters that are trained, by default all, and the others."""
+    if trainable is None:
+        return params, jax.tree.map(lambda _: None, params)
+    trained = choose(params, trainable)
+    return trained, divide(params, trained)[0]
+
+
+def problems(name: str, chosen: Filter, params: Params) -> Iterator[str]:
+    """What is wrong with a filter, an argument of that name, for these parameters."""
+    names = [name_of(path) for path, _ in jax.tree.leaves_with_path(params)]
+    if not (callable(chosen) or _are_patterns(chosen)):
+        yield (
+            f"{name} is {chosen!r}; give a pattern of paths such as 'layers/*/lora_*', several in "
+            "a list, or a function of a path and a shape."
+        )
+    elif not callable(chosen):
+        for pattern in _patterns(chosen):
+            if not any(fnmatch.fnmatchcase(path, pattern) for path in names):
+                yield f"{name}: {pattern!r} is the path of no parameter.\n{_examples(names)}"
+
+
+def untrainable(trainable: Filter | None, params: Params) -> Iterator[str]:
+    """What is wrong with the parameters that are to be trained."""
+    if trainable is not None:
+        wrong = list(problems("trainable", trainable, params))
+        yield from wrong
+        if wrong:
+            return
+    leaves = jax.tree.leaves_with_path(partition(params, trainable)[0])
+    if not leaves and jax.tree.leaves(params):
+        yield f"trainable={trainable!r} chooses none of the parameters."
+    for path, leaf in leaves:
+        shape = shape_of(leaf)
+        if shape is not None and not jnp.issubdtype(shape.dtype, jnp.inexact):
+            yield (
+                f"params{jax.tree_util.keystr(path)} is {describe(shape)}; parameters that are "
+                "trained must be floating point. Choose the others with `trainable`, or let the "
+                "model's functions close over constants."
+            )
+
+
+def name_of(path: Any) -> str:
+    """A path as filters see it."""
+    return jax.tree_util.keystr(path, simple=True, separator="/")
+
+
+def _patterns(chosen: Any) -> Sequence[str]:
+    return [chosen] if isinstance(chosen, str) else list(chosen)
+
+
+def _are_patterns(chosen: Any) -> bool:
+    is_sequence = isinstance(chosen, (str, list, tuple))
+    return is_sequence and all(isinstance(pattern, str) for pattern in chosen)
+
+
+def _examples(names: Sequence[str]) -> str:
+    shown = ", ".join(names[:8])
+    return f"Paths: {shown}{', ...' if len(names) > 8 else '.'}"

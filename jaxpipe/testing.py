@@ -1,0 +1,343 @@
+"""For tests of your own models and schedules, on simulated devices."""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import dataclasses
+import functools
+import os
+import re
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh
+
+from jaxpipe.runtime import unpipelined
+from jaxpipe.runtime.filters import partition
+from jaxpipe.runtime.layers.model import Model
+from jaxpipe.runtime.mesh import make_mesh
+from jaxpipe.runtime.pipeline import Pipeline
+from jaxpipe.runtime.trees import combine, mismatches, shapes_of
+from jaxpipe.runtime.types import Batch, Key, Params, States, Tree
+from jaxpipe.schedule.actions import Schedule
+from jaxpipe.schedule.problems import below_one, refuse
+
+_HANG = "--xla_cpu_collective_call_terminate_timeout_seconds"
+"""After so long XLA ends a process whose devices wait for each other at a collective."""
+_COLLECTIVES = (
+    "all-gather",
+    "all-reduce",
+    "all-to-all",
+    "collective-broadcast",
+    "collective-permute",
+    "ragged-all-to-all",
+    "reduce-scatter",
+)
+
+
+def simulate_devices(num_devices: int = 8) -> None:
+    """Makes jax see so many CPU devices, on any machine, for all of this process.
+
+    Call it before the first array, such as at the top of ``conftest.py``. Devices may be more than
+    cores. jax's persistent compilation cache is left out, because programs for several CPU devices
+    deadlock when they come from it, and a collective that hangs ends the process after 5 minutes.
+
+    Args:
+      num_devices: how many, at least 1.
+
+    Raises:
+      RuntimeError: jax has other devices already.
+
+    Example:
+      >>> simulate_devices(1)
+    """
+    refuse(below_one(num_devices=num_devices))
+    config: Any = jax.config  # its stubs name no settings
+    try:
+        config.update("jax_num_cpu_devices", num_devices)
+    except RuntimeError as error:
+        found = jax.devices()
+        if found[0].platform == "cpu" and len(found) >= num_devices:
+            return
+        raise RuntimeError(
+            f"simulate_devices({num_devices}) comes too late: jax has begun to use {len(found)} "
+            f"devices ({found[0].platform}), and keeps them. Call it before anything makes an "
+            "array or asks for devices: right after `import jax`, or at the top of conftest.py."
+        ) from error
+    config.update("jax_platforms", "cpu")
+    flags = os.environ.get("XLA_FLAGS", "")
+    if _HANG not in flags:
+        os.environ["XLA_FLAGS"] = f"{flags} {_HANG}=300".strip()
+    if num_devices > 1:
+        config.update("jax_enable_compilation_cache", False)
+
+
+@contextlib.contextmanager
+def compilations() -> Iterator[list[str]]:
+    """Yields a list to which the block adds the name of every function that is compiled in it.
+
+    Example:
+      >>> step = jax.jit(lambda x: x + 1)
+      >>> x = jax.numpy.ones(3)
+      >>> with compilations() as found:
+      ...     y = step(step(x))
+      >>> len(found)
+      1
+    """
+    found: list[str] = []
+
+    def listen(event: str, duration_secs: float, **details: str | int) -> None:
+        del duration_secs
+        if event == "/jax/core/compile/backend_compile_duration":
+            found.append(str(details["fun_name"]))
+
+    jax.monitoring.register_event_duration_secs_listener(listen)
+    try:
+        yield found
+    finally:
+        jax.monitoring.unregister_event_duration_listener(listen)
+
+
+def collectives(function: Callable[..., Any], *args: Tree) -> collections.Counter[str]:
+    """Counts the collectives in a compiled function, by XLA's names, such as "all-gather".
+
+    One inside a loop counts once, however often the loop runs. Nothing is executed.
+
+    Args:
+      function: what to compile, such as a step of `Pipeline.train_step`.
+      args: its arguments, or their shapes with shardings.
+
+    Example:
+      >>> collectives(lambda x: x + 1, jax.numpy.ones(3))
+      Counter()
+    """
+    text = jax.jit(function).lower(*args).compile().as_text()
+    assert text is not None
+    return collections.Counter(re.findall(rf" ({'|'.join(_COLLECTIVES)})(?:-start)?\(", text))
+
+
+def assert_matches_unpipelined(
+    model: Model,
+    params: Params,
+    batch: Batch,
+    *,
+    schedules: Sequence[Schedule | str] = ("gpipe", "1f1b", "zb-h1"),
+    meshes: Sequence[Mesh] | None = None,
+    rng: Key = None,
+    states: States = None,
+    reference: Callable[..., Any] | None = None,
+    tolerance: float = 1e-5,
+    floor: float = 0.0,
+    **options: Any,
+) -> list[Pipeline]:
+    """Runs every schedule on every mesh and compares all results with the model's own.
+
+    Compared are the loss, metrics, new states and every gradient of a step, and the loss and
+    metrics of an evaluation. Bubbles are filled with NaN, so that nothing may leak from them.
+
+    Args:
+      model: as of `Pipeline`.
+      params: canonical parameters.
+      batch: leaves ``[rows, ...]``; rows must divide into microbatches and data shards everywhere.
+      schedules: schedules or their names.
+      meshes: meshes; by default 2 stages on one data shard and on two.
+      rng: the step's key, or None.
+      states: the layers' states, for a stateful model.
+      reference: what to compare with: a function with the arguments of `unpipelined.loss` after
+        the model, which is the default. Give one if the model's functions use a mesh axis, or to
+        compare with a loss that does not come from `Model` at all.
+      tolerance: the largest difference of an element, relative to the largest absolute value of
+        its array in the reference.
+      floor: the smallest such value that an array is taken to have. Above 0 it is for gradients
+        that cancel to nothing, such as that of the bias of an attention's keys, of which only
+        rounding is left.
+      options: further arguments of `Pipeline`, such as ``zero=3`` or ``remat="full"``.
+
+    Returns:
+      The pipelines that were compared, by mesh and schedule.
+
+    Raises:
+      AssertionError: results that differ; the message names the worst array by its path, its
+        largest difference, and the configuration.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> from jaxpipe.runtime.mesh import make_mesh
+      >>> model = Model(
+      ...     embed=lambda outer, batch, rng: batch["x"],
+      ...     layer=lambda w, x, batch, rng: jnp.tanh(x @ w),
+      ...     head_loss=lambda outer, x, batch, rng: jnp.mean(x**2),
+      ... )
+      >>> params = {"embed": {}, "layers": jnp.ones((2, 3, 3)), "head": {}}
+      >>> batch = {"x": jnp.ones((4, 3))}
+      >>> pipes = assert_matches_unpipelined(model, params, batch, meshes=[make_mesh(stage=1)])
+      >>> [pipe.schedule.name for pipe in pipes]
+      ['gpipe', '1f1b', 'zb-h1']
+    """
+    if reference is None:
+        if model.stage_split is not None:
+            raise ValueError(
+                "The model splits parameters over stages (Model.stage_split), which its functions "
+                "cannot do without a mesh. Give what to compare with: reference="
+                "functools.partial(jaxpipe.unpipelined.loss, model_with_whole_parameters)."
+            )
+        reference = functools.partial(unpipelined.loss, model)
+    if meshes is None:
+        meshes = make_mesh(stage=2), make_mesh(stage=2, data=2)
+    given = {"states": states, "poison": True, **options}
+    pipes = [
+        Pipeline(model, params, schedule=schedule, mesh=mesh, **given)
+        for mesh in meshes
+        for schedule in schedules
+    ]
+    found: list[_Compared] = []
+    for pipe in pipes:
+        case = f"schedule {pipe.schedule.name!r} on {dict(pipe.mesh.shape)}"
+        got, want = _results(pipe, params, batch, rng, states, reference)
+        for name in want:
+            wrong = mismatches(name, got[name], shapes_of(want[name]))
+            if wrong:
+                raise AssertionError("\n  ".join([f"By the reference, with {case}:", *wrong]))
+            found += _compared(case, name, got[name], want[name], floor)
+    if max(array.relative for array in found) > tolerance:
+        raise AssertionError(_report(found, tolerance))
+    return pipes
+
+
+@functools.partial(jax.jit, static_argnames=("reference", "num_microbatches", "data_shards"))
+def _reference(
+    trained: Params,
+    frozen: Params,
+    batch: Batch,
+    rng: Key,
+    states: States,
+    *,
+    reference: Callable[..., Any],
+    num_microbatches: int,
+    data_shards: int,
+) -> tuple[Any, Tree]:
+    """Value and gradients without a pipeline; calls with the same reference share a program."""
+
+    def loss(trained: Params) -> Any:
+        shape = {"num_microbatches": num_microbatches, "data_shards": data_shards}
+        return reference(combine(trained, frozen), batch, rng, **shape, states=states)
+
+    has_aux = isinstance(jax.eval_shape(loss, trained), tuple)
+    return jax.value_and_grad(loss, has_aux=has_aux)(trained)
+
+
+def _results(
+    pipe: Pipeline,
+    params: Params,
+    batch: Batch,
+    rng: Key,
+    states: States,
+    reference: Callable[..., Any],
+) -> tuple[dict[str, Tree], dict[str, Tree]]:
+    """What the pipeline computes and what the reference does, by the same names."""
+    placed, placed_states = pipe.place(params), None
+    if states is not None:
+        placed_states = pipe.place_states(states)
+    value, gradients = jax.jit(pipe.value_and_grad)(placed, batch, rng, states=placed_states)
+    evaluation = jax.jit(pipe.loss)(placed, batch, rng, states=placed_states)
+    has = {"metrics": isinstance(evaluation, tuple), "states": states is not None}
+    got = _named(value, has) | {"gradients": pipe.unplace(gradients)}
+    if states is not None:
+        got["states"] = pipe.unplace_states(got["states"])
+    expected, gradients = _reference(
+        *partition(params, pipe.trainable),
+        batch,
+        rng,
+        states,
+        reference=reference,
+        num_microbatches=pipe.schedule.num_microbatches,
+        data_shards=pipe.axes.num_shards(pipe.mesh),
+    )
+    if isinstance(expected, tuple) != isinstance(value, tuple):
+        raise ValueError(
+            "reference and model do not return the same: one a loss, the other a loss and metrics "
+            "or states. A reference returns what jaxpipe.unpipelined.loss would return."
+        )
+    want = _named(expected, has) | {"gradients": gradients}
+    evaluated = _named(evaluation, has | {"states": False})
+    got |= {f"evaluated {name}": tree for name, tree in evaluated.items()}
+    return got, want | {f"evaluated {name}": want[name] for name in evaluated}
+
+
+def _named(value: Any, has: dict[str, bool]) -> dict[str, Tree]:
+    """Loss, metrics and states from what a step returns beside the gradients."""
+    names = [name for name, there in has.items() if there]
+    if not names:
+        return {"loss": value}
+    loss, aux = value
+    return {"loss": loss} | dict(zip(names, aux if len(names) == 2 else [aux], strict=True))
+
+
+@dataclasses.dataclass(frozen=True)
+class _Compared:
+    """How far an array of one configuration is from the reference.
+
+    Args:
+      case: the configuration.
+      path: of the array.
+      relative: the largest difference, relative to the array's scale.
+      scale: the largest absolute value in the reference.
+      text: the difference in words.
+    """
+
+    case: str
+    path: str
+    relative: float
+    scale: float
+    text: str
+
+
+def _compared(case: str, name: str, got: Tree, want: Tree, floor: float) -> Iterator[_Compared]:
+    """Compares all arrays of two trees of the same structure."""
+    leaves = jax.tree.leaves_with_path(want)
+    for (path, expected), found in zip(leaves, jax.tree.leaves(got), strict=True):
+        a, b = (np.asarray(w).astype(np.float64) for w in (found, expected))
+        off = np.where(a == b, 0, np.abs(a - b))  # infinities are equal
+        off = np.where(np.isnan(off), np.inf, off)
+        if off.size == 0:
+            continue
+        at = np.unravel_index(off.argmax(), off.shape)
+        worst = float(off[at])
+        scale = float(np.abs(b[np.isfinite(b)]).max(initial=0))
+        allowed = max(scale, floor) if jnp.issubdtype(expected.dtype, jnp.inexact) else 0
+        relative = worst / allowed if allowed else np.inf if worst else 0.0
+        place = f" at {[int(n) for n in at]}" if at else ""
+        text = f"{a[at]:.7g}{place}, expected {b[at]:.7g}: off by {worst:.1e}, {relative:.1e} of "
+        text += f"the largest value {scale:.1e}"
+        yield _Compared(case, name + jax.tree_util.keystr(path), relative, scale, text)
+
+
+def _report(found: list[_Compared], tolerance: float) -> str:
+    """What differs, the worst array first."""
+    cases = list(dict.fromkeys(array.case for array in found))
+    worst = {
+        case: max((a for a in found if a.case == case), key=lambda a: a.relative) for case in cases
+    }
+    wrong = [array for array in found if array.relative > tolerance]
+    first = max(wrong, key=lambda array: array.relative)
+    lines = [
+        f"{len({array.case for array in wrong})} of {len(cases)} configurations differ from the "
+        f"reference by more than {tolerance:g} of an array's largest value.",
+        f"Worst: {first.path} is {first.text}, with {first.case}.",
+        "The worst array of each configuration:",
+        *(f"  {case}: {array.path} {array.relative:.1e}" for case, array in worst.items()),
+    ]
+    others = sorted((a for a in wrong if a.case == first.case), key=lambda a: -a.relative)
+    lines += [f"All that differ with {first.case}:"]
+    lines += [f"  {array.path}: {array.relative:.1e}" for array in others]
+    largest = max(array.scale for array in found if array.path.startswith("gradients"))
+    if first.path.startswith("gradients") and first.scale < 1e-5 * largest:
+        lines.append(
+            f"{first.path} is less than 1e-5 of the largest gradient, {largest:.1e}. If it is "
+            f"only the rounding of what cancels, give floor={1e-2 * largest:.0e}."
+        )
+    return "\n".join(lines)

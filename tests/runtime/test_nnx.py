@@ -1,0 +1,273 @@
+"""Whole models of flax nnx modules, in a pipeline and back."""
+
+from __future__ import annotations
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+import jaxpipe
+from jaxpipe import testing
+
+VOCAB, WIDTH, DEPTH = 7, 4, 4
+
+
+class Block(nnx.Module):
+    """A residual layer with dropout, and running statistics where wanted."""
+
+    def __init__(self, *, rngs, activation=jnp.tanh, norm=False, hidden=WIDTH):
+        self.up = nnx.Linear(WIDTH, hidden, rngs=rngs)
+        self.down = nnx.Linear(hidden, WIDTH, rngs=rngs)
+        self.norm = nnx.BatchNorm(WIDTH, rngs=rngs) if norm else None
+        self.dropout = nnx.Dropout(0.3, rngs=rngs)
+        self.activation = activation
+
+    def __call__(self, x):
+        y = x if self.norm is None else self.norm(x)
+        return x + self.dropout(self.down(self.activation(self.up(y))))
+
+
+class Net(nnx.Module):
+    """One large module: layers in a list, a bare parameter, a table that is read twice."""
+
+    def __init__(self, *, rngs, depth=DEPTH, make=Block):
+        self.table = nnx.Embed(VOCAB, WIDTH, rngs=rngs)
+        self.shift = nnx.Param(0.1 * jnp.ones(WIDTH))
+        self.scales = jnp.linspace(0.5, 1.5, WIDTH)  # no parameter
+        self.dropout = nnx.Dropout(0.2, rngs=rngs)
+        self.blocks = nnx.List([make(rngs=rngs) for _ in range(depth)])
+        self.norm = nnx.LayerNorm(WIDTH, rngs=rngs)
+
+    def __call__(self, tokens):
+        x = embed(self, {"tokens": tokens})
+        for block in self.blocks:
+            x = block(x)
+        return self.table.attend(self.norm(x))
+
+
+def embed(net, batch):
+    return net.dropout(net.scales * net.table(batch["tokens"])) + net.shift
+
+
+def loss(net, x, batch):
+    return cross_entropy(net.table.attend(net.norm(x)), batch)
+
+
+def cross_entropy(logits, batch):
+    return optax.softmax_cross_entropy_with_integer_labels(logits, batch["targets"]).mean()
+
+
+def batch(rows: int = 16) -> dict:
+    tokens = np.random.default_rng(0).integers(VOCAB, size=(rows, 4), dtype=np.int32)
+    return {"tokens": tokens[:, :-1], "targets": tokens[:, 1:]}
+
+
+def convert(net, **options):
+    return jaxpipe.nnx.model(net, layers=net.blocks, embed=embed, loss=loss, **options)
+
+
+def whole(net):
+    """Loss and gradients of the module itself, in its own names; without dropout."""
+    net = nnx.view(net, deterministic=True, use_running_average=False, raise_if_not_found=False)
+    graph, params, rest = nnx.split(net, nnx.Param, ...)
+
+    @jax.jit
+    def run(params):
+        net = nnx.merge(graph, params, rest, copy=True)
+        return cross_entropy(net(batch()["tokens"]), batch())
+
+    value, gradients = jax.value_and_grad(run)(params)
+    return value, nnx.to_pure_dict(gradients)
+
+
+def different(*, rngs, count=[0]):  # noqa: B006  (blocks in their order)
+    count[0] += 1
+    return Block(rngs=rngs, hidden=WIDTH + count[0] % 2)
+
+
+@pytest.mark.parametrize("make", [Block, different])
+def test_loss_and_gradients_are_those_of_the_module(make):
+    net = Net(rngs=nnx.Rngs(0), make=make)
+    model, params, states = convert(net)
+    assert states is None
+    assert model.layers_are_alike == (make is Block)
+    value, gradients = jax.value_and_grad(
+        lambda params: jaxpipe.unpipelined.loss(model, params, batch())
+    )(params)
+    expected, expected_gradients = whole(net)
+    np.testing.assert_allclose(value, expected, rtol=1e-6)
+    # What the module calls its parameters is what `update` writes.
+    of_net = nnx.clone(net)
+    jaxpipe.nnx.update(of_net, gradients, layers=of_net.blocks)
+    got = nnx.to_pure_dict(nnx.state(of_net, nnx.Param))
+    chex.assert_trees_all_close(got, expected_gradients, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.pipeline
+@pytest.mark.parametrize("make", [Block, different])
+def test_a_pipeline_with_dropout_gives_what_the_model_gives_alone(make):
+    model, params, _ = convert(Net(rngs=nnx.Rngs(0), make=make))
+    mesh = jaxpipe.make_mesh(stage=2, data=2)
+    testing.assert_matches_unpipelined(
+        model, params, batch(), rng=jax.random.key(3), schedules=["zb-v"], meshes=[mesh]
+    )
+    kept = jaxpipe.unpipelined.loss(model, params, batch())
+    dropped = [
+        jaxpipe.unpipelined.loss(model, params, batch(), jax.random.key(seed)) for seed in (1, 1, 2)
+    ]
+    assert dropped[0] == dropped[1]
+    assert len({float(value) for value in (kept, *dropped)}) == 3
+
+
+@pytest.mark.pipeline
+def test_running_statistics_come_back_into_the_modules():
+    net = Net(rngs=nnx.Rngs(0), make=lambda rngs: Block(rngs=rngs, norm=True))
+    model, params, states = convert(net)
+    assert model.stateful
+    assert jax.tree.map(jnp.shape, states) == ({"norm": {"mean": (4,), "var": (4,)}},) * DEPTH
+    testing.assert_matches_unpipelined(model, params, batch(), states=states, schedules=["1f1b"])
+    # One microbatch renews the statistics as the module in training does.
+    _, new = jaxpipe.unpipelined.loss(model, params, batch(), states=states)
+    trained = nnx.clone(net)
+    jaxpipe.nnx.update(trained, params, layers=trained.blocks, states=new)
+    nnx.view(net, deterministic=True, use_running_average=False)(batch()["tokens"])
+    got, expected = (nnx.to_pure_dict(nnx.state(m, nnx.BatchStat)) for m in (trained, net))
+    chex.assert_trees_all_close(got, expected, rtol=1e-5)
+    # A model that evaluates reads them.
+    evaluating = convert(trained, train=False)
+    value, unchanged = jaxpipe.unpipelined.loss(
+        evaluating.model, evaluating.params, batch(), states=evaluating.states
+    )
+    chex.assert_trees_all_equal(unchanged, evaluating.states)
+    logits = nnx.view(trained, deterministic=True, use_running_average=True)(batch()["tokens"])
+    np.testing.assert_allclose(value, cross_entropy(logits, batch()), rtol=1e-6)
+
+
+@pytest.mark.pipeline
+def test_trained_parameters_come_back_into_the_modules():
+    net = Net(rngs=nnx.Rngs(0))
+    model, params, _ = convert(net, output=lambda net, x, batch: net.table.attend(net.norm(x)))
+    mesh, optimizer = jaxpipe.make_mesh(stage=2), optax.adam(1e-2)
+    pipe = jaxpipe.Pipeline(model, params, schedule="1f1b", mesh=mesh)
+    placed = pipe.place(params)
+    state, step = pipe.init(optimizer, placed), pipe.train_step(optimizer)
+    losses = []
+    for number in range(20):
+        value, placed, state = step(placed, state, batch(), jax.random.key(number))
+        losses.append(float(value))
+    assert losses[-1] < 0.8 * losses[0]
+    jaxpipe.nnx.update(net, pipe.unplace(placed), layers=net.blocks)
+    net.eval()
+    logits = net(batch()["tokens"])
+    got = jax.jit(pipe.outputs)(placed, batch())
+    np.testing.assert_allclose(got, logits, rtol=1e-4, atol=1e-5)
+
+
+def test_modules_that_are_only_shapes():
+    net = nnx.eval_shape(lambda: Net(rngs=nnx.Rngs(0)))
+    net.scales = nnx.data(jnp.linspace(0.5, 1.5, WIDTH))
+    model, shapes, _ = convert(net)
+    made = jax.jit(lambda key: convert(Net(rngs=nnx.Rngs(key))).params)(jax.random.key(0))
+    assert jax.tree.map(lambda w: (w.shape, w.dtype), shapes) == jax.tree.map(
+        lambda w: (w.shape, w.dtype), made
+    )
+    assert jaxpipe.Pipeline(
+        model, shapes, schedule="1f1b", mesh=jaxpipe.make_mesh(stage=2)
+    ).placed_params
+    concrete = Net(rngs=nnx.Rngs(1))
+    jaxpipe.nnx.update(concrete, made, layers=concrete.blocks)
+    expected = jaxpipe.unpipelined.loss(model, made, batch())
+    np.testing.assert_allclose(whole(concrete)[0], expected, rtol=1e-6)
+
+
+def test_separate_modules_in_a_dictionary():
+    rngs = nnx.Rngs(0)
+    layers = [nnx.Linear(WIDTH, WIDTH, rngs=rngs) for _ in range(12)]
+    modules = {"table": nnx.Embed(VOCAB, WIDTH, rngs=rngs), "heads": [nnx.LayerNorm(4, rngs=rngs)]}
+    converted = jaxpipe.nnx.model(
+        modules,
+        layers=layers,
+        embed=lambda modules, batch: modules["table"](batch["tokens"]),
+        loss=lambda modules, x, batch: jnp.mean(modules["heads"][0](x) ** 3 + x),
+    )
+    x = modules["table"](batch()["tokens"])
+    for layer in layers:
+        x = layer(x)
+    got = jaxpipe.unpipelined.loss(converted.model, converted.params, batch())
+    expected = jnp.mean(modules["heads"][0](x) ** 3 + x)
+    np.testing.assert_allclose(got, expected, rtol=1e-5)
+
+
+def test_what_a_layer_sows_is_for_its_function_to_return():
+    class Sowing(nnx.Module):
+        def __init__(self, *, rngs):
+            self.linear = nnx.Linear(WIDTH, WIDTH, rngs=rngs)
+
+        def __call__(self, x):
+            y = self.linear(x)
+            self.sow(nnx.Intermediate, "size", jnp.mean(y**2))
+            return y
+
+    def with_size(layer, x, batch):
+        y, sown = nnx.capture(layer, nnx.Intermediate)(x)
+        return jaxpipe.WithLoss(y, sown["size"][0])
+
+    layers = [Sowing(rngs=nnx.Rngs(n)) for n in range(2)]
+    model, params, states = jaxpipe.nnx.model(
+        {},
+        layers=layers,
+        embed=lambda _, batch: batch["x"],
+        loss=lambda _, x, batch: 0 * x.sum(),
+        layer=with_size,
+    )
+    assert states is None
+    x = jax.random.normal(jax.random.key(0), (3, WIDTH))
+    first = layers[0].linear(x)
+    expected = jnp.mean(first**2) + jnp.mean(layers[1].linear(first) ** 2)
+    got = jaxpipe.unpipelined.loss(model, params, {"x": x})
+    np.testing.assert_allclose(got, expected, rtol=1e-6)
+
+
+# What is refused.
+
+
+def refused(net, **options) -> list[str]:
+    with pytest.raises(ValueError) as error:  # noqa: PT011  (callers look at the whole text)
+        jaxpipe.nnx.model(net, **{"layers": net.blocks, "embed": embed, "loss": loss} | options)
+    return str(error.value).split("\n")
+
+
+def test_shared_parameters_and_statistics_outside_layers_are_named():
+    net = Net(rngs=nnx.Rngs(0))
+    net.blocks[2].up = net.blocks[1].up
+    net.blocks[0].table = net.table
+    net.statistics = nnx.BatchNorm(WIDTH, rngs=nnx.Rngs(0))
+    found = refused(net)
+    assert "layers[2].up.kernel is a parameter of another layer, too." in found
+    assert "module.table.embedding is a parameter of a layer, too." in found
+    assert any(
+        line.startswith("module.statistics.mean is state (BatchStat) outside the layers; only lay")
+        for line in found
+    )
+    assert len(found) == 5
+    assert "layers[1].up.kernel is a parameter of another layer, too." in refused(
+        net, layers=[net.blocks[1]] * 2
+    )
+
+
+def test_layers_that_are_no_modules_are_refused():
+    net = Net(rngs=nnx.Rngs(0))
+    assert refused(net, layers=[net.blocks[0], jnp.tanh])[0].startswith("module is <PjitFunction")
+    assert refused(net, layers=[]) == ["layers is empty; a pipeline needs at least one."]
+
+
+def test_trees_that_do_not_fit_the_modules_are_refused():
+    net = Net(rngs=nnx.Rngs(0))
+    params = convert(net).params
+    params["embed"]["shift"] = jnp.ones(3)
+    with pytest.raises(ValueError, match=r"params\['embed'\]\['shift'\] is float32\[3\]; expected"):
+        jaxpipe.nnx.update(net, params, layers=net.blocks)

@@ -1,0 +1,209 @@
+"""Parameters that are not trained, and parameters that layers share."""
+
+from __future__ import annotations
+
+import functools
+
+import adapted
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from compilations import refusal
+from covering import covering
+
+import jaxpipe
+from jaxpipe import testing
+from jaxpipe.runtime.filters import partition
+from jaxpipe.runtime.measure.traced import buffers
+from jaxpipe.runtime.trees import combine
+
+CASES = [
+    (schedule, layers, zero, remat)
+    for schedule in ("1f1b-fused", "zb-v", "breadth-first")
+    for layers in ("stacked", "unrolled", "tuple")
+    for zero in (0, 1, 2, 3)
+    for remat in ("none", "dots", "full")
+]
+
+
+def pipeline(schedule: str, layers: str, zero: int, remat: str = "none", **options):
+    differ = layers == "tuple"
+    options = {"trainable": adapted.TRAINABLE} | options
+    return jaxpipe.Pipeline(
+        adapted.model(differ=differ),
+        adapted.params(differ=differ),
+        schedule=schedule,
+        microbatches=4,
+        mesh=jaxpipe.make_mesh(stage=2, data=2),
+        weights="unrolled" if layers == "unrolled" else "stacked",
+        zero=zero,
+        remat=remat,
+        poison=True,
+        **options,
+    )
+
+
+@functools.cache
+def loss_of(differ: bool):
+    """One function for many cases, which then share a compiled reference."""
+    return functools.partial(jaxpipe.unpipelined.loss, adapted.model(differ=differ))
+
+
+@functools.cache
+def reference(differ: bool):
+    """The unpipelined step, compiled once: parameters, what it returns, and its optimizer's."""
+    params, batch = adapted.params(differ=differ), adapted.batch(16)
+    value_and_grad = functools.partial(
+        jaxpipe.unpipelined.value_and_grad,
+        adapted.model(differ=differ),
+        trainable=adapted.TRAINABLE,
+        num_microbatches=4,
+        data_shards=2,
+    )
+    return params, batch, jax.jit(lambda *args: value_and_grad(*args))
+
+
+def assert_close(got, expected):
+    def close(path, a, b):
+        scale = np.abs(b).max() if b.size else 1
+        np.testing.assert_allclose(
+            a, b, atol=1e-5 * scale, rtol=0, err_msg=jax.tree_util.keystr(path)
+        )
+
+    chex.assert_trees_all_equal_structs(got, expected)
+    jax.tree.map_with_path(close, got, expected)
+
+
+@pytest.mark.parametrize("case", covering(CASES), ids=lambda case: "-".join(map(str, case)))
+def test_gradients_of_what_is_trained_are_those_without_a_pipeline(case):
+    schedule, layers, zero, remat = case
+    differ = layers == "tuple"
+    (pipe,) = testing.assert_matches_unpipelined(
+        adapted.model(differ=differ),
+        adapted.params(differ=differ),
+        adapted.batch(16),
+        schedules=[jaxpipe.schedules.build(schedule, stages=2, microbatches=4)],
+        meshes=[jaxpipe.make_mesh(stage=2, data=2)],
+        rng=jax.random.key(3),
+        reference=loss_of(differ),
+        trainable=adapted.TRAINABLE,
+        weights="unrolled" if layers == "unrolled" else "stacked",
+        zero=zero,
+        remat=remat,
+    )
+    params = adapted.params(differ=differ)
+    chex.assert_trees_all_equal(pipe.unplace(pipe.place(params)), params)
+
+
+@pytest.mark.parametrize(
+    ("layers", "zero", "update"),
+    [("stacked", 3, "step"), ("unrolled", 1, "step"), ("tuple", 2, "step"), ("tuple", 3, "chunk")],
+)
+def test_an_optimizer_sees_only_what_is_trained(layers, zero, update):
+    params, batch, value_and_grad = reference(layers == "tuple")
+    optimizer = optax.chain(
+        optax.clip_by_global_norm(0.5) if update == "step" else optax.identity(),
+        optax.adamw(1e-2, mask=lambda tree: jax.tree.map(lambda w: w.ndim > 1, tree)),
+    )
+    pipe = pipeline("1f1b", layers, zero)
+    placed = pipe.place(params)
+    state, step = pipe.init(optimizer, placed), pipe.train_step(optimizer, update=update)
+    for _ in range(3):
+        loss, placed, state = step(placed, state, batch)
+
+    def separate(tree):
+        """One tree per layer, as the pipeline's optimizer has them."""
+        if layers == "tuple":
+            return tree
+        one = [jax.tree.map(lambda w, n=n: w[n], tree["layers"]) for n in range(adapted.DEPTH)]
+        return tree | {"layers": tuple(one)}
+
+    trained, frozen = partition(params, adapted.TRAINABLE)
+    expected_state = optimizer.init(separate(trained))
+    for _ in range(3):
+        expected_loss, grads = value_and_grad(combine(trained, frozen), batch)
+        updates, expected_state = optimizer.update(
+            separate(grads), expected_state, separate(trained)
+        )
+        if layers != "tuple":
+            stacked = jax.tree.map(lambda *w: jnp.stack(w), *updates["layers"])
+            updates = updates | {"layers": stacked}
+        trained = optax.apply_updates(trained, updates)
+    np.testing.assert_allclose(loss, expected_loss, rtol=1e-5)
+    new = pipe.unplace(placed)
+    assert_close(partition(new, adapted.TRAINABLE)[0], trained)
+    chex.assert_trees_all_equal(partition(new, adapted.TRAINABLE)[1], frozen)
+    held = sum(leaf.size for leaf in jax.tree.leaves(pipe.optimizer_placing(optimizer).canonical))
+    assert held == 2 * sum(leaf.size for leaf in jax.tree.leaves(trained)) + 1
+
+
+@pytest.mark.parametrize("layers", ["stacked", "unrolled", "tuple"])
+@pytest.mark.parametrize("zero", [0, 3])
+def test_what_is_not_trained_has_no_gradient_buffer(layers, zero):
+    pipe = pipeline("1f1b", layers, zero)
+    kept = buffers(pipe, adapted.batch(16))
+    sums = [kept[name] for name in ("gradients", "reduced") if name in kept]
+    assert not any(leaf.dtype == jnp.int8 for leaf in jax.tree.leaves(sums))
+    trained, _ = partition(pipe.canonical_params, adapted.TRAINABLE)
+    largest = max(leaf.size for leaf in jax.tree.leaves(trained["layers"]))
+    assert all(leaf.size <= 6 * largest for leaf in jax.tree.leaves(sums))
+    _, grads = jax.eval_shape(pipe.value_and_grad, pipe.placed_params, adapted.batch(16))
+    assert sum(leaf.size for leaf in jax.tree.leaves(grads["layers"])) <= 2 * 3 * sum(
+        leaf.size for leaf in jax.tree.leaves(trained["layers"])
+    )
+
+
+def test_only_the_head_is_trained():
+    params, batch, _ = reference(False)
+    pipe = pipeline("zb-h1", "stacked", 3, trainable="head")
+    loss, grads = jax.jit(pipe.value_and_grad)(pipe.place(params), batch)
+    expected_loss, expected = jaxpipe.unpipelined.value_and_grad(
+        adapted.model(differ=False),
+        params,
+        batch,
+        trainable=lambda path, leaf: path == "head",
+        num_microbatches=4,
+        data_shards=2,
+    )
+    np.testing.assert_allclose(loss, expected_loss, rtol=1e-5)
+    assert_close(pipe.unplace(grads), expected)
+
+
+def test_a_frozen_part_has_no_derivative():
+    params, batch, value_and_grad = reference(False)
+    pipe = pipeline("1f1b", "stacked", 0)
+    placed = pipe.place(params)
+    frozen = placed.pop("frozen")
+
+    def loss(trained):
+        return pipe.loss(trained | {"frozen": frozen}, batch)
+
+    grads = jax.jit(jax.grad(loss))(placed)
+    assert_close(pipe.unplace(grads), value_and_grad(params, batch)[1])
+
+
+@pytest.mark.parametrize(
+    ("trainable", "message"),
+    [
+        (None, "params['layers']['base'] is int8[5, 8, 8]; parameters that are trained"),
+        ("layers/*", "params['layers']['base'] is int8[5, 8, 8]"),
+        ("lora", "'lora' is the path of no parameter.\nPaths: embed, head, layers/base, layers/lo"),
+        (lambda path, leaf: False, "chooses none of the parameters"),
+        (["head", "lora_*"], "'lora_*' is the path of no parameter.\nPaths: embed, head"),
+        (3, "trainable is 3; give a pattern of paths"),
+        ([True], "trainable is [True]; give a pattern of paths"),
+    ],
+)
+def test_a_choice_that_does_not_fit_is_refused(trainable, message):
+    adapted.params(differ=False)  # made before the call that must compile nothing
+    assert message in refusal(pipeline, "1f1b", "stacked", 0, trainable=trainable)
+
+
+def test_an_asynchronous_pipeline_says_what_it_cannot_train():
+    pipe = pipeline("1f1b", "stacked", 0)
+    said = refusal(jaxpipe.AsyncPipeline, pipe, optax.sgd(0.1))
+    assert "without `trainable`" in said
+    assert "params['shared']" in said

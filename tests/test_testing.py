@@ -1,0 +1,278 @@
+"""Helpers for people's own tests: what is wrong is found, and named."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import PartitionSpec as P
+
+import jaxpipe
+from jaxpipe import testing
+
+WIDTH = 3
+
+
+def linear(w, x, batch, rng):
+    del batch, rng
+    return x + jnp.tanh(x @ w["kernel"]) + w["bias"]
+
+
+def make_model(layer=linear, **functions) -> jaxpipe.Model:
+    return jaxpipe.Model(
+        embed=lambda outer, batch, rng: batch["x"] @ outer["embed"],
+        layer=layer,
+        head_loss=functions.pop("head_loss", lambda outer, x, batch, rng: jnp.mean(x**2)),
+        **functions,
+    )
+
+
+def make_params() -> dict:
+    keys = jax.random.split(jax.random.key(0), 2)
+    layers = {"kernel": 0.3 * jax.random.normal(keys[0], (4, WIDTH, WIDTH))}
+    embed = 0.3 * jax.random.normal(keys[1], (WIDTH, WIDTH))
+    return {"embed": embed, "layers": layers | {"bias": jnp.ones((4, WIDTH))}, "head": {}}
+
+
+def make_batch() -> dict:
+    return {"x": jax.random.normal(jax.random.key(1), (16, WIDTH))}
+
+
+def found(model, params=None, batch=None, **options) -> str:
+    """The report of an assertion that must fail."""
+    with pytest.raises(AssertionError) as error:
+        testing.assert_matches_unpipelined(
+            model, params or make_params(), batch or make_batch(), **options
+        )
+    return str(error.value)
+
+
+ONE = {"schedules": ["1f1b"]}
+
+
+# What is found.
+
+
+@pytest.mark.pipeline
+def test_a_model_that_is_right_passes_on_every_mesh_with_every_schedule():
+    pipes = testing.assert_matches_unpipelined(make_model(), make_params(), make_batch(), zero=3)
+    assert [(pipe.schedule.name, pipe.mesh.size, pipe.zero) for pipe in pipes] == [
+        *((name, 2, 0) for name in ("gpipe", "1f1b", "zb-h1")),
+        *((name, 4, 3) for name in ("gpipe", "1f1b", "zb-h1")),
+    ]
+
+
+def test_a_layer_that_reads_its_stage_is_found():
+    def layer(w, x, batch, rng):
+        try:
+            scale = 1 + 1e-3 * jax.lax.axis_index("stage")
+        except NameError:  # without a pipeline
+            scale = 1
+        return linear(w | {"bias": scale * w["bias"]}, x, batch, rng)
+
+    mesh = jaxpipe.make_mesh(stage=2)
+    text = found(make_model(layer), schedules=["gpipe", "1f1b"], meshes=[mesh])
+    first, worst, *rest = text.split("\n")
+    assert first.startswith("2 of 2 configurations differ from the reference by more than 1e-05 of")
+    assert re.match(r"Worst: gradients\['layers'\]\['(kernel|bias)'\] is .*, expected .*", worst)
+    assert "with schedule 'gpipe' on {'data': 1, 'stage': 2}." in worst
+    assert any(line.startswith("  schedule '1f1b' on {'data': 1, 'stage': 2}: ") for line in rest)
+    assert {"  loss", "  evaluated loss", "  gradients['embed']"} <= {
+        line.partition(":")[0] for line in rest
+    }
+
+
+def test_a_wrong_derivative_is_found_by_a_reference_that_does_not_share_it():
+    @jax.custom_vjp
+    def tanh(x):
+        return jnp.tanh(x)
+
+    tanh.defvjp(lambda x: (jnp.tanh(x), x), lambda x, g: (g * (1 - jnp.tanh(x)),))
+
+    def layer(w, x, batch, rng):
+        return x + tanh(x @ w["kernel"]) + w["bias"]
+
+    def reference(params, batch, rng, **_):
+        x = batch["x"] @ params["embed"]
+        for n in range(4):
+            x = linear(jax.tree.map(lambda w, n=n: w[n], params["layers"]), x, batch, rng)
+        return jnp.mean(x**2)
+
+    text = found(make_model(layer), reference=reference, **ONE)
+    assert "Worst: gradients['layers']['kernel'] is" in text
+    assert "\n  loss:" not in text
+    testing.assert_matches_unpipelined(
+        make_model(), make_params(), make_batch(), reference=reference, **ONE
+    )
+
+
+def wrong_on_the_second_shard(value):
+    """The value, of which a pipeline's second data shard makes another."""
+    try:
+        return jnp.where(jax.lax.axis_index("data") == 1, 2 * value, value)
+    except NameError:  # without a pipeline
+        return value
+
+
+def test_a_metric_that_is_wrong_is_found_where_it_is_wrong():
+    def head_loss(outer, x, batch, rng):
+        largest = wrong_on_the_second_shard(jax.lax.stop_gradient(jnp.abs(x).max()))
+        return jnp.mean(x**2), {"largest": largest, "rows": jaxpipe.Sum(len(x))}
+
+    text = found(make_model(head_loss=head_loss), **ONE)
+    assert text.startswith("1 of 2 configurations differ")
+    assert "metrics['largest']" in text.split("\n")[1]
+    assert "{'data': 2, 'stage': 2}" in text.split("\n")[1]
+    assert "gradients" not in text.partition("All that differ")[2]
+
+
+def test_a_state_that_is_wrong_is_found():
+    def layer(w, x, batch, rng, state):
+        mean = wrong_on_the_second_shard(jax.lax.stop_gradient(x.mean()))
+        return linear(w, x, batch, rng), {"mean": 0.9 * state["mean"] + 0.1 * mean}
+
+    states = tuple({"mean": jnp.zeros(())} for _ in range(4))
+    text = found(make_model(layer, stateful=True), states=states, **ONE)
+    assert text.startswith("1 of 2 configurations differ")
+    assert re.search(r"Worst: states\[\d\]\['mean'\] is", text)
+
+
+def test_not_a_number_is_a_difference():
+    def head_loss(outer, x, batch, rng):
+        return jnp.mean(x**2) * jnp.where(wrong_on_the_second_shard(1) == 2, jnp.nan, 1)
+
+    text = found(make_model(head_loss=head_loss), **ONE)
+    assert "is nan" in text.split("\n")[1]
+    assert "inf of the largest value" in text.split("\n")[1]
+
+
+def test_counts_are_compared_exactly():
+    def head_loss(outer, x, batch, rng):
+        return jnp.mean(x**2), {"count": jaxpipe.Sum(jnp.int32(10**8))}
+
+    def reference(params, batch, rng, *, num_microbatches, data_shards, states):
+        loss = jaxpipe.unpipelined.loss(make_model(), params, batch)
+        return loss, {"count": jnp.int32(10**8 * num_microbatches * data_shards + 1)}
+
+    text = found(make_model(head_loss=head_loss), reference=reference, **ONE)
+    assert "Worst: metrics['count'] is 4e+08, expected 4e+08: off by 1.0e+00" in text
+
+
+def test_a_gradient_of_which_only_rounding_is_left_has_a_floor():
+    def layer(w, x, batch, rng):
+        rounding = 1e-9 * wrong_on_the_second_shard(1.0)
+        return linear(w | {"bias": rounding * w["bias"]}, x, batch, rng)
+
+    model, arguments = make_model(layer), (make_params(), make_batch())
+    text = found(model, **ONE)
+    assert "Worst: gradients['layers']['bias']" in text
+    floor = float(re.search(r"give floor=(\S+)\.$", text).group(1))
+    testing.assert_matches_unpipelined(model, *arguments, floor=floor, **ONE)
+
+
+def test_a_reference_must_return_what_the_model_does():
+    model = make_model()
+    with pytest.raises(ValueError, match="one a loss, the other a loss and metrics"):
+        testing.assert_matches_unpipelined(
+            model, make_params(), make_batch(), reference=lambda *_, **__: (1.0, {}), **ONE
+        )
+    text = found(model, reference=lambda *_, **__: jnp.zeros(2).sum().astype("bfloat16"), **ONE)
+    assert "loss is float32[]; expected bfloat16[]" in text
+
+
+def test_a_model_with_split_tables_needs_a_reference():
+    model = make_model(stage_split={"embed": 0, "head": {}})
+    with pytest.raises(ValueError, match=r"Model.stage_split.*reference=functools.partial"):
+        testing.assert_matches_unpipelined(model, make_params(), make_batch())
+
+
+# Counts.
+
+
+def test_compilations_are_counted():
+    step = jax.jit(lambda x: x * 7 + 1)
+    x = jnp.ones(5)
+    with testing.compilations() as names:
+        step(step(x))
+    assert names == ["jit(<lambda>)"]
+
+
+def test_collectives_of_a_compiled_step_are_counted():
+    mesh = jaxpipe.make_mesh(stage=2)
+
+    def body(x):
+        y = jax.lax.psum(x, "stage")
+        z = jax.lax.ppermute(y, "stage", [(0, 1)])
+        return jax.lax.ppermute(2 * z, "stage", [(1, 0)])
+
+    run = jax.shard_map(body, mesh=mesh, in_specs=P("stage"), out_specs=P("stage"))
+    assert testing.collectives(run, jnp.ones(2)) == {"all-reduce": 1, "collective-permute": 2}
+
+
+# Simulated devices, each in a process of its own.
+
+
+def run(code: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    environment = {
+        name: value for name, value in os.environ.items() if not name.startswith(("JAX_", "XLA_"))
+    }
+    code = f"import jax, jax.numpy as jnp\nfrom jaxpipe.testing import simulate_devices\n{code}"
+    return subprocess.run(
+        [sys.executable, "-W", "error", "-c", code],
+        env=environment | variables,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+
+
+def test_more_devices_than_cores_with_a_compilation_cache(tmp_path):
+    code = """
+import os
+if hasattr(os, "sched_setaffinity"):
+    os.sched_setaffinity(0, [min(os.sched_getaffinity(0))])
+simulate_devices(8)
+mesh = jax.make_mesh((8,), ("x",))
+everywhere = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("x"))
+x = jax.device_put(jnp.arange(16.0), everywhere)
+print(len(jax.devices()), jax.devices()[0].platform, jax.jit(jnp.sum)(x))
+simulate_devices(4)
+"""
+    cache = {
+        "JAX_COMPILATION_CACHE_DIR": str(tmp_path),
+        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+        "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
+    }
+    for _ in range(2):
+        done = run(code, **cache)
+        assert done.returncode == 0, done.stderr
+        assert done.stdout == "8 cpu 120.0\n"
+    assert not list(tmp_path.iterdir())
+
+
+def test_devices_that_come_too_late_are_refused_with_the_remedy():
+    done = run("x = jnp.ones(3)\nsimulate_devices(4)")
+    assert done.returncode == 1
+    assert "RuntimeError: simulate_devices(4) comes too late: jax has begun to use 1 devi" in (
+        done.stderr
+    )
+    assert "right after `import jax`, or at the top of conftest.py" in done.stderr
+
+
+def test_no_device_is_refused():
+    with pytest.raises(ValueError, match="num_devices=0 must be at least 1"):
+        testing.simulate_devices(0)
+
+
+def test_the_package_does_not_import_its_helpers_for_tests():
+    done = run("pass")
+    assert done.returncode == 0
+    code = "import sys, jaxpipe; jaxpipe.Pipeline; print('jaxpipe.testing' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "False\n"
