@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import math
 import typing
 from collections.abc import Iterator
 from typing import Any, Literal
 
 from jaxpipe.errors import Problem, below_one, refuse
+
+_LARGEST_TRIED = 10**6
+"""A number beyond its square is a mistake, which must not take long to refuse."""
 
 
 class Validated:
@@ -49,6 +53,18 @@ def wrong_probability(config: Any, name: str) -> Iterator[Problem]:
 
 def not_a_divisor(name: str, value: int, of: str, whole: int) -> Problem:
     """Says that a field must divide another one, and which values nearby do."""
-    divisors = [d for d in range(1, whole + 1) if whole % d == 0]
-    nearest = [d for d in divisors if d < value][-1:] + [d for d in divisors if d > value][:1]
-    return Problem(name, value, f"must divide ${of}", nearest, {of: whole})
+    return Problem(name, value, f"must divide ${of}", nearest_divisors(whole, value), {of: whole})
+
+
+def nearest_divisors(whole: int, value: int) -> list[int]:
+    """The divisors of a number next to a value that is none, below and above it.
+
+    Example:
+      >>> nearest_divisors(12, 5)
+      [4, 6]
+    """
+    most = min(math.isqrt(whole), _LARGEST_TRIED)
+    small = [d for d in range(1, most + 1) if whole % d == 0]
+    divisors = {*small, *(whole // d for d in small)}
+    below, above = {d for d in divisors if d < value}, {d for d in divisors if d > value}
+    return [*([max(below)] if below else []), *([min(above)] if above else [])]

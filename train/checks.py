@@ -12,10 +12,12 @@ from pathlib import Path
 
 from jaxpipe import schedules
 from jaxpipe.schedule import is_users
+from models.validation import nearest_divisors
 from train import configured, errors, run_folder, tasks
-from train.config import AsynchronousConfig, Config, Range, Section
+from train.config import AsynchronousConfig, Config
 from train.data.folder import prepare_hint
 from train.errors import Failure
+from train.ranges import in_range
 
 Rule = Callable[[Config], Iterator[Failure]]
 
@@ -41,9 +43,11 @@ def check(
     wrong = {field for failure in failures for field in failure.fields}
     wrong |= {field for field, value in config.flat().items() if value != given[field]}
     rules: list[Rule] = [
+        _text,
         _schedule,
         _asynchronous,
         _weights,
+        _compute_dtype,
         _update,
         _partition,
         _batch,
@@ -59,19 +63,6 @@ def check(
     for rule in rules:
         failures += [failure for failure in rule(config) if not wrong.intersection(failure.fields)]
     return failures
-
-
-def in_range(config: Config) -> tuple[Config, list[Failure]]:
-    """Applies the ranges of single fields, so that later rules may divide by a count.
-
-    Args:
-      config: its names and types are right.
-
-    Returns:
-      The configuration with defaults in fields that are out of range, and what is wrong.
-    """
-    failures = list(_ranges(config))
-    return config.reset(field for failure in failures for field in failure.fields), failures
 
 
 def without(failures: Iterable[Failure], broken: Iterable[Failure]) -> list[Failure]:
@@ -120,37 +111,6 @@ def device_failures(config: Config, *, num_devices: int, platform: str) -> list[
     ]
 
 
-def _ranges(config: Config) -> Iterator[Failure]:
-    values = config.flat()
-    for path, limits in _limits(config):
-        value = values[path]
-        if value is None:
-            continue
-        low = value > limits.low if limits.above else value >= limits.low
-        high = limits.high is None or (
-            value < limits.high if limits.below else value <= limits.high
-        )
-        if low and high:
-            continue
-        rule = f"{'above' if limits.above else 'at least'} {limits.low}"
-        if limits.high is not None:
-            rule += f" and {'below' if limits.below else 'at most'} {limits.high}"
-        is_open = limits.above if not low else limits.below
-        bound = limits.low if not low else limits.high
-        nearest = "" if is_open else f" Nearest valid: {bound}."
-        yield Failure(f"{path}={value} must be {rule}.{nearest}", (path,))
-
-
-def _limits(section: Section, prefix: str = "") -> Iterator[tuple[str, Range]]:
-    for name, field in type(section).model_fields.items():
-        value = getattr(section, name)
-        if isinstance(value, Section):
-            yield from _limits(value, f"{prefix}{name}.")
-        for note in field.metadata:
-            if isinstance(note, Range):
-                yield f"{prefix}{name}", note
-
-
 def _with_a_model(config: Config) -> tuple[Config, list[Failure]]:
     """Replaces numbers that make no model by defaults, and says what is wrong with them."""
     failures = list(_model(config))
@@ -164,6 +124,16 @@ def _model(config: Config) -> Iterator[Failure]:
         tasks.make(config)
     except ValueError as error:
         yield from errors.of_model(error)
+
+
+def _text(config: Config) -> Iterator[Failure]:
+    for path, value in config.flat().items():
+        if isinstance(value, str) and not value.isascii():
+            try:
+                value.encode()
+            except UnicodeEncodeError as error:
+                bad = value[error.start]
+                yield Failure(f"{path}={value!r} has {bad!r}, which is no character.", (path,))
 
 
 def _schedule(config: Config) -> Iterator[Failure]:
@@ -242,6 +212,25 @@ def _weights(config: Config) -> Iterator[Failure]:
         )
 
 
+def _compute_dtype(config: Config) -> Iterator[Failure]:
+    dtype = config.pipeline.compute_dtype
+    if dtype is None:
+        return
+    own = getattr(config.model, "dtype", None)
+    if own != dtype:
+        yield Failure(
+            f"pipeline.compute_dtype={dtype} rounds the weights of layers that compute in "
+            f"model.dtype={own}. Nearest valid: model.dtype={dtype}, or no pipeline.compute_dtype.",
+            ("pipeline.compute_dtype", "model.dtype"),
+        )
+    if configured.is_asynchronous(config):
+        yield Failure(
+            f"pipeline.compute_dtype={dtype} has no place beside the versions of weights that "
+            f"pipeline.schedule={config.pipeline.schedule} keeps. Nearest valid: none.",
+            ("pipeline.compute_dtype", "pipeline.schedule"),
+        )
+
+
 def _update(config: Config) -> Iterator[Failure]:
     if config.pipeline.update == "step":
         return
@@ -317,9 +306,7 @@ def _batch(config: Config) -> Iterator[Failure]:
 
 
 def _divisors(whole: int, value: int) -> str:
-    found = [n for n in range(1, whole + 1) if whole % n == 0]
-    near = [n for n in found if n < value][-1:] + [n for n in found if n > value][:1]
-    return " or ".join(map(str, near))
+    return " or ".join(map(str, nearest_divisors(whole, value)))
 
 
 def _multiples(value: int, unit: int) -> str:

@@ -118,6 +118,9 @@ def load_yaml(path: Path) -> dict[str, Any]:
         raise ConfigError(
             [Failure(f"--config={path} does not exist. Files there: {listed}.")]
         ) from error
+    except RecursionError:
+        deep = f"--config={path} cannot be read as YAML: it nests too deeply."
+        raise ConfigError([Failure(deep)]) from None
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         raise ConfigError([Failure(f"--config={path} cannot be read as YAML: {error}")]) from error
     if raw is not None and not isinstance(raw, dict):
@@ -189,6 +192,11 @@ class _Loader(yaml.SafeLoader):
     """Reads numbers such as 3e-4 as YAML 1.2 does (YAML 1.1 reads text); refuses repeated keys."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
+        for key, _ in node.value:
+            if key.tag not in ("tag:yaml.org,2002:str", "tag:yaml.org,2002:merge"):
+                raise yaml.constructor.ConstructorError(
+                    None, None, "a key must be text, such as 'mesh'", key.start_mark
+                )
         names = [key.value for key, _ in node.value]
         twice = sorted({name for name in names if names.count(name) > 1})
         if twice:

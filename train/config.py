@@ -97,6 +97,11 @@ class PipelineConfig(Section):
     weights: Literal["stacked", "unrolled"] = "stacked"
     """Whether the weights of a stage's layers are one array per parameter, or one per layer, which
     saves copies of them on GPUs but takes longer to compile."""
+    compute_dtype: Literal["bfloat16"] | None = None
+    """Dtype in which stages keep, and data shards gather, copies of the layers' weights, cast once
+    per step and not by every layer for every microbatch. It must be the model's own dtype.
+    Parameters, gradients and the optimizer stay float32; a step keeps half a copy of the weights
+    more, or, with zero 3, halves what is gathered."""
     update: Literal["step", "chunk"] = "step"
     """When the optimizer runs: after the "step", with the gradients of all layers; or for every
     "chunk" as soon as its gradient is complete, which keeps only the gradients of chunks in work.

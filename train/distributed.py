@@ -62,8 +62,8 @@ def find_processes(config: Config, environment: Mapping[str, str] | None = None)
     count, number = settings.num_processes, settings.process_id
     for count_name, number_name in _LAUNCHERS:
         if count_name in environment and number_name in environment:
-            count = int(environment[count_name]) if count is None else count
-            number = int(environment[number_name]) if number is None else number
+            count = _number(environment, count_name) if count is None else count
+            number = _number(environment, number_name) if number is None else number
     if settings.coordinator is not None and (count is None or number is None):
         raise ConfigError(
             [
@@ -91,6 +91,14 @@ def find_processes(config: Config, environment: Mapping[str, str] | None = None)
             ]
         )
     return processes
+
+
+def _number(environment: Mapping[str, str], name: str) -> int:
+    value = environment[name]
+    if not value.isdecimal():
+        rule = "must be a number, as a launcher sets it; unset it to start a process by itself"
+        raise ConfigError([Failure(f"The variable {name}={value!r} {rule}.")])
+    return int(value)
 
 
 def simulate_devices(config: Config, processes: Processes) -> None:

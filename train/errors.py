@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from jaxpipe.errors import ArgumentError, Problem, in_python
@@ -12,6 +13,7 @@ _FIELDS = {
     "method": "pipeline.schedule",
     "schedule": "pipeline.schedule",
     "num_stages": "mesh.stage",
+    "memory.limit_bytes": "pipeline.stage_memory",
     "recompute_segment": "asynchronous.recompute_segment",
 }
 """Paths of the fields that set a schedule's arguments; of others, the name in ``pipeline``."""
@@ -48,6 +50,15 @@ def of_model(error: ValueError) -> Iterator[Failure]:
     for problem in _problems(error):
         failure = _failure(problem, "model.{}".format, "model")
         yield Failure(failure.message, failure.fields[:1])
+
+
+def of_partition(error: ArgumentError, stage_memory: float | None) -> Iterator[Failure]:
+    """What a partition refuses; of its memory, in gigabytes as the field has it."""
+    for problem in error.problems:
+        if isinstance(problem, Problem) and problem.argument == "memory.limit_bytes":
+            near = [math.ceil(float(least) / 1e6) / 1e3 for least in problem.nearest]
+            problem = dataclasses.replace(problem, value=stage_memory, nearest=near)
+        yield _failure(problem, _field, "pipeline.partition")
 
 
 def _problems(error: ValueError) -> Sequence[Problem | str]:

@@ -301,7 +301,7 @@ class Trainer:
     def _line(self, numbers: dict[str, Any], bubble: float, seconds_per_step: float) -> Line:
         task, devices = self.setup.task, self.setup.mesh.devices
         rows = self.config.train.batch_size / seconds_per_step
-        peak = peak_flops(devices.flat[0].device_kind, task.shape.dtype)
+        peak = peak_flops(devices.flat[0].device_kind, task.dtype)
         flops = task.flops_per_row()
         return Line(
             step=self.step,

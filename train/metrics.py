@@ -41,7 +41,7 @@ _FLUSH_SECONDS = 10
 """TensorBoard sees new numbers this often."""
 
 
-def peak_flops(device_kind: str, dtype: str) -> float | None:
+def peak_flops(device_kind: str, dtype: str | None) -> float | None:
     """The device's dense peak in FLOP/s, or None where it is not known.
 
     Args:
@@ -168,7 +168,7 @@ def truncate(path: Path, *, last_step: int) -> None:
         return
     kept = []
     for line in path.read_bytes().splitlines():
-        with contextlib.suppress(ValueError, TypeError, KeyError):
+        with contextlib.suppress(ValueError, TypeError, KeyError, RecursionError):
             if json.loads(line)["step"] <= last_step:
                 kept.append(line + b"\n")
     partial = path.with_suffix(".partial")

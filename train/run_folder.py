@@ -25,8 +25,7 @@ FILES = (CONFIG_FILE, METRICS_FILE, CHECKPOINTS, CHOICE_FILE, *_PICTURES, TENSOR
 
 def failures(config: Config, *, resume: bool) -> Iterator[Failure]:
     """Says why the run folder cannot be used: it holds a run, or cannot be written."""
-    if not resume:
-        yield from _existing_run(config)
+    yield from _no_folders(config) if resume else _existing_run(config)
     yield from _writable(config)
 
 
@@ -44,6 +43,18 @@ def _existing_run(config: Config) -> Iterator[Failure]:
                 "with --resume, or name another --run-dir.",
                 ("run_dir",),
             )
+
+
+def _no_folders(config: Config) -> Iterator[Failure]:
+    """A run's folders that are something else."""
+    for path in (Path(config.run_dir) / name for name in (CHECKPOINTS, TENSORBOARD)):
+        with contextlib.suppress(OSError):
+            if path.exists() and not path.is_dir():
+                yield Failure(
+                    f"{path} must be a folder, and is a file. Move it away, or name another "
+                    "--run-dir.",
+                    ("run_dir",),
+                )
 
 
 def _writable(config: Config) -> Iterator[Failure]:

@@ -93,7 +93,10 @@ class Setup:
             return costs, counts
         memory = None if limit is None else self._memory(probe, batch, rng, limit)
         weights = even if rule == "equal" else costs
-        return costs, partition(weights, order.placement, memory=memory)
+        try:
+            return costs, partition(weights, order.placement, memory=memory)
+        except errors.ArgumentError as error:
+            raise errors.ConfigError(list(errors.of_partition(error, limit))) from error
 
     @cached_property
     def chunk_costs(self) -> list[Costs]:
@@ -126,6 +129,7 @@ class Setup:
             schedule=order,
             layer_counts=counts,
             mesh=self.mesh,
+            compute_dtype=self.config.pipeline.compute_dtype,
             remat=self.config.pipeline.remat,
             zero=self.config.pipeline.zero,
             weights=self.config.pipeline.weights,

@@ -26,8 +26,8 @@ PyTree = Any
 class Task(abc.ABC):
     """A model family with its data: all that the trainer knows about it.
 
-    The shape of the model is a frozen dataclass with ``num_layers`` and ``dtype``. If its numbers
-    do not fit together, it raises ArgumentError with one `Problem` per field. The section ``model``
+    The shape of the model is a frozen dataclass with ``num_layers``. If its numbers do not fit
+    together, it raises ArgumentError with one `Problem` per field. The section ``model``
     of the configuration and its options follow from the shape: their types from its fields, their
     help from its docstring's ``Args:``.
 
@@ -47,6 +47,8 @@ class Task(abc.ABC):
       units_per_row: how many units a row holds.
       num_layers: layers of the pipeline.
       dropout: whether a step needs a random key.
+      dtype: what the model computes in, for the share of the devices' peak; None if the shape does
+        not say.
     """
 
     default: ClassVar[Any]
@@ -62,6 +64,7 @@ class Task(abc.ABC):
         self.config = config
         self.shape: Any = dataclasses.replace(self.default, **config.model.model_dump())
         self.num_layers: int = self.shape.num_layers
+        self.dtype: str | None = getattr(self.shape, "dtype", None)
         self.dropout: bool = getattr(self.shape, "dropout", 0) > 0
 
     @classmethod

@@ -1,7 +1,7 @@
 """Trains a model through a pipeline: ``python train/train.py --config configs/gpt-tiny.yaml``.
 
 Ends with 0 when it is done or was asked to stop, 1 when the loss is not finite, 2 when the input or
-the disk is at fault.
+the disk is at fault, 130 when it was interrupted before training.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import errno
 import logging
 import os
+import signal
 import sys
 import warnings
 from collections.abc import Sequence
@@ -20,6 +21,8 @@ if __name__ == "__main__":
 
 _DISK = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EACCES, errno.EPERM, errno.EROFS})
 
+_INTERRUPTED = 128 + signal.SIGINT
+
 
 def main(arguments: Sequence[str]) -> int:
     """Runs the command line.
@@ -30,6 +33,15 @@ def main(arguments: Sequence[str]) -> int:
     Returns:
       The exit status.
     """
+    try:
+        return _main(arguments)
+    except KeyboardInterrupt:
+        # Training itself saves before it stops.
+        print("error: interrupted while no training step ran; nothing was saved", file=sys.stderr)
+        return _INTERRUPTED
+
+
+def _main(arguments: Sequence[str]) -> int:
     from train import command_line, errors, run_folder
 
     try:
@@ -57,9 +69,9 @@ def main(arguments: Sequence[str]) -> int:
 
 def _run(invocation) -> None:
     from jaxpipe import gpu_flags
-    from train import checks, distributed, errors
+    from train import checks, distributed, errors, ranges
 
-    config, out_of_range = checks.in_range(invocation.config)
+    config, out_of_range = ranges.in_range(invocation.config)
     broken = [*invocation.failures, *out_of_range]
     processes, failures = None, list(broken)
     try:

@@ -12,24 +12,21 @@ def time_features(time, size):
 
 
 class ResBlock(eqx.Module):
-    norms: list
-    convs: list
+    norm: eqx.nn.GroupNorm
     time: eqx.nn.Linear
+    conv: eqx.nn.Conv2d
     shortcut: eqx.nn.Conv2d
 
     def __init__(self, before, after, time_size, *, key):
-        keys = jax.random.split(key, 4)
-        self.norms = [eqx.nn.GroupNorm(2, before), eqx.nn.GroupNorm(2, after)]
-        self.convs = [
-            eqx.nn.Conv2d(before, after, 3, padding=1, key=keys[0]),
-            eqx.nn.Conv2d(after, after, 3, padding=1, key=keys[1]),
-        ]
-        self.time = eqx.nn.Linear(time_size, after, key=keys[2])
-        self.shortcut = eqx.nn.Conv2d(before, after, 1, use_bias=False, key=keys[3])
+        keys = jax.random.split(key, 3)
+        self.norm = eqx.nn.GroupNorm(2, before)
+        self.time = eqx.nn.Linear(time_size, before, key=keys[0])
+        self.conv = eqx.nn.Conv2d(before, after, 3, padding=1, key=keys[1])
+        self.shortcut = eqx.nn.Conv2d(before, after, 1, use_bias=False, key=keys[2])
 
     def __call__(self, x, time):
-        y = self.convs[0](jax.nn.silu(self.norms[0](x))) + self.time(time)[:, None, None]
-        return self.shortcut(x) + self.convs[1](jax.nn.silu(self.norms[1](y)))
+        y = jax.nn.silu(self.norm(x) + self.time(time)[:, None, None])
+        return self.shortcut(x) + self.conv(y)
 
 
 def halved(x):

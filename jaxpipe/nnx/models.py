@@ -174,6 +174,8 @@ def _split(module: Any, layers: Sequence[Any]) -> _Split:
                 f"module{path} is state ({type(leaf).__name__}) outside the layers; only layers "
                 "may keep running statistics. Make the module that holds it one of the layers"
             )
+    if any(problem.endswith("too") for problem in problems):
+        problems.append("What layers share goes into params['shared'] of a jaxpipe.Model, by hand")
     refuse([f"{problem}." for problem in problems])
 
     def in_layer(path: Any, leaf: Any) -> bool:

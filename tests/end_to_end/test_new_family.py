@@ -8,13 +8,13 @@ from train import checks, command_line, errors
 from train.config import Config
 
 TOY = "toy_family:Toy"
-FIELDS = {"num_layers", "width", "activation", "noise", "dtype"}
+FIELDS = {"num_layers", "width", "activation", "noise"}
 
 
 def test_its_shape_is_the_section_of_the_model():
     config = command_line.parse(["--task", TOY, "--model.width", "5"]).config
     assert config.model.model_dump() == {
-        "num_layers": 8, "width": 5, "activation": "tanh", "noise": 0.0, "dtype": "float32"
+        "num_layers": 8, "width": 5, "activation": "tanh", "noise": 0.0
     }  # fmt: skip
     assert Config.model_validate(yaml.safe_load(config.to_yaml())) == config
 
@@ -37,7 +37,7 @@ def test_what_is_wrong_with_it_is_said_with_all_else(tmp_path):
     assert [failure.message for failure in failures] == [
         f"model.activation='tan' in {path}: must be one of 'tanh' or 'sin'. Nearest valid: tanh.",
         f"model.noise=False in {path}: must be a number.",
-        f"model.widht in {path} is not a field. Nearest valid: model.width, model.dtype.",
+        f"model.widht in {path} is not a field. Nearest valid: model.width, model.noise.",
     ]
     config = Config(
         task=TOY, run_dir=str(tmp_path / "run"), model={"width": 0}, optimizer={"warmup_steps": 999}

@@ -253,7 +253,8 @@ def test_shared_parameters_and_statistics_outside_layers_are_named():
         line.startswith("module.statistics.mean is state (BatchStat) outside the layers; only lay")
         for line in found
     )
-    assert len(found) == 5
+    assert "What layers share goes into params['shared'] of a jaxpipe.Model, by hand." in found
+    assert len(found) == 6
     assert "layers[1].up.kernel is a parameter of another layer, too." in refused(
         net, layers=[net.blocks[1]] * 2
     )

@@ -1,68 +1,13 @@
 """What fits together: every rule names the field, its value, the rule and the nearest valid."""
 
-import errno
-import hashlib
-import json
-import os
+import math
 import shutil
 
-import numpy as np
 import pytest
 
 from jaxpipe.schedule import catalog
 from jaxpipe.schedule.formats.csv_format import write_csv
-from train import checks, configured, data, distributed, errors, run_folder
-from train.config import Config
-from train.metrics import truncate
-
-VOCAB_SIZE = 300
-
-
-@pytest.fixture
-def folder(tmp_path):
-    """A data folder as `train.prepare` leaves it; its tokenizer is only hashed here."""
-    folder = tmp_path / "data"
-    folder.mkdir()
-    tokenizer = b"{}"
-    (folder / data.TOKENIZER_FILE).write_bytes(tokenizer)
-    sizes = {}
-    for name, count in (("train", 2000), ("heldout", 1025)):
-        tokens = np.arange(count) % VOCAB_SIZE
-        data.write_tokens(folder / f"{name}.tokens", tokens, vocab_size=VOCAB_SIZE)
-        sizes[name] = {"documents": 1, "bytes": count, "tokens": count}
-    meta = {
-        "vocab_size": VOCAB_SIZE,
-        "tokenizer_sha256": hashlib.sha256(tokenizer).hexdigest(),
-        "documents_sha256": "",
-        "settings": {},
-        **sizes,
-    }
-    (folder / data.META_FILE).write_text(json.dumps(meta))
-    return folder
-
-
-@pytest.fixture
-def make(tmp_path, folder):
-    """Makes a configuration that is right but for the fields given, such as ``mesh.stage``."""
-
-    def build(fields=()):
-        tree = {
-            "run_dir": str(tmp_path / "run"),
-            "data": {"path": str(folder)},
-            "model": {"vocab_size": VOCAB_SIZE, "sequence_length": 16, "num_layers": 4},
-            "mesh": {"stage": 2, "data": 2},
-            "pipeline": {"schedule": "1f1b", "microbatches": 4},
-            "train": {"steps": 30, "batch_size": 16},
-        }
-        for path, value in dict(fields).items():
-            *sections, name = path.split(".")
-            target = tree
-            for section in sections:
-                target = target.setdefault(section, {})
-            target[name] = value
-        return Config(**tree)
-
-    return build
+from train import checks, configured, data, errors
 
 
 def _messages(config, **options):
@@ -151,6 +96,20 @@ RULES = [
         "pipeline.weights=unrolled has no room for the versions of weights that "
         "pipeline.schedule=pipemare keeps. Nearest valid: stacked.",
     ),
+    (
+        {"pipeline.compute_dtype": "bfloat16"},
+        "pipeline.compute_dtype=bfloat16 rounds the weights of layers that compute in "
+        "model.dtype=float32. Nearest valid: model.dtype=bfloat16, or no pipeline.compute_dtype.",
+    ),
+    (
+        {
+            "pipeline.compute_dtype": "bfloat16",
+            "model.dtype": "bfloat16",
+            "pipeline.schedule": "2bw",
+        },
+        "pipeline.compute_dtype=bfloat16 has no place beside the versions of weights that "
+        "pipeline.schedule=2bw keeps. Nearest valid: none.",
+    ),
     ({"asynchronous.rescheduling_steps": 0}, "Nearest valid: None, or pipeline.schedule=pipemare."),
     (
         {"pipeline.schedule": "pipemare", "pipeline.chunks": 2},
@@ -200,6 +159,25 @@ RULES = [
         {"pipeline.update": "chunk", "pipeline.schedule": "2bw"},
         "pipeline.update=chunk has no effect: pipeline.schedule=2bw updates every stage as soon as "
         "its gradient is complete. Nearest valid: step.",
+    ),
+    (
+        {"mesh.stage": 10**12},
+        "mesh.stage=1000000000000 x pipeline.microbatches=4 is more than a schedule can hold.",
+    ),
+    (
+        {"pipeline.microbatches": 10**12},
+        "mesh.stage=2 x pipeline.microbatches=1000000000000 is more than a schedule can hold. "
+        "Nearest valid: a product of at most 100000.",
+    ),
+    (
+        {"model.width": 10**9 + 7, "model.num_heads": 2},
+        "model.num_heads=2 must divide model.width=1000000007. Nearest valid: 1, 1000000007.",
+    ),
+    ({"optimizer.peak_lr": math.inf}, "optimizer.peak_lr=inf must be above 0 and finite."),
+    ({"optimizer.weight_decay": math.inf}, "optimizer.weight_decay=inf must be at least 0 and fin"),
+    (
+        {"sample.prompt": "a\ud800"},
+        "sample.prompt='a\\ud800' has '\\ud800', which is no character.",
     ),
     ({"pipeline.schedule": "pipmare"}, "is not a known schedule. Nearest valid: 'pipemare'."),
     ({"mesh.stage": 0}, "mesh.stage=0 must be at least 1. Nearest valid: 1."),
@@ -320,110 +298,29 @@ def test_another_tokenizer(make, folder):
     assert "tokenizer.json is not the tokenizer these tokens were made with" in message
 
 
-@pytest.mark.parametrize("name", [*run_folder.FILES, "sample.txt", "translations.tsv"])
-def test_an_existing_run_needs_resume(make, tmp_path, name):
-    run = tmp_path / "run"
-    run.mkdir()
-    (run / name).touch()
-    (message,) = _messages(make())
-    assert f"run_dir={run} already holds a run ({name})" in message
-    assert "Continue it with --resume, or name another --run-dir." in message
-    assert _messages(make(), resume=True) == []
-    assert _messages(make(), writes=False) == []
-    assert os.listdir(run) == [name]
-
-
-def test_a_run_folder_that_cannot_be_written(make, tmp_path):
-    (tmp_path / "file").touch()
-    (message,) = _messages(make({"run_dir": str(tmp_path / "file" / "run")}))
-    assert f"run_dir={tmp_path}/file/run cannot be written: Not a directory" in message
-    assert "name another --run-dir" in message
-
-
-@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EROFS, errno.EDQUOT])
-def test_a_full_disk_is_noticed_by_trying(make, tmp_path, monkeypatch, number):
-    def refuse(file):
-        raise OSError(number, os.strerror(number))
-
-    monkeypatch.setattr(run_folder.os, "fsync", refuse)
-    (message,) = _messages(make())
-    assert f"cannot be written: {os.strerror(number)}. Free some space" in message
-    assert not (tmp_path / "run").exists()
-
-
-def test_more_stages_than_devices(make):
-    (failure,) = checks.device_failures(
-        make({"mesh.stage": 4, "mesh.data": 4}), num_devices=8, platform="gpu"
-    )
-    assert "mesh.stage=4 x mesh.data=4 needs 16 devices, but there are 8 (gpu)." in failure.message
-    assert "Nearest valid: mesh.stage=2 or mesh.data=2." in failure.message
-    (failure,) = checks.device_failures(
-        make({"mesh.stage": 4, "mesh.data": 4}), num_devices=1, platform="cpu"
-    )
-    assert "XLA_FLAGS=--xla_force_host_platform_device_count=16 simulates" in failure.message
-    assert not checks.device_failures(make(), num_devices=4, platform="cpu")
-
-
-def test_processes_from_flags_and_launchers(make):
-    slurm = {"SLURM_STEP_NUM_TASKS": "2", "SLURM_PROCID": "1"}
-    mpi = {"OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_RANK": "3"}
-    flags = make(
-        {
-            "distributed.coordinator": "localhost:1",
-            "distributed.num_processes": 2,
-            "distributed.process_id": 0,
-        }
-    )
-    find = distributed.find_processes
-    assert find(make(), {}) == distributed.Processes(1, 0)
-    assert find(make(), slurm) == distributed.Processes(2, 1)
-    assert find(make(), mpi) == distributed.Processes(4, 3)
-    assert find(flags, mpi) == distributed.Processes(2, 0, "localhost:1")
-    # The batch script of a job is one process; only a step's variables count.
-    assert find(make(), {"SLURM_NTASKS": "8", "SLURM_PROCID": "0"}).count == 1
-
-
-def test_a_coordinator_alone_does_not_say_how_many(make):
-    with pytest.raises(errors.ConfigError, match=r"num_processes \(now None\).*launcher"):
-        distributed.find_processes(make({"distributed.coordinator": "localhost:1"}), {})
-
-
-def test_devices_are_shared_evenly(make):
-    slurm = {"SLURM_STEP_NUM_TASKS": "3", "SLURM_PROCID": "0"}
-    with pytest.raises(errors.ConfigError, match=r"4 devices cannot .* Nearest valid: 3 or 6"):
-        distributed.find_processes(make(), slurm)
-
-
-def test_a_launcher_without_an_address(monkeypatch):
-    import jax
-
-    def initialize():
-        raise ValueError("coordinator_address should be defined.")
-
-    monkeypatch.setattr(jax.distributed, "initialize", initialize)
-    monkeypatch.setattr(jax.config, "update", lambda *_: None)
-    with pytest.raises(errors.ConfigError, match=r"--distributed\.coordinator HOST:PORT"):
-        distributed.start(distributed.Processes(2, 0))
-
-
-def test_metrics_are_cut_at_the_checkpoint(tmp_path):
-    path = tmp_path / "metrics.jsonl"
-    truncate(path, last_step=3)
-    assert not path.exists()
-    lines = [json.dumps({"step": step, "loss": 1.0}) + "\n" for step in range(1, 6)]
-    path.write_text("".join(lines) + '{"step": 2, "lo')
-    truncate(path, last_step=3)
-    assert path.read_text() == "".join(lines[:3])
-    truncate(path, last_step=0)
-    assert path.read_text() == ""
-
-
 @pytest.mark.parametrize(
-    "damage", [b"\xff\xfe", b"\0\0\0\0", b"null", b"3", b"[1]", b"{}", b'{"step": "2"}', b""]
+    ("fields", "expected"),
+    [
+        (
+            {
+                "pipeline.microbatches": 10**6,
+                "train.batch_size": 10**6,
+                "pipeline.schedule": "auto",
+            },
+            "mesh.stage=2 x pipeline.microbatches=1000000 is more than a schedule can hold.",
+        ),
+        (
+            {"train.batch_size": 10**9 + 7},
+            "pipeline.microbatches=4 does not divide train.batch_size=1000000007. Nearest valid: "
+            "pipeline.microbatches=1 or 1000000007, or train.batch_size=1000000000 or 1000000008.",
+        ),
+        (
+            {"train.batch_size": 10**18 + 3},
+            "pipeline.microbatches=4 does not divide train.batch_size=1000000000000000003.",
+        ),
+    ],
 )
-def test_what_is_no_record_ends_no_resume(tmp_path, damage):
-    path = tmp_path / "metrics.jsonl"
-    lines = [b'{"step": 1}\n', b'{"step": 3}\n']
-    path.write_bytes(lines[0] + damage + b"\n" + lines[1])
-    truncate(path, last_step=3)
-    assert path.read_bytes() == b"".join(lines)
+def test_a_size_that_is_a_mistake_is_refused_at_once(make, fields, expected):
+    """Beside too few held-out rows for such a batch."""
+    _, message = sorted(_messages(make(fields)))
+    assert expected in message

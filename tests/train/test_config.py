@@ -116,12 +116,21 @@ def test_all_failures_of_a_file_at_once(tmp_path):
         ("mesh: {stage: 1, stage: 2}", "stage is given twice"),
         ("mesh: {stage: 1}\nmesh: {data: 2}", "mesh is given twice"),
         ("? [a, b]\n: 3", "cannot be read as YAML"),
+        ("~: 2", "a key must be text, such as 'mesh'"),
+        ("mesh: {1: 2}", "a key must be text, such as 'mesh'"),
+        ("[" * 3000 + "]" * 3000, "cannot be read as YAML: it nests too deeply."),
     ],
 )
 def test_files_that_are_not_a_configuration(tmp_path, text, expected):
     path = _write(tmp_path, text)
     with pytest.raises(errors.ConfigError, match=f"(?s)--config={path} .*{expected}"):
         command_line.parse(["--config", str(path)])
+
+
+def test_sections_may_be_merged(tmp_path):
+    path = _write(tmp_path, "mesh: {stage: 3, <<: {data: 1}}\n")
+    mesh = command_line.parse(["--config", str(path)]).config.mesh
+    assert (mesh.stage, mesh.data) == (3, 1)
 
 
 def test_binary_file(tmp_path):

@@ -68,6 +68,14 @@ def test_updates_by_chunk_train_like_updates_by_step_and_resume_each_other(stage
         np.testing.assert_allclose(ends[0], end, rtol=1e-5)
 
 
+def test_too_little_memory_is_refused_in_gigabytes():
+    sections = CONFIG | {"pipeline": CONFIG["pipeline"] | {"stage_memory": 1e-6}}
+    with pytest.raises(ConfigError, match=r"^pipeline.stage_memory=1e-06 holds no partition of 5 "):
+        Setup(Config(**sections))
+    with pytest.raises(ConfigError, match=r"Nearest valid: 0\.\d+\.$"):
+        Setup(Config(**sections))
+
+
 @pytest.mark.pipeline
 def test_only_updates_by_step_know_the_norm_of_the_gradient():
     for update, names in (("step", {"loss", "grad_norm"}), ("chunk", {"loss"})):

@@ -28,14 +28,12 @@ class Shape:
       width: size of the residual stream.
       activation: non-linearity of a layer.
       noise: standard deviation of what is added to the targets.
-      dtype: compute dtype.
     """
 
     num_layers: int
     width: int
     activation: Literal["tanh", "sin"] = "tanh"
     noise: float = 0.0
-    dtype: Literal["float32"] = "float32"
 
     def __post_init__(self):
         refuse(below_one(width=self.width))

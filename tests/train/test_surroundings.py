@@ -1,0 +1,149 @@
+"""What a run finds around it: its folder, processes, devices and records of earlier parts."""
+
+import errno
+import json
+import os
+
+import pytest
+
+from train import checks, command_line, distributed, errors, run_folder, train
+from train.metrics import truncate
+
+
+def _messages(config, **options):
+    return [failure.message for failure in checks.check(config, **options)]
+
+
+@pytest.mark.parametrize("name", [run_folder.CHECKPOINTS, run_folder.TENSORBOARD])
+def test_a_file_in_place_of_a_folder_ends_no_resume_in_a_traceback(make, tmp_path, name):
+    run = tmp_path / "run"
+    run.mkdir()
+    (run / name).touch()
+    (failure,) = checks.check(make(), resume=True)
+    assert f"{run / name} must be a folder, and is a file." in failure.message
+
+
+def test_a_launchers_variable_that_is_no_number_is_named(make):
+    variables = {"SLURM_STEP_NUM_TASKS": "2x", "SLURM_PROCID": "0"}
+    with pytest.raises(errors.ConfigError, match="variable SLURM_STEP_NUM_TASKS='2x' must be a nu"):
+        distributed.find_processes(make(), variables)
+
+
+def test_ctrl_c_before_training_ends_in_one_line(monkeypatch, capsys):
+    def interrupt(arguments):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(command_line, "parse", interrupt)
+    assert train.main([]) == 130
+    assert capsys.readouterr().err.count("\n") == 1
+
+
+@pytest.mark.parametrize("name", [*run_folder.FILES, "sample.txt", "translations.tsv"])
+def test_an_existing_run_needs_resume(make, tmp_path, name):
+    run = tmp_path / "run"
+    run.mkdir()
+    path = run / name
+    path.mkdir() if name in (run_folder.CHECKPOINTS, run_folder.TENSORBOARD) else path.touch()
+    (message,) = _messages(make())
+    assert f"run_dir={run} already holds a run ({name})" in message
+    assert "Continue it with --resume, or name another --run-dir." in message
+    assert _messages(make(), resume=True) == []
+    assert _messages(make(), writes=False) == []
+    assert os.listdir(run) == [name]
+
+
+def test_a_run_folder_that_cannot_be_written(make, tmp_path):
+    (tmp_path / "file").touch()
+    (message,) = _messages(make({"run_dir": str(tmp_path / "file" / "run")}))
+    assert f"run_dir={tmp_path}/file/run cannot be written: Not a directory" in message
+    assert "name another --run-dir" in message
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EROFS, errno.EDQUOT])
+def test_a_full_disk_is_noticed_by_trying(make, tmp_path, monkeypatch, number):
+    def refuse(file):
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(run_folder.os, "fsync", refuse)
+    (message,) = _messages(make())
+    assert f"cannot be written: {os.strerror(number)}. Free some space" in message
+    assert not (tmp_path / "run").exists()
+
+
+def test_more_stages_than_devices(make):
+    (failure,) = checks.device_failures(
+        make({"mesh.stage": 4, "mesh.data": 4}), num_devices=8, platform="gpu"
+    )
+    assert "mesh.stage=4 x mesh.data=4 needs 16 devices, but there are 8 (gpu)." in failure.message
+    assert "Nearest valid: mesh.stage=2 or mesh.data=2." in failure.message
+    (failure,) = checks.device_failures(
+        make({"mesh.stage": 4, "mesh.data": 4}), num_devices=1, platform="cpu"
+    )
+    assert "XLA_FLAGS=--xla_force_host_platform_device_count=16 simulates" in failure.message
+    assert not checks.device_failures(make(), num_devices=4, platform="cpu")
+
+
+def test_processes_from_flags_and_launchers(make):
+    slurm = {"SLURM_STEP_NUM_TASKS": "2", "SLURM_PROCID": "1"}
+    mpi = {"OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_RANK": "3"}
+    flags = make(
+        {
+            "distributed.coordinator": "localhost:1",
+            "distributed.num_processes": 2,
+            "distributed.process_id": 0,
+        }
+    )
+    find = distributed.find_processes
+    assert find(make(), {}) == distributed.Processes(1, 0)
+    assert find(make(), slurm) == distributed.Processes(2, 1)
+    assert find(make(), mpi) == distributed.Processes(4, 3)
+    assert find(flags, mpi) == distributed.Processes(2, 0, "localhost:1")
+    # The batch script of a job is one process; only a step's variables count.
+    assert find(make(), {"SLURM_NTASKS": "8", "SLURM_PROCID": "0"}).count == 1
+
+
+def test_a_coordinator_alone_does_not_say_how_many(make):
+    with pytest.raises(errors.ConfigError, match=r"num_processes \(now None\).*launcher"):
+        distributed.find_processes(make({"distributed.coordinator": "localhost:1"}), {})
+
+
+def test_devices_are_shared_evenly(make):
+    slurm = {"SLURM_STEP_NUM_TASKS": "3", "SLURM_PROCID": "0"}
+    with pytest.raises(errors.ConfigError, match=r"4 devices cannot .* Nearest valid: 3 or 6"):
+        distributed.find_processes(make(), slurm)
+
+
+def test_a_launcher_without_an_address(monkeypatch):
+    import jax
+
+    def initialize():
+        raise ValueError("coordinator_address should be defined.")
+
+    monkeypatch.setattr(jax.distributed, "initialize", initialize)
+    monkeypatch.setattr(jax.config, "update", lambda *_: None)
+    with pytest.raises(errors.ConfigError, match=r"--distributed\.coordinator HOST:PORT"):
+        distributed.start(distributed.Processes(2, 0))
+
+
+def test_metrics_are_cut_at_the_checkpoint(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    truncate(path, last_step=3)
+    assert not path.exists()
+    lines = [json.dumps({"step": step, "loss": 1.0}) + "\n" for step in range(1, 6)]
+    path.write_text("".join(lines) + '{"step": 2, "lo')
+    truncate(path, last_step=3)
+    assert path.read_text() == "".join(lines[:3])
+    truncate(path, last_step=0)
+    assert path.read_text() == ""
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [b"[" * 10**5, b"\xff\xfe", b"\0\0\0\0", b"null", b"3", b"[1]", b"{}", b'{"step": "2"}', b""],
+)
+def test_what_is_no_record_ends_no_resume(tmp_path, damage):
+    path = tmp_path / "metrics.jsonl"
+    lines = [b'{"step": 1}\n', b'{"step": 3}\n']
+    path.write_bytes(lines[0] + damage + b"\n" + lines[1])
+    truncate(path, last_step=3)
+    assert path.read_bytes() == b"".join(lines)
