@@ -2,10 +2,12 @@
 
 from jaxpipe.runtime import unpipelined as unpipelined
 from jaxpipe.runtime import vocabulary as vocabulary
+from jaxpipe.runtime.init_params import init_params as init_params
 from jaxpipe.runtime.layers.losses import Sum as Sum
 from jaxpipe.runtime.layers.losses import Weighted as Weighted
 from jaxpipe.runtime.layers.losses import WithLoss as WithLoss
 from jaxpipe.runtime.layers.model import Model as Model
+from jaxpipe.runtime.load_params import load_params as load_params
 from jaxpipe.runtime.mesh import make_mesh as make_mesh
 from jaxpipe.runtime.pipeline import Pipeline as Pipeline
 from jaxpipe.runtime.update.asynchronous import AsyncPipeline as AsyncPipeline

@@ -184,10 +184,8 @@ class Setup:
     def canonical_shapes(self) -> TrainState:
         """The same in canonical order, as a checkpoint holds it."""
         params = self.pipe.canonical_params
-        states = jax.tree.map(
-            lambda leaf: with_sharding(leaf, self.replicated), self.pipe.canonical_states
-        )
-        return TrainState(params, self._optimizer_placing.canonical, states)
+        optimizer, states = self._optimizer_placing.canonical, self.pipe.canonical_states
+        return TrainState(params, optimizer, states)
 
     @property
     def _optimizer_placing(self):

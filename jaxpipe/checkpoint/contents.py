@@ -10,11 +10,9 @@ import jax
 import optax
 import orbax.checkpoint as ocp
 
-from jaxpipe.runtime import checks
 from jaxpipe.runtime.pipeline import Pipeline
 from jaxpipe.runtime.trees import leaf_mismatches
 from jaxpipe.runtime.types import OptimizerState, Placed, Shapes, States, Tree
-from jaxpipe.schedule.problems import refuse
 
 PARAMS, OPTIMIZER, STATES = "params", "optimizer", "layers"
 """The parts; the states of the layers are there if the model keeps some."""
@@ -35,7 +33,8 @@ def contents(
     states: States,
 ) -> dict[str, Tree]:
     """Arrays to save, by part: copies, which later steps do not change."""
-    refuse(checks.given_states(states, pipe.states_placing))
+    if states is None and pipe.placed_states is not None:
+        raise ValueError("states=None, but this model's layers keep states: save them, too.")
     placing = pipe.optimizer_placing(optimizer)
     arrays = {PARAMS: pipe.unplace(params), OPTIMIZER: placing.unplace(state)}
     return arrays if states is None else arrays | {STATES: pipe.unplace_states(states)}
@@ -45,7 +44,7 @@ def shapes(pipe: Pipeline, optimizer: optax.GradientTransformation) -> dict[str,
     """Shapes and shardings of what `contents` returns."""
     placing = pipe.optimizer_placing(optimizer)
     of_states = {} if pipe.canonical_states is None else {STATES: pipe.canonical_states}
-    return {PARAMS: pipe.params_placing.canonical, OPTIMIZER: placing.canonical, **of_states}
+    return {PARAMS: pipe.canonical_params, OPTIMIZER: placing.canonical, **of_states}
 
 
 def differences(path: Path, saved: Shapes, expected: dict[str, Shapes]) -> Iterator[str]:

@@ -168,7 +168,7 @@ class Pipeline:
         if states is not None:
             layout_of = layer_layout(states, weights="stacked")
             self.state_layout = layout_of(states, layer_rows(self.table), 1)
-            layout = StateLayout(self.state_layout, mesh, axes)
+            layout = StateLayout(self.state_layout, mesh, axes, self.layout.rows)
             self.states_placing = Placing(layout, sharded=False, name="states")
 
     # Layout.

@@ -6,6 +6,7 @@ from __future__ import annotations
 import functools
 import shutil
 
+import adapted
 import chex
 import jax
 import jax.numpy as jnp
@@ -127,7 +128,7 @@ def filled(pipe, value, optimizer=OPTIMIZER):
     noise = np.random.default_rng(value)
     start = jax.tree.map(
         lambda leaf: np.asarray(noise.standard_normal(leaf.shape), leaf.dtype),
-        pipe.params_placing.canonical,
+        pipe.canonical_params,
     )
     params = pipe.place(start)
     return start, params, pipe.init(optimizer, params)
@@ -242,6 +243,28 @@ def test_every_state_comes_back_in_its_own_structure(name, tmp_path):
     assert jax.tree.structure(found.state) == jax.tree.structure(state)
     shardings = jax.tree.map(lambda w: w.sharding, (params, state))
     assert jax.tree.map(lambda w: w.sharding, (found.params, found.state)) == shardings
+
+
+@pytest.mark.parametrize("differ", [False, True])
+def test_parameters_that_are_not_trained_are_saved_and_have_no_state(differ, tmp_path):
+    params = jax.device_get(adapted.params(differ=differ))
+
+    def pipe(**options):
+        model = adapted.model(differ=differ)
+        return jaxpipe.Pipeline(model, params, trainable=adapted.TRAINABLE, **options)
+
+    here = pipe(schedule="1f1b", mesh=jaxpipe.make_mesh(stage=4))
+    there = pipe(schedule="interleaved", mesh=jaxpipe.make_mesh(stage=2, data=2), zero=3)
+    placed = here.place(params)
+    state = here.init(OPTIMIZER, placed)
+    with jaxpipe.Checkpoints(tmp_path / "run") as checkpoints:
+        checkpoints.save(1, here, OPTIMIZER, placed, state)
+        found = checkpoints.restore(there, OPTIMIZER)
+    chex.assert_trees_all_equal(jax.device_get(there.unplace(found.params)), params)
+    held = [pipe.optimizer_placing(OPTIMIZER).unplace for pipe in (here, there)]
+    chex.assert_trees_all_equal(
+        jax.device_get(held[1](found.state)), jax.device_get(held[0](state))
+    )
 
 
 # What is refused.

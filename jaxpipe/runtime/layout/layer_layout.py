@@ -31,7 +31,6 @@ from jaxpipe.runtime.types import (
     LayerParams,
     Leaves,
     Params,
-    Placed,
     Shapes,
     Span,
     Stored,
@@ -80,14 +79,6 @@ class LayerLayout(abc.ABC):
             a chunk has fewer layers than the largest.
           data: number of data shards.
         """
-
-    @abc.abstractmethod
-    def place(self, layers: Params) -> Placed:
-        """Canonical layers to placed arrays ``[stages, ...]``."""
-
-    @abc.abstractmethod
-    def unplace(self, placed: Placed) -> Params:
-        """Undoes `place`."""
 
     @abc.abstractmethod
     def slot_shapes(self, count: int) -> Shapes:
@@ -211,16 +202,3 @@ def alike(layers: Params, data: int) -> tuple[Leaves, Leaves]:
     return piece, jax.tree.map(
         lambda leaf: dataclasses.replace(leaf.behind(depth), stage_dim=0), piece
     )
-
-
-def take(w: jax.Array, rows: np.ndarray) -> jax.Array:
-    """Layers by number, zeros for -1: ``[*rows.shape, ...]`` of ``[layers, ...]``."""
-    held = (rows >= 0).reshape(*rows.shape, *[1] * (w.ndim - 1))
-    return jnp.where(held, w[np.maximum(rows, 0)], 0).astype(w.dtype)
-
-
-def put_back(w: jax.Array, rows: np.ndarray) -> jax.Array:
-    """Undoes `take`."""
-    kept = np.flatnonzero(rows >= 0)
-    order = np.argsort(rows.reshape(-1)[kept])
-    return w.reshape(-1, *w.shape[2:])[kept[order]]

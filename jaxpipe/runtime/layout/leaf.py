@@ -45,6 +45,19 @@ class Leaf:
         shape[self.stage_dim] += -shape[self.stage_dim] % num_stages
         return dataclasses.replace(self, shape=tuple(shape))
 
+    def canonical_dims(self, num_stages: int) -> tuple[int | None, int | None]:
+        """The dimensions of a canonical array that stages and data shards split.
+
+        Stages split ``stage_dim`` where it divides, or another, so that few devices hold all of it.
+        """
+        fits = [
+            d
+            for d, size in enumerate(self.shape)
+            if d != self.data_dim and size and size % num_stages == 0
+        ]
+        stage = self.stage_dim if self.stage_dim in fits else next(iter(fits), None)
+        return stage, self.data_dim
+
     def cut(self, axes: Axes, *, sharded: bool) -> Slices:
         """How devices share it; ``sharded`` says whether data shards split it."""
         dims = (axes.stage, self.stage_dim), (axes.data, self.data_dim if sharded else None)

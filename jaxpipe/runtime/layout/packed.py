@@ -23,7 +23,6 @@ from jaxpipe.runtime.types import (
     Index,
     LayerParams,
     Leaves,
-    Placed,
     Shapes,
     Stored,
     Tree,
@@ -49,7 +48,7 @@ class Packed(LayerLayout):
     num_pieces = 1
 
     def __init__(self, layers: Sequence[LayerParams], rows: np.ndarray, data: int) -> None:
-        self._rows, self._data = rows, data
+        self._data = data
         self.num_chunks = rows.shape[1]
         self.canonical = jax.tree.map(lambda w: make_leaf(w, data=data), layers)
         self._layers = jax.tree.map(Leaf.struct, self.canonical)
@@ -79,29 +78,6 @@ class Packed(LayerLayout):
 
     def shape_of(self, layer: int) -> Shapes:
         return self._layers[layer]
-
-    def place(self, layers: Sequence[LayerParams]) -> Placed:
-        stored = [self.pack(layer, n) for n, layer in enumerate(layers)]
-        # Moments of parameters may have another dtype than the parameters that name the group.
-        dtypes = {g: w.dtype for packed in stored for g, w in packed.items()}
-
-        def stage(held: np.ndarray, group: str) -> jax.Array:
-            parts = [stored[n][group] for n in held.reshape(-1) if n >= 0 and group in stored[n]]
-            none = jnp.zeros((self._data, 0), dtypes.get(group, group))
-            placed = jnp.concatenate([none, *parts], axis=1)
-            room = self.placed[group].shape[1] - placed.shape[1]
-            return jnp.pad(placed, ((0, 0), (0, room)))
-
-        return {g: jnp.stack([stage(held, g) for held in self._rows]) for g in self._groups}
-
-    def unplace(self, placed: Placed) -> Sequence[LayerParams]:
-        layers = {}
-        for d, chunks in enumerate(self._rows):
-            for c, held in enumerate(chunks):
-                for i, n in enumerate(held[held >= 0]):
-                    stage = {g: w[d] for g, w in placed.items()}
-                    layers[n] = self.unpack(self.read(stage, self.layer_at((d, c, i), n)), n)
-        return type(self.canonical)(layers[n] for n in sorted(layers))
 
     def slot_shapes(self, count: int) -> Shapes:
         return jax.tree.map(

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
+import numpy as np
+from jax.sharding import Sharding
 
 from jaxpipe.runtime import checks
 from jaxpipe.runtime.layout.tree_layout import TreeLayout
@@ -63,7 +67,7 @@ class Placing:
         shapes = self.canonical, self.placed
         problems = checks.canonical(self._name, tree, *shapes, dtypes=dtypes)
         refuse([*explicit_context(), *problems])
-        return self._place(tree)
+        return self._place(_spread(tree, self.canonical_shardings))
 
     def unplace(self, tree: Tree, *, dtypes: bool = True) -> Tree:
         """Undoes `place`."""
@@ -85,3 +89,21 @@ def _lie(shapes: Shapes, shardings: Shardings) -> Shapes:
         shapes,
         shardings,
     )
+
+
+def _spread(tree: Tree, shardings: Shardings) -> Tree:
+    """The tree with every array split as its sharding says, before a program needs it whole."""
+
+    def spread(leaf: Any, sharding: Sharding) -> jax.Array:
+        if isinstance(leaf, jax.core.Tracer):
+            return jax.lax.with_sharding_constraint(leaf, sharding)
+        if isinstance(leaf, jax.Array) and (
+            jax.process_count() == 1 or not leaf.is_fully_addressable
+        ):
+            return jax.device_put(leaf, sharding)
+        # Several processes have the same array each; jax would compare all of them.
+        leaf = np.asarray(leaf, jax.dtypes.canonicalize_dtype(np.asarray(leaf).dtype))
+        return jax.make_array_from_callback(leaf.shape, sharding, leaf.__getitem__)
+
+    found = map(spread, jax.tree.leaves(tree), jax.tree.leaves(shardings))
+    return jax.tree.unflatten(jax.tree.structure(shardings), found)

@@ -6,9 +6,9 @@ import jax
 import numpy as np
 from jax import lax
 
-from jaxpipe.runtime.layout.layer_layout import LayerLayout, alike, put_back, take
+from jaxpipe.runtime.layout.layer_layout import LayerLayout, alike
 from jaxpipe.runtime.layout.leaf import Leaf
-from jaxpipe.runtime.types import Arrays, At, Index, Leaves, Params, Placed, Shapes, Stored
+from jaxpipe.runtime.types import Arrays, At, Index, Leaves, Params, Shapes, Stored
 
 
 class Stacked(LayerLayout):
@@ -16,18 +16,11 @@ class Stacked(LayerLayout):
 
     def __init__(self, layers: Params, rows: np.ndarray, data: int) -> None:
         _, self.num_chunks, self.num_pieces = rows.shape
-        self._rows = rows.reshape(len(rows), -1)
         self.piece, self.canonical = alike(layers, data)
         self.placed = self._chunks(self.num_chunks)
 
     def _chunks(self, count: int) -> Leaves:
         return jax.tree.map(lambda leaf: leaf.behind(count * self.num_pieces), self.piece)
-
-    def place(self, layers: Params) -> Placed:
-        return jax.tree.map(lambda w: take(w, self._rows), layers)
-
-    def unplace(self, placed: Placed) -> Params:
-        return jax.tree.map(lambda w: put_back(w, self._rows), placed)
 
     def slot_shapes(self, count: int) -> Shapes:
         return jax.tree.map(Leaf.struct, self._chunks(count))

@@ -7,13 +7,12 @@ import itertools
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from jaxpipe.runtime.barriers import overwrite, run_if, run_once
-from jaxpipe.runtime.layout.layer_layout import Body, Carry, LayerLayout, alike, put_back, take
+from jaxpipe.runtime.layout.layer_layout import Body, Carry, LayerLayout, alike
 from jaxpipe.runtime.layout.leaf import Leaf
-from jaxpipe.runtime.types import Arrays, At, Index, Params, Placed, Shapes, Span, Stored, Tree
+from jaxpipe.runtime.types import Arrays, At, Index, Params, Shapes, Span, Stored, Tree
 
 
 class _Place(NamedTuple):
@@ -36,18 +35,8 @@ class Unrolled(LayerLayout):
 
     def __init__(self, layers: Params, rows: np.ndarray, data: int) -> None:
         _, self.num_chunks, self.num_pieces = rows.shape
-        self._rows = rows.reshape(len(rows), -1)
         self.piece, self.canonical = alike(layers, data)
         self.placed = dict.fromkeys(range(self.num_chunks * self.num_pieces), self.piece)
-
-    def place(self, layers: Params) -> Placed:
-        return {
-            n: jax.tree.map(functools.partial(take, rows=held), layers)
-            for n, held in enumerate(self._rows.T)
-        }
-
-    def unplace(self, placed: Placed) -> Params:
-        return jax.tree.map(lambda *w: put_back(jnp.stack(w, 1), self._rows), *placed.values())
 
     def slot_shapes(self, count: int) -> Shapes:
         row = jax.tree.map(Leaf.struct, self.piece)

@@ -8,6 +8,7 @@ of stages. Sharding over data splits one further dimension of each leaf.
 from __future__ import annotations
 
 import dataclasses
+from functools import partial
 from typing import Any
 
 import jax
@@ -18,6 +19,7 @@ from jax.sharding import PartitionSpec as P
 
 from jaxpipe.runtime.layout.layer_layout import LayerLayout
 from jaxpipe.runtime.layout.leaf import Leaf, make_leaf
+from jaxpipe.runtime.layout.moving import Moving, canonical_spec
 from jaxpipe.runtime.layout.packed import Packed
 from jaxpipe.runtime.layout.stacked import Stacked
 from jaxpipe.runtime.layout.unrolled import Unrolled
@@ -91,7 +93,7 @@ class Layout:
             padded = leaf.padded(self.num_stages).shape
             return jnp.pad(w, [(0, after - n) for n, after in zip(w.shape, padded, strict=True)])
 
-        layers = self.layers.place(params["layers"])
+        layers = self._moving.place(params["layers"])
         return {"layers": layers, **jax.tree.map(pad, outer_of(params), self.outer)}
 
     def unplace(self, placed: Placed) -> Params:
@@ -99,7 +101,11 @@ class Layout:
         outer = jax.tree.map(
             lambda w, leaf: w[tuple(map(slice, leaf.shape))], outer_of(placed), self.outer
         )
-        return {"layers": self.layers.unplace(placed["layers"]), **outer}
+        return {"layers": self._moving.unplace(placed["layers"]), **outer}
+
+    @property
+    def _moving(self) -> Moving:
+        return Moving(self.layers, self.rows, self.mesh, self.axes)
 
     def placed_shapes(self) -> Shapes:
         """Shapes of the placed parameters."""
@@ -132,12 +138,7 @@ class Layout:
 
     def canonical_shardings(self) -> Tree:
         """Shardings of canonical parameters, over all devices wherever a size divides."""
-
-        def spec(leaf: Leaf) -> P:
-            stage = leaf.stage_dim
-            divides = stage is not None and leaf.shape[stage] % self.num_stages == 0
-            return P(*self._dims(stage if divides else None, leaf.data_dim, leaf))
-
+        spec = partial(canonical_spec, axes=self.axes, num_stages=self.num_stages)
         return _shardings(self.mesh, jax.tree.map(spec, self.canonical))
 
     def _dims(self, stage_dim: int | None, data_dim: int | None, leaf: Leaf) -> list[Any]:
@@ -190,12 +191,17 @@ class StateLayout:
     layers: LayerLayout
     mesh: Mesh
     axes: Axes
+    rows: np.ndarray
 
     def place(self, states: States) -> States:
-        return self.layers.place(states)
+        return self._moving.place(states)
 
     def unplace(self, placed: States) -> States:
-        return self.layers.unplace(placed)
+        return self._moving.unplace(placed)
+
+    @property
+    def _moving(self) -> Moving:
+        return Moving(self.layers, self.rows, self.mesh, self.axes)
 
     def placed_shapes(self) -> Shapes:
         """Shapes of the placed states."""
@@ -214,8 +220,8 @@ class StateLayout:
         return _shardings(self.mesh, self.specs(sharded=sharded))
 
     def canonical_shardings(self) -> Tree:
-        """Every device has the states of all layers: statistics, which are small."""
-        return jax.tree.map(lambda _: compiled_sharding(self.mesh, P()), self.layers.canonical)
+        """Shardings of canonical states, over stages wherever a size divides."""
+        return _shardings(self.mesh, self._moving.canonical_specs)
 
 
 def _shardings(mesh: Mesh, specs: Tree) -> Tree:

@@ -1,0 +1,272 @@
+"""Layers on their way between canonical and placed arrays: one at a time.
+
+A device never holds more than its part of both, and one layer. A program that sorts whole arrays
+would leave it to XLA, which gathers all of them on every device.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from jaxpipe.runtime.barriers import run_if, tie
+from jaxpipe.runtime.layout.layer_layout import Carry, LayerLayout
+from jaxpipe.runtime.layout.leaf import Leaf
+from jaxpipe.runtime.layout.packed import Packed
+from jaxpipe.runtime.layout.parts import Slices, communicate
+from jaxpipe.runtime.mesh import Axes
+from jaxpipe.runtime.types import Arrays, Index, LayerParams, Params, Placed, Stored, Tree
+
+
+@dataclasses.dataclass(frozen=True)
+class Moving:
+    """Moves layers between canonical and placed arrays.
+
+    Args:
+      layers: where the layers lie.
+      rows: canonical layer of every row, ``[stages, chunks, layers]``, -1 where there is none.
+      mesh: the mesh.
+      axes: what it calls its axes.
+    """
+
+    layers: LayerLayout
+    rows: np.ndarray
+    mesh: Mesh
+    axes: Axes
+
+    def place(self, canonical: Params) -> Placed:
+        """Placed layers, split over data."""
+        body = self._place_packed if isinstance(self.layers, Packed) else self._place_alike
+
+        def own(canonical: Params) -> Placed:
+            return jax.tree.map(lambda w: w[None], body(canonical))
+
+        return self._shard_map(own, self.canonical_specs, self._placed_specs)(canonical)
+
+    def unplace(self, placed: Placed) -> Params:
+        """Undoes `place`."""
+        body = self._unplace_packed if isinstance(self.layers, Packed) else self._unplace_alike
+
+        def own(placed: Placed) -> Params:
+            return body(jax.tree.map(lambda w: w[0], placed))
+
+        return self._shard_map(own, self._placed_specs, self.canonical_specs)(placed)
+
+    def _shard_map(self, body: Any, given: Tree, returned: Tree) -> Any:
+        return jax.shard_map(
+            body, mesh=self.mesh, in_specs=(given,), out_specs=returned, check_vma=False
+        )
+
+    @property
+    def canonical_specs(self) -> Tree:
+        """Partition specs of canonical layers."""
+        return jax.tree.map(
+            partial(canonical_spec, axes=self.axes, num_stages=self._num_stages),
+            self.layers.canonical,
+        )
+
+    @property
+    def _placed_specs(self) -> Tree:
+        def spec(leaf: Leaf) -> P:
+            dims = [self.axes.data if d == leaf.data_dim else None for d in range(len(leaf.shape))]
+            return P(self.axes.stage, *dims)
+
+        return jax.tree.map(spec, self.layers.placed)
+
+    @property
+    def _num_stages(self) -> int:
+        return len(self.rows)
+
+    # What follows runs on every device, with its part of the arrays.
+
+    def _of_stage(self, stage: Index, value: jax.Array) -> jax.Array:
+        """What one stage has, on all stages."""
+        mine = stage == self._stage
+        if not jnp.issubdtype(value.dtype, jnp.floating):
+            return communicate(lax.psum, jnp.where(mine, value, 0), self.axes.stage)
+        # A sum of numbers would lose the sign of a zero, and what is too small.
+        bits = lax.bitcast_convert_type(value, f"uint{8 * value.dtype.itemsize}")
+        found = lax.psum(jnp.where(mine, bits, 0), self.axes.stage)
+        return lax.bitcast_convert_type(found, value.dtype)
+
+    @property
+    def _stage(self) -> Index:
+        return lax.axis_index(self.axes.stage)
+
+    # Layers that are alike. Data shards split a canonical array as they split the placed ones.
+
+    @property
+    def _in_order(self) -> bool:
+        """Whether every stage has the same layers of canonical arrays as of placed ones."""
+        flat = self.rows.reshape(-1)
+        return bool(np.array_equal(flat, np.arange(len(flat))))
+
+    def _place_alike(self, canonical: Params) -> Arrays:
+        def row(chunk: Index, number: Index, arrays: Arrays) -> Arrays:
+            if self._in_order:
+                n = chunk * self.rows.shape[2] + number
+                values = jax.tree.map(lambda w: lax.dynamic_index_in_dim(w, n, 0, False), canonical)
+            else:
+                of_stage = partial(receive, chunk, number)
+                values = lax.fori_loop(0, self._num_stages, of_stage, nothing)
+            return self.layers.write(arrays, self._place_of(chunk, number), values)
+
+        def receive(chunk: Index, number: Index, stage: Index, values: Stored) -> Stored:
+            n = jnp.asarray(self.rows)[stage, chunk, number]
+            mine = (stage == self._stage) & (n >= 0)
+            read = partial(self._read, jnp.maximum(n, 0))
+            layer = jax.tree.map(read, self.layers.canonical, canonical)
+            return jax.tree.map(partial(jnp.where, mine), layer, values)
+
+        nothing, arrays = map(self._zeros, (self.layers.piece, self.layers.placed))
+        return self.layers.every_layer(self.rows.shape[2], row, arrays)
+
+    def _unplace_alike(self, arrays: Arrays) -> Params:
+        def row(chunk: Index, number: Index, canonical: Params) -> Params:
+            values = self.layers.read(arrays, self._place_of(chunk, number))
+            if self._in_order:
+                n = chunk * self.rows.shape[2] + number
+                return jax.tree.map(
+                    lambda w, value: lax.dynamic_update_index_in_dim(w, value, n, 0),
+                    canonical,
+                    values,
+                )
+            send = partial(spread, chunk, number, values)
+            return lax.fori_loop(0, self._num_stages, send, canonical)
+
+        def spread(
+            chunk: Index, number: Index, values: Stored, stage: Index, canonical: Params
+        ) -> Params:
+            n = jnp.asarray(self.rows)[stage, chunk, number]
+            layer = jax.tree.map(partial(self._of_stage, stage), values)
+            return jax.tree.map(partial(self._write, n), self.layers.canonical, canonical, layer)
+
+        first = jax.eval_shape(lambda: self.layers.read(arrays, self._place_of(0, 0)))
+        shapes = jax.tree.map(self._own_shape, self.layers.canonical)
+        dtypes = jax.tree.map(lambda w: w.dtype, first)
+        nothing = jax.tree.map(lambda dtype, shape: jnp.zeros(shape, dtype), dtypes, shapes)
+        return self.layers.every_layer(self.rows.shape[2], row, nothing)
+
+    def _place_of(self, chunk: Index, number: Index) -> Any:
+        return self.layers.layer_at((self._stage, chunk, number), 0)
+
+    def _zeros(self, leaves: Tree) -> Tree:
+        shards = self.axes.num_shards(self.mesh)
+        return jax.tree.map(
+            lambda leaf: jnp.zeros(leaf.struct(parts=shards).shape, leaf.dtype), leaves
+        )
+
+    def _read(self, n: Index, leaf: Leaf, w: jax.Array) -> jax.Array:
+        """Layer n of a canonical array, on all stages."""
+        dim, _ = leaf.canonical_dims(self._num_stages)
+        row = lax.dynamic_index_in_dim(w, n % len(w), keepdims=False)
+        if dim == 0:
+            return self._of_stage(n // len(w), row)
+        return (
+            row if dim is None else lax.all_gather(row, self.axes.stage, axis=dim - 1, tiled=True)
+        )
+
+    def _write(self, n: Index, leaf: Leaf, w: jax.Array, layer: jax.Array) -> jax.Array:
+        """A canonical array with another layer n; none is written if it is negative."""
+        dim, _ = leaf.canonical_dims(self._num_stages)
+        mine, at = n >= 0, jnp.maximum(n, 0) % len(w)
+        if dim == 0:
+            mine &= n // len(w) == self._stage
+        elif dim is not None:
+            layer = Slices(layer.shape, ((self.axes.stage, dim - 1),)).own(layer)
+        old = lax.dynamic_index_in_dim(w, at, keepdims=False)
+        return lax.dynamic_update_index_in_dim(w, jnp.where(mine, layer, old), at, 0)
+
+    # Layers that differ: whole on every device, one after the other.
+
+    def _place_packed(self, canonical: Params) -> Arrays:
+        arrays = self._zeros(self.layers.placed)
+        for n, at in self._layers_in_order():
+
+            def put(arrays: Arrays, n: int = n, at: Any = at) -> Arrays:
+                parts, arrays = tie(canonical[n], arrays)
+                stored = self.layers.pack(self._each(Slices.whole, n, parts), n)
+                place, leaves = self.layers.layer_at(at, n), self.layers.leaves_of(n)
+
+                def mine(leaf: Leaf, whole: jax.Array, old: jax.Array) -> jax.Array:
+                    own = leaf.cut(self.axes, sharded=True).own(whole)
+                    return jnp.where(at[0] == self._stage, own, old)
+
+                values = jax.tree.map(mine, leaves, stored, self.layers.read(arrays, place))
+                return self.layers.write(arrays, place, values)
+
+            arrays = self._in_turn(put, arrays)
+        return arrays
+
+    def _unplace_packed(self, arrays: Arrays) -> Params:
+        layers, dtypes = [], {group: w.dtype for group, w in arrays.items()}
+        for n, at in self._layers_in_order():
+
+            def get(carry: Tree, n: int = n, at: Any = at) -> Tree:
+                arrays, _ = carry
+                stored = self.layers.read(arrays, self.layers.layer_at(at, n))
+
+                def whole(leaf: Leaf, own: jax.Array) -> jax.Array:
+                    cut = dataclasses.replace(leaf.cut(self.axes, sharded=True), shape=shape(own))
+                    return cut.whole(self._of_stage(at[0], own))
+
+                def shape(own: jax.Array) -> tuple[int, ...]:
+                    return self.axes.num_shards(self.mesh), own.shape[1]
+
+                layer = jax.tree.map(whole, self.layers.leaves_of(n), stored)
+                # Arrays that a loop does not change would not make the next one wait for it.
+                return tie(arrays, self._each(Slices.own, n, self.layers.unpack(layer, n)))
+
+            nothing = jax.tree.map(
+                lambda leaf: jnp.zeros(self._own_shape(leaf), dtypes[str(leaf.dtype)]),
+                self.layers.canonical[n],
+            )
+            arrays, layer = self._in_turn(get, (arrays, nothing))
+            layers.append(layer)
+        return type(self.layers.canonical)(layers)
+
+    def _in_turn(self, body: Callable[[Carry], Carry], carry: Carry) -> Carry:
+        """``body(carry)`` in a loop, which XLA neither inlines nor runs beside others of its kind.
+
+        A device's index is never negative, but XLA does not know that.
+        """
+        return run_if(lax.axis_index(self.axes.names) >= 0, body, carry)
+
+    def _layers_in_order(self) -> list[tuple[int, tuple[int, int, int]]]:
+        """Every layer's number and place."""
+        held = {int(n): at for at, n in np.ndenumerate(self.rows) if n >= 0}
+        return sorted(held.items())
+
+    def _each(self, fn: Any, n: int, layer: LayerParams) -> LayerParams:
+        """What a `Slices` does with each of a layer's canonical arrays."""
+
+        def apply(leaf: Leaf, w: jax.Array) -> jax.Array:
+            return fn(self._cut(leaf), w)
+
+        return jax.tree.map(apply, self.layers.canonical[n], layer)
+
+    def _cut(self, leaf: Leaf) -> Slices:
+        axes = self.axes.stage, self.axes.data
+        dims = zip(axes, leaf.canonical_dims(self._num_stages), strict=True)
+        return Slices(leaf.shape, tuple((axis, dim) for axis, dim in dims if dim is not None))
+
+    def _own_shape(self, leaf: Leaf) -> tuple[int, ...]:
+        """Shape of a device's part of a canonical array."""
+        spec = canonical_spec(leaf, axes=self.axes, num_stages=self._num_stages)
+        return NamedSharding(self.mesh, spec).shard_shape(leaf.shape)
+
+
+def canonical_spec(leaf: Leaf, *, axes: Axes, num_stages: int) -> P:
+    """The partition spec of a canonical array."""
+    stage, data = leaf.canonical_dims(num_stages)
+    names = {stage: axes.stage, data: axes.data}
+    return P(*[names.get(d) for d in range(len(leaf.shape))])

@@ -1,0 +1,169 @@
+"""Placed parameters that are read layer by layer, from files or another framework.
+
+Every device is filled by itself, without programs that span devices: a process reads only what its
+own devices hold, and a device holds no more than its part and one layer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any, TypeAlias
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxpipe.runtime.layout.leaf import Leaf
+from jaxpipe.runtime.layout.unrolled import Unrolled
+from jaxpipe.runtime.layout.whole_model import FROZEN, Layout, trained_part
+from jaxpipe.runtime.pipeline import Pipeline
+from jaxpipe.runtime.trees import is_sequence, mismatches, select
+from jaxpipe.runtime.types import Arrays, At, Placed, Shapes, Stored, Tree
+from jaxpipe.schedule.problems import refuse
+
+Read: TypeAlias = Callable[..., Tree]
+"""``read("embed")`` and ``read("head")`` return these parts, ``read("layers", n)`` layer n."""
+
+
+def load_params(pipe: Pipeline, read: Read) -> Placed:
+    """Reads parameters layer by layer, each into its place on the devices that hold it.
+
+    A device never holds more than its part and one layer. Each process reads only the layers of its
+    own devices.
+
+    Args:
+      pipe: where parameters are placed.
+      read: ``read("embed")`` and ``read("head")`` return these parts, ``read("layers", n)`` the
+        parameters of layer n alone, as numpy or jax arrays; memory maps are read where needed.
+
+    Raises:
+      ValueError: a part unlike that of the parameters that the pipeline was built for.
+
+    Example:
+      >>> def read(name, n=None):
+      ...     return {"kernel": np.load(f"{name}-{n}.npy", mmap_mode="r")}
+      >>> params = load_params(pipe, read)  # doctest: +SKIP
+    """
+    placed = pipe.placed_params
+    checked = partial(_read, pipe.canonical_params, read)
+    params = _fill(pipe.layout, trained_part(placed), checked, sharded=pipe.zero == 3)
+    if pipe.frozen is None:
+        return params
+    frozen = _fill(pipe.frozen, placed[FROZEN], checked, sharded=pipe.zero == 3)
+    return params | {FROZEN: frozen}
+
+
+def _read(canonical: Shapes, read: Read, name: str, *number: int) -> Tree:
+    """A part of the model, as it should be."""
+    expected = canonical[name]
+    if number and is_sequence(expected):
+        expected = expected[number[0]]
+    elif number:
+        expected = jax.tree.map(lambda w: jax.ShapeDtypeStruct(w.shape[1:], w.dtype), expected)
+    found = read(name, *number)
+    refuse(mismatches(f"read({', '.join(map(repr, [name, *number]))})", found, expected))
+    return found
+
+
+def _fill(layout: Layout, placed: Shapes, read: Read, *, sharded: bool) -> Placed:
+    """The parameters of a layout, from parts that may hold others, too."""
+    filled = {
+        name: jax.tree.map(_part, select(read(name), leaves), placed[name])
+        for name, leaves in layout.outer.items()
+    }
+    return {"layers": _Layers(layout, placed["layers"], sharded=sharded).load(read), **filled}
+
+
+class _Layers:
+    """Fills the layers of this process's devices."""
+
+    def __init__(self, layout: Layout, placed: Shapes, *, sharded: bool) -> None:
+        self._layout, self._placed, self._sharded = layout, placed, sharded
+        self._write = jax.jit(self._written, static_argnames="example", donate_argnums=0)
+        mesh, axes = layout.mesh, layout.axes
+        sizes = [mesh.shape[name] for name in axes.names[:-1]]
+        self._devices: list[tuple[jax.Device, int, int]] = []
+        for index, device in np.ndenumerate(mesh.devices):
+            at = dict(zip(mesh.axis_names, index, strict=True))
+            shard = np.ravel_multi_index([at[name] for name in axes.names[:-1]], sizes)
+            if device.process_index == jax.process_index():
+                self._devices.append((device, at[axes.stage], int(shard)))
+
+    def load(self, read: Read) -> Placed:
+        if not jax.tree.leaves(self._placed):
+            return self._placed
+        own = [self._zeros(device) for device, _, _ in self._devices]
+        stages = {stage for _, stage, _ in self._devices}
+        for at, n in sorted(np.ndenumerate(self._layout.rows), key=lambda held: held[1]):
+            if n < 0 or at[0] not in stages:
+                continue
+            self._put(own, at, int(n), read)
+            # Otherwise layers that are still to be written would pile up.
+            jax.block_until_ready(own)
+        return jax.tree.map(_joined, self._placed, *own)
+
+    def _put(self, own: list[Arrays], at: At, n: int, read: Read) -> None:
+        """Reads a layer for all devices of its stage."""
+        layer = select(read("layers", n), self._layout.layers.shape_of(n))
+        stored = self._layout.layers.pack(layer, n)
+        for number, (device, stage, shard) in enumerate(self._devices):
+            if stage == at[0]:
+                part = jax.device_put(self._shard(stored, n, shard), device)
+                own[number] = self._with(own[number], at, part, n)
+
+    def _zeros(self, device: jax.Device) -> Arrays:
+        def zeros(leaf: Any) -> jax.Array:
+            shape = leaf.sharding.shard_shape(leaf.shape)
+            return jnp.zeros(shape, leaf.dtype, device=device)
+
+        return jax.tree.map(zeros, self._placed)
+
+    def _shard(self, stored: Stored, n: int, shard: int) -> Stored:
+        """What a data shard holds of a layer."""
+
+        def part(leaf: Leaf, w: Any) -> Any:
+            if leaf.data_dim is None or not self._sharded:
+                return w
+            size = leaf.struct(parts=self._layout.axes.num_shards(self._layout.mesh)).shape
+            first = shard * size[leaf.data_dim]
+            window = slice(first, first + size[leaf.data_dim])
+            return w[(slice(None),) * leaf.data_dim + (window,)]
+
+        return jax.tree.map(part, self._layout.layers.leaves_of(n), stored)
+
+    def _with(self, arrays: Arrays, at: At, part: Stored, n: int) -> Arrays:
+        """A device's arrays with one more layer."""
+        if not isinstance(self._layout.layers, Unrolled):
+            return self._write(arrays, part, at, example=self._alike(n))
+        row = at[1] * self._layout.layers.num_pieces + at[2]
+        return arrays | {row: jax.tree.map(lambda w: w[None], part)}
+
+    def _alike(self, n: int) -> int:
+        """The first layer that is stored like layer n, so that they share a program."""
+        shapes = self._layout.layers.shape_of
+        if not isinstance(self._layout.layers.canonical, tuple | list):
+            return 0
+        return next(m for m in range(n + 1) if shapes(m) == shapes(n))
+
+    def _written(self, arrays: Arrays, part: Stored, at: At, example: int) -> Arrays:
+        layers = self._layout.layers
+        own = jax.tree.map(lambda w: w[0], arrays)
+        new = layers.write(own, layers.layer_at(at, example), part)
+        return jax.tree.map(lambda w: w[None], new)
+
+
+def _part(w: Any, leaf: Any) -> jax.Array:
+    """An array of embedding or head, padded where stages split it."""
+
+    def own(index: Any) -> Any:
+        shape = leaf.sharding.shard_shape(leaf.shape)
+        held = np.asarray(w[index])
+        room = [(0, size - n) for size, n in zip(shape, held.shape, strict=True)]
+        return np.pad(held, room)
+
+    return jax.make_array_from_callback(leaf.shape, leaf.sharding, own)
+
+
+def _joined(leaf: Any, *parts: jax.Array) -> jax.Array:
+    return jax.make_array_from_single_device_arrays(leaf.shape, leaf.sharding, list(parts))
