@@ -44,6 +44,7 @@ def check(
     wrong |= {field for field, value in config.flat().items() if value != given[field]}
     rules: list[Rule] = [
         _text,
+        _replicas,
         _schedule,
         _asynchronous,
         _weights,
@@ -192,6 +193,17 @@ def _asynchronous(config: Config) -> Iterator[Failure]:
             f"{config.train.steps} for pipeline.schedule={name}. Nearest valid: "
             f"{config.train.steps - 1}, or pipeline.schedule=1f1b.",
             ("asynchronous.warmup_steps", "train.steps"),
+        )
+
+
+def _replicas(config: Config) -> Iterator[Failure]:
+    data, replica = config.mesh.data, config.mesh.replica
+    if data % replica:
+        nearest = _divisors(data, replica)
+        yield Failure(
+            f"mesh.replica={replica} does not divide mesh.data={data}. Nearest valid: "
+            f"mesh.replica={nearest}.",
+            ("mesh.replica", "mesh.data"),
         )
 
 

@@ -66,6 +66,10 @@ class MeshConfig(Section):
     """Pipeline stages."""
     data: Count = 2
     """Data shards."""
+    replica: Count = 1
+    """Groups of data shards, such as hosts, that hold the same parts of what pipeline.zero shards:
+    each splits it over data / replica devices. Weights are gathered within a group, and gradients
+    cross between groups in parts."""
 
 
 class PipelineConfig(Section):

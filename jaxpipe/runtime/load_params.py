@@ -82,13 +82,14 @@ class _Layers:
         self._layout, self._placed, self._sharded = layout, placed, sharded
         self._write = jax.jit(self._written, static_argnames="example", donate_argnums=0)
         mesh, axes = layout.mesh, layout.axes
-        sizes = [mesh.shape[name] for name in axes.names[:-1]]
         self._devices: list[tuple[jax.Device, int, int]] = []
         for index, device in np.ndenumerate(mesh.devices):
             at = dict(zip(mesh.axis_names, index, strict=True))
-            shard = np.ravel_multi_index([at[name] for name in axes.names[:-1]], sizes)
+            shard = 0
+            for name in axes.split_names:
+                shard = shard * mesh.shape[name] + at[name]
             if device.process_index == jax.process_index():
-                self._devices.append((device, at[axes.stage], int(shard)))
+                self._devices.append((device, at[axes.stage], shard))
 
     def load(self, read: Read) -> Placed:
         if not jax.tree.leaves(self._placed):
@@ -125,7 +126,7 @@ class _Layers:
         def part(leaf: Leaf, w: Any) -> Any:
             if leaf.data_dim is None or not self._sharded:
                 return w
-            size = leaf.struct(parts=self._layout.axes.num_shards(self._layout.mesh)).shape
+            size = leaf.struct(parts=self._layout.axes.num_parts(self._layout.mesh)).shape
             first = shard * size[leaf.data_dim]
             window = slice(first, first + size[leaf.data_dim])
             return w[(slice(None),) * leaf.data_dim + (window,)]
