@@ -106,6 +106,9 @@ class PipelineConfig(Section):
     per step and not by every layer for every microbatch. It must be the model's own dtype.
     Parameters, gradients and the optimizer stay float32; a step keeps half a copy of the weights
     more, or, with zero 3, halves what is gathered."""
+    gpu_flags: Literal["all", "no-command-buffers", "off"] = "all"
+    """XLA's flags for GPUs that the launcher sets: all that a pipeline needs, all but the one that
+    puts loops into CUDA graphs, or none. What XLA_FLAGS holds already wins, flag by flag."""
     update: Literal["step", "chunk"] = "step"
     """When the optimizer runs: after the "step", with the gradients of all layers; or for every
     "chunk" as soon as its gradient is complete, which keeps only the gradients of chunks in work.
