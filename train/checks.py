@@ -208,7 +208,7 @@ def _replicas(config: Config) -> Iterator[Failure]:
 
 
 def _weights(config: Config) -> Iterator[Failure]:
-    if config.pipeline.weights == "stacked":
+    if config.pipeline.weights != "unrolled":
         return
     if isinstance(tasks.make(config).model(train=True, axis=None).layer, tuple):
         yield Failure(

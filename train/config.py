@@ -98,9 +98,10 @@ class PipelineConfig(Section):
     """What the backward recomputes: nothing, everything but matmuls, or everything."""
     zero: Annotated[int, Range(0, 3)] = 3
     """What is sharded over data: 0 nothing, 1 optimizer state, 2 also gradients, 3 also weights."""
-    weights: Literal["stacked", "unrolled"] = "stacked"
+    weights: Literal["auto", "stacked", "unrolled"] = "auto"
     """Whether the weights of a stage's layers are one array per parameter, or one per layer, which
-    saves copies of them on GPUs but takes longer to compile."""
+    saves copies of them on GPUs but takes longer to compile. "auto" is unrolled on GPUs, up to 8
+    layers per stage, where layers are alike and updated after the step, and else stacked."""
     compute_dtype: Literal["bfloat16"] | None = None
     """Dtype in which stages keep, and data shards gather, copies of the layers' weights, cast once
     per step and not by every layer for every microbatch. It must be the model's own dtype.

@@ -133,7 +133,12 @@ class Setup:
             compute_dtype=self.config.pipeline.compute_dtype,
             remat=self.config.pipeline.remat,
             zero=self.config.pipeline.zero,
-            weights=self.config.pipeline.weights,
+            weights=configured.weights(
+                self.config,
+                platform=self.mesh.devices.flat[0].platform,
+                alike=not isinstance(self.shapes["layers"], tuple),
+                counts=counts,
+            ),
             weight_slots=self.config.pipeline.weight_slots,
             states=self.task.init_states(),
         )
