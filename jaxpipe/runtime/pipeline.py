@@ -159,14 +159,14 @@ class Pipeline:
         split = model.stage_split
         self.layout, self.frozen = make_layouts(*parts, split, mesh, axes, self.table, weights)
         self.compute_dtype, self.full_precision = precision
-        layouts = [one for one in (self.layout, self.frozen) if one is not None]
-        self.compute_dtypes = compute_dtypes(layouts, *precision)
+        self.compute_dtypes = compute_dtypes((self.layout, self.frozen), *precision)
         place = partial(Placing, sharded=self.zero == 3, name="params")
         self.params_placing = self.trained_placing = place(self.layout)
         if self.frozen:
             self.params_placing = place(WithFrozen(self.layout, self.frozen))
         make = partial(PlacedOptimizer, params=self.layout, zero=self.zero)
         self.placed_optimizer = lru_cache(maxsize=8)(make)
+        self.program = lru_cache(maxsize=8)(partial(programs.make, self))
         self.state_layout, self.states_placing = None, None
         if states is not None:
             layout_of = layer_layout(states, weights="stacked")
