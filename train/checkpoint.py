@@ -187,7 +187,7 @@ def changes(saved: dict[str, Any], config: Config) -> list[str]:
       config: of the run that continues it.
     """
     free = ("run_dir", "data.prepare", "sample", "distributed", "wandb")
-    free += ("pipeline.weights", "pipeline.weight_slots", "pipeline.gpu_flags")
+    free += ("pipeline.weights", "pipeline.gpu_flags")
     before, now = Config(**saved["config"]).flat(), config.flat()
     return [
         f"{path} {before[path]} -> {now[path]}"
