@@ -34,16 +34,28 @@ def load_params(pipe: Pipeline, read: Read) -> Placed:
 
     Args:
       pipe: where parameters are placed.
-      read: ``read("embed")`` and ``read("head")`` return these parts, ``read("layers", n)`` the
-        parameters of layer n alone, as numpy or jax arrays; memory maps are read where needed.
+      read: ``read("embed")`` and ``read("head")``, and ``read("shared")`` where layers share
+        parameters, return these parts, ``read("layers", n)`` the parameters of layer n alone, as
+        numpy or jax arrays; memory maps are read where needed.
 
     Raises:
       ValueError: a part unlike that of the parameters that the pipeline was built for.
 
     Example:
+      >>> from jaxpipe.runtime.layers.model import Model
+      >>> from jaxpipe.runtime.mesh import make_mesh
+      >>> model = Model(
+      ...     embed=lambda outer, batch, rng: batch["x"],
+      ...     layer=lambda w, x, batch, rng: x @ w,
+      ...     head_loss=lambda outer, x, batch, rng: x.mean(),
+      ... )
+      >>> shapes = jax.ShapeDtypeStruct((2, 3, 3), "float32")
+      >>> params, mesh = {"embed": {}, "layers": shapes, "head": {}}, make_mesh(stage=1)
+      >>> pipe = Pipeline(model, params, schedule="1f1b", mesh=mesh)
       >>> def read(name, n=None):
-      ...     return {"kernel": np.load(f"{name}-{n}.npy", mmap_mode="r")}
-      >>> params = load_params(pipe, read)  # doctest: +SKIP
+      ...     return {} if n is None else np.full((3, 3), n, np.float32)
+      >>> load_params(pipe, read)["layers"][0, :, 0, 0].tolist()
+      [0.0, 1.0]
     """
     placed = pipe.placed_params
     checked = partial(_read, pipe.canonical_params, read)
