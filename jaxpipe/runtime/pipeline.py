@@ -164,6 +164,8 @@ class Pipeline:
             self.params_placing = place(WithFrozen(self.layout, self.frozen))
         make = partial(PlacedOptimizer, params=self.layout, zero=self.zero)
         self.placed_optimizer = lru_cache(maxsize=8)(make)
+        self.program = lru_cache(maxsize=8)(partial(programs.program, self))
+        self.update_program = lru_cache(maxsize=8)(partial(training_step.update_program, self))
         self.state_layout, self.states_placing = None, None
         if states is not None:
             layout_of = layer_layout(states, weights="stacked")
@@ -340,8 +342,9 @@ class Pipeline:
     def loss(self, placed: Placed, batch: Batch, rng: Key = None, *, states: States = None) -> Any:
         """Only the loss, or ``(loss, metrics)``, from the schedule's forwards.
 
-        Arguments as for `value_and_grad`, which ``jax.value_and_grad(pipe.loss)`` equals. Arrays of
-        the batch that only the embedding and the head read have gradients, too.
+        Arguments as for `value_and_grad`, which ``jax.value_and_grad(pipe.loss)`` equals, but for
+        zeros as gradients of what is not trained. Arrays of the batch that only the embedding and
+        the head read have gradients, too.
         """
         self.check("placed", placed, batch, states, checks.key(rng))
         return programs.loss(self, placed, batch, rng, states)

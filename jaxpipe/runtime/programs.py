@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import jax
 from jax.custom_derivatives import SymbolicZero
@@ -17,12 +16,13 @@ from jax.sharding import PartitionSpec as P
 
 from jaxpipe.runtime.layout.whole_model import FROZEN
 from jaxpipe.runtime.tick import executor
-from jaxpipe.runtime.tick.fixed import Setup
 from jaxpipe.runtime.tick.microbatches import split_rows
 from jaxpipe.runtime.types import Batch, Gradients, Key, Placed, States, Tree
 
 if TYPE_CHECKING:
     from jaxpipe.runtime.pipeline import Pipeline
+
+Program: TypeAlias = Callable[..., executor.Step]
 
 _FIRST_ORDER = (
     "The gradients of a pipeline were differentiated; a pipeline has only first derivatives, "
@@ -50,15 +50,13 @@ def train(pipe: Pipeline, *args: Tree, inputs: tuple[int, ...] = ()) -> executor
       args: placed parameters, batch, key and states; here and below.
       inputs: numbers of the batch's arrays whose gradients are wanted.
     """
-    setup = dataclasses.replace(pipe.setup(pipe.table), inputs=inputs)
-    step: executor.Step = _refusing_derivatives(partial(_run, pipe, setup), _FIRST_ORDER)(*args)
+    step: executor.Step = _refusing_derivatives(pipe.program("train", inputs), _FIRST_ORDER)(*args)
     return step
 
 
 def outputs(pipe: Pipeline, *args: Tree) -> Tree:
     """What `Model.output` returns for every row."""
-    setup = dataclasses.replace(pipe.setup(pipe.forward_table), outputs=True)
-    return _refusing_derivatives(partial(_run, pipe, setup), _OUTPUTS)(*args).value
+    return _refusing_derivatives(pipe.program("outputs"), _OUTPUTS)(*args).value
 
 
 def loss(pipe: Pipeline, *args: Tree) -> Tree:
@@ -66,7 +64,7 @@ def loss(pipe: Pipeline, *args: Tree) -> Tree:
 
     @jax.custom_vjp
     def evaluate(placed: Placed, batch: Batch, rng: Key, states: States) -> Tree:
-        return _run(pipe, pipe.setup(pipe.forward_table), placed, batch, rng, states).value
+        return pipe.program("loss")(placed, batch, rng, states).value
 
     def forward(*primals: Tree) -> tuple[Tree, tuple[Gradients, Batch]]:
         _, batch, _, states = primals
@@ -92,8 +90,19 @@ def loss(pipe: Pipeline, *args: Tree) -> Tree:
     return evaluate(*args)
 
 
-def _run(pipe: Pipeline, setup: Setup, *args: Tree) -> executor.Step:
-    """Runs a table on all devices."""
+def program(pipe: Pipeline, use: str, inputs: tuple[int, ...] = ()) -> Program:
+    """The program that runs a table on all devices, compiled once for arguments that are alike.
+
+    Calls within `jax.jit` become part of what is compiled there; without it, JAX would run a tick's
+    operations one by one.
+
+    Args:
+      pipe: what to run.
+      use: "train", "loss" or "outputs".
+      inputs: as of `train`.
+    """
+    setup = pipe.setup(pipe.table if use == "train" else pipe.forward_table)
+    setup = dataclasses.replace(setup, outputs=use == "outputs", inputs=inputs)
 
     def body(placed: Placed, batch: Batch, rng: Key, states: States) -> executor.Step:
         rows = split_rows(batch, pipe.schedule.num_microbatches)
@@ -103,8 +112,8 @@ def _run(pipe: Pipeline, setup: Setup, *args: Tree) -> executor.Step:
     collected = data if setup.outputs else P()
     gradients = pipe.layout.specs(sharded=pipe.zero >= 1) if setup.trains else None
     specs = executor.Step(collected, gradients, P(pipe.axes.stage), data)
-    step: executor.Step = pipe.shard_map(body, pipe.in_specs, specs)(*args)
-    return step
+    run: Program = jax.jit(pipe.shard_map(body, pipe.in_specs, specs))
+    return run
 
 
 def _refusing_derivatives(run: Callable[..., Any], refusal: str) -> Callable[..., Any]:

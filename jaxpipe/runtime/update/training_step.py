@@ -47,17 +47,23 @@ def update(
     if extra:
         shapes = shapes_of(extra)
         placed = PlacedOptimizer(optimizer, pipe.layout, zero=pipe.zero, extra=shapes)
+    grads = trained_part(grads)  # those of `jax.grad` are 0 for what is not trained
     problems = pipe.trained_placing.problems("grads", grads)
     problems += checks.optimizer_state("state", state, placed.placing.placed)
     refuse([*problems, *pipe.params_placing.problems("params", params)])
+    new, state = pipe.update_program(placed)(grads, state, trained_part(params), extra)
+    return new | frozen_part(params), state
+
+
+def update_program(
+    pipe: Pipeline, placed: PlacedOptimizer
+) -> Callable[..., tuple[Placed, OptimizerState]]:
+    """The program of `update`, compiled once, as `programs.program`."""
     gradients = pipe.layout.specs(sharded=pipe.zero >= 1)
     states, weights = placed.placing.specs, pipe.trained_placing.specs
     body, given = partial(placed.update, placed.step), (gradients, states, weights, P())
-    run = pipe.shard_map(body, given, (weights, states))
-    new = run(grads, state, trained_part(params), extra)
     shardings = pipe.trained_placing.shardings, placed.placing.shardings
-    new, state = jax.lax.with_sharding_constraint(new, shardings)
-    return new | frozen_part(params), state
+    return jax.jit(pipe.shard_map(body, given, (weights, states)), out_shardings=shardings)
 
 
 Step: TypeAlias = Callable[
