@@ -123,14 +123,18 @@ def update(
     """
     split = _split(module, layers)
     expected = {"embed": nnx.to_pure_dict(split.outer), "layers": tuple(split.params), "head": {}}
-    of_layers = params["layers"]
-    if not is_sequence(of_layers):
-        of_layers = [jax.tree.map(lambda w, n=n: w[n], of_layers) for n in range(len(layers))]
-    given = {**params, "layers": tuple(of_layers)}
-    problems = mismatches("params", given, shapes_of(expected))
+    of_layers = params.get("layers") if isinstance(params, dict) else None
+    if isinstance(of_layers, list):
+        params = params | {"layers": tuple(of_layers)}
+    elif of_layers is not None and not is_sequence(of_layers) and _same(split.params):
+        expected["layers"] = _stacked(shapes_of(split.params))
+    problems = mismatches("params", params, shapes_of(expected))
     if states is not None:
         problems += mismatches("states", tuple(states), shapes_of(tuple(split.states)))
     refuse(problems)
+    assert of_layers is not None  # or it would be missing
+    if not is_sequence(of_layers):
+        of_layers = [jax.tree.map(lambda w, n=n: w[n], of_layers) for n in range(len(layers))]
     nnx.update(module, _like(split.outer, params["embed"]))
     for n, part in enumerate(layers):
         nnx.update(part, _like(nnx.state(part, nnx.Param), of_layers[n]))
@@ -157,6 +161,8 @@ class _Split:
 
 def _split(module: Any, layers: Sequence[Any]) -> _Split:
     """Says who owns what; raises ValueError for what several own, or what must not be there."""
+    if isinstance(layers, nnx.Module) and not isinstance(layers, nnx.List):
+        raise ValueError(f"layers is a {type(layers).__name__}; give a sequence of modules.")
     if not layers:
         raise ValueError("layers is empty; a pipeline needs at least one.")
     owned: dict[int, Any] = {}

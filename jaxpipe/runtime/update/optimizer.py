@@ -52,6 +52,11 @@ class PlacedOptimizer:
         scaled: bool = False,
         extra: Shapes = None,
     ) -> None:
+        if not (hasattr(optimizer, "init") and hasattr(optimizer, "update")):
+            raise ValueError(
+                f"optimizer is {optimizer!r}; it must be an optax transformation, such as "
+                "optax.adam(1e-3)."
+            )
         self._optimizer, self._zero, self._scaled, self._extra = optimizer, zero, scaled, extra
         self._params, self._shapes = params, layer_by_layer(params)
         # Data shards have whole the weights that they update in part.
@@ -160,7 +165,7 @@ class PlacedOptimizer:
                 "This optimizer cannot update a model part by part, as soon as a part's gradient "
                 f"is finished: {self.step.mixes} together.\n"
                 "AsyncPipeline clips by itself, with clip_norm=...; otherwise update after "
-                "the step, from the gradients of Pipeline.value_and_grad."
+                "the backward: Pipeline.train_step(optimizer, update='step')."
             )
 
 
