@@ -160,7 +160,7 @@ BUILT_IN = (
     ),
     Entry(
         *("interleaved-zb", interleaved_zb, "1F1B over chunks, W deferred"),
-        *("(p-1)(F+B-W)/v; p divides m, W <= F, W <= B", "(2(p-1)-d+(v-1)p+1)/v", _GROUPS),
+        *("(p-1)(F+B-W)/v; p divides m, W <= F, W <= B", "p; p divides m", _GROUPS),
         "arXiv 2401.10241",
     ),
     Entry(
