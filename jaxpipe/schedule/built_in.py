@@ -186,13 +186,13 @@ BUILT_IN = (
     ),
     Entry(
         *("v-min", v_min, "A third of 1F1B's activations"),
-        *("(4p-5)/2, if 3 divides p (4p-7)/2; m >= p >= 2", "floor((p+4)/3)", _V),
+        *("(4p-5)/2, if 3 divides p (4p-7)/2; m >= p >= 3", "floor((p+4)/3)", _V),
         "arXiv 2405.15362",
         chunks=2,
     ),
     Entry(
         *("1f1b-v", one_f_one_b_v, "Two thirds of 1F1B's activations; fused backwards"),
-        *("at most 3(p-1)", "floor(2p/3)+1", _V, "arXiv 2405.15362"),
+        *("at most 5(p-1)/2", "floor(2p/3)+1", _V, "arXiv 2405.15362"),
         chunks=2,
     ),
     Entry(

@@ -95,3 +95,14 @@ def test_every_group_of_at_least_half_of_the_stages_runs(p):
     for group, v, m in itertools.product(range(-(-p // 2), p), (1, 2, 3), (p - 1, 2 * p + 1)):
         for name in ("interleaved", "interleaved-fused"):
             validate(catalog.build(name, stages=p, microbatches=m, chunks=v, group=group))
+
+
+def test_1f1b_v_ends_as_early_as_its_authors():
+    schedule = catalog.build("1f1b-v", stages=4, microbatches=8)
+    assert (makespan(schedule), max(peak_in_flight(schedule))) == (63, 6)
+
+
+@pytest.mark.parametrize("m", range(1, 12))
+def test_v_min_of_two_stages_is_v_half(m):
+    least, half = (catalog.build(name, stages=2, microbatches=m) for name in ("v-min", "v-half"))
+    assert least == dataclasses.replace(half, name="v-min")

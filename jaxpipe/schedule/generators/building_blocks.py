@@ -151,6 +151,11 @@ class TimedOrders:
     longest_span: float
 
 
+def repeated(block: Block, num_microbatches: int) -> list[list[int]]:
+    """The passes of every stage when the block is repeated for every microbatch."""
+    return [block.sequence(d, num_microbatches) for d in range(len(block.starts))]
+
+
 def eager(
     block: Block,
     num_microbatches: int,
@@ -168,6 +173,7 @@ def eager(
     squeezed and filled in one pass.
 
     Args:
+      block: of split backwards.
       caps: per stage, the most chunk activations in flight; at least the block's own peak.
       costs: of one chunk; they decide what is ready when.
       reserve: before its first backward a stage keeps room for the F1 to come: it starts F0 only as
@@ -177,10 +183,9 @@ def eager(
       The orders; None if a stage stops for good.
     """
     stages = []
-    for d, cap in enumerate(caps):
-        passes = _passes(d, len(caps), fused=block.fused)
+    for (d, cap), sequence in zip(enumerate(caps), repeated(block, num_microbatches), strict=True):
+        passes = _passes(d, len(caps), fused=False)
         first_f0 = cap - min(d + 1 if reserve else 0, cap // 2)
-        sequence = block.sequence(d, num_microbatches)
         stages.append(_BlockStage(passes, sequence, costs, cap, first_f0))
     return _run(stages, num_microbatches, message=costs.message)
 
@@ -198,17 +203,17 @@ def squeeze(timed: TimedOrders, num_microbatches: int, *, costs: Costs) -> Timed
 
 
 def to_schedule(
-    name: str, timed: TimedOrders, num_microbatches: int, caps: Iterable[int]
+    name: str, orders: Sequence[Sequence[int]], num_microbatches: int, caps: Iterable[int]
 ) -> Schedule:
     """Names the orders that a block gives, and promises the caps as peaks in flight."""
-    p = len(timed.orders)
+    p = len(orders)
     return Schedule(
         name=name,
         placement=wave(p),
         num_microbatches=num_microbatches,
         orders=tuple(
             tuple(events.actions(_passes(d, p, fused=W not in order), order))
-            for d, order in enumerate(timed.orders)
+            for d, order in enumerate(orders)
         ),
         peak_in_flight=tuple(min(cap, 2 * num_microbatches) for cap in caps),
     )
@@ -263,8 +268,7 @@ class _BlockStage(_OrderedStage):
     ) -> None:
         super().__init__(passes, sequence, costs)
         self.cap, self.first_f0, self.in_flight = cap, first_f0, 0
-        self.fused = len(passes) == W
-        self.held = (1, 1, -1, -1) if self.fused else (1, 1, 0, 0, -1)
+        self.held = (1, 1, 0, 0, -1)
 
     def choose(self, now: float) -> int | None:
         if not self.upcoming:
@@ -277,9 +281,6 @@ class _BlockStage(_OrderedStage):
 
     def _overtaking(self, now: float) -> int | None:
         ready = {kind for kind in range(len(self.passes)) if self.is_ready(kind, now)}
-        if self.fused:
-            # Two units in a gap of one would make the next pass miss its turn, period after period.
-            ready -= {B1, B0}
         in_flight = peak = self.in_flight
         deferred_w = None
         for position in range(len(self.upcoming) - 1, -1, -1):
