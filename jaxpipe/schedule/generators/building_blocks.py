@@ -19,6 +19,7 @@ from functools import cached_property
 
 from jaxpipe.schedule.actions import Kind, Schedule
 from jaxpipe.schedule.generators import events
+from jaxpipe.schedule.generators.eager import EagerStage
 from jaxpipe.schedule.placement import wave
 from jaxpipe.schedule.simulate import Costs
 
@@ -166,11 +167,8 @@ def eager(
 ) -> TimedOrders | None:
     """Runs every stage's repeated block as early as inputs and memory allow.
 
-    A stage that would wait runs instead the first later pass of its sequence that is ready and
-    cannot raise the peak: a forward may move forward only if no point that it passes is at the cap.
-    A W lets a ready B go first as long as no forward lies between, which costs no memory. In the
-    steady state no stage waits and the block stays as it is; warm-up and cool-down are reordered,
-    squeezed and filled in one pass.
+    In the steady state no stage waits and the block stays as it is; warm-up and cool-down are
+    reordered, squeezed and filled in one pass (`EagerStage`).
 
     Args:
       block: of split backwards.
@@ -228,7 +226,7 @@ def _passes(d: int, num_stages: int, *, fused: bool) -> list[events.Pass]:
 
 
 def _run(
-    stages: Sequence[_OrderedStage], num_microbatches: int, *, message: float
+    stages: Sequence[_OrderedStage | EagerStage], num_microbatches: int, *, message: float
 ) -> TimedOrders | None:
     events.run(stages, wave(len(stages)), num_microbatches, message=message)
     if any(stage.upcoming for stage in stages):
@@ -255,8 +253,8 @@ class _OrderedStage(events.Stage):
         return None
 
 
-class _BlockStage(_OrderedStage):
-    """One stage in `eager`: a pass may go before earlier ones."""
+class _BlockStage(EagerStage):
+    """One stage in `eager`, which keeps room for F1 before its first backward."""
 
     def __init__(
         self,
@@ -266,47 +264,10 @@ class _BlockStage(_OrderedStage):
         cap: int,
         first_f0: int,
     ) -> None:
-        super().__init__(passes, sequence, costs)
-        self.cap, self.first_f0, self.in_flight = cap, first_f0, 0
-        self.held = (1, 1, 0, 0, -1)
+        super().__init__(passes, sequence, costs, cap)
+        self.first_f0 = first_f0
 
-    def choose(self, now: float) -> int | None:
-        if not self.upcoming:
-            return None
-        kind = self.upcoming[-1]
-        goes_first = kind in (B1, B0) or (kind != W and self._has_room(kind, self.in_flight))
-        if goes_first and self.is_ready(kind, now):
-            return self.upcoming.pop()
-        return self._overtaking(now)
-
-    def _overtaking(self, now: float) -> int | None:
-        ready = {kind for kind in range(len(self.passes)) if self.is_ready(kind, now)}
-        in_flight = peak = self.in_flight
-        deferred_w = None
-        for position in range(len(self.upcoming) - 1, -1, -1):
-            kind = self.upcoming[position]
-            forward = kind <= F1
-            if kind in ready:
-                if kind == W:
-                    deferred_w = position
-                elif not forward or self._has_room(kind, peak):
-                    return self.upcoming.pop(position)
-                # Passes of one kind never overtake each other.
-                ready.remove(kind)
-            if deferred_w is not None and (forward or not ready):
-                return self.upcoming.pop(deferred_w)
-            if not ready:
-                return None
-            in_flight += self.held[kind]
-            peak = max(peak, in_flight)
-        return None
-
-    def _has_room(self, kind: int, peak: int) -> bool:
-        """Whether a forward can start now, as the next pass after a point of this peak."""
-        if kind == F0 and self.done[B1] == 0 and self.done[F0] >= self.first_f0:
+    def has_room(self, number: int, peak: int) -> bool:
+        if number == F0 and self.done[B1] == 0 and self.done[F0] >= self.first_f0:
             return False
-        return peak < self.cap
-
-    def start(self, kind: int, now: float) -> None:
-        super().start(kind, now)
-        self.in_flight += self.held[kind]
+        return super().has_room(number, peak)

@@ -9,7 +9,7 @@ from jaxpipe.schedule.check.validate import peak_in_flight
 from jaxpipe.schedule.check.walk import Results
 from jaxpipe.schedule.simulate import Costs, simulate
 
-_HELD = {Kind.F: 1, Kind.B: 0, Kind.W: -1, Kind.BW: -1}
+HELD = {Kind.F: 1, Kind.B: 0, Kind.W: -1, Kind.BW: -1}
 """What an action adds to the chunks in flight."""
 _ROUNDING = 1e-9
 """The share of an action by which a gap may be too short: sums of decimals are not exact."""
@@ -61,7 +61,7 @@ class _Row:
         for later in reversed(range(len(self.order))):
             if self.ends[later] <= ready:
                 break
-            in_flight -= _HELD[self.order[later].kind]
+            in_flight -= HELD[self.order[later].kind]
             if action.kind is Kind.F and in_flight >= self.cap:
                 break
             begin = max(ready, self.ends[later - 1] if later else 0.0)
@@ -70,5 +70,5 @@ class _Row:
         self.order.insert(position, action)
         self.starts.insert(position, start)
         self.ends.insert(position, start + duration)
-        self.in_flight += _HELD[action.kind]
+        self.in_flight += HELD[action.kind]
         return start + duration
