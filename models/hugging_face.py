@@ -11,8 +11,6 @@ from __future__ import annotations
 
 import functools
 import json
-import os
-import re
 import tempfile
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -21,16 +19,22 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxpipe.errors import ArgumentError
 from models.hugging_face_families import FAMILIES, Config, Family
+from models.hugging_face_fields import Fields, TokenIds, token_id_fields
+from models.hugging_face_files import (
+    CONFIG,
+    WEIGHTS,
+    Tensor,
+    library,
+    read_json,
+    read_tensors,
+    replace_model,
+)
 
 PyTree = Any
 
-CONFIG = "config.json"
-WEIGHTS = "model.safetensors"
-INDEX = "model.safetensors.index.json"
 ADAPTER = "adapter_config.json"
-_SHARD = re.compile(r"model-\d{5}-of-\d{5}\.safetensors")
-"""The library's names for the files that an index lists."""
 
 LEAVES = {
     "kernel": "weight",
@@ -49,11 +53,13 @@ class Checkpoint(NamedTuple):
       config: its shape.
       params: canonical parameters, float32 numpy arrays.
       state: running statistics for a ResNet, None for the others.
+      token_ids: the tokens that begin and end a text and fill it up, for `save`.
     """
 
     config: Any
     params: PyTree
     state: PyTree
+    token_ids: TokenIds
 
 
 def load(folder: str | Path) -> Checkpoint:
@@ -72,17 +78,17 @@ def load(folder: str | Path) -> Checkpoint:
         unexpected tensors, and tensors of other shapes than the config's or of integers.
     """
     folder = Path(folder)
-    fields = _read_json(folder / CONFIG)
-    if (name := str(fields.get("model_type"))) not in FAMILIES:
+    fields = Fields(folder / CONFIG, read_json(folder / CONFIG))
+    if (name := str(fields.get("model_type", None))) not in FAMILIES:
         raise ValueError(
             f"{folder}/config.json has model_type={name!r}; only {', '.join(FAMILIES)} can be read."
         )
     family = FAMILIES[name]
-    tensors = {_current_name(tensor.name, family): tensor for tensor in _tensors(folder)}
+    tensors = {_current_name(tensor.name, family): tensor for tensor in read_tensors(folder)}
     try:
         config = family.read(fields, set(tensors))
-    except KeyError as error:
-        raise ValueError(f"{folder / CONFIG} lacks {error}.") from error
+    except ArgumentError as error:
+        raise ValueError(f"{folder / CONFIG} describes no model of ours: {error}") from error
     names = _names(family, config)
     _check_tensors(folder, names, tensors, family)
 
@@ -96,10 +102,18 @@ def load(folder: str | Path) -> Checkpoint:
         return value
 
     trees = jax.tree_util.tree_map_with_path(leaf, _shapes(family, config))
-    return Checkpoint(config, trees["params"], trees.get("state", {}).get("layers"))
+    ids = fields.token_ids(family.token_ids) if family.token_ids else TokenIds()
+    return Checkpoint(config, trees["params"], trees.get("state", {}).get("layers"), ids)
 
 
-def save(folder: str | Path, config: Config, params: PyTree, state: PyTree = None) -> None:
+def save(
+    folder: str | Path,
+    config: Config,
+    params: PyTree,
+    state: PyTree = None,
+    *,
+    token_ids: TokenIds | None = None,
+) -> None:
     """Writes a model that ``from_pretrained`` of the transformers library reads.
 
     A model in the folder is replaced, even one in several files. If the process is killed
@@ -112,10 +126,13 @@ def save(folder: str | Path, config: Config, params: PyTree, state: PyTree = Non
         style "imagenet" and norm "batch".
       params: canonical parameters.
       state: a ResNet's running statistics.
+      token_ids: those of the tokenizer, or of the model that was loaded. None writes that there are
+        none; the library would otherwise take those of the models that it is named after.
 
     Raises:
-      ValueError: a config that no family of the library has, a ResNet without state, or a folder
-        that holds an adapter, with which the library would read another model.
+      ValueError: a config that no family of the library has, parameters that are not the config's,
+        a ResNet without state, token ids outside the vocabulary, or a folder that holds an adapter,
+        with which the library would read another model.
     """
     found = [(name, family) for name, family in FAMILIES.items() if family.holds(config)]
     if not found:
@@ -131,6 +148,10 @@ def save(folder: str | Path, config: Config, params: PyTree, state: PyTree = Non
         )
     names = _names(family, config)
     trees = {"params": params} | ({"state": {"layers": state}} if family.init_state else {})
+    _check_trees(trees, _shapes(family, config))
+    fields = {"model_type": model_type, "dtype": "float32", **family.write(config)}
+    if family.token_ids is not None:
+        fields |= token_id_fields(token_ids or TokenIds(), fields["vocab_size"])
     tensors: dict[str, np.ndarray] = {}
     for path, value in jax.tree_util.tree_leaves_with_path(trees):
         theirs, array = names[_path(path)], np.asarray(value)
@@ -147,13 +168,12 @@ def save(folder: str | Path, config: Config, params: PyTree, state: PyTree = Non
         for name in tensors
         if name.endswith(".running_mean")
     }
-    fields = {"model_type": model_type, "dtype": "float32", **family.write(config)}
     folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder, prefix="partial-") as name:
         partial = Path(name)
-        _safetensors().numpy.save_file(tensors, partial / WEIGHTS, metadata={"format": "pt"})
+        library().numpy.save_file(tensors, partial / WEIGHTS, metadata={"format": "pt"})
         (partial / CONFIG).write_text(json.dumps(fields, indent=2) + "\n")
-        _replace(folder, partial)
+        replace_model(folder, partial)
 
 
 # Names and shapes.
@@ -227,7 +247,7 @@ def _split(family: Family, config, path, array: np.ndarray, count: int) -> list[
 
 
 def _check_tensors(
-    folder: Path, names: dict[str, _Names], tensors: dict[str, _Tensor], family: Family
+    folder: Path, names: dict[str, _Names], tensors: dict[str, Tensor], family: Family
 ) -> None:
     """Raises ValueError with every problem, before any tensor is used."""
     wanted = {
@@ -260,99 +280,25 @@ def _check_tensors(
         raise ValueError("\n".join(failures))
 
 
-# Files.
-
-
-def _safetensors():
-    try:
-        import safetensors.numpy
-    except ModuleNotFoundError as error:
-        raise ValueError(
-            "Hugging Face folders need the safetensors package: pip install 'jaxpipe[huggingface]'."
-        ) from error
-    return safetensors
-
-
-class _Tensor(NamedTuple):
-    """A tensor of a file, under its name there."""
-
-    file: Path
-    name: str
-    value: np.ndarray
-
-
-def _tensors(folder: Path) -> list[_Tensor]:
-    """All tensors of a folder."""
-    # As in the library, one file comes before an index.
-    sharded = (folder / INDEX).exists() and not (folder / WEIGHTS).exists()
-    tensors = []
-    for name in _listed(folder) if sharded else [WEIGHTS]:
-        file = folder / name
-        if not file.is_file():
-            raise ValueError(f"{folder} holds no {name}; it must hold {WEIGHTS} or {INDEX}.")
-        try:
-            found = _safetensors().numpy.load_file(file)
-        except _safetensors().SafetensorError as error:
-            raise ValueError(f"{file} is damaged: {error}.") from error
-        tensors += [_Tensor(file, tensor, value) for tensor, value in found.items()]
-    return tensors
-
-
-def _listed(folder: Path) -> list[str]:
-    """The files that an index lists, of which none may lie outside the folder."""
-    weight_map = _read_json(folder / INDEX).get("weight_map")
-    found: list[Any] = list(weight_map.values()) if isinstance(weight_map, dict) else [None]
-    if not all(isinstance(name, str) and name and "\0" not in name for name in found):
-        raise ValueError(
-            f"{folder / INDEX} is damaged: it must have a weight_map from tensors to file names."
-        )
-    names = sorted(set(found))
-    root = folder.resolve()
-    inside = [root]
-    if root.parent.name == "snapshots":  # the Hub's cache, whose snapshots are links to its blobs
-        inside.append(root.parents[1] / "blobs")
-
-    def leads_out(name: str) -> bool:
-        if Path(name).is_absolute() or ".." in Path(name).parts:
-            return True
-        file = Path(os.path.realpath(root / name))
-        return not any(file.is_relative_to(place) for place in inside)
-
-    failures = [
-        f"{folder / INDEX} names {name!r}, which leads out of the folder. Nearest valid: a file in "
-        f"it, such as {WEIGHTS if Path(name).name == '..' else Path(name).name!r}."
-        for name in names
-        if leads_out(name)
-    ]
+def _check_trees(trees: PyTree, wanted: PyTree) -> None:
+    """Raises ValueError with every leaf to be saved that is not the config's."""
+    found, shapes = (
+        {_path(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(tree)}
+        for tree in (trees, wanted)
+    )
+    failures = [f"{path} is missing." for path in shapes if path not in found]
+    for path, leaf in found.items():
+        if path not in shapes:
+            failures.append(f"{path} is no part of the model.")
+        elif np.shape(leaf) != shapes[path].shape:
+            failures.append(
+                f"{path} has shape {list(np.shape(leaf))}, but the config asks for "
+                f"{list(shapes[path].shape)}."
+            )
+        elif not jnp.issubdtype(getattr(leaf, "dtype", type(leaf)), jnp.floating):
+            failures.append(f"{path} holds no floating-point numbers.")
     if failures:
         raise ValueError("\n".join(failures))
-    return names
-
-
-def _replace(folder: Path, partial: Path) -> None:
-    """Replaces the contents of a folder by the files of a complete model."""
-    for name in (WEIGHTS, CONFIG):
-        with (partial / name).open("rb") as file:
-            os.fsync(file.fileno())
-    # Nothing reads a folder without its config: two models are never mixed.
-    (folder / CONFIG).unlink(missing_ok=True)
-    os.replace(partial / WEIGHTS, folder / WEIGHTS)
-    for path in list(folder.iterdir()):
-        if path.name == INDEX or _SHARD.fullmatch(path.name):
-            path.unlink()
-    os.replace(partial / CONFIG, folder / CONFIG)
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    if not path.exists():
-        raise ValueError(f"{path.parent} holds no {path.name}; give a Hugging Face model folder.")
-    try:
-        fields = json.loads(path.read_bytes())
-    except ValueError as error:
-        raise ValueError(f"{path} is damaged: it is no JSON ({error}).") from error
-    if not isinstance(fields, dict):
-        raise ValueError(f"{path} is damaged: it holds no JSON object.")
-    return fields
 
 
 def _current_name(name: str, family: Family) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -11,6 +11,7 @@ import jax
 from models import bert, gpt, resnet
 from models.bert import BERTConfig
 from models.gpt import GPTConfig
+from models.hugging_face_fields import Fields, TokenIds
 from models.resnet import ResNetConfig
 
 PyTree = Any
@@ -32,10 +33,11 @@ class Family:
       prefix: before their names, in files that hold a head beside the bare model.
       kernels_as_ours: kernels are stored as [in, out] there as well.
       unread: ends of further names that files may hold: buffers, and copies of tied tables.
+      token_ids: those of the library where ``config.json`` has none; None for a model of no tokens.
     """
 
     holds: Callable[[Any], bool]
-    read: Callable[[Mapping[str, Any], set[str]], Any]
+    read: Callable[[Fields, set[str]], Any]
     write: Callable[[Any], dict[str, Any]]
     modules: Callable[[Any], dict[str, str | tuple[str, ...]]]
     init: Callable[[Any, jax.Array], PyTree]
@@ -43,23 +45,11 @@ class Family:
     prefix: str = ""
     kernels_as_ours: bool = False
     unread: tuple[str, ...] = ()
+    token_ids: TokenIds | None = None
 
 
-def _refuse(fields: Mapping[str, Any], **allowed: tuple) -> None:
-    """Raises unless every field has an allowed value; a missing field has the first of them."""
-    failures = [
-        f"config.json has {name}={fields[name]!r}; it can only be read with "
-        f"{' or '.join(map(repr, values))}."
-        for name, values in allowed.items()
-        if fields.get(name, values[0]) not in values
-    ]
-    if failures:
-        raise ValueError("\n".join(failures))
-
-
-def _read_gpt2(fields, names) -> GPTConfig:
-    _refuse(
-        fields,
+def _read_gpt2(fields: Fields, names: set[str]) -> GPTConfig:
+    fields.require(
         activation_function=("gelu_new", "gelu_pytorch_tanh"),
         scale_attn_weights=(True,),
         scale_attn_by_inverse_layer_idx=(False,),
@@ -67,18 +57,18 @@ def _read_gpt2(fields, names) -> GPTConfig:
         tie_word_embeddings=(True,),
     )
     return GPTConfig(
-        vocab_size=fields["vocab_size"],
-        sequence_length=fields["n_positions"],
-        num_layers=fields["n_layer"],
-        width=fields["n_embd"],
-        num_heads=fields["n_head"],
-        mlp_width=fields.get("n_inner"),
+        vocab_size=fields.size("vocab_size"),
+        sequence_length=fields.size("n_positions"),
+        num_layers=fields.layers("n_layer"),
+        width=fields.size("n_embd"),
+        num_heads=fields.size("n_head"),
+        mlp_width=fields.size_or_none("n_inner"),
         positions="learned",
         norm="layer",
         activation="gelu",
         bias=True,
-        dropout=fields.get("resid_pdrop", 0.1),
-        norm_epsilon=fields.get("layer_norm_epsilon", 1e-5),
+        dropout=fields.number("resid_pdrop", 0.1),
+        norm_epsilon=fields.number("layer_norm_epsilon", 1e-5),
     )
 
 
@@ -114,29 +104,28 @@ def _gpt2_modules(config) -> dict[str, str | tuple[str, ...]]:
     }
 
 
-def _read_llama(fields, names) -> GPTConfig:
-    rope = fields.get("rope_parameters") or {}
-    heads, width = fields["num_attention_heads"], fields["hidden_size"]
-    _refuse(
-        {**fields, "rope_type": rope.get("rope_type", "default")},
+def _read_llama(fields: Fields, names: set[str]) -> GPTConfig:
+    rope = fields.part("rope_parameters")
+    heads, width = fields.size("num_attention_heads"), fields.size("hidden_size")
+    fields.extended(rope_type=rope.get("rope_type", "default")).require(
         hidden_act=("silu",),
         rope_type=("default",),
         rope_scaling=(None,),
         head_dim=(width // heads, None),
-        attention_bias=(fields.get("mlp_bias", False),),
+        attention_bias=(fields.flag("mlp_bias"),),
     )
     return GPTConfig(
-        vocab_size=fields["vocab_size"],
-        sequence_length=fields["max_position_embeddings"],
-        num_layers=fields["num_hidden_layers"],
+        vocab_size=fields.size("vocab_size"),
+        sequence_length=fields.size("max_position_embeddings"),
+        num_layers=fields.layers("num_hidden_layers"),
         width=width,
         num_heads=heads,
-        num_kv_heads=fields.get("num_key_value_heads"),
-        mlp_width=fields["intermediate_size"],
-        tied=fields.get("tie_word_embeddings", False),
-        bias=fields.get("attention_bias", False),
-        rope_theta=rope.get("rope_theta", fields.get("rope_theta", 10_000.0)),
-        norm_epsilon=fields["rms_norm_eps"],
+        num_kv_heads=fields.size_or_none("num_key_value_heads"),
+        mlp_width=fields.size("intermediate_size"),
+        tied=fields.flag("tie_word_embeddings"),
+        bias=fields.flag("attention_bias"),
+        rope_theta=rope.number("rope_theta", fields.number("rope_theta", 10_000.0)),
+        norm_epsilon=fields.number("rms_norm_eps"),
     )
 
 
@@ -176,9 +165,8 @@ def _llama_modules(config) -> dict[str, str | tuple[str, ...]]:
     }
 
 
-def _read_bert(fields, names) -> BERTConfig:
-    _refuse(
-        fields,
+def _read_bert(fields: Fields, names: set[str]) -> BERTConfig:
+    fields.require(
         hidden_act=("gelu",),
         is_decoder=(False,),
         add_cross_attention=(False,),
@@ -186,17 +174,17 @@ def _read_bert(fields, names) -> BERTConfig:
         position_embedding_type=("absolute",),
     )
     return BERTConfig(
-        vocab_size=fields["vocab_size"],
-        sequence_length=fields["max_position_embeddings"],
-        num_layers=fields["num_hidden_layers"],
-        width=fields["hidden_size"],
-        num_heads=fields["num_attention_heads"],
-        mlp_width=fields["intermediate_size"],
-        num_segments=fields["type_vocab_size"],
+        vocab_size=fields.size("vocab_size"),
+        sequence_length=fields.size("max_position_embeddings"),
+        num_layers=fields.layers("num_hidden_layers"),
+        width=fields.size("hidden_size"),
+        num_heads=fields.size("num_attention_heads"),
+        mlp_width=fields.size("intermediate_size"),
+        num_segments=fields.size("type_vocab_size"),
         # The config does not say which heads the weights have.
         next_sentence="cls.seq_relationship.weight" in names,
-        dropout=fields["hidden_dropout_prob"],
-        norm_epsilon=fields["layer_norm_eps"],
+        dropout=fields.number("hidden_dropout_prob"),
+        norm_epsilon=fields.number("layer_norm_eps"),
     )
 
 
@@ -241,29 +229,29 @@ def _bert_modules(config) -> dict[str, str | tuple[str, ...]]:
     }
 
 
-def _read_resnet(fields, names) -> ResNetConfig:
-    bottleneck = fields["layer_type"] == "bottleneck"
+def _read_resnet(fields: Fields, names: set[str]) -> ResNetConfig:
+    fields.require(layer_type=("bottleneck", "basic"))
+    bottleneck = fields.get("layer_type", "bottleneck") == "bottleneck"
     depths = {
         blocks: depth
         for depth, blocks in resnet.IMAGENET_BLOCKS.items()
         if (depth >= 50) == bottleneck
     }
-    _refuse(
-        fields,
+    fields.require(
         depths=tuple(map(list, depths)),
         hidden_act=("relu",),
         downsample_in_first_stage=(False,),
         downsample_in_bottleneck=(False,),
     )
     config = ResNetConfig(
-        depth=depths[tuple(fields["depths"])],
-        num_classes=len(fields["id2label"]) if "id2label" in fields else 2,
+        depth=depths[tuple(fields.get("depths"))],
+        num_classes=fields.part("id2label").count or 2,
         style="imagenet",
-        channels=fields["num_channels"],
-        width=fields["embedding_size"],
+        channels=fields.size("num_channels"),
+        width=fields.size("embedding_size"),
         norm="batch",
     )
-    _refuse(fields, hidden_sizes=(list(config.group_channels),))
+    fields.require(hidden_sizes=(list(config.group_channels),))
     return config
 
 
@@ -313,6 +301,7 @@ FAMILIES = {
         prefix="transformer.",
         kernels_as_ours=True,
         unread=(".attn.bias", ".attn.masked_bias", "lm_head.weight"),
+        token_ids=TokenIds(50256, 50256),
     ),
     "llama": Family(
         holds=lambda config: (
@@ -324,6 +313,7 @@ FAMILIES = {
         modules=_llama_modules,
         init=gpt.init,
         unread=(".rotary_emb.inv_freq", "lm_head.weight"),
+        token_ids=TokenIds(1, 2),
     ),
     "bert": Family(
         holds=lambda config: isinstance(config, BERTConfig),
@@ -333,6 +323,7 @@ FAMILIES = {
         init=bert.init,
         unread=(".position_ids", "cls.predictions.decoder.weight", "cls.predictions.decoder.bias",
                 "bert.pooler.dense.weight", "bert.pooler.dense.bias"),
+        token_ids=TokenIds(pad=0),
     ),
     "resnet": Family(
         holds=lambda config: (

@@ -79,7 +79,9 @@ def _field(argument: str) -> str:
 
 
 class ConfigError(ValueError):
-    """The input is wrong: the trainer ends with status 2 and has written nothing.
+    """The input is wrong: the trainer ends with status 2.
+
+    Before training it has written nothing.
 
     Args:
       failures: at least one.
@@ -102,13 +104,15 @@ class NonFiniteLossError(RuntimeError):
 
     def __init__(self, *, step: int, values: Mapping[str, float], kept: int | None) -> None:
         self.step = step
+        self.seen = " and ".join(f"the {name} is {value}" for name, value in values.items())
         left = (
             "There is no checkpoint yet."
             if kept is None
-            else f"The checkpoint of step {kept} is kept; --resume continues from it."
+            else f"The checkpoint of step {kept} is kept; --resume continues from it once "
+            "a setting has changed."
         )
-        seen = " and ".join(f"the {name} is {value}" for name, value in values.items())
         super().__init__(
-            f"step {step}: {seen}; training stopped. "
-            f"{left} Try a smaller optimizer.peak_lr or a longer optimizer.warmup_steps."
+            f"step {step}: {self.seen}; training stopped. "
+            f"{left} Try a smaller optimizer.peak_lr, a longer optimizer.warmup_steps, a lower "
+            "optimizer.clip_norm, or other data with another train.seed."
         )

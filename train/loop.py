@@ -15,10 +15,10 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from jaxpipe import Checkpoints
-from train import checkpoint, distributed, run_folder, start
+from train import checkpoint, distributed, progress, run_folder, start
 from train.config import Config
 from train.data import stream
-from train.errors import NonFiniteLossError
+from train.errors import ConfigError, NonFiniteLossError
 from train.metrics import Line, Metrics, memory_bytes, peak_flops, recorded, say, shown
 from train.modes import Mode, Modes
 from train.run_lock import RunLock
@@ -73,13 +73,24 @@ def _run(config: Config, console: Console, *, resume: bool) -> float | None:
     if is_writer:
         start.prepare_folder(setup)
     describe = checkpoint.describe(config, data_sha256=digest)
-    with (
-        checkpoints,
-        Metrics(config, last_step=found.step, is_writer=is_writer) as metrics,
-    ):
-        trainer = Trainer(setup, modes, checkpoints, metrics, console, describe)
-        trainer.begin(found)
-        return trainer.finish() if trainer.train() else None
+    trainer = None
+    try:
+        with checkpoints, Metrics(config, last_step=found.step, is_writer=is_writer) as metrics:
+            trainer = Trainer(setup, modes, checkpoints, metrics, console, describe)
+            trainer.begin(found)
+            score = trainer.finish() if trainer.train() else None
+    except NonFiniteLossError as error:
+        if is_writer:
+            progress.note_failure(folder, error, describe["config"])
+        raise
+    except Exception:
+        if trainer is not None:
+            trainer.check_folder()  # whatever failed, a folder that is gone explains it
+        raise
+    trainer.check_folder()
+    if is_writer:
+        trainer.note_saved()
+    return score
 
 
 class Trainer:
@@ -106,6 +117,7 @@ class Trainer:
         self.setup, self.modes, self.config = setup, modes, setup.config
         self.checkpoints, self.metrics = checkpoints, metrics
         self.console, self.describe = console, describe
+        self.held = run_folder.Held(self.config) if jax.process_index() == 0 else None
         self.stop = StopRequest()
         self.examples, self.heldout = setup.task.load()
         self.rows = distributed.local_rows(setup.pipe.batch_sharding, self.config.train.batch_size)
@@ -199,12 +211,13 @@ class Trainer:
                     numbers |= self._end()
                 self.evaluated = self.evaluate() if evaluates else {}
                 self._write(self.step, numbers | self.evaluated)
+                self.check_folder()
                 self.checkpoints.check()
                 if logs:
                     line = self._line(numbers, bubble, seconds / max(clock.steps, 1))
                     say(bar.console, str(line))
                 if saves:
-                    self.save()
+                    self.save(num_batches=1 if stopping else config.eval_batches)
                 bar.update(task, completed=self.step)
                 clock = _Clock()
                 if stopping and self.step < last:
@@ -236,22 +249,38 @@ class Trainer:
         """Returns loss and metrics, as they are recorded, of the held-out batches: their means."""
         return self._heldout(self.config.train.eval_batches)
 
-    def save(self) -> None:
+    def save(self, *, num_batches: int) -> None:
         """Starts to save this step, if its weights give a finite loss.
 
-        The loss of a step is that of the weights before it. If the step was not evaluated, one
-        held-out batch is run to check the new weights.
+        The loss of a step is that of the weights before it, so the new weights are evaluated, which
+        also tells which checkpoint is the best. One that is saved in haste, on request, may take
+        fewer batches than an evaluation, and is then never the best.
         """
-        if not self.evaluated:
-            self._heldout(1)
+        evaluated = self.evaluated or self._heldout(num_batches)
+        is_whole = bool(self.evaluated) or num_batches == self.config.train.eval_batches
         checkpoint.save(
             self.checkpoints,
             self.step,
             self.mode.to_saved(self.carried),
             data=self.stream.get_state(),
             run=self.describe | {checkpoint.IN_FLIGHT: self.mode.layout()},
-            eval_loss=self.evaluated.get("eval_loss"),
+            eval_loss=evaluated["eval_loss"] if is_whole else None,
         )
+        if jax.process_index() == 0 and (whole := self.checkpoints.steps):
+            progress.note_saved(Path(self.config.run_dir), max(whole))
+
+    def check_folder(self) -> None:
+        """Raises ConfigError if the run folder that this process writes is gone."""
+        if self.held is not None:
+            self.held.check()
+
+    def note_saved(self) -> None:
+        """Records that the last checkpoint is whole; raises ConfigError if it is gone."""
+        folder = Path(self.config.run_dir)
+        if self.step not in self.checkpoints.steps:
+            path = folder / run_folder.CHECKPOINTS / str(self.step)
+            raise ConfigError([run_folder.removed(self.config, path)])
+        progress.note_saved(folder, self.step)
 
     def _global(self, batch: stream.Batch) -> Any:
         return distributed.global_batch(

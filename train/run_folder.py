@@ -10,16 +10,20 @@ from pathlib import Path
 
 from train import run_lock, tasks
 from train.config import Config
-from train.errors import Failure
+from train.errors import ConfigError, Failure
 
 CONFIG_FILE = "config.yaml"
 METRICS_FILE = "metrics.jsonl"
 CHECKPOINTS = "checkpoints"
 CHOICE_FILE = "schedule.json"
+PROGRESS_FILE = "progress.json"
 SCHEDULE_FILE, STEADY_STATE_FILE = "schedule.svg", "schedule.txt"
 TENSORBOARD = "tensorboard"
 _PICTURES = SCHEDULE_FILE, STEADY_STATE_FILE
-FILES = (CONFIG_FILE, METRICS_FILE, CHECKPOINTS, CHOICE_FILE, *_PICTURES, TENSORBOARD)
+FILES = (
+    *(CONFIG_FILE, METRICS_FILE, CHECKPOINTS, CHOICE_FILE, PROGRESS_FILE),
+    *(*_PICTURES, TENSORBOARD),
+)
 """What every run leaves; a task's report may add a file."""
 
 
@@ -72,6 +76,38 @@ def _writable(config: Config) -> Iterator[Failure]:
             run_lock.remove_folders(missing)
     except OSError as error:
         yield unwritable(config, error)
+
+
+class Held:
+    """The files that a run writes, which nothing else may remove or replace meanwhile.
+
+    Args:
+      config: names the run folder; what it holds is there.
+    """
+
+    def __init__(self, config: Config) -> None:
+        paths = (Path(config.run_dir) / name for name in (METRICS_FILE, CHECKPOINTS))
+        self._config, self._held = config, {path: path.stat() for path in paths}
+
+    def check(self) -> None:
+        """Raises ConfigError if one is no longer there, or another in its place."""
+        for path, held in self._held.items():
+            try:
+                is_there = os.path.samestat(path.stat(), held)
+            except FileNotFoundError:
+                is_there = False
+            if not is_there:
+                raise ConfigError([removed(self._config, path)])
+
+
+def removed(config: Config, what: Path) -> Failure:
+    """Returns the failure of a run whose files were taken away while it ran."""
+    return Failure(
+        f"run_dir={config.run_dir}: {what} was removed or replaced while the run was using it, and "
+        "what the run has written since is lost. Put the folder back and continue with --resume, "
+        "or name another --run-dir.",
+        ("run_dir",),
+    )
 
 
 def unwritable(config: Config, error: OSError) -> Failure:

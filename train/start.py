@@ -12,7 +12,7 @@ from rich.console import Console
 
 from jaxpipe import Checkpoints
 from jaxpipe.schedule import draw, simulate, steady_text
-from train import checkpoint, choice, configured, run_folder
+from train import checkpoint, choice, configured, progress, run_folder
 from train.choice import Choice
 from train.config import Config
 from train.errors import ConfigError, Failure
@@ -85,6 +85,9 @@ def find(
         start = Start(step, tuple(checkpoint.changes(saved, config)), layout is not None)
     elif resume:
         failures += checkpoint.none_whole(checkpoints.found, run_dir=config.run_dir)
+        failures += progress.lost(Path(config.run_dir)) if not failures else []
+    if resume:
+        failures += progress.would_fail_again(Path(config.run_dir), config, step=start.step)
     if start.step > config.train.steps:
         failures.append(
             Failure(

@@ -1,16 +1,20 @@
 """train.py as a user starts it: what a run leaves, and that nothing can break one."""
 
+import json
+import math
 import os
 import random
 import shutil
 import signal
 import subprocess
+import time
 
 import pytest
 import yaml
 from command import (
     CHECKPOINT_EVERY,
     NUM_STEPS,
+    SECONDS,
     assert_same_run,
     back_to,
     finish,
@@ -28,6 +32,19 @@ pytestmark = pytest.mark.end_to_end
 
 def _copy(run, tmp_path):
     return shutil.copytree(run, tmp_path / "copy")
+
+
+def test_every_checkpoint_competes_for_the_best(unbroken_toy):
+    """Also those of steps that are not evaluated for the record."""
+    folder = unbroken_toy / "checkpoints"
+    losses = {
+        step: json.loads((folder / str(step) / "metrics" / "metrics").read_text())["eval_loss"]
+        for step in saved(unbroken_toy)
+    }
+    recorded = {r["step"]: r["eval_loss"] for r in steps(unbroken_toy) if "eval_loss" in r}
+    assert losses.keys() - recorded.keys()
+    assert all(map(math.isfinite, losses.values()))
+    assert losses[NUM_STEPS] == pytest.approx(recorded[NUM_STEPS])
 
 
 def test_a_run_leaves_everything_it_should(unbroken, trainer):
@@ -171,12 +188,46 @@ def test_a_loss_that_is_not_finite_stops_the_run(unbroken_toy, toy_trainer, tmp_
     finished = toy_trainer.run("--run-dir", run, "--resume", *options, status=1)
     assert "changed since: optimizer.peak_lr 0.01 -> 1e+38" in finished.out
     assert "error: step 10: the held-out loss is inf; training stopped." in finished.err
-    assert "The checkpoint of step 9 is kept; --resume continues from it." in finished.err
+    assert "The checkpoint of step 9 is kept; --resume continues from it once" in finished.err
     assert "Traceback" not in finished.err
+    # What would only repeat is not started; anything else is.
+    again = toy_trainer.run("--run-dir", run, "--resume", *options, status=2)
+    assert "was stopped at step 10 (the held-out loss is inf), and would be again" in again.err
+    assert again.err.count("\n") == 1, again.err
     assert saved(run) == [9]
     assert not (run / LOCK_FILE).exists()
     toy_trainer.run("--run-dir", run, "--resume")
     assert_same_run(run, unbroken_toy)
+
+
+def test_a_run_that_lost_its_checkpoints_does_not_start_over(unbroken_toy, toy_trainer, tmp_path):
+    """All of the folder, as without the record of older versions, and its contents alone."""
+    run = _copy(unbroken_toy, tmp_path)
+    before = steps(run)
+    back_to(run, 0)
+    finished = toy_trainer.run("--run-dir", run, "--resume", status=2)
+    assert f"run_dir={run} has done at least {NUM_STEPS} steps, but " in finished.err
+    assert "Put its checkpoints back, or name another --run-dir" in finished.err
+    assert finished.err.count("\n") == 1, finished.err
+    (run / "progress.json").unlink()
+    shutil.rmtree(run / "checkpoints")
+    assert toy_trainer.run("--run-dir", run, "--resume", status=2).err == finished.err
+    assert steps(run) == before
+
+
+@pytest.mark.parametrize("what", [".", "checkpoints"])
+def test_a_run_folder_that_is_removed_ends_the_run_in_an_error(toy_trainer, tmp_path, what):
+    run = tmp_path / "run"
+    options = ("--config", toy_trainer.config, "--run-dir", run, "--train.steps", 2000)
+    process = toy_trainer.start(*options)
+    until = time.monotonic() + SECONDS
+    while num_lines(run) < 4 and time.monotonic() < until:
+        time.sleep(0.01)
+    run.joinpath(what).rename(tmp_path / "aside")
+    finished = finish(process)
+    assert finished.status == 2, str(finished)
+    assert f"error: run_dir={run}" in finished.err
+    assert "Traceback" not in finished.err
 
 
 def _assert_close(run, other):

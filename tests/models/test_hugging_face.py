@@ -100,7 +100,7 @@ def test_gpt2_logits(transformers, tokens, tmp_path):
         )
     )  # fmt: skip
     theirs.save_pretrained(tmp_path)
-    config, params, _ = hugging_face.load(tmp_path)
+    config, params, *_ = hugging_face.load(tmp_path)
     assert config == dataclasses.replace(GPT2, dropout=0.1)
     equal_logits(gpt.logits(config, params, tokens), theirs(torch.tensor(tokens)).logits)
 
@@ -120,7 +120,7 @@ def test_llama_logits(transformers, tokens, tmp_path, tied):
         )
     )  # fmt: skip
     theirs.save_pretrained(tmp_path)
-    config, params, _ = hugging_face.load(tmp_path)
+    config, params, *_ = hugging_face.load(tmp_path)
     assert config == dataclasses.replace(LLAMA, tied=tied)
     equal_logits(gpt.logits(config, params, tokens), theirs(torch.tensor(tokens)).logits)
 
@@ -146,7 +146,7 @@ def test_bert_logits(transformers, tokens, tmp_path, head):
         )
     )  # fmt: skip
     theirs.save_pretrained(tmp_path)
-    config, params, _ = hugging_face.load(tmp_path)
+    config, params, *_ = hugging_face.load(tmp_path)
     both = head == "BertForPreTraining"
     assert config == dataclasses.replace(BERT, dropout=0.1, next_sentence=both)
     batch = bert_batch(tokens)
@@ -176,7 +176,7 @@ def test_resnet_logits(transformers, tmp_path, config):
         )
     )  # fmt: skip
     theirs.save_pretrained(tmp_path)
-    read, params, state = hugging_face.load(tmp_path)
+    read, params, state, _ = hugging_face.load(tmp_path)
     assert read == dataclasses.replace(config, width=64)
     images = np.random.default_rng(0).standard_normal((2, 3, 48, 40)).astype(np.float32)
     equal_logits(
@@ -240,7 +240,8 @@ def test_round_trip_is_exact(tmp_path, config):
 @every_family
 def test_reading_and_writing_again_gives_the_same_file(tmp_path, config):
     hugging_face.save(tmp_path / "first", config, *drawn(config))
-    hugging_face.save(tmp_path / "second", *hugging_face.load(tmp_path / "first"))
+    *model, token_ids = hugging_face.load(tmp_path / "first")
+    hugging_face.save(tmp_path / "second", *model, token_ids=token_ids)
     first, second = (
         safetensors.load_file(tmp_path / name / "model.safetensors") for name in ("first", "second")
     )
@@ -253,7 +254,7 @@ def test_reading_and_writing_again_gives_the_same_file(tmp_path, config):
 def test_weights_pass_through_any_pipeline_layout(tmp_path, schedule):
     config = dataclasses.replace(LLAMA, num_layers=8)
     hugging_face.save(tmp_path / "first", config, *drawn(config))
-    _, params, _ = hugging_face.load(tmp_path / "first")
+    _, params, *_ = hugging_face.load(tmp_path / "first")
     pipe = jaxpipe.Pipeline(
         gpt.model(config, vocabulary_axis="stage"),
         params,

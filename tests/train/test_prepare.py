@@ -63,7 +63,7 @@ def test_tokens_decode_to_the_documents(options, text):
     end = tokenizer.token_to_id("<|endoftext|>")
     decoded = []
     for name, size in (("train", meta.train), ("heldout", meta.heldout)):
-        tokens = read_tokens(options.out / f"{name}.tokens")
+        tokens = read_tokens(options.out / f"{name}.tokens")[:]
         assert len(tokens) == size.tokens
         assert int(tokens.max()) < meta.vocab_size
         (ends,) = np.nonzero(tokens == end)

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import numpy as np
 from tokenizers import Tokenizer
 
-from train.data import text
+from train.data import text, token_file
 from train.data.stream import Batch
 
 # Section 3.1, task 1: the rest of the tokens to predict stay as they are.
@@ -71,7 +71,7 @@ class MaskedWindows:
 
     def __init__(
         self,
-        tokens: np.ndarray,
+        tokens: text.Tokens,
         *,
         sequence_length: int,
         vocab_size: int,
@@ -177,17 +177,24 @@ def load(
     """
     folder = Path(folder)
     end_of_text = text.load_tokenizer(folder).get_vocab()[text.END_OF_TEXT]
+    vocab_size = text.read_meta(folder).vocab_size
     train, heldout = (
         MaskedWindows(
-            text.read_tokens(folder / name),
+            _checked(folder / name, vocab_size),
             sequence_length=sequence_length,
-            vocab_size=text.read_meta(folder).vocab_size,
+            vocab_size=vocab_size,
             end_of_text=end_of_text,
             next_sentence=next_sentence,
         )
         for name in (text.TRAIN_FILE, text.HELDOUT_FILE)
     )
     return train, heldout
+
+
+def _checked(path: Path, vocab_size: int) -> text.Tokens:
+    tokens = text.read_tokens(path)
+    token_file.check(path, tokens, vocab_size=vocab_size)
+    return tokens
 
 
 def load_tokenizer(folder: str | Path) -> Tokenizer:
@@ -221,7 +228,7 @@ def masked_accuracy(predictions: np.ndarray, targets: np.ndarray) -> float:
 
 
 def unigram_accuracy(
-    train_tokens: np.ndarray, batches: Iterable[Batch], *, vocab_size: int
+    train_tokens: text.Tokens, batches: Iterable[Batch], *, vocab_size: int
 ) -> float:
     """Accuracy of always guessing the most frequent training token: what a model must beat.
 

@@ -22,6 +22,9 @@ from train.data import folder as prepared
 from train.data import stream
 from train.data.folder import TOKENIZER_FILE, prepare_hint
 from train.data.stream import Batch, Rows
+from train.data.token_file import BLOCK, TokenFile
+
+Tokens = np.ndarray | TokenFile
 
 KIND = "text"
 TRAIN_FILE = "train.tokens"
@@ -32,8 +35,6 @@ _HEADER = struct.Struct("<8sIIQ")  # magic, version, bytes per token, number of 
 _MAGIC = b"JPTOKENS"
 _VERSION = 1
 _DTYPES: dict[int, np.dtype[Any]] = {2: np.dtype("<u2"), 4: np.dtype("<u4")}
-# Tokens counted at a time, so that memory stays flat however long the token file is.
-_COUNT_BLOCK = 1 << 22
 
 
 @dataclasses.dataclass(frozen=True)
@@ -83,14 +84,14 @@ def write_tokens(path: Path, tokens: np.ndarray, *, vocab_size: int) -> None:
         os.fsync(file.fileno())
 
 
-def read_tokens(path: str | Path) -> np.memmap:
-    """Maps a token file into memory, after checking that it is whole.
+def read_tokens(path: str | Path) -> TokenFile:
+    """Opens a token file, after checking that it is whole.
 
     Args:
       path: a file written by ``train.prepare``.
 
     Returns:
-      Read-only tokens ``[num_tokens]``, uint16 or uint32.
+      Tokens ``[num_tokens]``, uint16 or uint32, of which slices can be read.
 
     Raises:
       ValueError: the file is missing, unreadable, not a token file, or not as long as its header
@@ -135,7 +136,7 @@ def read_tokens(path: str | Path) -> np.memmap:
         )
     if count == 0:
         raise ValueError(f"{where}: {path.name} holds no tokens. {hint}")
-    return np.memmap(path, dtype=_DTYPES[itemsize], mode="r", offset=_HEADER.size, shape=(count,))
+    return TokenFile(path, dtype=_DTYPES[itemsize], offset=_HEADER.size, count=count)
 
 
 def read_meta(folder: str | Path) -> DataMeta:
@@ -196,7 +197,7 @@ class Windows:
       array([[4, 5, 6, 7, 8]], dtype=int32)
     """
 
-    def __init__(self, tokens: np.ndarray, sequence_length: int) -> None:
+    def __init__(self, tokens: Tokens, sequence_length: int) -> None:
         stream.check_sizes(sequence_length=sequence_length)
         self._tokens, self._sequence_length = tokens, sequence_length
 
@@ -213,7 +214,7 @@ class Windows:
 
 
 def batches(
-    tokens: np.ndarray, *, sequence_length: int, batch_size: int, seed: int, rows: Rows = None
+    tokens: Tokens, *, sequence_length: int, batch_size: int, seed: int, rows: Rows = None
 ) -> grain.DatasetIterator[Batch]:
     """Yields shuffled `Windows` of the text endlessly.
 
@@ -248,7 +249,7 @@ def batches(
 
 
 def heldout_batches(
-    tokens: np.ndarray,
+    tokens: Tokens,
     *,
     sequence_length: int,
     batch_size: int,
@@ -294,7 +295,7 @@ def heldout_batches(
     )
 
 
-def unigram_loss(train_tokens: np.ndarray, heldout_tokens: np.ndarray, vocab_size: int) -> float:
+def unigram_loss(train_tokens: Tokens, heldout_tokens: Tokens, vocab_size: int) -> float:
     """Cross-entropy of held-out text under token frequencies alone: what a model must beat.
 
     With add-one smoothing, ``p(t) = (count(t) + 1) / (num_train_tokens + vocab_size)``.
@@ -322,11 +323,11 @@ def unigram_loss(train_tokens: np.ndarray, heldout_tokens: np.ndarray, vocab_siz
     return float(-(heldout_counts @ log_p) / len(heldout_tokens))
 
 
-def count_tokens(tokens: np.ndarray, vocab_size: int, name: str) -> np.ndarray:
+def count_tokens(tokens: Tokens, vocab_size: int, name: str) -> np.ndarray:
     """Counts how often each token occurs, int64 ``[vocab_size]``; ``name`` is for the message."""
     counts = np.zeros(vocab_size, np.int64)
-    for start in range(0, len(tokens), _COUNT_BLOCK):
-        block = np.asarray(tokens[start : start + _COUNT_BLOCK], dtype=np.int64)
+    for start in range(0, len(tokens), BLOCK):
+        block = np.asarray(tokens[start : start + BLOCK], dtype=np.int64)
         if int(block.max()) >= vocab_size:
             raise ValueError(
                 f"{name} holds token {int(block.max())}, but vocab_size={vocab_size}: "

@@ -30,10 +30,13 @@ from train.data.text import (
     read_tokens,
     write_tokens,
 )
+from train.data.token_file import record_of
 from train.prepare import folders
 from train.tokenizer import MIN_VOCAB_SIZE, encode, train_tokenizer
 
 _FILES = frozenset({TRAIN_FILE, HELDOUT_FILE, TOKENIZER_FILE, META_FILE})
+_RECORDS = frozenset(map(record_of, (TRAIN_FILE, HELDOUT_FILE)))
+"""What a run keeps beside them."""
 # Installed packages, tests, and programs that some distributions leave out.
 _STDLIB_SKIPPED = frozenset(
     {"site-packages", "dist-packages", "test", "tests", "idlelib", "lib2to3", "ensurepip"}
@@ -100,7 +103,11 @@ def prepare(options: PrepareOptions, *, console: Console | None = None) -> DataM
     console = console or Console()
     _check_options(options)
     existing = folders.existing(
-        options, files=_FILES, read_meta=read_meta, check_whole=_check_whole, console=console
+        options,
+        files=_FILES | _RECORDS,
+        read_meta=read_meta,
+        check_whole=_check_whole,
+        console=console,
     )
     documents, skipped = collect_documents(options)
     digest = folders.digest(part for d in documents for part in (d.name, d.text))

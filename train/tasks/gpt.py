@@ -12,7 +12,7 @@ import numpy as np
 from models import gpt
 from models.sample import sample
 from train.config import Config
-from train.data import text
+from train.data import text, token_file
 from train.data.folder import META_FILE
 from train.errors import Failure
 from train.task import Task
@@ -72,6 +72,8 @@ class GPT(Task):
         for name, (needed, what) in rows.items():
             try:
                 tokens = text.read_tokens(folder / name)
+                if meta is not None:
+                    token_file.check(folder / name, tokens, vocab_size=meta.vocab_size)
             except ValueError as error:
                 yield Failure(str(error), ("data.path",))
                 continue

@@ -1,0 +1,134 @@
+"""The fields of a ``config.json``, each checked for its type and named if it is wrong."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+_LARGEST = 10**7
+"""A larger size is a mistake, and would take long to refuse by its tensors."""
+_MOST_LAYERS = 10**4
+_MISSING = object()
+
+Id = int | list[int] | None
+
+
+class TokenIds(NamedTuple):
+    """The tokens with a meaning; None where a model has none, and a list for several ends."""
+
+    bos: Id = None
+    eos: Id = None
+    pad: Id = None
+
+
+class Fields:
+    """What ``config.json`` holds, or a part of it.
+
+    Args:
+      file: where it was read, for messages.
+      values: by name.
+    """
+
+    def __init__(self, file: Path, values: Mapping[str, Any]) -> None:
+        self._file, self._values = file, values
+
+    def get(self, name: str, default: Any = _MISSING) -> Any:
+        """The value as it is; raises ValueError if it is missing and has no default."""
+        value = self._values.get(name, default)
+        if value is _MISSING:
+            raise ValueError(f"{self._file} lacks {name!r}.")
+        return value
+
+    def part(self, name: str) -> Fields:
+        """An object among the values; an empty one if it is missing or null."""
+        value = self.get(name, None)
+        if value is not None and not isinstance(value, dict):
+            raise self._wrong(name, value, "an object")
+        return Fields(self._file, value or {})
+
+    def extended(self, **values: Any) -> Fields:
+        """These fields with others, which lie deeper in the file."""
+        return Fields(self._file, {**self._values, **values})
+
+    @property
+    def count(self) -> int:
+        """How many there are."""
+        return len(self._values)
+
+    def layers(self, name: str) -> int:
+        """A number of layers."""
+        return self._whole(name, self.get(name), most=_MOST_LAYERS)
+
+    def size(self, name: str) -> int:
+        """A size that must be there."""
+        return self._whole(name, self.get(name), most=_LARGEST)
+
+    def size_or_none(self, name: str) -> int | None:
+        """A size that may be missing or null."""
+        return None if self.get(name, None) is None else self.size(name)
+
+    def number(self, name: str, default: Any = _MISSING) -> float:
+        """A number, whole or not."""
+        value = self.get(name, default)
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            raise self._wrong(name, value, "a number")
+        return value
+
+    def flag(self, name: str) -> bool:
+        """True or false; false if it is missing."""
+        value = self.get(name, False)
+        if not isinstance(value, bool):
+            raise self._wrong(name, value, "true or false")
+        return value
+
+    def require(self, **allowed: tuple[Any, ...]) -> None:
+        """Raises ValueError unless every field has an allowed value, the first by default."""
+        failures = [
+            f"{self._file} has {name}={self._values[name]!r}; it can only be read with "
+            f"{' or '.join(map(repr, values))}."
+            for name, values in allowed.items()
+            if self._values.get(name, values[0]) not in values
+        ]
+        if failures:
+            raise ValueError("\n".join(failures))
+
+    def token_ids(self, defaults: TokenIds) -> TokenIds:
+        """Reads the tokens with a meaning; an id outside the vocabulary means none.
+
+        Args:
+          defaults: those of the library for fields that are missing.
+        """
+        vocab_size = self.size("vocab_size")
+        found = (self.get(f"{name}_token_id", ids) for name, ids in defaults._asdict().items())
+        return TokenIds(*(_within(ids, vocab_size) for ids in found))
+
+    def _whole(self, name: str, value: Any, *, most: int) -> int:
+        if type(value) is not int or not 1 <= value <= most:
+            raise self._wrong(name, value, f"a whole number from 1 to {most}")
+        return value
+
+    def _wrong(self, name: str, value: Any, rule: str) -> ValueError:
+        return ValueError(f"{self._file} has {name}={value!r}; it must be {rule}.")
+
+
+def _within(ids: Any, vocab_size: int) -> Id:
+    if isinstance(ids, list):
+        return [one for one in ids if _within(one, vocab_size) is not None] or None
+    return ids if type(ids) is int and 0 <= ids < vocab_size else None
+
+
+def token_id_fields(ids: TokenIds, vocab_size: int) -> dict[str, Id]:
+    """The fields to write; null where there is none, for which the library has ids of its own.
+
+    Raises:
+      ValueError: an id outside the vocabulary.
+    """
+    wrong = [
+        f"token_ids.{name}={value!r} must lie below vocab_size={vocab_size}, each at least 0."
+        for name, value in ids._asdict().items()
+        if value != _within(value, vocab_size)
+    ]
+    if wrong:
+        raise ValueError("\n".join(wrong))
+    return {f"{name}_token_id": value for name, value in ids._asdict().items()}

@@ -1,0 +1,138 @@
+"""The files of a Hugging Face folder: weights in one file or several, and JSON."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+CONFIG = "config.json"
+WEIGHTS = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+_SHARD = re.compile(r"model-\d{5}-of-\d{5}\.safetensors")
+"""The library's names for the files that an index lists."""
+
+
+def library():
+    """Imports the package; raises ValueError if it is not installed."""
+    try:
+        import safetensors.numpy
+    except ModuleNotFoundError as error:
+        raise ValueError(
+            "Hugging Face folders need the safetensors package: pip install 'jaxpipe[huggingface]'."
+        ) from error
+    return safetensors
+
+
+class Tensor(NamedTuple):
+    """A tensor of a file, under its name there."""
+
+    file: Path
+    name: str
+    value: np.ndarray
+
+
+def read_tensors(folder: Path) -> list[Tensor]:
+    """All tensors of a folder."""
+    # As in the library, one file comes before an index.
+    sharded = (folder / INDEX).exists() and not (folder / WEIGHTS).exists()
+    tensors = []
+    for name in _listed(folder) if sharded else [WEIGHTS]:
+        file = folder / name
+        if not file.is_file():
+            raise ValueError(f"{folder} holds no {name}; it must hold {WEIGHTS} or {INDEX}.")
+        try:
+            found = library().numpy.load_file(file)
+        except library().SafetensorError as error:
+            raise ValueError(f"{file} is damaged: {error}.") from error
+        except OSError as error:
+            raise ValueError(f"{file} cannot be read: {error.strerror or error}.") from error
+        except (KeyError, TypeError, AttributeError) as error:  # 8-bit numbers of some kinds
+            raise ValueError(f"{file} holds numbers that cannot be read: {error}.") from error
+        tensors += [Tensor(file, tensor, value) for tensor, value in found.items()]
+    if sharded:
+        _check_listed(folder, tensors)
+    return tensors
+
+
+def _check_listed(folder: Path, tensors: list[Tensor]) -> None:
+    """Raises ValueError unless every tensor is where the index says, and only there."""
+    held: dict[str, list[Path]] = {}
+    for file, name, _ in tensors:
+        held.setdefault(name, []).append(file)
+    failures = [
+        f"{folder / name} lacks {tensor}, which {INDEX} says it holds."
+        for tensor, name in read_json(folder / INDEX)["weight_map"].items()
+        if folder / name not in held.get(tensor, [])
+    ]
+    failures += [
+        f"{' and '.join(map(str, files))} both hold {tensor}."
+        for tensor, files in held.items()
+        if len(files) > 1
+    ]
+    if failures:
+        raise ValueError("\n".join(failures))
+
+
+def _listed(folder: Path) -> list[str]:
+    """The files that an index lists, of which none may lie outside the folder."""
+    weight_map = read_json(folder / INDEX).get("weight_map")
+    found: list[Any] = list(weight_map.values()) if isinstance(weight_map, dict) else [None]
+    if not all(isinstance(name, str) and name and "\0" not in name for name in found):
+        raise ValueError(
+            f"{folder / INDEX} is damaged: it must have a weight_map from tensors to file names."
+        )
+    names = sorted(set(found))
+    root = folder.resolve()
+    inside = [root]
+    if root.parent.name == "snapshots":  # the Hub's cache, whose snapshots are links to its blobs
+        inside.append(root.parents[1] / "blobs")
+
+    def leads_out(name: str) -> bool:
+        if Path(name).is_absolute() or ".." in Path(name).parts:
+            return True
+        file = Path(os.path.realpath(root / name))
+        return not any(file.is_relative_to(place) for place in inside)
+
+    failures = [
+        f"{folder / INDEX} names {name!r}, which leads out of the folder. Nearest valid: a file in "
+        f"it, such as {WEIGHTS if Path(name).name == '..' else Path(name).name!r}."
+        for name in names
+        if leads_out(name)
+    ]
+    if failures:
+        raise ValueError("\n".join(failures))
+    return names
+
+
+def replace_model(folder: Path, partial: Path) -> None:
+    """Replaces the contents of a folder by the files of a complete model."""
+    for name in (WEIGHTS, CONFIG):
+        with (partial / name).open("rb") as file:
+            os.fsync(file.fileno())
+    # Nothing reads a folder without its config: two models are never mixed.
+    (folder / CONFIG).unlink(missing_ok=True)
+    os.replace(partial / WEIGHTS, folder / WEIGHTS)
+    for path in list(folder.iterdir()):
+        if path.name == INDEX or _SHARD.fullmatch(path.name):
+            path.unlink()
+    os.replace(partial / CONFIG, folder / CONFIG)
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """The object in a file; raises ValueError if there is none."""
+    if not path.exists():
+        raise ValueError(f"{path.parent} holds no {path.name}; give a Hugging Face model folder.")
+    try:
+        fields = json.loads(path.read_bytes())
+    except OSError as error:
+        raise ValueError(f"{path} cannot be read: {error.strerror}.") from error
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{path} is damaged: it is no JSON ({error}).") from error
+    if not isinstance(fields, dict):
+        raise ValueError(f"{path} is damaged: it holds no JSON object.")
+    return fields

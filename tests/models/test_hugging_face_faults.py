@@ -1,0 +1,224 @@
+"""Folders and models that are wrong: each ends in one error that names the file and what is wrong.
+
+And the tokens with a meaning, which the library would otherwise make up.
+"""
+
+import json
+import pathlib
+import struct
+
+import jax
+import numpy as np
+import pytest
+import yaml
+
+from models import hugging_face
+from models.gpt import GPTConfig
+from models.hugging_face_families import FAMILIES
+from models.hugging_face_fields import TokenIds
+from tests.models.test_hugging_face_folders import (
+    BERT,
+    GPT2,
+    INDEX,
+    LLAMA,
+    RESNET,
+    WEIGHTS,
+    drawn,
+    shard,
+)
+
+safetensors = pytest.importorskip("safetensors.numpy", reason="safetensors is not installed")
+
+CONFIGS = {"gpt2": GPT2, "llama": LLAMA, "bert": BERT, "resnet": RESNET}
+UNREAD = {"architectures", "dtype", "label2id", "rope_theta"}
+UNREAD |= {"embd_pdrop", "attn_pdrop", "attention_probs_dropout_prob"}
+"""Fields of ``config.json`` that nothing here reads, or that stand twice."""
+MAY_BE_ANYTHING = {"rope_parameters", "id2label", "bos_token_id", "eos_token_id", "pad_token_id"}
+MAY_BE_NULL = {"n_inner", "num_key_value_heads"}
+
+
+def edit(file, **changes):
+    file.write_text(json.dumps(json.loads(file.read_text()) | changes))
+
+
+@pytest.mark.parametrize("family", CONFIGS)
+def test_every_field_of_a_config_is_checked(tmp_path, family):
+    config = CONFIGS[family]
+    hugging_face.save(tmp_path, config, *drawn(config))
+    file = tmp_path / "config.json"
+    right = file.read_text()
+    fields = json.loads(right)
+    for name in fields.keys() - UNREAD - MAY_BE_ANYTHING:
+        for value in ("x", None, {"x": 1}, 10**30, -1):
+            is_allowed = value is None and name in MAY_BE_NULL
+            if is_allowed or (isinstance(fields[name], float) and value == 10**30):
+                continue
+            file.write_text(right)
+            edit(file, **{name: value})
+            with pytest.raises(ValueError, match=r"must|only|gives|describes|of no use") as error:
+                hugging_face.load(tmp_path)
+            assert str(error.value).startswith(str(tmp_path)), (name, value)
+
+
+@pytest.mark.parametrize(
+    ("family", "field", "value", "message"),
+    [
+        ("gpt2", "n_layer", 1.5, "has n_layer=1.5; it must be a whole number from 1 to 10000."),
+        ("gpt2", "n_layer", True, "has n_layer=True; it must be a whole number from 1 to 10000."),
+        ("gpt2", "n_head", 0, "has n_head=0; it must be a whole number from 1 to 10000000."),
+        ("llama", "rms_norm_eps", [], "has rms_norm_eps=[]; it must be a number."),
+        ("llama", "rope_parameters", 3, "has rope_parameters=3; it must be an object."),
+        ("llama", "tie_word_embeddings", 0, "has tie_word_embeddings=0; it must be true or false."),
+        ("bert", "num_attention_heads", 3, "describes no model of ours: num_heads=3 must divide"),
+        ("resnet", "layer_type", "x", "can only be read with 'bottleneck' or 'basic'."),
+    ],
+)
+def test_a_wrong_field_is_named(tmp_path, family, field, value, message):
+    config = CONFIGS[family]
+    hugging_face.save(tmp_path, config, *drawn(config))
+    file = tmp_path / "config.json"
+    edit(file, **{field: value})
+    with pytest.raises(ValueError, match=r"config\.json") as error:
+        hugging_face.load(tmp_path)
+    assert str(error.value).startswith(f"{file} ")
+    assert message in str(error.value)
+
+
+@pytest.mark.parametrize("name", ["config.json", WEIGHTS, INDEX])
+def test_a_folder_in_the_place_of_a_file(tmp_path, name):
+    hugging_face.save(tmp_path, LLAMA, drawn(LLAMA)[0])
+    if name == INDEX:
+        shard(tmp_path)
+    (tmp_path / name).unlink()
+    (tmp_path / name).mkdir()
+    with pytest.raises(ValueError, match=name):
+        hugging_face.load(tmp_path)
+
+
+def test_json_that_is_nested_too_deep(tmp_path):
+    (tmp_path / "config.json").write_text("[" * 100_000)
+    with pytest.raises(ValueError, match=r"config\.json is damaged: it is no JSON"):
+        hugging_face.load(tmp_path)
+
+
+def test_numbers_of_kinds_that_cannot_be_read_are_named(tmp_path):
+    hugging_face.save(tmp_path, LLAMA, drawn(LLAMA)[0])
+    shapes = {name: x.shape for name, x in safetensors.load_file(tmp_path / WEIGHTS).items()}
+    header, end = {}, 0
+    for name, shape in shapes.items():
+        begin, end = end, end + int(np.prod(shape))
+        header[name] = {"dtype": "F8_E4M3", "shape": shape, "data_offsets": [begin, end]}
+    text = json.dumps(header).encode()
+    (tmp_path / WEIGHTS).write_bytes(struct.pack("<Q", len(text)) + text + bytes(end))
+    with pytest.raises(ValueError, match=r"model\.safetensors"):
+        hugging_face.load(tmp_path)
+
+
+def test_files_hold_what_the_index_says(tmp_path):
+    hugging_face.save(tmp_path, LLAMA, drawn(LLAMA)[0])
+    shard(tmp_path)
+    files = json.loads((tmp_path / INDEX).read_text())["weight_map"]
+    name, file = next(iter(files.items()))
+    other = next(other for other in files.values() if other != file)
+    (tmp_path / INDEX).write_text(json.dumps({"weight_map": files | {name: other}}))
+    with pytest.raises(ValueError, match="lacks") as error:
+        hugging_face.load(tmp_path)
+    assert str(error.value) == f"{tmp_path / other} lacks {name}, which {INDEX} says it holds."
+
+    (tmp_path / INDEX).write_text(json.dumps({"weight_map": files}))
+    moved = {part: safetensors.load_file(tmp_path / part) for part in (file, other)}
+    safetensors.save_file(moved[other] | {name: moved[file][name]}, tmp_path / other)
+    with pytest.raises(ValueError, match=f"both hold {name}") as error:
+        hugging_face.load(tmp_path)
+    assert str(tmp_path / file) in str(error.value)
+    assert str(tmp_path / other) in str(error.value)
+
+
+@pytest.mark.parametrize("family", CONFIGS)
+def test_parameters_that_are_not_the_configs_are_not_written(tmp_path, family):
+    config = CONFIGS[family]
+    params, state = drawn(config)
+    first, *others = jax.tree_util.tree_leaves_with_path(params)
+    path = "params/" + "/".join(str(getattr(k, "key", getattr(k, "idx", None))) for k in first[0])
+    shape = list(first[1].shape)
+
+    def changed(change):
+        tree = jax.tree.structure(params)
+        return jax.tree.unflatten(tree, [change(first[1]), *(leaf for _, leaf in others)])
+
+    wrong = {
+        f"{path} has shape {[*shape, 1]}, but the config asks for {shape}.": changed(
+            lambda x: x[..., None]
+        ),
+        f"{path} holds no floating-point numbers.": changed(lambda x: x.astype("i4")),
+        f"{path} is missing.": changed(lambda x: None),
+        "params/more is no part of the model.": {**params, "more": np.zeros(3)},
+    }
+    for message, tree in wrong.items():
+        with pytest.raises(ValueError, match="params") as error:
+            hugging_face.save(tmp_path / "out", config, tree, state)
+        assert str(error.value) == message
+    assert not (tmp_path / "out").exists()
+
+
+# Tokens with a meaning.
+
+IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
+
+
+@pytest.mark.parametrize("config", [GPT2, LLAMA, BERT])
+@pytest.mark.parametrize("ids", [TokenIds(3, 4, 5), TokenIds(0, [1, 2], None), TokenIds()])
+def test_token_ids_are_written_and_read(tmp_path, config, ids):
+    hugging_face.save(tmp_path, config, *drawn(config), token_ids=ids)
+    fields = json.loads((tmp_path / "config.json").read_text())
+    assert tuple(fields[name] for name in IDS) == ids
+    assert hugging_face.load(tmp_path).token_ids == ids
+
+
+@pytest.mark.parametrize("config", [GPT2, LLAMA, BERT])
+def test_no_ids_are_made_up(tmp_path, config):
+    """The library takes 50256 for a GPT-2 without the fields, whatever its vocabulary."""
+    hugging_face.save(tmp_path, config, *drawn(config))
+    fields = json.loads((tmp_path / "config.json").read_text())
+    assert [fields[name] for name in IDS] == [None, None, None]
+
+
+def test_missing_ids_are_the_librarys_within_the_vocabulary(tmp_path):
+    for config, expected in ((GPT2, TokenIds()), (LLAMA, TokenIds(1, 2)), (BERT, TokenIds(pad=0))):
+        hugging_face.save(tmp_path, config, *drawn(config))
+        file = tmp_path / "config.json"
+        fields = json.loads(file.read_text())
+        file.write_text(json.dumps({name: fields[name] for name in fields if name not in IDS}))
+        assert hugging_face.load(tmp_path).token_ids == expected
+
+
+def test_ids_outside_the_vocabulary_are_not_written(tmp_path):
+    ids = TokenIds(50256, [1, 37], -1)
+    with pytest.raises(ValueError, match="vocab_size=37") as error:
+        hugging_face.save(tmp_path / "out", GPT2, drawn(GPT2)[0], token_ids=ids)
+    assert [line.split()[0] for line in str(error.value).splitlines()] == [
+        "token_ids.bos=50256",
+        "token_ids.eos=[1,",
+        "token_ids.pad=-1",
+    ]
+    assert not (tmp_path / "out").exists()
+
+
+def test_the_configuration_of_llama_7b_is_that_of_the_published_model():
+    """Touvron et al. 2023, table 2; the epsilon stands in its ``params.json`` alone."""
+    model = yaml.safe_load(pathlib.Path("configs/llama-7b.yaml").read_text())["model"]
+    fields = FAMILIES["llama"].write(GPTConfig(**model))
+    published = {
+        "vocab_size": 32000,
+        "max_position_embeddings": 2048,
+        "num_hidden_layers": 32,
+        "hidden_size": 4096,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 32,
+        "intermediate_size": 11008,
+        "tie_word_embeddings": False,
+        "attention_bias": False,
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 10_000.0,
+    }
+    assert {name: fields[name] for name in published} == published

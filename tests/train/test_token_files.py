@@ -1,0 +1,68 @@
+"""Token files that do not fit, or change during a run: one line each, and no signal."""
+
+import numpy as np
+import pytest
+
+from train import checks, data
+from train.data import stream, text, token_file
+from train.errors import ConfigError
+
+
+def _messages(config):
+    return [failure.message for failure in checks.check(config, writes=False)]
+
+
+@pytest.mark.parametrize("name", [data.TRAIN_FILE, data.HELDOUT_FILE])
+def test_tokens_beyond_the_vocabulary_are_found_before_training(make, folder, name):
+    config = make({"train.eval_batches": 1})
+    assert _messages(config) == []
+    tokens = data.read_tokens(folder / name)[:].copy()
+    tokens[len(tokens) // 2] = 5000
+    data.write_tokens(folder / name, tokens, vocab_size=1 << 16)
+    (message,) = _messages(config)
+    assert f"data.path={folder}: {name} holds token 5000" in message
+    assert "its tokenizer knows 300 tokens, 0 to 299" in message
+
+
+def test_a_file_is_read_once_unless_it_changes(folder, monkeypatch):
+    path = folder / data.TRAIN_FILE
+    tokens = data.read_tokens(path)
+    token_file.check(path, tokens, vocab_size=300)
+
+    def refuse(self, part):
+        raise AssertionError("read again")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(token_file.TokenFile, "__getitem__", refuse)
+        token_file.check(path, tokens, vocab_size=300)
+        with pytest.raises(ValueError, match="holds token 299, but its tokenizer knows 200"):
+            token_file.check(path, tokens, vocab_size=200)
+    data.write_tokens(path, np.full(3000, 300), vocab_size=301)
+    with pytest.raises(ValueError, match="holds token 300"):
+        token_file.check(path, data.read_tokens(path), vocab_size=300)
+    (folder / f".{data.TRAIN_FILE}.checked").write_bytes(b"\xff")
+    with pytest.raises(ValueError, match="holds token 300"):
+        token_file.check(path, data.read_tokens(path), vocab_size=300)
+
+
+def test_a_file_cut_short_during_a_run_ends_in_one_line(folder):
+    path = folder / data.TRAIN_FILE
+    windows = text.Windows(data.read_tokens(path), 16)
+    batches = stream.batches(windows, batch_size=8, seed=0)
+    next(batches)
+    with path.open("r+b") as file:
+        file.truncate(30)
+    with pytest.raises(ConfigError) as error:
+        [next(batches) for _ in range(20)]
+    (failure,) = error.value.failures
+    assert f"data.path={folder}: train.tokens can no longer be read" in failure.message
+    assert "continue with --resume" in failure.message
+
+
+def test_a_file_deleted_during_a_run_is_read_to_the_end(folder):
+    path = folder / data.TRAIN_FILE
+    tokens = data.read_tokens(path)
+    before = tokens[:]
+    path.unlink()
+    np.testing.assert_array_equal(tokens[:], before)
+    np.testing.assert_array_equal(tokens[100:200], before[100:200])
