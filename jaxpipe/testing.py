@@ -188,6 +188,9 @@ def assert_matches_unpipelined(
         reference = functools.partial(unpipelined.loss, model)
     if meshes is None:
         meshes = make_mesh(stage=2), make_mesh(stage=2, data=2)
+    for name, cases in (("schedules", schedules), ("meshes", meshes)):
+        if isinstance(cases, (str, Mesh)) or not cases:
+            raise ValueError(f"{name} is {cases!r}; give at least one, in a list.")
     given = {"states": states, "poison": True, **options}
     pipes = [
         Pipeline(model, params, schedule=schedule, mesh=mesh, **given)
