@@ -167,7 +167,9 @@ def assert_matches_unpipelined(
       >>> pipes = assert_matches_unpipelined(model, params, batch, zero=3)  # doctest: +SKIP
     """
     reference = reference or _own_reference(model)
-    meshes = meshes or (make_mesh(stage=2), make_mesh(stage=2, data=2))
+    if meshes is None:
+        meshes = make_mesh(stage=2), make_mesh(stage=2, data=2)
+    refuse(_no_cases(schedules=schedules, meshes=meshes))
     given = {"states": states, "poison": True, **options}
     pipes = [
         Pipeline(model, params, schedule=schedule, mesh=mesh, **given)
@@ -179,6 +181,12 @@ def assert_matches_unpipelined(
     if max(array.relative for array in found) > tolerance:
         raise AssertionError(_report(found, tolerance))
     return pipes
+
+
+def _no_cases(**given: Any) -> Iterator[str]:
+    for name, cases in given.items():
+        if isinstance(cases, (str, Mesh)) or not cases:
+            yield f"{name} is {cases!r}; give at least one, in a list."
 
 
 def _own_reference(model: Model) -> Callable[..., Any]:

@@ -265,6 +265,13 @@ def test_devices_that_come_too_late_are_refused_with_the_remedy():
     assert "right after `import jax`, or at the top of conftest.py" in done.stderr
 
 
+@pytest.mark.parametrize("cases", [{"schedules": "1f1b"}, {"meshes": []}])
+def test_nothing_to_compare_is_refused(cases):
+    model = jaxpipe.Model(*[lambda *args: args[1]] * 3)
+    with pytest.raises(ValueError, match="give at least one, in a list"):
+        testing.assert_matches_unpipelined(model, {}, {}, **cases)
+
+
 def test_no_device_is_refused():
     with pytest.raises(ValueError, match="num_devices=0 must be at least 1"):
         testing.simulate_devices(0)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
+import numbers
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -89,7 +90,7 @@ class Checkpoints:
         file = f"folder={str(folder)!r} is a file; checkpoints need a folder of their own."
         refuse([*problems, *[file] * is_file])
         self._manager: ocp.CheckpointManager | None = None
-        self._writing = 0
+        self._writing, self._left = 0, False
 
     def __enter__(self) -> Checkpoints:
         if not self._read_only:
@@ -99,6 +100,7 @@ class Checkpoints:
     def __exit__(self, *_: object) -> None:
         if self._manager is not None:
             self._manager.close()
+            self._left = True
 
     # What is there.
 
@@ -248,6 +250,11 @@ class Checkpoints:
           run: a description of the run, for JSON; `read_run` returns it.
           loss: as for `save`.
         """
+        if self._left:
+            refuse([f"folder={str(self._folder)!r} was left: save inside `with Checkpoints(...)`."])
+        if not isinstance(step, numbers.Integral) or step < 0:
+            refuse([f"step={step!r} must be a whole number, the optimizer steps done."])
+        loss = None if loss is None else float(loss)  # JSON holds no array
         manager = self._manager or self._open()
         # The checksums of the step before must be written first.
         manager.wait_until_finished()
@@ -297,7 +304,7 @@ class Checkpoints:
         """Makes the folder ready to be written to."""
         if self._read_only:
             raise ValueError(f"folder={str(self._folder)!r} was opened with read_only=True.")
-        damaged = self.found.damaged
+        self._left, damaged = False, self.found.damaged
         from_first(lambda: recovery.move_aside(self._folder, damaged))
         self._manager = ocp.CheckpointManager(
             self._folder,

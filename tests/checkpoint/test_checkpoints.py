@@ -338,3 +338,16 @@ def test_what_cannot_be_saved(two, tmp_path):
     with pytest.raises(ValueError, match="read_only=True"):
         jaxpipe.Checkpoints(tmp_path, read_only=True).save(1, pipe, OPTIMIZER, params, state)
     assert not (tmp_path / "run").exists()
+
+
+def test_what_would_be_lost_later_is_refused_or_written(tmp_path):
+    pipe = pipeline("alike", stage=2)[0]
+    params, state, _ = begin(pipe, "alike")
+    with jaxpipe.Checkpoints(tmp_path / "run") as checkpoints:
+        for step in (-1, 1.5, "1"):
+            with pytest.raises(ValueError, match="must be a whole number"):
+                checkpoints.save(step, pipe, OPTIMIZER, params, state)
+        checkpoints.save(1, pipe, OPTIMIZER, params, state, loss=jnp.float32(2))
+    assert checkpoints.steps == [1]
+    with pytest.raises(ValueError, match="was left: save inside"):
+        checkpoints.save(2, pipe, OPTIMIZER, params, state)

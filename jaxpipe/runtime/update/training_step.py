@@ -46,6 +46,7 @@ def update(
     if extra:
         shapes = shapes_of(extra)
         placed = PlacedOptimizer(optimizer, pipe.layout, zero=pipe.zero, extra=shapes)
+    grads = trained_part(grads)  # those of `jax.grad` are 0 for what is not trained
     problems = pipe.trained_placing.problems("grads", grads)
     problems += checks.optimizer_state("state", state, placed.placing.placed)
     refuse([*problems, *pipe.params_placing.problems("params", params)])
