@@ -11,12 +11,13 @@ import importlib.metadata
 import os
 import subprocess
 import sys
-from collections.abc import MutableMapping, Sequence
+from collections.abc import Collection, MutableMapping, Sequence
 
+COMMAND_BUFFERS = "--xla_gpu_enable_command_buffer"
 FLAGS = {
     # A loop whose trip count is in device memory costs the host a round trip for every iteration.
     # In a CUDA graph the device decides: the layer loops of a tick become one graph launch.
-    "--xla_gpu_enable_command_buffer": "+WHILE",
+    COMMAND_BUFFERS: "+WHILE",
     # Messages in both directions, and on a V of chunks those of both halves, are in flight at once.
     # By default one transfer at a time is, and the others are made synchronous.
     "--xla_gpu_experimental_parallel_collective_overlap_limit": "4",
@@ -27,13 +28,16 @@ _PROBE = "from jaxlib import xla_client; xla_client.make_cpu_client()"
 _PROBE_SECONDS = 60.0
 
 
-def apply(environment: MutableMapping[str, str] | None = None) -> tuple[str, ...]:
+def apply(
+    environment: MutableMapping[str, str] | None = None, *, without: Collection[str] = ()
+) -> tuple[str, ...]:
     """Adds `FLAGS` to ``XLA_FLAGS`` where jax will use a GPU. Call it before jax is first used.
 
     What the user has set in ``XLA_FLAGS`` wins, flag by flag; a file named there is left alone.
 
     Args:
       environment: variables; the process's own by default.
+      without: flags to leave out.
 
     Returns:
       The flags that the installed XLA does not know, which were left out.
@@ -47,9 +51,9 @@ def apply(environment: MutableMapping[str, str] | None = None) -> tuple[str, ...
     given = environment.get("XLA_FLAGS", "").split()
     if not _expects_gpu(environment) or (given and not given[0].startswith("-")):
         return ()
-    names = {flag.split("=")[0] for flag in given}
+    names = {flag.split("=")[0] for flag in given} | set(without)
     wanted = [f"{name}={value}" for name, value in FLAGS.items() if name not in names]
-    known = _known(wanted)
+    known = _known(wanted) if wanted else []
     environment["XLA_FLAGS"] = " ".join([*given, *known])
     return tuple(flag for flag in wanted if flag not in known)
 

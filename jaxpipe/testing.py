@@ -152,9 +152,8 @@ def assert_matches_unpipelined(
         compare with a loss that does not come from `Model` at all.
       tolerance: the largest difference of an element, relative to the largest absolute value of
         its array in the reference.
-      floor: the smallest such value that an array is taken to have. Above 0 it is for gradients
-        that cancel to nothing, such as that of the bias of an attention's keys, of which only
-        rounding is left.
+      floor: the smallest such value that an array is taken to have; for gradients that cancel to
+        nothing but rounding, such as that of the bias of an attention's keys.
       options: further arguments of `Pipeline`, such as ``zero=3`` or ``remat="full"``.
 
     Returns:
@@ -165,47 +164,42 @@ def assert_matches_unpipelined(
         largest difference, and the configuration.
 
     Example:
-      >>> import jax.numpy as jnp
-      >>> from jaxpipe.runtime.mesh import make_mesh
-      >>> model = Model(
-      ...     embed=lambda outer, batch, rng: batch["x"],
-      ...     layer=lambda w, x, batch, rng: jnp.tanh(x @ w),
-      ...     head_loss=lambda outer, x, batch, rng: jnp.mean(x**2),
-      ... )
-      >>> params = {"embed": {}, "layers": jnp.ones((2, 3, 3)), "head": {}}
-      >>> batch = {"x": jnp.ones((4, 3))}
-      >>> pipes = assert_matches_unpipelined(model, params, batch, meshes=[make_mesh(stage=1)])
-      >>> [pipe.schedule.name for pipe in pipes]
-      ['gpipe', '1f1b', 'zb-h1']
+      >>> pipes = assert_matches_unpipelined(model, params, batch, zero=3)  # doctest: +SKIP
     """
-    if reference is None:
-        if model.stage_split is not None:
-            raise ValueError(
-                "The model splits parameters over stages (Model.stage_split), which its functions "
-                "cannot do without a mesh. Give what to compare with: reference="
-                "functools.partial(jaxpipe.unpipelined.loss, model_with_whole_parameters)."
-            )
-        reference = functools.partial(unpipelined.loss, model)
-    if meshes is None:
-        meshes = make_mesh(stage=2), make_mesh(stage=2, data=2)
+    reference = reference or _own_reference(model)
+    meshes = meshes or (make_mesh(stage=2), make_mesh(stage=2, data=2))
     given = {"states": states, "poison": True, **options}
     pipes = [
         Pipeline(model, params, schedule=schedule, mesh=mesh, **given)
         for mesh in meshes
         for schedule in schedules
     ]
-    found: list[_Compared] = []
-    for pipe in pipes:
-        case = f"schedule {pipe.schedule.name!r} on {dict(pipe.mesh.shape)}"
-        got, want = _results(pipe, params, batch, rng, states, reference)
-        for name in want:
-            wrong = mismatches(name, got[name], shapes_of(want[name]))
-            if wrong:
-                raise AssertionError("\n  ".join([f"By the reference, with {case}:", *wrong]))
-            found += _compared(case, name, got[name], want[name], floor)
+    args = params, batch, rng, states, reference
+    found = [array for pipe in pipes for array in _compared_by_name(pipe, floor, *args)]
     if max(array.relative for array in found) > tolerance:
         raise AssertionError(_report(found, tolerance))
     return pipes
+
+
+def _own_reference(model: Model) -> Callable[..., Any]:
+    if model.stage_split is not None:
+        raise ValueError(
+            "The model splits parameters over stages (Model.stage_split), which its functions "
+            "cannot do without a mesh. Give what to compare with: reference="
+            "functools.partial(jaxpipe.unpipelined.loss, model_with_whole_parameters)."
+        )
+    return functools.partial(unpipelined.loss, model)
+
+
+def _compared_by_name(pipe: Pipeline, floor: float, *args: Any) -> Iterator[_Compared]:
+    """All arrays of a pipeline's results beside those of the reference."""
+    case = f"schedule {pipe.schedule.name!r} on {dict(pipe.mesh.shape)}"
+    got, want = _results(pipe, *args)
+    for name in want:
+        wrong = mismatches(name, got[name], shapes_of(want[name]))
+        if wrong:
+            raise AssertionError("\n  ".join([f"By the reference, with {case}:", *wrong]))
+        yield from _compared(case, name, got[name], want[name], floor)
 
 
 @functools.partial(jax.jit, static_argnames=("reference", "num_microbatches", "data_shards"))

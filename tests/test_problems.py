@@ -43,14 +43,13 @@ SURFACES = [
         "pipeline.microbatches=-1 must be at least 1. Nearest valid: 1.",
     ),
     (
-        build("interleaved", group=2),
-        "group=2 does not fit schedule 'interleaved': a group must reach the last stage before its "
-        "next chunk starts on the first, so it is at least stages=4.\nNearest valid: 4.",
-        "--group 2 does not fit schedule 'interleaved': a group must reach the last stage before "
-        "its next chunk starts on the first, so it is at least --stages 4.\nNearest valid: 4.",
-        "pipeline.group=2 does not fit schedule 'interleaved': a group must reach the last stage "
-        "before its next chunk starts on the first, so it is at least mesh.stage=4. Nearest valid: "
-        "4.",
+        build("interleaved", group=1),
+        "group=1 does not fit schedule 'interleaved': it must be at least half of stages=4.\n"
+        "Nearest valid: 2.",
+        "--group 1 does not fit schedule 'interleaved': it must be at least half of --stages 4.\n"
+        "Nearest valid: 2.",
+        "pipeline.group=1 does not fit schedule 'interleaved': it must be at least half of "
+        "mesh.stage=4. Nearest valid: 2.",
     ),
     (
         partial(controllable_memory, 8, 32, memory_limit=1.5),
@@ -184,9 +183,9 @@ REFUSED = {
     "chunks": build("gpipe", chunks=2),
     "group": build("gpipe", group=2),
     "multiple": build("hanayo", chunks=3),
-    "small group": build("interleaved", group=2),
+    "small group": build("interleaved", group=1),
     "small limit": build("auto", memory_limit=0.5),
-    "interleaved": partial(interleaved, 4, 8, group=3),
+    "interleaved": partial(interleaved, 4, 8, group=1),
     "hanayo": partial(hanayo, 4, 8, memory_limit=0.5),
     "controllable memory": partial(controllable_memory, 8, 32, memory_limit=1),
     "auto": partial(auto, 3, 4, memory_limit=0, placement=linear(2)),

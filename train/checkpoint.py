@@ -186,7 +186,10 @@ def changes(saved: dict[str, Any], config: Config) -> list[str]:
       saved: from `in_todays_form`.
       config: of the run that continues it.
     """
-    free = ("run_dir", "data.prepare", "sample", "distributed", "wandb")
+    free = (
+        *("run_dir", "data.prepare", "sample", "distributed", "wandb"),
+        *("pipeline.weights", "pipeline.gpu_flags"),
+    )
     before, now = Config(**saved["config"]).flat(), config.flat()
     return [
         f"{path} {before[path]} -> {now[path]}"

@@ -44,6 +44,7 @@ def check(
     wrong |= {field for field, value in config.flat().items() if value != given[field]}
     rules: list[Rule] = [
         _text,
+        _replicas,
         _schedule,
         _asynchronous,
         _weights,
@@ -195,8 +196,19 @@ def _asynchronous(config: Config) -> Iterator[Failure]:
         )
 
 
+def _replicas(config: Config) -> Iterator[Failure]:
+    data, replica = config.mesh.data, config.mesh.replica
+    if data % replica:
+        nearest = _divisors(data, replica)
+        yield Failure(
+            f"mesh.replica={replica} does not divide mesh.data={data}. Nearest valid: "
+            f"mesh.replica={nearest}.",
+            ("mesh.replica", "mesh.data"),
+        )
+
+
 def _weights(config: Config) -> Iterator[Failure]:
-    if config.pipeline.weights == "stacked":
+    if config.pipeline.weights != "unrolled":
         return
     if isinstance(tasks.make(config).model(train=True, axis=None).layer, tuple):
         yield Failure(

@@ -66,6 +66,10 @@ class MeshConfig(Section):
     """Pipeline stages."""
     data: Count = 2
     """Data shards."""
+    replica: Count = 1
+    """Groups of data shards, such as hosts, that hold the same parts of what pipeline.zero shards:
+    each splits it over data / replica devices. Weights are gathered within a group, and gradients
+    cross between groups in parts."""
 
 
 class PipelineConfig(Section):
@@ -94,14 +98,18 @@ class PipelineConfig(Section):
     """What the backward recomputes: nothing, everything but matmuls, or everything."""
     zero: Annotated[int, Range(0, 3)] = 3
     """What is sharded over data: 0 nothing, 1 optimizer state, 2 also gradients, 3 also weights."""
-    weights: Literal["stacked", "unrolled"] = "stacked"
+    weights: Literal["auto", "stacked", "unrolled"] = "auto"
     """Whether the weights of a stage's layers are one array per parameter, or one per layer, which
-    saves copies of them on GPUs but takes longer to compile."""
+    saves copies of them on GPUs but takes longer to compile. "auto" is unrolled on GPUs, up to 8
+    layers per stage, where layers are alike and updated after the step, and else stacked."""
     compute_dtype: Literal["bfloat16"] | None = None
     """Dtype in which stages keep, and data shards gather, copies of the layers' weights, cast once
     per step and not by every layer for every microbatch. It must be the model's own dtype.
     Parameters, gradients and the optimizer stay float32; a step keeps half a copy of the weights
     more, or, with zero 3, halves what is gathered."""
+    gpu_flags: Literal["all", "no-command-buffers", "off"] = "all"
+    """XLA's flags for GPUs that the launcher sets: all that a pipeline needs, all but the one that
+    puts loops into CUDA graphs, or none. What XLA_FLAGS holds already wins, flag by flag."""
     update: Literal["step", "chunk"] = "step"
     """When the optimizer runs: after the "step", with the gradients of all layers; or for every
     "chunk" as soon as its gradient is complete, which keeps only the gradients of chunks in work.

@@ -28,6 +28,26 @@ _DECAY = 0.135
 """T2's decay, e^-2: arXiv 1910.05124, section 3.2."""
 
 
+_MOST_UNROLLED = 8
+"""Layers per stage up to which unrolling is worth its compile time: docs/benchmarks.md."""
+
+
+def weights(config: Config, *, platform: str, alike: bool, counts: Sequence[int]) -> str:
+    """How the weights of a stage's layers lie: "stacked" or "unrolled".
+
+    Args:
+      config: a configuration.
+      platform: of the devices, such as "cpu" or "gpu".
+      alike: whether all layers are.
+      counts: layers of every virtual stage.
+    """
+    if config.pipeline.weights != "auto":
+        return config.pipeline.weights
+    possible = alike and not is_asynchronous(config) and config.pipeline.update == "step"
+    few = sum(counts) <= _MOST_UNROLLED * config.mesh.stage
+    return "unrolled" if platform == "gpu" and possible and few else "stacked"
+
+
 def is_asynchronous(config: Config) -> bool:
     """Whether ``pipeline.schedule`` names a method that never drains the pipeline."""
     return config.pipeline.schedule in ASYNCHRONOUS_METHODS

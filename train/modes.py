@@ -310,7 +310,7 @@ def layout_of(setup: Setup) -> dict[str, Any]:
     """Returns the fields that decide the shapes and the meaning of what is in flight, by path."""
     config: Config = setup.config
     fields = [
-        *("mesh.stage", "mesh.data", "pipeline.schedule", "pipeline.microbatches"),
+        *("mesh.stage", "mesh.data", "mesh.replica", "pipeline.schedule", "pipeline.microbatches"),
         *("pipeline.remat", "pipeline.zero", "train.batch_size", "asynchronous.warmup_steps"),
     ]
     flat = config.flat()

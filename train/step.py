@@ -59,7 +59,7 @@ class Setup:
     def __init__(self, config: Config, choice: Choice | None = None) -> None:
         self.config = config
         self.task = tasks.make(config)
-        self.mesh = make_mesh(stage=config.mesh.stage, data=config.mesh.data)
+        self.mesh = make_mesh(**config.mesh.model_dump())
         self.shapes = jax.eval_shape(self.task.init, self._key)
         # Measurements differ between processes.
         chosen = distributed.from_first(lambda: (choice or self._choose()).to_json())
@@ -118,7 +118,8 @@ class Setup:
             levels += [3] * (steady.num_versions - 1 + corrects)
             peak = steady.residual_slots
         sharded = sum(probe.zero >= z for z in levels)
-        copies = len(levels) - sharded + sharded / self.config.mesh.data + slots
+        parts = self.config.mesh.data // self.config.mesh.replica
+        copies = len(levels) - sharded + sharded / parts + slots
         peak = max(peak, *simulate(probe.schedule, configured.costs(self.config)).peak_in_flight)
         return Memory([copies * n for n in parameters], residuals, peak, limit * 1e9)
 
@@ -132,7 +133,12 @@ class Setup:
             compute_dtype=self.config.pipeline.compute_dtype,
             remat=self.config.pipeline.remat,
             zero=self.config.pipeline.zero,
-            weights=self.config.pipeline.weights,
+            weights=configured.weights(
+                self.config,
+                platform=self.mesh.devices.flat[0].platform,
+                alike=not isinstance(self.shapes["layers"], tuple),
+                counts=counts,
+            ),
             weight_slots=self.config.pipeline.weight_slots,
             states=self.task.init_states(),
         )

@@ -88,7 +88,8 @@ def _run(invocation) -> None:
     if processes is None or (failures and processes.count > 1):
         raise errors.ConfigError(failures)
     distributed.simulate_devices(config, processes)
-    if unknown := gpu_flags.apply():
+    without = {"all": (), "no-command-buffers": [gpu_flags.COMMAND_BUFFERS], "off": gpu_flags.FLAGS}
+    if unknown := gpu_flags.apply(without=without[config.pipeline.gpu_flags]):
         print(f"warning: this XLA does not know {', '.join(unknown)}", file=sys.stderr)
     distributed.start(processes)
 

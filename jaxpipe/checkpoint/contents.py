@@ -19,7 +19,7 @@ PARAMS, OPTIMIZER, STATES = "params", "optimizer", "layers"
 
 _BELONG_TO = {
     PARAMS: "another model",
-    OPTIMIZER: "another optimizer",
+    OPTIMIZER: "another optimizer, or other parameters are trained",
     STATES: "a model whose layers keep other states",
 }
 _MOST_LINES = 5

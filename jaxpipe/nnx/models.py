@@ -45,9 +45,8 @@ def model(
 ) -> Converted:
     """Makes a model of modules, which stay as they are.
 
-    The functions are written like the module's own ``__call__``, but in three parts. Random streams
-    (dropout) derive from the key that a step is given; without one, modules are deterministic.
-    Running statistics become the layers' states.
+    The functions are the module's own ``__call__`` in three parts. Random streams (dropout) derive
+    from the key of a step; without one, modules are deterministic. Running statistics are states.
 
     Args:
       module: whatever embedding, head and loss use: one module, or a dictionary or list of several.
@@ -66,9 +65,8 @@ def model(
         outside the layers.
 
     Example:
-      >>> rngs = nnx.Rngs(0)
-      >>> embedding = nnx.Embed(5, 4, rngs=rngs)
-      >>> layers = [nnx.Linear(4, 4, rngs=rngs) for _ in range(3)]
+      >>> embedding = nnx.Embed(5, 4, rngs=nnx.Rngs(0))
+      >>> layers = [nnx.Linear(4, 4, rngs=nnx.Rngs(n)) for n in range(3)]
       >>> converted = model(
       ...     embedding,
       ...     layers=layers,
@@ -76,27 +74,30 @@ def model(
       ...     layer=lambda linear, x, batch: x + jax.nn.relu(linear(x)),
       ...     loss=lambda embedding, x, batch: jnp.mean(embedding.attend(x) ** 2),
       ... )
-      >>> jax.tree.map(jnp.shape, converted.params)["layers"]
-      {'bias': (3, 4), 'kernel': (3, 4, 4)}
+      >>> converted.params["layers"]["kernel"].shape
+      (3, 4, 4)
     """
     split = _split(module, layers)
     is_stateful = bool(jax.tree.leaves(split.states))
     functions = _layer_functions(layers, layer, train, is_stateful)
     alike = len(set(functions)) == 1 and _same(split.params) and _same(split.states)
     call = _caller(module, split, train)
+    own = {} if output is None else {"output": _of_last(call, output)}
     made = Model(
         embed=lambda outer, batch, rng: call(embed, outer, rng, batch),
         layer=functions[0] if alike else tuple(functions),
-        head_loss=lambda outer, x, batch, rng: call(loss, outer, rng, x, batch),
+        head_loss=_of_last(call, loss),
         stateful=is_stateful,
+        **own,
     )
-    if output is not None:
-        made = dataclasses.replace(
-            made, output=lambda outer, x, batch, rng: call(output, outer, rng, x, batch)
-        )
     of_layers = _stacked(split.params) if alike else tuple(split.params)
     params = {"embed": nnx.to_pure_dict(split.outer), "layers": of_layers, "head": {}}
     return Converted(made, params, tuple(split.states) if is_stateful else None)
+
+
+def _of_last(call: Callable[..., Any], function: Callable[..., Any]) -> Callable[..., Any]:
+    """A function of the last layer's x, as `Model` has it."""
+    return lambda outer, x, batch, rng: call(function, outer, rng, x, batch)
 
 
 def update(
@@ -122,14 +123,18 @@ def update(
     """
     split = _split(module, layers)
     expected = {"embed": nnx.to_pure_dict(split.outer), "layers": tuple(split.params), "head": {}}
-    of_layers = params["layers"]
-    if not is_sequence(of_layers):
-        of_layers = [jax.tree.map(lambda w, n=n: w[n], of_layers) for n in range(len(layers))]
-    given = {**params, "layers": tuple(of_layers)}
-    problems = mismatches("params", given, shapes_of(expected))
+    of_layers = params.get("layers") if isinstance(params, dict) else None
+    if isinstance(of_layers, list):
+        params = params | {"layers": tuple(of_layers)}
+    elif of_layers is not None and not is_sequence(of_layers) and _same(split.params):
+        expected["layers"] = _stacked(shapes_of(split.params))
+    problems = mismatches("params", params, shapes_of(expected))
     if states is not None:
         problems += mismatches("states", tuple(states), shapes_of(tuple(split.states)))
     refuse(problems)
+    assert of_layers is not None  # or it would be missing
+    if not is_sequence(of_layers):
+        of_layers = [jax.tree.map(lambda w, n=n: w[n], of_layers) for n in range(len(layers))]
     nnx.update(module, _like(split.outer, params["embed"]))
     for n, part in enumerate(layers):
         nnx.update(part, _like(nnx.state(part, nnx.Param), of_layers[n]))
@@ -156,6 +161,8 @@ class _Split:
 
 def _split(module: Any, layers: Sequence[Any]) -> _Split:
     """Says who owns what; raises ValueError for what several own, or what must not be there."""
+    if isinstance(layers, nnx.Module) and not isinstance(layers, nnx.List):
+        raise ValueError(f"layers is a {type(layers).__name__}; give a sequence of modules.")
     if not layers:
         raise ValueError("layers is empty; a pipeline needs at least one.")
     owned: dict[int, Any] = {}

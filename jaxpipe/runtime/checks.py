@@ -79,7 +79,7 @@ def arguments(
     if weights not in LAYOUTS:
         rule = f"is no layout; choose one of {', '.join(LAYOUTS)}"
         yield Problem("weights", weights, rule)
-    if weight_slots < 1:
+    if not isinstance(weight_slots, int) or weight_slots < 1:
         yield Problem("weight_slots", weight_slots, "holds no chunk", (1,))
     if not isinstance(model, Model):
         yield f"model is a {type(model).__name__}; it must be a jaxpipe.Model."
@@ -229,10 +229,20 @@ def _counts(
     depth = num_layers(params["layers"])
     if states is not None and num_layers(states) != depth:
         yield f"states holds {num_layers(states)} layers and params['layers'] {depth}."
-    if layer_counts is None or schedule is None:
+    if schedule is None:
         return
     virtual_stages = schedule.placement.num_virtual_stages
-    if len(layer_counts) != virtual_stages or sum(layer_counts) != depth or min(layer_counts) < 0:
+    if layer_counts is None:
+        if depth < virtual_stages:
+            yield (
+                f"params['layers'] holds {depth} layers, and schedule {schedule.name!r} has "
+                f"{virtual_stages} virtual stages: each needs a layer. Use fewer stages or chunks, "
+                "or say with layer_counts which stay empty."
+            )
+        return
+    if isinstance(layer_counts, str) or not hasattr(layer_counts, "__len__"):
+        yield Problem("layer_counts", layer_counts, "is no sequence of numbers")
+    elif len(layer_counts) != virtual_stages or sum(layer_counts) != depth or min(layer_counts) < 0:
         rule = (
             f"must be {virtual_stages} numbers, one per virtual stage of schedule "
             f"{schedule.name!r}, that add up to the {depth} layers of params['layers']"

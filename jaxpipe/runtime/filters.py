@@ -9,7 +9,7 @@ from typing import Any, TypeAlias
 import jax
 import jax.numpy as jnp
 
-from jaxpipe.runtime.trees import describe, divide, shape_of
+from jaxpipe.runtime.trees import describe, describe_leaf, divide, shape_of
 from jaxpipe.runtime.types import Params
 
 Filter: TypeAlias = str | Sequence[str] | Callable[[str, jax.ShapeDtypeStruct], bool]
@@ -60,7 +60,15 @@ def problems(name: str, chosen: Filter, params: Params) -> Iterator[str]:
             f"{name} is {chosen!r}; give a pattern of paths such as 'layers/*/lora_*', several in "
             "a list, or a function of a path and a shape."
         )
-    elif not callable(chosen):
+    elif callable(chosen):
+        for path, leaf in jax.tree.leaves_with_path(params):
+            try:
+                is_chosen(name_of(path), leaf, chosen)
+            except Exception as error:  # a user's function may raise anything
+                given = f"{name_of(path)!r}, {describe_leaf(leaf)}"
+                yield f"{name}({given}) raised {type(error).__name__}: {error}."
+                return
+    else:
         for pattern in _patterns(chosen):
             if not any(fnmatch.fnmatchcase(path, pattern) for path in names):
                 yield f"{name}: {pattern!r} is the path of no parameter.\n{_examples(names)}"

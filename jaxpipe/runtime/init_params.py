@@ -35,7 +35,19 @@ def init_params(pipe: Pipeline, init: Callable[[jax.Array], Params], key: jax.Ar
       ValueError: parameters unlike those that the pipeline was built for.
 
     Example:
-      >>> params = init_params(pipe, init, jax.random.key(0))  # doctest: +SKIP
+      >>> from jaxpipe.runtime.layers.model import Model
+      >>> from jaxpipe.runtime.mesh import make_mesh
+      >>> model = Model(
+      ...     embed=lambda outer, batch, rng: batch["x"],
+      ...     layer=lambda w, x, batch, rng: x @ w,
+      ...     head_loss=lambda outer, x, batch, rng: x.mean(),
+      ... )
+      >>> def init(key):
+      ...     return {"embed": {}, "layers": jax.random.normal(key, (2, 3, 3)), "head": {}}
+      >>> shapes, mesh = jax.eval_shape(init, jax.random.key(0)), make_mesh(stage=1)
+      >>> pipe = Pipeline(model, shapes, schedule="1f1b", mesh=mesh)
+      >>> init_params(pipe, init, jax.random.key(0))["layers"].shape
+      (1, 2, 3, 3)
     """
     # Every array has a program of its own, or every layer if layers differ: XLA then keeps no more
     # than one of them whole, whatever it cannot split.

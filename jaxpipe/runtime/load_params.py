@@ -34,16 +34,28 @@ def load_params(pipe: Pipeline, read: Read) -> Placed:
 
     Args:
       pipe: where parameters are placed.
-      read: ``read("embed")`` and ``read("head")`` return these parts, ``read("layers", n)`` the
-        parameters of layer n alone, as numpy or jax arrays; memory maps are read where needed.
+      read: ``read("embed")`` and ``read("head")``, and ``read("shared")`` where layers share
+        parameters, return these parts, ``read("layers", n)`` the parameters of layer n alone, as
+        numpy or jax arrays; memory maps are read where needed.
 
     Raises:
       ValueError: a part unlike that of the parameters that the pipeline was built for.
 
     Example:
+      >>> from jaxpipe.runtime.layers.model import Model
+      >>> from jaxpipe.runtime.mesh import make_mesh
+      >>> model = Model(
+      ...     embed=lambda outer, batch, rng: batch["x"],
+      ...     layer=lambda w, x, batch, rng: x @ w,
+      ...     head_loss=lambda outer, x, batch, rng: x.mean(),
+      ... )
+      >>> shapes = jax.ShapeDtypeStruct((2, 3, 3), "float32")
+      >>> params, mesh = {"embed": {}, "layers": shapes, "head": {}}, make_mesh(stage=1)
+      >>> pipe = Pipeline(model, params, schedule="1f1b", mesh=mesh)
       >>> def read(name, n=None):
-      ...     return {"kernel": np.load(f"{name}-{n}.npy", mmap_mode="r")}
-      >>> params = load_params(pipe, read)  # doctest: +SKIP
+      ...     return {} if n is None else np.full((3, 3), n, np.float32)
+      >>> load_params(pipe, read)["layers"][0, :, 0, 0].tolist()
+      [0.0, 1.0]
     """
     placed = pipe.placed_params
     checked = partial(_read, pipe.canonical_params, read)
@@ -82,13 +94,14 @@ class _Layers:
         self._layout, self._placed, self._sharded = layout, placed, sharded
         self._write = jax.jit(self._written, static_argnames="example", donate_argnums=0)
         mesh, axes = layout.mesh, layout.axes
-        sizes = [mesh.shape[name] for name in axes.names[:-1]]
         self._devices: list[tuple[jax.Device, int, int]] = []
         for index, device in np.ndenumerate(mesh.devices):
             at = dict(zip(mesh.axis_names, index, strict=True))
-            shard = np.ravel_multi_index([at[name] for name in axes.names[:-1]], sizes)
+            shard = 0
+            for name in axes.split_names:
+                shard = shard * mesh.shape[name] + at[name]
             if device.process_index == jax.process_index():
-                self._devices.append((device, at[axes.stage], int(shard)))
+                self._devices.append((device, at[axes.stage], shard))
 
     def load(self, read: Read) -> Placed:
         if not jax.tree.leaves(self._placed):
@@ -125,7 +138,7 @@ class _Layers:
         def part(leaf: Leaf, w: Any) -> Any:
             if leaf.data_dim is None or not self._sharded:
                 return w
-            size = leaf.struct(parts=self._layout.axes.num_shards(self._layout.mesh)).shape
+            size = leaf.struct(parts=self._layout.axes.num_parts(self._layout.mesh)).shape
             first = shard * size[leaf.data_dim]
             window = slice(first, first + size[leaf.data_dim])
             return w[(slice(None),) * leaf.data_dim + (window,)]

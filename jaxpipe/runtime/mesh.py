@@ -5,14 +5,14 @@ from __future__ import annotations
 import dataclasses
 import logging
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import jax
 from jax.experimental.compilation_cache import compilation_cache
 from jax.sharding import AxisType, Mesh
 
-from jaxpipe.schedule.problems import below_one, refuse
+from jaxpipe.schedule.problems import Problem, below_one, refuse
 
 _LOG = logging.getLogger(__name__)
 
@@ -25,26 +25,40 @@ class Axes:
       stage: the axis of the stages.
       data: the axis of the data shards, or several that act as one, the first the outermost. JAX's
         collectives and partition specs take either.
+      replica: those of `data` along which nothing is sharded: devices hold the same parts.
 
     Example:
-      >>> Axes("pp", ("dp", "fsdp")).names
-      ('dp', 'fsdp', 'pp')
+      >>> axes = Axes("pp", ("dp", "fsdp"), replica=("dp",))
+      >>> axes.names, axes.split
+      (('dp', 'fsdp', 'pp'), 'fsdp')
     """
 
     stage: str = "stage"
     data: str | tuple[str, ...] = "data"
+    replica: tuple[str, ...] = ()
 
     @classmethod
-    def named(cls, stage: str, data: Sequence[str]) -> Axes:
-        """Axes by name; a single one of data shards is its name alone."""
-        data = (data,) if isinstance(data, str) else tuple(data)
-        return cls(stage, data[0] if len(data) == 1 else data)
+    def of(cls, mesh: Mesh, stage: str, data: Sequence[str], replica: Sequence[str] | None) -> Axes:
+        """Axes by name, with those of replicas the outermost; None is "replica", if it is there."""
+        own: set[str] = set(mesh.axis_names if isinstance(mesh, Mesh) else ())
+        if replica is None:
+            replica = sorted(own & {"replica"} - {*_names(data), stage})
+        return cls(stage, _alone((*_names(replica), *_names(data))), _names(replica))
+
+    @property
+    def split(self) -> str | tuple[str, ...]:
+        """The data axes over which arrays are sharded."""
+        return _alone(self.split_names)
+
+    @property
+    def split_names(self) -> tuple[str, ...]:
+        """`split` as a tuple."""
+        return tuple(name for name in _names(self.data) if name not in self.replica)
 
     @property
     def names(self) -> tuple[str, ...]:
         """All of them."""
-        data = (self.data,) if isinstance(self.data, str) else self.data
-        return (*data, self.stage)
+        return (*_names(self.data), self.stage)
 
     def num_stages(self, mesh: Mesh) -> int:
         """The stages of a mesh."""
@@ -52,7 +66,11 @@ class Axes:
 
     def num_shards(self, mesh: Mesh) -> int:
         """The data shards of a mesh."""
-        return math.prod(mesh.shape[name] for name in self.names[:-1])
+        return _size(mesh, self.data)
+
+    def num_parts(self, mesh: Mesh) -> int:
+        """The parts into which arrays are sharded."""
+        return _size(mesh, self.split)
 
     def problems(self, mesh: Mesh) -> Iterator[str]:
         """Why a mesh has no such axes, or others that a pipeline does not use."""
@@ -78,25 +96,48 @@ class Axes:
                 )
 
 
-def make_mesh(*, stage: int, data: int = 1, devices: Sequence[jax.Device] | None = None) -> Mesh:
-    """Builds the ``(data, stage)`` mesh the pipeline runs on.
+def _names(axes: str | Iterable[str]) -> tuple[str, ...]:
+    return (axes,) if isinstance(axes, str) else tuple(axes)
+
+
+def _alone(names: tuple[str, ...]) -> str | tuple[str, ...]:
+    """A single axis as its name alone."""
+    return names[0] if len(names) == 1 else names
+
+
+def _size(mesh: Mesh, axes: str | tuple[str, ...]) -> int:
+    return math.prod(mesh.shape[name] for name in _names(axes))
+
+
+def make_mesh(
+    *,
+    stage: int,
+    data: int = 1,
+    replica: int = 1,
+    devices: Sequence[jax.Device] | None = None,
+) -> Mesh:
+    """Builds the ``(data, stage)`` mesh the pipeline runs on, or ``(replica, data, stage)``.
 
     Consecutive devices form one pipeline, so that neighbouring stages are near each other.
 
     Args:
       stage: number of pipeline stages.
       data: number of data shards.
+      replica: how many groups of these hold the same parts of arrays that ZeRO shards, which are
+        then split over ``data / replica`` devices: hybrid sharding.
       devices: the devices to use; by default the first ``data * stage`` of `jax.devices`.
 
     Raises:
-      ValueError: a number below 1, or too few devices.
+      ValueError: a number below 1, replicas that do not divide the data shards, or too few devices.
 
     Example:
       >>> make_mesh(stage=1).axis_names
       ('data', 'stage')
     """
-    axes = Axes()
-    refuse(below_one(data=data, stage=stage))
+    refuse(below_one(data=data, stage=stage, replica=replica))
+    if data % replica:
+        nearest = tuple(n for n in range(1, data + 1) if data % n == 0)
+        refuse([Problem("replica", replica, f"does not divide data={data}", nearest)])
     available = list(jax.devices() if devices is None else devices)
     needed = data * stage
     if needed > len(available):
@@ -105,8 +146,11 @@ def make_mesh(*, stage: int, data: int = 1, devices: Sequence[jax.Device] | None
             f"{len(available)} ({available[0].platform}). On CPU, simulate them with "
             f"XLA_FLAGS=--xla_force_host_platform_device_count={needed}."
         )
-    types = (AxisType.Auto, AxisType.Auto)
-    mesh = jax.make_mesh((data, stage), axes.names, axis_types=types, devices=available[:needed])
+    sizes = {"data": data // replica, "stage": stage}
+    sizes = sizes if replica == 1 else {"replica": replica, **sizes}
+    types = (AxisType.Auto,) * len(sizes)
+    shape, names = tuple(sizes.values()), tuple(sizes)
+    mesh = jax.make_mesh(shape, names, axis_types=types, devices=available[:needed])
     leave_compilation_cache(mesh)
     return mesh
 

@@ -69,6 +69,8 @@ class Pipeline:
       mesh: from `jaxpipe.make_mesh`, or one of your own; explicit axes are used as automatic ones.
       stage_axis: the mesh's axis of the schedule's stages.
       data_axes: its axes of data shards, which act as one; all others must have one device.
+      replica_axes: further such axes, along which devices hold the same parts of what ZeRO shards;
+        by default "replica", if the mesh has it.
       microbatches: m of a schedule that is given by its name; by default two per stage.
       trainable: which parameters are trained: patterns of paths such as "layers/*/lora_*", or a
         function of a path and a shape; by default all. The others have no gradient and no optimizer
@@ -122,6 +124,7 @@ class Pipeline:
         mesh: Mesh,
         stage_axis: str = "stage",
         data_axes: Sequence[str] = ("data",),
+        replica_axes: Sequence[str] | None = None,
         microbatches: int | None = None,
         trainable: Filter | None = None,
         compute_dtype: DTypeLike | None = None,
@@ -134,7 +137,7 @@ class Pipeline:
         states: States = None,
         poison: bool = False,
     ) -> None:
-        axes = Axes.named(stage_axis, data_axes)
+        axes = Axes.of(mesh, stage_axis, data_axes, replica_axes)
         built, unknown = named_schedule(schedule, mesh, axes, microbatches)
         precision = compute_dtype, full_precision
         options = trainable, *precision, remat, zero, weights, weight_slots, layer_counts
@@ -147,7 +150,7 @@ class Pipeline:
         self.model, self.schedule, self.mesh, self.axes = model, built, mesh, axes
         self.remat, self.poison, self.trainable = remat, poison, trainable
         self.weights, self.weight_slots = weights, weight_slots
-        self.zero = zero if axes.num_shards(mesh) > 1 else 0
+        self.zero = zero if axes.num_parts(mesh) > 1 else 0
         if layer_counts is None:
             layer_counts = partition([1] * checks.num_layers(params["layers"]), built.placement)
         self._own_slots = layer_layout(params["layers"], weights).own_arrays
@@ -156,14 +159,14 @@ class Pipeline:
         split = model.stage_split
         self.layout, self.frozen = make_layouts(*parts, split, mesh, axes, self.table, weights)
         self.compute_dtype, self.full_precision = precision
-        layouts = [one for one in (self.layout, self.frozen) if one is not None]
-        self.compute_dtypes = compute_dtypes(layouts, *precision)
+        self.compute_dtypes = compute_dtypes((self.layout, self.frozen), *precision)
         place = partial(Placing, sharded=self.zero == 3, name="params")
         self.params_placing = self.trained_placing = place(self.layout)
         if self.frozen:
             self.params_placing = place(WithFrozen(self.layout, self.frozen))
         make = partial(PlacedOptimizer, params=self.layout, zero=self.zero)
         self.placed_optimizer = lru_cache(maxsize=8)(make)
+        self.program = lru_cache(maxsize=8)(partial(programs.make, self))
         self.state_layout, self.states_placing = None, None
         if states is not None:
             layout_of = layer_layout(states, weights="stacked")

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -17,7 +16,6 @@ from jax.sharding import PartitionSpec as P
 
 from jaxpipe.runtime.layout.whole_model import FROZEN
 from jaxpipe.runtime.tick import executor
-from jaxpipe.runtime.tick.fixed import Setup
 from jaxpipe.runtime.tick.microbatches import split_rows
 from jaxpipe.runtime.types import Batch, Gradients, Key, Placed, States, Tree
 
@@ -50,15 +48,15 @@ def train(pipe: Pipeline, *args: Tree, inputs: tuple[int, ...] = ()) -> executor
       args: placed parameters, batch, key and states; here and below.
       inputs: numbers of the batch's arrays whose gradients are wanted.
     """
-    setup = dataclasses.replace(pipe.setup(pipe.table), inputs=inputs)
-    step: executor.Step = _refusing_derivatives(partial(_run, pipe, setup), _FIRST_ORDER)(*args)
+    run = pipe.program("train", inputs=inputs)
+    step: executor.Step = _refusing_derivatives(run, _FIRST_ORDER)(*args)
     return step
 
 
 def outputs(pipe: Pipeline, *args: Tree) -> Tree:
     """What `Model.output` returns for every row."""
-    setup = dataclasses.replace(pipe.setup(pipe.forward_table), outputs=True)
-    return _refusing_derivatives(partial(_run, pipe, setup), _OUTPUTS)(*args).value
+    run = pipe.program("outputs")
+    return _refusing_derivatives(run, _OUTPUTS)(*args).value
 
 
 def loss(pipe: Pipeline, *args: Tree) -> Tree:
@@ -66,7 +64,7 @@ def loss(pipe: Pipeline, *args: Tree) -> Tree:
 
     @jax.custom_vjp
     def evaluate(placed: Placed, batch: Batch, rng: Key, states: States) -> Tree:
-        return _run(pipe, pipe.setup(pipe.forward_table), placed, batch, rng, states).value
+        return pipe.program("loss")(placed, batch, rng, states).value
 
     def forward(*primals: Tree) -> tuple[Tree, tuple[Gradients, Batch]]:
         _, batch, _, states = primals
@@ -92,19 +90,30 @@ def loss(pipe: Pipeline, *args: Tree) -> Tree:
     return evaluate(*args)
 
 
-def _run(pipe: Pipeline, setup: Setup, *args: Tree) -> executor.Step:
-    """Runs a table on all devices."""
+def make(
+    pipe: Pipeline, result: str, *, inputs: tuple[int, ...] = ()
+) -> Callable[..., executor.Step]:
+    """What runs a table on all devices: the pipeline's own, or that of its forwards.
+
+    It is jitted, so that calls outside `jax.jit` compile it once, and inlined inside.
+
+    Args:
+      pipe: what to run.
+      result: "train" for gradients, too; "loss" alone; or "outputs".
+      inputs: numbers of the batch's arrays whose gradients are wanted.
+    """
+    table, outputs = pipe.table if result == "train" else pipe.forward_table, result == "outputs"
+    setup = dataclasses.replace(pipe.setup(table), outputs=outputs, inputs=inputs)
 
     def body(placed: Placed, batch: Batch, rng: Key, states: States) -> executor.Step:
         rows = split_rows(batch, pipe.schedule.num_microbatches)
         return executor.run(setup, placed, rows, rng, states)
 
     data = P(pipe.axes.data)
-    collected = data if setup.outputs else P()
+    collected = data if outputs else P()
     gradients = pipe.layout.specs(sharded=pipe.zero >= 1) if setup.trains else None
     specs = executor.Step(collected, gradients, P(pipe.axes.stage), data)
-    step: executor.Step = pipe.shard_map(body, pipe.in_specs, specs)(*args)
-    return step
+    return jax.jit(pipe.shard_map(body, pipe.in_specs, specs), inline=True)
 
 
 def _refusing_derivatives(run: Callable[..., Any], refusal: str) -> Callable[..., Any]:

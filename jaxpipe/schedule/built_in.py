@@ -26,6 +26,8 @@ Generate = Callable[..., Schedule]
 
 MEASURES = ("costs", "layers_per_chunk")
 """Options that describe the machine and the model, whatever the schedule."""
+PUBLISHED = "-published"
+"""What ends the name under which a reordered schedule keeps its own order, whatever the costs."""
 OPTIONS = ("num_chunks", "group", "memory_limit", *MEASURES)
 """What a schedule can be told beyond stages and microbatches."""
 
@@ -47,6 +49,7 @@ class Entry:
       chunks: v if the schedule does not read ``num_chunks``; None if only the schedule knows it.
       multiples: numbers that must be multiples of another, by parameter.
       executable: whether the runtime can execute it; if not, it can only be simulated.
+      reordered: whether `catalog.build` orders it anew for the costs it is given.
     """
 
     name: str
@@ -59,6 +62,7 @@ class Entry:
     chunks: int | None = 1
     multiples: Mapping[str, int] = dataclasses.field(default_factory=dict)
     executable: bool = True
+    reordered: bool = False
 
     @cached_property
     def defaults(self) -> dict[str, Any]:
@@ -146,22 +150,26 @@ BUILT_IN = (
             *("hanayo", hanayo, "v/2 waves down and up the stages"),
             *("(p-1)/v; m = p", "min(m, p)", _WAVES, "arXiv 2308.15762"),
             multiples={"num_chunks": 2},
+            reordered=True,
         ),
         "2(p-1); v = 2, m >= p",
     ),
     Entry(
         *("zb-h1", zb_h1, "1F1B, W deferred until memory is level"),
         *("(p-1)(F+B-W); m >= p, W <= F, W <= B", "min(m, p)", _ANY, "arXiv 2401.10241"),
+        reordered=True,
     ),
     Entry(
         *("zb-h2", zb_h2, "1F1B with twice the warm-up, W fills the cool-down"),
         *("(p-1) max(F, F+B-2W); m >= 2p-1, W <= F, W <= B", "min(m, 2p-1)", _ANY),
         "arXiv 2401.10241",
+        reordered=True,
     ),
     Entry(
         *("interleaved-zb", interleaved_zb, "1F1B over chunks, W deferred"),
-        *("(p-1)(F+B-W)/v; p divides m, W <= F, W <= B", "(2(p-1)-d+(v-1)p+1)/v", _GROUPS),
+        *("(p-1)(F+B-W)/v; p divides m, W <= F, W <= B", "p; p divides m", _GROUPS),
         "arXiv 2401.10241",
+        reordered=True,
     ),
     Entry(
         *("dualpipe-v", dualpipe_v, "Forward of one chunk beside backward of the other"),
@@ -173,27 +181,32 @@ BUILT_IN = (
         *("zb-v", zb_v, "Zero bubble in a stage's span on the V placement", "(p-1)/2; m >= p"),
         *("p", _V, "arXiv 2401.10241"),
         chunks=2,
+        reordered=True,
     ),
     Entry(
         *("v-zb", v_zb, "The V block with ZB-V's strides", "(p-1)/2; m >= p", "p", _V),
         "arXiv 2405.15362",
         chunks=2,
+        reordered=True,
     ),
     Entry(
         *("v-half", v_half, "Half of 1F1B's activations"),
         *("(3p-7)/2, odd p (3p-4)/2; m >= p >= 3", "floor((p+2)/2)", _V, "arXiv 2405.15362"),
         chunks=2,
+        reordered=True,
     ),
     Entry(
         *("v-min", v_min, "A third of 1F1B's activations"),
-        *("(4p-5)/2, if 3 divides p (4p-7)/2; m >= p >= 2", "floor((p+4)/3)", _V),
+        *("(4p-5)/2, if 3 divides p (4p-7)/2; m >= p >= 3", "floor((p+4)/3)", _V),
         "arXiv 2405.15362",
         chunks=2,
+        reordered=True,
     ),
     Entry(
         *("1f1b-v", one_f_one_b_v, "Two thirds of 1F1B's activations; fused backwards"),
-        *("at most 3(p-1)", "floor(2p/3)+1", _V, "arXiv 2405.15362"),
+        *("at most 5(p-1)/2", "floor(2p/3)+1", _V, "arXiv 2405.15362"),
         chunks=2,
+        reordered=True,
     ),
     Entry(
         *("controllable-memory", cached(controllable_memory)),

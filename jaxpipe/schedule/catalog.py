@@ -7,6 +7,7 @@ entry point of the group ``jaxpipe.schedules``.
 
 from __future__ import annotations
 
+import dataclasses
 import difflib
 import inspect
 import re
@@ -17,11 +18,12 @@ from importlib.metadata import entry_points
 from typing import Any
 
 from jaxpipe.schedule.actions import Schedule
-from jaxpipe.schedule.built_in import BUILT_IN, MEASURES, OPTIONS, Entry, Generate
+from jaxpipe.schedule.built_in import BUILT_IN, MEASURES, OPTIONS, PUBLISHED, Entry, Generate
 from jaxpipe.schedule.formats import user
+from jaxpipe.schedule.generators.eager import in_time
 from jaxpipe.schedule.generators.pipemare import ASYNCHRONOUS_METHODS
 from jaxpipe.schedule.problems import ArgumentError, Problem, below_one, in_python, refuse
-from jaxpipe.schedule.simulate import Costs
+from jaxpipe.schedule.simulate import UNIT, Costs
 
 _entries = {entry.name: entry for entry in BUILT_IN}
 
@@ -116,14 +118,16 @@ def build(
 
     Args:
       name: a registered name, such as "1f1b"; or your own schedule, "PATH.csv" in PyTorch's format
-        of pipeline actions or "module:function", as `register` takes it.
+        of pipeline actions or "module:function", as `register` takes it. "-published" after the
+        name of a reordered schedule (`Entry`) keeps its order whatever the costs.
       stages: p, at least 1.
       microbatches: m, at least 1.
       chunks: v, the chunks per stage, at least 1. For this and the next two: None for the
         schedule's own default; a schedule that does not read one refuses it.
       group: microbatches that stay together, at least 1.
       memory_limit: peak in flight per stage, in microbatches of a full stage, above 0.
-      costs: of one chunk, for schedules that are searched with them; others ignore it.
+      costs: of one chunk, for schedules that are searched or reordered with them; others ignore
+        it. A published order is for equal costs and free messages.
       layers_per_chunk: at least 1, for schedules that cut actions into slices; others ignore it.
 
     Raises:
@@ -144,7 +148,10 @@ def build(
         "layers_per_chunk": layers_per_chunk,
         "memory_limit": memory_limit,
     }
-    found, is_own = {entry.name: entry for entry in entries()}.get(name), user.is_users(name)
+    known = {entry.name: entry for entry in entries()}
+    plain = name.removesuffix(PUBLISHED)
+    as_published = name not in known and plain in known and known[plain].reordered
+    found, is_own = known.get(plain if as_published else name), user.is_users(name)
     problems = [] if found or is_own else [_unknown(name)]
     problems += range_problems(**numbers)
     options = numbers | {"costs": costs}
@@ -158,7 +165,10 @@ def build(
             return user.fitted(name, **given, clock=clock)
         assert found is not None
         reads = {option: value for option, value in given.items() if option in found.defaults}
-        return found.generate(stages, microbatches, **reads)
+        schedule = found.generate(stages, microbatches, **reads)
+        if found.reordered and not as_published and costs not in (None, UNIT):
+            return in_time(schedule, costs)
+        return dataclasses.replace(schedule, name=name) if as_published else schedule
     except ArgumentError as error:
         raise ArgumentError(error.problems, _spell) from None
 

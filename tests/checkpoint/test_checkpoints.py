@@ -287,7 +287,7 @@ def test_another_model_names_the_leaf_and_both_shapes(two, other, expected):
 
 def test_another_optimizer_names_what_differs(two):
     folder, pipe = two
-    with pytest.raises(ValueError, match="2 is of another optimizer:\n") as caught:
+    with pytest.raises(ValueError, match="2 is of another optimizer, or other") as caught:
         jaxpipe.Checkpoints(folder, read_only=True).restore(pipe, optax.lion(1e-2))
     assert "optimizer[0]['nu']['layers']['bias'] is float32[2, 64]; nothing" in str(caught.value)
 

@@ -9,6 +9,7 @@ import sys
 import numpy as np
 import pytest
 from command import NUM_STEPS, TOP, Finished, finish, flip_a_bit, saved, steps, weights
+from jax.tree import leaves_with_path
 
 from train.errors import Failure
 from train.run_lock import RunLock
@@ -54,7 +55,8 @@ def alone(toy_trainer, tmp_path_factory):
 
 
 def _assert_close(run, other):
-    for record, expected in zip(steps(run), steps(other), strict=True):
+    for pair in zip(steps(run), steps(other), strict=True):
+        record, expected = ({str(path): v for path, v in leaves_with_path(r)} for r in pair)
         assert record == pytest.approx(expected, rel=_TOLERANCE)
 
 

@@ -350,6 +350,12 @@ def test_what_a_pipeline_is_built_from_is_checked():
         "layer_counts=(2, 3) must be 2 numbers, one per virtual stage of schedule '1f1b', that add "
         "up to the 4 layers of params['layers']."
     ]
+    assert refusal(toy_pipeline, layer_counts=4) == ["layer_counts=4 is no sequence of numbers."]
+    assert refusal(toy_pipeline, weight_slots="2")[0] == "weight_slots='2' holds no chunk."
+    assert refusal(toy_pipeline, params=toy.params(tied=False, num_layers=1)) == [
+        "params['layers'] holds 1 layers, and schedule '1f1b' has 2 virtual stages: each needs a "
+        "layer. Use fewer stages or chunks, or say with layer_counts which stay empty."
+    ]
     model = dataclasses.replace(
         toy.model(tied=False, axis=None), layer=lambda w, x, batch, rng, state: x, stateful=True
     )

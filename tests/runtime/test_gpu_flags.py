@@ -51,6 +51,15 @@ def test_the_users_flags_win(gpu):
     assert variables["XLA_FLAGS"] == f"{given} {ours}"
 
 
+def test_flags_can_be_left_out(gpu):
+    variables = {"XLA_FLAGS": "--xla_dump_to=/tmp/x"}
+    gpu_flags.apply(variables, without=gpu_flags.FLAGS)
+    assert variables == {"XLA_FLAGS": "--xla_dump_to=/tmp/x"}
+    gpu_flags.apply(variables, without=[gpu_flags.COMMAND_BUFFERS])
+    assert gpu_flags.COMMAND_BUFFERS not in variables["XLA_FLAGS"]
+    assert len(variables["XLA_FLAGS"].split()) == len(gpu_flags.FLAGS)
+
+
 def test_a_file_of_flags_is_left_alone(gpu):
     variables = {"XLA_FLAGS": "/etc/xla.flags"}
     gpu_flags.apply(variables)

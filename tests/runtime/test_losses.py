@@ -166,6 +166,26 @@ def test_jax_grad_of_the_loss_runs_the_schedule():
     assert_close(pipe.unplace(grads), jax.tree.map(lambda g: 2 * g, gradients))
 
 
+def test_calls_outside_jit_compile_their_program_once():
+    pipe, optimizer = pipeline("1f1b", 2, 2, 1), optax.sgd(0.1)
+    batch, (value, _), gradients = unpipelined(mixture.head_loss, 3, 2)
+    placed = pipe.place(mixture.params())
+    state = pipe.init(optimizer, placed)
+    loss_and_grads = jax.value_and_grad(pipe.loss, has_aux=True)
+
+    def step(placed, state):
+        _, grads = pipe.value_and_grad(placed, batch)
+        return pipe.loss(placed, batch), pipe.update(optimizer, grads, state, placed)
+
+    loss_and_grads(placed, batch), step(placed, state)
+    with testing.compilations() as compiled:
+        (got, _), grads = loss_and_grads(placed, batch)
+        (again, _), _ = step(placed, state)
+    assert not compiled
+    assert_close((got, again), (value, value))
+    assert_close(pipe.unplace(grads), gradients)
+
+
 def test_jax_grad_by_what_the_embedding_and_the_head_read_of_the_batch():
     pipe = uneven_pipeline()
     start, batch = uneven.params(), uneven.batch(12)

@@ -54,6 +54,13 @@ def step(*, batch=BATCH, rng=None, **changes):
     return jax.eval_shape(pipe.value_and_grad, pipe.layout.placed_shapes(), batch, rng)
 
 
+@pytest.mark.parametrize("optimizer", [0.1, optax.adam])
+def test_what_is_no_optimizer_is_refused(optimizer):
+    pipe = build()
+    with pytest.raises(ValueError, match="it must be an optax transformation, such as"):
+        pipe.init(optimizer, pipe.layout.placed_shapes())
+
+
 def asynchronous(*, at_init, at_step, layer=MODEL.layer):
     pipe = build(layer=layer)
     training = jaxpipe.AsyncPipeline(pipe, optax.sgd(0.1))

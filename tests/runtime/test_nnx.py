@@ -263,6 +263,7 @@ def test_shared_parameters_and_statistics_outside_layers_are_named():
 def test_layers_that_are_no_modules_are_refused():
     net = Net(rngs=nnx.Rngs(0))
     assert refused(net, layers=[net.blocks[0], jnp.tanh])[0].startswith("module is <PjitFunction")
+    assert refused(net, layers=net.blocks[0])[0].startswith("layers is a ")
     assert refused(net, layers=[]) == ["layers is empty; a pipeline needs at least one."]
 
 
@@ -272,3 +273,12 @@ def test_trees_that_do_not_fit_the_modules_are_refused():
     params["embed"]["shift"] = jnp.ones(3)
     with pytest.raises(ValueError, match=r"params\['embed'\]\['shift'\] is float32\[3\]; expected"):
         jaxpipe.nnx.update(net, params, layers=net.blocks)
+    params = convert(net).params
+    short = params | {"layers": jax.tree.map(lambda w: w[:-1], params["layers"])}
+    for wrong, text in (
+        (short, r"params\['layers'\]\['.*\]; expected float32"),
+        ({"embed": params["embed"]}, r"params\['layers'\].* is missing"),
+        (None, r"params\['embed'\].* is missing"),
+    ):
+        with pytest.raises(ValueError, match=text):
+            jaxpipe.nnx.update(net, wrong, layers=net.blocks)

@@ -185,6 +185,21 @@ def test_a_frozen_part_has_no_derivative():
     assert_close(pipe.unplace(grads), value_and_grad(params, batch)[1])
 
 
+def test_gradients_by_jax_update_what_is_trained():
+    params, batch, _ = reference(False)
+    pipe = pipeline("1f1b", "stacked", 0)
+    placed, optimizer = pipe.place(params), optax.sgd(0.1)
+    state = pipe.init(optimizer, placed)
+    steps = [
+        pipe.update(optimizer, grads, state, placed)[0]
+        for grads in (
+            jax.grad(pipe.loss, allow_int=True)(placed, batch),
+            pipe.value_and_grad(placed, batch)[1],
+        )
+    ]
+    assert_close(*map(pipe.unplace, steps))
+
+
 @pytest.mark.parametrize(
     ("trainable", "message"),
     [
@@ -195,6 +210,7 @@ def test_a_frozen_part_has_no_derivative():
         (["head", "lora_*"], "'lora_*' is the path of no parameter.\nPaths: embed, head"),
         (3, "trainable is 3; give a pattern of paths"),
         ([True], "trainable is [True]; give a pattern of paths"),
+        (lambda path: True, "trainable('embed', float32[8, 8]) raised TypeError: "),
     ],
 )
 def test_a_choice_that_does_not_fit_is_refused(trainable, message):

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from jaxpipe.schedule import catalog
 from jaxpipe.schedule.actions import Action, Kind, Schedule
 from jaxpipe.schedule.check.validate import validate
 from jaxpipe.schedule.lowering.lower import colour_intervals, lower
@@ -34,3 +35,29 @@ def test_two_kinds_of_backward_are_simulated_but_not_executed():
     validate(schedule)
     with pytest.raises(ValueError, match="'mine' can only be simulated: it has both B and BW"):
         lower(schedule, [1])
+
+
+def cycles(edges: tuple[tuple[int, int], ...]) -> int:
+    """Cycles of more than one stage among the edges of a permutation."""
+    following, seen, found = dict(edges), set(), 0
+    for start in following:
+        at, path = start, []
+        while at in following and at not in seen:
+            seen.add(at)
+            path.append(at)
+            at = following[at]
+        found += len(path) > 1 and at in path
+    return found
+
+
+@pytest.mark.parametrize("name", [entry.name for entry in catalog.executable()])
+def test_no_message_s_permutation_has_two_cycles(name):
+    """XLA for GPUs compiles a permutation of several cycles to wrong code."""
+    for stages in (2, 4, 8):
+        schedule = catalog.build(name, stages=stages, microbatches=2 * stages)
+        layers = schedule.placement.num_virtual_stages
+        for channel in lower(schedule, [1] * layers).channels:
+            senders, receivers = zip(*channel.edges, strict=True)
+            assert len(set(senders)) == len(senders)
+            assert len(set(receivers)) == len(receivers)
+            assert cycles(channel.edges) <= 1

@@ -110,6 +110,10 @@ RULES = [
         "pipeline.compute_dtype=bfloat16 has no place beside the versions of weights that "
         "pipeline.schedule=2bw keeps. Nearest valid: none.",
     ),
+    (
+        {"mesh.data": 2, "mesh.replica": 3},
+        "mesh.replica=3 does not divide mesh.data=2. Nearest valid: mesh.replica=2.",
+    ),
     ({"asynchronous.rescheduling_steps": 0}, "Nearest valid: None, or pipeline.schedule=pipemare."),
     (
         {"pipeline.schedule": "pipemare", "pipeline.chunks": 2},

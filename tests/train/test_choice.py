@@ -273,3 +273,23 @@ def test_what_the_first_process_says_or_refuses():
 
     with pytest.raises(KeyError):
         distributed.from_first(fail)
+
+
+@pytest.mark.parametrize(
+    ("options", "platform", "alike", "layers", "expected"),
+    [
+        ({}, "gpu", True, 32, "unrolled"),
+        ({}, "gpu", True, 33, "stacked"),
+        ({}, "cpu", True, 32, "stacked"),
+        ({}, "gpu", False, 32, "stacked"),
+        ({"update": "chunk"}, "gpu", True, 32, "stacked"),
+        ({"schedule": "pipemare"}, "gpu", True, 32, "stacked"),
+        ({"weights": "stacked"}, "gpu", True, 32, "stacked"),
+        ({"weights": "unrolled"}, "cpu", True, 40, "unrolled"),
+    ],
+)
+def test_weights_are_unrolled_on_gpus_where_it_pays(options, platform, alike, layers, expected):
+    config = Config(mesh={"stage": 4}, pipeline=options)
+    counts = [layers // 8] * 7 + [layers - layers // 8 * 7]
+    found = configured.weights(config, platform=platform, alike=alike, counts=counts)
+    assert found == expected

@@ -80,10 +80,10 @@ def test_other_rules_still_speak_beside_a_wrong_mesh(refuse, tmp_path):
 
 
 def test_a_schedule_is_not_held_against_a_default_that_replaces_a_wrong_mesh(refuse):
-    """Six microbatches fit three stages, and would not fit the four that are the default."""
-    fields = {"pipeline.schedule": "interleaved", "pipeline.group": 3}
-    (line,) = refuse(fields | {"mesh.stage": -3, "mesh.data": 1})
-    assert line == "mesh.stage=-3 must be at least 1. Nearest valid: 1."
+    """A group of 1 fits two stages, and would not fit the four that are the default."""
+    fields = {"pipeline.schedule": "interleaved", "pipeline.group": 1}
+    (line,) = refuse(fields | {"mesh.stage": -2, "mesh.data": 1})
+    assert line == "mesh.stage=-2 must be at least 1. Nearest valid: 1."
 
 
 @pytest.mark.parametrize("number", ["0", "1"])

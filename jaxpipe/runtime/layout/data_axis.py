@@ -20,7 +20,7 @@ def gather(shards: Stored, leaves: Leaves, axes: Axes) -> Stored:
     def whole(leaf: Leaf, shard: jax.Array) -> jax.Array:
         if leaf.data_dim is None:
             return shard
-        return lax.all_gather(shard, axes.data, axis=leaf.data_dim, tiled=True)
+        return lax.all_gather(shard, axes.split, axis=leaf.data_dim, tiled=True)
 
     return jax.tree.map(whole, leaves, shards)
 
@@ -33,7 +33,8 @@ def reduce_gradients(values: Gradients, leaves: Leaves, axes: Axes, *, zero: int
     def reduce(leaf: Leaf, value: jax.Array) -> jax.Array:
         if leaf.data_dim is None or zero == 0:
             return lax.psum(value, axes.data)
-        return lax.psum_scatter(value, axes.data, scatter_dimension=leaf.data_dim, tiled=True)
+        part = lax.psum_scatter(value, axes.split, scatter_dimension=leaf.data_dim, tiled=True)
+        return lax.psum(part, axes.replica) if axes.replica else part
 
     return jax.tree.map(reduce, leaves, values)
 
@@ -44,8 +45,8 @@ def own_shard(whole: Stored, leaves: Leaves, axes: Axes) -> Stored:
     def shard(leaf: Leaf, w: jax.Array) -> jax.Array:
         if leaf.data_dim is None:
             return w
-        size = w.shape[leaf.data_dim] // lax.axis_size(axes.data)
-        return lax.dynamic_slice_in_dim(w, lax.axis_index(axes.data) * size, size, leaf.data_dim)
+        size = w.shape[leaf.data_dim] // lax.axis_size(axes.split)
+        return lax.dynamic_slice_in_dim(w, lax.axis_index(axes.split) * size, size, leaf.data_dim)
 
     return jax.tree.map(shard, leaves, whole)
 

@@ -60,7 +60,7 @@ class Leaf:
 
     def cut(self, axes: Axes, *, sharded: bool) -> Slices:
         """How devices share it; ``sharded`` says whether data shards split it."""
-        dims = (axes.stage, self.stage_dim), (axes.data, self.data_dim if sharded else None)
+        dims = (axes.stage, self.stage_dim), (axes.split, self.data_dim if sharded else None)
         return Slices(self.shape, tuple((axis, dim) for axis, dim in dims if dim is not None))
 
     def struct(self, *, parts: int = 1) -> jax.ShapeDtypeStruct:

@@ -45,6 +45,13 @@ class Moving:
 
     def place(self, canonical: Params) -> Placed:
         """Placed layers, split over data."""
+        return _inverse(self._place, self._unplace)(canonical)
+
+    def unplace(self, placed: Placed) -> Params:
+        """Undoes `place`."""
+        return _inverse(self._unplace, self._place)(placed)
+
+    def _place(self, canonical: Params) -> Placed:
         body = self._place_packed if isinstance(self.layers, Packed) else self._place_alike
 
         def own(canonical: Params) -> Placed:
@@ -52,8 +59,7 @@ class Moving:
 
         return self._shard_map(own, self.canonical_specs, self._placed_specs)(canonical)
 
-    def unplace(self, placed: Placed) -> Params:
-        """Undoes `place`."""
+    def _unplace(self, placed: Placed) -> Params:
         body = self._unplace_packed if isinstance(self.layers, Packed) else self._unplace_alike
 
         def own(placed: Placed) -> Params:
@@ -77,7 +83,7 @@ class Moving:
     @property
     def _placed_specs(self) -> Tree:
         def spec(leaf: Leaf) -> P:
-            dims = [self.axes.data if d == leaf.data_dim else None for d in range(len(leaf.shape))]
+            dims = [self.axes.split if d == leaf.data_dim else None for d in range(len(leaf.shape))]
             return P(self.axes.stage, *dims)
 
         return jax.tree.map(spec, self.layers.placed)
@@ -160,7 +166,7 @@ class Moving:
         return self.layers.layer_at((self._stage, chunk, number), 0)
 
     def _zeros(self, leaves: Tree) -> Tree:
-        shards = self.axes.num_shards(self.mesh)
+        shards = self.axes.num_parts(self.mesh)
         return jax.tree.map(
             lambda leaf: jnp.zeros(leaf.struct(parts=shards).shape, leaf.dtype), leaves
         )
@@ -220,7 +226,7 @@ class Moving:
                     return cut.whole(self._of_stage(at[0], own))
 
                 def shape(own: jax.Array) -> tuple[int, ...]:
-                    return self.axes.num_shards(self.mesh), own.shape[1]
+                    return self.axes.num_parts(self.mesh), own.shape[1]
 
                 layer = jax.tree.map(whole, self.layers.leaves_of(n), stored)
                 # Arrays that a loop does not change would not make the next one wait for it.
@@ -255,7 +261,7 @@ class Moving:
         return jax.tree.map(apply, self.layers.canonical[n], layer)
 
     def _cut(self, leaf: Leaf) -> Slices:
-        axes = self.axes.stage, self.axes.data
+        axes = self.axes.stage, self.axes.split
         dims = zip(axes, leaf.canonical_dims(self._num_stages), strict=True)
         return Slices(leaf.shape, tuple((axis, dim) for axis, dim in dims if dim is not None))
 
@@ -265,8 +271,22 @@ class Moving:
         return NamedSharding(self.mesh, spec).shard_shape(leaf.shape)
 
 
+def _inverse(forward: Callable[[Tree], Tree], backward: Callable[[Tree], Tree]) -> Any:
+    """``forward``, which only moves numbers, with ``backward`` as its derivative, since JAX cannot
+    reverse its loops. Integers have none."""
+
+    def run(tree: Tree) -> Tree:
+        if not all(jnp.issubdtype(w.dtype, jnp.inexact) for w in jax.tree.leaves(tree)):
+            return forward(tree)
+        return differentiable(tree)
+
+    differentiable = jax.custom_vjp(forward)
+    differentiable.defvjp(lambda tree: (forward(tree), None), lambda _, moved: (backward(moved),))
+    return run
+
+
 def canonical_spec(leaf: Leaf, *, axes: Axes, num_stages: int) -> P:
     """The partition spec of a canonical array."""
     stage, data = leaf.canonical_dims(num_stages)
-    names = {stage: axes.stage, data: axes.data}
+    names = {stage: axes.stage, data: axes.split}
     return P(*[names.get(d) for d in range(len(leaf.shape))])

@@ -130,7 +130,7 @@ class Packed(LayerLayout):
         taken = dict.fromkeys(self._groups, 0)
         for leaf in jax.tree.leaves(self._layers[example]):
             g = str(leaf.dtype)
-            yield g, Window(leaf.shape, taken[g], self._widths[example][g], axes.data)
+            yield g, Window(leaf.shape, taken[g], self._widths[example][g], axes.split)
             taken[g] += leaf.size
 
     def parts(self, stored: Stored, example: int, axes: Axes, *, sharded: bool) -> list[jax.Array]:

@@ -20,13 +20,13 @@ EXAMPLES = ("bfloat16", "float16")
 
 
 def compute_dtypes(
-    layouts: Sequence[Layout], dtype: DTypeLike | None, full_precision: Filter
+    layouts: Sequence[Layout | None], dtype: DTypeLike | None, full_precision: Filter
 ) -> list[Tree] | None:
     """The dtypes of all layers' weights when they are read, as `LayerLayout.compute_dtypes` for
     every layout; None for those of the parameters.
 
     Args:
-      layouts: where the parameters lie.
+      layouts: where the parameters lie; None where there are none.
       dtype: the narrower dtype, or None.
       full_precision: chooses the parameters that are not rounded.
     """
@@ -38,7 +38,7 @@ def compute_dtypes(
         rounds = is_wider(leaf, narrow) and not filters.is_chosen(path, leaf, full_precision)
         return narrow if rounds else leaf.dtype
 
-    return [layout.layers.compute_dtypes(dtype_of) for layout in layouts]
+    return [layout.layers.compute_dtypes(dtype_of) for layout in layouts if layout is not None]
 
 
 def is_wider(leaf: jax.ShapeDtypeStruct, narrow: Any) -> bool:

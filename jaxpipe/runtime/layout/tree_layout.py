@@ -129,7 +129,7 @@ def _component_test(params: Layout) -> Callable[[Tree], bool]:
 
 def _layout(component: Shapes, params: Layout) -> Layout:
     """Where a component lies: as the parameters do, as far as its layers are like them."""
-    data, outer = params.axes.num_shards(params.mesh), params.outer
+    data, outer = params.axes.num_parts(params.mesh), params.outer
     known = dict(jax.tree.leaves_with_path(outer))
 
     def leaf(path: Any, shape: jax.ShapeDtypeStruct) -> Any:

@@ -142,7 +142,7 @@ class Layout:
         return _shardings(self.mesh, jax.tree.map(spec, self.canonical))
 
     def _dims(self, stage_dim: int | None, data_dim: int | None, leaf: Leaf) -> list[Any]:
-        names = {stage_dim: self.axes.stage, data_dim: self.axes.data}
+        names = {stage_dim: self.axes.stage, data_dim: self.axes.split}
         return [names.get(d) for d in range(len(leaf.shape))]
 
 
@@ -269,7 +269,7 @@ def make_layouts(
 
     The two trees have None where the other has an array; ``weights`` is for layers that are alike.
     """
-    data, rows = axes.num_shards(mesh), layer_rows(table)
+    data, rows = axes.num_parts(mesh), layer_rows(table)
     whole = outer_of(combine(trained, frozen))
     leaves, tree = jax.tree.flatten(whole)
     dims = [None] * len(leaves)

@@ -118,7 +118,7 @@ def reduced_outer(fixed: Fixed, carried: Carried) -> Gradients:
 
 
 def _reduced_shapes(fixed: Fixed) -> dict[str, Shapes]:
-    parts = lax.axis_size(fixed.axes.data)
+    parts = lax.axis_size(fixed.axes.split)
     return {"reduced": jax.tree.map(lambda leaf: leaf.struct(parts=parts), fixed.params.placed)}
 
 

@@ -87,7 +87,7 @@ class Updated(GradientSink):
         return self.steady.num_sums(tied=self.tied)
 
     def shapes(self, fixed: Fixed) -> dict[str, Shapes]:
-        parts = lax.axis_size(fixed.axes.data) if fixed.setup.zero >= 2 else 1
+        parts = lax.axis_size(fixed.axes.split) if fixed.setup.zero >= 2 else 1
         placed = fixed.params.placed
         return {"gradients": jax.tree.map(lambda leaf: leaf.struct(parts=parts), placed)}
 
@@ -249,7 +249,7 @@ class Updated(GradientSink):
         def square(leaf: Leaf, g: jax.Array) -> jax.Array:
             total = jnp.sum(jnp.square(g.astype(jnp.float32)))
             if fixed.setup.zero >= 1 and leaf.data_dim is not None:
-                total = lax.psum(total, fixed.axes.data)
+                total = lax.psum(total, fixed.axes.split)
             return total if leaf.stage_dim is None else lax.psum(total, fixed.axes.stage)
 
         squares = jax.tree.leaves(jax.tree.map(square, _placed(fixed, name), gradients))

@@ -12,6 +12,7 @@ from typing import Any
 
 import jax
 import optax
+from jax.sharding import PartitionSpec as P
 
 from jaxpipe.runtime.layout.placing import Placing
 from jaxpipe.runtime.layout.tree_layout import layer_by_layer
@@ -51,8 +52,13 @@ class PlacedOptimizer:
         scaled: bool = False,
         extra: Shapes = None,
     ) -> None:
+        if not (hasattr(optimizer, "init") and hasattr(optimizer, "update")):
+            raise ValueError(
+                f"optimizer is {optimizer!r}; it must be an optax transformation, such as "
+                "optax.adam(1e-3)."
+            )
         self._optimizer, self._zero, self._scaled, self._extra = optimizer, zero, scaled, extra
-        self._shapes = layer_by_layer(params)
+        self._params, self._shapes = params, layer_by_layer(params)
         # Data shards have whole the weights that they update in part.
         self._whole = zero in (1, 2)
         self._cut = partial(PerUnit, params=params, sharded=zero >= 1)
@@ -95,6 +101,22 @@ class PlacedOptimizer:
     def placing(self) -> Placing:
         """Places and unplaces the optimizer's state."""
         return Placing(self.state, sharded=self._zero >= 1, name="state")
+
+    @cached_property
+    def program(self) -> Callable[..., Any]:
+        """`update` on all devices, ``(grads, state, params, extra) -> (params, state)``; jitted, as
+        `jaxpipe.runtime.programs.make` says."""
+        states = self.placing.specs
+        gradients = self._params.specs(sharded=self._zero >= 1)
+        weights = self._params.specs(sharded=self._zero == 3)
+        update = jax.shard_map(
+            partial(self.update, self.step),
+            mesh=self._params.mesh,
+            in_specs=(gradients, states, weights, P()),
+            out_specs=(weights, states),
+            check_vma=False,
+        )
+        return jax.jit(update, inline=True)
 
     # What follows runs inside `jax.shard_map`, on this device's part of placed trees.
 
@@ -143,7 +165,7 @@ class PlacedOptimizer:
                 "This optimizer cannot update a model part by part, as soon as a part's gradient "
                 f"is finished: {self.step.mixes} together.\n"
                 "AsyncPipeline clips by itself, with clip_norm=...; otherwise update after "
-                "the step, from the gradients of Pipeline.value_and_grad."
+                "the backward: Pipeline.train_step(optimizer, update='step')."
             )
 
 

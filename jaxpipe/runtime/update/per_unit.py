@@ -296,7 +296,7 @@ class PerUnit:
         return self._params.layers.every_layer(self._params.rows.shape[2], body, carry)
 
     def _zeros(self, layout: Layout) -> Arrays:
-        parts = lax.axis_size(self._axes.data) if self._sharded else 1
+        parts = lax.axis_size(self._axes.split) if self._sharded else 1
         return jax.tree.map(
             lambda leaf: jnp.zeros(leaf.struct(parts=parts).shape, leaf.dtype), layout.layers.placed
         )

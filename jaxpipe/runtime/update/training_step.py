@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import jax
@@ -50,11 +49,7 @@ def update(
     problems = pipe.trained_placing.problems("grads", grads)
     problems += checks.optimizer_state("state", state, placed.placing.placed)
     refuse([*problems, *pipe.params_placing.problems("params", params)])
-    gradients = pipe.layout.specs(sharded=pipe.zero >= 1)
-    states, weights = placed.placing.specs, pipe.trained_placing.specs
-    body, given = partial(placed.update, placed.step), (gradients, states, weights, P())
-    run = pipe.shard_map(body, given, (weights, states))
-    new = run(grads, state, trained_part(params), extra)
+    new = placed.program(grads, state, trained_part(params), extra)
     shardings = pipe.trained_placing.shardings, placed.placing.shardings
     new, state = jax.lax.with_sharding_constraint(new, shardings)
     return new | frozen_part(params), state

@@ -19,6 +19,7 @@ from functools import cached_property
 
 from jaxpipe.schedule.actions import Kind, Schedule
 from jaxpipe.schedule.generators import events
+from jaxpipe.schedule.generators.eager import EagerStage
 from jaxpipe.schedule.placement import wave
 from jaxpipe.schedule.simulate import Costs
 
@@ -151,6 +152,11 @@ class TimedOrders:
     longest_span: float
 
 
+def repeated(block: Block, num_microbatches: int) -> list[list[int]]:
+    """The passes of every stage when the block is repeated for every microbatch."""
+    return [block.sequence(d, num_microbatches) for d in range(len(block.starts))]
+
+
 def eager(
     block: Block,
     num_microbatches: int,
@@ -161,13 +167,11 @@ def eager(
 ) -> TimedOrders | None:
     """Runs every stage's repeated block as early as inputs and memory allow.
 
-    A stage that would wait runs instead the first later pass of its sequence that is ready and
-    cannot raise the peak: a forward may move forward only if no point that it passes is at the cap.
-    A W lets a ready B go first as long as no forward lies between, which costs no memory. In the
-    steady state no stage waits and the block stays as it is; warm-up and cool-down are reordered,
-    squeezed and filled in one pass.
+    In the steady state no stage waits and the block stays as it is; warm-up and cool-down are
+    reordered, squeezed and filled in one pass (`EagerStage`).
 
     Args:
+      block: of split backwards.
       caps: per stage, the most chunk activations in flight; at least the block's own peak.
       costs: of one chunk; they decide what is ready when.
       reserve: before its first backward a stage keeps room for the F1 to come: it starts F0 only as
@@ -177,10 +181,9 @@ def eager(
       The orders; None if a stage stops for good.
     """
     stages = []
-    for d, cap in enumerate(caps):
-        passes = _passes(d, len(caps), fused=block.fused)
+    for (d, cap), sequence in zip(enumerate(caps), repeated(block, num_microbatches), strict=True):
+        passes = _passes(d, len(caps), fused=False)
         first_f0 = cap - min(d + 1 if reserve else 0, cap // 2)
-        sequence = block.sequence(d, num_microbatches)
         stages.append(_BlockStage(passes, sequence, costs, cap, first_f0))
     return _run(stages, num_microbatches, message=costs.message)
 
@@ -198,17 +201,17 @@ def squeeze(timed: TimedOrders, num_microbatches: int, *, costs: Costs) -> Timed
 
 
 def to_schedule(
-    name: str, timed: TimedOrders, num_microbatches: int, caps: Iterable[int]
+    name: str, orders: Sequence[Sequence[int]], num_microbatches: int, caps: Iterable[int]
 ) -> Schedule:
     """Names the orders that a block gives, and promises the caps as peaks in flight."""
-    p = len(timed.orders)
+    p = len(orders)
     return Schedule(
         name=name,
         placement=wave(p),
         num_microbatches=num_microbatches,
         orders=tuple(
             tuple(events.actions(_passes(d, p, fused=W not in order), order))
-            for d, order in enumerate(timed.orders)
+            for d, order in enumerate(orders)
         ),
         peak_in_flight=tuple(min(cap, 2 * num_microbatches) for cap in caps),
     )
@@ -223,7 +226,7 @@ def _passes(d: int, num_stages: int, *, fused: bool) -> list[events.Pass]:
 
 
 def _run(
-    stages: Sequence[_OrderedStage], num_microbatches: int, *, message: float
+    stages: Sequence[_OrderedStage | EagerStage], num_microbatches: int, *, message: float
 ) -> TimedOrders | None:
     events.run(stages, wave(len(stages)), num_microbatches, message=message)
     if any(stage.upcoming for stage in stages):
@@ -250,8 +253,8 @@ class _OrderedStage(events.Stage):
         return None
 
 
-class _BlockStage(_OrderedStage):
-    """One stage in `eager`: a pass may go before earlier ones."""
+class _BlockStage(EagerStage):
+    """One stage in `eager`, which keeps room for F1 before its first backward."""
 
     def __init__(
         self,
@@ -261,51 +264,10 @@ class _BlockStage(_OrderedStage):
         cap: int,
         first_f0: int,
     ) -> None:
-        super().__init__(passes, sequence, costs)
-        self.cap, self.first_f0, self.in_flight = cap, first_f0, 0
-        self.fused = len(passes) == W
-        self.held = (1, 1, -1, -1) if self.fused else (1, 1, 0, 0, -1)
+        super().__init__(passes, sequence, costs, cap)
+        self.first_f0 = first_f0
 
-    def choose(self, now: float) -> int | None:
-        if not self.upcoming:
-            return None
-        kind = self.upcoming[-1]
-        goes_first = kind in (B1, B0) or (kind != W and self._has_room(kind, self.in_flight))
-        if goes_first and self.is_ready(kind, now):
-            return self.upcoming.pop()
-        return self._overtaking(now)
-
-    def _overtaking(self, now: float) -> int | None:
-        ready = {kind for kind in range(len(self.passes)) if self.is_ready(kind, now)}
-        if self.fused:
-            # Two units in a gap of one would make the next pass miss its turn, period after period.
-            ready -= {B1, B0}
-        in_flight = peak = self.in_flight
-        deferred_w = None
-        for position in range(len(self.upcoming) - 1, -1, -1):
-            kind = self.upcoming[position]
-            forward = kind <= F1
-            if kind in ready:
-                if kind == W:
-                    deferred_w = position
-                elif not forward or self._has_room(kind, peak):
-                    return self.upcoming.pop(position)
-                # Passes of one kind never overtake each other.
-                ready.remove(kind)
-            if deferred_w is not None and (forward or not ready):
-                return self.upcoming.pop(deferred_w)
-            if not ready:
-                return None
-            in_flight += self.held[kind]
-            peak = max(peak, in_flight)
-        return None
-
-    def _has_room(self, kind: int, peak: int) -> bool:
-        """Whether a forward can start now, as the next pass after a point of this peak."""
-        if kind == F0 and self.done[B1] == 0 and self.done[F0] >= self.first_f0:
+    def has_room(self, number: int, peak: int) -> bool:
+        if number == F0 and self.done[B1] == 0 and self.done[F0] >= self.first_f0:
             return False
-        return peak < self.cap
-
-    def start(self, kind: int, now: float) -> None:
-        super().start(kind, now)
-        self.in_flight += self.held[kind]
+        return super().has_room(number, peak)

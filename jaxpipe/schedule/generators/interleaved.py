@@ -23,51 +23,59 @@ def interleaved(
     """Runs 1F1B over chunks: a group of microbatches goes through chunk 0, then chunk 1, and so on.
 
     Each stage warms up until the last virtual stage can start its backwards without a gap, then
-    runs one forward and one backward in turn. The split form puts W directly after its B.
+    runs one forward and one backward in turn. The split form puts W directly after its B. A group
+    of fewer than p microbatches warms up only for the gradients' way back: it keeps less in flight
+    and leaves gaps.
 
     ============  =====================================================================
     bubble        fused (p-1)(F+B+W)/v, split (p-1)(F+B)/v if W <= F, added to the m(F+B+W) of
                   work, when m is a multiple of the group
-    in flight     min(m v, 2(p-d-1) + (v-1)g + 1) chunks on stage d, g the group
-    constraints   p >= 1, m >= 1, v >= 1, g >= p
+    in flight     min(m v, 2(p-d-1) + (v-1)g + 1) chunks on stage d, g the group; g < p:
+                  min(m v, p-d-1 + (v-1)g + 1)
+    constraints   p >= 1, m >= 1, v >= 1, g >= p/2; the bubble is that of g >= p
     source        Narayanan et al., arXiv 2104.04473 (Megatron-LM)
     ============  =====================================================================
 
     Args:
       num_microbatches: m, at least 1. If it is not a multiple of the group, the schedule is that of
         the next multiple without the surplus microbatches.
-      group: microbatches that go through a chunk before the next chunk's turn, at least p, which
-        is the default.
+      group: microbatches that go through a chunk before the next chunk's turn, at least p/2; p by
+        default.
 
     Raises:
-      ValueError: the group is smaller than the number of stages.
+      ValueError: the group is smaller than half of the number of stages.
 
     Example:
       >>> interleaved(4, 8, fused=True).peak_in_flight
       (11, 9, 7, 5)
     """
     group = num_stages if group is None else group
-    if group < num_stages:
-        why = "a group must reach the last stage before its next chunk starts on the first"
-        rule, others = f"{why}, so it is at least $num_stages", {"num_stages": num_stages}
-        refuse([Problem("group", group, rule, (num_stages,), others, "interleaved")])
+    if 2 * group < num_stages:
+        rule, others = "it must be at least half of $num_stages", {"num_stages": num_stages}
+        nearest = (-(-num_stages // 2),)
+        refuse([Problem("group", group, rule, nearest, others, "interleaved")])
+    hops = 2 if group >= num_stages else 1
     return depth_first(
         "interleaved-fused" if fused else "interleaved",
         looped(num_stages, num_chunks=num_chunks),
         num_microbatches,
         group=group,
-        warm_ups=warm_up_forwards(num_stages, num_chunks, group),
+        warm_ups=warm_up_forwards(num_stages, num_chunks, group, hops=hops),
         delays=None if fused else (0,) * num_stages,
     )
 
 
-def warm_up_forwards(num_stages: int, num_chunks: int, group: int) -> tuple[int, ...]:
-    """Forwards each stage runs before it alternates with backwards, as in Megatron-LM.
+def warm_up_forwards(num_stages: int, num_chunks: int, group: int, *, hops: int) -> tuple[int, ...]:
+    """Forwards that each stage runs before it alternates with backwards.
 
-    The first group passes all chunks but the last; a stage then needs two more forwards for each
-    stage behind it: one for the way down, one for the gradient's way back.
+    The first group passes all chunks but the last. A stage then waits for one microbatch's way down
+    the stages behind it and its gradient's way back.
+
+    Args:
+      hops: forwards that fill this wait, per stage behind: 2 fill all of it, as in Megatron-LM.
     """
-    return tuple((num_chunks - 1) * group + 2 * (num_stages - d - 1) for d in range(num_stages))
+    behind = reversed(range(num_stages))
+    return tuple((num_chunks - 1) * group + hops * stages for stages in behind)
 
 
 def depth_first(

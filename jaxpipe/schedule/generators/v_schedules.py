@@ -13,6 +13,7 @@ import dataclasses
 from jaxpipe.schedule.actions import Schedule
 from jaxpipe.schedule.generators import building_blocks
 from jaxpipe.schedule.generators.building_blocks import Block
+from jaxpipe.schedule.generators.earliest import earliest
 from jaxpipe.schedule.simulate import UNIT
 
 
@@ -20,8 +21,9 @@ def v_min(num_stages: int, num_microbatches: int) -> Schedule:
     """Keeps about a third of 1F1B's activations: every hop takes one unit.
 
     ============  =====================================================================
-    bubble        (4p-5)/2, or (4p-7)/2 if 3 divides p, in full-stage units at F=B=W, m >= p >= 2;
-                  with unequal costs it can grow with every microbatch
+    bubble        (4p-5)/2, or (4p-7)/2 if 3 divides p, in full-stage units at F=B=W, m >= p >= 3;
+                  with unequal costs it can grow with every microbatch. p = 2: V-Half, which keeps
+                  no more there
     in flight     floor((p+4)/3) microbatches of a full stage
     constraints   p >= 1, m >= 1, v = 2 on the V placement
     source        arXiv 2405.15362, V-Min
@@ -92,7 +94,7 @@ def one_f_one_b_v(num_stages: int, num_microbatches: int) -> Schedule:
     """Builds 1F1B-V: fused backwards, two thirds of 1F1B's activations.
 
     ============  =====================================================================
-    bubble        in full-stage units at F=B=W: at most 3(p-1), which fused 1F1B has
+    bubble        in full-stage units at F=B=W: at most 5(p-1)/2, where fused 1F1B has 3(p-1)
     in flight     floor(2p/3) + 1 microbatches of a full stage
     constraints   p >= 1, m >= 1, v = 2 on the V placement
     source        arXiv 2405.15362, 1F1B-V
@@ -102,10 +104,15 @@ def one_f_one_b_v(num_stages: int, num_microbatches: int) -> Schedule:
       >>> one_f_one_b_v(4, 8).peak_in_flight
       (6, 6, 5, 6)
     """
-    return _named("1f1b-v", building_blocks.fused_block(num_stages), num_microbatches)
+    block = building_blocks.fused_block(num_stages)
+    orders = building_blocks.repeated(block, num_microbatches)
+    whole = building_blocks.to_schedule("1f1b-v", orders, num_microbatches, block.peaks)
+    return earliest(whole, UNIT)
 
 
 def v_min_block(num_stages: int) -> Block:
+    if num_stages == 2:
+        return v_half_block(num_stages)
     return _uniform(num_stages, 2, (1, 1 if num_stages % 3 else 3, 1))
 
 
@@ -126,4 +133,4 @@ def _uniform(num_stages: int, stride: int, gaps: tuple[int, int, int]) -> Block:
 def _named(name: str, block: Block, num_microbatches: int) -> Schedule:
     timed = building_blocks.eager(block, num_microbatches, caps=block.peaks, costs=UNIT)
     assert timed is not None, "the paper's blocks never stop"
-    return building_blocks.to_schedule(name, timed, num_microbatches, block.peaks)
+    return building_blocks.to_schedule(name, timed.orders, num_microbatches, block.peaks)

@@ -41,7 +41,8 @@ def zb_h2(num_stages: int, num_microbatches: int) -> Schedule:
     bubble        at W <= F, W <= B, m >= 2p-1: (p-1)(F+B-2W) in the longest span of a stage and
                   (p-1) max(F, F+B-2W) in the makespan, as the last stage starts (p-1)F later
     in flight     min(m, 2p-1) on every stage
-    constraints   p >= 1, m >= 1, v = 1
+    constraints   p >= 1, m >= 1, v = 1; with fewer microbatches than 2p-1 the warm-up lies between
+                  those of ZB-H1 and ZB-H2, so that it never ends later than ZB-H1
     source        arXiv 2401.10241, ZB-H2
     ============  =====================================================================
 
@@ -49,35 +50,43 @@ def zb_h2(num_stages: int, num_microbatches: int) -> Schedule:
       >>> zb_h2(4, 8).peak_in_flight
       (7, 7, 7, 7)
     """
+    # More forwards than this would be followed by no steady state.
+    most = max(0, num_microbatches - num_stages)
     return depth_first(
         "zb-h2",
         linear(num_stages),
         num_microbatches,
-        warm_ups=range(2 * num_stages - 2, -1, -2),
-        delays=range(0, 2 * num_stages, 2),
+        warm_ups=[behind + min(behind, most) for behind in reversed(range(num_stages))],
+        delays=[d + min(d, most) for d in range(num_stages)],
     )
 
 
 def interleaved_zb(num_stages: int, num_microbatches: int, *, num_chunks: int = 2) -> Schedule:
-    """Runs the schedule of `interleaved`, for any m, with W deferred by d backwards on stage d.
+    """Runs 1F1B over chunks, with W deferred by d backwards on stage d.
+
+    Without W in its way a gradient is back twice as fast, so half of the warm-up of `interleaved`
+    is enough, and all stages keep the same. The microbatches go in floor(m/p) groups.
 
     ============  =====================================================================
     bubble        (p-1)(F+B-W)/v, added to the m(F+B+W) of work; W <= F, W <= B, m a
                   multiple of p
-    in flight     min(m v, 2(p-1) - d + (v-1)p + 1) chunks on stage d
+    in flight     min(m v, (v-1)g + p) chunks on every stage, g = ceil(m / max(1, floor(m/p)))
+                  the group: p v if p divides m
     constraints   p >= 1, m >= 1, v >= 1
-    source        arXiv 2401.10241, on the order of arXiv 2104.04473
+    source        arXiv 2401.10241, on the order of arXiv 2104.04473; groups and warm-up as in
+                  PyTorch's ScheduleInterleavedZeroBubble
     ============  =====================================================================
 
     Example:
       >>> interleaved_zb(4, 8).peak_in_flight
-      (11, 10, 9, 8)
+      (8, 8, 8, 8)
     """
+    group = -(-num_microbatches // max(1, num_microbatches // num_stages))
     return depth_first(
         "interleaved-zb",
         looped(num_stages, num_chunks=num_chunks),
         num_microbatches,
-        group=num_stages,
-        warm_ups=warm_up_forwards(num_stages, num_chunks, num_stages),
+        group=group,
+        warm_ups=warm_up_forwards(num_stages, num_chunks, group, hops=1),
         delays=range(num_stages),
     )

@@ -77,7 +77,7 @@ def controllable_memory(
     limit = int(min(2 * memory_limit, 2 * num_microbatches))
     timed = _search(num_stages, num_microbatches, limit, costs)
     caps = (limit,) * num_stages
-    return building_blocks.to_schedule("controllable-memory", timed, num_microbatches, caps)
+    return building_blocks.to_schedule("controllable-memory", timed.orders, num_microbatches, caps)
 
 
 class _Candidate(NamedTuple):

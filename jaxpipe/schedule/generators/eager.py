@@ -1,0 +1,130 @@
+"""Running a given order as early as inputs and memory allow, with real costs."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+from jaxpipe.schedule.actions import Kind, Schedule
+from jaxpipe.schedule.check.validate import peak_in_flight
+from jaxpipe.schedule.generators import events
+from jaxpipe.schedule.generators.earliest import HELD, earliest
+from jaxpipe.schedule.simulate import Costs, simulate
+
+_PATIENCE = (0.0, 0.25, 0.5, 0.75)
+"""Each of them ends first on some shapes."""
+
+
+def in_time(schedule: Schedule, costs: Costs) -> Schedule:
+    """Orders a schedule anew for real costs and messages, within its own peaks in flight.
+
+    Tries every stage's order run eagerly, with more and less patience, and the gaps of each filled
+    by `earliest`. Ends no later than the schedule itself, which wins if nothing ends sooner.
+    """
+    eager = (_eager(schedule, costs, patience) for patience in _PATIENCE)
+    candidates = [schedule, *(earliest(order, costs) for order in (schedule, *eager))]
+    return min(candidates, key=lambda candidate: simulate(candidate, costs).makespan)
+
+
+def _eager(schedule: Schedule, costs: Costs, patience: float) -> Schedule:
+    caps = schedule.peak_in_flight or peak_in_flight(schedule)
+    fused = any(action.kind is Kind.BW for action in schedule.orders[0])
+    stages = []
+    for held, order, cap in zip(
+        schedule.placement.virtual_stages, schedule.orders, caps, strict=True
+    ):
+        kinds = (Kind.F, Kind.BW) if fused else (Kind.F, Kind.B)
+        passes = [(kind, s) for kind in kinds for s in held]
+        numbers = {place: number for number, place in enumerate(passes)}
+        numbers |= {(Kind.W, s): len(passes) for s in held}
+        passes += [] if fused else [(Kind.W, held[0])]
+        sequence = [numbers[action.kind, action.virtual_stage] for action in order]
+        stages.append(EagerStage(passes, sequence, costs, cap, patience))
+    events.run(stages, schedule.placement, schedule.num_microbatches, message=costs.message)
+    assert not any(stage.upcoming for stage in stages), "only what is ready overtakes"
+    orders = tuple(tuple(events.actions(stage.passes, stage.order)) for stage in stages)
+    return dataclasses.replace(schedule, orders=orders)
+
+
+class EagerStage(events.Stage):
+    """A stage that runs its passes in a given order, except that one may go before earlier ones.
+
+    A stage that would wait runs instead the first later pass of its sequence that is ready and
+    cannot raise the peak: a forward may move forward only if no point that it passes is at the cap.
+    A W lets a ready B go first as long as no forward lies between, which costs no memory.
+
+    Args:
+      sequence: the passes in order, by number.
+      cap: the most chunks in flight.
+      patience: a pass does not overtake if the next one in order, W aside, arrives within this
+        share of its duration.
+    """
+
+    def __init__(
+        self,
+        passes: list[events.Pass],
+        sequence: Sequence[int],
+        costs: Costs,
+        cap: int,
+        patience: float = 0.0,
+    ) -> None:
+        super().__init__(passes, [costs.of(kind) for kind, _ in passes])
+        # Reversed: passes are taken from near the front, and a list is fast only at its end.
+        self.upcoming = list(reversed(sequence))
+        self.kinds = [kind for kind, _ in passes]
+        self.held = [HELD[kind] for kind in self.kinds]
+        self.cap, self.patience, self.in_flight = cap, patience, 0
+
+    def choose(self, now: float) -> int | None:
+        """Takes the pass to run now out of the sequence; None to wait."""
+        if not self.upcoming:
+            return None
+        number = self.upcoming[-1]
+        kind = self.kinds[number]
+        waits = kind is Kind.F and not self.has_room(number, self.in_flight)
+        goes_first = kind is not Kind.W and not waits
+        if goes_first and self.is_ready(number, now):
+            return self.upcoming.pop()
+        position = self._overtaking(now)
+        if position is None or self._is_worth_waiting(self.upcoming[position], now):
+            return None
+        return self.upcoming.pop(position)
+
+    def _is_worth_waiting(self, number: int, now: float) -> bool:
+        if not self.patience:
+            return False
+        first = next((n for n in reversed(self.upcoming) if self.kinds[n] is not Kind.W), number)
+        arrivals, done = self.arrivals[first], self.done[first]
+        latest = now + self.patience * self.durations[number]
+        return done < len(arrivals) and now < arrivals[done] <= latest
+
+    def _overtaking(self, now: float) -> int | None:
+        """Where in the sequence the pass is that runs now; None to wait."""
+        ready = {number for number in range(len(self.passes)) if self.is_ready(number, now)}
+        in_flight = peak = self.in_flight
+        deferred_w = None
+        for position in range(len(self.upcoming) - 1, -1, -1):
+            number = self.upcoming[position]
+            forward = self.kinds[number] is Kind.F
+            if number in ready:
+                if self.kinds[number] is Kind.W:
+                    deferred_w = position
+                elif not forward or self.has_room(number, peak):
+                    return position
+                # Passes of one kind never overtake each other.
+                ready.remove(number)
+            if deferred_w is not None and (forward or not ready):
+                return deferred_w
+            if not ready:
+                return None
+            in_flight += self.held[number]
+            peak = max(peak, in_flight)
+        return None
+
+    def has_room(self, number: int, peak: int) -> bool:
+        """Whether a forward can start now, as the next pass after a point of this peak."""
+        return peak < self.cap
+
+    def start(self, number: int, now: float) -> None:
+        super().start(number, now)
+        self.in_flight += self.held[number]

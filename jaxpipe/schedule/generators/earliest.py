@@ -1,0 +1,74 @@
+"""Filling the gaps of a schedule, within its peak in flight."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from jaxpipe.schedule.actions import Action, Kind, Schedule
+from jaxpipe.schedule.check.validate import peak_in_flight
+from jaxpipe.schedule.check.walk import Results
+from jaxpipe.schedule.simulate import Costs, simulate
+
+HELD = {Kind.F: 1, Kind.B: 0, Kind.W: -1, Kind.BW: -1}
+"""What an action adds to the chunks in flight."""
+_ROUNDING = 1e-9
+"""The share of an action by which a gap may be too short: sums of decimals are not exact."""
+
+
+def earliest(schedule: Schedule, costs: Costs) -> Schedule:
+    """Moves actions into earlier gaps of their stages.
+
+    The actions are taken in the order in which they start. Each goes to the first gap of its stage
+    that follows its inputs and is long enough, an F only if the stage stays within its peak all the
+    way to where the F was. A gap is time in which the stage waits, so nothing else is delayed: no
+    action ever starts later than before.
+
+    Args:
+      schedule: synchronous; its promised peaks in flight are kept.
+      costs: of one chunk.
+    """
+    timeline, results = simulate(schedule, costs), Results(schedule)
+    rows = [_Row(cap) for cap in schedule.peak_in_flight or peak_in_flight(schedule)]
+    ends: dict[int, float] = {}
+    in_time = sorted(
+        ((timed.start, d, timed.action) for d, row in enumerate(timeline.rows) for timed in row),
+        key=lambda found: found[:2],
+    )
+    for _, d, action in in_time:
+        ready = 0.0
+        for needed in results.inputs(action):
+            travel = costs.message if results.stage(needed) != d else 0.0
+            ready = max(ready, ends[needed] + travel)
+        end = rows[d].place(action, ready, costs.of(action.kind))
+        if action.kind is not Kind.W:
+            ends[results.number(action)] = end
+    return dataclasses.replace(schedule, orders=tuple(tuple(row.order) for row in rows))
+
+
+class _Row:
+    """What one stage runs so far, with starts and ends, in order."""
+
+    def __init__(self, cap: int) -> None:
+        self.cap, self.in_flight = cap, 0
+        self.order: list[Action] = []
+        self.starts: list[float] = []
+        self.ends: list[float] = []
+
+    def place(self, action: Action, ready: float, duration: float) -> float:
+        """Puts an action into the first gap that it fits, or behind all others; returns its end."""
+        position, start = len(self.order), max(ready, self.ends[-1] if self.ends else 0.0)
+        in_flight = self.in_flight
+        for later in reversed(range(len(self.order))):
+            if self.ends[later] <= ready:
+                break
+            in_flight -= HELD[self.order[later].kind]
+            if action.kind is Kind.F and in_flight >= self.cap:
+                break
+            begin = max(ready, self.ends[later - 1] if later else 0.0)
+            if begin + duration * (1 - _ROUNDING) <= self.starts[later]:
+                position, start = later, begin
+        self.order.insert(position, action)
+        self.starts.insert(position, start)
+        self.ends.insert(position, start + duration)
+        self.in_flight += HELD[action.kind]
+        return start + duration

@@ -1,0 +1,134 @@
+"""Replicas: data shards of which several groups hold the same parts (hybrid sharding)."""
+
+from __future__ import annotations
+
+import functools
+import re
+
+import chex
+import jax
+import optax
+import pytest
+import toy
+import uneven
+from covering import covering
+
+import jaxpipe
+from jaxpipe.runtime.measure.memory import compiled
+
+CASES = [
+    (schedule, layers, zero)
+    for schedule in ("1f1b-fused", "zb-v", "breadth-first")
+    for layers in ("stacked", "unrolled", "tuple")
+    for zero in (0, 1, 2, 3)
+]
+
+
+def hybrid(schedule, layers, zero, replica, **options) -> jaxpipe.Pipeline:
+    """A pipeline on 2 stages and 4 data shards, in this many replicas."""
+    model, params = toy.model(tied=True, axis="stage"), toy.params(tied=True, num_layers=5)
+    if layers == "tuple":
+        model, params = uneven.model(), uneven.params()
+    return jaxpipe.Pipeline(
+        model,
+        params,
+        schedule=schedule,
+        microbatches=2,
+        mesh=jaxpipe.make_mesh(stage=2, data=4, replica=replica),
+        weights="unrolled" if layers == "unrolled" else "stacked",
+        zero=zero,
+        poison=True,
+        **options,
+    )
+
+
+def params_of(layers):
+    return uneven.params() if layers == "tuple" else toy.params(tied=True, num_layers=5)
+
+
+def batch_of(layers):
+    return (uneven if layers == "tuple" else toy).batch(16)
+
+
+@functools.cache
+def without_replicas(layers):
+    pipe = hybrid("1f1b-fused", layers, 0, 1)
+    args = pipe.place(params_of(layers)), batch_of(layers), jax.random.key(2)
+    loss, grads = jax.jit(pipe.value_and_grad)(*args)
+    return loss, pipe.unplace(grads)
+
+
+@pytest.mark.parametrize("case", covering(CASES), ids=lambda case: "-".join(map(str, case)))
+def test_replicas_change_where_parts_lie_and_nothing_else(case):
+    layers, zero = case[1:]
+    pipe = hybrid(*case, 2)
+    placed = pipe.place(params_of(layers))
+    chex.assert_trees_all_equal(pipe.unplace(placed), params_of(layers))
+    loss, grads = jax.jit(pipe.value_and_grad)(placed, batch_of(layers), jax.random.key(2))
+    actual = loss, pipe.unplace(grads)
+    chex.assert_trees_all_close(actual, without_replicas(layers), rtol=1e-5, atol=1e-6)
+    for tree, sharded in ((placed, zero == 3), (grads, zero >= 1)):
+        leaf = max(jax.tree.leaves(tree["layers"]), key=lambda leaf: leaf.size)
+        parts = leaf.size // leaf.addressable_shards[0].data.size
+        assert parts == 2 * (2 if sharded else 1)  # stages, and shards within a replica
+
+
+@pytest.mark.parametrize(
+    ("layers", "zero", "update"),
+    [("stacked", 3, "step"), ("tuple", 2, "chunk"), ("unrolled", 1, "step")],
+)
+def test_optimizers_give_the_same_with_replicas(layers, zero, update):
+    clip = optax.clip_by_global_norm(0.1) if update == "step" else optax.identity()
+    optimizer, found = optax.chain(clip, optax.lamb(1e-2)), []
+    for replica in (1, 2):
+        pipe = hybrid("1f1b", layers, zero, replica)
+        placed = pipe.place(params_of(layers))
+        state, step = pipe.init(optimizer, placed), pipe.train_step(optimizer, update=update)
+        for _ in range(3):
+            _, placed, state = step(placed, state, batch_of(layers))
+        found.append(pipe.unplace(placed))
+    chex.assert_trees_all_close(*found, rtol=1e-5, atol=1e-6)
+
+
+def test_an_asynchronous_pipeline_clips_over_its_parts_once():
+    sgd, found = optax.sgd(0.1), []
+    for replica in (1, 2):
+        pipe = hybrid("1f1b", "stacked", 2, replica)
+        params = pipe.place(params_of("stacked"))
+        training = jaxpipe.AsyncPipeline(pipe, sgd, clip_norm=0.5)
+        state = training.init(params, pipe.init(sgd, params), batch_of("stacked"))
+        for _ in range(3):
+            state, _ = jax.jit(training.step)(state, batch_of("stacked"))
+        state, _ = jax.jit(training.drain)(state)
+        found.append(pipe.unplace(training.finish(state)[0]))
+    chex.assert_trees_all_close(*found, rtol=1e-5, atol=1e-6)
+
+
+def test_weights_are_gathered_within_a_replica_and_gradients_cross_it_in_parts():
+    pipe = hybrid("1f1b-fused", "stacked", 3, 2)
+    text = compiled(pipe, toy.batch(16)).as_text()
+    groups = {
+        opcode: {
+            len(group.split(","))
+            for found in re.findall(rf" {opcode}(?:-start)?\(.*?replica_groups={{{{(.*?)}}}}", text)
+            for group in found.split("},{")
+        }
+        for opcode in ("all-gather", "reduce-scatter")
+    }
+    assert groups == {"all-gather": {2}, "reduce-scatter": {2}}
+    pipe = hybrid("1f1b-fused", "stacked", 3, 4)  # whole in every replica
+    assert pipe.zero == 0
+
+
+@pytest.mark.parametrize("layers", ["stacked", "tuple"])
+def test_placing_has_a_derivative(layers):
+    pipe, params, batch = hybrid("1f1b", layers, 3, 2), params_of(layers), batch_of(layers)
+    grads = jax.jit(jax.grad(lambda params: pipe.loss(pipe.place(params), batch)))(params)
+    _, expected = jax.jit(pipe.value_and_grad)(pipe.place(params), batch)
+    chex.assert_trees_all_close(grads, pipe.unplace(expected), rtol=1e-6, atol=1e-7)
+
+
+def test_replicas_divide_the_data_shards():
+    message = r"replica=3 does not divide data=4\.\nNearest valid: 1, 2, 4"
+    with pytest.raises(ValueError, match=message):
+        jaxpipe.make_mesh(stage=2, data=4, replica=3)

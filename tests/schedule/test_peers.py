@@ -1,0 +1,150 @@
+"""Named schedules are at least as good as others' of the same name, in makespan and in peak."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+
+import pytest
+
+from jaxpipe.schedule import catalog
+from jaxpipe.schedule.actions import Action, Kind, Schedule
+from jaxpipe.schedule.check.validate import peak_in_flight, validate
+from jaxpipe.schedule.placement import looped
+from jaxpipe.schedule.simulate import UNIT, Costs, simulate
+
+SAMPLE = ((2, 3), (3, 2), (4, 4), (4, 8), (5, 7), (8, 8), (8, 16))
+GRID = tuple(itertools.product(range(2, 10), range(1, 26)))
+"""p and m."""
+shapes = pytest.mark.parametrize(
+    ("p", "m"),
+    [*SAMPLE, *(pytest.param(*s, marks=pytest.mark.slow) for s in GRID if s not in SAMPLE)],
+)
+
+
+def makespan(schedule: Schedule, costs: Costs = UNIT) -> float:
+    return simulate(schedule, costs).makespan
+
+
+def assert_at_least_equal(ours: Schedule, other: Schedule) -> None:
+    """Ours ends no later, and keeps no more in flight where a stage keeps the most."""
+    assert makespan(ours) <= makespan(other)
+    assert max(peak_in_flight(ours)) <= max(peak_in_flight(other))
+
+
+def interleaved_in_pytorch(p: int, m: int, v: int) -> Schedule | None:
+    """What PyTorch's ScheduleInterleavedZeroBubble runs; None if it refuses the shape.
+
+    Microbatches go in equal rounds. Stage d starts with (v-1) rounds and one forward per stage
+    behind it, then runs F and B in turn, and W from the d-th B on.
+    """
+    rounds = max(1, m // p)
+    if m % rounds:
+        return None
+    size = m // rounds
+    passes = [
+        (chunk, i)
+        for first in range(0, m, size)
+        for chunk in range(v)
+        for i in range(first, first + size)
+    ]
+    orders = []
+    for d in range(p):
+        forwards = [Action(chunk * p + d, Kind.F, i) for chunk, i in passes]
+        backwards = [Action((v - 1 - chunk) * p + d, Kind.B, i) for chunk, i in passes]
+        order = [forwards.pop(0) for _ in range(min(m * v, (v - 1) * size + p - 1 - d))]
+        deferred: list[Action] = []
+        for number, backward in enumerate(backwards):
+            order += [forwards.pop(0)] if forwards else []
+            order.append(backward)
+            deferred.append(dataclasses.replace(backward, kind=Kind.W))
+            if number >= d:
+                order.append(deferred.pop(0))
+        orders.append((*order, *deferred))
+    return Schedule("pytorch", looped(p, num_chunks=v), m, tuple(orders))
+
+
+@shapes
+@pytest.mark.parametrize("v", [1, 2, 4])
+def test_interleaved_zb_is_as_good_as_pytorchs(p, m, v):
+    if (other := interleaved_in_pytorch(p, m, v)) is None:
+        return
+    ours = catalog.build("interleaved-zb", stages=p, microbatches=m, chunks=v)
+    assert_at_least_equal(ours, other)
+
+
+def test_interleaved_zb_keeps_as_little_as_pytorchs():
+    schedule = catalog.build("interleaved-zb", stages=8, microbatches=16, chunks=2)
+    assert (makespan(schedule), max(peak_in_flight(schedule))) == (103, 16)
+
+
+@shapes
+def test_zb_h2_never_ends_after_zb_h1(p, m):
+    first, second = (catalog.build(name, stages=p, microbatches=m) for name in ("zb-h1", "zb-h2"))
+    assert makespan(second) <= makespan(first)
+
+
+def test_groups_smaller_than_the_pipeline():
+    # The published group schedule of the controllable-memory paper's authors.
+    schedule = catalog.build("interleaved", stages=4, microbatches=8, chunks=2, group=2)
+    assert (makespan(schedule) / 2, max(peak_in_flight(schedule)) / 2) == (28, 3)
+
+
+@pytest.mark.parametrize("p", range(2, 9))
+def test_every_group_of_at_least_half_of_the_stages_runs(p):
+    for group, v, m in itertools.product(range(-(-p // 2), p), (1, 2, 3), (p - 1, 2 * p + 1)):
+        for name in ("interleaved", "interleaved-fused"):
+            validate(catalog.build(name, stages=p, microbatches=m, chunks=v, group=group))
+
+
+def test_1f1b_v_ends_as_early_as_its_authors():
+    schedule = catalog.build("1f1b-v", stages=4, microbatches=8)
+    assert (makespan(schedule), max(peak_in_flight(schedule))) == (63, 6)
+
+
+@pytest.mark.parametrize("m", range(1, 12))
+def test_v_min_of_two_stages_is_v_half(m):
+    least, half = (catalog.build(name, stages=2, microbatches=m) for name in ("v-min", "v-half"))
+    assert least == dataclasses.replace(half, name="v-min")
+
+
+REORDERED = [entry.name for entry in catalog.entries() if entry.reordered]
+COSTS = (Costs(1, 1, 1, 0.1), Costs(1, 1.2, 0.8, 0.5), Costs(1, 2, 1), Costs(3, 4, 2, 1))
+
+
+@shapes
+@pytest.mark.parametrize("costs", COSTS)
+def test_orders_for_real_costs_are_never_behind_the_published_ones(p, m, costs):
+    for name in REORDERED:
+        shape = {"stages": p, "microbatches": m, "costs": costs}
+        published = catalog.build(f"{name}-published", **shape)
+        assert published.orders == catalog.build(name, stages=p, microbatches=m).orders
+        ours = catalog.build(name, **shape)
+        validate(ours)
+        assert makespan(ours, costs) <= makespan(published, costs)
+        assert max(peak_in_flight(ours)) <= max(published.peak_in_flight)
+
+
+@pytest.mark.parametrize(
+    ("name", "chunks", "published", "reordered"),
+    # p=8, m=32, messages of .1 of a full stage's F; fused 1F1B takes 123.8 and ZB-H1 105.8.
+    [
+        *(("hanayo-fused", 2, 117.2, 115.4), ("hanayo-fused", 4, 124.5, 118.7)),
+        *(("hanayo", 2, 113.5, 105.7), ("hanayo", 4, 125.1, 104.9)),
+    ],
+)
+def test_waves_take_the_time_of_messages_into_account(name, chunks, published, reordered):
+    costs = Costs(1 / chunks, 1 / chunks, 1 / chunks, 0.1)
+    shape = {"stages": 8, "microbatches": 32, "chunks": chunks, "costs": costs}
+    for spelled, expected in ((f"{name}-published", published), (name, reordered)):
+        found = makespan(catalog.build(spelled, **shape), costs)
+        assert found == pytest.approx(expected, abs=0.05)
+
+
+@pytest.mark.parametrize(("message", "least"), [(0.1, 32.4), (0.5, 38)])
+def test_zb_h1_of_one_unit_hides_messages_behind_forwards(message, least):
+    # Least: the way to the last stage, its F and B, and the last gradient's way back and W.
+    costs = Costs(1, 1, 1, message)
+    schedule = catalog.build("zb-h1", stages=8, microbatches=8, costs=costs)
+    assert makespan(schedule, costs) == pytest.approx(least)
+    assert max(peak_in_flight(schedule)) == 8
