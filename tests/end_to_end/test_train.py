@@ -368,3 +368,18 @@ def test_a_disk_too_small_from_the_start(trainer, tmp_path):
         assert os.listdir(disk) == []
     finally:
         subprocess.run(["umount", str(disk)], check=True)
+
+
+def test_data_cut_short_during_a_run_keeps_its_checkpoint(trainer, tmp_path):
+    run, data = tmp_path / "run", shutil.copytree(trainer.folder / "data", tmp_path / "data")
+    options = ("--run-dir", run, "--data.path", data)
+    process = trainer.start("--config", trainer.config, *options, "--train.steps", 2000)
+    until = time.monotonic() + SECONDS
+    while not (run.is_dir() and saved(run)) and time.monotonic() < until:
+        time.sleep(0.01)
+    os.truncate(data / "train.tokens", 30)
+    finished = finish(process)
+    assert finished.status == 2, str(finished)
+    assert f"error: data.path={data}: train.tokens can no longer be read" in finished.err
+    assert finished.err.count("\n") == 1, finished.err
+    assert saved(run)
