@@ -136,8 +136,8 @@ def assert_matches_unpipelined(
 ) -> list[Pipeline]:
     """Runs every schedule on every mesh and compares all results with the model's own.
 
-    Compared are the loss, metrics, new states and every gradient of a step, and the loss and
-    metrics of an evaluation. Bubbles are filled with NaN, so that nothing may leak from them.
+    Compared are loss, metrics, new states and every gradient of a step, and loss and metrics of an
+    evaluation. Bubbles are filled with NaN, so that nothing may leak from them.
 
     Args:
       model: as of `Pipeline`.
@@ -148,8 +148,7 @@ def assert_matches_unpipelined(
       rng: the step's key, or None.
       states: the layers' states, for a stateful model.
       reference: what to compare with: a function with the arguments of `unpipelined.loss` after
-        the model, which is the default. Give one if the model's functions use a mesh axis, or to
-        compare with a loss that does not come from `Model` at all.
+        the model, the default, for functions that use a mesh axis, or a loss that is not `Model`'s.
       tolerance: the largest difference of an element, relative to the largest absolute value of
         its array in the reference.
       floor: the smallest such value that an array is taken to have; for gradients that cancel to

@@ -146,13 +146,23 @@ def save(
             f"{folder} holds {ADAPTER}: the transformers library would read the adapter and its "
             "base model instead of what is saved here. Remove it, or name another folder."
         )
-    names = _names(family, config)
     trees = {"params": params} | ({"state": {"layers": state}} if family.init_state else {})
     _check_trees(trees, _shapes(family, config))
     fields = {"model_type": model_type, "dtype": "float32", **family.write(config)}
     if family.token_ids is not None:
         fields |= token_id_fields(token_ids or TokenIds(), fields["vocab_size"])
-    tensors: dict[str, np.ndarray] = {}
+    tensors = _tensors(family, config, trees)
+    folder.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=folder, prefix="partial-") as name:
+        partial = Path(name)
+        library().numpy.save_file(tensors, partial / WEIGHTS, metadata={"format": "pt"})
+        (partial / CONFIG).write_text(json.dumps(fields, indent=2) + "\n")
+        replace_model(folder, partial)
+
+
+def _tensors(family: Family, config: Config, trees: PyTree) -> dict[str, np.ndarray]:
+    """The model's arrays under the library's names."""
+    names, tensors = _names(family, config), dict[str, np.ndarray]()
     for path, value in jax.tree_util.tree_leaves_with_path(trees):
         theirs, array = names[_path(path)], np.asarray(value)
         layers = array if theirs.stacked else [array]
@@ -163,17 +173,11 @@ def save(
                 for name, part in zip(layer_names, split, strict=True)
             }
     # BatchNorm there also counts batches; nothing uses the count, but reading warns without it.
-    tensors |= {
+    return tensors | {
         name.replace("running_mean", "num_batches_tracked"): np.zeros((), np.int64)
         for name in tensors
         if name.endswith(".running_mean")
     }
-    folder.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=folder, prefix="partial-") as name:
-        partial = Path(name)
-        library().numpy.save_file(tensors, partial / WEIGHTS, metadata={"format": "pt"})
-        (partial / CONFIG).write_text(json.dumps(fields, indent=2) + "\n")
-        replace_model(folder, partial)
 
 
 # Names and shapes.

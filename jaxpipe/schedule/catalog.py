@@ -160,17 +160,22 @@ def build(
         problems += _misfits(found, given)
     try:
         refuse(problems)
-        if is_own:
-            clock = {option: given.pop(option) for option in MEASURES if option in given}
-            return user.fitted(name, **given, clock=clock)
-        assert found is not None
-        reads = {option: value for option, value in given.items() if option in found.defaults}
-        schedule = found.generate(stages, microbatches, **reads)
-        if found.reordered and not as_published and costs not in (None, UNIT):
-            return in_time(schedule, costs)
-        return dataclasses.replace(schedule, name=name) if as_published else schedule
+        return _built(name, found, given, published=as_published)
     except ArgumentError as error:
         raise ArgumentError(error.problems, _spell) from None
+
+
+def _built(name: str, entry: Entry | None, given: dict[str, Any], *, published: bool) -> Schedule:
+    """A schedule by its entry, or one of the user's own, from the arguments that were given."""
+    if entry is None:
+        clock = {option: given.pop(option) for option in MEASURES if option in given}
+        return user.fitted(name, **given, clock=clock)
+    reads = {option: value for option, value in given.items() if option in entry.defaults}
+    schedule = entry.generate(given["num_stages"], given["num_microbatches"], **reads)
+    costs = given.get("costs")
+    if published:
+        return dataclasses.replace(schedule, name=name)
+    return in_time(schedule, costs) if entry.reordered and costs not in (None, UNIT) else schedule
 
 
 def _spell(argument: str, value: Any) -> str:

@@ -115,11 +115,7 @@ def prepare(options: PrepareOptions, *, console: Console | None = None) -> DataM
         _say_prepared(console, options, is_same=existing.documents_sha256 == digest)
         return existing
     train, heldout = split_documents(documents, heldout_fraction=options.heldout_fraction)
-    folders.say(
-        console, f"{len(documents)} documents, {_num_bytes(documents) / 1e6:.2f} MB of text"
-    )
-    for reason, count in sorted(skipped.items()):
-        folders.say(console, f"files left out ({reason}): {count}")
+    _say_documents(console, documents, skipped)
     train_texts, heldout_texts = ([d.text for d in side] for side in (train, heldout))
     with folders.progress_bar(console) as progress:
         tokenizer = train_tokenizer(train_texts, vocab_size=options.vocab_size, progress=progress)
@@ -142,6 +138,14 @@ def prepare(options: PrepareOptions, *, console: Console | None = None) -> DataM
         folders.write_meta(folder, KIND, meta)
     _say_written(console, options, meta)
     return meta
+
+
+def _say_documents(console: Console, documents: Sequence[Document], skipped: Counter[str]) -> None:
+    folders.say(
+        console, f"{len(documents)} documents, {_num_bytes(documents) / 1e6:.2f} MB of text"
+    )
+    for reason, count in sorted(skipped.items()):
+        folders.say(console, f"files left out ({reason}): {count}")
 
 
 def _say_prepared(console: Console, options: PrepareOptions, *, is_same: bool) -> None:
