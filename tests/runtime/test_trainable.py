@@ -12,7 +12,7 @@ import numpy as np
 import optax
 import pytest
 from compilations import refusal
-from covering import covering
+from covering import covering, some
 
 import jaxpipe
 from jaxpipe import testing
@@ -27,6 +27,8 @@ CASES = [
     for zero in (0, 1, 2, 3)
     for remat in ("none", "dots", "full")
 ]
+
+FEW = covering([case for case in CASES if case[0] != "breadth-first" and case[2] in (1, 3)])
 
 
 def pipeline(schedule: str, layers: str, zero: int, remat: str = "none", **options):
@@ -77,9 +79,8 @@ def assert_close(got, expected):
     jax.tree.map_with_path(close, got, expected)
 
 
-@pytest.mark.parametrize("case", covering(CASES), ids=lambda case: "-".join(map(str, case)))
-def test_gradients_of_what_is_trained_are_those_without_a_pipeline(case):
-    schedule, layers, zero, remat = case
+@pytest.mark.parametrize(("schedule", "layers", "zero", "remat"), some(CASES, *FEW))
+def test_gradients_of_what_is_trained_are_those_without_a_pipeline(schedule, layers, zero, remat):
     differ = layers == "tuple"
     (pipe,) = testing.assert_matches_unpipelined(
         adapted.model(differ=differ),
