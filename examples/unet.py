@@ -19,9 +19,14 @@ SIZE, TIME = 8, 4
 net = UNet(channels=1, widths=[4, 6], time_size=TIME, key=jax.random.key(0))
 
 
+def in_turn(net):
+    """The parts of a U-Net that run one after another."""
+    return net.down, net.middle, net.up
+
+
 def split(net):
-    """The modules that run one after another, and the rest."""
-    rest = eqx.tree_at(lambda net: (net.down, net.middle, net.up), net, (None, None, None))
+    """These modules, and the rest."""
+    rest = eqx.tree_at(in_turn, net, (None, None, None))
     return rest, [*net.down, net.middle, *net.up]
 
 
@@ -29,8 +34,7 @@ def join(outer, layers):
     """Undoes `split`."""
     count = len(layers) // 2
     parts = layers[:count], layers[count], layers[count + 1 :]
-    where = lambda net: (net.down, net.middle, net.up)  # noqa: E731
-    return eqx.tree_at(where, outer, parts, is_leaf=lambda x: x is None)
+    return eqx.tree_at(in_turn, outer, parts, is_leaf=lambda x: x is None)
 
 
 rest, modules = split(net)

@@ -83,9 +83,9 @@ def _run(config: Config, console: Console, *, resume: bool) -> float | None:
         if is_writer:
             progress.note_failure(folder, error, describe["config"])
         raise
-    except Exception:
+    except Exception:  # whatever failed, a folder that is gone explains it
         if trainer is not None:
-            trainer.check_folder()  # whatever failed, a folder that is gone explains it
+            trainer.check_folder()
         raise
     trainer.check_folder()
     if is_writer:

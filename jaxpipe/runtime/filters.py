@@ -14,7 +14,8 @@ from jaxpipe.runtime.types import Params
 
 Filter: TypeAlias = str | Sequence[str] | Callable[[str, jax.ShapeDtypeStruct], bool]
 """Patterns of paths such as ``"layers/*/lora_*"``, in which ``*`` stands for any text, or
-``chosen(path, shape) -> bool``."""
+``chosen(path, shape) -> bool``. Shapes are those of canonical parameters: of stacked layers, with
+the dimension of layers."""
 
 
 def choose(params: Params, chosen: Filter) -> Params:
@@ -31,7 +32,6 @@ def choose(params: Params, chosen: Filter) -> Params:
       >>> choose(params, ["*lora_*", "head"])
       {'embed': None, 'head': 4.0, 'layers': {'lora_a': 3.0, 'w': None}}
     """
-
     return jax.tree.map_with_path(
         lambda path, leaf: leaf if is_chosen(name_of(path), leaf, chosen) else None, params
     )

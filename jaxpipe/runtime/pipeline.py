@@ -178,7 +178,7 @@ class Pipeline:
 
     @property
     def placed_params(self) -> Shapes:
-        """Shapes and shardings of the placed parameters: split over data, too, with ZeRO-3."""
+        """Shapes and shardings of the placed parameters, which ZeRO-3 also splits over data."""
         return self.params_placing.placed
 
     @property

@@ -33,7 +33,7 @@ def is_sequence(tree: Tree) -> bool:
 
 
 def select(tree: Tree, like: Tree) -> Tree:
-    """The leaves of a tree that another one has, too, and None in place of the others.
+    """A tree with None in place of every leaf that another one lacks.
 
     Example:
       >>> select({"a": 1, "b": 2}, {"a": "any", "b": None})

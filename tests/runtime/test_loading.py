@@ -234,7 +234,10 @@ def test_what_does_not_fit_is_refused_before_anything_is_made():
     with pytest.raises(ValueError, match=r"init\(key\)\['embed'\] is float32\[4, 6\]; expected"):
         jaxpipe.init_params(pipe, initial("stacked", width=6), jax.random.key(0))
     params = jax.device_get(initial("stacked")(jax.random.key(0)))
-    whole = lambda name, n=None: params[name]  # noqa: E731
+
+    def whole(name, n=None):
+        return params[name]
+
     with pytest.raises(ValueError, match=r"read\('layers', 0\)\['bias'\] is float32\[8, 64\]; exp"):
         jaxpipe.load_params(pipe, whole)
     params["embed"] = params["embed"].astype(np.float16)

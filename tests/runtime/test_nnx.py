@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import chex
 import jax
 import jax.numpy as jnp
@@ -84,9 +86,11 @@ def whole(net):
     return value, nnx.to_pure_dict(gradients)
 
 
-def different(*, rngs, count=[0]):  # noqa: B006  (blocks in their order)
-    count[0] += 1
-    return Block(rngs=rngs, hidden=WIDTH + count[0] % 2)
+HIDDEN = itertools.cycle((WIDTH + 1, WIDTH))
+
+
+def different(*, rngs):
+    return Block(rngs=rngs, hidden=next(HIDDEN))
 
 
 @pytest.mark.parametrize("make", [Block, different])

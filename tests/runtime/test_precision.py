@@ -8,10 +8,10 @@ import chex
 import compilations
 import jax
 import jax.numpy as jnp
+import layouts
 import optax
 import pytest
 import toy
-import uneven
 from covering import covering, some
 
 import jaxpipe
@@ -20,7 +20,7 @@ from jaxpipe.runtime.measure.traced import buffers
 CASES = [
     (schedule, layers, zero)
     for schedule in ("1f1b-fused", "zb-v", "breadth-first")
-    for layers in ("stacked", "unrolled", "tuple")
+    for layers in layouts.LAYOUTS
     for zero in (0, 2, 3)
 ]
 
@@ -39,27 +39,14 @@ def rounded(params: dict, *kept: str) -> dict:
 
 
 def pipeline(schedule, layers, zero, **options) -> jaxpipe.Pipeline:
-    model, params = toy.model(tied=True, axis="stage"), toy.params(tied=True, num_layers=4)
-    if layers == "tuple":
-        model, params = uneven.model(), uneven.params()
-    return jaxpipe.Pipeline(
-        model,
-        params,
-        schedule=schedule,
-        microbatches=4,
-        mesh=jaxpipe.make_mesh(stage=2, data=2),
-        weights="unrolled" if layers == "unrolled" else "stacked",
-        zero=zero,
-        poison=True,
-        **options,
-    )
+    mesh = jaxpipe.make_mesh(stage=2, data=2)
+    return layouts.pipeline(schedule, layers, zero, mesh=mesh, microbatches=4, **options)
 
 
 @pytest.mark.parametrize(("schedule", "layers", "zero"), some(CASES, *FEW))
 def test_a_step_is_that_of_rounded_weights(schedule, layers, zero):
     case, differ = (schedule, layers, zero), layers == "tuple"
-    params = uneven.params() if differ else toy.params(tied=True, num_layers=4)
-    batch, rng = (uneven if differ else toy).batch(16), jax.random.key(1)
+    params, batch, rng = layouts.params(layers), layouts.batch(layers), jax.random.key(1)
     kept = () if differ else ("bias",)
     narrow = {"compute_dtype": "bfloat16", "full_precision": [f"*{name}*" for name in kept]}
     pipe, plain = (
@@ -74,10 +61,25 @@ def test_a_step_is_that_of_rounded_weights(schedule, layers, zero):
     assert {str(leaf.dtype) for leaf in weights} == {"bfloat16"} | ({"float32"} if kept else set())
 
 
+def test_a_function_chooses_by_the_shapes_of_canonical_parameters():
+    """Of stacked layers, as `trainable` does: a bias has two dimensions."""
+    seen = []
+
+    def keeps(path, shape):
+        seen.append((path, shape.shape))
+        return len(shape.shape) == 2
+
+    pipe = pipeline("1f1b", "stacked", 0, compute_dtype="bfloat16", full_precision=keeps)
+    kept = jax.tree.map(lambda leaf: leaf.dtype, buffers(pipe, layouts.batch("stacked"))["weights"])
+    assert kept == [{"up": "bfloat16", "down": "bfloat16", "bias": "float32"}]
+    params = layouts.params("stacked")["layers"]
+    assert set(seen) == {(f"layers/{name}", w.shape) for name, w in params.items()}
+
+
 @pytest.mark.parametrize("zero", [0, 3])
 @pytest.mark.parametrize("update", ["step", "chunk"])
 def test_updates_keep_what_rounding_would_lose(zero, update):
-    params, batch = toy.params(tied=True, num_layers=4), toy.batch(16)
+    params, batch = layouts.params("stacked"), layouts.batch("stacked")
     optimizer = optax.sgd(1e-5)  # a step below the resolution of bfloat16
     pipe = pipeline("1f1b", "stacked", zero, compute_dtype=jnp.bfloat16)
     placed = pipe.place(params)
@@ -95,7 +97,9 @@ def test_updates_keep_what_rounding_would_lose(zero, update):
 def test_weights_are_gathered_in_the_dtype_that_layers_compute_in(compute_dtype):
     """As lowered: XLA for CPUs gathers no bfloat16 and widens it."""
     pipe = pipeline("1f1b", "stacked", 3, compute_dtype=compute_dtype)
-    step = jax.jit(pipe.value_and_grad).lower(pipe.placed_params, toy.batch(16)).as_text()
+    step = (
+        jax.jit(pipe.value_and_grad).lower(pipe.placed_params, layouts.batch("stacked")).as_text()
+    )
     wide = 2 * toy.WIDTH
     found = re.findall(rf"all_gather.*-> tensor<(?:\d+x)*(?:{wide}x)+(?:\d+x)*(\w+)>", step)
     assert set(found) == {"f32" if compute_dtype is None else "bf16"}
@@ -115,5 +119,5 @@ def test_weights_are_gathered_in_the_dtype_that_layers_compute_in(compute_dtype)
     ],
 )
 def test_a_dtype_that_does_not_fit_is_refused(options, message):
-    toy.params(tied=True, num_layers=4)
+    layouts.params("stacked")
     assert message in compilations.refusal(pipeline, "1f1b", "stacked", 0, **options)

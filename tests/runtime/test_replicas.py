@@ -8,54 +8,34 @@ import re
 
 import chex
 import jax
+import layouts
 import optax
 import pytest
-import toy
-import uneven
 from covering import covering, some
+from layouts import LAYOUTS, pipeline
 
 import jaxpipe
 
 CASES = [
     (schedule, layers, zero)
     for schedule in ("1f1b-fused", "zb-v", "breadth-first")
-    for layers in ("stacked", "unrolled", "tuple")
+    for layers in LAYOUTS
     for zero in (0, 1, 2, 3)
 ]
 
 FEW = covering([case for case in CASES if case[0] != "breadth-first"])
 
 
-def hybrid(schedule, layers, zero, replica, **options) -> jaxpipe.Pipeline:
+def hybrid(schedule, layers, zero, replica) -> jaxpipe.Pipeline:
     """A pipeline on 2 stages and 4 data shards, in this many replicas."""
-    model, params = toy.model(tied=True, axis="stage"), toy.params(tied=True, num_layers=5)
-    if layers == "tuple":
-        model, params = uneven.model(), uneven.params()
-    return jaxpipe.Pipeline(
-        model,
-        params,
-        schedule=schedule,
-        microbatches=2,
-        mesh=jaxpipe.make_mesh(stage=2, data=4, replica=replica),
-        weights="unrolled" if layers == "unrolled" else "stacked",
-        zero=zero,
-        poison=True,
-        **options,
-    )
-
-
-def params_of(layers):
-    return uneven.params() if layers == "tuple" else toy.params(tied=True, num_layers=5)
-
-
-def batch_of(layers):
-    return (uneven if layers == "tuple" else toy).batch(16)
+    mesh = jaxpipe.make_mesh(stage=2, data=4, replica=replica)
+    return pipeline(schedule, layers, zero, mesh=mesh, microbatches=2)
 
 
 @functools.cache
 def without_replicas(layers):
     pipe = hybrid("1f1b-fused", layers, 0, 1)
-    args = pipe.place(params_of(layers)), batch_of(layers), jax.random.key(2)
+    args = pipe.place(layouts.params(layers)), layouts.batch(layers), jax.random.key(2)
     loss, grads = jax.jit(pipe.value_and_grad)(*args)
     return loss, pipe.unplace(grads)
 
@@ -63,9 +43,9 @@ def without_replicas(layers):
 @pytest.mark.parametrize(("schedule", "layers", "zero"), some(CASES, *FEW))
 def test_replicas_change_where_parts_lie_and_nothing_else(schedule, layers, zero):
     pipe = hybrid(schedule, layers, zero, 2)
-    placed = pipe.place(params_of(layers))
-    chex.assert_trees_all_equal(pipe.unplace(placed), params_of(layers))
-    loss, grads = jax.jit(pipe.value_and_grad)(placed, batch_of(layers), jax.random.key(2))
+    placed = pipe.place(layouts.params(layers))
+    chex.assert_trees_all_equal(pipe.unplace(placed), layouts.params(layers))
+    loss, grads = jax.jit(pipe.value_and_grad)(placed, layouts.batch(layers), jax.random.key(2))
     actual = loss, pipe.unplace(grads)
     chex.assert_trees_all_close(actual, without_replicas(layers), rtol=1e-5, atol=1e-6)
     for tree, sharded in ((placed, zero == 3), (grads, zero >= 1)):
@@ -83,10 +63,10 @@ def test_optimizers_give_the_same_with_replicas(layers, zero, update):
     optimizer, found = optax.chain(clip, optax.lamb(1e-2)), []
     for replica in (1, 2):
         pipe = hybrid("1f1b", layers, zero, replica)
-        placed = pipe.place(params_of(layers))
+        placed = pipe.place(layouts.params(layers))
         state, step = pipe.init(optimizer, placed), pipe.train_step(optimizer, update=update)
         for _ in range(3):
-            _, placed, state = step(placed, state, batch_of(layers))
+            _, placed, state = step(placed, state, layouts.batch(layers))
         found.append(pipe.unplace(placed))
     chex.assert_trees_all_close(*found, rtol=1e-5, atol=1e-6)
 
@@ -95,11 +75,11 @@ def test_an_asynchronous_pipeline_clips_over_its_parts_once():
     sgd, found = optax.sgd(0.1), []
     for replica in (1, 2):
         pipe = hybrid("1f1b", "stacked", 2, replica)
-        params = pipe.place(params_of("stacked"))
+        params = pipe.place(layouts.params("stacked"))
         training = jaxpipe.AsyncPipeline(pipe, sgd, clip_norm=0.5)
-        state = training.init(params, pipe.init(sgd, params), batch_of("stacked"))
+        state = training.init(params, pipe.init(sgd, params), layouts.batch("stacked"))
         for _ in range(3):
-            state, _ = jax.jit(training.step)(state, batch_of("stacked"))
+            state, _ = jax.jit(training.step)(state, layouts.batch("stacked"))
         state, _ = jax.jit(training.drain)(state)
         found.append(pipe.unplace(training.finish(state)[0]))
     chex.assert_trees_all_close(*found, rtol=1e-5, atol=1e-6)
@@ -107,7 +87,9 @@ def test_an_asynchronous_pipeline_clips_over_its_parts_once():
 
 def test_weights_are_gathered_within_a_replica_and_gradients_cross_it_in_parts():
     pipe = hybrid("1f1b-fused", "stacked", 3, 2)
-    text = jax.jit(pipe.value_and_grad).lower(pipe.placed_params, toy.batch(16)).as_text()
+    text = (
+        jax.jit(pipe.value_and_grad).lower(pipe.placed_params, layouts.batch("stacked")).as_text()
+    )
     parts = {}
     for name in ("all_gather", "reduce_scatter"):
         types = rf"stablehlo\.{name}\".*?: \(tensor<([\dx]+)x\w+>\) -> tensor<([\dx]+)x\w+>"
@@ -121,7 +103,11 @@ def test_weights_are_gathered_within_a_replica_and_gradients_cross_it_in_parts()
 
 @pytest.mark.parametrize("layers", ["stacked", "tuple"])
 def test_placing_has_a_derivative(layers):
-    pipe, params, batch = hybrid("1f1b", layers, 3, 2), params_of(layers), batch_of(layers)
+    pipe, params, batch = (
+        hybrid("1f1b", layers, 3, 2),
+        layouts.params(layers),
+        layouts.batch(layers),
+    )
     grads = jax.jit(jax.grad(lambda params: pipe.loss(pipe.place(params), batch)))(params)
     _, expected = jax.jit(pipe.value_and_grad)(pipe.place(params), batch)
     chex.assert_trees_all_close(grads, pipe.unplace(expected), rtol=1e-6, atol=1e-7)

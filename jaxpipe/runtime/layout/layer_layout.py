@@ -122,11 +122,10 @@ class LayerLayout(abc.ABC):
     # Copies of weights in the dtypes that layers compute in, trees like a piece.
 
     def compute_dtypes(self, dtype_of: Callable[[str, Any], Any]) -> Tree:
-        """The dtypes, from ``dtype_of(path, shape)`` of one layer's parameters; paths begin with
-        "layers"."""
+        """The dtypes, from ``dtype_of(path, shape)`` of canonical parameters."""
         return jax.tree.map_with_path(
             lambda path, leaf: dtype_of(name_of((DictKey("layers"), *path)), leaf.struct()),
-            self.piece,
+            self.canonical,
         )
 
     def cast(self, arrays: Arrays, dtypes: Tree) -> Arrays:

@@ -1,0 +1,25 @@
+"""Pipelines by how their layers lie: stacked or unrolled (the toy), or in a tuple (uneven)."""
+
+from __future__ import annotations
+
+import toy
+import uneven
+
+import jaxpipe
+
+LAYOUTS = ("stacked", "unrolled", "tuple")
+
+
+def params(layers: str) -> dict:
+    return uneven.params() if layers == "tuple" else toy.params(tied=True, num_layers=5)
+
+
+def batch(layers: str) -> dict:
+    return (uneven if layers == "tuple" else toy).batch(16)
+
+
+def pipeline(schedule: str, layers: str, zero: int, **options) -> jaxpipe.Pipeline:
+    model = uneven.model() if layers == "tuple" else toy.model(tied=True, axis="stage")
+    weights = "unrolled" if layers == "unrolled" else "stacked"
+    given = {"schedule": schedule, "zero": zero, "weights": weights, "poison": True, **options}
+    return jaxpipe.Pipeline(model, params(layers), **given)
