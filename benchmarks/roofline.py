@@ -104,9 +104,9 @@ class Roofline:
                 end = ends[row.operands[0]]
                 spent[Use.TRANSFERS] += max(0.0, end - total(spent))
             elif opcode in _STARTS:
+                spent[Use.LAUNCHES] += LAUNCH.value
                 begin = max(link_free, total(spent))
                 link_free = ends[row.name] = begin + self._transfer_seconds(computation, row)
-                spent[Use.LAUNCHES] += LAUNCH.value
                 if opcode == row.opcode:
                     spent[Use.TRANSFERS] += max(0.0, link_free - total(spent))
             elif is_kernel(row):
