@@ -72,6 +72,7 @@ class Case:
     weights: str = "stacked"
     layers: int = LAYERS_PER_CHUNK
     compute_dtype: str | None = None
+    remat: str = "dots"
 
     @property
     def stages(self) -> int:
@@ -283,7 +284,7 @@ def pipeline(case: Case) -> jaxpipe.Pipeline:
         jax.eval_shape(lambda: gpt.init(config, jax.random.key(0))),
         schedule=schedule,
         mesh=jaxpipe.make_mesh(stage=case.stages, data=DATA, devices=topology.devices),
-        remat="dots",
+        remat=case.remat,
         zero=case.zero,
         weights=case.weights,
         compute_dtype=case.compute_dtype,

@@ -18,7 +18,7 @@ _CALLED = re.compile(r"(body|condition|calls|to_apply)=%?([\w.\-]+)")
 _PERMUTES = frozenset({"collective-permute", "collective-permute-start"})
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False)
 class Instruction:
     """One line of HLO: its opcode, its results' shapes and bytes, what it calls and reads."""
 
@@ -44,6 +44,7 @@ class HloProgram:
     def __init__(self, text: str) -> None:
         self.computations: dict[str, list[Instruction]] = {}
         self.entry = ""
+        self._by_name: dict[str, dict[str, Instruction]] = {}
         current: list[Instruction] = []
         for line in text.splitlines():
             if head := _COMPUTATION.match(line):
@@ -60,6 +61,13 @@ class HloProgram:
                 continue
             for called in instruction.calls.values():
                 yield from self.reached(called, into_loops=into_loops)
+
+    def operands(self, computation: str, of: Instruction) -> list[Instruction]:
+        """The instructions of a computation whose results one of them reads."""
+        if computation not in self._by_name:
+            self._by_name[computation] = {one.name: one for one in self.computations[computation]}
+        by_name = self._by_name[computation]
+        return [by_name[name] for name in of.operands if name in by_name]
 
     def before(self, computation: str, last: Instruction) -> list[Instruction]:
         """Instructions of a computation whose results ``last`` depends on."""
@@ -80,18 +88,21 @@ class HloProgram:
           ValueError: there is a loop in it, of which the text does not say how often it runs.
         """
         flops = 0
-        shapes = {i.name: i.shapes[0] for i in self.computations[computation] if i.shapes}
         for instruction in self.computations[computation]:
             if instruction.opcode == "while":
                 raise ValueError(f"How often does {instruction.name} run?")
             if instruction.opcode == "dot":
-                summed = _CONTRACTED.search(instruction.text)
-                assert summed is not None  # every dot has these, if only empty ones
-                left = shapes[instruction.operands[0]]
-                sizes = (left[int(dim)] for dim in summed[1].split(",") if dim)
-                flops += 2 * math.prod(instruction.shapes[0]) * math.prod(sizes)
+                flops += self.flops_of_dot(computation, instruction)
             flops += sum(self.dot_flops(called) for called in instruction.calls.values())
         return flops
+
+    def flops_of_dot(self, computation: str, dot: Instruction) -> int:
+        """Multiplications and additions of one matmul of a computation."""
+        summed = _CONTRACTED.search(dot.text)
+        assert summed is not None  # every dot has these, if only empty ones
+        left = self.operands(computation, dot)[0]
+        sizes = (left.shapes[0][int(dim)] for dim in summed[1].split(",") if dim)
+        return 2 * math.prod(dot.shapes[0]) * math.prod(sizes)
 
     def tick_loop(self) -> str:
         """The body of the one loop of the entry that contains the messages."""

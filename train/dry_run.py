@@ -7,7 +7,7 @@ from rich.console import Console
 from rich.table import Table
 
 from jaxpipe.measure import predicted_bytes
-from jaxpipe.schedule import chunk_shares, draw, lock_step, simulate, steady_text
+from jaxpipe.schedule import chunk_shares, draw, lock_step, neighbor_clock, simulate, steady_text
 from train import configured
 from train.config import Config
 from train.modes import Asynchronous, Modes
@@ -42,12 +42,13 @@ def run(config: Config) -> None:
 
 def _show_timeline(console: Console, setup: Setup) -> None:
     costs = setup.chunk_costs
-    free, locked = simulate(setup.schedule, costs), lock_step(setup.schedule, costs)
+    free = simulate(setup.schedule, costs)
+    ticked = neighbor_clock(setup.schedule, costs), lock_step(setup.schedule, costs)
     try:
         drawing = draw.text(free)
     except draw.TooWideError as error:  # chunks whose costs are far apart
         drawing = str(error)
-    text = "\n".join([drawing, draw.caption(free), draw.caption(locked)])
+    text = "\n".join([drawing, *(draw.caption(clock) for clock in (free, *ticked))])
     console.print(text, soft_wrap=True, markup=False, highlight=False)
 
 

@@ -80,7 +80,8 @@ class Unrolled(LayerLayout):
             def step(through: tuple[Arrays, Carry], c: int = c, layer: int = layer) -> Any:
                 return body(c, layer, *through)
 
-            own, carry = run_if(runs, step, (own, carry))
+            with jax.named_scope(f"chunk{c}_layer{layer}"):
+                own, carry = run_if(runs, step, (own, carry))
             arrays = arrays | {n: row for n, row in own.items() if n == number}
         return arrays, carry
 
@@ -93,7 +94,8 @@ class Unrolled(LayerLayout):
             return carry
 
         for c in range(self.num_chunks):
-            carry = run_if(chunk == c, functools.partial(pieces, c=c), carry)
+            with jax.named_scope(f"chunk{c}"):
+                carry = run_if(chunk == c, functools.partial(pieces, c=c), carry)
         return carry
 
     def every_layer(self, count: int, body: Body, carry: Carry) -> Carry:

@@ -7,6 +7,9 @@ device's part. It scans over the table's rows. `tick` is one row: the layers of 
 (`jaxpipe.runtime.tick.outer_phases`). Variants differ in where weights come from
 (`jaxpipe.runtime.tick.weights`), what becomes of gradients
 (`jaxpipe.runtime.tick.gradients`) and how parameters lie (`jaxpipe.runtime.layout.layer_layout`).
+
+Every part of a tick has a `jax.named_scope`, so that profiles and `benchmarks/gpu_roofline.py` can
+tell its loops apart.
 """
 
 from __future__ import annotations

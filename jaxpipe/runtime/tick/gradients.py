@@ -91,6 +91,7 @@ class Reduced(GradientSink):
         slots = fixed.params.slot_shapes(fixed.table.reduces.num_slots)
         return {"gradients": slots} | _reduced_shapes(fixed)
 
+    @jax.named_scope("reduce")
     def chunk(self, fixed: Fixed, carried: Carried, transfer: Transfer) -> Carried:
         params = fixed.params
 

@@ -138,7 +138,8 @@ def _run_layers(
     span = work.cell.chunk, work.cell.lo, work.cell.hi
     sums, rest = through.carried.gradients, (through.but(gradients=None), outputs)
     down = work.action in (Kind.B, Kind.BW)
-    sums, rest = work.fixed.params.loop(span, body, sums, rest, down=down)
+    with jax.named_scope(work.action.name):
+        sums, rest = work.fixed.params.loop(span, body, sums, rest, down=down)
     through, outputs = rest
     return through.but(gradients=sums), outputs
 

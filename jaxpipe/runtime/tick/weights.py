@@ -101,6 +101,7 @@ class Gathered(WeightSource):
     def with_buffers(self, held: Held, buffers: dict[str, Arrays]) -> Held:
         return held._replace(copies=buffers["weights"])
 
+    @jax.named_scope("gather")
     def gather(self, fixed: Fixed, held: Held, transfer: Transfer) -> Held:
         layouts = [layout.layers for layout in fixed.setup.layouts]
 
