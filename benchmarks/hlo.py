@@ -12,6 +12,7 @@ _INSTRUCTION = re.compile(r"^\s+(?:ROOT )?%([\w.\-]+) = (.*?) ([a-z][\w\-]*)\(")
 _ARRAY = re.compile(r"\b(pred|[a-z]+(\d+)\w*)\[([\d,]*)\]")
 _NAME = re.compile(r"%([\w.\-]+)")
 _CONTRACTED = re.compile(r"lhs_contracting_dims=\{([\d,]*)\}")
+_TICKS = re.compile(r'/(tick(?:_gather)?(?:_reduce)?)/while"')
 _CALLED = re.compile(r"(body|condition|calls|to_apply)=%?([\w.\-]+)")
 
 
@@ -117,6 +118,16 @@ class HloProgram:
             if any(i.opcode in _PERMUTES for i in self.reached(body, into_loops=True))
         ]
         return body
+
+    def tick_bodies(self) -> dict[str, str]:
+        """The bodies of one tick, by name: ticks that move chunks over data have others."""
+        outer = self.tick_loop()
+        named = {
+            found[1]: row.calls["body"]
+            for row in self.computations[outer]
+            if row.opcode == "while" and (found := _TICKS.search(row.text))
+        }
+        return named or {"tick": outer}
 
 
 def _instruction(line: str, found: re.Match[str]) -> Instruction:

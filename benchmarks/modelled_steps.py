@@ -28,13 +28,13 @@ from benchmarks.kernels import Use
 from benchmarks.roofline import GPUS_PER_HOST, Roofline, Spent, known_trips, scaled, total
 from jaxpipe.runtime.measure.memory import compiled
 from jaxpipe.schedule.actions import Kind
-from jaxpipe.schedule.lowering.table import NONE, Cell, TickTable
+from jaxpipe.schedule.lowering.table import NONE, Cell, TickTable, Transfers
 from jaxpipe.schedule.neighbors import replay
 from models import gpt
 
 PASSES = ("F", "B", "BW", "W", "R")
 _LOOP = re.compile(
-    r"/(F|BW|B|W|R|enter|leave|embed_gradient|gather|reduce|meet)"
+    r"/(F|BW|B|W|R|enter|leave|embed_gradient|gather|reduce|store_gathered|store_reduced|meet)"
     r'(?:/chunk(\d+)(?:_layer(\d+))?)?/while"'
 )
 _TRANSFER = re.compile(r"/(gather|reduce)/")
@@ -128,7 +128,7 @@ def pipeline_step(case: Case, pipe: jaxpipe.Pipeline) -> Step:
         [roofline.run(bodies[tick_kind(table, n, bodies)], Trips(table, n, s)) for s in stages]
         for n in range(table.num_ticks)
     ]
-    outside = roofline.run(program.entry, lambda loop: runs_outside(program, loop, bodies))
+    outside = roofline.run(program.entry, lambda loop: runs_outside(program, table, loop, bodies))
     work = np.array([[total(one) for one in of_stages] for of_stages in ticks])
     inside = sum((one for of_stages in ticks for one in of_stages), Counter())
     return Step(
@@ -157,11 +157,18 @@ def tick_kind(table: TickTable, tick: int, bodies: Collection[frozenset[str]]) -
     return min((kind for kind in bodies if needed & set().union(*bodies) <= kind), key=len)
 
 
-def runs_outside(program: HloProgram, loop: Instruction, bodies: dict[Any, str]) -> float:
-    """How often a loop of the entry runs, without those over ticks."""
+def runs_outside(
+    program: HloProgram, table: TickTable, loop: Instruction, bodies: dict[Any, str]
+) -> float:
+    """How often a loop of the entry runs, without those over ticks, on the first stage."""
     inside = (row.calls.get("body") for row in program.reached(loop.calls["body"], into_loops=True))
-    ticks = {loop.calls["body"], *inside} & set(bodies.values())
-    return 0 if ticks else known_trips(loop)
+    if {loop.calls["body"], *inside} & set(bodies.values()):
+        return 0
+    found = _LOOP.search(loop.text)
+    if found is None or found[1] not in ("gather", "reduce"):
+        return known_trips(loop)
+    edge = (table.gathers if found[1] == "gather" else table.reduces).edge
+    return table.layers_per_chunk if found[2] is None else int(int(found[2]) in edge.chunk[:, 0])
 
 
 def layer_passes(roofline: Roofline, bodies: Iterable[str]) -> dict[str, Spent]:
@@ -191,12 +198,11 @@ class Trips:
         chunk, layer = (None if n is None else int(n) for n in numbers)
         if name in PASSES:
             return self._layers(self.table.passes[Kind[name]], chunk, layer)
-        if name in ("gather", "reduce"):
-            transfers = self.table.gathers if name == "gather" else self.table.reduces
-            own = transfers.chunk[self.tick, self.stage]
-            pieces = self.table.layers_per_chunk if own != NONE else 0
-            return pieces if chunk is None else int(own == chunk)
         table = self.table
+        if name in ("gather", "store_gathered"):
+            return self._pieces(table.gathers, chunk, layer)
+        if name in ("reduce", "store_reduced"):
+            return self._pieces(table.reduces, chunk, layer)
         column = {
             "meet": table.meets,
             "enter": table.embed != NONE,
@@ -209,3 +215,13 @@ class Trips:
         place = self.tick, self.stage
         lo, hi = int(cell.lo[place]), int(cell.hi[place])
         return hi - lo if layer is None else int(cell.chunk[place] == chunk and lo <= layer < hi)
+
+    def _pieces(self, transfers: Transfers, chunk: int | None, layer: int | None) -> int:
+        place = self.tick, self.stage
+        own, first = transfers.chunk[place], transfers.piece[place]
+        if own == NONE or chunk not in (None, own):
+            return 0
+        if transfers.whole:  # one loop over all layers, or one per chunk
+            return self.table.layers_per_chunk if chunk is None else 1
+        # A loop, or one per layer, for each piece of the group: each runs for one layer.
+        return int(layer is None or first <= layer < first + transfers.group)

@@ -95,8 +95,9 @@ def _show_temporaries(console: Console, setup: Setup) -> None:
     console.print(stages)
     if by_chunk is not None:
         after = sum(predicted_bytes(setup.pipe, setup.batch_shapes, rng).values())
+        reduces = setup.pipe.chunk_table.reduces
         console.print(
-            f"pipeline.update=chunk: gradients of {setup.pipe.table.reduces.num_slots} of "
+            f"pipeline.update=chunk: gradients of {reduces.num_slots} of "
             f"{setup.pipe.schedule.num_chunks} chunks are kept at once; with update=step "
             f"temporaries and gradients would take {after / _MB:.2f} MB",
             soft_wrap=True,

@@ -42,18 +42,6 @@ def run_if(condition: Index, body: Callable[[Carry], Carry], carry: Carry) -> Ca
     return lax.fori_loop(0, jnp.asarray(condition, jnp.int32), lambda _, carry: body(carry), carry)
 
 
-def run_once(body: Callable[[Carry], Carry], carry: Carry) -> Carry:
-    """``body(carry)`` in a loop of one trip, so that its result takes the place of its carry.
-
-    Outside a loop, XLA for CPUs gives the result of an ``all-reduce`` a buffer of its own. A mesh
-    index is never negative, but XLA does not know that; it would inline a loop of known length.
-
-    Test: ``test_unrolled.py::test_temporaries_are_no_more_than_those_of_stacked_weights``.
-    """
-    axis = jax.sharding.get_abstract_mesh().axis_names[0]
-    return run_if(lax.axis_index(axis) >= 0, body, carry)
-
-
 def overwrite(old: jax.Array, new: jax.Array, slot: Index) -> jax.Array:
     """``new``, as something that reads the array it overwrites; a slot is never negative.
 
