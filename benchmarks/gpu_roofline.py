@@ -37,7 +37,7 @@ from benchmarks.roofline import LAUNCH, PEAKS, WAIT, Spent, total
 from jaxpipe import gpu_flags
 
 RESULTS = Path(__file__).parent / "results" / "gpu_roofline.json"
-WIDTH = 118
+WIDTH = 126
 COLUMNS = {
     Use.MATMUL: "matmul",
     Use.ATTENTION: "attn",

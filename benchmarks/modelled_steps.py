@@ -73,13 +73,13 @@ def plain_layer(num_layers: int, remat: str) -> dict[str, Spent]:
     step = plain_steps.plain_step(config, remat, _devices(1)[0], tokens)
     program = HloProgram(step.as_text())
     roofline = Roofline(program, weight_shapes(num_layers))
-    (loop,) = (row for row in program.computations[program.entry] if row.opcode == "while")
-    rows = program.computations[loop.calls["body"]]
-    loops = [row for row in rows if row.opcode == "while" and known_trips(row) == num_layers]
+    (loop,) = loops_of(program, program.entry)
+    body = loop.calls["body"]
+    loops = [row for row in loops_of(program, body) if known_trips(row) == num_layers]
     forward, backward = (roofline.body(row.calls["body"]) for row in loops)
     # What else the program does with layers outside their loops, it could do without: it clears
     # the stacks of residuals and of gradients for every microbatch.
-    sums = roofline.run(loop.calls["body"], lambda row: 0)[Use.SUMS] / num_layers
+    sums = roofline.run(body, lambda row: 0)[Use.SUMS] / num_layers
     return {"F": forward, "BW": backward + Counter({Use.SUMS: sums})}
 
 
@@ -124,10 +124,17 @@ def pipeline_step(case: Case, pipe: jaxpipe.Pipeline) -> Step:
     roofline = Roofline(program, weight_shapes(case.layers))
     bodies = tick_bodies(program)
     table, stages = pipe.table, range(case.stages)
-    ticks = [
-        [roofline.run(bodies[tick_kind(table, n, bodies)], Trips(table, n, s)) for s in stages]
-        for n in range(table.num_ticks)
-    ]
+
+    @functools.cache
+    def of_trips(body: str, trips: tuple[float, ...]) -> Spent:
+        by_name = dict(zip(loops_of(program, body), trips, strict=True))
+        return roofline.run(body, lambda loop: by_name[loop])
+
+    def one(tick: int, stage: int) -> Spent:
+        body = bodies[tick_kind(table, tick, bodies)]
+        return of_trips(body, tuple(map(Trips(table, tick, stage), loops_of(program, body))))
+
+    ticks = [[one(tick, stage) for stage in stages] for tick in range(table.num_ticks)]
     outside = roofline.run(program.entry, lambda loop: runs_outside(program, table, loop, bodies))
     work = np.array([[total(one) for one in of_stages] for of_stages in ticks])
     inside = sum((one for of_stages in ticks for one in of_stages), Counter())
@@ -138,11 +145,15 @@ def pipeline_step(case: Case, pipe: jaxpipe.Pipeline) -> Step:
     )
 
 
+def loops_of(program: HloProgram, computation: str) -> list[Instruction]:
+    return [row for row in program.computations[computation] if row.opcode == "while"]
+
+
 def tick_bodies(program: HloProgram) -> dict[frozenset[str], str]:
     """The computations that are one tick, by the transfers over data that they carry."""
     found = {}
-    for name, rows in program.computations.items():
-        loops = (_LOOP.search(row.text) for row in rows if row.opcode == "while")
+    for name in program.computations:
+        loops = map(scope_of, loops_of(program, name))
         if any(loop and loop[1] in PASSES for loop in loops):
             inside = program.reached(name, into_loops=True)
             scopes = {scope[1] for row in inside if (scope := _TRANSFER.search(row.text))}
@@ -171,11 +182,17 @@ def runs_outside(
     return table.layers_per_chunk if found[2] is None else int(int(found[2]) in edge.chunk[:, 0])
 
 
+@functools.cache
+def scope_of(loop: Instruction) -> re.Match[str] | None:
+    """The name of a tick's loop, with the chunk and the layer where it is of one."""
+    return _LOOP.search(loop.text)
+
+
 def layer_passes(roofline: Roofline, bodies: Iterable[str]) -> dict[str, Spent]:
     """One layer and microbatch by kind of action, the mean over its loops."""
     found: dict[str, list[Spent]] = {}
-    for row in (row for body in bodies for row in roofline.program.computations[body]):
-        loop = _LOOP.search(row.text) if row.opcode == "while" else None
+    for row in (row for body in bodies for row in loops_of(roofline.program, body)):
+        loop = scope_of(row)
         if loop and loop[1] in PASSES:
             found.setdefault(loop[1], []).append(roofline.body(row.calls["body"]))
     return {name: scaled(sum(all_, Counter()), 1 / len(all_)) for name, all_ in found.items()}
@@ -191,7 +208,7 @@ class Trips:
 
     def __call__(self, loop: Instruction) -> float:
         """Raises ValueError for a loop without a name that says so."""
-        found = _LOOP.search(loop.text)
+        found = scope_of(loop)
         if found is None:
             raise ValueError(f"How often does this loop run?\n{loop.text[:1000]}")
         name, *numbers = found.groups()

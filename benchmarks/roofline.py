@@ -79,6 +79,7 @@ class Roofline:
         self.weights = weights
         self._bodies: dict[str, Spent] = {}
         self._kernels: dict[str, Spent] = {}
+        self._asks_host: dict[str, bool] = {}
 
     def body(self, computation: str) -> Spent:
         """The time of a computation whose loops run as often as the program's text says."""
@@ -116,14 +117,18 @@ class Roofline:
     def _loop(self, loop: Instruction, trips: float) -> Spent:
         spent = scaled(self.body(loop.calls["body"]), trips)
         spent[Use.LAUNCHES] += LAUNCH.value * (trips + 1)
-        if not _TRIPS.search(loop.text) and self._communicates(loop.calls["body"]):
+        if self._asks(loop):
             spent[Use.WAITS] += WAIT.value * (trips + 1)
         return spent
 
-    def _communicates(self, computation: str) -> bool:
-        """Loops that do are in no CUDA graph: the host asks the device whether to go on."""
-        rows = self.program.reached(computation, into_loops=True)
-        return any(row.opcode.removesuffix("-start") in _STARTS for row in rows)
+    def _asks(self, loop: Instruction) -> bool:
+        """Whether the host asks the device if the loop goes on: where it communicates, and so is in
+        no CUDA graph, and its trips are unknown."""
+        if loop.name not in self._asks_host:
+            inside = self.program.reached(loop.calls["body"], into_loops=True)
+            communicates = any(row.opcode.removesuffix("-start") in _STARTS for row in inside)
+            self._asks_host[loop.name] = communicates and not _TRIPS.search(loop.text)
+        return self._asks_host[loop.name]
 
     def _kernel(self, computation: str, row: Instruction) -> Spent:
         if row.name not in self._kernels:  # names are unique in a program
