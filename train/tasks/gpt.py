@@ -122,9 +122,7 @@ class GPT(Task):
         if not settings.num_tokens:
             return "", None
         tokenizer = text.load_tokenizer(self.config.data.path)
-        end = tokenizer.token_to_id(text.END_OF_TEXT)
-        assert end is not None
-        prompt = tokenizer.encode(settings.prompt).ids or [end]
+        prompt = tokenizer.encode(settings.prompt).ids or [text.end_of_text(self.config.data.path)]
         tokens = sample(
             self.shape,
             params,
