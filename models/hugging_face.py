@@ -257,9 +257,10 @@ def _names(family: Family, config: Config) -> dict[str, _Names]:
 
 @functools.cache
 def _shapes(family: Family, config: Config) -> dict[str, PyTree]:
-    shapes = {"params": jax.eval_shape(lambda key: family.init(config, key), jax.random.key(0))}
-    if family.init_state is not None:
-        shapes["state"] = {"layers": family.init_state(config)}
+    # Nothing is computed: a trainer reads configurations before it chooses its devices.
+    shapes = {"params": jax.eval_shape(lambda: family.init(config, jax.random.key(0)))}
+    if (make := family.init_state) is not None:
+        shapes["state"] = {"layers": jax.eval_shape(lambda: make(config))}
     return shapes
 
 

@@ -114,6 +114,21 @@ def other_layout(layout: dict[str, Any], now: dict[str, Any], *, step: int) -> l
     ]
 
 
+def require_drained(saved: dict[str, Any], step: int) -> None:
+    """Raises ValueError for a pipeline in mid-flight, whose weights are of several steps.
+
+    Args:
+      saved: from `in_todays_form`.
+      step: of the checkpoint.
+    """
+    if saved[IN_FLIGHT] is not None:
+        raise ValueError(
+            f"checkpoint {step} is of an asynchronous pipeline in mid-flight, which has several "
+            f"versions of its weights. Let its run end with --resume --train.steps {step + 1}: the "
+            "end of a run drains the pipeline."
+        )
+
+
 def describe(config: Config, *, data_sha256: str) -> dict[str, Any]:
     """Describes a run for its checkpoints: the whole configuration and a digest of its data.
 
@@ -187,7 +202,7 @@ def changes(saved: dict[str, Any], config: Config) -> list[str]:
       config: of the run that continues it.
     """
     free = (
-        *("run_dir", "data.prepare", "sample", "distributed", "wandb"),
+        *("run_dir", "init_from", "data.prepare", "sample", "distributed", "wandb"),
         *("pipeline.weights", "pipeline.gpu_flags"),
     )
     before, now = Config(**saved["config"]).flat(), config.flat()

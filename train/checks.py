@@ -13,7 +13,7 @@ from pathlib import Path
 from jaxpipe import schedules
 from jaxpipe.schedule import is_users
 from models.validation import nearest_divisors
-from train import configured, errors, run_folder, tasks
+from train import configured, errors, initial, run_folder, tasks
 from train.config import AsynchronousConfig, Config
 from train.data.folder import prepare_hint
 from train.errors import Failure
@@ -59,6 +59,7 @@ def check(
     ]
     if wrong_model or not (reads or Path(config.data.path).exists()):
         rules.remove(_data)
+    rules.append(lambda config: initial.failures(config, resume=resume))
     if writes:
         rules.append(lambda config: run_folder.failures(config, resume=resume))
     for rule in rules:

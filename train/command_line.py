@@ -82,8 +82,13 @@ def parse(arguments: Sequence[str]) -> Invocation:
     finder = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     finder.add_argument("--config")
     finder.add_argument("--task")
+    finder.add_argument("--init-from")
     given = finder.parse_known_args([a for a in arguments if a not in ("-h", "--help")])[0]
     raw = {} if given.config is None else load_yaml(Path(given.config))
+    if init_from := given.init_from or raw.get("init_from"):
+        from train import initial
+
+        raw = initial.completed(raw, str(init_from), task=given.task)
     base, failures = validate(raw, source=given.config or "the defaults")
     if given.task is not None and given.task != base.task:
         # The task decides which fields the section of the model has.

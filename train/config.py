@@ -234,6 +234,10 @@ class Config(Section):
     """Folder of the run: resolved configuration, metrics, checkpoints, picture of the schedule."""
     task: str = "gpt"
     """What to train: the name of a file in train/tasks, or module:Class of your own."""
+    init_from: str | None = None
+    """The weights to begin with: a Hugging Face folder; or the folder of a run, whose latest
+    checkpoint is meant, or FOLDER@best or FOLDER@STEP. They decide the model's fields that are not
+    given. None draws the weights."""
     data: DataConfig = DataConfig()
     model: pydantic.SerializeAsAny[Section] = pydantic.Field(
         default_factory=dict, validate_default=True

@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from jaxpipe import Checkpoints
-from train import checkpoint, distributed, progress, run_folder, start
+from train import checkpoint, distributed, initial, progress, run_folder, start
 from train.config import Config
 from train.data import stream
 from train.errors import ConfigError, NonFiniteLossError
@@ -137,7 +137,7 @@ class Trainer:
         """Compiles, and makes what the first step starts from: initial, or restored."""
         self.step = start.step
         if start.step == 0:
-            self._enter(lambda mode: mode.begin(self.setup.init(), 0))
+            self._enter(lambda mode: mode.begin(initial.state(self.setup, self.console), 0))
             return
         kept = self.modes.asynchronous if start.in_flight else self.modes.synchronous
         saved, position = checkpoint.restore(self.checkpoints, start.step, kept.saved_shapes)

@@ -73,6 +73,44 @@ def read(folder: Path) -> Known:
     return Known(tokenizer, end, ids | ({} if number in known else {"eos": number}))
 
 
+class Exported(NamedTuple):
+    """A tokenizer for the transformers library.
+
+    Attributes:
+      files: contents by name.
+      token_ids: as of `Known`.
+      sha256: digest of the text's own tokenizer, which a run records.
+    """
+
+    files: dict[str, bytes]
+    token_ids: dict[str, Any]
+    sha256: str
+
+
+def export(folder: Path, *, sequence_length: int) -> Exported:
+    """Returns the tokenizer of prepared text as the transformers library reads it.
+
+    Args:
+      folder: written by ``train.prepare``.
+      sequence_length: of the model, written if the tokenizer came without a configuration.
+
+    Raises:
+      ValueError: the folder is no prepared text.
+    """
+    meta = text.read_meta(folder)
+    files = {name: (folder / name).read_bytes() for name in FILES if (folder / name).is_file()}
+    if FILES[1] not in files:
+        fields = {
+            "tokenizer_class": "PreTrainedTokenizerFast",
+            "bos_token": meta.end_of_text,
+            "eos_token": meta.end_of_text,
+            "model_max_length": sequence_length,
+            "clean_up_tokenization_spaces": False,
+        }
+        files[FILES[1]] = (json.dumps(fields, indent=2) + "\n").encode()
+    return Exported(files, text.token_ids(folder), meta.tokenizer_sha256)
+
+
 def _whole_texts(folder: Path) -> Tokenizer:
     try:
         tokenizer = prepared.open_tokenizer(folder)

@@ -12,7 +12,7 @@ import numpy as np
 from models import gpt
 from models.sample import sample
 from train.config import Config
-from train.data import text, token_file
+from train.data import text, token_file, tokenizer_files
 from train.data.folder import META_FILE
 from train.errors import Failure
 from train.task import Task
@@ -100,6 +100,9 @@ class GPT(Task):
 
     def data_digest(self):
         return text.read_meta(self.config.data.path).tokenizer_sha256
+
+    def exported_tokenizer(self, folder):
+        return tokenizer_files.export(folder, sequence_length=self.shape.sequence_length)
 
     def flops_per_row(self):
         return self.units_per_row * gpt.flops_per_token(self.shape)
