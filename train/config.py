@@ -218,6 +218,9 @@ class DistributedConfig(Section):
     """How many processes; needs distributed.coordinator."""
     process_id: Annotated[int | None, Range(0)] = None
     """The number of this one; needs distributed.coordinator."""
+    patience_seconds: Positive = 60.0
+    """How long the others wait for a process that says nothing, and how much longer than the
+    longest step so far a step may take. Then they name it and end with status 75."""
 
 
 class WandbConfig(Section):

@@ -93,6 +93,24 @@ class ConfigError(ValueError):
         super().__init__("\n".join(failure.message for failure in failures))
 
 
+class MissingProcessError(RuntimeError):
+    """Processes of a run have not come; all others end, so that they can be started again.
+
+    Args:
+      missing: their numbers.
+      seconds: how long the others have waited.
+    """
+
+    def __init__(self, missing: Sequence[int], seconds: float) -> None:
+        self.missing = tuple(missing)
+        several = len(missing) > 1
+        super().__init__(
+            f"process{'es' * several} {', '.join(map(str, missing))} of this run "
+            f"{'have' if several else 'has'} not come within {seconds:g} s "
+            "(distributed.patience_seconds). Start all processes again."
+        )
+
+
 class NonFiniteLossError(RuntimeError):
     """Training produced a loss or gradient norm that is not a number.
 

@@ -25,13 +25,15 @@ from train.run_lock import RunLock
 from train.start import Start
 from train.step import Setup
 from train.stop import StopRequest
+from train.watchdog import Watchdog, stages_by_process
 
 
-def run(config: Config, *, resume: bool) -> float | None:
+def run(config: Config, watchdog: Watchdog, *, resume: bool) -> float | None:
     """Trains as configured, or continues a run.
 
     Args:
       config: a checked configuration; jax already has the devices.
+      watchdog: watches the other processes.
       resume: continue from the newest whole checkpoint in the run folder, if there is any.
 
     Returns:
@@ -47,12 +49,12 @@ def run(config: Config, *, resume: bool) -> float | None:
     lock = RunLock(Path(config.run_dir), say=lambda text: say(console, text))
     try:
         distributed.from_first(lambda: start.take_folder(lock, config, resume=resume))
-        return _run(config, console, resume=resume)
+        return _run(config, console, watchdog, resume=resume)
     finally:
         lock.release()
 
 
-def _run(config: Config, console: Console, *, resume: bool) -> float | None:
+def _run(config: Config, console: Console, watchdog: Watchdog, *, resume: bool) -> float | None:
     is_writer = jax.process_index() == 0
     folder = Path(config.run_dir)
     recorded = None
@@ -76,9 +78,10 @@ def _run(config: Config, console: Console, *, resume: bool) -> float | None:
     trainer = None
     try:
         with checkpoints, Metrics(config, last_step=found.step, is_writer=is_writer) as metrics:
-            trainer = Trainer(setup, modes, checkpoints, metrics, console, describe)
-            trainer.begin(found)
-            score = trainer.finish() if trainer.train() else None
+            trainer = Trainer(setup, modes, checkpoints, metrics, console, describe, watchdog)
+            with watchdog.explained():
+                trainer.begin(found)
+                score = trainer.finish() if trainer.train() else None
     except NonFiniteLossError as error:
         if is_writer:
             progress.note_failure(folder, error, describe["config"])
@@ -103,6 +106,7 @@ class Trainer:
       metrics: where numbers go.
       console: where lines go; quiet on all processes but the first.
       describe: what a checkpoint says about the run.
+      watchdog: watches the other processes.
     """
 
     def __init__(
@@ -113,7 +117,10 @@ class Trainer:
         metrics: Metrics,
         console: Console,
         describe: dict[str, Any],
+        watchdog: Watchdog,
     ) -> None:
+        self.watchdog = watchdog
+        watchdog.stages = stages_by_process(setup.mesh)
         self.setup, self.modes, self.config = setup, modes, setup.config
         self.checkpoints, self.metrics = checkpoints, metrics
         self.console, self.describe = console, describe
@@ -151,6 +158,8 @@ class Trainer:
     def _enter(self, begin: Callable[[Mode], Any]) -> None:
         """Continues in the mode that follows this step."""
         began = time.perf_counter()
+        self.watchdog.at("compiling")
+        say(self.console, "compiling the training step ...")
         self.mode = self.modes.after(self.step)
         self.compiled = self.mode.compile()
         say(self.console, f"compiled in {time.perf_counter() - began:.1f} s")
@@ -257,6 +266,7 @@ class Trainer:
         fewer batches than an evaluation, and is then never the best.
         """
         evaluated = self.evaluated or self._heldout(num_batches)
+        self.watchdog.at(f"saving step {self.step}")
         is_whole = bool(self.evaluated) or num_batches == self.config.train.eval_batches
         checkpoint.save(
             self.checkpoints,
@@ -288,6 +298,7 @@ class Trainer:
         )
 
     def _heldout(self, num_batches: int) -> dict[str, Any]:
+        self.watchdog.at(f"evaluating step {self.step}")
         batches = stream.heldout_batches(
             self.heldout,
             batch_size=self.config.train.batch_size,
@@ -314,6 +325,7 @@ class Trainer:
         # The loss lags behind: diverging weights show in the correction first.
         seen["correction"] = sum(numbers["correction"]) if "correction" in numbers else None
         self._check_finite(step, {name: value for name, value in seen.items() if value is not None})
+        self.watchdog.done(step)
         return numbers
 
     def _check_finite(self, step: int, values: dict[str, float]) -> None:
