@@ -181,6 +181,17 @@ def other_model(saved: dict[str, Any], config: Config, *, data_sha256: str) -> l
         for name, value in config.model.model_dump().items()
         if name not in task.free and then[name] != value
     ]
+    failures += [
+        Failure(
+            f"optimizer.{name}={now} cannot continue the state of the checkpoint in run_dir="
+            f"{config.run_dir}, which has optimizer.{name}={then_}. Nearest valid: {then_}; or "
+            "begin another --run-dir with the same weights: --init-from "
+            f"{config.run_dir}.",
+            (f"optimizer.{name}",),
+        )
+        for name in ("name", "arguments")
+        if (now := getattr(config.optimizer, name)) != (then_ := getattr(before.optimizer, name))
+    ]
     if saved["data_sha256"] != data_sha256:
         what = "other images" if task.data_kind == "images" else "another tokenizer"
         failures.append(

@@ -13,7 +13,7 @@ from pathlib import Path
 from jaxpipe import schedules
 from jaxpipe.schedule import is_users
 from models.validation import nearest_divisors
-from train import configured, errors, initial, run_folder, tasks
+from train import configured, errors, initial, optimizers, profile, run_folder, tasks
 from train.config import AsynchronousConfig, Config
 from train.data.folder import prepare_hint
 from train.errors import Failure
@@ -54,6 +54,8 @@ def check(
         _batch,
         _data,
         _warmup,
+        optimizers.failures,
+        profile.failures,
         _processes,
         _wandb,
     ]
@@ -338,7 +340,7 @@ def _data(config: Config) -> Iterator[Failure]:
 
 def _warmup(config: Config) -> Iterator[Failure]:
     warmup, steps = config.optimizer.warmup_steps, config.train.steps
-    if warmup > steps:
+    if warmup > steps and config.optimizer.schedule == "warmup_cosine":
         yield Failure(
             f"optimizer.warmup_steps={warmup} is longer than train.steps={steps}. "
             f"Nearest valid: {steps}.",

@@ -34,6 +34,8 @@ class Command(Config):
     """Continue the run in run_dir from its newest whole checkpoint; start it if it has none yet."""
     dry_run: bool = False
     """Check, draw the schedule, compile and compare memory; train, read and write nothing."""
+    evaluate: bool = False
+    """Evaluate the weights of init_from, or of the latest checkpoint in run_dir; write nothing."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,12 +46,14 @@ class Invocation:
       config: the configuration, with defaults in place of fields that are wrong.
       resume: continue the run.
       dry_run: compile only.
+      evaluate: evaluate only; ``init_from`` then names the weights.
       failures: wrong names and types in the file.
     """
 
     config: Config
     resume: bool = False
     dry_run: bool = False
+    evaluate: bool = False
     failures: tuple[Failure, ...] = ()
 
 
@@ -106,7 +110,10 @@ def parse(arguments: Sequence[str]) -> Invocation:
         prog="python train/train.py",
         description=Command.__doc__,
     )
-    return Invocation(Config(**_sections(command)), command.resume, command.dry_run, failures)
+    config, evaluate = Config(**_sections(command)), command.evaluate
+    if evaluate and config.init_from is None:
+        config = config.model_copy(update={"init_from": config.run_dir})
+    return Invocation(config, command.resume, command.dry_run, evaluate, failures)
 
 
 def load_yaml(path: Path) -> dict[str, Any]:

@@ -43,6 +43,10 @@ NonNegative = Annotated[float, Range(0)]
 Beta = Annotated[float, Range(0, 1, below=True)]
 
 
+Number = bool | int | float | str | None
+"""An argument of a function of optax; text names a dtype, for example."""
+
+
 class Section(pydantic.BaseModel):
     """A part of the configuration: no unknown keys, no conversion of types."""
 
@@ -156,7 +160,19 @@ class CostsConfig(Section):
 
 
 class OptimizerConfig(Section):
-    """AdamW, with a linear warm-up and a cosine decay of the learning rate."""
+    """AdamW with a linear warm-up and a cosine decay of the learning rate, or what optax has."""
+
+    name: str = "adamw"
+    """AdamW, or any optimizer of optax or optax.contrib by its name there, such as muon, adafactor
+    or lion."""
+    arguments: dict[str, Number] = {}
+    """Arguments of an optimizer of optax, such as {weight_decay: 0.1}; AdamW has fields of its own.
+    """
+    schedule: str = "warmup_cosine"
+    """Linear warm-up and cosine decay, or a schedule of optax by its name there, such as
+    warmup_constant_schedule."""
+    schedule_arguments: dict[str, Number] = {}
+    """Arguments of a schedule of optax, such as {init_value: 0.0, peak_value: 1.0e-3}."""
 
     peak_lr: Positive = 3e-3
     """Learning rate at the end of the warm-up."""
@@ -173,6 +189,14 @@ class OptimizerConfig(Section):
     clip_norm: NonNegative = 1.0
     """Largest norm of the whole gradient; in asynchronous training, of the newest gradient of every
     part together. 0 is off."""
+    max_skipped: Natural = 0
+    """Steps in a row that may be skipped because their loss or gradient is not finite, or as
+    skip_above says: they change nothing, and the next batch follows. 0 stops at the first."""
+    skip_above: NonNegative = 0.0
+    """Also skip steps whose gradient has a larger norm, before clipping; 0 is off."""
+
+    def __hash__(self) -> int:
+        return hash(self.model_dump_json())  # dictionaries have no hash
 
 
 class TrainConfig(Section):
@@ -192,8 +216,14 @@ class TrainConfig(Section):
     """Held-out batches per evaluation."""
     checkpoint_every: Count = 50
     """Steps from one checkpoint to the next; the last step is always saved."""
+    checkpoint_minutes: Annotated[float | None, Range(0, above=True)] = None
+    """Also save at the first printed line that is so many minutes after the last checkpoint."""
     keep: Count = 2
     """How many of the latest checkpoints to keep; the best one is kept as well."""
+    profile_from: Annotated[int | None, Range(1)] = None
+    """First step of a profile by jax.profiler, written to the folder "profile" of the run."""
+    profile_to: Annotated[int | None, Range(1)] = None
+    """Last step of the profile; None for the first alone."""
 
 
 class SampleConfig(Section):
@@ -285,7 +315,7 @@ class Config(Section):
 
     def flat(self) -> dict[str, Any]:
         """Returns every field's value by its path, such as ``mesh.stage``."""
-        return dict(_leaves(self.model_dump()))
+        return dict(_leaves(self))
 
     def reset(self, paths: Iterable[str]) -> Config:
         """Returns the configuration with defaults in some fields or sections."""
@@ -322,9 +352,10 @@ def remove(tree: dict[Any, Any], keys: Sequence[int | str]) -> None:
     tree.pop(keys[-1], None)
 
 
-def _leaves(tree: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    for name, value in tree.items():
-        if isinstance(value, dict):
+def _leaves(section: Section, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for name in type(section).model_fields:
+        value = getattr(section, name)
+        if isinstance(value, Section):
             yield from _leaves(value, f"{prefix}{name}.")
         else:
             yield f"{prefix}{name}", value

@@ -83,10 +83,10 @@ def _run(invocation) -> None:
     except errors.ConfigError as error:
         failures += checks.without(error.failures, broken)
     # Of several processes the first one looks at the run folder, once it can tell the others.
-    writes = not invocation.dry_run and (processes is None or processes.count == 1)
-    found = checks.check(
-        config, resume=invocation.resume, writes=writes, reads=not invocation.dry_run
-    )
+    writes = not (invocation.dry_run or invocation.evaluate)
+    writes = writes and (processes is None or processes.count == 1)
+    resume = invocation.resume and not invocation.evaluate
+    found = checks.check(config, resume=resume, writes=writes, reads=not invocation.dry_run)
     failures += checks.without(found, broken)
     # Processes that cannot start would only wait for each other.
     if processes is None or (failures and processes.count > 1):
@@ -108,14 +108,16 @@ def _run(invocation) -> None:
     if failures:
         raise errors.ConfigError(failures)
 
-    from train import dry_run, loop
+    from train import dry_run, evaluation, loop
     from train.watchdog import Watchdog
 
     with Watchdog(config.distributed.patience_seconds) as watchdog:
         if invocation.dry_run:
             dry_run.run(config)
+        elif invocation.evaluate:
+            evaluation.run(config)
         else:
-            loop.run(config, watchdog, resume=invocation.resume)
+            loop.run(config, watchdog, resume=resume)
 
 
 def _quieten_checkpoints() -> None:
