@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 CONFIG ?= configs/gpt-tiny.yaml
 
-.PHONY: setup train test test-fast test-all test-parity test-newest lint types bench study-pipemare gpu-compile figures docs
+.PHONY: setup train test test-fast test-all test-faults test-parity test-newest lint types bench study-pipemare gpu-compile figures docs
 
 setup: $(INSTALLED)
 
@@ -27,6 +27,10 @@ test-fast: setup
 
 test-all: setup
 	$(BIN)/python -m pytest -n 2 $(ARGS)
+
+# Kills, damage, other layouts, missing processes and bad values: a few of each are in `make test`.
+test-faults: setup
+	$(BIN)/python -m pytest -n 2 tests/faults tests/multiprocess/test_missing_processes.py tests/train/test_damaged_checkpoints.py $(ARGS)
 
 # PyTorch is large, so it has an environment of its own; the pinned build needs Python 3.11.
 test-parity:

@@ -21,6 +21,9 @@ from train.ranges import in_range
 
 Rule = Callable[[Config], Iterator[Failure]]
 
+_PATHS, _LONGEST = ("run_dir", "data.path", "init_from", "pipeline.schedule"), 255
+"""Fields that name files, and the longest name of one."""
+
 
 def check(
     config: Config, *, resume: bool = False, writes: bool = True, reads: bool = True
@@ -38,12 +41,14 @@ def check(
     """
     given = config.flat()
     config, failures = in_range(config)
+    unfit = list(_text(config))
+    failures += unfit
+    config = config.reset(field for failure in unfit for field in failure.fields)
     config, wrong_model = _with_a_model(config)
     failures += wrong_model
     wrong = {field for failure in failures for field in failure.fields}
     wrong |= {field for field, value in config.flat().items() if value != given[field]}
     rules: list[Rule] = [
-        _text,
         _replicas,
         _schedule,
         _asynchronous,
@@ -132,12 +137,14 @@ def _model(config: Config) -> Iterator[Failure]:
 
 def _text(config: Config) -> Iterator[Failure]:
     for path, value in config.flat().items():
-        if isinstance(value, str) and not value.isascii():
-            try:
-                value.encode()
-            except UnicodeEncodeError as error:
-                bad = value[error.start]
-                yield Failure(f"{path}={value!r} has {bad!r}, which is no character.", (path,))
+        if not isinstance(value, str):
+            continue
+        bad = next((c for c in value if c == "\0" or "\ud800" <= c <= "\udfff"), None)
+        if bad is not None:
+            yield Failure(f"{path}={value!r} has {bad!r}, which is no character.", (path,))
+        elif path in _PATHS and any(len(part.encode()) > _LONGEST for part in value.split("/")):
+            rule = f"has a name of more than {_LONGEST} bytes, which no folder can have"
+            yield Failure(f"{path}={value[:20]}... {rule}.", (path,))
 
 
 def _schedule(config: Config) -> Iterator[Failure]:

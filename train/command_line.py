@@ -157,13 +157,25 @@ def validate(raw: dict[str, Any], *, source: str) -> tuple[Config, tuple[Failure
         return Config.model_validate(raw), ()
     except pydantic.ValidationError as error:
         problems = error.errors()
+    # A value that may be of several types has a problem with each of them.
+    places = {_place(raw, problem["loc"]): problem for problem in reversed(problems)}
     cleaned = copy.deepcopy(raw)
-    for problem in problems:
-        remove(cleaned, problem["loc"])
-    if any(problem["loc"] == ("task",) for problem in problems):
+    for place in places:
+        remove(cleaned, place)
+    if ("task",) in places:
         cleaned.pop("model", None)  # whose fields these are is unknown
     config = Config.model_validate(cleaned)
-    return config, tuple(_explain(problem, config, source) for problem in problems)
+    explained = (_explain(problem, place, config, source) for place, problem in places.items())
+    return config, tuple(reversed([*explained]))
+
+
+def _place(raw: Any, keys: tuple[int | str, ...]) -> tuple[int | str, ...]:
+    """As much of a path as there is; what follows names one of several types."""
+    for depth, key in enumerate(keys):
+        if not isinstance(raw, dict) or key not in raw:
+            return keys[:depth]
+        raw = raw[key]
+    return keys
 
 
 _RULES = {
@@ -176,8 +188,11 @@ _RULES = {
 }
 
 
-def _explain(problem: Any, config: Config, source: str) -> Failure:
-    path = ".".join(map(str, problem["loc"]))
+def _explain(problem: Any, place: tuple[int | str, ...], config: Config, source: str) -> Failure:
+    path = ".".join(map(str, place))
+    if place != problem["loc"]:
+        rule = "must be a number, text, true, false or null"
+        return Failure(f"{path}={problem['input']!r} in {source}: {rule}.", (path,))
     if problem["type"] == "extra_forbidden":
         known = [*Config.model_fields, *config.flat()]
         # The whole path is compared, so that a field in the wrong section is found as well.
