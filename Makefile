@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 CONFIG ?= configs/gpt-tiny.yaml
 
-.PHONY: setup train test test-fast test-all test-parity test-newest lint types bench study-pipemare gpu-environment gpu-compile gpu-roofline figures docs
+.PHONY: setup train test test-fast test-all test-faults test-parity test-newest lint types bench study-pipemare gpu-environment gpu-compile gpu-roofline figures docs
 
 setup: $(INSTALLED)
 
@@ -28,11 +28,15 @@ test-fast: setup
 test-all: setup
 	$(BIN)/python -m pytest -n 2 $(ARGS)
 
+# Kills, damage, other layouts, missing processes and bad values: a few of each are in `make test`.
+test-faults: setup
+	$(BIN)/python -m pytest -n 2 tests/faults tests/multiprocess/test_missing_processes.py tests/train/test_damaged_checkpoints.py $(ARGS)
+
 # PyTorch is large, so it has an environment of its own; the pinned build needs Python 3.11.
 test-parity:
 	test -x $(VENV)-parity/bin/python || $(PYTHON) -m venv $(VENV)-parity
 	$(VENV)-parity/bin/python -m pip install --quiet --disable-pip-version-check --editable '.[test,parity]'
-	$(VENV)-parity/bin/python -m pytest -n 2 tests/models/test_hugging_face.py
+	$(VENV)-parity/bin/python -m pytest -n 2 tests/models/test_hugging_face.py tests/end_to_end/test_fine_tuning.py
 
 # The newest JAX on the newest Python that is installed, in an environment of its own.
 PYTHONS := python3 python3.12 python3.13 python3.14 $(wildcard $(HOME)/.pyenv/versions/3.1[2-9]*/bin/python3)

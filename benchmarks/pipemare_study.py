@@ -41,6 +41,7 @@ from train.config import Config
 from train.errors import ConfigError, NonFiniteLossError
 from train.modes import Asynchronous, Synchronous, device_bytes
 from train.step import Setup
+from train.watchdog import Watchdog
 
 _CONFIG = "configs/resnet-digits-pipemare.yaml"
 _OFF: dict[str, Any] = {"rescheduling_steps": 0, "discrepancy_decay": 0.0, "warmup_steps": 0}
@@ -132,7 +133,7 @@ def train(config: Config) -> dict[str, Any]:
     score, finished = None, True
     try:
         with contextlib.redirect_stdout(io.StringIO()):
-            score = loop.run(config, resume=False)
+            score = loop.run(config, Watchdog(config.distributed.patience_seconds), resume=False)
     except NonFiniteLossError:
         finished = False
     path = Path(config.run_dir) / run_folder.METRICS_FILE

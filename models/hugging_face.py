@@ -26,9 +26,9 @@ from models.hugging_face_files import (
     CONFIG,
     WEIGHTS,
     Tensor,
+    find_tensors,
     library,
     read_json,
-    read_tensors,
     replace_model,
 )
 
@@ -44,6 +44,9 @@ LEAVES = {
     "var": "running_var",
 }
 """The library's names for a module's parameters and statistics; our tables are modules there."""
+
+
+_FLOATS = ("float16", "bfloat16", "float32", "float64")
 
 
 class Checkpoint(NamedTuple):
@@ -62,48 +65,83 @@ class Checkpoint(NamedTuple):
     token_ids: TokenIds
 
 
-def load(folder: str | Path) -> Checkpoint:
-    """Reads a model.
+class Folder:
+    """A model in a folder, of which a part is read when it is asked for.
+
+    ``jaxpipe.load_params(pipe, folder.read)`` reads it layer by layer into its place.
 
     Args:
       folder: as ``save_pretrained`` of GPT-2, Llama, BERT and ResNet models writes it.
 
-    Returns:
-      The model; its dropout is that of the folder's config, except on attention weights, which are
-      never dropped here.
+    Attributes:
+      config: its shape; its dropout is that of the folder's config, except on attention weights,
+        which are never dropped here.
+      token_ids: the tokens that begin and end a text and fill it up, for `save`.
 
     Raises:
       ValueError: a folder without the files, damaged files, an index that leads out of it, an
         architecture that is none of these, one with features that the models here lack, missing or
         unexpected tensors, and tensors of other shapes than the config's or of integers.
     """
-    folder = Path(folder)
-    fields = Fields(folder / CONFIG, read_json(folder / CONFIG))
-    if (name := str(fields.get("model_type", None))) not in FAMILIES:
-        raise ValueError(
-            f"{folder}/config.json has model_type={name!r}; only {', '.join(FAMILIES)} can be read."
+
+    def __init__(self, folder: str | Path) -> None:
+        folder = Path(folder)
+        fields = Fields(folder / CONFIG, read_json(folder / CONFIG))
+        if (name := str(fields.get("model_type", None))) not in FAMILIES:
+            raise ValueError(
+                f"{folder}/config.json has model_type={name!r}; only {', '.join(FAMILIES)} can be "
+                "read."
+            )
+        family = self._family = FAMILIES[name]
+        found = find_tensors(folder)
+        self._tensors = {_current_name(tensor.name, family): tensor for tensor in found}
+        try:
+            self.config = family.read(fields, set(self._tensors))
+        except ArgumentError as error:
+            raise ValueError(f"{folder / CONFIG} describes no model of ours: {error}") from error
+        ids = fields.token_ids(family.token_ids) if family.token_ids else TokenIds()
+        self.token_ids: TokenIds = ids
+        self._names = _names(family, self.config)
+        _check_tensors(folder, self._names, self._tensors, family)
+        self._leaves = jax.tree_util.tree_map_with_path(
+            lambda path, _: functools.partial(self._leaf, path), _shapes(family, self.config)
         )
-    family = FAMILIES[name]
-    tensors = {_current_name(tensor.name, family): tensor for tensor in read_tensors(folder)}
-    try:
-        config = family.read(fields, set(tensors))
-    except ArgumentError as error:
-        raise ValueError(f"{folder / CONFIG} describes no model of ours: {error}") from error
-    names = _names(family, config)
-    _check_tensors(folder, names, tensors, family)
 
-    def leaf(path, shape):
-        found = names[_path(path)]
-        layers = [
-            _join(family, path, [tensors[name].value for name in layer]) for layer in found.layers
+    def read(self, part: str, *number: int) -> PyTree:
+        """Reads canonical parameters, float32 numpy arrays: those of a part, or of one layer."""
+        found = self._leaves["params"][part]
+        if number and isinstance(found, tuple):
+            found, number = found[number[0]], ()
+        return jax.tree.map(lambda leaf: leaf(*number), found)
+
+    def read_params(self) -> PyTree:
+        """Reads all canonical parameters."""
+        return {part: self.read(part) for part in self._leaves["params"]}
+
+    def read_state(self) -> PyTree:
+        """Reads the running statistics of a ResNet; None for the others."""
+        found = self._leaves.get("state", {}).get("layers")
+        return jax.tree.map(lambda leaf: leaf(), found)
+
+    def _leaf(self, path: Any, *number: int) -> np.ndarray:
+        names = self._names[_path(path)]
+        layers = [names.layers[n] for n in number or range(len(names.layers))]
+        arrays = [
+            _join(self._family, path, [self._tensors[name].read() for name in layer])
+            for layer in layers
         ]
-        value = np.stack(layers) if found.stacked else layers[0]
-        assert value.shape == shape.shape
-        return value
+        return np.stack(arrays) if names.stacked and not number else arrays[0]
 
-    trees = jax.tree_util.tree_map_with_path(leaf, _shapes(family, config))
-    ids = fields.token_ids(family.token_ids) if family.token_ids else TokenIds()
-    return Checkpoint(config, trees["params"], trees.get("state", {}).get("layers"), ids)
+
+def load(folder: str | Path) -> Checkpoint:
+    """Reads a whole model; see `Folder`.
+
+    Raises:
+      ValueError: as `Folder`.
+    """
+    found = Folder(folder)
+    params, state = found.read_params(), found.read_state()
+    return Checkpoint(found.config, params, state, found.token_ids)
 
 
 def save(
@@ -219,9 +257,10 @@ def _names(family: Family, config: Config) -> dict[str, _Names]:
 
 @functools.cache
 def _shapes(family: Family, config: Config) -> dict[str, PyTree]:
-    shapes = {"params": jax.eval_shape(lambda key: family.init(config, key), jax.random.key(0))}
-    if family.init_state is not None:
-        shapes["state"] = {"layers": family.init_state(config)}
+    # Nothing is computed: a trainer reads configurations before it chooses its devices.
+    shapes = {"params": jax.eval_shape(lambda: family.init(config, jax.random.key(0)))}
+    if (make := family.init_state) is not None:
+        shapes["state"] = {"layers": jax.eval_shape(lambda: make(config))}
     return shapes
 
 
@@ -269,16 +308,16 @@ def _check_tensors(
         for what, some in (("lacks tensors", missing), ("has tensors of no use", unexpected))
         if some
     ]
-    for name, (file, theirs, value) in tensors.items():
-        if value.shape != wanted.get(name, value.shape):
+    for name, tensor in tensors.items():
+        gives = f"{tensor.file}: {tensor.name} gives"
+        if tensor.shape != wanted.get(name, tensor.shape):
             failures.append(
-                f"{file}: {theirs} gives a tensor of shape {list(value.shape)}, but config.json "
+                f"{gives} a tensor of shape {list(tensor.shape)}, but config.json "
                 f"asks for {list(wanted[name])}."
             )
-        if name in wanted and not jnp.issubdtype(value.dtype, jnp.floating):
+        if name in wanted and tensor.dtype not in _FLOATS:
             failures.append(
-                f"{file}: {theirs} gives {value.dtype} numbers; weights must be floating-point, "
-                "not quantized."
+                f"{gives} {tensor.dtype} numbers; weights must be floating-point, not quantized."
             )
     if failures:
         raise ValueError("\n".join(failures))

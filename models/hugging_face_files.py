@@ -28,16 +28,33 @@ def library():
     return safetensors
 
 
+_DTYPES = {
+    **{f"F{bits}": f"float{bits}" for bits in (16, 32, 64)},
+    **{f"{kind}{bits}": f"{name}{bits}" for kind, name in (("I", "int"), ("U", "uint"))
+       for bits in (8, 16, 32, 64)},
+    "BF16": "bfloat16",
+    "BOOL": "bool",
+}  # fmt: skip
+"""Numpy's names for the kinds of numbers; a kind without one keeps the name of the file format."""
+
+
 class Tensor(NamedTuple):
-    """A tensor of a file, under its name there."""
+    """A tensor of a file, under its name there; its numbers are read when they are asked for."""
 
     file: Path
     name: str
-    value: np.ndarray
+    shape: tuple[int, ...]
+    dtype: str
+    opened: Any
+
+    def read(self) -> np.ndarray:
+        """Reads the numbers."""
+        values: np.ndarray = self.opened.get_tensor(self.name)
+        return values
 
 
-def read_tensors(folder: Path) -> list[Tensor]:
-    """All tensors of a folder."""
+def find_tensors(folder: Path) -> list[Tensor]:
+    """All tensors of a folder, none of which is read."""
     # As in the library, one file comes before an index.
     sharded = (folder / INDEX).exists() and not (folder / WEIGHTS).exists()
     tensors = []
@@ -46,14 +63,15 @@ def read_tensors(folder: Path) -> list[Tensor]:
         if not file.is_file():
             raise ValueError(f"{folder} holds no {name}; it must hold {WEIGHTS} or {INDEX}.")
         try:
-            found = library().numpy.load_file(file)
+            opened = library().safe_open(file, framework="numpy")
         except library().SafetensorError as error:
             raise ValueError(f"{file} is damaged: {error}.") from error
         except OSError as error:
             raise ValueError(f"{file} cannot be read: {error.strerror or error}.") from error
-        except (KeyError, TypeError, AttributeError) as error:  # 8-bit numbers of some kinds
-            raise ValueError(f"{file} holds numbers that cannot be read: {error}.") from error
-        tensors += [Tensor(file, tensor, value) for tensor, value in found.items()]
+        for tensor in opened.keys():  # noqa: SIM118
+            part = opened.get_slice(tensor)
+            dtype = _DTYPES.get(part.get_dtype(), part.get_dtype())
+            tensors.append(Tensor(file, tensor, tuple(part.get_shape()), dtype, opened))
     if sharded:
         _check_listed(folder, tensors)
     return tensors
@@ -62,16 +80,16 @@ def read_tensors(folder: Path) -> list[Tensor]:
 def _check_listed(folder: Path, tensors: list[Tensor]) -> None:
     """Raises ValueError unless every tensor is where the index says, and only there."""
     held: dict[str, list[Path]] = {}
-    for file, name, _ in tensors:
-        held.setdefault(name, []).append(file)
+    for tensor in tensors:
+        held.setdefault(tensor.name, []).append(tensor.file)
     failures = [
-        f"{folder / name} lacks {tensor}, which {INDEX} says it holds."
-        for tensor, name in read_json(folder / INDEX)["weight_map"].items()
-        if folder / name not in held.get(tensor, [])
+        f"{folder / file} lacks {name}, which {INDEX} says it holds."
+        for name, file in read_json(folder / INDEX)["weight_map"].items()
+        if folder / file not in held.get(name, [])
     ]
     failures += [
-        f"{' and '.join(map(str, files))} both hold {tensor}."
-        for tensor, files in held.items()
+        f"{' and '.join(map(str, files))} both hold {name}."
+        for name, files in held.items()
         if len(files) > 1
     ]
     if failures:

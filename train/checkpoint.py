@@ -114,6 +114,21 @@ def other_layout(layout: dict[str, Any], now: dict[str, Any], *, step: int) -> l
     ]
 
 
+def require_drained(saved: dict[str, Any], step: int) -> None:
+    """Raises ValueError for a pipeline in mid-flight, whose weights are of several steps.
+
+    Args:
+      saved: from `in_todays_form`.
+      step: of the checkpoint.
+    """
+    if saved[IN_FLIGHT] is not None:
+        raise ValueError(
+            f"checkpoint {step} is of an asynchronous pipeline in mid-flight, which has several "
+            f"versions of its weights. Let its run end with --resume --train.steps {step + 1}: the "
+            "end of a run drains the pipeline."
+        )
+
+
 def describe(config: Config, *, data_sha256: str) -> dict[str, Any]:
     """Describes a run for its checkpoints: the whole configuration and a digest of its data.
 
@@ -166,6 +181,17 @@ def other_model(saved: dict[str, Any], config: Config, *, data_sha256: str) -> l
         for name, value in config.model.model_dump().items()
         if name not in task.free and then[name] != value
     ]
+    failures += [
+        Failure(
+            f"optimizer.{name}={now} cannot continue the state of the checkpoint in run_dir="
+            f"{config.run_dir}, which has optimizer.{name}={then_}. Nearest valid: {then_}; or "
+            "begin another --run-dir with the same weights: --init-from "
+            f"{config.run_dir}.",
+            (f"optimizer.{name}",),
+        )
+        for name in ("name", "arguments")
+        if (now := getattr(config.optimizer, name)) != (then_ := getattr(before.optimizer, name))
+    ]
     if saved["data_sha256"] != data_sha256:
         what = "other images" if task.data_kind == "images" else "another tokenizer"
         failures.append(
@@ -187,7 +213,7 @@ def changes(saved: dict[str, Any], config: Config) -> list[str]:
       config: of the run that continues it.
     """
     free = (
-        *("run_dir", "data.prepare", "sample", "distributed", "wandb"),
+        *("run_dir", "init_from", "data.prepare", "sample", "distributed", "wandb"),
         *("pipeline.weights", "pipeline.gpu_flags"),
     )
     before, now = Config(**saved["config"]).flat(), config.flat()

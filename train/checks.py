@@ -13,13 +13,16 @@ from pathlib import Path
 from jaxpipe import schedules
 from jaxpipe.schedule import is_users
 from models.validation import nearest_divisors
-from train import configured, errors, run_folder, tasks
+from train import configured, errors, initial, optimizers, profile, run_folder, tasks
 from train.config import AsynchronousConfig, Config
 from train.data.folder import prepare_hint
 from train.errors import Failure
 from train.ranges import in_range
 
 Rule = Callable[[Config], Iterator[Failure]]
+
+_PATHS, _LONGEST = ("run_dir", "data.path", "init_from", "pipeline.schedule"), 255
+"""Fields that name files, and the longest name of one."""
 
 
 def check(
@@ -38,12 +41,14 @@ def check(
     """
     given = config.flat()
     config, failures = in_range(config)
+    unfit = list(_text(config))
+    failures += unfit
+    config = config.reset(field for failure in unfit for field in failure.fields)
     config, wrong_model = _with_a_model(config)
     failures += wrong_model
     wrong = {field for failure in failures for field in failure.fields}
     wrong |= {field for field, value in config.flat().items() if value != given[field]}
     rules: list[Rule] = [
-        _text,
         _replicas,
         _schedule,
         _asynchronous,
@@ -54,11 +59,14 @@ def check(
         _batch,
         _data,
         _warmup,
+        optimizers.failures,
+        profile.failures,
         _processes,
         _wandb,
     ]
     if wrong_model or not (reads or Path(config.data.path).exists()):
         rules.remove(_data)
+    rules.append(lambda config: initial.failures(config, resume=resume))
     if writes:
         rules.append(lambda config: run_folder.failures(config, resume=resume))
     for rule in rules:
@@ -129,12 +137,14 @@ def _model(config: Config) -> Iterator[Failure]:
 
 def _text(config: Config) -> Iterator[Failure]:
     for path, value in config.flat().items():
-        if isinstance(value, str) and not value.isascii():
-            try:
-                value.encode()
-            except UnicodeEncodeError as error:
-                bad = value[error.start]
-                yield Failure(f"{path}={value!r} has {bad!r}, which is no character.", (path,))
+        if not isinstance(value, str):
+            continue
+        bad = next((c for c in value if c == "\0" or "\ud800" <= c <= "\udfff"), None)
+        if bad is not None:
+            yield Failure(f"{path}={value!r} has {bad!r}, which is no character.", (path,))
+        elif path in _PATHS and any(len(part.encode()) > _LONGEST for part in value.split("/")):
+            rule = f"has a name of more than {_LONGEST} bytes, which no folder can have"
+            yield Failure(f"{path}={value[:20]}... {rule}.", (path,))
 
 
 def _schedule(config: Config) -> Iterator[Failure]:
@@ -337,7 +347,7 @@ def _data(config: Config) -> Iterator[Failure]:
 
 def _warmup(config: Config) -> Iterator[Failure]:
     warmup, steps = config.optimizer.warmup_steps, config.train.steps
-    if warmup > steps:
+    if warmup > steps and config.optimizer.schedule == "warmup_cosine":
         yield Failure(
             f"optimizer.warmup_steps={warmup} is longer than train.steps={steps}. "
             f"Nearest valid: {steps}.",

@@ -34,6 +34,8 @@ class Command(Config):
     """Continue the run in run_dir from its newest whole checkpoint; start it if it has none yet."""
     dry_run: bool = False
     """Check, draw the schedule, compile and compare memory; train, read and write nothing."""
+    evaluate: bool = False
+    """Evaluate the weights of init_from, or of the latest checkpoint in run_dir; write nothing."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,12 +46,14 @@ class Invocation:
       config: the configuration, with defaults in place of fields that are wrong.
       resume: continue the run.
       dry_run: compile only.
+      evaluate: evaluate only; ``init_from`` then names the weights.
       failures: wrong names and types in the file.
     """
 
     config: Config
     resume: bool = False
     dry_run: bool = False
+    evaluate: bool = False
     failures: tuple[Failure, ...] = ()
 
 
@@ -82,8 +86,13 @@ def parse(arguments: Sequence[str]) -> Invocation:
     finder = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     finder.add_argument("--config")
     finder.add_argument("--task")
+    finder.add_argument("--init-from")
     given = finder.parse_known_args([a for a in arguments if a not in ("-h", "--help")])[0]
     raw = {} if given.config is None else load_yaml(Path(given.config))
+    if init_from := given.init_from or raw.get("init_from"):
+        from train import initial
+
+        raw = initial.completed(raw, str(init_from), task=given.task)
     base, failures = validate(raw, source=given.config or "the defaults")
     if given.task is not None and given.task != base.task:
         # The task decides which fields the section of the model has.
@@ -101,7 +110,10 @@ def parse(arguments: Sequence[str]) -> Invocation:
         prog="python train/train.py",
         description=Command.__doc__,
     )
-    return Invocation(Config(**_sections(command)), command.resume, command.dry_run, failures)
+    config, evaluate = Config(**_sections(command)), command.evaluate
+    if evaluate and config.init_from is None:
+        config = config.model_copy(update={"init_from": config.run_dir})
+    return Invocation(config, command.resume, command.dry_run, evaluate, failures)
 
 
 def load_yaml(path: Path) -> dict[str, Any]:
@@ -145,13 +157,25 @@ def validate(raw: dict[str, Any], *, source: str) -> tuple[Config, tuple[Failure
         return Config.model_validate(raw), ()
     except pydantic.ValidationError as error:
         problems = error.errors()
+    # A value that may be of several types has a problem with each of them.
+    places = {_place(raw, problem["loc"]): problem for problem in reversed(problems)}
     cleaned = copy.deepcopy(raw)
-    for problem in problems:
-        remove(cleaned, problem["loc"])
-    if any(problem["loc"] == ("task",) for problem in problems):
+    for place in places:
+        remove(cleaned, place)
+    if ("task",) in places:
         cleaned.pop("model", None)  # whose fields these are is unknown
     config = Config.model_validate(cleaned)
-    return config, tuple(_explain(problem, config, source) for problem in problems)
+    explained = (_explain(problem, place, config, source) for place, problem in places.items())
+    return config, tuple(reversed([*explained]))
+
+
+def _place(raw: Any, keys: tuple[int | str, ...]) -> tuple[int | str, ...]:
+    """As much of a path as there is; what follows names one of several types."""
+    for depth, key in enumerate(keys):
+        if not isinstance(raw, dict) or key not in raw:
+            return keys[:depth]
+        raw = raw[key]
+    return keys
 
 
 _RULES = {
@@ -164,8 +188,11 @@ _RULES = {
 }
 
 
-def _explain(problem: Any, config: Config, source: str) -> Failure:
-    path = ".".join(map(str, problem["loc"]))
+def _explain(problem: Any, place: tuple[int | str, ...], config: Config, source: str) -> Failure:
+    path = ".".join(map(str, place))
+    if place != problem["loc"]:
+        rule = "must be a number, text, true, false or null"
+        return Failure(f"{path}={problem['input']!r} in {source}: {rule}.", (path,))
     if problem["type"] == "extra_forbidden":
         known = [*Config.model_fields, *config.flat()]
         # The whole path is compared, so that a field in the wrong section is found as well.

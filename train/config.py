@@ -43,6 +43,10 @@ NonNegative = Annotated[float, Range(0)]
 Beta = Annotated[float, Range(0, 1, below=True)]
 
 
+Number = bool | int | float | str | None
+"""An argument of a function of optax; text names a dtype, for example."""
+
+
 class Section(pydantic.BaseModel):
     """A part of the configuration: no unknown keys, no conversion of types."""
 
@@ -157,7 +161,19 @@ class CostsConfig(Section):
 
 
 class OptimizerConfig(Section):
-    """AdamW, with a linear warm-up and a cosine decay of the learning rate."""
+    """AdamW with a linear warm-up and a cosine decay of the learning rate, or what optax has."""
+
+    name: str = "adamw"
+    """AdamW, or any optimizer of optax or optax.contrib by its name there, such as muon, adafactor
+    or lion."""
+    arguments: dict[str, Number] = {}
+    """Arguments of an optimizer of optax, such as {weight_decay: 0.1}; AdamW has fields of its own.
+    """
+    schedule: str = "warmup_cosine"
+    """Linear warm-up and cosine decay, or a schedule of optax by its name there, such as
+    warmup_constant_schedule."""
+    schedule_arguments: dict[str, Number] = {}
+    """Arguments of a schedule of optax, such as {init_value: 0.0, peak_value: 1.0e-3}."""
 
     peak_lr: Positive = 3e-3
     """Learning rate at the end of the warm-up."""
@@ -174,6 +190,14 @@ class OptimizerConfig(Section):
     clip_norm: NonNegative = 1.0
     """Largest norm of the whole gradient; in asynchronous training, of the newest gradient of every
     part together. 0 is off."""
+    max_skipped: Natural = 0
+    """Steps in a row that may be skipped because their loss or gradient is not finite, or as
+    skip_above says: they change nothing, and the next batch follows. 0 stops at the first."""
+    skip_above: NonNegative = 0.0
+    """Also skip steps whose gradient has a larger norm, before clipping; 0 is off."""
+
+    def __hash__(self) -> int:
+        return hash(self.model_dump_json())  # dictionaries have no hash
 
 
 class TrainConfig(Section):
@@ -193,8 +217,14 @@ class TrainConfig(Section):
     """Held-out batches per evaluation."""
     checkpoint_every: Count = 50
     """Steps from one checkpoint to the next; the last step is always saved."""
+    checkpoint_minutes: Annotated[float | None, Range(0, above=True)] = None
+    """Also save at the first printed line that is so many minutes after the last checkpoint."""
     keep: Count = 2
     """How many of the latest checkpoints to keep; the best one is kept as well."""
+    profile_from: Annotated[int | None, Range(1)] = None
+    """First step of a profile by jax.profiler, written to the folder "profile" of the run."""
+    profile_to: Annotated[int | None, Range(1)] = None
+    """Last step of the profile; None for the first alone."""
 
 
 class SampleConfig(Section):
@@ -219,6 +249,9 @@ class DistributedConfig(Section):
     """How many processes; needs distributed.coordinator."""
     process_id: Annotated[int | None, Range(0)] = None
     """The number of this one; needs distributed.coordinator."""
+    patience_seconds: Positive = 60.0
+    """How long the others wait for a process that says nothing, and how much longer than the
+    longest step so far a step may take. Then they name it and end with status 75."""
 
 
 class WandbConfig(Section):
@@ -235,6 +268,10 @@ class Config(Section):
     """Folder of the run: resolved configuration, metrics, checkpoints, picture of the schedule."""
     task: str = "gpt"
     """What to train: the name of a file in train/tasks, or module:Class of your own."""
+    init_from: str | None = None
+    """The weights to begin with: a Hugging Face folder; or the folder of a run, whose latest
+    checkpoint is meant, or FOLDER@best or FOLDER@STEP. They decide the model's fields that are not
+    given. None draws the weights."""
     data: DataConfig = DataConfig()
     model: pydantic.SerializeAsAny[Section] = pydantic.Field(
         default_factory=dict, validate_default=True
@@ -279,7 +316,7 @@ class Config(Section):
 
     def flat(self) -> dict[str, Any]:
         """Returns every field's value by its path, such as ``mesh.stage``."""
-        return dict(_leaves(self.model_dump()))
+        return dict(_leaves(self))
 
     def reset(self, paths: Iterable[str]) -> Config:
         """Returns the configuration with defaults in some fields or sections."""
@@ -316,9 +353,10 @@ def remove(tree: dict[Any, Any], keys: Sequence[int | str]) -> None:
     tree.pop(keys[-1], None)
 
 
-def _leaves(tree: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    for name, value in tree.items():
-        if isinstance(value, dict):
+def _leaves(section: Section, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for name in type(section).model_fields:
+        value = getattr(section, name)
+        if isinstance(value, Section):
             yield from _leaves(value, f"{prefix}{name}.")
         else:
             yield f"{prefix}{name}", value

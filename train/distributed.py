@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import os
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
 
+from train import rendezvous
 from train.config import Config
 from train.errors import ConfigError, Failure
+
+_HEARTBEAT_SECONDS = 24 * 3600
+"""`train.watchdog` is faster, and names who is missing."""
 
 MAX_SIMULATED_DEVICES = 512
 """More simulated devices than this are taken for a mistake: each needs threads and memory."""
@@ -113,10 +118,15 @@ def simulate_devices(config: Config, processes: Processes) -> None:
     os.environ["XLA_FLAGS"] = f"{flags} {_COUNT_FLAG}={min(count, MAX_SIMULATED_DEVICES)}".strip()
 
 
-def start(processes: Processes) -> None:
+def start(processes: Processes, *, patience_seconds: float) -> None:
     """Connects the processes, if there are several. Call it before jax is first used.
 
+    Args:
+      processes: from `find_processes`.
+      patience_seconds: how long to wait for all to come.
+
     Raises:
+      MissingProcessError: some have not come.
       ConfigError: jax finds no coordinator in the launcher's environment.
     """
     if processes.count == 1:
@@ -124,9 +134,12 @@ def start(processes: Processes) -> None:
     import jax
 
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
+    connect = functools.partial(
+        jax.distributed.initialize, heartbeat_timeout_seconds=_HEARTBEAT_SECONDS
+    )
     if processes.coordinator is None:
         try:
-            jax.distributed.initialize()
+            connect()
         except ValueError as error:
             # Open MPI 5, for example, gives no address.
             raise ConfigError(
@@ -140,11 +153,9 @@ def start(processes: Processes) -> None:
                 ]
             ) from error
     else:
-        jax.distributed.initialize(
-            processes.coordinator,
-            num_processes=processes.count,
-            process_id=processes.number,
-        )
+        count, number = processes.count, processes.number
+        rendezvous.meet(processes.coordinator, count=count, number=number, seconds=patience_seconds)
+        connect(processes.coordinator, num_processes=count, process_id=number)
 
 
 def from_first(make: Callable[[], Any]) -> Any:

@@ -93,26 +93,58 @@ class ConfigError(ValueError):
         super().__init__("\n".join(failure.message for failure in failures))
 
 
+class MissingProcessError(RuntimeError):
+    """Processes of a run have not come; all others end, so that they can be started again.
+
+    Args:
+      missing: their numbers.
+      seconds: how long the others have waited.
+    """
+
+    def __init__(self, missing: Sequence[int], seconds: float) -> None:
+        self.missing = tuple(missing)
+        several = len(missing) > 1
+        super().__init__(
+            f"process{'es' * several} {', '.join(map(str, missing))} of this run "
+            f"{'have' if several else 'has'} not come within {seconds:g} s "
+            "(distributed.patience_seconds). Start all processes again."
+        )
+
+
+def named_values(values: Mapping[str, float | None]) -> str:
+    """Numbers of a step in words.
+
+    Example:
+      >>> named_values({"loss": 0.5, "gradient norm": None})
+      'the loss is 0.5'
+    """
+    return " and ".join(f"the {n} is {value}" for n, value in values.items() if value is not None)
+
+
 class NonFiniteLossError(RuntimeError):
-    """Training produced a loss or gradient norm that is not a number.
+    """Training produced a loss or gradient norm that is not a number, or more than can be skipped.
 
     Args:
       step: the first step with such a value.
       values: the values of that step, by name.
       kept: the step of the last checkpoint, or None.
+      skipped: how many steps before it were skipped.
     """
 
-    def __init__(self, *, step: int, values: Mapping[str, float], kept: int | None) -> None:
+    def __init__(
+        self, *, step: int, values: Mapping[str, float], kept: int | None, skipped: int = 0
+    ) -> None:
         self.step = step
-        self.seen = " and ".join(f"the {name} is {value}" for name, value in values.items())
+        self.seen = named_values(values)
         left = (
             "There is no checkpoint yet."
             if kept is None
             else f"The checkpoint of step {kept} is kept; --resume continues from it once "
             "a setting has changed."
         )
+        before = f"{skipped} steps before it were skipped; " if skipped else ""
         super().__init__(
-            f"step {step}: {self.seen}; training stopped. "
+            f"step {step}: {self.seen}; {before}training stopped. "
             f"{left} Try a smaller optimizer.peak_lr, a longer optimizer.warmup_steps, a lower "
             "optimizer.clip_norm, or other data with another train.seed."
         )

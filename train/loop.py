@@ -15,23 +15,27 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from jaxpipe import Checkpoints
-from train import checkpoint, distributed, progress, run_folder, start
+from train import checkpoint, distributed, initial, progress, run_folder, start
 from train.config import Config
 from train.data import stream
-from train.errors import ConfigError, NonFiniteLossError
-from train.metrics import Line, Metrics, memory_bytes, peak_flops, recorded, say, shown
+from train.errors import ConfigError, NonFiniteLossError, named_values
+from train.metrics import Line, Metrics, recorded, say, shown
 from train.modes import Mode, Modes
+from train.profile import Profile
 from train.run_lock import RunLock
+from train.speed import Clock, Speed
 from train.start import Start
 from train.step import Setup
 from train.stop import StopRequest
+from train.watchdog import Watchdog, stages_by_process
 
 
-def run(config: Config, *, resume: bool) -> float | None:
+def run(config: Config, watchdog: Watchdog, *, resume: bool) -> float | None:
     """Trains as configured, or continues a run.
 
     Args:
       config: a checked configuration; jax already has the devices.
+      watchdog: watches the other processes.
       resume: continue from the newest whole checkpoint in the run folder, if there is any.
 
     Returns:
@@ -47,12 +51,12 @@ def run(config: Config, *, resume: bool) -> float | None:
     lock = RunLock(Path(config.run_dir), say=lambda text: say(console, text))
     try:
         distributed.from_first(lambda: start.take_folder(lock, config, resume=resume))
-        return _run(config, console, resume=resume)
+        return _run(config, console, watchdog, resume=resume)
     finally:
         lock.release()
 
 
-def _run(config: Config, console: Console, *, resume: bool) -> float | None:
+def _run(config: Config, console: Console, watchdog: Watchdog, *, resume: bool) -> float | None:
     is_writer = jax.process_index() == 0
     folder = Path(config.run_dir)
     recorded = None
@@ -76,9 +80,10 @@ def _run(config: Config, console: Console, *, resume: bool) -> float | None:
     trainer = None
     try:
         with checkpoints, Metrics(config, last_step=found.step, is_writer=is_writer) as metrics:
-            trainer = Trainer(setup, modes, checkpoints, metrics, console, describe)
-            trainer.begin(found)
-            score = trainer.finish() if trainer.train() else None
+            trainer = Trainer(setup, modes, checkpoints, metrics, console, describe, watchdog)
+            with watchdog.explained():
+                trainer.begin(found)
+                score = trainer.finish() if trainer.train() else None
     except NonFiniteLossError as error:
         if is_writer:
             progress.note_failure(folder, error, describe["config"])
@@ -103,6 +108,7 @@ class Trainer:
       metrics: where numbers go.
       console: where lines go; quiet on all processes but the first.
       describe: what a checkpoint says about the run.
+      watchdog: watches the other processes.
     """
 
     def __init__(
@@ -113,7 +119,10 @@ class Trainer:
         metrics: Metrics,
         console: Console,
         describe: dict[str, Any],
+        watchdog: Watchdog,
     ) -> None:
+        self.watchdog = watchdog
+        watchdog.stages = stages_by_process(setup.mesh)
         self.setup, self.modes, self.config = setup, modes, setup.config
         self.checkpoints, self.metrics = checkpoints, metrics
         self.console, self.describe = console, describe
@@ -127,7 +136,7 @@ class Trainer:
             seed=self.config.train.seed,
             rows=self.rows,
         )
-        self.step = 0
+        self.step, self.skipped, self.saved_at = 0, 0, time.monotonic()
         self.evaluated: dict[str, Any] = {}
         self.mode: Mode
         self.carried: Any
@@ -137,7 +146,7 @@ class Trainer:
         """Compiles, and makes what the first step starts from: initial, or restored."""
         self.step = start.step
         if start.step == 0:
-            self._enter(lambda mode: mode.begin(self.setup.init(), 0))
+            self._enter(lambda mode: mode.begin(initial.state(self.setup, self.console), 0))
             return
         kept = self.modes.asynchronous if start.in_flight else self.modes.synchronous
         saved, position = checkpoint.restore(self.checkpoints, start.step, kept.saved_shapes)
@@ -151,6 +160,8 @@ class Trainer:
     def _enter(self, begin: Callable[[Mode], Any]) -> None:
         """Continues in the mode that follows this step."""
         began = time.perf_counter()
+        self.watchdog.at("compiling")
+        say(self.console, "compiling the training step ...")
         self.mode = self.modes.after(self.step)
         self.compiled = self.mode.compile()
         say(self.console, f"compiled in {time.perf_counter() - began:.1f} s")
@@ -176,8 +187,8 @@ class Trainer:
         """Runs the remaining steps; returns False if it was asked to stop before the last."""
         config, last = self.config.train, self.config.train.steps
         unread: tuple[int, Any] | None = None
-        clock = _Clock()
-        with self._bar() as bar:
+        clock = Clock()
+        with self._bar() as bar, Profile(self.config) as profile:
             task = bar.add_task("train", total=last, completed=self.step)
             while self.step < last:
                 if self.mode is not self.modes.after(self.step):
@@ -185,12 +196,14 @@ class Trainer:
                         self._record(*unread)
                         unread = None
                     self._switch()
-                    clock = _Clock()
+                    clock = Clock()
+                profile.before(self.step + 1, self.carried)
                 self.carried, values = self.compiled(
                     self.carried, self._global(next(self.stream)), self.setup.rng(self.step)
                 )
                 self.step += 1
                 clock.steps += 1
+                profile.after(self.step, self.carried)
                 if unread is not None:
                     # Values are read a step late, so that the devices always have work.
                     self._record(*unread)
@@ -198,28 +211,29 @@ class Trainer:
                 stopping = self.stop.after(self.step)
                 is_last = self.step == last or stopping
                 evaluates = self.step % config.eval_every == 0 or self.step == last
-                saves = self.step % config.checkpoint_every == 0 or is_last
                 logs = self.step % config.log_every == 0 or self.step == 1 or is_last or evaluates
+                saves = self.step % config.checkpoint_every == 0 or is_last
+                saves = saves or (logs and self._is_time_to_save())
                 if not (saves or logs):
                     unread = (self.step, values)
                     bar.update(task, completed=self.step)
                     continue
                 numbers = self._read(self.step, values)
                 bubble = self.mode.bubble(self.step)
-                seconds = clock.stop()
+                speed = clock.stop(self.setup)
                 if self.step == last:
                     numbers |= self._end()
                 self.evaluated = self.evaluate() if evaluates else {}
-                self._write(self.step, numbers | self.evaluated)
+                entries = numbers | self.evaluated | {"speed": speed.recorded()}
+                self._write(self.step, entries)
                 self.check_folder()
                 self.checkpoints.check()
                 if logs:
-                    line = self._line(numbers, bubble, seconds / max(clock.steps, 1))
-                    say(bar.console, str(line))
+                    say(bar.console, str(self._line(numbers, bubble, speed)))
                 if saves:
                     self.save(num_batches=1 if stopping else config.eval_batches)
                 bar.update(task, completed=self.step)
-                clock = _Clock()
+                clock = Clock()
                 if stopping and self.step < last:
                     say(
                         bar.console,
@@ -257,6 +271,7 @@ class Trainer:
         fewer batches than an evaluation, and is then never the best.
         """
         evaluated = self.evaluated or self._heldout(num_batches)
+        self.watchdog.at(f"saving step {self.step}")
         is_whole = bool(self.evaluated) or num_batches == self.config.train.eval_batches
         checkpoint.save(
             self.checkpoints,
@@ -266,6 +281,7 @@ class Trainer:
             run=self.describe | {checkpoint.IN_FLIGHT: self.mode.layout()},
             eval_loss=evaluated["eval_loss"] if is_whole else None,
         )
+        self.saved_at = time.monotonic()
         if jax.process_index() == 0 and (whole := self.checkpoints.steps):
             progress.note_saved(Path(self.config.run_dir), max(whole))
 
@@ -288,6 +304,7 @@ class Trainer:
         )
 
     def _heldout(self, num_batches: int) -> dict[str, Any]:
+        self.watchdog.at(f"evaluating step {self.step}")
         batches = stream.heldout_batches(
             self.heldout,
             batch_size=self.config.train.batch_size,
@@ -311,15 +328,22 @@ class Trainer:
             numbers["metrics"] = recorded(values["metrics"]) if "metrics" in values else None
         numbers |= self.mode.metrics(step, values)
         seen = {"loss": numbers["loss"], "gradient norm": numbers["grad_norm"]}
+        self.skipped = self.skipped + 1 if values.get("skipped", False) else 0
+        if 0 < self.skipped <= self.config.optimizer.max_skipped:
+            say(self.console, f"step {step} was skipped: {named_values(seen)}")
+            self.watchdog.done(step)
+            return recorded(numbers) | {"skipped": self.skipped}
         # The loss lags behind: diverging weights show in the correction first.
         seen["correction"] = sum(numbers["correction"]) if "correction" in numbers else None
         self._check_finite(step, {name: value for name, value in seen.items() if value is not None})
+        self.watchdog.done(step)
         return numbers
 
     def _check_finite(self, step: int, values: dict[str, float]) -> None:
-        if not all(map(math.isfinite, values.values())):
+        if self.skipped or not all(map(math.isfinite, values.values())):
             self.checkpoints.wait()
-            raise NonFiniteLossError(step=step, values=values, kept=self.checkpoints.latest)
+            kept, skipped = self.checkpoints.latest, max(self.skipped - 1, 0)
+            raise NonFiniteLossError(step=step, values=values, kept=kept, skipped=skipped)
 
     def _write(self, step: int, numbers: dict[str, Any]) -> None:
         self.metrics.write(step, numbers | {"learning_rate": self._learning_rate(step)})
@@ -327,28 +351,27 @@ class Trainer:
     def _learning_rate(self, step: int) -> float:
         return float(self.setup.learning_rate(step - 1))
 
-    def _line(self, numbers: dict[str, Any], bubble: float, seconds_per_step: float) -> Line:
-        task, devices = self.setup.task, self.setup.mesh.devices
-        rows = self.config.train.batch_size / seconds_per_step
-        peak = peak_flops(devices.flat[0].device_kind, task.dtype)
-        flops = task.flops_per_row()
+    def _line(self, numbers: dict[str, Any], bubble: float, speed: Speed) -> Line:
         return Line(
             step=self.step,
             num_steps=self.config.train.steps,
             loss=numbers["loss"],
             grad_norm=numbers["grad_norm"],
             learning_rate=self._learning_rate(self.step),
-            units_per_second=rows * task.units_per_row,
-            unit=task.unit,
-            utilisation=(
-                None if peak is None or flops is None else rows * flops / (peak * devices.size)
-            ),
+            speed=speed,
             bubble=bubble,
-            memory_bytes=memory_bytes(),
             eval_loss=self.evaluated.get("eval_loss"),
             metrics=numbers.get("metrics"),
             eval_metrics=self.evaluated.get("eval_metrics"),
         )
+
+    def _is_time_to_save(self) -> bool:
+        """Whether the last checkpoint is old; process 0 decides, as clocks differ."""
+        minutes = self.config.train.checkpoint_minutes
+        if minutes is None:
+            return False
+        elapsed = time.monotonic() - self.saved_at
+        return bool(distributed.from_first(lambda: elapsed >= 60 * minutes))
 
     def _bar(self) -> Progress:
         return Progress(
@@ -361,14 +384,3 @@ class Trainer:
             # Without a terminal, the printed lines alone are the log.
             disable=not self.console.is_terminal,
         )
-
-
-class _Clock:
-    """Counts steps and time since it was made; evaluating and saving are not timed."""
-
-    def __init__(self) -> None:
-        self.steps = 0
-        self._began = time.perf_counter()
-
-    def stop(self) -> float:
-        return time.perf_counter() - self._began

@@ -8,64 +8,20 @@ import importlib
 import json
 import math
 import os
-import resource
-import sys
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, TextIO
 
-import jax
 import numpy as np
 from rich.console import Console
 
 from train import run_folder
 from train.config import Config
-
-# Dense 16-bit peak per device, FLOP/s: NVIDIA's data sheets (A100, H100 SXM and PCIe, H200, B200)
-# and Google's Cloud TPU pages; keys are the start of jax's device_kind.
-_PEAK_FLOPS = {
-    "NVIDIA A100": 312e12,
-    "NVIDIA H100 PCIe": 756e12,
-    "NVIDIA H100": 989e12,
-    "NVIDIA H200": 989e12,
-    "NVIDIA B200": 2250e12,
-    "TPU v4": 275e12,
-    "TPU v5 lite": 197e12,
-    "TPU v5p": 459e12,
-    "TPU v5": 459e12,
-    "TPU v6 lite": 918e12,
-}
+from train.speed import Speed
 
 _FLUSH_SECONDS = 10
 """TensorBoard sees new numbers this often."""
-
-
-def peak_flops(device_kind: str, dtype: str | None) -> float | None:
-    """The device's dense peak in FLOP/s, or None where it is not known.
-
-    Args:
-      device_kind: as jax names it.
-      dtype: compute dtype; only "bfloat16" has a peak in the table.
-
-    Example:
-      >>> peak_flops("NVIDIA H100 80GB HBM3", "bfloat16")
-      989000000000000.0
-    """
-    if dtype != "bfloat16":
-        return None
-    found = [name for name in _PEAK_FLOPS if device_kind.startswith(name)]
-    return _PEAK_FLOPS[max(found, key=len)] if found else None
-
-
-def memory_bytes() -> int:
-    """Returns the peak memory of the first local device, or of this process if that is unknown."""
-    statistics = jax.local_devices()[0].memory_stats()
-    if statistics and "peak_bytes_in_use" in statistics:
-        return int(statistics["peak_bytes_in_use"])
-    # Kilobytes on Linux, bytes on macOS.
-    unit = 1 if sys.platform == "darwin" else 1024
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,11 +35,8 @@ class Line:
         pipeline fills.
       grad_norm: before clipping; None likewise.
       learning_rate: of this step.
-      units_per_second: tokens or images over all devices, since the last line.
-      unit: what they are, such as "tokens".
-      utilisation: share of the devices' peak, or None.
+      speed: that of the steps since the last line.
       bubble: predicted share of idle time.
-      memory_bytes: peak memory.
       eval_loss: held-out loss, if evaluated.
       metrics: those of the task's loss, as recorded; None if it has none.
       eval_metrics: the same of the held-out batches, if evaluated.
@@ -94,11 +47,8 @@ class Line:
     loss: float | None
     grad_norm: float | None
     learning_rate: float
-    units_per_second: float
-    unit: str
-    utilisation: float | None
+    speed: Speed
     bubble: float
-    memory_bytes: int
     eval_loss: float | None = None
     metrics: Mapping[str, Any] | None = None
     eval_metrics: Mapping[str, Any] | None = None
@@ -111,11 +61,11 @@ class Line:
             *shown(self.metrics),
             "grad norm -" if self.grad_norm is None else f"grad norm {self.grad_norm:.3f}",
             f"lr {self.learning_rate:.2e}",
-            f"{self.units_per_second:,.0f} {self.unit}/s",
+            f"{self.speed.units_per_second:,.0f} {self.speed.unit}/s",
         ]
-        if self.utilisation is not None:
-            parts.append(f"MFU {self.utilisation:.1%}")
-        parts += [f"bubble {self.bubble:.1%}", f"memory {self.memory_bytes / 1e9:.2f} GB"]
+        if self.speed.mfu is not None:
+            parts.append(f"MFU {self.speed.mfu:.1%}")
+        parts += [f"bubble {self.bubble:.1%}", f"memory {self.speed.memory_bytes / 1e9:.2f} GB"]
         if self.eval_loss is not None:
             parts += [f"held-out {self.eval_loss:.4f}", *shown(self.eval_metrics)]
         return "  ".join(parts)

@@ -16,7 +16,7 @@ from train import checkpoint, run_folder
 from train.config import Config
 from train.errors import Failure, NonFiniteLossError
 
-_HARMLESS = ("train.log_every", "train.keep", "train.checkpoint_every")
+_HARMLESS = ("train.log_every", "train.keep", "train.checkpoint_", "train.profile_")
 """Settings that the numbers of a step do not depend on."""
 
 
@@ -100,7 +100,8 @@ def would_fail_again(folder: Path, config: Config, *, step: int) -> list[Failure
         Failure(
             f"run_dir={folder} was stopped at step {found.failed_step} ({found.failed_because}), "
             f"and would be again: from step {step} it repeats the same numbers. Change "
-            "optimizer.peak_lr, optimizer.warmup_steps, optimizer.clip_norm or train.seed; or "
+            "optimizer.peak_lr, optimizer.warmup_steps, optimizer.clip_norm, optimizer.max_skipped "
+            "or train.seed; or "
             f"remove {folder / run_folder.PROGRESS_FILE} to try the same settings again.",
             ("run_dir",),
         )

@@ -8,6 +8,7 @@ from functools import cached_property
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import optax
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -17,7 +18,8 @@ from jaxpipe.measure import layer_bytes, layer_costs
 from jaxpipe.schedule import Costs, Memory, Schedule, chunk_costs, partition, simulate
 from train import configured, distributed, errors, tasks
 from train.choice import Choice
-from train.config import Config, OptimizerConfig
+from train.config import Config
+from train.optimizers import learning_rate, make_optimizer
 
 PyTree = Any
 
@@ -61,14 +63,19 @@ class Setup:
         self.task = tasks.make(config)
         self.mesh = make_mesh(**config.mesh.model_dump())
         self.shapes = jax.eval_shape(self.task.init, self._key)
+        self.learning_rate = learning_rate(config.optimizer, num_steps=config.train.steps)
         # Measurements differ between processes.
         chosen = distributed.from_first(lambda: (choice or self._choose()).to_json())
         self.choice = Choice.from_json(chosen)
         self.schedule = self.choice.schedule
         self.layer_costs, self.layer_counts = self.choice.layer_costs, self.choice.layer_counts
         self.pipe = self._pipeline(self.schedule, self.layer_counts)
-        self.learning_rate = learning_rate(config.optimizer, num_steps=config.train.steps)
         self.optimizer = self.make_optimizer()
+        try:
+            self._optimizer_placing = self.pipe.optimizer_placing(self.optimizer)
+        except ValueError as error:
+            failure = errors.Failure(f"optimizer.name={config.optimizer.name}: {error}")
+            raise errors.ConfigError([failure]) from error
         self._updating_step = self._chunk_by_chunk()
 
     def _choose(self) -> Choice:
@@ -104,9 +111,9 @@ class Setup:
         return chunk_costs(configured.costs(self.config), self.layer_costs, self.layer_counts)
 
     def _memory(self, probe: Pipeline, batch: PyTree, rng, limit: float) -> Memory:
-        """What layers keep: weights, gradients, two moments of Adam, and residuals."""
+        """What layers keep: weights, gradients, what the optimizer keeps, and residuals."""
         parameters, residuals = layer_bytes(probe, batch, rng)
-        levels, peak, slots = [3, 2, 1, 1], 0, 0.0
+        levels, peak, slots = [3, 2, *[1] * self._num_moments()], 0, 0.0
         if self.config.pipeline.update == "chunk":
             # Gradients of chunks in work, whole, in place of all.
             levels.remove(2)
@@ -122,6 +129,12 @@ class Setup:
         copies = len(levels) - sharded + sharded / parts + slots
         peak = max(peak, *simulate(probe.schedule, configured.costs(self.config)).peak_in_flight)
         return Memory([copies * n for n in parameters], residuals, peak, limit * 1e9)
+
+    def _num_moments(self) -> int:
+        """How many numbers the optimizer keeps for each parameter: two of Adam."""
+        state = jax.eval_shape(self.make_optimizer().init, self.shapes)
+        kept, own = (sum(leaf.size for leaf in jax.tree.leaves(t)) for t in (state, self.shapes))
+        return round(kept / own)
 
     def _pipeline(self, order: Schedule, counts: Sequence[int], *, train: bool = True) -> Pipeline:
         platform = self.mesh.devices.flat[0].platform
@@ -194,10 +207,6 @@ class Setup:
         optimizer, states = self._optimizer_placing.canonical, self.pipe.canonical_states
         return TrainState(params, optimizer, states)
 
-    @property
-    def _optimizer_placing(self):
-        return self.pipe.optimizer_placing(self.optimizer)
-
     @cached_property
     def batch_shapes(self) -> PyTree:
         """Shape, dtype and sharding of a batch."""
@@ -261,10 +270,23 @@ class Setup:
             else:
                 value, params, optimizer, norm["grad_norm"] = self._step_with_norm(*given)
             values, layers = named(value, state.layers)
-            return TrainState(params, optimizer, layers), values | norm
+            new, values = TrainState(params, optimizer, layers), values | norm
+            return self._without_skipped(state, new, values)
 
         shardings = self.state_shardings, self.replicated
         return jax.jit(step, donate_argnums=0, out_shardings=shardings)
+
+    def _without_skipped(self, old, new, values):
+        """The new state, or the old one of a step that is skipped, and which of them it is."""
+        settings = self.config.optimizer
+        if not settings.max_skipped:
+            return new, values
+        loss, norm = values["loss"], values["grad_norm"]
+        is_good = jnp.isfinite(loss) & jnp.isfinite(norm)
+        if settings.skip_above:
+            is_good &= norm <= settings.skip_above
+        kept = jax.tree.map(lambda one, other: jnp.where(is_good, one, other), new, old)
+        return kept, values | {"skipped": ~is_good}
 
     def _step_with_norm(self, params, optimizer, batch, rng, layers):
         """As a step from `Pipeline.train_step`, and the norm of the gradient before clipping."""
@@ -308,59 +330,6 @@ def named(value: PyTree, layers: PyTree) -> tuple[dict[str, PyTree], PyTree]:
         found: Any = jax.tree.structure(aux)
         metrics, layers = (None, aux) if found == jax.tree.structure(layers) else aux
     return values if metrics is None else values | {"metrics": metrics}, layers
-
-
-def learning_rate(config: OptimizerConfig, *, num_steps: int) -> optax.Schedule:
-    """Makes the learning rate: a linear warm-up from 0 to the peak, then a cosine decay.
-
-    Args:
-      config: peak, length of the warm-up, last value.
-      num_steps: optimizer steps of the run, at least 1; the decay ends there.
-
-    Example:
-      >>> float(learning_rate(OptimizerConfig(peak_lr=1.0, warmup_steps=2), num_steps=9)(1))
-      0.5
-    """
-    if config.warmup_steps == num_steps:  # optax's cosine needs at least one step
-        return optax.linear_schedule(0.0, config.peak_lr, num_steps)
-    return optax.warmup_cosine_decay_schedule(
-        init_value=0.0,
-        peak_value=config.peak_lr,
-        warmup_steps=config.warmup_steps,
-        decay_steps=num_steps,
-        end_value=config.peak_lr * config.min_lr_ratio,
-    )
-
-
-def make_optimizer(
-    config: OptimizerConfig, rate: optax.Schedule, *, clips: bool = True
-) -> optax.GradientTransformation:
-    """Makes AdamW after clipping by the norm of the whole gradient; only matrices and kernels
-    decay.
-
-    Args:
-      config: its numbers.
-      rate: the learning rate of a step.
-      clips: False leaves clipping to an asynchronous pipeline; the state is the same.
-    """
-
-    def decay(updates, params):
-        return jax.tree.map(
-            lambda update, weight: (
-                update + config.weight_decay * weight if weight.ndim >= 2 else update
-            ),
-            updates,
-            params,
-        )
-
-    return optax.chain(
-        optax.clip_by_global_norm(config.clip_norm)
-        if clips and config.clip_norm
-        else optax.identity(),
-        optax.scale_by_adam(b1=config.beta1, b2=config.beta2),
-        optax.stateless(decay),
-        optax.scale_by_learning_rate(rate),
-    )
 
 
 def with_sharding(leaf, sharding) -> jax.ShapeDtypeStruct:

@@ -25,7 +25,8 @@ class StopRequest:
     blocks the main thread. A thread therefore watches for signals, too. It ends the process if the
     handler has not run within `GRACE_SECONDS`, and at once when a second signal comes.
 
-    With several processes jax's preemption service makes all of them stop after the same step.
+    With several processes jax's preemption service makes all of them stop after the same step, and
+    `train.watchdog` ends those that wait for another.
     """
 
     def __init__(self) -> None:
@@ -40,12 +41,20 @@ class StopRequest:
             for number in _SIGNALS:
                 signal.signal(number, self._notice)
             threading.Thread(target=self._watch, args=(arrivals,), daemon=True).start()
+        else:
+            signal.signal(signal.SIGINT, self._pass_on)
 
     def _notice(self, number: int, frame: object) -> None:
         del frame
         self._seen = True
         # A second one ends the process at once.
         signal.signal(number, signal.SIG_DFL)
+
+    def _pass_on(self, number: int, frame: object) -> None:
+        """Gives Ctrl-C to jax's service, which knows SIGTERM alone."""
+        del number, frame
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        os.kill(os.getpid(), signal.SIGTERM)
 
     def _watch(self, arrivals: int) -> None:
         number = _next_signal(arrivals, None)

@@ -8,6 +8,7 @@ import functools
 import math
 import typing
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any, ClassVar
 
 import docstring_parser
@@ -18,6 +19,7 @@ import pydantic
 from jaxpipe import Model
 from train.config import Config, Section
 from train.data.stream import Examples
+from train.data.tokenizer_files import Exported
 from train.errors import Failure
 
 PyTree = Any
@@ -138,6 +140,18 @@ class Task(abc.ABC):
     @abc.abstractmethod
     def data_digest(self) -> str:
         """Returns a digest of the tokenizer or the data, which must not change during a run."""
+
+    def exported_tokenizer(self, folder: Path) -> Exported | None:
+        """Returns what `train.export` writes beside the weights; None without a tokenizer.
+
+        Args:
+          folder: the prepared data.
+
+        Raises:
+          ValueError: it is not there or damaged.
+        """
+        del folder
+        return None
 
     def flops_per_row(self) -> int | None:
         """Returns the floating-point operations of a training step per row; None if not counted."""

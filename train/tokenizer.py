@@ -51,25 +51,27 @@ def train_tokenizer(
 
 
 def encode(
-    tokenizer: Tokenizer, texts: Sequence[str], *, progress: Progress, label: str
+    tokenizer: Tokenizer, texts: Sequence[str], *, end: str, progress: Progress, label: str
 ) -> np.ndarray:
-    """Encodes documents one after the other, each followed by ``<|endoftext|>``.
+    """Encodes documents one after the other, each followed by the token that ends it.
 
     Args:
-      tokenizer: from ``train_tokenizer``.
+      tokenizer: from ``train_tokenizer``, or one that may add special tokens to every document.
       texts: documents to encode.
+      end: the token after every document, unless the tokenizer adds it.
       progress: gets a bar over the documents.
       label: name of that bar.
 
     Returns:
       Tokens ``[num_tokens]``, uint32.
     """
-    end = [tokenizer.token_to_id(END_OF_TEXT)]
+    last = [tokenizer.token_to_id(end)]
     pieces: list[np.ndarray] = []
     bar = progress.add_task(label, total=len(texts))
     for start in range(0, len(texts), _ENCODE_GROUP):
         group = texts[start : start + _ENCODE_GROUP]
         for encoding in tokenizer.encode_batch_fast(list(group)):
-            pieces.append(np.array(encoding.ids + end, np.uint32))
+            ids = encoding.ids
+            pieces.append(np.array(ids if ids[-1:] == last else ids + last, np.uint32))
         progress.advance(bar, len(group))
     return np.concatenate(pieces)

@@ -1,7 +1,8 @@
 """Trains a model through a pipeline: ``python train/train.py --config configs/gpt-tiny.yaml``.
 
 Ends with 0 when it is done or was asked to stop, 1 when the loss is not finite, 2 when the input or
-the disk is at fault, 130 when it was interrupted before training.
+the disk is at fault, 75 when another process is missing and all can be started again, 130 when it
+was interrupted before training.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _main(arguments: Sequence[str]) -> int:
-    from train import command_line, errors, run_folder
+    from train import command_line, errors, run_folder, watchdog
 
     try:
         invocation = command_line.parse(arguments)
@@ -52,6 +53,9 @@ def _main(arguments: Sequence[str]) -> int:
         _run(invocation)
     except errors.ConfigError as error:
         return _refuse(error)
+    except errors.MissingProcessError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return watchdog.RESTART
     except errors.NonFiniteLossError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
@@ -79,10 +83,10 @@ def _run(invocation) -> None:
     except errors.ConfigError as error:
         failures += checks.without(error.failures, broken)
     # Of several processes the first one looks at the run folder, once it can tell the others.
-    writes = not invocation.dry_run and (processes is None or processes.count == 1)
-    found = checks.check(
-        config, resume=invocation.resume, writes=writes, reads=not invocation.dry_run
-    )
+    writes = not (invocation.dry_run or invocation.evaluate)
+    writes = writes and (processes is None or processes.count == 1)
+    resume = invocation.resume and not invocation.evaluate
+    found = checks.check(config, resume=resume, writes=writes, reads=not invocation.dry_run)
     failures += checks.without(found, broken)
     # Processes that cannot start would only wait for each other.
     if processes is None or (failures and processes.count > 1):
@@ -91,7 +95,7 @@ def _run(invocation) -> None:
     without = {"all": (), "no-command-buffers": [gpu_flags.COMMAND_BUFFERS], "off": gpu_flags.FLAGS}
     if unknown := gpu_flags.apply(without=without[config.pipeline.gpu_flags]):
         print(f"warning: this XLA does not know {', '.join(unknown)}", file=sys.stderr)
-    distributed.start(processes)
+    distributed.start(processes, patience_seconds=config.distributed.patience_seconds)
 
     import jax
 
@@ -104,12 +108,16 @@ def _run(invocation) -> None:
     if failures:
         raise errors.ConfigError(failures)
 
-    from train import dry_run, loop
+    from train import dry_run, evaluation, loop
+    from train.watchdog import Watchdog
 
-    if invocation.dry_run:
-        dry_run.run(config)
-    else:
-        loop.run(config, resume=invocation.resume)
+    with Watchdog(config.distributed.patience_seconds) as watchdog:
+        if invocation.dry_run:
+            dry_run.run(config)
+        elif invocation.evaluate:
+            evaluation.run(config)
+        else:
+            loop.run(config, watchdog, resume=resume)
 
 
 def _quieten_checkpoints() -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
+import math
 import numbers
 import os
 from collections.abc import Mapping
@@ -123,6 +124,13 @@ class Checkpoints:
         """Every step that has a checkpoint, whole or not, in ascending order."""
         return recovery.steps(self._folder)
 
+    @property
+    def best(self) -> int | None:
+        """The step with the lowest held-out loss, or None if none was evaluated."""
+        losses = {step: keeping.read_loss(self._folder / str(step)) for step in self.steps}
+        evaluated = {step: loss for step, loss in losses.items() if math.isfinite(loss)}
+        return min(evaluated, key=evaluated.__getitem__, default=None)
+
     def shapes(self, step: int) -> Shapes:
         """Shapes and dtypes of what was saved, in dictionaries and lists."""
         handler = ocp.PyTreeCheckpointHandler()
@@ -191,7 +199,7 @@ class Checkpoints:
             model or optimizer.
         """
         self.wait()
-        step = self._newest() if step is None else self._whole(step)
+        step = self._newest() if step is None else self.whole(step)
         if step is None:
             return None
         expected = shapes(pipe, optimizer)
@@ -211,8 +219,12 @@ class Checkpoints:
             )
         return self.latest
 
-    def _whole(self, step: int) -> int:
-        """The step of a checkpoint that is whole; raises ValueError for another."""
+    def whole(self, step: int) -> int:
+        """Returns the step if its checkpoint is whole; every process must ask.
+
+        Raises:
+          ValueError: it is damaged, or there is none.
+        """
         have = ", ".join(map(str, self.steps)) or "none"
         folder = f"folder={str(self._folder)!r}"
         if step not in self.steps:
@@ -281,6 +293,17 @@ class Checkpoints:
         items = {STATE: ocp.args.StandardRestore(shapes), DATA: ocp.args.JsonRestore()}
         restored = _restore(self._folder / str(step), **items)
         return restored[STATE], restored[DATA]
+
+    def restore_parts(self, step: int, shapes: Shapes) -> Tree:
+        """Reads some of the arrays, such as parameters without the optimizer's state.
+
+        Args:
+          step: one of `steps`.
+          shapes: of those to read, with shardings, in the dictionary that holds them all.
+        """
+        like = ocp.checkpoint_utils.construct_restore_args(shapes)
+        args = ocp.args.PyTreeRestore(shapes, restore_args=like, partial_restore=True)
+        return _restore(self._folder / str(step), **{STATE: args})[STATE]
 
     def read_run(self, step: int) -> dict[str, Any]:
         """The description of the run that was saved."""

@@ -51,13 +51,22 @@ class LatestAndBest:
         return [number >= first or number == best for number in range(len(losses))]
 
     def _loss(self, checkpoint: checkpoint_managers.PolicyCheckpointInfo) -> float:
-        """The held-out loss; infinite if it was not evaluated or cannot be read."""
-        folder, metrics = self._folder / str(checkpoint.step), checkpoint.metrics
-        try:
-            if metrics is None:  # an earlier run saved it
-                metrics = json.loads((folder / _METRICS_FILE).read_bytes())
-                if (folder / checksums.FILE).exists():
-                    checksums.verify(folder, [_METRICS_FILE])
-            return loss if math.isfinite(loss := held_out(metrics)) else math.inf
-        except (OSError, ValueError, KeyError, TypeError, DamagedError):
-            return math.inf
+        metrics = checkpoint.metrics  # None if an earlier run saved it
+        return read_loss(self._folder / str(checkpoint.step), metrics)
+
+
+def read_loss(folder: Path, metrics: Mapping[str, float] | None = None) -> float:
+    """The held-out loss of a checkpoint; infinite if it was not evaluated or cannot be read.
+
+    Args:
+      folder: of the checkpoint.
+      metrics: what was saved of it; None to read it.
+    """
+    try:
+        if metrics is None:
+            metrics = json.loads((folder / _METRICS_FILE).read_bytes())
+            if (folder / checksums.FILE).exists():
+                checksums.verify(folder, [_METRICS_FILE])
+        return loss if math.isfinite(loss := held_out(metrics)) else math.inf
+    except (OSError, ValueError, KeyError, TypeError, DamagedError):
+        return math.inf

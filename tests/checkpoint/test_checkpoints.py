@@ -104,6 +104,8 @@ def test_another_layout_continues_as_if_nothing_had_been_broken(model, here, the
     ]:
         with jaxpipe.Checkpoints(tmp_path / "run", read_only=True) as checkpoints:
             found = checkpoints.restore(layout, OPTIMIZER)
+            part = checkpoints.restore_parts(2, {"params": layout.canonical_params})
+        chex.assert_trees_all_equal(jax.device_get(part), {"params": saved[0]})
         assert (found.step, found.data) == (2, data)
         assert (found.states is None) == (model != "stateful")
         again = found.params, found.state, found.states
@@ -179,6 +181,15 @@ def test_a_damaged_checkpoint_goes_aside_and_the_one_before_is_restored(two, dam
         checkpoints.save(2, pipe, OPTIMIZER, found.params, found.state)
         assert checkpoints.restore(pipe, OPTIMIZER).step == 2
     assert sorted(path.name for path in folder.iterdir()) == ["1", "2", "2.damaged"]
+
+
+def test_the_best_is_the_one_of_the_lowest_loss(tmp_path):
+    pipe = small()
+    with jaxpipe.Checkpoints(tmp_path, keep=4) as checkpoints:
+        assert checkpoints.best is None
+        for step, loss in enumerate((2.0, 1.0, None, 3.0)):
+            checkpoints.save(step, pipe, OPTIMIZER, *filled(pipe, step)[1:], loss=loss)
+    assert jaxpipe.Checkpoints(tmp_path, read_only=True).best == 1
 
 
 def test_a_damaged_one_that_was_asked_for_is_refused(two, tmp_path):

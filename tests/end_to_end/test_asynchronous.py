@@ -124,7 +124,13 @@ def test_a_run_that_has_ended_goes_on_in_any_layout(whole, toy_trainer, tmp_path
 def test_a_dry_run_shows_delays_and_memory(toy_trainer, tmp_path):
     run = tmp_path / "run"
     finished = toy_trainer.run("--run-dir", run, "--dry-run", *OPTIONS)
-    for part in ("stage 0  2 1  1.5", "T3 warmup_steps: 4", "weight versions kept: 1", "T2's mean"):
+    for part in (
+        "stage 0  2 1  1.5",
+        "T3 warmup_steps: 4",
+        "weight versions kept: 1",
+        "T2's mean",
+        "this fits",
+    ):
         assert part in finished.out
     assert finished.err == ""
     assert not run.exists()

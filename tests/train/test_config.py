@@ -177,7 +177,7 @@ def test_help_lists_every_field_of_the_task_and_no_other(capsys, tmp_path, task,
     assert exit_.value.code == 0
     shown = set(re.findall(r"^\W (?:-h, )?(--[a-z][\w.-]*)", capsys.readouterr().out, re.MULTILINE))
     fields = {f"--{path.replace('_', '-')}" for path in config.Config(task=task).flat()}
-    assert shown == fields | {"--help", "--config", "--resume", "--dry-run"}
+    assert shown == fields | {"--help", "--config", "--resume", "--dry-run", "--evaluate"}
 
 
 OLDER = {

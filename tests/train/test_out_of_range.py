@@ -12,7 +12,7 @@ def _integers(section, prefix=""):
     for name, field in type(section).model_fields.items():
         if isinstance(value := getattr(section, name), Section):
             yield from _integers(value, f"{prefix}{name}.")
-        elif "int" in str(field.annotation).replace("'", " "):
+        elif not isinstance(value, dict) and "int" in str(field.annotation).replace("'", " "):
             yield f"{prefix}{name}"
 
 

@@ -12,7 +12,8 @@ import jaxpipe
 from models import gpt
 from train.config import Config
 from train.errors import ConfigError
-from train.step import Setup, make_optimizer
+from train.optimizers import make_optimizer
+from train.step import Setup
 
 CONFIG = {
     "model": {"vocab_size": 50, "sequence_length": 8, "num_layers": 5, "width": 8, "num_heads": 2},

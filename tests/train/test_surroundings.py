@@ -116,13 +116,13 @@ def test_devices_are_shared_evenly(make):
 def test_a_launcher_without_an_address(monkeypatch):
     import jax
 
-    def initialize():
+    def initialize(**_):
         raise ValueError("coordinator_address should be defined.")
 
     monkeypatch.setattr(jax.distributed, "initialize", initialize)
     monkeypatch.setattr(jax.config, "update", lambda *_: None)
     with pytest.raises(errors.ConfigError, match=r"--distributed\.coordinator HOST:PORT"):
-        distributed.start(distributed.Processes(2, 0))
+        distributed.start(distributed.Processes(2, 0), patience_seconds=60)
 
 
 def test_metrics_are_cut_at_the_checkpoint(tmp_path):

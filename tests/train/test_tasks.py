@@ -15,8 +15,9 @@ from models import resnet
 from train import checks, tasks
 from train.config import Config
 from train.data import stream
+from train.optimizers import make_optimizer
 from train.prepare import images
-from train.step import Setup, make_optimizer, named
+from train.step import Setup, named
 
 
 def config(task: str, **sections) -> Config:

@@ -176,7 +176,7 @@ def load(
       >>> train, heldout = load("data/stdlib", sequence_length=128)  # doctest: +SKIP
     """
     folder = Path(folder)
-    end_of_text = text.load_tokenizer(folder).get_vocab()[text.END_OF_TEXT]
+    end_of_text = text.end_of_text(folder)
     vocab_size = text.read_meta(folder).vocab_size
     train, heldout = (
         MaskedWindows(

@@ -57,6 +57,9 @@ class DataMeta:
       train: size of the text to train on.
       heldout: size of the text held out for evaluation.
       settings: the options of ``train.prepare`` that determine the content.
+      end_of_text: the token after every document.
+      token_ids: the tokens that begin (``bos``), end (``eos``) and fill up (``pad``) a text for a
+        tokenizer that existed before; None if ``end_of_text`` both begins and ends one.
     """
 
     vocab_size: int
@@ -65,6 +68,8 @@ class DataMeta:
     train: SplitMeta
     heldout: SplitMeta
     settings: dict[str, Any]
+    end_of_text: str = END_OF_TEXT
+    token_ids: dict[str, Any] | None = None
 
 
 def write_tokens(path: Path, tokens: np.ndarray, *, vocab_size: int) -> None:
@@ -173,14 +178,27 @@ def load_tokenizer(folder: str | Path) -> Tokenizer:
       folder: a folder written by ``train.prepare``.
 
     Returns:
-      A tokenizer with ``encode(text).ids`` and ``decode(ids)``; the end of a document is
-      ``tokenizer.token_to_id("<|endoftext|>")``.
+      A tokenizer with ``encode(text).ids`` and ``decode(ids)``; `end_of_text` is the end of a
+      document.
 
     Raises:
       ValueError: as ``read_meta``.
     """
     read_meta(folder)
     return prepared.open_tokenizer(Path(folder))
+
+
+def end_of_text(folder: str | Path) -> int:
+    """Returns the token after every document of a folder."""
+    token = load_tokenizer(folder).token_to_id(read_meta(folder).end_of_text)
+    assert token is not None
+    return token
+
+
+def token_ids(folder: str | Path) -> dict[str, Any]:
+    """Returns the tokens that begin, end and fill up a text: ``bos``, ``eos`` and ``pad``."""
+    found = read_meta(folder).token_ids
+    return found or {"bos": end_of_text(folder), "eos": end_of_text(folder), "pad": None}
 
 
 class Windows:

@@ -145,8 +145,13 @@ def write_meta(folder: Path, kind: str, meta: Any) -> None:
 
 def write_text(path: Path, text: str) -> None:
     """Writes a file and waits until it is on disk."""
-    with path.open("w", encoding="utf-8") as file:
-        file.write(text)
+    write_bytes(path, text.encode())
+
+
+def write_bytes(path: Path, content: bytes) -> None:
+    """Writes a file and waits until it is on disk."""
+    with path.open("wb") as file:
+        file.write(content)
         file.flush()
         os.fsync(file.fileno())
 

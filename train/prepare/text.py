@@ -17,7 +17,9 @@ from typing import Any
 
 import numpy as np
 from rich.console import Console
+from rich.progress import Progress
 
+from train.data import tokenizer_files
 from train.data.folder import META_FILE, TOKENIZER_FILE
 from train.data.text import (
     END_OF_TEXT,
@@ -31,12 +33,14 @@ from train.data.text import (
     write_tokens,
 )
 from train.data.token_file import record_of
+from train.data.tokenizer_files import Known
 from train.prepare import folders
 from train.tokenizer import MIN_VOCAB_SIZE, encode, train_tokenizer
 
+_VOCAB_SIZE = 2048
 _FILES = frozenset({TRAIN_FILE, HELDOUT_FILE, TOKENIZER_FILE, META_FILE})
-_RECORDS = frozenset(map(record_of, (TRAIN_FILE, HELDOUT_FILE)))
-"""What a run keeps beside them."""
+_BESIDE = frozenset([*map(record_of, (TRAIN_FILE, HELDOUT_FILE)), *tokenizer_files.FILES])
+"""What a run, or a tokenizer that existed before, keeps beside them."""
 # Installed packages, tests, and programs that some distributions leave out.
 _STDLIB_SKIPPED = frozenset(
     {"site-packages", "dist-packages", "test", "tests", "idlelib", "lib2to3", "ensurepip"}
@@ -51,8 +55,11 @@ class PrepareOptions:
     """Folder to write."""
     text: Path | None = None
     """Folder of UTF-8 text files; by default the sources of Python's standard library."""
-    vocab_size: int = 2048
-    """Tokens the tokenizer may learn, at least 257."""
+    vocab_size: int | None = None
+    """Tokens the tokenizer may learn, at least 257; by default 2048."""
+    tokenizer: Path | None = None
+    """Folder whose tokenizer to use as it is: a Hugging Face folder or other prepared text; by
+    default one is learned from the text."""
     heldout_fraction: float = 0.05
     """Share of the documents that is held out for evaluation, between 0 and 1."""
     max_megabytes: float = 12.0
@@ -60,11 +67,21 @@ class PrepareOptions:
     force: bool = False
     """Replace data that was prepared with other settings."""
 
+    @property
+    def learned_size(self) -> int:
+        """Most tokens of a tokenizer that is learned."""
+        return _VOCAB_SIZE if self.vocab_size is None else self.vocab_size
+
     def settings(self) -> dict[str, Any]:
         """Returns the options that decide the content, as ``meta.json`` stores them."""
+        own = None
+        if self.tokenizer is not None:
+            content = (self.tokenizer / TOKENIZER_FILE).read_bytes()
+            own = f"{self.tokenizer.resolve()}, sha256 {hashlib.sha256(content).hexdigest()}"
         return {
             "text": "stdlib" if self.text is None else str(self.text.resolve()),
-            "vocab_size": self.vocab_size,
+            "vocab_size": self.learned_size if own is None else None,
+            "tokenizer": own,
             "heldout_fraction": self.heldout_fraction,
             "max_megabytes": self.max_megabytes,
         }
@@ -104,7 +121,7 @@ def prepare(options: PrepareOptions, *, console: Console | None = None) -> DataM
     _check_options(options)
     existing = folders.existing(
         options,
-        files=_FILES | _RECORDS,
+        files=_FILES | _BESIDE,
         read_meta=read_meta,
         check_whole=_check_whole,
         console=console,
@@ -116,28 +133,45 @@ def prepare(options: PrepareOptions, *, console: Console | None = None) -> DataM
         return existing
     train, heldout = split_documents(documents, heldout_fraction=options.heldout_fraction)
     _say_documents(console, documents, skipped)
-    train_texts, heldout_texts = ([d.text for d in side] for side in (train, heldout))
+    sides = [d.text for d in train], [d.text for d in heldout]
     with folders.progress_bar(console) as progress:
-        tokenizer = train_tokenizer(train_texts, vocab_size=options.vocab_size, progress=progress)
-        train_tokens = encode(tokenizer, train_texts, progress=progress, label="encode train")
-        heldout_tokens = encode(
-            tokenizer, heldout_texts, progress=progress, label="encode held-out"
+        files, known = _tokenizer(options, sides[0], progress)
+        train_tokens, heldout_tokens = (
+            encode(known.tokenizer, texts, end=known.end_of_text, progress=progress, label=label)
+            for texts, label in zip(sides, ("encode train", "encode held-out"), strict=True)
         )
     meta = DataMeta(
-        vocab_size=tokenizer.get_vocab_size(),
-        tokenizer_sha256=hashlib.sha256(tokenizer.to_str().encode()).hexdigest(),
+        vocab_size=max(known.tokenizer.get_vocab().values()) + 1,
+        tokenizer_sha256=hashlib.sha256(files[TOKENIZER_FILE]).hexdigest(),
         documents_sha256=digest,
         train=_size(train, train_tokens),
         heldout=_size(heldout, heldout_tokens),
         settings=options.settings(),
+        end_of_text=known.end_of_text,
+        token_ids=known.token_ids,
     )
     with folders.appearing(options.out) as folder:
-        folders.write_text(folder / TOKENIZER_FILE, tokenizer.to_str())
+        for name, content in files.items():
+            folders.write_bytes(folder / name, content)
         write_tokens(folder / TRAIN_FILE, train_tokens, vocab_size=meta.vocab_size)
         write_tokens(folder / HELDOUT_FILE, heldout_tokens, vocab_size=meta.vocab_size)
         folders.write_meta(folder, KIND, meta)
     _say_written(console, options, meta)
     return meta
+
+
+def _tokenizer(
+    options: PrepareOptions, texts: Sequence[str], progress: Progress
+) -> tuple[dict[str, bytes], Known]:
+    """The tokenizer's files by name, and what they hold: learned from texts, or as it was."""
+    folder = options.tokenizer
+    if folder is not None:
+        paths = (folder / name for name in tokenizer_files.FILES)
+        return {p.name: p.read_bytes() for p in paths if p.is_file()}, tokenizer_files.read(folder)
+    learned = train_tokenizer(texts, vocab_size=options.learned_size, progress=progress)
+    end = learned.token_to_id(END_OF_TEXT)
+    known = Known(learned, END_OF_TEXT, {"bos": end, "eos": end, "pad": None})
+    return {TOKENIZER_FILE: learned.to_str().encode()}, known
 
 
 def _say_documents(console: Console, documents: Sequence[Document], skipped: Counter[str]) -> None:
@@ -155,7 +189,8 @@ def _say_prepared(console: Console, options: PrepareOptions, *, is_same: bool) -
 
 
 def _say_written(console: Console, options: PrepareOptions, meta: DataMeta) -> None:
-    fewer = "" if meta.vocab_size == options.vocab_size else " (too little text for more)"
+    known = options.tokenizer is not None or meta.vocab_size == options.learned_size
+    fewer = "" if known else " (too little text for more)"
     folders.say(
         console,
         f"{options.out}: {meta.train.tokens} train and {meta.heldout.tokens} held-out tokens, "
@@ -242,11 +277,21 @@ def split_documents(
 
 def _check_options(options: PrepareOptions) -> None:
     problems = []
-    if options.vocab_size < MIN_VOCAB_SIZE:
+    if options.tokenizer is not None and options.vocab_size is not None:
+        problems.append(
+            f"--vocab-size={options.vocab_size} has no effect with --tokenizer="
+            f"{options.tokenizer}, which is used as it is. Leave one of them out."
+        )
+    elif options.learned_size < MIN_VOCAB_SIZE:
         problems.append(
             f"--vocab-size={options.vocab_size} is too small: 256 bytes and {END_OF_TEXT} need one "
             f"token each. Nearest valid: {MIN_VOCAB_SIZE}."
         )
+    if options.tokenizer is not None:
+        try:
+            tokenizer_files.read(options.tokenizer)
+        except ValueError as error:
+            problems.append(str(error))
     problems += folders.heldout_problem(options.heldout_fraction)
     if not options.max_megabytes > 0:
         problems.append(

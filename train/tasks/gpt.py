@@ -12,7 +12,7 @@ import numpy as np
 from models import gpt
 from models.sample import sample
 from train.config import Config
-from train.data import text, token_file
+from train.data import text, token_file, tokenizer_files
 from train.data.folder import META_FILE
 from train.errors import Failure
 from train.task import Task
@@ -101,6 +101,9 @@ class GPT(Task):
     def data_digest(self):
         return text.read_meta(self.config.data.path).tokenizer_sha256
 
+    def exported_tokenizer(self, folder):
+        return tokenizer_files.export(folder, sequence_length=self.shape.sequence_length)
+
     def flops_per_row(self):
         return self.units_per_row * gpt.flops_per_token(self.shape)
 
@@ -122,9 +125,7 @@ class GPT(Task):
         if not settings.num_tokens:
             return "", None
         tokenizer = text.load_tokenizer(self.config.data.path)
-        end = tokenizer.token_to_id(text.END_OF_TEXT)
-        assert end is not None
-        prompt = tokenizer.encode(settings.prompt).ids or [end]
+        prompt = tokenizer.encode(settings.prompt).ids or [text.end_of_text(self.config.data.path)]
         tokens = sample(
             self.shape,
             params,

@@ -1,0 +1,189 @@
+"""The page "Fine-tune and export", followed literally, with a Llama and a GPT-2.
+
+With torch (`make test-parity`) the transformers library saves the models and loads the results.
+"""
+
+import importlib.util
+import json
+import os
+import re
+import subprocess
+import sys
+
+import jax
+import numpy as np
+import pytest
+from command import QUICK_COMPILE, TOP, steps, weights
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
+
+pytestmark = pytest.mark.end_to_end
+
+pytest.importorskip("safetensors", reason="safetensors is not installed")
+HAS_TORCH = importlib.util.find_spec("torch") is not None
+PAGE = (TOP / "docs" / "fine-tuning.md").read_text(encoding="utf-8")
+SECONDS = 300
+# A document is the same three words; a model that has learned them ends after the third.
+DOCUMENT = "the pipeline waits"
+SIZES = {"vocab_size": 300, "num_layers": 4, "width": 32, "num_heads": 4, "sequence_length": 24}
+
+
+def _blocks(language):
+    return re.findall(rf"```{language}\n(.*?)```", PAGE, re.DOTALL)
+
+
+def _tokenizer(begins):
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    names = ["<unk>", "<s>", "</s>", *letters]
+    made = Tokenizer(models.BPE({name: n for n, name in enumerate(names)}, []))
+    made.add_special_tokens(names[:3])
+    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    made.decoder = decoders.ByteLevel()
+    if begins:
+        made.post_processor = processors.TemplateProcessing(
+            single="<s> $A", pair="<s> $A $B", special_tokens=[("<s>", 1)]
+        )
+    return made
+
+
+def _save_ours(folder, kind):
+    """A folder like the library's, written without it."""
+    from models import gpt, hugging_face
+    from models.hugging_face_fields import TokenIds
+
+    llama = {"num_kv_heads": 2, "mlp_width": 48, "tied": False}
+    gpt2 = {"positions": "learned", "norm": "layer", "activation": "gelu", "bias": True}
+    config = gpt.GPTConfig(**SIZES, **(llama if kind == "llama" else gpt2))
+    params = gpt.init(config, jax.random.key(0))
+    hugging_face.save(folder, config, params, token_ids=TokenIds(1, 2, 0))
+    _tokenizer(kind == "llama").save(str(folder / "tokenizer.json"))
+    fields = {"bos_token": "<s>", "eos_token": "</s>", "pad_token": "<unk>"}
+    (folder / "tokenizer_config.json").write_text(json.dumps(fields))
+
+
+def _save_theirs(folder, kind):
+    import transformers
+
+    ids = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
+    if kind == "llama":
+        config = transformers.LlamaConfig(
+            vocab_size=300, max_position_embeddings=24, hidden_size=32, num_hidden_layers=4,
+            num_attention_heads=4, num_key_value_heads=2, intermediate_size=48, **ids,
+        )  # fmt: skip
+        model = transformers.LlamaForCausalLM(config)
+    else:
+        config = transformers.GPT2Config(
+            vocab_size=300, n_positions=24, n_embd=32, n_layer=4, n_head=4, resid_pdrop=0.0,
+            embd_pdrop=0.0, **ids,
+        )  # fmt: skip
+        model = transformers.GPT2LMHeadModel(config)
+    model.save_pretrained(folder)
+    transformers.PreTrainedTokenizerFast(
+        tokenizer_object=_tokenizer(kind == "llama"),
+        bos_token="<s>", eos_token="</s>", pad_token="<unk>",
+    ).save_pretrained(folder)  # fmt: skip
+
+
+def _run(folder, command, status=0):
+    words = command.split()
+    assert words[0] == "python"
+    environment = {n: v for n, v in os.environ.items() if not n.startswith(("JAX_", "XLA_"))}
+    environment |= {
+        "JAX_PLATFORMS": "cpu",
+        "XLA_FLAGS": QUICK_COMPILE,
+        "PYTHONPATH": str(TOP),
+        "PYTHONWARNINGS": "error",
+    }
+    done = subprocess.run(
+        [sys.executable, *words[1:]],
+        cwd=folder,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=SECONDS,
+        check=False,
+    )
+    assert done.returncode == status, f"{command}\n{done.stdout}\n{done.stderr}"
+    return done
+
+
+@pytest.fixture(scope="module", params=["llama", pytest.param("gpt2", marks=pytest.mark.slow)])
+def followed(request, tmp_path_factory):
+    """A folder in which every command of the page was run, and the kind of its model."""
+    folder = tmp_path_factory.mktemp(request.param)
+    (folder / "train").symlink_to(TOP / "train")
+    for name in ("text", "model"):
+        (folder / name).mkdir()
+    for number in range(600):
+        (folder / "text" / f"{number}.txt").write_text(DOCUMENT)
+    (_save_theirs if HAS_TORCH else _save_ours)(folder / "model", request.param)
+    (configuration,) = _blocks("yaml")
+    (folder / "fine-tune.yaml").write_text(configuration)
+    for block in _blocks("sh"):
+        for command in block.strip().splitlines():
+            _run(folder, command)
+    return folder, request.param
+
+
+def test_the_exported_model_is_the_trained_one(followed):
+    from models import hugging_face
+
+    folder, _ = followed
+    before, after = (hugging_face.load(folder / name) for name in ("model", "exported"))
+    assert after.token_ids == before.token_ids == (1, 2, 0)
+    assert after.config == before.config
+    records = steps(folder / "runs/mine")
+    best = min((r["eval_loss"], r["step"]) for r in records if "eval_loss" in r)[1]
+    saved = {n: x for n, x in weights(folder / "runs/mine", best) if n.startswith("['params']")}
+    for path, leaf in jax.tree_util.tree_leaves_with_path(after.params):
+        np.testing.assert_array_equal(leaf, saved["['params']" + jax.tree_util.keystr(path)])
+    assert records[-1]["loss"] < 1 < 5 < records[0]["loss"]
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        assert (folder / "exported" / name).read_bytes() == (folder / "model" / name).read_bytes()
+
+
+@pytest.mark.slow
+def test_a_run_begins_with_the_weights_of_another(followed):
+    """Without a step's change they are exported as they were, from another layout."""
+    folder, kind = followed
+    if kind != "llama":
+        pytest.skip("one kind is enough")
+    second = (
+        "--init-from runs/mine@best --run-dir runs/second --mesh.stage 4 --mesh.data 1 "
+        "--pipeline.zero 0 --train.steps 1 --optimizer.warmup-steps 1 --optimizer.peak-lr 1e-30"
+    )
+    done = _run(folder, f"python train/train.py --config fine-tune.yaml {second}")
+    assert re.search(r"weights of runs/mine, step \d0\n", done.stdout)
+    _run(folder, "python -m train.export runs/second --out second")
+    one, two = ((folder / name / "model.safetensors") for name in ("exported", "second"))
+    assert one.read_bytes() == two.read_bytes()
+
+    wrong = "--run-dir runs/third --model.width 64 --init-from runs/mine@7 --train.steps 2"
+    done = _run(folder, f"python train/train.py --config fine-tune.yaml {wrong}", status=2)
+    assert "model.width=64 is not that of the weights of init_from=runs/mine@7." in done.stderr
+    wrong = wrong.replace("--model.width 64 ", "")
+    done = _run(folder, f"python train/train.py --config fine-tune.yaml {wrong}", status=2)
+    assert "error: init_from=runs/mine@7: step=7 has no checkpoint in folder=" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_transformers_loads_it_and_stops_at_the_end_of_a_text(followed, monkeypatch, capsys):
+    """Its logits are those of our model, and the page's program prints the document."""
+    pytest.importorskip("torch", reason="torch is not installed: make test-parity")
+    import torch
+    import transformers
+
+    from models import gpt, hugging_face
+
+    folder, kind = followed
+    config, params, *_ = hugging_face.load(folder / "exported")
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(folder / "exported").eval()
+    tokens = np.random.default_rng(0).integers(0, 300, (3, 24))
+    expected = theirs(torch.tensor(tokens)).logits.detach().numpy()
+    ours = gpt.logits(config, params, tokens)
+    np.testing.assert_allclose(ours, expected, rtol=1e-4, atol=2e-6 * np.abs(expected).max())
+
+    monkeypatch.chdir(folder)
+    (program,) = _blocks("python")
+    exec(program, {})
+    begins = "<s>" if kind == "llama" else ""
+    assert capsys.readouterr().out.strip().endswith(f"{begins}{DOCUMENT}</s>")

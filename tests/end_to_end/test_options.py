@@ -1,0 +1,47 @@
+"""What a run can do besides: speed, profile, checkpoints by time, skipped steps, evaluation."""
+
+import json
+
+import pytest
+from command import NUM_STEPS, saved
+
+pytestmark = pytest.mark.end_to_end
+
+
+def test_another_optimizer_a_profile_and_checkpoints_by_time(toy_trainer, tmp_path):
+    """Then its best checkpoint is evaluated, which writes nothing."""
+    run = tmp_path / "run"
+    options = (
+        *("--optimizer.name", "muon", "--train.keep", 9, "--train.checkpoint-every", 100),
+        *("--train.checkpoint-minutes", 1e-9, "--train.profile-from", 3, "--train.profile-to", 4),
+    )
+    finished = toy_trainer.run("--run-dir", run, *options)
+    assert saved(run) == [1, 2, 4, 5, 6, 8, NUM_STEPS]  # every printed line
+    assert list((run / "profile").rglob("*.xplane.pb"))
+    records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    speeds = [record["speed"] for record in records if "speed" in record]
+    assert len(speeds) == 7
+    for speed in speeds:
+        assert speed["rows_per_second"] == pytest.approx(8 / speed["step_seconds"])
+        assert speed["memory_bytes"] > 0
+    assert finished.err == ""
+
+    before = {path: path.stat().st_mtime_ns for path in run.rglob("*")}
+    config = toy_trainer.folder / toy_trainer.name
+    for source in ((), ("--init-from", f"{run}@{NUM_STEPS}")):
+        finished = toy_trainer.run("--run-dir", run, "--evaluate", "--config", config, *source)
+        loss = records[-1]["eval_loss"]
+        assert f"weights of {run}, step {NUM_STEPS}\n" in finished.out
+        assert f"held-out loss {loss:.4f} nats, largest_error" in finished.out
+    assert {path: path.stat().st_mtime_ns for path in run.rglob("*")} == before
+
+
+def test_too_many_skipped_steps_end_the_run(toy_trainer, tmp_path):
+    run = tmp_path / "run"
+    skips = "--optimizer.max-skipped", 2, "--optimizer.skip-above", 1e-9
+    finished = toy_trainer.run("--run-dir", run, *skips, status=1)
+    assert finished.out.count(" was skipped: the loss is ") == 2
+    assert "error: step 3: the loss is" in finished.err
+    assert "2 steps before it were skipped" in finished.err
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    assert [line["skipped"] for line in lines] == [1, 2]

@@ -1,0 +1,117 @@
+"""Processes that freeze, die or never come: the others name them and end, and the run goes on."""
+
+import contextlib
+import re
+import signal
+import socket
+import time
+
+import pytest
+from command import finish, num_lines, saved, steps
+
+pytestmark = pytest.mark.end_to_end
+
+PATIENCE = 6
+RESTART = 75
+# Two processes hold the stages 0, 1 and 2, 3.
+_LAYOUT = ("--mesh.stage=4", "--mesh.data=1", "--train.checkpoint-every=1")
+
+
+@contextlib.contextmanager
+def _started(toy_trainer, count, *options):
+    with socket.socket() as probe:
+        probe.bind(("localhost", 0))
+        port = probe.getsockname()[1]
+    processes = [
+        toy_trainer.start(
+            *("--config", toy_trainer.config, *_LAYOUT, *options),
+            f"--distributed.coordinator=localhost:{port}",
+            f"--distributed.num-processes={count}",
+            f"--distributed.process-id={number}",
+            f"--distributed.patience-seconds={PATIENCE}",
+        )
+        for number in range(count)
+    ]
+    try:
+        yield processes
+    finally:
+        for process in processes:
+            process.kill()
+            with process:
+                process.communicate()
+
+
+def _wait_for(run, step):
+    until = time.monotonic() + 200
+    while num_lines(run) < step:
+        assert time.monotonic() < until
+        time.sleep(0.02)
+
+
+def _strike(toy_trainer, run, number, *, at, victim, count=2):
+    """Sends a signal to a process of a run; returns how the others end."""
+    options = ("--run-dir", run, "--resume", "--train.steps=1000000")
+    with _started(toy_trainer, count, *options) as processes:
+        _wait_for(run, at)
+        processes[victim].send_signal(number)
+        struck = time.monotonic()
+        others = [finish(one) for n, one in enumerate(processes) if n != victim]
+    assert time.monotonic() - struck < PATIENCE + 15
+    for other in others:
+        assert other.status == RESTART, str(other)
+        assert "Traceback" not in other.err
+        assert f"ends with status {RESTART}: start all processes again" in other.err
+    return others
+
+
+def test_a_frozen_process_is_named_and_the_run_continues(toy_trainer, tmp_path):
+    run = tmp_path / "run"
+    (first,) = _strike(toy_trainer, run, signal.SIGSTOP, at=3, victim=1)
+    named = r"error: process 1 \(stages 2, 3\) is missing: it was last heard of \d+ s ago, at "
+    assert re.search(named, first.err), str(first)
+    assert saved(run)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("count", [2, 4])
+def test_whoever_freezes_or_dies_the_next_start_continues(toy_trainer, tmp_path, count):
+    """Until the losses of the whole run are those of an unbroken one; Ctrl-C saves as well."""
+    run, last = tmp_path / "run", count - 1
+    for number, victim in [
+        (signal.SIGSTOP, last),
+        (signal.SIGKILL, last),
+        (signal.SIGSTOP, 0),
+        (signal.SIGKILL, 0),
+    ]:
+        done = num_lines(run)
+        others = _strike(toy_trainer, run, number, at=done + 2, victim=victim, count=count)
+        for other in others:
+            assert f"error: process {victim} " in other.err, str(other)
+    unbroken = tmp_path / "unbroken"
+    for folder, enough in ((run, num_lines(run) + 2), (unbroken, num_lines(run))):
+        options = ("--run-dir", folder, "--resume", "--train.steps=1000000")
+        with _started(toy_trainer, count, *options) as processes:
+            _wait_for(folder, enough)
+            processes[last].send_signal(signal.SIGINT)
+            ended = [finish(process) for process in processes]
+        assert [one.status for one in ended] == [0] * count, str(ended)
+        assert "asked to stop: saved step" in ended[0].out
+        assert saved(folder)[-1] == len(steps(folder))
+    losses, expected = ([record["loss"] for record in steps(folder)] for folder in (run, unbroken))
+    common = min(len(losses), len(expected))
+    assert common > 8
+    assert losses[:common] == expected[:common]
+
+
+@pytest.mark.slow
+def test_a_process_that_never_comes_is_named(toy_trainer, tmp_path):
+    run = tmp_path / "run"
+    with _started(toy_trainer, 2, "--run-dir", run) as processes:
+        processes[1].kill()
+        first = finish(processes[0])
+    assert first.status == RESTART, str(first)
+    assert first.err == (
+        f"error: process 1 of this run has not come within {PATIENCE} s "
+        "(distributed.patience_seconds). Start all processes again.\n"
+    )
+    assert not run.exists()

@@ -1,0 +1,112 @@
+"""Optimizers and schedules by name, and steps that are skipped."""
+
+import re
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from train import optimizers
+from train.config import Config
+from train.step import Setup
+
+
+def _config(stage=2, data=2, **optimizer):
+    shape = {"vocab_size": 64, "sequence_length": 8, "num_layers": 4, "width": 16, "num_heads": 2}
+    return Config.model_validate(
+        {
+            "model": shape,
+            "mesh": {"stage": stage, "data": data},
+            "pipeline": {"schedule": "1f1b", "microbatches": 2},
+            "optimizer": {"warmup_steps": 1, "peak_lr": 1e-2, **optimizer},
+            "train": {"batch_size": 8, "steps": 9},
+        }
+    )
+
+
+def _messages(**optimizer):
+    config = Config.model_validate({"optimizer": optimizer})
+    return [failure.message for failure in optimizers.failures(config)]
+
+
+def test_every_name_is_taken_or_says_what_it_needs():
+    """Those that need more than gradients are refused before anything compiles."""
+    refused = {name for name in optimizers.named() if name != "adamw" and _messages(name=name)}
+    assert refused == {"lbfgs", "momo", "momo_adam", "sophia"}
+    assert {"adafactor", "lamb", "lion", "muon", "sgd"} <= optimizers.named().keys() - refused
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"name": "muno"}, "optimizer.name=muno is none of optax .* Nearest valid: muon"),
+        ({"name": "lbfgs"}, "does not suit optimizer.name=lbfgs .TypeError: .*'value_fn'"),
+        ({"name": "muon", "arguments": {"decay": 1}}, "unexpected keyword argument 'decay'"),
+        ({"name": "muon", "beta1": 0.5}, "optimizer.beta1=0.5 has no effect with optimizer.name="),
+        ({"arguments": {"b1": 0.5}}, "has no effect with optimizer.name=adamw"),
+        ({"schedule": "cosine"}, "optimizer.schedule=cosine is none of optax"),
+        ({"schedule": "constant_schedule"}, "missing 1 required positional argument: 'value'"),
+        (
+            {"schedule": "constant_schedule", "schedule_arguments": {"value": 1.0}, "peak_lr": 1.0},
+            "optimizer.peak_lr=1.0 has no effect with optimizer.schedule=constant_schedule",
+        ),
+        ({"skip_above": 1.0}, "optimizer.skip_above=1.0 has no effect with optimizer.max_skipped"),
+    ],
+)
+def test_what_optax_does_not_take_is_refused(fields, message):
+    (found,) = _messages(**fields)
+    assert re.search(message, found), found
+    assert "\n" not in found
+
+
+def test_a_schedule_by_name():
+    arguments = {"init_value": 0.0, "peak_value": 0.5, "warmup_steps": 5}
+    config = _config(schedule="warmup_constant_schedule", schedule_arguments=arguments).optimizer
+    rate = optimizers.learning_rate(config, num_steps=9)
+    expected = optax.warmup_constant_schedule(**arguments)
+    assert [float(rate(n)) for n in range(9)] == [float(expected(n)) for n in range(9)]
+
+
+def _batch(setup, seed=0):
+    rng = np.random.default_rng(seed)
+    tokens = jnp.asarray(rng.integers(0, 64, (8, 9)), jnp.int32)
+    return jax.device_put({"tokens": tokens}, setup.pipe.batch_sharding)
+
+
+@pytest.mark.pipeline
+@pytest.mark.parametrize("name", ["muon", "adafactor"])
+def test_the_layout_does_not_change_what_an_optimizer_does(name):
+    """Muon and Adafactor look at the shapes of parameters, which lie stacked and sharded."""
+    results = []
+    for stage, data in ((2, 2), (1, 1)):
+        setup = Setup(_config(stage, data, name=name))
+        state = setup.init()
+        for seed in range(2):
+            state, _ = setup.train_step(state, _batch(setup, seed), None)
+        results.append(jax.device_get(setup.to_canonical(state)))
+    chex.assert_trees_all_close(*results, rtol=2e-4, atol=2e-5)
+
+
+@pytest.mark.pipeline
+def test_a_skipped_step_changes_nothing():
+    setup = Setup(_config(max_skipped=2, skip_above=1e9))
+    start = jax.device_get(setup.init())
+    state, values = setup.train_step(setup.init(), _batch(setup), None)
+    assert not values["skipped"]
+    state, _ = setup.train_step(state, _batch(setup), None)
+    scale = state.params["head"]["norm"]["scale"]
+    assert not np.array_equal(start.params["head"]["norm"]["scale"], scale)
+    before = jax.device_get(state)
+
+    params = state.params | {"head": jax.tree.map(lambda w: w * jnp.nan, state.params["head"])}
+    broken = jax.device_put(
+        type(state)(params, state.optimizer, state.layers), setup.state_shardings
+    )
+    kept, values = setup.train_step(broken, _batch(setup), None)
+    assert values["skipped"]
+    assert not np.isfinite(values["loss"])
+    chex.assert_trees_all_equal(jax.device_get(kept.optimizer), before.optimizer)
+    chex.assert_trees_all_equal(jax.device_get(kept.params["layers"]), before.params["layers"])

@@ -1,0 +1,104 @@
+"""Writes the model of a run as a Hugging Face folder: ``python -m train.export RUN --out FOLDER``.
+
+The transformers library loads the folder: weights, configuration with the tokens that begin and end
+a text, and tokenizer. The checkpoint may be of any mesh, schedule and ZeRO level.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+import jax
+import tyro
+
+from models import hugging_face
+from models.hugging_face_fields import TokenIds
+from train import checkpoint, initial, run_folder, tasks
+from train.config import Config
+from train.data.tokenizer_files import Exported
+from train.errors import ConfigError
+from train.step import with_sharding
+
+PyTree = Any
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """Writes the model of a run as a folder that the transformers library loads."""
+
+    run: Annotated[str, tyro.conf.Positional]
+    """The run's folder, whose latest checkpoint is meant; or FOLDER@best, or FOLDER@STEP."""
+    out: Path
+    """Folder to write; a model in it is replaced."""
+    data_path: Path | None = None
+    """Prepared folder of the run, if it has moved: its tokenizer is written, too."""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs the command line; returns 2 after a message when the input or the disk is at fault."""
+    options = tyro.cli(Options, args=arguments, prog="python -m train.export")
+    try:
+        print(export(options))
+    except (ValueError, ConfigError) as error:
+        print("\n".join(f"error: {line}" for line in str(error).split("\n")), file=sys.stderr)
+        return 2
+    except OSError as error:
+        print(f"error: --out={options.out}: {error.strerror or error}.", file=sys.stderr)
+        return 2
+    return 0
+
+
+def export(options: Options) -> str:
+    """Writes a model; returns what was written, in words.
+
+    Raises:
+      ValueError: there is no such checkpoint, or its model is none of the library's.
+      OSError: the folder cannot be written.
+    """
+    source = initial.parse(options.run)
+    if not source.is_run:
+        raise ValueError(f"{source.folder} is no run: it holds no {run_folder.CHECKPOINTS}.")
+    checkpoints = checkpoint.checkpoints_in(source.folder / run_folder.CHECKPOINTS, read_only=True)
+    step = source.find(checkpoints)
+    saved = checkpoint.in_todays_form(checkpoints.read_run(step))
+    checkpoint.require_drained(saved, step)
+    config = Config(**saved["config"])
+    folder = Path(config.data.path) if options.data_path is None else options.data_path
+    task = tasks.make(config)
+    tokenizer = task.exported_tokenizer(folder)
+    if tokenizer is not None and tokenizer.sha256 != saved["data_sha256"]:
+        raise ValueError(
+            f"{folder} has another tokenizer than {source.folder} was trained with. Name the "
+            "prepared folder of the run with --data-path."
+        )
+    ids = TokenIds() if tokenizer is None else TokenIds(**tokenizer.token_ids)
+    arrays = checkpoints.restore_parts(step, _shapes(task))
+    params, layers = arrays["params"], arrays.get("layers")
+    hugging_face.save(options.out, task.shape, params, layers, token_ids=ids)
+    if tokenizer is not None:
+        _write(options.out, tokenizer)
+    held = "weights and configuration" if tokenizer is None else "weights, configuration, tokenizer"
+    return f"{options.out}: {held} of {source.folder}, step {step}"
+
+
+def _shapes(task: Any) -> dict[str, PyTree]:
+    """What is read, on the host."""
+    here = jax.sharding.SingleDeviceSharding(jax.local_devices(backend="cpu")[0])
+    shapes = {"params": jax.eval_shape(task.init, jax.random.key(0))}
+    if (states := task.init_states()) is not None:
+        shapes["layers"] = states
+    return jax.tree.map(functools.partial(with_sharding, sharding=here), shapes)
+
+
+def _write(folder: Path, tokenizer: Exported) -> None:
+    for name, content in tokenizer.files.items():
+        (folder / name).write_bytes(content)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

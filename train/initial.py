@@ -1,0 +1,239 @@
+"""The weights that a run begins with: drawn, or those of ``init_from``.
+
+``init_from`` names a Hugging Face folder or another run. Weights are read layer by layer, or each
+device's part alone, into the arrays where they are trained.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+from rich.console import Console
+
+from jaxpipe import Checkpoints, load_params
+from models import hugging_face
+from train import checkpoint, run_folder, tasks
+from train.command_line import load_yaml
+from train.config import Config, upgraded
+from train.data.folder import TOKENIZER_FILE
+from train.errors import ConfigError, Failure
+from train.metrics import say
+from train.step import Setup, TrainState
+
+PyTree = Any
+
+LATEST, BEST = "latest", "best"
+
+
+@dataclasses.dataclass(frozen=True)
+class Source:
+    """Where weights come from.
+
+    Args:
+      folder: a Hugging Face folder or that of a run.
+      which: of the run's checkpoints: `LATEST`, `BEST`, or a step.
+    """
+
+    folder: Path
+    which: str = LATEST
+
+    @property
+    def is_run(self) -> bool:
+        return (self.folder / run_folder.CHECKPOINTS).is_dir()
+
+    def find(self, checkpoints: Checkpoints) -> int:
+        """Returns the step that is meant; every process must ask.
+
+        Raises:
+          ValueError: there is no such checkpoint, or it is damaged.
+        """
+        if self.which == LATEST:
+            step = checkpoints.latest
+            why = checkpoints.found.reasons or "it has none"
+        elif self.which == BEST:
+            step, why = checkpoints.best, "none was evaluated"
+        else:
+            step, why = int(self.which), ""
+        if step is None:
+            raise ValueError(f"{self.folder} has no {self.which} checkpoint: {why}.")
+        return checkpoints.whole(step)
+
+
+def parse(text: str) -> Source:
+    """Reads ``FOLDER``, ``FOLDER@latest``, ``FOLDER@best`` or ``FOLDER@STEP``.
+
+    Example:
+      >>> parse("runs/gpt@300")
+      Source(folder=PosixPath('runs/gpt'), which='300')
+    """
+    folder, _, which = text.rpartition("@")
+    is_named = which in (LATEST, BEST) or (which.isascii() and which.isdecimal())
+    if folder and is_named and not Path(text).exists():
+        return Source(Path(folder), which)
+    return Source(Path(text))
+
+
+def described(source: Source) -> tuple[str, dict[str, Any]]:
+    """Returns the task of some weights, and the fields of its section ``model``.
+
+    Raises:
+      ValueError: they cannot be read, or are of a model that no task trains.
+    """
+    if source.is_run:
+        raw = upgraded(load_yaml(source.folder / run_folder.CONFIG_FILE))
+        config = Config.model_validate(raw)
+        return config.task, config.model.model_dump()
+    if not source.folder.is_dir():
+        raise ValueError("there is no such folder.")
+    shape = hugging_face.Folder(source.folder).config
+    named = {name: tasks.find(name) for name in tasks.names()}
+    (name,) = (name for name, task in named.items() if type(task.default) is type(shape))
+    fields = dataclasses.asdict(shape)
+    for field in named[name].fixed:
+        if fields.pop(field) != getattr(named[name].default, field):
+            raise ValueError(f"its {field} is not that of task={name}.")
+    del fields["dtype"]  # in which the run computes, whatever the weights were saved in
+    return name, fields
+
+
+def completed(raw: dict[str, Any], init_from: str, *, task: str | None) -> dict[str, Any]:
+    """Adds to a configuration what ``init_from`` says about the model, where the file is silent.
+
+    Args:
+      raw: the file's content.
+      init_from: as given; one that cannot be read changes nothing, and `failures` says why.
+      task: as given on the command line.
+    """
+    try:
+        name, model = described(parse(init_from))
+    except ValueError:
+        return raw
+    given = raw.get("model") or {}
+    if (task or raw.get("task", name)) != name or not isinstance(given, dict):
+        return raw
+    return raw | {"task": name, "model": model | given}
+
+
+def failures(config: Config, *, resume: bool) -> Iterator[Failure]:
+    """Says why a run cannot begin with these weights; nothing if it does not begin any more."""
+    if config.init_from is None or (resume and _has_begun(config)):
+        return
+    source, what = parse(config.init_from), f"init_from={config.init_from}"
+    try:
+        task, model = described(source)
+    except ValueError as error:
+        yield from (Failure(f"{what}: {line}", ("init_from",)) for line in str(error).split("\n"))
+        return
+    yield from _other_model(config, task, model)
+    tokenizer = source.folder / TOKENIZER_FILE
+    if tasks.find(config.task).data_kind == "text" and tokenizer.is_file() and not source.is_run:
+        yield from _other_tokenizer(config, tokenizer)
+
+
+def _has_begun(config: Config) -> bool:
+    folder = Path(config.run_dir) / run_folder.CHECKPOINTS
+    return folder.is_dir() and any(path.name.isdecimal() for path in folder.iterdir())
+
+
+def _other_model(config: Config, name: str, model: Mapping[str, Any]) -> Iterator[Failure]:
+    """Says which fields of the model differ from that of the weights."""
+    what = f"init_from={config.init_from}"
+    if name != config.task:
+        yield Failure(
+            f"task={config.task} does not train the model of {what}. Nearest valid: {name}.",
+            ("task", "init_from"),
+        )
+        return
+    own = config.model.model_dump()
+    free = {*tasks.find(name).free, "dtype"}
+    if own.get("positions") == "rotary":  # no weight depends on it
+        free.add("sequence_length")
+    for field, value in model.items():
+        if field not in free and own[field] != value:
+            yield Failure(
+                f"model.{field}={own[field]} is not that of the weights of {what}. Nearest valid: "
+                f"{value}.",
+                (f"model.{field}", "init_from"),
+            )
+
+
+def _other_tokenizer(config: Config, file: Path) -> Iterator[Failure]:
+    own = Path(config.data.path) / TOKENIZER_FILE
+    if not own.is_file():
+        return  # another rule says so
+    if hashlib.sha256(own.read_bytes()).digest() != hashlib.sha256(file.read_bytes()).digest():
+        yield _tokenizer_failure(config, file.parent)
+
+
+def _tokenizer_failure(config: Config, folder: Path | str) -> Failure:
+    return Failure(
+        f"data.path={config.data.path} was prepared with another tokenizer than the model of "
+        f"init_from={config.init_from}. Prepare it with: python -m train.prepare --tokenizer "
+        f"{folder} --out {config.data.path}",
+        ("data.path", "init_from"),
+    )
+
+
+def state(setup: Setup, console: Console) -> TrainState:
+    """Makes the state before the first step, on the devices that hold it.
+
+    Raises:
+      ConfigError: the weights of ``init_from`` cannot be read, or are not this model's.
+    """
+    config = setup.config
+    if config.init_from is None:
+        return setup.init()
+    source = parse(config.init_from)
+    try:
+        if source.is_run:
+            params, layers = _from_run(setup, source, console)
+        else:
+            params, layers = _from_hugging_face(setup, source.folder, console)
+    except ConfigError:
+        raise
+    except ValueError as error:
+        message = f"init_from={config.init_from}: {error}"
+        raise ConfigError([Failure(message, ("init_from",))]) from error
+
+    def begin(params: PyTree, layers: PyTree) -> TrainState:
+        states = None if layers is None else setup.pipe.place_states(layers)
+        return TrainState(params, setup.pipe.init(setup.optimizer, params), states)
+
+    shardings = setup.state_shardings
+    return jax.jit(begin, out_shardings=shardings, donate_argnums=0)(params, layers)
+
+
+def _from_hugging_face(setup: Setup, path: Path, console: Console) -> tuple[PyTree, PyTree]:
+    """Placed parameters, read layer by layer, and canonical states."""
+    folder = hugging_face.Folder(path)
+    say(console, f"weights of {path}")
+    return load_params(setup.pipe, folder.read), folder.read_state()
+
+
+def _from_run(setup: Setup, source: Source, console: Console) -> tuple[PyTree, PyTree]:
+    """Placed parameters and canonical states of another run."""
+    config = setup.config
+    checkpoints = checkpoint.checkpoints_in(source.folder / run_folder.CHECKPOINTS, read_only=True)
+    step = source.find(checkpoints)
+    saved = checkpoint.in_todays_form(checkpoints.read_run(step))
+    then = Config(**saved["config"])
+    checkpoint.require_drained(saved, step)
+    found = list(_other_model(config, then.task, then.model.model_dump()))
+    kind, digest = setup.task.data_kind, setup.task.data_digest()
+    if kind not in (None, "images") and saved["data_sha256"] != digest:
+        found.append(_tokenizer_failure(config, then.data.path))
+    if found:
+        raise ConfigError(found)
+    say(console, f"weights of {source.folder}, step {step}")
+    shapes = setup.canonical_shapes
+    wanted = {"params": shapes.params} | (
+        {} if shapes.layers is None else {"layers": shapes.layers}
+    )
+    arrays = checkpoints.restore_parts(step, wanted)
+    place = jax.jit(setup.pipe.place, out_shardings=setup.state_shardings.params)
+    return place(arrays["params"]), arrays.get("layers")

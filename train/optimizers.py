@@ -1,0 +1,189 @@
+"""The optimizer of a run: AdamW, or any of optax by its name and arguments.
+
+`jaxpipe.Pipeline` runs a transformation as if every layer were a tree of its own, whatever the
+layout (``docs/design/017-optimizers.md``), so that those that look at the shape of a parameter,
+such as muon and adafactor, are right.
+"""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import jax
+import optax
+
+from train.config import Config, OptimizerConfig
+from train.errors import Failure
+
+_ADAMW, _WARMUP_COSINE = "adamw", "warmup_cosine"
+_UNFIT = frozenset(
+    {
+        *("dpsgd", "_deprecated_dpsgd"),  # need the gradient of every row
+        *("schedule_free_adamw", "schedule_free_sgd"),  # evaluate other weights than they train
+        *("noisy_sgd", "optimistic_adam"),  # warn that they will change
+    }
+)
+_OF_ADAMW = ("weight_decay", "beta1", "beta2")
+_OF_WARMUP_COSINE = ("peak_lr", "warmup_steps", "min_lr_ratio")
+
+
+def named() -> dict[str, Callable[..., optax.GradientTransformation]]:
+    """The optimizers of optax by name; each takes a learning rate."""
+    found: dict[str, Callable[..., optax.GradientTransformation]] = {}
+    for module in (optax.contrib, optax):
+        for name, function in vars(module).items():
+            fits = name not in _UNFIT and not name.startswith("scale_by_")
+            if fits and name.islower() and inspect.isfunction(function):
+                parameters = inspect.signature(function).parameters
+                if "learning_rate" in parameters and "base_optimizer" not in parameters:
+                    found[name] = function
+    return found
+
+
+def named_schedules() -> dict[str, Callable[..., optax.Schedule]]:
+    """The schedules of optax by name."""
+    found = vars(optax.schedules).items()
+    return {
+        name: function
+        for name, function in found
+        if name.endswith(("_schedule", "_decay")) and inspect.isfunction(function)
+    }
+
+
+def failures(config: Config) -> Iterator[Failure]:
+    """Says which names and arguments optax does not take, and which fields have no effect."""
+    settings = config.optimizer
+    own = OptimizerConfig()
+    groups: list[tuple[str, str, Mapping[str, Any], Any, tuple[str, ...]]] = [
+        ("name", _ADAMW, {_ADAMW: None} | named(), settings.arguments, _OF_ADAMW),
+        (
+            "schedule", _WARMUP_COSINE, {_WARMUP_COSINE: None} | named_schedules(),
+            settings.schedule_arguments, _OF_WARMUP_COSINE,
+        ),
+    ]  # fmt: skip
+    for field, default, known, arguments, fields in groups:
+        name = getattr(settings, field)
+        path = f"optimizer.{field}"
+        given = "arguments" if field == "name" else "schedule_arguments"
+        if name not in known:
+            near = difflib.get_close_matches(name, known, n=2, cutoff=0.0)
+            yield Failure(
+                f"{path}={name} is none of optax that takes numbers alone. Nearest valid: "
+                f"{' or '.join(near)}.",
+                (path,),
+            )
+        elif name == default and arguments:
+            yield Failure(
+                f"optimizer.{given}={arguments} has no effect with {path}={default}, which has "
+                f"fields of its own: {', '.join(f'optimizer.{part}' for part in fields)}.",
+                (f"optimizer.{given}", path),
+            )
+        elif name != default:
+            for part in fields:
+                if getattr(settings, part) != getattr(own, part):
+                    yield Failure(
+                        f"optimizer.{part}={getattr(settings, part)} has no effect with {path}="
+                        f"{name}. Nearest valid: an entry of optimizer.{given} instead.",
+                        (f"optimizer.{part}", path),
+                    )
+            yield from _arguments(config, field, given)
+    if config.optimizer.max_skipped and config.pipeline.update == "chunk":
+        yield Failure(
+            f"optimizer.max_skipped={settings.max_skipped} needs all gradients of a step before one"
+            " is used, and pipeline.update=chunk never has all. Nearest valid: "
+            "optimizer.max_skipped=0, or pipeline.update=step.",
+            ("optimizer.max_skipped", "pipeline.update"),
+        )
+    if settings.skip_above and not settings.max_skipped:
+        yield Failure(
+            f"optimizer.skip_above={settings.skip_above} has no effect with optimizer.max_skipped=0"
+            ". Nearest valid: optimizer.max_skipped=10, or optimizer.skip_above=0.",
+            ("optimizer.skip_above", "optimizer.max_skipped"),
+        )
+
+
+def _arguments(config: Config, field: str, given: str) -> Iterator[Failure]:
+    """Tries the arguments on a small tree of shapes."""
+    settings = config.optimizer
+    rule = ""
+    try:
+        if field == "schedule":
+            rate = learning_rate(settings, num_steps=config.train.steps)
+            jax.eval_shape(rate, jax.ShapeDtypeStruct((), "int32"))
+        else:
+            made = named()[settings.name](1e-3, **settings.arguments)
+            shape = {"w": jax.ShapeDtypeStruct((4, 4), "float32")}
+            state = jax.eval_shape(made.init, shape)
+            jax.eval_shape(made.update, shape, state, shape)
+    # What functions of others raise for wrong arguments has many types.
+    except Exception as error:
+        rule = f"{type(error).__name__}: {str(error).splitlines()[0]}"
+    if rule:
+        yield Failure(
+            f"optimizer.{given}={getattr(settings, given)} does not suit optimizer.{field}="
+            f"{getattr(settings, field)} ({rule}).",
+            (f"optimizer.{given}", f"optimizer.{field}"),
+        )
+
+
+def learning_rate(config: OptimizerConfig, *, num_steps: int) -> optax.Schedule:
+    """Makes the learning rate: a linear warm-up from 0 to the peak, then a cosine decay; or a
+    schedule of optax.
+
+    Args:
+      config: peak, length of the warm-up, last value; or a name and arguments.
+      num_steps: optimizer steps of the run, at least 1; the decay ends there.
+
+    Example:
+      >>> float(learning_rate(OptimizerConfig(peak_lr=1.0, warmup_steps=2), num_steps=9)(1))
+      0.5
+    """
+    if config.schedule != _WARMUP_COSINE:
+        return named_schedules()[config.schedule](**config.schedule_arguments)
+    if config.warmup_steps == num_steps:  # optax's cosine needs at least one step
+        return optax.linear_schedule(0.0, config.peak_lr, num_steps)
+    return optax.warmup_cosine_decay_schedule(
+        init_value=0.0,
+        peak_value=config.peak_lr,
+        warmup_steps=config.warmup_steps,
+        decay_steps=num_steps,
+        end_value=config.peak_lr * config.min_lr_ratio,
+    )
+
+
+def make_optimizer(
+    config: OptimizerConfig, rate: optax.Schedule, *, clips: bool = True
+) -> optax.GradientTransformation:
+    """Makes the optimizer, after clipping by the norm of the whole gradient.
+
+    Of AdamW, only matrices and kernels decay.
+
+    Args:
+      config: its name and numbers.
+      rate: the learning rate of a step.
+      clips: False leaves clipping to an asynchronous pipeline; the state is the same.
+    """
+    clip = optax.identity()
+    if clips and config.clip_norm:
+        clip = optax.clip_by_global_norm(config.clip_norm)
+    if config.name != _ADAMW:
+        return optax.chain(clip, named()[config.name](rate, **config.arguments))
+
+    def decay(updates: Any, params: Any) -> Any:
+        return jax.tree.map(
+            lambda update, weight: (
+                update + config.weight_decay * weight if weight.ndim >= 2 else update
+            ),
+            updates,
+            params,
+        )
+
+    return optax.chain(
+        clip,
+        optax.scale_by_adam(b1=config.beta1, b2=config.beta2),
+        optax.stateless(decay),
+        optax.scale_by_learning_rate(rate),
+    )

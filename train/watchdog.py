@@ -1,0 +1,230 @@
+"""Several processes: who is missing when a run stands still, and an end that can be restarted.
+
+Every process tells process 0 once a second what it is doing, from a thread that XLA does not block.
+When a process makes no progress, another thread looks at what the others say: one that says nothing
+is dead or frozen, and one that says the same for too long waits for something that never comes.
+The process then names it and ends with `RESTART`; whoever starts all of them again continues from
+the newest checkpoint.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import json
+import os
+import signal
+import socket
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple, NoReturn
+
+import jax
+import numpy as np
+
+RESTART = 75
+"""The exit status of a run that another process kept from going on: EX_TEMPFAIL of sysexits.h."""
+
+_BEAT_SECONDS = 1.0
+_GONE_SECONDS = 4 * _BEAT_SECONDS
+"""After an error, a process that is silent for this long is the cause of it."""
+_KEY = "jaxpipe/watchdog/"
+_MOST_AT_ONCE = 64
+"""Processes that may ask process 0 about all others every second."""
+
+_ABORT_SECONDS = 30
+"""A handler of SIGABRT that takes longer is ended by SIGALRM."""
+
+
+class _Heard(NamedTuple):
+    """What a process said last, and when that was new."""
+
+    beat: dict[str, Any]
+    at: float
+
+
+class Watchdog:
+    """Watches the other processes; does nothing in a run of one.
+
+    Use it as a context manager around all that the processes do together.
+
+    Args:
+      patience_seconds: how long a process may be silent, and how much longer than the longest step
+        so far a step may take.
+    """
+
+    def __init__(self, patience_seconds: float) -> None:
+        self._patience, self._longest = patience_seconds, 0.0
+        self.stages: Mapping[int, str] = {}
+        self._count, self._own = jax.process_count(), jax.process_index()
+        self._doing, self._step, self._since = "the start", 0, time.monotonic()
+        self._is_stepping = False
+        self._answered = now = time.monotonic()
+        start = {"doing": "the start", "step": 0}
+        self._heard = {n: _Heard(start, now) for n in range(self._count)}
+        self._asks, self._stride = False, 1 + self._count // _MOST_AT_ONCE
+        self._ended = threading.Event()
+
+    def __enter__(self) -> Watchdog:
+        if self._count > 1:
+            self._client = _client()
+            if self._own != 0:
+                _on_abort(self._aborted)
+            for run in (self._say, self._watch):
+                threading.Thread(target=run, daemon=True).start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._ended.set()
+
+    def at(self, doing: str) -> None:
+        """Notes that something begins whose usual time is not known, such as compiling."""
+        self._doing, self._since, self._is_stepping = doing, time.monotonic(), False
+
+    def done(self, step: int) -> None:
+        """Notes that the numbers of a step have come."""
+        now = time.monotonic()
+        if self._is_stepping:
+            self._longest = max(self._longest, now - self._since)
+        self._step, self._doing = step, f"step {step + 1}"
+        self._since, self._is_stepping = now, True
+
+    @contextlib.contextmanager
+    def explained(self) -> Iterator[None]:
+        """Ends the process if what is done inside fails because another process is gone."""
+        try:
+            yield
+        except Exception as error:
+            if self._count > 1:
+                self._asks = True
+                time.sleep(_GONE_SECONDS)
+                if gone := self._silent(_GONE_SECONDS - _BEAT_SECONDS):
+                    self._end(gone, reason=type(error).__name__)
+            raise
+
+    # What the processes say.
+
+    def _say(self) -> None:
+        number = 0
+        while not self._ended.wait(_BEAT_SECONDS):
+            number += 1
+            beat = {"beat": number, "doing": self._doing, "step": self._step}
+            listens = (self._asks or self._is_late(_GONE_SECONDS)) and number % self._stride == 0
+            try:
+                self._client.key_value_set(
+                    f"{_KEY}{self._own}", json.dumps(beat), allow_overwrite=True
+                )
+                found = self._client.key_value_dir_get(_KEY) if listens else []
+            except jax.errors.JaxRuntimeError:
+                continue  # process 0 is gone, or ending
+            now = self._answered = time.monotonic()
+            for key, text in found:
+                process, heard = int(key.rpartition("/")[2]), json.loads(text)
+                if heard != self._heard[process].beat:
+                    self._heard[process] = _Heard(heard, now)
+            if not (self._asks or self._is_late(_GONE_SECONDS)):
+                self._heard = {n: last._replace(at=now) for n, last in self._heard.items()}
+
+    def _is_late(self, seconds: float) -> bool:
+        return time.monotonic() > self._since + seconds
+
+    # What follows from it.
+
+    def _watch(self) -> None:
+        while not self._ended.wait(_BEAT_SECONDS):
+            if not self._is_late(self._patience):
+                continue
+            if silent := self._silent(self._patience):
+                self._end(silent, reason="no answer")
+            usual = self._longest if self._is_stepping else 0.0
+            if usual and self._is_late(self._patience + usual):
+                least = min(last.beat["step"] for last in self._heard.values())
+                behind = [n for n, last in self._heard.items() if last.beat["step"] == least]
+                self._end(behind, reason="no progress", alive=True)
+
+    def _silent(self, seconds: float) -> list[int]:
+        """The processes that have not been heard of; process 0 alone if it does not answer."""
+        now = time.monotonic()
+        if now > self._answered + seconds:
+            return [0]
+        return [n for n, last in self._heard.items() if now > last.at + seconds]
+
+    def _end(self, missing: list[int], *, reason: str, alive: bool = False) -> NoReturn:
+        waited = time.monotonic() - self._since
+        lines = [f"error: {self._described(n, alive)}" for n in missing]
+        lines.append(
+            f"error: process {self._own} has waited {waited:.0f} s at {self._doing} ({reason}) and "
+            f"ends with status {RESTART}: start all processes again with --resume to continue."
+        )
+        os.write(2, "".join(f"{line}\n" for line in lines).encode())
+        os._exit(RESTART)
+
+    def _described(self, process: int, alive: bool) -> str:
+        where = self.stages.get(process)
+        held = "" if where is None else f" ({where})"
+        beat, at = self._heard[process]
+        if alive:
+            return f"process {process}{held} is alive, but does not get beyond {beat['doing']}."
+        silent = time.monotonic() - at
+        return (
+            f"process {process}{held} is missing: it was last heard of {silent:.0f} s ago, at "
+            f"{beat['doing']}."
+        )
+
+    def _aborted(self) -> NoReturn:
+        """What follows when XLA ends the process: most often it has lost process 0."""
+        host, _, port = _address().rpartition(":")
+        try:
+            socket.create_connection((host.strip("[]"), int(port)), timeout=_GONE_SECONDS).close()
+        except OSError:
+            if not self._ended.is_set():
+                self._end([0], reason="connection lost")
+        os._exit(128 + signal.SIGABRT)
+
+
+def stages_by_process(mesh: jax.sharding.Mesh) -> dict[int, str]:
+    """Returns the stages that each process has devices of, in words."""
+    held: dict[int, set[int]] = {}
+    axis = mesh.axis_names.index("stage")
+    for index, device in np.ndenumerate(mesh.devices):
+        held.setdefault(device.process_index, set()).add(index[axis])
+    return {
+        n: f"stage{'s' * (len(found) > 1)} {', '.join(map(str, sorted(found)))}"
+        for n, found in held.items()
+    }
+
+
+# jax has no public names for the key-value store that its processes share, and its address.
+
+
+def _client() -> Any:
+    from jax._src import distributed
+
+    return distributed.global_state.client
+
+
+def _address() -> str:
+    from jax._src import distributed
+
+    return str(distributed.global_state.coordinator_address)
+
+
+def _on_abort(handle: Any) -> None:
+    """Calls a function instead of what SIGABRT does.
+
+    XLA aborts a process that loses process 0, and offers no other end: its callback cannot be
+    written in Python (jaxlib 0.10 fails with std::bad_cast).
+    """
+
+    @ctypes.CFUNCTYPE(None, ctypes.c_int)
+    def handler(_: int) -> None:
+        signal.alarm(_ABORT_SECONDS)
+        handle()
+
+    _handlers.append(handler)
+    ctypes.CDLL(None).signal(int(signal.SIGABRT), handler)
+
+
+_handlers: list[Any] = []
+"""Keeps what C calls alive."""
