@@ -18,6 +18,7 @@ from jaxpipe.schedule.formats.csv_format import read_csv, write_csv
 from jaxpipe.schedule.generators import pipemare
 from jaxpipe.schedule.lowering.steady_rows import shown_minibatches, steady_schedule
 from jaxpipe.schedule.problems import ArgumentError, Problem, below_one, refuse
+from jaxpipe.schedule.search.bounds import gap
 from jaxpipe.schedule.show import draw
 from jaxpipe.schedule.show.pipemare_draw import steady_text
 from jaxpipe.schedule.show.report import report, timelines
@@ -193,9 +194,10 @@ def _in_format(
         if must_draw:
             raise
         drawing = f"Valid, but not drawn. {error}"
+    searched = f"{gap(locked)}\n" if schedule.name == "auto" else ""
     return (
         f"{drawing}\n{draw.caption(free)}\n{draw.caption(locked)}\n"
-        f"peak in flight, per stage: {peaks}\n"
+        f"peak in flight, per stage: {peaks}\n{searched}"
     )
 
 
