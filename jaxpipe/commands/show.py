@@ -18,6 +18,7 @@ from jaxpipe.schedule.formats.csv_format import read_csv, write_csv
 from jaxpipe.schedule.generators import pipemare
 from jaxpipe.schedule.lowering.steady_rows import shown_minibatches, steady_schedule
 from jaxpipe.schedule.problems import ArgumentError, Problem, below_one, refuse
+from jaxpipe.schedule.search.bounds import gap
 from jaxpipe.schedule.show import draw
 from jaxpipe.schedule.show.pipemare_draw import steady_text
 from jaxpipe.schedule.show.report import report, timelines
@@ -194,7 +195,8 @@ def _in_format(
             raise
         drawing = f"Valid, but not drawn. {error}"
     captions = "\n".join(draw.caption(clock) for clock in clocks if clock is not None)
-    return f"{drawing}\n{captions}\npeak in flight, per stage: {peaks}\n"
+    searched = f"{gap(clocks.lock_step)}\n" if schedule.name == "auto" else ""
+    return f"{drawing}\n{captions}\npeak in flight, per stage: {peaks}\n{searched}"
 
 
 def _write(text: str, out: Path | None) -> None:

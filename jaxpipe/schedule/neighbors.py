@@ -44,7 +44,7 @@ def neighbor_clock(schedule: Schedule, costs: Costs | Sequence[Costs]) -> Timeli
       >>> round(neighbor_clock(zb_v(4, 16), Costs(1, 1.2, 0.8)).bubble_ratio, 3)
       0.153
     """
-    costs = of_virtual_stages(schedule, costs)
+    costs = of_virtual_stages(schedule.placement, costs)
     layers = chunk_layers(schedule.slices or ())
     table = lower(schedule, [layers.get(s, 1) for s in range(len(costs))])
     work = _work(table, costs)

@@ -19,6 +19,7 @@ from jaxpipe.schedule.actions import Action, Kind, Schedule, Slice
 from jaxpipe.schedule.check.slice_rules import chunk_layers
 from jaxpipe.schedule.check.validate import chunks_in_flight, peak_in_flight, validate
 from jaxpipe.schedule.check.walk import Results, Walk, walk
+from jaxpipe.schedule.placement import Placement
 
 
 @dataclasses.dataclass(frozen=True)
@@ -190,7 +191,7 @@ def simulate(schedule: Schedule, costs: Costs | Sequence[Costs]) -> Timeline:
     rows: list[list[TimedAction]] = [[] for _ in schedule.orders]
     ends: dict[int, float] = {}
     free = [0.0] * len(schedule.orders)
-    costs = of_virtual_stages(schedule, costs)
+    costs = of_virtual_stages(schedule.placement, costs)
     durations = kind_durations(costs)
     latest = max(cost.message for cost in costs)
     remaining = [iter(order) for order in schedule.orders]
@@ -232,7 +233,7 @@ def lock_step(schedule: Schedule, costs: Costs | Sequence[Costs]) -> Timeline:
       >>> lock_step(one_f_one_b(4, 8, fused=True), Costs(1, 1, 1)).makespan
       40.0
     """
-    costs = of_virtual_stages(schedule, costs)
+    costs = of_virtual_stages(schedule.placement, costs)
     duration = kind_durations(costs)
     table = schedule.slices or _whole_actions(schedule)
     layers = chunk_layers(table)
@@ -269,19 +270,19 @@ def _whole_actions(schedule: Schedule) -> tuple[tuple[Slice, ...], ...]:
     )
 
 
-def of_virtual_stages(schedule: Schedule, costs: Costs | Sequence[Costs]) -> tuple[Costs, ...]:
-    """The costs of every virtual stage.
+def of_virtual_stages(placement: Placement, costs: Costs | Sequence[Costs]) -> tuple[Costs, ...]:
+    """The costs of every virtual stage, from those or from one for all.
 
     Raises:
-      ValueError: there are neither those nor one for all.
+      ValueError: there is not one cost for every virtual stage.
     """
-    needed = schedule.placement.num_virtual_stages
+    needed = placement.num_virtual_stages
     if isinstance(costs, Costs):
         return (costs,) * needed
     if len(costs) != needed:
         raise ValueError(
-            f"There are {len(costs)} costs for the {needed} virtual stages of schedule "
-            f"{schedule.name!r}.\nNearest valid: {needed}, or one for all."
+            f"There are {len(costs)} costs for {needed} virtual stages.\n"
+            f"Nearest valid: {needed}, or one for all."
         )
     return tuple(costs)
 
