@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 CONFIG ?= configs/gpt-tiny.yaml
 
-.PHONY: setup train test test-fast test-all test-faults test-parity test-newest lint types bench study-pipemare gpu-compile figures docs
+.PHONY: setup train test test-fast test-all test-faults test-parity test-newest lint types bench study-pipemare gpu-environment gpu-compile gpu-roofline figures docs
 
 setup: $(INSTALLED)
 
@@ -74,12 +74,19 @@ study-pipemare: setup
 	$(BIN)/python -m benchmarks.pipemare_study --config configs/translate-tiny-pipemare.yaml $(ARGS)
 
 # jax's CUDA plugin and compiler without the CUDA libraries: enough to compile for GPUs.
-gpu-compile: setup
+gpu-environment: setup
 	test -x $(VENV)-gpu/bin/python || $(PYTHON) -m venv $(VENV)-gpu
 	version=$$($(BIN)/python -c 'import jax; print(jax.__version__)'); \
 	$(VENV)-gpu/bin/python -m pip install --quiet --disable-pip-version-check --editable . \
 		"jax==$$version" "jax-cuda12-plugin==$$version" nvidia-cuda-nvcc-cu12
+
+gpu-compile: gpu-environment
 	$(VENV)-gpu/bin/python benchmarks/gpu_compile.py $(ARGS)
+
+# cuDNN alone, 0.6 GB, for its attention; what it depends on is not needed to compile.
+gpu-roofline: gpu-environment
+	$(VENV)-gpu/bin/python -m pip install --quiet --disable-pip-version-check --no-deps 'nvidia-cudnn-cu12<10'
+	$(VENV)-gpu/bin/python benchmarks/gpu_roofline.py $(ARGS)
 
 figures: setup
 	$(BIN)/jaxpipe compare --stages 8 --microbatches 32 --costs 1,1.2,0.8 --layers-per-chunk 4 --out docs/images/compare.svg

@@ -63,7 +63,8 @@ CONFIG = gpt.GPTConfig(
 @dataclasses.dataclass(frozen=True)
 class Case:
     """One compiled step: hosts of 8 GPUs, a schedule, in slices or not, a ZeRO level, the layout of
-    the weights, layers per chunk, and the dtype of the copies that layers read."""
+    the weights, layers per chunk, the dtype of the copies that layers read, what is recomputed, and
+    chunks per stage."""
 
     hosts: int
     schedule: str
@@ -72,6 +73,8 @@ class Case:
     weights: str = "stacked"
     layers: int = LAYERS_PER_CHUNK
     compute_dtype: str | None = None
+    remat: str = "dots"
+    chunks: int | None = None
 
     @property
     def stages(self) -> int:
@@ -80,6 +83,7 @@ class Case:
     def __str__(self) -> str:
         name = f"{self.schedule}{', sliced' if self.sliced else ''}"
         name += f", ZeRO-{self.zero}" if self.zero else ""
+        name += "" if self.chunks is None else f", {self.chunks} chunks"
         name = f"{self.hosts} x 8, {name}, {self.layers} layers, {self.weights}"
         return name if self.compute_dtype is None else f"{name}, {self.compute_dtype}"
 
@@ -91,6 +95,9 @@ CASES = [
         ("1f1b",), ("1f1b", True), ("zb-v",), ("zb-v", True),
         ("breadth-first", False, 3), ("zb-v", True, 3),
     )
+] + [
+    Case(1, "breadth-first", zero=zero, remat="full", compute_dtype="bfloat16", chunks=4)
+    for zero in (0, 2, 3)
 ] + [
     Case(1, "1f1b", zero=zero, weights=weights, compute_dtype="bfloat16")
     for zero in (0, 3)
@@ -129,10 +136,10 @@ class Collective:
 
 
 def collectives(program: HloProgram) -> list[Collective]:
-    """The collectives of one tick, at any depth."""
-    tick = program.tick_loop()
+    """The collectives of one tick of every kind, at any depth."""
+    ticks = program.tick_bodies().values()
     found = []
-    for body in _loop_bodies(program, tick):
+    for body in (body for tick in ticks for body in _loop_bodies(program, tick)):
         rows = program.computations[body]
         for position, row in enumerate(rows):
             opcode = row.opcode.removesuffix("-start")
@@ -143,7 +150,7 @@ def collectives(program: HloProgram) -> list[Collective]:
                 ends = [i for i, later in enumerate(rows) if row.name in later.operands]
                 between = rows[position : min(i for i in ends if i > position)]
                 hidden_by = sum(is_layer_loop(program, i) for i in between)
-            found.append(Collective(opcode, max(row.bytes), body != tick, hidden_by))
+            found.append(Collective(opcode, max(row.bytes), body not in ticks, hidden_by))
     return found
 
 
@@ -194,7 +201,7 @@ def weight_traffic(
     """
     loops = [
         _traffic(program, row.calls["body"], shapes)
-        for row in program.computations[program.tick_loop()]
+        for row in program.computations[program.tick_bodies()["tick"]]
         if is_layer_loop(program, row)
     ]
     passes = [loops[i : i + num_loops] for i in range(0, len(loops), num_loops)]
@@ -267,8 +274,9 @@ def _squeezed(shape: tuple[int, ...]) -> tuple[int, ...]:
 
 def pipeline(case: Case) -> jaxpipe.Pipeline:
     """The case's pipeline over H100s that need not exist."""
+    m = 4 * case.stages
     schedule = jaxpipe.schedules.build(
-        case.schedule, stages=case.stages, microbatches=4 * case.stages
+        case.schedule, stages=case.stages, microbatches=m, chunks=case.chunks
     )
     num_layers = case.layers * schedule.placement.num_virtual_stages
     config = dataclasses.replace(CONFIG, num_layers=num_layers)
@@ -283,9 +291,10 @@ def pipeline(case: Case) -> jaxpipe.Pipeline:
         jax.eval_shape(lambda: gpt.init(config, jax.random.key(0))),
         schedule=schedule,
         mesh=jaxpipe.make_mesh(stage=case.stages, data=DATA, devices=topology.devices),
-        remat="dots",
+        remat=case.remat,
         zero=case.zero,
         weights=case.weights,
+        weight_slots=2,  # the trainer's default on GPUs
         compute_dtype=case.compute_dtype,
     )
 

@@ -12,13 +12,14 @@ _INSTRUCTION = re.compile(r"^\s+(?:ROOT )?%([\w.\-]+) = (.*?) ([a-z][\w\-]*)\(")
 _ARRAY = re.compile(r"\b(pred|[a-z]+(\d+)\w*)\[([\d,]*)\]")
 _NAME = re.compile(r"%([\w.\-]+)")
 _CONTRACTED = re.compile(r"lhs_contracting_dims=\{([\d,]*)\}")
+_TICKS = re.compile(r'/(tick(?:_gather)?(?:_reduce)?)/while"')
 _CALLED = re.compile(r"(body|condition|calls|to_apply)=%?([\w.\-]+)")
 
 
 _PERMUTES = frozenset({"collective-permute", "collective-permute-start"})
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False)
 class Instruction:
     """One line of HLO: its opcode, its results' shapes and bytes, what it calls and reads."""
 
@@ -44,6 +45,7 @@ class HloProgram:
     def __init__(self, text: str) -> None:
         self.computations: dict[str, list[Instruction]] = {}
         self.entry = ""
+        self._by_name: dict[str, dict[str, Instruction]] = {}
         current: list[Instruction] = []
         for line in text.splitlines():
             if head := _COMPUTATION.match(line):
@@ -60,6 +62,13 @@ class HloProgram:
                 continue
             for called in instruction.calls.values():
                 yield from self.reached(called, into_loops=into_loops)
+
+    def operands(self, computation: str, of: Instruction) -> list[Instruction]:
+        """The instructions of a computation whose results one of them reads."""
+        if computation not in self._by_name:
+            self._by_name[computation] = {one.name: one for one in self.computations[computation]}
+        by_name = self._by_name[computation]
+        return [by_name[name] for name in of.operands if name in by_name]
 
     def before(self, computation: str, last: Instruction) -> list[Instruction]:
         """Instructions of a computation whose results ``last`` depends on."""
@@ -80,18 +89,21 @@ class HloProgram:
           ValueError: there is a loop in it, of which the text does not say how often it runs.
         """
         flops = 0
-        shapes = {i.name: i.shapes[0] for i in self.computations[computation] if i.shapes}
         for instruction in self.computations[computation]:
             if instruction.opcode == "while":
                 raise ValueError(f"How often does {instruction.name} run?")
             if instruction.opcode == "dot":
-                summed = _CONTRACTED.search(instruction.text)
-                assert summed is not None  # every dot has these, if only empty ones
-                left = shapes[instruction.operands[0]]
-                sizes = (left[int(dim)] for dim in summed[1].split(",") if dim)
-                flops += 2 * math.prod(instruction.shapes[0]) * math.prod(sizes)
+                flops += self.flops_of_dot(computation, instruction)
             flops += sum(self.dot_flops(called) for called in instruction.calls.values())
         return flops
+
+    def flops_of_dot(self, computation: str, dot: Instruction) -> int:
+        """Multiplications and additions of one matmul of a computation."""
+        summed = _CONTRACTED.search(dot.text)
+        assert summed is not None  # every dot has these, if only empty ones
+        left = self.operands(computation, dot)[0]
+        sizes = (left.shapes[0][int(dim)] for dim in summed[1].split(",") if dim)
+        return 2 * math.prod(dot.shapes[0]) * math.prod(sizes)
 
     def tick_loop(self) -> str:
         """The body of the one loop of the entry that contains the messages."""
@@ -106,6 +118,16 @@ class HloProgram:
             if any(i.opcode in _PERMUTES for i in self.reached(body, into_loops=True))
         ]
         return body
+
+    def tick_bodies(self) -> dict[str, str]:
+        """The bodies of one tick, by name: ticks that move chunks over data have others."""
+        outer = self.tick_loop()
+        named = {
+            found[1]: row.calls["body"]
+            for row in self.computations[outer]
+            if row.opcode == "while" and (found := _TICKS.search(row.text))
+        }
+        return named or {"tick": outer}
 
 
 def _instruction(line: str, found: re.Match[str]) -> Instruction:

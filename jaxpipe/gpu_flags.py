@@ -18,9 +18,10 @@ FLAGS = {
     # A loop whose trip count is in device memory costs the host a round trip for every iteration.
     # In a CUDA graph the device decides: the layer loops of a tick become one graph launch.
     COMMAND_BUFFERS: "+WHILE",
-    # Messages in both directions, and on a V of chunks those of both halves, are in flight at once.
-    # By default one transfer at a time is, and the others are made synchronous.
-    "--xla_gpu_experimental_parallel_collective_overlap_limit": "4",
+    # Messages in both directions, and the arrays of a layer that is gathered and of one that is
+    # reduced, are in flight at once. By default one transfer at a time is, and the others are made
+    # synchronous.
+    "--xla_gpu_experimental_parallel_collective_overlap_limit": "16",
 }
 """Flag to value. What each does to the compiled program: docs/design/007-gpu.md."""
 

@@ -120,10 +120,11 @@ class PipelineConfig(Section):
     "chunk" needs optimizer.clip_norm 0 and a schedule that finishes one chunk before it goes on to
     the next, such as modular or breadth-first, and reports no gradient norm; --dry-run shows the
     memory that it saves."""
-    weight_slots: Count = 1
+    weight_slots: Annotated[int | None, Range(1)] = None
     """Chunks of gathered weights (zero 3) and of gradient sums (zero 2 and 3) that a stage keeps at
-    once. More of them take more memory, but are gathered and reduced less often; --dry-run shows
-    how often."""
+    once. With 2 or more, chunks are gathered and reduced under the layers of other chunks, which
+    GPUs do at the same time, and less often; --dry-run shows how often. null is 2 on GPUs, for
+    update=step, and else 1, which takes the least memory."""
 
 
 class AsynchronousConfig(Section):

@@ -48,6 +48,19 @@ def weights(config: Config, *, platform: str, alike: bool, counts: Sequence[int]
     return "unrolled" if platform == "gpu" and possible and few else "stacked"
 
 
+def weight_slots(config: Config, *, platform: str) -> int:
+    """Chunks of weights and of gradient sums that a stage keeps at once.
+
+    Args:
+      config: a configuration.
+      platform: of the devices, such as "cpu" or "gpu".
+    """
+    wanted = config.pipeline.weight_slots
+    if wanted is None:
+        return 2 if platform == "gpu" and config.pipeline.update == "step" else 1
+    return wanted
+
+
 def is_asynchronous(config: Config) -> bool:
     """Whether ``pipeline.schedule`` names a method that never drains the pipeline."""
     return config.pipeline.schedule in ASYNCHRONOUS_METHODS

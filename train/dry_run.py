@@ -6,7 +6,7 @@ import jax
 from rich.console import Console
 
 from jaxpipe.measure import predicted_bytes
-from jaxpipe.schedule import draw, lock_step, simulate, steady_text
+from jaxpipe.schedule import draw, lock_step, neighbor_clock, simulate, steady_text
 from train import configured, memory_report
 from train.config import Config
 from train.memory_report import say
@@ -45,7 +45,8 @@ def run(config: Config) -> None:
 
 def _show_timeline(console: Console, setup: Setup) -> None:
     costs = setup.chunk_costs
-    free, locked = simulate(setup.schedule, costs), lock_step(setup.schedule, costs)
+    free = simulate(setup.schedule, costs)
+    ticked = neighbor_clock(setup.schedule, costs), lock_step(setup.schedule, costs)
     try:
         drawing = draw.text(free)
         width = max(map(len, drawing.splitlines()))
@@ -56,8 +57,8 @@ def _show_timeline(console: Console, setup: Setup) -> None:
         drawing = str(error)
     peaks = simulate(setup.schedule, configured.costs(setup.config)).peak_in_flight
     flight = f"microbatches in flight at most, stage by stage: {' '.join(map(str, peaks))}"
-    lines = [drawing, flight, draw.caption(free), draw.caption(locked)]
-    if locked.makespan < free.makespan:
+    lines = [drawing, flight, *(draw.caption(clock) for clock in (free, *ticked))]
+    if ticked[-1].makespan < free.makespan:
         lines.insert(2, "lock-step is shorter, as it is cut into slices, and W fills other gaps")
     say(console, "\n".join(lines))
 
@@ -84,7 +85,7 @@ def _show_updates(console: Console, setup: Setup) -> None:
     after = sum(predicted_bytes(setup.pipe, setup.batch_shapes, rng).values())
     say(
         console,
-        f"pipeline.update=chunk: gradients of {setup.pipe.table.reduces.num_slots} of "
+        f"pipeline.update=chunk: gradients of {setup.pipe.chunk_table.reduces.num_slots} of "
         f"{setup.pipe.schedule.num_chunks} chunks are kept at once; with update=step "
         f"temporaries and gradients would take {after / 1e6:,.2f} MB",
     )

@@ -28,10 +28,11 @@ _PARTS = {
     "weights": "weights gathered, or copied in the compute dtype",
     "dy": "gradients on their way to the stage before",
     "until_b": "activations kept from F to B",
-    "until_w": "values kept from B to W",
-    "crossing": "activations kept from F to W",
+    "until_w": "activations kept from F to W",
+    "crossing": "values kept from B to W",
     "gradients": "gradient sums of layers",
     "reduced": "gradient sums, split over data shards",
+    "moving": "pieces of chunks on their way over data",
     "working_set": "values of the layer at work",
 }
 """What `jaxpipe.measure.predicted_bytes` names, in words."""

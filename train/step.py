@@ -118,7 +118,7 @@ class Setup:
             # Gradients of chunks in work, whole, in place of all.
             levels.remove(2)
             chunks = probe.schedule.num_chunks
-            slots = min(self.config.pipeline.weight_slots, chunks) / chunks
+            slots = min(probe.weight_slots, chunks) / chunks
         if configured.is_asynchronous(self.config):
             steady = configured.steady_state(self.config)
             corrects = configured.techniques(self.config)[1] is not None
@@ -137,6 +137,7 @@ class Setup:
         return round(kept / own)
 
     def _pipeline(self, order: Schedule, counts: Sequence[int], *, train: bool = True) -> Pipeline:
+        platform = self.mesh.devices.flat[0].platform
         return Pipeline(
             self.task.model(train=train),
             self.shapes,
@@ -148,11 +149,11 @@ class Setup:
             zero=self.config.pipeline.zero,
             weights=configured.weights(
                 self.config,
-                platform=self.mesh.devices.flat[0].platform,
+                platform=platform,
                 alike=not isinstance(self.shapes["layers"], tuple),
                 counts=counts,
             ),
-            weight_slots=self.config.pipeline.weight_slots,
+            weight_slots=configured.weight_slots(self.config, platform=platform),
             states=self.task.init_states(),
         )
 

@@ -339,8 +339,13 @@ class Checkpoints:
                 cleanup_tmp_directories=True,
                 # Otherwise orbax reads the files of every step, and stops at a damaged one.
                 lightweight_initialize=True,
-                # Called when all processes have written, before the folder has its final name.
-                async_options=ocp.AsyncOptions(post_finalization_callback=self._write_checksums),
+                async_options=ocp.AsyncOptions(
+                    # Otherwise, where a folder cannot be made, threads wait for it, and the program
+                    # does not end for five minutes.
+                    create_directories_asynchronously=False,
+                    # Called when all processes have written, before the folder has its final name.
+                    post_finalization_callback=self._write_checksums,
+                ),
             ),
         )
         return self._manager

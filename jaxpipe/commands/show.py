@@ -18,11 +18,12 @@ from jaxpipe.schedule.formats.csv_format import read_csv, write_csv
 from jaxpipe.schedule.generators import pipemare
 from jaxpipe.schedule.lowering.steady_rows import shown_minibatches, steady_schedule
 from jaxpipe.schedule.problems import ArgumentError, Problem, below_one, refuse
+from jaxpipe.schedule.search.bounds import gap
 from jaxpipe.schedule.show import draw
 from jaxpipe.schedule.show.pipemare_draw import steady_text
 from jaxpipe.schedule.show.report import report, timelines
 from jaxpipe.schedule.show.trace import trace
-from jaxpipe.schedule.simulate import Costs
+from jaxpipe.schedule.simulate import Costs, simulate
 
 _ENDINGS = {".svg": ("svg",), ".png": ("png",), ".csv": ("csv",), ".json": ("json", "trace")}
 """The formats that a file's ending allows; the first is the default."""
@@ -97,8 +98,7 @@ def show(
         schedule = build(name, stages=stages, microbatches=microbatches, costs=parsed, **options)
     if written in draw.FORMATS:
         assert out is not None
-        free, _ = timelines(schedule, parsed)
-        draw.save(draw.figure(free), out)
+        draw.save(draw.figure(simulate(schedule, parsed)), out)
     else:
         _write(_in_format(schedule, parsed, layers_per_chunk, written, out is None), out)
 
@@ -182,7 +182,8 @@ def _in_format(
     if format == "json":
         shown = report(schedule, costs, layers_per_chunk=layers_per_chunk)
         return json.dumps(shown, indent=2) + "\n"
-    free, locked = timelines(schedule, costs, layers_per_chunk=layers_per_chunk)
+    clocks = timelines(schedule, costs, layers_per_chunk=layers_per_chunk)
+    free = clocks.free_running
     if format == "trace":
         return json.dumps(trace(free)) + "\n"
     colour = printed and sys.stdout.isatty() and "NO_COLOR" not in os.environ
@@ -193,10 +194,9 @@ def _in_format(
         if must_draw:
             raise
         drawing = f"Valid, but not drawn. {error}"
-    return (
-        f"{drawing}\n{draw.caption(free)}\n{draw.caption(locked)}\n"
-        f"peak in flight, per stage: {peaks}\n"
-    )
+    captions = "\n".join(draw.caption(clock) for clock in clocks if clock is not None)
+    searched = f"{gap(clocks.lock_step)}\n" if schedule.name == "auto" else ""
+    return f"{drawing}\n{captions}\npeak in flight, per stage: {peaks}\n{searched}"
 
 
 def _write(text: str, out: Path | None) -> None:

@@ -29,6 +29,7 @@ from jaxpipe.runtime.layout.whole_model import (
 )
 from jaxpipe.runtime.mesh import Axes, leave_compilation_cache, with_auto_axes
 from jaxpipe.runtime.named_schedule import named_schedule
+from jaxpipe.runtime.tables import Tables
 from jaxpipe.runtime.tick.fixed import Setup
 from jaxpipe.runtime.trees import shapes_of
 from jaxpipe.runtime.types import (
@@ -46,7 +47,7 @@ from jaxpipe.runtime.update import training_step
 from jaxpipe.runtime.update.optimizer import PlacedOptimizer
 from jaxpipe.schedule.actions import Schedule
 from jaxpipe.schedule.check.validate import validate
-from jaxpipe.schedule.lowering.lower import forward_only, lower
+from jaxpipe.schedule.lowering.lower import forward_only
 from jaxpipe.schedule.lowering.table import TickTable
 from jaxpipe.schedule.partition import partition
 from jaxpipe.schedule.problems import refuse
@@ -58,8 +59,7 @@ class Pipeline:
     Parameters are *canonical* for the user (``{"embed", "layers", "head"}`` and, where layers share
     some, "shared"; layers in model order, stacked if they are alike, a tuple or list if not) and
     *placed* on the devices; `place` and `unplace` convert. `init` and `update` run an optimizer on
-    placed parameters and keep its state sharded as the ZeRO level says. Everything can be called
-    inside `jax.jit`.
+    placed parameters and keep its state sharded as ZeRO says. All can be called in `jax.jit`.
 
     Args:
       model: pure functions.
@@ -68,32 +68,30 @@ class Pipeline:
         "1f1b", of a schedule that is then built for the mesh with its default options.
       mesh: from `jaxpipe.make_mesh`, or one of your own; explicit axes are used as automatic ones.
       stage_axis: the mesh's axis of the schedule's stages.
-      data_axes: its axes of data shards, which act as one; all others must have one device.
+      data_axes: its axes of data shards, which act as one; others must have one device.
       replica_axes: further such axes, along which devices hold the same parts of what ZeRO shards;
         by default "replica", if the mesh has it.
       microbatches: m of a schedule that is given by its name; by default two per stage.
       trainable: which parameters are trained: patterns of paths such as "layers/*/lora_*", or a
         function of a path and a shape; by default all. The others have no gradient and no optimizer
         state, and may be integers.
-      compute_dtype: the dtype in which layers multiply, such as "bfloat16". A step then casts each
-        weight once, and gathers it in this dtype. Layers see the rounded weights in the parameters'
-        own dtype, which gradients and updates keep.
+      compute_dtype: the dtype in which layers multiply, such as "bfloat16". A step casts a weight
+        once, and gathers it in this dtype. Layers see the rounded weights in the parameters' own
+        dtype, which gradients and updates keep.
       full_precision: parameters of layers that are not rounded, chosen as by ``trainable``, such as
         "*norm*"; for layers that are alike.
-      remat: "none" keeps every residual, "dots" keeps weight matmuls' outputs, "full" only layer
-        inputs.
+      remat: keeps every residual ("none"), weight matmuls' outputs ("dots") or inputs ("full").
       zero: what is sharded over the ``data`` axis: 0 nothing, 1 optimizer state, 2 also gradients,
         3 also weights.
       weights: how the weights of layers that are alike lie on a stage: "stacked" in one array per
         parameter, for any depth; "unrolled" in one array per layer, which a GPU need not copy
         before it multiplies, for a program that grows with the layers of a stage.
-      weight_slots: chunks of gathered weights (ZeRO-3) and of gradient sums (from ZeRO-2 on, and
-        if every chunk is updated by itself) that a stage keeps at once, for fewer gathers and
-        reductions: ``pipe.table.gathers`` says how many. The number is raised to the chunks that
-        one tick uses, and lowered to those of a stage.
+      weight_slots: chunks of gathered weights (ZeRO-3) and of gradient sums (from ZeRO-2 on) that a
+        stage keeps at once, no fewer than a tick uses. With 2 or more, chunks move over data under
+        the layers of others, if all have time to; ``pipe.table.gathers.counts`` says how often.
       layer_counts: layers of every virtual stage, in model order; by default as equal as possible.
       states: the layers' initial states, or their shapes, for a `Model` that is stateful.
-      poison: test mode; fills bubbles with NaN.
+      poison: fills bubbles with NaN, for tests.
 
     Raises:
       ValueError: arguments that do not fit each other; all failures in one message.
@@ -153,8 +151,8 @@ class Pipeline:
         self.zero = zero if axes.num_parts(mesh) > 1 else 0
         if layer_counts is None:
             layer_counts = partition([1] * checks.num_layers(params["layers"]), built.placement)
-        self._own_slots = layer_layout(params["layers"], weights).own_arrays
-        self.table = self._lower(built, layer_counts)
+        self._tables = Tables(layer_layout(params["layers"], weights), weight_slots, self.zero)
+        self.table = self._tables.of_step(built, layer_counts)
         parts = filters.partition(params, trainable)
         split = model.stage_split
         self.layout, self.frozen = make_layouts(*parts, split, mesh, axes, self.table, weights)
@@ -293,10 +291,10 @@ class Pipeline:
         Args:
           optimizer: an optax transformation.
           update: "step" updates after the backward; "chunk" updates every chunk of layers as soon
-            as its gradient is complete, and needs no room for the gradients of all layers. For
-            "chunk" the schedule must finish a chunk before it goes on to the next, such as
-            "modular", "breadth-first" or any with one chunk per stage (or have ``weight_slots`` for
-            all chunks), and the optimizer must update every layer by itself.
+            as its gradient is complete, and needs no room for all gradients. For "chunk" the
+            schedule must finish a chunk before the next, as "modular", "breadth-first" and any with
+            one chunk per stage do (or ``weight_slots`` must be all chunks), and the optimizer must
+            update every layer by itself.
 
         Returns:
           A function that returns what `value_and_grad` gives beside the gradients, the new
@@ -367,11 +365,13 @@ class Pipeline:
 
     @cached_property
     def forward_table(self) -> TickTable:
-        """The table of the schedule's forwards alone."""
-        return self._lower(forward_only(self.schedule), self.table.layer_counts)
+        """That of the schedule's forwards alone."""
+        return self._tables.of_step(forward_only(self.schedule), self.table.layer_counts)
 
-    def _lower(self, schedule: Schedule, counts: Sequence[int]) -> TickTable:
-        return lower(schedule, counts, weight_slots=self.weight_slots, own_slots=self._own_slots)
+    @cached_property
+    def chunk_table(self) -> TickTable:
+        """The table of a step that updates chunk by chunk."""
+        return self._tables.of_chunks(self.schedule, self.table.layer_counts)
 
     def setup(self, table: TickTable) -> Setup:
         """How this pipeline runs a table of its own placement and layers."""

@@ -13,8 +13,9 @@ command line and the trainer. That is all that its author needs. Programs that t
 `generators`               one file per family; `events` is the machine on which orders are made
 `search`                   orders and slices that are searched for, and the disk cache of searches
 `check`                    proof that a schedule can run, or an error with the grid
-`simulate`, `partition`    both clocks; which layers make a chunk
+`simulate`, `partition`    the free-running and the lock-step clock; which layers make a chunk
 `lowering`                 the tick table that is executed, and its buffers
+`neighbors`                how long that table takes on GPUs
 `show`                     reports, text, pictures and traces
 `formats`                  PyTorch's CSV, JSON, and a user's own schedule
 =========================  =========================================================================
@@ -47,6 +48,7 @@ from jaxpipe.schedule.formats.json_format import from_json, to_json
 from jaxpipe.schedule.formats.user import is_users
 from jaxpipe.schedule.generators.pipemare import ASYNCHRONOUS_METHODS, SteadyState
 from jaxpipe.schedule.lowering.lower import lower
+from jaxpipe.schedule.neighbors import neighbor_clock
 from jaxpipe.schedule.partition import Memory, chunk_costs, chunk_shares, partition
 from jaxpipe.schedule.placement import Placement, linear, looped, wave
 from jaxpipe.schedule.search.slices import slice_ticks
@@ -74,6 +76,7 @@ __all__ = [
     "lock_step",
     "looped",
     "lower",
+    "neighbor_clock",
     "partition",
     "register",
     "simulate",

@@ -1,7 +1,9 @@
-"""Time: how long a schedule takes on two clocks that must not be mixed up.
+"""Time: how long a schedule takes on three clocks that must not be mixed up.
 
 *Free-running*: each stage waits only for its inputs, as the papers draw it. *Lock-step*: one SPMD
-program, in which every tick lasts as long as its slowest stage.
+program whose stages all meet in every tick, which lasts as long as its slowest stage, as on
+simulated devices. Between them lies *neighbor* (`jaxpipe.schedule.neighbors`): the same
+program on GPUs, where only the ends of a message meet.
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ from jaxpipe.schedule.actions import Action, Kind, Schedule, Slice
 from jaxpipe.schedule.check.slice_rules import chunk_layers
 from jaxpipe.schedule.check.validate import chunks_in_flight, peak_in_flight, validate
 from jaxpipe.schedule.check.walk import Results, Walk, walk
+from jaxpipe.schedule.placement import Placement
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,7 +79,7 @@ class Timeline:
 
     Args:
       costs: of every virtual stage.
-      clock: "free-running" or "lock-step".
+      clock: "free-running", "neighbor" or "lock-step".
       rows: ``rows[d]`` lists the actions of stage ``d``, in order.
       makespan: from the first start to the end of everything.
     """
@@ -90,7 +93,7 @@ class Timeline:
     @cached_property
     def stage_bubble_ratios(self) -> tuple[float, ...]:
         """Per stage, the share of the makespan in which it does not compute."""
-        durations = _durations(self.costs)
+        durations = kind_durations(self.costs)
         busy = (
             math.fsum(durations[action.virtual_stage][action.kind] for action in order)
             for order in self.schedule.orders
@@ -188,8 +191,8 @@ def simulate(schedule: Schedule, costs: Costs | Sequence[Costs]) -> Timeline:
     rows: list[list[TimedAction]] = [[] for _ in schedule.orders]
     ends: dict[int, float] = {}
     free = [0.0] * len(schedule.orders)
-    costs = _of_virtual_stages(schedule, costs)
-    durations = _durations(costs)
+    costs = of_virtual_stages(schedule.placement, costs)
+    durations = kind_durations(costs)
     latest = max(cost.message for cost in costs)
     remaining = [iter(order) for order in schedule.orders]
     for stage in _walk(schedule).order:
@@ -210,9 +213,9 @@ def simulate(schedule: Schedule, costs: Costs | Sequence[Costs]) -> Timeline:
 def lock_step(schedule: Schedule, costs: Costs | Sequence[Costs]) -> Timeline:
     """Runs a schedule tick by tick: every tick lasts as long as its slowest stage.
 
-    This is how one SPMD program runs. A tick holds one whole action per stage, or the slices of
-    `Schedule.slices`. With more than one stage, every tick ends with an exchange of messages, as
-    long as the longest.
+    This is how one SPMD program runs on simulated devices. A tick holds one whole action per stage,
+    or the slices of `Schedule.slices`. With more than one stage, every tick ends with an exchange
+    of messages, as long as the longest.
 
     Args:
       costs: as for `simulate`.
@@ -230,8 +233,8 @@ def lock_step(schedule: Schedule, costs: Costs | Sequence[Costs]) -> Timeline:
       >>> lock_step(one_f_one_b(4, 8, fused=True), Costs(1, 1, 1)).makespan
       40.0
     """
-    costs = _of_virtual_stages(schedule, costs)
-    duration = _durations(costs)
+    costs = of_virtual_stages(schedule.placement, costs)
+    duration = kind_durations(costs)
     table = schedule.slices or _whole_actions(schedule)
     layers = chunk_layers(table)
     durations = [0.0] * (1 + max(row[-1].tick for row in table))
@@ -267,19 +270,24 @@ def _whole_actions(schedule: Schedule) -> tuple[tuple[Slice, ...], ...]:
     )
 
 
-def _of_virtual_stages(schedule: Schedule, costs: Costs | Sequence[Costs]) -> tuple[Costs, ...]:
-    needed = schedule.placement.num_virtual_stages
+def of_virtual_stages(placement: Placement, costs: Costs | Sequence[Costs]) -> tuple[Costs, ...]:
+    """The costs of every virtual stage, from those or from one for all.
+
+    Raises:
+      ValueError: there is not one cost for every virtual stage.
+    """
+    needed = placement.num_virtual_stages
     if isinstance(costs, Costs):
         return (costs,) * needed
     if len(costs) != needed:
         raise ValueError(
-            f"There are {len(costs)} costs for the {needed} virtual stages of schedule "
-            f"{schedule.name!r}.\nNearest valid: {needed}, or one for all."
+            f"There are {len(costs)} costs for {needed} virtual stages.\n"
+            f"Nearest valid: {needed}, or one for all."
         )
     return tuple(costs)
 
 
-def _durations(costs: Sequence[Costs]) -> list[dict[Kind, float]]:
+def kind_durations(costs: Sequence[Costs]) -> list[dict[Kind, float]]:
     """Of every kind of action, by virtual stage."""
     return [{kind: cost.of(kind) for kind in Kind} for cost in costs]
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import functools
 import shutil
+import threading
 
 import adapted
 import chex
@@ -362,3 +363,23 @@ def test_what_would_be_lost_later_is_refused_or_written(tmp_path):
     assert checkpoints.steps == [1]
     with pytest.raises(ValueError, match="was left: save inside"):
         checkpoints.save(2, pipe, OPTIMIZER, params, state)
+
+
+def test_a_folder_that_cannot_be_made_leaves_no_thread_that_keeps_the_program_alive(tmp_path):
+    folder, before = tmp_path / "checkpoints", set(threading.enumerate())
+
+    def save_twice():
+        with jaxpipe.Checkpoints(folder) as checkpoints:
+            checkpoints.save_arrays(1, {"w": jnp.ones(3)}, data={})
+            checkpoints.wait()
+            # A folder that is gone would be made again.
+            shutil.rmtree(folder)
+            folder.write_text("")
+            checkpoints.save_arrays(2, {"w": jnp.ones(3)}, data={})
+
+    with pytest.raises(NotADirectoryError):
+        save_twice()
+    left = [one for one in threading.enumerate() if one not in before and not one.daemon]
+    for thread in left:
+        threading.Thread.join(thread, 5)
+    assert not [thread for thread in left if thread.is_alive()]

@@ -51,9 +51,10 @@ def test_parts_equal_the_vjp(remat, seed):
 def test_residuals_hold_no_weights_and_no_dropout_masks(remat):
     params, x, _ = arguments()
     split = split_layer(layer, params, x, jax.random.key(0), remat=remat)
-    rows = x.shape[0]
+    finished = [leaf for leaf in split.crossing if leaf.shape == params["scale"].shape]
+    assert len(finished) == 1
     for leaf in (*split.until_b, *split.until_w, *split.crossing):
-        assert leaf.shape[0] == rows
+        assert leaf in finished or leaf.shape[0] == x.shape[0]
         assert leaf.dtype == x.dtype
 
 
@@ -78,6 +79,28 @@ def test_backward_for_the_input_computes_no_weight_gradient():
 
     assert matmuls(split.backward_input, params, until_b, until_w, dy, None) == 2
     assert matmuls(split.backward_weights, params, until_w, crossing, None) == 2
+
+
+@pytest.mark.parametrize("remat", REMAT_POLICIES)
+def test_w_reads_the_operands_of_its_matmuls_and_finished_sums_alone(remat):
+    """B multiplies x by its scales and sums up their gradient, so that no float32 x is left."""
+
+    def layer(w, x):
+        wide = x.astype(jnp.float32)
+        normed = wide * jax.lax.rsqrt(jnp.mean(wide * wide, -1, keepdims=True)) * w["scale"]
+        hidden = normed.astype(x.dtype) @ w["up"].astype(x.dtype)
+        gated = jax.nn.silu(hidden) * hidden
+        return x + gated @ w["down"].astype(x.dtype) + w["bias"].astype(x.dtype)
+
+    params, x, _ = arguments()
+    split = split_layer(layer, params | {"bias": jnp.ones(6)}, x.astype(jnp.bfloat16), remat=remat)
+    operands = {(3, 6): 2, (3, 10): 2}  # normed and dy; gated and the cotangent of hidden
+    for shape, count in operands.items():
+        kept = [leaf for leaf in (*split.until_w, *split.crossing) if leaf.shape == shape]
+        assert [leaf.dtype for leaf in kept] == [jnp.bfloat16] * count
+    others = [leaf.shape for leaf in split.crossing if leaf.shape not in operands]
+    assert [shape[-1:] for shape in others] == [(6,)]  # of scale; that of bias needs dy alone
+    assert all(leaf.shape in operands for leaf in split.until_w)
 
 
 def tree_layer(w, x, batch, state):

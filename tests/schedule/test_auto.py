@@ -10,8 +10,10 @@ from jaxpipe.schedule.check.validate import peak_in_flight, validate
 from jaxpipe.schedule.generators.one_f_one_b import one_f_one_b
 from jaxpipe.schedule.generators.v_schedules import v_half, v_min, zb_v
 from jaxpipe.schedule.lowering.lower import lower
+from jaxpipe.schedule.partition import partition
 from jaxpipe.schedule.placement import linear, looped, wave
 from jaxpipe.schedule.search.auto import auto
+from jaxpipe.schedule.search.auto_placed import auto_placed
 from jaxpipe.schedule.search.slices import slice_ticks
 from jaxpipe.schedule.simulate import Costs, lock_step
 
@@ -95,3 +97,29 @@ def test_what_does_not_fit_is_refused():
         auto(2, 4, layer_counts=[1, 1])
     with pytest.raises(ValueError, match="not all on its placement"):
         auto(2, 4, candidates=[one_f_one_b(2, 4)])
+
+
+def test_costs_of_every_virtual_stage_are_planned_with():
+    costs = [Costs(1, 1.2, 0.8)] * 3 + [Costs(3, 3.6, 2.4)] * 3
+    counts = (1, 1, 1, 3, 3, 3)
+    arguments = {"memory_limit": 2, "placement": wave(3), "layer_counts": counts}
+    found, blind = (auto(3, 5, costs=c, **arguments) for c in (costs, costs[0]))
+    validate(found)
+    lower(found, counts)
+    assert max(peak_in_flight(found)) <= 4
+    assert lock_step(found, costs).makespan <= lock_step(blind, costs).makespan
+
+
+@pytest.mark.parametrize(("message", "interleaves"), [(0, True), (5, False)])
+def test_the_placement_depends_on_the_time_of_messages(message, interleaves):
+    layers = [Costs(1, 1.2, 0.8, message)] * 8
+    found = auto_placed(2, 4, layer_costs=layers)
+    validate(found)
+    assert (found.num_chunks > 1) == interleaves
+    assert max(peak_in_flight(found)) <= 2 * found.num_chunks
+    lower(found, partition([1] * 8, found.placement))
+
+
+def test_a_model_of_fewer_layers_than_stages_is_refused():
+    with pytest.raises(ValueError, match="2 layers are too few for 3 stages"):
+        auto_placed(3, 4, layer_costs=[Costs(1, 1, 1)] * 2)

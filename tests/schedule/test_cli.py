@@ -16,11 +16,12 @@ from jaxpipe.schedule.simulate import Costs
 SHAPE = ["--stages", "4", "--microbatches", "8"]
 
 
-def test_show_draws_and_reports_both_clocks(capsys):
+def test_show_draws_and_reports_every_clock(capsys):
     assert main(["show", "1f1b-fused", *SHAPE]) == 0
     out = capsys.readouterr().out
     assert len([line for line in out.splitlines() if line.startswith("stage ")]) == 4
     assert "free-running: makespan 33, bubble 27.3%" in out
+    assert "neighbor: makespan 40, bubble 40.0%" in out
     assert "lock-step: makespan 40, bubble 40.0%" in out
     assert "peak in flight, per stage: 4, 3, 2, 1" in out
     assert "\x1b" not in out
@@ -30,8 +31,8 @@ def test_show_json_is_complete(capsys):
     assert main(["show", "1f1b", *SHAPE, "--costs", "1,2,1,0.5", "--format", "json"]) == 0
     shown = json.loads(capsys.readouterr().out)
     assert list(shown) == [
-        "schedule", "stages", "chunks", "microbatches", "costs", "free_running", "lock_step",
-        "peak_in_flight", "actions", "messages", "gathers", "reductions",
+        "schedule", "stages", "chunks", "microbatches", "costs", "free_running", "neighbor",
+        "lock_step", "peak_in_flight", "actions", "messages", "gathers", "reductions",
     ]  # fmt: skip
     assert (shown["schedule"], shown["stages"], shown["chunks"]) == ("1f1b", 4, 1)
     assert shown["costs"] == {"f": 1, "b": 2, "w": 1, "message": 0.5}
@@ -40,7 +41,7 @@ def test_show_json_is_complete(capsys):
     load = 8 * 0.5 / shown["free_running"]["makespan"]
     edge = {"sender": 1, "receiver": 0, "count": 8, "load": load}
     assert edge in shown["messages"]["edges"]
-    for clock in ("free_running", "lock_step"):
+    for clock in ("free_running", "neighbor", "lock_step"):
         assert {"makespan", "bubble_ratio", "stage_spans"} <= set(shown[clock])
         assert len(shown[clock]["stage_spans"]) == 4
     assert [len(row) for row in shown["actions"]] == [24] * 4
@@ -103,7 +104,7 @@ def test_compare_shows_every_schedule(capsys):
     out = capsys.readouterr().out
     row = next(line for line in out.splitlines() if "1f1b-fused" in line)
     assert [cell.strip() for cell in row.strip("│").split("│")] == [
-        "1f1b-fused", "1", "4", "27.3%", "40.0%",
+        "1f1b-fused", "1", "4", "27.3%", "40.0%", "40.0%",
     ]  # fmt: skip
     assert all(entry.name in out for entry in catalog.entries())
 

@@ -155,7 +155,7 @@ def test_costs_of_each_virtual_stage_give_the_times_one_would_count():
     same = [Costs(2, 3, 1, 0.5)] * 2
     for clock in (simulate, lock_step):
         assert clock(schedule, same).rows == clock(schedule, same[0]).rows
-    with pytest.raises(ValueError, match="There are 1 costs for the 2 virtual stages"):
+    with pytest.raises(ValueError, match="There are 1 costs for 2 virtual stages"):
         simulate(schedule, same[:1])
 
 

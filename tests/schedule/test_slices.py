@@ -110,28 +110,81 @@ class Replay:
         self.sums: list[dict[int, tuple]] = [{} for _ in self.buffers]
         self.ran: list[list[tuple[int, Kind, int, int, int, int]]] = [[] for _ in self.buffers]
         self.reduced: list[list[int]] = [[] for _ in self.buffers]
+        self.moving: list[dict[tuple, int]] = [{} for _ in self.buffers]
+        self.leaving: list[set[int]] = [set() for _ in self.buffers]
+        self.arriving: list[tuple[int, int, int]] = []
         self.sent: dict = {}
 
     def run(self) -> None:
         table = self.table
+        for chunks, slots in zip(table.gathers.edge.chunk, table.gathers.edge.slot, strict=True):
+            for d in np.flatnonzero(chunks != NONE):
+                self.chunks[d][slots[d]] = chunks[d]
         for t in range(table.num_ticks):
-            for d in range(self.schedule.num_stages):
-                if table.gathers.chunk[t, d] != NONE:
-                    self.chunks[d][table.gathers.slot[t, d]] = table.gathers.chunk[t, d]
-            if table.embed[t] != NONE:
-                entrance = self.buffers[self.stages[0]]["x"]
-                entrance[table.embed_slot[t]] = ("x", 0, table.embed[t], 0)
-            sent = {}
-            for d in range(self.schedule.num_stages):
-                for kind, columns in table.passes.items():
-                    if columns.lo[t, d] < columns.hi[t, d]:
-                        cell = {f.name: getattr(columns, f.name)[t, d] for f in fields(columns)}
-                        sent[d, kind] = self.cell(t, d, kind, cell)
-                if table.reduces.chunk[t, d] != NONE:
-                    chunk = table.reduces.chunk[t, d]
-                    assert self.sums[d].pop(table.reduces.slot[t, d])[0] == chunk
-                    self.reduced[d].append(chunk)
-            self.exchange(t, sent)
+            self.tick(t)
+        for chunks, slots in zip(table.reduces.edge.chunk, table.reduces.edge.slot, strict=True):
+            for d in np.flatnonzero(chunks != NONE):
+                assert self.sums[d].pop(slots[d])[0] == chunks[d]
+                self.reduced[d].append(chunks[d])
+        assert not any(self.moving)
+
+    def tick(self, t) -> None:
+        table = self.table
+        for d in range(self.schedule.num_stages):
+            if table.gathers.chunk[t, d] != NONE:
+                self.gather(t, d)
+            if table.reduces.group and table.reduces.chunk[t, d] != NONE:
+                self.reduce_pieces(t, d)
+        if table.embed[t] != NONE:
+            entrance = self.buffers[self.stages[0]]["x"]
+            entrance[table.embed_slot[t]] = ("x", 0, table.embed[t], 0)
+        sent = {}
+        for d in range(self.schedule.num_stages):
+            for kind, columns in table.passes.items():
+                if columns.lo[t, d] < columns.hi[t, d]:
+                    cell = {f.name: getattr(columns, f.name)[t, d] for f in fields(columns)}
+                    sent[d, kind] = self.cell(t, d, kind, cell)
+            if table.reduces.whole and table.reduces.chunk[t, d] != NONE:
+                chunk = table.reduces.chunk[t, d]
+                assert self.sums[d].pop(table.reduces.slot[t, d])[0] == chunk
+                self.reduced[d].append(chunk)
+        for d, slot, chunk in self.arriving:
+            self.chunks[d][slot] = chunk
+        self.arriving.clear()
+        self.exchange(t, sent)
+
+    def gather(self, t, d) -> None:
+        """A whole chunk is there at once, one in pieces when it has them all; meanwhile no layer
+        can read what was in its slot."""
+        moved, chunks = self.table.gathers, self.chunks[d]
+        chunk, slot = moved.chunk[t, d], moved.slot[t, d]
+        if moved.whole:
+            chunks[slot] = chunk
+            return
+        chunks.pop(slot, None)
+        if self.has_moved(moved, t, d):
+            self.arriving.append((d, slot, chunk))
+
+    def reduce_pieces(self, t, d) -> None:
+        """Nothing is added to the sums any more, and their slot stays as it is."""
+        moved = self.table.reduces
+        chunk, slot = moved.chunk[t, d], moved.slot[t, d]
+        if moved.piece[t, d] == 0:
+            assert self.sums[d].pop(slot)[0] == chunk
+            self.leaving[d].add(slot)
+        if self.has_moved(moved, t, d):
+            self.leaving[d].remove(slot)
+            self.reduced[d].append(chunk)
+
+    def has_moved(self, moved, t, d) -> bool:
+        """Whether a chunk has moved with these pieces, the last of them."""
+        key = moved is self.table.gathers, moved.chunk[t, d], moved.slot[t, d]
+        first = self.moving[d].pop(key, 0)
+        assert moved.piece[t, d] == first
+        if first + moved.group == moved.parts * moved.group:
+            return True
+        self.moving[d][key] = first + moved.group
+        return False
 
     def cell(self, t, d, kind, cell):
         buffers, i = self.buffers[d], cell["microbatch"]
@@ -140,6 +193,7 @@ class Replay:
         self.ran[d].append((t, kind, s, i, cell["lo"], cell["hi"]))
         layers = range(cell["lo"], cell["hi"])
         if kind in (Kind.W, Kind.BW):
+            assert cell["gradient"] not in self.leaving[d]
             chunk, first = self.sums[d].setdefault(cell["gradient"], (cell["chunk"], (s, i)))
             assert chunk == cell["chunk"]
             assert cell["fresh"] == (first == (s, i))
@@ -221,10 +275,10 @@ def replay_table(table):
 
 
 @settings(max_examples=40)
-@given(sliced(), st.integers(1, 2))
-def test_lowered_slices_replay(case, weight_slots):
+@given(sliced(), st.integers(1, 2), st.sampled_from([0, 1, 6]))
+def test_lowered_slices_replay(case, weight_slots, pieces):
     schedule, cut, layers, _ = case
-    rows = replay(cut, layers, weight_slots=weight_slots)
+    rows = replay(cut, layers, weight_slots=weight_slots, pieces=pieces)
     assert cut.slices is None or rows == cut.slices
     assert tuple(map(order_of, rows)) == cut.orders
     assert tuple(map(order_of, replay(schedule, layers))) == schedule.orders
@@ -246,11 +300,12 @@ def in_slices(name: str) -> tuple[Schedule, list[int]]:
 
 
 @pytest.mark.parametrize("own_slots", [False, True])
-@pytest.mark.parametrize("weight_slots", [1, 2])
+@pytest.mark.parametrize(("weight_slots", "pieces"), [(1, 0), (2, 0), (2, 4), (3, 1)])
 @pytest.mark.parametrize("name", EXECUTABLE)
-def test_slices_of_every_schedule_replay(name, weight_slots, own_slots):
+def test_slices_of_every_schedule_replay(name, weight_slots, pieces, own_slots):
     schedule, layers = in_slices(name)
-    table = lower(schedule, layers, weight_slots=weight_slots, own_slots=own_slots)
+    options = {"weight_slots": weight_slots, "own_slots": own_slots, "pieces": pieces}
+    table = lower(schedule, layers, **options)
     replay_table(table)
     for moved in (table.gathers, table.reduces) if own_slots else ():
         busy = moved.chunk != NONE

@@ -149,4 +149,5 @@ def test_a_drawing_in_text_that_is_too_wide_is_left_out():
     setup.layer_costs = [1e-9, 1.0]
     shown = printed(dry_run._show_timeline, setup)
     assert "A drawing in text needs" in shown
+    assert "neighbor: makespan" in shown
     assert "lock-step: makespan" in shown

@@ -293,3 +293,17 @@ def test_weights_are_unrolled_on_gpus_where_it_pays(options, platform, alike, la
     counts = [layers // 8] * 7 + [layers - layers // 8 * 7]
     found = configured.weights(config, platform=platform, alike=alike, counts=counts)
     assert found == expected
+
+
+@pytest.mark.parametrize(
+    ("options", "platform", "expected"),
+    [
+        ({}, "gpu", 2),
+        ({}, "cpu", 1),
+        ({"update": "chunk"}, "gpu", 1),
+        ({"weight_slots": 1}, "gpu", 1),
+        ({"weight_slots": 3}, "cpu", 3),
+    ],
+)
+def test_chunks_move_under_layers_on_gpus(options, platform, expected):
+    assert configured.weight_slots(Config(pipeline=options), platform=platform) == expected

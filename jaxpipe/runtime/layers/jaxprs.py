@@ -131,3 +131,19 @@ def _shape(var: Any) -> jax.ShapeDtypeStruct:
 
 def shapes(variables: Sequence[Any]) -> tuple[jax.ShapeDtypeStruct, ...]:
     return tuple(_shape(v) for v in variables)
+
+
+def num_bytes(variables: Iterable[Any]) -> int:
+    return sum(shape.size * shape.dtype.itemsize for shape in map(_shape, variables))
+
+
+def multiplies(eqn: Any) -> bool:
+    """Whether an equation may take long: a matmul, a convolution, or a program of its own."""
+    heavy = eqn.primitive.name in ("dot_general", "conv_general_dilated", "ragged_dot_general")
+    return heavy or any(map(_is_program, eqn.params.values()))
+
+
+def _is_program(param: Any) -> bool:
+    return isinstance(param, (core.Jaxpr, core.ClosedJaxpr, tuple)) and (
+        not isinstance(param, tuple) or any(map(_is_program, param))
+    )

@@ -6,7 +6,9 @@ are flattened (``jit`` and ``checkpoint`` equations inlined), then cut:
 
 - residuals that do not depend on x (parameters, casts of them, and what depends on the context
   only, such as dropout masks) are recomputed where they are used; the others are saved, once each;
-- B is what dx needs, W is the rest of what dparams needs, and what W reads of B's values *crosses*.
+- B is what dx needs, W is the rest of what dparams needs, and what W reads of B's values *crosses*;
+- what B can sum up or multiply so that less crosses is a part of B (the gradient of a norm's scale,
+  the input of a matmul).
 
 The cotangent of a layer's own loss (`WithLoss`) is the same for every microbatch: a constant of the
 backward.
@@ -333,11 +335,12 @@ def _cut(traced: _Traced) -> Split:
     # W repeats what B makes of parameters and context alone (casts, masks) rather than keep it.
     kept_inputs = {v for v in source if jaxprs.is_var(source[v]) and source[v] in from_x}
     from_kept = jaxprs.reachable(backward.eqns, kept_inputs | set(traced.dy))
-    w = [
-        eqn
-        for eqn in jaxprs.needed(backward.eqns, traced.dparams)
-        if id(eqn) not in in_b or from_kept.isdisjoint(eqn.outvars)
-    ]
+    needed = jaxprs.needed(backward.eqns, traced.dparams)
+    w = [eqn for eqn in needed if id(eqn) not in in_b or from_kept.isdisjoint(eqn.outvars)]
+    made = {v for eqn in b for v in eqn.outvars} | set(traced.dy)
+    in_b |= _early(w, traced.dparams, made & from_kept, {v: source[v] for v in kept_inputs})
+    b = [eqn for eqn in backward.eqns if id(eqn) in in_b]
+    w = [eqn for eqn in needed if id(eqn) not in in_b or from_kept.isdisjoint(eqn.outvars)]
     read_by_b, read_by_w = jaxprs.reads(b, traced.dx), jaxprs.reads(w, traced.dparams)
 
     def saved(read: set[Any]) -> list[Any]:
@@ -354,3 +357,35 @@ def _cut(traced: _Traced) -> Split:
     passed_on = [*traced.outputs[: len(traced.outputs) - len(state)], *until_b, *until_w]
     reads_state = any(jaxprs.is_var(v) and v in from_state for v in passed_on)
     return Split(traced, b, w, read_by_b, read_by_w, until_b, until_w, crosses, reads_state)
+
+
+def _early(w: list[Any], dparams: list[Any], made: set[Any], kept: dict[Any, Any]) -> set[int]:
+    """The equations of W, by id, that B should run because less is then left for W to read.
+
+    Matmuls stay in W. What crosses is written and read, what is kept since F is only read.
+
+    Args:
+      w: the equations, in order.
+      dparams: their results.
+      made: what B computes of values that are kept.
+      kept: the forward's values behind those that are kept.
+    """
+
+    def moved_bytes(early: set[int]) -> int:
+        read = jaxprs.reads([eqn for eqn in w if id(eqn) not in early], dparams)
+        crosses = made.union(*(eqn.outvars for eqn in w if id(eqn) in early))
+        old = {source for v, source in kept.items() if v in read}
+        return 2 * jaxprs.num_bytes(read & crosses) + jaxprs.num_bytes(old)
+
+    chains = [jaxprs.needed(w, eqn.outvars) for eqn in w]
+    cheap = [set(map(id, chain)) for chain in chains if not any(map(jaxprs.multiplies, chain))]
+    early: set[int] = set()
+    best, before = moved_bytes(early), None
+    # Again, since what one chain makes of a value may pay only once no other chain reads it in W.
+    while best != before:
+        before = best
+        for chain in cheap:
+            longer = early | chain
+            if longer != early and (moved := moved_bytes(longer)) < best:
+                early, best = longer, moved
+    return early

@@ -80,6 +80,11 @@ class LayerLayout(abc.ABC):
           data: number of data shards.
         """
 
+    @classmethod
+    def pieces_of(cls, layers: int) -> int:
+        """The pieces of a chunk with room for so many layers."""
+        return layers
+
     @abc.abstractmethod
     def slot_shapes(self, count: int) -> Shapes:
         """Shapes of arrays with room for ``count`` whole chunks."""
@@ -181,13 +186,6 @@ class LayerLayout(abc.ABC):
         return lax.fori_loop(
             0, self.num_chunks * count, lambda i, carry: body(i // count, i % count, carry), carry
         )
-
-    def every_piece(self, body: Body, carry: Carry, *, in_place: bool) -> Carry:
-        """Runs ``body(chunk, number, carry)`` for all pieces of all chunks.
-
-        ``in_place`` says whether the body overwrites what it reads, as a loop's carry always can.
-        """
-        return self.every_layer(self.num_pieces, body, carry)
 
 
 def alike(layers: Params, data: int) -> tuple[Leaves, Leaves]:

@@ -76,6 +76,10 @@ class Packed(LayerLayout):
         split = 0 if self._data > 1 else None
         return {g: Leaf((self._data, n), jnp.dtype(g), None, split) for g, n in width.items()}
 
+    @classmethod
+    def pieces_of(cls, layers: int) -> int:
+        return 1
+
     def shape_of(self, layer: int) -> Shapes:
         return self._layers[layer]
 

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from jaxpipe.runtime.barriers import overwrite, run_if, run_once
+from jaxpipe.runtime.barriers import overwrite, run_if
 from jaxpipe.runtime.layout.layer_layout import Body, Carry, LayerLayout, alike
 from jaxpipe.runtime.layout.leaf import Leaf
 from jaxpipe.runtime.types import Arrays, At, Index, Params, Shapes, Span, Stored, Tree
@@ -80,7 +80,8 @@ class Unrolled(LayerLayout):
             def step(through: tuple[Arrays, Carry], c: int = c, layer: int = layer) -> Any:
                 return body(c, layer, *through)
 
-            own, carry = run_if(runs, step, (own, carry))
+            with jax.named_scope(f"chunk{c}_layer{layer}"):
+                own, carry = run_if(runs, step, (own, carry))
             arrays = arrays | {n: row for n, row in own.items() if n == number}
         return arrays, carry
 
@@ -93,16 +94,12 @@ class Unrolled(LayerLayout):
             return carry
 
         for c in range(self.num_chunks):
-            carry = run_if(chunk == c, functools.partial(pieces, c=c), carry)
+            with jax.named_scope(f"chunk{c}"):
+                carry = run_if(chunk == c, functools.partial(pieces, c=c), carry)
         return carry
 
     def every_layer(self, count: int, body: Body, carry: Carry) -> Carry:
         """No loop: every layer has arrays of its own."""
-        return self.every_piece(body, carry, in_place=False)
-
-    def every_piece(self, body: Body, carry: Carry, *, in_place: bool) -> Carry:
-        """No loop where nothing is overwritten."""
-        for place in itertools.product(range(self.num_chunks), range(self.num_pieces)):
-            one = functools.partial(body, *place)
-            carry = run_once(one, carry) if in_place else one(carry)
+        for place in itertools.product(range(self.num_chunks), range(count)):
+            carry = body(*place, carry)
         return carry

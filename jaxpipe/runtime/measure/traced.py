@@ -33,6 +33,8 @@ def buffers(
 ) -> dict[str, Shapes]:
     """What the tick loop keeps on each device; it follows from the schedule and the model.
 
+    Pieces of chunks that are gathered or reduced while layers run are "moving".
+
     Args:
       pipe: the pipeline; it is not run.
       batch: a batch, or its shapes.
@@ -45,9 +47,11 @@ def buffers(
 
     def read(fixed: Fixed, _: StepMicrobatches) -> dict[str, Shapes]:
         if by_chunk is not None:
+            setup = dataclasses.replace(fixed.setup, table=pipe.chunk_table)
             sink = Applied(pipe.placed_optimizer(by_chunk))
-            fixed = dataclasses.replace(fixed, gradients=sink)
-        return executor.buffer_shapes(fixed)
+            fixed = dataclasses.replace(fixed, setup=setup, gradients=sink)
+        moving = executor.moving_shapes(fixed)
+        return executor.buffer_shapes(fixed) | ({"moving": moving} if any(moving) else {})
 
     return _traced(pipe, batch, rng, read)
 

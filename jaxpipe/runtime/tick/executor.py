@@ -7,35 +7,45 @@ device's part. It scans over the table's rows. `tick` is one row: the layers of 
 (`jaxpipe.runtime.tick.outer_phases`). Variants differ in where weights come from
 (`jaxpipe.runtime.tick.weights`), what becomes of gradients
 (`jaxpipe.runtime.tick.gradients`) and how parameters lie (`jaxpipe.runtime.layout.layer_layout`).
+
+Every part of a tick has a `jax.named_scope`, so that profiles and `benchmarks/gpu_roofline.py` can
+tell its loops apart.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from jaxpipe.runtime.barriers import tie
 from jaxpipe.runtime.layout.data_axis import average
 from jaxpipe.runtime.layout.whole_model import SHARED, frozen_part, outer_of
 from jaxpipe.runtime.tick import outer_phases
 from jaxpipe.runtime.tick.carried import Carried
 from jaxpipe.runtime.tick.fixed import Fixed, Setup, fix
-from jaxpipe.runtime.tick.gradients import GradientSink, Kept, Reduced
+from jaxpipe.runtime.tick.gradients import GradientSink, Summed
 from jaxpipe.runtime.tick.inputs import no_gradients
 from jaxpipe.runtime.tick.layer_passes import run_cells
 from jaxpipe.runtime.tick.messages import exchange, send_late
 from jaxpipe.runtime.tick.microbatches import Microbatches, StepMicrobatches
 from jaxpipe.runtime.tick.weights import Gathered, Held, Resident
 from jaxpipe.runtime.trees import select
-from jaxpipe.runtime.types import Batch, Gradients, Key, Placed, Shapes, States, Tree
+from jaxpipe.runtime.types import Batch, Gradients, Index, Key, Placed, Shapes, States, Tree
 from jaxpipe.schedule.actions import Kind
-from jaxpipe.schedule.lowering.table import Row, TickTable
+from jaxpipe.schedule.lowering.table import Moves, Row, TickTable, Transfer
 
 _SUMS = ("gradients", "reduced")
 """Buffers that start as zeros; the others are written before they are read."""
+
+_NOTHING = Moves()
+
+Through = TypeVar("Through")
 
 
 class Step(NamedTuple):
@@ -67,11 +77,9 @@ def run(setup: Setup, placed: Placed, rows: Batch, rng: Key, states: States) -> 
     return Step(value, gradients, states, by_row)
 
 
-def sink_of(setup: Setup) -> Kept | Reduced | None:
+def sink_of(setup: Setup) -> Summed | None:
     """What becomes of gradients in a step that returns them."""
-    if not setup.trains:
-        return None
-    return Reduced() if setup.zero >= 2 else Kept()
+    return Summed(setup.zero) if setup.trains else None
 
 
 def begin(
@@ -144,6 +152,12 @@ def buffer_shapes(fixed: Fixed) -> dict[str, Shapes]:
     return shapes | fixed.gradients.shapes(fixed)
 
 
+def moving_shapes(fixed: Fixed) -> list[Shapes]:
+    """Shapes of what moves over data while layers run."""
+    sink = fixed.gradients
+    return [fixed.weights.moving(fixed), [] if sink is None else sink.moving(fixed)]
+
+
 def run_ticks(
     fixed: Fixed, batch: StepMicrobatches, carried: Carried
 ) -> tuple[Tree, Carried, States]:
@@ -153,11 +167,56 @@ def run_ticks(
       What is collected, such as the loss; what the last tick leaves; and the mean over data shards
       of the states.
     """
-    rows, batch = _of_stage(fixed.table, fixed.stage), fixed.weighed(batch)
-    carried, _ = lax.scan(lambda c, row: (tick(fixed, batch, c, row), None), carried, rows)
+    table, sink, batch = fixed.table, fixed.gradients, fixed.weighed(batch)
+    gather = partial(fixed.weights.gather, fixed)
+    held = _at_edge(table.gathers.edge, fixed.stage, gather, carried.weights)
+    carried = _run_rows(fixed, batch, carried.but(weights=held))
+    if sink is not None and sink.reduces(fixed):
+        carried = _at_edge(table.reduces.edge, fixed.stage, partial(sink.chunk, fixed), carried)
     layer_losses = None if carried.layer_losses is None else carried.layer_losses[0]
     value = fixed.collector.result(carried.collected, layer_losses)
     return value, carried, jax.tree.map(lambda w: w[None], average(carried.states, fixed.axes))
+
+
+def _run_rows(fixed: Fixed, batch: Microbatches, carried: Carried) -> Carried:
+    """Runs the rows: ticks that move chunks over data have a body of their own.
+
+    Ticks that make equal moves are a loop. Its trip count is the same on every device.
+    """
+    rows = _of_stage(fixed.table, fixed.stage)
+    sink = fixed.gradients
+    kinds, rounds = fixed.table.runs(
+        gathers=fixed.weights.gathers, reduces=sink is not None and sink.reduces(fixed)
+    )
+    if len(kinds) == 1:
+        one = partial(tick, fixed, batch, moves=kinds[0])
+        return lax.scan(lambda carried, row: (one(carried, row), None), carried, rows)[0]
+
+    def run_round(through: tuple[Index, Carried], counts: jax.Array) -> tuple[Any, None]:
+        for moves, count in zip(kinds, counts, strict=True):
+
+            def step(_: Index, through: Any, moves: Moves = moves) -> tuple[Index, Carried]:
+                number, carried = through
+                row = jax.tree.map(lambda column: column[number], rows)
+                return number + 1, tick(fixed, batch, carried, row, moves=moves)
+
+            with jax.named_scope(moves.name):
+                through = lax.fori_loop(0, count, step, through)
+        return through, None
+
+    start = jnp.zeros((), jnp.int32), carried
+    (_, carried), _ = lax.scan(run_round, start, jnp.asarray(rounds))
+    return carried
+
+
+def _at_edge(
+    edge: Transfer, stage: jax.Array, move: Callable[[Through, Transfer], Through], through: Through
+) -> Through:
+    """Moves whole chunks before the first tick, or after the last."""
+    if not len(edge.chunk):
+        return through
+    moves = Transfer(*(jnp.asarray(column)[:, stage] for column in edge))
+    return lax.scan(lambda through, one: (move(through, one), None), through, moves)[0]
 
 
 def _of_stage(table: TickTable, stage: jax.Array) -> Row:
@@ -175,14 +234,32 @@ def _of_stage(table: TickTable, stage: jax.Array) -> Row:
     )
 
 
-def tick(fixed: Fixed, batch: Microbatches, carried: Carried, row: Row) -> Carried:
-    """Runs one row."""
-    sink = fixed.gradients
+def tick(
+    fixed: Fixed, batch: Microbatches, carried: Carried, row: Row, *, moves: Moves = _NOTHING
+) -> Carried:
+    """Runs one row; ``moves`` says what all stages move over data while its layers run."""
+    sink, weights = fixed.gradients, fixed.weights
     arriving = send_late(fixed.table, carried.sent, fixed.axes)
-    held = fixed.weights.gather(fixed, carried.weights, row.gather)
-    carried = outer_phases.enter(fixed, batch, carried.but(weights=held), row.outer)
+    gathered: Tree = []
+    reduced: Tree = []
+    if moves.gather:
+        gathered = weights.start(fixed, carried.weights, row.gather)
+    elif fixed.table.gathers.whole:
+        carried = carried.but(weights=weights.gather(fixed, carried.weights, row.gather))
+    if moves.reduce:
+        assert sink is not None
+        carried, reduced = sink.start(fixed, carried, row.reduce)
+    carried = outer_phases.enter(fixed, batch, carried, row.outer)
     carried, outputs = run_cells(fixed, batch, carried, row, arriving)
-    if sink is not None:
+    # The pieces are there when the layers are done.
+    (gathered, reduced), outputs = tie((gathered, reduced), outputs)
+    if moves.gather:
+        held = weights.finish(fixed, carried.weights, gathered, row.gather)
+        carried = carried.but(weights=held)
+    if moves.reduce:
+        assert sink is not None
+        carried = sink.finish(fixed, carried, reduced, row.reduce)
+    elif sink is not None and sink.reduces(fixed) and fixed.table.reduces.whole:
         carried = sink.chunk(fixed, carried, row.reduce)
     carried = exchange(fixed.table, carried, row, outputs, arriving, fixed.axes)
     if sink is None:

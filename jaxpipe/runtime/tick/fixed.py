@@ -84,6 +84,11 @@ class Setup:
         return [self.layout] if self.frozen is None else [self.layout, self.frozen]
 
     @property
+    def layer_layouts(self) -> list[LayerLayout]:
+        """Where layers lie in them."""
+        return [layout.layers for layout in self.layouts]
+
+    @property
     def shares(self) -> bool:
         """Whether layers share parameters."""
         return SHARED in self.layout.outer

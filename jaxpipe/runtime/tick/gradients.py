@@ -1,8 +1,9 @@
-"""What becomes of gradients: `Kept` until the step ends, or `Reduced` chunk by chunk."""
+"""What becomes of gradients: `Summed`, and reduced over data chunk by chunk."""
 
 from __future__ import annotations
 
 import abc
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -14,9 +15,13 @@ from jaxpipe.runtime.layout.leaf import Leaf
 from jaxpipe.runtime.layout.whole_model import SHARED
 from jaxpipe.runtime.tick.carried import Carried
 from jaxpipe.runtime.tick.fixed import Fixed
+from jaxpipe.runtime.tick.pieces import spans
 from jaxpipe.runtime.tick.work import LayerWork
 from jaxpipe.runtime.types import Arrays, Gradients, Index, Shapes, Stored, Tree
 from jaxpipe.schedule.lowering.table import Outer, Row, Transfer
+
+Pieces: TypeAlias = list[Stored]
+"""Reduced pieces of a chunk, this data shard's part."""
 
 
 class GradientSink(abc.ABC):
@@ -25,6 +30,10 @@ class GradientSink(abc.ABC):
     @abc.abstractmethod
     def shapes(self, fixed: Fixed) -> dict[str, Shapes]:
         """Shapes of its buffers, by name: "gradients", the sums of layers, and what they become."""
+
+    def reduces(self, fixed: Fixed) -> bool:
+        """Whether it reduces chunks when the table says."""
+        return False
 
     def finished(self, buffers: dict[str, Arrays]) -> Tree:
         """What finished gradients have become when nothing has run; ``buffers`` of zeros."""
@@ -51,61 +60,122 @@ class GradientSink(abc.ABC):
         """What the layers' part of a tick ends with: the chunk whose sums leave their slot."""
         return carried
 
+    def moving(self, fixed: Fixed) -> Shapes:
+        """Shapes of what is on its way while layers run, and of what it is made from."""
+        return []
+
+    def start(self, fixed: Fixed, carried: Carried, transfer: Transfer) -> tuple[Carried, Pieces]:
+        """The pieces that a tick reduces while its layers run."""
+        raise NotImplementedError
+
+    def finish(self, fixed: Fixed, carried: Carried, pieces: Pieces, transfer: Transfer) -> Carried:
+        """What is carried once they are there."""
+        raise NotImplementedError
+
     def tick(self, fixed: Fixed, carried: Carried, row: Row) -> Carried:
         """What a tick ends with."""
         return carried
 
 
-class Kept(GradientSink):
-    """Gradients of all layers are summed, and reduced over data when the step ends (ZeRO 0, 1)."""
+class Summed(GradientSink):
+    """A chunk's gradients are summed over microbatches, and then over data (a step's ZeRO level).
+
+    The sums of all chunks have room until ZeRO-2, from there on those in slots. What they are
+    reduced to takes their place (ZeRO-0), or is this data shard's part.
+    """
+
+    def __init__(self, zero: int) -> None:
+        self._in_slots, self._in_place = zero >= 2, zero == 0
 
     def shapes(self, fixed: Fixed) -> dict[str, Shapes]:
-        whole = {"gradients": jax.tree.map(Leaf.struct, fixed.params.placed)}
-        return whole | (_reduced_shapes(fixed) if fixed.setup.zero else {})
+        params = fixed.params
+        sums = jax.tree.map(Leaf.struct, params.placed)
+        if self._in_slots:
+            sums = params.slot_shapes(fixed.table.reduces.num_slots)
+        if self._in_place:
+            return {"gradients": sums}
+        parts = lax.axis_size(fixed.axes.split)
+        reduced = jax.tree.map(lambda leaf: leaf.struct(parts=parts), params.placed)
+        return {"gradients": sums, "reduced": reduced}
+
+    def reduces(self, fixed: Fixed) -> bool:
+        return lax.axis_size(fixed.axes.data) > 1
 
     def add(self, work: LayerWork, sums: Arrays, stored: Stored) -> Arrays:
+        if self._in_slots:
+            return super().add(work, sums, stored)
         return work.fixed.params.add(sums, work.place(), stored)
 
-    def result(self, fixed: Fixed, carried: Carried) -> Gradients:
-        """Gradients like the placed parameters."""
-        if lax.axis_size(fixed.axes.data) == 1:
-            return _with_outer(fixed, carried, carried.gradients)
-        params, in_place = fixed.params, fixed.setup.zero == 0
-
-        # Piece by piece: no second copy of all of it.
-        def body(chunk: Index, number: Index, kept: Arrays) -> Arrays:
-            place = params.piece_at((fixed.stage, chunk, number))
-            total = params.read(kept if in_place else carried.gradients, place)
-            shards = reduce_gradients(total, params.piece, fixed.axes, zero=fixed.setup.zero)
-            return params.write(kept, place, shards)
-
-        sums = carried.gradients if in_place else carried.finished
-        layers = params.every_piece(body, sums, in_place=in_place)
-        return _with_outer(fixed, carried, layers)
-
-
-class Reduced(GradientSink):
-    """A chunk's sums are reduced over data when they leave their slot (ZeRO 2, 3)."""
-
-    def shapes(self, fixed: Fixed) -> dict[str, Shapes]:
-        slots = fixed.params.slot_shapes(fixed.table.reduces.num_slots)
-        return {"gradients": slots} | _reduced_shapes(fixed)
-
+    @jax.named_scope("reduce")
     def chunk(self, fixed: Fixed, carried: Carried, transfer: Transfer) -> Carried:
-        params = fixed.params
+        def body(chunk: Index, number: Index, sums_and_reduced: Any) -> Any:
+            sums, reduced = sums_and_reduced
+            total = fixed.params.read(sums, self._place(fixed, chunk, number, transfer))
+            if not self._in_place:
+                total, reduced = tie(total, reduced)
+            shards = self._reduced(fixed, total)
+            if self._in_place:
+                return self._put(fixed, chunk, number, sums, shards), reduced
+            return sums, self._put(fixed, chunk, number, reduced, shards)
 
-        def body(chunk: Index, number: Index, reduced: Arrays) -> Arrays:
-            here = params.piece_at((fixed.stage, chunk, number), slot=transfer.slot)
-            total, reduced = tie(params.read(carried.gradients, here), reduced)
-            shards = reduce_gradients(total, params.piece, fixed.axes, zero=fixed.setup.zero)
-            there = params.piece_at((fixed.stage, chunk, number))
-            return params.add(reduced, there, shards)
+        through = carried.gradients, carried.finished
+        sums, reduced = fixed.params.loop_pieces(transfer.chunk, body, through)
+        return carried.but(gradients=sums, finished=reduced)
 
-        return carried.but(finished=params.loop_pieces(transfer.chunk, body, carried.finished))
+    def moving(self, fixed: Fixed) -> Shapes:
+        reduces, parts = fixed.table.reduces, lax.axis_size(fixed.axes.split)
+        counts = (1,) if self._in_place else (1, parts)
+        pieces = [
+            jax.tree.map(lambda leaf, n=n: leaf.struct(parts=n), fixed.params.piece) for n in counts
+        ]
+        return pieces * reduces.group if self.reduces(fixed) and reduces.shared.any() else []
+
+    @jax.named_scope("reduce")
+    def start(self, fixed: Fixed, carried: Carried, transfer: Transfer) -> tuple[Carried, Pieces]:
+        params, sums, pieces = fixed.params, carried.gradients, []
+
+        # The sums pass through the loop, so that it comes before those that write them.
+        def read(chunk: Index, number: Index, sums: Arrays, _: Stored) -> Any:
+            return sums, params.read(sums, self._place(fixed, chunk, number, transfer))
+
+        empty = jax.tree.map(lambda leaf: jnp.zeros_like(leaf.struct()), params.piece)
+        for span in spans(fixed.table.reduces, transfer):
+            sums, total = params.loop(span, read, sums, empty)
+            pieces.append(self._reduced(fixed, total))
+        return carried.but(gradients=sums), pieces
+
+    @jax.named_scope("store_reduced")
+    def finish(self, fixed: Fixed, carried: Carried, pieces: Pieces, transfer: Transfer) -> Carried:
+        name = "gradients" if self._in_place else "finished"
+        arrays = getattr(carried, name)
+
+        def put(chunk: Index, number: Index, arrays: Arrays, shards: Stored) -> Any:
+            return self._put(fixed, chunk, number, arrays, shards), shards
+
+        for span, shards in zip(spans(fixed.table.reduces, transfer), pieces, strict=True):
+            arrays, _ = fixed.params.loop(span, put, arrays, shards)
+        return carried.but(**{name: arrays})
+
+    def _place(self, fixed: Fixed, chunk: Index, number: Index, transfer: Transfer) -> Any:
+        """Where the sums of a piece lie."""
+        slot = transfer.slot if self._in_slots else None
+        return fixed.params.piece_at((fixed.stage, chunk, number), slot=slot)
+
+    def _reduced(self, fixed: Fixed, total: Stored) -> Stored:
+        return reduce_gradients(total, fixed.params.piece, fixed.axes, zero=fixed.setup.zero)
+
+    def _put(
+        self, fixed: Fixed, chunk: Index, number: Index, arrays: Arrays, shards: Stored
+    ) -> Arrays:
+        """The finished gradients with those of a piece, of which there may be some already."""
+        put = fixed.params.write if self._in_place else fixed.params.add
+        return put(arrays, fixed.params.piece_at((fixed.stage, chunk, number)), shards)
 
     def result(self, fixed: Fixed, carried: Carried) -> Gradients:
-        """Gradients like the placed parameters, this data shard's part."""
-        return _with_outer(fixed, carried, carried.finished)
+        """The finished gradients of this device, shaped like its placed parameters."""
+        layers = carried.gradients if self._in_place else carried.finished
+        of_layers = {"layers": jax.tree.map(lambda w: w[None], layers)}
+        return of_layers | reduced_outer(fixed, carried)
 
 
 def reduced_outer(fixed: Fixed, carried: Carried) -> Gradients:
@@ -115,13 +185,3 @@ def reduced_outer(fixed: Fixed, carried: Carried) -> Gradients:
         of_layers = lax.psum(carried.shared_gradients, fixed.axes.stage)
         outer = outer | {SHARED: jax.tree.map(jnp.add, outer[SHARED], of_layers)}
     return reduce_gradients(outer, setup.layout.outer, fixed.axes, zero=setup.zero)
-
-
-def _reduced_shapes(fixed: Fixed) -> dict[str, Shapes]:
-    parts = lax.axis_size(fixed.axes.split)
-    return {"reduced": jax.tree.map(lambda leaf: leaf.struct(parts=parts), fixed.params.placed)}
-
-
-def _with_outer(fixed: Fixed, carried: Carried, layers: Arrays) -> Gradients:
-    """The finished gradients of this device, shaped like its placed parameters."""
-    return {"layers": jax.tree.map(lambda w: w[None], layers), **reduced_outer(fixed, carried)}

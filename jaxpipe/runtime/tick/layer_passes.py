@@ -22,7 +22,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxpipe.runtime.barriers import run_if, tie
+from jaxpipe.runtime.barriers import run_if, tie, tie_to_smallest
 from jaxpipe.runtime.layers.losses import WithLoss
 from jaxpipe.runtime.layout.buffers import at_slot, put_slot
 from jaxpipe.runtime.tick.carried import Carried
@@ -138,7 +138,8 @@ def _run_layers(
     span = work.cell.chunk, work.cell.lo, work.cell.hi
     sums, rest = through.carried.gradients, (through.but(gradients=None), outputs)
     down = work.action in (Kind.B, Kind.BW)
-    sums, rest = work.fixed.params.loop(span, body, sums, rest, down=down)
+    with jax.named_scope(work.action.name):
+        sums, rest = work.fixed.params.loop(span, body, sums, rest, down=down)
     through, outputs = rest
     return through.but(gradients=sums), outputs
 
@@ -194,7 +195,7 @@ def _backward(work: LayerWork, through: Through) -> Through:
 
 def _backward_weights(work: LayerWork, through: Through) -> Through:
     read = work.weights(), *work.saved(through.carried, "until_w", "crossing")
-    (weights, *residuals), sums = tie(read, through.carried.gradients)
+    (weights, *residuals), sums = tie_to_smallest(read, through.carried.gradients)
     split = work.kind.split
     dparams = split.backward_weights(work.params(weights), *residuals, *work.context())
     return _add_gradient(work, through.but(gradients=sums), dparams)

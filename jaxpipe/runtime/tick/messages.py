@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from typing import TypeAlias
 
+import jax
 from jax import lax
 
 from jaxpipe.runtime.barriers import tie
@@ -38,6 +39,7 @@ def send_late(table: TickTable, sent: dict[Kind, Message], axes: Axes) -> list[M
     return [send(sent[c.kind], c, axes) if c.late else None for c in table.channels]
 
 
+@jax.named_scope("meet")
 def exchange(
     table: TickTable,
     carried: Carried,

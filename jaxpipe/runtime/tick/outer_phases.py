@@ -18,6 +18,7 @@ from jaxpipe.runtime.types import Activation, Message, OuterParams, Tree
 from jaxpipe.schedule.lowering.table import NONE, Outer
 
 
+@jax.named_scope("enter")
 def enter(fixed: Fixed, batch: Microbatches, carried: Carried, row: Outer) -> Carried:
     """Embeds the microbatch that enters, into the first stage's inbox."""
     here = jnp.where(fixed.stage == _stage_of(fixed, 0), row.embed_slot, NONE)
@@ -32,6 +33,7 @@ def enter(fixed: Fixed, batch: Microbatches, carried: Carried, row: Outer) -> Ca
     return carried.but(inboxes=carried.inboxes | {"x": x})
 
 
+@jax.named_scope("leave")
 def evaluate(
     fixed: Fixed, batch: Microbatches, carried: Carried, row: Outer, y: Message
 ) -> Carried:
@@ -46,6 +48,7 @@ def evaluate(
     return carried.but(collected=run_if(row.head != NONE, body, carried.collected))
 
 
+@jax.named_scope("leave")
 def leave(fixed: Fixed, batch: Microbatches, carried: Carried, row: Outer, y: Message) -> Carried:
     """The loss of the microbatch that leaves, its cotangent, and the gradient of the head."""
     assert fixed.gradients is not None
@@ -86,6 +89,7 @@ def leave(fixed: Fixed, batch: Microbatches, carried: Carried, row: Outer, y: Me
     )
 
 
+@jax.named_scope("embed_gradient")
 def embed_gradient(
     fixed: Fixed, batch: Microbatches, carried: Carried, row: Outer, dx: Message
 ) -> Carried:

@@ -5,18 +5,26 @@ from __future__ import annotations
 import abc
 import functools
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple, TypeAlias, TypeVar
 
 import jax
+import jax.numpy as jnp
+from jax import lax
 
 from jaxpipe.runtime.barriers import tie
 from jaxpipe.runtime.layout.data_axis import gather
 from jaxpipe.runtime.layout.leaf import Leaf
 from jaxpipe.runtime.tick.fixed import Fixed, Setup
+from jaxpipe.runtime.tick.pieces import spans
 from jaxpipe.runtime.tick.work import LayerWork
 from jaxpipe.runtime.trees import combine
-from jaxpipe.runtime.types import Arrays, Index, OuterParams, Shapes, Stored, Tree
+from jaxpipe.runtime.types import Arrays, At, Index, OuterParams, Shapes, Stored, Tree
 from jaxpipe.schedule.lowering.table import Outer, Transfer
+
+Carry = TypeVar("Carry")
+
+Pieces: TypeAlias = list[list[Stored]]
+"""Gathered pieces of a chunk, each of all layouts."""
 
 
 class Held(NamedTuple):
@@ -35,7 +43,13 @@ class Held(NamedTuple):
 
 
 class WeightSource(abc.ABC):
-    """Where the weights of an action come from; ``held`` is what the ticks carry for it."""
+    """Where the weights of an action come from; ``held`` is what the ticks carry for it.
+
+    Attributes:
+      gathers: whether it gathers chunks, as the table says.
+    """
+
+    gathers: ClassVar[bool] = False
 
     def shapes(self, fixed: Fixed) -> dict[str, Shapes]:
         """Shapes of its buffers, by name."""
@@ -46,8 +60,20 @@ class WeightSource(abc.ABC):
         return held
 
     def gather(self, fixed: Fixed, held: Any, transfer: Transfer) -> Any:
-        """What is held after a tick's transfer, before its layers run."""
+        """What is held after a chunk is gathered, before layers run."""
         return held
+
+    def moving(self, fixed: Fixed) -> Shapes:
+        """Shapes of what is on its way while layers run, and of what it is made from."""
+        return []
+
+    def start(self, fixed: Fixed, held: Any, transfer: Transfer) -> Pieces:
+        """The pieces that a tick gathers while its layers run."""
+        raise NotImplementedError
+
+    def finish(self, fixed: Fixed, held: Any, pieces: Pieces, transfer: Transfer) -> Any:
+        """What is held once they are there."""
+        raise NotImplementedError
 
     @abc.abstractmethod
     def layer(self, work: LayerWork) -> list[Stored]:
@@ -73,7 +99,7 @@ class Resident(WeightSource):
     def shapes(self, fixed: Fixed) -> dict[str, Shapes]:
         if fixed.setup.compute is None:
             return {}
-        own = [jax.tree.map(Leaf.struct, one.layers.placed) for one in fixed.setup.layouts]
+        own = [jax.tree.map(Leaf.struct, one.placed) for one in fixed.setup.layer_layouts]
         return {"weights": jax.eval_shape(functools.partial(_cast, fixed.setup), own)}
 
     def layer(self, work: LayerWork) -> list[Stored]:
@@ -82,6 +108,8 @@ class Resident(WeightSource):
 
 class Gathered(WeightSource):
     """Weights are sharded over data (ZeRO-3): chunks are gathered into slots, as the table says."""
+
+    gathers = True
 
     def hold(self, setup: Setup, layers: list[Arrays], outers: list[OuterParams]) -> Held:
         """As of `Resident`."""
@@ -93,7 +121,7 @@ class Gathered(WeightSource):
 
     def shapes(self, fixed: Fixed) -> dict[str, Shapes]:
         count = fixed.table.gathers.num_slots
-        slots = [one.layers.slot_shapes(count) for one in fixed.setup.layouts]
+        slots = [one.slot_shapes(count) for one in fixed.setup.layer_layouts]
         if fixed.setup.compute is not None:
             slots = jax.eval_shape(functools.partial(_cast, fixed.setup), slots)
         return {"weights": slots}
@@ -101,22 +129,74 @@ class Gathered(WeightSource):
     def with_buffers(self, held: Held, buffers: dict[str, Arrays]) -> Held:
         return held._replace(copies=buffers["weights"])
 
+    @jax.named_scope("gather")
     def gather(self, fixed: Fixed, held: Held, transfer: Transfer) -> Held:
-        layouts = [layout.layers for layout in fixed.setup.layouts]
-
         def body(chunk: Index, number: Index, slots: list[Arrays]) -> list[Arrays]:
-            at, written = (fixed.stage, chunk, number), []
-            for n, params in enumerate(layouts):
-                shards = params.read(held.layers[n], params.piece_at(at))
-                shards, slot = tie(shards, slots[n])
-                if fixed.setup.compute is not None:
-                    dtypes = fixed.setup.compute[n]
-                    shards = jax.tree.map(lambda w, dtype: w.astype(dtype), shards, dtypes)
-                whole = gather(shards, params.piece, fixed.axes)
-                written.append(params.write(slot, params.piece_at(at, slot=transfer.slot), whole))
-            return written
+            at = (fixed.stage, chunk, number)
+            shards, slots = self._shards(fixed, held, at, slots)
+            return [
+                layout.write(slot, layout.piece_at(at, slot=transfer.slot), whole)
+                for layout, slot, whole in zip(
+                    fixed.setup.layer_layouts, slots, self._whole(fixed, shards), strict=True
+                )
+            ]
 
         return held._replace(copies=fixed.params.loop_pieces(transfer.chunk, body, held.copies))
+
+    def moving(self, fixed: Fixed) -> Shapes:
+        gathers, parts = fixed.table.gathers, lax.axis_size(fixed.axes.split)
+        pieces = [self._piece_shapes(fixed, parts=n) for n in (1, parts)]
+        return pieces * gathers.group if gathers.shared.any() else []
+
+    @jax.named_scope("gather")
+    def start(self, fixed: Fixed, held: Held, transfer: Transfer) -> Pieces:
+        def read(chunk: Index, number: Index, nothing: Arrays, shards: list[Stored]) -> Any:
+            return nothing, self._shards(fixed, held, (fixed.stage, chunk, number), shards)[0]
+
+        shapes = self._piece_shapes(fixed, parts=lax.axis_size(fixed.axes.split))
+        empty, pieces = jax.tree.map(jnp.zeros_like, shapes), []
+        for span in spans(fixed.table.gathers, transfer):
+            _, shards = fixed.params.loop(span, read, {}, empty)
+            pieces.append(self._whole(fixed, shards))
+        return pieces
+
+    @jax.named_scope("store_gathered")
+    def finish(self, fixed: Fixed, held: Held, pieces: Pieces, transfer: Transfer) -> Held:
+        slots = list(held.copies)
+        for span, piece in zip(spans(fixed.table.gathers, transfer), pieces, strict=True):
+            for n, layout in enumerate(fixed.setup.layer_layouts):
+
+                def write(
+                    chunk: Index, number: Index, slot: Arrays, one: Stored, layout: Any = layout
+                ) -> Any:
+                    at = (fixed.stage, chunk, number)
+                    return layout.write(slot, layout.piece_at(at, slot=transfer.slot), one), one
+
+                slots[n], _ = layout.loop(span, write, slots[n], piece[n])
+        return held._replace(copies=slots)
+
+    def _shards(
+        self, fixed: Fixed, held: Held, at: At, carried: Carry
+    ) -> tuple[list[Stored], Carry]:
+        """This data shard's part of a piece, in the dtypes that are gathered, tied to a value."""
+        shards = [
+            layout.read(one, layout.piece_at(at))
+            for layout, one in zip(fixed.setup.layer_layouts, held.layers, strict=True)
+        ]
+        shards, carried = tie(shards, carried)
+        return _cast_pieces(fixed.setup, shards), carried
+
+    def _piece_shapes(self, fixed: Fixed, *, parts: int) -> Shapes:
+        """Shapes of a piece of all layouts, or of one of its parts, as they are gathered."""
+        own = [
+            jax.tree.map(lambda leaf: leaf.struct(parts=parts), layout.piece)
+            for layout in fixed.setup.layer_layouts
+        ]
+        return jax.eval_shape(functools.partial(_cast_pieces, fixed.setup), own)
+
+    def _whole(self, fixed: Fixed, shards: list[Stored]) -> list[Stored]:
+        pairs = zip(shards, fixed.setup.layer_layouts, strict=True)
+        return [gather(one, layout.piece, fixed.axes) for one, layout in pairs]
 
     def layer(self, work: LayerWork) -> list[Stored]:
         return work.read(work.held.copies, slot=work.cell.weights)
@@ -125,8 +205,17 @@ class Gathered(WeightSource):
 def _cast(setup: Setup, arrays: Sequence[Arrays]) -> list[Arrays]:
     """A stage's arrays of all layouts, or slots, in the dtypes that layers compute in."""
     assert setup.compute is not None
-    layouts = [layout.layers for layout in setup.layouts]
     return [
         layout.cast(one, dtypes)
-        for layout, one, dtypes in zip(layouts, arrays, setup.compute, strict=True)
+        for layout, one, dtypes in zip(setup.layer_layouts, arrays, setup.compute, strict=True)
+    ]
+
+
+def _cast_pieces(setup: Setup, pieces: list[Stored]) -> list[Stored]:
+    """A piece of all layouts, in the dtypes that layers compute in."""
+    if setup.compute is None:
+        return pieces
+    return [
+        jax.tree.map(lambda w, dtype: w.astype(dtype), piece, dtypes)
+        for piece, dtypes in zip(pieces, setup.compute, strict=True)
     ]

@@ -87,19 +87,18 @@ class LayerWork(Work):
         """
         stored, shared = weights
         example, parts = self.kind.example, []
-        for layout, one in zip(self.fixed.setup.layouts, stored, strict=True):
-            leaves = layout.layers.leaves_of(example)
+        for layout, one in zip(self.fixed.setup.layer_layouts, stored, strict=True):
+            leaves = layout.leaves_of(example)
             whole = jax.tree.map(lambda w, leaf: w.astype(leaf.dtype), one, leaves)
-            parts.append(layout.layers.unpack(whole, example))
+            parts.append(layout.unpack(whole, example))
         own = functools.reduce(combine, parts)
         return (own, shared) if self.fixed.setup.shares else own
 
     def read(self, arrays: Sequence[Arrays], slot: Index = None) -> list[Stored]:
         """The layer's part of the arrays of all layouts."""
-        layouts = [layout.layers for layout in self.fixed.setup.layouts]
         return [
             layout.read(one, layout.layer_at(self.at, self.kind.example, slot=slot))
-            for layout, one in zip(layouts, arrays, strict=True)
+            for layout, one in zip(self.fixed.setup.layer_layouts, arrays, strict=True)
         ]
 
     def place(self, slot: Index = None) -> Any:

@@ -61,6 +61,9 @@ class Applied(GradientSink):
     def shapes(self, fixed: Fixed) -> dict[str, Shapes]:
         return {"gradients": fixed.params.slot_shapes(fixed.table.reduces.num_slots)}
 
+    def reduces(self, fixed: Fixed) -> bool:
+        return True
+
     def chunk(self, fixed: Fixed, carried: Carried, transfer: Transfer) -> Carried:
         """Updates a chunk whose gradient is complete; nothing reads it again."""
         params, updating = fixed.params, carried.finished

@@ -78,7 +78,7 @@ def _chunk_by_chunk(pipe: Pipeline, optimizer: optax.GradientTransformation) -> 
     _check(pipe)
     placed_optimizer = pipe.placed_optimizer(optimizer)
     placed_optimizer.check_parts()
-    setup, applied = pipe.setup(pipe.table), Applied(placed_optimizer)
+    setup, applied = pipe.setup(pipe.chunk_table), Applied(placed_optimizer)
 
     def body(params: Placed, state: Any, batch: Batch, rng: Key, states: States) -> Any:
         rows = StepMicrobatches(split_rows(batch, pipe.schedule.num_microbatches), rng)
@@ -107,7 +107,7 @@ def _check(pipe: Pipeline) -> None:
     if pipe.layout.layers.own_arrays:
         rule = "is not stacked: a chunk is updated piece by piece in stacked arrays"
         refuse([Problem("weights", pipe.weights, rule, {"weights": "stacked"})])
-    counts, chunks = pipe.table.reduces.counts, pipe.schedule.num_chunks
+    counts, chunks = pipe.chunk_table.reduces.counts, pipe.schedule.num_chunks
     if any(count > chunks for count in counts):
         rule = (
             "comes back to a chunk after it has worked on another: a stage finishes a gradient "

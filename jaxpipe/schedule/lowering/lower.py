@@ -12,6 +12,9 @@ each buffer exactly the schedule's peak and no more.
 A message that is first read two ticks after it was sent may arrive one tick late and travel while
 that tick's layers run. Stages meet at the end of a tick if any of its messages cannot wait, so a
 tick's messages are late only if all of them can be.
+
+Where chunks move over data in pieces under layers (`jaxpipe.schedule.lowering.under_layers`), a
+tick's pieces are on their way from its beginning to its end.
 """
 
 from __future__ import annotations
@@ -52,7 +55,9 @@ def lower(
     layer_counts: Sequence[int],
     *,
     weight_slots: int = 1,
+    gradient_slots: int | None = None,
     own_slots: bool = False,
+    pieces: int = 0,
 ) -> TickTable:
     """Turns a schedule into its tick table.
 
@@ -63,6 +68,7 @@ def lower(
       weight_slots: gathered chunks a stage keeps at once when weights are sharded over data; capped
         by the number of chunks. With slices, raised to the number that one tick uses, and until no
         tick gathers twice.
+      gradient_slots: chunks whose gradients a stage sums at once; by default as many.
       own_slots: a chunk always lies in slot ``chunk % k`` of k, for programs that must know where
         weights are; this may take more slots and gather more often.
 
@@ -75,8 +81,9 @@ def lower(
       4
     """
     refuse(simulated_only(schedule))
-    num_slots = min(weight_slots, schedule.num_chunks)
-    return _Lowering(schedule, tuple(layer_counts)).run(num_slots, own_slots)
+    most = schedule.num_chunks
+    num_slots = min(weight_slots, most), min(gradient_slots or weight_slots, most)
+    return _Lowering(schedule, tuple(layer_counts)).run(*num_slots, own_slots, pieces)
 
 
 def forward_only(schedule: Schedule) -> Schedule:
@@ -106,11 +113,13 @@ class _Lowering:
         self.starts, self.ends = self._spans()
         self.late, self.meets = self._meetings()
 
-    def run(self, weight_slots: int, own_slots: bool) -> TickTable:
+    def run(
+        self, weight_slots: int, gradient_slots: int, own_slots: bool, pieces: int
+    ) -> TickTable:
         slots, num_slots = self._colour()
-        hold = functools.partial(held_chunks, self.schedule, self.columns, weight_slots, own_slots)
-        weights = hold(self.kinds, load=True)
-        gradients = hold([Kind.W, Kind.BW], load=False)
+        hold = functools.partial(held_chunks, self.schedule, self.columns, own_slots, pieces)
+        weights = hold(weight_slots, self.kinds, load=True)
+        gradients = hold(gradient_slots, [Kind.W, Kind.BW], load=False)
         passes = {kind: self._pass(kind, slots, weights, gradients) for kind in self.kinds}
         embed, embed_slot = self._uniform(self.starts[Kind.F], 0, slots["x"])
         head, head_slot = self._uniform(self.ends[Kind.F], -1, slots["dy"])

@@ -29,7 +29,7 @@ def cached_slots(
     """Assigns slots to items, evicting the one whose next use is farthest (Belady's rule).
 
     The number of stays, and hence of transfers, is the least possible. An item stays until the tick
-    of its use is over.
+    of its use is over. Of items that are not used again, the one that has waited longest goes.
 
     Args:
       ticks: when each use is, in order.
@@ -52,8 +52,10 @@ def cached_slots(
         if item not in held:
             slot = len(held)
             if slot == num_slots:
-                idle = (other for other, stay in held.items() if stays[stay].unloaded < tick)
-                slot = stays[held.pop(max(idle, key=farthest.__getitem__))].slot
+                used = {other: stays[stay].unloaded for other, stay in held.items()}
+                idle = (other for other in held if used[other] < tick)
+                farthest_idle = max(idle, key=lambda other: (farthest[other], -used[other]))
+                slot = stays[held.pop(farthest_idle)].slot
             held[item] = len(stays)
             stays.append(Stay(item, slot, tick, tick))
         stays[held[item]].unloaded = tick

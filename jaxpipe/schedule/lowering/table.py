@@ -7,6 +7,7 @@ with one integer per field: its own stage's. A table holds the same rows as colu
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -61,10 +62,30 @@ class Arrival(NamedTuple):
 
 
 class Transfer(NamedTuple):
-    """A chunk to gather or reduce over data, and its slot; chunk `NONE` for none."""
+    """What to gather or reduce over data; chunk `NONE` for nothing.
+
+    Args:
+      chunk: which.
+      slot: where it lies.
+      piece: the first of its pieces to move, where it moves in pieces.
+    """
 
     chunk: Any
     slot: Any
+    piece: Any = 0
+
+
+class Moves(NamedTuple):
+    """Whether all stages gather in a tick, or reduce, under the tick's layers."""
+
+    gather: bool = False
+    reduce: bool = False
+
+    @property
+    def name(self) -> str:
+        """Such as "tick_gather"."""
+        moves = [name for name, moves in self._asdict().items() if moves]
+        return "_".join(["tick", *moves])
 
 
 class Reads(NamedTuple):
@@ -166,16 +187,45 @@ class Channel:
 
 @dataclasses.dataclass(frozen=True)
 class Transfers:
-    """Gathers or reductions over data: int32 ``[ticks, stages]`` chunk and slot, or `NONE`."""
+    """Gathers or reductions over data.
+
+    A chunk moves as a whole in the tick of its first use, or of its last, and layers wait for it.
+    Or, if there is a slot more, it moves in pieces under layers of other chunks, at equal ticks on
+    all stages.
+
+    Args:
+      chunk, slot, piece: int32 ``[ticks, stages]``, see `Transfer`.
+      num_slots: per stage.
+      group: pieces that move in one tick under its layers; 0 where chunks move as a whole.
+      parts: ticks in which a chunk moves.
+      edge: whole chunks that move before the first tick (gathers) or after the last (reductions),
+        int32 ``[moves, stages]``.
+    """
 
     chunk: np.ndarray
     slot: np.ndarray
+    piece: np.ndarray
     num_slots: int
+    group: int
+    parts: int
+    edge: Transfer
 
     @property
     def counts(self) -> tuple[int, ...]:
-        """How many transfers each stage executes in one step."""
-        return tuple(int(n) for n in (self.chunk != NONE).sum(axis=0))
+        """How many chunks each stage moves in one step."""
+        pieces, edge = (self.chunk != NONE).sum(axis=0), (self.edge.chunk != NONE).sum(axis=0)
+        return tuple((pieces // self.parts + edge).tolist())
+
+    @property
+    def whole(self) -> bool:
+        """Whether chunks move as a whole when they are used."""
+        return not self.group and bool((self.chunk != NONE).any())
+
+    @property
+    def shared(self) -> np.ndarray:
+        """bool ``[ticks]``: in which all stages move pieces under their layers."""
+        moves: np.ndarray = (self.chunk != NONE).any(axis=1) & (self.group > 0)
+        return moves
 
 
 @dataclasses.dataclass(frozen=True)
@@ -224,8 +274,8 @@ class TickTable:
         return Row(
             cells=self.passes,
             arrivals=tuple(Arrival(c.slot, c.late_slot) for c in self.channels),
-            gather=Transfer(self.gathers.chunk, self.gathers.slot),
-            reduce=Transfer(self.reduces.chunk, self.reduces.slot),
+            gather=Transfer(self.gathers.chunk, self.gathers.slot, self.gathers.piece),
+            reduce=Transfer(self.reduces.chunk, self.reduces.slot, self.reduces.piece),
             outer=Outer(
                 embed=self.embed,
                 embed_slot=self.embed_slot,
@@ -235,6 +285,25 @@ class TickTable:
             ),
             meets=self.meets.astype(np.int32),
         )
+
+    def runs(self, *, gathers: bool, reduces: bool) -> tuple[tuple[Moves, ...], np.ndarray]:
+        """Ticks in a row that make equal moves.
+
+        Args:
+          gathers, reduces: whether the program gathers, and reduces, as the table says.
+
+        Returns:
+          The moves that occur, and int32 ``[rounds, moves]``: how many ticks of each follow each
+          other in every round.
+        """
+        wanted = self.gathers.shared & gathers, self.reduces.shared & reduces
+        of_tick = [Moves(*map(bool, tick)) for tick in zip(*wanted, strict=True)]
+        kinds, rounds = sorted(set(of_tick)), list[list[int]]()
+        for moves, ticks in itertools.groupby(map(kinds.index, of_tick)):
+            if not rounds or any(rounds[-1][moves:]):
+                rounds.append([0] * len(kinds))
+            rounds[-1][moves] = len(list(ticks))
+        return tuple(kinds), np.asarray(rounds, np.int32)
 
     @property
     def layers_per_chunk(self) -> int:

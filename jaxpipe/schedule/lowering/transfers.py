@@ -10,8 +10,9 @@ import numpy as np
 
 from jaxpipe.schedule.actions import Kind, Schedule
 from jaxpipe.schedule.lowering.columns import Columns
-from jaxpipe.schedule.lowering.slots import cached_slots
-from jaxpipe.schedule.lowering.table import NONE, Transfers
+from jaxpipe.schedule.lowering.slots import Stay, cached_slots
+from jaxpipe.schedule.lowering.table import NONE, Transfer, Transfers
+from jaxpipe.schedule.lowering.under_layers import under_layers
 
 
 class Held(NamedTuple):
@@ -31,8 +32,9 @@ class Held(NamedTuple):
 def held_chunks(
     schedule: Schedule,
     columns: Columns,
-    num_slots: int,
     own_slots: bool,
+    pieces: int,
+    num_slots: int,
     kinds: Sequence[Kind],
     *,
     load: bool,
@@ -41,14 +43,17 @@ def held_chunks(
 
     Args:
       columns: the schedule's slices.
-      num_slots: per stage, at least 1; raised until no tick needs more slots or two transfers.
       own_slots: a chunk always lies in slot ``chunk % num_slots``.
+      pieces: as for `under_layers`.
+      num_slots: per stage, at least 1; raised until no tick needs more slots or two transfers.
       kinds: that need the chunk in a slot.
-      load: whether a chunk moves in the tick of its first use, or in that of its last.
+      load: whether chunks move before their first use, or after their last.
     """
-    while (held := _with_slots(schedule, columns, num_slots, own_slots, kinds, load)) is None:
+    while (found := _with_slots(schedule, columns, num_slots, own_slots, kinds, load)) is None:
         num_slots += 1
-    return held
+    held, stays = found
+    spread = under_layers(stays, len(held.transfers.chunk), num_slots, pieces, load=load)
+    return held if spread is None else held._replace(transfers=spread)
 
 
 def _with_slots(
@@ -58,12 +63,15 @@ def _with_slots(
     own_slots: bool,
     kinds: Sequence[Kind],
     load: bool,
-) -> Held | None:
-    """As `held_chunks`; None where a tick needs more slots or more than one transfer."""
+) -> tuple[Held, list[list[Stay]]] | None:
+    """Chunks that move as a whole, and their stays by stage.
+
+    None where a tick needs more slots or more than one transfer."""
     shape = (1 + int(columns.tick.max()), schedule.num_stages)
     chunk, slot = np.full(shape, NONE, np.int32), np.zeros(shape, np.int32)
     slots_of = np.zeros(len(columns.tick), np.int64)
     fresh = np.zeros(len(columns.tick), bool)
+    all_stays: list[list[Stay]] = [[] for _ in range(schedule.num_stages)]
     wanted = columns.of(*kinds)
     chunks = np.asarray(schedule.placement.chunks)[columns.virtual_stage]
     actions = columns.kind, columns.virtual_stage, columns.microbatch
@@ -81,13 +89,18 @@ def _with_slots(
         ticks = [stay.loaded if load else stay.unloaded for stay in stays]
         if len(set(ticks)) < len(ticks) or (chunk[ticks, stage] != NONE).any():
             return None
-        held_in = cache * size + np.asarray([stay.slot for stay in stays], np.int64)
+        for stay in stays:
+            stay.slot += cache * size
+        all_stays[stage] += stays
+        held_in = np.asarray([stay.slot for stay in stays], np.int64)
         chunk[ticks, stage], slot[ticks, stage] = [stay.item for stay in stays], held_in
         slots_of[used] = held_in[stay_of]
         _, firsts = np.unique(stay_of, return_index=True)
         beginner = used[firsts[stay_of]]
         fresh[used] = np.logical_and.reduce([own[used] == own[beginner] for own in actions])
-    return Held(Transfers(chunk, slot, num_slots), slots_of, fresh)
+    nothing = Transfer(*(np.full((0, schedule.num_stages), NONE, np.int32) for _ in range(3)))
+    whole = Transfers(chunk, slot, np.zeros_like(slot), num_slots, group=0, parts=1, edge=nothing)
+    return Held(whole, slots_of, fresh), all_stays
 
 
 def _most_together(ticks: np.ndarray, items: np.ndarray) -> int:

@@ -4,21 +4,23 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 
 from jaxpipe.schedule.actions import Kind, Schedule
 from jaxpipe.schedule.check.validate import peak_in_flight
-from jaxpipe.schedule.generators.one_f_one_b import one_f_one_b
-from jaxpipe.schedule.generators.v_schedules import v_half, v_min, zb_v
-from jaxpipe.schedule.generators.zero_bubble import zb_h1, zb_h2
-from jaxpipe.schedule.placement import Placement, linear, wave
+from jaxpipe.schedule.placement import Placement, wave
 from jaxpipe.schedule.problems import Problem, refuse
-from jaxpipe.schedule.search.controllable_memory import controllable_memory
+from jaxpipe.schedule.search.bounds import lower_bound
+from jaxpipe.schedule.search.candidates import named
+from jaxpipe.schedule.search.order_search import search_orders, split
 from jaxpipe.schedule.search.slices import check_layer_counts, slice_ticks, with_slices
 from jaxpipe.schedule.search.tick_engine import Policy, Work
 from jaxpipe.schedule.search.tick_search import Settings, TickSearch
-from jaxpipe.schedule.simulate import UNIT, Costs, lock_step, simulate
+from jaxpipe.schedule.simulate import UNIT, Costs, lock_step, of_virtual_stages, simulate
 
+_NUM_COMPARED, _NUM_CUT = 8, 2
+"""How many of the orders that end first on the free-running clock are cut quickly, and how many of
+those, the ones that end first in lock-step, with care."""
 _TRIALS = tuple(
     Settings((Policy(in_order=False, first=first),), shortest=0.4, eagerness=1.0)
     for first in (Kind.F, Kind.B)
@@ -29,7 +31,7 @@ def auto(
     num_stages: int,
     num_microbatches: int,
     *,
-    costs: Costs = UNIT,
+    costs: Costs | Sequence[Costs] = UNIT,
     memory_limit: float | None = None,
     layers_per_chunk: int = 4,
     layer_counts: Sequence[int] | None = None,
@@ -38,9 +40,9 @@ def auto(
 ) -> Schedule:
     """Searches for the schedule that ends first in lock-step under a memory limit.
 
-    Slices the orders of other schedules on the same placement, and one order built tick by tick:
-    whatever is ready runs, under a cap on the chunks in flight. None of the candidates, sliced by
-    `slice_ticks`, ends before the result.
+    Takes the named schedules that fit and the best orders of `search_orders`, slices the most
+    promising of them by `slice_ticks`, and also builds one order tick by tick: whatever is ready
+    runs, under a cap on the chunks in flight. The best of all wins.
 
     ============  =====================================================================
     bubble        V placement, (F,B,W) = (1,1.2,.8), m = 4p, lock-step bubble ratio at 8 / 4 / 2
@@ -51,6 +53,7 @@ def auto(
     ============  =====================================================================
 
     Args:
+      costs: of one chunk; or, if chunks differ, of every virtual stage.
       memory_limit: peak in flight per stage, in microbatches of a full stage, at least 1; None for
         p, which is 1F1B's.
       layers_per_chunk: layers of every virtual stage, at least 1, without ``layer_counts``.
@@ -72,8 +75,9 @@ def auto(
     counts = tuple(layer_counts or [layers_per_chunk] * placement.num_virtual_stages)
     check_layer_counts(placement, counts)
     cap = int(min(limit, num_microbatches) * placement.num_chunks)
+    costs = of_virtual_stages(placement, costs)
     if candidates is None:
-        candidates = _named(num_stages, num_microbatches, placement, cap, costs)
+        candidates = _candidates(placement, num_microbatches, cap, costs)
     fitting = [s for s in candidates if max(peak_in_flight(s)) <= cap]
     best, makespan = _best_sliced(fitting, placement, costs, counts)
     unordered = Schedule("auto", placement, num_microbatches, ())
@@ -84,19 +88,40 @@ def auto(
     return dataclasses.replace(best, name="auto", peak_in_flight=peak_in_flight(best))
 
 
+def _candidates(
+    placement: Placement, num_microbatches: int, cap: int, costs: tuple[Costs, ...]
+) -> list[Schedule]:
+    """The schedules of this package that fit, and the best orders found from there on."""
+    same = costs[0] if len(set(costs)) == 1 else UNIT
+    known = named(placement, num_microbatches, cap=cap, costs=same)
+    bound = lower_bound(placement, num_microbatches, costs, cap=cap)
+    seeds = [split(schedule) for schedule in known]
+    return known + search_orders(
+        placement, num_microbatches, costs=costs, cap=cap, seeds=seeds, bound=bound
+    )
+
+
 def _best_sliced(
     candidates: Sequence[Schedule],
     placement: Placement,
-    costs: Costs,
+    costs: tuple[Costs, ...],
     layer_counts: tuple[int, ...],
 ) -> tuple[Schedule | None, float]:
     """The candidate that ends first once it is cut, with its makespan."""
     if any(s.placement != placement for s in candidates):
         raise ValueError("The candidates of schedule 'auto' are not all on its placement.")
     best, makespan = None, math.inf
-    # Each only has to beat the best so far: start with what ends first on the free-running clock.
-    for candidate in sorted(candidates, key=lambda s: simulate(s, costs).makespan):
-        sliced = slice_ticks(candidate, costs, layer_counts, makespan=makespan)
+    distinct = {schedule.orders: schedule for schedule in reversed(candidates)}.values()
+    timed = sorted(distinct, key=lambda schedule: simulate(schedule, costs).makespan)
+    compared = []
+    for number, schedule in enumerate(timed[:_NUM_COMPARED]):
+        sliced = slice_ticks(schedule, costs, layer_counts, quick=True)
+        compared.append((lock_step(sliced, costs).makespan, number, sliced))
+    for time, number, quick in sorted(compared, key=lambda item: item[:2])[:_NUM_CUT]:
+        if time < makespan:
+            best, makespan = quick, time
+        # It only has to beat the best so far.
+        sliced = slice_ticks(timed[number], costs, layer_counts, makespan=makespan)
         time = lock_step(sliced, costs).makespan
         if time < makespan:
             best, makespan = sliced, time
@@ -115,19 +140,9 @@ def _check(num_stages: int, placement: Placement, memory_limit: float) -> None:
     refuse(problems)
 
 
-def _named(p: int, m: int, placement: Placement, cap: int, costs: Costs) -> Iterator[Schedule]:
-    """The schedules of this package on a placement."""
-    if placement == linear(p):
-        yield from (one_f_one_b(p, m), zb_h1(p, m), zb_h2(p, m))
-    elif placement == wave(p):
-        named = [zb_v(p, m), v_half(p, m), v_min(p, m)]
-        yield from named
-        peaks = [max(schedule.peak_in_flight or ()) for schedule in named]
-        if peaks[-1] < cap < peaks[0] and cap not in peaks:
-            yield controllable_memory(p, m, memory_limit=cap / 2, costs=costs)
-
-
-def _work(schedule: Schedule, cap: int, costs: Costs, layer_counts: tuple[int, ...]) -> Work:
+def _work(
+    schedule: Schedule, cap: int, costs: tuple[Costs, ...], layer_counts: tuple[int, ...]
+) -> Work:
     """Queues by virtual stage: any order that the cap allows."""
     placement = schedule.placement
     queues = [[schedule.passes(s) for s in held] for held in placement.virtual_stages]

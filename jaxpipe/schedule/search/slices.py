@@ -18,7 +18,7 @@ from jaxpipe.schedule.placement import Placement
 from jaxpipe.schedule.problems import Problem, refuse
 from jaxpipe.schedule.search.tick_engine import Policy, Work
 from jaxpipe.schedule.search.tick_search import Settings, TickSearch
-from jaxpipe.schedule.simulate import Costs, lock_step
+from jaxpipe.schedule.simulate import Costs, lock_step, of_virtual_stages
 
 _BY_RANK, _CRITICAL_FIRST = Policy(in_order=True), Policy(in_order=False)
 _TRIALS = (
@@ -29,14 +29,16 @@ _TRIALS = (
     Settings((_CRITICAL_FIRST, _BY_RANK), shortest=0.4, eagerness=0.3),
 )
 """Each is the best of a wide sweep for some schedule."""
+_QUICK = _TRIALS[2]._replace(cells=15_000)
 
 
 def slice_ticks(
     schedule: Schedule,
-    costs: Costs,
+    costs: Costs | Sequence[Costs],
     layer_counts: Sequence[int],
     *,
     makespan: float = math.inf,
+    quick: bool = False,
 ) -> Schedule:
     """Cuts the actions of a schedule into ticks, so that it ends as early as possible in lock-step.
 
@@ -47,10 +49,11 @@ def slice_ticks(
     tick.
 
     Args:
-      costs: of one chunk, however many layers it has. If chunks differ, use the largest one's:
-        the real time is then at most the predicted one.
+      costs: of one chunk, however many layers it has; or, if chunks differ, of every virtual stage.
+        The layers of a chunk count as alike.
       layer_counts: layers of every virtual stage, at least 1 each.
       makespan: look only for results that end before this.
+      quick: search for about a tenth of the time, to compare schedules.
 
     Returns:
       The schedule with `Schedule.slices`, and its orders as the slices have them (`order_of`);
@@ -74,8 +77,10 @@ def slice_ticks(
             f"Schedule {schedule.name!r} has ticks of its own, in which a stage runs whole actions."
         )
     whole = dataclasses.replace(schedule, slices=None)
+    costs = of_virtual_stages(schedule.placement, costs)
     search = TickSearch(_work(whole, costs, tuple(layer_counts)))
-    rows = search.best(_TRIALS, makespan=min(makespan, lock_step(whole, costs).makespan))
+    trials = (_QUICK,) if quick else _TRIALS
+    rows = search.best(trials, makespan=min(makespan, lock_step(whole, costs).makespan))
     return whole if rows is None else with_slices(whole, rows)
 
 
@@ -93,7 +98,7 @@ def with_slices(schedule: Schedule, rows: Iterable[Iterable[Slice]]) -> Schedule
     return dataclasses.replace(schedule, slices=slices, orders=tuple(map(order_of, slices)))
 
 
-def _work(schedule: Schedule, costs: Costs, layer_counts: tuple[int, ...]) -> Work:
+def _work(schedule: Schedule, costs: tuple[Costs, ...], layer_counts: tuple[int, ...]) -> Work:
     """The queues of a schedule: per stage, one of each kind."""
     queues: list[list[list[int]]] = [[], [], []]
     ranks = tuple([0] * schedule.num_passes for _ in queues)

@@ -30,7 +30,7 @@ class Work:
 
     Args:
       schedule: placement and microbatches; its orders are not read.
-      costs: of one chunk, however many layers it has.
+      costs: of every virtual stage, however many layers it has.
       forwards: per stage, its queues of forwards. A stage starts the head of the first queue whose
         head is ready.
       backwards: likewise.
@@ -43,7 +43,7 @@ class Work:
 
     schedule: Schedule
     layer_counts: tuple[int, ...]
-    costs: Costs
+    costs: tuple[Costs, ...]
     forwards: Sequence[Sequence[Sequence[int]]]
     backwards: Sequence[Sequence[Sequence[int]]]
     weights: Sequence[Sequence[int]] | None
@@ -138,15 +138,14 @@ class Engine:
         self.stages, depth = range(placement.num_stages), placement.depth
         places = [schedule.place(number) for number in range(schedule.num_passes)]
         self.layers = [work.layer_counts[s] for s, _ in places]
-        self.costs = (
-            [costs.f / count for count in self.layers],
-            [
-                costs.of(Kind.BW if number in work.fused else Kind.B) / count
-                for number, count in enumerate(self.layers)
-            ],
-            [costs.w / count for count in self.layers],
-        )
-        self.message = costs.message if len(self.stages) > 1 else 0.0
+        per_layer: list[list[float]] = [[], [], []]
+        for number, ((s, _), count) in enumerate(zip(places, self.layers, strict=True)):
+            backward = Kind.BW if number in work.fused else Kind.B
+            for column, kind in zip(per_layer, (Kind.F, backward, Kind.W), strict=True):
+                column.append(costs[s].of(kind) / count)
+        self.costs = tuple(per_layer)
+        self.largest = largest(costs)
+        self.message = self.largest.message if len(self.stages) > 1 else 0.0
         self.inputs = (
             [[(_F, schedule.number(s - 1, i))] if s % depth else [] for s, i in places],
             [
@@ -159,7 +158,7 @@ class Engine:
         self.queues = _numbered(work.forwards, work.limits), _numbered(work.backwards, unlimited)
         self.limits = [min(row) for row in work.limits]
         self.longest_layer = max(map(max, self.costs))
-        self.rounding = _ROUNDING * (costs.f + costs.b + costs.w)
+        self.rounding = _ROUNDING * (self.largest.f + self.largest.b + self.largest.w)
 
     def start(self) -> Progress:
         """Nothing is done."""
@@ -340,6 +339,11 @@ class Engine:
                 # F goes up through the layers, the others go down.
                 hi = done + count if kind == _F else self.layers[number] - done
                 yield Slice(tick, Action(s, (Kind.F, backward, Kind.W)[kind], i), hi - count, hi)
+
+
+def largest(costs: Sequence[Costs]) -> Costs:
+    """The largest cost of every kind."""
+    return Costs(*map(max, zip(*((c.f, c.b, c.w, c.message) for c in costs), strict=True)))
 
 
 def _numbered(

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import math
 import operator
 from collections.abc import Iterable, Iterator
 from typing import NamedTuple
@@ -25,9 +26,7 @@ _LONGEST = 1.6
 """Longest tick, in chunks of the longer of F and B."""
 
 _MAX_WIDTH = 8
-"""States kept per span of time; fewer where that would exceed `_TRIAL_CELLS`."""
-_TRIAL_CELLS = 60_000
-"""How often a search may fill a tick of a stage: about half a second."""
+"""States kept per span of time; fewer where that would exceed `Settings.cells`."""
 
 
 class Settings(NamedTuple):
@@ -39,12 +38,15 @@ class Settings(NamedTuple):
       eagerness: how much waiting a unit of F or B offsets, against one of W.
       drains: whether the most delayed stage is the one that ends last when the gradients it sends
         last still have to reach the first virtual stage, with no W to fill that time.
+      cells: how often the search may fill a tick of a stage, roughly; by default about half a
+        second.
     """
 
     policies: tuple[Policy, ...]
     shortest: float
     eagerness: float
     drains: bool = False
+    cells: int = 60_000
 
 
 class TickSearch:
@@ -53,11 +55,20 @@ class TickSearch:
     def __init__(self, work: Work) -> None:
         self.engine = Engine(work)
         schedule, placement, costs = work.schedule, work.schedule.placement, work.costs
-        first = [held[0] % placement.depth for held in placement.virtual_stages]
-        self.drains = [max(0.0, s * costs.b - costs.w) for s in first]
-        total = costs.f + costs.b + costs.w
+        total = self.engine.largest.f + self.engine.largest.b + self.engine.largest.w
         self.span = total / _SPANS
-        self.stage_work = placement.num_chunks * schedule.num_microbatches * total
+        self.stage_work = [
+            schedule.num_microbatches
+            * math.fsum(costs[s].f + costs[s].b + costs[s].w for s in held)
+            for held in placement.virtual_stages
+        ]
+        longest = max(self.stage_work)
+        self.behind = [work - longest for work in self.stage_work]
+        self.drains = []
+        for held, behind in zip(placement.virtual_stages, self.behind, strict=True):
+            first = held[0] % placement.depth
+            way_back = math.fsum(cost.b for cost in costs[held[0] - first : held[0]])
+            self.drains.append(max(0.0, way_back - costs[held[0]].w) + behind)
 
     def best(self, trials: Iterable[Settings], *, makespan: float) -> list[list[Slice]] | None:
         """The slices that every stage runs, in order, by the best of several searches' plans; None
@@ -71,17 +82,17 @@ class TickSearch:
 
     def _search(self, settings: Settings, makespan: float) -> tuple[float, Choice | None] | None:
         """Looks for a plan that ends before ``makespan``: when it ends, and its last tick."""
-        num_ticks = self.stage_work / self.engine.work.costs.f
-        tries = _TRIAL_CELLS / (len(self.engine.stages) * num_ticks * len(settings.policies))
+        num_ticks = max(self.stage_work) / self.engine.largest.f
+        tries = settings.cells / (len(self.engine.stages) * num_ticks * len(settings.policies))
         number = max(_MIN_LENGTHS, min(_MAX_LENGTHS, int(tries)))
         width = max(1, min(_MAX_WIDTH, int(tries / number)))
         rounding = self.engine.rounding
-        rest = self.stage_work + rounding
         plan = None
         spans: dict[int, list[Progress]] = {0: [self.engine.start()]}
         while spans:
             for state in self._best_of(spans.pop(min(spans)), settings, width):
-                if state.time - min(state.busy) >= makespan - rest:
+                rest = max(map(operator.sub, self.stage_work, state.busy))
+                if state.time + rest >= makespan - rounding:
                     continue
                 for new in self._ticks(state, settings, number):
                     if new.left:
@@ -111,7 +122,7 @@ class TickSearch:
     ) -> Iterator[Progress]:
         """The states with the best scores, no two with the same work done."""
         p = len(self.engine.stages)
-        drains = self.drains if settings.drains else [0.0] * p
+        drains = self.drains if settings.drains else self.behind
 
         def score(state: Progress) -> float:
             # `sum` of floats rounds differently from Python 3.12 on, and a rounding error can
@@ -149,14 +160,14 @@ class TickSearch:
 
     def _lengths(self, ready: list[Ready], settings: Settings, number: int) -> list[float]:
         """Lengths that let some stage finish its F, its B, or both; evenly thinned out."""
-        work, rounding = self.engine.work, self.engine.rounding
-        lengths = {work.costs.f, work.costs.b, work.costs.w}
+        costs, rounding = self.engine.largest, self.engine.rounding
+        lengths = {costs.f, costs.b, costs.w}
         for stage in ready:
             forward, backward = map(operator.mul, stage.rooms[:2], stage.costs[:2])
             lengths |= {forward, backward, forward + backward}
         # Every tick has room for a layer of any kind, so that none passes idle.
-        shortest = max(self.engine.longest_layer, settings.shortest * work.costs.f)
-        longest = max(shortest, _LONGEST * max(work.costs.f, work.costs.b))
+        shortest = max(self.engine.longest_layer, settings.shortest * costs.f)
+        longest = max(shortest, _LONGEST * max(costs.f, costs.b))
         kept = sorted(
             {
                 round(length / rounding) * rounding

@@ -5,10 +5,12 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from collections.abc import Collection
-from typing import Any
+from typing import Any, NamedTuple
 
 from jaxpipe.schedule.actions import Action, Kind, Schedule
+from jaxpipe.schedule.check.validate import simulated_only
 from jaxpipe.schedule.lowering.slots import cached_slots
+from jaxpipe.schedule.neighbors import neighbor_clock
 from jaxpipe.schedule.search.slices import slice_ticks
 from jaxpipe.schedule.simulate import Costs, TimedAction, Timeline, lock_step, simulate
 
@@ -21,7 +23,7 @@ def report(
     weight_slots: int = 1,
     activation_bytes: int | None = None,
 ) -> dict[str, Any]:
-    """Reports times on both clocks, memory, messages and data-axis transfers of a schedule.
+    """Reports times on all clocks, memory, messages and data-axis transfers of a schedule.
 
     Args:
       costs: of one chunk.
@@ -34,8 +36,9 @@ def report(
       A tree of plain values:
 
       - ``schedule, stages, chunks, microbatches, costs``: the request;
-      - ``free_running, lock_step``: ``makespan``, ``bubble_ratio``, and per stage ``stage_spans``
-        and ``stage_bubble_ratios``;
+      - ``free_running, neighbor, lock_step``: ``makespan``, ``bubble_ratio``, and per stage
+        ``stage_spans`` and ``stage_bubble_ratios``; ``neighbor`` is None for a schedule that can
+        only be simulated;
       - ``peak_in_flight``: per stage, in microbatches of a full stage;
       - ``peak_in_flight_bytes``: the same in bytes, only where ``activation_bytes`` is given;
       - ``actions``: per stage, on the free-running clock; a fused backward is its B, then its W;
@@ -53,7 +56,7 @@ def report(
       >>> shown["peak_in_flight"], shown["messages"]["total"], shown["gathers"]
       ([2.0, 1.0], 8, [1, 1])
     """
-    free, locked = timelines(schedule, costs, layers_per_chunk=layers_per_chunk)
+    free, neighbor, locked = timelines(schedule, costs, layers_per_chunk=layers_per_chunk)
     peak = free.peak_in_flight
     in_bytes = {}
     if activation_bytes is not None:
@@ -65,6 +68,7 @@ def report(
         "microbatches": schedule.batch_microbatches,
         "costs": dataclasses.asdict(costs),
         "free_running": _clock(free),
+        "neighbor": None if neighbor is None else _clock(neighbor),
         "lock_step": _clock(locked),
         "peak_in_flight": [free.in_full_stages(count) for count in peak],
         **in_bytes,
@@ -86,15 +90,24 @@ def _messages(free: Timeline, *, busy: float) -> dict[str, Any]:
     }
 
 
+class Timelines(NamedTuple):
+    """A schedule on every clock; ``neighbor`` is None if it can only be simulated."""
+
+    free_running: Timeline
+    neighbor: Timeline | None
+    lock_step: Timeline
+
+
 def timelines(
     schedule: Schedule, costs: Costs, *, layers_per_chunk: int | None = None
-) -> tuple[Timeline, Timeline]:
-    """Runs a schedule on the free-running clock and in lock-step; arguments as for `report`."""
+) -> Timelines:
+    """Runs a schedule on every clock; arguments as for `report`."""
     ticked = schedule
     if layers_per_chunk is not None and schedule.slices is None:
         counts = [layers_per_chunk] * schedule.placement.num_virtual_stages
         ticked = slice_ticks(schedule, costs, counts)
-    return simulate(schedule, costs), lock_step(ticked, costs)
+    executed = None if any(simulated_only(schedule)) else neighbor_clock(ticked, costs)
+    return Timelines(simulate(schedule, costs), executed, lock_step(ticked, costs))
 
 
 def transfers(schedule: Schedule, *, kinds: Collection[Kind], num_slots: int) -> list[int]:

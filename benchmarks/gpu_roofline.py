@@ -1,0 +1,199 @@
+"""How long would a training step take on H100s if every kernel ran at the roofline? Needs no GPU.
+
+Compiles the GPT of `benchmarks/gpu_compile.py` (width 2048, 3072 tokens per microbatch, bfloat16,
+cuDNN's attention) for H100s that need not exist, costs every kernel and transfer as
+`benchmarks/roofline.py` says, and adds them up with the trips that the tick table gives. Beside it
+stand a plain jitted step of one GPU and a step with data shards alone, of the same model.
+
+The exit status is 1 if a figure is worse than its limit in `LIMITS`.
+
+    make gpu-roofline [ARGS='--cases "1f1b, unrolled"']
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import os
+import sys
+from collections import Counter
+from pathlib import Path
+from typing import NamedTuple
+
+if __name__ == "__main__":
+    sys.path[0] = str(Path(__file__).resolve().parents[1])
+    os.environ["JAX_PLATFORMS"] = "cpu"
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks import gpu_compile, modelled_steps
+from benchmarks.gpu_compile import Case
+from benchmarks.kernels import Use
+from benchmarks.modelled_steps import Step, batch_rows, pipeline_step, plain_layer, sharded_step
+from benchmarks.roofline import LAUNCH, PEAKS, WAIT, Spent, total
+from jaxpipe import gpu_flags
+
+RESULTS = Path(__file__).parent / "results" / "gpu_roofline.json"
+WIDTH = 126
+COLUMNS = {
+    Use.MATMUL: "matmul",
+    Use.ATTENTION: "attn",
+    Use.OTHER: "other",
+    Use.SUMS: "sums",
+    Use.VALUES: "values",
+    Use.WEIGHTS: "weights",
+    Use.LAUNCHES: "launch",
+}
+
+
+class Limits(NamedTuple):
+    """What a case may not exceed.
+
+    Args:
+      layer: time of one layer and microbatch, of the plain step's.
+      weights_mb: copies and casts of weights and gradient sums, per layer and microbatch.
+      exposed: share of a step in which a stage waits for a transfer.
+    """
+
+    layer: float
+    weights_mb: float
+    exposed: float
+
+
+LIMITS: dict[str, Limits] = {}
+
+
+def cases() -> list[Case]:
+    """The cases of the report."""
+    case = dataclasses.replace(
+        Case(1, "1f1b"), weights="unrolled", compute_dtype="bfloat16", remat="none"
+    )
+    change = dataclasses.replace
+    plain = [
+        change(case, schedule=name, weights=weights, remat=remat)
+        for remat in ("none", "dots", "full")
+        for name in ("1f1b-fused", "1f1b")
+        for weights in ("unrolled", "stacked")
+    ]
+    sharded = [
+        change(case, hosts=hosts, schedule=name, zero=zero)
+        for hosts in (1, 2)
+        for zero in (2, 3)
+        for name in ("breadth-first", "1f1b", "zb-v")
+    ]
+    return plain + sharded
+
+
+def label(case: Case) -> str:
+    zero = f", ZeRO-{case.zero}" if case.zero else ""
+    remat = f", {case.remat}" if case.remat != "none" else ""
+    return f"{case.hosts}x8 {case.schedule}{zero}, {case.weights}{remat}"
+
+
+def table_of(title: str, *columns: str) -> Table:
+    table = Table(*columns, title=title, box=box.SIMPLE_HEAD, padding=(0, 0, 0, 1))
+    table.columns[0].no_wrap = True
+    for column in table.columns[1:]:
+        column.justify = "right"
+    return table
+
+
+def peaks_table() -> Table:
+    table = Table("what", "per second", "source", title="peaks")
+    for peak in PEAKS.values():
+        table.add_row(peak.name, f"{peak.value:.3g}", peak.source)
+    for peak in (LAUNCH, WAIT):
+        table.add_row(peak.name, f"{peak.value * 1e6:.0f} us each", peak.source)
+    return table
+
+
+def layer_row(name: str, passes: dict[str, Spent], of: float) -> list[str]:
+    whole = sum(passes.values(), Counter())
+    backward = next(total(passes[kind]) for kind in ("B", "BW") if kind in passes)
+    times = total(passes["F"]), backward, total(passes["W"]) if "W" in passes else None
+    parts = [whole[use] for use in COLUMNS]
+    shown = [*times, total(whole), *parts]
+    row = [name, *("" if seconds is None else f"{seconds * 1e3:.2f}" for seconds in shown)]
+    return [*row[:5], f"{total(whole) / of:.2f}", *row[5:], f"{weights_mb(passes):.0f}"]
+
+
+def weights_mb(passes: dict[str, Spent]) -> float:
+    """MB of copies and casts of weights and gradient sums."""
+    seconds = sum(spent[Use.WEIGHTS] for spent in passes.values())
+    return seconds * PEAKS["memory"].value / 1e6
+
+
+def step_row(name: str, step: Step, ideal: float, fsdp: float) -> list[str]:
+    exposed, waits = step.spent[Use.TRANSFERS], step.spent[Use.WAITS]
+    shares = (step.seconds - total(step.spent), exposed, waits, step.spent[Use.LAUNCHES])
+    return [
+        name, f"{step.seconds * 1e3:.0f}", f"{ideal / step.seconds:.2f}",
+        f"{step.seconds / fsdp:.2f}", *(f"{one / step.seconds:.1%}" for one in shares),
+    ]  # fmt: skip
+
+
+def exceeded(name: str, found: Limits) -> list[str]:
+    """What is worse than the limits of a case."""
+    limits = LIMITS.get(name)
+    return [
+        f"{name}: {field} is {value:.3f}, more than {limit:.3f}"
+        for field, value, limit in zip(Limits._fields, found, limits or found, strict=True)
+        if value > limit
+    ]
+
+
+def main() -> None:
+    """Prints the tables and writes the figures as JSON."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--cases", nargs="*", default=[""], help="parts of names; default all")
+    options = parser.parse_args()
+    variables = os.environ | {"JAX_PLATFORMS": "cuda"}
+    gpu_flags.apply(variables)
+    os.environ["XLA_FLAGS"] = variables["XLA_FLAGS"]
+    modelled_steps.pretend_cudnn()
+    console = Console(width=WIDTH)
+    console.print(peaks_table())
+    layers = table_of(
+        "ms per layer and microbatch; MB of copies and casts of weights and gradient sums",
+        *("layer", "F", "B", "W", "all", "of plain", *COLUMNS.values(), "MB"),
+    )
+    steps = table_of(
+        "step, and the shares of it in which a stage waits or launches",
+        *("step", "ms", "ideal", "of FSDP", "other stages", "exposed", "host", "launch"),
+    )
+    results, worse = {}, []
+    for case in cases():
+        name = label(case)
+        if not any(part in name for part in options.cases):
+            continue
+        with console.status(f"compiling {name}"):
+            pipe = gpu_compile.pipeline(case)
+            plain = plain_layer(case.layers, case.remat)
+            num_layers = sum(pipe.table.layer_counts)
+            fsdp = sharded_step(case.hosts, num_layers, batch_rows(pipe), case.remat)
+            step = pipeline_step(case, pipe)
+        of = total(sum(plain.values(), Counter()))
+        ideal = of * num_layers / case.stages * pipe.schedule.num_microbatches
+        if f"plain, {case.remat}" not in results:
+            results[f"plain, {case.remat}"] = total(sum(plain.values(), Counter()))
+            layers.add_row(*layer_row(f"plain, {case.remat}", plain, of))
+        layers.add_row(*layer_row(name, step.passes, of))
+        steps.add_row(*step_row(name, step, ideal, total(fsdp)))
+        layer = total(sum(step.passes.values(), Counter())) / of
+        exposed = step.spent[Use.TRANSFERS] / step.seconds
+        found = Limits(layer, weights_mb(step.passes), exposed)
+        worse += exceeded(name, found)
+        results[name] = found._asdict() | {"seconds": step.seconds, "fsdp": total(fsdp)}
+    console.print(layers)
+    console.print(steps)
+    RESULTS.parent.mkdir(exist_ok=True)
+    RESULTS.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
+    console.print(f"written to {RESULTS}")
+    sys.exit("\n".join(worse))
+
+
+if __name__ == "__main__":
+    main()

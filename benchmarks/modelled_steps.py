@@ -1,0 +1,244 @@
+"""Training steps of the GPT on H100s, modelled at the roofline from their compiled programs.
+
+`pipeline_step` takes the trips of a tick's loops from the tick table, `plain_layer` and
+`sharded_seconds` are what to compare with: a plain jitted step of one GPU, and a step of as many
+GPUs with data shards alone. `jax.named_scope` in `jaxpipe.runtime.tick` names the loops.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import re
+from collections import Counter
+from collections.abc import Collection, Iterable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax._src.cudnn import fused_attention_stablehlo as cudnn
+from jax.experimental import topologies
+
+import jaxpipe
+from benchmarks import gpu_compile, plain_steps
+from benchmarks.gpu_compile import CONFIG, DATA, ROWS, Case
+from benchmarks.hlo import HloProgram, Instruction
+from benchmarks.kernels import Use
+from benchmarks.roofline import GPUS_PER_HOST, Roofline, Spent, known_trips, scaled, total
+from jaxpipe.runtime.measure.memory import compiled
+from jaxpipe.schedule.actions import Kind
+from jaxpipe.schedule.lowering.table import NONE, Cell, TickTable, Transfers
+from jaxpipe.schedule.neighbors import replay
+from models import gpt
+
+PASSES = ("F", "B", "BW", "W", "R")
+_LOOP = re.compile(
+    r"/(F|BW|B|W|R|enter|leave|embed_gradient|gather|reduce|store_gathered|store_reduced|meet)"
+    r'(?:/chunk(\d+)(?:_layer(\d+))?)?/while"'
+)
+_TRANSFER = re.compile(r"/(gather|reduce)/")
+
+
+def pretend_cudnn() -> None:
+    """Lets jax lower cuDNN's attention with no GPU to ask for its version and capability."""
+    cudnn.check_cudnn_version = lambda: 91100
+    cudnn.check_compute_capability = lambda capability: True
+    gpt.attention_kernel = lambda query: "cudnn"
+
+
+def weight_shapes(num_layers: int) -> set[tuple[int, ...]]:
+    """Shapes of a layer's matrices, also of several layers stacked and of data shards, sorted."""
+    layers = jax.eval_shape(lambda: gpt.init(CONFIG, jax.random.key(0)))["layers"]
+    shapes = [leaf.shape[1:] for leaf in jax.tree.leaves(layers) if leaf.ndim > 2]
+    whole = [(rows // n, columns) for n in (1, DATA, GPUS_PER_HOST) for rows, columns in shapes]
+    return {tuple(sorted(shape)) for cut in whole for shape in (cut, (num_layers, *cut))}
+
+
+def _devices(hosts: int) -> Any:
+    target = gpu_compile.TARGET.read_text("utf-8")
+    return topologies.get_topology_desc(
+        platform="cuda", topology=f"1x{hosts}x{GPUS_PER_HOST}", target_config=target
+    ).devices
+
+
+# Steps without a pipeline.
+
+
+@functools.cache
+def plain_layer(num_layers: int, remat: str) -> dict[str, Spent]:
+    """One layer and microbatch of a plain step of one GPU: its loops, and its gradient's sum."""
+    config = dataclasses.replace(CONFIG, num_layers=num_layers)
+    tokens = (16, ROWS, CONFIG.sequence_length + 1)  # the microbatches are a loop
+    step = plain_steps.plain_step(config, remat, _devices(1)[0], tokens)
+    program = HloProgram(step.as_text())
+    roofline = Roofline(program, weight_shapes(num_layers))
+    (loop,) = loops_of(program, program.entry)
+    body = loop.calls["body"]
+    loops = [row for row in loops_of(program, body) if known_trips(row) == num_layers]
+    forward, backward = (roofline.body(row.calls["body"]) for row in loops)
+    # What else the program does with layers outside their loops, it could do without: it clears
+    # the stacks of residuals and of gradients for every microbatch.
+    sums = roofline.run(body, lambda row: 0)[Use.SUMS] / num_layers
+    return {"F": forward, "BW": backward + Counter({Use.SUMS: sums})}
+
+
+@functools.cache
+def sharded_step(hosts: int, num_layers: int, rows: int, remat: str) -> Spent:
+    """The step of data shards alone, for a batch of so many rows."""
+    gpus = GPUS_PER_HOST * hosts
+    config = dataclasses.replace(CONFIG, num_layers=num_layers)
+    tokens = (rows // ROWS // gpus, ROWS * gpus, CONFIG.sequence_length + 1)
+    step = plain_steps.sharded_step(config, remat, _devices(hosts), tokens)
+    roofline = Roofline(HloProgram(step.as_text()), weight_shapes(num_layers))
+    return roofline.body(roofline.program.entry)
+
+
+# A pipeline's step.
+
+
+@dataclasses.dataclass(frozen=True)
+class Step:
+    """The modelled step of a pipeline.
+
+    Args:
+      passes: one layer and microbatch, by kind of action.
+      seconds: how long it takes if stages wait for each other as on GPUs.
+      spent: what a stage spends, the mean over stages; the rest of ``seconds`` it waits for others.
+    """
+
+    passes: dict[str, Spent]
+    seconds: float
+    spent: Spent
+
+
+def batch_rows(pipe: jaxpipe.Pipeline) -> int:
+    return ROWS * DATA * pipe.schedule.num_microbatches
+
+
+def pipeline_step(case: Case, pipe: jaxpipe.Pipeline) -> Step:
+    """Compiles a case and models it."""
+    shape = batch_rows(pipe), CONFIG.sequence_length + 1
+    batch = {"tokens": jax.ShapeDtypeStruct(shape, jnp.int32)}
+    program = HloProgram(compiled(pipe, batch).as_text())
+    roofline = Roofline(program, weight_shapes(case.layers))
+    bodies = tick_bodies(program)
+    table, stages = pipe.table, range(case.stages)
+
+    @functools.cache
+    def of_trips(body: str, trips: tuple[float, ...]) -> Spent:
+        by_name = dict(zip(loops_of(program, body), trips, strict=True))
+        return roofline.run(body, lambda loop: by_name[loop])
+
+    def one(tick: int, stage: int) -> Spent:
+        body = bodies[tick_kind(table, tick, bodies)]
+        return of_trips(body, tuple(map(Trips(table, tick, stage), loops_of(program, body))))
+
+    ticks = [[one(tick, stage) for stage in stages] for tick in range(table.num_ticks)]
+    outside = roofline.run(program.entry, lambda loop: runs_outside(program, table, loop, bodies))
+    work = np.array([[total(one) for one in of_stages] for of_stages in ticks])
+    inside = sum((one for of_stages in ticks for one in of_stages), Counter())
+    return Step(
+        layer_passes(roofline, bodies.values()),
+        float(replay(table, work)[-1].max()) + total(outside),
+        outside + scaled(inside, 1 / case.stages),
+    )
+
+
+def loops_of(program: HloProgram, computation: str) -> list[Instruction]:
+    return [row for row in program.computations[computation] if row.opcode == "while"]
+
+
+def tick_bodies(program: HloProgram) -> dict[frozenset[str], str]:
+    """The computations that are one tick, by the transfers over data that they carry."""
+    found = {}
+    for name in program.computations:
+        loops = map(scope_of, loops_of(program, name))
+        if any(loop and loop[1] in PASSES for loop in loops):
+            inside = program.reached(name, into_loops=True)
+            scopes = {scope[1] for row in inside if (scope := _TRANSFER.search(row.text))}
+            found[frozenset(scopes)] = name
+    return found
+
+
+def tick_kind(table: TickTable, tick: int, bodies: Collection[frozenset[str]]) -> frozenset[str]:
+    """Which of the bodies a tick runs: the one with the fewest transfers that has its own."""
+    transfers = {"gather": table.gathers, "reduce": table.reduces}
+    needed = {name for name, one in transfers.items() if (one.chunk[tick] != NONE).any()}
+    return min((kind for kind in bodies if needed & set().union(*bodies) <= kind), key=len)
+
+
+def runs_outside(
+    program: HloProgram, table: TickTable, loop: Instruction, bodies: dict[Any, str]
+) -> float:
+    """How often a loop of the entry runs, without those over ticks, on the first stage."""
+    inside = (row.calls.get("body") for row in program.reached(loop.calls["body"], into_loops=True))
+    if {loop.calls["body"], *inside} & set(bodies.values()):
+        return 0
+    found = _LOOP.search(loop.text)
+    if found is None or found[1] not in ("gather", "reduce"):
+        return known_trips(loop)
+    edge = (table.gathers if found[1] == "gather" else table.reduces).edge
+    return table.layers_per_chunk if found[2] is None else int(int(found[2]) in edge.chunk[:, 0])
+
+
+@functools.cache
+def scope_of(loop: Instruction) -> re.Match[str] | None:
+    """The name of a tick's loop, with the chunk and the layer where it is of one."""
+    return _LOOP.search(loop.text)
+
+
+def layer_passes(roofline: Roofline, bodies: Iterable[str]) -> dict[str, Spent]:
+    """One layer and microbatch by kind of action, the mean over its loops."""
+    found: dict[str, list[Spent]] = {}
+    for row in (row for body in bodies for row in loops_of(roofline.program, body)):
+        loop = scope_of(row)
+        if loop and loop[1] in PASSES:
+            found.setdefault(loop[1], []).append(roofline.body(row.calls["body"]))
+    return {name: scaled(sum(all_, Counter()), 1 / len(all_)) for name, all_ in found.items()}
+
+
+@dataclasses.dataclass(frozen=True)
+class Trips:
+    """How often a loop of a tick's body runs on one stage."""
+
+    table: TickTable
+    tick: int
+    stage: int
+
+    def __call__(self, loop: Instruction) -> float:
+        """Raises ValueError for a loop without a name that says so."""
+        found = scope_of(loop)
+        if found is None:
+            raise ValueError(f"How often does this loop run?\n{loop.text[:1000]}")
+        name, *numbers = found.groups()
+        chunk, layer = (None if n is None else int(n) for n in numbers)
+        if name in PASSES:
+            return self._layers(self.table.passes[Kind[name]], chunk, layer)
+        table = self.table
+        if name in ("gather", "store_gathered"):
+            return self._pieces(table.gathers, chunk, layer)
+        if name in ("reduce", "store_reduced"):
+            return self._pieces(table.reduces, chunk, layer)
+        column = {
+            "meet": table.meets,
+            "enter": table.embed != NONE,
+            "leave": table.head != NONE,
+            "embed_gradient": table.embed_gradient != NONE,
+        }[name]
+        return int(column[self.tick])
+
+    def _layers(self, cell: Cell, chunk: int | None, layer: int | None) -> int:
+        place = self.tick, self.stage
+        lo, hi = int(cell.lo[place]), int(cell.hi[place])
+        return hi - lo if layer is None else int(cell.chunk[place] == chunk and lo <= layer < hi)
+
+    def _pieces(self, transfers: Transfers, chunk: int | None, layer: int | None) -> int:
+        place = self.tick, self.stage
+        own, first = transfers.chunk[place], transfers.piece[place]
+        if own == NONE or chunk not in (None, own):
+            return 0
+        if transfers.whole:  # one loop over all layers, or one per chunk
+            return self.table.layers_per_chunk if chunk is None else 1
+        # A loop, or one per layer, for each piece of the group: each runs for one layer.
+        return int(layer is None or first <= layer < first + transfers.group)

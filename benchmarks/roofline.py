@@ -1,0 +1,173 @@
+"""How long a compiled GPU program takes if every kernel and transfer runs at the roofline.
+
+A kernel takes the longer of its FLOPs at the peak and its bytes at the bandwidth, and a launch. A
+transfer takes its bytes over its link; what is exposed is what remains of it when its end is waited
+for. Kernels run one after another, transfers of one device too. Not modelled: caches, kernels that
+slow down beside a transfer, and how well a kernel is tuned.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import re
+from collections import Counter
+from collections.abc import Callable, Collection
+
+import numpy as np
+
+from benchmarks.hlo import HloProgram, Instruction
+from benchmarks.kernels import Shape, Use, is_kernel, kernel
+
+Spent = Counter[Use]
+"""Seconds by use."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Peak:
+    """What one device or link attains, in units per second."""
+
+    name: str
+    value: float
+    source: str
+
+
+PEAKS = {
+    "flops": Peak("bfloat16 matmuls", 800e12, "989 TFLOP/s dense (H100 SXM data sheet), 81% of it"),
+    "memory": Peak("memory", 3.0e12, "3.35 TB/s HBM3 (H100 SXM data sheet), 90% of it"),
+    "nvlink": Peak("NVLink, each way", 360e9, "450 GB/s each way (H100 data sheet), 80% of it"),
+    "network": Peak("between hosts", 45e9, "one 400 Gb/s port per GPU (DGX H100), 90% of it"),
+}
+LAUNCH = Peak("launch of a kernel", 3e-6, "between two kernels of one stream: assumed")
+WAIT = Peak("host wait", 10e-6, "a copy of one flag to the host and the launch after it: assumed")
+GPUS_PER_HOST = 8
+
+_STARTS = {"collective-permute", "all-gather", "all-reduce", "reduce-scatter", "all-to-all"}
+_TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"')
+_GROUPS = re.compile(r"replica_groups=\{(\{[\d,{}]*\})\}")
+_IOTA = re.compile(r"replica_groups=\[(\d+),(\d+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?")
+_PAIRS = re.compile(r"source_target_pairs=\{(\{[\d,{}]*\})\}")
+
+Trips = Callable[[Instruction], float]
+"""How often a loop runs."""
+
+
+def known_trips(loop: Instruction) -> float:
+    """The trips that the program's text gives; once if it gives none."""
+    found = _TRIPS.search(loop.text)
+    return int(found[1]) if found else 1
+
+
+def total(spent: Spent) -> float:
+    return sum(spent.values())
+
+
+def scaled(spent: Spent, times: float) -> Spent:
+    return Counter({use: times * seconds for use, seconds in spent.items()})
+
+
+class Roofline:
+    """The modelled time of a program's computations.
+
+    Args:
+      program: the compiled program.
+      weights: as for `benchmarks.kernels.kernel`.
+    """
+
+    def __init__(self, program: HloProgram, weights: Collection[Shape]) -> None:
+        self.program = program
+        self.weights = weights
+        self._bodies: dict[str, Spent] = {}
+        self._kernels: dict[str, Spent] = {}
+        self._asks_host: dict[str, bool] = {}
+
+    def body(self, computation: str) -> Spent:
+        """The time of a computation whose loops run as often as the program's text says."""
+        if computation not in self._bodies:
+            self._bodies[computation] = self.run(computation, known_trips)
+        return self._bodies[computation]
+
+    def run(self, computation: str, trips: Trips) -> Spent:
+        """The time of a computation whose loops run as often as ``trips`` says.
+
+        Loops inside those run as often as the text says.
+        """
+        spent: Spent = Counter()
+        link_free = 0.0
+        ends: dict[str, float] = {}
+        for row in self.program.computations[computation]:
+            opcode = row.opcode.removesuffix("-start").removesuffix("-done")
+            if row.opcode == "while":
+                spent += self._loop(row, trips(row))
+            elif row.opcode == "call":
+                spent += self.body(row.calls["to_apply"])
+            elif row.opcode.endswith("-done") and opcode in _STARTS:
+                end = ends[row.operands[0]]
+                spent[Use.TRANSFERS] += max(0.0, end - total(spent))
+            elif opcode in _STARTS:
+                spent[Use.LAUNCHES] += LAUNCH.value
+                begin = max(link_free, total(spent))
+                link_free = ends[row.name] = begin + self._transfer_seconds(computation, row)
+                if opcode == row.opcode:
+                    spent[Use.TRANSFERS] += max(0.0, link_free - total(spent))
+            elif is_kernel(row):
+                spent += self._kernel(computation, row)
+        return spent
+
+    def _loop(self, loop: Instruction, trips: float) -> Spent:
+        spent = scaled(self.body(loop.calls["body"]), trips)
+        spent[Use.LAUNCHES] += LAUNCH.value * (trips + 1)
+        if self._asks(loop):
+            spent[Use.WAITS] += WAIT.value * (trips + 1)
+        return spent
+
+    def _asks(self, loop: Instruction) -> bool:
+        """Whether the host asks the device if the loop goes on: where it communicates, and so is in
+        no CUDA graph, and its trips are unknown."""
+        if loop.name not in self._asks_host:
+            inside = self.program.reached(loop.calls["body"], into_loops=True)
+            communicates = any(row.opcode.removesuffix("-start") in _STARTS for row in inside)
+            self._asks_host[loop.name] = communicates and not _TRIPS.search(loop.text)
+        return self._asks_host[loop.name]
+
+    def _kernel(self, computation: str, row: Instruction) -> Spent:
+        if row.name not in self._kernels:  # names are unique in a program
+            one = kernel(self.program, computation, row, self.weights)
+            seconds = max(one.flops / PEAKS["flops"].value, one.bytes / PEAKS["memory"].value)
+            self._kernels[row.name] = Counter({one.use: seconds, Use.LAUNCHES: LAUNCH.value})
+        return self._kernels[row.name]
+
+    def _transfer_seconds(self, computation: str, row: Instruction) -> float:
+        """Bytes that one device sends over the slowest link of its group."""
+        sent = sum(sum(one.bytes) for one in self.program.operands(computation, row))
+        groups = device_groups(row.text)
+        size = max(map(len, groups))
+        others = {
+            "collective-permute": 1.0,
+            "all-gather": size - 1,
+            "all-reduce": 2 * (size - 1) / size,
+            "reduce-scatter": (size - 1) / size,
+            "all-to-all": (size - 1) / size,
+        }[row.opcode.removesuffix("-start")]
+        crosses = any(len({device // GPUS_PER_HOST for device in group}) > 1 for group in groups)
+        return sent * others / PEAKS["network" if crosses else "nvlink"].value
+
+
+def device_groups(text: str) -> list[list[int]]:
+    """The devices that a collective connects: its groups, or its pairs of sender and receiver.
+
+    Example:
+      >>> device_groups("replica_groups=[2,4]<=[4,2]T(1,0)")
+      [[0, 2, 4, 6], [1, 3, 5, 7]]
+    """
+    if found := _GROUPS.search(text) or _PAIRS.search(text):
+        return [
+            [int(n) for n in group.split(",")] for group in re.findall(r"\{([\d,]+)\}", found[1])
+        ]
+    found = _IOTA.search(text)
+    assert found is not None, text[:300]
+    dims = [int(n) for n in found[3].split(",")]
+    devices = np.arange(math.prod(dims)).reshape(dims)
+    if found[4]:
+        devices = devices.transpose([int(n) for n in found[4].split(",")])
+    return devices.reshape(int(found[1]), int(found[2])).tolist()

@@ -1,0 +1,113 @@
+"""Transfers over data that run under the layers of other chunks.
+
+A gather or reduction overlaps computation on GPUs only if it stands beside the loops over layers
+and not in a loop of its own, so a tick moves something on all stages or on none. Between the chunk
+that lay in a slot before and its first use, a chunk has a window of ticks in which its pieces can
+be gathered; between its last use and the next chunk of its slot, one in which they can be reduced.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from jaxpipe.schedule.lowering.slots import Stay
+from jaxpipe.schedule.lowering.table import NONE, Transfer, Transfers
+
+
+class _Job(NamedTuple):
+    """A chunk to move on a stage in ticks from ``start`` to before ``end``, or at the edge of the
+    step."""
+
+    start: int
+    end: int
+    stage: int
+    stay: Stay
+    at_edge: bool
+
+
+def under_layers(
+    stays: Sequence[Sequence[Stay]], num_ticks: int, num_slots: int, pieces: int, *, load: bool
+) -> Transfers | None:
+    """Spreads the pieces of chunks over ticks, as few at once as possible.
+
+    The first chunk that a stage uses is gathered as a whole before the first tick, the last one
+    reduced after the last, as is what else has no time within the step but may wait for its edge.
+
+    Args:
+      stays: by stage.
+      num_slots: per stage.
+      pieces: of a chunk; 0 if nothing is to move under layers, but only at the edges of the step.
+      load: whether chunks are gathered, or reduced.
+
+    Returns:
+      The transfers; None where a chunk has too short a window, and cannot wait for an edge.
+    """
+    jobs = [job for n, mine in enumerate(stays) for job in _jobs(n, mine, num_ticks, load)]
+    ticks: list[np.ndarray | None] = [None] * len(jobs)
+    group = 0
+    for group in (n for n in range(1, pieces + 1) if pieces % n == 0):
+        ticks = _choose(jobs, num_ticks, len(stays), pieces // group)
+        late = [job for job, when in zip(jobs, ticks, strict=True) if when is None]
+        if all(job.start == job.end for job in late):
+            break
+    chunk, slot, piece = (np.full((num_ticks, len(stays)), v, np.int32) for v in (NONE, 0, 0))
+    edge: list[list[Stay]] = [[] for _ in stays]
+    for job, when in zip(jobs, ticks, strict=True):
+        if when is not None:
+            chunk[when, job.stage], slot[when, job.stage] = job.stay.item, job.stay.slot
+            piece[when, job.stage] = np.arange(len(when)) * group
+        elif job.at_edge:
+            edge[job.stage].append(job.stay)
+        else:
+            return None
+    parts = pieces // group if group else 1
+    return Transfers(chunk, slot, piece, num_slots, group, parts, _at_edge(edge))
+
+
+def _jobs(stage: int, stays: Sequence[Stay], num_ticks: int, load: bool) -> Iterator[_Job]:
+    """The chunks to move on a stage, each while its slot holds it and no layer uses it."""
+    for stay in stays:
+        others = [other for other in stays if other.slot == stay.slot]
+        if load:
+            before = [other.unloaded for other in others if other.unloaded < stay.loaded]
+            start, end, at_edge = 1 + max(before, default=-1), stay.loaded, not before
+            alone = stay.loaded == min(other.loaded for other in stays)
+        else:
+            after = [other.loaded for other in others if other.loaded > stay.unloaded]
+            start, end, at_edge = stay.unloaded + 1, min(after, default=num_ticks), not after
+            alone = stay.unloaded == max(other.unloaded for other in stays)
+        # The first chunk, or the last: no other chunk's layers run then.
+        yield _Job(start, start if alone else end, stage, stay, at_edge)
+
+
+def _choose(
+    jobs: Sequence[_Job], num_ticks: int, num_stages: int, parts: int
+) -> list[np.ndarray | None]:
+    """For every job ``parts`` ticks within its window, in few ticks in all; None where it is short.
+
+    Every job takes the earliest ticks that another stage's takes as well, and then the earliest.
+    The jobs that start last choose first, as they can share only what starts as late.
+    """
+    moves, taken = np.zeros(num_ticks, bool), np.zeros((num_ticks, num_stages), bool)
+    found: list[np.ndarray | None] = [None] * len(jobs)
+    for number in sorted(range(len(jobs)), key=lambda n: jobs[n].start, reverse=True):
+        start, end, stage, *_ = jobs[number]
+        free = start + np.flatnonzero(~taken[start:end, stage])
+        mine = np.sort(free[np.argsort(~moves[free], kind="stable")][:parts])
+        if len(mine) == parts:
+            moves[mine] = taken[mine, stage] = True
+            found[number] = mine
+    return found
+
+
+def _at_edge(stays: Sequence[Sequence[Stay]]) -> Transfer:
+    """Chunks that stages move one after the other, int32 ``[moves, stages]``."""
+    moves = max(map(len, stays), default=0)
+    chunk, slot = (np.full((moves, len(stays)), v, np.int32) for v in (NONE, 0))
+    for stage, mine in enumerate(stays):
+        for move, stay in enumerate(mine):
+            chunk[move, stage], slot[move, stage] = stay.item, stay.slot
+    return Transfer(chunk, slot, np.zeros_like(slot))

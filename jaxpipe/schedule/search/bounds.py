@@ -1,0 +1,82 @@
+"""A lower bound: what no schedule can beat, on either clock, under a memory limit."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Sequence
+
+from jaxpipe.schedule.placement import Placement
+from jaxpipe.schedule.simulate import Costs, Timeline
+
+
+def lower_bound(
+    placement: Placement, num_microbatches: int, costs: Sequence[Costs], *, cap: float = math.inf
+) -> float:
+    """A time before which no schedule of a placement ends.
+
+    Each stage has to wait for the first microbatch, do its work, and wait while the last gradient
+    goes on to the first layers; of its W it may put off at most as many as its memory holds.
+    Memory holds every chunk from F until the gradient has come back: what it holds in all, shared
+    out over the chunks that fit, takes as long. Slices and lock-step change none of this.
+
+    Args:
+      costs: of every virtual stage.
+      cap: the most chunks in flight on a stage.
+
+    Example:
+      >>> from jaxpipe.schedule.placement import wave
+      >>> lower_bound(wave(2), 4, [Costs(1, 1, 1)] * 4, cap=4)
+      25.0
+    """
+    down, up = _ways(placement, costs)
+    m, ends = num_microbatches, [down[-1] + up[0] + costs[-1].f + costs[0].b + costs[0].w]
+    for held in placement.virtual_stages:
+        critical = m * math.fsum(costs[s].f + costs[s].b for s in held)
+        weights = m * math.fsum(costs[s].w for s in held)
+        reaches = down[held[0]]
+        # What follows the last B of the stage: the way of its gradient, or W that were put off.
+        leaves = min(up[0] - up[s] + costs[0].b - costs[s].b for s in held) + costs[0].w
+        put_off = min(weights, cap * max(costs[s].w for s in held))
+        ends.append(reaches + critical + weights - put_off + leaves)
+        ends.append(reaches + critical + weights)
+        # From the start of F to the end of W: one microbatch on its way to the loss and back.
+        lives = math.fsum(
+            down[-1] + costs[-1].f + up[s] + costs[s].b + costs[s].w - down[s] for s in held
+        )
+        ends.append(reaches + m * lives / cap)
+    return max(ends)
+
+
+def gap(timeline: Timeline) -> str:
+    """Says how far a schedule is at most from the best on its placement, at its peak in flight.
+
+    Example:
+      >>> from jaxpipe.schedule.generators.one_f_one_b import one_f_one_b
+      >>> from jaxpipe.schedule.simulate import simulate
+      >>> gap(simulate(one_f_one_b(2, 4), Costs(1, 1, 1)))
+      '1f1b: 14, at most 7.7% above the optimum on this placement at this peak'
+    """
+    schedule = timeline.schedule
+    bound = lower_bound(
+        schedule.placement,
+        schedule.num_microbatches,
+        timeline.costs,
+        cap=max(timeline.peak_in_flight),
+    )
+    above = max(0.0, timeline.makespan / bound - 1)
+    return (
+        f"{schedule.name}: {timeline.makespan:.4g}, at most {above:.1%} above the optimum on this "
+        "placement at this peak"
+    )
+
+
+def _ways(placement: Placement, costs: Sequence[Costs]) -> tuple[list[float], list[float]]:
+    """By virtual stage, when the first microbatch's F can start; and how long after the end of that
+    microbatch's last F its B can."""
+    crosses = [a != b for a, b in itertools.pairwise(placement.stages)]
+    hops = [c.f + (c.message if cross else 0) for c, cross in zip(costs, crosses, strict=False)]
+    backs = [c.b + (c.message if cross else 0) for c, cross in zip(costs[1:], crosses, strict=True)]
+    down = list(itertools.accumulate(hops, initial=0.0))
+    up = list(itertools.accumulate(reversed(backs), initial=0.0))[::-1]
+    return down, up

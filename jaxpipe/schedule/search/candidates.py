@@ -1,0 +1,58 @@
+"""The named schedules that a search starts from: those on its placement, under its memory limit."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from jaxpipe.schedule.actions import Schedule
+from jaxpipe.schedule.check.validate import peak_in_flight
+from jaxpipe.schedule.generators.breadth_first import breadth_first
+from jaxpipe.schedule.generators.dualpipe import dualpipe_v
+from jaxpipe.schedule.generators.eager import in_time
+from jaxpipe.schedule.generators.gpipe import gpipe
+from jaxpipe.schedule.generators.hanayo import hanayo
+from jaxpipe.schedule.generators.interleaved import interleaved
+from jaxpipe.schedule.generators.one_f_one_b import one_f_one_b
+from jaxpipe.schedule.generators.v_schedules import one_f_one_b_v, v_half, v_min, zb_v
+from jaxpipe.schedule.generators.zero_bubble import interleaved_zb, zb_h1, zb_h2
+from jaxpipe.schedule.placement import Placement, linear, looped, wave
+from jaxpipe.schedule.search.controllable_memory import controllable_memory
+from jaxpipe.schedule.simulate import UNIT, Costs, simulate
+
+_NUM_ADAPTED = 1
+"""How many of the published orders are worth the time to adapt them to costs."""
+
+
+def named(
+    placement: Placement, num_microbatches: int, *, cap: int, costs: Costs = UNIT
+) -> list[Schedule]:
+    """Builds the schedules of this package on a placement that keep at most ``cap`` chunks.
+
+    The `_NUM_ADAPTED` that end first also come in a second form, ordered anew for the costs.
+    """
+    found = [
+        s for s in _on(placement, num_microbatches, cap, costs) if max(peak_in_flight(s)) <= cap
+    ]
+    if costs == UNIT:
+        return found
+    found.sort(key=lambda schedule: simulate(schedule, costs).makespan)
+    return found + [in_time(schedule, costs) for schedule in found[:_NUM_ADAPTED]]
+
+
+def _on(placement: Placement, m: int, cap: int, costs: Costs) -> Iterator[Schedule]:
+    p, v = placement.num_stages, placement.num_chunks
+    if v == 1 and placement == linear(p):
+        yield from (gpipe(p, m), one_f_one_b(p, m), zb_h1(p, m), zb_h2(p, m))
+    elif placement == looped(p, num_chunks=v):
+        yield from (interleaved(p, m, num_chunks=v), interleaved_zb(p, m, num_chunks=v))
+        yield from (breadth_first(p, m, num_chunks=v),)
+        for group in range(-(-p // 2), p):
+            yield interleaved(p, m, num_chunks=v, group=group)
+    elif v % 2 == 0 and placement == wave(p, num_waves=v // 2):
+        yield hanayo(p, m, num_chunks=v, memory_limit=cap / v)
+        if v == 2:
+            yield from (zb_v(p, m), v_half(p, m), v_min(p, m), dualpipe_v(p, m))
+            yield one_f_one_b_v(p, m)
+            least = min(max(v_min(p, m).peak_in_flight or ()), 2 * m)
+            if least <= cap < 2 * p:
+                yield controllable_memory(p, m, memory_limit=cap / 2, costs=costs)

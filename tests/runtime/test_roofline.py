@@ -1,0 +1,234 @@
+"""What the roofline model of `benchmarks/gpu_roofline.py` reads from a compiled GPU program."""
+
+from __future__ import annotations
+
+import pytest
+
+from benchmarks import modelled_steps
+from benchmarks.hlo import HloProgram
+from benchmarks.kernels import Use, kernel
+from benchmarks.roofline import LAUNCH, PEAKS, WAIT, Roofline, device_groups
+from jaxpipe.schedule import catalog
+from jaxpipe.schedule.actions import Kind
+from jaxpipe.schedule.lowering.lower import lower
+from jaxpipe.schedule.search.slices import slice_ticks
+from jaxpipe.schedule.simulate import Costs
+
+WEIGHTS = {(64, 256)}
+SCOPE = 'metadata={op_name="jit(f)/while/body/closed_call/%s/while"}'
+PROGRAM = f"""HloModule step, is_scheduled=true
+
+%multiply (a: bf16[32,64], w: bf16[64,256]) -> bf16[32,256] {{
+  %a = bf16[32,64]{{1,0}} parameter(0)
+  %w = bf16[64,256]{{1,0}} parameter(1)
+  ROOT %dot = bf16[32,256]{{1,0}} dot(%a, %w), lhs_contracting_dims={{1}}
+}}
+
+%cut (stack: f32[4,64,256], at: s32[]) -> bf16[1,64,256] {{
+  %stack = f32[4,64,256]{{2,1,0}} parameter(0)
+  %at = s32[] parameter(1)
+  %one = f32[1,64,256]{{2,1,0}} dynamic-slice(%stack, %at), dynamic_slice_sizes={{1,64,256}}
+  ROOT %cast = bf16[1,64,256]{{2,1,0}} convert(%one)
+}}
+
+%store (slots: bf16[8,8192], value: bf16[32,256], at: s32[]) -> bf16[8,8192] {{
+  %slots = bf16[8,8192]{{1,0}} parameter(0)
+  %value = bf16[32,256]{{1,0}} parameter(1)
+  %at = s32[] parameter(2)
+  %flat = bf16[1,8192]{{1,0}} bitcast(%value)
+  ROOT %stored = bf16[8,8192]{{1,0}} dynamic-update-slice(%slots, %flat, %at)
+}}
+
+%sum (old: f32[64,256], new: f32[64,256]) -> f32[64,256] {{
+  %old = f32[64,256]{{1,0}} parameter(0)
+  %new = f32[64,256]{{1,0}} parameter(1)
+  ROOT %added = f32[64,256]{{1,0}} add(%old, %new)
+}}
+
+%layer (p: (bf16[32,64], bf16[64,256])) -> (bf16[32,64], bf16[64,256]) {{
+  %p = (bf16[32,64], bf16[64,256]) parameter(0)
+  %a = bf16[32,64]{{1,0}} get-tuple-element(%p), index=0
+  %w = bf16[64,256]{{1,0}} get-tuple-element(%p), index=1
+  %product = bf16[32,256]{{1,0}} fusion(%a, %w), kind=kCustom, calls=%multiply
+  ROOT %out = (bf16[32,64], bf16[64,256]) tuple(%a, %w)
+}}
+
+%meeting (p: bf16[8192]) -> bf16[8192] {{
+  %p = bf16[8192]{{0}} parameter(0)
+  ROOT %got = bf16[8192]{{0}} collective-permute(%p), source_target_pairs={{{{0,1}},{{1,2}}}}
+}}
+
+ENTRY %main (a: bf16[32,64], w: bf16[64,256], stack: f32[4,64,256]) -> f32[] {{
+  %a = bf16[32,64]{{1,0}} parameter(0)
+  %w = bf16[64,256]{{1,0}} parameter(1)
+  %stack = f32[4,64,256]{{2,1,0}} parameter(2)
+  %slots = bf16[8,8192]{{1,0}} parameter(3)
+  %shard = f32[1048576]{{0}} parameter(4)
+  %at = s32[] constant(1)
+  %early = (f32[1048576], f32[4194304]) all-gather-start(%shard), replica_groups={{{{0,1,2,3}}}}
+  %both = (bf16[32,64], bf16[64,256]) tuple(%a, %w)
+  %layers = (bf16[32,64], bf16[64,256]) while(%both), body=%layer, {SCOPE % "F/chunk1_layer2"}
+  %all = f32[4194304]{{0}} all-gather-done(%early)
+  %product = bf16[32,256]{{1,0}} fusion(%a, %w), kind=kCustom, calls=%multiply
+  %weight = bf16[1,64,256]{{2,1,0}} fusion(%stack, %at), kind=kLoop, calls=%cut
+  %saved = bf16[8,8192]{{1,0}} fusion(%slots, %product, %at), kind=kLoop, calls=%store
+  %gradient = f32[64,256]{{1,0}} custom-call(%a)
+  %summed = f32[64,256]{{1,0}} fusion(%gradient, %gradient), kind=kLoop, calls=%sum
+  %message = bf16[8192]{{0}} bitcast(%product)
+  %met = bf16[8192]{{0}} while(%message), body=%meeting, {SCOPE % "meet"}
+  ROOT %loss = f32[] constant(0)
+}}
+"""
+
+
+def kernel_named(name: str):
+    program = HloProgram(PROGRAM)
+    (row,) = (row for row in program.computations["main"] if row.name == name)
+    return kernel(program, "main", row, WEIGHTS)
+
+
+@pytest.mark.parametrize(
+    ("name", "use", "flops", "moved"),
+    [
+        ("product", Use.MATMUL, 2 * 32 * 64 * 256, 2 * (32 * 64 + 64 * 256 + 32 * 256)),
+        # Of a stack it reads the part that it cuts out; the number of that part has 4 bytes.
+        ("weight", Use.WEIGHTS, 0, 64 * 256 * (4 + 2) + 4),
+        # In place: the slots are neither read nor written but where the value goes.
+        ("saved", Use.VALUES, 0, 2 * 2 * 32 * 256 + 4),
+        ("summed", Use.SUMS, 0, 3 * 4 * 64 * 256),
+    ],
+)
+def test_what_a_kernel_does(name, use, flops, moved):
+    found = kernel_named(name)
+    assert (found.use, found.flops, found.bytes) == (use, flops, moved)
+
+
+ATTENTION = """HloModule step, is_scheduled=true
+
+ENTRY %main (q: bf16[2,48,4,16]) -> bf16[2,4,48,16] {
+  %q = bf16[2,48,4,16]{3,2,1,0} parameter(0)
+  ROOT %y = (bf16[2,4,48,16]{3,1,2,0}, u8[0]{0}) custom-call(%q, %q, %q), FMHA, mask
+}
+"""
+
+
+@pytest.mark.parametrize(
+    ("target", "mask", "matmuls"),
+    [("Softmax", "CAUSAL", 1), ("Softmax", "NO_MASK", 2), ("SoftmaxBackward", "CAUSAL", 2.5)],
+)
+def test_attention_is_two_matmuls_and_five_backward_half_of_them_if_causal(target, mask, matmuls):
+    program = HloProgram(
+        ATTENTION.replace("FMHA", f'custom_call_target="__cudnn$fmha{target}"').replace(
+            "mask", mask
+        )
+    )
+    found = kernel(program, "main", program.computations["main"][-1], WEIGHTS)
+    assert found.use is Use.ATTENTION
+    assert found.flops == matmuls * 2 * (2 * 4) * 48 * 48 * 16
+    assert found.bytes == 4 * 2 * 2 * 48 * 4 * 16
+
+
+def seconds(**trips: float):
+    """The entry's time by use, if these loops run so often."""
+    roofline = Roofline(HloProgram(PROGRAM), WEIGHTS)
+    return roofline.run("main", lambda loop: trips[loop.name])
+
+
+@pytest.mark.parametrize(("link", "last"), [("nvlink", 3), ("network", 8)])
+def test_only_what_remains_of_a_transfer_when_it_is_waited_for_is_exposed(link, last):
+    """A shard goes to three others; across hosts if one of the devices is on another."""
+    program = HloProgram(PROGRAM.replace("{{0,1,2,3}}", f"{{{{0,1,2,{last}}}}}"))
+    gather = 3 * 4 * 1048576 / PEAKS[link].value
+    product = 2 * (32 * 64 + 64 * 256 + 32 * 256) / PEAKS["memory"].value + LAUNCH.value
+    for trips in (0, 1, 5):
+        between = trips * (product + LAUNCH.value) + LAUNCH.value
+        spent = Roofline(program, WEIGHTS).run(
+            "main", lambda row, n=trips: n * (row.name == "layers")
+        )
+        assert spent[Use.TRANSFERS] == pytest.approx(max(0.0, gather - between))
+
+
+def test_a_loop_takes_its_trips_and_a_launch_for_every_question_whether_to_go_on():
+    none, three = seconds(layers=0, met=0), seconds(layers=3, met=0)
+    product = 2 * (32 * 64 + 64 * 256 + 32 * 256) / PEAKS["memory"].value
+    assert three[Use.MATMUL] - none[Use.MATMUL] == pytest.approx(3 * product)
+    assert three[Use.LAUNCHES] - none[Use.LAUNCHES] == pytest.approx(6 * LAUNCH.value)
+
+
+def test_the_host_waits_for_loops_that_communicate():
+    none, once = seconds(layers=0, met=0), seconds(layers=5, met=1)
+    assert none[Use.WAITS] == pytest.approx(WAIT.value)
+    assert once[Use.WAITS] == pytest.approx(2 * WAIT.value)
+    without = seconds(layers=5, met=0)[Use.TRANSFERS]
+    message = 2 * 8192 / PEAKS["nvlink"].value
+    assert once[Use.TRANSFERS] - without == pytest.approx(message)
+
+
+@pytest.mark.parametrize(
+    ("text", "groups"),
+    [
+        ("replica_groups={{0,4},{1,5}}, x", [[0, 4], [1, 5]]),
+        ("source_target_pairs={{0,1},{1,2}}, x", [[0, 1], [1, 2]]),
+        ("replica_groups=[2,4]<=[8], x", [[0, 1, 2, 3], [4, 5, 6, 7]]),
+        ("replica_groups=[4,2]<=[2,4]T(1,0), x", [[0, 4], [1, 5], [2, 6], [3, 7]]),
+    ],
+)
+def test_device_groups(text, groups):
+    assert device_groups(text) == groups
+
+
+def loop(scope: str):
+    text = PROGRAM.replace("F/chunk1_layer2", scope)
+    return next(row for row in HloProgram(text).computations["main"] if row.name == "layers")
+
+
+@pytest.mark.parametrize("unrolled", [False, True])
+@pytest.mark.parametrize("name", ["1f1b", "zb-v", "breadth-first-fused"])
+def test_the_loops_of_all_ticks_run_every_layer_of_every_action_once(name, unrolled):
+    schedule = catalog.build(name, stages=4, microbatches=8)
+    counts = [3] * schedule.placement.num_virtual_stages
+    table = lower(slice_ticks(schedule, Costs(1, 1.2, 0.8), counts), counts, own_slots=True)
+    places = [f"/chunk{c}_layer{n}" for c in range(schedule.num_chunks) for n in range(3)]
+    for kind in table.passes:
+        loops = [loop(f"{kind}{place}") for place in (places if unrolled else [""])]
+        for stage, order in enumerate(schedule.orders):
+            trips = [
+                modelled_steps.Trips(table, tick, stage)(row)
+                for tick in range(table.num_ticks)
+                for row in loops
+            ]
+            assert sum(trips) == 3 * sum(action.kind is kind for action in order)
+
+
+def test_loops_over_chunks_and_the_vocabulary_run_as_the_table_says():
+    schedule = catalog.build("breadth-first", stages=2, microbatches=4)
+    table = lower(schedule, [2] * 4)
+    places = [(tick, stage) for tick in range(table.num_ticks) for stage in range(2)]
+
+    def runs(scope: str) -> float:
+        return sum(modelled_steps.Trips(table, *place)(loop(scope)) for place in places)
+
+    assert runs("enter") == runs("leave") == runs("embed_gradient") == 2 * 4
+    assert runs("meet") == 2 * table.meets.sum()
+    assert runs("gather/chunk0") + runs("gather/chunk1") == sum(table.gathers.counts)
+    assert runs("reduce") == 2 * sum(table.reduces.counts)
+
+
+def test_a_loop_without_a_name_is_an_error():
+    table = lower(catalog.build("1f1b", stages=2, microbatches=2), [1, 1])
+    with pytest.raises(ValueError, match="How often"):
+        modelled_steps.Trips(table, 0, 0)(loop("nameless"))
+
+
+def test_ticks_run_the_body_with_the_fewest_transfers_that_has_their_own():
+    table = lower(catalog.build("breadth-first", stages=2, microbatches=4), [1] * 4)
+    plain, both = frozenset[str](), frozenset({"gather", "reduce"})
+    needs = [
+        bool((table.gathers.chunk[tick] >= 0).any() or (table.reduces.chunk[tick] >= 0).any())
+        for tick in range(table.num_ticks)
+    ]
+    assert {True, False} == set(needs)
+    for tick, needed in enumerate(needs):
+        assert modelled_steps.tick_kind(table, tick, [plain, both]) == (both if needed else plain)
+        assert modelled_steps.tick_kind(table, tick, [plain]) == plain
+    assert Kind.F in table.passes

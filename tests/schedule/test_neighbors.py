@@ -1,0 +1,91 @@
+"""The neighbor clock: what a tick table waits for on GPUs."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from jaxpipe.schedule import catalog
+from jaxpipe.schedule.actions import Kind
+from jaxpipe.schedule.lowering.lower import lower
+from jaxpipe.schedule.neighbors import neighbor_clock, replay
+from jaxpipe.schedule.search.slices import slice_ticks
+from jaxpipe.schedule.simulate import Costs, lock_step, simulate
+
+COSTS = Costs(1, 1.2, 0.8)
+NAMES = ("1f1b", "zb-v", "breadth-first", "interleaved", "hanayo-fused", "v-half", "gpipe")
+
+
+def times(table) -> np.ndarray:
+    """How long every stage works in every tick, on `COSTS`."""
+    return sum(COSTS.of(kind) * (cell.hi - cell.lo) for kind, cell in table.passes.items())
+
+
+@pytest.mark.parametrize(
+    ("name", "p", "locked", "neighbors_and_sums", "neighbors", "free"),
+    [
+        ("zb-v", 4, 0.167, 0.153, 0.053, 0.036),
+        ("zb-v", 8, 0.172, 0.160, 0.075, 0.042),
+        ("1f1b", 8, 0.262, 0.262, 0.225, 0.138),
+    ],
+)
+def test_what_each_kind_of_waiting_costs(name, p, locked, neighbors_and_sums, neighbors, free):
+    schedule = catalog.build(name, stages=p, microbatches=4 * p)
+    assert lock_step(schedule, COSTS).bubble_ratio == pytest.approx(locked, abs=5e-4)
+    assert neighbor_clock(schedule, COSTS).bubble_ratio == pytest.approx(
+        neighbors_and_sums, abs=5e-4
+    )
+    assert simulate(schedule, COSTS).bubble_ratio == pytest.approx(free, abs=5e-4)
+    table = lower(schedule, [1] * schedule.placement.num_virtual_stages)
+    work = times(table)
+    without_sums = 1 - work.sum(0).mean() / replay(table, work, sums=False)[-1].max()
+    assert without_sums == pytest.approx(neighbors, abs=5e-4)
+
+
+@pytest.mark.parametrize("message", [0.0, 0.1])
+@pytest.mark.parametrize("name", NAMES)
+def test_it_lies_between_the_other_clocks(name, message):
+    schedule = catalog.build(name, stages=4, microbatches=16)
+    costs = Costs(1, 1.2, 0.8, message)
+    clocks = (simulate, neighbor_clock, lock_step)
+    free, neighbor, locked = (clock(schedule, costs).makespan for clock in clocks)
+    assert free - 1e-9 <= neighbor <= locked + 1e-9
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_actions_keep_their_order_and_their_length(name):
+    schedule = catalog.build(name, stages=4, microbatches=8)
+    timeline = neighbor_clock(schedule, COSTS)
+    assert [tuple(timed.action for timed in row) for row in timeline.rows] == list(schedule.orders)
+    for row in timeline.rows:
+        ends = [0.0, *(timed.end for timed in row)]
+        assert all(timed.start >= end - 1e-9 for timed, end in zip(row, ends[:-1], strict=True))
+        for timed in row:
+            assert timed.end - timed.start == pytest.approx(COSTS.of(timed.action.kind))
+
+
+def test_in_fine_slices_all_clocks_agree():
+    schedule = catalog.build("zb-v", stages=4, microbatches=16)
+    sliced = slice_ticks(schedule, COSTS, [8] * 8)
+    neighbor = neighbor_clock(sliced, COSTS).bubble_ratio
+    assert neighbor == pytest.approx(lock_step(sliced, COSTS).bubble_ratio, abs=2e-3)
+    assert neighbor == pytest.approx(simulate(schedule, COSTS).bubble_ratio, abs=2e-3)
+
+
+def test_one_stage_waits_for_nobody():
+    timeline = neighbor_clock(catalog.build("1f1b", stages=1, microbatches=3), Costs(1, 1, 1, 5))
+    assert timeline.makespan == 9
+
+
+def test_chunks_may_cost_differently():
+    schedule = catalog.build("gpipe", stages=2, microbatches=1)
+    timeline = neighbor_clock(schedule, [Costs(1, 2, 3), Costs(10, 20, 30)])
+    lengths = {str(t.action): t.end - t.start for row in timeline.rows for t in row}
+    assert lengths == {"0F0": 1, "0B0": 2, "0W0": 3, "1F0": 10, "1B0": 20, "1W0": 30}
+
+
+def test_what_can_only_be_simulated_is_refused():
+    schedule = catalog.build("chimera", stages=4, microbatches=8)
+    assert {action.kind for action in schedule.orders[0]} >= {Kind.F}
+    with pytest.raises(ValueError, match="can only be simulated"):
+        neighbor_clock(schedule, COSTS)
