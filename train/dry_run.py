@@ -57,7 +57,10 @@ def _show_timeline(console: Console, setup: Setup) -> None:
         drawing = str(error)
     peaks = simulate(setup.schedule, configured.costs(setup.config)).peak_in_flight
     flight = f"microbatches in flight at most, stage by stage: {' '.join(map(str, peaks))}"
-    say(console, "\n".join([drawing, flight, *(draw.caption(clock) for clock in (free, *ticked))]))
+    lines = [drawing, flight, *(draw.caption(clock) for clock in (free, *ticked))]
+    if ticked[-1].makespan < free.makespan:
+        lines.insert(2, "lock-step is shorter, as it is cut into slices, and W fills other gaps")
+    say(console, "\n".join(lines))
 
 
 def _show_steady_state(console: Console, setup: Setup, mode: Asynchronous) -> None:

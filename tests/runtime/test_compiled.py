@@ -178,6 +178,20 @@ def test_predicted_memory_is_the_compiled_one_however_many_layers(
     assert memory.compiled_bytes(pipe, batch(6)) == pytest.approx(predicted, rel=0.02)
 
 
+@pytest.mark.parametrize(
+    ("name", "remat", "zero", "layers"),
+    [("breadth-first-fused", "full", 3, 2 * STAGES), ("1f1b", "none", 3, STAGES)],
+)
+def test_predicted_memory_is_the_compiled_one_with_one_layer_per_chunk(
+    name, remat, zero, layers, compiled_as_used
+):
+    """There the gradient of a layer is that of its chunk, and no copy beside it."""
+    config = dataclasses.replace(CONFIG, num_layers=layers, width=128)
+    pipe = make_pipeline(name, remat, zero, config=config)
+    predicted = sum(memory.predicted_bytes(pipe, batch(6)).values())
+    assert memory.compiled_bytes(pipe, batch(6)) == pytest.approx(predicted, rel=0.02)
+
+
 def test_memory_does_not_depend_on_the_number_of_microbatches(compiled_as_used):
     sizes = [
         memory.compiled_bytes(make_pipeline("1f1b", "full", 3, microbatches=m), batch(m))

@@ -29,7 +29,7 @@ def make(task: str, *, stages: int, microbatches: int = 4, asynchronous=None, mo
             mesh={"stage": stages, "data": 1},
             pipeline={"microbatches": microbatches, **fields},
             asynchronous=asynchronous or {},
-            train={"batch_size": 8, "steps": 20},
+            train={"batch_size": max(8, microbatches), "steps": 20},
         )
     )
 
@@ -88,6 +88,15 @@ def test_the_bubble_is_that_of_the_table_that_is_executed(task, stages, fields):
     assert bubble >= 1 - np.mean(loads) / np.max(loads) - 1e-9
     shown = printed(dry_run._show_timeline, setup)
     assert f"bubble {bubble:.1%}" in shown.splitlines()[-1]
+
+
+def test_lock_step_that_is_shorter_than_free_running_is_explained():
+    """Slices of W go where no whole one fits; so it is with configs/bert-large.yaml."""
+    deep = {"num_layers": 24}
+    for schedule, is_shorter in (("zb-v", True), ("1f1b", False)):
+        setup = make("gpt", stages=4, microbatches=16, schedule=schedule, model=deep)
+        shown = printed(dry_run._show_timeline, setup)
+        assert ("lock-step is shorter" in shown) == is_shorter
 
 
 def test_what_every_chunk_costs_changes_the_bubble_that_is_told():

@@ -17,6 +17,7 @@ from jaxpipe.runtime.measure.traced import buffers
 from jaxpipe.runtime.pipeline import Pipeline
 from jaxpipe.runtime.types import Batch, Key, Shapes
 from jaxpipe.schedule.actions import Kind
+from jaxpipe.schedule.generators.breadth_first import breadth_first
 from jaxpipe.schedule.generators.one_f_one_b import one_f_one_b
 
 
@@ -98,22 +99,30 @@ def tree_bytes(shapes: Shapes) -> int:
 
 
 def _smallest(pipe: Pipeline) -> Pipeline:
-    """The same model, mesh and options with two microbatches, and two layers per stage if they are
+    """The same model, mesh and options with two microbatches, and two layers per chunk if they are
     alike.
 
-    Two, because the compiler simplifies where it knows that there is one.
+    Two, because the compiler simplifies where it knows that there is one. Where chunks of the
+    pipeline have one layer, so have these: then the gradient of a layer is that of its chunk, and
+    not a copy beside it.
     """
-    stages = pipe.schedule.num_stages
+    stages, chunks, layers = pipe.schedule.num_stages, 1, 2
     params = dict(pipe.canonical_params)
     if pipe.model.layers_are_alike:
+        if max(pipe.table.layer_counts) == 1:
+            chunks, layers = min(2, pipe.schedule.num_chunks), 1
+        held = layers * chunks * stages
         params["layers"] = jax.tree.map(
-            lambda w: jax.ShapeDtypeStruct((2 * stages, *w.shape[1:]), w.dtype), params["layers"]
+            lambda w: jax.ShapeDtypeStruct((held, *w.shape[1:]), w.dtype), params["layers"]
         )
     fused = any(action.kind is Kind.BW for action in pipe.schedule.orders[0])
+    schedule = one_f_one_b(stages, 2, fused=fused)
+    if chunks > 1:
+        schedule = breadth_first(stages, 2, num_chunks=chunks, fused=fused)
     return Pipeline(
         pipe.model,
         params,
-        schedule=one_f_one_b(stages, 2, fused=fused),
+        schedule=schedule,
         mesh=pipe.mesh,
         stage_axis=pipe.axes.stage,
         data_axes=pipe.axes.split,
