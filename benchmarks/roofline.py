@@ -38,7 +38,7 @@ PEAKS = {
     "nvlink": Peak("NVLink, each way", 360e9, "450 GB/s each way (H100 data sheet), 80% of it"),
     "network": Peak("between hosts", 45e9, "one 400 Gb/s port per GPU (DGX H100), 90% of it"),
 }
-LAUNCH = Peak("launch of a kernel", 3e-6, "assumed, for the launch and the end of a kernel")
+LAUNCH = Peak("launch of a kernel", 3e-6, "between two kernels of one stream: assumed")
 WAIT = Peak("host wait", 10e-6, "a copy of one flag to the host and the launch after it: assumed")
 GPUS_PER_HOST = 8
 
