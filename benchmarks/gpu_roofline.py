@@ -38,6 +38,7 @@ from jaxpipe import gpu_flags
 
 RESULTS = Path(__file__).parent / "results" / "gpu_roofline.json"
 WIDTH = 126
+_ROUNDING = 1e-6
 COLUMNS = {
     Use.MATMUL: "matmul",
     Use.ATTENTION: "attn",
@@ -63,7 +64,33 @@ class Limits(NamedTuple):
     exposed: float
 
 
-LIMITS: dict[str, Limits] = {}
+# What was found last, rounded up. docs/benchmarks.md says what is aimed at.
+LIMITS = {
+    "1x8 1f1b-fused, unrolled": Limits(0.87, 0, 0.029),
+    "1x8 1f1b-fused, stacked": Limits(1.07, 811, 0.019),
+    "1x8 1f1b, unrolled": Limits(0.95, 0, 0.027),
+    "1x8 1f1b, stacked": Limits(1.15, 811, 0.022),
+    "1x8 1f1b-fused, unrolled, dots": Limits(0.81, 0, 0.032),
+    "1x8 1f1b-fused, stacked, dots": Limits(1.03, 811, 0.022),
+    "1x8 1f1b, unrolled, dots": Limits(0.94, 0, 0.03),
+    "1x8 1f1b, stacked, dots": Limits(1.16, 811, 0.025),
+    "1x8 1f1b-fused, unrolled, full": Limits(0.81, 0, 0.029),
+    "1x8 1f1b-fused, stacked, full": Limits(1.01, 811, 0.019),
+    "1x8 1f1b, unrolled, full": Limits(0.92, 0, 0.025),
+    "1x8 1f1b, stacked, full": Limits(1.12, 811, 0.02),
+    "1x8 1f1b, ZeRO-2, unrolled": Limits(1.03, 0, 0.021),
+    "1x8 1f1b, ZeRO-3, unrolled": Limits(1.03, 0, 0.021),
+    "1x8 breadth-first, ZeRO-2, unrolled": Limits(1.03, 0, 0.021),
+    "1x8 zb-v, ZeRO-2, unrolled": Limits(1.03, 0, 0.057),
+    "1x8 breadth-first, ZeRO-3, unrolled": Limits(1.03, 0, 0.022),
+    "1x8 zb-v, ZeRO-3, unrolled": Limits(1.03, 0, 0.067),
+    "2x8 breadth-first, ZeRO-2, unrolled": Limits(1.21, 0, 0.043),
+    "2x8 1f1b, ZeRO-2, unrolled": Limits(1.03, 0, 0.032),
+    "2x8 zb-v, ZeRO-2, unrolled": Limits(1.03, 0, 0.272),
+    "2x8 breadth-first, ZeRO-3, unrolled": Limits(1.21, 0, 0.049),
+    "2x8 1f1b, ZeRO-3, unrolled": Limits(1.03, 0, 0.037),
+    "2x8 zb-v, ZeRO-3, unrolled": Limits(1.03, 0, 0.357),
+}
 
 
 def cases() -> list[Case]:
@@ -141,7 +168,7 @@ def exceeded(name: str, found: Limits) -> list[str]:
     return [
         f"{name}: {field} is {value:.3f}, more than {limit:.3f}"
         for field, value, limit in zip(Limits._fields, found, limits or found, strict=True)
-        if value > limit
+        if value > limit + _ROUNDING
     ]
 
 
@@ -192,7 +219,8 @@ def main() -> None:
     RESULTS.parent.mkdir(exist_ok=True)
     RESULTS.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
     console.print(f"written to {RESULTS}")
-    sys.exit("\n".join(worse))
+    if worse:
+        sys.exit("\n".join(worse))
 
 
 if __name__ == "__main__":
