@@ -70,11 +70,12 @@ def sort_layers(
     states: Sequence[States] | None = None,
     remat: str = "none",
     loss_scale: float = 1.0,
+    early: bool = True,
 ) -> Layers:
     """Follows the activations through all layers and splits each kind once.
 
     Parameters, activation, context (the microbatch's rows and the key) and states are shapes;
-    ``frozen``, a tree for each layer, and ``loss_scale`` are as of `split_layer`.
+    ``frozen``, a tree for each layer, ``loss_scale`` and ``early`` are as of `split_layer`.
 
     Raises:
       ValueError: a layer that cannot take what the layer before it returns, or returns what is not
@@ -106,7 +107,13 @@ def sort_layers(
                     "`Model.layer` a tuple of functions."
                 )
             split = split_layer(
-                function, *args, frozen=constant, state=state, remat=remat, loss_scale=loss_scale
+                function,
+                *args,
+                frozen=constant,
+                state=state,
+                remat=remat,
+                loss_scale=loss_scale,
+                early=early,
             )
             seen[key] = len(kinds)
             kinds.append(LayerKind(len(kinds), n, function, here, number(y, n), split))

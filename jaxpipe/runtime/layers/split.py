@@ -231,6 +231,7 @@ def split_layer(
     state: States = None,
     remat: str = "none",
     loss_scale: float = 1.0,
+    early: bool = True,
 ) -> Split:
     """Cuts a layer's derivative into F, B and W.
 
@@ -246,6 +247,7 @@ def split_layer(
       state: what the layer reads and renews in F, such as running statistics; None if it has none.
       remat: a name in `REMAT_POLICIES`; a layer that uses `jax.checkpoint` itself composes with it.
       loss_scale: the cotangent of the layer's own loss, if it has one.
+      early: whether B also does what belongs to W where less then crosses.
 
     Returns:
       The split.
@@ -261,7 +263,7 @@ def split_layer(
     """
     refuse(unknown_remat(remat))
     args = params, frozen, x, context, state
-    return _cut(_trace(layer, *args, REMAT_POLICIES[remat], loss_scale))
+    return _cut(_trace(layer, *args, REMAT_POLICIES[remat], loss_scale), early)
 
 
 def unknown_remat(remat: str) -> Iterator[Problem]:
@@ -326,7 +328,7 @@ def _trace(
     )
 
 
-def _cut(traced: _Traced) -> Split:
+def _cut(traced: _Traced, early: bool) -> Split:
     """Partitions the two flat programs into F, B, W and names what is kept between them."""
     forward, backward, source = traced.forward.jaxpr, traced.backward.jaxpr, traced.source
     from_x = jaxprs.reachable(forward.eqns, set(traced.own))
@@ -338,7 +340,8 @@ def _cut(traced: _Traced) -> Split:
     needed = jaxprs.needed(backward.eqns, traced.dparams)
     w = [eqn for eqn in needed if id(eqn) not in in_b or from_kept.isdisjoint(eqn.outvars)]
     made = {v for eqn in b for v in eqn.outvars} | set(traced.dy)
-    in_b |= _early(w, traced.dparams, made & from_kept, {v: source[v] for v in kept_inputs})
+    if early:
+        in_b |= _early(w, traced.dparams, made & from_kept, {v: source[v] for v in kept_inputs})
     b = [eqn for eqn in backward.eqns if id(eqn) in in_b]
     w = [eqn for eqn in needed if id(eqn) not in in_b or from_kept.isdisjoint(eqn.outvars)]
     read_by_b, read_by_w = jaxprs.reads(b, traced.dx), jaxprs.reads(w, traced.dparams)

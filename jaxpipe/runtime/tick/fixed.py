@@ -64,6 +64,8 @@ class Setup:
       poison: fill buffers and idle messages with NaN, to prove that nothing from a bubble is used.
       outputs: collect what `Model.output` returns, not the loss; forward only.
       inputs: numbers of the batch's arrays whose gradients are wanted.
+      early: whether B does what belongs to W where less then crosses; not where W follows at once,
+        as in pipelines that never drain.
     """
 
     model: Model
@@ -77,6 +79,7 @@ class Setup:
     poison: bool = False
     outputs: bool = False
     inputs: tuple[int, ...] = ()
+    early: bool = True
 
     @property
     def layouts(self) -> list[Layout]:
@@ -246,6 +249,7 @@ def fix(
         states=None if setup.states is None else [setup.states.shape_of(n) for n in numbers],
         remat=setup.remat,
         loss_scale=_mean_scale(setup),
+        early=setup.early,
     )
     refuse(read_by_layers(layers, rows_of_one, setup.inputs))
     kind_of = np.where(rows < 0, -1, np.asarray(layers.kind_of, np.int32)[rows])

@@ -7,6 +7,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from functools import cached_property, partial
 from typing import Any
@@ -145,7 +146,8 @@ class AsyncPipeline:
             clip_norm,
         )
         fused = Kind.BW in pipe.table.passes
-        self._setup = pipe.setup(steady_table(self.steady, pipe.table.layer_counts, fused=fused))
+        table = steady_table(self.steady, pipe.table.layer_counts, fused=fused)
+        self._setup = dataclasses.replace(pipe.setup(table), early=False)
 
     @property
     def delays(self) -> np.ndarray:
