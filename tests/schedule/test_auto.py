@@ -13,7 +13,8 @@ from jaxpipe.schedule.lowering.lower import lower
 from jaxpipe.schedule.partition import partition
 from jaxpipe.schedule.placement import linear, looped, wave
 from jaxpipe.schedule.search.auto import auto
-from jaxpipe.schedule.search.auto_placed import auto_placed
+from jaxpipe.schedule.search.auto_placed import auto_placed, placements
+from jaxpipe.schedule.search.candidates import named
 from jaxpipe.schedule.search.slices import slice_ticks
 from jaxpipe.schedule.simulate import Costs, lock_step
 
@@ -118,6 +119,29 @@ def test_the_placement_depends_on_the_time_of_messages(message, interleaves):
     assert (found.num_chunks > 1) == interleaves
     assert max(peak_in_flight(found)) <= 2 * found.num_chunks
     lower(found, partition([1] * 8, found.placement))
+
+
+@pytest.mark.parametrize(
+    ("p", "m", "layers", "message", "limit"),
+    [(2, 5, 4, 0.1, 1.5), (3, 4, 6, 0, 3), (2, 6, 4, 0.5, 4)],
+)
+def test_no_named_schedule_of_the_same_model_in_the_same_memory_ends_before(
+    p, m, layers, message, limit
+):
+    layer_costs = [Costs(1, 1.2, 0.8, message)] * layers
+    found, ends, best = auto_placed(p, m, layer_costs=layer_costs, memory_limit=limit), None, []
+    for placement, counts, costs in placements(p, layer_costs):
+        if placement == found.placement:
+            ends = lock_step(found, costs).makespan
+        if len(set(counts)) == 1:
+            cap = int(min(limit, m) * placement.num_chunks)
+            sliced = (
+                slice_ticks(schedule, costs, counts)
+                for schedule in named(placement, m, cap=cap, costs=costs[0])
+            )
+            best += [lock_step(schedule, costs).makespan for schedule in sliced]
+    assert ends is not None
+    assert ends <= min(best) + 1e-9
 
 
 def test_a_model_of_fewer_layers_than_stages_is_refused():

@@ -21,6 +21,8 @@ from jaxpipe.schedule.simulate import UNIT, Costs, lock_step, of_virtual_stages,
 _NUM_COMPARED, _NUM_CUT = 8, 2
 """How many of the orders that end first on the free-running clock are cut quickly, and how many of
 those, the ones that end first in lock-step, with care."""
+_CUT_ACTIONS = 36_000
+"""How many actions may be cut quickly, and a third of it with care; at least one schedule is."""
 _TRIALS = tuple(
     Settings((Policy(in_order=False, first=first),), shortest=0.4, eagerness=1.0)
     for first in (Kind.F, Kind.B)
@@ -114,10 +116,13 @@ def _best_sliced(
     distinct = {schedule.orders: schedule for schedule in reversed(candidates)}.values()
     timed = sorted(distinct, key=lambda schedule: simulate(schedule, costs).makespan)
     compared = []
-    for number, schedule in enumerate(timed[:_NUM_COMPARED]):
+    size = sum(map(len, timed[0].orders)) if timed else 1
+    num_compared = max(1, min(_NUM_COMPARED, _CUT_ACTIONS // size))
+    num_cut = max(1, min(_NUM_CUT, _CUT_ACTIONS // 3 // size))
+    for number, schedule in enumerate(timed[:num_compared]):
         sliced = slice_ticks(schedule, costs, layer_counts, quick=True)
         compared.append((lock_step(sliced, costs).makespan, number, sliced))
-    for time, number, quick in sorted(compared, key=lambda item: item[:2])[:_NUM_CUT]:
+    for time, number, quick in sorted(compared, key=lambda item: item[:2])[:num_cut]:
         if time < makespan:
             best, makespan = quick, time
         # It only has to beat the best so far.

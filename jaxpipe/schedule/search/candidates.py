@@ -21,6 +21,8 @@ from jaxpipe.schedule.simulate import UNIT, Costs, simulate
 
 _NUM_ADAPTED = 1
 """How many of the published orders are worth the time to adapt them to costs."""
+_MOST_ACTIONS = 6_000
+"""Longer ones are not adapted: it takes seconds."""
 
 
 def named(
@@ -33,7 +35,8 @@ def named(
     found = [
         s for s in _on(placement, num_microbatches, cap, costs) if max(peak_in_flight(s)) <= cap
     ]
-    if costs == UNIT:
+    size = 3 * placement.num_virtual_stages * num_microbatches
+    if costs == UNIT or size > _MOST_ACTIONS:
         return found
     found.sort(key=lambda schedule: simulate(schedule, costs).makespan)
     return found + [in_time(schedule, costs) for schedule in found[:_NUM_ADAPTED]]

@@ -19,6 +19,8 @@ _STRIDE = 7
 """Rules are tried in steps of so many, so that the first ones are unlike each other."""
 _RULE_ACTIONS = 200_000
 """How many actions the rules may order: less than a second."""
+_FINAL_ACTIONS = 50_000
+"""How many actions the best of them may order once all microbatches are there."""
 _MOVED_ACTIONS = 800_000
 """How many actions local search may time: about a second."""
 _FEWEST_MOVES, _MOST_MOVES = 30, 3_000
@@ -105,7 +107,9 @@ def _by_rules(
     if trial == num_microbatches:
         yield from (schedule for _, _, schedule in tried[: 4 * _NUM_STARTS])
     else:
-        yield from (ordered(rule, num_microbatches) for _, rule, _ in tried[: 2 * _NUM_STARTS])
+        whole = 3 * placement.num_virtual_stages * num_microbatches
+        number = max(1, min(2 * _NUM_STARTS, _FINAL_ACTIONS // whole))
+        yield from (ordered(rule, num_microbatches) for _, rule, _ in tried[:number])
 
 
 def _rules(placement: Placement) -> Iterator[Rule]:
