@@ -96,10 +96,7 @@ class Document:
 
 
 def prepare(options: PrepareOptions, *, console: Console | None = None) -> DataMeta:
-    """Writes the data folder, or leaves it alone when it is already there and whole.
-
-    The folder appears under its name only when it is complete: a killed run leaves the old data or
-    none.
+    """Writes the data folder, all at once, or leaves it alone when it is there and whole.
 
     Args:
       options: what to read and where to write.

@@ -34,18 +34,16 @@ def report(
 
     Returns:
       A tree of plain values:
-
       - ``schedule, stages, chunks, microbatches, costs``: the request;
       - ``free_running, neighbor, lock_step``: ``makespan``, ``bubble_ratio``, and per stage
-        ``stage_spans`` and ``stage_bubble_ratios``; ``neighbor`` is None for a schedule that can
-        only be simulated;
+        ``stage_spans``, ``stage_bubble_ratios``; no neighbor if it can only be simulated;
       - ``peak_in_flight``: per stage, in microbatches of a full stage;
       - ``peak_in_flight_bytes``: the same in bytes, only where ``activation_bytes`` is given;
       - ``actions``: per stage, on the free-running clock; a fused backward is its B, then its W;
       - ``messages``: ``total``, and by edge ``count`` and ``load``, the share of the free-running
         makespan in which the link is busy;
       - ``gathers, reductions``: chunk weight gathers and gradient reductions of each stage in one
-        optimizer step under ZeRO-3.
+        step under ZeRO-3.
 
     Raises:
       ScheduleError: the schedule cannot run.
