@@ -44,7 +44,8 @@ def simulate_devices(num_devices: int = 8) -> None:
 
     Call it before the first array, such as at the top of ``conftest.py``. Devices may be more than
     cores. jax's persistent compilation cache is left out, because programs for several CPU devices
-    deadlock when they come from it, and a collective that hangs ends the process after 5 minutes.
+    deadlock when they come from it, and so are computations that start before others are done. A
+    collective that hangs ends the process after 5 minutes.
 
     Args:
       num_devices: how many, at least 1.
@@ -74,6 +75,8 @@ def simulate_devices(num_devices: int = 8) -> None:
         os.environ["XLA_FLAGS"] = f"{flags} {_HANG}=300".strip()
     if num_devices > 1:
         config.update("jax_enable_compilation_cache", False)
+        # XLA lets 32 programs of a device wait, and a further one that devices meet in for ever.
+        config.update("jax_cpu_enable_async_dispatch", False)
 
 
 @contextlib.contextmanager

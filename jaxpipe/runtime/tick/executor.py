@@ -38,7 +38,7 @@ from jaxpipe.runtime.tick.weights import Gathered, Held, Resident
 from jaxpipe.runtime.trees import select
 from jaxpipe.runtime.types import Batch, Gradients, Index, Key, Placed, Shapes, States, Tree
 from jaxpipe.schedule.actions import Kind
-from jaxpipe.schedule.lowering.table import Moves, Row, TickTable, Transfer
+from jaxpipe.schedule.lowering.table import NONE, Moves, Row, TickTable, Transfer
 
 _SUMS = ("gradients", "reduced")
 """Buffers that start as zeros; the others are written before they are read."""
@@ -216,6 +216,9 @@ def _at_edge(
     if not len(edge.chunk):
         return through
     moves = Transfer(*(jnp.asarray(column)[:, stage] for column in edge))
+    # A stage is never negative, but XLA does not know that: it would inline loops of known length,
+    # and give the result of a reduction outside a loop a buffer of its own on CPUs.
+    moves = moves._replace(chunk=jnp.where(stage >= 0, moves.chunk, NONE))
     return lax.scan(lambda through, one: (move(through, one), None), through, moves)[0]
 
 
