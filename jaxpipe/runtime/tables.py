@@ -32,7 +32,7 @@ class Tables:
             schedule,
             layer_counts,
             weight_slots=slots,
-            gradient_slots=slots if self.zero >= 2 else schedule.num_chunks,
+            gradient_slots=None if self.zero >= 2 else schedule.num_chunks,
             own_slots=self.layout.own_arrays,
             pieces=pieces if slots > 1 else 0,
         )

@@ -68,7 +68,8 @@ def lower(
       weight_slots: gathered chunks a stage keeps at once when weights are sharded over data; capped
         by the number of chunks. With slices, raised to the number that one tick uses, and until no
         tick gathers twice.
-      gradient_slots: chunks whose gradients a stage sums at once; by default as many.
+      gradient_slots: chunks whose gradients a stage sums at once; by default as many. If given, a
+        chunk may be reduced when the step ends.
       own_slots: a chunk always lies in slot ``chunk % k`` of k, for programs that must know where
         weights are; this may take more slots and gather more often.
 
@@ -83,7 +84,8 @@ def lower(
     refuse(simulated_only(schedule))
     most = schedule.num_chunks
     num_slots = min(weight_slots, most), min(gradient_slots or weight_slots, most)
-    return _Lowering(schedule, tuple(layer_counts)).run(*num_slots, own_slots, pieces)
+    lowering = _Lowering(schedule, tuple(layer_counts))
+    return lowering.run(*num_slots, own_slots, pieces, kept=gradient_slots is not None)
 
 
 def forward_only(schedule: Schedule) -> Schedule:
@@ -114,12 +116,19 @@ class _Lowering:
         self.late, self.meets = self._meetings()
 
     def run(
-        self, weight_slots: int, gradient_slots: int, own_slots: bool, pieces: int
+        self,
+        weight_slots: int,
+        gradient_slots: int,
+        own_slots: bool,
+        pieces: int,
+        *,
+        kept: bool,
     ) -> TickTable:
         slots, num_slots = self._colour()
         hold = functools.partial(held_chunks, self.schedule, self.columns, own_slots, pieces)
-        weights = hold(weight_slots, self.kinds, load=True)
-        gradients = hold(gradient_slots, [Kind.W, Kind.BW], load=False)
+        waits = pieces > 0
+        weights = hold(weight_slots, self.kinds, load=True, waits=waits)
+        gradients = hold(gradient_slots, [Kind.W, Kind.BW], load=False, waits=waits or kept)
         passes = {kind: self._pass(kind, slots, weights, gradients) for kind in self.kinds}
         embed, embed_slot = self._uniform(self.starts[Kind.F], 0, slots["x"])
         head, head_slot = self._uniform(self.ends[Kind.F], -1, slots["dy"])

@@ -38,6 +38,7 @@ def held_chunks(
     kinds: Sequence[Kind],
     *,
     load: bool,
+    waits: bool,
 ) -> Held:
     """Plans the gathers (load) or reductions (unload) of the chunks that some kinds of action use.
 
@@ -48,10 +49,13 @@ def held_chunks(
       num_slots: per stage, at least 1; raised until no tick needs more slots or two transfers.
       kinds: that need the chunk in a slot.
       load: whether chunks move before their first use, or after their last.
+      waits: whether they may move at other times than when they are used.
     """
     while (found := _with_slots(schedule, columns, num_slots, own_slots, kinds, load)) is None:
         num_slots += 1
     held, stays = found
+    if not waits:
+        return held
     spread = under_layers(stays, len(held.transfers.chunk), num_slots, pieces, load=load)
     return held if spread is None else held._replace(transfers=spread)
 
