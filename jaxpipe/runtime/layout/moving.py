@@ -52,7 +52,8 @@ class Moving:
         return _inverse(self._unplace, self._place)(placed)
 
     def _place(self, canonical: Params) -> Placed:
-        body = self._place_packed if isinstance(self.layers, Packed) else self._place_alike
+        local = self._local
+        body = local._place_packed if isinstance(self.layers, Packed) else local._place_alike
 
         def own(canonical: Params) -> Placed:
             return jax.tree.map(lambda w: w[None], body(canonical))
@@ -60,7 +61,8 @@ class Moving:
         return self._shard_map(own, self.canonical_specs, self._placed_specs)(canonical)
 
     def _unplace(self, placed: Placed) -> Params:
-        body = self._unplace_packed if isinstance(self.layers, Packed) else self._unplace_alike
+        local = self._local
+        body = local._unplace_packed if isinstance(self.layers, Packed) else local._unplace_alike
 
         def own(placed: Placed) -> Params:
             return body(jax.tree.map(lambda w: w[0], placed))
@@ -83,8 +85,8 @@ class Moving:
     @property
     def _placed_specs(self) -> Tree:
         def spec(leaf: Leaf) -> P:
-            dims = [self.axes.split if d == leaf.data_dim else None for d in range(len(leaf.shape))]
-            return P(self.axes.stage, *dims)
+            names = leaf.names(self.axes, sharded=True)
+            return P(self.axes.stage, *[names.get(d) for d in range(len(leaf.shape))])
 
         return jax.tree.map(spec, self.layers.placed)
 
@@ -93,6 +95,11 @@ class Moving:
         return len(self.rows)
 
     # What follows runs on every device, with its part of the arrays.
+
+    @property
+    def _local(self) -> Moving:
+        """What moves a device's part of arrays that model axes split: it stays along those axes."""
+        return dataclasses.replace(self, layers=self.layers.local)
 
     def _of_stage(self, stage: Index, value: jax.Array) -> jax.Array:
         """What one stage has, on all stages."""
@@ -166,14 +173,13 @@ class Moving:
         return self.layers.layer_at((self._stage, chunk, number), 0)
 
     def _zeros(self, leaves: Tree) -> Tree:
-        shards = self.axes.num_parts(self.mesh)
         return jax.tree.map(
-            lambda leaf: jnp.zeros(leaf.struct(parts=shards).shape, leaf.dtype), leaves
+            lambda leaf: jnp.zeros(leaf.struct(sharded=True).shape, leaf.dtype), leaves
         )
 
     def _read(self, n: Index, leaf: Leaf, w: jax.Array) -> jax.Array:
         """Layer n of a canonical array, on all stages."""
-        dim, _ = leaf.canonical_dims(self._num_stages)
+        dim = leaf.spread(self._num_stages).stage_dim
         row = lax.dynamic_index_in_dim(w, n % len(w), keepdims=False)
         if dim == 0:
             return self._of_stage(n // len(w), row)
@@ -183,7 +189,7 @@ class Moving:
 
     def _write(self, n: Index, leaf: Leaf, w: jax.Array, layer: jax.Array) -> jax.Array:
         """A canonical array with another layer n; none is written if it is negative."""
-        dim, _ = leaf.canonical_dims(self._num_stages)
+        dim = leaf.spread(self._num_stages).stage_dim
         mine, at = n >= 0, jnp.maximum(n, 0) % len(w)
         if dim == 0:
             mine &= n // len(w) == self._stage
@@ -222,18 +228,16 @@ class Moving:
                 stored = self.layers.read(arrays, self.layers.layer_at(at, n))
 
                 def whole(leaf: Leaf, own: jax.Array) -> jax.Array:
-                    cut = dataclasses.replace(leaf.cut(self.axes, sharded=True), shape=shape(own))
+                    shape = leaf.data_parts, own.shape[1]
+                    cut = dataclasses.replace(leaf.cut(self.axes, sharded=True), shape=shape)
                     return cut.whole(self._of_stage(at[0], own))
-
-                def shape(own: jax.Array) -> tuple[int, ...]:
-                    return self.axes.num_parts(self.mesh), own.shape[1]
 
                 layer = jax.tree.map(whole, self.layers.leaves_of(n), stored)
                 # Arrays that a loop does not change would not make the next one wait for it.
                 return tie(arrays, self._each(Slices.own, n, self.layers.unpack(layer, n)))
 
             nothing = jax.tree.map(
-                lambda leaf: jnp.zeros(self._own_shape(leaf), dtypes[str(leaf.dtype)]),
+                lambda leaf: jnp.zeros(self._own_shape(leaf), dtypes[Packed.group_of(leaf)]),
                 self.layers.canonical[n],
             )
             arrays, layer = self._in_turn(get, (arrays, nothing))
@@ -256,14 +260,9 @@ class Moving:
         """What a `Slices` does with each of a layer's canonical arrays."""
 
         def apply(leaf: Leaf, w: jax.Array) -> jax.Array:
-            return fn(self._cut(leaf), w)
+            return fn(leaf.spread(self._num_stages).cut(self.axes, sharded=True), w)
 
         return jax.tree.map(apply, self.layers.canonical[n], layer)
-
-    def _cut(self, leaf: Leaf) -> Slices:
-        axes = self.axes.stage, self.axes.split
-        dims = zip(axes, leaf.canonical_dims(self._num_stages), strict=True)
-        return Slices(leaf.shape, tuple((axis, dim) for axis, dim in dims if dim is not None))
 
     def _own_shape(self, leaf: Leaf) -> tuple[int, ...]:
         """Shape of a device's part of a canonical array."""
@@ -287,6 +286,5 @@ def _inverse(forward: Callable[[Tree], Tree], backward: Callable[[Tree], Tree]) 
 
 def canonical_spec(leaf: Leaf, *, axes: Axes, num_stages: int) -> P:
     """The partition spec of a canonical array."""
-    stage, data = leaf.canonical_dims(num_stages)
-    names = {stage: axes.stage, data: axes.split}
+    names = leaf.spread(num_stages).names(axes, sharded=True)
     return P(*[names.get(d) for d in range(len(leaf.shape))])

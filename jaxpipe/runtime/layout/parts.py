@@ -1,7 +1,7 @@
 """Arrays of which every device holds a part, and how a part is made, completed and reduced.
 
-Every method runs inside `jax.shard_map`. The data axis may split parameters and what belongs to
-them; the stage axis may split those of embedding and head.
+Every method runs inside `jax.shard_map`. The data axis and model axes may split parameters and what
+belongs to them; the stage axis may split those of embedding and head.
 """
 
 from __future__ import annotations
@@ -147,25 +147,36 @@ class Window(Cut):
     array holds other elements in the rest of it.
 
     Args:
-      shape: of the whole array.
+      local: how model axes split the whole array; rows hold what a device has of it, flat.
+      own_shape: of what a device has of it.
       start: place of its first element among those of all rows.
       columns: length of a row.
       data: the axis of the data shards.
     """
 
-    shape: tuple[int, ...]
+    local: Slices
+    own_shape: tuple[int, ...]
     start: int
     columns: int
     data: Axis
 
     @property
+    def shape(self) -> tuple[int, ...]:  # type: ignore[override]
+        return self.local.shape
+
+    @property
     def axes(self) -> tuple[str, ...]:
-        return _names(self.data)
+        return (*self.local.axes, *_names(self.data))
+
+    @property
+    def size(self) -> int:
+        """Elements that a device has, its rows' and other shards'."""
+        return math.prod(self.own_shape)
 
     @property
     def length(self) -> int:
         """Elements of a part."""
-        return min(self.columns, math.prod(self.shape))
+        return min(self.columns, self.size)
 
     def read(self, row: jax.Array) -> jax.Array:
         """This shard's part, of its row ``[1, columns]``."""
@@ -187,18 +198,18 @@ class Window(Cut):
 
     def own(self, whole: jax.Array) -> jax.Array:
         # Where no element counts, the start may be out of range, and what is read is of no matter.
-        flat = jnp.pad(whole.reshape(-1), self.length)
+        flat = jnp.pad(self.local.own(whole).reshape(-1), self.length)
         return lax.dynamic_slice_in_dim(flat, self._offset() + self.length, self.length)
 
     def whole(self, part: jax.Array) -> jax.Array:
-        size = math.prod(self.shape)
         counted = jnp.where(self.counts(), part, jnp.zeros((), part.dtype))
-        room = jnp.zeros(size + 2 * self.length, part.dtype)
+        room = jnp.zeros(self.size + 2 * self.length, part.dtype)
         start = self._offset() + self.length
         mine = lax.dynamic_update_slice_in_dim(room, counted, start, 0)
         rows = communicate(lax.psum, mine, self.data)
-        return rows[self.length : self.length + size].reshape(self.shape)
+        own = rows[self.length : self.length + self.size].reshape(self.own_shape)
+        return self.local.whole(own)
 
     def counts(self) -> jax.Array:
         at = self._offset() + jnp.arange(self.length)
-        return (at >= 0) & (at < math.prod(self.shape))
+        return (at >= 0) & (at < self.size)
