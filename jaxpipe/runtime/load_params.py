@@ -132,8 +132,11 @@ class _Layers:
         """What a device has of arrays that model axes split."""
 
         def own(leaf: Leaf, w: Any) -> Any:
-            for axis, dim, count in leaf.splits:
-                w = _window(w, dim, place[axis], w.shape[dim] // count)
+            for split in leaf.splits:
+                runs = split.own(place[split.axis], w.shape[split.dim])
+                before = (slice(None),) * split.dim
+                parts = [w[(*before, run)] for run in runs]
+                w = parts[0] if len(parts) == 1 else np.concatenate(parts, split.dim)
             return w
 
         return jax.tree.map(own, self._layout.layers.canonical_of(n), layer)

@@ -189,7 +189,8 @@ def test_what_does_not_fit_is_refused():
     mesh = jaxpipe.make_mesh(stage=2, tensor=3)
     text = refused(mesh)
     assert (
-        "params['layers']['bias'] has 8 elements in dimension 0, which the 3 devices along" in text
+        "params['layers']['bias'] has 12 elements in dimension 0 (joined of (8, 4)), which the 3 "
+        "devices along 'tensor' do not divide" in text
     )
     assert "Nearest valid: 2, 4 devices." in text
     assert "mesh has the axes {'data': 1, 'stage': 2}, and none is 'tensor'" in refused(

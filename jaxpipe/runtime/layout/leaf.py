@@ -3,20 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 
-from jaxpipe.runtime.layout.parts import Slices
+from jaxpipe.runtime.layout.parts import Slices, Split
 from jaxpipe.runtime.mesh import Axes, alone
-
-
-class Split(NamedTuple):
-    """A dimension that a model axis splits: the axis, the dimension, the devices along the axis."""
-
-    axis: str
-    dim: int
-    size: int
 
 
 @dataclasses.dataclass(frozen=True)
@@ -110,7 +102,8 @@ class Leaf:
     def cut(self, axes: Axes, *, sharded: bool) -> Slices:
         """How devices share it; ``sharded`` says whether data shards split it."""
         names = self.names(axes, sharded=sharded)
-        return Slices(self.shape, tuple((axis, dim) for dim, axis in names.items()))
+        dims = tuple((axis, dim) for dim, axis in names.items())
+        return Slices(self.shape, dims, tuple(split for split in self.splits if split.joined))
 
     def struct(self, *, sharded: bool = False) -> jax.ShapeDtypeStruct:
         """Its shape and dtype, or those of a data shard's part."""

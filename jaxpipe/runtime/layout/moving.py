@@ -19,6 +19,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxpipe.runtime.barriers import run_if, tie
+from jaxpipe.runtime.layout.joined import from_parts, to_parts
 from jaxpipe.runtime.layout.layer_layout import Carry, LayerLayout
 from jaxpipe.runtime.layout.leaf import Leaf
 from jaxpipe.runtime.layout.packed import Packed
@@ -36,12 +37,14 @@ class Moving:
       rows: canonical layer of every row, ``[stages, chunks, layers]``, -1 where there is none.
       mesh: the mesh.
       axes: what it calls its axes.
+      whole: where whole arrays lie, if `layers` is of a device's parts.
     """
 
     layers: LayerLayout
     rows: np.ndarray
     mesh: Mesh
     axes: Axes
+    whole: LayerLayout | None = None
 
     def place(self, canonical: Params) -> Placed:
         """Placed layers, split over data."""
@@ -99,7 +102,15 @@ class Moving:
     @property
     def _local(self) -> Moving:
         """What moves a device's part of arrays that model axes split: it stays along those axes."""
-        return dataclasses.replace(self, layers=self.layers.local)
+        return dataclasses.replace(self, layers=self.layers.local, whole=self.layers)
+
+    def _rearranged(
+        self, function: Callable[..., jax.Array], n: int, layer: LayerParams, *, sharded: bool
+    ) -> LayerParams:
+        """Layer n in the order of placed or of canonical arrays; see `layout.joined`."""
+        assert self.whole is not None
+        move = partial(function, axes=self.axes, sharded=sharded)
+        return jax.tree.map(lambda leaf, w: move(w, leaf), self.whole.canonical_of(n), layer)
 
     def _of_stage(self, stage: Index, value: jax.Array) -> jax.Array:
         """What one stage has, on all stages."""
@@ -131,6 +142,7 @@ class Moving:
             else:
                 of_stage = partial(receive, chunk, number)
                 values = lax.fori_loop(0, self._num_stages, of_stage, nothing)
+            values = self._rearranged(to_parts, 0, values, sharded=True)
             return self.layers.write(arrays, self._place_of(chunk, number), values)
 
         def receive(chunk: Index, number: Index, stage: Index, values: Stored) -> Stored:
@@ -146,6 +158,7 @@ class Moving:
     def _unplace_alike(self, arrays: Arrays) -> Params:
         def row(chunk: Index, number: Index, canonical: Params) -> Params:
             values = self.layers.read(arrays, self._place_of(chunk, number))
+            values = self._rearranged(from_parts, 0, values, sharded=True)
             if self._in_order:
                 n = chunk * self.rows.shape[2] + number
                 return jax.tree.map(
@@ -206,7 +219,9 @@ class Moving:
 
             def put(arrays: Arrays, n: int = n, at: Any = at) -> Arrays:
                 parts, arrays = tie(canonical[n], arrays)
-                stored = self.layers.pack(self._each(Slices.whole, n, parts), n)
+                layer = self._each(Slices.whole, n, parts)
+                layer = self._rearranged(to_parts, n, layer, sharded=False)
+                stored = self.layers.pack(layer, n)
                 place, leaves = self.layers.layer_at(at, n), self.layers.leaves_of(n)
 
                 def mine(leaf: Leaf, whole: jax.Array, old: jax.Array) -> jax.Array:
@@ -234,7 +249,9 @@ class Moving:
 
                 layer = jax.tree.map(whole, self.layers.leaves_of(n), stored)
                 # Arrays that a loop does not change would not make the next one wait for it.
-                return tie(arrays, self._each(Slices.own, n, self.layers.unpack(layer, n)))
+                found = self.layers.unpack(layer, n)
+                found = self._rearranged(from_parts, n, found, sharded=False)
+                return tie(arrays, self._each(Slices.own, n, found))
 
             nothing = jax.tree.map(
                 lambda leaf: jnp.zeros(self._own_shape(leaf), dtypes[Packed.group_of(leaf)]),

@@ -16,8 +16,8 @@ import numpy as np
 from jax import lax
 
 from jaxpipe.runtime.layout.layer_layout import LayerLayout, Parts
-from jaxpipe.runtime.layout.leaf import Leaf, Split
-from jaxpipe.runtime.layout.parts import Cut, Window
+from jaxpipe.runtime.layout.leaf import Leaf
+from jaxpipe.runtime.layout.parts import Cut, Split, Window
 from jaxpipe.runtime.layout.splits import Splits
 from jaxpipe.runtime.mesh import Axes
 from jaxpipe.runtime.types import (
@@ -191,7 +191,7 @@ class Packed(LayerLayout):
 
 def _columns(group: Leaf, width: int) -> Leaf:
     """Arrays of a group with so many columns on every device, given one array of the group."""
-    data, splits = group.data_parts, [Split(axis, 1, size) for axis, _, size in group.splits]
+    data, splits = group.data_parts, [Split(one.axis, 1, one.size) for one in group.splits]
     total = width * math.prod(split.size for split in splits)
     dim = 0 if data > 1 else None
     return Leaf((data, total), group.dtype, None, dim, data, tuple(splits), group.apart)

@@ -12,12 +12,31 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from jaxpipe.runtime.layers.model import Model
-from jaxpipe.runtime.layout.leaf import Leaf, Split
+from jaxpipe.runtime.layout.leaf import Leaf
+from jaxpipe.runtime.layout.parts import Split
 from jaxpipe.runtime.mesh import Axes
 from jaxpipe.runtime.trees import is_sequence
 from jaxpipe.runtime.types import Params, Tree
 
 Path: TypeAlias = tuple[Any, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Joined:
+    """How an array is split in which several are joined, such as queries, keys and values.
+
+    Args:
+      spec: which axis splits the dimension in which they are joined; it splits no other.
+      lengths: their lengths in this dimension. Each is split by itself, and a device has its part
+        of each.
+
+    Example:
+      >>> Joined(P(None, "tensor"), (8, 4, 4)).lengths
+      (8, 4, 4)
+    """
+
+    spec: P
+    lengths: tuple[int, ...]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,9 +77,9 @@ def read_splits(axis_split: Tree, params: Params, mesh: Mesh, axes: Axes) -> Spl
     """What splits canonical parameters; paths of layers that are alike are those of one layer."""
     found = {}
     for path, spec in _specs(axis_split, params):
-        names = [(name, dim) for dim, entry in enumerate(spec) for name in _names(entry)]
-        # An axis of one device splits nothing, but what lies along it is summed nowhere else.
-        found[path] = tuple(Split(name, dim, mesh.shape[name]) for name, dim in names)
+        names = [(name, dim) for dim, entry in enumerate(_spec(spec)) for name in _names(entry)]
+        lengths = spec.lengths if isinstance(spec, Joined) else ()
+        found[path] = tuple(Split(name, dim, mesh.shape[name], lengths) for name, dim in names)
     return Splits({name: mesh.shape[name] for name in axes.split_names}, found)
 
 
@@ -85,11 +104,11 @@ def problems(model: Model, params: Params, mesh: Mesh, axes: Axes) -> Iterator[s
 
 
 def _misfits(
-    at: str, spec: P, shape: tuple[int, ...], padded: int | None, mesh: Mesh, axes: Axes
+    at: str, spec: P | Joined, shape: tuple[int, ...], padded: int | None, mesh: Mesh, axes: Axes
 ) -> Iterator[str]:
     """Why an array cannot be split so; the dimension ``padded`` has room for equal parts."""
     allowed = (*axes.model, *axes.split_names)
-    for dim, entry in enumerate(spec):
+    for dim, entry in enumerate(_spec(spec)):
         for name in _names(entry):
             if name not in allowed or name not in mesh.shape:
                 yield f"{at} is split over {name!r}, which is none of Model.axes={axes.model}."
@@ -97,17 +116,21 @@ def _misfits(
         parts = math.prod(mesh.shape[name] for name in _names(entry))
         if dim >= len(shape):
             yield f"{at} has the shape {shape}, and no dimension {dim} to split."
-        elif shape[dim] % parts and dim != padded:
-            near = [n for n in range(1, shape[dim] + 1) if shape[dim] % n == 0]
-            near = sorted(sorted(near, key=lambda n: abs(n - parts))[:2])
+            continue
+        lengths = spec.lengths if isinstance(spec, Joined) and entry else (shape[dim],)
+        if sum(lengths) != shape[dim]:
+            yield f"{at} joins {lengths} in dimension {dim}, but has {shape[dim]} elements there."
+        elif math.gcd(*lengths) % parts and dim != padded:
+            near = [n for n in range(1, shape[dim] + 1) if math.gcd(*lengths) % n == 0]
+            valid = ", ".join(map(str, sorted(sorted(near, key=lambda n: abs(n - parts))[:2])))
+            joined = f" (joined of {lengths})" if len(lengths) > 1 else ""
             yield (
-                f"{at} has {shape[dim]} elements in dimension {dim}, which the {parts} devices "
-                f"along {entry!r} do not divide.\nNearest valid: {', '.join(map(str, near))} "
-                "devices."
+                f"{at} has {shape[dim]} elements in dimension {dim}{joined}, which the {parts} "
+                f"devices along {entry!r} do not divide.\nNearest valid: {valid} devices."
             )
 
 
-def _specs(axis_split: Tree, params: Params) -> Iterator[tuple[Path, P]]:
+def _specs(axis_split: Tree, params: Params) -> Iterator[tuple[Path, P | Joined]]:
     """The specs of arrays, by path."""
     for part, prefix in (axis_split or {}).items():
         spread = jax.tree.map(
@@ -118,11 +141,15 @@ def _specs(axis_split: Tree, params: Params) -> Iterator[tuple[Path, P]]:
         )
         for path, spec in jax.tree.leaves_with_path(spread, is_leaf=_is_spec):
             if spec is not None:
-                yield (jax.tree_util.DictKey(part), *path), P(*spec)
+                yield (jax.tree_util.DictKey(part), *path), spec
 
 
 def _is_spec(node: Any) -> bool:
-    return node is None or isinstance(node, P)
+    return node is None or isinstance(node, P | Joined)
+
+
+def _spec(spec: P | Joined) -> P:
+    return spec.spec if isinstance(spec, Joined) else spec
 
 
 def _names(entry: Any) -> tuple[str, ...]:
