@@ -73,6 +73,7 @@ def cross_entropy(
     bias: Float[Array, " vocab"] | None = None,
     weights: Float[Array, "*batch"] | None = None,
     label_smoothing: float = 0.0,
+    soft_cap: float | None = None,
     axis: str | None = None,
     sequence_axis: str | None = None,
 ) -> Float[Array, ""]:
@@ -94,6 +95,7 @@ def cross_entropy(
       weights: the weight of each token in the mean; no gradient flows to them. None for equal ones.
         If they sum to 0, the loss is 0.
       label_smoothing: s, in [0, 1).
+      soft_cap: c; logits z then become ``c tanh(z / c)``. None leaves them as they are.
       axis: name of the mesh axis the table is split over, inside `jax.shard_map`; None for a whole
         table.
       sequence_axis: as of `lookup`: x is then the device's own part of the sequence, and targets
@@ -115,6 +117,7 @@ def cross_entropy(
         _Over.of(axis, sequence_axis),
         vocab_size,
         label_smoothing,
+        soft_cap,
         rows,
         table,
         bias,
@@ -165,15 +168,18 @@ _sum_replicated.defvjp(
 )
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
-def _cross_entropy(axis: _Over | None, vocab_size: int, smoothing: float, *arrays: Any) -> Array:
-    return _cross_entropy_forward(axis, vocab_size, smoothing, *arrays)[0]
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2, 3))
+def _cross_entropy(
+    axis: _Over | None, vocab_size: int, smoothing: float, soft_cap: float | None, *arrays: Any
+) -> Array:
+    return _cross_entropy_forward(axis, vocab_size, smoothing, soft_cap, *arrays)[0]
 
 
 def _cross_entropy_forward(
     axis: _Over | None,
     vocab_size: int,
     smoothing: float,
+    soft_cap: float | None,
     x_NE: Array,
     table_VE: Array,
     bias_V: Array | None,
@@ -187,6 +193,9 @@ def _cross_entropy_forward(
     )
     if bias_V is not None:
         logits_NV += bias_V
+    if soft_cap is not None:
+        logits_NV = soft_cap * jnp.tanh(logits_NV / soft_cap)
+        slope_NV = 1 - (logits_NV / soft_cap) ** 2
     rows_V = jnp.arange(size)
     real_V = rows_V + _offset(size, axis) < vocab_size
     logits_NV = jnp.where(real_V, logits_NV, -jnp.inf)
@@ -207,6 +216,8 @@ def _cross_entropy_forward(
         target_NV = (1 - smoothing) * target_NV + uniform_V
     losses_N = jnp.log(total_N) + largest_N - _sum(expected_logit_N, axis)
     dlogits_NV = exp_NV / total_N[:, None] - target_NV
+    if soft_cap is not None:
+        dlogits_NV *= slope_NV
 
     if weights_N is None:
         scale = jnp.float32(1 / len(losses_N))
@@ -219,7 +230,12 @@ def _cross_entropy_forward(
 
 
 def _cross_entropy_backward(
-    axis: _Over | None, vocab_size: int, smoothing: float, residuals: Any, cotangent: Array
+    axis: _Over | None,
+    vocab_size: int,
+    smoothing: float,
+    soft_cap: float | None,
+    residuals: Any,
+    cotangent: Array,
 ) -> tuple[Array | None, ...]:
     dlogits_NV, x_NE, table_VE, bias_V, scale = residuals
     if axis is not None and axis.partial is not None:
