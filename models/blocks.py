@@ -47,8 +47,9 @@ class Linear(nnx.Module):
         self.kernel = nnx.Param(kernel)
         self.bias = nnx.Param(jnp.zeros(out_width)) if bias else nnx.data(None)
 
-    def __call__(self, x):
-        y = matmul(x, self.kernel[...])
+    def __call__(self, x, total: Callable[[jax.Array], jax.Array] = lambda y: y):
+        """The map of x; ``total`` sums up over devices that have some of the kernel's rows each."""
+        y = total(matmul(x, self.kernel[...]))
         return y if self.bias is None else y + self.bias[...].astype(x.dtype)
 
 

@@ -17,12 +17,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.sharding import PartitionSpec as P
 
 from jaxpipe import Model, vocabulary
 from jaxpipe.nnx import functional, stack
 from models import rotary
 from models.blocks import INIT_STDDEV, Linear, causal_attention, function_of, soft_capped
 from models.gpt_config import GPTConfig, LayerKind
+from models.tensor import WHOLE, Tensor, axis_split
 
 PyTree = Any
 
@@ -30,8 +32,8 @@ PyTree = Any
 class Attention(nnx.Module):
     """Causal self-attention with grouped queries (Ainslie et al. 2023)."""
 
-    def __init__(self, config: GPTConfig, *, is_local: bool, rngs: nnx.Rngs):
-        self.config, self.is_local = config, is_local
+    def __init__(self, config: GPTConfig, *, is_local: bool, tensor: Tensor, rngs: nnx.Rngs):
+        self.config, self.is_local, self.tensor = config, is_local, tensor
         heads_width = config.num_heads * config.head_width
         qkv_width = heads_width + 2 * config.kv_heads * config.head_width
         self.qkv = Linear(
@@ -47,10 +49,11 @@ class Attention(nnx.Module):
             )
 
     def __call__(self, x_BSE):
-        config = self.config
+        config, tensor = self.config, self.tensor
+        x_BSE = tensor.gather(x_BSE)
         num_rows, length, _ = x_BSE.shape
         heads = self.qkv(x_BSE).reshape(num_rows, length, -1, config.head_width)
-        cuts = (config.num_heads, config.num_heads + config.kv_heads)
+        cuts = [n // tensor.size for n in (config.num_heads, config.num_heads + config.kv_heads)]
         q_BSNH, k_BSKH, v_BSKH = jnp.split(heads, cuts, axis=2)
         if config.qk_norm:
             q_BSNH, k_BSKH = self.query_norm(q_BSNH), self.key_norm(k_BSKH)
@@ -65,13 +68,14 @@ class Attention(nnx.Module):
             window=config.window if self.is_local else None,
             soft_cap=config.attention_soft_cap,
         )
-        return self.out(mixed_BSNH.reshape(num_rows, length, -1))
+        return self.out(mixed_BSNH.reshape(num_rows, length, -1), tensor.scatter)
 
 
 class MLP(nnx.Module):
     """Two matmuls with a GELU between them, or three with a gate."""
 
-    def __init__(self, config: GPTConfig, *, rngs: nnx.Rngs):
+    def __init__(self, config: GPTConfig, *, tensor: Tensor, rngs: nnx.Rngs):
+        self.tensor = tensor
         width, hidden, bias = config.width, config.hidden_width, config.bias
         self.up = Linear(width, hidden, bias=bias, stddev=INIT_STDDEV, rngs=rngs)
         gated, self.activation = ACTIVATIONS[config.activation]
@@ -83,9 +87,12 @@ class MLP(nnx.Module):
         self.down = Linear(hidden, width, bias=bias, stddev=_residual_stddev(config), rngs=rngs)
 
     def __call__(self, x):
+        x = self.tensor.gather(x)
         if self.gate is None:
-            return self.down(self.activation(self.up(x)))
-        return self.down(self.activation(self.gate(x)) * self.up(x))
+            hidden = self.activation(self.up(x))
+        else:
+            hidden = self.activation(self.gate(x)) * self.up(x)
+        return self.down(hidden, self.tensor.scatter)
 
 
 ACTIVATIONS = {
@@ -99,25 +106,27 @@ ACTIVATIONS = {
 class Block(nnx.Module):
     """One layer: attention, then MLP, each on a normalised copy of the residual stream."""
 
-    def __init__(self, config: GPTConfig, kind: LayerKind, *, rngs: nnx.Rngs):
-        self.config = config
+    def __init__(
+        self, config: GPTConfig, kind: LayerKind, *, tensor: Tensor = WHOLE, rngs: nnx.Rngs
+    ):
+        self.config, self.tensor = config, tensor
         self.attention_norm, self.mlp_norm = (_norm(config, rngs) for _ in range(2))
         if config.post_norm:
             self.attention_post_norm, self.mlp_post_norm = (_norm(config, rngs) for _ in range(2))
-        self.attention = Attention(config, is_local=kind.is_local, rngs=rngs)
+        self.attention = Attention(config, is_local=kind.is_local, tensor=tensor, rngs=rngs)
         self.attention_dropout = nnx.Dropout(config.dropout, rngs=rngs)
-        self.mlp = MLP(config, rngs=rngs)
+        self.mlp = MLP(config, tensor=tensor, rngs=rngs)
         self.mlp_dropout = nnx.Dropout(config.dropout, rngs=rngs)
 
     def __call__(self, x):
         attended = self.attention(self.attention_norm(x))
         if self.config.post_norm:
             attended = self.attention_post_norm(attended)
-        x = x + self.attention_dropout(attended)
+        x = x + self.tensor.dropout(self.attention_dropout, attended)
         y = self.mlp(self.mlp_norm(x))
         if self.config.post_norm:
             y = self.mlp_post_norm(y)
-        return x + self.mlp_dropout(y)
+        return x + self.tensor.dropout(self.mlp_dropout, y)
 
 
 def init(config: GPTConfig, rng: jax.Array) -> PyTree:
@@ -144,7 +153,9 @@ def init(config: GPTConfig, rng: jax.Array) -> PyTree:
     return {"embed": embed, "layers": layers, "head": head}
 
 
-def model(config: GPTConfig, *, vocabulary_axis: str | None = None) -> Model:
+def model(
+    config: GPTConfig, *, vocabulary_axis: str | None = None, tensor_axis: str | None = None
+) -> Model:
     """The GPT as the three functions a pipeline runs.
 
     A microbatch is ``{"tokens": int32 [rows, S + 1]}``: inputs are ``tokens[:, :-1]``, targets
@@ -154,9 +165,12 @@ def model(config: GPTConfig, *, vocabulary_axis: str | None = None) -> Model:
       config: the model's shape.
       vocabulary_axis: mesh axis over which the vocabulary tables are split ("stage" in a pipeline);
         None for whole tables and no collectives.
+      tensor_axis: model axis whose devices share every layer: heads and hidden units, between these
+        the sequence, and with stages the vocabulary; None for layers that are not shared.
 
     Returns:
-      The model; with ``vocabulary_axis`` its ``stage_split`` names dimension 0 of every table.
+      The model; with ``vocabulary_axis`` its ``stage_split`` names dimension 0 of every table, with
+      ``tensor_axis`` its ``axis_split`` what the axis splits.
 
     Example:
       >>> config = GPTConfig(vocab_size=64, sequence_length=8, num_layers=2, width=16, num_heads=2)
@@ -166,8 +180,11 @@ def model(config: GPTConfig, *, vocabulary_axis: str | None = None) -> Model:
       (3, 8, 16)
     """
 
+    tensor = Tensor(tensor_axis)
+    over: dict[str, Any] = {"axis": vocabulary_axis, "sequence_axis": tensor_axis}
+
     def embed(outer, microbatch, rng):
-        return _embed(config, outer, microbatch["tokens"][:, :-1], rng, axis=vocabulary_axis)
+        return _embed(config, outer, microbatch["tokens"][:, :-1], rng, tensor, over)
 
     def head_loss(outer, x, microbatch, rng):
         del rng
@@ -177,14 +194,15 @@ def model(config: GPTConfig, *, vocabulary_axis: str | None = None) -> Model:
             microbatch["tokens"][:, 1:],
             vocab_size=config.vocab_size,
             soft_cap=config.logit_soft_cap,
-            axis=vocabulary_axis,
+            **over,
         )
 
-    functions = {kind: _layer(config, kind) for kind in config.layer_kinds}
+    functions = {kind: _layer(config, kind, tensor) for kind in config.layer_kinds}
     layers = tuple(functions[kind] for kind in config.layer_kinds)
     layer = layers[0] if config.layers_are_alike else layers
-    split = None if vocabulary_axis is None else _stage_split(config)
-    return Model(embed=embed, layer=layer, head_loss=head_loss, stage_split=split)
+    split = None if vocabulary_axis is None else _table_split(config, 0)
+    own = {} if tensor_axis is None else _shared(config, tensor_axis)
+    return Model(embed=embed, layer=layer, head_loss=head_loss, stage_split=split, **own)
 
 
 def logits(config: GPTConfig, params: PyTree, tokens: jax.Array) -> jax.Array:
@@ -199,7 +217,7 @@ def logits(config: GPTConfig, params: PyTree, tokens: jax.Array) -> jax.Array:
       float32 [rows, S, vocab_size]: scores of the token after each position.
     """
     layer = model(config).layer
-    x = _embed(config, params, tokens, None, axis=None)
+    x = _embed(config, params, tokens, None, WHOLE, {})
     if isinstance(layer, tuple):
         for function, layer_params in zip(layer, params["layers"], strict=True):
             x = function(layer_params, x, None, None)
@@ -258,9 +276,9 @@ def _init_layers(config, rng):
     )
 
 
-def _layer(config, kind):
+def _layer(config, kind, tensor=WHOLE):
     """The function of a layer, as a pipeline calls it."""
-    apply = function_of(lambda config, rngs: Block(config, kind, rngs=rngs), config)
+    apply = function_of(lambda config, rngs: Block(config, kind, tensor=tensor, rngs=rngs), config)
 
     def layer(params, x, microbatch, rng):
         del microbatch
@@ -269,20 +287,23 @@ def _layer(config, kind):
     return layer
 
 
-def _embed(config, outer, tokens_BS, rng, *, axis):
+def _embed(config, outer, tokens_BS, rng, tensor, over):
     length = tokens_BS.shape[1]
     if length > config.sequence_length:
         raise ValueError(
             f"tokens hold {length} inputs per row, but sequence_length="
             f"{config.sequence_length}. Nearest valid: {config.sequence_length} or fewer."
         )
-    x_BSE = vocabulary.lookup(outer["embed"]["table"], tokens_BS, axis=axis)
+    x_BSE = vocabulary.lookup(outer["embed"]["table"], tokens_BS, **over)
     if config.positions == "learned":
-        x_BSE = x_BSE + outer["embed"]["positions"][:length]
+        x_BSE = x_BSE + tensor.own(outer["embed"]["positions"][:length], 0)
     if config.scaled_embedding:
         x_BSE = math.sqrt(config.width) * x_BSE
     x_BSE = x_BSE.astype(config.compute_dtype)
-    return x_BSE if rng is None else nnx.Dropout(config.dropout)(x_BSE, rngs=rng)
+    if rng is None:
+        return x_BSE
+    drop = functools.partial(nnx.Dropout(config.dropout), rngs=rng)
+    return tensor.dropout(drop, x_BSE)
 
 
 def _final_norm(config, outer, x):
@@ -293,12 +314,22 @@ def _head_table(config, outer):
     return outer["embed" if config.tied else "head"]["table"]
 
 
-def _stage_split(config):
+def _table_split(config, of_table):
+    """``of_table`` for every vocabulary table, None for the rest of embedding and head."""
     shapes = _shapes(config)
     return jax.tree_util.tree_map_with_path(
-        lambda path, _: 0 if path[-1].key == "table" else None,
+        lambda path, _: of_table if path[-1].key == "table" else None,
         {"embed": shapes["embed"], "head": shapes["head"]},
     )
+
+
+def _shared(config, axis):
+    """What `Model` says about layers and tables that devices along an axis share."""
+    heads = config.num_heads, config.kv_heads, config.kv_heads
+    layers = axis_split(
+        _shapes(config)["layers"], axis, tuple(n * config.head_width for n in heads)
+    )
+    return {"axes": (axis,), "axis_split": {"layers": layers, **_table_split(config, P(axis))}}
 
 
 @functools.cache
