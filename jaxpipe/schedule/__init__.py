@@ -51,6 +51,7 @@ from jaxpipe.schedule.lowering.lower import lower
 from jaxpipe.schedule.neighbors import neighbor_clock
 from jaxpipe.schedule.partition import Memory, chunk_costs, chunk_shares, partition
 from jaxpipe.schedule.placement import Placement, linear, looped, wave
+from jaxpipe.schedule.search.cache import cache_folder
 from jaxpipe.schedule.search.slices import slice_ticks
 from jaxpipe.schedule.show import draw
 from jaxpipe.schedule.show.pipemare_draw import steady_text
@@ -67,6 +68,7 @@ __all__ = [
     "ScheduleError",
     "SteadyState",
     "build",
+    "cache_folder",
     "chunk_costs",
     "chunk_shares",
     "draw",
