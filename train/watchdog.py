@@ -95,6 +95,7 @@ class Watchdog:
         """Ends the process if what is done inside fails because another process is gone."""
         try:
             yield
+        # Orbax, gloo and jax's barriers raise many kinds of errors when a process is gone.
         except Exception as error:
             if self._count > 1:
                 self._asks = True
@@ -123,6 +124,7 @@ class Watchdog:
                 process, heard = int(key.rpartition("/")[2]), json.loads(text)
                 if heard != self._heard[process].beat:
                     self._heard[process] = _Heard(heard, now)
+            # Nobody is silent who has not been asked.
             if not (self._asks or self._is_late(_GONE_SECONDS)):
                 self._heard = {n: last._replace(at=now) for n, last in self._heard.items()}
 
