@@ -145,7 +145,7 @@ class Attention(nnx.Module):
             config.width, config.width, bias=config.bias, stddev=_residual_stddev(config), rngs=rngs
         )
 
-    def __call__(self, x_BSE):
+    def __call__(self, x_BSE, documents_BS=None):
         config = self.config
         num_rows, length, _ = x_BSE.shape
         heads = self.qkv(x_BSE).reshape(num_rows, length, -1, config.head_width)
@@ -154,7 +154,12 @@ class Attention(nnx.Module):
         if config.positions == "rotary":
             q_BSNH, k_BSKH = (_rotate(heads, theta=config.rope_theta) for heads in (q_BSNH, k_BSKH))
         mixed_BSNH = jax.nn.dot_product_attention(
-            q_BSNH, k_BSKH, v_BSKH, is_causal=True, implementation=attention_kernel(q_BSNH)
+            q_BSNH,
+            k_BSKH,
+            v_BSKH,
+            mask=None if documents_BS is None else _same_document(documents_BS),
+            is_causal=True,
+            implementation=attention_kernel(q_BSNH),
         )
         return self.out(mixed_BSNH.reshape(x_BSE.shape))
 
@@ -190,8 +195,8 @@ class Block(nnx.Module):
         self.mlp = MLP(config, rngs=rngs)
         self.mlp_dropout = nnx.Dropout(config.dropout, rngs=rngs)
 
-    def __call__(self, x):
-        x = x + self.attention_dropout(self.attention(self.attention_norm(x)))
+    def __call__(self, x, documents=None):
+        x = x + self.attention_dropout(self.attention(self.attention_norm(x), documents))
         return x + self.mlp_dropout(self.mlp(self.mlp_norm(x)))
 
 
@@ -226,7 +231,8 @@ def model(config: GPTConfig, *, vocabulary_axis: str | None = None) -> Model:
     """The GPT as the three functions a pipeline runs.
 
     A microbatch is ``{"tokens": int32 [rows, S + 1]}``: inputs are ``tokens[:, :-1]``, targets
-    ``tokens[:, 1:]``, S at most ``sequence_length``.
+    ``tokens[:, 1:]``, S at most ``sequence_length``. With ``documents``, int32 [rows, S], a token
+    sees those of its own document alone, and learned positions begin anew with each.
 
     Args:
       config: the model's shape.
@@ -246,11 +252,12 @@ def model(config: GPTConfig, *, vocabulary_axis: str | None = None) -> Model:
     apply_layer, _ = functional(nnx.eval_shape(lambda: Block(config, rngs=nnx.Rngs(0))))
 
     def embed(outer, microbatch, rng):
-        return _embed(config, outer, microbatch["tokens"][:, :-1], rng, axis=vocabulary_axis)
+        tokens, documents = microbatch["tokens"][:, :-1], microbatch.get("documents")
+        return _embed(config, outer, tokens, rng, axis=vocabulary_axis, documents_BS=documents)
 
     def layer(params, x, microbatch, rng):
-        del microbatch
-        return apply_layer(params, x, rng=rng)
+        documents = None if microbatch is None else microbatch.get("documents")
+        return apply_layer(params, x, documents, rng=rng)
 
     def head_loss(outer, x, microbatch, rng):
         del rng
@@ -312,7 +319,7 @@ def flops_per_token(config: GPTConfig) -> int:
     return 6 * num_multiplied + 12 * config.num_layers * config.width * config.sequence_length
 
 
-def _embed(config, outer, tokens_BS, rng, *, axis):
+def _embed(config, outer, tokens_BS, rng, *, axis, documents_BS=None):
     length = tokens_BS.shape[1]
     if length > config.sequence_length:
         raise ValueError(
@@ -321,9 +328,23 @@ def _embed(config, outer, tokens_BS, rng, *, axis):
         )
     x_BSE = vocabulary.lookup(outer["embed"]["table"], tokens_BS, axis=axis)
     if config.positions == "learned":
-        x_BSE = x_BSE + outer["embed"]["positions"][:length]
+        positions = outer["embed"]["positions"]
+        if documents_BS is None:
+            x_BSE = x_BSE + positions[:length]
+        else:
+            x_BSE = x_BSE + positions[_positions(documents_BS)]
     x_BSE = x_BSE.astype(config.compute_dtype)
     return x_BSE if rng is None else nnx.Dropout(config.dropout)(x_BSE, rngs=rng)
+
+
+def _same_document(documents_BS):
+    """The mask [B, 1, S, S] of attention within documents."""
+    return documents_BS[:, None, :, None] == documents_BS[:, None, None, :]
+
+
+def _positions(documents_BS):
+    """How far each token is from the first of its document."""
+    return jnp.sum(jnp.tril(_same_document(documents_BS)[:, 0]), axis=-1) - 1
 
 
 def _final_norm(config, outer, x):
