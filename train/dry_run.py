@@ -9,7 +9,7 @@ from jaxpipe.measure import predicted_bytes
 from jaxpipe.schedule import draw, lock_step, neighbor_clock, simulate, steady_text
 from train import configured, memory_report
 from train.config import Config
-from train.memory_report import say
+from train.metrics import announced, say
 from train.modes import Asynchronous, Modes, device_bytes
 from train.step import Setup
 
@@ -60,7 +60,7 @@ def _show_timeline(console: Console, setup: Setup) -> None:
     lines = [drawing, flight, *(draw.caption(clock) for clock in (free, *ticked))]
     if ticked[-1].makespan < free.makespan:
         lines.insert(2, "lock-step is shorter, as it is cut into slices, and W fills other gaps")
-    say(console, "\n".join(lines))
+    say(console, "\n".join(lines), wraps=True)
 
 
 def _show_steady_state(console: Console, setup: Setup, mode: Asynchronous) -> None:
@@ -76,7 +76,7 @@ def _show_steady_state(console: Console, setup: Setup, mode: Asynchronous) -> No
         f"T3 warmup_steps: {warmup or 'off'}",
         f"the loss of a step is that of the batch {steady.loss_lag} steps before it",
     ]
-    say(console, "\n".join(lines))
+    say(console, "\n".join(lines), wraps=True)
 
 
 def _show_updates(console: Console, setup: Setup) -> None:
@@ -88,6 +88,7 @@ def _show_updates(console: Console, setup: Setup) -> None:
         f"pipeline.update=chunk: gradients of {setup.pipe.chunk_table.reduces.num_slots} of "
         f"{setup.pipe.schedule.num_chunks} chunks are kept at once; with update=step "
         f"temporaries and gradients would take {after / 1e6:,.2f} MB",
+        wraps=True,
     )
 
 
@@ -101,12 +102,13 @@ def _show_transfers(console: Console, setup: Setup) -> None:
         console,
         f"data axis, ZeRO-{zero}: in a step a stage {gathers}reduces up to {reduced} of gradients; "
         f"of its {table.schedule.num_chunks} it keeps {kept} at once (pipeline.weight_slots)",
+        wraps=True,
     )
 
 
 def _show_carried(console: Console, setup: Setup, mode: Asynchronous) -> None:
     """Shows the buffers that an asynchronous pipeline carries from step to step."""
-    with memory_report.announced(console, "the training step"):
+    with announced(console, "the training step"):
         compiled = mode.compile().memory_analysis()
     parts = mode.carried_bytes() | {
         "batch": device_bytes(setup.batch_shapes),

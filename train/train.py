@@ -60,6 +60,7 @@ def _main(arguments: Sequence[str]) -> int:
     except errors.NonFiniteLossError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
+    # The checkpoint's writer raises kinds of its own for what the disk says; others are bugs.
     except Exception as error:
         cause = _disk_error(error)
         if cause is None:

@@ -84,6 +84,11 @@ def test_uneven_layers_and_own_candidates():
     assert lock_step(found, COSTS).makespan <= lock_step(sliced, COSTS).makespan + 1e-9
 
 
+@pytest.mark.parametrize("kind", ["f", "b", "w"])
+def test_costs_so_far_apart_that_short_actions_are_lost_in_sums(kind):
+    validate(auto(4, 8, costs=Costs(**({"f": 1, "b": 1, "w": 1} | {kind: 2.0**63}))))
+
+
 def test_the_same_arguments_give_the_same_schedule():
     arguments = {"costs": COSTS, "memory_limit": 1.5, "layers_per_chunk": 2}
     assert auto(3, 5, **arguments) == auto(3, 5, **arguments)
