@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import sys
+import textwrap
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
@@ -21,9 +23,9 @@ from jaxpipe.schedule.problems import ArgumentError, Problem, below_one, refuse
 from jaxpipe.schedule.search.bounds import gap
 from jaxpipe.schedule.show import draw
 from jaxpipe.schedule.show.pipemare_draw import steady_text
-from jaxpipe.schedule.show.report import report, timelines
+from jaxpipe.schedule.show.report import Clock, report, timelines
 from jaxpipe.schedule.show.trace import trace
-from jaxpipe.schedule.simulate import Costs, simulate
+from jaxpipe.schedule.simulate import Costs
 
 _ENDINGS = {".svg": ("svg",), ".png": ("png",), ".csv": ("csv",), ".json": ("json", "trace")}
 """The formats that a file's ending allows; the first is the default."""
@@ -54,10 +56,14 @@ def show(
     layers_per_chunk: int | None = None,
     memory_limit: float | None = None,
     recompute_segment: int | None = None,
+    clock: Clock = "lock-step",
     format: _Format | None = None,
     out: Path | None = None,
 ) -> None:
-    """Draw one schedule, or write it as a picture, a trace, CSV or JSON.
+    """Draw the ticks of one schedule, or write them as a picture, a trace, CSV or JSON.
+
+    A timeline shows slices of actions, messages and which of them are received a tick late, chunks
+    gathered and reduced over data (under ZeRO-3, with one slot of each), and idle time.
 
     Args:
       name: the schedule; `jaxpipe schedules` lists them. Or your own: FILE.csv, module:function. Or
@@ -71,6 +77,8 @@ def show(
       layers_per_chunk: cut lock-step ticks into slices at the granularity of this many layers.
       memory_limit: peak in flight per stage, in microbatches of a full stage, for a search.
       recompute_segment: for an asynchronous method, stages that run forward again together.
+      clock: lock-step, as on simulated devices: all stages wait for each other in every tick;
+        neighbor, as on GPUs: both ends of a message wait; free, as papers draw: only for inputs.
       format: what to write; by default the format of --out's ending, or else text.
       out: the file to write; svg and png need one, the others go to standard output without it.
     """
@@ -98,9 +106,10 @@ def show(
         schedule = build(name, stages=stages, microbatches=microbatches, costs=parsed, **options)
     if written in draw.FORMATS:
         assert out is not None
-        draw.save(draw.figure(simulate(schedule, parsed)), out)
+        clocks = timelines(schedule, parsed, layers_per_chunk=layers_per_chunk)
+        draw.save(draw.figure(clocks.on(clock)), out)
     else:
-        _write(_in_format(schedule, parsed, layers_per_chunk, written, out is None), out)
+        _write(_in_format(schedule, parsed, layers_per_chunk, clock, written, out is None), out)
 
 
 def validate(
@@ -109,6 +118,7 @@ def validate(
     *,
     costs: str = DEFAULT_COSTS,
     layers_per_chunk: int | None = None,
+    clock: Clock = "lock-step",
     format: Literal["text", "json"] = "text",
 ) -> None:
     """Check a schedule in PyTorch's CSV of actions, and report it as `show` does.
@@ -117,12 +127,15 @@ def validate(
       file: one row per stage, cells such as 0F3, 1I2 (backward for the input), 2W0, 1B2 (both).
       costs: time of F,B,W of one chunk, and optionally of one message: 1,1,1 or 1,1.2,0.8,0.1.
       layers_per_chunk: cut lock-step ticks into slices at the granularity of this many layers.
+      clock: as for `show`.
       format: what to write.
     """
     parsed = parse_costs(costs)
     refuse(below_one(layers_per_chunk=layers_per_chunk))
-    shown = _in_format(read_csv(file), parsed, layers_per_chunk, format, True, must_draw=False)
-    _write(shown, None)
+    schedule = read_csv(file)
+    _write(
+        _in_format(schedule, parsed, layers_per_chunk, clock, format, True, must_draw=False), None
+    )
 
 
 def _chosen_format(format: _Format | None, out: Path | None, name: str) -> str:
@@ -171,6 +184,7 @@ def _in_format(
     schedule: Schedule,
     costs: Costs,
     layers_per_chunk: int | None,
+    clock: Clock,
     format: str,
     printed: bool,
     *,
@@ -180,23 +194,38 @@ def _in_format(
     if format == "csv":
         return write_csv(schedule)
     if format == "json":
-        shown = report(schedule, costs, layers_per_chunk=layers_per_chunk)
+        shown = report(schedule, costs, clock=clock, layers_per_chunk=layers_per_chunk)
         return json.dumps(shown, indent=2) + "\n"
     clocks = timelines(schedule, costs, layers_per_chunk=layers_per_chunk)
-    free = clocks.free_running
+    drawn = clocks.on(clock)
     if format == "trace":
-        return json.dumps(trace(free)) + "\n"
-    colour = printed and sys.stdout.isatty() and "NO_COLOR" not in os.environ
-    peaks = ", ".join(f"{free.in_full_stages(count):g}" for count in free.peak_in_flight)
+        return json.dumps(trace(drawn)) + "\n"
+    at_terminal = printed and sys.stdout.isatty()
+    width = shutil.get_terminal_size().columns if at_terminal else None
     try:
-        drawing = draw.text(free, colour=colour)
+        colour = at_terminal and "NO_COLOR" not in os.environ
+        drawing = draw.text(drawn, colour=colour, width=width)
     except draw.TooWideError as error:
         if must_draw:
             raise
         drawing = f"Valid, but not drawn. {error}"
-    captions = "\n".join(draw.caption(clock) for clock in clocks if clock is not None)
-    searched = f"{gap(clocks.lock_step)}\n" if schedule.name == "auto" else ""
-    return f"{drawing}\n{captions}\npeak in flight, per stage: {peaks}\n{searched}"
+    others = (f"also {draw.caption(c)}" for c in clocks if c is not None and c is not drawn)
+    peaks = ", ".join(f"{drawn.in_full_stages(count):g}" for count in drawn.peak_in_flight)
+    idle = ", ".join(f"{ratio:.1%}" for ratio in drawn.stage_bubble_ratios)
+    lines = [
+        *(draw.caption(drawn), drawing, *others),
+        f"idle, per stage: {idle}",
+        f"peak in flight, per stage: {peaks}",
+        *([gap(clocks.lock_step)] if schedule.name == "auto" else []),
+    ]
+    if width is not None:
+        lines = [wrapped for line in lines for wrapped in _wrapped(line, width)]
+    return "\n".join(lines) + "\n"
+
+
+def _wrapped(text: str, width: int) -> list[str]:
+    """A caption in lines of a terminal; a drawing, which has its own, as it is."""
+    return [text] if "\n" in text else textwrap.wrap(text, width, break_long_words=False)
 
 
 def _write(text: str, out: Path | None) -> None:

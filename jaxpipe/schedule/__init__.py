@@ -54,7 +54,7 @@ from jaxpipe.schedule.placement import Placement, linear, looped, wave
 from jaxpipe.schedule.search.slices import slice_ticks
 from jaxpipe.schedule.show import draw
 from jaxpipe.schedule.show.pipemare_draw import steady_text
-from jaxpipe.schedule.simulate import Costs, lock_step, simulate
+from jaxpipe.schedule.simulate import Costs, Timeline, lock_step, simulate
 
 __all__ = [
     "ASYNCHRONOUS_METHODS",
@@ -66,6 +66,7 @@ __all__ = [
     "Schedule",
     "ScheduleError",
     "SteadyState",
+    "Timeline",
     "build",
     "chunk_costs",
     "chunk_shares",

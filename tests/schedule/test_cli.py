@@ -28,11 +28,17 @@ def test_show_draws_and_reports_every_clock(capsys):
 
 
 def test_show_json_is_complete(capsys):
-    assert main(["show", "1f1b", *SHAPE, "--costs", "1,2,1,0.5", "--format", "json"]) == 0
+    assert (
+        main(
+            ["show", "1f1b", *SHAPE, "--costs", "1,2,1,0.5", "--format", "json", "--clock", "free"]
+        )
+        == 0
+    )
     shown = json.loads(capsys.readouterr().out)
     assert list(shown) == [
-        "schedule", "stages", "chunks", "microbatches", "costs", "free_running", "neighbor",
-        "lock_step", "peak_in_flight", "actions", "messages", "gathers", "reductions",
+        "schedule", "stages", "chunks", "microbatches", "costs", "clock", "free_running",
+        "neighbor", "lock_step", "peak_in_flight", "ticks", "actions", "messages", "moves",
+        "gathers", "reductions",
     ]  # fmt: skip
     assert (shown["schedule"], shown["stages"], shown["chunks"]) == ("1f1b", 4, 1)
     assert shown["costs"] == {"f": 1, "b": 2, "w": 1, "message": 0.5}
@@ -53,6 +59,19 @@ def test_show_json_is_complete(capsys):
     )
 
 
+def test_show_says_which_clock_it_draws(capsys):
+    for clock, makespan in (("free", 33), ("neighbor", 40), ("lock-step", 40)):
+        assert main(["show", "1f1b-fused", *SHAPE, "--clock", clock]) == 0
+        title, *lines = capsys.readouterr().out.splitlines()
+        assert f"{clock}" in title
+        assert f"makespan {makespan}" in title
+        assert sum(line.startswith("also 1f1b-fused, ") for line in lines) == 2
+    assert main(["show", "chimera", *SHAPE, "--clock", "neighbor"]) == 2
+    assert "'chimera' can only be simulated.\nNearest valid: --clock lock-step." in (
+        capsys.readouterr().err
+    )
+
+
 @pytest.mark.parametrize("kind", ["svg", "png", "trace", "csv", "json", "text"])
 def test_show_writes_a_file(tmp_path, capsys, kind):
     out = tmp_path / f"picture.{kind}"
@@ -69,8 +88,8 @@ def test_show_writes_a_file(tmp_path, capsys, kind):
         ("a.csv", [], "0F0,"),
         ("a.json", [], '{\n  "schedule": "gpipe"'),
         ("a.json", ["--format", "trace"], '{"traceEvents"'),
-        ("a.txt", [], "stage 0 |"),
-        ("a", [], "stage 0 |"),
+        ("a.txt", [], "gpipe, p=4 "),
+        ("a", [], "gpipe, p=4 "),
         ("a.txt", ["--format", "csv"], "0F0,"),
     ],
 )
@@ -149,8 +168,8 @@ def test_validate_says_why_it_does_not_draw(tmp_path, capsys):
     assert main(["show", "1f1b", *SHAPE, "--out", str(file)]) == 0
     assert main(["validate", str(file), "--costs", "1e-6,1,1"]) == 0
     out = capsys.readouterr().out
-    assert out.startswith("Valid, but not drawn. A drawing in text needs 5.7e+07 columns, beyond")
-    assert "1f1b, p=4 v=1 m=8, (F, B, W)=(1e-06, 1, 1), lock-step" in out
+    assert out.startswith("1f1b, p=4 v=1 m=8, (F, B, W)=(1e-06, 1, 1), lock-step")
+    assert "\nValid, but not drawn. A drawing in text needs " in out
     assert "peak in flight, per stage: 4, 3, 2, 1" in out
     assert main(["show", str(file), "--costs", "1e-6,1,1"]) == 2
     assert "columns, beyond" in capsys.readouterr().err
