@@ -7,18 +7,25 @@ import os
 import shutil
 import sys
 import textwrap
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import tyro
 
-from jaxpipe.commands.options import DEFAULT_COSTS, build, check_size, parse_costs
+from jaxpipe.commands.options import (
+    DEFAULT_COSTS,
+    build,
+    check_size,
+    layers_of_model,
+    parse_costs,
+)
 from jaxpipe.schedule.actions import Schedule
 from jaxpipe.schedule.formats import user
 from jaxpipe.schedule.formats.csv_format import read_csv, write_csv
 from jaxpipe.schedule.generators import pipemare
 from jaxpipe.schedule.lowering.steady_rows import shown_minibatches, steady_schedule
+from jaxpipe.schedule.partition import cut_layers
 from jaxpipe.schedule.problems import ArgumentError, Problem, below_one, refuse
 from jaxpipe.schedule.search.bounds import gap
 from jaxpipe.schedule.show import draw
@@ -54,6 +61,8 @@ def show(
     group: int | None = None,
     costs: str = DEFAULT_COSTS,
     layers_per_chunk: int | None = None,
+    layers: int | None = None,
+    layer_costs: str | None = None,
     memory_limit: float | None = None,
     recompute_segment: int | None = None,
     clock: Clock = "lock-step",
@@ -75,6 +84,9 @@ def show(
       group: microbatches that interleaved and breadth-first schedules take together.
       costs: time of F,B,W of one chunk, and optionally of one message: 1,1,1 or 1,1.2,0.8,0.1.
       layers_per_chunk: cut lock-step ticks into slices at the granularity of this many layers.
+      layers: of the whole model, with --layer-costs in place of the two options before: slices are
+        cut from them, and `auto` chooses how many chunks they form, and where these lie.
+      layer_costs: time of F,B,W of one of these layers, and optionally of one message.
       memory_limit: peak in flight per stage, in microbatches of a full stage, for a search.
       recompute_segment: for an asynchronous method, stages that run forward again together.
       clock: lock-step, as on simulated devices: all stages wait for each other in every tick;
@@ -96,20 +108,60 @@ def show(
         if written == "text":
             _write(steady_text(steady), out)
             return
-        schedule: Schedule = steady_schedule(steady)
-    else:
-        if recompute_segment is not None:
-            methods = ", ".join(pipemare.ASYNCHRONOUS_METHODS)
-            rule = f"does not fit $name: segments are for {methods}"
-            others = {"name": name}
-            refuse([Problem("recompute_segment", recompute_segment, rule, (None,), others)])
+        _output(_Model(steady_schedule(steady), parsed, None), clock, written, out)
+        return
+    if recompute_segment is not None:
+        methods = ", ".join(pipemare.ASYNCHRONOUS_METHODS)
+        rule = f"does not fit $name: segments are for {methods}"
+        others = {"name": name}
+        refuse([Problem("recompute_segment", recompute_segment, rule, (None,), others)])
+    if layers is None and layer_costs is None:
         schedule = build(name, stages=stages, microbatches=microbatches, costs=parsed, **options)
-    if written in draw.FORMATS:
+        model = _of_chunks(schedule, parsed, layers_per_chunk)
+    else:
+        refuse(_said_twice(costs, layers_per_chunk))
+        priced = layers_of_model(stages or 1, layers=layers, layer_costs=layer_costs)
+        schedule = build(
+            name, stages=stages, microbatches=microbatches, layer_costs=priced, **options
+        )
+        counts, by_chunk = cut_layers(priced, schedule.placement)
+        model = _Model(schedule, by_chunk, counts)
+    _output(model, clock, written, out)
+
+
+class _Model(NamedTuple):
+    """A schedule with the costs of its virtual stages, and their layers if ticks are cut."""
+
+    schedule: Schedule
+    costs: Costs | Sequence[Costs]
+    layer_counts: Sequence[int] | None
+
+
+def _of_chunks(schedule: Schedule, costs: Costs, layers_per_chunk: int | None) -> _Model:
+    count = schedule.placement.num_virtual_stages
+    layers = None if layers_per_chunk is None else [layers_per_chunk] * count
+    return _Model(schedule, costs, layers)
+
+
+def _said_twice(costs: str, layers_per_chunk: int | None) -> Iterator[Problem]:
+    given = {
+        "costs": None if costs == DEFAULT_COSTS else costs,
+        "layers_per_chunk": layers_per_chunk,
+    }
+    for option, value in given.items():
+        if value is not None:
+            rule = "is of a chunk: $layers and $layer_costs say it of the model"
+            others = {"layers": None, "layer_costs": None}
+            yield Problem(option, value, rule, (None,), others)
+
+
+def _output(model: _Model, clock: Clock, format: str, out: Path | None) -> None:
+    if format in draw.FORMATS:
         assert out is not None
-        clocks = timelines(schedule, parsed, layers_per_chunk=layers_per_chunk)
+        clocks = timelines(model.schedule, model.costs, layer_counts=model.layer_counts)
         draw.save(draw.figure(clocks.on(clock)), out)
     else:
-        _write(_in_format(schedule, parsed, layers_per_chunk, clock, written, out is None), out)
+        _write(_in_format(model, clock, format, out is None), out)
 
 
 def validate(
@@ -132,10 +184,8 @@ def validate(
     """
     parsed = parse_costs(costs)
     refuse(below_one(layers_per_chunk=layers_per_chunk))
-    schedule = read_csv(file)
-    _write(
-        _in_format(schedule, parsed, layers_per_chunk, clock, format, True, must_draw=False), None
-    )
+    model = _of_chunks(read_csv(file), parsed, layers_per_chunk)
+    _write(_in_format(model, clock, format, True, must_draw=False), None)
 
 
 def _chosen_format(format: _Format | None, out: Path | None, name: str) -> str:
@@ -181,9 +231,7 @@ def _steady_state(
 
 
 def _in_format(
-    schedule: Schedule,
-    costs: Costs,
-    layers_per_chunk: int | None,
+    model: _Model,
     clock: Clock,
     format: str,
     printed: bool,
@@ -191,12 +239,13 @@ def _in_format(
     must_draw: bool = True,
 ) -> str:
     """The schedule in any of the formats that are text."""
+    schedule, costs, counts = model
     if format == "csv":
         return write_csv(schedule)
     if format == "json":
-        shown = report(schedule, costs, clock=clock, layers_per_chunk=layers_per_chunk)
+        shown = report(schedule, costs, clock=clock, layer_counts=counts)
         return json.dumps(shown, indent=2) + "\n"
-    clocks = timelines(schedule, costs, layers_per_chunk=layers_per_chunk)
+    clocks = timelines(schedule, costs, layer_counts=counts)
     drawn = clocks.on(clock)
     if format == "trace":
         return json.dumps(trace(drawn)) + "\n"

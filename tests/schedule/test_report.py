@@ -125,7 +125,7 @@ def test_messages_arrive_in_time_and_lie_in_their_ticks(name):
 def test_the_report_of_slices_runs_every_layer_of_every_action_once():
     costs = Costs(1, 1.2, 0.8)
     schedule = catalog.build("zb-v", stages=3, microbatches=4)
-    shown = report(schedule, costs, layers_per_chunk=3)
+    shown = report(schedule, costs, layer_counts=[3] * 6)
     assert json.loads(json.dumps(shown)) == shown
     assert shown["clock"] == "lock-step"
     assert shown["messages"]["total"] == len(shown["messages"]["sent"])

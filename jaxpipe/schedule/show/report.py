@@ -26,7 +26,7 @@ def report(
     costs: Costs | Sequence[Costs],
     *,
     clock: Clock = "lock-step",
-    layers_per_chunk: int | None = None,
+    layer_counts: Sequence[int] | None = None,
     weight_slots: int = 1,
     activation_bytes: int | None = None,
 ) -> dict[str, Any]:
@@ -35,8 +35,8 @@ def report(
     Args:
       costs: of one chunk; or, if chunks differ, of every virtual stage.
       clock: of the actions and messages.
-      layers_per_chunk: cut ticks into time slices at the granularity of this many layers; None
-        for one whole action per tick.
+      layer_counts: of every virtual stage, to cut ticks into time slices at their granularity;
+        None for one whole action per tick, or for a schedule that has slices.
       weight_slots: gathered chunks a stage keeps at once under ZeRO-3, at least 1.
       activation_bytes: kept by one microbatch from F to W on one chunk; None if unknown.
 
@@ -67,7 +67,7 @@ def report(
       >>> shown["peak_in_flight"], shown["messages"]["total"], shown["gathers"]
       ([2.0, 1.0], 8, [1, 1])
     """
-    clocks = timelines(schedule, costs, layers_per_chunk=layers_per_chunk)
+    clocks = timelines(schedule, costs, layer_counts=layer_counts)
     shown = clocks.on(clock)
     peak = shown.peak_in_flight
     in_bytes = {}
@@ -147,13 +147,10 @@ def timelines(
     schedule: Schedule,
     costs: Costs | Sequence[Costs],
     *,
-    layers_per_chunk: int | None = None,
     layer_counts: Sequence[int] | None = None,
 ) -> Timelines:
-    """Runs a schedule on every clock; arguments as for `report`, or layers by virtual stage."""
+    """Runs a schedule on every clock; arguments as for `report`."""
     ticked = schedule
-    if layers_per_chunk is not None:
-        layer_counts = [layers_per_chunk] * schedule.placement.num_virtual_stages
     if layer_counts is not None and schedule.slices is None:
         ticked = slice_ticks(schedule, costs, layer_counts)
     executed = None if any(simulated_only(schedule)) else neighbor_clock(ticked, costs)

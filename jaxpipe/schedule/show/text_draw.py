@@ -75,11 +75,11 @@ def text(timeline: Timeline, *, colour: bool = False, width: int | None = None) 
       stage 0 |F0- F1- ............BW0---- BW1---- |
       stage 1 |....F0- F1- BW0---- BW1---- ........|
       >>> print("\\n".join(text(lock_step(gpipe(2, 1), Costs(1, 1, 1))).splitlines()[:5]))
-      tick    |0  1  2  3  4  5  |
-      stage 0 |F0 .........B0 W0 |
-              | G>              R|
-      stage 1 |...F0 B0 W0 ......|
-              |    G  <  R       |
+      tick    |0  1  2  3  4  |
+      stage 0 |F0 ......B0 W0 |
+              | G>           R|
+      stage 1 |...F0 B0 W0 ...|
+              |     G  <  R   |
     """
     chosen = labelled(timeline)
     names = max(len(_label(part.action, timeline)) for row in timeline.parts for part in row)
