@@ -55,7 +55,7 @@ from jaxpipe.schedule.search.cache import cache_folder
 from jaxpipe.schedule.search.slices import slice_ticks
 from jaxpipe.schedule.show import draw
 from jaxpipe.schedule.show.pipemare_draw import steady_text
-from jaxpipe.schedule.simulate import Costs, lock_step, simulate
+from jaxpipe.schedule.simulate import Costs, Timeline, lock_step, simulate
 
 __all__ = [
     "ASYNCHRONOUS_METHODS",
@@ -67,6 +67,7 @@ __all__ = [
     "Schedule",
     "ScheduleError",
     "SteadyState",
+    "Timeline",
     "build",
     "cache_folder",
     "chunk_costs",
