@@ -71,7 +71,10 @@ class Setup:
     def __init__(self, config: Config, choice: Choice | None = None) -> None:
         self.config = config
         self.task = tasks.make(config)
-        self.mesh = make_mesh(**config.mesh.model_dump())
+        sizes = config.mesh.model_dump()
+        if config.mesh.tensor == 1:  # then nothing names the axis
+            del sizes["tensor"]
+        self.mesh = make_mesh(**sizes)
         self.shapes = jax.eval_shape(self.task.init, self._key)
         self.learning_rate = learning_rate(config.optimizer, num_steps=config.train.steps)
         # Measurements differ between processes.

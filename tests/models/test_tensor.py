@@ -9,7 +9,7 @@ import pytest
 
 import jaxpipe
 from jaxpipe.testing import assert_matches_unpipelined
-from models import gpt, tensor
+from models import gpt
 
 SHAPE = {"vocab_size": 13, "sequence_length": 8, "num_layers": 4, "width": 16, "num_heads": 4}
 LLAMA = {"num_kv_heads": 2, "mlp_width": 12, "tied": False}
@@ -40,9 +40,16 @@ def test_gpt_equals_the_whole_model(shape, schedule, zero, remat, options):
     )
 
 
-def test_what_devices_cannot_share_is_said_with_both_numbers():
-    (problem,) = tensor.problems(4, num_heads=6, sequence_length=128)
-    assert problem.lines() == [
-        "num_heads=6 is not divisible by tensor=4, whose devices share it.",
-        "Nearest valid: 4, 8.",
-    ]
+def test_what_devices_cannot_share_is_refused_with_both_numbers():
+    config = gpt.GPTConfig(**SHAPE, **LLAMA)
+    model = gpt.model(config, vocabulary_axis="stage", tensor_axis="tensor")
+    params = jax.eval_shape(lambda: gpt.init(config, jax.random.key(0)))
+    mesh = jaxpipe.make_mesh(stage=2, tensor=4)
+    pipe = jaxpipe.Pipeline(model, params, schedule="1f1b", mesh=mesh)
+    for length, message in (
+        (8, "num_kv_heads=2 is not divisible by the 4 devices along 'tensor', which share it"),
+        (6, r"sequence length=6 is not divisible by the 4 devices .*\nNearest valid: 4, 8\."),
+    ):
+        tokens = jax.ShapeDtypeStruct((4, length + 1), "int32")
+        with pytest.raises(ValueError, match=message):
+            jax.eval_shape(pipe.value_and_grad, pipe.placed_params, {"tokens": tokens})
