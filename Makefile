@@ -36,7 +36,7 @@ test-faults: setup
 test-parity:
 	test -x $(VENV)-parity/bin/python || $(PYTHON) -m venv $(VENV)-parity
 	$(VENV)-parity/bin/python -m pip install --quiet --disable-pip-version-check --editable '.[test,parity]'
-	$(VENV)-parity/bin/python -m pytest -n 2 tests/models/test_hugging_face.py tests/end_to_end/test_fine_tuning.py
+	$(VENV)-parity/bin/python -m pytest -n 2 tests/models/test_hugging_face.py tests/models/test_hugging_face_decoders.py tests/end_to_end/test_fine_tuning.py
 
 # The newest JAX on the newest Python that is installed, in an environment of its own.
 PYTHONS := python3 python3.12 python3.13 python3.14 $(wildcard $(HOME)/.pyenv/versions/3.1[2-9]*/bin/python3)
@@ -89,7 +89,7 @@ gpu-roofline: gpu-environment
 	$(VENV)-gpu/bin/python benchmarks/gpu_roofline.py $(ARGS)
 
 figures: setup
-	$(BIN)/jaxpipe compare --stages 8 --microbatches 32 --costs 1,1.2,0.8 --layers-per-chunk 4 --out docs/images/compare.svg
+	$(BIN)/jaxpipe compare --stages 8 --microbatches 32 --stage-costs 1,1.2,0.8 --layers 64 --out docs/images/compare.svg
 	$(BIN)/jaxpipe show auto --stages 4 --microbatches 8 --costs 1,1.2,0.8 --layers-per-chunk 4 --format svg --out docs/images/auto.svg
 
 docs: setup

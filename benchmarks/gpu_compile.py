@@ -319,7 +319,7 @@ def measure(case: Case) -> dict:
     # A buffer holds more than one layer of one microbatch; one layer's values are not a buffer.
     leaves = jax.tree.leaves(traced.buffers(pipe, batch))
     buffers = {_squeezed(leaf.shape) for leaf in leaves if math.prod(leaf.shape[:-1]) > 1}
-    buffers -= {_squeezed(leaf.struct(parts=n).shape) for leaf in piece for n in (1, DATA)}
+    buffers -= {_squeezed(leaf.struct(sharded=s).shape) for leaf in piece for s in (False, True)}
     rows = pipe.schedule.num_chunks * case.layers if case.weights == "unrolled" else 1
     predicted = predicted_bytes(pipe, batch)
     return {

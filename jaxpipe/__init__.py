@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from jaxpipe import testing as testing
     from jaxpipe.api import (
         AsyncPipeline,
+        Joined,
         Model,
         Pipeline,
         Sum,
@@ -32,6 +33,7 @@ __version__ = "0.1.0"
 __all__ = [
     "AsyncPipeline",
     "Checkpoints",
+    "Joined",
     "Model",
     "Pipeline",
     "Sum",

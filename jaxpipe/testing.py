@@ -192,9 +192,10 @@ def _no_cases(**given: Any) -> Iterator[str]:
 
 
 def _own_reference(model: Model) -> Callable[..., Any]:
-    if model.stage_split is not None:
+    if model.stage_split is not None or model.uses_axes:
+        of = "mesh axes (Model.axes)" if model.uses_axes else "stages (Model.stage_split)"
         raise ValueError(
-            "The model splits parameters over stages (Model.stage_split), which its functions "
+            f"The model splits parameters over {of}, which its functions "
             "cannot do without a mesh. Give what to compare with: reference="
             "functools.partial(jaxpipe.unpipelined.loss, model_with_whole_parameters)."
         )

@@ -1,4 +1,4 @@
-"""GPT: a decoder-only transformer that covers GPT-2 and Llama shapes from its config alone.
+"""GPT: a decoder-only transformer that covers several families from its config alone.
 
     x = lookup(table, tokens) [+ positions]
     x = x + attention(norm(x)), x = x + mlp(norm(x))       num_layers times
@@ -10,167 +10,83 @@ width, N heads, K key/value heads, H head width.
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import math
-from collections.abc import Iterator
-from typing import Any, Literal
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.sharding import PartitionSpec as P
 
 from jaxpipe import Model, vocabulary
-from jaxpipe.errors import Problem
 from jaxpipe.nnx import functional, stack
-from models import validation
-from models.blocks import INIT_STDDEV, Linear, attention_kernel
+from models import rotary
+from models.blocks import (
+    INIT_STDDEV,
+    Linear,
+    causal_attention,
+    function_of,
+    same_document,
+    soft_capped,
+)
+from models.gpt_config import GPTConfig, LayerKind
+from models.tensor import WHOLE, Tensor, axis_split
 
 PyTree = Any
-
-
-@dataclasses.dataclass(frozen=True)
-class GPTConfig(validation.Validated):
-    """The shape of a GPT.
-
-    Args:
-      vocab_size: rows of the embedding table.
-      sequence_length: the longest input, in tokens.
-      num_layers: transformer blocks.
-      width: size of the residual stream, a multiple of ``num_heads``.
-      num_heads: query heads.
-      num_kv_heads: key and value heads, a divisor of ``num_heads``; None means ``num_heads``.
-      mlp_width: hidden size of the MLP; None means 4 width for gelu, and for swiglu 8/3 width
-        rounded up to a multiple of 64 (equal parameters: Shazeer 2020, section 2).
-      positions: "rotary" (Su et al. 2021; the two halves of a head are rotated against each other)
-        or "learned".
-      norm: "rms" or "layer".
-      activation: "gelu" (tanh approximation, as GPT-2) or "swiglu".
-      tied: one table for embedding and unembedding.
-      bias: biases in linear layers and in LayerNorm.
-      dropout: probability, in [0, 1), for the embedding and for both residual branches. Attention
-        weights are never dropped, since flash attention does not store them.
-      dtype: compute dtype, "float32" or "bfloat16".
-      rope_theta: base of the rotary wavelengths.
-      norm_epsilon: added to the variance.
-
-    Raises:
-      ValueError: values that do not fit together, all of them in one message.
-    """
-
-    vocab_size: int
-    sequence_length: int
-    num_layers: int
-    width: int
-    num_heads: int
-    num_kv_heads: int | None = None
-    mlp_width: int | None = None
-    positions: Literal["rotary", "learned"] = "rotary"
-    norm: Literal["rms", "layer"] = "rms"
-    activation: Literal["gelu", "swiglu"] = "swiglu"
-    tied: bool = True
-    bias: bool = False
-    dropout: float = 0.0
-    dtype: Literal["float32", "bfloat16"] = "float32"
-    rope_theta: float = 10_000.0
-    norm_epsilon: float = 1e-5
-
-    def problems(self) -> Iterator[Problem]:
-        counts = ("vocab_size", "sequence_length", "num_layers", "width", "num_heads")
-        small = validation.small_counts(self, *counts, "num_kv_heads", "mlp_width")
-        yield from small
-        yield from validation.wrong_choices(self)
-        yield from validation.not_positive(self, "rope_theta", "norm_epsilon")
-        yield from validation.wrong_probability(self, "dropout")
-        if small:
-            return
-        if self.width % self.num_heads:
-            yield validation.not_a_divisor("num_heads", self.num_heads, "width", self.width)
-        elif self.positions == "rotary" and self.head_width % 2:
-            heads, width = self.num_heads, self.width
-            rule = (
-                f"with $num_heads gives heads of {self.head_width}, but rotary positions need an "
-                "even size"
-            )
-            nearest = [w for w in (width - heads, width + heads) if w > 0]
-            yield Problem("width", width, rule, nearest, {"num_heads": heads})
-        if self.num_heads % self.kv_heads:
-            yield validation.not_a_divisor(
-                "num_kv_heads", self.kv_heads, "num_heads", self.num_heads
-            )
-
-    @property
-    def kv_heads(self) -> int:
-        return self.num_heads if self.num_kv_heads is None else self.num_kv_heads
-
-    @property
-    def head_width(self) -> int:
-        return self.width // self.num_heads
-
-    @property
-    def hidden_width(self) -> int:
-        if self.mlp_width is not None:
-            return self.mlp_width
-        return 4 * self.width if self.activation == "gelu" else math.ceil(self.width / 24) * 64
-
-    @property
-    def compute_dtype(self) -> jnp.dtype:
-        return jnp.dtype(self.dtype)
-
-    @classmethod
-    def gpt2_124m(cls) -> GPTConfig:
-        """GPT-2 small (Radford et al. 2019, table 2), without dropout: 124,439,808 parameters."""
-        return cls(
-            vocab_size=50257, sequence_length=1024, num_layers=12, width=768, num_heads=12,
-            positions="learned", norm="layer", activation="gelu", tied=True, bias=True,
-        )  # fmt: skip
-
-    @classmethod
-    def llama_7b(cls) -> GPTConfig:
-        """Llama 7B (Touvron et al. 2023, table 2): 6,738,415,616 parameters."""
-        return cls(
-            vocab_size=32000, sequence_length=2048, num_layers=32, width=4096, num_heads=32,
-            mlp_width=11008, tied=False, norm_epsilon=1e-6,
-        )  # fmt: skip
 
 
 class Attention(nnx.Module):
     """Causal self-attention with grouped queries (Ainslie et al. 2023)."""
 
-    def __init__(self, config: GPTConfig, *, rngs: nnx.Rngs):
-        self.config = config
-        qkv_width = (config.num_heads + 2 * config.kv_heads) * config.head_width
-        self.qkv = Linear(config.width, qkv_width, bias=config.bias, stddev=INIT_STDDEV, rngs=rngs)
+    def __init__(self, config: GPTConfig, *, is_local: bool, tensor: Tensor, rngs: nnx.Rngs):
+        self.config, self.is_local, self.tensor = config, is_local, tensor
+        heads_width = config.num_heads * config.head_width
+        qkv_width = heads_width + 2 * config.kv_heads * config.head_width
+        self.qkv = Linear(
+            config.width, qkv_width, bias=config.bias or config.qkv_bias, stddev=INIT_STDDEV,
+            rngs=rngs,
+        )  # fmt: skip
         self.out = Linear(
-            config.width, config.width, bias=config.bias, stddev=_residual_stddev(config), rngs=rngs
+            heads_width, config.width, bias=config.bias, stddev=_residual_stddev(config), rngs=rngs
         )
+        if config.qk_norm:
+            self.query_norm, self.key_norm = (
+                _rms_norm(config, config.head_width, rngs) for _ in range(2)
+            )
 
     def __call__(self, x_BSE, documents_BS=None):
-        config = self.config
+        config, tensor = self.config, self.tensor
+        x_BSE = tensor.gather(x_BSE)
         num_rows, length, _ = x_BSE.shape
         heads = self.qkv(x_BSE).reshape(num_rows, length, -1, config.head_width)
-        cuts = (config.num_heads, config.num_heads + config.kv_heads)
+        cuts = [n // tensor.size for n in (config.num_heads, config.num_heads + config.kv_heads)]
         q_BSNH, k_BSKH, v_BSKH = jnp.split(heads, cuts, axis=2)
+        if config.qk_norm:
+            q_BSNH, k_BSKH = self.query_norm(q_BSNH), self.key_norm(k_BSKH)
         if config.positions == "rotary":
-            q_BSNH, k_BSKH = (_rotate(heads, theta=config.rope_theta) for heads in (q_BSNH, k_BSKH))
-        mixed_BSNH = jax.nn.dot_product_attention(
+            turns_H = rotary.frequencies(config, is_local=self.is_local)
+            q_BSNH, k_BSKH = (rotary.rotate(heads, turns_H) for heads in (q_BSNH, k_BSKH))
+        mixed_BSNH = causal_attention(
             q_BSNH,
             k_BSKH,
             v_BSKH,
-            mask=None if documents_BS is None else _same_document(documents_BS),
-            is_causal=True,
-            implementation=attention_kernel(q_BSNH),
+            scale=1 / math.sqrt(config.query_scalar or config.head_width),
+            window=config.window if self.is_local else None,
+            soft_cap=config.attention_soft_cap,
+            documents_BS=documents_BS,
         )
-        return self.out(mixed_BSNH.reshape(x_BSE.shape))
+        return self.out(mixed_BSNH.reshape(num_rows, length, -1), tensor.scatter)
 
 
 class MLP(nnx.Module):
-    """Two matmuls with a GELU between them, or three with a SwiGLU gate."""
+    """Two matmuls with a GELU between them, or three with a gate."""
 
-    def __init__(self, config: GPTConfig, *, rngs: nnx.Rngs):
+    def __init__(self, config: GPTConfig, *, tensor: Tensor, rngs: nnx.Rngs):
+        self.tensor = tensor
         width, hidden, bias = config.width, config.hidden_width, config.bias
         self.up = Linear(width, hidden, bias=bias, stddev=INIT_STDDEV, rngs=rngs)
-        gated = config.activation == "swiglu"
+        gated, self.activation = ACTIVATIONS[config.activation]
         self.gate = (
             Linear(width, hidden, bias=bias, stddev=INIT_STDDEV, rngs=rngs)
             if gated
@@ -179,25 +95,46 @@ class MLP(nnx.Module):
         self.down = Linear(hidden, width, bias=bias, stddev=_residual_stddev(config), rngs=rngs)
 
     def __call__(self, x):
+        x = self.tensor.gather(x)
         if self.gate is None:
-            return self.down(jax.nn.gelu(self.up(x)))
-        return self.down(jax.nn.silu(self.gate(x)) * self.up(x))
+            hidden = self.activation(self.up(x))
+        else:
+            hidden = self.activation(self.gate(x)) * self.up(x)
+        return self.down(hidden, self.tensor.scatter)
+
+
+ACTIVATIONS = {
+    "gelu": (False, jax.nn.gelu),
+    "swiglu": (True, jax.nn.silu),
+    "geglu": (True, jax.nn.gelu),
+}
+"""Whether an MLP has a gate, and the function of the gate or of the only branch."""
 
 
 class Block(nnx.Module):
     """One layer: attention, then MLP, each on a normalised copy of the residual stream."""
 
-    def __init__(self, config: GPTConfig, *, rngs: nnx.Rngs):
-        self.attention_norm = _norm(config, rngs)
-        self.attention = Attention(config, rngs=rngs)
+    def __init__(
+        self, config: GPTConfig, kind: LayerKind, *, tensor: Tensor = WHOLE, rngs: nnx.Rngs
+    ):
+        self.config, self.tensor = config, tensor
+        self.attention_norm, self.mlp_norm = (_norm(config, rngs) for _ in range(2))
+        if config.post_norm:
+            self.attention_post_norm, self.mlp_post_norm = (_norm(config, rngs) for _ in range(2))
+        self.attention = Attention(config, is_local=kind.is_local, tensor=tensor, rngs=rngs)
         self.attention_dropout = nnx.Dropout(config.dropout, rngs=rngs)
-        self.mlp_norm = _norm(config, rngs)
-        self.mlp = MLP(config, rngs=rngs)
+        self.mlp = MLP(config, tensor=tensor, rngs=rngs)
         self.mlp_dropout = nnx.Dropout(config.dropout, rngs=rngs)
 
     def __call__(self, x, documents=None):
-        x = x + self.attention_dropout(self.attention(self.attention_norm(x), documents))
-        return x + self.mlp_dropout(self.mlp(self.mlp_norm(x)))
+        attended = self.attention(self.attention_norm(x), documents)
+        if self.config.post_norm:
+            attended = self.attention_post_norm(attended)
+        x = x + self.tensor.dropout(self.attention_dropout, attended)
+        y = self.mlp(self.mlp_norm(x))
+        if self.config.post_norm:
+            y = self.mlp_post_norm(y)
+        return x + self.tensor.dropout(self.mlp_dropout, y)
 
 
 def init(config: GPTConfig, rng: jax.Array) -> PyTree:
@@ -208,7 +145,8 @@ def init(config: GPTConfig, rng: jax.Array) -> PyTree:
       rng: one key.
 
     Returns:
-      ``{"embed", "layers", "head"}``, float32, with the leaves of "layers" [num_layers, ...].
+      ``{"embed", "layers", "head"}``, float32. If all layers are alike, the leaves of "layers" are
+      [num_layers, ...]; if not, "layers" is a tuple with a tree for each layer.
     """
     table_rng, positions_rng, layers_rng, head_rng = jax.random.split(rng, 4)
     table_shape = (config.vocab_size, config.width)
@@ -216,18 +154,16 @@ def init(config: GPTConfig, rng: jax.Array) -> PyTree:
     if config.positions == "learned":
         positions_shape = (config.sequence_length, config.width)
         embed["positions"] = INIT_STDDEV * jax.random.normal(positions_rng, positions_shape)
-    _, layers = stack(
-        lambda rngs: Block(config, rngs=rngs),
-        num_layers=config.num_layers,
-        rngs=nnx.Rngs(layers_rng),
-    )
+    layers = _init_layers(config, layers_rng)
     head = {"norm": functional(_norm(config, nnx.Rngs(0)))[1]}
     if not config.tied:
         head["table"] = INIT_STDDEV * jax.random.normal(head_rng, table_shape)
     return {"embed": embed, "layers": layers, "head": head}
 
 
-def model(config: GPTConfig, *, vocabulary_axis: str | None = None) -> Model:
+def model(
+    config: GPTConfig, *, vocabulary_axis: str | None = None, tensor_axis: str | None = None
+) -> Model:
     """The GPT as the three functions a pipeline runs.
 
     A microbatch is ``{"tokens": int32 [rows, S + 1]}``: inputs are ``tokens[:, :-1]``, targets
@@ -238,9 +174,12 @@ def model(config: GPTConfig, *, vocabulary_axis: str | None = None) -> Model:
       config: the model's shape.
       vocabulary_axis: mesh axis over which the vocabulary tables are split ("stage" in a pipeline);
         None for whole tables and no collectives.
+      tensor_axis: model axis whose devices share every layer: heads and hidden units, between these
+        the sequence, and with stages the vocabulary; None for layers that are not shared.
 
     Returns:
-      The model; with ``vocabulary_axis`` its ``stage_split`` names dimension 0 of every table.
+      The model; with ``vocabulary_axis`` its ``stage_split`` names dimension 0 of every table, with
+      ``tensor_axis`` its ``axis_split`` what the axis splits.
 
     Example:
       >>> config = GPTConfig(vocab_size=64, sequence_length=8, num_layers=2, width=16, num_heads=2)
@@ -249,15 +188,13 @@ def model(config: GPTConfig, *, vocabulary_axis: str | None = None) -> Model:
       >>> model(config).embed(outer, {"tokens": jnp.zeros((3, 9), int)}, None).shape
       (3, 8, 16)
     """
-    apply_layer, _ = functional(nnx.eval_shape(lambda: Block(config, rngs=nnx.Rngs(0))))
+
+    tensor = Tensor(tensor_axis)
+    over: dict[str, Any] = {"axis": vocabulary_axis, "sequence_axis": tensor_axis}
 
     def embed(outer, microbatch, rng):
         tokens, documents = microbatch["tokens"][:, :-1], microbatch.get("documents")
-        return _embed(config, outer, tokens, rng, axis=vocabulary_axis, documents_BS=documents)
-
-    def layer(params, x, microbatch, rng):
-        documents = None if microbatch is None else microbatch.get("documents")
-        return apply_layer(params, x, documents, rng=rng)
+        return _embed(config, outer, tokens, rng, tensor, over, documents)
 
     def head_loss(outer, x, microbatch, rng):
         del rng
@@ -266,11 +203,16 @@ def model(config: GPTConfig, *, vocabulary_axis: str | None = None) -> Model:
             _head_table(config, outer),
             microbatch["tokens"][:, 1:],
             vocab_size=config.vocab_size,
-            axis=vocabulary_axis,
+            soft_cap=config.logit_soft_cap,
+            **over,
         )
 
-    split = None if vocabulary_axis is None else _stage_split(config)
-    return Model(embed=embed, layer=layer, head_loss=head_loss, stage_split=split)
+    functions = {kind: _layer(config, kind, tensor) for kind in config.layer_kinds}
+    layers = tuple(functions[kind] for kind in config.layer_kinds)
+    layer = layers[0] if config.layers_are_alike else layers
+    split = None if vocabulary_axis is None else _table_split(config, 0)
+    own = {} if tensor_axis is None else _shared(config, tensor_axis)
+    return Model(embed=embed, layer=layer, head_loss=head_loss, stage_split=split, **own)
 
 
 def logits(config: GPTConfig, params: PyTree, tokens: jax.Array) -> jax.Array:
@@ -285,13 +227,18 @@ def logits(config: GPTConfig, params: PyTree, tokens: jax.Array) -> jax.Array:
       float32 [rows, S, vocab_size]: scores of the token after each position.
     """
     layer = model(config).layer
-    x = _embed(config, params, tokens, None, axis=None)
-    x, _ = jax.lax.scan(
-        lambda x, layer_params: (layer(layer_params, x, None, None), None), x, params["layers"]
-    )
+    x = _embed(config, params, tokens, None, WHOLE, {})
+    if isinstance(layer, tuple):
+        for function, layer_params in zip(layer, params["layers"], strict=True):
+            x = function(layer_params, x, None, None)
+    else:
+        x, _ = jax.lax.scan(
+            lambda x, layer_params: (layer(layer_params, x, None, None), None), x, params["layers"]
+        )
     x = _final_norm(config, params, x)
     table = _head_table(config, params).astype(x.dtype)
-    return jnp.einsum("bse,ve->bsv", x, table, preferred_element_type=jnp.float32)
+    scores = jnp.einsum("bse,ve->bsv", x, table, preferred_element_type=jnp.float32)
+    return soft_capped(scores, config.logit_soft_cap)
 
 
 def num_parameters(config: GPTConfig) -> int:
@@ -307,61 +254,101 @@ def num_parameters(config: GPTConfig) -> int:
 def flops_per_token(config: GPTConfig) -> int:
     """Floating-point operations of one training step per token, forward and backward.
 
-    6 N + 12 L E S (Chowdhery et al. 2022, appendix B): N counts the parameters that take part in a
-    matmul, hence no position tables and no input table that is only looked up. The second term
-    is the attention scores and their use, not halved for causality. Recomputation is not counted.
+    6 N + 12 A S for each layer (Chowdhery et al. 2022, appendix B): N counts the parameters that
+    take part in a matmul, hence no position tables and no input table that is only looked up. The
+    second term is the attention scores and their use, with A the width of all heads and S the
+    tokens that a position sees, not halved for causality. Recomputation is not counted.
     """
     num_multiplied = num_parameters(config)
     if config.positions == "learned":
         num_multiplied -= config.sequence_length * config.width
     if not config.tied:
         num_multiplied -= config.vocab_size * config.width
-    return 6 * num_multiplied + 12 * config.num_layers * config.width * config.sequence_length
+    length, width = config.sequence_length, config.num_heads * config.head_width
+    seen = sum(
+        min(config.window or length, length) if kind.is_local else length
+        for kind in config.layer_kinds
+    )
+    return 6 * num_multiplied + 12 * width * seen
 
 
-def _embed(config, outer, tokens_BS, rng, *, axis, documents_BS=None):
+def _init_layers(config, rng):
+    kinds = config.layer_kinds
+    if config.layers_are_alike:
+        return stack(
+            lambda rngs: Block(config, kinds[0], rngs=rngs),
+            num_layers=config.num_layers,
+            rngs=nnx.Rngs(rng),
+        )[1]
+    return tuple(
+        functional(Block(config, kind, rngs=nnx.Rngs(key)))[1]
+        for kind, key in zip(kinds, jax.random.split(rng, len(kinds)), strict=True)
+    )
+
+
+def _layer(config, kind, tensor=WHOLE):
+    """The function of a layer, as a pipeline calls it."""
+    apply = function_of(lambda config, rngs: Block(config, kind, tensor=tensor, rngs=rngs), config)
+
+    def layer(params, x, microbatch, rng):
+        documents = None if microbatch is None else microbatch.get("documents")
+        return apply(params, x, documents, rng=rng)
+
+    return layer
+
+
+def _embed(config, outer, tokens_BS, rng, tensor, over, documents_BS=None):
     length = tokens_BS.shape[1]
     if length > config.sequence_length:
         raise ValueError(
             f"tokens hold {length} inputs per row, but sequence_length="
             f"{config.sequence_length}. Nearest valid: {config.sequence_length} or fewer."
         )
-    x_BSE = vocabulary.lookup(outer["embed"]["table"], tokens_BS, axis=axis)
+    x_BSE = vocabulary.lookup(outer["embed"]["table"], tokens_BS, **over)
     if config.positions == "learned":
         positions = outer["embed"]["positions"]
         if documents_BS is None:
-            x_BSE = x_BSE + positions[:length]
+            x_BSE = x_BSE + tensor.own(positions[:length], 0)
         else:
-            x_BSE = x_BSE + positions[_positions(documents_BS)]
+            x_BSE = x_BSE + positions[tensor.own(_positions(documents_BS), 1)]
+    if config.scaled_embedding:
+        x_BSE = math.sqrt(config.width) * x_BSE
     x_BSE = x_BSE.astype(config.compute_dtype)
-    return x_BSE if rng is None else nnx.Dropout(config.dropout)(x_BSE, rngs=rng)
-
-
-def _same_document(documents_BS):
-    """The mask [B, 1, S, S] of attention within documents."""
-    return documents_BS[:, None, :, None] == documents_BS[:, None, None, :]
+    if rng is None:
+        return x_BSE
+    drop = functools.partial(nnx.Dropout(config.dropout), rngs=rng)
+    return tensor.dropout(drop, x_BSE)
 
 
 def _positions(documents_BS):
     """How far each token is from the first of its document."""
-    return jnp.sum(jnp.tril(_same_document(documents_BS)[:, 0]), axis=-1) - 1
+    return jnp.sum(jnp.tril(same_document(documents_BS)[:, 0]), axis=-1) - 1
 
 
 def _final_norm(config, outer, x):
-    apply, _ = functional(nnx.eval_shape(lambda: _norm(config, nnx.Rngs(0))))
-    return apply(outer["head"]["norm"], x)
+    return function_of(_norm, config)(outer["head"]["norm"], x)
 
 
 def _head_table(config, outer):
     return outer["embed" if config.tied else "head"]["table"]
 
 
-def _stage_split(config):
+def _table_split(config, of_table):
+    """``of_table`` for every vocabulary table, None for the rest of embedding and head."""
     shapes = _shapes(config)
     return jax.tree_util.tree_map_with_path(
-        lambda path, _: 0 if path[-1].key == "table" else None,
+        lambda path, _: of_table if path[-1].key == "table" else None,
         {"embed": shapes["embed"], "head": shapes["head"]},
     )
+
+
+def _shared(config, axis):
+    """What `Model` says about layers and tables that devices along an axis share."""
+    heads = config.num_heads, config.kv_heads, config.kv_heads
+    layers = axis_split(
+        _shapes(config)["layers"], axis, tuple(n * config.head_width for n in heads)
+    )
+    return {"axes": (axis,), "axis_split": {"layers": layers, **_table_split(config, P(axis))}}
 
 
 @functools.cache
@@ -370,26 +357,20 @@ def _shapes(config):
 
 
 def _norm(config, rngs):
-    dtype = config.compute_dtype
     if config.norm == "rms":
-        return nnx.RMSNorm(config.width, epsilon=config.norm_epsilon, dtype=dtype, rngs=rngs)
+        return _rms_norm(config, config.width, rngs)
     return nnx.LayerNorm(
-        config.width, epsilon=config.norm_epsilon, use_bias=config.bias, dtype=dtype, rngs=rngs,
+        config.width, epsilon=config.norm_epsilon, use_bias=config.bias,
+        dtype=config.compute_dtype, rngs=rngs,
         # E[x^2] - E[x]^2 cancels badly once the residual stream has a mean.
         use_fast_variance=False,
     )  # fmt: skip
 
 
+def _rms_norm(config, width, rngs):
+    return nnx.RMSNorm(width, epsilon=config.norm_epsilon, dtype=config.compute_dtype, rngs=rngs)
+
+
 def _residual_stddev(config: GPTConfig) -> float:
     """Two branches per layer add to the residual stream (Radford et al. 2019, section 2.3)."""
     return INIT_STDDEV / math.sqrt(2 * config.num_layers)
-
-
-def _rotate(x_BSNH, *, theta):
-    half = x_BSNH.shape[-1] // 2
-    wavelengths = theta ** (jnp.arange(half, dtype=jnp.float32) / half)
-    angles_SH = jnp.arange(x_BSNH.shape[1], dtype=jnp.float32)[:, None] / wavelengths
-    cos, sin = jnp.cos(angles_SH)[:, None], jnp.sin(angles_SH)[:, None]
-    first, second = jnp.split(x_BSNH.astype(jnp.float32), 2, axis=-1)
-    rotated = jnp.concatenate((first * cos - second * sin, second * cos + first * sin), axis=-1)
-    return rotated.astype(x_BSNH.dtype)

@@ -20,7 +20,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxpipe.errors import ArgumentError
-from models.hugging_face_families import FAMILIES, Config, Family
+from models.hugging_face_families import FAMILIES, Config
+from models.hugging_face_family import Family
 from models.hugging_face_fields import Fields, TokenIds, token_id_fields
 from models.hugging_face_files import (
     CONFIG,
@@ -71,7 +72,7 @@ class Folder:
     ``jaxpipe.load_params(pipe, folder.read)`` reads it layer by layer into its place.
 
     Args:
-      folder: as ``save_pretrained`` of GPT-2, Llama, BERT and ResNet models writes it.
+      folder: as ``save_pretrained`` of a model of one of `FAMILIES` writes it.
 
     Attributes:
       config: its shape; its dropout is that of the folder's config, except on attention weights,
@@ -127,7 +128,7 @@ class Folder:
         names = self._names[_path(path)]
         layers = [names.layers[n] for n in number or range(len(names.layers))]
         arrays = [
-            _join(self._family, path, [self._tensors[name].read() for name in layer])
+            _join(self._family, path, [self._tensors[name].read() for name in layer], names.experts)
             for layer in layers
         ]
         return np.stack(arrays) if names.stacked and not number else arrays[0]
@@ -159,9 +160,8 @@ def save(
 
     Args:
       folder: made if it does not exist.
-      config: the model's shape. A GPT must have the shape of GPT-2 or Llama: learned positions,
-        LayerNorm, GELU and biases, or rotary positions, RMSNorm and SwiGLU. A ResNet must have
-        style "imagenet" and norm "batch".
+      config: the model's shape. A GPT must have that of a family: GPT-2, Llama, Qwen 2 or 3, Gemma
+        2 or 3. A ResNet must have style "imagenet" and norm "batch".
       params: canonical parameters.
       state: a ResNet's running statistics.
       token_ids: those of the tokenizer, or of the model that was loaded. None writes that there are
@@ -205,7 +205,7 @@ def _tensors(family: Family, config: Config, trees: PyTree) -> dict[str, np.ndar
         theirs, array = names[_path(path)], np.asarray(value)
         layers = array if theirs.stacked else [array]
         for layer, layer_names in zip(layers, theirs.layers, strict=True):
-            split = _split(family, config, path, layer, len(layer_names))
+            split = _split(family, config, path, layer, len(layer_names), theirs.experts)
             tensors |= {
                 family.prefix + name: np.ascontiguousarray(part, np.float32)
                 for name, part in zip(layer_names, split, strict=True)
@@ -228,6 +228,8 @@ class _Names(NamedTuple):
     shapes: list[tuple[int, ...]]
     """Of the tensors of a layer, in the order of their names."""
     stacked: bool
+    experts: bool
+    """The tensors of a layer are those of its experts; else they are joined over the outputs."""
 
 
 def _names(family: Family, config: Config) -> dict[str, _Names]:
@@ -236,23 +238,38 @@ def _names(family: Family, config: Config) -> dict[str, _Names]:
     names = {}
     for path, shape in jax.tree_util.tree_leaves_with_path(_shapes(family, config)):
         _, *keys = _path(path).split("/")
-        if (table := "/".join(keys)) in modules:
-            found, suffix = modules[table], "weight"
-        else:
-            found, suffix = modules["/".join(keys[:-1])], LEAVES[keys[-1]]
-        theirs = (found,) if isinstance(found, str) else found
-        stacked = "{}" in theirs[0]
+        numbers: list[int] | None = None
+        if (found := _find(modules, keys)) is None:  # a layer of several kinds, all named alike
+            part, number, *rest = keys
+            found, numbers = _find(modules, [part, *rest]), [int(number)]
+        assert found is not None
+        theirs, suffix = found
+        stacked, experts = numbers is None and "{}" in theirs[0], theirs[0].count("{}") > 1
+        one = shape.shape[1:] if stacked else shape.shape
+        if experts:  # the number of the layer is filled in below
+            theirs = tuple(theirs[0].format("{}", n) for n in range(one[0]))
+        if numbers is None:
+            numbers = list(range(shape.shape[0] if stacked else 1))
         # A broadcast number has a shape, and takes no memory.
-        layer = np.broadcast_to(np.float32(0), shape.shape[1:] if stacked else shape.shape)
+        layer = np.broadcast_to(np.float32(0), one)
         names[_path(path)] = _Names(
-            [
-                tuple(f"{name.format(number)}.{suffix}" for name in theirs)
-                for number in range(shape.shape[0] if stacked else 1)
-            ],
-            [part.shape for part in _split(family, config, path, layer, len(theirs))],
+            [tuple(f"{name.format(number)}.{suffix}" for name in theirs) for number in numbers],
+            [part.shape for part in _split(family, config, path, layer, len(theirs), experts)],
             stacked,
+            experts,
         )
     return names
+
+
+def _find(
+    modules: dict[str, str | tuple[str, ...]], keys: list[str]
+) -> tuple[tuple[str, ...], str] | None:
+    """Their names of a table or of a leaf's module, and the end of the tensor's name."""
+    for module, suffix in (("/".join(keys), "weight"), ("/".join(keys[:-1]), LEAVES.get(keys[-1]))):
+        if module in modules and suffix is not None:
+            theirs = modules[module]
+            return (theirs,) if isinstance(theirs, str) else theirs, suffix
+    return None
 
 
 @functools.cache
@@ -269,23 +286,33 @@ def _path(path) -> str:
     return "/".join(str(getattr(key, "key", getattr(key, "idx", None))) for key in path)
 
 
-def _join(family: Family, path, tensors: list[np.ndarray]) -> np.ndarray:
+def _join(family: Family, path, tensors: list[np.ndarray], experts: bool) -> np.ndarray:
     """One leaf of ours from theirs: [out, in, *window] to [*window, in, out], joined over out."""
     if path[-1].key == "kernel" and not family.kernels_as_ours:
         tensors = [np.transpose(tensor, (*range(2, tensor.ndim), 1, 0)) for tensor in tensors]
-    joined = tensors[0] if len(tensors) == 1 else np.concatenate(tensors, axis=-1)
-    return np.ascontiguousarray(joined, np.float32)
+    if experts:
+        joined = np.stack(tensors)
+    else:
+        joined = tensors[0] if len(tensors) == 1 else np.concatenate(tensors, axis=-1)
+    joined = np.ascontiguousarray(joined, np.float32)
+    return joined + 1 if path[-1].key == "scale" and family.norms_from_zero else joined
 
 
-def _split(family: Family, config, path, array: np.ndarray, count: int) -> list[np.ndarray]:
+def _split(
+    family: Family, config, path, array: np.ndarray, count: int, experts: bool
+) -> list[np.ndarray]:
     """Undoes `_join`."""
     arrays = [array]
-    if count > 1:  # queries, keys and values
+    if experts:
+        arrays = list(array)
+    elif count > 1:  # queries, keys and values
         cuts = np.array([config.num_heads, config.num_heads + config.kv_heads]) * config.head_width
         arrays = np.split(array, cuts, axis=-1)
     if path[-1].key == "kernel" and not family.kernels_as_ours:
-        last = array.ndim - 1
+        last = arrays[0].ndim - 1
         arrays = [np.transpose(part, (last, last - 1, *range(last - 1))) for part in arrays]
+    if path[-1].key == "scale" and family.norms_from_zero:
+        arrays = [part - 1 for part in arrays]
     return arrays
 
 

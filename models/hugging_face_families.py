@@ -1,51 +1,18 @@
-"""GPT-2, Llama, BERT and ResNet as the transformers library names them: configs and modules."""
+"""Families as the transformers library names them: GPT-2, BERT, ResNet, and a file of decoders."""
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Callable
 from typing import Any
-
-import jax
 
 from models import bert, gpt, resnet
 from models.bert import BERTConfig
 from models.gpt import GPTConfig
+from models.hugging_face_decoders import DECODERS
+from models.hugging_face_family import Family
 from models.hugging_face_fields import Fields, TokenIds
 from models.resnet import ResNetConfig
 
-PyTree = Any
 Config = GPTConfig | BERTConfig | ResNetConfig
-
-
-@dataclasses.dataclass(frozen=True)
-class Family:
-    """One architecture.
-
-    Args:
-      holds: whether a config of ours is of this family.
-      read: our config from the fields of ``config.json`` and the names of all tensors.
-      write: the fields of ``config.json`` from our config.
-      modules: our module (or table) to theirs, by path; "{}" stands for the number of the layer. A
-        tuple of theirs is joined along the output dimension.
-      init: makes parameters, from which their shapes are taken.
-      init_state: makes running statistics, for the same purpose; None without any.
-      prefix: before their names, in files that hold a head beside the bare model.
-      kernels_as_ours: kernels are stored as [in, out] there as well.
-      unread: ends of further names that files may hold: buffers, and copies of tied tables.
-      token_ids: those of the library where ``config.json`` has none; None for a model of no tokens.
-    """
-
-    holds: Callable[[Any], bool]
-    read: Callable[[Fields, set[str]], Any]
-    write: Callable[[Any], dict[str, Any]]
-    modules: Callable[[Any], dict[str, str | tuple[str, ...]]]
-    init: Callable[[Any, jax.Array], PyTree]
-    init_state: Callable[[Any], PyTree] | None = None
-    prefix: str = ""
-    kernels_as_ours: bool = False
-    unread: tuple[str, ...] = ()
-    token_ids: TokenIds | None = None
 
 
 def _read_gpt2(fields: Fields, names: set[str]) -> GPTConfig:
@@ -101,67 +68,6 @@ def _gpt2_modules(config) -> dict[str, str | tuple[str, ...]]:
         "layers/mlp/up": "h.{}.mlp.c_fc",
         "layers/mlp/down": "h.{}.mlp.c_proj",
         "head/norm": "ln_f",
-    }
-
-
-def _read_llama(fields: Fields, names: set[str]) -> GPTConfig:
-    rope = fields.part("rope_parameters")
-    heads, width = fields.size("num_attention_heads"), fields.size("hidden_size")
-    fields.extended(rope_type=rope.get("rope_type", "default")).require(
-        hidden_act=("silu",),
-        rope_type=("default",),
-        rope_scaling=(None,),
-        head_dim=(width // heads, None),
-        attention_bias=(fields.flag("mlp_bias"),),
-    )
-    return GPTConfig(
-        vocab_size=fields.size("vocab_size"),
-        sequence_length=fields.size("max_position_embeddings"),
-        num_layers=fields.layers("num_hidden_layers"),
-        width=width,
-        num_heads=heads,
-        num_kv_heads=fields.size_or_none("num_key_value_heads"),
-        mlp_width=fields.size("intermediate_size"),
-        tied=fields.flag("tie_word_embeddings"),
-        bias=fields.flag("attention_bias"),
-        rope_theta=rope.number("rope_theta", fields.number("rope_theta", 10_000.0)),
-        norm_epsilon=fields.number("rms_norm_eps"),
-    )
-
-
-def _write_llama(config: GPTConfig) -> dict[str, Any]:
-    return {
-        "architectures": ["LlamaForCausalLM"],
-        "vocab_size": config.vocab_size,
-        "max_position_embeddings": config.sequence_length,
-        "num_hidden_layers": config.num_layers,
-        "hidden_size": config.width,
-        "num_attention_heads": config.num_heads,
-        "num_key_value_heads": config.kv_heads,
-        "intermediate_size": config.hidden_width,
-        "hidden_act": "silu",
-        "tie_word_embeddings": config.tied,
-        "attention_bias": config.bias,
-        "mlp_bias": config.bias,
-        "rms_norm_eps": config.norm_epsilon,
-        "rope_theta": config.rope_theta,  # read by versions before 5
-        "rope_parameters": {"rope_type": "default", "rope_theta": config.rope_theta},
-    }
-
-
-def _llama_modules(config) -> dict[str, str | tuple[str, ...]]:
-    layer = "model.layers.{}."
-    return {
-        "embed/table": "model.embed_tokens",
-        "layers/attention_norm": layer + "input_layernorm",
-        "layers/attention/qkv": tuple(layer + f"self_attn.{name}_proj" for name in "qkv"),
-        "layers/attention/out": layer + "self_attn.o_proj",
-        "layers/mlp_norm": layer + "post_attention_layernorm",
-        "layers/mlp/up": layer + "mlp.up_proj",
-        "layers/mlp/gate": layer + "mlp.gate_proj",
-        "layers/mlp/down": layer + "mlp.down_proj",
-        "head/norm": "model.norm",
-        "head/table": "lm_head",
     }
 
 
@@ -303,18 +209,7 @@ FAMILIES = {
         unread=(".attn.bias", ".attn.masked_bias", "lm_head.weight"),
         token_ids=TokenIds(50256, 50256),
     ),
-    "llama": Family(
-        holds=lambda config: (
-            isinstance(config, GPTConfig)
-            and (config.positions, config.norm, config.activation) == ("rotary", "rms", "swiglu")
-        ),
-        read=_read_llama,
-        write=_write_llama,
-        modules=_llama_modules,
-        init=gpt.init,
-        unread=(".rotary_emb.inv_freq", "lm_head.weight"),
-        token_ids=TokenIds(1, 2),
-    ),
+    **DECODERS,
     "bert": Family(
         holds=lambda config: isinstance(config, BERTConfig),
         read=_read_bert,

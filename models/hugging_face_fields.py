@@ -51,6 +51,10 @@ class Fields:
         """These fields with others, which lie deeper in the file."""
         return Fields(self._file, {**self._values, **values})
 
+    def completed(self, **values: Any) -> Fields:
+        """These fields, with others where they are missing."""
+        return Fields(self._file, {**values, **self._values})
+
     @property
     def count(self) -> int:
         """How many there are."""

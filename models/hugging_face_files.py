@@ -68,7 +68,7 @@ def find_tensors(folder: Path) -> list[Tensor]:
             raise ValueError(f"{file} is damaged: {error}.") from error
         except OSError as error:
             raise ValueError(f"{file} cannot be read: {error.strerror or error}.") from error
-        for tensor in opened.keys():  # noqa: SIM118
+        for tensor in opened.keys():  # noqa: SIM118, a handle is no mapping: it cannot be iterated
             part = opened.get_slice(tensor)
             dtype = _DTYPES.get(part.get_dtype(), part.get_dtype())
             tensors.append(Tensor(file, tensor, tuple(part.get_shape()), dtype, opened))

@@ -38,10 +38,19 @@ def wrong_choices(config: Any) -> Iterator[Problem]:
 
 
 def not_positive(config: Any, *names: str) -> Iterator[Problem]:
-    """The fields among ``names`` that are not above 0."""
+    """The fields among ``names`` that are not above 0; None stands for a default and passes."""
     for name in names:
-        if (value := getattr(config, name)) <= 0:
+        if (value := getattr(config, name)) is not None and value <= 0:
             yield Problem(name, value, "must be above 0")
+
+
+def without_effect(config: Any, needed: str, *names: str) -> Iterator[Problem]:
+    """The fields among ``names`` that are set, although ``needed`` is None and they do nothing."""
+    if getattr(config, needed) is not None:
+        return
+    for name in names:
+        if (value := getattr(config, name)) != getattr(type(config), name):
+            yield Problem(name, value, "has no effect without $" + needed, (), {needed: None})
 
 
 def wrong_probability(config: Any, name: str) -> Iterator[Problem]:

@@ -15,6 +15,8 @@ from train.step import Setup
 
 _WIDTH = 120
 """Columns of a line without a terminal."""
+_MOST_LINES = 100
+"""Of a schedule in text; nobody reads more."""
 
 
 def run(config: Config) -> None:
@@ -47,12 +49,12 @@ def _show_timeline(console: Console, setup: Setup) -> None:
     costs = setup.chunk_costs
     free = simulate(setup.schedule, costs)
     ticked = neighbor_clock(setup.schedule, costs), lock_step(setup.schedule, costs)
+    runs = setup.timeline
     try:
-        drawing = draw.text(free)
-        width = max(map(len, drawing.splitlines()))
-        if width > console.width:
+        drawing = f"{draw.caption(runs)}\n{draw.text(runs, width=console.width)}"
+        if len(drawing.splitlines()) > _MOST_LINES:
             remedy = "jaxpipe show --out schedule.svg draws a picture"
-            drawing = f"the schedule in text needs a line of {width} columns; {remedy}"
+            drawing = f"the schedule in text needs {len(drawing.splitlines())} lines; {remedy}"
     except draw.TooWideError as error:  # chunks whose costs are far apart
         drawing = str(error)
     peaks = simulate(setup.schedule, configured.costs(setup.config)).peak_in_flight

@@ -3,6 +3,7 @@
 `docs/design/021-nnx-and-testing.md` gives the reasons.
 """
 
+from jaxpipe.nnx.functions import axis_split as axis_split
 from jaxpipe.nnx.functions import functional as functional
 from jaxpipe.nnx.functions import stack as stack
 from jaxpipe.nnx.functions import stateful as stateful

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from flax import linen, nnx
 
-from jaxpipe.runtime.types import Key, Params, States
+from jaxpipe.runtime.types import Key, Params, States, Tree
 from jaxpipe.schedule.problems import below_one, refuse
 
 OTHER = nnx.Not(nnx.Any(nnx.Param, nnx.RngState, nnx.Intermediate))
@@ -104,6 +104,26 @@ def stateful(
         return output, nnx.to_pure_dict(nnx.state(merged, OTHER))
 
     return apply, nnx.to_pure_dict(param_state), nnx.to_pure_dict(other_state)
+
+
+def axis_split(module: nnx.Module) -> Tree:
+    """Which mesh axes split a module's parameters, as its own metadata says.
+
+    Args:
+      module: as for `functional`. Its parameters are made with ``out_sharding``, in
+        `nnx.use_eager_sharding(False)`, so that they are not split already.
+
+    Returns:
+      A `jax.sharding.PartitionSpec` for every parameter, as `jaxpipe.Model.axis_split` has them.
+
+    Example:
+      >>> with nnx.use_eager_sharding(False):
+      ...     column = {"out_sharding": (None, "tensor")}
+      ...     linear = nnx.Linear(2, 3, kernel_metadata=column, rngs=nnx.Rngs(0))
+      >>> axis_split(linear)
+      {'bias': P(), 'kernel': P(None, 'tensor')}
+    """
+    return nnx.to_pure_dict(nnx.get_partition_spec(nnx.state(checked(module), nnx.Param)))
 
 
 def stack(

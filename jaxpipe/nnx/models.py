@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from jaxpipe.nnx.functions import OTHER, checked, stateful, streams, view
+from jaxpipe.nnx.functions import OTHER, axis_split, checked, stateful, streams, view
 from jaxpipe.runtime.layers.model import Model
 from jaxpipe.runtime.trees import is_sequence, mismatches, shapes_of
 from jaxpipe.runtime.types import Activation, Batch, Key, LayerParams, Params, States, Tree
@@ -42,6 +42,7 @@ def model(
     layer: Callable[[Any, Activation, Batch], Any] = lambda layer, x, batch: layer(x),
     output: Callable[[Any, Activation, Batch], Tree] | None = None,
     train: bool = True,
+    axes: tuple[str, ...] = (),
 ) -> Converted:
     """Makes a model of modules, which stay as they are.
 
@@ -59,6 +60,8 @@ def model(
       output: ``output(module, x, microbatch)`` for `Pipeline.outputs`; by default x.
       train: False for a model that evaluates: it reads running statistics (`use_running_average`)
         and leaves them as they are.
+      axes: model axes, as of `jaxpipe.Model`, that the modules name in collectives; the modules'
+        own metadata then says what they split, as of `jaxpipe.nnx.axis_split`.
 
     Raises:
       ValueError: a parameter that two layers share, or a layer and the rest; running statistics
@@ -82,15 +85,20 @@ def model(
     functions = _layer_functions(layers, layer, train, is_stateful)
     alike = len(set(functions)) == 1 and _same(split.params) and _same(split.states)
     call = _caller(module, split, train)
-    own = {} if output is None else {"output": _of_last(call, output)}
+    own: dict[str, Any] = {} if output is None else {"output": _of_last(call, output)}
+    of_layers = _stacked(split.params) if alike else tuple(split.params)
+    if axes:
+        specs = tuple(map(axis_split, layers))
+        outer = nnx.to_pure_dict(nnx.get_partition_spec(split.outer))
+        own["axis_split"] = {"embed": outer, "layers": specs[0] if alike else specs}
     made = Model(
         embed=lambda outer, batch, rng: call(embed, outer, rng, batch),
         layer=functions[0] if alike else tuple(functions),
         head_loss=_of_last(call, loss),
         stateful=is_stateful,
+        axes=axes,
         **own,
     )
-    of_layers = _stacked(split.params) if alike else tuple(split.params)
     params = {"embed": nnx.to_pure_dict(split.outer), "layers": of_layers, "head": {}}
     return Converted(made, params, tuple(split.states) if is_stateful else None)
 

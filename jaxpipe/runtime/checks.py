@@ -19,7 +19,7 @@ from jaxpipe.runtime.filters import Filter
 from jaxpipe.runtime.layers.calls import misfits
 from jaxpipe.runtime.layers.model import Model
 from jaxpipe.runtime.layers.split import unknown_remat
-from jaxpipe.runtime.layout import precision
+from jaxpipe.runtime.layout import precision, splits
 from jaxpipe.runtime.layout.whole_model import LAYOUTS, SHARED
 from jaxpipe.runtime.mesh import Axes
 from jaxpipe.runtime.trees import (
@@ -88,6 +88,8 @@ def arguments(
     malformed = list(_parameters(model, params, trainable, weights))
     if not malformed:
         malformed += precision.problems(params, compute_dtype, full_precision)
+    if not malformed and not malformed_mesh:
+        malformed += splits.problems(model, params, mesh, axes)
     if model.stateful != (states is not None):
         yield (
             f"Model.stateful={model.stateful}, but Pipeline was given "

@@ -19,7 +19,7 @@ from jaxpipe.runtime.layout.unrolled import Unrolled
 from jaxpipe.runtime.layout.whole_model import FROZEN, Layout, trained_part
 from jaxpipe.runtime.pipeline import Pipeline
 from jaxpipe.runtime.trees import is_sequence, mismatches, select
-from jaxpipe.runtime.types import Arrays, At, Placed, Shapes, Stored, Tree
+from jaxpipe.runtime.types import Arrays, At, LayerParams, Placed, Shapes, Stored, Tree
 from jaxpipe.schedule.problems import refuse
 
 Read: TypeAlias = Callable[..., Tree]
@@ -92,16 +92,14 @@ class _Layers:
 
     def __init__(self, layout: Layout, placed: Shapes, *, sharded: bool) -> None:
         self._layout, self._placed, self._sharded = layout, placed, sharded
+        self._local = layout.layers.local
         self._write = jax.jit(self._written, static_argnames="example", donate_argnums=0)
         mesh, axes = layout.mesh, layout.axes
-        self._devices: list[tuple[jax.Device, int, int]] = []
+        self._devices: list[tuple[jax.Device, int, dict[str, int]]] = []
         for index, device in np.ndenumerate(mesh.devices):
             at = dict(zip(mesh.axis_names, index, strict=True))
-            shard = 0
-            for name in axes.split_names:
-                shard = shard * mesh.shape[name] + at[name]
             if device.process_index == jax.process_index():
-                self._devices.append((device, at[axes.stage], shard))
+                self._devices.append((device, at[axes.stage], at))
 
     def load(self, read: Read) -> Placed:
         if not jax.tree.leaves(self._placed):
@@ -119,11 +117,29 @@ class _Layers:
     def _put(self, own: list[Arrays], at: At, n: int, read: Read) -> None:
         """Reads a layer for all devices of its stage."""
         layer = select(read("layers", n), self._layout.layers.shape_of(n))
-        stored = self._layout.layers.pack(layer, n)
-        for number, (device, stage, shard) in enumerate(self._devices):
+        packed: dict[tuple[int, ...], Stored] = {}  # by place on the axes that split the layer
+        leaves = jax.tree.leaves(self._layout.layers.canonical_of(n))
+        apart = sorted({name for leaf in leaves for name in leaf.apart})
+        for number, (device, stage, place) in enumerate(self._devices):
             if stage == at[0]:
-                part = jax.device_put(self._shard(stored, n, shard), device)
+                among = tuple(place[name] for name in apart)
+                if among not in packed:
+                    packed[among] = self._local.pack(self._own(layer, n, place), n)
+                part = jax.device_put(self._shard(packed[among], n, place), device)
                 own[number] = self._with(own[number], at, part, n)
+
+    def _own(self, layer: LayerParams, n: int, place: dict[str, int]) -> LayerParams:
+        """What a device has of arrays that model axes split."""
+
+        def own(leaf: Leaf, w: Any) -> Any:
+            for split in leaf.splits:
+                runs = split.own(place[split.axis], w.shape[split.dim])
+                before = (slice(None),) * split.dim
+                parts = [w[(*before, run)] for run in runs]
+                w = parts[0] if len(parts) == 1 else np.concatenate(parts, split.dim)
+            return w
+
+        return jax.tree.map(own, self._layout.layers.canonical_of(n), layer)
 
     def _zeros(self, device: jax.Device) -> Arrays:
         def zeros(leaf: Any) -> jax.Array:
@@ -132,18 +148,19 @@ class _Layers:
 
         return jax.tree.map(zeros, self._placed)
 
-    def _shard(self, stored: Stored, n: int, shard: int) -> Stored:
+    def _shard(self, stored: Stored, n: int, place: dict[str, int]) -> Stored:
         """What a data shard holds of a layer."""
+        mesh, axes = self._layout.mesh, self._layout.axes
 
         def part(leaf: Leaf, w: Any) -> Any:
             if leaf.data_dim is None or not self._sharded:
                 return w
-            size = leaf.struct(parts=self._layout.axes.num_parts(self._layout.mesh)).shape
-            first = shard * size[leaf.data_dim]
-            window = slice(first, first + size[leaf.data_dim])
-            return w[(slice(None),) * leaf.data_dim + (window,)]
+            shard = 0
+            for name in axes.sharding(leaf.apart):
+                shard = shard * mesh.shape[name] + place[name]
+            return _window(w, leaf.data_dim, shard, w.shape[leaf.data_dim] // leaf.data_parts)
 
-        return jax.tree.map(part, self._layout.layers.leaves_of(n), stored)
+        return jax.tree.map(part, self._local.leaves_of(n), stored)
 
     def _with(self, arrays: Arrays, at: At, part: Stored, n: int) -> Arrays:
         """A device's arrays with one more layer."""
@@ -164,6 +181,11 @@ class _Layers:
         own = jax.tree.map(lambda w: w[0], arrays)
         new = layers.write(own, layers.layer_at(at, example), part)
         return jax.tree.map(lambda w: w[None], new)
+
+
+def _window(w: Any, dim: int, number: int, size: int) -> Any:
+    """A part of an array, of equal ones along a dimension."""
+    return w[(slice(None),) * dim + (slice(number * size, (number + 1) * size),)]
 
 
 def _part(w: Any, leaf: Any) -> jax.Array:

@@ -1,11 +1,12 @@
-"""The device mesh: axes of data shards, each of them a pipeline along the axis of stages."""
+"""The device mesh: axes of data shards, each of them a pipeline along the axis of stages, and axes
+that a model uses itself."""
 
 from __future__ import annotations
 
 import dataclasses
 import logging
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -26,6 +27,8 @@ class Axes:
       data: the axis of the data shards, or several that act as one, the first the outermost. JAX's
         collectives and partition specs take either.
       replica: those of `data` along which nothing is sharded: devices hold the same parts.
+      model: axes whose devices share the work of a layer as the model's functions say, such as
+        those of tensor parallelism.
 
     Example:
       >>> axes = Axes("pp", ("dp", "fsdp"), replica=("dp",))
@@ -36,29 +39,46 @@ class Axes:
     stage: str = "stage"
     data: str | tuple[str, ...] = "data"
     replica: tuple[str, ...] = ()
+    model: tuple[str, ...] = ()
 
     @classmethod
-    def of(cls, mesh: Mesh, stage: str, data: Sequence[str], replica: Sequence[str] | None) -> Axes:
+    def of(
+        cls,
+        mesh: Mesh,
+        stage: str,
+        data: Sequence[str],
+        replica: Sequence[str] | None,
+        model: Sequence[str],
+    ) -> Axes:
         """Axes by name, with those of replicas the outermost; None is "replica", if it is there."""
         own: set[str] = set(mesh.axis_names if isinstance(mesh, Mesh) else ())
         if replica is None:
             replica = sorted(own & {"replica"} - {*_names(data), stage})
-        return cls(stage, _alone((*_names(replica), *_names(data))), _names(replica))
+        return cls(stage, alone((*_names(replica), *_names(data))), _names(replica), _names(model))
 
     @property
     def split(self) -> str | tuple[str, ...]:
         """The data axes over which arrays are sharded."""
-        return _alone(self.split_names)
+        return alone(self.split_names)
 
     @property
     def split_names(self) -> tuple[str, ...]:
         """`split` as a tuple."""
         return tuple(name for name in _names(self.data) if name not in self.replica)
 
+    def sharding(self, apart: Collection[str]) -> tuple[str, ...]:
+        """The data axes over which arrays are sharded that these axes split already."""
+        return tuple(name for name in self.split_names if name not in apart)
+
+    @property
+    def peers(self) -> tuple[str, ...]:
+        """The axes over whose devices a loss is the mean: all but that of stages."""
+        return (*_names(self.data), *self.model)
+
     @property
     def names(self) -> tuple[str, ...]:
         """All of them."""
-        return (*_names(self.data), self.stage)
+        return (*_names(self.data), self.stage, *self.model)
 
     def num_stages(self, mesh: Mesh) -> int:
         """The stages of a mesh."""
@@ -79,20 +99,30 @@ class Axes:
             return
         has = f"mesh has the axes {dict(mesh.shape)}"
         if len(set(self.names)) < len(self.names):
-            yield f"{self} uses an axis twice; every one is either of stages or of data shards."
+            yield (
+                f"{self} uses an axis twice; every one is either of stages, of data shards or the "
+                "model's."
+            )
         if self.stage not in mesh.shape:
             yield f"{has}, and none is {self.stage!r}. Name the one of the stages: stage_axis=..."
-        for name in self.names[:-1]:
+        for name in _names(self.data):
             if name not in mesh.shape:
                 yield (
                     f"{has}, and none is {name!r}. Name those of the data shards: data_axes=(...), "
                     "which is () if there are none."
                 )
+        for name in self.model:
+            if name not in mesh.shape:
+                yield (
+                    f"{has}, and none is {name!r}, which Model.axes names. Give it one device if "
+                    f"the model is not to be split: jaxpipe.make_mesh(..., {name}=1)."
+                )
         for name, size in mesh.shape.items():
             if name not in self.names and size > 1:
                 yield (
                     f"{has}, and a pipeline would compute the same on all {size} devices along "
-                    f"{name!r}. Name it in data_axes, or give it one device."
+                    f"{name!r}. Name it in data_axes, or in Model.axes if the model's functions "
+                    "use it, or give it one device."
                 )
 
 
@@ -100,7 +130,7 @@ def _names(axes: str | Iterable[str]) -> tuple[str, ...]:
     return (axes,) if isinstance(axes, str) else tuple(axes)
 
 
-def _alone(names: tuple[str, ...]) -> str | tuple[str, ...]:
+def alone(names: tuple[str, ...]) -> str | tuple[str, ...]:
     """A single axis as its name alone."""
     return names[0] if len(names) == 1 else names
 
@@ -114,18 +144,24 @@ def make_mesh(
     stage: int,
     data: int = 1,
     replica: int = 1,
+    context: int | None = None,
+    tensor: int | None = None,
     devices: Sequence[jax.Device] | None = None,
 ) -> Mesh:
-    """Builds the ``(data, stage)`` mesh the pipeline runs on, or ``(replica, data, stage)``.
+    """Builds the mesh the pipeline runs on: ``(data, stage)``, with "replica" before them and model
+    axes behind them where they are asked for.
 
-    Consecutive devices form one pipeline, so that neighbouring stages are near each other.
+    Consecutive devices form one pipeline, so that neighbouring stages are near each other; those
+    along a model axis, which talk most, are next to each other.
 
     Args:
       stage: number of pipeline stages.
       data: number of data shards.
       replica: how many groups of these hold the same parts of arrays that ZeRO shards, which are
         then split over ``data / replica`` devices: hybrid sharding.
-      devices: the devices to use; by default the first ``data * stage`` of `jax.devices`.
+      context, tensor: devices along the model axes of these names (`jaxpipe.Model`'s ``axes``);
+        None for no such axis.
+      devices: the devices to use; by default the first of `jax.devices`.
 
     Raises:
       ValueError: a number below 1, replicas that do not divide the data shards, or too few devices.
@@ -134,19 +170,22 @@ def make_mesh(
       >>> make_mesh(stage=1).axis_names
       ('data', 'stage')
     """
-    refuse(below_one(data=data, stage=stage, replica=replica))
+    model = {"context": context, "tensor": tensor}
+    refuse(below_one(data=data, stage=stage, replica=replica, **model))
     if data % replica:
         nearest = tuple(n for n in range(1, data + 1) if data % n == 0)
         refuse([Problem("replica", replica, f"does not divide data={data}", nearest)])
     available = list(jax.devices() if devices is None else devices)
-    needed = data * stage
+    sizes = {"data": data, "stage": stage} | {k: n for k, n in model.items() if n is not None}
+    needed = math.prod(sizes.values())
     if needed > len(available):
+        product = " x ".join(f"{name}={size}" for name, size in sizes.items())
         raise ValueError(
-            f"data={data} x stage={stage} needs {needed} devices, but there are "
+            f"{product} needs {needed} devices, but there are "
             f"{len(available)} ({available[0].platform}). On CPU, simulate them with "
             f"XLA_FLAGS=--xla_force_host_platform_device_count={needed}."
         )
-    sizes = {"data": data // replica, "stage": stage}
+    sizes["data"] //= replica
     sizes = sizes if replica == 1 else {"replica": replica, **sizes}
     types = (AxisType.Auto,) * len(sizes)
     shape, names = tuple(sizes.values()), tuple(sizes)

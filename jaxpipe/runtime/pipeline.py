@@ -19,12 +19,12 @@ from jaxpipe.runtime.layers.losses import with_aux
 from jaxpipe.runtime.layers.model import Model
 from jaxpipe.runtime.layout.placing import Placing
 from jaxpipe.runtime.layout.precision import compute_dtypes
+from jaxpipe.runtime.layout.splits import read_splits
 from jaxpipe.runtime.layout.whole_model import (
     FROZEN,
     StateLayout,
     WithFrozen,
     layer_layout,
-    layer_rows,
     make_layouts,
 )
 from jaxpipe.runtime.mesh import Axes, leave_compilation_cache, with_auto_axes
@@ -135,7 +135,7 @@ class Pipeline:
         states: States = None,
         poison: bool = False,
     ) -> None:
-        axes = Axes.of(mesh, stage_axis, data_axes, replica_axes)
+        axes = Axes.of(mesh, stage_axis, data_axes, replica_axes, getattr(model, "axes", ()))
         built, unknown = named_schedule(schedule, mesh, axes, microbatches)
         precision = compute_dtype, full_precision
         options = trainable, *precision, remat, zero, weights, weight_slots, layer_counts
@@ -154,8 +154,8 @@ class Pipeline:
         self._tables = Tables(layer_layout(params["layers"], weights), weight_slots, self.zero)
         self.table = self._tables.of_step(built, layer_counts)
         parts = filters.partition(params, trainable)
-        split = model.stage_split
-        self.layout, self.frozen = make_layouts(*parts, split, mesh, axes, self.table, weights)
+        split = model.stage_split, read_splits(model.axis_split, params, mesh, axes)
+        self.layout, self.frozen = make_layouts(*parts, *split, mesh, axes, self.table, weights)
         self.compute_dtype, self.full_precision = precision
         self.compute_dtypes = compute_dtypes((self.layout, self.frozen), *precision)
         place = partial(Placing, sharded=self.zero == 3, name="params")
@@ -167,9 +167,8 @@ class Pipeline:
         self.program = lru_cache(maxsize=8)(partial(programs.make, self))
         self.state_layout, self.states_placing = None, None
         if states is not None:
-            layout_of = layer_layout(states, weights="stacked")
-            self.state_layout = layout_of(states, layer_rows(self.table), 1)
-            layout = StateLayout(self.state_layout, mesh, axes, self.layout.rows)
+            layout = StateLayout.of(states, self.layout)
+            self.state_layout = layout.layers
             self.states_placing = Placing(layout, sharded=False, name="states")
 
     # Layout.
@@ -375,7 +374,8 @@ class Pipeline:
 
     def setup(self, table: TickTable) -> Setup:
         """How this pipeline runs a table of its own placement and layers."""
-        setup = Setup(self.model, self.layout, self.frozen, table, self.remat, self.zero)
+        frozen = None if self.frozen is None else self.frozen.local
+        setup = Setup(self.model, self.layout.local, frozen, table, self.remat, self.zero)
         states, compute = self.state_layout, self.compute_dtypes
         return dataclasses.replace(setup, states=states, compute=compute, poison=self.poison)
 

@@ -7,13 +7,16 @@ collectives are written out, forward and backward, because the pipeline runs und
 two functions promise instead: gradients of what is replicated over the axis are complete and equal
 on every device, gradients of slices are the slice's own.
 
+A model axis (``sequence_axis``) may split tables, too. Along it the sequence is split outside these
+functions, and cotangents are partial, as `jaxpipe.Model` has them.
+
 Dimension suffixes: N tokens, E width, V rows of the local slice.
 """
 
 from __future__ import annotations
 
 import functools
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -22,8 +25,12 @@ from jaxtyping import Array, Float, Int
 
 
 def lookup(
-    table: Float[Array, "vocab width"], ids: Int[Array, "*batch"], *, axis: str | None = None
-) -> Float[Array, "*batch width"]:
+    table: Float[Array, "vocab width"],
+    ids: Int[Array, "*batch"],
+    *,
+    axis: str | None = None,
+    sequence_axis: str | None = None,
+) -> Float[Array, "*own_batch width"]:
     """Returns rows of an embedding table that may be split over a mesh axis.
 
     Args:
@@ -31,26 +38,34 @@ def lookup(
       ids: each in [0, vocab), the same on every device of the axis.
       axis: name of the mesh axis the table is split over, inside `jax.shard_map`; None for a whole
         table.
+      sequence_axis: a model axis that splits the table, too, as the outer of the two, and the last
+        dimension of the rows; None for none.
 
     Returns:
-      Rows in the table's dtype, the same on every device of the axis. The backward expects the
-      complete cotangent on every device.
+      Rows in the table's dtype, the same on every device of the axis, with ``sequence_axis`` the
+      device's own part of the sequence. The backward expects the complete cotangent on every
+      device of the axis.
 
     Example:
       >>> lookup(jnp.arange(6.0).reshape(3, 2), jnp.array([2, 0])).tolist()
       [[4.0, 5.0], [0.0, 1.0]]
     """
-    local, held = _local(ids, table.shape[0], axis)
+    over = _Over.of(axis, sequence_axis)
+    local, held = _local(ids, table.shape[0], over)
     # Clipped rather than filled: ids out of the slice are zeroed below, which also keeps their
     # gradients out.
     rows = jnp.take(table, local, axis=0, mode="clip")
-    if axis is None:
+    if over is None:
         return rows
-    return _sum_replicated(jnp.where(held[..., None], rows, 0), axis)
+    rows = jnp.where(held[..., None], rows, 0)
+    if sequence_axis is not None:
+        dim = ids.ndim - 1
+        rows = lax.psum_scatter(rows, sequence_axis, scatter_dimension=dim, tiled=True)
+    return rows if axis is None else _sum_replicated(rows, axis)
 
 
 def cross_entropy(
-    x: Float[Array, "*batch width"],
+    x: Float[Array, "*own_batch width"],
     table: Float[Array, "vocab width"],
     targets: Int[Array, "*batch"],
     *,
@@ -58,7 +73,9 @@ def cross_entropy(
     bias: Float[Array, " vocab"] | None = None,
     weights: Float[Array, "*batch"] | None = None,
     label_smoothing: float = 0.0,
+    soft_cap: float | None = None,
     axis: str | None = None,
+    sequence_axis: str | None = None,
 ) -> Float[Array, ""]:
     """Mean cross-entropy of ``softmax(x @ table.T + bias)``, the table possibly split over an axis.
 
@@ -78,8 +95,11 @@ def cross_entropy(
       weights: the weight of each token in the mean; no gradient flows to them. None for equal ones.
         If they sum to 0, the loss is 0.
       label_smoothing: s, in [0, 1).
+      soft_cap: c; logits z then become ``c tanh(z / c)``. None leaves them as they are.
       axis: name of the mesh axis the table is split over, inside `jax.shard_map`; None for a whole
         table.
+      sequence_axis: as of `lookup`: x is then the device's own part of the sequence, and targets
+        and weights are whole.
 
     Returns:
       ``sum(weights * losses) / sum(weights)`` in float32, the same on every device of the axis.
@@ -88,27 +108,52 @@ def cross_entropy(
       >>> float(cross_entropy(jnp.zeros((5, 2)), jnp.ones((4, 2)), jnp.zeros(5, int), vocab_size=4))
       1.3862943649291992
     """
+    if sequence_axis is not None:
+        x = lax.all_gather(x, sequence_axis, axis=x.ndim - 2, tiled=True)
     rows = x.reshape(-1, x.shape[-1])
     if weights is not None:
         weights = weights.reshape(-1).astype(jnp.float32)
     return _cross_entropy(
-        axis, vocab_size, label_smoothing, rows, table, bias, targets.reshape(-1), weights
+        _Over.of(axis, sequence_axis),
+        vocab_size,
+        label_smoothing,
+        soft_cap,
+        rows,
+        table,
+        bias,
+        targets.reshape(-1),
+        weights,
     )
 
 
-def _local(ids: Array, size: int, axis: str | None) -> tuple[Array, Array]:
+class _Over(NamedTuple):
+    """The mesh axes that split a table, the outer one first; cotangents are partial along one."""
+
+    partial: str | None
+    complete: str | None
+
+    @classmethod
+    def of(cls, axis: str | None, sequence_axis: str | None) -> _Over | None:
+        return None if axis is None and sequence_axis is None else cls(sequence_axis, axis)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return tuple(name for name in self if name is not None)
+
+
+def _local(ids: Array, size: int, axis: _Over | None) -> tuple[Array, Array]:
     """Ids as row numbers of the local slice of ``size`` rows, and which of them it holds."""
     local = ids - _offset(size, axis)
     return local, (local >= 0) & (local < size)
 
 
-def _offset(size: int, axis: str | None) -> Array | int:
+def _offset(size: int, axis: _Over | None) -> Array | int:
     """The row of the whole table at which the local slice of ``size`` rows begins."""
-    return 0 if axis is None else lax.axis_index(axis) * size
+    return 0 if axis is None else lax.axis_index(axis.names) * size
 
 
-def _sum(x: Array, axis: str | None) -> Array:
-    return x if axis is None else lax.psum(x, axis)
+def _sum(x: Array, axis: _Over | None) -> Array:
+    return x if axis is None else lax.psum(x, axis.names)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
@@ -123,15 +168,18 @@ _sum_replicated.defvjp(
 )
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
-def _cross_entropy(axis: str | None, vocab_size: int, smoothing: float, *arrays: Any) -> Array:
-    return _cross_entropy_forward(axis, vocab_size, smoothing, *arrays)[0]
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2, 3))
+def _cross_entropy(
+    axis: _Over | None, vocab_size: int, smoothing: float, soft_cap: float | None, *arrays: Any
+) -> Array:
+    return _cross_entropy_forward(axis, vocab_size, smoothing, soft_cap, *arrays)[0]
 
 
 def _cross_entropy_forward(
-    axis: str | None,
+    axis: _Over | None,
     vocab_size: int,
     smoothing: float,
+    soft_cap: float | None,
     x_NE: Array,
     table_VE: Array,
     bias_V: Array | None,
@@ -145,12 +193,15 @@ def _cross_entropy_forward(
     )
     if bias_V is not None:
         logits_NV += bias_V
+    if soft_cap is not None:
+        logits_NV = soft_cap * jnp.tanh(logits_NV / soft_cap)
+        slope_NV = 1 - (logits_NV / soft_cap) ** 2
     rows_V = jnp.arange(size)
     real_V = rows_V + _offset(size, axis) < vocab_size
     logits_NV = jnp.where(real_V, logits_NV, -jnp.inf)
     largest_N = logits_NV.max(axis=-1)
     if axis is not None:
-        largest_N = lax.pmax(largest_N, axis)
+        largest_N = lax.pmax(largest_N, axis.names)
     exp_NV = jnp.exp(logits_NV - largest_N[:, None])
     total_N = _sum(exp_NV.sum(axis=-1), axis)
 
@@ -165,6 +216,8 @@ def _cross_entropy_forward(
         target_NV = (1 - smoothing) * target_NV + uniform_V
     losses_N = jnp.log(total_N) + largest_N - _sum(expected_logit_N, axis)
     dlogits_NV = exp_NV / total_N[:, None] - target_NV
+    if soft_cap is not None:
+        dlogits_NV *= slope_NV
 
     if weights_N is None:
         scale = jnp.float32(1 / len(losses_N))
@@ -177,15 +230,24 @@ def _cross_entropy_forward(
 
 
 def _cross_entropy_backward(
-    axis: str | None, vocab_size: int, smoothing: float, residuals: Any, cotangent: Array
+    axis: _Over | None,
+    vocab_size: int,
+    smoothing: float,
+    soft_cap: float | None,
+    residuals: Any,
+    cotangent: Array,
 ) -> tuple[Array | None, ...]:
     dlogits_NV, x_NE, table_VE, bias_V, scale = residuals
+    if axis is not None and axis.partial is not None:
+        cotangent = lax.psum(cotangent, axis.partial)  # of all devices' losses, which are one
     scale = cotangent * scale
     dx_NE = jnp.einsum(
         "nv,ve->ne", dlogits_NV, table_VE.astype(x_NE.dtype), preferred_element_type=jnp.float32
     )
     dtable_VE = jnp.einsum("nv,ne->ve", dlogits_NV, x_NE, preferred_element_type=jnp.float32)
-    dx_NE = _sum(dx_NE, axis) * scale
+    if axis is not None and axis.complete is not None:
+        dx_NE = lax.psum(dx_NE, axis.complete)
+    dx_NE *= scale
     dbias_V = None
     if bias_V is not None:
         dbias_V = (dlogits_NV.sum(axis=0, dtype=jnp.float32) * scale).astype(bias_V.dtype)

@@ -10,8 +10,9 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
+import jaxpipe
 from jaxpipe.runtime.layers.split import split_layer
-from models import blocks, gpt
+from models import blocks, gpt, rotary
 from models.gpt import GPTConfig
 
 TINY = GPTConfig(
@@ -20,6 +21,12 @@ TINY = GPTConfig(
 GPT2 = dataclasses.replace(
     TINY, num_kv_heads=None, positions="learned", norm="layer", activation="gelu", bias=True
 )
+
+GEMMA = dataclasses.replace(
+    TINY, num_layers=3, head_size=6, activation="geglu", post_norm=True, qk_norm=True,
+    scaled_embedding=True, query_scalar=5, attention_soft_cap=1.5, logit_soft_cap=0.3, window=4,
+    global_every=3, local_rope_theta=100.0,
+)  # fmt: skip
 
 pytestmark = pytest.mark.pipeline
 FAMILIES = [TINY, GPT2, dataclasses.replace(TINY, tied=False, norm="layer")]
@@ -86,7 +93,8 @@ def test_order_of_the_tokens_matters(positions):
 def test_rotary_scores_depend_on_distance_only():
     """Heads that are the same vector everywhere: rotated scores are constant along diagonals."""
     head = jax.random.normal(jax.random.key(0), (8,))
-    rotated = gpt._rotate(jnp.broadcast_to(head, (1, 6, 1, 8)), theta=100.0)[0, :, 0]
+    turns = rotary.frequencies(dataclasses.replace(TINY, head_size=8, rope_theta=100.0))
+    rotated = rotary.rotate(jnp.broadcast_to(head, (1, 6, 1, 8)), turns)[0, :, 0]
     scores = rotated @ rotated.T
     for distance in range(6):
         diagonal = jnp.diagonal(scores, distance)
@@ -130,6 +138,8 @@ def test_flops_count_what_is_multiplied():
         dataclasses.replace(TINY, positions="learned"),
     ):
         assert gpt.flops_per_token(other) == gpt.flops_per_token(TINY)
+    window = dataclasses.replace(TINY, window=TINY.sequence_length // 2, global_every=2)
+    assert gpt.flops_per_token(window) == 6 * gpt.num_parameters(TINY) + attention * 3 // 4
 
 
 @ids
@@ -141,12 +151,53 @@ def test_loss_at_init_is_that_of_a_uniform_guess(config):
     np.testing.assert_allclose(loss, math.log(config.vocab_size), rtol=0.02)
 
 
-def test_model_and_logits_are_the_same_function():
-    params = init(GPT2, jax.random.key(0))
-    batch = {"tokens": tokens(GPT2, extra=1)}
-    scores = jax.nn.log_softmax(logits(GPT2, params, batch["tokens"][:, :-1]))
+@pytest.mark.parametrize("config", [GPT2, GEMMA], ids=["gpt2", "gemma"])
+def test_model_and_logits_are_the_same_function(config):
+    params = init(config, jax.random.key(0))
+    batch = {"tokens": tokens(config, extra=1)}
+    scores = jax.nn.log_softmax(logits(config, params, batch["tokens"][:, :-1]))
     expected = -jnp.take_along_axis(scores, batch["tokens"][:, 1:, None], axis=-1).mean()
-    np.testing.assert_allclose(loss_of(GPT2, params, batch), expected, rtol=1e-6)
+    loss = jax.jit(functools.partial(jaxpipe.unpipelined.loss, gpt.model(config)))(params, batch)
+    np.testing.assert_allclose(loss, expected, rtol=1e-6)
+
+
+def test_a_local_layer_sees_its_window_and_a_global_one_sees_all():
+    """Two local layers of 4 tokens reach 6 tokens back; a global one after them, to the first."""
+    local = dataclasses.replace(TINY, window=4)
+    mixed = dataclasses.replace(local, num_layers=3, global_every=3, attention_soft_cap=1.5)
+    assert [kind.is_local for kind in mixed.layer_kinds] == [True, True, False]
+    before = tokens(TINY)
+    after = before.at[:, 2].add(1) % TINY.vocab_size
+    for config, last in ((local, 8), (mixed, 11)):
+        params = init(config, jax.random.key(0))
+        changed = np.abs(logits(config, params, before) - logits(config, params, after)).max((0, 2))
+        np.testing.assert_array_equal(changed > 0, [2 <= n <= last for n in range(12)])
+
+
+def test_caps_bound_logits_and_scaled_embeddings_have_the_size_of_the_width():
+    params = jax.tree.map(lambda leaf: 40 * leaf, init(GEMMA, jax.random.key(0)))
+    assert 0.29 < np.abs(logits(GEMMA, params, tokens(GEMMA))).max() <= 0.3
+    batch = {"tokens": tokens(GEMMA, extra=1)}
+    x, plain = (
+        gpt.model(config).embed(params, batch, None)
+        for config in (GEMMA, dataclasses.replace(GEMMA, scaled_embedding=False))
+    )
+    np.testing.assert_allclose(x, 4 * plain, rtol=1e-6)
+
+
+def test_stretched_wavelengths():
+    """All of them, or those only that fit seldom into the original length (Llama 3)."""
+    plain = dataclasses.replace(TINY, head_size=16, rope_theta=500.0)
+    stretched = dataclasses.replace(plain, rope_factor=8.0)
+    llama3 = dataclasses.replace(stretched, rope_original_length=64)
+    kept, every, some = (rotary.frequencies(config) for config in (plain, stretched, llama3))
+    np.testing.assert_allclose(every, kept / 8, rtol=1e-6)
+    fits = 64 * kept / (2 * math.pi)
+    assert {*(fits > 4).tolist()} == {*(fits < 1).tolist()} == {True, False}
+    np.testing.assert_allclose(some[fits > 4], kept[fits > 4], rtol=1e-6)
+    np.testing.assert_allclose(some[fits < 1], every[fits < 1], rtol=1e-6)
+    between = (fits >= 1) & (fits <= 4)
+    assert np.all((some[between] > every[between]) & (some[between] < kept[between]))
 
 
 def test_residual_projections_start_smaller():
@@ -268,7 +319,17 @@ def test_all_failures_come_in_one_message():
     assert "dropout=1.0" in text
 
 
+def test_options_without_effect_are_refused():
+    with pytest.raises(ValueError, match="has no effect without window") as error:
+        dataclasses.replace(TINY, global_every=2, rope_low_freq_factor=2.0)
+    assert "rope_low_freq_factor=2.0 has no effect without rope_original_length." in str(
+        error.value
+    )
+
+
 def test_odd_heads_are_refused_for_rotary_positions():
+    with pytest.raises(ValueError, match=r"head_size=3 is odd.*\nNearest valid: 2, 4\."):
+        dataclasses.replace(TINY, head_size=3)
     with pytest.raises(ValueError, match=r"heads of 3.*even size\.\nNearest valid: 8, 16\."):
         dataclasses.replace(TINY, width=12)
 

@@ -168,7 +168,8 @@ def test_memory_is_predicted_on_any_axes():
             ("dp",),
             [
                 "mesh has the axes {'dp': 2, 'tp': 2, 'pp': 2}, and a pipeline would compute the "
-                "same on all 2 devices along 'tp'. Name it in data_axes, or give it one device."
+                "same on all 2 devices along 'tp'. Name it in data_axes, or in Model.axes if the "
+                "model's functions use it, or give it one device."
             ],
         ),
         ({"dp": 2, "pp": 2}, "pp", ("dp", "pp"), ["uses an axis twice"]),

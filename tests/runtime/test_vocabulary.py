@@ -95,8 +95,8 @@ def test_split_gradients_equal_whole_gradients(mesh, case, tied):
 
 
 @pytest.mark.parametrize("axis", [None, "stage"])
-@pytest.mark.parametrize("smoothing", [0.0, 0.1])
-def test_bias_weights_and_label_smoothing_follow_their_formula(mesh, case, smoothing, axis):
+@pytest.mark.parametrize(("smoothing", "cap"), [(0.0, None), (0.1, None), (0.1, 0.7)])
+def test_bias_weights_smoothing_and_cap_follow_their_formula(mesh, case, smoothing, cap, axis):
     """Some targets of weight 0 are no rows at all, as padding marks are."""
     x = jax.random.normal(jax.random.key(1), (3, 5, WIDTH))
     bias = jnp.concatenate([jnp.linspace(-1, 1, VOCAB), jnp.full(PADDED - VOCAB, 50.0)])
@@ -104,12 +104,14 @@ def test_bias_weights_and_label_smoothing_follow_their_formula(mesh, case, smoot
     targets = jnp.where(weights == 0, jnp.array([-1, 0, 1, 15, 99]), case["targets"])
 
     def explicit(x, table, bias):
-        scores = jax.nn.log_softmax(x @ table[:VOCAB].T + bias[:VOCAB])
+        scores = x @ table[:VOCAB].T + bias[:VOCAB]
+        scores = jax.nn.log_softmax(scores if cap is None else cap * jnp.tanh(scores / cap))
         wanted = (1 - smoothing) * jax.nn.one_hot(targets, VOCAB) + smoothing / VOCAB
         return -jnp.sum(weights * (wanted * scores).sum(axis=-1)) / weights.sum()
 
     def fused(x, table, bias):
         options = {"weights": weights, "label_smoothing": smoothing, "vocab_size": VOCAB}
+        options["soft_cap"] = cap
         return cross_entropy(x, table, targets, bias=bias, axis=axis, **options)
 
     run = jax.value_and_grad(fused, argnums=(0, 1, 2))

@@ -130,13 +130,19 @@ def addable(result: Tree) -> Tree:
 
 
 def combined(
-    sums: Tree, count: int, *, mean: Callable[[Tree], Tree], total: Callable[[Tree], Tree]
+    sums: Tree,
+    count: int,
+    *,
+    mean: Callable[[Tree], Tree],
+    total: Callable[[Tree], Tree],
+    copies: int = 1,
 ) -> Tree:
     """Loss and metrics of a batch.
 
     Args:
       sums: the sums over ``count`` microbatches of what `addable` has made of each.
-      mean, total: the mean and the sum over data shards.
+      mean, total: the mean and the sum over data shards, and the devices along model axes.
+      copies: how many of these devices each return what is summed over data shards alone.
     """
 
     def combine(node: Tree) -> Tree:
@@ -144,10 +150,14 @@ def combined(
             node = total(node)
             return node.total / divisor(node.weight)
         if isinstance(node, Sum):
-            return total(node.value)
+            return jax.tree.map(lambda w: _divided(w, copies), total(node.value))
         return mean(node / count)
 
     return jax.tree.map(combine, sums, is_leaf=_has_rule)
+
+
+def _divided(w: jax.Array, count: int) -> jax.Array:
+    return w / count if jnp.issubdtype(w.dtype, jnp.inexact) else w // count
 
 
 def divisor(weight: jax.Array) -> jax.Array:

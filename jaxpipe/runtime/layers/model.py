@@ -46,6 +46,14 @@ class Model:
         split over the ``stage`` axis, or None where it is replicated. Functions that use a split
         leaf receive the stage's own slice and communicate by name (see
         `jaxpipe.runtime.vocabulary`). None splits nothing.
+      axes: the mesh's model axes, such as "tensor": those beside stages and data shards along which
+        devices share the work of a microbatch, as these functions say with collectives of these
+        names. Every device along them returns a loss, of which the step's is the mean, and its
+        activation, whole or a part. Keys are equal along them.
+      axis_split: which of these axes, or of the data axes, split which parameters: a tree like
+        params, or a prefix of it, whose leaves are None or a `jax.sharding.PartitionSpec`, for
+        layers that are alike that of one layer, or `jaxpipe.Joined` of it. Functions see a device's
+        own part. A dimension that stages split, too, need not divide. None splits nothing.
       stateful: layers also take a state and return a new one, ``layer(layer_params, x, microbatch,
         rng, state) -> (x, state)``: running statistics, which are not differentiated. `Pipeline`
         then takes and returns a tuple of states, one tree per layer.
@@ -67,12 +75,19 @@ class Model:
     layer: Any  # a function or a tuple of them; only the model's author knows which
     head_loss: Callable[[OuterParams, Activation, Batch, Key], Any]
     stage_split: Tree = None
+    axes: tuple[str, ...] = ()
+    axis_split: Tree = None
     stateful: bool = False
     output: Callable[[OuterParams, Activation, Batch, Key], Tree] = _last_activation
 
     def __post_init__(self) -> None:
         if isinstance(self.layer, list):  # a model is compared and hashed
             object.__setattr__(self, "layer", tuple(self.layer))
+
+    @property
+    def uses_axes(self) -> bool:
+        """Whether layers name mesh axes."""
+        return bool(self.axes) or self.axis_split is not None
 
     @property
     def layers_are_alike(self) -> bool:

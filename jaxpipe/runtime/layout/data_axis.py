@@ -1,4 +1,4 @@
-"""The data axes: gathering, reducing and sharding arrays that they may split.
+"""The data axes: gathering, reducing and sharding arrays that they may split; sums over model axes.
 
 Every function runs inside `jax.shard_map` and takes arrays together with the `Leaf` of each.
 """
@@ -20,21 +20,25 @@ def gather(shards: Stored, leaves: Leaves, axes: Axes) -> Stored:
     def whole(leaf: Leaf, shard: jax.Array) -> jax.Array:
         if leaf.data_dim is None:
             return shard
-        return lax.all_gather(shard, axes.split, axis=leaf.data_dim, tiled=True)
+        return lax.all_gather(shard, axes.sharding(leaf.apart), axis=leaf.data_dim, tiled=True)
 
     return jax.tree.map(whole, leaves, shards)
 
 
 def reduce_gradients(values: Gradients, leaves: Leaves, axes: Axes, *, zero: int) -> Gradients:
-    """Sums over data shards; each keeps its own part from ZeRO-1 on."""
-    if lax.axis_size(axes.data) == 1:  # a sum over one device would still copy on some backends
-        return values
+    """Sums over data shards, and over the devices along model axes where these hold the same array.
+
+    Each data shard keeps its own part from ZeRO-1 on.
+    """
 
     def reduce(leaf: Leaf, value: jax.Array) -> jax.Array:
-        if leaf.data_dim is None or zero == 0:
-            return lax.psum(value, axes.data)
-        part = lax.psum_scatter(value, axes.split, scatter_dimension=leaf.data_dim, tiled=True)
-        return lax.psum(part, axes.replica) if axes.replica else part
+        scattered = () if leaf.data_dim is None or zero == 0 else axes.sharding(leaf.apart)
+        if scattered:
+            value = lax.psum_scatter(value, scattered, scatter_dimension=leaf.data_dim, tiled=True)
+        others = [n for n in axes.peers if n not in (*scattered, *leaf.apart)]
+        # A sum over one device would still copy on some backends.
+        several = tuple(n for n in others if lax.axis_size(n) > 1)
+        return lax.psum(value, several) if several else value
 
     return jax.tree.map(reduce, leaves, values)
 
@@ -45,20 +49,22 @@ def own_shard(whole: Stored, leaves: Leaves, axes: Axes) -> Stored:
     def shard(leaf: Leaf, w: jax.Array) -> jax.Array:
         if leaf.data_dim is None:
             return w
-        size = w.shape[leaf.data_dim] // lax.axis_size(axes.split)
-        return lax.dynamic_slice_in_dim(w, lax.axis_index(axes.split) * size, size, leaf.data_dim)
+        size = w.shape[leaf.data_dim] // leaf.data_parts
+        number = lax.axis_index(axes.sharding(leaf.apart))
+        return lax.dynamic_slice_in_dim(w, number * size, size, leaf.data_dim)
 
     return jax.tree.map(shard, leaves, whole)
 
 
 def average(values: Tree, axes: Axes) -> Tree:
-    """The mean over data shards in each array's own dtype; integers are rounded down."""
-    if lax.axis_size(axes.data) == 1:
+    """The mean over data shards and the devices along model axes, in each array's own dtype;
+    integers are rounded down."""
+    if lax.axis_size(axes.peers) == 1:
         return values
 
     def mean(value: jax.Array) -> jax.Array:
         if jnp.issubdtype(value.dtype, jnp.inexact):
-            return lax.pmean(value, axes.data)
-        return (lax.psum(value, axes.data) // lax.axis_size(axes.data)).astype(value.dtype)
+            return lax.pmean(value, axes.peers)
+        return (lax.psum(value, axes.peers) // lax.axis_size(axes.peers)).astype(value.dtype)
 
     return jax.tree.map(mean, values)

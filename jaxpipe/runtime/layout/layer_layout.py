@@ -10,9 +10,10 @@ over layers, or one per row that runs once or never.
 from __future__ import annotations
 
 import abc
+import copy
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import Any, ClassVar, TypeAlias, TypeVar
+from typing import Any, ClassVar, Self, TypeAlias, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -21,8 +22,9 @@ from jax import lax
 from jax.tree_util import DictKey
 
 from jaxpipe.runtime.filters import name_of
-from jaxpipe.runtime.layout.leaf import Leaf, make_leaf
+from jaxpipe.runtime.layout.leaf import Leaf
 from jaxpipe.runtime.layout.parts import Cut
+from jaxpipe.runtime.layout.splits import Splits
 from jaxpipe.runtime.mesh import Axes
 from jaxpipe.runtime.types import (
     Arrays,
@@ -70,14 +72,14 @@ class LayerLayout(abc.ABC):
     num_pieces: int
 
     @abc.abstractmethod
-    def __init__(self, layers: Params, rows: np.ndarray, data: int) -> None:
+    def __init__(self, layers: Params, rows: np.ndarray, splits: Splits) -> None:
         """Lays out layers.
 
         Args:
           layers: canonical, of arrays or shapes.
           rows: canonical layer of every row of every stage, ``[stages, chunks, layers]``, -1 where
             a chunk has fewer layers than the largest.
-          data: number of data shards.
+          splits: what may split the arrays; paths are those of a layer, or of a sequence of them.
         """
 
     @classmethod
@@ -89,11 +91,23 @@ class LayerLayout(abc.ABC):
     def slot_shapes(self, count: int) -> Shapes:
         """Shapes of arrays with room for ``count`` whole chunks."""
 
+    @property
+    def local(self) -> Self:
+        """The layout of what a device has of arrays that model axes split."""
+        own = copy.copy(self)
+        for name in ("canonical", "placed", "piece"):
+            setattr(own, name, jax.tree.map(lambda leaf: leaf.local, getattr(self, name)))
+        return own
+
     # One layer.
+
+    def canonical_of(self, layer: int) -> Leaves:
+        """One layer's parameters, every array a `Leaf`."""
+        return self.piece
 
     def shape_of(self, layer: int) -> Shapes:
         """Shapes of one layer's parameters."""
-        return jax.tree.map(Leaf.struct, self.piece)
+        return jax.tree.map(Leaf.struct, self.canonical_of(layer))
 
     def leaves_of(self, example: int) -> Leaves:
         """A stored layer, every array a `Leaf`; ``example`` is a layer of its kind."""
@@ -188,13 +202,13 @@ class LayerLayout(abc.ABC):
         )
 
 
-def alike(layers: Params, data: int) -> tuple[Leaves, Leaves]:
+def alike(layers: Params, splits: Splits) -> tuple[Leaves, Leaves]:
     """One layer and all layers of a model whose layers are alike, every array a `Leaf`."""
 
-    def one(w: Any) -> Leaf:
-        return make_leaf(jax.ShapeDtypeStruct(w.shape[1:], w.dtype), data=data)
+    def one(path: Any, w: Any) -> Leaf:
+        return splits.leaf(path, jax.ShapeDtypeStruct(w.shape[1:], w.dtype))
 
-    piece = jax.tree.map(one, layers)
+    piece = jax.tree.map_with_path(one, layers)
     depth = jax.tree.leaves(layers)[0].shape[0] if jax.tree.leaves(layers) else 0
     return piece, jax.tree.map(
         lambda leaf: dataclasses.replace(leaf.behind(depth), stage_dim=0), piece

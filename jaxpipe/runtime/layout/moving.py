@@ -19,6 +19,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxpipe.runtime.barriers import run_if, tie
+from jaxpipe.runtime.layout.joined import from_parts, to_parts
 from jaxpipe.runtime.layout.layer_layout import Carry, LayerLayout
 from jaxpipe.runtime.layout.leaf import Leaf
 from jaxpipe.runtime.layout.packed import Packed
@@ -36,12 +37,14 @@ class Moving:
       rows: canonical layer of every row, ``[stages, chunks, layers]``, -1 where there is none.
       mesh: the mesh.
       axes: what it calls its axes.
+      whole: where whole arrays lie, if `layers` is of a device's parts.
     """
 
     layers: LayerLayout
     rows: np.ndarray
     mesh: Mesh
     axes: Axes
+    whole: LayerLayout | None = None
 
     def place(self, canonical: Params) -> Placed:
         """Placed layers, split over data."""
@@ -52,7 +55,8 @@ class Moving:
         return _inverse(self._unplace, self._place)(placed)
 
     def _place(self, canonical: Params) -> Placed:
-        body = self._place_packed if isinstance(self.layers, Packed) else self._place_alike
+        local = self._local
+        body = local._place_packed if isinstance(self.layers, Packed) else local._place_alike
 
         def own(canonical: Params) -> Placed:
             return jax.tree.map(lambda w: w[None], body(canonical))
@@ -60,7 +64,8 @@ class Moving:
         return self._shard_map(own, self.canonical_specs, self._placed_specs)(canonical)
 
     def _unplace(self, placed: Placed) -> Params:
-        body = self._unplace_packed if isinstance(self.layers, Packed) else self._unplace_alike
+        local = self._local
+        body = local._unplace_packed if isinstance(self.layers, Packed) else local._unplace_alike
 
         def own(placed: Placed) -> Params:
             return body(jax.tree.map(lambda w: w[0], placed))
@@ -83,8 +88,8 @@ class Moving:
     @property
     def _placed_specs(self) -> Tree:
         def spec(leaf: Leaf) -> P:
-            dims = [self.axes.split if d == leaf.data_dim else None for d in range(len(leaf.shape))]
-            return P(self.axes.stage, *dims)
+            names = leaf.names(self.axes, sharded=True)
+            return P(self.axes.stage, *[names.get(d) for d in range(len(leaf.shape))])
 
         return jax.tree.map(spec, self.layers.placed)
 
@@ -93,6 +98,19 @@ class Moving:
         return len(self.rows)
 
     # What follows runs on every device, with its part of the arrays.
+
+    @property
+    def _local(self) -> Moving:
+        """What moves a device's part of arrays that model axes split: it stays along those axes."""
+        return dataclasses.replace(self, layers=self.layers.local, whole=self.layers)
+
+    def _rearranged(
+        self, function: Callable[..., jax.Array], n: int, layer: LayerParams, *, sharded: bool
+    ) -> LayerParams:
+        """Layer n in the order of placed or of canonical arrays; see `layout.joined`."""
+        assert self.whole is not None
+        move = partial(function, axes=self.axes, sharded=sharded)
+        return jax.tree.map(lambda leaf, w: move(w, leaf), self.whole.canonical_of(n), layer)
 
     def _of_stage(self, stage: Index, value: jax.Array) -> jax.Array:
         """What one stage has, on all stages."""
@@ -124,6 +142,7 @@ class Moving:
             else:
                 of_stage = partial(receive, chunk, number)
                 values = lax.fori_loop(0, self._num_stages, of_stage, nothing)
+            values = self._rearranged(to_parts, 0, values, sharded=True)
             return self.layers.write(arrays, self._place_of(chunk, number), values)
 
         def receive(chunk: Index, number: Index, stage: Index, values: Stored) -> Stored:
@@ -139,6 +158,7 @@ class Moving:
     def _unplace_alike(self, arrays: Arrays) -> Params:
         def row(chunk: Index, number: Index, canonical: Params) -> Params:
             values = self.layers.read(arrays, self._place_of(chunk, number))
+            values = self._rearranged(from_parts, 0, values, sharded=True)
             if self._in_order:
                 n = chunk * self.rows.shape[2] + number
                 return jax.tree.map(
@@ -166,14 +186,13 @@ class Moving:
         return self.layers.layer_at((self._stage, chunk, number), 0)
 
     def _zeros(self, leaves: Tree) -> Tree:
-        shards = self.axes.num_parts(self.mesh)
         return jax.tree.map(
-            lambda leaf: jnp.zeros(leaf.struct(parts=shards).shape, leaf.dtype), leaves
+            lambda leaf: jnp.zeros(leaf.struct(sharded=True).shape, leaf.dtype), leaves
         )
 
     def _read(self, n: Index, leaf: Leaf, w: jax.Array) -> jax.Array:
         """Layer n of a canonical array, on all stages."""
-        dim, _ = leaf.canonical_dims(self._num_stages)
+        dim = leaf.spread(self._num_stages).stage_dim
         row = lax.dynamic_index_in_dim(w, n % len(w), keepdims=False)
         if dim == 0:
             return self._of_stage(n // len(w), row)
@@ -183,7 +202,7 @@ class Moving:
 
     def _write(self, n: Index, leaf: Leaf, w: jax.Array, layer: jax.Array) -> jax.Array:
         """A canonical array with another layer n; none is written if it is negative."""
-        dim, _ = leaf.canonical_dims(self._num_stages)
+        dim = leaf.spread(self._num_stages).stage_dim
         mine, at = n >= 0, jnp.maximum(n, 0) % len(w)
         if dim == 0:
             mine &= n // len(w) == self._stage
@@ -200,7 +219,9 @@ class Moving:
 
             def put(arrays: Arrays, n: int = n, at: Any = at) -> Arrays:
                 parts, arrays = tie(canonical[n], arrays)
-                stored = self.layers.pack(self._each(Slices.whole, n, parts), n)
+                layer = self._each(Slices.whole, n, parts)
+                layer = self._rearranged(to_parts, n, layer, sharded=False)
+                stored = self.layers.pack(layer, n)
                 place, leaves = self.layers.layer_at(at, n), self.layers.leaves_of(n)
 
                 def mine(leaf: Leaf, whole: jax.Array, old: jax.Array) -> jax.Array:
@@ -222,18 +243,18 @@ class Moving:
                 stored = self.layers.read(arrays, self.layers.layer_at(at, n))
 
                 def whole(leaf: Leaf, own: jax.Array) -> jax.Array:
-                    cut = dataclasses.replace(leaf.cut(self.axes, sharded=True), shape=shape(own))
+                    shape = leaf.data_parts, own.shape[1]
+                    cut = dataclasses.replace(leaf.cut(self.axes, sharded=True), shape=shape)
                     return cut.whole(self._of_stage(at[0], own))
-
-                def shape(own: jax.Array) -> tuple[int, ...]:
-                    return self.axes.num_parts(self.mesh), own.shape[1]
 
                 layer = jax.tree.map(whole, self.layers.leaves_of(n), stored)
                 # Arrays that a loop does not change would not make the next one wait for it.
-                return tie(arrays, self._each(Slices.own, n, self.layers.unpack(layer, n)))
+                found = self.layers.unpack(layer, n)
+                found = self._rearranged(from_parts, n, found, sharded=False)
+                return tie(arrays, self._each(Slices.own, n, found))
 
             nothing = jax.tree.map(
-                lambda leaf: jnp.zeros(self._own_shape(leaf), dtypes[str(leaf.dtype)]),
+                lambda leaf: jnp.zeros(self._own_shape(leaf), dtypes[Packed.group_of(leaf)]),
                 self.layers.canonical[n],
             )
             arrays, layer = self._in_turn(get, (arrays, nothing))
@@ -256,14 +277,9 @@ class Moving:
         """What a `Slices` does with each of a layer's canonical arrays."""
 
         def apply(leaf: Leaf, w: jax.Array) -> jax.Array:
-            return fn(self._cut(leaf), w)
+            return fn(leaf.spread(self._num_stages).cut(self.axes, sharded=True), w)
 
         return jax.tree.map(apply, self.layers.canonical[n], layer)
-
-    def _cut(self, leaf: Leaf) -> Slices:
-        axes = self.axes.stage, self.axes.split
-        dims = zip(axes, leaf.canonical_dims(self._num_stages), strict=True)
-        return Slices(leaf.shape, tuple((axis, dim) for axis, dim in dims if dim is not None))
 
     def _own_shape(self, leaf: Leaf) -> tuple[int, ...]:
         """Shape of a device's part of a canonical array."""
@@ -287,6 +303,5 @@ def _inverse(forward: Callable[[Tree], Tree], backward: Callable[[Tree], Tree]) 
 
 def canonical_spec(leaf: Leaf, *, axes: Axes, num_stages: int) -> P:
     """The partition spec of a canonical array."""
-    stage, data = leaf.canonical_dims(num_stages)
-    names = {stage: axes.stage, data: axes.split}
+    names = leaf.spread(num_stages).names(axes, sharded=True)
     return P(*[names.get(d) for d in range(len(leaf.shape))])

@@ -1,10 +1,12 @@
-"""Layers that differ, packed: one flat array per dtype, each layer in columns of its own.
+"""Layers that differ, packed: one flat array per group, each layer in columns of its own.
 
-A stage takes the room of its own layers, and all stages still run one program.
+A group is all arrays of one dtype that the same axes split. A stage takes the room of its own
+layers, and all stages still run one program.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -14,8 +16,9 @@ import numpy as np
 from jax import lax
 
 from jaxpipe.runtime.layout.layer_layout import LayerLayout, Parts
-from jaxpipe.runtime.layout.leaf import Leaf, make_leaf
-from jaxpipe.runtime.layout.parts import Cut, Slices, Window
+from jaxpipe.runtime.layout.leaf import Leaf
+from jaxpipe.runtime.layout.parts import Cut, Split, Window
+from jaxpipe.runtime.layout.splits import Splits
 from jaxpipe.runtime.mesh import Axes
 from jaxpipe.runtime.types import (
     Arrays,
@@ -30,7 +33,7 @@ from jaxpipe.runtime.types import (
 
 
 class _Columns(NamedTuple):
-    """A place in packed arrays, by dtype: first column, how many, how many of them count."""
+    """A place in packed arrays, by group: first column, how many, how many of them count."""
 
     start: dict[str, Any]
     width: dict[str, int]
@@ -40,20 +43,20 @@ class _Columns(NamedTuple):
 class Packed(LayerLayout):
     """Parameters of layers that differ, one tree per layer.
 
-    A layer's parameters of one dtype are stored as ``[data, columns]``, flat and padded to a
-    multiple of the data shards; a stage's array is ``[data, all columns]``.
+    A layer's parameters of one group are stored as ``[data, columns]``, flat and padded to a
+    multiple of the data shards; a stage's array is ``[data, all columns]``. Devices along a model
+    axis each pack what they have.
     """
 
     slot_dim = 1
     num_pieces = 1
 
-    def __init__(self, layers: Sequence[LayerParams], rows: np.ndarray, data: int) -> None:
-        self._data = data
+    def __init__(self, layers: Sequence[LayerParams], rows: np.ndarray, splits: Splits) -> None:
         self.num_chunks = rows.shape[1]
-        self.canonical = jax.tree.map(lambda w: make_leaf(w, data=data), layers)
-        self._layers = jax.tree.map(Leaf.struct, self.canonical)
-        self._groups = sorted({str(w.dtype) for w in jax.tree.leaves(self._layers)})
-        self._widths = [self._width(layer) for layer in self._layers]
+        self.canonical = jax.tree.map_with_path(splits.leaf, layers)
+        leaves = {self.group_of(leaf): leaf for leaf in jax.tree.leaves(self.canonical)}
+        self._groups = {g: leaves[g] for g in sorted(leaves)}
+        self._widths = [self._width(layer) for layer in self.canonical]
         none = dict.fromkeys(self._groups, 0)  # rows holds -1, the last, where there is no layer
         widths = {g: np.asarray([w[g] for w in [*self._widths, none]]) for g in self._groups}
         width = {g: w[rows] for g, w in widths.items()}
@@ -66,27 +69,30 @@ class Packed(LayerLayout):
         self.piece = self._leaves(self._chunk_width)
         self.placed = self._leaves(total)
 
-    def _width(self, layer: Shapes) -> dict[str, int]:
+    @staticmethod
+    def group_of(leaf: Leaf) -> str:
+        """The group of an array."""
+        return " ".join((str(leaf.dtype), *leaf.apart))
+
+    def _width(self, layer: Leaves) -> dict[str, int]:
         size = dict.fromkeys(self._groups, 0)
         for leaf in jax.tree.leaves(layer):
-            size[str(leaf.dtype)] += leaf.size
-        return {g: -(-n // self._data) for g, n in size.items()}
+            size[self.group_of(leaf)] += math.prod(leaf.local.shape)
+        return {g: -(-n // self._groups[g].data_parts) for g, n in size.items()}
 
     def _leaves(self, width: dict[str, int]) -> dict[str, Leaf]:
-        split = 0 if self._data > 1 else None
-        return {g: Leaf((self._data, n), jnp.dtype(g), None, split) for g, n in width.items()}
+        return {g: _columns(self._groups[g], n) for g, n in width.items()}
 
     @classmethod
     def pieces_of(cls, layers: int) -> int:
         return 1
 
-    def shape_of(self, layer: int) -> Shapes:
-        return self._layers[layer]
+    def canonical_of(self, layer: int) -> Leaves:
+        return self.canonical[layer]
 
     def slot_shapes(self, count: int) -> Shapes:
-        return jax.tree.map(
-            Leaf.struct, self._leaves({g: count * n for g, n in self._chunk_width.items()})
-        )
+        slots = self._leaves({g: count * n for g, n in self._chunk_width.items()})
+        return {g: leaf.local.struct() for g, leaf in slots.items()}
 
     def layer_at(self, at: At, example: int, *, slot: Index = None) -> _Columns:
         start = self._starts(at, slot)
@@ -124,18 +130,21 @@ class Packed(LayerLayout):
         return {g: dtype_of("layers", leaf.struct()) for g, leaf in self.piece.items()}
 
     def cuts(self, example: int, axes: Axes, *, sharded: bool) -> Sequence[Cut]:
-        leaves = jax.tree.leaves(self._layers[example])
-        if not sharded:
-            return [Slices(leaf.shape, ()) for leaf in leaves]
-        return [window for _, window in self._windows(example, axes)]
+        if sharded:
+            return [window for _, window in self._windows(example, axes)]
+        leaves = jax.tree.leaves(self.canonical[example])
+        return [leaf.cut(axes, sharded=False) for leaf in leaves]
 
     def _windows(self, example: int, axes: Axes) -> Iterator[tuple[str, Window]]:
         """The group of each of a layer's arrays, and its place there."""
         taken = dict.fromkeys(self._groups, 0)
-        for leaf in jax.tree.leaves(self._layers[example]):
-            g = str(leaf.dtype)
-            yield g, Window(leaf.shape, taken[g], self._widths[example][g], axes.split)
-            taken[g] += leaf.size
+        for leaf in jax.tree.leaves(self.canonical[example]):
+            g, own = self.group_of(leaf), leaf.cut(axes, sharded=False)
+            data = axes.sharding(leaf.apart)
+            shape, columns = leaf.local.shape, self._widths[example][g]
+            window = Window(own, shape, taken[g], columns, data)
+            yield g, window
+            taken[g] += window.size
 
     def parts(self, stored: Stored, example: int, axes: Axes, *, sharded: bool) -> list[jax.Array]:
         if not sharded:
@@ -146,7 +155,7 @@ class Packed(LayerLayout):
         self, parts: Parts, stored: Stored, example: int, axes: Axes, *, sharded: bool
     ) -> Stored:
         if not sharded:
-            tree = jax.tree.structure(self._layers[example])
+            tree = jax.tree.structure(self.canonical[example])
             return self.pack(jax.tree.unflatten(tree, parts), example)
         stored = dict(stored)
         for (g, window), part in zip(self._windows(example, axes), parts, strict=True):
@@ -157,26 +166,35 @@ class Packed(LayerLayout):
         return {g: self.piece[g] for g, n in self._widths[example].items() if n}
 
     def pack(self, params: LayerParams, example: int) -> Stored:
-        pairs = zip(jax.tree.leaves(params), jax.tree.leaves(self._layers[example]), strict=True)
-        flat = [(str(leaf.dtype), w.reshape(-1)) for w, leaf in pairs]
+        pairs = zip(jax.tree.leaves(params), jax.tree.leaves(self.canonical[example]), strict=True)
+        flat = [(self.group_of(leaf), w.reshape(-1)) for w, leaf in pairs]
 
         def group(g: str, width: int) -> jax.Array:
-            joined = jnp.concatenate([w for of_leaf, w in flat if of_leaf == g])
-            return jnp.pad(joined, (0, self._data * width - joined.size)).reshape(self._data, width)
+            joined = jnp.concatenate([w for of, w in flat if of == g])
+            data = self._groups[g].data_parts
+            return jnp.pad(joined, (0, data * width - joined.size)).reshape(data, width)
 
         return {g: group(g, n) for g, n in self._widths[example].items() if n}
 
     def unpack(self, stored: Stored, example: int) -> LayerParams:
         flat = {g: w.reshape(-1) for g, w in stored.items()}
-        leaves, tree = jax.tree.flatten(self._layers[example])
+        leaves, tree = jax.tree.flatten(self.canonical[example])
         taken = dict.fromkeys(self._groups, 0)
         values = []
         for leaf in leaves:
-            g = str(leaf.dtype)
+            g, shape = self.group_of(leaf), leaf.local.shape
             start = taken[g]
-            taken[g] += leaf.size
-            values.append(flat[g][start : start + leaf.size].reshape(leaf.shape))
+            taken[g] += math.prod(shape)
+            values.append(flat[g][start : taken[g]].reshape(shape))
         return jax.tree.unflatten(tree, values)
+
+
+def _columns(group: Leaf, width: int) -> Leaf:
+    """Arrays of a group with so many columns on every device, given one array of the group."""
+    data, splits = group.data_parts, [Split(one.axis, 1, one.size) for one in group.splits]
+    total = width * math.prod(split.size for split in splits)
+    dim = 0 if data > 1 else None
+    return Leaf((data, total), group.dtype, None, dim, data, tuple(splits), group.apart)
 
 
 def _of_chunk(table: dict[str, np.ndarray], at: At) -> dict[str, Any]:

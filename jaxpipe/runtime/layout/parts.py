@@ -1,15 +1,16 @@
 """Arrays of which every device holds a part, and how a part is made, completed and reduced.
 
-Every method runs inside `jax.shard_map`. The data axis may split parameters and what belongs to
-them; the stage axis may split those of embedding and head.
+Every method runs inside `jax.shard_map`. The data axis and model axes may split parameters and what
+belongs to them; the stage axis may split those of embedding and head.
 """
 
 from __future__ import annotations
 
 import abc
 import dataclasses
+import itertools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 import jax
@@ -88,6 +89,51 @@ class Part(NamedTuple):
     cut: Cut
 
 
+class Split(NamedTuple):
+    """A dimension that a model axis splits.
+
+    Args:
+      axis: the mesh axis.
+      dim: the dimension.
+      size: devices along the axis.
+      joined: the lengths of the arrays that are joined in this dimension, if there are several.
+        Every one is split by itself, and a device has its part of each.
+    """
+
+    axis: str
+    dim: int
+    size: int
+    joined: tuple[int, ...] = ()
+
+    def own(self, number: int, total: int) -> list[slice]:
+        """Where what a device has lies in the whole dimension."""
+        starts = itertools.accumulate(self.joined, initial=0)
+        found = []
+        for start, length in zip(starts, self.joined or (total,), strict=False):
+            part = length // self.size
+            found.append(slice(start + number * part, start + (number + 1) * part))
+        return found
+
+    def in_parts(self, whole: jax.Array) -> jax.Array:
+        """The whole array in the order in which devices have its parts."""
+        return self._of_runs(whole, self._parts(whole.shape[self.dim]))
+
+    def in_order(self, parts: jax.Array) -> jax.Array:
+        """Undoes `in_parts`."""
+        starts, position = {}, 0
+        for run in self._parts(parts.shape[self.dim]):
+            starts[run.start] = slice(position, position + run.stop - run.start)
+            position = starts[run.start].stop
+        return self._of_runs(parts, [starts[start] for start in sorted(starts)])
+
+    def _parts(self, total: int) -> list[slice]:
+        return [run for number in range(self.size) for run in self.own(number, total)]
+
+    def _of_runs(self, array: jax.Array, runs: Sequence[slice]) -> jax.Array:
+        parts = [lax.slice_in_dim(array, run.start, run.stop, axis=self.dim) for run in runs]
+        return jnp.concatenate(parts, axis=self.dim)
+
+
 @dataclasses.dataclass(frozen=True)
 class Slices(Cut):
     """Some dimensions are split over a mesh axis each; the last part may be padded.
@@ -95,10 +141,12 @@ class Slices(Cut):
     Args:
       shape: of the whole array.
       dims: the dimension that each axis splits.
+      joined: the splits of dimensions in which several arrays are joined.
     """
 
     shape: tuple[int, ...]
     dims: tuple[tuple[Axis, int], ...]
+    joined: tuple[Split, ...] = ()
 
     @property
     def axes(self) -> tuple[str, ...]:
@@ -108,6 +156,8 @@ class Slices(Cut):
         return -(-self.shape[dim] // lax.axis_size(axis))
 
     def own(self, whole: jax.Array) -> jax.Array:
+        for split in self.joined:
+            whole = split.in_parts(whole)
         for axis, dim in self.dims:
             size = self._size(axis, dim)
             room = size * lax.axis_size(axis) - self.shape[dim]
@@ -119,6 +169,8 @@ class Slices(Cut):
         for axis, dim in self.dims:
             part = lax.all_gather(part, axis, axis=dim, tiled=True)
             part = lax.slice_in_dim(part, 0, self.shape[dim], axis=dim)
+        for split in self.joined:
+            part = split.in_order(part)
         return part
 
     def counts(self) -> jax.Array | None:
@@ -147,25 +199,36 @@ class Window(Cut):
     array holds other elements in the rest of it.
 
     Args:
-      shape: of the whole array.
+      local: how model axes split the whole array; rows hold what a device has of it, flat.
+      own_shape: of what a device has of it.
       start: place of its first element among those of all rows.
       columns: length of a row.
       data: the axis of the data shards.
     """
 
-    shape: tuple[int, ...]
+    local: Slices
+    own_shape: tuple[int, ...]
     start: int
     columns: int
     data: Axis
 
     @property
+    def shape(self) -> tuple[int, ...]:  # type: ignore[override]
+        return self.local.shape
+
+    @property
     def axes(self) -> tuple[str, ...]:
-        return _names(self.data)
+        return (*self.local.axes, *_names(self.data))
+
+    @property
+    def size(self) -> int:
+        """Elements that a device has, its rows' and other shards'."""
+        return math.prod(self.own_shape)
 
     @property
     def length(self) -> int:
         """Elements of a part."""
-        return min(self.columns, math.prod(self.shape))
+        return min(self.columns, self.size)
 
     def read(self, row: jax.Array) -> jax.Array:
         """This shard's part, of its row ``[1, columns]``."""
@@ -187,18 +250,18 @@ class Window(Cut):
 
     def own(self, whole: jax.Array) -> jax.Array:
         # Where no element counts, the start may be out of range, and what is read is of no matter.
-        flat = jnp.pad(whole.reshape(-1), self.length)
+        flat = jnp.pad(self.local.own(whole).reshape(-1), self.length)
         return lax.dynamic_slice_in_dim(flat, self._offset() + self.length, self.length)
 
     def whole(self, part: jax.Array) -> jax.Array:
-        size = math.prod(self.shape)
         counted = jnp.where(self.counts(), part, jnp.zeros((), part.dtype))
-        room = jnp.zeros(size + 2 * self.length, part.dtype)
+        room = jnp.zeros(self.size + 2 * self.length, part.dtype)
         start = self._offset() + self.length
         mine = lax.dynamic_update_slice_in_dim(room, counted, start, 0)
         rows = communicate(lax.psum, mine, self.data)
-        return rows[self.length : self.length + size].reshape(self.shape)
+        own = rows[self.length : self.length + self.size].reshape(self.own_shape)
+        return self.local.whole(own)
 
     def counts(self) -> jax.Array:
         at = self._offset() + jnp.arange(self.length)
-        return (at >= 0) & (at < math.prod(self.shape))
+        return (at >= 0) & (at < self.size)

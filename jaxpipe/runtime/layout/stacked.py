@@ -8,15 +8,16 @@ from jax import lax
 
 from jaxpipe.runtime.layout.layer_layout import LayerLayout, alike
 from jaxpipe.runtime.layout.leaf import Leaf
+from jaxpipe.runtime.layout.splits import Splits
 from jaxpipe.runtime.types import Arrays, At, Index, Leaves, Params, Shapes, Stored
 
 
 class Stacked(LayerLayout):
     """Parameters of layers that are alike, in one array per parameter."""
 
-    def __init__(self, layers: Params, rows: np.ndarray, data: int) -> None:
+    def __init__(self, layers: Params, rows: np.ndarray, splits: Splits) -> None:
         _, self.num_chunks, self.num_pieces = rows.shape
-        self.piece, self.canonical = alike(layers, data)
+        self.piece, self.canonical = alike(layers, splits)
         self.placed = self._chunks(self.num_chunks)
 
     def _chunks(self, count: int) -> Leaves:

@@ -7,7 +7,7 @@ be absent. What belongs to no parameter, such as a count, is replicated.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -16,11 +16,12 @@ import optax
 from jax.sharding import PartitionSpec as P
 
 from jaxpipe.runtime.layout.layer_layout import LayerLayout
-from jaxpipe.runtime.layout.leaf import make_leaf
+from jaxpipe.runtime.layout.leaf import Leaf
 from jaxpipe.runtime.layout.packed import Packed
+from jaxpipe.runtime.layout.splits import Splits
 from jaxpipe.runtime.layout.stacked import Stacked
 from jaxpipe.runtime.layout.whole_model import Layout, compiled_sharding, outer_of
-from jaxpipe.runtime.types import Shapes, Shardings, Tree
+from jaxpipe.runtime.types import Leaves, Shapes, Shardings, Tree
 
 
 def layer_by_layer(params: Layout) -> Shapes:
@@ -129,32 +130,45 @@ def _component_test(params: Layout) -> Callable[[Tree], bool]:
 
 def _layout(component: Shapes, params: Layout) -> Layout:
     """Where a component lies: as the parameters do, as far as its layers are like them."""
-    data, outer = params.axes.num_parts(params.mesh), params.outer
-    known = dict(jax.tree.leaves_with_path(outer))
+    whole, outer = outer_of(component), outer_of(params.outer)
+    splits = _splits(whole, outer, params)
+    dims = {path: leaf.stage_dim for path, leaf in _alike(whole, outer)}
 
-    def leaf(path: Any, shape: jax.ShapeDtypeStruct) -> Any:
-        own = known.get(path)
-        if own is not None and own.shape == shape.shape:
-            return make_leaf(shape, data=data, stage_dim=own.stage_dim)
-        return make_leaf(shape, data=data)
+    def leaf(path: Any, shape: jax.ShapeDtypeStruct) -> Leaf:
+        return splits.leaf(path, shape, stage_dim=dims.get(path))
 
-    outer = jax.tree.map_with_path(leaf, outer_of(component))
-    return Layout(
-        _layers(component["layers"], params, data), outer, params.mesh, params.axes, params.rows
-    )
+    layers = _layers(component["layers"], params)
+    found = jax.tree.map_with_path(leaf, whole)
+    return Layout(layers, found, params.mesh, params.axes, params.rows)
 
 
-def _layers(layers: Shapes, params: Layout, data: int) -> LayerLayout:
+def _layers(layers: Shapes, params: Layout) -> LayerLayout:
     like, rows = type(params.layers), params.rows
     if isinstance(layers, optax.MaskedNode):
-        return Stacked(layers, rows, data)
+        return Stacked(layers, rows, _splits(layers, (), params))
+    own = tuple(params.layers.canonical_of(n) for n in range(params.num_layers))
     if like is Packed or any(_key(layer) != _key(layers[0]) for layer in layers):
-        return Packed(layers, rows, data)
+        return Packed(layers, rows, _splits(layers, own, params))
 
     def stacked(w: Any) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct((len(layers), *w.shape), w.dtype)
 
-    return like(jax.tree.map(stacked, layers[0]), rows, data)
+    splits = _splits(layers[0], own[0], params)
+    return like(jax.tree.map(stacked, layers[0]), rows, splits)
+
+
+def _alike(shapes: Shapes, own: Leaves) -> Iterator[tuple[Any, Leaf]]:
+    """The parameters whose shape an array of the component has, by path."""
+    found = {path: w.shape for path, w in jax.tree.leaves_with_path(shapes)}
+    for path, leaf in jax.tree.leaves_with_path(own):
+        if found.get(path) == leaf.shape:
+            yield path, leaf
+
+
+def _splits(shapes: Shapes, own: Leaves, params: Layout) -> Splits:
+    """What splits arrays of a component, which model axes do as they split the parameters."""
+    data = {name: params.mesh.shape[name] for name in params.axes.split_names}
+    return Splits(data, {path: leaf.splits for path, leaf in _alike(shapes, own)})
 
 
 def _key(tree: Shapes) -> Any:

@@ -12,6 +12,7 @@ import numpy as np
 from jaxpipe.runtime.barriers import overwrite, run_if
 from jaxpipe.runtime.layout.layer_layout import Body, Carry, LayerLayout, alike
 from jaxpipe.runtime.layout.leaf import Leaf
+from jaxpipe.runtime.layout.splits import Splits
 from jaxpipe.runtime.types import Arrays, At, Index, Params, Shapes, Span, Stored, Tree
 
 
@@ -33,9 +34,9 @@ class Unrolled(LayerLayout):
 
     own_arrays = True
 
-    def __init__(self, layers: Params, rows: np.ndarray, data: int) -> None:
+    def __init__(self, layers: Params, rows: np.ndarray, splits: Splits) -> None:
         _, self.num_chunks, self.num_pieces = rows.shape
-        self.piece, self.canonical = alike(layers, data)
+        self.piece, self.canonical = alike(layers, splits)
         self.placed = dict.fromkeys(range(self.num_chunks * self.num_pieces), self.piece)
 
     def slot_shapes(self, count: int) -> Shapes:

@@ -16,11 +16,13 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
+from jax.tree_util import DictKey
 
 from jaxpipe.runtime.layout.layer_layout import LayerLayout
-from jaxpipe.runtime.layout.leaf import Leaf, make_leaf
+from jaxpipe.runtime.layout.leaf import Leaf
 from jaxpipe.runtime.layout.moving import Moving, canonical_spec
 from jaxpipe.runtime.layout.packed import Packed
+from jaxpipe.runtime.layout.splits import Splits
 from jaxpipe.runtime.layout.stacked import Stacked
 from jaxpipe.runtime.layout.unrolled import Unrolled
 from jaxpipe.runtime.mesh import Axes
@@ -115,6 +117,12 @@ class Layout:
         return {"layers": layers, **outer}
 
     @property
+    def local(self) -> Layout:
+        """The layout of what a device has of arrays that model axes split."""
+        outer = jax.tree.map(lambda leaf: leaf.local, self.outer)
+        return dataclasses.replace(self, layers=self.layers.local, outer=outer)
+
+    @property
     def canonical(self) -> Leaves:
         """The canonical parameters, every array a `Leaf`."""
         return {"layers": self.layers.canonical, **self.outer}
@@ -127,7 +135,8 @@ class Layout:
         """Partition specs of the placed parameters, with the data axis used (ZeRO) or not."""
 
         def spec(leaf: Leaf, *lead: str) -> P:
-            return P(*lead, *self._dims(leaf.stage_dim, leaf.data_dim if sharded else None, leaf))
+            names = leaf.names(self.axes, sharded=sharded)
+            return P(*lead, *[names.get(d) for d in range(len(leaf.shape))])
 
         layers = jax.tree.map(lambda leaf: spec(leaf, self.axes.stage), self.layers.placed)
         return {"layers": layers, **jax.tree.map(spec, self.outer)}
@@ -140,10 +149,6 @@ class Layout:
         """Shardings of canonical parameters, over all devices wherever a size divides."""
         spec = partial(canonical_spec, axes=self.axes, num_stages=self.num_stages)
         return _shardings(self.mesh, jax.tree.map(spec, self.canonical))
-
-    def _dims(self, stage_dim: int | None, data_dim: int | None, leaf: Leaf) -> list[Any]:
-        names = {stage_dim: self.axes.stage, data_dim: self.axes.split}
-        return [names.get(d) for d in range(len(leaf.shape))]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -192,6 +197,12 @@ class StateLayout:
     mesh: Mesh
     axes: Axes
     rows: np.ndarray
+
+    @classmethod
+    def of(cls, states: States, params: Layout) -> StateLayout:
+        """That of the states of a model's layers, whose parameters lie so."""
+        layers = layer_layout(states, weights="stacked")(states, params.rows, Splits())
+        return cls(layers, params.mesh, params.axes, params.rows)
 
     def place(self, states: States) -> States:
         return self._moving.place(states)
@@ -260,6 +271,7 @@ def make_layouts(
     trained: Params,
     frozen: Params,
     stage_split: Tree,
+    splits: Splits,
     mesh: Mesh,
     axes: Axes,
     table: TickTable,
@@ -269,18 +281,19 @@ def make_layouts(
 
     The two trees have None where the other has an array; ``weights`` is for layers that are alike.
     """
-    data, rows = axes.num_parts(mesh), layer_rows(table)
-    whole = outer_of(combine(trained, frozen))
-    leaves, tree = jax.tree.flatten(whole)
+    rows, whole = layer_rows(table), outer_of(combine(trained, frozen))
+    leaves, tree = jax.tree.flatten_with_path(whole)
     dims = [None] * len(leaves)
     if stage_split is not None:  # what layers share is not split
         dims = jax.tree.leaves(stage_split, is_leaf=lambda dim: dim is None)
         dims += [None] * len(jax.tree.leaves(whole.get(SHARED)))
-    found = [make_leaf(w, data=data, stage_dim=dim) for w, dim in zip(leaves, dims, strict=True)]
+    pairs = zip(leaves, dims, strict=True)
+    found = [splits.leaf(path, w, stage_dim=dim) for (path, w), dim in pairs]
     outer = jax.tree.unflatten(tree, found)
 
     def layout(params: Params) -> Layout:
-        layers = layer_layout(params["layers"], weights)(params["layers"], rows, data)
+        of_layers = splits.part(DictKey("layers"))
+        layers = layer_layout(params["layers"], weights)(params["layers"], rows, of_layers)
         return Layout(layers, select(outer, outer_of(params)), mesh, axes, rows)
 
     return layout(trained), layout(frozen) if jax.tree.leaves(frozen) else None

@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec as P
 
 from jaxpipe.runtime.layers.kinds import LayerKind
 from jaxpipe.runtime.measure import traced
@@ -26,7 +27,9 @@ def layer_costs(
     """F, B and W of every layer for one microbatch on one data shard, without messages.
 
     Layers of one kind are traced, or timed, once. Floating-point operations are those XLA counts in
-    the program before it optimises; recomputation that ``remat`` asks for is among them.
+    the program before it optimises; recomputation that ``remat`` asks for is among them. Where
+    devices share a layer, along model axes, they are one device's part, and a time is that of all
+    of them together.
 
     Args:
       pipe: any pipeline of the model; it is not run, and its partition does not matter.
@@ -44,13 +47,14 @@ def layer_costs(
 
 
 def layer_bytes(pipe: Pipeline, batch: Batch, rng: Key = None) -> tuple[list[int], list[int]]:
-    """Bytes of every layer: its parameters, and what F keeps of one microbatch on a data shard.
+    """Bytes of every layer on a device: its parameters, and what F keeps of one microbatch.
 
     Arguments as for `layer_costs`.
     """
     layers, _ = traced.layers(pipe, batch, rng)
     kinds = [layers.kinds[number] for number in layers.kind_of]
-    parameters = [tree_bytes(pipe.layout.layers.shape_of(n)) for n in range(len(kinds))]
+    own = pipe.layout.layers.local
+    parameters = [tree_bytes(own.shape_of(n)) for n in range(len(kinds))]
     return parameters, [tree_bytes([kind.split.until_b, kind.split.until_w]) for kind in kinds]
 
 
@@ -58,7 +62,7 @@ def _parts(
     pipe: Pipeline, kind: LayerKind, activations: Sequence[Activation], context: Shapes
 ) -> dict[str, tuple[Callable[..., Any], tuple[Shapes, ...]]]:
     """F, B and W of a kind of layer, each with the shapes of its arguments."""
-    split, params = kind.split, pipe.layout.layers.shape_of(kind.example)
+    split, params = kind.split, pipe.layout.layers.local.shape_of(kind.example)
     states = pipe.state_layout
     state = None if states is None else states.shape_of(kind.example)
 
@@ -72,11 +76,15 @@ def _parts(
         return split.backward_weights(params, kept, crossing, *context)
 
     kept = list(split.until_b), list(split.until_w)
-    return {
+    parts: dict[str, tuple[Callable[..., Any], tuple[Shapes, ...]]] = {
         "f": (forward, (params, activations[kind.x], context, state)),
         "b": (backward_input, (params, kept, activations[kind.y], context)),
         "w": (backward_weights, (params, kept[1], list(split.crossing), context)),
     }
+    if not pipe.model.uses_axes:
+        return parts
+    # A layer that names axes runs on all devices, each with values like these.
+    return {name: (pipe.shard_map(part, P(), P()), args) for name, (part, args) in parts.items()}
 
 
 def _flops(part: Callable[..., Any], *args: Shapes) -> float:

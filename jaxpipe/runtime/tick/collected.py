@@ -52,12 +52,15 @@ class Losses:
         """The same on every device."""
 
         def mean(w: jax.Array) -> jax.Array:
-            return lax.pmean(w, self.axes.data)
+            return lax.pmean(w, self.axes.peers)
 
         def total(tree: Tree) -> Tree:
-            return lax.psum(tree, self.axes.data)
+            return lax.psum(tree, self.axes.peers)
 
-        result = losses.combined(collected, self.microbatches, mean=mean, total=total)
+        copies = lax.axis_size(self.axes.model)
+        result = losses.combined(
+            collected, self.microbatches, mean=mean, total=total, copies=copies
+        )
         if layer_losses is None:
             return result
         of_layers = lax.psum(mean(layer_losses / self.microbatches), self.axes.stage)

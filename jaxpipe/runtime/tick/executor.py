@@ -74,6 +74,7 @@ def run(setup: Setup, placed: Placed, rows: Batch, rng: Key, states: States) -> 
     value, carried, states = run_ticks(fixed, batch, carried)
     gradients = None if sink is None else sink.result(fixed, carried)
     by_row = [w.reshape(-1, *w.shape[2:]) for w in carried.input_gradients]
+    by_row = lax.psum(by_row, setup.layout.axes.model)  # each device along them reads the same rows
     return Step(value, gradients, states, by_row)
 
 
@@ -267,6 +268,6 @@ def tick(
     carried = exchange(fixed.table, carried, row, outputs, arriving, fixed.axes)
     if sink is None:
         return outer_phases.evaluate(fixed, batch, carried, row.outer, outputs[Kind.F])
-    carried = outer_phases.leave(fixed, batch, carried, row.outer, outputs[Kind.F])
     carried = outer_phases.embed_gradient(fixed, batch, carried, row.outer, outputs[Kind.B])
+    carried = outer_phases.leave(fixed, batch, carried, row.outer, outputs[Kind.F])
     return sink.tick(fixed, carried, row)

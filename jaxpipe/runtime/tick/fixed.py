@@ -53,8 +53,8 @@ class Setup:
 
     Args:
       model: the user's functions.
-      layout: where the parameters that are trained live.
-      frozen: where the others live; None if all are trained.
+      layout: where the parameters that are trained live, as a device has them: `Layout.local`.
+      frozen: where the others live, likewise; None if all are trained.
       table: the tick table to run.
       remat: rematerialisation policy, by name.
       zero: ZeRO level 0 to 3; 0 when the data axis has one device.
@@ -205,7 +205,7 @@ class Fixed:
             lambda i: weight(self.context(batch, i, layer)),
             jnp.arange(self.table.schedule.step_microbatches),
         )
-        return batch._replace(scale=1 / losses.divisor(lax.psum(weights.sum(), self.axes.data)))
+        return batch._replace(scale=1 / losses.divisor(lax.psum(weights.sum(), self.axes.peers)))
 
     def activation(self, message: Message, number: int) -> Activation:
         """A message's content as the activation of that number."""
@@ -289,8 +289,8 @@ def _context(batch: Microbatches, i: Index, layer: Index, shard: Index) -> tuple
 
 
 def _mean_scale(setup: Setup) -> float:
-    """The cotangent of what is averaged over microbatches and data shards."""
-    return 1 / (setup.table.schedule.step_microbatches * lax.axis_size(setup.layout.axes.data))
+    """The cotangent of what is averaged over microbatches and the devices of a stage."""
+    return 1 / (setup.table.schedule.step_microbatches * lax.axis_size(setup.layout.axes.peers))
 
 
 def _leaving(

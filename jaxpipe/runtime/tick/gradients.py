@@ -94,12 +94,11 @@ class Summed(GradientSink):
             sums = params.slot_shapes(fixed.table.reduces.num_slots)
         if self._in_place:
             return {"gradients": sums}
-        parts = lax.axis_size(fixed.axes.split)
-        reduced = jax.tree.map(lambda leaf: leaf.struct(parts=parts), params.placed)
+        reduced = jax.tree.map(lambda leaf: leaf.struct(sharded=True), params.placed)
         return {"gradients": sums, "reduced": reduced}
 
     def reduces(self, fixed: Fixed) -> bool:
-        return lax.axis_size(fixed.axes.data) > 1
+        return lax.axis_size(fixed.axes.peers) > 1
 
     def add(self, work: LayerWork, sums: Arrays, stored: Stored) -> Arrays:
         if self._in_slots:
@@ -123,10 +122,10 @@ class Summed(GradientSink):
         return carried.but(gradients=sums, finished=reduced)
 
     def moving(self, fixed: Fixed) -> Shapes:
-        reduces, parts = fixed.table.reduces, lax.axis_size(fixed.axes.split)
-        counts = (1,) if self._in_place else (1, parts)
+        reduces = fixed.table.reduces
         pieces = [
-            jax.tree.map(lambda leaf, n=n: leaf.struct(parts=n), fixed.params.piece) for n in counts
+            jax.tree.map(lambda leaf, part=part: leaf.struct(sharded=part), fixed.params.piece)
+            for part in ((False,) if self._in_place else (False, True))
         ]
         return pieces * reduces.group if self.reduces(fixed) and reduces.shared.any() else []
 

@@ -9,7 +9,6 @@ from typing import Any, ClassVar, NamedTuple, TypeAlias, TypeVar
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 
 from jaxpipe.runtime.barriers import tie
 from jaxpipe.runtime.layout.data_axis import gather
@@ -144,8 +143,8 @@ class Gathered(WeightSource):
         return held._replace(copies=fixed.params.loop_pieces(transfer.chunk, body, held.copies))
 
     def moving(self, fixed: Fixed) -> Shapes:
-        gathers, parts = fixed.table.gathers, lax.axis_size(fixed.axes.split)
-        pieces = [self._piece_shapes(fixed, parts=n) for n in (1, parts)]
+        gathers = fixed.table.gathers
+        pieces = [self._piece_shapes(fixed, sharded=sharded) for sharded in (False, True)]
         return pieces * gathers.group if gathers.shared.any() else []
 
     @jax.named_scope("gather")
@@ -153,7 +152,7 @@ class Gathered(WeightSource):
         def read(chunk: Index, number: Index, nothing: Arrays, shards: list[Stored]) -> Any:
             return nothing, self._shards(fixed, held, (fixed.stage, chunk, number), shards)[0]
 
-        shapes = self._piece_shapes(fixed, parts=lax.axis_size(fixed.axes.split))
+        shapes = self._piece_shapes(fixed, sharded=True)
         empty, pieces = jax.tree.map(jnp.zeros_like, shapes), []
         for span in spans(fixed.table.gathers, transfer):
             _, shards = fixed.params.loop(span, read, {}, empty)
@@ -186,10 +185,10 @@ class Gathered(WeightSource):
         shards, carried = tie(shards, carried)
         return _cast_pieces(fixed.setup, shards), carried
 
-    def _piece_shapes(self, fixed: Fixed, *, parts: int) -> Shapes:
+    def _piece_shapes(self, fixed: Fixed, *, sharded: bool) -> Shapes:
         """Shapes of a piece of all layouts, or of one of its parts, as they are gathered."""
         own = [
-            jax.tree.map(lambda leaf: leaf.struct(parts=parts), layout.piece)
+            jax.tree.map(lambda leaf: leaf.struct(sharded=sharded), layout.piece)
             for layout in fixed.setup.layer_layouts
         ]
         return jax.eval_shape(functools.partial(_cast_pieces, fixed.setup), own)

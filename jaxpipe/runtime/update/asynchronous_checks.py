@@ -70,6 +70,11 @@ def check_arguments(
     if pipe.layout.layers.own_arrays:
         rule = "has no room for versions of weights, which lie in one stacked array per parameter"
         problems.append(Problem("weights", pipe.weights, rule, {"weights": "stacked"}))
+    if pipe.model.uses_axes:
+        problems.append(
+            "An asynchronous pipeline splits no layer over devices, as Model.axes and "
+            "Model.axis_split ask: give these devices to stages or data shards."
+        )
     if pipe.frozen is not None:
         problems.append(
             "An asynchronous pipeline trains all parameters: make its Pipeline without `trainable`."

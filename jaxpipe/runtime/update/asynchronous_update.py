@@ -87,9 +87,8 @@ class Updated(GradientSink):
         return self.steady.num_sums(tied=self.tied)
 
     def shapes(self, fixed: Fixed) -> dict[str, Shapes]:
-        parts = lax.axis_size(fixed.axes.split) if fixed.setup.zero >= 2 else 1
-        placed = fixed.params.placed
-        return {"gradients": jax.tree.map(lambda leaf: leaf.struct(parts=parts), placed)}
+        placed, sharded = fixed.params.placed, fixed.setup.zero >= 2
+        return {"gradients": jax.tree.map(lambda leaf: leaf.struct(sharded=sharded), placed)}
 
     def add(self, work: LayerWork, sums: Arrays, stored: Stored) -> Arrays:
         zero = work.fixed.setup.zero

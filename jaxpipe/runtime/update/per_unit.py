@@ -1,7 +1,8 @@
 """Runs a function of whole trees where their parts lie, unit by unit, inside `jax.shard_map`.
 
 Each stage runs its own layers, and all stages run the embedding and the head. A device may hold
-only a part of an array: the stages may split embedding and head, the data shards may split all.
+only a part of an array: the stages may split embedding and head, the data shards and model axes may
+split all.
 """
 
 from __future__ import annotations
@@ -296,10 +297,10 @@ class PerUnit:
         return self._params.layers.every_layer(self._params.rows.shape[2], body, carry)
 
     def _zeros(self, layout: Layout) -> Arrays:
-        parts = lax.axis_size(self._axes.split) if self._sharded else 1
-        return jax.tree.map(
-            lambda leaf: jnp.zeros(leaf.struct(parts=parts).shape, leaf.dtype), layout.layers.placed
-        )
+        def zeros(leaf: Leaf) -> jax.Array:
+            return jnp.zeros(leaf.local.struct(sharded=self._sharded).shape, leaf.dtype)
+
+        return jax.tree.map(zeros, layout.layers.placed)
 
     def _read(self, components: Sequence[Tree], at: At, component: int, example: int) -> Stored:
         """What is stored for a layer of a component; ``example`` is a layer of its kind."""

@@ -1,0 +1,156 @@
+"""Which axes may split the arrays of a tree: the data shards', and the model's as it says."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Collection, Iterator, Mapping
+from typing import Any, TypeAlias
+
+import jax
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
+
+from jaxpipe.runtime.layers.model import Model
+from jaxpipe.runtime.layout.leaf import Leaf
+from jaxpipe.runtime.layout.parts import Split
+from jaxpipe.runtime.mesh import Axes
+from jaxpipe.runtime.trees import is_sequence
+from jaxpipe.runtime.types import Params, Tree
+
+Path: TypeAlias = tuple[Any, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Joined:
+    """How an array is split in which several are joined, such as queries, keys and values.
+
+    Args:
+      spec: which axis splits the dimension in which they are joined; it splits no other.
+      lengths: their lengths in this dimension. Each is split by itself, and a device has its part
+        of each.
+
+    Example:
+      >>> Joined(P(None, "tensor"), (8, 4, 4)).lengths
+      (8, 4, 4)
+    """
+
+    spec: P
+    lengths: tuple[int, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Splits:
+    """What may split the arrays of a tree.
+
+    Args:
+      data: devices along each axis over which data shards split arrays.
+      model: the splits of those arrays that model axes split, by path.
+    """
+
+    data: Mapping[str, int] = dataclasses.field(default_factory=dict)
+    model: Mapping[Path, tuple[Split, ...]] = dataclasses.field(default_factory=dict)
+
+    def part(self, *start: Any) -> Splits:
+        """Those of a part of the tree, at the path ``start``."""
+        count = len(start)
+        model = {path[count:]: s for path, s in self.model.items() if path[:count] == start}
+        return dataclasses.replace(self, model=model)
+
+    def data_parts(self, apart: Collection[str]) -> int:
+        """The parts into which data shards split an array that these axes split already."""
+        return math.prod(size for name, size in self.data.items() if name not in apart)
+
+    def leaf(self, path: Path, array: Any, *, stage_dim: int | None = None) -> Leaf:
+        """The leaf of an array; data shards split the first dimension that divides."""
+        splits = self.model.get(path, ())
+        apart = tuple(sorted({split.axis for split in splits}))
+        parts = self.data_parts(apart)
+        whole = Leaf(tuple(array.shape), array.dtype, stage_dim, None, parts, splits, apart)
+        sizes = enumerate(whole.local.shape)
+        dims = [d for d, n in sizes if d != stage_dim and n % parts == 0 and n > 0]
+        # The first one: gathered along any other, XLA transposes whole weight buffers on GPUs.
+        return dataclasses.replace(whole, data_dim=dims[0] if dims and parts > 1 else None)
+
+
+def read_splits(axis_split: Tree, params: Params, mesh: Mesh, axes: Axes) -> Splits:
+    """What splits canonical parameters; paths of layers that are alike are those of one layer."""
+    found = {}
+    for path, spec in _specs(axis_split, params):
+        names = [(name, dim) for dim, entry in enumerate(_spec(spec)) for name in _names(entry)]
+        lengths = spec.lengths if isinstance(spec, Joined) else ()
+        found[path] = tuple(Split(name, dim, mesh.shape[name], lengths) for name, dim in names)
+    return Splits({name: mesh.shape[name] for name in axes.split_names}, found)
+
+
+def problems(model: Model, params: Params, mesh: Mesh, axes: Axes) -> Iterator[str]:
+    """What is wrong with `Model.axis_split`."""
+    try:
+        specs = dict(_specs(model.axis_split, params))
+    except (KeyError, TypeError, ValueError) as error:
+        yield (
+            "Model.axis_split must be a tree like params, or a prefix of it, whose leaves are None "
+            f"or the jax.sharding.PartitionSpec of an array, of one layer where layers are alike: "
+            f"{error}"
+        )
+        return
+    of_stages = dict(jax.tree.leaves_with_path(model.stage_split))
+    for path, array in jax.tree.leaves_with_path(params):
+        if path in specs:
+            at = f"Model.axis_split: params{jax.tree_util.keystr(path)}"
+            stacked = path[0].key == "layers" and not is_sequence(params["layers"])
+            shape = array.shape[1:] if stacked else array.shape
+            yield from _misfits(at, specs[path], shape, of_stages.get(path), mesh, axes)
+
+
+def _misfits(
+    at: str, spec: P | Joined, shape: tuple[int, ...], padded: int | None, mesh: Mesh, axes: Axes
+) -> Iterator[str]:
+    """Why an array cannot be split so; the dimension ``padded`` has room for equal parts."""
+    allowed = (*axes.model, *axes.split_names)
+    for dim, entry in enumerate(_spec(spec)):
+        for name in _names(entry):
+            if name not in allowed or name not in mesh.shape:
+                yield f"{at} is split over {name!r}, which is none of Model.axes={axes.model}."
+                return
+        parts = math.prod(mesh.shape[name] for name in _names(entry))
+        if dim >= len(shape):
+            yield f"{at} has the shape {shape}, and no dimension {dim} to split."
+            continue
+        lengths = spec.lengths if isinstance(spec, Joined) and entry else (shape[dim],)
+        if sum(lengths) != shape[dim]:
+            yield f"{at} joins {lengths} in dimension {dim}, but has {shape[dim]} elements there."
+        elif math.gcd(*lengths) % parts and dim != padded:
+            near = [n for n in range(1, shape[dim] + 1) if math.gcd(*lengths) % n == 0]
+            valid = ", ".join(map(str, sorted(sorted(near, key=lambda n: abs(n - parts))[:2])))
+            joined = f" (joined of {lengths})" if len(lengths) > 1 else ""
+            yield (
+                f"{at} has {shape[dim]} elements in dimension {dim}{joined}, which the {parts} "
+                f"devices along {entry!r} do not divide.\nNearest valid: {valid} devices."
+            )
+
+
+def _specs(axis_split: Tree, params: Params) -> Iterator[tuple[Path, P | Joined]]:
+    """The specs of arrays, by path."""
+    for part, prefix in (axis_split or {}).items():
+        spread = jax.tree.map(
+            lambda spec, tree: jax.tree.map(lambda _: spec, tree),
+            prefix,
+            params[part],
+            is_leaf=_is_spec,
+        )
+        for path, spec in jax.tree.leaves_with_path(spread, is_leaf=_is_spec):
+            if spec is not None:
+                yield (jax.tree_util.DictKey(part), *path), spec
+
+
+def _is_spec(node: Any) -> bool:
+    return node is None or isinstance(node, P | Joined)
+
+
+def _spec(spec: P | Joined) -> P:
+    return spec.spec if isinstance(spec, Joined) else spec
+
+
+def _names(entry: Any) -> tuple[str, ...]:
+    return () if entry is None else (entry,) if isinstance(entry, str) else tuple(entry)

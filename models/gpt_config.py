@@ -1,0 +1,195 @@
+"""The shape of a GPT."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterator
+from typing import Literal, NamedTuple
+
+import jax.numpy as jnp
+
+from jaxpipe.errors import Problem
+from models import validation
+
+
+class LayerKind(NamedTuple):
+    """What may differ between the layers of a GPT.
+
+    Args:
+      is_local: it sees a window of tokens only.
+    """
+
+    is_local: bool
+
+
+@dataclasses.dataclass(frozen=True)
+class GPTConfig(validation.Validated):
+    """The shape of a GPT. Options of several families compose; `docs/design/028-families.md`.
+
+    Args:
+      vocab_size: rows of the embedding table.
+      sequence_length: the longest input, in tokens.
+      num_layers: transformer blocks.
+      width: size of the residual stream; a multiple of ``num_heads`` unless ``head_size`` is given.
+      num_heads: query heads.
+      num_kv_heads: key and value heads, a divisor of ``num_heads``; None means ``num_heads``.
+      head_size: width of a head; None means ``width / num_heads``.
+      mlp_width: hidden size of the MLP; None means 4 width for gelu, and for gated activations
+        8/3 width rounded up to a multiple of 64 (equal parameters: Shazeer 2020, section 2).
+      positions: "rotary" (Su et al. 2021; the two halves of a head are rotated against each other)
+        or "learned".
+      norm: "rms" or "layer".
+      post_norm: norms after attention and MLP as well, before their residual sums (Gemma 2).
+      qk_norm: RMSNorm over each head of queries and keys (Qwen 3, Gemma 3).
+      activation: "gelu" (tanh approximation, as GPT-2), or gated: "swiglu", "geglu".
+      tied: one table for embedding and unembedding.
+      scaled_embedding: embeddings are multiplied by the square root of ``width`` (Gemma).
+      bias: biases in linear layers and in LayerNorm.
+      qkv_bias: biases of queries, keys and values, also without ``bias`` (Qwen 2).
+      dropout: probability, in [0, 1), for the embedding and for both residual branches. Attention
+        weights are never dropped, since flash attention does not store them.
+      dtype: compute dtype, "float32" or "bfloat16".
+      query_scalar: attention scores are divided by its square root; None means the width of a head.
+      attention_soft_cap: scores s become ``cap * tanh(s / cap)`` (Gemma 2); None means none.
+      logit_soft_cap: likewise the logits.
+      window: how many tokens a local layer sees, its own included; None if all layers are global.
+      global_every: layer n is global if this divides n, counted from 1, and local otherwise (Gemma
+        2: 2, Gemma 3: 6); None with a window means that all layers are local.
+      rope_theta: base of the rotary wavelengths.
+      local_rope_theta: that of local layers (Gemma 3); None means ``rope_theta``.
+      rope_factor: by which rotary wavelengths of global layers are stretched.
+      rope_original_length: stretch only wavelengths that do not fit often enough into so many
+        tokens (Llama 3); None stretches all of them (Gemma 3).
+      rope_low_freq_factor: wavelengths that fit less often than this are stretched in full.
+      rope_high_freq_factor: those that fit more often than this are kept; in between, both are
+        mixed.
+      norm_epsilon: added to the variance.
+
+    Raises:
+      ValueError: values that do not fit together, all of them in one message.
+    """
+
+    vocab_size: int
+    sequence_length: int
+    num_layers: int
+    width: int
+    num_heads: int
+    num_kv_heads: int | None = None
+    head_size: int | None = None
+    mlp_width: int | None = None
+    positions: Literal["rotary", "learned"] = "rotary"
+    norm: Literal["rms", "layer"] = "rms"
+    post_norm: bool = False
+    qk_norm: bool = False
+    activation: Literal["gelu", "swiglu", "geglu"] = "swiglu"
+    tied: bool = True
+    scaled_embedding: bool = False
+    bias: bool = False
+    qkv_bias: bool = False
+    dropout: float = 0.0
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    query_scalar: int | None = None
+    attention_soft_cap: float | None = None
+    logit_soft_cap: float | None = None
+    window: int | None = None
+    global_every: int | None = None
+    rope_theta: float = 10_000.0
+    local_rope_theta: float | None = None
+    rope_factor: float = 1.0
+    rope_original_length: int | None = None
+    rope_low_freq_factor: float = 1.0
+    rope_high_freq_factor: float = 4.0
+    norm_epsilon: float = 1e-5
+
+    def problems(self) -> Iterator[Problem]:
+        counts = ("vocab_size", "sequence_length", "num_layers", "width", "num_heads")
+        optional = ("num_kv_heads", "head_size", "mlp_width", "query_scalar", "window")
+        more = ("global_every", "rope_original_length")
+        small = validation.small_counts(self, *counts, *optional, *more)
+        yield from small
+        yield from validation.wrong_choices(self)
+        yield from validation.not_positive(
+            self, "rope_theta", "local_rope_theta", "rope_factor", "norm_epsilon",
+            "attention_soft_cap", "logit_soft_cap",
+        )  # fmt: skip
+        yield from validation.wrong_probability(self, "dropout")
+        yield from validation.without_effect(self, "window", "global_every", "local_rope_theta")
+        yield from self._rotary_problems()
+        if small:
+            return
+        if self.head_size is None and self.width % self.num_heads:
+            yield validation.not_a_divisor("num_heads", self.num_heads, "width", self.width)
+        elif self.positions == "rotary" and self.head_width % 2:
+            yield self._odd_heads()
+        if self.num_heads % self.kv_heads:
+            yield validation.not_a_divisor(
+                "num_kv_heads", self.kv_heads, "num_heads", self.num_heads
+            )
+
+    def _odd_heads(self) -> Problem:
+        why = "but rotary positions need an even size"
+        if self.head_size is not None:
+            rule, size = f"is odd, {why}", self.head_size
+            return Problem("head_size", size, rule, [s for s in (size - 1, size + 1) if s > 0])
+        heads, width = self.num_heads, self.width
+        rule = f"with $num_heads gives heads of {self.head_width}, {why}"
+        nearest = [w for w in (width - heads, width + heads) if w > 0]
+        return Problem("width", width, rule, nearest, {"num_heads": heads})
+
+    def _rotary_problems(self) -> Iterator[Problem]:
+        low, high = self.rope_low_freq_factor, self.rope_high_freq_factor
+        if not 0 < low < high:
+            rule = "must be above 0 and below $rope_high_freq_factor"
+            others = {"rope_high_freq_factor": high}
+            yield Problem("rope_low_freq_factor", low, rule, (), others)
+        yield from validation.without_effect(
+            self, "rope_original_length", "rope_low_freq_factor", "rope_high_freq_factor"
+        )
+
+    @property
+    def kv_heads(self) -> int:
+        return self.num_heads if self.num_kv_heads is None else self.num_kv_heads
+
+    @property
+    def head_width(self) -> int:
+        return self.width // self.num_heads if self.head_size is None else self.head_size
+
+    @property
+    def hidden_width(self) -> int:
+        if self.mlp_width is not None:
+            return self.mlp_width
+        return 4 * self.width if self.activation == "gelu" else math.ceil(self.width / 24) * 64
+
+    @property
+    def compute_dtype(self) -> jnp.dtype:
+        return jnp.dtype(self.dtype)
+
+    @property
+    def layer_kinds(self) -> tuple[LayerKind, ...]:
+        """What may differ between layers, for every layer."""
+        return tuple(LayerKind(is_local=self._is_local(n)) for n in range(1, self.num_layers + 1))
+
+    @property
+    def layers_are_alike(self) -> bool:
+        return len(set(self.layer_kinds)) == 1
+
+    def _is_local(self, number: int) -> bool:
+        every = self.global_every
+        return self.window is not None and (every is None or number % every != 0)
+
+    @classmethod
+    def gpt2_124m(cls) -> GPTConfig:
+        """GPT-2 small (Radford et al. 2019, table 2), without dropout: 124,439,808 parameters."""
+        return cls(
+            vocab_size=50257, sequence_length=1024, num_layers=12, width=768, num_heads=12,
+            positions="learned", norm="layer", activation="gelu", tied=True, bias=True,
+        )  # fmt: skip
+
+    @classmethod
+    def llama_7b(cls) -> GPTConfig:
+        """Llama 7B (Touvron et al. 2023, table 2): 6,738,415,616 parameters."""
+        return cls(
+            vocab_size=32000, sequence_length=2048, num_layers=32, width=4096, num_heads=32,
+            mlp_width=11008, tied=False, norm_epsilon=1e-6,
+        )  # fmt: skip

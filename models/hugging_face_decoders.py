@@ -1,0 +1,315 @@
+"""Decoders with rotary positions, as the transformers library names them: Llama and what followed.
+
+A family says which fields of ``config.json`` are which of `GPTConfig`'s, and which fields of
+`GPTConfig` it fixes; everything else must be as `GPTConfig` has it by default.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import typing
+from collections.abc import Mapping
+from typing import Any
+
+from models import gpt
+from models.gpt_config import GPTConfig
+from models.hugging_face_family import Family
+from models.hugging_face_fields import Fields, TokenIds
+
+_COMMON = {
+    "vocab_size": "vocab_size",
+    "sequence_length": "max_position_embeddings",
+    "num_layers": "num_hidden_layers",
+    "width": "hidden_size",
+    "num_heads": "num_attention_heads",
+    "num_kv_heads": "num_key_value_heads",
+    "head_size": "head_dim",
+    "mlp_width": "intermediate_size",
+    "tied": "tie_word_embeddings",
+    "norm_epsilon": "rms_norm_eps",
+}
+_ROPE = (
+    "rope_theta", "rope_factor", "rope_original_length", "rope_low_freq_factor",
+    "rope_high_freq_factor",
+)  # fmt: skip
+_RESOLVED = {"num_kv_heads": "kv_heads", "head_size": "head_width", "mlp_width": "hidden_width"}
+"""Properties that say what None stands for."""
+_OF_TRAINING = {"dropout", "dtype"}
+"""Fields that ``config.json`` does not keep."""
+
+
+@dataclasses.dataclass(frozen=True)
+class _Decoder:
+    """One architecture.
+
+    Args:
+      name: of the library's class.
+      fixed: fields of `GPTConfig` that all its models share, if they are not the default.
+      fields: further fields of ours to theirs, beside `_COMMON`. Of several, all say the same.
+      needed: those of them that must not be None.
+      required: their fields that must have one of some values; the first is written.
+      defaults: what the library assumes where ``config.json`` is silent.
+      alternates: every so many layers is a global one, if ``config.json`` does not say which; None
+        without local and global layers.
+      two_thetas: local layers have rotary wavelengths of their own.
+    """
+
+    name: str
+    fixed: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    fields: Mapping[str, str | tuple[str, ...]] = dataclasses.field(default_factory=dict)
+    needed: tuple[str, ...] = ()
+    required: Mapping[str, tuple[Any, ...]] = dataclasses.field(default_factory=dict)
+    defaults: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    alternates: int | None = None
+    two_thetas: bool = False
+
+    def holds(self, config: Any) -> bool:
+        """Whether a config of ours is of this family."""
+        if not isinstance(config, GPTConfig):
+            return False
+        free = {*_COMMON, *_ROPE, *self.fields, *_OF_TRAINING}
+        free |= {"global_every"} if self.alternates else set()
+        free |= {"local_rope_theta"} if self.two_thetas else set()
+        return all(getattr(config, name) is not None for name in self.needed) and all(
+            getattr(config, field.name) == self.fixed.get(field.name, field.default)
+            for field in dataclasses.fields(config)
+            if field.name not in free
+        )
+
+    def read(self, fields: Fields, names: set[str]) -> GPTConfig:
+        """Our config from theirs."""
+        del names
+        fields = fields.completed(**self.defaults)
+        rope, scaling, kind = _rope_parts(fields)
+        fields.extended(rope_type=kind).require(
+            **self.required, rope_type=("default", "linear", "llama3")
+        )
+        kinds = typing.get_type_hints(GPTConfig)
+        found = {
+            ours: _value(fields, theirs, kinds[ours], needed=ours in self.needed)
+            for ours, theirs in {**_COMMON, **self.fields}.items()
+        }
+        if found["head_size"] == found["width"] // found["num_heads"]:
+            found["head_size"] = None
+        if self.alternates:
+            found["global_every"] = _global_every(fields, found["num_layers"], self.alternates)
+        if self.two_thetas:
+            local = fields.part("rope_parameters").part("sliding_attention")
+            found["local_rope_theta"] = local.number(
+                "rope_theta", fields.number("rope_local_base_freq")
+            )
+        found["rope_theta"] = rope.number("rope_theta", fields.number("rope_theta", 10_000.0))
+        if kind != "default":
+            found["rope_factor"] = scaling.number("factor")
+        if kind == "llama3":
+            found["rope_original_length"] = scaling.size("original_max_position_embeddings")
+            for name in ("low_freq_factor", "high_freq_factor"):
+                found[f"rope_{name}"] = scaling.number(name)
+        return GPTConfig(**found, **self.fixed)
+
+    def write(self, config: GPTConfig) -> dict[str, Any]:
+        """Their fields from our config."""
+        written = {
+            name: getattr(config, _RESOLVED.get(ours, ours))
+            for ours, theirs in {**_COMMON, **self.fields}.items()
+            for name in _names(theirs)
+        }
+        if self.alternates:
+            written["layer_types"] = [_LAYER_TYPES[kind.is_local] for kind in config.layer_kinds]
+        required = {name: values[0] for name, values in self.required.items()}
+        return {"architectures": [self.name], **written, **required, **self._rope(config)}
+
+    def _rope(self, config: GPTConfig) -> dict[str, Any]:
+        """Rotary fields, as versions before and since 5 read them."""
+        scaling: dict[str, Any] = {"rope_type": "default"}
+        if config.rope_factor != 1:
+            scaling = {"rope_type": "linear", "factor": config.rope_factor}
+        if config.rope_original_length is not None:
+            scaling |= {
+                "rope_type": "llama3",
+                "original_max_position_embeddings": config.rope_original_length,
+                "low_freq_factor": config.rope_low_freq_factor,
+                "high_freq_factor": config.rope_high_freq_factor,
+            }
+        theta = {"rope_theta": config.rope_theta}
+        older = {**theta, "rope_scaling": None if config.rope_factor == 1 else scaling}
+        if not self.two_thetas:
+            return {**older, "rope_parameters": {**scaling, **theta}}
+        local = config.local_rope_theta or config.rope_theta
+        parts = {
+            "full_attention": {**scaling, **theta},
+            "sliding_attention": {"rope_type": "default", "rope_theta": local},
+        }
+        return {**older, "rope_local_base_freq": local, "rope_parameters": parts}
+
+
+_LAYER_TYPES = {False: "full_attention", True: "sliding_attention"}
+
+
+def _names(theirs: str | tuple[str, ...]) -> tuple[str, ...]:
+    return (theirs,) if isinstance(theirs, str) else theirs
+
+
+def _value(fields: Fields, theirs: str | tuple[str, ...], kind: Any, *, needed: bool) -> Any:
+    """A field of ``config.json``, of the type that ours has."""
+    name, *others = _names(theirs)
+    for other in others:
+        fields.require(**{name: (fields.flag(other),)})
+    if name == "num_hidden_layers":
+        return fields.layers(name)
+    if kind is bool:
+        return fields.flag(name)
+    may_be_none = type(None) in typing.get_args(kind) and not needed
+    if may_be_none and fields.get(name, None) is None:
+        return None
+    return fields.number(name) if float in (kind, *typing.get_args(kind)) else fields.size(name)
+
+
+def _rope_parts(fields: Fields) -> tuple[Fields, Fields, Any]:
+    """Rotary fields of global layers, those of the stretching, and its kind."""
+    rope = fields.part("rope_parameters")
+    if rope.get("full_attention", None) is not None:
+        rope = rope.part("full_attention")
+    if fields.get("rope_scaling", None) is None:
+        return rope, rope, rope.get("rope_type", "default")
+    older = fields.part("rope_scaling")
+    return rope, older, older.get("type" if older.get("rope_type", None) is None else "rope_type")
+
+
+def _global_every(fields: Fields, num_layers: int, default: int) -> int | None:
+    """How often a layer is global."""
+    types = fields.get("layer_types", None)
+    if types is None:
+        return fields.completed(sliding_window_pattern=default).size("sliding_window_pattern")
+    whole = _LAYER_TYPES[False]
+    every = types.index(whole) + 1 if isinstance(types, list) and whole in types else None
+    numbers = range(1, num_layers + 1)
+    fields.require(layer_types=([_LAYER_TYPES[every is None or n % every != 0] for n in numbers],))
+    return every
+
+
+_Modules = dict[str, str | tuple[str, ...]]
+_LLAMA: _Modules = {
+    "attention_norm": "input_layernorm",
+    "attention/qkv": tuple(f"self_attn.{name}_proj" for name in "qkv"),
+    "attention/out": "self_attn.o_proj",
+    "mlp_norm": "post_attention_layernorm",
+    "mlp/up": "mlp.up_proj",
+    "mlp/gate": "mlp.gate_proj",
+    "mlp/down": "mlp.down_proj",
+}
+"""Modules of a layer."""
+_QK_NORMS: _Modules = {
+    "attention/query_norm": "self_attn.q_norm",
+    "attention/key_norm": "self_attn.k_norm",
+}
+_FOUR_NORMS: _Modules = {
+    "attention_post_norm": "post_attention_layernorm",
+    "mlp_norm": "pre_feedforward_layernorm",
+    "mlp_post_norm": "post_feedforward_layernorm",
+}
+
+
+def _family(
+    decoder: _Decoder,
+    modules: _Modules,
+    *,
+    token_ids: TokenIds,
+    norms_from_zero: bool = False,
+) -> Family:
+    of_layer = {
+        f"layers/{ours}": tuple(f"model.layers.{{}}.{name}" for name in _names(theirs))
+        for ours, theirs in modules.items()
+    }
+    outer = {"embed/table": "model.embed_tokens", "head/norm": "model.norm"}
+    return Family(
+        holds=decoder.holds,
+        read=decoder.read,
+        write=decoder.write,
+        modules=lambda config: {**outer, "head/table": "lm_head", **of_layer},
+        init=gpt.init,
+        norms_from_zero=norms_from_zero,
+        unread=(".rotary_emb.inv_freq", "lm_head.weight"),
+        token_ids=token_ids,
+    )
+
+
+_SILU = {"hidden_act": ("silu",)}
+_NO_WINDOW = {"use_sliding_window": (False,)}
+_GEMMA = {
+    "activation": "geglu",
+    "post_norm": True,
+    "scaled_embedding": True,
+}
+_GEMMA_FIELDS = {
+    "query_scalar": "query_pre_attn_scalar",
+    "attention_soft_cap": "attn_logit_softcapping",
+    "logit_soft_cap": "final_logit_softcapping",
+    "window": "sliding_window",
+}
+_GEMMA_REQUIRED = {
+    "hidden_activation": ("gelu_pytorch_tanh",),
+    "attention_bias": (False,),
+    "use_bidirectional_attention": (False, None),
+}
+_GEMMA_DEFAULTS = {"tie_word_embeddings": True, "head_dim": 256, "query_pre_attn_scalar": 256}
+
+DECODERS = {
+    "llama": _family(
+        _Decoder(
+            "LlamaForCausalLM",
+            fields={"bias": ("attention_bias", "mlp_bias")},
+            required=_SILU,
+        ),
+        _LLAMA,
+        token_ids=TokenIds(1, 2),
+    ),
+    "qwen2": _family(
+        _Decoder("Qwen2ForCausalLM", fixed={"qkv_bias": True}, required=_SILU | _NO_WINDOW),
+        _LLAMA,
+        token_ids=TokenIds(),
+    ),
+    "qwen3": _family(
+        _Decoder(
+            "Qwen3ForCausalLM",
+            fixed={"qk_norm": True},
+            required=_SILU | _NO_WINDOW | {"attention_bias": (False,)},
+            defaults={"head_dim": 128},
+        ),
+        _LLAMA | _QK_NORMS,
+        token_ids=TokenIds(),
+    ),
+    "gemma2": _family(
+        _Decoder(
+            "Gemma2ForCausalLM",
+            fixed=_GEMMA,
+            fields=_GEMMA_FIELDS,
+            needed=("window", "query_scalar"),
+            required=_GEMMA_REQUIRED,
+            defaults=_GEMMA_DEFAULTS
+            | {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0}
+            | {"sliding_window": 4096},
+            alternates=2,
+        ),
+        _LLAMA | _FOUR_NORMS,
+        token_ids=TokenIds(2, 1, 0),
+        norms_from_zero=True,
+    ),
+    "gemma3_text": _family(
+        _Decoder(
+            "Gemma3ForCausalLM",
+            fixed=_GEMMA | {"qk_norm": True},
+            fields=_GEMMA_FIELDS,
+            needed=("window", "query_scalar"),
+            required=_GEMMA_REQUIRED,
+            defaults=_GEMMA_DEFAULTS
+            | {"rope_theta": 1e6, "rope_local_base_freq": 1e4, "sliding_window": 4096},
+            alternates=6,
+            two_thetas=True,
+        ),
+        _LLAMA | _FOUR_NORMS | _QK_NORMS,
+        token_ids=TokenIds(2, 1, 0),
+        norms_from_zero=True,
+    ),
+}
+"""The families by their ``model_type``."""

@@ -1,0 +1,47 @@
+"""What `models.hugging_face` knows of one architecture."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+
+from models.hugging_face_fields import Fields, TokenIds
+
+PyTree = Any
+
+
+@dataclasses.dataclass(frozen=True)
+class Family:
+    """One architecture.
+
+    Args:
+      holds: whether a config of ours is of this family.
+      read: our config from the fields of ``config.json`` and the names of all tensors.
+      write: the fields of ``config.json`` from our config.
+      modules: our module (or table) to theirs, by path; "{}" stands for the number of the layer,
+        and a second one for that of the expert. A tuple of theirs is joined along the output
+        dimension, experts along a new first one. Layers that differ but are named alike need no
+        number in our path.
+      init: makes parameters, from which their shapes are taken.
+      init_state: makes running statistics, for the same purpose; None without any.
+      prefix: before their names, in files that hold a head beside the bare model.
+      kernels_as_ours: kernels are stored as [in, out] there as well.
+      norms_from_zero: scales of norms are stored as what they exceed 1 by.
+      unread: ends of further names that files may hold: buffers, and copies of tied tables.
+      token_ids: those of the library where ``config.json`` has none; None for a model of no tokens.
+    """
+
+    holds: Callable[[Any], bool]
+    read: Callable[[Fields, set[str]], Any]
+    write: Callable[[Any], dict[str, Any]]
+    modules: Callable[[Any], dict[str, str | tuple[str, ...]]]
+    init: Callable[[Any, jax.Array], PyTree]
+    init_state: Callable[[Any], PyTree] | None = None
+    prefix: str = ""
+    kernels_as_ours: bool = False
+    norms_from_zero: bool = False
+    unread: tuple[str, ...] = ()
+    token_ids: TokenIds | None = None

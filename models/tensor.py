@@ -1,0 +1,120 @@
+"""Tensor parallelism with sequence parallelism: what a layer does beside its own matmuls.
+
+Devices along the axis have some heads and some hidden units each. Between their matmuls, norms,
+dropout and the residual stream belong to tokens alone, so that each device keeps its part of the
+sequence (Korthikanti et al. 2022, section 4.2.2):
+
+    h = gather(norm(x))            the whole sequence
+    y = scatter(out(mix(up(h))))   summed over devices, each its part of the sequence
+    x = x + dropout(y)
+
+Dimension suffixes: B rows, S the whole sequence, T a device's part of it, E width.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import PartitionSpec as P
+
+from jaxpipe import Joined
+from jaxpipe.errors import Problem
+
+PyTree = Any
+
+
+@dataclasses.dataclass(frozen=True)
+class Tensor:
+    """The devices that share a layer.
+
+    Args:
+      axis: their mesh axis, inside `jax.shard_map`; None for a layer that is not shared.
+    """
+
+    axis: str | None = None
+
+    @property
+    def size(self) -> int:
+        """How many devices."""
+        return 1 if self.axis is None else lax.axis_size(self.axis)
+
+    def gather(self, x_BTE: jax.Array) -> jax.Array:
+        """The whole sequence [B, S, E]."""
+        if self.axis is None:
+            return x_BTE
+        return lax.all_gather(x_BTE, self.axis, axis=1, tiled=True)
+
+    def scatter(self, y_BSE: jax.Array) -> jax.Array:
+        """The sum over devices, this one's part of the sequence [B, T, E]."""
+        if self.axis is None:
+            return y_BSE
+        return lax.psum_scatter(y_BSE, self.axis, scatter_dimension=1, tiled=True)
+
+    def own(self, x: jax.Array, dim: int) -> jax.Array:
+        """This device's part of what all have whole."""
+        if self.axis is None:
+            return x
+        if x.shape[dim] % self.size:
+            raise ValueError(
+                f"{x.shape[dim]} inputs per row are not divisible by the {self.size} devices along "
+                f"{self.axis!r}, which split the sequence."
+            )
+        size = x.shape[dim] // self.size
+        return lax.dynamic_slice_in_dim(x, lax.axis_index(self.axis) * size, size, dim)
+
+    def dropout(self, drop: Callable[[jax.Array], jax.Array], x_BTE: jax.Array) -> jax.Array:
+        """``drop``, with this device's part of the mask that it would draw for the whole."""
+        if self.axis is None:
+            return drop(x_BTE)
+        num_rows, length, width = x_BTE.shape
+        kept = drop(jnp.ones((num_rows, length * self.size, width), x_BTE.dtype))
+        return x_BTE * self.own(kept, 1)
+
+
+WHOLE = Tensor()
+"""For layers that are not shared."""
+
+_COLUMNS, _ROWS = ("qkv", "up", "gate"), ("out", "down")
+
+
+def axis_split(layer: PyTree, axis: str, qkv: tuple[int, ...]) -> PyTree:
+    """How the axis splits a layer's linear maps, by their names: as `jaxpipe.Model.axis_split`.
+
+    Args:
+      layer: parameters of one layer or of all, or their shapes.
+      axis: the mesh axis.
+      qkv: widths of queries, keys and values, which lie in one kernel.
+    """
+
+    def spec(path: tuple[Any, ...], _: Any) -> Any:
+        owner, name = (getattr(entry, "key", None) for entry in path[-2:])
+        if owner in _COLUMNS:
+            columns = P(None, axis) if name == "kernel" else P(axis)
+            return Joined(columns, qkv) if owner == "qkv" else columns
+        return P(axis, None) if owner in _ROWS and name == "kernel" else None
+
+    return jax.tree_util.tree_map_with_path(spec, layer)
+
+
+def problems(devices: int, **counts: int) -> Iterator[Problem]:
+    """Says which of a shape's fields do not divide by the devices along the axis.
+
+    Args:
+      devices: along the axis.
+      **counts: fields, by name.
+
+    Example:
+      >>> [problem.nearest for problem in problems(4, num_heads=6, sequence_length=128)]
+      [(4, 8)]
+    """
+    for name, count in counts.items():
+        if count % devices:
+            below = count - count % devices
+            nearest = tuple(n for n in (below, below + devices) if n)
+            rule = "is not divisible by $tensor, whose devices share it"
+            yield Problem(name, count, rule, nearest, {"tensor": devices})

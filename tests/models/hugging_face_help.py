@@ -1,0 +1,92 @@
+"""Small models for the tests of Hugging Face folders."""
+
+import dataclasses
+import functools
+
+import jax
+import numpy as np
+
+from models import bert, gpt, resnet
+from models.bert import BERTConfig
+from models.gpt import GPTConfig
+from models.resnet import ResNetConfig
+
+GPT2 = GPTConfig(
+    vocab_size=37, sequence_length=12, num_layers=2, width=16, num_heads=4, positions="learned",
+    norm="layer", activation="gelu", bias=True,
+)  # fmt: skip
+LLAMA = GPTConfig(
+    vocab_size=37, sequence_length=12, num_layers=2, width=16, num_heads=4, num_kv_heads=2,
+    mlp_width=24, tied=False, bias=True,
+)  # fmt: skip
+BERT = BERTConfig(
+    vocab_size=37, sequence_length=12, num_layers=2, width=16, num_heads=4, mlp_width=24,
+    next_sentence=True,
+)  # fmt: skip
+RESNET = ResNetConfig(depth=18, num_classes=7, style="imagenet", norm="batch", width=4)
+_LLAMA3 = GPTConfig(
+    vocab_size=37, sequence_length=24, num_layers=2, width=32, num_heads=4, num_kv_heads=2,
+    mlp_width=48, tied=False, rope_theta=500.0, norm_epsilon=1e-6, rope_factor=8.0,
+    rope_original_length=12, rope_high_freq_factor=2.5,
+)  # fmt: skip
+_PLAIN = dataclasses.replace(
+    _LLAMA3, rope_factor=1.0, rope_original_length=None, rope_high_freq_factor=4.0
+)
+_GEMMA2 = dataclasses.replace(
+    _PLAIN, num_layers=4, head_size=12, activation="geglu", post_norm=True, scaled_embedding=True,
+    tied=True, query_scalar=20, attention_soft_cap=0.5, logit_soft_cap=6.0, window=5,
+    global_every=2,
+)  # fmt: skip
+DECODERS = {
+    "llama": _LLAMA3,
+    "qwen2": dataclasses.replace(_PLAIN, qkv_bias=True, tied=True),
+    "qwen3": dataclasses.replace(_PLAIN, qk_norm=True, head_size=12),
+    "gemma2": _GEMMA2,
+    "gemma3_text": dataclasses.replace(
+        _GEMMA2, qk_norm=True, attention_soft_cap=None, logit_soft_cap=None, num_layers=5,
+        global_every=3, local_rope_theta=100.0, rope_factor=4.0,
+    ),
+}  # fmt: skip
+"""Models of decoder families, by ``model_type``."""
+_INIT = {GPTConfig: gpt.init, BERTConfig: bert.init, ResNetConfig: resnet.init}
+
+
+@functools.cache
+def _shapes(config):
+    params = jax.eval_shape(lambda key: _INIT[type(config)](config, key), jax.random.key(0))
+    return params, resnet.init_state(config) if isinstance(config, ResNetConfig) else None
+
+
+def drawn(config, seed=1):
+    """Parameters, and statistics of a ResNet, no two leaves of which are alike."""
+    rng = np.random.default_rng(seed)
+
+    def leaf(x):
+        # Positive, since some of them are variances, and of a matrix's usual size.
+        size = 0.1 if len(x.shape) > 1 else 1.0
+        return rng.uniform(0.5 * size, size, x.shape).astype(np.float32)
+
+    return jax.tree.map(leaf, _shapes(config))
+
+
+def randomise(torch_model, *, size=1.0):
+    """Draws what a fresh model initialises to zeros and ones: mixing these up would not show.
+
+    Matrices are multiplied by ``size``; at first scores are too small for softmax and caps to show.
+    """
+    import torch
+
+    generator = torch.Generator().manual_seed(0)
+    for name, tensor in torch_model.state_dict().items():
+        if tensor.ndim > 1:
+            tensor *= size
+        else:
+            noise = torch.rand(tensor.shape, generator=generator) * 0.2
+            tensor += noise if "bias" in name or "mean" in name else noise - 0.1
+    return torch_model.eval()
+
+
+def assert_equal_logits(ours, theirs):
+    """float32 on both sides: a few units in the last place of the largest logit."""
+    theirs = theirs.detach().numpy()
+    np.testing.assert_allclose(ours, theirs, rtol=1e-4, atol=2e-6 * np.abs(theirs).max())

@@ -1,0 +1,205 @@
+"""Model axes: layers that several devices share."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+
+import chex
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+import split_toy
+from flax import nnx
+from jax.sharding import PartitionSpec as P
+
+import jaxpipe
+from jaxpipe.measure import layer_costs, predicted_bytes
+from jaxpipe.schedule import catalog
+from jaxpipe.testing import assert_matches_unpipelined
+
+NAMES = [entry.name for entry in catalog.executable()]
+ZERO, REMAT, LAYOUTS = (0, 1, 2, 3), ("none", "dots", "full"), ("stacked", "tuple", "unrolled")
+EVERY = [
+    (name, 2, ZERO[n % 4], REMAT[n % 3], LAYOUTS[n // 3 % 3]) for n, name in enumerate(NAMES)
+] + [("zb-v", 2, *rest) for rest in itertools.product(ZERO, REMAT, LAYOUTS)]
+FEW = [
+    ("1f1b", 2, 3, "full", "tuple"),
+    ("zb-v", 2, 3, "none", "unrolled"),
+    ("1f1b-fused", 1, 0, "full", "stacked"),
+    ("breadth-first", 2, 0, "dots", "stacked"),
+    ("interleaved-zb", 2, 2, "none", "tuple"),
+]
+
+
+@functools.cache
+def reference(differ):
+    return functools.partial(jaxpipe.unpipelined.loss, split_toy.model(split=False, differ=differ))
+
+
+def options(layout, *, num_layers=4):
+    """Model, parameters and the form of weights, of layers that lie so."""
+    differ = num_layers if layout == "tuple" else 0
+    params = split_toy.params(num_layers, differ=bool(differ))
+    weights = "unrolled" if layout == "unrolled" else "stacked"
+    return split_toy.model(split=True, differ=differ), params, weights
+
+
+def pipeline(layout, *, tensor=2, zero=3) -> jaxpipe.Pipeline:
+    model, params, weights = options(layout)
+    mesh = jaxpipe.make_mesh(stage=2, data=2, tensor=tensor)
+    given = {"schedule": "1f1b", "mesh": mesh, "zero": zero, "weights": weights}
+    return jaxpipe.Pipeline(model, params, microbatches=2, **given)
+
+
+@pytest.mark.pipeline
+@pytest.mark.parametrize("case", FEW, ids=lambda case: "-".join(map(str, case)))
+def test_gradients_equal_the_unpipelined_model(case):
+    schedule, data, zero, remat, layout = case
+    model, params, weights = options(layout)
+    assert_matches_unpipelined(
+        model,
+        params,
+        split_toy.batch(8),
+        schedules=[schedule],
+        meshes=[jaxpipe.make_mesh(stage=2, data=data, tensor=2)],
+        microbatches=4,
+        rng=jax.random.key(3),
+        reference=reference(len(params["layers"]) if layout == "tuple" else 0),
+        remat=remat,
+        zero=zero,
+        weights=weights,
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", EVERY, ids=lambda case: "-".join(map(str, case)))
+def test_gradients_equal_the_unpipelined_model_everywhere(case):
+    test_gradients_equal_the_unpipelined_model(case)
+
+
+@pytest.mark.pipeline
+@pytest.mark.parametrize(
+    ("layout", "zero", "update"), [("stacked", 2, "step"), ("tuple", 3, "chunk")]
+)
+def test_optimizers_see_whole_parameters(layout, zero, update):
+    clip = optax.clip_by_global_norm(0.1) if update == "step" else optax.identity()
+    # A factored state has the means of rows and columns, which tensor devices split.
+    optimizer = optax.chain(clip, optax.adafactor(1e-2, min_dim_size_to_factor=2))
+    found = []
+    for tensor in (1, 2):
+        pipe = pipeline(layout, tensor=tensor, zero=zero)
+        placed = pipe.place(options(layout)[1])
+        state, step = pipe.init(optimizer, placed), pipe.train_step(optimizer, update=update)
+        for _ in range(2):
+            _, placed, state = step(placed, state, split_toy.batch(8))
+        found.append((pipe.unplace(placed), pipe.optimizer_placing(optimizer).unplace(state)))
+    chex.assert_trees_all_close(*found, rtol=2e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_parameters_go_to_their_devices_and_back(layout):
+    pipe, params = pipeline(layout), options(layout)[1]
+    placed = pipe.place(params)
+    chex.assert_trees_all_equal(pipe.unplace(placed), params)
+
+    def read(name, n=None):
+        if n is None or layout == "tuple":
+            return params[name] if n is None else params[name][n]
+        return jax.tree.map(lambda w: w[n], params[name])
+
+    chex.assert_trees_all_equal(jaxpipe.load_params(pipe, read), placed)
+    whole = pipeline(layout, tensor=1).place(params)
+    own = [
+        sum(w.addressable_shards[0].data.size for w in jax.tree.leaves(tree["layers"]))
+        for tree in (placed, whole)
+    ]
+    assert own[0] < 0.6 * own[1]
+
+
+def test_costs_and_memory_are_those_of_a_part():
+    of_part, of_whole = (pipeline("stacked", tensor=tensor, zero=0) for tensor in (2, 1))
+    rng = jax.random.key(0)
+    costs = [layer_costs(pipe, split_toy.batch(8), rng)[0] for pipe in (of_part, of_whole)]
+    assert costs[0].w == pytest.approx(costs[1].w / 2, rel=0.1)
+    part, whole = (predicted_bytes(pipe, split_toy.batch(8), rng) for pipe in (of_part, of_whole))
+    assert 2 * part["x"] == whole["x"]
+    assert 2 * part["gradients"] < 1.1 * whole["gradients"]
+
+
+class Feed(nnx.Module):
+    """Two matmuls, by columns and by rows over "tensor" if they are split."""
+
+    def __init__(self, *, split: bool, rngs: nnx.Rngs):
+        self.split = split
+        names = ((None, "tensor"), ("tensor", None)) if split else ((), ())
+        self.up, self.down = (
+            nnx.Linear(*sizes, use_bias=False, kernel_metadata={"out_sharding": axes}, rngs=rngs)
+            for sizes, axes in zip(((4, 8), (8, 4)), names, strict=True)
+        )
+
+    def __call__(self, x):
+        y = self.down(jnp.tanh(self.up(x)))
+        return x + (jax.lax.psum(y, "tensor") if self.split else y)
+
+
+def converted(*, split: bool):
+    with nnx.use_eager_sharding(False):
+        layers = [Feed(split=split, rngs=nnx.Rngs(n)) for n in range(2)]
+    return jaxpipe.nnx.model(
+        {},
+        layers=layers,
+        embed=lambda module, batch: batch["x"],
+        loss=lambda module, x, batch: jnp.mean((x - batch["y"]) ** 2),
+        axes=("tensor",) if split else (),
+    )
+
+
+def test_modules_say_themselves_how_they_are_split():
+    model, params, _ = converted(split=True)
+    assert model.axis_split["layers"]["up"]["kernel"] == P(None, "tensor")
+    batch = {name: jax.random.normal(jax.random.key(n), (4, 4)) for n, name in enumerate("xy")}
+    assert_matches_unpipelined(
+        model,
+        params,
+        batch,
+        schedules=["1f1b"],
+        meshes=[jaxpipe.make_mesh(stage=2, tensor=2)],
+        microbatches=2,
+        reference=functools.partial(jaxpipe.unpipelined.loss, converted(split=False).model),
+    )
+
+
+def refused(mesh=None, **changes):
+    model, params, _ = options("stacked")
+    model = dataclasses.replace(model, **changes)
+    mesh = mesh or jaxpipe.make_mesh(stage=2, tensor=2)
+    with pytest.raises(ValueError, match=r"ax[ei]s") as error:
+        jaxpipe.Pipeline(model, params, schedule="1f1b", mesh=mesh)
+    return str(error.value)
+
+
+def test_what_does_not_fit_is_refused():
+    with pytest.raises(
+        ValueError, match=r"data=2 x stage=2 x tensor=4 needs 16 devices, but there"
+    ):
+        jaxpipe.make_mesh(stage=2, data=2, tensor=4)
+    mesh = jaxpipe.make_mesh(stage=2, tensor=3)
+    text = refused(mesh)
+    assert (
+        "params['layers']['bias'] has 12 elements in dimension 0 (joined of (8, 4)), which the 3 "
+        "devices along 'tensor' do not divide" in text
+    )
+    assert "Nearest valid: 2, 4 devices." in text
+    assert "mesh has the axes {'data': 1, 'stage': 2}, and none is 'tensor'" in refused(
+        jaxpipe.make_mesh(stage=2)
+    )
+    unused = "would compute the same on all 2 devices along 'tensor'"
+    assert unused in refused(axes=(), axis_split=None)
+    split = {"layers": {"up": P(None, "rows"), "bias": None, "down": None, "scale": None}}
+    assert "split over 'rows', which is none of Model.axes=('tensor',)" in refused(axis_split=split)
+    assert "Model.axis_split must be a tree like params" in refused(axis_split={"layers": {}})
+    with pytest.raises(ValueError, match="An asynchronous pipeline splits no layer over devices"):
+        jaxpipe.AsyncPipeline(pipeline("stacked"), optax.sgd(0.1))
