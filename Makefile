@@ -89,7 +89,7 @@ gpu-roofline: gpu-environment
 	$(VENV)-gpu/bin/python benchmarks/gpu_roofline.py $(ARGS)
 
 figures: setup
-	$(BIN)/jaxpipe compare --stages 8 --microbatches 32 --costs 1,1.2,0.8 --layers-per-chunk 4 --out docs/images/compare.svg
+	$(BIN)/jaxpipe compare --stages 8 --microbatches 32 --stage-costs 1,1.2,0.8 --layers 64 --out docs/images/compare.svg
 	$(BIN)/jaxpipe show auto --stages 4 --microbatches 8 --costs 1,1.2,0.8 --layers-per-chunk 4 --format svg --out docs/images/auto.svg
 
 docs: setup

@@ -18,6 +18,9 @@
 #SBATCH --mem=0
 #SBATCH --time=24:00:00
 #SBATCH --output=slurm-%j.log
+#SBATCH --open-mode=append
+# After a node has failed, Slurm starts the job again.
+#SBATCH --requeue
 # Every process gets SIGTERM before the time limit: the run saves and ends with status 0.
 #SBATCH --signal=TERM@300
 
@@ -31,8 +34,21 @@ if [[ $# -eq 0 ]]; then
     set -- --config configs/gpt-tiny.yaml
 fi
 
+# What started again continues.
+restarts="${SLURM_RESTART_COUNT:-0}"
+if (( restarts > 0 )); then
+    set -- "$@" --resume
+fi
+
 # srun starts the processes; train.py finds the coordinator and its own number in the environment.
 # --gpu-bind=none lets all processes of a node see all its GPUs, as jax expects.
 # --kill-on-bad-exit ends all processes when one fails; otherwise they would wait for it.
-exec srun --kill-on-bad-exit=1 --gpu-bind=none \
-    .venv/bin/python train/train.py "$@"
+status=0
+srun --kill-on-bad-exit=1 --gpu-bind=none .venv/bin/python train/train.py "$@" || status=$?
+
+# 1 and 2 would come again (docs/when-something-goes-wrong.md). srun returns the largest status of all
+# processes: 75, or that of one that was killed.
+if (( status > 2 && restarts < 10 )); then
+    scontrol requeue "${SLURM_JOB_ID}"
+fi
+exit "${status}"

@@ -22,7 +22,14 @@ from jax.sharding import PartitionSpec as P
 from jaxpipe import Model, vocabulary
 from jaxpipe.nnx import functional, stack
 from models import rotary
-from models.blocks import INIT_STDDEV, Linear, causal_attention, function_of, soft_capped
+from models.blocks import (
+    INIT_STDDEV,
+    Linear,
+    causal_attention,
+    function_of,
+    same_document,
+    soft_capped,
+)
 from models.gpt_config import GPTConfig, LayerKind
 from models.tensor import WHOLE, Tensor, axis_split
 
@@ -48,7 +55,7 @@ class Attention(nnx.Module):
                 _rms_norm(config, config.head_width, rngs) for _ in range(2)
             )
 
-    def __call__(self, x_BSE):
+    def __call__(self, x_BSE, documents_BS=None):
         config, tensor = self.config, self.tensor
         x_BSE = tensor.gather(x_BSE)
         num_rows, length, _ = x_BSE.shape
@@ -68,6 +75,7 @@ class Attention(nnx.Module):
             scale=1 / math.sqrt(config.query_scalar or config.head_width),
             window=config.window if self.is_local else None,
             soft_cap=config.attention_soft_cap,
+            documents_BS=documents_BS,
         )
         return self.out(mixed_BSNH.reshape(num_rows, length, -1), tensor.scatter)
 
@@ -119,8 +127,8 @@ class Block(nnx.Module):
         self.mlp = MLP(config, tensor=tensor, rngs=rngs)
         self.mlp_dropout = nnx.Dropout(config.dropout, rngs=rngs)
 
-    def __call__(self, x):
-        attended = self.attention(self.attention_norm(x))
+    def __call__(self, x, documents=None):
+        attended = self.attention(self.attention_norm(x), documents)
         if self.config.post_norm:
             attended = self.attention_post_norm(attended)
         x = x + self.tensor.dropout(self.attention_dropout, attended)
@@ -160,7 +168,8 @@ def model(
     """The GPT as the three functions a pipeline runs.
 
     A microbatch is ``{"tokens": int32 [rows, S + 1]}``: inputs are ``tokens[:, :-1]``, targets
-    ``tokens[:, 1:]``, S at most ``sequence_length``.
+    ``tokens[:, 1:]``, S at most ``sequence_length``. With ``documents``, int32 [rows, S], a token
+    sees those of its own document alone, and learned positions begin anew with each.
 
     Args:
       config: the model's shape.
@@ -185,7 +194,8 @@ def model(
     over: dict[str, Any] = {"axis": vocabulary_axis, "sequence_axis": tensor_axis}
 
     def embed(outer, microbatch, rng):
-        return _embed(config, outer, microbatch["tokens"][:, :-1], rng, tensor, over)
+        tokens, documents = microbatch["tokens"][:, :-1], microbatch.get("documents")
+        return _embed(config, outer, tokens, rng, tensor, over, documents)
 
     def head_loss(outer, x, microbatch, rng):
         del rng
@@ -282,13 +292,13 @@ def _layer(config, kind, tensor=WHOLE):
     apply = function_of(lambda config, rngs: Block(config, kind, tensor=tensor, rngs=rngs), config)
 
     def layer(params, x, microbatch, rng):
-        del microbatch
-        return apply(params, x, rng=rng)
+        documents = None if microbatch is None else microbatch.get("documents")
+        return apply(params, x, documents, rng=rng)
 
     return layer
 
 
-def _embed(config, outer, tokens_BS, rng, tensor, over):
+def _embed(config, outer, tokens_BS, rng, tensor, over, documents_BS=None):
     length = tokens_BS.shape[1]
     if length > config.sequence_length:
         raise ValueError(
@@ -298,7 +308,11 @@ def _embed(config, outer, tokens_BS, rng, tensor, over):
     tensor.part(length, "sequence length")
     x_BSE = vocabulary.lookup(outer["embed"]["table"], tokens_BS, **over)
     if config.positions == "learned":
-        x_BSE = x_BSE + tensor.own(outer["embed"]["positions"][:length], 0)
+        positions = outer["embed"]["positions"]
+        if documents_BS is None:
+            x_BSE = x_BSE + tensor.own(positions[:length], 0)
+        else:
+            x_BSE = x_BSE + positions[tensor.own(_positions(documents_BS), 1)]
     if config.scaled_embedding:
         x_BSE = math.sqrt(config.width) * x_BSE
     x_BSE = x_BSE.astype(config.compute_dtype)
@@ -306,6 +320,11 @@ def _embed(config, outer, tokens_BS, rng, tensor, over):
         return x_BSE
     drop = functools.partial(nnx.Dropout(config.dropout), rngs=rng)
     return tensor.dropout(drop, x_BSE)
+
+
+def _positions(documents_BS):
+    """How far each token is from the first of its document."""
+    return jnp.sum(jnp.tril(same_document(documents_BS)[:, 0]), axis=-1) - 1
 
 
 def _final_norm(config, outer, x):

@@ -59,6 +59,7 @@ def check(
         _partition,
         _batch,
         _data,
+        lambda config: tasks.make(config).unread_options(),
         _warmup,
         optimizers.failures,
         profile.failures,

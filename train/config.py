@@ -53,6 +53,9 @@ class Section(pydantic.BaseModel):
 
     model_config = pydantic.ConfigDict(extra="forbid", strict=True, frozen=True)
 
+    def __hash__(self) -> int:
+        return hash(self.model_dump_json())  # dictionaries have no hash
+
 
 class DataConfig(Section):
     """What to train on."""
@@ -62,6 +65,12 @@ class DataConfig(Section):
     prepare: str | None = None
     """Arguments that ``python -m train.prepare`` writes it with, such as "images --source mnist";
     ``python -m train.prepare --config FILE`` reads them here."""
+    mix: dict[str, Positive] = {}
+    """More folders with the same tokenizer, and how often their rows are drawn, where those of path
+    count 1, such as {data/code: 2.5}. The held-out rows are those of path alone."""
+    documents: Literal["joined", "apart"] = "joined"
+    """Whether a GPT's tokens see the documents that came before theirs in a row, or only their own.
+    """
 
 
 class MeshConfig(Section):
@@ -208,9 +217,6 @@ class OptimizerConfig(Section):
     skip_above says: they change nothing, and the next batch follows. 0 stops at the first."""
     skip_above: NonNegative = 0.0
     """Also skip steps whose gradient has a larger norm, before clipping; 0 is off."""
-
-    def __hash__(self) -> int:
-        return hash(self.model_dump_json())  # dictionaries have no hash
 
 
 class TrainConfig(Section):

@@ -5,16 +5,19 @@ from __future__ import annotations
 import jax
 from rich.console import Console
 
+from jaxpipe import axes_across_hosts
 from jaxpipe.measure import predicted_bytes
 from jaxpipe.schedule import draw, lock_step, neighbor_clock, simulate, steady_text
 from train import configured, memory_report
 from train.config import Config
-from train.memory_report import say
+from train.metrics import announced, say
 from train.modes import Asynchronous, Modes, device_bytes
 from train.step import Setup
 
 _WIDTH = 120
 """Columns of a line without a terminal."""
+_MOST_LINES = 100
+"""Of a schedule in text; nobody reads more."""
 
 
 def run(config: Config) -> None:
@@ -27,6 +30,7 @@ def run(config: Config) -> None:
     if not console.is_terminal:
         console.width = _WIDTH
     setup = Setup(config)
+    _show_mesh(console, setup)
     if configured.is_asynchronous(config):
         mode = Modes(setup).asynchronous
         _show_steady_state(console, setup, mode)
@@ -43,16 +47,26 @@ def run(config: Config) -> None:
     say(console, "dry run: nothing was trained or written")
 
 
+def _show_mesh(console: Console, setup: Setup) -> None:
+    shape, across = setup.mesh.shape, axes_across_hosts(setup.mesh)
+    within = [name for name, size in shape.items() if size > 1 and name not in across]
+    devices = " x ".join(f"{name} {size}" for name, size in shape.items())
+    hosts = f"{' and '.join(across)} across hosts" if across else ""
+    inside = f"{' and '.join(within)} within a host" if within else ""
+    places = ", ".join(filter(None, (hosts, inside)))
+    say(console, f"devices: {devices}{': ' * bool(places)}{places}", wraps=True)
+
+
 def _show_timeline(console: Console, setup: Setup) -> None:
     costs = setup.chunk_costs
     free = simulate(setup.schedule, costs)
     ticked = neighbor_clock(setup.schedule, costs), lock_step(setup.schedule, costs)
+    runs = setup.timeline
     try:
-        drawing = draw.text(free)
-        width = max(map(len, drawing.splitlines()))
-        if width > console.width:
+        drawing = f"{draw.caption(runs)}\n{draw.text(runs, width=console.width)}"
+        if len(drawing.splitlines()) > _MOST_LINES:
             remedy = "jaxpipe show --out schedule.svg draws a picture"
-            drawing = f"the schedule in text needs a line of {width} columns; {remedy}"
+            drawing = f"the schedule in text needs {len(drawing.splitlines())} lines; {remedy}"
     except draw.TooWideError as error:  # chunks whose costs are far apart
         drawing = str(error)
     peaks = simulate(setup.schedule, configured.costs(setup.config)).peak_in_flight
@@ -60,7 +74,7 @@ def _show_timeline(console: Console, setup: Setup) -> None:
     lines = [drawing, flight, *(draw.caption(clock) for clock in (free, *ticked))]
     if ticked[-1].makespan < free.makespan:
         lines.insert(2, "lock-step is shorter, as it is cut into slices, and W fills other gaps")
-    say(console, "\n".join(lines))
+    say(console, "\n".join(lines), wraps=True)
 
 
 def _show_steady_state(console: Console, setup: Setup, mode: Asynchronous) -> None:
@@ -76,7 +90,7 @@ def _show_steady_state(console: Console, setup: Setup, mode: Asynchronous) -> No
         f"T3 warmup_steps: {warmup or 'off'}",
         f"the loss of a step is that of the batch {steady.loss_lag} steps before it",
     ]
-    say(console, "\n".join(lines))
+    say(console, "\n".join(lines), wraps=True)
 
 
 def _show_updates(console: Console, setup: Setup) -> None:
@@ -88,6 +102,7 @@ def _show_updates(console: Console, setup: Setup) -> None:
         f"pipeline.update=chunk: gradients of {setup.pipe.chunk_table.reduces.num_slots} of "
         f"{setup.pipe.schedule.num_chunks} chunks are kept at once; with update=step "
         f"temporaries and gradients would take {after / 1e6:,.2f} MB",
+        wraps=True,
     )
 
 
@@ -101,12 +116,13 @@ def _show_transfers(console: Console, setup: Setup) -> None:
         console,
         f"data axis, ZeRO-{zero}: in a step a stage {gathers}reduces up to {reduced} of gradients; "
         f"of its {table.schedule.num_chunks} it keeps {kept} at once (pipeline.weight_slots)",
+        wraps=True,
     )
 
 
 def _show_carried(console: Console, setup: Setup, mode: Asynchronous) -> None:
     """Shows the buffers that an asynchronous pipeline carries from step to step."""
-    with memory_report.announced(console, "the training step"):
+    with announced(console, "the training step"):
         compiled = mode.compile().memory_analysis()
     parts = mode.carried_bytes() | {
         "batch": device_bytes(setup.batch_shapes),

@@ -1,6 +1,8 @@
-"""``--evaluate``: the held-out loss and metrics of weights that exist; nothing is written."""
+"""The held-out loss and metrics: of a run, or with ``--evaluate`` of weights that exist."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import jax
 import numpy as np
@@ -8,13 +10,13 @@ from rich.console import Console
 
 from train import distributed, initial
 from train.config import Config
-from train.data import stream
+from train.data.stream import Examples, heldout_batches
 from train.metrics import recorded, say, shown
-from train.step import Setup
+from train.step import Setup, TrainState
 
 
 def run(config: Config) -> None:
-    """Prints the means over ``train.eval_batches`` held-out batches.
+    """Prints the means over ``train.eval_batches`` held-out batches; writes nothing.
 
     Args:
       config: a checked configuration, whose ``init_from`` names the weights; jax already has the
@@ -27,17 +29,30 @@ def run(config: Config) -> None:
     setup = Setup(config)
     state = initial.state(setup, console)
     _, heldout = setup.task.load()
-    sharding, size = setup.pipe.batch_sharding, config.train.batch_size
+    num_batches, size = config.train.eval_batches, config.train.batch_size
+    found = recorded(means(setup, state, heldout, num_batches))
+    metrics = "".join(f", {text}" for text in shown(found.get("metrics")))
+    loss = "not finite" if found["loss"] is None else f"{found['loss']:.4f} nats"
+    say(console, f"held-out loss {loss}{metrics} over {num_batches} batches of {size}")
+
+
+def means(setup: Setup, state: TrainState, heldout: Examples, num_batches: int) -> dict[str, Any]:
+    """Evaluates held-out batches; every process must call it.
+
+    Args:
+      setup: of the run.
+      state: whose weights are evaluated.
+      heldout: the examples.
+      num_batches: how many batches, spread over all examples.
+
+    Returns:
+      Loss and metrics: the means over the batches, in float64.
+    """
+    sharding, size = setup.pipe.batch_sharding, setup.config.train.batch_size
     rows = distributed.local_rows(sharding, size)
-    batches = stream.heldout_batches(
-        heldout, batch_size=size, num_batches=config.train.eval_batches, rows=rows
-    )
+    batches = heldout_batches(heldout, batch_size=size, num_batches=num_batches, rows=rows)
     values = [
         setup.evaluate(state, distributed.global_batch(batch, sharding, rows, size))
         for batch in batches
     ]
-    means = jax.tree.map(lambda *all_: np.mean(np.asarray(all_, np.float64), axis=0), *values)
-    found = recorded(means)
-    metrics = "".join(f", {text}" for text in shown(found.get("metrics")))
-    loss = "not finite" if found["loss"] is None else f"{found['loss']:.4f} nats"
-    say(console, f"held-out loss {loss}{metrics} over {len(values)} batches of {size}")
+    return jax.tree.map(lambda *all_: np.mean(np.asarray(all_, np.float64), axis=0), *values)

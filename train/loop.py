@@ -9,17 +9,16 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import numpy as np
 from jax.experimental import multihost_utils
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from jaxpipe import Checkpoints
-from train import checkpoint, distributed, initial, progress, run_folder, start
+from train import checkpoint, distributed, evaluation, initial, progress, run_folder, start
 from train.config import Config
 from train.data import stream
 from train.errors import ConfigError, NonFiniteLossError, named_values
-from train.metrics import Line, Metrics, recorded, say, shown
+from train.metrics import Line, Metrics, announced, recorded, say, shown
 from train.modes import Mode, Modes
 from train.profile import Profile
 from train.run_lock import RunLock
@@ -88,7 +87,8 @@ def _run(config: Config, console: Console, watchdog: Watchdog, *, resume: bool) 
         if is_writer:
             progress.note_failure(folder, error, describe["config"])
         raise
-    except Exception:  # whatever failed, a folder that is gone explains it
+    # In a folder that is gone, orbax, tensorstore and TensorBoard raise many kinds of errors.
+    except Exception:
         if trainer is not None:
             trainer.check_folder()
         raise
@@ -159,12 +159,10 @@ class Trainer:
 
     def _enter(self, begin: Callable[[Mode], Any]) -> None:
         """Continues in the mode that follows this step."""
-        began = time.perf_counter()
         self.watchdog.at("compiling")
-        say(self.console, "compiling the training step ...")
-        self.mode = self.modes.after(self.step)
-        self.compiled = self.mode.compile()
-        say(self.console, f"compiled in {time.perf_counter() - began:.1f} s")
+        with announced(self.console, "the training step"):
+            self.mode = self.modes.after(self.step)
+            self.compiled = self.mode.compile()
         self.carried = begin(self.mode)
 
     def _switch(self) -> None:
@@ -305,15 +303,8 @@ class Trainer:
 
     def _heldout(self, num_batches: int) -> dict[str, Any]:
         self.watchdog.at(f"evaluating step {self.step}")
-        batches = stream.heldout_batches(
-            self.heldout,
-            batch_size=self.config.train.batch_size,
-            num_batches=num_batches,
-            rows=self.rows,
-        )
         state, _ = self.mode.settle(self.carried)
-        values = [self.setup.evaluate(state, self._global(batch)) for batch in batches]
-        means = jax.tree.map(lambda *all_: np.mean(np.asarray(all_, np.float64), axis=0), *values)
+        means = evaluation.means(self.setup, state, self.heldout, num_batches)
         self._check_finite(self.step, {"held-out loss": float(means["loss"])})
         return {f"eval_{name}": recorded(value) for name, value in means.items()}
 

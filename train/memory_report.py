@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
 import os
-import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -15,6 +13,7 @@ from rich.table import Table
 
 from jaxpipe.measure import predicted_bytes
 from jaxpipe.schedule import chunk_shares
+from train.metrics import announced, say
 from train.modes import device_bytes
 from train.step import Setup
 
@@ -50,6 +49,7 @@ def show_parameters(console: Console, setup: Setup) -> None:
         console,
         f"{sum(counts) + outer:,} parameters: {sum(counts):,} in {len(counts)} layers, {outer:,} "
         f"in embedding and head. Each device holds {held:,} between steps.",
+        wraps=True,
     )
     columns = ("stage", "chunk", "layers", "parameters", "share of cost")
     table = Table(*columns, title="partition, in the order of the model")
@@ -82,7 +82,7 @@ def show_step(console: Console, setup: Setup) -> None:
         "states of layers": device_bytes(state.layers),
         "batch": device_bytes(setup.batch_shapes),
     }
-    parts |= {_PARTS.get(name, name): size for name, size in found.items()}
+    parts |= {_PARTS[name]: size for name, size in found.items()}
     show_memory(console, setup, parts, compiled)
 
 
@@ -115,7 +115,7 @@ def show_memory(
     table.add_row("all of these, predicted", f"{sum(parts.values()) / 1e6:,.2f}")
     table.add_row("all, compiled", f"{total / 1e6:,.2f}")
     console.print(table)
-    say(console, verdict(setup, total))
+    say(console, verdict(setup, total), wraps=True)
 
 
 def verdict(setup: Setup, total: int) -> str:
@@ -140,17 +140,3 @@ def verdict(setup: Setup, total: int) -> str:
         return f"{what}; how much there is, is not known"
     fits = f"fits, at {needed / limit:.0%} of" if needed <= limit else "DOES NOT FIT into"
     return f"{what}: this {fits} the {limit / _GB:.3g} GB that there are"
-
-
-@contextlib.contextmanager
-def announced(console: Console, what: str) -> Iterator[None]:
-    """Says that something is being compiled, and then how long it took."""
-    say(console, f"compiling {what} ...")
-    began = time.perf_counter()
-    yield
-    say(console, f"compiled in {time.perf_counter() - began:.1f} s")
-
-
-def say(console: Console, text: str) -> None:
-    """Prints a sentence, broken where the line ends; nothing in it is markup."""
-    console.print(text, markup=False, highlight=False)

@@ -100,9 +100,18 @@ def shown(metrics: Mapping[str, Any] | None) -> list[str]:
     ]
 
 
-def say(console: Console, text: str) -> None:
-    """Prints a line as it is: nothing in it is markup, and it is never wrapped."""
-    console.print(text, soft_wrap=True, markup=False, highlight=False)
+def say(console: Console, text: str, *, wraps: bool = False) -> None:
+    """Prints lines, broken at the console's width only if asked; nothing in them is markup."""
+    console.print(text, soft_wrap=not wraps, markup=False, highlight=False)
+
+
+@contextlib.contextmanager
+def announced(console: Console, what: str) -> Iterator[None]:
+    """Says that something is being compiled, and then how long it took."""
+    say(console, f"compiling {what} ...")
+    began = time.perf_counter()
+    yield
+    say(console, f"compiled in {time.perf_counter() - began:.1f} s")
 
 
 def truncate(path: Path, *, last_step: int) -> None:

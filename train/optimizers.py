@@ -118,8 +118,7 @@ def _arguments(config: Config, field: str, given: str) -> Iterator[Failure]:
             shape = {"w": jax.ShapeDtypeStruct((4, 4), "float32")}
             state = jax.eval_shape(made.init, shape)
             jax.eval_shape(made.update, shape, state, shape)
-    # What functions of others raise for wrong arguments has many types.
-    except Exception as error:
+    except Exception as error:  # optax's functions raise many types for wrong arguments
         rule = f"{type(error).__name__}: {str(error).splitlines()[0]}"
     if rule:
         yield Failure(

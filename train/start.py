@@ -11,7 +11,7 @@ import jax
 from rich.console import Console
 
 from jaxpipe import Checkpoints
-from jaxpipe.schedule import draw, simulate, steady_text
+from jaxpipe.schedule import draw, steady_text
 from train import checkpoint, choice, configured, progress, run_folder
 from train.choice import Choice
 from train.config import Config
@@ -130,8 +130,7 @@ def prepare_folder(setup: Setup) -> None:
         text = steady_text(configured.steady_state(config))
         (folder / run_folder.STEADY_STATE_FILE).write_text(text, encoding="utf-8")
     else:
-        timeline = simulate(setup.schedule, setup.chunk_costs)
-        draw.save(draw.figure(timeline), folder / run_folder.SCHEDULE_FILE)
+        draw.save(draw.figure(setup.timeline), folder / run_folder.SCHEDULE_FILE)
     partial = folder / f"{run_folder.CONFIG_FILE}.partial"
     partial.write_text(config.to_yaml(), encoding="utf-8")
     os.replace(partial, folder / run_folder.CONFIG_FILE)

@@ -15,7 +15,17 @@ from jax.sharding import PartitionSpec as P
 
 from jaxpipe import Pipeline, make_mesh
 from jaxpipe.measure import layer_bytes, layer_costs
-from jaxpipe.schedule import Costs, Memory, Schedule, chunk_costs, partition, simulate
+from jaxpipe.schedule import (
+    Costs,
+    Memory,
+    Schedule,
+    Timeline,
+    chunk_costs,
+    lock_step,
+    neighbor_clock,
+    partition,
+    simulate,
+)
 from train import configured, distributed, errors, tasks
 from train.choice import Choice
 from train.config import Config
@@ -112,6 +122,13 @@ class Setup:
     def chunk_costs(self) -> list[Costs]:
         """The costs of every virtual stage, by its layers; ``costs.*`` are their average."""
         return chunk_costs(configured.costs(self.config), self.layer_costs, self.layer_counts)
+
+    @cached_property
+    def timeline(self) -> Timeline:
+        """The schedule on the clock of these devices."""
+        simulated = self.mesh.devices.flat[0].platform == "cpu"
+        clock = lock_step if simulated else neighbor_clock
+        return clock(self.schedule, self.chunk_costs)
 
     def _memory(self, probe: Pipeline, batch: PyTree, rng, limit: float) -> Memory:
         """What layers keep: weights, gradients, what the optimizer keeps, and residuals."""

@@ -17,7 +17,7 @@ import numpy as np
 import pydantic
 
 from jaxpipe import Model
-from train.config import Config, Section
+from train.config import Config, DataConfig, Section
 from train.data.stream import Examples
 from train.data.tokenizer_files import Exported
 from train.errors import Failure
@@ -43,6 +43,7 @@ class Task(abc.ABC):
         them.
       depth: fields that decide the number of layers.
       unit: what a row holds, in the plural, such as "tokens".
+      data_options: fields of the section ``data``, beside ``path``, that the family reads.
       data_kind: one of `train.data.folder.KINDS`; None if ``data.path`` is not read.
       report_file: the file that `report` writes to the run folder; None if it writes none.
       shape: that of the model.
@@ -58,6 +59,7 @@ class Task(abc.ABC):
     free: ClassVar[tuple[str, ...]] = ("dropout",)
     depth: ClassVar[tuple[str, ...]] = ("num_layers",)
     unit: ClassVar[str]
+    data_options: ClassVar[tuple[str, ...]] = ()
     data_kind: ClassVar[str | None] = None
     report_file: ClassVar[str | None] = None
     units_per_row: int
@@ -118,6 +120,17 @@ class Task(abc.ABC):
         Raises:
           ValueError: the data is missing or damaged, or does not fit the model.
         """
+
+    def unread_options(self) -> Iterator[Failure]:
+        """Yields a failure for every given field of ``data`` that the family does not read."""
+        given, default = self.config.data, DataConfig()
+        for name in ("mix", "documents"):
+            if name not in self.data_options and getattr(given, name) != getattr(default, name):
+                yield Failure(
+                    f"data.{name}={getattr(given, name)} has no effect: task={self.config.task} "
+                    f"does not read it. Nearest valid: {getattr(default, name)}.",
+                    (f"data.{name}", "task"),
+                )
 
     def data_failures(self) -> Iterator[Failure]:
         """Yields the problems of the data, before anything is compiled."""

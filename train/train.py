@@ -15,6 +15,7 @@ import sys
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 if __name__ == "__main__":
     # Started by path, Python looks for modules beside this file; `train`, `models` are a level up.
@@ -59,6 +60,7 @@ def _main(arguments: Sequence[str]) -> int:
     except errors.NonFiniteLossError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
+    # The checkpoint's writer raises kinds of its own for what the disk says; others are bugs.
     except Exception as error:
         cause = _disk_error(error)
         if cause is None:
@@ -99,6 +101,7 @@ def _run(invocation) -> None:
 
     import jax
 
+    _keep_programs()
     _quieten_checkpoints()
     _show_library_log(is_writer=jax.process_index() == 0)
     devices = checks.device_failures(
@@ -118,6 +121,18 @@ def _run(invocation) -> None:
             evaluation.run(config)
         else:
             loop.run(config, watchdog, resume=resume)
+
+
+def _keep_programs() -> None:
+    # A restarted run finds its program compiled. Not on CPUs: `jaxpipe.make_mesh` says why.
+    import jax
+
+    from jaxpipe.schedule import cache_folder
+
+    config: Any = jax.config  # its stubs name no settings
+    wanted = not (os.environ.get("JAXPIPE_NO_CACHE") or config.jax_compilation_cache_dir)
+    if wanted and jax.default_backend() != "cpu":
+        config.update("jax_compilation_cache_dir", str(cache_folder() / "programs"))
 
 
 def _quieten_checkpoints() -> None:

@@ -29,6 +29,8 @@ RESTART = 75
 _BEAT_SECONDS = 1.0
 _GONE_SECONDS = 4 * _BEAT_SECONDS
 """After an error, a process that is silent for this long is the cause of it."""
+_FAREWELL_SECONDS = _GONE_SECONDS + 2 * _BEAT_SECONDS
+"""Process 0 says for this long who is missing before it ends: as long as the others take to ask."""
 _KEY = "jaxpipe/watchdog/"
 _MOST_AT_ONCE = 64
 """Processes that may ask process 0 about all others every second."""
@@ -61,7 +63,8 @@ class Watchdog:
         self._doing, self._step, self._since = "the start", 0, time.monotonic()
         self._is_stepping = False
         self._answered = now = time.monotonic()
-        start = {"doing": "the start", "step": 0}
+        self._missing: list[int] | None = None
+        start = {"doing": "the start", "step": 0, "missing": []}
         self._heard = {n: _Heard(start, now) for n in range(self._count)}
         self._asks, self._stride = False, 1 + self._count // _MOST_AT_ONCE
         self._ended = threading.Event()
@@ -95,6 +98,7 @@ class Watchdog:
         """Ends the process if what is done inside fails because another process is gone."""
         try:
             yield
+        # Orbax, gloo and jax's barriers raise many kinds of errors when a process is gone.
         except Exception as error:
             if self._count > 1:
                 self._asks = True
@@ -110,6 +114,7 @@ class Watchdog:
         while not self._ended.wait(_BEAT_SECONDS):
             number += 1
             beat = {"beat": number, "doing": self._doing, "step": self._step}
+            beat["missing"] = self._missing or []
             listens = (self._asks or self._is_late(_GONE_SECONDS)) and number % self._stride == 0
             try:
                 self._client.key_value_set(
@@ -123,6 +128,7 @@ class Watchdog:
                 process, heard = int(key.rpartition("/")[2]), json.loads(text)
                 if heard != self._heard[process].beat:
                     self._heard[process] = _Heard(heard, now)
+            # Nobody is silent who has not been asked.
             if not (self._asks or self._is_late(_GONE_SECONDS)):
                 self._heard = {n: last._replace(at=now) for n, last in self._heard.items()}
 
@@ -133,6 +139,8 @@ class Watchdog:
 
     def _watch(self) -> None:
         while not self._ended.wait(_BEAT_SECONDS):
+            if told := self._heard[0].beat["missing"]:
+                self._end(told, reason="no answer")
             if not self._is_late(self._patience):
                 continue
             if silent := self._silent(self._patience):
@@ -151,6 +159,15 @@ class Watchdog:
         return [n for n, last in self._heard.items() if now > last.at + seconds]
 
     def _end(self, missing: list[int], *, reason: str, alive: bool = False) -> NoReturn:
+        if self._missing is None:
+            self._missing = [] if alive else missing
+            self._explain(missing, reason, alive)
+        if self._own == 0:
+            # Without it the others would find out nothing more, and take it for the missing one.
+            time.sleep(_FAREWELL_SECONDS)
+        os._exit(RESTART)
+
+    def _explain(self, missing: list[int], reason: str, alive: bool) -> None:
         waited = time.monotonic() - self._since
         lines = [f"error: {self._described(n, alive)}" for n in missing]
         lines.append(
@@ -158,7 +175,6 @@ class Watchdog:
             f"ends with status {RESTART}: start all processes again with --resume to continue."
         )
         os.write(2, "".join(f"{line}\n" for line in lines).encode())
-        os._exit(RESTART)
 
     def _described(self, process: int, alive: bool) -> str:
         where = self.stages.get(process)
@@ -179,7 +195,8 @@ class Watchdog:
             socket.create_connection((host.strip("[]"), int(port)), timeout=_GONE_SECONDS).close()
         except OSError:
             if not self._ended.is_set():
-                self._end([0], reason="connection lost")
+                # Process 0 may have been the first to end because of another.
+                self._end(self._silent(_GONE_SECONDS) or [0], reason="connection lost")
         os._exit(128 + signal.SIGABRT)
 
 

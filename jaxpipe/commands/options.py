@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from jaxpipe.schedule import catalog
 from jaxpipe.schedule.actions import Schedule
 from jaxpipe.schedule.formats import user
-from jaxpipe.schedule.problems import ArgumentError, Problem, refuse, shown
+from jaxpipe.schedule.problems import ArgumentError, Problem, below_one, refuse, shown
 from jaxpipe.schedule.simulate import Costs
 
 DEFAULT_COSTS = "1,1,1"
@@ -30,8 +31,8 @@ def message(error: Exception) -> str:
     return error.text(spell) if isinstance(error, ArgumentError) else str(error)
 
 
-def parse_costs(text: str) -> Costs:
-    """Reads "F,B,W" or "F,B,W,message".
+def parse_costs(text: str, *, option: str = "costs") -> Costs:
+    """Reads "F,B,W" or "F,B,W,message", the value of an option.
 
     Raises:
       ValueError: the text is not three or four numbers, or a number is out of range.
@@ -46,8 +47,46 @@ def parse_costs(text: str) -> Costs:
         numbers = []
     if len(numbers) not in (3, 4):
         rule = "must be three or four numbers, F,B,W or F,B,W,message"
-        refuse([Problem("costs", text, rule, {"costs": DEFAULT_COSTS})])
+        refuse([Problem(option, text, rule, {option: DEFAULT_COSTS})])
     return Costs(*numbers)
+
+
+def layers_of_model(
+    stages: int,
+    *,
+    layers: int | None,
+    layer_costs: str | None,
+    stage_costs: str | None = None,
+) -> list[Costs]:
+    """The costs of every layer of a model.
+
+    Args:
+      layers: of the whole model; None for two per stage, if the costs are of a stage.
+
+    Raises:
+      ArgumentError: there are no costs or two, a layer's without the number of layers, or too few
+        layers.
+    """
+    problems = below_one(layers=layers)
+    both = {"stage_costs": stage_costs, "layer_costs": layer_costs}
+    if layer_costs is None and stage_costs is None:
+        rule = "needs $layer_costs, the time of F,B,W of one of them"
+        problems.append(Problem("layers", layers, rule, (), {"layer_costs": None}))
+    elif None not in both.values():
+        rule = "and $stage_costs say the same"
+        problems.append(Problem("layer_costs", layer_costs, rule, (None,), both))
+    elif layer_costs is not None and layers is None:
+        rule = "needs $layers, the layers of the whole model"
+        problems.append(Problem("layer_costs", layer_costs, rule, (), {"layers": None}))
+    if layers is not None and 0 < layers < stages:
+        rule = "is too few for $num_stages: each needs a layer"
+        problems.append(Problem("layers", layers, rule, (stages,), {"num_stages": stages}))
+    refuse(problems)
+    count = layers or 2 * stages
+    if stage_costs is None:
+        return [parse_costs(layer_costs or "", option="layer_costs")] * count
+    stage, share = parse_costs(stage_costs, option="stage_costs"), stages / count
+    return [Costs(stage.f * share, stage.b * share, stage.w * share, stage.message)] * count
 
 
 def check_size(stages: int, microbatches: int, chunks: int, *, minibatches: int = 1) -> None:
@@ -74,8 +113,9 @@ def build(
     *,
     stages: int | None,
     microbatches: int | None,
-    costs: Costs,
-    layers_per_chunk: int | None,
+    costs: Costs | None = None,
+    layers_per_chunk: int | None = None,
+    layer_costs: Sequence[Costs] | None = None,
     **options: Any,
 ) -> Schedule:
     """Builds a schedule, or loads a user's own, with the given options.
@@ -83,9 +123,8 @@ def build(
     Costs and layers are also used by the clocks.
     """
     given = {option: value for option, value in options.items() if value is not None}
-    clock: dict[str, Any] = {"costs": costs}
-    if layers_per_chunk is not None:
-        clock["layers_per_chunk"] = layers_per_chunk
+    measures = {"costs": costs, "layers_per_chunk": layers_per_chunk, "layer_costs": layer_costs}
+    clock: dict[str, Any] = {name: value for name, value in measures.items() if value is not None}
     if user.is_users(name):
         if "chunks" in given:
             given["num_chunks"] = given.pop("chunks")

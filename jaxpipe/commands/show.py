@@ -4,26 +4,35 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import sys
-from collections.abc import Mapping
+import textwrap
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import tyro
 
-from jaxpipe.commands.options import DEFAULT_COSTS, build, check_size, parse_costs
+from jaxpipe.commands.options import (
+    DEFAULT_COSTS,
+    build,
+    check_size,
+    layers_of_model,
+    parse_costs,
+)
 from jaxpipe.schedule.actions import Schedule
 from jaxpipe.schedule.formats import user
 from jaxpipe.schedule.formats.csv_format import read_csv, write_csv
 from jaxpipe.schedule.generators import pipemare
 from jaxpipe.schedule.lowering.steady_rows import shown_minibatches, steady_schedule
+from jaxpipe.schedule.partition import cut_layers
 from jaxpipe.schedule.problems import ArgumentError, Problem, below_one, refuse
 from jaxpipe.schedule.search.bounds import gap
 from jaxpipe.schedule.show import draw
 from jaxpipe.schedule.show.pipemare_draw import steady_text
-from jaxpipe.schedule.show.report import report, timelines
+from jaxpipe.schedule.show.report import Clock, report, timelines
 from jaxpipe.schedule.show.trace import trace
-from jaxpipe.schedule.simulate import Costs, simulate
+from jaxpipe.schedule.simulate import Costs
 
 _ENDINGS = {".svg": ("svg",), ".png": ("png",), ".csv": ("csv",), ".json": ("json", "trace")}
 """The formats that a file's ending allows; the first is the default."""
@@ -52,12 +61,18 @@ def show(
     group: int | None = None,
     costs: str = DEFAULT_COSTS,
     layers_per_chunk: int | None = None,
+    layers: int | None = None,
+    layer_costs: str | None = None,
     memory_limit: float | None = None,
     recompute_segment: int | None = None,
+    clock: Clock = "lock-step",
     format: _Format | None = None,
     out: Path | None = None,
 ) -> None:
-    """Draw one schedule, or write it as a picture, a trace, CSV or JSON.
+    """Draw the ticks of one schedule, or write them as a picture, a trace, CSV or JSON.
+
+    A timeline shows slices of actions, messages and which of them are received a tick late, chunks
+    gathered and reduced over data (under ZeRO-3, with one slot of each), and idle time.
 
     Args:
       name: the schedule; `jaxpipe schedules` lists them. Or your own: FILE.csv, module:function. Or
@@ -69,8 +84,13 @@ def show(
       group: microbatches that interleaved and breadth-first schedules take together.
       costs: time of F,B,W of one chunk, and optionally of one message: 1,1,1 or 1,1.2,0.8,0.1.
       layers_per_chunk: cut lock-step ticks into slices at the granularity of this many layers.
+      layers: of the whole model, with --layer-costs in place of the two options before: slices are
+        cut from them, and `auto` chooses how many chunks they form, and where these lie.
+      layer_costs: time of F,B,W of one of these layers, and optionally of one message.
       memory_limit: peak in flight per stage, in microbatches of a full stage, for a search.
       recompute_segment: for an asynchronous method, stages that run forward again together.
+      clock: lock-step, as on simulated devices: all stages wait for each other in every tick;
+        neighbor, as on GPUs: both ends of a message wait; free, as papers draw: only for inputs.
       format: what to write; by default the format of --out's ending, or else text.
       out: the file to write; svg and png need one, the others go to standard output without it.
     """
@@ -88,19 +108,60 @@ def show(
         if written == "text":
             _write(steady_text(steady), out)
             return
-        schedule: Schedule = steady_schedule(steady)
-    else:
-        if recompute_segment is not None:
-            methods = ", ".join(pipemare.ASYNCHRONOUS_METHODS)
-            rule = f"does not fit $name: segments are for {methods}"
-            others = {"name": name}
-            refuse([Problem("recompute_segment", recompute_segment, rule, (None,), others)])
+        _output(_Model(steady_schedule(steady), parsed, None), clock, written, out)
+        return
+    if recompute_segment is not None:
+        methods = ", ".join(pipemare.ASYNCHRONOUS_METHODS)
+        rule = f"does not fit $name: segments are for {methods}"
+        others = {"name": name}
+        refuse([Problem("recompute_segment", recompute_segment, rule, (None,), others)])
+    if layers is None and layer_costs is None:
         schedule = build(name, stages=stages, microbatches=microbatches, costs=parsed, **options)
-    if written in draw.FORMATS:
-        assert out is not None
-        draw.save(draw.figure(simulate(schedule, parsed)), out)
+        model = _of_chunks(schedule, parsed, layers_per_chunk)
     else:
-        _write(_in_format(schedule, parsed, layers_per_chunk, written, out is None), out)
+        refuse(_said_twice(costs, layers_per_chunk))
+        priced = layers_of_model(stages or 1, layers=layers, layer_costs=layer_costs)
+        schedule = build(
+            name, stages=stages, microbatches=microbatches, layer_costs=priced, **options
+        )
+        counts, by_chunk = cut_layers(priced, schedule.placement)
+        model = _Model(schedule, by_chunk, counts)
+    _output(model, clock, written, out)
+
+
+class _Model(NamedTuple):
+    """A schedule with the costs of its virtual stages, and their layers if ticks are cut."""
+
+    schedule: Schedule
+    costs: Costs | Sequence[Costs]
+    layer_counts: Sequence[int] | None
+
+
+def _of_chunks(schedule: Schedule, costs: Costs, layers_per_chunk: int | None) -> _Model:
+    count = schedule.placement.num_virtual_stages
+    layers = None if layers_per_chunk is None else [layers_per_chunk] * count
+    return _Model(schedule, costs, layers)
+
+
+def _said_twice(costs: str, layers_per_chunk: int | None) -> Iterator[Problem]:
+    given = {
+        "costs": None if costs == DEFAULT_COSTS else costs,
+        "layers_per_chunk": layers_per_chunk,
+    }
+    for option, value in given.items():
+        if value is not None:
+            rule = "is of a chunk: $layers and $layer_costs say it of the model"
+            others = {"layers": None, "layer_costs": None}
+            yield Problem(option, value, rule, (None,), others)
+
+
+def _output(model: _Model, clock: Clock, format: str, out: Path | None) -> None:
+    if format in draw.FORMATS:
+        assert out is not None
+        clocks = timelines(model.schedule, model.costs, layer_counts=model.layer_counts)
+        draw.save(draw.figure(clocks.on(clock)), out)
+    else:
+        _write(_in_format(model, clock, format, out is None), out)
 
 
 def validate(
@@ -109,6 +170,7 @@ def validate(
     *,
     costs: str = DEFAULT_COSTS,
     layers_per_chunk: int | None = None,
+    clock: Clock = "lock-step",
     format: Literal["text", "json"] = "text",
 ) -> None:
     """Check a schedule in PyTorch's CSV of actions, and report it as `show` does.
@@ -117,12 +179,13 @@ def validate(
       file: one row per stage, cells such as 0F3, 1I2 (backward for the input), 2W0, 1B2 (both).
       costs: time of F,B,W of one chunk, and optionally of one message: 1,1,1 or 1,1.2,0.8,0.1.
       layers_per_chunk: cut lock-step ticks into slices at the granularity of this many layers.
+      clock: as for `show`.
       format: what to write.
     """
     parsed = parse_costs(costs)
     refuse(below_one(layers_per_chunk=layers_per_chunk))
-    shown = _in_format(read_csv(file), parsed, layers_per_chunk, format, True, must_draw=False)
-    _write(shown, None)
+    model = _of_chunks(read_csv(file), parsed, layers_per_chunk)
+    _write(_in_format(model, clock, format, True, must_draw=False), None)
 
 
 def _chosen_format(format: _Format | None, out: Path | None, name: str) -> str:
@@ -168,35 +231,50 @@ def _steady_state(
 
 
 def _in_format(
-    schedule: Schedule,
-    costs: Costs,
-    layers_per_chunk: int | None,
+    model: _Model,
+    clock: Clock,
     format: str,
     printed: bool,
     *,
     must_draw: bool = True,
 ) -> str:
     """The schedule in any of the formats that are text."""
+    schedule, costs, counts = model
     if format == "csv":
         return write_csv(schedule)
     if format == "json":
-        shown = report(schedule, costs, layers_per_chunk=layers_per_chunk)
+        shown = report(schedule, costs, clock=clock, layer_counts=counts)
         return json.dumps(shown, indent=2) + "\n"
-    clocks = timelines(schedule, costs, layers_per_chunk=layers_per_chunk)
-    free = clocks.free_running
+    clocks = timelines(schedule, costs, layer_counts=counts)
+    drawn = clocks.on(clock)
     if format == "trace":
-        return json.dumps(trace(free)) + "\n"
-    colour = printed and sys.stdout.isatty() and "NO_COLOR" not in os.environ
-    peaks = ", ".join(f"{free.in_full_stages(count):g}" for count in free.peak_in_flight)
+        return json.dumps(trace(drawn)) + "\n"
+    at_terminal = printed and sys.stdout.isatty()
+    width = shutil.get_terminal_size().columns if at_terminal else None
     try:
-        drawing = draw.text(free, colour=colour)
+        colour = at_terminal and "NO_COLOR" not in os.environ
+        drawing = draw.text(drawn, colour=colour, width=width)
     except draw.TooWideError as error:
         if must_draw:
             raise
         drawing = f"Valid, but not drawn. {error}"
-    captions = "\n".join(draw.caption(clock) for clock in clocks if clock is not None)
-    searched = f"{gap(clocks.lock_step)}\n" if schedule.name == "auto" else ""
-    return f"{drawing}\n{captions}\npeak in flight, per stage: {peaks}\n{searched}"
+    others = (f"also {draw.caption(c)}" for c in clocks if c is not None and c is not drawn)
+    peaks = ", ".join(f"{drawn.in_full_stages(count):g}" for count in drawn.peak_in_flight)
+    idle = ", ".join(f"{ratio:.1%}" for ratio in drawn.stage_bubble_ratios)
+    lines = [
+        *(draw.caption(drawn), drawing, *others),
+        f"idle, per stage: {idle}",
+        f"peak in flight, per stage: {peaks}",
+        *([gap(clocks.lock_step)] if schedule.name == "auto" else []),
+    ]
+    if width is not None:
+        lines = [wrapped for line in lines for wrapped in _wrapped(line, width)]
+    return "\n".join(lines) + "\n"
+
+
+def _wrapped(text: str, width: int) -> list[str]:
+    """A caption in lines of a terminal; a drawing, which has its own, as it is."""
+    return [text] if "\n" in text else textwrap.wrap(text, width, break_long_words=False)
 
 
 def _write(text: str, out: Path | None) -> None:

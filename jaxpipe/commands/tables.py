@@ -8,15 +8,23 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from jaxpipe.commands.options import DEFAULT_COSTS, build, check_size, message, parse_costs
+from jaxpipe.commands.options import (
+    DEFAULT_COSTS,
+    check_size,
+    layers_of_model,
+    message,
+)
 from jaxpipe.schedule import catalog
 from jaxpipe.schedule.generators.pipemare import ASYNCHRONOUS_METHODS
+from jaxpipe.schedule.partition import cut_layers
 from jaxpipe.schedule.problems import below_one, refuse
 from jaxpipe.schedule.show import comparison, draw
 from jaxpipe.schedule.show.report import timelines
 
 _PIPE_WIDTH = 240
 """Columns of a table that goes to a file or another program, which have no terminal width."""
+_TABLE_WIDTH = 150
+"""Of a terminal in which the table of schedules is readable."""
 _CAPTION = (
     "Bubble: added to m(F+B+W) of work of a full stage, free-running; at F=B=W=1 if no cost is "
     "named. Peak: on stage d, in microbatches of a full stage."
@@ -26,10 +34,17 @@ _CAPTION = (
 def schedules() -> None:
     """List the schedules, with bubble, peak in flight, constraints and source."""
     columns = "name", "what it does", "bubble", "peak in flight", "constraints", "source"
-    table = Table(*columns, caption=_CAPTION)
+    console = _console()
+    table = _table(*columns, caption=_CAPTION)
     for e in catalog.entries():
-        table.add_row(e.name, e.summary, e.bubble, e.peak, e.constraints, e.source)
-    _print(table)
+        row = e.name, e.summary, e.bubble, e.peak, e.constraints, e.source
+        if console.width >= _TABLE_WIDTH:
+            table.add_row(*row)
+            continue
+        # Six columns would leave a few letters to each.
+        lines = (f"  {what}: {cell}" for what, cell in zip(columns[1:], row[1:], strict=True))
+        console.print("\n".join([e.name, *lines]), overflow="fold", highlight=False)
+    console.print(table if table.rows else _CAPTION)
     methods = list(ASYNCHRONOUS_METHODS)
     print(
         f"Asynchronous: {', '.join(methods[:-1])} and {methods[-1]}. They never drain the pipeline "
@@ -43,51 +58,72 @@ def compare(
     *,
     stages: int,
     microbatches: int,
-    costs: str = DEFAULT_COSTS,
-    layers_per_chunk: int | None = None,
+    stage_costs: str | None = None,
+    layer_costs: str | None = None,
+    layers: int | None = None,
     out: Path | None = None,
 ) -> None:
-    """Compare all schedules that fit one shape: bubble on every clock, and peak in flight.
+    """Compare all schedules that fit one shape on equal models: bubble, time and peak in flight.
 
     Args:
       stages: p, pipeline stages.
       microbatches: m, microbatches per batch.
-      costs: time of F,B,W of one chunk, and optionally of one message: 1,1,1 or 1,1.2,0.8,0.1.
-      layers_per_chunk: cut lock-step ticks into slices at the granularity of this many layers.
+      stage_costs: time of F,B,W of a full stage, and optionally of one message: 1,1.2,0.8,0.1. It
+        is shared by the stage's chunks. 1,1,1 if neither these nor a layer's costs are given.
+      layer_costs: instead, time of F,B,W of one of the model's layers.
+      layers: of the whole model; lock-step ticks are then cut into slices of layers.
       out: a picture of the comparison to write, .svg or .png.
     """
-    parsed = parse_costs(costs)
-    shape = {"stages": stages, "microbatches": microbatches, "layers_per_chunk": layers_per_chunk}
-    refuse(below_one(**shape))
+    refuse(below_one(stages=stages, microbatches=microbatches))
     check_size(stages, microbatches, 1)
+    if stage_costs is None and layer_costs is None:
+        stage_costs = DEFAULT_COSTS
+    model = layers_of_model(stages, layers=layers, stage_costs=stage_costs, layer_costs=layer_costs)
+    assert model is not None
     rows, reasons = [], {}
     for entry in catalog.entries():
         try:
-            schedule = build(entry.name, costs=parsed, **shape)
+            schedule = catalog.build(
+                entry.name, stages=stages, microbatches=microbatches, layer_costs=model
+            )
+            counts, priced = cut_layers(model, schedule.placement)
         except ValueError as error:
             reasons[entry.name] = message(error)
             continue
-        rows.append(comparison.row(timelines(schedule, parsed, layers_per_chunk=layers_per_chunk)))
+        sliced = None if layers is None else counts
+        rows.append(comparison.row(timelines(schedule, priced, layer_counts=sliced)))
     if not rows:
         raise ValueError("\n".join(dict.fromkeys(reasons.values())))
     if out is not None:
-        title = f"p={stages}, m={microbatches}, costs of one chunk {costs}"
+        of, given = ("layer", layer_costs) if layer_costs else ("stage", stage_costs)
+        title = f"p={stages}, m={microbatches}, costs of one {of} {given}"
         draw.save(comparison.figure(rows, title), out)
     clocks = (f"{clock} bubble" for clock in ("free-running", "neighbor", "lock-step"))
-    table = Table("schedule", "chunks", "peak in flight", *clocks)
+    table = _table("schedule", "chunks", "peak in flight", *clocks, "lock-step time")
     for row in rows:
         ratios = row.free_running, row.neighbor, row.lock_step
         shown = ("" if ratio is None else f"{ratio:.1%}" for ratio in ratios)
-        table.add_row(row.name, str(row.num_chunks), f"{row.peak_in_flight:g}", *shown)
-    _print(table)
+        peak = f"{row.peak_in_flight:g}"
+        table.add_row(row.name, str(row.num_chunks), peak, *shown, f"{row.makespan:.4g}")
+    _console().print(table)
     print(
-        "Clocks: free-running waits for inputs alone; neighbor, as on GPUs, for the stages at both "
-        "ends of a message; lock-step, as on simulated devices, for all stages in every tick."
+        "All are of one model: chunks share the work of a stage. Clocks: free-running waits for "
+        "inputs alone; neighbor, as on GPUs, for the stages at both ends of a message; lock-step, "
+        "as on simulated devices, for all stages in every tick."
     )
     print("Peak in flight: of the stage that keeps the most, in microbatches of a full stage.")
     for name, reason in reasons.items():
         print(f"{name} does not fit: {reason}")
 
 
-def _print(table: Table) -> None:
-    Console(width=None if sys.stdout.isatty() else _PIPE_WIDTH, markup=False).print(table)
+def _table(name: str, *columns: str, caption: str | None = None) -> Table:
+    """A table that never cuts a cell short, nor breaks a name."""
+    table = Table(caption=caption)
+    table.add_column(name, no_wrap=True, min_width=max(len(e.name) for e in catalog.entries()))
+    for column in columns:
+        table.add_column(column, overflow="fold")
+    return table
+
+
+def _console() -> Console:
+    return Console(width=None if sys.stdout.isatty() else _PIPE_WIDTH, markup=False)

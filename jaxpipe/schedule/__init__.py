@@ -51,10 +51,11 @@ from jaxpipe.schedule.lowering.lower import lower
 from jaxpipe.schedule.neighbors import neighbor_clock
 from jaxpipe.schedule.partition import Memory, chunk_costs, chunk_shares, partition
 from jaxpipe.schedule.placement import Placement, linear, looped, wave
+from jaxpipe.schedule.search.cache import cache_folder
 from jaxpipe.schedule.search.slices import slice_ticks
 from jaxpipe.schedule.show import draw
 from jaxpipe.schedule.show.pipemare_draw import steady_text
-from jaxpipe.schedule.simulate import Costs, lock_step, simulate
+from jaxpipe.schedule.simulate import Costs, Timeline, lock_step, simulate
 
 __all__ = [
     "ASYNCHRONOUS_METHODS",
@@ -66,7 +67,9 @@ __all__ = [
     "Schedule",
     "ScheduleError",
     "SteadyState",
+    "Timeline",
     "build",
+    "cache_folder",
     "chunk_costs",
     "chunk_shares",
     "draw",

@@ -10,9 +10,10 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import inspect
+import math
 import re
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache, wraps
 from importlib.metadata import entry_points
 from typing import Any
@@ -113,6 +114,7 @@ def build(
     memory_limit: float | None = None,
     costs: Costs | None = None,
     layers_per_chunk: int | None = None,
+    layer_costs: Sequence[Costs] | None = None,
 ) -> Schedule:
     """Builds a schedule by name.
 
@@ -129,6 +131,8 @@ def build(
       costs: of one chunk, for schedules that are searched or reordered with them; others ignore
         it. A published order is for equal costs and free messages.
       layers_per_chunk: at least 1, for schedules that cut actions into slices; others ignore it.
+      layer_costs: instead of these two, the costs of every layer of the model, in order. Schedules
+        then are of equal models, whatever their chunks; `auto` chooses placement and chunks, too.
 
     Raises:
       ArgumentError: the name is unknown or a number does not fit it; all failures in one message.
@@ -154,7 +158,7 @@ def build(
     found, is_own = known.get(plain if as_published else name), user.is_users(name)
     problems = [] if found or is_own else [_unknown(name)]
     problems += range_problems(**numbers)
-    options = numbers | {"costs": costs}
+    options = numbers | {"costs": costs, "layer_costs": layer_costs}
     given = {option: value for option, value in options.items() if value is not None}
     if found is not None:
         problems += _misfits(found, given)
@@ -162,7 +166,8 @@ def build(
         refuse(problems)
         return _built(name, found, given, published=as_published)
     except ArgumentError as error:
-        raise ArgumentError(error.problems, _spell) from None
+        # A generator knows its own name, not that of the variant that the user asked for.
+        raise ArgumentError([_named(name, problem) for problem in error.problems], _spell) from None
 
 
 def _built(name: str, entry: Entry | None, given: dict[str, Any], *, published: bool) -> Schedule:
@@ -170,12 +175,34 @@ def _built(name: str, entry: Entry | None, given: dict[str, Any], *, published: 
     if entry is None:
         clock = {option: given.pop(option) for option in MEASURES if option in given}
         return user.fitted(name, **given, clock=clock)
+    if (layer_costs := given.get("layer_costs")) and "layer_costs" not in entry.defaults:
+        given = given | _of_average_chunk(entry, layer_costs, given)
     reads = {option: value for option, value in given.items() if option in entry.defaults}
     schedule = entry.generate(given["num_stages"], given["num_microbatches"], **reads)
     costs = given.get("costs")
     if published:
         return dataclasses.replace(schedule, name=name)
     return in_time(schedule, costs) if entry.reordered and costs not in (None, UNIT) else schedule
+
+
+def _of_average_chunk(
+    entry: Entry, layer_costs: Sequence[Costs], given: Mapping[str, Any]
+) -> dict[str, Any]:
+    """What schedules with a fixed number of chunks are told of a model's layers."""
+    chunks = given["num_stages"] * given.get("num_chunks", entry.default_chunks)
+    if len(layer_costs) < chunks:
+        rule = f"of {len(layer_costs)} layers cannot fill {chunks} chunks: each needs a layer"
+        refuse([Problem("layer_costs", None, rule, schedule=entry.name)])
+    f, b, w = (math.fsum(getattr(c, kind) for c in layer_costs) / chunks for kind in "fbw")
+    message = max(cost.message for cost in layer_costs)
+    layers = len(layer_costs) // chunks
+    return {"costs": Costs(f, b, w, message), "layers_per_chunk": layers}
+
+
+def _named(name: str, problem: Problem | str) -> Problem | str:
+    if isinstance(problem, str) or problem.schedule is None:
+        return problem
+    return dataclasses.replace(problem, schedule=name)
 
 
 def _spell(argument: str, value: Any) -> str:
@@ -223,5 +250,7 @@ def _unknown(name: str) -> Problem:
         rule = f"{why}: AsyncPipeline and train.py train with it"
         return Problem("name", name, rule, ("1f1b",))
     names = [*(entry.name for entry in entries()), *ASYNCHRONOUS_METHODS]
-    near = difflib.get_close_matches(name.lower(), names, n=1, cutoff=0.0)
+    asked = name.lower().replace("_", "-")
+    inside = [known for known in names if asked and (asked in known or known in asked)]
+    near = difflib.get_close_matches(asked, names, n=3, cutoff=0.6) or sorted(inside, key=len)[:3]
     return Problem("name", name, "is not a known schedule", near, note=f"All: {', '.join(names)}.")

@@ -8,6 +8,7 @@ holds a stage up, so that a slow tick of one stage delays another only along the
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import cast
 
 import numpy as np
 
@@ -50,22 +51,23 @@ def neighbor_clock(schedule: Schedule, costs: Costs | Sequence[Costs]) -> Timeli
     work = _work(table, costs)
     message = max(cost.message for cost in costs) if schedule.num_stages > 1 else 0.0
     starts = replay(table, np.sum(list(work.values()), axis=0), message=message)
-    spans: list[dict[Action, tuple[float, float]]] = [{} for _ in schedule.orders]
+    parts: list[list[TimedAction]] = [[] for _ in schedule.orders]
     held, begins = schedule.placement.virtual_stages, starts[:-1]
     for kind, cell in table.passes.items():
         ends = begins + work[kind]
         for tick, stage in np.argwhere(cell.lo < cell.hi).tolist():
-            virtual_stage = held[stage][cell.chunk[tick, stage]]
-            action = Action(virtual_stage, kind, int(cell.microbatch[tick, stage]))
-            start, end = float(begins[tick, stage]), float(ends[tick, stage])
-            first, _ = spans[stage].get(action, (start, end))
-            spans[stage][action] = first, end
+            at = tick, stage
+            virtual_stage = held[stage][cell.chunk[at]]
+            action = Action(virtual_stage, kind, int(cell.microbatch[at]))
+            lo, hi = int(cell.lo[at]), int(cell.hi[at])
+            some = None if hi - lo == table.layer_counts[virtual_stage] else (lo, hi)
+            times = float(begins[at]), float(ends[at])
+            parts[stage].append(TimedAction(action, *times, some, tick))
         begins = ends
-    rows = (
-        tuple(TimedAction(action, *found[action]) for action in order)
-        for order, found in zip(schedule.orders, spans, strict=True)
-    )
-    return Timeline(schedule, costs, "neighbor", tuple(rows), float(starts[-1].max()))
+    # Within a tick, kinds stand in the order in which they run.
+    rows = tuple(tuple(sorted(row, key=lambda part: cast(int, part.tick))) for row in parts)
+    ticks = tuple(map(tuple, starts.tolist()))
+    return Timeline(schedule, costs, "neighbor", rows, float(starts[-1].max()), ticks)
 
 
 def replay(

@@ -147,6 +147,34 @@ def chunk_costs(
     return found
 
 
+def cut_layers(
+    layer_costs: Sequence[Costs], placement: Placement
+) -> tuple[tuple[int, ...], tuple[Costs, ...]]:
+    """Cuts a model into the chunks of a placement by its layers' F+B+W.
+
+    Args:
+      layer_costs: of every layer, in model order; at least one per virtual stage.
+      placement: of one copy of the model, or of several, which are cut alike.
+
+    Returns:
+      The layers and the costs of every virtual stage; a chunk's message is that of its last layer.
+
+    Example:
+      >>> from jaxpipe.schedule.placement import linear
+      >>> counts, costs = cut_layers([Costs(1, 1, 1)] * 3, linear(2))
+      >>> counts, costs[0]
+      ((2, 1), Costs(f=2.0, b=2.0, w=2.0, message=0.0))
+    """
+    one = Placement(placement.stages[: placement.depth])
+    counts = partition([cost.f + cost.b + cost.w for cost in layer_costs], one)
+    layers, chunks = iter(layer_costs), []
+    for count in counts:
+        held = list(itertools.islice(layers, count))
+        f, b, w = (math.fsum(getattr(cost, kind) for cost in held) for kind in "fbw")
+        chunks.append(Costs(f, b, w, held[-1].message))
+    return counts * placement.num_copies, tuple(chunks) * placement.num_copies
+
+
 def _check(layer_costs: Sequence[float], placement: Placement, memory: Memory | None) -> None:
     problems = []
     num_layers, needed = len(layer_costs), placement.num_virtual_stages

@@ -8,11 +8,10 @@ program on GPUs, where only the ends of a message meet.
 
 from __future__ import annotations
 
-import collections
 import dataclasses
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 
 from jaxpipe.schedule.actions import Action, Kind, Schedule, Slice
@@ -64,13 +63,25 @@ UNIT = Costs(1, 1, 1)
 """F=B=W, as in the papers' figures."""
 
 
+def kind_durations(costs: Sequence[Costs]) -> list[dict[Kind, float]]:
+    """Of every kind of action, by virtual stage."""
+    return [{kind: cost.of(kind) for kind in Kind} for cost in costs]
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class TimedAction:
-    """An action with its start and end, in the unit of the costs."""
+    """An action, or a slice of it, with its start and end in the unit of the costs.
+
+    Args:
+      layers: (lo, hi) if these are only some of the action's layers, None if they are all.
+      tick: in which it ends; None on the free-running clock.
+    """
 
     action: Action
     start: float
     end: float
+    layers: tuple[int, int] | None = None
+    tick: int | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,15 +91,35 @@ class Timeline:
     Args:
       costs: of every virtual stage.
       clock: "free-running", "neighbor" or "lock-step".
-      rows: ``rows[d]`` lists the actions of stage ``d``, in order.
+      parts: ``parts[d]`` is what stage ``d`` runs, in time: whole actions, or slices of them.
       makespan: from the first start to the end of everything.
+      ticks: ``ticks[t][d]`` is when stage ``d`` starts its layers in tick ``t``; the last row is
+        when the stages are done. Empty on the free-running clock.
     """
 
     schedule: Schedule
     costs: tuple[Costs, ...]
     clock: str
-    rows: tuple[tuple[TimedAction, ...], ...]
+    parts: tuple[tuple[TimedAction, ...], ...]
     makespan: float
+    ticks: tuple[tuple[float, ...], ...] = ()
+
+    @cached_property
+    def rows(self) -> tuple[tuple[TimedAction, ...], ...]:
+        """``rows[d]`` lists the actions of stage ``d``, in order. One that is cut lasts from the
+        start of its first slice to the end of its last; others may run in between."""
+        if self.schedule.slices is None:
+            return self.parts
+        rows = []
+        for order, parts in zip(self.schedule.orders, self.parts, strict=True):
+            starts: dict[Action, float] = {}
+            lasts: dict[Action, TimedAction] = {}
+            for part in parts:
+                starts.setdefault(part.action, part.start)
+                lasts[part.action] = part
+            ends = ((a, starts[a], lasts[a].end, lasts[a].tick) for a in order)
+            rows.append(tuple(TimedAction(a, start, end, None, t) for a, start, end, t in ends))
+        return tuple(rows)
 
     @cached_property
     def stage_bubble_ratios(self) -> tuple[float, ...]:
@@ -104,12 +135,12 @@ class Timeline:
     @cached_property
     def bubble_ratio(self) -> float:
         """The share of all stages' time in which they do not compute."""
-        return math.fsum(self.stage_bubble_ratios) / len(self.rows)
+        return math.fsum(self.stage_bubble_ratios) / len(self.parts)
 
     @cached_property
     def stage_spans(self) -> tuple[float, ...]:
         """Per stage, from the start of its first action to the end of its last."""
-        return tuple(row[-1].end - row[0].start for row in self.rows)
+        return tuple(row[-1].end - row[0].start for row in self.parts)
 
     @cached_property
     def peak_in_flight(self) -> tuple[int, ...]:
@@ -120,23 +151,14 @@ class Timeline:
         """Converts a number of chunk activations to microbatches of a full stage."""
         return chunks / self.schedule.num_chunks
 
-    @cached_property
-    def messages(self) -> dict[tuple[int, int], int]:
-        """How many messages go from one stage to another, by (sender, receiver)."""
-        results = Results(self.schedule)
-        counts = collections.Counter(
-            (results.stage(needed), stage)
-            for stage, order in enumerate(self.schedule.orders)
-            for action in order
-            for needed in results.inputs(action)
-        )
-        return {edge: count for edge, count in sorted(counts.items()) if edge[0] != edge[1]}
-
 
 def in_flight(row: Sequence[TimedAction]) -> list[tuple[float, int]]:
     """The chunk activations that one stage keeps over time: (time, how many from then on).
 
     There is one more from the start of each F, one less from the end of the W or BW that frees it.
+
+    Args:
+      row: of `Timeline.rows`.
 
     Example:
       >>> from jaxpipe.schedule.generators.gpipe import gpipe
@@ -221,8 +243,7 @@ def lock_step(schedule: Schedule, costs: Costs | Sequence[Costs]) -> Timeline:
       costs: as for `simulate`.
 
     Returns:
-      The timeline; stages start a tick together. An action that is cut lasts from the start of its
-      first slice to the end of its last; other actions may run in between.
+      The timeline; stages start a tick together.
 
     Raises:
       ScheduleError: the schedule cannot run.
@@ -238,28 +259,36 @@ def lock_step(schedule: Schedule, costs: Costs | Sequence[Costs]) -> Timeline:
     table = schedule.slices or _whole_actions(schedule)
     layers = chunk_layers(table)
     durations = [0.0] * (1 + max(row[-1].tick for row in table))
-    # By stage and action, the first tick and the start within it, the last and the end within it.
-    spans: list[dict[Action, tuple[int, float, int, float]]] = []
+    # By stage, every slice with its start and end within its tick.
+    cells: list[list[tuple[Slice, float, float]]] = []
     for row in table:
-        spans.append({})
+        cells.append([])
         tick, end = -1, 0.0
         for part in row:
             start = end if part.tick == tick else 0.0
             s, kind = part.action.virtual_stage, part.action.kind
             share = (part.hi - part.lo) / layers[s]
             tick, end = part.tick, start + share * duration[s][kind]
-            first, begin, *_ = spans[-1].get(part.action, (tick, start))
-            spans[-1][part.action] = first, begin, tick, end
+            cells[-1].append((part, start, end))
             durations[tick] = max(durations[tick], end)
     exchange = max(cost.message for cost in costs) if schedule.num_stages > 1 else 0
     starts = list(itertools.accumulate((d + exchange for d in durations), initial=0.0))
-    rows: list[list[TimedAction]] = []
-    for order, found in zip(schedule.orders, spans, strict=True):
-        rows.append([])
-        for action in order:
-            first, begin, last, end = found[action]
-            rows[-1].append(TimedAction(action, starts[first] + begin, starts[last] + end))
-    return Timeline(schedule, costs, "lock-step", tuple(map(tuple, rows)), starts[-1])
+    parts = tuple(tuple(itertools.starmap(_timed(layers, starts), row)) for row in cells)
+    ticks = tuple((start,) * schedule.num_stages for start in starts)
+    return Timeline(schedule, costs, "lock-step", parts, starts[-1], ticks)
+
+
+def _timed(
+    layers: Mapping[int, int], starts: Sequence[float]
+) -> Callable[[Slice, float, float], TimedAction]:
+    """Puts slices, given with start and end within their ticks, into the ticks of a schedule."""
+
+    def timed(part: Slice, start: float, end: float) -> TimedAction:
+        tick, action, lo, hi = part.tick, part.action, part.lo, part.hi
+        some = None if hi - lo == layers[action.virtual_stage] else (lo, hi)
+        return TimedAction(action, starts[tick] + start, starts[tick] + end, some, tick)
+
+    return timed
 
 
 def _whole_actions(schedule: Schedule) -> tuple[tuple[Slice, ...], ...]:
@@ -285,11 +314,6 @@ def of_virtual_stages(placement: Placement, costs: Costs | Sequence[Costs]) -> t
             f"Nearest valid: {needed}, or one for all."
         )
     return tuple(costs)
-
-
-def kind_durations(costs: Sequence[Costs]) -> list[dict[Kind, float]]:
-    """Of every kind of action, by virtual stage."""
-    return [{kind: cost.of(kind) for kind in Kind} for cost in costs]
 
 
 def _walk(schedule: Schedule) -> Walk:

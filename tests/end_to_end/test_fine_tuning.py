@@ -5,44 +5,23 @@ With torch (`make test-parity`) the transformers library saves the models and lo
 
 import importlib.util
 import json
-import os
 import re
-import subprocess
-import sys
 
 import jax
 import numpy as np
 import pytest
-from command import QUICK_COMPILE, TOP, steps, weights
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
+from byte_tokenizer import byte_tokenizer
+from command import steps, weights
+from pages import blocks, run
 
 pytestmark = pytest.mark.end_to_end
 
 pytest.importorskip("safetensors", reason="safetensors is not installed")
 HAS_TORCH = importlib.util.find_spec("torch") is not None
-PAGE = (TOP / "docs" / "fine-tuning.md").read_text(encoding="utf-8")
-SECONDS = 300
+PAGE = "fine-tuning.md"
 # A document is the same three words; a model that has learned them ends after the third.
 DOCUMENT = "the pipeline waits"
 SIZES = {"vocab_size": 300, "num_layers": 4, "width": 32, "num_heads": 4, "sequence_length": 24}
-
-
-def _blocks(language):
-    return re.findall(rf"```{language}\n(.*?)```", PAGE, re.DOTALL)
-
-
-def _tokenizer(begins):
-    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
-    names = ["<unk>", "<s>", "</s>", *letters]
-    made = Tokenizer(models.BPE({name: n for n, name in enumerate(names)}, []))
-    made.add_special_tokens(names[:3])
-    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    made.decoder = decoders.ByteLevel()
-    if begins:
-        made.post_processor = processors.TemplateProcessing(
-            single="<s> $A", pair="<s> $A $B", special_tokens=[("<s>", 1)]
-        )
-    return made
 
 
 def _save_ours(folder, kind):
@@ -55,7 +34,7 @@ def _save_ours(folder, kind):
     config = gpt.GPTConfig(**SIZES, **(llama if kind == "llama" else gpt2))
     params = gpt.init(config, jax.random.key(0))
     hugging_face.save(folder, config, params, token_ids=TokenIds(1, 2, 0))
-    _tokenizer(kind == "llama").save(str(folder / "tokenizer.json"))
+    byte_tokenizer(begins=kind == "llama").save(str(folder / "tokenizer.json"))
     fields = {"bos_token": "<s>", "eos_token": "</s>", "pad_token": "<unk>"}
     (folder / "tokenizer_config.json").write_text(json.dumps(fields))
 
@@ -78,49 +57,23 @@ def _save_theirs(folder, kind):
         model = transformers.GPT2LMHeadModel(config)
     model.save_pretrained(folder)
     transformers.PreTrainedTokenizerFast(
-        tokenizer_object=_tokenizer(kind == "llama"),
+        tokenizer_object=byte_tokenizer(begins=kind == "llama"),
         bos_token="<s>", eos_token="</s>", pad_token="<unk>",
     ).save_pretrained(folder)  # fmt: skip
-
-
-def _run(folder, command, status=0):
-    words = command.split()
-    assert words[0] == "python"
-    environment = {n: v for n, v in os.environ.items() if not n.startswith(("JAX_", "XLA_"))}
-    environment |= {
-        "JAX_PLATFORMS": "cpu",
-        "XLA_FLAGS": QUICK_COMPILE,
-        "PYTHONPATH": str(TOP),
-        "PYTHONWARNINGS": "error",
-    }
-    done = subprocess.run(
-        [sys.executable, *words[1:]],
-        cwd=folder,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=SECONDS,
-        check=False,
-    )
-    assert done.returncode == status, f"{command}\n{done.stdout}\n{done.stderr}"
-    return done
 
 
 @pytest.fixture(scope="module", params=["llama", pytest.param("gpt2", marks=pytest.mark.slow)])
 def followed(request, tmp_path_factory):
     """A folder in which every command of the page was run, and the kind of its model."""
     folder = tmp_path_factory.mktemp(request.param)
-    (folder / "train").symlink_to(TOP / "train")
     for name in ("text", "model"):
         (folder / name).mkdir()
     for number in range(600):
         (folder / "text" / f"{number}.txt").write_text(DOCUMENT)
     (_save_theirs if HAS_TORCH else _save_ours)(folder / "model", request.param)
-    (configuration,) = _blocks("yaml")
+    (configuration,) = blocks(PAGE, "yaml")
     (folder / "fine-tune.yaml").write_text(configuration)
-    for block in _blocks("sh"):
-        for command in block.strip().splitlines():
-            _run(folder, command)
+    run(folder, "".join(blocks(PAGE, "sh")))
     return folder, request.param
 
 
@@ -142,26 +95,25 @@ def test_the_exported_model_is_the_trained_one(followed):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("followed", ["llama"], indirect=True)
 def test_a_run_begins_with_the_weights_of_another(followed):
     """Without a step's change they are exported as they were, from another layout."""
-    folder, kind = followed
-    if kind != "llama":
-        pytest.skip("one kind is enough")
+    folder, _ = followed
     second = (
         "--init-from runs/mine@best --run-dir runs/second --mesh.stage 4 --mesh.data 1 "
         "--pipeline.zero 0 --train.steps 1 --optimizer.warmup-steps 1 --optimizer.peak-lr 1e-30"
     )
-    done = _run(folder, f"python train/train.py --config fine-tune.yaml {second}")
+    done = run(folder, f"python train/train.py --config fine-tune.yaml {second}")
     assert re.search(r"weights of runs/mine, step \d0\n", done.stdout)
-    _run(folder, "python -m train.export runs/second --out second")
+    run(folder, "python -m train.export runs/second --out second")
     one, two = ((folder / name / "model.safetensors") for name in ("exported", "second"))
     assert one.read_bytes() == two.read_bytes()
 
     wrong = "--run-dir runs/third --model.width 64 --init-from runs/mine@7 --train.steps 2"
-    done = _run(folder, f"python train/train.py --config fine-tune.yaml {wrong}", status=2)
+    done = run(folder, f"python train/train.py --config fine-tune.yaml {wrong}", status=2)
     assert "model.width=64 is not that of the weights of init_from=runs/mine@7." in done.stderr
     wrong = wrong.replace("--model.width 64 ", "")
-    done = _run(folder, f"python train/train.py --config fine-tune.yaml {wrong}", status=2)
+    done = run(folder, f"python train/train.py --config fine-tune.yaml {wrong}", status=2)
     assert "error: init_from=runs/mine@7: step=7 has no checkpoint in folder=" in done.stderr
     assert "Traceback" not in done.stderr
 
@@ -183,7 +135,7 @@ def test_transformers_loads_it_and_stops_at_the_end_of_a_text(followed, monkeypa
     np.testing.assert_allclose(ours, expected, rtol=1e-4, atol=2e-6 * np.abs(expected).max())
 
     monkeypatch.chdir(folder)
-    (program,) = _blocks("python")
+    (program,) = blocks(PAGE, "python")
     exec(program, {})
     begins = "<s>" if kind == "llama" else ""
     assert capsys.readouterr().out.strip().endswith(f"{begins}{DOCUMENT}</s>")

@@ -51,7 +51,7 @@ def loss_of(config, params, batch, rng=None, *, axis=None):
     layer_keys = None if rng is None else jax.random.split(rng, config.num_layers)
     x = model.embed(outer, batch, rng)
     x, _ = jax.lax.scan(
-        lambda x, layer: (model.layer(layer[0], x, None, layer[1]), None),
+        lambda x, layer: (model.layer(layer[0], x, batch, layer[1]), None),
         x,
         (params["layers"], layer_keys),
     )
@@ -343,3 +343,17 @@ def test_longer_inputs_than_the_model_has_positions_for_are_refused():
     params = init(TINY, jax.random.key(0))
     with pytest.raises(ValueError, match=r"14 inputs per row.*sequence_length=12"):
         logits(TINY, params, tokens(TINY, extra=2))
+
+
+@pytest.mark.parametrize("config", [TINY, GPT2], ids=["rotary", "learned"])
+def test_documents_of_a_row_do_not_see_each_other(config):
+    """The loss of two documents in a row is the mean of their own."""
+    row = tokens(config, rows=2, extra=1)
+    # At the initial scale, attention hardly matters.
+    params = jax.tree.map(lambda leaf: 8 * leaf, init(config, jax.random.key(0)))
+    half = config.sequence_length // 2
+    documents = jnp.broadcast_to(jnp.arange(2 * half) // half, (2, 2 * half))
+    packed = loss_of(config, params, {"tokens": row, "documents": documents})
+    alone = jnp.concatenate([row[:, : half + 1], row[:, half:]])
+    assert packed == pytest.approx(float(loss_of(config, params, {"tokens": alone})), rel=1e-5)
+    assert packed != pytest.approx(float(loss_of(config, params, {"tokens": row})), rel=1e-3)

@@ -10,7 +10,7 @@ from jaxpipe.schedule import catalog
 from jaxpipe.schedule.actions import Schedule
 from jaxpipe.schedule.generators.gpipe import gpipe
 from jaxpipe.schedule.search.auto import auto
-from jaxpipe.schedule.search.cache import cached, folder
+from jaxpipe.schedule.search.cache import cache_folder, cached
 from jaxpipe.schedule.search.controllable_memory import controllable_memory
 from jaxpipe.schedule.simulate import Costs
 
@@ -39,10 +39,10 @@ def counting(calls: list):
 
 
 def test_the_place_follows_the_xdg_specification(files, monkeypatch, tmp_path):
-    assert folder() == files
+    assert cache_folder() == files
     monkeypatch.delenv("XDG_CACHE_HOME")
     monkeypatch.setenv("HOME", str(tmp_path))
-    assert folder() == tmp_path / ".cache" / "jaxpipe"
+    assert cache_folder() == tmp_path / ".cache" / "jaxpipe"
 
 
 @pytest.mark.parametrize("name", ["controllable-memory", "auto"])

@@ -9,6 +9,7 @@ import sys
 import pytest
 
 from jaxpipe.cli import main
+from jaxpipe.commands import tables
 from jaxpipe.commands.options import parse_costs
 from jaxpipe.schedule import catalog
 from jaxpipe.schedule.simulate import Costs
@@ -28,11 +29,17 @@ def test_show_draws_and_reports_every_clock(capsys):
 
 
 def test_show_json_is_complete(capsys):
-    assert main(["show", "1f1b", *SHAPE, "--costs", "1,2,1,0.5", "--format", "json"]) == 0
+    assert (
+        main(
+            ["show", "1f1b", *SHAPE, "--costs", "1,2,1,0.5", "--format", "json", "--clock", "free"]
+        )
+        == 0
+    )
     shown = json.loads(capsys.readouterr().out)
     assert list(shown) == [
-        "schedule", "stages", "chunks", "microbatches", "costs", "free_running", "neighbor",
-        "lock_step", "peak_in_flight", "actions", "messages", "gathers", "reductions",
+        "schedule", "stages", "chunks", "microbatches", "costs", "clock", "free_running",
+        "neighbor", "lock_step", "peak_in_flight", "ticks", "actions", "messages", "moves",
+        "gathers", "reductions",
     ]  # fmt: skip
     assert (shown["schedule"], shown["stages"], shown["chunks"]) == ("1f1b", 4, 1)
     assert shown["costs"] == {"f": 1, "b": 2, "w": 1, "message": 0.5}
@@ -53,6 +60,19 @@ def test_show_json_is_complete(capsys):
     )
 
 
+def test_show_says_which_clock_it_draws(capsys):
+    for clock, makespan in (("free", 33), ("neighbor", 40), ("lock-step", 40)):
+        assert main(["show", "1f1b-fused", *SHAPE, "--clock", clock]) == 0
+        title, *lines = capsys.readouterr().out.splitlines()
+        assert f"{clock}" in title
+        assert f"makespan {makespan}" in title
+        assert sum(line.startswith("also 1f1b-fused, ") for line in lines) == 2
+    assert main(["show", "chimera", *SHAPE, "--clock", "neighbor"]) == 2
+    assert "'chimera' can only be simulated.\nNearest valid: --clock lock-step." in (
+        capsys.readouterr().err
+    )
+
+
 @pytest.mark.parametrize("kind", ["svg", "png", "trace", "csv", "json", "text"])
 def test_show_writes_a_file(tmp_path, capsys, kind):
     out = tmp_path / f"picture.{kind}"
@@ -69,8 +89,8 @@ def test_show_writes_a_file(tmp_path, capsys, kind):
         ("a.csv", [], "0F0,"),
         ("a.json", [], '{\n  "schedule": "gpipe"'),
         ("a.json", ["--format", "trace"], '{"traceEvents"'),
-        ("a.txt", [], "stage 0 |"),
-        ("a", [], "stage 0 |"),
+        ("a.txt", [], "gpipe, p=4 "),
+        ("a", [], "gpipe, p=4 "),
         ("a.txt", ["--format", "csv"], "0F0,"),
     ],
 )
@@ -100,13 +120,49 @@ def test_schedules_lists_every_row(capsys):
 
 
 def test_compare_shows_every_schedule(capsys):
-    assert main(["compare", *SHAPE, "--costs", "1,1,1"]) == 0
+    assert main(["compare", *SHAPE]) == 0
     out = capsys.readouterr().out
     row = next(line for line in out.splitlines() if "1f1b-fused" in line)
     assert [cell.strip() for cell in row.strip("│").split("│")] == [
-        "1f1b-fused", "1", "4", "27.3%", "40.0%", "40.0%",
+        "1f1b-fused", "1", "4", "27.3%", "40.0%", "40.0%", "40",
     ]  # fmt: skip
     assert all(entry.name in out for entry in catalog.entries())
+
+
+def test_compare_is_of_equal_models(capsys):
+    """Without a bubble all schedules would take as long."""
+    options = "--stages", "2", "--microbatches", "4", "--layers", "4", "--layer-costs", "2,3,1,.5"
+    assert main(["compare", *options]) == 0
+    rows = [line.split("│") for line in capsys.readouterr().out.splitlines() if "%" in line]
+    work = {}
+    for _, name, chunks, _, _, _, bubble, time, _ in rows:
+        own = float(time) * (1 - float(bubble.strip().rstrip("%")) / 100)
+        work[name.strip(), int(chunks)] = own
+    assert {chunks for _, chunks in work} == {1, 2}
+    # Two layers of a stage, four microbatches; bubbles are rounded.
+    assert list(work.values()) == pytest.approx([2 * 4 * (2 + 3 + 1)] * len(work), rel=1e-3)
+
+
+def test_auto_chooses_the_chunks_of_a_model_that_is_given_layer_by_layer(capsys):
+    for message, chunks in (("0", 2), ("5", 1)):
+        costs = f"1,1.2,0.8,{message}"
+        shape = "--stages", "2", "--microbatches", "2", "--layers", "4", "--layer-costs", costs
+        assert main(["show", "auto", *shape]) == 0
+        assert f"auto, p=2 v={chunks} m=2, " in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("width", [60, 90, 200])
+def test_tables_fit_the_terminal_and_cut_nothing_short(monkeypatch, capsys, width):
+    monkeypatch.setattr(tables, "_PIPE_WIDTH", width)
+    assert main(["schedules"]) == 0
+    listed = capsys.readouterr().out
+    assert main(["compare", "--stages", "2", "--microbatches", "2"]) == 0
+    compared = capsys.readouterr().out
+    for out in (listed, compared):
+        assert "…" not in out
+        assert all(entry.name in out for entry in catalog.entries())
+    tabular = [line for line in compared.splitlines() if "│" in line]
+    assert max(map(len, tabular)) <= width
 
 
 @pytest.mark.parametrize("ending", ["svg", "png"])
@@ -149,8 +205,8 @@ def test_validate_says_why_it_does_not_draw(tmp_path, capsys):
     assert main(["show", "1f1b", *SHAPE, "--out", str(file)]) == 0
     assert main(["validate", str(file), "--costs", "1e-6,1,1"]) == 0
     out = capsys.readouterr().out
-    assert out.startswith("Valid, but not drawn. A drawing in text needs 5.7e+07 columns, beyond")
-    assert "1f1b, p=4 v=1 m=8, (F, B, W)=(1e-06, 1, 1), lock-step" in out
+    assert out.startswith("1f1b, p=4 v=1 m=8, (F, B, W)=(1e-06, 1, 1), lock-step")
+    assert "\nValid, but not drawn. A drawing in text needs " in out
     assert "peak in flight, per stage: 4, 3, 2, 1" in out
     assert main(["show", str(file), "--costs", "1e-6,1,1"]) == 2
     assert "columns, beyond" in capsys.readouterr().err
@@ -304,9 +360,31 @@ def test_bad_csv_gets_status_2_and_one_message(tmp_path, capsys, content, expect
         (["show", "gpipe", "--stages", "0", "--microbatches", "8"], "--stages 0 must be"),
         (["show", "gpipe", *SHAPE, "--costs", "1,1"], "--costs 1,1 must be three or four numbers"),
         (["show", "gpipe", *SHAPE, "--costs", "1,x,1"], "--costs 1,x,1 must be"),
-        (["compare", *SHAPE, "--costs", "1,0,1"], "costs.b=0.0 must be"),
-        (["compare", *SHAPE, "--costs", "1,nan,1"], "costs.b=nan must be"),
-        (["compare", *SHAPE, "--costs", "1,1e308,1"], "costs.b=1e+308 must be"),
+        (["compare", *SHAPE, "--stage-costs", "1,0,1"], "costs.b=0.0 must be"),
+        (["compare", *SHAPE, "--stage-costs", "1,nan,1"], "costs.b=nan must be"),
+        (["compare", *SHAPE, "--stage-costs", "1,1e308,1"], "costs.b=1e+308 must be"),
+        (["compare", *SHAPE, "--stage-costs", "1,1"], "--stage-costs 1,1 must be three or four"),
+        (["compare", *SHAPE, "--layer-costs", "1,1,1"], "needs --layers, the layers of the whole"),
+        (
+            ["compare", *SHAPE, "--layer-costs", "1,1,1", "--stage-costs", "1,2,1"],
+            "--layer-costs 1,1,1 and --stage-costs 1,2,1 say the same",
+        ),
+        (["compare", *SHAPE, "--layers", "3"], "--layers 3 is too few for --stages 4"),
+        (["show", "zb-v", *SHAPE, "--layers", "8"], "--layers 8 needs --layer-costs"),
+        (
+            ["show", "zb-v", *SHAPE, "--layers", "6", "--layer-costs", "1,1,1"],
+            "6 layers cannot fill 8 chunks",
+        ),
+        (
+            ["show", "zb-v", *SHAPE, "--layers", "8", "--layer-costs", "1,1,1", "--costs", "1,2,1"],
+            "--costs 1,2,1 is of a chunk: --layers and --layer-costs say it of the model",
+        ),
+        (
+            ["show", "interleaved-fused", *SHAPE, "--memory-limit", "3"],
+            "--memory-limit 3.0 does not fit schedule 'interleaved-fused'",
+        ),
+        (["show", "qqq", *SHAPE], "'qqq' is not a known schedule. All: gpipe, "),
+        (["show", "interleave", *SHAPE], "Nearest valid: 'interleaved', "),
         (["compare", *SHAPE, "--out", "picture.gif"], "Nearest valid: .svg, .png"),
         (["compare", *SHAPE, "--out", "/no/such/folder/a.svg"], "/no/such/folder/a.svg"),
         (["compare", "--stages", "0", "--microbatches", "8"], "--stages 0 must be"),

@@ -6,16 +6,31 @@ import re
 import sys
 
 import pytest
+from matplotlib.collections import LineCollection, PolyCollection
 
 from jaxpipe.schedule.actions import Action, Schedule
 from jaxpipe.schedule.catalog import build
 from jaxpipe.schedule.placement import Placement
+from jaxpipe.schedule.search.slices import slice_ticks
 from jaxpipe.schedule.show import draw
+from jaxpipe.schedule.show.exchanges import exchanges
 from jaxpipe.schedule.simulate import Costs, lock_step, simulate
 
 
 def timeline(name: str = "1f1b", *, p: int = 3, m: int = 4, costs: Costs | None = None):
     return simulate(build(name, stages=p, microbatches=m), costs or Costs(1, 1, 1))
+
+
+def stage_lines(text: str) -> list[str]:
+    return [line for line in text.splitlines() if line.startswith("stage ")]
+
+
+@pytest.fixture(scope="module")
+def sliced():
+    """Late messages, slices and gathers."""
+    costs = Costs(1, 1.2, 0.8)
+    schedule = build("zb-v", stages=3, microbatches=6, costs=costs)
+    return lock_step(slice_ticks(schedule, costs, [4] * 6), costs)
 
 
 @pytest.fixture
@@ -37,7 +52,7 @@ def test_text_of_a_small_schedule():
 @pytest.mark.parametrize("name", ["gpipe", "1f1b", "gpipe-fused", "1f1b-fused"])
 def test_text_shows_every_action_in_order_and_rows_end_together(name, costs, clock):
     drawn = clock(build(name, stages=3, microbatches=12), costs)
-    lines = draw.text(drawn).splitlines()
+    lines = stage_lines(draw.text(drawn))
     assert len({len(line) for line in lines}) == 1
     for line, row in zip(lines, drawn.rows, strict=True):
         labels = [f"{timed.action.kind}{timed.action.microbatch}" for timed in row]
@@ -56,12 +71,59 @@ def test_colour_only_where_asked():
     assert re.sub(r"\x1b\[[\d;]*m", "", coloured) == plain
 
 
+def test_text_of_slices_names_every_action_once_and_marks_every_exchange(sliced):
+    text = draw.text(sliced)
+    for line, row in zip(stage_lines(text), sliced.rows, strict=True):
+        assert sorted(re.findall(r"\d+[FBW]\d+", line)) == sorted(str(t.action) for t in row)
+    found = exchanges(sliced)
+    marks = "".join(line for line in text.splitlines() if line.startswith("        |"))
+    late = sum(message.late for message in found.messages)
+    assert late
+    assert marks.count("}") + marks.count("{") == late
+    assert marks.count(">") + marks.count("<") == len(found.messages) - late
+    assert marks.count("G") + marks.count("R") == len(found.moves)
+    assert text.splitlines()[-1].endswith("R reduces its gradients")
+
+
+@pytest.mark.parametrize("width", [40, 80, 133])
+def test_text_breaks_rows_at_a_terminals_width_but_never_a_name(sliced, width):
+    whole, pages = (
+        [[line.split("|")[1] for line in draw.text(sliced, width=w).splitlines() if "|" in line]]
+        for w in (None, width)
+    )
+    assert max(map(len, draw.text(sliced, width=width).splitlines())) <= width
+    rows = len(whole[0])
+    assert ["".join(pages[0][row::rows]) for row in range(rows)] == whole[0]
+    broken = draw.text(sliced, width=width)
+    names = re.findall(r"\d+[FBW]\d+", "\n".join(stage_lines(broken)))
+    assert sorted(names) == sorted(str(t.action) for row in sliced.rows for t in row)
+
+
+def test_figure_of_slices_has_a_box_for_every_part_and_a_line_for_every_message(sliced):
+    axes = draw.figure(sliced).axes[::2]
+    assert sum(len(one.texts) for one in axes) == sum(map(len, sliced.rows))
+    assert sum(len(boxes_of(one)) for one in axes) >= sum(map(len, sliced.parts))
+    lines = [c for one in axes for c in one.collections if isinstance(c, LineCollection)]
+    found = exchanges(sliced)
+    drawn = {tuple(map(tuple, line)) for one in lines for line in one.get_segments()}
+    assert {(m.sent, m.arrives) for m in found.messages} <= {(a[0], b[0]) for a, b in drawn}
+
+
+def test_long_timelines_continue_in_rows_instead_of_growing_wider():
+    drawn = draw.figure(timeline("1f1b", p=2, m=64))
+    width, height = drawn.get_size_inches()
+    assert width <= 14
+    assert height <= 31
+    assert len(drawn.axes) > 4
+    numbers = sum(len(axes.texts) for axes in drawn.axes)
+    assert numbers == 2 * 64 * 3
+
+
 def test_figure_has_a_box_and_a_number_for_every_action():
     drawn = timeline(p=3, m=4)
     figure = draw.figure(drawn)
     axes, memory = figure.axes
-    boxes = [path for collection in axes.collections for path in collection.get_paths()]
-    assert len(boxes) == 3 * 4 * 3
+    assert len(boxes_of(axes)) == 3 * 4 * 3
     assert len(axes.texts) == 3 * 4 * 3
     assert [label.get_text() for label in axes.get_yticklabels()] == [
         "stage 0", "stage 1", "stage 2",
@@ -75,9 +137,15 @@ def test_figure_has_a_box_and_a_number_for_every_action():
 def test_figure_tells_chunks_apart(v_shape):
     axes, memory = draw.figure(v_shape).axes
     assert {text.get_color() for text in axes.texts} == {"black", "white"}
-    assert len({tuple(c) for boxes in axes.collections for c in boxes.get_facecolors()}) == 4
+    boxes = [one for one in axes.collections if isinstance(one, PolyCollection)]
+    assert len({tuple(colour) for one in boxes for colour in one.get_facecolors()}) == 4
     # Two half stages in flight are one full stage.
     assert max(memory.lines[0].get_ydata()) == 1
+
+
+def boxes_of(axes) -> list:
+    polygons = [one for one in axes.collections if isinstance(one, PolyCollection)]
+    return [path for one in polygons for path in one.get_paths()]
 
 
 def test_caption_counts_the_microbatches_of_both_copies():

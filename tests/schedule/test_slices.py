@@ -114,6 +114,7 @@ class Replay:
         self.leaving: list[set[int]] = [set() for _ in self.buffers]
         self.arriving: list[tuple[int, int, int]] = []
         self.sent: dict = {}
+        self.embedded: list[int] = []
 
     def run(self) -> None:
         table = self.table
@@ -236,17 +237,21 @@ class Replay:
                     name, s, i, layer = by[sender, kind]
                     assert layer == (counts[s] if name == "x" else 0)
                     reader = s + 1 if name == "x" else s - 1
-                    start = 0 if name == "x" else counts[reader]
+                    start = 0 if name == "x" or reader < 0 else counts[reader]
                     self.buffers[receiver][name][slot] = (name, reader, i, start)
         self.sent = sent
+        if table.embed_gradient[t] != NONE:
+            slot, first = table.embed_gradient_slot[t], self.stages[0]
+            waits = slot != NONE
+            back = self.buffers[first]["dy"][slot] if waits else sent[first, backward]
+            assert back == ("dy", -1 if waits else 0, table.embed_gradient[t], 0)
+            self.embedded.append(table.embed_gradient[t])
         if table.head[t] != NONE:
             exit_stage = self.stages[last]
             assert sent[exit_stage, Kind.F] == ("x", last, table.head[t], counts[last])
             self.buffers[exit_stage]["dy"][table.head_slot[t]] = (
                 "dy", last, table.head[t], counts[last],
             )  # fmt: skip
-        if table.embed_gradient[t] != NONE:
-            assert sent[self.stages[0], backward] == ("dy", 0, table.embed_gradient[t], 0)
 
 
 fields = dataclasses.fields
@@ -265,7 +270,7 @@ def replay_table(table):
     chunks = range(schedule.num_chunks)
     assert all(sorted(set(row)) == list(chunks) for row in runner.reduced)
     heads = [i for i in runner.table.head if i != NONE]
-    assert sorted(heads) == list(range(schedule.num_microbatches))
+    assert sorted(heads) == sorted(runner.embedded) == list(range(schedule.num_microbatches))
     rows = []
     for row in runner.ran:
         phases = {Kind.F: 0, Kind.B: 1, Kind.BW: 1, Kind.W: 2}

@@ -1,8 +1,11 @@
 """What fits together: every rule names the field, its value, the rule and the nearest valid."""
 
+import hashlib
+import json
 import math
 import shutil
 
+import numpy as np
 import pytest
 
 from jaxpipe.schedule import catalog
@@ -338,3 +341,25 @@ def test_a_size_that_is_a_mistake_is_refused_at_once(make, fields, expected):
     """Beside too few held-out rows for such a batch."""
     _, message = sorted(_messages(make(fields)))
     assert expected in message
+
+
+def test_other_texts_of_a_mixture_must_fit(make, folder, tmp_path):
+    """The same tokenizer, whole files, at least one row, and a family that reads them."""
+    same, short, other = (
+        shutil.copytree(folder, tmp_path / name) for name in ("same", "short", "other")
+    )
+    missing = tmp_path / "missing"
+    data.write_tokens(short / "train.tokens", np.arange(9), vocab_size=300)
+    meta = json.loads((other / data.META_FILE).read_text())
+    (other / data.TOKENIZER_FILE).write_bytes(b"{ }")
+    meta["tokenizer_sha256"] = hashlib.sha256(b"{ }").hexdigest()
+    (other / data.META_FILE).write_text(json.dumps(meta))
+    assert _messages(make({"data.mix": {str(same): 2.0}})) == []
+    found = _messages(make({"data.mix": {str(f): 1.0 for f in (missing, same, other, short)}}))
+    assert [message.split(" ")[0].rstrip(":") for message in found] == [
+        f"data.mix={name}" for name in (missing, other, short)
+    ]
+    assert "was prepared with another tokenizer than data.path=" in found[1]
+    assert "has 9 tokens, too few for one row of model.sequence_length=16" in found[2]
+    failures = _messages(make({"task": "resnet", "data.mix": {"a": 1.0}, "model": {}}))
+    assert "data.mix={'a': 1.0} has no effect: task=resnet does not read it" in "\n".join(failures)

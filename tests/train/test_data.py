@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from train import data
-from train.data import text
+from train.data import stream, text
 
 SEQUENCE_LENGTH = 5
 NUM_TOKENS = 103  # 20 whole windows and two tokens that do not fill another
@@ -140,6 +140,33 @@ def test_resume_reads_nothing_before_its_position():
     stream.set_state({name: 10**9})
     next(stream)
     assert Counting.reads == 4
+
+
+def test_several_texts_are_drawn_by_weight_each_in_epochs_of_its_own():
+    """As often as their weights say, and resumed in the middle of an epoch."""
+    parts = [text.Windows(_tokens(), 5), text.Windows(1000 + _tokens(53), 5)]
+    mixture = stream.Mixture(parts, [1.0, 3.0])
+    assert len(mixture) == 20 + 10
+    batches = stream.batches(mixture, batch_size=4, seed=7)
+    first = _take(batches, 10)
+    state = json.loads(json.dumps(batches.get_state()))
+    starts = np.concatenate(first)[:, 0]
+    other = starts[starts >= 1000]
+    assert len(other) == 30
+    for epoch in other.reshape(3, 10):
+        np.testing.assert_array_equal(np.sort(epoch), 1000 + 5 * np.arange(10))
+    assert len({*starts[starts < 1000].tolist()}) == 10
+    expected = _take(batches, 6)
+    resumed = stream.batches(mixture, batch_size=4, seed=7, rows=[3, 1])
+    resumed.set_state(state)
+    np.testing.assert_array_equal(_take(resumed, 6), [batch[[3, 1]] for batch in expected])
+    assert mixture.read(np.arange(0), np.zeros((0, 3)))["tokens"].shape == (0, 6)
+
+
+def test_windows_number_the_documents_in_them():
+    tokens = np.array([7, 7, 0, 7, 0, 0, 7, 7, 7])
+    batch = text.Windows(tokens, 4, end_of_text=0).read(np.arange(2), np.zeros((2, 3)))
+    assert batch["documents"].tolist() == [[0, 0, 0, 1], [0, 1, 2, 2]]
 
 
 def test_heldout_windows_are_fixed_distinct_and_spread():

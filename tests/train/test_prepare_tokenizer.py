@@ -4,8 +4,8 @@ import io
 import json
 
 import pytest
+from byte_tokenizer import byte_tokenizer
 from rich.console import Console
-from tokenizers import Tokenizer, models, pre_tokenizers, processors
 
 from train.data import load_tokenizer, read_meta, read_tokens
 from train.data import text as texts
@@ -25,14 +25,7 @@ def text(tmp_path):
 @pytest.fixture
 def tokenizer(tmp_path):
     """As that of a Llama: every text begins with <s>, and </s> ends a text."""
-    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
-    names = ["<unk>", "<s>", "</s>", *letters]
-    made = Tokenizer(models.BPE({name: n for n, name in enumerate(names)}, []))
-    made.add_special_tokens(names[:3])
-    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    made.post_processor = processors.TemplateProcessing(
-        single="<s> $A", pair="<s> $A $B", special_tokens=[("<s>", 1)]
-    )
+    made = byte_tokenizer(begins=True)
     made.enable_truncation(5)
     made.enable_padding(length=200)
     folder = tmp_path / "tokenizer"

@@ -4,6 +4,7 @@ import errno
 import json
 import os
 
+import jax
 import pytest
 
 from train import checks, command_line, distributed, errors, run_folder, train
@@ -152,3 +153,28 @@ def test_what_is_no_record_ends_no_resume(tmp_path, damage):
     path.write_bytes(lines[0] + damage + b"\n" + lines[1])
     truncate(path, last_step=3)
     assert path.read_bytes() == b"".join(lines)
+
+
+@pytest.mark.parametrize(
+    ("backend", "variables", "configured", "kept_in"),
+    [
+        ("gpu", {}, None, "cache/jaxpipe/programs"),
+        ("gpu", {}, "mine", "mine"),
+        ("gpu", {"JAXPIPE_NO_CACHE": "1"}, None, None),
+        ("cpu", {}, None, None),
+    ],
+)
+def test_compiled_programs_are_kept_on_gpus(
+    tmp_path, monkeypatch, backend, variables, configured, kept_in
+):
+    monkeypatch.setattr(jax, "default_backend", lambda: backend)
+    monkeypatch.delenv("JAXPIPE_NO_CACHE", raising=False)
+    for name, value in {"XDG_CACHE_HOME": str(tmp_path / "cache"), **variables}.items():
+        monkeypatch.setenv(name, value)
+    before = jax.config.jax_compilation_cache_dir
+    try:
+        jax.config.update("jax_compilation_cache_dir", configured and str(tmp_path / configured))
+        train._keep_programs()
+        assert jax.config.jax_compilation_cache_dir == (kept_in and str(tmp_path / kept_in))
+    finally:
+        jax.config.update("jax_compilation_cache_dir", before)

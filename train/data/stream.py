@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Sequence
 from typing import Protocol
 
@@ -33,12 +34,54 @@ class Examples(Protocol):
         ...
 
 
+class Mixture:
+    """Several collections of examples as one, numbered one after another.
+
+    Args:
+      parts: at least one, none of them empty.
+      weights: how often an example is drawn from each, in any unit.
+
+    Example:
+      >>> from train.data.text import Windows
+      >>> both = Mixture([Windows(np.arange(9), 4), Windows(np.arange(100, 105), 4)], [1, 2])
+      >>> both.read(np.array([2, 0]), np.zeros((2, 3)))["tokens"][:, 0].tolist()
+      [100, 0]
+    """
+
+    def __init__(self, parts: Sequence[Examples], weights: Sequence[float]) -> None:
+        self._parts, self._weights = parts, weights
+        self._starts = np.cumsum([0, *map(len, parts)])
+
+    def __len__(self) -> int:
+        return int(self._starts[-1])
+
+    def read(self, numbers: np.ndarray, keys: np.ndarray) -> Batch:
+        """Reads each example from the part that it lies in."""
+        within = np.searchsorted(self._starts, numbers, side="right") - 1
+        found: Batch = {}
+        for part, (examples, start) in enumerate(zip(self._parts, self._starts, strict=False)):
+            here = within == part
+            for name, leaf in examples.read(numbers[here] - start, keys[here]).items():
+                whole = found.setdefault(
+                    name, np.empty((len(numbers), *leaf.shape[1:]), leaf.dtype)
+                )
+                whole[here] = leaf
+        return found
+
+    def drawn(self, seed: int) -> grain.MapDataset[int]:
+        """Returns endless numbers: each part's in a new order in every epoch of its own."""
+        ranges = itertools.pairwise(self._starts.tolist())
+        parts = [_shuffled(first, end, seed) for first, end in ranges]
+        return grain.MapDataset.mix(parts, self._weights)
+
+
 def batches(
     examples: Examples, *, batch_size: int, seed: int, rows: Rows = None
 ) -> grain.DatasetIterator[Batch]:
     """Yields shuffled batches endlessly.
 
-    Each epoch visits all examples in a new order, which depends only on ``seed`` and the epoch.
+    Each epoch visits all examples in a new order, which depends only on ``seed`` and the epoch. Of
+    a `Mixture`, each part has epochs of its own.
 
     Args:
       examples: what to read.
@@ -66,7 +109,10 @@ def batches(
         return examples.read(numbers[chosen], _keys(seed, step, chosen))
 
     # Numbers are shuffled and batched, not examples: a process reads only its own rows.
-    numbers = grain.MapDataset.range(len(examples)).seed(seed).shuffle().repeat().batch(batch_size)
+    if isinstance(examples, Mixture):
+        numbers = examples.drawn(seed).batch(batch_size)
+    else:
+        numbers = _shuffled(0, len(examples), seed).batch(batch_size)
     # Reads from memory are far faster than a training step: no reader threads.
     options = grain.ReadOptions(num_threads=0, prefetch_buffer_size=0)
     return iter(numbers.map_with_index(read).to_iter_dataset(options))
@@ -124,6 +170,10 @@ def check_rows(rows: Rows, batch_size: int) -> np.ndarray:
             f"Valid: 0 to {batch_size - 1}."
         )
     return chosen
+
+
+def _shuffled(first: int, end: int, seed: int) -> grain.MapDataset[int]:
+    return grain.MapDataset.range(first, end).seed(seed).shuffle().repeat()
 
 
 def _keys(seed: int, step: int, rows: np.ndarray) -> np.ndarray:

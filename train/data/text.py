@@ -209,26 +209,40 @@ class Windows:
     Args:
       tokens: integers ``[num_tokens]``.
       sequence_length: number of predictions a window holds, at least 1.
+      end_of_text: the token after every document, for windows that number their documents.
 
     Example:
       >>> Windows(np.arange(9), 4).read(np.array([1]), np.zeros((1, 3)))["tokens"]
       array([[4, 5, 6, 7, 8]], dtype=int32)
+      >>> Windows(np.arange(9), 4, end_of_text=5).read(np.array([1]), np.zeros((1, 3)))["documents"]
+      array([[0, 0, 1, 1]], dtype=int32)
     """
 
-    def __init__(self, tokens: Tokens, sequence_length: int) -> None:
+    def __init__(
+        self, tokens: Tokens, sequence_length: int, *, end_of_text: int | None = None
+    ) -> None:
         stream.check_sizes(sequence_length=sequence_length)
         self._tokens, self._sequence_length = tokens, sequence_length
+        self._end_of_text = end_of_text
 
     def __len__(self) -> int:
         return max(len(self._tokens) - 1, 0) // self._sequence_length
 
     def read(self, numbers: np.ndarray, keys: np.ndarray) -> Batch:
-        """Returns ``{"tokens": int32 [rows, sequence_length + 1]}``; nothing is random."""
+        """Reads windows; nothing is random.
+
+        Returns:
+          ``tokens`` int32 ``[rows, sequence_length + 1]`` and, with ``end_of_text``, ``documents``
+          int32 ``[rows, sequence_length]``: how many documents have ended before a token.
+        """
         del keys
         out = np.empty((len(numbers), self._sequence_length + 1), np.int32)
         for row, start in enumerate(numbers.astype(np.int64) * self._sequence_length):
             out[row] = self._tokens[start : start + self._sequence_length + 1]
-        return {"tokens": out}
+        if self._end_of_text is None:
+            return {"tokens": out}
+        ends = (out[:, :-1] == self._end_of_text).astype(np.int32)
+        return {"tokens": out, "documents": np.cumsum(ends, axis=1, dtype=np.int32) - ends}
 
 
 def batches(

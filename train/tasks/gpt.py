@@ -14,6 +14,7 @@ from models.sample import sample
 from train.config import Config
 from train.data import text, token_file, tokenizer_files
 from train.data.folder import META_FILE
+from train.data.stream import Examples, Mixture
 from train.errors import Failure
 from train.task import Task
 
@@ -23,6 +24,7 @@ class GPT(Task):
         vocab_size=2048, sequence_length=128, num_layers=8, width=128, num_heads=4
     )
     unit = "tokens"
+    data_options = ("mix", "documents")
     data_kind = "text"
     report_file = "sample.txt"
 
@@ -46,17 +48,52 @@ class GPT(Task):
         return gpt.init(self.shape, rng)
 
     def row_shapes(self):
-        return {"tokens": jax.ShapeDtypeStruct((self.shape.sequence_length + 1,), jnp.int32)}
+        length = self.shape.sequence_length
+        shapes = {"tokens": jax.ShapeDtypeStruct((length + 1,), jnp.int32)}
+        if self.config.data.documents == "apart":
+            shapes["documents"] = jax.ShapeDtypeStruct((length,), jnp.int32)
+        return shapes
 
     def load(self):
-        folder = Path(self.config.data.path)
-        train, heldout = (
-            text.Windows(text.read_tokens(folder / name), self.shape.sequence_length)
-            for name in (text.TRAIN_FILE, text.HELDOUT_FILE)
-        )
-        return train, heldout
+        settings, length = self.config.data, self.shape.sequence_length
+        end = text.end_of_text(settings.path) if settings.documents == "apart" else None
+
+        def windows(folder: str, name: str) -> Examples:
+            return text.Windows(text.read_tokens(Path(folder) / name), length, end_of_text=end)
+
+        train = windows(settings.path, text.TRAIN_FILE)
+        if settings.mix:
+            others = [windows(folder, text.TRAIN_FILE) for folder in settings.mix]
+            train = Mixture([train, *others], [1.0, *settings.mix.values()])
+        return train, windows(settings.path, text.HELDOUT_FILE)
 
     def data_failures(self):
+        failures = list(self._path_failures())
+        yield from failures
+        for folder in map(Path, [] if failures else self.config.data.mix):
+            try:
+                self._check_mixed(folder)
+            except ValueError as error:
+                message = str(error).replace(f"data.path={folder}", f"data.mix={folder}")
+                yield Failure(message, ("data.mix",))
+
+    def _check_mixed(self, folder: Path) -> None:
+        """Raises ValueError unless the rows of another folder can be drawn beside those of path."""
+        meta, tokens = text.read_meta(folder), text.read_tokens(folder / text.TRAIN_FILE)
+        token_file.check(folder / text.TRAIN_FILE, tokens, vocab_size=meta.vocab_size)
+        if meta.tokenizer_sha256 != self.data_digest():
+            raise ValueError(
+                f"data.mix={folder} was prepared with another tokenizer than data.path="
+                f"{self.config.data.path}. Prepare it with: python -m train.prepare --tokenizer "
+                f"{self.config.data.path} --out {folder}"
+            )
+        if not len(text.Windows(tokens, self.shape.sequence_length)):
+            raise ValueError(
+                f"data.mix={folder} has {len(tokens)} tokens, too few for one row of "
+                f"model.sequence_length={self.shape.sequence_length}. Prepare more text."
+            )
+
+    def _path_failures(self) -> Iterator[Failure]:
         config, folder = self.config, Path(self.config.data.path)
         try:
             meta = text.read_meta(folder)

@@ -268,6 +268,6 @@ def tick(
     carried = exchange(fixed.table, carried, row, outputs, arriving, fixed.axes)
     if sink is None:
         return outer_phases.evaluate(fixed, batch, carried, row.outer, outputs[Kind.F])
-    carried = outer_phases.leave(fixed, batch, carried, row.outer, outputs[Kind.F])
     carried = outer_phases.embed_gradient(fixed, batch, carried, row.outer, outputs[Kind.B])
+    carried = outer_phases.leave(fixed, batch, carried, row.outer, outputs[Kind.F])
     return sink.tick(fixed, carried, row)

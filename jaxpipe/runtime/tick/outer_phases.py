@@ -8,7 +8,7 @@ from jax import lax
 
 from jaxpipe.runtime.barriers import run_if, tie
 from jaxpipe.runtime.layers.losses import differentiated
-from jaxpipe.runtime.layout.buffers import put_slot
+from jaxpipe.runtime.layout.buffers import at_slot, put_slot
 from jaxpipe.runtime.tick.carried import Carried
 from jaxpipe.runtime.tick.fixed import Fixed
 from jaxpipe.runtime.tick.inputs import WithInputs, add_gradients, inputs_of
@@ -93,12 +93,17 @@ def leave(fixed: Fixed, batch: Microbatches, carried: Carried, row: Outer, y: Me
 def embed_gradient(
     fixed: Fixed, batch: Microbatches, carried: Carried, row: Outer, dx: Message
 ) -> Carried:
-    """The gradient of the embedding for the microbatch whose cotangent has come back."""
+    """The gradient of the embedding for a microbatch whose cotangent has come back, in this tick
+    or, waiting in the first stage's inbox, in one before."""
     assert fixed.gradients is not None
     sink, inputs, i = fixed.gradients, fixed.setup.inputs, row.embed_gradient
+    slot, inbox = row.embed_gradient_slot, carried.inboxes["dy"]
 
     def body(through: Tree) -> Tree:
         mine, (gradients, of_inputs) = tie(dx, through)
+        if fixed.table.cotangents_wait:
+            kept = at_slot(inbox, jnp.maximum(slot, 0))
+            mine = [jnp.where(slot == NONE, *pair) for pair in zip(mine, kept, strict=True)]
         cotangent = _from_stage(fixed, mine, 0, fixed.layers.first)
         outer, cotangent = fixed.weights.outer(
             fixed, carried.weights, "embed_gradient", row, cotangent

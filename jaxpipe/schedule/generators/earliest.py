@@ -6,7 +6,7 @@ import dataclasses
 
 from jaxpipe.schedule.actions import Action, Kind, Schedule
 from jaxpipe.schedule.check.validate import peak_in_flight
-from jaxpipe.schedule.check.walk import Results
+from jaxpipe.schedule.check.walk import Results, walk
 from jaxpipe.schedule.simulate import Costs, simulate
 
 HELD = {Kind.F: 1, Kind.B: 0, Kind.W: -1, Kind.BW: -1}
@@ -30,11 +30,16 @@ def earliest(schedule: Schedule, costs: Costs) -> Schedule:
     timeline, results = simulate(schedule, costs), Results(schedule)
     rows = [_Row(cap) for cap in schedule.peak_in_flight or peak_in_flight(schedule)]
     ends: dict[int, float] = {}
+    # By tick where the shortest actions are lost in the sum of the longest.
     in_time = sorted(
-        ((timed.start, d, timed.action) for d, row in enumerate(timeline.rows) for timed in row),
-        key=lambda found: found[:2],
+        (
+            (timed.start, tick, d, timed.action)
+            for d, (row, ticks) in enumerate(zip(timeline.rows, walk(schedule).ticks, strict=True))
+            for timed, tick in zip(row, ticks, strict=True)
+        ),
+        key=lambda found: found[:3],
     )
-    for _, d, action in in_time:
+    for *_, d, action in in_time:
         ready = 0.0
         for needed in results.inputs(action):
             travel = costs.message if results.stage(needed) != d else 0.0

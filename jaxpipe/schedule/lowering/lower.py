@@ -2,8 +2,8 @@
 
 Every tick is one row. Within a tick the phases come in this order, and slots are coloured by it:
 
-    gather weights | embed | R | F | B, BW | W | reduce gradients | exchange messages | head | embed
-    gradient
+    gather weights | embed | R | F | B, BW | W | reduce gradients | exchange messages
+    | embed gradient | head
 
 Everything a stage keeps lives in a numbered slot: a message that has arrived and waits (inbox),
 residuals from F to the last action that reads them, values from B to W. Interval colouring gives
@@ -14,7 +14,8 @@ that tick's layers run. Stages meet at the end of a tick if any of its messages 
 tick's messages are late only if all of them can be.
 
 Where chunks move over data in pieces under layers (`jaxpipe.schedule.lowering.under_layers`), a
-tick's pieces are on their way from its beginning to its end.
+tick's pieces are on their way from its beginning to its end. In which ticks stages embed together
+is up to `jaxpipe.schedule.lowering.outer_ticks`.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ import numpy as np
 from jaxpipe.schedule.actions import Kind, Schedule
 from jaxpipe.schedule.check.validate import simulated_only
 from jaxpipe.schedule.lowering.columns import columns_of
+from jaxpipe.schedule.lowering.outer_ticks import embed_gradient_ticks, embed_ticks
 from jaxpipe.schedule.lowering.slots import colour_intervals
 from jaxpipe.schedule.lowering.table import NONE, Cell, Channel, TickTable
 from jaxpipe.schedule.lowering.transfers import Held, held_chunks
@@ -48,6 +50,8 @@ class Phase(enum.IntEnum):
     BACKWARD = 3
     WEIGHTS = 4
     EXCHANGE = 5
+    EMBED_GRADIENT = 6
+    HEAD = 7
 
 
 def lower(
@@ -94,11 +98,15 @@ def forward_only(schedule: Schedule) -> Schedule:
     return dataclasses.replace(schedule, orders=orders, peak_in_flight=None, slices=None)
 
 
+def _at(ticks: np.ndarray, phase: Phase) -> np.ndarray:
+    """Times within the step."""
+    return ticks * len(Phase) + phase
+
+
 class _Lowering:
     """The passes of `lower`, which share the ticks of every action.
 
-    Arrays of all actions of a kind are ``[virtual stages, microbatches]``. Times within the step
-    are ``tick * len(Phase) + phase``.
+    Arrays of all actions of a kind are ``[virtual stages, microbatches]``.
     """
 
     def __init__(self, schedule: Schedule, layer_counts: tuple[int, ...]) -> None:
@@ -124,29 +132,34 @@ class _Lowering:
         *,
         kept: bool,
     ) -> TickTable:
-        slots, num_slots = self._colour()
+        lives = self._lives()
+        names = dict.fromkeys(("x", "dy", "until_b", "until_w", "crossing", *lives))
+        slots = {name: np.zeros(self.shape, np.int64) for name in names}
+        slots |= {name: self._colour(*life) for name, life in lives.items()}
+        enters, slots["x"] = self._enter(*lives["x"], slots["x"])
+        returned, slots["dy"] = self._leave(lives.get("dy"), slots["dy"])
         hold = functools.partial(held_chunks, self.schedule, self.columns, own_slots, pieces)
         waits = pieces > 0
         weights = hold(weight_slots, self.kinds, load=True, waits=waits)
         gradients = hold(gradient_slots, [Kind.W, Kind.BW], load=False, waits=waits or kept)
         passes = {kind: self._pass(kind, slots, weights, gradients) for kind in self.kinds}
-        embed, embed_slot = self._uniform(self.starts[Kind.F], 0, slots["x"])
-        head, head_slot = self._uniform(self.ends[Kind.F], -1, slots["dy"])
-        leaves = self.ends[self.backward] if self.trains else None
-        embed_gradient, _ = self._uniform(leaves, 0, slots["dy"])
+        embed, embed_slot = self._uniform(enters, slots["x"][0])
+        head, head_slot = self._uniform(self.ends[Kind.F][-1], slots["dy"][-1])
+        embed_gradient, embed_gradient_slot = self._uniform(*returned, empty=NONE)
         return TickTable(
             schedule=self.schedule,
             layer_counts=self.layer_counts,
             passes=passes,
-            channels=tuple(self._channels(slots)),
+            channels=tuple(self._channels(slots, returned[1])),
             embed=embed,
             embed_slot=embed_slot,
             head=head,
             head_slot=head_slot,
             embed_gradient=embed_gradient,
+            embed_gradient_slot=embed_gradient_slot,
             gathers=weights.transfers,
             reduces=gradients.transfers,
-            num_slots=num_slots,
+            num_slots={n: 1 + int(slots[n].max()) if n in lives else 0 for n in names},
             meets=self.meets,
         )
 
@@ -194,37 +207,66 @@ class _Lowering:
         arrivals: np.ndarray = sent + (self.late[sent] & moved[:, None])
         return arrivals
 
-    def _colour(self) -> tuple[dict[str, np.ndarray], dict[str, int]]:
-        """Slots by buffer, and how many each buffer has."""
-
-        def at(ticks: np.ndarray, phase: Phase) -> np.ndarray:
-            return ticks * len(Phase) + phase
-
+    def _lives(self) -> dict[str, tuple[np.ndarray, np.ndarray]]:
+        """The times of first write and last read of what each buffer keeps."""
         first, last = self.starts[Kind.F], self.ends[Kind.F]
-        received = at(self._arrivals(last[:-1]), Phase.EXCHANGE)
-        enters = at(first[:1], Phase.EMBED)
-        forward = at(first, Phase.FORWARD)
-        lives = {"x": (np.concatenate([enters, received]), at(last, Phase.FORWARD))}
+        received = _at(self._arrivals(last[:-1]), Phase.EXCHANGE)
+        enters = _at(first[:1], Phase.EMBED)
+        forward = _at(first, Phase.FORWARD)
+        lives = {"x": (np.concatenate([enters, received]), _at(last, Phase.FORWARD))}
         if self.trains:
             back = self._arrivals(self.ends[self.backward][1:])
-            leaves = at(last[-1:], Phase.EXCHANGE)
-            caused = np.concatenate([at(back, Phase.EXCHANGE), leaves])
-            done = at(self.ends[self.backward], Phase.BACKWARD)
-            frees = done if self.backward is Kind.BW else at(self.ends[Kind.W], Phase.WEIGHTS)
-            kept = at(self.starts[Kind.R], Phase.RECOMPUTE) if self.recomputes else forward
-            lives |= {"dy": (caused, done), "until_b": (kept, done), "until_w": (kept, frees)}
+            caused = [_at(back, Phase.EXCHANGE), _at(last[-1:], Phase.HEAD)]
+            done = _at(self.ends[self.backward], Phase.BACKWARD)
+            frees = done if self.backward is Kind.BW else _at(self.ends[Kind.W], Phase.WEIGHTS)
+            kept = _at(self.starts[Kind.R], Phase.RECOMPUTE) if self.recomputes else forward
+            lives |= {"dy": (np.concatenate(caused), done)}
+            lives |= {"until_b": (kept, done), "until_w": (kept, frees)}
         if self.recomputes:
-            lives["replay"] = (forward, at(self.ends[Kind.R], Phase.RECOMPUTE))
+            lives["replay"] = (forward, _at(self.ends[Kind.R], Phase.RECOMPUTE))
         if self.trains and self.backward is Kind.B:
-            lives["crossing"] = (at(self.starts[Kind.B], Phase.BACKWARD), frees)
-        names = dict.fromkeys(("x", "dy", "until_b", "until_w", "crossing", *lives))
-        slots, num_slots = {name: np.zeros(self.shape, np.int64) for name in names}, {}
-        for name in names:
-            for held in map(list, self.schedule.placement.virtual_stages) if name in lives else ():
-                start, end = (times[held].reshape(-1) for times in lives[name])
-                slots[name][held] = colour_intervals(start, end).reshape(len(held), -1)
-            num_slots[name] = 1 + int(slots[name].max()) if name in lives else 0
-        return slots, num_slots
+            lives["crossing"] = (_at(self.starts[Kind.B], Phase.BACKWARD), frees)
+        return lives
+
+    def _colour(self, start: np.ndarray, end: np.ndarray) -> np.ndarray:
+        """Slots of one buffer, as few on every stage as possible."""
+        slots = np.zeros(self.shape, np.int64)
+        for held in map(list, self.schedule.placement.virtual_stages):
+            found = colour_intervals(start[held].reshape(-1), end[held].reshape(-1))
+            slots[held] = found.reshape(len(held), -1)
+        return slots
+
+    def _enter(
+        self, start: np.ndarray, end: np.ndarray, slots: np.ndarray
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """When each microbatch is embedded, beside heads if that takes no slot more; and the slots
+        of all inputs. Arguments are those of embedding each in time."""
+        first, last = self.starts[Kind.F][0], self.ends[Kind.F]
+        beside = embed_ticks(first, last[0], last[-1])
+        ahead = self._colour(np.append(_at(beside[None], Phase.EMBED), start[1:], axis=0), end)
+        if self.schedule.slices is not None or ahead.max() > slots.max():
+            return first, slots
+        return beside, ahead
+
+    def _leave(
+        self, lives: tuple[np.ndarray, np.ndarray] | None, slots: np.ndarray
+    ) -> tuple[tuple[np.ndarray, np.ndarray], np.ndarray]:
+        """When each cotangent goes through the embedding, beside heads if that takes no slot more,
+        and the slot in which it waits; and those of all cotangents. Arguments as for `_enter`."""
+        if lives is None:
+            return (np.zeros(0, np.int64), np.zeros(0, np.int64)), slots
+        done = self.ends[self.backward][0]
+        ticks = embed_gradient_ticks(done, self.ends[Kind.F][-1], self.num_ticks)
+        waits, waiting = ticks > done, np.full_like(done, NONE)
+        held = list(self.schedule.placement.virtual_stages[self.stage_of[0]])
+        start = np.append(lives[0][held], _at(done[waits], Phase.EXCHANGE))
+        end = np.append(lives[1][held], _at(ticks[waits], Phase.EMBED_GRADIENT))
+        found = colour_intervals(start, end)
+        if self.schedule.slices is not None or found.max() > slots.max():
+            return (done, waiting), slots
+        own, waiting[waits] = np.split(found, [done.size * len(held)])
+        slots[held] = own.reshape(len(held), -1)
+        return (ticks, waiting), slots
 
     def _pass(
         self, kind: Kind, slots: dict[str, np.ndarray], weights: Held, gradients: Held
@@ -253,27 +295,37 @@ class _Lowering:
         return Cell(**columns)
 
     def _uniform(
-        self, ticks: np.ndarray | None, virtual_stage: int, slots: np.ndarray
+        self, ticks: np.ndarray, slots: np.ndarray, *, empty: int = 0
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Columns of a phase that all stages run in these ticks of one virtual stage."""
+        """Columns of a phase that all stages run in these ticks, one microbatch in each, and the
+        slot it is in; ``empty`` in other ticks."""
         microbatch = np.full(self.num_ticks, NONE, np.int32)
-        slot = np.zeros(self.num_ticks, np.int32)
-        if ticks is not None:
-            microbatch[ticks[virtual_stage]] = np.arange(self.schedule.num_microbatches)
-            slot[ticks[virtual_stage]] = slots[virtual_stage]
+        slot = np.full(self.num_ticks, empty, np.int32)
+        microbatch[ticks] = np.arange(len(ticks))
+        slot[ticks] = slots
         return microbatch, slot
 
-    def _channels(self, slots: dict[str, np.ndarray]) -> Iterable[Channel]:
-        """Groups messages by kind and distance, so that each group is one permutation."""
+    def _channels(self, slots: dict[str, np.ndarray], waiting: np.ndarray) -> Iterable[Channel]:
+        """Groups messages by kind and distance, so that each group is one permutation. What waits
+        for the embedding is a message of the first stage to itself."""
         _Group = tuple[set[tuple[int, int]], np.ndarray, np.ndarray]
         groups: dict[tuple[Kind, int], _Group] = {}
         shape = (self.num_ticks, self.schedule.num_stages)
-        for kind, source, target, sent, _ in self._messages():
-            sender, receiver = int(self.stage_of[source]), int(self.stage_of[target])
+
+        def group_of(kind: Kind, sender: int, receiver: int) -> tuple[np.ndarray, np.ndarray]:
             group = (kind if kind in (Kind.F, Kind.R) else Kind.B, receiver - sender)
             empty: _Group = set(), np.full(shape, NONE, np.int32), np.full(shape, NONE, np.int32)
             edges, slot, late_slot = groups.setdefault(group, empty)
             edges.add((sender, receiver))
+            return slot, late_slot
+
+        if (waits := waiting != NONE).any():
+            first = int(self.stage_of[0])
+            slot, _ = group_of(self.backward, first, first)
+            slot[self.ends[self.backward][0, waits], first] = waiting[waits]
+        for kind, source, target, sent, _ in self._messages():
+            sender, receiver = int(self.stage_of[source]), int(self.stage_of[target])
+            slot, late_slot = group_of(kind, sender, receiver)
             inbox = slots["dy" if kind is self.backward else "x"]
             # R reads what R of the tick before has put out, on its way.
             late = (self.late[sent] & (sender != receiver)) | (kind is Kind.R)

@@ -107,6 +107,7 @@ class Outer(NamedTuple):
     head: Any
     head_slot: Any
     embed_gradient: Any
+    embed_gradient_slot: Any = NONE
     reads: dict[str, Reads] | None = None
 
 
@@ -241,7 +242,8 @@ class TickTable:
         stage.
       head, head_slot: int32 ``[ticks]``: microbatch that leaves, and the slot of its cotangent on
         the last.
-      embed_gradient: int32 ``[ticks]``: microbatch whose cotangent reaches the embedding.
+      embed_gradient, embed_gradient_slot: int32 ``[ticks]``: microbatch whose cotangent reaches the
+        embedding, and the slot in which it waits on the first stage; `NONE` if it is this tick's.
       gathers, reduces: data-axis transfers.
       num_slots: size of each buffer, by name: x, dy, until_b, until_w, crossing; replay, if
         anything is recomputed.
@@ -258,6 +260,7 @@ class TickTable:
     head: np.ndarray
     head_slot: np.ndarray
     embed_gradient: np.ndarray
+    embed_gradient_slot: np.ndarray
     gathers: Transfers
     reduces: Transfers
     num_slots: dict[str, int]
@@ -266,6 +269,11 @@ class TickTable:
     @property
     def num_ticks(self) -> int:
         return len(self.embed)
+
+    @property
+    def cotangents_wait(self) -> bool:
+        """Whether any cotangent waits for the embedding."""
+        return bool((self.embed_gradient_slot != NONE).any())
 
     @property
     def rows(self) -> Row:
@@ -282,6 +290,7 @@ class TickTable:
                 head=self.head,
                 head_slot=self.head_slot,
                 embed_gradient=self.embed_gradient,
+                embed_gradient_slot=self.embed_gradient_slot,
             ),
             meets=self.meets.astype(np.int32),
         )

@@ -22,7 +22,7 @@ from typing import Any
 from jaxpipe.schedule.actions import Schedule
 from jaxpipe.schedule.formats.json_format import from_json, to_json
 
-_CACHE_VERSION = 4
+_CACHE_VERSION = 5
 """To be raised when a search finds other schedules."""
 
 
@@ -36,7 +36,7 @@ def cached(search: Callable[..., Schedule]) -> Callable[..., Schedule]:
         inputs = [_CACHE_VERSION, search.__name__, numbers, options]
         key = json.dumps(inputs, default=dataclasses.asdict, sort_keys=True)
         digest = hashlib.sha256(key.encode()).hexdigest()
-        path = folder() / f"{search.__name__}-{digest[:32]}.json"
+        path = cache_folder() / f"{search.__name__}-{digest[:32]}.json"
         schedule = _load(path)
         if schedule is None:
             schedule = search(*numbers, **options)
@@ -46,8 +46,13 @@ def cached(search: Callable[..., Schedule]) -> Callable[..., Schedule]:
     return found
 
 
-def folder() -> Path:
-    """Where the files are."""
+def cache_folder() -> Path:
+    """Where the files are: ``$XDG_CACHE_HOME/jaxpipe``, or ``~/.cache/jaxpipe``.
+
+    Example:
+      >>> cache_folder().name
+      'jaxpipe'
+    """
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "jaxpipe"
 
 

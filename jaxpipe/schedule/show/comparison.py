@@ -21,8 +21,8 @@ _BARS = {
 
 @dataclasses.dataclass(frozen=True)
 class Summary:
-    """One schedule of a comparison: its bubble ratios by clock, and the peak in flight of the stage
-    that keeps the most, in microbatches of a full stage.
+    """One schedule of a comparison: its bubble ratios by clock, its makespan in lock-step, and the
+    peak in flight of the stage that keeps the most, in microbatches of a full stage.
 
     ``neighbor`` is None for a schedule that can only be simulated.
     """
@@ -33,6 +33,7 @@ class Summary:
     free_running: float
     neighbor: float | None
     lock_step: float
+    makespan: float
 
 
 def row(clocks: Timelines) -> Summary:
@@ -46,6 +47,7 @@ def row(clocks: Timelines) -> Summary:
         free.bubble_ratio,
         None if neighbor is None else neighbor.bubble_ratio,
         locked.bubble_ratio,
+        locked.makespan,
     )
 
 
@@ -53,7 +55,7 @@ def figure(rows: Sequence[Summary], title: str) -> Figure:
     """Draws schedules, from top to bottom, as bars: bubble ratios left, peak in flight right.
 
     Example:
-      >>> figure([Summary("1f1b", 1, 4, 0.2, 0.25, 0.3)], "p=4, m=8").axes[0].get_xlabel()
+      >>> figure([Summary("1f1b", 1, 4, 0.2, 0.25, 0.3, 10)], "p=4, m=8").axes[0].get_xlabel()
       'bubble ratio, %'
     """
     from matplotlib.backends.backend_agg import FigureCanvasAgg

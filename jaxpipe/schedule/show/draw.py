@@ -2,195 +2,165 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any
 
-from jaxpipe.schedule.actions import Action, Kind
-from jaxpipe.schedule.simulate import TimedAction, Timeline, in_flight
+from jaxpipe.schedule.actions import Action
+from jaxpipe.schedule.show.exchanges import Exchanges, exchanges
+from jaxpipe.schedule.show.looks import LOOKS, Labelled, caption, chunk_of, labelled
+from jaxpipe.schedule.show.text_draw import TooWideError, text
+from jaxpipe.schedule.simulate import Timeline, in_flight
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
+__all__ = ["FORMATS", "TooWideError", "caption", "figure", "save", "text"]
+
 FORMATS = ("svg", "png")
 """The file formats `save` writes."""
-
-
-class _Look(NamedTuple):
-    """How a kind is drawn: its colour on a stage's first chunk and on its last, backgrounds of the
-    256-colour palette for first and other chunks, dark text on both, and what it means."""
-
-    light: str
-    dark: str
-    shades: tuple[int, int]
-    meaning: str
-
-
-_LOOKS = {
-    Kind.F: _Look("#9dbdf0", "#27518f", (111, 68), "forward"),
-    Kind.B: _Look("#8fdcd2", "#1b7468", (116, 73), "backward, input"),
-    Kind.W: _Look("#c3e2ad", "#4f7f30", (150, 107), "backward, weights"),
-    Kind.BW: _Look("#8fdcd2", "#1b7468", (116, 73), "backward (B and W)"),
-    Kind.R: _Look("#d6c3f0", "#6b4c9a", (183, 140), "recomputed"),
-}
-_MAX_COLUMNS = 200_000
-"""A longer row of text would show nothing; with very different costs it could be any length."""
 _NUMBERED_ACTIONS = 6000
 """Beyond this many boxes nobody can read the numbers, and writing them takes seconds."""
 _NAMED_CURVES = 16
 """With more stages than this a list of their names is taller than the curves."""
-
-
-class TooWideError(ValueError):
-    """A drawing in text with more columns than anyone could read."""
-
-
-def check_width(columns: float, remedy: str) -> None:
-    """Raises `TooWideError`, with what the user can do, if the longest row is too long."""
-    if columns > _MAX_COLUMNS:
-        raise TooWideError(
-            f"A drawing in text needs {columns:.3g} columns, beyond {_MAX_COLUMNS}: {remedy}."
-        )
-
-
-def text(timeline: Timeline, *, colour: bool = False) -> str:
-    """Draws a timeline as text: one row per stage, time to the right, "." where a stage waits.
-
-    A cell is as wide as its action is long; the shortest action is just wide enough for its label.
-    With several chunks per stage the label is the action's own name, such as "2F0".
-
-    With ``colour`` in ANSI colours, for a terminal. There is no newline at the end.
-
-    Raises:
-      TooWideError: rows in which the shortest action fits its label are longer than anyone reads.
-
-    Example:
-      >>> from jaxpipe.schedule.generators.gpipe import gpipe
-      >>> from jaxpipe.schedule.simulate import Costs, simulate
-      >>> print(text(simulate(gpipe(2, 2, fused=True), Costs(1, 1, 1))))
-      stage 0 |F0- F1- ............BW0---- BW1---- |
-      stage 1 |....F0- F1- BW0---- BW1---- ........|
-    """
-    cells = max(len(_label(timed.action, timeline)) for row in timeline.rows for timed in row) + 1
-    scale = cells / _shortest(timeline)
-    remedy = (
-        "draw a picture (jaxpipe show --format svg), or use fewer microbatches or more even costs"
-    )
-    check_width(timeline.makespan * scale, remedy)
-    margin = len(f"stage {len(timeline.rows) - 1}")
-    return "\n".join(
-        f"{f'stage {d}'.ljust(margin)} |{_row(row, timeline, scale, colour)}|"
-        for d, row in enumerate(timeline.rows)
-    )
-
-
-def _row(row: tuple[TimedAction, ...], timeline: Timeline, scale: float, colour: bool) -> str:
-    parts, column = [], 0
-    for timed in row:
-        start, end = round(timed.start * scale), round(timed.end * scale)
-        # Rounding both ends may cost a cell its last column, never a letter of its label.
-        body = _label(timed.action, timeline).ljust(end - start - 1, "-")
-        gap, rest = "." * (start - column), " " * (end - start - len(body))
-        if colour:
-            shade = _LOOKS[timed.action.kind].shades[min(_chunk(timed.action, timeline), 1)]
-            body = f"\x1b[48;5;{shade};30m{body}\x1b[0m"
-        parts += [gap, body, rest]
-        column = end
-    return "".join([*parts, "." * (round(timeline.makespan * scale) - column)])
-
-
-def _label(action: Action, timeline: Timeline) -> str:
-    if timeline.schedule.num_chunks > 1:
-        return str(action)
-    return f"{action.kind}{action.microbatch}"
-
-
-def _shortest(timeline: Timeline) -> float:
-    # Late in a long timeline an action's end minus its start may round to nothing.
-    used = {
-        (timed.action.virtual_stage, timed.action.kind) for row in timeline.rows for timed in row
-    }
-    return min(timeline.costs[s].of(kind) for s, kind in used)
-
-
-def _chunk(action: Action, timeline: Timeline) -> int:
-    return timeline.schedule.placement.chunks[action.virtual_stage]
+_MAX_WIDTH, _MAX_HEIGHT = 14.0, 30.0
+"""Of a picture, in inches. Longer timelines continue in further rows, then shrink."""
+_MEMORY_HEIGHT, _ROW_GAP = 1.2, 0.6
+_MESSAGE, _LATE, _MOVE = "#555555", "#d1661b", "#a02c6d"
+"""Colours of messages, late ones, and transfers over data."""
 
 
 def figure(timeline: Timeline) -> Figure:
     """Draws a timeline as a figure, and the activations in flight beneath it.
 
-    Boxes are numbered by microbatch and coloured by kind; later chunks are darker. The curves count
-    microbatches of a full stage. Only matplotlib's object interface is used, with an Agg canvas: no
-    global state, no display.
+    Boxes are numbered by microbatch and coloured by kind; later chunks are darker. Lines are
+    messages, from the end of the action to the moment they can be read; triangles are gathers and
+    reductions. Long timelines continue in further rows. The curves count microbatches of a full
+    stage. Only matplotlib's object interface is used, with an Agg canvas: no global state, no
+    display.
     """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    num_stages = len(timeline.rows)
-    width = min(max(0.24 * timeline.makespan / _shortest(timeline), 6.0), 60.0)
-    height = min(max(0.32 * num_stages, 1.0), 30.0)
-    drawn = Figure(figsize=(width, height + 2.6), layout="constrained")
+    chosen = labelled(timeline)
+    height = min(max(0.32 * len(timeline.parts), 1.0), _MAX_HEIGHT - 3)
+    # Slices may be much shorter than actions; their numbers are then smaller.
+    whole = min(min(cost.f, cost.b, cost.w) for cost in timeline.costs)
+    wanted = 0.24 * timeline.makespan / max(chosen.shortest, 0.4 * whole)
+    most = max(1, int(_MAX_HEIGHT / (height + _MEMORY_HEIGHT + _ROW_GAP)))
+    num_rows = min(math.ceil(wanted / _MAX_WIDTH), most)
+    width = min(max(wanted / num_rows, 6.0), _MAX_WIDTH)
+    size = width, num_rows * (height + _MEMORY_HEIGHT + _ROW_GAP) + 0.8
+    drawn = Figure(figsize=size, layout="constrained")
     FigureCanvasAgg(drawn)
-    boxes, memory = drawn.subplots(2, sharex=True, height_ratios=(height, 1.2))
-    _draw_boxes(boxes, timeline, _points(width, timeline))
-    _draw_memory(memory, timeline)
-    boxes.set_title(caption(timeline), fontsize=9, loc="left")
-    memory.set_xlim(0, timeline.makespan)
-    memory.set_xlabel("time, in the unit of the costs")
-    for axes in (boxes, memory):
-        axes.spines[["top", "right"]].set_visible(False)
-    _add_legend(drawn, timeline)
+    ratios = (height, _MEMORY_HEIGHT) * num_rows
+    axes = drawn.subplots(2 * num_rows, height_ratios=ratios)
+    found, span = exchanges(timeline), timeline.makespan / num_rows
+    points = _points(width, span, timeline, chosen)
+    for row in range(num_rows):
+        boxes, memory = axes[2 * row : 2 * row + 2]
+        _draw_boxes(boxes, timeline, chosen, points, row * span, (row + 1) * span)
+        _draw_exchanges(boxes, timeline, found, row * span, (row + 1) * span)
+        _draw_memory(memory, timeline, named=row == 0)
+        boxes.tick_params(labelbottom=False)
+        for one in (boxes, memory):
+            one.set_xlim(row * span, (row + 1) * span)
+            one.spines[["top", "right"]].set_visible(False)
+    axes[0].set_title(caption(timeline), fontsize=9, loc="left")
+    axes[-1].set_xlabel("time, in the unit of the costs")
+    _add_legend(drawn, timeline, found)
     return drawn
 
 
-def _draw_boxes(axes: Axes, timeline: Timeline, points: float) -> None:
-    """Boxes, with numbers of this font size unless there are too many."""
-    numbered = sum(len(row) for row in timeline.rows) <= _NUMBERED_ACTIONS
+def _draw_boxes(
+    axes: Axes, timeline: Timeline, chosen: Labelled, points: float, first: float, end: float
+) -> None:
+    """Boxes from one time to another, with numbers of this font size unless there are too many."""
+    numbered = sum(map(len, timeline.parts)) <= _NUMBERED_ACTIONS
     num_chunks = timeline.schedule.num_chunks
-    for d, row in enumerate(timeline.rows):
+    if timeline.clock == "lock-step":
+        lines = [tick[0] for tick in timeline.ticks if first < tick[0] < end]
+        axes.vlines(lines, -0.5, len(timeline.parts) - 0.5, color="#cccccc", linewidth=0.5)
+    for d, row in enumerate(timeline.parts):
+        shown = [(k, part) for k, part in enumerate(row) if part.start < end and part.end > first]
         axes.broken_barh(
-            [(timed.start, timed.end - timed.start) for timed in row],
+            [(part.start, part.end - part.start) for _, part in shown],
             (d - 0.45, 0.9),
-            facecolors=[_fill(timed.action, timeline) for timed in row],
+            facecolors=[_fill(part.action, timeline) for _, part in shown],
             edgecolors="white",
             linewidth=0.8,
+            zorder=2,
         )
-        for timed in row if numbered else ():
+        for k, part in shown if numbered else ():
+            middle = (part.start + part.end) / 2
+            if not chosen.parts[d][k] or not first <= middle < end:
+                continue
             axes.text(
-                (timed.start + timed.end) / 2,
+                middle,
                 d,
-                str(timed.action.microbatch),
+                str(part.action.microbatch),
                 ha="center",
                 va="center",
                 fontsize=points,
                 # Only the darker half of the shades needs white numbers.
-                color="white" if 2 * _chunk(timed.action, timeline) >= num_chunks else "black",
+                color="white" if 2 * chunk_of(part.action, timeline) >= num_chunks else "black",
                 clip_on=True,
             )
-    num_stages = len(timeline.rows)
+    num_stages = len(timeline.parts)
     axes.set_yticks(range(num_stages), [f"stage {d}" for d in range(num_stages)])
     axes.set_ylim(num_stages - 0.5, -0.5)
+
+
+def _draw_exchanges(
+    axes: Axes, timeline: Timeline, found: Exchanges, first: float, end: float
+) -> None:
+    """Messages as lines, and transfers over data as triangles, unless there are too many."""
+    from matplotlib.collections import LineCollection
+
+    if sum(map(len, timeline.parts)) > _NUMBERED_ACTIONS:
+        return
+    shown = [m for m in found.messages if m.sent <= end and m.arrives >= first]
+    towards = [0.45 if message.receiver > message.sender else -0.45 for message in shown]
+    lines = [
+        ((message.sent, message.sender + toward), (message.arrives, message.receiver - toward))
+        for message, toward in zip(shown, towards, strict=True)
+    ]
+    colours = [_LATE if message.late else _MESSAGE for message in shown]
+    axes.add_collection(LineCollection(lines, colors=colours, linewidths=0.7, zorder=3))
+    times, stages = [line[1][0] for line in lines], [line[1][1] for line in lines]
+    axes.scatter(times, stages, s=2, c=colours, zorder=3)
+    for what, marker in (("gather", ">"), ("reduce", "<")):
+        moves = [m for m in found.moves if m.what == what and first <= m.time <= end]
+        axes.scatter(
+            [move.time for move in moves],
+            [move.stage + 0.36 for move in moves],
+            s=9,
+            marker=marker,
+            color=_MOVE,
+            zorder=4,
+        )
 
 
 def _fill(action: Action, timeline: Timeline) -> tuple[float, ...]:
     """A kind's colour, from light on the first chunk to dark on the last."""
     from matplotlib.colors import to_rgb
 
-    light, dark = (to_rgb(colour) for colour in _LOOKS[action.kind][:2])
-    depth = _chunk(action, timeline) / max(timeline.schedule.num_chunks - 1, 1)
+    light, dark = (to_rgb(colour) for colour in LOOKS[action.kind][:2])
+    depth = chunk_of(action, timeline) / max(timeline.schedule.num_chunks - 1, 1)
     return tuple(x + depth * (y - x) for x, y in zip(light, dark, strict=True))
 
 
-def _points(width: float, timeline: Timeline) -> float:
-    """A font size at which the longest microbatch number fits the shortest box."""
+def _points(width: float, span: float, timeline: Timeline, chosen: Labelled) -> float:
+    """A font size at which the longest microbatch number fits the shortest box that has one."""
     digits = len(str(timeline.schedule.num_microbatches - 1))
-    box_points = 72 * 0.85 * width * _shortest(timeline) / timeline.makespan
+    box_points = 72 * 0.85 * width * chosen.shortest / span
     # A digit of matplotlib's default font is about 0.65 of the font size wide.
     return max(min(8.0, box_points / (0.65 * digits)), 1.0)
 
 
-def _draw_memory(axes: Axes, timeline: Timeline) -> None:
+def _draw_memory(axes: Axes, timeline: Timeline, *, named: bool) -> None:
     from matplotlib import colormaps
 
     num_stages = len(timeline.rows)
@@ -201,49 +171,40 @@ def _draw_memory(axes: Axes, timeline: Timeline) -> None:
         axes.step(times, held, where="post", color=shades(d), linewidth=1, label=f"stage {d}")
     axes.set_ylim(0, None)
     axes.set_ylabel("in flight", fontsize=8)
-    if num_stages <= _NAMED_CURVES:
+    if named and num_stages <= _NAMED_CURVES:
         axes.legend(loc="upper left", bbox_to_anchor=(1, 1), frameon=False, fontsize=6)
 
 
-def _add_legend(drawn: Figure, timeline: Timeline) -> None:
-    from matplotlib.patches import Patch
-
-    used = {timed.action.kind for row in timeline.rows for timed in row}
+def _add_legend(drawn: Figure, timeline: Timeline, found: Exchanges) -> None:
     drawn.legend(
-        handles=[
-            Patch(color=look.light, label=look.meaning)
-            for kind, look in _LOOKS.items()
-            if kind in used
-        ],
+        handles=[*_handles(timeline, found)],
         title="later chunks are darker" if timeline.schedule.num_chunks > 1 else None,
         title_fontsize=8,
         loc="outside lower center",
-        ncols=3,
+        ncols=4,
         frameon=False,
         fontsize=8,
     )
 
 
-def caption(timeline: Timeline) -> str:
-    """One line that describes a timeline and names its clock.
+def _handles(timeline: Timeline, found: Exchanges) -> Iterator[Any]:
+    from matplotlib.lines import Line2D
+    from matplotlib.patches import Patch
 
-    Example:
-      >>> from jaxpipe.schedule.generators.gpipe import gpipe
-      >>> from jaxpipe.schedule.simulate import Costs, simulate
-      >>> caption(simulate(gpipe(2, 2), Costs(1, 1, 1)))
-      'gpipe, p=2 v=1 m=2, (F, B, W)=(1, 1, 1), free-running: makespan 8, bubble 25.0%'
-    """
-    schedule = timeline.schedule
-    chunks = "chunks that differ"
-    if len(set(timeline.costs)) == 1:
-        costs = timeline.costs[0]
-        message = f", message {costs.message:g}" if costs.message else ""
-        chunks = f"(F, B, W)=({costs.f:g}, {costs.b:g}, {costs.w:g}){message}"
-    return (
-        f"{schedule.name}, p={schedule.num_stages} v={schedule.num_chunks} "
-        f"m={schedule.batch_microbatches}, {chunks}, "
-        f"{timeline.clock}: makespan {timeline.makespan:g}, bubble {timeline.bubble_ratio:.1%}"
-    )
+    used = {timed.action.kind for row in timeline.parts for timed in row}
+    for kind, look in LOOKS.items():
+        if kind in used:
+            yield Patch(color=look.light, label=look.meaning)
+    lates = {message.late for message in found.messages}
+    for late, colour, meaning in (
+        (False, _MESSAGE, "message"),
+        (True, _LATE, "message received a tick late"),
+    ):
+        if late in lates:
+            yield Line2D([], [], color=colour, linewidth=0.7, label=meaning)
+    for marker, meaning in ((">", "weights gathered"), ("<", "gradients reduced")):
+        if found.moves:
+            yield Line2D([], [], color=_MOVE, marker=marker, ls="", markersize=3, label=meaning)
 
 
 def save(drawn: Figure, path: str | Path) -> Path:

@@ -4,44 +4,57 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Collection
-from typing import Any, NamedTuple
+import math
+from collections.abc import Collection, Sequence
+from typing import Any, Literal, NamedTuple, cast
 
 from jaxpipe.schedule.actions import Action, Kind, Schedule
 from jaxpipe.schedule.check.validate import simulated_only
 from jaxpipe.schedule.lowering.slots import cached_slots
 from jaxpipe.schedule.neighbors import neighbor_clock
+from jaxpipe.schedule.problems import Problem, refuse
 from jaxpipe.schedule.search.slices import slice_ticks
+from jaxpipe.schedule.show.exchanges import Message, exchanges
 from jaxpipe.schedule.simulate import Costs, TimedAction, Timeline, lock_step, simulate
+
+Clock = Literal["free", "neighbor", "lock-step"]
+"""How the command names the clocks; the first is the free-running one."""
 
 
 def report(
     schedule: Schedule,
-    costs: Costs,
+    costs: Costs | Sequence[Costs],
     *,
-    layers_per_chunk: int | None = None,
+    clock: Clock = "lock-step",
+    layer_counts: Sequence[int] | None = None,
     weight_slots: int = 1,
     activation_bytes: int | None = None,
 ) -> dict[str, Any]:
     """Reports times on all clocks, memory, messages and data-axis transfers of a schedule.
 
     Args:
-      costs: of one chunk.
-      layers_per_chunk: cut ticks into time slices at the granularity of this many layers; None
-        for one whole action per tick.
+      costs: of one chunk; or, if chunks differ, of every virtual stage.
+      clock: of the actions and messages.
+      layer_counts: of every virtual stage, to cut ticks into time slices at their granularity;
+        None for one whole action per tick, or for a schedule that has slices.
       weight_slots: gathered chunks a stage keeps at once under ZeRO-3, at least 1.
       activation_bytes: kept by one microbatch from F to W on one chunk; None if unknown.
 
     Returns:
       A tree of plain values:
-      - ``schedule, stages, chunks, microbatches, costs``: the request;
+      - ``schedule, stages, chunks, microbatches, costs, clock``: the request; of costs that
+        differ by virtual stage, the list;
       - ``free_running, neighbor, lock_step``: ``makespan``, ``bubble_ratio``, and per stage
         ``stage_spans``, ``stage_bubble_ratios``; no neighbor if it can only be simulated;
       - ``peak_in_flight``: per stage, in microbatches of a full stage;
       - ``peak_in_flight_bytes``: the same in bytes, only where ``activation_bytes`` is given;
-      - ``actions``: per stage, on the free-running clock; a fused backward is its B, then its W;
-      - ``messages``: ``total``, and by edge ``count`` and ``load``, the share of the free-running
-        makespan in which the link is busy;
+      - ``ticks``: by tick, when each stage starts its layers; at the end, when it is done; empty
+        on the free-running clock;
+      - ``actions``: per stage; a fused backward is its B, then its W; with ``layers`` (lo, hi) if
+        it is a slice, and with ``tick`` if there are ticks;
+      - ``messages``: ``total``; how many are received a tick ``late``; by edge ``count`` and
+        ``load``, the share of the makespan in which the link is busy; ``sent``: all of them;
+      - ``moves``: when the ticks gather and reduce chunks under ZeRO-3 with one slot of each;
       - ``gathers, reductions``: chunk weight gathers and gradient reductions of each stage in one
         step under ZeRO-3.
 
@@ -54,36 +67,57 @@ def report(
       >>> shown["peak_in_flight"], shown["messages"]["total"], shown["gathers"]
       ([2.0, 1.0], 8, [1, 1])
     """
-    free, neighbor, locked = timelines(schedule, costs, layers_per_chunk=layers_per_chunk)
-    peak = free.peak_in_flight
+    clocks = timelines(schedule, costs, layer_counts=layer_counts)
+    shown = clocks.on(clock)
+    peak = shown.peak_in_flight
     in_bytes = {}
     if activation_bytes is not None:
         in_bytes["peak_in_flight_bytes"] = [count * activation_bytes for count in peak]
+    priced = [dataclasses.asdict(cost) for cost in shown.costs]
+    found = exchanges(shown)
     return {
         "schedule": schedule.name,
         "stages": schedule.num_stages,
         "chunks": schedule.num_chunks,
         "microbatches": schedule.batch_microbatches,
-        "costs": dataclasses.asdict(costs),
-        "free_running": _clock(free),
-        "neighbor": None if neighbor is None else _clock(neighbor),
-        "lock_step": _clock(locked),
-        "peak_in_flight": [free.in_full_stages(count) for count in peak],
+        "costs": priced[0] if len(set(shown.costs)) == 1 else priced,
+        "clock": clock,
+        "free_running": _clock(clocks.free_running),
+        "neighbor": None if clocks.neighbor is None else _clock(clocks.neighbor),
+        "lock_step": _clock(clocks.lock_step),
+        "peak_in_flight": [shown.in_full_stages(count) for count in peak],
         **in_bytes,
-        "actions": [[part for timed in row for part in _parts(timed, free)] for row in free.rows],
-        "messages": _messages(free, busy=costs.message / free.makespan),
+        "ticks": [list(tick) for tick in shown.ticks],
+        "actions": [
+            [part for timed in row for part in _parts(timed, shown)] for row in shown.parts
+        ],
+        "messages": _messages(found.messages, shown),
+        "moves": [move._asdict() for move in found.moves],
         "gathers": transfers(schedule, kinds=tuple(Kind), num_slots=weight_slots),
         "reductions": transfers(schedule, kinds=(Kind.W, Kind.BW), num_slots=weight_slots),
     }
 
 
-def _messages(free: Timeline, *, busy: float) -> dict[str, Any]:
-    """The messages by edge; ``busy`` is the share of the makespan that one of them takes."""
+def _messages(messages: Sequence[Message], timeline: Timeline) -> dict[str, Any]:
+    edges: dict[tuple[int, int], list[float]] = {}
+    for message in messages:
+        cost = timeline.costs[message.action.virtual_stage].message
+        edges.setdefault((message.sender, message.receiver), []).append(cost)
     return {
-        "total": sum(free.messages.values()),
+        "total": len(messages),
+        "late": sum(message.late for message in messages),
         "edges": [
-            {"sender": sender, "receiver": receiver, "count": count, "load": count * busy}
-            for (sender, receiver), count in free.messages.items()
+            {
+                "sender": sender,
+                "receiver": receiver,
+                "count": len(times),
+                "load": math.fsum(times) / timeline.makespan,
+            }
+            for (sender, receiver), times in sorted(edges.items())
+        ],
+        "sent": [
+            message._asdict() | {"action": str(message.action), "reader": str(message.reader)}
+            for message in messages
         ],
     }
 
@@ -95,15 +129,30 @@ class Timelines(NamedTuple):
     neighbor: Timeline | None
     lock_step: Timeline
 
+    def on(self, clock: Clock) -> Timeline:
+        """The timeline of one clock.
+
+        Raises:
+          ArgumentError: the schedule can only be simulated, and has no neighbor clock.
+        """
+        if clock == "neighbor" and self.neighbor is None:
+            rule = "is for schedules that can be executed, and $name can only be simulated"
+            others = {"name": self.lock_step.schedule.name}
+            refuse([Problem("clock", clock, rule, {"clock": "lock-step"}, others)])
+        found = {"free": self.free_running, "neighbor": self.neighbor, "lock-step": self.lock_step}
+        return cast(Timeline, found[clock])
+
 
 def timelines(
-    schedule: Schedule, costs: Costs, *, layers_per_chunk: int | None = None
+    schedule: Schedule,
+    costs: Costs | Sequence[Costs],
+    *,
+    layer_counts: Sequence[int] | None = None,
 ) -> Timelines:
     """Runs a schedule on every clock; arguments as for `report`."""
     ticked = schedule
-    if layers_per_chunk is not None and schedule.slices is None:
-        counts = [layers_per_chunk] * schedule.placement.num_virtual_stages
-        ticked = slice_ticks(schedule, costs, counts)
+    if layer_counts is not None and schedule.slices is None:
+        ticked = slice_ticks(schedule, costs, layer_counts)
     executed = None if any(simulated_only(schedule)) else neighbor_clock(ticked, costs)
     return Timelines(simulate(schedule, costs), executed, lock_step(ticked, costs))
 
@@ -152,7 +201,12 @@ def _parts(timed: TimedAction, timeline: Timeline) -> list[dict[str, Any]]:
     action = timed.action
     parts = [(action.kind, timed.start, timed.end)]
     if action.kind is Kind.BW:
-        middle = timed.start + timeline.costs[action.virtual_stage].b
+        cost = timeline.costs[action.virtual_stage]
+        middle = timed.start + (timed.end - timed.start) * cost.b / (cost.b + cost.w)
         parts = [(Kind.B, timed.start, middle), (Kind.W, middle, timed.end)]
-    place = place_of(action, timeline.schedule)
+    place: dict[str, Any] = {**place_of(action, timeline.schedule)}
+    if timed.layers is not None:
+        place["layers"] = list(timed.layers)
+    if timed.tick is not None:
+        place["tick"] = timed.tick
     return [{"kind": kind.value, **place, "start": start, "end": end} for kind, start, end in parts]

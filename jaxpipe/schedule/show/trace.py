@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from typing import Any
 
+from jaxpipe.schedule.show.exchanges import Message, exchanges
 from jaxpipe.schedule.show.report import place_of
-from jaxpipe.schedule.simulate import Timeline, in_flight
+from jaxpipe.schedule.simulate import TimedAction, Timeline, in_flight
 
 _MICROSECONDS = 1000.0
 """A trace counts in microseconds: one unit of the costs shows as a millisecond."""
+
+
+_COLOURS = (
+    *("thread_state_running", "rail_response", "rail_animation", "rail_idle", "rail_load"),
+    *("cq_build_passed", "cq_build_failed", "thread_state_iowait", "good", "bad"),
+)
+"""Reserved names of colours; chrome://tracing shows a microbatch's actions in one of them."""
 
 
 def trace(timeline: Timeline) -> dict[str, Any]:
@@ -16,7 +25,8 @@ def trace(timeline: Timeline) -> dict[str, Any]:
 
     Returns:
       A tree of plain values for `json.dump`: complete events ("X") with the action's parts as
-      arguments, and counter events ("C") with the microbatches of a full stage in flight.
+      arguments, arrows for messages ("s" to "f"), marks for gathers and reductions ("i"), and
+      counter events ("C") with the microbatches of a full stage in flight.
 
     Example:
       >>> from jaxpipe.schedule.generators.gpipe import gpipe
@@ -29,21 +39,10 @@ def trace(timeline: Timeline) -> dict[str, Any]:
     events: list[dict[str, Any]] = [
         {"ph": "M", "name": "process_name", "pid": 0, "args": {"name": name}}
     ]
-    for d, row in enumerate(timeline.rows):
+    for d, parts in enumerate(timeline.parts):
         thread = {"pid": 0, "tid": d}
         events.append({"ph": "M", "name": "thread_name", **thread, "args": {"name": f"stage {d}"}})
-        events += [
-            {
-                "ph": "X",
-                "name": str(timed.action),
-                "cat": timed.action.kind.value,
-                **thread,
-                "ts": timed.start * _MICROSECONDS,
-                "dur": (timed.end - timed.start) * _MICROSECONDS,
-                "args": place_of(timed.action, timeline.schedule),
-            }
-            for timed in row
-        ]
+        events += [_complete(part, timeline, thread) for part in parts]
         events += [
             {
                 "ph": "C",
@@ -52,6 +51,52 @@ def trace(timeline: Timeline) -> dict[str, Any]:
                 "ts": time * _MICROSECONDS,
                 "args": {"microbatches": timeline.in_full_stages(chunks)},
             }
-            for time, chunks in in_flight(row)
+            for time, chunks in in_flight(timeline.rows[d])
         ]
+    messages, moves = exchanges(timeline)
+    events += _arrows(messages, timeline)
+    events += [
+        {
+            "ph": "i",
+            "s": "t",
+            "name": f"{move.what} chunk {move.chunk}",
+            "cat": move.what,
+            "pid": 0,
+            "tid": move.stage,
+            "ts": move.time * _MICROSECONDS,
+        }
+        for move in moves
+    ]
     return {"traceEvents": events, "displayTimeUnit": "ms"}
+
+
+def _complete(part: TimedAction, timeline: Timeline, thread: dict[str, int]) -> dict[str, Any]:
+    place: dict[str, Any] = {**place_of(part.action, timeline.schedule)}
+    if part.layers is not None:
+        place["layers"] = "{} to {}".format(*part.layers)
+    return {
+        "ph": "X",
+        "name": str(part.action),
+        "cat": part.action.kind.value,
+        "cname": _COLOURS[part.action.microbatch % len(_COLOURS)],
+        **thread,
+        "ts": part.start * _MICROSECONDS,
+        "dur": (part.end - part.start) * _MICROSECONDS,
+        "args": place,
+    }
+
+
+def _arrows(messages: Sequence[Message], timeline: Timeline) -> Iterator[dict[str, Any]]:
+    """Both ends of every arrow: viewers look for the event of the thread that they lie in."""
+    ends = {(d, part.end): part for d, row in enumerate(timeline.parts) for part in row}
+    starts = {(d, part.start): part for d, row in enumerate(timeline.parts) for part in row}
+    for number, message in enumerate(messages):
+        what = "late message" if message.late else "message"
+        sends, reads = ends[message.sender, message.sent], starts[message.receiver, message.read]
+        for phase, stage, part in (
+            ({"ph": "s"}, message.sender, sends),
+            ({"ph": "f", "bp": "e"}, message.receiver, reads),
+        ):
+            middle = (part.start + part.end) / 2 * _MICROSECONDS
+            own = {"name": what, "cat": "message", "id": number}
+            yield {**phase, **own, "pid": 0, "tid": stage, "ts": middle}

@@ -1,0 +1,61 @@
+"""The ticks in which all stages embed together, or take the embedding's gradient.
+
+Both are sums over all stages, in which every stage waits for the slowest. The head's sum is one
+that cannot be moved: its cotangent is wanted in the next tick. Beside it, in the same wait, the
+other two cost nothing. So a microbatch is embedded right after a head, ahead of its use, and its
+cotangent waits for the next head. Slices need none of this: they keep stages in step.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+
+def embed_ticks(first: np.ndarray, last: np.ndarray, heads: np.ndarray) -> np.ndarray:
+    """The tick at whose beginning each microbatch is embedded.
+
+    It is the latest one that follows a head, if the microbatch before has been read by then, so
+    that no more than one waits; otherwise that of its own first use.
+
+    Args:
+      first, last: ticks in which the first virtual stage begins and ends F, int64
+        ``[microbatches]``.
+      heads: ticks that end with a head.
+
+    Example:
+      >>> embed_ticks(np.array([0, 4, 6]), np.array([0, 4, 6]), np.array([2, 3, 7])).tolist()
+      [0, 4, 6]
+      >>> embed_ticks(np.array([0, 5, 6]), np.array([0, 5, 6]), np.array([2, 3, 7])).tolist()
+      [0, 4, 6]
+    """
+    order, after = np.argsort(first), np.sort(heads) + 1
+    first = first[order]
+    read = np.concatenate([[0], last[order][:-1] + 1])
+    beside = np.concatenate([[-1], after])[np.searchsorted(after, first, side="right")]
+    ticks = np.empty_like(first)
+    ticks[order] = np.where(beside >= read, beside, first)
+    return ticks
+
+
+def embed_gradient_ticks(done: np.ndarray, heads: np.ndarray, num_ticks: int) -> np.ndarray:
+    """The tick at whose end each microbatch's cotangent goes through the embedding.
+
+    It is the first one with a head, or the last of all, if the next cotangent comes later, so that
+    no more than one waits; otherwise the tick in which the cotangent is there.
+
+    Args:
+      done: those ticks, int64 ``[microbatches]``.
+      heads: ticks that end with a head.
+      num_ticks: of the table.
+
+    Example:
+      >>> embed_gradient_ticks(np.array([3, 6, 7]), np.array([2, 5]), 10).tolist()
+      [5, 6, 9]
+    """
+    order, meetings = np.argsort(done), np.append(np.sort(heads), num_ticks - 1)
+    done = done[order]
+    following = np.append(done[1:], num_ticks)
+    beside = meetings[np.searchsorted(meetings, done)]
+    ticks = np.empty_like(done)
+    ticks[order] = np.where(beside < following, beside, done)
+    return ticks

@@ -1,0 +1,137 @@
+"""What a timeline's stages send each other, and what they move over the data axis, and when."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from jaxpipe.schedule.actions import Action, Kind
+from jaxpipe.schedule.check.slice_rules import chunk_layers
+from jaxpipe.schedule.check.validate import simulated_only
+from jaxpipe.schedule.check.walk import Results
+from jaxpipe.schedule.lowering.lower import lower
+from jaxpipe.schedule.lowering.table import NONE, TickTable, Transfers
+from jaxpipe.schedule.simulate import Timeline
+
+
+class Message(NamedTuple):
+    """A result on its way from one stage to another.
+
+    Args:
+      action: whose result it is; a fused backward reads B.
+      reader: the action that it is for.
+      sender, receiver: stages.
+      sent: when the action ends.
+      arrives: when the receiver may read it: on the clocks that have ticks, at the start of one.
+      read: when its reader starts.
+      tick: in which it is sent; None on the free-running clock.
+      late: whether it travels under the layers of the tick after the one that sends it.
+    """
+
+    action: Action
+    reader: Action
+    sender: int
+    receiver: int
+    sent: float
+    arrives: float
+    read: float
+    tick: int | None
+    late: bool
+
+
+class Move(NamedTuple):
+    """A chunk's weights gathered over data before a tick's layers, or its gradient reduced after
+    them, as ZeRO-3 does with one slot of each."""
+
+    what: str
+    stage: int
+    chunk: int
+    tick: int
+    time: float
+
+
+class Exchanges(NamedTuple):
+    """Messages by time of arrival, and moves; there are none of these without ticks."""
+
+    messages: tuple[Message, ...]
+    moves: tuple[Move, ...]
+
+
+def exchanges(timeline: Timeline) -> Exchanges:
+    """Finds the messages of a timeline, and what its ticks gather and reduce.
+
+    Example:
+      >>> from jaxpipe.schedule.generators.gpipe import gpipe
+      >>> from jaxpipe.schedule.simulate import Costs, lock_step
+      >>> found = exchanges(lock_step(gpipe(2, 1), Costs(1, 1, 1)))
+      >>> [(str(message.action), message.arrives) for message in found.messages]
+      [('0F0', 1.0), ('1B0', 3.0)]
+      >>> [(move.what, move.stage, move.time) for move in found.moves]
+      [('gather', 0, 0.0), ('gather', 1, 1.0), ('reduce', 1, 4.0), ('reduce', 0, 5.0)]
+    """
+    schedule, table = timeline.schedule, None
+    if timeline.ticks and not any(simulated_only(schedule)):
+        layers = chunk_layers(schedule.slices or ())
+        table = lower(schedule, [layers.get(s, 1) for s in range(len(timeline.costs))])
+    late = set() if table is None else _late_ticks(table)
+    messages = sorted(_messages(timeline, late), key=lambda message: message.arrives)
+    moves = [] if table is None else [*_moves(timeline, table)]
+    return Exchanges(tuple(messages), tuple(sorted(moves, key=lambda move: move.time)))
+
+
+def _late_ticks(table: TickTable) -> set[int]:
+    """The ticks whose messages are received in the next one."""
+    sent = (c.late_slot for c in table.channels if c.kind is not Kind.R and not c.local)
+    return {int(tick) - 1 for slots in sent for tick in (slots != NONE).any(axis=1).nonzero()[0]}
+
+
+def _messages(timeline: Timeline, late_ticks: set[int]) -> Iterator[Message]:
+    results = Results(timeline.schedule)
+    done = {
+        results.number(timed.action): timed
+        for row in timeline.rows
+        for timed in row
+        if timed.action.kind is not Kind.W
+    }
+    for stage, row in enumerate(timeline.rows):
+        for timed in row:
+            for needed in results.inputs(timed.action):
+                if (sender := results.stage(needed)) == stage:
+                    continue
+                source = done[needed]
+                late = source.tick in late_ticks
+                if source.tick is None:
+                    cost = timeline.costs[source.action.virtual_stage]
+                    arrives = source.end + cost.message
+                else:
+                    arrives = timeline.ticks[source.tick + 1 + late][stage]
+                yield Message(
+                    results.action(needed),
+                    timed.action,
+                    sender,
+                    stage,
+                    sent=source.end,
+                    arrives=arrives,
+                    read=timed.start,
+                    tick=source.tick,
+                    late=late,
+                )
+
+
+def _moves(timeline: Timeline, table: TickTable) -> Iterator[Move]:
+    spans: dict[tuple[int, int | None], tuple[float, float]] = {}
+    for stage, row in enumerate(timeline.parts):
+        for part in row:
+            start, _ = spans.get((stage, part.tick), (part.start, part.end))
+            spans[stage, part.tick] = start, part.end
+
+    def found(what: str, transfers: Transfers) -> Iterator[Move]:
+        for tick, stage in itertools.product(*map(range, transfers.chunk.shape)):
+            if (chunk := int(transfers.chunk[tick, stage])) == NONE:
+                continue
+            start, end = spans[stage, tick]
+            yield Move(what, stage, chunk, tick, start if what == "gather" else end)
+
+    yield from found("gather", table.gathers)
+    yield from found("reduce", table.reduces)

@@ -1,0 +1,93 @@
+"""How actions look, in text and in pictures."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from jaxpipe.schedule.actions import Action, Kind
+from jaxpipe.schedule.check.slice_rules import chunk_layers
+from jaxpipe.schedule.simulate import TimedAction, Timeline, kind_durations
+
+
+class Look(NamedTuple):
+    """How a kind is drawn: its colour on a stage's first chunk and on its last, backgrounds of the
+    256-colour palette for first and other chunks, dark text on both, and what it means."""
+
+    light: str
+    dark: str
+    shades: tuple[int, int]
+    meaning: str
+
+
+LOOKS = {
+    Kind.F: Look("#9dbdf0", "#27518f", (111, 68), "forward"),
+    Kind.B: Look("#8fdcd2", "#1b7468", (116, 73), "backward, input"),
+    Kind.W: Look("#c3e2ad", "#4f7f30", (150, 107), "backward, weights"),
+    Kind.BW: Look("#8fdcd2", "#1b7468", (116, 73), "backward (B and W)"),
+    Kind.R: Look("#d6c3f0", "#6b4c9a", (183, 140), "recomputed"),
+}
+
+
+def chunk_of(action: Action, timeline: Timeline) -> int:
+    """Which of its stage's chunks an action runs."""
+    return timeline.schedule.placement.chunks[action.virtual_stage]
+
+
+class Labelled(NamedTuple):
+    """Which parts of a timeline carry the name of their action: of each action the longest, or
+    the first of those.
+
+    Args:
+      parts: by stage, whether each of its parts does.
+      shortest: how long the shortest of these takes.
+    """
+
+    parts: tuple[tuple[bool, ...], ...]
+    shortest: float
+
+
+def labelled(timeline: Timeline) -> Labelled:
+    """Chooses the parts of a timeline that carry a name."""
+    durations = kind_durations(timeline.costs)
+    layers = chunk_layers(timeline.schedule.slices or ())
+
+    def length(part: TimedAction) -> float:
+        # Late in a long timeline a part's end minus its start may round to nothing.
+        whole = durations[part.action.virtual_stage][part.action.kind]
+        if part.layers is None:
+            return whole
+        lo, hi = part.layers
+        return whole * (hi - lo) / layers[part.action.virtual_stage]
+
+    chosen, shortest = [], float("inf")
+    for row in timeline.parts:
+        longest: dict[Action, tuple[float, int]] = {}
+        for place, part in enumerate(row):
+            if length(part) > longest.get(part.action, (0.0, 0))[0]:
+                longest[part.action] = length(part), place
+        places = {place for _, place in longest.values()}
+        chosen.append(tuple(place in places for place in range(len(row))))
+        shortest = min([shortest, *(time for time, _ in longest.values())])
+    return Labelled(tuple(chosen), shortest)
+
+
+def caption(timeline: Timeline) -> str:
+    """One line that describes a timeline and names its clock.
+
+    Example:
+      >>> from jaxpipe.schedule.generators.gpipe import gpipe
+      >>> from jaxpipe.schedule.simulate import Costs, simulate
+      >>> caption(simulate(gpipe(2, 2), Costs(1, 1, 1)))
+      'gpipe, p=2 v=1 m=2, (F, B, W)=(1, 1, 1), free-running: makespan 8, bubble 25.0%'
+    """
+    schedule = timeline.schedule
+    chunks = "chunks that differ"
+    if len(set(timeline.costs)) == 1:
+        costs = timeline.costs[0]
+        message = f", message {costs.message:g}" if costs.message else ""
+        chunks = f"(F, B, W)=({costs.f:g}, {costs.b:g}, {costs.w:g}){message}"
+    return (
+        f"{schedule.name}, p={schedule.num_stages} v={schedule.num_chunks} "
+        f"m={schedule.batch_microbatches}, {chunks}, "
+        f"{timeline.clock}: makespan {timeline.makespan:g}, bubble {timeline.bubble_ratio:.1%}"
+    )

@@ -1,0 +1,203 @@
+"""A timeline as text for a terminal."""
+
+from __future__ import annotations
+
+import collections
+import itertools
+import textwrap
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+from jaxpipe.schedule.actions import Action
+from jaxpipe.schedule.show.exchanges import exchanges
+from jaxpipe.schedule.show.looks import LOOKS, chunk_of, labelled
+from jaxpipe.schedule.simulate import Timeline
+
+_MAX_COLUMNS = 200_000
+"""A longer row of text would show nothing; with very different costs it could be any length."""
+_LEGEND_WIDTH = 100
+_MARKS = {
+    ">": "> sends to a later stage",
+    "<": "< to an earlier one",
+    "}": "} to a later one, which receives it a tick late",
+    "{": "{ to an earlier one, which receives it a tick late",
+    "G": "G had to gather its weights over data (ZeRO-3)",
+    "R": "R reduces its gradients",
+}
+
+
+class TooWideError(ValueError):
+    """A drawing in text with more columns than anyone could read."""
+
+
+def check_width(columns: float, remedy: str) -> None:
+    """Raises `TooWideError`, with what the user can do, if the longest row is too long."""
+    if columns > _MAX_COLUMNS:
+        raise TooWideError(
+            f"A drawing in text needs {columns:.3g} columns, beyond {_MAX_COLUMNS}: {remedy}."
+        )
+
+
+class _Cell(NamedTuple):
+    """Columns ``start`` to ``end`` of a row; ``fixed`` of them must stand in one line."""
+
+    start: int
+    end: int
+    text: str
+    fixed: int
+    shade: int | None
+
+
+def text(timeline: Timeline, *, colour: bool = False, width: int | None = None) -> str:
+    """Draws a timeline as text: one row per stage, time to the right, "." where a stage waits.
+
+    A cell is as wide as its action is long; the shortest is just wide enough for its label. With
+    several chunks per stage the label is the action's own name, such as "2F0". An action that is
+    cut into slices is named in its longest one; the others show its kind in lower case.
+
+    On the clocks that have ticks, a row of marks under each stage shows at the end of every tick
+    what the stage sends, gathers and reduces; a line at the end says what they mean.
+
+    Args:
+      colour: in ANSI colours, for a terminal.
+      width: break rows that are longer than so many columns; None for rows of any length.
+
+    Returns:
+      Lines without a newline at the end.
+
+    Raises:
+      TooWideError: rows in which the shortest action fits its label are longer than anyone reads.
+
+    Example:
+      >>> from jaxpipe.schedule.generators.gpipe import gpipe
+      >>> from jaxpipe.schedule.simulate import Costs, lock_step, simulate
+      >>> print(text(simulate(gpipe(2, 2, fused=True), Costs(1, 1, 1))))
+      stage 0 |F0- F1- ............BW0---- BW1---- |
+      stage 1 |....F0- F1- BW0---- BW1---- ........|
+      >>> print("\\n".join(text(lock_step(gpipe(2, 1), Costs(1, 1, 1))).splitlines()[:5]))
+      tick    |0  1  2  3  4  |
+      stage 0 |F0 ......B0 W0 |
+              | G>           R|
+      stage 1 |...F0 B0 W0 ...|
+              |     G  <  R   |
+    """
+    chosen = labelled(timeline)
+    names = max(len(_label(part.action, timeline)) for row in timeline.parts for part in row)
+    scale = (names + 1) / chosen.shortest
+    remedy = (
+        "draw a picture (jaxpipe show --format svg), or use fewer microbatches or more even costs"
+    )
+    check_width(timeline.makespan * scale, remedy)
+    columns = round(timeline.makespan * scale)
+    heads = [f"stage {d}" for d in range(len(timeline.parts))]
+    rows: list[tuple[str, list[_Cell]]] = []
+    if timeline.clock == "lock-step":
+        rows.append(("tick", [*_numbers([round(tick[0] * scale) for tick in timeline.ticks])]))
+    marks = _marks(timeline)
+    for d, head in enumerate(heads):
+        rows.append((head, [*_cells(timeline, d, chosen.parts[d], scale)]))
+        if timeline.ticks:
+            ends = [round(tick[d] * scale) for tick in timeline.ticks[1:]]
+            rows.append(("", _under(ends, marks[d])))
+    margin = max(len(head) for head, _ in rows)
+    room = columns if width is None else max(width - margin - 3, names + 1)
+    lines = []
+    for first, end in itertools.pairwise(_page_ends(rows, columns, room)):
+        for head, cells in rows:
+            filler = "." if head.startswith("stage") else " "
+            shown = _between(cells, first, end, filler, colour)
+            lines.append(f"{head.ljust(margin)} |{shown}|")
+        lines.append("")
+    used = sorted({mark for stage in marks for tick in stage.values() for mark in tick})
+    meanings = "; ".join(meaning for mark, meaning in _MARKS.items() if mark in used)
+    legend = textwrap.wrap(f"marks: {meanings}", width or _LEGEND_WIDTH) if used else []
+    return "\n".join([*lines[:-1], *legend])
+
+
+def _label(action: Action, timeline: Timeline) -> str:
+    if timeline.schedule.num_chunks > 1:
+        return str(action)
+    return f"{action.kind}{action.microbatch}"
+
+
+def _cells(
+    timeline: Timeline, stage: int, is_labelled: Sequence[bool], scale: float
+) -> Iterator[_Cell]:
+    for part, named in zip(timeline.parts[stage], is_labelled, strict=True):
+        start, end = round(part.start * scale), round(part.end * scale)
+        label = _label(part.action, timeline) if named else part.action.kind.lower()
+        # Rounding both ends may cost a cell its last column, never a letter of its label.
+        room = end - start if end - start <= len(label) else end - start - 1
+        body = label[:room].ljust(room, "-")
+        shade = LOOKS[part.action.kind].shades[min(chunk_of(part.action, timeline), 1)]
+        yield _Cell(start, end, body.ljust(end - start), len(label) if named else 1, shade)
+
+
+def _numbers(starts: Sequence[int]) -> Iterator[_Cell]:
+    """The numbers of the ticks, where they have room."""
+    free = 0
+    for tick, (start, end) in enumerate(itertools.pairwise(starts)):
+        number = str(tick)
+        if start >= free and end > start:
+            free = start + len(number) + 1
+            yield _Cell(start, free - 1, number, len(number), None)
+
+
+def _marks(timeline: Timeline) -> list[dict[int, str]]:
+    """By stage and tick, one letter for each thing that it sends and moves."""
+    found: list[dict[int, str]] = [collections.defaultdict(str) for _ in timeline.parts]
+    if timeline.ticks:
+        messages, moves = exchanges(timeline)
+        for move in moves:
+            if move.what == "gather":
+                found[move.stage][move.tick] += "G"
+        for message in messages:
+            marks = "}{" if message.late else "><"
+            assert message.tick is not None
+            found[message.sender][message.tick] += marks[message.sender > message.receiver]
+        for move in moves:
+            if move.what == "reduce":
+                found[move.stage][move.tick] += "R"
+    return found
+
+
+def _under(ends: Sequence[int], marks: dict[int, str]) -> list[_Cell]:
+    """Marks at the ends of their ticks; further to the left where the next tick's take the room."""
+    cells, free = [], ends[-1]
+    for tick in sorted(marks, reverse=True):
+        end = min(ends[tick], free)
+        free = end - len(marks[tick])
+        cells.append(_Cell(free, end, marks[tick], len(marks[tick]), None))
+    return cells[::-1]
+
+
+def _page_ends(rows: list[tuple[str, list[_Cell]]], columns: int, room: int) -> list[int]:
+    """The columns at which lines end, from 0: never within a label."""
+    inside = {
+        column
+        for _, cells in rows
+        for cell in cells
+        for column in range(cell.start + 1, cell.start + cell.fixed)
+    }
+    ends = [0]
+    while columns - ends[-1] > room:
+        end = ends[-1] + room
+        ends.append(next((c for c in range(end, ends[-1], -1) if c not in inside), end))
+    return [*ends, columns]
+
+
+def _between(cells: Sequence[_Cell], first: int, end: int, filler: str, colour: bool) -> str:
+    """Columns ``first`` to before ``end`` of a row."""
+    parts, column = [], first
+    for cell in cells:
+        start, stop = max(cell.start, first), min(cell.end, end)
+        if start >= stop:
+            continue
+        shown = cell.text[start - cell.start : stop - cell.start]
+        if colour and cell.shade is not None:
+            body = shown.rstrip(" ")
+            blank = shown[len(body) :]
+            shown = f"\x1b[48;5;{cell.shade};30m{body}\x1b[0m{blank}" if body else shown
+        parts += [filler * (start - column), shown]
+        column = stop
+    return "".join([*parts, filler * (end - column)])
