@@ -169,7 +169,8 @@ class AsynchronousConfig(Section):
 class CostsConfig(Section):
     """What a microbatch costs on a chunk, in any unit; schedules and ticks are made for it.
 
-    If chunks differ, this is their mean; the printed bubble counts what each of them costs.
+    If chunks differ, this is their mean; the printed bubble counts what each of them costs. Of
+    ``auto``, which chooses the chunks, it is half a stage.
     """
 
     f: Positive = 1.0
