@@ -16,7 +16,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxpipe.runtime.layers.split import REMAT_POLICIES
+from jaxpipe.runtime.layers.remat import REMAT_POLICIES
 from models import gpt
 
 DATA = "data"

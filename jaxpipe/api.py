@@ -9,6 +9,7 @@ from jaxpipe.runtime.layers.losses import WithLoss as WithLoss
 from jaxpipe.runtime.layers.model import Model as Model
 from jaxpipe.runtime.layout.splits import Joined as Joined
 from jaxpipe.runtime.load_params import load_params as load_params
+from jaxpipe.runtime.mesh import axes_across_hosts as axes_across_hosts
 from jaxpipe.runtime.mesh import make_mesh as make_mesh
 from jaxpipe.runtime.pipeline import Pipeline as Pipeline
 from jaxpipe.runtime.update.asynchronous import AsyncPipeline as AsyncPipeline

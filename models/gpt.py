@@ -60,7 +60,8 @@ class Attention(nnx.Module):
         x_BSE = tensor.gather(x_BSE)
         num_rows, length, _ = x_BSE.shape
         heads = self.qkv(x_BSE).reshape(num_rows, length, -1, config.head_width)
-        cuts = [n // tensor.size for n in (config.num_heads, config.num_heads + config.kv_heads)]
+        num_queries = tensor.part(config.num_heads, "num_heads")
+        cuts = (num_queries, num_queries + tensor.part(config.kv_heads, "num_kv_heads"))
         q_BSNH, k_BSKH, v_BSKH = jnp.split(heads, cuts, axis=2)
         if config.qk_norm:
             q_BSNH, k_BSKH = self.query_norm(q_BSNH), self.key_norm(k_BSKH)
@@ -304,6 +305,7 @@ def _embed(config, outer, tokens_BS, rng, tensor, over, documents_BS=None):
             f"tokens hold {length} inputs per row, but sequence_length="
             f"{config.sequence_length}. Nearest valid: {config.sequence_length} or fewer."
         )
+    tensor.part(length, "sequence length")
     x_BSE = vocabulary.lookup(outer["embed"]["table"], tokens_BS, **over)
     if config.positions == "learned":
         positions = outer["embed"]["positions"]

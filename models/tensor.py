@@ -14,7 +14,7 @@ Dimension suffixes: B rows, S the whole sequence, T a device's part of it, E wid
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -23,7 +23,6 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 from jaxpipe import Joined
-from jaxpipe.errors import Problem
 
 PyTree = Any
 
@@ -55,16 +54,22 @@ class Tensor:
             return y_BSE
         return lax.psum_scatter(y_BSE, self.axis, scatter_dimension=1, tiled=True)
 
+    def part(self, count: int, what: str) -> int:
+        """A device's part of a count, which is called ``what`` where it does not divide."""
+        if count % self.size:
+            below = count - count % self.size
+            valid = ", ".join(str(n) for n in (below, below + self.size) if n)
+            raise ValueError(
+                f"{what}={count} is not divisible by the {self.size} devices along {self.axis!r}, "
+                f"which share it.\nNearest valid: {valid}."
+            )
+        return count // self.size
+
     def own(self, x: jax.Array, dim: int) -> jax.Array:
-        """This device's part of what all have whole."""
+        """This device's part of what all have whole: the sequence."""
         if self.axis is None:
             return x
-        if x.shape[dim] % self.size:
-            raise ValueError(
-                f"{x.shape[dim]} inputs per row are not divisible by the {self.size} devices along "
-                f"{self.axis!r}, which split the sequence."
-            )
-        size = x.shape[dim] // self.size
+        size = self.part(x.shape[dim], "sequence length")
         return lax.dynamic_slice_in_dim(x, lax.axis_index(self.axis) * size, size, dim)
 
     def dropout(self, drop: Callable[[jax.Array], jax.Array], x_BTE: jax.Array) -> jax.Array:
@@ -99,22 +104,3 @@ def axis_split(layer: PyTree, axis: str, qkv: tuple[int, ...]) -> PyTree:
         return P(axis, None) if owner in _ROWS and name == "kernel" else None
 
     return jax.tree_util.tree_map_with_path(spec, layer)
-
-
-def problems(devices: int, **counts: int) -> Iterator[Problem]:
-    """Says which of a shape's fields do not divide by the devices along the axis.
-
-    Args:
-      devices: along the axis.
-      **counts: fields, by name.
-
-    Example:
-      >>> [problem.nearest for problem in problems(4, num_heads=6, sequence_length=128)]
-      [(4, 8)]
-    """
-    for name, count in counts.items():
-        if count % devices:
-            below = count - count % devices
-            nearest = tuple(n for n in (below, below + devices) if n)
-            rule = "is not divisible by $tensor, whose devices share it"
-            yield Problem(name, count, rule, nearest, {"tensor": devices})

@@ -13,7 +13,7 @@ from pathlib import Path
 from jaxpipe import schedules
 from jaxpipe.schedule import is_users
 from models.validation import nearest_divisors
-from train import configured, errors, initial, optimizers, profile, run_folder, tasks
+from train import configured, errors, initial, mesh_rules, optimizers, profile, run_folder, tasks
 from train.config import AsynchronousConfig, Config
 from train.data.folder import prepare_hint
 from train.errors import Failure
@@ -49,7 +49,8 @@ def check(
     wrong = {field for failure in failures for field in failure.fields}
     wrong |= {field for field, value in config.flat().items() if value != given[field]}
     rules: list[Rule] = [
-        _replicas,
+        mesh_rules.replicas,
+        mesh_rules.tensor,
         _schedule,
         _asynchronous,
         _weights,
@@ -98,25 +99,26 @@ def device_failures(config: Config, *, num_devices: int, platform: str) -> list[
       num_devices: how many devices there are.
       platform: such as "cpu" or "gpu".
     """
-    stage, shards = config.mesh.stage, config.mesh.data
-    if stage * shards <= num_devices:
+    sizes, needed = config.mesh.sizes(), config.mesh.num_devices
+    if needed <= num_devices:
         return []
-    valid = []
-    if num_devices // shards:
-        valid.append(f"mesh.stage={num_devices // shards}")
-    if num_devices // stage:
-        valid.append(f"mesh.data={num_devices // stage}")
-    valid = valid or ["mesh.stage=1 with mesh.data=1"]
+    valid = [
+        f"{path}={num_devices * size // needed}"
+        for path, size in sizes.items()
+        if num_devices * size // needed
+    ]
+    valid = valid or [" with ".join(f"{path}=1" for path in sizes)]
     simulate = (
-        f" XLA_FLAGS=--xla_force_host_platform_device_count={stage * shards} simulates them."
+        f" XLA_FLAGS=--xla_force_host_platform_device_count={needed} simulates them."
         if platform == "cpu"
         else " JAX_PLATFORMS=cpu simulates them."
     )
+    product = " x ".join(f"{path}={size}" for path, size in sizes.items())
     return [
         Failure(
-            f"mesh.stage={stage} x mesh.data={shards} needs {stage * shards} devices, but there "
+            f"{product} needs {needed} devices, but there "
             f"are {num_devices} ({platform}). Nearest valid: {' or '.join(valid)}.{simulate}",
-            ("mesh.stage", "mesh.data"),
+            tuple(sizes),
         )
     ]
 
@@ -204,17 +206,6 @@ def _asynchronous(config: Config) -> Iterator[Failure]:
             f"{config.train.steps} for pipeline.schedule={name}. Nearest valid: "
             f"{config.train.steps - 1}, or pipeline.schedule=1f1b.",
             ("asynchronous.warmup_steps", "train.steps"),
-        )
-
-
-def _replicas(config: Config) -> Iterator[Failure]:
-    data, replica = config.mesh.data, config.mesh.replica
-    if data % replica:
-        nearest = _divisors(data, replica)
-        yield Failure(
-            f"mesh.replica={replica} does not divide mesh.data={data}. Nearest valid: "
-            f"mesh.replica={nearest}.",
-            ("mesh.replica", "mesh.data"),
         )
 
 

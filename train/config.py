@@ -9,6 +9,7 @@ The model's section has the fields that the family of ``task`` declares (`train.
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Annotated, Any, Literal
 
@@ -73,7 +74,7 @@ class DataConfig(Section):
 
 
 class MeshConfig(Section):
-    """The devices: stage x data of them."""
+    """The devices: stage x data x tensor of them."""
 
     stage: Count = 4
     """Pipeline stages."""
@@ -83,6 +84,18 @@ class MeshConfig(Section):
     """Groups of data shards, such as hosts, that hold the same parts of what pipeline.zero shards:
     each splits it over data / replica devices. Weights are gathered within a group, and gradients
     cross between groups in parts."""
+    tensor: Count = 1
+    """Devices that share every layer: heads, hidden units, between them the sequence, and the
+    vocabulary. They talk in every layer, so they belong within a host."""
+
+    def sizes(self) -> dict[str, int]:
+        """Returns the sizes whose product is the number of devices, by path."""
+        found = {"mesh.stage": self.stage, "mesh.data": self.data}
+        return found | ({"mesh.tensor": self.tensor} if self.tensor > 1 else {})
+
+    @property
+    def num_devices(self) -> int:
+        return math.prod(self.sizes().values())
 
 
 class PipelineConfig(Section):
@@ -156,7 +169,8 @@ class AsynchronousConfig(Section):
 class CostsConfig(Section):
     """What a microbatch costs on a chunk, in any unit; schedules and ticks are made for it.
 
-    If chunks differ, this is their mean; the printed bubble counts what each of them costs.
+    If chunks differ, this is their mean; the printed bubble counts what each of them costs. Of
+    ``auto``, which chooses the chunks, it is half a stage.
     """
 
     f: Positive = 1.0

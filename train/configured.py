@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from collections.abc import Sequence
 
 from jaxpipe import schedules
@@ -30,6 +31,12 @@ _DECAY = 0.135
 
 _MOST_UNROLLED = 8
 """Layers per stage up to which unrolling is worth its compile time: docs/benchmarks.md."""
+
+
+_EXCHANGE = 0.02
+"""What a tick takes beside its layers, of a microbatch's time on half a stage, unless
+``costs.message`` says it: without it `auto` would cut a model into as many chunks as it has layers.
+"""
 
 
 def weights(config: Config, *, platform: str, alike: bool, counts: Sequence[int]) -> str:
@@ -105,8 +112,12 @@ def order(config: Config) -> Schedule:
 
 def _order(config: Config) -> Schedule:
     pipeline, name = config.pipeline, config.pipeline.schedule
+    if chooses_placement(config):
+        return searched(config, [1.0] * config.num_layers)
     # Schedules that read the layers have two chunks per stage.
     layers_per_chunk = max(1, -(-config.num_layers // (2 * config.mesh.stage)))
+    if not pipeline.slices:
+        layers_per_chunk = 1
     return schedules.build(
         _SYNCHRONOUS if is_asynchronous(config) else name,
         stages=config.mesh.stage,
@@ -119,17 +130,53 @@ def _order(config: Config) -> Schedule:
     )
 
 
-def build(config: Config, layer_counts: Sequence[int]) -> Schedule:
+def chooses_placement(config: Config) -> bool:
+    """Whether ``auto`` also chooses how layers are cut into chunks, and where these lie."""
+    pipeline = config.pipeline
+    free = pipeline.chunks is None and own_counts(config) is None
+    return pipeline.schedule == "auto" and pipeline.slices and free
+
+
+def searched(config: Config, layer_costs: Sequence[float]) -> Schedule:
+    """Searches schedule, placement and number of chunks for a model (``pipeline.schedule: auto``).
+
+    Args:
+      config: as for `order`; ``costs.*`` are of half a stage.
+      layer_costs: of every layer, in any unit.
+
+    Raises:
+      ValueError: the memory limit is too small, or there are fewer layers than stages.
+    """
+    scale = 2 * config.mesh.stage / math.fsum(layer_costs)
+    half = costs(config)
+    message = half.message or _EXCHANGE * (half.f + half.b + half.w)
+    layers = [
+        Costs(half.f * scale * c, half.b * scale * c, half.w * scale * c, message)
+        for c in layer_costs
+    ]
+    return schedules.build(
+        "auto",
+        stages=config.mesh.stage,
+        microbatches=config.pipeline.microbatches,
+        memory_limit=config.pipeline.memory_limit,
+        layer_costs=layers,
+    )
+
+
+def build(
+    config: Config, layer_counts: Sequence[int], schedule: Schedule | None = None
+) -> Schedule:
     """Builds the schedule and cuts it into slices of the model's layers if that is configured.
 
     Args:
       config: a checked configuration.
       layer_counts: layers of every virtual stage.
+      schedule: to cut; None for `order`.
     """
-    schedule = order(config)
+    schedule = schedule or order(config)
     if not config.pipeline.slices:
         return dataclasses.replace(schedule, slices=None)
-    if schedule.slices is None or len(set(layer_counts)) > 1:
+    if schedule.layer_counts != tuple(layer_counts):
         return slice_ticks(schedule, costs(config), layer_counts)
     return schedule
 

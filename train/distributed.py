@@ -81,17 +81,17 @@ def find_processes(config: Config, environment: Mapping[str, str] | None = None)
             ]
         )
     processes = Processes(count or 1, number or 0, settings.coordinator)
-    num_devices = config.mesh.stage * config.mesh.data
+    num_devices, sizes = config.mesh.num_devices, config.mesh.sizes()
     if num_devices % processes.count:
         below, above = (num_devices // processes.count + n for n in (0, 1))
         near = " or ".join(str(n * processes.count) for n in (below, above) if n)
         raise ConfigError(
             [
                 Failure(
-                    f"mesh.stage={config.mesh.stage} x mesh.data={config.mesh.data} = "
+                    f"{' x '.join(f'{path}={size}' for path, size in sizes.items())} = "
                     f"{num_devices} devices cannot be shared evenly by {processes.count} processes "
                     f"(distributed.num_processes). Nearest valid: {near} devices.",
-                    ("mesh.stage", "mesh.data", "distributed.num_processes"),
+                    (*sizes, "distributed.num_processes"),
                 )
             ]
         )
@@ -114,7 +114,7 @@ def simulate_devices(config: Config, processes: Processes) -> None:
     flags = os.environ.get("XLA_FLAGS", "")
     if _COUNT_FLAG in flags:
         return
-    count = config.mesh.stage * config.mesh.data // processes.count
+    count = config.mesh.num_devices // processes.count
     os.environ["XLA_FLAGS"] = f"{flags} {_COUNT_FLAG}={min(count, MAX_SIMULATED_DEVICES)}".strip()
 
 

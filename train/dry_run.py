@@ -5,6 +5,7 @@ from __future__ import annotations
 import jax
 from rich.console import Console
 
+from jaxpipe import axes_across_hosts
 from jaxpipe.measure import predicted_bytes
 from jaxpipe.schedule import draw, lock_step, neighbor_clock, simulate, steady_text
 from train import configured, memory_report
@@ -29,6 +30,7 @@ def run(config: Config) -> None:
     if not console.is_terminal:
         console.width = _WIDTH
     setup = Setup(config)
+    _show_mesh(console, setup)
     if configured.is_asynchronous(config):
         mode = Modes(setup).asynchronous
         _show_steady_state(console, setup, mode)
@@ -43,6 +45,16 @@ def run(config: Config) -> None:
         if setup.pipe.zero >= 2:
             _show_transfers(console, setup)
     say(console, "dry run: nothing was trained or written")
+
+
+def _show_mesh(console: Console, setup: Setup) -> None:
+    shape, across = setup.mesh.shape, axes_across_hosts(setup.mesh)
+    within = [name for name, size in shape.items() if size > 1 and name not in across]
+    devices = " x ".join(f"{name} {size}" for name, size in shape.items())
+    hosts = f"{' and '.join(across)} across hosts" if across else ""
+    inside = f"{' and '.join(within)} within a host" if within else ""
+    places = ", ".join(filter(None, (hosts, inside)))
+    say(console, f"devices: {devices}{': ' * bool(places)}{places}", wraps=True)
 
 
 def _show_timeline(console: Console, setup: Setup) -> None:

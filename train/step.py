@@ -71,7 +71,10 @@ class Setup:
     def __init__(self, config: Config, choice: Choice | None = None) -> None:
         self.config = config
         self.task = tasks.make(config)
-        self.mesh = make_mesh(**config.mesh.model_dump())
+        sizes = config.mesh.model_dump()
+        if config.mesh.tensor == 1:  # then nothing names the axis
+            del sizes["tensor"]
+        self.mesh = make_mesh(**sizes)
         self.shapes = jax.eval_shape(self.task.init, self._key)
         self.learning_rate = learning_rate(config.optimizer, num_steps=config.train.steps)
         # Measurements differ between processes.
@@ -89,29 +92,31 @@ class Setup:
         self._updating_step = self._chunk_by_chunk()
 
     def _choose(self) -> Choice:
-        costs, counts = self._partition()
-        return Choice(configured.build(self.config, counts), counts, tuple(costs))
+        order, costs, counts = self._partition()
+        return Choice(configured.build(self.config, counts, order), counts, tuple(costs))
 
-    def _partition(self) -> tuple[list[float], tuple[int, ...]]:
-        """Returns the cost of every layer, and the number of layers of every chunk."""
+    def _partition(self) -> tuple[Schedule, list[float], tuple[int, ...]]:
+        """Returns the order, the cost of every layer, and the number of layers of every chunk."""
         settings, order = self.config.pipeline, configured.order(self.config)
         rule, alike = settings.partition, not isinstance(self.shapes["layers"], tuple)
         even = [1.0] * self.task.num_layers
         counts = configured.own_counts(self.config) or partition(even, order.placement)
         limit = settings.stage_memory
         if limit is None and alike:
-            return even, counts
+            return order, even, counts
         # Any partition serves to inspect the layers.
         probe = self._pipeline(dataclasses.replace(order, slices=None), counts)
         batch, rng = self._batch_shapes(probe), jax.eval_shape(lambda: self.rng(0))
         parts = layer_costs(probe, batch, rng, measure=rule == "measured")
         costs = [part.f + part.b + part.w for part in parts]
         if configured.own_counts(self.config) is not None:
-            return costs, counts
+            return order, costs, counts
         memory = None if limit is None else self._memory(probe, batch, rng, limit)
         weights = even if rule == "equal" else costs
+        if configured.chooses_placement(self.config) and limit is None:
+            order = configured.searched(self.config, weights)
         try:
-            return costs, partition(weights, order.placement, memory=memory)
+            return order, costs, partition(weights, order.placement, memory=memory)
         except errors.ArgumentError as error:
             raise errors.ConfigError(list(errors.of_partition(error, limit))) from error
 

@@ -98,6 +98,13 @@ class Task(abc.ABC):
           axis: mesh axis over which a vocabulary is split; None for whole tables.
         """
 
+    def shared(self) -> dict[str, int]:
+        """Returns the counts that devices along ``mesh.tensor`` share, by the shape's fields.
+
+        Empty for a family whose layers are not split.
+        """
+        return {}
+
     @abc.abstractmethod
     def init(self, rng: jax.Array) -> PyTree:
         """Makes the canonical initial parameters."""

@@ -18,7 +18,7 @@ from jaxpipe.runtime import filters
 from jaxpipe.runtime.filters import Filter
 from jaxpipe.runtime.layers.calls import misfits
 from jaxpipe.runtime.layers.model import Model
-from jaxpipe.runtime.layers.split import unknown_remat
+from jaxpipe.runtime.layers.remat import unknown_remat
 from jaxpipe.runtime.layout import precision, splits
 from jaxpipe.runtime.layout.whole_model import LAYOUTS, SHARED
 from jaxpipe.runtime.mesh import Axes

@@ -10,6 +10,7 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import Any
 
 import jax
+import numpy as np
 from jax.experimental.compilation_cache import compilation_cache
 from jax.sharding import AxisType, Mesh
 
@@ -146,13 +147,14 @@ def make_mesh(
     replica: int = 1,
     context: int | None = None,
     tensor: int | None = None,
-    devices: Sequence[jax.Device] | None = None,
+    devices: Sequence[jax.Device] | np.ndarray | None = None,
 ) -> Mesh:
     """Builds the mesh the pipeline runs on: ``(data, stage)``, with "replica" before them and model
     axes behind them where they are asked for.
 
-    Consecutive devices form one pipeline, so that neighbouring stages are near each other; those
-    along a model axis, which talk most, are next to each other.
+    Devices along a model axis, which talk most, are next to each other. On several hosts the data
+    shards of a stage come next if they fit on one host with them, so that stages, which only send
+    messages, lie across hosts, and replicas. Otherwise consecutive devices form one pipeline.
 
     Args:
       stage: number of pipeline stages.
@@ -161,10 +163,12 @@ def make_mesh(
         then split over ``data / replica`` devices: hybrid sharding.
       context, tensor: devices along the model axes of these names (`jaxpipe.Model`'s ``axes``);
         None for no such axis.
-      devices: the devices to use; by default the first of `jax.devices`.
+      devices: the devices to use, by default the first of `jax.devices`; or an array of them in the
+        shape of the mesh, whose order is kept.
 
     Raises:
-      ValueError: a number below 1, replicas that do not divide the data shards, or too few devices.
+      ValueError: a number below 1, replicas that do not divide the data shards, too few devices, or
+        an array of them in another shape.
 
     Example:
       >>> make_mesh(stage=1).axis_names
@@ -175,7 +179,8 @@ def make_mesh(
     if data % replica:
         nearest = tuple(n for n in range(1, data + 1) if data % n == 0)
         refuse([Problem("replica", replica, f"does not divide data={data}", nearest)])
-    available = list(jax.devices() if devices is None else devices)
+    given = jax.devices() if devices is None else devices
+    available = list(np.asarray(given, object).flat)
     sizes = {"data": data, "stage": stage} | {k: n for k, n in model.items() if n is not None}
     needed = math.prod(sizes.values())
     if needed > len(available):
@@ -189,9 +194,54 @@ def make_mesh(
     sizes = sizes if replica == 1 else {"replica": replica, **sizes}
     types = (AxisType.Auto,) * len(sizes)
     shape, names = tuple(sizes.values()), tuple(sizes)
-    mesh = jax.make_mesh(shape, names, axis_types=types, devices=available[:needed])
+    if isinstance(given, np.ndarray) and given.ndim > 1:
+        if given.shape != shape:
+            raise ValueError(f"devices are an array {given.shape}; the mesh of {names} is {shape}.")
+    else:
+        available = _on_hosts(available[:needed], sizes)
+    mesh = jax.make_mesh(shape, names, axis_types=types, devices=available)
     leave_compilation_cache(mesh)
     return mesh
+
+
+def _on_hosts(devices: list[jax.Device], sizes: dict[str, int]) -> list[jax.Device]:
+    """Devices in the order of a mesh of these axes: see `make_mesh`."""
+    hosts = host_of(devices)
+    inner = [name for name in sizes if name not in ("replica", "data", "stage")]
+    near = sizes["data"] * math.prod(sizes[name] for name in inner)
+    fits = all(hosts.count(host) % near == 0 for host in set(hosts))
+    data_inside = len(set(hosts)) > 1 and fits
+    outer = ["replica"] * ("replica" in sizes)
+    order = [*outer, *(["stage", "data"] if data_inside else ["data", "stage"]), *inner]
+    found = np.asarray(devices, object).reshape([sizes[name] for name in order])
+    return list(found.transpose([order.index(name) for name in sizes]).flat)
+
+
+def host_of(devices: Sequence[jax.Device]) -> list[int]:
+    """The number of each device's host.
+
+    That is its process. Where every process has one device, it is jax's slice: what a fast network
+    joins.
+    """
+    processes = [device.process_index for device in devices]
+    if len(set(processes)) < len(processes):
+        return processes
+    return [getattr(device, "slice_index", device.process_index) for device in devices]
+
+
+def axes_across_hosts(mesh: Mesh) -> tuple[str, ...]:
+    """The axes along which devices are on different hosts.
+
+    Example:
+      >>> axes_across_hosts(make_mesh(stage=1))
+      ()
+    """
+    hosts = np.reshape(host_of(list(mesh.devices.flat)), mesh.devices.shape)
+    return tuple(
+        name
+        for axis, name in enumerate(mesh.axis_names)
+        if (hosts != hosts.take([0], axis=axis)).any()
+    )
 
 
 def with_auto_axes(mesh: Mesh) -> Mesh:

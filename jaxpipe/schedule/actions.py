@@ -130,6 +130,17 @@ class Schedule:
         return self.num_microbatches * self.placement.num_copies
 
     @property
+    def layer_counts(self) -> tuple[int, ...] | None:
+        """The layers of every virtual stage, as the slices have them; None without slices."""
+        if self.slices is None:
+            return None
+        counts = [0] * self.placement.num_virtual_stages
+        for part in (part for row in self.slices for part in row):
+            s = part.action.virtual_stage
+            counts[s] = max(counts[s], part.hi)
+        return tuple(counts)
+
+    @property
     def minibatches(self) -> Minibatches | None:
         """Of a schedule that updates weights as it runs; None for one step."""
         return None

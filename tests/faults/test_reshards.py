@@ -18,6 +18,8 @@ LAYOUTS = (
     {"mesh": {"stage": 4, "data": 1}, "pipeline": {"schedule": "zb-h1", "zero": 0}},
     {"mesh": {"stage": 2, "data": 4}, "pipeline": {"schedule": "zb-v", "zero": 1}},
     {"mesh": {"stage": 1, "data": 2}, "pipeline": {"schedule": "gpipe", "zero": 2}},
+    {"mesh": {"stage": 2, "data": 2, "tensor": 2}, "pipeline": {"schedule": "zb-v", "zero": 3}},
+    {"mesh": {"stage": 2, "data": 1, "tensor": 2}, "pipeline": {"schedule": "1f1b", "zero": 0}},
 )
 _GPT = {"vocab_size": 64, "sequence_length": 8, "num_layers": 5, "width": 16, "num_heads": 2}
 _RESNET = {"depth": 14, "num_classes": 3, "width": 4, "norm": "batch", "channels": 1}
@@ -27,10 +29,13 @@ MODELS = {
     "batch norm": {"task": "resnet", "model": _RESNET},
 }
 PAIRS = [
-    (model, here, there)
-    for model in MODELS
-    for here, there in itertools.permutations(range(len(LAYOUTS)), 2)
-] + [("muon", here, there) for here, there in ((0, 1), (1, 0), (2, 3), (3, 2))]
+    (model, here, there) for model in MODELS for here, there in itertools.permutations(range(4), 2)
+] + [("muon", here, there) for here, there in ((0, 1), (1, 0), (2, 3), (3, 2), (0, 4), (4, 3))]
+PAIRS += [
+    ("dropout", here, there)
+    for here, there in itertools.permutations((0, 3, 4, 5), 2)
+    if {here, there} & {4, 5}
+]
 
 
 def _setup(model, number):

@@ -8,8 +8,10 @@ import jax
 import pytest
 
 import jaxpipe
+from jaxpipe.runtime.measure import traced
+from jaxpipe.runtime.measure.memory import tree_bytes
 from jaxpipe.testing import assert_matches_unpipelined
-from models import gpt, tensor
+from models import gpt
 
 SHAPE = {"vocab_size": 13, "sequence_length": 8, "num_layers": 4, "width": 16, "num_heads": 4}
 LLAMA = {"num_kv_heads": 2, "mlp_width": 12, "tied": False}
@@ -40,9 +42,36 @@ def test_gpt_equals_the_whole_model(shape, schedule, zero, remat, options):
     )
 
 
-def test_what_devices_cannot_share_is_said_with_both_numbers():
-    (problem,) = tensor.problems(4, num_heads=6, sequence_length=128)
-    assert problem.lines() == [
-        "num_heads=6 is not divisible by tensor=4, whose devices share it.",
-        "Nearest valid: 4, 8.",
-    ]
+def test_what_devices_cannot_share_is_refused_with_both_numbers():
+    config = gpt.GPTConfig(**SHAPE, **LLAMA)
+    model = gpt.model(config, vocabulary_axis="stage", tensor_axis="tensor")
+    params = jax.eval_shape(lambda: gpt.init(config, jax.random.key(0)))
+    mesh = jaxpipe.make_mesh(stage=2, tensor=4)
+    pipe = jaxpipe.Pipeline(model, params, schedule="1f1b", mesh=mesh)
+    for length, message in (
+        (8, "num_kv_heads=2 is not divisible by the 4 devices along 'tensor', which share it"),
+        (6, r"sequence length=6 is not divisible by the 4 devices .*\nNearest valid: 4, 8\."),
+    ):
+        tokens = jax.ShapeDtypeStruct((4, length + 1), "int32")
+        with pytest.raises(ValueError, match=message):
+            jax.eval_shape(pipe.value_and_grad, pipe.placed_params, {"tokens": tokens})
+
+
+@pytest.mark.parametrize(("remat", "share"), [("none", 0.29), ("dots", 0.251), ("full", 0.251)])
+def test_four_devices_keep_a_quarter_each(remat, share):
+    config = gpt.GPTConfig(**SHAPE | {"num_heads": 8, "width": 64, "mlp_width": 256})
+    params = jax.eval_shape(lambda: gpt.init(config, jax.random.key(0)))
+    model = gpt.model(config, vocabulary_axis="stage", tensor_axis="tensor")
+    found = []
+    for devices in (4, 1):
+        mesh = jaxpipe.make_mesh(stage=2, tensor=devices)
+        pipe = jaxpipe.Pipeline(
+            model, params, schedule="zb-h1", mesh=mesh, microbatches=4, remat=remat
+        )
+        kept = traced.buffers(pipe, {"tokens": jax.ShapeDtypeStruct((8, 9), "int32")})
+        kept["residuals"] = [kept.pop(name, []) for name in ("until_b", "until_w")]
+        found.append({name: tree_bytes(tree) for name, tree in kept.items()})
+    part, whole = found
+    assert 4 * part["x"] == whole["x"]
+    assert part["residuals"] <= share * whole["residuals"]
+    assert part["crossing"] <= 0.29 * whole["crossing"]

@@ -18,7 +18,8 @@ import uneven
 import jaxpipe
 from jaxpipe import Sum, Weighted, WithLoss, testing
 from jaxpipe.runtime.layers import losses
-from jaxpipe.runtime.layers.split import REMAT_POLICIES, split_layer
+from jaxpipe.runtime.layers.remat import REMAT_POLICIES
+from jaxpipe.runtime.layers.split import split_layer
 from jaxpipe.schedule.search.slices import slice_ticks
 from jaxpipe.schedule.simulate import Costs
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 
 import chex
@@ -16,6 +17,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxpipe
+from jaxpipe.runtime import mesh as meshes
 from jaxpipe.runtime.measure.memory import predicted_bytes
 
 AUTO, EXPLICIT = AxisType.Auto, AxisType.Explicit
@@ -184,3 +186,48 @@ def test_a_mesh_without_the_axes_is_refused(sizes, stage, data, lines):
 def test_the_devices_of_a_mesh_stay_in_their_order():
     mesh = make_mesh(DATA_FIRST, EXPLICIT)
     assert np.array_equal(pipeline(mesh).mesh.devices, mesh.devices)
+
+
+@dataclasses.dataclass(frozen=True)
+class Device:
+    """What `make_mesh` asks of a device when it looks for its host."""
+
+    id: int
+    process_index: int
+    slice_index: int
+
+
+def on_hosts(hosts, each, *, processes_of=None):
+    """Devices of several hosts, one process per host or ``processes_of`` devices each."""
+    return [Device(i, i // (processes_of or each), i // each) for i in range(hosts * each)]
+
+
+@pytest.mark.parametrize("processes_of", [None, 1])
+@pytest.mark.parametrize(
+    ("sizes", "hosts", "together", "across"),
+    [
+        ({"data": 2, "stage": 8}, 2, "data", "stage"),
+        ({"data": 8, "stage": 2}, 2, "data", "stage"),
+        ({"data": 8, "stage": 1}, 1, "data stage", ""),
+        ({"data": 2, "stage": 4, "tensor": 4}, 4, "data tensor", "stage"),
+        ({"replica": 2, "data": 4, "stage": 2}, 2, "data stage", "replica"),
+        ({"data": 16, "stage": 2}, 4, "stage", "data"),
+        ({"data": 4, "stage": 2, "tensor": 4}, 4, "stage tensor", "data"),
+    ],
+)
+def test_shards_and_model_axes_lie_within_hosts(sizes, hosts, together, across, processes_of):
+    devices = on_hosts(hosts, 8, processes_of=processes_of)
+    placed = np.reshape(
+        [d.slice_index for d in meshes._on_hosts(devices, sizes)], [*sizes.values()]
+    )
+    for axis, name in enumerate(sizes):
+        spread = (placed != placed.take([0], axis=axis)).any()
+        assert spread == (name in across.split()), name
+        assert spread != (name in together.split()), name
+
+
+def test_an_array_of_devices_keeps_its_order():
+    devices = np.asarray(jax.devices()[:4], object)[::-1].reshape(2, 2)
+    assert (jaxpipe.make_mesh(stage=2, data=2, devices=devices).devices == devices).all()
+    with pytest.raises(ValueError, match=r"array \(2, 2\); the mesh of .* is \(1, 4\)"):
+        jaxpipe.make_mesh(stage=4, devices=devices)

@@ -8,7 +8,8 @@ import pytest
 from flax import nnx
 
 from jaxpipe.nnx import functional, stack, stateful
-from jaxpipe.runtime.layers.split import REMAT_POLICIES, split_layer
+from jaxpipe.runtime.layers.remat import REMAT_POLICIES
+from jaxpipe.runtime.layers.split import split_layer
 
 WIDTH = 4
 

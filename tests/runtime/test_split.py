@@ -7,7 +7,8 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from jaxpipe.runtime.layers.split import REMAT_POLICIES, split_layer
+from jaxpipe.runtime.layers.remat import REMAT_POLICIES
+from jaxpipe.runtime.layers.split import split_layer
 
 
 def layer(w, x, rng):

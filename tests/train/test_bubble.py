@@ -74,6 +74,7 @@ SYNCHRONOUS = [
     ("gpt", 4, {"schedule": "gpipe", "partition": "1,1,7,1"}),
     ("gpt", 2, {"schedule": "zb-v", "partition": "4,3,2,1"}),
     ("gpt", 2, {"schedule": "interleaved-fused", "slices": False}),
+    ("resnet", 2, {"schedule": "auto"}),
 ]
 
 

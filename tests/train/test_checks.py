@@ -117,6 +117,16 @@ RULES = [
         {"mesh.data": 2, "mesh.replica": 3},
         "mesh.replica=3 does not divide mesh.data=2. Nearest valid: mesh.replica=2.",
     ),
+    (
+        {"mesh.tensor": 8, "model.num_heads": 4},
+        "model.num_heads=4 is not divisible by mesh.tensor=8, whose devices share it. Nearest "
+        "valid: model.num_heads=8, or mesh.tensor=4.",
+    ),
+    (
+        {"mesh.tensor": 2, "pipeline.schedule": "pipemare"},
+        "mesh.tensor=2 has no place in pipeline.schedule=pipemare, which splits no layer over "
+        "devices. Nearest valid: mesh.tensor=1, or pipeline.schedule=1f1b.",
+    ),
     ({"asynchronous.rescheduling_steps": 0}, "Nearest valid: None, or pipeline.schedule=pipemare."),
     (
         {"pipeline.schedule": "pipemare", "pipeline.chunks": 2},

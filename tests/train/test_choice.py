@@ -6,15 +6,18 @@ import contextlib
 import io
 import json
 import random
+from pathlib import Path
 
 import pytest
 from rich.console import Console
 from tiny_tasks import TINY
 
 from jaxpipe.schedule.formats.json_format import to_json
-from jaxpipe.schedule.simulate import Costs
+from jaxpipe.schedule.partition import chunk_costs
+from jaxpipe.schedule.simulate import Costs, lock_step
 from train import choice, configured, distributed, start, step
 from train.choice import Choice
+from train.command_line import load_yaml
 from train.config import Config
 from train.errors import ConfigError, Failure
 from train.step import Setup
@@ -54,6 +57,21 @@ def recorded(path):
     found = _choice(_config())
     choice.write(path, _config(), found)
     return found
+
+
+def test_the_first_command_trains_with_little_bubble():
+    config = Config(**load_yaml(Path("configs/gpt-tiny.yaml")))
+    schedule = configured.order(config)
+    timeline = lock_step(schedule, chunk_costs(configured.costs(config), [1.0] * 8, [2] * 4))
+    assert schedule.layer_counts == (2, 2, 2, 2)
+    assert timeline.bubble_ratio <= 0.12
+
+
+def test_auto_places_a_models_layers_unless_they_are_placed():
+    config = _config(pipeline__microbatches=2, costs={"message": 9.0})
+    assert configured.order(config).num_chunks == 1
+    told = _config(pipeline__microbatches=2, pipeline__partition="1,1,1,1")
+    assert configured.order(told).num_chunks == 2
 
 
 def test_a_choice_is_read_as_it_was_written(path, recorded):

@@ -34,7 +34,15 @@ class GPT(Task):
 
     def model(self, *, train: bool, axis: str | None = "stage"):
         del train
-        return gpt.model(self.shape, vocabulary_axis=axis)
+        shares = axis is not None and self.config.mesh.tensor > 1
+        return gpt.model(self.shape, vocabulary_axis=axis, tensor_axis="tensor" if shares else None)
+
+    def shared(self):
+        shape = self.shape
+        counts = {"num_heads": shape.num_heads, "sequence_length": shape.sequence_length}
+        if shape.num_kv_heads is not None:
+            counts["num_kv_heads"] = shape.kv_heads
+        return counts | {"mlp_width": shape.hidden_width}
 
     def init(self, rng):
         return gpt.init(self.shape, rng)

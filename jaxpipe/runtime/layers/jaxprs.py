@@ -143,6 +143,11 @@ def multiplies(eqn: Any) -> bool:
     return heavy or any(map(_is_program, eqn.params.values()))
 
 
+def gathers(eqn: Any) -> bool:
+    """Whether an equation makes an array of the parts that devices have."""
+    return eqn.primitive.name == "all_gather"
+
+
 def _is_program(param: Any) -> bool:
     return isinstance(param, (core.Jaxpr, core.ClosedJaxpr, tuple)) and (
         not isinstance(param, tuple) or any(map(_is_program, param))

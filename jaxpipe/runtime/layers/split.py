@@ -7,6 +7,7 @@ are flattened (``jit`` and ``checkpoint`` equations inlined), then cut:
 - residuals that do not depend on x (parameters, casts of them, and what depends on the context
   only, such as dropout masks) are recomputed where they are used; the others are saved, once each;
 - B is what dx needs, W is the rest of what dparams needs, and what W reads of B's values *crosses*;
+- what B gathers over devices crosses in parts, and W gathers it again;
 - what B can sum up or multiply so that less crosses is a part of B (the gradient of a norm's scale,
   the input of a matmul).
 
@@ -20,7 +21,7 @@ forward.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import cached_property
 from typing import Any, TypeAlias
 
@@ -31,19 +32,12 @@ from jax.extend import core
 from jaxpipe.runtime.layers import jaxprs
 from jaxpipe.runtime.layers.jaxprs import Env
 from jaxpipe.runtime.layers.losses import WithLoss
+from jaxpipe.runtime.layers.remat import REMAT_POLICIES, unknown_remat
 from jaxpipe.runtime.trees import combine, divide
 from jaxpipe.runtime.types import Activation, Gradients, LayerParams, States, Tree
-from jaxpipe.schedule.problems import Problem, refuse
+from jaxpipe.schedule.problems import refuse
 
 Values: TypeAlias = list[jax.Array]
-
-REMAT_POLICIES: dict[str, Any] = {
-    "none": None,
-    "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
-    "full": jax.checkpoint_policies.nothing_saveable,
-}
-"""Rematerialisation by name: keep every residual; keep the outputs of weight matmuls and recompute
-the rest; keep only the layer's input and recompute the layer."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -106,7 +100,8 @@ class Split:
     Args:
       traced: the programs that it cuts.
       b, w: equations of B, and of W alone.
-      read_by_b, read_by_w: variables of the backward that these read.
+      again: equations of B that W repeats, which gather over devices what crosses in parts.
+      read_by_b, read_by_w: variables of the backward that B and W read.
       kept_until_b: the forward's values that only B reads.
       kept_until_w: those that W reads (B may read them too).
       crosses: what B computes and W reads.
@@ -116,6 +111,7 @@ class Split:
     traced: _Traced
     b: list[Any]
     w: list[Any]
+    again: list[Any]
     read_by_b: set[Any]
     read_by_w: set[Any]
     kept_until_b: list[Any]
@@ -176,7 +172,7 @@ class Split:
         kept = dict(zip(self.kept_until_w, until_w, strict=True))
         env = jaxprs.consts(self.traced.backward) | dict(zip(self.crosses, crossing, strict=True))
         env |= self._residuals(self.read_by_w, params, context, kept)
-        return self._dparams(jaxprs.run(self.w, env))
+        return self._dparams(jaxprs.run([*self.again, *self.w], env))
 
     def backward_fused(
         self, params: LayerParams, until_b: Values, until_w: Values, dy: Activation, *context: Tree
@@ -266,13 +262,6 @@ def split_layer(
     return _cut(_trace(layer, *args, REMAT_POLICIES[remat], loss_scale), early)
 
 
-def unknown_remat(remat: str) -> Iterator[Problem]:
-    """Says that a name is not in `REMAT_POLICIES`."""
-    if remat not in REMAT_POLICIES:
-        rule = f"is not a policy; choose one of {', '.join(REMAT_POLICIES)}"
-        yield Problem("remat", remat, rule)
-
-
 def _trace(
     layer: Callable[..., Any],
     params: LayerParams,
@@ -345,6 +334,10 @@ def _cut(traced: _Traced, early: bool) -> Split:
     b = [eqn for eqn in backward.eqns if id(eqn) in in_b]
     w = [eqn for eqn in needed if id(eqn) not in in_b or from_kept.isdisjoint(eqn.outvars)]
     read_by_b, read_by_w = jaxprs.reads(b, traced.dx), jaxprs.reads(w, traced.dparams)
+    crossing = read_by_w & from_kept
+    again = [eqn for eqn in b if jaxprs.gathers(eqn) and not crossing.isdisjoint(eqn.outvars)]
+    read_by_w |= jaxprs.reads(again, ())
+    read_by_w -= {v for eqn in again for v in eqn.outvars}
 
     def saved(read: set[Any]) -> list[Any]:
         """The forward values behind ``read`` that must be kept, once each, in a fixed order."""
@@ -359,7 +352,7 @@ def _cut(traced: _Traced, early: bool) -> Split:
     from_state = jaxprs.reachable(forward.eqns, set(state))
     passed_on = [*traced.outputs[: len(traced.outputs) - len(state)], *until_b, *until_w]
     reads_state = any(jaxprs.is_var(v) and v in from_state for v in passed_on)
-    return Split(traced, b, w, read_by_b, read_by_w, until_b, until_w, crosses, reads_state)
+    return Split(traced, b, w, again, read_by_b, read_by_w, until_b, until_w, crosses, reads_state)
 
 
 def _early(w: list[Any], dparams: list[Any], made: set[Any], kept: dict[Any, Any]) -> set[int]:

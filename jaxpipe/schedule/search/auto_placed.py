@@ -79,6 +79,9 @@ def auto_placed(
         if rank < _NUM_CUT or number < 2
     ]
     promising.sort(key=lambda choice: choice[:2])
+    # The V is searched beside the best: a careful cut gains most where chunks are few.
+    first = promising[0][1]
+    promising.sort(key=lambda choice: (choice[1] != first, choice[1] != 1))
     best, makespan, actions = None, math.inf, 0
     for _, _, (placement, counts, costs) in promising[:_NUM_SEARCHED]:
         actions += 3 * placement.num_virtual_stages * num_microbatches
@@ -109,7 +112,8 @@ def _ends_named(cut: _Cut, num_microbatches: int, limit: float) -> float:
     """When the best named schedule ends, or one by a rule, cut into slices with little effort."""
     placement, counts, costs = cut
     cap = _cap(cut, num_microbatches, limit)
-    fitting = named(placement, num_microbatches, cap=cap)
+    same = costs[0] if len(set(costs)) == 1 else UNIT
+    fitting = named(placement, num_microbatches, cap=cap, costs=same)
     orders = dispatch(placement, num_microbatches, costs, cap, _RULE)
     fitting.append(Schedule("auto", placement, num_microbatches, orders))
     first = min(fitting, key=lambda schedule: simulate(schedule, costs).makespan)

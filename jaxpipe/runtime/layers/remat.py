@@ -1,0 +1,36 @@
+"""Rematerialisation by name: what a layer keeps from F until its backward."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+
+from jaxpipe.schedule.problems import Problem
+
+_SUMS = ("psum", "reduce_scatter")
+"""Primitives that sum up over devices: to repeat one is to communicate again."""
+
+
+def _dots(primitive: Any, *args: Any, **params: Any) -> Any:
+    """Keeps the outputs of weight matmuls; where devices sum these up, the sum in their place."""
+    if primitive.name in _SUMS:
+        return True
+    return jax.checkpoint_policies.dots_with_no_batch_dims_saveable(primitive, *args, **params)
+
+
+REMAT_POLICIES: dict[str, Any] = {
+    "none": None,
+    "dots": _dots,
+    "full": jax.checkpoint_policies.nothing_saveable,
+}
+"""Rematerialisation by name: keep every residual; keep the outputs of weight matmuls and recompute
+the rest; keep only the layer's input and recompute the layer."""
+
+
+def unknown_remat(remat: str) -> Iterator[Problem]:
+    """Says that a name is not in `REMAT_POLICIES`."""
+    if remat not in REMAT_POLICIES:
+        rule = f"is not a policy; choose one of {', '.join(REMAT_POLICIES)}"
+        yield Problem("remat", remat, rule)
