@@ -60,11 +60,11 @@ def test_a_run_that_is_killed_again_and_again(toy_trainer, tmp_path, kind, part)
     options = *KINDS[kind], *STEPS
     unbroken = tmp_path / "unbroken"
     toy_trainer.run("--run-dir", unbroken, *options)
-    kills, number = 0, 0
-    while kills < KILLS // (3 * len(KINDS)):
+    kills, number, enough = 0, 0, KILLS // (3 * len(KINDS))
+    while kills < enough:
         run, number = tmp_path / f"run{number}", number + 1
         # A run that is killed faster than it gets on would never end.
-        while kills < KILLS and _kill_once(toy_trainer, run, options, random_):
+        while kills < enough and _kill_once(toy_trainer, run, options, random_):
             kills += 1
             if kills % 8 == 0:
                 break

@@ -180,12 +180,15 @@ def test_predicted_memory_is_the_compiled_one_however_many_layers(
 
 @pytest.mark.parametrize(
     ("name", "remat", "zero", "layers"),
-    [("breadth-first-fused", "full", 3, 2 * STAGES), ("1f1b", "none", 3, STAGES)],
+    [
+        ("breadth-first-fused", "full", 3, 2 * STAGES),
+        *(("1f1b", "none", 3, STAGES), ("zb-h1", "full", 3, STAGES)),
+    ],
 )
 def test_predicted_memory_is_the_compiled_one_with_one_layer_per_chunk(
     name, remat, zero, layers, compiled_as_used
 ):
-    """There the gradient of a layer is that of its chunk, and no copy beside it."""
+    """There the gradient of a layer is that of its chunk, and one slot from B to W one value."""
     config = dataclasses.replace(CONFIG, num_layers=layers, width=128)
     pipe = make_pipeline(name, remat, zero, config=config)
     predicted = sum(memory.predicted_bytes(pipe, batch(6)).values())

@@ -8,6 +8,7 @@ two layers per stage and two microbatches.
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import jax
@@ -119,6 +120,10 @@ def _smallest(pipe: Pipeline) -> Pipeline:
     schedule = one_f_one_b(stages, 2, fused=fused)
     if chunks > 1:
         schedule = breadth_first(stages, 2, num_chunks=chunks, fused=fused)
+    if pipe.table.num_slots["crossing"] > 1:
+        # Where there is but one slot for a layer, what B leaves for W is written into it at once.
+        orders = (tuple(sorted(row, key=lambda a: a.kind is Kind.W)) for row in schedule.orders)
+        schedule = dataclasses.replace(schedule, orders=tuple(orders), peak_in_flight=None)
     return Pipeline(
         pipe.model,
         params,
