@@ -25,14 +25,15 @@ class GPT(Task):
     unit = "tokens"
     data_kind = "text"
     report_file = "sample.txt"
+    free = ("dropout", "balance_loss", "z_loss")
 
     def __init__(self, config: Config) -> None:
         super().__init__(config)
         self.units_per_row = self.shape.sequence_length
 
     def model(self, *, train: bool, axis: str | None = "stage"):
-        del train
-        return gpt.model(self.shape, vocabulary_axis=axis)
+        shape = self.shape if train else self.shape.without_layer_losses()
+        return gpt.model(shape, vocabulary_axis=axis)
 
     def init(self, rng):
         return gpt.init(self.shape, rng)
