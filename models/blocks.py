@@ -6,6 +6,7 @@ heads, H head width.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable
 from typing import Any, Literal
@@ -18,6 +19,14 @@ from jaxpipe.nnx import functional
 
 INIT_STDDEV = 0.02
 """Standard deviation of initial matrices in GPT (Radford et al. 2018, section 4.1) and BERT."""
+
+
+ACTIVATIONS: dict[str, tuple[bool, Callable[[jax.Array], jax.Array]]] = {
+    "gelu": (False, jax.nn.gelu),
+    "swiglu": (True, jax.nn.silu),
+    "geglu": (True, jax.nn.gelu),
+}
+"""Whether an MLP has a gate, and the function of the gate or of the only branch."""
 
 
 class Linear(nnx.Module):
@@ -249,19 +258,30 @@ def matmul(x: jax.Array, kernel: jax.Array) -> jax.Array:
     The forward matmul is a plain one, so that the rematerialisation policies see it.
     """
     y = x @ jax.lax.stop_gradient(kernel.astype(x.dtype))
-    return _with_kernel_gradient(y, x, kernel)
+    return _with_kernel_gradient("...i,...o->io", y, x, kernel)
 
 
-@jax.custom_vjp
-def _with_kernel_gradient(y, x, kernel):
-    """``y``, which is ``x @ kernel``; its backward adds the gradient for the kernel alone."""
-    del x, kernel
+def einsum(spec: str, x: jax.Array, kernel: jax.Array) -> jax.Array:
+    """`matmul` for kernels of any dimensions: ``jnp.einsum(spec, x, kernel)``."""
+    y = jnp.einsum(spec, x, jax.lax.stop_gradient(kernel.astype(x.dtype)))
+    inputs, of_y = spec.split("->")
+    of_x, of_kernel = inputs.split(",")
+    return _with_kernel_gradient(f"{of_x},{of_y}->{of_kernel}", y, x, kernel)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _with_kernel_gradient(spec, y, x, kernel):
+    """``y``, a product of x and kernel; its backward adds the gradient for the kernel alone.
+
+    That gradient is ``jnp.einsum(spec, x, dy)``.
+    """
+    del spec, x, kernel
     return y
 
 
-def _kernel_gradient(x, dy):
-    dkernel = jnp.einsum("...i,...o->io", x, dy, preferred_element_type=jnp.float32)
+def _kernel_gradient(spec, x, dy):
+    dkernel = jnp.einsum(spec, x, dy, preferred_element_type=jnp.float32)
     return dy, None, dkernel
 
 
-_with_kernel_gradient.defvjp(lambda y, x, kernel: (y, x), _kernel_gradient)
+_with_kernel_gradient.defvjp(lambda spec, y, x, kernel: (y, x), _kernel_gradient)

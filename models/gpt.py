@@ -19,10 +19,11 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import PartitionSpec as P
 
-from jaxpipe import Model, vocabulary
+from jaxpipe import Model, WithLoss, vocabulary
 from jaxpipe.nnx import functional, stack
-from models import rotary
+from models import experts, rotary
 from models.blocks import (
+    ACTIVATIONS,
     INIT_STDDEV,
     Linear,
     causal_attention,
@@ -48,7 +49,7 @@ class Attention(nnx.Module):
             rngs=rngs,
         )  # fmt: skip
         self.out = Linear(
-            heads_width, config.width, bias=config.bias, stddev=_residual_stddev(config), rngs=rngs
+            heads_width, config.width, bias=config.bias, stddev=config.residual_stddev, rngs=rngs
         )
         if config.qk_norm:
             self.query_norm, self.key_norm = (
@@ -83,9 +84,9 @@ class Attention(nnx.Module):
 class MLP(nnx.Module):
     """Two matmuls with a GELU between them, or three with a gate."""
 
-    def __init__(self, config: GPTConfig, *, tensor: Tensor, rngs: nnx.Rngs):
+    def __init__(self, config: GPTConfig, hidden: int, *, tensor: Tensor, rngs: nnx.Rngs):
         self.tensor = tensor
-        width, hidden, bias = config.width, config.hidden_width, config.bias
+        width, bias = config.width, config.bias
         self.up = Linear(width, hidden, bias=bias, stddev=INIT_STDDEV, rngs=rngs)
         gated, self.activation = ACTIVATIONS[config.activation]
         self.gate = (
@@ -93,7 +94,7 @@ class MLP(nnx.Module):
             if gated
             else nnx.data(None)
         )
-        self.down = Linear(hidden, width, bias=bias, stddev=_residual_stddev(config), rngs=rngs)
+        self.down = Linear(hidden, width, bias=bias, stddev=config.residual_stddev, rngs=rngs)
 
     def __call__(self, x):
         x = self.tensor.gather(x)
@@ -102,14 +103,6 @@ class MLP(nnx.Module):
         else:
             hidden = self.activation(self.gate(x)) * self.up(x)
         return self.down(hidden, self.tensor.scatter)
-
-
-ACTIVATIONS = {
-    "gelu": (False, jax.nn.gelu),
-    "swiglu": (True, jax.nn.silu),
-    "geglu": (True, jax.nn.gelu),
-}
-"""Whether an MLP has a gate, and the function of the gate or of the only branch."""
 
 
 class Block(nnx.Module):
@@ -124,7 +117,7 @@ class Block(nnx.Module):
             self.attention_post_norm, self.mlp_post_norm = (_norm(config, rngs) for _ in range(2))
         self.attention = Attention(config, is_local=kind.is_local, tensor=tensor, rngs=rngs)
         self.attention_dropout = nnx.Dropout(config.dropout, rngs=rngs)
-        self.mlp = MLP(config, tensor=tensor, rngs=rngs)
+        self.mlp = _mixture(config, rngs) if kind.has_experts else _mlp(config, tensor, rngs)
         self.mlp_dropout = nnx.Dropout(config.dropout, rngs=rngs)
 
     def __call__(self, x, documents=None):
@@ -132,10 +125,13 @@ class Block(nnx.Module):
         if self.config.post_norm:
             attended = self.attention_post_norm(attended)
         x = x + self.tensor.dropout(self.attention_dropout, attended)
-        y = self.mlp(self.mlp_norm(x))
+        y, loss = self.mlp(self.mlp_norm(x)), None
+        if isinstance(self.mlp, experts.Mixture):
+            y, loss = y
         if self.config.post_norm:
             y = self.mlp_post_norm(y)
-        return x + self.tensor.dropout(self.mlp_dropout, y)
+        x = x + self.tensor.dropout(self.mlp_dropout, y)
+        return x if loss is None else WithLoss(x, loss)
 
 
 def init(config: GPTConfig, rng: jax.Array) -> PyTree:
@@ -149,17 +145,8 @@ def init(config: GPTConfig, rng: jax.Array) -> PyTree:
       ``{"embed", "layers", "head"}``, float32. If all layers are alike, the leaves of "layers" are
       [num_layers, ...]; if not, "layers" is a tuple with a tree for each layer.
     """
-    table_rng, positions_rng, layers_rng, head_rng = jax.random.split(rng, 4)
-    table_shape = (config.vocab_size, config.width)
-    embed = {"table": INIT_STDDEV * jax.random.normal(table_rng, table_shape)}
-    if config.positions == "learned":
-        positions_shape = (config.sequence_length, config.width)
-        embed["positions"] = INIT_STDDEV * jax.random.normal(positions_rng, positions_shape)
-    layers = _init_layers(config, layers_rng)
-    head = {"norm": functional(_norm(config, nnx.Rngs(0)))[1]}
-    if not config.tied:
-        head["table"] = INIT_STDDEV * jax.random.normal(head_rng, table_shape)
-    return {"embed": embed, "layers": layers, "head": head}
+    layers_rng = jax.random.split(rng, 4)[2]
+    return {**_init_outer(config, rng), "layers": _init_layers(config, layers_rng)}
 
 
 def model(
@@ -227,7 +214,7 @@ def logits(config: GPTConfig, params: PyTree, tokens: jax.Array) -> jax.Array:
     Returns:
       float32 [rows, S, vocab_size]: scores of the token after each position.
     """
-    layer = model(config).layer
+    layer = model(config.without_layer_losses()).layer
     x = _embed(config, params, tokens, None, WHOLE, {})
     if isinstance(layer, tuple):
         for function, layer_params in zip(layer, params["layers"], strict=True):
@@ -249,14 +236,16 @@ def num_parameters(config: GPTConfig) -> int:
       >>> num_parameters(GPTConfig.gpt2_124m())
       124439808
     """
-    return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(_shapes(config)))
+    parts = [_outer_shapes(config), *(_layer_shapes(config, kind) for kind in config.layer_kinds)]
+    return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(parts))
 
 
 def flops_per_token(config: GPTConfig) -> int:
     """Floating-point operations of one training step per token, forward and backward.
 
     6 N + 12 A S for each layer (Chowdhery et al. 2022, appendix B): N counts the parameters that
-    take part in a matmul, hence no position tables and no input table that is only looked up. The
+    take part in a matmul, hence no position tables, no input table that is only looked up, and of
+    the experts as many as a token is sent to, though all of them compute it. The
     second term is the attention scores and their use, with A the width of all heads and S the
     tokens that a position sees, not halved for causality. Recomputation is not counted.
     """
@@ -265,12 +254,41 @@ def flops_per_token(config: GPTConfig) -> int:
         num_multiplied -= config.sequence_length * config.width
     if not config.tied:
         num_multiplied -= config.vocab_size * config.width
+    num_idle = (config.num_experts or 0) - config.experts_per_token
+    per_expert = (3 if ACTIVATIONS[config.activation][0] else 2) * config.width
+    num_multiplied -= sum(kind.has_experts for kind in config.layer_kinds) * (
+        num_idle * per_expert * config.expert_hidden_width
+    )
     length, width = config.sequence_length, config.num_heads * config.head_width
     seen = sum(
         min(config.window or length, length) if kind.is_local else length
         for kind in config.layer_kinds
     )
     return 6 * num_multiplied + 12 * width * seen
+
+
+def _mlp(config, tensor, rngs):
+    return MLP(config, config.hidden_width, tensor=tensor, rngs=rngs)
+
+
+def _mixture(config, rngs):
+    shared = None
+    if config.shared_width is not None:
+        shared = MLP(config, config.shared_width, tensor=WHOLE, rngs=rngs)
+    return experts.Mixture(config, shared, rngs=rngs)
+
+
+def _init_outer(config, rng):
+    table_rng, positions_rng, _, head_rng = jax.random.split(rng, 4)
+    table_shape = (config.vocab_size, config.width)
+    embed = {"table": INIT_STDDEV * jax.random.normal(table_rng, table_shape)}
+    if config.positions == "learned":
+        positions_shape = (config.sequence_length, config.width)
+        embed["positions"] = INIT_STDDEV * jax.random.normal(positions_rng, positions_shape)
+    head = {"norm": functional(_norm(config, nnx.Rngs(0)))[1]}
+    if not config.tied:
+        head["table"] = INIT_STDDEV * jax.random.normal(head_rng, table_shape)
+    return {"embed": embed, "head": head}
 
 
 def _init_layers(config, rng):
@@ -337,25 +355,32 @@ def _head_table(config, outer):
 
 def _table_split(config, of_table):
     """``of_table`` for every vocabulary table, None for the rest of embedding and head."""
-    shapes = _shapes(config)
     return jax.tree_util.tree_map_with_path(
-        lambda path, _: of_table if path[-1].key == "table" else None,
-        {"embed": shapes["embed"], "head": shapes["head"]},
+        lambda path, _: of_table if path[-1].key == "table" else None, _outer_shapes(config)
     )
 
 
 def _shared(config, axis):
     """What `Model` says about layers and tables that devices along an axis share."""
-    heads = config.num_heads, config.kv_heads, config.kv_heads
-    layers = axis_split(
-        _shapes(config)["layers"], axis, tuple(n * config.head_width for n in heads)
+    if config.num_experts is not None:
+        raise ValueError(f"tensor_axis={axis!r}: devices cannot share layers with experts.")
+    widths = tuple(
+        n * config.head_width for n in (config.num_heads, config.kv_heads, config.kv_heads)
     )
+    kinds = config.layer_kinds
+    layers = tuple(axis_split(_layer_shapes(config, kind), axis, widths) for kind in kinds)
+    layers = layers[0] if config.layers_are_alike else layers
     return {"axes": (axis,), "axis_split": {"layers": layers, **_table_split(config, P(axis))}}
 
 
 @functools.cache
-def _shapes(config):
-    return jax.eval_shape(lambda rng: init(config, rng), jax.random.key(0))
+def _outer_shapes(config):
+    return jax.eval_shape(lambda: _init_outer(config, jax.random.key(0)))
+
+
+@functools.cache
+def _layer_shapes(config, kind):
+    return functional(nnx.eval_shape(lambda: Block(config, kind, rngs=nnx.Rngs(0))))[1]
 
 
 def _norm(config, rngs):
@@ -371,8 +396,3 @@ def _norm(config, rngs):
 
 def _rms_norm(config, width, rngs):
     return nnx.RMSNorm(width, epsilon=config.norm_epsilon, dtype=config.compute_dtype, rngs=rngs)
-
-
-def _residual_stddev(config: GPTConfig) -> float:
-    """Two branches per layer add to the residual stream (Radford et al. 2019, section 2.3)."""
-    return INIT_STDDEV / math.sqrt(2 * config.num_layers)

@@ -11,6 +11,11 @@ import jax.numpy as jnp
 
 from jaxpipe.errors import Problem
 from models import validation
+from models.blocks import INIT_STDDEV
+
+_EXPERT_COUNTS = (
+    "num_experts", "experts_per_token", "expert_width", "expert_every", "shared_width",
+)  # fmt: skip
 
 
 class LayerKind(NamedTuple):
@@ -18,9 +23,11 @@ class LayerKind(NamedTuple):
 
     Args:
       is_local: it sees a window of tokens only.
+      has_experts: it has a mixture of experts in place of its MLP.
     """
 
     is_local: bool
+    has_experts: bool
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,6 +72,16 @@ class GPTConfig(validation.Validated):
       rope_high_freq_factor: those that fit more often than this are kept; in between, both are
         mixed.
       norm_epsilon: added to the variance.
+      num_experts: experts of a layer, each an MLP without biases; None for one MLP.
+      experts_per_token: how many of them a token is sent to.
+      expert_width: hidden size of an expert; None means that of the MLP.
+      expert_every: layer n has experts if this divides n, counted from 1, and an MLP otherwise.
+      shared_width: hidden size of an MLP that sees every token beside the experts; None for none.
+      shared_gate: multiply its output by a sigmoid of the token (Qwen2-MoE).
+      router: how scores follow from the router's logits: "softmax" over all experts, or "sigmoid".
+      normalized_scores: the scores of the chosen experts are divided by their sum.
+      balance_loss: coefficient of the loss that balances the use of experts (Fedus et al. 2022).
+      z_loss: coefficient of the router's squared log-sum-exp (Zoph et al. 2022).
 
     Raises:
       ValueError: values that do not fit together, all of them in one message.
@@ -101,11 +118,21 @@ class GPTConfig(validation.Validated):
     rope_low_freq_factor: float = 1.0
     rope_high_freq_factor: float = 4.0
     norm_epsilon: float = 1e-5
+    num_experts: int | None = None
+    experts_per_token: int = 2
+    expert_width: int | None = None
+    expert_every: int = 1
+    shared_width: int | None = None
+    shared_gate: bool = False
+    router: Literal["softmax", "sigmoid"] = "softmax"
+    normalized_scores: bool = True
+    balance_loss: float = 0.0
+    z_loss: float = 0.0
 
     def problems(self) -> Iterator[Problem]:
         counts = ("vocab_size", "sequence_length", "num_layers", "width", "num_heads")
         optional = ("num_kv_heads", "head_size", "mlp_width", "query_scalar", "window")
-        more = ("global_every", "rope_original_length")
+        more = ("global_every", "rope_original_length", *_EXPERT_COUNTS)
         small = validation.small_counts(self, *counts, *optional, *more)
         yield from small
         yield from validation.wrong_choices(self)
@@ -118,6 +145,7 @@ class GPTConfig(validation.Validated):
         yield from self._rotary_problems()
         if small:
             return
+        yield from self._expert_problems()
         if self.head_size is None and self.width % self.num_heads:
             yield validation.not_a_divisor("num_heads", self.num_heads, "width", self.width)
         elif self.positions == "rotary" and self.head_width % 2:
@@ -147,6 +175,20 @@ class GPTConfig(validation.Validated):
             self, "rope_original_length", "rope_low_freq_factor", "rope_high_freq_factor"
         )
 
+    def _expert_problems(self) -> Iterator[Problem]:
+        of_experts = (*_EXPERT_COUNTS[1:], "shared_gate", "router", "normalized_scores")
+        yield from validation.without_effect(
+            self, "num_experts", *of_experts, "balance_loss", "z_loss"
+        )
+        yield from validation.without_effect(self, "shared_width", "shared_gate")
+        yield from validation.negative(self, "balance_loss", "z_loss")
+        if self.num_experts is None:
+            return
+        for name, most in (("experts_per_token", "num_experts"), ("expert_every", "num_layers")):
+            value, limit = getattr(self, name), getattr(self, most)
+            if value > limit:
+                yield Problem(name, value, f"must be at most ${most}", (limit,), {most: limit})
+
     @property
     def kv_heads(self) -> int:
         return self.num_heads if self.num_kv_heads is None else self.num_kv_heads
@@ -162,17 +204,38 @@ class GPTConfig(validation.Validated):
         return 4 * self.width if self.activation == "gelu" else math.ceil(self.width / 24) * 64
 
     @property
+    def expert_hidden_width(self) -> int:
+        return self.hidden_width if self.expert_width is None else self.expert_width
+
+    @property
+    def residual_stddev(self) -> float:
+        """Two branches per layer add to the residual stream (Radford et al. 2019, section 2.3)."""
+        return INIT_STDDEV / math.sqrt(2 * self.num_layers)
+
+    @property
+    def has_layer_losses(self) -> bool:
+        return self.balance_loss > 0 or self.z_loss > 0
+
+    def without_layer_losses(self) -> GPTConfig:
+        """The model as it is evaluated: its loss is that of the tokens alone."""
+        return dataclasses.replace(self, balance_loss=0.0, z_loss=0.0)
+
+    @property
     def compute_dtype(self) -> jnp.dtype:
         return jnp.dtype(self.dtype)
 
     @property
     def layer_kinds(self) -> tuple[LayerKind, ...]:
         """What may differ between layers, for every layer."""
-        return tuple(LayerKind(is_local=self._is_local(n)) for n in range(1, self.num_layers + 1))
+        numbers = range(1, self.num_layers + 1)
+        return tuple(LayerKind(self._is_local(n), self._has_experts(n)) for n in numbers)
 
     @property
     def layers_are_alike(self) -> bool:
         return len(set(self.layer_kinds)) == 1
+
+    def _has_experts(self, number: int) -> bool:
+        return self.num_experts is not None and number % self.expert_every == 0
 
     def _is_local(self, number: int) -> bool:
         every = self.global_every

@@ -160,8 +160,8 @@ def save(
 
     Args:
       folder: made if it does not exist.
-      config: the model's shape. A GPT must have that of a family: GPT-2, Llama, Qwen 2 or 3, Gemma
-        2 or 3. A ResNet must have style "imagenet" and norm "batch".
+      config: the model's shape. A GPT must be of one of `FAMILIES`. A ResNet
+        must have style "imagenet" and norm "batch".
       params: canonical parameters.
       state: a ResNet's running statistics.
       token_ids: those of the tokenizer, or of the model that was loaded. None writes that there are

@@ -34,7 +34,7 @@ _ROPE = (
 )  # fmt: skip
 _RESOLVED = {"num_kv_heads": "kv_heads", "head_size": "head_width", "mlp_width": "hidden_width"}
 """Properties that say what None stands for."""
-_OF_TRAINING = {"dropout", "dtype"}
+_OF_TRAINING = {"dropout", "dtype", "z_loss"}
 """Fields that ``config.json`` does not keep."""
 
 
@@ -80,13 +80,15 @@ class _Decoder:
         """Our config from theirs."""
         del names
         fields = fields.completed(**self.defaults)
+        if "num_experts" in self.fields:  # some versions write this name for all families
+            fields = fields.completed(num_experts=fields.get("num_local_experts", None))
         rope, scaling, kind = _rope_parts(fields)
         fields.extended(rope_type=kind).require(
             **self.required, rope_type=("default", "linear", "llama3")
         )
         kinds = typing.get_type_hints(GPTConfig)
         found = {
-            ours: _value(fields, theirs, kinds[ours], needed=ours in self.needed)
+            ours: _value(fields, theirs, kinds[ours], needed=ours in (*self.needed, "mlp_width"))
             for ours, theirs in {**_COMMON, **self.fields}.items()
         }
         if found["head_size"] == found["width"] // found["num_heads"]:
@@ -210,6 +212,24 @@ _FOUR_NORMS: _Modules = {
 }
 
 
+_MIXTRAL: _Modules = {
+    "mlp/router": "block_sparse_moe.gate",
+    "mlp/experts/up": "block_sparse_moe.experts.{}.w3",
+    "mlp/experts/gate": "block_sparse_moe.experts.{}.w1",
+    "mlp/experts/down": "block_sparse_moe.experts.{}.w2",
+}
+_QWEN_MOE: _Modules = {
+    "mlp/router": "mlp.gate",
+    "mlp/experts/up": "mlp.experts.{}.up_proj",
+    "mlp/experts/gate": "mlp.experts.{}.gate_proj",
+    "mlp/experts/down": "mlp.experts.{}.down_proj",
+    "mlp/shared/up": "mlp.shared_expert.up_proj",
+    "mlp/shared/gate": "mlp.shared_expert.gate_proj",
+    "mlp/shared/down": "mlp.shared_expert.down_proj",
+    "mlp/shared_gate": "mlp.shared_expert_gate",
+}
+
+
 def _family(
     decoder: _Decoder,
     modules: _Modules,
@@ -236,6 +256,19 @@ def _family(
 
 _SILU = {"hidden_act": ("silu",)}
 _NO_WINDOW = {"use_sliding_window": (False,)}
+_EXPERTS = {
+    "experts_per_token": "num_experts_per_tok",
+    "balance_loss": "router_aux_loss_coef",
+}
+_QWEN_EXPERTS = _EXPERTS | {
+    "num_experts": "num_experts",
+    "expert_width": "moe_intermediate_size",
+    "expert_every": "decoder_sparse_step",
+    "normalized_scores": "norm_topk_prob",
+}
+_QWEN_MOE_REQUIRED: dict[str, tuple[Any, ...]]
+_QWEN_MOE_REQUIRED = {**_SILU, **_NO_WINDOW, "mlp_only_layers": ([], None)}
+_QWEN_MOE_DEFAULTS = {"decoder_sparse_step": 1, "router_aux_loss_coef": 0.001}
 _GEMMA = {
     "activation": "geglu",
     "post_norm": True,
@@ -310,6 +343,41 @@ DECODERS = {
         _LLAMA | _FOUR_NORMS | _QK_NORMS,
         token_ids=TokenIds(2, 1, 0),
         norms_from_zero=True,
+    ),
+    "mixtral": _family(
+        _Decoder(
+            "MixtralForCausalLM",
+            fields=_EXPERTS | {"num_experts": "num_local_experts", "window": "sliding_window"},
+            needed=("num_experts",),
+            required=_SILU | {"router_jitter_noise": (0.0,)},
+            defaults={"rope_theta": 1e6, "router_aux_loss_coef": 0.001},
+        ),
+        _LLAMA | _MIXTRAL,
+        token_ids=TokenIds(1, 2),
+    ),
+    "qwen2_moe": _family(
+        _Decoder(
+            "Qwen2MoeForCausalLM",
+            fixed={"qkv_bias": True, "shared_gate": True},
+            fields=_QWEN_EXPERTS | {"shared_width": "shared_expert_intermediate_size"},
+            needed=("num_experts", "shared_width", "expert_width"),
+            required=_QWEN_MOE_REQUIRED | {"qkv_bias": (True,)},
+            defaults=_QWEN_MOE_DEFAULTS,
+        ),
+        _LLAMA | _QWEN_MOE,
+        token_ids=TokenIds(),
+    ),
+    "qwen3_moe": _family(
+        _Decoder(
+            "Qwen3MoeForCausalLM",
+            fixed={"qk_norm": True},
+            fields=_QWEN_EXPERTS,
+            needed=("num_experts", "expert_width"),
+            required=_QWEN_MOE_REQUIRED | {"attention_bias": (False,)},
+            defaults=_QWEN_MOE_DEFAULTS,
+        ),
+        _LLAMA | _QK_NORMS | _QWEN_MOE,
+        token_ids=TokenIds(),
     ),
 }
 """The families by their ``model_type``."""

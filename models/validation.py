@@ -53,6 +53,13 @@ def without_effect(config: Any, needed: str, *names: str) -> Iterator[Problem]:
             yield Problem(name, value, "has no effect without $" + needed, (), {needed: None})
 
 
+def negative(config: Any, *names: str) -> Iterator[Problem]:
+    """The fields among ``names`` that are below 0."""
+    for name in names:
+        if (value := getattr(config, name)) < 0:
+            yield Problem(name, value, "must not be negative", (0,))
+
+
 def wrong_probability(config: Any, name: str) -> Iterator[Problem]:
     """The field's value, if it is not in [0, 1)."""
     value = getattr(config, name)

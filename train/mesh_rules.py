@@ -36,8 +36,8 @@ def tensor(config: Config) -> Iterator[Failure]:
     counts = tasks.make(config).shared()
     if not counts:
         yield Failure(
-            f"mesh.tensor={devices}: layers of task={config.task} are not split over devices. "
-            "Nearest valid: mesh.tensor=1.",
+            f"mesh.tensor={devices}: layers of task={config.task} are not split over devices; "
+            "those of a GPT without experts are. Nearest valid: mesh.tensor=1.",
             ("mesh.tensor", "task"),
         )
     for field, count in counts.items():

@@ -46,6 +46,18 @@ DECODERS = {
         _GEMMA2, qk_norm=True, attention_soft_cap=None, logit_soft_cap=None, num_layers=5,
         global_every=3, local_rope_theta=100.0, rope_factor=4.0,
     ),
+    "mixtral": dataclasses.replace(
+        _PLAIN, num_experts=4, experts_per_token=2, balance_loss=0.01, window=7
+    ),
+    "qwen2_moe": dataclasses.replace(
+        _PLAIN, num_layers=4, qkv_bias=True, num_experts=5, experts_per_token=3, expert_width=16,
+        expert_every=2, shared_width=24, shared_gate=True, normalized_scores=False,
+        balance_loss=0.01,
+    ),
+    "qwen3_moe": dataclasses.replace(
+        _PLAIN, qk_norm=True, head_size=12, num_experts=5, experts_per_token=2, expert_width=16,
+        balance_loss=0.01,
+    ),
 }  # fmt: skip
 """Models of decoder families, by ``model_type``."""
 _INIT = {GPTConfig: gpt.init, BERTConfig: bert.init, ResNetConfig: resnet.init}

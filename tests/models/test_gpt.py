@@ -3,11 +3,13 @@
 import dataclasses
 import functools
 import math
+import pathlib
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import yaml
 from jax.sharding import PartitionSpec as P
 
 import jaxpipe
@@ -127,6 +129,20 @@ def test_grouped_queries_equal_repeated_key_and_value_heads():
 )
 def test_presets_have_the_published_sizes(config, count):
     assert gpt.num_parameters(config) == count
+
+
+@pytest.mark.parametrize(
+    ("name", "count"),
+    [
+        ("llama3-8b", 8_030_261_248),
+        ("qwen3-8b", 8_190_735_360),
+        ("gemma2-9b", 9_241_705_984),
+        ("mixtral-8x7b", 46_702_792_704),
+    ],
+)
+def test_configurations_have_the_published_sizes(name, count):
+    model = yaml.safe_load(pathlib.Path(f"configs/{name}.yaml").read_text())["model"]
+    assert gpt.num_parameters(GPTConfig(**model)) == count
 
 
 def test_flops_count_what_is_multiplied():

@@ -27,6 +27,7 @@ UNREAD |= {"embd_pdrop", "attn_pdrop", "attention_probs_dropout_prob"}
 MAY_BE_ANYTHING = {"rope_parameters", "id2label", "bos_token_id", "eos_token_id", "pad_token_id"}
 MAY_BE_NULL = {"n_inner", "num_key_value_heads", "head_dim", "rope_scaling", "layer_types"}
 MAY_BE_NULL |= {"attn_logit_softcapping", "final_logit_softcapping", "use_bidirectional_attention"}
+MAY_BE_NULL |= {"mlp_only_layers", "sliding_window"}
 EXPLAINED = r"must|only|gives|describes|of no use|lacks"
 
 

@@ -11,14 +11,19 @@ import pytest
 from covering import covering
 
 import jaxpipe
-from models import bert, resnet, transformer
+from models import bert, gpt, resnet, transformer
 from models.bert import BERTConfig
+from models.gpt import GPTConfig
 from models.resnet import ResNetConfig
 from models.transformer import TransformerConfig
 
 pytestmark = pytest.mark.pipeline
 
 MICROBATCHES = 4
+MIXTURE = GPTConfig(
+    vocab_size=19, sequence_length=6, num_layers=8, width=8, num_heads=2, num_experts=4,
+    expert_width=8, mlp_width=12, balance_loss=0.1, z_loss=0.1,
+)  # fmt: skip
 RESNET = ResNetConfig(depth=20, num_classes=5, channels=1, width=4)
 CONFIGS = {
     "bert": BERTConfig(
@@ -29,11 +34,32 @@ CONFIGS = {
         vocab_size=19, sequence_length=6, num_encoder_layers=4, num_decoder_layers=4, width=8,
         num_heads=2, mlp_width=16,
     ),
+    "mixture": MIXTURE,
+    "mixture-between": dataclasses.replace(
+        MIXTURE, expert_every=2, shared_width=4, shared_gate=True, router="sigmoid"
+    ),
+    "gemma": GPTConfig(
+        vocab_size=19, sequence_length=6, num_layers=8, width=8, num_heads=2, num_kv_heads=1,
+        activation="geglu", mlp_width=12, post_norm=True, qk_norm=True, scaled_embedding=True,
+        attention_soft_cap=0.5, logit_soft_cap=0.5, window=3, global_every=2,
+        local_rope_theta=100.0,
+    ),
     "resnet": RESNET,
     "resnet-batch-norm": dataclasses.replace(RESNET, norm="batch"),
 }  # fmt: skip
-SMALL = {"resnet-8-batch-norm": dataclasses.replace(RESNET, depth=8, norm="batch")}
-MODULES = {BERTConfig: bert, ResNetConfig: resnet, TransformerConfig: transformer}
+SMALL = {
+    "resnet-8-batch-norm": dataclasses.replace(RESNET, depth=8, norm="batch"),
+    "mixture-of-2-layers": dataclasses.replace(MIXTURE, num_layers=2),
+    "gemma-with-experts": dataclasses.replace(
+        CONFIGS["gemma"], num_layers=2, num_experts=4, expert_every=2, balance_loss=0.1
+    ),
+}
+MODULES = {
+    BERTConfig: bert,
+    GPTConfig: gpt,
+    ResNetConfig: resnet,
+    TransformerConfig: transformer,
+}
 SYNCHRONOUS = (
     "1f1b", "gpipe", "interleaved", "breadth-first", "hanayo", "zb-h1", "zb-h2", "interleaved-zb",
     "dualpipe-v", "zb-v", "v-half", "v-min", "1f1b-v", "1f1b-fused", "auto",
@@ -50,6 +76,8 @@ COVERING = covering(
 FEW = [
     ("zb-v", 4, 2, 3, "none", "transformer"),
     ("1f1b", 2, 2, 0, "none", "resnet-8-batch-norm"),
+    ("1f1b", 2, 2, 0, "full", "mixture-of-2-layers"),
+    ("zb-h1", 2, 2, 3, "dots", "gemma-with-experts"),
 ]
 OTHERS = [
     ("1f1b", 4, 2, 3, "dots", "bert"),
@@ -68,6 +96,8 @@ def batch_of(config, rows):
         images = jax.random.normal(next(keys), (rows, 8, 8, 1))
         return {"images": images, "labels": ids(rows) % config.num_classes}
     length = config.sequence_length
+    if isinstance(config, GPTConfig):
+        return {"tokens": ids(rows, length + 1)}
     ends = jnp.arange(length) < 3 + jnp.arange(rows)[:, None] % 4
     if isinstance(config, TransformerConfig):
         source, target = (jnp.where(ends, ids(rows, length, least=3), 0) for _ in range(2))

@@ -27,18 +27,21 @@ class GPT(Task):
     data_options = ("mix", "documents")
     data_kind = "text"
     report_file = "sample.txt"
+    free = ("dropout", "balance_loss", "z_loss")
 
     def __init__(self, config: Config) -> None:
         super().__init__(config)
         self.units_per_row = self.shape.sequence_length
 
     def model(self, *, train: bool, axis: str | None = "stage"):
-        del train
+        shape = self.shape if train else self.shape.without_layer_losses()
         shares = axis is not None and self.config.mesh.tensor > 1
-        return gpt.model(self.shape, vocabulary_axis=axis, tensor_axis="tensor" if shares else None)
+        return gpt.model(shape, vocabulary_axis=axis, tensor_axis="tensor" if shares else None)
 
     def shared(self):
         shape = self.shape
+        if shape.num_experts is not None:
+            return {}
         counts = {"num_heads": shape.num_heads, "sequence_length": shape.sequence_length}
         if shape.num_kv_heads is not None:
             counts["num_kv_heads"] = shape.kv_heads

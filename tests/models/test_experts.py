@@ -1,0 +1,119 @@
+"""The mixture of experts: routing, losses, and the sum that every token gets."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from models import experts, gpt
+from models.blocks import function_of
+from models.gpt import GPTConfig
+
+CONFIG = GPTConfig(
+    vocab_size=19, sequence_length=6, num_layers=2, width=8, num_heads=2, num_experts=4,
+    experts_per_token=2, expert_width=6, shared_width=5,
+)  # fmt: skip
+
+
+def mixture_of(config, seed=0):
+    """The layer's function, with parameters that are not too small to matter, and tokens."""
+    key = jax.random.key(seed)
+    layer = jax.eval_shape(lambda key: gpt.init(config, key), key)["layers"]["mlp"]
+    leaves, tree = jax.tree.flatten(layer)
+    keys = jax.random.split(key, len(leaves) + 1)
+    drawn = [jax.random.normal(k, x.shape[1:]) for k, x in zip(keys[1:], leaves, strict=True)]
+    x = jax.random.normal(keys[0], (2, config.sequence_length, config.width))
+    return function_of(gpt._mixture, config), jax.tree.unflatten(tree, drawn), x
+
+
+def expected(config, params, x):
+    """One token after another, and only the experts it is sent to."""
+    params, y = jax.tree.map(np.asarray, params), []
+    gated = {"swiglu": jax.nn.silu, "geglu": jax.nn.gelu}[config.activation]
+
+    def mlp(p, token, *expert):
+        kernels = [p[name]["kernel"][expert] for name in ("gate", "up", "down")]
+        return (np.asarray(gated(token @ kernels[0])) * (token @ kernels[1])) @ kernels[2]
+
+    for token in np.asarray(x).reshape(-1, config.width):
+        logits = token @ params["router"]["kernel"]
+        sigmoid = config.router == "sigmoid"
+        scores = 1 / (1 + np.exp(-logits)) if sigmoid else np.exp(logits) / np.exp(logits).sum()
+        chosen = np.argsort(-scores)[: config.experts_per_token]
+        weights = scores / scores[chosen].sum() if config.normalized_scores else scores
+        shared = mlp(params["shared"], token)
+        if config.shared_gate:
+            shared = shared / (1 + np.exp(-token @ params["shared_gate"]["kernel"]))
+        y.append(shared + sum(weights[n] * mlp(params["experts"], token, n) for n in chosen))
+    return np.stack(y).reshape(x.shape)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"router": "sigmoid", "activation": "geglu"},
+        {"normalized_scores": False, "shared_gate": True, "experts_per_token": 3},
+    ],
+    ids=["softmax", "sigmoid", "shared-gate"],
+)
+def test_every_token_gets_the_weighted_sum_of_its_experts(options):
+    config = dataclasses.replace(CONFIG, **options)
+    apply, params, x = mixture_of(config)
+    y, loss = apply(params, x)
+    assert loss is None
+    np.testing.assert_allclose(y, expected(config, params, x), rtol=1e-4, atol=1e-5)
+
+
+def test_losses_follow_their_formulas():
+    """Balance as Fedus et al. 2022, equation 4, over all chosen experts; Zoph et al. 2022 for z."""
+    apply, params, x = mixture_of(dataclasses.replace(CONFIG, balance_loss=0.5, z_loss=0.25))
+    _, loss = apply(params, x)
+    logits = x.reshape(-1, CONFIG.width) @ params["router"]["kernel"]
+    shares = jax.nn.softmax(logits)
+    counts = np.bincount(np.argsort(-shares)[:, :2].ravel(), minlength=4) / len(shares)
+    balance = 4 * (counts * shares.mean(axis=0)).sum()
+    z_loss = np.mean(np.log(np.exp(logits).sum(axis=-1)) ** 2)
+    np.testing.assert_allclose(loss, 0.5 * balance + 0.25 * z_loss, rtol=1e-5)
+
+
+def test_balance_is_least_if_all_experts_are_used_alike():
+    """It is then the number of experts per token; if one gets everything, that of all experts."""
+    even, one = jnp.full((4, 4), 0.25), jax.nn.one_hot(jnp.zeros(4, int), 4)
+    assert experts.balance_loss(even, jnp.eye(4) + jnp.eye(4)[::-1]) == 2
+    assert experts.balance_loss(one, one) == 4
+
+
+def test_idle_experts_get_no_gradient_and_layers_between_have_none():
+    config = dataclasses.replace(CONFIG, experts_per_token=1)
+    apply, params, x = mixture_of(config)
+    grads = jax.grad(lambda params: apply(params, x[:1, :1])[0].sum())(params)
+    used = np.abs(grads["experts"]["up"]["kernel"]).sum(axis=(1, 2)) > 0
+    assert used.sum() == 1
+    between = jax.eval_shape(
+        lambda key: gpt.init(dataclasses.replace(CONFIG, expert_every=2), key), jax.random.key(0)
+    )["layers"]
+    assert ["experts" in layer["mlp"] for layer in between] == [False, True]
+
+
+def test_flops_count_the_experts_of_a_token():
+    """As many as those of a model whose MLPs are as large as what a token is sent to."""
+    config = dataclasses.replace(CONFIG, shared_width=None)
+    dense = GPTConfig(
+        vocab_size=19, sequence_length=6, num_layers=2, width=8, num_heads=2, mlp_width=12
+    )
+    routers = 6 * config.num_layers * config.width * config.num_experts
+    assert gpt.flops_per_token(config) == gpt.flops_per_token(dense) + routers
+
+
+def test_options_that_do_not_fit_are_named():
+    with pytest.raises(ValueError, match="num_experts=4") as error:
+        dataclasses.replace(CONFIG, experts_per_token=5, expert_every=3, balance_loss=-1.0)
+    text = str(error.value)
+    assert "experts_per_token=5 must be at most num_experts=4.\nNearest valid: 4." in text
+    assert "expert_every=3 must be at most num_layers=2." in text
+    assert "balance_loss=-1.0 must not be negative." in text
+    with pytest.raises(ValueError, match="expert_width=6 has no effect without num_experts"):
+        dataclasses.replace(CONFIG, num_experts=None)
