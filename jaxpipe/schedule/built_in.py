@@ -205,7 +205,7 @@ BUILT_IN = (
     ),
     Entry(
         *("1f1b-v", one_f_one_b_v, "Two thirds of 1F1B's activations; fused backwards"),
-        *("at most 5(p-1)/2", "floor(2p/3)+1", _V, "arXiv 2405.15362"),
+        *("at most 5(p-1)/2; m > p/2", "floor(2p/3)+1", _V, "arXiv 2405.15362"),
         chunks=2,
         reordered=True,
     ),

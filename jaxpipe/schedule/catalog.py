@@ -252,5 +252,5 @@ def _unknown(name: str) -> Problem:
     names = [*(entry.name for entry in entries()), *ASYNCHRONOUS_METHODS]
     asked = name.lower().replace("_", "-")
     inside = [known for known in names if asked and (asked in known or known in asked)]
-    near = difflib.get_close_matches(asked, names, n=3, cutoff=0.6) or sorted(inside, key=len)[:3]
+    near = difflib.get_close_matches(asked, names, n=1, cutoff=0.6) or sorted(inside, key=len)[:3]
     return Problem("name", name, "is not a known schedule", near, note=f"All: {', '.join(names)}.")

@@ -384,7 +384,7 @@ def test_bad_csv_gets_status_2_and_one_message(tmp_path, capsys, content, expect
             "--memory-limit 3.0 does not fit schedule 'interleaved-fused'",
         ),
         (["show", "qqq", *SHAPE], "'qqq' is not a known schedule. All: gpipe, "),
-        (["show", "interleave", *SHAPE], "Nearest valid: 'interleaved', "),
+        (["show", "interleave", *SHAPE], "Nearest valid: 'interleaved'. All: "),
         (["compare", *SHAPE, "--out", "picture.gif"], "Nearest valid: .svg, .png"),
         (["compare", *SHAPE, "--out", "/no/such/folder/a.svg"], "/no/such/folder/a.svg"),
         (["compare", "--stages", "0", "--microbatches", "8"], "--stages 0 must be"),

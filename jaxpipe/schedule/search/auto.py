@@ -18,7 +18,7 @@ from jaxpipe.schedule.search.tick_engine import Policy, Work
 from jaxpipe.schedule.search.tick_search import Settings, TickSearch
 from jaxpipe.schedule.simulate import UNIT, Costs, lock_step, of_virtual_stages, simulate
 
-_NUM_COMPARED, _NUM_CUT = 8, 2
+_NUM_COMPARED, _NUM_CUT = 8, 4
 """How many of the orders that end first on the free-running clock are cut quickly, and how many of
 those, the ones that end first in lock-step, with care."""
 _CUT_ACTIONS = 36_000
