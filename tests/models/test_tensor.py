@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 
 import jax
+import jax.numpy as jnp
 import pytest
 
 import jaxpipe
@@ -27,10 +28,13 @@ CASES = [
 def test_gpt_equals_the_whole_model(shape, schedule, zero, remat, options):
     config = gpt.GPTConfig(**SHAPE, **shape, dropout=0.2)
     whole = gpt.model(config)
+    batch = {"tokens": jax.random.randint(jax.random.key(1), (8, 9), 0, 13)}
+    if shape is GPT2:  # every row holds three documents, and the sequence is cut within one
+        batch["documents"] = jnp.tile(jnp.array([0, 0, 0, 1, 1, 1, 1, 2]), (8, 1))
     assert_matches_unpipelined(
         gpt.model(config, vocabulary_axis="stage", tensor_axis="tensor"),
         gpt.init(config, jax.random.key(0)),
-        {"tokens": jax.random.randint(jax.random.key(1), (8, 9), 0, 13)},
+        batch,
         schedules=[schedule],
         meshes=[jaxpipe.make_mesh(stage=2, data=2, tensor=2)],
         microbatches=4,
@@ -55,6 +59,12 @@ def test_what_devices_cannot_share_is_refused_with_both_numbers():
         tokens = jax.ShapeDtypeStruct((4, length + 1), "int32")
         with pytest.raises(ValueError, match=message):
             jax.eval_shape(pipe.value_and_grad, pipe.placed_params, {"tokens": tokens})
+
+
+def test_experts_are_not_shared():
+    config = gpt.GPTConfig(**SHAPE, num_experts=4)
+    with pytest.raises(ValueError, match="tensor_axis='tensor': devices cannot share layers with"):
+        gpt.model(config, vocabulary_axis="stage", tensor_axis="tensor")
 
 
 @pytest.mark.parametrize(("remat", "share"), [("none", 0.29), ("dots", 0.251), ("full", 0.251)])

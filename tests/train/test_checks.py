@@ -123,6 +123,11 @@ RULES = [
         "valid: model.num_heads=8, or mesh.tensor=4.",
     ),
     (
+        {"mesh.tensor": 2, "model.num_experts": 4},
+        "mesh.tensor=2: layers of task=gpt are not split over devices; those of a GPT without "
+        "experts are. Nearest valid: mesh.tensor=1.",
+    ),
+    (
         {"mesh.tensor": 2, "pipeline.schedule": "pipemare"},
         "mesh.tensor=2 has no place in pipeline.schedule=pipemare, which splits no layer over "
         "devices. Nearest valid: mesh.tensor=1, or pipeline.schedule=1f1b.",
