@@ -151,12 +151,14 @@ def _text(config: Config) -> Iterator[Failure]:
 
 
 def _schedule(config: Config) -> Iterator[Failure]:
-    chunks = config.pipeline.chunks or 1
-    try:
-        chunks = configured.order(config).num_chunks
-    except ValueError as error:
-        yield from errors.of_schedule(error, config.pipeline.schedule)
-    layers, needed = config.num_layers, config.mesh.stage * chunks
+    layers, chunks = config.num_layers, config.pipeline.chunks or 1
+    # A placement of too few layers cannot be searched, which is said below.
+    if layers >= config.mesh.stage or not configured.chooses_placement(config):
+        try:
+            chunks = configured.order(config).num_chunks
+        except ValueError as error:
+            yield from errors.of_schedule(error, config.pipeline.schedule)
+    needed = config.mesh.stage * chunks
     if layers < needed:
         fields = _depth(config)
         counted = fields == ["model.num_layers"]
