@@ -22,6 +22,9 @@ from train.config import Config
 _SYNCHRONOUS = "1f1b"
 """The schedule that asynchronous training warms up and evaluates with."""
 
+_RULES = ("equal", "flops", "measured")
+"""What ``pipeline.partition`` may say beside the layers of every chunk."""
+
 _WARMUPS = 5
 """T1's steps, in learning-rate warm-ups, as for PipeMare's Transformers (arXiv 1910.05124)."""
 
@@ -133,7 +136,7 @@ def _order(config: Config) -> Schedule:
 def chooses_placement(config: Config) -> bool:
     """Whether ``auto`` also chooses how layers are cut into chunks, and where these lie."""
     pipeline = config.pipeline
-    free = pipeline.chunks is None and own_counts(config) is None
+    free = pipeline.chunks is None and pipeline.partition in _RULES
     return pipeline.schedule == "auto" and pipeline.slices and free
 
 
@@ -183,7 +186,7 @@ def build(
 
 def own_counts(config: Config) -> tuple[int, ...] | None:
     """Returns the layers of every chunk if ``pipeline.partition`` lists them; None for a rule."""
-    if config.pipeline.partition in ("equal", "flops", "measured"):
+    if config.pipeline.partition in _RULES:
         return None
     return tuple(int(count) for count in config.pipeline.partition.split(","))
 

@@ -43,7 +43,7 @@ def neighbor_clock(schedule: Schedule, costs: Costs | Sequence[Costs]) -> Timeli
     Example:
       >>> from jaxpipe.schedule.generators.v_schedules import zb_v
       >>> round(neighbor_clock(zb_v(4, 16), Costs(1, 1.2, 0.8)).bubble_ratio, 3)
-      0.153
+      0.063
     """
     costs = of_virtual_stages(schedule.placement, costs)
     layers = chunk_layers(schedule.slices or ())
