@@ -122,7 +122,8 @@ def pipeline_step(case: Case, pipe: jaxpipe.Pipeline) -> Step:
     shape = batch_rows(pipe), CONFIG.sequence_length + 1
     batch = {"tokens": jax.ShapeDtypeStruct(shape, jnp.int32)}
     program = HloProgram(compiled(pipe, batch).as_text())
-    roofline = Roofline(program, weight_shapes(case.layers))
+    hosts = [device.process_index for device in pipe.mesh.devices.flat]
+    roofline = Roofline(program, weight_shapes(case.layers), hosts)
     bodies = tick_bodies(program)
     table, stages = pipe.table, range(case.stages)
 

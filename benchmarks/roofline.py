@@ -12,7 +12,7 @@ import dataclasses
 import math
 import re
 from collections import Counter
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 
 import numpy as np
 
@@ -72,11 +72,19 @@ class Roofline:
     Args:
       program: the compiled program.
       weights: as for `benchmarks.kernels.kernel`.
+      hosts: of each device, in the order of the program's numbers, which is that of the mesh; None
+        for devices in the order of their hosts.
     """
 
-    def __init__(self, program: HloProgram, weights: Collection[Shape]) -> None:
+    def __init__(
+        self,
+        program: HloProgram,
+        weights: Collection[Shape],
+        hosts: Sequence[int] | None = None,
+    ) -> None:
         self.program = program
         self.weights = weights
+        self.hosts = hosts
         self._bodies: dict[str, Spent] = {}
         self._kernels: dict[str, Spent] = {}
         self._asks_host: dict[str, bool] = {}
@@ -149,8 +157,11 @@ class Roofline:
             "reduce-scatter": (size - 1) / size,
             "all-to-all": (size - 1) / size,
         }[row.opcode.removesuffix("-start")]
-        crosses = any(len({device // GPUS_PER_HOST for device in group}) > 1 for group in groups)
+        crosses = any(len(set(map(self._host, group))) > 1 for group in groups)
         return sent * others / PEAKS["network" if crosses else "nvlink"].value
+
+    def _host(self, device: int) -> int:
+        return device // GPUS_PER_HOST if self.hosts is None else self.hosts[device]
 
 
 def device_groups(text: str) -> list[list[int]]:

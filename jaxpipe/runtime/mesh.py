@@ -199,7 +199,8 @@ def make_mesh(
             raise ValueError(f"devices are an array {given.shape}; the mesh of {names} is {shape}.")
     else:
         available = _on_hosts(available[:needed], sizes)
-    mesh = jax.make_mesh(shape, names, axis_types=types, devices=available)
+    # `jax.make_mesh` would put them in an order of its own.
+    mesh = Mesh(np.asarray(available, object)[:needed].reshape(shape), names, axis_types=types)
     leave_compilation_cache(mesh)
     return mesh
 

@@ -92,7 +92,7 @@ def randomise(torch_model, *, size=1.0):
     for name, tensor in torch_model.state_dict().items():
         if tensor.ndim > 1:
             tensor *= size
-        else:
+        elif tensor.is_floating_point():
             noise = torch.rand(tensor.shape, generator=generator) * 0.2
             tensor += noise if "bias" in name or "mean" in name else noise - 0.1
     return torch_model.eval()
