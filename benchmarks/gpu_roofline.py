@@ -201,7 +201,7 @@ def main() -> None:
             plain = plain_layer(case.layers, case.remat)
             num_layers = sum(pipe.table.layer_counts)
             fsdp = sharded_step(case.hosts, num_layers, batch_rows(pipe), case.remat)
-            step = pipeline_step(case, pipe)
+            step = pipeline_step(pipe, batch_rows(pipe))
         of = total(sum(plain.values(), Counter()))
         ideal = of * num_layers / case.stages * pipe.schedule.num_microbatches
         if f"plain, {case.remat}" not in results:

@@ -22,7 +22,7 @@ from jax.experimental import topologies
 
 import jaxpipe
 from benchmarks import gpu_compile, plain_steps
-from benchmarks.gpu_compile import CONFIG, DATA, ROWS, Case
+from benchmarks.gpu_compile import CONFIG, DATA, ROWS
 from benchmarks.hlo import HloProgram, Instruction
 from benchmarks.kernels import Use
 from benchmarks.roofline import GPUS_PER_HOST, Roofline, Spent, known_trips, scaled, total
@@ -48,15 +48,16 @@ def pretend_cudnn() -> None:
     blocks.attention_kernel = lambda query: "cudnn"
 
 
-def weight_shapes(num_layers: int) -> set[tuple[int, ...]]:
+def weight_shapes(num_layers: int, config: gpt.GPTConfig = CONFIG) -> set[tuple[int, ...]]:
     """Shapes of a layer's matrices, also of several layers stacked and of data shards, sorted."""
-    layers = jax.eval_shape(lambda: gpt.init(CONFIG, jax.random.key(0)))["layers"]
+    layers = jax.eval_shape(lambda: gpt.init(config, jax.random.key(0)))["layers"]
     shapes = [leaf.shape[1:] for leaf in jax.tree.leaves(layers) if leaf.ndim > 2]
     whole = [(rows // n, columns) for n in (1, DATA, GPUS_PER_HOST) for rows, columns in shapes]
     return {tuple(sorted(shape)) for cut in whole for shape in (cut, (num_layers, *cut))}
 
 
-def _devices(hosts: int) -> Any:
+def devices_of(hosts: int) -> Any:
+    """The H100s of so many hosts, which need not exist."""
     target = gpu_compile.TARGET.read_text("utf-8")
     return topologies.get_topology_desc(
         platform="cuda", topology=f"1x{hosts}x{GPUS_PER_HOST}", target_config=target
@@ -71,7 +72,7 @@ def plain_layer(num_layers: int, remat: str) -> dict[str, Spent]:
     """One layer and microbatch of a plain step of one GPU: its loops, and its gradient's sum."""
     config = dataclasses.replace(CONFIG, num_layers=num_layers)
     tokens = (16, ROWS, CONFIG.sequence_length + 1)  # the microbatches are a loop
-    step = plain_steps.plain_step(config, remat, _devices(1)[0], tokens)
+    step = plain_steps.plain_step(config, remat, devices_of(1)[0], tokens)
     program = HloProgram(step.as_text())
     roofline = Roofline(program, weight_shapes(num_layers))
     (loop,) = loops_of(program, program.entry)
@@ -90,7 +91,7 @@ def sharded_step(hosts: int, num_layers: int, rows: int, remat: str) -> Spent:
     gpus = GPUS_PER_HOST * hosts
     config = dataclasses.replace(CONFIG, num_layers=num_layers)
     tokens = (rows // ROWS // gpus, ROWS * gpus, CONFIG.sequence_length + 1)
-    step = plain_steps.sharded_step(config, remat, _devices(hosts), tokens)
+    step = plain_steps.sharded_step(config, remat, devices_of(hosts), tokens)
     roofline = Roofline(HloProgram(step.as_text()), weight_shapes(num_layers))
     return roofline.body(roofline.program.entry)
 
@@ -117,15 +118,15 @@ def batch_rows(pipe: jaxpipe.Pipeline) -> int:
     return ROWS * DATA * pipe.schedule.num_microbatches
 
 
-def pipeline_step(case: Case, pipe: jaxpipe.Pipeline) -> Step:
-    """Compiles a case and models it."""
-    shape = batch_rows(pipe), CONFIG.sequence_length + 1
+def pipeline_step(pipe: jaxpipe.Pipeline, rows: int, config: gpt.GPTConfig = CONFIG) -> Step:
+    """Compiles a pipeline of a GPT for a batch of so many rows, and models it."""
+    shape = rows, config.sequence_length + 1
     batch = {"tokens": jax.ShapeDtypeStruct(shape, jnp.int32)}
     program = HloProgram(compiled(pipe, batch).as_text())
     hosts = [device.process_index for device in pipe.mesh.devices.flat]
-    roofline = Roofline(program, weight_shapes(case.layers), hosts)
+    roofline = Roofline(program, weight_shapes(pipe.table.layers_per_chunk, config), hosts)
     bodies = tick_bodies(program)
-    table, stages = pipe.table, range(case.stages)
+    table, stages = pipe.table, range(pipe.schedule.num_stages)
 
     @functools.cache
     def of_trips(body: str, trips: tuple[float, ...]) -> Spent:
@@ -143,7 +144,7 @@ def pipeline_step(case: Case, pipe: jaxpipe.Pipeline) -> Step:
     return Step(
         layer_passes(roofline, bodies.values()),
         float(replay(table, work)[-1].max()) + total(outside),
-        outside + scaled(inside, 1 / case.stages),
+        outside + scaled(inside, 1 / pipe.schedule.num_stages),
     )
 
 

@@ -68,7 +68,7 @@ class Axes:
         return tuple(name for name in _names(self.data) if name not in self.replica)
 
     def sharding(self, apart: Collection[str]) -> tuple[str, ...]:
-        """The data axes over which arrays are sharded that these axes split already."""
+        """The data axes that shard arrays which are already split over the axes ``apart``."""
         return tuple(name for name in self.split_names if name not in apart)
 
     @property

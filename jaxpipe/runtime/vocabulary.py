@@ -38,7 +38,7 @@ def lookup(
       ids: each in [0, vocab), the same on every device of the axis.
       axis: name of the mesh axis the table is split over, inside `jax.shard_map`; None for a whole
         table.
-      sequence_axis: a model axis that splits the table, too, as the outer of the two, and the last
+      sequence_axis: a model axis that also splits the table, as the outer of the two, and the last
         dimension of the rows; None for none.
 
     Returns:

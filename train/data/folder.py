@@ -83,8 +83,16 @@ def check_digest(folder: Path, name: str, content: bytes, expected: str, *, kind
 
 
 def open_tokenizer(folder: Path) -> Tokenizer:
-    """Opens ``tokenizer.json``; a special token written inside a text is ordinary text."""
-    tokenizer = Tokenizer.from_file(str(folder / TOKENIZER_FILE))
+    """Opens ``tokenizer.json``; a special token written inside a text is ordinary text.
+
+    Raises:
+      ValueError: it is none.
+    """
+    try:
+        tokenizer = Tokenizer.from_file(str(folder / TOKENIZER_FILE))
+    except Exception as error:  # the package raises no other kind
+        rule = "is no tokenizer that can be read"
+        raise ValueError(f"{folder / TOKENIZER_FILE} {rule}: {error}.") from error
     tokenizer.encode_special_tokens = True
     return tokenizer
 

@@ -112,11 +112,7 @@ def export(folder: Path, *, sequence_length: int) -> Exported:
 
 
 def _whole_texts(folder: Path) -> Tokenizer:
-    try:
-        tokenizer = prepared.open_tokenizer(folder)
-    except Exception as error:  # the package raises no other kind
-        file = folder / prepared.TOKENIZER_FILE
-        raise ValueError(f"{file} is no tokenizer that can be read: {error}.") from error
+    tokenizer = prepared.open_tokenizer(folder)
     tokenizer.no_truncation()
     tokenizer.no_padding()
     return tokenizer

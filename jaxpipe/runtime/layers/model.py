@@ -53,7 +53,7 @@ class Model:
       axis_split: which of these axes, or of the data axes, split which parameters: a tree like
         params, or a prefix of it, whose leaves are None or a `jax.sharding.PartitionSpec`, for
         layers that are alike that of one layer, or `jaxpipe.Joined` of it. Functions see a device's
-        own part. A dimension that stages split, too, need not divide. None splits nothing.
+        own part. A dimension that stages also split need not divide. None splits nothing.
       stateful: layers also take a state and return a new one, ``layer(layer_params, x, microbatch,
         rng, state) -> (x, state)``: running statistics, which are not differentiated. `Pipeline`
         then takes and returns a tuple of states, one tree per layer.

@@ -212,8 +212,10 @@ class Window(Cut):
     columns: int
     data: Axis
 
+    # Other cuts are given their shape; mypy has no read-only attributes to say so.
     @property
     def shape(self) -> tuple[int, ...]:  # type: ignore[override]
+        """That of the whole array."""
         return self.local.shape
 
     @property
