@@ -144,6 +144,11 @@ RULES = [
         "mesh.context=2 has no place in pipeline.schedule=2bw, which splits no layer over devices.",
     ),
     (
+        {"mesh.tensor": 4, "model.num_heads": 12, "model.num_kv_heads": 3, "model.head_size": 4},
+        "model.num_kv_heads=3 is not divisible by mesh.tensor=4, whose devices share it. Nearest "
+        "valid: model.num_kv_heads=4, or mesh.tensor=3.",
+    ),
+    (
         {"mesh.tensor": 2, "model.num_experts": 4},
         "mesh.tensor=2: layers of task=gpt are not split over devices; those of a GPT without "
         "experts are. Nearest valid: mesh.tensor=1.",

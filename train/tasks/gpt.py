@@ -11,6 +11,7 @@ import numpy as np
 
 from models import gpt
 from models.sample import sample
+from models.tensor import divides_heads
 from train.config import Config
 from train.data import text, token_file, tokenizer_files
 from train.data.folder import META_FILE
@@ -46,7 +47,7 @@ class GPT(Task):
         counts = {"sequence_length": shape.sequence_length}
         if axis == "tensor":
             counts |= {"num_heads": shape.num_heads, "mlp_width": shape.hidden_width}
-            if shape.num_kv_heads is not None:
+            if not divides_heads(shape.kv_heads, shape.head_width, self.config.mesh.tensor):
                 counts["num_kv_heads"] = shape.kv_heads
         return counts
 
