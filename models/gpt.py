@@ -324,7 +324,8 @@ def _embed(config, outer, tokens_BS, rng, tensor, over, documents_BS=None):
             f"{config.sequence_length}. Nearest valid: {config.sequence_length} or fewer."
         )
     tensor.part(length, "sequence length")
-    x_BSE = vocabulary.lookup(outer["embed"]["table"], tokens_BS, **over)
+    dtype = config.compute_dtype
+    x_BSE = vocabulary.lookup(outer["embed"]["table"], tokens_BS, dtype=dtype, **over)
     if config.positions == "learned":
         positions = outer["embed"]["positions"]
         if documents_BS is None:
@@ -333,7 +334,7 @@ def _embed(config, outer, tokens_BS, rng, tensor, over, documents_BS=None):
             x_BSE = x_BSE + positions[tensor.own(_positions(documents_BS), 1)]
     if config.scaled_embedding:
         x_BSE = math.sqrt(config.width) * x_BSE
-    x_BSE = x_BSE.astype(config.compute_dtype)
+    x_BSE = x_BSE.astype(dtype)
     if rng is None:
         return x_BSE
     drop = functools.partial(nnx.Dropout(config.dropout), rngs=rng)
