@@ -151,12 +151,18 @@ def model(
             **over,
         )
 
+    def output(outer, x, microbatch, rng):
+        del outer, microbatch, rng
+        return sharing.whole(x)
+
     functions = {kind: _layer(config, kind, sharing) for kind in config.layer_kinds}
     layers = tuple(functions[kind] for kind in config.layer_kinds)
     layer = layers[0] if config.layers_are_alike else layers
     split = None if vocabulary_axis is None else _table_split(config, 0)
     own = None if tensor_axis is None else _axis_split(config, tensor_axis)
-    return Model(embed, layer, head_loss, stage_split=split, axes=sharing.axes, axis_split=own)
+    return Model(
+        embed, layer, head_loss, stage_split=split, axes=sharing.axes, axis_split=own, output=output
+    )
 
 
 def logits(config: GPTConfig, params: PyTree, tokens: jax.Array) -> jax.Array:

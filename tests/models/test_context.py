@@ -111,6 +111,23 @@ def test_what_devices_cannot_share_is_refused_with_both_numbers():
         jaxpipe.Pipeline(model, params, schedule="1f1b", mesh=jaxpipe.make_mesh(stage=2))
 
 
+def test_outputs_are_whole_sequences_in_order():
+    config = gpt.GPTConfig(**SHAPE, **LLAMA)
+    params, found = gpt.init(config, jax.random.key(0)), []
+    tokens = jax.random.randint(jax.random.key(1), (4, 9), 0, 13)
+    for shared in ({}, {"context": 2, "tensor": 2}):
+        axes = {f"{name}_axis": name for name in shared}
+        pipe = jaxpipe.Pipeline(
+            gpt.model(config, vocabulary_axis="stage", **axes),
+            params,
+            schedule="1f1b",
+            mesh=jaxpipe.make_mesh(stage=2, **shared),
+            microbatches=2,
+        )
+        found.append(jax.jit(pipe.outputs)(pipe.place(params), {"tokens": tokens}))
+    chex.assert_trees_all_close(*found, rtol=1e-5, atol=1e-5)
+
+
 @pytest.mark.parametrize("remat", ["none", "dots", "full"])
 def test_four_devices_keep_a_quarter_each(remat):
     config = gpt.GPTConfig(**SHAPE | {"sequence_length": 64, "width": 64, "num_heads": 8})
