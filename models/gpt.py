@@ -17,11 +17,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax.sharding import PartitionSpec as P
 
 from jaxpipe import Model, WithLoss, vocabulary
 from jaxpipe.nnx import functional, stack
-from models import experts, rotary
+from models import experts, gpt_split, rotary
 from models.blocks import (
     ACTIVATIONS,
     INIT_STDDEV,
@@ -32,7 +31,7 @@ from models.blocks import (
     soft_capped,
 )
 from models.gpt_config import GPTConfig, LayerKind
-from models.tensor import WHOLE, Tensor, axis_split
+from models.tensor import WHOLE, Tensor
 
 PyTree = Any
 
@@ -109,7 +108,13 @@ class Block(nnx.Module):
     """One layer: attention, then MLP, each on a normalised copy of the residual stream."""
 
     def __init__(
-        self, config: GPTConfig, kind: LayerKind, *, tensor: Tensor = WHOLE, rngs: nnx.Rngs
+        self,
+        config: GPTConfig,
+        kind: LayerKind,
+        *,
+        tensor: Tensor = WHOLE,
+        expert_axis: str | None = None,
+        rngs: nnx.Rngs,
     ):
         self.config, self.tensor = config, tensor
         self.attention_norm, self.mlp_norm = (_norm(config, rngs) for _ in range(2))
@@ -117,7 +122,10 @@ class Block(nnx.Module):
             self.attention_post_norm, self.mlp_post_norm = (_norm(config, rngs) for _ in range(2))
         self.attention = Attention(config, is_local=kind.is_local, tensor=tensor, rngs=rngs)
         self.attention_dropout = nnx.Dropout(config.dropout, rngs=rngs)
-        self.mlp = _mixture(config, rngs) if kind.has_experts else _mlp(config, tensor, rngs)
+        if kind.has_experts:
+            self.mlp = _mixture(config, rngs, expert_axis)
+        else:
+            self.mlp = _mlp(config, tensor, rngs)
         self.mlp_dropout = nnx.Dropout(config.dropout, rngs=rngs)
 
     def __call__(self, x, documents=None):
@@ -150,7 +158,11 @@ def init(config: GPTConfig, rng: jax.Array) -> PyTree:
 
 
 def model(
-    config: GPTConfig, *, vocabulary_axis: str | None = None, tensor_axis: str | None = None
+    config: GPTConfig,
+    *,
+    vocabulary_axis: str | None = None,
+    tensor_axis: str | None = None,
+    expert_axis: str | None = None,
 ) -> Model:
     """The GPT as the three functions a pipeline runs.
 
@@ -164,10 +176,11 @@ def model(
         None for whole tables and no collectives.
       tensor_axis: model axis whose devices share every layer: heads and hidden units, between these
         the sequence, and with stages the vocabulary; None for layers that are not shared.
+      expert_axis: axis of data shards that have some of a layer's experts each; None for all.
 
     Returns:
       The model; with ``vocabulary_axis`` its ``stage_split`` names dimension 0 of every table, with
-      ``tensor_axis`` its ``axis_split`` what the axis splits.
+      the others its ``axis_split`` what these axes split.
 
     Example:
       >>> config = GPTConfig(vocab_size=64, sequence_length=8, num_layers=2, width=16, num_heads=2)
@@ -195,11 +208,15 @@ def model(
             **over,
         )
 
-    functions = {kind: _layer(config, kind, tensor) for kind in config.layer_kinds}
+    shared = {"tensor": tensor, "expert_axis": expert_axis}
+    functions = {kind: _layer(config, kind, **shared) for kind in config.layer_kinds}
     layers = tuple(functions[kind] for kind in config.layer_kinds)
     layer = layers[0] if config.layers_are_alike else layers
-    split = None if vocabulary_axis is None else _table_split(config, 0)
-    own = {} if tensor_axis is None else _shared(config, tensor_axis)
+    outer = _outer_shapes(config)
+    split = None if vocabulary_axis is None else gpt_split.of_tables(outer, 0)
+    shapes = [_layer_shapes(config, kind) for kind in config.layer_kinds]
+    axes = {"tensor_axis": tensor_axis, "expert_axis": expert_axis}
+    own = gpt_split.shared(config, outer, shapes, **axes)
     return Model(embed=embed, layer=layer, head_loss=head_loss, stage_split=split, **own)
 
 
@@ -245,7 +262,7 @@ def flops_per_token(config: GPTConfig) -> int:
 
     6 N + 12 A S for each layer (Chowdhery et al. 2022, appendix B): N counts the parameters that
     take part in a matmul, hence no position tables, no input table that is only looked up, and of
-    the experts as many as a token is sent to, though all of them compute it. The
+    the experts as many as a token is sent to, also where all of them compute it. The
     second term is the attention scores and their use, with A the width of all heads and S the
     tokens that a position sees, not halved for causality. Recomputation is not counted.
     """
@@ -271,11 +288,11 @@ def _mlp(config, tensor, rngs):
     return MLP(config, config.hidden_width, tensor=tensor, rngs=rngs)
 
 
-def _mixture(config, rngs):
+def _mixture(config, rngs, expert_axis=None):
     shared = None
     if config.shared_width is not None:
         shared = MLP(config, config.shared_width, tensor=WHOLE, rngs=rngs)
-    return experts.Mixture(config, shared, rngs=rngs)
+    return experts.Mixture(config, shared, expert_axis, rngs=rngs)
 
 
 def _init_outer(config, rng):
@@ -305,9 +322,9 @@ def _init_layers(config, rng):
     )
 
 
-def _layer(config, kind, tensor=WHOLE):
+def _layer(config, kind, **shared):
     """The function of a layer, as a pipeline calls it."""
-    apply = function_of(lambda config, rngs: Block(config, kind, tensor=tensor, rngs=rngs), config)
+    apply = function_of(lambda config, rngs: Block(config, kind, **shared, rngs=rngs), config)
 
     def layer(params, x, microbatch, rng):
         documents = None if microbatch is None else microbatch.get("documents")
@@ -351,26 +368,6 @@ def _final_norm(config, outer, x):
 
 def _head_table(config, outer):
     return outer["embed" if config.tied else "head"]["table"]
-
-
-def _table_split(config, of_table):
-    """``of_table`` for every vocabulary table, None for the rest of embedding and head."""
-    return jax.tree_util.tree_map_with_path(
-        lambda path, _: of_table if path[-1].key == "table" else None, _outer_shapes(config)
-    )
-
-
-def _shared(config, axis):
-    """What `Model` says about layers and tables that devices along an axis share."""
-    if config.num_experts is not None:
-        raise ValueError(f"tensor_axis={axis!r}: devices cannot share layers with experts.")
-    widths = tuple(
-        n * config.head_width for n in (config.num_heads, config.kv_heads, config.kv_heads)
-    )
-    kinds = config.layer_kinds
-    layers = tuple(axis_split(_layer_shapes(config, kind), axis, widths) for kind in kinds)
-    layers = layers[0] if config.layers_are_alike else layers
-    return {"axes": (axis,), "axis_split": {"layers": layers, **_table_split(config, P(axis))}}
 
 
 @functools.cache

@@ -84,6 +84,9 @@ class MeshConfig(Section):
     """Groups of data shards, such as hosts, that hold the same parts of what pipeline.zero shards:
     each splits it over data / replica devices. Weights are gathered within a group, and gradients
     cross between groups in parts."""
+    expert: Count = 1
+    """How many data shards, next to each other, have some of a layer's experts each, and exchange
+    tokens; a divisor of data / replica."""
     tensor: Count = 1
     """Devices that share every layer: heads, hidden units, between them the sequence, and the
     vocabulary. They talk in every layer, so they belong within a host."""

@@ -69,6 +69,7 @@ class Task(abc.ABC):
         self.shape: Any = dataclasses.replace(self.default, **config.model.model_dump())
         self.num_layers: int = self.shape.num_layers
         self.dtype: str | None = getattr(self.shape, "dtype", None)
+        self.num_experts: int | None = getattr(self.shape, "num_experts", None)
         self.dropout: bool = getattr(self.shape, "dropout", 0) > 0
 
     @classmethod

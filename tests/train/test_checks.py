@@ -123,6 +123,20 @@ RULES = [
         "valid: model.num_heads=8, or mesh.tensor=4.",
     ),
     (
+        {"mesh.expert": 4, "mesh.data": 4, "model.num_experts": 6},
+        "model.num_experts=6 is not divisible by mesh.expert=4, whose devices share it. Nearest "
+        "valid: model.num_experts=4 or 8, or mesh.expert=3 or 6.",
+    ),
+    (
+        {"mesh.expert": 4, "mesh.data": 4, "mesh.replica": 2, "model.num_experts": 4},
+        "mesh.expert=4 does not divide mesh.data=4 / mesh.replica=2. Nearest valid: mesh.expert=2.",
+    ),
+    (
+        {"mesh.expert": 2, "mesh.data": 2},
+        "mesh.expert=2: the model of task=gpt has no experts to split (model.num_experts). Nearest "
+        "valid: mesh.expert=1.",
+    ),
+    (
         {"mesh.tensor": 2, "model.num_experts": 4},
         "mesh.tensor=2: layers of task=gpt are not split over devices; those of a GPT without "
         "experts are. Nearest valid: mesh.tensor=1.",

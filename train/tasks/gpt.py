@@ -35,8 +35,13 @@ class GPT(Task):
 
     def model(self, *, train: bool, axis: str | None = "stage"):
         shape = self.shape if train else self.shape.without_layer_losses()
-        shares = axis is not None and self.config.mesh.tensor > 1
-        return gpt.model(shape, vocabulary_axis=axis, tensor_axis="tensor" if shares else None)
+        mesh = self.config.mesh
+        names = {
+            f"{name}_axis": name
+            for name, size in (("tensor", mesh.tensor), ("expert", mesh.expert))
+            if axis is not None and size > 1
+        }
+        return gpt.model(shape, vocabulary_axis=axis, **names)
 
     def shared(self):
         shape = self.shape
