@@ -22,10 +22,10 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax import lax
-from jax.sharding import PartitionSpec as P
 
 from models.blocks import ACTIVATIONS, INIT_STDDEV, Linear, einsum
 from models.gpt_config import GPTConfig
+from models.sharing import Sharing
 
 
 class Routing(NamedTuple):
@@ -43,11 +43,17 @@ class Routing(NamedTuple):
 
 
 class Router(nnx.Module):
-    """Chooses experts for every token by their scores, which are computed in float32."""
+    """Chooses experts for every token by their scores, which are computed in float32.
 
-    def __init__(self, config: GPTConfig, *, rngs: nnx.Rngs):
+    Args:
+      config: the model's shape.
+      sharing: the devices that have some of a microbatch's tokens each.
+      rngs: draws the kernel.
+    """
+
+    def __init__(self, config: GPTConfig, sharing: Sharing, *, rngs: nnx.Rngs):
         assert config.num_experts is not None
-        self.config = config
+        self.config, self.sharing = config, sharing
         shape = (config.width, config.num_experts)
         self.kernel = nnx.Param(INIT_STDDEV * jax.random.normal(rngs.params(), shape))
 
@@ -63,18 +69,19 @@ class Router(nnx.Module):
             return Routing(chosen_TK, scores_TK, None)
         shares_TX = scores_TX / scores_TX.sum(axis=-1, keepdims=True)
         is_chosen_TX = jax.nn.one_hot(chosen_TK, logits_TX.shape[-1]).sum(axis=1)
-        balance = balance_loss(shares_TX, is_chosen_TX)
+        means = (self.sharing.mean(x.mean(axis=0)) for x in (shares_TX, is_chosen_TX))
+        balance = balance_loss(*means)
         z_loss = jnp.mean(jax.nn.logsumexp(logits_TX, axis=-1) ** 2)
         loss = config.balance_loss * balance + config.z_loss * z_loss
         return Routing(chosen_TK, scores_TK, loss)
 
 
-def balance_loss(shares_TX: jax.Array, is_chosen_TX: jax.Array) -> jax.Array:
+def balance_loss(share_X: jax.Array, use_X: jax.Array) -> jax.Array:
     """Experts times the sum of the products of mean share and mean use (Fedus et al. 2022, eq. 4).
 
     If all experts are used alike, it is the number of experts per token.
     """
-    return shares_TX.shape[-1] * jnp.sum(shares_TX.mean(axis=0) * is_chosen_TX.mean(axis=0))
+    return len(share_X) * jnp.sum(share_X * use_X)
 
 
 class Room(NamedTuple):
@@ -201,15 +208,15 @@ class Mixture(nnx.Module):
     Args:
       config: the model's shape.
       shared: that MLP, or None.
-      axis: mesh axis whose devices have some of the experts each; None for all.
+      sharing: the devices that share the layer.
       rngs: draws the parameters.
     """
 
     def __init__(
-        self, config: GPTConfig, shared: nnx.Module | None, axis: str | None, *, rngs: nnx.Rngs
+        self, config: GPTConfig, shared: nnx.Module | None, sharing: Sharing, *, rngs: nnx.Rngs
     ):
-        self.router = Router(config, rngs=rngs)
-        self.experts = Experts(config, axis, rngs=rngs)
+        self.router = Router(config, sharing, rngs=rngs)
+        self.experts = Experts(config, sharing.expert_axis, rngs=rngs)
         self.shared = nnx.data(shared)
         self.shared_gate = (
             Linear(config.width, 1, bias=False, stddev=INIT_STDDEV, rngs=rngs)
@@ -228,12 +235,3 @@ class Mixture(nnx.Module):
                 shared_BSE = jax.nn.sigmoid(self.shared_gate(x_BSE)) * shared_BSE
             y_BSE = y_BSE + shared_BSE
         return y_BSE, routing.loss
-
-
-def axis_split(layer, axis: str):
-    """How the axis splits a layer with a mixture, as `jaxpipe.Model.axis_split`: by experts."""
-
-    def spec(path, _):
-        return P(axis) if any(getattr(key, "key", None) == "experts" for key in path) else None
-
-    return jax.tree_util.tree_map_with_path(spec, layer)

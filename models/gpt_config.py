@@ -81,8 +81,8 @@ class GPTConfig(validation.Validated):
       router: how scores follow from the router's logits: "softmax" over all experts, or "sigmoid".
       normalized_scores: the scores of the chosen experts are divided by their sum.
       capacity_factor: an expert computes so many times the tokens that it would be sent if all were
-        used alike, rounded up, for the tokens of each data shard; the rest are dropped, those of
-        first choices last. None drops nothing: every expert computes every token.
+        used alike, rounded up, for the tokens of each device; the rest are dropped, those of first
+        choices last. None drops nothing: every expert computes every token.
       balance_loss: coefficient of the loss that balances the use of experts (Fedus et al. 2022).
       z_loss: coefficient of the router's squared log-sum-exp (Zoph et al. 2022).
 

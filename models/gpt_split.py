@@ -8,8 +8,9 @@ from typing import Any
 import jax
 from jax.sharding import PartitionSpec as P
 
-from models import experts, tensor
+from models import tensor
 from models.gpt_config import GPTConfig
+from models.sharing import Sharing
 
 PyTree = Any
 
@@ -21,36 +22,37 @@ def of_tables(outer: PyTree, split: Any) -> PyTree:
     )
 
 
-def shared(
-    config: GPTConfig,
-    outer: PyTree,
-    layers: Sequence[PyTree],
-    *,
-    tensor_axis: str | None,
-    expert_axis: str | None,
-) -> dict[str, Any]:
-    """What `jaxpipe.Model` says about arrays that devices along these axes share.
+def of_parameters(
+    config: GPTConfig, outer: PyTree, layers: Sequence[PyTree], sharing: Sharing
+) -> PyTree:
+    """What the axes along which devices share layers split, as `jaxpipe.Model.axis_split`.
 
     Args:
       config: the model's shape.
       outer: shapes of embedding and head.
       layers: shapes of every layer.
-      tensor_axis, expert_axis: as of `models.gpt.model`.
+      sharing: these devices.
 
-    Raises:
-      ValueError: axes for which the model has no place.
+    Returns:
+      None if these axes split no array.
     """
-    if tensor_axis is not None and config.num_experts is not None:
-        raise ValueError(f"tensor_axis={tensor_axis!r}: devices cannot share layers with experts.")
+    axis, expert_axis = sharing.tensor.axis, sharing.expert_axis
     if expert_axis is not None and config.num_experts is None:
         raise ValueError(f"expert_axis={expert_axis!r}: there are no experts: num_experts=None.")
-    if expert_axis is not None:
-        found = tuple(experts.axis_split(layer, expert_axis) for layer in layers)
-        return {"axis_split": {"layers": found[0] if config.layers_are_alike else found}}
-    if tensor_axis is None:
-        return {}
+    if axis is None and expert_axis is None:
+        return None
     counts = config.num_heads, config.kv_heads, config.kv_heads
     widths = tuple(n * config.head_width for n in counts)
-    found = tuple(tensor.axis_split(layer, tensor_axis, widths) for layer in layers)
-    split = {"layers": found[0] if config.layers_are_alike else found}
-    return {"axes": (tensor_axis,), "axis_split": split | of_tables(outer, P(tensor_axis))}
+
+    def of_layer(layer: PyTree) -> PyTree:
+        split = jax.tree.map(lambda _: None, layer)
+        if axis is not None:
+            split = tensor.axis_split(layer, axis, widths)
+        if "experts" in layer["mlp"]:
+            of_experts = None if expert_axis is None else P(expert_axis)
+            split["mlp"]["experts"] = jax.tree.map(lambda _: of_experts, layer["mlp"]["experts"])
+        return split
+
+    found = tuple(map(of_layer, layers))
+    of_layers = {"layers": found[0] if config.layers_are_alike else found}
+    return of_layers if axis is None else of_layers | of_tables(outer, P(axis))

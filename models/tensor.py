@@ -14,11 +14,9 @@ Dimension suffixes: B rows, S the whole sequence, T a device's part of it, E wid
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
@@ -72,17 +70,6 @@ class Tensor:
         size = self.part(x.shape[dim], "sequence length")
         return lax.dynamic_slice_in_dim(x, lax.axis_index(self.axis) * size, size, dim)
 
-    def dropout(self, drop: Callable[[jax.Array], jax.Array], x_BTE: jax.Array) -> jax.Array:
-        """``drop``, with this device's part of the mask that it would draw for the whole."""
-        if self.axis is None:
-            return drop(x_BTE)
-        num_rows, length, width = x_BTE.shape
-        kept = drop(jnp.ones((num_rows, length * self.size, width), x_BTE.dtype))
-        return x_BTE * self.own(kept, 1)
-
-
-WHOLE = Tensor()
-"""For layers that are not shared."""
 
 _COLUMNS, _ROWS = ("qkv", "up", "gate"), ("out", "down")
 

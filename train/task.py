@@ -69,7 +69,6 @@ class Task(abc.ABC):
         self.shape: Any = dataclasses.replace(self.default, **config.model.model_dump())
         self.num_layers: int = self.shape.num_layers
         self.dtype: str | None = getattr(self.shape, "dtype", None)
-        self.num_experts: int | None = getattr(self.shape, "num_experts", None)
         self.dropout: bool = getattr(self.shape, "dropout", 0) > 0
 
     @classmethod
@@ -99,11 +98,12 @@ class Task(abc.ABC):
           axis: mesh axis over which a vocabulary is split; None for whole tables.
         """
 
-    def shared(self) -> dict[str, int]:
-        """Returns the counts that devices along ``mesh.tensor`` share, by the shape's fields.
+    def shared(self, axis: str) -> dict[str, int]:
+        """Returns the counts that devices along an axis of ``mesh`` share, by the shape's fields.
 
-        Empty for a family whose layers are not split.
+        Empty for a family whose layers are not shared along it.
         """
+        del axis
         return {}
 
     @abc.abstractmethod
