@@ -17,17 +17,16 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax.sharding import PartitionSpec as P
 
 from jaxpipe import Model, WithLoss, vocabulary
 from jaxpipe.nnx import functional, stack
-from models import experts
+from models import experts, gpt_split
 from models.attention import Attention, visible
 from models.blocks import ACTIVATIONS, INIT_STDDEV, Linear, function_of, rms_norm, soft_capped
 from models.context import Context
 from models.gpt_config import GPTConfig, LayerKind
 from models.sharing import WHOLE, Sharing
-from models.tensor import Tensor, axis_split
+from models.tensor import Tensor
 
 PyTree = Any
 
@@ -68,7 +67,8 @@ class Block(nnx.Module):
             self.attention_post_norm, self.mlp_post_norm = (_norm(config, rngs) for _ in range(2))
         self.attention = Attention(config, is_local=kind.is_local, sharing=sharing, rngs=rngs)
         self.attention_dropout = nnx.Dropout(config.dropout, rngs=rngs)
-        self.mlp = _mixture(config, rngs) if kind.has_experts else _mlp(config, sharing, rngs)
+        make = _mixture if kind.has_experts else _mlp
+        self.mlp = make(config, rngs, sharing)
         self.mlp_dropout = nnx.Dropout(config.dropout, rngs=rngs)
 
     def __call__(self, x, documents=None):
@@ -106,6 +106,7 @@ def model(
     vocabulary_axis: str | None = None,
     tensor_axis: str | None = None,
     context_axis: str | None = None,
+    expert_axis: str | None = None,
 ) -> Model:
     """The GPT as the three functions a pipeline runs.
 
@@ -120,10 +121,11 @@ def model(
       tensor_axis: model axis whose devices share every layer: heads and hidden units, between these
         the sequence, and with stages the vocabulary; None for layers that are not shared.
       context_axis: model axis whose devices share the sequence; None for whole sequences.
+      expert_axis: axis of data shards that have some of a layer's experts each; None for all.
 
     Returns:
       The model; with ``vocabulary_axis`` its ``stage_split`` names dimension 0 of every table, with
-      ``tensor_axis`` its ``axis_split`` what the axis splits.
+      the others its ``axis_split`` what these axes split.
 
     Example:
       >>> config = GPTConfig(vocab_size=64, sequence_length=8, num_layers=2, width=16, num_heads=2)
@@ -133,7 +135,7 @@ def model(
       (3, 8, 16)
     """
 
-    sharing = Sharing(Tensor(tensor_axis), Context(context_axis))
+    sharing = Sharing(Tensor(tensor_axis), Context(context_axis), expert_axis)
     over: dict[str, Any] = {"axis": vocabulary_axis, "sequence_axis": tensor_axis}
 
     def embed(outer, microbatch, rng):
@@ -158,8 +160,10 @@ def model(
     functions = {kind: _layer(config, kind, sharing) for kind in config.layer_kinds}
     layers = tuple(functions[kind] for kind in config.layer_kinds)
     layer = layers[0] if config.layers_are_alike else layers
-    split = None if vocabulary_axis is None else _table_split(config, 0)
-    own = None if tensor_axis is None else _axis_split(config, tensor_axis)
+    outer = _outer_shapes(config)
+    split = None if vocabulary_axis is None else gpt_split.of_tables(outer, 0)
+    shapes = [_layer_shapes(config, kind) for kind in config.layer_kinds]
+    own = gpt_split.of_parameters(config, outer, shapes, sharing)
     return Model(
         embed, layer, head_loss, stage_split=split, axes=sharing.axes, axis_split=own, output=output
     )
@@ -207,7 +211,7 @@ def flops_per_token(config: GPTConfig) -> int:
 
     6 N + 12 A S for each layer (Chowdhery et al. 2022, appendix B): N counts the parameters that
     take part in a matmul, hence no position tables, no input table that is only looked up, and of
-    the experts as many as a token is sent to, though all of them compute it. The
+    the experts as many as a token is sent to, also where all of them compute it. The
     second term is the attention scores and their use, with A the width of all heads and S the
     tokens that a position sees, not halved for causality. Recomputation is not counted.
     """
@@ -229,15 +233,15 @@ def flops_per_token(config: GPTConfig) -> int:
     return 6 * num_multiplied + 12 * width * seen
 
 
-def _mlp(config, sharing, rngs):
+def _mlp(config, rngs, sharing):
     return MLP(config, config.hidden_width, tensor=sharing.tensor, rngs=rngs)
 
 
-def _mixture(config, rngs):
+def _mixture(config, rngs, sharing=WHOLE):
     shared = None
     if config.shared_width is not None:
-        shared = MLP(config, config.shared_width, tensor=WHOLE.tensor, rngs=rngs)
-    return experts.Mixture(config, shared, rngs=rngs)
+        shared = MLP(config, config.shared_width, tensor=sharing.tensor, rngs=rngs)
+    return experts.Mixture(config, shared, sharing, rngs=rngs)
 
 
 def _init_outer(config, rng):
@@ -313,26 +317,6 @@ def _final_norm(config, outer, x):
 
 def _head_table(config, outer):
     return outer["embed" if config.tied else "head"]["table"]
-
-
-def _table_split(config, of_table):
-    """``of_table`` for every vocabulary table, None for the rest of embedding and head."""
-    return jax.tree_util.tree_map_with_path(
-        lambda path, _: of_table if path[-1].key == "table" else None, _outer_shapes(config)
-    )
-
-
-def _axis_split(config, axis):
-    """What the tensor axis splits, as `Model.axis_split`."""
-    if config.num_experts is not None:
-        raise ValueError(f"tensor_axis={axis!r}: devices cannot share layers with experts.")
-    widths = tuple(
-        n * config.head_width for n in (config.num_heads, config.kv_heads, config.kv_heads)
-    )
-    kinds = config.layer_kinds
-    layers = tuple(axis_split(_layer_shapes(config, kind), axis, widths) for kind in kinds)
-    layers = layers[0] if config.layers_are_alike else layers
-    return {"layers": layers, **_table_split(config, P(axis))}
 
 
 @functools.cache

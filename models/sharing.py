@@ -1,4 +1,4 @@
-"""How devices share a layer: along a tensor axis, a context axis, or both.
+"""How devices share a layer: along a tensor axis, a context axis, or both, and its experts.
 
 The sequence is split over the context axis first, and each device's part of it over the tensor
 axis. Dimension suffixes: B rows, T a device's part of the sequence, E width.
@@ -11,6 +11,7 @@ from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from models.context import Context
 from models.tensor import Tensor
@@ -23,15 +24,21 @@ class Sharing:
     Args:
       tensor: those that share its matmuls.
       context: those that share the sequence.
+      expert_axis: that of data shards which have some of the experts each; None if all have all.
     """
 
     tensor: Tensor
     context: Context
+    expert_axis: str | None = None
 
     @property
     def axes(self) -> tuple[str, ...]:
-        """Their mesh axes."""
+        """The axes along which they share a microbatch."""
         return tuple(name for name in (self.tensor.axis, self.context.axis) if name is not None)
+
+    def mean(self, x: jax.Array) -> jax.Array:
+        """The mean over the devices that share a microbatch."""
+        return lax.pmean(x, self.axes) if self.axes else x
 
     def own(self, x: jax.Array, dim: int) -> jax.Array:
         """This device's part of what all have whole: the sequence."""

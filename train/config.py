@@ -84,6 +84,9 @@ class MeshConfig(Section):
     """Groups of data shards, such as hosts, that hold the same parts of what pipeline.zero shards:
     each splits it over data / replica devices. Weights are gathered within a group, and gradients
     cross between groups in parts."""
+    expert: Count = 1
+    """How many data shards, next to each other, have some of a layer's experts each, and exchange
+    tokens; a divisor of data / replica."""
     context: Count = 1
     """Devices that share the sequence of every microbatch: each has an early and a late part of it,
     and gathers keys and values."""
@@ -100,6 +103,10 @@ class MeshConfig(Section):
         """Returns the sizes of the axes along which devices share layers, by name."""
         sizes = {"context": self.context, "tensor": self.tensor}
         return {name: size for name, size in sizes.items() if size > 1}
+
+    def shared_axes(self) -> dict[str, int]:
+        """Returns these and that of experts, which is a part of data."""
+        return self.model_axes() | ({"expert": self.expert} if self.expert > 1 else {})
 
     @property
     def num_devices(self) -> int:

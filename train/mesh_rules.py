@@ -12,19 +12,25 @@ from train.errors import Failure
 
 
 def replicas(config: Config) -> Iterator[Failure]:
-    """Replicas are groups of data shards."""
-    data, replica = config.mesh.data, config.mesh.replica
+    """Replicas are groups of data shards; parts of such a group share experts."""
+    data, replica, expert = config.mesh.data, config.mesh.replica, config.mesh.expert
     if data % replica:
         yield Failure(
             f"mesh.replica={replica} does not divide mesh.data={data}. Nearest valid: "
             f"mesh.replica={_divisors(data, replica)}.",
             ("mesh.replica", "mesh.data"),
         )
+    elif data // replica % expert:
+        yield Failure(
+            f"mesh.expert={expert} does not divide mesh.data={data} / mesh.replica={replica}. "
+            f"Nearest valid: mesh.expert={_divisors(data // replica, expert)}.",
+            ("mesh.expert", "mesh.data", "mesh.replica"),
+        )
 
 
-def model_axes(config: Config) -> Iterator[Failure]:
+def shared_axes(config: Config) -> Iterator[Failure]:
     """Devices that share a layer have equal parts of it."""
-    for axis, devices in config.mesh.model_axes().items():
+    for axis, devices in config.mesh.shared_axes().items():
         field = f"mesh.{axis}"
         if configured.is_asynchronous(config):
             yield Failure(
@@ -35,9 +41,10 @@ def model_axes(config: Config) -> Iterator[Failure]:
             )
         counts = tasks.make(config).shared(axis)
         if not counts:
+            experts = " with experts" if axis == "expert" else ""
             yield Failure(
-                f"{field}={devices}: layers of task={config.task} are not split over devices; "
-                f"those of a GPT without experts are. Nearest valid: {field}=1.",
+                f"{field}={devices}: layers of task={config.task} are not split over devices so; "
+                f"those of a GPT{experts} are. Nearest valid: {field}=1.",
                 (field, "task"),
             )
         for name, count in counts.items():
@@ -46,7 +53,7 @@ def model_axes(config: Config) -> Iterator[Failure]:
 
 def _shared(config: Config, axis: str, field: str, count: int) -> Iterator[Failure]:
     """``count`` divides into the parts of devices; those of a context have two of a sequence."""
-    devices = config.mesh.model_axes()[axis]
+    devices = config.mesh.shared_axes()[axis]
     parts, rule, fields = devices, f"mesh.{axis}={devices}, whose devices share it", [field]
     if axis == "context":
         parts = devices * math.lcm(2, config.mesh.tensor)

@@ -71,7 +71,7 @@ class Setup:
     def __init__(self, config: Config, choice: Choice | None = None) -> None:
         self.config = config
         self.task = tasks.make(config)
-        sizes: dict[str, Any] = config.mesh.model_axes()
+        sizes: dict[str, Any] = config.mesh.shared_axes()
         sizes |= {name: getattr(config.mesh, name) for name in ("stage", "data", "replica")}
         self.mesh = make_mesh(**sizes)
         self.shapes = jax.eval_shape(self.task.init, self._key)

@@ -62,12 +62,6 @@ def test_what_devices_cannot_share_is_refused_with_both_numbers():
             jax.eval_shape(pipe.value_and_grad, pipe.placed_params, {"tokens": tokens})
 
 
-def test_experts_are_not_shared():
-    config = gpt.GPTConfig(**SHAPE, num_experts=4)
-    with pytest.raises(ValueError, match="tensor_axis='tensor': devices cannot share layers with"):
-        gpt.model(config, vocabulary_axis="stage", tensor_axis="tensor")
-
-
 @pytest.mark.parametrize(("remat", "share"), [("none", 0.29), ("dots", 0.251), ("full", 0.251)])
 def test_four_devices_keep_a_quarter_each(remat, share):
     config = gpt.GPTConfig(**SHAPE | {"num_heads": 8, "width": 64, "mlp_width": 256})
