@@ -215,6 +215,47 @@ def test_two_axes_split_a_joined_dimension():
     chex.assert_trees_all_equal(jaxpipe.load_params(pipe, read), pipe.place(params))
 
 
+def weighted(*, split: bool) -> jaxpipe.Model:
+    """A loss with weights of which devices along "context" have half of each row's tokens."""
+
+    def own(x):
+        n = x.shape[1] // 2
+        return jax.lax.dynamic_slice_in_dim(x, jax.lax.axis_index("context") * n, n, 1)
+
+    part = own if split else lambda x: x
+
+    def head_loss(outer, x, batch, rng):
+        mask, errors = part(batch["mask"]), (x - part(batch["y"])) ** 2
+        loss = jaxpipe.Weighted((mask * errors).sum(), mask.sum())
+        count = jax.lax.psum(mask.sum(), "context") if split else mask.sum()
+        return loss, {
+            "error": jaxpipe.Weighted(errors.sum(), errors.size),
+            "seen": jaxpipe.Sum(count),
+        }
+
+    return jaxpipe.Model(
+        embed=lambda outer, batch, rng: part(batch["x"]),
+        layer=lambda w, x, batch, rng: x + jnp.tanh(w * x),
+        head_loss=head_loss,
+        axes=("context",) if split else (),
+    )
+
+
+def test_weights_and_sums_are_those_of_all_tokens():
+    draw = functools.partial(jax.random.normal, shape=(8, 4))
+    batch = {name: draw(jax.random.key(n)) for n, name in enumerate("xy")}
+    batch["mask"] = (draw(jax.random.key(2)) > 0.5).astype(jnp.float32)
+    assert_matches_unpipelined(
+        weighted(split=True),
+        {"embed": {}, "layers": jnp.array([0.5, -1.5]), "head": {}},
+        batch,
+        schedules=["1f1b"],
+        meshes=[jaxpipe.make_mesh(stage=2, data=2, context=2)],
+        microbatches=2,
+        reference=functools.partial(jaxpipe.unpipelined.loss, weighted(split=False)),
+    )
+
+
 def refused(mesh=None, **changes):
     model, params, _ = options("stacked")
     model = dataclasses.replace(model, **changes)
