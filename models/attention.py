@@ -48,10 +48,12 @@ class Attention(nnx.Module):
         config, tensor, context = self.config, self.sharing.tensor, self.sharing.context
         x_BTE = tensor.gather(x_BTE)
         num_rows, length, _ = x_BTE.shape
-        heads = self.qkv(x_BTE).reshape(num_rows, length, -1, config.head_width)
-        num_queries = tensor.part(config.num_heads, "num_heads")
-        cuts = (num_queries, num_queries + tensor.part(config.kv_heads, "num_kv_heads"))
-        q_BTNH, k_BTKH, v_BTKH = jnp.split(heads, cuts, axis=2)
+        queries = tensor.part(config.num_heads, "num_heads") * config.head_width
+        columns = self.qkv(x_BTE)
+        cuts = (queries, (queries + columns.shape[-1]) // 2)
+        q_BTNH, k_BTKH, v_BTKH = (
+            tensor.heads(part, config.head_width) for part in jnp.split(columns, cuts, axis=2)
+        )
         if config.qk_norm:
             q_BTNH, k_BTKH = self.query_norm(q_BTNH), self.key_norm(k_BTKH)
         if config.positions == "rotary":

@@ -289,7 +289,8 @@ def _embed(config, outer, tokens_BS, rng, sharing, over, documents_BS=None):
         )
     positions_T = sharing.own(jnp.arange(length), 0)
     ids_BT = sharing.context.own(tokens_BS, 1)
-    x_BTE = vocabulary.lookup(outer["embed"]["table"], ids_BT, **over)
+    dtype = config.compute_dtype
+    x_BTE = vocabulary.lookup(outer["embed"]["table"], ids_BT, dtype=dtype, **over)
     if config.positions == "learned":
         if documents_BS is not None:  # how far each token is from the first of its document
             seen_BTS = visible(positions_T, length, documents_BS=documents_BS)[:, 0]
@@ -297,7 +298,7 @@ def _embed(config, outer, tokens_BS, rng, sharing, over, documents_BS=None):
         x_BTE = x_BTE + outer["embed"]["positions"][positions_T]
     if config.scaled_embedding:
         x_BTE = math.sqrt(config.width) * x_BTE
-    x_BTE = x_BTE.astype(config.compute_dtype)
+    x_BTE = x_BTE.astype(dtype)
     if rng is None:
         return x_BTE
     drop = functools.partial(nnx.Dropout(config.dropout), rngs=rng)

@@ -153,6 +153,11 @@ RULES = [
         "mesh.context=2 has no place in pipeline.schedule=2bw, which splits no layer over devices.",
     ),
     (
+        {"mesh.tensor": 4, "model.num_heads": 12, "model.num_kv_heads": 3, "model.head_size": 4},
+        "model.num_kv_heads=3 is not divisible by mesh.tensor=4, whose devices share it. Nearest "
+        "valid: model.num_kv_heads=4, or mesh.tensor=3.",
+    ),
+    (
         {"mesh.tensor": 2, "pipeline.schedule": "pipemare"},
         "mesh.tensor=2 has no place in pipeline.schedule=pipemare, which splits no layer over "
         "devices. Nearest valid: mesh.tensor=1, or pipeline.schedule=1f1b.",

@@ -11,6 +11,7 @@ import numpy as np
 
 from models import gpt
 from models.sample import sample
+from models.tensor import divides_heads
 from train.config import Config
 from train.data import text, token_file, tokenizer_files
 from train.data.folder import META_FILE
@@ -48,7 +49,7 @@ class GPT(Task):
                 counts["mlp_width"] = shape.hidden_width
             if shape.shared_width is not None:
                 counts["shared_width"] = shape.shared_width
-            if shape.num_kv_heads is not None:
+            if not divides_heads(shape.kv_heads, shape.head_width, self.config.mesh.tensor):
                 counts["num_kv_heads"] = shape.kv_heads
         return counts
 
