@@ -178,6 +178,11 @@ def layer_norm(width: int, *, epsilon: float, dtype: jnp.dtype, rngs: nnx.Rngs) 
     return nnx.LayerNorm(width, epsilon=epsilon, dtype=dtype, rngs=rngs, use_fast_variance=False)
 
 
+def rms_norm(width: int, *, epsilon: float, dtype: jnp.dtype, rngs: nnx.Rngs) -> nnx.RMSNorm:
+    """An RMSNorm of the last dimension."""
+    return nnx.RMSNorm(width, epsilon=epsilon, dtype=dtype, rngs=rngs)
+
+
 def function_of(
     make: Callable[[Any, nnx.Rngs], nnx.Module],
     config: Any,
@@ -186,55 +191,6 @@ def function_of(
 ) -> Callable[..., Any]:
     """`functional` of the module ``make(config, rngs)``, without drawing parameters."""
     return functional(nnx.eval_shape(lambda: make(config, nnx.Rngs(0))), method=method)[0]
-
-
-def causal_attention(
-    q_BSNH: jax.Array,
-    k_BSKH: jax.Array,
-    v_BSKH: jax.Array,
-    *,
-    scale: float,
-    window: int | None = None,
-    soft_cap: float | None = None,
-    documents_BS: jax.Array | None = None,
-) -> jax.Array:
-    """Causal attention whose keys and values may have fewer heads, K, than the queries.
-
-    Args:
-      q_BSNH, k_BSKH, v_BSKH: queries, keys and values; K divides N.
-      scale: by which scores are multiplied.
-      window: how many tokens a position sees, its own included; None for all before it.
-      soft_cap: of the scores, as `soft_capped`. It rules out flash attention.
-      documents_BS: the number of each token's document, of which alone it sees tokens; None for
-        one document per row.
-    """
-    same_B1SS = None if documents_BS is None else same_document(documents_BS)
-    if soft_cap is None:
-        return jax.nn.dot_product_attention(
-            q_BSNH,
-            k_BSKH,
-            v_BSKH,
-            mask=same_B1SS,
-            is_causal=True,
-            scale=scale,
-            local_window_size=None if window is None else (window - 1, 0),
-            implementation=attention_kernel(q_BSNH),
-        )
-    num_rows, length, num_kv_heads, head_width = k_BSKH.shape
-    q_BSKGH = q_BSNH.reshape(num_rows, length, num_kv_heads, -1, head_width)
-    scores = jnp.einsum("bskgh,btkh->bkgst", q_BSKGH, k_BSKH, preferred_element_type=jnp.float32)
-    distance = jnp.arange(length)[:, None] - jnp.arange(length)
-    seen = (distance >= 0) & (distance < (window or length))
-    if same_B1SS is not None:
-        seen = seen & same_B1SS[:, :, None]
-    scores = jnp.where(seen, soft_capped(scale * scores, soft_cap), -jnp.inf)
-    weights = jax.nn.softmax(scores).astype(v_BSKH.dtype)
-    return jnp.einsum("bkgst,btkh->bskgh", weights, v_BSKH).reshape(q_BSNH.shape)
-
-
-def same_document(documents_BS: jax.Array) -> jax.Array:
-    """Which tokens are of the same document, bool [B, 1, S, S]."""
-    return documents_BS[:, None, :, None] == documents_BS[:, None, None, :]
 
 
 def soft_capped(x: jax.Array, cap: float | None) -> jax.Array:

@@ -5,7 +5,7 @@ The library finds `read` by an entry point (``jaxpipe.configurations`` in pyproj
 
 from __future__ import annotations
 
-import math
+import itertools
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -20,12 +20,12 @@ from jaxpipe.planning.sizes import ModelSizes, Sizes
 from jaxpipe.planning.traced import attention_of_gpus, sizes
 from jaxpipe.schedule import Costs
 from jaxpipe.testing import simulate_devices
-from train import checks, command_line, errors, tasks
+from train import checks, command_line, errors, mesh_rules, tasks
 from train.config import Config
 from train.optimizers import learning_rate, make_optimizer
 
 _REMATS = ("none", "dots", "full")
-_MOST_TENSOR = 8
+_MOST_SHARING = 8
 """Devices that share a layer: no more than a host has."""
 _MICROBATCHES = 2
 
@@ -42,13 +42,16 @@ class Planned:
         self.config, self.name = config, name
         self.task = tasks.make(config)
 
-    def sizes(self, progress: Callable[[float], None]) -> ModelSizes:
-        """Traces the model for every number of tensor devices and policy."""
-        counts = self.task.shared().values()
-        most = math.gcd(_MOST_TENSOR, *counts) if counts else 1
-        tensors = [n for n in (1, 2, 4, 8) if most % n == 0]
-        simulate_devices(_MOST_TENSOR)
-        cases = [(tensor, remat) for tensor in tensors for remat in _REMATS]
+    def sizes(self, most_context: int, progress: Callable[[float], None]) -> ModelSizes:
+        """Traces the model for all devices that may share a layer, and every policy."""
+        simulate_devices(_MOST_SHARING)
+        numbers = [2**n for n in range(_MOST_SHARING.bit_length())]
+        cases = [
+            (context, tensor, remat)
+            for context, tensor in itertools.product(numbers, numbers)
+            if context <= most_context and self._may_share(context, tensor)
+            for remat in _REMATS
+        ]
         variants = {}
         for number, case in enumerate(cases, start=1):
             variants[case] = self._traced(*case)
@@ -73,6 +76,8 @@ class Planned:
             "stage": plan.stage,
             "data": plan.data,
             "replica": plan.replica,
+            "expert": 1,
+            "context": plan.context,
             "tensor": plan.tensor,
         }
         pipeline: dict[str, Any] = {
@@ -111,9 +116,20 @@ class Planned:
         """Of a weight where layers read it: they cast to the model's dtype."""
         return 4 if self.task.dtype is None else jnp.dtype(self.task.dtype).itemsize
 
-    def _traced(self, tensor: int, remat: str) -> Sizes:
-        mesh = self.config.mesh.model_copy(update={"stage": 1, "data": 1, "tensor": tensor})
-        task = tasks.make(self.config.model_copy(update={"mesh": mesh}))
+    def _sharing(self, context: int, tensor: int) -> Config:
+        """The configuration on the devices of one layer."""
+        shape = {"stage": 1, "data": 1, "context": context, "tensor": tensor}
+        mesh = self.config.mesh.model_copy(update=shape)
+        return self.config.model_copy(update={"mesh": mesh})
+
+    def _may_share(self, context: int, tensor: int) -> bool:
+        fits = context * tensor <= _MOST_SHARING
+        return fits and not any(mesh_rules.shared_axes(self._sharing(context, tensor)))
+
+    def _traced(self, context: int, tensor: int, remat: str) -> Sizes:
+        config = self._sharing(context, tensor)
+        task = tasks.make(config)
+        axes: dict[str, Any] = {"stage": 1, **config.mesh.model_axes()}
         key = jax.eval_shape(lambda: jax.random.key(0)) if task.dropout else None
 
         def batch(rows: int) -> Any:
@@ -127,7 +143,7 @@ class Planned:
                 task.model(train=True),
                 self._params,
                 schedule=schedules.build("1f1b", stages=1, microbatches=_MICROBATCHES),
-                mesh=make_mesh(stage=1, tensor=tensor if tensor > 1 else None),
+                mesh=make_mesh(**axes),
                 remat=remat,
                 states=jax.eval_shape(task.init_states),
             )

@@ -98,11 +98,12 @@ class Task(abc.ABC):
           axis: mesh axis over which a vocabulary is split; None for whole tables.
         """
 
-    def shared(self) -> dict[str, int]:
-        """Returns the counts that devices along ``mesh.tensor`` share, by the shape's fields.
+    def shared(self, axis: str) -> dict[str, int]:
+        """Returns the counts that devices along an axis of ``mesh`` share, by the shape's fields.
 
-        Empty for a family whose layers are not split.
+        Empty for a family whose layers are not shared along it.
         """
+        del axis
         return {}
 
     @abc.abstractmethod

@@ -15,7 +15,7 @@ from jaxpipe.planning import configurations, step
 from jaxpipe.planning.devices import LAUNCH_SECONDS, USABLE_MEMORY, Cluster, cluster
 from jaxpipe.planning.search import REASONS, Found, Goal, Result, search
 from jaxpipe.planning.sizes import ModelSizes
-from jaxpipe.schedule.problems import Problem, refuse
+from jaxpipe.schedule.problems import Problem, below_one, refuse
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -32,6 +32,7 @@ def plan(
     config: Path | None = None,
     sizes: Path | None = None,
     link: str = "nvlink:8,ib:400",
+    context: int = 1,
     memory: float | None = None,
     tokens: float | None = None,
     batch: tuple[int, ...] | None = None,
@@ -53,6 +54,7 @@ def plan(
       sizes: instead, a file that --write-sizes wrote.
       link: within hosts and between them: nvlink or pcie with the devices of a host, ib or eth
         with the Gb/s of each device's port.
+      context: most devices that may share a sequence; each number of them takes seconds to count.
       memory: bytes of a device that a plan may take; 92% of what it has without it.
       tokens: to train on, for time and cost of the training; of one step without it.
       batch: rows of a step; several numbers are compared. That of the configuration without it.
@@ -62,13 +64,13 @@ def plan(
       picture: where to draw the Pareto front, .svg or .png.
       write_sizes: where to write what the model computes and keeps, for --sizes.
     """
-    refuse(_problems(config, sizes, devices, batch, tokens, critical_batch, out))
+    refuse(_problems(config, sizes, devices, context, batch, tokens, critical_batch, out))
     clusters = [cluster(device, count, link=link, memory=memory) for count in devices]
     with _progress() as bar:
         counting = bar.add_task("counting the model", total=1.0)
         configured = None if config is None else configurations.read(config)
         if configured is not None:
-            model = configured.sizes(lambda share: bar.update(counting, completed=share))
+            model = configured.sizes(context, lambda share: bar.update(counting, completed=share))
         else:
             assert sizes is not None
             model = ModelSizes.from_json(_text(sizes), source=str(sizes))
@@ -100,6 +102,7 @@ def _problems(
     config: Path | None,
     sizes: Path | None,
     devices: Sequence[int],
+    context: int,
     batch: Sequence[int] | None,
     tokens: float | None,
     critical_batch: float | None,
@@ -111,6 +114,7 @@ def _problems(
         found.append(Problem("config", config, rule, (), {"sizes": None}))
     if out is not None and config is None:
         found.append(Problem("out", out, "needs $config, which it changes", (), {"config": None}))
+    found += below_one(context=context)
     found += [Problem("devices", n, "must be at least 1", (1,)) for n in devices if n < 1]
     found += [Problem("batch", n, "must be at least 1", (1,)) for n in batch or () if n < 1]
     for name, number in (("tokens", tokens), ("critical_batch", critical_batch)):
@@ -168,15 +172,23 @@ def _report(
 def _table(title: str, found: Sequence[Found], goal: Goal) -> Table:
     training = goal.tokens is not None
     table = Table(title=title)
-    for name in ("devices", "stage x data x tensor", "schedule", "v", "m x rows", "remat"):
-        table.add_column(name, no_wrap=name != "stage x data x tensor")
+    for name in (
+        "devices",
+        "stage x data x context x tensor",
+        "schedule",
+        "v",
+        "m x rows",
+        "remat",
+    ):
+        table.add_column(name, no_wrap=name != "stage x data x context x tensor")
     for name in ("ZeRO", "replicas", "weights, slots"):
         table.add_column(name, no_wrap=True)
     for name in ("step, s", "model FLOPs", "GB", *(("days", "$") if training else ())):
         table.add_column(name, justify="right")
     for one in found:
         p = one.plan
-        shown = [str(one.placed.cluster.count), f"{p.stage} x {p.data} x {p.tensor}", p.schedule]
+        shown = [str(one.placed.cluster.count), f"{p.stage} x {p.data} x {p.context} x {p.tensor}"]
+        shown.append(p.schedule)
         shown += [str(p.chunks), f"{p.microbatches} x {p.rows}", p.remat]
         shown += [str(p.zero), str(p.replica), f"{p.weights}, {p.weight_slots}"]
         shown += [f"{one.step_seconds:.3f}", f"{one.model_flops_share:.1%}"]
@@ -215,7 +227,7 @@ def figure(result: Result, title: str) -> Figure:
         axes.plot(gigabytes, seconds, linestyle=line, marker="o", color=color, label=label)
     for one in result.front:
         p = one.plan
-        name = f"{p.schedule} {p.stage}x{p.data}x{p.tensor}, {p.remat}, ZeRO-{p.zero}"
+        name = f"{p.schedule} {p.stage}x{p.data}x{p.sharing}, {p.remat}, ZeRO-{p.zero}"
         place = one.device_bytes / 1e9, one.step_seconds
         axes.annotate(name, place, fontsize=6, xytext=(4, 3), textcoords="offset points")
     axes.set_xlabel("GB of a device", fontsize=8)

@@ -48,19 +48,21 @@ def plans(
     model: ModelSizes, cluster: Cluster, batches: Sequence[int], excluded: Counter[str]
 ) -> Iterator[Plan]:
     """All plans; those that cannot exist are counted in ``excluded``."""
-    tensors = sorted({tensor for tensor, _ in model.variants})
-    remats = sorted({remat for _, remat in model.variants})
-    for tensor in (t for t in tensors if cluster.count % t == 0 and t <= cluster.per_host):
-        for stage in divisors(cluster.count // tensor):
+    sharing = sorted({(context, tensor) for context, tensor, _ in model.variants})
+    remats = sorted({remat for *_, remat in model.variants})
+    for context, tensor in sharing:
+        if cluster.count % (context * tensor) or tensor > cluster.per_host:
+            continue
+        for stage in divisors(cluster.count // (context * tensor)):
             if stage > min(model.num_layers, MOST_STAGES):
                 excluded["layers"] += 1
                 continue
-            data = cluster.count // tensor // stage
+            data = cluster.count // (context * tensor) // stage
             for batch, rows in itertools.product(batches, _powers(MOST_ROWS)):
                 if batch % (rows * data):
                     excluded["rows"] += 1
                     continue
-                shape = stage, data, tensor, batch // (rows * data), rows
+                shape = stage, data, context, tensor, batch // (rows * data), rows
                 for remat in remats:
                     yield from _options(model, cluster, shape, remat, excluded)
 
@@ -72,15 +74,15 @@ def _powers(most: int) -> list[int]:
 def _options(
     model: ModelSizes,
     cluster: Cluster,
-    shape: tuple[int, int, int, int, int],
+    shape: tuple[int, int, int, int, int, int],
     remat: str,
     excluded: Counter[str],
 ) -> Iterator[Plan]:
     """Schedules, ZeRO levels, replicas and slots of one mesh, microbatch and policy."""
-    stage, data, tensor, microbatches, rows = shape
+    stage, data, context, tensor, microbatches, rows = shape
     per_stage = -(-model.num_layers // stage)
     weights = "unrolled" if per_stage <= UNROLLED_LAYERS else "stacked"
-    near = cluster.per_host // tensor
+    near = max(1, cluster.per_host // (context * tensor))
     replicas = sorted({1, data // near} if data > near and data % near == 0 else {1})
     for name, searched in SCHEDULES.items():
         if stage == 1 and name not in _WITHOUT_STAGES:
@@ -93,6 +95,7 @@ def _options(
                 for replica in replicas if zero else (1,):
                     for slots in (1, 2) if zero >= 2 and chunks > 1 else (1,):
                         yield Plan(
-                            stage, data, tensor, replica, name, chunks, microbatches, rows,
+                            stage, data, context, tensor, replica, name, chunks, microbatches,
+                            rows,
                             remat, zero, slots, weights,
                         )  # fmt: skip

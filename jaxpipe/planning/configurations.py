@@ -22,8 +22,13 @@ GROUP = "jaxpipe.configurations"
 class Configured(Protocol):
     """A model as a configuration has it."""
 
-    def sizes(self, progress: Callable[[float], None]) -> ModelSizes:
-        """Counts the model for every number of tensor devices that it allows."""
+    def sizes(self, most_context: int, progress: Callable[[float], None]) -> ModelSizes:
+        """Counts the model for all numbers of devices that it lets share a layer.
+
+        Args:
+          most_context: devices that may share a sequence.
+          progress: told which share of the work is done.
+        """
 
     def write(self, plan: Plan, costs: Costs, steps: int | None) -> str:
         """The text of a configuration that trains it by a plan.

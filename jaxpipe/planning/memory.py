@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 
 from jaxpipe.planning.plans import Placed
@@ -56,7 +57,7 @@ def device_bytes(placed: Placed, program: Program) -> Mapping[str, float]:
     both = (1 + 1 / parts) * placed.layer_parameters
     if plan.zero == 3:
         found["moving"] += slots["gathering"] * both * model.compute_bytes
-    if plan.data > 1:
+    if plan.data * plan.context > 1:
         reducing = both if plan.zero else placed.layer_parameters
         found["moving"] += slots["reducing"] * reducing * _MASTER_BYTES
     head = sizes.head_working_set.at(plan.rows)
@@ -69,9 +70,11 @@ def device_bytes(placed: Placed, program: Program) -> Mapping[str, float]:
 def _slots(program: Program) -> dict[str, float]:
     """Slots of every buffer; of transfers, chunks that lie in slots, and pieces on their way."""
     table = table_of(program.shorter()[0][0])
+    # Slices keep within the order's own peak, but each length is cut by a search of its own.
+    order = dataclasses.replace(program, costs=None).shorter()
     found = {
-        name: sum(share * table_of(one).num_slots[name] for one, share in program.shorter())
-        for name in table.num_slots
+        name: max(n, sum(share * table_of(one).num_slots[name] for one, share in order))
+        for name, n in table.num_slots.items()
     }
     late = {channel.kind for channel in table.channels if channel.late}
     found |= {"late": len(late), "gathers": table.gathers.num_slots}

@@ -18,7 +18,7 @@ class Plan:
     """One choice of everything.
 
     Args:
-      stage, data, tensor: devices along the mesh's axes.
+      stage, data, context, tensor: devices along the mesh's axes.
       replica: groups of data shards that hold the same parts.
       schedule: its name.
       chunks: of a stage.
@@ -32,6 +32,7 @@ class Plan:
 
     stage: int
     data: int
+    context: int
     tensor: int
     replica: int
     schedule: str
@@ -42,6 +43,11 @@ class Plan:
     zero: int
     weight_slots: int
     weights: str
+
+    @property
+    def sharing(self) -> int:
+        """Devices that share a layer."""
+        return self.context * self.tensor
 
     @property
     def num_chunks(self) -> int:
@@ -67,9 +73,14 @@ class Placed:
     model: ModelSizes
     cluster: Cluster
 
+    @property
+    def variant(self) -> tuple[int, int, str]:
+        """What decides the sizes of the model's layers."""
+        return self.plan.context, self.plan.tensor, self.plan.remat
+
     @cached_property
     def sizes(self) -> Sizes:
-        return self.model.variants[self.plan.tensor, self.plan.remat]
+        return self.model.variants[self.variant]
 
     @cached_property
     def layers_per_chunk(self) -> int:
@@ -104,7 +115,7 @@ class Placed:
     @cached_property
     def _near(self) -> int:
         """Devices of one stage and replica."""
-        return self.plan.parts * self.plan.tensor
+        return self.plan.parts * self.plan.sharing
 
     @cached_property
     def _data_inside(self) -> bool:
@@ -113,19 +124,20 @@ class Placed:
         return hosts > 1 and self.cluster.per_host % self._near == 0
 
     @cached_property
-    def tensor_link(self) -> float:
-        return self.cluster.link(self.plan.tensor)
+    def sharing_links(self) -> tuple[float, float]:
+        """Between the devices of a context, and between those that share a layer's arrays."""
+        return self.cluster.link(self.plan.sharing), self.cluster.link(self.plan.tensor)
 
     @cached_property
     def stage_link(self) -> float:
         """Of the slowest hop between stages."""
-        inner = self._near if self._data_inside else self.plan.tensor
+        inner = self._near if self._data_inside else self.plan.sharing
         return self.cluster.link(inner * self.plan.stage)
 
     @cached_property
     def data_link(self) -> float:
         """Between the parts that ZeRO makes."""
-        own = self.plan.tensor * (1 if self._data_inside else self.plan.stage)
+        own = self.plan.sharing * (1 if self._data_inside else self.plan.stage)
         return self.cluster.link(own * self.plan.parts)
 
     @cached_property

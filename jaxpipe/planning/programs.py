@@ -80,6 +80,24 @@ class Program:
         return tuple(zip(two, (1 + periods, -periods), strict=True))
 
 
+def waits(program: Program, of: Callable[[Program], float]) -> float:
+    """What a program that is cut into slices waits, from what shorter ones do.
+
+    Every length is cut by a search of its own, and a line through two of them would magnify what
+    these differ by. What is waited grows with the microbatches by no less than nothing, and by no
+    more than in proportion.
+    """
+    longer = program.shorter()[0][0]
+    known = of(longer)
+    if longer == program:
+        return known
+    periods = longer.microbatches // program.stages // 2
+    half = dataclasses.replace(longer, microbatches=longer.microbatches - periods * program.stages)
+    slope = (known - of(half)) / (longer.microbatches - half.microbatches)
+    slope = min(max(slope, 0.0), known / longer.microbatches)
+    return known + slope * (program.microbatches - longer.microbatches)
+
+
 def grown(program: Program, of: Callable[[Program], float]) -> float:
     """A number of a program that grows in a line with its microbatches."""
     return sum(weight * of(one) for one, weight in program.shorter())

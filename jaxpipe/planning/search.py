@@ -80,13 +80,13 @@ class Found(NamedTuple):
     def model_flops_share(self) -> float:
         """Matmuls of F, B and W without recomputation, of the devices' data-sheet peak."""
         plan, cluster = self.plan, self.placed.cluster
-        sizes = self.placed.model.variants[plan.tensor, "none"]
+        sizes = self.placed.model.variants[plan.context, plan.tensor, "none"]
         layer = sum(
             getattr(sizes.layers[kind], one).flops(plan.rows)
             for kind in sizes.kind_of
             for one in "fbw"
         )
-        flops = (layer + sizes.head.flops(plan.rows)) * plan.tensor * plan.microbatches * plan.data
+        flops = (layer + sizes.head.flops(plan.rows)) * plan.sharing * plan.microbatches * plan.data
         return flops / (self.step_seconds * cluster.device.flops * cluster.count)
 
 
@@ -201,7 +201,7 @@ def search(
 def _kind(found: Found) -> tuple[object, ...]:
     """What plans have in common that differ only in rows, slots, ZeRO level or replicas."""
     plan = found.plan
-    return plan.stage, plan.data, plan.tensor, plan.schedule, plan.remat
+    return plan.stage, plan.data, plan.context, plan.tensor, plan.schedule, plan.remat
 
 
 def _screened(

@@ -116,7 +116,7 @@ class Sizes(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class ModelSizes:
-    """A model, for every number of tensor devices and policy that was traced.
+    """A model, for all numbers of devices that share a layer and policies that were traced.
 
     Args:
       name: such as its configuration's file.
@@ -126,7 +126,7 @@ class ModelSizes:
       moments: numbers that the optimizer keeps for every parameter.
       batch_rows: of the configuration.
       row_bytes: of the batch.
-      variants: by (tensor devices, rematerialisation).
+      variants: by (context devices, tensor devices, rematerialisation).
     """
 
     name: str
@@ -136,7 +136,7 @@ class ModelSizes:
     moments: int
     batch_rows: int
     row_bytes: int
-    variants: Mapping[tuple[int, str], Sizes]
+    variants: Mapping[tuple[int, int, str], Sizes]
 
     @property
     def num_layers(self) -> int:
@@ -144,10 +144,8 @@ class ModelSizes:
 
     @property
     def num_parameters(self) -> int:
-        """Of the whole model, from the variant of one device per layer, or the first one."""
-        tensor, sizes = min(
-            ((t, sizes) for (t, _), sizes in self.variants.items()), key=lambda one: one[0]
-        )
+        """Of the whole model; devices of a context each hold what one device does."""
+        (_, tensor, _), sizes = min(self.variants.items(), key=lambda one: one[0][:2])
         held = sum(sizes.layers[kind].parameters for kind in sizes.kind_of)
         return tensor * (held + sizes.outer_parameters)
 
@@ -159,8 +157,8 @@ class ModelSizes:
             if field.name != "variants"
         }
         variants = [
-            {"tensor": tensor, "remat": remat, "sizes": sizes}
-            for (tensor, remat), sizes in self.variants.items()
+            {"context": context, "tensor": tensor, "remat": remat, "sizes": sizes}
+            for (context, tensor, remat), sizes in self.variants.items()
         ]
         return json.dumps(fields | {"variants": variants}) + "\n"
 
@@ -174,7 +172,8 @@ class ModelSizes:
         try:
             data = json.loads(text)
             variants = {
-                (one["tensor"], one["remat"]): _sizes(one["sizes"]) for one in data.pop("variants")
+                (one["context"], one["tensor"], one["remat"]): _sizes(one["sizes"])
+                for one in data.pop("variants")
             }
             return cls(**data, variants=variants)
         except (KeyError, TypeError, ValueError, AttributeError) as error:

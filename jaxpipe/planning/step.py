@@ -23,7 +23,7 @@ import numpy as np
 
 from jaxpipe.planning.devices import LAUNCH_SECONDS, Cluster
 from jaxpipe.planning.plans import Placed
-from jaxpipe.planning.programs import Program, grown, relative, table_of
+from jaxpipe.planning.programs import Program, grown, relative, table_of, waits
 from jaxpipe.planning.sizes import ModelSizes, Pass
 from jaxpipe.schedule.neighbors import replay, work_of
 from jaxpipe.schedule.simulate import Costs, simulate
@@ -48,19 +48,27 @@ class Transfer:
 _NOTHING = Transfer(0.0, 0.0)
 
 
-def pass_seconds(one: Pass, rows: int, cluster: Cluster, link: float) -> float:
+Links = tuple[float, float]
+"""Bytes per second between the devices of a context, and between those of a tensor axis."""
+
+
+def pass_seconds(one: Pass, rows: int, cluster: Cluster, links: Links) -> float:
     """One pass of a layer for one microbatch: kernels at the roofline, copies, and collectives."""
     seconds = LAUNCH_SECONDS * len(one.kernels) + one.values.at(rows) / cluster.bandwidth
     for kernel in one.kernels:
         at_peak = kernel.flops.at(rows) / cluster.flops
         seconds += max(at_peak, kernel.bytes.at(rows) / cluster.bandwidth)
-    return seconds + sum(max(c.sent.at(rows), 0.0) for c in one.collectives) / link
+    for collective in one.collectives:
+        link = links["context" not in collective.axis]
+        seconds += max(collective.sent.at(rows), 0.0) / link
+    return seconds
 
 
 def layer_costs(placed: Placed) -> Costs:
     """Seconds of F, B and W of a layer, the mean if they differ, and of a message."""
     plan, sizes = placed.plan, placed.sizes
-    f, b, w = _mean_passes(placed.model, plan.tensor, plan.remat, plan.rows, placed.cluster)
+    case = placed.variant, plan.rows, placed.cluster, placed.sharing_links
+    f, b, w = _mean_passes(placed.model, *case)
     copies, sums = _of_weights(placed)
     sent = sizes.message.at(plan.rows) / placed.stage_link if plan.stage > 1 else 0.0
     return Costs(f + copies, b + copies, w + sums, sent)
@@ -68,12 +76,12 @@ def layer_costs(placed: Placed) -> Costs:
 
 @lru_cache(maxsize=1024)
 def _mean_passes(
-    model: ModelSizes, tensor: int, remat: str, rows: int, cluster: Cluster
+    model: ModelSizes, variant: tuple[int, int, str], rows: int, cluster: Cluster, links: Links
 ) -> tuple[float, ...]:
     """Seconds of F, B and W of a layer without what the layout of weights adds."""
-    sizes, link = model.variants[tensor, remat], cluster.link(tensor)
+    sizes = model.variants[variant]
     by_kind = [
-        [pass_seconds(one, rows, cluster, link) for one in (layer.f, layer.b, layer.w)]
+        [pass_seconds(one, rows, cluster, links) for one in (layer.f, layer.b, layer.w)]
         for layer in sizes.layers
     ]
     of_layers = [by_kind[kind] for kind in sizes.kind_of]
@@ -101,11 +109,15 @@ def transfer(placed: Placed) -> Transfer:
     gather = size * placed.model.compute_bytes * share / placed.data_link if plan.zero == 3 else 0.0
     times = 1 if plan.zero else 2  # a sum scatters and gathers
     reduce = times * _SUM_BYTES * size * share / placed.data_link
-    if plan.replica > 1:
-        own = size / parts if plan.zero else size
-        between = 2 * (plan.replica - 1) / plan.replica
-        reduce += between * _SUM_BYTES * own / placed.replica_link
-    return Transfer(gather, reduce)
+    return Transfer(gather, reduce + _among_copies(placed, size))
+
+
+def _among_copies(placed: Placed, size: float) -> float:
+    """Seconds in which what data shards have of a gradient is summed over replicas and context."""
+    plan = placed.plan
+    own = _SUM_BYTES * (size / plan.parts if plan.zero else size)
+    seconds = 2 * (plan.replica - 1) / plan.replica * own / placed.replica_link
+    return seconds + 2 * (plan.context - 1) / plan.context * own / placed.sharing_links[0]
 
 
 def chunk_costs(placed: Placed) -> Costs:
@@ -142,14 +154,17 @@ def step_seconds(placed: Placed, program: Program) -> dict[str, float]:
     actions on the clock of GPUs would be too slow.
     """
     plan, layer = placed.plan, layer_costs(placed)
-    ideal = plan.microbatches * placed.model.num_layers / plan.stage * (layer.f + layer.b + layer.w)
-    clock = _free_running if program.costs is None else replayed
-    alone, moved = grown(program, lambda one: clock(one, layer)), transfer(placed)
+    of_microbatch = placed.model.num_layers / plan.stage * (layer.f + layer.b + layer.w)
+    if program.costs is None:
+        whole = grown(program, lambda one: _free_running(one, layer))
+        waited = whole - plan.microbatches * of_microbatch
+    else:
+        waited = waits(program, lambda one: replayed(one, layer) - one.microbatches * of_microbatch)
     return {
-        "layers": ideal,
+        "layers": plan.microbatches * of_microbatch,
         "head": plan.microbatches * _head(placed),
-        "waits": max(0.0, alone - ideal),
-        "transfers": _exposed(program, layer, moved) + _outer_transfer(placed),
+        "waits": max(0.0, waited),
+        "transfers": _exposed(program, layer, transfer(placed)) + _outer_transfer(placed),
         "update": _update(placed),
     }
 
@@ -193,7 +208,9 @@ def _exposed(program: Program, layer: Costs, moved: Transfer) -> float:
     table = table_of(steady)
     if table.gathers.shared.any() or table.reduces.shared.any():
         return max(0.0, extra(steady))
-    return max(0.0, grown(program, extra))
+    if program.costs is None:
+        return max(0.0, grown(program, extra))
+    return max(0.0, waits(program, extra))
 
 
 def replayed(program: Program, layer: Costs, moved: Transfer = _NOTHING) -> float:
@@ -218,7 +235,8 @@ def replayed(program: Program, layer: Costs, moved: Transfer = _NOTHING) -> floa
 def _head(placed: Placed) -> float:
     """Embedding and head of one microbatch: all stages compute them together."""
     plan, sizes = placed.plan, placed.sizes
-    whole = _whole_head(placed.model, plan.tensor, plan.remat, plan.rows, placed.cluster)
+    case = placed.variant, plan.rows, placed.cluster, placed.sharing_links
+    whole = _whole_head(placed.model, *case)
     if plan.stage == 1:
         return whole
     launches = LAUNCH_SECONDS * len(sizes.head.kernels)
@@ -228,24 +246,19 @@ def _head(placed: Placed) -> float:
 
 
 @lru_cache(maxsize=1024)
-def _whole_head(model: ModelSizes, tensor: int, remat: str, rows: int, cluster: Cluster) -> float:
-    return pass_seconds(model.variants[tensor, remat].head, rows, cluster, cluster.link(tensor))
+def _whole_head(
+    model: ModelSizes, variant: tuple[int, int, str], rows: int, cluster: Cluster, links: Links
+) -> float:
+    return pass_seconds(model.variants[variant].head, rows, cluster, links)
 
 
 def _outer_transfer(placed: Placed) -> float:
     """Embedding and head over data: gathered before the step (ZeRO-3), reduced after it."""
     plan, parts = placed.plan, placed.plan.parts
-    if plan.data == 1:
-        return 0.0
     share, size = (parts - 1) / parts, placed.outer_parameters
     gathered = placed.model.parameter_bytes * size * share if plan.zero == 3 else 0.0
     reduced = (1 if plan.zero else 2) * _SUM_BYTES * size * share
-    seconds = (gathered + reduced) / placed.data_link
-    if plan.replica > 1:
-        own = size / parts if plan.zero else size
-        between = 2 * (plan.replica - 1) / plan.replica
-        seconds += between * _SUM_BYTES * own / placed.replica_link
-    return seconds
+    return (gathered + reduced) / placed.data_link + _among_copies(placed, size)
 
 
 def _update(placed: Placed) -> float:

@@ -35,7 +35,7 @@ def synthetic(layers: int = 4, width: int = 4096) -> ModelSizes:
             (layer,), (0,) * layers, activation, vocabulary, vocabulary, matmuls(1), activation
         )
 
-    variants = {(1, "none"): sizes(1, 16), (1, "full"): sizes(2, 1)}
+    variants = {(1, 1, "none"): sizes(1, 16), (1, 1, "full"): sizes(2, 1)}
     return ModelSizes("synthetic", 2048, 4, 2, 2, 32, 8192, variants)
 
 

@@ -70,14 +70,14 @@ def counted(
 def placed(config: gpt.GPTConfig, plan: Plan, found: sizes.Sizes) -> Placed:
     length = config.sequence_length
     model = sizes.ModelSizes(
-        "test", length, 4, 2, 2, 64, 4 * (length + 1), {(plan.tensor, plan.remat): found}
+        "test", length, 4, 2, 2, 64, 4 * (length + 1), {(1, plan.tensor, plan.remat): found}
     )
     return Placed(model=model, plan=plan, cluster=devices.cluster("h100", plan.stage * plan.data))
 
 
 PLAN = Plan(
-    stage=4, data=2, tensor=1, replica=1, schedule="1f1b-fused", chunks=1, microbatches=8, rows=2,
-    remat="none", zero=0, weight_slots=1, weights="stacked",
+    stage=4, data=2, context=1, tensor=1, replica=1, schedule="1f1b-fused", chunks=1,
+    microbatches=8, rows=2, remat="none", zero=0, weight_slots=1, weights="stacked",
 )  # fmt: skip
 
 
@@ -180,8 +180,9 @@ def test_layers_take_what_the_roofline_of_compiled_programs_says(remat, millisec
 def test_a_large_model_takes_what_its_compiled_program_does(microbatches, milliseconds):
     """gpt-52b on 64 H100s in docs/benchmarks.md, shards within hosts, within 6%."""
     plan = Plan(
-        stage=8, data=8, tensor=1, replica=1, schedule="breadth-first-fused", chunks=8,
-        microbatches=microbatches, rows=1, remat="full", zero=3, weight_slots=2, weights="stacked",
+        stage=8, data=8, context=1, tensor=1, replica=1, schedule="breadth-first-fused",
+        chunks=8, microbatches=microbatches, rows=1, remat="full", zero=3, weight_slots=2,
+        weights="stacked",
     )  # fmt: skip
     one = placed(OF_52B, plan, counted(OF_52B, "full", gpus=True))
     found = step.step_seconds(one, step.program_of(one, published=True))

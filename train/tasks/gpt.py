@@ -11,6 +11,7 @@ import numpy as np
 
 from models import gpt
 from models.sample import sample
+from models.tensor import divides_heads
 from train.config import Config
 from train.data import text, token_file, tokenizer_files
 from train.data.folder import META_FILE
@@ -35,17 +36,24 @@ class GPT(Task):
 
     def model(self, *, train: bool, axis: str | None = "stage"):
         shape = self.shape if train else self.shape.without_layer_losses()
-        shares = axis is not None and self.config.mesh.tensor > 1
-        return gpt.model(shape, vocabulary_axis=axis, tensor_axis="tensor" if shares else None)
+        shared = {} if axis is None else self.config.mesh.shared_axes()
+        axes = {f"{name}_axis": name for name in shared}
+        return gpt.model(shape, vocabulary_axis=axis, **axes)
 
-    def shared(self):
+    def shared(self, axis):
         shape = self.shape
-        if shape.num_experts is not None:
-            return {}
-        counts = {"num_heads": shape.num_heads, "sequence_length": shape.sequence_length}
-        if shape.num_kv_heads is not None:
-            counts["num_kv_heads"] = shape.kv_heads
-        return counts | {"mlp_width": shape.hidden_width}
+        if axis == "expert":
+            return {} if shape.num_experts is None else {"num_experts": shape.num_experts}
+        counts = {"sequence_length": shape.sequence_length}
+        if axis == "tensor":
+            counts |= {"num_heads": shape.num_heads}
+            if not all(kind.has_experts for kind in shape.layer_kinds):
+                counts["mlp_width"] = shape.hidden_width
+            if shape.shared_width is not None:
+                counts["shared_width"] = shape.shared_width
+            if not divides_heads(shape.kv_heads, shape.head_width, self.config.mesh.tensor):
+                counts["num_kv_heads"] = shape.kv_heads
+        return counts
 
     def init(self, rng):
         return gpt.init(self.shape, rng)

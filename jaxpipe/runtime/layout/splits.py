@@ -111,7 +111,10 @@ def _misfits(
     for dim, entry in enumerate(_spec(spec)):
         for name in _names(entry):
             if name not in allowed or name not in mesh.shape:
-                yield f"{at} is split over {name!r}, which is none of Model.axes={axes.model}."
+                yield (
+                    f"{at} is split over {name!r}, which is none of Model.axes={axes.model} "
+                    f"and no axis of data shards: {axes.split_names}."
+                )
                 return
         parts = math.prod(mesh.shape[name] for name in _names(entry))
         if dim >= len(shape):
