@@ -36,9 +36,7 @@ class GPT(Task):
 
     def model(self, *, train: bool, axis: str | None = "stage"):
         shape = self.shape if train else self.shape.without_layer_losses()
-        shared = {} if axis is None else self.config.mesh.shared_axes()
-        axes = {f"{name}_axis": name for name in shared}
-        return gpt.model(shape, vocabulary_axis=axis, **axes)
+        return gpt.model(shape, **self.named_axes(axis))
 
     def shared(self, axis):
         shape = self.shape
