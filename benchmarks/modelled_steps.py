@@ -30,7 +30,7 @@ from jaxpipe.runtime.measure.memory import compiled
 from jaxpipe.schedule.actions import Kind
 from jaxpipe.schedule.lowering.table import NONE, Cell, TickTable, Transfers
 from jaxpipe.schedule.neighbors import replay
-from models import blocks, gpt
+from models import attention, gpt
 
 PASSES = ("F", "B", "BW", "W", "R")
 _LOOP = re.compile(
@@ -45,7 +45,7 @@ def pretend_cudnn() -> None:
     """Lets jax lower cuDNN's attention with no GPU to ask for its version and capability."""
     cudnn.check_cudnn_version = lambda: 91100
     cudnn.check_compute_capability = lambda capability: True
-    blocks.attention_kernel = lambda query: "cudnn"
+    attention.attention_kernel = lambda query: "cudnn"
 
 
 def weight_shapes(num_layers: int, config: gpt.GPTConfig = CONFIG) -> set[tuple[int, ...]]:
