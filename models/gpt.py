@@ -161,6 +161,10 @@ def model(
             **over,
         )
 
+    def output(outer, x, microbatch, rng):
+        del outer, microbatch, rng
+        return sharing.whole(x)
+
     functions = {kind: _layer(config, kind, sharing) for kind in config.layer_kinds}
     layers = tuple(functions[kind] for kind in config.layer_kinds)
     layer = layers[0] if config.layers_are_alike else layers
@@ -168,7 +172,9 @@ def model(
     split = None if vocabulary_axis is None else gpt_split.of_tables(outer, 0)
     shapes = [_layer_shapes(config, kind) for kind in config.layer_kinds]
     own = gpt_split.of_parameters(config, outer, shapes, sharing)
-    return Model(embed, layer, head_loss, stage_split=split, axes=sharing.axes, axis_split=own)
+    return Model(
+        embed, layer, head_loss, stage_split=split, axes=sharing.axes, axis_split=own, output=output
+    )
 
 
 def logits(config: GPTConfig, params: PyTree, tokens: jax.Array) -> jax.Array:
