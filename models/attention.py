@@ -48,12 +48,8 @@ class Attention(nnx.Module):
         config, tensor, context = self.config, self.sharing.tensor, self.sharing.context
         x_BTE = tensor.gather(x_BTE)
         num_rows, length, _ = x_BTE.shape
-        queries = tensor.part(config.num_heads, "num_heads") * config.head_width
-        columns = self.qkv(x_BTE)
-        cuts = (queries, (queries + columns.shape[-1]) // 2)
-        q_BTNH, k_BTKH, v_BTKH = (
-            tensor.heads(part, config.head_width) for part in jnp.split(columns, cuts, axis=2)
-        )
+        queries = tensor.part(config.num_heads, "num_heads")
+        q_BTNH, k_BTKH, v_BTKH = tensor.heads(self.qkv(x_BTE), queries, config.head_width)
         if config.qk_norm:
             q_BTNH, k_BTKH = self.query_norm(q_BTNH), self.key_norm(k_BTKH)
         if config.positions == "rotary":

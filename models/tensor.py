@@ -17,6 +17,7 @@ import dataclasses
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
@@ -63,12 +64,21 @@ class Tensor:
             )
         return count // self.size
 
-    def heads(self, x_BTC: jax.Array, width: int) -> jax.Array:
-        """Heads [B, T, heads, width] of this device's columns.
+    def heads(self, columns_BTC: jax.Array, queries: int, width: int) -> list[jax.Array]:
+        """Query, key and value heads [B, T, heads, width] of this device's columns.
 
-        Where devices have a part of a head each, all that share it gather it; what flows back to a
-        part is the sum over them.
+        Where devices have a part of a key head each, all that share it gather it; what flows back
+        to a part is the sum over them.
         """
+        keys = (columns_BTC.shape[-1] - queries * width) // 2
+        if keys % width == 0:  # cut between heads: cut between columns, gradients are copied
+            heads = columns_BTC.reshape(*columns_BTC.shape[:2], -1, width)
+            return jnp.split(heads, (queries, queries + keys // width), axis=2)
+        cuts = (queries * width, queries * width + keys)
+        return [self._gathered(part, width) for part in jnp.split(columns_BTC, cuts, axis=2)]
+
+    def _gathered(self, x_BTC: jax.Array, width: int) -> jax.Array:
+        """Whole heads, of columns that are parts of them."""
         columns = x_BTC.shape[-1]
         count = columns * self.size // width
         if not divides_heads(count, width, self.size):
