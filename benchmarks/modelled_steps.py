@@ -17,7 +17,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax._src.cudnn import fused_attention_stablehlo as cudnn
 from jax.experimental import topologies
 
 import jaxpipe
@@ -30,7 +29,7 @@ from jaxpipe.runtime.measure.memory import compiled
 from jaxpipe.schedule.actions import Kind
 from jaxpipe.schedule.lowering.table import NONE, Cell, TickTable, Transfers
 from jaxpipe.schedule.neighbors import replay
-from models import blocks, gpt
+from models import gpt
 
 PASSES = ("F", "B", "BW", "W", "R")
 _LOOP = re.compile(
@@ -39,13 +38,6 @@ _LOOP = re.compile(
 )
 _TICKS = re.compile(r'/tick(_gather)?(_reduce)?/while"')
 _TRANSFER = re.compile(r"/(gather|reduce)/")
-
-
-def pretend_cudnn() -> None:
-    """Lets jax lower cuDNN's attention with no GPU to ask for its version and capability."""
-    cudnn.check_cudnn_version = lambda: 91100
-    cudnn.check_compute_capability = lambda capability: True
-    blocks.attention_kernel = lambda query: "cudnn"
 
 
 def weight_shapes(num_layers: int, config: gpt.GPTConfig = CONFIG) -> set[tuple[int, ...]]:

@@ -118,7 +118,8 @@ class PipelineConfig(Section):
 
     schedule: str = "auto"
     """Name of the schedule; ``jaxpipe schedules`` lists them. Asynchronous: pipemare, pipedream,
-    2bw. Your own: PATH.csv or module:function."""
+    2bw. Your own: PATH.csv or module:function. "plan" predicts which schedule, chunks, microbatches
+    and remat are fastest on the mesh, and says why."""
     chunks: Annotated[int | None, Range(1)] = None
     """Chunks of layers per stage; None for the schedule's own number."""
     microbatches: Count = 8

@@ -6,7 +6,7 @@ The library finds `read` by an entry point (``jaxpipe.configurations`` in pyproj
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,16 +15,21 @@ import jax.numpy as jnp
 
 from jaxpipe import Pipeline, make_mesh, schedules
 from jaxpipe.errors import ArgumentError, refuse
+from jaxpipe.planning.devices import DEVICES, cluster
 from jaxpipe.planning.plans import Plan
+from jaxpipe.planning.search import Found, Goal, search
 from jaxpipe.planning.sizes import ModelSizes, Sizes
+from jaxpipe.planning.step import chunk_costs
 from jaxpipe.planning.traced import attention_of_gpus, sizes
 from jaxpipe.schedule import Costs
 from jaxpipe.testing import simulate_devices
-from train import checks, command_line, errors, mesh_rules, tasks
+from train import checks, command_line, configured, errors, mesh_rules, tasks
 from train.config import Config
 from train.optimizers import learning_rate, make_optimizer
 
 _REMATS = ("none", "dots", "full")
+_TAKEN_FOR = "cpu"
+"""What devices are taken for that are not in the table, such as simulated ones."""
 _MOST_SHARING = 8
 """Devices that share a layer: no more than a host has."""
 _MICROBATCHES = 2
@@ -52,6 +57,11 @@ class Planned:
             if context <= most_context and self._may_share(context, tensor)
             for remat in _REMATS
         ]
+        return self._sizes(cases, progress)
+
+    def _sizes(
+        self, cases: Sequence[tuple[int, int, str]], progress: Callable[[float], None]
+    ) -> ModelSizes:
         variants = {}
         for number, case in enumerate(cases, start=1):
             variants[case] = self._traced(*case)
@@ -72,22 +82,10 @@ class Planned:
     def write(self, plan: Plan, costs: Costs, steps: int | None) -> str:
         """The configuration with a plan's mesh, pipeline, costs and batch."""
         config = self.config
-        mesh: dict[str, Any] = {
-            "stage": plan.stage,
-            "data": plan.data,
-            "replica": plan.replica,
-            "expert": 1,
-            "context": plan.context,
-            "tensor": plan.tensor,
-        }
-        pipeline: dict[str, Any] = {
-            "schedule": plan.schedule,
-            "chunks": plan.chunks,
-            "microbatches": plan.microbatches,
-            "group": None,
-            "memory_limit": None,
+        axes = ("stage", "data", "replica", "context", "tensor")
+        mesh = {name: getattr(plan, name) for name in axes} | {"expert": 1}
+        pipeline = _chosen(plan) | {
             "stage_memory": None,
-            "remat": plan.remat,
             "zero": plan.zero,
             "weights": plan.weights,
             "weight_slots": plan.weight_slots,
@@ -95,17 +93,42 @@ class Planned:
         }
         if self._compute_bytes == 2:
             pipeline["compute_dtype"] = "bfloat16"
-        train: dict[str, Any] = {"batch_size": plan.batch_rows}
+        train = {"batch_size": plan.batch_rows}
         if steps is not None:
             train["steps"] = max(steps, config.optimizer.warmup_steps)
-        priced = {name: getattr(costs, name) for name in ("f", "b", "w", "message")}
-        changed = {
-            name: getattr(config, name).model_copy(update=update)
-            for name, update in (
-                ("mesh", mesh), ("pipeline", pipeline), ("train", train), ("costs", priced),
-            )
-        }  # fmt: skip
-        return config.model_copy(update=changed).to_yaml()
+        changed = {"mesh": mesh, "pipeline": pipeline, "train": train, "costs": _of_chunk(costs)}
+        return _changed(config, changed).to_yaml()
+
+    def choice(self, limit_bytes: float | None, device: str) -> tuple[Config, str]:
+        """The configuration with the schedule, chunks, microbatches and policy that are predicted
+        to be fastest on its own mesh, and why.
+
+        Args:
+          limit_bytes: of a device; None for what such a device has.
+          device: what the devices are taken for, a name in `jaxpipe.planning.devices`.
+
+        Raises:
+          ArgumentError: nothing fits.
+        """
+        config, shape = self.config, self.config.mesh
+        own = shape.stage, shape.data, shape.replica, shape.context, shape.tensor
+        slots = configured.weight_slots(config, platform="gpu")
+
+        def allowed(plan: Plan) -> bool:
+            mesh = plan.stage, plan.data, plan.replica, plan.context, plan.tensor
+            zero = config.pipeline.zero if shape.data > 1 else 0
+            fewer = min(slots, plan.chunks) if zero >= 2 else 1
+            return (mesh, plan.zero, plan.weight_slots) == (own, zero, fewer)
+
+        cases = [(shape.context, shape.tensor, remat) for remat in _REMATS]
+        model = self._sizes(cases, lambda share: None)
+        found = cluster(device, shape.num_devices, memory=limit_bytes)
+        result = search(model, [found], Goal(None, (model.batch_rows,)), allowed=allowed)
+        best = result.best[0]
+        changed = {"pipeline": _chosen(best.plan), "costs": _of_chunk(chunk_costs(best.placed))}
+        words = [f"pipeline.schedule=plan on {device}s: {_in_words(best)}"]
+        words += [f"then {_in_words(one)}" for one in result.best[1:3]]
+        return _changed(config, changed), "; ".join(words)
 
     @property
     def _params(self) -> Any:
@@ -156,6 +179,64 @@ class Planned:
         state = jax.eval_shape(make_optimizer(settings, rate).init, self._params)
         kept, own = (sum(leaf.size for leaf in jax.tree.leaves(t)) for t in (state, self._params))
         return round(kept / own)
+
+
+def _changed(config: Config, sections: dict[str, dict[str, Any]]) -> Config:
+    """A configuration with other values in some fields of its sections."""
+    changed = {
+        name: getattr(config, name).model_copy(update=update) for name, update in sections.items()
+    }
+    return config.model_copy(update=changed)
+
+
+def _chosen(plan: Plan) -> dict[str, Any]:
+    """What decides the order of a pipeline, and what its layers keep."""
+    return {
+        "schedule": plan.schedule,
+        "chunks": plan.chunks,
+        "microbatches": plan.microbatches,
+        "group": None,
+        "memory_limit": None,
+        "remat": plan.remat,
+    }
+
+
+def _of_chunk(costs: Costs) -> dict[str, float]:
+    return {name: getattr(costs, name) for name in ("f", "b", "w", "message")}
+
+
+def _in_words(found: Found) -> str:
+    plan, waits = found.plan, found.seconds["waits"] / found.step_seconds
+    return (
+        f"{plan.schedule}, {plan.chunks} chunks per stage, {plan.microbatches} microbatches, remat "
+        f"{plan.remat}: {1e3 * found.step_seconds:.3g} ms per step predicted, {waits:.0%} of it "
+        f"waiting for other stages, {found.device_bytes / 1e9:.3g} GB"
+    )
+
+
+def choose(config: Config) -> tuple[Config, str]:
+    """Chooses what ``pipeline.schedule: plan`` leaves open, for the devices that jax has.
+
+    Args:
+      config: a checked configuration; the devices it needs are there.
+
+    Returns:
+      The configuration with a schedule, chunks, microbatches and remat, and why, in words.
+
+    Raises:
+      ConfigError: nothing fits the devices.
+    """
+    device = jax.devices()[0]
+    kinds = [name for name in DEVICES if name in device.device_kind.lower()]
+    limit = (device.memory_stats() or {}).get("bytes_limit")
+    try:
+        found = Planned(config, config.run_dir).choice(limit, kinds[0] if kinds else _TAKEN_FOR)
+    except ArgumentError as error:
+        failure = errors.Failure(
+            f"pipeline.schedule={configured.PLAN}: {error}", ("pipeline.schedule",)
+        )
+        raise errors.ConfigError([failure]) from error
+    return found
 
 
 def read(path: Path) -> Planned:

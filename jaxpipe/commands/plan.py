@@ -49,7 +49,7 @@ def plan(
 
     Args:
       devices: how many there are; several numbers are compared.
-      device: v100, a100, h100, h200 or b200.
+      device: v100, a100, h100, h200, b200; cpu for devices that jax simulates.
       config: a configuration of the trainer, whose model and batch are meant.
       sizes: instead, a file that --write-sizes wrote.
       link: within hosts and between them: nvlink or pcie with the devices of a host, ib or eth

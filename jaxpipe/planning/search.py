@@ -151,12 +151,14 @@ def search(
     clusters: Sequence[Cluster],
     goal: Goal,
     *,
+    allowed: Callable[[Plan], bool] = lambda plan: True,
     progress: Callable[[float], None] = lambda share: None,
 ) -> Result:
     """Finds the best plans.
 
     Args:
       clusters: that may be used; they differ in the number of devices.
+      allowed: which plans may be taken.
       progress: told which share of the work is done, 0 to 1.
 
     Raises:
@@ -167,6 +169,7 @@ def search(
         Placed(plan, model, cluster)
         for cluster in clusters
         for plan in plans(model, cluster, goal.batches, excluded)
+        if allowed(plan)
     ]
     considered = len(placed) + excluded.total()
     _refuse_none(placed, clusters, goal)

@@ -13,6 +13,7 @@ from jaxpipe.errors import ArgumentError
 from jaxpipe.planning import candidates, configurations, devices, search
 from jaxpipe.planning.plans import Placed
 from jaxpipe.planning.sizes import Kernel, LayerSizes, Linear, ModelSizes, Pass, Sizes
+from train import checks, configured, plan
 from train.command_line import parse
 
 
@@ -150,3 +151,18 @@ def test_mistakes_of_a_configuration_are_the_trainers(monkeypatch, tmp_path, cap
     config.write_text("model: {width: 63}")
     assert cli.main(["plan", "--config", str(config), "--devices", "8", "--device", "h100"]) == 2
     assert "model.width=63" in capsys.readouterr().err
+
+
+def test_the_trainer_chooses_a_schedule_for_its_mesh(tmp_path):
+    path = tmp_path / "config.yaml"
+    path.write_text(CONFIG.replace("stage: 3", "stage: 4, data: 1"))
+    config = configured.without_choice(parse(["--config", str(path)]).config)
+    chosen, why = plan.choose(config)
+    assert chosen.mesh == config.mesh
+    assert chosen.train == config.train
+    assert chosen.pipeline.schedule in candidates.SCHEDULES
+    assert chosen.pipeline.zero == config.pipeline.zero
+    assert chosen.train.batch_size % chosen.pipeline.microbatches == 0
+    assert why.startswith(f"pipeline.schedule=plan on cpus: {chosen.pipeline.schedule}, ")
+    assert "then" in why
+    assert not checks.check(chosen, writes=False, reads=False)
