@@ -11,13 +11,9 @@ import math
 from collections.abc import Iterable
 
 from jaxpipe.schedule.actions import Schedule
-from jaxpipe.schedule.neighbors import neighbor_clock
 from jaxpipe.schedule.search.cuts import Cut
-from jaxpipe.schedule.search.slices import slice_ticks
+from jaxpipe.schedule.search.slices import CLOCKS, slice_ticks
 from jaxpipe.schedule.simulate import lock_step
-
-CLOCKS = {"lock-step": lock_step, "neighbor": neighbor_clock}
-"""Those that a schedule can be planned for: of simulated devices, and of GPUs."""
 
 _QUICK_ACTIONS, _CAREFUL_ACTIONS = 40_000, 12_000
 """How many actions each comparison may cut quickly, and in the end with care; at least one
@@ -50,7 +46,7 @@ class Contest:
     """Takes schedules, cuts the promising ones, and knows the best so far.
 
     Args:
-      clock: a key of `CLOCKS`.
+      clock: a key of `jaxpipe.schedule.search.slices.CLOCKS`.
     """
 
     def __init__(self, clock: str) -> None:
@@ -108,12 +104,14 @@ class Contest:
     def _slice(self, entrant: Entrant, *, quick: bool) -> float:
         """Cuts a schedule and offers it; when it ends in lock-step."""
         cut, whole = entrant.cut, entrant.schedule
-        # With care, it only has to beat the best so far.
-        makespan = math.inf if quick else self.ahead
-        sliced = slice_ticks(whole, cut.costs, cut.layer_counts, makespan=makespan, quick=quick)
-        if self.clock == "neighbor" and not quick:
-            # On this clock, slices may be slower than whole actions.
-            self.offer(cut, whole)
-        if self.clock == "lock-step" or not quick:
-            self.offer(cut, sliced)
+        sliced = slice_ticks(
+            whole,
+            cut.costs,
+            cut.layer_counts,
+            # With care, it only has to beat the best so far.
+            makespan=math.inf if quick else self.ahead,
+            quick=quick,
+            clock=self.clock,
+        )
+        self.offer(cut, sliced)
         return lock_step(sliced, cut.costs).makespan
