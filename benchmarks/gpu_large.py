@@ -1,16 +1,25 @@
 """Do large models compile for many hosts, and into how much memory? Needs no GPU, and runs nothing.
 
 Llama 70B on 64 hosts of 8 H100s: 8 stages x 8 data shards x 8 tensor devices, a host per tensor
-group. Printed are the compiled step's bytes per device, its arguments and what it takes beside
-them, as `jaxpipe.measure.predicted_bytes` predicts it, and which collectives leave a host.
+group; or for four times longer sequences 8 stages x 2 data shards x 4 context x 8 tensor devices.
+Llama 405B on 512 hosts: 16 stages x 32 data shards x 8 tensor devices. Or a mixture of 67B
+parameters, of which a token uses 2B, on 8 hosts: 8 stages x 8 data shards that split the experts, a
+host per stage. Printed are the compiled step's bytes per device,
+its arguments and what it takes beside them, as `jaxpipe.measure.predicted_bytes` predicts it, and
+which collectives leave a host.
 
-    .venv-gpu/bin/python benchmarks/gpu_large.py
+    .venv-gpu/bin/python benchmarks/gpu_large.py --model llama-70b
+    .venv-gpu/bin/python benchmarks/gpu_large.py --model llama-70b-16k
+    .venv-gpu/bin/python benchmarks/gpu_large.py --model llama-405b
+    .venv-gpu/bin/python benchmarks/gpu_large.py --model mixture-67b
 """
 
 from __future__ import annotations
 
 import argparse
 import collections
+import dataclasses
+import math
 import os
 import re
 import sys
@@ -35,36 +44,53 @@ LLAMA_70B = gpt.GPTConfig(
     vocab_size=128256, sequence_length=4096, num_layers=80, width=8192, num_heads=64,
     num_kv_heads=8, mlp_width=28672, tied=False, dtype="bfloat16", rope_theta=500_000.0,
 )  # fmt: skip
+LLAMA_405B = dataclasses.replace(
+    LLAMA_70B, sequence_length=8192, num_layers=126, width=16384, num_heads=128, mlp_width=53248
+)
+MIXTURE_67B = gpt.GPTConfig(
+    vocab_size=128256, sequence_length=4096, num_layers=32, width=2048, num_heads=16,
+    num_kv_heads=4, tied=False, dtype="bfloat16", num_experts=256, experts_per_token=4,
+    expert_width=1312, capacity_factor=1.25, balance_loss=0.01,
+)  # fmt: skip
+MODELS = {
+    "llama-70b": (LLAMA_70B, {"stage": 8, "data": 8, "tensor": 8}),
+    "llama-70b-16k": (
+        dataclasses.replace(LLAMA_70B, sequence_length=16384),
+        {"stage": 8, "data": 2, "context": 4, "tensor": 8},
+    ),
+    "llama-405b": (LLAMA_405B, {"stage": 16, "data": 32, "tensor": 8}),
+    "mixture-67b": (MIXTURE_67B, {"stage": 8, "data": 8, "expert": 8}),
+}
 PER_HOST = 8
 
 
-def pipeline(stages: int, data: int, tensor: int, *, schedule: str, microbatches: int, zero: int):
-    """Llama 70B on so many devices."""
-    hosts = stages * data * tensor // PER_HOST
+def pipeline(config: gpt.GPTConfig, sizes: dict[str, int], **options):
+    """A model on a mesh of these sizes."""
+    hosts = math.prod(n for name, n in sizes.items() if name != "expert") // PER_HOST
     topology = topologies.get_topology_desc(
         platform="cuda",
         topology=f"1x{hosts}x{PER_HOST}",
         target_config=TARGET.read_text("utf-8"),
     )
+    axes = {f"{name}_axis": name for name in ("context", "tensor", "expert") if name in sizes}
     return jaxpipe.Pipeline(
-        gpt.model(LLAMA_70B, vocabulary_axis="stage", tensor_axis="tensor"),
-        jax.eval_shape(lambda: gpt.init(LLAMA_70B, jax.random.key(0))),
-        schedule=schedule,
-        microbatches=microbatches,
-        mesh=jaxpipe.make_mesh(stage=stages, data=data, tensor=tensor, devices=topology.devices),
+        gpt.model(config, vocabulary_axis="stage", **axes),
+        jax.eval_shape(lambda: gpt.init(config, jax.random.key(0))),
+        mesh=jaxpipe.make_mesh(**sizes, devices=topology.devices),
         compute_dtype="bfloat16",
         remat="full",
-        zero=zero,
+        **options,
     )
 
 
 _COLLECTIVE = re.compile(
-    r" (all-gather|reduce-scatter|all-reduce)(?:-start)?\(.*?replica_groups=\{([\d,{}]+)\}"
+    r" (all-gather|reduce-scatter|all-reduce|all-to-all)(?:-start)?\(.*?"
+    r"replica_groups=\{([\d,{}]+)\}"
 )
 
 
 def groups(text: str) -> list[tuple[str, np.ndarray]]:
-    """Every gather, scatter and sum of a program, with its groups of devices."""
+    """Every gather, scatter, sum and exchange of a program, with its groups of devices."""
     return [
         (name, np.array([_ints(group) for group in re.findall(r"[\d,]*\d", listed)]))
         for name, listed in _COLLECTIVE.findall(text)
@@ -75,9 +101,15 @@ def _ints(text: str) -> list[int]:
     return [int(n) for n in text.split(",")]
 
 
+def _sizes(text: str) -> dict[str, int]:
+    pairs = (size.split("=") for size in text.split(","))
+    return {name: int(n) for name, n in pairs}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--mesh", type=_ints, default=[8, 8, 8], help="stages,data,tensor")
+    parser.add_argument("--model", choices=MODELS, default="llama-70b")
+    parser.add_argument("--mesh", type=_sizes, help="its sizes, such as stage=8,data=8,tensor=8")
     parser.add_argument("--schedule", default="1f1b-fused")
     parser.add_argument("--microbatches", type=int, default=32)
     parser.add_argument("--zero", type=int, default=3)
@@ -85,11 +117,13 @@ def main() -> None:
     variables = os.environ | {"JAX_PLATFORMS": "cuda"}
     gpu_flags.apply(variables)
     os.environ["XLA_FLAGS"] = variables["XLA_FLAGS"]
-    pipe = pipeline(
-        *args.mesh, schedule=args.schedule, microbatches=args.microbatches, zero=args.zero
-    )
-    length = LLAMA_70B.sequence_length + 1
-    batch = {"tokens": jax.ShapeDtypeStruct((args.mesh[1] * args.microbatches, length), "int32")}
+    config, sizes = MODELS[args.model]
+    sizes = args.mesh or sizes
+    print(f"{gpt.num_parameters(config) / 1e9:.1f}B parameters")
+    options = {name: getattr(args, name) for name in ("schedule", "microbatches", "zero")}
+    pipe = pipeline(config, sizes, **options)
+    shape = sizes["data"] * args.microbatches, config.sequence_length + 1
+    batch = {"tokens": jax.ShapeDtypeStruct(shape, "int32")}
     began = time.perf_counter()
     step = compiled(pipe, batch)
     print(f"compiled for {pipe.mesh.size} H100s in {time.perf_counter() - began:.0f} s", flush=True)

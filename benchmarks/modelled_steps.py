@@ -11,13 +11,12 @@ import dataclasses
 import functools
 import re
 from collections import Counter
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax._src.cudnn import fused_attention_stablehlo as cudnn
 from jax.experimental import topologies
 
 import jaxpipe
@@ -30,7 +29,7 @@ from jaxpipe.runtime.measure.memory import compiled
 from jaxpipe.schedule.actions import Kind
 from jaxpipe.schedule.lowering.table import NONE, Cell, TickTable, Transfers
 from jaxpipe.schedule.neighbors import replay
-from models import blocks, gpt
+from models import gpt
 
 PASSES = ("F", "B", "BW", "W", "R")
 _LOOP = re.compile(
@@ -39,13 +38,6 @@ _LOOP = re.compile(
 )
 _TICKS = re.compile(r'/tick(_gather)?(_reduce)?/while"')
 _TRANSFER = re.compile(r"/(gather|reduce)/")
-
-
-def pretend_cudnn() -> None:
-    """Lets jax lower cuDNN's attention with no GPU to ask for its version and capability."""
-    cudnn.check_cudnn_version = lambda: 91100
-    cudnn.check_compute_capability = lambda capability: True
-    blocks.attention_kernel = lambda query: "cudnn"
 
 
 def weight_shapes(num_layers: int, config: gpt.GPTConfig = CONFIG) -> set[tuple[int, ...]]:
@@ -123,29 +115,44 @@ def pipeline_step(pipe: jaxpipe.Pipeline, rows: int, config: gpt.GPTConfig = CON
     shape = rows, config.sequence_length + 1
     batch = {"tokens": jax.ShapeDtypeStruct(shape, jnp.int32)}
     program = HloProgram(compiled(pipe, batch).as_text())
-    hosts = [device.process_index for device in pipe.mesh.devices.flat]
-    roofline = Roofline(program, weight_shapes(pipe.table.layers_per_chunk, config), hosts)
-    bodies = tick_bodies(program)
+    shapes = weight_shapes(pipe.table.layers_per_chunk, config)
+    rooflines = of_stages(pipe, lambda *where: Roofline(program, shapes, *where))
+    roofline, bodies = rooflines[0], tick_bodies(program)
     table, stages = pipe.table, range(pipe.schedule.num_stages)
 
     @functools.cache
-    def of_trips(body: str, trips: tuple[float, ...]) -> Spent:
+    def of_trips(roofline: Roofline, body: str, trips: tuple[float, ...]) -> Spent:
         by_name = dict(zip(loops_of(program, body), trips, strict=True))
         return roofline.run(body, lambda loop: by_name[loop])
 
     def one(tick: int, stage: int) -> Spent:
         body = bodies[tick_kind(table, tick, bodies)]
-        return of_trips(body, tuple(map(Trips(table, tick, stage), loops_of(program, body))))
+        trips = tuple(map(Trips(table, tick, stage), loops_of(program, body)))
+        return of_trips(rooflines[stage], body, trips)
 
     ticks = [[one(tick, stage) for stage in stages] for tick in range(table.num_ticks)]
     outside = roofline.run(program.entry, lambda loop: runs_outside(program, table, loop, bodies))
-    work = np.array([[total(one) for one in of_stages] for of_stages in ticks])
-    inside = sum((one for of_stages in ticks for one in of_stages), Counter())
+    work = np.array([[total(one) for one in by_stage] for by_stage in ticks])
+    inside = sum((one for by_stage in ticks for one in by_stage), Counter())
     return Step(
         layer_passes(roofline, bodies.values()),
         float(replay(table, work)[-1].max()) + total(outside),
         outside + scaled(inside, 1 / pipe.schedule.num_stages),
     )
+
+
+def of_stages(
+    pipe: jaxpipe.Pipeline, roofline: Callable[[Sequence[int], int], Roofline]
+) -> list[Roofline]:
+    """By stage, from the hosts of all devices and the stage's first one; equal links share one."""
+    devices = pipe.mesh.devices
+    hosts = [device.process_index for device in devices.flat]
+    numbers = np.moveaxis(
+        np.arange(devices.size).reshape(devices.shape), pipe.mesh.axis_names.index("stage"), 0
+    )
+    by_links: dict[tuple[float, ...], Roofline] = {}
+    found = [roofline(hosts, int(of_stage.flat[0])) for of_stage in numbers]
+    return [by_links.setdefault(one.links(), one) for one in found]
 
 
 def loops_of(program: HloProgram, computation: str) -> list[Instruction]:

@@ -2,8 +2,9 @@
 
 A kernel takes the longer of its FLOPs at the peak and its bytes at the bandwidth, and a launch. A
 transfer takes its bytes over its link; what is exposed is what remains of it when its end is waited
-for. Kernels run one after another, transfers of one device too. Not modelled: caches, kernels that
-slow down beside a transfer, and how well a kernel is tuned.
+for. Kernels run one after another, transfers of one device too. A message leaves a host over the
+port of its GPU; a group with k GPUs on each of several hosts uses k ports of each. Not modelled:
+caches, kernels that slow down beside a transfer, and how well a kernel is tuned.
 """
 
 from __future__ import annotations
@@ -74,6 +75,7 @@ class Roofline:
       weights: as for `benchmarks.kernels.kernel`.
       hosts: of each device, in the order of the program's numbers, which is that of the mesh; None
         for devices in the order of their hosts.
+      device: whose time it is, by the program's number.
     """
 
     def __init__(
@@ -81,10 +83,12 @@ class Roofline:
         program: HloProgram,
         weights: Collection[Shape],
         hosts: Sequence[int] | None = None,
+        device: int = 0,
     ) -> None:
         self.program = program
         self.weights = weights
         self.hosts = hosts
+        self.device = device
         self._bodies: dict[str, Spent] = {}
         self._kernels: dict[str, Spent] = {}
         self._asks_host: dict[str, bool] = {}
@@ -145,11 +149,23 @@ class Roofline:
             self._kernels[row.name] = Counter({one.use: seconds, Use.LAUNCHES: LAUNCH.value})
         return self._kernels[row.name]
 
+    def links(self) -> tuple[float, ...]:
+        """Seconds per byte of every transfer of the program: what differs between devices."""
+        rows = (row for rows in self.program.computations.values() for row in rows)
+        starts = (row for row in rows if row.opcode.removesuffix("-start") in _STARTS)
+        return tuple(map(self._per_byte, starts))
+
     def _transfer_seconds(self, computation: str, row: Instruction) -> float:
-        """Bytes that one device sends over the slowest link of its group."""
-        sent = sum(sum(one.bytes) for one in self.program.operands(computation, row))
-        groups = device_groups(row.text)
-        size = max(map(len, groups))
+        return self._per_byte(row) * sum(
+            sum(one.bytes) for one in self.program.operands(computation, row)
+        )
+
+    def _per_byte(self, row: Instruction) -> float:
+        """Seconds for every byte that the device puts into a transfer; none if it takes no part."""
+        own = [group for group in device_groups(row.text) if self.device in group]
+        if not own:
+            return 0.0
+        size = len(own[0])
         others = {
             "collective-permute": 1.0,
             "all-gather": size - 1,
@@ -157,8 +173,13 @@ class Roofline:
             "reduce-scatter": (size - 1) / size,
             "all-to-all": (size - 1) / size,
         }[row.opcode.removesuffix("-start")]
-        crosses = any(len(set(map(self._host, group))) > 1 for group in groups)
-        return sent * others / PEAKS["network" if crosses else "nvlink"].value
+        return others / min(map(self._bandwidth, own))
+
+    def _bandwidth(self, group: Sequence[int]) -> float:
+        """What a device of the group sends per second: a ring enters a host over every port."""
+        members = Counter(map(self._host, group))
+        ports = min(members.values()) if len(members) > 1 else math.inf
+        return min(PEAKS["nvlink"].value, ports * PEAKS["network"].value)
 
     def _host(self, device: int) -> int:
         return device // GPUS_PER_HOST if self.hosts is None else self.hosts[device]

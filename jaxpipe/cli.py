@@ -1,4 +1,5 @@
-"""The ``jaxpipe`` command: look at schedules. It needs no device and does not import jax.
+"""The ``jaxpipe`` command: look at schedules, plan a training. It needs no device, and imports jax
+only to count the model of a configuration.
 
 Messages for the user's mistakes go to stderr with exit status 2.
 """
@@ -12,6 +13,7 @@ import tyro
 
 from jaxpipe import __version__
 from jaxpipe.commands.options import message
+from jaxpipe.commands.plan import plan
 from jaxpipe.commands.show import show, validate
 from jaxpipe.commands.tables import compare, schedules
 
@@ -31,9 +33,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0
     try:
         tyro.extras.subcommand_cli_from_dict(
-            {"show": show, "schedules": schedules, "compare": compare, "validate": validate},
+            {
+                "show": show,
+                "schedules": schedules,
+                "compare": compare,
+                "validate": validate,
+                "plan": plan,
+            },
             prog="jaxpipe",
-            description="Draw, list, compare and check pipeline schedules, or print --version.",
+            description="Draw, list, compare and check pipeline schedules, or plan a training.",
             args=given,
         )
     except (ValueError, OSError) as error:

@@ -1,44 +1,59 @@
 """A mixture of experts in place of a layer's MLP (Shazeer et al. 2017; Fedus et al. 2022).
 
-    weights = router(x)                       [tokens, experts], 0 for experts that are not chosen
-    y = sum over experts of weight * expert(x)   [+ shared(x)]
+    chosen, scores = router(x)                [tokens, chosen experts]
+    y = sum over chosen experts of score * expert(x)   [+ shared(x)]
 
-Every expert computes every token, and the weights of experts that were not chosen are 0. Shapes do
-not depend on the routing, no token is dropped, and each expert's weights lie along the first
-dimension of the kernels. Dimension suffixes: T tokens, X experts, K chosen experts, E width, F
-hidden width of an expert.
+Shapes do not depend on the routing. Without a capacity, every expert computes every token, and
+those that were not chosen have the weight 0. With one, an expert has room for so many tokens, and
+what finds no room is dropped. Devices along a mesh axis may hold some of the experts each, in the
+first dimension of the kernels, and then exchange tokens.
+
+Dimension suffixes: T tokens of a device, D tokens of all devices that exchange them, X experts, Y
+those of a device, K chosen experts, C room of an expert for tokens of a device, E width, F hidden
+width of an expert.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax import lax
 
 from models.blocks import ACTIVATIONS, INIT_STDDEV, Linear, einsum
 from models.gpt_config import GPTConfig
+from models.sharing import Sharing
 
 
 class Routing(NamedTuple):
     """What the router decides for a group of tokens.
 
     Args:
-      weights: float32 [tokens, experts], by which the outputs of the experts are multiplied.
+      chosen: int32 [tokens, chosen experts], the best first.
+      scores: float32 of the same shape, by which the outputs of these experts are multiplied.
       loss: of the layer, float32; None if the config asks for none.
     """
 
-    weights: jax.Array
+    chosen: jax.Array
+    scores: jax.Array
     loss: jax.Array | None
 
 
 class Router(nnx.Module):
-    """Chooses experts for every token by their scores, which are computed in float32."""
+    """Chooses experts for every token by their scores, which are computed in float32.
 
-    def __init__(self, config: GPTConfig, *, rngs: nnx.Rngs):
+    Args:
+      config: the model's shape.
+      sharing: the devices that have some of a microbatch's tokens each.
+      rngs: draws the kernel.
+    """
+
+    def __init__(self, config: GPTConfig, sharing: Sharing, *, rngs: nnx.Rngs):
         assert config.num_experts is not None
-        self.config = config
+        self.config, self.sharing = config, sharing
         shape = (config.width, config.num_experts)
         self.kernel = nnx.Param(INIT_STDDEV * jax.random.normal(rngs.params(), shape))
 
@@ -47,25 +62,65 @@ class Router(nnx.Module):
         logits_TX = x_TE.astype(jnp.float32) @ self.kernel[...]
         sigmoid = config.router == "sigmoid"
         scores_TX = jax.nn.sigmoid(logits_TX) if sigmoid else jax.nn.softmax(logits_TX)
-        scores_TK, chosen_TK = jax.lax.top_k(scores_TX, config.experts_per_token)
+        scores_TK, chosen_TK = lax.top_k(scores_TX, config.experts_per_token)
         if config.normalized_scores:
             scores_TK = scores_TK / scores_TK.sum(axis=-1, keepdims=True)
-        is_chosen_TKX = jax.nn.one_hot(chosen_TK, logits_TX.shape[-1])
-        weights_TX = jnp.einsum("tk,tkx->tx", scores_TK, is_chosen_TKX)
         if not config.has_layer_losses:
-            return Routing(weights_TX, None)
+            return Routing(chosen_TK, scores_TK, None)
         shares_TX = scores_TX / scores_TX.sum(axis=-1, keepdims=True)
-        balance = balance_loss(shares_TX, is_chosen_TKX.sum(axis=1))
+        is_chosen_TX = jax.nn.one_hot(chosen_TK, logits_TX.shape[-1]).sum(axis=1)
+        means = (self.sharing.mean(x.mean(axis=0)) for x in (shares_TX, is_chosen_TX))
+        balance = balance_loss(*means)
         z_loss = jnp.mean(jax.nn.logsumexp(logits_TX, axis=-1) ** 2)
-        return Routing(weights_TX, config.balance_loss * balance + config.z_loss * z_loss)
+        loss = config.balance_loss * balance + config.z_loss * z_loss
+        return Routing(chosen_TK, scores_TK, loss)
 
 
-def balance_loss(shares_TX: jax.Array, is_chosen_TX: jax.Array) -> jax.Array:
+def balance_loss(share_X: jax.Array, use_X: jax.Array) -> jax.Array:
     """Experts times the sum of the products of mean share and mean use (Fedus et al. 2022, eq. 4).
 
     If all experts are used alike, it is the number of experts per token.
     """
-    return shares_TX.shape[-1] * jnp.sum(shares_TX.mean(axis=0) * is_chosen_TX.mean(axis=0))
+    return len(share_X) * jnp.sum(share_X * use_X)
+
+
+class Room(NamedTuple):
+    """Which chosen expert of which token has which place among those that experts have room for.
+
+    Args:
+      pairs: int32 [experts, capacity], the number of token and choice, which is the token's times
+        the choices of a token plus the choice's; one behind the last where a place is empty.
+      places: int32 [tokens, chosen experts], the number of the place, which is the expert's times
+        the capacity plus the place's; one behind the last where the token is dropped.
+    """
+
+    pairs: jax.Array
+    places: jax.Array
+
+
+def room(chosen_TK: jax.Array, num_experts: int, capacity: int) -> Room:
+    """Gives places to first choices first (Lepikhin et al. 2021), of tokens in their order.
+
+    Example:
+      >>> room(jnp.array([[0, 1], [0, 1], [1, 0]]), 2, 2).places.tolist()
+      [[0, 3], [1, 4], [2, 4]]
+    """
+    num_choices = chosen_TK.shape[1]
+    chosen = chosen_TK.T.reshape(-1)
+    is_chosen = jax.nn.one_hot(chosen, num_experts, dtype=jnp.int32)
+    before = jnp.cumsum(is_chosen, axis=0) - is_chosen
+    rank = jnp.take_along_axis(before, chosen[:, None], axis=1)[:, 0]
+    outside = num_experts * capacity
+    places_TK = jnp.where(rank < capacity, chosen * capacity + rank, outside)
+    places_TK = places_TK.reshape(num_choices, -1).T
+    pairs = jnp.full(outside, chosen.size, jnp.int32)
+    pairs = pairs.at[places_TK.reshape(-1)].set(jnp.arange(chosen.size), mode="drop")
+    return Room(pairs.reshape(num_experts, capacity), places_TK)
+
+
+def _take(rows, numbers):
+    """Rows by their numbers, 0 for one behind the last."""
+    return jnp.take(rows, numbers, axis=0, mode="fill", fill_value=0)
 
 
 class _ExpertLinear(nnx.Module):
@@ -76,11 +131,18 @@ class _ExpertLinear(nnx.Module):
 
 
 class Experts(nnx.Module):
-    """The MLPs of all experts, without biases."""
+    """The MLPs of all experts, without biases.
 
-    def __init__(self, config: GPTConfig, *, rngs: nnx.Rngs):
+    Args:
+      config: the model's shape.
+      axis: mesh axis whose devices have some of the experts each; None for all.
+      rngs: draws the kernels of all experts.
+    """
+
+    def __init__(self, config: GPTConfig, axis: str | None, *, rngs: nnx.Rngs):
         count, width, hidden = config.num_experts, config.width, config.expert_hidden_width
         assert count is not None
+        self.config, self.count, self.axis = config, count, axis
         gated, self.activation = ACTIVATIONS[config.activation]
         self.up = _ExpertLinear(count, (width, hidden), INIT_STDDEV, rngs=rngs)
         self.gate = (
@@ -90,16 +152,61 @@ class Experts(nnx.Module):
         )
         self.down = _ExpertLinear(count, (hidden, width), config.residual_stddev, rngs=rngs)
 
-    def __call__(self, x_TE, weights_TX):
-        """The weighted sum of all experts' outputs."""
-        hidden_TXF = einsum("te,xef->txf", x_TE, self.up.kernel[...])
+    def __call__(self, x_TE, routing: Routing):
+        """The sum of the experts' outputs by their scores."""
+        if self.config.capacity_factor is None:
+            return self._of_every_token(x_TE, routing)
+        return self._of_chosen_tokens(x_TE, routing)
+
+    def _of_every_token(self, x_TE, routing):
+        """Devices compute the tokens of all of them, and each gets the sums of its own."""
+        is_chosen_TKX = jax.nn.one_hot(routing.chosen, self.count)
+        weights_TX = jnp.einsum("tk,tkx->tx", routing.scores, is_chosen_TKX)
+        x_DE, weights_DY = x_TE, weights_TX
+        if self.axis is not None:
+            x_DE = lax.all_gather(x_TE, self.axis, tiled=True)
+            weights_DY = self._exchange(weights_TX, 1, 0)
+
+        hidden_DYF = self._hidden(lambda kernel: einsum("de,yef->dyf", x_DE, kernel))
+        hidden_DYF = hidden_DYF * weights_DY[..., None].astype(x_TE.dtype)
+        y_DE = einsum("dyf,yfe->de", hidden_DYF, self.down.kernel[...])
+        if self.axis is None:
+            return y_DE
+        return lax.psum_scatter(y_DE, self.axis, tiled=True)
+
+    def _of_chosen_tokens(self, x_TE, routing):
+        """Devices compute the tokens that chose their experts, and send the outputs back."""
+        pairs_XC, places_TK = self._room(routing.chosen)
+        x_XCE = _take(x_TE, pairs_XC // routing.chosen.shape[1])
+        weights_XC = _take(routing.scores.reshape(-1), pairs_XC)
+        x_YDE, weights_YD = (self._exchange(parts, 0, 1) for parts in (x_XCE, weights_XC))
+
+        hidden_YDF = self._hidden(lambda kernel: einsum("yde,yef->ydf", x_YDE, kernel))
+        hidden_YDF = hidden_YDF * weights_YD[..., None].astype(x_TE.dtype)
+        y_YDE = einsum("ydf,yfe->yde", hidden_YDF, self.down.kernel[...])
+        y_XCE = self._exchange(y_YDE, 1, 0)
+        return _take(y_XCE.reshape(-1, x_TE.shape[1]), places_TK).sum(axis=1)
+
+    def dropped(self, chosen_TK) -> jax.Array:
+        """The share of choices that find no room."""
+        pairs_XC, places_TK = self._room(chosen_TK)
+        return jnp.mean(places_TK == pairs_XC.size)
+
+    def _room(self, chosen_TK) -> Room:
+        return room(chosen_TK, self.count, self.config.expert_capacity(len(chosen_TK)))
+
+    def _hidden(self, times: Callable[[jax.Array], jax.Array]):
+        """The hidden values, from how tokens are multiplied by a kernel."""
+        up = times(self.up.kernel[...])
         if self.gate is None:
-            hidden_TXF = self.activation(hidden_TXF)
-        else:
-            gate_TXF = einsum("te,xef->txf", x_TE, self.gate.kernel[...])
-            hidden_TXF = self.activation(gate_TXF) * hidden_TXF
-        hidden_TXF = hidden_TXF * weights_TX[..., None].astype(x_TE.dtype)
-        return einsum("txf,xfe->te", hidden_TXF, self.down.kernel[...])
+            return self.activation(up)
+        return self.activation(times(self.gate.kernel[...])) * up
+
+    def _exchange(self, parts, split: int, joined: int):
+        """Of every device its part for this one: split in one dimension, joined in another."""
+        if self.axis is None:
+            return parts
+        return lax.all_to_all(parts, self.axis, split, joined, tiled=True)
 
 
 class Mixture(nnx.Module):
@@ -108,12 +215,15 @@ class Mixture(nnx.Module):
     Args:
       config: the model's shape.
       shared: that MLP, or None.
+      sharing: the devices that share the layer.
       rngs: draws the parameters.
     """
 
-    def __init__(self, config: GPTConfig, shared: nnx.Module | None, *, rngs: nnx.Rngs):
-        self.router = Router(config, rngs=rngs)
-        self.experts = Experts(config, rngs=rngs)
+    def __init__(
+        self, config: GPTConfig, shared: nnx.Module | None, sharing: Sharing, *, rngs: nnx.Rngs
+    ):
+        self.router = Router(config, sharing, rngs=rngs)
+        self.experts = Experts(config, sharing.expert_axis, rngs=rngs)
         self.shared = nnx.data(shared)
         self.shared_gate = (
             Linear(config.width, 1, bias=False, stddev=INIT_STDDEV, rngs=rngs)
@@ -121,11 +231,15 @@ class Mixture(nnx.Module):
             else nnx.data(None)
         )
 
+    def dropped(self, x_BSE) -> jax.Array:
+        """The share of the tokens' choices for which the experts have no room."""
+        return self.experts.dropped(self.router(x_BSE.reshape(-1, x_BSE.shape[-1])).chosen)
+
     def __call__(self, x_BSE) -> tuple[jax.Array, jax.Array | None]:
         """The output, and the loss of the layer or None."""
         x_TE = x_BSE.reshape(-1, x_BSE.shape[-1])
         routing = self.router(x_TE)
-        y_BSE = self.experts(x_TE, routing.weights).reshape(x_BSE.shape)
+        y_BSE = self.experts(x_TE, routing).reshape(x_BSE.shape)
         if self.shared is not None:
             shared_BSE = self.shared(x_BSE)
             if self.shared_gate is not None:

@@ -4,12 +4,13 @@
     x = x + attention(norm(x)), x = x + mlp(norm(x))       num_layers times
     loss = cross_entropy(norm(x) @ table.T, next tokens)
 
-Weights are float32; matmuls run in ``config.dtype``. Dimension suffixes: B rows, S sequence, E
-width, N heads, K key/value heads, H head width.
+Weights are float32; matmuls run in ``config.dtype``. Dimension suffixes: B rows, S sequence, T a
+device's part of it, E width.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
 from typing import Any
@@ -17,68 +18,18 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax.sharding import PartitionSpec as P
 
 from jaxpipe import Model, WithLoss, vocabulary
 from jaxpipe.nnx import functional, stack
-from models import experts, rotary
-from models.blocks import (
-    ACTIVATIONS,
-    INIT_STDDEV,
-    Linear,
-    causal_attention,
-    function_of,
-    same_document,
-    soft_capped,
-)
+from models import experts, gpt_split
+from models.attention import Attention, visible
+from models.blocks import ACTIVATIONS, INIT_STDDEV, Linear, function_of, rms_norm, soft_capped
+from models.context import Context
 from models.gpt_config import GPTConfig, LayerKind
-from models.tensor import WHOLE, Tensor, axis_split
+from models.sharing import WHOLE, Sharing
+from models.tensor import Tensor
 
 PyTree = Any
-
-
-class Attention(nnx.Module):
-    """Causal self-attention with grouped queries (Ainslie et al. 2023)."""
-
-    def __init__(self, config: GPTConfig, *, is_local: bool, tensor: Tensor, rngs: nnx.Rngs):
-        self.config, self.is_local, self.tensor = config, is_local, tensor
-        heads_width = config.num_heads * config.head_width
-        qkv_width = heads_width + 2 * config.kv_heads * config.head_width
-        self.qkv = Linear(
-            config.width, qkv_width, bias=config.bias or config.qkv_bias, stddev=INIT_STDDEV,
-            rngs=rngs,
-        )  # fmt: skip
-        self.out = Linear(
-            heads_width, config.width, bias=config.bias, stddev=config.residual_stddev, rngs=rngs
-        )
-        if config.qk_norm:
-            self.query_norm, self.key_norm = (
-                _rms_norm(config, config.head_width, rngs) for _ in range(2)
-            )
-
-    def __call__(self, x_BSE, documents_BS=None):
-        config, tensor = self.config, self.tensor
-        x_BSE = tensor.gather(x_BSE)
-        num_rows, length, _ = x_BSE.shape
-        heads = self.qkv(x_BSE).reshape(num_rows, length, -1, config.head_width)
-        num_queries = tensor.part(config.num_heads, "num_heads")
-        cuts = (num_queries, num_queries + tensor.part(config.kv_heads, "num_kv_heads"))
-        q_BSNH, k_BSKH, v_BSKH = jnp.split(heads, cuts, axis=2)
-        if config.qk_norm:
-            q_BSNH, k_BSKH = self.query_norm(q_BSNH), self.key_norm(k_BSKH)
-        if config.positions == "rotary":
-            turns_H = rotary.frequencies(config, is_local=self.is_local)
-            q_BSNH, k_BSKH = (rotary.rotate(heads, turns_H) for heads in (q_BSNH, k_BSKH))
-        mixed_BSNH = causal_attention(
-            q_BSNH,
-            k_BSKH,
-            v_BSKH,
-            scale=1 / math.sqrt(config.query_scalar or config.head_width),
-            window=config.window if self.is_local else None,
-            soft_cap=config.attention_soft_cap,
-            documents_BS=documents_BS,
-        )
-        return self.out(mixed_BSNH.reshape(num_rows, length, -1), tensor.scatter)
 
 
 class MLP(nnx.Module):
@@ -109,28 +60,36 @@ class Block(nnx.Module):
     """One layer: attention, then MLP, each on a normalised copy of the residual stream."""
 
     def __init__(
-        self, config: GPTConfig, kind: LayerKind, *, tensor: Tensor = WHOLE, rngs: nnx.Rngs
+        self, config: GPTConfig, kind: LayerKind, *, sharing: Sharing = WHOLE, rngs: nnx.Rngs
     ):
-        self.config, self.tensor = config, tensor
+        self.config, self.sharing = config, sharing
         self.attention_norm, self.mlp_norm = (_norm(config, rngs) for _ in range(2))
         if config.post_norm:
             self.attention_post_norm, self.mlp_post_norm = (_norm(config, rngs) for _ in range(2))
-        self.attention = Attention(config, is_local=kind.is_local, tensor=tensor, rngs=rngs)
+        self.attention = Attention(config, is_local=kind.is_local, sharing=sharing, rngs=rngs)
         self.attention_dropout = nnx.Dropout(config.dropout, rngs=rngs)
-        self.mlp = _mixture(config, rngs) if kind.has_experts else _mlp(config, tensor, rngs)
+        make = _mixture if kind.has_experts else _mlp
+        self.mlp = make(config, rngs, sharing)
         self.mlp_dropout = nnx.Dropout(config.dropout, rngs=rngs)
 
-    def __call__(self, x, documents=None):
+    def dropped(self, x):
+        """The share of choices that its experts drop."""
+        return self.mlp.dropped(self.mlp_norm(self._attend(x)))
+
+    def _attend(self, x, documents=None):
         attended = self.attention(self.attention_norm(x), documents)
         if self.config.post_norm:
             attended = self.attention_post_norm(attended)
-        x = x + self.tensor.dropout(self.attention_dropout, attended)
+        return x + self.sharing.dropout(self.attention_dropout, attended)
+
+    def __call__(self, x, documents=None):
+        x = self._attend(x, documents)
         y, loss = self.mlp(self.mlp_norm(x)), None
         if isinstance(self.mlp, experts.Mixture):
             y, loss = y
         if self.config.post_norm:
             y = self.mlp_post_norm(y)
-        x = x + self.tensor.dropout(self.mlp_dropout, y)
+        x = x + self.sharing.dropout(self.mlp_dropout, y)
         return x if loss is None else WithLoss(x, loss)
 
 
@@ -150,7 +109,12 @@ def init(config: GPTConfig, rng: jax.Array) -> PyTree:
 
 
 def model(
-    config: GPTConfig, *, vocabulary_axis: str | None = None, tensor_axis: str | None = None
+    config: GPTConfig,
+    *,
+    vocabulary_axis: str | None = None,
+    tensor_axis: str | None = None,
+    context_axis: str | None = None,
+    expert_axis: str | None = None,
 ) -> Model:
     """The GPT as the three functions a pipeline runs.
 
@@ -164,10 +128,12 @@ def model(
         None for whole tables and no collectives.
       tensor_axis: model axis whose devices share every layer: heads and hidden units, between these
         the sequence, and with stages the vocabulary; None for layers that are not shared.
+      context_axis: model axis whose devices share the sequence; None for whole sequences.
+      expert_axis: axis of data shards that have some of a layer's experts each; None for all.
 
     Returns:
       The model; with ``vocabulary_axis`` its ``stage_split`` names dimension 0 of every table, with
-      ``tensor_axis`` its ``axis_split`` what the axis splits.
+      the others its ``axis_split`` what these axes split.
 
     Example:
       >>> config = GPTConfig(vocab_size=64, sequence_length=8, num_layers=2, width=16, num_heads=2)
@@ -177,34 +143,42 @@ def model(
       (3, 8, 16)
     """
 
-    tensor = Tensor(tensor_axis)
+    sharing = Sharing(Tensor(tensor_axis), Context(context_axis), expert_axis)
     over: dict[str, Any] = {"axis": vocabulary_axis, "sequence_axis": tensor_axis}
 
     def embed(outer, microbatch, rng):
         tokens, documents = microbatch["tokens"][:, :-1], microbatch.get("documents")
-        return _embed(config, outer, tokens, rng, tensor, over, documents)
+        return _embed(config, outer, tokens, rng, sharing, over, documents)
 
     def head_loss(outer, x, microbatch, rng):
         del rng
         return vocabulary.cross_entropy(
             _final_norm(config, outer, x),
             _head_table(config, outer),
-            microbatch["tokens"][:, 1:],
+            sharing.context.own(microbatch["tokens"][:, 1:], 1),
             vocab_size=config.vocab_size,
             soft_cap=config.logit_soft_cap,
             **over,
         )
 
-    functions = {kind: _layer(config, kind, tensor) for kind in config.layer_kinds}
+    def output(outer, x, microbatch, rng):
+        del outer, microbatch, rng
+        return sharing.whole(x)
+
+    functions = {kind: _layer(config, kind, sharing) for kind in config.layer_kinds}
     layers = tuple(functions[kind] for kind in config.layer_kinds)
     layer = layers[0] if config.layers_are_alike else layers
-    split = None if vocabulary_axis is None else _table_split(config, 0)
-    own = {} if tensor_axis is None else _shared(config, tensor_axis)
-    return Model(embed=embed, layer=layer, head_loss=head_loss, stage_split=split, **own)
+    outer = _outer_shapes(config)
+    split = None if vocabulary_axis is None else gpt_split.of_tables(outer, 0)
+    shapes = [_layer_shapes(config, kind) for kind in config.layer_kinds]
+    own = gpt_split.of_parameters(config, outer, shapes, sharing)
+    return Model(
+        embed, layer, head_loss, stage_split=split, axes=sharing.axes, axis_split=own, output=output
+    )
 
 
 def logits(config: GPTConfig, params: PyTree, tokens: jax.Array) -> jax.Array:
-    """Plain forward pass on one device, without dropout.
+    """Plain forward pass on one device, without dropout; experts drop no tokens.
 
     Args:
       config: the model's shape.
@@ -214,7 +188,9 @@ def logits(config: GPTConfig, params: PyTree, tokens: jax.Array) -> jax.Array:
     Returns:
       float32 [rows, S, vocab_size]: scores of the token after each position.
     """
-    layer = model(config.without_layer_losses()).layer
+    # Where experts have a capacity, what a token is given may depend on those behind it.
+    config = dataclasses.replace(config.without_layer_losses(), capacity_factor=None)
+    layer = model(config).layer
     x = _embed(config, params, tokens, None, WHOLE, {})
     if isinstance(layer, tuple):
         for function, layer_params in zip(layer, params["layers"], strict=True):
@@ -227,6 +203,30 @@ def logits(config: GPTConfig, params: PyTree, tokens: jax.Array) -> jax.Array:
     table = _head_table(config, params).astype(x.dtype)
     scores = jnp.einsum("bse,ve->bsv", x, table, preferred_element_type=jnp.float32)
     return soft_capped(scores, config.logit_soft_cap)
+
+
+def dropped(config: GPTConfig, params: PyTree, tokens: jax.Array) -> jax.Array:
+    """How much the experts drop of tokens that are routed together; needs ``capacity_factor``.
+
+    Args:
+      config: the model's shape.
+      params: canonical parameters, as `init` returns them.
+      tokens: int32 [rows, S], such as those of a microbatch on one device.
+
+    Returns:
+      float32 [layers with experts]: the share of choices, of which every token has
+      ``experts_per_token``, that find no room.
+    """
+    config, layers = config.without_layer_losses(), params["layers"]
+    if config.layers_are_alike:
+        layers = [jax.tree.map(lambda w, n=n: w[n], layers) for n in range(config.num_layers)]
+    x, found = _embed(config, params, tokens, None, WHOLE, {}), []
+    for kind, layer_params in zip(config.layer_kinds, layers, strict=True):
+        if kind.has_experts:
+            make = functools.partial(_block, kind=kind)
+            found.append(function_of(make, config, method=Block.dropped)(layer_params, x))
+        x = _layer(config, kind)(layer_params, x, None, None)
+    return jnp.stack(found)
 
 
 def num_parameters(config: GPTConfig) -> int:
@@ -245,7 +245,7 @@ def flops_per_token(config: GPTConfig) -> int:
 
     6 N + 12 A S for each layer (Chowdhery et al. 2022, appendix B): N counts the parameters that
     take part in a matmul, hence no position tables, no input table that is only looked up, and of
-    the experts as many as a token is sent to, though all of them compute it. The
+    the experts as many as a token is sent to, also where all of them compute it. The
     second term is the attention scores and their use, with A the width of all heads and S the
     tokens that a position sees, not halved for causality. Recomputation is not counted.
     """
@@ -267,15 +267,15 @@ def flops_per_token(config: GPTConfig) -> int:
     return 6 * num_multiplied + 12 * width * seen
 
 
-def _mlp(config, tensor, rngs):
-    return MLP(config, config.hidden_width, tensor=tensor, rngs=rngs)
+def _mlp(config, rngs, sharing):
+    return MLP(config, config.hidden_width, tensor=sharing.tensor, rngs=rngs)
 
 
-def _mixture(config, rngs):
+def _mixture(config, rngs, sharing=WHOLE):
     shared = None
     if config.shared_width is not None:
-        shared = MLP(config, config.shared_width, tensor=WHOLE, rngs=rngs)
-    return experts.Mixture(config, shared, rngs=rngs)
+        shared = MLP(config, config.shared_width, tensor=sharing.tensor, rngs=rngs)
+    return experts.Mixture(config, shared, sharing, rngs=rngs)
 
 
 def _init_outer(config, rng):
@@ -305,9 +305,13 @@ def _init_layers(config, rng):
     )
 
 
-def _layer(config, kind, tensor=WHOLE):
+def _block(config, rngs, kind, sharing=WHOLE):
+    return Block(config, kind, sharing=sharing, rngs=rngs)
+
+
+def _layer(config, kind, sharing=WHOLE):
     """The function of a layer, as a pipeline calls it."""
-    apply = function_of(lambda config, rngs: Block(config, kind, tensor=tensor, rngs=rngs), config)
+    apply = function_of(functools.partial(_block, kind=kind, sharing=sharing), config)
 
     def layer(params, x, microbatch, rng):
         documents = None if microbatch is None else microbatch.get("documents")
@@ -316,33 +320,31 @@ def _layer(config, kind, tensor=WHOLE):
     return layer
 
 
-def _embed(config, outer, tokens_BS, rng, tensor, over, documents_BS=None):
+def _embed(config, outer, tokens_BS, rng, sharing, over, documents_BS=None):
     length = tokens_BS.shape[1]
     if length > config.sequence_length:
         raise ValueError(
             f"tokens hold {length} inputs per row, but sequence_length="
             f"{config.sequence_length}. Nearest valid: {config.sequence_length} or fewer."
         )
-    tensor.part(length, "sequence length")
-    x_BSE = vocabulary.lookup(outer["embed"]["table"], tokens_BS, **over)
+    positions_T = sharing.own(jnp.arange(length), 0)
+    ids_BT = sharing.context.own(tokens_BS, 1)
+    dtype = config.compute_dtype
+    x_BTE = vocabulary.lookup(outer["embed"]["table"], ids_BT, dtype=dtype, **over)
     if config.positions == "learned":
-        positions = outer["embed"]["positions"]
+        table = outer["embed"]["positions"]
         if documents_BS is None:
-            x_BSE = x_BSE + tensor.own(positions[:length], 0)
-        else:
-            x_BSE = x_BSE + positions[tensor.own(_positions(documents_BS), 1)]
+            x_BTE = x_BTE + sharing.own(table[:length], 0)
+        else:  # how far each token is from the first of its document
+            seen_BTS = visible(positions_T, length, documents_BS=documents_BS)[:, 0]
+            x_BTE = x_BTE + table[jnp.sum(seen_BTS, axis=-1) - 1]
     if config.scaled_embedding:
-        x_BSE = math.sqrt(config.width) * x_BSE
-    x_BSE = x_BSE.astype(config.compute_dtype)
+        x_BTE = math.sqrt(config.width) * x_BTE
+    x_BTE = x_BTE.astype(dtype)
     if rng is None:
-        return x_BSE
+        return x_BTE
     drop = functools.partial(nnx.Dropout(config.dropout), rngs=rng)
-    return tensor.dropout(drop, x_BSE)
-
-
-def _positions(documents_BS):
-    """How far each token is from the first of its document."""
-    return jnp.sum(jnp.tril(same_document(documents_BS)[:, 0]), axis=-1) - 1
+    return sharing.dropout(drop, x_BTE)
 
 
 def _final_norm(config, outer, x):
@@ -351,26 +353,6 @@ def _final_norm(config, outer, x):
 
 def _head_table(config, outer):
     return outer["embed" if config.tied else "head"]["table"]
-
-
-def _table_split(config, of_table):
-    """``of_table`` for every vocabulary table, None for the rest of embedding and head."""
-    return jax.tree_util.tree_map_with_path(
-        lambda path, _: of_table if path[-1].key == "table" else None, _outer_shapes(config)
-    )
-
-
-def _shared(config, axis):
-    """What `Model` says about layers and tables that devices along an axis share."""
-    if config.num_experts is not None:
-        raise ValueError(f"tensor_axis={axis!r}: devices cannot share layers with experts.")
-    widths = tuple(
-        n * config.head_width for n in (config.num_heads, config.kv_heads, config.kv_heads)
-    )
-    kinds = config.layer_kinds
-    layers = tuple(axis_split(_layer_shapes(config, kind), axis, widths) for kind in kinds)
-    layers = layers[0] if config.layers_are_alike else layers
-    return {"axes": (axis,), "axis_split": {"layers": layers, **_table_split(config, P(axis))}}
 
 
 @functools.cache
@@ -384,15 +366,8 @@ def _layer_shapes(config, kind):
 
 
 def _norm(config, rngs):
+    options = {"epsilon": config.norm_epsilon, "dtype": config.compute_dtype, "rngs": rngs}
     if config.norm == "rms":
-        return _rms_norm(config, config.width, rngs)
-    return nnx.LayerNorm(
-        config.width, epsilon=config.norm_epsilon, use_bias=config.bias,
-        dtype=config.compute_dtype, rngs=rngs,
-        # E[x^2] - E[x]^2 cancels badly once the residual stream has a mean.
-        use_fast_variance=False,
-    )  # fmt: skip
-
-
-def _rms_norm(config, width, rngs):
-    return nnx.RMSNorm(width, epsilon=config.norm_epsilon, dtype=config.compute_dtype, rngs=rngs)
+        return rms_norm(config.width, **options)
+    # E[x^2] - E[x]^2 cancels badly once the residual stream has a mean.
+    return nnx.LayerNorm(config.width, use_bias=config.bias, use_fast_variance=False, **options)

@@ -80,6 +80,9 @@ class GPTConfig(validation.Validated):
       shared_gate: multiply its output by a sigmoid of the token (Qwen2-MoE).
       router: how scores follow from the router's logits: "softmax" over all experts, or "sigmoid".
       normalized_scores: the scores of the chosen experts are divided by their sum.
+      capacity_factor: an expert computes so many times the tokens that it would be sent if all were
+        used alike, rounded up, for the tokens of each device; the rest are dropped, those of first
+        choices last. None drops nothing: every expert computes every token.
       balance_loss: coefficient of the loss that balances the use of experts (Fedus et al. 2022).
       z_loss: coefficient of the router's squared log-sum-exp (Zoph et al. 2022).
 
@@ -126,6 +129,7 @@ class GPTConfig(validation.Validated):
     shared_gate: bool = False
     router: Literal["softmax", "sigmoid"] = "softmax"
     normalized_scores: bool = True
+    capacity_factor: float | None = None
     balance_loss: float = 0.0
     z_loss: float = 0.0
 
@@ -138,7 +142,7 @@ class GPTConfig(validation.Validated):
         yield from validation.wrong_choices(self)
         yield from validation.not_positive(
             self, "rope_theta", "local_rope_theta", "rope_factor", "norm_epsilon",
-            "attention_soft_cap", "logit_soft_cap",
+            "attention_soft_cap", "logit_soft_cap", "capacity_factor",
         )  # fmt: skip
         yield from validation.wrong_probability(self, "dropout")
         yield from validation.without_effect(self, "window", "global_every", "local_rope_theta")
@@ -178,7 +182,7 @@ class GPTConfig(validation.Validated):
     def _expert_problems(self) -> Iterator[Problem]:
         of_experts = (*_EXPERT_COUNTS[1:], "shared_gate", "router", "normalized_scores")
         yield from validation.without_effect(
-            self, "num_experts", *of_experts, "balance_loss", "z_loss"
+            self, "num_experts", *of_experts, "capacity_factor", "balance_loss", "z_loss"
         )
         yield from validation.without_effect(self, "shared_width", "shared_gate")
         yield from validation.negative(self, "balance_loss", "z_loss")
@@ -206,6 +210,13 @@ class GPTConfig(validation.Validated):
     @property
     def expert_hidden_width(self) -> int:
         return self.hidden_width if self.expert_width is None else self.expert_width
+
+    def expert_capacity(self, num_tokens: int) -> int:
+        """The tokens, of so many, that an expert computes."""
+        assert self.num_experts is not None
+        assert self.capacity_factor is not None
+        wanted = self.capacity_factor * num_tokens * self.experts_per_token / self.num_experts
+        return min(num_tokens, math.ceil(wanted))
 
     @property
     def residual_stddev(self) -> float:

@@ -1,6 +1,6 @@
 """Rotary positions (Su et al. 2021), and how models stretch them for longer texts.
 
-Dimension suffixes: B rows, S sequence, N heads, H head width.
+Dimension suffixes: B rows, T tokens, N heads, H head width.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ def frequencies(config: GPTConfig, *, is_local: bool = False) -> jax.Array:
     return (1 - kept) * stretched + kept * found
 
 
-def rotate(x_BSNH: jax.Array, frequencies_H: jax.Array) -> jax.Array:
+def rotate(x_BTNH: jax.Array, frequencies_H: jax.Array, positions_T: jax.Array) -> jax.Array:
     """Rotates the two halves of every head against each other, by position."""
-    angles_SH = jnp.arange(x_BSNH.shape[1], dtype=jnp.float32)[:, None] * frequencies_H
-    cos, sin = jnp.cos(angles_SH)[:, None], jnp.sin(angles_SH)[:, None]
-    first, second = jnp.split(x_BSNH.astype(jnp.float32), 2, axis=-1)
+    angles_TH = positions_T.astype(jnp.float32)[:, None] * frequencies_H
+    cos, sin = jnp.cos(angles_TH)[:, None], jnp.sin(angles_TH)[:, None]
+    first, second = jnp.split(x_BTNH.astype(jnp.float32), 2, axis=-1)
     rotated = jnp.concatenate((first * cos - second * sin, second * cos + first * sin), axis=-1)
-    return rotated.astype(x_BSNH.dtype)
+    return rotated.astype(x_BTNH.dtype)

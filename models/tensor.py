@@ -14,11 +14,9 @@ Dimension suffixes: B rows, S the whole sequence, T a device's part of it, E wid
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
@@ -65,6 +63,28 @@ class Tensor:
             )
         return count // self.size
 
+    def heads(self, x_BTC: jax.Array, width: int) -> jax.Array:
+        """Heads [B, T, heads, width] of this device's columns.
+
+        Where devices have a part of a head each, all that share it gather it; what flows back to a
+        part is the sum over them.
+        """
+        columns = x_BTC.shape[-1]
+        count = columns * self.size // width
+        if not divides_heads(count, width, self.size):
+            near = sorted(range(1, count + self.size), key=lambda n: abs(n - count))
+            valid = [n for n in near if divides_heads(n, width, self.size)][:2]
+            raise ValueError(
+                f"{count} key heads of {width} are not divisible by the {self.size} devices along "
+                f"{self.axis!r}, nor do equal parts of a head make them up.\nNearest valid: "
+                f"{', '.join(map(str, sorted(valid)))}."
+            )
+        if columns < width:
+            sharing = width // columns
+            groups = [list(range(n, n + sharing)) for n in range(0, self.size, sharing)]
+            x_BTC = lax.all_gather(x_BTC, self.axis, axis=2, tiled=True, axis_index_groups=groups)
+        return x_BTC.reshape(*x_BTC.shape[:2], -1, width)
+
     def own(self, x: jax.Array, dim: int) -> jax.Array:
         """This device's part of what all have whole: the sequence."""
         if self.axis is None:
@@ -72,28 +92,23 @@ class Tensor:
         size = self.part(x.shape[dim], "sequence length")
         return lax.dynamic_slice_in_dim(x, lax.axis_index(self.axis) * size, size, dim)
 
-    def dropout(self, drop: Callable[[jax.Array], jax.Array], x_BTE: jax.Array) -> jax.Array:
-        """``drop``, with this device's part of the mask that it would draw for the whole."""
-        if self.axis is None:
-            return drop(x_BTE)
-        num_rows, length, width = x_BTE.shape
-        kept = drop(jnp.ones((num_rows, length * self.size, width), x_BTE.dtype))
-        return x_BTE * self.own(kept, 1)
+
+def divides_heads(count: int, width: int, devices: int) -> bool:
+    """Whether devices can share so many heads: each has whole ones, or an equal part of one."""
+    columns, left = divmod(count * width, devices)
+    return not left and (columns % width == 0 or width % columns == 0)
 
 
-WHOLE = Tensor()
-"""For layers that are not shared."""
-
-_COLUMNS, _ROWS = ("qkv", "up", "gate"), ("out", "down")
+_COLUMNS, _ROWS = ("qkv", "query", "key", "value", "up", "gate"), ("out", "down")
 
 
-def axis_split(layer: PyTree, axis: str, qkv: tuple[int, ...]) -> PyTree:
+def axis_split(layer: PyTree, axis: str, qkv: tuple[int, ...] = ()) -> PyTree:
     """How the axis splits a layer's linear maps, by their names: as `jaxpipe.Model.axis_split`.
 
     Args:
       layer: parameters of one layer or of all, or their shapes.
       axis: the mesh axis.
-      qkv: widths of queries, keys and values, which lie in one kernel.
+      qkv: widths of queries, keys and values, where they lie in one kernel.
     """
 
     def spec(path: tuple[Any, ...], _: Any) -> Any:

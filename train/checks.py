@@ -50,7 +50,7 @@ def check(
     wrong |= {field for field, value in config.flat().items() if value != given[field]}
     rules: list[Rule] = [
         mesh_rules.replicas,
-        mesh_rules.tensor,
+        mesh_rules.shared_axes,
         _schedule,
         _asynchronous,
         _weights,

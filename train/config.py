@@ -74,7 +74,7 @@ class DataConfig(Section):
 
 
 class MeshConfig(Section):
-    """The devices: stage x data x tensor of them."""
+    """The devices: stage x data x context x tensor of them."""
 
     stage: Count = 4
     """Pipeline stages."""
@@ -84,6 +84,12 @@ class MeshConfig(Section):
     """Groups of data shards, such as hosts, that hold the same parts of what pipeline.zero shards:
     each splits it over data / replica devices. Weights are gathered within a group, and gradients
     cross between groups in parts."""
+    expert: Count = 1
+    """How many data shards, next to each other, have some of a layer's experts each, and exchange
+    tokens; a divisor of data / replica."""
+    context: Count = 1
+    """Devices that share the sequence of every microbatch: each has an early and a late part of it,
+    and gathers keys and values."""
     tensor: Count = 1
     """Devices that share every layer: heads, hidden units, between them the sequence, and the
     vocabulary. They talk in every layer, so they belong within a host."""
@@ -91,7 +97,16 @@ class MeshConfig(Section):
     def sizes(self) -> dict[str, int]:
         """Returns the sizes whose product is the number of devices, by path."""
         found = {"mesh.stage": self.stage, "mesh.data": self.data}
-        return found | ({"mesh.tensor": self.tensor} if self.tensor > 1 else {})
+        return found | {f"mesh.{name}": size for name, size in self.model_axes().items()}
+
+    def model_axes(self) -> dict[str, int]:
+        """Returns the sizes of the axes along which devices share layers, by name."""
+        sizes = {"context": self.context, "tensor": self.tensor}
+        return {name: size for name, size in sizes.items() if size > 1}
+
+    def shared_axes(self) -> dict[str, int]:
+        """Returns these and that of experts, which is a part of data."""
+        return self.model_axes() | ({"expert": self.expert} if self.expert > 1 else {})
 
     @property
     def num_devices(self) -> int:
@@ -103,7 +118,8 @@ class PipelineConfig(Section):
 
     schedule: str = "auto"
     """Name of the schedule; ``jaxpipe schedules`` lists them. Asynchronous: pipemare, pipedream,
-    2bw. Your own: PATH.csv or module:function."""
+    2bw. Your own: PATH.csv or module:function. "plan" predicts which schedule, chunks, microbatches
+    and remat are fastest on the mesh, and says why."""
     chunks: Annotated[int | None, Range(1)] = None
     """Chunks of layers per stage; None for the schedule's own number."""
     microbatches: Count = 8

@@ -25,6 +25,9 @@ _SYNCHRONOUS = "1f1b"
 _RULES = ("equal", "flops", "measured")
 """What ``pipeline.partition`` may say beside the layers of every chunk."""
 
+PLAN = "plan"
+"""What ``pipeline.schedule`` says where schedule, chunks, microbatches and remat are chosen."""
+
 _WARMUPS = 5
 """T1's steps, in learning-rate warm-ups, as for PipeMare's Transformers (arXiv 1910.05124)."""
 
@@ -69,6 +72,13 @@ def weight_slots(config: Config, *, platform: str) -> int:
     if wanted is None:
         return 2 if platform == "gpu" and config.pipeline.update == "step" else 1
     return wanted
+
+
+def without_choice(config: Config) -> Config:
+    """A configuration whose schedule is chosen later, with one that fits whatever can be chosen."""
+    default: dict[str, object] = {"schedule": _SYNCHRONOUS, "chunks": None, "microbatches": 1}
+    pipeline = config.pipeline.model_copy(update=default)
+    return config.model_copy(update={"pipeline": pipeline})
 
 
 def is_asynchronous(config: Config) -> bool:

@@ -139,10 +139,11 @@ def prepare_folder(setup: Setup) -> None:
 def headline(setup: Setup) -> str:
     config, device = setup.config, setup.mesh.devices.flat[0]
     replicas = f" in {config.mesh.replica} replicas" if config.mesh.replica > 1 else ""
-    tensor = f" x {config.mesh.tensor} tensor devices" if config.mesh.tensor > 1 else ""
+    shared = "".join(f" x {n} {name} devices" for name, n in config.mesh.model_axes().items())
+    expert = f" ({config.mesh.expert} share experts)" if config.mesh.expert > 1 else ""
     return (
         f"{setup.task.num_parameters():,} parameters on {config.mesh.stage} stages x "
-        f"{config.mesh.data} data shards{replicas}{tensor} ({device.device_kind}, "
+        f"{config.mesh.data} data shards{replicas}{expert}{shared} ({device.device_kind}, "
         f"{jax.process_count()} processes); "
         f"schedule {config.pipeline.schedule}, {config.pipeline.microbatches} microbatches, "
         f"remat {config.pipeline.remat}, ZeRO-{config.pipeline.zero}"

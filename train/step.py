@@ -71,9 +71,8 @@ class Setup:
     def __init__(self, config: Config, choice: Choice | None = None) -> None:
         self.config = config
         self.task = tasks.make(config)
-        sizes = config.mesh.model_dump()
-        if config.mesh.tensor == 1:  # then nothing names the axis
-            del sizes["tensor"]
+        sizes: dict[str, Any] = config.mesh.shared_axes()
+        sizes |= {name: getattr(config.mesh, name) for name in ("stage", "data", "replica")}
         self.mesh = make_mesh(**sizes)
         self.shapes = jax.eval_shape(self.task.init, self._key)
         self.learning_rate = learning_rate(config.optimizer, num_steps=config.train.steps)

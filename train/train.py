@@ -75,9 +75,12 @@ def _main(arguments: Sequence[str]) -> int:
 
 def _run(invocation) -> None:
     from jaxpipe import gpu_flags
-    from train import checks, distributed, errors, ranges
+    from train import checks, configured, distributed, errors, ranges
 
     config, out_of_range = ranges.in_range(invocation.config)
+    chooses = config.pipeline.schedule == configured.PLAN
+    if chooses:  # until there are devices, any schedule will do to check the rest
+        config = configured.without_choice(config)
     broken = [*invocation.failures, *out_of_range]
     processes, failures = None, list(broken)
     try:
@@ -111,9 +114,13 @@ def _run(invocation) -> None:
     if failures:
         raise errors.ConfigError(failures)
 
-    from train import dry_run, evaluation, loop
+    from train import dry_run, evaluation, loop, plan
     from train.watchdog import Watchdog
 
+    if chooses:
+        config, why = plan.choose(config)
+        if jax.process_index() == 0:
+            print(why, flush=True)
     with Watchdog(config.distributed.patience_seconds) as watchdog:
         if invocation.dry_run:
             dry_run.run(config)

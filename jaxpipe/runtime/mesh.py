@@ -47,12 +47,17 @@ class Axes:
         cls,
         mesh: Mesh,
         stage: str,
-        data: Sequence[str],
+        data: Sequence[str] | None,
         replica: Sequence[str] | None,
         model: Sequence[str],
     ) -> Axes:
-        """Axes by name, with those of replicas the outermost; None is "replica", if it is there."""
+        """Axes by name, with those of replicas the outermost.
+
+        None is "replica", if it is there, and "data" with "expert", if that is there.
+        """
         own: set[str] = set(mesh.axis_names if isinstance(mesh, Mesh) else ())
+        if data is None:
+            data = ("data", *sorted(own & {"expert"} - {*_names(model), stage}))
         if replica is None:
             replica = sorted(own & {"replica"} - {*_names(data), stage})
         return cls(stage, alone((*_names(replica), *_names(data))), _names(replica), _names(model))
@@ -145,14 +150,16 @@ def make_mesh(
     stage: int,
     data: int = 1,
     replica: int = 1,
+    expert: int | None = None,
     context: int | None = None,
     tensor: int | None = None,
     devices: Sequence[jax.Device] | np.ndarray | None = None,
 ) -> Mesh:
-    """Builds the mesh the pipeline runs on: ``(data, stage)``, with "replica" before them and model
-    axes behind them where they are asked for.
+    """Builds the mesh the pipeline runs on: ``(data, stage)``, with "replica" before them, "expert"
+    and model axes behind them where they are asked for.
 
-    Devices along a model axis, which talk most, are next to each other. On several hosts the data
+    Devices along a model axis, which talk most, are next to each other, and then those along
+    "expert". On several hosts the data
     shards of a stage come next if they fit on one host with them, so that stages, which only send
     messages, lie across hosts, and replicas. Otherwise consecutive devices form one pipeline.
 
@@ -161,24 +168,25 @@ def make_mesh(
       data: number of data shards.
       replica: how many groups of these hold the same parts of arrays that ZeRO shards, which are
         then split over ``data / replica`` devices: hybrid sharding.
+      expert: how many data shards, next to each other, split a layer's experts: an axis of its own,
+        so that "data" has ``data / replica / expert``. None for no such axis.
       context, tensor: devices along the model axes of these names (`jaxpipe.Model`'s ``axes``);
         None for no such axis.
       devices: the devices to use, by default the first of `jax.devices`; or an array of them in the
         shape of the mesh, whose order is kept.
 
     Raises:
-      ValueError: a number below 1, replicas that do not divide the data shards, too few devices, or
-        an array of them in another shape.
+      ValueError: a number below 1, replicas or experts that do not divide the data shards, too few
+        devices, or an array of them in another shape.
 
     Example:
       >>> make_mesh(stage=1).axis_names
       ('data', 'stage')
     """
     model = {"context": context, "tensor": tensor}
-    refuse(below_one(data=data, stage=stage, replica=replica, **model))
-    if data % replica:
-        nearest = tuple(n for n in range(1, data + 1) if data % n == 0)
-        refuse([Problem("replica", replica, f"does not divide data={data}", nearest)])
+    refuse(below_one(data=data, stage=stage, replica=replica, expert=expert, **model))
+    refuse(_no_part("replica", replica, "data", data))
+    refuse(_no_part("expert", expert or 1, "data / replica", data // replica))
     given = jax.devices() if devices is None else devices
     available = list(np.asarray(given, object).flat)
     sizes = {"data": data, "stage": stage} | {k: n for k, n in model.items() if n is not None}
@@ -190,7 +198,9 @@ def make_mesh(
             f"{len(available)} ({available[0].platform}). On CPU, simulate them with "
             f"XLA_FLAGS=--xla_force_host_platform_device_count={needed}."
         )
-    sizes["data"] //= replica
+    sizes["data"] //= replica * (expert or 1)
+    if expert is not None:
+        sizes = {"data": sizes.pop("data"), "stage": sizes.pop("stage"), "expert": expert, **sizes}
     sizes = sizes if replica == 1 else {"replica": replica, **sizes}
     types = (AxisType.Auto,) * len(sizes)
     shape, names = tuple(sizes.values()), tuple(sizes)
@@ -203,6 +213,13 @@ def make_mesh(
     mesh = Mesh(np.asarray(available, object)[:needed].reshape(shape), names, axis_types=types)
     leave_compilation_cache(mesh)
     return mesh
+
+
+def _no_part(name: str, size: int, of: str, whole: int) -> Iterator[Problem]:
+    """Says that a number of devices does not divide that of which they are a part."""
+    if whole % size:
+        nearest = tuple(n for n in range(1, whole + 1) if whole % n == 0)
+        yield Problem(name, size, f"does not divide {of}={whole}", nearest)
 
 
 def _on_hosts(devices: list[jax.Device], sizes: dict[str, int]) -> list[jax.Device]:

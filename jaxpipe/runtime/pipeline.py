@@ -68,7 +68,7 @@ class Pipeline:
         "1f1b", of a schedule that is then built for the mesh with its default options.
       mesh: from `jaxpipe.make_mesh`, or one of your own; explicit axes are used as automatic ones.
       stage_axis: the mesh's axis of the schedule's stages.
-      data_axes: its axes of data shards, which act as one; others must have one device.
+      data_axes: those of data shards, which act as one; by default "data", with "expert" if there.
       replica_axes: further such axes, along which devices hold the same parts of what ZeRO shards;
         by default "replica", if the mesh has it.
       microbatches: m of a schedule that is given by its name; by default two per stage.
@@ -121,7 +121,7 @@ class Pipeline:
         schedule: Schedule | str,
         mesh: Mesh,
         stage_axis: str = "stage",
-        data_axes: Sequence[str] = ("data",),
+        data_axes: Sequence[str] | None = None,
         replica_axes: Sequence[str] | None = None,
         microbatches: int | None = None,
         trainable: Filter | None = None,

@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 
@@ -30,6 +31,7 @@ def lookup(
     *,
     axis: str | None = None,
     sequence_axis: str | None = None,
+    dtype: DTypeLike | None = None,
 ) -> Float[Array, "*own_batch width"]:
     """Returns rows of an embedding table that may be split over a mesh axis.
 
@@ -40,9 +42,10 @@ def lookup(
         table.
       sequence_axis: a model axis that also splits the table, as the outer of the two, and the last
         dimension of the rows; None for none.
+      dtype: of the rows; None for the table's. Devices exchange rows of this dtype.
 
     Returns:
-      Rows in the table's dtype, the same on every device of the axis, with ``sequence_axis`` the
+      Rows, the same on every device of the axis, with ``sequence_axis`` the
       device's own part of the sequence. The backward expects the complete cotangent on every
       device of the axis.
 
@@ -54,7 +57,7 @@ def lookup(
     local, held = _local(ids, table.shape[0], over)
     # Clipped rather than filled: ids out of the slice are zeroed below, which also keeps their
     # gradients out.
-    rows = jnp.take(table, local, axis=0, mode="clip")
+    rows = jnp.take(table, local, axis=0, mode="clip").astype(dtype or table.dtype)
     if over is None:
         return rows
     rows = jnp.where(held[..., None], rows, 0)
@@ -83,7 +86,8 @@ def cross_entropy(
     the target's one-hot vector, or with label smoothing s (Szegedy et al. 2016, section 7)
     ``(1 - s) onehot + s / vocab_size``. Loss and ``softmax(z) - q`` come out of one pass, and the
     latter is the only residual as large as the logits. Matmuls accumulate in float32 whatever the
-    dtype of ``x``, and the gradients of table and bias are never rounded to it.
+    dtype of ``x``, and the gradients of table and bias are never rounded to it; that of ``x`` is
+    summed over devices in its dtype.
 
     Args:
       x: the same on every device of the axis; its dtype is the matmuls' input dtype.
@@ -244,14 +248,14 @@ def _cross_entropy_backward(
     dx_NE = jnp.einsum(
         "nv,ve->ne", dlogits_NV, table_VE.astype(x_NE.dtype), preferred_element_type=jnp.float32
     )
+    dx_NE = (dx_NE * scale).astype(x_NE.dtype)  # as large as a message: summed in its dtype
     dtable_VE = jnp.einsum("nv,ne->ve", dlogits_NV, x_NE, preferred_element_type=jnp.float32)
     if axis is not None and axis.complete is not None:
         dx_NE = lax.psum(dx_NE, axis.complete)
-    dx_NE *= scale
     dbias_V = None
     if bias_V is not None:
         dbias_V = (dlogits_NV.sum(axis=0, dtype=jnp.float32) * scale).astype(bias_V.dtype)
-    return dx_NE.astype(x_NE.dtype), (dtable_VE * scale).astype(table_VE.dtype), dbias_V, None, None
+    return dx_NE, (dtable_VE * scale).astype(table_VE.dtype), dbias_V, None, None
 
 
 _cross_entropy.defvjp(_cross_entropy_forward, _cross_entropy_backward)

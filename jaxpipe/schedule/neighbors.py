@@ -48,7 +48,7 @@ def neighbor_clock(schedule: Schedule, costs: Costs | Sequence[Costs]) -> Timeli
     costs = of_virtual_stages(schedule.placement, costs)
     layers = chunk_layers(schedule.slices or ())
     table = lower(schedule, [layers.get(s, 1) for s in range(len(costs))])
-    work = _work(table, costs)
+    work = work_of(table, costs)
     message = max(cost.message for cost in costs) if schedule.num_stages > 1 else 0.0
     starts = replay(table, np.sum(list(work.values()), axis=0), message=message)
     parts: list[list[TimedAction]] = [[] for _ in schedule.orders]
@@ -112,8 +112,12 @@ def replay(
     return starts
 
 
-def _work(table: TickTable, costs: Sequence[Costs]) -> dict[Kind, np.ndarray]:
-    """How long the layers of each kind of action take, ``[ticks, stages]``."""
+def work_of(table: TickTable, costs: Sequence[Costs]) -> dict[Kind, np.ndarray]:
+    """How long the layers of each kind of action take, ``[ticks, stages]``.
+
+    Args:
+      costs: of every virtual stage.
+    """
     held = np.asarray(table.schedule.placement.virtual_stages)
     of_layer = [
         {kind: time / layers for kind, time in of_chunk.items()}

@@ -81,8 +81,8 @@ def test_losses_follow_their_formulas():
 
 def test_balance_is_least_if_all_experts_are_used_alike():
     """It is then the number of experts per token; if one gets everything, that of all experts."""
-    even, one = jnp.full((4, 4), 0.25), jax.nn.one_hot(jnp.zeros(4, int), 4)
-    assert experts.balance_loss(even, jnp.eye(4) + jnp.eye(4)[::-1]) == 2
+    even, one = jnp.full(4, 0.25), jnp.eye(4)[0]
+    assert experts.balance_loss(even, 2 * even) == 2
     assert experts.balance_loss(one, one) == 4
 
 
@@ -96,6 +96,18 @@ def test_idle_experts_get_no_gradient_and_layers_between_have_none():
         lambda key: gpt.init(dataclasses.replace(CONFIG, expert_every=2), key), jax.random.key(0)
     )["layers"]
     assert ["experts" in layer["mlp"] for layer in between] == [False, True]
+
+
+def test_what_is_dropped_is_counted_and_not_missed_in_logits():
+    """All tokens are alike, so that every one chooses the same two of 4 experts."""
+    config = dataclasses.replace(CONFIG, capacity_factor=0.5, expert_every=2, sequence_length=16)
+    params = gpt.init(config, jax.random.key(0))
+    tokens = jnp.zeros((2, 16), int)
+    (share,) = gpt.dropped(config, params, tokens)
+    assert share == 1 - config.expert_capacity(32) / 32 == 0.75
+    whole = dataclasses.replace(config, capacity_factor=None)
+    found, expected = (gpt.logits(shape, params, tokens) for shape in (config, whole))
+    np.testing.assert_array_equal(found, expected)
 
 
 def test_flops_count_the_experts_of_a_token():

@@ -96,7 +96,7 @@ def test_rotary_scores_depend_on_distance_only():
     """Heads that are the same vector everywhere: rotated scores are constant along diagonals."""
     head = jax.random.normal(jax.random.key(0), (8,))
     turns = rotary.frequencies(dataclasses.replace(TINY, head_size=8, rope_theta=100.0))
-    rotated = rotary.rotate(jnp.broadcast_to(head, (1, 6, 1, 8)), turns)[0, :, 0]
+    rotated = rotary.rotate(jnp.broadcast_to(head, (1, 6, 1, 8)), turns, jnp.arange(6))[0, :, 0]
     scores = rotated @ rotated.T
     for distance in range(6):
         diagonal = jnp.diagonal(scores, distance)

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import jax
 import pytest
 
 from benchmarks import modelled_steps
 from benchmarks.hlo import HloProgram
 from benchmarks.kernels import Use, kernel
 from benchmarks.roofline import LAUNCH, PEAKS, WAIT, Roofline, device_groups
+from jaxpipe.planning.traced import attention_of_gpus
 from jaxpipe.schedule import catalog
 from jaxpipe.schedule.actions import Kind
 from jaxpipe.schedule.lowering.lower import lower
 from jaxpipe.schedule.search.slices import slice_ticks
 from jaxpipe.schedule.simulate import Costs
+from models import gpt
 
 WEIGHTS = {(64, 256)}
 SCOPE = 'metadata={op_name="jit(f)/while/body/closed_call/%s/while"}'
@@ -134,18 +137,38 @@ def seconds(**trips: float):
     return roofline.run("main", lambda loop: trips[loop.name])
 
 
-@pytest.mark.parametrize(("link", "last"), [("nvlink", 3), ("network", 8)])
-def test_only_what_remains_of_a_transfer_when_it_is_waited_for_is_exposed(link, last):
-    """A shard goes to three others; across hosts if one of the devices is on another."""
-    program = HloProgram(PROGRAM.replace("{{0,1,2,3}}", f"{{{{0,1,2,{last}}}}}"))
-    gather = 3 * 4 * 1048576 / PEAKS[link].value
+@pytest.mark.parametrize(
+    ("hosts", "bandwidth"),
+    [
+        ((0, 0, 0, 0), PEAKS["nvlink"]),
+        ((0, 1, 2, 3), PEAKS["network"]),
+        ((0, 0, 0, 1), PEAKS["network"]),
+    ],
+)
+def test_only_what_remains_of_a_transfer_when_it_is_waited_for_is_exposed(hosts, bandwidth):
+    """A shard goes to three others."""
+    program = HloProgram(PROGRAM)
+    gather = 3 * 4 * 1048576 / bandwidth.value
     product = 2 * (32 * 64 + 64 * 256 + 32 * 256) / PEAKS["memory"].value + LAUNCH.value
     for trips in (0, 1, 5):
         between = trips * (product + LAUNCH.value) + LAUNCH.value
-        spent = Roofline(program, WEIGHTS).run(
+        spent = Roofline(program, WEIGHTS, hosts).run(
             "main", lambda row, n=trips: n * (row.name == "layers")
         )
         assert spent[Use.TRANSFERS] == pytest.approx(max(0.0, gather - between))
+
+
+def test_a_group_uses_the_ports_of_all_its_gpus_on_a_host():
+    """Two of each host send over two ports, and a device only waits for messages of its own."""
+    program = HloProgram(PROGRAM.replace("{{0,1},{1,2}}", "{{0,1},{2,3}}"))
+    two, none = (
+        Roofline(program, WEIGHTS, hosts, device=2).links()
+        for hosts in ((0, 0, 1, 1), (0, 1, 1, 1))
+    )
+    nvlink, network = PEAKS["nvlink"].value, PEAKS["network"].value
+    assert two == pytest.approx((1 / nvlink, 3 / (2 * network)))
+    assert none == pytest.approx((1 / nvlink, 3 / network))
+    assert Roofline(program, WEIGHTS, (0, 1, 1, 1), device=0).links()[0] == 1 / network
 
 
 def test_a_loop_takes_its_trips_and_a_launch_for_every_question_whether_to_go_on():
@@ -232,3 +255,14 @@ def test_ticks_run_the_body_with_the_fewest_transfers_that_has_their_own():
         assert modelled_steps.tick_kind(table, tick, [plain, both]) == (both if needed else plain)
         assert modelled_steps.tick_kind(table, tick, [plain]) == plain
     assert Kind.F in table.passes
+
+
+def test_the_model_that_is_costed_has_cudnns_attention():
+    config = gpt.GPTConfig(
+        vocab_size=64, sequence_length=64, num_layers=1, width=64, num_heads=2, dtype="bfloat16"
+    )
+    params = jax.eval_shape(lambda: gpt.init(config, jax.random.key(0)))
+    tokens = jax.ShapeDtypeStruct((1, 64), "int32")
+    with attention_of_gpus():
+        program = jax.make_jaxpr(lambda params, tokens: gpt.logits(config, params, tokens))
+        assert "dot_product_attention_fwd" in str(program(params, tokens))

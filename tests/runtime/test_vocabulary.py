@@ -46,6 +46,21 @@ def test_lookup_of_a_split_table_is_plain_indexing(mesh, case):
     np.testing.assert_array_equal(lookup(case["table"], case["ids"]), case["table"][case["ids"]])
 
 
+def test_devices_exchange_rows_of_the_dtype_that_is_asked_for(mesh, case):
+    """A row is one device's alone: rounding it before the sum is rounding the row."""
+    split = split_run(
+        mesh,
+        lambda table, ids: lookup(table, ids, axis="stage", dtype=jnp.bfloat16),
+        (P("stage"), P()),
+        P(),
+    )
+    rows = split(case["table"], case["ids"])
+    assert rows.dtype == jnp.bfloat16
+    np.testing.assert_array_equal(rows, case["table"].astype(jnp.bfloat16)[case["ids"]])
+    traced = str(jax.make_jaxpr(split)(case["table"], case["ids"]))
+    assert ":bf16[3,5,6] = psum[" in traced
+
+
 def test_cross_entropy_is_log_softmax_of_the_real_rows(case):
     x = jax.random.normal(jax.random.key(1), (3, 5, WIDTH))
 

@@ -123,9 +123,39 @@ RULES = [
         "valid: model.num_heads=8, or mesh.tensor=4.",
     ),
     (
-        {"mesh.tensor": 2, "model.num_experts": 4},
-        "mesh.tensor=2: layers of task=gpt are not split over devices; those of a GPT without "
-        "experts are. Nearest valid: mesh.tensor=1.",
+        {"mesh.expert": 4, "mesh.data": 4, "model.num_experts": 6},
+        "model.num_experts=6 is not divisible by mesh.expert=4, whose devices share it. Nearest "
+        "valid: model.num_experts=4 or 8, or mesh.expert=3 or 6.",
+    ),
+    (
+        {"mesh.expert": 4, "mesh.data": 4, "mesh.replica": 2, "model.num_experts": 4},
+        "mesh.expert=4 does not divide mesh.data=4 / mesh.replica=2. Nearest valid: mesh.expert=2.",
+    ),
+    (
+        {"mesh.expert": 2, "mesh.data": 2},
+        "mesh.expert=2: layers of task=gpt are not split over devices so; those of task=gpt with "
+        "model.num_experts are. Nearest valid: mesh.expert=1.",
+    ),
+    (
+        {"mesh.context": 4, "model.sequence_length": 12},
+        "model.sequence_length=12 is not divisible by 8: each of mesh.context=4 devices has an "
+        "early and a late part of it. Nearest valid: model.sequence_length=8 or 16, or "
+        "mesh.context=3 or 6.",
+    ),
+    (
+        {"mesh.context": 2, "mesh.tensor": 4, "model.sequence_length": 12},
+        "model.sequence_length=12 is not divisible by 8: each of mesh.context=2 devices has an "
+        "early and a late part of it, which mesh.tensor=4 devices share. Nearest valid: "
+        "model.sequence_length=8 or 16, or mesh.context=1 or 3.",
+    ),
+    (
+        {"mesh.context": 2, "pipeline.schedule": "2bw"},
+        "mesh.context=2 has no place in pipeline.schedule=2bw, which splits no layer over devices.",
+    ),
+    (
+        {"mesh.tensor": 4, "model.num_heads": 12, "model.num_kv_heads": 3, "model.head_size": 4},
+        "model.num_kv_heads=3 is not divisible by mesh.tensor=4, whose devices share it. Nearest "
+        "valid: model.num_kv_heads=4, or mesh.tensor=3.",
     ),
     (
         {"mesh.tensor": 2, "pipeline.schedule": "pipemare"},

@@ -82,9 +82,14 @@ def test_more_stages_than_devices(make):
     )
     assert "XLA_FLAGS=--xla_force_host_platform_device_count=16 simulates" in failure.message
     (failure,) = checks.device_failures(
-        make({"mesh.stage": 4, "mesh.data": 2, "mesh.tensor": 2}), num_devices=8, platform="gpu"
+        make({"mesh.stage": 2, "mesh.data": 2, "mesh.context": 2, "mesh.tensor": 2}),
+        num_devices=8,
+        platform="gpu",
     )
-    message = "mesh.stage=4 x mesh.data=2 x mesh.tensor=2 needs 16 devices, but there are 8 (gpu)."
+    message = (
+        "mesh.stage=2 x mesh.data=2 x mesh.context=2 x mesh.tensor=2 needs 16 devices, but there "
+        "are 8 (gpu)."
+    )
     assert message in failure.message
     assert not checks.device_failures(make(), num_devices=4, platform="cpu")
 

@@ -11,6 +11,7 @@ import numpy as np
 
 from models import gpt
 from models.sample import sample
+from models.tensor import divides_heads
 from train.config import Config
 from train.data import text, token_file, tokenizer_files
 from train.data.folder import META_FILE
@@ -35,17 +36,22 @@ class GPT(Task):
 
     def model(self, *, train: bool, axis: str | None = "stage"):
         shape = self.shape if train else self.shape.without_layer_losses()
-        shares = axis is not None and self.config.mesh.tensor > 1
-        return gpt.model(shape, vocabulary_axis=axis, tensor_axis="tensor" if shares else None)
+        return gpt.model(shape, **self.named_axes(axis))
 
-    def shared(self):
+    def shared(self, axis):
         shape = self.shape
-        if shape.num_experts is not None:
-            return {}
-        counts = {"num_heads": shape.num_heads, "sequence_length": shape.sequence_length}
-        if shape.num_kv_heads is not None:
-            counts["num_kv_heads"] = shape.kv_heads
-        return counts | {"mlp_width": shape.hidden_width}
+        if axis == "expert":
+            return {} if shape.num_experts is None else {"num_experts": shape.num_experts}
+        counts = {"sequence_length": shape.sequence_length}
+        if axis == "tensor":
+            counts |= {"num_heads": shape.num_heads}
+            if not all(kind.has_experts for kind in shape.layer_kinds):
+                counts["mlp_width"] = shape.hidden_width
+            if shape.shared_width is not None:
+                counts["shared_width"] = shape.shared_width
+            if not divides_heads(shape.kv_heads, shape.head_width, self.config.mesh.tensor):
+                counts["num_kv_heads"] = shape.kv_heads
+        return counts
 
     def init(self, rng):
         return gpt.init(self.shape, rng)
@@ -168,7 +174,7 @@ class GPT(Task):
         return f"a unigram model of the same tokens: {loss:.4f}"
 
     def report(self, params, states, heldout):
-        del states, heldout
+        del states
         settings = self.config.sample
         if not settings.num_tokens:
             return "", None
@@ -186,7 +192,20 @@ class GPT(Task):
         written = settings.prompt + tokenizer.decode(np.asarray(tokens)[0].tolist())
         path = Path(self.config.run_dir) / self.report_file
         path.write_text(written + "\n", encoding="utf-8")
-        return f"sample ({path}):\n{written}", None
+        return f"{self._dropped(params, heldout)}sample ({path}):\n{written}", None
+
+    def _dropped(self, params, heldout) -> str:
+        """What experts with a capacity drop of as many held-out rows as a device has at once."""
+        config = self.config
+        if self.shape.capacity_factor is None:
+            return ""
+        together = config.train.batch_size // (config.mesh.data * config.pipeline.microbatches)
+        tokens = self.rows(heldout, together)["tokens"][:, :-1]
+        shares = jax.jit(gpt.dropped, static_argnums=0)(self.shape, params, tokens)
+        return (
+            f"experts drop {shares.mean():.1%} of the choices of {len(tokens)} held-out rows, "
+            f"{shares.max():.1%} in the fullest layer (model.capacity_factor)\n"
+        )
 
 
 def _same_length(folder: Path, name: str, count: int, meta: text.DataMeta) -> Iterator[Failure]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any, TypeAlias
 
 import jax
@@ -19,6 +19,12 @@ _INLINED = {
     *("jit", "pjit", "closed_call", "core_call", "checkpoint", "remat2", "remat"),
     *("custom_jvp_call", "custom_vjp_call"),
 }
+
+_FORMS = {
+    *("broadcast_in_dim", "concatenate", "convert_element_type", "dynamic_slice", "reshape"),
+    *("rev", "slice", "split", "squeeze", "transpose"),
+}
+"""Primitives that bring values into another form."""
 
 
 def flatten(closed: core.ClosedJaxpr, *, selects: bool = False) -> core.ClosedJaxpr:
@@ -101,14 +107,14 @@ def reachable(eqns: Eqns, start: Vars) -> Vars:
     return reached
 
 
-def needed(eqns: Eqns, outputs: Iterable[Any]) -> list[Any]:
-    """The equations that ``outputs`` depend on, in program order."""
-    wanted = {v for v in outputs if is_var(v)}
+def needed(eqns: Eqns, outputs: Iterable[Any], given: Collection[Any] = ()) -> list[Any]:
+    """The equations that ``outputs`` depend on where ``given`` is known, in program order."""
+    wanted = {v for v in outputs if is_var(v)}.difference(given)
     kept = []
     for eqn in reversed(eqns):
         if not wanted.isdisjoint(eqn.outvars):
             kept.append(eqn)
-            wanted.update(v for v in eqn.invars if is_var(v))
+            wanted.update(v for v in eqn.invars if is_var(v) and v not in given)
     return kept[::-1]
 
 
@@ -138,8 +144,15 @@ def num_bytes(variables: Iterable[Any]) -> int:
 
 
 def multiplies(eqn: Any) -> bool:
-    """Whether an equation may take long: a matmul, a convolution, or a program of its own."""
-    heavy = eqn.primitive.name in ("dot_general", "conv_general_dilated", "ragged_dot_general")
+    """Whether an equation is a matmul of weights, a convolution, or a program of its own.
+
+    A matmul with batch dimensions, as in attention, is none: its operands may be much larger than
+    its result.
+    """
+    if eqn.primitive.name == "dot_general":
+        _, (batch_dims, _) = eqn.params["dimension_numbers"]
+        return not batch_dims
+    heavy = eqn.primitive.name in ("conv_general_dilated", "ragged_dot_general")
     return heavy or any(map(_is_program, eqn.params.values()))
 
 
@@ -152,3 +165,21 @@ def _is_program(param: Any) -> bool:
     return isinstance(param, (core.Jaxpr, core.ClosedJaxpr, tuple)) and (
         not isinstance(param, tuple) or any(map(_is_program, param))
     )
+
+
+def gathered_parts(eqns: Eqns, var: Any, own: Vars) -> list[Any]:
+    """What a device gathers with others to make a value; the value itself if it is not so made.
+
+    Args:
+      eqns: a program.
+      var: a value that it computes.
+      own: values of which a device has its own.
+    """
+    sources = {v: eqn.invars[0] for eqn in eqns if gathers(eqn) for v in eqn.outvars}
+    after = needed(eqns, [var], sources)
+    made = {v for eqn in after for v in eqn.outvars}
+    behind = (reads(after, [var]) - made) & own
+    if not behind <= sources.keys() or any(eqn.primitive.name not in _FORMS for eqn in after):
+        return [var]
+    parts = [sources[v] for v in sources if v in behind]  # in the same order in every process
+    return parts if num_bytes(parts) < num_bytes([var]) else [var]

@@ -9,13 +9,15 @@ import jax
 
 from jaxpipe.schedule.problems import Problem
 
-_SUMS = ("psum", "reduce_scatter")
-"""Primitives that sum up over devices: to repeat one is to communicate again."""
+_COMMUNICATES = ("psum", "reduce_scatter", "all_to_all")
+"""Primitives to repeat which is to communicate again, and whose results are no larger than what
+they are computed from."""
 
 
 def _dots(primitive: Any, *args: Any, **params: Any) -> Any:
-    """Keeps the outputs of weight matmuls; where devices sum these up, the sum in their place."""
-    if primitive.name in _SUMS:
+    """Keeps the outputs of weight matmuls; where devices sum these up, the sum in their place; and
+    what devices exchange."""
+    if primitive.name in _COMMUNICATES:
         return True
     return jax.checkpoint_policies.dots_with_no_batch_dims_saveable(primitive, *args, **params)
 

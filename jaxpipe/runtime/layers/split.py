@@ -7,6 +7,7 @@ are flattened (``jit`` and ``checkpoint`` equations inlined), then cut:
 - residuals that do not depend on x (parameters, casts of them, and what depends on the context
   only, such as dropout masks) are recomputed where they are used; the others are saved, once each;
 - B is what dx needs, W is the rest of what dparams needs, and what W reads of B's values *crosses*;
+- what F gathers over devices for B alone is kept in parts, and B gathers it again;
 - what B gathers over devices crosses in parts, and W gathers it again;
 - what B can sum up or multiply so that less crosses is a part of B (the gradient of a norm's scale,
   the input of a matmul).
@@ -203,8 +204,8 @@ class Split:
         wanted = [v for v in source if v in read]
         behind = [source[v] for v in wanted]
         recomputed = [v for v in behind if jaxprs.is_var(v) and v not in kept]
-        eqns = jaxprs.needed(self.traced.forward.jaxpr.eqns, recomputed)
-        env = jaxprs.run(eqns, self._known(params, context)) | kept
+        eqns = jaxprs.needed(self.traced.forward.jaxpr.eqns, recomputed, kept)
+        env = jaxprs.run(eqns, self._known(params, context) | kept)
         return dict(zip(wanted, jaxprs.values(behind, env), strict=True))
 
     def _known(self, params: LayerParams, context: Tree) -> Env:
@@ -346,6 +347,8 @@ def _cut(traced: _Traced, early: bool) -> Split:
 
     until_w = saved(read_by_w)
     until_b = [v for v in saved(read_by_b) if v not in until_w]
+    until_b = [w for v in until_b for w in jaxprs.gathered_parts(forward.eqns, v, from_x)]
+    until_b = [v for v in dict.fromkeys(until_b) if v not in until_w]
     made_by_b = {v for eqn in b for v in eqn.outvars} | set(traced.dy)
     crosses = sorted(read_by_w & made_by_b & from_kept, key=jaxprs.order(backward))
     state = traced.own[traced.num_x :]

@@ -53,7 +53,7 @@ def buffers(
         moving = executor.moving_shapes(fixed)
         return executor.buffer_shapes(fixed) | ({"moving": moving} if any(moving) else {})
 
-    return _traced(pipe, batch, rng, read)
+    return within(pipe, batch, rng, read)
 
 
 def layers(pipe: Pipeline, batch: Batch, rng: Key = None) -> tuple[Layers, Shapes]:
@@ -68,12 +68,16 @@ def layers(pipe: Pipeline, batch: Batch, rng: Key = None) -> tuple[Layers, Shape
         shapes = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), context)
         return fixed.layers, shapes
 
-    return _traced(pipe, batch, rng, read)
+    return within(pipe, batch, rng, read)
 
 
-def _traced(
+def within(
     pipe: Pipeline, batch: Batch, rng: Key, read: Callable[[Fixed, StepMicrobatches], Read]
 ) -> Read:
+    """What ``read`` returns where a step's program is traced, inside `jax.shard_map`.
+
+    Other arguments as for `buffers`.
+    """
     refuse(checks.batch(batch, pipe))
     found: list[Read] = []
 

@@ -1,0 +1,238 @@
+"""``jaxpipe plan``: which mesh, schedule and options train a model soonest on given devices."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from jaxpipe.planning import configurations, step
+from jaxpipe.planning.devices import LAUNCH_SECONDS, USABLE_MEMORY, Cluster, cluster
+from jaxpipe.planning.search import REASONS, Found, Goal, Result, search
+from jaxpipe.planning.sizes import ModelSizes
+from jaxpipe.schedule.problems import Problem, below_one, refuse
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+_WIDTH = 160
+"""Columns of the tables without a terminal."""
+_DAY = 86400
+
+
+def plan(
+    *,
+    devices: tuple[int, ...],
+    device: str,
+    config: Path | None = None,
+    sizes: Path | None = None,
+    link: str = "nvlink:8,ib:400",
+    context: int = 1,
+    memory: float | None = None,
+    tokens: float | None = None,
+    batch: tuple[int, ...] | None = None,
+    critical_batch: float | None = None,
+    objective: Literal["time", "cost", "memory"] = "time",
+    out: Path | None = None,
+    picture: Path | None = None,
+    write_sizes: Path | None = None,
+) -> None:
+    """Choose mesh, schedule, microbatches, rematerialisation and ZeRO level for a model.
+
+    Everything is predicted: layers from their trace at the peaks of the device, messages and
+    transfers from the tick table that would run. Nothing is compiled or measured.
+
+    Args:
+      devices: how many there are; several numbers are compared.
+      device: v100, a100, h100, h200, b200; cpu for devices that jax simulates.
+      config: a configuration of the trainer, whose model and batch are meant.
+      sizes: instead, a file that --write-sizes wrote.
+      link: within hosts and between them: nvlink or pcie with the devices of a host, ib or eth
+        with the Gb/s of each device's port.
+      context: most devices that may share a sequence; each number of them takes seconds to count.
+      memory: bytes of a device that a plan may take; 92% of what it has without it.
+      tokens: to train on, for time and cost of the training; of one step without it.
+      batch: rows of a step; several numbers are compared. That of the configuration without it.
+      critical_batch: tokens of the critical batch, by which larger batches need fewer steps.
+      objective: what the best plan has the least of.
+      out: where to write the best plan as a configuration.
+      picture: where to draw the Pareto front, .svg or .png.
+      write_sizes: where to write what the model computes and keeps, for --sizes.
+    """
+    refuse(_problems(config, sizes, devices, context, batch, tokens, critical_batch, out))
+    clusters = [cluster(device, count, link=link, memory=memory) for count in devices]
+    with _progress() as bar:
+        counting = bar.add_task("counting the model", total=1.0)
+        configured = None if config is None else configurations.read(config)
+        if configured is not None:
+            model = configured.sizes(context, lambda share: bar.update(counting, completed=share))
+        else:
+            assert sizes is not None
+            model = ModelSizes.from_json(_text(sizes), source=str(sizes))
+        bar.update(counting, completed=1.0)
+        if write_sizes is not None:
+            write_sizes.write_text(model.to_json(), encoding="utf-8")
+        searching = bar.add_task("searching", total=1.0)
+        goal = Goal(tokens, batch or (model.batch_rows,), critical_batch, objective)
+        result = search(
+            model, clusters, goal, progress=lambda share: bar.update(searching, completed=share)
+        )
+    console = Console(width=None if sys.stdout.isatty() else _WIDTH, markup=False)
+    _report(console, model, clusters, goal, result)
+    if out is not None:
+        assert configured is not None
+        best = result.best[0]
+        steps = None if tokens is None else round(best.steps)
+        text = configured.write(best.plan, step.chunk_costs(best.placed), steps)
+        out.write_text(text, encoding="utf-8")
+        console.print(f"the first plan is written to {out}")
+    if picture is not None:
+        from jaxpipe.schedule.show import draw
+
+        draw.save(figure(result, _title(model, clusters[0])), picture)
+        console.print(f"the Pareto front is drawn in {picture}")
+
+
+def _problems(
+    config: Path | None,
+    sizes: Path | None,
+    devices: Sequence[int],
+    context: int,
+    batch: Sequence[int] | None,
+    tokens: float | None,
+    critical_batch: float | None,
+    out: Path | None,
+) -> list[Problem]:
+    found = []
+    if (config is None) == (sizes is None):
+        rule = "or $sizes must be given, and not both"
+        found.append(Problem("config", config, rule, (), {"sizes": None}))
+    if out is not None and config is None:
+        found.append(Problem("out", out, "needs $config, which it changes", (), {"config": None}))
+    found += below_one(context=context)
+    found += [Problem("devices", n, "must be at least 1", (1,)) for n in devices if n < 1]
+    found += [Problem("batch", n, "must be at least 1", (1,)) for n in batch or () if n < 1]
+    for name, number in (("tokens", tokens), ("critical_batch", critical_batch)):
+        if number is not None and not number > 0:
+            found.append(Problem(name, number, "must be a number of tokens above 0"))
+    if critical_batch is not None and tokens is None:
+        rule = "decides how many steps $tokens take, which are not given"
+        found.append(Problem("critical_batch", critical_batch, rule, (None,), {"tokens": None}))
+    return found
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        refuse([Problem("sizes", str(path), f"is not text: {error}")])
+        raise AssertionError from error  # refused
+
+
+def _progress() -> Progress:
+    columns = TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn()
+    return Progress(*columns, console=Console(stderr=True), transient=True)
+
+
+def _title(model: ModelSizes, one: Cluster) -> str:
+    return f"{model.name}, {model.num_parameters / 1e9:.3g}B parameters, {one.device.name}"
+
+
+def _report(
+    console: Console, model: ModelSizes, clusters: Sequence[Cluster], goal: Goal, result: Result
+) -> None:
+    one = clusters[0]
+    counts = ", ".join(str(each.count) for each in clusters)
+    console.print(
+        f"{_title(model, one)} x {counts}: assumed are {one.flops / 1e12:.0f} TFLOP/s of matmuls "
+        f"({one.device.efficiency.flops:.0%} of the peak), {one.bandwidth / 1e12:.2f} TB/s of "
+        f"memory, {one.within / 1e9:.0f} GB/s within hosts of {one.per_host}, "
+        f"{one.across / 1e9:.0f} GB/s between them, {LAUNCH_SECONDS * 1e6:.0f} us per kernel, "
+        f"{one.memory_bytes / 1e9:.3g} GB of memory (of a device's, {USABLE_MEMORY:.0%} unless "
+        f"--memory says more), ${one.device.dollars_per_hour:g} per device and hour; peaks from: "
+        f"{one.device.source}"
+    )
+    console.print(_table("best plans", result.best[:5], goal))
+    front = sorted(result.front, key=lambda found: found.device_bytes)
+    console.print(_table("no other plan is better in time, memory and cost", front, goal))
+    console.print(_parts("milliseconds of a step", result.best[:5], "seconds", 1e3))
+    console.print(_parts("GB of a device", result.best[:5], "bytes", 1e-9))
+    out = result.excluded.total()
+    console.print(f"{result.considered} plans were looked at; {out} are out:")
+    for reason, count in result.excluded.most_common():
+        if count:
+            console.print(f"  {count} {reason}: {REASONS[reason]}")
+
+
+def _table(title: str, found: Sequence[Found], goal: Goal) -> Table:
+    training = goal.tokens is not None
+    table = Table(title=title)
+    for name in (
+        "devices",
+        "stage x data x context x tensor",
+        "schedule",
+        "v",
+        "m x rows",
+        "remat",
+    ):
+        table.add_column(name, no_wrap=name != "stage x data x context x tensor")
+    for name in ("ZeRO", "replicas", "weights, slots"):
+        table.add_column(name, no_wrap=True)
+    for name in ("step, s", "model FLOPs", "GB", *(("days", "$") if training else ())):
+        table.add_column(name, justify="right")
+    for one in found:
+        p = one.plan
+        shown = [str(one.placed.cluster.count), f"{p.stage} x {p.data} x {p.context} x {p.tensor}"]
+        shown.append(p.schedule)
+        shown += [str(p.chunks), f"{p.microbatches} x {p.rows}", p.remat]
+        shown += [str(p.zero), str(p.replica), f"{p.weights}, {p.weight_slots}"]
+        shown += [f"{one.step_seconds:.3f}", f"{one.model_flops_share:.1%}"]
+        shown.append(f"{one.device_bytes / 1e9:.3g}")
+        if training:
+            shown += [f"{one.train_seconds / _DAY:.2f}", f"{one.dollars:,.0f}"]
+        table.add_row(*shown)
+    return table
+
+
+def _parts(title: str, found: Sequence[Found], which: str, scale: float) -> Table:
+    table = Table("plan", *getattr(found[0], which), title=title)
+    for number, one in enumerate(found, start=1):
+        values = getattr(one, which).values()
+        table.add_row(str(number), *(f"{scale * value:.4g}" for value in values))
+    return table
+
+
+def figure(result: Result, title: str) -> Figure:
+    """Draws time against memory of the Pareto front, and of the best plans."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    drawn = Figure(figsize=(7.5, 4.5), layout="constrained")
+    FigureCanvasAgg(drawn)
+    axes = drawn.subplots()
+    best = [one for one in result.best if one not in result.front]
+    for rows, line, color, label in (
+        (best, "", "#9dbdf0", "other best plans"),
+        (result.front, "-", "#27518f", "Pareto front"),
+    ):
+        gigabytes, seconds = (
+            [one.device_bytes / 1e9 for one in rows],
+            [one.step_seconds for one in rows],
+        )
+        axes.plot(gigabytes, seconds, linestyle=line, marker="o", color=color, label=label)
+    for one in result.front:
+        p = one.plan
+        name = f"{p.schedule} {p.stage}x{p.data}x{p.sharing}, {p.remat}, ZeRO-{p.zero}"
+        place = one.device_bytes / 1e9, one.step_seconds
+        axes.annotate(name, place, fontsize=6, xytext=(4, 3), textcoords="offset points")
+    axes.set_xlabel("GB of a device", fontsize=8)
+    axes.set_ylabel("seconds of a step", fontsize=8)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.legend(frameon=False, fontsize=8)
+    drawn.suptitle(title, fontsize=9)
+    return drawn

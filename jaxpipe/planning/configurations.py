@@ -1,0 +1,61 @@
+"""Where models come from: readers of configurations that other packages register, or a file.
+
+The library knows no trainer. A package whose configurations ``jaxpipe plan`` shall read has an
+entry point of the group ``jaxpipe.configurations`` that names a function ``(path) -> Configured``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from importlib.metadata import entry_points
+from pathlib import Path
+from typing import Protocol
+
+from jaxpipe.planning.plans import Plan
+from jaxpipe.planning.sizes import ModelSizes
+from jaxpipe.schedule.problems import Problem, refuse
+from jaxpipe.schedule.simulate import Costs
+
+GROUP = "jaxpipe.configurations"
+
+
+class Configured(Protocol):
+    """A model as a configuration has it."""
+
+    def sizes(self, most_context: int, progress: Callable[[float], None]) -> ModelSizes:
+        """Counts the model for all numbers of devices that it lets share a layer.
+
+        Args:
+          most_context: devices that may share a sequence.
+          progress: told which share of the work is done.
+        """
+
+    def write(self, plan: Plan, costs: Costs, steps: int | None) -> str:
+        """The text of a configuration that trains it by a plan.
+
+        Args:
+          plan: to write.
+          costs: of a chunk, for which its schedule is made.
+          steps: optimizer steps; None to keep those that the configuration has.
+        """
+
+
+def read(path: Path) -> Configured:
+    """Reads a configuration with the reader that is installed.
+
+    Raises:
+      ArgumentError: none is, or the file cannot be read.
+    """
+    points = entry_points(group=GROUP)
+    why = f"no installed package has an entry point of the group {GROUP}"
+    for point in points:
+        try:
+            reader = point.load()
+        except ModuleNotFoundError as error:
+            # jaxpipe's own names its trainer, which runs from a clone and is not in the wheel.
+            why = f"{point.value} cannot be imported ({error})"
+            continue
+        return reader(path)
+    note = "A file of sizes needs no reader: --sizes FILE. The trainer's runs in a clone."
+    refuse([Problem("config", str(path), f"cannot be read: {why}", note=note)])
+    raise AssertionError  # refused

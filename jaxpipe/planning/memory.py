@@ -1,0 +1,84 @@
+"""Bytes on a device during a step, by part, from a plan's tick table and a model's sizes."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+
+from jaxpipe.planning.plans import Placed
+from jaxpipe.planning.programs import Program, table_of
+
+_MASTER_BYTES = 4
+"""Of a gradient sum and of a moment of the optimizer: float32."""
+
+PARTS = (
+    *("parameters", "copies", "optimizer", "gradients", "residuals", "crossing", "inboxes"),
+    *("moving", "working", "batch"),
+)
+"""What a device holds: parameters; weights gathered, or copied in the compute dtype; the state of
+the optimizer; sums of gradients; activations until B or W; values from B to W; messages; pieces of
+chunks on their way over data; values of the layer, or the logits, at work; the batch."""
+
+
+def device_bytes(placed: Placed, program: Program) -> Mapping[str, float]:
+    """Bytes by part (`PARTS`), on the device that holds the most.
+
+    Sums of gradients are float32, as are the parameters of a model that casts them. The working set
+    is that of a traced layer, or of the head: what XLA makes of it is known only once it has
+    compiled.
+    """
+    plan, model, sizes = placed.plan, placed.model, placed.sizes
+    layers, parts = placed.layers_per_chunk, placed.plan.parts
+    stage, outer = placed.stage_parameters, placed.outer_parameters
+    chunk = layers * placed.layer_parameters
+    slots = _slots(program)
+    split = {level: parts if plan.zero >= level else 1 for level in (1, 2, 3)}
+    size = model.parameter_bytes
+    found = dict.fromkeys(PARTS, 0.0)
+    found["parameters"] = size * (stage + outer) / split[3]
+    if plan.zero == 3:
+        found["copies"] = slots["gathers"] * chunk * model.compute_bytes + outer * size
+    elif model.compute_bytes != size:
+        found["copies"] = stage * model.compute_bytes
+    found["optimizer"] = _MASTER_BYTES * model.moments * (stage + outer) / split[1]
+    if plan.zero >= 2:
+        sums = slots["reduces"] * chunk + outer
+        found["gradients"] = _MASTER_BYTES * (sums + (stage + outer) / parts)
+    else:
+        reduced = (stage + outer) / parts if plan.zero == 1 else 0.0
+        found["gradients"] = _MASTER_BYTES * (stage + outer + reduced)
+    found["residuals"] = layers * sum(
+        slots[name] * placed.mean(name) for name in ("until_b", "until_w")
+    )
+    found["crossing"] = layers * slots["crossing"] * placed.mean("crossing")
+    message = sizes.message.at(plan.rows)
+    found["inboxes"] = (slots["x"] + slots["dy"] + slots["late"]) * message
+    # Pieces on their way, whole and as this device's part.
+    both = (1 + 1 / parts) * placed.layer_parameters
+    if plan.zero == 3:
+        found["moving"] += slots["gathering"] * both * model.compute_bytes
+    if plan.data * plan.context > 1:
+        reducing = both if plan.zero else placed.layer_parameters
+        found["moving"] += slots["reducing"] * reducing * _MASTER_BYTES
+    head = sizes.head_working_set.at(plan.rows)
+    held = outer / sizes.outer_parameters if sizes.outer_parameters else 1.0
+    found["working"] = max(head * held, placed.mean("working_set"))
+    found["batch"] = model.row_bytes * plan.rows * plan.microbatches
+    return found
+
+
+def _slots(program: Program) -> dict[str, float]:
+    """Slots of every buffer; of transfers, chunks that lie in slots, and pieces on their way."""
+    table = table_of(program.shorter()[0][0])
+    # Slices keep within the order's own peak, but each length is cut by a search of its own.
+    order = dataclasses.replace(program, costs=None).shorter()
+    found = {
+        name: max(n, sum(share * table_of(one).num_slots[name] for one, share in order))
+        for name, n in table.num_slots.items()
+    }
+    late = {channel.kind for channel in table.channels if channel.late}
+    found |= {"late": len(late), "gathers": table.gathers.num_slots}
+    found |= {"reduces": table.reduces.num_slots}
+    for name, moves in (("gathering", table.gathers), ("reducing", table.reduces)):
+        found[name] = moves.group if moves.shared.any() else 0
+    return found

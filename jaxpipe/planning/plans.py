@@ -1,0 +1,157 @@
+"""A plan: how a model is spread over devices, and what its links and devices then have to do."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from functools import cached_property
+
+from jaxpipe.planning.devices import Cluster
+from jaxpipe.planning.sizes import ModelSizes, Sizes
+
+UNROLLED_LAYERS = 8
+"""Layers per stage up to which the trainer keeps weights in one array per layer on GPUs."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """One choice of everything.
+
+    Args:
+      stage, data, context, tensor: devices along the mesh's axes.
+      replica: groups of data shards that hold the same parts.
+      schedule: its name.
+      chunks: of a stage.
+      microbatches: of a step.
+      rows: of a microbatch on one data shard.
+      remat: policy.
+      zero: level.
+      weight_slots: chunks of gathered weights, or of gradient sums, at once.
+      weights: "stacked" or "unrolled".
+    """
+
+    stage: int
+    data: int
+    context: int
+    tensor: int
+    replica: int
+    schedule: str
+    chunks: int
+    microbatches: int
+    rows: int
+    remat: str
+    zero: int
+    weight_slots: int
+    weights: str
+
+    @property
+    def sharing(self) -> int:
+        """Devices that share a layer."""
+        return self.context * self.tensor
+
+    @property
+    def num_chunks(self) -> int:
+        """Of the model."""
+        return self.stage * self.chunks
+
+    @property
+    def batch_rows(self) -> int:
+        """Rows of a step on all devices."""
+        return self.microbatches * self.rows * self.data
+
+    @property
+    def parts(self) -> int:
+        """Into how many parts ZeRO splits what it shards."""
+        return self.data // self.replica
+
+
+@dataclasses.dataclass(frozen=True)
+class Placed:
+    """A plan of a model on a cluster: what one device holds, and over which links it talks."""
+
+    plan: Plan
+    model: ModelSizes
+    cluster: Cluster
+
+    @property
+    def variant(self) -> tuple[int, int, str]:
+        """What decides the sizes of the model's layers."""
+        return self.plan.context, self.plan.tensor, self.plan.remat
+
+    @cached_property
+    def sizes(self) -> Sizes:
+        return self.model.variants[self.variant]
+
+    @cached_property
+    def layers_per_chunk(self) -> int:
+        """Of the largest chunk, which decides the room of all."""
+        return -(-self.model.num_layers // (self.plan.stage * self.plan.chunks))
+
+    @cached_property
+    def layer_parameters(self) -> float:
+        """Of a layer on a device: the mean, if layers differ."""
+        kinds = self.sizes.kind_of
+        return sum(self.sizes.layers[kind].parameters for kind in kinds) / len(kinds)
+
+    @cached_property
+    def stage_parameters(self) -> float:
+        """Of the layers of a stage on a device, not sharded over data."""
+        return self.plan.chunks * self.layers_per_chunk * self.layer_parameters
+
+    @cached_property
+    def outer_parameters(self) -> float:
+        """Of embedding and head on a device, not sharded over data."""
+        split = self.sizes.outer_split
+        return self.sizes.outer_parameters - split + split / self.plan.stage
+
+    def mean(self, name: str) -> float:
+        """Bytes of `LayerSizes` of the plan's rows: the mean, if layers differ."""
+        kinds = self.sizes.kind_of
+        found = (getattr(self.sizes.layers[kind], name).at(self.plan.rows) for kind in kinds)
+        return sum(found) / len(kinds)
+
+    # Links, in the order in which `jaxpipe.make_mesh` lays devices out.
+
+    @cached_property
+    def _near(self) -> int:
+        """Devices of one stage and replica."""
+        return self.plan.parts * self.plan.sharing
+
+    @cached_property
+    def _data_inside(self) -> bool:
+        """Whether the data shards of a stage share a host."""
+        hosts = self.cluster.count // self.cluster.per_host
+        return hosts > 1 and self.cluster.per_host % self._near == 0
+
+    @cached_property
+    def sharing_links(self) -> tuple[float, float]:
+        """Between the devices of a context, and between those that share a layer's arrays."""
+        return self.cluster.link(self.plan.sharing), self.cluster.link(self.plan.tensor)
+
+    @cached_property
+    def stage_link(self) -> float:
+        """Of the slowest hop between stages."""
+        inner = self._near if self._data_inside else self.plan.sharing
+        return self.cluster.link(inner * self.plan.stage)
+
+    @cached_property
+    def data_link(self) -> float:
+        """Between the parts that ZeRO makes."""
+        own = self.plan.sharing * (1 if self._data_inside else self.plan.stage)
+        return self.cluster.link(own * self.plan.parts)
+
+    @cached_property
+    def replica_link(self) -> float:
+        """Between the replicas of a part."""
+        return self.cluster.link(self._near * self.plan.stage * self.plan.replica)
+
+
+def divisors(number: int) -> list[int]:
+    """Those of a number, in order.
+
+    Example:
+      >>> divisors(12)
+      [1, 2, 3, 4, 6, 12]
+    """
+    small = [n for n in range(1, math.isqrt(number) + 1) if number % n == 0]
+    return sorted({*small, *(number // n for n in small)})

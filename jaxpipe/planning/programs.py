@@ -1,0 +1,144 @@
+"""The tick table of a plan, and how its time and its slots grow with the microbatches.
+
+A schedule's steady state repeats every ``p`` microbatches. A long step is therefore not lowered
+whole: two shorter ones that are ``p`` microbatches apart give the line on which it lies. The plans
+that are shown at the end are lowered as they are (`search`).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from functools import lru_cache
+
+from jaxpipe.schedule import catalog
+from jaxpipe.schedule.actions import Schedule
+from jaxpipe.schedule.lowering.lower import lower
+from jaxpipe.schedule.lowering.table import TickTable
+from jaxpipe.schedule.partition import partition
+from jaxpipe.schedule.search.slices import slice_ticks
+from jaxpipe.schedule.simulate import Costs
+
+_PERIODS = 4
+"""Microbatches, in stages, after which a schedule is in its steady state."""
+_FEWEST = 8
+_DIGITS = 2
+"""Significant digits of relative costs that tell two programs apart."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Program:
+    """What decides a tick table.
+
+    Args:
+      schedule: its name.
+      stages, chunks, microbatches: its shape.
+      layers: of the model.
+      costs: of a chunk, relative, for which orders are made and cut into slices; None for the
+        published order in whole actions.
+      weight_slots, own_slots, moves_in_pieces, sums_in_slots: how the pipeline lowers it.
+    """
+
+    schedule: str
+    stages: int
+    chunks: int
+    microbatches: int
+    layers: int
+    costs: Costs | None
+    weight_slots: int
+    own_slots: bool
+    moves_in_pieces: bool
+    sums_in_slots: bool
+
+    def table(self) -> TickTable:
+        """Lowers it, as `jaxpipe.Pipeline` does.
+
+        Raises:
+          ArgumentError: the schedule does not fit the shape.
+        """
+        order = order_of(
+            self.schedule, self.stages, self.chunks, self.microbatches, self.layers, self.costs
+        )
+        counts = partition([1.0] * self.layers, order.placement)
+        return lower(
+            order,
+            counts,
+            weight_slots=self.weight_slots,
+            gradient_slots=None if self.sums_in_slots else order.num_chunks,
+            own_slots=self.own_slots,
+            pieces=max(counts) if self.moves_in_pieces and self.weight_slots > 1 else 0,
+        )
+
+    def shorter(self) -> tuple[tuple[Program, float], ...]:
+        """Programs with weights whose sum this one's time and slots are; itself, if it is short."""
+        p, most = self.stages, max(_PERIODS * self.stages, _FEWEST)
+        if self.microbatches <= most + p:
+            return ((self, 1.0),)
+        longer = most + self.microbatches % p
+        periods = (self.microbatches - longer) / p
+        two = (dataclasses.replace(self, microbatches=m) for m in (longer, longer - p))
+        return tuple(zip(two, (1 + periods, -periods), strict=True))
+
+
+def waits(program: Program, of: Callable[[Program], float]) -> float:
+    """What a program that is cut into slices waits, from what shorter ones do.
+
+    Every length is cut by a search of its own, and a line through two of them would magnify what
+    these differ by. What is waited grows with the microbatches by no less than nothing, and by no
+    more than in proportion.
+    """
+    longer = program.shorter()[0][0]
+    known = of(longer)
+    if longer == program:
+        return known
+    periods = longer.microbatches // program.stages // 2
+    half = dataclasses.replace(longer, microbatches=longer.microbatches - periods * program.stages)
+    slope = (known - of(half)) / (longer.microbatches - half.microbatches)
+    slope = min(max(slope, 0.0), known / longer.microbatches)
+    return known + slope * (program.microbatches - longer.microbatches)
+
+
+def grown(program: Program, of: Callable[[Program], float]) -> float:
+    """A number of a program that grows in a line with its microbatches."""
+    return sum(weight * of(one) for one, weight in program.shorter())
+
+
+@lru_cache(maxsize=512)
+def table_of(program: Program) -> TickTable:
+    """`Program.table`, kept."""
+    return program.table()
+
+
+@lru_cache(maxsize=512)
+def order_of(
+    name: str, stages: int, chunks: int, microbatches: int, layers: int, costs: Costs | None
+) -> Schedule:
+    """The order of a program, as the trainer makes it.
+
+    Raises:
+      ArgumentError: the schedule does not fit the shape.
+    """
+    order = catalog.build(
+        name,
+        stages=stages,
+        microbatches=microbatches,
+        chunks=chunks,
+        costs=costs,
+        layers_per_chunk=max(1, layers // (stages * chunks)),
+    )
+    if costs is None:
+        return order
+    return slice_ticks(order, costs, partition([1.0] * layers, order.placement), quick=True)
+
+
+def relative(costs: Costs) -> Costs:
+    """Costs as multiples of F, in few digits, so that plans that hardly differ share a table.
+
+    Example:
+      >>> relative(Costs(2.0, 2.4444, 1.6, 0.0123))
+      Costs(f=1.0, b=1.2, w=0.8, message=0.0062)
+    """
+    b, w, message = (
+        float(f"{value / costs.f:.{_DIGITS}g}") for value in (costs.b, costs.w, costs.message)
+    )
+    return Costs(1.0, b, w, message)

@@ -1,0 +1,318 @@
+"""The search: all plans of a model on a cluster, why most are out, the best, and the Pareto front.
+
+Plans are taken up in the order of what they take at least, which needs no schedule. Each is then
+timed with the published order of its schedule; the search ends when no plan that is left can be
+among the best. Those are timed again as they would run, with orders made for their costs.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
+
+from jaxpipe.planning import memory, step
+from jaxpipe.planning.candidates import SCHEDULES, plans
+from jaxpipe.planning.devices import Cluster
+from jaxpipe.planning.plans import Placed, Plan
+from jaxpipe.planning.sizes import ModelSizes
+from jaxpipe.schedule.problems import ArgumentError, Problem, refuse
+
+_FINALISTS = 8
+"""Plans that are timed as they would run, a fifth of a second to some seconds each: of every mesh,
+schedule and policy the best one."""
+_LEAN = 100
+"""Plans that are looked at for the lean end of the Pareto front."""
+
+REASONS = {
+    "rows": "rows, shards and microbatches do not divide the batch",
+    "layers": "fewer layers than chunks",
+    "memory": "more memory than the limit",
+    "schedule": "the schedule refuses this number of microbatches",
+    "slower": "slower than the best, even without a bubble",
+    "late": "slower than the best, with its bubble",
+}
+"""Why plans are out, in a word, and the word explained."""
+
+
+class Found(NamedTuple):
+    """A plan with what is predicted of it.
+
+    Args:
+      placed: the plan, its model and cluster.
+      seconds: of a step, by part.
+      bytes: of a device, by part.
+      steps: optimizer steps of the training.
+      exact: whether it was timed as it would run.
+    """
+
+    placed: Placed
+    seconds: Mapping[str, float]
+    bytes: Mapping[str, float]
+    steps: float
+    exact: bool
+
+    @property
+    def plan(self) -> Plan:
+        return self.placed.plan
+
+    @property
+    def step_seconds(self) -> float:
+        return step.total(self.seconds)
+
+    @property
+    def device_bytes(self) -> float:
+        return step.total(self.bytes)
+
+    @property
+    def train_seconds(self) -> float:
+        """Until the training ends."""
+        return self.steps * self.step_seconds
+
+    @property
+    def dollars(self) -> float:
+        """Of all devices until then."""
+        return self.train_seconds * self.placed.cluster.dollars_per_second
+
+    @property
+    def model_flops_share(self) -> float:
+        """Matmuls of F, B and W without recomputation, of the devices' data-sheet peak."""
+        plan, cluster = self.plan, self.placed.cluster
+        sizes = self.placed.model.variants[plan.context, plan.tensor, "none"]
+        layer = sum(
+            getattr(sizes.layers[kind], one).flops(plan.rows)
+            for kind in sizes.kind_of
+            for one in "fbw"
+        )
+        flops = (layer + sizes.head.flops(plan.rows)) * plan.sharing * plan.microbatches * plan.data
+        return flops / (self.step_seconds * cluster.device.flops * cluster.count)
+
+
+Objective = Callable[[Found], float]
+OBJECTIVES: Mapping[str, Objective] = {
+    "time": lambda found: found.train_seconds,
+    "cost": lambda found: found.dollars,
+    "memory": lambda found: found.device_bytes,
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Goal:
+    """What is trained.
+
+    Args:
+      tokens: to see, at a batch far below the critical one; None for one step.
+      batches: rows of a step that may be chosen.
+      critical_tokens: the critical batch; None if every token counts the same in any batch.
+      objective: a name in `OBJECTIVES`.
+    """
+
+    tokens: float | None
+    batches: tuple[int, ...]
+    critical_tokens: float | None = None
+    objective: str = "time"
+
+    def steps(self, batch_tokens: float) -> float:
+        """Optimizer steps: E_min (1 / B + 1 / B_crit) of McCandlish et al. 2018, equation 2.11.
+
+        Example:
+          >>> Goal(1e9, (8,), critical_tokens=1e6).steps(1e6)
+          2000.0
+        """
+        if self.tokens is None:
+            return 1.0
+        per_token = 1 / batch_tokens
+        if self.critical_tokens is not None:
+            per_token += 1 / self.critical_tokens
+        return self.tokens * per_token
+
+
+@dataclasses.dataclass(frozen=True)
+class Result:
+    """What a search found.
+
+    Args:
+      best: the finalists, the best first.
+      front: the Pareto front of time, memory and cost, by time.
+      excluded: how many plans are out, by `REASONS`.
+      considered: how many there were.
+    """
+
+    best: tuple[Found, ...]
+    front: tuple[Found, ...]
+    excluded: Counter[str]
+    considered: int
+
+
+def search(
+    model: ModelSizes,
+    clusters: Sequence[Cluster],
+    goal: Goal,
+    *,
+    allowed: Callable[[Plan], bool] = lambda plan: True,
+    progress: Callable[[float], None] = lambda share: None,
+) -> Result:
+    """Finds the best plans.
+
+    Args:
+      clusters: that may be used; they differ in the number of devices.
+      allowed: which plans may be taken.
+      progress: told which share of the work is done, 0 to 1.
+
+    Raises:
+      ArgumentError: no plan exists, or none fits the memory.
+    """
+    excluded: Counter[str] = Counter()
+    placed = [
+        Placed(plan, model, cluster)
+        for cluster in clusters
+        for plan in plans(model, cluster, goal.batches, excluded)
+        if allowed(plan)
+    ]
+    considered = len(placed) + excluded.total()
+    _refuse_none(placed, clusters, goal)
+    progress(0.05)
+    fitting = [one for one in placed if least_bytes(one) <= one.cluster.memory_bytes]
+    excluded["memory"] += len(placed) - len(fitting)
+    if not fitting:
+        _refuse_memory(placed)
+    found = _screened(fitting, goal, excluded, progress)
+    if not found:
+        _refuse_memory(fitting)
+    objective = OBJECTIVES[goal.objective]
+    of_kind = {_kind(one): one for one in sorted(found, key=objective, reverse=True)}
+    finalists = sorted(of_kind.values(), key=objective)[:_FINALISTS]
+    chosen = [*finalists, *(one for one in front(found) if one not in finalists)]
+    timed = []
+    for n, one in enumerate(chosen, start=1):
+        timed.append(exact(one))
+        progress(0.6 + 0.4 * n / len(chosen))
+    # Slices may keep a little more in flight than whole actions.
+    fit = [one for one in timed if one.device_bytes <= one.placed.cluster.memory_bytes]
+    if not fit:
+        _refuse_memory(fitting)
+    names = {one.plan for one in finalists}
+    best = sorted((one for one in fit if one.plan in names), key=objective) or fit
+    shown = {one.plan for one in (*best, *front(fit))}
+    excluded["memory"] += len(timed) - len(fit)
+    excluded["late"] += len(found) - (len(timed) - len(fit)) - len(shown)
+    return Result(tuple(best), front(fit), excluded, considered)
+
+
+def _kind(found: Found) -> tuple[object, ...]:
+    """What plans have in common that differ only in rows, slots, ZeRO level or replicas."""
+    plan = found.plan
+    return plan.stage, plan.data, plan.context, plan.tensor, plan.schedule, plan.remat
+
+
+def _screened(
+    fitting: list[Placed],
+    goal: Goal,
+    excluded: Counter[str],
+    progress: Callable[[float], None],
+) -> list[Found]:
+    """The plans that may be among the best, and lean ones, with published orders."""
+    objective = OBJECTIVES[goal.objective]
+    bounds = {one: _bound(one, goal) for one in fitting}
+    fitting = sorted(fitting, key=bounds.__getitem__)
+    found: list[Found] = []
+    values: dict[tuple[object, ...], float] = {}
+    worst, closed = math.inf, len(fitting)
+    for n, one in enumerate(fitting):
+        if bounds[one] > worst:
+            closed = n
+            break
+        if (plan := evaluated(one, goal, excluded)) is not None:
+            found.append(plan)
+            values[_kind(plan)] = min(objective(plan), values.get(_kind(plan), math.inf))
+            worst = sorted([*values.values(), *[math.inf] * _FINALISTS])[_FINALISTS - 1]
+        progress(0.05 + 0.5 * n / (n + 500))
+    left = fitting[closed:]
+    lean = sorted(left, key=least_bytes)[:_LEAN]
+    excluded["slower"] += len(left) - len(lean)
+    for n, one in enumerate(lean):
+        if (plan := evaluated(one, goal, excluded)) is not None:
+            found.append(plan)
+        progress(0.55 + 0.05 * n / len(lean))
+    return found
+
+
+def _bound(placed: Placed, goal: Goal) -> float:
+    """The least that the objective can be."""
+    if goal.objective == "memory":
+        return least_bytes(placed)
+    steps = goal.steps(placed.plan.batch_rows * placed.model.tokens_per_row)
+    seconds = steps * step.least_seconds(placed)
+    cost = goal.objective == "cost"
+    return seconds * placed.cluster.dollars_per_second if cost else seconds
+
+
+def least_bytes(placed: Placed) -> float:
+    """What a device holds at least, whatever the schedule."""
+    plan, model = placed.plan, placed.model
+    whole = placed.stage_parameters + placed.outer_parameters
+    sharded = whole / plan.parts
+    kept = (sharded if plan.zero == 3 else whole) * model.parameter_bytes
+    kept += 4 * model.moments * (sharded if plan.zero else whole)
+    kept += 4 * (sharded if plan.zero >= 2 else whole)
+    share = SCHEDULES[plan.schedule].in_flight
+    in_flight = plan.microbatches if share is None else min(plan.microbatches, plan.stage * share)
+    residuals = placed.mean("until_b") + placed.mean("until_w")
+    return kept + in_flight * residuals * model.num_layers / plan.stage
+
+
+def evaluated(placed: Placed, goal: Goal, excluded: Counter[str]) -> Found | None:
+    """A plan with its published order; None, and the reason counted, if it is out."""
+    program = step.program_of(placed, published=True)
+    try:
+        parts = memory.device_bytes(placed, program)
+    except ArgumentError:
+        excluded["schedule"] += 1
+        return None
+    if step.total(parts) > placed.cluster.memory_bytes:
+        excluded["memory"] += 1
+        return None
+    steps = goal.steps(placed.plan.batch_rows * placed.model.tokens_per_row)
+    return Found(placed, step.step_seconds(placed, program), parts, steps, exact=False)
+
+
+def exact(found: Found) -> Found:
+    """A plan as it would run: its order made for its costs, and cut into slices."""
+    program = step.program_of(found.placed)
+    seconds = step.step_seconds(found.placed, program)
+    parts = memory.device_bytes(found.placed, program)
+    return found._replace(seconds=seconds, bytes=parts, exact=True)
+
+
+def front(found: Sequence[Found]) -> tuple[Found, ...]:
+    """The plans that no other one beats in time, memory and cost at once, by time."""
+    kept: list[Found] = []
+    for one in sorted(found, key=lambda one: (one.train_seconds, one.device_bytes)):
+        beaten = any(
+            other.device_bytes <= one.device_bytes and other.dollars <= one.dollars
+            for other in kept
+        )
+        if not beaten:
+            kept.append(one)
+    return tuple(kept)
+
+
+def _refuse_none(placed: Sequence[Placed], clusters: Sequence[Cluster], goal: Goal) -> None:
+    if placed:
+        return
+    devices = clusters[0].count
+    rule = "divides into no mesh and microbatches; a batch must have rows for the data shards"
+    refuse([Problem("batch", goal.batches[0], rule, (devices * 4,), {"devices": devices})])
+
+
+def _refuse_memory(placed: Sequence[Placed]) -> None:
+    least = min(placed, key=least_bytes)
+    limit, count = least.cluster.memory_bytes, least.cluster.count
+    rule = (
+        f"is too little for any plan: the leanest needs at least {least_bytes(least):.3g} bytes "
+        f"on each of {count} devices"
+    )
+    note = "More devices (--devices), or rows split over tensor devices, need less."
+    refuse([Problem("memory", f"{limit:.3g}", rule, note=note)])

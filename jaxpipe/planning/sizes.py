@@ -1,0 +1,210 @@
+"""What a model computes, moves and keeps: what a plan needs to know of it, as a file of JSON.
+
+All numbers are of one device, and grow linearly with the rows of a microbatch (`Linear`).
+`jaxpipe.planning.traced` counts them for every number of devices that share a layer and every
+policy of rematerialisation; nothing here is a formula of a model.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from jaxpipe.schedule.problems import Problem, refuse
+
+PASSES = ("f", "b", "w")
+
+
+class Linear(NamedTuple):
+    """A number that grows with the rows of a microbatch.
+
+    Example:
+      >>> Linear(2, 3).at(4)
+      14
+    """
+
+    fixed: float
+    per_row: float
+
+    def at(self, rows: int) -> float:
+        return self.fixed + self.per_row * rows
+
+    def __add__(self, other: Any) -> Linear:
+        return Linear(self.fixed + other.fixed, self.per_row + other.per_row)
+
+
+class Kernel(NamedTuple):
+    """One kernel: its FLOPs in matmuls, and the bytes it reads and writes."""
+
+    flops: Linear
+    bytes: Linear
+
+
+class Collective(NamedTuple):
+    """A collective over a model axis within a layer, and the bytes that a device sends."""
+
+    axis: str
+    kind: str
+    sent: Linear
+
+
+class Pass(NamedTuple):
+    """F, B or W of a layer, or a phase of embedding and head.
+
+    Args:
+      kernels: in order.
+      values: bytes that are copied into slots and out of them, beside the kernels.
+      collectives: in order; none of them overlaps computation within the layer.
+    """
+
+    kernels: tuple[Kernel, ...]
+    values: Linear
+    collectives: tuple[Collective, ...]
+
+    def flops(self, rows: int) -> float:
+        """Of its matmuls."""
+        return sum(kernel.flops.at(rows) for kernel in self.kernels)
+
+    def bytes(self, rows: int) -> float:
+        """Read and written."""
+        return sum(kernel.bytes.at(rows) for kernel in self.kernels)
+
+
+class LayerSizes(NamedTuple):
+    """One kind of layer on one device.
+
+    Args:
+      f, b, w: its passes.
+      parameters: elements that the device has.
+      until_b, until_w, crossing: bytes that are kept from F to B, from F to W, and from B to W.
+      working_set: bytes that exist at once while B and W run, beside what is kept.
+    """
+
+    f: Pass
+    b: Pass
+    w: Pass
+    parameters: int
+    until_b: Linear
+    until_w: Linear
+    crossing: Linear
+    working_set: Linear
+
+
+class Sizes(NamedTuple):
+    """A model on so many devices of a layer, with one policy of rematerialisation.
+
+    Args:
+      layers: the kinds of layers.
+      kind_of: for every layer, the number of its kind.
+      message: bytes of an activation between stages.
+      outer_parameters: elements of embedding and head on a device, without stages.
+      outer_split: those of them that stages split among themselves.
+      head: the loss, its gradient, and that of the head, for one microbatch, on one stage.
+      head_working_set: bytes that exist at once while it runs.
+    """
+
+    layers: tuple[LayerSizes, ...]
+    kind_of: tuple[int, ...]
+    message: Linear
+    outer_parameters: int
+    outer_split: int
+    head: Pass
+    head_working_set: Linear
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class ModelSizes:
+    """A model, for all numbers of devices that share a layer and policies that were traced.
+
+    Args:
+      name: such as its configuration's file.
+      tokens_per_row: what a row holds.
+      parameter_bytes: of one parameter.
+      compute_bytes: of one parameter where layers read it; the same if it is not cast.
+      moments: numbers that the optimizer keeps for every parameter.
+      batch_rows: of the configuration.
+      row_bytes: of the batch.
+      variants: by (context devices, tensor devices, rematerialisation).
+    """
+
+    name: str
+    tokens_per_row: int
+    parameter_bytes: int
+    compute_bytes: int
+    moments: int
+    batch_rows: int
+    row_bytes: int
+    variants: Mapping[tuple[int, int, str], Sizes]
+
+    @property
+    def num_layers(self) -> int:
+        return len(next(iter(self.variants.values())).kind_of)
+
+    @property
+    def num_parameters(self) -> int:
+        """Of the whole model; devices of a context each hold what one device does."""
+        (_, tensor, _), sizes = min(self.variants.items(), key=lambda one: one[0][:2])
+        held = sum(sizes.layers[kind].parameters for kind in sizes.kind_of)
+        return tensor * (held + sizes.outer_parameters)
+
+    def to_json(self) -> str:
+        """The text of a file for ``jaxpipe plan --sizes``."""
+        fields = {
+            field.name: getattr(self, field.name)
+            for field in dataclasses.fields(self)
+            if field.name != "variants"
+        }
+        variants = [
+            {"context": context, "tensor": tensor, "remat": remat, "sizes": sizes}
+            for (context, tensor, remat), sizes in self.variants.items()
+        ]
+        return json.dumps(fields | {"variants": variants}) + "\n"
+
+    @classmethod
+    def from_json(cls, text: str, *, source: str) -> ModelSizes:
+        """Reads what `to_json` wrote.
+
+        Raises:
+          ArgumentError: the text is nothing of the kind.
+        """
+        try:
+            data = json.loads(text)
+            variants = {
+                (one["context"], one["tensor"], one["remat"]): _sizes(one["sizes"])
+                for one in data.pop("variants")
+            }
+            return cls(**data, variants=variants)
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            rule = f"holds no sizes of a model ({type(error).__name__}: {error})"
+            note = "train.py writes them: jaxpipe plan --config FILE --write-sizes FILE."
+            refuse([Problem("sizes", source, rule, note=note)])
+            raise AssertionError from error  # refused
+
+
+def _sizes(data: Any) -> Sizes:
+    layers, kinds, message, parameters, split, head, working_set = data
+    return Sizes(
+        tuple(_layer(one) for one in layers),
+        tuple(kinds),
+        Linear(*message),
+        parameters,
+        split,
+        _pass(head),
+        Linear(*working_set),
+    )
+
+
+def _layer(data: Any) -> LayerSizes:
+    f, b, w, parameters, *kept = data
+    return LayerSizes(_pass(f), _pass(b), _pass(w), parameters, *(Linear(*one) for one in kept))
+
+
+def _pass(data: Any) -> Pass:
+    kernels, values, collectives = data
+    return Pass(
+        tuple(Kernel(Linear(*flops), Linear(*moved)) for flops, moved in kernels),
+        Linear(*values),
+        tuple(Collective(axis, kind, Linear(*sent)) for axis, kind, sent in collectives),
+    )

@@ -1,0 +1,282 @@
+"""Seconds of a training step, by part, with what computation hides as the executor overlaps it.
+
+=========================  ========================================================================
+what                       what hides it
+=========================  ========================================================================
+messages between stages    late ones: the tick's layers; others nothing (`neighbors.replay`)
+gathers, ZeRO-3            with two weight slots the layers of the ticks in which pieces move, but
+                           for the first chunk; with one slot, or where windows are short, nothing
+reductions of gradients    likewise, but for the last chunk
+between replicas           travels with the reductions
+over model axes            nothing: a layer waits for its own collectives
+after the step             nothing: the optimizer; ZeRO-1 and 2 then gather the new parameters
+=========================  ========================================================================
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from functools import lru_cache
+
+import numpy as np
+
+from jaxpipe.planning.devices import LAUNCH_SECONDS, Cluster
+from jaxpipe.planning.plans import Placed
+from jaxpipe.planning.programs import Program, grown, relative, table_of, waits
+from jaxpipe.planning.sizes import ModelSizes, Pass
+from jaxpipe.schedule.neighbors import replay, work_of
+from jaxpipe.schedule.simulate import Costs, simulate
+
+PARTS = ("layers", "head", "waits", "transfers", "update")
+"""Of a step: layers that run; embedding and head; stages that wait for each other; gathers and
+reductions that nothing hides; the optimizer and what follows it."""
+
+_SUM_BYTES = 4
+_X_SUMS = 3
+"""Sums over stages of an activation per microbatch: it enters, leaves, and its gradient leaves."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Transfer:
+    """Seconds in which a layer's weights are gathered over data, and its gradient is reduced."""
+
+    gather: float
+    reduce: float
+
+
+_NOTHING = Transfer(0.0, 0.0)
+
+
+Links = tuple[float, float]
+"""Bytes per second between the devices of a context, and between those of a tensor axis."""
+
+
+def pass_seconds(one: Pass, rows: int, cluster: Cluster, links: Links) -> float:
+    """One pass of a layer for one microbatch: kernels at the roofline, copies, and collectives."""
+    seconds = LAUNCH_SECONDS * len(one.kernels) + one.values.at(rows) / cluster.bandwidth
+    for kernel in one.kernels:
+        at_peak = kernel.flops.at(rows) / cluster.flops
+        seconds += max(at_peak, kernel.bytes.at(rows) / cluster.bandwidth)
+    for collective in one.collectives:
+        link = links["context" not in collective.axis]
+        seconds += max(collective.sent.at(rows), 0.0) / link
+    return seconds
+
+
+def layer_costs(placed: Placed) -> Costs:
+    """Seconds of F, B and W of a layer, the mean if they differ, and of a message."""
+    plan, sizes = placed.plan, placed.sizes
+    case = placed.variant, plan.rows, placed.cluster, placed.sharing_links
+    f, b, w = _mean_passes(placed.model, *case)
+    copies, sums = _of_weights(placed)
+    sent = sizes.message.at(plan.rows) / placed.stage_link if plan.stage > 1 else 0.0
+    return Costs(f + copies, b + copies, w + sums, sent)
+
+
+@lru_cache(maxsize=1024)
+def _mean_passes(
+    model: ModelSizes, variant: tuple[int, int, str], rows: int, cluster: Cluster, links: Links
+) -> tuple[float, ...]:
+    """Seconds of F, B and W of a layer without what the layout of weights adds."""
+    sizes = model.variants[variant]
+    by_kind = [
+        [pass_seconds(one, rows, cluster, links) for one in (layer.f, layer.b, layer.w)]
+        for layer in sizes.layers
+    ]
+    of_layers = [by_kind[kind] for kind in sizes.kind_of]
+    return tuple(sum(one[n] for one in of_layers) / len(of_layers) for n in range(3))
+
+
+def _of_weights(placed: Placed) -> tuple[float, float]:
+    """Seconds to cut a layer's weights out of their stack, for F and for B, and to add a gradient.
+
+    Unrolled weights are read where they lie, and their gradients added within the matmul, unless
+    they lie in slots (docs/design/012-unrolled-weights.md)."""
+    plan, bandwidth = placed.plan, placed.cluster.bandwidth
+    size, read = placed.layer_parameters, placed.model.compute_bytes
+    if plan.weights == "unrolled":
+        added = 3 if plan.zero >= 2 else 1
+        return 0.0, added * _SUM_BYTES * size / bandwidth
+    return 2 * read * size / bandwidth, 5 * _SUM_BYTES * size / bandwidth
+
+
+def transfer(placed: Placed) -> Transfer:
+    """Seconds in which a layer's weights are gathered over data, and its gradient is reduced."""
+    plan, parts = placed.plan, placed.plan.parts
+    size = placed.layer_parameters
+    share = (parts - 1) / parts
+    gather = size * placed.model.compute_bytes * share / placed.data_link if plan.zero == 3 else 0.0
+    times = 1 if plan.zero else 2  # a sum scatters and gathers
+    reduce = times * _SUM_BYTES * size * share / placed.data_link
+    return Transfer(gather, reduce + _among_copies(placed, size))
+
+
+def _among_copies(placed: Placed, size: float) -> float:
+    """Seconds in which what data shards have of a gradient is summed over replicas and context."""
+    plan = placed.plan
+    own = _SUM_BYTES * (size / plan.parts if plan.zero else size)
+    seconds = 2 * (plan.replica - 1) / plan.replica * own / placed.replica_link
+    return seconds + 2 * (plan.context - 1) / plan.context * own / placed.sharing_links[0]
+
+
+def chunk_costs(placed: Placed) -> Costs:
+    """Costs of a chunk as a configuration has them: relative to its F, in few digits."""
+    layer, share = layer_costs(placed), placed.model.num_layers / placed.plan.num_chunks
+    return relative(Costs(share * layer.f, share * layer.b, share * layer.w, layer.message))
+
+
+def program_of(placed: Placed, *, published: bool = False) -> Program:
+    """The program of a plan.
+
+    Args:
+      published: that of the published order in whole actions, which is made faster.
+    """
+    plan = placed.plan
+    return Program(
+        plan.schedule,
+        plan.stage,
+        plan.chunks,
+        plan.microbatches,
+        placed.model.num_layers,
+        None if published else chunk_costs(placed),
+        weight_slots=min(plan.weight_slots, plan.chunks),
+        own_slots=plan.weights == "unrolled",
+        moves_in_pieces=plan.weight_slots > 1,
+        sums_in_slots=plan.zero >= 2,
+    )
+
+
+def step_seconds(placed: Placed, program: Program) -> dict[str, float]:
+    """Seconds of a step by part (`PARTS`).
+
+    A published order is timed on the free-running clock: its slices come near to it, and its whole
+    actions on the clock of GPUs would be too slow.
+    """
+    plan, layer = placed.plan, layer_costs(placed)
+    of_microbatch = placed.model.num_layers / plan.stage * (layer.f + layer.b + layer.w)
+    if program.costs is None:
+        whole = grown(program, lambda one: _free_running(one, layer))
+        waited = whole - plan.microbatches * of_microbatch
+    else:
+        waited = waits(program, lambda one: replayed(one, layer) - one.microbatches * of_microbatch)
+    return {
+        "layers": plan.microbatches * of_microbatch,
+        "head": plan.microbatches * _head(placed),
+        "waits": max(0.0, waited),
+        "transfers": _exposed(program, layer, transfer(placed)) + _outer_transfer(placed),
+        "update": _update(placed),
+    }
+
+
+def least_seconds(placed: Placed) -> float:
+    """What a step takes at least, whatever the schedule: it is found without one."""
+    plan, layer = placed.plan, layer_costs(placed)
+    work = plan.microbatches * placed.model.num_layers / plan.stage * (layer.f + layer.b + layer.w)
+    # The last stage waits for the first microbatch.
+    fill = (plan.stage - 1) * (placed.model.num_layers / plan.num_chunks * layer.f + layer.message)
+    rest = _outer_transfer(placed) + _update(placed)
+    return work + fill + plan.microbatches * _head(placed) + rest
+
+
+def _chunk_costs(layer: Costs, program: Program) -> list[Costs]:
+    counts = table_of(program).layer_counts
+    return [Costs(n * layer.f, n * layer.b, n * layer.w, layer.message) for n in counts]
+
+
+def _free_running(program: Program, layer: Costs) -> float:
+    """What slices come near to; and the messages for which all stages stop."""
+    table = table_of(program)
+    stops = int(table.meets.sum()) * layer.message if program.stages > 1 else 0.0
+    free = _chunk_costs(dataclasses.replace(layer, message=0.0), program)
+    return simulate(table.schedule, free).makespan + stops
+
+
+def _exposed(program: Program, layer: Costs, moved: Transfer) -> float:
+    """Seconds of the transfers over data that nothing hides.
+
+    Where they lie under layers they take as long in a longer step, which only has more layers to
+    hide them; where chunks move as a whole, they move for every group of microbatches again.
+    """
+    if moved == _NOTHING:
+        return 0.0
+
+    def extra(one: Program) -> float:
+        return replayed(one, layer, moved) - replayed(one, layer)
+
+    steady = program.shorter()[0][0]
+    table = table_of(steady)
+    if table.gathers.shared.any() or table.reduces.shared.any():
+        return max(0.0, extra(steady))
+    if program.costs is None:
+        return max(0.0, grown(program, extra))
+    return max(0.0, waits(program, extra))
+
+
+def replayed(program: Program, layer: Costs, moved: Transfer = _NOTHING) -> float:
+    """The table on the clock of GPUs, with transfers in its ticks and at its edges."""
+    table, costs = table_of(program), _chunk_costs(layer, program)
+    work = np.sum(list(work_of(table, costs).values()), axis=0)
+    seconds, under = 0.0, np.zeros(table.num_ticks)
+    for moves, each in ((table.gathers, moved.gather), (table.reduces, moved.reduce)):
+        if not each:
+            continue
+        chunk = each * table.layers_per_chunk
+        seconds += len(moves.edge.chunk) * chunk
+        under += each * moves.group * moves.shared
+        if moves.whole:
+            work = work + chunk * (moves.chunk >= 0)
+    # All stages take part, and a tick ends with the later of its layers and its transfers.
+    work = np.maximum(work, under[:, None])
+    message = layer.message if program.stages > 1 else 0.0
+    return seconds + float(replay(table, work, message=message)[-1].max())
+
+
+def _head(placed: Placed) -> float:
+    """Embedding and head of one microbatch: all stages compute them together."""
+    plan, sizes = placed.plan, placed.sizes
+    case = placed.variant, plan.rows, placed.cluster, placed.sharing_links
+    whole = _whole_head(placed.model, *case)
+    if plan.stage == 1:
+        return whole
+    launches = LAUNCH_SECONDS * len(sizes.head.kernels)
+    share = placed.outer_parameters / sizes.outer_parameters if sizes.outer_parameters else 1.0
+    over_stages = 2 * (plan.stage - 1) / plan.stage * sizes.message.at(plan.rows)
+    return (whole - launches) * share + launches + _X_SUMS * over_stages / placed.stage_link
+
+
+@lru_cache(maxsize=1024)
+def _whole_head(
+    model: ModelSizes, variant: tuple[int, int, str], rows: int, cluster: Cluster, links: Links
+) -> float:
+    return pass_seconds(model.variants[variant].head, rows, cluster, links)
+
+
+def _outer_transfer(placed: Placed) -> float:
+    """Embedding and head over data: gathered before the step (ZeRO-3), reduced after it."""
+    plan, parts = placed.plan, placed.plan.parts
+    share, size = (parts - 1) / parts, placed.outer_parameters
+    gathered = placed.model.parameter_bytes * size * share if plan.zero == 3 else 0.0
+    reduced = (1 if plan.zero else 2) * _SUM_BYTES * size * share
+    return (gathered + reduced) / placed.data_link + _among_copies(placed, size)
+
+
+def _update(placed: Placed) -> float:
+    """Reads and writes of the optimizer, casts, and ZeRO-1's and 2's gather of new parameters."""
+    plan, model = placed.plan, placed.model
+    whole = placed.stage_parameters + placed.outer_parameters
+    held = whole / plan.parts if plan.zero else whole
+    # Parameters and moments are read and written, gradients read.
+    moved = held * (2 * model.parameter_bytes + _SUM_BYTES * (2 * model.moments + 1))
+    if plan.zero < 3 and model.compute_bytes != model.parameter_bytes:
+        moved += placed.stage_parameters * (model.parameter_bytes + model.compute_bytes)
+    seconds = moved / placed.cluster.bandwidth
+    if plan.zero in (1, 2):
+        share = (plan.parts - 1) / plan.parts
+        seconds += model.parameter_bytes * whole * share / placed.data_link
+    return seconds
+
+
+def total(parts: Mapping[str, float]) -> float:
+    """Seconds, or bytes, of all parts."""
+    return sum(parts.values())

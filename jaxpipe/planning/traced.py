@@ -1,0 +1,190 @@
+"""Counts what a model's layers compute, move and keep, from the traces that a pipeline runs.
+
+Nothing is compiled, and no device of the cluster is needed: a pipeline of one stage on as many
+simulated devices as share a layer is traced at two numbers of rows, between which everything grows
+in a line.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+from unittest import mock
+
+import jax
+import numpy as np
+
+from jaxpipe.planning.kernels import Counted, count
+from jaxpipe.planning.sizes import Collective, Kernel, LayerSizes, Linear, Pass, Sizes
+from jaxpipe.runtime.layers import jaxprs
+from jaxpipe.runtime.layers.kinds import LayerKind
+from jaxpipe.runtime.layers.losses import differentiated
+from jaxpipe.runtime.layers.split import Split
+from jaxpipe.runtime.measure import traced
+from jaxpipe.runtime.measure.memory import tree_bytes
+from jaxpipe.runtime.pipeline import Pipeline
+from jaxpipe.runtime.tick.fixed import Fixed
+from jaxpipe.runtime.tick.microbatches import StepMicrobatches
+from jaxpipe.runtime.types import Batch, Key, Shapes
+
+_ROWS = 2, 4
+"""Rows of a microbatch that are traced; more than one, so that nothing is simplified away."""
+
+
+@contextlib.contextmanager
+def attention_of_gpus() -> Iterator[None]:
+    """Traces of models that ask for cuDNN's attention on GPUs have it, without a GPU to ask."""
+    from jax._src.cudnn import fused_attention_stablehlo as cudnn
+
+    with (
+        mock.patch.object(jax, "default_backend", return_value="gpu"),
+        mock.patch.object(cudnn, "check_cudnn_version", return_value=91100),
+        mock.patch.object(cudnn, "check_compute_capability", return_value=True),
+    ):
+        yield
+
+
+def sizes(
+    pipe: Pipeline, batch: Callable[[int], Batch], rng: Key = None, *, compute_bytes: int
+) -> Sizes:
+    """Counts a model on the devices that share its layers.
+
+    Args:
+      pipe: of one stage and one data shard; its microbatches do not matter.
+      batch: the shapes of a batch with so many rows.
+      rng: as for `Pipeline.value_and_grad`, or its shape.
+      compute_bytes: of a weight where layers read it.
+
+    Raises:
+      ValueError: the pipeline has several stages or data shards.
+    """
+    if pipe.axes.num_parts(pipe.mesh) != 1 or pipe.schedule.num_stages != 1:
+        raise ValueError("a model is counted on one stage and one data shard")
+    m = pipe.schedule.num_microbatches
+    both = [_Trace(pipe, batch(rows * m), rng, compute_bytes) for rows in _ROWS]
+    few, many = both
+    return Sizes(
+        layers=tuple(map(_layer, few.layers, many.layers)),
+        kind_of=few.kind_of,
+        message=_line(few.message, many.message),
+        outer_parameters=few.outer_parameters,
+        outer_split=few.outer_split,
+        head=_pass(few.head, many.head),
+        head_working_set=_line(few.head.live, many.head.live),
+    )
+
+
+class _CountedLayer:
+    """One kind of layer for one number of rows."""
+
+    def __init__(self, kind: LayerKind, axes: dict[str, int], parameters: int, size: int) -> None:
+        self.passes, self.parameters = _passes(kind.split, axes, size), parameters
+        kept = kind.split.until_b, kind.split.until_w, kind.split.crossing
+        self.kept = [tree_bytes(list(one)) for one in kept]
+        self.live = max(one.live for one in self.passes)
+
+
+class _Trace:
+    """A model for one number of rows."""
+
+    def __init__(self, pipe: Pipeline, batch: Batch, rng: Key, compute_bytes: int) -> None:
+        self.pipe, self.size = pipe, compute_bytes
+        self.axes = dict(pipe.mesh.shape)
+        traced.within(pipe, batch, rng, self._read)
+
+    def _read(self, fixed: Fixed, batch: StepMicrobatches) -> None:
+        layers, own = fixed.layers, fixed.params
+        self.kind_of = layers.kind_of
+        self.message = max(map(tree_bytes, layers.activations))
+        self.layers = [
+            _CountedLayer(kind, self.axes, _elements(own.shape_of(kind.example)), self.size)
+            for kind in layers.kinds
+        ]
+        outer = fixed.setup.layout.outer
+        leaves = jax.tree.leaves(outer, is_leaf=lambda leaf: hasattr(leaf, "struct"))
+        shapes = [leaf.struct() for leaf in leaves]
+        self.outer_parameters = sum(shape.size for shape in shapes)
+        split = self.pipe.model.stage_split
+        held = jax.tree.map(lambda leaf: leaf.struct(), outer, is_leaf=_is_leaf)
+        self.outer_split = _split_elements(held, split)
+        self.head = self._head(fixed, batch, held)
+
+    def _head(self, fixed: Fixed, batch: StepMicrobatches, outer: Shapes) -> Counted:
+        x = fixed.layers.activations[fixed.layers.last]
+
+        def head(outer: Shapes, x: Any) -> Any:
+            def loss(outer: Shapes, x: Any) -> jax.Array:
+                return differentiated(fixed.head(batch, outer, x, 0))
+
+            value, vjp = jax.vjp(loss, outer, x)
+            return value, vjp(jax.numpy.ones_like(value))
+
+        program = jaxprs.flatten(jax.make_jaxpr(head)(outer, x)).jaxpr
+        return count(program.eqns, program.outvars, axis_sizes=self.axes)
+
+
+def _passes(split: Split, axes: dict[str, int], size: int) -> list[Counted]:
+    """F, B and W of a layer."""
+    forward, backward = split.traced.forward.jaxpr, split.traced.backward.jaxpr
+    kept = [*split.kept_until_b, *split.kept_until_w]
+    weights = forward.invars[: split.traced.params.num_leaves]
+    returned = [*split.traced.outputs, *kept]
+    source = split.traced.source
+    # What the backward reads of the forward: residuals from slots, or weights.
+    from_slots = {v for v in source if source[v] in kept}
+    of_weights = {v for v in source if jaxprs.is_var(source[v]) and source[v] not in kept}
+
+    def counted(eqns: Sequence[Any], outputs: Sequence[Any], slots: set[Any], own: Any) -> Counted:
+        given = {"axis_sizes": axes, "parameters": own, "parameter_bytes": float(size)}
+        return count(eqns, outputs, slots=slots, **given)
+
+    f_eqns = jaxprs.needed(forward.eqns, returned)
+    crosses = set(split.crosses)
+    dx, dparams = backward.outvars[: split.traced.num_x], backward.outvars[split.traced.num_x :]
+    return [
+        counted(f_eqns, returned, set(kept), weights),
+        counted(split.b, [*dx, *split.crosses], from_slots | crosses, of_weights),
+        counted([*split.again, *split.w], dparams, from_slots | crosses, of_weights),
+    ]
+
+
+def _layer(few: _CountedLayer, many: _CountedLayer) -> LayerSizes:
+    f, b, w = map(_pass, few.passes, many.passes)
+    until_b, until_w, crossing = map(_line, few.kept, many.kept)
+    live = _line(few.live, many.live)
+    return LayerSizes(f, b, w, few.parameters, until_b, until_w, crossing, live)
+
+
+def _pass(few: Counted, many: Counted) -> Pass:
+    kernels = tuple(
+        Kernel(_line(one[0], other[0]), _line(one[1], other[1]))
+        for one, other in zip(few.kernels, many.kernels, strict=True)
+    )
+    collectives = tuple(
+        Collective(axis, kind, _line(sent, other[2]))
+        for (axis, kind, sent), other in zip(few.collectives, many.collectives, strict=True)
+    )
+    return Pass(kernels, _line(few.values, many.values), collectives)
+
+
+def _line(few: float, many: float) -> Linear:
+    """The line through what was counted at the two numbers of rows."""
+    slope = (many - few) / (_ROWS[1] - _ROWS[0])
+    return Linear(few - slope * _ROWS[0], slope)
+
+
+def _is_leaf(leaf: Any) -> bool:
+    return hasattr(leaf, "struct")
+
+
+def _elements(shapes: Shapes) -> int:
+    return int(sum(np.prod(leaf.shape, dtype=np.int64) for leaf in jax.tree.leaves(shapes)))
+
+
+def _split_elements(outer: Shapes, split: Any) -> int:
+    """Elements of the parameters that stages split."""
+    if split is None:
+        return 0
+    sizes = jax.tree.map(lambda leaf, dim: 0 if dim is None else leaf.size, outer, split)
+    return sum(jax.tree.leaves(sizes))

@@ -1,0 +1,134 @@
+"""Causal self-attention of a decoder, whose heads and sequence several devices may share.
+
+Dimension suffixes: B rows, S the whole sequence, T a device's part of it, N heads, K key/value
+heads, G query heads per key head, H head width, E width.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from models import rotary
+from models.blocks import INIT_STDDEV, Linear, attention_kernel, rms_norm, soft_capped
+from models.gpt_config import GPTConfig
+from models.sharing import Sharing
+
+
+class Attention(nnx.Module):
+    """Causal self-attention with grouped queries (Ainslie et al. 2023)."""
+
+    def __init__(self, config: GPTConfig, *, is_local: bool, sharing: Sharing, rngs: nnx.Rngs):
+        self.config, self.is_local, self.sharing = config, is_local, sharing
+        heads_width = config.num_heads * config.head_width
+        qkv_width = heads_width + 2 * config.kv_heads * config.head_width
+        self.qkv = Linear(
+            config.width, qkv_width, bias=config.bias or config.qkv_bias, stddev=INIT_STDDEV,
+            rngs=rngs,
+        )  # fmt: skip
+        self.out = Linear(
+            heads_width, config.width, bias=config.bias, stddev=config.residual_stddev, rngs=rngs
+        )
+        if config.qk_norm:
+            self.query_norm, self.key_norm = (
+                rms_norm(
+                    config.head_width,
+                    epsilon=config.norm_epsilon,
+                    dtype=config.compute_dtype,
+                    rngs=rngs,
+                )
+                for _ in range(2)
+            )
+
+    def __call__(self, x_BTE, documents_BS=None):
+        config, tensor, context = self.config, self.sharing.tensor, self.sharing.context
+        x_BTE = tensor.gather(x_BTE)
+        num_rows, length, _ = x_BTE.shape
+        queries = tensor.part(config.num_heads, "num_heads") * config.head_width
+        columns = self.qkv(x_BTE)
+        cuts = (queries, (queries + columns.shape[-1]) // 2)
+        q_BTNH, k_BTKH, v_BTKH = (
+            tensor.heads(part, config.head_width) for part in jnp.split(columns, cuts, axis=2)
+        )
+        if config.qk_norm:
+            q_BTNH, k_BTKH = self.query_norm(q_BTNH), self.key_norm(k_BTKH)
+        if config.positions == "rotary":
+            turns_H = rotary.frequencies(config, is_local=self.is_local)
+            positions_T = context.own(jnp.arange(length * context.size), 0)
+            q_BTNH, k_BTKH = (rotary.rotate(w, turns_H, positions_T) for w in (q_BTNH, k_BTKH))
+        attention = functools.partial(
+            causal_attention,
+            scale=1 / math.sqrt(config.query_scalar or config.head_width),
+            window=config.window if self.is_local else None,
+            soft_cap=config.attention_soft_cap,
+            documents_BS=documents_BS,
+        )
+        mixed_BTNH = context.attend(attention, q_BTNH, k_BTKH, v_BTKH)
+        return self.out(mixed_BTNH.reshape(num_rows, length, -1), tensor.scatter)
+
+
+def causal_attention(
+    q_BTNH: jax.Array,
+    k_BSKH: jax.Array,
+    v_BSKH: jax.Array,
+    positions_T: jax.Array | None = None,
+    *,
+    scale: float,
+    window: int | None = None,
+    soft_cap: float | None = None,
+    documents_BS: jax.Array | None = None,
+) -> jax.Array:
+    """Causal attention whose keys and values may have fewer heads, K, than the queries.
+
+    Args:
+      q_BTNH, k_BSKH, v_BSKH: queries, keys and values; K divides N.
+      positions_T: where the queries stand among the keys; None if both are of the same tokens.
+      scale: by which scores are multiplied.
+      window: how many tokens a position sees, its own included; None for all before it.
+      soft_cap: of the scores, as `soft_capped`. It rules out flash attention.
+      documents_BS: the number of each token's document, of which alone it sees tokens, at least of
+        all that have keys; None for one document per row.
+    """
+    _, num_keys, num_kv_heads, head_width = k_BSKH.shape
+    same_tokens = positions_T is None
+    positions_T = jnp.arange(num_keys) if positions_T is None else positions_T
+    seen = visible(positions_T, num_keys, window=window, documents_BS=documents_BS)
+    if soft_cap is None:
+        return jax.nn.dot_product_attention(
+            q_BTNH,
+            k_BSKH,
+            v_BSKH,
+            mask=None if same_tokens and documents_BS is None else seen,
+            is_causal=same_tokens,
+            scale=scale,
+            local_window_size=(window - 1, 0) if same_tokens and window else None,
+            implementation=attention_kernel(q_BTNH),
+        )
+    q_BTKGH = q_BTNH.reshape(*q_BTNH.shape[:2], num_kv_heads, -1, head_width)
+    scores = jnp.einsum("btkgh,bskh->bkgts", q_BTKGH, k_BSKH, preferred_element_type=jnp.float32)
+    scores = jnp.where(seen[:, :, None], soft_capped(scale * scores, soft_cap), -jnp.inf)
+    weights = jax.nn.softmax(scores).astype(v_BSKH.dtype)
+    return jnp.einsum("bkgts,bskh->btkgh", weights, v_BSKH).reshape(q_BTNH.shape)
+
+
+def visible(
+    positions_T: jax.Array,
+    num_keys: int,
+    *,
+    window: int | None = None,
+    documents_BS: jax.Array | None = None,
+) -> jax.Array:
+    """Which of the first tokens of a sequence its tokens at ``positions_T`` see, bool [B, 1, T, S].
+
+    B is 1 without documents. The other arguments are those of `causal_attention`.
+    """
+    distance = positions_T[:, None] - jnp.arange(num_keys)
+    seen = (distance >= 0) & (distance < (window or num_keys))
+    if documents_BS is None:
+        return seen[None, None]
+    own_BT = jnp.take(documents_BS, positions_T, axis=1)
+    return (seen & (own_BT[:, :, None] == documents_BS[:, None, :num_keys]))[:, None]

@@ -1,0 +1,94 @@
+"""Context parallelism: devices that share a sequence, and what its tokens see of each other.
+
+A causal token sees the tokens before it, so that late ones see more. Of 2 c equal parts of the
+sequence, device i of c has an early one, i, and a late one, 2 c - 1 - i; these see equally much on
+every device. Layers see nothing of this but attention: queries are a device's own, keys and values
+are gathered (Llama Team 2024, section 3.3.2).
+
+Dimension suffixes: B rows, S the whole sequence, T a device's part of it, N heads, H head width.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+
+@dataclasses.dataclass(frozen=True)
+class Context:
+    """The devices that share a sequence.
+
+    Args:
+      axis: their mesh axis, inside `jax.shard_map`; None for a sequence that is not shared.
+    """
+
+    axis: str | None = None
+
+    @property
+    def size(self) -> int:
+        """How many devices."""
+        return 1 if self.axis is None else lax.axis_size(self.axis)
+
+    def own(self, x: jax.Array, dim: int) -> jax.Array:
+        """This device's two parts of what all have whole."""
+        if self.axis is None:
+            return x
+        number, length = lax.axis_index(self.axis), self._part(x.shape[dim])
+        starts = length * number, length * (2 * self.size - 1 - number)
+        parts = [lax.dynamic_slice_in_dim(x, start, length, dim) for start in starts]
+        return jnp.concatenate(parts, dim)
+
+    def gather(self, x_BT: jax.Array) -> jax.Array:
+        """The whole sequence [B, S, ...], in order."""
+        if self.axis is None:
+            return x_BT
+        num_rows, length, *others = x_BT.shape
+        parts = x_BT.reshape(num_rows, 2, length // 2, *others)
+        found = lax.all_gather(parts, self.axis, axis=1)
+        in_order = jnp.concatenate((found[:, :, 0], found[:, ::-1, 1]), axis=1)
+        return in_order.reshape(num_rows, length * self.size, *others)
+
+    def attend(
+        self,
+        attention: Callable[..., jax.Array],
+        q_BTNH: jax.Array,
+        k_BTNH: jax.Array,
+        v_BTNH: jax.Array,
+    ) -> jax.Array:
+        """Causal attention of a device's queries.
+
+        Args:
+          attention: ``attention(q, k, v, positions)``, where queries stand at ``positions`` of the
+            sequence, and keys and values at its first ones; None where both are the same tokens.
+          q_BTNH, k_BTNH, v_BTNH: of this device's tokens.
+        """
+        if self.axis is None:
+            return attention(q_BTNH, k_BTNH, v_BTNH, None)
+        half = q_BTNH.shape[1] // 2
+        k_BSNH, v_BSNH = self.gather(k_BTNH), self.gather(v_BTNH)
+        middle = k_BSNH.shape[1] // 2
+        early, late = jnp.split(self.own(jnp.arange(2 * middle), 0), 2)
+        # Early parts lie in the first half of the sequence, and see nothing of the second one.
+        return jnp.concatenate(
+            (
+                attention(q_BTNH[:, :half], k_BSNH[:, :middle], v_BSNH[:, :middle], early),
+                attention(q_BTNH[:, half:], k_BSNH, v_BSNH, late),
+            ),
+            axis=1,
+        )
+
+    def _part(self, length: int) -> int:
+        parts = 2 * self.size
+        if length % parts:
+            below = length - length % parts
+            valid = ", ".join(str(n) for n in (below, below + parts) if n)
+            raise ValueError(
+                f"sequence length={length} is not divisible by {parts}: each of the {self.size} "
+                f"devices along {self.axis!r} has an early and a late part of it.\n"
+                f"Nearest valid: {valid}."
+            )
+        return length // parts

@@ -1,0 +1,58 @@
+"""Which arrays of a GPT are split over which mesh axes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+from jax.sharding import PartitionSpec as P
+
+from models import tensor
+from models.gpt_config import GPTConfig
+from models.sharing import Sharing
+
+PyTree = Any
+
+
+def of_tables(outer: PyTree, split: Any) -> PyTree:
+    """``split`` for every vocabulary table, None for the rest of embedding and head."""
+    return jax.tree_util.tree_map_with_path(
+        lambda path, _: split if path[-1].key == "table" else None, outer
+    )
+
+
+def of_parameters(
+    config: GPTConfig, outer: PyTree, layers: Sequence[PyTree], sharing: Sharing
+) -> PyTree:
+    """What the axes along which devices share layers split, as `jaxpipe.Model.axis_split`.
+
+    Args:
+      config: the model's shape.
+      outer: shapes of embedding and head.
+      layers: shapes of every layer.
+      sharing: these devices.
+
+    Returns:
+      None if these axes split no array.
+    """
+    axis, expert_axis = sharing.tensor.axis, sharing.expert_axis
+    if expert_axis is not None and config.num_experts is None:
+        raise ValueError(f"expert_axis={expert_axis!r}: there are no experts: num_experts=None.")
+    if axis is None and expert_axis is None:
+        return None
+    counts = config.num_heads, config.kv_heads, config.kv_heads
+    widths = tuple(n * config.head_width for n in counts)
+
+    def of_layer(layer: PyTree) -> PyTree:
+        split = jax.tree.map(lambda _: None, layer)
+        if axis is not None:
+            split = tensor.axis_split(layer, axis, widths)
+        if "experts" in layer["mlp"]:
+            of_experts = None if expert_axis is None else P(expert_axis)
+            split["mlp"]["experts"] = jax.tree.map(lambda _: of_experts, layer["mlp"]["experts"])
+        return split
+
+    found = tuple(map(of_layer, layers))
+    of_layers = {"layers": found[0] if config.layers_are_alike else found}
+    return of_layers if axis is None else of_layers | of_tables(outer, P(axis))

@@ -1,0 +1,191 @@
+"""Experts over data shards: the same loss and gradients as with all of them on every device."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import jaxpipe
+from jaxpipe.measure import layer_costs
+from jaxpipe.runtime.measure import traced
+from jaxpipe.schedule import catalog
+from jaxpipe.testing import assert_matches_unpipelined
+from models import experts, gpt
+
+CONFIG = gpt.GPTConfig(
+    vocab_size=13, sequence_length=8, num_layers=2, width=8, num_heads=2, num_experts=4,
+    expert_width=8, mlp_width=12, balance_loss=0.1, z_loss=0.1, capacity_factor=1.0,
+)  # fmt: skip
+DROPLESS = {"capacity_factor": None, "router": "sigmoid", "dropout": 0.2, "shared_width": 4}
+BETWEEN = {"capacity_factor": 0.5, "expert_every": 2, "shared_width": 4, "shared_gate": True}
+MESHES = {
+    "2": {"data": 2, "expert": 2},
+    "2 of 4": {"data": 4, "expert": 2},
+    "4": {"data": 4, "expert": 4},
+    "2 in replicas": {"data": 4, "expert": 2, "replica": 2},
+    "2 and tensor": {"data": 2, "expert": 2, "tensor": 2},
+    "2 and context": {"data": 2, "expert": 2, "context": 2},
+}
+FEW = [
+    ("zb-v", "2 of 4", 3, "none", "stacked", BETWEEN),
+    ("1f1b-fused", "2 and tensor", 2, "full", "unrolled", DROPLESS),
+]
+MANY = [
+    (entry.name, list(MESHES)[n % 6], n % 4, ("none", "dots", "full")[n // 2 % 3], layout, shape)
+    for n, entry in enumerate(catalog.executable())
+    for layout, shape in (
+        # Devices that share tokens have a capacity of their own, and drop others.
+        [("unrolled", DROPLESS)] if n % 6 > 3 else [("unrolled", {}), ("stacked", BETWEEN)]
+    )
+]
+
+
+def model_of(config, mesh):
+    axes = {f"{name}_axis": name for name in ("tensor", "context") if name in mesh.axis_names}
+    return gpt.model(config, vocabulary_axis="stage", expert_axis="expert", **axes)
+
+
+@pytest.mark.pipeline
+@pytest.mark.parametrize("case", FEW, ids=lambda case: "-".join(map(str, case[:5])))
+def test_loss_and_gradients_equal_the_whole_model(case):
+    schedule, sizes, zero, remat, weights, options = case
+    config = dataclasses.replace(CONFIG, num_layers=4 if schedule == "zb-v" else 2, **options)
+    check(config, schedule, sizes, zero, remat, weights)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", MANY, ids=lambda case: "-".join(map(str, case[:5])))
+def test_loss_and_gradients_equal_the_whole_model_everywhere(case):
+    schedule, sizes, zero, remat, weights, options = case
+    config = dataclasses.replace(CONFIG, num_layers=8, **options)
+    check(config, schedule, sizes, zero, remat, weights)
+
+
+def check(config, schedule, sizes, zero, remat, weights):
+    mesh = jaxpipe.make_mesh(stage=2, **MESHES[sizes])
+    rows = 4 * 2 * MESHES[sizes]["data"]
+    assert_matches_unpipelined(
+        model_of(config, mesh),
+        gpt.init(config, jax.random.key(0)),
+        {"tokens": jax.random.randint(jax.random.key(1), (rows, 9), 0, 13)},
+        schedules=[schedule],
+        meshes=[mesh],
+        microbatches=4,
+        rng=jax.random.key(2),
+        reference=functools.partial(jaxpipe.unpipelined.loss, gpt.model(config)),
+        remat=remat,
+        zero=zero,
+        weights=weights,
+    )
+
+
+def pipeline(config, expert, **options):
+    params = gpt.init(config, jax.random.key(0))
+    mesh = jaxpipe.make_mesh(stage=2, data=4, expert=expert)
+    given = {"schedule": "1f1b", "microbatches": 2, "mesh": mesh, "zero": 3}
+    return jaxpipe.Pipeline(model_of(config, mesh), params, **given | options), params
+
+
+@pytest.mark.pipeline
+def test_optimizers_see_whole_experts_and_states_move_to_another_split():
+    optimizer = optax.chain(optax.clip_by_global_norm(0.1), optax.adam(1e-2))
+    batch = {"tokens": jax.random.randint(jax.random.key(1), (8, 9), 0, 13)}
+    pipes = [pipeline(CONFIG, expert)[0] for expert in (1, 4)]
+    steps = [pipe.train_step(optimizer) for pipe in pipes]
+    _, params = pipeline(CONFIG, 1)
+
+    def canonical(pipe, placed, state):
+        return pipe.unplace(placed), pipe.optimizer_placing(optimizer).unplace(state)
+
+    found = []
+    for order in ((0, 0, 1), (1, 1, 0)):
+        placed = pipes[order[0]].place(params)
+        there = canonical(pipes[order[0]], placed, pipes[order[0]].init(optimizer, placed))
+        for number in order:
+            pipe = pipes[number]
+            state = pipe.optimizer_placing(optimizer).place(there[1])
+            _, placed, state = steps[number](pipe.place(there[0]), state, batch)
+            there = canonical(pipe, placed, state)
+        found.append(there)
+    chex.assert_trees_all_close(*found, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.pipeline
+def test_experts_are_neither_gathered_nor_reduced_over_the_axis_that_splits_them():
+    """With all data shards along it, nothing but the other parameters moves."""
+    config = dataclasses.replace(CONFIG, width=16, expert_width=64)
+    pipe, params = pipeline(config, 4)
+    placed = pipe.place(params)
+
+    def read(name, n=None):
+        return params[name] if n is None else jax.tree.map(lambda w: w[n], params[name])
+
+    chex.assert_trees_all_equal(jaxpipe.load_params(pipe, read), placed)
+    up = placed["layers"]["mlp"]["experts"]["up"]["kernel"]
+    assert up.addressable_shards[0].data.size == up.size // 8
+    batch = {"tokens": jax.ShapeDtypeStruct((8, 9), "int32")}
+    text = jax.jit(pipe.value_and_grad).lower(pipe.placed_params, batch).compile().as_text()
+    moved = [line for line in text.splitlines() if "all-gather(" in line or "all-reduce(" in line]
+    assert moved
+    assert not [line for line in moved if "16,64]" in line or "64,16]" in line]
+
+
+def test_a_token_costs_the_experts_it_is_sent_to():
+    """Two of 16, against all of them: the rest is attention, router and the search for places."""
+    config = dataclasses.replace(
+        CONFIG, num_experts=16, width=32, expert_width=512, sequence_length=64
+    )
+    batch = {"tokens": jax.ShapeDtypeStruct((8, 65), "int32")}
+    found = {}
+    for factor in (1.0, None):
+        pipe, _ = pipeline(dataclasses.replace(config, capacity_factor=factor), 4)
+        found[factor] = layer_costs(pipe, batch)[0]
+    for part in ("f", "b", "w"):
+        share = getattr(found[1.0], part) / getattr(found[None], part)
+        assert 2 / 16 < share < 1.25 * 2 / 16
+
+
+def test_weight_gradients_exchange_nothing():
+    pipe, _ = pipeline(CONFIG, 4)
+    batch = {"tokens": jax.ShapeDtypeStruct((8, 9), "int32")}
+    split = traced.layers(pipe, batch, None)[0].kinds[0].split
+    assert not any("all_to_all" in str(eqn) for eqn in [*split.again, *split.w])
+    assert any("all_to_all" in str(eqn) for eqn in split.b)
+
+
+def test_places_go_to_first_choices_first():
+    """Beside a plain loop over choices and tokens."""
+    chosen = np.asarray(jax.random.randint(jax.random.key(0), (20, 3), 0, 5), np.int32)
+    used, places = np.zeros(5, int), np.full(chosen.shape, 5 * 6)
+    for choice, token in itertools.product(range(3), range(20)):
+        expert = chosen[token, choice]
+        if used[expert] < 6:
+            places[token, choice] = 6 * expert + used[expert]
+        used[expert] += 1
+    found = experts.room(jnp.asarray(chosen), 5, 6)
+    np.testing.assert_array_equal(found.places, places)
+    pairs = np.full(5 * 6, chosen.size)
+    kept = places.ravel() < 5 * 6
+    pairs[places.ravel()[kept]] = np.flatnonzero(kept)
+    np.testing.assert_array_equal(found.pairs.ravel(), pairs)
+
+
+def test_what_does_not_fit_is_refused_with_both_numbers():
+    with pytest.raises(ValueError, match=r"expert=3 does not divide data / replica=4.\nNearest"):
+        jaxpipe.make_mesh(stage=1, data=8, replica=2, expert=3)
+    with pytest.raises(ValueError, match="has 6 elements in dimension 0, which the 4 devices"):
+        pipeline(dataclasses.replace(CONFIG, num_experts=6), 4)
+    mesh = jaxpipe.make_mesh(stage=2, data=2)
+    with pytest.raises(ValueError, match="split over 'expert', which is none of"):
+        pipeline(CONFIG, 4, mesh=mesh)
+    plain = gpt.GPTConfig(vocab_size=13, sequence_length=6, num_layers=2, width=8, num_heads=2)
+    with pytest.raises(ValueError, match="expert_axis='expert': there are no experts"):
+        model_of(plain, mesh)

@@ -1,0 +1,263 @@
+"""What ``jaxpipe plan`` needs of a configuration: the model's sizes, and a YAML for a plan.
+
+The library finds `read` by an entry point (``jaxpipe.configurations`` in pyproject.toml).
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxpipe import Pipeline, make_mesh, schedules
+from jaxpipe.errors import ArgumentError, refuse
+from jaxpipe.planning.devices import DEVICES, cluster
+from jaxpipe.planning.plans import Plan
+from jaxpipe.planning.search import Found, Goal, search
+from jaxpipe.planning.sizes import ModelSizes, Sizes
+from jaxpipe.planning.step import chunk_costs
+from jaxpipe.planning.traced import attention_of_gpus, sizes
+from jaxpipe.schedule import Costs
+from jaxpipe.testing import simulate_devices
+from train import checks, command_line, configured, errors, mesh_rules, tasks
+from train.config import Config
+from train.optimizers import learning_rate, make_optimizer
+
+_REMATS = ("none", "dots", "full")
+_TAKEN_FOR = "cpu"
+"""What devices are taken for that are not in the table, such as simulated ones."""
+_MOST_SHARING = 8
+"""Devices that share a layer: no more than a host has."""
+_MICROBATCHES = 2
+
+
+class Planned:
+    """A configuration that is planned for, as `jaxpipe.planning.configurations.Configured` says.
+
+    Args:
+      config: a checked configuration.
+      name: of its file.
+    """
+
+    def __init__(self, config: Config, name: str) -> None:
+        self.config, self.name = config, name
+        self.task = tasks.make(config)
+
+    def sizes(self, most_context: int, progress: Callable[[float], None]) -> ModelSizes:
+        """Traces the model for all devices that may share a layer, and every policy."""
+        simulate_devices(_MOST_SHARING)
+        numbers = [2**n for n in range(_MOST_SHARING.bit_length())]
+        cases = [
+            (context, tensor, remat)
+            for context, tensor in itertools.product(numbers, numbers)
+            if context <= most_context and self._may_share(context, tensor)
+            for remat in _REMATS
+        ]
+        return self._sizes(cases, progress)
+
+    def _sizes(
+        self, cases: Sequence[tuple[int, int, str]], progress: Callable[[float], None]
+    ) -> ModelSizes:
+        variants = {}
+        for number, case in enumerate(cases, start=1):
+            variants[case] = self._traced(*case)
+            progress(number / len(cases))
+        params = jax.tree.leaves(self._params)
+        row = jax.tree.leaves(self.task.row_shapes())
+        return ModelSizes(
+            name=self.name,
+            tokens_per_row=self.task.units_per_row,
+            parameter_bytes=max(leaf.dtype.itemsize for leaf in params),
+            compute_bytes=self._compute_bytes,
+            moments=self._num_moments(),
+            batch_rows=self.config.train.batch_size,
+            row_bytes=sum(leaf.size * leaf.dtype.itemsize for leaf in row),
+            variants=variants,
+        )
+
+    def write(self, plan: Plan, costs: Costs, steps: int | None) -> str:
+        """The configuration with a plan's mesh, pipeline, costs and batch."""
+        config = self.config
+        axes = ("stage", "data", "replica", "context", "tensor")
+        mesh = {name: getattr(plan, name) for name in axes} | {"expert": 1}
+        pipeline = _chosen(plan) | {
+            "stage_memory": None,
+            "zero": plan.zero,
+            "weights": plan.weights,
+            "weight_slots": plan.weight_slots,
+            "update": "step",
+        }
+        if self._compute_bytes == 2:
+            pipeline["compute_dtype"] = "bfloat16"
+        train = {"batch_size": plan.batch_rows}
+        if steps is not None:
+            train["steps"] = max(steps, config.optimizer.warmup_steps)
+        changed = {"mesh": mesh, "pipeline": pipeline, "train": train, "costs": _of_chunk(costs)}
+        return _changed(config, changed).to_yaml()
+
+    def choice(self, limit_bytes: float | None, device: str) -> tuple[Config, str]:
+        """The configuration with the schedule, chunks, microbatches and policy that are predicted
+        to be fastest on its own mesh, and why.
+
+        Args:
+          limit_bytes: of a device; None for what such a device has.
+          device: what the devices are taken for, a name in `jaxpipe.planning.devices`.
+
+        Raises:
+          ArgumentError: nothing fits.
+        """
+        config, shape = self.config, self.config.mesh
+        own = shape.stage, shape.data, shape.replica, shape.context, shape.tensor
+        slots = configured.weight_slots(config, platform="gpu")
+
+        def allowed(plan: Plan) -> bool:
+            mesh = plan.stage, plan.data, plan.replica, plan.context, plan.tensor
+            zero = config.pipeline.zero if shape.data > 1 else 0
+            fewer = min(slots, plan.chunks) if zero >= 2 else 1
+            return (mesh, plan.zero, plan.weight_slots) == (own, zero, fewer)
+
+        cases = [(shape.context, shape.tensor, remat) for remat in _REMATS]
+        model = self._sizes(cases, lambda share: None)
+        found = cluster(device, shape.num_devices, memory=limit_bytes)
+        result = search(model, [found], Goal(None, (model.batch_rows,)), allowed=allowed)
+        best = result.best[0]
+        changed = {"pipeline": _chosen(best.plan), "costs": _of_chunk(chunk_costs(best.placed))}
+        words = [f"pipeline.schedule=plan on {device}s: {_in_words(best)}"]
+        words += [f"then {_in_words(one)}" for one in result.best[1:3]]
+        return _changed(config, changed), "; ".join(words)
+
+    @property
+    def _params(self) -> Any:
+        return jax.eval_shape(self.task.init, jax.random.key(0))
+
+    @property
+    def _compute_bytes(self) -> int:
+        """Of a weight where layers read it: they cast to the model's dtype."""
+        return 4 if self.task.dtype is None else jnp.dtype(self.task.dtype).itemsize
+
+    def _sharing(self, context: int, tensor: int) -> Config:
+        """The configuration on the devices of one layer."""
+        shape = {"stage": 1, "data": 1, "context": context, "tensor": tensor}
+        mesh = self.config.mesh.model_copy(update=shape)
+        return self.config.model_copy(update={"mesh": mesh})
+
+    def _may_share(self, context: int, tensor: int) -> bool:
+        fits = context * tensor <= _MOST_SHARING
+        return fits and not any(mesh_rules.shared_axes(self._sharing(context, tensor)))
+
+    def _traced(self, context: int, tensor: int, remat: str) -> Sizes:
+        config = self._sharing(context, tensor)
+        task = tasks.make(config)
+        axes: dict[str, Any] = {"stage": 1, **config.mesh.model_axes()}
+        key = jax.eval_shape(lambda: jax.random.key(0)) if task.dropout else None
+
+        def batch(rows: int) -> Any:
+            shapes = task.row_shapes()
+            return jax.tree.map(
+                lambda row: jax.ShapeDtypeStruct((rows, *row.shape), row.dtype), shapes
+            )
+
+        with attention_of_gpus():
+            pipe = Pipeline(
+                task.model(train=True),
+                self._params,
+                schedule=schedules.build("1f1b", stages=1, microbatches=_MICROBATCHES),
+                mesh=make_mesh(**axes),
+                remat=remat,
+                states=jax.eval_shape(task.init_states),
+            )
+            return sizes(pipe, batch, key, compute_bytes=self._compute_bytes)
+
+    def _num_moments(self) -> int:
+        """How many numbers the optimizer keeps for each parameter: two of Adam."""
+        settings = self.config.optimizer
+        rate = learning_rate(settings, num_steps=self.config.train.steps)
+        state = jax.eval_shape(make_optimizer(settings, rate).init, self._params)
+        kept, own = (sum(leaf.size for leaf in jax.tree.leaves(t)) for t in (state, self._params))
+        return round(kept / own)
+
+
+def _changed(config: Config, sections: dict[str, dict[str, Any]]) -> Config:
+    """A configuration with other values in some fields of its sections."""
+    changed = {
+        name: getattr(config, name).model_copy(update=update) for name, update in sections.items()
+    }
+    return config.model_copy(update=changed)
+
+
+def _chosen(plan: Plan) -> dict[str, Any]:
+    """What decides the order of a pipeline, and what its layers keep."""
+    return {
+        "schedule": plan.schedule,
+        "chunks": plan.chunks,
+        "microbatches": plan.microbatches,
+        "group": None,
+        "memory_limit": None,
+        "remat": plan.remat,
+    }
+
+
+def _of_chunk(costs: Costs) -> dict[str, float]:
+    return {name: getattr(costs, name) for name in ("f", "b", "w", "message")}
+
+
+def _in_words(found: Found) -> str:
+    plan, waits = found.plan, found.seconds["waits"] / found.step_seconds
+    return (
+        f"{plan.schedule}, {plan.chunks} chunks per stage, {plan.microbatches} microbatches, remat "
+        f"{plan.remat}: {1e3 * found.step_seconds:.3g} ms per step predicted, {waits:.0%} of it "
+        f"waiting for other stages, {found.device_bytes / 1e9:.3g} GB"
+    )
+
+
+def choose(config: Config) -> tuple[Config, str]:
+    """Chooses what ``pipeline.schedule: plan`` leaves open, for the devices that jax has.
+
+    Args:
+      config: a checked configuration; the devices it needs are there.
+
+    Returns:
+      The configuration with a schedule, chunks, microbatches and remat, and why, in words.
+
+    Raises:
+      ConfigError: nothing fits the devices.
+    """
+    device = jax.devices()[0]
+    kinds = [name for name in DEVICES if name in device.device_kind.lower()]
+    limit = (device.memory_stats() or {}).get("bytes_limit")
+    try:
+        found = Planned(config, config.run_dir).choice(limit, kinds[0] if kinds else _TAKEN_FOR)
+    except ArgumentError as error:
+        failure = errors.Failure(
+            f"pipeline.schedule={configured.PLAN}: {error}", ("pipeline.schedule",)
+        )
+        raise errors.ConfigError([failure]) from error
+    return found
+
+
+def read(path: Path) -> Planned:
+    """Reads a configuration's file; its mesh and pipeline do not matter.
+
+    Raises:
+      ArgumentError: it cannot be read, or something in it is wrong.
+    """
+    try:
+        found = command_line.parse(["--config", str(path)])
+    except errors.ConfigError as error:
+        raise ArgumentError([failure.message for failure in error.failures]) from error
+    # Planning chooses anew what says how the model lies on devices.
+    config = found.config.reset(["mesh", "pipeline", "costs", "asynchronous"])
+    wrong = checks.check(config, writes=False, reads=False)
+    messages = [failure.message for failure in (*found.failures, *wrong) if _matters(failure)]
+    refuse(messages)
+    return Planned(config, path.stem)
+
+
+def _matters(failure: errors.Failure) -> bool:
+    """Whether a failure is of something that a plan keeps."""
+    chosen = ("mesh", "pipeline", "costs", "asynchronous", "run_dir", "data")
+    return not any(field.split(".")[0] in chosen for field in failure.fields)
