@@ -101,6 +101,11 @@ def test_the_same_arguments_give_the_same_schedule():
     assert auto(2, 4, **arguments) == auto(2, 4, **arguments)
 
 
+def test_no_candidate_has_to_fit():
+    candidate = zb_v(2, 4)
+    validate(auto(2, 4, costs=COSTS, memory_limit=1, candidates=[candidate]))
+
+
 def test_what_does_not_fit_is_refused():
     with pytest.raises(ValueError, match=r"memory_limit=0\.5 .*\nNearest valid: 1\."):
         auto(2, 4, memory_limit=0.5)
