@@ -109,24 +109,25 @@ def techniques(config: Config) -> tuple[int | None, float | None]:
 
 
 @functools.cache
-def order(config: Config) -> Schedule:
+def order(config: Config, *, platform: str = "cpu") -> Schedule:
     """Builds the schedule by its name; for asynchronous training, the one that it warms up with.
 
     Args:
       config: only the number of layers, ``mesh.stage``, ``pipeline.*`` and ``costs.*`` are read.
+      platform: of the devices, whose clock `auto` plans for.
 
     Raises:
       ValueError: as in `jaxpipe.schedules.build`, or it can only be simulated.
     """
-    found = _order(config)
+    found = _order(config, platform)
     refuse(simulated_only(found))
     return found
 
 
-def _order(config: Config) -> Schedule:
+def _order(config: Config, platform: str) -> Schedule:
     pipeline, name = config.pipeline, config.pipeline.schedule
     if chooses_placement(config):
-        return searched(config, [1.0] * config.num_layers)
+        return searched(config, [1.0] * config.num_layers, platform=platform)
     # Schedules that read the layers have two chunks per stage.
     layers_per_chunk = max(1, -(-config.num_layers // (2 * config.mesh.stage)))
     if not pipeline.slices:
@@ -140,6 +141,7 @@ def _order(config: Config) -> Schedule:
         memory_limit=pipeline.memory_limit,
         costs=costs(config),
         layers_per_chunk=layers_per_chunk,
+        clock=_clock(platform),
     )
 
 
@@ -150,12 +152,17 @@ def chooses_placement(config: Config) -> bool:
     return pipeline.schedule == "auto" and pipeline.slices and free
 
 
-def searched(config: Config, layer_costs: Sequence[float]) -> Schedule:
+def _clock(platform: str) -> str:
+    return "lock-step" if platform == "cpu" else "neighbor"
+
+
+def searched(config: Config, layer_costs: Sequence[float], *, platform: str) -> Schedule:
     """Searches schedule, placement and number of chunks for a model (``pipeline.schedule: auto``).
 
     Args:
       config: as for `order`; ``costs.*`` are of half a stage.
       layer_costs: of every layer, in any unit.
+      platform: as for `order`.
 
     Raises:
       ValueError: the memory limit is too small, or there are fewer layers than stages.
@@ -173,11 +180,16 @@ def searched(config: Config, layer_costs: Sequence[float]) -> Schedule:
         microbatches=config.pipeline.microbatches,
         memory_limit=config.pipeline.memory_limit,
         layer_costs=layers,
+        clock=_clock(platform),
     )
 
 
 def build(
-    config: Config, layer_counts: Sequence[int], schedule: Schedule | None = None
+    config: Config,
+    layer_counts: Sequence[int],
+    schedule: Schedule | None = None,
+    *,
+    platform: str = "cpu",
 ) -> Schedule:
     """Builds the schedule and cuts it into slices of the model's layers if that is configured.
 
@@ -185,12 +197,13 @@ def build(
       config: a checked configuration.
       layer_counts: layers of every virtual stage.
       schedule: to cut; None for `order`.
+      platform: of the devices, on whose clock slices have to end before whole actions.
     """
-    schedule = schedule or order(config)
+    schedule = schedule or order(config, platform=platform)
     if not config.pipeline.slices:
         return dataclasses.replace(schedule, slices=None)
     if schedule.layer_counts != tuple(layer_counts):
-        return slice_ticks(schedule, costs(config), layer_counts)
+        return slice_ticks(schedule, costs(config), layer_counts, clock=_clock(platform))
     return schedule
 
 

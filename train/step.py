@@ -92,11 +92,13 @@ class Setup:
 
     def _choose(self) -> Choice:
         order, costs, counts = self._partition()
-        return Choice(configured.build(self.config, counts, order), counts, tuple(costs))
+        built = configured.build(self.config, counts, order, platform=self._platform)
+        return Choice(built, counts, tuple(costs))
 
     def _partition(self) -> tuple[Schedule, list[float], tuple[int, ...]]:
         """Returns the order, the cost of every layer, and the number of layers of every chunk."""
-        settings, order = self.config.pipeline, configured.order(self.config)
+        settings = self.config.pipeline
+        order = configured.order(self.config, platform=self._platform)
         rule, alike = settings.partition, not isinstance(self.shapes["layers"], tuple)
         even = [1.0] * self.task.num_layers
         counts = configured.own_counts(self.config) or partition(even, order.placement)
@@ -113,11 +115,15 @@ class Setup:
         memory = None if limit is None else self._memory(probe, batch, rng, limit)
         weights = even if rule == "equal" else costs
         if configured.chooses_placement(self.config) and limit is None:
-            order = configured.searched(self.config, weights)
+            order = configured.searched(self.config, weights, platform=self._platform)
         try:
             return order, costs, partition(weights, order.placement, memory=memory)
         except errors.ArgumentError as error:
             raise errors.ConfigError(list(errors.of_partition(error, limit))) from error
+
+    @property
+    def _platform(self) -> str:
+        return self.mesh.devices.flat[0].platform
 
     @cached_property
     def chunk_costs(self) -> list[Costs]:
@@ -127,8 +133,7 @@ class Setup:
     @cached_property
     def timeline(self) -> Timeline:
         """The schedule on the clock of these devices."""
-        simulated = self.mesh.devices.flat[0].platform == "cpu"
-        clock = lock_step if simulated else neighbor_clock
+        clock = lock_step if self._platform == "cpu" else neighbor_clock
         return clock(self.schedule, self.chunk_costs)
 
     def _memory(self, probe: Pipeline, batch: PyTree, rng, limit: float) -> Memory:
@@ -158,7 +163,6 @@ class Setup:
         return round(kept / own)
 
     def _pipeline(self, order: Schedule, counts: Sequence[int], *, train: bool = True) -> Pipeline:
-        platform = self.mesh.devices.flat[0].platform
         return Pipeline(
             self.task.model(train=train),
             self.shapes,
@@ -170,11 +174,11 @@ class Setup:
             zero=self.config.pipeline.zero,
             weights=configured.weights(
                 self.config,
-                platform=platform,
+                platform=self._platform,
                 alike=not isinstance(self.shapes["layers"], tuple),
                 counts=counts,
             ),
-            weight_slots=configured.weight_slots(self.config, platform=platform),
+            weight_slots=configured.weight_slots(self.config, platform=self._platform),
             states=self.task.init_states(),
         )
 

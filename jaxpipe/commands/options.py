@@ -116,6 +116,7 @@ def build(
     costs: Costs | None = None,
     layers_per_chunk: int | None = None,
     layer_costs: Sequence[Costs] | None = None,
+    clock: str | None = None,
     **options: Any,
 ) -> Schedule:
     """Builds a schedule, or loads a user's own, with the given options.
@@ -123,8 +124,13 @@ def build(
     Costs and layers are also used by the clocks.
     """
     given = {option: value for option, value in options.items() if value is not None}
-    measures = {"costs": costs, "layers_per_chunk": layers_per_chunk, "layer_costs": layer_costs}
-    clock: dict[str, Any] = {name: value for name, value in measures.items() if value is not None}
+    measures = {
+        "costs": costs,
+        "layers_per_chunk": layers_per_chunk,
+        "layer_costs": layer_costs,
+        "clock": clock,
+    }
+    timing: dict[str, Any] = {name: value for name, value in measures.items() if value is not None}
     if user.is_users(name):
         if "chunks" in given:
             given["num_chunks"] = given.pop("chunks")
@@ -132,9 +138,9 @@ def build(
         refuse(catalog.range_problems(**shape, layers_per_chunk=layers_per_chunk, **given))
         if stages is not None and microbatches is not None:
             check_size(stages, microbatches, given.get("num_chunks", 1))
-        return user.load(name, **shape, clock=clock, **given)
+        return user.load(name, **shape, clock=timing, **given)
     if stages is None or microbatches is None:
         raise ArgumentError([user.no_shape(name)])
     own = [entry.default_chunks for entry in catalog.entries() if entry.name == name]
     check_size(stages, microbatches, given.get("chunks", own[0] if own else 1))
-    return catalog.build(name, stages=stages, microbatches=microbatches, **given, **clock)
+    return catalog.build(name, stages=stages, microbatches=microbatches, **given, **timing)

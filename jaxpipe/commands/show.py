@@ -91,6 +91,7 @@ def show(
       recompute_segment: for an asynchronous method, stages that run forward again together.
       clock: lock-step, as on simulated devices: all stages wait for each other in every tick;
         neighbor, as on GPUs: both ends of a message wait; free, as papers draw: only for inputs.
+        `auto` plans for it; for lock-step if it is free.
       format: what to write; by default the format of --out's ending, or else text.
       out: the file to write; svg and png need one, the others go to standard output without it.
     """
@@ -100,10 +101,13 @@ def show(
         "group": group,
         "layers_per_chunk": layers_per_chunk,
         "memory_limit": memory_limit,
+        # Nothing runs on the free-running clock, so nothing is planned for it.
+        "clock": None if clock == "free" else clock,
     }
     parsed = parse_costs(costs)
     if name in pipemare.ASYNCHRONOUS_METHODS:
         given = options | {"costs": costs}
+        del given["clock"]
         steady = _steady_state(name, stages, microbatches, recompute_segment, written, given)
         if written == "text":
             _write(steady_text(steady), out)
@@ -125,7 +129,7 @@ def show(
             name, stages=stages, microbatches=microbatches, layer_costs=priced, **options
         )
         counts, by_chunk = cut_layers(priced, schedule.placement)
-        model = _Model(schedule, by_chunk, counts)
+        model = _Model(schedule, by_chunk, _to_cut(schedule, counts))
     _output(model, clock, written, out)
 
 
@@ -140,7 +144,12 @@ class _Model(NamedTuple):
 def _of_chunks(schedule: Schedule, costs: Costs, layers_per_chunk: int | None) -> _Model:
     count = schedule.placement.num_virtual_stages
     layers = None if layers_per_chunk is None else [layers_per_chunk] * count
-    return _Model(schedule, costs, layers)
+    return _Model(schedule, costs, _to_cut(schedule, layers))
+
+
+def _to_cut(schedule: Schedule, layers: Sequence[int] | None) -> Sequence[int] | None:
+    """`auto` has decided itself whether to cut its actions."""
+    return schedule.layer_counts if schedule.name == "auto" else layers
 
 
 def _said_twice(costs: str, layers_per_chunk: int | None) -> Iterator[Problem]:

@@ -46,8 +46,15 @@ def named_schedule(
     num_stages = axes.num_stages(mesh)
     if microbatches is None:
         microbatches = MICROBATCHES_PER_STAGE * num_stages
+    simulated = mesh.devices.flat[0].platform == "cpu"
     try:
-        return catalog.build(schedule, stages=num_stages, microbatches=microbatches), []
+        built = catalog.build(
+            schedule,
+            stages=num_stages,
+            microbatches=microbatches,
+            clock="lock-step" if simulated else "neighbor",
+        )
+        return built, []
     except ArgumentError as error:
         return None, [error.text(_spell)]
 

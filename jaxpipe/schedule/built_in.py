@@ -24,7 +24,7 @@ from jaxpipe.schedule.search.controllable_memory import controllable_memory
 
 Generate = Callable[..., Schedule]
 
-MEASURES = ("costs", "layers_per_chunk", "layer_costs")
+MEASURES = ("costs", "layers_per_chunk", "layer_costs", "clock")
 """Options that describe the machine and the model, whatever the schedule."""
 PUBLISHED = "-published"
 """What ends the name under which a reordered schedule keeps its own order, whatever the costs."""
@@ -217,7 +217,7 @@ BUILT_IN = (
         chunks=2,
     ),
     Entry(
-        *("auto", cached(planned), "Order and slices searched for the lock-step clock"),
+        *("auto", cached(planned), "Order and slices searched for the clock they run on"),
         *("searched", "memory_limit, p by default", _AUTO, "jaxpipe"),
         chunks=2,
     ),

@@ -24,6 +24,7 @@ from jaxpipe.schedule.formats import user
 from jaxpipe.schedule.generators.eager import in_time
 from jaxpipe.schedule.generators.pipemare import ASYNCHRONOUS_METHODS
 from jaxpipe.schedule.problems import ArgumentError, Problem, below_one, in_python, refuse
+from jaxpipe.schedule.search.slices import CLOCKS
 from jaxpipe.schedule.simulate import UNIT, Costs
 
 _entries = {entry.name: entry for entry in BUILT_IN}
@@ -115,6 +116,7 @@ def build(
     costs: Costs | None = None,
     layers_per_chunk: int | None = None,
     layer_costs: Sequence[Costs] | None = None,
+    clock: str | None = None,
 ) -> Schedule:
     """Builds a schedule by name.
 
@@ -133,6 +135,8 @@ def build(
       layers_per_chunk: at least 1, for schedules that cut actions into slices; others ignore it.
       layer_costs: instead of these two, the costs of every layer of the model, in order. Schedules
         then are of equal models, whatever their chunks; `auto` chooses placement and chunks, too.
+      clock: what `auto` plans for: "lock-step", its default, as on simulated devices, or
+        "neighbor", as on GPUs; others ignore it.
 
     Raises:
       ArgumentError: the name is unknown or a number does not fit it; all failures in one message.
@@ -158,7 +162,9 @@ def build(
     found, is_own = known.get(plain if as_published else name), user.is_users(name)
     problems = [] if found or is_own else [_unknown(name)]
     problems += range_problems(**numbers)
-    options = numbers | {"costs": costs, "layer_costs": layer_costs}
+    if clock not in (None, *CLOCKS):
+        problems.append(Problem("clock", clock, "is none to plan for", (*CLOCKS,)))
+    options = numbers | {"costs": costs, "layer_costs": layer_costs, "clock": clock}
     given = {option: value for option, value in options.items() if value is not None}
     if found is not None:
         problems += _misfits(found, given)

@@ -101,6 +101,11 @@ def test_the_same_arguments_give_the_same_schedule():
     assert auto(2, 4, **arguments) == auto(2, 4, **arguments)
 
 
+def test_no_candidate_has_to_fit():
+    candidate = zb_v(2, 4)
+    validate(auto(2, 4, costs=COSTS, memory_limit=1, candidates=[candidate]))
+
+
 def test_what_does_not_fit_is_refused():
     with pytest.raises(ValueError, match=r"memory_limit=0\.5 .*\nNearest valid: 1\."):
         auto(2, 4, memory_limit=0.5)
@@ -125,12 +130,12 @@ def test_costs_of_every_virtual_stage_are_planned_with():
 
 @pytest.mark.parametrize(("message", "interleaves"), [(0, True), (5, False)])
 def test_the_placement_depends_on_the_time_of_messages(message, interleaves):
-    layers = [Costs(1, 1.2, 0.8, message)] * 8
+    layers = [Costs(1, 1.2, 0.8, message)] * 4
     found = auto_placed(2, 4, layer_costs=layers)
     validate(found)
     assert (found.num_chunks > 1) == interleaves
     assert max(peak_in_flight(found)) <= 2 * found.num_chunks
-    lower(found, partition([1] * 8, found.placement))
+    lower(found, partition([1] * 4, found.placement))
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,8 @@ from jaxpipe.schedule.actions import Action, Kind
 from jaxpipe.schedule.lowering.lower import lower
 from jaxpipe.schedule.lowering.table import NONE
 from jaxpipe.schedule.neighbors import neighbor_clock, replay
+from jaxpipe.schedule.problems import ArgumentError
+from jaxpipe.schedule.search.auto import auto
 from jaxpipe.schedule.search.slices import slice_ticks
 from jaxpipe.schedule.simulate import Costs, lock_step, simulate
 
@@ -149,3 +151,33 @@ def test_what_can_only_be_simulated_is_refused():
     assert {action.kind for action in schedule.orders[0]} >= {Kind.F}
     with pytest.raises(ValueError, match="can only be simulated"):
         neighbor_clock(schedule, COSTS)
+
+
+def test_auto_plans_for_the_clock_that_it_is_told():
+    zb_v = catalog.build("zb-v", stages=4, microbatches=8)
+    for_gpus, for_cpus = (
+        auto(4, 8, costs=COSTS, layers_per_chunk=1, candidates=[zb_v], clock=clock)
+        for clock in ("neighbor", "lock-step")
+    )
+    # With one layer per chunk, slices gain in lock-step what they lose on GPUs.
+    ends = [neighbor_clock(each, COSTS).makespan for each in (for_gpus, zb_v, for_cpus)]
+    assert ends[0] <= ends[1] < ends[2]
+    assert lock_step(for_cpus, COSTS).makespan < lock_step(for_gpus, COSTS).makespan
+    small = {"stages": 2, "microbatches": 2, "costs": COSTS, "layers_per_chunk": 1}
+    built = catalog.build("auto", clock="neighbor", **small)
+    assert built == auto(2, 2, costs=COSTS, layers_per_chunk=1, clock="neighbor")
+
+
+def test_slices_may_have_to_end_before_whole_actions_on_gpus():
+    schedule, layers = catalog.build("zb-v", stages=4, microbatches=8), [2] * 8
+    chosen = slice_ticks(schedule, COSTS, layers, clock="neighbor")
+    cut = slice_ticks(schedule, COSTS, layers)
+    ends = [neighbor_clock(each, COSTS).makespan for each in (schedule, cut)]
+    assert neighbor_clock(chosen, COSTS).makespan == min(ends)
+
+
+def test_nothing_is_planned_for_another_clock():
+    with pytest.raises(
+        ArgumentError, match=r"clock='free' .*\nNearest valid: 'lock-step', 'neighbor'"
+    ):
+        catalog.build("auto", stages=2, microbatches=4, clock="free")

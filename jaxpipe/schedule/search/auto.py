@@ -37,7 +37,7 @@ def auto(
     candidates: Iterable[Schedule] | None = None,
     clock: str = "lock-step",
 ) -> Schedule:
-    """Searches for the schedule that ends first in lock-step under a memory limit.
+    """Searches for the schedule that ends first under a memory limit, in lock-step by default.
 
     Takes the named schedules that fit and the best orders of `search_orders`, slices the most
     promising of them by `slice_ticks`, and also builds one order tick by tick: whatever is ready
@@ -59,14 +59,17 @@ def auto(
       placement: None for the V: two chunks per stage.
       candidates: schedules to slice, on this placement; those that need more memory are left out.
         None for those of this package that fit.
+      clock: on which it has to end first: "lock-step", as on simulated devices, or "neighbor", as
+        on GPUs, where whole actions are candidates beside slices.
 
     Raises:
       ValueError: the memory limit is too small, or an argument does not fit the placement.
 
     Example:
-      >>> schedule = auto(4, 16, costs=Costs(1, 1.2, 0.8), layers_per_chunk=8)
+      >>> from jaxpipe.schedule.simulate import lock_step
+      >>> schedule = auto(2, 4, costs=Costs(1, 1.2, 0.8), layers_per_chunk=2)
       >>> round(lock_step(schedule, Costs(1, 1.2, 0.8)).bubble_ratio, 3)
-      0.039
+      0.048
     """
     placement = placement or wave(num_stages)
     limit = num_stages if memory_limit is None else memory_limit

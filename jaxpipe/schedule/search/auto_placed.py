@@ -37,7 +37,7 @@ def auto_placed(
     Args:
       layer_costs: of every layer, in model order; at least p. The messages after the last layer of
         each chunk count.
-      memory_limit: as for `auto`.
+      memory_limit, clock: as for `auto`.
 
     Returns:
       A schedule with slices. Its chunks are those of `jaxpipe.schedule.partition.cut_layers`.
@@ -46,7 +46,7 @@ def auto_placed(
       ValueError: there are fewer layers than stages, or the memory limit is too small.
 
     Example:
-      >>> layers = [Costs(1, 1.2, 0.8, message=2)] * 8
+      >>> layers = [Costs(1, 1.2, 0.8, message=2)] * 4
       >>> auto_placed(2, 4, layer_costs=layers).num_chunks
       1
     """
@@ -102,6 +102,7 @@ def planned(
       memory_limit: as for `auto`.
       layers_per_chunk: as for `auto`, without ``layer_costs``.
       layer_costs: as for `auto_placed`.
+      clock: as for `auto`.
     """
     if layer_costs is not None:
         return auto_placed(

@@ -11,18 +11,14 @@ import math
 from collections.abc import Iterable
 
 from jaxpipe.schedule.actions import Schedule
-from jaxpipe.schedule.neighbors import neighbor_clock
 from jaxpipe.schedule.search.cuts import Cut
-from jaxpipe.schedule.search.slices import slice_ticks
+from jaxpipe.schedule.search.slices import CLOCKS, slice_ticks
 from jaxpipe.schedule.simulate import lock_step
-
-CLOCKS = {"lock-step": lock_step, "neighbor": neighbor_clock}
-"""Those that a schedule can be planned for: of simulated devices, and of GPUs."""
 
 _QUICK_ACTIONS, _CAREFUL_ACTIONS = 40_000, 12_000
 """How many actions each comparison may cut quickly, and in the end with care; at least one
 schedule is."""
-_MOST_CAREFUL = 3
+_MOST_CAREFUL = 4
 _QUICK_SLACK, _CAREFUL_SLACK = 1.05, 1.03
 """How far behind the best a schedule may be and still be cut: quickly, if that is what it promises;
 with care, if that is when it ends once cut quickly."""
@@ -50,7 +46,7 @@ class Contest:
     """Takes schedules, cuts the promising ones, and knows the best so far.
 
     Args:
-      clock: a key of `CLOCKS`.
+      clock: a key of `jaxpipe.schedule.search.slices.CLOCKS`.
     """
 
     def __init__(self, clock: str) -> None:
@@ -91,13 +87,19 @@ class Contest:
         self._waiting = []
 
     def finish(self) -> None:
-        """Cuts the best with care."""
-        left, latest = _CAREFUL_ACTIONS, _CAREFUL_SLACK * self.earliest
-        for rank, (ends, entrant) in enumerate(self.quick[:_MOST_CAREFUL]):
-            left -= entrant.num_actions
-            if rank and (left < 0 or ends > latest):
-                break
-            self._slice(entrant, quick=False)
+        """Cuts the best with care, and the one that promises most: a careful cut gains up to 3%."""
+        if not self.quick:
+            return
+        most = min(self.quick, key=lambda item: item[1].promise)[1]
+        latest = _CAREFUL_SLACK * self.earliest
+        best = [entrant for ends, entrant in self.quick if ends <= latest and entrant is not most]
+        left, number = _CAREFUL_ACTIONS, 0
+        for entrant in (*best[:1], most, *best[1:]):
+            # Shorter schedules behind a long one may still be cut.
+            if number == 0 or (number < _MOST_CAREFUL and entrant.num_actions <= left):
+                left -= entrant.num_actions
+                number += 1
+                self._slice(entrant, quick=False)
 
     def offer(self, cut: Cut, schedule: Schedule) -> None:
         """Keeps a schedule if it ends before the best so far."""
@@ -108,12 +110,14 @@ class Contest:
     def _slice(self, entrant: Entrant, *, quick: bool) -> float:
         """Cuts a schedule and offers it; when it ends in lock-step."""
         cut, whole = entrant.cut, entrant.schedule
-        # With care, it only has to beat the best so far.
-        makespan = math.inf if quick else self.ahead
-        sliced = slice_ticks(whole, cut.costs, cut.layer_counts, makespan=makespan, quick=quick)
-        if self.clock == "neighbor" and not quick:
-            # On this clock, slices may be slower than whole actions.
-            self.offer(cut, whole)
-        if self.clock == "lock-step" or not quick:
-            self.offer(cut, sliced)
+        sliced = slice_ticks(
+            whole,
+            cut.costs,
+            cut.layer_counts,
+            # With care, it only has to beat the best so far.
+            makespan=math.inf if quick else self.ahead,
+            quick=quick,
+            clock=self.clock,
+        )
+        self.offer(cut, sliced)
         return lock_step(sliced, cut.costs).makespan

@@ -14,11 +14,15 @@ from collections.abc import Iterable, Sequence
 from jaxpipe.schedule.actions import Kind, Schedule, Slice
 from jaxpipe.schedule.check.slice_rules import order_of
 from jaxpipe.schedule.check.validate import peak_in_flight
+from jaxpipe.schedule.neighbors import neighbor_clock
 from jaxpipe.schedule.placement import Placement
 from jaxpipe.schedule.problems import Problem, refuse
 from jaxpipe.schedule.search.tick_engine import Policy, Work
 from jaxpipe.schedule.search.tick_search import Settings, TickSearch
 from jaxpipe.schedule.simulate import Costs, lock_step, of_virtual_stages
+
+CLOCKS = {"lock-step": lock_step, "neighbor": neighbor_clock}
+"""Those that a schedule can be planned for: of simulated devices, and of GPUs."""
 
 _BY_RANK, _CRITICAL_FIRST = Policy(in_order=True), Policy(in_order=False)
 _TRIALS = (
@@ -39,6 +43,7 @@ def slice_ticks(
     *,
     makespan: float = math.inf,
     quick: bool = False,
+    clock: str = "lock-step",
 ) -> Schedule:
     """Cuts the actions of a schedule into ticks, so that it ends as early as possible in lock-step.
 
@@ -54,6 +59,8 @@ def slice_ticks(
       layer_counts: layers of every virtual stage, at least 1 each.
       makespan: look only for results that end before this.
       quick: search for about a tenth of the time, to compare schedules.
+      clock: on which the result has to end before whole actions: "lock-step", or "neighbor", as on
+        GPUs. Slices are searched for lock-step in any case.
 
     Returns:
       The schedule with `Schedule.slices`, and its orders as the slices have them (`order_of`);
@@ -81,7 +88,10 @@ def slice_ticks(
     search = TickSearch(_work(whole, costs, tuple(layer_counts)))
     trials = (_QUICK,) if quick else _TRIALS
     rows = search.best(trials, makespan=min(makespan, lock_step(whole, costs).makespan))
-    return whole if rows is None else with_slices(whole, rows)
+    if rows is None:
+        return whole
+    runs = CLOCKS[clock]
+    return min((with_slices(whole, rows), whole), key=lambda choice: runs(choice, costs).makespan)
 
 
 def check_layer_counts(placement: Placement, layer_counts: Sequence[int]) -> None:
