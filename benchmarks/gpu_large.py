@@ -1,12 +1,16 @@
 """Do large models compile for many hosts, and into how much memory? Needs no GPU, and runs nothing.
 
 Llama 70B on 64 hosts of 8 H100s: 8 stages x 8 data shards x 8 tensor devices, a host per tensor
-group. Or a mixture of 67B parameters, of which a token uses 2B, on 8 hosts: 8 stages x 8 data
-shards that split the experts, a host per stage. Printed are the compiled step's bytes per device,
+group; or for four times longer sequences 8 stages x 2 data shards x 4 context x 8 tensor devices.
+Llama 405B on 512 hosts: 16 stages x 32 data shards x 8 tensor devices. Or a mixture of 67B
+parameters, of which a token uses 2B, on 8 hosts: 8 stages x 8 data shards that split the experts, a
+host per stage. Printed are the compiled step's bytes per device,
 its arguments and what it takes beside them, as `jaxpipe.measure.predicted_bytes` predicts it, and
 which collectives leave a host.
 
     .venv-gpu/bin/python benchmarks/gpu_large.py --model llama-70b
+    .venv-gpu/bin/python benchmarks/gpu_large.py --model llama-70b-16k
+    .venv-gpu/bin/python benchmarks/gpu_large.py --model llama-405b
     .venv-gpu/bin/python benchmarks/gpu_large.py --model mixture-67b
 """
 
@@ -14,6 +18,7 @@ from __future__ import annotations
 
 import argparse
 import collections
+import dataclasses
 import math
 import os
 import re
@@ -39,6 +44,9 @@ LLAMA_70B = gpt.GPTConfig(
     vocab_size=128256, sequence_length=4096, num_layers=80, width=8192, num_heads=64,
     num_kv_heads=8, mlp_width=28672, tied=False, dtype="bfloat16", rope_theta=500_000.0,
 )  # fmt: skip
+LLAMA_405B = dataclasses.replace(
+    LLAMA_70B, sequence_length=8192, num_layers=126, width=16384, num_heads=128, mlp_width=53248
+)
 MIXTURE_67B = gpt.GPTConfig(
     vocab_size=128256, sequence_length=4096, num_layers=32, width=2048, num_heads=16,
     num_kv_heads=4, tied=False, dtype="bfloat16", num_experts=256, experts_per_token=4,
@@ -46,6 +54,11 @@ MIXTURE_67B = gpt.GPTConfig(
 )  # fmt: skip
 MODELS = {
     "llama-70b": (LLAMA_70B, {"stage": 8, "data": 8, "tensor": 8}),
+    "llama-70b-16k": (
+        dataclasses.replace(LLAMA_70B, sequence_length=16384),
+        {"stage": 8, "data": 2, "context": 4, "tensor": 8},
+    ),
+    "llama-405b": (LLAMA_405B, {"stage": 16, "data": 32, "tensor": 8}),
     "mixture-67b": (MIXTURE_67B, {"stage": 8, "data": 8, "expert": 8}),
 }
 PER_HOST = 8
@@ -59,7 +72,7 @@ def pipeline(config: gpt.GPTConfig, sizes: dict[str, int], **options):
         topology=f"1x{hosts}x{PER_HOST}",
         target_config=TARGET.read_text("utf-8"),
     )
-    axes = {f"{name}_axis": name for name in ("tensor", "expert") if name in sizes}
+    axes = {f"{name}_axis": name for name in ("context", "tensor", "expert") if name in sizes}
     return jaxpipe.Pipeline(
         gpt.model(config, vocabulary_axis="stage", **axes),
         jax.eval_shape(lambda: gpt.init(config, jax.random.key(0))),

@@ -21,12 +21,16 @@ import jax
 import jax.numpy as jnp
 import optax
 from flax import nnx
+from jax.sharding import PartitionSpec as P
 
 from jaxpipe import Model, vocabulary
 from jaxpipe.errors import Problem
 from jaxpipe.nnx import functional, stack
 from models import validation
 from models.blocks import INIT_STDDEV, EncoderLayer, Linear, function_of, layer_norm
+from models.context import Context
+from models.sharing import WHOLE, Sharing
+from models.tensor import Tensor, axis_split
 
 PyTree = Any
 
@@ -116,14 +120,14 @@ class Transform(nnx.Module):
 
 
 class NextSentence(nnx.Module):
-    """Scores of "is the next sentence" and "is not", from the first position."""
+    """Scores of "is the next sentence" and "is not", from the first position [B, E]."""
 
     def __init__(self, config: BERTConfig, rngs: nnx.Rngs):
         self.pooler = Linear(config.width, config.width, stddev=INIT_STDDEV, rngs=rngs)
         self.classifier = Linear(config.width, 2, stddev=INIT_STDDEV, rngs=rngs)
 
-    def __call__(self, x_BSE):
-        return self.classifier(jnp.tanh(self.pooler(x_BSE[:, 0]))).astype(jnp.float32)
+    def __call__(self, x_BE):
+        return self.classifier(jnp.tanh(self.pooler(x_BE))).astype(jnp.float32)
 
 
 def init(config: BERTConfig, rng: jax.Array) -> PyTree:
@@ -160,7 +164,9 @@ def init(config: BERTConfig, rng: jax.Array) -> PyTree:
     return {"embed": embed, "layers": layers, "head": head}
 
 
-def model(config: BERTConfig, *, vocabulary_axis: str | None = None) -> Model:
+def model(
+    config: BERTConfig, *, vocabulary_axis: str | None = None, tensor_axis: str | None = None
+) -> Model:
     """The BERT as the three functions a pipeline runs.
 
     A microbatch is a dict of integers:
@@ -180,9 +186,12 @@ def model(config: BERTConfig, *, vocabulary_axis: str | None = None) -> Model:
       config: the model's shape.
       vocabulary_axis: mesh axis over which the vocabulary table is split ("stage" in a pipeline);
         None for a whole table and no collectives.
+      tensor_axis: model axis whose devices share every layer: heads and hidden units, between these
+        the sequence, and with stages the vocabulary; None for layers that are not shared.
 
     Returns:
-      The model; with ``vocabulary_axis`` its ``stage_split`` names dimension 0 of table and bias.
+      The model; with ``vocabulary_axis`` its ``stage_split`` names dimension 0 of table and bias,
+      with ``tensor_axis`` its ``axis_split`` what that splits.
 
     Example:
       >>> config = BERTConfig(
@@ -193,10 +202,12 @@ def model(config: BERTConfig, *, vocabulary_axis: str | None = None) -> Model:
       >>> model(config).embed(outer, {"tokens": jnp.zeros((3, 8), int)}, None).shape
       (3, 8, 16)
     """
-    apply_layer = function_of(_layer, config)
+    sharing = Sharing(Tensor(tensor_axis), Context())
+    apply_layer = function_of(functools.partial(_layer, sharing=sharing), config)
+    over = {"axis": vocabulary_axis, "sequence_axis": tensor_axis}
 
     def embed(outer, microbatch, rng):
-        return _embed(config, outer, microbatch, rng, axis=vocabulary_axis)
+        return _embed(config, outer, microbatch, rng, sharing, **over)
 
     def layer(params, x, microbatch, rng):
         mask = microbatch.get("mask")
@@ -204,10 +215,14 @@ def model(config: BERTConfig, *, vocabulary_axis: str | None = None) -> Model:
 
     def head_loss(outer, x, microbatch, rng):
         del rng
-        return _loss(config, outer, x, microbatch, axis=vocabulary_axis)
+        return _loss(config, outer, x, microbatch, sharing, **over)
 
-    split = None if vocabulary_axis is None else _stage_split(config)
-    return Model(embed=embed, layer=layer, head_loss=head_loss, stage_split=split)
+    split = None if vocabulary_axis is None else _table_split(config, 0)
+    own = None
+    if tensor_axis is not None:
+        one_layer = jax.eval_shape(lambda: functional(_layer(config, nnx.Rngs(0)))[1])
+        own = {"layers": axis_split(one_layer, tensor_axis)} | _table_split(config, P(tensor_axis))
+    return Model(embed, layer, head_loss, stage_split=split, axes=sharing.axes, axis_split=own)
 
 
 def logits(config: BERTConfig, params: PyTree, batch: PyTree) -> jax.Array:
@@ -232,7 +247,7 @@ def next_sentence_logits(config: BERTConfig, params: PyTree, batch: PyTree) -> j
 
     Args: as for `logits`; ``config.next_sentence`` must be set.
     """
-    return _next_sentence(config, params, _encode(config, params, batch))
+    return _next_sentence(config, params, _encode(config, params, batch)[:, 0])
 
 
 def num_parameters(config: BERTConfig) -> int:
@@ -247,14 +262,14 @@ def num_parameters(config: BERTConfig) -> int:
 
 def _encode(config, params, batch):
     layer = model(config).layer
-    x = _embed(config, params, batch, None, axis=None)
+    x = _embed(config, params, batch, None, WHOLE)
     x, _ = jax.lax.scan(
         lambda x, layer_params: (layer(layer_params, x, batch, None), None), x, params["layers"]
     )
     return x
 
 
-def _embed(config, outer, microbatch, rng, *, axis):
+def _embed(config, outer, microbatch, rng, sharing, **over):
     tokens_BS = microbatch["tokens"]
     length = tokens_BS.shape[1]
     if length > config.sequence_length:
@@ -263,18 +278,21 @@ def _embed(config, outer, microbatch, rng, *, axis):
             f"{config.sequence_length}. Nearest valid: {config.sequence_length} or fewer."
         )
     embed = outer["embed"]
+    positions_TE = sharing.own(embed["positions"][:length], 0)
     segments_BS = microbatch.get("segments", jnp.zeros_like(tokens_BS))
-    x_BSE = vocabulary.lookup(embed["table"], tokens_BS, axis=axis)
-    x_BSE = x_BSE + embed["positions"][:length] + embed["segments"][segments_BS]
-    x_BSE = function_of(_norm, config)(embed["norm"], x_BSE)
-    return x_BSE if rng is None else nnx.Dropout(config.dropout)(x_BSE, rngs=rng)
+    x_BTE = vocabulary.lookup(embed["table"], tokens_BS, **over)
+    x_BTE = x_BTE + positions_TE + embed["segments"][sharing.own(segments_BS, 1)]
+    x_BTE = function_of(_norm, config)(embed["norm"], x_BTE)
+    if rng is None:
+        return x_BTE
+    return sharing.dropout(functools.partial(nnx.Dropout(config.dropout), rngs=rng), x_BTE)
 
 
 def _transform(config, outer, x):
     return function_of(Transform, config)(outer["head"]["transform"], x)
 
 
-def _loss(config, outer, x, microbatch, *, axis):
+def _loss(config, outer, x, microbatch, sharing, **over):
     targets = microbatch["targets"]
     loss = vocabulary.cross_entropy(
         _transform(config, outer, x),
@@ -283,24 +301,26 @@ def _loss(config, outer, x, microbatch, *, axis):
         vocab_size=config.vocab_size,
         bias=outer["head"]["bias"],
         weights=targets >= 0,
-        axis=axis,
+        **over,
     )
     if not config.next_sentence:
         return loss
+    first_BE = sharing.tensor.gather(x[:, :1])[:, 0]
     losses = optax.softmax_cross_entropy_with_integer_labels(
-        _next_sentence(config, outer, x), microbatch["next_sentence"]
+        _next_sentence(config, outer, first_BE), microbatch["next_sentence"]
     )
     return loss + losses.mean()
 
 
-def _next_sentence(config, outer, x):
-    return function_of(NextSentence, config)(outer["head"]["next_sentence"], x)
+def _next_sentence(config, outer, x_BE):
+    return function_of(NextSentence, config)(outer["head"]["next_sentence"], x_BE)
 
 
-def _stage_split(config):
+def _table_split(config, of_table):
+    """``of_table`` for table and bias, None for the rest of embedding and head."""
     shapes = _shapes(config)
     split = jax.tree.map(lambda _: None, {"embed": shapes["embed"], "head": shapes["head"]})
-    split["embed"]["table"] = split["head"]["bias"] = 0
+    split["embed"]["table"] = split["head"]["bias"] = of_table
     return split
 
 
@@ -309,7 +329,7 @@ def _shapes(config):
     return jax.eval_shape(lambda rng: init(config, rng), jax.random.key(0))
 
 
-def _layer(config, rngs):
+def _layer(config, rngs, *, sharing=WHOLE):
     return EncoderLayer(
         config.width,
         config.num_heads,
@@ -319,6 +339,7 @@ def _layer(config, rngs):
         epsilon=config.norm_epsilon,
         dtype=config.compute_dtype,
         stddev=INIT_STDDEV,
+        sharing=sharing,
         rngs=rngs,
     )
 

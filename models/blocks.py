@@ -1,7 +1,7 @@
 """Building blocks of several models: linear layers, attention, the post-norm transformer layer.
 
-Dimension suffixes: B rows, S length of the sequence, M length of the attended memory, E width, N
-heads, H head width.
+Dimension suffixes: B rows, S length of the sequence, T of a device's part of it, M length of the
+attended memory, E width, N heads, H head width.
 """
 
 from __future__ import annotations
@@ -16,6 +16,8 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jaxpipe.nnx import functional
+from models.sharing import WHOLE, Sharing
+from models.tensor import Tensor
 
 INIT_STDDEV = 0.02
 """Standard deviation of initial matrices in GPT (Radford et al. 2018, section 4.1) and BERT."""
@@ -69,19 +71,29 @@ class Attention(nnx.Module):
       width: size of both sequences' vectors, a multiple of ``num_heads``.
       num_heads: heads.
       stddev: of the initial kernels, as in `Linear`.
+      tensor: the devices that have some of the heads each.
       rngs: draws the kernels.
     """
 
-    def __init__(self, width: int, num_heads: int, *, stddev: float | None, rngs: nnx.Rngs):
-        self.num_heads = num_heads
+    def __init__(
+        self,
+        width: int,
+        num_heads: int,
+        *,
+        stddev: float | None,
+        tensor: Tensor = WHOLE.tensor,
+        rngs: nnx.Rngs,
+    ):
+        self.num_heads, self.tensor = num_heads, tensor
         self.query, self.key, self.value, self.out = (
             Linear(width, width, stddev=stddev, rngs=rngs) for _ in range(4)
         )
 
     def __call__(self, x_BSE, memory_BME, *, mask=None, is_causal=False):
-        """Mixes the values of ``memory`` for every position of x.
+        """Mixes the values of ``memory`` for every position of x; both are whole sequences.
 
-        ``mask`` is bool, true where a position may be seen: [B, M], or None.
+        ``mask`` is bool, true where a position may be seen: [B, M], or None. Of what is returned,
+        each device has its part of the sequence.
         """
         return self.attend(x_BSE, *self.keys_values(memory_BME), mask=mask, is_causal=is_causal)
 
@@ -100,10 +112,11 @@ class Attention(nnx.Module):
             is_causal=is_causal,
             implementation=attention_kernel(query_BSNH),
         )
-        return self.out(mixed_BSNH.reshape(x_BSE.shape))
+        return self.out(mixed_BSNH.reshape(*x_BSE.shape[:2], -1), self.tensor.scatter)
 
     def _heads(self, x_BSE):
-        return x_BSE.reshape(*x_BSE.shape[:2], self.num_heads, -1)
+        num_heads = self.tensor.part(self.num_heads, "num_heads")
+        return x_BSE.reshape(*x_BSE.shape[:2], num_heads, -1)
 
 
 class EncoderLayer(nnx.Module):
@@ -121,6 +134,7 @@ class EncoderLayer(nnx.Module):
       epsilon: of the norms.
       dtype: the output dtype of the norms.
       stddev: of the initial kernels, as in `Linear`.
+      sharing: the devices that share the layer.
       rngs: draws the parameters.
     """
 
@@ -135,23 +149,29 @@ class EncoderLayer(nnx.Module):
         epsilon: float,
         dtype: jnp.dtype,
         stddev: float | None,
+        sharing: Sharing = WHOLE,
         rngs: nnx.Rngs,
     ):
-        self.attention = Attention(width, num_heads, stddev=stddev, rngs=rngs)
+        self.sharing, tensor = sharing, sharing.tensor
+        self.attention = Attention(width, num_heads, stddev=stddev, tensor=tensor, rngs=rngs)
         self.attention_dropout = nnx.Dropout(dropout, rngs=rngs)
         self.attention_norm = layer_norm(width, epsilon=epsilon, dtype=dtype, rngs=rngs)
-        self.mlp = MLP(width, hidden, activation=activation, stddev=stddev, rngs=rngs)
+        self.mlp = MLP(
+            width, hidden, activation=activation, stddev=stddev, tensor=tensor, rngs=rngs
+        )
         self.mlp_dropout = nnx.Dropout(dropout, rngs=rngs)
         self.mlp_norm = layer_norm(width, epsilon=epsilon, dtype=dtype, rngs=rngs)
 
-    def __call__(self, x_BSE, mask_BS=None):
-        attended_BSE = self.attention(x_BSE, x_BSE, mask=mask_BS)
-        x_BSE = self.attention_norm(x_BSE + self.attention_dropout(attended_BSE))
-        return self.mlp_norm(x_BSE + self.mlp_dropout(self.mlp(x_BSE)))
+    def __call__(self, x_BTE, mask_BS=None):
+        dropout = self.sharing.dropout
+        x_BSE = self.sharing.tensor.gather(x_BTE)
+        attended_BTE = self.attention(x_BSE, x_BSE, mask=mask_BS)
+        x_BTE = self.attention_norm(x_BTE + dropout(self.attention_dropout, attended_BTE))
+        return self.mlp_norm(x_BTE + dropout(self.mlp_dropout, self.mlp(x_BTE)))
 
 
 class MLP(nnx.Module):
-    """Two linear layers with an activation between them."""
+    """Two linear layers with an activation between them, whose hidden units devices may share."""
 
     def __init__(
         self,
@@ -160,14 +180,16 @@ class MLP(nnx.Module):
         *,
         activation: Callable[[jax.Array], jax.Array],
         stddev: float | None,
+        tensor: Tensor = WHOLE.tensor,
         rngs: nnx.Rngs,
     ):
-        self.activation = activation
+        self.activation, self.tensor = activation, tensor
         self.up = Linear(width, hidden, stddev=stddev, rngs=rngs)
         self.down = Linear(hidden, width, stddev=stddev, rngs=rngs)
 
     def __call__(self, x):
-        return self.down(self.activation(self.up(x)))
+        hidden = self.activation(self.up(self.tensor.gather(x)))
+        return self.down(hidden, self.tensor.scatter)
 
 
 def layer_norm(width: int, *, epsilon: float, dtype: jnp.dtype, rngs: nnx.Rngs) -> nnx.LayerNorm:

@@ -42,10 +42,12 @@ class Context:
         parts = [lax.dynamic_slice_in_dim(x, start, length, dim) for start in starts]
         return jnp.concatenate(parts, dim)
 
-    def gather(self, x_BTNH: jax.Array) -> jax.Array:
-        """The whole sequence [B, S, N, H], in order."""
-        num_rows, length, *others = x_BTNH.shape
-        parts = x_BTNH.reshape(num_rows, 2, length // 2, *others)
+    def gather(self, x_BT: jax.Array) -> jax.Array:
+        """The whole sequence [B, S, ...], in order."""
+        if self.axis is None:
+            return x_BT
+        num_rows, length, *others = x_BT.shape
+        parts = x_BT.reshape(num_rows, 2, length // 2, *others)
         found = lax.all_gather(parts, self.axis, axis=1)
         in_order = jnp.concatenate((found[:, :, 0], found[:, ::-1, 1]), axis=1)
         return in_order.reshape(num_rows, length * self.size, *others)

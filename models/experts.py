@@ -176,8 +176,7 @@ class Experts(nnx.Module):
 
     def _of_chosen_tokens(self, x_TE, routing):
         """Devices compute the tokens that chose their experts, and send the outputs back."""
-        capacity = self.config.expert_capacity(len(x_TE))
-        pairs_XC, places_TK = room(routing.chosen, self.count, capacity)
+        pairs_XC, places_TK = self._room(routing.chosen)
         x_XCE = _take(x_TE, pairs_XC // routing.chosen.shape[1])
         weights_XC = _take(routing.scores.reshape(-1), pairs_XC)
         x_YDE, weights_YD = (self._exchange(parts, 0, 1) for parts in (x_XCE, weights_XC))
@@ -187,6 +186,14 @@ class Experts(nnx.Module):
         y_YDE = einsum("ydf,yfe->yde", hidden_YDF, self.down.kernel[...])
         y_XCE = self._exchange(y_YDE, 1, 0)
         return _take(y_XCE.reshape(-1, x_TE.shape[1]), places_TK).sum(axis=1)
+
+    def dropped(self, chosen_TK) -> jax.Array:
+        """The share of choices that find no room."""
+        pairs_XC, places_TK = self._room(chosen_TK)
+        return jnp.mean(places_TK == pairs_XC.size)
+
+    def _room(self, chosen_TK) -> Room:
+        return room(chosen_TK, self.count, self.config.expert_capacity(len(chosen_TK)))
 
     def _hidden(self, times: Callable[[jax.Array], jax.Array]):
         """The hidden values, from how tokens are multiplied by a kernel."""
@@ -223,6 +230,10 @@ class Mixture(nnx.Module):
             if config.shared_gate
             else nnx.data(None)
         )
+
+    def dropped(self, x_BSE) -> jax.Array:
+        """The share of the tokens' choices for which the experts have no room."""
+        return self.experts.dropped(self.router(x_BSE.reshape(-1, x_BSE.shape[-1])).chosen)
 
     def __call__(self, x_BSE) -> tuple[jax.Array, jax.Array | None]:
         """The output, and the loss of the layer or None."""

@@ -10,6 +10,7 @@ device's part of it, E width.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
 from typing import Any
@@ -71,11 +72,18 @@ class Block(nnx.Module):
         self.mlp = make(config, rngs, sharing)
         self.mlp_dropout = nnx.Dropout(config.dropout, rngs=rngs)
 
-    def __call__(self, x, documents=None):
+    def dropped(self, x):
+        """The share of choices that its experts drop."""
+        return self.mlp.dropped(self.mlp_norm(self._attend(x)))
+
+    def _attend(self, x, documents=None):
         attended = self.attention(self.attention_norm(x), documents)
         if self.config.post_norm:
             attended = self.attention_post_norm(attended)
-        x = x + self.sharing.dropout(self.attention_dropout, attended)
+        return x + self.sharing.dropout(self.attention_dropout, attended)
+
+    def __call__(self, x, documents=None):
+        x = self._attend(x, documents)
         y, loss = self.mlp(self.mlp_norm(x)), None
         if isinstance(self.mlp, experts.Mixture):
             y, loss = y
@@ -153,6 +161,10 @@ def model(
             **over,
         )
 
+    def output(outer, x, microbatch, rng):
+        del outer, microbatch, rng
+        return sharing.whole(x)
+
     functions = {kind: _layer(config, kind, sharing) for kind in config.layer_kinds}
     layers = tuple(functions[kind] for kind in config.layer_kinds)
     layer = layers[0] if config.layers_are_alike else layers
@@ -160,11 +172,13 @@ def model(
     split = None if vocabulary_axis is None else gpt_split.of_tables(outer, 0)
     shapes = [_layer_shapes(config, kind) for kind in config.layer_kinds]
     own = gpt_split.of_parameters(config, outer, shapes, sharing)
-    return Model(embed, layer, head_loss, stage_split=split, axes=sharing.axes, axis_split=own)
+    return Model(
+        embed, layer, head_loss, stage_split=split, axes=sharing.axes, axis_split=own, output=output
+    )
 
 
 def logits(config: GPTConfig, params: PyTree, tokens: jax.Array) -> jax.Array:
-    """Plain forward pass on one device, without dropout.
+    """Plain forward pass on one device, without dropout; experts drop no tokens.
 
     Args:
       config: the model's shape.
@@ -174,7 +188,9 @@ def logits(config: GPTConfig, params: PyTree, tokens: jax.Array) -> jax.Array:
     Returns:
       float32 [rows, S, vocab_size]: scores of the token after each position.
     """
-    layer = model(config.without_layer_losses()).layer
+    # Where experts have a capacity, what a token is given may depend on those behind it.
+    config = dataclasses.replace(config.without_layer_losses(), capacity_factor=None)
+    layer = model(config).layer
     x = _embed(config, params, tokens, None, WHOLE, {})
     if isinstance(layer, tuple):
         for function, layer_params in zip(layer, params["layers"], strict=True):
@@ -187,6 +203,30 @@ def logits(config: GPTConfig, params: PyTree, tokens: jax.Array) -> jax.Array:
     table = _head_table(config, params).astype(x.dtype)
     scores = jnp.einsum("bse,ve->bsv", x, table, preferred_element_type=jnp.float32)
     return soft_capped(scores, config.logit_soft_cap)
+
+
+def dropped(config: GPTConfig, params: PyTree, tokens: jax.Array) -> jax.Array:
+    """How much the experts drop of tokens that are routed together; needs ``capacity_factor``.
+
+    Args:
+      config: the model's shape.
+      params: canonical parameters, as `init` returns them.
+      tokens: int32 [rows, S], such as those of a microbatch on one device.
+
+    Returns:
+      float32 [layers with experts]: the share of choices, of which every token has
+      ``experts_per_token``, that find no room.
+    """
+    config, layers = config.without_layer_losses(), params["layers"]
+    if config.layers_are_alike:
+        layers = [jax.tree.map(lambda w, n=n: w[n], layers) for n in range(config.num_layers)]
+    x, found = _embed(config, params, tokens, None, WHOLE, {}), []
+    for kind, layer_params in zip(config.layer_kinds, layers, strict=True):
+        if kind.has_experts:
+            make = functools.partial(_block, kind=kind)
+            found.append(function_of(make, config, method=Block.dropped)(layer_params, x))
+        x = _layer(config, kind)(layer_params, x, None, None)
+    return jnp.stack(found)
 
 
 def num_parameters(config: GPTConfig) -> int:
@@ -265,13 +305,13 @@ def _init_layers(config, rng):
     )
 
 
+def _block(config, rngs, kind, sharing=WHOLE):
+    return Block(config, kind, sharing=sharing, rngs=rngs)
+
+
 def _layer(config, kind, sharing=WHOLE):
     """The function of a layer, as a pipeline calls it."""
-
-    def make(config, rngs):
-        return Block(config, kind, sharing=sharing, rngs=rngs)
-
-    apply = function_of(make, config)
+    apply = function_of(functools.partial(_block, kind=kind, sharing=sharing), config)
 
     def layer(params, x, microbatch, rng):
         documents = None if microbatch is None else microbatch.get("documents")

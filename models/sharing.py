@@ -44,6 +44,10 @@ class Sharing:
         """This device's part of what all have whole: the sequence."""
         return self.tensor.own(self.context.own(x, dim), dim)
 
+    def whole(self, x_BTE: jax.Array) -> jax.Array:
+        """The whole sequence, of all devices' parts."""
+        return self.context.gather(self.tensor.gather(x_BTE))
+
     def dropout(self, drop: Callable[[jax.Array], jax.Array], x_BTE: jax.Array) -> jax.Array:
         """``drop``, with this device's part of the mask that it would draw for the whole."""
         if not self.axes:

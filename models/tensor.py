@@ -99,16 +99,16 @@ def divides_heads(count: int, width: int, devices: int) -> bool:
     return not left and (columns % width == 0 or width % columns == 0)
 
 
-_COLUMNS, _ROWS = ("qkv", "up", "gate"), ("out", "down")
+_COLUMNS, _ROWS = ("qkv", "query", "key", "value", "up", "gate"), ("out", "down")
 
 
-def axis_split(layer: PyTree, axis: str, qkv: tuple[int, ...]) -> PyTree:
+def axis_split(layer: PyTree, axis: str, qkv: tuple[int, ...] = ()) -> PyTree:
     """How the axis splits a layer's linear maps, by their names: as `jaxpipe.Model.axis_split`.
 
     Args:
       layer: parameters of one layer or of all, or their shapes.
       axis: the mesh axis.
-      qkv: widths of queries, keys and values, which lie in one kernel.
+      qkv: widths of queries, keys and values, where they lie in one kernel.
     """
 
     def spec(path: tuple[Any, ...], _: Any) -> Any:

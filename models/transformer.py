@@ -23,12 +23,16 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.sharding import PartitionSpec as P
 
 from jaxpipe import Model, vocabulary
 from jaxpipe.errors import Problem
 from jaxpipe.nnx import functional
 from models import validation
 from models.blocks import MLP, Attention, EncoderLayer, function_of, layer_norm
+from models.context import Context
+from models.sharing import WHOLE, Sharing
+from models.tensor import Tensor, axis_split
 
 PyTree = Any
 
@@ -128,14 +132,13 @@ class TransformerConfig(validation.Validated):
 class DecoderLayer(nnx.Module):
     """Causal self-attention, attention to the source, then an MLP; norms after the sums."""
 
-    def __init__(self, config: TransformerConfig, rngs: nnx.Rngs):
-        def attention():
-            return Attention(config.width, config.num_heads, stddev=None, rngs=rngs)
-
-        self.attention, self.source_attention = attention(), attention()
-        self.mlp = MLP(
-            config.width, config.hidden_width, activation=nnx.relu, stddev=None, rngs=rngs
+    def __init__(self, config: TransformerConfig, rngs: nnx.Rngs, *, sharing: Sharing = WHOLE):
+        self.sharing = sharing
+        shared: dict[str, Any] = {"stddev": None, "tensor": sharing.tensor, "rngs": rngs}
+        self.attention, self.source_attention = (
+            Attention(config.width, config.num_heads, **shared) for _ in range(2)
         )
+        self.mlp = MLP(config.width, config.hidden_width, activation=nnx.relu, **shared)
         self.attention_norm, self.source_norm, self.mlp_norm = (
             layer_norm(
                 config.width, epsilon=config.norm_epsilon, dtype=config.compute_dtype, rngs=rngs
@@ -145,8 +148,9 @@ class DecoderLayer(nnx.Module):
         self.dropout = nnx.Dropout(config.dropout, rngs=rngs)
 
     def __call__(self, target_BTE, source_BSE, source_mask_BS):
-        attended_BTE = self.attention(target_BTE, target_BTE, is_causal=True)
-        source = self.source_attention.keys_values(source_BSE)
+        whole = self.sharing.tensor.gather(target_BTE)
+        attended_BTE = self.attention(whole, whole, is_causal=True)
+        source = self.source_attention.keys_values(self.sharing.tensor.gather(source_BSE))
         return self._rest(target_BTE, attended_BTE, source, source_mask_BS)
 
     def step(self, target_B1E, position, past, source, source_mask_BS):
@@ -164,10 +168,12 @@ class DecoderLayer(nnx.Module):
         return self._rest(target_B1E, attended_B1E, source, source_mask_BS), past
 
     def _rest(self, target_BTE, attended_BTE, source, source_mask_BS):
-        target_BTE = self.attention_norm(target_BTE + self.dropout(attended_BTE))
-        attended_BTE = self.source_attention.attend(target_BTE, *source, mask=source_mask_BS)
-        target_BTE = self.source_norm(target_BTE + self.dropout(attended_BTE))
-        return self.mlp_norm(target_BTE + self.dropout(self.mlp(target_BTE)))
+        dropout = functools.partial(self.sharing.dropout, self.dropout)
+        target_BTE = self.attention_norm(target_BTE + dropout(attended_BTE))
+        whole = self.sharing.tensor.gather(target_BTE)
+        attended_BTE = self.source_attention.attend(whole, *source, mask=source_mask_BS)
+        target_BTE = self.source_norm(target_BTE + dropout(attended_BTE))
+        return self.mlp_norm(target_BTE + dropout(self.mlp(target_BTE)))
 
 
 def init(config: TransformerConfig, rng: jax.Array) -> PyTree:
@@ -193,7 +199,12 @@ def init(config: TransformerConfig, rng: jax.Array) -> PyTree:
     return {"embed": {"table": table}, "layers": layers, "head": {}}
 
 
-def model(config: TransformerConfig, *, vocabulary_axis: str | None = None) -> Model:
+def model(
+    config: TransformerConfig,
+    *,
+    vocabulary_axis: str | None = None,
+    tensor_axis: str | None = None,
+) -> Model:
     """The Transformer as the functions a pipeline runs.
 
     A microbatch is ``{"source": int32 [rows, S], "target": int32 [rows, T + 1]}``, both filled up
@@ -207,11 +218,13 @@ def model(config: TransformerConfig, *, vocabulary_axis: str | None = None) -> M
       config: the model's shape.
       vocabulary_axis: mesh axis over which the vocabulary table is split ("stage" in a pipeline);
         None for a whole table and no collectives.
+      tensor_axis: model axis whose devices share every layer: heads and hidden units, between these
+        both sequences, and with stages the vocabulary; None for layers that are not shared.
 
     Returns:
       The model; its layers are a tuple of two functions, one for every encoder layer and one for
       every decoder layer. With ``vocabulary_axis`` its ``stage_split`` names dimension 0 of the
-      table.
+      table, with ``tensor_axis`` its ``axis_split`` what that splits.
 
     Example:
       >>> config = TransformerConfig(
@@ -224,14 +237,18 @@ def model(config: TransformerConfig, *, vocabulary_axis: str | None = None) -> M
       >>> jax.tree.map(jnp.shape, x)
       {'source': (3, 5, 16), 'target': (3, 6, 16)}
     """
-    apply_encoder = function_of(_encoder_layer, config)
-    apply_decoder = function_of(DecoderLayer, config)
+    sharing = Sharing(Tensor(tensor_axis), Context())
+    apply_encoder, apply_decoder = (
+        function_of(functools.partial(make, sharing=sharing), config)
+        for make in (_encoder_layer, DecoderLayer)
+    )
+    over = {"axis": vocabulary_axis, "sequence_axis": tensor_axis}
 
     def embed(outer, microbatch, rng):
         ends = {"source": microbatch["source"], "target": microbatch["target"][:, :-1]}
         keys = (None, None) if rng is None else jax.random.split(rng)
         return {
-            name: _embed(config, outer, tokens, key, axis=vocabulary_axis, name=name)
+            name: _embed(config, outer, tokens, key, sharing, name=name, **over)
             for (name, tokens), key in zip(ends.items(), keys, strict=True)
         }
 
@@ -246,11 +263,15 @@ def model(config: TransformerConfig, *, vocabulary_axis: str | None = None) -> M
 
     def head_loss(outer, x, microbatch, rng):
         del rng
-        return _loss(config, outer, x["target"], microbatch["target"][:, 1:], axis=vocabulary_axis)
+        return _loss(config, outer, x["target"], microbatch["target"][:, 1:], **over)
 
     layers = (encoder,) * config.num_encoder_layers + (decoder,) * config.num_decoder_layers
     split = None if vocabulary_axis is None else {"embed": {"table": 0}, "head": {}}
-    return Model(embed=embed, layer=layers, head_loss=head_loss, stage_split=split)
+    own = None
+    if tensor_axis is not None:
+        shapes = jax.eval_shape(functools.partial(init, config), jax.random.key(0))["layers"]
+        own = {"embed": {"table": P(tensor_axis)}, "layers": axis_split(shapes, tensor_axis)}
+    return Model(embed, layers, head_loss, stage_split=split, axes=sharing.axes, axis_split=own)
 
 
 def logits(
@@ -293,7 +314,7 @@ def scores(outer: PyTree, x: jax.Array) -> jax.Array:
     return jnp.einsum("...e,ve->...v", x, table, preferred_element_type=jnp.float32)
 
 
-def _loss(config, outer, x_BTE, targets_BT, *, axis):
+def _loss(config, outer, x_BTE, targets_BT, **over):
     return vocabulary.cross_entropy(
         x_BTE,
         outer["embed"]["table"],
@@ -301,22 +322,23 @@ def _loss(config, outer, x_BTE, targets_BT, *, axis):
         vocab_size=config.vocab_size,
         weights=targets_BT != config.pad_id,
         label_smoothing=config.label_smoothing,
-        axis=axis,
+        **over,
     )
 
 
-def _embed(config, outer, tokens_BT, rng, *, axis, name):
+def _embed(config, outer, tokens_BT, rng, sharing, *, name, **over):
     length = tokens_BT.shape[1]
     if length > config.sequence_length:
         raise ValueError(
             f"{name} holds {length} inputs per row, but sequence_length="
             f"{config.sequence_length}. Nearest valid: {config.sequence_length} or fewer."
         )
-    x_BTE = math.sqrt(config.width) * vocabulary.lookup(
-        outer["embed"]["table"], tokens_BT, axis=axis
-    )
-    x_BTE = (x_BTE + positions(length, config.width)).astype(config.compute_dtype)
-    return x_BTE if rng is None else nnx.Dropout(config.dropout)(x_BTE, rngs=rng)
+    positions_TE = sharing.own(positions(length, config.width), 0)
+    x_BTE = math.sqrt(config.width) * vocabulary.lookup(outer["embed"]["table"], tokens_BT, **over)
+    x_BTE = (x_BTE + positions_TE).astype(config.compute_dtype)
+    if rng is None:
+        return x_BTE
+    return sharing.dropout(functools.partial(nnx.Dropout(config.dropout), rngs=rng), x_BTE)
 
 
 def positions(length: int, width: int) -> jax.Array:
@@ -336,7 +358,7 @@ def _layer_modules(config):
     return (_encoder_layer,) * encoder + (DecoderLayer,) * decoder
 
 
-def _encoder_layer(config, rngs):
+def _encoder_layer(config, rngs, *, sharing=WHOLE):
     return EncoderLayer(
         config.width,
         config.num_heads,
@@ -346,5 +368,6 @@ def _encoder_layer(config, rngs):
         epsilon=config.norm_epsilon,
         dtype=config.compute_dtype,
         stddev=None,
+        sharing=sharing,
         rngs=rngs,
     )

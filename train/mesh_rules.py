@@ -10,6 +10,12 @@ from train import configured, tasks
 from train.config import Config
 from train.errors import Failure
 
+_FAMILIES = {
+    "tensor": "gpt, bert and transformer",
+    "context": "gpt",
+    "expert": "gpt with model.num_experts",
+}
+
 
 def replicas(config: Config) -> Iterator[Failure]:
     """Replicas are groups of data shards; parts of such a group share experts."""
@@ -41,10 +47,9 @@ def shared_axes(config: Config) -> Iterator[Failure]:
             )
         counts = tasks.make(config).shared(axis)
         if not counts:
-            experts = " with experts" if axis == "expert" else ""
             yield Failure(
                 f"{field}={devices}: layers of task={config.task} are not split over devices so; "
-                f"those of a GPT{experts} are. Nearest valid: {field}=1.",
+                f"those of task={_FAMILIES[axis]} are. Nearest valid: {field}=1.",
                 (field, "task"),
             )
         for name, count in counts.items():

@@ -98,6 +98,15 @@ class Task(abc.ABC):
           axis: mesh axis over which a vocabulary is split; None for whole tables.
         """
 
+    def named_axes(self, axis: str | None) -> dict[str, str | None]:
+        """Returns what a family's model is given to name the mesh's axes.
+
+        Args:
+          axis: as of `model`.
+        """
+        shared = {} if axis is None else self.config.mesh.shared_axes()
+        return {"vocabulary_axis": axis} | {f"{name}_axis": name for name in shared}
+
     def shared(self, axis: str) -> dict[str, int]:
         """Returns the counts that devices along an axis of ``mesh`` share, by the shape's fields.
 

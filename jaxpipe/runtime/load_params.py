@@ -133,7 +133,7 @@ class _Layers:
 
         def own(leaf: Leaf, w: Any) -> Any:
             for split in leaf.splits:
-                runs = split.own(place[split.axis], w.shape[split.dim])
+                runs = split.own(self._number(place, split.axes), w.shape[split.dim])
                 before = (slice(None),) * split.dim
                 parts = [w[(*before, run)] for run in runs]
                 w = parts[0] if len(parts) == 1 else np.concatenate(parts, split.dim)
@@ -150,17 +150,22 @@ class _Layers:
 
     def _shard(self, stored: Stored, n: int, place: dict[str, int]) -> Stored:
         """What a data shard holds of a layer."""
-        mesh, axes = self._layout.mesh, self._layout.axes
+        axes = self._layout.axes
 
         def part(leaf: Leaf, w: Any) -> Any:
             if leaf.data_dim is None or not self._sharded:
                 return w
-            shard = 0
-            for name in axes.sharding(leaf.apart):
-                shard = shard * mesh.shape[name] + place[name]
+            shard = self._number(place, axes.sharding(leaf.apart))
             return _window(w, leaf.data_dim, shard, w.shape[leaf.data_dim] // leaf.data_parts)
 
         return jax.tree.map(part, self._local.leaves_of(n), stored)
+
+    def _number(self, place: dict[str, int], axes: tuple[str, ...]) -> int:
+        """The number of a place among those along some axes, the first the outermost."""
+        number = 0
+        for name in axes:
+            number = number * self._layout.mesh.shape[name] + place[name]
+        return number
 
     def _with(self, arrays: Arrays, at: At, part: Stored, n: int) -> Arrays:
         """A device's arrays with one more layer."""

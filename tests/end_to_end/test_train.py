@@ -239,7 +239,10 @@ def _assert_close(run, other):
 @pytest.mark.parametrize(
     "layout",
     [
-        "--mesh.stage=4 --mesh.data=1 --pipeline.schedule=gpipe --pipeline.remat=full",
+        "--mesh.stage=1 --mesh.data=1 --mesh.context=2 --mesh.tensor=2 --pipeline.remat=full",
+        pytest.param(
+            "--mesh.stage=4 --mesh.data=1 --pipeline.schedule=gpipe", marks=pytest.mark.slow
+        ),
         pytest.param("--mesh.stage=1 --mesh.data=4 --pipeline.zero=1", marks=pytest.mark.slow),
         pytest.param("--mesh.stage=3 --pipeline.zero=0", marks=pytest.mark.slow),
         pytest.param("--pipeline.microbatches=4", marks=pytest.mark.slow),

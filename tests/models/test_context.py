@@ -32,7 +32,7 @@ EVERY = [
     for n, entry in enumerate(catalog.executable())
     for axis in ("data", "tensor")
 ]
-FEW = [("zb-v", "data", 3, "none", "unrolled"), ("1f1b-fused", "tensor", 2, "full", "stacked")]
+FEW = [("zb-v", "data", 3, "none", "stacked"), ("1f1b-fused", "tensor", 2, "full", "unrolled")]
 
 
 def packed(length: int, *, rows: int) -> jax.Array:
@@ -109,6 +109,23 @@ def test_what_devices_cannot_share_is_refused_with_both_numbers():
         jax.eval_shape(pipe.value_and_grad, pipe.placed_params, batch)
     with pytest.raises(ValueError, match=r"none is 'context', which Model\.axes names"):
         jaxpipe.Pipeline(model, params, schedule="1f1b", mesh=jaxpipe.make_mesh(stage=2))
+
+
+def test_outputs_are_whole_sequences_in_order():
+    config = gpt.GPTConfig(**SHAPE | {"num_layers": 2}, **LLAMA)
+    params, found = gpt.init(config, jax.random.key(0)), []
+    tokens = jax.random.randint(jax.random.key(1), (4, 9), 0, 13)
+    for shared in ({}, {"context": 2, "tensor": 2}):
+        axes = {f"{name}_axis": name for name in shared}
+        pipe = jaxpipe.Pipeline(
+            gpt.model(config, vocabulary_axis="stage", **axes),
+            params,
+            schedule="1f1b",
+            mesh=jaxpipe.make_mesh(stage=2, **shared),
+            microbatches=2,
+        )
+        found.append(jax.jit(pipe.outputs)(pipe.place(params), {"tokens": tokens}))
+    chex.assert_trees_all_close(*found, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("remat", ["none", "dots", "full"])

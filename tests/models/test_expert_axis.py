@@ -123,7 +123,13 @@ def test_experts_are_neither_gathered_nor_reduced_over_the_axis_that_splits_them
     """With all data shards along it, nothing but the other parameters moves."""
     config = dataclasses.replace(CONFIG, width=16, expert_width=64)
     pipe, params = pipeline(config, 4)
-    up = pipe.place(params)["layers"]["mlp"]["experts"]["up"]["kernel"]
+    placed = pipe.place(params)
+
+    def read(name, n=None):
+        return params[name] if n is None else jax.tree.map(lambda w: w[n], params[name])
+
+    chex.assert_trees_all_equal(jaxpipe.load_params(pipe, read), placed)
+    up = placed["layers"]["mlp"]["experts"]["up"]["kernel"]
     assert up.addressable_shards[0].data.size == up.size // 8
     batch = {"tokens": jax.ShapeDtypeStruct((8, 9), "int32")}
     text = jax.jit(pipe.value_and_grad).lower(pipe.placed_params, batch).compile().as_text()

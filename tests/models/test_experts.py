@@ -98,6 +98,18 @@ def test_idle_experts_get_no_gradient_and_layers_between_have_none():
     assert ["experts" in layer["mlp"] for layer in between] == [False, True]
 
 
+def test_what_is_dropped_is_counted_and_not_missed_in_logits():
+    """All tokens are alike, so that every one chooses the same two of 4 experts."""
+    config = dataclasses.replace(CONFIG, capacity_factor=0.5, expert_every=2, sequence_length=16)
+    params = gpt.init(config, jax.random.key(0))
+    tokens = jnp.zeros((2, 16), int)
+    (share,) = gpt.dropped(config, params, tokens)
+    assert share == 1 - config.expert_capacity(32) / 32 == 0.75
+    whole = dataclasses.replace(config, capacity_factor=None)
+    found, expected = (gpt.logits(shape, params, tokens) for shape in (config, whole))
+    np.testing.assert_array_equal(found, expected)
+
+
 def test_flops_count_the_experts_of_a_token():
     """As many as those of a model whose MLPs are as large as what a token is sent to."""
     config = dataclasses.replace(CONFIG, shared_width=None)

@@ -5,9 +5,9 @@ import functools
 import itertools
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
+from batches import batch_of
 from covering import covering
 
 import jaxpipe
@@ -83,34 +83,6 @@ OTHERS = [
     ("1f1b", 4, 2, 3, "dots", "bert"),
     ("interleaved", 2, 2, 3, "full", "resnet"),
 ]
-
-
-def batch_of(config, rows):
-    """Rows with padding, masks and as many tokens to predict as chance gives."""
-    keys = iter(jax.random.split(jax.random.key(1), 4))
-
-    def ids(*shape, least=0):
-        return jax.random.randint(next(keys), shape, least, 19)
-
-    if isinstance(config, ResNetConfig):
-        images = jax.random.normal(next(keys), (rows, 8, 8, 1))
-        return {"images": images, "labels": ids(rows) % config.num_classes}
-    length = config.sequence_length
-    if isinstance(config, GPTConfig):
-        return {"tokens": ids(rows, length + 1)}
-    ends = jnp.arange(length) < 3 + jnp.arange(rows)[:, None] % 4
-    if isinstance(config, TransformerConfig):
-        source, target = (jnp.where(ends, ids(rows, length, least=3), 0) for _ in range(2))
-        return {"source": source, "target": target.at[:, 0].set(config.begin_id)}
-    tokens = ids(rows, length)
-    return {
-        "tokens": tokens,
-        "targets": jnp.where(ids(rows, length) % 3 == 0, tokens, -1),
-        "mask": ends.astype(int),
-        "segments": (jnp.arange(length) > ids(rows, 1) % length).astype(int),
-        # Unbalanced: a gradient that cancels to nothing has no relative accuracy.
-        "next_sentence": (jnp.arange(rows) % 4 == 0).astype(int),
-    }
 
 
 def check(schedule, stages, data, zero, remat, name):

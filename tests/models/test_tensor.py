@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 
 import jax
 import jax.numpy as jnp
 import pytest
+from batches import batch_of
 
 import jaxpipe
 from jaxpipe.runtime.measure import traced
 from jaxpipe.runtime.measure.memory import tree_bytes
+from jaxpipe.schedule import catalog
 from jaxpipe.testing import assert_matches_unpipelined
-from models import gpt
+from models import bert, gpt, transformer
 
 SHAPE = {"vocab_size": 13, "sequence_length": 8, "num_layers": 4, "width": 16, "num_heads": 4}
 QWEN = {"num_kv_heads": 1, "mlp_width": 12, "tied": False, "qk_norm": True, "qkv_bias": True}
@@ -20,6 +23,31 @@ GPT2 = {"positions": "learned", "norm": "layer", "activation": "gelu", "bias": T
 CASES = [
     (QWEN, "zb-v", 3, "dots", {"weights": "unrolled"}),  # both devices have the one key head
     (GPT2, "1f1b-fused", 2, "full", {}),
+]
+
+
+BERT = bert.BERTConfig(
+    vocab_size=19, sequence_length=8, num_layers=2, width=16, num_heads=4, mlp_width=12,
+    next_sentence=True, dropout=0.2,
+)  # fmt: skip
+TRANSFORMER = transformer.TransformerConfig(
+    vocab_size=19, sequence_length=8, num_encoder_layers=1, num_decoder_layers=1, width=16,
+    num_heads=4, mlp_width=12, dropout=0.2,
+)  # fmt: skip
+ENCODERS = [
+    (bert, BERT, ("1f1b", 3, "dots", "unrolled")),
+    (transformer, TRANSFORMER, ("1f1b-fused", 2, "full", "stacked")),
+]
+EVERY = [
+    (module, config, (entry.name, n % 4, ("none", "dots", "full")[n // 2 % 3], "stacked"))
+    for n, entry in enumerate(catalog.executable())
+    for module, config in (
+        (bert, dataclasses.replace(BERT, num_layers=8)),
+        (
+            transformer,
+            dataclasses.replace(TRANSFORMER, num_encoder_layers=4, num_decoder_layers=4),
+        ),
+    )
 ]
 
 
@@ -44,6 +72,35 @@ def test_gpt_equals_the_whole_model(shape, schedule, zero, remat, options):
         zero=zero,
         **options,
     )
+
+
+@pytest.mark.pipeline
+@pytest.mark.parametrize("case", ENCODERS, ids=["bert", "transformer"])
+def test_encoders_equal_the_whole_model(case):
+    module, config, (schedule, zero, remat, weights) = case
+    batch = batch_of(config, 16)
+    if module is transformer:  # as many inputs as devices divide
+        batch["target"] = jnp.pad(batch["target"], ((0, 0), (0, 1)))
+    assert_matches_unpipelined(
+        module.model(config, vocabulary_axis="stage", tensor_axis="tensor"),
+        module.init(config, jax.random.key(0)),
+        batch,
+        schedules=[schedule],
+        meshes=[jaxpipe.make_mesh(stage=2, data=2, tensor=2)],
+        microbatches=4,
+        rng=jax.random.key(2),
+        reference=functools.partial(jaxpipe.unpipelined.loss, module.model(config)),
+        floor=1e-3,  # the bias of keys has no gradient but rounding
+        remat=remat,
+        zero=zero,
+        weights=weights,
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", EVERY, ids=lambda case: f"{case[0].__name__}-{case[2][0]}")
+def test_encoders_equal_the_whole_model_everywhere(case):
+    test_encoders_equal_the_whole_model(case)
 
 
 def test_what_devices_cannot_share_is_refused_with_both_numbers():

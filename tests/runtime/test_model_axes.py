@@ -172,6 +172,90 @@ def test_modules_say_themselves_how_they_are_split():
     )
 
 
+BOTH = ("context", "tensor")
+
+
+def over_both_axes(*, split: bool) -> jaxpipe.Model:
+    """Two matmuls, the first of them two in one, shared by the devices of two axes."""
+
+    def layer(w, x, batch, rng):
+        h = x @ w["up"]
+        cut = h.shape[-1] * 2 // 3
+        y = jnp.tanh(h[..., :cut]) * jnp.repeat(h[..., cut:], 2, axis=-1) @ w["down"]
+        return x + (jax.lax.psum(y, BOTH) if split else y)
+
+    return jaxpipe.Model(
+        embed=lambda outer, batch, rng: batch["x"],
+        layer=layer,
+        head_loss=lambda outer, x, batch, rng: jnp.mean((x - batch["y"]) ** 2),
+        axes=BOTH if split else (),
+        axis_split={"layers": {"up": jaxpipe.Joined(P(None, BOTH), (8, 4)), "down": P(BOTH)}}
+        if split
+        else None,
+    )
+
+
+def test_two_axes_split_a_joined_dimension():
+    draw = functools.partial(jax.random.normal, jax.random.key(0))
+    layers = {"up": draw((2, 4, 12)), "down": draw((2, 8, 4))}
+    params = {"embed": {}, "layers": jax.device_get(layers), "head": {}}
+    (pipe,) = assert_matches_unpipelined(
+        over_both_axes(split=True),
+        params,
+        {name: jax.random.normal(jax.random.key(n), (4, 4)) for n, name in enumerate("xy")},
+        schedules=["zb-h1"],
+        meshes=[jaxpipe.make_mesh(stage=2, context=2, tensor=2)],
+        microbatches=2,
+        reference=functools.partial(jaxpipe.unpipelined.loss, over_both_axes(split=False)),
+    )
+
+    def read(name, n=None):
+        return params[name] if n is None else jax.tree.map(lambda w: w[n], params[name])
+
+    chex.assert_trees_all_equal(jaxpipe.load_params(pipe, read), pipe.place(params))
+
+
+def weighted(*, split: bool) -> jaxpipe.Model:
+    """A loss with weights of which devices along "context" have half of each row's tokens."""
+
+    def own(x):
+        n = x.shape[1] // 2
+        return jax.lax.dynamic_slice_in_dim(x, jax.lax.axis_index("context") * n, n, 1)
+
+    part = own if split else lambda x: x
+
+    def head_loss(outer, x, batch, rng):
+        mask, errors = part(batch["mask"]), (x - part(batch["y"])) ** 2
+        loss = jaxpipe.Weighted((mask * errors).sum(), mask.sum())
+        count = jax.lax.psum(mask.sum(), "context") if split else mask.sum()
+        return loss, {
+            "error": jaxpipe.Weighted(errors.sum(), errors.size),
+            "seen": jaxpipe.Sum(count),
+        }
+
+    return jaxpipe.Model(
+        embed=lambda outer, batch, rng: part(batch["x"]),
+        layer=lambda w, x, batch, rng: x + jnp.tanh(w * x),
+        head_loss=head_loss,
+        axes=("context",) if split else (),
+    )
+
+
+def test_weights_and_sums_are_those_of_all_tokens():
+    draw = functools.partial(jax.random.normal, shape=(8, 4))
+    batch = {name: draw(jax.random.key(n)) for n, name in enumerate("xy")}
+    batch["mask"] = (draw(jax.random.key(2)) > 0.5).astype(jnp.float32)
+    assert_matches_unpipelined(
+        weighted(split=True),
+        {"embed": {}, "layers": jnp.array([0.5, -1.5]), "head": {}},
+        batch,
+        schedules=["1f1b"],
+        meshes=[jaxpipe.make_mesh(stage=2, data=2, context=2)],
+        microbatches=2,
+        reference=functools.partial(jaxpipe.unpipelined.loss, weighted(split=False)),
+    )
+
+
 def refused(mesh=None, **changes):
     model, params, _ = options("stacked")
     model = dataclasses.replace(model, **changes)

@@ -133,8 +133,8 @@ RULES = [
     ),
     (
         {"mesh.expert": 2, "mesh.data": 2},
-        "mesh.expert=2: layers of task=gpt are not split over devices so; those of a GPT with "
-        "experts are. Nearest valid: mesh.expert=1.",
+        "mesh.expert=2: layers of task=gpt are not split over devices so; those of task=gpt with "
+        "model.num_experts are. Nearest valid: mesh.expert=1.",
     ),
     (
         {"mesh.context": 4, "model.sequence_length": 12},

@@ -10,22 +10,35 @@ from rich.console import Console
 from models import gpt
 from train import memory_report
 from train.config import Config
+from train.start import headline
 from train.step import Setup
 
 pytestmark = pytest.mark.pipeline
 
 
-@pytest.fixture(scope="module")
-def setup():
+def made(mesh):
     tree = {
         "model": {
             "vocab_size": 64, "sequence_length": 8, "num_layers": 5, "width": 16, "num_heads": 2,
         },
-        "mesh": {"stage": 2, "data": 2},
+        "mesh": mesh,
         "pipeline": {"schedule": "1f1b", "microbatches": 2, "zero": 0, "partition": "3,2"},
         "train": {"batch_size": 8},
     }  # fmt: skip
     return Setup(Config.model_validate(tree))
+
+
+@pytest.fixture(scope="module")
+def setup():
+    return made({"stage": 2, "data": 2})
+
+
+def test_devices_share_layers_along_the_axes_that_are_asked_for(setup):
+    assert setup.mesh.axis_names == ("data", "stage")
+    shared = made({"stage": 2, "data": 1, "context": 2, "tensor": 2})
+    assert dict(shared.mesh.shape) == {"data": 1, "stage": 2, "context": 2, "tensor": 2}
+    assert shared.pipe.axes.model == ("tensor", "context")
+    assert "2 stages x 1 data shards x 2 context devices x 2 tensor devices" in headline(shared)
 
 
 def _shown(show, *arguments, width=200):

@@ -30,7 +30,14 @@ class BERT(Task):
 
     def model(self, *, train: bool, axis: str | None = "stage"):
         del train
-        return bert.model(self.shape, vocabulary_axis=axis)
+        return bert.model(self.shape, **self.named_axes(axis))
+
+    def shared(self, axis):
+        if axis != "tensor":
+            return {}
+        shape = self.shape
+        counts = {"sequence_length": shape.sequence_length, "num_heads": shape.num_heads}
+        return counts | {"mlp_width": shape.hidden_width}
 
     def init(self, rng):
         return bert.init(self.shape, rng)

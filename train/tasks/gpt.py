@@ -36,9 +36,7 @@ class GPT(Task):
 
     def model(self, *, train: bool, axis: str | None = "stage"):
         shape = self.shape if train else self.shape.without_layer_losses()
-        shared = {} if axis is None else self.config.mesh.shared_axes()
-        axes = {f"{name}_axis": name for name in shared}
-        return gpt.model(shape, vocabulary_axis=axis, **axes)
+        return gpt.model(shape, **self.named_axes(axis))
 
     def shared(self, axis):
         shape = self.shape
@@ -176,7 +174,7 @@ class GPT(Task):
         return f"a unigram model of the same tokens: {loss:.4f}"
 
     def report(self, params, states, heldout):
-        del states, heldout
+        del states
         settings = self.config.sample
         if not settings.num_tokens:
             return "", None
@@ -194,7 +192,20 @@ class GPT(Task):
         written = settings.prompt + tokenizer.decode(np.asarray(tokens)[0].tolist())
         path = Path(self.config.run_dir) / self.report_file
         path.write_text(written + "\n", encoding="utf-8")
-        return f"sample ({path}):\n{written}", None
+        return f"{self._dropped(params, heldout)}sample ({path}):\n{written}", None
+
+    def _dropped(self, params, heldout) -> str:
+        """What experts with a capacity drop of as many held-out rows as a device has at once."""
+        config = self.config
+        if self.shape.capacity_factor is None:
+            return ""
+        together = config.train.batch_size // (config.mesh.data * config.pipeline.microbatches)
+        tokens = self.rows(heldout, together)["tokens"][:, :-1]
+        shares = jax.jit(gpt.dropped, static_argnums=0)(self.shape, params, tokens)
+        return (
+            f"experts drop {shares.mean():.1%} of the choices of {len(tokens)} held-out rows, "
+            f"{shares.max():.1%} in the fullest layer (model.capacity_factor)\n"
+        )
 
 
 def _same_length(folder: Path, name: str, count: int, meta: text.DataMeta) -> Iterator[Failure]:

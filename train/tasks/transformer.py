@@ -36,7 +36,14 @@ class Transformer(Task):
 
     def model(self, *, train: bool, axis: str | None = "stage"):
         del train
-        return transformer.model(self.shape, vocabulary_axis=axis)
+        return transformer.model(self.shape, **self.named_axes(axis))
+
+    def shared(self, axis):
+        if axis != "tensor":
+            return {}
+        shape = self.shape
+        counts = {"sequence_length": shape.sequence_length, "num_heads": shape.num_heads}
+        return counts | {"mlp_width": shape.hidden_width}
 
     def init(self, rng):
         return transformer.init(self.shape, rng)

@@ -60,6 +60,9 @@ class Weighted:
 class Sum:
     """A metric that is summed over microbatches and data shards, not averaged.
 
+    Devices along a model axis all return the same value, of all of them: where each has a part of
+    the tokens, the sum of its own is summed up with `jax.lax.psum` first.
+
     Args:
       value: an array of one microbatch; integers stay integers.
 

@@ -58,8 +58,8 @@ class Model:
         rng, state) -> (x, state)``: running statistics, which are not differentiated. `Pipeline`
         then takes and returns a tuple of states, one tree per layer.
       output: ``output(outer, x, microbatch, rng)``, arrays ``[rows, ...]`` such as logits, for
-        `Pipeline.outputs`; by default the last layer's x. The same on every stage: it gathers
-        what is split over stages.
+        `Pipeline.outputs`; by default the last layer's x. The same on every stage and along every
+        model axis: it gathers what these split.
 
     Example:
       >>> import jax.numpy as jnp

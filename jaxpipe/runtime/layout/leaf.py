@@ -89,7 +89,7 @@ class Leaf:
         """The mesh axes of every dimension that is split; ``sharded`` says whether data shards
         split it."""
         pairs: list[tuple[int, tuple[str, ...]]]
-        pairs = [(split.dim, (split.axis,)) for split in self.splits]
+        pairs = [(split.dim, split.axes) for split in self.splits]
         if self.stage_dim is not None:
             pairs.append((self.stage_dim, (axes.stage,)))
         if sharded and self.data_dim is not None:

@@ -191,7 +191,7 @@ class Packed(LayerLayout):
 
 def _columns(group: Leaf, width: int) -> Leaf:
     """Arrays of a group with so many columns on every device, given one array of the group."""
-    data, splits = group.data_parts, [Split(one.axis, 1, one.size) for one in group.splits]
+    data, splits = group.data_parts, [Split(one.axes, 1, one.size) for one in group.splits]
     total = width * math.prod(split.size for split in splits)
     dim = 0 if data > 1 else None
     return Leaf((data, total), group.dtype, None, dim, data, tuple(splits), group.apart)

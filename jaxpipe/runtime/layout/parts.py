@@ -90,17 +90,17 @@ class Part(NamedTuple):
 
 
 class Split(NamedTuple):
-    """A dimension that a model axis splits.
+    """A dimension that model axes split.
 
     Args:
-      axis: the mesh axis.
+      axes: the mesh axes, the outermost first.
       dim: the dimension.
-      size: devices along the axis.
+      size: devices along them.
       joined: the lengths of the arrays that are joined in this dimension, if there are several.
         Every one is split by itself, and a device has its part of each.
     """
 
-    axis: str
+    axes: tuple[str, ...]
     dim: int
     size: int
     joined: tuple[int, ...] = ()

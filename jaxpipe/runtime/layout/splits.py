@@ -64,7 +64,7 @@ class Splits:
     def leaf(self, path: Path, array: Any, *, stage_dim: int | None = None) -> Leaf:
         """The leaf of an array; data shards split the first dimension that divides."""
         splits = self.model.get(path, ())
-        apart = tuple(sorted({split.axis for split in splits}))
+        apart = tuple(sorted({name for split in splits for name in split.axes}))
         parts = self.data_parts(apart)
         whole = Leaf(tuple(array.shape), array.dtype, stage_dim, None, parts, splits, apart)
         sizes = enumerate(whole.local.shape)
@@ -77,9 +77,14 @@ def read_splits(axis_split: Tree, params: Params, mesh: Mesh, axes: Axes) -> Spl
     """What splits canonical parameters; paths of layers that are alike are those of one layer."""
     found = {}
     for path, spec in _specs(axis_split, params):
-        names = [(name, dim) for dim, entry in enumerate(_spec(spec)) for name in _names(entry)]
         lengths = spec.lengths if isinstance(spec, Joined) else ()
-        found[path] = tuple(Split(name, dim, mesh.shape[name], lengths) for name, dim in names)
+        found[path] = tuple(
+            Split(
+                _names(entry), dim, math.prod(mesh.shape[name] for name in _names(entry)), lengths
+            )
+            for dim, entry in enumerate(_spec(spec))
+            if _names(entry)
+        )
     return Splits({name: mesh.shape[name] for name in axes.split_names}, found)
 
 

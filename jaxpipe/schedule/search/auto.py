@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Iterable, Sequence
 
 from jaxpipe.schedule.actions import Kind, Schedule
@@ -12,17 +11,14 @@ from jaxpipe.schedule.placement import Placement, wave
 from jaxpipe.schedule.problems import Problem, refuse
 from jaxpipe.schedule.search.bounds import lower_bound
 from jaxpipe.schedule.search.candidates import named
+from jaxpipe.schedule.search.contest import Contest
+from jaxpipe.schedule.search.cuts import Cut
 from jaxpipe.schedule.search.order_search import search_orders, split
-from jaxpipe.schedule.search.slices import check_layer_counts, slice_ticks, with_slices
+from jaxpipe.schedule.search.slices import check_layer_counts, with_slices
 from jaxpipe.schedule.search.tick_engine import Policy, Work
 from jaxpipe.schedule.search.tick_search import Settings, TickSearch
-from jaxpipe.schedule.simulate import UNIT, Costs, lock_step, of_virtual_stages, simulate
+from jaxpipe.schedule.simulate import UNIT, Costs, of_virtual_stages
 
-_NUM_COMPARED, _NUM_CUT = 8, 4
-"""How many of the orders that end first on the free-running clock are cut quickly, and how many of
-those, the ones that end first in lock-step, with care."""
-_CUT_ACTIONS = 36_000
-"""How many actions may be cut quickly, and a third of it with care; at least one schedule is."""
 _TRIALS = tuple(
     Settings((Policy(in_order=False, first=first),), shortest=0.4, eagerness=1.0)
     for first in (Kind.F, Kind.B)
@@ -39,6 +35,7 @@ def auto(
     layer_counts: Sequence[int] | None = None,
     placement: Placement | None = None,
     candidates: Iterable[Schedule] | None = None,
+    clock: str = "lock-step",
 ) -> Schedule:
     """Searches for the schedule that ends first in lock-step under a memory limit.
 
@@ -73,67 +70,70 @@ def auto(
     """
     placement = placement or wave(num_stages)
     limit = num_stages if memory_limit is None else memory_limit
-    _check(num_stages, placement, limit)
+    check(num_stages, placement, limit)
     counts = tuple(layer_counts or [layers_per_chunk] * placement.num_virtual_stages)
     check_layer_counts(placement, counts)
-    cap = int(min(limit, num_microbatches) * placement.num_chunks)
-    costs = of_virtual_stages(placement, costs)
+    cut = Cut(placement, counts, of_virtual_stages(placement, costs))
+    contest = Contest(clock)
     if candidates is None:
-        candidates = _candidates(placement, num_microbatches, cap, costs)
+        known = [(cut, named_for(cut, num_microbatches, limit))]
+        return search_best(contest, known, num_microbatches, limit)
+    cap = cut.cap(num_microbatches, limit)
     fitting = [s for s in candidates if max(peak_in_flight(s)) <= cap]
-    best, makespan = _best_sliced(fitting, placement, costs, counts)
-    unordered = Schedule("auto", placement, num_microbatches, ())
-    search = TickSearch(_work(unordered, cap, costs, counts))
-    if (rows := search.best(_TRIALS, makespan=makespan)) is not None:
-        best = with_slices(unordered, rows)
+    if any(s.placement != placement for s in fitting):
+        raise ValueError("The candidates of schedule 'auto' are not all on its placement.")
+    contest.enter(cut, fitting)
+    return _finished(contest, [cut], num_microbatches, limit)
+
+
+def named_for(cut: Cut, num_microbatches: int, memory_limit: float) -> list[Schedule]:
+    """The schedules of this package on a placement that fit the limit."""
+    same = cut.costs[0] if len(set(cut.costs)) == 1 else UNIT
+    cap = cut.cap(num_microbatches, memory_limit)
+    return named(cut.placement, num_microbatches, cap=cap, costs=same)
+
+
+def search_best(
+    contest: Contest,
+    known: Sequence[tuple[Cut, list[Schedule]]],
+    num_microbatches: int,
+    memory_limit: float,
+) -> Schedule:
+    """Searches orders on some placements, from schedules that are known there; the best of all
+    that have entered the contest wins."""
+    for cut, schedules in known:
+        contest.enter(cut, schedules)
+        cap = cut.cap(num_microbatches, memory_limit)
+        found = search_orders(
+            cut.placement,
+            num_microbatches,
+            costs=cut.costs,
+            cap=cap,
+            seeds=map(split, schedules),
+            bound=lower_bound(cut.placement, num_microbatches, cut.costs, cap=cap),
+        )
+        contest.enter(cut, found)
+    return _finished(contest, [cut for cut, _ in known], num_microbatches, memory_limit)
+
+
+def _finished(
+    contest: Contest, cuts: Sequence[Cut], num_microbatches: int, memory_limit: float
+) -> Schedule:
+    """The winner, once schedules that are built tick by tick have had their turn, too."""
+    contest.compare()
+    contest.finish()
+    for cut in cuts:
+        unordered = Schedule("auto", cut.placement, num_microbatches, ())
+        search = TickSearch(_work(unordered, cut, cut.cap(num_microbatches, memory_limit)))
+        if (rows := search.best(_TRIALS, makespan=contest.ahead)) is not None:
+            contest.offer(cut, with_slices(unordered, rows))
+    best = contest.best
     assert best is not None, "every stage finds room for the microbatch that is farthest"
     return dataclasses.replace(best, name="auto", peak_in_flight=peak_in_flight(best))
 
 
-def _candidates(
-    placement: Placement, num_microbatches: int, cap: int, costs: tuple[Costs, ...]
-) -> list[Schedule]:
-    """The schedules of this package that fit, and the best orders found from there on."""
-    same = costs[0] if len(set(costs)) == 1 else UNIT
-    known = named(placement, num_microbatches, cap=cap, costs=same)
-    bound = lower_bound(placement, num_microbatches, costs, cap=cap)
-    seeds = [split(schedule) for schedule in known]
-    return known + search_orders(
-        placement, num_microbatches, costs=costs, cap=cap, seeds=seeds, bound=bound
-    )
-
-
-def _best_sliced(
-    candidates: Sequence[Schedule],
-    placement: Placement,
-    costs: tuple[Costs, ...],
-    layer_counts: tuple[int, ...],
-) -> tuple[Schedule | None, float]:
-    """The candidate that ends first once it is cut, with its makespan."""
-    if any(s.placement != placement for s in candidates):
-        raise ValueError("The candidates of schedule 'auto' are not all on its placement.")
-    best, makespan = None, math.inf
-    distinct = {schedule.orders: schedule for schedule in reversed(candidates)}.values()
-    timed = sorted(distinct, key=lambda schedule: simulate(schedule, costs).makespan)
-    compared = []
-    size = sum(map(len, timed[0].orders)) if timed else 1
-    num_compared = max(1, min(_NUM_COMPARED, _CUT_ACTIONS // size))
-    num_cut = max(1, min(_NUM_CUT, _CUT_ACTIONS // 3 // size))
-    for number, schedule in enumerate(timed[:num_compared]):
-        sliced = slice_ticks(schedule, costs, layer_counts, quick=True)
-        compared.append((lock_step(sliced, costs).makespan, number, sliced))
-    for time, number, quick in sorted(compared, key=lambda item: item[:2])[:num_cut]:
-        if time < makespan:
-            best, makespan = quick, time
-        # It only has to beat the best so far.
-        sliced = slice_ticks(timed[number], costs, layer_counts, makespan=makespan)
-        time = lock_step(sliced, costs).makespan
-        if time < makespan:
-            best, makespan = sliced, time
-    return best, makespan
-
-
-def _check(num_stages: int, placement: Placement, memory_limit: float) -> None:
+def check(num_stages: int, placement: Placement, memory_limit: float) -> None:
+    """Refuses what no search can be made for."""
     problems = []
     if placement.num_stages != num_stages or placement.num_copies != 1:
         rule = "it must be of one copy of the model on $num_stages"
@@ -145,16 +145,14 @@ def _check(num_stages: int, placement: Placement, memory_limit: float) -> None:
     refuse(problems)
 
 
-def _work(
-    schedule: Schedule, cap: int, costs: tuple[Costs, ...], layer_counts: tuple[int, ...]
-) -> Work:
+def _work(schedule: Schedule, cut: Cut, cap: int) -> Work:
     """Queues by virtual stage: any order that the cap allows."""
-    placement = schedule.placement
+    placement = cut.placement
     queues = [[schedule.passes(s) for s in held] for held in placement.virtual_stages]
     return Work(
         schedule=schedule,
-        layer_counts=layer_counts,
-        costs=costs,
+        layer_counts=cut.layer_counts,
+        costs=cut.costs,
         # The microbatch that is farthest goes first, and always finds room.
         forwards=[row[::-1] for row in queues],
         backwards=queues,

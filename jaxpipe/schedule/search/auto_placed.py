@@ -2,26 +2,19 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 from jaxpipe.schedule.actions import Schedule
-from jaxpipe.schedule.partition import cut_layers
-from jaxpipe.schedule.placement import Placement, linear, looped, wave
 from jaxpipe.schedule.problems import Problem, refuse
-from jaxpipe.schedule.search.auto import auto
-from jaxpipe.schedule.search.bounds import lower_bound
-from jaxpipe.schedule.search.candidates import named
+from jaxpipe.schedule.search.auto import auto, check, named_for, search_best
+from jaxpipe.schedule.search.contest import Contest
+from jaxpipe.schedule.search.cuts import Cut, cuts
 from jaxpipe.schedule.search.dispatch import Rule, dispatch
-from jaxpipe.schedule.search.slices import slice_ticks
-from jaxpipe.schedule.simulate import UNIT, Costs, lock_step, simulate
-
-_Cut = tuple[Placement, tuple[int, ...], tuple[Costs, ...]]
+from jaxpipe.schedule.simulate import UNIT, Costs
 
 _RULE = Rule(pace=1.0, lead=2.0, patience=0.5, frees=True, reserves=True)
-_NUM_CUT, _NUM_SEARCHED = 6, 2
-"""Placements on which a named schedule is cut, beside linear and V, of those that promise most; and
-placements that are searched, of those on which it then ends first."""
+_FEW_CHUNKS, _NUM_PROMISING = 4, 6
+"""Placements of so few chunks enter with their named schedules, and those that promise most."""
 _SEARCHED_ACTIONS = 24_000
 """How many actions the searched schedules may have together; one is always searched."""
 
@@ -32,6 +25,7 @@ def auto_placed(
     *,
     layer_costs: Sequence[Costs],
     memory_limit: float | None = None,
+    clock: str = "lock-step",
 ) -> Schedule:
     """Searches placement, number of chunks, order and slices for a model given layer by layer.
 
@@ -57,67 +51,38 @@ def auto_placed(
       1
     """
     limit = num_stages if memory_limit is None else memory_limit
-    choices: list[tuple[float, int, _Cut]] = []
-    for cut in placements(num_stages, layer_costs):
-        placement, _, costs = cut
-        promise = lower_bound(
-            placement, num_microbatches, costs, cap=_cap(cut, num_microbatches, limit)
-        )
-        if num_stages > 1:
-            # Every chunk's F of every microbatch ends in a tick of its own.
-            exchanges = num_microbatches * placement.num_chunks + placement.num_virtual_stages
-            promise += exchanges * max(cost.message for cost in costs)
-        choices.append((promise, len(choices), cut))
-    if not choices:
+    ways = list(cuts(num_stages, layer_costs))
+    if not ways:
         rule = f"{len(layer_costs)} layers cannot fill $num_stages: each needs a layer"
         refuse([Problem("layer_costs", None, rule, (), {"num_stages": num_stages}, "auto")])
-    choices.sort(key=lambda choice: choice[:2])
-    promising = [
-        (_ends_named(cut, num_microbatches, limit), number, cut)
-        for rank, (_, number, cut) in enumerate(choices)
-        # Linear and V are the first two.
-        if rank < _NUM_CUT or number < 2
-    ]
-    promising.sort(key=lambda choice: choice[:2])
+    check(num_stages, ways[0].placement, limit)
+    bounds = [way.bound(num_microbatches, limit) for way in ways]
+    ranked = sorted(range(len(ways)), key=lambda number: bounds[number])
+    contest = Contest(clock)
+    known: dict[Cut, list[Schedule]] = {}
+    for rank, number in enumerate(ranked):
+        cut = ways[number]
+        few = cut.placement.num_chunks <= _FEW_CHUNKS
+        if (rank < _NUM_PROMISING or few) and bounds[number] < contest.earliest:
+            known[cut] = _known(cut, num_microbatches, limit)
+            contest.enter(cut, known[cut])
+            contest.compare()
     # The V is searched beside the best: a careful cut gains most where chunks are few.
-    first = promising[0][1]
-    promising.sort(key=lambda choice: (choice[1] != first, choice[1] != 1))
-    best, makespan, actions = None, math.inf, 0
-    for _, _, (placement, counts, costs) in promising[:_NUM_SEARCHED]:
-        actions += 3 * placement.num_virtual_stages * num_microbatches
-        if best is not None and actions > _SEARCHED_ACTIONS:
-            break
-        found = auto(
-            num_stages,
-            num_microbatches,
-            costs=costs,
-            memory_limit=memory_limit,
-            layer_counts=counts,
-            placement=placement,
-        )
-        time = lock_step(found, costs).makespan
-        if time < makespan:
-            best, makespan = found, time
-    assert best is not None, "there is a placement, and auto finds a schedule on each"
-    return best
+    first = contest.quick[0][1].cut
+    searched = [first, *(cut for cut in ways[1:2] if cut != first)]
+    passes = sum(cut.placement.num_virtual_stages * num_microbatches for cut in searched)
+    if 3 * passes > _SEARCHED_ACTIONS:
+        searched = [first]
+    pairs = [(cut, known.get(cut) or named_for(cut, num_microbatches, limit)) for cut in searched]
+    return search_best(contest, pairs, num_microbatches, limit)
 
 
-def _cap(cut: _Cut, num_microbatches: int, limit: float) -> int:
-    """Chunks in flight."""
-    chunks = cut[0].num_chunks
-    return max(chunks, int(min(limit, num_microbatches) * chunks))
-
-
-def _ends_named(cut: _Cut, num_microbatches: int, limit: float) -> float:
-    """When the best named schedule ends, or one by a rule, cut into slices with little effort."""
-    placement, counts, costs = cut
-    cap = _cap(cut, num_microbatches, limit)
-    same = costs[0] if len(set(costs)) == 1 else UNIT
-    fitting = named(placement, num_microbatches, cap=cap, costs=same)
-    orders = dispatch(placement, num_microbatches, costs, cap, _RULE)
-    fitting.append(Schedule("auto", placement, num_microbatches, orders))
-    first = min(fitting, key=lambda schedule: simulate(schedule, costs).makespan)
-    return lock_step(slice_ticks(first, costs, counts, quick=True), costs).makespan
+def _known(cut: Cut, num_microbatches: int, memory_limit: float) -> list[Schedule]:
+    """The named schedules on a placement that fit the limit, and one by a rule."""
+    cap = cut.cap(num_microbatches, memory_limit)
+    orders = dispatch(cut.placement, num_microbatches, cut.costs, cap, _RULE)
+    by_rule = Schedule("auto", cut.placement, num_microbatches, orders)
+    return [*named_for(cut, num_microbatches, memory_limit), by_rule]
 
 
 def planned(
@@ -128,6 +93,7 @@ def planned(
     memory_limit: float | None = None,
     layers_per_chunk: int = 4,
     layer_costs: Sequence[Costs] | None = None,
+    clock: str = "lock-step",
 ) -> Schedule:
     """Runs `auto_placed` for a model given layer by layer, and otherwise `auto` on the V.
 
@@ -139,7 +105,11 @@ def planned(
     """
     if layer_costs is not None:
         return auto_placed(
-            num_stages, num_microbatches, layer_costs=layer_costs, memory_limit=memory_limit
+            num_stages,
+            num_microbatches,
+            layer_costs=layer_costs,
+            memory_limit=memory_limit,
+            clock=clock,
         )
     return auto(
         num_stages,
@@ -147,18 +117,5 @@ def planned(
         costs=costs,
         memory_limit=memory_limit,
         layers_per_chunk=layers_per_chunk,
+        clock=clock,
     )
-
-
-def placements(num_stages: int, layer_costs: Sequence[Costs]) -> Iterator[_Cut]:
-    """All placements of this package for a model, with as many chunks as its layers allow: each
-    with the number of layers and the costs of every chunk."""
-    most = len(layer_costs) // num_stages
-    found = [linear(num_stages)] if most else []
-    # The V comes second.
-    for chunks in range(2, most + 1):
-        if chunks % 2 == 0:
-            found.append(wave(num_stages, num_waves=chunks // 2))
-        found.append(looped(num_stages, num_chunks=chunks))
-    for placement in found:
-        yield placement, *cut_layers(layer_costs, placement)

@@ -23,8 +23,8 @@ _SPREAD = 8
 """How far, in units held, a block may be from the one expected to fill the memory."""
 _MAX_BLOCKS = 100
 """At p=4, 6, 8 the winner is among the first 10 with equal costs, mostly among 60 with others."""
-_TRIAL_ACTIONS = 500_000
-"""How many actions the search may simulate: about two seconds."""
+_TRIAL_ACTIONS = 200_000
+"""How many actions the search may simulate: about a second."""
 _MAX_FINALISTS = 8
 
 

@@ -87,10 +87,10 @@ class Progress:
     done: list[bytearray]  # by pass
     pending: list[tuple[int, ...]]  # by stage: W to come, where Work does not order them
     in_flight: list[int]  # by stage
-    busy: list[float]  # by stage
+    busy: Sequence[float]  # by stage
     time: float
     critical: float  # time in F and B, all stages together
-    left: int  # actions to finish
+    left: int  # layers to run
     choice: Choice | None
 
     def copy(self) -> Progress:
@@ -101,7 +101,7 @@ class Progress:
             [*map(bytearray.copy, self.done)],
             self.pending[:],
             self.in_flight[:],
-            self.busy[:],
+            self.busy,
             self.time,
             self.critical,
             self.left,
@@ -174,7 +174,7 @@ class Engine:
             busy=[0.0] * p,
             time=0.0,
             critical=0.0,
-            left=3 * passes - len(self.work.fused),
+            left=3 * sum(self.layers) - sum(self.layers[number] for number in self.work.fused),
             choice=None,
         )
 
@@ -273,26 +273,17 @@ class Engine:
     def tick(
         self, progress: Progress, ready: Sequence[Ready], counts: Sequence[Counts]
     ) -> Progress:
-        """The progress after a tick in which each stage runs what `fill` gave it."""
+        """What is done after a tick in which each stage runs what `fill` gave it. The times stay
+        those before the tick."""
         new = progress.copy()
         done: list[tuple[bytearray, int]] = []
-        longest = 0.0
         for d in self.stages:
-            stage, (num_forward, num_backward, num_weights) = ready[d], counts[d]
-            f, b, w = stage.costs
-            used = num_forward * f + num_backward * b
-            new.critical += used
-            used += num_weights * w
-            new.busy[d] += used
-            if used > longest:
-                longest = used
             for kind, count in enumerate(counts[d]):
                 if count:
-                    self._run(new, d, stage, kind, count, done)
+                    self._run(new, d, ready[d], kind, count, done)
         # What this tick computes is there for other stages, and other kinds, from the next on.
         for flags, number in done:
             flags[number] = 1
-        new.time += longest + self.message
         return new
 
     def _run(
@@ -314,11 +305,11 @@ class Engine:
                 new.pending[d] += (number,)
         layers, running = new.layers[kind], new.running[kind]
         layers[d] += count
+        new.left -= count
         if layers[d] < self.layers[number]:
             running[d] = number
             return
         layers[d], running[d] = 0, _NONE
-        new.left -= 1
         if kind == _W or fused:
             new.in_flight[d] -= 1
         if kind == _W:

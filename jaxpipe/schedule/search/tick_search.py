@@ -12,11 +12,19 @@ import functools
 import itertools
 import math
 import operator
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 from jaxpipe.schedule.actions import Slice
-from jaxpipe.schedule.search.tick_engine import Choice, Engine, Policy, Progress, Ready, Work
+from jaxpipe.schedule.search.tick_engine import (
+    Choice,
+    Counts,
+    Engine,
+    Policy,
+    Progress,
+    Ready,
+    Work,
+)
 
 _SPANS = 12
 """Spans of time, per F+B+W of a chunk, within each of which states compete."""
@@ -47,6 +55,23 @@ class Settings(NamedTuple):
     eagerness: float
     drains: bool = False
     cells: int = 60_000
+
+
+class Option(NamedTuple):
+    """A state one tick later, of which only the times are known yet.
+
+    Args:
+      score: smaller is better.
+      left: layers to run.
+      before: the state before the tick, what its stages could run then, and what they run.
+    """
+
+    score: float
+    time: float
+    busy: tuple[float, ...]
+    critical: float
+    left: int
+    before: tuple[Progress, list[Ready], tuple[Counts, ...]]
 
 
 class TickSearch:
@@ -88,18 +113,24 @@ class TickSearch:
         width = max(1, min(_MAX_WIDTH, int(tries / number)))
         rounding = self.engine.rounding
         plan = None
-        spans: dict[int, list[Progress]] = {0: [self.engine.start()]}
-        while spans:
-            for state in self._best_of(spans.pop(min(spans)), settings, width):
-                rest = max(map(operator.sub, self.stage_work, state.busy))
-                if state.time + rest >= makespan - rounding:
-                    continue
-                for new in self._ticks(state, settings, number):
+        drains = self.drains if settings.drains else self.behind
+        spans: dict[int, list[Option]] = {}
+        states = [self.engine.start()]
+        while states:
+            for state in states:
+                for before in self._ticks(state, settings, number):
+                    new = self._option(before, drains, settings.eagerness)
+                    rest = max(map(operator.sub, self.stage_work, new.busy))
+                    if new.time + rest >= makespan - rounding:
+                        continue
                     if new.left:
                         spans.setdefault(int(new.time / self.span), []).append(new)
-                    elif new.time < makespan - rounding:
+                    else:
                         makespan = new.time
-                        plan = new.time, new.choice
+                        plan = new.time, self._after(new).choice
+            states = []
+            while spans and not states:
+                states = self._best_of(spans.pop(min(spans)), width)
         return plan
 
     def _slices(self, last: Choice) -> list[list[Slice]]:
@@ -117,32 +148,58 @@ class TickSearch:
             state = engine.tick(state, ready, counts)
         return rows
 
-    def _best_of(
-        self, states: list[Progress], settings: Settings, width: int
-    ) -> Iterator[Progress]:
+    def _option(
+        self,
+        before: tuple[Progress, list[Ready], tuple[Counts, ...]],
+        drains: Sequence[float],
+        eagerness: float,
+    ) -> Option:
+        """The times after a tick, and the score that they make."""
+        state, ready, counts = before
+        critical, longest, left, p = state.critical, 0.0, state.left, len(ready)
+        busy = []
+        for so_far, stage, (forward, backward, weights) in zip(
+            state.busy, ready, counts, strict=True
+        ):
+            f, b, w = stage.costs
+            used = forward * f + backward * b
+            critical += used
+            used += weights * w
+            busy.append(so_far + used)
+            left -= forward + backward + weights
+            if used > longest:
+                longest = used
+        time = state.time + (longest + self.engine.message)
+        # `sum` of floats rounds differently from Python 3.12 on, and a rounding error can decide
+        # which state is best. Adding from left to right is the same everywhere.
+        mean = time - functools.reduce(operator.add, busy) / p
+        worst = time + max(map(operator.sub, drains, busy))
+        score = worst + mean - eagerness * critical / p
+        return Option(score, time, tuple(busy), critical, left, before)
+
+    def _best_of(self, options: list[Option], width: int) -> list[Progress]:
         """The states with the best scores, no two with the same work done."""
-        p = len(self.engine.stages)
-        drains = self.drains if settings.drains else self.behind
+        options.sort(key=operator.itemgetter(0))
+        found: dict[tuple[tuple[int, ...], ...], Progress] = {}
+        for option in options:
+            if len(found) == width:
+                break
+            state = self._after(option)
+            found.setdefault(state.work_done(), state)
+        return [*found.values()]
 
-        def score(state: Progress) -> float:
-            # `sum` of floats rounds differently from Python 3.12 on, and a rounding error can
-            # decide which state is best. Adding from left to right is the same everywhere.
-            mean = state.time - functools.reduce(operator.add, state.busy) / p
-            worst: float = state.time + max(map(operator.sub, drains, state.busy))
-            return worst + mean - settings.eagerness * state.critical / p
+    def _after(self, option: Option) -> Progress:
+        """The state that an option leads to."""
+        state, ready, counts = option.before
+        new = self.engine.tick(state, ready, counts)
+        new.time, new.busy, new.critical = option.time, option.busy, option.critical
+        new.choice = Choice(counts, state.choice)
+        return new
 
-        states.sort(key=score)
-        seen: set[tuple[tuple[int, ...], ...]] = set()
-        for state in states:
-            if len(seen) == width:
-                return
-            work_done = state.work_done()
-            if work_done not in seen:
-                seen.add(work_done)
-                yield state
-
-    def _ticks(self, state: Progress, settings: Settings, number: int) -> Iterator[Progress]:
-        """The states one tick later, for every length and policy worth trying."""
+    def _ticks(
+        self, state: Progress, settings: Settings, number: int
+    ) -> Iterator[tuple[Progress, list[Ready], tuple[Counts, ...]]]:
+        """What the next tick may run, for every length and policy worth trying."""
         engine = self.engine
         ready = [engine.ready(state, d) for d in engine.stages]
         lengths = self._lengths(ready, settings, number)
@@ -154,9 +211,7 @@ class TickSearch:
                 counts = tuple(map(engine.fill, itertools.repeat(length), ready, claims))
                 if counts not in seen:
                     seen.add(counts)
-                    new = engine.tick(state, ready, counts)
-                    new.choice = Choice(counts, state.choice)
-                    yield new
+                    yield state, ready, counts
 
     def _lengths(self, ready: list[Ready], settings: Settings, number: int) -> list[float]:
         """Lengths that let some stage finish its F, its B, or both; evenly thinned out."""

@@ -1,0 +1,38 @@
+"""Batches of every model family."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+
+from models.gpt import GPTConfig
+from models.resnet import ResNetConfig
+from models.transformer import TransformerConfig
+
+
+def batch_of(config, rows):
+    """Rows with padding, masks and as many tokens to predict as chance gives."""
+    keys = iter(jax.random.split(jax.random.key(1), 4))
+
+    def ids(*shape, least=0):
+        return jax.random.randint(next(keys), shape, least, 19)
+
+    if isinstance(config, ResNetConfig):
+        images = jax.random.normal(next(keys), (rows, 8, 8, 1))
+        return {"images": images, "labels": ids(rows) % config.num_classes}
+    length = config.sequence_length
+    if isinstance(config, GPTConfig):
+        return {"tokens": ids(rows, length + 1)}
+    ends = jnp.arange(length) < 3 + jnp.arange(rows)[:, None] % 4
+    if isinstance(config, TransformerConfig):
+        source, target = (jnp.where(ends, ids(rows, length, least=3), 0) for _ in range(2))
+        return {"source": source, "target": target.at[:, 0].set(config.begin_id)}
+    tokens = ids(rows, length)
+    return {
+        "tokens": tokens,
+        "targets": jnp.where(ids(rows, length) % 3 == 0, tokens, -1),
+        "mask": ends.astype(int),
+        "segments": (jnp.arange(length) > ids(rows, 1) % length).astype(int),
+        # Unbalanced: a gradient that cancels to nothing has no relative accuracy.
+        "next_sentence": (jnp.arange(rows) % 4 == 0).astype(int),
+    }
