@@ -77,7 +77,7 @@ def main(
     layers: int = 16,
     costs: tuple[float, float, float] = (1.0, 1.2, 0.8),
     message: tuple[float, ...] = (0.0, 0.2),
-    stage_seconds: float = 0.3,
+    stage_seconds: float = 0.6,
 ) -> None:
     """Runs a group for every message time, and prints and writes its table.
 
