@@ -26,6 +26,7 @@ from benchmarks import modelled_steps
 from benchmarks.kernels import Use
 from benchmarks.roofline import total
 from jaxpipe import gpu_flags
+from jaxpipe.planning.traced import attention_of_gpus
 from models import gpt
 
 CONFIG = gpt.GPTConfig(
@@ -35,6 +36,7 @@ CONFIG = gpt.GPTConfig(
 STAGES = DATA = HOSTS = CHUNKS = 8
 
 
+@attention_of_gpus()
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--microbatches", type=int, nargs="*", default=[8, 32])
@@ -42,7 +44,6 @@ def main() -> None:
     variables = os.environ | {"JAX_PLATFORMS": "cuda"}
     gpu_flags.apply(variables)
     os.environ["XLA_FLAGS"] = variables["XLA_FLAGS"]
-    modelled_steps.pretend_cudnn()
     devices = modelled_steps.devices_of(HOSTS)
     in_order = np.asarray(devices, object).reshape(DATA, STAGES)
     for microbatches in options.microbatches:

@@ -29,12 +29,13 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks import gpu_compile, modelled_steps
+from benchmarks import gpu_compile
 from benchmarks.gpu_compile import Case
 from benchmarks.kernels import Use
 from benchmarks.modelled_steps import Step, batch_rows, pipeline_step, plain_layer, sharded_step
 from benchmarks.roofline import LAUNCH, PEAKS, WAIT, Spent, total
 from jaxpipe import gpu_flags
+from jaxpipe.planning.traced import attention_of_gpus
 
 RESULTS = Path(__file__).parent / "results" / "gpu_roofline.json"
 WIDTH = 126
@@ -172,6 +173,7 @@ def exceeded(name: str, found: Limits) -> list[str]:
     ]
 
 
+@attention_of_gpus()
 def main() -> None:
     """Prints the tables and writes the figures as JSON."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -180,7 +182,6 @@ def main() -> None:
     variables = os.environ | {"JAX_PLATFORMS": "cuda"}
     gpu_flags.apply(variables)
     os.environ["XLA_FLAGS"] = variables["XLA_FLAGS"]
-    modelled_steps.pretend_cudnn()
     console = Console(width=WIDTH)
     console.print(peaks_table())
     layers = table_of(

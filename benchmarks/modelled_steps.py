@@ -7,7 +7,6 @@ GPUs with data shards alone. `jax.named_scope` in `jaxpipe.runtime.tick` names t
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
 import re
@@ -26,15 +25,12 @@ from benchmarks.gpu_compile import CONFIG, DATA, ROWS
 from benchmarks.hlo import HloProgram, Instruction
 from benchmarks.kernels import Use
 from benchmarks.roofline import GPUS_PER_HOST, Roofline, Spent, known_trips, scaled, total
-from jaxpipe.planning.traced import attention_of_gpus
 from jaxpipe.runtime.measure.memory import compiled
 from jaxpipe.schedule.actions import Kind
 from jaxpipe.schedule.lowering.table import NONE, Cell, TickTable, Transfers
 from jaxpipe.schedule.neighbors import replay
 from models import gpt
 
-_PRETENDING = contextlib.ExitStack()
-"""Never left."""
 PASSES = ("F", "B", "BW", "W", "R")
 _LOOP = re.compile(
     r"/(F|BW|B|W|R|enter|leave|embed_gradient|gather|reduce|store_gathered|store_reduced|meet)"
@@ -42,11 +38,6 @@ _LOOP = re.compile(
 )
 _TICKS = re.compile(r'/tick(_gather)?(_reduce)?/while"')
 _TRANSFER = re.compile(r"/(gather|reduce)/")
-
-
-def pretend_cudnn() -> None:
-    """Has models lowered with cuDNN's attention from now on, with no GPU to ask for it."""
-    _PRETENDING.enter_context(attention_of_gpus())
 
 
 def weight_shapes(num_layers: int, config: gpt.GPTConfig = CONFIG) -> set[tuple[int, ...]]:

@@ -332,10 +332,12 @@ def _embed(config, outer, tokens_BS, rng, sharing, over, documents_BS=None):
     dtype = config.compute_dtype
     x_BTE = vocabulary.lookup(outer["embed"]["table"], ids_BT, dtype=dtype, **over)
     if config.positions == "learned":
-        if documents_BS is not None:  # how far each token is from the first of its document
+        table = outer["embed"]["positions"]
+        if documents_BS is None:
+            x_BTE = x_BTE + sharing.own(table[:length], 0)
+        else:  # how far each token is from the first of its document
             seen_BTS = visible(positions_T, length, documents_BS=documents_BS)[:, 0]
-            positions_T = jnp.sum(seen_BTS, axis=-1) - 1
-        x_BTE = x_BTE + outer["embed"]["positions"][positions_T]
+            x_BTE = x_BTE + table[jnp.sum(seen_BTS, axis=-1) - 1]
     if config.scaled_embedding:
         x_BTE = math.sqrt(config.width) * x_BTE
     x_BTE = x_BTE.astype(dtype)

@@ -9,6 +9,7 @@ from benchmarks import modelled_steps
 from benchmarks.hlo import HloProgram
 from benchmarks.kernels import Use, kernel
 from benchmarks.roofline import LAUNCH, PEAKS, WAIT, Roofline, device_groups
+from jaxpipe.planning.traced import attention_of_gpus
 from jaxpipe.schedule import catalog
 from jaxpipe.schedule.actions import Kind
 from jaxpipe.schedule.lowering.lower import lower
@@ -256,19 +257,12 @@ def test_ticks_run_the_body_with_the_fewest_transfers_that_has_their_own():
     assert Kind.F in table.passes
 
 
-def test_the_model_that_is_costed_has_cudnns_attention(monkeypatch):
-    """`pretend_cudnn` replaces a name in the model's code, which may move."""
-    for module, name in (
-        (modelled_steps.cudnn, "check_cudnn_version"),
-        (modelled_steps.cudnn, "check_compute_capability"),
-        (modelled_steps.attention, "attention_kernel"),
-    ):
-        monkeypatch.setattr(module, name, getattr(module, name))  # afterwards as before
-    modelled_steps.pretend_cudnn()
+def test_the_model_that_is_costed_has_cudnns_attention():
     config = gpt.GPTConfig(
         vocab_size=64, sequence_length=64, num_layers=1, width=64, num_heads=2, dtype="bfloat16"
     )
     params = jax.eval_shape(lambda: gpt.init(config, jax.random.key(0)))
     tokens = jax.ShapeDtypeStruct((1, 64), "int32")
-    program = jax.make_jaxpr(lambda params, tokens: gpt.logits(config, params, tokens))
-    assert "dot_product_attention_fwd" in str(program(params, tokens))
+    with attention_of_gpus():
+        program = jax.make_jaxpr(lambda params, tokens: gpt.logits(config, params, tokens))
+        assert "dot_product_attention_fwd" in str(program(params, tokens))
