@@ -7,6 +7,7 @@ from collections.abc import Mapping
 
 from jaxpipe.planning.plans import Placed
 from jaxpipe.planning.programs import Program, table_of
+from jaxpipe.schedule.lowering.table import NONE
 
 _MASTER_BYTES = 4
 """Of a gradient sum and of a moment of the optimizer: float32."""
@@ -41,12 +42,10 @@ def device_bytes(placed: Placed, program: Program) -> Mapping[str, float]:
     elif model.compute_bytes != size:
         found["copies"] = stage * model.compute_bytes
     found["optimizer"] = _MASTER_BYTES * model.moments * (stage + outer) / split[1]
-    if plan.zero >= 2:
-        sums = slots["reduces"] * chunk + outer
-        found["gradients"] = _MASTER_BYTES * (sums + (stage + outer) / parts)
-    else:
-        reduced = (stage + outer) / parts if plan.zero == 1 else 0.0
-        found["gradients"] = _MASTER_BYTES * (stage + outer + reduced)
+    sums = slots["reduces"] * chunk if plan.zero >= 2 else stage
+    # What is reduced after the last tick takes the room of activations that are gone by then.
+    reduced = stage / parts if plan.zero and slots["reduced in ticks"] else 0.0
+    found["gradients"] = _MASTER_BYTES * (sums + outer + reduced)
     found["residuals"] = layers * sum(
         slots[name] * placed.mean(name) for name in ("until_b", "until_w")
     )
@@ -79,6 +78,7 @@ def _slots(program: Program) -> dict[str, float]:
     late = {channel.kind for channel in table.channels if channel.late}
     found |= {"late": len(late), "gathers": table.gathers.num_slots}
     found |= {"reduces": table.reduces.num_slots}
+    found["reduced in ticks"] = (table.reduces.chunk != NONE).any()
     for name, moves in (("gathering", table.gathers), ("reducing", table.reduces)):
         found[name] = moves.group if moves.shared.any() else 0
     return found

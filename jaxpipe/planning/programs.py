@@ -66,7 +66,7 @@ class Program:
             weight_slots=self.weight_slots,
             gradient_slots=None if self.sums_in_slots else order.num_chunks,
             own_slots=self.own_slots,
-            pieces=max(counts) if self.moves_in_pieces and self.weight_slots > 1 else 0,
+            pieces=max(counts) if self.moves_in_pieces else 0,
         )
 
     def shorter(self) -> tuple[tuple[Program, float], ...]:

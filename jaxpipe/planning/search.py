@@ -23,6 +23,8 @@ from jaxpipe.schedule.problems import ArgumentError, Problem, refuse
 _FINALISTS = 8
 """Plans that are timed as they would run, a fifth of a second to some seconds each: of every mesh,
 schedule and policy the best one."""
+_MOST_OF_FRONT = 6
+"""Other plans of the Pareto front that are, the leanest among them."""
 _LEAN = 100
 """Plans that are looked at for the lean end of the Pareto front."""
 
@@ -184,7 +186,8 @@ def search(
     objective = OBJECTIVES[goal.objective]
     of_kind = {_kind(one): one for one in sorted(found, key=objective, reverse=True)}
     finalists = sorted(of_kind.values(), key=objective)[:_FINALISTS]
-    chosen = [*finalists, *(one for one in front(found) if one not in finalists)]
+    rest = [one for one in front(found) if one not in finalists][::-1]
+    chosen = [*finalists, *rest[:: max(1, -(-len(rest) // _MOST_OF_FRONT))]]
     timed = []
     for n, one in enumerate(chosen, start=1):
         timed.append(exact(one))

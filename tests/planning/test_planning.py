@@ -109,6 +109,7 @@ def test_devices_that_share_a_layer_share_its_work():
 CASES = [
     ("1f1b-fused", 1, "stacked", 1, 0, "none"),
     ("zb-v", 2, "unrolled", 1, 1, "full"),
+    ("1f1b", 1, "stacked", 1, 3, "full"),
     ("breadth-first-fused", 2, "stacked", 2, 3, "full"),
     ("interleaved", 2, "unrolled", 2, 2, "none"),
 ]
@@ -131,14 +132,16 @@ def test_bytes_are_those_of_the_tick_loops_buffers(schedule, chunks, weights, sl
         name: tree_bytes(tree)
         for name, tree in buffers(pipe, batch(SMALL, plan.batch_rows)).items()
     }
-    # Embedding and head are no buffers of the tick loop.
+    # Embedding and head are no buffers of the tick loop, and what is reduced after it takes the
+    # room of activations: of 1f1b with ZeRO-3, 9.47 GB are compiled for H100s, 9.87 with both.
     outer = 4 * one.outer_parameters
-    reduced = outer / plan.parts if zero else 0.0
+    in_ticks = (pipe.table.reduces.chunk >= 0).any()
+    reduced = kept.get("reduced", 0) if in_ticks else 0
     assert found["residuals"] == kept["until_b"] + kept["until_w"]
     assert found["crossing"] == kept["crossing"]
     assert found["inboxes"] == kept["x"] + kept["dy"] + kept.get("sent", 0)
     assert found["copies"] - (outer if zero == 3 else 0.0) == kept["weights"]
-    assert found["gradients"] - outer - reduced == kept["gradients"] + kept.get("reduced", 0)
+    assert found["gradients"] - outer == kept["gradients"] + reduced
     assert found["moving"] == kept.get("moving", 0)
     placed_bytes = sum(
         leaf.dtype.itemsize * jnp.prod(jnp.array(leaf.sharding.shard_shape(leaf.shape)))
