@@ -66,3 +66,18 @@ def overwrite(old: jax.Array, new: jax.Array, slot: Index) -> jax.Array:
     Test: ``test_unrolled.py::test_temporaries_are_no_more_than_those_of_stacked_weights``.
     """
     return jnp.where(slot >= 0, new, old)
+
+
+def after(first: Tree, then: Tree, device: Index) -> Tree:
+    """``then``, as something that reads an element of every array of ``first``; a device's index is
+    never negative.
+
+    XLA's CPU client runs at the same time what does not depend on each other, also loops and
+    collectives, and has forgotten barriers by then. Two gathers of the same devices at once end the
+    process, or wait for ever.
+
+    Test:
+    ``test_optimizers.py::test_layers_and_the_rest_communicate_one_after_the_other``.
+    """
+    read = sum(w.reshape(-1)[0].astype(jnp.float32) for w in jax.tree.leaves(first) if w.size)
+    return jax.tree.map(lambda w: jnp.where(device >= 0, w, jnp.asarray(read, w.dtype)), then)

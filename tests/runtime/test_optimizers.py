@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 
 import chex
 import compilations
@@ -14,6 +15,7 @@ import pytest
 import toy
 
 import jaxpipe
+from benchmarks.hlo import HloProgram
 from jaxpipe import testing
 from jaxpipe.runtime.types import Params
 
@@ -187,6 +189,34 @@ def test_an_optimizer_does_what_it_does_without_a_pipeline(name, place):
     canonical = pipe.optimizer_placing(optimizer).unplace(state)
     back = pipe.optimizer_placing(optimizer).place(canonical)
     chex.assert_trees_all_equal(pipe.optimizer_placing(optimizer).unplace(back), canonical)
+
+
+def test_layers_and_the_rest_communicate_one_after_the_other():
+    """XLA's CPU client runs at the same time what does not depend on each other."""
+    pipe, optimizer = pipeline(*PLACES["uneven"]), OPTIMIZERS["global clipping"]
+    placed = pipe.place(params("stacked"))
+
+    @jax.jit
+    def step(placed, state):
+        return pipe.update(optimizer, gradients(placed, 0), state, placed)
+
+    lowered = step.lower(placed, pipe.init(optimizer, placed))
+    program = HloProgram(lowered.compile().as_text())
+    entry = program.computations[program.entry]
+    names = {"all-gather", "all-reduce", "reduce-scatter"}
+    loops = [
+        row
+        for row in entry
+        if row.opcode == "while"
+        and any(one.opcode in names for one in program.reached(row.calls["body"], into_loops=True))
+    ]
+    others = [row for row in entry if row.opcode in names]
+    assert loops
+    assert others
+    for loop, other in itertools.product(loops, others):
+        assert loop in program.before(program.entry, other) or other in program.before(
+            program.entry, loop
+        ), (loop.text, other.text)
 
 
 def test_what_an_update_needs_besides_is_passed_on():

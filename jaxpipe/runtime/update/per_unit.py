@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jaxpipe.runtime.barriers import run_if, tie
+from jaxpipe.runtime.barriers import after, run_if, tie
 from jaxpipe.runtime.layers import jaxprs
 from jaxpipe.runtime.layers.jaxprs import Env
 from jaxpipe.runtime.layout.data_axis import gather, own_shard
@@ -290,7 +290,11 @@ class PerUnit:
             self._zeros(layout) if place is None else components[place]["layers"]
             for layout, place in zip(self.result.components, self._replaces, strict=True)
         ]
-        layers = self._each_layer(body, start)
+        layers, device = self._each_layer(body, start), lax.axis_index(self._axes.names)
+        components = [
+            one | {name: after(layers, one[name], device) for name in self._params.outer}
+            for one in components
+        ]
         return self.with_outer(layers, components, env), self.rest(env)
 
     def _each_layer(self, body: Callable[..., Any], carry: Any) -> Any:
@@ -336,6 +340,7 @@ class PerUnit:
         empty = [
             [jnp.zeros(count, v.aval.dtype) for v in kind.slice.targets] for kind in kinds.kinds
         ]
+        empty = after(list(given.values()), empty, lax.axis_index(self._axes.names))
         # Every stage has those of its own layers, and zeros.
         stage_sum = functools.partial(communicate, lax.psum, axes=self._axes.stage)
         found = jax.tree.map(stage_sum, self._each_layer(body, empty))
