@@ -233,7 +233,7 @@ def attention_kernel(q_BSNH: jax.Array) -> Literal["cudnn"] | None:
 def matmul(x: jax.Array, kernel: jax.Array) -> jax.Array:
     """``x @ kernel`` in x's dtype; the kernel's gradient stays float32, never rounded.
 
-    The forward matmul is a plain one, so that the rematerialisation policies see it.
+    The forward matmul is a plain one, so that the rematerialization policies see it.
     """
     y = x @ jax.lax.stop_gradient(kernel.astype(x.dtype))
     return _with_kernel_gradient("...i,...o->io", y, x, kernel)

@@ -42,7 +42,7 @@ def plan(
     picture: Path | None = None,
     write_sizes: Path | None = None,
 ) -> None:
-    """Choose mesh, schedule, microbatches, rematerialisation and ZeRO level for a model.
+    """Choose mesh, schedule, microbatches, rematerialization and ZeRO level for a model.
 
     Everything is predicted: layers from their trace at the peaks of the device, messages and
     transfers from the tick table that would run. Nothing is compiled or measured.

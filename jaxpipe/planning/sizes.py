@@ -2,7 +2,7 @@
 
 All numbers are of one device, and grow linearly with the rows of a microbatch (`Linear`).
 `jaxpipe.planning.traced` counts them for every number of devices that share a layer and every
-policy of rematerialisation; nothing here is a formula of a model.
+policy of rematerialization; nothing here is a formula of a model.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ class LayerSizes(NamedTuple):
 
 
 class Sizes(NamedTuple):
-    """A model on so many devices of a layer, with one policy of rematerialisation.
+    """A model on so many devices of a layer, with one policy of rematerialization.
 
     Args:
       layers: the kinds of layers.
@@ -126,7 +126,7 @@ class ModelSizes:
       moments: numbers that the optimizer keeps for every parameter.
       batch_rows: of the configuration.
       row_bytes: of the batch.
-      variants: by (context devices, tensor devices, rematerialisation).
+      variants: by (context devices, tensor devices, rematerialization).
     """
 
     name: str

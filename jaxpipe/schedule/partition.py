@@ -49,7 +49,7 @@ def partition(
     """Splits layers, in model order, over virtual stages so that none is slower than it must be.
 
     The largest chunk costs as little as possible; within that limit the sum of squared costs is
-    least. If a stage holds several chunks, layers then move between neighbouring chunks from
+    least. If a stage holds several chunks, layers then move between neighboring chunks from
     fuller stages to emptier ones, within the same limit, until no move helps. Layers of equal cost
     give chunks of equal length, earlier ones longer if the layers do not divide evenly.
 

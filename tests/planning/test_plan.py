@@ -18,7 +18,7 @@ from train.command_line import parse
 
 
 def synthetic(layers: int = 4, width: int = 4096) -> ModelSizes:
-    """A model of equal layers, in round numbers; with full rematerialisation B runs F again."""
+    """A model of equal layers, in round numbers; with full rematerialization B runs F again."""
     weights, nothing = 12 * width**2, Linear(0, 0)
     activation = Linear(0, 2 * 2048 * width)
 

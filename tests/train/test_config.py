@@ -140,7 +140,7 @@ def test_binary_file(tmp_path):
         command_line.parse(["--config", str(path)])
 
 
-def test_missing_file_lists_its_neighbours(tmp_path):
+def test_missing_file_lists_its_neighbors(tmp_path):
     _write(tmp_path, "")
     with pytest.raises(errors.ConfigError, match=r"does not exist. Files there: .*run\.yaml"):
         command_line.parse(["--config", str(tmp_path / "runs.yaml")])

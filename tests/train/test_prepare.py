@@ -184,13 +184,13 @@ __main__.main(sys.argv[1:])
     assert list(options.out.parent.glob(".out*")) == []
 
 
-def test_a_running_neighbour_is_not_disturbed(options):
+def test_a_running_neighbor_is_not_disturbed(options):
     with folders.appearing(options.out) as folder:
         # Same name, another process: its lock is held, so its folder stays.
-        neighbour = folder.rename(folder.with_name(".out.partial-neighbour"))
+        neighbor = folder.rename(folder.with_name(".out.partial-neighbor"))
         prepare(options)
-        assert neighbour.is_dir()
-        neighbour.rename(folder)
+        assert neighbor.is_dir()
+        neighbor.rename(folder)
 
 
 def test_files_left_out_are_counted(options, text):

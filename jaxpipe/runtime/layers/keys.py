@@ -1,6 +1,6 @@
 """Random keys that depend on (step, microbatch, layer) and the data shard, never on stage or tick.
 
-The same run draws the same numbers whatever its schedule, number of stages or rematerialisation.
+The same run draws the same numbers whatever its schedule, number of stages or rematerialization.
 """
 
 from __future__ import annotations

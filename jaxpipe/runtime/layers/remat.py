@@ -1,4 +1,4 @@
-"""Rematerialisation by name: what a layer keeps from F until its backward."""
+"""Rematerialization by name: what a layer keeps from F until its backward."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ REMAT_POLICIES: dict[str, Any] = {
     "dots": _dots,
     "full": jax.checkpoint_policies.nothing_saveable,
 }
-"""Rematerialisation by name: keep every residual; keep the outputs of weight matmuls and recompute
+"""Rematerialization by name: keep every residual; keep the outputs of weight matmuls and recompute
 the rest; keep only the layer's input and recompute the layer."""
 
 

@@ -56,7 +56,7 @@ class Setup:
       layout: where the parameters that are trained live, as a device has them: `Layout.local`.
       frozen: where the others live, likewise; None if all are trained.
       table: the tick table to run.
-      remat: rematerialisation policy, by name.
+      remat: rematerialization policy, by name.
       zero: ZeRO level 0 to 3; 0 when the data axis has one device.
       states: where the layers' states live, or None for a model without.
       compute: dtypes that layers compute in, a tree like a piece for each of `layouts`; None for

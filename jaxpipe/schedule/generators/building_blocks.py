@@ -75,7 +75,7 @@ def split_block(strides: Sequence[int], gaps: tuple[int, int, int]) -> Block | N
 
     Only the sum of the two strides at which F0 goes down and F1 comes up matters to the order of
     any stage, and B1 and B0 travel at the same strides (otherwise two of the passes would meet). So
-    a block is that sum for every pair of neighbours, and the three gaps at the turns of the V.
+    a block is that sum for every pair of neighbors, and the three gaps at the turns of the V.
 
     Args:
       strides: p-1 sums, from the top; each at least 2, one unit per hop.

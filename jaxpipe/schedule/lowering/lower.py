@@ -6,7 +6,7 @@ Every tick is one row. Within a tick the phases come in this order, and slots ar
     | embed gradient | head
 
 Everything a stage keeps lives in a numbered slot: a message that has arrived and waits (inbox),
-residuals from F to the last action that reads them, values from B to W. Interval colouring gives
+residuals from F to the last action that reads them, values from B to W. Interval coloring gives
 each buffer exactly the schedule's peak and no more.
 
 A message that is first read two ticks after it was sent may arrive one tick late and travel while
@@ -201,7 +201,7 @@ class _Lowering:
         return (soonest > 1) & (soonest < self.num_ticks), meets
 
     def _arrivals(self, sent: np.ndarray) -> np.ndarray:
-        """Ticks in which messages between neighbouring virtual stages are received, from those in
+        """Ticks in which messages between neighboring virtual stages are received, from those in
         which they are sent, ``[virtual stages - 1, microbatches]``."""
         moved = self.stage_of[1:] != self.stage_of[:-1]
         arrivals: np.ndarray = sent + (self.late[sent] & moved[:, None])
