@@ -159,11 +159,11 @@ function showTick() {
   for (const text of [`tick ${view.tick}`, ...Array(most).keys()])
     header.insertCell().textContent = typeof text === "number" ? `stage ${text}` : text;
   for (const schedule of data.schedules) {
-    const row = table.insertRow();
+    const row = table.insertRow(), last = schedule.timelines.at(-1).ticks.length - 2;
     row.insertCell().textContent = schedule.name;
     for (const parts of partsInTick(schedule, view.tick))
       row.insertCell().textContent = parts.map((part) =>
-        part[NAME] + (part[LAYERS] ? `[${part[LAYERS].join(":")}]` : "")).join(" ") || "idle";
+        part[NAME] + (part[LAYERS] ? `[${part[LAYERS].join(":")}]` : "")).join(" ") || (view.tick > last ? "done" : "idle");
   }
   element("now").replaceChildren(table);
 }

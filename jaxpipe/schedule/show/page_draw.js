@@ -103,12 +103,12 @@ function drawRow(pen, panel, stage, marked) {
 }
 
 function drawLabel(pen, panel, part, x, end, y) {
+  const left = Math.max(x, LEFT), right = Math.min(end, panel.canvas.clientWidth - RIGHT);
   const fits = [part[NAME], String(part[MICROBATCH])]
-    .find((text) => pen.measureText(text).width < end - x - 4);
+    .find((text) => pen.measureText(text).width < right - left - 4);
   if (!fits) return;
   // Only the darker half of the shades needs white numbers.
   pen.fillStyle = 2 * part[CHUNK] >= panel.schedule.chunks ? "#fff" : "#000";
-  const left = Math.max(x, LEFT), right = Math.min(end, panel.canvas.clientWidth - RIGHT);
   pen.textAlign = "center";
   pen.fillText(fits, (left + right) / 2, y + 0.5);
   pen.textAlign = "left";
