@@ -12,7 +12,6 @@ from rich.table import Table
 
 from jaxpipe.commands.options import (
     DEFAULT_COSTS,
-    build,
     check_size,
     layers_of_model,
     message,
@@ -92,7 +91,9 @@ def compare(
     compared, reasons = [], {}
     for name in names or (entry.name for entry in catalog.entries()):
         try:
-            schedule = build(name, stages=stages, microbatches=microbatches, layer_costs=model)
+            schedule = catalog.build(
+                name, stages=stages, microbatches=microbatches, layer_costs=model
+            )
             counts, priced = cut_layers(model, schedule.placement)
         except ValueError as error:
             if names:

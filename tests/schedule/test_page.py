@@ -90,12 +90,14 @@ def test_no_name_breaks_out_of_the_data_and_nothing_is_loaded():
 
 
 def test_compare_writes_named_schedules_of_one_model_as_a_page(tmp_path, capsys):
-    out = tmp_path / "two.html"
-    shape = ["--stages", "4", "--microbatches", "8", "--layers", "16"]
+    out, own = tmp_path / "two.html", tmp_path / "own.csv"
+    size = ["--stages", "4", "--microbatches", "8"]
+    assert main(["show", "1f1b", *size, "--out", str(own)]) == 0
+    shape = [*size, "--layers", "16"]
     costs = ["--stage-costs", "1,1.2,0.8"]
-    assert main(["compare", "zb-v", "1f1b", *shape, *costs, "--out", str(out)]) == 0
+    assert main(["compare", "zb-v", str(own), *shape, *costs, "--out", str(out)]) == 0
     shown = data_of(out.read_text(encoding="utf-8"))["schedules"]
-    assert [schedule["name"] for schedule in shown] == ["zb-v", "1f1b"]
+    assert [schedule["name"] for schedule in shown] == ["zb-v", "own"]
     busy = [
         sum(part[6] - part[5] for row in schedule["timelines"][-1]["parts"] for part in row)
         for schedule in shown

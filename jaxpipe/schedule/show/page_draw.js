@@ -105,7 +105,7 @@ function drawRow(pen, panel, stage, marked) {
 function drawLabel(pen, panel, part, x, end, y) {
   const left = Math.max(x, LEFT), right = Math.min(end, panel.canvas.clientWidth - RIGHT);
   const fits = [part[NAME], String(part[MICROBATCH])]
-    .find((text) => pen.measureText(text).width < right - left - 4);
+    .find((text) => pen.measureText(text).width < right - left - 1);
   if (!fits) return;
   // Only the darker half of the shades needs white numbers.
   pen.fillStyle = 2 * part[CHUNK] >= panel.schedule.chunks ? "#fff" : "#000";
