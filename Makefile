@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 CONFIG ?= configs/gpt-tiny.yaml
 
-.PHONY: setup train test test-fast test-all test-faults test-parity test-newest lint types bench study-pipemare gpu-environment gpu-compile gpu-roofline figures docs
+.PHONY: setup train test test-fast test-all test-faults test-parity test-browser test-newest lint types bench study-pipemare gpu-environment gpu-compile gpu-roofline figures docs
 
 setup: $(INSTALLED)
 
@@ -37,6 +37,11 @@ test-parity:
 	test -x $(VENV)-parity/bin/python || $(PYTHON) -m venv $(VENV)-parity
 	$(VENV)-parity/bin/python -m pip install --quiet --disable-pip-version-check --editable '.[test,parity]'
 	$(VENV)-parity/bin/python -m pytest -n 2 tests/models/test_hugging_face.py tests/models/test_hugging_face_decoders.py tests/end_to_end/test_fine_tuning.py
+
+# Pages in a headless browser: Debian's package chromium, or what `playwright install chromium` loads.
+test-browser: setup
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[test,browser]'
+	$(BIN)/python -m pytest tests/browser $(ARGS)
 
 # The newest JAX on the newest Python that is installed, in an environment of its own.
 PYTHONS := python3 python3.12 python3.13 python3.14 $(wildcard $(HOME)/.pyenv/versions/3.1[2-9]*/bin/python3)
@@ -91,6 +96,7 @@ gpu-roofline: gpu-environment
 figures: setup
 	$(BIN)/jaxpipe compare --stages 8 --microbatches 32 --stage-costs 1,1.2,0.8 --layers 64 --out docs/images/compare.svg
 	$(BIN)/jaxpipe show auto --stages 4 --microbatches 8 --costs 1,1.2,0.8 --layers-per-chunk 4 --format svg --out docs/images/auto.svg
+	$(BIN)/jaxpipe compare zb-v 1f1b --stages 4 --microbatches 8 --stage-costs 1,1.2,0.8 --layers 16 --out docs/images/zb-v-and-1f1b.html
 
 docs: setup
 	$(BIN)/python -m pip install --quiet --editable '.[docs]'

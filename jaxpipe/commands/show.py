@@ -29,12 +29,19 @@ from jaxpipe.schedule.partition import cut_layers
 from jaxpipe.schedule.problems import ArgumentError, Problem, below_one, refuse
 from jaxpipe.schedule.search.bounds import gap
 from jaxpipe.schedule.show import draw
+from jaxpipe.schedule.show.page import page
 from jaxpipe.schedule.show.pipemare_draw import steady_text
 from jaxpipe.schedule.show.report import Clock, report, timelines
 from jaxpipe.schedule.show.trace import trace
 from jaxpipe.schedule.simulate import Costs
 
-_ENDINGS = {".svg": ("svg",), ".png": ("png",), ".csv": ("csv",), ".json": ("json", "trace")}
+_ENDINGS = {
+    ".svg": ("svg",),
+    ".png": ("png",),
+    ".csv": ("csv",),
+    ".html": ("html",),
+    ".json": ("json", "trace"),
+}
 """The formats that a file's ending allows; the first is the default."""
 _NOT_ASYNCHRONOUS = {
     "chunks": (1, "each of its stages holds 1 chunk"),
@@ -48,7 +55,7 @@ _NOT_ASYNCHRONOUS = {
 }
 """What `show` of an asynchronous method takes of such an option, and why nothing else."""
 
-_Format = Literal["text", "svg", "png", "trace", "csv", "json"]
+_Format = Literal["text", "svg", "png", "trace", "csv", "json", "html"]
 
 
 def show(
@@ -69,7 +76,7 @@ def show(
     format: _Format | None = None,
     out: Path | None = None,
 ) -> None:
-    """Draw the ticks of one schedule, or write them as a picture, a trace, CSV or JSON.
+    """Draw the ticks of one schedule, or write them as a picture, a page, a trace, CSV or JSON.
 
     A timeline shows slices of actions, messages and which of them are received a tick late, chunks
     gathered and reduced over data (under ZeRO-3, with one slot of each), and idle time.
@@ -91,8 +98,9 @@ def show(
       recompute_segment: for an asynchronous method, stages that run forward again together.
       clock: lock-step, as on simulated devices: all stages wait for each other in every tick;
         neighbor, as on GPUs: both ends of a message wait; free, as papers draw: only for inputs.
-        `auto` plans for it; for lock-step if it is free.
-      format: what to write; by default the format of --out's ending, or else text.
+        `auto` plans for it; for lock-step if it is free. A page has all three.
+      format: what to write; by default the format of --out's ending, or else text. html is a page
+        to look into with a browser: zoom, what is where, tick by tick, memory.
       out: the file to write; svg and png need one, the others go to standard output without it.
     """
     written = _chosen_format(format, out, name)
@@ -258,6 +266,8 @@ def _in_format(
     drawn = clocks.on(clock)
     if format == "trace":
         return json.dumps(trace(drawn)) + "\n"
+    if format == "html":
+        return page([clocks])
     at_terminal = printed and sys.stdout.isatty()
     width = shutil.get_terminal_size().columns if at_terminal else None
     try:

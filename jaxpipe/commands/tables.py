@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 
+import tyro
 from rich.console import Console
 from rich.table import Table
 
@@ -19,6 +21,7 @@ from jaxpipe.schedule.generators.pipemare import ASYNCHRONOUS_METHODS
 from jaxpipe.schedule.partition import cut_layers
 from jaxpipe.schedule.problems import below_one, refuse
 from jaxpipe.schedule.show import comparison, draw
+from jaxpipe.schedule.show.page import page
 from jaxpipe.schedule.show.report import timelines
 
 _PIPE_WIDTH = 240
@@ -35,7 +38,8 @@ def schedules() -> None:
     """List the schedules, with bubble, peak in flight, constraints and source."""
     columns = "name", "what it does", "bubble", "peak in flight", "constraints", "source"
     console = _console()
-    table = _table(*columns, caption=_CAPTION)
+    names = [entry.name for entry in catalog.entries()]
+    table = _table(names, *columns, caption=_CAPTION)
     for e in catalog.entries():
         row = e.name, e.summary, e.bubble, e.peak, e.constraints, e.source
         if console.width >= _TABLE_WIDTH:
@@ -55,6 +59,8 @@ def schedules() -> None:
 
 
 def compare(
+    names: tyro.conf.Positional[tuple[str, ...]] = (),
+    /,
     *,
     stages: int,
     microbatches: int,
@@ -63,16 +69,18 @@ def compare(
     layers: int | None = None,
     out: Path | None = None,
 ) -> None:
-    """Compare all schedules that fit one shape on equal models: bubble, time and peak in flight.
+    """Compare schedules that fit one shape on equal models: bubble, time and peak in flight.
 
     Args:
+      names: the schedules, as for `show`; all of the catalog that fit without them.
       stages: p, pipeline stages.
       microbatches: m, microbatches per batch.
       stage_costs: time of F,B,W of a full stage, and optionally of one message: 1,1.2,0.8,0.1. It
         is shared by the stage's chunks. 1,1,1 if neither these nor a layer's costs are given.
       layer_costs: instead, time of F,B,W of one of the model's layers.
       layers: of the whole model; lock-step ticks are then cut into slices of layers.
-      out: a picture of the comparison to write, .svg or .png.
+      out: a picture of the comparison to write, .svg or .png; or .html, a page to look into the
+        schedules with a browser, one above the other, as `show` writes of one.
     """
     refuse(below_one(stages=stages, microbatches=microbatches))
     check_size(stages, microbatches, 1)
@@ -80,26 +88,32 @@ def compare(
         stage_costs = DEFAULT_COSTS
     model = layers_of_model(stages, layers=layers, stage_costs=stage_costs, layer_costs=layer_costs)
     assert model is not None
-    rows, reasons = [], {}
-    for entry in catalog.entries():
+    compared, reasons = [], {}
+    for name in names or (entry.name for entry in catalog.entries()):
         try:
             schedule = catalog.build(
-                entry.name, stages=stages, microbatches=microbatches, layer_costs=model
+                name, stages=stages, microbatches=microbatches, layer_costs=model
             )
             counts, priced = cut_layers(model, schedule.placement)
         except ValueError as error:
-            reasons[entry.name] = message(error)
+            if names:
+                raise
+            reasons[name] = message(error)
             continue
         sliced = None if layers is None else counts
-        rows.append(comparison.row(timelines(schedule, priced, layer_counts=sliced)))
-    if not rows:
+        compared.append(timelines(schedule, priced, layer_counts=sliced))
+    if not compared:
         raise ValueError("\n".join(dict.fromkeys(reasons.values())))
-    if out is not None:
+    rows = [comparison.row(clocks) for clocks in compared]
+    if out is not None and out.suffix.lower() == ".html":
+        out.write_text(page(compared), encoding="utf-8")
+    elif out is not None:
         of, given = ("layer", layer_costs) if layer_costs else ("stage", stage_costs)
         title = f"p={stages}, m={microbatches}, costs of one {of} {given}"
         draw.save(comparison.figure(rows, title), out)
     clocks = (f"{clock} bubble" for clock in ("free-running", "neighbor", "lock-step"))
-    table = _table("schedule", "chunks", "peak in flight", *clocks, "lock-step time")
+    columns = "schedule", "chunks", "peak in flight", *clocks, "lock-step time"
+    table = _table((row.name for row in rows), *columns)
     for row in rows:
         ratios = row.free_running, row.neighbor, row.lock_step
         shown = ("" if ratio is None else f"{ratio:.1%}" for ratio in ratios)
@@ -116,10 +130,10 @@ def compare(
         print(f"{name} does not fit: {reason}")
 
 
-def _table(name: str, *columns: str, caption: str | None = None) -> Table:
-    """A table that never cuts a cell short, nor breaks a name."""
+def _table(names: Iterable[str], name: str, *columns: str, caption: str | None = None) -> Table:
+    """A table that never cuts a cell short, nor breaks a name, which come first."""
     table = Table(caption=caption)
-    table.add_column(name, no_wrap=True, min_width=max(len(e.name) for e in catalog.entries()))
+    table.add_column(name, no_wrap=True, min_width=max(map(len, names)))
     for column in columns:
         table.add_column(column, overflow="fold")
     return table

@@ -166,10 +166,12 @@ def in_flight(row: Sequence[TimedAction]) -> list[tuple[float, int]]:
       [(0.0, 1), (1.0, 2), (4.0, 1), (6.0, 0)]
     """
     steps: dict[float, int] = {}
-    before = 0
+    before, last = 0, 0.0
     for timed, count in zip(row, chunks_in_flight([t.action for t in row]), strict=True):
         if count != before:
-            steps[timed.start if count > before else timed.end] = count
+            # After rounding, an action may start just before the end of the one it follows.
+            last = max(last, timed.start if count > before else timed.end)
+            steps[last] = count
         before = count
     return list(steps.items())
 

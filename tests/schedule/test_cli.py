@@ -73,7 +73,7 @@ def test_show_says_which_clock_it_draws(capsys):
     )
 
 
-@pytest.mark.parametrize("kind", ["svg", "png", "trace", "csv", "json", "text"])
+@pytest.mark.parametrize("kind", ["svg", "png", "trace", "csv", "json", "html", "text"])
 def test_show_writes_a_file(tmp_path, capsys, kind):
     out = tmp_path / f"picture.{kind}"
     assert main(["show", "gpipe", *SHAPE, "--format", kind, "--out", str(out)]) == 0
@@ -88,6 +88,7 @@ def test_show_writes_a_file(tmp_path, capsys, kind):
         ("a.SVG", [], "<?xml"),
         ("a.csv", [], "0F0,"),
         ("a.json", [], '{\n  "schedule": "gpipe"'),
+        ("a.html", [], "<!doctype html>"),
         ("a.json", ["--format", "trace"], '{"traceEvents"'),
         ("a.txt", [], "gpipe, p=4 "),
         ("a", [], "gpipe, p=4 "),

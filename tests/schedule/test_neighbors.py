@@ -16,7 +16,7 @@ from jaxpipe.schedule.neighbors import neighbor_clock, replay
 from jaxpipe.schedule.problems import ArgumentError
 from jaxpipe.schedule.search.auto import auto
 from jaxpipe.schedule.search.slices import slice_ticks
-from jaxpipe.schedule.simulate import Costs, lock_step, simulate
+from jaxpipe.schedule.simulate import Costs, in_flight, lock_step, simulate
 
 COSTS = Costs(1, 1.2, 0.8)
 NAMES = ("1f1b", "zb-v", "breadth-first", "interleaved", "hanayo-fused", "v-half", "gpipe")
@@ -181,3 +181,12 @@ def test_nothing_is_planned_for_another_clock():
         ArgumentError, match=r"clock='free' .*\nNearest valid: 'lock-step', 'neighbor'"
     ):
         catalog.build("auto", stages=2, microbatches=4, clock="free")
+
+
+def test_memory_never_goes_back_in_time():
+    ticked = slice_ticks(catalog.build("1f1b", stages=4, microbatches=8), COSTS, [4] * 4)
+    clock = neighbor_clock(ticked, COSTS)
+    for row, peak in zip(clock.rows, clock.peak_in_flight, strict=True):
+        moments, counts = zip(*in_flight(row), strict=True)
+        assert list(moments) == sorted(moments)
+        assert max(counts) == peak

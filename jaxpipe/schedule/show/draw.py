@@ -7,9 +7,19 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from jaxpipe.schedule.actions import Action
 from jaxpipe.schedule.show.exchanges import Exchanges, exchanges
-from jaxpipe.schedule.show.looks import LOOKS, Labelled, caption, chunk_of, labelled
+from jaxpipe.schedule.show.looks import (
+    LATE,
+    LOOKS,
+    MESSAGE,
+    MOVE,
+    Labelled,
+    caption,
+    chunk_of,
+    fill,
+    labelled,
+    stage_colors,
+)
 from jaxpipe.schedule.show.text_draw import TooWideError, text
 from jaxpipe.schedule.simulate import Timeline, in_flight
 
@@ -28,8 +38,6 @@ _NAMED_CURVES = 16
 _MAX_WIDTH, _MAX_HEIGHT = 14.0, 30.0
 """Of a picture, in inches. Longer timelines continue in further rows, then shrink."""
 _MEMORY_HEIGHT, _ROW_GAP = 1.2, 0.6
-_MESSAGE, _LATE, _MOVE = "#555555", "#d1661b", "#a02c6d"
-"""Colours of messages, late ones, and transfers over data."""
 
 
 def figure(timeline: Timeline) -> Figure:
@@ -88,7 +96,7 @@ def _draw_boxes(
         axes.broken_barh(
             [(part.start, part.end - part.start) for _, part in shown],
             (d - 0.45, 0.9),
-            facecolors=[_fill(part.action, timeline) for _, part in shown],
+            facecolors=[fill(part.action, timeline) for _, part in shown],
             edgecolors="white",
             linewidth=0.8,
             zorder=2,
@@ -127,7 +135,7 @@ def _draw_exchanges(
         ((message.sent, message.sender + toward), (message.arrives, message.receiver - toward))
         for message, toward in zip(shown, towards, strict=True)
     ]
-    colours = [_LATE if message.late else _MESSAGE for message in shown]
+    colours = [LATE if message.late else MESSAGE for message in shown]
     axes.add_collection(LineCollection(lines, colors=colours, linewidths=0.7, zorder=3))
     times, stages = [line[1][0] for line in lines], [line[1][1] for line in lines]
     axes.scatter(times, stages, s=2, c=colours, zorder=3)
@@ -138,18 +146,9 @@ def _draw_exchanges(
             [move.stage + 0.36 for move in moves],
             s=9,
             marker=marker,
-            color=_MOVE,
+            color=MOVE,
             zorder=4,
         )
-
-
-def _fill(action: Action, timeline: Timeline) -> tuple[float, ...]:
-    """A kind's colour, from light on the first chunk to dark on the last."""
-    from matplotlib.colors import to_rgb
-
-    light, dark = (to_rgb(colour) for colour in LOOKS[action.kind][:2])
-    depth = chunk_of(action, timeline) / max(timeline.schedule.num_chunks - 1, 1)
-    return tuple(x + depth * (y - x) for x, y in zip(light, dark, strict=True))
 
 
 def _points(width: float, span: float, timeline: Timeline, chosen: Labelled) -> float:
@@ -161,14 +160,12 @@ def _points(width: float, span: float, timeline: Timeline, chosen: Labelled) -> 
 
 
 def _draw_memory(axes: Axes, timeline: Timeline, *, named: bool) -> None:
-    from matplotlib import colormaps
-
     num_stages = len(timeline.rows)
-    shades = colormaps["viridis"].resampled(num_stages + 1)
+    colours = stage_colors(num_stages)
     for d, row in enumerate(timeline.rows):
         times, counts = zip((0.0, 0), *in_flight(row), (timeline.makespan, 0), strict=True)
         held = [timeline.in_full_stages(count) for count in counts]
-        axes.step(times, held, where="post", color=shades(d), linewidth=1, label=f"stage {d}")
+        axes.step(times, held, where="post", color=colours[d], linewidth=1, label=f"stage {d}")
     axes.set_ylim(0, None)
     axes.set_ylabel("in flight", fontsize=8)
     if named and num_stages <= _NAMED_CURVES:
@@ -197,14 +194,14 @@ def _handles(timeline: Timeline, found: Exchanges) -> Iterator[Any]:
             yield Patch(color=look.light, label=look.meaning)
     lates = {message.late for message in found.messages}
     for late, colour, meaning in (
-        (False, _MESSAGE, "message"),
-        (True, _LATE, "message received a tick late"),
+        (False, MESSAGE, "message"),
+        (True, LATE, "message received a tick late"),
     ):
         if late in lates:
             yield Line2D([], [], color=colour, linewidth=0.7, label=meaning)
     for marker, meaning in ((">", "weights gathered"), ("<", "gradients reduced")):
         if found.moves:
-            yield Line2D([], [], color=_MOVE, marker=marker, ls="", markersize=3, label=meaning)
+            yield Line2D([], [], color=MOVE, marker=marker, ls="", markersize=3, label=meaning)
 
 
 def save(drawn: Figure, path: str | Path) -> Path:

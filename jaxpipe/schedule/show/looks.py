@@ -27,10 +27,32 @@ LOOKS = {
     Kind.R: Look("#d6c3f0", "#6b4c9a", (183, 140), "recomputed"),
 }
 
+MESSAGE, LATE, MOVE = "#555555", "#d1661b", "#a02c6d"
+"""Colours of messages, late ones, and transfers over data."""
+
 
 def chunk_of(action: Action, timeline: Timeline) -> int:
     """Which of its stage's chunks an action runs."""
     return timeline.schedule.placement.chunks[action.virtual_stage]
+
+
+def fill(action: Action, timeline: Timeline) -> str:
+    """A kind's color in hexadecimal, from light on the first chunk to dark on the last."""
+    from matplotlib.colors import to_hex, to_rgb
+
+    light, dark = (to_rgb(colour) for colour in LOOKS[action.kind][:2])
+    depth = chunk_of(action, timeline) / max(timeline.schedule.num_chunks - 1, 1)
+    red, green, blue = (x + depth * (y - x) for x, y in zip(light, dark, strict=True))
+    return to_hex((red, green, blue))
+
+
+def stage_colors(num_stages: int) -> list[str]:
+    """The colors of the stages' curves of memory."""
+    from matplotlib import colormaps
+    from matplotlib.colors import to_hex
+
+    shades = colormaps["viridis"].resampled(num_stages + 1)
+    return [to_hex(shades(d)) for d in range(num_stages)]
 
 
 class Labelled(NamedTuple):

@@ -1,0 +1,94 @@
+"""Schedules as one page to look into with a browser: page.html with its data and scripts inside."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from importlib import resources
+from typing import Any
+
+from jaxpipe.schedule.show.exchanges import exchanges
+from jaxpipe.schedule.show.looks import (
+    LATE,
+    LOOKS,
+    MESSAGE,
+    MOVE,
+    caption,
+    chunk_of,
+    fill,
+    stage_colors,
+)
+from jaxpipe.schedule.show.report import Timelines
+from jaxpipe.schedule.simulate import TimedAction, Timeline, in_flight
+
+
+def page(compared: Sequence[Timelines]) -> str:
+    """Writes schedules, each on all its clocks, as one HTML page that needs no network.
+
+    Example:
+      >>> from jaxpipe.schedule.generators.gpipe import gpipe
+      >>> from jaxpipe.schedule.show.report import timelines
+      >>> from jaxpipe.schedule.simulate import Costs
+      >>> page([timelines(gpipe(2, 4), Costs(1, 1, 1))]).splitlines()[0]
+      '<!doctype html>'
+    """
+    data = {
+        "schedules": [_schedule(clocks) for clocks in compared],
+        "meanings": {kind.value: look.meaning for kind, look in LOOKS.items()},
+        "exchangeColors": {"message": MESSAGE, "late": LATE, "move": MOVE},
+    }
+    # Nothing in a name can then end the script element that holds the data.
+    written = json.dumps(data, separators=(",", ":")).replace("<", "\\u003c")
+    text = _resource("page.html")
+    for script in ("page_draw.js", "page.js"):
+        text = text.replace(f"{{{{{script}}}}}", _resource(script))
+    return text.replace("{{data}}", written)
+
+
+def _resource(name: str) -> str:
+    return resources.files(__package__).joinpath(name).read_text(encoding="utf-8")
+
+
+def _schedule(clocks: Timelines) -> dict[str, Any]:
+    schedule = clocks.lock_step.schedule
+    actions = {part.action for row in clocks.lock_step.parts for part in row}
+    colors = {
+        f"{action.kind.value}{chunk_of(action, clocks.lock_step)}": fill(action, clocks.lock_step)
+        for action in sorted(actions, key=str)
+    }
+    return {
+        "name": schedule.name,
+        "stages": schedule.num_stages,
+        "chunks": schedule.num_chunks,
+        "colors": colors,
+        "stageColors": stage_colors(schedule.num_stages),
+        "timelines": [_timeline(clock) for clock in clocks if clock is not None],
+    }
+
+
+def _timeline(timeline: Timeline) -> dict[str, Any]:
+    """Rows of plain values: a page may hold some 100,000 parts, and a name each is too long."""
+    messages, moves = exchanges(timeline)
+    memory = [
+        [(time, timeline.in_full_stages(count)) for time, count in in_flight(row)]
+        for row in timeline.rows
+    ]
+    return {
+        "clock": timeline.clock,
+        "caption": caption(timeline),
+        "makespan": timeline.makespan,
+        "parts": [[_part(part, timeline) for part in row] for row in timeline.parts],
+        "ticks": timeline.ticks,
+        "memory": memory,
+        "messages": [
+            (str(m.action), str(m.reader), m.sender, m.receiver, m.sent, m.arrives, m.late)
+            for m in messages
+        ],
+        "moves": [(move.what, move.stage, move.chunk, move.time) for move in moves],
+    }
+
+
+def _part(part: TimedAction, timeline: Timeline) -> tuple[Any, ...]:
+    action, kind = part.action, part.action.kind.value
+    place = action.virtual_stage, chunk_of(action, timeline), action.microbatch
+    return str(action), kind, *place, part.start, part.end, part.tick, part.layers

@@ -1,0 +1,116 @@
+"""The page holds what the simulator says, and nothing from elsewhere."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from html.parser import HTMLParser
+
+import pytest
+
+from jaxpipe.cli import main
+from jaxpipe.schedule.catalog import build
+from jaxpipe.schedule.neighbors import neighbor_clock
+from jaxpipe.schedule.search.slices import slice_ticks
+from jaxpipe.schedule.show.exchanges import exchanges
+from jaxpipe.schedule.show.page import page
+from jaxpipe.schedule.show.report import timelines
+from jaxpipe.schedule.simulate import Costs, in_flight, lock_step, simulate
+
+COSTS = Costs(1, 1.2, 0.8, 0.1)
+EVIL = '</script><img src="x" onerror="alert(1)"><!-- \' \\ {{page.js}} {{data}} é'
+
+
+class _Elements(HTMLParser):
+    """The elements of a page, and what its script elements hold."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.tags: list[tuple[str, dict[str, str | None]]] = []
+        self.scripts: list[str] = []
+        self.feed(text)
+
+    def handle_starttag(self, tag, attrs):
+        self.tags.append((tag, dict(attrs)))
+
+    def handle_data(self, data):
+        if self.lasttag == "script" and data.strip():
+            self.scripts.append(data)
+
+
+def data_of(text: str):
+    return json.loads(_Elements(text).scripts[0])
+
+
+@pytest.mark.parametrize(
+    ("name", "layers"),
+    [("1f1b", None), ("zb-v", 4), ("interleaved-fused", None), ("chimera", None)],
+)
+def test_the_page_holds_every_action_once_at_the_times_of_every_clock(name, layers):
+    schedule = build(name, stages=4, microbatches=8)
+    counts = None if layers is None else [layers] * schedule.placement.num_virtual_stages
+    (shown,) = data_of(page([timelines(schedule, COSTS, layer_counts=counts)]))["schedules"]
+    ticked = schedule if counts is None else slice_ticks(schedule, COSTS, counts)
+    expected = {"free-running": simulate(schedule, COSTS), "lock-step": lock_step(ticked, COSTS)}
+    if name != "chimera":
+        expected["neighbor"] = neighbor_clock(ticked, COSTS)
+    assert {timeline["clock"] for timeline in shown["timelines"]} == set(expected)
+    for timeline in shown["timelines"]:
+        clock = expected[timeline["clock"]]
+        assert timeline["makespan"] == clock.makespan
+        assert timeline["ticks"] == [list(tick) for tick in clock.ticks]
+        assert [len(moments) for moments in (timeline["messages"], timeline["moves"])] == [
+            len(moments) for moments in exchanges(clock)
+        ]
+        for d, (row, order) in enumerate(zip(timeline["parts"], schedule.orders, strict=True)):
+            assert sorted({part[0] for part in row}) == sorted(map(str, order))
+            if layers is None or timeline["clock"] == "free-running":
+                assert [part[0] for part in row] == list(map(str, order))
+            times = [(p.start, p.end, p.tick, p.layers and list(p.layers)) for p in clock.parts[d]]
+            assert [tuple(part[5:]) for part in row] == times
+            places = [(p.action.kind, p.action.virtual_stage) for p in clock.parts[d]]
+            assert [(part[1], part[2]) for part in row] == places
+            held = [[t, count / schedule.num_chunks] for t, count in in_flight(clock.rows[d])]
+            assert timeline["memory"][d] == held
+
+
+def test_no_name_breaks_out_of_the_data_and_nothing_is_loaded():
+    schedule = dataclasses.replace(build("gpipe", stages=2, microbatches=2), name=EVIL)
+    text = page([timelines(schedule, COSTS)])
+    elements = _Elements(text)
+    assert "http" not in text
+    assert "import" not in text
+    assert "url(" not in text
+    assert [tag for tag, _ in elements.tags].count("script") == 3
+    assert not {"img", "link", "iframe", "object"} & {tag for tag, _ in elements.tags}
+    assert not {"src", "href"} & {name for _, attributes in elements.tags for name in attributes}
+    (shown,) = data_of(text)["schedules"]
+    assert shown["name"] == EVIL
+    assert EVIL in shown["timelines"][0]["caption"]
+
+
+def test_compare_writes_named_schedules_of_one_model_as_a_page(tmp_path, capsys):
+    out, own = tmp_path / "two.html", tmp_path / "own.csv"
+    size = ["--stages", "4", "--microbatches", "8"]
+    assert main(["show", "1f1b", *size, "--out", str(own)]) == 0
+    shape = [*size, "--layers", "16"]
+    costs = ["--stage-costs", "1,1.2,0.8"]
+    assert main(["compare", "zb-v", str(own), *shape, *costs, "--out", str(out)]) == 0
+    shown = data_of(out.read_text(encoding="utf-8"))["schedules"]
+    assert [schedule["name"] for schedule in shown] == ["zb-v", "own"]
+    busy = [
+        sum(part[6] - part[5] for row in schedule["timelines"][-1]["parts"] for part in row)
+        for schedule in shown
+    ]
+    assert busy == [pytest.approx(4 * 8 * 3)] * 2
+    printed = capsys.readouterr().out
+    assert "zb-v" in printed
+    assert "gpipe" not in printed
+
+
+def test_compare_refuses_a_named_schedule_that_does_not_fit(capsys):
+    shape = ["--stages", "3", "--microbatches", "5"]
+    assert main(["compare", "1f1b", "chimera", *shape]) == 2
+    assert "--microbatches 5" in capsys.readouterr().err
+    assert main(["compare", "interleave", *shape]) == 2
+    assert "Nearest valid: 'interleaved'" in capsys.readouterr().err
