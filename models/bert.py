@@ -280,7 +280,7 @@ def _embed(config, outer, microbatch, rng, sharing, **over):
     embed = outer["embed"]
     positions_TE = sharing.own(embed["positions"][:length], 0)
     segments_BS = microbatch.get("segments", jnp.zeros_like(tokens_BS))
-    x_BTE = vocabulary.lookup(embed["table"], tokens_BS, **over)
+    x_BTE = vocabulary.lookup(embed["table"], tokens_BS, dtype=config.compute_dtype, **over)
     x_BTE = x_BTE + positions_TE + embed["segments"][sharing.own(segments_BS, 1)]
     x_BTE = function_of(_norm, config)(embed["norm"], x_BTE)
     if rng is None:

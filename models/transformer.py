@@ -334,8 +334,9 @@ def _embed(config, outer, tokens_BT, rng, sharing, *, name, **over):
             f"{config.sequence_length}. Nearest valid: {config.sequence_length} or fewer."
         )
     positions_TE = sharing.own(positions(length, config.width), 0)
-    x_BTE = math.sqrt(config.width) * vocabulary.lookup(outer["embed"]["table"], tokens_BT, **over)
-    x_BTE = (x_BTE + positions_TE).astype(config.compute_dtype)
+    table, dtype = outer["embed"]["table"], config.compute_dtype
+    x_BTE = math.sqrt(config.width) * vocabulary.lookup(table, tokens_BT, dtype=dtype, **over)
+    x_BTE = (x_BTE + positions_TE).astype(dtype)
     if rng is None:
         return x_BTE
     return sharing.dropout(functools.partial(nnx.Dropout(config.dropout), rngs=rng), x_BTE)

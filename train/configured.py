@@ -9,6 +9,7 @@ from collections.abc import Sequence
 
 from jaxpipe import schedules
 from jaxpipe.errors import refuse
+from jaxpipe.planning.plans import UNROLLED_LAYERS
 from jaxpipe.schedule import (
     ASYNCHRONOUS_METHODS,
     Costs,
@@ -35,10 +36,6 @@ _DECAY = 0.135
 """T2's decay, e^-2: arXiv 1910.05124, section 3.2."""
 
 
-_MOST_UNROLLED = 8
-"""Layers per stage up to which unrolling is worth its compile time: docs/benchmarks.md."""
-
-
 _EXCHANGE = 0.02
 """What a tick takes beside its layers, of a microbatch's time on half a stage, unless
 ``costs.message`` says it: without it `auto` would cut a model into as many chunks as it has layers.
@@ -57,7 +54,7 @@ def weights(config: Config, *, platform: str, alike: bool, counts: Sequence[int]
     if config.pipeline.weights != "auto":
         return config.pipeline.weights
     possible = alike and not is_asynchronous(config) and config.pipeline.update == "step"
-    few = sum(counts) <= _MOST_UNROLLED * config.mesh.stage
+    few = sum(counts) <= UNROLLED_LAYERS * config.mesh.stage
     return "unrolled" if platform == "gpu" and possible and few else "stacked"
 
 

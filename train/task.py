@@ -217,6 +217,15 @@ class Task(abc.ABC):
         return examples.read(numbers, keys)
 
 
+def shared_counts(shape: Any) -> dict[str, int]:
+    """What devices along ``mesh.tensor`` share of a shape's layers with attention and an MLP."""
+    return {
+        "sequence_length": shape.sequence_length,
+        "num_heads": shape.num_heads,
+        "mlp_width": shape.hidden_width,
+    }
+
+
 def _descriptions(shape: type) -> dict[str, str]:
     """Returns the ``Args:`` of a dataclass's docstring and of those that it extends, by name."""
     found = {}

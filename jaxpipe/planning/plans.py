@@ -10,7 +10,7 @@ from jaxpipe.planning.devices import Cluster
 from jaxpipe.planning.sizes import ModelSizes, Sizes
 
 UNROLLED_LAYERS = 8
-"""Layers per stage up to which the trainer keeps weights in one array per layer on GPUs."""
+"""Layers per stage up to which one array per layer is worth compiling (docs/benchmarks.md)."""
 
 
 @dataclasses.dataclass(frozen=True)

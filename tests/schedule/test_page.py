@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 from html.parser import HTMLParser
+from pathlib import Path
 
 import pytest
 
@@ -114,3 +115,12 @@ def test_compare_refuses_a_named_schedule_that_does_not_fit(capsys):
     assert "--microbatches 5" in capsys.readouterr().err
     assert main(["compare", "interleave", *shape]) == 2
     assert "Nearest valid: 'interleaved'" in capsys.readouterr().err
+
+
+def test_the_page_in_the_docs_has_the_present_scripts():
+    """`make figures` writes it."""
+    folder = Path(__file__).resolve().parents[2]
+    shown = (folder / "docs/images/zb-v-and-1f1b.html").read_text(encoding="utf-8")
+    for script in ("page_draw.js", "page.js"):
+        source = folder / "jaxpipe/schedule/show" / script
+        assert source.read_text(encoding="utf-8") in shown

@@ -9,7 +9,7 @@ import numpy as np
 from models import bert
 from train.config import Config
 from train.data import masked_lm, text
-from train.task import Task
+from train.task import Task, shared_counts
 
 _ROWS = 256
 """Held-out rows for the accuracy."""
@@ -33,11 +33,7 @@ class BERT(Task):
         return bert.model(self.shape, **self.named_axes(axis))
 
     def shared(self, axis):
-        if axis != "tensor":
-            return {}
-        shape = self.shape
-        counts = {"sequence_length": shape.sequence_length, "num_heads": shape.num_heads}
-        return counts | {"mlp_width": shape.hidden_width}
+        return shared_counts(self.shape) if axis == "tensor" else {}
 
     def init(self, rng):
         return bert.init(self.shape, rng)

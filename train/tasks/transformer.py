@@ -12,7 +12,7 @@ import numpy as np
 from models import transformer, translate
 from train.config import Config
 from train.data import translation
-from train.task import Task
+from train.task import Task, shared_counts
 
 _ROWS = 64
 """Sentences translated at once."""
@@ -39,11 +39,7 @@ class Transformer(Task):
         return transformer.model(self.shape, **self.named_axes(axis))
 
     def shared(self, axis):
-        if axis != "tensor":
-            return {}
-        shape = self.shape
-        counts = {"sequence_length": shape.sequence_length, "num_heads": shape.num_heads}
-        return counts | {"mlp_width": shape.hidden_width}
+        return shared_counts(self.shape) if axis == "tensor" else {}
 
     def init(self, rng):
         return transformer.init(self.shape, rng)
