@@ -151,6 +151,17 @@ class Timeline:
         """Converts a number of chunk activations to microbatches of a full stage."""
         return chunks / self.schedule.num_chunks
 
+    def stage_bytes(self, *, weight_bytes: float, activation_bytes: float) -> tuple[float, ...]:
+        """Per stage, the bytes of all copies of its weights and of its activations at their peak.
+
+        Args:
+          weight_bytes: of one copy of a full stage: weights, gradients and optimizer state.
+          activation_bytes: kept by one microbatch on a full stage.
+        """
+        weights = self.schedule.placement.num_copies * weight_bytes
+        peaks = map(self.in_full_stages, self.peak_in_flight)
+        return tuple(weights + peak * activation_bytes for peak in peaks)
+
 
 def in_flight(row: Sequence[TimedAction]) -> list[tuple[float, int]]:
     """The chunk activations that one stage keeps over time: (time, how many from then on).

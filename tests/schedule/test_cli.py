@@ -173,6 +173,16 @@ def test_compare_draws_a_picture(tmp_path, ending):
     assert out.stat().st_size > 1000
 
 
+def test_chimera_pays_for_its_second_copy_of_the_weights(capsys):
+    """p=4, m=4: all keep 4 microbatches of 1 GB where they keep the most; a copy has 10 GB."""
+    shape = "--stages", "4", "--microbatches", "4"
+    sizes = "--weight-bytes", "10e9", "--activation-bytes", "1e9"
+    assert main(["compare", "chimera", "hanayo", "1f1b", *shape, *sizes]) == 0
+    rows = [line.split("│") for line in capsys.readouterr().out.splitlines() if "%" in line]
+    found = {row[1].strip(): (row[3].strip(), row[-2].strip()) for row in rows}
+    assert found == {"chimera": ("4", "24"), "hanayo": ("4", "14"), "1f1b": ("4", "14")}
+
+
 def test_compare_says_why_a_schedule_does_not_fit(capsys, monkeypatch):
     build, refused = catalog.build, {"1f1b"}
 
@@ -370,6 +380,7 @@ def test_bad_csv_gets_status_2_and_one_message(tmp_path, capsys, content, expect
             ["compare", *SHAPE, "--layer-costs", "1,1,1", "--stage-costs", "1,2,1"],
             "--layer-costs 1,1,1 and --stage-costs 1,2,1 say the same",
         ),
+        (["compare", *SHAPE, "--weight-bytes", "1"], "--activation-bytes must be a number from 0"),
         (["compare", *SHAPE, "--layers", "3"], "--layers 3 is too few for --stages 4"),
         (["show", "zb-v", *SHAPE, "--layers", "8"], "--layers 8 needs --layer-costs"),
         (
