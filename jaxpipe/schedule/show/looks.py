@@ -37,11 +37,16 @@ def chunk_of(action: Action, timeline: Timeline) -> int:
 
 
 def fill(action: Action, timeline: Timeline) -> str:
-    """A kind's color in hexadecimal, from light on the first chunk to dark on the last."""
+    """The color of an action in hexadecimal, from light on the first chunk to dark on the last."""
+    depth = chunk_of(action, timeline) / max(timeline.schedule.num_chunks - 1, 1)
+    return shade_of(action.kind, depth)
+
+
+def shade_of(kind: Kind, depth: float) -> str:
+    """A kind's color in hexadecimal, from light at 0 to dark at 1."""
     from matplotlib.colors import to_hex, to_rgb
 
-    light, dark = (to_rgb(colour) for colour in LOOKS[action.kind][:2])
-    depth = chunk_of(action, timeline) / max(timeline.schedule.num_chunks - 1, 1)
+    light, dark = (to_rgb(colour) for colour in LOOKS[kind][:2])
     red, green, blue = (x + depth * (y - x) for x, y in zip(light, dark, strict=True))
     return to_hex((red, green, blue))
 
