@@ -42,7 +42,7 @@ def test_show_json_is_complete(capsys):
         "gathers", "reductions",
     ]  # fmt: skip
     assert (shown["schedule"], shown["stages"], shown["chunks"]) == ("1f1b", 4, 1)
-    assert shown["costs"] == {"f": 1, "b": 2, "w": 1, "message": 0.5}
+    assert shown["costs"] == {"f": 1, "b": 2, "w": 1, "message": 0.5, "overlap": 0}
     assert shown["peak_in_flight"] == [4, 3, 2, 1]
     assert shown["messages"]["total"] == 2 * 3 * 8
     load = 8 * 0.5 / shown["free_running"]["makespan"]
