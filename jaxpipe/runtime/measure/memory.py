@@ -138,5 +138,6 @@ def _smallest(pipe: Pipeline) -> Pipeline:
         remat=pipe.remat,
         zero=pipe.zero,
         weights=pipe.weights,
+        weight_slots=pipe.weight_slots,
         states=pipe.canonical_states,
     )
