@@ -116,7 +116,7 @@ def _smallest(pipe: Pipeline) -> Pipeline:
         params["layers"] = jax.tree.map(
             lambda w: jax.ShapeDtypeStruct((held, *w.shape[1:]), w.dtype), params["layers"]
         )
-    fused = any(action.kind is Kind.BW for action in pipe.schedule.orders[0])
+    fused = Kind.BW in pipe.table.passes
     schedule = one_f_one_b(stages, 2, fused=fused)
     if chunks > 1:
         schedule = breadth_first(stages, 2, num_chunks=chunks, fused=fused)

@@ -100,7 +100,9 @@ def lower(
 def forward_only(schedule: Schedule) -> Schedule:
     """The schedule's forwards alone, for evaluation."""
     orders = tuple(tuple(a for a in row if a.kind is Kind.F) for row in schedule.orders)
-    return dataclasses.replace(schedule, orders=orders, peak_in_flight=None, slices=None)
+    return dataclasses.replace(
+        schedule, orders=orders, peak_in_flight=None, slices=None, overlapped=()
+    )
 
 
 def _at(ticks: np.ndarray, phase: Phase) -> np.ndarray:
