@@ -94,6 +94,17 @@ def test_layers_take_what_a_device_holds_of_them_of_split_experts_too(expert_eve
     assert sum(kept) == 2 * 4 * sum(sizes)  # stages, bytes of a number
 
 
+def test_a_step_reports_what_experts_with_a_capacity_drop():
+    for options, names in (({}, set()), ({"capacity_factor": 1.0}, {"dropped"})):
+        shape = CONFIG["model"] | {"num_layers": 2, "num_experts": 4, "expert_every": 2} | options
+        pipeline = {"schedule": "1f1b", "microbatches": 2}
+        train = CONFIG["train"] | {"batch_size": 4}
+        setup = Setup(Config(model=shape, mesh={"stage": 2}, pipeline=pipeline, train=train))
+        shapes = setup.state_shapes, setup.batch_shapes, None
+        values = jax.eval_shape(setup.train_step, *shapes)[1]
+        assert set(values.get("metrics", {})) == names
+
+
 @pytest.mark.pipeline
 def test_only_updates_by_step_know_the_norm_of_the_gradient():
     for update, names in (("step", {"loss", "grad_norm"}), ("chunk", {"loss"})):
