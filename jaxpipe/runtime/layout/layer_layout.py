@@ -116,6 +116,10 @@ class LayerLayout(abc.ABC):
         """Shapes of one layer's parameters."""
         return jax.tree.map(Leaf.struct, self.canonical_of(layer))
 
+    def shard_shape_of(self, layer: int) -> Shapes:
+        """Shapes of what a data shard has of them."""
+        return jax.tree.map(lambda leaf: leaf.struct(sharded=True), self.canonical_of(layer))
+
     def leaves_of(self, example: int) -> Leaves:
         """A stored layer, every array a `Leaf`; ``example`` is a layer of its kind."""
         return self.piece

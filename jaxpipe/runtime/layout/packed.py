@@ -96,6 +96,12 @@ class Packed(LayerLayout):
     def canonical_of(self, layer: int) -> Leaves:
         return self.canonical[layer]
 
+    def shard_shape_of(self, layer: int) -> Shapes:
+        return {
+            g: jax.ShapeDtypeStruct((1, n), self._groups[g].dtype)
+            for g, n in self._widths[layer].items()
+        }
+
     def slot_shapes(self, count: int) -> Shapes:
         slots = self._leaves({g: count * n for g, n in self._chunk_width.items()})
         return {g: leaf.local.struct() for g, leaf in slots.items()}
