@@ -1,0 +1,69 @@
+"""The studies of docs/studies on tiny grids: they run, and theory decides who is ahead."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+
+import pytest
+
+from benchmarks.studies import breadth_first, common, hanayo
+from jaxpipe.planning import devices
+from jaxpipe.planning.plans import Plan
+from jaxpipe.planning.sizes import ModelSizes
+
+
+@functools.cache
+def tiny() -> ModelSizes:
+    config = common.gpt_of(layers=16, width=256, heads=4, length=128)
+    return common.sizes("tiny", config, tensors=(1,), remats=("none",))
+
+
+def without_messages(count: int) -> devices.Cluster:
+    """Devices whose links take no time."""
+    return dataclasses.replace(devices.cluster("a100", count), within=1e30, across=1e30)
+
+
+def test_more_waves_are_faster_than_one_pass_at_one_microbatch_per_stage():
+    cluster = without_messages(4)
+    found = {
+        method: min(
+            (one.seconds, one.placed.plan.chunks)
+            for one in hanayo.fitting(method, tiny(), cluster, 4, stages=4)
+        )
+        for method in hanayo.METHODS
+    }
+    assert found["Hanayo"] < min(found["1F1B"], found["GPipe"])
+    assert found["Hanayo"][1] > 2
+    assert found["Hanayo"][0] == pytest.approx(found["interleaved"][0], rel=0.1)
+
+
+def test_the_second_copy_of_chimera_doubles_the_state():
+    (one, *_), (two, *_) = (
+        hanayo.fitting(method, tiny(), without_messages(4), 4, stages=4)
+        for method in ("1F1B", "Chimera")
+    )
+    state = hanayo.STATE_BYTES * one.placed.stage_parameters
+    assert one.sums == 0 < two.memory - one.memory
+    assert two.memory - one.memory == pytest.approx(state, rel=0.1)
+
+
+def test_chunks_pay_at_small_batches_and_only_messages_tell_the_two_orders_apart():
+    def seconds(key: str) -> float:
+        method = breadth_first.METHODS[key]
+
+        def allowed(plan: Plan) -> bool:
+            return plan.schedule in method.schedules and (plan.stage, plan.rows) == (4, 1)
+
+        cluster = without_messages(4)
+        return common.best(tiny(), cluster, [4], allowed, timed=method.timed).step_seconds
+
+    assert seconds("breadth-first") == pytest.approx(seconds("depth-first"))
+    assert seconds("breadth-first") < seconds("1F1B")
+    assert seconds("whole messages") == pytest.approx(seconds("depth-first"))
+
+
+def test_critical_batches_grow_with_the_model():
+    small, large = common.critical_tokens(1e9), common.critical_tokens(1e12)
+    # A thousand times the parameters: 1000^(.076 / .21).
+    assert large / small == pytest.approx(12.18, rel=1e-3)
