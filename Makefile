@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 CONFIG ?= configs/gpt-tiny.yaml
 
-.PHONY: setup train test test-fast test-all test-faults test-parity test-browser test-newest lint types bench study-pipemare study-hanayo gpu-environment gpu-compile gpu-roofline figures docs
+.PHONY: setup train test test-fast test-all test-faults test-parity test-browser test-newest lint types bench study-pipemare study-hanayo study-controllable-memory gpu-environment gpu-compile gpu-roofline figures docs
 
 setup: $(INSTALLED)
 
@@ -80,6 +80,9 @@ study-pipemare: setup
 
 study-hanayo: setup
 	$(BIN)/python -m benchmarks.studies.hanayo $(ARGS)
+
+study-controllable-memory: setup
+	$(BIN)/python -m benchmarks.studies.controllable_memory $(ARGS)
 
 # jax's CUDA plugin and compiler without the CUDA libraries: enough to compile for GPUs.
 gpu-environment: setup

@@ -7,10 +7,11 @@ import functools
 
 import pytest
 
-from benchmarks.studies import breadth_first, common, hanayo
+from benchmarks.studies import breadth_first, common, controllable_memory, hanayo, layered
 from jaxpipe.planning import devices
 from jaxpipe.planning.plans import Plan
 from jaxpipe.planning.sizes import ModelSizes
+from jaxpipe.schedule.simulate import UNIT, Costs
 
 
 @functools.cache
@@ -61,6 +62,34 @@ def test_chunks_pay_at_small_batches_and_only_messages_tell_the_two_orders_apart
     assert seconds("breadth-first") == pytest.approx(seconds("depth-first"))
     assert seconds("breadth-first") < seconds("1F1B")
     assert seconds("whole messages") == pytest.approx(seconds("depth-first"))
+
+
+def test_memory_buys_time_at_equal_costs_and_v_min_loses_at_others():
+    def rate(name: str, costs: Costs, m: int = 8) -> float:
+        return 1 / controllable_memory.makespan(name, 4, m, costs)
+
+    named = [rate(name, UNIT) for name in ("1f1b-fused", "v-min", "v-half", "v-zb")]
+    assert named == sorted(set(named))
+    hard = controllable_memory.HARD
+    assert rate("v-min", hard, m=32) < rate("1f1b-fused", hard, m=32) < rate("v-half", hard, m=32)
+
+
+def test_layered_accumulation_waits_less_and_gathers_layers_twice():
+    waits = {}
+    for method, allowed in layered.METHODS.items():
+
+        def four_stages(plan: Plan, allowed=allowed) -> bool:
+            return allowed(plan, 16) and (plan.stage, plan.rows) == (4, 1)
+
+        found = common.best(tiny(), without_messages(4), [4], four_stages, timed=common.hidden)
+        waits[method] = found.seconds["waits"]
+    # (p-1) F+B+W of one chunk: a fourth of the stage.
+    assert waits["improved"] == pytest.approx(waits["baseline"] / 4)
+    v, m = 8, 4
+    counts = [list(row.values())[1:3] for row in layered.counts_of(2, v, m)]
+    # Of two slots, one keeps its chunk from the forward to the backward, and between microbatches.
+    one_by_one = [2 * v - 2 + (m - 1) * (2 * v - 4), m * (v - 1)]
+    assert counts[:2] == [one_by_one, [2 * v - 2, v]]
 
 
 def test_critical_batches_grow_with_the_model():
