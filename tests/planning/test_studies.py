@@ -4,10 +4,18 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 
 import pytest
 
-from benchmarks.studies import breadth_first, common, controllable_memory, hanayo, layered
+from benchmarks.studies import (
+    breadth_first,
+    common,
+    controllable_memory,
+    hanayo,
+    layered,
+    stability,
+)
 from jaxpipe.planning import devices
 from jaxpipe.planning.plans import Plan
 from jaxpipe.planning.sizes import ModelSizes
@@ -96,3 +104,17 @@ def test_critical_batches_grow_with_the_model():
     small, large = common.critical_tokens(1e9), common.critical_tokens(1e12)
     # A thousand times the parameters: 1000^(.076 / .21).
     assert large / small == pytest.approx(12.18, rel=1e-3)
+
+
+def test_stable_rates_end_where_the_formula_says_and_t2_widens_them():
+    tau, plain = 3, stability.Method()
+    limit = stability.boundary(stability.by_eigenvalues, plain, tau)
+    assert limit == pytest.approx(2 * math.sin(math.pi / (4 * tau + 2)), rel=1e-6)
+    for method in stability.METHODS.values():
+        known = stability.boundary(stability.by_eigenvalues, method, tau)
+        assert stability.by_running(method, tau, 0.97 * known)
+        assert not stability.by_running(method, tau, 1.03 * known)
+    apart = stability.METHODS["SGD, discrepancy 5"]
+    corrected = dataclasses.replace(apart, corrected=True)
+    assert not stability.by_eigenvalues(apart, tau, 0.1)
+    assert stability.by_eigenvalues(corrected, tau, 0.1)
