@@ -39,6 +39,7 @@ class Device:
       dollars_per_hour: of one device; an assumption.
       source: where the peaks stand.
       efficiency: shares of the peaks.
+      clock: by which its stages wait for each other, "neighbor" or "lock-step".
     """
 
     name: str
@@ -50,6 +51,7 @@ class Device:
     dollars_per_hour: float
     source: str
     efficiency: Efficiency = Efficiency()
+    clock: str = "neighbor"
 
 
 LAUNCH_SECONDS = 3e-6
@@ -67,7 +69,17 @@ DEVICES = {
         Device("h100", 989e12, 80e9, 3.35e12, 450e9, 8, 6.0, "H100 SXM data sheet"),
         Device("h200", 989e12, 141e9, 4.8e12, 450e9, 8, 7.0, "H200 SXM data sheet"),
         Device("b200", 2250e12, 180e9, 8.0e12, 900e9, 8, 10.0, "DGX B200 data sheet, an eighth"),
-        Device("cpu", 5e10, 4e9, 1e10, 1e10, 8, 0.05, "assumed: a core, as jax simulates devices"),
+        Device(
+            "cpu",
+            5e10,
+            4e9,
+            1e10,
+            1e10,
+            8,
+            0.05,
+            "assumed: a core, as jax simulates devices",
+            clock="lock-step",
+        ),
     )
 }
 
