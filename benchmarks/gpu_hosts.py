@@ -25,8 +25,7 @@ import jaxpipe
 from benchmarks import modelled_steps
 from benchmarks.kernels import Use
 from benchmarks.roofline import total
-from jaxpipe import gpu_flags
-from jaxpipe.planning.traced import attention_of_gpus
+from jaxpipe.planning.without_devices import GPUS_PER_HOST, attention_of_gpus, h100s, use_gpu_flags
 from models import gpt
 
 CONFIG = gpt.GPTConfig(
@@ -41,10 +40,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--microbatches", type=int, nargs="*", default=[8, 16, 32])
     options = parser.parse_args()
-    variables = os.environ | {"JAX_PLATFORMS": "cuda"}
-    gpu_flags.apply(variables)
-    os.environ["XLA_FLAGS"] = variables["XLA_FLAGS"]
-    devices = modelled_steps.devices_of(HOSTS)
+    use_gpu_flags()
+    devices = h100s(HOSTS * GPUS_PER_HOST)
     in_order = np.asarray(devices, object).reshape(DATA, STAGES)
     for microbatches in options.microbatches:
         for name, order in (("within hosts", devices), ("across hosts", in_order)):
