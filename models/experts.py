@@ -232,7 +232,8 @@ class Mixture(nnx.Module):
         x_TE = x_BSE.reshape(-1, x_BSE.shape[-1])
         routing = self.router(x_TE)
         y_TE, dropped = self.experts(x_TE, routing)
-        y_BSE, loss = y_TE.reshape(x_BSE.shape), routing.loss
+        y_BSE = y_TE.reshape(x_BSE.shape)
+        loss: Any = routing.loss
         if dropped is not None:
             loss = (jnp.float32(0) if loss is None else loss), {"dropped": dropped}
         if self.shared is not None:
