@@ -283,10 +283,10 @@ def replay_table(table):
 
 
 @settings(max_examples=40)
-@given(sliced(), st.integers(1, 2), st.sampled_from([0, 1, 6]))
-def test_lowered_slices_replay(case, weight_slots, pieces):
+@given(sliced(), st.integers(1, 2), st.sampled_from([0, 1, 6]), st.sampled_from([1, 4]))
+def test_lowered_slices_replay(case, weight_slots, pieces, shares):
     schedule, cut, layers, _ = case
-    rows = replay(cut, layers, weight_slots=weight_slots, pieces=pieces)
+    rows = replay(cut, layers, weight_slots=weight_slots, pieces=pieces, shares=shares)
     assert cut.slices is None or rows == cut.slices
     assert tuple(map(order_of, rows)) == cut.orders
     assert tuple(map(order_of, replay(schedule, layers))) == schedule.orders
@@ -308,12 +308,14 @@ def in_slices(name: str) -> tuple[Schedule, list[int]]:
 
 
 @pytest.mark.parametrize("own_slots", [False, True])
-@pytest.mark.parametrize(("weight_slots", "pieces"), [(1, 0), (2, 0), (2, 4), (3, 1)])
+@pytest.mark.parametrize(
+    ("weight_slots", "pieces", "shares"), [(1, 0, 1), (2, 0, 1), (2, 4, 8), (3, 1, 1)]
+)
 @pytest.mark.parametrize("name", EXECUTABLE)
-def test_slices_of_every_schedule_replay(name, weight_slots, pieces, own_slots):
+def test_slices_of_every_schedule_replay(name, weight_slots, pieces, shares, own_slots):
     schedule, layers = in_slices(name)
-    options = {"weight_slots": weight_slots, "own_slots": own_slots, "pieces": pieces}
-    table = lower(schedule, layers, **options)
+    moving = {"own_slots": own_slots, "pieces": pieces, "shares": shares}
+    table = lower(schedule, layers, weight_slots=weight_slots, **moving)
     replay_table(table)
     for moved in (table.gathers, table.reduces) if own_slots else ():
         busy = moved.chunk != NONE
