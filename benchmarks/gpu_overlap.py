@@ -29,7 +29,7 @@ from jax.sharding import PartitionSpec as P
 import jaxpipe
 from benchmarks import gpu_large
 from benchmarks.hlo import HloProgram, Instruction
-from jaxpipe import gpu_flags
+from jaxpipe.planning.without_devices import use_gpu_flags
 from jaxpipe.runtime.measure import traced
 
 LAYERS = 4
@@ -114,9 +114,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", choices=gpu_large.MODELS, default="mixture-67b")
     args = parser.parse_args()
-    variables = os.environ | {"JAX_PLATFORMS": "cuda"}
-    gpu_flags.apply(variables)
-    os.environ["XLA_FLAGS"] = variables["XLA_FLAGS"]
+    use_gpu_flags()
     config, sizes = gpu_large.MODELS[args.model]
     pipe = gpu_large.pipeline(config, sizes, schedule="zb-h1", microbatches=32, zero=0)
     shape = sizes["data"] * 32, config.sequence_length + 1

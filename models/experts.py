@@ -232,12 +232,13 @@ class Mixture(nnx.Module):
         x_TE = x_BSE.reshape(-1, x_BSE.shape[-1])
         routing = self.router(x_TE)
         y_TE, dropped = self.experts(x_TE, routing)
-        y_BSE, loss = y_TE.reshape(x_BSE.shape), routing.loss
+        y_BSE = y_TE.reshape(x_BSE.shape)
+        loss: Any = routing.loss
+        if dropped is not None:
+            loss = (jnp.float32(0) if loss is None else loss), {"dropped": dropped}
         if self.shared is not None:
             shared_BSE = self.shared(x_BSE)
             if self.shared_gate is not None:
                 shared_BSE = jax.nn.sigmoid(self.shared_gate(x_BSE)) * shared_BSE
             y_BSE = y_BSE + shared_BSE
-        if dropped is None:
-            return y_BSE, loss
-        return y_BSE, (jnp.float32(0) if loss is None else loss, {"dropped": dropped})
+        return y_BSE, loss

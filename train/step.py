@@ -61,6 +61,7 @@ class Setup:
       config: a checked configuration; the devices it needs are there.
       choice: the schedule and the partition to keep; None to choose them. Every process takes those
         of process 0.
+      devices: to compile for, in place of those that jax has.
 
     Example:
       >>> setup = Setup(config)  # doctest: +SKIP
@@ -68,12 +69,18 @@ class Setup:
       >>> state, metrics = setup.train_step(state, batch, setup.rng(0))  # doctest: +SKIP
     """
 
-    def __init__(self, config: Config, choice: Choice | None = None) -> None:
+    def __init__(
+        self,
+        config: Config,
+        choice: Choice | None = None,
+        *,
+        devices: Sequence[jax.Device] | None = None,
+    ) -> None:
         self.config = config
         self.task = tasks.make(config)
         sizes: dict[str, Any] = config.mesh.shared_axes()
         sizes |= {name: getattr(config.mesh, name) for name in ("stage", "data", "replica")}
-        self.mesh = make_mesh(**sizes)
+        self.mesh = make_mesh(**sizes, devices=devices)
         self.shapes = jax.eval_shape(self.task.init, self._key)
         self.learning_rate = learning_rate(config.optimizer, num_steps=config.train.steps)
         # Measurements differ between processes.
