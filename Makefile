@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 CONFIG ?= configs/gpt-tiny.yaml
 
-.PHONY: setup train test test-fast test-all test-faults test-parity test-browser test-newest lint types bench study-breadth-first study-pipemare study-hanayo study-controllable-memory study-stability gpu-environment gpu-compile gpu-roofline plan-memory figures docs
+.PHONY: setup train test test-fast test-all test-faults test-parity test-browser test-newest lint types bench study-breadth-first study-layered study-pipemare study-hanayo study-controllable-memory study-stability gpu-environment gpu-compile gpu-roofline plan-memory figures docs
 
 setup: $(INSTALLED)
 
@@ -80,6 +80,9 @@ study-pipemare: setup
 
 study-breadth-first: setup
 	$(BIN)/python -m benchmarks.studies.breadth_first $(ARGS)
+
+study-layered: setup
+	$(BIN)/python -m benchmarks.studies.layered $(ARGS)
 
 study-stability: setup
 	$(BIN)/python -m benchmarks.studies.stability $(ARGS)
