@@ -1,7 +1,7 @@
 """Devices and links: what they attain, how much memory they have, and what they cost.
 
-Peaks are NVIDIA's: of dense 16-bit matmuls (data sheets of Hopper and Blackwell print twice that, for
-sparse ones), and half of what they call the bandwidth of NVLink, which counts both directions.
+Peaks are NVIDIA's: of dense 16-bit matmuls (data sheets of Hopper and Blackwell print twice that,
+for sparse ones), and half of what they call the bandwidth of NVLink, which counts both directions.
 Looked up in November 2026, in NVIDIA's documents or in pages that quote them, named below:
 
 ======  =========================================================================================
