@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 CONFIG ?= configs/gpt-tiny.yaml
 
-.PHONY: setup train test test-fast test-all test-faults test-parity test-browser test-newest lint types bench study-pipemare gpu-environment gpu-compile gpu-roofline plan-memory figures docs
+.PHONY: setup train test test-fast test-all test-faults test-parity test-browser test-newest lint types bench study-pipemare study-hanayo study-controllable-memory study-stability gpu-environment gpu-compile gpu-roofline plan-memory figures docs
 
 setup: $(INSTALLED)
 
@@ -78,6 +78,15 @@ study-pipemare: setup
 	$(BIN)/python -m benchmarks.pipemare_study --config configs/resnet-digits-pipemare.yaml $(ARGS)
 	$(BIN)/python -m benchmarks.pipemare_study --config configs/translate-tiny-pipemare.yaml $(ARGS)
 
+study-stability: setup
+	$(BIN)/python -m benchmarks.studies.stability $(ARGS)
+
+study-hanayo: setup
+	$(BIN)/python -m benchmarks.studies.hanayo $(ARGS)
+
+study-controllable-memory: setup
+	$(BIN)/python -m benchmarks.studies.controllable_memory $(ARGS)
+
 # jax's CUDA plugin and compiler without the CUDA libraries: enough to compile for GPUs.
 gpu-environment: setup
 	test -x $(VENV)-gpu/bin/python || $(PYTHON) -m venv $(VENV)-gpu
@@ -102,6 +111,7 @@ figures: setup
 	$(BIN)/jaxpipe compare --stages 8 --microbatches 32 --stage-costs 1,1.2,0.8 --layers 64 --out docs/images/compare.svg
 	$(BIN)/jaxpipe show auto --stages 4 --microbatches 8 --costs 1,1.2,0.8 --layers-per-chunk 4 --format svg --out docs/images/auto.svg
 	$(BIN)/jaxpipe compare zb-v 1f1b --stages 4 --microbatches 8 --stage-costs 1,1.2,0.8 --layers 16 --out docs/images/zb-v-and-1f1b.html
+	$(BIN)/python -m jaxpipe.schedule.show.gallery docs/images/blocks.svg
 
 docs: setup
 	$(BIN)/python -m pip install --quiet --editable '.[docs]'

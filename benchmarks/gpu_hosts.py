@@ -4,7 +4,7 @@ The model and the schedule are those of `configs/gpt-52b.yaml`, compiled for 8 h
 modelled as in `benchmarks/gpu_roofline.py`: with the shards of a stage on one host, where
 `jaxpipe.make_mesh` puts them, and with every pipeline on one.
 
-    .venv-gpu/bin/python benchmarks/gpu_hosts.py [--microbatches 8 32]
+    .venv-gpu/bin/python benchmarks/gpu_hosts.py [--microbatches 8 16 32]
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ STAGES = DATA = HOSTS = CHUNKS = 8
 @attention_of_gpus()
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--microbatches", type=int, nargs="*", default=[8, 32])
+    parser.add_argument("--microbatches", type=int, nargs="*", default=[8, 16, 32])
     options = parser.parse_args()
     use_gpu_flags()
     devices = h100s(HOSTS * GPUS_PER_HOST)

@@ -244,5 +244,6 @@ class Trips:
             return 0
         if transfers.whole:  # one loop over all layers, or one per chunk
             return self.table.layers_per_chunk if chunk is None else 1
+        first //= transfers.shares
         # A loop, or one per layer, for each piece of the group: each runs for one layer.
         return int(layer is None or first <= layer < first + transfers.group)

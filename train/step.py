@@ -145,7 +145,7 @@ class Setup:
 
     def _memory(self, probe: Pipeline, batch: PyTree, rng, limit: float) -> Memory:
         """What layers keep: weights, gradients, what the optimizer keeps, and residuals."""
-        parameters, residuals = layer_bytes(probe, batch, rng)
+        found = layer_bytes(probe, batch, rng)
         levels, peak, slots = [3, 2, *[1] * self._num_moments()], 0, 0.0
         if self.config.pipeline.update == "chunk":
             # Gradients of chunks in work, whole, in place of all.
@@ -158,10 +158,11 @@ class Setup:
             levels += [3] * (steady.num_versions - 1 + corrects)
             peak = steady.residual_slots
         sharded = sum(probe.zero >= z for z in levels)
-        parts = self.config.mesh.data // self.config.mesh.replica
-        copies = len(levels) - sharded + sharded / parts + slots
+        whole = len(levels) - sharded + slots
+        pairs = zip(found.parameters, found.sharded, strict=True)
+        parameters = [whole * n + sharded * part for n, part in pairs]
         peak = max(peak, *simulate(probe.schedule, configured.costs(self.config)).peak_in_flight)
-        return Memory([copies * n for n in parameters], residuals, peak, limit * 1e9)
+        return Memory(parameters, found.residuals, peak, limit * 1e9)
 
     def _num_moments(self) -> int:
         """How many numbers the optimizer keeps for each parameter: two of Adam."""

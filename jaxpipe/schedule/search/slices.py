@@ -11,7 +11,7 @@ import dataclasses
 import math
 from collections.abc import Iterable, Sequence
 
-from jaxpipe.schedule.actions import Kind, Schedule, Slice
+from jaxpipe.schedule.actions import Kind, Schedule, Slice, split_backwards
 from jaxpipe.schedule.check.slice_rules import order_of
 from jaxpipe.schedule.check.validate import peak_in_flight
 from jaxpipe.schedule.neighbors import neighbor_clock
@@ -85,13 +85,14 @@ def slice_ticks(
         )
     whole = dataclasses.replace(schedule, slices=None)
     costs = of_virtual_stages(schedule.placement, costs)
-    search = TickSearch(_work(whole, costs, tuple(layer_counts)))
+    apart = split_backwards(whole) if whole.mixes_backwards else whole
+    search = TickSearch(_work(apart, costs, tuple(layer_counts)))
     trials = (_QUICK,) if quick else _TRIALS
     rows = search.best(trials, makespan=min(makespan, lock_step(whole, costs).makespan))
     if rows is None:
         return whole
     runs = CLOCKS[clock]
-    return min((with_slices(whole, rows), whole), key=lambda choice: runs(choice, costs).makespan)
+    return min((with_slices(apart, rows), whole), key=lambda choice: runs(choice, costs).makespan)
 
 
 def check_layer_counts(placement: Placement, layer_counts: Sequence[int]) -> None:
@@ -105,7 +106,8 @@ def check_layer_counts(placement: Placement, layer_counts: Sequence[int]) -> Non
 def with_slices(schedule: Schedule, rows: Iterable[Iterable[Slice]]) -> Schedule:
     """Gives a schedule slices, per stage in order, and the orders that follow (`order_of`)."""
     slices = tuple(map(tuple, rows))
-    return dataclasses.replace(schedule, slices=slices, orders=tuple(map(order_of, slices)))
+    orders = tuple(map(order_of, slices))
+    return dataclasses.replace(schedule, slices=slices, orders=orders, overlapped=())
 
 
 def _work(schedule: Schedule, costs: tuple[Costs, ...], layer_counts: tuple[int, ...]) -> Work:
