@@ -47,10 +47,13 @@ def predicted_bytes(
         lambda leaf: jax.ShapeDtypeStruct((int(leaf.shape[0] * rows), *leaf.shape[1:]), leaf.dtype),
         batch,
     )
-    kept = tree_bytes(buffers(small, small_batch, rng, by_chunk=by_chunk))
-    working_set = compiled_bytes(small, small_batch, rng, by_chunk=by_chunk) - kept
-    shapes = buffers(pipe, batch, rng, by_chunk=by_chunk)
-    return {name: tree_bytes(tree) for name, tree in shapes.items()} | {"working_set": working_set}
+    found, of_small = (
+        {name: tree_bytes(tree) for name, tree in buffers(*args, rng, by_chunk=by_chunk).items()}
+        for args in ((pipe, batch), (small, small_batch))
+    )
+    beside = compiled_bytes(small, small_batch, rng, by_chunk=by_chunk) - sum(of_small.values())
+    working_set = beside + _free(small, of_small) - _free(pipe, found)
+    return found | {"working_set": max(working_set, 0)}
 
 
 def compiled_bytes(
@@ -97,6 +100,15 @@ def compiled(
 def tree_bytes(shapes: Shapes) -> int:
     """Bytes of all arrays of a tree, or of their shapes."""
     return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(shapes))
+
+
+def _free(pipe: Pipeline, found: dict[str, int]) -> int:
+    """Bytes of buffers that nothing uses while layers run: their room is for the working set.
+
+    The finished gradients are written after the last tick if nothing is reduced before.
+    """
+    reduces = pipe.table.reduces
+    return 0 if reduces.whole or reduces.shared.any() else found.get("reduced", 0)
 
 
 def _smallest(pipe: Pipeline) -> Pipeline:
