@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 CONFIG ?= configs/gpt-tiny.yaml
 
-.PHONY: setup train test test-fast test-all test-faults test-parity test-browser test-newest lint types bench study-pipemare gpu-environment gpu-compile gpu-roofline figures docs
+.PHONY: setup train test test-fast test-all test-faults test-parity test-browser test-newest lint types bench study-pipemare study-hanayo study-controllable-memory study-stability gpu-environment gpu-compile gpu-roofline plan-memory figures docs
 
 setup: $(INSTALLED)
 
@@ -78,11 +78,20 @@ study-pipemare: setup
 	$(BIN)/python -m benchmarks.pipemare_study --config configs/resnet-digits-pipemare.yaml $(ARGS)
 	$(BIN)/python -m benchmarks.pipemare_study --config configs/translate-tiny-pipemare.yaml $(ARGS)
 
+study-stability: setup
+	$(BIN)/python -m benchmarks.studies.stability $(ARGS)
+
+study-hanayo: setup
+	$(BIN)/python -m benchmarks.studies.hanayo $(ARGS)
+
+study-controllable-memory: setup
+	$(BIN)/python -m benchmarks.studies.controllable_memory $(ARGS)
+
 # jax's CUDA plugin and compiler without the CUDA libraries: enough to compile for GPUs.
 gpu-environment: setup
 	test -x $(VENV)-gpu/bin/python || $(PYTHON) -m venv $(VENV)-gpu
 	version=$$($(BIN)/python -c 'import jax; print(jax.__version__)'); \
-	$(VENV)-gpu/bin/python -m pip install --quiet --disable-pip-version-check --editable . \
+	$(VENV)-gpu/bin/python -m pip install --quiet --disable-pip-version-check --editable '.[train]' \
 		"jax==$$version" "jax-cuda12-plugin==$$version" nvidia-cuda-nvcc-cu12
 
 gpu-compile: gpu-environment
@@ -93,10 +102,16 @@ gpu-roofline: gpu-environment
 	$(VENV)-gpu/bin/python -m pip install --quiet --disable-pip-version-check --no-deps 'nvidia-cudnn-cu12<10'
 	$(VENV)-gpu/bin/python benchmarks/gpu_roofline.py $(ARGS)
 
+# Plans as `jaxpipe plan --measure` compiles them, against their predicted memory.
+plan-memory: gpu-environment
+	$(VENV)-gpu/bin/python -m pip install --quiet --disable-pip-version-check --no-deps 'nvidia-cudnn-cu12<10'
+	$(VENV)-gpu/bin/python -m benchmarks.plan_memory $(ARGS)
+
 figures: setup
 	$(BIN)/jaxpipe compare --stages 8 --microbatches 32 --stage-costs 1,1.2,0.8 --layers 64 --out docs/images/compare.svg
 	$(BIN)/jaxpipe show auto --stages 4 --microbatches 8 --costs 1,1.2,0.8 --layers-per-chunk 4 --format svg --out docs/images/auto.svg
 	$(BIN)/jaxpipe compare zb-v 1f1b --stages 4 --microbatches 8 --stage-costs 1,1.2,0.8 --layers 16 --out docs/images/zb-v-and-1f1b.html
+	$(BIN)/python -m jaxpipe.schedule.show.gallery docs/images/blocks.svg
 
 docs: setup
 	$(BIN)/python -m pip install --quiet --editable '.[docs]'

@@ -35,13 +35,12 @@ if __name__ == "__main__":
 
 import jax
 import jax.numpy as jnp
-from jax.experimental import topologies
 from rich.console import Console
 from rich.table import Table
 
 import jaxpipe
 from benchmarks.hlo import HloProgram, Instruction
-from jaxpipe import gpu_flags
+from jaxpipe.planning.without_devices import GPUS_PER_HOST, h100s, use_gpu_flags
 from jaxpipe.runtime.measure import traced
 from jaxpipe.runtime.measure.memory import compiled, predicted_bytes
 from jaxpipe.schedule.partition import partition
@@ -50,7 +49,6 @@ from jaxpipe.schedule.simulate import Costs
 from models import gpt
 
 RESULTS = Path(__file__).parent / "results" / "gpu_compile.json"
-TARGET = Path(__file__).parent / "h100.txtpb"
 LAYERS_PER_CHUNK, ROWS, DATA = 4, 2, 2
 COSTS = Costs(1, 1.2, 0.8)
 # No two of rows x sequence, width, hidden and qkv width are equal: shapes identify arrays.
@@ -283,14 +281,12 @@ def pipeline(case: Case) -> jaxpipe.Pipeline:
     if case.sliced:
         counts = partition([1] * num_layers, schedule.placement)
         schedule = slice_ticks(schedule, COSTS, counts)
-    topology = topologies.get_topology_desc(
-        platform="cuda", topology=f"1x{case.hosts}x8", target_config=TARGET.read_text("utf-8")
-    )
+    devices = h100s(case.hosts * GPUS_PER_HOST)
     return jaxpipe.Pipeline(
         gpt.model(config, vocabulary_axis="stage"),
         jax.eval_shape(lambda: gpt.init(config, jax.random.key(0))),
         schedule=schedule,
-        mesh=jaxpipe.make_mesh(stage=case.stages, data=DATA, devices=topology.devices),
+        mesh=jaxpipe.make_mesh(stage=case.stages, data=DATA, devices=devices),
         remat=case.remat,
         zero=case.zero,
         weights=case.weights,
@@ -354,9 +350,7 @@ def main() -> None:
     parser.add_argument("--no-flags", action="store_true", help="without jaxpipe's GPU flags")
     options = parser.parse_args()
     if not options.no_flags:
-        variables = os.environ | {"JAX_PLATFORMS": "cuda"}
-        gpu_flags.apply(variables)
-        os.environ["XLA_FLAGS"] = variables["XLA_FLAGS"]
+        use_gpu_flags()
     table = Table(
         *("case", "ticks", "messages", "data axis", "copies"),
         *("MB of weights copied", "cast: F, B, W", "instructions", "host loops"),

@@ -4,7 +4,7 @@ The model and the schedule are those of `configs/gpt-52b.yaml`, compiled for 8 h
 modelled as in `benchmarks/gpu_roofline.py`: with the shards of a stage on one host, where
 `jaxpipe.make_mesh` puts them, and with every pipeline on one.
 
-    .venv-gpu/bin/python benchmarks/gpu_hosts.py [--microbatches 8 32]
+    .venv-gpu/bin/python benchmarks/gpu_hosts.py [--microbatches 8 16 32]
 """
 
 from __future__ import annotations
@@ -25,8 +25,7 @@ import jaxpipe
 from benchmarks import modelled_steps
 from benchmarks.kernels import Use
 from benchmarks.roofline import total
-from jaxpipe import gpu_flags
-from jaxpipe.planning.traced import attention_of_gpus
+from jaxpipe.planning.without_devices import GPUS_PER_HOST, attention_of_gpus, h100s, use_gpu_flags
 from models import gpt
 
 CONFIG = gpt.GPTConfig(
@@ -39,12 +38,10 @@ STAGES = DATA = HOSTS = CHUNKS = 8
 @attention_of_gpus()
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--microbatches", type=int, nargs="*", default=[8, 32])
+    parser.add_argument("--microbatches", type=int, nargs="*", default=[8, 16, 32])
     options = parser.parse_args()
-    variables = os.environ | {"JAX_PLATFORMS": "cuda"}
-    gpu_flags.apply(variables)
-    os.environ["XLA_FLAGS"] = variables["XLA_FLAGS"]
-    devices = modelled_steps.devices_of(HOSTS)
+    use_gpu_flags()
+    devices = h100s(HOSTS * GPUS_PER_HOST)
     in_order = np.asarray(devices, object).reshape(DATA, STAGES)
     for microbatches in options.microbatches:
         for name, order in (("within hosts", devices), ("across hosts", in_order)):

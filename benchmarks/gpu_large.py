@@ -32,14 +32,12 @@ if __name__ == "__main__":
 
 import jax
 import numpy as np
-from jax.experimental import topologies
 
 import jaxpipe
-from jaxpipe import gpu_flags
+from jaxpipe.planning.without_devices import GPUS_PER_HOST, h100s, use_gpu_flags
 from jaxpipe.runtime.measure.memory import compiled, predicted_bytes
 from models import gpt
 
-TARGET = Path(__file__).parent / "h100.txtpb"
 LLAMA_70B = gpt.GPTConfig(
     vocab_size=128256, sequence_length=4096, num_layers=80, width=8192, num_heads=64,
     num_kv_heads=8, mlp_width=28672, tied=False, dtype="bfloat16", rope_theta=500_000.0,
@@ -61,22 +59,16 @@ MODELS = {
     "llama-405b": (LLAMA_405B, {"stage": 16, "data": 32, "tensor": 8}),
     "mixture-67b": (MIXTURE_67B, {"stage": 8, "data": 8, "expert": 8}),
 }
-PER_HOST = 8
 
 
 def pipeline(config: gpt.GPTConfig, sizes: dict[str, int], **options):
     """A model on a mesh of these sizes."""
-    hosts = math.prod(n for name, n in sizes.items() if name != "expert") // PER_HOST
-    topology = topologies.get_topology_desc(
-        platform="cuda",
-        topology=f"1x{hosts}x{PER_HOST}",
-        target_config=TARGET.read_text("utf-8"),
-    )
+    count = math.prod(n for name, n in sizes.items() if name != "expert")
     axes = {f"{name}_axis": name for name in ("context", "tensor", "expert") if name in sizes}
     return jaxpipe.Pipeline(
         gpt.model(config, vocabulary_axis="stage", **axes),
         jax.eval_shape(lambda: gpt.init(config, jax.random.key(0))),
-        mesh=jaxpipe.make_mesh(**sizes, devices=topology.devices),
+        mesh=jaxpipe.make_mesh(**sizes, devices=h100s(count)),
         compute_dtype="bfloat16",
         remat="full",
         **options,
@@ -114,9 +106,7 @@ def main() -> None:
     parser.add_argument("--microbatches", type=int, default=32)
     parser.add_argument("--zero", type=int, default=3)
     args = parser.parse_args()
-    variables = os.environ | {"JAX_PLATFORMS": "cuda"}
-    gpu_flags.apply(variables)
-    os.environ["XLA_FLAGS"] = variables["XLA_FLAGS"]
+    use_gpu_flags()
     config, sizes = MODELS[args.model]
     sizes = args.mesh or sizes
     print(f"{gpt.num_parameters(config) / 1e9:.1f}B parameters")
@@ -132,7 +122,7 @@ def main() -> None:
     print(f"arguments {memory.argument_size_in_bytes / 1e9:.2f} GB, step {kept / 1e9:.2f} GB")
     counts: collections.Counter[str] = collections.Counter()
     for name, members in groups(step.as_text()):
-        hosts = members // PER_HOST
+        hosts = members // GPUS_PER_HOST
         where = "within a host" if np.all(hosts == hosts[:, :1]) else "across hosts"
         counts[f"{name} in groups of {members.shape[1]} {where}"] += 1
     for what, count in sorted(counts.items()):

@@ -34,8 +34,7 @@ from benchmarks.gpu_compile import Case
 from benchmarks.kernels import Use
 from benchmarks.modelled_steps import Step, batch_rows, pipeline_step, plain_layer, sharded_step
 from benchmarks.roofline import LAUNCH, PEAKS, WAIT, Spent, total
-from jaxpipe import gpu_flags
-from jaxpipe.planning.traced import attention_of_gpus
+from jaxpipe.planning.without_devices import attention_of_gpus, use_gpu_flags
 
 RESULTS = Path(__file__).parent / "results" / "gpu_roofline.json"
 WIDTH = 126
@@ -179,9 +178,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--cases", nargs="*", default=[""], help="parts of names; default all")
     options = parser.parse_args()
-    variables = os.environ | {"JAX_PLATFORMS": "cuda"}
-    gpu_flags.apply(variables)
-    os.environ["XLA_FLAGS"] = variables["XLA_FLAGS"]
+    use_gpu_flags()
     console = Console(width=WIDTH)
     console.print(peaks_table())
     layers = table_of(

@@ -17,14 +17,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.experimental import topologies
 
 import jaxpipe
-from benchmarks import gpu_compile, plain_steps
+from benchmarks import plain_steps
 from benchmarks.gpu_compile import CONFIG, DATA, ROWS
 from benchmarks.hlo import HloProgram, Instruction
 from benchmarks.kernels import Use
-from benchmarks.roofline import GPUS_PER_HOST, Roofline, Spent, known_trips, scaled, total
+from benchmarks.roofline import Roofline, Spent, known_trips, scaled, total
+from jaxpipe.planning.without_devices import GPUS_PER_HOST, h100s
 from jaxpipe.runtime.measure.memory import compiled
 from jaxpipe.schedule.actions import Kind
 from jaxpipe.schedule.lowering.table import NONE, Cell, TickTable, Transfers
@@ -48,14 +48,6 @@ def weight_shapes(num_layers: int, config: gpt.GPTConfig = CONFIG) -> set[tuple[
     return {tuple(sorted(shape)) for cut in whole for shape in (cut, (num_layers, *cut))}
 
 
-def devices_of(hosts: int) -> Any:
-    """The H100s of so many hosts, which need not exist."""
-    target = gpu_compile.TARGET.read_text("utf-8")
-    return topologies.get_topology_desc(
-        platform="cuda", topology=f"1x{hosts}x{GPUS_PER_HOST}", target_config=target
-    ).devices
-
-
 # Steps without a pipeline.
 
 
@@ -64,7 +56,7 @@ def plain_layer(num_layers: int, remat: str) -> dict[str, Spent]:
     """One layer and microbatch of a plain step of one GPU: its loops, and its gradient's sum."""
     config = dataclasses.replace(CONFIG, num_layers=num_layers)
     tokens = (16, ROWS, CONFIG.sequence_length + 1)  # the microbatches are a loop
-    step = plain_steps.plain_step(config, remat, devices_of(1)[0], tokens)
+    step = plain_steps.plain_step(config, remat, h100s(1)[0], tokens)
     program = HloProgram(step.as_text())
     roofline = Roofline(program, weight_shapes(num_layers))
     (loop,) = loops_of(program, program.entry)
@@ -83,7 +75,7 @@ def sharded_step(hosts: int, num_layers: int, rows: int, remat: str) -> Spent:
     gpus = GPUS_PER_HOST * hosts
     config = dataclasses.replace(CONFIG, num_layers=num_layers)
     tokens = (rows // ROWS // gpus, ROWS * gpus, CONFIG.sequence_length + 1)
-    step = plain_steps.sharded_step(config, remat, devices_of(hosts), tokens)
+    step = plain_steps.sharded_step(config, remat, h100s(hosts * GPUS_PER_HOST), tokens)
     roofline = Roofline(HloProgram(step.as_text()), weight_shapes(num_layers))
     return roofline.body(roofline.program.entry)
 
@@ -252,5 +244,6 @@ class Trips:
             return 0
         if transfers.whole:  # one loop over all layers, or one per chunk
             return self.table.layers_per_chunk if chunk is None else 1
+        first //= transfers.shares
         # A loop, or one per layer, for each piece of the group: each runs for one layer.
         return int(layer is None or first <= layer < first + transfers.group)

@@ -192,7 +192,7 @@ def modelled(setup: Setup) -> dict[str, float]:
     """
     config, batch = setup.config, setup.batch_shapes
     rng = jax.eval_shape(lambda: setup.rng(0))
-    parameters, residuals = layer_bytes(setup.pipe, batch, rng)
+    parameters, _, residuals = layer_bytes(setup.pipe, batch, rng)
     layers, _ = traced.layers(setup.pipe, batch, rng)
     peaks = simulate(setup.schedule, configured.costs(config)).peak_in_flight
     weights = activations = first = 0

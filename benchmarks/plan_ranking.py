@@ -23,7 +23,8 @@ from benchmarks import bubble, harness
 from jaxpipe.planning.candidates import SCHEDULES
 from jaxpipe.planning.programs import order_of
 from jaxpipe.schedule.actions import Schedule
-from jaxpipe.schedule.partition import cut_layers
+from jaxpipe.schedule.partition import cut_layers, partition
+from jaxpipe.schedule.search.slices import slice_ticks
 from jaxpipe.schedule.simulate import Costs, lock_step
 
 LEAST_CORRELATION, MOST_LOSS, MOST_ERROR = 0.95, 0.02, 0.05
@@ -38,10 +39,9 @@ def plans(
             if stages * chunks > layers:
                 continue
             share = Costs(stage.f / chunks, stage.b / chunks, stage.w / chunks, stage.message)
-            yield (
-                f"{name}, v={chunks}",
-                order_of(name, stages, chunks, microbatches, layers, share),
-            )
+            order = order_of(name, stages, chunks, microbatches, layers, share)
+            counts = partition([1.0] * layers, order.placement)
+            yield f"{name}, v={chunks}", slice_ticks(order, share, counts)
 
 
 def rank_correlation(first: Sequence[float], second: Sequence[float]) -> float:

@@ -19,6 +19,7 @@ import numpy as np
 
 from benchmarks.hlo import HloProgram, Instruction
 from benchmarks.kernels import Shape, Use, is_kernel, kernel
+from jaxpipe.planning.without_devices import GPUS_PER_HOST
 
 Spent = Counter[Use]
 """Seconds by use."""
@@ -41,7 +42,6 @@ PEAKS = {
 }
 LAUNCH = Peak("launch of a kernel", 3e-6, "between two kernels of one stream: assumed")
 WAIT = Peak("host wait", 10e-6, "a copy of one flag to the host and the launch after it: assumed")
-GPUS_PER_HOST = 8
 
 _STARTS = {"collective-permute", "all-gather", "all-reduce", "reduce-scatter", "all-to-all"}
 _TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"')

@@ -16,7 +16,7 @@ width of an expert.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -152,11 +152,15 @@ class Experts(nnx.Module):
         )
         self.down = _ExpertLinear(count, (hidden, width), config.residual_stddev, rngs=rngs)
 
-    def __call__(self, x_TE, routing: Routing):
-        """The sum of the experts' outputs by their scores."""
+    def __call__(self, x_TE, routing: Routing) -> tuple[jax.Array, jax.Array | None]:
+        """The sum of the experts' outputs by their scores, and the share of choices that find no
+        room; None without a capacity."""
         if self.config.capacity_factor is None:
-            return self._of_every_token(x_TE, routing)
-        return self._of_chosen_tokens(x_TE, routing)
+            return self._of_every_token(x_TE, routing), None
+        capacity = self.config.expert_capacity(len(x_TE))
+        found = room(routing.chosen, self.count, capacity)
+        dropped = jnp.mean(found.places == found.pairs.size, dtype=jnp.float32)
+        return self._of_chosen_tokens(x_TE, routing, found), dropped
 
     def _of_every_token(self, x_TE, routing):
         """Devices compute the tokens of all of them, and each gets the sums of its own."""
@@ -174,9 +178,9 @@ class Experts(nnx.Module):
             return y_DE
         return lax.psum_scatter(y_DE, self.axis, tiled=True)
 
-    def _of_chosen_tokens(self, x_TE, routing):
+    def _of_chosen_tokens(self, x_TE, routing, places: Room):
         """Devices compute the tokens that chose their experts, and send the outputs back."""
-        pairs_XC, places_TK = self._room(routing.chosen)
+        pairs_XC, places_TK = places
         x_XCE = _take(x_TE, pairs_XC // routing.chosen.shape[1])
         weights_XC = _take(routing.scores.reshape(-1), pairs_XC)
         x_YDE, weights_YD = (self._exchange(parts, 0, 1) for parts in (x_XCE, weights_XC))
@@ -186,14 +190,6 @@ class Experts(nnx.Module):
         y_YDE = einsum("ydf,yfe->yde", hidden_YDF, self.down.kernel[...])
         y_XCE = self._exchange(y_YDE, 1, 0)
         return _take(y_XCE.reshape(-1, x_TE.shape[1]), places_TK).sum(axis=1)
-
-    def dropped(self, chosen_TK) -> jax.Array:
-        """The share of choices that find no room."""
-        pairs_XC, places_TK = self._room(chosen_TK)
-        return jnp.mean(places_TK == pairs_XC.size)
-
-    def _room(self, chosen_TK) -> Room:
-        return room(chosen_TK, self.count, self.config.expert_capacity(len(chosen_TK)))
 
     def _hidden(self, times: Callable[[jax.Array], jax.Array]):
         """The hidden values, from how tokens are multiplied by a kernel."""
@@ -231,18 +227,18 @@ class Mixture(nnx.Module):
             else nnx.data(None)
         )
 
-    def dropped(self, x_BSE) -> jax.Array:
-        """The share of the tokens' choices for which the experts have no room."""
-        return self.experts.dropped(self.router(x_BSE.reshape(-1, x_BSE.shape[-1])).chosen)
-
-    def __call__(self, x_BSE) -> tuple[jax.Array, jax.Array | None]:
-        """The output, and the loss of the layer or None."""
+    def __call__(self, x_BSE) -> tuple[jax.Array, Any]:
+        """The output, and the loss of the layer or None, with what a capacity drops as a metric."""
         x_TE = x_BSE.reshape(-1, x_BSE.shape[-1])
         routing = self.router(x_TE)
-        y_BSE = self.experts(x_TE, routing).reshape(x_BSE.shape)
+        y_TE, dropped = self.experts(x_TE, routing)
+        y_BSE = y_TE.reshape(x_BSE.shape)
+        loss: Any = routing.loss
+        if dropped is not None:
+            loss = (jnp.float32(0) if loss is None else loss), {"dropped": dropped}
         if self.shared is not None:
             shared_BSE = self.shared(x_BSE)
             if self.shared_gate is not None:
                 shared_BSE = jax.nn.sigmoid(self.shared_gate(x_BSE)) * shared_BSE
             y_BSE = y_BSE + shared_BSE
-        return y_BSE, routing.loss
+        return y_BSE, loss

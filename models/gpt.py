@@ -72,18 +72,11 @@ class Block(nnx.Module):
         self.mlp = make(config, rngs, sharing)
         self.mlp_dropout = nnx.Dropout(config.dropout, rngs=rngs)
 
-    def dropped(self, x):
-        """The share of choices that its experts drop."""
-        return self.mlp.dropped(self.mlp_norm(self._attend(x)))
-
-    def _attend(self, x, documents=None):
+    def __call__(self, x, documents=None):
         attended = self.attention(self.attention_norm(x), documents)
         if self.config.post_norm:
             attended = self.attention_post_norm(attended)
-        return x + self.sharing.dropout(self.attention_dropout, attended)
-
-    def __call__(self, x, documents=None):
-        x = self._attend(x, documents)
+        x = x + self.sharing.dropout(self.attention_dropout, attended)
         y, loss = self.mlp(self.mlp_norm(x)), None
         if isinstance(self.mlp, experts.Mixture):
             y, loss = y
@@ -203,30 +196,6 @@ def logits(config: GPTConfig, params: PyTree, tokens: jax.Array) -> jax.Array:
     table = _head_table(config, params).astype(x.dtype)
     scores = jnp.einsum("bse,ve->bsv", x, table, preferred_element_type=jnp.float32)
     return soft_capped(scores, config.logit_soft_cap)
-
-
-def dropped(config: GPTConfig, params: PyTree, tokens: jax.Array) -> jax.Array:
-    """How much the experts drop of tokens that are routed together; needs ``capacity_factor``.
-
-    Args:
-      config: the model's shape.
-      params: canonical parameters, as `init` returns them.
-      tokens: int32 [rows, S], such as those of a microbatch on one device.
-
-    Returns:
-      float32 [layers with experts]: the share of choices, of which every token has
-      ``experts_per_token``, that find no room.
-    """
-    config, layers = config.without_layer_losses(), params["layers"]
-    if config.layers_are_alike:
-        layers = [jax.tree.map(lambda w, n=n: w[n], layers) for n in range(config.num_layers)]
-    x, found = _embed(config, params, tokens, None, WHOLE, {}), []
-    for kind, layer_params in zip(config.layer_kinds, layers, strict=True):
-        if kind.has_experts:
-            make = functools.partial(_block, kind=kind)
-            found.append(function_of(make, config, method=Block.dropped)(layer_params, x))
-        x = _layer(config, kind)(layer_params, x, None, None)
-    return jnp.stack(found)
 
 
 def num_parameters(config: GPTConfig) -> int:

@@ -6,6 +6,11 @@ The library finds `read` by an entry point (``jaxpipe.configurations`` in pyproj
 from __future__ import annotations
 
 import itertools
+import json
+import os
+import subprocess
+import sys
+import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -20,7 +25,8 @@ from jaxpipe.planning.plans import Plan
 from jaxpipe.planning.search import Found, Goal, search
 from jaxpipe.planning.sizes import ModelSizes, Sizes
 from jaxpipe.planning.step import chunk_costs
-from jaxpipe.planning.traced import attention_of_gpus, sizes
+from jaxpipe.planning.traced import sizes
+from jaxpipe.planning.without_devices import attention_of_gpus
 from jaxpipe.schedule import Costs
 from jaxpipe.testing import simulate_devices
 from train import checks, command_line, configured, errors, mesh_rules, tasks
@@ -98,6 +104,22 @@ class Planned:
             train["steps"] = max(steps, config.optimizer.warmup_steps)
         changed = {"mesh": mesh, "pipeline": pipeline, "train": train, "costs": _of_chunk(costs)}
         return _changed(config, changed).to_yaml()
+
+    def compiled_bytes(self, plan: Plan, costs: Costs, device: str) -> int:
+        """Compiles the configuration with a plan in a process of its own (`train.compiled`)."""
+        with tempfile.TemporaryDirectory() as folder:
+            path = Path(folder) / "plan.yaml"
+            path.write_text(self.write(plan, costs, None), encoding="utf-8")
+            command = [sys.executable, "-m", "train.compiled"]
+            command += ["--config", str(path), "--device", device]
+            paths = {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+            done = subprocess.run(
+                command, env=os.environ | paths, capture_output=True, text=True, check=False
+            )
+        if done.returncode:
+            last = done.stderr.strip().splitlines()[-1:]
+            raise ArgumentError([f"a plan could not be compiled: {''.join(last)}"])
+        return int(json.loads(done.stdout.splitlines()[-1])["bytes"])
 
     def choice(self, limit_bytes: float | None, device: str) -> tuple[Config, str]:
         """The configuration with the schedule, chunks, microbatches and policy that are predicted
@@ -198,6 +220,7 @@ def _chosen(plan: Plan) -> dict[str, Any]:
         "group": None,
         "memory_limit": None,
         "remat": plan.remat,
+        "slices": plan.slices,
     }
 
 

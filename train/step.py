@@ -61,6 +61,7 @@ class Setup:
       config: a checked configuration; the devices it needs are there.
       choice: the schedule and the partition to keep; None to choose them. Every process takes those
         of process 0.
+      devices: to compile for, in place of those that jax has.
 
     Example:
       >>> setup = Setup(config)  # doctest: +SKIP
@@ -68,12 +69,18 @@ class Setup:
       >>> state, metrics = setup.train_step(state, batch, setup.rng(0))  # doctest: +SKIP
     """
 
-    def __init__(self, config: Config, choice: Choice | None = None) -> None:
+    def __init__(
+        self,
+        config: Config,
+        choice: Choice | None = None,
+        *,
+        devices: Sequence[jax.Device] | None = None,
+    ) -> None:
         self.config = config
         self.task = tasks.make(config)
         sizes: dict[str, Any] = config.mesh.shared_axes()
         sizes |= {name: getattr(config.mesh, name) for name in ("stage", "data", "replica")}
-        self.mesh = make_mesh(**sizes)
+        self.mesh = make_mesh(**sizes, devices=devices)
         self.shapes = jax.eval_shape(self.task.init, self._key)
         self.learning_rate = learning_rate(config.optimizer, num_steps=config.train.steps)
         # Measurements differ between processes.
@@ -138,7 +145,7 @@ class Setup:
 
     def _memory(self, probe: Pipeline, batch: PyTree, rng, limit: float) -> Memory:
         """What layers keep: weights, gradients, what the optimizer keeps, and residuals."""
-        parameters, residuals = layer_bytes(probe, batch, rng)
+        found = layer_bytes(probe, batch, rng)
         levels, peak, slots = [3, 2, *[1] * self._num_moments()], 0, 0.0
         if self.config.pipeline.update == "chunk":
             # Gradients of chunks in work, whole, in place of all.
@@ -151,10 +158,11 @@ class Setup:
             levels += [3] * (steady.num_versions - 1 + corrects)
             peak = steady.residual_slots
         sharded = sum(probe.zero >= z for z in levels)
-        parts = self.config.mesh.data // self.config.mesh.replica
-        copies = len(levels) - sharded + sharded / parts + slots
+        whole = len(levels) - sharded + slots
+        pairs = zip(found.parameters, found.sharded, strict=True)
+        parameters = [whole * n + sharded * part for n, part in pairs]
         peak = max(peak, *simulate(probe.schedule, configured.costs(self.config)).peak_in_flight)
-        return Memory([copies * n for n in parameters], residuals, peak, limit * 1e9)
+        return Memory(parameters, found.residuals, peak, limit * 1e9)
 
     def _num_moments(self) -> int:
         """How many numbers the optimizer keeps for each parameter: two of Adam."""

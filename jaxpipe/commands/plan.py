@@ -12,8 +12,9 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from jaxpipe.planning import configurations, step
+from jaxpipe.planning.configurations import COMPILED_FOR
 from jaxpipe.planning.devices import LAUNCH_SECONDS, USABLE_MEMORY, Cluster, cluster
-from jaxpipe.planning.search import REASONS, Found, Goal, Result, search
+from jaxpipe.planning.search import FINALISTS, REASONS, Found, Goal, Result, compiled, search
 from jaxpipe.planning.sizes import ModelSizes
 from jaxpipe.schedule.problems import Problem, below_one, refuse
 
@@ -40,12 +41,13 @@ def plan(
     objective: Literal["time", "cost", "memory"] = "time",
     out: Path | None = None,
     picture: Path | None = None,
+    measure: int | None = None,
     write_sizes: Path | None = None,
 ) -> None:
     """Choose mesh, schedule, microbatches, rematerialization and ZeRO level for a model.
 
     Everything is predicted: layers from their trace at the peaks of the device, messages and
-    transfers from the tick table that would run. Nothing is compiled or measured.
+    transfers from the tick table that would run. Nothing is run, and only --measure compiles.
 
     Args:
       devices: how many there are; several numbers are compared.
@@ -61,10 +63,14 @@ def plan(
       critical_batch: tokens of the critical batch, by which larger batches need fewer steps.
       objective: what the best plan has the least of.
       out: where to write the best plan as a configuration.
+      measure: how many of the best plans to compile without devices, half a minute to minutes each.
+        Their memory is then the compiler's, and plans beyond the limit are out; times stay those
+        that were predicted. For h100 and h200 it needs jax's CUDA plugin, for cpu nothing.
       picture: where to draw the Pareto front, .svg or .png.
       write_sizes: where to write what the model computes and keeps, for --sizes.
     """
     refuse(_problems(config, sizes, devices, context, batch, tokens, critical_batch, out))
+    refuse(_unmeasurable(measure, device, config))
     clusters = [cluster(device, count, link=link, memory=memory) for count in devices]
     with _progress() as bar:
         counting = bar.add_task("counting the model", total=1.0)
@@ -80,8 +86,23 @@ def plan(
         searching = bar.add_task("searching", total=1.0)
         goal = Goal(tokens, batch or (model.batch_rows,), critical_batch, objective)
         result = search(
-            model, clusters, goal, progress=lambda share: bar.update(searching, completed=share)
+            model,
+            clusters,
+            goal,
+            finalists=max(FINALISTS, measure or 0),
+            progress=lambda share: bar.update(searching, completed=share),
         )
+        if measure:
+            assert configured is not None
+            compiling = bar.add_task("compiling", total=min(measure, len(result.best)))
+
+            def compiled_bytes(found: Found) -> int:
+                costs = step.chunk_costs(found.placed)
+                taken = configured.compiled_bytes(found.plan, costs, device)
+                bar.advance(compiling)
+                return taken
+
+            result = compiled(result, compiled_bytes, count=measure, goal=goal)
     console = Console(width=None if sys.stdout.isatty() else _WIDTH, markup=False)
     _report(console, model, clusters, goal, result)
     if out is not None:
@@ -123,6 +144,18 @@ def _problems(
     if critical_batch is not None and tokens is None:
         rule = "decides how many steps $tokens take, which are not given"
         found.append(Problem("critical_batch", critical_batch, rule, (None,), {"tokens": None}))
+    return found
+
+
+def _unmeasurable(measure: int | None, device: str, config: Path | None) -> list[Problem]:
+    if measure is None:
+        return []
+    found = below_one(measure=measure)
+    if config is None:
+        found.append(Problem("measure", measure, "needs $config", (None,), {"config": None}))
+    if device not in COMPILED_FOR:
+        rule = f"compiles for {', '.join(COMPILED_FOR)}, and $device is none of them"
+        found.append(Problem("measure", measure, rule, (None,), {"device": device}))
     return found
 
 
@@ -200,9 +233,15 @@ def _table(title: str, found: Sequence[Found], goal: Goal) -> Table:
 
 
 def _parts(title: str, found: Sequence[Found], which: str, scale: float) -> Table:
-    table = Table("plan", *getattr(found[0], which), title=title)
+    table = Table("plan", *getattr(found[0], which), "all", title=title)
+    compiles = which == "bytes" and any(one.compiled_bytes is not None for one in found)
+    if compiles:
+        table.add_column("compiled")
     for number, one in enumerate(found, start=1):
-        values = getattr(one, which).values()
+        parts = getattr(one, which)
+        values = [*parts.values(), step.total(parts)]
+        if compiles:
+            values.append(one.compiled_bytes)
         table.add_row(str(number), *(f"{scale * value:.4g}" for value in values))
     return table
 

@@ -89,7 +89,8 @@ def show(
       microbatches: m, microbatches per batch; every schedule but a file needs it.
       chunks: v, chunks per stage; the schedule's own default without it.
       group: microbatches that interleaved and breadth-first schedules take together.
-      costs: time of F,B,W of one chunk, and optionally of one message: 1,1,1 or 1,1.2,0.8,0.1.
+      costs: time of F,B,W of one chunk, and optionally of one message: 1,1,1 or 1,1.2,0.8,0.1; then
+        what an overlapped pair of forward and backward saves of the shorter: 1,1.2,0.8,0.1,0.5.
       layers_per_chunk: cut lock-step ticks into slices at the granularity of this many layers.
       layers: of the whole model, with --layer-costs in place of the two options before: slices are
         cut from them, and `auto` chooses how many chunks they form, and where these lie.

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import tyro
@@ -19,7 +20,7 @@ from jaxpipe.commands.options import (
 from jaxpipe.schedule import catalog
 from jaxpipe.schedule.generators.pipemare import ASYNCHRONOUS_METHODS
 from jaxpipe.schedule.partition import cut_layers
-from jaxpipe.schedule.problems import below_one, refuse
+from jaxpipe.schedule.problems import Problem, below_one, refuse
 from jaxpipe.schedule.show import comparison, draw
 from jaxpipe.schedule.show.page import page
 from jaxpipe.schedule.show.report import timelines
@@ -67,6 +68,8 @@ def compare(
     stage_costs: str | None = None,
     layer_costs: str | None = None,
     layers: int | None = None,
+    weight_bytes: float | None = None,
+    activation_bytes: float | None = None,
     out: Path | None = None,
 ) -> None:
     """Compare schedules that fit one shape on equal models: bubble, time and peak in flight.
@@ -79,9 +82,13 @@ def compare(
         is shared by the stage's chunks. 1,1,1 if neither these nor a layer's costs are given.
       layer_costs: instead, time of F,B,W of one of the model's layers.
       layers: of the whole model; lock-step ticks are then cut into slices of layers.
+      weight_bytes: of a full stage's weights, gradients and optimizer state, of one copy; with
+        --activation-bytes, the memory of a stage is shown, with as many copies as it holds.
+      activation_bytes: that one microbatch keeps on a full stage.
       out: a picture of the comparison to write, .svg or .png; or .html, a page to look into the
         schedules with a browser, one above the other, as `show` writes of one.
     """
+    sizes = _sizes(weight_bytes, activation_bytes)
     refuse(below_one(stages=stages, microbatches=microbatches))
     check_size(stages, microbatches, 1)
     if stage_costs is None and layer_costs is None:
@@ -104,22 +111,14 @@ def compare(
         compared.append(timelines(schedule, priced, layer_counts=sliced))
     if not compared:
         raise ValueError("\n".join(dict.fromkeys(reasons.values())))
-    rows = [comparison.row(clocks) for clocks in compared]
+    rows = [comparison.row(clocks, sizes) for clocks in compared]
     if out is not None and out.suffix.lower() == ".html":
         out.write_text(page(compared), encoding="utf-8")
     elif out is not None:
         of, given = ("layer", layer_costs) if layer_costs else ("stage", stage_costs)
         title = f"p={stages}, m={microbatches}, costs of one {of} {given}"
         draw.save(comparison.figure(rows, title), out)
-    clocks = (f"{clock} bubble" for clock in ("free-running", "neighbor", "lock-step"))
-    columns = "schedule", "chunks", "peak in flight", *clocks, "lock-step time"
-    table = _table((row.name for row in rows), *columns)
-    for row in rows:
-        ratios = row.free_running, row.neighbor, row.lock_step
-        shown = ("" if ratio is None else f"{ratio:.1%}" for ratio in ratios)
-        peak = f"{row.peak_in_flight:g}"
-        table.add_row(row.name, str(row.num_chunks), peak, *shown, f"{row.makespan:.4g}")
-    _console().print(table)
+    _console().print(_of_rows(rows))
     print(
         "All are of one model: chunks share the work of a stage. Clocks: free-running waits for "
         "inputs alone; neighbor, as on GPUs, for the stages at both ends of a message; lock-step, "
@@ -128,6 +127,35 @@ def compare(
     print("Peak in flight: of the stage that keeps the most, in microbatches of a full stage.")
     for name, reason in reasons.items():
         print(f"{name} does not fit: {reason}")
+
+
+def _sizes(weight_bytes: float | None, activation_bytes: float | None) -> comparison.Sizes | None:
+    if weight_bytes is None and activation_bytes is None:
+        return None
+    given = {"weight_bytes": weight_bytes, "activation_bytes": activation_bytes}
+    rule = "must be a number from 0: $weight_bytes and $activation_bytes give the memory together"
+    refuse(
+        Problem(option, size, rule, (), dict.fromkeys(given))
+        for option, size in given.items()
+        if size is None or not 0 <= size < math.inf
+    )
+    assert weight_bytes is not None
+    assert activation_bytes is not None
+    return comparison.Sizes(weight_bytes, activation_bytes)
+
+
+def _of_rows(rows: Sequence[comparison.Summary]) -> Table:
+    clocks = (f"{clock} bubble" for clock in ("free-running", "neighbor", "lock-step"))
+    columns = ["schedule", "chunks", "peak in flight", *clocks, "lock-step time"]
+    columns += ["stage memory, GB"] * (rows[0].stage_bytes is not None)
+    table = _table((row.name for row in rows), *columns)
+    for row in rows:
+        ratios = row.free_running, row.neighbor, row.lock_step
+        shown = ("" if ratio is None else f"{ratio:.1%}" for ratio in ratios)
+        peak = f"{row.peak_in_flight:g}"
+        in_gb = [] if row.stage_bytes is None else [f"{row.stage_bytes / 1e9:.4g}"]
+        table.add_row(row.name, str(row.num_chunks), peak, *shown, f"{row.makespan:.4g}", *in_gb)
+    return table
 
 
 def _table(names: Iterable[str], name: str, *columns: str, caption: str | None = None) -> Table:

@@ -1,13 +1,16 @@
-"""Which mesh, schedule and options train a model soonest on given devices; imports no jax.
+"""Which mesh, schedule and options train a model soonest on given devices.
 
-============  ==================================================================================
-`devices`     peaks, bandwidths, memory and price of devices and links, with their sources
-`sizes`       what a model's layers compute, move and keep, as a trace counts it; a JSON file
-`traced`      counts that (the only module here that imports jax)
-`programs`    tick tables by name and shape, and how they grow with the microbatches
-`memory`      bytes on a device, by part
-`step`        seconds of a step, by part, with what computation hides
-`candidates`  the plans that there are
-`search`      why plans are out, the best ones, and the Pareto front
-============  ==================================================================================
+=================  =============================================================================
+`devices`          peaks, bandwidths, memory and price of devices and links, with their sources
+`sizes`            what a model's layers compute, move and keep, as a trace counts it; JSON
+`traced`           counts that
+`without_devices`  traces and compiles for GPUs that are not there
+`programs`         tick tables by name and shape, and how they grow with the microbatches
+`memory`           bytes on a device, by part
+`step`             seconds of a step, by part, with what computation hides
+`candidates`       the plans that there are
+`search`           why plans are out, the best ones, and the Pareto front
+=================  =============================================================================
+
+Only `traced` and `without_devices` import jax.
 """

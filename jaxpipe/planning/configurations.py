@@ -17,6 +17,8 @@ from jaxpipe.schedule.problems import Problem, refuse
 from jaxpipe.schedule.simulate import Costs
 
 GROUP = "jaxpipe.configurations"
+COMPILED_FOR = ("h100", "h200", "cpu")
+"""Devices that programs are compiled for without having them; an H200 computes as an H100."""
 
 
 class Configured(Protocol):
@@ -28,6 +30,18 @@ class Configured(Protocol):
         Args:
           most_context: devices that may share a sequence.
           progress: told which share of the work is done.
+        """
+
+    def compiled_bytes(self, plan: Plan, costs: Costs, device: str) -> int:
+        """Compiles a plan's training step without its devices.
+
+        Args:
+          plan: to compile.
+          costs: as for `write`.
+          device: a name in `COMPILED_FOR`.
+
+        Returns:
+          What it takes of each device while it runs.
         """
 
     def write(self, plan: Plan, costs: Costs, steps: int | None) -> str:

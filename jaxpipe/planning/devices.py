@@ -1,9 +1,26 @@
 """Devices and links: what they attain, how much memory they have, and what they cost.
 
-Peaks are those of data sheets; `Device.efficiency` says which share of each the model assumes. For
-H100s the shares are those of `benchmarks/roofline.py`; the other devices take the same ones, as
-nothing was measured. Prices are assumptions, of the order of public list prices on demand, per
-device and hour; they decide only the column of costs.
+Peaks are NVIDIA's: of dense 16-bit matmuls (data sheets of Hopper and Blackwell print twice that,
+for sparse ones), and half of what they call the bandwidth of NVLink, which counts both directions.
+Looked up in November 2026, in NVIDIA's documents or in pages that quote them, named below:
+
+======  =========================================================================================
+v100    125 TFLOP/s, 0.9 TB/s, 6 NVLinks of 25 GB/s each way, PCIe 3.0: Volta white paper (SXM2)
+a100    312 TFLOP/s, 2.039 TB/s, 300 GB/s each way, PCIe 4.0: A100 80 GB data sheet
+        (nvidia-1758950), as glennklockwood.com/garden/processors/A100 quotes it
+h100    989 TFLOP/s, 3.35 TB/s, 18 NVLinks of 25 GB/s each way, PCIe 5.0: H100 SXM data sheet
+h200    an H100 with 141 GB at 4.8 TB/s: H200 SXM data sheet, and NVIDIA's system descriptions in
+        github.com/mlcommons/inference_results_v4.1 (900 GB/s both ways, PCIe 5.0)
+b200    2250 TFLOP/s at 1000 W, 900 GB/s each way: glennklockwood.com/garden/processors/B200;
+        180 GB and 8 TB/s are an eighth of a DGX B200. Devices say 7.67 TB/s of themselves
+        (github.com/pytorch/ao/pull/4002)
+======  =========================================================================================
+
+`Device.efficiency` says which share of each the model assumes. For H100s the shares are those of
+`benchmarks/roofline.py`; the other devices take the same ones, as nothing was measured. Prices are
+assumptions, per device and hour, of the order of what large providers list on demand; smaller ones
+ask half (aimultiple.com/gpu-index, May 2026: a median of $2.95 for an H100). They decide only the
+column of costs.
 """
 
 from __future__ import annotations
@@ -34,11 +51,12 @@ class Device:
       flops: peak of dense 16-bit matmuls, per second.
       memory_bytes: of one device.
       bandwidth: of its memory, bytes per second.
-      within_host: link between devices of a host, bytes per second and direction.
-      per_host: devices of a host.
+      within_host: NVLink between devices of a host, bytes per second and direction.
+      pcie: PCI Express of a device, x16, likewise.
       dollars_per_hour: of one device; an assumption.
       source: where the peaks stand.
       efficiency: shares of the peaks.
+      clock: by which its stages wait for each other, "neighbor" or "lock-step".
     """
 
     name: str
@@ -46,10 +64,11 @@ class Device:
     memory_bytes: float
     bandwidth: float
     within_host: float
-    per_host: int
+    pcie: float
     dollars_per_hour: float
     source: str
     efficiency: Efficiency = Efficiency()
+    clock: str = "neighbor"
 
 
 LAUNCH_SECONDS = 3e-6
@@ -62,23 +81,17 @@ allocator. Assumed; jax itself takes 0.75 unless XLA_PYTHON_CLIENT_MEM_FRACTION 
 DEVICES = {
     device.name: device
     for device in (
-        Device("v100", 125e12, 32e9, 0.9e12, 150e9, 8, 2.5, "V100 SXM2 32 GB data sheet"),
-        Device("a100", 312e12, 80e9, 2.039e12, 300e9, 8, 3.5, "A100 SXM 80 GB data sheet"),
-        Device("h100", 989e12, 80e9, 3.35e12, 450e9, 8, 6.0, "H100 SXM data sheet"),
-        Device("h200", 989e12, 141e9, 4.8e12, 450e9, 8, 7.0, "H200 SXM data sheet"),
-        Device("b200", 2250e12, 180e9, 8.0e12, 900e9, 8, 10.0, "DGX B200 data sheet, an eighth"),
-        Device("cpu", 5e10, 4e9, 1e10, 1e10, 8, 0.05, "assumed: a core, as jax simulates devices"),
+        Device("v100", 125e12, 32e9, 0.9e12, 150e9, 16e9, 2.5, "V100 SXM2 32 GB data sheet"),
+        Device("a100", 312e12, 80e9, 2.039e12, 300e9, 32e9, 3.5, "A100 SXM 80 GB data sheet"),
+        Device("h100", 989e12, 80e9, 3.35e12, 450e9, 64e9, 6.0, "H100 SXM data sheet"),
+        Device("h200", 989e12, 141e9, 4.8e12, 450e9, 64e9, 7.0, "H200 SXM data sheet"),
+        Device("b200", 2250e12, 180e9, 8.0e12, 900e9, 64e9, 10.0, "DGX B200 data sheet, 1/8"),
+        Device("cpu", 5e10, 4e9, 1e10, 1e10, 1e10, 0.05, "assumed: a core", clock="lock-step"),
     )
 }
 
-LINKS = {
-    "nvlink": None,  # as fast as the device's own
-    "pcie": 32e9,  # PCI Express 4.0 x16, bytes per second and direction
-    "ib": 1e9 / 8,  # InfiniBand, per Gb/s of a device's port
-    "eth": 1e9 / 8,  # Ethernet, likewise
-}
-"""Bytes per second of a link, or of one of its Gb/s; None for what the device's data sheet says."""
-
+_GBIT = 1e9 / 8
+"""Bytes per second of a Gb/s of a port, of InfiniBand or Ethernet."""
 _PORT_EFFICIENCY = 0.90
 """Of a network port, as in benchmarks/roofline.py."""
 _ETHERNET_EFFICIENCY = 0.70
@@ -162,9 +175,10 @@ def cluster(
     assert parts is not None
     (inner, per_host), (outer, gbits) = parts
     kind = DEVICES[device]
-    within = (LINKS[inner] or kind.within_host) * kind.efficiency.link
+    link_peak = kind.within_host if inner == "nvlink" else kind.pcie
+    within = link_peak * kind.efficiency.link
     share = _PORT_EFFICIENCY if outer == "ib" else _ETHERNET_EFFICIENCY
-    across = (LINKS[outer] or 0.0) * gbits * share
+    across = _GBIT * gbits * share
     limit = USABLE_MEMORY * kind.memory_bytes if memory is None else memory
     return Cluster(kind, devices, min(int(per_host), devices), within, across, limit)
 

@@ -160,6 +160,10 @@ class _Program:
 
     def fusion(self, v: Any) -> tuple[float, float]:
         """The kernel that writes a variable: no FLOPs of matmuls, and its bytes."""
+        return 0.0, self.bytes(v) + sum(map(self.bytes, self._read_for(v)))
+
+    def _read_for(self, v: Any) -> set[Any]:
+        """What exists in memory of what a variable is made from, through what is fused into it."""
         read, seen, missing = set[Any](), set[Any](), [v]
         while missing:
             eqn = self.maker.get(missing.pop())
@@ -173,24 +177,37 @@ class _Program:
                     read.add(operand)
                 else:
                     missing.append(operand)
-        return 0.0, self.bytes(v) + sum(map(self.bytes, read))
+        return read
 
     def most_live(self) -> float:
-        """The most bytes at once of what is made here and exists in memory."""
-        last = {self.origin(v): len(self.eqns) for v in self.outputs}
+        """The most bytes at once of what is made here and exists in memory.
+
+        What is element by element takes the place of an operand of its size that nobody reads
+        later.
+        """
+        last: dict[Any, int] = {}
         for n, eqn in enumerate(self.eqns):
-            for v in map(self.origin, _inputs(eqn)):
-                last[v] = max(n, last.get(v, 0))
-        ends: dict[int, float] = {}
+            for v in self.materialised.intersection(eqn.outvars):
+                last |= dict.fromkeys(self._read_for(v), n)
+            if not self._fuses(eqn):
+                last |= dict.fromkeys(map(self.origin, _inputs(eqn)), n)
+        last |= {self.origin(v): len(self.eqns) for v in self.outputs}
+        ends: dict[int, list[float]] = {}
         live = most = 0.0
         for n, eqn in enumerate(self.eqns):
+            free = ends.get(n, []) if self._fuses(eqn) else []
             for v in eqn.outvars:
+                size = self.bytes(v)
                 exists = v in self.materialised or not self._fuses(eqn)
-                if exists and (end := last.get(v)) is not None:
-                    live += self.bytes(v)
-                    ends[end] = ends.get(end, 0.0) + self.bytes(v)
+                if not exists or (end := last.get(v)) is None:
+                    continue
+                if size in free:
+                    free.remove(size)
+                else:
+                    live += size
+                ends.setdefault(end, []).append(size)
             most = max(most, live)
-            live -= ends.pop(n, 0.0)
+            live -= sum(ends.pop(n, []))
         return most
 
 

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping
 
 from jaxpipe.planning.plans import Placed
-from jaxpipe.planning.programs import Program, table_of
+from jaxpipe.planning.programs import Program, grown, table_of
 from jaxpipe.schedule.lowering.table import NONE
 
 _MASTER_BYTES = 4
@@ -69,12 +68,11 @@ def device_bytes(placed: Placed, program: Program) -> Mapping[str, float]:
 def _slots(program: Program) -> dict[str, float]:
     """Slots of every buffer; of transfers, chunks that lie in slots, and pieces on their way."""
     table = table_of(program.shorter()[0][0])
-    # Slices keep within the order's own peak, but each length is cut by a search of its own.
-    order = dataclasses.replace(program, costs=None).shorter()
-    found = {
-        name: max(n, sum(share * table_of(one).num_slots[name] for one, share in order))
-        for name, n in table.num_slots.items()
-    }
+
+    def slots(name: str) -> float:
+        return grown(program, lambda one: table_of(one).num_slots[name])
+
+    found = {name: slots(name) for name in table.num_slots}
     late = {channel.kind for channel in table.channels if channel.late}
     found |= {"late": len(late), "gathers": table.gathers.num_slots}
     found |= {"reduces": table.reduces.num_slots}

@@ -28,6 +28,7 @@ class Plan:
       zero: level.
       weight_slots: chunks of gathered weights, or of gradient sums, at once.
       weights: "stacked" or "unrolled".
+      slices: whether actions are cut into time slices.
     """
 
     stage: int
@@ -43,6 +44,7 @@ class Plan:
     zero: int
     weight_slots: int
     weights: str
+    slices: bool = False
 
     @property
     def sharing(self) -> int:
@@ -90,8 +92,7 @@ class Placed:
     @cached_property
     def layer_parameters(self) -> float:
         """Of a layer on a device: the mean, if layers differ."""
-        kinds = self.sizes.kind_of
-        return sum(self.sizes.layers[kind].parameters for kind in kinds) / len(kinds)
+        return self.model.mean(self.variant, "parameters").fixed
 
     @cached_property
     def stage_parameters(self) -> float:
@@ -106,9 +107,7 @@ class Placed:
 
     def mean(self, name: str) -> float:
         """Bytes of `LayerSizes` of the plan's rows: the mean, if layers differ."""
-        kinds = self.sizes.kind_of
-        found = (getattr(self.sizes.layers[kind], name).at(self.plan.rows) for kind in kinds)
-        return sum(found) / len(kinds)
+        return self.model.mean(self.variant, name).at(self.plan.rows)
 
     # Links, in the order in which `jaxpipe.make_mesh` lays devices out.
 

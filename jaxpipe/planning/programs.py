@@ -2,7 +2,7 @@
 
 A schedule's steady state repeats every ``p`` microbatches. A long step is therefore not lowered
 whole: two shorter ones that are ``p`` microbatches apart give the line on which it lies. The plans
-that are shown at the end are lowered as they are (`search`).
+that are shown at the end are lowered as they are (`search.exact`), unless they are very long.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 from functools import lru_cache
+from typing import Literal
 
 from jaxpipe.schedule import catalog
 from jaxpipe.schedule.actions import Schedule
@@ -22,6 +23,8 @@ from jaxpipe.schedule.simulate import Costs
 _PERIODS = 4
 """Microbatches, in stages, after which a schedule is in its steady state."""
 _FEWEST = 8
+_MOST_PASSES = 4096
+"""Forward passes of a program with an order of its own that is lowered as it is: seconds."""
 _DIGITS = 2
 """Significant digits of relative costs that tell two programs apart."""
 
@@ -34,9 +37,10 @@ class Program:
       schedule: its name.
       stages, chunks, microbatches: its shape.
       layers: of the model.
-      costs: of a chunk, relative, for which orders are made and cut into slices; None for the
-        published order in whole actions.
+      costs: of a chunk, relative, for which orders are made; None for the published order.
       weight_slots, own_slots, moves_in_pieces, sums_in_slots: how the pipeline lowers it.
+      cut: into slices: not at all; "quick", with a tenth of the search; or as the trainer does it.
+      clock: on which slices have to end earlier than whole actions.
     """
 
     schedule: str
@@ -49,6 +53,8 @@ class Program:
     own_slots: bool
     moves_in_pieces: bool
     sums_in_slots: bool
+    cut: Literal["whole", "quick", "sliced"] = "whole"
+    clock: str = "neighbor"
 
     def table(self) -> TickTable:
         """Lowers it, as `jaxpipe.Pipeline` does.
@@ -60,6 +66,10 @@ class Program:
             self.schedule, self.stages, self.chunks, self.microbatches, self.layers, self.costs
         )
         counts = partition([1.0] * self.layers, order.placement)
+        if self.cut != "whole":
+            assert self.costs is not None
+            quick = self.cut == "quick"
+            order = slice_ticks(order, self.costs, counts, quick=quick, clock=self.clock)
         return lower(
             order,
             counts,
@@ -72,30 +82,14 @@ class Program:
     def shorter(self) -> tuple[tuple[Program, float], ...]:
         """Programs with weights whose sum this one's time and slots are; itself, if it is short."""
         p, most = self.stages, max(_PERIODS * self.stages, _FEWEST)
-        if self.microbatches <= most + p:
+        passes = p * self.chunks * self.microbatches
+        shown = self.costs is not None and passes <= _MOST_PASSES
+        if shown or self.microbatches <= most + p:
             return ((self, 1.0),)
         longer = most + self.microbatches % p
         periods = (self.microbatches - longer) / p
         two = (dataclasses.replace(self, microbatches=m) for m in (longer, longer - p))
         return tuple(zip(two, (1 + periods, -periods), strict=True))
-
-
-def waits(program: Program, of: Callable[[Program], float]) -> float:
-    """What a program that is cut into slices waits, from what shorter ones do.
-
-    Every length is cut by a search of its own, and a line through two of them would magnify what
-    these differ by. What is waited grows with the microbatches by no less than nothing, and by no
-    more than in proportion.
-    """
-    longer = program.shorter()[0][0]
-    known = of(longer)
-    if longer == program:
-        return known
-    periods = longer.microbatches // program.stages // 2
-    half = dataclasses.replace(longer, microbatches=longer.microbatches - periods * program.stages)
-    slope = (known - of(half)) / (longer.microbatches - half.microbatches)
-    slope = min(max(slope, 0.0), known / longer.microbatches)
-    return known + slope * (program.microbatches - longer.microbatches)
 
 
 def grown(program: Program, of: Callable[[Program], float]) -> float:
@@ -113,12 +107,12 @@ def table_of(program: Program) -> TickTable:
 def order_of(
     name: str, stages: int, chunks: int, microbatches: int, layers: int, costs: Costs | None
 ) -> Schedule:
-    """The order of a program, as the trainer makes it.
+    """The order of a program in whole actions, as the trainer makes it.
 
     Raises:
       ArgumentError: the schedule does not fit the shape.
     """
-    order = catalog.build(
+    return catalog.build(
         name,
         stages=stages,
         microbatches=microbatches,
@@ -126,9 +120,6 @@ def order_of(
         costs=costs,
         layers_per_chunk=max(1, layers // (stages * chunks)),
     )
-    if costs is None:
-        return order
-    return slice_ticks(order, costs, partition([1.0] * layers, order.placement), quick=True)
 
 
 def relative(costs: Costs) -> Costs:

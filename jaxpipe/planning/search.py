@@ -20,9 +20,13 @@ from jaxpipe.planning.plans import Placed, Plan
 from jaxpipe.planning.sizes import ModelSizes
 from jaxpipe.schedule.problems import ArgumentError, Problem, refuse
 
-_FINALISTS = 8
+FINALISTS = 8
 """Plans that are timed as they would run, a fifth of a second to some seconds each: of every mesh,
 schedule and policy the best one."""
+_FILLS = 4
+"""Microbatches per stage beyond which slices shorten a step by less than they have to."""
+_GAIN = 0.01
+"""What slices have to shorten a step by."""
 _MOST_OF_FRONT = 6
 """Other plans of the Pareto front that are, the leanest among them."""
 _LEAN = 100
@@ -32,6 +36,7 @@ REASONS = {
     "rows": "rows, shards and microbatches do not divide the batch",
     "layers": "fewer layers than chunks",
     "memory": "more memory than the limit",
+    "compiled": "compiles into more memory than the limit",
     "schedule": "the schedule refuses this number of microbatches",
     "slower": "slower than the best, even without a bubble",
     "late": "slower than the best, with its bubble",
@@ -48,6 +53,7 @@ class Found(NamedTuple):
       bytes: of a device, by part.
       steps: optimizer steps of the training.
       exact: whether it was timed as it would run.
+      compiled_bytes: of a device, by the compiler; None if it was not compiled.
     """
 
     placed: Placed
@@ -55,6 +61,7 @@ class Found(NamedTuple):
     bytes: Mapping[str, float]
     steps: float
     exact: bool
+    compiled_bytes: float | None = None
 
     @property
     def plan(self) -> Plan:
@@ -66,7 +73,8 @@ class Found(NamedTuple):
 
     @property
     def device_bytes(self) -> float:
-        return step.total(self.bytes)
+        """As compiled, or else as predicted."""
+        return step.total(self.bytes) if self.compiled_bytes is None else self.compiled_bytes
 
     @property
     def train_seconds(self) -> float:
@@ -153,6 +161,7 @@ def search(
     clusters: Sequence[Cluster],
     goal: Goal,
     *,
+    finalists: int = FINALISTS,
     allowed: Callable[[Plan], bool] = lambda plan: True,
     progress: Callable[[float], None] = lambda share: None,
 ) -> Result:
@@ -160,6 +169,8 @@ def search(
 
     Args:
       clusters: that may be used; they differ in the number of devices.
+      finalists: how many of the best plans that differ in mesh, schedule or policy to time as they
+        would run.
       allowed: which plans may be taken.
       progress: told which share of the work is done, 0 to 1.
 
@@ -180,24 +191,24 @@ def search(
     excluded["memory"] += len(placed) - len(fitting)
     if not fitting:
         _refuse_memory(placed)
-    found = _screened(fitting, goal, excluded, progress)
+    found = _screened(fitting, goal, finalists, excluded, progress)
     if not found:
         _refuse_memory(fitting)
     objective = OBJECTIVES[goal.objective]
     of_kind = {_kind(one): one for one in sorted(found, key=objective, reverse=True)}
-    finalists = sorted(of_kind.values(), key=objective)[:_FINALISTS]
-    rest = [one for one in front(found) if one not in finalists][::-1]
-    chosen = [*finalists, *rest[:: max(1, -(-len(rest) // _MOST_OF_FRONT))]]
+    first = sorted(of_kind.values(), key=objective)[:finalists]
+    rest = [one for one in front(found) if one not in first][::-1]
+    chosen = [*first, *rest[:: max(1, -(-len(rest) // _MOST_OF_FRONT))]]
     timed = []
     for n, one in enumerate(chosen, start=1):
         timed.append(exact(one))
         progress(0.6 + 0.4 * n / len(chosen))
     # Slices may keep a little more in flight than whole actions.
-    fit = [one for one in timed if one.device_bytes <= one.placed.cluster.memory_bytes]
+    fit = [one for one in timed if _fits(one)]
     if not fit:
         _refuse_memory(fitting)
-    names = {one.plan for one in finalists}
-    best = sorted((one for one in fit if one.plan in names), key=objective) or fit
+    named = {one.plan for one in timed[: len(first)]}
+    best = sorted((one for one in fit if one.plan in named), key=objective) or fit
     shown = {one.plan for one in (*best, *front(fit))}
     excluded["memory"] += len(timed) - len(fit)
     excluded["late"] += len(found) - (len(timed) - len(fit)) - len(shown)
@@ -213,6 +224,7 @@ def _kind(found: Found) -> tuple[object, ...]:
 def _screened(
     fitting: list[Placed],
     goal: Goal,
+    finalists: int,
     excluded: Counter[str],
     progress: Callable[[float], None],
 ) -> list[Found]:
@@ -230,7 +242,7 @@ def _screened(
         if (plan := evaluated(one, goal, excluded)) is not None:
             found.append(plan)
             values[_kind(plan)] = min(objective(plan), values.get(_kind(plan), math.inf))
-            worst = sorted([*values.values(), *[math.inf] * _FINALISTS])[_FINALISTS - 1]
+            worst = sorted([*values.values(), *[math.inf] * finalists])[finalists - 1]
         progress(0.05 + 0.5 * n / (n + 500))
     left = fitting[closed:]
     lean = sorted(left, key=least_bytes)[:_LEAN]
@@ -282,11 +294,58 @@ def evaluated(placed: Placed, goal: Goal, excluded: Counter[str]) -> Found | Non
 
 
 def exact(found: Found) -> Found:
-    """A plan as it would run: its order made for its costs, and cut into slices."""
-    program = step.program_of(found.placed)
-    seconds = step.step_seconds(found.placed, program)
-    parts = memory.device_bytes(found.placed, program)
-    return found._replace(seconds=seconds, bytes=parts, exact=True)
+    """A plan as it would run: its order made for its costs, and cut into slices where that pays.
+
+    Devices that wait for each other in every tick always need slices. On the clock of GPUs these
+    shorten little but how a pipeline fills and drains, and cost memory: few microbatches need them.
+    """
+    one = found.placed
+    whole, sliced = (
+        dataclasses.replace(one, plan=dataclasses.replace(one.plan, slices=slices))
+        for slices in (False, True)
+    )
+
+    def timed(placed: Placed, **options: bool) -> Found:
+        program = step.program_of(placed, **options)
+        seconds = step.step_seconds(placed, program)
+        parts = memory.device_bytes(placed, program)
+        return found._replace(placed=placed, seconds=seconds, bytes=parts, exact=True)
+
+    if one.cluster.device.clock == "lock-step":
+        return timed(sliced, quick=True)
+    best = timed(whole)
+    if one.plan.microbatches > _FILLS * one.plan.stage:
+        return best
+    gained = timed(sliced, quick=True).step_seconds < (1 - _GAIN) * best.step_seconds
+    return timed(sliced) if gained else best
+
+
+def compiled(
+    result: Result, measure: Callable[[Found], float], *, count: int, goal: Goal
+) -> Result:
+    """Replaces the predicted memory of the best plans by what they are compiled into.
+
+    Args:
+      result: of a search.
+      measure: bytes of a device of a plan.
+      count: how many plans to compile; only these are among the best then.
+
+    Raises:
+      ArgumentError: none of them fits the memory.
+    """
+    known = {one.plan: one._replace(compiled_bytes=measure(one)) for one in result.best[:count]}
+    fit = [one for one in known.values() if _fits(one)]
+    if not fit:
+        _refuse_compiled([*known.values()])
+    shown = [known.get(one.plan, one) for one in result.front]
+    excluded = result.excluded + Counter(compiled=len(known) - len(fit))
+    best = sorted(fit, key=OBJECTIVES[goal.objective])
+    kept = front([one for one in shown if _fits(one)])
+    return dataclasses.replace(result, best=tuple(best), front=kept, excluded=excluded)
+
+
+def _fits(found: Found) -> bool:
+    return found.device_bytes <= found.placed.cluster.memory_bytes
 
 
 def front(found: Sequence[Found]) -> tuple[Found, ...]:
@@ -319,3 +378,13 @@ def _refuse_memory(placed: Sequence[Placed]) -> None:
     )
     note = "More devices (--devices), or rows split over tensor devices, need less."
     refuse([Problem("memory", f"{limit:.3g}", rule, note=note)])
+
+
+def _refuse_compiled(found: Sequence[Found]) -> None:
+    least = min(found, key=lambda one: one.device_bytes)
+    rule = (
+        f"is too little for the {len(found)} plans that were compiled: the leanest takes "
+        f"{least.device_bytes:.4g} bytes, where {step.total(least.bytes):.4g} were predicted"
+    )
+    note = "A lower --memory leads to leaner plans; --measure compiles more of them."
+    refuse([Problem("memory", f"{least.placed.cluster.memory_bytes:.3g}", rule, note=note)])

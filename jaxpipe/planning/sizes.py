@@ -8,6 +8,7 @@ policy of rematerialization; nothing here is a formula of a model.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 from collections.abc import Mapping
 from typing import Any, NamedTuple
@@ -148,6 +149,15 @@ class ModelSizes:
         (_, tensor, _), sizes = min(self.variants.items(), key=lambda one: one[0][:2])
         held = sum(sizes.layers[kind].parameters for kind in sizes.kind_of)
         return tensor * (held + sizes.outer_parameters)
+
+    @functools.cache  # noqa: B019  # few names; models live as long as the process
+    def mean(self, variant: tuple[int, int, str], name: str) -> Linear:
+        """A number of `LayerSizes`: the mean, if layers differ."""
+        sizes = self.variants[variant]
+        found = [getattr(sizes.layers[kind], name) for kind in sizes.kind_of]
+        lines = [one if isinstance(one, Linear) else Linear(one, 0.0) for one in found]
+        fixed, per_row = (sum(values) / len(lines) for values in zip(*lines, strict=True))
+        return Linear(fixed, per_row)
 
     def to_json(self) -> str:
         """The text of a file for ``jaxpipe plan --sizes``."""

@@ -23,7 +23,7 @@ import numpy as np
 
 from jaxpipe.planning.devices import LAUNCH_SECONDS, Cluster
 from jaxpipe.planning.plans import Placed
-from jaxpipe.planning.programs import Program, grown, relative, table_of, waits
+from jaxpipe.planning.programs import Program, grown, relative, table_of
 from jaxpipe.planning.sizes import ModelSizes, Pass
 from jaxpipe.schedule.neighbors import replay, work_of
 from jaxpipe.schedule.simulate import Costs, simulate
@@ -126,11 +126,12 @@ def chunk_costs(placed: Placed) -> Costs:
     return relative(Costs(share * layer.f, share * layer.b, share * layer.w, layer.message))
 
 
-def program_of(placed: Placed, *, published: bool = False) -> Program:
+def program_of(placed: Placed, *, published: bool = False, quick: bool = False) -> Program:
     """The program of a plan.
 
     Args:
       published: that of the published order in whole actions, which is made faster.
+      quick: search little for slices, if the plan has any.
     """
     plan = placed.plan
     return Program(
@@ -144,6 +145,8 @@ def program_of(placed: Placed, *, published: bool = False) -> Program:
         own_slots=plan.weights == "unrolled",
         moves_in_pieces=plan.weight_slots > 1,
         sums_in_slots=plan.zero >= 2,
+        cut="whole" if published or not plan.slices else "quick" if quick else "sliced",
+        clock=placed.cluster.device.clock,
     )
 
 
@@ -155,11 +158,8 @@ def step_seconds(placed: Placed, program: Program) -> dict[str, float]:
     """
     plan, layer = placed.plan, layer_costs(placed)
     of_microbatch = placed.model.num_layers / plan.stage * (layer.f + layer.b + layer.w)
-    if program.costs is None:
-        whole = grown(program, lambda one: _free_running(one, layer))
-        waited = whole - plan.microbatches * of_microbatch
-    else:
-        waited = waits(program, lambda one: replayed(one, layer) - one.microbatches * of_microbatch)
+    timed = _free_running if program.costs is None else replayed
+    waited = grown(program, lambda one: timed(one, layer)) - plan.microbatches * of_microbatch
     return {
         "layers": plan.microbatches * of_microbatch,
         "head": plan.microbatches * _head(placed),
@@ -173,8 +173,11 @@ def least_seconds(placed: Placed) -> float:
     """What a step takes at least, whatever the schedule: it is found without one."""
     plan, layer = placed.plan, layer_costs(placed)
     work = plan.microbatches * placed.model.num_layers / plan.stage * (layer.f + layer.b + layer.w)
-    # The last stage waits for the first microbatch.
-    fill = (plan.stage - 1) * (placed.model.num_layers / plan.num_chunks * layer.f + layer.message)
+    # The last stage waits for the first microbatch; where B and W are one, the first stage also
+    # waits for the last gradient to come back.
+    back = layer.b + layer.w if plan.schedule.endswith("-fused") else 0.0
+    chunk = placed.model.num_layers / plan.num_chunks
+    fill = (plan.stage - 1) * (chunk * (layer.f + back) + layer.message)
     rest = _outer_transfer(placed) + _update(placed)
     return work + fill + plan.microbatches * _head(placed) + rest
 
@@ -185,11 +188,19 @@ def _chunk_costs(layer: Costs, program: Program) -> list[Costs]:
 
 
 def _free_running(program: Program, layer: Costs) -> float:
-    """What slices come near to; and the messages for which all stages stop."""
+    """What the clock of GPUs comes near to; and the messages for which all stages stop."""
+    stops = int(table_of(program).meets.sum()) * layer.message if program.stages > 1 else 0.0
+    # Plans that differ in ZeRO level, replicas or slots have the same order.
+    alike = dataclasses.replace(
+        program, weight_slots=1, own_slots=False, moves_in_pieces=False, sums_in_slots=False
+    )
+    return _without_messages(alike, dataclasses.replace(layer, message=0.0)) + stops
+
+
+@lru_cache(maxsize=4096)
+def _without_messages(program: Program, layer: Costs) -> float:
     table = table_of(program)
-    stops = int(table.meets.sum()) * layer.message if program.stages > 1 else 0.0
-    free = _chunk_costs(dataclasses.replace(layer, message=0.0), program)
-    return simulate(table.schedule, free).makespan + stops
+    return simulate(table.schedule, _chunk_costs(layer, program)).makespan
 
 
 def _exposed(program: Program, layer: Costs, moved: Transfer) -> float:
@@ -208,9 +219,7 @@ def _exposed(program: Program, layer: Costs, moved: Transfer) -> float:
     table = table_of(steady)
     if table.gathers.shared.any() or table.reduces.shared.any():
         return max(0.0, extra(steady))
-    if program.costs is None:
-        return max(0.0, grown(program, extra))
-    return max(0.0, waits(program, extra))
+    return max(0.0, grown(program, extra))
 
 
 def replayed(program: Program, layer: Costs, moved: Transfer = _NOTHING) -> float:

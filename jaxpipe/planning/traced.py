@@ -7,16 +7,15 @@ in a line.
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
-from unittest import mock
 
 import jax
 import numpy as np
 
 from jaxpipe.planning.kernels import Counted, count
 from jaxpipe.planning.sizes import Collective, Kernel, LayerSizes, Linear, Pass, Sizes
+from jaxpipe.planning.without_devices import attention_of_gpus as attention_of_gpus
 from jaxpipe.runtime.layers import jaxprs
 from jaxpipe.runtime.layers.kinds import LayerKind
 from jaxpipe.runtime.layers.losses import differentiated
@@ -30,19 +29,6 @@ from jaxpipe.runtime.types import Batch, Key, Shapes
 
 _ROWS = 2, 4
 """Rows of a microbatch that are traced; more than one, so that nothing is simplified away."""
-
-
-@contextlib.contextmanager
-def attention_of_gpus() -> Iterator[None]:
-    """Traces of models that ask for cuDNN's attention on GPUs have it, without a GPU to ask."""
-    from jax._src.cudnn import fused_attention_stablehlo as cudnn
-
-    with (
-        mock.patch.object(jax, "default_backend", return_value="gpu"),
-        mock.patch.object(cudnn, "check_cudnn_version", return_value=91100),
-        mock.patch.object(cudnn, "check_compute_capability", return_value=True),
-    ):
-        yield
 
 
 def sizes(

@@ -24,7 +24,6 @@ from jaxpipe.runtime.layout.whole_model import (
     FROZEN,
     StateLayout,
     WithFrozen,
-    layer_layout,
     make_layouts,
 )
 from jaxpipe.runtime.mesh import Axes, leave_compilation_cache, with_auto_axes
@@ -151,10 +150,10 @@ class Pipeline:
         self.zero = zero if axes.num_parts(mesh) > 1 else 0
         if layer_counts is None:
             layer_counts = partition([1] * checks.num_layers(params["layers"]), built.placement)
-        self._tables = Tables(layer_layout(params["layers"], weights), weight_slots, self.zero)
-        self.table = self._tables.of_step(built, layer_counts)
         parts = filters.partition(params, trainable)
         split = model.stage_split, read_splits(model.axis_split, params, mesh, axes)
+        self._tables = Tables.of(params["layers"], split[1], weights, weight_slots, self.zero)
+        self.table = self._tables.of_step(built, layer_counts)
         self.layout, self.frozen = make_layouts(*parts, *split, mesh, axes, self.table, weights)
         self.compute_dtype, self.full_precision = precision
         self.compute_dtypes = compute_dtypes((self.layout, self.frozen), *precision)

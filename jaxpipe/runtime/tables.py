@@ -5,10 +5,19 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 
+from jax.tree_util import DictKey
+
 from jaxpipe.runtime.layout.layer_layout import LayerLayout
+from jaxpipe.runtime.layout.splits import Splits
+from jaxpipe.runtime.layout.whole_model import layer_layout
+from jaxpipe.runtime.types import Params
 from jaxpipe.schedule.actions import Schedule
 from jaxpipe.schedule.lowering.lower import lower
 from jaxpipe.schedule.lowering.table import TickTable
+
+SMALLEST_SHARE = 1 << 27
+"""Bytes of parameters below which no part of a layer moves over data by itself: a collective of a
+few megabytes does not reach the bandwidth of its links."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -17,13 +26,24 @@ class Tables:
 
     Args:
       layout: of its layers.
+      shares: the most shares in which a layer may move over data.
       weight_slots: as for `jaxpipe.Pipeline`.
       zero: ZeRO level; until 2, the gradients of all chunks have room.
     """
 
     layout: type[LayerLayout]
+    shares: int
     weight_slots: int
     zero: int
+
+    @classmethod
+    def of(
+        cls, layers: Params, splits: Splits, weights: str, weight_slots: int, zero: int
+    ) -> Tables:
+        """Those of canonical layers; ``weights`` is the layout of layers that are alike."""
+        layout = layer_layout(layers, weights)
+        shares = layout.most_shares(layers, splits.part(DictKey("layers")), SMALLEST_SHARE)
+        return cls(layout, shares, weight_slots, zero)
 
     def of_step(self, schedule: Schedule, layer_counts: Sequence[int]) -> TickTable:
         """Gradients are summed, and used when the step has ended."""
@@ -35,6 +55,7 @@ class Tables:
             gradient_slots=None if self.zero >= 2 else schedule.num_chunks,
             own_slots=self.layout.own_arrays,
             pieces=pieces if slots > 1 else 0,
+            shares=self.shares,
         )
 
     def of_chunks(self, schedule: Schedule, layer_counts: Sequence[int]) -> TickTable:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +15,20 @@ from jaxpipe.runtime.layers.keys import embed_layer, head_layer, layer_key
 from jaxpipe.runtime.layers.model import Model
 from jaxpipe.runtime.layout.whole_model import SHARED, outer_of
 from jaxpipe.runtime.trees import combine
-from jaxpipe.runtime.types import Batch, Gradients, Index, Key, LayerParams, Params, States, Tree
+from jaxpipe.runtime.types import (
+    Activation,
+    Batch,
+    Gradients,
+    Index,
+    Key,
+    LayerParams,
+    Params,
+    States,
+    Tree,
+)
+
+_OfLayers: TypeAlias = tuple[Tree, jax.Array]
+"""The sums of losses and metrics of layers, None for none, and how many layers have them."""
 
 
 def loss(
@@ -44,17 +57,19 @@ def loss(
       renewed by every data shard in microbatch order, then averaged.
     """
 
-    def collect(result: Tree, of_layers: jax.Array) -> Tree:
+    def collect(result: Tree, of_layers: _OfLayers) -> Tree:
         return losses.addable(jax.tree.map(jnp.asarray, result)), of_layers
 
     args = params, batch, rng, (num_microbatches, data_shards), states
-    (sums, of_layers), last = _run(model, model.head_loss, collect, *args)
+    found, last = _run(model, model.head_loss, collect, *args)
+    sums, (of_layers, num_layers) = jax.tree.map(lambda w: w.sum((0, 1)), found)
+    combined = functools.partial(losses.combined, mean=lambda w: w, total=lambda w: w)
     count = num_microbatches * data_shards
-    sums = jax.tree.map(lambda w: w.sum((0, 1)), sums)
-    result = losses.combined(sums, count, mean=lambda w: w, total=lambda w: w)
-    value, metrics = losses.parts(result)
-    value = value + of_layers.mean()
-    return losses.with_aux(value if metrics is None else (value, metrics), last)
+    result = combined(sums, count)
+    if of_layers is not None:
+        own, metrics = losses.parts(of_layers)
+        result = losses.with_metrics(result, own / count, combined(metrics, num_layers))
+    return losses.with_aux(result, last)
 
 
 def value_and_grad(
@@ -112,7 +127,7 @@ def outputs(
 def _run(
     model: Model,
     head: Callable[..., Tree],
-    collect: Callable[[Tree, jax.Array], Tree],
+    collect: Callable[[Tree, _OfLayers], Tree],
     params: Params,
     batch: Batch,
     rng: Key,
@@ -123,7 +138,7 @@ def _run(
 
     Args:
       head: what follows the last layer.
-      collect: what to keep of what the head returns and of the sum of the layers' losses.
+      collect: what to keep of what the head returns and of the layers' losses.
       shape: numbers of microbatches and of data shards.
 
     Returns:
@@ -163,36 +178,39 @@ def _microbatch(
     rows: Batch,
     key: Callable[[Index], Key],
     states: tuple[States, ...],
-) -> tuple[Tree, jax.Array, tuple[States, ...]]:
-    """What the head returns for a microbatch, the sum of its layers' losses, and new states."""
+) -> tuple[Tree, _OfLayers, tuple[States, ...]]:
+    """What the head returns for a microbatch, its layers' losses, and new states."""
     outer, layers = outer_of(params), params["layers"]
     shared = outer.get(SHARED)
     depth = jax.tree.leaves(layers)[0].shape[0] if model.layers_are_alike else len(layers)
 
-    def run(function: Callable[..., Any], n: Index, through: Any, *args: Tree) -> Any:
-        """A layer, and the sum of losses up to it."""
-        x, of_layers = through
+    def run(function: Callable[..., Any], n: Index, x: Activation, *args: Tree) -> Any:
+        """A layer's output, its loss and metrics if it has any, and its new state."""
         params, *state = args
         params = params if shared is None else (params, shared)
         result = function(params, x, rows, key(n), *state)
         x, *state = result if state else (result,)
         if isinstance(x, losses.WithLoss):
-            x, of_layers = x.x, of_layers + x.loss
-        return (x, of_layers), *state
+            return x.x, losses.addable(jax.tree.map(jnp.asarray, x.loss)), *state
+        return x, None, *state
 
-    def numbered(through: Any, layer: tuple[Index, LayerParams]) -> tuple[Any, None]:
-        return run(model.layer_function(0), layer[0], through, layer[1])[0], None
+    def numbered(x: Activation, layer: tuple[Index, LayerParams]) -> tuple[Activation, Tree]:
+        return run(model.layer_function(0), layer[0], x, layer[1])
 
-    x = model.embed(outer, rows, key(embed_layer(depth)))
-    through, renewed = (x, jnp.zeros((), jnp.float32)), []
+    x, found, renewed = model.embed(outer, rows, key(embed_layer(depth))), [], []
     if model.layers_are_alike and not states:
-        through, _ = jax.lax.scan(numbered, through, (jnp.arange(depth), layers))
+        x, of_layers = jax.lax.scan(numbered, x, (jnp.arange(depth), layers))
+        num_losses = depth
     else:
         for n, (function, layer_params) in enumerate(_layers(model, layers)):
-            through, *state = run(function, n, through, layer_params, *states[n : n + 1])
+            x, loss, *state = run(function, n, x, layer_params, *states[n : n + 1])
+            found += [] if loss is None else [loss]
             renewed += state
-    x, of_layers = through
-    return head(outer, x, rows, key(head_layer(depth))), of_layers, tuple(renewed)
+        of_layers = jax.tree.map(lambda *w: jnp.stack(w), *found) if found else None
+        num_losses = len(found)
+    of_layers = jax.tree.map(lambda w: w.sum(0), of_layers)
+    result = head(outer, x, rows, key(head_layer(depth)))
+    return result, (of_layers, jnp.asarray(num_losses)), tuple(renewed)
 
 
 def _layers(model: Model, layers: Params) -> list[tuple[Callable[..., Any], LayerParams]]:

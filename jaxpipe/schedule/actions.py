@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import itertools
 import re
+from collections.abc import Iterator
 
 from jaxpipe.schedule.placement import Placement
 
@@ -115,6 +117,9 @@ class Schedule:
       slices: how the actions are cut into ticks for the lock-step clock: ``slices[d]`` is what
         stage ``d`` runs, in order (`jaxpipe.schedule.search.slices`). None for one whole action per
         tick.
+      overlapped: F that each run together with the backward of another microbatch that follows them
+        on their stage (FB): the pair starts when both have their inputs, and both results are there
+        when it ends. For whole actions only; in any order.
     """
 
     name: str
@@ -123,6 +128,7 @@ class Schedule:
     orders: tuple[tuple[Action, ...], ...]
     peak_in_flight: tuple[int, ...] | None = None
     slices: tuple[tuple[Slice, ...], ...] | None = None
+    overlapped: tuple[Action, ...] = ()
 
     @property
     def batch_microbatches(self) -> int:
@@ -156,6 +162,17 @@ class Schedule:
         return None if self.minibatches is None else self.minibatches.segment
 
     @property
+    def mixes_backwards(self) -> bool:
+        """Whether some backwards are B and W, and others BW."""
+        return {Kind.B, Kind.BW} <= {action.kind for order in self.orders for action in order}
+
+    def units(self, stage: int) -> Iterator[tuple[Action, ...]]:
+        """What a stage runs, in order: single actions, and overlapped pairs."""
+        together, order = frozenset(self.overlapped), iter(self.orders[stage])
+        for action in order:
+            yield (action, *itertools.islice(order, action in together))
+
+    @property
     def num_passes(self) -> int:
         """The passes of all microbatches through all virtual stages."""
         return self.placement.num_virtual_stages * self.num_microbatches
@@ -179,6 +196,22 @@ class Schedule:
     @property
     def num_chunks(self) -> int:
         return self.placement.num_chunks
+
+
+def split_backwards(schedule: Schedule) -> Schedule:
+    """The same order with W directly after its B where they were one BW, and nothing overlapped."""
+    orders = tuple(
+        tuple(part for action in order for part in split_action(action))
+        for order in schedule.orders
+    )
+    return dataclasses.replace(schedule, orders=orders, slices=None, overlapped=())
+
+
+def split_action(action: Action) -> list[Action]:
+    """B and W of a BW; any other action itself."""
+    if action.kind is not Kind.BW:
+        return [action]
+    return [dataclasses.replace(action, kind=kind) for kind in (Kind.B, Kind.W)]
 
 
 @dataclasses.dataclass(frozen=True)

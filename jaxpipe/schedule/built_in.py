@@ -11,7 +11,7 @@ from typing import Any
 from jaxpipe.schedule.actions import Schedule
 from jaxpipe.schedule.generators.breadth_first import breadth_first, modular
 from jaxpipe.schedule.generators.chimera import chimera
-from jaxpipe.schedule.generators.dualpipe import dualpipe_v
+from jaxpipe.schedule.generators.dualpipe import dualpipe_v, dualpipe_v_published
 from jaxpipe.schedule.generators.gpipe import gpipe
 from jaxpipe.schedule.generators.hanayo import hanayo
 from jaxpipe.schedule.generators.interleaved import interleaved
@@ -176,6 +176,11 @@ BUILT_IN = (
         *("dualpipe-v", dualpipe_v, "Forward of one chunk beside backward of the other"),
         *("(p-1)/2; m >= 2p", "p+1/2", "p >= 1, m >= 1 (best from 2p), v = 2"),
         *("arXiv 2412.19437",),
+        chunks=2,
+    ),
+    Entry(
+        *("dualpipe-v-published", dualpipe_v_published, "The two overlapped, as published"),
+        *("p-1; m >= 2p", "p+1/2", "p >= 1, m >= 1 (best from 2p), v = 2", "arXiv 2412.19437"),
         chunks=2,
     ),
     Entry(

@@ -202,7 +202,8 @@ def _of_average_chunk(
     f, b, w = (math.fsum(getattr(c, kind) for c in layer_costs) / chunks for kind in "fbw")
     message = max(cost.message for cost in layer_costs)
     layers = len(layer_costs) // chunks
-    return {"costs": Costs(f, b, w, message), "layers_per_chunk": layers}
+    costs = dataclasses.replace(layer_costs[0], f=f, b=b, w=w, message=message)
+    return {"costs": costs, "layers_per_chunk": layers}
 
 
 def _named(name: str, problem: Problem | str) -> Problem | str:

@@ -142,7 +142,7 @@ def chunk_costs(
     for count in layer_counts:
         own = math.fsum(layer_costs[first : first + count]) * len(layer_counts)
         f, b, w = (cost * own / total for cost in (costs.f, costs.b, costs.w))
-        found.append(Costs(f, b, w, costs.message))
+        found.append(dataclasses.replace(costs, f=f, b=b, w=w))
         first += count
     return found
 
@@ -157,13 +157,14 @@ def cut_layers(
       placement: of one copy of the model, or of several, which are cut alike.
 
     Returns:
-      The layers and the costs of every virtual stage; a chunk's message is that of its last layer.
+      The layers and the costs of every virtual stage; a chunk's message is that of its last layer,
+      and so is what overlap saves.
 
     Example:
       >>> from jaxpipe.schedule.placement import linear
       >>> counts, costs = cut_layers([Costs(1, 1, 1)] * 3, linear(2))
       >>> counts, costs[0]
-      ((2, 1), Costs(f=2.0, b=2.0, w=2.0, message=0.0))
+      ((2, 1), Costs(f=2.0, b=2.0, w=2.0, message=0.0, overlap=0.0))
     """
     one = Placement(placement.stages[: placement.depth])
     counts = partition([cost.f + cost.b + cost.w for cost in layer_costs], one)
@@ -171,7 +172,7 @@ def cut_layers(
     for count in counts:
         held = list(itertools.islice(layers, count))
         f, b, w = (math.fsum(getattr(cost, kind) for cost in held) for kind in "fbw")
-        chunks.append(Costs(f, b, w, held[-1].message))
+        chunks.append(dataclasses.replace(held[-1], f=f, b=b, w=w))
     return counts * placement.num_copies, tuple(chunks) * placement.num_copies
 
 

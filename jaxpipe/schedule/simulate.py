@@ -30,6 +30,9 @@ class Costs:
       b: backward for the input, as f.
       w: backward for the weights, as f.
       message: one message between two stages, 0 to 1e100.
+      overlap: how much an overlapped pair of a forward and a backward saves, as a share of the
+        shorter of both, 0 to 1. On the free-running clock alone: the other clocks are those of
+        jaxpipe's program, which runs one after the other.
 
     Raises:
       ValueError: a cost is out of range or not a number.
@@ -39,6 +42,7 @@ class Costs:
     b: float
     w: float
     message: float = 0.0
+    overlap: float = 0.0
 
     def __post_init__(self) -> None:
         problems = [
@@ -50,6 +54,8 @@ class Costs:
             problems.append(
                 f"costs.message={self.message} must be a finite number from 0 to 1e100."
             )
+        if not 0 <= self.overlap <= 1:
+            problems.append(f"costs.overlap={self.overlap} must be a share from 0 to 1.")
         if problems:
             raise ValueError("\n".join(problems))
 
@@ -66,6 +72,23 @@ UNIT = Costs(1, 1, 1)
 def kind_durations(costs: Sequence[Costs]) -> list[dict[Kind, float]]:
     """Of every kind of action, by virtual stage."""
     return [{kind: cost.of(kind) for kind in Kind} for cost in costs]
+
+
+def unit_durations(unit: Sequence[Action], costs: Sequence[Costs]) -> list[float]:
+    """How long the actions of a unit (`Schedule.units`) take, free-running: a pair shares what its
+    overlap saves.
+
+    Example:
+      >>> pair = Action.parse("0F1"), Action.parse("0BW0")
+      >>> unit_durations(pair, [Costs(1, 1, 1, overlap=0.6)])
+      [0.8, 1.6]
+    """
+    durations = [costs[action.virtual_stage].of(action.kind) for action in unit]
+    overlap = costs[unit[0].virtual_stage].overlap
+    if len(unit) == 1 or not overlap:
+        return durations
+    share = 1 - overlap * min(durations) / math.fsum(durations)
+    return [share * duration for duration in durations]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -125,10 +148,16 @@ class Timeline:
     def stage_bubble_ratios(self) -> tuple[float, ...]:
         """Per stage, the share of the makespan in which it does not compute."""
         durations = kind_durations(self.costs)
-        busy = (
+        busy = [
             math.fsum(durations[action.virtual_stage][action.kind] for action in order)
             for order in self.schedule.orders
-        )
+        ]
+        if self.schedule.overlapped and self.clock == "free-running":
+            units = map(self.schedule.units, range(len(busy)))
+            busy = [
+                math.fsum(time for unit in row for time in unit_durations(unit, self.costs))
+                for row in units
+            ]
         # Without a bubble the two sums may differ in their last digit.
         return tuple(max(0.0, 1 - time / self.makespan) for time in busy)
 
@@ -150,6 +179,17 @@ class Timeline:
     def in_full_stages(self, chunks: int) -> float:
         """Converts a number of chunk activations to microbatches of a full stage."""
         return chunks / self.schedule.num_chunks
+
+    def stage_bytes(self, *, weight_bytes: float, activation_bytes: float) -> tuple[float, ...]:
+        """Per stage, the bytes of all copies of its weights and of its activations at their peak.
+
+        Args:
+          weight_bytes: of one copy of a full stage: weights, gradients and optimizer state.
+          activation_bytes: kept by one microbatch on a full stage.
+        """
+        weights = self.schedule.placement.num_copies * weight_bytes
+        peaks = map(self.in_full_stages, self.peak_in_flight)
+        return tuple(weights + peak * activation_bytes for peak in peaks)
 
 
 def in_flight(row: Sequence[TimedAction]) -> list[tuple[float, int]]:
@@ -216,30 +256,32 @@ def simulate(schedule: Schedule, costs: Costs | Sequence[Costs]) -> Timeline:
     ends: dict[int, float] = {}
     free = [0.0] * len(schedule.orders)
     costs = of_virtual_stages(schedule.placement, costs)
-    durations = kind_durations(costs)
     latest = max(cost.message for cost in costs)
-    remaining = [iter(order) for order in schedule.orders]
+    remaining = [*map(schedule.units, range(len(rows)))]
     for stage in _walk(schedule).order:
-        action = next(remaining[stage])
-        start = free[stage]
-        for needed in results.inputs(action):
+        unit = next(remaining[stage])
+        end = free[stage]
+        for needed in (needed for action in unit for needed in results.inputs(action)):
             arrival = ends[needed]
             if latest and results.stage(needed) != stage:
                 arrival += costs[results.action(needed).virtual_stage].message
-            start = max(start, arrival)
-        end = free[stage] = start + durations[action.virtual_stage][action.kind]
-        rows[stage].append(TimedAction(action, start, end))
-        if action.kind is not Kind.W:
-            ends[results.number(action)] = end
+            end = max(end, arrival)
+        for action, duration in zip(unit, unit_durations(unit, costs), strict=True):
+            start, end = end, end + duration
+            rows[stage].append(TimedAction(action, start, end))
+        free[stage] = end
+        for action in unit:
+            if action.kind is not Kind.W:
+                ends[results.number(action)] = end
     return Timeline(schedule, costs, "free-running", tuple(map(tuple, rows)), max(free))
 
 
 def lock_step(schedule: Schedule, costs: Costs | Sequence[Costs]) -> Timeline:
     """Runs a schedule tick by tick: every tick lasts as long as its slowest stage.
 
-    This is how one SPMD program runs on simulated devices. A tick holds one whole action per stage,
-    or the slices of `Schedule.slices`. With more than one stage, every tick ends with an exchange
-    of messages, as long as the longest.
+    This is how one SPMD program runs on simulated devices. A tick holds one whole action or
+    overlapped pair per stage, or the slices of `Schedule.slices`. With more than one stage, every
+    tick ends with an exchange of messages, as long as the longest.
 
     Args:
       costs: as for `simulate`.

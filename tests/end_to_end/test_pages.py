@@ -25,11 +25,12 @@ def test_a_schedule_is_shown_written_read_and_timed(folder):
     assert "mine:late_weights, p=4 v=1 m=8" in done.stdout
     assert "\nlate, p=4 v=1 m=8" in done.stdout
     assert (folder / "late.svg").read_text().startswith("<?xml")
-    (program,) = (block for block in blocks(SCHEDULE, "python") if "# mine.py" not in block)
+    program, derived = (block for block in blocks(SCHEDULE, "python") if "# mine.py" not in block)
     done = run(folder, f"python -c '{program}'")
     free, ticked, *held = re.findall(r"[\d.]+", done.stdout)
     assert 0 < float(free) <= float(ticked) < 1
     assert held == ["8"] * 4  # W frees what F keeps, and all of them come last
+    assert run(folder, f"python -c '{derived}'").stdout == "[] 3 (2, 2)\n"
 
 
 def test_a_model_is_trained_and_goes_on_with_that_schedule(folder):

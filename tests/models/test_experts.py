@@ -1,12 +1,14 @@
 """The mixture of experts: routing, losses, and the sum that every token gets."""
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import jaxpipe
 from models import experts, gpt
 from models.blocks import function_of
 from models.gpt import GPTConfig
@@ -102,11 +104,13 @@ def test_what_is_dropped_is_counted_and_not_missed_in_logits():
     """All tokens are alike, so that every one chooses the same two of 4 experts."""
     config = dataclasses.replace(CONFIG, capacity_factor=0.5, expert_every=2, sequence_length=16)
     params = gpt.init(config, jax.random.key(0))
-    tokens = jnp.zeros((2, 16), int)
-    (share,) = gpt.dropped(config, params, tokens)
-    assert share == 1 - config.expert_capacity(32) / 32 == 0.75
+    tokens = jnp.zeros((4, 17), int)
+    for shape in (config, config.without_layer_losses()):
+        loss = functools.partial(jaxpipe.unpipelined.loss, gpt.model(shape), num_microbatches=2)
+        _, metrics = loss(params, {"tokens": tokens})
+        assert metrics == {"dropped": 1 - config.expert_capacity(32) / 32} == {"dropped": 0.75}
     whole = dataclasses.replace(config, capacity_factor=None)
-    found, expected = (gpt.logits(shape, params, tokens) for shape in (config, whole))
+    found, expected = (gpt.logits(shape, params, tokens[:2, :16]) for shape in (config, whole))
     np.testing.assert_array_equal(found, expected)
 
 

@@ -86,6 +86,20 @@ def test_what_a_plan_needs_at_least_is_never_more_than_it_needs(model):
         assert search.step.least_seconds(one.placed) <= one.step_seconds * (1 + 1e-9)
 
 
+def test_compiled_memory_replaces_what_was_predicted(model):
+    cluster = devices.cluster("h100", 4, memory=60e9)
+    goal = search.Goal(1e9, (16,))
+    result = search.search(model, [cluster], goal)
+    first, second, *_ = result.best
+    taken = {first.plan: 61e9, second.plan: 30e9}
+    found = search.compiled(result, lambda one: taken[one.plan], count=2, goal=goal)
+    assert [(one.plan, one.device_bytes) for one in found.best] == [(second.plan, 30e9)]
+    assert found.excluded["compiled"] == 1
+    assert first.plan not in {one.plan for one in found.front}
+    with pytest.raises(ArgumentError, match=r"2 plans that were compiled: the leanest takes"):
+        search.compiled(result, lambda one: 61e9, count=2, goal=goal)
+
+
 def test_too_little_memory_is_refused(model):
     cluster = devices.cluster("h100", 4, memory=1e9)
     with pytest.raises(ArgumentError, match="is too little for any plan: the leanest needs"):
@@ -109,6 +123,7 @@ def test_the_command_reads_a_file_of_sizes(model, tmp_path, capsys):
         ([], "--config or --sizes must be given"),
         (["--sizes", "x", "--out", "y"], "--out y needs --config"),
         (["--sizes", "x", "--critical-batch", "1e6"], "--critical-batch 1000000.0 decides how"),
+        (["--sizes", "x", "--measure", "1"], "--measure 1 needs --config"),
     ],
 )
 def test_the_command_says_what_is_wrong(arguments, text, capsys):
@@ -130,13 +145,14 @@ train: {batch_size: 16, steps: 40}
 """
 
 
-def test_the_trainer_reads_and_writes_configurations(monkeypatch, tmp_path):
+def test_the_trainer_reads_and_writes_configurations(monkeypatch, tmp_path, capsys):
     point = EntryPoint("train", "train.plan:read", configurations.GROUP)
     monkeypatch.setattr(configurations, "entry_points", lambda group: [point])
     config, out = tmp_path / "config.yaml", tmp_path / "plan.yaml"
     config.write_text(CONFIG)
-    arguments = ["plan", "--config", str(config), "--devices", "4", "--device", "h100"]
-    assert cli.main([*arguments, "--out", str(out)]) == 0
+    arguments = ["plan", "--config", str(config), "--devices", "4", "--device", "cpu"]
+    assert cli.main([*arguments, "--measure", "1", "--out", str(out)]) == 0
+    assert "compiled" in capsys.readouterr().out
     written = parse(["--config", str(out)])
     assert not written.failures
     assert written.config.mesh.num_devices == 4

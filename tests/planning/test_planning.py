@@ -11,7 +11,7 @@ import pytest
 
 import jaxpipe
 from jaxpipe.errors import ArgumentError
-from jaxpipe.planning import devices, memory, sizes, step, traced
+from jaxpipe.planning import devices, memory, sizes, step, traced, without_devices
 from jaxpipe.planning.plans import Placed, Plan
 from jaxpipe.planning.programs import grown
 from jaxpipe.runtime.measure.memory import tree_bytes
@@ -63,7 +63,7 @@ def counted(
 
     if not gpus:
         return count()
-    with traced.attention_of_gpus():
+    with without_devices.attention_of_gpus():
         return count()
 
 

@@ -11,7 +11,7 @@ VOCAB, WIDTH, LENGTH, EXPERTS = 7, 6, 4, 3
 
 
 def layer(w, x, batch, rng):
-    """Routes every token to its likeliest expert, and returns the balance loss beside x."""
+    """Routes every token to its likeliest expert, and returns balance loss and metrics beside x."""
     del batch
     probabilities = jax.nn.softmax(x @ w["router"])
     chosen = jax.nn.one_hot(jnp.argmax(probabilities, -1), EXPERTS)
@@ -21,7 +21,11 @@ def layer(w, x, batch, rng):
     gates = chosen * probabilities
     y = x + jnp.einsum("rleh,ehw,rle->rlw", hidden, w["down"], gates)
     balance = EXPERTS * jnp.sum(chosen.mean((0, 1)) * probabilities.mean((0, 1)))
-    return jaxpipe.WithLoss(y, 0.3 * balance)
+    metrics = {
+        "confidence": probabilities.max(-1).mean(),
+        "use": jaxpipe.Sum(chosen.sum((0, 1)).astype(jnp.int32)),
+    }
+    return jaxpipe.WithLoss(y, (0.3 * balance, metrics))
 
 
 def dense(w, x, batch, rng):

@@ -171,7 +171,7 @@ def test_weights_are_sharded_along_their_leading_dimension():
 def test_predicted_memory_is_the_compiled_one_however_many_layers(
     name, remat, zero, data, compiled_as_used
 ):
-    """The working set is read from a model of two layers a stage."""
+    """The working set is read from a model with another schedule and two microbatches."""
     config = dataclasses.replace(CONFIG, num_layers=24)
     pipe = make_pipeline(name, remat, zero, config=config, data=data)
     predicted = sum(memory.predicted_bytes(pipe, batch(6)).values())

@@ -36,7 +36,7 @@ def unpipelined(head, microbatches: int, data: int):
         num_microbatches=microbatches,
         data_shards=data,
     )
-    step = jax.jit(jax.value_and_grad(loss, has_aux=head is mixture.head_loss))
+    step = jax.jit(jax.value_and_grad(loss, has_aux=True))
     return batch, *step(mixture.params(), batch)
 
 
@@ -288,7 +288,9 @@ def linear_model() -> jaxpipe.Model:
 
     return jaxpipe.Model(
         embed=lambda outer, batch, rng: batch["x"] + outer["embed"],
-        layer=lambda w, x, batch, rng: WithLoss(x + w, (w * batch["x"]).mean()),
+        layer=lambda w, x, batch, rng: WithLoss(
+            x + w, ((w * batch["x"]).mean(), {"largest": jnp.abs(x).max(0)})
+        ),
         head_loss=head_loss,
     )
 
@@ -372,7 +374,12 @@ def test_a_layer_s_loss_enters_b_and_w(remat):
         dparams = split.backward_weights(params, until_w, crossing, None, None)
         fused = split.backward_fused(params, until_b, until_w, dy, None, None)
         expected, vjp = jax.vjp(lambda w, x: mixture.layer(w, x, None, None), params, x)
-        wanted = vjp(WithLoss(dy, jnp.float32(0.25)))
+        nothing = {
+            "confidence": jnp.float32(0),
+            "use": np.zeros(mixture.EXPERTS, jax.dtypes.float0),
+        }
+        nothing["use"] = Sum(nothing["use"])
+        wanted = vjp(WithLoss(dy, (jnp.float32(0.25), nothing)))
         return (y, (dparams, dx), fused), (expected, wanted, wanted[::-1])
 
     assert_close(*both(params, x, dy))
@@ -411,6 +418,34 @@ def refused(head=mixture.head_loss, layer=mixture.layer) -> str:
 )
 def test_what_is_no_loss_is_refused(head, text):
     assert text in refused(lambda outer, x, batch, rng: head(x))
+
+
+@pytest.mark.parametrize(
+    ("loss", "text"),
+    [
+        (lambda x: (x.mean(), x.max()), "beside it there may only be a dictionary of metrics"),
+        (
+            lambda x: (x.mean(), {"tokens": x.max()}),
+            "Layers and Model.head_loss both return a metric named 'tokens'. Give them other names",
+        ),
+    ],
+)
+def test_metrics_of_layers_that_are_none_or_those_of_the_head_are_refused(loss, text):
+    assert text in refused(layer=lambda w, x, batch, rng: WithLoss(x, loss(x)))
+
+
+def test_layers_with_losses_have_the_same_metrics():
+    pipe = pipeline("1f1b", 2, 1, 0)
+    layers = [lambda w, x, *_: WithLoss(x, x.mean())] * len(mixture.DIFFERENT)
+    layers[3] = lambda w, x, *_: WithLoss(x, (x.mean(), {"peak": x.max()}))
+    model = dataclasses.replace(mixture.model(differ=True), layer=tuple(layers))
+    pipe = jaxpipe.Pipeline(
+        model, mixture.params(differ=True), schedule=pipe.schedule, mesh=pipe.mesh
+    )
+    text = compilations.refusal(
+        jax.eval_shape, pipe.value_and_grad, pipe.placed_params, mixture.batch(6)
+    )
+    assert text.endswith("layers that have losses must all have the same metrics.")
 
 
 def test_a_layer_s_loss_that_is_no_float32_scalar_is_refused():

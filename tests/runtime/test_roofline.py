@@ -9,7 +9,7 @@ from benchmarks import modelled_steps
 from benchmarks.hlo import HloProgram
 from benchmarks.kernels import Use, kernel
 from benchmarks.roofline import LAUNCH, PEAKS, WAIT, Roofline, device_groups
-from jaxpipe.planning.traced import attention_of_gpus
+from jaxpipe.planning.without_devices import attention_of_gpus
 from jaxpipe.schedule import catalog
 from jaxpipe.schedule.actions import Kind
 from jaxpipe.schedule.lowering.lower import lower

@@ -9,25 +9,53 @@ from test_equivalence import check
 
 import jaxpipe
 from benchmarks.hlo import HloProgram
+from jaxpipe.runtime.layout import shares
+from jaxpipe.runtime.layout.layer_layout import LayerLayout
+from jaxpipe.runtime.layout.leaf import Leaf
 from jaxpipe.runtime.measure.memory import compiled
 
 pytestmark = pytest.mark.pipeline
 
 
+@pytest.fixture
+def layers_in_shares(monkeypatch):
+    """Layers of the toy move in so many shares at most; of 8, one of its arrays does not divide."""
+
+    def allow(count):
+        most = classmethod(lambda cls, *_: count)
+        monkeypatch.setattr(LayerLayout, "most_shares", most)
+
+    return allow
+
+
 @pytest.mark.parametrize(
-    ("name", "stages", "zero", "layers", "options"),
+    ("name", "stages", "zero", "layers", "shares", "options"),
     [
-        ("breadth-first", 2, 3, 8, {}),
-        ("breadth-first", 2, 3, 8, {"weights": "unrolled"}),
-        ("breadth-first-fused", 4, 2, 15, {}),
-        ("modular", 2, 1, 8, {"weights": "unrolled"}),
-        ("breadth-first", 2, 0, 8, {}),
+        ("breadth-first", 2, 3, 8, 4, {}),
+        ("breadth-first", 2, 3, 8, 8, {"weights": "unrolled"}),
+        ("breadth-first-fused", 4, 2, 15, 1, {}),
+        ("modular", 2, 1, 8, 4, {"weights": "unrolled"}),
+        ("modular", 2, 0, 8, 8, {}),
+        ("breadth-first", 2, 0, 8, 1, {}),
     ],
 )
-def test_equals_the_unpipelined_model(name, stages, zero, layers, options):
+def test_equals_the_unpipelined_model(
+    name, stages, zero, layers, shares, options, layers_in_shares
+):
+    layers_in_shares(shares)
     options |= {"num_layers": layers, "weight_slots": 2}
     pipe = check(name, stages, 2, zero, "none", True, 8, **options)
-    assert pipe.table.reduces.group == 1
+    assert (pipe.table.reduces.group, pipe.table.reduces.shares) == (1, shares)
+
+
+def test_a_share_has_enough_bytes_and_little_that_moves_in_vain():
+    layer = {"w": Leaf((64, 8), "float32", None, 0, data_parts=2)}
+    assert [shares.most(layer, smallest) for smallest in (2048, 1024, 513, 512)] == [1, 2, 2, 4]
+    # 96 bytes of six rows, three per data shard, would move with every share.
+    layer["odd"] = Leaf((6, 4), "float32", None, 0, data_parts=2)
+    assert shares.most(layer, 1) == 2
+    share = shares.share_of(layer, 2)
+    assert (share["w"].shape, share["odd"].shape) == ((32, 8), (6, 4))
 
 
 def executed(pipe, opcode):
@@ -47,8 +75,11 @@ def executed(pipe, opcode):
     return found
 
 
-@pytest.mark.parametrize(("zero", "gathers", "reduces"), [(3, 6, 4), (2, 0, 4)])
-def test_a_step_moves_chunks_as_often_as_the_table_says_and_beside_layers(zero, gathers, reduces):
+@pytest.mark.parametrize(("zero", "gathers", "reduces", "shares"), [(3, 6, 4, 2), (2, 0, 4, 4)])
+def test_a_step_moves_chunks_as_often_as_the_table_says_and_beside_layers(
+    zero, gathers, reduces, shares, layers_in_shares
+):
+    layers_in_shares(shares)
     params = toy.params(tied=True, num_layers=16)
     pipe = jaxpipe.Pipeline(
         toy.model(tied=True, axis="stage"),
@@ -61,7 +92,8 @@ def test_a_step_moves_chunks_as_often_as_the_table_says_and_beside_layers(zero, 
     leaves = jax.tree.leaves(pipe.layout.layers.piece)
     split = sum(leaf.data_dim is not None for leaf in leaves)
     assert pipe.table.reduces.counts == (reduces,) * 2
-    assert executed(pipe, "reduce-scatter") == 2 * split * reduces
+    # All chunks but the last, or the first, move in shares.
+    assert executed(pipe, "reduce-scatter") == 2 * split * (1 + (reduces - 1) * shares)
     if zero == 3:
         assert pipe.table.gathers.counts == (gathers,) * 2
-        assert executed(pipe, "all-gather") == 2 * split * gathers
+        assert executed(pipe, "all-gather") == 2 * split * (1 + (gathers - 1) * shares)

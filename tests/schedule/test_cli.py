@@ -42,7 +42,7 @@ def test_show_json_is_complete(capsys):
         "gathers", "reductions",
     ]  # fmt: skip
     assert (shown["schedule"], shown["stages"], shown["chunks"]) == ("1f1b", 4, 1)
-    assert shown["costs"] == {"f": 1, "b": 2, "w": 1, "message": 0.5}
+    assert shown["costs"] == {"f": 1, "b": 2, "w": 1, "message": 0.5, "overlap": 0}
     assert shown["peak_in_flight"] == [4, 3, 2, 1]
     assert shown["messages"]["total"] == 2 * 3 * 8
     load = 8 * 0.5 / shown["free_running"]["makespan"]
@@ -171,6 +171,16 @@ def test_compare_draws_a_picture(tmp_path, ending):
     out = tmp_path / f"comparison.{ending}"
     assert main(["compare", *SHAPE, "--out", str(out)]) == 0
     assert out.stat().st_size > 1000
+
+
+def test_chimera_pays_for_its_second_copy_of_the_weights(capsys):
+    """p=4, m=4: all keep 4 microbatches of 1 GB where they keep the most; a copy has 10 GB."""
+    shape = "--stages", "4", "--microbatches", "4"
+    sizes = "--weight-bytes", "10e9", "--activation-bytes", "1e9"
+    assert main(["compare", "chimera", "hanayo", "1f1b", *shape, *sizes]) == 0
+    rows = [line.split("│") for line in capsys.readouterr().out.splitlines() if "%" in line]
+    found = {row[1].strip(): (row[3].strip(), row[-2].strip()) for row in rows}
+    assert found == {"chimera": ("4", "24"), "hanayo": ("4", "14"), "1f1b": ("4", "14")}
 
 
 def test_compare_says_why_a_schedule_does_not_fit(capsys, monkeypatch):
@@ -370,6 +380,7 @@ def test_bad_csv_gets_status_2_and_one_message(tmp_path, capsys, content, expect
             ["compare", *SHAPE, "--layer-costs", "1,1,1", "--stage-costs", "1,2,1"],
             "--layer-costs 1,1,1 and --stage-costs 1,2,1 say the same",
         ),
+        (["compare", *SHAPE, "--weight-bytes", "1"], "--activation-bytes must be a number from 0"),
         (["compare", *SHAPE, "--layers", "3"], "--layers 3 is too few for --stages 4"),
         (["show", "zb-v", *SHAPE, "--layers", "8"], "--layers 8 needs --layer-costs"),
         (

@@ -451,7 +451,13 @@ def test_two_copies_of_the_model_pass_nothing_to_each_other():
 
 EXPLAINED = {
     *("actions", "check.slice_rules", "formats.csv_format", "formats.user"),
-    *("generators.building_blocks", "generators.v_schedules", "lowering.lower", "lowering.slots"),
+    *(
+        "generators.block_orders",
+        "generators.blocks",
+        "generators.v_schedules",
+        "lowering.lower",
+        "lowering.slots",
+    ),
     *("search.auto", "search.controllable_memory", "search.slices", "show.comparison"),
     *("show.report", "show.trace", "simulate"),
 }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 
 import numpy as np
@@ -10,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jaxpipe.schedule import catalog
-from jaxpipe.schedule.actions import Action, Kind, Schedule
+from jaxpipe.schedule.actions import Action, Kind, Schedule, Slice
 from jaxpipe.schedule.check.validate import validate
 from jaxpipe.schedule.lowering.lower import colour_intervals, lower
 from jaxpipe.schedule.placement import linear
@@ -28,12 +29,18 @@ def test_intervals_that_overlap_have_different_slots_and_no_slot_is_wasted(spans
     assert set(slots) == set(range(max(together)))
 
 
-def test_two_kinds_of_backward_are_simulated_but_not_executed():
+def test_two_kinds_of_backward_become_one_and_their_slices_are_simulated_only():
     split, fused = (Kind.F, Kind.B, Kind.W), (Kind.F, Kind.BW)
     order = [Action(0, kind, i) for i, kinds in enumerate((split, fused)) for kind in kinds]
     schedule = Schedule("mine", linear(1), 2, (tuple(order),))
     validate(schedule)
-    with pytest.raises(ValueError, match="'mine' can only be simulated: it has both B and BW"):
+    table = lower(schedule, [1])
+    ticks = {kind.value: cell.hi[:, 0].nonzero()[0].tolist() for kind, cell in table.passes.items()}
+    assert ticks == {"F": [0, 3], "B": [1, 4], "W": [2, 4]}
+    slices = tuple(Slice(tick, action, 0, 1) for tick, action in enumerate(order))
+    schedule = dataclasses.replace(schedule, slices=(slices,))
+    validate(schedule)
+    with pytest.raises(ValueError, match="simulated: it has slices of both B and BW"):
         lower(schedule, [1])
 
 

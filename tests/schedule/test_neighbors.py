@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from jaxpipe.schedule import catalog
-from jaxpipe.schedule.actions import Action, Kind
+from jaxpipe.schedule.actions import Kind
 from jaxpipe.schedule.lowering.lower import lower
 from jaxpipe.schedule.lowering.table import NONE
 from jaxpipe.schedule.neighbors import neighbor_clock, replay
@@ -48,21 +48,26 @@ def test_what_each_kind_of_waiting_costs(name, p, locked, neighbors_and_sums, ne
     assert without_sums == pytest.approx(neighbors, abs=5e-4)
 
 
-def most_inputs(schedule, kind) -> int:
-    """How many inputs of a kind wait on a stage at most, if each is sent as soon as it exists."""
+def most_inputs(schedule, *, forward: bool) -> int:
+    """How many inputs of F, or of backwards, wait on a stage at most, if each is sent as soon as it
+    exists."""
     ran = {
-        timed.action: round(timed.start)
+        (
+            timed.action.virtual_stage,
+            timed.action.kind is Kind.F,
+            timed.action.microbatch,
+        ): timed.tick
         for row in lock_step(schedule, Costs(1, 1, 1)).rows
         for timed in row
+        if timed.action.kind is not Kind.W
     }
     last = schedule.placement.num_virtual_stages - 1
     waiting = collections.Counter()
-    for action, read in ran.items():
-        if action.kind is kind:
-            s, i = action.virtual_stage, action.microbatch
-            before = (s - 1, Kind.F) if kind is Kind.F else (s + 1, kind)
-            before = (last, Kind.F) if kind is not Kind.F and s == last else before
-            sent = ran.get(Action(*before, i), read - 1)
+    for (s, is_forward, i), read in ran.items():
+        if is_forward is forward:
+            before = (s - 1, True) if forward else (s + 1, False)
+            before = (last, True) if not forward and s == last else before
+            sent = ran.get((*before, i), read - 1)
             stage = schedule.placement.stages[s]
             waiting.update((stage, tick) for tick in range(sent + 1, read + 1))
     return max(waiting.values())
@@ -87,9 +92,8 @@ def test_embedding_beside_heads_waits_no_longer_and_takes_no_slot_more(name, p):
     table = lower(schedule, [1] * schedule.placement.num_virtual_stages)
     work, before = times(table), in_time(table)
     assert replay(table, work)[-1].max() <= replay(before, work)[-1].max() + 1e-9
-    backward = Kind.BW if Kind.BW in table.passes else Kind.B
-    for kind, buffer in ((Kind.F, "x"), (backward, "dy")):
-        assert table.num_slots[buffer] <= most_inputs(schedule, kind)
+    for forward, buffer in ((True, "x"), (False, "dy")):
+        assert table.num_slots[buffer] <= most_inputs(schedule, forward=forward)
 
 
 @pytest.mark.parametrize("p", [4, 8])

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxpipe.schedule import catalog
-from jaxpipe.schedule.actions import Action, Kind, Schedule, Slice, dependencies
+from jaxpipe.schedule.actions import Action, Kind, Schedule, Slice, dependencies, split_backwards
 from jaxpipe.schedule.check.slice_rules import order_of
 from jaxpipe.schedule.check.validate import ScheduleError, peak_in_flight, validate
 from jaxpipe.schedule.generators.one_f_one_b import one_f_one_b
@@ -79,12 +79,15 @@ def by_kind(order, kinds):
 def test_slices_keep_the_rules_the_order_of_each_kind_and_the_peak(case):
     schedule, cut, layers, priced = case
     validate(cut)
+    plain = lock_step(schedule, priced).makespan
+    if cut.slices is not None and schedule.mixes_backwards:
+        schedule = split_backwards(schedule)
     for before, after in zip(schedule.orders, cut.orders, strict=True):
         for kinds in ({Kind.F}, {Kind.B, Kind.BW}, {Kind.W}):
             assert by_kind(after, kinds) == by_kind(before, kinds)
     peaks = zip(peak_in_flight(cut), peak_in_flight(schedule), strict=True)
     assert all(new <= old for new, old in peaks)
-    plain, time = lock_step(schedule, priced).makespan, lock_step(cut, priced).makespan
+    time = lock_step(cut, priced).makespan
     assert time <= plain + 1e-9
     busiest = max(sum(priced.of(action.kind) for action in order) for order in cut.orders)
     assert time >= busiest - 1e-9
@@ -280,10 +283,10 @@ def replay_table(table):
 
 
 @settings(max_examples=40)
-@given(sliced(), st.integers(1, 2), st.sampled_from([0, 1, 6]))
-def test_lowered_slices_replay(case, weight_slots, pieces):
+@given(sliced(), st.integers(1, 2), st.sampled_from([0, 1, 6]), st.sampled_from([1, 4]))
+def test_lowered_slices_replay(case, weight_slots, pieces, shares):
     schedule, cut, layers, _ = case
-    rows = replay(cut, layers, weight_slots=weight_slots, pieces=pieces)
+    rows = replay(cut, layers, weight_slots=weight_slots, pieces=pieces, shares=shares)
     assert cut.slices is None or rows == cut.slices
     assert tuple(map(order_of, rows)) == cut.orders
     assert tuple(map(order_of, replay(schedule, layers))) == schedule.orders
@@ -305,12 +308,14 @@ def in_slices(name: str) -> tuple[Schedule, list[int]]:
 
 
 @pytest.mark.parametrize("own_slots", [False, True])
-@pytest.mark.parametrize(("weight_slots", "pieces"), [(1, 0), (2, 0), (2, 4), (3, 1)])
+@pytest.mark.parametrize(
+    ("weight_slots", "pieces", "shares"), [(1, 0, 1), (2, 0, 1), (2, 4, 8), (3, 1, 1)]
+)
 @pytest.mark.parametrize("name", EXECUTABLE)
-def test_slices_of_every_schedule_replay(name, weight_slots, pieces, own_slots):
+def test_slices_of_every_schedule_replay(name, weight_slots, pieces, shares, own_slots):
     schedule, layers = in_slices(name)
-    options = {"weight_slots": weight_slots, "own_slots": own_slots, "pieces": pieces}
-    table = lower(schedule, layers, **options)
+    moving = {"own_slots": own_slots, "pieces": pieces, "shares": shares}
+    table = lower(schedule, layers, weight_slots=weight_slots, **moving)
     replay_table(table)
     for moved in (table.gathers, table.reduces) if own_slots else ():
         busy = moved.chunk != NONE

@@ -61,8 +61,9 @@ def test_a_dropped_action_is_refused_by_name(case):
         validate(with_order(base, d, order))
     text = str(caught.value)
     wanted = str(dropped)
-    if not any(action.kind is Kind.BW for row in (*base.orders[:d], order) for action in row):
-        # Where no BW is left to tell, a missing one looks like a missing split pair.
+    is_left = any(action.kind is Kind.BW for row in (*base.orders[:d], order) for action in row)
+    if base.mixes_backwards or not is_left:
+        # Where no BW, or not only BW, is left to tell, a missing one looks like a split pair.
         wanted = wanted.replace("BW", "B")
     assert f"{wanted} is missing from stage {d}" in text
     assert f">{wanted}?" in text

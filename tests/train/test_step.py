@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import jax
 import numpy as np
 import optax
@@ -9,6 +11,7 @@ import pytest
 from tiny_tasks import layer_by_layer
 
 import jaxpipe
+from jaxpipe.measure import layer_bytes
 from models import gpt
 from train.config import Config
 from train.errors import ConfigError
@@ -75,6 +78,31 @@ def test_too_little_memory_is_refused_in_gigabytes():
         Setup(Config(**sections))
     with pytest.raises(ConfigError, match=r"Nearest valid: 0\.\d+\.$"):
         Setup(Config(**sections))
+
+
+@pytest.mark.parametrize("expert_every", [1, 2])
+def test_layers_take_what_a_device_holds_of_them_of_split_experts_too(expert_every):
+    """Experts that are split over all data shards are not split over these again."""
+    shape = CONFIG["model"] | {"num_layers": 4, "num_experts": 4, "expert_every": expert_every}
+    mesh = {"stage": 2, "data": 4, "expert": 4}
+    pipeline = {"schedule": "1f1b", "microbatches": 2, "zero": 3}
+    train = CONFIG["train"] | {"batch_size": 8}
+    setup = Setup(Config(model=shape, mesh=mesh, pipeline=pipeline, train=train))
+    kept = layer_bytes(setup.pipe, setup.batch_shapes).sharded
+    held = setup.pipe.placed_params["layers"]
+    sizes = [math.prod(w.sharding.shard_shape(w.shape)) for w in jax.tree.leaves(held)]
+    assert sum(kept) == 2 * 4 * sum(sizes)  # stages, bytes of a number
+
+
+def test_a_step_reports_what_experts_with_a_capacity_drop():
+    for options, names in (({}, set()), ({"capacity_factor": 1.0}, {"dropped"})):
+        shape = CONFIG["model"] | {"num_layers": 2, "num_experts": 4, "expert_every": 2} | options
+        pipeline = {"schedule": "1f1b", "microbatches": 2}
+        train = CONFIG["train"] | {"batch_size": 4}
+        setup = Setup(Config(model=shape, mesh={"stage": 2}, pipeline=pipeline, train=train))
+        shapes = setup.state_shapes, setup.batch_shapes, None
+        values = jax.eval_shape(setup.train_step, *shapes)[1]
+        assert set(values.get("metrics", {})) == names
 
 
 @pytest.mark.pipeline

@@ -192,20 +192,7 @@ class GPT(Task):
         written = settings.prompt + tokenizer.decode(np.asarray(tokens)[0].tolist())
         path = Path(self.config.run_dir) / self.report_file
         path.write_text(written + "\n", encoding="utf-8")
-        return f"{self._dropped(params, heldout)}sample ({path}):\n{written}", None
-
-    def _dropped(self, params, heldout) -> str:
-        """What experts with a capacity drop of as many held-out rows as a device has at once."""
-        config = self.config
-        if self.shape.capacity_factor is None:
-            return ""
-        together = config.train.batch_size // (config.mesh.data * config.pipeline.microbatches)
-        tokens = self.rows(heldout, together)["tokens"][:, :-1]
-        shares = jax.jit(gpt.dropped, static_argnums=0)(self.shape, params, tokens)
-        return (
-            f"experts drop {shares.mean():.1%} of the choices of {len(tokens)} held-out rows, "
-            f"{shares.max():.1%} in the fullest layer (model.capacity_factor)\n"
-        )
+        return f"sample ({path}):\n{written}", None
 
 
 def _same_length(folder: Path, name: str, count: int, meta: text.DataMeta) -> Iterator[Failure]:

@@ -11,6 +11,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jaxpipe.runtime.layers import jaxprs
 from jaxpipe.runtime.trees import describe
@@ -82,7 +83,10 @@ class WithLoss:
     Args:
       x: the layer's output.
       loss: a float32 scalar, such as the balance loss of a mixture of experts times its
-        coefficient. Its mean over microbatches and data shards is added to the loss.
+        coefficient. Its mean over microbatches and data shards is added to the loss. As in
+        `Model.head_loss`, metrics may stand beside it: ``(loss, {"name": value})``, in all layers
+        that have losses the same ones. Each is combined by its rule over these layers, too, and
+        stands beside those of the head.
 
     Example:
       >>> def layer(w, x, batch, rng):
@@ -118,7 +122,38 @@ def with_aux(result: Tree, states: Tree) -> Any:
     return loss, aux[0] if len(aux) == 1 else aux
 
 
+def without_metric_gradients(y: Any) -> Any:
+    """What a layer returns; no gradient passes through metrics."""
+    if not isinstance(y, WithLoss):
+        return y
+    loss, metrics = parts(y.loss)
+    return y if metrics is None else WithLoss(y.x, (loss, jax.lax.stop_gradient(metrics)))
+
+
+def cotangent_of_layer(result: Tree, scale: float) -> Tree:
+    """The cotangent of a layer's own loss and metrics, given their shapes."""
+    loss, metrics = parts(result)
+    scaled = np.full(loss.shape, scale, loss.dtype)
+    if metrics is None:
+        return scaled
+    return scaled, jax.tree.map(lambda leaf: np.zeros(leaf.shape, _tangent_dtype(leaf)), metrics)
+
+
+def _tangent_dtype(leaf: Any) -> Any:
+    return leaf.dtype if jnp.issubdtype(leaf.dtype, jnp.inexact) else jax.dtypes.float0
+
+
 # Combining.
+
+
+def with_metrics(result: Tree, loss: jax.Array, metrics: Tree) -> Tree:
+    """A head's loss and metrics with those of layers, if there are any."""
+    own, own_metrics = parts(result)
+    if metrics is None:
+        metrics = own_metrics
+    elif own_metrics is not None:
+        metrics = own_metrics | metrics
+    return own + loss if metrics is None else (own + loss, metrics)
 
 
 def addable(result: Tree) -> Tree:
@@ -204,13 +239,41 @@ def check_head_loss(result: Tree) -> None:
         )
 
 
-def check_layer_loss(loss: Tree, layer: int) -> None:
+def check_layer_loss(result: Tree, layer: int) -> None:
     """Raises ValueError if shapes are not those of a loss that a layer may return."""
+    if isinstance(result, tuple) and not (len(result) == 2 and isinstance(result[1], dict)):
+        raise ValueError(
+            f"Layer {layer} returns WithLoss with the loss {describe(result)}; beside it there may "
+            'only be a dictionary of metrics: `(loss, {"name": value})`.'
+        )
+    loss, _ = parts(result)
     if not _is_loss(loss):
         raise ValueError(
             f"Layer {layer} returns WithLoss with the loss {describe(loss)}; it must be a float32 "
             "scalar, the loss of one microbatch. Reduce it with `jnp.mean` and convert it with "
             "`.astype(jnp.float32)`."
+        )
+
+
+def check_metrics_of_layers(found: Collection[Tree], of_head: Tree) -> None:
+    """Raises ValueError if layers that have losses differ in their metrics, or the head has some of
+    the same name.
+
+    Args:
+      found: shapes of the losses and metrics of layers, without those that have none.
+      of_head: shapes of what the head returns.
+    """
+    kinds = {jax.tree.structure(one): one for one in found}
+    if len(kinds) > 1:
+        raise ValueError(
+            f"Layers return WithLoss with {' and with '.join(map(describe, kinds.values()))}; "
+            "layers that have losses must all have the same metrics."
+        )
+    of_layers, (_, own) = [parts(one)[1] or {} for one in found], parts(of_head)
+    if same := sorted({name for names in of_layers for name in names} & set(own or {})):
+        raise ValueError(
+            f"Layers and Model.head_loss both return a metric named {', '.join(map(repr, same))}. "
+            "Give them other names."
         )
 
 

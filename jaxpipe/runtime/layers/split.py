@@ -27,15 +27,18 @@ from functools import cached_property
 from typing import Any, TypeAlias
 
 import jax
-import numpy as np
 from jax.extend import core
 
 from jaxpipe.runtime.layers import jaxprs
 from jaxpipe.runtime.layers.jaxprs import Env
-from jaxpipe.runtime.layers.losses import WithLoss
+from jaxpipe.runtime.layers.losses import (
+    WithLoss,
+    cotangent_of_layer,
+    without_metric_gradients,
+)
 from jaxpipe.runtime.layers.remat import REMAT_POLICIES, unknown_remat
 from jaxpipe.runtime.trees import combine, divide
-from jaxpipe.runtime.types import Activation, Gradients, LayerParams, States, Tree
+from jaxpipe.runtime.types import Activation, Gradients, LayerParams, Shapes, States, Tree
 from jaxpipe.schedule.problems import refuse
 
 Values: TypeAlias = list[jax.Array]
@@ -58,7 +61,7 @@ class _Traced:
     trained: Any  # the parameters of which gradients are taken
     x: Any
     y: Any  # with the layer's loss and the new state, if there are any
-    has_loss: bool
+    loss: Shapes  # of the layer's own loss and metrics, or None
 
     @cached_property
     def known(self) -> list[Any]:
@@ -121,9 +124,9 @@ class Split:
     reads_state: bool
 
     @property
-    def has_loss(self) -> bool:
-        """Whether the layer has a loss of its own."""
-        return self.traced.has_loss
+    def loss(self) -> Shapes:
+        """Shapes of the layer's own loss and metrics; None if it has none."""
+        return self.traced.loss
 
     @property
     def reads_of_context(self) -> list[int]:
@@ -279,8 +282,9 @@ def _trace(
         def of_trained_and_x(trained: LayerParams, x: Activation) -> tuple[Activation, States]:
             params = trained if frozen is None else combine(trained, others)
             if state is None:
-                return layer(params, x, *context), None
-            return layer(params, x, *context, state)
+                return without_metric_gradients(layer(params, x, *context)), None
+            y, new_state = layer(params, x, *context, state)
+            return without_metric_gradients(y), new_state
 
         if policy is not None:
             of_trained_and_x = jax.checkpoint(of_trained_and_x, policy=policy)
@@ -298,10 +302,12 @@ def _trace(
     forward_jaxpr = jaxprs.flatten(jax.make_jaxpr(forward)(*args))
     outputs, residuals = jax.eval_shape(forward, *args)
     y = outputs if state is None else outputs[0]
-    has_loss, dy = isinstance(y, WithLoss), y.x if isinstance(y, WithLoss) else y
+    dy, loss = (y.x, y.loss) if isinstance(y, WithLoss) else (y, None)
 
     def backward(residuals: Values, dy: Activation) -> tuple[Activation, Gradients]:
-        cotangent = WithLoss(dy, np.float32(loss_scale)) if has_loss else dy
+        cotangent = dy
+        if loss is not None:
+            cotangent = WithLoss(dy, cotangent_of_layer(loss, loss_scale))
         dparams, dx = jax.tree.unflatten(structure[0], residuals)(cotangent)
         return dx, dparams
 
@@ -314,7 +320,7 @@ def _trace(
         trained=jax.tree.structure(params if frozen is None else divide(params, frozen)[0]),
         x=jax.tree.structure(x),
         y=jax.tree.structure(outputs),
-        has_loss=has_loss,
+        loss=loss,
     )
 
 

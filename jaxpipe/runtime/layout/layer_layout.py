@@ -22,8 +22,10 @@ from jax import lax
 from jax.tree_util import DictKey
 
 from jaxpipe.runtime.filters import name_of
+from jaxpipe.runtime.layout import shares
 from jaxpipe.runtime.layout.leaf import Leaf
 from jaxpipe.runtime.layout.parts import Cut
+from jaxpipe.runtime.layout.shares import Share
 from jaxpipe.runtime.layout.splits import Splits
 from jaxpipe.runtime.mesh import Axes
 from jaxpipe.runtime.types import (
@@ -87,6 +89,11 @@ class LayerLayout(abc.ABC):
         """The pieces of a chunk with room for so many layers."""
         return layers
 
+    @classmethod
+    def most_shares(cls, layers: Params, splits: Splits, smallest: float) -> int:
+        """The most shares of at least ``smallest`` bytes in which a piece may move."""
+        return shares.most(alike(layers, splits)[0], smallest)
+
     @abc.abstractmethod
     def slot_shapes(self, count: int) -> Shapes:
         """Shapes of arrays with room for ``count`` whole chunks."""
@@ -108,6 +115,10 @@ class LayerLayout(abc.ABC):
     def shape_of(self, layer: int) -> Shapes:
         """Shapes of one layer's parameters."""
         return jax.tree.map(Leaf.struct, self.canonical_of(layer))
+
+    def shard_shape_of(self, layer: int) -> Shapes:
+        """Shapes of what a data shard has of them."""
+        return jax.tree.map(lambda leaf: leaf.struct(sharded=True), self.canonical_of(layer))
 
     def leaves_of(self, example: int) -> Leaves:
         """A stored layer, every array a `Leaf`; ``example`` is a layer of its kind."""
@@ -158,8 +169,8 @@ class LayerLayout(abc.ABC):
         """The place of a layer: among the stage's own, or of the chunk that lies in ``slot``."""
 
     @abc.abstractmethod
-    def piece_at(self, at: At, *, slot: Index = None) -> Any:
-        """The place of a chunk's piece, likewise."""
+    def piece_at(self, at: At, *, slot: Index = None, share: Share | None = None) -> Any:
+        """The place of a chunk's piece, likewise, or of a share of it."""
 
     @abc.abstractmethod
     def read(self, arrays: Arrays, place: Any) -> Stored:

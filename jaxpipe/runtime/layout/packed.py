@@ -18,6 +18,7 @@ from jax import lax
 from jaxpipe.runtime.layout.layer_layout import LayerLayout, Parts
 from jaxpipe.runtime.layout.leaf import Leaf
 from jaxpipe.runtime.layout.parts import Cut, Split, Window
+from jaxpipe.runtime.layout.shares import Share
 from jaxpipe.runtime.layout.splits import Splits
 from jaxpipe.runtime.mesh import Axes
 from jaxpipe.runtime.types import (
@@ -26,6 +27,7 @@ from jaxpipe.runtime.types import (
     Index,
     LayerParams,
     Leaves,
+    Params,
     Shapes,
     Stored,
     Tree,
@@ -80,15 +82,25 @@ class Packed(LayerLayout):
             size[self.group_of(leaf)] += math.prod(leaf.local.shape)
         return {g: -(-n // self._groups[g].data_parts) for g, n in size.items()}
 
-    def _leaves(self, width: dict[str, int]) -> dict[str, Leaf]:
-        return {g: _columns(self._groups[g], n) for g, n in width.items()}
-
     @classmethod
     def pieces_of(cls, layers: int) -> int:
         return 1
 
+    @classmethod
+    def most_shares(cls, layers: Params, splits: Splits, smallest: float) -> int:
+        return 1
+
+    def _leaves(self, width: dict[str, int]) -> dict[str, Leaf]:
+        return {g: _columns(self._groups[g], n) for g, n in width.items()}
+
     def canonical_of(self, layer: int) -> Leaves:
         return self.canonical[layer]
+
+    def shard_shape_of(self, layer: int) -> Shapes:
+        return {
+            g: jax.ShapeDtypeStruct((1, n), self._groups[g].dtype)
+            for g, n in self._widths[layer].items()
+        }
 
     def slot_shapes(self, count: int) -> Shapes:
         slots = self._leaves({g: count * n for g, n in self._chunk_width.items()})
@@ -100,7 +112,8 @@ class Packed(LayerLayout):
         width = {g: n for g, n in self._widths[example].items() if n}
         return _Columns({g: start[g] + within[g] for g in width}, width, width)
 
-    def piece_at(self, at: At, *, slot: Index = None) -> _Columns:
+    def piece_at(self, at: At, *, slot: Index = None, share: Share | None = None) -> _Columns:
+        assert share is None  # most_shares
         width = self._chunk_width
         valid = _of_chunk(self._valid, at) if slot is None else width
         return _Columns(self._starts(at, slot), width, valid)

@@ -2,14 +2,25 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import jax
 import numpy as np
 from jax import lax
 
+from jaxpipe.runtime.layout import shares
 from jaxpipe.runtime.layout.layer_layout import LayerLayout, alike
 from jaxpipe.runtime.layout.leaf import Leaf
+from jaxpipe.runtime.layout.shares import Share
 from jaxpipe.runtime.layout.splits import Splits
 from jaxpipe.runtime.types import Arrays, At, Index, Leaves, Params, Shapes, Stored
+
+
+class _Place(NamedTuple):
+    """A place in stacked arrays: a row, or a share of it."""
+
+    row: Index
+    share: Share | None
 
 
 class Stacked(LayerLayout):
@@ -26,19 +37,32 @@ class Stacked(LayerLayout):
     def slot_shapes(self, count: int) -> Shapes:
         return jax.tree.map(Leaf.struct, self._chunks(count))
 
-    def layer_at(self, at: At, example: int, *, slot: Index = None) -> Index:
+    def layer_at(self, at: At, example: int, *, slot: Index = None) -> _Place:
         return self.piece_at(at, slot=slot)
 
-    def piece_at(self, at: At, *, slot: Index = None) -> Index:
+    def piece_at(self, at: At, *, slot: Index = None, share: Share | None = None) -> _Place:
         _, chunk, number = at
-        return (chunk if slot is None else slot) * self.num_pieces + number
+        return _Place((chunk if slot is None else slot) * self.num_pieces + number, share)
 
-    def read(self, arrays: Arrays, place: Index) -> Stored:
-        return jax.tree.map(lambda w: lax.dynamic_index_in_dim(w, place, keepdims=False), arrays)
+    def read(self, arrays: Arrays, place: _Place) -> Stored:
+        row, share = place
+        if share is not None:
+            return jax.tree.map(
+                lambda leaf, w: shares.read(leaf, w, (row,), share), self.piece, arrays
+            )
+        return jax.tree.map(lambda w: lax.dynamic_index_in_dim(w, row, keepdims=False), arrays)
 
-    def write(self, arrays: Arrays, place: Index, values: Stored) -> Arrays:
+    def write(self, arrays: Arrays, place: _Place, values: Stored) -> Arrays:
+        row, share = place
+        if share is not None:
+            return jax.tree.map(
+                lambda leaf, w, value: shares.write(leaf, w, (row,), share, value),
+                self.piece,
+                arrays,
+                values,
+            )
         return jax.tree.map(
-            lambda w, value: lax.dynamic_update_index_in_dim(w, value.astype(w.dtype), place, 0),
+            lambda w, value: lax.dynamic_update_index_in_dim(w, value.astype(w.dtype), row, 0),
             arrays,
             values,
         )

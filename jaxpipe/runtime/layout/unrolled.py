@@ -10,17 +10,20 @@ import jax
 import numpy as np
 
 from jaxpipe.runtime.barriers import overwrite, run_if
+from jaxpipe.runtime.layout import shares
 from jaxpipe.runtime.layout.layer_layout import Body, Carry, LayerLayout, alike
 from jaxpipe.runtime.layout.leaf import Leaf
+from jaxpipe.runtime.layout.shares import Share
 from jaxpipe.runtime.layout.splits import Splits
 from jaxpipe.runtime.types import Arrays, At, Index, Params, Shapes, Span, Stored, Tree
 
 
 class _Place(NamedTuple):
-    """A place in unrolled arrays: the row's number, and the slot if it is in one."""
+    """A place in unrolled arrays: the row's number, the slot if it is in one, or a share of it."""
 
     number: int
     slot: Index
+    share: Share | None
 
 
 class Unrolled(LayerLayout):
@@ -49,21 +52,26 @@ class Unrolled(LayerLayout):
     def layer_at(self, at: At, example: int, *, slot: Index = None) -> _Place:
         return self.piece_at(at, slot=slot)
 
-    def piece_at(self, at: At, *, slot: Index = None) -> _Place:
+    def piece_at(self, at: At, *, slot: Index = None, share: Share | None = None) -> _Place:
         _, chunk, number = at
-        return _Place(chunk * self.num_pieces + number, slot)
+        return _Place(chunk * self.num_pieces + number, slot, share)
 
     def read(self, arrays: Arrays, place: _Place) -> Stored:
-        return arrays[place.number % len(arrays)]
+        row, share = arrays[place.number % len(arrays)], place.share
+        if share is None:
+            return row
+        return jax.tree.map(lambda leaf, w: shares.read(leaf, w, (), share), self.piece, row)
 
     def write(self, arrays: Arrays, place: _Place, values: Stored) -> Arrays:
         number = place.number % len(arrays)
 
-        def write(w: jax.Array, value: jax.Array) -> jax.Array:
+        def write(leaf: Leaf, w: jax.Array, value: jax.Array) -> jax.Array:
+            if place.share is not None:
+                return shares.write(leaf, w, (), place.share, value)
             value = value.astype(w.dtype)
             return value if place.slot is None else overwrite(w, value, place.slot)
 
-        return arrays | {number: jax.tree.map(write, arrays[number], values)}
+        return arrays | {number: jax.tree.map(write, self.piece, arrays[number], values)}
 
     def loop(
         self, span: Span, body: Body, arrays: Arrays, carry: Carry, *, down: bool = False

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -46,16 +46,30 @@ def layer_costs(
     return [by_kind[number] for number in layers.kind_of]
 
 
-def layer_bytes(pipe: Pipeline, batch: Batch, rng: Key = None) -> tuple[list[int], list[int]]:
-    """Bytes of every layer on a device: its parameters, and what F keeps of one microbatch.
+class LayerBytes(NamedTuple):
+    """Bytes of every layer on a device.
 
-    Arguments as for `layer_costs`.
+    Args:
+      parameters: its part where model axes or an axis of experts split them, else all.
+      sharded: what it has of these where data shards have a part each.
+      residuals: what F keeps of one microbatch.
     """
+
+    parameters: list[int]
+    sharded: list[int]
+    residuals: list[int]
+
+
+def layer_bytes(pipe: Pipeline, batch: Batch, rng: Key = None) -> LayerBytes:
+    """Bytes of every layer on a device; arguments as for `layer_costs`."""
     layers, _ = traced.layers(pipe, batch, rng)
     kinds = [layers.kinds[number] for number in layers.kind_of]
-    own = pipe.layout.layers.local
-    parameters = [tree_bytes(own.shape_of(n)) for n in range(len(kinds))]
-    return parameters, [tree_bytes([kind.split.until_b, kind.split.until_w]) for kind in kinds]
+    own, numbers = pipe.layout.layers.local, range(len(kinds))
+    return LayerBytes(
+        [tree_bytes(own.shape_of(n)) for n in numbers],
+        [tree_bytes(own.shard_shape_of(n)) for n in numbers],
+        [tree_bytes([kind.split.until_b, kind.split.until_w]) for kind in kinds],
+    )
 
 
 def _parts(

@@ -2,8 +2,8 @@
 
 The tick loop's buffers follow from the schedule: slots x layers x sizes; the gradients that a step
 returns are among them. Beside them the compiler keeps the values of the one layer it is running,
-which no schedule changes; that working set is read from the same model compiled at its smallest,
-two layers per stage and two microbatches.
+which no schedule changes; that working set is read from the same model compiled with two
+microbatches and a plain schedule, and with few layers if they cost time to compile.
 """
 
 from __future__ import annotations
@@ -47,10 +47,13 @@ def predicted_bytes(
         lambda leaf: jax.ShapeDtypeStruct((int(leaf.shape[0] * rows), *leaf.shape[1:]), leaf.dtype),
         batch,
     )
-    kept = tree_bytes(buffers(small, small_batch, rng, by_chunk=by_chunk))
-    working_set = compiled_bytes(small, small_batch, rng, by_chunk=by_chunk) - kept
-    shapes = buffers(pipe, batch, rng, by_chunk=by_chunk)
-    return {name: tree_bytes(tree) for name, tree in shapes.items()} | {"working_set": working_set}
+    found, of_small = (
+        {name: tree_bytes(tree) for name, tree in buffers(*args, rng, by_chunk=by_chunk).items()}
+        for args in ((pipe, batch), (small, small_batch))
+    )
+    beside = compiled_bytes(small, small_batch, rng, by_chunk=by_chunk) - sum(of_small.values())
+    working_set = beside + _free(small, of_small) - _free(pipe, found)
+    return found | {"working_set": max(working_set, 0)}
 
 
 def compiled_bytes(
@@ -99,24 +102,38 @@ def tree_bytes(shapes: Shapes) -> int:
     return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(shapes))
 
 
-def _smallest(pipe: Pipeline) -> Pipeline:
-    """The same model, mesh and options with two microbatches, and two layers per chunk if they are
-    alike.
+def _free(pipe: Pipeline, found: dict[str, int]) -> int:
+    """Bytes of buffers that nothing uses while layers run: their room is for the working set.
 
-    Two, because the compiler simplifies where it knows that there is one. Where chunks of the
+    The finished gradients are written after the last tick if nothing is reduced before.
+    """
+    reduces = pipe.table.reduces
+    return 0 if reduces.whole or reduces.shared.any() else found.get("reduced", 0)
+
+
+def _smallest(pipe: Pipeline) -> Pipeline:
+    """The same model, mesh and options with two microbatches and one chunk per stage.
+
+    Two, because the compiler simplifies where it knows that there is one; also two layers that are
+    alike if each has a loop body or an array of its own. Stacked layers stay as many as they are,
+    for the compiler packs its values into memory in the order of their sizes: how well those of a
+    layer fit depends on which of them are larger than the arrays of all. Where chunks of the
     pipeline have one layer, so have these: then the gradient of a layer is that of its chunk, and
     not a copy beside it.
     """
     stages, chunks, layers = pipe.schedule.num_stages, 1, 2
     params = dict(pipe.canonical_params)
     if pipe.model.layers_are_alike:
-        if max(pipe.table.layer_counts) == 1:
+        largest = max(pipe.table.layer_counts)
+        if largest == 1:
             chunks, layers = min(2, pipe.schedule.num_chunks), 1
+        elif pipe.weights == "stacked":
+            layers = largest * pipe.schedule.num_chunks
         held = layers * chunks * stages
         params["layers"] = jax.tree.map(
             lambda w: jax.ShapeDtypeStruct((held, *w.shape[1:]), w.dtype), params["layers"]
         )
-    fused = any(action.kind is Kind.BW for action in pipe.schedule.orders[0])
+    fused = Kind.BW in pipe.table.passes
     schedule = one_f_one_b(stages, 2, fused=fused)
     if chunks > 1:
         schedule = breadth_first(stages, 2, num_chunks=chunks, fused=fused)
@@ -138,5 +155,6 @@ def _smallest(pipe: Pipeline) -> Pipeline:
         remat=pipe.remat,
         zero=pipe.zero,
         weights=pipe.weights,
+        weight_slots=pipe.weight_slots,
         states=pipe.canonical_states,
     )

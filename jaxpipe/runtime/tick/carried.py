@@ -31,8 +31,8 @@ class Carried:
       shared_gradients: this stage's share of those of what its layers share; None for nothing.
       finished: what finished gradients have become.
       collected: what the head has returned: sums of loss and metrics, or outputs.
-      layer_losses: the sums of the losses of this stage's layers, one per minibatch in flight,
-        float32; None if no layer has a loss.
+      layer_losses: the sums of the losses and metrics of this stage's layers, one per minibatch in
+        flight; None if no layer has a loss.
       states: the layers' states.
       input_gradients: of the batch's arrays whose gradients are wanted, ``[rows, m, ...]``.
     """
@@ -47,7 +47,7 @@ class Carried:
     shared_gradients: Gradients
     finished: Any
     collected: Tree
-    layer_losses: jax.Array | None
+    layer_losses: Tree
     states: States
     input_gradients: list[jax.Array]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from functools import partial
 from typing import Protocol
 
 import jax
@@ -24,8 +25,8 @@ class Collector(Protocol):
     def add(self, collected: Tree, new: Tree, i: Index) -> Tree:
         """What is collected with what the head returns for microbatch i."""
 
-    def result(self, collected: Tree, layer_losses: jax.Array | None) -> Tree:
-        """What a step returns; ``layer_losses`` is the sum over layers of this stage, if any."""
+    def result(self, collected: Tree, layer_losses: Tree) -> Tree:
+        """What a step returns; ``layer_losses`` are the sums over layers of this stage, if any."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,11 +36,13 @@ class Losses:
     Args:
       shapes: of what the head returns for a microbatch, made `losses.addable`.
       microbatches: of a step.
+      layers: how many have losses.
       axes: the mesh axes by their use.
     """
 
     shapes: Shapes
     microbatches: int
+    layers: int
     axes: Axes
 
     def empty(self) -> Tree:
@@ -48,7 +51,7 @@ class Losses:
     def add(self, collected: Tree, new: Tree, i: Index) -> Tree:
         return jax.tree.map(jnp.add, collected, losses.addable(new))
 
-    def result(self, collected: Tree, layer_losses: jax.Array | None) -> Tree:
+    def result(self, collected: Tree, layer_losses: Tree) -> Tree:
         """The same on every device."""
 
         def mean(w: jax.Array) -> jax.Array:
@@ -58,14 +61,13 @@ class Losses:
             return lax.psum(tree, self.axes.peers)
 
         copies = lax.axis_size(self.axes.model)
-        result = losses.combined(
-            collected, self.microbatches, mean=mean, total=total, copies=copies
-        )
+        combined = partial(losses.combined, mean=mean, total=total, copies=copies)
+        result = combined(collected, self.microbatches)
         if layer_losses is None:
             return result
-        of_layers = lax.psum(mean(layer_losses / self.microbatches), self.axes.stage)
-        loss, metrics = losses.parts(result)
-        return loss + of_layers if metrics is None else (loss + of_layers, metrics)
+        loss, metrics = losses.parts(lax.psum(layer_losses, self.axes.stage))
+        metrics = combined(metrics, self.microbatches * self.layers)
+        return losses.with_metrics(result, mean(loss / self.microbatches), metrics)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -90,7 +92,7 @@ class Outputs:
             lambda kept, w: lax.dynamic_update_index_in_dim(kept, w, i, 1), collected, new
         )
 
-    def result(self, collected: Tree, layer_losses: jax.Array | None) -> Tree:
+    def result(self, collected: Tree, layer_losses: Tree) -> Tree:
         """This data shard's rows, the same on every stage."""
         return jax.tree.map(lambda w: w.reshape(-1, *w.shape[2:]), collected)
 

@@ -128,7 +128,9 @@ def start(fixed: Fixed, held: Tree, outer: Gradients, states: States) -> Carried
         shared_gradients=None if sink is None else sums.get(SHARED),
         finished=None if sink is None else sink.finished(found),
         collected=fixed.collector.empty(),
-        layer_losses=jnp.zeros(1, jnp.float32) if fixed.adds_layer_losses else None,
+        layer_losses=jax.tree.map(
+            lambda leaf: jnp.zeros((1, *leaf.shape), leaf.dtype), fixed.layer_losses
+        ),
         states=jax.tree.map(lambda w: w[0], states),
         input_gradients=[],
     )
@@ -174,7 +176,7 @@ def run_ticks(
     carried = _run_rows(fixed, batch, carried.but(weights=held))
     if sink is not None and sink.reduces(fixed):
         carried = _at_edge(table.reduces.edge, fixed.stage, partial(sink.chunk, fixed), carried)
-    layer_losses = None if carried.layer_losses is None else carried.layer_losses[0]
+    layer_losses = jax.tree.map(lambda w: w[0], carried.layer_losses)
     value = fixed.collector.result(carried.collected, layer_losses)
     return value, carried, jax.tree.map(lambda w: w[None], average(carried.states, fixed.axes))
 

@@ -185,10 +185,11 @@ class Fixed:
     # Losses.
 
     @property
-    def adds_layer_losses(self) -> bool:
-        """Whether layers have losses of their own that are wanted."""
-        has_losses = any(kind.split.has_loss for kind in self.layers.kinds)
-        return has_losses and not self.setup.outputs
+    def layer_losses(self) -> Shapes:
+        """Shapes of a layer's own loss and metrics, made `losses.addable`; None if there are none,
+        or none are wanted."""
+        found = None if self.setup.outputs else next(iter(_layer_losses(self.layers)), None)
+        return jax.eval_shape(losses.addable, found)
 
     def loss_scale(self, batch: Microbatches, i: Index) -> float | jax.Array:
         """The cotangent of a microbatch's loss."""
@@ -255,7 +256,7 @@ def fix(
     kind_of = np.where(rows < 0, -1, np.asarray(layers.kind_of, np.int32)[rows])
     leaves = [jax.tree.leaves(x) for x in layers.activations]
     y = layers.activations[layers.last]
-    collector, weight = _leaving(setup, outer, y, rows_of_one, rng)
+    collector, weight = _leaving(setup, layers, outer, y, rows_of_one, rng)
     return Fixed(
         setup,
         weights,
@@ -293,10 +294,17 @@ def _mean_scale(setup: Setup) -> float:
     return 1 / (setup.table.schedule.step_microbatches * lax.axis_size(setup.layout.axes.peers))
 
 
+def _layer_losses(layers: Layers) -> list[Shapes]:
+    """Shapes of the losses and metrics of all layers that have any."""
+    found = [layers.kinds[number].split.loss for number in layers.kind_of]
+    return [one for one in found if one is not None]
+
+
 def _leaving(
-    setup: Setup, outer: OuterParams, y: Activation, rows: Batch, rng: Key
+    setup: Setup, layers: Layers, outer: OuterParams, y: Activation, rows: Batch, rng: Key
 ) -> tuple[Collector, Callable[[Tree], jax.Array] | None]:
-    """`Fixed.collector` and `Fixed.weight`; raises ValueError for what the head may not return."""
+    """`Fixed.collector` and `Fixed.weight`; raises ValueError for what head and layers may not
+    return."""
     microbatches, model = setup.table.schedule.step_microbatches, setup.model
     name = "output" if setup.outputs else "head_loss"
     result = output_shapes(
@@ -312,8 +320,10 @@ def _leaving(
         check_output(result, rows)
         return Outputs(result, microbatches), None
     losses.check_head_loss(result)
+    of_layers = _layer_losses(layers)
+    losses.check_metrics_of_layers(of_layers, result)
     weight = None
     if setup.trains and isinstance(losses.parts(result)[0], losses.Weighted):
         weight = losses.weight_of(model.head_loss, outer, y, (rows, rng), setup.inputs)
     shapes = jax.eval_shape(losses.addable, result)
-    return Losses(shapes, microbatches, setup.layout.axes), weight
+    return Losses(shapes, microbatches, len(of_layers), setup.layout.axes), weight

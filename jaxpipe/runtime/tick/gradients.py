@@ -12,10 +12,11 @@ from jax import lax
 from jaxpipe.runtime.barriers import tie
 from jaxpipe.runtime.layout.data_axis import reduce_gradients
 from jaxpipe.runtime.layout.leaf import Leaf
+from jaxpipe.runtime.layout.shares import Share, share_of
 from jaxpipe.runtime.layout.whole_model import SHARED
 from jaxpipe.runtime.tick.carried import Carried
 from jaxpipe.runtime.tick.fixed import Fixed
-from jaxpipe.runtime.tick.pieces import spans
+from jaxpipe.runtime.tick.pieces import pieces_of
 from jaxpipe.runtime.tick.work import LayerWork
 from jaxpipe.runtime.types import Arrays, Gradients, Index, Shapes, Stored, Tree
 from jaxpipe.schedule.lowering.table import Outer, Row, Transfer
@@ -109,13 +110,13 @@ class Summed(GradientSink):
     def chunk(self, fixed: Fixed, carried: Carried, transfer: Transfer) -> Carried:
         def body(chunk: Index, number: Index, sums_and_reduced: Any) -> Any:
             sums, reduced = sums_and_reduced
-            total = fixed.params.read(sums, self._place(fixed, chunk, number, transfer))
+            total = fixed.params.read(sums, self._place(fixed, chunk, number, transfer, None))
             if not self._in_place:
                 total, reduced = tie(total, reduced)
-            shards = self._reduced(fixed, total)
+            shards = self._reduced(fixed, total, 1)
             if self._in_place:
-                return self._put(fixed, chunk, number, sums, shards), reduced
-            return sums, self._put(fixed, chunk, number, reduced, shards)
+                return self._put(fixed, chunk, number, None, sums, shards), reduced
+            return sums, self._put(fixed, chunk, number, None, reduced, shards)
 
         through = carried.gradients, carried.finished
         sums, reduced = fixed.params.loop_pieces(transfer.chunk, body, through)
@@ -124,7 +125,10 @@ class Summed(GradientSink):
     def moving(self, fixed: Fixed) -> Shapes:
         reduces = fixed.table.reduces
         pieces = [
-            jax.tree.map(lambda leaf, part=part: leaf.struct(sharded=part), fixed.params.piece)
+            jax.tree.map(
+                lambda leaf, part=part: leaf.struct(sharded=part),
+                share_of(fixed.params.piece, reduces.shares),
+            )
             for part in ((False,) if self._in_place else (False, True))
         ]
         return pieces * reduces.group if self.reduces(fixed) and reduces.shared.any() else []
@@ -132,15 +136,18 @@ class Summed(GradientSink):
     @jax.named_scope("reduce")
     def start(self, fixed: Fixed, carried: Carried, transfer: Transfer) -> tuple[Carried, Pieces]:
         params, sums, pieces = fixed.params, carried.gradients, []
+        reduces = fixed.table.reduces
+        leaves = share_of(params.piece, reduces.shares)
+        empty = jax.tree.map(lambda leaf: jnp.zeros_like(leaf.struct()), leaves)
+        for span, share in pieces_of(reduces, transfer):
+            # The sums pass through the loop, so that it comes before those that write them.
+            def read(
+                chunk: Index, number: Index, sums: Arrays, _: Stored, share: Share | None = share
+            ) -> Any:
+                return sums, params.read(sums, self._place(fixed, chunk, number, transfer, share))
 
-        # The sums pass through the loop, so that it comes before those that write them.
-        def read(chunk: Index, number: Index, sums: Arrays, _: Stored) -> Any:
-            return sums, params.read(sums, self._place(fixed, chunk, number, transfer))
-
-        empty = jax.tree.map(lambda leaf: jnp.zeros_like(leaf.struct()), params.piece)
-        for span in spans(fixed.table.reduces, transfer):
             sums, total = params.loop(span, read, sums, empty)
-            pieces.append(self._reduced(fixed, total))
+            pieces.append(self._reduced(fixed, total, reduces.shares))
         return carried.but(gradients=sums), pieces
 
     @jax.named_scope("store_reduced")
@@ -148,27 +155,49 @@ class Summed(GradientSink):
         name = "gradients" if self._in_place else "finished"
         arrays = getattr(carried, name)
 
-        def put(chunk: Index, number: Index, arrays: Arrays, shards: Stored) -> Any:
-            return self._put(fixed, chunk, number, arrays, shards), shards
+        moved = zip(pieces_of(fixed.table.reduces, transfer), pieces, strict=True)
+        for (span, share), shards in moved:
 
-        for span, shards in zip(spans(fixed.table.reduces, transfer), pieces, strict=True):
+            def put(
+                chunk: Index,
+                number: Index,
+                arrays: Arrays,
+                shards: Stored,
+                share: Share | None = share,
+            ) -> Any:
+                return self._put(fixed, chunk, number, share, arrays, shards), shards
+
             arrays, _ = fixed.params.loop(span, put, arrays, shards)
         return carried.but(**{name: arrays})
 
-    def _place(self, fixed: Fixed, chunk: Index, number: Index, transfer: Transfer) -> Any:
-        """Where the sums of a piece lie."""
+    def _place(
+        self,
+        fixed: Fixed,
+        chunk: Index,
+        number: Index,
+        transfer: Transfer,
+        share: Share | None,
+    ) -> Any:
+        """Where the sums of a piece lie, or of a share of it."""
         slot = transfer.slot if self._in_slots else None
-        return fixed.params.piece_at((fixed.stage, chunk, number), slot=slot)
+        return fixed.params.piece_at((fixed.stage, chunk, number), slot=slot, share=share)
 
-    def _reduced(self, fixed: Fixed, total: Stored) -> Stored:
-        return reduce_gradients(total, fixed.params.piece, fixed.axes, zero=fixed.setup.zero)
+    def _reduced(self, fixed: Fixed, total: Stored, shares: int) -> Stored:
+        leaves = share_of(fixed.params.piece, shares)
+        return reduce_gradients(total, leaves, fixed.axes, zero=fixed.setup.zero)
 
     def _put(
-        self, fixed: Fixed, chunk: Index, number: Index, arrays: Arrays, shards: Stored
+        self,
+        fixed: Fixed,
+        chunk: Index,
+        number: Index,
+        share: Share | None,
+        arrays: Arrays,
+        shards: Stored,
     ) -> Arrays:
         """The finished gradients with those of a piece, of which there may be some already."""
         put = fixed.params.write if self._in_place else fixed.params.add
-        return put(arrays, fixed.params.piece_at((fixed.stage, chunk, number)), shards)
+        return put(arrays, fixed.params.piece_at((fixed.stage, chunk, number), share=share), shards)
 
     def result(self, fixed: Fixed, carried: Carried) -> Gradients:
         """The finished gradients of this device, shaped like its placed parameters."""

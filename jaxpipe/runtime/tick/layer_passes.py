@@ -23,7 +23,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxpipe.runtime.barriers import run_if, tie, tie_to_smallest
-from jaxpipe.runtime.layers.losses import WithLoss
+from jaxpipe.runtime.layers.losses import WithLoss, addable
 from jaxpipe.runtime.layout.buffers import at_slot, put_slot
 from jaxpipe.runtime.tick.carried import Carried
 from jaxpipe.runtime.tick.fixed import Fixed
@@ -231,14 +231,18 @@ def _add_gradient(work: LayerWork, through: Through, dparams: LayerParams) -> Th
     return through.but(gradients=sums)
 
 
-def _add_loss(work: LayerWork, through: Through, loss: jax.Array) -> Through:
-    """Adds a layer's loss to the sum of its minibatch."""
+def _add_loss(work: LayerWork, through: Through, loss: Tree) -> Through:
+    """Adds a layer's loss and metrics to the sums of its minibatch."""
     sums = through.carried.layer_losses
     if sums is None:  # only outputs are wanted
         return through
     minibatch = work.cell.microbatch // work.fixed.table.schedule.step_microbatches
-    mine = jnp.arange(len(sums)) == minibatch % len(sums)
-    return through.but(layer_losses=sums + jnp.where(mine, loss, 0))
+
+    def add(kept: jax.Array, new: jax.Array) -> jax.Array:
+        mine = jnp.arange(len(kept)) == minibatch % len(kept)
+        return kept + jnp.where(mine.reshape(-1, *[1] * new.ndim), new, 0)
+
+    return through.but(layer_losses=jax.tree.map(add, sums, addable(loss)))
 
 
 def _layer_state(work: LayerWork, through: Through) -> Tree:

@@ -1,20 +1,34 @@
-"""Pieces of chunks that move over data while layers run."""
+"""Pieces of chunks, and shares of them, that move over data while layers run."""
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import jax.numpy as jnp
 
+from jaxpipe.runtime.layout.shares import Share
 from jaxpipe.runtime.types import Span
 from jaxpipe.schedule.lowering.table import NONE, Transfer, Transfers
 
 
-def spans(transfers: Transfers, transfer: Transfer) -> list[Span]:
-    """The pieces that a stage moves in a tick, each a span of one: of none if it moves nothing.
+class Piece(NamedTuple):
+    """What moves: a span of one piece, or of none, and which share of it, if not all."""
+
+    span: Span
+    share: Share | None
+
+
+def pieces_of(transfers: Transfers, transfer: Transfer) -> list[Piece]:
+    """What a stage moves in a tick.
 
     All stages take part in a transfer, since a loop would keep it from running beside layers; one
     that has nothing to move reads zeros, and writes nothing.
     """
-    count = jnp.where(transfer.chunk == NONE, 0, 1)
+    count, of = jnp.where(transfer.chunk == NONE, 0, 1), transfers.shares
     chunk = jnp.maximum(transfer.chunk, 0)
-    firsts = [transfer.piece + n for n in range(transfers.group)]
-    return [(chunk, first, first + count) for first in firsts]
+    found = []
+    for first in (transfer.piece + n for n in range(transfers.group)):
+        number = first // of
+        share = None if of == 1 else Share(first % of, of)
+        found.append(Piece((chunk, number, number + count), share))
+    return found

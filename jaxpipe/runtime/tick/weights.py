@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import abc
 import functools
+import itertools
 from collections.abc import Sequence
 from typing import Any, ClassVar, NamedTuple, TypeAlias, TypeVar
 
@@ -13,8 +14,9 @@ import jax.numpy as jnp
 from jaxpipe.runtime.barriers import tie
 from jaxpipe.runtime.layout.data_axis import gather
 from jaxpipe.runtime.layout.leaf import Leaf
+from jaxpipe.runtime.layout.shares import Share, share_of
 from jaxpipe.runtime.tick.fixed import Fixed, Setup
-from jaxpipe.runtime.tick.pieces import spans
+from jaxpipe.runtime.tick.pieces import pieces_of
 from jaxpipe.runtime.tick.work import LayerWork
 from jaxpipe.runtime.trees import combine
 from jaxpipe.runtime.types import Arrays, At, Index, OuterParams, Shapes, Stored, Tree
@@ -132,11 +134,11 @@ class Gathered(WeightSource):
     def gather(self, fixed: Fixed, held: Held, transfer: Transfer) -> Held:
         def body(chunk: Index, number: Index, slots: list[Arrays]) -> list[Arrays]:
             at = (fixed.stage, chunk, number)
-            shards, slots = self._shards(fixed, held, at, slots)
+            shards, slots = self._shards(fixed, held, at, None, slots)
             return [
                 layout.write(slot, layout.piece_at(at, slot=transfer.slot), whole)
                 for layout, slot, whole in zip(
-                    fixed.setup.layer_layouts, slots, self._whole(fixed, shards), strict=True
+                    fixed.setup.layer_layouts, slots, self._whole(fixed, shards, 1), strict=True
                 )
             ]
 
@@ -149,53 +151,74 @@ class Gathered(WeightSource):
 
     @jax.named_scope("gather")
     def start(self, fixed: Fixed, held: Held, transfer: Transfer) -> Pieces:
-        def read(chunk: Index, number: Index, nothing: Arrays, shards: list[Stored]) -> Any:
-            return nothing, self._shards(fixed, held, (fixed.stage, chunk, number), shards)[0]
-
+        gathers = fixed.table.gathers
         shapes = self._piece_shapes(fixed, sharded=True)
         empty, pieces = jax.tree.map(jnp.zeros_like, shapes), []
-        for span in spans(fixed.table.gathers, transfer):
+        for span, share in pieces_of(gathers, transfer):
+
+            def read(
+                chunk: Index,
+                number: Index,
+                nothing: Arrays,
+                shards: list[Stored],
+                share: Share | None = share,
+            ) -> Any:
+                at = fixed.stage, chunk, number
+                return nothing, self._shards(fixed, held, at, share, shards)[0]
+
             _, shards = fixed.params.loop(span, read, {}, empty)
-            pieces.append(self._whole(fixed, shards))
+            pieces.append(self._whole(fixed, shards, gathers.shares))
         return pieces
 
     @jax.named_scope("store_gathered")
     def finish(self, fixed: Fixed, held: Held, pieces: Pieces, transfer: Transfer) -> Held:
         slots = list(held.copies)
-        for span, piece in zip(spans(fixed.table.gathers, transfer), pieces, strict=True):
-            for n, layout in enumerate(fixed.setup.layer_layouts):
+        moved = zip(pieces_of(fixed.table.gathers, transfer), pieces, strict=True)
+        for ((span, share), piece), (n, layout) in itertools.product(
+            moved, enumerate(fixed.setup.layer_layouts)
+        ):
 
-                def write(
-                    chunk: Index, number: Index, slot: Arrays, one: Stored, layout: Any = layout
-                ) -> Any:
-                    at = (fixed.stage, chunk, number)
-                    return layout.write(slot, layout.piece_at(at, slot=transfer.slot), one), one
+            def write(
+                chunk: Index,
+                number: Index,
+                slot: Arrays,
+                one: Stored,
+                layout: Any = layout,
+                share: Share | None = share,
+            ) -> Any:
+                at = (fixed.stage, chunk, number)
+                place = layout.piece_at(at, slot=transfer.slot, share=share)
+                return layout.write(slot, place, one), one
 
-                slots[n], _ = layout.loop(span, write, slots[n], piece[n])
+            slots[n], _ = layout.loop(span, write, slots[n], piece[n])
         return held._replace(copies=slots)
 
     def _shards(
-        self, fixed: Fixed, held: Held, at: At, carried: Carry
+        self, fixed: Fixed, held: Held, at: At, share: Share | None, carried: Carry
     ) -> tuple[list[Stored], Carry]:
-        """This data shard's part of a piece, in the dtypes that are gathered, tied to a value."""
+        """This data shard's part of a piece, or of a share of it, in the dtypes that are gathered,
+        tied to a value."""
         shards = [
-            layout.read(one, layout.piece_at(at))
+            layout.read(one, layout.piece_at(at, share=share))
             for layout, one in zip(fixed.setup.layer_layouts, held.layers, strict=True)
         ]
         shards, carried = tie(shards, carried)
         return _cast_pieces(fixed.setup, shards), carried
 
     def _piece_shapes(self, fixed: Fixed, *, sharded: bool) -> Shapes:
-        """Shapes of a piece of all layouts, or of one of its parts, as they are gathered."""
+        """Shapes of what moves of all layouts, or of a data shard's part, as they are gathered."""
         own = [
-            jax.tree.map(lambda leaf: leaf.struct(sharded=sharded), layout.piece)
+            jax.tree.map(
+                lambda leaf: leaf.struct(sharded=sharded),
+                share_of(layout.piece, fixed.table.gathers.shares),
+            )
             for layout in fixed.setup.layer_layouts
         ]
         return jax.eval_shape(functools.partial(_cast_pieces, fixed.setup), own)
 
-    def _whole(self, fixed: Fixed, shards: list[Stored]) -> list[Stored]:
+    def _whole(self, fixed: Fixed, shards: list[Stored], shares: int) -> list[Stored]:
         pairs = zip(shards, fixed.setup.layer_layouts, strict=True)
-        return [gather(one, layout.piece, fixed.axes) for one, layout in pairs]
+        return [gather(one, share_of(layout.piece, shares), fixed.axes) for one, layout in pairs]
 
     def layer(self, work: LayerWork) -> list[Stored]:
         return work.read(work.held.copies, slot=work.cell.weights)

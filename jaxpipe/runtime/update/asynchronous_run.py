@@ -81,9 +81,11 @@ def empty_flight(setup: Setup, rules: Rules, state: AsyncState) -> dict[str, Any
     rotating = jax.tree.map(lambda w: jnp.zeros((num_sums, *w.shape), w.dtype), sums["embed"])
     carried = executor.start(fixed, _held(own), sums | {"embed": rotating}, own["states"])
     norms = dict.fromkeys((*PARTS, "total"), jnp.zeros((), jnp.float32))
-    carried = carried.but(finished=Optimized({}, {}, norms))
-    if fixed.adds_layer_losses:
-        carried = carried.but(layer_losses=jnp.zeros(1 + rules.steady.loss_lag, jnp.float32))
+    late = 1 + rules.steady.loss_lag
+    carried = carried.but(
+        finished=Optimized({}, {}, norms),
+        layer_losses=jax.tree.map(lambda w: jnp.repeat(w, late, axis=0), carried.layer_losses),
+    )
     weighted = fixed.weight is not None
     scale = jnp.zeros(rules.steady.num_slots, jnp.float32) if weighted else None
     return _in_flight(carried) | _present(scale=scale)
@@ -206,8 +208,8 @@ def _average_states(
 
 
 def _left(steady: SteadyState, carried: Carried, row: Row) -> tuple[Carried, tuple[Tree, Tree]]:
-    """What is collected of the minibatch whose last microbatch has left in this tick, and the sum
-    of its layers' losses; NaN, or 0 for integers, if there is none."""
+    """What is collected of the minibatch whose last microbatch has left in this tick, and the sums
+    of its layers' losses and metrics; NaN, or 0 for integers, if there is none."""
     ends = (row.outer.head != NONE) & steady.updates(row.outer.head)
 
     def if_ends(w: jax.Array) -> jax.Array:
@@ -218,12 +220,15 @@ def _left(steady: SteadyState, carried: Carried, row: Row) -> tuple[Carried, tup
     carried = carried.but(
         collected=jax.tree.map(lambda w: jnp.where(ends, 0, w), carried.collected)
     )
-    sums = carried.layer_losses
-    if sums is None:
-        return carried, (left, None)
-    slot = row.outer.head // steady.num_microbatches % len(sums)
-    kept = jnp.where(ends & (jnp.arange(len(sums)) == slot), 0, sums)
-    return carried.but(layer_losses=kept), (left, if_ends(sums[slot]))
+    sums, late = carried.layer_losses, 1 + steady.loss_lag
+    slot = row.outer.head // steady.num_microbatches % late
+
+    def cleared(w: jax.Array) -> jax.Array:
+        leaves = ends & (jnp.arange(late) == slot)
+        return jnp.where(leaves.reshape(-1, *[1] * (w.ndim - 1)), 0, w)
+
+    kept, gone = jax.tree.map(cleared, sums), jax.tree.map(lambda w: if_ends(w[slot]), sums)
+    return carried.but(layer_losses=kept), (left, gone)
 
 
 def _last_ones(steady: SteadyState, num_ticks: int, *, drains: bool) -> np.ndarray:

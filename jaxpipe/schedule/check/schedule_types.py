@@ -40,6 +40,8 @@ def _values(schedule: Schedule) -> Iterator[_Value]:
     yield f"num_microbatches={m!r}", m, isinstance(m, int), "int"
     yield "peak_in_flight", peak, peak is None or _is_row(peak, (int, float)), integers
     yield from _in_rows("orders", schedule.orders, _is_action, "an Action (int, Kind, int)")
+    overlapped = schedule.overlapped
+    yield "overlapped", overlapped, _is_row(overlapped, Action), "a tuple of nothing but Action"
     if schedule.slices is not None:
         expected = "a Slice (int, Action, int, int)"
         yield from _in_rows("slices", schedule.slices, _is_slice, expected)

@@ -65,6 +65,7 @@ def validate(
     shape, (out_of_range, actions) = list(checks.shape()), checks.actions()
     # An index out of range may be why the shape is wrong.
     problems = shape + out_of_range if shape else out_of_range + actions
+    problems += [] if problems else checks.pairs()
     # A walk with inbox slots means something only once every sender and receiver is in place.
     walked = walk(schedule, inbox_slots=None if problems else inbox_slots)
     if not problems:
@@ -81,10 +82,10 @@ def simulated_only(schedule: Schedule) -> Iterator[Problem]:
     if copies > 1:
         rule = f"{why} needs {copies} copies of the model's weights, and the runtime keeps one"
         yield Problem("schedule", schedule.name, rule, ("hanayo", "dualpipe-v"))
-    if {Kind.B, Kind.BW} <= {action.kind for order in schedule.orders for action in order}:
+    if schedule.slices is not None and schedule.mixes_backwards:
         rule = (
-            f"{why} has both B and BW, and the program runs one kind of backward: B and W, or BW, "
-            "for every microbatch"
+            f"{why} has slices of both B and BW, and the program runs one kind of backward in "
+            "slices: B and W, or BW, for every microbatch"
         )
         yield Problem("schedule", schedule.name, rule)
 
@@ -162,6 +163,30 @@ class _Checks:
                         both = "split and fused backward for one virtual stage and microbatch"
                         fault(others, d, k, f"mixes {both}.")
         return outside, others + list(itertools.islice(self._missing(seen), MAX_MISSING))
+
+    def pairs(self) -> Iterator[Fault]:
+        """The overlapped F that cannot run together with what follows them."""
+        schedule = self.schedule
+        places = {
+            action: (d, k, order[k + 1] if k + 1 < len(order) else None)
+            for d, order in enumerate(schedule.orders)
+            for k, action in enumerate(order if schedule.overlapped else ())
+        }
+        if schedule.overlapped and schedule.slices is not None:
+            yield Fault("It has slices, which say what runs together, and overlapped pairs.")
+        for action in schedule.overlapped:
+            d, k, after = places.get(action, (None, None, None))
+            text = f"{self.spell(action)} is overlapped, and must be an F of the schedule"
+            if action.kind is not Kind.F or d is None:
+                yield Fault(f"{text}.")
+            elif (
+                after is None
+                or after.kind not in (Kind.B, Kind.BW)
+                or after.microbatch == action.microbatch
+            ):
+                shown = "nothing" if after is None else self.spell(after)
+                rule = "directly followed by a backward of another microbatch on its stage"
+                yield Fault(f"{text}, {rule}: {shown} follows.", d, k)
 
     def _missing(self, seen: dict[int, int]) -> Iterator[Fault]:
         schedule, m = self.schedule, self.schedule.num_microbatches

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+from collections.abc import Sequence
 
 from jaxpipe.schedule.actions import Action, Kind, Schedule, dependencies
 
@@ -13,7 +14,8 @@ class Walk:
     """How far the stages get when each runs its order as its inputs arrive.
 
     Args:
-      order: the stages that run their next action, in an order that respects every dependency.
+      order: the stages that run their next action, or overlapped pair (`Schedule.units`), in an
+        order that respects every dependency.
       ticks: ``ticks[d][k]`` is the earliest tick of stage ``d``'s action ``k``; shorter than the
         stage's order where the stage stops for good.
       blockers: for every stage that stops, the thing its next action waits for: a result (a fused
@@ -92,7 +94,8 @@ class Results:
 
 
 def walk(schedule: Schedule, *, inbox_slots: int | None = None) -> Walk:
-    """Runs the orders greedily: one action per stage and tick, a message arrives one tick later.
+    """Runs the orders greedily: one action, or overlapped pair, per stage and tick; a message
+    arrives one tick later.
 
     The result does not depend on which stage goes first: each stage has one fixed order and each
     inbox one sender and one receiver. A stage that stops here therefore stops in every execution.
@@ -104,7 +107,7 @@ def walk(schedule: Schedule, *, inbox_slots: int | None = None) -> Walk:
         the sender waits for a free slot. None for no limit. Virtual stages and microbatches must
         then be in range.
     """
-    results = Results(schedule)
+    results, together = Results(schedule), frozenset(schedule.overlapped)
     frees = {} if inbox_slots is None else _frees(schedule, results, inbox_slots)
     walked = Walk([], [[] for _ in schedule.orders], {})
     done: dict[int, int] = {}  # result -> tick
@@ -116,26 +119,32 @@ def walk(schedule: Schedule, *, inbox_slots: int | None = None) -> Walk:
         order, ticks = schedule.orders[stage], walked.ticks[stage]
         walked.blockers.pop(stage, None)
         tick = ticks[-1] if ticks else -1
-        for position in range(len(ticks), len(order)):
-            action = order[position]
-            number, inputs = results.first(action)
-            number += action.microbatch
-            for needed in inputs:
-                needed += action.microbatch
-                if needed not in done:
-                    walked.blockers[stage] = results.action(needed)
-                    return needed
-                if done[needed] > tick:
-                    tick = done[needed]
-            if number in frees and frees[number] not in done:
-                walked.blockers[stage] = results.receiver(action)
-                return frees[number]
+        while len(ticks) < len(order):
+            action = order[len(ticks)]
+            unit: Sequence[Action] = (action,)
+            if together and action in together:
+                unit = order[len(ticks) : len(ticks) + 2]
+            for action in unit:
+                number, inputs = results.first(action)
+                number += action.microbatch
+                for needed in inputs:
+                    needed += action.microbatch
+                    if needed not in done:
+                        walked.blockers[stage] = results.action(needed)
+                        return needed
+                    if done[needed] > tick:
+                        tick = done[needed]
+                if number in frees and frees[number] not in done:
+                    walked.blockers[stage] = results.receiver(action)
+                    return frees[number]
             tick += 1
-            ticks.append(tick)
             walked.order.append(stage)
-            if action.kind is not Kind.W:
-                done.setdefault(number, tick)
-                ready.extend(waiting.pop(number, ()))
+            for action in unit:
+                ticks.append(tick)
+                if action.kind is not Kind.W:
+                    number = results.number(action)
+                    done.setdefault(number, tick)
+                    ready.extend(waiting.pop(number, ()))
         return None
 
     while ready:

@@ -3,6 +3,7 @@
 There is one row per stage and one cell per tick, empty where the stage is idle; a cell is virtual
 stage, kind, microbatch. The kinds have PyTorch's names (``torch.distributed.pipelining``, format
 "compute_only"): F forward, I backward for the input, W backward for the weights, B *full* backward.
+A forward and a backward that run together are one cell, ``(0F1;3B0)OVERLAP_F_B``.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ _LETTERS = {Kind.F: "F", Kind.B: "I", Kind.W: "W", Kind.BW: "B"}
 _KINDS = {letter: kind for kind, letter in _LETTERS.items()}
 # Nine digits: more than any schedule needs, and quick to convert.
 _CELL = re.compile(r"([0-9]{1,9})([FIWB])([0-9]{1,9})")
+_PAIR = re.compile(r"\(([^;]*);([^;]*)\)OVERLAP_F_B")
 _COMMUNICATION = re.compile(r"[0-9]+(UNSHARD|RESHARD|REDUCE_GRAD|(SEND|RECV)_[FB])[0-9]*")
 
 
@@ -54,10 +56,11 @@ def write_csv(schedule: Schedule) -> str:
     num_ticks = 1 + max(row[-1] for row in table)
     written = io.StringIO()
     writer = csv.writer(written, lineterminator="\n")
-    for row, order in zip(table, schedule.orders, strict=True):
+    for d, row in enumerate(table):
         cells = [""] * num_ticks
-        for tick, action in zip(row, order, strict=True):
-            cells[tick] = _cell(action)
+        for tick, unit in zip(dict.fromkeys(row), schedule.units(d), strict=True):
+            parts = ";".join(map(_cell, unit))
+            cells[tick] = parts if len(unit) == 1 else f"({parts})OVERLAP_F_B"
         writer.writerow(cells)
     return written.getvalue()
 
@@ -98,7 +101,8 @@ def parse_csv(text: str, *, name: str = "csv", source: str = "csv") -> Schedule:
       >>> [[str(action) for action in order] for order in parse_csv("0F0,,0B0\\n,1F0,1B0").orders]
       [['0F0', '0BW0'], ['1F0', '1BW0']]
     """
-    orders = _orders(text, source)
+    rows = _rows(text, source)
+    orders = tuple(tuple(itertools.chain.from_iterable(row)) for row in rows)
     if not any(orders):
         raise ScheduleError(f"{source} has no action.\nNearest valid: a row '0F0,0B0'.")
     held: dict[int, collections.Counter[int]] = collections.defaultdict(collections.Counter)
@@ -115,6 +119,7 @@ def parse_csv(text: str, *, name: str = "csv", source: str = "csv") -> Schedule:
         ),
         num_microbatches=_first_absent(microbatches) or 1,
         orders=orders,
+        overlapped=tuple(unit[0] for row in rows for unit in row if len(unit) > 1),
     )
     try:
         validate(schedule, spell=_cell)
@@ -127,13 +132,14 @@ def _first_absent(indices: Collection[int]) -> int:
     return next(index for index in itertools.count() if index not in indices)
 
 
-def _orders(text: str, source: str) -> tuple[tuple[Action, ...], ...]:
+def _rows(text: str, source: str) -> tuple[tuple[tuple[Action, ...], ...], ...]:
+    """By row, the actions of every cell: one, or an overlapped pair."""
     # A trailing blank line is not a stage; one in between is a stage that does nothing.
     rows = csv.reader(text.rstrip().splitlines())
     try:
         return tuple(
             tuple(
-                _action(cell, f"{source}, row {r}, cell {c}")
+                _unit(cell, f"{source}, row {r}, cell {c}")
                 for c, cell in enumerate(row, start=1)
                 if cell.strip()
             )
@@ -141,6 +147,19 @@ def _orders(text: str, source: str) -> tuple[tuple[Action, ...], ...]:
         )
     except csv.Error as error:
         raise ScheduleError(f"{source}, row {rows.line_num}: {error}.") from None
+
+
+def _unit(cell: str, where: str) -> tuple[Action, ...]:
+    pair = _PAIR.fullmatch(cell.strip())
+    if pair is None:
+        return (_action(cell, where),)
+    forward, backward = (_action(part, where) for part in pair.groups())
+    if forward.kind is not Kind.F or backward.kind not in (Kind.B, Kind.BW):
+        raise ScheduleError(
+            f"{where}: {cell.strip()!r} overlaps other actions than an F and then a backward, I or "
+            "B, as in '(0F1;3B0)OVERLAP_F_B'."
+        )
+    return forward, backward
 
 
 def _action(cell: str, where: str) -> Action:

@@ -27,7 +27,7 @@ def to_json(schedule: Schedule) -> dict[str, Any]:
       >>> to_json(gpipe(2, 1))["orders"]
       ['0F0 0B0 0W0', '1F0 1B0 1W0']
     """
-    slices, minibatches = schedule.slices, schedule.minibatches
+    slices, minibatches, overlapped = schedule.slices, schedule.minibatches, schedule.overlapped
     return {
         "name": schedule.name,
         "stages": list(schedule.placement.stages),
@@ -37,6 +37,7 @@ def to_json(schedule: Schedule) -> dict[str, Any]:
         "orders": [" ".join(map(str, order)) for order in schedule.orders],
         "slices": slices and [" ".join(map(_written, row)) for row in slices],
         **({} if minibatches is None else {"minibatches": dataclasses.asdict(minibatches)}),
+        **({"overlapped": " ".join(map(str, overlapped))} if overlapped else {}),
     }
 
 
@@ -63,6 +64,7 @@ def from_json(data: Any) -> Schedule:
             orders=tuple(tuple(map(Action.parse, row.split())) for row in data["orders"]),
             peak_in_flight=None if peak is None else tuple(peak),
             slices=None if slices is None else tuple(map(_read_row, slices)),
+            overlapped=tuple(map(Action.parse, data.get("overlapped", "").split())),
             **several,
         )
     except KeyError as error:

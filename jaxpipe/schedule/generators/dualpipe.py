@@ -3,94 +3,123 @@
 from __future__ import annotations
 
 import collections
+import dataclasses
+import itertools
 
-from jaxpipe.schedule.actions import Action, Kind, Schedule
+from jaxpipe.schedule.actions import Action, Kind, Schedule, split_backwards
 from jaxpipe.schedule.placement import wave
 
 
 def dualpipe_v(num_stages: int, num_microbatches: int) -> Schedule:
-    """Pairs the forward of one chunk with the backward of the other, on the V placement.
+    """Alternates the forward of one chunk with the backward of the other, on the V placement.
 
-    Each stage has eight phases. In the middle ones every forward runs beside a backward, which
-    hides their communication on hardware that overlaps two passes. Some W wait until the cool-down.
+    It is :func:`dualpipe_v_published` with all backwards split and nothing overlapped, so that no
+    gradient waits for a W, nor for a forward beside it.
 
     ============  =====================================================================
     bubble        (p-1)/2 in full-stage units at F=B=W, m >= 2p
     in flight     at most 2p+1 chunks: p + 1/2 microbatches of a full stage
-    constraints   p >= 1, m >= 1, v = 2 on the V placement; for m < 2p the schedule is that of 2p
-                  microbatches without the surplus ones
-    source        DeepSeek-AI, "DeepSeek-V3", arXiv 2412.19437; DualPipe-V is the "cut in half" form
-                  published with its code
+    constraints   p >= 1, m >= 1, v = 2 on the V placement
+    source        as dualpipe-v-published
     ============  =====================================================================
 
     Example:
       >>> dualpipe_v(4, 8).peak_in_flight
       (9, 9, 9, 9)
     """
+    published = dualpipe_v_published(num_stages, num_microbatches)
+    return dataclasses.replace(split_backwards(published), name="dualpipe-v")
+
+
+def dualpipe_v_published(num_stages: int, num_microbatches: int) -> Schedule:
+    """Runs the forward of one chunk together with the backward of the other, on the V placement.
+
+    Each stage has eight phases. In the middle ones every forward is overlapped with a backward
+    (`Schedule.overlapped`), which hides their communication on hardware that runs two passes at
+    once. Only warm-up and cool-down split backwards: there the stages upstream want their gradients
+    first, and some W wait until the end.
+
+    ============  =====================================================================
+    bubble        p-1 in full-stage units at F=B=W, m >= 2p, if a pair takes as long as both of its
+                  passes; less with ``Costs.overlap``
+    in flight     at most 2p+1 chunks: p + 1/2 microbatches of a full stage
+    constraints   p >= 1, m >= 1, v = 2 on the V placement; for m < 2p the schedule is that of 2p
+                  microbatches without the surplus ones
+    source        DeepSeek-AI, "DeepSeek-V3", arXiv 2412.19437; DualPipe-V is the "cut in half" form
+                  published with its code, and PyTorch's ScheduleDualPipeV
+    ============  =====================================================================
+
+    Example:
+      >>> schedule = dualpipe_v_published(4, 8)
+      >>> schedule.peak_in_flight, [str(action) for action in schedule.overlapped[:2]]
+      ((9, 9, 9, 9), ['0F7', '7F4'])
+    """
     planned = max(num_microbatches, 2 * num_stages)
-    orders = tuple(
-        tuple(
-            action
-            for action in _stage_order(d, num_stages, planned)
-            if action.microbatch < num_microbatches
+    rows = []
+    for d in range(num_stages):
+        units = (
+            tuple(action for action in unit if action.microbatch < num_microbatches)
+            for unit in _units(d, num_stages, planned)
         )
-        for d in range(num_stages)
-    )
+        rows.append([unit for unit in units if unit])
     return Schedule(
-        name="dualpipe-v",
+        name="dualpipe-v-published",
         placement=wave(num_stages),
         num_microbatches=num_microbatches,
-        orders=orders,
+        orders=tuple(tuple(itertools.chain.from_iterable(row)) for row in rows),
         peak_in_flight=(min(2 * num_microbatches, 2 * num_stages + 1),) * num_stages,
+        overlapped=tuple(unit[0] for row in rows for unit in row if len(unit) > 1),
     )
 
 
-def _stage_order(stage: int, num_stages: int, num_microbatches: int) -> list[Action]:
+def _units(stage: int, num_stages: int, num_microbatches: int) -> list[tuple[Action, ...]]:
     """The eight phases, of lengths that depend on the stages before and behind this one."""
     behind, upto = num_stages - stage - 1, stage + 1
     virtual_stages = (stage, 2 * num_stages - stage - 1)
-    done: collections.Counter[tuple[Kind, int]] = collections.Counter()
-    put_off: collections.deque[Action] = collections.deque()
-    order: list[Action] = []
+    done: collections.Counter[tuple[bool, int]] = collections.Counter()
+    waiting: collections.deque[Action] = collections.deque()
+    units: list[tuple[Action, ...]] = []
 
-    def run(kind: Kind, chunk: int) -> Action:
-        action = Action(virtual_stages[chunk], kind, done[kind, chunk])
-        done[kind, chunk] += 1
-        order.append(action)
-        return action
+    def action(kind: Kind, chunk: int) -> Action:
+        counter = kind is Kind.F, chunk
+        done[counter] += 1
+        return Action(virtual_stages[chunk], kind, done[counter] - 1)
 
-    def backward(chunk: int, *, later: bool = False) -> None:
-        b = run(Kind.B, chunk)
-        put_off.append(Action(b.virtual_stage, Kind.W, b.microbatch))
-        if not later:
-            weights()
+    def run(*passes: tuple[Kind, int]) -> None:
+        units.append(tuple(action(*one) for one in passes))
+        last = units[-1][-1]
+        if last.kind is Kind.B:
+            waiting.append(Action(last.virtual_stage, Kind.W, last.microbatch))
 
     def weights() -> None:
-        order.append(put_off.popleft())
+        units.append((waiting.popleft(),))
 
+    forwards, backwards = [(Kind.F, chunk) for chunk in (0, 1)], [(Kind.BW, c) for c in (0, 1)]
     for _ in range(2 * behind):
-        run(Kind.F, 0)
+        run(forwards[0])
     for _ in range(upto):
-        run(Kind.F, 0)
-        run(Kind.F, 1)
+        run(forwards[0])
+        run(forwards[1])
     for _ in range(behind):
-        backward(1)
-        run(Kind.F, 1)
-    for _ in range(num_microbatches - 2 * num_stages + upto):
-        run(Kind.F, 0)
-        backward(1)
-        run(Kind.F, 1)
-        backward(0)
+        run((Kind.B, 1))
+        weights()
+        run(forwards[1])
+    for k in range(num_microbatches - 2 * num_stages + upto):
+        # The last stage turns: its first backward here waits for the forward just before.
+        if k == 0 and behind == 0:
+            run(forwards[0])
+            run(backwards[1])
+        else:
+            run(forwards[0], backwards[1])
+        run(forwards[1], backwards[0])
     for _ in range(behind):
-        backward(1)
-        run(Kind.F, 1)
-        backward(0)
-    # From the middle of this phase on, W waits: the stages upstream want their gradients first.
+        run(backwards[1])
+        run(forwards[1], backwards[0])
     for k in range(2 * upto):
-        backward(1 - k % 2, later=k >= upto)
+        run((Kind.B if k >= upto else Kind.BW, 1 - k % 2))
     for _ in range(behind):
         weights()
-        backward(0, later=True)
-    while put_off:
+        run((Kind.B, 0))
+    while waiting:
         weights()
-    return order
+    return units

@@ -1,6 +1,6 @@
 """Schedules on the V placement that trade bubble for memory: V-Min, V-Half, V-ZB, and their kin.
 
-Each is a building block (`jaxpipe.schedule.generators.building_blocks`) with strides and gaps that
+Each is a building block (`jaxpipe.schedule.generators.blocks`) with strides and gaps that
 the paper gives. `jaxpipe.schedule.search.controllable_memory` searches for others.
 
 Source: Qi et al., "Pipeline Parallelism with Controllable Memory", arXiv 2405.15362.
@@ -11,9 +11,10 @@ from __future__ import annotations
 import dataclasses
 
 from jaxpipe.schedule.actions import Schedule
-from jaxpipe.schedule.generators import building_blocks
-from jaxpipe.schedule.generators.building_blocks import Block
+from jaxpipe.schedule.generators import block_orders
+from jaxpipe.schedule.generators.blocks import Block, closest_block, split_block
 from jaxpipe.schedule.generators.earliest import earliest
+from jaxpipe.schedule.placement import wave
 from jaxpipe.schedule.simulate import UNIT
 
 
@@ -104,10 +105,16 @@ def one_f_one_b_v(num_stages: int, num_microbatches: int) -> Schedule:
       >>> one_f_one_b_v(4, 8).peak_in_flight
       (6, 6, 5, 6)
     """
-    block = building_blocks.fused_block(num_stages)
-    orders = building_blocks.repeated(block, num_microbatches)
-    whole = building_blocks.to_schedule("1f1b-v", orders, num_microbatches, block.peaks)
+    block = one_f_one_b_v_block(num_stages)
+    orders = block_orders.repeated(block, num_microbatches)
+    whole = block_orders.to_schedule(
+        "1f1b-v", block.placement, orders, num_microbatches, block.peaks
+    )
     return earliest(whole, UNIT)
+
+
+def one_f_one_b_v_block(num_stages: int) -> Block:
+    return closest_block(wave(num_stages), fused=True)
 
 
 def v_min_block(num_stages: int) -> Block:
@@ -125,12 +132,14 @@ def v_zb_block(num_stages: int) -> Block:
 
 
 def _uniform(num_stages: int, stride: int, gaps: tuple[int, int, int]) -> Block:
-    block = building_blocks.split_block((stride,) * (num_stages - 1), gaps)
+    block = split_block((stride,) * (num_stages - 1), gaps)
     assert block is not None, "the paper's blocks never collide"
     return block
 
 
 def _named(name: str, block: Block, num_microbatches: int) -> Schedule:
-    timed = building_blocks.eager(block, num_microbatches, caps=block.peaks, costs=UNIT)
+    timed = block_orders.eager(block, num_microbatches, caps=block.peaks, costs=UNIT)
     assert timed is not None, "the paper's blocks never stop"
-    return building_blocks.to_schedule(name, timed.orders, num_microbatches, block.peaks)
+    return block_orders.to_schedule(
+        name, block.placement, timed.orders, num_microbatches, block.peaks
+    )

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 
 import numpy as np
 
-from jaxpipe.schedule.actions import Kind, Schedule
+from jaxpipe.schedule.actions import Kind, Schedule, Slice, split_action
 from jaxpipe.schedule.simulate import ticks
 
 KINDS = tuple(Kind)
@@ -34,7 +34,9 @@ class Columns:
 
 
 def columns_of(schedule: Schedule, layer_counts: tuple[int, ...]) -> Columns:
-    """Reads the schedule's own slices, or one whole action per tick.
+    """Reads the schedule's own slices, or one whole action or overlapped pair per tick.
+
+    Where some backwards are B and W, and others BW, these are B and W in the same tick.
 
     Raises:
       ValueError: the slices are not of these layers.
@@ -47,6 +49,8 @@ def columns_of(schedule: Schedule, layer_counts: tuple[int, ...]) -> Columns:
         return np.fromiter(values, np.int64)
 
     slices = [part for row in schedule.slices or () for part in row]
+    if not slices and schedule.mixes_backwards:
+        slices = _with_one_kind_of_backward(schedule, layer_counts)
     actions = [part.action for part in slices] or [a for row in schedule.orders for a in row]
     virtual_stage = column(action.virtual_stage for action in actions)
     if slices:
@@ -71,3 +75,12 @@ def columns_of(schedule: Schedule, layer_counts: tuple[int, ...]) -> Columns:
         lo=lo,
         hi=hi,
     )
+
+
+def _with_one_kind_of_backward(schedule: Schedule, layer_counts: tuple[int, ...]) -> list[Slice]:
+    return [
+        Slice(tick, part, 0, layer_counts[part.virtual_stage])
+        for row, order in zip(ticks(schedule), schedule.orders, strict=True)
+        for tick, action in zip(row, order, strict=True)
+        for part in split_action(action)
+    ]

@@ -33,7 +33,7 @@ from jaxpipe.schedule.lowering.columns import columns_of
 from jaxpipe.schedule.lowering.outer_ticks import embed_gradient_ticks, embed_ticks
 from jaxpipe.schedule.lowering.slots import colour_intervals
 from jaxpipe.schedule.lowering.table import NONE, Cell, Channel, TickTable
-from jaxpipe.schedule.lowering.transfers import Held, held_chunks
+from jaxpipe.schedule.lowering.transfers import Held, Moving, held_chunks
 from jaxpipe.schedule.problems import refuse
 
 _SPARED = 0.25
@@ -62,6 +62,7 @@ def lower(
     gradient_slots: int | None = None,
     own_slots: bool = False,
     pieces: int = 0,
+    shares: int = 1,
 ) -> TickTable:
     """Turns a schedule into its tick table.
 
@@ -76,6 +77,9 @@ def lower(
         chunk may be reduced when the step ends.
       own_slots: a chunk always lies in slot ``chunk % k`` of k, for programs that must know where
         weights are; this may take more slots and gather more often.
+      pieces: of a chunk, to move under layers of other chunks where there is a slot more; by
+        default chunks move as a whole.
+      shares: the most equal parts in which a piece may move, a power of two.
 
     Raises:
       ValueError: the schedule's slices are of other layers, or it can only be simulated.
@@ -89,13 +93,16 @@ def lower(
     most = schedule.num_chunks
     num_slots = min(weight_slots, most), min(gradient_slots or weight_slots, most)
     lowering = _Lowering(schedule, tuple(layer_counts))
-    return lowering.run(*num_slots, own_slots, pieces, kept=gradient_slots is not None)
+    moving = Moving(own_slots, pieces, shares)
+    return lowering.run(*num_slots, moving, kept=gradient_slots is not None)
 
 
 def forward_only(schedule: Schedule) -> Schedule:
     """The schedule's forwards alone, for evaluation."""
     orders = tuple(tuple(a for a in row if a.kind is Kind.F) for row in schedule.orders)
-    return dataclasses.replace(schedule, orders=orders, peak_in_flight=None, slices=None)
+    return dataclasses.replace(
+        schedule, orders=orders, peak_in_flight=None, slices=None, overlapped=()
+    )
 
 
 def _at(ticks: np.ndarray, phase: Phase) -> np.ndarray:
@@ -127,8 +134,7 @@ class _Lowering:
         self,
         weight_slots: int,
         gradient_slots: int,
-        own_slots: bool,
-        pieces: int,
+        moving: Moving,
         *,
         kept: bool,
     ) -> TickTable:
@@ -138,8 +144,8 @@ class _Lowering:
         slots |= {name: self._colour(*life) for name, life in lives.items()}
         enters, slots["x"] = self._enter(*lives["x"], slots["x"])
         returned, slots["dy"] = self._leave(lives.get("dy"), slots["dy"])
-        hold = functools.partial(held_chunks, self.schedule, self.columns, own_slots, pieces)
-        waits = pieces > 0
+        hold = functools.partial(held_chunks, self.schedule, self.columns, moving)
+        waits = moving.pieces > 0
         weights = hold(weight_slots, self.kinds, load=True, waits=waits)
         gradients = hold(gradient_slots, [Kind.W, Kind.BW], load=False, waits=waits or kept)
         passes = {kind: self._pass(kind, slots, weights, gradients) for kind in self.kinds}

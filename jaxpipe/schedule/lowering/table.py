@@ -67,7 +67,8 @@ class Transfer(NamedTuple):
     Args:
       chunk: which.
       slot: where it lies.
-      piece: the first of its pieces to move, where it moves in pieces.
+      piece: the first of its pieces to move, where it moves in pieces; or, where these move in
+        shares, which share, counted within the chunk.
     """
 
     chunk: Any
@@ -191,13 +192,15 @@ class Transfers:
     """Gathers or reductions over data.
 
     A chunk moves as a whole in the tick of its first use, or of its last, and layers wait for it.
-    Or, if there is a slot more, it moves in pieces under layers of other chunks, at equal ticks on
-    all stages.
+    Or, if there is a slot more, it moves under layers of other chunks, at equal ticks on all
+    stages: in every tick a group of pieces, or a share of a piece.
 
     Args:
       chunk, slot, piece: int32 ``[ticks, stages]``, see `Transfer`.
       num_slots: per stage.
-      group: pieces that move in one tick under its layers; 0 where chunks move as a whole.
+      group: pieces, or shares, that move in one tick under its layers; 0 where chunks move as a
+        whole.
+      shares: of a piece.
       parts: ticks in which a chunk moves.
       edge: whole chunks that move before the first tick (gathers) or after the last (reductions),
         int32 ``[moves, stages]``.
@@ -208,6 +211,7 @@ class Transfers:
     piece: np.ndarray
     num_slots: int
     group: int
+    shares: int
     parts: int
     edge: Transfer
 

@@ -15,6 +15,19 @@ from jaxpipe.schedule.lowering.table import NONE, Transfer, Transfers
 from jaxpipe.schedule.lowering.under_layers import under_layers
 
 
+class Moving(NamedTuple):
+    """How chunks move over data.
+
+    Args:
+      own_slots: a chunk always lies in slot ``chunk % k`` of k.
+      pieces, shares: as for `under_layers`.
+    """
+
+    own_slots: bool
+    pieces: int
+    shares: int
+
+
 class Held(NamedTuple):
     """Transfers, and what they mean for the slices.
 
@@ -32,8 +45,7 @@ class Held(NamedTuple):
 def held_chunks(
     schedule: Schedule,
     columns: Columns,
-    own_slots: bool,
-    pieces: int,
+    moving: Moving,
     num_slots: int,
     kinds: Sequence[Kind],
     *,
@@ -44,19 +56,21 @@ def held_chunks(
 
     Args:
       columns: the schedule's slices.
-      own_slots: a chunk always lies in slot ``chunk % num_slots``.
-      pieces: as for `under_layers`.
+      moving: how chunks move.
       num_slots: per stage, at least 1; raised until no tick needs more slots or two transfers.
       kinds: that need the chunk in a slot.
       load: whether chunks move before their first use, or after their last.
       waits: whether they may move at other times than when they are used.
     """
-    while (found := _with_slots(schedule, columns, num_slots, own_slots, kinds, load)) is None:
+    while (
+        found := _with_slots(schedule, columns, num_slots, moving.own_slots, kinds, load)
+    ) is None:
         num_slots += 1
     held, stays = found
     if not waits:
         return held
-    spread = under_layers(stays, len(held.transfers.chunk), num_slots, pieces, load=load)
+    ticks = len(held.transfers.chunk)
+    spread = under_layers(stays, ticks, num_slots, moving.pieces, moving.shares, load=load)
     return held if spread is None else held._replace(transfers=spread)
 
 
@@ -103,7 +117,9 @@ def _with_slots(
         beginner = used[firsts[stay_of]]
         fresh[used] = np.logical_and.reduce([own[used] == own[beginner] for own in actions])
     nothing = Transfer(*(np.full((0, schedule.num_stages), NONE, np.int32) for _ in range(3)))
-    whole = Transfers(chunk, slot, np.zeros_like(slot), num_slots, group=0, parts=1, edge=nothing)
+    whole = Transfers(
+        chunk, slot, np.zeros_like(slot), num_slots, group=0, shares=1, parts=1, edge=nothing
+    )
     return Held(whole, slots_of, fresh), all_stays
 
 

@@ -29,7 +29,13 @@ class _Job(NamedTuple):
 
 
 def under_layers(
-    stays: Sequence[Sequence[Stay]], num_ticks: int, num_slots: int, pieces: int, *, load: bool
+    stays: Sequence[Sequence[Stay]],
+    num_ticks: int,
+    num_slots: int,
+    pieces: int,
+    most_shares: int,
+    *,
+    load: bool,
 ) -> Transfers | None:
     """Spreads the pieces of chunks over ticks, as few at once as possible.
 
@@ -40,6 +46,7 @@ def under_layers(
       stays: by stage.
       num_slots: per stage.
       pieces: of a chunk; 0 if nothing is to move under layers, but only at the edges of the step.
+      most_shares: in which a piece may move, a power of two.
       load: whether chunks are gathered, or reduced.
 
     Returns:
@@ -47,9 +54,9 @@ def under_layers(
     """
     jobs = [job for n, mine in enumerate(stays) for job in _jobs(n, mine, num_ticks, load)]
     ticks: list[np.ndarray | None] = [None] * len(jobs)
-    group = 0
-    for group in (n for n in range(1, pieces + 1) if pieces % n == 0):
-        ticks = _choose(jobs, num_ticks, len(stays), pieces // group)
+    group, shares = 0, 1
+    for group, shares in _sizes(pieces, most_shares):
+        ticks = _choose(jobs, num_ticks, len(stays), pieces * shares // group)
         late = [job for job, when in zip(jobs, ticks, strict=True) if when is None]
         if all(job.start == job.end for job in late):
             break
@@ -63,8 +70,17 @@ def under_layers(
             edge[job.stage].append(job.stay)
         else:
             return None
-    parts = pieces // group if group else 1
-    return Transfers(chunk, slot, piece, num_slots, group, parts, _at_edge(edge))
+    parts = pieces * shares // group if group else 1
+    return Transfers(chunk, slot, piece, num_slots, group, shares, parts, _at_edge(edge))
+
+
+def _sizes(pieces: int, most_shares: int) -> Iterator[tuple[int, int]]:
+    """What may move in a tick, the least first: one share of a piece, or a group of pieces."""
+    shares = most_shares
+    while pieces and shares > 1:
+        yield 1, shares
+        shares //= 2
+    yield from ((group, 1) for group in range(1, pieces + 1) if pieces % group == 0)
 
 
 def _jobs(stage: int, stays: Sequence[Stay], num_ticks: int, load: bool) -> Iterator[_Job]:

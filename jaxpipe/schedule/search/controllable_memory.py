@@ -10,12 +10,15 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from jaxpipe.schedule.actions import Schedule
-from jaxpipe.schedule.generators import building_blocks
-from jaxpipe.schedule.generators.building_blocks import PERIOD, Block, TimedOrders
+from jaxpipe.schedule.generators import block_orders
+from jaxpipe.schedule.generators.block_orders import TimedOrders
+from jaxpipe.schedule.generators.blocks import WORK, Block, split_block
 from jaxpipe.schedule.generators.v_schedules import v_half_block, v_min_block, v_zb_block
+from jaxpipe.schedule.placement import wave
 from jaxpipe.schedule.problems import Problem, refuse
 from jaxpipe.schedule.simulate import UNIT, Costs
 
+_PERIOD = 2 * WORK
 _STRIDES = range(2, 7)
 _MAX_GAP = 9
 """At p=4, 6, 8 longer turns find nothing better; fewer miss the frontier at some limits."""
@@ -77,7 +80,9 @@ def controllable_memory(
     limit = int(min(2 * memory_limit, 2 * num_microbatches))
     timed = _search(num_stages, num_microbatches, limit, costs)
     caps = (limit,) * num_stages
-    return building_blocks.to_schedule("controllable-memory", timed.orders, num_microbatches, caps)
+    return block_orders.to_schedule(
+        "controllable-memory", wave(num_stages), timed.orders, num_microbatches, caps
+    )
 
 
 class _Candidate(NamedTuple):
@@ -89,19 +94,19 @@ class _Candidate(NamedTuple):
     reserve: bool = False
 
     def orders(self, num_microbatches: int, costs: Costs) -> TimedOrders | None:
-        timed = building_blocks.eager(
+        timed = block_orders.eager(
             self.block, num_microbatches, caps=self.caps, costs=self.costs, reserve=self.reserve
         )
         if timed is None or self.costs == costs:
             return timed
-        return building_blocks.squeeze(timed, num_microbatches, costs=costs)
+        return block_orders.squeeze(timed, self.block.placement, num_microbatches, costs=costs)
 
 
 def _search(num_stages: int, num_microbatches: int, limit: int, costs: Costs) -> TimedOrders:
     # Three rounds of the pipeline show warm-up, steady state and cool-down.
     trial_microbatches = min(num_microbatches, 3 * num_stages)
-    num_trials = _TRIAL_ACTIONS // (PERIOD * num_stages * trial_microbatches)
-    num_finalists = _TRIAL_ACTIONS // (PERIOD * num_stages * num_microbatches)
+    num_trials = _TRIAL_ACTIONS // (_PERIOD * num_stages * trial_microbatches)
+    num_finalists = _TRIAL_ACTIONS // (_PERIOD * num_stages * num_microbatches)
     # Blocks that hold more than 2p chunks gain nothing, and a limit of all 2m chunks is no limit.
     block_limit = 2 * num_stages
     if limit < 2 * num_microbatches:
@@ -143,14 +148,14 @@ def _blocks(num_stages: int, limit: int) -> Iterator[Block]:
     lengths = range(1, _MAX_GAP + 1)
     gaps = list(itertools.product(lengths, lengths, lengths))
     for strides in _stride_lists(num_stages):
-        turns = PERIOD * limit - 8 - 2 * sum(strides)
+        turns = _PERIOD * limit - 8 - 2 * sum(strides)
         for gap in gaps:
             distance = abs(turns - gap[0] - 2 * gap[1] - gap[2])
             if distance <= _SPREAD:
                 found.append((distance, strides, gap))
     found.sort(key=lambda candidate: candidate[0])
     for _, strides, gap in found:
-        block = building_blocks.split_block(strides, gap)
+        block = split_block(strides, gap)
         if block is not None and max(block.peaks) <= limit:
             yield block
 

@@ -12,7 +12,7 @@ import math
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-from jaxpipe.schedule.actions import Kind, Schedule, Slice
+from jaxpipe.schedule.actions import Kind, Schedule, Slice, split_backwards
 from jaxpipe.schedule.check.slice_rules import order_of
 from jaxpipe.schedule.check.validate import peak_in_flight
 from jaxpipe.schedule.neighbors import neighbor_clock
@@ -119,14 +119,17 @@ def slice_all(
                 "actions."
             )
         whole = dataclasses.replace(schedule, slices=None)
-        works.append(_work(whole, costs, layer_counts))
+        apart = split_backwards(whole) if whole.mixes_backwards else whole
+        works.append(_work(apart, costs, layer_counts))
         wholes.append(lock_step(whole, costs))
     if not works:
         return []
     found = TickSearch(works, trials).best([whole.makespan for whole in wholes], makespan=makespan)
     best, runs = [], CLOCKS[clock]
     for work, one_by_one, rows in zip(works, wholes, found, strict=True):
-        timeline = one_by_one if clock == "lock-step" else runs(work.schedule, work.costs)
+        timeline = one_by_one
+        if clock != "lock-step":
+            timeline = runs(one_by_one.schedule, work.costs)
         if rows is not None:
             sliced = runs(with_slices(work.schedule, rows), work.costs)
             timeline = min(sliced, timeline, key=lambda each: each.makespan)
@@ -145,7 +148,8 @@ def check_layer_counts(placement: Placement, layer_counts: Sequence[int]) -> Non
 def with_slices(schedule: Schedule, rows: Iterable[Iterable[Slice]]) -> Schedule:
     """Gives a schedule slices, per stage in order, and the orders that follow (`order_of`)."""
     slices = tuple(map(tuple, rows))
-    return dataclasses.replace(schedule, slices=slices, orders=tuple(map(order_of, slices)))
+    orders = tuple(map(order_of, slices))
+    return dataclasses.replace(schedule, slices=slices, orders=orders, overlapped=())
 
 
 def _work(schedule: Schedule, costs: tuple[Costs, ...], layer_counts: tuple[int, ...]) -> Work:

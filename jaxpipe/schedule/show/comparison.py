@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from jaxpipe.schedule.show.report import Timelines
 
@@ -24,7 +24,8 @@ class Summary:
     """One schedule of a comparison: its bubble ratios by clock, its makespan in lock-step, and the
     peak in flight of the stage that keeps the most, in microbatches of a full stage.
 
-    ``neighbor`` is None for a schedule that can only be simulated.
+    ``neighbor`` is None for a schedule that can only be simulated; ``stage_bytes``, of the stage
+    that needs the most, without the sizes that it follows from.
     """
 
     name: str
@@ -34,12 +35,22 @@ class Summary:
     neighbor: float | None
     lock_step: float
     makespan: float
+    stage_bytes: float | None = None
 
 
-def row(clocks: Timelines) -> Summary:
+class Sizes(NamedTuple):
+    """Of a full stage, in bytes: its weights with gradients and optimizer state, of one copy, and
+    what one microbatch keeps."""
+
+    weight_bytes: float
+    activation_bytes: float
+
+
+def row(clocks: Timelines, sizes: Sizes | None = None) -> Summary:
     """Makes a schedule's row from its timelines."""
     free, neighbor, locked = clocks
     schedule = free.schedule
+    needed = None if sizes is None else max(free.stage_bytes(**sizes._asdict()))
     return Summary(
         schedule.name,
         schedule.num_chunks,
@@ -48,6 +59,7 @@ def row(clocks: Timelines) -> Summary:
         None if neighbor is None else neighbor.bubble_ratio,
         locked.bubble_ratio,
         locked.makespan,
+        needed,
     )
 
 

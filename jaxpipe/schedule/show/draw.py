@@ -13,11 +13,13 @@ from jaxpipe.schedule.show.looks import (
     LOOKS,
     MESSAGE,
     MOVE,
+    PAIR,
     Labelled,
     caption,
     chunk_of,
     fill,
     labelled,
+    pairs,
     stage_colors,
 )
 from jaxpipe.schedule.show.text_draw import TooWideError, text
@@ -100,6 +102,14 @@ def _draw_boxes(
             edgecolors="white",
             linewidth=0.8,
             zorder=2,
+        )
+        axes.broken_barh(
+            [(start, stop - start) for start, stop in pairs(timeline, d)],
+            (d - 0.45, 0.9),
+            facecolors="none",
+            edgecolors=PAIR,
+            linewidth=1.0,
+            zorder=3,
         )
         for k, part in shown if numbered else ():
             middle = (part.start + part.end) / 2
@@ -192,6 +202,8 @@ def _handles(timeline: Timeline, found: Exchanges) -> Iterator[Any]:
     for kind, look in LOOKS.items():
         if kind in used:
             yield Patch(color=look.light, label=look.meaning)
+    if timeline.schedule.overlapped:
+        yield Patch(facecolor="none", edgecolor=PAIR, label="overlapped pair")
     lates = {message.late for message in found.messages}
     for late, colour, meaning in (
         (False, MESSAGE, "message"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 from collections.abc import Iterator
 from typing import NamedTuple
@@ -94,6 +95,13 @@ def _messages(timeline: Timeline, late_ticks: set[int]) -> Iterator[Message]:
         for timed in row
         if timed.action.kind is not Kind.W
     }
+    if timeline.schedule.overlapped:
+        # A pair gives both results when it ends.
+        for row in timeline.rows:
+            for forward, backward in itertools.pairwise(row):
+                if forward.action in timeline.schedule.overlapped:
+                    both = dataclasses.replace(forward, end=backward.end)
+                    done[results.number(forward.action)] = both
     for stage, row in enumerate(timeline.rows):
         for timed in row:
             for needed in results.inputs(timed.action):

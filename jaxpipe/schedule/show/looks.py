@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import NamedTuple
 
 from jaxpipe.schedule.actions import Action, Kind
@@ -27,8 +28,8 @@ LOOKS = {
     Kind.R: Look("#d6c3f0", "#6b4c9a", (183, 140), "recomputed"),
 }
 
-MESSAGE, LATE, MOVE = "#555555", "#d1661b", "#a02c6d"
-"""Colours of messages, late ones, and transfers over data."""
+MESSAGE, LATE, MOVE, PAIR = "#555555", "#d1661b", "#a02c6d", "#222222"
+"""Colours of messages, late ones, transfers over data, and frames of overlapped pairs."""
 
 
 def chunk_of(action: Action, timeline: Timeline) -> int:
@@ -37,13 +38,28 @@ def chunk_of(action: Action, timeline: Timeline) -> int:
 
 
 def fill(action: Action, timeline: Timeline) -> str:
-    """A kind's color in hexadecimal, from light on the first chunk to dark on the last."""
+    """The color of an action in hexadecimal, from light on the first chunk to dark on the last."""
+    depth = chunk_of(action, timeline) / max(timeline.schedule.num_chunks - 1, 1)
+    return shade_of(action.kind, depth)
+
+
+def shade_of(kind: Kind, depth: float) -> str:
+    """A kind's color in hexadecimal, from light at 0 to dark at 1."""
     from matplotlib.colors import to_hex, to_rgb
 
-    light, dark = (to_rgb(colour) for colour in LOOKS[action.kind][:2])
-    depth = chunk_of(action, timeline) / max(timeline.schedule.num_chunks - 1, 1)
+    light, dark = (to_rgb(colour) for colour in LOOKS[kind][:2])
     red, green, blue = (x + depth * (y - x) for x, y in zip(light, dark, strict=True))
     return to_hex((red, green, blue))
+
+
+def pairs(timeline: Timeline, stage: int) -> list[tuple[float, float]]:
+    """Start and end of the overlapped pairs of a stage, which are parts that follow each other."""
+    together = frozenset(timeline.schedule.overlapped)
+    return [
+        (forward.start, backward.end)
+        for forward, backward in itertools.pairwise(timeline.parts[stage])
+        if forward.action in together
+    ]
 
 
 def stage_colors(num_stages: int) -> list[str]:

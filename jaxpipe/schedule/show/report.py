@@ -52,6 +52,7 @@ def report(
         on the free-running clock;
       - ``actions``: per stage; a fused backward is its B, then its W; with ``layers`` (lo, hi) if
         it is a slice, and with ``tick`` if there are ticks;
+      - ``overlapped``: only if there are any, the F that run together with the backward after them;
       - ``messages``: ``total``; how many are received a tick ``late``; by edge ``count`` and
         ``load``, the share of the makespan in which the link is busy; ``sent``: all of them;
       - ``moves``: when the ticks gather and reduce chunks under ZeRO-3 with one slot of each;
@@ -91,6 +92,7 @@ def report(
         "actions": [
             [part for timed in row for part in _parts(timed, shown)] for row in shown.parts
         ],
+        **({"overlapped": [*map(str, schedule.overlapped)]} if schedule.overlapped else {}),
         "messages": _messages(found.messages, shown),
         "moves": [move._asdict() for move in found.moves],
         "gathers": transfers(schedule, kinds=tuple(Kind), num_slots=weight_slots),

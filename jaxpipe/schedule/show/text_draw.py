@@ -23,6 +23,7 @@ _MARKS = {
     "{": "{ to an earlier one, which receives it a tick late",
     "G": "G had to gather its weights over data (ZeRO-3)",
     "R": "R reduces its gradients",
+    "+": "+ runs together with the backward that follows",
 }
 
 
@@ -108,7 +109,8 @@ def text(timeline: Timeline, *, colour: bool = False, width: int | None = None) 
             shown = _between(cells, first, end, filler, colour)
             lines.append(f"{head.ljust(margin)} |{shown}|")
         lines.append("")
-    used = sorted({mark for stage in marks for tick in stage.values() for mark in tick})
+    used = {mark for stage in marks for tick in stage.values() for mark in tick}
+    used |= {"+"} if timeline.schedule.overlapped else set()
     meanings = "; ".join(meaning for mark, meaning in _MARKS.items() if mark in used)
     legend = textwrap.wrap(f"marks: {meanings}", width or _LEGEND_WIDTH) if used else []
     return "\n".join([*lines[:-1], *legend])
@@ -123,12 +125,14 @@ def _label(action: Action, timeline: Timeline) -> str:
 def _cells(
     timeline: Timeline, stage: int, is_labelled: Sequence[bool], scale: float
 ) -> Iterator[_Cell]:
+    together = frozenset(timeline.schedule.overlapped)
     for part, named in zip(timeline.parts[stage], is_labelled, strict=True):
         start, end = round(part.start * scale), round(part.end * scale)
         label = _label(part.action, timeline) if named else part.action.kind.lower()
         # Rounding both ends may cost a cell its last column, never a letter of its label.
-        room = end - start if end - start <= len(label) else end - start - 1
-        body = label[:room].ljust(room, "-")
+        apart = end - start > len(label) and part.action not in together
+        room = end - start - apart
+        body = label[:room].ljust(room, "-" if apart else "+")
         shade = LOOKS[part.action.kind].shades[min(chunk_of(part.action, timeline), 1)]
         yield _Cell(start, end, body.ljust(end - start), len(label) if named else 1, shade)
 

@@ -1,0 +1,91 @@
+"""Traces and compiles for GPUs that are not there: what a program takes, without running it.
+
+XLA compiles for H100s that a file describes (``h100.txtpb``), as far as it can without measuring:
+kernels are not tuned, and nothing here says how fast they are. It needs jax's plugin and compiler
+for CUDA, and cuDNN where a model uses its attention, but no GPU: `make gpu-environment` installs
+them beside a clone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from unittest import mock
+
+import jax
+from jax.experimental import topologies
+
+from jaxpipe import gpu_flags
+from jaxpipe.schedule.problems import Problem, refuse
+
+_TARGET = Path(__file__).parent / "h100.txtpb"
+_CUDNN = 91100
+"""The version that traces are made for; what is compiled comes from the installed one."""
+GPUS_PER_HOST = 8
+
+
+def use_gpu_flags() -> None:
+    """Sets ``XLA_FLAGS`` as for a run on GPUs, though jax itself has only CPU devices here.
+
+    Call it before jax is first used.
+    """
+    variables = os.environ | {"JAX_PLATFORMS": "cuda"}
+    gpu_flags.apply(variables)
+    os.environ["XLA_FLAGS"] = variables.get("XLA_FLAGS", "")
+
+
+def h100s(count: int) -> Sequence[jax.Device]:
+    """H100s in hosts of 8, for `jaxpipe.make_mesh` and for compiling; they run nothing.
+
+    Args:
+      count: how many, fewer than 8 or whole hosts.
+
+    Raises:
+      ArgumentError: the packages that compile for them are not installed.
+    """
+    per_host = min(count, GPUS_PER_HOST)
+    if count % per_host:
+        rule = f"is no number of whole hosts of {GPUS_PER_HOST}"
+        refuse([Problem("count", count, rule, (count - count % per_host,))])
+    try:
+        found = topologies.get_topology_desc(
+            platform="cuda",
+            topology=f"1x{count // per_host}x{per_host}",
+            target_config=_TARGET.read_text("utf-8"),
+        )
+    except (NotImplementedError, RuntimeError, ValueError) as error:
+        rule = f"cannot be compiled for here ({error})"
+        note = (
+            "It needs jax-cuda12-plugin of jax's version, nvidia-cuda-nvcc-cu12 and "
+            "nvidia-cudnn-cu12, and no GPU; in a clone, `make gpu-environment` installs them."
+        )
+        refuse([Problem("device", "h100", rule, note=note)])
+    return found.devices
+
+
+@contextlib.contextmanager
+def attention_of_gpus() -> Iterator[None]:
+    """Models that ask jax whether they run on GPUs are told so, and have cuDNN's attention.
+
+    Both jax and the models choose it when a program is traced, by the devices of this process; jax
+    has no way to say that a program is traced for others. So its answers are replaced while it
+    traces, which nothing but counting and compiling without devices may do.
+    """
+    from jax._src.cudnn import fused_attention_stablehlo as cudnn
+
+    with (
+        mock.patch.object(jax, "default_backend", return_value="gpu"),
+        mock.patch.object(cudnn, "check_cudnn_version", return_value=_CUDNN),
+        mock.patch.object(cudnn, "check_compute_capability", return_value=True),
+    ):
+        yield
+
+
+def device_bytes(program: jax.stages.Compiled) -> int:
+    """What a compiled program takes of each device while it runs, its arguments included."""
+    memory = program.memory_analysis()
+    assert memory is not None  # every backend of jax has one
+    kept = memory.argument_size_in_bytes + memory.output_size_in_bytes
+    return kept + memory.temp_size_in_bytes - memory.alias_size_in_bytes

@@ -1,0 +1,105 @@
+"""Shares: equal parts of a layer, which may move over data one at a time.
+
+Data shards each have a part of an array; a share is an equal part of every one of those. Of the
+whole array it is a row of ``[data shards, shares, rest]``, strided, and a gather or reduction of it
+is one of the same dimension. An array that does not divide goes with the first share.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jaxpipe.runtime.layout.leaf import Leaf
+from jaxpipe.runtime.types import Index, Leaves
+
+_WASTE = 0.05
+"""Bytes that may move in vain, as a part of a layer's: arrays that do not divide."""
+
+
+class Share(NamedTuple):
+    """One of ``of`` shares of a layer."""
+
+    number: Index
+    of: int
+
+
+def most(layer: Leaves, smallest: float) -> int:
+    """The most shares, a power of two, of at least ``smallest`` bytes on a device."""
+    leaves = [leaf.local for leaf in jax.tree.leaves(layer)]
+    total = sum(map(_bytes, leaves))
+    number = 1
+    while total / (2 * number) >= smallest:
+        undivided = sum(_bytes(leaf) for leaf in leaves if not _divides(leaf, 2 * number))
+        if (2 * number - 1) * undivided > _WASTE * total:
+            break
+        number *= 2
+    return number
+
+
+def share_of(layer: Leaves, of: int) -> Leaves:
+    """A share of a layer, every array a `Leaf`; the layer itself if it has one share."""
+
+    def share(leaf: Leaf) -> Leaf:
+        if not _divides(leaf, of):
+            return leaf
+        shape = list(leaf.shape)
+        shape[leaf.data_dim or 0] //= of
+        return dataclasses.replace(leaf, shape=tuple(shape))
+
+    return jax.tree.map(share, layer)
+
+
+def read(leaf: Leaf, array: jax.Array, lead: Sequence[Index], share: Share) -> jax.Array:
+    """The share of what lies behind the leading dimensions at ``lead``."""
+    rows, shape = len(lead), list(array.shape[len(lead) :])
+    if not _divides(leaf, share.of):
+        found = lax.dynamic_slice(array, (*lead, *[0] * len(shape)), (*[1] * rows, *shape))
+        return found.reshape(shape)
+    view, start, size = _view(leaf, array, lead, share)
+    shape[leaf.data_dim or 0] //= share.of
+    return lax.dynamic_slice(view, start, size).reshape(shape)
+
+
+def write(
+    leaf: Leaf, array: jax.Array, lead: Sequence[Index], share: Share, value: jax.Array
+) -> jax.Array:
+    """The array with another share there."""
+    value = value.astype(array.dtype)
+    if not _divides(leaf, share.of):
+        value = jnp.where(share.number == 0, value, read(leaf, array, lead, share))
+        start = (*lead, *[0] * value.ndim)
+        return lax.dynamic_update_slice(
+            array, value.reshape([1] * len(lead) + [*value.shape]), start
+        )
+    view, start, size = _view(leaf, array, lead, share)
+    return lax.dynamic_update_slice(view, value.reshape(size), start).reshape(array.shape)
+
+
+def _view(
+    leaf: Leaf, array: jax.Array, lead: Sequence[Index], share: Share
+) -> tuple[jax.Array, tuple[Index, ...], tuple[int, ...]]:
+    """The array with a dimension for shares, where the share begins in it, and its size."""
+    rows, shape, dim = len(lead), array.shape[len(lead) :], leaf.data_dim or 0
+    shards = leaf.data_parts if shape[dim] == leaf.shape[dim] else 1
+    rest = shape[dim] // (shards * share.of)
+    before, behind = shape[:dim], shape[dim + 1 :]
+    view = array.reshape(*array.shape[:rows], *before, shards, share.of, rest, *behind)
+    start = (*lead, *[0] * len(before), 0, share.number, 0, *[0] * len(behind))
+    return view, start, (*[1] * rows, *before, shards, 1, rest, *behind)
+
+
+def _divides(leaf: Leaf, of: int) -> bool:
+    """Whether data shards split the array, and shares what each of them has."""
+    dim = leaf.data_dim
+    return dim is not None and leaf.shape[dim] // leaf.data_parts % of == 0
+
+
+def _bytes(leaf: Leaf) -> int:
+    return math.prod(leaf.shape) * leaf.struct().dtype.itemsize

@@ -1,0 +1,270 @@
+"""Building blocks: when each stage starts the passes of one microbatch, and what follows from that.
+
+Repeated for every microbatch a block is the steady state of a schedule. How long it keeps each
+activation, how much a stage keeps at once, and whether two passes ever meet, can be read off the
+block alone, on any placement and with any number of chunks.
+`jaxpipe.schedule.generators.block_orders` makes whole schedules of blocks.
+
+Source: Qi et al., "Pipeline Parallelism with Controllable Memory", arXiv 2405.15362.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Iterator, Sequence
+from functools import cached_property
+from typing import NamedTuple
+
+from jaxpipe.schedule.actions import Kind
+from jaxpipe.schedule.placement import Placement, looped, wave
+
+WORK = 3
+"""Units of work that one microbatch takes on one chunk: F, B and W."""
+
+
+class Lifespan(NamedTuple):
+    """From the start of a microbatch's F on a virtual stage to the end of its W."""
+
+    virtual_stage: int
+    start: int
+    end: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Block:
+    """Start times of one microbatch's passes on every stage, in units of one pass.
+
+    Args:
+      placement: of one copy of the model.
+      starts: ``starts[d]`` is when stage ``d`` starts F of each of its chunks, in model order; then
+        B of each, from the last chunk to the first; then W in the order of B. All stages are on one
+        clock.
+      fused: whether each W directly follows its B, as one action of two units.
+      group: how many microbatches follow each other every `WORK` units; the next group follows
+        when all chunks have had their turn. With one the block is repeated every `period`.
+
+    Raises:
+      ValueError: a stage does not start F, B and W of each of its chunks once.
+
+    Example:
+      >>> block = looped_block(4, strides=(1, 2), fused=True)
+      >>> block.peaks, block.period, list(block.faults())
+      ((4, 3, 2, 1), 3, [])
+    """
+
+    placement: Placement
+    starts: tuple[tuple[int, ...], ...]
+    fused: bool = False
+    group: int = 1
+
+    def __post_init__(self) -> None:
+        lengths = [len(row) for row in self.starts]
+        if lengths != [self.period] * self.placement.num_stages:
+            raise ValueError(
+                f"The stages start {lengths} passes: each of {self.placement.num_stages} must "
+                f"start {self.period}, F, B and W of {self.num_chunks} chunks."
+            )
+
+    @property
+    def num_chunks(self) -> int:
+        return self.placement.num_chunks
+
+    @property
+    def period(self) -> int:
+        """T, the work that one microbatch takes on a stage."""
+        return WORK * self.num_chunks
+
+    def enters(self, microbatch: int) -> int:
+        """How much later than microbatch 0 another one starts."""
+        turn, place = divmod(microbatch, self.group)
+        return turn * self.group * self.period + place * WORK
+
+    @cached_property
+    def lifespans(self) -> tuple[Lifespan, ...]:
+        """How long microbatch 0 is kept, by virtual stage."""
+        chunks, found = self.num_chunks, []
+        for s, (stage, chunk) in enumerate(
+            zip(self.placement.stages, self.placement.chunks, strict=True)
+        ):
+            row = self.starts[stage]
+            found.append(Lifespan(s, row[chunk], row[3 * chunks - 1 - chunk] + 1))
+        return tuple(found)
+
+    @cached_property
+    def peaks(self) -> tuple[int, ...]:
+        """Per stage, the most chunk activations in flight in the steady state."""
+        return tuple(map(self._peak, self.starts))
+
+    def _peak(self, row: Sequence[int]) -> int:
+        cycle, chunks = self.group * self.period, self.num_chunks
+        entered = [self.enters(i) for i in range(self.group)]
+        begun = [start + late for start in row[:chunks] for late in entered]
+        # An activation is still held while its W runs.
+        freed = [start + 1 + late for start in row[2 * chunks :] for late in entered]
+        steady = max(*row) + cycle
+        return max(
+            sum((time - start) // cycle + 1 for start in begun)
+            - sum((time - end) // cycle + 1 for end in freed)
+            for time in range(steady, steady + cycle)
+        )
+
+    def faults(self) -> Iterator[str]:
+        """Why the block cannot be repeated: passes of a stage that meet, or start too early."""
+        cycle = self.group * self.period
+        for stage, row in enumerate(self.starts):
+            slots = [(start + self.enters(i)) % cycle for start in row for i in range(self.group)]
+            if len(set(slots)) < len(slots):
+                slot = next(slot for slot in slots if slots.count(slot) > 1)
+                yield f"Passes of stage {stage} meet in slot {slot} of {cycle}."
+        for (kind, s, start), (reader, t, read) in self._chain():
+            if read < start + (2 if self.fused and kind is Kind.B else 1):
+                yield f"{reader} of virtual stage {t} starts before {kind} of {s} has ended."
+
+    def _chain(self) -> Iterator[tuple[tuple[Kind, int, int], tuple[Kind, int, int]]]:
+        """Every pass that another one waits for, and that one, with their starts."""
+        stages, chunks, v = self.placement.stages, self.placement.chunks, self.num_chunks
+        places = list(enumerate(zip(stages, chunks, strict=True)))
+        forward = [(Kind.F, s, self.starts[d][c]) for s, (d, c) in places]
+        backward = [(Kind.B, s, self.starts[d][2 * v - 1 - c]) for s, (d, c) in places]
+        yield from itertools.pairwise([*forward, *reversed(backward)])
+        for (_, s, start), (_, (d, c)) in zip(backward, places, strict=True):
+            if not self.fused:
+                yield (Kind.B, s, start), (Kind.W, s, self.starts[d][3 * v - 1 - c])
+
+    def sequence(self, stage: int, num_microbatches: int) -> list[int]:
+        """The passes of a stage when the block is repeated for every microbatch, in order.
+
+        A pass is called by its number in ``starts``, and every W alike.
+        """
+        last = 2 * self.num_chunks
+        passes = self.starts[stage][: last if self.fused else None]
+        timed = (
+            (start + self.enters(i), min(number, last))
+            for number, start in enumerate(passes)
+            for i in range(num_microbatches)
+        )
+        return [number for _, number in sorted(timed)]
+
+
+def split_block(strides: Sequence[int], gaps: Sequence[int]) -> Block | None:
+    """Builds a block on waves in which passes go down the stages and up again at even strides.
+
+    Only the sum of the two strides at which a pass goes down and the next one comes up matters to
+    the order of any stage, and gradients travel at the same strides (otherwise two of the passes
+    would meet). So a block is that sum for every pair of neighbors, and the gaps at the turns.
+
+    Args:
+      strides: p-1 sums, from the top; each at least 2, one unit per hop.
+      gaps: 2v-1 of them, v even, at least 1 each: units between the two passes at each turn, on the
+        last stage and the first in turn.
+
+    Returns:
+      The block; None if two passes of a stage collide.
+
+    Example:
+      >>> split_block((6,), (1, 1, 1)).starts
+      ((0, 7, 8, 15, 10, 17), (4, 5, 12, 13, 14, 15))
+    """
+    total, period = sum(strides), WORK * (len(gaps) + 1) // 2
+    # From the first stage's clock: every other pass comes up, and meets the earlier stages later.
+    begins = [0, *itertools.accumulate(g + total * (k % 2 == 0) for k, g in enumerate(gaps))]
+    rows, passed, down = [], 0, 0
+    for stride in (*strides, 0):
+        row = [down + begin - passed * (k % 2) for k, begin in enumerate(begins)]
+        if len({start % period for start in row}) < len(row):
+            return None
+        rows.append((*row, *_starts_of_w(row, period)))
+        # The papers' V blocks go down faster than they come up.
+        passed, down = passed + stride, down + 2 * stride // 3
+    return Block(wave(len(rows), num_waves=(len(gaps) + 1) // 4), tuple(rows))
+
+
+def _starts_of_w(row: Sequence[int], period: int) -> list[int]:
+    """The first free times after each B."""
+    free = set(range(period)) - {start % period for start in row}
+    starts = []
+    for b in row[len(row) // 2 :]:
+        start = next(time for time in itertools.count(b + 1) if time % period in free)
+        free.remove(start % period)
+        starts.append(start)
+    return starts
+
+
+def closest_block(placement: Placement, *, fused: bool = False) -> Block:
+    """Builds the block whose passes follow each other as closely as they can, on any placement.
+
+    Each pass of the microbatch, in the order in which it goes through them, starts at the first
+    time at which its stage has a slot left. Of fused backwards on a V it is the block of 1F1B-V.
+
+    Example:
+      >>> closest_block(wave(1), fused=True).starts
+      ((0, 1, 2, 4, 3, 5),)
+    """
+    chunks, depth = placement.num_chunks, placement.depth
+    rows: list[list[int]] = [[] for _ in range(placement.num_stages)]
+    taken: list[set[int]] = [set() for _ in rows]
+    arrival = 0
+    for number, stage in enumerate((*placement.stages, *reversed(placement.stages))):
+        length = 2 if fused and number >= depth else 1
+        pairs = min(chunks, 2 * chunks - 1 - len(rows[stage])) if fused else 0
+        times = (range(time, time + length) for time in itertools.count(arrival))
+        found = next(units for units in times if _fits(units, taken[stage], WORK * chunks, pairs))
+        rows[stage].append(found.start)
+        taken[stage].update(unit % (WORK * chunks) for unit in found)
+        arrival = found.stop
+    ends = ([start + 1 for start in row[chunks:]] for row in rows)
+    w = ends if fused else (_starts_of_w(row, WORK * chunks) for row in rows)
+    starts = (tuple(row + last) for row, last in zip(rows, w, strict=True))
+    return Block(placement, tuple(starts), fused)
+
+
+def _fits(units: range, taken: set[int], period: int, pairs: int) -> bool:
+    """Whether a pass of these units meets none, and leaves as many pairs of units free."""
+    slots = {unit % period for unit in units}
+    if slots & taken:
+        return False
+    # Runs of free slots, counted from a slot that is not free.
+    first, found = units[0], 0
+    runs = itertools.groupby(
+        (first + unit) % period in slots | taken for unit in range(1, period + 1)
+    )
+    for is_taken, run in runs:
+        found += 0 if is_taken else len(list(run)) // 2
+    return found >= pairs
+
+
+def looped_block(
+    num_stages: int,
+    *,
+    num_chunks: int = 1,
+    strides: tuple[int, int],
+    delay: int = 0,
+    wait: int = 0,
+    fused: bool = False,
+) -> Block:
+    """Builds a block of the depth-first family: 1F1B, interleaved and zero-bubble schedules, GPipe.
+
+    With several chunks, groups of p microbatches go through one chunk after the other.
+
+    Args:
+      strides: units per hop of a forward and of a backward; their sum, a multiple of `WORK`, is
+        what keeps passes from meeting. (1, 2) is the shortest, (3, 3) fills the warm-up.
+      delay: microbatches by which W follows its B later on each stage than on the one before.
+      wait: microbatches for which the last stage waits between F and B; m-1 gives GPipe.
+
+    Example:
+      >>> looped_block(2, strides=(1, 2), fused=True).starts
+      ((0, 4, 5), (1, 2, 3))
+    """
+    (down, up), turn = strides, WORK * num_stages
+    first_b = down * (num_stages - 1) + turn * (num_chunks - 1) + 1 + WORK * wait
+    rows = []
+    for d in range(num_stages):
+        forwards = [down * d + turn * chunk for chunk in range(num_chunks)]
+        arrives = first_b + up * (num_stages - 1 - d)
+        backwards = [arrives + turn * chunk for chunk in range(num_chunks)]
+        weights = [start + 1 + WORK * delay * d for start in backwards]
+        rows.append((*forwards, *backwards, *weights))
+    group = num_stages if num_chunks > 1 else 1
+    return Block(looped(num_stages, num_chunks=num_chunks), tuple(rows), fused, group)

@@ -1,0 +1,185 @@
+"""Overlapped pairs: an F and a backward of another microbatch that run together."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import itertools
+import json
+from pathlib import Path
+
+import pytest
+
+from jaxpipe.schedule import catalog
+from jaxpipe.schedule.actions import Action, Kind, Schedule, split_backwards
+from jaxpipe.schedule.check.validate import ScheduleError, peak_in_flight, validate
+from jaxpipe.schedule.formats.csv_format import parse_csv, write_csv
+from jaxpipe.schedule.formats.json_format import from_json, to_json
+from jaxpipe.schedule.lowering.lower import forward_only, lower
+from jaxpipe.schedule.neighbors import neighbor_clock
+from jaxpipe.schedule.placement import linear
+from jaxpipe.schedule.search.slices import slice_ticks
+from jaxpipe.schedule.show import draw
+from jaxpipe.schedule.simulate import UNIT, Costs, lock_step, simulate
+
+PYTORCH = Path(__file__).with_name("dualpipe_v.json")
+"""What PyTorch's ScheduleDualPipeV gives: `write_pytorch`."""
+
+SHAPES = [(p, 2 * p + extra) for p in range(1, 10) for extra in (0, 1, 5)]
+
+TEXT = "0F0,0F1,(0F2;0B0)OVERLAP_F_B,(0F3;0B1)OVERLAP_F_B,0B2,0I3,0W3\n"
+
+
+def published(p: int, m: int) -> Schedule:
+    return catalog.build("dualpipe-v-published", stages=p, microbatches=m)
+
+
+def cells(text: str) -> list[list[str]]:
+    """A CSV without its idle cells: the columns of PyTorch's do not count ticks."""
+    return [[cell for cell in line.split(",") if cell] for line in text.splitlines()]
+
+
+def digest(rows: list[list[str]]) -> str:
+    return hashlib.sha256(json.dumps(rows).encode()).hexdigest()[:16]
+
+
+@pytest.mark.parametrize(("p", "m"), SHAPES)
+def test_dualpipe_v_runs_what_pytorchs_runs(p, m):
+    """Every rank, every action, every pair."""
+    theirs = json.loads(PYTORCH.read_text())[f"{p},{m}"]
+    ours = published(p, m)
+    validate(ours)
+    assert digest(cells(write_csv(ours))) == theirs["digest"]
+    if "rows" in theirs:
+        text = "\n".join(theirs["rows"])
+        assert cells(text) == cells(write_csv(ours))
+        read = parse_csv(text, name=ours.name)
+        assert read == dataclasses.replace(ours, peak_in_flight=None)
+
+
+@pytest.mark.parametrize("p", range(1, 10))
+def test_dualpipe_v_with_few_microbatches(p):
+    for m in range(1, 2 * p):
+        schedule = published(p, m)
+        validate(schedule)
+        assert max(peak_in_flight(schedule)) <= min(2 * p + 1, 2 * m)
+
+
+def test_bubble_of_dualpipe_v():
+    """In half-stage units. What the pairs cost is what overlap may save."""
+    for p, extra in itertools.product(range(1, 9), (0, 3)):
+        schedule, work = published(p, 2 * p + extra), 6 * (2 * p + extra)
+        assert simulate(schedule, UNIT).makespan == work + 2 * (p - 1)
+        assert simulate(split_backwards(schedule), UNIT).makespan == work + p - 1
+        hidden = simulate(schedule, dataclasses.replace(UNIT, overlap=1.0))
+        assert hidden.makespan <= work + p - 1 - 2 * (p > 1) * extra
+
+
+@pytest.mark.parametrize(("overlap", "makespan"), [(0.0, 6), (0.5, 5.5), (1.0, 5)])
+def test_a_pair_takes_as_long_as_both_less_what_overlap_saves(overlap, makespan):
+    schedule = parse_csv("0F0,(0F1;0B0)OVERLAP_F_B,0B1\n")
+    timeline = simulate(schedule, Costs(1, 1, 1, overlap=overlap))
+    assert timeline.makespan == makespan
+    assert timeline.bubble_ratio == pytest.approx(0)
+    # The other clocks are those of a program that runs one after the other.
+    assert lock_step(schedule, Costs(1, 1, 1, overlap=overlap)).makespan == 6
+
+
+def test_a_pair_waits_for_both_inputs_and_gives_both_results_at_its_end():
+    # Stage 1 pairs 1F1 with 1B0. 0B0 therefore starts at the end of the pair, at 5, not of 1B0.
+    text = "0F0,0F1,,,,0B0,,0B1\n,1F0,(1F1;1B0)OVERLAP_F_B,,,1B1\n"
+    timeline = simulate(parse_csv(text), UNIT)
+    starts = {str(part.action): part.start for row in timeline.rows for part in row}
+    assert (starts["1F1"], starts["1BW0"], starts["0BW0"]) == (2, 3, 5)
+    assert str(timeline.schedule.overlapped[0]) == "1F1"
+
+
+def test_both_run_in_one_tick_and_the_rest_as_always():
+    schedule = published(3, 8)
+    table = lower(schedule, [2] * 6)
+    together = (table.passes[Kind.F].hi > 0) & (table.passes[Kind.B].hi > 0)
+    assert together.sum() == len(schedule.overlapped)
+    # B and BW become one kind: the program runs B, and W in the same tick where it was BW.
+    assert table.passes.keys() == {Kind.F, Kind.B, Kind.W}
+    assert neighbor_clock(schedule, UNIT).makespan == lock_step(schedule, UNIT).makespan
+    lower(forward_only(schedule), [2] * 6)
+    sliced = slice_ticks(schedule, Costs(1, 1.2, 0.8), [2] * 6)
+    assert sliced.slices is not None
+    assert not sliced.overlapped
+    validate(sliced)
+
+
+@pytest.mark.parametrize("p", [1, 2, 5])
+def test_pairs_survive_the_trip_through_json(p):
+    schedule = published(p, 2 * p)
+    assert from_json(json.loads(json.dumps(to_json(schedule)))) == schedule
+
+
+def test_kinds_of_backward_in_a_pair():
+    schedule = parse_csv("0F0,(0F1;0I0)OVERLAP_F_B,0W0,0B1\n", name="mine")
+    assert [[*map(str, unit)] for unit in schedule.units(0)] == [
+        *(["0F0"], ["0F1", "0B0"], ["0W0"], ["0BW1"])
+    ]
+    assert parse_csv(write_csv(schedule), name="mine") == schedule
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("0F0,(0F1;0F2)OVERLAP_F_B", r"cell 2: '\(0F1;0F2\)OVERLAP_F_B' overlaps other actions"),
+        ("0F0,(0B0;0F1)OVERLAP_F_B", r"overlaps other actions than an F and then a backward"),
+        ("0F0,(0F1;0B0)OVERLAP", r"is not an action"),
+        ("0F0,(0F1;0X0)OVERLAP_F_B", r"cell 2: '0X0' is not an action"),
+        ("0F0,(0F1;0B1)OVERLAP_F_B,0B0", r"backward of another microbatch.*: 0B1 follows\."),
+        # The backward waits for the F beside it, by way of stage 1.
+        ("0F0,0F1,(0F2;0B0)OVERLAP_F_B,0B1,0B2\n1F0,1F1,1F2,1B0,1B1,1B2", r"Deadlock: stage 0"),
+    ],
+)
+def test_what_cannot_overlap_is_refused_where_it_stands(text, expected):
+    with pytest.raises(ScheduleError, match=expected):
+        parse_csv(text)
+
+
+def test_what_a_schedule_may_say_of_pairs():
+    good = parse_csv(TEXT)
+    for overlapped, expected in (
+        ((Action(0, Kind.F, 9),), "0F9 is overlapped, and must be an F of the schedule"),
+        ((Action(0, Kind.BW, 0),), "0BW0 is overlapped, and must be an F of the schedule"),
+        ((Action(0, Kind.F, 0),), "0F0 is overlapped.*: 0F1 follows"),
+        (("0F2",), "overlapped is tuple, and must be a tuple of nothing but Action"),
+    ):
+        with pytest.raises(ScheduleError, match=expected):
+            validate(dataclasses.replace(good, overlapped=overlapped))
+    sliced = slice_ticks(catalog.build("1f1b", stages=2, microbatches=4), Costs(1, 2, 1), [2, 2])
+    with pytest.raises(ScheduleError, match="slices, which say what runs together"):
+        validate(dataclasses.replace(sliced, overlapped=(Action(0, Kind.F, 1),)))
+    mixed = dataclasses.replace(good, placement=linear(1))
+    assert mixed.mixes_backwards
+
+
+def test_a_pair_is_drawn_as_one():
+    drawn = draw.text(simulate(parse_csv(TEXT), UNIT))
+    assert "F2++BW0----" in drawn
+    assert "F1- F2" in drawn
+    assert drawn.endswith("marks: + runs together with the backward that follows")
+    legend = draw.figure(simulate(parse_csv(TEXT), UNIT)).legends[0]
+    assert "overlapped pair" in [text.get_text() for text in legend.get_texts()]
+
+
+def write_pytorch() -> None:
+    """Asks PyTorch itself; needs torch (2.13.0 wrote what is stored)."""
+    from torch.distributed.pipelining.schedules import ScheduleDualPipeV
+
+    found = {}
+    for p, m in SHAPES:
+        asked = object.__new__(ScheduleDualPipeV)
+        asked.pp_group_size, asked._n_microbatches = p, m
+        rows = [[*map(str, asked._calculate_single_rank_operations(d))] for d in range(p)]
+        found[f"{p},{m}"] = {"digest": digest(rows)}
+        if p <= 3:
+            found[f"{p},{m}"]["rows"] = [",".join(row) for row in rows]
+    PYTORCH.write_text(json.dumps(found, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    write_pytorch()

@@ -1,0 +1,59 @@
+"""Compiles the training step of a configuration without its devices, and says what it takes.
+
+``jaxpipe plan --measure`` starts it in a process of its own for every plan, because XLA reads its
+flags, and jax counts its devices, but once.
+
+    python -m train.compiled --config plan.yaml --device h100
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import sys
+import time
+from collections.abc import Sequence
+
+import jax
+import tyro
+
+from jaxpipe.errors import ArgumentError
+from jaxpipe.planning import without_devices
+from jaxpipe.testing import simulate_devices
+from train import command_line
+from train.errors import ConfigError
+from train.step import Setup
+
+
+def main(config: str, device: str) -> None:
+    """Prints bytes of a device and seconds to compile, as JSON.
+
+    Args:
+      config: a configuration.
+      device: h100, or cpu for simulated devices.
+    """
+    jax.config.update("jax_platforms", "cpu")  # also where there are GPUs
+    parsed = command_line.parse(["--config", config]).config
+    count = parsed.mesh.num_devices
+    devices: Sequence[jax.Device] | None
+    attention: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
+    if device == "cpu":
+        simulate_devices(count)
+        devices = None
+    else:
+        without_devices.use_gpu_flags()
+        devices = without_devices.h100s(count)
+        attention = without_devices.attention_of_gpus()
+    with attention:
+        setup = Setup(parsed, devices=devices)
+        began = time.perf_counter()
+        program = setup.compile()
+    seconds = time.perf_counter() - began
+    print(json.dumps({"bytes": without_devices.device_bytes(program), "seconds": seconds}))
+
+
+if __name__ == "__main__":
+    try:
+        tyro.cli(main)
+    except (ArgumentError, ConfigError) as error:
+        sys.exit(str(error))
