@@ -78,5 +78,5 @@ def _slots(program: Program) -> dict[str, float]:
     found |= {"reduces": table.reduces.num_slots}
     found["reduced in ticks"] = (table.reduces.chunk != NONE).any()
     for name, moves in (("gathering", table.gathers), ("reducing", table.reduces)):
-        found[name] = moves.group if moves.shared.any() else 0
+        found[name] = moves.group / moves.shares if moves.shared.any() else 0
     return found

@@ -38,7 +38,8 @@ class Program:
       stages, chunks, microbatches: its shape.
       layers: of the model.
       costs: of a chunk, relative, for which orders are made; None for the published order.
-      weight_slots, own_slots, moves_in_pieces, sums_in_slots: how the pipeline lowers it.
+      weight_slots, own_slots, shares, sums_in_slots: how the pipeline lowers it; no shares where
+        chunks move as a whole.
       cut: into slices: not at all; "quick", with a tenth of the search; or as the trainer does it.
       clock: on which slices have to end earlier than whole actions.
     """
@@ -51,7 +52,7 @@ class Program:
     costs: Costs | None
     weight_slots: int
     own_slots: bool
-    moves_in_pieces: bool
+    shares: int
     sums_in_slots: bool
     cut: Literal["whole", "quick", "sliced"] = "whole"
     clock: str = "neighbor"
@@ -76,7 +77,8 @@ class Program:
             weight_slots=self.weight_slots,
             gradient_slots=None if self.sums_in_slots else order.num_chunks,
             own_slots=self.own_slots,
-            pieces=max(counts) if self.moves_in_pieces else 0,
+            pieces=max(counts) if self.shares else 0,
+            shares=max(1, self.shares),
         )
 
     def shorter(self) -> tuple[tuple[Program, float], ...]:

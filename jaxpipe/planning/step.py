@@ -25,6 +25,7 @@ from jaxpipe.planning.devices import LAUNCH_SECONDS, Cluster
 from jaxpipe.planning.plans import Placed
 from jaxpipe.planning.programs import Program, grown, relative, table_of
 from jaxpipe.planning.sizes import ModelSizes, Pass
+from jaxpipe.schedule.lowering.under_layers import most_shares
 from jaxpipe.schedule.neighbors import replay, work_of
 from jaxpipe.schedule.simulate import Costs, simulate
 
@@ -134,6 +135,7 @@ def program_of(placed: Placed, *, published: bool = False, quick: bool = False) 
       quick: search little for slices, if the plan has any.
     """
     plan = placed.plan
+    shares = most_shares(_SUM_BYTES * placed.layer_parameters) if plan.weight_slots > 1 else 0
     return Program(
         plan.schedule,
         plan.stage,
@@ -143,7 +145,7 @@ def program_of(placed: Placed, *, published: bool = False, quick: bool = False) 
         None if published else chunk_costs(placed),
         weight_slots=min(plan.weight_slots, plan.chunks),
         own_slots=plan.weights == "unrolled",
-        moves_in_pieces=plan.weight_slots > 1,
+        shares=shares,
         sums_in_slots=plan.zero >= 2,
         cut="whole" if published or not plan.slices else "quick" if quick else "sliced",
         clock=placed.cluster.device.clock,
@@ -192,7 +194,7 @@ def _free_running(program: Program, layer: Costs) -> float:
     stops = int(table_of(program).meets.sum()) * layer.message if program.stages > 1 else 0.0
     # Plans that differ in ZeRO level, replicas or slots have the same order.
     alike = dataclasses.replace(
-        program, weight_slots=1, own_slots=False, moves_in_pieces=False, sums_in_slots=False
+        program, weight_slots=1, own_slots=False, shares=0, sums_in_slots=False
     )
     return _without_messages(alike, dataclasses.replace(layer, message=0.0)) + stops
 
@@ -232,7 +234,7 @@ def replayed(program: Program, layer: Costs, moved: Transfer = _NOTHING) -> floa
             continue
         chunk = each * table.layers_per_chunk
         seconds += len(moves.edge.chunk) * chunk
-        under += each * moves.group * moves.shared
+        under += each * moves.group / moves.shares * moves.shared
         if moves.whole:
             work = work + chunk * (moves.chunk >= 0)
     # All stages take part, and a tick ends with the later of its layers and its transfers.

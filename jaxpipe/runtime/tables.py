@@ -15,10 +15,6 @@ from jaxpipe.schedule.actions import Schedule
 from jaxpipe.schedule.lowering.lower import lower
 from jaxpipe.schedule.lowering.table import TickTable
 
-SMALLEST_SHARE = 1 << 27
-"""Bytes of parameters below which no part of a layer moves over data by itself: a collective of a
-few megabytes does not reach the bandwidth of its links."""
-
 
 @dataclasses.dataclass(frozen=True)
 class Tables:
@@ -42,7 +38,7 @@ class Tables:
     ) -> Tables:
         """Those of canonical layers; ``weights`` is the layout of layers that are alike."""
         layout = layer_layout(layers, weights)
-        shares = layout.most_shares(layers, splits.part(DictKey("layers")), SMALLEST_SHARE)
+        shares = layout.most_shares(layers, splits.part(DictKey("layers")))
         return cls(layout, shares, weight_slots, zero)
 
     def of_step(self, schedule: Schedule, layer_counts: Sequence[int]) -> TickTable:

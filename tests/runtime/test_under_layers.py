@@ -50,7 +50,7 @@ def test_equals_the_unpipelined_model(
 
 def test_a_share_has_enough_bytes_and_little_that_moves_in_vain():
     layer = {"w": Leaf((64, 8), "float32", None, 0, data_parts=2)}
-    assert [shares.most(layer, smallest) for smallest in (2048, 1024, 513, 512)] == [1, 2, 2, 4]
+    assert [shares.most(layer, n) for n in (2048, 1024, 513, 512)] == [1, 2, 2, 4]
     # 96 bytes of six rows, three per data shard, would move with every share.
     layer["odd"] = Leaf((6, 4), "float32", None, 0, data_parts=2)
     assert shares.most(layer, 1) == 2

@@ -90,9 +90,9 @@ class LayerLayout(abc.ABC):
         return layers
 
     @classmethod
-    def most_shares(cls, layers: Params, splits: Splits, smallest: float) -> int:
-        """The most shares of at least ``smallest`` bytes in which a piece may move."""
-        return shares.most(alike(layers, splits)[0], smallest)
+    def most_shares(cls, layers: Params, splits: Splits) -> int:
+        """The most shares in which a piece may move."""
+        return shares.most(alike(layers, splits)[0])
 
     @abc.abstractmethod
     def slot_shapes(self, count: int) -> Shapes:

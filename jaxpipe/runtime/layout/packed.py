@@ -87,7 +87,7 @@ class Packed(LayerLayout):
         return 1
 
     @classmethod
-    def most_shares(cls, layers: Params, splits: Splits, smallest: float) -> int:
+    def most_shares(cls, layers: Params, splits: Splits) -> int:
         return 1
 
     def _leaves(self, width: dict[str, int]) -> dict[str, Leaf]:

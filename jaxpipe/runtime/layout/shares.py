@@ -18,6 +18,7 @@ from jax import lax
 
 from jaxpipe.runtime.layout.leaf import Leaf
 from jaxpipe.runtime.types import Index, Leaves
+from jaxpipe.schedule.lowering.under_layers import SMALLEST_SHARE, most_shares
 
 _WASTE = 0.05
 """Bytes that may move in vain, as a part of a layer's: arrays that do not divide."""
@@ -30,16 +31,14 @@ class Share(NamedTuple):
     of: int
 
 
-def most(layer: Leaves, smallest: float) -> int:
-    """The most shares, a power of two, of at least ``smallest`` bytes on a device."""
+def most(layer: Leaves, smallest: float = SMALLEST_SHARE) -> int:
+    """The most shares in which a layer may move, as `most_shares` has them; fewer if too much of it
+    does not divide."""
     leaves = [leaf.local for leaf in jax.tree.leaves(layer)]
     total = sum(map(_bytes, leaves))
-    number = 1
-    while total / (2 * number) >= smallest:
-        undivided = sum(_bytes(leaf) for leaf in leaves if not _divides(leaf, 2 * number))
-        if (2 * number - 1) * undivided > _WASTE * total:
-            break
-        number *= 2
+    number = most_shares(total, smallest)
+    while (number - 1) * sum(_bytes(w) for w in leaves if not _divides(w, number)) > _WASTE * total:
+        number //= 2
     return number
 
 

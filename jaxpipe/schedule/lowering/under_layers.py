@@ -16,6 +16,10 @@ import numpy as np
 from jaxpipe.schedule.lowering.slots import Stay
 from jaxpipe.schedule.lowering.table import NONE, Transfer, Transfers
 
+SMALLEST_SHARE = 1 << 27
+"""Bytes of parameters below which no part of a layer moves over data by itself: a collective of a
+few megabytes does not reach the bandwidth of its links."""
+
 
 class _Job(NamedTuple):
     """A chunk to move on a stage in ticks from ``start`` to before ``end``, or at the edge of the
@@ -72,6 +76,14 @@ def under_layers(
             return None
     parts = pieces * shares // group if group else 1
     return Transfers(chunk, slot, piece, num_slots, group, shares, parts, _at_edge(edge))
+
+
+def most_shares(layer_bytes: float, smallest: float = SMALLEST_SHARE) -> int:
+    """The most shares, a power of two, in which a layer may move: of ``smallest`` bytes or more."""
+    shares = 1
+    while layer_bytes >= 2 * shares * smallest:
+        shares *= 2
+    return shares
 
 
 def _sizes(pieces: int, most_shares: int) -> Iterator[tuple[int, int]]:
