@@ -18,10 +18,10 @@ from jaxpipe.schedule.actions import Action, Kind, Schedule, Slice, dependencies
 from jaxpipe.schedule.check.slice_rules import order_of
 from jaxpipe.schedule.check.validate import ScheduleError, peak_in_flight, validate
 from jaxpipe.schedule.generators.one_f_one_b import one_f_one_b
-from jaxpipe.schedule.generators.v_schedules import v_half, zb_v
+from jaxpipe.schedule.generators.v_schedules import one_f_one_b_v, v_half, v_min, zb_v
 from jaxpipe.schedule.lowering.lower import NONE, lower
 from jaxpipe.schedule.placement import linear, looped, wave
-from jaxpipe.schedule.search.slices import slice_ticks
+from jaxpipe.schedule.search.slices import FIRST_TRIAL, OTHER_TRIALS, Uncut, slice_all, slice_ticks
 from jaxpipe.schedule.simulate import Costs, lock_step, simulate, ticks
 
 # No test may depend on how fast the machine is.
@@ -326,7 +326,7 @@ def test_slices_of_every_schedule_replay(name, weight_slots, pieces, shares, own
     ("name", "cut", "meets", "ticks"),
     [
         ("zb-v", False, 31, 99), ("zb-v", True, 54, 111), ("hanayo", False, 62, 99),
-        ("1f1b", False, 54, 54), ("1f1b", True, 36, 61),
+        ("1f1b", False, 54, 54), ("1f1b", True, 36, 59),
     ],
 )  # fmt: skip
 def test_stages_meet_only_for_messages_that_cannot_wait(name, cut, meets, ticks):
@@ -369,6 +369,19 @@ def test_slicing_is_deterministic_and_starts_over():
     once = slice_ticks(schedule, priced, [2] * 6)
     assert once == slice_ticks(schedule, priced, [2] * 6)
     validate(slice_ticks(once, priced, [1] * 6))
+
+
+def test_schedules_cut_together_or_stopped_early_are_those_cut_alone():
+    counts, trials = (3, 2, 3, 2, 3, 2), FIRST_TRIAL + OTHER_TRIALS
+    costs = (Costs(1, 1.2, 0.8, 0.1),) * 6
+    uncut = [Uncut(make(3, 5), costs, counts) for make in (zb_v, v_half, v_min, one_f_one_b_v)]
+    uncut.append(Uncut(one_f_one_b(3, 4), costs[:3], (5, 4, 6)))
+    alone = [slice_ticks(*each) for each in uncut]
+    together = slice_all(uncut, trials)
+    assert [timeline.schedule for timeline in together] == alone
+    latest = sorted(timeline.makespan for timeline in together)[2]
+    for stopped, whole in zip(slice_all(uncut, trials, makespan=latest), together, strict=True):
+        assert stopped == whole if whole.makespan < latest else stopped.makespan >= latest - 1e-9
 
 
 def test_long_messages_leave_actions_whole():

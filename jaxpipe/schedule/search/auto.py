@@ -14,13 +14,14 @@ from jaxpipe.schedule.search.candidates import named
 from jaxpipe.schedule.search.contest import Contest
 from jaxpipe.schedule.search.cuts import Cut
 from jaxpipe.schedule.search.order_search import search_orders, split
-from jaxpipe.schedule.search.slices import check_layer_counts, with_slices
-from jaxpipe.schedule.search.tick_engine import Policy, Work
-from jaxpipe.schedule.search.tick_search import Settings, TickSearch
+from jaxpipe.schedule.search.slices import CLOCKS, check_layer_counts, with_slices
+from jaxpipe.schedule.search.tick_engine import Work
+from jaxpipe.schedule.search.tick_search import TickSearch
+from jaxpipe.schedule.search.tick_settings import Settings
 from jaxpipe.schedule.simulate import UNIT, Costs, of_virtual_stages
 
 _TRIALS = tuple(
-    Settings((Policy(in_order=False, first=first),), shortest=0.4, eagerness=1.0)
+    Settings(by_rank=False, by_urgency=True, shortest=0.4, eagerness=1.0, first=first)
     for first in (Kind.F, Kind.B)
 )
 
@@ -85,7 +86,7 @@ def auto(
     fitting = [s for s in candidates if max(peak_in_flight(s)) <= cap]
     if any(s.placement != placement for s in fitting):
         raise ValueError("The candidates of schedule 'auto' are not all on its placement.")
-    contest.enter(cut, fitting)
+    contest.enter(cut, fitting, named=True)
     return _finished(contest, [cut], num_microbatches, limit)
 
 
@@ -105,7 +106,7 @@ def search_best(
     """Searches orders on some placements, from schedules that are known there; the best of all
     that have entered the contest wins."""
     for cut, schedules in known:
-        contest.enter(cut, schedules)
+        contest.enter(cut, schedules, named=True)
         cap = cut.cap(num_microbatches, memory_limit)
         found = search_orders(
             cut.placement,
@@ -115,7 +116,7 @@ def search_best(
             seeds=map(split, schedules),
             bound=lower_bound(cut.placement, num_microbatches, cut.costs, cap=cap),
         )
-        contest.enter(cut, found)
+        contest.enter(cut, found, named=False)
     return _finished(contest, [cut for cut, _ in known], num_microbatches, memory_limit)
 
 
@@ -124,12 +125,13 @@ def _finished(
 ) -> Schedule:
     """The winner, once schedules that are built tick by tick have had their turn, too."""
     contest.compare()
-    contest.finish()
     for cut in cuts:
         unordered = Schedule("auto", cut.placement, num_microbatches, ())
-        search = TickSearch(_work(unordered, cut, cut.cap(num_microbatches, memory_limit)))
-        if (rows := search.best(_TRIALS, makespan=contest.ahead)) is not None:
-            contest.offer(cut, with_slices(unordered, rows))
+        work = _work(unordered, cut, cut.cap(num_microbatches, memory_limit))
+        [rows] = TickSearch([work], _TRIALS).best([contest.ahead])
+        if rows is not None:
+            runs = CLOCKS[contest.clock]
+            contest.offer(cut, runs(with_slices(unordered, rows), cut.costs))
     best = contest.best
     assert best is not None, "every stage finds room for the microbatch that is farthest"
     return dataclasses.replace(best, name="auto", peak_in_flight=peak_in_flight(best))

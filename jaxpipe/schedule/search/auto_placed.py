@@ -60,15 +60,16 @@ def auto_placed(
     ranked = sorted(range(len(ways)), key=lambda number: bounds[number])
     contest = Contest(clock)
     known: dict[Cut, list[Schedule]] = {}
-    for rank, number in enumerate(ranked):
-        cut = ways[number]
-        few = cut.placement.num_chunks <= _FEW_CHUNKS
-        if (rank < _NUM_PROMISING or few) and bounds[number] < contest.earliest:
-            known[cut] = _known(cut, num_microbatches, limit)
-            contest.enter(cut, known[cut])
-            contest.compare()
+    few = [n for n in ranked if ways[n].placement.num_chunks <= _FEW_CHUNKS]
+    for numbers in (ranked[:_NUM_PROMISING], few):
+        for cut in (ways[n] for n in numbers if bounds[n] < contest.ahead):
+            if cut not in known:
+                known[cut] = _known(cut, num_microbatches, limit)
+                contest.enter(cut, known[cut], named=True)
+        contest.compare()
     # The V is searched beside the best: a careful cut gains most where chunks are few.
-    first = contest.quick[0][1].cut
+    first = contest.leader
+    assert first is not None, "the first placement has a schedule by a rule"
     searched = [first, *(cut for cut in ways[1:2] if cut != first)]
     passes = sum(cut.placement.num_virtual_stages * num_microbatches for cut in searched)
     if 3 * passes > _SEARCHED_ACTIONS:

@@ -1,49 +1,64 @@
 """The contest of schedules for one model under one memory limit: the first to end wins.
 
-Named and searched schedules, on whatever placement, are measured alike: the promising ones are cut
-into slices quickly, and the best of them with care. What counts is the clock that they will run on.
+Named and searched schedules, on whatever placement, are measured alike: cut into slices as a named
+schedule is that someone asks for. So the winner ends no later than any of those.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from jaxpipe.schedule.actions import Schedule
+from jaxpipe.schedule.check.validate import peak_in_flight
 from jaxpipe.schedule.search.cuts import Cut
-from jaxpipe.schedule.search.slices import CLOCKS, slice_ticks
-from jaxpipe.schedule.simulate import lock_step
+from jaxpipe.schedule.search.slices import (
+    FIRST_TRIAL,
+    OTHER_TRIALS,
+    Uncut,
+    slice_all,
+)
+from jaxpipe.schedule.search.tick_settings import Settings
+from jaxpipe.schedule.simulate import Timeline, simulate
 
-_QUICK_ACTIONS, _CAREFUL_ACTIONS = 40_000, 12_000
-"""How many actions each comparison may cut quickly, and in the end with care; at least one
-schedule is."""
-_MOST_CAREFUL = 4
-_QUICK_SLACK, _CAREFUL_SLACK = 1.05, 1.03
-"""How far behind the best a schedule may be and still be cut: quickly, if that is what it promises;
-with care, if that is when it ends once cut quickly."""
+_LONG = 1_024
+"""Up to so many microbatches times stages, every named schedule is cut in all ways; of longer ones
+only those that promise most are cut at all, so that no search takes minutes."""
+_NUM_LEADING = 4
+_SLACK = 1.03
+"""How far behind the best a schedule is that is still cut in all ways, if not all of them are."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Entrant:
-    """A schedule in the contest.
+    """A schedule without slices.
 
     Args:
-      schedule: without slices.
-      promise: about when it may end in lock-step at best.
+      named: whether users can ask for it by name: it is then cut as they would have it cut.
     """
 
     cut: Cut
     schedule: Schedule
-    promise: float
+    named: bool
 
     @property
-    def num_actions(self) -> int:
-        return sum(map(len, self.schedule.orders))
+    def is_long(self) -> bool:
+        return self.schedule.num_stages * self.schedule.num_microbatches > _LONG
+
+    @property
+    def bound(self) -> float:
+        """It cannot end before this in lock-step, however it is cut."""
+        return self.cut.bound_at(self.schedule.num_microbatches, max(peak_in_flight(self.schedule)))
+
+    @property
+    def promise(self) -> float:
+        """About when it may end in lock-step."""
+        return simulate(self.schedule, self.cut.costs).makespan
 
 
 class Contest:
-    """Takes schedules, cuts the promising ones, and knows the best so far.
+    """Takes schedules, cuts those that may win, and knows the best so far.
 
     Args:
       clock: a key of `jaxpipe.schedule.search.slices.CLOCKS`.
@@ -53,7 +68,7 @@ class Contest:
         self.clock = clock
         self.best: Schedule | None = None
         self.makespan = math.inf
-        self.quick: list[tuple[float, Entrant]] = []
+        self.leader: Cut | None = None
         self._entered: set[object] = set()
         self._waiting: list[Entrant] = []
 
@@ -62,62 +77,39 @@ class Contest:
         """What a schedule has to beat in lock-step."""
         return self.makespan if self.clock == "lock-step" else math.inf
 
-    @property
-    def earliest(self) -> float:
-        """When the best of those that are cut quickly ends in lock-step."""
-        return self.quick[0][0] if self.quick else math.inf
-
-    def enter(self, cut: Cut, schedules: Iterable[Schedule]) -> None:
+    def enter(self, cut: Cut, schedules: Iterable[Schedule], *, named: bool) -> None:
         """Adds schedules of one placement; equal orders count once."""
         for schedule in schedules:
             key = cut.placement, schedule.orders
             if key not in self._entered:
                 self._entered.add(key)
-                self._waiting.append(Entrant(cut, schedule, cut.promise(schedule)))
+                self._waiting.append(Entrant(cut, schedule, named))
 
     def compare(self) -> None:
-        """Cuts quickly what has entered, the most promising first."""
-        left = _QUICK_ACTIONS
-        for entrant in sorted(self._waiting, key=lambda entrant: entrant.promise):
-            left -= entrant.num_actions
-            if self.quick and (left < 0 or entrant.promise > _QUICK_SLACK * self.earliest):
-                break
-            self.quick.append((self._slice(entrant, quick=True), entrant))
-            self.quick.sort(key=lambda item: item[0])
-        self._waiting = []
+        """Cuts what has entered in one way, and what may then still win in all others."""
+        able = [entrant for entrant in self._waiting if entrant.bound < self.ahead]
+        self._waiting, most = [], _NUM_LEADING
+        if any(entrant.is_long for entrant in able):
+            able, most = sorted(able, key=lambda entrant: entrant.promise)[:most], 1
+        ends = self._cut(able, FIRST_TRIAL)
+        latest, again = _SLACK * min(ends, default=0.0), []
+        for end, entrant in sorted(zip(ends, able, strict=True), key=lambda item: item[0]):
+            if entrant.named and not entrant.is_long:
+                again.append(entrant)
+            elif most and end <= latest:
+                most -= 1
+                again.append(entrant)
+        self._cut(again, OTHER_TRIALS)
 
-    def finish(self) -> None:
-        """Cuts the best with care, and the one that promises most: a careful cut gains up to 3%."""
-        if not self.quick:
-            return
-        most = min(self.quick, key=lambda item: item[1].promise)[1]
-        latest = _CAREFUL_SLACK * self.earliest
-        best = [entrant for ends, entrant in self.quick if ends <= latest and entrant is not most]
-        left, number = _CAREFUL_ACTIONS, 0
-        for entrant in (*best[:1], most, *best[1:]):
-            # Shorter schedules behind a long one may still be cut.
-            if number == 0 or (number < _MOST_CAREFUL and entrant.num_actions <= left):
-                left -= entrant.num_actions
-                number += 1
-                self._slice(entrant, quick=False)
-
-    def offer(self, cut: Cut, schedule: Schedule) -> None:
+    def offer(self, cut: Cut, timeline: Timeline) -> None:
         """Keeps a schedule if it ends before the best so far."""
-        ends = CLOCKS[self.clock](schedule, cut.costs).makespan
-        if ends < self.makespan:
-            self.best, self.makespan = schedule, ends
+        if timeline.makespan < self.makespan:
+            self.best, self.makespan, self.leader = timeline.schedule, timeline.makespan, cut
 
-    def _slice(self, entrant: Entrant, *, quick: bool) -> float:
-        """Cuts a schedule and offers it; when it ends in lock-step."""
-        cut, whole = entrant.cut, entrant.schedule
-        sliced = slice_ticks(
-            whole,
-            cut.costs,
-            cut.layer_counts,
-            # With care, it only has to beat the best so far.
-            makespan=math.inf if quick else self.ahead,
-            quick=quick,
-            clock=self.clock,
-        )
-        self.offer(cut, sliced)
-        return lock_step(sliced, cut.costs).makespan
+    def _cut(self, entrants: Sequence[Entrant], trials: Sequence[Settings]) -> list[float]:
+        """Cuts schedules in some ways and offers them; when they end."""
+        uncut = [Uncut(each.schedule, each.cut.costs, each.cut.layer_counts) for each in entrants]
+        found = slice_all(uncut, trials, clock=self.clock, makespan=self.ahead)
+        for entrant, timeline in zip(entrants, found, strict=True):
+            self.offer(entrant.cut, timeline)
+        return [timeline.makespan for timeline in found]

@@ -5,11 +5,10 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator, Sequence
 
-from jaxpipe.schedule.actions import Schedule
 from jaxpipe.schedule.partition import cut_layers
 from jaxpipe.schedule.placement import Placement, linear, looped, wave
 from jaxpipe.schedule.search.bounds import lower_bound
-from jaxpipe.schedule.simulate import Costs, simulate
+from jaxpipe.schedule.simulate import Costs
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,16 +35,13 @@ class Cut:
         return max(chunks, int(min(memory_limit, num_microbatches) * chunks))
 
     def bound(self, num_microbatches: int, memory_limit: float) -> float:
-        """About when the best schedule may end, in lock-step."""
-        cap = self.cap(num_microbatches, memory_limit)
+        """Before this no schedule can end in lock-step."""
+        return self.bound_at(num_microbatches, self.cap(num_microbatches, memory_limit))
+
+    def bound_at(self, num_microbatches: int, cap: int) -> float:
+        """As `bound`, for schedules with at most so many chunks in flight."""
         ends = lower_bound(self.placement, num_microbatches, self._silent, cap=cap)
         return ends + self._exchanges(num_microbatches)
-
-    def promise(self, schedule: Schedule) -> float:
-        """About when a schedule may end in lock-step, at best."""
-        return simulate(schedule, self._silent).makespan + self._exchanges(
-            schedule.num_microbatches
-        )
 
     @property
     def _silent(self) -> tuple[Costs, ...]:

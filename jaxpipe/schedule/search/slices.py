@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Iterable, Sequence
+from typing import NamedTuple
 
 from jaxpipe.schedule.actions import Kind, Schedule, Slice, split_backwards
 from jaxpipe.schedule.check.slice_rules import order_of
@@ -17,23 +18,23 @@ from jaxpipe.schedule.check.validate import peak_in_flight
 from jaxpipe.schedule.neighbors import neighbor_clock
 from jaxpipe.schedule.placement import Placement
 from jaxpipe.schedule.problems import Problem, refuse
-from jaxpipe.schedule.search.tick_engine import Policy, Work
-from jaxpipe.schedule.search.tick_search import Settings, TickSearch
-from jaxpipe.schedule.simulate import Costs, lock_step, of_virtual_stages
+from jaxpipe.schedule.search.tick_engine import Work
+from jaxpipe.schedule.search.tick_search import TickSearch
+from jaxpipe.schedule.search.tick_settings import Settings
+from jaxpipe.schedule.simulate import Costs, Timeline, lock_step, of_virtual_stages
 
 CLOCKS = {"lock-step": lock_step, "neighbor": neighbor_clock}
 """Those that a schedule can be planned for: of simulated devices, and of GPUs."""
 
-_BY_RANK, _CRITICAL_FIRST = Policy(in_order=True), Policy(in_order=False)
-_TRIALS = (
-    Settings((_BY_RANK,), shortest=0.1, eagerness=0.3),
-    Settings((_CRITICAL_FIRST,), shortest=0.4, eagerness=0.3, drains=True),
-    Settings((_CRITICAL_FIRST,), shortest=0.2, eagerness=0.3),
-    Settings((_CRITICAL_FIRST, _BY_RANK), shortest=0.4, eagerness=1.0),
-    Settings((_CRITICAL_FIRST, _BY_RANK), shortest=0.4, eagerness=0.3),
+FIRST_TRIAL = (Settings(by_rank=False, by_urgency=True, shortest=0.2, eagerness=0.3),)
+OTHER_TRIALS = (
+    Settings(by_rank=True, by_urgency=False, shortest=0.1, eagerness=0.3),
+    Settings(by_rank=False, by_urgency=True, shortest=0.4, eagerness=0.3, drains=True),
+    Settings(by_rank=True, by_urgency=True, shortest=0.4, eagerness=1.0),
+    Settings(by_rank=True, by_urgency=True, shortest=0.4, eagerness=0.3),
 )
 """Each is the best of a wide sweep for some schedule."""
-_QUICK = _TRIALS[2]._replace(cells=15_000)
+_QUICK = (FIRST_TRIAL[0]._replace(cells=15_000),)
 
 
 def slice_ticks(
@@ -41,7 +42,6 @@ def slice_ticks(
     costs: Costs | Sequence[Costs],
     layer_counts: Sequence[int],
     *,
-    makespan: float = math.inf,
     quick: bool = False,
     clock: str = "lock-step",
 ) -> Schedule:
@@ -57,7 +57,6 @@ def slice_ticks(
       costs: of one chunk, however many layers it has; or, if chunks differ, of every virtual stage.
         The layers of a chunk count as alike.
       layer_counts: layers of every virtual stage, at least 1 each.
-      makespan: look only for results that end before this.
       quick: search for about a tenth of the time, to compare schedules.
       clock: on which the result has to end before whole actions: "lock-step", or "neighbor", as on
         GPUs. Slices are searched for lock-step in any case.
@@ -78,21 +77,64 @@ def slice_ticks(
       >>> round(lock_step(sliced, costs).bubble_ratio, 3)
       0.127
     """
-    check_layer_counts(schedule.placement, layer_counts)
-    if schedule.minibatches is not None:
-        raise ValueError(
-            f"Schedule {schedule.name!r} has ticks of its own, in which a stage runs whole actions."
-        )
-    whole = dataclasses.replace(schedule, slices=None)
     costs = of_virtual_stages(schedule.placement, costs)
-    apart = split_backwards(whole) if whole.mixes_backwards else whole
-    search = TickSearch(_work(apart, costs, tuple(layer_counts)))
-    trials = (_QUICK,) if quick else _TRIALS
-    rows = search.best(trials, makespan=min(makespan, lock_step(whole, costs).makespan))
-    if rows is None:
-        return whole
-    runs = CLOCKS[clock]
-    return min((with_slices(apart, rows), whole), key=lambda choice: runs(choice, costs).makespan)
+    trials = _QUICK if quick else (*FIRST_TRIAL, *OTHER_TRIALS)
+    [found] = slice_all([Uncut(schedule, costs, tuple(layer_counts))], trials, clock=clock)
+    return found.schedule
+
+
+class Uncut(NamedTuple):
+    """A schedule to be cut into slices, with costs and layers of every virtual stage."""
+
+    schedule: Schedule
+    costs: tuple[Costs, ...]
+    layer_counts: tuple[int, ...]
+
+
+def slice_all(
+    uncut: Sequence[Uncut],
+    trials: Sequence[Settings],
+    *,
+    clock: str = "lock-step",
+    makespan: float = math.inf,
+) -> list[Timeline]:
+    """Cuts schedules of equally many stages as `slice_ticks` does each; together it takes less
+    time.
+
+    Args:
+      trials: the ways to search; the best of their results counts.
+      clock: as for `slice_ticks`.
+      makespan: searches stop once they cannot end before this; those that do end as they would
+        have without it.
+
+    Returns:
+      Of each, what ends first on the clock.
+    """
+    works, wholes = [], []
+    for schedule, costs, layer_counts in uncut:
+        check_layer_counts(schedule.placement, layer_counts)
+        if schedule.minibatches is not None:
+            raise ValueError(
+                f"Schedule {schedule.name!r} has ticks of its own, in which a stage runs whole "
+                "actions."
+            )
+        whole = dataclasses.replace(schedule, slices=None)
+        apart = split_backwards(whole) if whole.mixes_backwards else whole
+        works.append(_work(apart, costs, layer_counts))
+        wholes.append(lock_step(whole, costs))
+    if not works:
+        return []
+    found = TickSearch(works, trials).best([whole.makespan for whole in wholes], makespan=makespan)
+    best, runs = [], CLOCKS[clock]
+    for work, one_by_one, rows in zip(works, wholes, found, strict=True):
+        timeline = one_by_one
+        if clock != "lock-step":
+            timeline = runs(one_by_one.schedule, work.costs)
+        if rows is not None:
+            sliced = runs(with_slices(work.schedule, rows), work.costs)
+            timeline = min(sliced, timeline, key=lambda each: each.makespan)
+        best.append(timeline)
+    return best
 
 
 def check_layer_counts(placement: Placement, layer_counts: Sequence[int]) -> None:

@@ -1,27 +1,33 @@
-"""The lock-step clock at work: fills a tick of a given length on each stage.
+"""The lock-step clock at work: fills ticks of given lengths, in many states at once.
 
-`Engine` fills ticks with layers of the passes that are ready; `jaxpipe.schedule.search.tick_search`
+The states of all searches lie side by side in arrays, whose last axis counts them: a tick takes as
+many array operations for hundreds of states as for one. `jaxpipe.schedule.search.tick_search`
 decides how long the ticks are.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import itertools
-import math
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
 
 from jaxpipe.schedule.actions import Action, Kind, Schedule, Slice
 from jaxpipe.schedule.simulate import Costs
 
 _NONE = -1
-"""No pass."""
-_ROUNDING = 1e-9
-"""Lengths are sums of layer costs: smaller differences, relative to F+B+W, count as none."""
+"""No queue."""
+_NEVER = 2**30
+"""Behind every place in a queue."""
 
 _F, _B, _W = range(3)
 """The kinds of action, as indices."""
+
+Ints = NDArray[np.int32]
+Floats = NDArray[np.float64]
+Flags = NDArray[np.bool_]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,297 +58,341 @@ class Work:
     ranks: tuple[Sequence[int], ...] | None = None
 
 
-class Policy(NamedTuple):
-    """How a stage fills a tick.
+class States:
+    """What the stages have done before a tick, by field, stage and state.
 
     Args:
-      in_order: by `Work.ranks`. Otherwise one of F and B, then W, which goes first only if
-        memory keeps a forward waiting.
-      first: of F and B, which runs if both are ready, neither is under way and there are no
-        ranks.
+      fields: all of them in one array, as `Engine.rows` lists them.
+      works: of every state, whose work it is.
     """
 
-    in_order: bool
-    first: Kind = Kind.B
+    def __init__(self, fields: Ints, works: Ints, rows: dict[str, slice]) -> None:
+        self.fields, self.works, self.rows = fields, works, rows
 
+    def __getitem__(self, name: str) -> Ints:
+        """A field: by kind or queue, stage and state; a view."""
+        return self.fields[self.rows[name]]
 
-Counts = tuple[int, int, int]
-"""Layers of F, B and W that a stage runs in one tick."""
-
-
-class Choice(NamedTuple):
-    """One tick of a plan, and the ticks before it: per stage, the layers it runs."""
-
-    counts: tuple[Counts, ...]
-    before: Choice | None
-
-
-@dataclasses.dataclass(slots=True)
-class Progress:
-    """What the stages have done before a tick. Lists of lists are by kind: F, B, W."""
-
-    heads: list[list[int]]  # by queue; of W by stage
-    running: list[list[int]]  # by stage: the pass under way
-    layers: list[list[int]]  # by stage: layers of it that are done
-    done: list[bytearray]  # by pass
-    pending: list[tuple[int, ...]]  # by stage: W to come, where Work does not order them
-    in_flight: list[int]  # by stage
-    busy: Sequence[float]  # by stage
-    time: float
-    critical: float  # time in F and B, all stages together
-    left: int  # layers to run
-    choice: Choice | None
-
-    def copy(self) -> Progress:
-        return Progress(
-            [*map(list.copy, self.heads)],
-            [*map(list.copy, self.running)],
-            [*map(list.copy, self.layers)],
-            [*map(bytearray.copy, self.done)],
-            self.pending[:],
-            self.in_flight[:],
-            self.busy,
-            self.time,
-            self.critical,
-            self.left,
-            self.choice,
-        )
-
-    def work_done(self) -> tuple[tuple[int, ...], ...]:
-        """Equal for two of them in which the same work is done."""
-        return tuple(map(tuple, (*self.heads, *self.layers)))
+    def take(self, numbers: NDArray[np.intp]) -> States:
+        """Copies of some states."""
+        return States(self.fields.take(numbers, axis=-1), self.works.take(numbers), self.rows)
 
 
 class Ready(NamedTuple):
-    """What a stage can run in the next tick, by kind: F, B, W.
+    """What stages can run in the next tick, by stage and state; lists are by kind: F, B, W.
 
     Args:
-      passes: the passes, or `_NONE`.
-      queues: of F and B, the queues of the passes that would start, or `_NONE`.
       rooms: the layers left to run; for W those whose B has run.
       costs: of a layer.
+      ranks: in the stage's order; empty if there is no order yet.
+      same: whether W is that of the backward.
+      blocked: whether memory keeps every forward waiting.
+      queues: of F and B, the queues of the passes that run or would start.
     """
 
-    passes: tuple[int, int, int]
-    queues: tuple[int, int, int]
-    rooms: tuple[int, int, int]
-    costs: tuple[float, float, float]
+    rooms: list[Ints]
+    costs: list[Floats]
+    ranks: list[Ints]
+    same: Flags
+    blocked: Flags
+    queues: list[Ints]
 
 
 class Engine:
-    """Runs ticks of given lengths."""
+    """Runs ticks of given lengths, for works with equally many stages, microbatches and queues."""
 
-    def __init__(self, work: Work) -> None:
-        self.work = work
-        schedule, placement, costs = work.schedule, work.schedule.placement, work.costs
-        self.stages, depth = range(placement.num_stages), placement.depth
-        places = [schedule.place(number) for number in range(schedule.num_passes)]
-        self.layers = [work.layer_counts[s] for s, _ in places]
-        per_layer: list[list[float]] = [[], [], []]
-        for number, ((s, _), count) in enumerate(zip(places, self.layers, strict=True)):
-            backward = Kind.BW if number in work.fused else Kind.B
-            for column, kind in zip(per_layer, (Kind.F, backward, Kind.W), strict=True):
-                column.append(costs[s].of(kind) / count)
-        self.costs = tuple(per_layer)
-        self.largest = largest(costs)
-        self.message = self.largest.message if len(self.stages) > 1 else 0.0
-        self.inputs = (
-            [[(_F, schedule.number(s - 1, i))] if s % depth else [] for s, i in places],
-            [
-                [(_F, number)] + [(_B, schedule.number(s + 1, i))] * ((s + 1) % depth > 0)
-                for number, (s, i) in enumerate(places)
-            ],
+    def __init__(self, works: Sequence[Work]) -> None:
+        work = works[0]
+        self.works, self.num_stages = works, work.schedule.num_stages
+        self.none = max(work.schedule.num_passes for work in works)
+        self.num_queues = len(work.forwards[0])
+        self.ordered = work.weights is not None
+        self._count_layers()
+        self._number_queues()
+        sizes = {"done_f": self.num_queues, "done_b": self.num_queues, "done_w": 1, "in_flight": 1}
+        # The pass under way, its layers that are done, and its queue; then what `ready` found.
+        sizes |= {"running": 2, "layers": 3, "queue": 2, "passes": 3, "starts": 2}
+        if not self.ordered:
+            # W to come, where Work does not order them.
+            most = max(max(map(max, work.limits)) for work in works)
+            sizes |= {"num_pending": 1, "pending": 1 + most}
+        ends = np.cumsum([*sizes.values()]).tolist()
+        self.rows = {
+            name: slice(end - size, end)
+            for (name, size), end in zip(sizes.items(), ends, strict=True)
+        }
+
+    def _count_layers(self) -> None:
+        """Layers and costs by pass, the last being none."""
+        shape = len(self.works), self.none + 1
+        self.num_layers = []
+        layers, fused = np.zeros(shape, np.int32), np.zeros(shape, bool)
+        costs = np.ones((3, *shape))
+        for w, work in enumerate(self.works):
+            m, number = work.schedule.num_microbatches, work.schedule.num_passes
+            layers[w, :number] = np.repeat(work.layer_counts, m)
+            fused[w, [*work.fused]] = True
+            self.num_layers.append(3 * int(layers[w].sum()) - int(layers[w][fused[w]].sum()))
+            for kind, action in enumerate((Kind.F, Kind.B, Kind.W)):
+                costs[kind, w, :number] = np.repeat([cost.of(action) for cost in work.costs], m)
+            both = np.repeat([cost.of(Kind.BW) for cost in work.costs], m)
+            costs[_B, w, :number] = np.where(fused[w, :number], both, costs[_B, w, :number])
+            costs[:, w, :number] /= layers[w, :number]
+        self.longest_layers = np.where(layers, costs, 0).max(axis=(0, 2)).tolist()
+        self.layers, self.fused, self.costs = layers.ravel(), fused.ravel(), [*costs.reshape(3, -1)]
+
+    def _number_queues(self) -> None:
+        """The queues as arrays, and where each pass and what it waits for stand in them."""
+        shape = len(self.works), self.none + 1
+        self.heads: list[Ints] = []  # the passes of every queue, one after another
+        self.size = 1 + max(
+            len(queue)
+            for work in self.works
+            for stages in (work.forwards, work.backwards)
+            for queues in stages
+            for queue in queues
         )
-        # A backward frees memory: nothing limits it.
-        unlimited = [[math.inf] * len(queues) for queues in work.backwards]
-        self.queues = _numbered(work.forwards, work.limits), _numbered(work.backwards, unlimited)
-        self.limits = [min(row) for row in work.limits]
-        self.longest_layer = max(map(max, self.costs))
-        self.rounding = _ROUNDING * (self.largest.f + self.largest.b + self.largest.w)
+        # By kind and pass: its queue, and its place there.
+        queues, places = np.zeros((2, *shape), np.int32), np.full((2, *shape), _NEVER, np.int32)
+        for kind in (_F, _B):
+            heads = np.full(
+                (len(self.works), self.num_queues, self.num_stages, self.size), self.none, np.int32
+            )
+            for w, work in enumerate(self.works):
+                for d, stage in enumerate((work.forwards, work.backwards)[kind]):
+                    for j, queue in enumerate(stage):
+                        passes = np.array(queue, np.int32)
+                        heads[w, j, d, : len(queue)] = passes
+                        queues[kind, w, passes] = j * self.num_stages + d
+                        places[kind, w, passes] = np.arange(len(queue))
+            self.heads.append(heads.ravel())
+        self.queues, self.places = [*queues.reshape(2, -1)], [*places.reshape(2, -1)]
+        # By kind and pass, the queues and places of its inputs. Place -1 is always done.
+        before, after = np.full((2, *shape), self.none)
+        first, last = np.zeros((2, *shape), bool)
+        for w, work in enumerate(self.works):
+            m, depth = work.schedule.num_microbatches, work.schedule.placement.depth
+            numbers = np.arange(work.schedule.num_passes)
+            first[w, numbers] = numbers // m % depth == 0
+            last[w, numbers] = (numbers // m + 1) % depth == 0
+            before[w, numbers] = np.where(first[w, numbers], numbers, numbers - m)
+            after[w, numbers] = np.where(last[w, numbers], numbers, numbers + m)
+        base = np.arange(len(self.works))[:, None] * (self.none + 1)
 
-    def start(self) -> Progress:
-        """Nothing is done."""
-        passes, p = len(self.layers), len(self.stages)
-        sizes = [sum(map(len, queues)) for queues in self.queues]
-        return Progress(
-            heads=[[0] * size for size in (*sizes, p)],
-            running=[[_NONE] * p for _ in range(3)],
-            layers=[[0] * p for _ in range(3)],
-            done=[bytearray(passes) for _ in self.queues],
-            pending=[()] * p,
-            in_flight=[0] * p,
-            busy=[0.0] * p,
-            time=0.0,
-            critical=0.0,
-            left=3 * sum(self.layers) - sum(self.layers[number] for number in self.work.fused),
-            choice=None,
+        def inputs(kind: int, numbers: NDArray[np.intp], free: Flags) -> tuple[int, Ints, Ints]:
+            needed = base + numbers
+            where = np.where(free, -1, places[kind].take(needed))
+            return kind, queues[kind].take(needed).ravel(), where.ravel()
+
+        everywhere = np.arange(self.none + 1)
+        self.inputs = [
+            [inputs(_F, before, first)],
+            [inputs(_F, everywhere, np.zeros(shape, bool)), inputs(_B, after, last)],
+        ]
+        self.limits = np.array([work.limits for work in self.works]).transpose(2, 1, 0)
+        self.least = self.limits.min(axis=0)
+        weights = np.full((len(self.works), self.num_stages, self.size), self.none, np.int32)
+        self.ranks: list[Ints] = []
+        if self.ordered:
+            for w, work in enumerate(self.works):
+                for d, order in enumerate(work.weights or ()):
+                    weights[w, d, : len(order)] = order
+            ranks = np.zeros((3, *shape), np.int32)
+            for w, work in enumerate(self.works):
+                ranks[:, w, : work.schedule.num_passes] = np.array(work.ranks)
+            self.ranks = [*ranks.reshape(3, -1)]
+        self.weights: Ints = weights.ravel()
+
+    def start(self, works: Sequence[int]) -> States:
+        """Nothing is done, of some works."""
+        fields = np.zeros(([*self.rows.values()][-1].stop, self.num_stages, len(works)), np.int32)
+        states = States(fields, np.array(works, np.int32), self.rows)
+        states["running"][:] = self.none
+        return states
+
+    def ready(self, states: States) -> Ready:
+        """What the stages can run now; writes the passes and the queues that start into the
+        states."""
+        number = len(states.works)
+        base = states.works * np.int32(self.none + 1)
+        done = [states["done_f"].ravel(), states["done_b"].ravel()]
+        passes, starts = states["passes"], states["starts"]
+        columns = np.arange(number, dtype=np.int32)
+        for kind in (_F, _B):
+            running = states["running"][kind]
+            passes[kind], starts[kind] = self._next(states, kind, base, done, columns)
+            idle = running == self.none
+            np.copyto(passes[kind], running, where=~idle)
+            np.copyto(starts[kind], _NONE, where=~idle)
+        forward, backward = passes[_F], passes[_B]
+        weights = passes[_W] = self._weights(states)
+        f_layers, b_layers, w_layers = states["layers"]
+        read = base + weights
+        place = self.queues[_B].take(read) * number + columns
+        is_done = done[_B].take(place) > self.places[_B].take(read)
+        same = weights == backward
+        room = np.where(is_done, self.layers.take(read), np.where(same, b_layers, w_layers))
+        rooms = [
+            self.layers.take(base + forward) - f_layers,
+            self.layers.take(base + backward) - b_layers,
+            room - w_layers,
+        ]
+        costs = [self.costs[kind].take(base + passes[kind]) for kind in range(3)]
+        ranks = [row.take(base + passes[kind]) for kind, row in enumerate(self.ranks)]
+        blocked = (forward == self.none) & (
+            states["in_flight"][0] >= self.least.take(states.works, axis=1)
         )
+        queues = [
+            np.where(starts[kind] == _NONE, states["queue"][kind], starts[kind])
+            for kind in (_F, _B)
+        ]
+        return Ready(rooms, costs, ranks, same & (weights != self.none), blocked, queues)
 
-    def ready(self, progress: Progress, d: int) -> Ready:
-        """What stage d can run now."""
-        forward, backward = progress.running[_F][d], progress.running[_B][d]
-        forward_queue = backward_queue = _NONE
-        if forward == _NONE:
-            forward, forward_queue = self._next(progress, d, _F)
-        if backward == _NONE:
-            backward, backward_queue = self._next(progress, d, _B)
-        weights = self._weights(progress, d, backward)
-        (f_layers, b_layers, w_layers), room = progress.layers, 0
-        if weights != _NONE:
-            if progress.done[_B][weights]:
-                room = self.layers[weights] - w_layers[d]
-            elif weights == backward:
-                room = b_layers[d] - w_layers[d]
-        return Ready(
-            (forward, backward, weights),
-            (forward_queue, backward_queue, _NONE),
-            (
-                0 if forward == _NONE else self.layers[forward] - f_layers[d],
-                0 if backward == _NONE else self.layers[backward] - b_layers[d],
-                room,
-            ),
-            (self.costs[_F][forward], self.costs[_B][backward], self.costs[_W][weights]),
-        )
-
-    def _next(self, progress: Progress, d: int, kind: int) -> tuple[int, int]:
-        """The F or B that a stage can start, and its queue."""
-        inputs, done = self.inputs[kind], progress.done
-        for queue, numbers, limit in self.queues[kind][d]:
-            head = progress.heads[kind][queue]
-            if head < len(numbers) and progress.in_flight[d] < limit:
-                number = numbers[head]
-                for read, needed in inputs[number]:
-                    if not done[read][needed]:
-                        break
-                else:
-                    return number, queue
-        return _NONE, _NONE
-
-    def _weights(self, progress: Progress, d: int, backward: int) -> int:
-        """The next W of a stage, which may be that of the backward it can run."""
-        if self.work.weights is not None:
-            order, head = self.work.weights[d], progress.heads[_W][d]
-            return order[head] if head < len(order) else _NONE
-        if progress.pending[d]:
-            return progress.pending[d][0]
-        return _NONE if backward in self.work.fused else backward
-
-    def claims(self, progress: Progress, d: int, policy: Policy, ready: Ready) -> Sequence[int]:
-        """Which kinds may fill a tick of stage d, most urgent first."""
-        forward, backward, weights = ready.passes
-        ranks = self.work.ranks
-        if policy.in_order and ranks is not None:
-            claims = [kind for kind in (_F, _B, _W) if ready.passes[kind] != _NONE]
-            claims.sort(key=lambda kind: ranks[kind][ready.passes[kind]])
-            # Layers of W that B has only now made possible come last.
-            return claims if weights == _NONE else (*claims, _W)
-        filler = () if weights == _NONE else (_W,)
-        if forward == _NONE:
-            blocked = progress.in_flight[d] >= self.limits[d]
-            critical = () if backward == _NONE else (_B,)
-            return (*filler, *critical, *filler) if blocked else (*critical, *filler)
-        if backward == _NONE:
-            return (_F, *filler)
-        under_way = progress.running[_F][d] != _NONE, progress.running[_B][d] != _NONE
-        if under_way[0] != under_way[1]:
-            forward_first = under_way[0]
-        elif ranks is not None:
-            forward_first = ranks[_F][forward] < ranks[_B][backward]
-        else:
-            forward_first = policy.first is Kind.F
-        return (_F if forward_first else _B, *filler)
-
-    def fill(self, length: float, ready: Ready, claims: Sequence[int]) -> Counts:
-        """Counts the layers, by kind, that a stage runs in a tick of at most this length, which is
-        at least `longest_layer`."""
-        rooms, costs, counts = list(ready.rooms), ready.costs, [0, 0, 0]
-        left = length + self.rounding
-        for kind in claims:
-            cost = costs[kind]
-            count = int(left / cost)
-            if count > rooms[kind]:
-                count = rooms[kind]
-            if count:
-                counts[kind] += count
-                rooms[kind] -= count
-                left -= count * cost
-                if kind == _B and ready.passes[_W] == ready.passes[_B]:
-                    rooms[_W] += count
-        return counts[_F], counts[_B], counts[_W]
-
-    def tick(
-        self, progress: Progress, ready: Sequence[Ready], counts: Sequence[Counts]
-    ) -> Progress:
-        """What is done after a tick in which each stage runs what `fill` gave it. The times stay
-        those before the tick."""
-        new = progress.copy()
-        done: list[tuple[bytearray, int]] = []
-        for d in self.stages:
-            for kind, count in enumerate(counts[d]):
-                if count:
-                    self._run(new, d, ready[d], kind, count, done)
-        # What this tick computes is there for other stages, and other kinds, from the next on.
-        for flags, number in done:
-            flags[number] = 1
-        return new
-
-    def _run(
-        self,
-        new: Progress,
-        d: int,
-        ready: Ready,
-        kind: int,
-        count: int,
-        done: list[tuple[bytearray, int]],
-    ) -> None:
-        number, queue = ready.passes[kind], ready.queues[kind]
-        fused = kind == _B and number in self.work.fused
-        if queue != _NONE:
-            new.heads[kind][queue] += 1
+    def _next(
+        self, states: States, kind: int, base: Ints, done: Sequence[Ints], columns: Ints
+    ) -> tuple[Ints, Ints]:
+        """The F or B that every stage can start, and its queue."""
+        number, p, size = len(columns), self.num_stages, self.size
+        found = np.full((p, number), self.none, np.int32)
+        queue = np.full((p, number), _NONE, np.int32)
+        stages = np.arange(p, dtype=np.int32)[:, None] * size
+        for j in reversed(range(self.num_queues)):
+            first = (states.works * self.num_queues + j) * (p * size)
+            heads = done[kind].reshape(-1, p, number)[j]
+            head = self.heads[kind].take(first + stages + heads)
+            read = base + head
+            is_ready = head != self.none
+            for of, queues, places in self.inputs[kind]:
+                place = queues.take(read) * number + columns
+                is_ready &= done[of].take(place) > places.take(read)
             if kind == _F:
-                new.in_flight[d] += 1
-            elif self.work.weights is None and not fused:
-                new.pending[d] += (number,)
-        layers, running = new.layers[kind], new.running[kind]
-        layers[d] += count
-        new.left -= count
-        if layers[d] < self.layers[number]:
-            running[d] = number
-            return
-        layers[d], running[d] = 0, _NONE
-        if kind == _W or fused:
-            new.in_flight[d] -= 1
-        if kind == _W:
-            new.heads[_W][d] += 1
-            new.pending[d] = new.pending[d][1:]
-        else:
-            done.append((new.done[kind], number))
+                is_ready &= states["in_flight"][0] < self.limits[j].take(states.works, axis=1)
+            np.copyto(found, head, where=is_ready)
+            np.copyto(queue, j, where=is_ready)
+        return found, queue
 
-    def slices(
-        self, progress: Progress, d: int, ready: Ready, counts: Counts, tick: int
-    ) -> Iterator[Slice]:
-        """The work of stage d in a tick."""
-        for kind, count in enumerate(counts):
-            if count:
-                number, done = ready.passes[kind], progress.layers[kind][d]
-                backward = Kind.BW if number in self.work.fused else Kind.B
-                s, i = self.work.schedule.place(number)
-                # F goes up through the layers, the others go down.
-                hi = done + count if kind == _F else self.layers[number] - done
-                yield Slice(tick, Action(s, (Kind.F, backward, Kind.W)[kind], i), hi - count, hi)
+    def _weights(self, states: States) -> Ints:
+        """The next W of every stage, which may be that of the backward it can run."""
+        if not self.ordered:
+            pending = states["pending"][0]
+            found: Ints = np.where(states["num_pending"][0] > 0, pending, states["passes"][_B])
+            return found
+        stages = np.arange(self.num_stages, dtype=np.int32)[:, None] * self.size
+        first = states.works * (self.num_stages * self.size)
+        head: Ints = self.weights.take(first + stages + states["done_w"][0])
+        return head
+
+    def tick(self, new: States, counts: Ints) -> None:
+        """Runs layers, by kind, stage and state, of what `ready` found."""
+        states, layers, in_flight = new, new["layers"], new["in_flight"][0]
+        base = states.works * np.int32(self.none + 1)
+        for kind, done in ((_F, states["done_f"]), (_B, states["done_b"])):
+            runs, number = counts[kind] > 0, states["passes"][kind]
+            starts = runs & (states["starts"][kind] != _NONE)
+            np.copyto(states["queue"][kind], states["starts"][kind], where=starts)
+            if kind == _F:
+                in_flight += starts
+            elif not self.ordered:
+                num_pending = states["num_pending"][0]
+                d, column = starts.nonzero()
+                states["pending"][num_pending[d, column], d, column] = number[d, column]
+                num_pending += starts
+            ends = self._run(layers[kind], counts[kind], base + number)
+            d, column = ends.nonzero()
+            done[states["queue"][kind][d, column], d, column] += 1
+            np.copyto(states["running"][kind], np.where(ends, self.none, number), where=runs)
+            if kind == _B:
+                in_flight -= ends & self.fused.take(base + number)
+        ends = self._run(layers[_W], counts[_W], base + states["passes"][_W])
+        in_flight -= ends
+        states["done_w"][0] += ends
+        if not self.ordered:
+            d, column = ends.nonzero()
+            pending = states["pending"]
+            pending[:-1, d, column] = pending[1:, d, column]
+            states["num_pending"][0] -= ends
+
+    def _run(self, layers: Ints, counts: Ints, passes: Ints) -> Flags:
+        """Adds layers to those that are done; where that ends a pass."""
+        layers += counts
+        ends: Flags = (counts > 0) & (layers == self.layers.take(passes))
+        np.copyto(layers, 0, where=ends)
+        return ends
+
+    def slices(self, states: States, counts: Ints, column: int, tick: int) -> Iterator[list[Slice]]:
+        """What every stage runs in a tick of one state."""
+        passes, layers = states["passes"][..., column], states["layers"][..., column]
+        work = int(states.works[column])
+        schedule, base = self.works[work].schedule, work * (self.none + 1)
+        for row in zip(*(a.T.tolist() for a in (passes, layers, counts[..., column])), strict=True):
+            parts = []
+            for kind, (number, done, count) in enumerate(zip(*row, strict=True)):
+                if count:
+                    backward = Kind.BW if self.fused[base + number] else Kind.B
+                    s, i = schedule.place(number)
+                    # F goes up through the layers, the others go down.
+                    hi = done + count if kind == _F else int(self.layers[base + number]) - done
+                    action = Action(s, (Kind.F, backward, Kind.W)[kind], i)
+                    parts.append(Slice(tick, action, hi - count, hi))
+            yield parts
 
 
-def largest(costs: Sequence[Costs]) -> Costs:
-    """The largest cost of every kind."""
-    return Costs(*map(max, zip(*((c.f, c.b, c.w, c.message) for c in costs), strict=True)))
+def by_urgency(
+    ready: Ready, states: States, left: Floats, forward_first: Flags | None
+) -> list[Ints]:
+    """Counts the layers, by kind, that stages run in ticks of several lengths: one of F and B,
+    then W, which goes first only if memory keeps a forward waiting.
+
+    Args:
+      left: the lengths, by stage, state and length.
+      forward_first: by state, which of F and B runs if both are ready, neither is under way and
+        there are no ranks.
+    """
+    forwards, backwards, weights = (room[..., None] for room in ready.rooms)
+    f_cost, b_cost, w_cost = (cost[..., None] for cost in ready.costs)
+    (f_runs, b_runs), (has_f, has_b) = states["layers"][:2] > 0, states_have(ready)
+    if ready.ranks:
+        first = ready.ranks[_F] < ready.ranks[_B]
+    else:
+        assert forward_first is not None
+        first = np.broadcast_to(forward_first, has_f.shape)
+    first = np.where(f_runs != b_runs, f_runs, first)
+    first = (has_f & (first | ~has_b))[..., None]
+    early = np.minimum(left / w_cost, weights).astype(np.int32)
+    early *= ready.blocked[..., None]
+    left = left - early * w_cost
+    cost = np.where(first, f_cost, b_cost)
+    count = np.minimum(left / cost, np.where(first, forwards, backwards)).astype(np.int32)
+    left -= count * cost
+    f_count = count * first
+    b_count = count - f_count
+    room = weights - early + b_count * ready.same[..., None]
+    late = np.minimum(left / w_cost, room).astype(np.int32)
+    return [f_count, b_count, early + late]
 
 
-def _numbered(
-    stages: Sequence[Sequence[Sequence[int]]], limits: Sequence[Sequence[float]]
-) -> list[list[tuple[int, Sequence[int], float]]]:
-    """Per stage, its queues as (place among the queues of all stages, passes, limit)."""
-    places = itertools.count()
-    return [
-        [(next(places), queue, limit) for queue, limit in zip(queues, row, strict=True)]
-        for queues, row in zip(stages, limits, strict=True)
-    ]
+def states_have(ready: Ready) -> tuple[Flags, Flags]:
+    """Whether there is an F, and a B, to run."""
+    return ready.rooms[_F] > 0, ready.rooms[_B] > 0
+
+
+def by_rank(ready: Ready, left: Floats) -> list[Ints]:
+    """As `by_urgency`, but all kinds in the order of their ranks. Layers of W that B has only now
+    made possible come last."""
+    rooms = [room[..., None] for room in ready.rooms]
+    same = ready.same[..., None]
+    # Kinds that have nothing to run may stand anywhere.
+    turns = np.stack(ready.ranks).argsort(axis=0, kind="stable")
+    costs = np.take_along_axis(np.stack(ready.costs), turns, axis=0)[..., None]
+    counts = [np.zeros(left.shape, np.int32) for _ in range(3)]
+    left = left.copy()
+    for turn, cost in zip(turns[..., None], costs, strict=True):
+        weights = rooms[_W] + counts[_B] * same
+        room = np.where(turn == _F, rooms[_F], np.where(turn == _B, rooms[_B], weights))
+        count = np.minimum(left / cost, room).astype(np.int32)
+        left -= count * cost
+        for kind in range(3):
+            counts[kind] += count * (turn == kind)
+    room = rooms[_W] + counts[_B] * same - counts[_W]
+    counts[_W] += np.minimum(left / ready.costs[_W][..., None], room).astype(np.int32)
+    return counts

@@ -3,232 +3,362 @@
 A tick ends when its slowest stage does, so its length is the decision that matters. Each length
 worth trying lets some stage finish a forward or a backward; given the length, every stage fills it
 layer by layer (`jaxpipe.schedule.search.tick_engine`). The search keeps, for every span of time,
-the few states that waited least.
+the few states that waited least. Searches of several works, each in several ways, run side by side
+and know nothing of each other.
 """
 
 from __future__ import annotations
 
-import functools
 import itertools
 import math
-import operator
-from collections.abc import Iterable, Iterator, Sequence
-from typing import NamedTuple
+from collections.abc import Sequence
+from typing import Any
 
-from jaxpipe.schedule.actions import Slice
+import numpy as np
+from numpy.typing import NDArray
+
+from jaxpipe.schedule.actions import Kind, Slice
 from jaxpipe.schedule.search.tick_engine import (
-    Choice,
-    Counts,
     Engine,
-    Policy,
-    Progress,
+    Flags,
+    Floats,
+    Ints,
     Ready,
+    States,
     Work,
+    by_rank,
+    by_urgency,
 )
+from jaxpipe.schedule.search.tick_options import Beam, Options, joined
+from jaxpipe.schedule.search.tick_settings import Clock, Settings
 
 _SPANS = 12
-"""Spans of time, per F+B+W of a chunk, within each of which states compete."""
+"""Spans of time, per F+B+W of a chunk, or three messages if they take longer, within each of which
+states compete."""
 _MIN_LENGTHS, _MAX_LENGTHS = 3, 6
 """Lengths tried per state; twice as many find no better schedule at p=4."""
 _LONGEST = 1.6
 """Longest tick, in chunks of the longer of F and B."""
-
 _MAX_WIDTH = 8
 """States kept per span of time; fewer where that would exceed `Settings.cells`."""
-
-
-class Settings(NamedTuple):
-    """How to search.
-
-    Args:
-      policies: tried at every tick.
-      shortest: shortest tick, in chunks of F.
-      eagerness: how much waiting a unit of F or B offsets, against one of W.
-      drains: whether the most delayed stage is the one that ends last when the gradients it sends
-        last still have to reach the first virtual stage, with no W to fill that time.
-      cells: how often the search may fill a tick of a stage, roughly; by default about half a
-        second.
-    """
-
-    policies: tuple[Policy, ...]
-    shortest: float
-    eagerness: float
-    drains: bool = False
-    cells: int = 60_000
-
-
-class Option(NamedTuple):
-    """A state one tick later, of which only the times are known yet.
-
-    Args:
-      score: smaller is better.
-      left: layers to run.
-      before: the state before the tick, what its stages could run then, and what they run.
-    """
-
-    score: float
-    time: float
-    busy: tuple[float, ...]
-    critical: float
-    left: int
-    before: tuple[Progress, list[Ready], tuple[Counts, ...]]
+_ROUNDING = 1e-9
+"""Lengths are sums of layer costs: smaller differences, relative to F+B+W, count as none."""
 
 
 class TickSearch:
-    """Searches the lengths of the ticks that run some work."""
+    """Searches the lengths of the ticks that run some works, with equally many stages,
+    microbatches and queues."""
 
-    def __init__(self, work: Work) -> None:
-        self.engine = Engine(work)
-        schedule, placement, costs = work.schedule, work.schedule.placement, work.costs
-        total = self.engine.largest.f + self.engine.largest.b + self.engine.largest.w
-        self.span = total / _SPANS
-        self.stage_work = [
-            schedule.num_microbatches
-            * math.fsum(costs[s].f + costs[s].b + costs[s].w for s in held)
-            for held in placement.virtual_stages
-        ]
-        longest = max(self.stage_work)
-        self.behind = [work - longest for work in self.stage_work]
-        self.drains = []
-        for held, behind in zip(placement.virtual_stages, self.behind, strict=True):
-            first = held[0] % placement.depth
-            way_back = math.fsum(cost.b for cost in costs[held[0] - first : held[0]])
-            self.drains.append(max(0.0, way_back - costs[held[0]].w) + behind)
+    def __init__(self, works: Sequence[Work], trials: Sequence[Settings]) -> None:
+        self.engine = engine = Engine(works)
+        self.num_works, p = len(works), engine.num_stages
+        # One column for every trial of every work.
+        columns = [*itertools.product(range(len(works)), trials)]
+        self.works = [work for work, _ in columns]
+        clocks = [*map(Clock, works)]
+        self.clocks = [clocks[work] for work in self.works]
+        self.always = np.array([[c.largest.f, c.largest.b, c.largest.w] for c in self.clocks])
+        self.message = np.array([c.largest.message if p > 1 else 0.0 for c in self.clocks])
+        # A chunk's F, B and W end in ticks of their own, which may take longer than they do.
+        self.span = np.maximum(self.always.sum(axis=1), 3 * self.message) / _SPANS
+        self.rounding = self.always.sum(axis=1) * _ROUNDING
+        self.stage_work = np.array([c.stage_work for c in self.clocks]).T
+        self.drains = np.array([clocks[w].drains(trial) for w, trial in columns]).T
+        tries = [trial.tries(p, clocks[work].num_ticks) for work, trial in columns]
+        self.numbers = np.array([max(_MIN_LENGTHS, min(_MAX_LENGTHS, int(t))) for t in tries])
+        self.widths = np.array(
+            [max(1, min(_MAX_WIDTH, int(t / n))) for t, n in zip(tries, self.numbers, strict=True)]
+        )
+        self.by_rank = np.array([trial.by_rank for _, trial in columns])
+        self.by_urgency = np.array([trial.by_urgency for _, trial in columns])
+        self.forward_first = np.array([trial.first is Kind.F for _, trial in columns])
+        self.eagerness = np.array([trial.eagerness for _, trial in columns])
+        # Every tick has room for a layer of any kind, so that none passes idle.
+        self.shortest = np.array(
+            [
+                max(engine.longest_layers[work], trial.shortest * clocks[work].largest.f)
+                for work, trial in columns
+            ]
+        )
+        # Numbers that only depend on the shape of the work: sums of them tell states apart.
+        kinds = (3, engine.num_queues, p)
+        self.marks = np.random.RandomState(0).randint(0, 2**63, kinds, np.uint64)
 
-    def best(self, trials: Iterable[Settings], *, makespan: float) -> list[list[Slice]] | None:
-        """The slices that every stage runs, in order, by the best of several searches' plans; None
-        if no plan ends before ``makespan``."""
-        best = None
-        for settings in trials:
-            plan = self._search(settings, makespan)
-            if plan is not None:
-                makespan, best = plan
-        return None if best is None else self._slices(best)
+    def best(
+        self, makespans: Sequence[float], *, makespan: float = math.inf
+    ) -> list[list[list[Slice]] | None]:
+        """Of every work, the slices that every stage runs, in order, by the best of its searches'
+        plans; None if no plan ends before that work's makespan.
 
-    def _search(self, settings: Settings, makespan: float) -> tuple[float, Choice | None] | None:
-        """Looks for a plan that ends before ``makespan``: when it ends, and its last tick."""
-        num_ticks = max(self.stage_work) / self.engine.largest.f
-        tries = settings.cells / (len(self.engine.stages) * num_ticks * len(settings.policies))
-        number = max(_MIN_LENGTHS, min(_MAX_LENGTHS, int(tries)))
-        width = max(1, min(_MAX_WIDTH, int(tries / number)))
-        rounding = self.engine.rounding
-        plan = None
-        drains = self.drains if settings.drains else self.behind
-        spans: dict[int, list[Option]] = {}
-        states = [self.engine.start()]
-        while states:
-            for state in states:
-                for before in self._ticks(state, settings, number):
-                    new = self._option(before, drains, settings.eagerness)
-                    rest = max(map(operator.sub, self.stage_work, new.busy))
-                    if new.time + rest >= makespan - rounding:
-                        continue
-                    if new.left:
-                        spans.setdefault(int(new.time / self.span), []).append(new)
-                    else:
-                        makespan = new.time
-                        plan = new.time, self._after(new).choice
-            states = []
-            while spans and not states:
-                states = self._best_of(spans.pop(min(spans)), width)
-        return plan
+        Args:
+          makespan: a search stops once it cannot end before this. Until then it does what it would
+            have done without, so plans that end before are the same.
+        """
+        ends = np.array([makespans[work] for work in self.works])
+        plans = self._search(ends, makespan)
+        best: list[list[Ints] | None] = []
+        for work in range(self.num_works):
+            found = [k for k, other in enumerate(self.works) if other == work and k in plans]
+            best.append(plans[min(found, key=lambda k: ends[k])] if found else None)
+        return self._slices(best)
 
-    def _slices(self, last: Choice) -> list[list[Slice]]:
-        engine, choices = self.engine, []
-        choice: Choice | None = last
-        while choice is not None:
-            choices.append(choice.counts)
-            choice = choice.before
-        rows: list[list[Slice]] = [[] for _ in engine.stages]
-        state = engine.start()
-        for tick, counts in enumerate(reversed(choices)):
-            ready = [engine.ready(state, d) for d in engine.stages]
-            for d, row in enumerate(rows):
-                row.extend(engine.slices(state, d, ready[d], counts[d], tick))
-            state = engine.tick(state, ready, counts)
+    def _search(self, ends: Floats, makespan: float) -> dict[int, list[Ints]]:
+        """By search, the layers that run in every tick of its best plan. Lowers the ends."""
+        # How every state came about: the state before, and the layers of the tick.
+        history: list[tuple[Ints, NDArray[np.int16]]] = []
+        last: dict[int, tuple[int, NDArray[np.int16]]] = {}
+        spans: dict[int, list[tuple[Options, Beam]]] = {}
+        beam, total = self._start(), len(self.works)
+        history.append((beam.options.parents, beam.options.counts))
+        hopes = np.zeros(total, np.int64)
+        while True:
+            options = self._options(beam, ends)
+            hopes += np.bincount(options.searches[options.bound < makespan], minlength=len(hopes))
+            for k in (options.left == 0).nonzero()[0].tolist():
+                search = int(options.searches[k])
+                if options.time[k] < ends[search]:
+                    ends[search] = options.time[k]
+                    last[search] = int(options.parents[k]), options.counts[..., k]
+            self._put_off(options.at(options.left > 0), beam, spans)
+            while spans:
+                chosen = self._best_of(spans.pop(min(spans)), hopes, makespan, total)
+                if chosen is not None:
+                    break
+            else:
+                break
+            beam = chosen
+            history.append((beam.options.parents, beam.options.counts))
+            total += len(beam.numbers)
+        return {search: _ticks(history, *end) for search, end in last.items()}
+
+    def _start(self) -> Beam:
+        """Nothing is done, in every search."""
+        number, p = len(self.works), self.engine.num_stages
+        searches, times = np.arange(number, dtype=np.int32), np.zeros(number)
+        options = Options(
+            searches=searches,
+            parents=searches - number,
+            places=searches,
+            left=np.array([self.engine.num_layers[work] for work in self.works], np.int32),
+            score=times,
+            time=times,
+            critical=times,
+            bound=times,
+            done=np.zeros(number, np.uint64),
+            busy=np.zeros((p, number)),
+            counts=np.zeros((3, p, number), np.int16),
+        )
+        return Beam(options, self.engine.start(self.works), searches)
+
+    def _put_off(
+        self, options: Options, beam: Beam, spans: dict[int, list[tuple[Options, Beam]]]
+    ) -> None:
+        """Sorts options by the span of time in which they end."""
+        numbers = (options.time / self.span[options.searches]).astype(np.int64)
+        order = numbers.argsort(kind="stable")
+        options, numbers = options.at(order), numbers[order]
+        edges = [0, *((numbers[1:] != numbers[:-1]).nonzero()[0] + 1).tolist(), len(numbers)]
+        for start, end in itertools.pairwise(edges):
+            if start < end:
+                part = options.at(slice(start, end)), beam
+                spans.setdefault(int(numbers[start]), []).append(part)
+
+    def _best_of(
+        self,
+        parts: Sequence[tuple[Options, Beam]],
+        hopes: NDArray[np.int64],
+        makespan: float,
+        total: int,
+    ) -> Beam | None:
+        """Of every search that has hopes, the states with the best scores, no two with the same
+        work done.
+
+        Args:
+          hopes: by search, how many options that wait may end before the makespan.
+        """
+        options = joined(part for part, _ in parts)
+        which = np.repeat(np.arange(len(parts)), [len(part.left) for part, _ in parts])
+        alive = hopes[options.searches] > 0
+        hopes -= np.bincount(options.searches[options.bound < makespan], minlength=len(hopes))
+        if not alive.all():
+            options, which = options.at(alive), which[alive]
+        order = np.lexsort((options.score, options.searches))
+        searches, done = options.searches[order], options.done[order]
+        # The first of each: sorting by what is done keeps the order among equals.
+        same = np.lexsort((done, searches))
+        again = np.zeros(len(order), bool)
+        again[same[1:]] = (done[same[1:]] == done[same[:-1]]) & (
+            searches[same[1:]] == searches[same[:-1]]
+        )
+        order, searches = order[~again], searches[~again]
+        rank = np.arange(len(order)) - searches.searchsorted(searches)
+        order = order[rank < self.widths[searches]]
+        if not len(order):
+            return None
+        # States of one round lie together.
+        order = order[which[order].argsort(kind="stable")]
+        chosen, which = options.at(order), which[order]
+        states = []
+        for part, places in itertools.groupby(
+            zip(which.tolist(), chosen.places.tolist(), strict=True), key=lambda item: item[0]
+        ):
+            columns = np.array([place for _, place in places])
+            states.append(parts[part][1].states.take(columns))
+        new = States(
+            np.concatenate([each.fields for each in states], axis=-1),
+            np.concatenate([each.works for each in states]),
+            states[0].rows,
+        )
+        self.engine.tick(new, chosen.counts.astype(np.int32))
+        numbers = np.arange(total, total + len(order), dtype=np.int32)
+        return Beam(chosen, new, numbers)
+
+    def _options(self, beam: Beam, ends: Floats) -> Options:
+        """What the next tick may run, for every length and way worth trying."""
+        ready = self.engine.ready(beam.states)
+        lengths, valid = self._lengths(ready, beam.options.searches)
+        found = []
+        for ways in (self.by_rank, self.by_urgency):
+            chosen = ways[beam.options.searches]
+            if chosen.any():
+                rows = slice(None) if chosen.all() else chosen.nonzero()[0]
+                some = Beam(
+                    beam.options.at(rows),
+                    States(beam.states.fields[..., rows], beam.states.works[rows], {}),
+                    beam.numbers[rows],
+                )
+                some.states.rows = beam.states.rows
+                part = Ready(*(_at(field, rows) for field in ready))
+                places = np.arange(len(beam.numbers), dtype=np.int32)[rows]
+                rounded = lengths[rows] + self.rounding[some.options.searches][:, None]
+                left = np.broadcast_to(rounded, (self.engine.num_stages, *rounded.shape))
+                if ways is self.by_rank:
+                    counts = by_rank(part, left)
+                else:
+                    first = self.forward_first[some.options.searches]
+                    counts = by_urgency(part, some.states, left, first)
+                found.append(self._times(some, places, part, counts, valid[rows], ends))
+        if len(found) == 1:
+            return found[0]
+        return joined(found)
+
+    def _times(
+        self,
+        beam: Beam,
+        places: Ints,
+        ready: Ready,
+        counts: Sequence[Ints],
+        valid: Flags,
+        ends: Floats,
+    ) -> Options:
+        """The times after ticks, and the scores that they make; only of those that may end before
+        the best plan so far."""
+        before, (f, b, w) = beam.options, counts
+        f_cost, b_cost, w_cost = (cost[..., None] for cost in ready.costs)
+        used = f * f_cost + b * b_cost
+        spent = used + w * w_cost
+        busy = before.busy[..., None] + spent
+        longest = spent.max(axis=0)
+        time = before.time[:, None] + (longest + self.message[before.searches][:, None])
+        rest = (self.stage_work.take(before.searches, axis=1)[..., None] - busy).max(axis=0)
+        latest = (ends - self.rounding)[before.searches]
+        # If no stage runs anything, all of them wait for good.
+        state, length = (valid & (longest > 0) & (time + rest < latest[:, None])).nonzero()
+        bound, searches = (time + rest)[state, length], before.searches[state]
+        time, busy = time[state, length], busy[:, state, length]
+        # Sums over stages go from the first to the last: the same everywhere.
+        p, counted = self.engine.num_stages, np.stack(counts)[:, :, state, length]
+        critical = before.critical[state]
+        mean = np.zeros(len(state))
+        for row, other in zip(used[:, state, length], busy, strict=True):
+            critical = critical + row
+            mean = mean + other
+        worst = time + (self.drains.take(searches, axis=1) - busy).max(axis=0)
+        score = worst + (time - mean / p) - self.eagerness[searches] * critical / p
+        stages = np.arange(p)[:, None]
+        done = before.done[state]
+        queues = [*ready.queues, np.zeros_like(ready.queues[0])]
+        for kind in range(3):
+            marks = self.marks[kind][queues[kind], stages][:, state]
+            done = done + (counted[kind].astype(np.uint64) * marks).sum(axis=0, dtype=np.uint64)
+        left = before.left[state] - counted.sum(axis=(0, 1), dtype=np.int32)
+        return Options(
+            searches,
+            beam.numbers[state],
+            places[state],
+            left,
+            score,
+            time,
+            critical,
+            bound,
+            done,
+            busy,
+            counted.astype(np.int16),
+        )
+
+    def _lengths(self, ready: Ready, searches: Ints) -> tuple[Floats, Flags]:
+        """By state, lengths that let some stage finish its F, its B, or both, evenly thinned out;
+        and which of them are there."""
+        always, rounding = self.always[searches], self.rounding[searches][:, None]
+        forward, backward, _ = (
+            rooms * prices for rooms, prices in zip(ready.rooms, ready.costs, strict=True)
+        )
+        lengths = np.concatenate([forward, backward, forward + backward, always.T]).T
+        shortest = self.shortest[searches][:, None]
+        longest = np.maximum(shortest, _LONGEST * always[:, :2].max(axis=1)[:, None])
+        fits = (shortest - rounding <= lengths) & (lengths <= longest + rounding)
+        kept = np.where(fits, np.rint(lengths / rounding) * rounding, np.inf)
+        kept.sort(axis=1)
+        kept[:, 1:][kept[:, 1:] == kept[:, :-1]] = np.inf
+        kept.sort(axis=1)
+        sizes = (kept < np.inf).sum(axis=1)
+        kept[:, 0] = np.where(sizes, kept[:, 0], shortest[:, 0])
+        sizes = np.maximum(sizes, 1)
+        numbers = np.minimum(self.numbers[searches], sizes)[:, None]
+        turns = np.arange(self.numbers.max())
+        places = np.minimum(turns * sizes[:, None] // numbers, kept.shape[1] - 1)
+        valid = turns < numbers
+        return np.where(valid, np.take_along_axis(kept, places, axis=1), shortest), valid
+
+    def _slices(self, plans: Sequence[list[Ints] | None]) -> list[list[list[Slice]] | None]:
+        """The slices of every work's plan."""
+        works = [work for work, plan in enumerate(plans) if plan is not None]
+        states = self.engine.start(works)
+        rows: list[list[list[Slice]] | None] = [None for _ in plans]
+        for work in works:
+            rows[work] = [[] for _ in range(self.engine.num_stages)]
+        some = [plan for plan in plans if plan is not None]
+        for tick in range(max(map(len, some), default=0)):
+            counts = np.zeros((3, self.engine.num_stages, len(works)), np.int32)
+            self.engine.ready(states)
+            for column, (work, plan) in enumerate(zip(works, some, strict=True)):
+                if tick < len(plan):
+                    counts[..., column] = plan[tick]
+                    parts = self.engine.slices(states, counts, column, tick)
+                    for row, part in zip(rows[work] or (), parts, strict=True):
+                        row.extend(part)
+            self.engine.tick(states, counts)
         return rows
 
-    def _option(
-        self,
-        before: tuple[Progress, list[Ready], tuple[Counts, ...]],
-        drains: Sequence[float],
-        eagerness: float,
-    ) -> Option:
-        """The times after a tick, and the score that they make."""
-        state, ready, counts = before
-        critical, longest, left, p = state.critical, 0.0, state.left, len(ready)
-        busy = []
-        for so_far, stage, (forward, backward, weights) in zip(
-            state.busy, ready, counts, strict=True
-        ):
-            f, b, w = stage.costs
-            used = forward * f + backward * b
-            critical += used
-            used += weights * w
-            busy.append(so_far + used)
-            left -= forward + backward + weights
-            if used > longest:
-                longest = used
-        time = state.time + (longest + self.engine.message)
-        # `sum` of floats rounds differently from Python 3.12 on, and a rounding error can decide
-        # which state is best. Adding from left to right is the same everywhere.
-        mean = time - functools.reduce(operator.add, busy) / p
-        worst = time + max(map(operator.sub, drains, busy))
-        score = worst + mean - eagerness * critical / p
-        return Option(score, time, tuple(busy), critical, left, before)
 
-    def _best_of(self, options: list[Option], width: int) -> list[Progress]:
-        """The states with the best scores, no two with the same work done."""
-        options.sort(key=operator.itemgetter(0))
-        found: dict[tuple[tuple[int, ...], ...], Progress] = {}
-        for option in options:
-            if len(found) == width:
-                break
-            state = self._after(option)
-            found.setdefault(state.work_done(), state)
-        return [*found.values()]
+def _at(field: Any, which: Any) -> Any:
+    """Some states of a field of `Ready`."""
+    if isinstance(field, list):
+        return [each[..., which] for each in field]
+    return field[..., which]
 
-    def _after(self, option: Option) -> Progress:
-        """The state that an option leads to."""
-        state, ready, counts = option.before
-        new = self.engine.tick(state, ready, counts)
-        new.time, new.busy, new.critical = option.time, option.busy, option.critical
-        new.choice = Choice(counts, state.choice)
-        return new
 
-    def _ticks(
-        self, state: Progress, settings: Settings, number: int
-    ) -> Iterator[tuple[Progress, list[Ready], tuple[Counts, ...]]]:
-        """What the next tick may run, for every length and policy worth trying."""
-        engine = self.engine
-        ready = [engine.ready(state, d) for d in engine.stages]
-        lengths = self._lengths(ready, settings, number)
-        # If no stage runs anything, all of them wait for good.
-        seen = {((0, 0, 0),) * len(ready)}
-        for policy in settings.policies:
-            claims = [engine.claims(state, d, policy, ready[d]) for d in engine.stages]
-            for length in lengths:
-                counts = tuple(map(engine.fill, itertools.repeat(length), ready, claims))
-                if counts not in seen:
-                    seen.add(counts)
-                    yield state, ready, counts
-
-    def _lengths(self, ready: list[Ready], settings: Settings, number: int) -> list[float]:
-        """Lengths that let some stage finish its F, its B, or both; evenly thinned out."""
-        costs, rounding = self.engine.largest, self.engine.rounding
-        lengths = {costs.f, costs.b, costs.w}
-        for stage in ready:
-            forward, backward = map(operator.mul, stage.rooms[:2], stage.costs[:2])
-            lengths |= {forward, backward, forward + backward}
-        # Every tick has room for a layer of any kind, so that none passes idle.
-        shortest = max(self.engine.longest_layer, settings.shortest * costs.f)
-        longest = max(shortest, _LONGEST * max(costs.f, costs.b))
-        kept = sorted(
-            {
-                round(length / rounding) * rounding
-                for length in lengths
-                if shortest - rounding <= length <= longest + rounding
-            }
-        ) or [shortest]
-        number = min(number, len(kept))
-        return [kept[i * len(kept) // number] for i in range(number)]
+def _ticks(
+    history: Sequence[tuple[Ints, NDArray[np.int16]]], parent: int, counts: NDArray[np.int16]
+) -> list[Ints]:
+    """The layers that run in every tick up to one whose state before is given."""
+    starts = np.cumsum([0, *(len(parents) for parents, _ in history)])
+    found = [counts]
+    while True:
+        part = int(starts.searchsorted(parent, side="right")) - 1
+        column = parent - int(starts[part])
+        if part == 0:
+            return [each.astype(np.int32) for each in reversed(found)]
+        parents, before = history[part]
+        found.append(before[..., column])
+        parent = int(parents[column])
