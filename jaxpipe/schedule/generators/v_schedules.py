@@ -147,20 +147,18 @@ def _uniform(num_stages: int, stride: int, gaps: Sequence[int]) -> Block:
 def _named(name: str, block: Block, num_microbatches: int, costs: Costs) -> Schedule:
     """The schedule of a block, for other costs than those of the paper perhaps in another order."""
 
-    def schedule(plan: Plan) -> Schedule:
-        timed = plan.orders(num_microbatches, plan.costs)
-        assert timed is not None, "the paper's blocks never stop, nor do those that have run"
-        return block_orders.to_schedule(
-            name, block.placement, timed.orders, num_microbatches, plan.caps
-        )
-
-    published = schedule(Plan(block, block.peaks))
-    if costs == UNIT:
-        return published
     # Two rounds of the pipeline show what comes before the steady state, and after it.
     trial = min(num_microbatches, 2 * len(block.peaks))
-    best = min(_plans(block, costs), key=lambda plan: plan.makespan(trial, costs))
-    return soonest([published, schedule(best)], costs)
+    plans = [Plan(block, block.peaks)]
+    if costs != UNIT:
+        plans.append(min(_plans(block, costs), key=lambda plan: plan.makespan(trial, costs)))
+    found = [
+        block_orders.to_schedule(name, block.placement, timed.orders, num_microbatches, plan.caps)
+        for plan in plans
+        # One that ran so far may still stop with more microbatches; the paper's never do.
+        if (timed := plan.orders(num_microbatches, plan.costs)) is not None
+    ]
+    return found[0] if costs == UNIT else soonest(found, costs)
 
 
 def _plans(block: Block, costs: Costs) -> Iterator[Plan]:
