@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 CONFIG ?= configs/gpt-tiny.yaml
 
-.PHONY: setup train test test-fast test-all test-faults test-parity test-browser test-newest lint types bench study-pipemare study-hanayo study-controllable-memory study-stability gpu-environment gpu-compile gpu-roofline plan-memory figures docs
+.PHONY: setup train test test-fast test-all test-faults test-parity test-browser test-newest lint types bench study-breadth-first study-layered study-pipemare study-hanayo study-controllable-memory study-stability gpu-environment gpu-compile gpu-roofline plan-memory figures docs
 
 setup: $(INSTALLED)
 
@@ -77,6 +77,12 @@ study-pipemare: setup
 	$(BIN)/python -m train.prepare --config configs/translate-tiny-pipemare.yaml
 	$(BIN)/python -m benchmarks.pipemare_study --config configs/resnet-digits-pipemare.yaml $(ARGS)
 	$(BIN)/python -m benchmarks.pipemare_study --config configs/translate-tiny-pipemare.yaml $(ARGS)
+
+study-breadth-first: setup
+	$(BIN)/python -m benchmarks.studies.breadth_first $(ARGS)
+
+study-layered: setup
+	$(BIN)/python -m benchmarks.studies.layered $(ARGS)
 
 study-stability: setup
 	$(BIN)/python -m benchmarks.studies.stability $(ARGS)

@@ -158,7 +158,7 @@ def model(
         del outer, microbatch, rng
         return sharing.whole(x)
 
-    functions = {kind: _layer(config, kind, sharing) for kind in config.layer_kinds}
+    functions = {kind: _layer(config, kind, sharing) for kind in set(config.layer_kinds)}
     layers = tuple(functions[kind] for kind in config.layer_kinds)
     layer = layers[0] if config.layers_are_alike else layers
     outer = _outer_shapes(config)

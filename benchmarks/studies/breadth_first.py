@@ -138,14 +138,14 @@ def throughput(
 
 
 def training(
-    name: str, model: ModelSizes, counts: Sequence[int], link: str
+    name: str, model: ModelSizes, counts: Sequence[int], link: str, flops: float
 ) -> list[dict[str, Any]]:
     """A row per cluster and method: days and dollars of the fastest training."""
     tokens = TOKENS_PER_PARAMETER * model.num_parameters
     critical = common.critical_tokens(model.num_parameters)
     rows = []
     for count in counts:
-        cluster = devices.cluster("v100", count, link=link)
+        cluster = common.with_peak(devices.cluster("v100", count, link=link), flops)
         # From an eighth of a row per GPU to the critical batch and somewhat beyond.
         most = 2 * critical / model.tokens_per_row
         batches = [2**n for n in range(3, 20) if count / 8 <= 2**n <= max(most, count / 8)]
@@ -188,8 +188,6 @@ def picture(curves: Sequence[dict[str, Any]], trainings: Sequence[dict[str, Any]
     for key in dict.fromkeys(row["method"] for row in trainings):
         rows = [r for r in trainings if r["method"] == key and r["model"] == "52B"]
         last.plot([r["days"] for r in rows], [r["million $"] for r in rows], ".-", label=key)
-    last.set_xscale("log")
-    last.set_yscale("log")
     last.set_xlabel("days", fontsize=8)
     last.set_ylabel("million $", fontsize=8)
     last.set_title("52B, 1e12 tokens, 256 to 4096 V100s", fontsize=9)
@@ -218,7 +216,7 @@ def main(
         for remats in REMATS:
             curves += throughput(name, model, cluster, batches, remats)
         if name == "52B":
-            trainings = training(name, model, clusters, link)
+            trainings = training(name, model, clusters, link, flops)
     common.publish(
         "breadth-first",
         {

@@ -16,7 +16,7 @@ from matplotlib.figure import Figure
 
 import jaxpipe
 from benchmarks import harness
-from jaxpipe.planning import step, traced
+from jaxpipe.planning import step, traced, without_devices
 from jaxpipe.planning.candidates import plans
 from jaxpipe.planning.devices import Cluster
 from jaxpipe.planning.plans import Placed, Plan
@@ -70,7 +70,7 @@ def sizes(
         )
         return traced.sizes(pipe, batch, compute_bytes=2)
 
-    with traced.attention_of_gpus():
+    with without_devices.attention_of_gpus():
         variants = {(1, t, remat): counted(t, remat) for t in tensors for remat in remats}
     harness.note(f"traced {name}")
     return ModelSizes(

@@ -30,15 +30,18 @@ MODELS = {
     "13B": (64, 4096),
     "103B": (128, 8192),
     "1.3T": (256, 20480),
-    "10T": (256, 57344),
+    "10T": (512, 40960),
 }
 """Layers and width; heads of 128."""
 LENGTH = 2048
-NETWORKS = {"InfiniBand, 200 Gb/s": "nvlink:8,ib:200", "Ethernet, 25 Gb/s": "nvlink:8,eth:25"}
+_FAST = "InfiniBand, 200 Gb/s"
+NETWORKS = {_FAST: "nvlink:8,ib:200", "Ethernet, 25 Gb/s": "nvlink:8,eth:25"}
 TOKENS_PER_PARAMETER = 20
 """Of the training: Hoffmann et al. 2022. It cancels in every comparison."""
-COUNTS = tuple(4**n for n in range(3, 10))
-"""Numbers of devices, 64 to 262,144."""
+COUNTS = (256, 1024, 4096, 16384, 65536)
+"""Numbers of devices."""
+_TENTH = 8e9
+"""Bytes of a device of 80 GB."""
 _MOST_CHUNKS = 64
 """That the planner considers."""
 
@@ -70,44 +73,88 @@ def goal_of(model: ModelSizes) -> Goal:
     return Goal(tokens, (rows,), critical_tokens=critical)
 
 
-def shortest(model: ModelSizes, link: str, method: str, counts: Sequence[int]) -> Found | None:
-    """The plan of the shortest training on as many devices as help."""
-    goal, found = goal_of(model), None
-    for count in counts:
-        cluster = devices.cluster("a100", count, link=link)
-        if goal.batches[0] < count / 64:
-            break
-        one = common.best(
+def by_count(
+    model: ModelSizes,
+    link: str,
+    method: str,
+    counts: Sequence[int],
+    limit_bytes: float | None = None,
+) -> dict[int, Found | None]:
+    """The plan of the shortest training on so many devices; None if none fits."""
+    goal = goal_of(model)
+    return {
+        count: common.best(
             model,
-            cluster,
+            devices.cluster("a100", count, link=link, memory=limit_bytes),
             goal.batches,
             lambda plan: METHODS[method](plan, model.num_layers),
             goal=goal,
             timed=common.hidden,
         )
-        if one is not None and found is not None and one.train_seconds >= found.train_seconds:
-            break
-        found = one or found
-    return found
+        for count in counts
+    }
 
 
-def row(name: str, link: str, found: Mapping[str, Found | None]) -> dict[str, Any]:
-    """Both methods beside each other."""
-    cells: dict[str, Any] = {"parameters": name, "network": link}
-    for method, one in found.items():
-        if one is None:
-            cells |= {f"{method}: days": "none fits", "GPUs": "", f"{method}: GB": "", method: ""}
+def row(name: str, network: str, found: Mapping[str, Mapping[int, Found | None]]) -> dict[str, Any]:
+    """The shortest training of both methods, and their times on as many devices each."""
+    cells: dict[str, Any] = {"parameters": name, "network": network}
+    for method, by_devices in found.items():
+        fitting = [one for one in by_devices.values() if one]
+        if not fitting:
+            cells |= {f"{method}: days": math.nan, f"{method}: GPUs": "none fits"}
             continue
+        one = min(fitting, key=lambda one: one.train_seconds)
         cells |= {
             f"{method}: days": one.train_seconds / 86400,
             f"{method}: GPUs": one.placed.cluster.count,
             f"{method}: GB": one.device_bytes / 1e9,
             f"{method}: plan": common.in_words(one.plan),
         }
-    first, second = found["baseline"], found["improved"]
-    if first and second:
-        cells["time, improved / baseline"] = second.train_seconds / first.train_seconds
+    for count, first in found["baseline"].items():
+        second = found["improved"][count]
+        fits = f"{'' if first else 'only improved'}{'' if second else 'only baseline'}"
+        ratio = second.train_seconds / first.train_seconds if first and second else fits
+        cells[f"time at {count}"] = "none fits" if len(fits) > 15 else ratio
     return cells
+
+
+def memory(
+    name: str, network: str, found: Mapping[str, Mapping[int, Found | None]]
+) -> list[dict[str, Any]]:
+    """Days, memory and the share of the peak for every number of devices."""
+    return [
+        {
+            "parameters": name,
+            "network": network,
+            "method": method,
+            "GPUs": count,
+            "days": one.train_seconds / 86400,
+            "of the peak": f"{one.model_flops_share:.1%}",
+            "GB": one.device_bytes / 1e9,
+            "plan": common.in_words(one.plan),
+        }
+        for method, by_devices in found.items()
+        for count, one in by_devices.items()
+        if one
+    ]
+
+
+def lean(model: ModelSizes, link: str, found: Mapping[int, Found | None]) -> list[dict[str, Any]]:
+    """The improved method on a tenth of the memory, for the most devices that were tried."""
+    count = max(found)
+    small = by_count(model, link, "improved", (count,), _TENTH)[count]
+    whole = found[count]
+    if small is None or whole is None:
+        return []
+    return [
+        {
+            "parameters": model.name,
+            "GPUs": count,
+            "GB": small.device_bytes / 1e9,
+            "time / that with all memory": small.train_seconds / whole.train_seconds,
+            "plan": common.in_words(small.plan),
+        }
+    ]
 
 
 def counts_of(stages: int, layers: int, microbatches: int) -> list[dict[str, Any]]:
@@ -143,7 +190,7 @@ def picture(rows: Sequence[dict[str, Any]]) -> Any:
     drawn, (days, memory) = common.figure(columns=2)
     for network, line in zip(NETWORKS, ("-", ":"), strict=True):
         for method, color in (("baseline", "#888888"), ("improved", "#27518f")):
-            some = [r for r in rows if r["network"] == network and f"{method}: GPUs" in r]
+            some = [r for r in rows if r["network"] == network and f"{method}: GB" in r]
             sizes = [r["parameters"] for r in some]
             label = f"{method}, {network}"
             for axes, what in ((days, "days"), (memory, "GB")):
@@ -166,15 +213,23 @@ def main(models: tuple[str, ...] = tuple(MODELS)) -> None:
       models: sizes, by name.
     """
     harness.simulate(common.MOST_SHARING)
-    rows = []
+    rows, plans, leans = [], [], []
     for name in models:
         model = common.sizes(name, config_of(name), tensors=(1, 8))
         for network, link in NETWORKS.items():
-            found = {method: shortest(model, link, method, COUNTS) for method in METHODS}
+            found = {method: by_count(model, link, method, COUNTS) for method in METHODS}
             rows.append(row(name, network, found))
-            harness.note(f"{rows[-1]}")
+            plans += memory(name, network, found)
+            if link == NETWORKS[_FAST]:
+                leans += lean(model, link, found["improved"])
+            harness.note(f"{rows[-1]} {plans[-2 * len(COUNTS) :]}")
     counts = counts_of(stages=4, layers=16, microbatches=16)
-    tables = {"shortest training": rows, "gathers and reductions": counts}
+    tables = {
+        "shortest training": rows,
+        "by devices": plans,
+        "lean": leans,
+        "gathers and reductions": counts,
+    }
     common.publish("layered", tables, picture(rows))
 
 

@@ -11,8 +11,9 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
+from jaxpipe.commands.predictions import parts_table, read_sizes
 from jaxpipe.planning import configurations, step
-from jaxpipe.planning.configurations import COMPILED_FOR
+from jaxpipe.planning.configurations import COMPILED_FOR, Configured
 from jaxpipe.planning.devices import LAUNCH_SECONDS, USABLE_MEMORY, Cluster, cluster
 from jaxpipe.planning.search import FINALISTS, REASONS, Found, Goal, Result, compiled, search
 from jaxpipe.planning.sizes import ModelSizes
@@ -79,7 +80,7 @@ def plan(
             model = configured.sizes(context, lambda share: bar.update(counting, completed=share))
         else:
             assert sizes is not None
-            model = ModelSizes.from_json(_text(sizes), source=str(sizes))
+            model = read_sizes(sizes, option="sizes")
         bar.update(counting, completed=1.0)
         if write_sizes is not None:
             write_sizes.write_text(model.to_json(), encoding="utf-8")
@@ -92,17 +93,9 @@ def plan(
             finalists=max(FINALISTS, measure or 0),
             progress=lambda share: bar.update(searching, completed=share),
         )
-        if measure:
+        if measure is not None:
             assert configured is not None
-            compiling = bar.add_task("compiling", total=min(measure, len(result.best)))
-
-            def compiled_bytes(found: Found) -> int:
-                costs = step.chunk_costs(found.placed)
-                taken = configured.compiled_bytes(found.plan, costs, device)
-                bar.advance(compiling)
-                return taken
-
-            result = compiled(result, compiled_bytes, count=measure, goal=goal)
+            result = _compiled(result, configured, measure, device, goal, bar)
     console = Console(width=None if sys.stdout.isatty() else _WIDTH, markup=False)
     _report(console, model, clusters, goal, result)
     if out is not None:
@@ -117,6 +110,21 @@ def plan(
 
         draw.save(figure(result, _title(model, clusters[0])), picture)
         console.print(f"the Pareto front is drawn in {picture}")
+
+
+def _compiled(
+    result: Result, configured: Configured, count: int, device: str, goal: Goal, bar: Progress
+) -> Result:
+    """The result with the best plans compiled, without their devices."""
+    compiling = bar.add_task("compiling", total=min(count, len(result.best)))
+
+    def taken(found: Found) -> int:
+        costs = step.chunk_costs(found.placed)
+        size = configured.compiled_bytes(found.plan, costs, device)
+        bar.advance(compiling)
+        return size
+
+    return compiled(result, taken, count=count, goal=goal)
 
 
 def _problems(
@@ -159,14 +167,6 @@ def _unmeasurable(measure: int | None, device: str, config: Path | None) -> list
     return found
 
 
-def _text(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8")
-    except UnicodeDecodeError as error:
-        refuse([Problem("sizes", str(path), f"is not text: {error}")])
-        raise AssertionError from error  # refused
-
-
 def _progress() -> Progress:
     columns = TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn()
     return Progress(*columns, console=Console(stderr=True), transient=True)
@@ -193,8 +193,9 @@ def _report(
     console.print(_table("best plans", result.best[:5], goal))
     front = sorted(result.front, key=lambda found: found.device_bytes)
     console.print(_table("no other plan is better in time, memory and cost", front, goal))
-    console.print(_parts("milliseconds of a step", result.best[:5], "seconds", 1e3))
-    console.print(_parts("GB of a device", result.best[:5], "bytes", 1e-9))
+    best = [(str(number), one) for number, one in enumerate(result.best[:5], start=1)]
+    console.print(parts_table("milliseconds of a step", "plan", best, "seconds", 1e3))
+    console.print(parts_table("GB of a device", "plan", best, "bytes", 1e-9))
     out = result.excluded.total()
     console.print(f"{result.considered} plans were looked at; {out} are out:")
     for reason, count in result.excluded.most_common():
@@ -229,20 +230,6 @@ def _table(title: str, found: Sequence[Found], goal: Goal) -> Table:
         if training:
             shown += [f"{one.train_seconds / _DAY:.2f}", f"{one.dollars:,.0f}"]
         table.add_row(*shown)
-    return table
-
-
-def _parts(title: str, found: Sequence[Found], which: str, scale: float) -> Table:
-    table = Table("plan", *getattr(found[0], which), "all", title=title)
-    compiles = which == "bytes" and any(one.compiled_bytes is not None for one in found)
-    if compiles:
-        table.add_column("compiled")
-    for number, one in enumerate(found, start=1):
-        parts = getattr(one, which)
-        values = [*parts.values(), step.total(parts)]
-        if compiles:
-            values.append(one.compiled_bytes)
-        table.add_row(str(number), *(f"{scale * value:.4g}" for value in values))
     return table
 
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import Annotated, Any
 
 import tyro
 from rich.console import Console
@@ -17,6 +18,9 @@ from jaxpipe.commands.options import (
     layers_of_model,
     message,
 )
+from jaxpipe.commands.predictions import OnDevices, of_schedules, parts_table
+from jaxpipe.planning.candidates import SCHEDULES
+from jaxpipe.planning.search import Found
 from jaxpipe.schedule import catalog
 from jaxpipe.schedule.generators.pipemare import ASYNCHRONOUS_METHODS
 from jaxpipe.schedule.partition import cut_layers
@@ -25,6 +29,7 @@ from jaxpipe.schedule.show import comparison, draw
 from jaxpipe.schedule.show.page import page
 from jaxpipe.schedule.show.report import timelines
 
+_NO_DEVICES = OnDevices()
 _PIPE_WIDTH = 240
 """Columns of a table that goes to a file or another program, which have no terminal width."""
 _TABLE_WIDTH = 150
@@ -68,11 +73,15 @@ def compare(
     stage_costs: str | None = None,
     layer_costs: str | None = None,
     layers: int | None = None,
+    devices: Annotated[OnDevices, tyro.conf.arg(name="")] = _NO_DEVICES,
     weight_bytes: float | None = None,
     activation_bytes: float | None = None,
     out: Path | None = None,
 ) -> None:
     """Compare schedules that fit one shape on equal models: bubble, time and peak in flight.
+
+    With --layer-model they are compared on devices, by the cost model of `jaxpipe plan`: step time
+    and memory of a device by part, with the transfers that nothing hides.
 
     Args:
       names: the schedules, as for `show`; all of the catalog that fit without them.
@@ -82,15 +91,23 @@ def compare(
         is shared by the stage's chunks. 1,1,1 if neither these nor a layer's costs are given.
       layer_costs: instead, time of F,B,W of one of the model's layers.
       layers: of the whole model; lock-step ticks are then cut into slices of layers.
+      devices: a traced model on devices, in place of costs.
       weight_bytes: of a full stage's weights, gradients and optimizer state, of one copy; with
         --activation-bytes, the memory of a stage is shown, with as many copies as it holds.
       activation_bytes: that one microbatch keeps on a full stage.
       out: a picture of the comparison to write, .svg or .png; or .html, a page to look into the
         schedules with a browser, one above the other, as `show` writes of one.
     """
-    sizes = _sizes(weight_bytes, activation_bytes)
     refuse(below_one(stages=stages, microbatches=microbatches))
     check_size(stages, microbatches, 1)
+    if devices.layer_model is not None:
+        bytes_given = {"weight_bytes": weight_bytes, "activation_bytes": activation_bytes}
+        costs_given = {"stage_costs": stage_costs, "layer_costs": layer_costs, "layers": layers}
+        refuse(_instead(**costs_given, **bytes_given, out=out))
+        wanted = names or tuple(SCHEDULES)
+        _print_predictions(*of_schedules(wanted, devices, stages=stages, microbatches=microbatches))
+        return
+    sizes = _sizes(weight_bytes, activation_bytes)
     if stage_costs is None and layer_costs is None:
         stage_costs = DEFAULT_COSTS
     model = layers_of_model(stages, layers=layers, stage_costs=stage_costs, layer_costs=layer_costs)
@@ -127,6 +144,30 @@ def compare(
     print("Peak in flight: of the stage that keeps the most, in microbatches of a full stage.")
     for name, reason in reasons.items():
         print(f"{name} does not fit: {reason}")
+
+
+def _print_predictions(found: Mapping[str, Found], reasons: Mapping[str, str]) -> None:
+    rows = sorted(found.items(), key=lambda item: item[1].step_seconds)
+    parts = ("ms of a step", "seconds", 1e3), ("GB of a device", "bytes", 1e-9)
+    for title, which, scale in parts if rows else ():
+        _console().print(parts_table(title, "schedule", rows, which, scale))
+    print("transfers: over data, those that nothing hides. waits: for other stages and messages.")
+    for name, one in rows:
+        limit = one.placed.cluster.memory_bytes
+        if one.device_bytes > limit:
+            print(f"{name} takes more than the {limit / 1e9:.3g} GB that a plan may use")
+    for name, reason in reasons.items():
+        print(f"{name} does not fit: {reason}")
+
+
+def _instead(**given: Any) -> list[Problem]:
+    """What --layer-model says already, or cannot have."""
+    others = {"layer_model": None}
+    return [
+        Problem(name, value, "does not go with $layer_model", (None,), others)
+        for name, value in given.items()
+        if value is not None
+    ]
 
 
 def _sizes(weight_bytes: float | None, activation_bytes: float | None) -> comparison.Sizes | None:

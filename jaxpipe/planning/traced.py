@@ -15,7 +15,6 @@ import numpy as np
 
 from jaxpipe.planning.kernels import Counted, count
 from jaxpipe.planning.sizes import Collective, Kernel, LayerSizes, Linear, Pass, Sizes
-from jaxpipe.planning.without_devices import attention_of_gpus as attention_of_gpus
 from jaxpipe.runtime.layers import jaxprs
 from jaxpipe.runtime.layers.kinds import LayerKind
 from jaxpipe.runtime.layers.losses import differentiated

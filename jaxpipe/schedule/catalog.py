@@ -183,12 +183,16 @@ def _built(name: str, entry: Entry | None, given: dict[str, Any], *, published: 
         return user.fitted(name, **given, clock=clock)
     if (layer_costs := given.get("layer_costs")) and "layer_costs" not in entry.defaults:
         given = given | _of_average_chunk(entry, layer_costs, given)
+    if published:
+        given = {option: value for option, value in given.items() if option not in MEASURES}
     reads = {option: value for option, value in given.items() if option in entry.defaults}
     schedule = entry.generate(given["num_stages"], given["num_microbatches"], **reads)
     costs = given.get("costs")
     if published:
         return dataclasses.replace(schedule, name=name)
-    return in_time(schedule, costs) if entry.reordered and costs not in (None, UNIT) else schedule
+    if not entry.reordered or "costs" in entry.defaults or costs is None or costs == UNIT:
+        return schedule
+    return in_time(schedule, costs)
 
 
 def _of_average_chunk(

@@ -11,7 +11,7 @@ import pytest
 from jaxpipe import cli
 from jaxpipe.errors import ArgumentError
 from jaxpipe.planning import candidates, configurations, devices, search
-from jaxpipe.planning.plans import Placed
+from jaxpipe.planning.plans import Placed, Plan
 from jaxpipe.planning.sizes import Kernel, LayerSizes, Linear, ModelSizes, Pass, Sizes
 from train import checks, configured, plan
 from train.command_line import parse
@@ -115,6 +115,28 @@ def test_the_command_reads_a_file_of_sizes(model, tmp_path, capsys):
     for text in ("best plans", "no other plan is better", "milliseconds of a step", "are out:"):
         assert text in printed
     assert picture.read_text().startswith("<?xml")
+
+
+def test_schedules_are_compared_on_a_mesh(model, tmp_path, capsys):
+    path = tmp_path / "sizes.json"
+    path.write_text(model.to_json())
+    mesh = ["--stages", "2", "--microbatches", "4", "--data", "2", "--zero", "3"]
+    arguments = ["compare", "1f1b", "zb-v", "1f1b-v", "--layer-model", str(path), *mesh]
+    assert cli.main(arguments) == 0
+    printed = capsys.readouterr().out
+    plan_of_it = Plan(2, 2, 1, 1, 1, "1f1b", 1, 4, 4, "none", 3, 1, "unrolled")
+    one = Placed(plan_of_it, model, devices.cluster("h100", 4))
+    exact = search.exact(search.Found(one, {}, {}, 1.0, exact=False))
+    whole = f"{1e3 * exact.step_seconds:.4g}"
+    (row,) = [line for line in printed.splitlines() if "1f1b " in line and whole in line]
+    assert f"{1e3 * exact.seconds['transfers']:.4g}" in row
+    for wrong, text in (
+        (["--batch", "31"], "--batch 31 must be rows for --microbatches 4 on --data 2 shards"),
+        (["--layers", "4"], "--layers 4 does not go with --layer-model"),
+        (["--remat", "dots"], "--tensor 1 with --remat dots was not counted"),
+    ):
+        assert cli.main([*arguments, *wrong]) == 2
+        assert text in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -287,3 +287,27 @@ def test_what_does_not_fit_is_refused():
     assert "Model.axis_split must be a tree like params" in refused(axis_split={"layers": {}})
     with pytest.raises(ValueError, match="An asynchronous pipeline splits no layer over devices"):
         jaxpipe.AsyncPipeline(pipeline("stacked"), optax.sgd(0.1))
+
+
+def test_devices_that_share_a_sequence_share_no_layer_with_a_state():
+    """One device along the axis is enough for any layer."""
+    model = jaxpipe.Model(
+        embed=lambda outer, batch, rng: batch["x"],
+        layer=lambda w, x, batch, rng, state: (w * x, state),
+        head_loss=lambda outer, x, batch, rng: x.mean(),
+        axes=("context",),
+        stateful=True,
+    )
+    params = {"embed": {}, "layers": jnp.ones(2), "head": {}}
+
+    def build(context):
+        mesh = jaxpipe.make_mesh(stage=2, context=context)
+        given = {"schedule": "1f1b", "microbatches": 2, "mesh": mesh, "states": ({}, {})}
+        return jaxpipe.Pipeline(model, params, **given)
+
+    assert build(1)
+    with pytest.raises(ValueError, match=r"'context', along which 2 devices have a part") as error:
+        build(2)
+    assert "Nearest valid: a mesh with one device along 'context', or layers without" in str(
+        error.value
+    )

@@ -112,8 +112,21 @@ REORDERED = [entry.name for entry in catalog.entries() if entry.reordered]
 COSTS = (Costs(1, 1, 1, 0.1), Costs(1, 1.2, 0.8, 0.5), Costs(1, 2, 1), Costs(3, 4, 2, 1))
 
 
-@shapes
-@pytest.mark.parametrize("costs", COSTS)
+COVERING = [(*shape, COSTS[n % len(COSTS)]) for n, shape in enumerate(SAMPLE)]
+"""Every shape of the sample with one of the costs."""
+
+
+@pytest.mark.parametrize(
+    ("p", "m", "costs"),
+    [
+        *COVERING,
+        *(
+            pytest.param(p, m, costs, marks=pytest.mark.slow)
+            for (p, m), costs in itertools.product(GRID, COSTS)
+            if (p, m, costs) not in COVERING
+        ),
+    ],
+)
 def test_orders_for_real_costs_are_never_behind_the_published_ones(p, m, costs):
     for name in REORDERED:
         shape = {"stages": p, "microbatches": m, "costs": costs}
@@ -129,8 +142,9 @@ def test_orders_for_real_costs_are_never_behind_the_published_ones(p, m, costs):
     ("name", "chunks", "published", "reordered"),
     # p=8, m=32, messages of .1 of a full stage's F; fused 1F1B takes 123.8 and ZB-H1 105.8.
     [
-        *(("hanayo-fused", 2, 117.2, 115.4), ("hanayo-fused", 4, 124.5, 118.7)),
-        *(("hanayo", 2, 113.5, 105.7), ("hanayo", 4, 125.1, 104.9)),
+        *(("hanayo-fused", 2, 117.2, 114.0), ("hanayo-fused", 4, 124.5, 113.45)),
+        *(("hanayo", 2, 113.5, 103.2), ("hanayo", 4, 125.1, 103.1)),
+        ("hanayo-fused", 8, 139.3, 122.95),
     ],
 )
 def test_waves_take_the_time_of_messages_into_account(name, chunks, published, reordered):
@@ -139,6 +153,24 @@ def test_waves_take_the_time_of_messages_into_account(name, chunks, published, r
     for spelled, expected in ((f"{name}-published", published), (name, reordered)):
         found = makespan(catalog.build(spelled, **shape), costs)
         assert found == pytest.approx(expected, abs=0.05)
+
+
+@pytest.mark.parametrize(
+    ("name", "p", "m", "message", "published", "reordered"),
+    [
+        # At the same memory the search over all blocks finds 61.1 and 67.7 for the first two.
+        *(("v-half", 8, 16, 0.1, 62.7, 61.4), ("v-min", 8, 16, 0.1, 71.9, 67.3)),
+        *(("v-half", 6, 12, 0.1, 45.9, 44.7), ("v-min", 5, 10, 0.2, 48.7, 40.6)),
+        *(("v-min", 2, 6, 0.2, 19.5, 19.1), ("zb-v", 5, 10, 0.1, 34.0, 33.8)),
+    ],
+)
+def test_v_blocks_take_the_time_of_messages_into_account(name, p, m, message, published, reordered):
+    costs = Costs(0.5, 0.5, 0.5, message)
+    shape = {"stages": p, "microbatches": m, "costs": costs}
+    for spelled, expected in ((f"{name}-published", published), (name, reordered)):
+        schedule = catalog.build(spelled, **shape)
+        validate(schedule)
+        assert makespan(schedule, costs) == pytest.approx(expected, abs=0.05)
 
 
 @pytest.mark.parametrize(("message", "least"), [(0.1, 32.4), (0.5, 38)])

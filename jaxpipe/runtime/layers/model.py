@@ -56,7 +56,8 @@ class Model:
         own part. A dimension that stages also split need not divide. None splits nothing.
       stateful: layers also take a state and return a new one, ``layer(layer_params, x, microbatch,
         rng, state) -> (x, state)``: running statistics, which are not differentiated. `Pipeline`
-        then takes and returns a tuple of states, one tree per layer.
+        then takes and returns a tuple of states, one tree per layer. Devices along ``axes`` cannot
+        share such layers.
       output: ``output(outer, x, microbatch, rng)``, arrays ``[rows, ...]`` such as logits, for
         `Pipeline.outputs`; by default the last layer's x. The same on every stage and along every
         model axis: it gathers what these split.

@@ -89,7 +89,16 @@ def read_splits(axis_split: Tree, params: Params, mesh: Mesh, axes: Axes) -> Spl
 
 
 def problems(model: Model, params: Params, mesh: Mesh, axes: Axes) -> Iterator[str]:
-    """What is wrong with `Model.axis_split`."""
+    """What is wrong with `Model.axis_split`, or with states along `Model.axes`."""
+    for name in model.axes if model.stateful else ():
+        # Each device would renew a state from its own part.
+        if mesh.shape[name] > 1:
+            yield (
+                f"Model.stateful=True, but Model.axes names {name!r}, along which "
+                f"{mesh.shape[name]} devices have a part of every microbatch each: what a layer "
+                "hands on in its state, such as a recurrence over the sequence, needs all of it. "
+                f"Nearest valid: a mesh with one device along {name!r}, or layers without states."
+            )
     try:
         specs = dict(_specs(model.axis_split, params))
     except (KeyError, TypeError, ValueError) as error:

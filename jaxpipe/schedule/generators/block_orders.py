@@ -10,14 +10,16 @@ Source: Qi et al., "Pipeline Parallelism with Controllable Memory", arXiv 2405.1
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Iterable, Sequence
+from typing import NamedTuple
 
 from jaxpipe.schedule.actions import Kind, Schedule
 from jaxpipe.schedule.generators import events
 from jaxpipe.schedule.generators.blocks import Block
 from jaxpipe.schedule.generators.eager import EagerStage
 from jaxpipe.schedule.placement import Placement
-from jaxpipe.schedule.simulate import Costs
+from jaxpipe.schedule.simulate import UNIT, Costs
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,6 +74,30 @@ def eager(
         first_f0 = cap - min(d + 1 if reserve else 0, cap // 2)
         stages.append(_BlockStage(passes, sequence, costs, cap, first_f0))
     return _run(stages, block.placement, num_microbatches, message=costs.message)
+
+
+class Plan(NamedTuple):
+    """How to make orders of a block: the arguments of `eager`."""
+
+    block: Block
+    caps: Sequence[int]
+    costs: Costs = UNIT
+    reserve: bool = False
+
+    def orders(self, num_microbatches: int, costs: Costs) -> TimedOrders | None:
+        """The orders, timed with other costs than those that they are made for; None if a stage
+        stops for good."""
+        timed = eager(
+            self.block, num_microbatches, caps=self.caps, costs=self.costs, reserve=self.reserve
+        )
+        if timed is None or self.costs == costs:
+            return timed
+        return squeeze(timed, self.block.placement, num_microbatches, costs=costs)
+
+    def makespan(self, num_microbatches: int, costs: Costs) -> float:
+        """When the orders end; never if a stage stops for good."""
+        timed = self.orders(num_microbatches, costs)
+        return math.inf if timed is None else timed.makespan
 
 
 def squeeze(

@@ -191,11 +191,16 @@ def _starts_of_w(row: Sequence[int], period: int) -> list[int]:
     return starts
 
 
-def closest_block(placement: Placement, *, fused: bool = False) -> Block:
+def closest_block(
+    placement: Placement, *, fused: bool = False, travel: tuple[int, int] = (0, 0)
+) -> Block:
     """Builds the block whose passes follow each other as closely as they can, on any placement.
 
     Each pass of the microbatch, in the order in which it goes through them, starts at the first
     time at which its stage has a slot left. Of fused backwards on a V it is the block of 1F1B-V.
+
+    Args:
+      travel: units that a forward's and a backward's message take between two stages.
 
     Example:
       >>> closest_block(wave(1), fused=True).starts
@@ -204,15 +209,16 @@ def closest_block(placement: Placement, *, fused: bool = False) -> Block:
     chunks, depth = placement.num_chunks, placement.depth
     rows: list[list[int]] = [[] for _ in range(placement.num_stages)]
     taken: list[set[int]] = [set() for _ in rows]
-    arrival = 0
+    arrival, before = 0, placement.stages[0]
     for number, stage in enumerate((*placement.stages, *reversed(placement.stages))):
         length = 2 if fused and number >= depth else 1
+        arrival += travel[number >= depth] * (stage != before)
         pairs = min(chunks, 2 * chunks - 1 - len(rows[stage])) if fused else 0
         times = (range(time, time + length) for time in itertools.count(arrival))
         found = next(units for units in times if _fits(units, taken[stage], WORK * chunks, pairs))
         rows[stage].append(found.start)
         taken[stage].update(unit % (WORK * chunks) for unit in found)
-        arrival = found.stop
+        arrival, before = found.stop, stage
     ends = ([start + 1 for start in row[chunks:]] for row in rows)
     w = ends if fused else (_starts_of_w(row, WORK * chunks) for row in rows)
     starts = (tuple(row + last) for row, last in zip(rows, w, strict=True))

@@ -2,10 +2,22 @@
 
 from __future__ import annotations
 
+import dataclasses
+import itertools
+import math
+
 from jaxpipe.schedule.actions import Schedule
+from jaxpipe.schedule.check.validate import peak_in_flight
+from jaxpipe.schedule.generators.block_orders import repeated, to_schedule
+from jaxpipe.schedule.generators.blocks import closest_block
+from jaxpipe.schedule.generators.eager import soonest
 from jaxpipe.schedule.generators.list_scheduling import list_schedule
 from jaxpipe.schedule.placement import wave
 from jaxpipe.schedule.problems import Problem, refuse
+from jaxpipe.schedule.simulate import UNIT, Costs, simulate
+
+_MOST_TRAVEL = 3
+"""Units of a message in a block: longer ones leave no room within the peak for p microbatches."""
 
 
 def hanayo(
@@ -15,11 +27,14 @@ def hanayo(
     num_chunks: int = 2,
     memory_limit: float | None = None,
     fused: bool = False,
+    costs: Costs = UNIT,
 ) -> Schedule:
     """Sends every microbatch down and up the stages W times; turns cost no message.
 
     The paper repeats units of p microbatches; here the wave continues across units, under a cap on
-    the chunks in flight. The split form puts W in the gaps and leaves few of them.
+    the chunks in flight. The split form puts W in the gaps and leaves few of them. For other costs
+    and messages that take time the order is adapted (`in_time`), or that of a building block in
+    which they travel (`closest_block`).
 
     ============  =====================================================================
     bubble        in full-stage units at F=B=W, without a lower ``memory_limit``: at m = p split
@@ -37,6 +52,7 @@ def hanayo(
       num_chunks: v = 2W, even.
       memory_limit: peak in flight per stage, in microbatches of a full stage, at least 1; p by
         default, which is what 1F1B keeps on its first stage.
+      costs: of one chunk.
 
     Raises:
       ValueError: v is odd, or the memory limit does not hold one microbatch.
@@ -53,7 +69,7 @@ def hanayo(
     placement, v = wave(num_stages, num_waves=num_chunks // 2), num_chunks
     most = num_stages if memory_limit is None else memory_limit
     cap = int(min(most, num_microbatches) * v)
-    return Schedule(
+    schedule = Schedule(
         name="hanayo-fused" if fused else "hanayo",
         placement=placement,
         num_microbatches=num_microbatches,
@@ -66,3 +82,20 @@ def hanayo(
         ),
         peak_in_flight=(cap,) * num_stages,
     )
+    if costs == UNIT:
+        return schedule
+    return soonest([schedule, *_of_blocks(schedule, costs, fused)], costs)
+
+
+def _of_blocks(schedule: Schedule, costs: Costs, fused: bool) -> list[Schedule]:
+    """The same schedule in the order of the building block that ends first; none if none fits."""
+    placement, m = schedule.placement, schedule.num_microbatches
+    most = min(_MOST_TRAVEL, math.ceil(costs.message / costs.f) + 1)
+    found = []
+    for travel in itertools.product(range(most + 1), range(most + 1)):
+        block = closest_block(placement, fused=fused, travel=travel)
+        whole = to_schedule(schedule.name, placement, repeated(block, m), m, block.peaks)
+        if max(peak_in_flight(whole)) <= max(peak_in_flight(schedule)):
+            found.append(dataclasses.replace(whole, peak_in_flight=schedule.peak_in_flight))
+    found.sort(key=lambda order: simulate(order, costs).makespan)
+    return found[:1]

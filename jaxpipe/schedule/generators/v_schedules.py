@@ -9,16 +9,23 @@ Source: Qi et al., "Pipeline Parallelism with Controllable Memory", arXiv 2405.1
 from __future__ import annotations
 
 import dataclasses
+import itertools
+from collections.abc import Iterator, Sequence
 
 from jaxpipe.schedule.actions import Schedule
 from jaxpipe.schedule.generators import block_orders
+from jaxpipe.schedule.generators.block_orders import Plan
 from jaxpipe.schedule.generators.blocks import Block, closest_block, split_block
+from jaxpipe.schedule.generators.eager import soonest
 from jaxpipe.schedule.generators.earliest import earliest
 from jaxpipe.schedule.placement import wave
-from jaxpipe.schedule.simulate import UNIT
+from jaxpipe.schedule.simulate import UNIT, Costs
+
+_GAPS = range(1, 7)
+"""Units at the turns of the blocks that are tried for other costs than those of the paper."""
 
 
-def v_min(num_stages: int, num_microbatches: int) -> Schedule:
+def v_min(num_stages: int, num_microbatches: int, *, costs: Costs = UNIT) -> Schedule:
     """Keeps about a third of 1F1B's activations: every hop takes one unit.
 
     ============  =====================================================================
@@ -34,10 +41,10 @@ def v_min(num_stages: int, num_microbatches: int) -> Schedule:
       >>> v_min(4, 8).peak_in_flight
       (4, 4, 4, 4)
     """
-    return _named("v-min", v_min_block(num_stages), num_microbatches)
+    return _named("v-min", v_min_block(num_stages), num_microbatches, costs)
 
 
-def v_half(num_stages: int, num_microbatches: int) -> Schedule:
+def v_half(num_stages: int, num_microbatches: int, *, costs: Costs = UNIT) -> Schedule:
     """Keeps half of 1F1B's activations: F0 and B1 take two units per hop, F1 and B0 one.
 
     ============  =====================================================================
@@ -53,10 +60,10 @@ def v_half(num_stages: int, num_microbatches: int) -> Schedule:
       >>> v_half(4, 8).peak_in_flight
       (6, 6, 6, 6)
     """
-    return _named("v-half", v_half_block(num_stages), num_microbatches)
+    return _named("v-half", v_half_block(num_stages), num_microbatches, costs)
 
 
-def v_zb(num_stages: int, num_microbatches: int) -> Schedule:
+def v_zb(num_stages: int, num_microbatches: int, *, costs: Costs = UNIT) -> Schedule:
     """Leaves no gap in a stage's span, at 1F1B's memory: six units down one stage and up again.
 
     ============  =====================================================================
@@ -71,10 +78,10 @@ def v_zb(num_stages: int, num_microbatches: int) -> Schedule:
       >>> v_zb(4, 8).peak_in_flight
       (8, 8, 8, 8)
     """
-    return _named("v-zb", v_zb_block(num_stages), num_microbatches)
+    return _named("v-zb", v_zb_block(num_stages), num_microbatches, costs)
 
 
-def zb_v(num_stages: int, num_microbatches: int) -> Schedule:
+def zb_v(num_stages: int, num_microbatches: int, *, costs: Costs = UNIT) -> Schedule:
     """Builds ZB-V, the zero-bubble paper's name for the schedule of :func:`v_zb`.
 
     ============  =====================================================================
@@ -88,7 +95,7 @@ def zb_v(num_stages: int, num_microbatches: int) -> Schedule:
       >>> zb_v(4, 8).orders == v_zb(4, 8).orders
       True
     """
-    return dataclasses.replace(v_zb(num_stages, num_microbatches), name="zb-v")
+    return dataclasses.replace(v_zb(num_stages, num_microbatches, costs=costs), name="zb-v")
 
 
 def one_f_one_b_v(num_stages: int, num_microbatches: int) -> Schedule:
@@ -131,15 +138,37 @@ def v_zb_block(num_stages: int) -> Block:
     return _uniform(num_stages, 6, (1, 1, 1))
 
 
-def _uniform(num_stages: int, stride: int, gaps: tuple[int, int, int]) -> Block:
+def _uniform(num_stages: int, stride: int, gaps: Sequence[int]) -> Block:
     block = split_block((stride,) * (num_stages - 1), gaps)
     assert block is not None, "the paper's blocks never collide"
     return block
 
 
-def _named(name: str, block: Block, num_microbatches: int) -> Schedule:
-    timed = block_orders.eager(block, num_microbatches, caps=block.peaks, costs=UNIT)
-    assert timed is not None, "the paper's blocks never stop"
-    return block_orders.to_schedule(
-        name, block.placement, timed.orders, num_microbatches, block.peaks
-    )
+def _named(name: str, block: Block, num_microbatches: int, costs: Costs) -> Schedule:
+    """The schedule of a block, for other costs than those of the paper perhaps in another order."""
+
+    def schedule(plan: Plan) -> Schedule:
+        timed = plan.orders(num_microbatches, plan.costs)
+        assert timed is not None, "the paper's blocks never stop, nor do those that have run"
+        return block_orders.to_schedule(
+            name, block.placement, timed.orders, num_microbatches, plan.caps
+        )
+
+    published = schedule(Plan(block, block.peaks))
+    if costs == UNIT:
+        return published
+    # Two rounds of the pipeline show what comes before the steady state, and after it.
+    trial = min(num_microbatches, 2 * len(block.peaks))
+    best = min(_plans(block, costs), key=lambda plan: plan.makespan(trial, costs))
+    return soonest([published, schedule(best)], costs)
+
+
+def _plans(block: Block, costs: Costs) -> Iterator[Plan]:
+    """Ways to order a block for other costs, and blocks with other turns that keep no more."""
+    hops = len(block.peaks) - 1
+    leads = [row[1] - row[0] for row in block.starts]
+    strides = ((leads[0] - leads[-1]) // max(hops, 1),) * hops
+    turned = (split_block(strides, gaps) for gaps in itertools.product(_GAPS, repeat=3))
+    others = (b for b in turned if b is not None and max(b.peaks) <= max(block.peaks))
+    for one, reserve, planned in itertools.product((block, *others), (False, True), (UNIT, costs)):
+        yield Plan(one, (max(block.peaks),) * (hops + 1), planned, reserve)

@@ -6,12 +6,11 @@ Source: Qi et al., "Pipeline Parallelism with Controllable Memory", arXiv 2405.1
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from collections.abc import Iterator
 
 from jaxpipe.schedule.actions import Schedule
 from jaxpipe.schedule.generators import block_orders
-from jaxpipe.schedule.generators.block_orders import TimedOrders
+from jaxpipe.schedule.generators.block_orders import Plan, TimedOrders
 from jaxpipe.schedule.generators.blocks import WORK, Block, split_block
 from jaxpipe.schedule.generators.v_schedules import v_half_block, v_min_block, v_zb_block
 from jaxpipe.schedule.placement import wave
@@ -85,23 +84,6 @@ def controllable_memory(
     )
 
 
-class _Candidate(NamedTuple):
-    """How to make a schedule; only its order is used if its costs are not the real ones."""
-
-    block: Block
-    caps: Sequence[int]
-    costs: Costs = UNIT
-    reserve: bool = False
-
-    def orders(self, num_microbatches: int, costs: Costs) -> TimedOrders | None:
-        timed = block_orders.eager(
-            self.block, num_microbatches, caps=self.caps, costs=self.costs, reserve=self.reserve
-        )
-        if timed is None or self.costs == costs:
-            return timed
-        return block_orders.squeeze(timed, self.block.placement, num_microbatches, costs=costs)
-
-
 def _search(num_stages: int, num_microbatches: int, limit: int, costs: Costs) -> TimedOrders:
     # Three rounds of the pipeline show warm-up, steady state and cool-down.
     trial_microbatches = min(num_microbatches, 3 * num_stages)
@@ -112,7 +94,7 @@ def _search(num_stages: int, num_microbatches: int, limit: int, costs: Costs) ->
     if limit < 2 * num_microbatches:
         block_limit = min(block_limit, limit)
     candidates = (
-        _Candidate(block, (limit,) * num_stages, planned, reserve)
+        Plan(block, (limit,) * num_stages, planned, reserve)
         for block in itertools.islice(_blocks(num_stages, block_limit), _MAX_BLOCKS)
         for reserve in (False, True)
         for planned in dict.fromkeys((costs, UNIT))
@@ -127,9 +109,7 @@ def _search(num_stages: int, num_microbatches: int, limit: int, costs: Costs) ->
     )
     finalists = [candidate for _, candidate in ranked[: min(num_finalists, _MAX_FINALISTS)]]
     named = (v_min_block(num_stages), v_half_block(num_stages), v_zb_block(num_stages))
-    finalists += [
-        _Candidate(block, block.peaks) for block in named if max(block.peaks) <= block_limit
-    ]
+    finalists += [Plan(block, block.peaks) for block in named if max(block.peaks) <= block_limit]
     orders = (candidate.orders(num_microbatches, costs) for candidate in finalists)
     return min((timed for timed in orders if timed is not None), key=_quality)
 
