@@ -18,7 +18,7 @@ from jaxpipe.schedule.search.auto import auto
 from jaxpipe.schedule.search.auto_placed import auto_placed
 from jaxpipe.schedule.search.candidates import named
 from jaxpipe.schedule.search.cuts import cuts
-from jaxpipe.schedule.search.slices import slice_ticks
+from jaxpipe.schedule.search.slices import FIRST_TRIAL, OTHER_TRIALS, Uncut, slice_all, slice_ticks
 from jaxpipe.schedule.simulate import Costs, lock_step
 
 # No test may depend on how fast the machine is.
@@ -140,22 +140,28 @@ def test_the_placement_depends_on_the_time_of_messages(message, interleaves):
 
 @pytest.mark.parametrize(
     ("p", "m", "layers", "message", "limit"),
-    [(2, 5, 4, 0.1, 1.5), (3, 4, 6, 0, 3), (2, 6, 4, 0.5, 4)],
+    [(2, 5, 4, 0.1, 1.5), (3, 4, 6, 0, 3), (2, 6, 4, 0.5, 4), (4, 5, 8, 0.1, 2.5), (3, 7, 3, 0, 3)],
 )
 def test_no_named_schedule_of_the_same_model_in_the_same_memory_ends_before(
     p, m, layers, message, limit
 ):
     layer_costs = [Costs(1, 1.2, 0.8, message)] * layers
-    found, ends, best = auto_placed(p, m, layer_costs=layer_costs, memory_limit=limit), None, []
-    for cut in cuts(p, layer_costs):
-        if cut.placement == found.placement:
-            ends = lock_step(found, cut.costs).makespan
-        if len(set(cut.layer_counts)) == 1:
-            fitting = named(cut.placement, m, cap=cut.cap(m, limit), costs=cut.costs[0])
-            sliced = (slice_ticks(each, cut.costs, cut.layer_counts) for each in fitting)
-            best += [lock_step(schedule, cut.costs).makespan for schedule in sliced]
-    assert ends is not None
-    assert ends <= min(best) + 1e-9
+    found = auto_placed(p, m, layer_costs=layer_costs, memory_limit=limit)
+    validate(found)
+    ways = [cut for cut in cuts(p, layer_costs) if len(set(cut.layer_counts)) == 1]
+    [ends] = (
+        lock_step(found, cut.costs).makespan
+        for cut in cuts(p, layer_costs)
+        if cut.placement == found.placement
+    )
+    fitting = [
+        Uncut(schedule, cut.costs, cut.layer_counts)
+        for cut in ways
+        for schedule in named(cut.placement, m, cap=cut.cap(m, limit), costs=cut.costs[0])
+    ]
+    assert fitting
+    sliced = slice_all(fitting, FIRST_TRIAL + OTHER_TRIALS)
+    assert ends <= min(timeline.makespan for timeline in sliced) + 1e-9
 
 
 def test_a_model_of_fewer_layers_than_stages_is_refused():

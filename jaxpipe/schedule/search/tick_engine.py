@@ -184,11 +184,8 @@ class Engine:
             where = np.where(free, -1, places[kind].take(needed))
             return kind, queues[kind].take(needed).ravel(), where.ravel()
 
-        everywhere = np.arange(self.none + 1)
-        self.inputs = [
-            [inputs(_F, before, first)],
-            [inputs(_F, everywhere, np.zeros(shape, bool)), inputs(_B, after, last)],
-        ]
+        own = inputs(_F, np.arange(self.none + 1), np.zeros(shape, bool))
+        self.inputs = [[inputs(_F, before, first)], [own, inputs(_B, after, last)]]
         self.limits = np.array([work.limits for work in self.works]).transpose(2, 1, 0)
         self.least = self.limits.min(axis=0)
         weights = np.full((len(self.works), self.num_stages, self.size), self.none, np.int32)
