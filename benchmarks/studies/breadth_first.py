@@ -126,9 +126,9 @@ def throughput(
             | {"batch": batch, "per GPU": batch / cluster.count}
             | {key: f"{value:.1%}" for key, value in share.items()}
             | {
-                "gain": f"{ours / pipelines - 1:+.0%}",
+                "gain": f"{ours / pipelines - 1:+z.0%}",
             }
-            | {f"gain, {key}": f"{ours / share[key] - 1:+.0%}" for key in BASELINES}
+            | {f"gain, {key}": f"{ours / share[key] - 1:+z.0%}" for key in BASELINES}
             | {
                 "best breadth-first plan": common.in_words(found["breadth-first"].plan),
             }

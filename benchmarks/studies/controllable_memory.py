@@ -64,7 +64,7 @@ def gains(costs: dict[str, Costs], stages: Sequence[int]) -> list[dict[str, Any]
         for share, limit in (("1/3", (p + 4) // 3), ("1/2", (p + 2) // 2), ("1", p)):
             row[f"searched, {share}"] = base / makespan("controllable-memory", p, m, stage, limit)
         harness.note(f"{row}")
-        signed = {k: f"{v - 1:+.0%}" if isinstance(v, float) else v for k, v in row.items()}
+        signed = {k: f"{v - 1:+z.0%}" if isinstance(v, float) else v for k, v in row.items()}
         rows.append(signed)
     return rows
 
@@ -120,7 +120,7 @@ def searched(
         speed[label] = 1 / found.step_seconds if found else 0.0
         words = common.in_words(found.plan) if found else "does not fit"
         over = speed["1F1B"]
-        gain = f"{speed[label] / over - 1:+.0%}: " if over and found and label != "1F1B" else ""
+        gain = f"{speed[label] / over - 1:+z.0%}: " if over and found and label != "1F1B" else ""
         row[label] = gain + words
     harness.note(f"{row}")
     return row

@@ -164,7 +164,7 @@ def scaling(
 def _gain(speed: dict[str, float], others: Sequence[str]) -> str:
     """Of Hanayo over the fastest of the others."""
     most = max(speed[other] for other in others)
-    return f"{speed['Hanayo'] / most - 1:+.0%}" if most else "does not fit"
+    return f"{speed['Hanayo'] / most - 1:+z.0%}" if most else "does not fit"
 
 
 def bubbles(stages: int = 8) -> list[dict[str, Any]]:

@@ -43,7 +43,11 @@ def _config(**fields):
     return Config(**sections)
 
 
-def _choice(config, counts=(1, 1, 1, 1)):
+def _choice(config):
+    """The configured schedule, with as many layers in every chunk."""
+    chunks = configured.order(config).placement.num_virtual_stages
+    layers = config.model.num_layers
+    counts = (layers // chunks,) * chunks
     return Choice(configured.build(config, counts), counts, (1.0,) * sum(counts))
 
 
@@ -181,12 +185,12 @@ _WHOLE = to_json(_choice(_config()).schedule)
         ("schedule", _WHOLE | {"orders": _WHOLE["orders"][::-1]}),
         ("schedule", to_json(configured.order(_config(mesh__stage=4, model__num_layers=8)))),
         ("schedule", to_json(configured.order(_config(pipeline__microbatches=6)))),
-        ("schedule", to_json(_choice(_config(model__num_layers=8), (2, 2, 2, 2)).schedule)),
+        ("schedule", to_json(_choice(_config(model__num_layers=8)).schedule)),
         ("layer_counts", None),
         ("layer_counts", [4]),
-        ("layer_counts", [1, 1, 2, 0]),
-        ("layer_counts", [1, 1, 1, 2]),
-        ("layer_counts", ["1", "1", "1", "1"]),
+        ("layer_counts", [4, 0]),
+        ("layer_counts", [2, 3]),
+        ("layer_counts", ["2", "2"]),
         ("layer_costs", [1.0]),
         ("layer_costs", [1.0, 1.0, 1.0, -1.0]),
         ("layer_costs", [1.0, 1.0, 1.0, float("nan")]),
@@ -219,7 +223,7 @@ def test_an_edited_schedule_of_a_users_own_is_read_anew(path, tmp_path):
     own.write_text("0F0,0B0,0F1,0B1\n,1F0,1B0,1F1,1B1\n")
     fields = {"pipeline__schedule": str(own), "pipeline__microbatches": 2}
     config = _config(**fields)
-    choice.write(path, config, _choice(config, (2, 2)))
+    choice.write(path, config, _choice(config))
     assert choice.read(path, config) is not None
     configured.order.cache_clear()
     own.write_text("0F0,0F1,0B0,0B1\n,1F0,1F1,1B0,1B1\n")

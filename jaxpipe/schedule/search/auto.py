@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterable, Sequence
 
-from jaxpipe.schedule.actions import Kind, Schedule
+from jaxpipe.schedule.actions import Kind, Schedule, split_backwards
 from jaxpipe.schedule.check.validate import peak_in_flight
 from jaxpipe.schedule.placement import Placement, wave
 from jaxpipe.schedule.problems import Problem, refuse
@@ -13,7 +13,7 @@ from jaxpipe.schedule.search.bounds import lower_bound
 from jaxpipe.schedule.search.candidates import named
 from jaxpipe.schedule.search.contest import Contest
 from jaxpipe.schedule.search.cuts import Cut
-from jaxpipe.schedule.search.order_search import search_orders, split
+from jaxpipe.schedule.search.order_search import search_orders
 from jaxpipe.schedule.search.slices import CLOCKS, check_layer_counts, with_slices
 from jaxpipe.schedule.search.tick_engine import Work
 from jaxpipe.schedule.search.tick_search import TickSearch
@@ -113,7 +113,7 @@ def search_best(
             num_microbatches,
             costs=cut.costs,
             cap=cap,
-            seeds=map(split, schedules),
+            seeds=map(split_backwards, schedules),
             bound=lower_bound(cut.placement, num_microbatches, cut.costs, cap=cap),
         )
         contest.enter(cut, found, named=False)

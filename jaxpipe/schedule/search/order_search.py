@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 from collections.abc import Iterable, Iterator, Sequence
 
-from jaxpipe.schedule.actions import Kind, Schedule
+from jaxpipe.schedule.actions import Schedule
 from jaxpipe.schedule.placement import Placement
 from jaxpipe.schedule.search.dispatch import Rule, dispatch
 from jaxpipe.schedule.search.local_search import improve
@@ -69,23 +68,6 @@ def search_orders(
         improved.append((time, schedule))
     improved.sort(key=lambda item: item[0])
     return [schedule for _, schedule in improved]
-
-
-def split(schedule: Schedule) -> Schedule:
-    """A schedule with B and W in the place of every fused backward, which costs no time."""
-    orders = tuple(
-        tuple(
-            part
-            for action in order
-            for part in (
-                (dataclasses.replace(action, kind=kind) for kind in (Kind.B, Kind.W))
-                if action.kind is Kind.BW
-                else (action,)
-            )
-        )
-        for order in schedule.orders
-    )
-    return dataclasses.replace(schedule, orders=orders)
 
 
 def _by_rules(
