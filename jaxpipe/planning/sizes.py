@@ -150,14 +150,9 @@ class ModelSizes:
         held = sum(sizes.layers[kind].parameters for kind in sizes.kind_of)
         return tensor * (held + sizes.outer_parameters)
 
-    @functools.cache  # noqa: B019  # few names; models live as long as the process
     def mean(self, variant: tuple[int, int, str], name: str) -> Linear:
         """A number of `LayerSizes`: the mean, if layers differ."""
-        sizes = self.variants[variant]
-        found = [getattr(sizes.layers[kind], name) for kind in sizes.kind_of]
-        lines = [one if isinstance(one, Linear) else Linear(one, 0.0) for one in found]
-        fixed, per_row = (sum(values) / len(lines) for values in zip(*lines, strict=True))
-        return Linear(fixed, per_row)
+        return _mean(self, variant, name)
 
     def to_json(self) -> str:
         """The text of a file for ``jaxpipe plan --sizes``."""
@@ -191,6 +186,16 @@ class ModelSizes:
             note = "train.py writes them: jaxpipe plan --config FILE --write-sizes FILE."
             refuse([Problem("sizes", source, rule, note=note)])
             raise AssertionError from error  # refused
+
+
+@functools.lru_cache(maxsize=1024)
+def _mean(model: ModelSizes, variant: tuple[int, int, str], name: str) -> Linear:
+    """See `ModelSizes.mean`; searches ask for it thousands of times."""
+    sizes = model.variants[variant]
+    found = [getattr(sizes.layers[kind], name) for kind in sizes.kind_of]
+    lines = [one if isinstance(one, Linear) else Linear(one, 0.0) for one in found]
+    fixed, per_row = (sum(values) / len(lines) for values in zip(*lines, strict=True))
+    return Linear(fixed, per_row)
 
 
 def _sizes(data: Any) -> Sizes:

@@ -84,9 +84,9 @@ class WithLoss:
       x: the layer's output.
       loss: a float32 scalar, such as the balance loss of a mixture of experts times its
         coefficient. Its mean over microbatches and data shards is added to the loss. As in
-        `Model.head_loss`, metrics may stand beside it: ``(loss, {"name": value})``, in all layers
-        that have losses the same ones. Each is combined by its rule over these layers, too, and
-        stands beside those of the head.
+        `Model.head_loss`, metrics may stand beside it: ``(loss, {"name": value})``. All layers that
+        have losses must return the same metrics. A step combines each metric by its rule, over
+        microbatches, data shards and these layers, and returns it beside those of the head.
 
     Example:
       >>> def layer(w, x, batch, rng):
