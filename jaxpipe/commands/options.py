@@ -29,7 +29,16 @@ def spell(argument: str, value: Any) -> str:
 
 def message(error: Exception) -> str:
     """What the user is told."""
-    return error.text(spell) if isinstance(error, ArgumentError) else str(error)
+    if not isinstance(error, ArgumentError):
+        return str(error)
+    return ArgumentError(map(_of_options, error.problems)).text(spell)
+
+
+def _of_options(problem: Problem | str) -> Problem | str:
+    """A schedule is built from one cost per layer; the user has said how many layers there are."""
+    if isinstance(problem, str) or (problem.argument, problem.value) != ("layer_costs", None):
+        return problem
+    return dataclasses.replace(problem, argument="layers") if problem.schedule else problem
 
 
 def parse_costs(text: str, *, option: str = "costs") -> Costs:
@@ -49,7 +58,10 @@ def parse_costs(text: str, *, option: str = "costs") -> Costs:
     if len(numbers) not in (3, 4, 5):
         rule = "must be three or four numbers, F,B,W or F,B,W,message, or also the share of overlap"
         refuse([Problem(option, text, rule, {option: DEFAULT_COSTS})])
-    return Costs(*numbers)
+    try:
+        return Costs(*numbers)
+    except ValueError as error:
+        raise ValueError(f"{spell(option, text)} is out of range: {error}") from None
 
 
 def layers_of_model(

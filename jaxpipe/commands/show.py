@@ -210,6 +210,12 @@ def _chosen_format(format: _Format | None, out: Path | None, name: str) -> str:
     """The requested format, or that of the file's ending."""
     fits = _ENDINGS.get(out.suffix.lower()) if out is not None else None
     if format is None:
+        if out is not None and fits is None and out.suffix.lower() not in ("", ".txt"):
+            endings = ", ".join([*_ENDINGS, ".txt"])
+            raise ValueError(
+                f"--out {out} ends in {out.suffix}, which is no format's ending: {endings}.\n"
+                f"Nearest valid: --out {out.with_suffix('.svg')}, or --format text."
+            )
         return fits[0] if fits else "text"
     if format in fits if fits else format not in draw.FORMATS:
         return format

@@ -9,7 +9,9 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import tyro
+from rich import box
 from rich.console import Console
+from rich.measure import Measurement
 from rich.table import Table
 
 from jaxpipe.commands.options import (
@@ -39,6 +41,16 @@ _CAPTION = (
     "named. Peak: on stage d, in microbatches of a full stage."
 )
 
+_COMPARED = (
+    "All are of one model: chunks share the work of a stage. v: chunks per stage. peak: in flight "
+    "on the stage that keeps the most, in microbatches of a full stage. Bubbles, by clock: free "
+    "waits for inputs alone; neighbor, as on GPUs, for the stages at both ends of a message; "
+    "lock-step, as on simulated devices, for all stages in every tick. time: in lock-step. GB: "
+    "memory of the stage that needs the most."
+)
+_ENDINGS = ".svg", ".png", ".html"
+"""Of the files that `compare` writes."""
+
 
 def schedules() -> None:
     """List the schedules, with bubble, peak in flight, constraints and source."""
@@ -46,21 +58,23 @@ def schedules() -> None:
     console = _console()
     names = [entry.name for entry in catalog.entries()]
     table = _table(names, *columns, caption=_CAPTION)
-    for e in catalog.entries():
-        row = e.name, e.summary, e.bubble, e.peak, e.constraints, e.source
-        if console.width >= _TABLE_WIDTH:
+    rows = [
+        (e.name, e.summary, e.bubble, e.peak, e.constraints, e.source) for e in catalog.entries()
+    ]
+    if console.width >= _TABLE_WIDTH:
+        for row in rows:
             table.add_row(*row)
-            continue
-        # Six columns would leave a few letters to each.
-        lines = (f"  {what}: {cell}" for what, cell in zip(columns[1:], row[1:], strict=True))
-        console.print("\n".join([e.name, *lines]), overflow="fold", highlight=False)
-    console.print(table if table.rows else _CAPTION)
+        console.print(table)
+    else:
+        _list(console, columns, rows)
+        _say(console, _CAPTION)
     methods = list(ASYNCHRONOUS_METHODS)
-    print(
+    _say(
+        console,
         f"Asynchronous: {', '.join(methods[:-1])} and {methods[-1]}. They never drain the pipeline "
         "and have no bubble if all stages cost the same; "
         f"`jaxpipe show {methods[0]} --stages 4 --microbatches 8` draws the steady state, and "
-        "train.py trains with them (pipeline.schedule)."
+        "train.py trains with them (pipeline.schedule).",
     )
 
 
@@ -100,6 +114,9 @@ def compare(
     """
     refuse(below_one(stages=stages, microbatches=microbatches))
     check_size(stages, microbatches, 1)
+    if out is not None and out.suffix.lower() not in _ENDINGS:
+        rule = f"--out {out} does not end in a picture format or that of a page."
+        raise ValueError(f"{rule}\nNearest valid: {', '.join(_ENDINGS)}.")
     if devices.layer_model is not None:
         bytes_given = {"weight_bytes": weight_bytes, "activation_bytes": activation_bytes}
         costs_given = {"stage_costs": stage_costs, "layer_costs": layer_costs, "layers": layers}
@@ -135,15 +152,11 @@ def compare(
         of, given = ("layer", layer_costs) if layer_costs else ("stage", stage_costs)
         title = f"p={stages}, m={microbatches}, costs of one {of} {given}"
         draw.save(comparison.figure(rows, title), out)
-    _console().print(_of_rows(rows))
-    print(
-        "All are of one model: chunks share the work of a stage. Clocks: free-running waits for "
-        "inputs alone; neighbor, as on GPUs, for the stages at both ends of a message; lock-step, "
-        "as on simulated devices, for all stages in every tick."
-    )
-    print("Peak in flight: of the stage that keeps the most, in microbatches of a full stage.")
+    console = _console()
+    _print_rows(console, rows)
+    _say(console, _COMPARED)
     for name, reason in reasons.items():
-        print(f"{name} does not fit: {reason}")
+        _say(console, f"{name} does not fit: {reason}")
 
 
 def _print_predictions(found: Mapping[str, Found], reasons: Mapping[str, str]) -> None:
@@ -185,18 +198,39 @@ def _sizes(weight_bytes: float | None, activation_bytes: float | None) -> compar
     return comparison.Sizes(weight_bytes, activation_bytes)
 
 
-def _of_rows(rows: Sequence[comparison.Summary]) -> Table:
-    clocks = (f"{clock} bubble" for clock in ("free-running", "neighbor", "lock-step"))
-    columns = ["schedule", "chunks", "peak in flight", *clocks, "lock-step time"]
-    columns += ["stage memory, GB"] * (rows[0].stage_bytes is not None)
+def _print_rows(console: Console, rows: Sequence[comparison.Summary]) -> None:
+    columns = ["schedule", "v", "peak", "free", "neighbor", "lock-step", "time"]
+    columns += ["GB"] * (rows[0].stage_bytes is not None)
+    # Without lines between columns a terminal of 80 has room for the longest names.
     table = _table((row.name for row in rows), *columns)
+    table.box, table.show_edge, table.pad_edge = box.SIMPLE_HEAD, False, False
+    table.padding = 0, 1, 0, 0
+    cells = []
     for row in rows:
         ratios = row.free_running, row.neighbor, row.lock_step
-        shown = ("" if ratio is None else f"{ratio:.1%}" for ratio in ratios)
+        shown = ("-" if ratio is None else f"{ratio:.1%}" for ratio in ratios)
         peak = f"{row.peak_in_flight:g}"
         in_gb = [] if row.stage_bytes is None else [f"{row.stage_bytes / 1e9:.4g}"]
-        table.add_row(row.name, str(row.num_chunks), peak, *shown, f"{row.makespan:.4g}", *in_gb)
-    return table
+        one = row.name, str(row.num_chunks), peak, *shown, f"{row.makespan:.4g}", *in_gb
+        cells.append(one)
+        table.add_row(*one)
+    wide = console.options.update(width=_TABLE_WIDTH)
+    if Measurement.get(console, wide, table).minimum <= console.width:
+        console.print(table)
+    else:
+        _list(console, columns, cells)
+
+
+def _list(console: Console, columns: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
+    """What a table says, where its columns would have a few letters each."""
+    for name, *cells in rows:
+        lines = (f"  {what}: {cell}" for what, cell in zip(columns[1:], cells, strict=True))
+        _say(console, "\n".join([name, *lines]))
+
+
+def _say(console: Console, text: str) -> None:
+    """Prints text in lines of the terminal."""
+    console.print(text, overflow="fold", highlight=False)
 
 
 def _table(names: Iterable[str], name: str, *columns: str, caption: str | None = None) -> Table:

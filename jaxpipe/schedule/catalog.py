@@ -201,8 +201,9 @@ def _of_average_chunk(
     """What schedules with a fixed number of chunks are told of a model's layers."""
     chunks = given["num_stages"] * given.get("num_chunks", entry.default_chunks)
     if len(layer_costs) < chunks:
-        rule = f"of {len(layer_costs)} layers cannot fill {chunks} chunks: each needs a layer"
-        refuse([Problem("layer_costs", None, rule, schedule=entry.name)])
+        rule = f"{len(layer_costs)} layers cannot fill {chunks} chunks: each needs a layer"
+        near = f"Nearest valid: {chunks} layers."
+        refuse([Problem("layer_costs", None, rule, schedule=entry.name, note=near)])
     f, b, w = (math.fsum(getattr(c, kind) for c in layer_costs) / chunks for kind in "fbw")
     message = max(cost.message for cost in layer_costs)
     layers = len(layer_costs) // chunks
@@ -261,7 +262,21 @@ def _unknown(name: str) -> Problem:
         rule = f"{why}: AsyncPipeline and train.py train with it"
         return Problem("name", name, rule, ("1f1b",))
     names = [*(entry.name for entry in entries()), *ASYNCHRONOUS_METHODS]
-    asked = name.lower().replace("_", "-")
-    inside = [known for known in names if asked and (asked in known or known in asked)]
-    near = difflib.get_close_matches(asked, names, n=1, cutoff=0.6) or sorted(inside, key=len)[:3]
+    near = _nearest(name, names)
     return Problem("name", name, "is not a known schedule", near, note=f"All: {', '.join(names)}.")
+
+
+def _nearest(name: str, names: Sequence[str]) -> list[str]:
+    """Known names that may be meant, at most three: by their letters, or by words of a summary."""
+    letters = {re.sub("[^a-z0-9]", "", known): known for known in names}
+    asked = re.sub("[^a-z0-9]", "", name.lower())
+    plain = re.sub("(fused|published)$", "", asked)
+    if same := letters.get(asked) or letters.get(plain):
+        return [same]
+    within = [known for known in letters if known in asked]
+    longest = [known for known in within if not any(known in o for o in within if o != known)]
+    near = longest or difflib.get_close_matches(asked, letters, n=1, cutoff=0.6)
+    near = near or sorted((known for known in letters if asked and asked in known), key=len)
+    words = re.findall("[a-z]{4,}", name.lower())
+    said = [e.name for e in entries() if words and all(w in e.summary.lower() for w in words)]
+    return ([letters[known] for known in near] or said)[:3]

@@ -196,6 +196,30 @@ def test_two_schedules_lie_one_above_the_other_and_can_be_hidden(look):
     assert sum(title.is_visible() for title in page.locator("h2").all()) == 4
 
 
+def test_pairs_have_a_frame_and_the_pointer_says_so(look):
+    schedule = build("dualpipe-v-published", stages=3, microbatches=7)
+    clocks = timelines(schedule, Costs(1, 1, 1, overlap=0.5))
+    page = look(clocks)
+    assert "forward and backward together" in page.locator("#legend").inner_text()
+    parts = clocks.free_running.parts[0]
+    forward = next(part for part in parts if part.action in schedule.overlapped)
+    page.mouse.move(*place(page, 0, 0, (forward.start + forward.end) / 2))
+    assert "in an overlapped pair, " in page.locator("#tip").inner_text()
+    page.mouse.move(*place(page, 0, 0, parts[0].end / 2))
+    assert "pair" not in page.locator("#tip").inner_text()
+    page.mouse.move(1, 1)
+    dark = page.evaluate(
+        """(time) => {
+          draw();
+          const panel = panels[0], scale = window.devicePixelRatio;
+          const x = (placeOf(panel, time) + 0.5) * scale, y = 0.5 * panel.row * scale;
+          return [...panel.canvas.getContext("2d").getImageData(x, y, 1, 1).data].slice(0, 3);
+        }""",
+        forward.start,
+    )
+    assert max(dark) < 100
+
+
 def test_a_large_schedule_can_be_used(look):
     clocks = clocks_of("zb-v", p=16, m=128)
     page = look(clocks)

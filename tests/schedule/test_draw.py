@@ -33,6 +33,16 @@ def sliced():
     return lock_step(slice_ticks(schedule, costs, [4] * 6), costs)
 
 
+@pytest.mark.parametrize("overlap", [0.0, 0.4, 1.0])
+def test_text_of_pairs_names_both_and_marks_the_forward(overlap):
+    schedule = build("dualpipe-v-published", stages=3, microbatches=14)
+    drawn = simulate(schedule, Costs(1, 0.8, 0.3, 0.2, overlap))
+    together = set(schedule.overlapped)
+    for line, row in zip(stage_lines(draw.text(drawn)), drawn.parts, strict=True):
+        labels = [f"{part.action}" + "+" * (part.action in together) for part in row]
+        assert re.findall(r"\d+[FBW]+\d+\+?", line) == labels
+
+
 @pytest.fixture
 def v_shape():
     rows = ("0F0 3F0 3BW0 0BW0", "1F0 2F0 2BW0 1BW0")

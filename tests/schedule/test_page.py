@@ -75,6 +75,21 @@ def test_the_page_holds_every_action_once_at_the_times_of_every_clock(name, laye
             assert timeline["memory"][d] == held
 
 
+def test_the_page_frames_every_pair_from_its_forward_to_its_backward():
+    costs = dataclasses.replace(COSTS, message=0.2, overlap=0.5)
+    schedule = build("dualpipe-v-published", stages=3, microbatches=7)
+    (shown,) = data_of(page([timelines(schedule, costs)]))["schedules"]
+    for timeline in shown["timelines"]:
+        framed = []
+        for row, pairs in zip(timeline["parts"], timeline["pairs"], strict=True):
+            starts = {part[5]: k for k, part in enumerate(row)}
+            for start, end in pairs:
+                forward, backward = row[starts[start]], row[starts[start] + 1]
+                assert backward[6] == end
+                framed.append(forward[0])
+        assert sorted(framed) == sorted(map(str, schedule.overlapped))
+
+
 def test_no_name_breaks_out_of_the_data_and_nothing_is_loaded():
     schedule = dataclasses.replace(build("gpipe", stages=2, microbatches=2), name=EVIL)
     text = page([timelines(schedule, COSTS)])

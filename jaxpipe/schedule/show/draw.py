@@ -84,11 +84,16 @@ def figure(timeline: Timeline) -> Figure:
     return drawn
 
 
+def _has_details(timeline: Timeline) -> bool:
+    """Whether numbers, messages and transfers are drawn."""
+    return sum(map(len, timeline.parts)) <= _NUMBERED_ACTIONS
+
+
 def _draw_boxes(
     axes: Axes, timeline: Timeline, chosen: Labelled, points: float, first: float, end: float
 ) -> None:
     """Boxes from one time to another, with numbers of this font size unless there are too many."""
-    numbered = sum(map(len, timeline.parts)) <= _NUMBERED_ACTIONS
+    numbered = _has_details(timeline)
     num_chunks = timeline.schedule.num_chunks
     if timeline.clock == "lock-step":
         lines = [tick[0] for tick in timeline.ticks if first < tick[0] < end]
@@ -137,7 +142,7 @@ def _draw_exchanges(
     """Messages as lines, and transfers over data as triangles, unless there are too many."""
     from matplotlib.collections import LineCollection
 
-    if sum(map(len, timeline.parts)) > _NUMBERED_ACTIONS:
+    if not _has_details(timeline):
         return
     shown = [m for m in found.messages if m.sent <= end and m.arrives >= first]
     towards = [0.45 if message.receiver > message.sender else -0.45 for message in shown]
@@ -204,6 +209,8 @@ def _handles(timeline: Timeline, found: Exchanges) -> Iterator[Any]:
             yield Patch(color=look.light, label=look.meaning)
     if timeline.schedule.overlapped:
         yield Patch(facecolor="none", edgecolor=PAIR, label="overlapped pair")
+    if not _has_details(timeline):
+        return
     lates = {message.late for message in found.messages}
     for late, colour, meaning in (
         (False, MESSAGE, "message"),

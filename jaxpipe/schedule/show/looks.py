@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from jaxpipe.schedule.actions import Action, Kind
 from jaxpipe.schedule.check.slice_rules import chunk_layers
-from jaxpipe.schedule.simulate import TimedAction, Timeline, kind_durations
+from jaxpipe.schedule.simulate import TimedAction, Timeline, kind_durations, unit_durations
 
 
 class Look(NamedTuple):
@@ -88,12 +88,13 @@ def labelled(timeline: Timeline) -> Labelled:
     """Chooses the parts of a timeline that carry a name."""
     durations = kind_durations(timeline.costs)
     layers = chunk_layers(timeline.schedule.slices or ())
+    shorter = _shorter(timeline)
 
     def length(part: TimedAction) -> float:
         # Late in a long timeline a part's end minus its start may round to nothing.
         whole = durations[part.action.virtual_stage][part.action.kind]
         if part.layers is None:
-            return whole
+            return shorter.get(part.action, whole)
         lo, hi = part.layers
         return whole * (hi - lo) / layers[part.action.virtual_stage]
 
@@ -107,6 +108,19 @@ def labelled(timeline: Timeline) -> Labelled:
         chosen.append(tuple(place in places for place in range(len(row))))
         shortest = min([shortest, *(time for time, _ in longest.values())])
     return Labelled(tuple(chosen), shortest)
+
+
+def _shorter(timeline: Timeline) -> dict[Action, float]:
+    """How long the actions of overlapped pairs take, where they save something."""
+    schedule = timeline.schedule
+    if not schedule.overlapped or timeline.clock != "free-running":
+        return {}
+    units = (unit for stage in range(schedule.num_stages) for unit in schedule.units(stage))
+    return {
+        action: duration
+        for unit in units
+        for action, duration in zip(unit, unit_durations(unit, timeline.costs), strict=True)
+    }
 
 
 def caption(timeline: Timeline) -> str:

@@ -102,6 +102,9 @@ function describe({ panel, stage, time, part }) {
   ];
   if (part[TICK] !== null) lines[3] += `, tick ${part[TICK]}`;
   if (part[LAYERS]) lines.push(`layers ${part[LAYERS][0]} to ${part[LAYERS][1]}`);
+  const pair = panel.timeline.pairs[stage].find(([start, end]) =>
+    start <= part[START] && part[END] <= end);
+  if (pair) lines.push(`in an overlapped pair, ${number(pair[0])} to ${number(pair[1])}`);
   lines.push(held);
   for (const [, reader, , receiver, , arrives, late] of panel.sent.get(`${stage} ${part[NAME]}`) || [])
     lines.push(`sent to stage ${receiver} for ${reader}, there at ${number(arrives)}${late ? ", a tick late" : ""}`);
@@ -200,12 +203,14 @@ function addLegend() {
   const entries = [...used].map((kind) =>
     [Object.keys(colors).sort().find((key) => key.replace(/\d+$/, "") === kind), data.meanings[kind]])
     .map(([key, meaning]) => [colors[key], meaning]);
-  const { message, late, move } = data.exchangeColors;
+  const { message, late, move, pair } = data.exchangeColors;
   entries.push([message, "message"]);
   if (panels.some(({ timeline }) => timeline.messages.some((sent) => sent[6])))
     entries.push([late, "message received a tick late"]);
   if (panels.some(({ timeline }) => timeline.moves.length))
     entries.push([move, "weights gathered, gradients reduced"]);
+  if (panels.some(({ timeline }) => timeline.pairs.flat().length))
+    entries.push([pair, "frame: forward and backward together"]);
   for (const [color, meaning] of entries) {
     const mark = document.createElement("i");
     mark.style.background = color;

@@ -13,9 +13,11 @@ from jaxpipe.schedule.show.looks import (
     LOOKS,
     MESSAGE,
     MOVE,
+    PAIR,
     caption,
     chunk_of,
     fill,
+    pairs,
     stage_colors,
 )
 from jaxpipe.schedule.show.report import Timelines
@@ -35,7 +37,7 @@ def page(compared: Sequence[Timelines]) -> str:
     data = {
         "schedules": [_schedule(clocks) for clocks in compared],
         "meanings": {kind.value: look.meaning for kind, look in LOOKS.items()},
-        "exchangeColors": {"message": MESSAGE, "late": LATE, "move": MOVE},
+        "exchangeColors": {"message": MESSAGE, "late": LATE, "move": MOVE, "pair": PAIR},
     }
     # Nothing in a name can then end the script element that holds the data.
     written = json.dumps(data, separators=(",", ":")).replace("<", "\\u003c")
@@ -78,6 +80,7 @@ def _timeline(timeline: Timeline) -> dict[str, Any]:
         "caption": caption(timeline),
         "makespan": timeline.makespan,
         "parts": [[_part(part, timeline) for part in row] for row in timeline.parts],
+        "pairs": [pairs(timeline, stage) for stage in range(len(timeline.parts))],
         "ticks": timeline.ticks,
         "memory": memory,
         "messages": [

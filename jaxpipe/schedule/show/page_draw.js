@@ -100,6 +100,18 @@ function drawRow(pen, panel, stage, marked) {
     }
     if (end - x > 10) drawLabel(pen, panel, part, x, end, top + height / 2);
   }
+  drawPairs(pen, panel, stage, top, height);
+}
+
+function drawPairs(pen, panel, stage, top, height) {
+  // Frames around forwards and the backwards that run together with them.
+  const pairs = panel.timeline.pairs[stage];
+  pen.strokeStyle = data.exchangeColors.pair;
+  for (let k = firstAfter(pairs, 1, view.first); k < pairs.length; k++) {
+    if (pairs[k][0] >= view.end) break;
+    const x = placeOf(panel, pairs[k][0]), end = placeOf(panel, pairs[k][1]);
+    if (end - x > 3) pen.strokeRect(x + 0.5, top + 0.5, end - x - 2, height - 1);
+  }
 }
 
 function drawLabel(pen, panel, part, x, end, y) {

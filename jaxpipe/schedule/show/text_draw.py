@@ -84,7 +84,9 @@ def text(timeline: Timeline, *, colour: bool = False, width: int | None = None) 
     """
     chosen = labelled(timeline)
     names = max(len(_label(part.action, timeline)) for row in timeline.parts for part in row)
-    scale = (names + 1) / chosen.shortest
+    # Behind a pair's forward stands a mark, and rounding may take one column.
+    room = names + (2 if timeline.schedule.overlapped else 1)
+    scale = room / chosen.shortest
     remedy = (
         "draw a picture (jaxpipe show --format svg), or use fewer microbatches or more even costs"
     )
@@ -101,9 +103,9 @@ def text(timeline: Timeline, *, colour: bool = False, width: int | None = None) 
             ends = [round(tick[d] * scale) for tick in timeline.ticks[1:]]
             rows.append(("", _under(ends, marks[d])))
     margin = max(len(head) for head, _ in rows)
-    room = columns if width is None else max(width - margin - 3, names + 1)
+    page = columns if width is None else max(width - margin - 3, room)
     lines = []
-    for first, end in itertools.pairwise(_page_ends(rows, columns, room)):
+    for first, end in itertools.pairwise(_page_ends(rows, columns, page)):
         for head, cells in rows:
             filler = "." if head.startswith("stage") else " "
             shown = _between(cells, first, end, filler, colour)
