@@ -165,7 +165,8 @@ class Planned:
             mesh = plan.stage, plan.data, plan.replica, plan.context, plan.tensor
             zero = config.pipeline.zero if shape.data > 1 else 0
             fewer = min(slots, plan.chunks) if zero >= 2 else 1
-            return (mesh, plan.zero, plan.weight_slots) == (own, zero, fewer)
+            enough = plan.microbatches > 1 or not config.train.noise_every
+            return enough and (mesh, plan.zero, plan.weight_slots) == (own, zero, fewer)
 
         cases = [(shape.context, shape.tensor, remat) for remat in _REMATS]
         model = self._sizes(cases, lambda share: None)

@@ -63,7 +63,8 @@ def plan(
       memory: bytes of a device that a plan may take; 92% of what it has without it.
       tokens: to train on, for time and cost of the training; of one step without it.
       batch: rows of a step; several numbers are compared. That of the configuration without it.
-      critical_batch: tokens of the critical batch, by which larger batches need fewer steps.
+      critical_batch: tokens of the critical batch, by which larger batches need fewer steps; the
+        noise scale that a run prints is an estimate.
       objective: what the best plan has the least of.
       out: where to write the best plan as a configuration.
       measure: how many of the best plans to compile without devices, half a minute to minutes each.
