@@ -1,5 +1,5 @@
-"""The ``jaxpipe`` command: look at schedules, plan a training. It needs no device, and imports jax
-only to count the model of a configuration.
+"""The ``jaxpipe`` command: look at schedules, plan a training, measure devices. Only the last needs
+any, and jax is imported only for the model of a configuration.
 
 Messages for the user's mistakes go to stderr with exit status 2.
 """
@@ -12,6 +12,7 @@ from collections.abc import Sequence
 import tyro
 
 from jaxpipe import __version__
+from jaxpipe.commands.measure import measure
 from jaxpipe.commands.options import message
 from jaxpipe.commands.plan import plan
 from jaxpipe.commands.show import show, validate
@@ -39,9 +40,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 "compare": compare,
                 "validate": validate,
                 "plan": plan,
+                "measure": measure,
             },
             prog="jaxpipe",
-            description="Draw, list, compare and check pipeline schedules, or plan a training.",
+            description="Draw, list, compare and check pipeline schedules; plan, measure.",
             args=given,
         )
     except (ValueError, OSError) as error:

@@ -50,7 +50,7 @@ def apply(
     """
     environment = os.environ if environment is None else environment
     given = environment.get("XLA_FLAGS", "").split()
-    if not _expects_gpu(environment) or (given and not given[0].startswith("-")):
+    if not expects_gpu(environment) or (given and not given[0].startswith("-")):
         return ()
     names = {flag.split("=")[0] for flag in given} | set(without)
     wanted = [f"{name}={value}" for name, value in FLAGS.items() if name not in names]
@@ -59,9 +59,13 @@ def apply(
     return tuple(flag for flag in wanted if flag not in known)
 
 
-def _expects_gpu(environment: MutableMapping[str, str]) -> bool:
-    """Whether jax has a CUDA plugin and may use it; asking jax itself would make the backends."""
-    platforms = environment.get("JAX_PLATFORMS", "")
+def expects_gpu(environment: MutableMapping[str, str] | None = None) -> bool:
+    """Whether jax has a CUDA plugin and may use it; asking jax itself would make the backends.
+
+    Args:
+      environment: variables; the process's own by default.
+    """
+    platforms = (os.environ if environment is None else environment).get("JAX_PLATFORMS", "")
     allowed = not platforms or {"cuda", "gpu"} & set(platforms.split(","))
     plugins = importlib.metadata.entry_points(group="jax_plugins")
     return bool(allowed) and any("cuda" in plugin.name for plugin in plugins)

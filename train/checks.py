@@ -13,7 +13,17 @@ from pathlib import Path
 from jaxpipe import schedules
 from jaxpipe.schedule import is_users
 from models.validation import nearest_divisors
-from train import configured, errors, initial, mesh_rules, optimizers, profile, run_folder, tasks
+from train import (
+    configured,
+    errors,
+    initial,
+    mesh_rules,
+    noise,
+    optimizers,
+    profile,
+    run_folder,
+    tasks,
+)
 from train.config import AsynchronousConfig, Config
 from train.data.folder import prepare_hint
 from train.errors import Failure
@@ -63,6 +73,7 @@ def check(
         _warmup,
         optimizers.failures,
         profile.failures,
+        noise.failures,
         _processes,
         _wandb,
     ]

@@ -257,6 +257,8 @@ class TrainConfig(Section):
     """Also save at the first printed line that is so many minutes after the last checkpoint."""
     keep: Count = 2
     """How many of the latest checkpoints to keep; the best one is kept as well."""
+    noise_every: Natural = 0
+    """Steps from one estimate of the noise scale to the next, at a step's time each; 0 is off."""
     profile_from: Annotated[int | None, Range(1)] = None
     """First step of a profile by jax.profiler, written to the folder "profile" of the run."""
     profile_to: Annotated[int | None, Range(1)] = None

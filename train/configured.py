@@ -73,7 +73,9 @@ def weight_slots(config: Config, *, platform: str) -> int:
 
 def without_choice(config: Config) -> Config:
     """A configuration whose schedule is chosen later, with one that fits whatever can be chosen."""
-    default: dict[str, object] = {"schedule": _SYNCHRONOUS, "chunks": None, "microbatches": 1}
+    # The noise scale needs two microbatches.
+    fewest = 2 if config.train.noise_every else 1
+    default: dict[str, object] = {"schedule": _SYNCHRONOUS, "chunks": None, "microbatches": fewest}
     pipeline = config.pipeline.model_copy(update=default)
     return config.model_copy(update={"pipeline": pipeline})
 

@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from jaxpipe import Checkpoints
-from train import checkpoint, distributed, evaluation, initial, progress, run_folder, start
+from train import checkpoint, distributed, evaluation, initial, noise, progress, run_folder, start
 from train.config import Config
 from train.data import stream
 from train.errors import ConfigError, NonFiniteLossError, named_values
@@ -138,6 +138,7 @@ class Trainer:
         )
         self.step, self.skipped, self.saved_at = 0, 0, time.monotonic()
         self.evaluated: dict[str, Any] = {}
+        self.noise = noise.Gauge(setup, Path(self.config.run_dir) / run_folder.METRICS_FILE)
         self.mode: Mode
         self.carried: Any
         self.compiled: Any
@@ -163,6 +164,7 @@ class Trainer:
         with announced(self.console, "the training step"):
             self.mode = self.modes.after(self.step)
             self.compiled = self.mode.compile()
+            self.noise.compile()
         self.carried = begin(self.mode)
 
     def _switch(self) -> None:
@@ -196,9 +198,10 @@ class Trainer:
                     self._switch()
                     clock = Clock()
                 profile.before(self.step + 1, self.carried)
-                self.carried, values = self.compiled(
-                    self.carried, self._global(next(self.stream)), self.setup.rng(self.step)
-                )
+                given = self._global(next(self.stream)), self.setup.rng(self.step)
+                gauged = self.noise.before(self.step + 1, self.carried, *given)
+                self.carried, values = self.compiled(self.carried, *given)
+                values |= gauged
                 self.step += 1
                 clock.steps += 1
                 profile.after(self.step, self.carried)
@@ -328,7 +331,7 @@ class Trainer:
         seen["correction"] = sum(numbers["correction"]) if "correction" in numbers else None
         self._check_finite(step, {name: value for name, value in seen.items() if value is not None})
         self.watchdog.done(step)
-        return numbers
+        return numbers | self.noise.after(values)
 
     def _check_finite(self, step: int, values: dict[str, float]) -> None:
         if self.skipped or not all(map(math.isfinite, values.values())):
@@ -351,6 +354,7 @@ class Trainer:
             learning_rate=self._learning_rate(self.step),
             speed=speed,
             bubble=bubble,
+            noise_scale=self.noise.scale,
             eval_loss=self.evaluated.get("eval_loss"),
             metrics=numbers.get("metrics"),
             eval_metrics=self.evaluated.get("eval_metrics"),

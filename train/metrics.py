@@ -37,6 +37,7 @@ class Line:
       learning_rate: of this step.
       speed: that of the steps since the last line.
       bubble: predicted share of idle time.
+      noise_scale: of the gradient, in units of the speed; None if it is not known.
       eval_loss: held-out loss, if evaluated.
       metrics: those of the task's loss, as recorded; None if it has none.
       eval_metrics: the same of the held-out batches, if evaluated.
@@ -49,6 +50,7 @@ class Line:
     learning_rate: float
     speed: Speed
     bubble: float
+    noise_scale: float | None = None
     eval_loss: float | None = None
     metrics: Mapping[str, Any] | None = None
     eval_metrics: Mapping[str, Any] | None = None
@@ -66,6 +68,8 @@ class Line:
         if self.speed.mfu is not None:
             parts.append(f"MFU {self.speed.mfu:.1%}")
         parts += [f"bubble {self.bubble:.1%}", f"memory {self.speed.memory_bytes / 1e9:.2f} GB"]
+        if self.noise_scale is not None:
+            parts.append(f"noise scale {self.noise_scale:,.0f} {self.speed.unit}")
         if self.eval_loss is not None:
             parts += [f"held-out {self.eval_loss:.4f}", *shown(self.eval_metrics)]
         return "  ".join(parts)

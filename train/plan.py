@@ -17,10 +17,14 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import optax
 
 from jaxpipe import Pipeline, make_mesh, schedules
 from jaxpipe.errors import ArgumentError, refuse
-from jaxpipe.planning.devices import DEVICES, cluster
+from jaxpipe.planning import measuring
+from jaxpipe.planning.calibration import Calibration, known
+from jaxpipe.planning.devices import cluster
+from jaxpipe.planning.measuring import Runnable
 from jaxpipe.planning.plans import Plan
 from jaxpipe.planning.search import Found, Goal, search
 from jaxpipe.planning.sizes import ModelSizes, Sizes
@@ -85,6 +89,27 @@ class Planned:
             variants=variants,
         )
 
+    def measured(
+        self,
+        *,
+        rows: Sequence[int],
+        remats: Sequence[str],
+        devices: int,
+        progress: Callable[[float], None],
+    ) -> Calibration:
+        """Times the model's layers, each whole on every device."""
+        model = Runnable(
+            lambda data, remat: self._pipeline(self.config, remat, stage=1, data=data),
+            self._batch,
+            jax.random.key(0) if self.task.dropout else None,
+            self._optimizer,
+            self.task.dtype or jnp.float32,
+            self.name,
+        )
+        return measuring.measure(
+            model, rows=rows, remats=remats, devices=devices, progress=progress
+        )
+
     def write(self, plan: Plan, costs: Costs, steps: int | None) -> str:
         """The configuration with a plan's mesh, pipeline, costs and batch."""
         config = self.config
@@ -140,7 +165,8 @@ class Planned:
             mesh = plan.stage, plan.data, plan.replica, plan.context, plan.tensor
             zero = config.pipeline.zero if shape.data > 1 else 0
             fewer = min(slots, plan.chunks) if zero >= 2 else 1
-            return (mesh, plan.zero, plan.weight_slots) == (own, zero, fewer)
+            enough = plan.microbatches > 1 or not config.train.noise_every
+            return enough and (mesh, plan.zero, plan.weight_slots) == (own, zero, fewer)
 
         cases = [(shape.context, shape.tensor, remat) for remat in _REMATS]
         model = self._sizes(cases, lambda share: None)
@@ -173,32 +199,36 @@ class Planned:
 
     def _traced(self, context: int, tensor: int, remat: str) -> Sizes:
         config = self._sharing(context, tensor)
-        task = tasks.make(config)
-        axes: dict[str, Any] = {"stage": 1, **config.mesh.model_axes()}
-        key = jax.eval_shape(lambda: jax.random.key(0)) if task.dropout else None
-
-        def batch(rows: int) -> Any:
-            shapes = task.row_shapes()
-            return jax.tree.map(
-                lambda row: jax.ShapeDtypeStruct((rows, *row.shape), row.dtype), shapes
-            )
-
+        key = jax.eval_shape(lambda: jax.random.key(0)) if self.task.dropout else None
         with attention_of_gpus():
-            pipe = Pipeline(
-                task.model(train=True),
-                self._params,
-                schedule=schedules.build("1f1b", stages=1, microbatches=_MICROBATCHES),
-                mesh=make_mesh(**axes),
-                remat=remat,
-                states=jax.eval_shape(task.init_states),
-            )
-            return sizes(pipe, batch, key, compute_bytes=self._compute_bytes)
+            pipe = self._pipeline(config, remat, stage=1, **config.mesh.model_axes())
+            return sizes(pipe, self._batch, key, compute_bytes=self._compute_bytes)
+
+    def _batch(self, rows: int) -> Any:
+        shapes = self.task.row_shapes()
+        return jax.tree.map(lambda row: jax.ShapeDtypeStruct((rows, *row.shape), row.dtype), shapes)
+
+    def _pipeline(self, config: Config, remat: str, **axes: Any) -> Pipeline:
+        """One stage on as many devices as the axes have."""
+        task = tasks.make(config)
+        return Pipeline(
+            task.model(train=True),
+            self._params,
+            schedule=schedules.build("1f1b", stages=1, microbatches=_MICROBATCHES),
+            mesh=make_mesh(**axes),
+            remat=remat,
+            states=jax.eval_shape(task.init_states),
+        )
+
+    @property
+    def _optimizer(self) -> optax.GradientTransformation:
+        settings = self.config.optimizer
+        rate = learning_rate(settings, num_steps=self.config.train.steps)
+        return make_optimizer(settings, rate)
 
     def _num_moments(self) -> int:
         """How many numbers the optimizer keeps for each parameter: two of Adam."""
-        settings = self.config.optimizer
-        rate = learning_rate(settings, num_steps=self.config.train.steps)
-        state = jax.eval_shape(make_optimizer(settings, rate).init, self._params)
+        state = jax.eval_shape(self._optimizer.init, self._params)
         kept, own = (sum(leaf.size for leaf in jax.tree.leaves(t)) for t in (state, self._params))
         return round(kept / own)
 
@@ -250,10 +280,11 @@ def choose(config: Config) -> tuple[Config, str]:
       ConfigError: nothing fits the devices.
     """
     device = jax.devices()[0]
-    kinds = [name for name in DEVICES if name in device.device_kind.lower()]
+    named = known(device.device_kind)
     limit = (device.memory_stats() or {}).get("bytes_limit")
     try:
-        found = Planned(config, config.run_dir).choice(limit, kinds[0] if kinds else _TAKEN_FOR)
+        taken_for = _TAKEN_FOR if named is None else named.name
+        found = Planned(config, config.run_dir).choice(limit, taken_for)
     except ArgumentError as error:
         failure = errors.Failure(
             f"pipeline.schedule={configured.PLAN}: {error}", ("pipeline.schedule",)

@@ -13,8 +13,9 @@ from rich.table import Table
 
 from jaxpipe.commands.predictions import parts_table, read_sizes
 from jaxpipe.planning import configurations, step
+from jaxpipe.planning.calibration import find
 from jaxpipe.planning.configurations import COMPILED_FOR, Configured
-from jaxpipe.planning.devices import LAUNCH_SECONDS, USABLE_MEMORY, Cluster, cluster
+from jaxpipe.planning.devices import LAUNCH_SECONDS, USABLE_MEMORY, Cluster, Passes, cluster
 from jaxpipe.planning.search import FINALISTS, REASONS, Found, Goal, Result, compiled, search
 from jaxpipe.planning.sizes import ModelSizes
 from jaxpipe.schedule.problems import Problem, below_one, refuse
@@ -52,7 +53,8 @@ def plan(
 
     Args:
       devices: how many there are; several numbers are compared.
-      device: v100, a100, h100, h200, b200; cpu for devices that jax simulates.
+      device: v100, a100, h100, h200, b200; cpu for devices that jax simulates; or a .json file that
+        `jaxpipe measure` wrote.
       config: a configuration of the trainer, whose model and batch are meant.
       sizes: instead, a file that --write-sizes wrote.
       link: within hosts and between them: nvlink or pcie with the devices of a host, ib or eth
@@ -61,7 +63,8 @@ def plan(
       memory: bytes of a device that a plan may take; 92% of what it has without it.
       tokens: to train on, for time and cost of the training; of one step without it.
       batch: rows of a step; several numbers are compared. That of the configuration without it.
-      critical_batch: tokens of the critical batch, by which larger batches need fewer steps.
+      critical_batch: tokens of the critical batch, by which larger batches need fewer steps; the
+        noise scale that a run prints is an estimate.
       objective: what the best plan has the least of.
       out: where to write the best plan as a configuration.
       measure: how many of the best plans to compile without devices, half a minute to minutes each.
@@ -71,9 +74,11 @@ def plan(
       write_sizes: where to write what the model computes and keeps, for --sizes.
     """
     refuse(_problems(config, sizes, devices, context, batch, tokens, critical_batch, out))
-    refuse(_unmeasurable(measure, device, config))
-    clusters = [cluster(device, count, link=link, memory=memory) for count in devices]
-    with _progress() as bar:
+    found = find(device)
+    kind = found if isinstance(found, str) else found.name
+    refuse(_unmeasurable(measure, kind, config))
+    clusters = [cluster(found, count, link=link, memory=memory) for count in devices]
+    with progress_bar() as bar:
         counting = bar.add_task("counting the model", total=1.0)
         configured = None if config is None else configurations.read(config)
         if configured is not None:
@@ -95,7 +100,7 @@ def plan(
         )
         if measure is not None:
             assert configured is not None
-            result = _compiled(result, configured, measure, device, goal, bar)
+            result = _compiled(result, configured, measure, kind, goal, bar)
     console = Console(width=None if sys.stdout.isatty() else _WIDTH, markup=False)
     _report(console, model, clusters, goal, result)
     if out is not None:
@@ -167,7 +172,8 @@ def _unmeasurable(measure: int | None, device: str, config: Path | None) -> list
     return found
 
 
-def _progress() -> Progress:
+def progress_bar() -> Progress:
+    """On stderr, and gone at the end."""
     columns = TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn()
     return Progress(*columns, console=Console(stderr=True), transient=True)
 
@@ -181,15 +187,24 @@ def _report(
 ) -> None:
     one = clusters[0]
     counts = ", ".join(str(each.count) for each in clusters)
+    kind, passes = one.device, one.device.passes
+    basis = "assumed" if passes == Passes() else "measured"
     console.print(
-        f"{_title(model, one)} x {counts}: assumed are {one.flops / 1e12:.0f} TFLOP/s of matmuls "
-        f"({one.device.efficiency.flops:.0%} of the peak), {one.bandwidth / 1e12:.2f} TB/s of "
-        f"memory, {one.within / 1e9:.0f} GB/s within hosts of {one.per_host}, "
+        f"{_title(model, one)} x {counts}: {basis} are {one.flops / 1e12:.0f} TFLOP/s of matmuls "
+        f"({kind.efficiency.flops:.0%} of the peak), {one.bandwidth / 1e12:.2f} TB/s of "
+        f"memory ({kind.efficiency.memory:.0%}), {one.within / 1e9:.0f} GB/s within hosts of "
+        f"{one.per_host} ({kind.efficiency.link:.0%}), "
         f"{one.across / 1e9:.0f} GB/s between them, {LAUNCH_SECONDS * 1e6:.0f} us per kernel, "
         f"{one.memory_bytes / 1e9:.3g} GB of memory (of a device's, {USABLE_MEMORY:.0%} unless "
-        f"--memory says more), ${one.device.dollars_per_hour:g} per device and hour; peaks from: "
-        f"{one.device.source}"
+        f"--memory says more), ${kind.dollars_per_hour:g} per device and hour; peaks from: "
+        f"{kind.source}"
     )
+    if passes != Passes():
+        console.print(
+            f"Measured F, B and W take {passes.f:.2f}, {passes.b:.2f} and {passes.w:.2f} times "
+            f"what kernels at these rates take, an update {passes.update:.2f} times, and each "
+            f"message {kind.latency * 1e6:.0f} us more."
+        )
     console.print(_table("best plans", result.best[:5], goal))
     front = sorted(result.front, key=lambda found: found.device_bytes)
     console.print(_table("no other plan is better in time, memory and cost", front, goal))

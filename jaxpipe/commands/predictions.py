@@ -11,6 +11,7 @@ from rich.table import Table
 
 from jaxpipe.commands.options import message
 from jaxpipe.planning import step
+from jaxpipe.planning.calibration import find
 from jaxpipe.planning.devices import cluster
 from jaxpipe.planning.plans import UNROLLED_LAYERS, Placed, Plan
 from jaxpipe.planning.search import Found, exact
@@ -40,7 +41,7 @@ class OnDevices:
       tensor: devices that share a layer.
       zero: level at which parameters, gradients and optimizer state are sharded over data.
       remat: none, dots or full.
-      device: v100, a100, h100, h200, b200 or cpu.
+      device: v100, a100, h100, h200, b200, cpu, or what `jaxpipe measure` wrote.
       link: within hosts and between them, as for `plan`.
     """
 
@@ -88,7 +89,7 @@ def of_schedules(
     model = read_sizes(on.layer_model, option="layer_model")
     rows = model.batch_rows if on.batch is None else on.batch
     refuse(on.problems(model, rows, microbatches))
-    devices = cluster(on.device, stages * on.data * on.tensor, link=on.link)
+    devices = cluster(find(on.device), stages * on.data * on.tensor, link=on.link)
     few = model.num_layers <= UNROLLED_LAYERS * stages
     shape: dict[str, Any] = {
         "stage": stages, "data": on.data, "context": 1, "tensor": on.tensor, "replica": 1,

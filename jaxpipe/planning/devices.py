@@ -43,6 +43,17 @@ class Efficiency:
 
 
 @dataclasses.dataclass(frozen=True)
+class Passes:
+    """Seconds of a layer's F, B and W and of its optimizer, as multiples of what kernels take that
+    attain those shares. Measured (`jaxpipe.planning.calibration`); 1 where nothing was."""
+
+    f: float = 1.0
+    b: float = 1.0
+    w: float = 1.0
+    update: float = 1.0
+
+
+@dataclasses.dataclass(frozen=True)
 class Device:
     """One kind of device.
 
@@ -57,6 +68,8 @@ class Device:
       source: where the peaks stand.
       efficiency: shares of the peaks.
       clock: by which its stages wait for each other, "neighbor" or "lock-step".
+      passes: what layers take beyond that.
+      latency: seconds of a message or a collective, however small.
     """
 
     name: str
@@ -69,6 +82,8 @@ class Device:
     source: str
     efficiency: Efficiency = Efficiency()
     clock: str = "neighbor"
+    passes: Passes = Passes()
+    latency: float = 0.0
 
 
 LAUNCH_SECONDS = 3e-6
@@ -139,12 +154,16 @@ class Cluster:
 
 
 def cluster(
-    device: str, devices: int, *, link: str = "nvlink:8,ib:400", memory: float | None = None
+    device: str | Device,
+    devices: int,
+    *,
+    link: str = "nvlink:8,ib:400",
+    memory: float | None = None,
 ) -> Cluster:
     """Devices and links by name.
 
     Args:
-      device: a name in `DEVICES`.
+      device: a name in `DEVICES`, or one that was measured.
       devices: how many.
       link: "nvlink:8,ib:400" for hosts of 8 devices with NVLink and a port of 400 Gb/s for each;
         "pcie:N" in place of NVLink, "eth:GBITS" in place of InfiniBand.
@@ -159,9 +178,9 @@ def cluster(
       (8, '360', '45')
     """
     problems = []
-    if device not in DEVICES:
+    if isinstance(device, str) and device not in DEVICES:
         near = difflib.get_close_matches(device, DEVICES, n=1, cutoff=0.3) or list(DEVICES)
-        rule = f"is not a known device; choose one of {', '.join(DEVICES)}"
+        rule = f"is not a known device; choose one of {', '.join(DEVICES)}, or a file.json"
         problems.append(Problem("device", device, rule, near))
     if devices < 1:
         problems.append(Problem("devices", devices, "must be at least 1", (1,)))
@@ -174,7 +193,7 @@ def cluster(
     refuse(problems)
     assert parts is not None
     (inner, per_host), (outer, gbits) = parts
-    kind = DEVICES[device]
+    kind = DEVICES[device] if isinstance(device, str) else device
     link_peak = kind.within_host if inner == "nvlink" else kind.pcie
     within = link_peak * kind.efficiency.link
     share = _PORT_EFFICIENCY if outer == "ib" else _ETHERNET_EFFICIENCY

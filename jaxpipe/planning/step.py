@@ -53,15 +53,26 @@ Links = tuple[float, float]
 """Bytes per second between the devices of a context, and between those of a tensor axis."""
 
 
-def pass_seconds(one: Pass, rows: int, cluster: Cluster, links: Links) -> float:
-    """One pass of a layer for one microbatch: kernels at the roofline, copies, and collectives."""
+def pass_seconds(
+    one: Pass, rows: int, cluster: Cluster, links: Links, *, factor: float = 1.0
+) -> float:
+    """One pass of a layer for one microbatch: kernels at the roofline, copies, and collectives.
+
+    Args:
+      one: to time.
+      rows: of the microbatch.
+      cluster: what devices attain.
+      links: between devices that share the layer.
+      factor: of what is no collective, as `jaxpipe.planning.devices.Passes` has it.
+    """
     seconds = LAUNCH_SECONDS * len(one.kernels) + one.values.at(rows) / cluster.bandwidth
     for kernel in one.kernels:
         at_peak = kernel.flops.at(rows) / cluster.flops
         seconds += max(at_peak, kernel.bytes.at(rows) / cluster.bandwidth)
+    seconds *= factor
     for collective in one.collectives:
         link = links["context" not in collective.axis]
-        seconds += max(collective.sent.at(rows), 0.0) / link
+        seconds += cluster.device.latency + max(collective.sent.at(rows), 0.0) / link
     return seconds
 
 
@@ -71,7 +82,9 @@ def layer_costs(placed: Placed) -> Costs:
     case = placed.variant, plan.rows, placed.cluster, placed.sharing_links
     f, b, w = _mean_passes(placed.model, *case)
     copies, sums = _of_weights(placed)
-    sent = sizes.message.at(plan.rows) / placed.stage_link if plan.stage > 1 else 0.0
+    sent = 0.0
+    if plan.stage > 1:
+        sent = placed.cluster.device.latency + sizes.message.at(plan.rows) / placed.stage_link
     return Costs(f + copies, b + copies, w + sums, sent)
 
 
@@ -81,8 +94,16 @@ def _mean_passes(
 ) -> tuple[float, ...]:
     """Seconds of F, B and W of a layer without what the layout of weights adds."""
     sizes = model.variants[variant]
+    factors = cluster.device.passes
     by_kind = [
-        [pass_seconds(one, rows, cluster, links) for one in (layer.f, layer.b, layer.w)]
+        [
+            pass_seconds(one, rows, cluster, links, factor=factor)
+            for one, factor in (
+                (layer.f, factors.f),
+                (layer.b, factors.b),
+                (layer.w, factors.w),
+            )
+        ]
         for layer in sizes.layers
     ]
     of_layers = [by_kind[kind] for kind in sizes.kind_of]
@@ -107,9 +128,11 @@ def transfer(placed: Placed) -> Transfer:
     plan, parts = placed.plan, placed.plan.parts
     size = placed.layer_parameters
     share = (parts - 1) / parts
-    gather = size * placed.model.compute_bytes * share / placed.data_link if plan.zero == 3 else 0.0
+    latency = placed.cluster.device.latency if parts > 1 else 0.0
+    gather = latency + size * placed.model.compute_bytes * share / placed.data_link
     times = 1 if plan.zero else 2  # a sum scatters and gathers
-    reduce = times * _SUM_BYTES * size * share / placed.data_link
+    reduce = times * (latency + _SUM_BYTES * size * share / placed.data_link)
+    gather = gather if plan.zero == 3 else 0.0
     return Transfer(gather, reduce + _among_copies(placed, size))
 
 
@@ -277,15 +300,20 @@ def _update(placed: Placed) -> float:
     plan, model = placed.plan, placed.model
     whole = placed.stage_parameters + placed.outer_parameters
     held = whole / plan.parts if plan.zero else whole
-    # Parameters and moments are read and written, gradients read.
-    moved = held * (2 * model.parameter_bytes + _SUM_BYTES * (2 * model.moments + 1))
+    moved = update_bytes(held, model.parameter_bytes, model.moments)
+    seconds = moved / placed.cluster.bandwidth * placed.cluster.device.passes.update
     if plan.zero < 3 and model.compute_bytes != model.parameter_bytes:
-        moved += placed.stage_parameters * (model.parameter_bytes + model.compute_bytes)
-    seconds = moved / placed.cluster.bandwidth
+        cast = placed.stage_parameters * (model.parameter_bytes + model.compute_bytes)
+        seconds += cast / placed.cluster.bandwidth
     if plan.zero in (1, 2):
         share = (plan.parts - 1) / plan.parts
         seconds += model.parameter_bytes * whole * share / placed.data_link
     return seconds
+
+
+def update_bytes(parameters: float, parameter_bytes: int, moments: float) -> float:
+    """What an optimizer reads and writes: parameters and moments both, gradients it reads."""
+    return parameters * (2 * parameter_bytes + _SUM_BYTES * (2 * moments + 1))
 
 
 def total(parts: Mapping[str, float]) -> float:

@@ -17,12 +17,18 @@ from jaxpipe.runtime.pipeline import Pipeline
 from jaxpipe.runtime.types import Activation, Batch, Key, Shapes
 from jaxpipe.schedule.simulate import Costs
 
-_RUNS = 5
-"""Times a part is run when it is timed; the fastest counts, since whatever disturbs only adds."""
+_GROUPS, _QUEUED = 5, 4
+"""A program is timed in groups of runs that wait for the device together, as they do in a step; the
+fastest group counts, since whatever disturbs only adds."""
 
 
 def layer_costs(
-    pipe: Pipeline, batch: Batch, rng: Key = None, *, measure: bool = False
+    pipe: Pipeline,
+    batch: Batch,
+    rng: Key = None,
+    *,
+    measure: bool = False,
+    together: bool = False,
 ) -> list[Costs]:
     """F, B and W of every layer for one microbatch on one data shard, without messages.
 
@@ -36,9 +42,17 @@ def layer_costs(
       batch: a batch, or its shapes.
       rng: as for `Pipeline.value_and_grad`.
       measure: compile every part, run it on the first device, and return seconds.
+      together: run it on all devices of the pipeline at once, each with the same values, as they
+        are busy in a step; simulated devices share the cores of the machine.
     """
     layers, context = traced.layers(pipe, batch, rng)
-    cost = _seconds if measure else _flops
+    everywhere = together or pipe.model.uses_axes
+
+    def cost(part: Callable[..., Any], *args: Shapes) -> float:
+        # A layer that names axes runs on all devices, each with values like these.
+        on_devices = pipe.shard_map(part, P(), P()) if everywhere else part
+        return _seconds(on_devices, args) if measure else _flops(on_devices, args)
+
     by_kind = [
         Costs(**{name: cost(part, *args) for name, (part, args) in parts.items()})
         for parts in (_parts(pipe, kind, layers.activations, context) for kind in layers.kinds)
@@ -90,32 +104,43 @@ def _parts(
         return split.backward_weights(params, kept, crossing, *context)
 
     kept = list(split.until_b), list(split.until_w)
-    parts: dict[str, tuple[Callable[..., Any], tuple[Shapes, ...]]] = {
+    return {
         "f": (forward, (params, activations[kind.x], context, state)),
         "b": (backward_input, (params, kept, activations[kind.y], context)),
         "w": (backward_weights, (params, kept[1], list(split.crossing), context)),
     }
-    if not pipe.model.uses_axes:
-        return parts
-    # A layer that names axes runs on all devices, each with values like these.
-    return {name: (pipe.shard_map(part, P(), P()), args) for name, (part, args) in parts.items()}
 
 
-def _flops(part: Callable[..., Any], *args: Shapes) -> float:
+def _flops(part: Callable[..., Any], args: Sequence[Shapes]) -> float:
     analysis = jax.jit(part).lower(*args).cost_analysis()
     assert analysis is not None  # every backend of jax has one
     return max(analysis.get("flops", 0.0), 1.0)  # a layer without parameters has no W
 
 
-def _seconds(part: Callable[..., Any], *args: Shapes) -> float:
-    compiled = jax.jit(part).lower(*args).compile()
+def _seconds(part: Callable[..., Any], args: Sequence[Shapes]) -> float:
+    return run_seconds(jax.jit(part, keep_unused=True), *args)
+
+
+def run_seconds(program: jax.stages.Wrapped, *args: Shapes) -> float:
+    """Seconds of a run of a jitted function of arrays of zeros.
+
+    Args:
+      program: is compiled; it must keep arguments that it does not read.
+      *args: shapes of its arguments.
+    """
+    compiled = program.lower(*args).compile()
+    given, _ = compiled.input_shardings
     arrays = jax.tree.map(_zeros, args)
+    arrays = jax.tree.map(jax.device_put, arrays, given)
+    jax.block_until_ready(compiled(*arrays))
     best = float("inf")
-    for _ in range(_RUNS):
+    for _ in range(_GROUPS):
         began = time.perf_counter()
-        jax.block_until_ready(compiled(*arrays))
+        for _ in range(_QUEUED):
+            last = compiled(*arrays)
+        jax.block_until_ready(last)
         best = min(best, time.perf_counter() - began)
-    return best
+    return best / _QUEUED
 
 
 def _zeros(leaf: jax.ShapeDtypeStruct) -> jax.Array:

@@ -1,0 +1,147 @@
+"""The noise scale of the gradient: how many tokens a batch needs before larger ones pay little.
+
+A gradient of b rows is the true gradient G plus noise of variance tr(S)/b. So its squared norm is
+|G|^2 + tr(S)/b on average, and the norms at two batch sizes give both (McCandlish et al. 2018,
+"An Empirical Model of Large-Batch Training", arXiv 1812.06162, appendix A.1). The small batch is
+one microbatch of all data shards, the large one is the whole batch of a step.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from train import configured
+from train.config import Config
+from train.errors import Failure
+
+if TYPE_CHECKING:
+    from train.step import Setup
+
+RECORD = "noise"
+"""The entry of a record in metrics.jsonl."""
+_NORM = "microbatch_norm"
+_AVERAGED = 10
+"""Estimates over which the running means go: one alone varies too much (appendix A.1)."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Noise:
+    """Running means of both estimates. Each is unbiased; their ratio is so for many of them.
+
+    Args:
+      gradient: |G|^2, of the true gradient.
+      variance: tr(S), of the gradient of one row.
+      estimates: how many there were.
+    """
+
+    gradient: float = 0.0
+    variance: float = 0.0
+    estimates: int = 0
+
+    def after(self, norms: dict[int, float]) -> Noise:
+        """The means with one estimate more.
+
+        Args:
+          norms: of the gradients of two batches, by their rows.
+        """
+        (few, of_few), (many, of_many) = ((rows, norms[rows] ** 2) for rows in sorted(norms))
+        gradient = (many * of_many - few * of_few) / (many - few)
+        variance = (of_few - of_many) / (1 / few - 1 / many)
+        number = self.estimates + 1
+        share = 1 / min(number, _AVERAGED)
+        return Noise(
+            self.gradient + share * (gradient - self.gradient),
+            self.variance + share * (variance - self.variance),
+            number,
+        )
+
+    @property
+    def rows(self) -> float | None:
+        """The noise scale; None as long as noise hides the gradient or the other way round."""
+        if self.gradient <= 0 or self.variance <= 0:
+            return None
+        return self.variance / self.gradient
+
+
+class Gauge:
+    """Estimates the noise scale every few steps of a run, if that is configured.
+
+    Args:
+      setup: of the run.
+      path: metrics.jsonl, with whose last means a resumed run goes on.
+    """
+
+    def __init__(self, setup: Setup, path: Path) -> None:
+        self._setup, self._every = setup, setup.config.train.noise_every
+        self._found, self._norm = _last(path) if self._every else Noise(), None
+
+    def compile(self) -> None:
+        """Compiles what it runs, once."""
+        if self._every and self._norm is None:
+            self._norm = self._setup.compile_microbatch_norm()
+
+    def before(self, step: int, carried: Any, batch: Any, rng: Any) -> dict[str, Any]:
+        """Runs a microbatch of a step; what it finds belongs to the step's values."""
+        if self._norm is None or step % self._every:
+            return {}
+        return {_NORM: self._norm(carried, batch, rng)}
+
+    def after(self, values: Mapping[str, Any]) -> dict[str, Any]:
+        """The entry of a step's record, from the step's values."""
+        if _NORM not in values:
+            return {}
+        rows = self._setup.config.train.batch_size
+        few = rows // self._setup.schedule.num_microbatches
+        norms = {few: float(values[_NORM]), rows: float(values["grad_norm"])}
+        self._found = self._found.after(norms)
+        means = dataclasses.asdict(self._found)
+        return {RECORD: {f"scale_{self._setup.task.unit}": self.scale, **means}}
+
+    @property
+    def scale(self) -> float | None:
+        """In tokens, or what else a row has."""
+        rows = self._found.rows
+        return None if rows is None else rows * self._setup.task.units_per_row
+
+
+def _last(path: Path) -> Noise:
+    """The means that metrics.jsonl ends with."""
+    found = Noise()
+    with contextlib.suppress(FileNotFoundError), path.open(encoding="utf-8") as file:
+        for record in map(json.loads, file):
+            if RECORD in record:
+                kept = record[RECORD]
+                found = Noise(kept["gradient"], kept["variance"], kept["estimates"])
+    return found
+
+
+def failures(config: Config) -> Iterator[Failure]:
+    """Why the noise scale cannot be estimated, if it is asked for."""
+    every, pipeline = config.train.noise_every, config.pipeline
+    if not every:
+        return
+    if configured.is_asynchronous(config):
+        yield Failure(
+            f"train.noise_every={every} compares gradients of the same weights, and those of "
+            f"pipeline.schedule={pipeline.schedule} are of several. Nearest valid: "
+            "train.noise_every=0.",
+            ("train.noise_every", "pipeline.schedule"),
+        )
+    if pipeline.update == "chunk":
+        yield Failure(
+            f"train.noise_every={every} needs the norm of the whole gradient, which "
+            "pipeline.update=chunk does not know. Nearest valid: pipeline.update=step.",
+            ("train.noise_every", "pipeline.update"),
+        )
+    if pipeline.microbatches < 2:
+        yield Failure(
+            f"train.noise_every={every} compares a microbatch with all of them, and "
+            f"pipeline.microbatches={pipeline.microbatches}. Nearest valid: "
+            "pipeline.microbatches=2.",
+            ("train.noise_every", "pipeline.microbatches"),
+        )
