@@ -263,6 +263,8 @@ class TrainConfig(Section):
     """First step of a profile by jax.profiler, written to the folder "profile" of the run."""
     profile_to: Annotated[int | None, Range(1)] = None
     """Last step of the profile; None for the first alone."""
+    timeline_at: Annotated[int | None, Range(1)] = None
+    """Before this step, measure when stages run what: timeline.html and .json in the run folder."""
 
 
 class SampleConfig(Section):
