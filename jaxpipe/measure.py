@@ -1,13 +1,15 @@
-"""What the layers of a pipeline cost, and how much memory its step takes, before it runs.
+"""What the layers of a pipeline cost, how much memory its step takes, and when it runs what.
 
 =================  =================================================================================
 `layer_costs`      F, B and W of every layer, counted or timed, for `jaxpipe.schedule.partition`
 `layer_bytes`      what every layer keeps, for `jaxpipe.schedule.Memory`
 `predicted_bytes`  what a training step takes on each device
+`timeline`         when the stages of a step run what, measured
 =================  =================================================================================
 """
 
 from jaxpipe.runtime.measure.costs import layer_bytes, layer_costs
 from jaxpipe.runtime.measure.memory import predicted_bytes
+from jaxpipe.runtime.measure.timeline import timeline
 
-__all__ = ["layer_bytes", "layer_costs", "predicted_bytes"]
+__all__ = ["layer_bytes", "layer_costs", "predicted_bytes", "timeline"]

@@ -69,8 +69,7 @@ class DataConfig(Section):
     """More folders with the same tokenizer, and how often their rows are drawn, where those of path
     count 1, such as {data/code: 2.5}. The held-out rows are those of path alone."""
     documents: Literal["joined", "apart"] = "joined"
-    """Whether a GPT's tokens see the documents that came before theirs in a row, or only their own.
-    """
+    """Whether a GPT's tokens see the documents before theirs in a row, or only their own."""
 
 
 class MeshConfig(Section):
@@ -132,8 +131,7 @@ class PipelineConfig(Section):
     """How layers are split into chunks: "equal", by their "flops", as "measured" on a device, or
     counts such as "3,2,2,3"."""
     stage_memory: Annotated[float | None, Range(0, above=True)] = None
-    """Gigabytes of parameters, their optimizer state and activations that a stage may hold; None
-    lets costs alone decide the partition."""
+    """Gigabytes of parameters, optimizer state and activations per stage at most; None for any."""
     slices: bool = True
     """Cut actions into ranges of layers, so that ticks wait less for their slowest stage."""
     remat: Literal["none", "dots", "full"] = "none"
@@ -263,6 +261,8 @@ class TrainConfig(Section):
     """First step of a profile by jax.profiler, written to the folder "profile" of the run."""
     profile_to: Annotated[int | None, Range(1)] = None
     """Last step of the profile; None for the first alone."""
+    timeline_at: Annotated[int | None, Range(1)] = None
+    """Before this step, measure when stages run what: timeline.html and .json in the run folder."""
 
 
 class SampleConfig(Section):

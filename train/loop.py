@@ -20,7 +20,7 @@ from train.data import stream
 from train.errors import ConfigError, NonFiniteLossError, named_values
 from train.metrics import Line, Metrics, announced, recorded, say, shown
 from train.modes import Mode, Modes
-from train.profile import Profile
+from train.profile import Profile, check_processes, write_timeline
 from train.run_lock import RunLock
 from train.speed import Clock, Speed
 from train.start import Start
@@ -121,6 +121,7 @@ class Trainer:
         describe: dict[str, Any],
         watchdog: Watchdog,
     ) -> None:
+        check_processes(setup.config)
         self.watchdog = watchdog
         watchdog.stages = stages_by_process(setup.mesh)
         self.setup, self.modes, self.config = setup, modes, setup.config
@@ -197,8 +198,12 @@ class Trainer:
                         unread = None
                     self._switch()
                     clock = Clock()
-                profile.before(self.step + 1, self.carried)
                 given = self._global(next(self.stream)), self.setup.rng(self.step)
+                if self.step + 1 == config.timeline_at:
+                    with announced(self.console, "the step's timeline"):
+                        write_timeline(self.setup, self.carried, *given)
+                    clock = Clock()
+                profile.before(self.step + 1, self.carried)
                 gauged = self.noise.before(self.step + 1, self.carried, *given)
                 self.carried, values = self.compiled(self.carried, *given)
                 values |= gauged

@@ -1,20 +1,32 @@
-"""A profile of some steps: ``jax.profiler`` writes it to the run folder."""
+"""What is recorded of some steps: a profile by ``jax.profiler``, and when stages run what."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import jax
 
-from train import run_folder
+from jaxpipe import measure
+from jaxpipe.schedule import page, timelines, trace
+from train import configured, run_folder
 from train.config import Config
-from train.errors import Failure
+from train.errors import ConfigError, Failure
+from train.step import Setup, TrainState
 
 
 def failures(config: Config) -> Iterator[Failure]:
     """Says which steps cannot be recorded."""
+    at = config.train.timeline_at
+    if at is not None and configured.is_asynchronous(config):
+        yield Failure(
+            f"train.timeline_at={at} does not go with "
+            f"pipeline.schedule='{config.pipeline.schedule}', which never drains: no call is a "
+            "whole step. Nearest valid: leave it out.",
+            ("train.timeline_at", "pipeline.schedule"),
+        )
     first, last = config.train.profile_from, config.train.profile_to
     if last is not None and (first is None or last < first):
         yield Failure(
@@ -22,6 +34,32 @@ def failures(config: Config) -> Iterator[Failure]:
             f"valid: train.profile_from={last}.",
             ("train.profile_to", "train.profile_from"),
         )
+
+
+def check_processes(config: Config) -> None:
+    """Refuses to measure a step across processes, once it is known how many there are.
+
+    Raises:
+      ConfigError: `Config.train.timeline_at` is set, and there are several.
+    """
+    at, count = config.train.timeline_at, jax.process_count()
+    if at is not None and count > 1:
+        text = (
+            f"train.timeline_at={at} needs one process, and there are {count}, with a clock each."
+        )
+        raise ConfigError([Failure(f"{text} Nearest valid: leave it out.", ("train.timeline_at",))])
+
+
+def write_timeline(setup: Setup, state: TrainState, batch: Any, rng: Any) -> None:
+    """Measures forward and backward of a batch, and writes them beside what the clocks say, as a
+    page and as a trace."""
+    measured = measure.timeline(setup.pipe, state.params, batch, rng, states=state.layers)
+    clocks = timelines(measured.schedule, measured.costs, measured=measured)
+    predicted = clocks.on("lock-step" if setup.is_simulated else "neighbor")
+    folder = Path(setup.config.run_dir)
+    written = trace(predicted, measured, unit_seconds=1.0)
+    (folder / run_folder.TIMELINE_TRACE).write_text(json.dumps(written), encoding="utf-8")
+    (folder / run_folder.TIMELINE_PAGE).write_text(page([clocks]), encoding="utf-8")
 
 
 class Profile:

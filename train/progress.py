@@ -16,7 +16,13 @@ from train import checkpoint, run_folder
 from train.config import Config
 from train.errors import Failure, NonFiniteLossError
 
-_HARMLESS = ("train.log_every", "train.keep", "train.checkpoint_", "train.profile_")
+_HARMLESS = (
+    "train.log_every",
+    "train.keep",
+    "train.checkpoint_",
+    "train.profile_",
+    "train.timeline_at",
+)
 """Settings that the numbers of a step do not depend on."""
 
 

@@ -20,6 +20,7 @@ PROGRESS_FILE = "progress.json"
 SCHEDULE_FILE, STEADY_STATE_FILE = "schedule.svg", "schedule.txt"
 TENSORBOARD = "tensorboard"
 PROFILE = "profile"
+TIMELINE_PAGE, TIMELINE_TRACE = "timeline.html", "timeline.json"
 _PICTURES = SCHEDULE_FILE, STEADY_STATE_FILE
 FILES = (
     *(CONFIG_FILE, METRICS_FILE, CHECKPOINTS, CHOICE_FILE, PROGRESS_FILE),

@@ -132,6 +132,11 @@ class Setup:
     def _platform(self) -> str:
         return self.mesh.devices.flat[0].platform
 
+    @property
+    def is_simulated(self) -> bool:
+        """Whether devices are parts of a CPU, which all wait for each other."""
+        return self._platform == "cpu"
+
     @cached_property
     def chunk_costs(self) -> list[Costs]:
         """The costs of every virtual stage, by its layers; ``costs.*`` are their average."""
@@ -140,7 +145,7 @@ class Setup:
     @cached_property
     def timeline(self) -> Timeline:
         """The schedule on the clock of these devices."""
-        clock = lock_step if self._platform == "cpu" else neighbor_clock
+        clock = lock_step if self.is_simulated else neighbor_clock
         return clock(self.schedule, self.chunk_costs)
 
     def _memory(self, probe: Pipeline, batch: PyTree, rng, limit: float) -> Memory:

@@ -21,6 +21,7 @@ from jaxpipe.runtime.types import Batch, Gradients, Key, Placed, States, Tree
 
 if TYPE_CHECKING:
     from jaxpipe.runtime.pipeline import Pipeline
+    from jaxpipe.runtime.tick.stamps import Stamps
 
 _FIRST_ORDER = (
     "The gradients of a pipeline were differentiated; a pipeline has only first derivatives, "
@@ -91,7 +92,7 @@ def loss(pipe: Pipeline, *args: Tree) -> Tree:
 
 
 def make(
-    pipe: Pipeline, result: str, *, inputs: tuple[int, ...] = ()
+    pipe: Pipeline, result: str, *, inputs: tuple[int, ...] = (), stamps: Stamps | None = None
 ) -> Callable[..., executor.Step]:
     """What runs a table on all devices: the pipeline's own, or that of its forwards.
 
@@ -101,9 +102,10 @@ def make(
       pipe: what to run.
       result: "train" for gradients, too; "loss" alone; or "outputs".
       inputs: numbers of the batch's arrays whose gradients are wanted.
+      stamps: where to note when layers run.
     """
     table, outputs = pipe.table if result == "train" else pipe.forward_table, result == "outputs"
-    setup = dataclasses.replace(pipe.setup(table), outputs=outputs, inputs=inputs)
+    setup = dataclasses.replace(pipe.setup(table), outputs=outputs, inputs=inputs, stamps=stamps)
 
     def body(placed: Placed, batch: Batch, rng: Key, states: States) -> executor.Step:
         rows = split_rows(batch, pipe.schedule.num_microbatches)

@@ -54,7 +54,10 @@ from jaxpipe.schedule.placement import Placement, linear, looped, wave
 from jaxpipe.schedule.search.cache import cache_folder
 from jaxpipe.schedule.search.slices import slice_ticks
 from jaxpipe.schedule.show import draw
+from jaxpipe.schedule.show.page import page
 from jaxpipe.schedule.show.pipemare_draw import steady_text
+from jaxpipe.schedule.show.report import Timelines, timelines
+from jaxpipe.schedule.show.trace import trace
 from jaxpipe.schedule.simulate import Costs, Timeline, lock_step, simulate
 
 __all__ = [
@@ -68,6 +71,7 @@ __all__ = [
     "ScheduleError",
     "SteadyState",
     "Timeline",
+    "Timelines",
     "build",
     "cache_folder",
     "chunk_costs",
@@ -80,13 +84,16 @@ __all__ = [
     "looped",
     "lower",
     "neighbor_clock",
+    "page",
     "partition",
     "register",
     "simulate",
     "simulated_only",
     "slice_ticks",
     "steady_text",
+    "timelines",
     "to_json",
+    "trace",
     "validate",
     "wave",
 ]

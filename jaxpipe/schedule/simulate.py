@@ -65,6 +65,9 @@ class Costs:
         return {Kind.F: self.f, Kind.B: self.b, Kind.W: self.w, Kind.BW: both, Kind.R: self.f}[kind]
 
 
+MEASURED = "measured"
+"""The clock of a timeline that has run: see `jaxpipe.measure.timeline`."""
+
 UNIT = Costs(1, 1, 1)
 """F=B=W, as in the papers' figures."""
 
@@ -113,11 +116,11 @@ class Timeline:
 
     Args:
       costs: of every virtual stage.
-      clock: "free-running", "neighbor" or "lock-step".
+      clock: "free-running", "neighbor" or "lock-step"; or "measured", in seconds.
       parts: ``parts[d]`` is what stage ``d`` runs, in time: whole actions, or slices of them.
       makespan: from the first start to the end of everything.
       ticks: ``ticks[t][d]`` is when stage ``d`` starts its layers in tick ``t``; the last row is
-        when the stages are done. Empty on the free-running clock.
+        when the stages are done. Empty on the free-running clock, and where time was measured.
     """
 
     schedule: Schedule

@@ -109,7 +109,7 @@ def test_every_clock_has_a_panel_and_names_are_only_text(look):
 def test_the_pointer_finds_what_the_simulator_put_there_in_the_pictures_color(look):
     clocks = clocks_of("zb-v")
     page = look(clocks)
-    for panel, clock in enumerate(clocks):
+    for panel, clock in enumerate(filter(None, clocks)):
         for stage, row in enumerate(clock.parts):
             for part in row[3::9]:
                 # Away from lines of messages, which start at the ends of boxes.
@@ -161,7 +161,7 @@ def test_keys_and_buttons_step_through_the_ticks(look):
 def test_zoom_and_pan_keep_the_time_under_the_pointer(look):
     clocks = clocks_of("zb-v")
     page = look(clocks)
-    whole = [0, max(clock.makespan for clock in clocks)]
+    whole = [0, max(clock.makespan for clock in clocks if clock)]
     assert span(page) == whole
     x, y = place(page, 0, 1, 5.0)
     page.mouse.move(x, y)
@@ -218,6 +218,35 @@ def test_pairs_have_a_frame_and_the_pointer_says_so(look):
         forward.start,
     )
     assert max(dark) < 100
+
+
+def test_what_was_measured_has_a_panel_on_the_same_time_axis(look):
+    clocks = clocks_of("zb-v")
+    late = [
+        [
+            dataclasses.replace(part, start=part.start + 1, end=part.end + 1, tick=None)
+            for part in row
+        ]
+        for row in clocks.lock_step.parts
+    ]
+    ran = dataclasses.replace(
+        clocks.lock_step,
+        clock="measured",
+        parts=tuple(map(tuple, late)),
+        makespan=clocks.lock_step.makespan + 1,
+        ticks=(),
+    )
+    page = look(clocks._replace(measured=ran))
+    assert "measured: makespan" in page.locator("h2").nth(3).inner_text()
+    assert span(page) == [0, max(ran.makespan, *(clock.makespan for clock in clocks if clock))]
+    part = ran.parts[2][5]
+    page.mouse.move(*place(page, 3, 2, (part.start + part.end) / 2))
+    assert page.locator("#tip").inner_text().startswith(f"{part.action}, ")
+    # The tick that is stepped through is that of the lock-step clock.
+    page.keyboard.press("ArrowRight")
+    assert page.locator("#now td").nth(ran.schedule.num_stages + 2).inner_text() == "0F0"
+    page.get_by_label("measured").uncheck()
+    assert not page.locator("h2").nth(3).is_visible()
 
 
 def test_a_large_schedule_can_be_used(look):

@@ -14,10 +14,18 @@ def test_another_optimizer_a_profile_and_checkpoints_by_time(toy_trainer, tmp_pa
     options = (
         *("--optimizer.name", "muon", "--train.keep", 9, "--train.checkpoint-every", 100),
         *("--train.checkpoint-minutes", 1e-9, "--train.profile-from", 3, "--train.profile-to", 4),
+        *("--train.timeline-at", 2),
     )
     finished = toy_trainer.run("--run-dir", run, *options)
     assert saved(run) == [1, 2, 4, 5, 6, 8, NUM_STEPS]  # every printed line
     assert list((run / "profile").rglob("*.xplane.pb"))
+    events = json.loads((run / "timeline.json").read_text())["traceEvents"]
+    ran = [
+        sorted((e["tid"], e["name"]) for e in events if e["ph"] == "X" and e["pid"] == process)
+        for process in (0, 1)
+    ]
+    assert ran[0] == ran[1] != []
+    assert (run / "timeline.html").read_text().startswith("<!doctype html>")
     records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     speeds = [record["speed"] for record in records if "speed" in record]
     assert len(speeds) == 7

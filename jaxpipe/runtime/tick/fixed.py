@@ -41,6 +41,7 @@ from jaxpipe.schedule.problems import refuse
 
 if TYPE_CHECKING:
     from jaxpipe.runtime.tick.gradients import GradientSink
+    from jaxpipe.runtime.tick.stamps import Stamps
     from jaxpipe.runtime.tick.weights import WeightSource
 
 RESIDUALS = ("until_b", "until_w", "crossing")
@@ -66,6 +67,7 @@ class Setup:
       inputs: numbers of the batch's arrays whose gradients are wanted.
       early: whether B does what belongs to W where less then crosses; not where W follows at once,
         as in pipelines that never drain.
+      stamps: where the host notes when cells begin and end; None for a step that is not measured.
     """
 
     model: Model
@@ -80,6 +82,7 @@ class Setup:
     outputs: bool = False
     inputs: tuple[int, ...] = ()
     early: bool = True
+    stamps: Stamps | None = None
 
     @property
     def layouts(self) -> list[Layout]:

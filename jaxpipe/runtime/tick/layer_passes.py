@@ -29,6 +29,7 @@ from jaxpipe.runtime.tick.carried import Carried
 from jaxpipe.runtime.tick.fixed import Fixed
 from jaxpipe.runtime.tick.messages import INBOX
 from jaxpipe.runtime.tick.microbatches import Microbatches
+from jaxpipe.runtime.tick.stamps import behind
 from jaxpipe.runtime.tick.work import LayerWork, Work
 from jaxpipe.runtime.types import Arrays, Index, LayerParams, Message, Tree
 from jaxpipe.schedule.actions import Kind
@@ -135,12 +136,19 @@ def _run_layers(
         through, outputs = tie(through, outputs)
         return through.carried.gradients, (through.but(gradients=None), outputs)
 
-    span = work.cell.chunk, work.cell.lo, work.cell.hi
+    lo, stamps = work.cell.lo, work.fixed.setup.stamps
+    if stamps is not None:
+        lo = lo + stamps.take(work, (through.message, outputs, work.held))
+    span = work.cell.chunk, lo, work.cell.hi
     sums, rest = through.carried.gradients, (through.but(gradients=None), outputs)
     down = work.action in (Kind.B, Kind.BW)
     with jax.named_scope(work.action.name):
         sums, rest = work.fixed.params.loop(span, body, sums, rest, down=down)
     through, outputs = rest
+    if stamps is not None:
+        came = stamps.take(work, (through.message, sums))
+        through = through._replace(message=behind(came, through.message))
+        outputs = behind(came, outputs)
     return through.but(gradients=sums), outputs
 
 

@@ -48,7 +48,7 @@ class Sizes(NamedTuple):
 
 def row(clocks: Timelines, sizes: Sizes | None = None) -> Summary:
     """Makes a schedule's row from its timelines."""
-    free, neighbor, locked = clocks
+    free, neighbor, locked, _ = clocks
     schedule = free.schedule
     needed = None if sizes is None else max(free.stage_bytes(**sizes._asdict()))
     return Summary(

@@ -9,7 +9,7 @@ const element = (id) => document.getElementById(id);
 const number = (value) => String(Number(value.toPrecision(6)));
 
 // Free-running of every schedule, then the other clocks: what is compared lies together.
-const clocks = ["free-running", "neighbor", "lock-step"];
+const clocks = ["free-running", "neighbor", "lock-step", "measured"];
 const panels = clocks.flatMap((clock) => data.schedules.flatMap((schedule) =>
   schedule.timelines.filter((timeline) => timeline.clock === clock)
     .map((timeline) => makePanel(schedule, timeline))));
@@ -64,10 +64,13 @@ function memoryAt(panel, stage, time) {
   return next ? steps[next - 1][1] : 0;
 }
 
+function lockStep(schedule) {
+  return schedule.timelines.find((timeline) => timeline.clock === "lock-step");
+}
+
 function partsInTick(schedule, tick) {
   // By stage, from the lock-step clock, which every schedule has.
-  const locked = schedule.timelines.find((timeline) => timeline.clock === "lock-step");
-  return locked.parts.map((row) => row.filter((part) => part[TICK] === tick));
+  return lockStep(schedule).parts.map((row) => row.filter((part) => part[TICK] === tick));
 }
 
 function draw() {
@@ -162,7 +165,7 @@ function showTick() {
   for (const text of [`tick ${view.tick}`, ...Array(most).keys()])
     header.insertCell().textContent = typeof text === "number" ? `stage ${text}` : text;
   for (const schedule of data.schedules) {
-    const row = table.insertRow(), last = schedule.timelines.at(-1).ticks.length - 2;
+    const row = table.insertRow(), last = lockStep(schedule).ticks.length - 2;
     row.insertCell().textContent = schedule.name;
     for (const parts of partsInTick(schedule, view.tick))
       row.insertCell().textContent = parts.map((part) =>

@@ -125,11 +125,13 @@ def _messages(messages: Sequence[Message], timeline: Timeline) -> dict[str, Any]
 
 
 class Timelines(NamedTuple):
-    """A schedule on every clock; ``neighbor`` is None if it can only be simulated."""
+    """A schedule on every clock; ``neighbor`` is None if it can only be simulated, ``measured`` if
+    it has not run."""
 
     free_running: Timeline
     neighbor: Timeline | None
     lock_step: Timeline
+    measured: Timeline | None = None
 
     def on(self, clock: Clock) -> Timeline:
         """The timeline of one clock.
@@ -150,13 +152,19 @@ def timelines(
     costs: Costs | Sequence[Costs],
     *,
     layer_counts: Sequence[int] | None = None,
+    measured: Timeline | None = None,
 ) -> Timelines:
-    """Runs a schedule on every clock; arguments as for `report`."""
+    """Runs a schedule on every clock; arguments as for `report`.
+
+    Args:
+      measured: when a step ran it (`jaxpipe.measure.timeline`), to be shown beside the others;
+        ``measured.costs`` are the mean times of its actions.
+    """
     ticked = schedule
     if layer_counts is not None and schedule.slices is None:
         ticked = slice_ticks(schedule, costs, layer_counts)
     executed = None if any(simulated_only(schedule)) else neighbor_clock(ticked, costs)
-    return Timelines(simulate(schedule, costs), executed, lock_step(ticked, costs))
+    return Timelines(simulate(schedule, costs), executed, lock_step(ticked, costs), measured)
 
 
 def transfers(schedule: Schedule, *, kinds: Collection[Kind], num_slots: int) -> list[int]:

@@ -1,17 +1,14 @@
-"""A timeline as a Chrome trace, which Perfetto (ui.perfetto.dev) and chrome://tracing open."""
+"""Timelines as a Chrome trace, which Perfetto (ui.perfetto.dev) and chrome://tracing open."""
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 from jaxpipe.schedule.show.exchanges import Message, exchanges
 from jaxpipe.schedule.show.report import place_of
 from jaxpipe.schedule.simulate import TimedAction, Timeline, in_flight
-
-_MICROSECONDS = 1000.0
-"""A trace counts in microseconds: one unit of the costs shows as a millisecond."""
-
 
 _COLOURS = (
     *("thread_state_running", "rail_response", "rail_animation", "rail_idle", "rail_load"),
@@ -20,8 +17,13 @@ _COLOURS = (
 """Reserved names of colours; chrome://tracing shows a microbatch's actions in one of them."""
 
 
-def trace(timeline: Timeline) -> dict[str, Any]:
-    """Writes a timeline in the Trace Event Format: one thread and one memory counter per stage.
+def trace(*timelines: Timeline, unit_seconds: float = 1e-3) -> dict[str, Any]:
+    """Writes timelines in the Trace Event Format: one process for each, in which every stage has a
+    thread and a memory counter.
+
+    Args:
+      timelines: such as one that was predicted and one that was measured, in the same unit.
+      unit_seconds: how long one unit of the costs shows as; 1 for what was measured.
 
     Returns:
       A tree of plain values for `json.dump`: complete events ("X") with the action's parts as
@@ -35,42 +37,50 @@ def trace(timeline: Timeline) -> dict[str, Any]:
       >>> [(event["name"], event["ts"]) for event in events if event["ph"] == "X"]
       [('0F0', 0.0), ('0B0', 1000.0), ('0W0', 2000.0)]
     """
+    numbers, unit = itertools.count(), 1e6 * unit_seconds
+    events: list[dict[str, Any]] = []
+    for process, timeline in enumerate(timelines):
+        events += _process(timeline, process, unit, numbers)
+    return {"traceEvents": events, "displayTimeUnit": "ms"}
+
+
+def _process(
+    timeline: Timeline, process: int, unit: float, numbers: Iterator[int]
+) -> Iterator[dict[str, Any]]:
+    """The events of one timeline, with a unit of so many microseconds; arrows take numbers."""
     name = f"{timeline.schedule.name}, {timeline.clock}"
-    events: list[dict[str, Any]] = [
-        {"ph": "M", "name": "process_name", "pid": 0, "args": {"name": name}}
-    ]
+    yield {"ph": "M", "name": "process_name", "pid": process, "args": {"name": name}}
     for d, parts in enumerate(timeline.parts):
-        thread = {"pid": 0, "tid": d}
-        events.append({"ph": "M", "name": "thread_name", **thread, "args": {"name": f"stage {d}"}})
-        events += [_complete(part, timeline, thread) for part in parts]
-        events += [
-            {
+        thread = {"pid": process, "tid": d}
+        yield {"ph": "M", "name": "thread_name", **thread, "args": {"name": f"stage {d}"}}
+        for part in parts:
+            yield _complete(part, timeline, thread, unit)
+        for time, chunks in in_flight(timeline.rows[d]):
+            yield {
                 "ph": "C",
                 "name": f"in flight, stage {d}",
-                "pid": 0,
-                "ts": time * _MICROSECONDS,
+                "pid": process,
+                "ts": time * unit,
                 "args": {"microbatches": timeline.in_full_stages(chunks)},
             }
-            for time, chunks in in_flight(timeline.rows[d])
-        ]
     messages, moves = exchanges(timeline)
-    events += _arrows(messages, timeline)
-    events += [
-        {
+    for event in _arrows(messages, timeline, unit, numbers):
+        yield event | {"pid": process}
+    for move in moves:
+        yield {
             "ph": "i",
             "s": "t",
             "name": f"{move.what} chunk {move.chunk}",
             "cat": move.what,
-            "pid": 0,
+            "pid": process,
             "tid": move.stage,
-            "ts": move.time * _MICROSECONDS,
+            "ts": move.time * unit,
         }
-        for move in moves
-    ]
-    return {"traceEvents": events, "displayTimeUnit": "ms"}
 
 
-def _complete(part: TimedAction, timeline: Timeline, thread: dict[str, int]) -> dict[str, Any]:
+def _complete(
+    part: TimedAction, timeline: Timeline, thread: dict[str, int], unit: float
+) -> dict[str, Any]:
     place: dict[str, Any] = {**place_of(part.action, timeline.schedule)}
     if part.layers is not None:
         place["layers"] = "{} to {}".format(*part.layers)
@@ -80,23 +90,25 @@ def _complete(part: TimedAction, timeline: Timeline, thread: dict[str, int]) -> 
         "cat": part.action.kind.value,
         "cname": _COLOURS[part.action.microbatch % len(_COLOURS)],
         **thread,
-        "ts": part.start * _MICROSECONDS,
-        "dur": (part.end - part.start) * _MICROSECONDS,
+        "ts": part.start * unit,
+        "dur": (part.end - part.start) * unit,
         "args": place,
     }
 
 
-def _arrows(messages: Sequence[Message], timeline: Timeline) -> Iterator[dict[str, Any]]:
+def _arrows(
+    messages: Sequence[Message], timeline: Timeline, unit: float, numbers: Iterator[int]
+) -> Iterator[dict[str, Any]]:
     """Both ends of every arrow: viewers look for the event of the thread that they lie in."""
     ends = {(d, part.end): part for d, row in enumerate(timeline.parts) for part in row}
     starts = {(d, part.start): part for d, row in enumerate(timeline.parts) for part in row}
-    for number, message in enumerate(messages):
+    for message, number in zip(messages, numbers, strict=False):
         what = "late message" if message.late else "message"
         sends, reads = ends[message.sender, message.sent], starts[message.receiver, message.read]
         for phase, stage, part in (
             ({"ph": "s"}, message.sender, sends),
             ({"ph": "f", "bp": "e"}, message.receiver, reads),
         ):
-            middle = (part.start + part.end) / 2 * _MICROSECONDS
+            middle = (part.start + part.end) / 2 * unit
             own = {"name": what, "cat": "message", "id": number}
-            yield {**phase, **own, "pid": 0, "tid": stage, "ts": middle}
+            yield {**phase, **own, "tid": stage, "ts": middle}

@@ -1,0 +1,108 @@
+"""When the stages of a step run what, measured: a timeline like those of the simulator."""
+
+from __future__ import annotations
+
+import collections
+from collections.abc import Mapping, Sequence
+
+import jax
+
+from jaxpipe.runtime import checks, programs
+from jaxpipe.runtime.pipeline import Pipeline
+from jaxpipe.runtime.tick.stamps import Stamp, Stamps
+from jaxpipe.runtime.types import Batch, Key, Placed, States
+from jaxpipe.schedule.actions import Action, Kind, split_backwards
+from jaxpipe.schedule.lowering.table import TickTable
+from jaxpipe.schedule.problems import Problem, refuse
+from jaxpipe.schedule.simulate import MEASURED, Costs, TimedAction, Timeline
+
+_LEAST_SECONDS = 1e-9
+"""Of a cost: a clock's two readings may be equal."""
+
+
+def timeline(
+    pipe: Pipeline, placed: Placed, batch: Batch, rng: Key = None, *, states: States = None
+) -> Timeline:
+    """Runs forward and backward of a batch twice, and measures when stages ran what, the second
+    time.
+
+    The program is the pipeline's own with calls to the host at both ends of every cell's layers:
+    what lies between two cells of a stage is exchange of messages, embedding and loss, transfers
+    over data, and these calls. They cost some 0.15 ms each on CPUs, and keep a GPU from launching a
+    cell's kernels before the one before has ended: a step takes longer than one that is not
+    measured.
+
+    Args:
+      pipe: any pipeline whose devices are all in this process; of those that share a stage the
+        first is measured.
+      placed: placed parameters; these and the rest as for `Pipeline.value_and_grad`.
+
+    Returns:
+      What every stage has run, in seconds from the first layer on, with the mean times of F, B and
+      W of every virtual stage as its costs. A fused backward counts half as B and half as W.
+
+    Raises:
+      ValueError: arguments that do not fit the pipeline, or devices of other processes.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> from jaxpipe.runtime.layers.model import Model
+      >>> from jaxpipe.runtime.mesh import make_mesh
+      >>> model = Model(
+      ...     embed=lambda outer, batch, rng: batch,
+      ...     layer=lambda w, x, batch, rng: jnp.tanh(x @ w),
+      ...     head_loss=lambda outer, x, batch, rng: jnp.mean(x**2),
+      ... )
+      >>> params = {"embed": {}, "layers": jnp.ones((1, 3, 3)), "head": {}}
+      >>> pipe = Pipeline(model, params, schedule="1f1b", microbatches=2, mesh=make_mesh(stage=1))
+      >>> measured = timeline(pipe, pipe.place(params), jnp.ones((4, 3)))
+      >>> [str(part.action) for part in measured.parts[0]]
+      ['0F0', '0B0', '0W0', '0F1', '0B1', '0W1']
+    """
+    own = jax.process_index()
+    if any(device.process_index != own for device in pipe.mesh.devices.flat):
+        rule = "has devices of other processes, whose clocks differ: measure on one process"
+        refuse([Problem("mesh", None, rule)])
+    pipe.check("placed", placed, batch, states, checks.key(rng))
+    stamps = Stamps()
+    run = programs.make(pipe, "train", stamps=stamps)
+    for _ in range(2):  # compiled and warm the second time
+        stamps.taken.clear()
+        jax.block_until_ready(run(placed, batch, rng, states))
+        jax.effects_barrier()
+    return from_stamps(stamps.taken, pipe.table)
+
+
+def from_stamps(taken: Sequence[Stamp], table: TickTable) -> Timeline:
+    """The timeline of a table that ran from the first of these stamps on."""
+    schedule, counts = table.schedule, table.layer_counts
+    if schedule.mixes_backwards:
+        schedule = split_backwards(schedule)  # as lowering does
+    placement = schedule.placement
+    places = zip(placement.stages, placement.chunks, strict=True)
+    virtual_stages = {place: s for s, place in enumerate(places)}
+    begin = min(stamp.seconds for stamp in taken)
+    spent: dict[tuple[int, Kind], float] = collections.defaultdict(float)
+    parts: list[list[TimedAction]] = []
+    for stage in range(schedule.num_stages):
+        parts.append([])
+        own = [stamp for stamp in taken if stamp.stage == stage]
+        for first, last in zip(own[::2], own[1::2], strict=True):
+            s, seconds = virtual_stages[stage, first.chunk], last.seconds - first.seconds
+            spent[s, first.kind] += seconds
+            some = None if first.hi - first.lo == counts[s] else (first.lo, first.hi)
+            action = Action(s, first.kind, first.microbatch)
+            start = first.seconds - begin
+            parts[-1].append(TimedAction(action, start, start + seconds, some))
+    costs = tuple(_costs(spent, s, schedule.num_microbatches) for s in range(len(counts)))
+    makespan = max(row[-1].end for row in parts)
+    return Timeline(schedule, costs, MEASURED, tuple(map(tuple, parts)), makespan)
+
+
+def _costs(spent: Mapping[tuple[int, Kind], float], s: int, microbatches: int) -> Costs:
+    """The mean times of a virtual stage."""
+    f, b, w, both = (
+        spent.get((s, kind), 0.0) / microbatches for kind in (Kind.F, Kind.B, Kind.W, Kind.BW)
+    )
+    f, b, w = (max(seconds, _LEAST_SECONDS) for seconds in (f, b + both / 2, w + both / 2))
+    return Costs(f, b, w)

@@ -1,0 +1,85 @@
+"""When a device runs which layers: times that the host notes while a step runs.
+
+A stamp is a call from the device to the host. It is tied to what the cell reads and gives, so that
+the cell's layers run between its two stamps and nothing else does; without `Setup.stamps` a program
+has none of this. Cells that run nothing are not stamped.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.experimental import io_callback
+
+from jaxpipe.runtime.barriers import run_if
+from jaxpipe.runtime.tick.work import Work
+from jaxpipe.runtime.types import Index, Tree
+from jaxpipe.schedule.actions import Kind
+
+
+class Stamp(NamedTuple):
+    """What one stage begins or ends: layers ``lo`` to before ``hi`` of a chunk's action."""
+
+    stage: int
+    kind: Kind
+    chunk: int
+    microbatch: int
+    lo: int
+    hi: int
+    seconds: float
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Stamps:
+    """The stamps of a step, in the order in which they were taken: a cell's begin, then its end.
+
+    Of the devices that share a stage, the first is stamped.
+    """
+
+    taken: list[Stamp] = dataclasses.field(default_factory=list)
+
+    def take(self, work: Work, ready: Tree) -> Index:
+        """Stamps a cell once ``ready`` is there, and returns 0 after that; 0 if it is empty."""
+        cell, first = work.cell, lax.axis_index(work.fixed.axes.peers) == 0
+        place = work.fixed.stage, cell.chunk, cell.microbatch, cell.lo, cell.hi
+
+        def note(told: np.ndarray) -> np.int32:
+            seconds = time.perf_counter()
+            is_first, stage, chunk, microbatch, lo, hi, _ = np.asarray(told).tolist()
+            if is_first:
+                self.taken.append(Stamp(stage, work.action, chunk, microbatch, lo, hi, seconds))
+            return np.int32(0)
+
+        def call(_: Index) -> Index:
+            # One array: each that is handed over takes about as long as the rest of the call.
+            told = jnp.stack([jnp.asarray(n, jnp.int32) for n in (first, *place, _read(ready))])
+            came: Index = io_callback(note, jax.ShapeDtypeStruct((), jnp.int32), told)
+            return came
+
+        return run_if(cell.lo < cell.hi, call, jnp.zeros((), jnp.int32))
+
+
+def behind(came: Index, then: Tree) -> Tree:
+    """``then``, as something that reads what `Stamps.take` returns."""
+
+    def wait(w: jax.Array) -> jax.Array:
+        if not w.size:
+            return w
+        flat = w.reshape(-1)
+        return (
+            flat.at[0].set(jnp.where(came == 0, flat[0], jnp.zeros((), w.dtype))).reshape(w.shape)
+        )
+
+    return jax.tree.map(wait, then)
+
+
+def _read(values: Tree) -> Index:
+    """A number that takes an element of every array."""
+    found = [w.reshape(-1)[0] for w in jax.tree.leaves(values) if w.size]
+    return sum((w.astype(jnp.float32) != 0).astype(jnp.int32) for w in found)

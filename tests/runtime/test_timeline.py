@@ -1,0 +1,126 @@
+"""A measured timeline has what the schedule says, in its order, and never breaks a dependency."""
+
+from __future__ import annotations
+
+import itertools
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import toy
+
+import jaxpipe
+from benchmarks.bubble import WIDTH, sleeping_model
+from jaxpipe import measure
+from jaxpipe.runtime import programs
+from jaxpipe.runtime.tick.stamps import Stamps
+from jaxpipe.schedule import (
+    Costs,
+    build,
+    lock_step,
+    page,
+    simulate,
+    slice_ticks,
+    timelines,
+    trace,
+)
+from jaxpipe.schedule.show.exchanges import exchanges
+
+SECONDS = Costs(0.004, 0.006, 0.003)
+"""Of a layer, that it sleeps: no measurement can be shorter, on however busy a machine."""
+
+
+def sleeping(name: str, *, p: int, m: int, layers: int, data: int = 1):
+    """A pipeline of sleeping layers in slices, and its timeline."""
+    schedule = build(name, stages=p, microbatches=m)
+    counts = [layers] * schedule.placement.num_virtual_stages
+    if layers > 1:
+        schedule = slice_ticks(schedule, SECONDS, counts)
+    model, params = sleeping_model([SECONDS] * sum(counts))
+    mesh = jaxpipe.make_mesh(stage=p, data=data)
+    pipe = jaxpipe.Pipeline(model, params, schedule=schedule, mesh=mesh, zero=3)
+    batch = {"x": jnp.ones((m * data, WIDTH))}
+    return pipe, measure.timeline(pipe, pipe.place(params), batch)
+
+
+@pytest.mark.parametrize(
+    ("name", "p", "m", "layers", "data"),
+    [("1f1b-fused", 3, 4, 1, 1), ("zb-v", 2, 3, 3, 2), ("dualpipe-v-published", 2, 5, 1, 1)],
+)
+def test_every_cell_is_there_in_order_and_no_sooner_than_it_can_be(name, p, m, layers, data):
+    pipe, measured = sleeping(name, p=p, m=m, layers=layers, data=data)
+    schedule, placement = measured.schedule, measured.schedule.placement
+    chunk = Costs(*(layers * getattr(SECONDS, kind) for kind in "fbw"))
+    expected = lock_step(schedule, chunk)
+    for row, planned in zip(measured.parts, expected.parts, strict=True):
+        assert [(part.action, part.layers) for part in row] == [
+            (part.action, part.layers) for part in planned
+        ]
+        for part, like in zip(row, planned, strict=True):
+            assert part.end - part.start >= like.end - like.start - 1e-6
+        assert all(a.end <= b.start for a, b in itertools.pairwise(row))
+    found = exchanges(measured)
+    assert len(found.messages) == len(exchanges(expected).messages)
+    assert all(message.sent <= message.read for message in found.messages)
+    assert measured.makespan >= simulate(schedule, chunk).makespan - 1e-6
+    # Idle time and work make up the whole.
+    busy = [sum(part.end - part.start for part in row) for row in measured.parts]
+    for ratio, time in zip(measured.stage_bubble_ratios, busy, strict=True):
+        assert ratio == pytest.approx(1 - time / measured.makespan)
+    assert len(measured.costs) == placement.num_virtual_stages
+    assert pipe.table.schedule.num_microbatches == m
+
+
+def test_a_measured_step_gives_the_loss_and_gradients_of_any_other():
+    params = toy.params(tied=False, num_layers=4)
+    mesh, model = jaxpipe.make_mesh(stage=2, data=2), toy.model(tied=False, axis="stage")
+    schedule = slice_ticks(build("zb-v", stages=2, microbatches=4), Costs(1, 1, 1), [1] * 4)
+    pipe = jaxpipe.Pipeline(model, params, schedule=schedule, mesh=mesh, zero=2)
+    placed, batch = pipe.place(params), toy.batch(8)
+    stamps = Stamps()
+    step = programs.make(pipe, "train", stamps=stamps)(placed, batch, None, None)
+    loss, grads = pipe.value_and_grad(placed, batch)
+    jax.effects_barrier()
+    np.testing.assert_allclose(step.value, loss, rtol=1e-6)
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-7), step.gradients, grads
+    )
+    # A stamp at both ends of F, B and W of every chunk, of one device of every stage.
+    assert len(stamps.taken) == 2 * 3 * 4 * 4
+    assert "callback" not in str(jax.make_jaxpr(pipe.value_and_grad)(placed, batch))
+
+
+def test_predicted_and_measured_are_drawn_beside_each_other():
+    _, measured = sleeping("1f1b", p=2, m=2, layers=1)
+    clocks = timelines(measured.schedule, measured.costs, measured=measured)
+    events = trace(clocks.lock_step, measured, unit_seconds=1.0)["traceEvents"]
+    names = {e["pid"]: e["args"]["name"] for e in events if e["name"] == "process_name"}
+    assert names == {0: "1f1b, lock-step", 1: "1f1b, measured"}
+    predicted, ran = (
+        [(e["tid"], e["name"], e["args"]) for e in events if e["ph"] == "X" and e["pid"] == process]
+        for process in names
+    )
+    assert predicted == ran
+    ends = [e["ts"] + e["dur"] for e in events if e["ph"] == "X" and e["pid"] == 1]
+    assert max(ends) == pytest.approx(1e6 * measured.makespan)
+    arrows = [(e["id"], e["pid"]) for e in events if e["ph"] == "s"]
+    assert len({number for number, _ in arrows}) == len(arrows) == 2 * 2 * 2
+    (shown,) = json.loads(page([clocks]).split('id="data">')[1].split("</script>")[0])["schedules"]
+    drawn = [timeline["clock"] for timeline in shown["timelines"]]
+    assert drawn == ["free-running", "neighbor", "lock-step", "measured"]
+
+
+def test_devices_of_other_processes_are_refused(monkeypatch):
+    params = toy.params(tied=False, num_layers=2)
+    pipe = jaxpipe.Pipeline(
+        toy.model(tied=False, axis=None),
+        params,
+        schedule="1f1b",
+        mesh=jaxpipe.make_mesh(stage=2),
+    )
+    placed = pipe.place(params)
+    monkeypatch.setattr(jax, "process_index", lambda: 1)
+    with pytest.raises(ValueError, match="mesh has devices of other processes"):
+        measure.timeline(pipe, placed, toy.batch(4))
