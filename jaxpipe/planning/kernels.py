@@ -12,6 +12,7 @@ import math
 from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
+from jaxpipe.planning.working_set import Operation, most_at_once
 from jaxpipe.runtime.layers import jaxprs
 
 _RENAMES = {"reshape", "squeeze", "expand_dims", "convert_element_type", "copy", "bitcast"}
@@ -63,6 +64,7 @@ def count(
     outputs: Iterable[Any],
     *,
     slots: Collection[Any] = (),
+    stored: Collection[Any] = (),
     axis_sizes: dict[str, int],
     parameters: Collection[Any] = (),
     parameter_bytes: float | None = None,
@@ -73,6 +75,7 @@ def count(
       eqns: with calls inlined, in order.
       outputs: variables that are returned.
       slots: variables that are read from slots, or, among the outputs, written to them.
+      stored: outputs that are added to what lies elsewhere, such as gradients.
       axis_sizes: of the mesh.
       parameters: variables that are weights.
       parameter_bytes: of one of their elements, where the program reads a copy in another dtype.
@@ -97,7 +100,7 @@ def count(
             copied += 2 * sum(map(program.bytes, cut | put))
         else:
             kernels += [program.fusion(v) for v in eqn.outvars if v in program.materialised]
-    return Counted(kernels, copied, collectives, program.most_live())
+    return Counted(kernels, copied, collectives, program.most_live({*slots, *stored}))
 
 
 class _Program:
@@ -179,36 +182,34 @@ class _Program:
                     missing.append(operand)
         return read
 
-    def most_live(self) -> float:
-        """The most bytes at once of what is made here and exists in memory.
+    def most_live(self, stored: Collection[Any]) -> float:
+        """The most bytes at once of what is made here.
 
-        What is element by element takes the place of an operand of its size that nobody reads
-        later.
+        What is stored elsewhere needs no room once nobody reads it here, and none at all if it is
+        element by element: the kernel writes it there. What is made of weights alone is made again
+        where it is read.
         """
-        last: dict[Any, int] = {}
-        for n, eqn in enumerate(self.eqns):
-            for v in self.materialised.intersection(eqn.outvars):
-                last |= dict.fromkeys(self._read_for(v), n)
+        operations = []
+        weights = set(self.parameters)
+        for eqn in self.eqns:
+            if self._fuses(eqn) and weights.issuperset(map(self.origin, _inputs(eqn))):
+                weights |= set(eqn.outvars)
+        elsewhere = {self.origin(v) for v in stored}
+        elsewhere -= {self.origin(v) for eqn in self.eqns for v in _inputs(eqn)}
+        for eqn in self.eqns:
             if not self._fuses(eqn):
-                last |= dict.fromkeys(map(self.origin, _inputs(eqn)), n)
-        last |= {self.origin(v): len(self.eqns) for v in self.outputs}
-        ends: dict[int, list[float]] = {}
-        live = most = 0.0
-        for n, eqn in enumerate(self.eqns):
-            free = ends.get(n, []) if self._fuses(eqn) else []
-            for v in eqn.outvars:
-                size = self.bytes(v)
-                exists = v in self.materialised or not self._fuses(eqn)
-                if not exists or (end := last.get(v)) is None:
-                    continue
-                if size in free:
-                    free.remove(size)
-                else:
-                    live += size
-                ends.setdefault(end, []).append(size)
-            most = max(most, live)
-            live -= sum(ends.pop(n, []))
-        return most
+                reads = frozenset(map(self.origin, _inputs(eqn)))
+                operations.append(Operation(tuple(eqn.outvars), reads, by_element=False))
+                continue
+            operations += [
+                Operation(
+                    () if v in elsewhere else (v,), frozenset(self._read_for(v)), by_element=True
+                )
+                for v in eqn.outvars
+                if v in self.materialised and v not in weights
+            ]
+        returned = [self.origin(v) for v in self.outputs if v not in stored]
+        return most_at_once(operations, self.bytes, returned)
 
 
 def _inputs(eqn: Any) -> list[Any]:

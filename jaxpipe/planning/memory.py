@@ -6,6 +6,7 @@ from collections.abc import Mapping
 
 from jaxpipe.planning.plans import Placed
 from jaxpipe.planning.programs import Program, grown, table_of
+from jaxpipe.schedule.actions import Kind
 from jaxpipe.schedule.lowering.table import NONE
 
 _MASTER_BYTES = 4
@@ -24,8 +25,8 @@ def device_bytes(placed: Placed, program: Program) -> Mapping[str, float]:
     """Bytes by part (`PARTS`), on the device that holds the most.
 
     Sums of gradients are float32, as are the parameters of a model that casts them. The working set
-    is that of a traced layer, or of the head: what XLA makes of it is known only once it has
-    compiled.
+    is that of a traced layer, beside pieces on their way, or of the head: what XLA makes of it is
+    known only once it has compiled.
     """
     plan, model, sizes = placed.plan, placed.model, placed.sizes
     layers, parts = placed.layers_per_chunk, placed.plan.parts
@@ -60,7 +61,10 @@ def device_bytes(placed: Placed, program: Program) -> Mapping[str, float]:
         found["moving"] += slots["reducing"] * reducing * _MASTER_BYTES
     head = sizes.head_working_set.at(plan.rows)
     held = outer / sizes.outer_parameters if sizes.outer_parameters else 1.0
-    found["working"] = max(head * held, placed.mean("working_set"))
+    fused = Kind.BW in table_of(program).passes
+    layer = placed.mean("fused_working_set" if fused else "working_set")
+    # Pieces have arrived when the head runs.
+    found["working"] = max(head * held - found["moving"], layer)
     found["batch"] = model.row_bytes * plan.rows * plan.microbatches
     return found
 

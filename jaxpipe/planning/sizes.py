@@ -80,7 +80,8 @@ class LayerSizes(NamedTuple):
       f, b, w: its passes.
       parameters: elements that the device has.
       until_b, until_w, crossing: bytes that are kept from F to B, from F to W, and from B to W.
-      working_set: bytes that exist at once while B and W run, beside what is kept.
+      working_set: bytes that exist at once while a pass runs, beside what is kept.
+      fused_working_set: the same where B and W run as one.
     """
 
     f: Pass
@@ -91,6 +92,7 @@ class LayerSizes(NamedTuple):
     until_w: Linear
     crossing: Linear
     working_set: Linear
+    fused_working_set: Linear
 
 
 class Sizes(NamedTuple):

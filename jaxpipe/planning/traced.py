@@ -67,7 +67,8 @@ class _CountedLayer:
         self.passes, self.parameters = _passes(kind.split, axes, size), parameters
         kept = kind.split.until_b, kind.split.until_w, kind.split.crossing
         self.kept = [tree_bytes(list(one)) for one in kept]
-        self.live = max(one.live for one in self.passes)
+        f, b, w, fused = (one.live for one in self.passes)
+        self.live, self.fused_live = max(f, b, w), max(f, fused)
 
 
 class _Trace:
@@ -110,7 +111,7 @@ class _Trace:
 
 
 def _passes(split: Split, axes: dict[str, int], size: int) -> list[Counted]:
-    """F, B and W of a layer."""
+    """F, B and W of a layer, and both backwards as one."""
     forward, backward = split.traced.forward.jaxpr, split.traced.backward.jaxpr
     kept = [*split.kept_until_b, *split.kept_until_w]
     weights = forward.invars[: split.traced.params.num_leaves]
@@ -122,23 +123,25 @@ def _passes(split: Split, axes: dict[str, int], size: int) -> list[Counted]:
 
     def counted(eqns: Sequence[Any], outputs: Sequence[Any], slots: set[Any], own: Any) -> Counted:
         given = {"axis_sizes": axes, "parameters": own, "parameter_bytes": float(size)}
-        return count(eqns, outputs, slots=slots, **given)
+        return count(eqns, outputs, slots=slots, stored=dparams, **given)
 
     f_eqns = jaxprs.needed(forward.eqns, returned)
     crosses = set(split.crosses)
     dx, dparams = backward.outvars[: split.traced.num_x], backward.outvars[split.traced.num_x :]
+    dparams = [v for v in dparams if jaxprs.is_var(v)]
     return [
         counted(f_eqns, returned, set(kept), weights),
         counted(split.b, [*dx, *split.crosses], from_slots | crosses, of_weights),
         counted([*split.again, *split.w], dparams, from_slots | crosses, of_weights),
+        counted([*split.b, *split.w], [*dx, *dparams], from_slots, of_weights),
     ]
 
 
 def _layer(few: _CountedLayer, many: _CountedLayer) -> LayerSizes:
-    f, b, w = map(_pass, few.passes, many.passes)
+    f, b, w = map(_pass, few.passes[:3], many.passes[:3])
     until_b, until_w, crossing = map(_line, few.kept, many.kept)
-    live = _line(few.live, many.live)
-    return LayerSizes(f, b, w, few.parameters, until_b, until_w, crossing, live)
+    live, fused = _line(few.live, many.live), _line(few.fused_live, many.fused_live)
+    return LayerSizes(f, b, w, few.parameters, until_b, until_w, crossing, live, fused)
 
 
 def _pass(few: Counted, many: Counted) -> Pass:

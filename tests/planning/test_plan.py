@@ -29,7 +29,8 @@ def synthetic(layers: int = 4, width: int = 4096) -> ModelSizes:
     def sizes(times: int, kept: int) -> Sizes:
         until = Linear(0, kept * activation.per_row)
         layer = LayerSizes(
-            matmuls(1), matmuls(times), matmuls(1), weights, until, nothing, activation, until
+            *(matmuls(1), matmuls(times), matmuls(1), weights),
+            *(until, nothing, activation, until, until),
         )
         vocabulary = 32000 * width
         return Sizes(
