@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 CONFIG ?= configs/gpt-tiny.yaml
 
-.PHONY: setup train test test-fast test-all test-faults test-parity test-browser test-newest lint types bench study-breadth-first study-layered study-pipemare study-hanayo study-controllable-memory study-stability gpu-environment gpu-compile gpu-roofline plan-memory figures docs
+.PHONY: setup train test test-fast test-all test-faults test-parity test-browser test-newest lint types bench study-breadth-first study-layered study-pipemare study-pipemare-quality study-hanayo study-controllable-memory study-stability gpu-environment gpu-compile gpu-roofline plan-memory figures docs
 
 setup: $(INSTALLED)
 
@@ -77,6 +77,9 @@ study-pipemare: setup
 	$(BIN)/python -m train.prepare --config configs/translate-tiny-pipemare.yaml
 	$(BIN)/python -m benchmarks.pipemare_study --config configs/resnet-digits-pipemare.yaml $(ARGS)
 	$(BIN)/python -m benchmarks.pipemare_study --config configs/translate-tiny-pipemare.yaml $(ARGS)
+
+study-pipemare-quality: setup
+	$(BIN)/python -m benchmarks.studies.pipemare_quality $(ARGS)
 
 study-breadth-first: setup
 	$(BIN)/python -m benchmarks.studies.breadth_first $(ARGS)
