@@ -15,6 +15,10 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import jax
+import jax.numpy as jnp
+import optax
+
 from train import configured
 from train.config import Config
 from train.errors import Failure
@@ -78,12 +82,13 @@ class Gauge:
 
     def __init__(self, setup: Setup, path: Path) -> None:
         self._setup, self._every = setup, setup.config.train.noise_every
-        self._found, self._norm = _last(path) if self._every else Noise(), None
+        self._found = _last(path) if self._every else Noise()
+        self._norm: jax.stages.Compiled | None = None
 
     def compile(self) -> None:
         """Compiles what it runs, once."""
         if self._every and self._norm is None:
-            self._norm = self._setup.compile_microbatch_norm()
+            self._norm = microbatch_norm(self._setup)
 
     def before(self, step: int, carried: Any, batch: Any, rng: Any) -> dict[str, Any]:
         """Runs a microbatch of a step; what it finds belongs to the step's values."""
@@ -107,6 +112,28 @@ class Gauge:
         """In tokens, or what else a row has."""
         rows = self._found.rows
         return None if rows is None else rows * self._setup.task.units_per_row
+
+
+def microbatch_norm(setup: Setup) -> jax.stages.Compiled:
+    """Compiles ``(state, batch, rng) -> norm``, of the gradient of a step's first microbatch.
+
+    Every microbatch is that one, so that the pipeline runs as it does in a step.
+    """
+    number = setup.schedule.num_microbatches
+
+    def first(leaf):
+        rows = leaf.reshape(-1, number, *leaf.shape[1:])
+        return jnp.broadcast_to(rows[:, :1], rows.shape).reshape(leaf.shape)
+
+    def norm(state, batch, rng):
+        batch = jax.tree.map(first, batch)
+        batch = jax.lax.with_sharding_constraint(batch, setup.pipe.batch_sharding)
+        _, grads = setup.pipe.value_and_grad(state.params, batch, rng, states=state.layers)
+        return optax.tree.norm(grads)
+
+    rng = jax.eval_shape(lambda: setup.rng(0))
+    jitted = jax.jit(norm, out_shardings=setup.replicated)
+    return jitted.lower(setup.state_shapes, setup.batch_shapes, rng).compile()
 
 
 def _last(path: Path) -> Noise:

@@ -332,32 +332,6 @@ class Setup:
         new = self.pipe.update(self.optimizer, grads, optimizer, params)
         return value, *new, optax.tree.norm(grads)
 
-    @cached_property
-    def microbatch_norm(self):
-        """``(state, batch, rng) -> norm``, jitted: that of the gradient of a step's first
-        microbatch.
-
-        Every microbatch is that one, so that the pipeline runs as it does in a step.
-        """
-        number = self.schedule.num_microbatches
-
-        def first(leaf):
-            rows = leaf.reshape(-1, number, *leaf.shape[1:])
-            return jnp.broadcast_to(rows[:, :1], rows.shape).reshape(leaf.shape)
-
-        def norm(state, batch, rng):
-            batch = jax.tree.map(first, batch)
-            batch = jax.lax.with_sharding_constraint(batch, self.pipe.batch_sharding)
-            _, grads = self.pipe.value_and_grad(state.params, batch, rng, states=state.layers)
-            return optax.tree.norm(grads)
-
-        return jax.jit(norm, out_shardings=self.replicated)
-
-    def compile_microbatch_norm(self):
-        """Compiles `microbatch_norm`."""
-        rng = jax.eval_shape(lambda: self.rng(0))
-        return self.microbatch_norm.lower(self.state_shapes, self.batch_shapes, rng).compile()
-
     def compile(self):
         """Compiles `train_step`; the result is called like it and knows its memory."""
         rng = jax.eval_shape(lambda: self.rng(0))

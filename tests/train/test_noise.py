@@ -13,7 +13,7 @@ import jaxpipe
 from models import gpt
 from train import checks
 from train.config import Config
-from train.noise import Noise, failures
+from train.noise import Noise, failures, microbatch_norm
 from train.step import Setup
 
 CONFIG = {
@@ -81,7 +81,7 @@ def test_the_norm_is_that_of_the_first_microbatch_of_all_data_shards(schedule, z
     state = setup.init()
     tokens = np.random.default_rng(0).integers(50, size=(12, 9), dtype=np.int32)
     given = jax.device_put({"tokens": tokens}, setup.pipe.batch_sharding)
-    found = setup.compile_microbatch_norm()(state, given, setup.rng(0))
+    found = microbatch_norm(setup)(state, given, setup.rng(0))
     # A shard has six rows, of which every third belongs to a microbatch.
     own = tokens[[0, 3, 6, 9]]
     model = gpt.model(gpt.GPTConfig(**CONFIG["model"]))
