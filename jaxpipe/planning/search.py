@@ -17,7 +17,7 @@ from jaxpipe.planning import memory, step
 from jaxpipe.planning.candidates import SCHEDULES, plans
 from jaxpipe.planning.devices import Cluster
 from jaxpipe.planning.plans import Placed, Plan
-from jaxpipe.planning.sizes import ModelSizes
+from jaxpipe.planning.sizes import PASSES, ModelSizes, Sizes
 from jaxpipe.schedule.problems import ArgumentError, Problem, refuse
 
 FINALISTS = 8
@@ -90,14 +90,19 @@ class Found(NamedTuple):
     def model_flops_share(self) -> float:
         """Matmuls of F, B and W without recomputation, of the devices' data-sheet peak."""
         plan, cluster = self.plan, self.placed.cluster
-        sizes = self.placed.model.variants[plan.context, plan.tensor, "none"]
-        layer = sum(
-            getattr(sizes.layers[kind], one).flops(plan.rows)
-            for kind in sizes.kind_of
-            for one in "fbw"
+        least = min(
+            _model_flops(sizes, plan.rows)
+            for (context, tensor, _), sizes in self.placed.model.variants.items()
+            if (context, tensor) == (plan.context, plan.tensor)
         )
-        flops = (layer + sizes.head.flops(plan.rows)) * plan.sharing * plan.microbatches * plan.data
+        flops = least * plan.sharing * plan.microbatches * plan.data
         return flops / (self.step_seconds * cluster.device.flops * cluster.count)
+
+
+def _model_flops(sizes: Sizes, rows: int) -> float:
+    """Matmuls for a microbatch on the devices of a layer; recomputation only adds to them."""
+    passes = [getattr(sizes.layers[kind], name) for kind in sizes.kind_of for name in PASSES]
+    return sum(one.flops(rows) for one in (*passes, sizes.head))
 
 
 Objective = Callable[[Found], float]

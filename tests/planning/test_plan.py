@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 from collections import Counter
 from importlib.metadata import EntryPoint
@@ -31,6 +32,7 @@ def synthetic(layers: int = 4, width: int = 4096) -> ModelSizes:
         layer = LayerSizes(
             *(matmuls(1), matmuls(times), matmuls(1), weights),
             *(until, nothing, activation, until, until),
+            ((12 * width, width),),
         )
         vocabulary = 32000 * width
         return Sizes(
@@ -52,6 +54,20 @@ def exhaustive(model: ModelSizes, cluster: devices.Cluster, goal: search.Goal):
 @pytest.fixture(scope="module")
 def model() -> ModelSizes:
     return synthetic()
+
+
+def test_model_flops_count_no_recomputation(model):
+    """Also where only a policy that recomputes was counted, as far as it is known."""
+    cluster, goal = devices.cluster("h100", 4, memory=60e9), search.Goal(None, (16,))
+    best = search.search(model, [cluster], goal).best
+    matmul = 2.0 * 12 * 4096**2 * 2048
+    for found in best:
+        per_row = (3 * model.num_layers + 1) * matmul
+        spent = per_row * 16 / (found.step_seconds * 4 * cluster.device.flops)
+        assert found.model_flops_share == pytest.approx(spent)
+    full = {key: one for key, one in model.variants.items() if key[2] == "full"}
+    alone = dataclasses.replace(model, variants=full)
+    assert search.search(alone, [cluster], goal).best[0].model_flops_share > 0
 
 
 @pytest.mark.parametrize("objective", ["time", "memory"])
