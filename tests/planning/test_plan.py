@@ -147,6 +147,8 @@ def test_schedules_are_compared_on_a_mesh(model, tmp_path, capsys):
     whole = f"{1e3 * exact.step_seconds:.4g}"
     (row,) = [line for line in printed.splitlines() if "1f1b " in line and whole in line]
     assert f"{1e3 * exact.seconds['transfers']:.4g}" in row
+    assert cli.main(["compare", "1f1b", *arguments[4:]]) == 0
+    assert row in capsys.readouterr().out.splitlines()
     for wrong, text in (
         (["--batch", "31"], "--batch 31 must be rows for --microbatches 4 on --data 2 shards"),
         (["--layers", "4"], "--layers 4 does not go with --layer-model"),
