@@ -12,6 +12,7 @@ import pytest
 from jaxpipe import cli
 from jaxpipe.errors import ArgumentError
 from jaxpipe.planning import candidates, configurations, devices, search
+from jaxpipe.planning.found import OBJECTIVES, Found, Goal
 from jaxpipe.planning.plans import Placed, Plan
 from jaxpipe.planning.sizes import Kernel, LayerSizes, Linear, ModelSizes, Pass, Sizes
 from train import checks, configured, plan
@@ -43,7 +44,7 @@ def synthetic(layers: int = 4, width: int = 4096) -> ModelSizes:
     return ModelSizes("synthetic", 2048, 4, 2, 2, 32, 8192, variants)
 
 
-def exhaustive(model: ModelSizes, cluster: devices.Cluster, goal: search.Goal):
+def exhaustive(model: ModelSizes, cluster: devices.Cluster, goal: Goal):
     """Every plan that fits, with its published order."""
     skipped = Counter[str]()
     plans = candidates.plans(model, cluster, goal.batches, skipped)
@@ -58,7 +59,7 @@ def model() -> ModelSizes:
 
 def test_model_flops_count_no_recomputation(model):
     """Also where only a policy that recomputes was counted, as far as it is known."""
-    cluster, goal = devices.cluster("h100", 4, memory=60e9), search.Goal(None, (16,))
+    cluster, goal = devices.cluster("h100", 4, memory=60e9), Goal(None, (16,))
     best = search.search(model, [cluster], goal).best
     matmul = 2.0 * 12 * 4096**2 * 2048
     for found in best:
@@ -73,9 +74,9 @@ def test_model_flops_count_no_recomputation(model):
 @pytest.mark.parametrize("objective", ["time", "memory"])
 def test_no_plan_is_missed(model, objective):
     cluster = devices.cluster("h100", 4, memory=60e9)
-    goal = search.Goal(1e9, (16,), objective=objective)
+    goal = Goal(1e9, (16,), objective=objective)
     result = search.search(model, [cluster], goal)
-    value = search.OBJECTIVES[objective]
+    value = OBJECTIVES[objective]
     everything = exhaustive(model, cluster, goal)
     least = min(map(value, everything))
     # Of the finalists, each with the order that would run, one had the least with published orders.
@@ -89,7 +90,7 @@ def test_no_plan_is_missed(model, objective):
 
 def test_the_front_is_one(model):
     cluster = devices.cluster("h100", 4)
-    front = search.search(model, [cluster], search.Goal(1e9, (16,))).front
+    front = search.search(model, [cluster], Goal(1e9, (16,))).front
     for one, other in itertools.permutations(front, 2):
         assert one.train_seconds < other.train_seconds or one.device_bytes < other.device_bytes
     assert len(front) > 1
@@ -97,7 +98,7 @@ def test_the_front_is_one(model):
 
 def test_what_a_plan_needs_at_least_is_never_more_than_it_needs(model):
     cluster = devices.cluster("h100", 4)
-    goal = search.Goal(None, (16,))
+    goal = Goal(None, (16,))
     for one in exhaustive(model, cluster, goal)[::7]:
         assert search.least_bytes(one.placed) <= one.device_bytes
         assert search.step.least_seconds(one.placed) <= one.step_seconds * (1 + 1e-9)
@@ -105,7 +106,7 @@ def test_what_a_plan_needs_at_least_is_never_more_than_it_needs(model):
 
 def test_compiled_memory_replaces_what_was_predicted(model):
     cluster = devices.cluster("h100", 4, memory=60e9)
-    goal = search.Goal(1e9, (16,))
+    goal = Goal(1e9, (16,))
     result = search.search(model, [cluster], goal)
     first, second, *_ = result.best
     taken = {first.plan: 61e9, second.plan: 30e9}
@@ -120,7 +121,7 @@ def test_compiled_memory_replaces_what_was_predicted(model):
 def test_too_little_memory_is_refused(model):
     cluster = devices.cluster("h100", 4, memory=1e9)
     with pytest.raises(ArgumentError, match="is too little for any plan: the leanest needs"):
-        search.search(model, [cluster], search.Goal(None, (32,)))
+        search.search(model, [cluster], Goal(None, (32,)))
 
 
 def test_the_command_reads_a_file_of_sizes(model, tmp_path, capsys):
@@ -143,7 +144,7 @@ def test_schedules_are_compared_on_a_mesh(model, tmp_path, capsys):
     printed = capsys.readouterr().out
     plan_of_it = Plan(2, 2, 1, 1, 1, "1f1b", 1, 4, 4, "none", 3, 1, "unrolled")
     one = Placed(plan_of_it, model, devices.cluster("h100", 4))
-    exact = search.exact(search.Found(one, {}, {}, 1.0, exact=False))
+    exact = search.exact(Found(one, {}, {}, 1.0, exact=False))
     whole = f"{1e3 * exact.step_seconds:.4g}"
     (row,) = [line for line in printed.splitlines() if "1f1b " in line and whole in line]
     assert f"{1e3 * exact.seconds['transfers']:.4g}" in row
