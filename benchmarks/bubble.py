@@ -15,8 +15,8 @@ import functools
 import itertools
 import statistics
 import time
-from collections.abc import Iterator, Sequence
-from typing import Any, Literal
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Literal, NamedTuple
 from unittest import mock
 
 import jax
@@ -106,6 +106,35 @@ def sleeping_messages(pipe: jaxpipe.Pipeline, seconds: float) -> Iterator[None]:
         yield
 
 
+class Step(NamedTuple):
+    """A compiled step of sleeping layers.
+
+    Args:
+      run: runs it once, and returns the seconds that it took.
+      ticks: of its table.
+    """
+
+    run: Callable[[], float]
+    ticks: int
+
+
+def compiled(
+    schedule: Schedule,
+    layers: Sequence[Costs],
+    *,
+    message: float = 0.0,
+    layer_counts: Sequence[int] | None = None,
+) -> Step:
+    """Compiles a schedule with layers that take these seconds."""
+    model, params = sleeping_model(layers)
+    mesh = jaxpipe.make_mesh(stage=schedule.num_stages)
+    pipe = jaxpipe.Pipeline(model, params, schedule=schedule, mesh=mesh, layer_counts=layer_counts)
+    placed, batch = pipe.place(params), {"x": jnp.ones((schedule.num_microbatches, WIDTH))}
+    with sleeping_messages(pipe, message):
+        step = jax.jit(pipe.value_and_grad).lower(placed, batch).compile()
+    return Step(lambda: harness.seconds(lambda: step(placed, batch))[0], pipe.table.num_ticks)
+
+
 def execute(
     schedule: Schedule,
     layers: Sequence[Costs],
@@ -119,14 +148,8 @@ def execute(
     Returns:
       The median time of a step, in seconds, and its ticks.
     """
-    model, params = sleeping_model(layers)
-    mesh = jaxpipe.make_mesh(stage=schedule.num_stages)
-    pipe = jaxpipe.Pipeline(model, params, schedule=schedule, mesh=mesh, layer_counts=layer_counts)
-    placed, batch = pipe.place(params), {"x": jnp.ones((schedule.num_microbatches, WIDTH))}
-    with sleeping_messages(pipe, message):
-        step = jax.jit(pipe.value_and_grad).lower(placed, batch).compile()
-    times = [harness.seconds(lambda: step(placed, batch))[0] for _ in range(rounds)]
-    return statistics.median(times), pipe.table.num_ticks
+    step = compiled(schedule, layers, message=message, layer_counts=layer_counts)
+    return statistics.median(step.run() for _ in range(rounds)), step.ticks
 
 
 def measure(

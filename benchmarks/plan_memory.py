@@ -23,7 +23,7 @@ from benchmarks import harness
 from jaxpipe.planning import search, step
 from jaxpipe.planning.configurations import read
 from jaxpipe.planning.devices import cluster
-from jaxpipe.planning.search import Found
+from jaxpipe.planning.found import Found, Goal
 
 CONFIGS = Path(__file__).parents[1] / "configs"
 DEVICES = {"gpt2-1.5b": 16, "llama-7b": 64, "llama3-8b": 32, "gpt-52b": 64, "mixtral-8x7b": 64}
@@ -59,7 +59,7 @@ def main(models: tuple[str, ...] = tuple(DEVICES), plans: int = 20) -> None:
     for name in models:
         configured, devices = read(CONFIGS / f"{name}.yaml"), cluster("h100", DEVICES[name])
         sizes = configured.sizes(1, lambda share: None)
-        goal = search.Goal(None, (sizes.batch_rows,))
+        goal = Goal(None, (sizes.batch_rows,))
         rows = []
         for found in search.search(sizes, [devices], goal, finalists=plans).best:
             costs = step.chunk_costs(found.placed)

@@ -24,9 +24,10 @@ from jaxpipe.errors import ArgumentError, refuse
 from jaxpipe.planning import measuring
 from jaxpipe.planning.calibration import Calibration, known
 from jaxpipe.planning.devices import cluster
+from jaxpipe.planning.found import Found, Goal
 from jaxpipe.planning.measuring import Runnable
 from jaxpipe.planning.plans import Plan
-from jaxpipe.planning.search import Found, Goal, search
+from jaxpipe.planning.search import search
 from jaxpipe.planning.sizes import ModelSizes, Sizes
 from jaxpipe.planning.step import chunk_costs
 from jaxpipe.planning.traced import sizes

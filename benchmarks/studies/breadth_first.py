@@ -20,7 +20,7 @@ import tyro
 from benchmarks import harness
 from benchmarks.studies import common
 from jaxpipe.planning import devices
-from jaxpipe.planning.search import Found, Goal
+from jaxpipe.planning.found import Found, Goal
 from jaxpipe.planning.sizes import ModelSizes
 from jaxpipe.schedule.simulate import Costs
 

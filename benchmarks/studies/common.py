@@ -19,9 +19,10 @@ from benchmarks import harness
 from jaxpipe.planning import step, traced, without_devices
 from jaxpipe.planning.candidates import plans
 from jaxpipe.planning.devices import Cluster
+from jaxpipe.planning.found import Found, Goal
 from jaxpipe.planning.plans import Placed, Plan
 from jaxpipe.planning.programs import Program, grown, table_of
-from jaxpipe.planning.search import Found, Goal, evaluated, least_bytes
+from jaxpipe.planning.search import evaluated, least_bytes
 from jaxpipe.planning.sizes import ModelSizes
 from jaxpipe.schedule.show.draw import save
 from jaxpipe.schedule.simulate import Costs, simulate

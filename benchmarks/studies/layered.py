@@ -18,9 +18,9 @@ import tyro
 from benchmarks import harness
 from benchmarks.studies import common
 from jaxpipe.planning import devices
+from jaxpipe.planning.found import Found, Goal
 from jaxpipe.planning.plans import Plan
 from jaxpipe.planning.programs import Program
-from jaxpipe.planning.search import Found, Goal
 from jaxpipe.planning.sizes import ModelSizes
 from jaxpipe.schedule.lowering.table import NONE
 from models import gpt

@@ -16,7 +16,8 @@ from jaxpipe.planning import configurations, step
 from jaxpipe.planning.calibration import find
 from jaxpipe.planning.configurations import COMPILED_FOR, Configured
 from jaxpipe.planning.devices import LAUNCH_SECONDS, USABLE_MEMORY, Cluster, Passes, cluster
-from jaxpipe.planning.search import FINALISTS, REASONS, Found, Goal, Result, compiled, search
+from jaxpipe.planning.found import Found, Goal
+from jaxpipe.planning.search import FINALISTS, REASONS, Result, compiled, search
 from jaxpipe.planning.sizes import ModelSizes
 from jaxpipe.schedule.problems import Problem, below_one, refuse
 

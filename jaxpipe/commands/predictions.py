@@ -13,8 +13,9 @@ from jaxpipe.commands.options import message
 from jaxpipe.planning import step
 from jaxpipe.planning.calibration import find
 from jaxpipe.planning.devices import cluster
+from jaxpipe.planning.found import Found
 from jaxpipe.planning.plans import UNROLLED_LAYERS, Placed, Plan
-from jaxpipe.planning.search import Found, exact
+from jaxpipe.planning.search import exact
 from jaxpipe.planning.sizes import ModelSizes
 from jaxpipe.schedule import catalog
 from jaxpipe.schedule.problems import ArgumentError, Problem, below_one, refuse

@@ -22,7 +22,7 @@ from jaxpipe.commands.options import (
 )
 from jaxpipe.commands.predictions import OnDevices, of_schedules, parts_table
 from jaxpipe.planning.candidates import SCHEDULES
-from jaxpipe.planning.search import Found
+from jaxpipe.planning.found import Found
 from jaxpipe.schedule import catalog
 from jaxpipe.schedule.generators.pipemare import ASYNCHRONOUS_METHODS
 from jaxpipe.schedule.partition import cut_layers

@@ -4,13 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from jaxpipe.planning.plans import Placed
+from jaxpipe.planning.plans import MASTER_BYTES, Placed
 from jaxpipe.planning.programs import Program, grown, table_of
 from jaxpipe.schedule.actions import Kind
 from jaxpipe.schedule.lowering.table import NONE
-
-_MASTER_BYTES = 4
-"""Of a gradient sum and of a moment of the optimizer: float32."""
 
 PARTS = (
     *("parameters", "copies", "optimizer", "gradients", "residuals", "crossing", "inboxes"),
@@ -41,11 +38,11 @@ def device_bytes(placed: Placed, program: Program) -> Mapping[str, float]:
         found["copies"] = slots["gathers"] * chunk * model.compute_bytes + outer * size
     elif model.compute_bytes != size:
         found["copies"] = stage * model.compute_bytes
-    found["optimizer"] = _MASTER_BYTES * model.moments * (stage + outer) / split[1]
+    found["optimizer"] = MASTER_BYTES * model.moments * (stage + outer) / split[1]
     sums = slots["reduces"] * chunk if plan.zero >= 2 else stage
     # What is reduced after the last tick takes the room of activations that are gone by then.
     reduced = stage / parts if plan.zero and slots["reduced in ticks"] else 0.0
-    found["gradients"] = _MASTER_BYTES * (sums + outer + reduced)
+    found["gradients"] = MASTER_BYTES * (sums + outer + reduced)
     found["residuals"] = layers * sum(
         slots[name] * placed.mean(name) for name in ("until_b", "until_w")
     )
@@ -58,7 +55,7 @@ def device_bytes(placed: Placed, program: Program) -> Mapping[str, float]:
         found["moving"] += slots["gathering"] * both * model.compute_bytes
     if plan.data * plan.context > 1:
         reducing = both if plan.zero else placed.layer_parameters
-        found["moving"] += slots["reducing"] * reducing * _MASTER_BYTES
+        found["moving"] += slots["reducing"] * reducing * MASTER_BYTES
     head = sizes.head_working_set.at(plan.rows)
     held = outer / sizes.outer_parameters if sizes.outer_parameters else 1.0
     fused = Kind.BW in table_of(program).passes

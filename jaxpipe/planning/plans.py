@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from functools import cached_property
 
 from jaxpipe.planning.devices import Cluster
 from jaxpipe.planning.sizes import ModelSizes, Sizes
+from jaxpipe.schedule.lowering.under_layers import dividing_shares
 
+MASTER_BYTES = 4
+"""Of a gradient sum and of a moment of the optimizer: float32."""
 UNROLLED_LAYERS = 8
 """Layers per stage up to which one array per layer is worth compiling (docs/benchmarks.md)."""
 
@@ -105,6 +109,13 @@ class Placed:
         split = self.sizes.outer_split
         return self.sizes.outer_parameters - split + split / self.plan.stage
 
+    @cached_property
+    def shares(self) -> int:
+        """The most shares in which a layer may move over data; those that differ move whole."""
+        if len(self.sizes.layers) > 1:
+            return 1
+        return _shares(self.sizes.layers[0].shapes, self.plan.parts)
+
     def mean(self, name: str) -> float:
         """Bytes of `LayerSizes` of the plan's rows: the mean, if layers differ."""
         return self.model.mean(self.variant, name).at(self.plan.rows)
@@ -143,6 +154,14 @@ class Placed:
     def replica_link(self) -> float:
         """Between the replicas of a part."""
         return self.cluster.link(self._near * self.plan.stage * self.plan.replica)
+
+
+@functools.lru_cache(maxsize=1024)
+def _shares(shapes: tuple[tuple[int, ...], ...], parts: int) -> int:
+    """Data shards split the first dimension that divides."""
+    split = [next((n // parts for n in shape if n and n % parts == 0), 0) for shape in shapes]
+    sizes = [MASTER_BYTES * math.prod(shape) for shape in shapes]
+    return dividing_shares(list(zip(sizes, split, strict=True)))
 
 
 def divisors(number: int) -> list[int]:

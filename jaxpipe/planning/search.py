@@ -10,12 +10,12 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
 
 from jaxpipe.planning import memory, step
 from jaxpipe.planning.candidates import SCHEDULES, plans
 from jaxpipe.planning.devices import Cluster
+from jaxpipe.planning.found import OBJECTIVES, Found, Goal, front
 from jaxpipe.planning.plans import Placed, Plan
 from jaxpipe.planning.sizes import ModelSizes
 from jaxpipe.schedule.problems import ArgumentError, Problem, refuse
@@ -42,101 +42,6 @@ REASONS = {
     "late": "slower than the best, with its bubble",
 }
 """Why plans are out, in a word, and the word explained."""
-
-
-class Found(NamedTuple):
-    """A plan with what is predicted of it.
-
-    Args:
-      placed: the plan, its model and cluster.
-      seconds: of a step, by part.
-      bytes: of a device, by part.
-      steps: optimizer steps of the training.
-      exact: whether it was timed as it would run.
-      compiled_bytes: of a device, by the compiler; None if it was not compiled.
-    """
-
-    placed: Placed
-    seconds: Mapping[str, float]
-    bytes: Mapping[str, float]
-    steps: float
-    exact: bool
-    compiled_bytes: float | None = None
-
-    @property
-    def plan(self) -> Plan:
-        return self.placed.plan
-
-    @property
-    def step_seconds(self) -> float:
-        return step.total(self.seconds)
-
-    @property
-    def device_bytes(self) -> float:
-        """As compiled, or else as predicted."""
-        return step.total(self.bytes) if self.compiled_bytes is None else self.compiled_bytes
-
-    @property
-    def train_seconds(self) -> float:
-        """Until the training ends."""
-        return self.steps * self.step_seconds
-
-    @property
-    def dollars(self) -> float:
-        """Of all devices until then."""
-        return self.train_seconds * self.placed.cluster.dollars_per_second
-
-    @property
-    def model_flops_share(self) -> float:
-        """Matmuls of F, B and W without recomputation, of the devices' data-sheet peak."""
-        plan, cluster = self.plan, self.placed.cluster
-        sizes = self.placed.model.variants[plan.context, plan.tensor, "none"]
-        layer = sum(
-            getattr(sizes.layers[kind], one).flops(plan.rows)
-            for kind in sizes.kind_of
-            for one in "fbw"
-        )
-        flops = (layer + sizes.head.flops(plan.rows)) * plan.sharing * plan.microbatches * plan.data
-        return flops / (self.step_seconds * cluster.device.flops * cluster.count)
-
-
-Objective = Callable[[Found], float]
-OBJECTIVES: Mapping[str, Objective] = {
-    "time": lambda found: found.train_seconds,
-    "cost": lambda found: found.dollars,
-    "memory": lambda found: found.device_bytes,
-}
-
-
-@dataclasses.dataclass(frozen=True)
-class Goal:
-    """What is trained.
-
-    Args:
-      tokens: to see, at a batch far below the critical one; None for one step.
-      batches: rows of a step that may be chosen.
-      critical_tokens: the critical batch; None if every token counts the same in any batch.
-      objective: a name in `OBJECTIVES`.
-    """
-
-    tokens: float | None
-    batches: tuple[int, ...]
-    critical_tokens: float | None = None
-    objective: str = "time"
-
-    def steps(self, batch_tokens: float) -> float:
-        """Optimizer steps: E_min (1 / B + 1 / B_crit) of McCandlish et al. 2018, equation 2.11.
-
-        Example:
-          >>> Goal(1e9, (8,), critical_tokens=1e6).steps(1e6)
-          2000.0
-        """
-        if self.tokens is None:
-            return 1.0
-        per_token = 1 / batch_tokens
-        if self.critical_tokens is not None:
-            per_token += 1 / self.critical_tokens
-        return self.tokens * per_token
 
 
 @dataclasses.dataclass(frozen=True)
@@ -346,19 +251,6 @@ def compiled(
 
 def _fits(found: Found) -> bool:
     return found.device_bytes <= found.placed.cluster.memory_bytes
-
-
-def front(found: Sequence[Found]) -> tuple[Found, ...]:
-    """The plans that no other one beats in time, memory and cost at once, by time."""
-    kept: list[Found] = []
-    for one in sorted(found, key=lambda one: (one.train_seconds, one.device_bytes)):
-        beaten = any(
-            other.device_bytes <= one.device_bytes and other.dollars <= one.dollars
-            for other in kept
-        )
-        if not beaten:
-            kept.append(one)
-    return tuple(kept)
 
 
 def _refuse_none(placed: Sequence[Placed], clusters: Sequence[Cluster], goal: Goal) -> None:

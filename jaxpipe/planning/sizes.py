@@ -82,6 +82,7 @@ class LayerSizes(NamedTuple):
       until_b, until_w, crossing: bytes that are kept from F to B, from F to W, and from B to W.
       working_set: bytes that exist at once while a pass runs, beside what is kept.
       fused_working_set: the same where B and W run as one.
+      shapes: of its parameters, as the device has them without shards over data.
     """
 
     f: Pass
@@ -93,6 +94,7 @@ class LayerSizes(NamedTuple):
     crossing: Linear
     working_set: Linear
     fused_working_set: Linear
+    shapes: tuple[tuple[int, ...], ...]
 
 
 class Sizes(NamedTuple):
@@ -214,8 +216,13 @@ def _sizes(data: Any) -> Sizes:
 
 
 def _layer(data: Any) -> LayerSizes:
-    f, b, w, parameters, *kept = data
-    return LayerSizes(_pass(f), _pass(b), _pass(w), parameters, *(Linear(*one) for one in kept))
+    f, b, w, parameters, *kept, shapes = data
+    until_b, until_w, crossing, split, fused = (Linear(*one) for one in kept)
+    return LayerSizes(
+        *(_pass(f), _pass(b), _pass(w), parameters),
+        *(until_b, until_w, crossing, split, fused),
+        tuple(map(tuple, shapes)),
+    )
 
 
 def _pass(data: Any) -> Pass:

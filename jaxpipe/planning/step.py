@@ -22,10 +22,9 @@ from functools import lru_cache
 import numpy as np
 
 from jaxpipe.planning.devices import LAUNCH_SECONDS, Cluster
-from jaxpipe.planning.plans import Placed
+from jaxpipe.planning.plans import MASTER_BYTES, Placed
 from jaxpipe.planning.programs import Program, grown, relative, table_of
 from jaxpipe.planning.sizes import ModelSizes, Pass
-from jaxpipe.schedule.lowering.under_layers import most_shares
 from jaxpipe.schedule.neighbors import replay, work_of
 from jaxpipe.schedule.simulate import Costs, simulate
 
@@ -33,7 +32,6 @@ PARTS = ("layers", "head", "waits", "transfers", "update")
 """Of a step: layers that run; embedding and head; stages that wait for each other; gathers and
 reductions that nothing hides; the optimizer and what follows it."""
 
-_SUM_BYTES = 4
 _X_SUMS = 3
 """Sums over stages of an activation per microbatch: it enters, leaves, and its gradient leaves."""
 
@@ -119,8 +117,8 @@ def _of_weights(placed: Placed) -> tuple[float, float]:
     size, read = placed.layer_parameters, placed.model.compute_bytes
     if plan.weights == "unrolled":
         added = 3 if plan.zero >= 2 else 1
-        return 0.0, added * _SUM_BYTES * size / bandwidth
-    return 2 * read * size / bandwidth, 5 * _SUM_BYTES * size / bandwidth
+        return 0.0, added * MASTER_BYTES * size / bandwidth
+    return 2 * read * size / bandwidth, 5 * MASTER_BYTES * size / bandwidth
 
 
 def transfer(placed: Placed) -> Transfer:
@@ -131,7 +129,7 @@ def transfer(placed: Placed) -> Transfer:
     latency = placed.cluster.device.latency if parts > 1 else 0.0
     gather = latency + size * placed.model.compute_bytes * share / placed.data_link
     times = 1 if plan.zero else 2  # a sum scatters and gathers
-    reduce = times * (latency + _SUM_BYTES * size * share / placed.data_link)
+    reduce = times * (latency + MASTER_BYTES * size * share / placed.data_link)
     gather = gather if plan.zero == 3 else 0.0
     return Transfer(gather, reduce + _among_copies(placed, size))
 
@@ -139,7 +137,7 @@ def transfer(placed: Placed) -> Transfer:
 def _among_copies(placed: Placed, size: float) -> float:
     """Seconds in which what data shards have of a gradient is summed over replicas and context."""
     plan = placed.plan
-    own = _SUM_BYTES * (size / plan.parts if plan.zero else size)
+    own = MASTER_BYTES * (size / plan.parts if plan.zero else size)
     seconds = 2 * (plan.replica - 1) / plan.replica * own / placed.replica_link
     return seconds + 2 * (plan.context - 1) / plan.context * own / placed.sharing_links[0]
 
@@ -158,7 +156,7 @@ def program_of(placed: Placed, *, published: bool = False, quick: bool = False) 
       quick: search little for slices, if the plan has any.
     """
     plan = placed.plan
-    shares = most_shares(_SUM_BYTES * placed.layer_parameters) if plan.weight_slots > 1 else 0
+    shares = placed.shares if plan.weight_slots > 1 else 0
     return Program(
         plan.schedule,
         plan.stage,
@@ -291,7 +289,7 @@ def _outer_transfer(placed: Placed) -> float:
     plan, parts = placed.plan, placed.plan.parts
     share, size = (parts - 1) / parts, placed.outer_parameters
     gathered = placed.model.parameter_bytes * size * share if plan.zero == 3 else 0.0
-    reduced = (1 if plan.zero else 2) * _SUM_BYTES * size * share
+    reduced = (1 if plan.zero else 2) * MASTER_BYTES * size * share
     return (gathered + reduced) / placed.data_link + _among_copies(placed, size)
 
 
@@ -313,7 +311,7 @@ def _update(placed: Placed) -> float:
 
 def update_bytes(parameters: float, parameter_bytes: int, moments: float) -> float:
     """What an optimizer reads and writes: parameters and moments both, gradients it reads."""
-    return parameters * (2 * parameter_bytes + _SUM_BYTES * (2 * moments + 1))
+    return parameters * (2 * parameter_bytes + MASTER_BYTES * (2 * moments + 1))
 
 
 def total(parts: Mapping[str, float]) -> float:

@@ -63,8 +63,9 @@ def sizes(
 class _CountedLayer:
     """One kind of layer for one number of rows."""
 
-    def __init__(self, kind: LayerKind, axes: dict[str, int], parameters: int, size: int) -> None:
-        self.passes, self.parameters = _passes(kind.split, axes, size), parameters
+    def __init__(self, kind: LayerKind, axes: dict[str, int], own: Shapes, size: int) -> None:
+        self.passes, self.parameters = _passes(kind.split, axes, size), _elements(own)
+        self.shapes = tuple(leaf.shape for leaf in jax.tree.leaves(own))
         kept = kind.split.until_b, kind.split.until_w, kind.split.crossing
         self.kept = [tree_bytes(list(one)) for one in kept]
         f, b, w, fused = (one.live for one in self.passes)
@@ -84,7 +85,7 @@ class _Trace:
         self.kind_of = layers.kind_of
         self.message = max(map(tree_bytes, layers.activations))
         self.layers = [
-            _CountedLayer(kind, self.axes, _elements(own.shape_of(kind.example)), self.size)
+            _CountedLayer(kind, self.axes, own.shape_of(kind.example), self.size)
             for kind in layers.kinds
         ]
         outer = fixed.setup.layout.outer
@@ -141,7 +142,8 @@ def _layer(few: _CountedLayer, many: _CountedLayer) -> LayerSizes:
     f, b, w = map(_pass, few.passes[:3], many.passes[:3])
     until_b, until_w, crossing = map(_line, few.kept, many.kept)
     live, fused = _line(few.live, many.live), _line(few.fused_live, many.fused_live)
-    return LayerSizes(f, b, w, few.parameters, until_b, until_w, crossing, live, fused)
+    kept = until_b, until_w, crossing, live, fused
+    return LayerSizes(f, b, w, few.parameters, *kept, few.shapes)
 
 
 def _pass(few: Counted, many: Counted) -> Pass:

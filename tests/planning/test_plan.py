@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 from collections import Counter
 from importlib.metadata import EntryPoint
@@ -11,6 +12,7 @@ import pytest
 from jaxpipe import cli
 from jaxpipe.errors import ArgumentError
 from jaxpipe.planning import candidates, configurations, devices, search
+from jaxpipe.planning.found import OBJECTIVES, Found, Goal
 from jaxpipe.planning.plans import Placed, Plan
 from jaxpipe.planning.sizes import Kernel, LayerSizes, Linear, ModelSizes, Pass, Sizes
 from train import checks, configured, plan
@@ -31,6 +33,7 @@ def synthetic(layers: int = 4, width: int = 4096) -> ModelSizes:
         layer = LayerSizes(
             *(matmuls(1), matmuls(times), matmuls(1), weights),
             *(until, nothing, activation, until, until),
+            ((12 * width, width),),
         )
         vocabulary = 32000 * width
         return Sizes(
@@ -41,7 +44,7 @@ def synthetic(layers: int = 4, width: int = 4096) -> ModelSizes:
     return ModelSizes("synthetic", 2048, 4, 2, 2, 32, 8192, variants)
 
 
-def exhaustive(model: ModelSizes, cluster: devices.Cluster, goal: search.Goal):
+def exhaustive(model: ModelSizes, cluster: devices.Cluster, goal: Goal):
     """Every plan that fits, with its published order."""
     skipped = Counter[str]()
     plans = candidates.plans(model, cluster, goal.batches, skipped)
@@ -54,12 +57,26 @@ def model() -> ModelSizes:
     return synthetic()
 
 
+def test_model_flops_count_no_recomputation(model):
+    """Also where only a policy that recomputes was counted, as far as it is known."""
+    cluster, goal = devices.cluster("h100", 4, memory=60e9), Goal(None, (16,))
+    best = search.search(model, [cluster], goal).best
+    matmul = 2.0 * 12 * 4096**2 * 2048
+    for found in best:
+        per_row = (3 * model.num_layers + 1) * matmul
+        spent = per_row * 16 / (found.step_seconds * 4 * cluster.device.flops)
+        assert found.model_flops_share == pytest.approx(spent)
+    full = {key: one for key, one in model.variants.items() if key[2] == "full"}
+    alone = dataclasses.replace(model, variants=full)
+    assert search.search(alone, [cluster], goal).best[0].model_flops_share > 0
+
+
 @pytest.mark.parametrize("objective", ["time", "memory"])
 def test_no_plan_is_missed(model, objective):
     cluster = devices.cluster("h100", 4, memory=60e9)
-    goal = search.Goal(1e9, (16,), objective=objective)
+    goal = Goal(1e9, (16,), objective=objective)
     result = search.search(model, [cluster], goal)
-    value = search.OBJECTIVES[objective]
+    value = OBJECTIVES[objective]
     everything = exhaustive(model, cluster, goal)
     least = min(map(value, everything))
     # Of the finalists, each with the order that would run, one had the least with published orders.
@@ -73,7 +90,7 @@ def test_no_plan_is_missed(model, objective):
 
 def test_the_front_is_one(model):
     cluster = devices.cluster("h100", 4)
-    front = search.search(model, [cluster], search.Goal(1e9, (16,))).front
+    front = search.search(model, [cluster], Goal(1e9, (16,))).front
     for one, other in itertools.permutations(front, 2):
         assert one.train_seconds < other.train_seconds or one.device_bytes < other.device_bytes
     assert len(front) > 1
@@ -81,7 +98,7 @@ def test_the_front_is_one(model):
 
 def test_what_a_plan_needs_at_least_is_never_more_than_it_needs(model):
     cluster = devices.cluster("h100", 4)
-    goal = search.Goal(None, (16,))
+    goal = Goal(None, (16,))
     for one in exhaustive(model, cluster, goal)[::7]:
         assert search.least_bytes(one.placed) <= one.device_bytes
         assert search.step.least_seconds(one.placed) <= one.step_seconds * (1 + 1e-9)
@@ -89,7 +106,7 @@ def test_what_a_plan_needs_at_least_is_never_more_than_it_needs(model):
 
 def test_compiled_memory_replaces_what_was_predicted(model):
     cluster = devices.cluster("h100", 4, memory=60e9)
-    goal = search.Goal(1e9, (16,))
+    goal = Goal(1e9, (16,))
     result = search.search(model, [cluster], goal)
     first, second, *_ = result.best
     taken = {first.plan: 61e9, second.plan: 30e9}
@@ -104,7 +121,7 @@ def test_compiled_memory_replaces_what_was_predicted(model):
 def test_too_little_memory_is_refused(model):
     cluster = devices.cluster("h100", 4, memory=1e9)
     with pytest.raises(ArgumentError, match="is too little for any plan: the leanest needs"):
-        search.search(model, [cluster], search.Goal(None, (32,)))
+        search.search(model, [cluster], Goal(None, (32,)))
 
 
 def test_the_command_reads_a_file_of_sizes(model, tmp_path, capsys):
@@ -127,10 +144,12 @@ def test_schedules_are_compared_on_a_mesh(model, tmp_path, capsys):
     printed = capsys.readouterr().out
     plan_of_it = Plan(2, 2, 1, 1, 1, "1f1b", 1, 4, 4, "none", 3, 1, "unrolled")
     one = Placed(plan_of_it, model, devices.cluster("h100", 4))
-    exact = search.exact(search.Found(one, {}, {}, 1.0, exact=False))
+    exact = search.exact(Found(one, {}, {}, 1.0, exact=False))
     whole = f"{1e3 * exact.step_seconds:.4g}"
     (row,) = [line for line in printed.splitlines() if "1f1b " in line and whole in line]
     assert f"{1e3 * exact.seconds['transfers']:.4g}" in row
+    assert cli.main(["compare", "1f1b", *arguments[4:]]) == 0
+    assert row in capsys.readouterr().out.splitlines()
     for wrong, text in (
         (["--batch", "31"], "--batch 31 must be rows for --microbatches 4 on --data 2 shards"),
         (["--layers", "4"], "--layers 4 does not go with --layer-model"),

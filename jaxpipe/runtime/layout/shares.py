@@ -18,10 +18,7 @@ from jax import lax
 
 from jaxpipe.runtime.layout.leaf import Leaf
 from jaxpipe.runtime.types import Index, Leaves
-from jaxpipe.schedule.lowering.under_layers import SMALLEST_SHARE, most_shares
-
-_WASTE = 0.05
-"""Bytes that may move in vain, as a part of a layer's: arrays that do not divide."""
+from jaxpipe.schedule.lowering.under_layers import SMALLEST_SHARE, dividing_shares
 
 
 class Share(NamedTuple):
@@ -32,14 +29,9 @@ class Share(NamedTuple):
 
 
 def most(layer: Leaves, smallest: float = SMALLEST_SHARE) -> int:
-    """The most shares in which a layer may move, as `most_shares` has them; fewer if too much of it
-    does not divide."""
+    """The most shares in which a layer may move (`dividing_shares`)."""
     leaves = [leaf.local for leaf in jax.tree.leaves(layer)]
-    total = sum(map(_bytes, leaves))
-    number = most_shares(total, smallest)
-    while (number - 1) * sum(_bytes(w) for w in leaves if not _divides(w, number)) > _WASTE * total:
-        number //= 2
-    return number
+    return dividing_shares([(_bytes(leaf), _length(leaf)) for leaf in leaves], smallest)
 
 
 def share_of(layer: Leaves, of: int) -> Leaves:
@@ -96,8 +88,13 @@ def _view(
 
 def _divides(leaf: Leaf, of: int) -> bool:
     """Whether data shards split the array, and shares what each of them has."""
-    dim = leaf.data_dim
-    return dim is not None and leaf.shape[dim] // leaf.data_parts % of == 0
+    length = _length(leaf)
+    return length > 0 and length % of == 0
+
+
+def _length(leaf: Leaf) -> int:
+    """How long a data shard's part of an array is in the dimension that shards split; or 0."""
+    return 0 if leaf.data_dim is None else leaf.shape[leaf.data_dim] // leaf.data_parts
 
 
 def _bytes(leaf: Leaf) -> int:

@@ -23,7 +23,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jaxpipe.runtime.barriers import tie
+from jaxpipe.runtime.barriers import after, tie
 from jaxpipe.runtime.layout.data_axis import average
 from jaxpipe.runtime.layout.whole_model import SHARED, frozen_part, outer_of
 from jaxpipe.runtime.tick import outer_phases
@@ -254,7 +254,11 @@ def tick(
         carried = carried.but(weights=weights.gather(fixed, carried.weights, row.gather))
     if moves.reduce:
         assert sink is not None
-        carried, reduced = sink.start(fixed, carried, row.reduce)
+        sums = sink.read(fixed, carried, row.reduce)
+        reduced = sink.start(fixed, sums)
+        # Layers come after what reads the sums that they write, or XLA copies the sums.
+        device = lax.axis_index(fixed.axes.names)
+        row = row._replace(cells=after(sums, row.cells, device))
     carried = outer_phases.enter(fixed, batch, carried, row.outer)
     carried, outputs = run_cells(fixed, batch, carried, row, arriving)
     # The pieces are there when the layers are done.

@@ -22,7 +22,7 @@ from jaxpipe.runtime.types import Arrays, Gradients, Index, Shapes, Stored, Tree
 from jaxpipe.schedule.lowering.table import Outer, Row, Transfer
 
 Pieces: TypeAlias = list[Stored]
-"""Reduced pieces of a chunk, this data shard's part."""
+"""Pieces of a chunk: their sums, or what they are reduced to, this data shard's part."""
 
 
 class GradientSink(abc.ABC):
@@ -65,8 +65,12 @@ class GradientSink(abc.ABC):
         """Shapes of what is on its way while layers run, and of what it is made from."""
         return []
 
-    def start(self, fixed: Fixed, carried: Carried, transfer: Transfer) -> tuple[Carried, Pieces]:
-        """The pieces that a tick reduces while its layers run."""
+    def read(self, fixed: Fixed, carried: Carried, transfer: Transfer) -> Pieces:
+        """The sums of the pieces that a tick reduces while its layers run."""
+        raise NotImplementedError
+
+    def start(self, fixed: Fixed, sums: Pieces) -> Pieces:
+        """The pieces, reduced."""
         raise NotImplementedError
 
     def finish(self, fixed: Fixed, carried: Carried, pieces: Pieces, transfer: Transfer) -> Carried:
@@ -134,21 +138,24 @@ class Summed(GradientSink):
         return pieces * reduces.group if self.reduces(fixed) and reduces.shared.any() else []
 
     @jax.named_scope("reduce")
-    def start(self, fixed: Fixed, carried: Carried, transfer: Transfer) -> tuple[Carried, Pieces]:
+    def read(self, fixed: Fixed, carried: Carried, transfer: Transfer) -> Pieces:
         params, sums, pieces = fixed.params, carried.gradients, []
         reduces = fixed.table.reduces
         leaves = share_of(params.piece, reduces.shares)
         empty = jax.tree.map(lambda leaf: jnp.zeros_like(leaf.struct()), leaves)
         for span, share in pieces_of(reduces, transfer):
-            # The sums pass through the loop, so that it comes before those that write them.
+
             def read(
                 chunk: Index, number: Index, sums: Arrays, _: Stored, share: Share | None = share
             ) -> Any:
                 return sums, params.read(sums, self._place(fixed, chunk, number, transfer, share))
 
-            sums, total = params.loop(span, read, sums, empty)
-            pieces.append(self._reduced(fixed, total, reduces.shares))
-        return carried.but(gradients=sums), pieces
+            pieces.append(params.loop(span, read, sums, empty)[1])
+        return pieces
+
+    @jax.named_scope("reduce")
+    def start(self, fixed: Fixed, sums: Pieces) -> Pieces:
+        return [self._reduced(fixed, total, fixed.table.reduces.shares) for total in sums]
 
     @jax.named_scope("store_reduced")
     def finish(self, fixed: Fixed, carried: Carried, pieces: Pieces, transfer: Transfer) -> Carried:

@@ -19,6 +19,8 @@ from jaxpipe.schedule.lowering.table import NONE, Transfer, Transfers
 SMALLEST_SHARE = 1 << 27
 """Bytes of parameters below which no part of a layer moves over data by itself: a collective of a
 few megabytes does not reach the bandwidth of its links."""
+_WASTE = 0.05
+"""Bytes that may move in vain, as a part of a layer's: arrays that do not divide."""
 
 
 class _Job(NamedTuple):
@@ -84,6 +86,28 @@ def most_shares(layer_bytes: float, smallest: float = SMALLEST_SHARE) -> int:
     while layer_bytes >= 2 * shares * smallest:
         shares *= 2
     return shares
+
+
+def dividing_shares(arrays: Sequence[tuple[float, int]], smallest: float = SMALLEST_SHARE) -> int:
+    """`most_shares` of a layer, or fewer if too much of it does not divide into them.
+
+    Args:
+      arrays: bytes of each, and how long a data shard's part of it is; 0 where shards split none.
+
+    Example:
+      >>> dividing_shares([(8.0, 6), (8.0, 4)], smallest=1.0), dividing_shares([(16.0, 1)], 1.0)
+      (2, 1)
+    """
+    total = sum(size for size, _ in arrays)
+    number = most_shares(total, smallest)
+
+    def in_vain() -> float:
+        whole = sum(size for size, length in arrays if not length or length % number)
+        return (number - 1) * whole
+
+    while in_vain() > _WASTE * total:
+        number //= 2
+    return number
 
 
 def _sizes(pieces: int, most_shares: int) -> Iterator[tuple[int, int]]:
