@@ -82,10 +82,12 @@ def test_the_page_frames_every_pair_from_its_forward_to_its_backward():
     for timeline in shown["timelines"]:
         framed = []
         for row, pairs in zip(timeline["parts"], timeline["pairs"], strict=True):
-            starts = {part[5]: k for k, part in enumerate(row)}
             for start, end in pairs:
-                forward, backward = row[starts[start]], row[starts[start] + 1]
-                assert backward[6] == end
+                forward, *backward = (part for part in row if start <= part[5] < end)
+                assert backward[-1][6] == end
+                of_backward = {part[1]: part[4] for part in backward}
+                assert "".join(of_backward) == "BW"  # one, or B and W
+                assert len({*of_backward.values(), forward[4]}) == 2
                 framed.append(forward[0])
         assert sorted(framed) == sorted(map(str, schedule.overlapped))
 

@@ -175,7 +175,8 @@ def _action(cell: str, where: str) -> Action:
         )
     raise ScheduleError(
         f"{where}: {shown} is not an action: write virtual stage, kind and microbatch, kind F, I "
-        "(backward for the input), W (for the weights) or B (both), for example '2F0'."
+        "(backward for the input), W (for the weights) or B (both), for example '2F0'; or an "
+        "overlapped pair, for example '(0F1;3B0)OVERLAP_F_B'."
     )
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from typing import NamedTuple
 
 from jaxpipe.schedule.actions import Action, Kind
@@ -53,13 +52,18 @@ def shade_of(kind: Kind, depth: float) -> str:
 
 
 def pairs(timeline: Timeline, stage: int) -> list[tuple[float, float]]:
-    """Start and end of the overlapped pairs of a stage, which are parts that follow each other."""
-    together = frozenset(timeline.schedule.overlapped)
-    return [
-        (forward.start, backward.end)
-        for forward, backward in itertools.pairwise(timeline.parts[stage])
-        if forward.action in together
-    ]
+    """Start and end of the overlapped pairs of a stage: a forward, and the part that follows it, or
+    all of its tick, where our program runs a full backward as B and W."""
+    together, row = frozenset(timeline.schedule.overlapped), timeline.parts[stage]
+    found = []
+    for k, forward in enumerate(row):
+        if forward.action not in together:
+            continue
+        last, tick = k + 1, forward.tick
+        while tick is not None and last + 1 < len(row) and row[last + 1].tick == tick:
+            last += 1
+        found.append((forward.start, row[last].end))
+    return found
 
 
 def stage_colors(num_stages: int) -> list[str]:
