@@ -18,10 +18,11 @@ import numpy as np
 import tyro
 
 import jaxpipe
-from benchmarks import gpu_compile, harness, memory
+from benchmarks import harness, memory
 from benchmarks.hlo import HloProgram
 from jaxpipe.runtime.layers.remat import REMAT_POLICIES
 from jaxpipe.runtime.measure.memory import compiled
+from jaxpipe.schedule.actions import Kind
 from jaxpipe.schedule.lowering.table import NONE
 from models import gpt
 
@@ -43,17 +44,16 @@ def model_flops(config: gpt.GPTConfig, tokens: int, remat: str) -> int:
 
 def compiled_flops(pipe: jaxpipe.Pipeline, program: HloProgram) -> int:
     """The same for a whole compiled step, on all devices."""
-    body = program.tick_loop()
-    if any(row.opcode == "dot" for row in program.reached(body, into_loops=False)):
+    bodies = program.tick_bodies().values()
+    if any(i.opcode == "dot" for body in bodies for i in program.reached(body, into_loops=False)):
         raise ValueError("A matmul runs in every tick, whatever the table says.")
-    loops = [row for row in program.computations[body] if row.opcode == "while"]
-    flops = {row.name: program.dot_flops(row.calls["body"]) for row in loops}
-    layers = [flops[row.name] for row in loops if gpu_compile.is_layer_loop(program, row)]
-    passes = pipe.table.passes.values()
-    runs = [int(np.sum(columns.hi - columns.lo)) for columns in passes]
-    head = sum(flops.values()) - sum(layers)
+    loops = [loop for body in bodies for loop in program.loops(body)]
+    flops = {loop.name: program.dot_flops(loop.calls["body"]) for loop in loops}
+    layers = {name: flops[loop.name] for name, (loop,) in program.layer_loops().items()}
+    runs = {kind: int(np.sum(cell.hi - cell.lo)) for kind, cell in pipe.table.passes.items()}
+    head = sum(flops.values()) - sum(layers.values())
     head *= int(np.sum(pipe.table.head != NONE)) * pipe.schedule.num_stages
-    return head + sum(n * count for n, count in zip(runs, layers, strict=True))
+    return head + sum(runs[Kind(name)] * count for name, count in layers.items())
 
 
 def main(names: tuple[str, ...] = NAMES, microbatches: int = 8) -> int:

@@ -39,7 +39,7 @@ from rich.console import Console
 from rich.table import Table
 
 import jaxpipe
-from benchmarks.hlo import HloProgram, Instruction
+from benchmarks.hlo import HloProgram, Instruction, pass_of
 from jaxpipe.planning.without_devices import GPUS_PER_HOST, h100s, use_gpu_flags
 from jaxpipe.runtime.measure import traced
 from jaxpipe.runtime.measure.memory import compiled, predicted_bytes
@@ -147,24 +147,16 @@ def collectives(program: HloProgram) -> list[Collective]:
             if row.opcode != opcode and '"is_sync":true' not in row.text:
                 ends = [i for i, later in enumerate(rows) if row.name in later.operands]
                 between = rows[position : min(i for i in ends if i > position)]
-                hidden_by = sum(is_layer_loop(program, i) for i in between)
+                hidden_by = sum(pass_of(later) is not None for later in between)
             found.append(Collective(opcode, max(row.bytes), body not in ticks, hidden_by))
     return found
-
-
-def is_layer_loop(program: HloProgram, row: Instruction) -> bool:
-    """Whether this is a loop over layers: one with matmuls, and not the embedding or the head,
-    which sum over stages."""
-    if row.opcode != "while":
-        return False
-    inside = {i.opcode for i in program.reached(row.calls["body"], into_loops=True)}
-    return "dot" in inside and not inside & {"all-reduce", "all-reduce-start"}
 
 
 def whole_buffers(program: HloProgram, shapes: set[tuple[int, ...]]) -> list[Instruction]:
     """The operations that copy, transpose or write a whole buffer in the tick loop."""
     found = []
-    for body in _loop_bodies(program, program.tick_loop()):
+    loops = (body for loop in program.tick_loops() for body in _loop_bodies(program, loop))
+    for body in loops:
         for row in program.computations[body]:
             inside = {i.opcode for i in _inside(program, row)}
             in_place = row.opcode == "fusion" and "dynamic-update-slice" in inside
@@ -187,25 +179,20 @@ class WeightTraffic:
     cast: int
 
 
-def weight_traffic(
-    program: HloProgram, shapes: set[tuple[int, ...]], num_loops: int
-) -> list[WeightTraffic]:
+def weight_traffic(program: HloProgram, shapes: set[tuple[int, ...]]) -> list[WeightTraffic]:
     """The traffic of a layer in F, B and W: the most that any of a pass's loops over layers writes.
 
     Args:
       program: the compiled step.
       shapes: of weights that are matrices, each sorted.
-      num_loops: loops over layers of a pass: one, or one per row of unrolled weights.
     """
-    loops = [
-        _traffic(program, row.calls["body"], shapes)
-        for row in program.computations[program.tick_bodies()["tick"]]
-        if is_layer_loop(program, row)
+    passes = [
+        [_traffic(program, loop.calls["body"], shapes) for loop in loops]
+        for loops in program.layer_loops().values()
     ]
-    passes = [loops[i : i + num_loops] for i in range(0, len(loops), num_loops)]
     return [
-        WeightTraffic(max(one.copied for one in rows), max(one.cast for one in rows))
-        for rows in passes
+        WeightTraffic(max(one.copied for one in loops), max(one.cast for one in loops))
+        for loops in passes
     ]
 
 
@@ -230,22 +217,23 @@ def _traffic(program: HloProgram, loop: str, shapes: set[tuple[int, ...]]) -> We
 
 def host_loops(thunks: str) -> int:
     """Loops of one tick that are in no CUDA graph: before each iteration the host waits for the
-    device to say whether there is one."""
+    device to say whether there is one. The most of any kind of tick."""
     rows = [
         (len(found[1]), found[2])
         for line in thunks.splitlines()
         if (found := re.match(r"(\s*)\d+: (k\w+)", line))
     ]
-    count, inside = 0, False
+    counts = [0]
     path: list[tuple[int, str]] = []
     for depth, kind in rows:
         while path and path[-1][0] >= depth:
             path.pop()
-        above = [name for _, name in path]
-        inside = above == ["kWhile"]  # the tick loop is the entry's only loop with loops in it
-        count += inside and kind == "kWhile"
+        if kind == "kWhile" and not path:
+            counts.append(0)
+        # The tick loops are the entry's only loops with loops in them.
+        counts[-1] += kind == "kWhile" and [name for _, name in path] == ["kWhile"]
         path.append((depth, kind))
-    return count
+    return max(counts)
 
 
 def _loop_bodies(program: HloProgram, computation: str) -> list[str]:
@@ -316,7 +304,6 @@ def measure(case: Case) -> dict:
     leaves = jax.tree.leaves(traced.buffers(pipe, batch))
     buffers = {_squeezed(leaf.shape) for leaf in leaves if math.prod(leaf.shape[:-1]) > 1}
     buffers -= {_squeezed(leaf.struct(sharded=s).shape) for leaf in piece for s in (False, True)}
-    rows = pipe.schedule.num_chunks * case.layers if case.weights == "unrolled" else 1
     predicted = predicted_bytes(pipe, batch)
     return {
         "case": str(case),
@@ -324,9 +311,7 @@ def measure(case: Case) -> dict:
         "slots": pipe.table.num_slots,
         "collectives": [dataclasses.asdict(found) for found in collectives(program)],
         "whole_buffers": [row.text[:200] for row in whole_buffers(program, buffers)],
-        "weight_traffic": [
-            dataclasses.asdict(found) for found in weight_traffic(program, weights, rows)
-        ],
+        "weight_traffic": [dataclasses.asdict(found) for found in weight_traffic(program, weights)],
         "instructions": sum(map(len, program.computations.values())),
         "host_loops": loops,
         "compiled_bytes": memory.temp_size_in_bytes + memory.output_size_in_bytes,

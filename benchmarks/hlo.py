@@ -3,20 +3,43 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 import re
 from collections.abc import Iterator
+from typing import NamedTuple
 
 _COMPUTATION = re.compile(r"^(ENTRY )?%?([\w.\-]+) \(.*\{$")
 _INSTRUCTION = re.compile(r"^\s+(?:ROOT )?%([\w.\-]+) = (.*?) ([a-z][\w\-]*)\(")
 _ARRAY = re.compile(r"\b(pred|[a-z]+(\d+)\w*)\[([\d,]*)\]")
 _NAME = re.compile(r"%([\w.\-]+)")
 _CONTRACTED = re.compile(r"lhs_contracting_dims=\{([\d,]*)\}")
-_TICKS = re.compile(r'/(tick(?:_gather)?(?:_reduce)?)/while"')
 _CALLED = re.compile(r"(body|condition|calls|to_apply)=%?([\w.\-]+)")
-
-
+_SCOPE = re.compile(
+    r"/(?:(tick_\w+)/while/body/(?:closed_call/)?)?"
+    r"(F|BW|B|W|R|enter|leave|embed_gradient|gather|reduce|store_gathered|store_reduced|meet|"
+    r"tick_\w+)"
+    r'(?:/chunk(\d+)(?:_layer(\d+))?)?/while"'
+)
 _PERMUTES = frozenset({"collective-permute", "collective-permute-start"})
+
+PASSES = ("F", "B", "BW", "W", "R")
+"""The scopes of loops over layers."""
+
+
+class Scope(NamedTuple):
+    """What `jax.named_scope` in `jaxpipe.runtime.tick` calls a loop.
+
+    Args:
+      tick: the name of the parts of the tick that it is in; None for a loop outside.
+      name: what the loop does; for one over ticks, the name of their parts.
+      chunk, layer: where it is of one chunk, or of one layer.
+    """
+
+    tick: str | None
+    name: str
+    chunk: int | None
+    layer: int | None
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -105,29 +128,57 @@ class HloProgram:
         sizes = (left.shapes[0][int(dim)] for dim in summed[1].split(",") if dim)
         return 2 * math.prod(dot.shapes[0]) * math.prod(sizes)
 
-    def tick_loop(self) -> str:
-        """The body of the one loop of the entry that contains the messages."""
+    def tick_loops(self) -> list[str]:
+        """The bodies of the entry's loops that contain messages: over ticks, or rounds of them."""
         bodies = [
             instruction.calls["body"]
             for instruction in self.reached(self.entry, into_loops=False)
             if instruction.opcode == "while"
         ]
-        (body,) = [
+        return [
             body
             for body in bodies
             if any(i.opcode in _PERMUTES for i in self.reached(body, into_loops=True))
         ]
+
+    def tick_loop(self) -> str:
+        """The only one of them."""
+        (body,) = self.tick_loops()
         return body
 
     def tick_bodies(self) -> dict[str, str]:
-        """The bodies of one tick, by name: ticks that move chunks over data have others."""
-        outer = self.tick_loop()
-        named = {
-            found[1]: row.calls["body"]
-            for row in self.computations[outer]
-            if row.opcode == "while" and (found := _TICKS.search(row.text))
+        """The computations that are one tick, by the name of its parts."""
+        return {
+            scope.tick: name
+            for name in self.computations
+            for loop in self.loops(name)
+            if (scope := scope_of(loop)) and scope.tick
         }
-        return named or {"tick": outer}
+
+    def layer_loops(self) -> dict[str, list[Instruction]]:
+        """The loops over layers of all bodies, by pass, in the order of `PASSES`."""
+        loops = [loop for body in self.tick_bodies().values() for loop in self.loops(body)]
+        found = {name: [one for one in loops if pass_of(one) == name] for name in PASSES}
+        return {name: some for name, some in found.items() if some}
+
+    def loops(self, computation: str) -> list[Instruction]:
+        """The loops of a computation."""
+        return [row for row in self.computations[computation] if row.opcode == "while"]
+
+
+@functools.cache
+def scope_of(loop: Instruction) -> Scope | None:
+    """The name of a loop; None if it has none."""
+    if (found := _SCOPE.search(loop.text)) is None:
+        return None
+    tick, name, *numbers = found.groups()
+    return Scope(tick, name, *(None if n is None else int(n) for n in numbers))
+
+
+def pass_of(row: Instruction) -> str | None:
+    """The pass that a loop over layers belongs to; None for what is not such a loop."""
+    scope = scope_of(row) if row.opcode == "while" else None
+    return scope.name if scope and scope.name in PASSES else None
 
 
 def _instruction(line: str, found: re.Match[str]) -> Instruction:

@@ -9,10 +9,8 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import re
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -21,7 +19,7 @@ import numpy as np
 import jaxpipe
 from benchmarks import plain_steps
 from benchmarks.gpu_compile import CONFIG, DATA, ROWS
-from benchmarks.hlo import HloProgram, Instruction
+from benchmarks.hlo import PASSES, HloProgram, Instruction, scope_of
 from benchmarks.kernels import Use
 from benchmarks.roofline import Roofline, Spent, known_trips, scaled, total
 from jaxpipe.planning.without_devices import GPUS_PER_HOST, h100s
@@ -30,14 +28,6 @@ from jaxpipe.schedule.actions import Kind
 from jaxpipe.schedule.lowering.table import NONE, Cell, TickTable, Transfers
 from jaxpipe.schedule.neighbors import replay
 from models import gpt
-
-PASSES = ("F", "B", "BW", "W", "R")
-_LOOP = re.compile(
-    r"/(F|BW|B|W|R|enter|leave|embed_gradient|gather|reduce|store_gathered|store_reduced|meet)"
-    r'(?:/chunk(\d+)(?:_layer(\d+))?)?/while"'
-)
-_TICKS = re.compile(r'/tick(_gather)?(_reduce)?/while"')
-_TRANSFER = re.compile(r"/(gather|reduce)/")
 
 
 def weight_shapes(num_layers: int, config: gpt.GPTConfig = CONFIG) -> set[tuple[int, ...]]:
@@ -59,9 +49,9 @@ def plain_layer(num_layers: int, remat: str) -> dict[str, Spent]:
     step = plain_steps.plain_step(config, remat, h100s(1)[0], tokens)
     program = HloProgram(step.as_text())
     roofline = Roofline(program, weight_shapes(num_layers))
-    (loop,) = loops_of(program, program.entry)
+    (loop,) = program.loops(program.entry)
     body = loop.calls["body"]
-    loops = [row for row in loops_of(program, body) if known_trips(row) == num_layers]
+    loops = [row for row in program.loops(body) if known_trips(row) == num_layers]
     forward, backward = (roofline.body(row.calls["body"]) for row in loops)
     # What else the program does with layers outside their loops, it could do without: it clears
     # the stacks of residuals and of gradients for every microbatch.
@@ -109,25 +99,26 @@ def pipeline_step(pipe: jaxpipe.Pipeline, rows: int, config: gpt.GPTConfig = CON
     program = HloProgram(compiled(pipe, batch).as_text())
     shapes = weight_shapes(pipe.table.layers_per_chunk, config)
     rooflines = of_stages(pipe, lambda *where: Roofline(program, shapes, *where))
-    roofline, bodies = rooflines[0], tick_bodies(program)
+    roofline, bodies = rooflines[0], program.tick_bodies()
     table, stages = pipe.table, range(pipe.schedule.num_stages)
+    names = [parts.name for parts in table.parts(gathers=pipe.zero == 3, reduces=True)]
 
     @functools.cache
     def of_trips(roofline: Roofline, body: str, trips: tuple[float, ...]) -> Spent:
-        by_name = dict(zip(loops_of(program, body), trips, strict=True))
+        by_name = dict(zip(program.loops(body), trips, strict=True))
         return roofline.run(body, lambda loop: by_name[loop])
 
     def one(tick: int, stage: int) -> Spent:
-        body = bodies[tick_kind(table, tick, bodies)]
-        trips = tuple(map(Trips(table, tick, stage), loops_of(program, body)))
-        return of_trips(rooflines[stage], body, trips)
+        loops, trips = program.loops(bodies[names[tick]]), Trips(table, tick, stage)
+        own = (is_of(loop, names[tick]) and trips(loop) for loop in loops)
+        return of_trips(rooflines[stage], bodies[names[tick]], tuple(own))
 
     ticks = [[one(tick, stage) for stage in stages] for tick in range(table.num_ticks)]
     outside = roofline.run(program.entry, lambda loop: runs_outside(program, table, loop, bodies))
     work = np.array([[total(one) for one in by_stage] for by_stage in ticks])
     inside = sum((one for by_stage in ticks for one in by_stage), Counter())
     return Step(
-        layer_passes(roofline, bodies.values()),
+        layer_passes(roofline),
         float(replay(table, work)[-1].max()) + total(outside),
         outside + scaled(inside, 1 / pipe.schedule.num_stages),
     )
@@ -147,57 +138,35 @@ def of_stages(
     return [by_links.setdefault(one.links(), one) for one in found]
 
 
-def loops_of(program: HloProgram, computation: str) -> list[Instruction]:
-    return [row for row in program.computations[computation] if row.opcode == "while"]
-
-
-def tick_bodies(program: HloProgram) -> dict[frozenset[str], str]:
-    """The computations that are one tick, by the transfers over data that they carry."""
-    found = {}
-    for name in program.computations:
-        loops = map(scope_of, loops_of(program, name))
-        if any(loop and loop[1] in PASSES for loop in loops):
-            inside = program.reached(name, into_loops=True)
-            scopes = {scope[1] for row in inside if (scope := _TRANSFER.search(row.text))}
-            found[frozenset(scopes)] = name
-    return found
-
-
-def tick_kind(table: TickTable, tick: int, bodies: Collection[frozenset[str]]) -> frozenset[str]:
-    """Which of the bodies a tick runs: the one with the fewest transfers that has its own."""
-    transfers = {"gather": table.gathers, "reduce": table.reduces}
-    needed = {name for name, one in transfers.items() if (one.chunk[tick] != NONE).any()}
-    return min((kind for kind in bodies if needed & set().union(*bodies) <= kind), key=len)
+def is_of(loop: Instruction, tick: str) -> bool:
+    """Whether a loop is one of the tick: others stand beside them where it is the only one of its
+    loop, which is none then."""
+    scope = scope_of(loop)
+    return scope is None or scope.tick == tick
 
 
 def runs_outside(
-    program: HloProgram, table: TickTable, loop: Instruction, bodies: dict[Any, str]
+    program: HloProgram, table: TickTable, loop: Instruction, bodies: dict[str, str]
 ) -> float:
-    """How often a loop of the entry runs, without those over ticks, on the first stage."""
+    """How often a loop of the entry runs, without those of ticks, on the first stage."""
     inside = (row.calls.get("body") for row in program.reached(loop.calls["body"], into_loops=True))
-    if {loop.calls["body"], *inside} & set(bodies.values()):
+    scope = scope_of(loop)
+    if {loop.calls["body"], *inside} & set(bodies.values()) or (scope and scope.tick):
         return 0
-    found = _LOOP.search(loop.text)
-    if found is None or found[1] not in ("gather", "reduce"):
+    if scope is None or scope.name not in ("gather", "reduce"):
         return known_trips(loop)
-    edge = (table.gathers if found[1] == "gather" else table.reduces).edge
-    return table.layers_per_chunk if found[2] is None else int(int(found[2]) in edge.chunk[:, 0])
+    edge = (table.gathers if scope.name == "gather" else table.reduces).edge
+    return table.layers_per_chunk if scope.chunk is None else int(scope.chunk in edge.chunk[:, 0])
 
 
-@functools.cache
-def scope_of(loop: Instruction) -> re.Match[str] | None:
-    """The name of a tick's loop, with the chunk and the layer where it is of one."""
-    return _LOOP.search(loop.text)
-
-
-def layer_passes(roofline: Roofline, bodies: Iterable[str]) -> dict[str, Spent]:
+def layer_passes(roofline: Roofline) -> dict[str, Spent]:
     """One layer and microbatch by kind of action, the mean over its loops."""
-    found: dict[str, list[Spent]] = {}
-    for row in (row for body in bodies for row in loops_of(roofline.program, body)):
-        loop = scope_of(row)
-        if loop and loop[1] in PASSES:
-            found.setdefault(loop[1], []).append(roofline.body(row.calls["body"]))
-    return {name: scaled(sum(all_, Counter()), 1 / len(all_)) for name, all_ in found.items()}
+    return {
+        name: scaled(
+            sum((roofline.body(loop.calls["body"]) for loop in loops), Counter()), 1 / len(loops)
+        )
+        for name, loops in roofline.program.layer_loops().items()
+    }
 
 
 @dataclasses.dataclass(frozen=True)
@@ -210,13 +179,9 @@ class Trips:
 
     def __call__(self, loop: Instruction) -> float:
         """Raises ValueError for a loop without a name that says so."""
-        found = scope_of(loop)
-        if _TICKS.search(loop.text):
-            return 0  # the ticks before this one, whose loop of one trip is none
-        if found is None:
+        if (scope := scope_of(loop)) is None:
             raise ValueError(f"How often does this loop run?\n{loop.text[-600:]}")
-        name, *numbers = found.groups()
-        chunk, layer = (None if n is None else int(n) for n in numbers)
+        _, name, chunk, layer = scope
         if name in PASSES:
             return self._layers(self.table.passes[Kind[name]], chunk, layer)
         table = self.table

@@ -32,6 +32,11 @@ class Kind(enum.StrEnum):
     R = "R"
     """Recomputation: F again, of a segment of which F has kept the input alone."""
 
+    @property
+    def is_forward(self) -> bool:
+        """Whether the next virtual stage waits for its result, and not the one before."""
+        return self in (Kind.F, Kind.R)
+
 
 @dataclasses.dataclass(frozen=True, slots=True, order=True)
 class Action:

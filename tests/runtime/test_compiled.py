@@ -12,7 +12,7 @@ import pytest
 from compilations import AS_USED
 
 import jaxpipe
-from benchmarks.hlo import HloProgram, Instruction
+from benchmarks.hlo import HloProgram, Instruction, pass_of
 from jaxpipe.runtime.measure import memory
 from jaxpipe.runtime.measure.traced import buffers
 from models import gpt
@@ -59,10 +59,11 @@ def buffer_shapes(name: str, remat: str, zero: int) -> set[tuple[int, ...]]:
 
 
 def copies(program: HloProgram, shapes: set[tuple[int, ...]]) -> list[str]:
-    """Copies and transposes of these shapes in the tick loop, at any depth."""
+    """Copies and transposes of these shapes in the loops over ticks, at any depth."""
     return [
         instruction.text
-        for instruction in program.reached(program.tick_loop(), into_loops=True)
+        for loop in program.tick_loops()
+        for instruction in program.reached(loop, into_loops=True)
         if instruction.opcode in ("copy", "transpose") and shapes.intersection(instruction.shapes)
     ]
 
@@ -101,24 +102,26 @@ def test_a_buffer_that_is_cleared_beside_its_reader_is_found_to_be_copied():
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_idle_ticks_run_no_matmul_and_no_collective_but_the_messages(case, config):
     compiled = program(*case, config)
-    body = compiled.tick_loop()
     collectives = {"all-gather", "all-reduce", "reduce-scatter", "all-to-all"}
-    always = {instruction.opcode for instruction in compiled.reached(body, into_loops=False)}
-    gated = {instruction.opcode for instruction in compiled.reached(body, into_loops=True)}
-    assert "dot" in gated
-    assert gated & collectives
-    assert not always & (collectives | {"dot"})
+    for body in compiled.tick_bodies().values():
+        always = {instruction.opcode for instruction in compiled.reached(body, into_loops=False)}
+        gated = {instruction.opcode for instruction in compiled.reached(body, into_loops=True)}
+        assert "dot" in gated
+        assert gated & collectives
+        assert not always & (collectives | {"dot"})
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_messages_leave_when_all_layers_of_the_tick_have_run(case):
     """Sent before W, a message would make a stage that only runs W wait for the others' B."""
-    compiled = program(*case, UNEVEN)
-    body = compiled.tick_loop()
-    sent = [i for i in compiled.computations[body] if i.opcode == "collective-permute"]
-    assert len(sent) == 2
-    for message in sent:
-        assert layer_loops(compiled, body, message) == (2 if "fused" in case[0] else 3)
+    compiled, messages = program(*case, UNEVEN), 0
+    for body in compiled.tick_bodies().values():
+        passes = sum(pass_of(loop) is not None for loop in compiled.loops(body))
+        sent = [i for i in compiled.computations[body] if i.opcode == "collective-permute"]
+        assert [layer_loops(compiled, body, message) for message in sent] == [passes] * len(sent)
+        messages += len(sent)
+    assert messages == 2
+    assert len(compiled.layer_loops()) == (2 if "fused" in case[0] else 3)
 
 
 def layer_loops(compiled: HloProgram, body: str, last: Instruction) -> int:

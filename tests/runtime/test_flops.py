@@ -39,7 +39,7 @@ RECOMPUTED_FLOPS = {
 CASES = [
     *(("1f1b", remat, 1) for remat in RECOMPUTED_FLOPS),
     *(("1f1b-fused", "none", 1), ("1f1b-fused", "full", 2)),
-    *(("zb-v", "full", 1), ("zb-v, sliced", "none", 2)),
+    *(("zb-v", "full", 1), ("zb-v, sliced", "none", 2), ("gpipe", "none", 1)),
 ]
 
 
@@ -81,8 +81,8 @@ def program(name: str, remat: str, data: int) -> HloProgram:
 
 
 def layer_flops(program: HloProgram) -> list[int]:
-    """FLOPs of one layer in each loop of a tick that multiplies matrices."""
-    loops = [i for i in program.computations[program.tick_loop()] if i.opcode == "while"]
+    """FLOPs of one layer in each loop of ticks that multiplies matrices."""
+    loops = [loop for body in program.tick_bodies().values() for loop in program.loops(body)]
     flops = [program.dot_flops(loop.calls["body"]) for loop in loops]
     return [count for count in flops if count]
 

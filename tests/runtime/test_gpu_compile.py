@@ -7,43 +7,44 @@ import pytest
 from benchmarks import gpu_compile
 from benchmarks.hlo import HloProgram
 
-PROGRAM = """HloModule step, is_scheduled=true
+SCOPE = 'metadata={op_name="jit(step)/tick_forward/while/body/closed_call/%s/while"}'
+PROGRAM = f"""HloModule step, is_scheduled=true
 
-%layer (p: (f32[4,8,8], f32[8,8])) -> (f32[4,8,8], f32[8,8]) {
+%layer (p: (f32[4,8,8], f32[8,8])) -> (f32[4,8,8], f32[8,8]) {{
   %p = (f32[4,8,8], f32[8,8]) parameter(0)
-  %w = f32[4,8,8]{2,1,0} get-tuple-element(%p), index=0
-  %x = f32[8,8]{1,0} get-tuple-element(%p), index=1
-  %cut = bf16[1,8,8]{2,1,0} fusion(%w), kind=kLoop, calls=%cut_computation
-  %y = f32[8,8]{1,0} dot(%cut, %x)
+  %w = f32[4,8,8]{{2,1,0}} get-tuple-element(%p), index=0
+  %x = f32[8,8]{{1,0}} get-tuple-element(%p), index=1
+  %cut = bf16[1,8,8]{{2,1,0}} fusion(%w), kind=kLoop, calls=%cut_computation
+  %y = f32[8,8]{{1,0}} dot(%cut, %x)
   ROOT %out = (f32[4,8,8], f32[8,8]) tuple(%w, %y)
-}
+}}
 
-%cut_computation (w: f32[4,8,8]) -> bf16[1,8,8] {
-  %w = f32[4,8,8]{2,1,0} parameter(0)
-  ROOT %cut = bf16[1,8,8]{2,1,0} slice(%w)
-}
+%cut_computation (w: f32[4,8,8]) -> bf16[1,8,8] {{
+  %w = f32[4,8,8]{{2,1,0}} parameter(0)
+  ROOT %cut = bf16[1,8,8]{{2,1,0}} slice(%w)
+}}
 
-%continue (p: (f32[4,8,8], f32[8,8])) -> pred[] {
+%continue (p: (f32[4,8,8], f32[8,8])) -> pred[] {{
   %p = (f32[4,8,8], f32[8,8]) parameter(0)
   ROOT %no = pred[] constant(false)
-}
+}}
 
-%tick (p: (f32[4,8,8], f32[8,8])) -> (f32[4,8,8], f32[8,8]) {
+%tick (p: (f32[4,8,8], f32[8,8])) -> (f32[4,8,8], f32[8,8]) {{
   %p = (f32[4,8,8], f32[8,8]) parameter(0)
-  %x = f32[8,8]{1,0} get-tuple-element(%p), index=1
+  %x = f32[8,8]{{1,0}} get-tuple-element(%p), index=1
   %early = (f32[8,8], f32[8,8]) collective-permute-start(%x), CONFIG
-  %p1 = (f32[4,8,8], f32[8,8]) while(%p), condition=%continue, body=%layer
-  %p2 = (f32[4,8,8], f32[8,8]) while(%p1), condition=%continue, body=%layer
-  %arrived = f32[8,8]{1,0} collective-permute-done(%early)
-  %w = f32[4,8,8]{2,1,0} get-tuple-element(%p2), index=0
-  %again = f32[4,8,8]{2,1,0} copy(%w)
+  %p1 = (f32[4,8,8], f32[8,8]) while(%p), body=%layer, {SCOPE % "F/chunk0_layer0"}
+  %p2 = (f32[4,8,8], f32[8,8]) while(%p1), body=%layer, {SCOPE % "F/chunk0_layer1"}
+  %arrived = f32[8,8]{{1,0}} collective-permute-done(%early)
+  %w = f32[4,8,8]{{2,1,0}} get-tuple-element(%p2), index=0
+  %again = f32[4,8,8]{{2,1,0}} copy(%w)
   ROOT %out = (f32[4,8,8], f32[8,8]) tuple(%again, %arrived)
-}
+}}
 
-ENTRY %main (p: (f32[4,8,8], f32[8,8])) -> (f32[4,8,8], f32[8,8]) {
+ENTRY %main (p: (f32[4,8,8], f32[8,8])) -> (f32[4,8,8], f32[8,8]) {{
   %p = (f32[4,8,8], f32[8,8]) parameter(0)
   ROOT %ticks = (f32[4,8,8], f32[8,8]) while(%p), condition=%continue, body=%tick
-}
+}}
 """
 
 THUNKS = """000: kCommandBuffer [source | sink]
@@ -90,14 +91,15 @@ def test_copies_of_buffers_and_weights():
     assert gpu_compile.whole_buffers(program, {(5, 8, 8)}) == []
 
 
-@pytest.mark.parametrize("num_loops", [1, 2])
-def test_what_a_layer_writes_of_its_weights(num_loops):
+@pytest.mark.parametrize(("scope", "passes"), [("F/chunk0_layer1", 1), ("W/chunk0_layer1", 2)])
+def test_what_a_layer_writes_of_its_weights(scope, passes):
     """Each of the two loops cuts one from a stack; as two loops of one pass they count once."""
-    found = gpu_compile.weight_traffic(HloProgram(PROGRAM), {(8, 8)}, num_loops)
-    assert found == [gpu_compile.WeightTraffic(copied=128, cast=0)] * (2 // num_loops)
-    cast = PROGRAM.replace("bf16[1,8,8]{2,1,0} slice", "bf16[1,8,8]{2,1,0} convert")
-    found = gpu_compile.weight_traffic(HloProgram(cast), {(8, 8)}, num_loops)
-    assert found == [gpu_compile.WeightTraffic(copied=0, cast=128)] * (2 // num_loops)
+    text = PROGRAM.replace("F/chunk0_layer1", scope)
+    found = gpu_compile.weight_traffic(HloProgram(text), {(8, 8)})
+    assert found == [gpu_compile.WeightTraffic(copied=128, cast=0)] * passes
+    cast = text.replace("bf16[1,8,8]{2,1,0} slice", "bf16[1,8,8]{2,1,0} convert")
+    found = gpu_compile.weight_traffic(HloProgram(cast), {(8, 8)})
+    assert found == [gpu_compile.WeightTraffic(copied=0, cast=128)] * passes
 
 
 def test_only_loops_outside_cuda_graphs_wait_for_the_host():

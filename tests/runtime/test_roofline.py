@@ -6,12 +6,11 @@ import jax
 import pytest
 
 from benchmarks import modelled_steps
-from benchmarks.hlo import HloProgram
+from benchmarks.hlo import HloProgram, Scope, scope_of
 from benchmarks.kernels import Use, kernel
 from benchmarks.roofline import LAUNCH, PEAKS, WAIT, Roofline, device_groups
 from jaxpipe.planning.without_devices import attention_of_gpus
 from jaxpipe.schedule import catalog
-from jaxpipe.schedule.actions import Kind
 from jaxpipe.schedule.lowering.lower import lower
 from jaxpipe.schedule.search.slices import slice_ticks
 from jaxpipe.schedule.simulate import Costs
@@ -243,18 +242,14 @@ def test_a_loop_without_a_name_is_an_error():
         modelled_steps.Trips(table, 0, 0)(loop("nameless"))
 
 
-def test_ticks_run_the_body_with_the_fewest_transfers_that_has_their_own():
-    table = lower(catalog.build("breadth-first", stages=2, microbatches=4), [1] * 4)
-    plain, both = frozenset[str](), frozenset({"gather", "reduce"})
-    needs = [
-        bool((table.gathers.chunk[tick] >= 0).any() or (table.reduces.chunk[tick] >= 0).any())
-        for tick in range(table.num_ticks)
-    ]
-    assert {True, False} == set(needs)
-    for tick, needed in enumerate(needs):
-        assert modelled_steps.tick_kind(table, tick, [plain, both]) == (both if needed else plain)
-        assert modelled_steps.tick_kind(table, tick, [plain]) == plain
-    assert Kind.F in table.passes
+def test_a_loop_is_of_the_tick_that_it_stands_in():
+    own, other = "tick_forward", "tick_backward_reduce"
+    inside = loop(f"{own}/while/body/closed_call/F/chunk1_layer2")
+    assert scope_of(inside) == Scope(own, "F", 1, 2)
+    assert modelled_steps.is_of(inside, own)
+    assert not modelled_steps.is_of(inside, other)
+    assert not modelled_steps.is_of(loop(other), own)  # the loop over other ticks
+    assert modelled_steps.is_of(loop("nameless"), own)  # and an error, then
 
 
 def test_the_model_that_is_costed_has_cudnns_attention():

@@ -61,12 +61,10 @@ def test_a_share_has_enough_bytes_and_little_that_moves_in_vain():
 def executed(pipe, opcode):
     """How many collectives of a kind one step executes for layers, from its compiled text."""
     program = HloProgram(compiled(pipe, toy.batch(32)).as_text())
-    bodies = program.tick_bodies()
-    kinds, rounds = pipe.table.runs(gathers=pipe.zero == 3, reduces=True)
     found = 0
-    for moves, ticks in zip(kinds, rounds.sum(axis=0), strict=True):
-        rows = program.computations[bodies[moves.name]]
-        found += ticks * sum(row.opcode == opcode for row in rows)
+    bodies = program.tick_bodies()
+    for parts in pipe.table.parts(gathers=pipe.zero == 3, reduces=True):
+        found += sum(row.opcode == opcode for row in program.computations[bodies[parts.name]])
     loops = [row for row in program.computations[program.entry] if row.opcode == "while"]
     for loop in loops:
         inside = [row.opcode for row in program.reached(loop.calls["body"], into_loops=True)]

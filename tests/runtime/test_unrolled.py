@@ -200,9 +200,7 @@ def copied_bytes(weights: str, case: tuple) -> list[int]:
     pipe = gpt_pipeline(weights, *case)
     leaves = jax.tree.leaves(pipe.layout.layers.piece)
     shapes = {tuple(sorted(leaf.shape)) for leaf in leaves if len(leaf.shape) > 1}
-    rows = pipe.schedule.num_chunks * pipe.table.layers_per_chunk
-    num_loops = rows if weights == "unrolled" else 1
-    found = gpu_compile.weight_traffic(compiled(weights, *case)[0], shapes, num_loops)
+    found = gpu_compile.weight_traffic(compiled(weights, *case)[0], shapes)
     assert len(found) == len(pipe.table.passes)
     return [one.copied for one in found]
 

@@ -14,7 +14,10 @@ from jaxpipe.schedule import catalog
 from jaxpipe.schedule.actions import Action, Kind, Schedule, Slice
 from jaxpipe.schedule.check.validate import validate
 from jaxpipe.schedule.lowering.lower import colour_intervals, lower
+from jaxpipe.schedule.lowering.table import NONE, Parts
 from jaxpipe.schedule.placement import linear
+from jaxpipe.schedule.search.slices import slice_ticks
+from jaxpipe.schedule.simulate import Costs
 
 
 @given(st.lists(st.tuples(st.integers(0, 20), st.integers(0, 6)), max_size=30))
@@ -68,3 +71,32 @@ def test_no_message_s_permutation_has_two_cycles(name):
             assert len(set(senders)) == len(senders)
             assert len(set(receivers)) == len(receivers)
             assert cycles(channel.edges) <= 1
+
+
+@pytest.mark.parametrize("sliced", [False, True])
+@pytest.mark.parametrize("name", ["gpipe", "breadth-first", "modular-fused", "1f1b", "zb-v"])
+def test_a_tick_has_the_parts_that_its_actions_and_messages_need(name, sliced):
+    schedule = catalog.build(name, stages=4, microbatches=16)
+    counts = [4] * schedule.placement.num_virtual_stages
+    table = lower(slice_ticks(schedule, Costs(1, 1.2, 0.8), counts) if sliced else schedule, counts)
+    parts = table.parts(gathers=True, reduces=True)
+    for tick, one in enumerate(parts):
+        needed = {kind for kind, cell in table.passes.items() if (cell.lo < cell.hi)[tick].any()}
+        for channel in table.channels:
+            if (channel.slot[tick] != NONE).any() or (channel.late_slot[tick] != NONE).any():
+                needed.add(channel.kind)
+        assert all(map(one.has, needed))
+        assert one.forward or table.embed[tick] == table.head[tick] == NONE
+        assert one.backward or table.embed_gradient[tick] == NONE
+    both = np.mean([one.forward and one.backward for one in parts])
+    assert both <= 1 / 4 or both == 1
+
+
+@pytest.mark.parametrize("name", ["gpipe", "breadth-first", "modular", "gpipe-fused"])
+def test_whole_phases_are_two_runs_of_ticks_in_one_direction(name):
+    schedule = catalog.build(name, stages=4, microbatches=8)
+    table = lower(schedule, [1] * schedule.placement.num_virtual_stages)
+    found, rounds = table.runs(gathers=True, reduces=True)
+    assert found == (Parts(backward=False), Parts(forward=False))
+    forwards = 8 * schedule.num_chunks + 4 - 1  # the last stage starts p - 1 ticks after the first
+    assert rounds.tolist() == [[forwards, table.num_ticks - forwards]]

@@ -38,12 +38,12 @@ from jaxpipe.runtime.tick.weights import Gathered, Held, Resident
 from jaxpipe.runtime.trees import select
 from jaxpipe.runtime.types import Batch, Gradients, Index, Key, Placed, Shapes, States, Tree
 from jaxpipe.schedule.actions import Kind
-from jaxpipe.schedule.lowering.table import NONE, Moves, Row, TickTable, Transfer
+from jaxpipe.schedule.lowering.table import NONE, Parts, Row, TickTable, Transfer
 
 _SUMS = ("gradients", "reduced")
 """Buffers that start as zeros; the others are written before they are read."""
 
-_NOTHING = Moves()
+_BOTH_WAYS = Parts()
 
 Through = TypeVar("Through")
 
@@ -182,29 +182,34 @@ def run_ticks(
 
 
 def _run_rows(fixed: Fixed, batch: Microbatches, carried: Carried) -> Carried:
-    """Runs the rows: ticks that move chunks over data have a body of their own.
+    """Runs the rows: ticks with equal parts have a body, and those in a row are a loop.
 
-    Ticks that make equal moves are a loop. Its trip count is the same on every device.
+    Its trip count is the same on every device.
     """
     rows = _of_stage(fixed.table, fixed.stage)
     sink = fixed.gradients
-    kinds, rounds = fixed.table.runs(
+    found, rounds = fixed.table.runs(
         gathers=fixed.weights.gathers, reduces=sink is not None and sink.reduces(fixed)
     )
-    if len(kinds) == 1:
-        one = partial(tick, fixed, batch, moves=kinds[0])
-        return lax.scan(lambda carried, row: (one(carried, row), None), carried, rows)[0]
+    steps = [partial(tick, fixed, batch, parts=parts) for parts in found]
+    if len(rounds) == 1:
+        ends = np.cumsum(rounds[0])
+        for parts, step, start, end in zip(found, steps, ends - rounds[0], ends, strict=True):
+            own = jax.tree.map(lambda column, run=slice(start, end): column[run], rows)
+            with jax.named_scope(parts.name):
+                carried, _ = lax.scan(lambda *now, step=step: (step(*now), None), carried, own)
+        return carried
 
     def run_round(through: tuple[Index, Carried], counts: jax.Array) -> tuple[Any, None]:
-        for moves, count in zip(kinds, counts, strict=True):
+        for parts, step, count in zip(found, steps, counts, strict=True):
 
-            def step(_: Index, through: Any, moves: Moves = moves) -> tuple[Index, Carried]:
+            def one(_: Index, through: Any, step: Any = step) -> tuple[Index, Carried]:
                 number, carried = through
                 row = jax.tree.map(lambda column: column[number], rows)
-                return number + 1, tick(fixed, batch, carried, row, moves=moves)
+                return number + 1, step(carried, row)
 
-            with jax.named_scope(moves.name):
-                through = lax.fori_loop(0, count, step, through)
+            with jax.named_scope(parts.name):
+                through = lax.fori_loop(0, count, one, through)
         return through, None
 
     start = jnp.zeros((), jnp.int32), carried
@@ -241,39 +246,42 @@ def _of_stage(table: TickTable, stage: jax.Array) -> Row:
 
 
 def tick(
-    fixed: Fixed, batch: Microbatches, carried: Carried, row: Row, *, moves: Moves = _NOTHING
+    fixed: Fixed, batch: Microbatches, carried: Carried, row: Row, *, parts: Parts = _BOTH_WAYS
 ) -> Carried:
-    """Runs one row; ``moves`` says what all stages move over data while its layers run."""
+    """Runs those parts of one row."""
     sink, weights = fixed.gradients, fixed.weights
-    arriving = send_late(fixed.table, carried.sent, fixed.axes)
+    arriving = send_late(fixed.table, parts, carried.sent, fixed.axes)
     gathered: Tree = []
     reduced: Tree = []
-    if moves.gather:
+    if parts.gather:
         gathered = weights.start(fixed, carried.weights, row.gather)
     elif fixed.table.gathers.whole:
         carried = carried.but(weights=weights.gather(fixed, carried.weights, row.gather))
-    if moves.reduce:
+    if parts.reduce:
         assert sink is not None
         sums = sink.read(fixed, carried, row.reduce)
         reduced = sink.start(fixed, sums)
         # Layers come after what reads the sums that they write, or XLA copies the sums.
         device = lax.axis_index(fixed.axes.names)
         row = row._replace(cells=after(sums, row.cells, device))
-    carried = outer_phases.enter(fixed, batch, carried, row.outer)
-    carried, outputs = run_cells(fixed, batch, carried, row, arriving)
+    if parts.forward:
+        carried = outer_phases.enter(fixed, batch, carried, row.outer)
+    carried, outputs = run_cells(fixed, batch, carried, row, parts, arriving)
     # The pieces are there when the layers are done.
     (gathered, reduced), outputs = tie((gathered, reduced), outputs)
-    if moves.gather:
+    if parts.gather:
         held = weights.finish(fixed, carried.weights, gathered, row.gather)
         carried = carried.but(weights=held)
-    if moves.reduce:
+    if parts.reduce:
         assert sink is not None
         carried = sink.finish(fixed, carried, reduced, row.reduce)
-    elif sink is not None and sink.reduces(fixed) and fixed.table.reduces.whole:
+    elif sink is not None and sink.reduces(fixed) and fixed.table.reduces.whole and parts.backward:
         carried = sink.chunk(fixed, carried, row.reduce)
     carried = exchange(fixed.table, carried, row, outputs, arriving, fixed.axes)
     if sink is None:
         return outer_phases.evaluate(fixed, batch, carried, row.outer, outputs[Kind.F])
-    carried = outer_phases.embed_gradient(fixed, batch, carried, row.outer, outputs[Kind.B])
-    carried = outer_phases.leave(fixed, batch, carried, row.outer, outputs[Kind.F])
+    if parts.backward:
+        carried = outer_phases.embed_gradient(fixed, batch, carried, row.outer, outputs[Kind.B])
+    if parts.forward:
+        carried = outer_phases.leave(fixed, batch, carried, row.outer, outputs[Kind.F])
     return sink.tick(fixed, carried, row)

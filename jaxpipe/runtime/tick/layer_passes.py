@@ -33,7 +33,7 @@ from jaxpipe.runtime.tick.stamps import behind
 from jaxpipe.runtime.tick.work import LayerWork, Work
 from jaxpipe.runtime.types import Arrays, Index, LayerParams, Message, Tree
 from jaxpipe.schedule.actions import Kind
-from jaxpipe.schedule.lowering.table import NONE, Row
+from jaxpipe.schedule.lowering.table import NONE, Parts, Row
 
 
 class Through(NamedTuple):
@@ -55,9 +55,15 @@ class Through(NamedTuple):
 
 
 def run_cells(
-    fixed: Fixed, batch: Microbatches, carried: Carried, row: Row, arriving: list[Message | None]
+    fixed: Fixed,
+    batch: Microbatches,
+    carried: Carried,
+    row: Row,
+    parts: Parts,
+    arriving: list[Message | None],
 ) -> tuple[Carried, dict[Kind, Message]]:
-    """Runs a tick's cells; also returns what F and the backward have produced, to be sent.
+    """Runs the cells of a tick's parts; also returns what F and the backward have produced, to be
+    sent.
 
     ``arriving`` are the messages that were sent when the tick began, by channel.
     """
@@ -67,7 +73,7 @@ def run_cells(
     replay = row.replay or {}
     through = Through(carried.but(weights=None, finished=None), [])
     for action, columns in fixed.table.passes.items():
-        if action is Kind.R:
+        if action is Kind.R or not parts.has(action):
             continue
         cell = row.cells[action]
         work = Work(fixed, batch, carried.weights, action, cell, replay.get(action))

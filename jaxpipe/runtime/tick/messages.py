@@ -18,7 +18,7 @@ from jaxpipe.runtime.mesh import Axes
 from jaxpipe.runtime.tick.carried import Carried
 from jaxpipe.runtime.types import Index, Message
 from jaxpipe.schedule.actions import Kind
-from jaxpipe.schedule.lowering.table import Channel, Row, TickTable
+from jaxpipe.schedule.lowering.table import Channel, Parts, Row, TickTable
 
 Inboxes: TypeAlias = dict[str, Message]
 
@@ -31,12 +31,17 @@ def send(message: Message, channel: Channel, axes: Axes) -> Message:
     return [lax.ppermute(w, axes.stage, channel.edges) for w in message]
 
 
-def send_late(table: TickTable, sent: dict[Kind, Message], axes: Axes) -> list[Message | None]:
+def send_late(
+    table: TickTable, parts: Parts, sent: dict[Kind, Message], axes: Axes
+) -> list[Message | None]:
     """Sends what the last tick has produced: it travels while this tick's layers run.
 
     What R has produced is read by this tick's R, which waits for it.
     """
-    return [send(sent[c.kind], c, axes) if c.late else None for c in table.channels]
+    return [
+        send(sent[c.kind], c, axes) if c.late and parts.has(c.kind) else None
+        for c in table.channels
+    ]
 
 
 @jax.named_scope("meet")
@@ -48,11 +53,14 @@ def exchange(
     arriving: list[Message | None],
     axes: Axes,
 ) -> Carried:
-    """The end of a tick: sends ``outputs``, and receives them and what `send_late` has sent."""
+    """The end of a tick: sends ``outputs``, and receives them and what `send_late` has sent.
+
+    What has no output in this tick's body has no message, either.
+    """
     channels = [
         through
         for through in zip(table.channels, row.arrivals, arriving, strict=True)
-        if through[0].kind in INBOX
+        if through[0].kind in outputs
     ]
 
     def receive(inboxes: Inboxes, channel: Channel, slot: Index, message: Message) -> Inboxes:

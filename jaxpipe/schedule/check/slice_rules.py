@@ -19,9 +19,6 @@ from jaxpipe.schedule.check.grid import Fault
 _TURN = {Kind.R: 0, Kind.F: 1, Kind.B: 2, Kind.BW: 2, Kind.W: 3}
 """The order of the kinds in a tick; there is one running value for each."""
 
-_UP = (Kind.F, Kind.R)
-"""The kinds that go up through the layers."""
-
 
 def slice_faults(schedule: Schedule) -> Iterator[Fault]:
     """The violations of a rule by slices, and their differences from orders that are valid."""
@@ -96,7 +93,7 @@ def _first_in_row(row: Sequence[Slice], layers: dict[int, int]) -> _Found | None
         other, left = running.pop(turn, (action, count))
         if other != action:
             return f"{action} starts in tick {tick} before {other} has finished", action
-        start, end = (count - left, hi) if action.kind in _UP else (lo, left)
+        start, end = (count - left, hi) if action.kind.is_forward else (lo, left)
         if (lo, hi) != (start, end) or not 0 <= lo < hi <= count:
             return f"{action} runs layers {lo} to {hi} in tick {tick}, with {left} to go", action
         if left > hi - lo:

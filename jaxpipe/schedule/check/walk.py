@@ -77,7 +77,7 @@ class Results:
     def receiver(self, action: Action) -> int:
         """The stage that an F, B, BW or R sends its result to; its own if no other reads it."""
         stages, s = self._schedule.placement.stages, action.virtual_stage
-        reader = s + (1 if action.kind in (Kind.F, Kind.R) else -1)
+        reader = s + (1 if action.kind.is_forward else -1)
         inputs = self.inputs(dataclasses.replace(action, virtual_stage=reader))
         sends = 0 <= reader < len(stages) and self.number(action) in inputs
         return stages[reader if sends else s]

@@ -319,7 +319,7 @@ class _Lowering:
         shape = (self.num_ticks, self.schedule.num_stages)
 
         def group_of(kind: Kind, sender: int, receiver: int) -> tuple[np.ndarray, np.ndarray]:
-            group = (kind if kind in (Kind.F, Kind.R) else Kind.B, receiver - sender)
+            group = (kind if kind.is_forward else Kind.B, receiver - sender)
             empty: _Group = set(), np.full(shape, NONE, np.int32), np.full(shape, NONE, np.int32)
             edges, slot, late_slot = groups.setdefault(group, empty)
             edges.add((sender, receiver))

@@ -17,6 +17,10 @@ from jaxpipe.schedule.actions import Kind, Schedule
 NONE = -1
 """Marks an empty cell of a table: no action, no message, no slot."""
 
+_MIXED = 0.25
+"""Most ticks, of all, that may go both forward and backward where other ticks have bodies for one
+direction: each body takes time to compile. By schedule: docs/design/034."""
+
 
 @dataclasses.dataclass(frozen=True)
 class Cell:
@@ -76,17 +80,28 @@ class Transfer(NamedTuple):
     piece: Any = 0
 
 
-class Moves(NamedTuple):
-    """Whether all stages gather in a tick, or reduce, under the tick's layers."""
+class Parts(NamedTuple):
+    """What the program has for a tick: it has a body for every combination that occurs.
 
+    Args:
+      forward: embedding, forwards, their messages and the head.
+      backward: backwards, their messages and the embedding's gradient.
+      gather, reduce: what all stages move over data under the tick's layers.
+    """
+
+    forward: bool = True
+    backward: bool = True
     gather: bool = False
     reduce: bool = False
 
     @property
     def name(self) -> str:
-        """Such as "tick_gather"."""
-        moves = [name for name, moves in self._asdict().items() if moves]
-        return "_".join(["tick", *moves])
+        """Such as "tick_forward_gather"."""
+        return "_".join(["tick", *(name for name, has in self._asdict().items() if has)])
+
+    def has(self, kind: Kind) -> bool:
+        """Whether actions of a kind run, and messages of that kind are sent and received."""
+        return self.forward if kind.is_forward else self.backward
 
 
 class Reads(NamedTuple):
@@ -299,24 +314,50 @@ class TickTable:
             meets=self.meets.astype(np.int32),
         )
 
-    def runs(self, *, gathers: bool, reduces: bool) -> tuple[tuple[Moves, ...], np.ndarray]:
-        """Ticks in a row that make equal moves.
+    def parts(self, *, gathers: bool, reduces: bool) -> list[Parts]:
+        """What the program has for every tick.
+
+        Arguments as for `runs`.
+        """
+        moves = self.gathers.shared & gathers, self.reduces.shared & reduces
+        return [Parts(*map(bool, tick)) for tick in zip(*self._directions(), *moves, strict=True)]
+
+    def runs(self, *, gathers: bool, reduces: bool) -> tuple[tuple[Parts, ...], np.ndarray]:
+        """Ticks in a row that have equal parts.
 
         Args:
           gathers, reduces: whether the program gathers, and reduces, as the table says.
 
         Returns:
-          The moves that occur, and int32 ``[rounds, moves]``: how many ticks of each follow each
+          The parts that occur, and int32 ``[rounds, parts]``: how many ticks of each follow each
           other in every round.
         """
-        wanted = self.gathers.shared & gathers, self.reduces.shared & reduces
-        of_tick = [Moves(*map(bool, tick)) for tick in zip(*wanted, strict=True)]
-        kinds, rounds = sorted(set(of_tick)), list[list[int]]()
-        for moves, ticks in itertools.groupby(map(kinds.index, of_tick)):
-            if not rounds or any(rounds[-1][moves:]):
-                rounds.append([0] * len(kinds))
-            rounds[-1][moves] = len(list(ticks))
-        return tuple(kinds), np.asarray(rounds, np.int32)
+        of_tick = self.parts(gathers=gathers, reduces=reduces)
+        found, rounds = list(dict.fromkeys(of_tick)), list[list[int]]()
+        for number, ticks in itertools.groupby(map(found.index, of_tick)):
+            if not rounds or any(rounds[-1][number:]):
+                rounds.append([0] * len(found))
+            rounds[-1][number] = len(list(ticks))
+        return tuple(found), np.asarray(rounds, np.int32)
+
+    def _directions(self) -> tuple[np.ndarray, np.ndarray]:
+        """bool ``[ticks]``, twice: which ticks have a body with what belongs to forwards, and which
+        with what belongs to backwards."""
+        used = [
+            *((kind, (cell.lo < cell.hi).any(axis=1)) for kind, cell in self.passes.items()),
+            *(
+                (c.kind, ((c.slot != NONE) | (c.late_slot != NONE)).any(axis=1))
+                for c in self.channels
+            ),
+            (Kind.F, (self.embed != NONE) | (self.head != NONE)),
+            (Kind.B, self.embed_gradient != NONE),
+        ]
+        forward, backward = (
+            np.any([ticks for kind, ticks in used if kind.is_forward == wanted], axis=0)
+            for wanted in (True, False)
+        )
+        mixed = np.mean(forward & backward) > _MIXED
+        return forward | mixed | ~backward, backward | mixed
 
     @property
     def layers_per_chunk(self) -> int:
