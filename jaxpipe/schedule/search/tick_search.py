@@ -321,7 +321,8 @@ class TickSearch:
         ticks = np.maximum(forwards, backwards)
         np.add(forwards, backwards, out=ticks, where=~self.by_rank[searches])
         ticks += self.ways_back.take(searches, axis=1) - 1
-        return work + messages * np.where(backwards > 0, ticks, 0)
+        work += messages * np.where(backwards > 0, ticks, 0)
+        return work
 
     def _lengths(self, ready: Ready, searches: Ints) -> tuple[Floats, Flags]:
         """By state, lengths that let some stage finish its F, its B, or both, evenly thinned out;
