@@ -3,7 +3,7 @@
 Draws configurations at random: stages, microbatches, layers, messages and memory limits. Against
 each result it sets every named schedule that fits, on the placements of at most `_MOST_CHUNKS`
 chunks per stage that cut the layers into equal chunks, cut into slices with care. Their searches
-stop once they cannot end within `_MARGIN` of `auto`.
+stop once they cannot end before `auto`.
 
     python -m benchmarks.auto_quality [--configurations 300] [--seed 0] [--most-stages 16]
 
@@ -29,7 +29,7 @@ from jaxpipe.schedule.search.slices import FIRST_TRIAL, OTHER_TRIALS, Uncut, sli
 from jaxpipe.schedule.simulate import Costs, lock_step
 
 _MOST_CHUNKS = 4
-_MARGIN = 1.02
+_ROUNDING = 1e-9
 
 
 def compare(p: int, m: int, layers: int, costs: Costs, limit: float) -> dict[str, str | float]:
@@ -48,9 +48,10 @@ def compare(p: int, m: int, layers: int, costs: Costs, limit: float) -> dict[str
         if len(set(cut.layer_counts)) == 1 and cut.placement.num_chunks <= _MOST_CHUNKS
         for schedule in named_for(cut, m, limit)
     ]
-    sliced = slice_all(uncut, FIRST_TRIAL + OTHER_TRIALS, makespan=_MARGIN * ends)
+    sliced = slice_all(uncut, FIRST_TRIAL + OTHER_TRIALS, makespan=ends * (1 - _ROUNDING))
     first = min(sliced, key=lambda timeline: timeline.makespan)
-    best, winner = first.makespan, first.schedule
+    above = ends / first.makespan - 1
+    winner = first.schedule if above > _ROUNDING else found
     return {
         "p": p,
         "m": m,
@@ -59,9 +60,8 @@ def compare(p: int, m: int, layers: int, costs: Costs, limit: float) -> dict[str
         "limit": limit,
         "v": found.num_chunks,
         "auto": ends,
-        "best named": best,
-        "name": f"{winner.name}, v={winner.num_chunks}",
-        "above %": 100 * (ends / best - 1),
+        "first": f"{winner.name}, v={winner.num_chunks}",
+        "above %": 100 * max(0.0, above),
         "auto s": seconds,
     }
 
@@ -95,9 +95,9 @@ def main(configurations: int = 300, seed: int = 0, most_stages: int = 16) -> Non
     harness.report(
         "auto_quality",
         rows,
-        title="auto and the best named schedule of the same model, under the same memory",
+        title="auto, and whatever named schedule of the same model in the same memory ends first",
         label=("p", "m", "layers", "message", "limit"),
-        bars=("auto", "best named"),
+        bars=("auto",),
         axis="makespan in lock-step",
     )
 

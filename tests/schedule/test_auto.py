@@ -16,6 +16,7 @@ from jaxpipe.schedule.partition import partition
 from jaxpipe.schedule.placement import linear, looped, wave
 from jaxpipe.schedule.search.auto import auto
 from jaxpipe.schedule.search.auto_placed import auto_placed
+from jaxpipe.schedule.search.bounds import lower_bound
 from jaxpipe.schedule.search.candidates import named
 from jaxpipe.schedule.search.cuts import cuts
 from jaxpipe.schedule.search.slices import FIRST_TRIAL, OTHER_TRIALS, Uncut, slice_all, slice_ticks
@@ -89,6 +90,25 @@ def test_uneven_layers_and_own_candidates():
     lower(found, counts)
     sliced = slice_ticks(candidate, COSTS, counts)
     assert lock_step(found, COSTS).makespan <= lock_step(sliced, COSTS).makespan + 1e-9
+
+
+@settings(max_examples=10)
+@given(
+    p=st.integers(1, 3),
+    m=st.integers(1, 4),
+    layers=st.lists(st.sampled_from([0.5, 1, 1.75]), min_size=3, max_size=6),
+    message=st.sampled_from([0, 0.1, 1]),
+    limit=st.sampled_from([1, 1.5, 3]),
+)
+def test_no_lock_step_of_unlike_layers_ends_before_the_bound(p, m, layers, message, limit):
+    layer_costs = [Costs(f, 1.2, 2 - f, message) for f in layers]
+    found = auto_placed(p, m, layer_costs=layer_costs, memory_limit=limit)
+    validate(found)
+    [cut] = (each for each in cuts(p, layer_costs) if each.placement == found.placement)
+    peak, ends = max(peak_in_flight(found)), lock_step(found, cut.costs).makespan
+    assert peak <= limit * found.num_chunks
+    for bound in (cut.bound_at(m, peak), lower_bound(cut.placement, m, cut.costs, cap=peak)):
+        assert bound <= ends + 1e-9
 
 
 @pytest.mark.parametrize("kind", ["f", "b", "w"])

@@ -30,6 +30,7 @@ from jaxpipe.schedule.generators.breadth_first import breadth_first
 from jaxpipe.schedule.generators.chimera import chimera
 from jaxpipe.schedule.generators.gpipe import gpipe
 from jaxpipe.schedule.generators.hanayo import hanayo
+from jaxpipe.schedule.makespan import makespan
 from jaxpipe.schedule.show.exchanges import exchanges
 from jaxpipe.schedule.simulate import Costs, lock_step, simulate, ticks
 
@@ -131,6 +132,15 @@ def test_times_respect_dependencies_and_exclude_each_other(schedule, costs, mess
                     travel = message if placement.stages[needed.virtual_stage] != d else 0
                     assert ends[needed] + travel <= timed.start
         assert max(ends.values()) <= timeline.makespan
+
+
+@given(built(), costs, st.sampled_from([0, 0.1, 3]), st.floats(1, 2))
+def test_the_makespan_alone_is_that_of_the_timeline(schedule, costs, message, growth):
+    number = schedule.placement.num_virtual_stages
+    prices = [
+        Costs(costs.f * growth**s, costs.b / growth**s, costs.w, message) for s in range(number)
+    ]
+    assert makespan(schedule, prices) == simulate(schedule, prices).makespan
 
 
 @given(built(), costs)

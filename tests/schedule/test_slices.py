@@ -384,6 +384,24 @@ def test_schedules_cut_together_or_stopped_early_are_those_cut_alone():
         assert stopped == whole if whole.makespan < latest else stopped.makespan >= latest - 1e-9
 
 
+@settings(max_examples=15)
+@given(
+    make=st.sampled_from([zb_v, v_half, one_f_one_b]),
+    p=st.integers(1, 3),
+    m=st.integers(1, 4),
+    layers=st.integers(1, 3),
+    costs=st.builds(Costs, *[st.sampled_from([0.5, 1, 1.75])] * 3, st.sampled_from([0, 0.1, 1])),
+)
+def test_no_search_stops_that_can_still_end_before(make, p, m, layers, costs):
+    schedule = make(p, m)
+    number = schedule.placement.num_virtual_stages
+    uncut = Uncut(schedule, (costs,) * number, (layers,) * number)
+    [whole] = slice_all([uncut], FIRST_TRIAL + OTHER_TRIALS)
+    latest = whole.makespan * (1 + 1e-6)
+    [stopped] = slice_all([uncut], FIRST_TRIAL + OTHER_TRIALS, makespan=latest)
+    assert stopped == whole
+
+
 def test_long_messages_leave_actions_whole():
     schedule = one_f_one_b(2, 2)
     assert slice_ticks(schedule, Costs(1, 1, 1, 50), [4, 4]).slices is None

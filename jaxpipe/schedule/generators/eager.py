@@ -9,7 +9,8 @@ from jaxpipe.schedule.actions import Kind, Schedule
 from jaxpipe.schedule.check.validate import peak_in_flight
 from jaxpipe.schedule.generators import events
 from jaxpipe.schedule.generators.earliest import HELD, earliest
-from jaxpipe.schedule.simulate import Costs, simulate
+from jaxpipe.schedule.makespan import makespan
+from jaxpipe.schedule.simulate import Costs
 
 _PATIENCE = (0.0, 0.25, 0.5, 0.75)
 """Each of them ends first on some shapes."""
@@ -25,7 +26,7 @@ def in_time(schedule: Schedule, costs: Costs) -> Schedule:
     """
     eager = (_eager(schedule, costs, patience) for patience in _PATIENCE)
     candidates = [schedule, *(earliest(order, costs) for order in (schedule, *eager))]
-    return min(candidates, key=lambda candidate: simulate(candidate, costs).makespan)
+    return min(candidates, key=lambda candidate: makespan(candidate, costs))
 
 
 def soonest(orders: Sequence[Schedule], costs: Costs) -> Schedule:
@@ -35,7 +36,7 @@ def soonest(orders: Sequence[Schedule], costs: Costs) -> Schedule:
     """
 
     def ends(order: Schedule) -> float:
-        return simulate(order, costs).makespan
+        return makespan(order, costs)
 
     if sum(map(len, orders[0].orders)) > _LONG:
         orders = [min(orders, key=lambda order: ends(earliest(order, costs)))]

@@ -12,9 +12,10 @@ from jaxpipe.schedule.generators.block_orders import repeated, to_schedule
 from jaxpipe.schedule.generators.blocks import closest_block
 from jaxpipe.schedule.generators.eager import soonest
 from jaxpipe.schedule.generators.list_scheduling import list_schedule
+from jaxpipe.schedule.makespan import makespan
 from jaxpipe.schedule.placement import wave
 from jaxpipe.schedule.problems import Problem, refuse
-from jaxpipe.schedule.simulate import UNIT, Costs, simulate
+from jaxpipe.schedule.simulate import UNIT, Costs
 
 _MOST_TRAVEL = 3
 """Units of a message in a block: longer ones leave no room within the peak for p microbatches."""
@@ -97,5 +98,5 @@ def _of_blocks(schedule: Schedule, costs: Costs, fused: bool) -> list[Schedule]:
         whole = to_schedule(schedule.name, placement, repeated(block, m), m, block.peaks)
         if max(peak_in_flight(whole)) <= max(peak_in_flight(schedule)):
             found.append(dataclasses.replace(whole, peak_in_flight=schedule.peak_in_flight))
-    found.sort(key=lambda order: simulate(order, costs).makespan)
+    found.sort(key=lambda order: makespan(order, costs))
     return found[:1]

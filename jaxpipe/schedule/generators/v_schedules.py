@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from jaxpipe.schedule.actions import Schedule
 from jaxpipe.schedule.generators import block_orders
@@ -150,8 +150,9 @@ def _named(name: str, block: Block, num_microbatches: int, costs: Costs) -> Sche
     # Two rounds of the pipeline show what comes before the steady state, and after it.
     trial = min(num_microbatches, 2 * len(block.peaks))
     plans = [Plan(block, block.peaks)]
-    if costs != UNIT:
-        plans.append(min(_plans(block, costs), key=lambda plan: plan.makespan(trial, costs)))
+    for blocks in () if costs == UNIT else ([block, *_turned(block)], [*_stretched(block)]):
+        ways = [*_plans(blocks, max(block.peaks), costs)]
+        plans += sorted(ways, key=lambda plan: plan.makespan(trial, costs))[:1]
     found = [
         block_orders.to_schedule(name, block.placement, timed.orders, num_microbatches, plan.caps)
         for plan in plans
@@ -161,12 +162,33 @@ def _named(name: str, block: Block, num_microbatches: int, costs: Costs) -> Sche
     return found[0] if costs == UNIT else soonest(found, costs)
 
 
-def _plans(block: Block, costs: Costs) -> Iterator[Plan]:
-    """Ways to order a block for other costs, and blocks with other turns that keep no more."""
+def _plans(blocks: Iterable[Block], cap: int, costs: Costs) -> Iterator[Plan]:
+    """Ways to order blocks for other costs."""
+    for one, reserve, planned in itertools.product(blocks, (False, True), (UNIT, costs)):
+        yield Plan(one, (cap,) * len(one.peaks), planned, reserve)
+
+
+def _turned(block: Block) -> Iterator[Block]:
+    """Blocks with other turns that keep no more."""
+    return _kin(block, _strides(block))
+
+
+def _stretched(block: Block) -> Iterator[Block]:
+    """Blocks with other turns and a first or last hop twice as long that keep no more."""
+    strides = _strides(block)
+    if len(strides) > 1:
+        yield from _kin(block, (2 * strides[0], *strides[1:]))
+        yield from _kin(block, (*strides[:-1], 2 * strides[-1]))
+
+
+def _kin(block: Block, strides: Sequence[int]) -> Iterator[Block]:
+    for gaps in itertools.product(_GAPS, repeat=3):
+        other = split_block(strides, gaps)
+        if other is not None and max(other.peaks) <= max(block.peaks):
+            yield other
+
+
+def _strides(block: Block) -> tuple[int, ...]:
     hops = len(block.peaks) - 1
     leads = [row[1] - row[0] for row in block.starts]
-    strides = ((leads[0] - leads[-1]) // max(hops, 1),) * hops
-    turned = (split_block(strides, gaps) for gaps in itertools.product(_GAPS, repeat=3))
-    others = (b for b in turned if b is not None and max(b.peaks) <= max(block.peaks))
-    for one, reserve, planned in itertools.product((block, *others), (False, True), (UNIT, costs)):
-        yield Plan(one, (max(block.peaks),) * (hops + 1), planned, reserve)
+    return ((leads[0] - leads[-1]) // max(hops, 1),) * hops

@@ -15,9 +15,10 @@ from jaxpipe.schedule.generators.interleaved import interleaved
 from jaxpipe.schedule.generators.one_f_one_b import one_f_one_b
 from jaxpipe.schedule.generators.v_schedules import one_f_one_b_v, v_half, v_min, zb_v
 from jaxpipe.schedule.generators.zero_bubble import interleaved_zb, zb_h1, zb_h2
+from jaxpipe.schedule.makespan import makespan
 from jaxpipe.schedule.placement import Placement, linear, looped, wave
 from jaxpipe.schedule.search.controllable_memory import controllable_memory
-from jaxpipe.schedule.simulate import UNIT, Costs, simulate
+from jaxpipe.schedule.simulate import UNIT, Costs
 
 _NUM_ADAPTED = 1
 """How many of the published orders are worth the time to adapt them to costs."""
@@ -38,7 +39,7 @@ def named(
     size = 3 * placement.num_virtual_stages * num_microbatches
     if costs == UNIT or size > _MOST_ACTIONS:
         return found
-    found.sort(key=lambda schedule: simulate(schedule, costs).makespan)
+    found.sort(key=lambda schedule: makespan(schedule, costs))
     return found + [in_time(schedule, costs) for schedule in found[:_NUM_ADAPTED]]
 
 

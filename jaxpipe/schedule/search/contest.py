@@ -7,11 +7,13 @@ schedule is that someone asks for. So the winner ends no later than any of those
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Iterable, Sequence
 
 from jaxpipe.schedule.actions import Schedule
 from jaxpipe.schedule.check.validate import peak_in_flight
+from jaxpipe.schedule.makespan import makespan
 from jaxpipe.schedule.search.cuts import Cut
 from jaxpipe.schedule.search.slices import (
     FIRST_TRIAL,
@@ -20,7 +22,7 @@ from jaxpipe.schedule.search.slices import (
     slice_all,
 )
 from jaxpipe.schedule.search.tick_settings import Settings
-from jaxpipe.schedule.simulate import Timeline, simulate
+from jaxpipe.schedule.simulate import Timeline
 
 _LONG = 1_024
 """Up to so many microbatches times stages, every named schedule is cut in all ways; of longer ones
@@ -46,15 +48,21 @@ class Entrant:
     def is_long(self) -> bool:
         return self.schedule.num_stages * self.schedule.num_microbatches > _LONG
 
-    @property
+    @functools.cached_property
     def bound(self) -> float:
         """It cannot end before this in lock-step, however it is cut."""
         return self.cut.bound_at(self.schedule.num_microbatches, max(peak_in_flight(self.schedule)))
 
-    @property
+    @functools.cached_property
     def promise(self) -> float:
-        """About when it may end in lock-step."""
-        return simulate(self.schedule, self.cut.costs).makespan
+        """About when it may end in lock-step: an F and a B each end a tick with an exchange."""
+        ends = makespan(self.schedule, self.cut.costs)
+        return ends + 2 * self.cut.exchanges(self.schedule.num_microbatches)
+
+    @property
+    def is_due(self) -> bool:
+        """Whether it is cut in all ways, however it does in the first."""
+        return self.named and not self.is_long
 
 
 class Contest:
@@ -86,30 +94,36 @@ class Contest:
                 self._waiting.append(Entrant(cut, schedule, named))
 
     def compare(self) -> None:
-        """Cuts what has entered in one way, and what may then still win in all others."""
-        able = [entrant for entrant in self._waiting if entrant.bound < self.ahead]
+        """Cuts what has entered and may still win, in all ways or first in one."""
+        entrants = sorted(self._waiting, key=lambda entrant: entrant.promise)
         self._waiting, most = [], _NUM_LEADING
-        if any(entrant.is_long for entrant in able):
-            able, most = sorted(able, key=lambda entrant: entrant.promise)[:most], 1
-        ends = self._cut(able, FIRST_TRIAL)
-        latest, again = _SLACK * min(ends, default=0.0), []
-        for end, entrant in sorted(zip(ends, able, strict=True), key=lambda item: item[0]):
-            if entrant.named and not entrant.is_long:
-                again.append(entrant)
-            elif most and end <= latest:
-                most -= 1
-                again.append(entrant)
-        self._cut(again, OTHER_TRIALS)
+        if any(entrant.is_long for entrant in entrants):
+            entrants, most = entrants[:most], 1
+        # The first to be cut stop the searches of the rest once those cannot end before.
+        due = [entrant for entrant in entrants if entrant.is_due]
+        for some in (due[:_NUM_LEADING], due[_NUM_LEADING:]):
+            self._cut(some, FIRST_TRIAL + OTHER_TRIALS)
+        tried = self._cut([each for each in entrants if not each.is_due], FIRST_TRIAL, _SLACK)
+        tried.sort(key=lambda item: item[0])
+        latest = _SLACK * self.makespan
+        self._cut([entrant for end, entrant in tried[:most] if end <= latest], OTHER_TRIALS)
 
     def offer(self, cut: Cut, timeline: Timeline) -> None:
         """Keeps a schedule if it ends before the best so far."""
         if timeline.makespan < self.makespan:
             self.best, self.makespan, self.leader = timeline.schedule, timeline.makespan, cut
 
-    def _cut(self, entrants: Sequence[Entrant], trials: Sequence[Settings]) -> list[float]:
-        """Cuts schedules in some ways and offers them; when they end."""
-        uncut = [Uncut(each.schedule, each.cut.costs, each.cut.layer_counts) for each in entrants]
-        found = slice_all(uncut, trials, clock=self.clock, makespan=self.ahead)
-        for entrant, timeline in zip(entrants, found, strict=True):
+    def _cut(
+        self, entrants: Iterable[Entrant], trials: Sequence[Settings], slack: float = 1.0
+    ) -> list[tuple[float, Entrant]]:
+        """Cuts the schedules that may still win in some ways and offers them; when they end.
+
+        Args:
+          slack: a search stops once it cannot end before this times the best so far.
+        """
+        able = [entrant for entrant in entrants if entrant.bound < self.ahead]
+        uncut = [Uncut(each.schedule, each.cut.costs, each.cut.layer_counts) for each in able]
+        found = slice_all(uncut, trials, clock=self.clock, makespan=slack * self.ahead)
+        for entrant, timeline in zip(able, found, strict=True):
             self.offer(entrant.cut, timeline)
-        return [timeline.makespan for timeline in found]
+        return [(found[k].makespan, entrant) for k, entrant in enumerate(able)]

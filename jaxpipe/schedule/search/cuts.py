@@ -41,14 +41,15 @@ class Cut:
     def bound_at(self, num_microbatches: int, cap: int) -> float:
         """As `bound`, for schedules with at most so many chunks in flight."""
         ends = lower_bound(self.placement, num_microbatches, self._silent, cap=cap)
-        return ends + self._exchanges(num_microbatches)
+        return ends + self.exchanges(num_microbatches)
 
     @property
     def _silent(self) -> tuple[Costs, ...]:
         return tuple(dataclasses.replace(cost, message=0.0) for cost in self.costs)
 
-    def _exchanges(self, num_microbatches: int) -> float:
-        """Every chunk's F of every microbatch ends in a tick of its own."""
+    def exchanges(self, num_microbatches: int) -> float:
+        """The least time of messages: every chunk's F of every microbatch ends a tick of its
+        own."""
         placement = self.placement
         ticks = num_microbatches * placement.num_chunks + placement.num_virtual_stages
         return ticks * self.message

@@ -6,10 +6,11 @@ import itertools
 from collections.abc import Iterable, Iterator, Sequence
 
 from jaxpipe.schedule.actions import Schedule
+from jaxpipe.schedule.makespan import makespan
 from jaxpipe.schedule.placement import Placement
 from jaxpipe.schedule.search.dispatch import Rule, dispatch
 from jaxpipe.schedule.search.local_search import improve
-from jaxpipe.schedule.simulate import Costs, simulate
+from jaxpipe.schedule.simulate import Costs
 
 _PACES = (0.0, 0.3, 0.5, 0.75, 1.0, 1.3)
 _LEADS = (0.0, 1.0, 2.0, 4.0, 8.0)
@@ -51,7 +52,7 @@ def search_orders(
       Schedules without slices, the one that ends first in front.
     """
     found = [*seeds, *_by_rules(placement, num_microbatches, costs, cap)]
-    timed = sorted(((simulate(s, costs).makespan, k) for k, s in enumerate(found)))
+    timed = sorted(((makespan(s, costs), k) for k, s in enumerate(found)))
     distinct = {found[k].orders: (time, found[k]) for time, k in reversed(timed)}
     best = sorted(distinct.values(), key=lambda item: item[0])[:_NUM_STARTS]
     size = 3 * placement.num_virtual_stages * num_microbatches
@@ -64,7 +65,7 @@ def search_orders(
             break
         if time > bound and moves:
             schedule = improve(schedule, costs, cap=cap, moves=moves, bound=bound)
-            time = simulate(schedule, costs).makespan
+            time = makespan(schedule, costs)
         improved.append((time, schedule))
     improved.sort(key=lambda item: item[0])
     return [schedule for _, schedule in improved]
@@ -84,7 +85,7 @@ def _by_rules(
     tried = []
     for rule in itertools.islice(_rules(placement), max(1, _RULE_ACTIONS // size)):
         schedule = ordered(rule, trial)
-        tried.append((simulate(schedule, costs).makespan, rule, schedule))
+        tried.append((makespan(schedule, costs), rule, schedule))
     tried.sort(key=lambda item: item[:2])
     if trial == num_microbatches:
         yield from (schedule for _, _, schedule in tried[: 4 * _NUM_STARTS])

@@ -73,6 +73,8 @@ class TickSearch:
         self.by_urgency = np.array([trial.by_urgency for _, trial in columns])
         self.forward_first = np.array([trial.first is Kind.F for _, trial in columns])
         self.eagerness = np.array([trial.eagerness for _, trial in columns])
+        self.passes = np.array([c.passes for c in self.clocks])
+        self.ways_back = np.array([c.ticks_back for c in self.clocks]).T
         # Every tick has room for a layer of any kind, so that none passes idle.
         self.shortest = np.array(
             [
@@ -91,14 +93,18 @@ class TickSearch:
         plans; None if no plan ends before that work's makespan.
 
         Args:
-          makespan: a search stops once it cannot end before this. Until then it does what it would
-            have done without, so plans that end before are the same.
+          makespan: None, too, if no plan ends before this. A search stops once it cannot; until
+            then it does what it would have done without, so plans that end before are the same.
         """
         ends = np.array([makespans[work] for work in self.works])
         plans = self._search(ends, makespan)
         best: list[list[Ints] | None] = []
         for work in range(self.num_works):
-            found = [k for k, other in enumerate(self.works) if other == work and k in plans]
+            found = [
+                k
+                for k, other in enumerate(self.works)
+                if other == work and k in plans and ends[k] < makespan
+            ]
             best.append(plans[min(found, key=lambda k: ends[k])] if found else None)
         return self._slices(best)
 
@@ -260,7 +266,7 @@ class TickSearch:
         busy = before.busy[..., None] + spent
         longest = spent.max(axis=0)
         time = before.time[:, None] + (longest + self.message[before.searches][:, None])
-        rest = (self.stage_work.take(before.searches, axis=1)[..., None] - busy).max(axis=0)
+        rest = (self._least_rest(beam)[..., None] - busy).max(axis=0)
         latest = (ends - self.rounding)[before.searches]
         # If no stage runs anything, all of them wait for good.
         state, length = (valid & (longest > 0) & (time + rest < latest[:, None])).nonzero()
@@ -295,6 +301,28 @@ class TickSearch:
             busy,
             counted.astype(np.int16),
         )
+
+    def _least_rest(self, beam: Beam) -> Floats:
+        """By stage and state, the time from now on that its work takes at least, what is done
+        already included, once the next tick is over.
+
+        A tick that some stage needs ends with a message. A stage ends at most an F and a B in it,
+        one of them if it fills ticks by urgency, and its last gradient goes back to the first
+        virtual stage in ticks of their own.
+        """
+        searches, states = beam.options.searches, beam.states
+        work: Floats = self.stage_work.take(searches, axis=1)
+        messages = self.message[searches]
+        if not messages.any():
+            return work
+        passes = self.passes[searches]
+        forwards = passes - states["done_f"].sum(axis=0)
+        backwards = passes - states["done_b"].sum(axis=0)
+        ticks = np.maximum(forwards, backwards)
+        np.add(forwards, backwards, out=ticks, where=~self.by_rank[searches])
+        ticks += self.ways_back.take(searches, axis=1) - 1
+        work += messages * np.where(backwards > 0, ticks, 0)
+        return work
 
     def _lengths(self, ready: Ready, searches: Ints) -> tuple[Floats, Flags]:
         """By state, lengths that let some stage finish its F, its B, or both, evenly thinned out;

@@ -54,6 +54,9 @@ class Clock:
         self.num_ticks = max(self.stage_work) / self.largest.f
         longest = max(self.stage_work)
         self.behind = [work - longest for work in self.stage_work]
+        self.passes = schedule.num_microbatches * placement.num_chunks
+        # Virtual stages before the first of a stage.
+        self.ticks_back = [held[0] % placement.depth for held in placement.virtual_stages]
         self.ways_back = []
         for held, behind in zip(placement.virtual_stages, self.behind, strict=True):
             first = held[0] % placement.depth
