@@ -22,7 +22,7 @@ train: {batch_size: 16, steps: 40}
 """
 NOTHING = Linear(0, 0)
 MATMUL = Pass((Kernel(Linear(0, 1e12), Linear(1e9, 0)),), NOTHING, ())
-LAYER = LayerSizes(MATMUL, MATMUL, MATMUL, 10**6, NOTHING, NOTHING, NOTHING, NOTHING)
+LAYER = LayerSizes(MATMUL, MATMUL, MATMUL, 10**6, *[NOTHING] * 5)
 MODEL = ModelSizes(
     "equal", 64, 4, 2, 2, 32, 256,
     {(1, 1, "none"): Sizes((LAYER,), (0,) * 4, Linear(0, 1e6), 10, 10, MATMUL, NOTHING)},
