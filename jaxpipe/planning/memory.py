@@ -10,7 +10,7 @@ from jaxpipe.schedule.actions import Kind
 from jaxpipe.schedule.lowering.table import NONE
 
 _MASTER_BYTES = 4
-"""Of a gradient sum and of a moment of the optimizer: float32."""
+"""Of a gradient sum: float32."""
 
 PARTS = (
     *("parameters", "copies", "optimizer", "gradients", "residuals", "crossing", "inboxes"),
@@ -19,6 +19,10 @@ PARTS = (
 """What a device holds: parameters; weights gathered, or copied in the compute dtype; the state of
 the optimizer; sums of gradients; activations until B or W; values from B to W; messages; pieces of
 chunks on their way over data; values of the layer, or the logits, at work; the batch."""
+
+
+_OF_LAYERS = "residuals", "crossing", "inboxes", "moving", "working"
+"""What is there only until the last layer has run."""
 
 
 def device_bytes(placed: Placed, program: Program) -> Mapping[str, float]:
@@ -41,7 +45,7 @@ def device_bytes(placed: Placed, program: Program) -> Mapping[str, float]:
         found["copies"] = slots["gathers"] * chunk * model.compute_bytes + outer * size
     elif model.compute_bytes != size:
         found["copies"] = stage * model.compute_bytes
-    found["optimizer"] = _MASTER_BYTES * model.moments * (stage + outer) / split[1]
+    found["optimizer"] = placed.optimizer_bytes
     sums = slots["reduces"] * chunk if plan.zero >= 2 else stage
     # What is reduced after the last tick takes the room of activations that are gone by then.
     reduced = stage / parts if plan.zero and slots["reduced in ticks"] else 0.0
@@ -66,6 +70,9 @@ def device_bytes(placed: Placed, program: Program) -> Mapping[str, float]:
     # Pieces have arrived when the head runs.
     found["working"] = max(head * held - found["moving"], layer)
     found["batch"] = model.row_bytes * plan.rows * plan.microbatches
+    if plan.offload:  # it comes when these are gone
+        gone = sum(found[name] for name in _OF_LAYERS)
+        found["optimizer"] = max(0.0, found["optimizer"] - gone)
     return found
 
 

@@ -29,6 +29,7 @@ class Plan:
       weight_slots: chunks of gathered weights, or of gradient sums, at once.
       weights: "stacked" or "unrolled".
       slices: whether actions are cut into time slices.
+      offload: whether the optimizer's state lies on the host between steps.
     """
 
     stage: int
@@ -45,6 +46,7 @@ class Plan:
     weight_slots: int
     weights: str
     slices: bool = False
+    offload: bool = False
 
     @property
     def sharing(self) -> int:
@@ -104,6 +106,12 @@ class Placed:
         """Of embedding and head on a device, not sharded over data."""
         split = self.sizes.outer_split
         return self.sizes.outer_parameters - split + split / self.plan.stage
+
+    @cached_property
+    def optimizer_bytes(self) -> float:
+        """Of the optimizer's state of a device, in float32, wherever it lies."""
+        held = self.stage_parameters + self.outer_parameters
+        return 4 * self.model.moments * held / (self.plan.parts if self.plan.zero else 1)
 
     def mean(self, name: str) -> float:
         """Bytes of `LayerSizes` of the plan's rows: the mean, if layers differ."""
