@@ -24,6 +24,7 @@ if TYPE_CHECKING:
         init_params,
         load_params,
         make_mesh,
+        on_host,
         unpipelined,
         vocabulary,
     )
@@ -45,6 +46,7 @@ __all__ = [
     "load_params",
     "make_mesh",
     "nnx",
+    "on_host",
     "schedules",
     "testing",
     "unpipelined",

@@ -2,6 +2,7 @@
 
 from jaxpipe.runtime import unpipelined as unpipelined
 from jaxpipe.runtime import vocabulary as vocabulary
+from jaxpipe.runtime.host import on_host as on_host
 from jaxpipe.runtime.init_params import init_params as init_params
 from jaxpipe.runtime.layers.losses import Sum as Sum
 from jaxpipe.runtime.layers.losses import Weighted as Weighted

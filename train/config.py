@@ -201,14 +201,12 @@ class OptimizerConfig(Section):
     """AdamW with a linear warm-up and a cosine decay of the learning rate, or what optax has."""
 
     name: str = "adamw"
-    """AdamW, or any optimizer of optax or optax.contrib by its name there, such as muon, adafactor
-    or lion."""
+    """AdamW, or any of optax or optax.contrib by its name there, such as muon or lion."""
     arguments: dict[str, Number] = {}
     """Arguments of an optimizer of optax, such as {weight_decay: 0.1}; AdamW has fields of its own.
     """
     schedule: str = "warmup_cosine"
-    """Linear warm-up and cosine decay, or a schedule of optax by its name there, such as
-    warmup_constant_schedule."""
+    """Linear warm-up and cosine decay, or one of optax, such as warmup_constant_schedule."""
     schedule_arguments: dict[str, Number] = {}
     """Arguments of a schedule of optax, such as {init_value: 0.0, peak_value: 1.0e-3}."""
 
@@ -232,6 +230,8 @@ class OptimizerConfig(Section):
     skip_above says: they change nothing, and the next batch follows. 0 stops at the first."""
     skip_above: NonNegative = 0.0
     """Also skip steps whose gradient has a larger norm, before clipping; 0 is off."""
+    offload: bool = False
+    """Keep its state in the memory of the host, and fetch it for the update of every step."""
 
 
 class TrainConfig(Section):

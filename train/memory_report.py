@@ -76,9 +76,10 @@ def show_step(console: Console, setup: Setup) -> None:
     by_chunk = setup.optimizer if setup.config.pipeline.update == "chunk" else None
     with announced(console, "its smallest form, for the layer at work"):
         found = predicted_bytes(setup.pipe, setup.batch_shapes, rng, by_chunk=by_chunk)
+    fetched = ", during the update only" if setup.config.optimizer.offload else ""
     parts = {
         "parameters": device_bytes(state.params),
-        "optimizer state": device_bytes(state.optimizer),
+        f"optimizer state{fetched}": device_bytes(state.optimizer),
         "states of layers": device_bytes(state.layers),
         "batch": device_bytes(setup.batch_shapes),
     }

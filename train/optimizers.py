@@ -15,6 +15,7 @@ from typing import Any
 import jax
 import optax
 
+from train import configured
 from train.config import Config, OptimizerConfig
 from train.errors import Failure
 
@@ -97,11 +98,37 @@ def failures(config: Config) -> Iterator[Failure]:
             "optimizer.max_skipped=0, or pipeline.update=step.",
             ("optimizer.max_skipped", "pipeline.update"),
         )
+    yield from _offload(config)
     if settings.skip_above and not settings.max_skipped:
         yield Failure(
             f"optimizer.skip_above={settings.skip_above} has no effect with optimizer.max_skipped=0"
             ". Nearest valid: optimizer.max_skipped=10, or optimizer.skip_above=0.",
             ("optimizer.skip_above", "optimizer.max_skipped"),
+        )
+
+
+def _offload(config: Config) -> Iterator[Failure]:
+    if not config.optimizer.offload:
+        return
+    for path, stays, why in (
+        ("pipeline.update", "step", "updates before all gradients are there"),
+        ("optimizer.max_skipped", 0, "chooses between the old state and the new one"),
+    ):
+        section, _, name = path.partition(".")
+        value = getattr(getattr(config, section), name)
+        if value != stays:
+            yield Failure(
+                f"optimizer.offload=True fetches the optimizer's state when all gradients are "
+                f"there and returns it after the update, and {path}={value} {why}. Nearest valid: "
+                f"optimizer.offload=False, or {path}={stays}.",
+                ("optimizer.offload", path),
+            )
+    if configured.is_asynchronous(config):
+        yield Failure(
+            "optimizer.offload=True fetches the optimizer's state once per step, and "
+            f"pipeline.schedule={config.pipeline.schedule} updates each stage at another time. "
+            "Nearest valid: optimizer.offload=False.",
+            ("optimizer.offload", "pipeline.schedule"),
         )
 
 

@@ -13,7 +13,7 @@ import optax
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxpipe import Pipeline, make_mesh
+from jaxpipe import Pipeline, make_mesh, on_host
 from jaxpipe.measure import layer_bytes, layer_costs
 from jaxpipe.schedule import (
     Costs,
@@ -93,7 +93,9 @@ class Setup:
         try:
             self._optimizer_placing = self.pipe.optimizer_placing(self.optimizer)
         except ValueError as error:
-            failure = errors.Failure(f"optimizer.name={config.optimizer.name}: {error}")
+            given = f"optimizer.name={config.optimizer.name}"
+            given += ", optimizer.offload=True" if config.optimizer.offload else ""
+            failure = errors.Failure(f"{given}: {error}")
             raise errors.ConfigError([failure]) from error
         self._updating_step = self._chunk_by_chunk()
 
@@ -211,7 +213,9 @@ class Setup:
 
     def make_optimizer(self, *, clips: bool = True) -> optax.GradientTransformation:
         """The run's optimizer; see `make_optimizer`."""
-        return make_optimizer(self.config.optimizer, self.learning_rate, clips=clips)
+        settings = self.config.optimizer
+        made = make_optimizer(settings, self.learning_rate, clips=clips)
+        return on_host(made) if settings.offload else made
 
     @property
     def _key(self) -> jax.Array:

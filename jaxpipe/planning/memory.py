@@ -17,6 +17,9 @@ PARTS = (
 the optimizer; sums of gradients; activations until B or W; values from B to W; messages; pieces of
 chunks on their way over data; values of the layer, or the logits, at work; the batch."""
 
+_OF_LAYERS = "residuals", "crossing", "inboxes", "moving", "working"
+"""What is there only until the last layer has run."""
+
 
 def device_bytes(placed: Placed, program: Program) -> Mapping[str, float]:
     """Bytes by part (`PARTS`), on the device that holds the most.
@@ -30,15 +33,14 @@ def device_bytes(placed: Placed, program: Program) -> Mapping[str, float]:
     stage, outer = placed.stage_parameters, placed.outer_parameters
     chunk = layers * placed.layer_parameters
     slots = _slots(program)
-    split = {level: parts if plan.zero >= level else 1 for level in (1, 2, 3)}
     size = model.parameter_bytes
     found = dict.fromkeys(PARTS, 0.0)
-    found["parameters"] = size * (stage + outer) / split[3]
+    found["parameters"] = size * (stage + outer) / (parts if plan.zero == 3 else 1)
     if plan.zero == 3:
         found["copies"] = slots["gathers"] * chunk * model.compute_bytes + outer * size
     elif model.compute_bytes != size:
         found["copies"] = stage * model.compute_bytes
-    found["optimizer"] = MASTER_BYTES * model.moments * (stage + outer) / split[1]
+    found["optimizer"] = placed.optimizer_bytes
     sums = slots["reduces"] * chunk if plan.zero >= 2 else stage
     # What is reduced after the last tick takes the room of activations that are gone by then.
     reduced = stage / parts if plan.zero and slots["reduced in ticks"] else 0.0
@@ -63,6 +65,9 @@ def device_bytes(placed: Placed, program: Program) -> Mapping[str, float]:
     # Pieces have arrived when the head runs.
     found["working"] = max(head * held - found["moving"], layer)
     found["batch"] = model.row_bytes * plan.rows * plan.microbatches
+    if plan.offload:  # it comes when these are gone
+        gone = sum(found[name] for name in _OF_LAYERS)
+        found["optimizer"] = max(0.0, found["optimizer"] - gone)
     return found
 
 

@@ -33,6 +33,7 @@ class Plan:
       weight_slots: chunks of gathered weights, or of gradient sums, at once.
       weights: "stacked" or "unrolled".
       slices: whether actions are cut into time slices.
+      offload: whether the optimizer's state lies on the host between steps.
     """
 
     stage: int
@@ -49,6 +50,7 @@ class Plan:
     weight_slots: int
     weights: str
     slices: bool = False
+    offload: bool = False
 
     @property
     def sharing(self) -> int:
@@ -115,6 +117,12 @@ class Placed:
         if len(self.sizes.layers) > 1:
             return 1
         return _shares(self.sizes.layers[0].shapes, self.plan.parts)
+
+    @cached_property
+    def optimizer_bytes(self) -> float:
+        """Of the optimizer's state of a device, in float32, wherever it lies."""
+        held = self.stage_parameters + self.outer_parameters
+        return MASTER_BYTES * self.model.moments * held / (self.plan.parts if self.plan.zero else 1)
 
     def mean(self, name: str) -> float:
         """Bytes of `LayerSizes` of the plan's rows: the mean, if layers differ."""

@@ -175,7 +175,7 @@ def least_bytes(placed: Placed) -> float:
     whole = placed.stage_parameters + placed.outer_parameters
     sharded = whole / plan.parts
     kept = (sharded if plan.zero == 3 else whole) * model.parameter_bytes
-    kept += 4 * model.moments * (sharded if plan.zero else whole)
+    kept += 0.0 if plan.offload else placed.optimizer_bytes
     kept += 4 * (sharded if plan.zero >= 2 else whole)
     share = SCHEDULES[plan.schedule].in_flight
     in_flight = plan.microbatches if share is None else min(plan.microbatches, plan.stage * share)

@@ -300,6 +300,9 @@ def _update(placed: Placed) -> float:
     held = whole / plan.parts if plan.zero else whole
     moved = update_bytes(held, model.parameter_bytes, model.moments)
     seconds = moved / placed.cluster.bandwidth * placed.cluster.device.passes.update
+    if plan.offload:  # there and back, while nothing runs
+        pcie = placed.cluster.device.pcie * placed.cluster.device.efficiency.link
+        seconds += 2 * placed.optimizer_bytes / pcie
     if plan.zero < 3 and model.compute_bytes != model.parameter_bytes:
         cast = placed.stage_parameters * (model.parameter_bytes + model.compute_bytes)
         seconds += cast / placed.cluster.bandwidth

@@ -162,7 +162,7 @@ class Pipeline:
         if self.frozen:
             self.params_placing = place(WithFrozen(self.layout, self.frozen))
         make = partial(PlacedOptimizer, params=self.layout, zero=self.zero)
-        self.placed_optimizer = lru_cache(maxsize=8)(make)
+        self.placed_optimizer = lru_cache(maxsize=8, typed=True)(make)
         self.program = lru_cache(maxsize=8)(partial(programs.make, self))
         self.state_layout, self.states_placing = None, None
         if states is not None:

@@ -53,3 +53,19 @@ def test_too_many_skipped_steps_end_the_run(toy_trainer, tmp_path):
     assert "2 steps before it were skipped" in finished.err
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     assert [line["skipped"] for line in lines] == [1, 2]
+
+
+def test_a_run_with_its_optimizer_on_the_host_is_the_same_run(toy_trainer, unbroken_toy, tmp_path):
+    """And goes on as any other, with the state on the devices or on the host."""
+    run, offload = tmp_path / "run", "--optimizer.offload"
+    toy_trainer.run("--run-dir", run, offload, "--train.steps", 5)
+    resumed = toy_trainer.run("--run-dir", run, offload, "--resume")
+    assert "resuming" in resumed.out
+    found, expected = (
+        [json.loads(line) for line in (one / "metrics.jsonl").read_text().splitlines()]
+        for one in (run, unbroken_toy)
+    )
+    assert [record["step"] for record in found] == list(range(1, NUM_STEPS + 1))
+    for one, other in zip(found[:2], expected[:2], strict=True):
+        assert (one["loss"], one["grad_norm"]) == (other["loss"], other["grad_norm"])
+    toy_trainer.run("--run-dir", run, "--resume", "--train.steps", NUM_STEPS + 2)

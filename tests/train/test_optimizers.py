@@ -54,6 +54,7 @@ def test_every_name_is_taken_or_says_what_it_needs():
             "optimizer.peak_lr=1.0 has no effect with optimizer.schedule=constant_schedule",
         ),
         ({"skip_above": 1.0}, "optimizer.skip_above=1.0 has no effect with optimizer.max_skipped"),
+        ({"offload": True, "max_skipped": 3}, "Nearest valid: .* optimizer.max_skipped=0"),
     ],
 )
 def test_what_optax_does_not_take_is_refused(fields, message):

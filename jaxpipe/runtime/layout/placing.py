@@ -8,7 +8,7 @@ import jax
 import numpy as np
 from jax.sharding import Sharding
 
-from jaxpipe.runtime import checks
+from jaxpipe.runtime import checks, host
 from jaxpipe.runtime.layout.tree_layout import TreeLayout
 from jaxpipe.runtime.layout.whole_model import Layout, StateLayout, WithFrozen
 from jaxpipe.runtime.mesh import explicit_context
@@ -31,6 +31,7 @@ class Placing:
       layout: where such a tree lies.
       sharded: whether data shards split it.
       name: of such a tree, for errors: "params", "states" or "state".
+      on_host: whether both kinds of trees lie on the host.
 
     Attributes:
       placed: shapes and shardings of a placed tree.
@@ -40,24 +41,35 @@ class Placing:
     """
 
     def __init__(
-        self, layout: Layout | WithFrozen | StateLayout | TreeLayout, *, sharded: bool, name: str
+        self,
+        layout: Layout | WithFrozen | StateLayout | TreeLayout,
+        *,
+        sharded: bool,
+        name: str,
+        on_host: bool = False,
     ) -> None:
         # A canonical array is split over data, a placed one over stages: to go from one straight to
         # the other XLA would gather it whole on every device. In between it is split over both.
         between = layout.shardings(sharded=True)
+        shapes = layout.placed_shapes(), layout.canonical_shapes()
 
         def place(tree: Tree) -> Tree:
+            tree = host.to_devices(tree) if on_host else tree
             placed = strongly_typed(layout.place(tree))
             return jax.lax.with_sharding_constraint(placed, between)
 
         def unplace(tree: Tree) -> Tree:
+            tree = host.to_devices(tree) if on_host else tree
             return layout.unplace(jax.lax.with_sharding_constraint(tree, between))
 
         self.specs = layout.specs(sharded=sharded)
         self.shardings = layout.shardings(sharded=sharded)
         self.canonical_shardings = layout.canonical_shardings()
-        self.placed = _lie(layout.placed_shapes(), self.shardings)
-        self.canonical = _lie(layout.canonical_shapes(), self.canonical_shardings)
+        if on_host:
+            self.shardings = host.shardings(shapes[0], self.shardings)
+            self.canonical_shardings = host.shardings(shapes[1], self.canonical_shardings)
+        self.placed = _lie(shapes[0], self.shardings)
+        self.canonical = _lie(shapes[1], self.canonical_shardings)
         self._name = name
         self._place = jax.jit(place, out_shardings=self.shardings)
         self._unplace = jax.jit(unplace, out_shardings=self.canonical_shardings)

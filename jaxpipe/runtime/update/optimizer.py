@@ -14,13 +14,23 @@ import jax
 import optax
 from jax.sharding import PartitionSpec as P
 
+from jaxpipe.runtime import host
 from jaxpipe.runtime.layout.placing import Placing
 from jaxpipe.runtime.layout.tree_layout import layer_by_layer
 from jaxpipe.runtime.layout.whole_model import Layout, outer_of
 from jaxpipe.runtime.trees import mismatches, strongly_typed
-from jaxpipe.runtime.types import Gradients, OptimizerState, Params, Placed, Shapes, Tree
+from jaxpipe.runtime.types import (
+    Gradients,
+    OptimizerState,
+    Params,
+    Placed,
+    Shapes,
+    Shardings,
+    Tree,
+)
 from jaxpipe.runtime.update.per_unit import PerUnit
 from jaxpipe.runtime.update.units import UnitsMeetError
+from jaxpipe.schedule.problems import refuse
 
 PARTS = ("layers", "embed", "head")
 """What may be updated at different times."""
@@ -38,6 +48,7 @@ class PlacedOptimizer:
 
     Attributes:
       state: where the optimizer's state lies.
+      on_host: whether it is kept on the host.
 
     Raises:
       ValueError: a transformation that cannot run where the parameters lie.
@@ -58,6 +69,8 @@ class PlacedOptimizer:
                 "optax.adam(1e-3)."
             )
         self._optimizer, self._zero, self._scaled, self._extra = optimizer, zero, scaled, extra
+        refuse(host.problems(optimizer, params.mesh))
+        self.on_host = isinstance(optimizer, host.OnHost)
         self._params, self._shapes = params, layer_by_layer(params)
         # Data shards have whole the weights that they update in part.
         self._whole = zero in (1, 2)
@@ -100,7 +113,13 @@ class PlacedOptimizer:
     @cached_property
     def placing(self) -> Placing:
         """Places and unplaces the optimizer's state."""
-        return Placing(self.state, sharded=self._zero >= 1, name="state")
+        sharded = self._zero >= 1
+        return Placing(self.state, sharded=sharded, name="state", on_host=self.on_host)
+
+    @cached_property
+    def shardings(self) -> Shardings:
+        """Those of the state while it is updated."""
+        return self.state.shardings(sharded=self._zero >= 1)
 
     @cached_property
     def program(self) -> Callable[..., Any]:
@@ -160,6 +179,12 @@ class PlacedOptimizer:
 
     def check_parts(self) -> None:
         """Raises ValueError if parts cannot be updated at different times."""
+        if self.on_host:
+            raise ValueError(
+                "jaxpipe.on_host brings the whole state to the devices when all gradients are "
+                "there; parts that are updated at different times need it before. Leave it out, or "
+                "update after the backward: Pipeline.train_step(optimizer, update='step')."
+            )
         if self.step.mixes is not None:
             raise ValueError(
                 "This optimizer cannot update a model part by part, as soon as a part's gradient "

@@ -9,7 +9,7 @@ import jax
 import optax
 from jax.sharding import PartitionSpec as P
 
-from jaxpipe.runtime import checks
+from jaxpipe.runtime import checks, host
 from jaxpipe.runtime.layers.losses import with_aux
 from jaxpipe.runtime.layout.whole_model import frozen_part, trained_part
 from jaxpipe.runtime.tick import executor
@@ -50,9 +50,12 @@ def update(
     problems = pipe.trained_placing.problems("grads", grads)
     problems += checks.optimizer_state("state", state, placed.placing.placed)
     refuse([*problems, *pipe.params_placing.problems("params", params)])
+    if placed.on_host:
+        state, grads = host.fetch(state, grads)
     new = placed.program(grads, state, trained_part(params), extra)
-    shardings = pipe.trained_placing.shardings, placed.placing.shardings
+    shardings = pipe.trained_placing.shardings, placed.shardings
     new, state = jax.lax.with_sharding_constraint(new, shardings)
+    state = host.to_host(state) if placed.on_host else state
     return new | frozen_part(params), state
 
 

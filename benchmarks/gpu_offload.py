@@ -1,0 +1,112 @@
+"""What a training step takes of an H100 when Adam's moments lie on its host. Needs no GPU.
+
+A GPT of width 2048 on stages x data shards, compiled with its optimizer, once with the state on the
+devices and once with `jaxpipe.on_host`. jax lets no sharding of devices that are not there name a
+memory, so that the arguments' attributes say it here.
+
+    make gpu-offload
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+if __name__ == "__main__":
+    sys.path[0] = str(Path(__file__).resolve().parents[1])
+    os.environ["JAX_PLATFORMS"] = "cpu"
+
+import jax
+import jax.numpy as jnp
+import optax
+from jaxlib.mlir import ir
+
+import jaxpipe
+from benchmarks import harness
+from jaxpipe.planning.without_devices import device_bytes, h100s, use_gpu_flags
+from models import gpt
+
+CONFIG = gpt.GPTConfig(
+    vocab_size=32768, sequence_length=512, num_layers=8, width=2048, num_heads=16,
+    dtype="bfloat16",
+)  # fmt: skip
+MICROBATCHES, ROWS = 4, 4
+CASES = [(2, 1, 0, "none"), (2, 1, 0, "full"), (2, 2, 1, "none"), (2, 2, 3, "full")]
+"""Stages, data shards, ZeRO level and rematerialization."""
+
+
+def compiled(
+    stage: int, data: int, zero: int, remat: str, *, offloads: bool
+) -> jax.stages.Compiled:
+    """A whole training step on H100s."""
+    optimizer = optax.adam(1e-3)
+    if offloads:
+        optimizer = jaxpipe.on_host(optimizer)
+    pipe = jaxpipe.Pipeline(
+        gpt.model(CONFIG, vocabulary_axis="stage"),
+        jax.eval_shape(lambda: gpt.init(CONFIG, jax.random.key(0))),
+        schedule="1f1b",
+        microbatches=MICROBATCHES,
+        mesh=jaxpipe.make_mesh(stage=stage, data=data, devices=h100s(stage * data)),
+        remat=remat,
+        zero=zero,
+    )
+    rows = MICROBATCHES * ROWS * data, CONFIG.sequence_length + 1
+    tokens = jax.ShapeDtypeStruct(rows, jnp.int32, sharding=pipe.batch_sharding)
+    params, state = pipe.placed_params, pipe.optimizer_placing(optimizer).placed
+    lowered = pipe.train_step(optimizer).lower(params, state, {"tokens": tokens})
+    if offloads:
+        first = len(jax.tree.leaves(params))
+        moments = [first + n for n, leaf in enumerate(jax.tree.leaves(state)) if leaf.ndim]
+        _put_on_host(lowered.compiler_ir("stablehlo"), set(moments))
+    return lowered.compile()
+
+
+def _put_on_host(module: Any, arguments: set[int]) -> None:
+    """Says of some arguments of a program that they lie on the host."""
+    (main,) = (op for op in module.body.operations if op.attributes["sym_name"].value == "main")
+    with module.context:
+        attributes = []
+        for number, given in enumerate(main.arg_attrs):
+            named = {one.name: one.attr for one in given}
+            if number in arguments:
+                named["mhlo.memory_kind"] = ir.StringAttr.get("pinned_host")
+            attributes.append(ir.DictAttr.get(named))
+        main.arg_attrs = ir.ArrayAttr.get(attributes)
+
+
+def main() -> None:
+    """Compiles every case twice, and prints and writes a table."""
+    use_gpu_flags()
+    rows = []
+    for case in CASES:
+        for where in ("devices", "host"):
+            began = time.perf_counter()
+            program = compiled(*case, offloads=where == "host")
+            memory = program.memory_analysis()
+            stage, data, zero, remat = case
+            rows.append(
+                {
+                    "case": f"{stage} x {data}, ZeRO-{zero}, remat {remat}, state on {where}",
+                    "arguments, GB": memory.argument_size_in_bytes / 1e9,
+                    "temporaries, GB": memory.temp_size_in_bytes / 1e9,
+                    "device, GB": device_bytes(program) / 1e9,
+                    "host, GB": memory.host_argument_size_in_bytes / 1e9,
+                }
+            )
+            harness.note(f"{rows[-1]} in {time.perf_counter() - began:.0f} s")
+    harness.report(
+        "gpu-offload",
+        rows,
+        title="Adam's moments on the host",
+        label=["case"],
+        bars=["device, GB"],
+        axis="GB of a device",
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,88 @@
+"""Arrays that lie in the memory of the host, which a device reads and writes over its bus."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import jax
+import optax
+from jax.sharding import Mesh
+
+from jaxpipe.runtime.types import Gradients, OptimizerState, Shapes, Shardings, Tree
+from jaxpipe.schedule.problems import Problem
+
+_KIND = "pinned_host"
+
+
+class OnHost(NamedTuple):
+    """An optax transformation whose state lies on the host; see `on_host`."""
+
+    init: optax.TransformInitFn
+    update: optax.TransformUpdateFn
+
+
+def on_host(optimizer: optax.GradientTransformation) -> optax.GradientTransformation:
+    """Keeps an optimizer's state in the memory of the host, such as Adam's two moments.
+
+    They come to the devices when all gradients are there and most activations are gone, and leave
+    them when the update is done. A device's memory then holds 4 bytes per parameter between steps
+    instead of 12, for Adam in float32; each step sends 8 bytes per parameter both ways over the bus
+    of the device (PCI Express), under which nothing else runs. Counts and other scalars stay.
+
+    Args:
+      optimizer: any optax transformation.
+
+    Returns:
+      One that `Pipeline` takes wherever it takes an optimizer, but to update chunk by chunk. Its
+      devices must have pinned memory of the host, as GPUs, and CPUs that simulate them.
+
+    Example:
+      >>> optimizer = on_host(optax.adam(1e-3))
+      >>> step = pipe.train_step(optimizer)  # doctest: +SKIP
+    """
+    return OnHost(optimizer.init, optimizer.update)
+
+
+def problems(optimizer: Any, mesh: Mesh) -> list[Problem]:
+    """Why devices cannot keep an optimizer's state on their host, if that is wanted."""
+    device = mesh.devices.flat[0]
+    kinds = {memory.kind for memory in device.addressable_memories()}
+    # Devices that programs are only compiled for name no memory at all.
+    if not isinstance(optimizer, OnHost) or not kinds or _KIND in kinds:
+        return []
+    rule = f"needs {_KIND} memory, and {device.device_kind} has only {', '.join(sorted(kinds))}"
+    note = "Leave jaxpipe.on_host out."
+    return [Problem("optimizer", "on_host", rule, note=note)]
+
+
+def shardings(shapes: Shapes, on_devices: Shardings) -> Shardings:
+    """The same shardings with all but scalars on the host."""
+    return jax.tree.map(
+        lambda leaf, sharding: sharding.with_memory_kind(_KIND) if leaf.ndim else sharding,
+        shapes,
+        on_devices,
+    )
+
+
+def fetch(state: OptimizerState, grads: Gradients) -> tuple[OptimizerState, Gradients]:
+    """Brings a state to the devices, not before there are all gradients.
+
+    Without the barrier XLA fetches it at the beginning of the step and keeps it there: compiled for
+    H100s, temporaries grew by just what the arguments had lost.
+    """
+    state, grads = jax.lax.optimization_barrier((state, grads))
+    return to_devices(state), grads
+
+
+def to_devices(tree: Tree) -> Tree:
+    """Brings all but scalars to the devices; only in `jax.jit`."""
+    return _move(tree, jax.memory.Space.Device)
+
+
+def to_host(tree: Tree) -> Tree:
+    """Undoes `to_devices`."""
+    return _move(tree, jax.memory.Space.Host)
+
+
+def _move(tree: Tree, space: Any) -> Tree:
+    return jax.tree.map(lambda w: jax.device_put(w, space) if w.ndim else w, tree)

@@ -1,0 +1,119 @@
+"""Optimizer state that lies on the host between steps."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import jax
+import numpy as np
+import optax
+import pytest
+import toy
+
+import jaxpipe
+from jaxpipe.errors import ArgumentError
+from jaxpipe.runtime import host
+
+
+def pipeline(*, stages: int = 2, data: int = 2, schedule: str = "1f1b", **options):
+    return jaxpipe.Pipeline(
+        toy.model(tied=False, axis=None),
+        toy.params(tied=False, num_layers=4),
+        schedule=schedule,
+        microbatches=2,
+        mesh=jaxpipe.make_mesh(stage=stages, data=data),
+        **options,
+    )
+
+
+def trained(pipe, optimizer, steps: int = 3):
+    params = pipe.place(toy.params(tied=False, num_layers=4))
+    state, step = pipe.init(optimizer, params), pipe.train_step(optimizer)
+    for _ in range(steps):
+        _, params, state = step(params, state, toy.batch(8))
+    return params, state
+
+
+def kinds(tree) -> set[tuple[bool, str]]:
+    """Where arrays lie, and scalars."""
+    return {(leaf.ndim > 0, leaf.sharding.memory_kind) for leaf in jax.tree.leaves(tree)}
+
+
+SPLIT = {(True, "pinned_host"), (False, "device")}
+
+
+@pytest.mark.pipeline
+@pytest.mark.parametrize(
+    ("zero", "weights"), [(0, "stacked"), (1, "unrolled"), (2, "stacked"), (3, "stacked")]
+)
+def test_a_run_is_bit_for_bit_that_of_a_state_on_the_devices(zero, weights):
+    pipe = pipeline(zero=zero, weights=weights)
+    optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-2))
+    here = trained(pipe, optimizer)
+    there = trained(pipe, jaxpipe.on_host(optimizer))
+    assert kinds(there[1]) == SPLIT
+    assert {kind for _, kind in kinds((*here, there[0]))} == {"device"}
+    jax.tree.map(np.testing.assert_array_equal, *map(jax.device_get, (here, there)))
+
+
+@pytest.mark.pipeline
+def test_updates_outside_of_a_step_leave_it_on_the_host():
+    pipe, optimizer = pipeline(zero=1), jaxpipe.on_host(optax.adam(1e-2))
+    params, state = trained(pipe, optimizer, steps=1)
+    _, grads = pipe.value_and_grad(params, toy.batch(8))
+    _, state = pipe.update(optimizer, grads, state, params)
+    assert kinds(state) == SPLIT
+
+
+@pytest.mark.pipeline
+def test_checkpoints_restore_with_and_without_it_and_onto_other_meshes(tmp_path):
+    optimizer = optax.adam(1e-2)
+    there, here = jaxpipe.on_host(optimizer), optimizer
+    pipe, other = pipeline(zero=1), pipeline(stages=4, data=1)
+    params, state = trained(pipe, there)
+    assert kinds(pipe.optimizer_placing(there).unplace(state)) == SPLIT
+    with jaxpipe.Checkpoints(tmp_path) as checkpoints:
+        checkpoints.save(3, pipe, there, params, state)
+        same, onto = checkpoints.restore(pipe, there), checkpoints.restore(other, here)
+        checkpoints.save(4, other, here, onto.params, onto.state)
+        back = checkpoints.restore(pipe, there)
+    assert kinds(same.state) == kinds(back.state) == SPLIT
+    assert {kind for _, kind in kinds(onto.state)} == {"device"}
+    for found in (same, back):
+        given = (found.state, state)
+        jax.tree.map(np.testing.assert_array_equal, *map(jax.device_get, given))
+
+
+def test_it_comes_to_the_devices_when_all_gradients_are_there():
+    """Else XLA fetches it first, and its place is taken during the whole step."""
+    pipe, optimizer = pipeline(), jaxpipe.on_host(optax.adam(1e-2))
+    shapes = pipe.placed_params, pipe.optimizer_placing(optimizer).placed
+    step = jax.make_jaxpr(pipe.train_step(optimizer))(*shapes, toy.batch(8)).jaxpr.eqns[0]
+    eqns = step.params["jaxpr"].jaxpr.eqns
+    fetches = [eqn for eqn in eqns if eqn.primitive.name == "device_put"]
+    barriers = [eqn for eqn in eqns if eqn.primitive.name == "optimization_barrier"]
+    held = {v for eqn in barriers for v in eqn.outvars}
+    moments = [leaf for leaf in jax.tree.leaves(shapes[1]) if leaf.ndim]
+    first = fetches[: len(moments)]
+    assert len(fetches) == 2 * len(moments)
+    assert all(set(eqn.invars) <= held for eqn in first)
+    (waits,) = [eqn for eqn in barriers if set(eqn.outvars) & set(first[0].invars)]
+    assert len(waits.invars) == len(jax.tree.leaves(shapes))
+
+
+def test_parts_that_are_updated_at_different_times_are_refused():
+    optimizer = jaxpipe.on_host(optax.sgd(0.1, momentum=0.9))
+    with pytest.raises(ValueError, match=r"update='step'"):
+        pipeline(schedule="breadth-first").train_step(optimizer, update="chunk")
+    with pytest.raises(ValueError, match=r"on_host brings the whole state"):
+        jaxpipe.AsyncPipeline(pipeline(), optimizer)
+
+
+def test_devices_without_such_memory_are_refused():
+    memory = SimpleNamespace(kind="device")
+    device = SimpleNamespace(device_kind="other", addressable_memories=lambda: [memory])
+    mesh = SimpleNamespace(devices=np.array([device]))
+    (problem,) = host.problems(jaxpipe.on_host(optax.adam(1.0)), mesh)
+    with pytest.raises(ArgumentError, match="needs pinned_host memory, and other has only device"):
+        raise ArgumentError([problem])
+    assert not host.problems(optax.adam(1.0), mesh)
