@@ -129,7 +129,7 @@ class Planned:
         if steps is not None:
             train["steps"] = max(steps, config.optimizer.warmup_steps)
         changed = {"mesh": mesh, "pipeline": pipeline, "train": train, "costs": _of_chunk(costs)}
-        changed["optimizer"] = {"offload": plan.offload}
+        changed["optimizer"] = {"offload": plan.offload or config.optimizer.offload}
         return _changed(config, changed).to_yaml()
 
     def compiled_bytes(self, plan: Plan, costs: Costs, device: str) -> int:
