@@ -47,7 +47,7 @@ class Method:
 
     Args:
       schedule: asynchronous, or "1f1b".
-      rescheduling: T1's K in steps of the warm-up of the rate, or None.
+      rescheduling: T1's K in steps, or None.
       correction: T2's D, or None.
       warm_up: T3: synchronous steps.
       stages: P.

@@ -3,19 +3,13 @@
 from __future__ import annotations
 
 import collections
-import dataclasses
-import doctest
-import importlib
 import inspect
 import itertools
-import pkgutil
-from importlib.metadata import EntryPoint
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import jaxpipe.schedule
 from jaxpipe.schedule import catalog
 from jaxpipe.schedule.actions import (
     Action,
@@ -26,9 +20,7 @@ from jaxpipe.schedule.actions import (
     split_backwards,
 )
 from jaxpipe.schedule.check.validate import ScheduleError, validate
-from jaxpipe.schedule.generators.breadth_first import breadth_first
 from jaxpipe.schedule.generators.chimera import chimera
-from jaxpipe.schedule.generators.gpipe import gpipe
 from jaxpipe.schedule.generators.hanayo import hanayo
 from jaxpipe.schedule.makespan import makespan
 from jaxpipe.schedule.show.exchanges import exchanges
@@ -329,176 +321,11 @@ def test_schedules_that_cannot_run_are_refused_by_both_clocks():
             clock(stuck, Costs(1, 1, 1))
 
 
-def test_unknown_names_get_the_nearest():
-    with pytest.raises(ValueError, match=r"name='1f1d'.*\nNearest valid: '1f1b'\."):
-        catalog.build("1f1d", stages=2, microbatches=2)
-    with pytest.raises(ValueError, match="Nearest valid: 'gpipe'"):
-        catalog.build("GPipe", stages=2, microbatches=2)
-
-
-def test_all_failures_of_build_come_together():
-    with pytest.raises(ValueError, match=r"(?s)stages=0.*microbatches=-1.*chunks=2.*: 1\.$"):
-        catalog.build("gpipe", stages=0, microbatches=-1, chunks=2)
-    with pytest.raises(ValueError, match=r"(?s)stages=0.*chunks=0.*at least 1.*limit=-1.*above 0"):
-        catalog.build("nope", stages=0, microbatches=1, chunks=0, memory_limit=-1)
-
-
-@pytest.mark.parametrize(
-    ("name", "options", "expected"),
-    [
-        ("gpipe", {"chunks": 2}, r"each of its stages holds 1 chunk\.\nNearest valid: 1\."),
-        ("dualpipe-v", {"chunks": 4}, r"each of its stages holds 2 chunks\.\nNearest valid: 2\."),
-        ("gpipe", {"group": 4}, r"^group=4 .* does not read it\.\nNearest valid: leave"),
-        ("zb-h1", {"memory_limit": 4}, r"^memory_limit=4 .* does not read it"),
-        ("hanayo", {"chunks": 3}, r"chunks=3 .* a multiple of 2\.\nNearest valid: 2, 4\."),
-        ("hanayo", {"chunks": 1}, r"chunks=1 .* a multiple of 2\.\nNearest valid: 2\."),
-        ("hanayo", {"memory_limit": 0.5}, r"memory_limit=0\.5 .*\nNearest valid: 1\."),
-        ("chimera", {}, r"microbatches=7 .* a multiple of 2\.\nNearest valid: 6, 8\."),
-        ("interleaved", {"group": 1}, r"group=1 .* half of stages=4\.\nNearest valid: 2\."),
-    ],
-)
-def test_numbers_that_do_not_fit_are_refused_with_the_nearest(name, options, expected):
-    with pytest.raises(ValueError, match=expected):
-        catalog.build(name, stages=4, microbatches=7, **options)
-
-
-def test_a_number_that_is_the_only_one_is_accepted():
-    assert catalog.build("gpipe", stages=2, microbatches=2, chunks=1).num_chunks == 1
-    assert catalog.build("dualpipe-v", stages=2, microbatches=2, chunks=2).num_chunks == 2
-
-
-@pytest.fixture
-def registry(monkeypatch):
-    monkeypatch.setattr(catalog, "_entries", dict(catalog._entries))
-
-
-@pytest.mark.usefixtures("registry")
-def test_a_schedule_of_ones_own_reads_what_its_parameters_say():
-    @catalog.register("mine")
-    def mine(num_stages, num_microbatches, *, num_chunks=3):
-        """Like breadth-first."""
-        return breadth_first(num_stages, num_microbatches, num_chunks=num_chunks)
-
-    assert catalog.build("mine", stages=2, microbatches=4).num_chunks == 3
-    assert catalog.build("mine", stages=2, microbatches=4, chunks=5).num_chunks == 5
-    assert catalog.entries()[-1].summary == "Like breadth-first."
-    with pytest.raises(ValueError, match="does not read it"):
-        catalog.build("mine", stages=2, microbatches=4, group=2)
-
-
-@pytest.mark.usefixtures("registry")
-def test_a_schedule_may_need_an_option():
-    @catalog.register("needy")
-    def needy(num_stages, num_microbatches, *, memory_limit):
-        return gpipe(num_stages, num_microbatches)
-
-    with pytest.raises(ValueError, match=r"^memory_limit is missing: schedule 'needy'"):
-        catalog.build("needy", stages=2, microbatches=4)
-
-
-@pytest.mark.usefixtures("registry")
-def test_an_invalid_schedule_of_ones_own_is_refused_with_the_grid():
-    @catalog.register("broken")
-    def broken(num_stages, num_microbatches):
-        good = gpipe(num_stages, num_microbatches)
-        return dataclasses.replace(good, orders=(good.orders[0][::-1], *good.orders[1:]))
-
-    with pytest.raises(ScheduleError, match=r"(?s)0W1 on stage 0 comes before.*stage 0 +>0W1<"):
-        catalog.build("broken", stages=2, microbatches=2)
-
-
-@pytest.mark.usefixtures("registry")
-@pytest.mark.parametrize(
-    ("name", "expected"),
-    [
-        ("1f1b", "'1f1b' belongs to a built-in schedule.\nNearest valid: 'my-1f1b'"),
-        ("2bw", "'2bw' belongs to an asynchronous method.\nNearest valid: 'my-2bw'"),
-        ("mine.CSV", "'mine.CSV' looks like a file.\nNearest valid: 'mine'"),
-        ("a.b:c", "'a.b:c' looks like a function.\nNearest valid: 'a.b-c'"),
-        ("", "needs a name"),
-    ],
-)
-def test_names_that_mean_something_else_are_refused(name, expected):
-    with pytest.raises(ValueError, match=expected):
-        catalog.register(name)
-
-
-@pytest.mark.usefixtures("registry")
-def test_what_a_registered_function_does_wrong_is_said():
-    catalog.register("wrong")(lambda num_stages, num_microbatches: None)
-    catalog.register("raises")(lambda num_stages, num_microbatches: 1 // 0)
-    catalog.register("other")(lambda num_stages, num_microbatches: gpipe(3, 2))
-    for name, expected in (
-        ("wrong", "wrong returned NoneType, and must return a Schedule"),
-        ("raises", r"raises raised ZeroDivisionError at .*test_generators\.py:\d+: integer"),
-        (
-            "other",
-            "other returned a schedule of 3 stages and 2 microbatches, and was asked for 2 and",
-        ),
-    ):
-        with pytest.raises(ValueError, match=expected):
-            catalog.build(name, stages=2, microbatches=2)
-
-
-@pytest.mark.usefixtures("registry")
-def test_installed_schedules_come_by_entry_point(monkeypatch):
-    points = [
-        EntryPoint(name, value, "jaxpipe.schedules")
-        for name, value in (
-            ("lost", "no_such_module:f"),
-            ("1f1b", "jaxpipe.schedule.generators.gpipe:gpipe"),
-            ("installed", "jaxpipe.schedule.generators.gpipe:gpipe"),
-        )
-    ]
-    monkeypatch.setattr(catalog, "entry_points", lambda group: points)
-    catalog._load_installed.cache_clear()
-    with pytest.warns(UserWarning, match="is left out") as caught:
-        built = catalog.build("installed", stages=2, microbatches=2)
-    assert built == dataclasses.replace(gpipe(2, 2), name="installed")
-    lost, taken = (str(warning.message) for warning in caught)
-    assert "'lost' = 'no_such_module:f' of some package is left out: ModuleNotFoundError" in lost
-    assert (
-        "'1f1b' = 'jaxpipe.schedule.generators.gpipe:gpipe' of some package is left out: Argu"
-        in taken
-    )
-
-
 def test_two_copies_of_the_model_pass_nothing_to_each_other():
     schedule = catalog.build("chimera", stages=3, microbatches=4)
     assert (schedule.placement.depth, schedule.num_microbatches) == (3, 2)
     assert schedule.orders[0][0] == Action(0, Kind.F, 0)
     assert schedule.orders[2][0] == Action(3, Kind.F, 0)
-
-
-EXPLAINED = {
-    *("actions", "check.slice_rules", "formats.csv_format", "formats.user"),
-    *(
-        "generators.block_orders",
-        "generators.blocks",
-        "generators.v_schedules",
-        "lowering.lower",
-        "lowering.slots",
-    ),
-    *("search.auto", "search.controllable_memory", "search.slices", "show.comparison"),
-    *("show.report", "show.trace", "simulate"),
-}
-MODULES = [
-    "jaxpipe.schedule",
-    *(info.name for info in pkgutil.walk_packages(jaxpipe.schedule.__path__, "jaxpipe.schedule.")),
-]
-EXAMPLES = [name for name in MODULES if ">>>" in inspect.getsource(importlib.import_module(name))]
-
-
-@pytest.mark.usefixtures("registry")  # an example registers a schedule
-@pytest.mark.parametrize("module", EXAMPLES)
-def test_examples_in_docstrings_run(module):
-    result = doctest.testmod(importlib.import_module(module))
-    assert result.attempted > 0
-    assert result.failed == 0
-
-
-def test_what_is_best_explained_by_an_example_has_one():
-    assert {f"jaxpipe.schedule.{name}" for name in EXPLAINED} <= set(EXAMPLES)
 
 
 def test_halves_that_do_not_exist_are_refused_in_python_too():
