@@ -1,8 +1,7 @@
 """What a training step takes of an H100 when Adam's moments lie on its host. Needs no GPU.
 
 A GPT of width 2048 on stages x data shards, compiled with its optimizer, once with the state on the
-devices and once with `jaxpipe.on_host`. jax lets no sharding of devices that are not there name a
-memory, so that the arguments' attributes say it here.
+devices and once with `jaxpipe.on_host`.
 
     make gpu-offload
 """
@@ -13,7 +12,6 @@ import os
 import sys
 import time
 from pathlib import Path
-from typing import Any
 
 if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).resolve().parents[1])
@@ -22,11 +20,10 @@ if __name__ == "__main__":
 import jax
 import jax.numpy as jnp
 import optax
-from jaxlib.mlir import ir
 
 import jaxpipe
 from benchmarks import harness
-from jaxpipe.planning.without_devices import device_bytes, h100s, use_gpu_flags
+from jaxpipe.planning.without_devices import device_bytes, h100s, put_on_host, use_gpu_flags
 from models import gpt
 
 CONFIG = gpt.GPTConfig(
@@ -61,21 +58,8 @@ def compiled(
     if offloads:
         first = len(jax.tree.leaves(params))
         moments = [first + n for n, leaf in enumerate(jax.tree.leaves(state)) if leaf.ndim]
-        _put_on_host(lowered.compiler_ir("stablehlo"), set(moments))
+        put_on_host(lowered, moments)
     return lowered.compile()
-
-
-def _put_on_host(module: Any, arguments: set[int]) -> None:
-    """Says of some arguments of a program that they lie on the host."""
-    (main,) = (op for op in module.body.operations if op.attributes["sym_name"].value == "main")
-    with module.context:
-        attributes = []
-        for number, given in enumerate(main.arg_attrs):
-            named = {one.name: one.attr for one in given}
-            if number in arguments:
-                named["mhlo.memory_kind"] = ir.StringAttr.get("pinned_host")
-            attributes.append(ir.DictAttr.get(named))
-        main.arg_attrs = ir.ArrayAttr.get(attributes)
 
 
 def main() -> None:

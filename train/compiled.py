@@ -47,9 +47,20 @@ def main(config: str, device: str) -> None:
     with attention:
         setup = Setup(parsed, devices=devices)
         began = time.perf_counter()
-        program = setup.compile()
+        lowered = setup.lower()
+        if parsed.optimizer.offload and devices is not None:
+            without_devices.put_on_host(lowered, _moments(setup))
+        program = lowered.compile()
     seconds = time.perf_counter() - began
     print(json.dumps({"bytes": without_devices.device_bytes(program), "seconds": seconds}))
+
+
+def _moments(setup: Setup) -> list[int]:
+    """Numbers of the arguments of a step that are arrays of its optimizer's state."""
+    state = setup.state_shapes
+    first = len(jax.tree.leaves(state.params))
+    leaves = jax.tree.leaves(state.optimizer)
+    return [first + number for number, leaf in enumerate(leaves) if leaf.ndim]
 
 
 if __name__ == "__main__":

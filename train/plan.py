@@ -88,6 +88,7 @@ class Planned:
             batch_rows=self.config.train.batch_size,
             row_bytes=sum(leaf.size * leaf.dtype.itemsize for leaf in row),
             variants=variants,
+            may_offload=not self.config.optimizer.max_skipped,
         )
 
     def measured(
@@ -129,7 +130,7 @@ class Planned:
         if steps is not None:
             train["steps"] = max(steps, config.optimizer.warmup_steps)
         changed = {"mesh": mesh, "pipeline": pipeline, "train": train, "costs": _of_chunk(costs)}
-        changed["optimizer"] = {"offload": plan.offload or config.optimizer.offload}
+        changed["optimizer"] = {"offload": plan.offload}
         return _changed(config, changed).to_yaml()
 
     def compiled_bytes(self, plan: Plan, costs: Costs, device: str) -> int:
@@ -162,17 +163,19 @@ class Planned:
         config, shape = self.config, self.config.mesh
         own = shape.stage, shape.data, shape.replica, shape.context, shape.tensor
         slots = configured.weight_slots(config, platform="gpu")
+        found = cluster(device, shape.num_devices, memory=limit_bytes)
+        offload = config.optimizer.offload and found.has_host_memory
 
         def allowed(plan: Plan) -> bool:
             mesh = plan.stage, plan.data, plan.replica, plan.context, plan.tensor
             zero = config.pipeline.zero if shape.data > 1 else 0
             fewer = min(slots, plan.chunks) if zero >= 2 else 1
             enough = plan.microbatches > 1 or not config.train.noise_every
-            return enough and (mesh, plan.zero, plan.weight_slots) == (own, zero, fewer)
+            options = plan.zero, plan.weight_slots, plan.offload
+            return enough and (mesh, options) == (own, (zero, fewer, offload))
 
         cases = [(shape.context, shape.tensor, remat) for remat in _REMATS]
         model = self._sizes(cases, lambda share: None)
-        found = cluster(device, shape.num_devices, memory=limit_bytes)
         result = search(model, [found], Goal(None, (model.batch_rows,)), allowed=allowed)
         best = result.best[0]
         changed = {"pipeline": _chosen(best.plan), "costs": _of_chunk(chunk_costs(best.placed))}

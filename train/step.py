@@ -336,10 +336,14 @@ class Setup:
         new = self.pipe.update(self.optimizer, grads, optimizer, params)
         return value, *new, optax.tree.norm(grads)
 
+    def lower(self) -> jax.stages.Lowered:
+        """Traces `train_step` for its devices."""
+        rng = jax.eval_shape(lambda: self.rng(0))
+        return self.train_step.lower(self.state_shapes, self.batch_shapes, rng)
+
     def compile(self):
         """Compiles `train_step`; the result is called like it and knows its memory."""
-        rng = jax.eval_shape(lambda: self.rng(0))
-        return self.train_step.lower(self.state_shapes, self.batch_shapes, rng).compile()
+        return self.lower().compile()
 
     @cached_property
     def evaluate(self):

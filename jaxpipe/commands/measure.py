@@ -28,7 +28,7 @@ def measure(
     rows: tuple[int, ...] = (1, 4),
     remat: tuple[Literal["none", "dots", "full"], ...] = ("none", "full"),
 ) -> None:
-    """Time a model's layers, its optimizer, messages and collectives on the devices at hand.
+    """Time a model's layers and optimizer, messages and collectives on the devices that jax has.
 
     The file that is written takes the place of a device's name: `jaxpipe plan --device FILE`,
     `jaxpipe compare --layer-model SIZES --device FILE`. All devices work at once, as in a step. A

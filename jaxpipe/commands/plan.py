@@ -47,7 +47,7 @@ def plan(
     measure: int | None = None,
     write_sizes: Path | None = None,
 ) -> None:
-    """Choose mesh, schedule, microbatches, rematerialization and ZeRO level for a model.
+    """Choose mesh, schedule, microbatches, rematerialization, ZeRO level and offload for a model.
 
     Everything is predicted: layers from their trace at the peaks of the device, messages and
     transfers from the tick table that would run. Nothing is run, and only --measure compiles.
@@ -231,7 +231,7 @@ def _table(title: str, found: Sequence[Found], goal: Goal) -> Table:
         "remat",
     ):
         table.add_column(name, no_wrap=name != "stage x data x context x tensor")
-    for name in ("ZeRO", "replicas", "weights, slots"):
+    for name in ("ZeRO", "replicas", "weights, slots", "state"):
         table.add_column(name, no_wrap=True)
     for name in ("step, s", "model FLOPs", "GB", *(("days", "$") if training else ())):
         table.add_column(name, justify="right")
@@ -241,6 +241,7 @@ def _table(title: str, found: Sequence[Found], goal: Goal) -> Table:
         shown.append(p.schedule)
         shown += [str(p.chunks), f"{p.microbatches} x {p.rows}", p.remat]
         shown += [str(p.zero), str(p.replica), f"{p.weights}, {p.weight_slots}"]
+        shown.append("host" if p.offload else "device")
         shown += [f"{one.step_seconds:.3f}", f"{one.model_flops_share:.1%}"]
         shown.append(f"{one.device_bytes / 1e9:.3g}")
         if training:

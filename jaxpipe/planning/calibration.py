@@ -38,6 +38,11 @@ class Peaks:
     collective: float
     latency: float
 
+    @property
+    def link(self) -> float:
+        """What messages and collectives both attain."""
+        return min(self.message, self.collective)
+
 
 @dataclasses.dataclass(frozen=True)
 class Timed:
@@ -98,19 +103,20 @@ def calibrate(
     """
     named = known(kind)
     device = DEVICES["cpu"] if named is None else named
-    link = min(peaks.message, peaks.collective)
     if named is None or named.name == "cpu":
         # No data sheet: what is attained is the peak.
         device = dataclasses.replace(
             device,
             flops=peaks.flops,
             bandwidth=peaks.bandwidth,
-            within_host=link,
-            pcie=link,
+            within_host=peaks.link,
+            pcie=peaks.link,
             memory_bytes=memory_bytes or device.memory_bytes,
         )
     attained = Efficiency(
-        peaks.flops / device.flops, peaks.bandwidth / device.bandwidth, link / device.within_host
+        peaks.flops / device.flops,
+        peaks.bandwidth / device.bandwidth,
+        peaks.link / device.within_host,
     )
     factors = {name: _factor([one for one in timed if one.name == name]) for name in PASSES}
     device = dataclasses.replace(
@@ -130,12 +136,11 @@ def _factor(timed: Sequence[Timed]) -> float:
     return measured / expected
 
 
-def find(device: str, *, option: str = "device") -> str | Device:
+def find(device: str) -> str | Device:
     """The device that a file holds; the text itself if it is no file's name.
 
     Args:
       device: a name, or the path of a .json file.
-      option: whose value it is.
 
     Raises:
       ArgumentError: the file holds nothing of the kind.
@@ -149,7 +154,7 @@ def find(device: str, *, option: str = "device") -> str | Device:
     except (KeyError, TypeError, ValueError) as error:
         rule = f"holds no measured device ({type(error).__name__}: {error})"
         note = "jaxpipe measure --config FILE --out FILE writes them."
-        refuse([Problem(option, device, rule, tuple(DEVICES), note=note)])
+        refuse([Problem("device", device, rule, tuple(DEVICES), note=note)])
         raise AssertionError from error  # refused
     return found
 

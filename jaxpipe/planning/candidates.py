@@ -78,12 +78,13 @@ def _options(
     remat: str,
     excluded: Counter[str],
 ) -> Iterator[Plan]:
-    """Schedules, ZeRO levels, replicas and slots of one mesh, microbatch and policy."""
+    """Schedules, ZeRO levels, replicas, slots and offload of one mesh, microbatch and policy."""
     stage, data, context, tensor, microbatches, rows = shape
     per_stage = -(-model.num_layers // stage)
     weights = "unrolled" if per_stage <= UNROLLED_LAYERS else "stacked"
     near = max(1, cluster.per_host // (context * tensor))
     replicas = sorted({1, data // near} if data > near and data % near == 0 else {1})
+    offloads = (False, True) if model.may_offload and cluster.has_host_memory else (False,)
     for name, searched in SCHEDULES.items():
         if stage == 1 and name not in _WITHOUT_STAGES:
             continue
@@ -94,8 +95,8 @@ def _options(
             for zero in (0, 1, 2, 3) if data > 1 else (0,):
                 for replica in replicas if zero else (1,):
                     for slots in (1, 2) if zero >= 2 and chunks > 1 else (1,):
-                        yield Plan(
-                            stage, data, context, tensor, replica, name, chunks, microbatches,
-                            rows,
-                            remat, zero, slots, weights,
-                        )  # fmt: skip
+                        for offload in offloads:
+                            yield Plan(
+                                stage, data, context, tensor, replica, name, chunks, microbatches,
+                                rows, remat, zero, slots, weights, offload=offload,
+                            )  # fmt: skip

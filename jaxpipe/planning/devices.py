@@ -144,6 +144,11 @@ class Cluster:
         return self.device.bandwidth * self.device.efficiency.memory
 
     @property
+    def has_host_memory(self) -> bool:
+        """Whether what lies on the host leaves a device's memory."""
+        return self.device.name != "cpu"
+
+    @property
     def dollars_per_second(self) -> float:
         """Of all devices together."""
         return self.count * self.device.dollars_per_hour / 3600

@@ -104,12 +104,11 @@ def measure(
 
 def _attained(peaks: Peaks, devices: Sequence[jax.Device]) -> Cluster:
     """Devices that attain what simple programs do, and nothing else slows them."""
-    link = min(peaks.message, peaks.collective)
     device = dataclasses.replace(
         known(devices[0].device_kind) or DEVICES["cpu"],
         flops=peaks.flops,
         bandwidth=peaks.bandwidth,
-        within_host=link,
+        within_host=peaks.link,
         efficiency=Efficiency(1.0, 1.0, 1.0),
     )
     return cluster(device, len(devices), link=f"nvlink:{len(devices)},ib:400")

@@ -16,7 +16,7 @@ from jaxpipe.planning import memory, step
 from jaxpipe.planning.candidates import SCHEDULES, plans
 from jaxpipe.planning.devices import Cluster
 from jaxpipe.planning.found import OBJECTIVES, Found, Goal, front
-from jaxpipe.planning.plans import Placed, Plan
+from jaxpipe.planning.plans import MASTER_BYTES, Placed, Plan
 from jaxpipe.planning.sizes import ModelSizes
 from jaxpipe.schedule.problems import ArgumentError, Problem, refuse
 
@@ -176,7 +176,7 @@ def least_bytes(placed: Placed) -> float:
     sharded = whole / plan.parts
     kept = (sharded if plan.zero == 3 else whole) * model.parameter_bytes
     kept += 0.0 if plan.offload else placed.optimizer_bytes
-    kept += 4 * (sharded if plan.zero >= 2 else whole)
+    kept += MASTER_BYTES * (sharded if plan.zero >= 2 else whole)
     share = SCHEDULES[plan.schedule].in_flight
     in_flight = plan.microbatches if share is None else min(plan.microbatches, plan.stage * share)
     residuals = placed.mean("until_b") + placed.mean("until_w")

@@ -132,6 +132,7 @@ class ModelSizes:
       batch_rows: of the configuration.
       row_bytes: of the batch.
       variants: by (context devices, tensor devices, rematerialization).
+      may_offload: whether the optimizer's state may lie on the host.
     """
 
     name: str
@@ -142,6 +143,7 @@ class ModelSizes:
     batch_rows: int
     row_bytes: int
     variants: Mapping[tuple[int, int, str], Sizes]
+    may_offload: bool = True
 
     @property
     def num_layers(self) -> int:

@@ -24,7 +24,7 @@ import numpy as np
 from jaxpipe.planning.devices import LAUNCH_SECONDS, Cluster
 from jaxpipe.planning.plans import MASTER_BYTES, Placed
 from jaxpipe.planning.programs import Program, grown, relative, table_of
-from jaxpipe.planning.sizes import ModelSizes, Pass
+from jaxpipe.planning.sizes import PASSES, ModelSizes, Pass
 from jaxpipe.schedule.neighbors import replay, work_of
 from jaxpipe.schedule.simulate import Costs, simulate
 
@@ -95,17 +95,13 @@ def _mean_passes(
     factors = cluster.device.passes
     by_kind = [
         [
-            pass_seconds(one, rows, cluster, links, factor=factor)
-            for one, factor in (
-                (layer.f, factors.f),
-                (layer.b, factors.b),
-                (layer.w, factors.w),
-            )
+            pass_seconds(getattr(layer, name), rows, cluster, links, factor=getattr(factors, name))
+            for name in PASSES
         ]
         for layer in sizes.layers
     ]
     of_layers = [by_kind[kind] for kind in sizes.kind_of]
-    return tuple(sum(one[n] for one in of_layers) / len(of_layers) for n in range(3))
+    return tuple(sum(each) / len(of_layers) for each in zip(*of_layers, strict=True))
 
 
 def _of_weights(placed: Placed) -> tuple[float, float]:
@@ -127,10 +123,11 @@ def transfer(placed: Placed) -> Transfer:
     size = placed.layer_parameters
     share = (parts - 1) / parts
     latency = placed.cluster.device.latency if parts > 1 else 0.0
-    gather = latency + size * placed.model.compute_bytes * share / placed.data_link
+    gather = 0.0
+    if plan.zero == 3:
+        gather = latency + size * placed.model.compute_bytes * share / placed.data_link
     times = 1 if plan.zero else 2  # a sum scatters and gathers
     reduce = times * (latency + MASTER_BYTES * size * share / placed.data_link)
-    gather = gather if plan.zero == 3 else 0.0
     return Transfer(gather, reduce + _among_copies(placed, size))
 
 

@@ -10,12 +10,14 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import jax
 from jax.experimental import topologies
+from jaxlib.mlir import ir
 
 from jaxpipe import gpu_flags
 from jaxpipe.schedule.problems import Problem, refuse
@@ -81,6 +83,24 @@ def attention_of_gpus() -> Iterator[None]:
         mock.patch.object(cudnn, "check_compute_capability", return_value=True),
     ):
         yield
+
+
+def put_on_host(lowered: jax.stages.Lowered, arguments: Collection[int]) -> None:
+    """Says of some arguments of a program, by their numbers, that they lie on the host.
+
+    jax lets no sharding of devices that are not there name a memory, so that what
+    `jaxpipe.on_host` asks for is lost on the way here.
+    """
+    module: Any = lowered.compiler_ir("stablehlo")
+    (main,) = (op for op in module.body.operations if op.attributes["sym_name"].value == "main")
+    with module.context:
+        attributes = []
+        for number, given in enumerate(main.arg_attrs):
+            named = {one.name: one.attr for one in given}
+            if number in arguments:
+                named["mhlo.memory_kind"] = ir.StringAttr.get("pinned_host")
+            attributes.append(ir.DictAttr.get(named))
+        main.arg_attrs = ir.ArrayAttr.get(attributes)
 
 
 def device_bytes(program: jax.stages.Compiled) -> int:

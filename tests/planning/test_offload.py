@@ -3,12 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
+from collections import Counter
 
 import pytest
+import yaml
 
-from jaxpipe.planning import devices, memory, search, step
+from jaxpipe.errors import ArgumentError
+from jaxpipe.planning import candidates, devices, memory, search, step
+from jaxpipe.planning.found import Goal
 from jaxpipe.planning.plans import Placed, Plan
 from jaxpipe.planning.sizes import Kernel, LayerSizes, Linear, ModelSizes, Pass, Sizes
+from jaxpipe.schedule import Costs
+from train.config import Config
+from train.plan import Planned
 
 PLAN = Plan(2, 2, 1, 1, 1, "1f1b-fused", 1, 4, 4, "none", 1, 1, "stacked")
 PARAMETERS, OUTER = 10**6, 2 * 10**6
@@ -51,3 +58,46 @@ def test_it_goes_over_the_bus_twice():
     more = {name: seconds[0][name] - seconds[1][name] for name in step.PARTS}
     assert more.pop("update") == pytest.approx(2 * STATE / (0.8 * 64e9))
     assert not any(more.values())
+
+
+def model_of(kept_bytes: float) -> ModelSizes:
+    return placed(kept_bytes, offload=False).model
+
+
+@pytest.fixture
+def limited() -> tuple[ModelSizes, devices.Cluster]:
+    """A cluster whose devices hold a little less than the leanest plan with its state on them."""
+    model, cluster, goal = model_of(1e7), devices.cluster("h100", 2), Goal(None, (16,))
+    every = candidates.plans(model, cluster, goal.batches, Counter())
+    found = [search.evaluated(Placed(one, model, cluster), goal, Counter()) for one in every]
+    leanest = min(
+        one.device_bytes for one in found if one is not None and not one.placed.plan.offload
+    )
+    return model, dataclasses.replace(cluster, memory_bytes=leanest - 1)
+
+
+def test_plans_whose_room_would_not_do_put_the_state_on_the_host(limited):
+    model, cluster = limited
+    goal = Goal(None, (16,))
+    best = search.search(model, [cluster], goal).best
+    assert all(one.plan.offload for one in best)
+    stays = dataclasses.replace(model, may_offload=False)
+    with pytest.raises(ArgumentError, match="is too little for any plan"):
+        search.search(stays, [cluster], goal)
+
+
+def test_devices_that_share_the_memory_of_the_host_offload_nothing():
+    every = candidates.plans(model_of(1e5), devices.cluster("cpu", 4), (16,), Counter())
+    assert not any(one.offload for one in every)
+
+
+@pytest.mark.parametrize("max_skipped", [0, 3])
+def test_the_trainer_writes_what_a_plan_says_and_offers_what_it_can(max_skipped):
+    small = {"vocab_size": 64, "sequence_length": 8, "num_layers": 2, "width": 8, "num_heads": 2}
+    given = {"model": small, "optimizer": {"max_skipped": max_skipped, "offload": not max_skipped}}
+    planned = Planned(Config(**given), "small")
+    model = planned._sizes([(1, 1, "none")], lambda share: None)
+    assert model.may_offload == (max_skipped == 0)
+    for offload in {False, model.may_offload}:
+        text = planned.write(dataclasses.replace(PLAN, offload=offload), Costs(1, 1, 1), None)
+        assert yaml.safe_load(text).get("optimizer", {}).get("offload", False) == offload
