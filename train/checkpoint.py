@@ -214,7 +214,8 @@ def changes(saved: dict[str, Any], config: Config) -> list[str]:
     """
     free = (
         *("run_dir", "init_from", "data.prepare", "sample", "distributed", "wandb"),
-        *("pipeline.weights", "pipeline.weight_slots", "pipeline.gpu_flags"),
+        *("pipeline.weights", "pipeline.weight_slots", "pipeline.residuals", "pipeline.gpu_flags"),
+        "optimizer.offload",
     )
     before, now = Config(**saved["config"]).flat(), config.flat()
     return [

@@ -10,10 +10,9 @@ import importlib.util
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
-from jaxpipe import schedules
-from jaxpipe.schedule import is_users
 from models.validation import nearest_divisors
 from train import (
+    asynchronous_rules,
     configured,
     errors,
     initial,
@@ -24,7 +23,7 @@ from train import (
     run_folder,
     tasks,
 )
-from train.config import AsynchronousConfig, Config
+from train.config import Config
 from train.data.folder import prepare_hint
 from train.errors import Failure
 from train.ranges import in_range
@@ -62,7 +61,7 @@ def check(
         mesh_rules.replicas,
         mesh_rules.shared_axes,
         _schedule,
-        _asynchronous,
+        asynchronous_rules.problems,
         _weights,
         _compute_dtype,
         _update,
@@ -188,40 +187,6 @@ def _depth(config: Config) -> list[str]:
     return [f"model.{name}" for name in tasks.find(config.task).depth]
 
 
-def _asynchronous(config: Config) -> Iterator[Failure]:
-    settings, name = config.asynchronous, config.pipeline.schedule
-    if not configured.is_asynchronous(config):
-        if name not in {entry.name for entry in schedules.entries()} and not is_users(name):
-            return  # another rule says so
-        for field, default in AsynchronousConfig().model_dump().items():
-            if getattr(settings, field) != default:
-                yield Failure(
-                    f"asynchronous.{field}={getattr(settings, field)} has no effect: "
-                    f"pipeline.schedule={name} drains the pipeline in every step, so no weights "
-                    f"are late. Nearest valid: {default}, or pipeline.schedule=pipemare.",
-                    (f"asynchronous.{field}", "pipeline.schedule"),
-                )
-        return
-    try:
-        configured.steady_state(config)
-    except ValueError as error:
-        yield from errors.of_schedule(error, name)
-    if settings.discrepancy_decay and name != "pipemare":
-        yield Failure(
-            f"asynchronous.discrepancy_decay={settings.discrepancy_decay} corrects what the "
-            f"backward of pipeline.schedule=pipemare reads; with {name} it reads the weights of "
-            "its forward. Nearest valid: 0.",
-            ("asynchronous.discrepancy_decay", "pipeline.schedule"),
-        )
-    if settings.warmup_steps >= config.train.steps:
-        yield Failure(
-            f"asynchronous.warmup_steps={settings.warmup_steps} leaves none of train.steps="
-            f"{config.train.steps} for pipeline.schedule={name}. Nearest valid: "
-            f"{config.train.steps - 1}, or pipeline.schedule=1f1b.",
-            ("asynchronous.warmup_steps", "train.steps"),
-        )
-
-
 def _weights(config: Config) -> Iterator[Failure]:
     if config.pipeline.weights != "unrolled":
         return
@@ -230,12 +195,6 @@ def _weights(config: Config) -> Iterator[Failure]:
             f"pipeline.weights=unrolled needs layers that are alike; those of task={config.task} "
             "differ. Nearest valid: stacked.",
             ("pipeline.weights", "task"),
-        )
-    if configured.is_asynchronous(config):
-        yield Failure(
-            "pipeline.weights=unrolled has no room for the versions of weights that "
-            f"pipeline.schedule={config.pipeline.schedule} keeps. Nearest valid: stacked.",
-            ("pipeline.weights", "pipeline.schedule"),
         )
 
 
@@ -250,23 +209,10 @@ def _compute_dtype(config: Config) -> Iterator[Failure]:
             f"model.dtype={own}. Nearest valid: model.dtype={dtype}, or no pipeline.compute_dtype.",
             ("pipeline.compute_dtype", "model.dtype"),
         )
-    if configured.is_asynchronous(config):
-        yield Failure(
-            f"pipeline.compute_dtype={dtype} has no place beside the versions of weights that "
-            f"pipeline.schedule={config.pipeline.schedule} keeps. Nearest valid: none.",
-            ("pipeline.compute_dtype", "pipeline.schedule"),
-        )
 
 
 def _update(config: Config) -> Iterator[Failure]:
-    if config.pipeline.update == "step":
-        return
-    if configured.is_asynchronous(config):
-        yield Failure(
-            f"pipeline.update=chunk has no effect: pipeline.schedule={config.pipeline.schedule} "
-            "updates every stage as soon as its gradient is complete. Nearest valid: step.",
-            ("pipeline.update", "pipeline.schedule"),
-        )
+    if config.pipeline.update == "step" or configured.is_asynchronous(config):
         return
     if config.optimizer.clip_norm:
         yield Failure(

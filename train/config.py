@@ -8,7 +8,6 @@ The model's section has the fields that the family of ``task`` declares (`train.
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Annotated, Any, Literal
@@ -18,31 +17,7 @@ import pydantic_core
 import yaml
 
 from train import tasks
-
-
-@dataclasses.dataclass(frozen=True)
-class Range:
-    """The range of legal numbers of a field; `train.checks` applies it.
-
-    Args:
-      low: the smallest legal number.
-      high: the largest, or None.
-      above: the number must be larger than ``low``, not equal to it.
-      below: the number must be smaller than ``high``, not equal to it.
-    """
-
-    low: float
-    high: float | None = None
-    above: bool = False
-    below: bool = False
-
-
-Count = Annotated[int, Range(1)]
-Natural = Annotated[int, Range(0)]
-Positive = Annotated[float, Range(0, above=True)]
-NonNegative = Annotated[float, Range(0)]
-Beta = Annotated[float, Range(0, 1, below=True)]
-
+from train.fields import Beta, Count, Natural, NonNegative, Positive, Range
 
 Number = bool | int | float | str | None
 """An argument of a function of optax; text names a dtype, for example."""
@@ -150,6 +125,9 @@ class PipelineConfig(Section):
     gpu_flags: Literal["all", "no-command-buffers", "off"] = "all"
     """XLA's flags for GPUs that the launcher sets: all that a pipeline needs, all but the one that
     puts loops into CUDA graphs, or none. What XLA_FLAGS holds already wins, flag by flag."""
+    residuals: Literal["device", "host"] = "device"
+    """Where what F keeps waits for its backward: on the device, or in the memory of its host, which
+    takes most with remat=none and least with remat=full."""
     update: Literal["step", "chunk"] = "step"
     """When the optimizer runs: after the "step", with the gradients of all layers; or for every
     "chunk" as soon as its gradient is complete, which keeps only the gradients of chunks in work.

@@ -5,8 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
-from train.config import Config, Range, Section
+from train.config import Config, Section
 from train.errors import Failure
+from train.fields import Range
 
 _MAX_PASSES = 100_000
 """Forward passes of the largest schedule: building that of zb-v takes about 10 seconds."""

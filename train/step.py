@@ -194,6 +194,7 @@ class Setup:
                 counts=counts,
             ),
             weight_slots=configured.weight_slots(self.config, platform=self._platform),
+            residuals=self.config.pipeline.residuals,
             states=self.task.init_states(),
         )
 

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
-from jaxpipe.runtime import filters
+from jaxpipe.runtime import filters, host
 from jaxpipe.runtime.filters import Filter
 from jaxpipe.runtime.layers.calls import misfits
 from jaxpipe.runtime.layers.model import Model
@@ -62,6 +62,7 @@ def arguments(
     zero: int,
     weights: str,
     weight_slots: int,
+    residuals: str,
     layer_counts: Sequence[int] | None,
 ) -> Iterator[Problem | str]:
     """Everything that does not fit among the arguments of `Pipeline`.
@@ -81,6 +82,7 @@ def arguments(
         yield Problem("weights", weights, rule)
     if not isinstance(weight_slots, int) or weight_slots < 1:
         yield Problem("weight_slots", weight_slots, "holds no chunk", (1,))
+    yield from host.of_residuals(residuals, mesh)
     if not isinstance(model, Model):
         yield f"model is a {type(model).__name__}; it must be a jaxpipe.Model."
         return

@@ -12,6 +12,8 @@ from jaxpipe.runtime.types import Gradients, OptimizerState, Shapes, Shardings, 
 from jaxpipe.schedule.problems import Problem
 
 _KIND = "pinned_host"
+RESIDUALS = ("device", "host")
+"""Where residuals may wait for their backward."""
 
 
 class OnHost(NamedTuple):
@@ -43,16 +45,22 @@ def on_host(optimizer: optax.GradientTransformation) -> optax.GradientTransforma
     return OnHost(optimizer.init, optimizer.update)
 
 
-def problems(optimizer: Any, mesh: Mesh) -> list[Problem]:
-    """Why devices cannot keep an optimizer's state on their host, if that is wanted."""
+def problems(name: str, value: Any, mesh: Mesh) -> list[Problem]:
+    """Why devices cannot do what an argument wants, which is to keep something on their host."""
     device = mesh.devices.flat[0]
     kinds = {memory.kind for memory in device.addressable_memories()}
     # Devices that programs are only compiled for name no memory at all.
-    if not isinstance(optimizer, OnHost) or not kinds or _KIND in kinds:
+    if not kinds or _KIND in kinds:
         return []
     rule = f"needs {_KIND} memory, and {device.device_kind} has only {', '.join(sorted(kinds))}"
-    note = "Leave jaxpipe.on_host out."
-    return [Problem("optimizer", "on_host", rule, note=note)]
+    return [Problem(name, value, rule, note="Leave it on the devices.")]
+
+
+def of_residuals(residuals: str, mesh: Mesh) -> list[Problem]:
+    """Why residuals cannot wait there."""
+    if residuals not in RESIDUALS:
+        return [Problem("residuals", residuals, f"is not one of {', '.join(RESIDUALS)}", RESIDUALS)]
+    return problems("residuals", residuals, mesh) if residuals == "host" else []
 
 
 def shardings(shapes: Shapes, on_devices: Shardings) -> Shardings:

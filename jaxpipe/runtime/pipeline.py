@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Iterable, Sequence
 from functools import cached_property, lru_cache, partial
 from typing import Any
@@ -20,12 +19,7 @@ from jaxpipe.runtime.layers.model import Model
 from jaxpipe.runtime.layout.placing import Placing
 from jaxpipe.runtime.layout.precision import compute_dtypes
 from jaxpipe.runtime.layout.splits import read_splits
-from jaxpipe.runtime.layout.whole_model import (
-    FROZEN,
-    StateLayout,
-    WithFrozen,
-    make_layouts,
-)
+from jaxpipe.runtime.layout.whole_model import FROZEN, StateLayout, WithFrozen, make_layouts
 from jaxpipe.runtime.mesh import Axes, leave_compilation_cache, with_auto_axes
 from jaxpipe.runtime.named_schedule import named_schedule
 from jaxpipe.runtime.tables import Tables
@@ -88,6 +82,8 @@ class Pipeline:
       weight_slots: chunks of gathered weights (ZeRO-3) and of gradient sums (from ZeRO-2 on) that a
         stage keeps at once, no fewer than a tick uses. With 2 or more, chunks move over data under
         the layers of others, if all have time to; ``pipe.table.gathers.counts`` says how often.
+      residuals: where what F keeps waits for its backward: on the "device", or on the "host", over
+        the device's bus; best with ``remat="full"``, which keeps least.
       layer_counts: layers of every virtual stage, in model order; by default as equal as possible.
       states: the layers' initial states, or their shapes, for a `Model` that is stateful.
       poison: fills bubbles with NaN, for tests.
@@ -130,6 +126,7 @@ class Pipeline:
         zero: int = 0,
         weights: str = "stacked",
         weight_slots: int = 1,
+        residuals: str = "device",
         layer_counts: Sequence[int] | None = None,
         states: States = None,
         poison: bool = False,
@@ -137,7 +134,7 @@ class Pipeline:
         axes = Axes.of(mesh, stage_axis, data_axes, replica_axes, getattr(model, "axes", ()))
         built, unknown = named_schedule(schedule, mesh, axes, microbatches)
         precision = compute_dtype, full_precision
-        options = trainable, *precision, remat, zero, weights, weight_slots, layer_counts
+        options = trainable, *precision, remat, zero, weights, weight_slots, residuals, layer_counts
         refuse([*unknown, *checks.arguments(model, params, states, built, mesh, axes, *options)])
         assert built is not None
         validate(built)
@@ -146,7 +143,7 @@ class Pipeline:
         params, states = shapes_of(params), shapes_of(states)
         self.model, self.schedule, self.mesh, self.axes = model, built, mesh, axes
         self.remat, self.poison, self.trainable = remat, poison, trainable
-        self.weights, self.weight_slots = weights, weight_slots
+        self.weights, self.weight_slots, self.residuals = weights, weight_slots, residuals
         self.zero = zero if axes.num_parts(mesh) > 1 else 0
         if layer_counts is None:
             layer_counts = partition([1] * checks.num_layers(params["layers"]), built.placement)
@@ -374,9 +371,10 @@ class Pipeline:
     def setup(self, table: TickTable) -> Setup:
         """How this pipeline runs a table of its own placement and layers."""
         frozen = None if self.frozen is None else self.frozen.local
-        setup = Setup(self.model, self.layout.local, frozen, table, self.remat, self.zero)
-        states, compute = self.state_layout, self.compute_dtypes
-        return dataclasses.replace(setup, states=states, compute=compute, poison=self.poison)
+        return Setup(
+            self.model, self.layout.local, frozen, table, self.remat, self.zero, self.state_layout,
+            self.compute_dtypes, self.poison, residuals=self.residuals,
+        )  # fmt: skip
 
     def check(
         self, name: str, placed: Placed, batch: Batch, states: States, others: Iterable[str] = ()

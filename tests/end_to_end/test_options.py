@@ -55,11 +55,11 @@ def test_too_many_skipped_steps_end_the_run(toy_trainer, tmp_path):
     assert [line["skipped"] for line in lines] == [1, 2]
 
 
-def test_a_run_with_its_optimizer_on_the_host_is_the_same_run(toy_trainer, unbroken_toy, tmp_path):
-    """And goes on as any other, with the state on the devices or on the host."""
-    run, offload = tmp_path / "run", "--optimizer.offload"
-    toy_trainer.run("--run-dir", run, offload, "--train.steps", 5)
-    resumed = toy_trainer.run("--run-dir", run, offload, "--resume")
+def test_a_run_that_keeps_much_on_the_host_is_the_same_run(toy_trainer, unbroken_toy, tmp_path):
+    """And goes on as any other, with it on the devices or on the host."""
+    run, offload = tmp_path / "run", ("--optimizer.offload", "--pipeline.residuals", "host")
+    toy_trainer.run("--run-dir", run, *offload, "--train.steps", 5)
+    resumed = toy_trainer.run("--run-dir", run, *offload, "--resume")
     assert "resuming" in resumed.out
     found, expected = (
         [json.loads(line) for line in (one / "metrics.jsonl").read_text().splitlines()]

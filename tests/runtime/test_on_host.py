@@ -1,4 +1,4 @@
-"""Optimizer state that lies on the host between steps."""
+"""What lies on the host: optimizer state between steps, residuals until their backward."""
 
 from __future__ import annotations
 
@@ -9,10 +9,12 @@ import numpy as np
 import optax
 import pytest
 import toy
+import uneven
 
 import jaxpipe
 from jaxpipe.errors import ArgumentError
 from jaxpipe.runtime import host
+from jaxpipe.runtime.measure import traced
 
 
 def pipeline(*, stages: int = 2, data: int = 2, schedule: str = "1f1b", **options):
@@ -107,13 +109,76 @@ def test_parts_that_are_updated_at_different_times_are_refused():
         pipeline(schedule="breadth-first").train_step(optimizer, update="chunk")
     with pytest.raises(ValueError, match=r"on_host brings the whole state"):
         jaxpipe.AsyncPipeline(pipeline(), optimizer)
+    with pytest.raises(ValueError, match=r"residuals='host' would leave the host"):
+        jaxpipe.AsyncPipeline(pipeline(residuals="host"), optax.sgd(0.1))
 
 
 def test_devices_without_such_memory_are_refused():
     memory = SimpleNamespace(kind="device")
     device = SimpleNamespace(device_kind="other", addressable_memories=lambda: [memory])
     mesh = SimpleNamespace(devices=np.array([device]))
-    (problem,) = host.problems(jaxpipe.on_host(optax.adam(1.0)), mesh)
+    (problem,) = host.problems("residuals", "host", mesh)
     with pytest.raises(ArgumentError, match="needs pinned_host memory, and other has only device"):
         raise ArgumentError([problem])
-    assert not host.problems(optax.adam(1.0), mesh)
+
+
+@pytest.mark.pipeline
+@pytest.mark.parametrize(
+    ("schedule", "remat", "options"),
+    [
+        ("1f1b", "none", {"zero": 3}),
+        ("1f1b-fused", "full", {"zero": 1, "weights": "unrolled"}),
+        ("zb-v", "dots", {"zero": 2}),
+        ("breadth-first", "none", {"zero": 2, "weight_slots": 2}),
+    ],
+)
+def test_residuals_of_the_host_are_those_of_the_devices(schedule, remat, options):
+    """Bit for bit, and what no layer has written is not a number."""
+    here, there = (
+        pipeline(schedule=schedule, remat=remat, residuals=place, poison=True, **options)
+        for place in ("device", "host")
+    )
+    params = here.place(toy.params(tied=False, num_layers=4))
+    values = [jax.device_get(pipe.value_and_grad(params, toy.batch(8))) for pipe in (here, there)]
+    jax.tree.map(np.testing.assert_array_equal, *values)
+
+
+@pytest.mark.pipeline
+def test_layers_that_differ_keep_theirs_on_the_host():
+    params = uneven.params()
+    pipes = [
+        jaxpipe.Pipeline(
+            uneven.model(), params, schedule="1f1b", mesh=jaxpipe.make_mesh(stage=2), **options
+        )
+        for options in ({}, {"residuals": "host"})
+    ]
+    values = [pipe.value_and_grad(pipe.place(params), uneven.batch(8)) for pipe in pipes]
+    jax.tree.map(np.testing.assert_array_equal, *map(jax.device_get, values))
+
+
+def test_other_places_are_refused():
+    with pytest.raises(ValueError, match=r"residuals='disk' is not one of device, host"):
+        pipeline(residuals="disk")
+
+
+def equations(jaxpr):
+    for eqn in jaxpr.eqns:
+        yield eqn
+        for inner in jax.tree.leaves(eqn.params, is_leaf=lambda x: hasattr(x, "eqns")):
+            if hasattr(inner, "eqns"):
+                yield from equations(inner)
+            elif hasattr(inner, "jaxpr"):
+                yield from equations(inner.jaxpr)
+
+
+@pytest.mark.pipeline
+def test_all_that_f_keeps_lies_on_the_host_and_nothing_else():
+    here, there = (pipeline(schedule="zb-v", residuals=place) for place in ("device", "host"))
+    kept = traced.buffers(here, toy.batch(8))
+    assert kept.keys() - traced.buffers(there, toy.batch(8)).keys() == {"until_b", "until_w"}
+    step = jax.make_jaxpr(there.value_and_grad)(there.placed_params, toy.batch(8))
+    made = [v.aval for eqn in equations(step.jaxpr) for v in eqn.outvars]
+    on_host = {(v.shape, v.dtype) for v in made if v.memory_space == jax.memory.Space.Host}
+    buffers = {(v.shape, v.dtype) for v in (*kept["until_b"], *kept["until_w"])}
+    rows = {(row, dtype) for (_, size), dtype in buffers for row in ((size,), (1, size))}
+    assert buffers <= on_host <= buffers | rows

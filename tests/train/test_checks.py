@@ -114,6 +114,11 @@ RULES = [
         "pipeline.schedule=2bw keeps. Nearest valid: none.",
     ),
     (
+        {"pipeline.residuals": "host", "pipeline.schedule": "pipedream"},
+        "pipeline.residuals=host would leave the host: pipeline.schedule=pipedream keeps them from "
+        "step to step. Nearest valid: device.",
+    ),
+    (
         {"mesh.data": 2, "mesh.replica": 3},
         "mesh.replica=3 does not divide mesh.data=2. Nearest valid: mesh.replica=2.",
     ),

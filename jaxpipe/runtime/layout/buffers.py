@@ -10,7 +10,7 @@ dimension of 1, choose different layouts for them, and then transpose or copy wh
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import jax
@@ -18,7 +18,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jaxpipe.runtime.types import At, Index, Message
+from jaxpipe.runtime.host import to_devices, to_host
+from jaxpipe.runtime.types import Arrays, At, Index, Message
 from jaxpipe.schedule.lowering.table import NONE
 
 
@@ -37,9 +38,17 @@ class SharedBuffers:
       kinds: for every kind, the shapes of its values.
       layers: kind of every layer of every chunk of every stage, int ``[stages, chunks, layers]``,
         -1 where a chunk has fewer layers than the largest.
+      on_host: whether they lie in the memory of the host.
     """
 
-    def __init__(self, kinds: Sequence[Sequence[jax.ShapeDtypeStruct]], layers: np.ndarray) -> None:
+    def __init__(
+        self,
+        kinds: Sequence[Sequence[jax.ShapeDtypeStruct]],
+        layers: np.ndarray,
+        *,
+        on_host: bool = False,
+    ) -> None:
+        self.on_host = on_host
         self._alike = len(kinds) == 1
         if self._alike:
             self._dtypes = [leaf.dtype for leaf in kinds[0]]
@@ -69,16 +78,29 @@ class SharedBuffers:
             for size, dtype in zip(self._sizes, self._dtypes, strict=True)
         ]
 
+    def filled(self, slots: int, fill: Callable[[jax.ShapeDtypeStruct], jax.Array]) -> Arrays:
+        """The buffers, with what ``fill`` makes of a shape in them.
+
+        Those of the host are written row by row: XLA for GPUs would make one that is written at
+        once on the device first.
+        """
+        if not self.on_host:
+            return [fill(shape) for shape in self.shapes(slots)]
+
+        def rows(shape: jax.ShapeDtypeStruct) -> jax.Array:
+            row = jax.ShapeDtypeStruct(shape.shape[1:], shape.dtype)
+            return lax.scan(lambda *_: (None, to_host(fill(row))), None, length=shape.shape[0])[1]
+
+        return [rows(shape) for shape in self.shapes(slots)]
+
     def read(self, buffers: list[jax.Array], kind: int, slot: Index, at: At) -> list[jax.Array]:
         """The values of the layer ``at`` (stage, chunk, layer), of a kind."""
-        return [
-            lax.dynamic_slice(
-                buffers[value.buffer],
-                self._index(value, slot, at),
-                (1, math.prod(value.shape)),
-            ).reshape(value.shape)
-            for value in self._values[kind]
-        ]
+        found = []
+        for value in self._values[kind]:
+            start, size = self._index(value, slot, at), (1, math.prod(value.shape))
+            row = lax.dynamic_slice(buffers[value.buffer], start, size)
+            found.append((to_devices(row) if self.on_host else row).reshape(value.shape))
+        return found
 
     def write(
         self, buffers: list[jax.Array], kind: int, slot: Index, at: At, values: Sequence[jax.Array]
@@ -86,8 +108,11 @@ class SharedBuffers:
         """The buffers with a layer's values in their slot, written in place."""
         buffers = list(buffers)
         for where, value in zip(self._values[kind], values, strict=True):
+            row = value.reshape(1, -1)
             buffers[where.buffer] = lax.dynamic_update_slice(
-                buffers[where.buffer], value.reshape(1, -1), self._index(where, slot, at)
+                buffers[where.buffer],
+                to_host(row) if self.on_host else row,
+                self._index(where, slot, at),
             )
         return buffers
 

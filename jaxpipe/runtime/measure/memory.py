@@ -156,5 +156,6 @@ def _smallest(pipe: Pipeline) -> Pipeline:
         zero=pipe.zero,
         weights=pipe.weights,
         weight_slots=pipe.weight_slots,
+        residuals=pipe.residuals,
         states=pipe.canonical_states,
     )

@@ -50,8 +50,11 @@ def buffers(
             setup = dataclasses.replace(fixed.setup, table=pipe.chunk_table)
             sink = Applied(pipe.placed_optimizer(by_chunk))
             fixed = dataclasses.replace(fixed, setup=setup, gradients=sink)
-        moving = executor.moving_shapes(fixed)
-        return executor.buffer_shapes(fixed) | ({"moving": moving} if any(moving) else {})
+        moving, shapes = executor.moving_shapes(fixed), executor.buffer_shapes(fixed)
+        for name, kept in fixed.residuals.items():
+            if kept.on_host:
+                shapes.pop(name, None)
+        return shapes | ({"moving": moving} if any(moving) else {})
 
     return within(pipe, batch, rng, read)
 

@@ -111,15 +111,22 @@ def start(fixed: Fixed, held: Tree, outer: Gradients, states: States) -> Carried
         value = np.nan if fixed.setup.poison and inexact else 0
         return jnp.full(shape.shape, value, shape.dtype)
 
+    shapes = buffer_shapes(fixed)
+    residuals = {
+        name: kept.filled(fixed.table.num_slots[name], empty)
+        for name, kept in fixed.residuals.items()
+        if name in shapes
+    }
     found = {
         name: jax.tree.map(jnp.zeros_like if name in _SUMS else empty, shape)
-        for name, shape in buffer_shapes(fixed).items()
+        for name, shape in shapes.items()
+        if name not in residuals
     }
     sink, sums = fixed.gradients, jax.tree.map(jnp.zeros_like, outer)
     return Carried(
         weights=fixed.weights.with_buffers(held, found),
         inboxes={name: found[name] for name in ("x", "dy") if name in found},
-        residuals={name: found[name] for name in fixed.residuals if name in found},
+        residuals=residuals,
         sent=found.get("sent", {}),
         replay={name: found[name] for name in ("inputs", "read_states") if name in found},
         # An evaluation has no gradients; its loops over layers carry their place all the same.

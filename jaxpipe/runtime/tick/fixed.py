@@ -44,7 +44,8 @@ if TYPE_CHECKING:
     from jaxpipe.runtime.tick.stamps import Stamps
     from jaxpipe.runtime.tick.weights import WeightSource
 
-RESIDUALS = ("until_b", "until_w", "crossing")
+RESIDUALS_OF_F = ("until_b", "until_w")
+RESIDUALS = (*RESIDUALS_OF_F, "crossing")
 """What a layer leaves behind: for B, for B and W, and from B to W."""
 
 
@@ -67,6 +68,7 @@ class Setup:
       inputs: numbers of the batch's arrays whose gradients are wanted.
       early: whether B does what belongs to W where less then crosses; not where W follows at once,
         as in pipelines that never drain.
+      residuals: where those of F wait, "device" or "host".
       stamps: where the host notes when cells begin and end; None for a step that is not measured.
     """
 
@@ -82,6 +84,7 @@ class Setup:
     outputs: bool = False
     inputs: tuple[int, ...] = ()
     early: bool = True
+    residuals: str = "device"
     stamps: Stamps | None = None
 
     @property
@@ -270,7 +273,11 @@ def fix(
         first_layer=jnp.asarray(rows[:, :, 0])[stage],
         kind_of=jnp.asarray(kind_of)[stage],
         residuals={
-            name: SharedBuffers([getattr(kind.split, name) for kind in layers.kinds], kind_of)
+            name: SharedBuffers(
+                [getattr(kind.split, name) for kind in layers.kinds],
+                kind_of,
+                on_host=name in RESIDUALS_OF_F and setup.residuals == "host",
+            )
             for name in RESIDUALS
         },
         messages=SharedBuffers(leaves, np.arange(len(leaves)).reshape(-1, 1, 1)),

@@ -82,6 +82,9 @@ def check_arguments(
     if pipe.compute_dtype is not None:
         rule = "has no place in an asynchronous pipeline, which keeps weights in versions"
         problems.append(Problem("compute_dtype", str(pipe.compute_dtype), rule, (None,)))
+    if pipe.residuals == "host":
+        rule = "would leave the host between calls: what is in flight is a part of the state"
+        problems.append(Problem("residuals", pipe.residuals, rule, ("device",)))
     if SHARED in pipe.layout.outer:
         problems.append(
             "params['shared'] has no place in an asynchronous pipeline, whose stages update their "

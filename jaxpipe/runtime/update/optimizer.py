@@ -69,8 +69,9 @@ class PlacedOptimizer:
                 "optax.adam(1e-3)."
             )
         self._optimizer, self._zero, self._scaled, self._extra = optimizer, zero, scaled, extra
-        refuse(host.problems(optimizer, params.mesh))
         self.on_host = isinstance(optimizer, host.OnHost)
+        if self.on_host:
+            refuse(host.problems("optimizer", "on_host", params.mesh))
         self._params, self._shapes = params, layer_by_layer(params)
         # Data shards have whole the weights that they update in part.
         self._whole = zero in (1, 2)
