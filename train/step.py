@@ -275,9 +275,12 @@ class Setup:
         return jax.jit(make, out_shardings=self.state_shardings)(self._key)
 
     def to_canonical(self, state: TrainState) -> TrainState:
-        """Undoes placing, also of the optimizer state; the result does not depend on the layout."""
-        params, layers = self.to_canonical_weights(state)
-        return TrainState(params, self._optimizer_placing.unplace(state.optimizer), layers)
+        """Undoes placing, also of the optimizer state, into the memory of the host; the result does
+        not depend on the layout."""
+        params = self.pipe.params_placing.to_host(state.params)
+        placing = self.pipe.states_placing
+        layers = None if placing is None else placing.to_host(state.layers)
+        return TrainState(params, self._optimizer_placing.to_host(state.optimizer), layers)
 
     def to_canonical_weights(self, state: TrainState) -> tuple[PyTree, PyTree]:
         """Returns parameters and layers' states in canonical order, without the optimizer's."""

@@ -154,7 +154,8 @@ class Checkpoints:
     ) -> None:
         """Starts to save a training run; returns as soon as it may go on.
 
-        Every device holds its share of a copy in canonical order until the files are written.
+        Arrays go to the memory of the host in canonical order, an eighth of them at a time, of
+        which each device holds its share; there they stay until the files are written.
 
         Args:
           step: optimizer steps done.

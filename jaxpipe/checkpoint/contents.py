@@ -10,6 +10,7 @@ import jax
 import optax
 import orbax.checkpoint as ocp
 
+from jaxpipe.runtime.checks import NO_STATES
 from jaxpipe.runtime.pipeline import Pipeline
 from jaxpipe.runtime.trees import leaf_mismatches
 from jaxpipe.runtime.types import OptimizerState, Placed, Shapes, States, Tree
@@ -32,12 +33,16 @@ def contents(
     state: OptimizerState,
     states: States,
 ) -> dict[str, Tree]:
-    """Arrays to save, by part: copies, which later steps do not change."""
+    """Arrays to save, by part: copies, which later steps do not change, in the host's memory."""
     if states is None and pipe.placed_states is not None:
         raise ValueError("states=None, but this model's layers keep states: save them, too.")
     placing = pipe.optimizer_placing(optimizer)
-    arrays = {PARAMS: pipe.unplace(params), OPTIMIZER: placing.unplace(state)}
-    return arrays if states is None else arrays | {STATES: pipe.unplace_states(states)}
+    arrays = {PARAMS: pipe.params_placing.to_host(params), OPTIMIZER: placing.to_host(state)}
+    if states is None:
+        return arrays
+    if pipe.states_placing is None:
+        raise ValueError(NO_STATES)
+    return arrays | {STATES: pipe.states_placing.to_host(states)}
 
 
 def shapes(pipe: Pipeline, optimizer: optax.GradientTransformation) -> dict[str, Shapes]:

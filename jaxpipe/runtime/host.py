@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import jax
@@ -47,8 +48,7 @@ def on_host(optimizer: optax.GradientTransformation) -> optax.GradientTransforma
 
 def problems(name: str, value: Any, mesh: Mesh) -> list[Problem]:
     """Why devices cannot do what an argument wants, which is to keep something on their host."""
-    device = mesh.devices.flat[0]
-    kinds = {memory.kind for memory in device.addressable_memories()}
+    device, kinds = mesh.devices.flat[0], _memories(mesh.devices.flat)
     # Devices that programs are only compiled for name no memory at all.
     if not kinds or _KIND in kinds:
         return []
@@ -61,6 +61,18 @@ def of_residuals(residuals: str, mesh: Mesh) -> list[Problem]:
     if residuals not in RESIDUALS:
         return [Problem("residuals", residuals, f"is not one of {', '.join(RESIDUALS)}", RESIDUALS)]
     return problems("residuals", residuals, mesh) if residuals == "host" else []
+
+
+def _memories(devices: Iterable[jax.Device]) -> set[str]:
+    """Kinds of memory that this process sees of its own devices."""
+    own = [device for device in devices if device.process_index == jax.process_index()]
+    return {memory.kind for device in own[:1] for memory in device.addressable_memories()}
+
+
+def shardings_if_any(shapes: Shapes, on_devices: Shardings) -> Shardings:
+    """`shardings`, or those on the devices where these have no such memory."""
+    devices = {device for leaf in jax.tree.leaves(on_devices) for device in leaf.device_set}
+    return shardings(shapes, on_devices) if _KIND in _memories(devices) else on_devices
 
 
 def shardings(shapes: Shapes, on_devices: Shardings) -> Shardings:

@@ -14,6 +14,7 @@ import uneven
 import jaxpipe
 from jaxpipe.errors import ArgumentError
 from jaxpipe.runtime import host
+from jaxpipe.runtime.layout.placing import PARTS
 from jaxpipe.runtime.measure import traced
 
 
@@ -120,6 +121,25 @@ def test_devices_without_such_memory_are_refused():
     (problem,) = host.problems("residuals", "host", mesh)
     with pytest.raises(ArgumentError, match="needs pinned_host memory, and other has only device"):
         raise ArgumentError([problem])
+
+
+@pytest.mark.pipeline
+def test_a_tree_goes_to_the_host_in_parts():
+    """Where it is what `unplace` gives, and no part is much more than an eighth."""
+    pipe, optimizer = pipeline(zero=3), optax.adam(1e-2)
+    params, state = trained(pipe, optimizer, steps=1)
+    for placing, tree in (
+        (pipe.params_placing, params),
+        (pipe.optimizer_placing(optimizer), state),
+    ):
+        there = placing.to_host(tree)
+        assert kinds(there) <= SPLIT
+        given = (there, placing.unplace(tree))
+        jax.tree.map(np.testing.assert_array_equal, *map(jax.device_get, given))
+        sizes = [leaf.nbytes for leaf in jax.tree.leaves(there)]
+        parts = [sum(leaf.nbytes for leaf in part(tree)) for part in placing.parts]
+        assert sum(parts) == sum(sizes)
+        assert max(parts) <= sum(sizes) / PARTS + max(sizes)
 
 
 @pytest.mark.pipeline

@@ -145,7 +145,7 @@ def test_a_step_is_adamw_on_the_canonical_parameters(zero, weights):
     before, grads = layer_by_layer(before), layer_by_layer(grads)
     updates, _ = jax.jit(optimizer.update)(grads, optimizer.init(before), before)
     expected = optax.apply_updates(before, updates)
-    got = layer_by_layer(setup.to_canonical(state).params)
+    got = layer_by_layer(jax.device_get(setup.to_canonical(state).params))
     for (path, leaf), want in zip(
         jax.tree.leaves_with_path(got), jax.tree.leaves(expected), strict=True
     ):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+from functools import cached_property
 from typing import Any
 
 import jax
@@ -16,6 +18,8 @@ from jaxpipe.runtime.trees import strongly_typed
 from jaxpipe.runtime.types import Shapes, Shardings, Tree
 from jaxpipe.schedule.problems import refuse
 
+PARTS = 8
+"""In which a tree goes to the host, or a few more where single leaves are larger."""
 METHODS = {
     "params": "pipe.place",
     "states": "pipe.place_states",
@@ -73,6 +77,7 @@ class Placing:
         self._name = name
         self._place = jax.jit(place, out_shardings=self.shardings)
         self._unplace = jax.jit(unplace, out_shardings=self.canonical_shardings)
+        self._undo = unplace
 
     def place(self, tree: Tree, *, dtypes: bool = True) -> Tree:
         """A canonical tree, placed; ``dtypes`` says whether dtypes must agree, too."""
@@ -85,6 +90,32 @@ class Placing:
         """Undoes `place`."""
         refuse(self.problems("placed", tree, dtypes=dtypes))
         return self._unplace(tree)
+
+    def to_host(self, tree: Tree, *, dtypes: bool = True) -> Tree:
+        """`unplace` into the memory of the host, if devices have some, part by part: beside the
+        placed tree they hold one part of the other at a time (`PARTS`)."""
+        refuse(self.problems("placed", tree, dtypes=dtypes))
+        leaves: list[jax.Array] = []
+        for part in self.parts:
+            leaves += jax.block_until_ready(part(tree))
+        return jax.tree.unflatten(jax.tree.structure(self.canonical), leaves)
+
+    @cached_property
+    def parts(self) -> list[jax.stages.Wrapped]:
+        """Programs that each unplace some leaves, one after the other all of them."""
+        shardings = jax.tree.leaves(host.shardings_if_any(self.canonical, self.canonical_shardings))
+        sizes = [leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(self.canonical)]
+        ends = np.cumsum(sizes) * PARTS / max(sum(sizes), 1)
+        numbers = np.ceil(ends).tolist()
+
+        def taking(first: int, last: int) -> jax.stages.Wrapped:
+            def take(tree: Tree) -> list[jax.Array]:
+                return jax.tree.leaves(self._undo(tree))[first:last]
+
+            return jax.jit(take, out_shardings=shardings[first:last])
+
+        cuts = [0, *(n for n in range(1, len(sizes)) if numbers[n] != numbers[n - 1]), len(sizes)]
+        return [taking(first, last) for first, last in itertools.pairwise(cuts)]
 
     def problems(self, name: str, tree: Tree, *, dtypes: bool = True) -> list[str]:
         """What is wrong with a placed tree, or with the place where it is used."""
