@@ -243,7 +243,7 @@ def _exposed(program: Program, layer: Costs, moved: Transfer) -> float:
 
 
 def replayed(program: Program, layer: Costs, moved: Transfer = _NOTHING) -> float:
-    """The table on the clock of GPUs, with transfers in its ticks and at its edges."""
+    """The table on its devices' clock, with transfers in its ticks and at its edges."""
     table, costs = table_of(program), _chunk_costs(layer, program)
     work = np.sum(list(work_of(table, costs).values()), axis=0)
     seconds, under = 0.0, np.zeros(table.num_ticks)
@@ -258,7 +258,7 @@ def replayed(program: Program, layer: Costs, moved: Transfer = _NOTHING) -> floa
     # All stages take part, and a tick ends with the later of its layers and its transfers.
     work = np.maximum(work, under[:, None])
     message = layer.message if program.stages > 1 else 0.0
-    return seconds + float(replay(table, work, message=message)[-1].max())
+    return seconds + float(replay(table, work, message=message, clock=program.clock)[-1].max())
 
 
 def _head(placed: Placed) -> float:
