@@ -7,11 +7,11 @@ in a line.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
-import numpy as np
 
 from jaxpipe.planning.kernels import Counted, count
 from jaxpipe.planning.sizes import Collective, Kernel, LayerSizes, Linear, Pass, Sizes
@@ -24,8 +24,10 @@ from jaxpipe.runtime.measure.memory import tree_bytes
 from jaxpipe.runtime.pipeline import Pipeline
 from jaxpipe.runtime.tick.fixed import Fixed
 from jaxpipe.runtime.tick.microbatches import StepMicrobatches
-from jaxpipe.runtime.types import Batch, Key, Shapes
+from jaxpipe.runtime.types import Batch, Key, Leaves, Shapes
 
+EXPERT = "expert"
+"""The axis of data shards that split experts."""
 _ROWS = 2, 4
 """Rows of a microbatch that are traced; more than one, so that nothing is simplified away."""
 
@@ -36,7 +38,8 @@ def sizes(
     """Counts a model on the devices that share its layers.
 
     Args:
-      pipe: of one stage and one data shard; its microbatches do not matter.
+      pipe: of one stage, and one data shard or those of an expert axis; its microbatches do not
+        matter.
       batch: the shapes of a batch with so many rows.
       rng: as for `Pipeline.value_and_grad`, or its shape.
       compute_bytes: of a weight where layers read it.
@@ -44,10 +47,11 @@ def sizes(
     Raises:
       ValueError: the pipeline has several stages or data shards.
     """
-    if pipe.axes.num_parts(pipe.mesh) != 1 or pipe.schedule.num_stages != 1:
+    experts = pipe.mesh.shape.get(EXPERT, 1)
+    if pipe.axes.num_shards(pipe.mesh) != experts or pipe.schedule.num_stages != 1:
         raise ValueError("a model is counted on one stage and one data shard")
-    m = pipe.schedule.num_microbatches
-    both = [_Trace(pipe, batch(rows * m), rng, compute_bytes) for rows in _ROWS]
+    times = pipe.schedule.num_microbatches * experts
+    both = [_Trace(pipe, batch(rows * times), rng, compute_bytes) for rows in _ROWS]
     few, many = both
     return Sizes(
         layers=tuple(map(_layer, few.layers, many.layers)),
@@ -63,9 +67,11 @@ def sizes(
 class _CountedLayer:
     """One kind of layer for one number of rows."""
 
-    def __init__(self, kind: LayerKind, axes: dict[str, int], own: Shapes, size: int) -> None:
-        self.passes, self.parameters = _passes(kind.split, axes, size), _elements(own)
-        self.shapes = tuple(leaf.shape for leaf in jax.tree.leaves(own))
+    def __init__(self, kind: LayerKind, axes: dict[str, int], own: Leaves, size: int) -> None:
+        self.passes, leaves = _passes(kind.split, axes, size), jax.tree.leaves(own)
+        self.parameters = sum(math.prod(leaf.shape) for leaf in leaves)
+        self.shapes = tuple(leaf.shape for leaf in leaves if EXPERT not in leaf.apart)
+        self.expert_shapes = tuple(leaf.shape for leaf in leaves if EXPERT in leaf.apart)
         kept = kind.split.until_b, kind.split.until_w, kind.split.crossing
         self.kept = [tree_bytes(list(one)) for one in kept]
         f, b, w, fused = (one.live for one in self.passes)
@@ -85,7 +91,7 @@ class _Trace:
         self.kind_of = layers.kind_of
         self.message = max(map(tree_bytes, layers.activations))
         self.layers = [
-            _CountedLayer(kind, self.axes, own.shape_of(kind.example), self.size)
+            _CountedLayer(kind, self.axes, own.canonical_of(kind.example), self.size)
             for kind in layers.kinds
         ]
         outer = fixed.setup.layout.outer
@@ -143,7 +149,7 @@ def _layer(few: _CountedLayer, many: _CountedLayer) -> LayerSizes:
     until_b, until_w, crossing = map(_line, few.kept, many.kept)
     live, fused = _line(few.live, many.live), _line(few.fused_live, many.fused_live)
     kept = until_b, until_w, crossing, live, fused
-    return LayerSizes(f, b, w, few.parameters, *kept, few.shapes)
+    return LayerSizes(f, b, w, few.parameters, *kept, few.shapes, few.expert_shapes)
 
 
 def _pass(few: Counted, many: Counted) -> Pass:
@@ -166,10 +172,6 @@ def _line(few: float, many: float) -> Linear:
 
 def _is_leaf(leaf: Any) -> bool:
     return hasattr(leaf, "struct")
-
-
-def _elements(shapes: Shapes) -> int:
-    return int(sum(np.prod(leaf.shape, dtype=np.int64) for leaf in jax.tree.leaves(shapes)))
 
 
 def _split_elements(outer: Shapes, split: Any) -> int:

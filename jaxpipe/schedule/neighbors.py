@@ -93,12 +93,13 @@ def replay(
       ``[ticks + 1, stages]``; the last row is when the stages are done.
     """
     stages = work.shape[1]
-    linked = np.ones((stages, stages), bool) if clock == "lock-step" else np.eye(stages, dtype=bool)
+    together = clock == "lock-step"
+    linked = np.ones((stages, stages), bool) if together else np.eye(stages, dtype=bool)
     for channel in table.channels:
         for sender, receiver in channel.edges:
             linked[sender, receiver] = linked[receiver, sender] = True
     late = any(channel.late for channel in table.channels)
-    enters = sums & (table.embed != NONE)
+    enters = (sums & (table.embed != NONE)) | (together and late)
     leaves = sums & ((table.head != NONE) | (table.embed_gradient != NONE))
 
     def of_neighbors(times: np.ndarray) -> np.ndarray:
