@@ -2,11 +2,13 @@
 
 Nothing is compiled, and no device of the cluster is needed: a pipeline of one stage on as many
 simulated devices as share a layer is traced at two numbers of rows, between which everything grows
-in a line.
+in a line: at which layers have the same kernels, for what W computes again may depend on sizes.
 """
 
 from __future__ import annotations
 
+import functools
+import itertools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -28,8 +30,11 @@ from jaxpipe.runtime.types import Batch, Key, Leaves, Shapes
 
 EXPERT = "expert"
 """The axis of data shards that split experts."""
-_ROWS = 2, 4
+_ROWS = 2, 4, 8, 16, 32
 """Rows of a microbatch that are traced; more than one, so that nothing is simplified away."""
+
+_Line = Callable[[float, float], Linear]
+"""The line through what was counted at the two numbers of rows."""
 
 
 def sizes(
@@ -51,16 +56,24 @@ def sizes(
     if pipe.axes.num_shards(pipe.mesh) != experts or pipe.schedule.num_stages != 1:
         raise ValueError("a model is counted on one stage and one data shard")
     times = pipe.schedule.num_microbatches * experts
-    both = [_Trace(pipe, batch(rows * times), rng, compute_bytes) for rows in _ROWS]
-    few, many = both
+    traces = (_Trace(pipe, batch(rows * times), rng, compute_bytes) for rows in _ROWS)
+    for rows, (few, many) in zip(
+        itertools.pairwise(_ROWS), itertools.pairwise(traces), strict=True
+    ):
+        if few.kernels == many.kernels:
+            return _sizes(few, many, functools.partial(_line, rows))
+    raise ValueError(f"layers have other kernels at each of {_ROWS} rows")
+
+
+def _sizes(few: _Trace, many: _Trace, line: _Line) -> Sizes:
     return Sizes(
-        layers=tuple(map(_layer, few.layers, many.layers)),
+        layers=tuple(_layer(*both, line) for both in zip(few.layers, many.layers, strict=True)),
         kind_of=few.kind_of,
-        message=_line(few.message, many.message),
+        message=line(few.message, many.message),
         outer_parameters=few.outer_parameters,
         outer_split=few.outer_split,
-        head=_pass(few.head, many.head),
-        head_working_set=_line(few.head.live, many.head.live),
+        head=_pass(few.head, many.head, line),
+        head_working_set=line(few.head.live, many.head.live),
     )
 
 
@@ -85,6 +98,11 @@ class _Trace:
         self.pipe, self.size = pipe, compute_bytes
         self.axes = dict(pipe.mesh.shape)
         traced.within(pipe, batch, rng, self._read)
+
+    @property
+    def kernels(self) -> list[int]:
+        """How many every pass has."""
+        return [len(one.kernels) for layer in self.layers for one in layer.passes]
 
     def _read(self, fixed: Fixed, batch: StepMicrobatches) -> None:
         layers, own = fixed.layers, fixed.params
@@ -144,30 +162,29 @@ def _passes(split: Split, axes: dict[str, int], size: int) -> list[Counted]:
     ]
 
 
-def _layer(few: _CountedLayer, many: _CountedLayer) -> LayerSizes:
-    f, b, w = map(_pass, few.passes[:3], many.passes[:3])
-    until_b, until_w, crossing = map(_line, few.kept, many.kept)
-    live, fused = _line(few.live, many.live), _line(few.fused_live, many.fused_live)
+def _layer(few: _CountedLayer, many: _CountedLayer, line: _Line) -> LayerSizes:
+    f, b, w = (_pass(*both, line) for both in zip(few.passes[:3], many.passes[:3], strict=True))
+    until_b, until_w, crossing = map(line, few.kept, many.kept)
+    live, fused = line(few.live, many.live), line(few.fused_live, many.fused_live)
     kept = until_b, until_w, crossing, live, fused
     return LayerSizes(f, b, w, few.parameters, *kept, few.shapes, few.expert_shapes)
 
 
-def _pass(few: Counted, many: Counted) -> Pass:
+def _pass(few: Counted, many: Counted, line: _Line) -> Pass:
     kernels = tuple(
-        Kernel(_line(one[0], other[0]), _line(one[1], other[1]))
+        Kernel(line(one[0], other[0]), line(one[1], other[1]))
         for one, other in zip(few.kernels, many.kernels, strict=True)
     )
     collectives = tuple(
-        Collective(axis, kind, _line(sent, other[2]))
+        Collective(axis, kind, line(sent, other[2]))
         for (axis, kind, sent), other in zip(few.collectives, many.collectives, strict=True)
     )
-    return Pass(kernels, _line(few.values, many.values), collectives)
+    return Pass(kernels, line(few.values, many.values), collectives)
 
 
-def _line(few: float, many: float) -> Linear:
-    """The line through what was counted at the two numbers of rows."""
-    slope = (many - few) / (_ROWS[1] - _ROWS[0])
-    return Linear(few - slope * _ROWS[0], slope)
+def _line(rows: tuple[int, int], few: float, many: float) -> Linear:
+    slope = (many - few) / (rows[1] - rows[0])
+    return Linear(few - slope * rows[0], slope)
 
 
 def _is_leaf(leaf: Any) -> bool:
