@@ -79,30 +79,26 @@ def sleeping_model(layers: Sequence[Costs]) -> tuple[jaxpipe.Model, dict[str, An
 
 
 @contextlib.contextmanager
-def sleeping_messages(pipe: jaxpipe.Pipeline, seconds: float) -> Iterator[None]:
+def sleeping_messages(seconds: float) -> Iterator[None]:
     """Makes every exchange that stages wait for take time: its first transfer sleeps.
 
     No layer can do that, so the collective itself is replaced while the step is traced. Late
     messages travel while layers run, which a CPU's collectives cannot: they take no time here.
     """
-    send, calls = jax.lax.ppermute, itertools.count()
-    send_late = executor.send_late
-    transfers = sum(
-        sender != receiver for c in pipe.table.channels for sender, receiver in c.edges[:1]
-    )
+    send, exchange = jax.lax.ppermute, executor.exchange
 
-    def sleeping(x, axis, edges):
-        message = send(x, axis, edges)
-        return message if next(calls) % transfers else sleep(message, seconds)
+    def meeting(table, carried, row, outputs, *arguments):
+        transfers = sum(not c.local for c in table.channels if c.kind in outputs)
+        calls = itertools.count()  # jax may trace an exchange again
 
-    def late(table, sent, axes):
-        with mock.patch.object(jax.lax, "ppermute", send):
-            return send_late(table, sent, axes)
+        def sleeping(x, axis, edges):
+            message = send(x, axis, edges)
+            return message if next(calls) % transfers else sleep(message, seconds)
 
-    with (
-        mock.patch.object(jax.lax, "ppermute", sleeping if seconds else send),
-        mock.patch.object(executor, "send_late", late),
-    ):
+        with mock.patch.object(jax.lax, "ppermute", sleeping if seconds else send):
+            return exchange(table, carried, row, outputs, *arguments)
+
+    with mock.patch.object(executor, "exchange", meeting):
         yield
 
 
@@ -130,7 +126,7 @@ def compiled(
     mesh = jaxpipe.make_mesh(stage=schedule.num_stages)
     pipe = jaxpipe.Pipeline(model, params, schedule=schedule, mesh=mesh, layer_counts=layer_counts)
     placed, batch = pipe.place(params), {"x": jnp.ones((schedule.num_microbatches, WIDTH))}
-    with sleeping_messages(pipe, message):
+    with sleeping_messages(message):
         step = jax.jit(pipe.value_and_grad).lower(placed, batch).compile()
     return Step(lambda: harness.seconds(lambda: step(placed, batch))[0], pipe.table.num_ticks)
 

@@ -3,7 +3,7 @@
 Groups of equal model, batch and devices: every schedule that `jaxpipe plan` searches, with its
 chunks, in the order and the slices that it would run with. The layers sleep
 (`benchmarks/bubble.py`), so that a bubble shows on few cores; messages sleep where stages wait for
-them. Predicted is the lock-step clock, which simulated devices have. Plans take turns, and the
+them. Predicted is what `jaxpipe plan` predicts for simulated devices. Plans take turns, and the
 shortest of a plan's steps counts: other work on the machine only ever makes one longer.
 
 The exit status is 1 if the rank correlation of a group is below .95, the predicted winner takes
@@ -22,27 +22,28 @@ import tyro
 
 from benchmarks import bubble, harness
 from jaxpipe.planning.candidates import SCHEDULES
-from jaxpipe.planning.programs import order_of
-from jaxpipe.schedule.actions import Schedule
-from jaxpipe.schedule.partition import cut_layers, partition
-from jaxpipe.schedule.search.slices import slice_ticks
-from jaxpipe.schedule.simulate import Costs, lock_step
+from jaxpipe.planning.programs import Program, relative, table_of
+from jaxpipe.planning.step import replayed
+from jaxpipe.schedule.simulate import Costs
 
 LEAST_CORRELATION, MOST_LOSS, MOST_ERROR = 0.95, 0.02, 0.05
 
 
 def plans(
     stages: int, microbatches: int, layers: int, stage: Costs
-) -> Iterator[tuple[str, Schedule]]:
+) -> Iterator[tuple[str, Program]]:
     """Every plan of a group by its name."""
     for name, searched in SCHEDULES.items():
         for chunks in searched.chunks:
             if stages * chunks > layers:
                 continue
             share = Costs(stage.f / chunks, stage.b / chunks, stage.w / chunks, stage.message)
-            order = order_of(name, stages, chunks, microbatches, layers, share)
-            counts = partition([1.0] * layers, order.placement)
-            yield f"{name}, v={chunks}", slice_ticks(order, share, counts)
+            shape = name, stages, chunks, microbatches, layers
+            options = {"weight_slots": 1, "own_slots": False, "shares": 0, "sums_in_slots": False}
+            yield (
+                f"{name}, v={chunks}",
+                Program(*shape, relative(share), **options, cut="sliced", clock="lock-step"),
+            )
 
 
 def rank_correlation(first: Sequence[float], second: Sequence[float]) -> float:
@@ -98,12 +99,15 @@ def main(
         stage = Costs(*(stage_seconds * c for c in costs), message=stage_seconds * sent)
         layer = Costs(*(getattr(stage, kind) * stages / layers for kind in "fbw"), stage.message)
         group = []
-        for name, order in plans(stages, microbatches, layers, stage):
-            counts, priced = cut_layers([layer] * layers, order.placement)
+        for name, program in plans(stages, microbatches, layers, stage):
+            table = table_of(program)
             step = bubble.compiled(
-                order, [layer] * layers, message=stage.message, layer_counts=counts
+                table.schedule,
+                [layer] * layers,
+                message=stage.message,
+                layer_counts=table.layer_counts,
             )
-            group.append((name, step, lock_step(order, priced).makespan))
+            group.append((name, step, replayed(program, layer)))
             harness.note(f"message {sent}: compiled {name}")
         turns = [[step.run() for _, step, _ in group] for _ in range(rounds)]
         rows = [

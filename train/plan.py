@@ -28,7 +28,7 @@ from jaxpipe.planning.found import Found, Goal
 from jaxpipe.planning.measuring import Runnable
 from jaxpipe.planning.plans import Plan
 from jaxpipe.planning.search import search
-from jaxpipe.planning.sizes import ModelSizes, Sizes
+from jaxpipe.planning.sizes import ModelSizes, Sizes, Variant
 from jaxpipe.planning.step import chunk_costs
 from jaxpipe.planning.traced import sizes
 from jaxpipe.planning.without_devices import attention_of_gpus
@@ -63,19 +63,17 @@ class Planned:
         simulate_devices(_MOST_SHARING)
         numbers = [2**n for n in range(_MOST_SHARING.bit_length())]
         cases = [
-            (context, tensor, remat)
-            for context, tensor in itertools.product(numbers, numbers)
-            if context <= most_context and self._may_share(context, tensor)
+            Variant(context, tensor, remat, expert)
+            for context, tensor, expert in itertools.product(numbers, repeat=3)
+            if context <= most_context and self._may_share(context, tensor, expert)
             for remat in _REMATS
         ]
         return self._sizes(cases, progress)
 
-    def _sizes(
-        self, cases: Sequence[tuple[int, int, str]], progress: Callable[[float], None]
-    ) -> ModelSizes:
+    def _sizes(self, cases: Sequence[Variant], progress: Callable[[float], None]) -> ModelSizes:
         variants = {}
         for number, case in enumerate(cases, start=1):
-            variants[case] = self._traced(*case)
+            variants[case] = self._traced(case)
             progress(number / len(cases))
         params = jax.tree.leaves(self._params)
         row = jax.tree.leaves(self.task.row_shapes())
@@ -115,8 +113,8 @@ class Planned:
     def write(self, plan: Plan, costs: Costs, steps: int | None) -> str:
         """The configuration with a plan's mesh, pipeline, costs and batch."""
         config = self.config
-        axes = ("stage", "data", "replica", "context", "tensor")
-        mesh = {name: getattr(plan, name) for name in axes} | {"expert": 1}
+        axes = ("stage", "data", "replica", "expert", "context", "tensor")
+        mesh = {name: getattr(plan, name) for name in axes}
         pipeline = _chosen(plan) | {
             "stage_memory": None,
             "zero": plan.zero,
@@ -161,20 +159,21 @@ class Planned:
           ArgumentError: nothing fits.
         """
         config, shape = self.config, self.config.mesh
-        own = shape.stage, shape.data, shape.replica, shape.context, shape.tensor
+        own = shape.stage, shape.data, shape.replica, shape.context, shape.tensor, shape.expert
         slots = configured.weight_slots(config, platform="gpu")
         found = cluster(device, shape.num_devices, memory=limit_bytes)
         offload = config.optimizer.offload and found.has_host_memory
 
         def allowed(plan: Plan) -> bool:
-            mesh = plan.stage, plan.data, plan.replica, plan.context, plan.tensor
+            mesh = plan.stage, plan.data, plan.replica, plan.context, plan.tensor, plan.expert
             zero = config.pipeline.zero if shape.data > 1 else 0
             fewer = min(slots, plan.chunks) if zero >= 2 else 1
             enough = plan.microbatches > 1 or not config.train.noise_every
             options = plan.zero, plan.weight_slots, plan.offload
             return enough and (mesh, options) == (own, (zero, fewer, offload))
 
-        cases = [(shape.context, shape.tensor, remat) for remat in _REMATS]
+        sharing = shape.context, shape.tensor
+        cases = [Variant(*sharing, remat, shape.expert) for remat in _REMATS]
         model = self._sizes(cases, lambda share: None)
         result = search(model, [found], Goal(None, (model.batch_rows,)), allowed=allowed)
         best = result.best[0]
@@ -192,21 +191,23 @@ class Planned:
         """Of a weight where layers read it: they cast to the model's dtype."""
         return 4 if self.task.dtype is None else jnp.dtype(self.task.dtype).itemsize
 
-    def _sharing(self, context: int, tensor: int) -> Config:
+    def _sharing(self, context: int, tensor: int, expert: int) -> Config:
         """The configuration on the devices of one layer."""
-        shape = {"stage": 1, "data": 1, "context": context, "tensor": tensor}
+        shape = {"stage": 1, "data": expert, "replica": 1, "expert": expert}
+        shape |= {"context": context, "tensor": tensor}
         mesh = self.config.mesh.model_copy(update=shape)
         return self.config.model_copy(update={"mesh": mesh})
 
-    def _may_share(self, context: int, tensor: int) -> bool:
-        fits = context * tensor <= _MOST_SHARING
-        return fits and not any(mesh_rules.shared_axes(self._sharing(context, tensor)))
+    def _may_share(self, context: int, tensor: int, expert: int) -> bool:
+        fits = context * tensor * expert <= _MOST_SHARING
+        return fits and not any(mesh_rules.shared_axes(self._sharing(context, tensor, expert)))
 
-    def _traced(self, context: int, tensor: int, remat: str) -> Sizes:
-        config = self._sharing(context, tensor)
+    def _traced(self, case: Variant) -> Sizes:
+        config = self._sharing(*case.mesh)
         key = jax.eval_shape(lambda: jax.random.key(0)) if self.task.dropout else None
         with attention_of_gpus():
-            pipe = self._pipeline(config, remat, stage=1, **config.mesh.model_axes())
+            axes = config.mesh.shared_axes()
+            pipe = self._pipeline(config, case.remat, stage=1, data=case.expert, **axes)
             return sizes(pipe, self._batch, key, compute_bytes=self._compute_bytes)
 
     def _batch(self, rows: int) -> Any:

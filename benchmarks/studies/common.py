@@ -23,7 +23,7 @@ from jaxpipe.planning.found import Found, Goal
 from jaxpipe.planning.plans import Placed, Plan
 from jaxpipe.planning.programs import Program, grown, table_of
 from jaxpipe.planning.search import evaluated, least_bytes
-from jaxpipe.planning.sizes import ModelSizes
+from jaxpipe.planning.sizes import ModelSizes, Variant
 from jaxpipe.schedule.show.draw import save
 from jaxpipe.schedule.simulate import Costs, simulate
 from models import gpt
@@ -72,7 +72,7 @@ def sizes(
         return traced.sizes(pipe, batch, compute_bytes=2)
 
     with without_devices.attention_of_gpus():
-        variants = {(1, t, remat): counted(t, remat) for t in tensors for remat in remats}
+        variants = {Variant(1, t, remat): counted(t, remat) for t in tensors for remat in remats}
     harness.note(f"traced {name}")
     return ModelSizes(
         name=name, tokens_per_row=length, parameter_bytes=4, compute_bytes=2, moments=2,

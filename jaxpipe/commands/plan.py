@@ -221,10 +221,12 @@ def _report(
 
 def _table(title: str, found: Sequence[Found], goal: Goal) -> Table:
     training = goal.tokens is not None
+    experts = any(one.placed.variant.expert > 1 for one in found)
     table = Table(title=title)
     for name in (
         "devices",
         "stage x data x context x tensor",
+        *(["expert"] * experts),
         "schedule",
         "v",
         "m x rows",
@@ -238,6 +240,7 @@ def _table(title: str, found: Sequence[Found], goal: Goal) -> Table:
     for one in found:
         p = one.plan
         shown = [str(one.placed.cluster.count), f"{p.stage} x {p.data} x {p.context} x {p.tensor}"]
+        shown += [str(p.expert)] * experts
         shown.append(p.schedule)
         shown += [str(p.chunks), f"{p.microbatches} x {p.rows}", p.remat]
         shown += [str(p.zero), str(p.replica), f"{p.weights}, {p.weight_slots}"]

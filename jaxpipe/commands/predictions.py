@@ -16,7 +16,7 @@ from jaxpipe.planning.devices import cluster
 from jaxpipe.planning.found import Found
 from jaxpipe.planning.plans import UNROLLED_LAYERS, Placed, Plan
 from jaxpipe.planning.search import exact
-from jaxpipe.planning.sizes import ModelSizes
+from jaxpipe.planning.sizes import ModelSizes, Variant
 from jaxpipe.schedule import catalog
 from jaxpipe.schedule.problems import ArgumentError, Problem, below_one, refuse
 
@@ -66,8 +66,12 @@ class OnDevices:
             found.append(Problem("batch", rows, rule, nearest, others))
         if self.zero not in range(4):
             found.append(Problem("zero", self.zero, "is no level of ZeRO", (0, 1, 2, 3)))
-        if (1, self.tensor, self.remat) not in model.variants:
-            known = ", ".join(f"{t} with {r}" for c, t, r in model.variants if c == 1)
+        if Variant(1, self.tensor, self.remat) not in model.variants:
+            known = ", ".join(
+                f"{one.tensor} with {one.remat}"
+                for one in model.variants
+                if one.context == one.expert == 1
+            )
             rule = f"with $remat was not counted; the file has {known}"
             found.append(Problem("tensor", self.tensor, rule, (), {"remat": self.remat}))
         return found

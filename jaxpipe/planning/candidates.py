@@ -48,9 +48,9 @@ def plans(
     model: ModelSizes, cluster: Cluster, batches: Sequence[int], excluded: Counter[str]
 ) -> Iterator[Plan]:
     """All plans; those that cannot exist are counted in ``excluded``."""
-    sharing = sorted({(context, tensor) for context, tensor, _ in model.variants})
-    remats = sorted({remat for *_, remat in model.variants})
-    for context, tensor in sharing:
+    sharing = sorted({variant.mesh for variant in model.variants})
+    remats = sorted({variant.remat for variant in model.variants})
+    for context, tensor, expert in sharing:
         if cluster.count % (context * tensor) or tensor > cluster.per_host:
             continue
         for stage in divisors(cluster.count // (context * tensor)):
@@ -58,11 +58,13 @@ def plans(
                 excluded["layers"] += 1
                 continue
             data = cluster.count // (context * tensor) // stage
+            if data % expert:
+                continue
             for batch, rows in itertools.product(batches, _powers(MOST_ROWS)):
                 if batch % (rows * data):
                     excluded["rows"] += 1
                     continue
-                shape = stage, data, context, tensor, batch // (rows * data), rows
+                shape = stage, data, context, tensor, expert, batch // (rows * data), rows
                 for remat in remats:
                     yield from _options(model, cluster, shape, remat, excluded)
 
@@ -74,16 +76,17 @@ def _powers(most: int) -> list[int]:
 def _options(
     model: ModelSizes,
     cluster: Cluster,
-    shape: tuple[int, int, int, int, int, int],
+    shape: tuple[int, ...],
     remat: str,
     excluded: Counter[str],
 ) -> Iterator[Plan]:
     """Schedules, ZeRO levels, replicas, slots and offload of one mesh, microbatch and policy."""
-    stage, data, context, tensor, microbatches, rows = shape
+    stage, data, context, tensor, expert, microbatches, rows = shape
     per_stage = -(-model.num_layers // stage)
     weights = "unrolled" if per_stage <= UNROLLED_LAYERS else "stacked"
     near = max(1, cluster.per_host // (context * tensor))
-    replicas = sorted({1, data // near} if data > near and data % near == 0 else {1})
+    replicated = data > near and data % near == near % expert == 0
+    replicas = (1, data // near) if replicated else (1,)
     offloads = (False, True) if model.may_offload and cluster.has_host_memory else (False,)
     for name, searched in SCHEDULES.items():
         if stage == 1 and name not in _WITHOUT_STAGES:
@@ -98,5 +101,5 @@ def _options(
                         for offload in offloads:
                             yield Plan(
                                 stage, data, context, tensor, replica, name, chunks, microbatches,
-                                rows, remat, zero, slots, weights, offload=offload,
+                                rows, remat, zero, slots, weights, offload=offload, expert=expert,
                             )  # fmt: skip

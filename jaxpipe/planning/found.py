@@ -59,8 +59,8 @@ class Found(NamedTuple):
         plan, cluster = self.plan, self.placed.cluster
         least = min(
             _model_flops(sizes, plan.rows)
-            for (context, tensor, _), sizes in self.placed.model.variants.items()
-            if (context, tensor) == (plan.context, plan.tensor)
+            for variant, sizes in self.placed.model.variants.items()
+            if variant.mesh == self.placed.variant.mesh
         )
         flops = least * plan.sharing * plan.microbatches * plan.data
         return flops / (self.step_seconds * cluster.device.flops * cluster.count)

@@ -22,6 +22,7 @@ from jax.sharding import PartitionSpec as P
 from jaxpipe.planning import step, traced
 from jaxpipe.planning.calibration import Calibration, Peaks, Timed, calibrate, known
 from jaxpipe.planning.devices import DEVICES, Cluster, Efficiency, cluster
+from jaxpipe.planning.plans import Links
 from jaxpipe.planning.sizes import Sizes
 from jaxpipe.runtime.measure.costs import layer_costs, run_seconds
 from jaxpipe.runtime.pipeline import Pipeline
@@ -127,7 +128,7 @@ def _passes(
     for kind, layer in enumerate(sizes.layers):
         first, count = sizes.kind_of.index(kind), sizes.kind_of.count(kind)
         for name, counted in (("f", layer.f), ("b", layer.b), ("w", layer.w)):
-            links = found.within, found.within
+            links = Links(*[found.within] * len(Links._fields))
             expected = step.pass_seconds(counted, rows, found, links)
             yield Timed(name, remat, rows, count, getattr(costs[first], name), expected)
 

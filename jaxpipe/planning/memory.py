@@ -29,13 +29,13 @@ def device_bytes(placed: Placed, program: Program) -> Mapping[str, float]:
     known only once it has compiled.
     """
     plan, model, sizes = placed.plan, placed.model, placed.sizes
-    layers, parts = placed.layers_per_chunk, placed.plan.parts
+    layers = placed.layers_per_chunk
     stage, outer = placed.stage_parameters, placed.outer_parameters
     chunk = layers * placed.layer_parameters
     slots = _slots(program)
     size = model.parameter_bytes
     found = dict.fromkeys(PARTS, 0.0)
-    found["parameters"] = size * (stage + outer) / (parts if plan.zero == 3 else 1)
+    found["parameters"] = size * (placed.held_parameters if plan.zero == 3 else stage + outer)
     if plan.zero == 3:
         found["copies"] = slots["gathers"] * chunk * model.compute_bytes + outer * size
     elif model.compute_bytes != size:
@@ -43,7 +43,7 @@ def device_bytes(placed: Placed, program: Program) -> Mapping[str, float]:
     found["optimizer"] = placed.optimizer_bytes
     sums = slots["reduces"] * chunk if plan.zero >= 2 else stage
     # What is reduced after the last tick takes the room of activations that are gone by then.
-    reduced = stage / parts if plan.zero and slots["reduced in ticks"] else 0.0
+    reduced = placed.stage_part if plan.zero and slots["reduced in ticks"] else 0.0
     found["gradients"] = MASTER_BYTES * (sums + outer + reduced)
     found["residuals"] = layers * sum(
         slots[name] * placed.mean(name) for name in ("until_b", "until_w")
@@ -52,7 +52,7 @@ def device_bytes(placed: Placed, program: Program) -> Mapping[str, float]:
     message = sizes.message.at(plan.rows)
     found["inboxes"] = (slots["x"] + slots["dy"] + slots["late"]) * message
     # Pieces on their way, whole and as this device's part.
-    both = (1 + 1 / parts) * placed.layer_parameters
+    both = placed.layer_parameters + placed.layer_part
     if plan.zero == 3:
         found["moving"] += slots["gathering"] * both * model.compute_bytes
     if plan.data * plan.context > 1:

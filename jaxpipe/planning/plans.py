@@ -6,9 +6,10 @@ import dataclasses
 import functools
 import math
 from functools import cached_property
+from typing import NamedTuple
 
 from jaxpipe.planning.devices import Cluster
-from jaxpipe.planning.sizes import ModelSizes, Sizes
+from jaxpipe.planning.sizes import ModelSizes, Sizes, Variant
 from jaxpipe.schedule.lowering.under_layers import dividing_shares
 
 MASTER_BYTES = 4
@@ -34,6 +35,7 @@ class Plan:
       weights: "stacked" or "unrolled".
       slices: whether actions are cut into time slices.
       offload: whether the optimizer's state lies on the host between steps.
+      expert: data shards, next to each other, that have some of a layer's experts each.
     """
 
     stage: int
@@ -51,6 +53,7 @@ class Plan:
     weights: str
     slices: bool = False
     offload: bool = False
+    expert: int = 1
 
     @property
     def sharing(self) -> int:
@@ -73,6 +76,21 @@ class Plan:
         return self.data // self.replica
 
 
+class Links(NamedTuple):
+    """Bytes per second between devices that share a layer, along the axes of a mesh, the outermost
+    first."""
+
+    expert: float
+    context: float
+    tensor: float
+
+    def along(self, axes: str) -> float:
+        """Of a collective over axes, joined by "+": that of the outermost."""
+        return next(
+            link for name, link in zip(self._fields, self, strict=True) if name in axes.split("+")
+        )
+
+
 @dataclasses.dataclass(frozen=True)
 class Placed:
     """A plan of a model on a cluster: what one device holds, and over which links it talks."""
@@ -82,9 +100,9 @@ class Placed:
     cluster: Cluster
 
     @property
-    def variant(self) -> tuple[int, int, str]:
+    def variant(self) -> Variant:
         """What decides the sizes of the model's layers."""
-        return self.plan.context, self.plan.tensor, self.plan.remat
+        return Variant(self.plan.context, self.plan.tensor, self.plan.remat, self.plan.expert)
 
     @cached_property
     def sizes(self) -> Sizes:
@@ -101,9 +119,21 @@ class Placed:
         return self.model.mean(self.variant, "parameters").fixed
 
     @cached_property
+    def layer_part(self) -> float:
+        """Of a layer on a device, where data shards split it: experts, as far as they are split
+        already, into fewer parts."""
+        experts = self.model.mean(self.variant, "expert_parameters").fixed
+        return (self.layer_parameters + (self.plan.expert - 1) * experts) / self.plan.parts
+
+    @cached_property
     def stage_parameters(self) -> float:
         """Of the layers of a stage on a device, not sharded over data."""
         return self.plan.chunks * self.layers_per_chunk * self.layer_parameters
+
+    @cached_property
+    def stage_part(self) -> float:
+        """Of the layers of a stage on a device, where data shards split them."""
+        return self.plan.chunks * self.layers_per_chunk * self.layer_part
 
     @cached_property
     def outer_parameters(self) -> float:
@@ -116,13 +146,20 @@ class Placed:
         """The most shares in which a layer may move over data; those that differ move whole."""
         if len(self.sizes.layers) > 1:
             return 1
-        return _shares(self.sizes.layers[0].shapes, self.plan.parts)
+        layer, parts = self.sizes.layers[0], self.plan.parts
+        return _shares(layer.shapes, parts, layer.expert_shapes, parts // self.plan.expert)
+
+    @cached_property
+    def held_parameters(self) -> float:
+        """Of all that a device updates: parts with ZeRO."""
+        if self.plan.zero:
+            return self.stage_part + self.outer_parameters / self.plan.parts
+        return self.stage_parameters + self.outer_parameters
 
     @cached_property
     def optimizer_bytes(self) -> float:
         """Of the optimizer's state of a device, in float32, wherever it lies."""
-        held = self.stage_parameters + self.outer_parameters
-        return MASTER_BYTES * self.model.moments * held / (self.plan.parts if self.plan.zero else 1)
+        return MASTER_BYTES * self.model.moments * self.held_parameters
 
     def mean(self, name: str) -> float:
         """Bytes of `LayerSizes` of the plan's rows: the mean, if layers differ."""
@@ -142,9 +179,10 @@ class Placed:
         return hosts > 1 and self.cluster.per_host % self._near == 0
 
     @cached_property
-    def sharing_links(self) -> tuple[float, float]:
-        """Between the devices of a context, and between those that share a layer's arrays."""
-        return self.cluster.link(self.plan.sharing), self.cluster.link(self.plan.tensor)
+    def sharing_links(self) -> Links:
+        """Between the devices that share a layer, by axis."""
+        plan, link = self.plan, self.cluster.link
+        return Links(link(plan.expert * plan.sharing), link(plan.sharing), link(plan.tensor))
 
     @cached_property
     def stage_link(self) -> float:
@@ -164,12 +202,19 @@ class Placed:
         return self.cluster.link(self._near * self.plan.stage * self.plan.replica)
 
 
+_Shapes = tuple[tuple[int, ...], ...]
+
+
 @functools.lru_cache(maxsize=1024)
-def _shares(shapes: tuple[tuple[int, ...], ...], parts: int) -> int:
+def _shares(shapes: _Shapes, parts: int, of_experts: _Shapes, parts_of_experts: int) -> int:
     """Data shards split the first dimension that divides."""
-    split = [next((n // parts for n in shape if n and n % parts == 0), 0) for shape in shapes]
-    sizes = [MASTER_BYTES * math.prod(shape) for shape in shapes]
-    return dividing_shares(list(zip(sizes, split, strict=True)))
+    arrays = [(shape, parts) for shape in shapes]
+    arrays += [(shape, parts_of_experts) for shape in of_experts]
+    found = []
+    for shape, among in arrays:
+        split = next((n // among for n in shape if n and n % among == 0), 0)
+        found.append((MASTER_BYTES * math.prod(shape), split))
+    return dividing_shares(found)
 
 
 def divisors(number: int) -> list[int]:

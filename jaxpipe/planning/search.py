@@ -123,7 +123,8 @@ def search(
 def _kind(found: Found) -> tuple[object, ...]:
     """What plans have in common that differ only in rows, slots, ZeRO level or replicas."""
     plan = found.plan
-    return plan.stage, plan.data, plan.context, plan.tensor, plan.schedule, plan.remat
+    mesh = plan.stage, plan.data, plan.expert, plan.context, plan.tensor
+    return *mesh, plan.schedule, plan.remat
 
 
 def _screened(
@@ -173,7 +174,7 @@ def least_bytes(placed: Placed) -> float:
     """What a device holds at least, whatever the schedule."""
     plan, model = placed.plan, placed.model
     whole = placed.stage_parameters + placed.outer_parameters
-    sharded = whole / plan.parts
+    sharded = placed.stage_part + placed.outer_parameters / plan.parts
     kept = (sharded if plan.zero == 3 else whole) * model.parameter_bytes
     kept += 0.0 if plan.offload else placed.optimizer_bytes
     kept += MASTER_BYTES * (sharded if plan.zero >= 2 else whole)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
+import math
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -83,6 +84,7 @@ class LayerSizes(NamedTuple):
       working_set: bytes that exist at once while a pass runs, beside what is kept.
       fused_working_set: the same where B and W run as one.
       shapes: of its parameters, as the device has them without shards over data.
+      expert_shapes: of those that the devices of an expert axis split, likewise.
     """
 
     f: Pass
@@ -95,6 +97,32 @@ class LayerSizes(NamedTuple):
     working_set: Linear
     fused_working_set: Linear
     shapes: tuple[tuple[int, ...], ...]
+    expert_shapes: tuple[tuple[int, ...], ...] = ()
+
+    @property
+    def expert_parameters(self) -> int:
+        """Elements of those that the devices of an expert axis split."""
+        return sum(map(math.prod, self.expert_shapes))
+
+
+class Variant(NamedTuple):
+    """What decides how a layer is computed.
+
+    Args:
+      context, tensor: devices that share it.
+      remat: policy of rematerialization.
+      expert: data shards that have some of its experts each.
+    """
+
+    context: int
+    tensor: int
+    remat: str
+    expert: int = 1
+
+    @property
+    def mesh(self) -> tuple[int, int, int]:
+        """Devices along each axis."""
+        return self.context, self.tensor, self.expert
 
 
 class Sizes(NamedTuple):
@@ -131,7 +159,7 @@ class ModelSizes:
       moments: numbers that the optimizer keeps for every parameter.
       batch_rows: of the configuration.
       row_bytes: of the batch.
-      variants: by (context devices, tensor devices, rematerialization).
+      variants: by what decides how layers are computed.
       may_offload: whether the optimizer's state may lie on the host.
     """
 
@@ -142,7 +170,7 @@ class ModelSizes:
     moments: int
     batch_rows: int
     row_bytes: int
-    variants: Mapping[tuple[int, int, str], Sizes]
+    variants: Mapping[Variant, Sizes]
     may_offload: bool = True
 
     @property
@@ -152,11 +180,12 @@ class ModelSizes:
     @property
     def num_parameters(self) -> int:
         """Of the whole model; devices of a context each hold what one device does."""
-        (_, tensor, _), sizes = min(self.variants.items(), key=lambda one: one[0][:2])
-        held = sum(sizes.layers[kind].parameters for kind in sizes.kind_of)
-        return tensor * (held + sizes.outer_parameters)
+        variant, sizes = min(self.variants.items(), key=lambda one: one[0].mesh)
+        layers = [sizes.layers[kind] for kind in sizes.kind_of]
+        held = sum(one.parameters + (variant.expert - 1) * one.expert_parameters for one in layers)
+        return variant.tensor * (held + sizes.outer_parameters)
 
-    def mean(self, variant: tuple[int, int, str], name: str) -> Linear:
+    def mean(self, variant: Variant, name: str) -> Linear:
         """A number of `LayerSizes`: the mean, if layers differ."""
         return _mean(self, variant, name)
 
@@ -168,8 +197,7 @@ class ModelSizes:
             if field.name != "variants"
         }
         variants = [
-            {"context": context, "tensor": tensor, "remat": remat, "sizes": sizes}
-            for (context, tensor, remat), sizes in self.variants.items()
+            variant._asdict() | {"sizes": sizes} for variant, sizes in self.variants.items()
         ]
         return json.dumps(fields | {"variants": variants}) + "\n"
 
@@ -183,7 +211,7 @@ class ModelSizes:
         try:
             data = json.loads(text)
             variants = {
-                (one["context"], one["tensor"], one["remat"]): _sizes(one["sizes"])
+                Variant(*(one[name] for name in Variant._fields)): _sizes(one["sizes"])
                 for one in data.pop("variants")
             }
             return cls(**data, variants=variants)
@@ -195,7 +223,7 @@ class ModelSizes:
 
 
 @functools.lru_cache(maxsize=1024)
-def _mean(model: ModelSizes, variant: tuple[int, int, str], name: str) -> Linear:
+def _mean(model: ModelSizes, variant: Variant, name: str) -> Linear:
     """See `ModelSizes.mean`; searches ask for it thousands of times."""
     sizes = model.variants[variant]
     found = [getattr(sizes.layers[kind], name) for kind in sizes.kind_of]
@@ -218,12 +246,13 @@ def _sizes(data: Any) -> Sizes:
 
 
 def _layer(data: Any) -> LayerSizes:
-    f, b, w, parameters, *kept, shapes = data
+    f, b, w, parameters, *kept, shapes, expert_shapes = data
     until_b, until_w, crossing, split, fused = (Linear(*one) for one in kept)
     return LayerSizes(
         *(_pass(f), _pass(b), _pass(w), parameters),
         *(until_b, until_w, crossing, split, fused),
         tuple(map(tuple, shapes)),
+        tuple(map(tuple, expert_shapes)),
     )
 
 

@@ -22,9 +22,9 @@ from functools import lru_cache
 import numpy as np
 
 from jaxpipe.planning.devices import LAUNCH_SECONDS, Cluster
-from jaxpipe.planning.plans import MASTER_BYTES, Placed
+from jaxpipe.planning.plans import MASTER_BYTES, Links, Placed
 from jaxpipe.planning.programs import Program, grown, relative, table_of
-from jaxpipe.planning.sizes import PASSES, ModelSizes, Pass
+from jaxpipe.planning.sizes import PASSES, ModelSizes, Pass, Variant
 from jaxpipe.schedule.neighbors import replay, work_of
 from jaxpipe.schedule.simulate import Costs, simulate
 
@@ -47,10 +47,6 @@ class Transfer:
 _NOTHING = Transfer(0.0, 0.0)
 
 
-Links = tuple[float, float]
-"""Bytes per second between the devices of a context, and between those of a tensor axis."""
-
-
 def pass_seconds(
     one: Pass, rows: int, cluster: Cluster, links: Links, *, factor: float = 1.0
 ) -> float:
@@ -69,8 +65,8 @@ def pass_seconds(
         seconds += max(at_peak, kernel.bytes.at(rows) / cluster.bandwidth)
     seconds *= factor
     for collective in one.collectives:
-        link = links["context" not in collective.axis]
-        seconds += cluster.device.latency + max(collective.sent.at(rows), 0.0) / link
+        sent = max(collective.sent.at(rows), 0.0)
+        seconds += cluster.device.latency + sent / links.along(collective.axis)
     return seconds
 
 
@@ -88,7 +84,7 @@ def layer_costs(placed: Placed) -> Costs:
 
 @lru_cache(maxsize=1024)
 def _mean_passes(
-    model: ModelSizes, variant: tuple[int, int, str], rows: int, cluster: Cluster, links: Links
+    model: ModelSizes, variant: Variant, rows: int, cluster: Cluster, links: Links
 ) -> tuple[float, ...]:
     """Seconds of F, B and W of a layer without what the layout of weights adds."""
     sizes = model.variants[variant]
@@ -119,22 +115,20 @@ def _of_weights(placed: Placed) -> tuple[float, float]:
 
 def transfer(placed: Placed) -> Transfer:
     """Seconds in which a layer's weights are gathered over data, and its gradient is reduced."""
-    plan, parts = placed.plan, placed.plan.parts
-    size = placed.layer_parameters
-    share = (parts - 1) / parts
-    latency = placed.cluster.device.latency if parts > 1 else 0.0
+    plan, size, part = placed.plan, placed.layer_parameters, placed.layer_part
+    latency = placed.cluster.device.latency if plan.parts > 1 else 0.0
     gather = 0.0
     if plan.zero == 3:
-        gather = latency + size * placed.model.compute_bytes * share / placed.data_link
+        gather = latency + (size - part) * placed.model.compute_bytes / placed.data_link
     times = 1 if plan.zero else 2  # a sum scatters and gathers
-    reduce = times * (latency + MASTER_BYTES * size * share / placed.data_link)
-    return Transfer(gather, reduce + _among_copies(placed, size))
+    reduce = times * (latency + MASTER_BYTES * (size - part) / placed.data_link)
+    return Transfer(gather, reduce + _among_copies(placed, size, part))
 
 
-def _among_copies(placed: Placed, size: float) -> float:
+def _among_copies(placed: Placed, size: float, part: float) -> float:
     """Seconds in which what data shards have of a gradient is summed over replicas and context."""
     plan = placed.plan
-    own = MASTER_BYTES * (size / plan.parts if plan.zero else size)
+    own = MASTER_BYTES * (part if plan.zero else size)
     seconds = 2 * (plan.replica - 1) / plan.replica * own / placed.replica_link
     return seconds + 2 * (plan.context - 1) / plan.context * own / placed.sharing_links[0]
 
@@ -243,7 +237,7 @@ def _exposed(program: Program, layer: Costs, moved: Transfer) -> float:
 
 
 def replayed(program: Program, layer: Costs, moved: Transfer = _NOTHING) -> float:
-    """The table on the clock of GPUs, with transfers in its ticks and at its edges."""
+    """The table on its devices' clock, with transfers in its ticks and at its edges."""
     table, costs = table_of(program), _chunk_costs(layer, program)
     work = np.sum(list(work_of(table, costs).values()), axis=0)
     seconds, under = 0.0, np.zeros(table.num_ticks)
@@ -258,7 +252,7 @@ def replayed(program: Program, layer: Costs, moved: Transfer = _NOTHING) -> floa
     # All stages take part, and a tick ends with the later of its layers and its transfers.
     work = np.maximum(work, under[:, None])
     message = layer.message if program.stages > 1 else 0.0
-    return seconds + float(replay(table, work, message=message)[-1].max())
+    return seconds + float(replay(table, work, message=message, clock=program.clock)[-1].max())
 
 
 def _head(placed: Placed) -> float:
@@ -276,25 +270,24 @@ def _head(placed: Placed) -> float:
 
 @lru_cache(maxsize=1024)
 def _whole_head(
-    model: ModelSizes, variant: tuple[int, int, str], rows: int, cluster: Cluster, links: Links
+    model: ModelSizes, variant: Variant, rows: int, cluster: Cluster, links: Links
 ) -> float:
     return pass_seconds(model.variants[variant].head, rows, cluster, links)
 
 
 def _outer_transfer(placed: Placed) -> float:
     """Embedding and head over data: gathered before the step (ZeRO-3), reduced after it."""
-    plan, parts = placed.plan, placed.plan.parts
-    share, size = (parts - 1) / parts, placed.outer_parameters
-    gathered = placed.model.parameter_bytes * size * share if plan.zero == 3 else 0.0
-    reduced = (1 if plan.zero else 2) * MASTER_BYTES * size * share
-    return (gathered + reduced) / placed.data_link + _among_copies(placed, size)
+    plan, size = placed.plan, placed.outer_parameters
+    part = size / plan.parts
+    gathered = placed.model.parameter_bytes * (size - part) if plan.zero == 3 else 0.0
+    reduced = (1 if plan.zero else 2) * MASTER_BYTES * (size - part)
+    return (gathered + reduced) / placed.data_link + _among_copies(placed, size, part)
 
 
 def _update(placed: Placed) -> float:
     """Reads and writes of the optimizer, casts, and ZeRO-1's and 2's gather of new parameters."""
     plan, model = placed.plan, placed.model
-    whole = placed.stage_parameters + placed.outer_parameters
-    held = whole / plan.parts if plan.zero else whole
+    held = placed.held_parameters
     moved = update_bytes(held, model.parameter_bytes, model.moments)
     seconds = moved / placed.cluster.bandwidth * placed.cluster.device.passes.update
     if plan.offload:  # there and back, while nothing runs
@@ -304,8 +297,8 @@ def _update(placed: Placed) -> float:
         cast = placed.stage_parameters * (model.parameter_bytes + model.compute_bytes)
         seconds += cast / placed.cluster.bandwidth
     if plan.zero in (1, 2):
-        share = (plan.parts - 1) / plan.parts
-        seconds += model.parameter_bytes * whole * share / placed.data_link
+        whole = placed.stage_parameters + placed.outer_parameters
+        seconds += model.parameter_bytes * (whole - held) / placed.data_link
     return seconds
 
 

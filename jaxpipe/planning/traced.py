@@ -2,16 +2,18 @@
 
 Nothing is compiled, and no device of the cluster is needed: a pipeline of one stage on as many
 simulated devices as share a layer is traced at two numbers of rows, between which everything grows
-in a line.
+in a line: at which layers have the same kernels, for what W computes again may depend on sizes.
 """
 
 from __future__ import annotations
 
+import functools
+import itertools
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
-import numpy as np
 
 from jaxpipe.planning.kernels import Counted, count
 from jaxpipe.planning.sizes import Collective, Kernel, LayerSizes, Linear, Pass, Sizes
@@ -24,10 +26,15 @@ from jaxpipe.runtime.measure.memory import tree_bytes
 from jaxpipe.runtime.pipeline import Pipeline
 from jaxpipe.runtime.tick.fixed import Fixed
 from jaxpipe.runtime.tick.microbatches import StepMicrobatches
-from jaxpipe.runtime.types import Batch, Key, Shapes
+from jaxpipe.runtime.types import Batch, Key, Leaves, Shapes
 
-_ROWS = 2, 4
+EXPERT = "expert"
+"""The axis of data shards that split experts."""
+_ROWS = 2, 4, 8, 16, 32
 """Rows of a microbatch that are traced; more than one, so that nothing is simplified away."""
+
+_Line = Callable[[float, float], Linear]
+"""The line through what was counted at the two numbers of rows."""
 
 
 def sizes(
@@ -36,7 +43,8 @@ def sizes(
     """Counts a model on the devices that share its layers.
 
     Args:
-      pipe: of one stage and one data shard; its microbatches do not matter.
+      pipe: of one stage, and one data shard or those of an expert axis; its microbatches do not
+        matter.
       batch: the shapes of a batch with so many rows.
       rng: as for `Pipeline.value_and_grad`, or its shape.
       compute_bytes: of a weight where layers read it.
@@ -44,28 +52,39 @@ def sizes(
     Raises:
       ValueError: the pipeline has several stages or data shards.
     """
-    if pipe.axes.num_parts(pipe.mesh) != 1 or pipe.schedule.num_stages != 1:
+    experts = pipe.mesh.shape.get(EXPERT, 1)
+    if pipe.axes.num_shards(pipe.mesh) != experts or pipe.schedule.num_stages != 1:
         raise ValueError("a model is counted on one stage and one data shard")
-    m = pipe.schedule.num_microbatches
-    both = [_Trace(pipe, batch(rows * m), rng, compute_bytes) for rows in _ROWS]
-    few, many = both
+    times = pipe.schedule.num_microbatches * experts
+    traces = (_Trace(pipe, batch(rows * times), rng, compute_bytes) for rows in _ROWS)
+    for rows, (few, many) in zip(
+        itertools.pairwise(_ROWS), itertools.pairwise(traces), strict=True
+    ):
+        if few.kernels == many.kernels:
+            return _sizes(few, many, functools.partial(_line, rows))
+    raise ValueError(f"layers have other kernels at each of {_ROWS} rows")
+
+
+def _sizes(few: _Trace, many: _Trace, line: _Line) -> Sizes:
     return Sizes(
-        layers=tuple(map(_layer, few.layers, many.layers)),
+        layers=tuple(_layer(*both, line) for both in zip(few.layers, many.layers, strict=True)),
         kind_of=few.kind_of,
-        message=_line(few.message, many.message),
+        message=line(few.message, many.message),
         outer_parameters=few.outer_parameters,
         outer_split=few.outer_split,
-        head=_pass(few.head, many.head),
-        head_working_set=_line(few.head.live, many.head.live),
+        head=_pass(few.head, many.head, line),
+        head_working_set=line(few.head.live, many.head.live),
     )
 
 
 class _CountedLayer:
     """One kind of layer for one number of rows."""
 
-    def __init__(self, kind: LayerKind, axes: dict[str, int], own: Shapes, size: int) -> None:
-        self.passes, self.parameters = _passes(kind.split, axes, size), _elements(own)
-        self.shapes = tuple(leaf.shape for leaf in jax.tree.leaves(own))
+    def __init__(self, kind: LayerKind, axes: dict[str, int], own: Leaves, size: int) -> None:
+        self.passes, leaves = _passes(kind.split, axes, size), jax.tree.leaves(own)
+        self.parameters = sum(math.prod(leaf.shape) for leaf in leaves)
+        self.shapes = tuple(leaf.shape for leaf in leaves if EXPERT not in leaf.apart)
+        self.expert_shapes = tuple(leaf.shape for leaf in leaves if EXPERT in leaf.apart)
         kept = kind.split.until_b, kind.split.until_w, kind.split.crossing
         self.kept = [tree_bytes(list(one)) for one in kept]
         f, b, w, fused = (one.live for one in self.passes)
@@ -80,12 +99,17 @@ class _Trace:
         self.axes = dict(pipe.mesh.shape)
         traced.within(pipe, batch, rng, self._read)
 
+    @property
+    def kernels(self) -> list[int]:
+        """How many every pass has."""
+        return [len(one.kernels) for layer in self.layers for one in layer.passes]
+
     def _read(self, fixed: Fixed, batch: StepMicrobatches) -> None:
         layers, own = fixed.layers, fixed.params
         self.kind_of = layers.kind_of
         self.message = max(map(tree_bytes, layers.activations))
         self.layers = [
-            _CountedLayer(kind, self.axes, own.shape_of(kind.example), self.size)
+            _CountedLayer(kind, self.axes, own.canonical_of(kind.example), self.size)
             for kind in layers.kinds
         ]
         outer = fixed.setup.layout.outer
@@ -138,38 +162,33 @@ def _passes(split: Split, axes: dict[str, int], size: int) -> list[Counted]:
     ]
 
 
-def _layer(few: _CountedLayer, many: _CountedLayer) -> LayerSizes:
-    f, b, w = map(_pass, few.passes[:3], many.passes[:3])
-    until_b, until_w, crossing = map(_line, few.kept, many.kept)
-    live, fused = _line(few.live, many.live), _line(few.fused_live, many.fused_live)
+def _layer(few: _CountedLayer, many: _CountedLayer, line: _Line) -> LayerSizes:
+    f, b, w = (_pass(*both, line) for both in zip(few.passes[:3], many.passes[:3], strict=True))
+    until_b, until_w, crossing = map(line, few.kept, many.kept)
+    live, fused = line(few.live, many.live), line(few.fused_live, many.fused_live)
     kept = until_b, until_w, crossing, live, fused
-    return LayerSizes(f, b, w, few.parameters, *kept, few.shapes)
+    return LayerSizes(f, b, w, few.parameters, *kept, few.shapes, few.expert_shapes)
 
 
-def _pass(few: Counted, many: Counted) -> Pass:
+def _pass(few: Counted, many: Counted, line: _Line) -> Pass:
     kernels = tuple(
-        Kernel(_line(one[0], other[0]), _line(one[1], other[1]))
+        Kernel(line(one[0], other[0]), line(one[1], other[1]))
         for one, other in zip(few.kernels, many.kernels, strict=True)
     )
     collectives = tuple(
-        Collective(axis, kind, _line(sent, other[2]))
+        Collective(axis, kind, line(sent, other[2]))
         for (axis, kind, sent), other in zip(few.collectives, many.collectives, strict=True)
     )
-    return Pass(kernels, _line(few.values, many.values), collectives)
+    return Pass(kernels, line(few.values, many.values), collectives)
 
 
-def _line(few: float, many: float) -> Linear:
-    """The line through what was counted at the two numbers of rows."""
-    slope = (many - few) / (_ROWS[1] - _ROWS[0])
-    return Linear(few - slope * _ROWS[0], slope)
+def _line(rows: tuple[int, int], few: float, many: float) -> Linear:
+    slope = (many - few) / (rows[1] - rows[0])
+    return Linear(few - slope * rows[0], slope)
 
 
 def _is_leaf(leaf: Any) -> bool:
     return hasattr(leaf, "struct")
-
-
-def _elements(shapes: Shapes) -> int:
-    return int(sum(np.prod(leaf.shape, dtype=np.int64) for leaf in jax.tree.leaves(shapes)))
 
 
 def _split_elements(outer: Shapes, split: Any) -> int:

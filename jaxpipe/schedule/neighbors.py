@@ -71,25 +71,35 @@ def neighbor_clock(schedule: Schedule, costs: Costs | Sequence[Costs]) -> Timeli
 
 
 def replay(
-    table: TickTable, work: np.ndarray, *, message: float = 0.0, sums: bool = True
+    table: TickTable,
+    work: np.ndarray,
+    *,
+    message: float = 0.0,
+    sums: bool = True,
+    clock: str = "neighbor",
 ) -> np.ndarray:
     """When each stage starts its layers in each tick.
+
+    Messages that stages wait for come at the end of a tick; late ones travel under its layers.
 
     Args:
       work: how long that takes, ``[ticks, stages]``.
       message: how long the messages of a tick take.
       sums: whether stages wait for each other in the sums of embedding and head.
+      clock: "neighbor"; or "lock-step", on which the permutes of a tick wait for all stages, as on
+        simulated devices.
 
     Returns:
       ``[ticks + 1, stages]``; the last row is when the stages are done.
     """
     stages = work.shape[1]
-    linked = np.eye(stages, dtype=bool)
+    together = clock == "lock-step"
+    linked = np.ones((stages, stages), bool) if together else np.eye(stages, dtype=bool)
     for channel in table.channels:
         for sender, receiver in channel.edges:
             linked[sender, receiver] = linked[receiver, sender] = True
     late = any(channel.late for channel in table.channels)
-    enters = sums & (table.embed != NONE)
+    enters = (sums & (table.embed != NONE)) | (together and late)
     leaves = sums & ((table.head != NONE) | (table.embed_gradient != NONE))
 
     def of_neighbors(times: np.ndarray) -> np.ndarray:

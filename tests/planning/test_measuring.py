@@ -14,7 +14,7 @@ from jaxpipe import cli
 from jaxpipe.errors import ArgumentError
 from jaxpipe.planning import calibration, configurations, devices, step
 from jaxpipe.planning.plans import Placed, Plan
-from jaxpipe.planning.sizes import Kernel, LayerSizes, Linear, ModelSizes, Pass, Sizes
+from jaxpipe.planning.sizes import Kernel, LayerSizes, Linear, ModelSizes, Pass, Sizes, Variant
 
 CONFIG = """
 model: {vocab_size: 256, sequence_length: 64, num_layers: 4, width: 48, num_heads: 3}
@@ -29,7 +29,7 @@ LAYER = LayerSizes(
 )
 MODEL = ModelSizes(
     "equal", 64, 4, 2, 2, 32, 256,
-    {(1, 1, "none"): Sizes((LAYER,), (0,) * 4, Linear(0, 1e6), 10, 10, MATMUL, NOTHING)},
+    {Variant(1, 1, "none"): Sizes((LAYER,), (0,) * 4, Linear(0, 1e6), 10, 10, MATMUL, NOTHING)},
 )  # fmt: skip
 PLAN = Plan(2, 2, 1, 1, 1, "1f1b", 1, 4, 4, "none", 0, 1, "stacked")
 PEAKS = calibration.Peaks(500e12, 2e12, 300e9, 200e9, 5e-6)

@@ -12,7 +12,7 @@ from jaxpipe.errors import ArgumentError
 from jaxpipe.planning import candidates, devices, memory, search, step
 from jaxpipe.planning.found import Goal
 from jaxpipe.planning.plans import Placed, Plan
-from jaxpipe.planning.sizes import Kernel, LayerSizes, Linear, ModelSizes, Pass, Sizes
+from jaxpipe.planning.sizes import Kernel, LayerSizes, Linear, ModelSizes, Pass, Sizes, Variant
 from jaxpipe.schedule import Costs
 from train.config import Config
 from train.plan import Planned
@@ -27,7 +27,7 @@ def placed(kept_bytes: float, *, offload: bool) -> Placed:
     matmul = Pass((Kernel(Linear(0, 1e9), nothing),), nothing, ())
     layer = LayerSizes(*(matmul, matmul, matmul, PARAMETERS, kept), *[nothing] * 4, ((1000, 1000),))
     sizes = Sizes((layer,), (0,) * 4, Linear(0, 1.0), OUTER, 0, matmul, nothing)
-    model = ModelSizes("equal", 64, 4, 4, 2, 32, 1, {(1, 1, "none"): sizes})
+    model = ModelSizes("equal", 64, 4, 4, 2, 32, 1, {Variant(1, 1, "none"): sizes})
     plan = dataclasses.replace(PLAN, offload=offload)
     return Placed(plan, model, devices.cluster("h100", 4))
 
@@ -96,7 +96,7 @@ def test_the_trainer_writes_what_a_plan_says_and_offers_what_it_can(max_skipped)
     small = {"vocab_size": 64, "sequence_length": 8, "num_layers": 2, "width": 8, "num_heads": 2}
     given = {"model": small, "optimizer": {"max_skipped": max_skipped, "offload": not max_skipped}}
     planned = Planned(Config(**given), "small")
-    model = planned._sizes([(1, 1, "none")], lambda share: None)
+    model = planned._sizes([Variant(1, 1, "none")], lambda share: None)
     assert model.may_offload == (max_skipped == 0)
     for offload in {False, model.may_offload}:
         text = planned.write(dataclasses.replace(PLAN, offload=offload), Costs(1, 1, 1), None)

@@ -14,7 +14,7 @@ from jaxpipe.errors import ArgumentError
 from jaxpipe.planning import candidates, configurations, devices, search
 from jaxpipe.planning.found import OBJECTIVES, Found, Goal
 from jaxpipe.planning.plans import Placed, Plan
-from jaxpipe.planning.sizes import Kernel, LayerSizes, Linear, ModelSizes, Pass, Sizes
+from jaxpipe.planning.sizes import Kernel, LayerSizes, Linear, ModelSizes, Pass, Sizes, Variant
 from train import checks, configured, plan
 from train.command_line import parse
 
@@ -40,7 +40,7 @@ def synthetic(layers: int = 4, width: int = 4096) -> ModelSizes:
             (layer,), (0,) * layers, activation, vocabulary, vocabulary, matmuls(1), activation
         )
 
-    variants = {(1, 1, "none"): sizes(1, 16), (1, 1, "full"): sizes(2, 1)}
+    variants = {Variant(1, 1, "none"): sizes(1, 16), Variant(1, 1, "full"): sizes(2, 1)}
     return ModelSizes("synthetic", 2048, 4, 2, 2, 32, 8192, variants)
 
 
@@ -66,7 +66,7 @@ def test_model_flops_count_no_recomputation(model):
         per_row = (3 * model.num_layers + 1) * matmul
         spent = per_row * 16 / (found.step_seconds * 4 * cluster.device.flops)
         assert found.model_flops_share == pytest.approx(spent)
-    full = {key: one for key, one in model.variants.items() if key[2] == "full"}
+    full = {key: one for key, one in model.variants.items() if key.remat == "full"}
     alone = dataclasses.replace(model, variants=full)
     assert search.search(alone, [cluster], goal).best[0].model_flops_share > 0
 

@@ -70,7 +70,14 @@ def counted(
 def placed(config: gpt.GPTConfig, plan: Plan, found: sizes.Sizes) -> Placed:
     length = config.sequence_length
     model = sizes.ModelSizes(
-        "test", length, 4, 2, 2, 64, 4 * (length + 1), {(1, plan.tensor, plan.remat): found}
+        "test",
+        length,
+        4,
+        2,
+        2,
+        64,
+        4 * (length + 1),
+        {sizes.Variant(1, plan.tensor, plan.remat): found},
     )
     return Placed(model=model, plan=plan, cluster=devices.cluster("h100", plan.stage * plan.data))
 

@@ -85,6 +85,22 @@ def in_time(table):
     return dataclasses.replace(table, **columns)
 
 
+@pytest.mark.parametrize("name", [e.name for e in catalog.executable() if e.name != "auto"])
+def test_on_the_lock_step_clock_a_table_waits_for_the_messages_that_are_not_late(name):
+    schedule = catalog.build(name, stages=4, microbatches=8, costs=COSTS)
+    table = lower(schedule, [1] * schedule.placement.num_virtual_stages)
+    work, message = times(table), 0.1  # shorter than any layer, which hides it
+    costs = dataclasses.replace(COSTS, message=message)
+    every = lock_step(schedule, costs).makespan
+    ends = replay(table, work, message=message, clock="lock-step")[-1].max()
+    spared = message * (~table.meets).sum()
+    assert ends <= every - spared + 1e-9
+    if table.meets.all():
+        assert ends == pytest.approx(every)
+    neighbors = replay(table, work, message=message)[-1].max()
+    assert neighbors <= ends + 1e-9
+
+
 @pytest.mark.parametrize("p", [2, 4])
 @pytest.mark.parametrize("name", [e.name for e in catalog.executable() if e.name != "auto"])
 def test_embedding_beside_heads_waits_no_longer_and_takes_no_slot_more(name, p):
