@@ -109,7 +109,7 @@ def cases() -> list[Case]:
         change(case, hosts=hosts, schedule=name, zero=zero)
         for hosts in (1, 2)
         for zero in (2, 3)
-        for name in ("breadth-first", "1f1b", "zb-v")
+        for name in ("gpipe", "breadth-first", "modular", "1f1b", "zb-v")
     ]
     return plain + sharded
 

@@ -193,7 +193,7 @@ class Trips:
             "meet": table.meets,
             "enter": table.embed != NONE,
             "leave": table.head != NONE,
-            "embed_gradient": table.embed_gradient != NONE,
+            "embed_gradient": (table.embed_gradient != NONE).sum(axis=1),
         }[name]
         return int(column[self.tick])
 

@@ -41,7 +41,7 @@ class Program:
       weight_slots, own_slots, shares, sums_in_slots: how the pipeline lowers it; no shares where
         chunks move as a whole.
       cut: into slices: not at all; "quick", with a tenth of the search; or as the trainer does it.
-      clock: of its devices, on which it is timed.
+      clock: of its devices, on which it is timed and slices have to pay.
     """
 
     schedule: str
@@ -79,6 +79,7 @@ class Program:
             own_slots=self.own_slots,
             pieces=max(counts) if self.shares else 0,
             shares=max(1, self.shares),
+            clock=self.clock,
         )
 
     def shorter(self) -> tuple[tuple[Program, float], ...]:

@@ -280,6 +280,11 @@ def explicit_context() -> Iterator[str]:
         )
 
 
+def clock_of(mesh: Mesh) -> str:
+    """For whom stages wait: simulated devices for all, "lock-step"; others for their neighbors."""
+    return "lock-step" if mesh.devices.flat[0].platform == "cpu" else "neighbor"
+
+
 def leave_compilation_cache(mesh: Mesh) -> None:
     """Switches jax's persistent compilation cache off in this process for a mesh of CPU devices.
 

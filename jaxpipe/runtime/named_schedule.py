@@ -6,7 +6,7 @@ from typing import Any
 
 from jax.sharding import Mesh
 
-from jaxpipe.runtime.mesh import Axes
+from jaxpipe.runtime.mesh import Axes, clock_of
 from jaxpipe.schedule import catalog
 from jaxpipe.schedule.actions import Schedule
 from jaxpipe.schedule.problems import ArgumentError, Problem, in_python
@@ -46,13 +46,9 @@ def named_schedule(
     num_stages = axes.num_stages(mesh)
     if microbatches is None:
         microbatches = MICROBATCHES_PER_STAGE * num_stages
-    simulated = mesh.devices.flat[0].platform == "cpu"
     try:
         built = catalog.build(
-            schedule,
-            stages=num_stages,
-            microbatches=microbatches,
-            clock="lock-step" if simulated else "neighbor",
+            schedule, stages=num_stages, microbatches=microbatches, clock=clock_of(mesh)
         )
         return built, []
     except ArgumentError as error:

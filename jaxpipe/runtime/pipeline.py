@@ -149,7 +149,7 @@ class Pipeline:
             layer_counts = partition([1] * checks.num_layers(params["layers"]), built.placement)
         parts = filters.partition(params, trainable)
         split = model.stage_split, read_splits(model.axis_split, params, mesh, axes)
-        self._tables = Tables.of(params["layers"], split[1], weights, weight_slots, self.zero)
+        self._tables = Tables.of(params["layers"], split[1], mesh, weights, weight_slots, self.zero)
         self.table = self._tables.of_step(built, layer_counts)
         self.layout, self.frozen = make_layouts(*parts, *split, mesh, axes, self.table, weights)
         self.compute_dtype, self.full_precision = precision

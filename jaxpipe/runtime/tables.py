@@ -5,11 +5,13 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 
+from jax.sharding import Mesh
 from jax.tree_util import DictKey
 
 from jaxpipe.runtime.layout.layer_layout import LayerLayout
 from jaxpipe.runtime.layout.splits import Splits
 from jaxpipe.runtime.layout.whole_model import layer_layout
+from jaxpipe.runtime.mesh import clock_of
 from jaxpipe.runtime.types import Params
 from jaxpipe.schedule.actions import Schedule
 from jaxpipe.schedule.lowering.lower import lower
@@ -25,21 +27,23 @@ class Tables:
       shares: the most shares in which a layer may move over data.
       weight_slots: as for `jaxpipe.Pipeline`.
       zero: ZeRO level; until 2, the gradients of all chunks have room.
+      clock: of the devices, as for `lower`.
     """
 
     layout: type[LayerLayout]
     shares: int
     weight_slots: int
     zero: int
+    clock: str
 
     @classmethod
     def of(
-        cls, layers: Params, splits: Splits, weights: str, weight_slots: int, zero: int
+        cls, layers: Params, splits: Splits, mesh: Mesh, weights: str, weight_slots: int, zero: int
     ) -> Tables:
         """Those of canonical layers; ``weights`` is the layout of layers that are alike."""
         layout = layer_layout(layers, weights)
         shares = layout.most_shares(layers, splits.part(DictKey("layers")))
-        return cls(layout, shares, weight_slots, zero)
+        return cls(layout, shares, weight_slots, zero, clock_of(mesh))
 
     def of_step(self, schedule: Schedule, layer_counts: Sequence[int]) -> TickTable:
         """Gradients are summed, and used when the step has ended."""
@@ -52,9 +56,15 @@ class Tables:
             own_slots=self.layout.own_arrays,
             pieces=pieces if slots > 1 else 0,
             shares=self.shares,
+            clock=self.clock,
         )
 
     def of_chunks(self, schedule: Schedule, layer_counts: Sequence[int]) -> TickTable:
         """A chunk is reduced as a whole, and used, as soon as its gradient is complete."""
-        slots, own_slots = self.weight_slots, self.layout.own_arrays
-        return lower(schedule, layer_counts, weight_slots=slots, own_slots=own_slots)
+        return lower(
+            schedule,
+            layer_counts,
+            weight_slots=self.weight_slots,
+            own_slots=self.layout.own_arrays,
+            clock=self.clock,
+        )

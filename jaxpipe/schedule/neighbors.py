@@ -43,11 +43,11 @@ def neighbor_clock(schedule: Schedule, costs: Costs | Sequence[Costs]) -> Timeli
     Example:
       >>> from jaxpipe.schedule.generators.v_schedules import zb_v
       >>> round(neighbor_clock(zb_v(4, 16), Costs(1, 1.2, 0.8)).bubble_ratio, 3)
-      0.063
+      0.059
     """
     costs = of_virtual_stages(schedule.placement, costs)
     layers = chunk_layers(schedule.slices or ())
-    table = lower(schedule, [layers.get(s, 1) for s in range(len(costs))])
+    table = lower(schedule, [layers.get(s, 1) for s in range(len(costs))], clock="neighbor")
     work = work_of(table, costs)
     message = max(cost.message for cost in costs) if schedule.num_stages > 1 else 0.0
     starts = replay(table, np.sum(list(work.values()), axis=0), message=message)
@@ -100,7 +100,7 @@ def replay(
             linked[sender, receiver] = linked[receiver, sender] = True
     late = any(channel.late for channel in table.channels)
     enters = (sums & (table.embed != NONE)) | (together and late)
-    leaves = sums & ((table.head != NONE) | (table.embed_gradient != NONE))
+    leaves = sums & ((table.head != NONE) | (table.embed_gradient != NONE).any(axis=1))
 
     def of_neighbors(times: np.ndarray) -> np.ndarray:
         latest: np.ndarray = np.where(linked, times, 0.0).max(1)

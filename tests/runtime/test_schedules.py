@@ -7,6 +7,7 @@ import itertools
 import pytest
 from test_equivalence import check
 
+from jaxpipe.runtime import tables
 from jaxpipe.schedule import catalog
 from jaxpipe.schedule.lowering.lower import lower
 from jaxpipe.schedule.partition import partition
@@ -69,3 +70,13 @@ def test_executes_with_late_messages(name, zero):
     table = lower(schedule, [1] * schedule.placement.num_virtual_stages)
     assert any(channel.late for channel in table.channels)
     check(schedule, 4, 1 + zero // 3, zero, "none", True, 16, num_layers=9)
+
+
+@pytest.mark.parametrize(("name", "zero"), [("zb-v", 3), ("interleaved", 2), ("1f1b", 0)])
+def test_executes_in_the_ticks_of_gpus(name, zero, monkeypatch):
+    monkeypatch.setattr(tables, "clock_of", lambda mesh: "neighbor")
+    schedule = catalog.build(name, stages=4, microbatches=16)
+    soon = lower(schedule, [1] * schedule.placement.num_virtual_stages)
+    pipe = check(schedule, 4, 1 + zero // 2, zero, "none", True, 16, num_layers=9, weight_slots=2)
+    assert pipe.table.num_ticks == soon.num_ticks
+    assert pipe.table.meets.sum() < soon.meets.sum()

@@ -21,7 +21,8 @@ def counted_rows(table: TickTable) -> Row:
     size, stage = minibatches.size, np.arange(table.schedule.num_stages)
     ends = table.passes[Kind.BW if Kind.BW in table.passes else Kind.W]
     layers = _update(np.where(ends.lo < ends.hi, ends.microbatch, NONE), size)
-    embed, head = _update(table.embed_gradient, size), _update(table.head, size)
+    [back] = table.embed_gradient.T  # slices go through the embedding one by one
+    embed, head = _update(back, size), _update(table.head, size)
     found = _found_by_forward(table.passes[Kind.F], layers)
     entered = np.zeros(table.schedule.num_microbatches, np.int32)
     entered[table.embed[table.embed != NONE]] = embed.version[table.embed != NONE]
@@ -46,7 +47,7 @@ def counted_rows(table: TickTable) -> Row:
     }
     enter = version(table.embed, embed.version, embed.version)
     leave = [version(table.head, part.version, part.version) for part in (embed, head)]
-    back = version(table.embed_gradient, embed.version, entered[table.embed_gradient])
+    back = version(back, embed.version, entered[back])
     reads = {
         "enter": Reads(enter, enter),
         "leave": Reads(*leave),

@@ -243,12 +243,14 @@ class Replay:
                     start = 0 if name == "x" or reader < 0 else counts[reader]
                     self.buffers[receiver][name][slot] = (name, reader, i, start)
         self.sent = sent
-        if table.embed_gradient[t] != NONE:
-            slot, first = table.embed_gradient_slot[t], self.stages[0]
+        first = self.stages[0]
+        for i, slot in zip(table.embed_gradient[t], table.embed_gradient_slot[t], strict=True):
+            if i == NONE:
+                continue
             waits = slot != NONE
             back = self.buffers[first]["dy"][slot] if waits else sent[first, backward]
-            assert back == ("dy", -1 if waits else 0, table.embed_gradient[t], 0)
-            self.embedded.append(table.embed_gradient[t])
+            assert back == ("dy", -1 if waits else 0, i, 0)
+            self.embedded.append(i)
         if table.head[t] != NONE:
             exit_stage = self.stages[last]
             assert sent[exit_stage, Kind.F] == ("x", last, table.head[t], counts[last])
@@ -320,6 +322,19 @@ def test_slices_of_every_schedule_replay(name, weight_slots, pieces, shares, own
     for moved in (table.gathers, table.reduces) if own_slots else ():
         busy = moved.chunk != NONE
         assert (moved.slot[busy] == moved.chunk[busy] % moved.num_slots).all()
+
+
+@pytest.mark.parametrize("name", EXECUTABLE)
+def test_whole_actions_in_patient_ticks_replay_and_meet_no_more_often(name):
+    schedule = catalog.build(name, stages=4, microbatches=8)
+    layers = [4] * schedule.placement.num_virtual_stages
+    moving = {"weight_slots": 2, "pieces": 4}
+    soon = lower(schedule, layers, **moving)
+    patient = lower(schedule, layers, **moving, clock="neighbor")
+    orders = (map(order_of, replay_table(table)) for table in (patient, soon))
+    assert len({tuple(order) for order in orders}) == 1
+    assert patient.meets.sum() <= soon.meets.sum()
+    assert all(patient.num_slots[buffer] <= slots for buffer, slots in soon.num_slots.items())
 
 
 @pytest.mark.parametrize(

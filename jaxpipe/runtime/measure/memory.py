@@ -112,14 +112,15 @@ def _free(pipe: Pipeline, found: dict[str, int]) -> int:
 
 
 def _smallest(pipe: Pipeline) -> Pipeline:
-    """The same model, mesh and options with two microbatches and one chunk per stage.
+    """The same model, mesh and options with two microbatches and, in general, a chunk per stage.
 
     Two, because the compiler simplifies where it knows that there is one; also two layers that are
     alike if each has a loop body or an array of its own. Stacked layers stay as many as they are,
     for the compiler packs its values into memory in the order of their sizes: how well those of a
-    layer fit depends on which of them are larger than the arrays of all. Where chunks of the
-    pipeline have one layer, so have these: then the gradient of a layer is that of its chunk, and
-    not a copy beside it.
+    layer fit depends on which of them are larger than the arrays of all. They lie in as many chunks
+    where these are reduced from slots while layers run: one chunk would have all of them in a slot.
+    Where chunks of the pipeline have one layer, so have these: then the gradient of a layer is that
+    of its chunk, and not a copy beside it.
     """
     stages, chunks, layers = pipe.schedule.num_stages, 1, 2
     params = dict(pipe.canonical_params)
@@ -127,6 +128,8 @@ def _smallest(pipe: Pipeline) -> Pipeline:
         largest = max(pipe.table.layer_counts)
         if largest == 1:
             chunks, layers = min(2, pipe.schedule.num_chunks), 1
+        elif pipe.weights == "stacked" and pipe.zero >= 2 and pipe.table.reduces.shared.any():
+            chunks, layers = pipe.schedule.num_chunks, largest
         elif pipe.weights == "stacked":
             layers = largest * pipe.schedule.num_chunks
         held = layers * chunks * stages

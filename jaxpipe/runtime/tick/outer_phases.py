@@ -14,7 +14,7 @@ from jaxpipe.runtime.tick.fixed import Fixed
 from jaxpipe.runtime.tick.inputs import WithInputs, add_gradients, inputs_of
 from jaxpipe.runtime.tick.microbatches import Microbatches
 from jaxpipe.runtime.trees import combine
-from jaxpipe.runtime.types import Activation, Message, OuterParams, Tree
+from jaxpipe.runtime.types import Activation, Index, Message, OuterParams, Tree
 from jaxpipe.schedule.lowering.table import NONE, Outer
 
 
@@ -93,20 +93,21 @@ def leave(fixed: Fixed, batch: Microbatches, carried: Carried, row: Outer, y: Me
 def embed_gradient(
     fixed: Fixed, batch: Microbatches, carried: Carried, row: Outer, dx: Message
 ) -> Carried:
-    """The gradient of the embedding for a microbatch whose cotangent has come back, in this tick
+    """The gradient of the embedding for microbatches whose cotangents have come back, in this tick
     or, waiting in the first stage's inbox, in one before."""
     assert fixed.gradients is not None
-    sink, inputs, i = fixed.gradients, fixed.setup.inputs, row.embed_gradient
-    slot, inbox = row.embed_gradient_slot, carried.inboxes["dy"]
+    sink, inputs, inbox = fixed.gradients, fixed.setup.inputs, carried.inboxes["dy"]
 
-    def body(through: Tree) -> Tree:
+    def one(k: Index, through: Tree) -> Tree:
+        i, slot = row.embed_gradient[k], row.embed_gradient_slot[k]
         mine, (gradients, of_inputs) = tie(dx, through)
         if fixed.table.cotangents_wait:
             kept = at_slot(inbox, jnp.maximum(slot, 0))
             mine = [jnp.where(slot == NONE, *pair) for pair in zip(mine, kept, strict=True)]
         cotangent = _from_stage(fixed, mine, 0, fixed.layers.first)
+        own = row._replace(embed_gradient=i)
         outer, cotangent = fixed.weights.outer(
-            fixed, carried.weights, "embed_gradient", row, cotangent
+            fixed, carried.weights, "embed_gradient", own, cotangent
         )
 
         outer, constant = fixed.divided(outer)
@@ -116,11 +117,12 @@ def embed_gradient(
 
         _, vjp = jax.vjp(embed, outer, inputs_of(batch, inputs, i))
         douter, new = vjp(cotangent)
-        gradients = sink.add_outer(gradients, douter, "embed_gradient", row)
+        gradients = sink.add_outer(gradients, douter, "embed_gradient", own)
         return gradients, add_gradients(of_inputs, new, i)
 
     through = carried.outer_gradients, carried.input_gradients
-    gradients, of_inputs = run_if(i != NONE, body, through)
+    count = (row.embed_gradient != NONE).sum(dtype=jnp.int32)
+    gradients, of_inputs = lax.fori_loop(0, count, one, through)
     return carried.but(outer_gradients=gradients, input_gradients=of_inputs)
 
 

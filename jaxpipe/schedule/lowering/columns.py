@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import numpy as np
 
@@ -33,10 +33,17 @@ class Columns:
         return found
 
 
-def columns_of(schedule: Schedule, layer_counts: tuple[int, ...]) -> Columns:
+def columns_of(
+    schedule: Schedule,
+    layer_counts: tuple[int, ...],
+    ticks: Callable[[Schedule], list[list[int]]] = ticks,
+) -> Columns:
     """Reads the schedule's own slices, or one whole action or overlapped pair per tick.
 
     Where some backwards are B and W, and others BW, these are B and W in the same tick.
+
+    Args:
+      ticks: chooses those of whole actions, per stage in order; by default the earliest.
 
     Raises:
       ValueError: the slices are not of these layers.
@@ -50,7 +57,7 @@ def columns_of(schedule: Schedule, layer_counts: tuple[int, ...]) -> Columns:
 
     slices = [part for row in schedule.slices or () for part in row]
     if not slices and schedule.mixes_backwards:
-        slices = _with_one_kind_of_backward(schedule, layer_counts)
+        slices = _with_one_kind_of_backward(schedule, layer_counts, ticks(schedule))
     actions = [part.action for part in slices] or [a for row in schedule.orders for a in row]
     virtual_stage = column(action.virtual_stage for action in actions)
     if slices:
@@ -77,10 +84,12 @@ def columns_of(schedule: Schedule, layer_counts: tuple[int, ...]) -> Columns:
     )
 
 
-def _with_one_kind_of_backward(schedule: Schedule, layer_counts: tuple[int, ...]) -> list[Slice]:
+def _with_one_kind_of_backward(
+    schedule: Schedule, layer_counts: tuple[int, ...], ticks: list[list[int]]
+) -> list[Slice]:
     return [
         Slice(tick, part, 0, layer_counts[part.virtual_stage])
-        for row, order in zip(ticks(schedule), schedule.orders, strict=True)
+        for row, order in zip(ticks, schedule.orders, strict=True)
         for tick, action in zip(row, order, strict=True)
         for part in split_action(action)
     ]

@@ -11,7 +11,9 @@ each buffer exactly the schedule's peak and no more.
 
 A message that is first read two ticks after it was sent may arrive one tick late and travel while
 that tick's layers run. Stages meet at the end of a tick if any of its messages cannot wait, so a
-tick's messages are late only if all of them can be.
+tick's messages are late only if all of them can be. Where stages wait for their neighbors alone,
+actions run in later ticks if fewer of them then end with a meeting
+(`jaxpipe.schedule.lowering.patient_ticks`).
 
 Where chunks move over data in pieces under layers (`jaxpipe.schedule.lowering.under_layers`), a
 tick's pieces are on their way from its beginning to its end. In which ticks stages embed together
@@ -23,18 +25,20 @@ from __future__ import annotations
 import dataclasses
 import enum
 import functools
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import numpy as np
 
 from jaxpipe.schedule.actions import Kind, Schedule
 from jaxpipe.schedule.check.validate import simulated_only
-from jaxpipe.schedule.lowering.columns import columns_of
+from jaxpipe.schedule.lowering.columns import Columns, columns_of
 from jaxpipe.schedule.lowering.outer_ticks import embed_gradient_ticks, embed_ticks
+from jaxpipe.schedule.lowering.patient_ticks import patient_ticks
 from jaxpipe.schedule.lowering.slots import colour_intervals
 from jaxpipe.schedule.lowering.table import NONE, Cell, Channel, TickTable
 from jaxpipe.schedule.lowering.transfers import Held, Moving, held_chunks
 from jaxpipe.schedule.problems import refuse
+from jaxpipe.schedule.simulate import ticks as earliest_ticks
 
 _SPARED = 0.25
 """Least share of ticks without a meeting for which skipping meetings pays: late messages take a
@@ -63,6 +67,7 @@ def lower(
     own_slots: bool = False,
     pieces: int = 0,
     shares: int = 1,
+    clock: str = "lock-step",
 ) -> TickTable:
     """Turns a schedule into its tick table.
 
@@ -80,6 +85,8 @@ def lower(
       pieces: of a chunk, to move under layers of other chunks where there is a slot more; by
         default chunks move as a whole.
       shares: the most equal parts in which a piece may move, a power of two.
+      clock: of the devices: "lock-step" for the earliest ticks, or "neighbor", as on GPUs, for
+        those in which stages meet the least, if they take no slot more.
 
     Raises:
       ValueError: the schedule's slices are of other layers, or it can only be simulated.
@@ -92,9 +99,19 @@ def lower(
     refuse(simulated_only(schedule))
     most = schedule.num_chunks
     num_slots = min(weight_slots, most), min(gradient_slots or weight_slots, most)
-    lowering = _Lowering(schedule, tuple(layer_counts))
-    moving = Moving(own_slots, pieces, shares)
-    return lowering.run(*num_slots, moving, kept=gradient_slots is not None)
+    moving, counts = Moving(own_slots, pieces, shares), tuple(layer_counts)
+
+    def in_ticks(ticks: Callable[[Schedule], list[list[int]]]) -> TickTable:
+        lowering = _Lowering(schedule, columns_of(schedule, counts, ticks), counts)
+        return lowering.run(*num_slots, moving, kept=gradient_slots is not None)
+
+    table = in_ticks(earliest_ticks)
+    if clock == "neighbor" and schedule.slices is None and schedule.segment is None:
+        patient = in_ticks(patient_ticks)
+        takes_more = any(patient.num_slots[name] > n for name, n in table.num_slots.items())
+        if patient.meets.sum() < table.meets.sum() and not takes_more:
+            return patient
+    return table
 
 
 def forward_only(schedule: Schedule) -> Schedule:
@@ -116,12 +133,11 @@ class _Lowering:
     Arrays of all actions of a kind are ``[virtual stages, microbatches]``.
     """
 
-    def __init__(self, schedule: Schedule, layer_counts: tuple[int, ...]) -> None:
-        self.schedule, self.layer_counts = schedule, layer_counts
+    def __init__(self, schedule: Schedule, columns: Columns, layer_counts: tuple[int, ...]) -> None:
+        self.schedule, self.columns, self.layer_counts = schedule, columns, layer_counts
         self.stage_of = np.asarray(schedule.placement.stages)
         self.chunk_of = np.asarray(schedule.placement.chunks)
         self.shape = len(self.stage_of), schedule.num_microbatches
-        self.columns = columns_of(schedule, layer_counts)
         self.num_ticks = 1 + int(self.columns.tick.max())
         self.kinds = [kind for kind in Kind if self.columns.of(kind).any()]
         self.backward = Kind.BW if Kind.BW in self.kinds else Kind.B
@@ -151,7 +167,7 @@ class _Lowering:
         passes = {kind: self._pass(kind, slots, weights, gradients) for kind in self.kinds}
         embed, embed_slot = self._uniform(enters, slots["x"][0])
         head, head_slot = self._uniform(self.ends[Kind.F][-1], slots["dy"][-1])
-        embed_gradient, embed_gradient_slot = self._uniform(*returned, empty=NONE)
+        embed_gradient, embed_gradient_slot = self._together(*returned)
         return TickTable(
             schedule=self.schedule,
             layer_counts=self.layer_counts,
@@ -257,22 +273,24 @@ class _Lowering:
     def _leave(
         self, lives: tuple[np.ndarray, np.ndarray] | None, slots: np.ndarray
     ) -> tuple[tuple[np.ndarray, np.ndarray], np.ndarray]:
-        """When each cotangent goes through the embedding, beside heads if that takes no slot more,
+        """When each cotangent goes through the embedding, with as many others as take no slot more,
         and the slot in which it waits; and those of all cotangents. Arguments as for `_enter`."""
         if lives is None:
             return (np.zeros(0, np.int64), np.zeros(0, np.int64)), slots
-        done = self.ends[self.backward][0]
-        ticks = embed_gradient_ticks(done, self.ends[Kind.F][-1], self.num_ticks)
-        waits, waiting = ticks > done, np.full_like(done, NONE)
+        done, most = self.ends[self.backward][0], int(slots.max())
         held = list(self.schedule.placement.virtual_stages[self.stage_of[0]])
-        start = np.append(lives[0][held], _at(done[waits], Phase.EXCHANGE))
-        end = np.append(lives[1][held], _at(ticks[waits], Phase.EMBED_GRADIENT))
-        found = colour_intervals(start, end)
-        if self.schedule.slices is not None or found.max() > slots.max():
-            return (done, waiting), slots
-        own, waiting[waits] = np.split(found, [done.size * len(held)])
-        slots[held] = own.reshape(len(held), -1)
-        return (ticks, waiting), slots
+        while self.schedule.slices is None and most > 0:
+            ticks = embed_gradient_ticks(done, self.ends[Kind.F][-1], self.num_ticks, most)
+            waits, waiting = ticks > done, np.full_like(done, NONE)
+            start = np.append(lives[0][held], _at(done[waits], Phase.EXCHANGE))
+            end = np.append(lives[1][held], _at(ticks[waits], Phase.EMBED_GRADIENT))
+            found = colour_intervals(start, end)
+            if found.max() <= slots.max():
+                own, waiting[waits] = np.split(found, [done.size * len(held)])
+                slots[held] = own.reshape(len(held), -1)
+                return (ticks, waiting), slots
+            most //= 2
+        return (done, np.full_like(done, NONE)), slots
 
     def _pass(
         self, kind: Kind, slots: dict[str, np.ndarray], weights: Held, gradients: Held
@@ -300,15 +318,23 @@ class _Lowering:
             columns[name][tick, slices.stage[mine]] = value
         return Cell(**columns)
 
-    def _uniform(
-        self, ticks: np.ndarray, slots: np.ndarray, *, empty: int = 0
-    ) -> tuple[np.ndarray, np.ndarray]:
+    def _uniform(self, ticks: np.ndarray, slots: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Columns of a phase that all stages run in these ticks, one microbatch in each, and the
-        slot it is in; ``empty`` in other ticks."""
+        slot it is in."""
         microbatch = np.full(self.num_ticks, NONE, np.int32)
-        slot = np.full(self.num_ticks, empty, np.int32)
+        slot = np.zeros(self.num_ticks, np.int32)
         microbatch[ticks] = np.arange(len(ticks))
         slot[ticks] = slots
+        return microbatch, slot
+
+    def _together(self, ticks: np.ndarray, slots: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """The same where a tick may have several microbatches, ``[ticks, most in a tick]``."""
+        order = np.argsort(ticks, kind="stable")
+        sorted_ticks = ticks[order]
+        place = np.arange(len(ticks)) - np.searchsorted(sorted_ticks, sorted_ticks)
+        shape = self.num_ticks, 1 + int(place.max(initial=0))
+        microbatch, slot = np.full(shape, NONE, np.int32), np.full(shape, NONE, np.int32)
+        microbatch[sorted_ticks, place], slot[sorted_ticks, place] = order, slots[order]
         return microbatch, slot
 
     def _channels(self, slots: dict[str, np.ndarray], waiting: np.ndarray) -> Iterable[Channel]:

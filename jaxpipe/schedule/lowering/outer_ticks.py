@@ -3,7 +3,8 @@
 Both are sums over all stages, in which every stage waits for the slowest. The head's sum is one
 that cannot be moved: its cotangent is wanted in the next tick. Beside it, in the same wait, the
 other two cost nothing. So a microbatch is embedded right after a head, ahead of its use, and its
-cotangent waits for the next head. Slices need none of this: they keep stages in step.
+cotangent waits for the next head, or with others for the end of the step. Slices need none of this:
+they keep stages in step.
 """
 
 from __future__ import annotations
@@ -37,25 +38,36 @@ def embed_ticks(first: np.ndarray, last: np.ndarray, heads: np.ndarray) -> np.nd
     return ticks
 
 
-def embed_gradient_ticks(done: np.ndarray, heads: np.ndarray, num_ticks: int) -> np.ndarray:
+def embed_gradient_ticks(
+    done: np.ndarray, heads: np.ndarray, num_ticks: int, most: int
+) -> np.ndarray:
     """The tick at whose end each microbatch's cotangent goes through the embedding.
 
-    It is the first one with a head, or the last of all, if the next cotangent comes later, so that
-    no more than one waits; otherwise the tick in which the cotangent is there.
+    It is the first one with a head, or the last of all. Where more than ``most`` would wait for
+    that, those that do and the next one go together when this is there.
 
     Args:
-      done: those ticks, int64 ``[microbatches]``.
+      done: the ticks in which cotangents are there, int64 ``[microbatches]``.
       heads: ticks that end with a head.
       num_ticks: of the table.
+      most: cotangents that may wait at once.
 
     Example:
-      >>> embed_gradient_ticks(np.array([3, 6, 7]), np.array([2, 5]), 10).tolist()
-      [5, 6, 9]
+      >>> done, heads = np.array([3, 6, 7, 8]), np.array([2, 5])
+      >>> embed_gradient_ticks(done, heads, 10, 1).tolist()
+      [5, 7, 7, 9]
+      >>> embed_gradient_ticks(done, heads, 10, 0).tolist()
+      [3, 6, 7, 8]
     """
     order, meetings = np.argsort(done), np.append(np.sort(heads), num_ticks - 1)
-    done = done[order]
-    following = np.append(done[1:], num_ticks)
-    beside = meetings[np.searchsorted(meetings, done)]
-    ticks = np.empty_like(done)
-    ticks[order] = np.where(beside < following, beside, done)
+    together = meetings[np.searchsorted(meetings, done)]
+    ticks, waiting = np.empty_like(done), list[int]()
+    for microbatch in order.tolist():
+        if waiting and together[waiting[0]] < done[microbatch]:
+            waiting = []  # a head has come
+        waiting.append(microbatch)
+        ticks[microbatch] = together[microbatch]
+        if done[microbatch] < together[microbatch] and len(waiting) > most:
+            ticks[waiting] = done[microbatch]
+            waiting = []
     return ticks

@@ -136,7 +136,8 @@ class SteadyRows:
             embed_slot=0,
             head=self._if_runs(leaves, leaves),
             head_slot=0,
-            embed_gradient=self._if_runs(ends, ends),
+            embed_gradient=self.xp.expand_dims(self._if_runs(ends, ends), -1),
+            embed_gradient_slot=self.xp.full((1,), NONE),
             reads={
                 phase: table.Reads(*(version % steady.num_versions for version in versions))
                 for phase, versions in reads.items()

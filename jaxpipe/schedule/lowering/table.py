@@ -114,6 +114,7 @@ class Reads(NamedTuple):
 class Outer(NamedTuple):
     """What all stages compute together in one tick: see `TickTable`.
 
+    ``embed_gradient`` and its slot are ``[most in a tick]``, `NONE` behind those that there are.
     Where weights are kept in versions, ``reads`` has those of each phase: enter, leave and
     embed_gradient.
     """
@@ -261,8 +262,9 @@ class TickTable:
         stage.
       head, head_slot: int32 ``[ticks]``: microbatch that leaves, and the slot of its cotangent on
         the last.
-      embed_gradient, embed_gradient_slot: int32 ``[ticks]``: microbatch whose cotangent reaches the
-        embedding, and the slot in which it waits on the first stage; `NONE` if it is this tick's.
+      embed_gradient, embed_gradient_slot: int32 ``[ticks, most in a tick]``: microbatches whose
+        cotangents reach the embedding, and the slots in which they wait on the first stage; `NONE`
+        for this tick's.
       gathers, reduces: data-axis transfers.
       num_slots: size of each buffer, by name: x, dy, until_b, until_w, crossing; replay, if
         anything is recomputed.
@@ -296,8 +298,8 @@ class TickTable:
 
     @property
     def rows(self) -> Row:
-        """All rows as one: int32 ``[ticks, stages]``, and ``[ticks]`` in `Row.outer`
-        and `Row.meets`."""
+        """All rows as one: int32 ``[ticks, stages]``; in `Row.outer` and `Row.meets`, which are the
+        same for all stages, without them."""
         return Row(
             cells=self.passes,
             arrivals=tuple(Arrival(c.slot, c.late_slot) for c in self.channels),
@@ -350,7 +352,7 @@ class TickTable:
                 for c in self.channels
             ),
             (Kind.F, (self.embed != NONE) | (self.head != NONE)),
-            (Kind.B, self.embed_gradient != NONE),
+            (Kind.B, (self.embed_gradient != NONE).any(axis=1)),
         ]
         forward, backward = (
             np.any([ticks for kind, ticks in used if kind.is_forward == wanted], axis=0)

@@ -74,7 +74,8 @@ def exchanges(timeline: Timeline) -> Exchanges:
     schedule, table = timeline.schedule, None
     if timeline.ticks and not any(simulated_only(schedule)):
         layers = chunk_layers(schedule.slices or ())
-        table = lower(schedule, [layers.get(s, 1) for s in range(len(timeline.costs))])
+        counts = [layers.get(s, 1) for s in range(len(timeline.costs))]
+        table = lower(schedule, counts, clock=timeline.clock)
     late = set() if table is None else _late_ticks(table)
     messages = sorted(_messages(timeline, late), key=lambda message: message.arrives)
     moves = [] if table is None else [*_moves(timeline, table)]
