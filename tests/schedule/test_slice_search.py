@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
+import functools
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxpipe.schedule.check.validate import validate
+from jaxpipe.schedule.generators.dualpipe import dualpipe_v
 from jaxpipe.schedule.generators.one_f_one_b import one_f_one_b
 from jaxpipe.schedule.generators.v_schedules import one_f_one_b_v, v_half, v_min, zb_v
 from jaxpipe.schedule.search.slices import FIRST_TRIAL, OTHER_TRIALS, Uncut, slice_all, slice_ticks
@@ -62,18 +66,24 @@ def test_schedules_cut_together_or_stopped_early_are_those_cut_alone():
         assert stopped == whole if whole.makespan < latest else stopped.makespan >= latest - 1e-9
 
 
-@settings(max_examples=15)
+one_f_one_b_fused = functools.partial(one_f_one_b, fused=True)
+
+
+@settings(max_examples=25)
 @given(
-    make=st.sampled_from([zb_v, v_half, one_f_one_b]),
+    make=st.sampled_from([zb_v, v_half, one_f_one_b, one_f_one_b_fused, dualpipe_v]),
     p=st.integers(1, 3),
     m=st.integers(1, 4),
     layers=st.integers(1, 3),
     costs=st.builds(Costs, *[st.sampled_from([0.5, 1, 1.75])] * 3, st.sampled_from([0, 0.1, 1])),
+    uneven=st.booleans(),
 )
-def test_no_search_stops_that_can_still_end_before(make, p, m, layers, costs):
+def test_no_search_stops_that_can_still_end_before(make, p, m, layers, costs, uneven):
     schedule = make(p, m)
     number = schedule.placement.num_virtual_stages
-    uncut = Uncut(schedule, (costs,) * number, (layers,) * number)
+    last = dataclasses.replace(costs, f=3, w=0.25) if uneven else costs
+    counts = (*(layers,) * (number - 1), layers + uneven)
+    uncut = Uncut(schedule, (*(costs,) * (number - 1), last), counts)
     [whole] = slice_all([uncut], FIRST_TRIAL + OTHER_TRIALS)
     latest = whole.makespan * (1 + 1e-6)
     [stopped] = slice_all([uncut], FIRST_TRIAL + OTHER_TRIALS, makespan=latest)

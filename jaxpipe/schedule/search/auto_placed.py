@@ -61,7 +61,7 @@ def auto_placed(
     contest = Contest(clock)
     known: dict[Cut, list[Schedule]] = {}
     few = [n for n in ranked if ways[n].placement.num_chunks <= _FEW_CHUNKS]
-    for numbers in (ranked[:_NUM_PROMISING], few):
+    for numbers in (few, ranked[:_NUM_PROMISING]):
         for cut in (ways[n] for n in numbers if bounds[n] < contest.ahead):
             if cut not in known:
                 known[cut] = _known(cut, num_microbatches, limit)

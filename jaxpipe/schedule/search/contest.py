@@ -62,7 +62,7 @@ class Entrant:
     @property
     def is_due(self) -> bool:
         """Whether it is cut in all ways, however it does in the first."""
-        return self.named and not self.is_long
+        return self.named or self.is_long
 
 
 class Contest:
@@ -96,17 +96,18 @@ class Contest:
     def compare(self) -> None:
         """Cuts what has entered and may still win, in all ways or first in one."""
         entrants = sorted(self._waiting, key=lambda entrant: entrant.promise)
-        self._waiting, most = [], _NUM_LEADING
+        self._waiting = []
         if any(entrant.is_long for entrant in entrants):
-            entrants, most = entrants[:most], 1
-        # The first to be cut stop the searches of the rest once those cannot end before.
+            entrants = entrants[:_NUM_LEADING]
         due = [entrant for entrant in entrants if entrant.is_due]
-        for some in (due[:_NUM_LEADING], due[_NUM_LEADING:]):
+        # The first to be cut stops the searches of the rest once those cannot end before.
+        for some in (due[:1], due[1:]):
             self._cut(some, FIRST_TRIAL + OTHER_TRIALS)
         tried = self._cut([each for each in entrants if not each.is_due], FIRST_TRIAL, _SLACK)
         tried.sort(key=lambda item: item[0])
         latest = _SLACK * self.makespan
-        self._cut([entrant for end, entrant in tried[:most] if end <= latest], OTHER_TRIALS)
+        leading = [entrant for end, entrant in tried[:_NUM_LEADING] if end <= latest]
+        self._cut(leading, OTHER_TRIALS)
 
     def offer(self, cut: Cut, timeline: Timeline) -> None:
         """Keeps a schedule if it ends before the best so far."""
@@ -126,4 +127,4 @@ class Contest:
         found = slice_all(uncut, trials, clock=self.clock, makespan=slack * self.ahead)
         for entrant, timeline in zip(able, found, strict=True):
             self.offer(entrant.cut, timeline)
-        return [(found[k].makespan, entrant) for k, entrant in enumerate(able)]
+        return [(timeline.makespan, each) for each, timeline in zip(able, found, strict=True)]

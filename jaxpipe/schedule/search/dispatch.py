@@ -90,6 +90,7 @@ class _Stage(events.Stage):
         super().__init__(passes, [costs[s].of(kind) for kind, s in passes])
         self.num_chunks, self.cap, self.rule = len(held), cap, rule
         self.due = [due[each] for each in passes[:-1]]
+        self.waits = [rule.patience * duration for duration in self.durations]
         work = [costs[s].f + costs[s].b + costs[s].w for s in range(len(costs))]
         self.pace = rule.pace * math.fsum(work) / placement.num_stages
         self.weights = [costs[s].w for s in held]
@@ -98,17 +99,15 @@ class _Stage(events.Stage):
 
     def choose(self, now: float) -> int | None:
         best, earliest, blocked = None, math.inf, math.inf
-        for number, due in enumerate(self.due):
-            done, arrivals = self.done[number], self.arrivals[number]
-            if (
-                done == len(arrivals)
-                or arrivals[done] > now + self.rule.patience * self.durations[number]
-            ):
+        pace, num_chunks = self.pace, self.num_chunks
+        rows = zip(self.due, self.waits, self.done, self.arrivals, strict=False)
+        for number, (due, wait, done, arrivals) in enumerate(rows):
+            if done == len(arrivals) or arrivals[done] > now + wait:
                 continue
-            due += self.pace * done
+            due += pace * done
             if due >= earliest:
                 continue
-            if number < self.num_chunks or self._has_room(number):
+            if number < num_chunks or self._has_room(number):
                 best, earliest = number, due
             elif arrivals[done] <= now:
                 blocked = min(blocked, due)

@@ -15,31 +15,79 @@ class Options(NamedTuple):
     """States one tick later, of which only the times are known yet; the last axis counts them.
 
     Args:
-      searches: to which they belong.
-      parents: the states before the tick, among all; then among those of their round.
-      left: layers to run.
-      score: smaller is better.
-      critical: time in F and B, all stages together.
-      bound: no way from here ends before this.
+      numbers: `searches`, `parents`, `places` and `left`, one after another.
+      times: `score`, `time`, `critical` and `bound`, then `busy`.
       done: a number that two of a search share only if the same work is done in both.
       counts: the layers that run in the tick, by kind and stage.
     """
 
-    searches: Ints
-    parents: Ints
-    places: Ints
-    left: Ints
-    score: Floats
-    time: Floats
-    critical: Floats
-    bound: Floats
+    numbers: Ints
+    times: Floats
     done: NDArray[np.uint64]
-    busy: Floats
     counts: NDArray[np.int16]
+
+    @property
+    def searches(self) -> Ints:
+        """To which they belong."""
+        field: Ints = self.numbers[0]
+        return field
+
+    @property
+    def parents(self) -> Ints:
+        """The states before the tick, among all."""
+        field: Ints = self.numbers[1]
+        return field
+
+    @property
+    def places(self) -> Ints:
+        """The states before the tick, among those of their round."""
+        field: Ints = self.numbers[2]
+        return field
+
+    @property
+    def left(self) -> Ints:
+        """Layers to run."""
+        field: Ints = self.numbers[3]
+        return field
+
+    @property
+    def score(self) -> Floats:
+        """Smaller is better."""
+        field: Floats = self.times[0]
+        return field
+
+    @property
+    def time(self) -> Floats:
+        """When the tick ends."""
+        field: Floats = self.times[1]
+        return field
+
+    @property
+    def critical(self) -> Floats:
+        """Time in F and B, all stages together."""
+        field: Floats = self.times[2]
+        return field
+
+    @property
+    def bound(self) -> Floats:
+        """No way from here ends before this."""
+        field: Floats = self.times[3]
+        return field
+
+    @property
+    def busy(self) -> Floats:
+        """Time in actions, by stage."""
+        field: Floats = self.times[4:]
+        return field
 
     def at(self, which: Any) -> Options:
         """Some of them."""
-        return Options._make(field[..., which] for field in self)
+        return Options(
+            self.numbers[:, which],
+            self.times[:, which],
+            self.done[which],
+            self.counts[..., which],
+        )
 
 
 def joined(parts: Iterable[Options]) -> Options:

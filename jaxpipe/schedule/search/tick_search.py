@@ -12,7 +12,6 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -26,11 +25,11 @@ from jaxpipe.schedule.search.tick_engine import (
     Ready,
     States,
     Work,
-    by_rank,
-    by_urgency,
 )
 from jaxpipe.schedule.search.tick_options import Beam, Options, joined
 from jaxpipe.schedule.search.tick_settings import Clock, Settings
+from jaxpipe.schedule.search.tick_tails import Tails
+from jaxpipe.schedule.search.tick_ways import by_rank, by_urgency
 
 _SPANS = 12
 """Spans of time, per F+B+W of a chunk, or three messages if they take longer, within each of which
@@ -84,6 +83,7 @@ class TickSearch:
         )
         # Numbers that only depend on the shape of the work: sums of them tell states apart.
         kinds = (3, engine.num_queues, p)
+        self.tails: Tails | None = None
         self.marks = np.random.RandomState(0).randint(0, 2**63, kinds, np.uint64)
 
     def best(
@@ -93,10 +93,14 @@ class TickSearch:
         plans; None if no plan ends before that work's makespan.
 
         Args:
-          makespan: None, too, if no plan ends before this. A search stops once it cannot; until
-            then it does what it would have done without, so plans that end before are the same.
+          makespan: Also None for a work none of whose plans ends before this. A search stops once
+            all that is left of it must end later. Until then it runs as it would without a
+            makespan, so the plans that do end before are the same.
         """
         ends = np.array([makespans[work] for work in self.works])
+        if self.engine.ordered and makespan < math.inf:
+            messages = [self.message[self.works.index(work)] for work in range(self.num_works)]
+            self.tails = Tails(self.engine, messages)
         plans = self._search(ends, makespan)
         best: list[list[Ints] | None] = []
         for work in range(self.num_works):
@@ -140,19 +144,13 @@ class TickSearch:
     def _start(self) -> Beam:
         """Nothing is done, in every search."""
         number, p = len(self.works), self.engine.num_stages
-        searches, times = np.arange(number, dtype=np.int32), np.zeros(number)
+        searches = np.arange(number, dtype=np.int32)
+        left = [self.engine.num_layers[work] for work in self.works]
         options = Options(
-            searches=searches,
-            parents=searches - number,
-            places=searches,
-            left=np.array([self.engine.num_layers[work] for work in self.works], np.int32),
-            score=times,
-            time=times,
-            critical=times,
-            bound=times,
-            done=np.zeros(number, np.uint64),
-            busy=np.zeros((p, number)),
-            counts=np.zeros((3, p, number), np.int16),
+            np.array([searches, searches - number, searches, left], np.int32),
+            np.zeros((4 + p, number)),
+            np.zeros(number, np.uint64),
+            np.zeros((3, p, number), np.int16),
         )
         return Beam(options, self.engine.start(self.works), searches)
 
@@ -221,86 +219,81 @@ class TickSearch:
 
     def _options(self, beam: Beam, ends: Floats) -> Options:
         """What the next tick may run, for every length and way worth trying."""
-        ready = self.engine.ready(beam.states)
-        lengths, valid = self._lengths(ready, beam.options.searches)
-        found = []
+        ready, searches = self.engine.ready(beam.states), beam.options.searches
+        lengths, valid = self._lengths(ready, searches)
+        lengths += self.rounding[searches][:, None]
+        under_way = beam.states["layers"][:2] > 0
+        found, rows = [], []
         for ways in (self.by_rank, self.by_urgency):
-            chosen = ways[beam.options.searches]
-            if chosen.any():
-                rows = slice(None) if chosen.all() else chosen.nonzero()[0]
-                some = Beam(
-                    beam.options.at(rows),
-                    States(beam.states.fields[..., rows], beam.states.works[rows], {}),
-                    beam.numbers[rows],
-                )
-                some.states.rows = beam.states.rows
-                part = Ready(*(_at(field, rows) for field in ready))
-                places = np.arange(len(beam.numbers), dtype=np.int32)[rows]
-                rounded = lengths[rows] + self.rounding[some.options.searches][:, None]
-                left = np.broadcast_to(rounded, (self.engine.num_stages, *rounded.shape))
-                if ways is self.by_rank:
-                    counts = by_rank(part, left)
-                else:
-                    first = self.forward_first[some.options.searches]
-                    counts = by_urgency(part, some.states, left, first)
-                found.append(self._times(some, places, part, counts, valid[rows], ends))
+            some = ways[searches].nonzero()[0]
+            if not len(some):
+                continue
+            part = ready.take(some)
+            left = np.broadcast_to(lengths[some], (self.engine.num_stages, *lengths[some].shape))
+            if ways is self.by_rank:
+                counts = by_rank(part, left)
+            else:
+                first = self.forward_first[searches[some]]
+                counts = by_urgency(part, under_way.take(some, axis=2), left, first)
+            found.append(np.array(counts, np.int16))
+            rows.append(some)
         if len(found) == 1:
-            return found[0]
-        return joined(found)
+            return self._times(beam, ready, rows[0], found[0], valid, ends)
+        counted = np.concatenate(found, axis=2)
+        return self._times(beam, ready, np.concatenate(rows), counted, valid, ends)
 
     def _times(
         self,
         beam: Beam,
-        places: Ints,
         ready: Ready,
-        counts: Sequence[Ints],
+        rows: NDArray[np.intp],
+        counts: NDArray[np.int16],
         valid: Flags,
         ends: Floats,
     ) -> Options:
         """The times after ticks, and the scores that they make; only of those that may end before
-        the best plan so far."""
-        before, (f, b, w) = beam.options, counts
-        f_cost, b_cost, w_cost = (cost[..., None] for cost in ready.costs)
-        used = f * f_cost + b * b_cost
-        spent = used + w * w_cost
-        busy = before.busy[..., None] + spent
+        the best plan so far.
+
+        Args:
+          rows: the states that the ticks follow.
+          counts: layers by kind, stage, row and length.
+        """
+        before, p = beam.options, self.engine.num_stages
+        f_cost, b_cost, w_cost = (cost.take(rows, axis=1)[..., None] for cost in ready.costs)
+        used = counts[0] * f_cost + counts[1] * b_cost
+        spent = used + counts[2] * w_cost
+        busy = before.busy.take(rows, axis=1)[..., None] + spent
         longest = spent.max(axis=0)
-        time = before.time[:, None] + (longest + self.message[before.searches][:, None])
-        rest = (self._least_rest(beam)[..., None] - busy).max(axis=0)
-        latest = (ends - self.rounding)[before.searches]
+        starts, message = before.time[rows], self.message[before.searches[rows]]
+        time = starts[:, None] + (longest + message[:, None])
+        bound = time + (self._least_rest(beam).take(rows, axis=1)[..., None] - busy).max(axis=0)
+        latest = (ends - self.rounding)[before.searches[rows]]
         # If no stage runs anything, all of them wait for good.
-        state, length = (valid & (longest > 0) & (time + rest < latest[:, None])).nonzero()
-        bound, searches = (time + rest)[state, length], before.searches[state]
-        time, busy = time[state, length], busy[:, state, length]
+        chosen = (valid[rows] & (longest > 0) & (bound < latest[:, None])).ravel().nonzero()[0]
+        state = rows[chosen // valid.shape[1]]
+        searches = before.searches[state]
+        times = np.empty((4 + p, len(state)))
+        times[1], times[3] = time.take(chosen), bound.take(chosen)
+        times[4:] = busy.reshape(p, -1).take(chosen, axis=1)
+        if self.tails is not None:
+            waits = before.time + self.tails.rest(beam.states)
+            np.maximum(times[3], waits[state], out=times[3])
+        time, busy = times[1], times[4:]
         # Sums over stages go from the first to the last: the same everywhere.
-        p, counted = self.engine.num_stages, np.stack(counts)[:, :, state, length]
-        critical = before.critical[state]
-        mean = np.zeros(len(state))
-        for row, other in zip(used[:, state, length], busy, strict=True):
-            critical = critical + row
-            mean = mean + other
+        spans = np.empty((1 + p, len(state)))
+        spans[0], spans[1:] = before.critical[state], used.reshape(p, -1).take(chosen, axis=1)
+        times[2] = critical = spans.cumsum(axis=0)[p]
+        mean = busy.cumsum(axis=0)[p - 1]
         worst = time + (self.drains.take(searches, axis=1) - busy).max(axis=0)
-        score = worst + (time - mean / p) - self.eagerness[searches] * critical / p
-        stages = np.arange(p)[:, None]
-        done = before.done[state]
-        queues = [*ready.queues, np.zeros_like(ready.queues[0])]
-        for kind in range(3):
-            marks = self.marks[kind][queues[kind], stages][:, state]
-            done = done + (counted[kind].astype(np.uint64) * marks).sum(axis=0, dtype=np.uint64)
+        times[0] = worst + (time - mean / p) - self.eagerness[searches] * critical / p
+        counted = counts.reshape(3, p, -1).take(chosen, axis=2)
+        queues = np.array([*ready.queues, np.zeros_like(ready.queues[0])])
+        marks = self.marks[np.arange(3)[:, None, None], queues, np.arange(p)[:, None]]
+        marks = counted.astype(np.uint64) * marks.take(state, axis=2)
+        done = before.done[state] + marks.sum(axis=(0, 1), dtype=np.uint64)
         left = before.left[state] - counted.sum(axis=(0, 1), dtype=np.int32)
-        return Options(
-            searches,
-            beam.numbers[state],
-            places[state],
-            left,
-            score,
-            time,
-            critical,
-            bound,
-            done,
-            busy,
-            counted.astype(np.int16),
-        )
+        numbers = np.array([searches, beam.numbers[state], state, left], np.int32)
+        return Options(numbers, times, done, counted)
 
     def _least_rest(self, beam: Beam) -> Floats:
         """By stage and state, the time from now on that its work takes at least, what is done
@@ -367,13 +360,6 @@ class TickSearch:
                         row.extend(part)
             self.engine.tick(states, counts)
         return rows
-
-
-def _at(field: Any, which: Any) -> Any:
-    """Some states of a field of `Ready`."""
-    if isinstance(field, list):
-        return [each[..., which] for each in field]
-    return field[..., which]
 
 
 def _ticks(
