@@ -42,8 +42,13 @@ def device_bytes(placed: Placed, program: Program) -> Mapping[str, float]:
         found["copies"] = stage * model.compute_bytes
     found["optimizer"] = placed.optimizer_bytes
     sums = slots["reduces"] * chunk if plan.zero >= 2 else stage
-    # What is reduced after the last tick takes the room of activations that are gone by then.
-    reduced = placed.stage_part if plan.zero and slots["reduced in ticks"] else 0.0
+    # What is reduced after the last tick takes the room of activations that are gone by then, but
+    # for what is as large as its sum: XLA makes both of zeros at once, before the first tick.
+    reduced = 0.0
+    if plan.zero and slots["reduced in ticks"]:
+        reduced = placed.stage_part
+    elif plan.zero and plan.expert == plan.parts:
+        reduced = plan.chunks * layers * placed.expert_parameters
     found["gradients"] = MASTER_BYTES * (sums + outer + reduced)
     found["residuals"] = layers * sum(
         slots[name] * placed.mean(name) for name in ("until_b", "until_w")

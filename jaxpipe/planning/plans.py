@@ -119,11 +119,16 @@ class Placed:
         return self.model.mean(self.variant, "parameters").fixed
 
     @cached_property
+    def expert_parameters(self) -> float:
+        """Those of a layer on a device that expert devices split: the mean, if layers differ."""
+        return self.model.mean(self.variant, "expert_parameters").fixed
+
+    @cached_property
     def layer_part(self) -> float:
         """Of a layer on a device, where data shards split it: experts, as far as they are split
         already, into fewer parts."""
-        experts = self.model.mean(self.variant, "expert_parameters").fixed
-        return (self.layer_parameters + (self.plan.expert - 1) * experts) / self.plan.parts
+        more = (self.plan.expert - 1) * self.expert_parameters
+        return (self.layer_parameters + more) / self.plan.parts
 
     @cached_property
     def stage_parameters(self) -> float:

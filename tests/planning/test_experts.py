@@ -108,20 +108,28 @@ def test_nothing_hides_what_experts_exchange():
 
 
 @pytest.mark.parametrize(
-    ("zero", "schedule", "chunks", "slots"),
-    [(0, "1f1b-fused", 1, 1), (1, "1f1b", 1, 1), (3, "breadth-first-fused", 2, 2)],
+    ("zero", "schedule", "chunks", "slots", "expert"),
+    [
+        (0, "1f1b-fused", 1, 1, 2),
+        (1, "1f1b", 1, 1, 2),
+        (1, "1f1b", 1, 1, 4),
+        (3, "breadth-first-fused", 2, 2, 2),
+    ],
 )
-def test_bytes_are_those_of_the_tick_loops_buffers(zero, schedule, chunks, slots):
-    one = placed(zero=zero, schedule=schedule, chunks=chunks, weight_slots=slots)
+def test_bytes_are_those_of_the_tick_loops_buffers(zero, schedule, chunks, slots, expert):
+    one = placed(zero=zero, schedule=schedule, chunks=chunks, weight_slots=slots, expert=expert)
     program = step.program_of(one, published=True)
     found = memory.device_bytes(one, program)
     pipe = pipeline(
-        schedule=program.table().schedule, stage=2, data=4, expert=2, zero=zero,
+        schedule=program.table().schedule, stage=2, data=4, expert=expert, zero=zero,
         weight_slots=slots, compute_dtype="bfloat16",
     )  # fmt: skip
     kept = {n: tree_bytes(tree) for n, tree in buffers(pipe, batch(PLAN.batch_rows)).items()}
     outer = 4 * one.outer_parameters
     reduced = kept.get("reduced", 0) if (pipe.table.reduces.chunk >= 0).any() else 0
+    if zero and expert == PLAN.data:  # no data shard splits experts: they are reduced to all of it
+        layer = jax.tree.leaves(pipe.layout.layers.local.shape_of(0)["mlp"]["experts"])
+        reduced += 4 * sum(leaf.size for leaf in layer) * CONFIG.num_layers // PLAN.stage
     assert found["residuals"] == kept["until_b"] + kept["until_w"]
     assert found["copies"] - (outer if zero == 3 else 0.0) == kept["weights"]
     assert found["gradients"] - outer == kept["gradients"] + reduced
