@@ -26,7 +26,7 @@ from jaxpipe.planning.calibration import Calibration, known
 from jaxpipe.planning.devices import cluster
 from jaxpipe.planning.found import Found, Goal
 from jaxpipe.planning.measuring import Runnable
-from jaxpipe.planning.plans import Plan
+from jaxpipe.planning.plans import NOTHING, OnHost, Plan
 from jaxpipe.planning.search import search
 from jaxpipe.planning.sizes import ModelSizes, Sizes, Variant
 from jaxpipe.planning.step import chunk_costs
@@ -120,6 +120,7 @@ class Planned:
             "zero": plan.zero,
             "weights": plan.weights,
             "weight_slots": plan.weight_slots,
+            "residuals": "host" if plan.on_host.residuals else "device",
             "update": "step",
         }
         if self._compute_bytes == 2:
@@ -128,7 +129,7 @@ class Planned:
         if steps is not None:
             train["steps"] = max(steps, config.optimizer.warmup_steps)
         changed = {"mesh": mesh, "pipeline": pipeline, "train": train, "costs": _of_chunk(costs)}
-        changed["optimizer"] = {"offload": plan.offload}
+        changed["optimizer"] = {"offload": plan.on_host.state}
         return _changed(config, changed).to_yaml()
 
     def compiled_bytes(self, plan: Plan, costs: Costs, device: str) -> int:
@@ -162,20 +163,22 @@ class Planned:
         own = shape.stage, shape.data, shape.replica, shape.context, shape.tensor, shape.expert
         slots = configured.weight_slots(config, platform="gpu")
         found = cluster(device, shape.num_devices, memory=limit_bytes)
-        offload = config.optimizer.offload and found.has_host_memory
+        on_host = NOTHING
+        if found.has_host_memory:
+            on_host = OnHost(config.optimizer.offload, config.pipeline.residuals == "host")
 
         def allowed(plan: Plan) -> bool:
             mesh = plan.stage, plan.data, plan.replica, plan.context, plan.tensor, plan.expert
             zero = config.pipeline.zero if shape.data > 1 else 0
             fewer = min(slots, plan.chunks) if zero >= 2 else 1
             enough = plan.microbatches > 1 or not config.train.noise_every
-            options = plan.zero, plan.weight_slots, plan.offload
-            return enough and (mesh, options) == (own, (zero, fewer, offload))
+            return enough and (mesh, plan.zero, plan.weight_slots) == (own, zero, fewer)
 
         sharing = shape.context, shape.tensor
         cases = [Variant(*sharing, remat, shape.expert) for remat in _REMATS]
         model = self._sizes(cases, lambda share: None)
-        result = search(model, [found], Goal(None, (model.batch_rows,)), allowed=allowed)
+        goal = Goal(None, (model.batch_rows,))
+        result = search(model, [found], goal, on_host=on_host, allowed=allowed)
         best = result.best[0]
         changed = {"pipeline": _chosen(best.plan), "costs": _of_chunk(chunk_costs(best.placed))}
         words = [f"pipeline.schedule=plan on {device}s: {_in_words(best)}"]

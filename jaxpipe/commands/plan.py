@@ -233,7 +233,7 @@ def _table(title: str, found: Sequence[Found], goal: Goal) -> Table:
         "remat",
     ):
         table.add_column(name, no_wrap=name != "stage x data x context x tensor")
-    for name in ("ZeRO", "replicas", "weights, slots", "state"):
+    for name in ("ZeRO", "replicas", "weights, slots", "on the host"):
         table.add_column(name, no_wrap=True)
     for name in ("step, s", "model FLOPs", "GB", *(("days", "$") if training else ())):
         table.add_column(name, justify="right")
@@ -244,7 +244,7 @@ def _table(title: str, found: Sequence[Found], goal: Goal) -> Table:
         shown.append(p.schedule)
         shown += [str(p.chunks), f"{p.microbatches} x {p.rows}", p.remat]
         shown += [str(p.zero), str(p.replica), f"{p.weights}, {p.weight_slots}"]
-        shown.append("host" if p.offload else "device")
+        shown.append(str(p.on_host))
         shown += [f"{one.step_seconds:.3f}", f"{one.model_flops_share:.1%}"]
         shown.append(f"{one.device_bytes / 1e9:.3g}")
         if training:

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from jaxpipe.planning.devices import Cluster
-from jaxpipe.planning.plans import UNROLLED_LAYERS, Plan, divisors
+from jaxpipe.planning.plans import NOTHING, UNROLLED_LAYERS, OnHost, Plan, divisors
 from jaxpipe.planning.sizes import ModelSizes
 
 
@@ -44,10 +44,22 @@ MOST_ROWS = 64
 MOST_STAGES = 64
 
 
+def on_host(model: ModelSizes, cluster: Cluster) -> Sequence[OnHost]:
+    """What may lie on the host: first the state, which moves once per step."""
+    if not (model.may_offload and cluster.has_host_memory):
+        return [NOTHING]
+    return NOTHING, OnHost(state=True), OnHost(state=True, residuals=True)
+
+
 def plans(
-    model: ModelSizes, cluster: Cluster, batches: Sequence[int], excluded: Counter[str]
+    model: ModelSizes,
+    cluster: Cluster,
+    batches: Sequence[int],
+    excluded: Counter[str],
+    *,
+    on_host: Sequence[OnHost],
 ) -> Iterator[Plan]:
-    """All plans; those that cannot exist are counted in ``excluded``."""
+    """All plans with these ``on_host``; those that cannot exist are counted in ``excluded``."""
     sharing = sorted({variant.mesh for variant in model.variants})
     remats = sorted({variant.remat for variant in model.variants})
     for context, tensor, expert in sharing:
@@ -66,7 +78,7 @@ def plans(
                     continue
                 shape = stage, data, context, tensor, expert, batch // (rows * data), rows
                 for remat in remats:
-                    yield from _options(model, cluster, shape, remat, excluded)
+                    yield from _options(model, cluster, shape, remat, on_host, excluded)
 
 
 def _powers(most: int) -> list[int]:
@@ -78,16 +90,16 @@ def _options(
     cluster: Cluster,
     shape: tuple[int, ...],
     remat: str,
+    on_host: Sequence[OnHost],
     excluded: Counter[str],
 ) -> Iterator[Plan]:
-    """Schedules, ZeRO levels, replicas, slots and offload of one mesh, microbatch and policy."""
+    """Schedules, ZeRO levels, replicas and slots of one mesh, microbatch and policy."""
     stage, data, context, tensor, expert, microbatches, rows = shape
     per_stage = -(-model.num_layers // stage)
     weights = "unrolled" if per_stage <= UNROLLED_LAYERS else "stacked"
     near = max(1, cluster.per_host // (context * tensor))
     replicated = data > near and data % near == near % expert == 0
     replicas = (1, data // near) if replicated else (1,)
-    offloads = (False, True) if model.may_offload and cluster.has_host_memory else (False,)
     for name, searched in SCHEDULES.items():
         if stage == 1 and name not in _WITHOUT_STAGES:
             continue
@@ -98,8 +110,8 @@ def _options(
             for zero in (0, 1, 2, 3) if data > 1 else (0,):
                 for replica in replicas if zero else (1,):
                     for slots in (1, 2) if zero >= 2 and chunks > 1 else (1,):
-                        for offload in offloads:
+                        for one in on_host:
                             yield Plan(
                                 stage, data, context, tensor, replica, name, chunks, microbatches,
-                                rows, remat, zero, slots, weights, offload=offload, expert=expert,
+                                rows, remat, zero, slots, weights, on_host=one, expert=expert,
                             )  # fmt: skip

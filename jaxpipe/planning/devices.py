@@ -144,6 +144,11 @@ class Cluster:
         return self.device.bandwidth * self.device.efficiency.memory
 
     @property
+    def bus(self) -> float:
+        """Between a device and its host, bytes per second and direction."""
+        return self.device.pcie * self.device.efficiency.link
+
+    @property
     def has_host_memory(self) -> bool:
         """Whether what lies on the host leaves a device's memory."""
         return self.device.name != "cpu"

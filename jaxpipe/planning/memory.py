@@ -17,6 +17,8 @@ PARTS = (
 the optimizer; sums of gradients; activations until B or W; values from B to W; messages; pieces of
 chunks on their way over data; values of the layer, or the logits, at work; the batch."""
 
+KEPT = ("until_b", "until_w")
+"""What F keeps, for B and for W."""
 _OF_LAYERS = "residuals", "crossing", "inboxes", "moving", "working"
 """What is there only until the last layer has run."""
 
@@ -50,9 +52,8 @@ def device_bytes(placed: Placed, program: Program) -> Mapping[str, float]:
     elif plan.zero and plan.expert == plan.parts:
         reduced = plan.chunks * layers * placed.expert_parameters
     found["gradients"] = MASTER_BYTES * (sums + outer + reduced)
-    found["residuals"] = layers * sum(
-        slots[name] * placed.mean(name) for name in ("until_b", "until_w")
-    )
+    if not plan.on_host.residuals:
+        found["residuals"] = residual_bytes(placed, program)
     found["crossing"] = layers * slots["crossing"] * placed.mean("crossing")
     message = sizes.message.at(plan.rows)
     found["inboxes"] = (slots["x"] + slots["dy"] + slots["late"]) * message
@@ -70,10 +71,16 @@ def device_bytes(placed: Placed, program: Program) -> Mapping[str, float]:
     # Pieces have arrived when the head runs.
     found["working"] = max(head * held - found["moving"], layer)
     found["batch"] = model.row_bytes * plan.rows * plan.microbatches
-    if plan.offload:  # it comes when these are gone
+    if plan.on_host.state:  # it comes when these are gone
         gone = sum(found[name] for name in _OF_LAYERS)
         found["optimizer"] = max(0.0, found["optimizer"] - gone)
     return found
+
+
+def residual_bytes(placed: Placed, program: Program) -> float:
+    """Of the slots of what F keeps, wherever they lie."""
+    slots = _slots(program)
+    return placed.layers_per_chunk * sum(slots[name] * placed.mean(name) for name in KEPT)
 
 
 def _slots(program: Program) -> dict[str, float]:

@@ -18,6 +18,19 @@ UNROLLED_LAYERS = 8
 """Layers per stage up to which one array per layer is worth compiling (docs/benchmarks.md)."""
 
 
+class OnHost(NamedTuple):
+    """What lies in the memory of the host: the optimizer's state between steps; what F keeps."""
+
+    state: bool = False
+    residuals: bool = False
+
+    def __str__(self) -> str:
+        return " and ".join(name for name in self._fields if getattr(self, name)) or "nothing"
+
+
+NOTHING = OnHost()
+
+
 @dataclasses.dataclass(frozen=True)
 class Plan:
     """One choice of everything.
@@ -34,7 +47,7 @@ class Plan:
       weight_slots: chunks of gathered weights, or of gradient sums, at once.
       weights: "stacked" or "unrolled".
       slices: whether actions are cut into time slices.
-      offload: whether the optimizer's state lies on the host between steps.
+      on_host: what lies in the memory of the host.
       expert: data shards, next to each other, that have some of a layer's experts each.
     """
 
@@ -52,7 +65,7 @@ class Plan:
     weight_slots: int
     weights: str
     slices: bool = False
-    offload: bool = False
+    on_host: OnHost = NOTHING
     expert: int = 1
 
     @property

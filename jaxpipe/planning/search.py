@@ -12,11 +12,11 @@ import math
 from collections import Counter
 from collections.abc import Callable, Sequence
 
-from jaxpipe.planning import memory, step
+from jaxpipe.planning import candidates, memory, step
 from jaxpipe.planning.candidates import SCHEDULES, plans
 from jaxpipe.planning.devices import Cluster
 from jaxpipe.planning.found import OBJECTIVES, Found, Goal, front
-from jaxpipe.planning.plans import MASTER_BYTES, Placed, Plan
+from jaxpipe.planning.plans import MASTER_BYTES, OnHost, Placed, Plan
 from jaxpipe.planning.sizes import ModelSizes
 from jaxpipe.schedule.problems import ArgumentError, Problem, refuse
 
@@ -67,6 +67,7 @@ def search(
     goal: Goal,
     *,
     finalists: int = FINALISTS,
+    on_host: OnHost | None = None,
     allowed: Callable[[Plan], bool] = lambda plan: True,
     progress: Callable[[float], None] = lambda share: None,
 ) -> Result:
@@ -76,6 +77,7 @@ def search(
       clusters: that may be used; they differ in the number of devices.
       finalists: how many of the best plans that differ in mesh, schedule or policy to time as they
         would run.
+      on_host: what lies on the host; None for what is best there.
       allowed: which plans may be taken.
       progress: told which share of the work is done, 0 to 1.
 
@@ -86,7 +88,13 @@ def search(
     placed = [
         Placed(plan, model, cluster)
         for cluster in clusters
-        for plan in plans(model, cluster, goal.batches, excluded)
+        for plan in plans(
+            model,
+            cluster,
+            goal.batches,
+            excluded,
+            on_host=candidates.on_host(model, cluster) if on_host is None else [on_host],
+        )
         if allowed(plan)
     ]
     considered = len(placed) + excluded.total()
@@ -176,8 +184,10 @@ def least_bytes(placed: Placed) -> float:
     whole = placed.stage_parameters + placed.outer_parameters
     sharded = placed.stage_part + placed.outer_parameters / plan.parts
     kept = (sharded if plan.zero == 3 else whole) * model.parameter_bytes
-    kept += 0.0 if plan.offload else placed.optimizer_bytes
+    kept += 0.0 if plan.on_host.state else placed.optimizer_bytes
     kept += MASTER_BYTES * (sharded if plan.zero >= 2 else whole)
+    if plan.on_host.residuals:
+        return kept
     share = SCHEDULES[plan.schedule].in_flight
     in_flight = plan.microbatches if share is None else min(plan.microbatches, plan.stage * share)
     residuals = placed.mean("until_b") + placed.mean("until_w")

@@ -9,6 +9,8 @@ gathers, ZeRO-3            with two weight slots the layers of the ticks in whic
 reductions of gradients    likewise, but for the last chunk
 between replicas           travels with the reductions
 over model axes            nothing: a layer waits for its own collectives
+residuals to the host      the F that makes them; those that come back nothing; nor the slots, which
+                           are sent once before the first tick
 after the step             nothing: the optimizer; ZeRO-1 and 2 then gather the new parameters
 =========================  ========================================================================
 """
@@ -22,6 +24,7 @@ from functools import lru_cache
 import numpy as np
 
 from jaxpipe.planning.devices import LAUNCH_SECONDS, Cluster
+from jaxpipe.planning.memory import KEPT, residual_bytes
 from jaxpipe.planning.plans import MASTER_BYTES, Links, Placed
 from jaxpipe.planning.programs import Program, grown, relative, table_of
 from jaxpipe.planning.sizes import PASSES, ModelSizes, Pass, Variant
@@ -76,10 +79,16 @@ def layer_costs(placed: Placed) -> Costs:
     case = placed.variant, plan.rows, placed.cluster, placed.sharing_links
     f, b, w = _mean_passes(placed.model, *case)
     copies, sums = _of_weights(placed)
+    f, b, w = f + copies, b + copies, w + sums
+    if plan.on_host.residuals:
+        # They leave under the layer that makes them. A backward waits for those that it reads.
+        until_b, until_w = (placed.mean(name) / placed.cluster.bus for name in KEPT)
+        f, b = max(f, until_b + until_w), b + until_b + until_w
+        w += 0.0 if plan.schedule.endswith("-fused") else until_w
     sent = 0.0
     if plan.stage > 1:
         sent = placed.cluster.device.latency + sizes.message.at(plan.rows) / placed.stage_link
-    return Costs(f + copies, b + copies, w + sums, sent)
+    return Costs(f, b, w, sent)
 
 
 @lru_cache(maxsize=1024)
@@ -178,7 +187,9 @@ def step_seconds(placed: Placed, program: Program) -> dict[str, float]:
         "layers": plan.microbatches * of_microbatch,
         "head": plan.microbatches * _head(placed),
         "waits": max(0.0, waited),
-        "transfers": _exposed(program, layer, transfer(placed)) + _outer_transfer(placed),
+        "transfers": _exposed(program, layer, transfer(placed))
+        + _outer_transfer(placed)
+        + _slots_to_host(placed, program),
         "update": _update(placed),
     }
 
@@ -275,6 +286,13 @@ def _whole_head(
     return pass_seconds(model.variants[variant].head, rows, cluster, links)
 
 
+def _slots_to_host(placed: Placed, program: Program) -> float:
+    """Seconds in which the slots of residuals are made on the host."""
+    if not placed.plan.on_host.residuals:
+        return 0.0
+    return residual_bytes(placed, program) / placed.cluster.bus
+
+
 def _outer_transfer(placed: Placed) -> float:
     """Embedding and head over data: gathered before the step (ZeRO-3), reduced after it."""
     plan, size = placed.plan, placed.outer_parameters
@@ -290,9 +308,8 @@ def _update(placed: Placed) -> float:
     held = placed.held_parameters
     moved = update_bytes(held, model.parameter_bytes, model.moments)
     seconds = moved / placed.cluster.bandwidth * placed.cluster.device.passes.update
-    if plan.offload:  # there and back, while nothing runs
-        pcie = placed.cluster.device.pcie * placed.cluster.device.efficiency.link
-        seconds += 2 * placed.optimizer_bytes / pcie
+    if plan.on_host.state:  # there and back, while nothing runs
+        seconds += 2 * placed.optimizer_bytes / placed.cluster.bus
     if plan.zero < 3 and model.compute_bytes != model.parameter_bytes:
         cast = placed.stage_parameters * (model.parameter_bytes + model.compute_bytes)
         seconds += cast / placed.cluster.bandwidth

@@ -47,7 +47,8 @@ def synthetic(layers: int = 4, width: int = 4096) -> ModelSizes:
 def exhaustive(model: ModelSizes, cluster: devices.Cluster, goal: Goal):
     """Every plan that fits, with its published order."""
     skipped = Counter[str]()
-    plans = candidates.plans(model, cluster, goal.batches, skipped)
+    on_host = candidates.on_host(model, cluster)
+    plans = candidates.plans(model, cluster, goal.batches, skipped, on_host=on_host)
     found = [search.evaluated(Placed(p, model, cluster), goal, skipped) for p in plans]
     return [one for one in found if one is not None]
 
