@@ -17,7 +17,7 @@ from unittest import mock
 
 import jax
 from jax.experimental import topologies
-from jaxlib.mlir import ir
+from jax.extend.mlir import ir
 
 from jaxpipe import gpu_flags
 from jaxpipe.schedule.problems import Problem, refuse
