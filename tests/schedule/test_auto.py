@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from jaxpipe.schedule import catalog
 from jaxpipe.schedule.check.validate import peak_in_flight, validate
 from jaxpipe.schedule.generators.one_f_one_b import one_f_one_b
 from jaxpipe.schedule.generators.v_schedules import v_half, v_min, zb_v
@@ -78,6 +79,15 @@ def test_any_placement_and_limit_gives_a_schedule_that_runs(
 def test_no_named_schedule_under_the_same_limit_ends_before(generate):
     ends = lock_step(searched(4, 4, 2), COSTS).makespan
     assert lock_step(slice_ticks(generate(4, 16), COSTS, [2] * 8), COSTS).makespan >= ends - 1e-9
+
+
+def test_schedules_ordered_for_the_costs_of_users_are_not_ahead():
+    layers, costs = [Costs(2.5, 3, 2, 0.25)] * 20, Costs(5, 6, 4, 0.25)
+    theirs = catalog.build("hanayo", stages=5, microbatches=23, costs=costs, memory_limit=9)
+    found = auto_placed(5, 23, layer_costs=layers, memory_limit=9)
+    [price] = [cut.costs for cut in cuts(5, layers) if cut.placement == found.placement]
+    first = lock_step(slice_ticks(theirs, costs, [2] * 10), costs).makespan
+    assert lock_step(found, price).makespan <= first
 
 
 def test_uneven_layers_and_own_candidates():

@@ -10,7 +10,7 @@ from jaxpipe.schedule.check.validate import peak_in_flight
 from jaxpipe.schedule.placement import Placement, wave
 from jaxpipe.schedule.problems import Problem, refuse
 from jaxpipe.schedule.search.bounds import lower_bound
-from jaxpipe.schedule.search.candidates import named
+from jaxpipe.schedule.search.candidates import named, reordered
 from jaxpipe.schedule.search.contest import Contest
 from jaxpipe.schedule.search.cuts import Cut
 from jaxpipe.schedule.search.order_search import search_orders
@@ -80,8 +80,9 @@ def auto(
     cut = Cut(placement, counts, of_virtual_stages(placement, costs))
     contest = Contest(clock)
     if candidates is None:
-        known = [(cut, named_for(cut, num_microbatches, limit))]
-        return search_best(contest, known, num_microbatches, limit)
+        found = named_for(cut, num_microbatches, limit)
+        enter_named(contest, cut, found, num_microbatches, limit)
+        return search_best(contest, [(cut, found)], num_microbatches, limit)
     cap = cut.cap(num_microbatches, limit)
     fitting = [s for s in candidates if max(peak_in_flight(s)) <= cap]
     if any(s.placement != placement for s in fitting):
@@ -92,9 +93,24 @@ def auto(
 
 def named_for(cut: Cut, num_microbatches: int, memory_limit: float) -> list[Schedule]:
     """The schedules of this package on a placement that fit the limit."""
-    same = cut.costs[0] if len(set(cut.costs)) == 1 else UNIT
     cap = cut.cap(num_microbatches, memory_limit)
-    return named(cut.placement, num_microbatches, cap=cap, costs=same)
+    return named(cut.placement, num_microbatches, cap=cap, costs=_of_chunk(cut))
+
+
+def enter_named(
+    contest: Contest, cut: Cut, found: Iterable[Schedule], num_microbatches: int, limit: float
+) -> None:
+    """Enters schedules of this package on a placement, and those that users get in another order
+    for its costs."""
+    contest.enter(cut, found, named=True)
+    cap = cut.cap(num_microbatches, limit)
+    others = reordered(cut.placement, num_microbatches, cap=cap, costs=_of_chunk(cut))
+    contest.enter(cut, others, named=True)
+
+
+def _of_chunk(cut: Cut) -> Costs:
+    """What every chunk costs, or the unit if they differ."""
+    return cut.costs[0] if len(set(cut.costs)) == 1 else UNIT
 
 
 def search_best(

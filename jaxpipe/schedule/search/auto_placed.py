@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from jaxpipe.schedule.actions import Schedule
 from jaxpipe.schedule.problems import Problem, refuse
-from jaxpipe.schedule.search.auto import auto, check, named_for, search_best
+from jaxpipe.schedule.search.auto import auto, check, enter_named, named_for, search_best
 from jaxpipe.schedule.search.contest import Contest
 from jaxpipe.schedule.search.cuts import Cut, cuts
 from jaxpipe.schedule.search.dispatch import Rule, dispatch
@@ -65,7 +65,7 @@ def auto_placed(
         for cut in (ways[n] for n in numbers if bounds[n] < contest.ahead):
             if cut not in known:
                 known[cut] = _known(cut, num_microbatches, limit)
-                contest.enter(cut, known[cut], named=True)
+                enter_named(contest, cut, known[cut], num_microbatches, limit)
         contest.compare()
     # The V is searched beside the best: a careful cut gains most where chunks are few.
     first = contest.leader

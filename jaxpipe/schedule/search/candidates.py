@@ -33,14 +33,30 @@ def named(
 
     The `_NUM_ADAPTED` that end first also come in a second form, ordered anew for the costs.
     """
-    found = [
-        s for s in _on(placement, num_microbatches, cap, costs) if max(peak_in_flight(s)) <= cap
-    ]
-    size = 3 * placement.num_virtual_stages * num_microbatches
-    if costs == UNIT or size > _MOST_ACTIONS:
+    found = _fitting(_on(placement, num_microbatches, cap, costs), cap)
+    if not _adapts(placement, num_microbatches, costs):
         return found
     found.sort(key=lambda schedule: makespan(schedule, costs))
     return found + [in_time(schedule, costs) for schedule in found[:_NUM_ADAPTED]]
+
+
+def reordered(
+    placement: Placement, num_microbatches: int, *, cap: int, costs: Costs
+) -> list[Schedule]:
+    """Builds those schedules that `jaxpipe.schedule.catalog.build` orders anew for given costs, as
+    it does."""
+    if not _adapts(placement, num_microbatches, costs):
+        return []
+    return _fitting(_reordered(placement, num_microbatches, cap, costs), cap)
+
+
+def _adapts(placement: Placement, num_microbatches: int, costs: Costs) -> bool:
+    size = 3 * placement.num_virtual_stages * num_microbatches
+    return costs != UNIT and size <= _MOST_ACTIONS
+
+
+def _fitting(schedules: Iterator[Schedule], cap: int) -> list[Schedule]:
+    return [schedule for schedule in schedules if max(peak_in_flight(schedule)) <= cap]
 
 
 def _on(placement: Placement, m: int, cap: int, costs: Costs) -> Iterator[Schedule]:
@@ -60,3 +76,17 @@ def _on(placement: Placement, m: int, cap: int, costs: Costs) -> Iterator[Schedu
             least = min(max(v_min(p, m).peak_in_flight or ()), 2 * m)
             if least <= cap < 2 * p:
                 yield controllable_memory(p, m, memory_limit=cap / 2, costs=costs)
+
+
+def _reordered(placement: Placement, m: int, cap: int, costs: Costs) -> Iterator[Schedule]:
+    p, v = placement.num_stages, placement.num_chunks
+    if v == 1 and placement == linear(p):
+        yield from (in_time(zb_h1(p, m), costs), in_time(zb_h2(p, m), costs))
+    elif placement == looped(p, num_chunks=v):
+        yield in_time(interleaved_zb(p, m, num_chunks=v), costs)
+    elif v % 2 == 0 and placement == wave(p, num_waves=v // 2):
+        yield hanayo(p, m, num_chunks=v, memory_limit=cap / v, costs=costs)
+        if v == 2:
+            for make in (zb_v, v_half, v_min):
+                yield make(p, m, costs=costs)
+            yield in_time(one_f_one_b_v(p, m), costs)
