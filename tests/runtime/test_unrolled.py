@@ -229,6 +229,20 @@ def test_temporaries_are_no_more_than_those_of_stacked_weights(case):
     assert compiled("unrolled", *case)[1] <= 1.01 * compiled("stacked", *case)[1]
 
 
+@pytest.mark.pipeline
+@pytest.mark.parametrize("zero", [0, 1, 3])
+def test_a_step_copies_no_more_of_what_it_is_given_than_with_stacked_weights(zero):
+    """The optimizer writes where parameters and moments lie."""
+    optimizer, copied = optax.adam(1e-2), {}
+    for weights in ("stacked", "unrolled"):
+        pipe, _ = pipeline(weights, "1f1b", 2, zero, 8, "none")
+        state = pipe.optimizer_placing(optimizer).placed
+        step = pipe.train_step(optimizer).lower(pipe.placed_params, state, toy.batch(16))
+        text = step.compile(AS_USED).as_text()
+        copied[weights] = text[text.index("ENTRY") :].count("copy(%param")
+    assert copied["unrolled"] <= copied["stacked"]
+
+
 # What does not fit.
 
 

@@ -208,7 +208,9 @@ class PerUnit:
         found = list(results)
         mine = jnp.asarray(self._results.kind_of)[at]
         for kind in self._results.kinds:
-            step = functools.partial(self._layer_of, kind, mine == kind.number, at, read, env)
+            # A stage is never negative, but XLA does not know that: it would leave out the loop.
+            runs = (mine == kind.number) & (at[0] >= 0)
+            step = functools.partial(self._layer_of, kind, runs, at, read, env)
             several = len(self._results.kinds) > 1 and not self._params.layers.own_arrays
             found = run_if(mine == kind.number, step, found) if several else step(found)
         return found
