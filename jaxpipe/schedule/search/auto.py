@@ -40,9 +40,8 @@ def auto(
 ) -> Schedule:
     """Searches for the schedule that ends first under a memory limit, in lock-step by default.
 
-    Takes the named schedules that fit and the best orders of `search_orders`, slices the most
-    promising of them by `slice_ticks`, and also builds one order tick by tick: whatever is ready
-    runs, under a cap on the chunks in flight. The best of all wins.
+    The most promising of the named schedules that fit, and of `search_orders`, are cut into slices.
+    Another order is made tick by tick: what is ready runs, under a cap on chunks in flight.
 
     ============  =====================================================================
     bubble        V placement, (F,B,W) = (1,1.2,.8), m = 4p, lock-step bubble ratio at 8 / 4 / 2
@@ -54,14 +53,12 @@ def auto(
 
     Args:
       costs: of one chunk; or, if chunks differ, of every virtual stage.
-      memory_limit: peak in flight per stage, in microbatches of a full stage, at least 1; None for
-        p, which is 1F1B's.
+      memory_limit: peak in flight per stage, in microbatches of a full stage; None for p.
       layers_per_chunk: layers of every virtual stage, at least 1, without ``layer_counts``.
       placement: None for the V: two chunks per stage.
-      candidates: schedules to slice, on this placement; those that need more memory are left out.
-        None for those of this package that fit.
-      clock: on which it has to end first: "lock-step", as on simulated devices, or "neighbor", as
-        on GPUs, where whole actions are candidates beside slices.
+      candidates: to slice, on this placement, as far as they fit; None for this package's.
+      clock: on which it has to end first: "lock-step", as on simulated devices; or "neighbor", as
+        on GPUs, where whole actions are candidates, too.
 
     Raises:
       ValueError: the memory limit is too small, or an argument does not fit the placement.
