@@ -226,6 +226,7 @@ class Study:
             "of each seed": " ".join(f"{loss:.3f}" for loss in final),
             "accuracy": f"{statistics.mean(float(run.accuracy[-1]) for run in runs):.1%}",
             "rise after T3": rise(runs, method.warm_up),
+            "warm-up": method.warm_up,
             "curve": np.mean([run.heldout for run in runs], axis=0),
         }
 
@@ -253,10 +254,12 @@ def picture(rows: Sequence[Mapping[str, Any]], step_times: Mapping[str, float]) 
     drawn, plots = common.figure(columns=2)
     shown = [row for row in rows if row["method"] in ("synchronous", "naive", BEST, "2BW, T3")]
     for row, color in zip(shown, _COLORS, strict=False):
-        kind = "synchronous" if row["method"] == "synchronous" else "asynchronous"
         steps = _EVERY * (1 + np.arange(len(row["curve"])))
-        for axes, unit in zip(plots, (1.0, step_times[kind]), strict=True):
-            axes.plot(steps * unit, row["curve"], color=color, label=row["method"])
+        synchronous = steps if row["method"] == "synchronous" else np.minimum(steps, row["warm-up"])
+        taken = step_times["synchronous"] * synchronous
+        taken = taken + step_times["asynchronous"] * (steps - synchronous)
+        for axes, along in zip(plots, (steps, taken), strict=True):
+            axes.plot(along, row["curve"], color=color, label=row["method"])
             axes.set_yscale("log")
     plots[0].set_xlabel("optimizer steps", fontsize=8)
     plots[1].set_xlabel("time, steps of a full pipeline", fontsize=8)
