@@ -57,7 +57,7 @@ def plans(
     batches: Sequence[int],
     excluded: Counter[str],
     *,
-    on_host: Sequence[OnHost],
+    on_host: Sequence[OnHost] = (NOTHING,),
 ) -> Iterator[Plan]:
     """All plans with these ``on_host``; those that cannot exist are counted in ``excluded``."""
     sharing = sorted({variant.mesh for variant in model.variants})

@@ -14,7 +14,7 @@ import yaml
 
 import jaxpipe
 from jaxpipe.planning import candidates, devices, memory, step, traced
-from jaxpipe.planning.plans import NOTHING, Placed, Plan
+from jaxpipe.planning.plans import Placed, Plan
 from jaxpipe.planning.sizes import PASSES, ModelSizes, Variant
 from jaxpipe.runtime.measure.memory import tree_bytes
 from jaxpipe.runtime.measure.traced import buffers
@@ -143,7 +143,7 @@ def test_bytes_are_those_of_the_tick_loops_buffers(zero, schedule, chunks, slots
 
 def test_plans_have_meshes_that_the_trainer_accepts():
     cluster = devices.cluster("h100", 16)
-    found = list(candidates.plans(model(), cluster, (32,), Counter(), on_host=[NOTHING]))
+    found = list(candidates.plans(model(), cluster, (32,), Counter()))
     assert {plan.expert for plan in found} == {1, 2, 4}
     shape = dataclasses.asdict(CONFIG)
     small = {key: shape[key] for key in ("vocab_size", "num_layers", "width", "num_experts")}

@@ -116,7 +116,9 @@ def test_parts_that_are_updated_at_different_times_are_refused():
 
 def test_devices_without_such_memory_are_refused():
     memory = SimpleNamespace(kind="device")
-    device = SimpleNamespace(device_kind="other", addressable_memories=lambda: [memory])
+    device = SimpleNamespace(
+        device_kind="other", process_index=0, addressable_memories=lambda: [memory]
+    )
     mesh = SimpleNamespace(devices=np.array([device]))
     (problem,) = host.problems("residuals", "host", mesh)
     with pytest.raises(ArgumentError, match="needs pinned_host memory, and other has only device"):
