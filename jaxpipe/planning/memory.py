@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import lru_cache
 
 from jaxpipe.planning.plans import MASTER_BYTES, Placed
 from jaxpipe.planning.programs import Program, grown, table_of
@@ -83,7 +84,8 @@ def residual_bytes(placed: Placed, program: Program) -> float:
     return placed.layers_per_chunk * sum(slots[name] * placed.mean(name) for name in KEPT)
 
 
-def _slots(program: Program) -> dict[str, float]:
+@lru_cache(maxsize=4096)
+def _slots(program: Program) -> Mapping[str, float]:
     """Slots of every buffer; of transfers, chunks that lie in slots, and pieces on their way."""
     table = table_of(program.shorter()[0][0])
 

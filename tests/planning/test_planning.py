@@ -14,7 +14,6 @@ from jaxpipe.errors import ArgumentError
 from jaxpipe.planning import devices, memory, sizes, step, traced, without_devices
 from jaxpipe.planning.plans import Placed, Plan
 from jaxpipe.planning.programs import grown
-from jaxpipe.runtime import tables
 from jaxpipe.runtime.measure.memory import tree_bytes
 from jaxpipe.runtime.measure.traced import buffers
 from jaxpipe.schedule import neighbor_clock
@@ -124,10 +123,7 @@ CASES = [
 
 
 @pytest.mark.parametrize(("schedule", "chunks", "weights", "slots", "zero", "remat"), CASES)
-def test_bytes_are_those_of_the_tick_loops_buffers(
-    schedule, chunks, weights, slots, zero, remat, monkeypatch
-):
-    monkeypatch.setattr(tables, "clock_of", lambda mesh: "neighbor")  # as of the plan's GPUs
+def test_bytes_are_those_of_the_tick_loops_buffers(schedule, chunks, weights, slots, zero, remat):
     plan = dataclasses.replace(
         PLAN, schedule=schedule, chunks=chunks, weights=weights, weight_slots=slots, zero=zero,
         remat=remat,
