@@ -9,8 +9,7 @@ gathers, ZeRO-3            with two weight slots the layers of the ticks in whic
 reductions of gradients    likewise, but for the last chunk
 between replicas           travels with the reductions
 over model axes            nothing: a layer waits for its own collectives
-residuals to the host      the F that makes them; those that come back nothing; nor the slots, which
-                           are sent once before the first tick
+residuals on the host      nothing, there or back; nor their slots before the first tick
 after the step             nothing: the optimizer; ZeRO-1 and 2 then gather the new parameters
 =========================  ========================================================================
 """
@@ -81,9 +80,8 @@ def layer_costs(placed: Placed) -> Costs:
     copies, sums = _of_weights(placed)
     f, b, w = f + copies, b + copies, w + sums
     if plan.on_host.residuals:
-        # They leave under the layer that makes them. A backward waits for those that it reads.
         until_b, until_w = (placed.mean(name) / placed.cluster.bus for name in KEPT)
-        f, b = max(f, until_b + until_w), b + until_b + until_w
+        f, b = f + until_b + until_w, b + until_b + until_w
         w += 0.0 if plan.schedule.endswith("-fused") else until_w
     sent = 0.0
     if plan.stage > 1:
