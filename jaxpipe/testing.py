@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
+from jaxpipe import cpu_threads
 from jaxpipe.runtime import unpipelined
 from jaxpipe.runtime.filters import partition
 from jaxpipe.runtime.layers.model import Model
@@ -44,9 +45,9 @@ def simulate_devices(num_devices: int = 8) -> None:
     """Makes jax see so many CPU devices, on any machine, for all of this process.
 
     Call it before the first array, such as at the top of ``conftest.py``. Devices may be more than
-    cores. jax's persistent compilation cache is left out, because programs for several CPU devices
-    deadlock when they come from it, and so are computations that start before others are done. A
-    collective that hangs ends the process after 5 minutes.
+    cores; XLA gets two threads for each (``PJRT_NPROC``). jax's persistent compilation cache is
+    left out, because programs for several CPU devices deadlock when they come from it. A collective
+    that hangs ends the process after 5 minutes.
 
     Args:
       num_devices: how many, at least 1.
@@ -74,10 +75,9 @@ def simulate_devices(num_devices: int = 8) -> None:
     flags = os.environ.get("XLA_FLAGS", "")
     if _HANG not in flags:
         os.environ["XLA_FLAGS"] = f"{flags} {_HANG}=300".strip()
+    cpu_threads.suffice()
     if num_devices > 1:
         config.update("jax_enable_compilation_cache", False)
-        # XLA lets 32 programs of a device wait, and a further one that devices meet in for ever.
-        config.update("jax_cpu_enable_async_dispatch", False)
 
 
 @contextlib.contextmanager

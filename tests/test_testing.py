@@ -256,6 +256,25 @@ simulate_devices(4)
     assert not list(tmp_path.iterdir())
 
 
+def test_programs_may_wait_in_line_for_one_that_takes_long():
+    code = """
+simulate_devices(4)
+import jaxpipe
+mesh = jaxpipe.make_mesh(stage=4)
+spec = jax.sharding.PartitionSpec("stage")
+specs = {"in_specs": spec, "out_specs": spec}
+step = jax.jit(jax.shard_map(lambda x: x + jax.lax.psum(x, "stage"), mesh=mesh, **specs))
+slow = jax.jit(lambda x: jax.lax.fori_loop(0, 1000, lambda i, x: jnp.cos(x @ x), x))
+x = jax.device_put(slow(jnp.zeros((300, 300)))[:4, :1], jax.sharding.NamedSharding(mesh, spec))
+for _ in range(40):
+    x = step(x)
+print(x.shape)
+"""
+    done = run(code, XLA_FLAGS="--xla_cpu_collective_call_terminate_timeout_seconds=20")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == "(4, 1)\n"
+
+
 def test_devices_that_come_too_late_are_refused_with_the_remedy():
     done = run("x = jnp.ones(3)\nsimulate_devices(4)")
     assert done.returncode == 1

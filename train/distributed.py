@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from jaxpipe import cpu_threads
 from train import rendezvous
 from train.config import Config
 from train.errors import ConfigError, Failure
@@ -116,6 +117,7 @@ def simulate_devices(config: Config, processes: Processes) -> None:
         return
     count = config.mesh.num_devices // processes.count
     os.environ["XLA_FLAGS"] = f"{flags} {_COUNT_FLAG}={min(count, MAX_SIMULATED_DEVICES)}".strip()
+    cpu_threads.suffice()
 
 
 def start(processes: Processes, *, patience_seconds: float) -> None:

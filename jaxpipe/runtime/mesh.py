@@ -14,6 +14,7 @@ import numpy as np
 from jax.experimental.compilation_cache import compilation_cache
 from jax.sharding import AxisType, Mesh
 
+from jaxpipe import cpu_threads
 from jaxpipe.schedule.problems import Problem, below_one, refuse
 
 _LOG = logging.getLogger(__name__)
@@ -187,6 +188,7 @@ def make_mesh(
     refuse(below_one(data=data, stage=stage, replica=replica, expert=expert, **model))
     refuse(_no_part("replica", replica, "data", data))
     refuse(_no_part("expert", expert or 1, "data / replica", data // replica))
+    cpu_threads.suffice()
     given = jax.devices() if devices is None else devices
     available = list(np.asarray(given, object).flat)
     sizes = {"data": data, "stage": stage} | {k: n for k, n in model.items() if n is not None}
