@@ -14,7 +14,7 @@ from jaxpipe.planning import step
 from jaxpipe.planning.calibration import find
 from jaxpipe.planning.devices import cluster
 from jaxpipe.planning.found import Found
-from jaxpipe.planning.plans import UNROLLED_LAYERS, Placed, Plan
+from jaxpipe.planning.plans import UNROLLED_LAYERS, OnHost, Placed, Plan
 from jaxpipe.planning.search import exact
 from jaxpipe.planning.sizes import ModelSizes, Variant
 from jaxpipe.schedule import catalog
@@ -39,9 +39,14 @@ class OnDevices:
       layer_model: what `jaxpipe plan --write-sizes` wrote of a model; the others are for it.
       batch: rows of a step; the configuration's without it.
       data: data shards.
-      tensor: devices that share a layer.
+      replica: groups of data shards that hold the same parts.
+      expert: data shards that have some of a layer's experts each.
+      context: devices that share a layer's sequence.
+      tensor: devices that share a layer's weights.
       zero: level at which parameters, gradients and optimizer state are sharded over data.
       remat: none, dots or full.
+      on_host: what lies in the host's memory: state (the optimizer's), residuals, or
+        state,residuals.
       device: v100, a100, h100, h200, b200, cpu, or what `jaxpipe measure` wrote.
       link: within hosts and between them, as for `plan`.
     """
@@ -49,32 +54,60 @@ class OnDevices:
     layer_model: Path | None = None
     batch: int | None = None
     data: int = 1
+    replica: int = 1
+    expert: int = 1
+    context: int = 1
     tensor: int = 1
     zero: int = 0
     remat: str = "none"
+    on_host: str = ""
     device: str = "h100"
     link: str = "nvlink:8,ib:400"
 
     def problems(self, model: ModelSizes, rows: int, microbatches: int) -> list[Problem]:
         """What does not fit the model, or the microbatches of so many rows."""
-        found = below_one(data=self.data, tensor=self.tensor)
+        axes = {"replica": self.replica, "expert": self.expert}
+        if found := below_one(data=self.data, context=self.context, tensor=self.tensor, **axes):
+            return found
         least = microbatches * self.data
-        if not found and (rows < 1 or rows % least):
+        if rows < 1 or rows % least:
             rule = f"must be rows for $microbatches on $data shards, a multiple of {least}"
-            others = {"microbatches": microbatches, "data": self.data}
+            others: dict[str, object] = {"microbatches": microbatches, "data": self.data}
             nearest = (max(1, rows // least) * least,)
             found.append(Problem("batch", rows, rule, nearest, others))
+        if self.data % (self.replica * self.expert):
+            rule = "and $expert must divide $data shards together"
+            others = {"expert": self.expert, "data": self.data}
+            found.append(Problem("replica", self.replica, rule, (1,), others))
+        if unknown := [name for name in self.host_names if name not in OnHost._fields]:
+            rule = f"has {', '.join(unknown)}, which cannot lie there"
+            places = (*OnHost._fields, ",".join(OnHost._fields))
+            found.append(Problem("on_host", self.on_host, rule, places))
         if self.zero not in range(4):
             found.append(Problem("zero", self.zero, "is no level of ZeRO", (0, 1, 2, 3)))
-        if Variant(1, self.tensor, self.remat) not in model.variants:
-            known = ", ".join(
-                f"{one.tensor} with {one.remat}"
+        if self.variant not in model.variants:
+            known = "; ".join(
+                " ".join(
+                    f"--{name} {value}"
+                    for name, value in zip(one._fields, one, strict=True)
+                    if value != 1
+                )
                 for one in model.variants
-                if one.context == one.expert == 1
             )
-            rule = f"with $remat was not counted; the file has {known}"
-            found.append(Problem("tensor", self.tensor, rule, (), {"remat": self.remat}))
+            rule = f"with $context, $expert and $remat was not counted; the file has {known}"
+            others = {"context": self.context, "expert": self.expert, "remat": self.remat}
+            found.append(Problem("tensor", self.tensor, rule, (), others))
         return found
+
+    @property
+    def variant(self) -> Variant:
+        """What decides the sizes of the model's layers."""
+        return Variant(self.context, self.tensor, self.remat, self.expert)
+
+    @property
+    def host_names(self) -> list[str]:
+        """What lies on the host, one by one."""
+        return self.on_host.split(",") if self.on_host else []
 
 
 def of_schedules(
@@ -94,10 +127,13 @@ def of_schedules(
     model = read_sizes(on.layer_model, option="layer_model")
     rows = model.batch_rows if on.batch is None else on.batch
     refuse(on.problems(model, rows, microbatches))
-    devices = cluster(find(on.device), stages * on.data * on.tensor, link=on.link)
+    count = stages * on.data * on.context * on.tensor
+    devices = cluster(find(on.device), count, link=on.link)
     few = model.num_layers <= UNROLLED_LAYERS * stages
     shape: dict[str, Any] = {
-        "stage": stages, "data": on.data, "context": 1, "tensor": on.tensor, "replica": 1,
+        "stage": stages, "data": on.data, "replica": on.replica, "expert": on.expert,
+        "context": on.context, "tensor": on.tensor,
+        "on_host": OnHost(**dict.fromkeys(on.host_names, True)),
         "microbatches": microbatches, "rows": rows // (microbatches * on.data), "remat": on.remat,
         "zero": on.zero if on.data > 1 else 0, "weights": "unrolled" if few else "stacked",
     }  # fmt: skip
@@ -139,5 +175,10 @@ def parts_table(
         values = [*parts.values(), step.total(parts)]
         if compiles:
             values.append(one.compiled_bytes)
-        table.add_row(name, *(f"{scale * value:.4g}" for value in values))
+        table.add_row(name, *(_shown(scale * value) for value in values))
     return table
+
+
+def _shown(value: float) -> str:
+    """Four digits or all before the point: 15910, and not 1.591e+04."""
+    return f"{value:.0f}" if value >= 1e4 else f"{value:.4g}"

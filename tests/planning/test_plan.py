@@ -13,7 +13,7 @@ from jaxpipe import cli
 from jaxpipe.errors import ArgumentError
 from jaxpipe.planning import candidates, configurations, devices, search
 from jaxpipe.planning.found import OBJECTIVES, Found, Goal
-from jaxpipe.planning.plans import Placed, Plan
+from jaxpipe.planning.plans import OnHost, Placed, Plan
 from jaxpipe.planning.sizes import Kernel, LayerSizes, Linear, ModelSizes, Pass, Sizes, Variant
 from train import checks, configured, plan
 from train.command_line import parse
@@ -136,6 +136,32 @@ def test_the_command_reads_a_file_of_sizes(model, tmp_path, capsys):
     assert picture.read_text().startswith("<?xml")
 
 
+@pytest.mark.parametrize(
+    ("options", "changes"),
+    [
+        (["--on-host", "state,residuals"], {"on_host": OnHost(state=True, residuals=True)}),
+        (["--replica", "2"], {"replica": 2}),
+        (["--context", "2", "--expert", "4"], {"context": 2, "expert": 4}),
+    ],
+)
+def test_a_compared_mesh_has_every_axis_and_may_use_the_host(
+    options, changes, model, tmp_path, capsys
+):
+    one = Plan(2, 4, 1, 1, 1, "1f1b", 1, 4, 2, "none", 3, 1, "unrolled")
+    one = dataclasses.replace(one, **changes)
+    variant = Variant(one.context, one.tensor, one.remat, one.expert)
+    model = dataclasses.replace(model, variants={variant: model.variants[Variant(1, 1, "none")]})
+    path = tmp_path / "sizes.json"
+    path.write_text(model.to_json())
+    mesh = ["--stages", "2", "--microbatches", "4", "--data", "4", "--zero", "3"]
+    assert cli.main(["compare", "1f1b", "--layer-model", str(path), *mesh, *options]) == 0
+    printed = capsys.readouterr().out
+    cluster = devices.cluster("h100", 8 * one.context)
+    exact = search.exact(Found(Placed(one, model, cluster), {}, {}, 1.0, exact=False))
+    assert f"{1e3 * exact.step_seconds:.4g}" in printed
+    assert f"{1e-9 * exact.device_bytes:.4g}" in printed
+
+
 def test_schedules_are_compared_on_a_mesh(model, tmp_path, capsys):
     path = tmp_path / "sizes.json"
     path.write_text(model.to_json())
@@ -154,7 +180,9 @@ def test_schedules_are_compared_on_a_mesh(model, tmp_path, capsys):
     for wrong, text in (
         (["--batch", "31"], "--batch 31 must be rows for --microbatches 4 on --data 2 shards"),
         (["--layers", "4"], "--layers 4 does not go with --layer-model"),
-        (["--remat", "dots"], "--tensor 1 with --remat dots was not counted"),
+        (["--remat", "dots"], "--tensor 1 with --context 1, --expert 1 and --remat dots was not"),
+        (["--expert", "3"], "--replica 1 and --expert 3 must divide --data 2 shards together"),
+        (["--on-host", "weights"], "--on-host weights has weights, which cannot lie there"),
     ):
         assert cli.main([*arguments, *wrong]) == 2
         assert text in capsys.readouterr().err
