@@ -87,11 +87,11 @@ LIMITS = {
     "1x8 breadth-first, ZeRO-3, unrolled": Limits(1.03, 0, 0.013),
     "1x8 zb-v, ZeRO-3, unrolled": Limits(1.03, 0, 0.016),
     "2x8 breadth-first, ZeRO-2, unrolled": Limits(1.2, 0, 0.039),
-    "2x8 1f1b, ZeRO-2, unrolled": Limits(1.03, 0, 0.048),
+    "2x8 1f1b, ZeRO-2, unrolled": Limits(1.03, 0, 0.049),
     "2x8 zb-v, ZeRO-2, unrolled": Limits(1.03, 0, 0.037),
     "2x8 breadth-first, ZeRO-3, unrolled": Limits(1.21, 0, 0.04),
     "2x8 1f1b, ZeRO-3, unrolled": Limits(1.03, 0, 0.049),
-    "2x8 zb-v, ZeRO-3, unrolled": Limits(1.03, 0, 0.04),
+    "2x8 zb-v, ZeRO-3, unrolled": Limits(1.03, 0, 0.037),
 }
 
 
