@@ -168,6 +168,19 @@ class Placed:
         return _shares(layer.shapes, parts, layer.expert_shapes, parts // self.plan.expert)
 
     @cached_property
+    def reordered_parameters(self) -> float:
+        """Those of a layer on a device that a reduction over data puts in another order first: of
+        arrays that data shards do not split in their first dimension; the mean, if layers differ.
+        """
+        parts, sizes = self.plan.parts, self.sizes
+        found = [
+            _reordered(layer.shapes, parts)
+            + _reordered(layer.expert_shapes, parts // self.plan.expert)
+            for layer in sizes.layers
+        ]
+        return sum(found[kind] for kind in sizes.kind_of) / len(sizes.kind_of)
+
+    @cached_property
     def held_parameters(self) -> float:
         """Of all that a device updates: parts with ZeRO."""
         if self.plan.zero:
@@ -233,6 +246,15 @@ def _shares(shapes: _Shapes, parts: int, of_experts: _Shapes, parts_of_experts: 
         split = next((n // among for n in shape if n and n % among == 0), 0)
         found.append((MASTER_BYTES * math.prod(shape), split))
     return dividing_shares(found)
+
+
+def _reordered(shapes: _Shapes, parts: int) -> int:
+    """Elements of arrays of which so many data shards split another dimension than the first."""
+    return sum(
+        math.prod(shape)
+        for shape in shapes
+        if shape and shape[0] % parts and any(n % parts == 0 for n in shape)
+    )
 
 
 def divisors(number: int) -> list[int]:

@@ -166,3 +166,13 @@ def test_only_a_model_with_experts_is_counted_with_them():
         small = {"vocab_size": 64, "num_layers": 1, "width": 8, "num_heads": 1}
         planned = Planned(Config(model=small | {"num_experts": experts}), "small")
         assert {expert for expert in (1, 2, 4, 8) if planned._may_share(1, 1, expert)} == expected
+
+
+@pytest.mark.parametrize(("data", "expert"), [(2, 1), (8, 1), (8, 2)])
+def test_what_is_reordered_is_not_split_in_its_first_dimension(data, expert):
+    pipe = pipeline(schedule="1f1b", data=data, expert=expert, zero=3)
+    leaves = jax.tree.leaves(pipe.layout.local.layers.piece)
+    reordered = [math.prod(leaf.shape) for leaf in leaves if leaf.data_dim]
+    one = placed(stage=1, data=data, expert=expert)
+    assert one.reordered_parameters == sum(reordered)
+    assert bool(reordered) == (data == 8)

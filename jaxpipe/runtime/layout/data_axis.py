@@ -20,9 +20,32 @@ def gather(shards: Stored, leaves: Leaves, axes: Axes) -> Stored:
     def whole(leaf: Leaf, shard: jax.Array) -> jax.Array:
         if leaf.data_dim is None:
             return shard
-        return lax.all_gather(shard, axes.sharding(leaf.apart), axis=leaf.data_dim, tiled=True)
+        return _gather(shard, axes.sharding(leaf.apart), leaf.data_dim)
 
     return jax.tree.map(whole, leaves, shards)
+
+
+def _gather(shard: jax.Array, names: tuple[str, ...], dim: int) -> jax.Array:
+    """Shards joined in a dimension.
+
+    Along any but the first, XLA for GPUs would lay out what is gathered in another order, and copy
+    into that, before the first tick, all that may be gathered. So parts are gathered one behind the
+    other, and put in order where they are written.
+    """
+    if dim == 0:
+        return lax.all_gather(shard, names, axis=0, tiled=True)
+    parts = lax.all_gather(shard, names, axis=0)
+    shape = (*shard.shape[:dim], -1, *shard.shape[dim + 1 :])
+    return jnp.moveaxis(parts, 0, dim).reshape(shape)
+
+
+def _scatter(value: jax.Array, names: tuple[str, ...], dim: int) -> jax.Array:
+    """This device's part, in a dimension, of the sum of all devices' values; as `_gather`."""
+    if dim == 0:
+        return lax.psum_scatter(value, names, scatter_dimension=0, tiled=True)
+    shape = (*value.shape[:dim], lax.axis_size(names), -1, *value.shape[dim + 1 :])
+    parts = jnp.moveaxis(value.reshape(shape), dim, 0)
+    return lax.psum_scatter(parts, names, scatter_dimension=0)
 
 
 def reduce_gradients(values: Gradients, leaves: Leaves, axes: Axes, *, zero: int) -> Gradients:
@@ -32,9 +55,10 @@ def reduce_gradients(values: Gradients, leaves: Leaves, axes: Axes, *, zero: int
     """
 
     def reduce(leaf: Leaf, value: jax.Array) -> jax.Array:
-        scattered = () if leaf.data_dim is None or zero == 0 else axes.sharding(leaf.apart)
-        if scattered:
-            value = lax.psum_scatter(value, scattered, scatter_dimension=leaf.data_dim, tiled=True)
+        scattered: tuple[str, ...] = ()
+        if zero and leaf.data_dim is not None:
+            scattered = axes.sharding(leaf.apart)
+            value = _scatter(value, scattered, leaf.data_dim)
         others = [n for n in axes.peers if n not in (*scattered, *leaf.apart)]
         # A sum over one device would still copy on some backends.
         several = tuple(n for n in others if lax.axis_size(n) > 1)
