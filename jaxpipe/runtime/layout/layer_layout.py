@@ -46,6 +46,7 @@ Carry = TypeVar("Carry")
 Body: TypeAlias = Callable[..., Any]
 """What a loop runs: it takes a chunk, a number within it and the carry, and returns the carry."""
 
+Combine: TypeAlias = Callable[[jax.Array, jax.Array], jax.Array]
 Parts: TypeAlias = Sequence[jax.Array]
 """A device's parts of a layer's arrays, in the order of its tree."""
 
@@ -180,9 +181,11 @@ class LayerLayout(abc.ABC):
     def write(self, arrays: Arrays, place: Any, values: Stored) -> Arrays:
         """The arrays with other values stored at a place."""
 
-    def add(self, arrays: Arrays, place: Any, values: Stored) -> Arrays:
-        """The arrays with values added to what is stored at a place."""
-        return self.write(arrays, place, jax.tree.map(jnp.add, self.read(arrays, place), values))
+    def update(
+        self, arrays: Arrays, place: Any, values: Stored, combine: Combine = jnp.add
+    ) -> Arrays:
+        """The arrays with what is stored at a place combined, element by element, with values."""
+        return self.write(arrays, place, jax.tree.map(combine, self.read(arrays, place), values))
 
     # Loops.
 

@@ -5,11 +5,12 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
 from jaxpipe.runtime.layout import shares
-from jaxpipe.runtime.layout.layer_layout import LayerLayout, alike
+from jaxpipe.runtime.layout.layer_layout import Combine, LayerLayout, alike
 from jaxpipe.runtime.layout.leaf import Leaf
 from jaxpipe.runtime.layout.shares import Share
 from jaxpipe.runtime.layout.splits import Splits
@@ -50,7 +51,12 @@ class Stacked(LayerLayout):
             return jax.tree.map(
                 lambda leaf, w: shares.read(leaf, w, (row,), share), self.piece, arrays
             )
-        return jax.tree.map(lambda w: lax.dynamic_index_in_dim(w, row, keepdims=False), arrays)
+        return jax.tree.map(
+            lambda w: lax.dynamic_index_in_dim(
+                w, row, keepdims=False, allow_negative_indices=False
+            ),
+            arrays,
+        )
 
     def write(self, arrays: Arrays, place: _Place, values: Stored) -> Arrays:
         row, share = place
@@ -62,7 +68,26 @@ class Stacked(LayerLayout):
                 values,
             )
         return jax.tree.map(
-            lambda w, value: lax.dynamic_update_index_in_dim(w, value.astype(w.dtype), row, 0),
+            lambda w, value: lax.dynamic_update_index_in_dim(
+                w, value.astype(w.dtype), row, 0, allow_negative_indices=False
+            ),
             arrays,
             values,
         )
+
+    def update(
+        self, arrays: Arrays, place: _Place, values: Stored, combine: Combine = jnp.add
+    ) -> Arrays:
+        if place.share is not None:
+            return super().update(arrays, place, values, combine)
+        # XLA for GPUs reads a row in the kernel that writes it only if nothing stands between the
+        # two, no reshape and no choice of a row's number; otherwise it copies the row first.
+
+        def update(w: jax.Array, value: jax.Array) -> jax.Array:
+            old = lax.dynamic_slice_in_dim(w, place.row, 1, allow_negative_indices=False)
+            new = combine(old, value[None]).astype(w.dtype)
+            return lax.dynamic_update_slice_in_dim(
+                w, new, place.row, 0, allow_negative_indices=False
+            )
+
+        return jax.tree.map(update, arrays, values)

@@ -45,13 +45,12 @@ class GradientSink(abc.ABC):
 
         The first one of a stay overwrites: clearing a slot after its reduction would copy it.
         """
-        params, place, fresh = work.fixed.params, work.place(work.cell.gradient), work.cell.fresh
-        total = jax.tree.map(
-            lambda old, new: jnp.where(fresh == 1, new, old + new),
-            params.read(sums, place),
-            stored,
-        )
-        return params.write(sums, place, total)
+        place, fresh = work.place(work.cell.gradient), work.cell.fresh
+
+        def total(old: jax.Array, new: jax.Array) -> jax.Array:
+            return jnp.where(fresh == 1, new, old + new)
+
+        return work.fixed.params.update(sums, place, stored, total)
 
     def add_outer(self, sums: Gradients, new: Gradients, phase: str, row: Outer) -> Gradients:
         """The sums of embedding and head with a microbatch's share of a phase."""
@@ -108,7 +107,7 @@ class Summed(GradientSink):
     def add(self, work: LayerWork, sums: Arrays, stored: Stored) -> Arrays:
         if self._in_slots:
             return super().add(work, sums, stored)
-        return work.fixed.params.add(sums, work.place(), stored)
+        return work.fixed.params.update(sums, work.place(), stored)
 
     @jax.named_scope("reduce")
     def chunk(self, fixed: Fixed, carried: Carried, transfer: Transfer) -> Carried:
@@ -203,7 +202,7 @@ class Summed(GradientSink):
         shards: Stored,
     ) -> Arrays:
         """The finished gradients with those of a piece, of which there may be some already."""
-        put = fixed.params.write if self._in_place else fixed.params.add
+        put = fixed.params.write if self._in_place else fixed.params.update
         return put(arrays, fixed.params.piece_at((fixed.stage, chunk, number), share=share), shards)
 
     def result(self, fixed: Fixed, carried: Carried) -> Gradients:
