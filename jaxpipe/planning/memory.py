@@ -35,7 +35,7 @@ def device_bytes(placed: Placed, program: Program) -> Mapping[str, float]:
     layers = placed.layers_per_chunk
     stage, outer = placed.stage_parameters, placed.outer_parameters
     chunk = layers * placed.layer_parameters
-    slots = _slots(program)
+    slots = _slots(program, plan.zero == 3)
     size = model.parameter_bytes
     found = dict.fromkeys(PARTS, 0.0)
     found["parameters"] = size * (placed.held_parameters if plan.zero == 3 else stage + outer)
@@ -63,14 +63,19 @@ def device_bytes(placed: Placed, program: Program) -> Mapping[str, float]:
     if plan.zero == 3:
         found["moving"] += slots["gathering"] * both * model.compute_bytes
     if plan.data * plan.context > 1:
-        reducing = both if plan.zero else placed.layer_parameters
+        # What the last tick alone reduces takes the room of its sums.
+        in_place = plan.zero == 0 or slots["reduced last"]
+        reducing = placed.layer_parameters if in_place else both
         found["moving"] += slots["reducing"] * reducing * MASTER_BYTES
     head = sizes.head_working_set.at(plan.rows)
     held = outer / sizes.outer_parameters if sizes.outer_parameters else 1.0
     fused = Kind.BW in table_of(program).passes
     layer = placed.mean("fused_working_set" if fused else "working_set")
-    # Pieces have arrived when the head runs.
-    found["working"] = max(head * held - found["moving"], layer)
+    if plan.weights == "stacked":  # a layer's weights are copied out of the stack as it begins
+        layer += placed.layer_parameters * model.compute_bytes
+    # Pieces have arrived when the head runs; chunks that move whole do so before or after layers.
+    alone = max(head * held, _moving_alone(placed, program))
+    found["working"] = max(alone - found["moving"], layer)
     found["batch"] = model.row_bytes * plan.rows * plan.microbatches
     if plan.on_host.state:  # it comes when these are gone
         gone = sum(found[name] for name in _OF_LAYERS)
@@ -78,14 +83,33 @@ def device_bytes(placed: Placed, program: Program) -> Mapping[str, float]:
     return found
 
 
+def _moving_alone(placed: Placed, program: Program) -> float:
+    """Of a layer that moves over data while no layer runs, one at a time.
+
+    It is gathered beside its slot; its sums are copied before they are reduced if they lie in a
+    stack, or if data shards split them in another dimension than the first.
+    """
+    plan, slots = placed.plan, _slots(program, placed.plan.zero == 3)
+    gathered = reduced = 0.0
+    if plan.zero == 3:
+        both = placed.layer_parameters + placed.layer_part
+        gathered = both * placed.model.compute_bytes
+    if slots["reduced in ticks"] and not slots["reducing"] and plan.data * plan.context > 1:
+        stacked = plan.weights == "stacked"
+        copied = placed.layer_parameters if stacked else placed.reordered_parameters
+        kept = placed.layer_part if plan.zero else placed.layer_parameters
+        reduced = (copied + kept) * MASTER_BYTES
+    return max(gathered, reduced)
+
+
 def residual_bytes(placed: Placed, program: Program) -> float:
     """Of the slots of what F keeps, wherever they lie."""
-    slots = _slots(program)
+    slots = _slots(program, placed.plan.zero == 3)
     return placed.layers_per_chunk * sum(slots[name] * placed.mean(name) for name in KEPT)
 
 
 @lru_cache(maxsize=4096)
-def _slots(program: Program) -> Mapping[str, float]:
+def _slots(program: Program, gathers: bool) -> Mapping[str, float]:
     """Slots of every buffer; of transfers, chunks that lie in slots, and pieces on their way."""
     table = table_of(program.shorter()[0][0])
 
@@ -96,7 +120,9 @@ def _slots(program: Program) -> Mapping[str, float]:
     late = {channel.kind for channel in table.channels if channel.late}
     found |= {"late": len(late), "gathers": table.gathers.num_slots}
     found |= {"reduces": table.reduces.num_slots}
-    found["reduced in ticks"] = (table.reduces.chunk != NONE).any()
+    last = table.reduces_last(gathers=gathers)
+    found["reduced in ticks"] = (table.reduces.chunk != NONE).any() and not last
+    found["reduced last"] = last
     for name, moves in (("gathering", table.gathers), ("reducing", table.reduces)):
         found[name] = moves.group / moves.shares if moves.shared.any() else 0
     return found

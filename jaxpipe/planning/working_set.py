@@ -62,6 +62,9 @@ def _joined(operations: Sequence[Operation], size: Callable[[Hashable], float]) 
     size, element by element, of a common operand, none of them read before the last is made."""
     kernels: list[Operation] = []  # from the last to the first
     for one in reversed(operations):
+        if one.by_element and not one.makes:
+            kernels.insert(_place_of_store(one, kernels, size), one)
+            continue
         place = _kernel_to_join(one, kernels, size)
         if place is None:
             kernels.append(one)
@@ -71,11 +74,23 @@ def _joined(operations: Sequence[Operation], size: Callable[[Hashable], float]) 
     return kernels[::-1]
 
 
+def _place_of_store(
+    one: Operation, later: Sequence[Operation], size: Callable[[Hashable], float]
+) -> int:
+    """Where what stores its result elsewhere runs: after the first kernel that reads, element by
+    element, what it reads as well. XLA writes slots late, so that the operand stays till then."""
+    for n in reversed(range(len(later))):
+        shared = {size(v) for v in later[n].reads & one.reads}
+        if later[n].by_element and later[n].makes and size(later[n].makes[0]) in shared:
+            return n
+    return len(later)
+
+
 def _kernel_to_join(
     one: Operation, later: Sequence[Operation], size: Callable[[Hashable], float]
 ) -> int | None:
     """The number of the first kernel after an operation that can do its work, if any."""
-    if not one.by_element or not one.makes:
+    if not one.by_element:
         return None
     for n in reversed(range(len(later))):
         if not later[n].reads.isdisjoint(one.makes):

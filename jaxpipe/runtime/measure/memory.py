@@ -105,10 +105,15 @@ def tree_bytes(shapes: Shapes) -> int:
 def _free(pipe: Pipeline, found: dict[str, int]) -> int:
     """Bytes of buffers that nothing uses while layers run: their room is for the working set.
 
-    The finished gradients are written after the last tick if nothing is reduced before.
+    The finished gradients are written after the last tick if nothing is reduced before. If only the
+    last tick reduces, they are as well, and so is what its pieces are reduced to.
     """
-    reduces = pipe.table.reduces
-    return 0 if reduces.whole or reduces.shared.any() else found.get("reduced", 0)
+    reduces, reduced = pipe.table.reduces, found.get("reduced", 0)
+    if reduced and pipe.table.reduces_last(gathers=pipe.zero == 3):
+        layers = pipe.layout.local.layers
+        parts = [leaf.struct(sharded=True) for leaf in jax.tree.leaves(layers.piece)]
+        return reduced + tree_bytes(parts) * reduces.group // reduces.shares
+    return 0 if reduces.whole or reduces.shared.any() else reduced
 
 
 def _smallest(pipe: Pipeline) -> Pipeline:

@@ -342,6 +342,13 @@ class TickTable:
             rounds[-1][number] = len(list(ticks))
         return tuple(found), np.asarray(rounds, np.int32)
 
+    def reduces_last(self, *, gathers: bool) -> bool:
+        """Whether of all ticks only the last reduces, in a body that runs once: XLA leaves out such
+        a loop, and makes what it is reduced to when layers are done."""
+        _, rounds = self.runs(gathers=gathers, reduces=True)
+        reducing = self.reduces.shared
+        return len(rounds) == 1 and bool(reducing[-1]) and not reducing[:-1].any()
+
     def _directions(self) -> tuple[np.ndarray, np.ndarray]:
         """bool ``[ticks]``, twice: which ticks have a body with what belongs to forwards, and which
         with what belongs to backwards."""
