@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from functools import lru_cache
 
-from jaxpipe.planning.plans import MASTER_BYTES, Placed
+from jaxpipe.planning.candidates import SCHEDULES
+from jaxpipe.planning.plans import MASTER_BYTES, Placed, Plan
 from jaxpipe.planning.programs import Program, grown, table_of
 from jaxpipe.schedule.actions import Kind
 from jaxpipe.schedule.lowering.table import NONE
@@ -31,11 +32,20 @@ def device_bytes(placed: Placed, program: Program) -> Mapping[str, float]:
     is that of a traced layer, beside pieces on their way, or of the head: what XLA makes of it is
     known only once it has compiled.
     """
+    return _bytes(placed, _slots(program))
+
+
+def least_bytes(placed: Placed) -> float:
+    """What a device holds at least: it is found without a tick table."""
+    return sum(_bytes(placed, _least_slots(placed.plan)).values())
+
+
+def _bytes(placed: Placed, slots: Mapping[str, float]) -> Mapping[str, float]:
+    """Bytes by part with so many slots (`_slots`)."""
     plan, model, sizes = placed.plan, placed.model, placed.sizes
     layers = placed.layers_per_chunk
     stage, outer = placed.stage_parameters, placed.outer_parameters
     chunk = layers * placed.layer_parameters
-    slots = _slots(program)
     size = model.parameter_bytes
     found = dict.fromkeys(PARTS, 0.0)
     found["parameters"] = size * (placed.held_parameters if plan.zero == 3 else stage + outer)
@@ -54,7 +64,7 @@ def device_bytes(placed: Placed, program: Program) -> Mapping[str, float]:
         reduced = plan.chunks * layers * placed.expert_parameters
     found["gradients"] = MASTER_BYTES * (sums + outer + reduced)
     if not plan.on_host.residuals:
-        found["residuals"] = residual_bytes(placed, program)
+        found["residuals"] = _residual_bytes(placed, slots)
     found["crossing"] = layers * slots["crossing"] * placed.mean("crossing")
     message = sizes.message.at(plan.rows)
     found["inboxes"] = (slots["x"] + slots["dy"] + slots["late"]) * message
@@ -67,8 +77,7 @@ def device_bytes(placed: Placed, program: Program) -> Mapping[str, float]:
         found["moving"] += slots["reducing"] * reducing * MASTER_BYTES
     head = sizes.head_working_set.at(plan.rows)
     held = outer / sizes.outer_parameters if sizes.outer_parameters else 1.0
-    fused = Kind.BW in table_of(program).passes
-    layer = placed.mean("fused_working_set" if fused else "working_set")
+    layer = placed.mean("fused_working_set" if slots["fused"] else "working_set")
     # Pieces have arrived when the head runs.
     found["working"] = max(head * held - found["moving"], layer)
     found["batch"] = model.row_bytes * plan.rows * plan.microbatches
@@ -80,7 +89,10 @@ def device_bytes(placed: Placed, program: Program) -> Mapping[str, float]:
 
 def residual_bytes(placed: Placed, program: Program) -> float:
     """Of the slots of what F keeps, wherever they lie."""
-    slots = _slots(program)
+    return _residual_bytes(placed, _slots(program))
+
+
+def _residual_bytes(placed: Placed, slots: Mapping[str, float]) -> float:
     return placed.layers_per_chunk * sum(slots[name] * placed.mean(name) for name in KEPT)
 
 
@@ -96,7 +108,19 @@ def _slots(program: Program) -> Mapping[str, float]:
     late = {channel.kind for channel in table.channels if channel.late}
     found |= {"late": len(late), "gathers": table.gathers.num_slots}
     found |= {"reduces": table.reduces.num_slots}
+    found["fused"] = Kind.BW in table.passes
     found["reduced in ticks"] = (table.reduces.chunk != NONE).any()
     for name, moves in (("gathering", table.gathers), ("reducing", table.reduces)):
         found[name] = moves.group / moves.shares if moves.shared.any() else 0
     return found
+
+
+def _least_slots(plan: Plan) -> Mapping[str, float]:
+    """No more of any than `_slots` finds."""
+    share = SCHEDULES[plan.schedule].in_flight
+    in_flight = plan.microbatches if share is None else min(plan.microbatches, plan.stage * share)
+    held, fused = min(plan.weight_slots, plan.chunks), plan.schedule.endswith("-fused")
+    kept = dict.fromkeys(KEPT, plan.chunks * in_flight)
+    inboxes = {"x": 1, "dy": 1, "crossing": 0 if fused else 1}
+    moving = {"gathers": held, "gathering": 0, "reduces": held, "reducing": 0}
+    return kept | inboxes | moving | {"late": 0, "reduced in ticks": False, "fused": fused}

@@ -13,10 +13,10 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 
 from jaxpipe.planning import candidates, memory, step
-from jaxpipe.planning.candidates import SCHEDULES, plans
+from jaxpipe.planning.candidates import plans
 from jaxpipe.planning.devices import Cluster
 from jaxpipe.planning.found import OBJECTIVES, Found, Goal, front
-from jaxpipe.planning.plans import MASTER_BYTES, OnHost, Placed, Plan
+from jaxpipe.planning.plans import OnHost, Placed, Plan
 from jaxpipe.planning.sizes import ModelSizes
 from jaxpipe.schedule.problems import ArgumentError, Problem, refuse
 
@@ -100,7 +100,7 @@ def search(
     considered = len(placed) + excluded.total()
     _refuse_none(placed, clusters, goal)
     progress(0.05)
-    fitting = [one for one in placed if least_bytes(one) <= one.cluster.memory_bytes]
+    fitting = [one for one in placed if memory.least_bytes(one) <= one.cluster.memory_bytes]
     excluded["memory"] += len(placed) - len(fitting)
     if not fitting:
         _refuse_memory(placed)
@@ -159,7 +159,7 @@ def _screened(
             worst = sorted([*values.values(), *[math.inf] * finalists])[finalists - 1]
         progress(0.05 + 0.5 * n / (n + 500))
     left = fitting[closed:]
-    lean = sorted(left, key=least_bytes)[:_LEAN]
+    lean = sorted(left, key=memory.least_bytes)[:_LEAN]
     excluded["slower"] += len(left) - len(lean)
     for n, one in enumerate(lean):
         if (plan := evaluated(one, goal, excluded)) is not None:
@@ -171,27 +171,11 @@ def _screened(
 def _bound(placed: Placed, goal: Goal) -> float:
     """The least that the objective can be."""
     if goal.objective == "memory":
-        return least_bytes(placed)
+        return memory.least_bytes(placed)
     steps = goal.steps(placed.plan.batch_rows * placed.model.tokens_per_row)
     seconds = steps * step.least_seconds(placed)
     cost = goal.objective == "cost"
     return seconds * placed.cluster.dollars_per_second if cost else seconds
-
-
-def least_bytes(placed: Placed) -> float:
-    """What a device holds at least, whatever the schedule."""
-    plan, model = placed.plan, placed.model
-    whole = placed.stage_parameters + placed.outer_parameters
-    sharded = placed.stage_part + placed.outer_parameters / plan.parts
-    kept = (sharded if plan.zero == 3 else whole) * model.parameter_bytes
-    kept += 0.0 if plan.on_host.state else placed.optimizer_bytes
-    kept += MASTER_BYTES * (sharded if plan.zero >= 2 else whole)
-    if plan.on_host.residuals:
-        return kept
-    share = SCHEDULES[plan.schedule].in_flight
-    in_flight = plan.microbatches if share is None else min(plan.microbatches, plan.stage * share)
-    residuals = placed.mean("until_b") + placed.mean("until_w")
-    return kept + in_flight * residuals * model.num_layers / plan.stage
 
 
 def evaluated(placed: Placed, goal: Goal, excluded: Counter[str]) -> Found | None:
@@ -273,11 +257,11 @@ def _refuse_none(placed: Sequence[Placed], clusters: Sequence[Cluster], goal: Go
 
 
 def _refuse_memory(placed: Sequence[Placed]) -> None:
-    least = min(placed, key=least_bytes)
+    least = min(placed, key=memory.least_bytes)
     limit, count = least.cluster.memory_bytes, least.cluster.count
     rule = (
-        f"is too little for any plan: the leanest needs at least {least_bytes(least):.3g} bytes "
-        f"on each of {count} devices"
+        "is too little for any plan: the leanest needs at least "
+        f"{memory.least_bytes(least):.3g} bytes on each of {count} devices"
     )
     note = "More devices (--devices), or rows split over tensor devices, need less."
     refuse([Problem("memory", f"{limit:.3g}", rule, note=note)])

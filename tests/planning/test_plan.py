@@ -11,7 +11,7 @@ import pytest
 
 from jaxpipe import cli
 from jaxpipe.errors import ArgumentError
-from jaxpipe.planning import candidates, configurations, devices, search
+from jaxpipe.planning import candidates, configurations, devices, memory, search
 from jaxpipe.planning.found import OBJECTIVES, Found, Goal
 from jaxpipe.planning.plans import OnHost, Placed, Plan
 from jaxpipe.planning.sizes import Kernel, LayerSizes, Linear, ModelSizes, Pass, Sizes, Variant
@@ -101,7 +101,7 @@ def test_what_a_plan_needs_at_least_is_never_more_than_it_needs(model):
     cluster = devices.cluster("h100", 4)
     goal = Goal(None, (16,))
     for one in exhaustive(model, cluster, goal)[::7]:
-        assert search.least_bytes(one.placed) <= one.device_bytes
+        assert memory.least_bytes(one.placed) <= one.device_bytes
         assert search.step.least_seconds(one.placed) <= one.step_seconds * (1 + 1e-9)
 
 
