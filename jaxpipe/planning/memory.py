@@ -7,7 +7,7 @@ from functools import lru_cache
 
 from jaxpipe.planning.candidates import SCHEDULES
 from jaxpipe.planning.plans import MASTER_BYTES, Placed, Plan
-from jaxpipe.planning.programs import Program, grown, table_of
+from jaxpipe.planning.programs import Program, grown, lowering_of, table_of
 from jaxpipe.schedule.actions import Kind
 from jaxpipe.schedule.lowering.table import NONE
 
@@ -35,9 +35,12 @@ def device_bytes(placed: Placed, program: Program) -> Mapping[str, float]:
     return _bytes(placed, _slots(program))
 
 
-def least_bytes(placed: Placed) -> float:
-    """What a device holds at least: it is found without a tick table."""
-    return sum(_bytes(placed, _least_slots(placed.plan)).values())
+def least_bytes(placed: Placed, program: Program | None = None) -> float:
+    """What a device holds at least: found without a schedule, or with one without a tick table."""
+    slots = _least_slots(placed.plan)
+    if program is not None:
+        slots = {**slots, **_slots_of_order(program.unmoved)}
+    return sum(_bytes(placed, slots).values())
 
 
 def _bytes(placed: Placed, slots: Mapping[str, float]) -> Mapping[str, float]:
@@ -100,19 +103,25 @@ def _residual_bytes(placed: Placed, slots: Mapping[str, float]) -> float:
 def _slots(program: Program) -> Mapping[str, float]:
     """Slots of every buffer; of transfers, chunks that lie in slots, and pieces on their way."""
     table = table_of(program.shorter()[0][0])
-
-    def slots(name: str) -> float:
-        return grown(program, lambda one: table_of(one).num_slots[name])
-
-    found = {name: slots(name) for name in table.num_slots}
-    late = {channel.kind for channel in table.channels if channel.late}
-    found |= {"late": len(late), "gathers": table.gathers.num_slots}
-    found |= {"reduces": table.reduces.num_slots}
-    found["fused"] = Kind.BW in table.passes
+    found: dict[str, float] = {"gathers": table.gathers.num_slots}
+    found["reduces"] = table.reduces.num_slots
     found["reduced in ticks"] = (table.reduces.chunk != NONE).any()
     for name, moves in (("gathering", table.gathers), ("reducing", table.reduces)):
         found[name] = moves.group / moves.shares if moves.shared.any() else 0
-    return found
+    return {**_slots_of_order(program.unmoved), **found}
+
+
+@lru_cache(maxsize=4096)
+def _slots_of_order(program: Program) -> Mapping[str, float]:
+    """Those of `_slots` that do not depend on what moves over data."""
+    lowered = lowering_of(program.shorter()[0][0])
+
+    def slots(name: str) -> float:
+        return grown(program, lambda one: lowering_of(one).num_slots[name])
+
+    late = {channel.kind for channel in lowered.channels if channel.late}
+    found = {name: slots(name) for name in lowered.num_slots}
+    return found | {"late": len(late), "fused": Kind.BW in lowered.kinds}
 
 
 def _least_slots(plan: Plan) -> Mapping[str, float]:

@@ -180,13 +180,13 @@ def _bound(placed: Placed, goal: Goal) -> float:
 
 def evaluated(placed: Placed, goal: Goal, excluded: Counter[str]) -> Found | None:
     """A plan with its published order; None, and the reason counted, if it is out."""
-    program = step.program_of(placed, published=True)
+    program, limit = step.program_of(placed, published=True), placed.cluster.memory_bytes
     try:
-        parts = memory.device_bytes(placed, program)
+        fits = memory.least_bytes(placed, program) <= limit
     except ArgumentError:
         excluded["schedule"] += 1
         return None
-    if step.total(parts) > placed.cluster.memory_bytes:
+    if not fits or step.total(parts := memory.device_bytes(placed, program)) > limit:
         excluded["memory"] += 1
         return None
     steps = goal.steps(placed.plan.batch_rows * placed.model.tokens_per_row)
