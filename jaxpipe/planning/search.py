@@ -29,8 +29,8 @@ _GAIN = 0.01
 """What slices have to shorten a step by."""
 _MOST_OF_FRONT = 6
 """Other plans of the Pareto front that are, the leanest among them."""
-_LEAN = 100
-"""Plans that are looked at for the lean end of the Pareto front."""
+_NEAR = 0.25
+"""What a plan of the Pareto front may have more than another one that was not looked at."""
 
 REASONS = {
     "rows": "rows, shards and microbatches do not divide the batch",
@@ -38,7 +38,7 @@ REASONS = {
     "memory": "more memory than the limit",
     "compiled": "compiles into more memory than the limit",
     "schedule": "the schedule refuses this number of microbatches",
-    "slower": "slower than the best, even without a bubble",
+    "slower": "slower than the best, even without a bubble, and hardly leaner",
     "late": "slower than the best, with its bubble",
 }
 """Why plans are out, in a word, and the word explained."""
@@ -158,24 +158,50 @@ def _screened(
             values[_kind(plan)] = min(objective(plan), values.get(_kind(plan), math.inf))
             worst = sorted([*values.values(), *[math.inf] * finalists])[finalists - 1]
         progress(0.05 + 0.5 * n / (n + 500))
-    left = fitting[closed:]
-    lean = sorted(left, key=memory.least_bytes)[:_LEAN]
-    excluded["slower"] += len(left) - len(lean)
-    for n, one in enumerate(lean):
-        if (plan := evaluated(one, goal, excluded)) is not None:
-            found.append(plan)
-        progress(0.55 + 0.05 * n / len(lean))
-    return found
+    return found + _lean(fitting[closed:], found, goal, excluded, progress)
+
+
+def _lean(
+    left: Sequence[Placed],
+    found: Sequence[Found],
+    goal: Goal,
+    excluded: Counter[str],
+    progress: Callable[[float], None],
+) -> list[Found]:
+    """Those of the plans that are left without which no plan that was found may be near in time,
+    memory and cost at once, with published orders. Those that promise most come first."""
+    promised = [(_least_seconds(one, goal), memory.least_bytes(one), one) for one in left]
+    near = [_measures(one) for one in front(found)]
+    more: list[Found] = []
+    for n, (seconds, needed, one) in enumerate(sorted(promised, key=lambda p: p[0] * p[1])):
+        progress(0.55 + 0.05 * n / len(left))
+        dollars = seconds * one.cluster.dollars_per_second
+        most = [(1 + _NEAR) * least for least in (seconds, needed, dollars)]
+        if any(a <= most[0] and b <= most[1] and c <= most[2] for a, b, c in near):
+            excluded["slower"] += 1
+        elif (plan := evaluated(one, goal, excluded)) is not None:
+            more.append(plan)
+            near.append(_measures(plan))
+    return more
+
+
+def _measures(found: Found) -> tuple[float, float, float]:
+    return found.train_seconds, found.device_bytes, found.dollars
 
 
 def _bound(placed: Placed, goal: Goal) -> float:
     """The least that the objective can be."""
     if goal.objective == "memory":
         return memory.least_bytes(placed)
-    steps = goal.steps(placed.plan.batch_rows * placed.model.tokens_per_row)
-    seconds = steps * step.least_seconds(placed)
+    seconds = _least_seconds(placed, goal)
     cost = goal.objective == "cost"
     return seconds * placed.cluster.dollars_per_second if cost else seconds
+
+
+def _least_seconds(placed: Placed, goal: Goal) -> float:
+    """That the training takes at least."""
+    steps = goal.steps(placed.plan.batch_rows * placed.model.tokens_per_row)
+    return steps * step.least_seconds(placed)
 
 
 def evaluated(placed: Placed, goal: Goal, excluded: Counter[str]) -> Found | None:
