@@ -20,9 +20,10 @@ from jaxpipe.planning import step, traced, without_devices
 from jaxpipe.planning.candidates import plans
 from jaxpipe.planning.devices import Cluster
 from jaxpipe.planning.found import Found, Goal
+from jaxpipe.planning.memory import least_bytes
 from jaxpipe.planning.plans import Placed, Plan
 from jaxpipe.planning.programs import Program, grown, table_of
-from jaxpipe.planning.search import evaluated, least_bytes
+from jaxpipe.planning.search import evaluated
 from jaxpipe.planning.sizes import ModelSizes, Variant
 from jaxpipe.schedule.show.draw import save
 from jaxpipe.schedule.simulate import Costs, simulate

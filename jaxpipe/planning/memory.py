@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from functools import lru_cache
 
-from jaxpipe.planning.plans import MASTER_BYTES, Placed
-from jaxpipe.planning.programs import Program, grown, table_of
+from jaxpipe.planning.candidates import SCHEDULES
+from jaxpipe.planning.plans import MASTER_BYTES, Placed, Plan
+from jaxpipe.planning.programs import Program, grown, lowering_of, table_of
 from jaxpipe.schedule.actions import Kind
 from jaxpipe.schedule.lowering.table import NONE
 
@@ -31,11 +32,23 @@ def device_bytes(placed: Placed, program: Program) -> Mapping[str, float]:
     is that of a traced layer, beside pieces on their way, or of the head: what XLA makes of it is
     known only once it has compiled.
     """
+    return _bytes(placed, _slots(program, placed.plan.zero == 3))
+
+
+def least_bytes(placed: Placed, program: Program | None = None) -> float:
+    """What a device holds at least: found without a schedule, or with one without a tick table."""
+    slots = _least_slots(placed.plan)
+    if program is not None:
+        slots = {**slots, **_slots_of_order(program.unmoved)}
+    return sum(_bytes(placed, slots).values())
+
+
+def _bytes(placed: Placed, slots: Mapping[str, float]) -> Mapping[str, float]:
+    """Bytes by part with so many slots (`_slots`)."""
     plan, model, sizes = placed.plan, placed.model, placed.sizes
     layers = placed.layers_per_chunk
     stage, outer = placed.stage_parameters, placed.outer_parameters
     chunk = layers * placed.layer_parameters
-    slots = _slots(program, plan.zero == 3)
     size = model.parameter_bytes
     found = dict.fromkeys(PARTS, 0.0)
     found["parameters"] = size * (placed.held_parameters if plan.zero == 3 else stage + outer)
@@ -54,7 +67,7 @@ def device_bytes(placed: Placed, program: Program) -> Mapping[str, float]:
         reduced = plan.chunks * layers * placed.expert_parameters
     found["gradients"] = MASTER_BYTES * (sums + outer + reduced)
     if not plan.on_host.residuals:
-        found["residuals"] = residual_bytes(placed, program)
+        found["residuals"] = _residual_bytes(placed, slots)
     found["crossing"] = layers * slots["crossing"] * placed.mean("crossing")
     message = sizes.message.at(plan.rows)
     found["inboxes"] = (slots["x"] + slots["dy"] + slots["late"]) * message
@@ -69,12 +82,11 @@ def device_bytes(placed: Placed, program: Program) -> Mapping[str, float]:
         found["moving"] += slots["reducing"] * reducing * MASTER_BYTES
     head = sizes.head_working_set.at(plan.rows)
     held = outer / sizes.outer_parameters if sizes.outer_parameters else 1.0
-    fused = Kind.BW in table_of(program).passes
-    layer = placed.mean("fused_working_set" if fused else "working_set")
+    layer = placed.mean("fused_working_set" if slots["fused"] else "working_set")
     if plan.weights == "stacked":  # a layer's weights are copied out of the stack as it begins
         layer += placed.layer_parameters * model.compute_bytes
     # Pieces have arrived when the head runs; chunks that move whole do so before or after layers.
-    alone = max(head * held, _moving_alone(placed, program))
+    alone = max(head * held, _moving_alone(placed, slots))
     found["working"] = max(alone - found["moving"], layer)
     found["batch"] = model.row_bytes * plan.rows * plan.microbatches
     if plan.on_host.state:  # it comes when these are gone
@@ -83,13 +95,13 @@ def device_bytes(placed: Placed, program: Program) -> Mapping[str, float]:
     return found
 
 
-def _moving_alone(placed: Placed, program: Program) -> float:
+def _moving_alone(placed: Placed, slots: Mapping[str, float]) -> float:
     """Of a layer that moves over data while no layer runs, one at a time.
 
     It is gathered beside its slot; its sums are copied before they are reduced if they lie in a
     stack, or if data shards split them in another dimension than the first.
     """
-    plan, slots = placed.plan, _slots(program, placed.plan.zero == 3)
+    plan = placed.plan
     gathered = reduced = 0.0
     if plan.zero == 3:
         both = placed.layer_parameters + placed.layer_part
@@ -104,7 +116,10 @@ def _moving_alone(placed: Placed, program: Program) -> float:
 
 def residual_bytes(placed: Placed, program: Program) -> float:
     """Of the slots of what F keeps, wherever they lie."""
-    slots = _slots(program, placed.plan.zero == 3)
+    return _residual_bytes(placed, _slots(program, placed.plan.zero == 3))
+
+
+def _residual_bytes(placed: Placed, slots: Mapping[str, float]) -> float:
     return placed.layers_per_chunk * sum(slots[name] * placed.mean(name) for name in KEPT)
 
 
@@ -112,17 +127,40 @@ def residual_bytes(placed: Placed, program: Program) -> float:
 def _slots(program: Program, gathers: bool) -> Mapping[str, float]:
     """Slots of every buffer; of transfers, chunks that lie in slots, and pieces on their way."""
     table = table_of(program.shorter()[0][0])
-
-    def slots(name: str) -> float:
-        return grown(program, lambda one: table_of(one).num_slots[name])
-
-    found = {name: slots(name) for name in table.num_slots}
-    late = {channel.kind for channel in table.channels if channel.late}
-    found |= {"late": len(late), "gathers": table.gathers.num_slots}
-    found |= {"reduces": table.reduces.num_slots}
+    found: dict[str, float] = {"gathers": table.gathers.num_slots}
+    found["reduces"] = table.reduces.num_slots
     last = table.reduces_last(gathers=gathers)
     found["reduced in ticks"] = (table.reduces.chunk != NONE).any() and not last
     found["reduced last"] = last
     for name, moves in (("gathering", table.gathers), ("reducing", table.reduces)):
         found[name] = moves.group / moves.shares if moves.shared.any() else 0
-    return found
+    return {**_slots_of_order(program.unmoved), **found}
+
+
+@lru_cache(maxsize=4096)
+def _slots_of_order(program: Program) -> Mapping[str, float]:
+    """Those of `_slots` that do not depend on what moves over data."""
+    lowered = lowering_of(program.shorter()[0][0])
+
+    def slots(name: str) -> float:
+        return grown(program, lambda one: lowering_of(one).num_slots[name])
+
+    late = {channel.kind for channel in lowered.channels if channel.late}
+    found = {name: slots(name) for name in lowered.num_slots}
+    return found | {"late": len(late), "fused": Kind.BW in lowered.kinds}
+
+
+def _least_slots(plan: Plan) -> Mapping[str, float]:
+    """No more of any than `_slots` finds."""
+    share = SCHEDULES[plan.schedule].in_flight
+    in_flight = plan.microbatches if share is None else min(plan.microbatches, plan.stage * share)
+    held, fused = min(plan.weight_slots, plan.chunks), plan.schedule.endswith("-fused")
+    kept = dict.fromkeys(KEPT, plan.chunks * in_flight)
+    inboxes = {"x": 1, "dy": 1, "crossing": 0 if fused else 1}
+    moving = {"gathers": held, "gathering": 0, "reduces": held, "reducing": 0}
+    return (
+        kept
+        | inboxes
+        | moving
+        | {"late": 0, "reduced in ticks": False, "reduced last": True, "fused": fused}
+    )

@@ -14,8 +14,9 @@ from typing import Literal
 
 from jaxpipe.schedule import catalog
 from jaxpipe.schedule.actions import Schedule
-from jaxpipe.schedule.lowering.lower import lower
+from jaxpipe.schedule.lowering.lower import Lowering, lowering
 from jaxpipe.schedule.lowering.table import TickTable
+from jaxpipe.schedule.lowering.transfers import Moving
 from jaxpipe.schedule.partition import partition
 from jaxpipe.schedule.search.slices import slice_ticks
 from jaxpipe.schedule.simulate import Costs
@@ -57,10 +58,10 @@ class Program:
     cut: Literal["whole", "quick", "sliced"] = "whole"
     clock: str = "neighbor"
 
-    def table(self) -> TickTable:
-        """Lowers it, as `jaxpipe.Pipeline` does.
+    def lowering(self) -> Lowering:
+        """What programs share that differ in how chunks move over data: see `lowering_of`.
 
-        A search does so for many published orders; for these, GPUs have the earliest ticks here,
+        A search lowers many published orders; for these, GPUs have the earliest ticks here,
         for ticks in which stages meet less take three times as long to find.
 
         Raises:
@@ -74,15 +75,27 @@ class Program:
             assert self.costs is not None
             quick = self.cut == "quick"
             order = slice_ticks(order, self.costs, counts, quick=quick, clock=self.clock)
-        return lower(
-            order,
-            counts,
+        return lowering(order, counts, clock="lock-step" if self.costs is None else self.clock)
+
+    def table(self) -> TickTable:
+        """Lowers it, as `jaxpipe.Pipeline` does.
+
+        Raises:
+          ArgumentError: the schedule does not fit the shape.
+        """
+        lowered = lowering_of(self)
+        pieces = max(lowered.layer_counts) if self.shares else 0
+        return lowered.table(
             weight_slots=self.weight_slots,
-            gradient_slots=None if self.sums_in_slots else order.num_chunks,
-            own_slots=self.own_slots,
-            pieces=max(counts) if self.shares else 0,
-            shares=max(1, self.shares),
-            clock="lock-step" if self.costs is None else self.clock,
+            gradient_slots=None if self.sums_in_slots else lowered.schedule.num_chunks,
+            moving=Moving(self.own_slots, pieces, max(1, self.shares)),
+        )
+
+    @property
+    def unmoved(self) -> Program:
+        """With chunks that do not move over data: of all programs with the same order the same."""
+        return dataclasses.replace(
+            self, weight_slots=1, own_slots=False, shares=0, sums_in_slots=False
         )
 
     def shorter(self) -> tuple[tuple[Program, float], ...]:
@@ -101,6 +114,16 @@ class Program:
 def grown(program: Program, of: Callable[[Program], float]) -> float:
     """A number of a program that grows in a line with its microbatches."""
     return sum(weight * of(one) for one, weight in program.shorter())
+
+
+def lowering_of(program: Program) -> Lowering:
+    """`Program.lowering`, kept for all programs with the same order."""
+    return _lowering_of(program.unmoved)
+
+
+@lru_cache(maxsize=512)
+def _lowering_of(unmoved: Program) -> Lowering:
+    return unmoved.lowering()
 
 
 @lru_cache(maxsize=512)

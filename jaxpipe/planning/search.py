@@ -13,10 +13,10 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 
 from jaxpipe.planning import candidates, memory, step
-from jaxpipe.planning.candidates import SCHEDULES, plans
+from jaxpipe.planning.candidates import plans
 from jaxpipe.planning.devices import Cluster
 from jaxpipe.planning.found import OBJECTIVES, Found, Goal, front
-from jaxpipe.planning.plans import MASTER_BYTES, OnHost, Placed, Plan
+from jaxpipe.planning.plans import OnHost, Placed, Plan
 from jaxpipe.planning.sizes import ModelSizes
 from jaxpipe.schedule.problems import ArgumentError, Problem, refuse
 
@@ -29,8 +29,8 @@ _GAIN = 0.01
 """What slices have to shorten a step by."""
 _MOST_OF_FRONT = 6
 """Other plans of the Pareto front that are, the leanest among them."""
-_LEAN = 100
-"""Plans that are looked at for the lean end of the Pareto front."""
+_NEAR = 0.25
+"""What a plan of the Pareto front may have more than another one that was not looked at."""
 
 REASONS = {
     "rows": "rows, shards and microbatches do not divide the batch",
@@ -38,7 +38,7 @@ REASONS = {
     "memory": "more memory than the limit",
     "compiled": "compiles into more memory than the limit",
     "schedule": "the schedule refuses this number of microbatches",
-    "slower": "slower than the best, even without a bubble",
+    "slower": "slower than the best, even without a bubble, and hardly leaner",
     "late": "slower than the best, with its bubble",
 }
 """Why plans are out, in a word, and the word explained."""
@@ -100,7 +100,7 @@ def search(
     considered = len(placed) + excluded.total()
     _refuse_none(placed, clusters, goal)
     progress(0.05)
-    fitting = [one for one in placed if least_bytes(one) <= one.cluster.memory_bytes]
+    fitting = [one for one in placed if memory.least_bytes(one) <= one.cluster.memory_bytes]
     excluded["memory"] += len(placed) - len(fitting)
     if not fitting:
         _refuse_memory(placed)
@@ -158,51 +158,61 @@ def _screened(
             values[_kind(plan)] = min(objective(plan), values.get(_kind(plan), math.inf))
             worst = sorted([*values.values(), *[math.inf] * finalists])[finalists - 1]
         progress(0.05 + 0.5 * n / (n + 500))
-    left = fitting[closed:]
-    lean = sorted(left, key=least_bytes)[:_LEAN]
-    excluded["slower"] += len(left) - len(lean)
-    for n, one in enumerate(lean):
-        if (plan := evaluated(one, goal, excluded)) is not None:
-            found.append(plan)
-        progress(0.55 + 0.05 * n / len(lean))
-    return found
+    return found + _lean(fitting[closed:], found, goal, excluded, progress)
+
+
+def _lean(
+    left: Sequence[Placed],
+    found: Sequence[Found],
+    goal: Goal,
+    excluded: Counter[str],
+    progress: Callable[[float], None],
+) -> list[Found]:
+    """Those of the plans that are left without which no plan that was found may be near in time,
+    memory and cost at once, with published orders. Those that promise most come first."""
+    promised = [(_least_seconds(one, goal), memory.least_bytes(one), one) for one in left]
+    near = [_measures(one) for one in front(found)]
+    more: list[Found] = []
+    for n, (seconds, needed, one) in enumerate(sorted(promised, key=lambda p: p[0] * p[1])):
+        progress(0.55 + 0.05 * n / len(left))
+        dollars = seconds * one.cluster.dollars_per_second
+        most = [(1 + _NEAR) * least for least in (seconds, needed, dollars)]
+        if any(a <= most[0] and b <= most[1] and c <= most[2] for a, b, c in near):
+            excluded["slower"] += 1
+        elif (plan := evaluated(one, goal, excluded)) is not None:
+            more.append(plan)
+            near.append(_measures(plan))
+    return more
+
+
+def _measures(found: Found) -> tuple[float, float, float]:
+    return found.train_seconds, found.device_bytes, found.dollars
 
 
 def _bound(placed: Placed, goal: Goal) -> float:
     """The least that the objective can be."""
     if goal.objective == "memory":
-        return least_bytes(placed)
-    steps = goal.steps(placed.plan.batch_rows * placed.model.tokens_per_row)
-    seconds = steps * step.least_seconds(placed)
+        return memory.least_bytes(placed)
+    seconds = _least_seconds(placed, goal)
     cost = goal.objective == "cost"
     return seconds * placed.cluster.dollars_per_second if cost else seconds
 
 
-def least_bytes(placed: Placed) -> float:
-    """What a device holds at least, whatever the schedule."""
-    plan, model = placed.plan, placed.model
-    whole = placed.stage_parameters + placed.outer_parameters
-    sharded = placed.stage_part + placed.outer_parameters / plan.parts
-    kept = (sharded if plan.zero == 3 else whole) * model.parameter_bytes
-    kept += 0.0 if plan.on_host.state else placed.optimizer_bytes
-    kept += MASTER_BYTES * (sharded if plan.zero >= 2 else whole)
-    if plan.on_host.residuals:
-        return kept
-    share = SCHEDULES[plan.schedule].in_flight
-    in_flight = plan.microbatches if share is None else min(plan.microbatches, plan.stage * share)
-    residuals = placed.mean("until_b") + placed.mean("until_w")
-    return kept + in_flight * residuals * model.num_layers / plan.stage
+def _least_seconds(placed: Placed, goal: Goal) -> float:
+    """That the training takes at least."""
+    steps = goal.steps(placed.plan.batch_rows * placed.model.tokens_per_row)
+    return steps * step.least_seconds(placed)
 
 
 def evaluated(placed: Placed, goal: Goal, excluded: Counter[str]) -> Found | None:
     """A plan with its published order; None, and the reason counted, if it is out."""
-    program = step.program_of(placed, published=True)
+    program, limit = step.program_of(placed, published=True), placed.cluster.memory_bytes
     try:
-        parts = memory.device_bytes(placed, program)
+        fits = memory.least_bytes(placed, program) <= limit
     except ArgumentError:
         excluded["schedule"] += 1
         return None
-    if step.total(parts) > placed.cluster.memory_bytes:
+    if not fits or step.total(parts := memory.device_bytes(placed, program)) > limit:
         excluded["memory"] += 1
         return None
     steps = goal.steps(placed.plan.batch_rows * placed.model.tokens_per_row)
@@ -273,11 +283,11 @@ def _refuse_none(placed: Sequence[Placed], clusters: Sequence[Cluster], goal: Go
 
 
 def _refuse_memory(placed: Sequence[Placed]) -> None:
-    least = min(placed, key=least_bytes)
+    least = min(placed, key=memory.least_bytes)
     limit, count = least.cluster.memory_bytes, least.cluster.count
     rule = (
-        f"is too little for any plan: the leanest needs at least {least_bytes(least):.3g} bytes "
-        f"on each of {count} devices"
+        "is too little for any plan: the leanest needs at least "
+        f"{memory.least_bytes(least):.3g} bytes on each of {count} devices"
     )
     note = "More devices (--devices), or rows split over tensor devices, need less."
     refuse([Problem("memory", f"{limit:.3g}", rule, note=note)])

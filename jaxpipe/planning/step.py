@@ -25,10 +25,11 @@ import numpy as np
 from jaxpipe.planning.devices import LAUNCH_SECONDS, Cluster
 from jaxpipe.planning.memory import KEPT, residual_bytes
 from jaxpipe.planning.plans import MASTER_BYTES, Links, Placed
-from jaxpipe.planning.programs import Program, grown, relative, table_of
+from jaxpipe.planning.programs import Program, grown, lowering_of, relative, table_of
 from jaxpipe.planning.sizes import PASSES, ModelSizes, Pass, Variant
+from jaxpipe.schedule.makespan import makespan
 from jaxpipe.schedule.neighbors import replay, work_of
-from jaxpipe.schedule.simulate import Costs, simulate
+from jaxpipe.schedule.simulate import Costs
 
 PARTS = ("layers", "head", "waits", "transfers", "update")
 """Of a step: layers that run; embedding and head; stages that wait for each other; gathers and
@@ -206,24 +207,20 @@ def least_seconds(placed: Placed) -> float:
 
 
 def _chunk_costs(layer: Costs, program: Program) -> list[Costs]:
-    counts = table_of(program).layer_counts
+    counts = lowering_of(program).layer_counts
     return [Costs(n * layer.f, n * layer.b, n * layer.w, layer.message) for n in counts]
 
 
 def _free_running(program: Program, layer: Costs) -> float:
     """What the clock of GPUs comes near to; and the messages for which all stages stop."""
-    stops = int(table_of(program).meets.sum()) * layer.message if program.stages > 1 else 0.0
-    # Plans that differ in ZeRO level, replicas or slots have the same order.
-    alike = dataclasses.replace(
-        program, weight_slots=1, own_slots=False, shares=0, sums_in_slots=False
-    )
-    return _without_messages(alike, dataclasses.replace(layer, message=0.0)) + stops
+    stops = int(lowering_of(program).meets.sum()) * layer.message if program.stages > 1 else 0.0
+    alone = dataclasses.replace(layer, message=0.0)
+    return _without_messages(program.unmoved, alone) + stops
 
 
 @lru_cache(maxsize=4096)
 def _without_messages(program: Program, layer: Costs) -> float:
-    table = table_of(program)
-    return simulate(table.schedule, _chunk_costs(layer, program)).makespan
+    return makespan(lowering_of(program).schedule, _chunk_costs(layer, program))
 
 
 def _exposed(program: Program, layer: Costs, moved: Transfer) -> float:

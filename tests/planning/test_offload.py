@@ -47,7 +47,7 @@ def test_the_state_takes_what_activations_leave_of_it(kept_bytes):
     layers = sum(here[name] for name in ("residuals", "crossing", "inboxes", "moving", "working"))
     rest = step.total(here) - layers - STATE
     assert step.total(there) == pytest.approx(rest + max(layers, STATE))
-    assert search.least_bytes(placed(kept_bytes, "state")) <= step.total(there)
+    assert memory.least_bytes(placed(kept_bytes, "state")) <= step.total(there)
 
 
 def test_it_goes_over_the_bus_twice():
@@ -100,7 +100,7 @@ def test_residuals_leave_the_device_and_take_the_bus(kept_bytes):
     assert kept > 0
     assert bytes_there.pop("residuals") == 0
     assert bytes_here == bytes_there
-    assert search.least_bytes(there) <= step.total(bytes_there)
+    assert memory.least_bytes(there) <= step.total(bytes_there)
     one, other = step.layer_costs(here), step.layer_costs(there)
     sent = kept_bytes * PLAN.rows / (0.8 * 64e9)
     assert other.f == pytest.approx(one.f + sent)

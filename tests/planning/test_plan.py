@@ -11,7 +11,7 @@ import pytest
 
 from jaxpipe import cli
 from jaxpipe.errors import ArgumentError
-from jaxpipe.planning import candidates, configurations, devices, search
+from jaxpipe.planning import candidates, configurations, devices, memory, search
 from jaxpipe.planning.found import OBJECTIVES, Found, Goal
 from jaxpipe.planning.plans import OnHost, Placed, Plan
 from jaxpipe.planning.sizes import Kernel, LayerSizes, Linear, ModelSizes, Pass, Sizes, Variant
@@ -97,11 +97,33 @@ def test_the_front_is_one(model):
     assert len(front) > 1
 
 
+def test_no_plan_is_much_better_than_those_that_were_looked_at(model):
+    """In time, memory and cost at once: what is left out promises no more than a quarter."""
+    cluster, goal = devices.cluster("h100", 2, memory=60e9), Goal(1e9, (16,))
+    on_host = candidates.on_host(model, cluster)
+    every = candidates.plans(model, cluster, goal.batches, Counter(), on_host=on_host)
+    fitting = [
+        one
+        for one in (Placed(plan, model, cluster) for plan in every)
+        if memory.least_bytes(one) <= cluster.memory_bytes
+    ]
+    excluded = Counter[str]()
+    looked_at = search._screened(fitting, goal, 2, excluded, lambda share: None)
+    assert excluded["slower"] > 0
+    assert len(looked_at) + excluded.total() == len(fitting)
+    for one in exhaustive(model, cluster, goal):
+        assert any(
+            near.train_seconds <= 1.25 * one.train_seconds
+            and near.device_bytes <= 1.25 * one.device_bytes
+            for near in looked_at
+        )
+
+
 def test_what_a_plan_needs_at_least_is_never_more_than_it_needs(model):
     cluster = devices.cluster("h100", 4)
     goal = Goal(None, (16,))
     for one in exhaustive(model, cluster, goal)[::7]:
-        assert search.least_bytes(one.placed) <= one.device_bytes
+        assert memory.least_bytes(one.placed) <= one.device_bytes
         assert search.step.least_seconds(one.placed) <= one.step_seconds * (1 + 1e-9)
 
 

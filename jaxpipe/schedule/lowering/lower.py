@@ -96,22 +96,30 @@ def lower(
       >>> lower(one_f_one_b(4, 8), [2] * 4).num_slots["until_w"]
       4
     """
+    return lowering(schedule, layer_counts, clock=clock).table(
+        weight_slots=weight_slots,
+        gradient_slots=gradient_slots,
+        moving=Moving(own_slots, pieces, shares),
+    )
+
+
+def lowering(
+    schedule: Schedule, layer_counts: Sequence[int], *, clock: str = "lock-step"
+) -> Lowering:
+    """The part of `lower` that is the same however chunks move over data; arguments are its own."""
     refuse(simulated_only(schedule))
-    most = schedule.num_chunks
-    num_slots = min(weight_slots, most), min(gradient_slots or weight_slots, most)
-    moving, counts = Moving(own_slots, pieces, shares), tuple(layer_counts)
+    counts = tuple(layer_counts)
 
-    def in_ticks(ticks: Callable[[Schedule], list[list[int]]]) -> TickTable:
-        lowering = _Lowering(schedule, columns_of(schedule, counts, ticks), counts)
-        return lowering.run(*num_slots, moving, kept=gradient_slots is not None)
+    def in_ticks(ticks: Callable[[Schedule], list[list[int]]]) -> Lowering:
+        return Lowering(schedule, columns_of(schedule, counts, ticks), counts)
 
-    table = in_ticks(earliest_ticks)
+    soonest = in_ticks(earliest_ticks)
     if clock == "neighbor" and schedule.slices is None and schedule.segment is None:
         patient = in_ticks(patient_ticks)
-        takes_more = any(patient.num_slots[name] > n for name, n in table.num_slots.items())
-        if patient.meets.sum() < table.meets.sum() and not takes_more:
+        takes_more = any(patient.num_slots[name] > n for name, n in soonest.num_slots.items())
+        if patient.meets.sum() < soonest.meets.sum() and not takes_more:
             return patient
-    return table
+    return soonest
 
 
 def forward_only(schedule: Schedule) -> Schedule:
@@ -127,10 +135,15 @@ def _at(ticks: np.ndarray, phase: Phase) -> np.ndarray:
     return ticks * len(Phase) + phase
 
 
-class _Lowering:
-    """The passes of `lower`, which share the ticks of every action.
+class Lowering:
+    """A schedule in its ticks, with the slots of what its actions keep: all that its tick tables
+    have in common, which differ in how chunks move over data.
 
     Arrays of all actions of a kind are ``[virtual stages, microbatches]``.
+
+    Attributes:
+      kinds: of its actions.
+      channels, num_slots, meets: as of `TickTable`.
     """
 
     def __init__(self, schedule: Schedule, columns: Columns, layer_counts: tuple[int, ...]) -> None:
@@ -144,35 +157,35 @@ class _Lowering:
         self.trains = self.backward in self.kinds
         self.recomputes = Kind.R in self.kinds
         self.starts, self.ends = self._spans()
-        self.late, self.meets = self._meetings()
+        self._late, self.meets = self._meetings()
 
-    def run(
-        self,
-        weight_slots: int,
-        gradient_slots: int,
-        moving: Moving,
-        *,
-        kept: bool,
-    ) -> TickTable:
         lives = self._lives()
         names = dict.fromkeys(("x", "dy", "until_b", "until_w", "crossing", *lives))
-        slots = {name: np.zeros(self.shape, np.int64) for name in names}
-        slots |= {name: self._colour(*life) for name, life in lives.items()}
-        enters, slots["x"] = self._enter(*lives["x"], slots["x"])
-        returned, slots["dy"] = self._leave(lives.get("dy"), slots["dy"])
+        self._slots = {name: np.zeros(self.shape, np.int64) for name in names}
+        self._slots |= {name: self._colour(*life) for name, life in lives.items()}
+        self._enters, self._slots["x"] = self._enter(*lives["x"], self._slots["x"])
+        self._returned, self._slots["dy"] = self._leave(lives.get("dy"), self._slots["dy"])
+        self.channels = tuple(self._channels())
+        self.num_slots = {
+            name: 1 + int(self._slots[name].max()) if name in lives else 0 for name in names
+        }
+
+    def table(self, *, weight_slots: int, gradient_slots: int | None, moving: Moving) -> TickTable:
+        """The tick table of chunks that move so; the slots are those of `lower`."""
+        slots, most = self._slots, self.schedule.num_chunks
         hold = functools.partial(held_chunks, self.schedule, self.columns, moving)
-        waits = moving.pieces > 0
-        weights = hold(weight_slots, self.kinds, load=True, waits=waits)
-        gradients = hold(gradient_slots, [Kind.W, Kind.BW], load=False, waits=waits or kept)
-        passes = {kind: self._pass(kind, slots, weights, gradients) for kind in self.kinds}
-        embed, embed_slot = self._uniform(enters, slots["x"][0])
+        waits, kept = moving.pieces > 0, gradient_slots is not None
+        sums = min(gradient_slots or weight_slots, most)
+        weights = hold(min(weight_slots, most), self.kinds, load=True, waits=waits)
+        gradients = hold(sums, [Kind.W, Kind.BW], load=False, waits=waits or kept)
+        embed, embed_slot = self._uniform(self._enters, slots["x"][0])
         head, head_slot = self._uniform(self.ends[Kind.F][-1], slots["dy"][-1])
-        embed_gradient, embed_gradient_slot = self._together(*returned)
+        embed_gradient, embed_gradient_slot = self._together(*self._returned)
         return TickTable(
             schedule=self.schedule,
             layer_counts=self.layer_counts,
-            passes=passes,
-            channels=tuple(self._channels(slots, returned[1])),
+            passes={kind: self._pass(kind, weights, gradients) for kind in self.kinds},
+            channels=self.channels,
             embed=embed,
             embed_slot=embed_slot,
             head=head,
@@ -181,7 +194,7 @@ class _Lowering:
             embed_gradient_slot=embed_gradient_slot,
             gathers=weights.transfers,
             reduces=gradients.transfers,
-            num_slots={n: 1 + int(slots[n].max()) if n in lives else 0 for n in names},
+            num_slots=dict(self.num_slots),
             meets=self.meets,
         )
 
@@ -226,7 +239,7 @@ class _Lowering:
         """Ticks in which messages between neighboring virtual stages are received, from those in
         which they are sent, ``[virtual stages - 1, microbatches]``."""
         moved = self.stage_of[1:] != self.stage_of[:-1]
-        arrivals: np.ndarray = sent + (self.late[sent] & moved[:, None])
+        arrivals: np.ndarray = sent + (self._late[sent] & moved[:, None])
         return arrivals
 
     def _lives(self) -> dict[str, tuple[np.ndarray, np.ndarray]]:
@@ -292,10 +305,8 @@ class _Lowering:
             most //= 2
         return (done, np.full_like(done, NONE)), slots
 
-    def _pass(
-        self, kind: Kind, slots: dict[str, np.ndarray], weights: Held, gradients: Held
-    ) -> Cell:
-        slices = self.columns
+    def _pass(self, kind: Kind, weights: Held, gradients: Held) -> Cell:
+        slices, slots = self.columns, self._slots
         mine = np.flatnonzero(slices.of(kind))
         place, tick = (slices.virtual_stage[mine], slices.microbatch[mine]), slices.tick[mine]
         values = {
@@ -337,9 +348,10 @@ class _Lowering:
         microbatch[sorted_ticks, place], slot[sorted_ticks, place] = order, slots[order]
         return microbatch, slot
 
-    def _channels(self, slots: dict[str, np.ndarray], waiting: np.ndarray) -> Iterable[Channel]:
+    def _channels(self) -> Iterable[Channel]:
         """Groups messages by kind and distance, so that each group is one permutation. What waits
         for the embedding is a message of the first stage to itself."""
+        slots, waiting = self._slots, self._returned[1]
         _Group = tuple[set[tuple[int, int]], np.ndarray, np.ndarray]
         groups: dict[tuple[Kind, int], _Group] = {}
         shape = (self.num_ticks, self.schedule.num_stages)
@@ -360,7 +372,7 @@ class _Lowering:
             slot, late_slot = group_of(kind, sender, receiver)
             inbox = slots["dy" if kind is self.backward else "x"]
             # R reads what R of the tick before has put out, on its way.
-            late = (self.late[sent] & (sender != receiver)) | (kind is Kind.R)
+            late = (self._late[sent] & (sender != receiver)) | (kind is Kind.R)
             slot[sent[~late], receiver] = inbox[target, ~late]
             late_slot[sent[late] + 1, receiver] = inbox[target, late]
         for (kind, _), (edges, slot, late_slot) in sorted(groups.items(), key=lambda item: item[0]):
