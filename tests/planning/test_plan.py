@@ -231,7 +231,9 @@ def test_without_a_reader_the_command_says_so(monkeypatch, tmp_path):
         configurations.read(tmp_path / "config.yaml")
 
 
+# What `make train` prepares has another vocabulary.
 CONFIG = """
+data: {path: not-prepared}
 model: {vocab_size: 256, sequence_length: 64, num_layers: 4, width: 48, num_heads: 3}
 mesh: {stage: 3}
 train: {batch_size: 16, steps: 40}
