@@ -12,8 +12,8 @@ import os
 import re
 import sys
 
+COUNT_FLAG = "--xla_force_host_platform_device_count"
 _VARIABLE = "PJRT_NPROC"
-_COUNT_FLAG = "--xla_force_host_platform_device_count"
 
 
 def suffice() -> None:
@@ -31,7 +31,7 @@ def suffice() -> None:
 
 def _simulated_devices() -> int:
     """How many CPU devices ``XLA_FLAGS`` or jax's settings ask for, 1 by default."""
-    flags = re.findall(rf"{_COUNT_FLAG}=(\d+)", os.environ.get("XLA_FLAGS", ""))
+    flags = re.findall(rf"{COUNT_FLAG}=(\d+)", os.environ.get("XLA_FLAGS", ""))
     jax = sys.modules.get("jax")  # nothing imports it for this
     setting = jax.config.jax_num_cpu_devices if jax else 1
     return max(1, setting, *map(int, flags[-1:]))

@@ -21,7 +21,6 @@ _HEARTBEAT_SECONDS = 24 * 3600
 MAX_SIMULATED_DEVICES = 512
 """More simulated devices than this are taken for a mistake: each needs threads and memory."""
 
-_COUNT_FLAG = "--xla_force_host_platform_device_count"
 # Slurm and Open MPI set these for every process they start. Slurm's are those of a job step, since
 # the batch script itself runs as one process of a larger job.
 _LAUNCHERS = (
@@ -113,10 +112,11 @@ def simulate_devices(config: Config, processes: Processes) -> None:
     This has no effect on accelerators. Call it before jax is first used.
     """
     flags = os.environ.get("XLA_FLAGS", "")
-    if _COUNT_FLAG in flags:
+    if cpu_threads.COUNT_FLAG in flags:
         return
     count = config.mesh.num_devices // processes.count
-    os.environ["XLA_FLAGS"] = f"{flags} {_COUNT_FLAG}={min(count, MAX_SIMULATED_DEVICES)}".strip()
+    asked = f"{cpu_threads.COUNT_FLAG}={min(count, MAX_SIMULATED_DEVICES)}"
+    os.environ["XLA_FLAGS"] = f"{flags} {asked}".strip()
     cpu_threads.suffice()
 
 

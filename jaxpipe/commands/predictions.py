@@ -87,14 +87,12 @@ class OnDevices:
             found.append(Problem("zero", self.zero, "is no level of ZeRO", (0, 1, 2, 3)))
         if self.variant not in model.variants:
             known = "; ".join(
-                " ".join(
-                    f"--{name} {value}"
-                    for name, value in zip(one._fields, one, strict=True)
-                    if value != 1
+                f"--{name} {', '.join(map(str, dict.fromkeys(values)))}"
+                for name, values in zip(
+                    Variant._fields, zip(*sorted(model.variants), strict=True), strict=True
                 )
-                for one in model.variants
             )
-            rule = f"with $context, $expert and $remat was not counted; the file has {known}"
+            rule = f"with $context, $expert and $remat was not counted; the file knows {known}"
             others = {"context": self.context, "expert": self.expert, "remat": self.remat}
             found.append(Problem("tensor", self.tensor, rule, (), others))
         return found

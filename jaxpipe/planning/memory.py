@@ -116,7 +116,7 @@ def _moving_alone(placed: Placed, slots: Mapping[str, float]) -> float:
 
 def residual_bytes(placed: Placed, program: Program) -> float:
     """Of the slots of what F keeps, wherever they lie."""
-    return _residual_bytes(placed, _slots(program, placed.plan.zero == 3))
+    return _residual_bytes(placed, _slots_of_order(program.unmoved))
 
 
 def _residual_bytes(placed: Placed, slots: Mapping[str, float]) -> float:

@@ -93,7 +93,7 @@ class Program:
 
     @property
     def unmoved(self) -> Program:
-        """With chunks that do not move over data: of all programs with the same order the same."""
+        """It without chunks that move over data, which programs with the same order share."""
         return dataclasses.replace(
             self, weight_slots=1, own_slots=False, shares=0, sums_in_slots=False
         )
