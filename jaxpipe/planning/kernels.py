@@ -100,7 +100,7 @@ def count(
             copied += 2 * sum(map(program.bytes, cut | put))
         else:
             kernels += [program.fusion(v) for v in eqn.outvars if v in program.materialised]
-    return Counted(kernels, copied, collectives, program.most_live({*slots, *stored}))
+    return Counted(kernels, copied, collectives, program.most_live({*slots, *stored}, slots))
 
 
 class _Program:
@@ -116,6 +116,7 @@ class _Program:
         self.eqns, self.outputs = eqns, [v for v in outputs if jaxprs.is_var(v)]
         self.maker = {v: eqn for eqn in eqns for v in eqn.outvars}
         self.parameters, self.parameter_bytes = set(parameters), parameter_bytes
+        self.casts: dict[tuple[Any, Any], Any] = {}
         self.materialised: set[Any] = set()
         wanted = list(self.outputs)
         for eqn in eqns:
@@ -147,7 +148,8 @@ class _Program:
                 return v
             source = eqn.invars[0]
             if cast and self.origin(source) not in self.parameters:
-                return v
+                # Equal casts are one.
+                return self.casts.setdefault((self.origin(source), v.aval.dtype), v)
             v = source
         return v
 
@@ -182,14 +184,17 @@ class _Program:
                     missing.append(operand)
         return read
 
-    def most_live(self, stored: Collection[Any]) -> float:
+    def most_live(self, stored: Collection[Any], slots: Collection[Any]) -> float:
         """The most bytes at once of what is made here.
 
+        What is read from slots is cut out of them first, and stays until it is last read.
         What is stored elsewhere needs no room once nobody reads it here, and none at all if it is
         element by element: the kernel writes it there. What is made of weights alone is made again
         where it is read.
         """
-        operations = []
+        read = {v for eqn in self.eqns for v in map(self.origin, _inputs(eqn))}
+        cut = tuple(v for v in slots if v in read and v not in self.maker)
+        operations = [Operation(cut, frozenset(), by_element=False)]
         weights = set(self.parameters)
         for eqn in self.eqns:
             if self._fuses(eqn) and weights.issuperset(map(self.origin, _inputs(eqn))):

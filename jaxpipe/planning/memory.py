@@ -59,12 +59,12 @@ def _bytes(placed: Placed, slots: Mapping[str, float]) -> Mapping[str, float]:
     found["optimizer"] = placed.optimizer_bytes
     sums = slots["reduces"] * chunk if plan.zero >= 2 else stage
     # What is reduced after the last tick takes the room of activations that are gone by then, but
-    # for what is as large as its sum: XLA makes both of zeros at once, before the first tick.
+    # for what has the shape of a sum: XLA makes both of zeros at once, before the first tick.
     reduced = 0.0
     if plan.zero and slots["reduced in ticks"]:
         reduced = placed.stage_part
-    elif plan.zero and plan.expert == plan.parts:
-        reduced = plan.chunks * layers * placed.expert_parameters
+    elif plan.zero:
+        reduced = plan.chunks * layers * placed.sum_sized_parameters
     found["gradients"] = MASTER_BYTES * (sums + outer + reduced)
     if not plan.on_host.residuals:
         found["residuals"] = _residual_bytes(placed, slots)
@@ -73,20 +73,31 @@ def _bytes(placed: Placed, slots: Mapping[str, float]) -> Mapping[str, float]:
     found["inboxes"] = (slots["x"] + slots["dy"] + slots["late"]) * message
     # Pieces on their way, whole and as this device's part.
     both = placed.layer_parameters + placed.layer_part
-    if plan.zero == 3:
-        found["moving"] += slots["gathering"] * both * model.compute_bytes
+    gathering = slots["gathering"] * both * model.compute_bytes if plan.zero == 3 else 0.0
+    whole = reducing = 0.0
     if plan.data * plan.context > 1:
         # What the last tick alone reduces takes the room of its sums.
         in_place = plan.zero == 0 or slots["reduced last"]
-        reducing = placed.layer_parameters if in_place else both
-        found["moving"] += slots["reducing"] * reducing * MASTER_BYTES
-    head = sizes.head_working_set.at(plan.rows)
+        whole = slots["reducing"] * MASTER_BYTES * (placed.layer_parameters if in_place else both)
+        # Parts are summed over replicas under the layers, and so reduced to parts before.
+        before = plan.replica * plan.context > 1 and not in_place
+        reducing = slots["reducing"] * MASTER_BYTES * placed.layer_part if before else whole
+    found["moving"] = gathering + reducing if slots["together"] else max(gathering, reducing)
+    # The head reads what the last layer sends, if that is another stage's, and the slot for what
+    # it returns.
+    head = sizes.head_working_set.at(plan.rows) + (1 + (plan.stage > 1)) * message
     held = outer / sizes.outer_parameters if sizes.outer_parameters else 1.0
     layer = placed.mean("fused_working_set" if slots["fused"] else "working_set")
     if plan.weights == "stacked":  # a layer's weights are copied out of the stack as it begins
         layer += placed.layer_parameters * model.compute_bytes
-    # Pieces have arrived when the head runs; chunks that move whole do so before or after layers.
-    alone = max(head * held, _moving_alone(placed, slots))
+    # Pieces have arrived when the head runs, but for those of a last tick that runs it, too;
+    # chunks that move whole do so before or after layers.
+    beside = reducing if slots["reduced beside the head"] else 0.0
+    if slots["apart"]:  # backwards need no gathered embedding and head
+        layer -= outer * size if plan.zero == 3 else 0.0
+        if plan.microbatches == 1:  # what gradients are reduced to is made after its head
+            beside -= MASTER_BYTES * reduced
+    alone = max(head * held + beside, whole, _moving_alone(placed, slots))
     found["working"] = max(alone - found["moving"], layer)
     found["batch"] = model.row_bytes * plan.rows * plan.microbatches
     if plan.on_host.state:  # it comes when these are gone
@@ -132,6 +143,10 @@ def _slots(program: Program, gathers: bool) -> Mapping[str, float]:
     last = table.reduces_last(gathers=gathers)
     found["reduced in ticks"] = (table.reduces.chunk != NONE).any() and not last
     found["reduced last"] = last
+    bodies, rounds = table.runs(gathers=gathers, reduces=True)
+    found["apart"] = len(rounds) == 1 and not any(one.forward and one.backward for one in bodies)
+    found["reduced beside the head"] = last and any(one.reduce and one.forward for one in bodies)
+    found["together"] = last or any(one.gather and one.reduce for one in bodies)
     for name, moves in (("gathering", table.gathers), ("reducing", table.reduces)):
         found[name] = moves.group / moves.shares if moves.shared.any() else 0
     return {**_slots_of_order(program.unmoved), **found}
@@ -147,7 +162,8 @@ def _slots_of_order(program: Program) -> Mapping[str, float]:
 
     late = {channel.kind for channel in lowered.channels if channel.late}
     found = {name: slots(name) for name in lowered.num_slots}
-    return found | {"late": len(late), "fused": Kind.BW in lowered.kinds}
+    arriving = sum(channel.late for channel in lowered.channels)
+    return found | {"late": len(late) + arriving, "fused": Kind.BW in lowered.kinds}
 
 
 def _least_slots(plan: Plan) -> Mapping[str, float]:
@@ -163,4 +179,5 @@ def _least_slots(plan: Plan) -> Mapping[str, float]:
         | inboxes
         | moving
         | {"late": 0, "reduced in ticks": False, "reduced last": True, "fused": fused}
+        | {"reduced beside the head": False, "apart": True, "together": False}
     )

@@ -181,6 +181,19 @@ class Placed:
         return sum(found[kind] for kind in sizes.kind_of) / len(sizes.kind_of)
 
     @cached_property
+    def sum_sized_parameters(self) -> float:
+        """Of a device's parts of a layer, those in arrays of the shape of one of its gradient sums;
+        the mean, if layers differ."""
+        parts, sizes = self.plan.parts, self.sizes
+        found = []
+        for layer in sizes.layers:
+            whole = {*layer.shapes, *layer.expert_shapes}
+            cut = [_part(shape, parts) for shape in layer.shapes]
+            cut += [_part(shape, parts // self.plan.expert) for shape in layer.expert_shapes]
+            found.append(sum(math.prod(shape) for shape in cut if shape in whole))
+        return sum(found[kind] for kind in sizes.kind_of) / len(sizes.kind_of)
+
+    @cached_property
     def held_parameters(self) -> float:
         """Of all that a device updates: parts with ZeRO."""
         if self.plan.zero:
@@ -246,6 +259,14 @@ def _shares(shapes: _Shapes, parts: int, of_experts: _Shapes, parts_of_experts: 
         split = next((n // among for n in shape if n and n % among == 0), 0)
         found.append((MASTER_BYTES * math.prod(shape), split))
     return dividing_shares(found)
+
+
+def _part(shape: tuple[int, ...], parts: int) -> tuple[int, ...]:
+    """What a data shard has of an array: a part of the first dimension that divides."""
+    for dim, n in enumerate(shape):
+        if n and n % parts == 0:
+            return (*shape[:dim], n // parts, *shape[dim + 1 :])
+    return shape
 
 
 def _reordered(shapes: _Shapes, parts: int) -> int:

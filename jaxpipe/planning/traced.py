@@ -132,7 +132,8 @@ class _Trace:
             return value, vjp(jax.numpy.ones_like(value))
 
         program = jaxprs.flatten(jax.make_jaxpr(head)(outer, x)).jaxpr
-        return count(program.eqns, program.outvars, axis_sizes=self.axes)
+        arrived = program.invars[len(jax.tree.leaves(outer)) :]  # from the last stage
+        return count(program.eqns, program.outvars, slots=arrived, axis_sizes=self.axes)
 
 
 def _passes(split: Split, axes: dict[str, int], size: int) -> list[Counted]:

@@ -5,6 +5,9 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Collection, Hashable, Sequence
 
+_MUCH = 16
+"""How many times larger the largest operand is than results that are little of much."""
+
 
 @dataclasses.dataclass(frozen=True)
 class Operation:
@@ -38,7 +41,7 @@ def most_at_once(
       >>> most_at_once([matmul, activation], lambda name: 8.0, returned="z")
       8.0
     """
-    kernels = _joined(operations, size)
+    kernels = _joined(_reduced_early(operations, size), size)
     last = {v: n for n, one in enumerate(kernels) for v in (*one.makes, *one.reads)}
     made = {v for one in kernels for v in one.makes}
     last |= {v: len(kernels) for v in returned}
@@ -57,13 +60,33 @@ def most_at_once(
     return most
 
 
+def _reduced_early(
+    operations: Sequence[Operation], size: Callable[[Hashable], float]
+) -> list[Operation]:
+    """Operations with those that make little of much as soon as they can be made: XLA makes sums in
+    the kernel of what else reads their operands."""
+    found: list[Operation] = []
+    for one in operations:
+        made, read = sum(map(size, one.makes)), max(map(size, one.reads), default=0.0)
+        place = len(found)
+        if one.by_element and one.makes and made < read / _MUCH:
+            while place and one.reads.isdisjoint(found[place - 1].makes):
+                place -= 1
+        found.insert(place, one)
+    return found
+
+
 def _joined(operations: Sequence[Operation], size: Callable[[Hashable], float]) -> list[Operation]:
     """Operations in their order, with those joined that XLA runs as one kernel: results of one
-    size, element by element, of a common operand, none of them read before the last is made."""
+    size, element by element, of a common operand, none of them read before the last is made.
+
+    What stores its results elsewhere comes last: XLA writes slots when nothing else is left to do.
+    """
     kernels: list[Operation] = []  # from the last to the first
+    late: list[Operation] = []
     for one in reversed(operations):
         if one.by_element and not one.makes:
-            kernels.insert(_place_of_store(one, kernels, size), one)
+            late.append(one)
             continue
         place = _kernel_to_join(one, kernels, size)
         if place is None:
@@ -71,19 +94,7 @@ def _joined(operations: Sequence[Operation], size: Callable[[Hashable], float]) 
             continue
         other = kernels[place]
         kernels[place] = Operation(one.makes + other.makes, one.reads | other.reads, True)
-    return kernels[::-1]
-
-
-def _place_of_store(
-    one: Operation, later: Sequence[Operation], size: Callable[[Hashable], float]
-) -> int:
-    """Where what stores its result elsewhere runs: after the first kernel that reads, element by
-    element, what it reads as well. XLA writes slots late, so that the operand stays till then."""
-    for n in reversed(range(len(later))):
-        shared = {size(v) for v in later[n].reads & one.reads}
-        if later[n].by_element and later[n].makes and size(later[n].makes[0]) in shared:
-            return n
-    return len(later)
+    return kernels[::-1] + late[::-1]
 
 
 def _kernel_to_join(

@@ -124,7 +124,8 @@ def test_bytes_are_those_of_the_tick_loops_buffers(zero, schedule, chunks, slots
         schedule=program.table().schedule, stage=2, data=4, expert=expert, zero=zero,
         weight_slots=slots, compute_dtype="bfloat16",
     )  # fmt: skip
-    kept = {n: tree_bytes(tree) for n, tree in buffers(pipe, batch(PLAN.batch_rows)).items()}
+    found_buffers = buffers(pipe, batch(PLAN.batch_rows))
+    kept = {n: tree_bytes(tree) for n, tree in found_buffers.items()}
     outer = 4 * one.outer_parameters
     reduced = kept.get("reduced", 0) if (pipe.table.reduces.chunk >= 0).any() else 0
     if zero and expert == PLAN.data:  # no data shard splits experts: they are reduced to all of it
@@ -133,7 +134,8 @@ def test_bytes_are_those_of_the_tick_loops_buffers(zero, schedule, chunks, slots
     assert found["residuals"] == kept["until_b"] + kept["until_w"]
     assert found["copies"] - (outer if zero == 3 else 0.0) == kept["weights"]
     assert found["gradients"] - outer == kept["gradients"] + reduced
-    assert found["moving"] == kept.get("moving", 0)
+    gathered, sums = map(tree_bytes, found_buffers.get("moving", ([], [])))
+    assert found["moving"] == max(gathered, sums)  # in different ticks
     held = sum(
         leaf.dtype.itemsize * math.prod(leaf.sharding.shard_shape(leaf.shape))
         for leaf in jax.tree.leaves(pipe.placed_params)

@@ -123,7 +123,8 @@ def test_what_a_plan_needs_at_least_is_never_more_than_it_needs(model):
     cluster = devices.cluster("h100", 4)
     goal = Goal(None, (16,))
     for one in exhaustive(model, cluster, goal)[::7]:
-        assert memory.least_bytes(one.placed) <= one.device_bytes
+        least = memory.least_bytes(one.placed)
+        assert least <= one.device_bytes or least == pytest.approx(one.device_bytes, rel=1e-12)
         assert search.step.least_seconds(one.placed) <= one.step_seconds * (1 + 1e-9)
 
 

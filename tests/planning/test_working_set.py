@@ -62,12 +62,21 @@ def test_no_place_is_taken_of_what_is_read_later():
     assert most_at_once([one("u", ""), one("g", "u")], SIZES.__getitem__) == 8
 
 
-def test_what_is_stored_elsewhere_is_written_after_the_kernel_that_reads_the_same():
-    """Hidden values that go into a slot: their operands stay until the gradients are made."""
+def test_what_is_stored_elsewhere_is_written_last():
+    """Hidden values that go into a slot: their operands stay until then."""
     made = [one("u", ""), one("g", "")]
     store = [one("", "ug", by_element=True)]
     gradients = [one("d", ""), one("x", "udg", by_element=True), one("y", "dgu", by_element=True)]
     assert most_at_once([*made, *store, *gradients], SIZES.__getitem__, "xy") == 4 * 4
     assert most_at_once([*made, *gradients], SIZES.__getitem__, "xy") == 3 * 4
-    # Nothing that is made later reads them: the store is where it stood.
-    assert most_at_once([*made, *store, one("d", "")], SIZES.__getitem__) == 2 * 4
+    assert most_at_once([*made, *store, one("d", "")], SIZES.__getitem__) == 3 * 4
+
+
+def test_sums_are_made_as_soon_as_what_they_add():
+    """So what they add need not wait for them."""
+    sizes = SIZES | {"s": 0.125}
+    operations = [one("u", ""), one("g", "u"), one("d", "g"), one("s", "ug", by_element=True)]
+    assert most_at_once(operations, sizes.__getitem__, "s") == 2 * 4 + 0.125
+    # A matmul is made where it stands.
+    operations[-1] = one("s", "ug")
+    assert most_at_once(operations, sizes.__getitem__, "s") == 3 * 4

@@ -36,7 +36,8 @@ def predicted_bytes(
       batch: a batch, or its shapes.
       rng: as for `Pipeline.value_and_grad`.
       by_chunk: the optimizer of ``pipe.train_step(by_chunk, update="chunk")``, for the memory of
-        that step; None for that of ``pipe.value_and_grad``, the gradients it returns included.
+        that step; None for that of a step that updates after the backward. What its optimizer
+        needs beside the gradients is not counted.
 
     Returns:
       Bytes by buffer, as `jaxpipe.runtime.measure.traced.buffers` names them, and "working_set".
@@ -63,14 +64,18 @@ def compiled_bytes(
     *,
     by_chunk: optax.GradientTransformation | None = None,
 ) -> int:
-    """Compiles that step and returns what it takes on each device beside its arguments: the bytes
-    of its temporaries, and of the gradients if it returns them.
+    """Compiles that step, with plain SGD if it updates after the backward, and returns the bytes
+    that it takes on each device beside its arguments.
+
+    The update is part of it: gradients that a program returns have arrays of their own, in whose
+    room the compiler puts what happens to fit.
 
     Arguments as for `predicted_bytes`.
     """
-    analysis = compiled(pipe, batch, rng, by_chunk=by_chunk).memory_analysis()
+    updates = (optax.sgd(1.0), "step") if by_chunk is None else (by_chunk, "chunk")
+    analysis = compiled(pipe, batch, rng, updates=updates).memory_analysis()
     assert analysis is not None  # every backend of jax has one
-    returned = analysis.output_size_in_bytes if by_chunk is None else 0  # else it is donated
+    returned = analysis.output_size_in_bytes - analysis.alias_size_in_bytes
     return analysis.temp_size_in_bytes + returned
 
 
@@ -79,20 +84,24 @@ def compiled(
     batch: Batch,
     rng: Key = None,
     *,
-    by_chunk: optax.GradientTransformation | None = None,
+    updates: tuple[optax.GradientTransformation, str] | None = None,
     options: dict[str, Any] | None = None,
 ) -> jax.stages.Compiled:
-    """Compiles the step for the shapes of these arguments, with these options of XLA."""
+    """Compiles for the shapes of these arguments, with these options of XLA.
+
+    ``updates`` are the arguments of `Pipeline.train_step`; None compiles `Pipeline.value_and_grad`.
+    """
 
     def shape(leaf: Shapes) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=pipe.batch_sharding)
 
     batch, states = jax.tree.map(shape, batch), pipe.placed_states
-    if by_chunk is None:
+    if updates is None:
         lowered = jax.jit(pipe.value_and_grad).lower(pipe.placed_params, batch, rng, states=states)
     else:
-        state = pipe.optimizer_placing(by_chunk).placed
-        step: Any = pipe.train_step(by_chunk, update="chunk")
+        optimizer, when = updates
+        state = pipe.optimizer_placing(optimizer).placed
+        step: Any = pipe.train_step(optimizer, update=when)
         lowered = step.lower(pipe.placed_params, state, batch, rng, states)
     return lowered.compile(options)
 

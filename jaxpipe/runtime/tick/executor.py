@@ -38,7 +38,7 @@ from jaxpipe.runtime.tick.weights import Gathered, Held, Resident
 from jaxpipe.runtime.trees import select
 from jaxpipe.runtime.types import Batch, Gradients, Index, Key, Placed, Shapes, States, Tree
 from jaxpipe.schedule.actions import Kind
-from jaxpipe.schedule.lowering.table import NONE, Parts, Row, TickTable, Transfer
+from jaxpipe.schedule.lowering.table import NONE, Parts, Row, Transfer
 
 _SUMS = ("gradients", "reduced")
 """Buffers that start as zeros; the others are written before they are read."""
@@ -193,7 +193,7 @@ def _run_rows(fixed: Fixed, batch: Microbatches, carried: Carried) -> Carried:
 
     Its trip count is the same on every device.
     """
-    rows = _of_stage(fixed.table, fixed.stage)
+    rows = _of_stage(fixed)
     sink = fixed.gradients
     found, rounds = fixed.table.runs(
         gathers=fixed.weights.gathers, reduces=sink is not None and sink.reduces(fixed)
@@ -237,18 +237,22 @@ def _at_edge(
     return lax.scan(lambda through, one: (move(through, one), None), through, moves)[0]
 
 
-def _of_stage(table: TickTable, stage: jax.Array) -> Row:
-    """The rows as one stage sees them, int32 ``[ticks]``."""
-    rows = jax.tree.map(jnp.asarray, table.rows)
+def _of_stage(fixed: Fixed) -> Row:
+    """The rows as this stage sees them, int32 ``[ticks]``."""
+    rows = jax.tree.map(jnp.asarray, fixed.table.rows)
 
     def own(columns: Tree) -> Tree:
-        return jax.tree.map(lambda column: column[:, stage], columns)
+        return jax.tree.map(lambda column: column[:, fixed.stage], columns)
 
+    # A device's index is never negative, but XLA does not know that. In a body that runs once it
+    # would leave out the loops of embedding and head, and mix their work with that of other ticks.
+    device = lax.axis_index(fixed.axes.names)
     return rows._replace(
         cells=own(rows.cells),
         arrivals=own(rows.arrivals),
         gather=own(rows.gather),
         reduce=own(rows.reduce),
+        outer=jax.tree.map(lambda column: jnp.where(device >= 0, column, NONE), rows.outer),
     )
 
 
