@@ -2,7 +2,8 @@
 
 For each model the best plans that differ in mesh, schedule or rematerialization, as ``jaxpipe plan
 --measure`` compiles them: whole training steps for H100s that need not exist, without devices. What
-was compiled is kept in benchmarks/results, so that an interrupted run goes on.
+was compiled is kept in benchmarks/results/plan_memory_compiled.json, so that an interrupted run
+goes on: remove it when the program of a step has changed.
 
 The exit status is 1 if a prediction is off by more than 2%, or a plan exceeds its limit.
 

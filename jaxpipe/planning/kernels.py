@@ -51,12 +51,14 @@ class Counted:
       values: bytes copied into slots and out of them.
       collectives: (axis, kind, bytes that a device sends).
       live: the most bytes that exist at once of what the equations make.
+      stacked_live: the same with the weights that they read, cut out of a stack.
     """
 
     kernels: list[tuple[float, float]]
     values: float
     collectives: list[tuple[str, str, float]]
     live: float
+    stacked_live: float
 
 
 def count(
@@ -100,7 +102,9 @@ def count(
             copied += 2 * sum(map(program.bytes, cut | put))
         else:
             kernels += [program.fusion(v) for v in eqn.outvars if v in program.materialised]
-    return Counted(kernels, copied, collectives, program.most_live({*slots, *stored}, slots))
+    elsewhere = {*slots, *stored}
+    live, stacked = (program.most_live(elsewhere, cut) for cut in (slots, [*slots, *parameters]))
+    return Counted(kernels, copied, collectives, live, stacked)
 
 
 class _Program:
@@ -184,32 +188,36 @@ class _Program:
                     missing.append(operand)
         return read
 
-    def most_live(self, stored: Collection[Any], slots: Collection[Any]) -> float:
+    def most_live(self, stored: Collection[Any], cut: Collection[Any]) -> float:
         """The most bytes at once of what is made here.
 
-        What is read from slots is cut out of them first, and stays until it is last read.
-        What is stored elsewhere needs no room once nobody reads it here, and none at all if it is
-        element by element: the kernel writes it there. What is made of weights alone is made again
-        where it is read.
+        What is cut out of slots, or of a stack of weights, is cut first, and stays until it is last
+        read. What is stored elsewhere needs no room once nobody reads it here, and none at all if
+        it is element by element: the kernel writes it there. What is made of weights alone is made
+        again where it is read.
         """
-        read = {v for eqn in self.eqns for v in map(self.origin, _inputs(eqn))}
-        cut = tuple(v for v in slots if v in read and v not in self.maker)
-        operations = [Operation(cut, frozenset(), by_element=False)]
-        weights = set(self.parameters)
+        weights = {v: frozenset([v]) for v in self.parameters}
         for eqn in self.eqns:
-            if self._fuses(eqn) and weights.issuperset(map(self.origin, _inputs(eqn))):
-                weights |= set(eqn.outvars)
+            inputs = [self.origin(v) for v in _inputs(eqn)]
+            if self._fuses(eqn) and weights.keys() >= set(inputs):
+                made_of = frozenset[Any]().union(*(weights[v] for v in inputs))
+                weights |= dict.fromkeys(eqn.outvars, made_of)
+
+        def named(variables: Iterable[Any]) -> frozenset[Any]:
+            return frozenset(one for v in variables for one in weights.get(v, (v,)))
+
+        read = named(self.origin(v) for eqn in self.eqns for v in _inputs(eqn))
+        first = tuple(v for v in cut if v in read and v not in self.maker)
+        operations = [Operation(first, frozenset(), by_element=False)]
         elsewhere = {self.origin(v) for v in stored}
         elsewhere -= {self.origin(v) for eqn in self.eqns for v in _inputs(eqn)}
         for eqn in self.eqns:
             if not self._fuses(eqn):
-                reads = frozenset(map(self.origin, _inputs(eqn)))
+                reads = named(map(self.origin, _inputs(eqn)))
                 operations.append(Operation(tuple(eqn.outvars), reads, by_element=False))
                 continue
             operations += [
-                Operation(
-                    () if v in elsewhere else (v,), frozenset(self._read_for(v)), by_element=True
-                )
+                Operation(() if v in elsewhere else (v,), named(self._read_for(v)), by_element=True)
                 for v in eqn.outvars
                 if v in self.materialised and v not in weights
             ]

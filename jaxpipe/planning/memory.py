@@ -45,7 +45,7 @@ def least_bytes(placed: Placed, program: Program | None = None) -> float:
 
 def _bytes(placed: Placed, slots: Mapping[str, float]) -> Mapping[str, float]:
     """Bytes by part with so many slots (`_slots`)."""
-    plan, model, sizes = placed.plan, placed.model, placed.sizes
+    plan, model = placed.plan, placed.model
     layers = placed.layers_per_chunk
     stage, outer = placed.stage_parameters, placed.outer_parameters
     chunk = layers * placed.layer_parameters
@@ -62,18 +62,33 @@ def _bytes(placed: Placed, slots: Mapping[str, float]) -> Mapping[str, float]:
     # for what has the shape of a sum: XLA makes both of zeros at once, before the first tick.
     reduced = 0.0
     if plan.zero and slots["reduced in ticks"]:
-        reduced = placed.stage_part
+        reduced = MASTER_BYTES * placed.stage_part
     elif plan.zero:
-        reduced = plan.chunks * layers * placed.sum_sized_parameters
-    found["gradients"] = MASTER_BYTES * (sums + outer + reduced)
+        reduced = MASTER_BYTES * plan.chunks * layers * placed.sum_sized_parameters
+    found["gradients"] = MASTER_BYTES * (sums + outer) + reduced
     if not plan.on_host.residuals:
         found["residuals"] = _residual_bytes(placed, slots)
     found["crossing"] = layers * slots["crossing"] * placed.mean("crossing")
-    message = sizes.message.at(plan.rows)
+    message = placed.sizes.message.at(plan.rows)
     found["inboxes"] = (slots["x"] + slots["dy"] + slots["late"]) * message
-    # Pieces on their way, whole and as this device's part.
-    both = placed.layer_parameters + placed.layer_part
-    gathering = slots["gathering"] * both * model.compute_bytes if plan.zero == 3 else 0.0
+    found["moving"], found["working"] = _at_work(placed, slots, reduced)
+    found["batch"] = model.row_bytes * plan.rows * plan.microbatches
+    if plan.on_host.state:  # it comes when these are gone
+        gone = sum(found[name] for name in _OF_LAYERS)
+        found["optimizer"] = max(0.0, found["optimizer"] - gone)
+    return found
+
+
+def _at_work(placed: Placed, slots: Mapping[str, float], reduced: float) -> tuple[float, float]:
+    """Bytes of pieces that move while layers run, and of the layer or, beyond them, of the head or
+    what moves alone.
+
+    ``reduced`` are those of what gradients are reduced to.
+    """
+    plan, sizes = placed.plan, placed.sizes
+    compute, outer = placed.model.compute_bytes, placed.outer_parameters
+    both = placed.layer_parameters + placed.layer_part  # whole, and as this device's part
+    gathering = slots["gathering"] * both * compute if plan.zero == 3 else 0.0
     whole = reducing = 0.0
     if plan.data * plan.context > 1:
         # What the last tick alone reduces takes the room of its sums.
@@ -82,28 +97,21 @@ def _bytes(placed: Placed, slots: Mapping[str, float]) -> Mapping[str, float]:
         # Parts are summed over replicas under the layers, and so reduced to parts before.
         before = plan.replica * plan.context > 1 and not in_place
         reducing = slots["reducing"] * MASTER_BYTES * placed.layer_part if before else whole
-    found["moving"] = gathering + reducing if slots["together"] else max(gathering, reducing)
-    # The head reads what the last layer sends, if that is another stage's, and the slot for what
-    # it returns.
-    head = sizes.head_working_set.at(plan.rows) + (1 + (plan.stage > 1)) * message
+    moving = gathering + reducing if slots["together"] else max(gathering, reducing)
+    working_set = "fused_working_set" if slots["fused"] else "working_set"
+    layer = placed.mean(f"stacked_{working_set}" if plan.weights == "stacked" else working_set)
+    # The head reads what the last layer sends, if that is another stage's, and the slot for what it
+    # returns. Pieces have arrived then, but for those of a last tick that runs it, too.
     held = outer / sizes.outer_parameters if sizes.outer_parameters else 1.0
-    layer = placed.mean("fused_working_set" if slots["fused"] else "working_set")
-    if plan.weights == "stacked":  # a layer's weights are copied out of the stack as it begins
-        layer += placed.layer_parameters * model.compute_bytes
-    # Pieces have arrived when the head runs, but for those of a last tick that runs it, too;
-    # chunks that move whole do so before or after layers.
-    beside = reducing if slots["reduced beside the head"] else 0.0
+    head = held * sizes.head_working_set.at(plan.rows)
+    head += (1 + (plan.stage > 1)) * sizes.message.at(plan.rows)
+    head += reducing if slots["reduced beside the head"] else 0.0
     if slots["apart"]:  # backwards need no gathered embedding and head
-        layer -= outer * size if plan.zero == 3 else 0.0
-        if plan.microbatches == 1:  # what gradients are reduced to is made after its head
-            beside -= MASTER_BYTES * reduced
-    alone = max(head * held + beside, whole, _moving_alone(placed, slots))
-    found["working"] = max(alone - found["moving"], layer)
-    found["batch"] = model.row_bytes * plan.rows * plan.microbatches
-    if plan.on_host.state:  # it comes when these are gone
-        gone = sum(found[name] for name in _OF_LAYERS)
-        found["optimizer"] = max(0.0, found["optimizer"] - gone)
-    return found
+        layer -= outer * placed.model.parameter_bytes if plan.zero == 3 else 0.0
+        head -= reduced if plan.microbatches == 1 else 0.0  # it is made after the one head
+    # Chunks that move whole do so before or after layers.
+    alone = max(head, whole, _moving_alone(placed, slots))
+    return moving, max(alone - moving, layer)
 
 
 def _moving_alone(placed: Placed, slots: Mapping[str, float]) -> float:

@@ -83,6 +83,8 @@ class LayerSizes(NamedTuple):
       until_b, until_w, crossing: bytes that are kept from F to B, from F to W, and from B to W.
       working_set: bytes that exist at once while a pass runs, beside what is kept.
       fused_working_set: the same where B and W run as one.
+      stacked_working_set, stacked_fused_working_set: the same with the layer's weights, which are
+        cut out of a stack.
       shapes: of its parameters, as the device has them without shards over data.
       expert_shapes: of those that the devices of an expert axis split, likewise.
     """
@@ -96,6 +98,8 @@ class LayerSizes(NamedTuple):
     crossing: Linear
     working_set: Linear
     fused_working_set: Linear
+    stacked_working_set: Linear
+    stacked_fused_working_set: Linear
     shapes: tuple[tuple[int, ...], ...]
     expert_shapes: tuple[tuple[int, ...], ...] = ()
 
@@ -247,10 +251,11 @@ def _sizes(data: Any) -> Sizes:
 
 def _layer(data: Any) -> LayerSizes:
     f, b, w, parameters, *kept, shapes, expert_shapes = data
-    until_b, until_w, crossing, split, fused = (Linear(*one) for one in kept)
+    until_b, until_w, crossing, *working = (Linear(*one) for one in kept)
+    split, fused, stacked, stacked_fused = working
     return LayerSizes(
         *(_pass(f), _pass(b), _pass(w), parameters),
-        *(until_b, until_w, crossing, split, fused),
+        *(until_b, until_w, crossing, split, fused, stacked, stacked_fused),
         tuple(map(tuple, shapes)),
         tuple(map(tuple, expert_shapes)),
     )

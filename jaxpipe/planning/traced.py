@@ -87,8 +87,12 @@ class _CountedLayer:
         self.expert_shapes = tuple(leaf.shape for leaf in leaves if EXPERT in leaf.apart)
         kept = kind.split.until_b, kind.split.until_w, kind.split.crossing
         self.kept = [tree_bytes(list(one)) for one in kept]
-        f, b, w, fused = (one.live for one in self.passes)
-        self.live, self.fused_live = max(f, b, w), max(f, fused)
+        lives = [(one.live, one.stacked_live) for one in self.passes]
+        self.live = [
+            most
+            for f, b, w, fused in zip(*lives, strict=True)
+            for most in (max(f, b, w), max(f, fused))
+        ]
 
 
 class _Trace:
@@ -166,8 +170,8 @@ def _passes(split: Split, axes: dict[str, int], size: int) -> list[Counted]:
 def _layer(few: _CountedLayer, many: _CountedLayer, line: _Line) -> LayerSizes:
     f, b, w = (_pass(*both, line) for both in zip(few.passes[:3], many.passes[:3], strict=True))
     until_b, until_w, crossing = map(line, few.kept, many.kept)
-    live, fused = line(few.live, many.live), line(few.fused_live, many.fused_live)
-    kept = until_b, until_w, crossing, live, fused
+    split, fused, stacked, stacked_fused = map(line, few.live, many.live)
+    kept = until_b, until_w, crossing, split, fused, stacked, stacked_fused
     return LayerSizes(f, b, w, few.parameters, *kept, few.shapes, few.expert_shapes)
 
 

@@ -25,7 +25,7 @@ def placed(kept_bytes: float, *on_host: str) -> Placed:
     """Two of four layers on each stage; a layer keeps so many bytes per row of a microbatch."""
     nothing, kept = Linear(0, 0), Linear(0, kept_bytes)
     matmul = Pass((Kernel(Linear(0, 1e9), nothing),), nothing, ())
-    layer = LayerSizes(*(matmul, matmul, matmul, PARAMETERS, kept), *[nothing] * 4, ((1000, 1000),))
+    layer = LayerSizes(*(matmul, matmul, matmul, PARAMETERS, kept), *[nothing] * 6, ((1000, 1000),))
     sizes = Sizes((layer,), (0,) * 4, Linear(0, 1.0), OUTER, 0, matmul, nothing)
     model = ModelSizes("equal", 64, 4, 4, 2, 32, 1, {Variant(1, 1, "none"): sizes})
     plan = dataclasses.replace(PLAN, on_host=OnHost(**dict.fromkeys(on_host, True)))

@@ -30,9 +30,11 @@ def synthetic(layers: int = 4, width: int = 4096) -> ModelSizes:
 
     def sizes(times: int, kept: int) -> Sizes:
         until = Linear(0, kept * activation.per_row)
+        until_stacked = Linear(2.0 * weights, until.per_row)
         layer = LayerSizes(
             *(matmuls(1), matmuls(times), matmuls(1), weights),
-            *(until, nothing, activation, until, until),
+            *(until, nothing, activation),
+            *(until, until, until_stacked, until_stacked),
             ((12 * width, width),),
         )
         vocabulary = 32000 * width
