@@ -38,7 +38,7 @@ from jaxpipe.runtime.tick.weights import Gathered, Held, Resident
 from jaxpipe.runtime.trees import select
 from jaxpipe.runtime.types import Batch, Gradients, Index, Key, Placed, Shapes, States, Tree
 from jaxpipe.schedule.actions import Kind
-from jaxpipe.schedule.lowering.table import NONE, Parts, Row, Transfer
+from jaxpipe.schedule.lowering.table import NONE, Parts, Row, TickTable, Transfer
 
 _SUMS = ("gradients", "reduced")
 """Buffers that start as zeros; the others are written before they are read."""
@@ -193,7 +193,7 @@ def _run_rows(fixed: Fixed, batch: Microbatches, carried: Carried) -> Carried:
 
     Its trip count is the same on every device.
     """
-    rows = _of_stage(fixed)
+    rows = _of_stage(fixed.table, fixed.stage)
     sink = fixed.gradients
     found, rounds = fixed.table.runs(
         gathers=fixed.weights.gathers, reduces=sink is not None and sink.reduces(fixed)
@@ -237,22 +237,18 @@ def _at_edge(
     return lax.scan(lambda through, one: (move(through, one), None), through, moves)[0]
 
 
-def _of_stage(fixed: Fixed) -> Row:
-    """The rows as this stage sees them, int32 ``[ticks]``."""
-    rows = jax.tree.map(jnp.asarray, fixed.table.rows)
+def _of_stage(table: TickTable, stage: jax.Array) -> Row:
+    """The rows as one stage sees them, int32 ``[ticks]``."""
+    rows = jax.tree.map(jnp.asarray, table.rows)
 
     def own(columns: Tree) -> Tree:
-        return jax.tree.map(lambda column: column[:, fixed.stage], columns)
+        return jax.tree.map(lambda column: column[:, stage], columns)
 
-    # A device's index is never negative, but XLA does not know that. In a body that runs once it
-    # would leave out the loops of embedding and head, and mix their work with that of other ticks.
-    device = lax.axis_index(fixed.axes.names)
     return rows._replace(
         cells=own(rows.cells),
         arrivals=own(rows.arrivals),
         gather=own(rows.gather),
         reduce=own(rows.reduce),
-        outer=jax.tree.map(lambda column: jnp.where(device >= 0, column, NONE), rows.outer),
     )
 
 
@@ -261,6 +257,11 @@ def tick(
 ) -> Carried:
     """Runs those parts of one row."""
     sink, weights = fixed.gradients, fixed.weights
+    # A device's index is never negative, but XLA does not know that. In a body that runs once it
+    # would leave out the loops of an embedding or a head, and mix their work with other ticks'.
+    device = lax.axis_index(fixed.axes.names)
+    runs = jax.tree.map(lambda number: jnp.where(device >= 0, number, NONE), row.outer)
+    row = row._replace(outer=runs)
     arriving = send_late(fixed.table, parts, carried.sent, fixed.axes)
     gathered: Tree = []
     reduced: Tree = []
@@ -273,7 +274,6 @@ def tick(
         sums = sink.read(fixed, carried, row.reduce)
         reduced = sink.start(fixed, sums)
         # Layers come after what reads the sums that they write, or XLA copies the sums.
-        device = lax.axis_index(fixed.axes.names)
         row = row._replace(cells=after(sums, row.cells, device))
     if parts.forward:
         carried = outer_phases.enter(fixed, batch, carried, row.outer)
