@@ -82,7 +82,7 @@ LIMITS = {
     "1x8 1f1b, ZeRO-2, unrolled": Limits(1.03, 0, 0.022),
     "1x8 gpipe, ZeRO-3, unrolled": Limits(1.03, 0, 0.019),
     "1x8 1f1b, ZeRO-3, unrolled": Limits(1.03, 0, 0.023),
-    "1x8 breadth-first, ZeRO-2, unrolled": Limits(1.03, 0, 0.011),
+    "1x8 breadth-first, ZeRO-2, unrolled": Limits(1.03, 0, 0.0111),
     "1x8 zb-v, ZeRO-2, unrolled": Limits(1.03, 0, 0.014),
     "1x8 breadth-first, ZeRO-3, unrolled": Limits(1.03, 0, 0.013),
     "1x8 zb-v, ZeRO-3, unrolled": Limits(1.03, 0, 0.016),
