@@ -50,7 +50,7 @@ def compiled_flops(pipe: jaxpipe.Pipeline, program: HloProgram) -> int:
     loops = [loop for body in bodies for loop in program.loops(body)]
     flops = {loop.name: program.dot_flops(loop.calls["body"]) for loop in loops}
     layers = {name: flops[loop.name] for name, (loop,) in program.layer_loops().items()}
-    runs = {kind: int(np.sum(cell.hi - cell.lo)) for kind, cell in pipe.table.passes.items()}
+    runs = {kind: int(np.sum(cell.layers)) for kind, cell in pipe.table.passes.items()}
     head = sum(flops.values()) - sum(layers.values())
     head *= int(np.sum(pipe.table.head != NONE)) * pipe.schedule.num_stages
     return head + sum(runs[Kind(name)] * count for name, count in layers.items())

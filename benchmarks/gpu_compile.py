@@ -3,13 +3,17 @@
 GPT, width 2048, 4 layers per chunk, bfloat16 compute, on 8 GPUs of one host and on 2 hosts of 8.
 The scheduled program and its launch sequence (thunks) show, for one tick:
 
-- messages: how many layer loops run between a transfer's start and its end; 0 is a transfer that
-  overlaps with no computation, one "in a loop" leaves only in gated ticks;
+- messages: how many layer loops run between the start and the end of a late one, and how many sets
+  of edges ticks choose from for the others; below the table stand the edges themselves;
+- data axis: the same loops for gathers and reductions; one "in a loop" leaves only in gated ticks;
 - copies: whole buffers copied or written anew;
+- branches: what else than messages is computed in the conditional that sends them;
 - weights: bytes of weights and of their gradient sums that a layer copies, and that it casts;
-- host: loops outside CUDA graphs, each of which the host waits for;
+- host waits: for loops outside CUDA graphs, and for conditionals;
 - memory: temporaries, with an update by plain SGD, against
   `jaxpipe.runtime.measure.memory.predicted_bytes`.
+
+The edges have to be those of the tick table.
 
 Kernels are not tuned without a GPU: nothing here is a speed. Attention is XLA's, not cuDNN's.
 
@@ -20,13 +24,14 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import itertools
 import json
 import math
 import os
 import re
 import sys
 import tempfile
-import time
+from collections import Counter
 from pathlib import Path
 
 if __name__ == "__main__":
@@ -35,7 +40,8 @@ if __name__ == "__main__":
 
 import jax
 import jax.numpy as jnp
-import optax
+import numpy as np
+from jax.sharding import Mesh
 from rich.console import Console
 from rich.table import Table
 
@@ -43,15 +49,17 @@ import jaxpipe
 from benchmarks.hlo import HloProgram, Instruction, pass_of
 from jaxpipe.planning.without_devices import GPUS_PER_HOST, h100s, use_gpu_flags
 from jaxpipe.runtime.measure import traced
-from jaxpipe.runtime.measure.memory import compiled, predicted_bytes
-from jaxpipe.schedule.partition import partition
-from jaxpipe.schedule.search.slices import slice_ticks
-from jaxpipe.schedule.simulate import Costs
+from jaxpipe.runtime.measure.memory import (
+    PLAIN_UPDATES,
+    bytes_beside_arguments,
+    compiled,
+    predicted_bytes,
+)
+from jaxpipe.schedule.lowering.table import Edges, Parts, TickTable
 from models import gpt
 
 RESULTS = Path(__file__).parent / "results" / "gpu_compile.json"
 LAYERS_PER_CHUNK, ROWS, DATA = 4, 2, 2
-COSTS = Costs(1, 1.2, 0.8)
 # No two of rows x sequence, width, hidden and qkv width are equal: shapes identify arrays.
 CONFIG = gpt.GPTConfig(
     vocab_size=32768, sequence_length=1536, num_layers=16, width=2048, num_heads=16,
@@ -61,39 +69,40 @@ CONFIG = gpt.GPTConfig(
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """One compiled step: hosts of 8 GPUs, a schedule, in slices or not, a ZeRO level, the layout of
-    the weights, layers per chunk, the dtype of the copies that layers read, what is recomputed, and
-    chunks per stage."""
+    """One compiled step: hosts of 8 GPUs, a schedule, a ZeRO level, the layout of the weights,
+    layers per chunk, the dtype of the copies that layers read, what is recomputed, chunks per
+    stage, and where the vocabulary lies: split over all stages, or at the ends of the pipeline."""
 
     hosts: int
     schedule: str
-    sliced: bool = False
     zero: int = 0
     weights: str = "stacked"
     layers: int = LAYERS_PER_CHUNK
     compute_dtype: str | None = None
     remat: str = "dots"
     chunks: int | None = None
+    vocabulary: str = "split"
 
     @property
     def stages(self) -> int:
         return 8 * self.hosts // DATA
 
     def __str__(self) -> str:
-        name = f"{self.schedule}{', sliced' if self.sliced else ''}"
+        name = self.schedule
         name += f", ZeRO-{self.zero}" if self.zero else ""
         name += "" if self.chunks is None else f", {self.chunks} chunks"
+        name += "" if self.vocabulary == "split" else f", vocabulary at the {self.vocabulary}"
         name = f"{self.hosts} x 8, {name}, {self.layers} layers, {self.weights}"
         return name if self.compute_dtype is None else f"{name}, {self.compute_dtype}"
 
 
-CASES = [
-    Case(hosts, *case)
+CASES = list(dict.fromkeys([
+    Case(hosts, name, zero=zero, weights="unrolled")
     for hosts in (1, 2)
-    for case in (
-        ("1f1b",), ("1f1b", True), ("zb-v",), ("zb-v", True),
-        ("breadth-first", False, 3), ("zb-v", True, 3),
-    )
+    for name in ("1f1b", "1f1b-fused", "zb-v", "breadth-first")
+    for zero in (0, 3)
+] + [
+    Case(1, name, weights="unrolled", vocabulary="ends") for name in ("1f1b-fused", "zb-v")
 ] + [
     Case(1, "breadth-first", zero=zero, remat="full", compute_dtype="bfloat16", chunks=4)
     for zero in (0, 2, 3)
@@ -102,19 +111,22 @@ CASES = [
     for zero in (0, 3)
     for weights in ("stacked", "unrolled")
 ] + [
-    Case(1, *case, layers=layers)
-    for layers, *case in (
-        (4, "1f1b", False, 0, "unrolled"), (4, "1f1b", False, 1, "unrolled"),
-        (4, "1f1b", False, 2, "stacked"), (4, "1f1b", False, 2, "unrolled"),
-        (4, "1f1b", False, 3, "stacked"), (4, "1f1b", False, 3, "unrolled"),
-        (4, "zb-v", True, 0, "unrolled"), (4, "zb-v", True, 3, "unrolled"),
-        (16, "1f1b", False, 0, "stacked"), (16, "1f1b", False, 0, "unrolled"),
-        (32, "1f1b", False, 0, "stacked"), (32, "1f1b", False, 0, "unrolled"),
+    Case(1, name, zero=zero, weights=weights, layers=layers)
+    for layers, name, zero, weights in (
+        (4, "1f1b", 0, "stacked"), (4, "zb-v", 0, "stacked"), (4, "zb-v", 3, "stacked"),
+        (4, "1f1b", 1, "unrolled"), (4, "1f1b", 2, "stacked"), (4, "1f1b", 2, "unrolled"),
+        (4, "1f1b", 3, "stacked"),
+        (16, "1f1b", 0, "stacked"), (16, "1f1b", 0, "unrolled"),
+        (32, "1f1b", 0, "stacked"), (32, "1f1b", 0, "unrolled"),
     )
-]  # fmt: skip
+]))  # fmt: skip
 
 
 # The program as text.
+
+
+_MOVING = ("collective-permute", "all-gather", "all-reduce", "reduce-scatter")
+_PLUMBING = ("parameter", "get-tuple-element", "tuple", "bitcast", "constant")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -124,33 +136,89 @@ class Collective:
     Args:
       opcode: what it does.
       bytes: of its largest array.
-      in_loop: within a gated loop: it runs only in some ticks.
+      place: "tick"; "end" for a message that every such tick ends with; or, where it runs only in
+        some ticks, "loop" for a gated one or the branch of a conditional.
       hidden_by: loops over layers between its start and its end; 0 if it is synchronous.
+      tick: the name of the tick's parts.
+      arrays: how many travel: XLA combines messages with equal edges.
+      pairs: the devices that a message connects.
     """
 
     opcode: str
     bytes: int
-    in_loop: bool
+    place: str
     hidden_by: int
+    tick: str
+    arrays: int = 1
+    pairs: Edges = ()
 
 
 def collectives(program: HloProgram) -> list[Collective]:
     """The collectives of one tick of every kind, at any depth."""
-    ticks = program.tick_bodies().values()
     found = []
-    for body in (body for tick in ticks for body in _loop_bodies(program, tick)):
-        rows = program.computations[body]
-        for position, row in enumerate(rows):
-            opcode = row.opcode.removesuffix("-start")
-            if opcode not in ("collective-permute", "all-gather", "all-reduce", "reduce-scatter"):
+    ticks = program.tick_bodies()
+    for name, tick in ticks.items():
+        places = dict(map(reversed, _places(program, tick)))
+        # XLA leaves out the loop of a tick that runs once: it stands beside those of others.
+        inside = [other for other in ticks.values() if other != tick and other in places]
+        others = {body for other in inside for body in _loop_bodies(program, other)}
+        for body, place in places.items():
+            if body in others:
                 continue
-            hidden_by = 0
-            if row.opcode != opcode and '"is_sync":true' not in row.text:
-                ends = [i for i, later in enumerate(rows) if row.name in later.operands]
-                between = rows[position : min(i for i in ends if i > position)]
-                hidden_by = sum(pass_of(later) is not None for later in between)
-            found.append(Collective(opcode, max(row.bytes), body not in ticks, hidden_by))
+            rows = program.computations[body]
+            for position, row in enumerate(rows):
+                opcode = row.opcode.removesuffix("-start")
+                if opcode not in _MOVING:
+                    continue
+                hidden_by = 0
+                if row.opcode != opcode and '"is_sync":true' not in row.text:
+                    ends = [i for i, later in enumerate(rows) if row.name in later.operands]
+                    between = rows[position : min(i for i in ends if i > position)]
+                    hidden_by = sum(pass_of(later) is not None for later in between)
+                where = "end" if place == "tick" and "/meet/" in row.text else place
+                arrays = len(row.operands)
+                one = opcode, max(row.bytes), where, hidden_by, name, arrays, tuple(row.pairs)
+                found.append(Collective(*one))
     return found
+
+
+def beside_messages(program: HloProgram) -> list[Instruction]:
+    """Lists what branches of ticks compute from their operands, messages apart."""
+    return [
+        row
+        for tick in program.tick_bodies().values()
+        for place, body in _places(program, tick)
+        if place.startswith("branch")
+        for row in program.computations[body]
+        if row.opcode not in _PLUMBING
+        and not row.opcode.startswith("collective-permute")
+        and any(one.opcode == "parameter" for one in program.before(body, row))
+    ]
+
+
+def edges_of_stages(pairs: Edges, mesh: Mesh) -> Edges:
+    """The stages that a message between devices connects."""
+    names, shape = mesh.axis_names, mesh.devices.shape
+    stage = np.unravel_index(np.arange(mesh.size), shape)[names.index("stage")]
+    return tuple(sorted({(int(stage[sender]), int(stage[to])) for sender, to in pairs}))
+
+
+def check_edges(messages: list[Collective], table: TickTable) -> None:
+    """Checks that messages, with stages for devices, connect what the table says: late ones all
+    pairs that ever have one, and others, in every branch, those of one of the table's exchanges."""
+    for tick in {message.tick for message in messages}:
+        parts = Parts("forward" in tick, "backward" in tick)
+        runs = [parts.has(channel.kind) for channel in table.channels]
+        late = [c.late_edges for c in itertools.compress(table.channels, runs) if c.late_edges]
+        exchanges = {tuple(itertools.compress(pairs, runs)) for pairs in table.exchanges}
+        by_place: dict[str, list[Edges]] = {}
+        for one in messages:
+            if one.tick == tick:
+                by_place.setdefault(one.place, []).extend([one.pairs] * one.arrays)
+        assert sorted(by_place.pop("tick", [])) == sorted(late), tick
+        found = sorted(sorted(pairs) for pairs in by_place.values())
+        ends = (sorted(filter(None, pairs)) for pairs in exchanges)
+        assert found == sorted(filter(None, ends)), tick
 
 
 def whole_buffers(program: HloProgram, shapes: set[tuple[int, ...]]) -> list[Instruction]:
@@ -216,34 +284,45 @@ def _traffic(program: HloProgram, loop: str, shapes: set[tuple[int, ...]]) -> We
     return WeightTraffic(copied, cast)
 
 
-def host_loops(thunks: str) -> int:
-    """Loops of one tick that are in no CUDA graph: before each iteration the host waits for the
-    device to say whether there is one. The most of any kind of tick."""
+def host_waits(thunks: str) -> tuple[int, int]:
+    """Loops and conditionals of one tick that are in no CUDA graph: before each iteration of a loop
+    the host waits for the device to say whether there is one, and before a conditional for the
+    branch. The most of any kind of tick."""
     rows = [
         (len(found[1]), found[2])
         for line in thunks.splitlines()
         if (found := re.match(r"(\s*)\d+: (k\w+)", line))
     ]
-    counts = [0]
+    counts = [Counter[str]()]
     path: list[tuple[int, str]] = []
     for depth, kind in rows:
         while path and path[-1][0] >= depth:
             path.pop()
         if kind == "kWhile" and not path:
-            counts.append(0)
+            counts.append(Counter())
         # The tick loops are the entry's only loops with loops in them.
-        counts[-1] += kind == "kWhile" and [name for _, name in path] == ["kWhile"]
+        counts[-1][kind] += [name for _, name in path] == ["kWhile"]
         path.append((depth, kind))
-    return max(counts)
+    most = max(counts, key=lambda count: count["kWhile"] + count["kConditional"])
+    return most["kWhile"], most["kConditional"]
 
 
 def _loop_bodies(program: HloProgram, computation: str) -> list[str]:
-    """A computation and the bodies of all loops in it."""
-    found = [computation]
+    """A computation, and the bodies of all loops and branches in it."""
+    return [body for _, body in _places(program, computation)]
+
+
+def _places(program: HloProgram, computation: str, place: str = "tick") -> list[tuple[str, str]]:
+    """The same, each with its place: that of `Collective`."""
+    found = [(place, computation)]
     for row in program.computations[computation]:
         for name, called in row.calls.items():
-            if (row.opcode == "while" and name == "body") or row.opcode == "call":
-                found += _loop_bodies(program, called)
+            if row.opcode == "while" and name == "body":
+                found += _places(program, called, "loop")
+            elif row.opcode == "conditional":
+                found += _places(program, called, name)
+            elif row.opcode == "call":
+                found += _places(program, called, place)
     return found
 
 
@@ -267,12 +346,9 @@ def pipeline(case: Case) -> jaxpipe.Pipeline:
     )
     num_layers = case.layers * schedule.placement.num_virtual_stages
     config = dataclasses.replace(CONFIG, num_layers=num_layers)
-    if case.sliced:
-        counts = partition([1] * num_layers, schedule.placement)
-        schedule = slice_ticks(schedule, COSTS, counts)
     devices = h100s(case.hosts * GPUS_PER_HOST)
     return jaxpipe.Pipeline(
-        gpt.model(config, vocabulary_axis="stage"),
+        gpt.model(config, vocabulary_axis="stage" if case.vocabulary == "split" else None),
         jax.eval_shape(lambda: gpt.init(config, jax.random.key(0))),
         schedule=schedule,
         mesh=jaxpipe.make_mesh(stage=case.stages, data=DATA, devices=devices),
@@ -289,16 +365,14 @@ def measure(case: Case) -> dict:
     pipe = pipeline(case)
     num_rows = ROWS * DATA * pipe.schedule.num_microbatches
     batch = {"tokens": jax.ShapeDtypeStruct((num_rows, CONFIG.sequence_length + 1), jnp.int32)}
-    start = time.perf_counter()
+    start = sum(os.times()[:4])  # of this process and of those that it waits for
     with tempfile.TemporaryDirectory() as folder:
-        updates = optax.sgd(1.0), "step"
-        step = compiled(pipe, batch, updates=updates, options={"xla_dump_to": folder})
+        step = compiled(pipe, batch, updates=PLAIN_UPDATES, options={"xla_dump_to": folder})
         (thunks,) = Path(folder).glob("*jit_step*thunk_sequence_after_thunk_passes.txt")
-        loops = host_loops(thunks.read_text("utf-8"))
-    seconds = time.perf_counter() - start
-    text, memory = step.as_text(), step.memory_analysis()
-    assert text is not None  # both exist for every backend of jax
-    assert memory is not None
+        loops, conditionals = host_waits(thunks.read_text("utf-8"))
+    seconds = sum(os.times()[:4]) - start
+    text = step.as_text()
+    assert text is not None  # every backend of jax has it
     program = HloProgram(text)
     piece = jax.tree.leaves(pipe.layout.layers.piece)
     weights = {tuple(sorted(leaf.shape)) for leaf in piece if len(leaf.shape) > 1}
@@ -306,30 +380,52 @@ def measure(case: Case) -> dict:
     leaves = jax.tree.leaves(traced.buffers(pipe, batch))
     buffers = {_squeezed(leaf.shape) for leaf in leaves if math.prod(leaf.shape[:-1]) > 1}
     buffers -= {_squeezed(leaf.struct(sharded=s).shape) for leaf in piece for s in (False, True)}
+    moved = [
+        dataclasses.replace(one, pairs=edges_of_stages(one.pairs, pipe.mesh))
+        for one in collectives(program)
+    ]
+    check_edges([one for one in moved if one.opcode == "collective-permute"], pipe.table)
     predicted = predicted_bytes(pipe, batch)
     return {
         "case": str(case),
         "ticks": pipe.table.num_ticks,
         "slots": pipe.table.num_slots,
-        "collectives": [dataclasses.asdict(found) for found in collectives(program)],
+        "collectives": [dataclasses.asdict(found) for found in moved],
+        "beside_messages": [row.text[:200] for row in beside_messages(program)],
         "whole_buffers": [row.text[:200] for row in whole_buffers(program, buffers)],
         "weight_traffic": [dataclasses.asdict(found) for found in weight_traffic(program, weights)],
         "instructions": sum(map(len, program.computations.values())),
         "host_loops": loops,
-        "compiled_bytes": memory.temp_size_in_bytes
-        + memory.output_size_in_bytes
-        - memory.alias_size_in_bytes,
+        "host_conditionals": conditionals,
+        "compiled_bytes": bytes_beside_arguments(step),
         "predicted_bytes": sum(predicted.values()),
-        "compile_seconds": seconds,
+        "compile_cpu_seconds": seconds,
     }
+
+
+def _ends(one: dict) -> bool:
+    """Whether it is a message that is not late."""
+    return one["opcode"] == "collective-permute" and one["place"] != "tick"
 
 
 def _transfers(found: list[dict], opcodes: tuple[str, ...]) -> str:
     """How each is hidden: "2 in a loop" are two that nothing overlaps but most ticks skip."""
-    rows = [row for row in found if row["opcode"] in opcodes]
-    gated = sum(row["in_loop"] for row in rows)
-    always = ", ".join(str(row["hidden_by"]) for row in rows if not row["in_loop"])
+    rows = [row for row in found if row["opcode"] in opcodes and not _ends(row)]
+    gated = sum(row["place"] != "tick" for row in rows)
+    always = ", ".join(str(row["hidden_by"]) for row in rows if row["place"] == "tick")
     return "; ".join(filter(None, (always, f"{gated} in a loop" if gated else "")))
+
+
+def _edges(found: list[dict]) -> list[str]:
+    """The edges of all messages, a line for each set that they leave in."""
+    lines: dict[str, list[str]] = {}
+    for one in found:
+        if one["opcode"] == "collective-permute":
+            late = f"late, under {one['hidden_by']} loops" if one["place"] == "tick" else ""
+            pairs = " ".join(f"{sender}>{receiver}" for sender, receiver in one["pairs"])
+            pairs += f" ({one['arrays']} messages)" if one["arrays"] > 1 else ""
+            lines.setdefault(f"{one['tick']}, {late or one['place']}", []).append(pairs)
+    return [f"{place}: {'; '.join(sets)}" for place, sets in lines.items()]
 
 
 def main() -> None:
@@ -341,13 +437,13 @@ def main() -> None:
     if not options.no_flags:
         use_gpu_flags()
     table = Table(
-        *("case", "ticks", "messages", "data axis", "copies"),
-        *("MB of weights copied", "cast: F, B, W", "instructions", "host loops"),
-        *("GB", "predicted", "compiled in"),
+        *("case", "ticks", "late messages", "other sets", "data axis", "copies", "in branches"),
+        *("MB of weights copied", "cast: F, B, W", "instructions", "host waits"),
+        *("GB", "predicted", "CPU s"),
         title=f"one tick of the compiled step; XLA_FLAGS={os.environ.get('XLA_FLAGS', '')}",
     )
     results = []
-    console = Console(width=160)
+    console = Console(width=200)
     for case in CASES:
         if not any(part in str(case) for part in options.cases):
             continue
@@ -359,19 +455,23 @@ def main() -> None:
             str(case),
             str(result["ticks"]),
             _transfers(found, ("collective-permute",)),
+            str(len({(one["tick"], one["place"]) for one in found if _ends(one)})),
             _transfers(found, ("all-gather", "reduce-scatter")),
             str(len(result["whole_buffers"])),
+            str(len(result["beside_messages"])),
             *(
                 ", ".join(f"{found[what] / 1e6:.0f}" for found in result["weight_traffic"])
                 for what in ("copied", "cast")
             ),
             str(result["instructions"]),
-            str(result["host_loops"]),
+            f"{result['host_loops']} + {result['host_conditionals']}",
             f"{result['compiled_bytes'] / 1e9:.2f}",
             f"{result['predicted_bytes'] / 1e9:.2f}",
-            f"{result['compile_seconds']:.0f} s",
+            f"{result['compile_cpu_seconds']:.0f}",
         )
     console.print(table)
+    for result in results:
+        console.print(result["case"], *_edges(result["collectives"]), sep="\n  ", highlight=False)
     RESULTS.parent.mkdir(exist_ok=True)
     RESULTS.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
     console.print(f"written to {RESULTS}")

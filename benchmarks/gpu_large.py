@@ -32,11 +32,15 @@ if __name__ == "__main__":
 
 import jax
 import numpy as np
-import optax
 
 import jaxpipe
 from jaxpipe.planning.without_devices import GPUS_PER_HOST, h100s, use_gpu_flags
-from jaxpipe.runtime.measure.memory import compiled, predicted_bytes
+from jaxpipe.runtime.measure.memory import (
+    PLAIN_UPDATES,
+    bytes_beside_arguments,
+    compiled,
+    predicted_bytes,
+)
 from models import gpt
 
 LLAMA_70B = gpt.GPTConfig(
@@ -116,10 +120,10 @@ def main() -> None:
     shape = sizes["data"] * args.microbatches, config.sequence_length + 1
     batch = {"tokens": jax.ShapeDtypeStruct(shape, "int32")}
     began = time.perf_counter()
-    step = compiled(pipe, batch, updates=(optax.sgd(1.0), "step"))
+    step = compiled(pipe, batch, updates=PLAIN_UPDATES)
     print(f"compiled for {pipe.mesh.size} H100s in {time.perf_counter() - began:.0f} s", flush=True)
     memory = step.memory_analysis()
-    kept = memory.temp_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes
+    kept = bytes_beside_arguments(step)
     print(f"arguments {memory.argument_size_in_bytes / 1e9:.2f} GB, step {kept / 1e9:.2f} GB")
     counts: collections.Counter[str] = collections.Counter()
     for name, members in groups(step.as_text()):

@@ -14,10 +14,14 @@ _INSTRUCTION = re.compile(r"^\s+(?:ROOT )?%([\w.\-]+) = (.*?) ([a-z][\w\-]*)\(")
 _ARRAY = re.compile(r"\b(pred|[a-z]+(\d+)\w*)\[([\d,]*)\]")
 _NAME = re.compile(r"%([\w.\-]+)")
 _CONTRACTED = re.compile(r"lhs_contracting_dims=\{([\d,]*)\}")
-_CALLED = re.compile(r"(body|condition|calls|to_apply)=%?([\w.\-]+)")
+_CALLED = re.compile(
+    r"(body|condition|calls|to_apply|true_computation|false_computation)=%?([\w.\-]+)"
+)
+_BRANCHES = re.compile(r"branch_computations=\{([^}]*)\}")
+_PAIRS = re.compile(r"source_target_pairs=\{((?:\{\d+,\d+\},?)*)\}")
 _SCOPE = re.compile(
     r"/(?:(tick_\w+)/while/body/(?:closed_call/)?)?"
-    r"(F|BW|B|W|R|enter|leave|embed_gradient|gather|reduce|store_gathered|store_reduced|meet|"
+    r"(F|BW|B|W|R|enter|leave|embed_gradient|gather|reduce|store_gathered|store_reduced|"
     r"tick_\w+)"
     r'(?:/chunk(\d+)(?:_layer(\d+))?)?/while"'
 )
@@ -53,6 +57,13 @@ class Instruction:
     bytes: tuple[int, ...]
     calls: dict[str, str]
     text: str
+
+    @property
+    def pairs(self) -> list[tuple[int, int]]:
+        """Senders and receivers of a permute."""
+        found = _PAIRS.search(self.text)
+        numbers = [int(n) for n in re.findall(r"\d+", found[1])] if found else []
+        return list(zip(numbers[::2], numbers[1::2], strict=True))
 
 
 class HloProgram:
@@ -190,4 +201,6 @@ def _instruction(line: str, found: re.Match[str]) -> Instruction:
     )
     operands = tuple(_NAME.findall(line[found.end() :].split("), ")[0]))
     calls = dict(_CALLED.findall(line))
+    if branches := _BRANCHES.search(line):
+        calls |= {f"branch {n}": name for n, name in enumerate(_NAME.findall(branches[1]))}
     return Instruction(found[1], operands, found[3], shapes, sizes, calls, line.strip())

@@ -1,7 +1,8 @@
-"""Does a measured timeline lie where the simulator says, and what does measuring cost?
+"""Does a measured timeline lie where it should, and what does measuring cost?
 
-Layers sleep, so that their true times are known, on any number of cores. Each schedule runs in
-slices: as it is, and with stamps. A page shows both.
+Layers sleep, so that their true times are known, on any number of cores. Each schedule runs as it
+is, and with stamps, on simulated devices, which wait for each other in every tick. A page shows
+what was measured beside what devices would take.
 
     python -m benchmarks.measured_timeline [--names 1f1b zb-v] [--stages 4] [--out step.html]
 """
@@ -20,8 +21,7 @@ import tyro
 import jaxpipe
 from benchmarks import bubble, harness
 from jaxpipe import measure
-from jaxpipe.schedule import Timelines, build, lock_step, page, slice_ticks, timelines
-from jaxpipe.schedule.simulate import Costs
+from jaxpipe.schedule import Costs, Timelines, build, page, timelines
 
 
 def case(
@@ -29,28 +29,26 @@ def case(
 ) -> tuple[dict[str, Any], Timelines]:
     """One schedule: its row, and its timelines."""
     chunk = Costs(*(layers * getattr(layer, kind) for kind in "fbw"))
-    schedule = build(
-        name, stages=stages, microbatches=microbatches, costs=chunk, layers_per_chunk=layers
-    )
-    counts = [layers] * schedule.placement.num_virtual_stages
-    if schedule.slices is None:
-        schedule = slice_ticks(schedule, chunk, counts)
-    model, params = bubble.sleeping_model([layer] * sum(counts))
+    schedule = build(name, stages=stages, microbatches=microbatches, costs=chunk)
+    num_chunks = schedule.placement.num_virtual_stages
+    model, params = bubble.sleeping_model([layer] * layers * num_chunks)
     mesh = jaxpipe.make_mesh(stage=stages)
     pipe = jaxpipe.Pipeline(model, params, schedule=schedule, mesh=mesh)
     placed, batch = pipe.place(params), {"x": jnp.ones((microbatches, bubble.WIDTH))}
     step = jax.jit(pipe.value_and_grad).lower(placed, batch).compile()
     executed = statistics.median(harness.seconds(lambda: step(placed, batch))[0] for _ in "ab")
-    measured, predicted = measure.timeline(pipe, placed, batch), lock_step(schedule, chunk)
-    both = zip(itertools.chain(*measured.parts), itertools.chain(*predicted.parts), strict=True)
-    longer = [(a.end - a.start) - (b.end - b.start) for a, b in both]
+    measured = measure.timeline(pipe, placed, batch)
+    longer = [
+        part.end - part.start - chunk.of(part.action.kind)
+        for part in itertools.chain(*measured.rows)
+    ]
     row = {
         "schedule": name,
-        "lock-step s": predicted.makespan,
+        "tick by tick s": bubble.tick_by_tick(schedule, [chunk] * num_chunks),
         "executed s": executed,
         "measured s": measured.makespan,
-        "lock-step of measured costs s": lock_step(schedule, measured.costs).makespan,
-        "excess ms per part, median": 1e3 * statistics.median(longer),
+        "tick by tick, measured costs, s": bubble.tick_by_tick(schedule, measured.costs),
+        "excess ms per action, median": 1e3 * statistics.median(longer),
         "most": 1e3 * max(longer),
     }
     return row, timelines(measured.schedule, measured.costs, measured=measured)
@@ -91,7 +89,7 @@ def main(
         rows,
         title=f"p={stages} m={m}, chunks of {layers_per_chunk} layers, {layer_seconds:g} s",
         label=["schedule"],
-        bars=["lock-step s", "executed s", "measured s"],
+        bars=["tick by tick s", "executed s", "measured s"],
         axis="s",
     )
 

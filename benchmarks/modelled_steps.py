@@ -25,8 +25,8 @@ from benchmarks.roofline import Roofline, Spent, known_trips, scaled, total
 from jaxpipe.planning.without_devices import GPUS_PER_HOST, h100s
 from jaxpipe.runtime.measure.memory import compiled
 from jaxpipe.schedule.actions import Kind
+from jaxpipe.schedule.device_clock import replay
 from jaxpipe.schedule.lowering.table import NONE, Cell, TickTable, Transfers
-from jaxpipe.schedule.neighbors import replay
 from models import gpt
 
 
@@ -190,7 +190,6 @@ class Trips:
         if name in ("reduce", "store_reduced"):
             return self._pieces(table.reduces, chunk, layer)
         column = {
-            "meet": table.meets,
             "enter": table.embed != NONE,
             "leave": table.head != NONE,
             "embed_gradient": (table.embed_gradient != NONE).sum(axis=1),
@@ -199,8 +198,8 @@ class Trips:
 
     def _layers(self, cell: Cell, chunk: int | None, layer: int | None) -> int:
         place = self.tick, self.stage
-        lo, hi = int(cell.lo[place]), int(cell.hi[place])
-        return hi - lo if layer is None else int(cell.chunk[place] == chunk and lo <= layer < hi)
+        layers = int(cell.layers[place])
+        return layers if layer is None else int(cell.chunk[place] == chunk and layer < layers)
 
     def _pieces(self, transfers: Transfers, chunk: int | None, layer: int | None) -> int:
         place = self.tick, self.stage

@@ -277,7 +277,7 @@ def figure(methods: Mapping[str, Mapping[str, Any]], target: float) -> Figure:
         curves.plot(times, [statistics.mean(v) for v in values], color=colour, label=name)
         low, high = [min(v) for v in values], [max(v) for v in values]
         curves.fill_between(times, low, high, color=colour, alpha=0.15, linewidth=0)
-    curves.axhline(target, color="#999999", linewidth=0.7, linestyle=":")
+    curves.axhline(target, color="#999999", linewidth=0.7, linestyle=":", label="target")
     curves.set_yscale("log")
     curves.set_xlabel("time, minibatches of work of a full pipeline")
     curves.set_ylabel("held-out loss, nats")

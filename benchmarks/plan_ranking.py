@@ -1,15 +1,14 @@
-"""Do predicted step times put plans in the order in which they run?
+"""Does the planner's model put plans in the order in which they run?
 
-Groups of equal model, batch and devices: every schedule that `jaxpipe plan` searches, with its
-chunks, in the order and the slices that it would run with. The layers sleep
-(`benchmarks/bubble.py`), so that a bubble shows on few cores; messages sleep where stages wait for
-them. Predicted is what `jaxpipe plan` predicts for simulated devices. Plans take turns, and the
-shortest of a plan's steps counts: other work on the machine only ever makes one longer.
+A group of equal model, batch and devices: every schedule that `jaxpipe plan` searches, with its
+chunks, in the order that it would run with. Layers sleep, with one process per stage
+(`benchmarks.processes`). Predicted is what `jaxpipe plan` predicts of stages that wait for each
+other; messages of a few bytes take no time.
 
-The exit status is 1 if the rank correlation of a group is below .95, the predicted winner takes
-more than 2% longer than the best, or a step differs from its prediction by more than 5%.
+The exit status is 1 if the rank correlation is below .95, the predicted winner takes more than 2%
+longer than the best, or a step differs from its prediction by more than 5%.
 
-    python -m benchmarks.plan_ranking [--stages 4] [--microbatches 8] [--message 0 0.2]
+    python -m benchmarks.plan_ranking [--stages 4] [--microbatches 8]
 """
 
 from __future__ import annotations
@@ -20,11 +19,12 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 import tyro
 
-from benchmarks import bubble, harness
+from benchmarks import harness
+from benchmarks.processes import Case, measured, row
 from jaxpipe.planning.candidates import SCHEDULES
 from jaxpipe.planning.programs import Program, relative, table_of
 from jaxpipe.planning.step import replayed
-from jaxpipe.schedule.simulate import Costs
+from jaxpipe.schedule import Costs
 
 LEAST_CORRELATION, MOST_LOSS, MOST_ERROR = 0.95, 0.02, 0.05
 
@@ -35,15 +35,12 @@ def plans(
     """Every plan of a group by its name."""
     for name, searched in SCHEDULES.items():
         for chunks in searched.chunks:
-            if stages * chunks > layers:
+            if layers % (stages * chunks):
                 continue
-            share = Costs(stage.f / chunks, stage.b / chunks, stage.w / chunks, stage.message)
+            share = Costs(stage.f / chunks, stage.b / chunks, stage.w / chunks)
             shape = name, stages, chunks, microbatches, layers
             options = {"weight_slots": 1, "own_slots": False, "shares": 0, "sums_in_slots": False}
-            yield (
-                f"{name}, v={chunks}",
-                Program(*shape, relative(share), **options, cut="sliced", clock="lock-step"),
-            )
+            yield f"{name}, v={chunks}", Program(*shape, relative(share), **options)
 
 
 def rank_correlation(first: Sequence[float], second: Sequence[float]) -> float:
@@ -78,60 +75,53 @@ def main(
     microbatches: int = 8,
     layers: int = 16,
     costs: tuple[float, float, float] = (1.0, 1.2, 0.8),
-    message: tuple[float, ...] = (0.0, 0.2),
-    stage_seconds: float = 0.6,
-    rounds: int = 3,
+    stage_seconds: float = 0.2,
+    rounds: int = 2,
 ) -> None:
-    """Runs a group for every message time, and prints and writes its table.
+    """Runs all plans, and prints and writes their table.
 
     Args:
       stages: p.
       microbatches: m.
       layers: of the model.
       costs: of F, B and W of a stage, relative.
-      message: time of a message, in the same unit.
       stage_seconds: the time of one unit.
-      rounds: in which every plan runs once.
+      rounds: of which the shortest counts.
     """
-    harness.simulate(stages)
-    missed = []
-    for sent in message:
-        stage = Costs(*(stage_seconds * c for c in costs), message=stage_seconds * sent)
-        layer = Costs(*(getattr(stage, kind) * stages / layers for kind in "fbw"), stage.message)
-        group = []
-        for name, program in plans(stages, microbatches, layers, stage):
-            table = table_of(program)
-            step = bubble.compiled(
-                table.schedule,
-                [layer] * layers,
-                message=stage.message,
-                layer_counts=table.layer_counts,
-            )
-            group.append((name, step, replayed(program, layer)))
-            harness.note(f"message {sent}: compiled {name}")
-        turns = [[step.run() for _, step, _ in group] for _ in range(rounds)]
-        rows = [
+    stage = Costs(*(stage_seconds * cost for cost in costs))
+    layer = Costs(*(cost * stage_seconds * stages / layers for cost in costs))
+    names, cases, predicted = [], [], []
+    for name, program in plans(stages, microbatches, layers, stage):
+        table = table_of(program)
+        # A chunk sleeps once, for all its layers.
+        chunks = [Costs(n * layer.f, n * layer.b, n * layer.w) for n in table.layer_counts]
+        names.append(name)
+        cases.append(Case(table.schedule, tuple(chunks)))
+        predicted.append(replayed(program, layer))
+    rows = []
+    for name, case, expected, times in zip(
+        names, cases, predicted, measured(cases, rounds), strict=True
+    ):
+        executed = row(case, *times)["executed s"]
+        rows.append(
             {
                 "plan": name,
-                "ticks": step.ticks,
-                "predicted s": predicted,
-                "executed s": seconds,
-                "executed / predicted": seconds / predicted,
+                "ticks": times[0],
+                "predicted s": expected,
+                "executed s": executed,
+                "executed / predicted": executed / expected,
             }
-            for (name, step, predicted), seconds in zip(
-                group, map(min, zip(*turns, strict=True)), strict=True
-            )
-        ]
-        harness.report(
-            f"plan-ranking-p{stages}-message{sent:g}",
-            rows,
-            title=f"p={stages} m={microbatches}, {layers} layers, message {sent:g}",
-            label=["plan"],
-            bars=["predicted s", "executed s"],
-            axis="seconds of a step",
         )
-        missed += [f"message {sent:g}: {what}" for what in failures(rows)]
-    if missed:
+        harness.note(f"{name}: {executed:.3g} s, predicted {expected:.3g} s")
+    harness.report(
+        f"plan-ranking-p{stages}",
+        rows,
+        title=f"p={stages} m={microbatches}, {layers} layers",
+        label=["plan"],
+        bars=["predicted s", "executed s"],
+        axis="seconds of a step",
+    )
+    if missed := failures(rows):
         sys.exit("\n".join(missed))
 
 

@@ -111,6 +111,8 @@ class Roofline:
             opcode = row.opcode.removesuffix("-start").removesuffix("-done")
             if row.opcode == "while":
                 spent += self._loop(row, trips(row))
+            elif row.opcode == "conditional":
+                spent += self._longest(row)
             elif row.opcode == "call":
                 spent += self.body(row.calls["to_apply"])
             elif row.opcode.endswith("-done") and opcode in _STARTS:
@@ -132,6 +134,11 @@ class Roofline:
         if self._asks(loop):
             spent[Use.WAITS] += WAIT.value * (trips + 1)
         return spent
+
+    def _longest(self, choice: Instruction) -> Spent:
+        """The branch of messages that takes longest; the host asks the device which to run."""
+        spent = max(map(self.body, choice.calls.values()), key=total)
+        return spent + Counter({Use.LAUNCHES: LAUNCH.value, Use.WAITS: WAIT.value})
 
     def _asks(self, loop: Instruction) -> bool:
         """Whether the host asks the device if the loop goes on: where it communicates, and so is in

@@ -19,8 +19,7 @@ import tyro
 
 import jaxpipe
 from benchmarks import bubble, harness
-from jaxpipe.schedule import catalog
-from jaxpipe.schedule.simulate import Costs
+from jaxpipe.schedule import Costs, build
 
 ROUNDS = 9
 AT_ONCE = Costs(1e-9, 1e-9, 1e-9)
@@ -28,7 +27,7 @@ AT_ONCE = Costs(1e-9, 1e-9, 1e-9)
 
 def measure(name: str, layers: str, layers_per_chunk: int, stages: int, m: int) -> dict:
     """Median times of a step, divided by its ticks."""
-    schedule = catalog.build(name, stages=stages, microbatches=m)
+    schedule = build(name, stages=stages, microbatches=m)
     num_layers = layers_per_chunk * schedule.placement.num_virtual_stages
     model, params = bubble.sleeping_model([AT_ONCE] * num_layers)
     if layers == "plain":

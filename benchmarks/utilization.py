@@ -2,7 +2,8 @@
 
 Layers sleep, on 8 simulated stages. Utilization is the time that a stage's F, B and W sleep divided
 by the time of a step: of GPipe and 1F1B with N microbatches, and of a full asynchronous pipeline,
-where a step is N ticks.
+where a step is N ticks. Simulated stages wait for each other in every tick, as in
+`benchmarks.bubble`.
 
     python -m benchmarks.utilization [--stages 8] [--microbatches 8]
 """
@@ -19,21 +20,22 @@ import tyro
 
 import jaxpipe
 from benchmarks import bubble, harness
-from jaxpipe.schedule import catalog
-from jaxpipe.schedule.simulate import Costs, lock_step, simulate
+from jaxpipe.schedule import Costs, build, simulate
 
 ROUNDS = 3
 
 
 def synchronous(name: str, stages: int, microbatches: int, seconds: Costs) -> dict:
     """A schedule's utilization as simulated and as executed, one layer per stage."""
-    schedule = catalog.build(name, stages=stages, microbatches=microbatches)
-    executed, _ = bubble.execute(schedule, [seconds] * stages)
+    schedule = build(name, stages=stages, microbatches=microbatches)
+    layers = [seconds] * stages
+    step = bubble.compiled(schedule, layers)
+    executed = statistics.median(step.run() for _ in range(ROUNDS))
     work = microbatches * (seconds.f + seconds.b + seconds.w)
     return {
         "schedule": name,
         "free-running": work / simulate(schedule, seconds).makespan,
-        "lock-step": work / lock_step(schedule, seconds).makespan,
+        "tick by tick": work / bubble.tick_by_tick(schedule, layers),
         "executed": work / executed,
     }
 
@@ -44,7 +46,7 @@ def asynchronous(stages: int, microbatches: int, seconds: Costs) -> dict:
     pipe = jaxpipe.Pipeline(
         model,
         params,
-        schedule=catalog.build("1f1b", stages=stages, microbatches=microbatches),
+        schedule=build("1f1b", stages=stages, microbatches=microbatches),
         mesh=jaxpipe.make_mesh(stage=stages),
     )
     optimizer = optax.sgd(1e-3)
@@ -63,7 +65,7 @@ def asynchronous(stages: int, microbatches: int, seconds: Costs) -> dict:
     return {
         "schedule": "pipemare",
         "free-running": 1.0,
-        "lock-step": 1.0,
+        "tick by tick": 1.0,
         "executed": work / statistics.median(times[fill:]),
     }
 
@@ -95,7 +97,7 @@ def main(
         rows,
         title=f"utilization, p={stages} N={microbatches}, a unit is {unit_seconds:g} s",
         label=["schedule"],
-        bars=["free-running", "lock-step", "executed"],
+        bars=["free-running", "tick by tick", "executed"],
         axis="share of a step in which a stage works",
     )
 

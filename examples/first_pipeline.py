@@ -24,10 +24,11 @@ import jax.numpy as jnp
 import optax
 
 import jaxpipe
-from jaxpipe.schedule import draw
-from jaxpipe.schedule.simulate import Costs, lock_step, simulate, ticks
+from jaxpipe import testing
+from jaxpipe.schedule import Costs, device_clock, draw, simulate
+from jaxpipe.schedule.simulate import ticks
 
-jax.config.update("jax_num_cpu_devices", 4)  # simulated; leave it out on a cluster
+testing.simulate_devices(4)  # leave it out on a cluster
 STAGES, MICROBATCHES = 4, 6
 
 # %% [markdown]
@@ -45,9 +46,9 @@ for stage, order in enumerate(schedule.orders):
 # %% [markdown]
 # ## Tick by tick
 #
-# One program runs on all stages in lock-step. In a tick every stage runs at most one action, whose
-# inputs must have been computed in an earlier tick. Read downwards: microbatch 0 enters at stage 0,
-# its loss is known at stage 3, and its gradient travels back. A dot is a bubble.
+# One program runs on all stages. In a tick every stage runs at most one action, whose inputs must
+# have been computed in an earlier tick. Read downwards: microbatch 0 enters at stage 0, its loss is
+# known at stage 3, and its gradient travels back. A dot is a bubble.
 
 # %%
 grid = [["."] * STAGES for _ in range(1 + max(max(row) for row in ticks(schedule)))]
@@ -61,12 +62,13 @@ for tick, cells in enumerate(grid):
 # %% [markdown]
 # ## Two clocks
 #
-# Papers draw the free-running clock, on which a stage waits only for its inputs. In lock-step a
-# tick lasts as long as its slowest action, here a B that takes 1.2 times as long as an F.
+# Papers draw the free-running clock, on which a stage waits only for its inputs. The device clock
+# tells how long the program takes on GPUs, with the waits that its messages cause. Simulated
+# devices all wait for each other in every tick, and take longer.
 
 # %%
 costs = Costs(f=1, b=1.2, w=0.8)
-for timeline in (simulate(schedule, costs), lock_step(schedule, costs)):
+for timeline in (simulate(schedule, costs), device_clock(schedule, costs)):
     print(draw.caption(timeline))
     print(draw.text(timeline))
 

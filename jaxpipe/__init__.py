@@ -54,14 +54,16 @@ __all__ = [
 ]
 
 
-def __getattr__(name: str) -> Any:
-    if name not in __all__:
-        raise AttributeError(f"module 'jaxpipe' has no attribute {name!r}")
-    if name in ("nnx", "testing"):
-        return importlib.import_module(f"jaxpipe.{name}")
-    # Only checkpoints need orbax, which takes a while to import.
-    home = "jaxpipe.checkpoint" if name == "Checkpoints" else "jaxpipe.api"
-    return getattr(importlib.import_module(home), name)
+if not TYPE_CHECKING:  # to a type checker such a function has every name
+
+    def __getattr__(name: str) -> Any:
+        if name not in __all__:
+            raise AttributeError(f"module 'jaxpipe' has no attribute {name!r}")
+        if name in ("nnx", "testing"):
+            return importlib.import_module(f"jaxpipe.{name}")
+        # Only checkpoints need orbax, which takes a while to import.
+        home = "jaxpipe.checkpoint" if name == "Checkpoints" else "jaxpipe.api"
+        return getattr(importlib.import_module(home), name)
 
 
 def __dir__() -> list[str]:

@@ -21,6 +21,25 @@ Example:
 """
 
 from jaxpipe.schedule.check.validate import ScheduleError
-from jaxpipe.schedule.problems import ArgumentError, Problem, below_one, in_python, refuse
+from jaxpipe.schedule.problems import (
+    ArgumentError,
+    Problem,
+    below_one,
+    in_python,
+    printable,
+    refuse,
+    shortened,
+    shown,
+)
 
-__all__ = ["ArgumentError", "Problem", "ScheduleError", "below_one", "in_python", "refuse"]
+__all__ = [
+    "ArgumentError",
+    "Problem",
+    "ScheduleError",
+    "below_one",
+    "in_python",
+    "printable",
+    "refuse",
+    "shortened",
+    "shown",
+]

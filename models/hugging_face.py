@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxpipe.errors import ArgumentError
+from jaxpipe.errors import ArgumentError, refuse
 from models.hugging_face_families import FAMILIES, Config
 from models.hugging_face_family import Family
 from models.hugging_face_fields import Fields, TokenIds, token_id_fields
@@ -346,8 +346,7 @@ def _check_tensors(
             failures.append(
                 f"{gives} {tensor.dtype} numbers; weights must be floating-point, not quantized."
             )
-    if failures:
-        raise ValueError("\n".join(failures))
+    refuse(failures)
 
 
 def _check_trees(trees: PyTree, wanted: PyTree) -> None:

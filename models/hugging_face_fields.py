@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -73,10 +74,12 @@ class Fields:
         return None if self.get(name, None) is None else self.size(name)
 
     def number(self, name: str, default: Any = _MISSING) -> float:
-        """A number, whole or not."""
+        """A finite number, whole or not."""
         value = self.get(name, default)
         if isinstance(value, bool) or not isinstance(value, int | float):
             raise self._wrong(name, value, "a number")
+        if not abs(value) <= sys.float_info.max:
+            raise self._wrong(name, value, "a finite number")
         return value
 
     def flag(self, name: str) -> bool:
@@ -104,8 +107,13 @@ class Fields:
           defaults: those of the library for fields that are missing.
         """
         vocab_size = self.size("vocab_size")
-        found = (self.get(f"{name}_token_id", ids) for name, ids in defaults._asdict().items())
-        return TokenIds(*(_within(ids, vocab_size) for ids in found))
+        fields = {f"{name}_token_id": ids for name, ids in defaults._asdict().items()}
+        found = {name: self.get(name, ids) for name, ids in fields.items()}
+        for name, ids in found.items():
+            numbers = ids if isinstance(ids, list) else [] if ids is None else [ids]
+            if not all(type(number) is int for number in numbers):
+                raise self._wrong(name, ids, "a whole number, a list of them, or null")
+        return TokenIds(*(_within(ids, vocab_size) for ids in found.values()))
 
     def _whole(self, name: str, value: Any, *, most: int) -> int:
         if type(value) is not int or not 1 <= value <= most:

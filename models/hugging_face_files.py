@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+
+from jaxpipe import files
+from jaxpipe.errors import ArgumentError, refuse
 
 CONFIG = "config.json"
 WEIGHTS = "model.safetensors"
@@ -61,11 +63,11 @@ def find_tensors(folder: Path) -> list[Tensor]:
     for name in _listed(folder) if sharded else [WEIGHTS]:
         file = folder / name
         if not file.is_file():
-            raise ValueError(f"{folder} holds no {name}; it must hold {WEIGHTS} or {INDEX}.")
+            refuse([f"{folder} holds no {name}; it must hold {WEIGHTS} or {INDEX}."])
         try:
             opened = library().safe_open(file, framework="numpy")
         except library().SafetensorError as error:
-            raise ValueError(f"{file} is damaged: {error}.") from error
+            raise ArgumentError([f"{file} is damaged: {error}."]) from error
         except OSError as error:
             raise ValueError(f"{file} cannot be read: {error.strerror or error}.") from error
         for tensor in opened.keys():  # noqa: SIM118, a handle is no mapping: it cannot be iterated
@@ -92,15 +94,14 @@ def _check_listed(folder: Path, tensors: list[Tensor]) -> None:
         for name, files in held.items()
         if len(files) > 1
     ]
-    if failures:
-        raise ValueError("\n".join(failures))
+    refuse(failures)
 
 
 def _listed(folder: Path) -> list[str]:
     """The files that an index lists, of which none may lie outside the folder."""
     weight_map = read_json(folder / INDEX).get("weight_map")
     found: list[Any] = list(weight_map.values()) if isinstance(weight_map, dict) else [None]
-    if not all(isinstance(name, str) and name and "\0" not in name for name in found):
+    if not all(map(_is_name, found)):
         raise ValueError(
             f"{folder / INDEX} is damaged: it must have a weight_map from tensors to file names."
         )
@@ -122,9 +123,16 @@ def _listed(folder: Path) -> list[str]:
         for name in names
         if leads_out(name)
     ]
-    if failures:
-        raise ValueError("\n".join(failures))
+    refuse(failures)
     return names
+
+
+def _is_name(name: Any) -> bool:
+    """Whether a file can have this name; file systems take at most 255 bytes."""
+    try:
+        return 1 <= len(os.fsencode(name)) <= 255 and "\0" not in name
+    except (TypeError, UnicodeEncodeError):
+        return False
 
 
 def replace_model(folder: Path, partial: Path) -> None:
@@ -146,10 +154,10 @@ def read_json(path: Path) -> dict[str, Any]:
     if not path.exists():
         raise ValueError(f"{path.parent} holds no {path.name}; give a Hugging Face model folder.")
     try:
-        fields = json.loads(path.read_bytes())
+        fields = files.read_json(path)
     except OSError as error:
         raise ValueError(f"{path} cannot be read: {error.strerror}.") from error
-    except (ValueError, RecursionError) as error:
+    except ValueError as error:
         raise ValueError(f"{path} is damaged: it is no JSON ({error}).") from error
     if not isinstance(fields, dict):
         raise ValueError(f"{path} is damaged: it holds no JSON object.")

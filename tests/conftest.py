@@ -4,6 +4,8 @@ import dataclasses
 import os
 from importlib.metadata import version
 
+import limits
+
 os.environ["JAX_PLATFORMS"] = "cpu"
 # Tests compile more than they compute.
 os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "1"
@@ -14,7 +16,7 @@ os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "1"
 os.environ["XLA_FLAGS"] = (
     os.environ.get("XLA_FLAGS", "")
     + " --xla_force_host_platform_device_count=8"
-    + " --xla_cpu_collective_call_terminate_timeout_seconds=60"
+    + f" {limits.collectives()}"
     + (" --xla_cpu_use_fusion_emitters=false" if version("jax").startswith("0.10.") else "")
     + (" --xla_cpu_parallel_codegen_split_count=1" if version("jax").startswith("0.10.") else "")
 )

@@ -38,6 +38,25 @@ def test_every_path_and_dotted_name_in_the_documentation_exists():
             assert pkgutil.resolve_name(name) is not None, f"{name} in {page}"
 
 
+def test_every_link_leads_to_a_file_and_a_section():
+    pages = [*TOP.glob("*.md"), *(TOP / "docs").rglob("*.md")]
+    links = {
+        (page, link)
+        for page in pages
+        for link in re.findall(r"\]\(([^)\s]+)\)", _code_left_out(page))
+    }
+    assert len(links) > 200
+    for page, link in links:
+        path, _, anchor = link.partition("#")
+        if path.startswith(("http://", "https://")):
+            continue
+        target = page.parent / path if path else page
+        assert target.exists(), f"{link} in {page}"
+        if anchor:
+            titles = re.findall(r"^#+ (.*)$", _code_left_out(target), re.MULTILINE)
+            assert anchor in map(_anchor, titles), f"{link} in {page}"
+
+
 def test_every_page_is_in_the_navigation():
     pages = {path.relative_to(TOP / "docs").as_posix() for path in (TOP / "docs").rglob("*.md")}
     navigation = (TOP / "mkdocs.yml").read_text(encoding="utf-8")
@@ -55,6 +74,15 @@ def test_the_reference_names_all_that_is_public_and_only_what_exists():
     assert {f"jaxpipe.{name}" for name in jaxpipe.__all__} <= set(names)
     for name in names:
         assert pkgutil.resolve_name(name) is not None
+
+
+def _code_left_out(page: Path) -> str:
+    return re.sub(r"```.*?```", "", page.read_text(encoding="utf-8"), flags=re.DOTALL)
+
+
+def _anchor(title: str) -> str:
+    """The anchor of a section, as mkdocs makes it."""
+    return re.sub(r"[-\s]+", "-", re.sub(r"[^\w\s-]", "", title).strip().lower())
 
 
 def _answers(header: str) -> list[str]:

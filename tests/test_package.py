@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import os
 import re
 import subprocess
 import sys
@@ -11,6 +12,7 @@ from importlib.metadata import packages_distributions
 from pathlib import Path
 
 import pytest
+from mypy import api
 
 import jaxpipe
 from jaxpipe.cli import main
@@ -50,6 +52,16 @@ def test_every_public_name_is_there():
         jaxpipe.Pipelines  # noqa: B018  (the access is what is tested)
 
 
+def test_a_type_checker_knows_the_public_names_and_no_others(tmp_path):
+    probe = tmp_path / "probe.py"
+    lines = ["import jaxpipe", *(f"jaxpipe.{name}" for name in [*jaxpipe.__all__, "Pipelin"])]
+    probe.write_text("\n".join(lines))
+    options = ["--follow-imports=skip", f"--cache-dir={os.devnull}"]
+    found, _, _ = api.run([*options, str(TOP / "jaxpipe/__init__.py"), str(probe)])
+    assert f'probe.py:{len(lines)}: error: Module has no attribute "Pipelin"' in found
+    assert "Found 1 error" in found
+
+
 def test_the_wheel_ships_the_library_alone_and_requires_what_it_imports():
     settings = tomllib.loads((TOP / "pyproject.toml").read_text())
     assert settings["tool"]["hatch"]["build"]["targets"]["wheel"] == {"packages": ["jaxpipe"]}
@@ -75,3 +87,10 @@ def test_the_command_prints_its_version(capsys):
 def test_the_catalogue_knows_what_can_be_executed(entry):
     schedule = catalog.build(entry.name, stages=2, microbatches=4)
     assert entry.executable == (not any(simulated_only(schedule)))
+
+
+def test_no_test_has_a_time_limit_of_its_own():
+    """Those of `limits` grow with the load of the machine."""
+    number = re.compile(r"timeout(_seconds)?=\d|\bSECONDS = \d{2,}|monotonic\(\) \+ \d")
+    tests = [path for path in (TOP / "tests").rglob("*.py") if path != Path(__file__)]
+    assert [path for path in tests if number.search(path.read_text(encoding="utf-8"))] == []

@@ -9,6 +9,7 @@ import sys
 
 import jax
 import jax.numpy as jnp
+import limits
 import pytest
 from jax.sharding import PartitionSpec as P
 
@@ -227,7 +228,7 @@ def run(code: str, **variables: str) -> subprocess.CompletedProcess[str]:
         env=environment | variables,
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=limits.hang(),
         check=False,
     )
 
@@ -270,7 +271,7 @@ for _ in range(40):
     x = step(x)
 print(x.shape)
 """
-    done = run(code, XLA_FLAGS="--xla_cpu_collective_call_terminate_timeout_seconds=20")
+    done = run(code, XLA_FLAGS=limits.collectives())
     assert done.returncode == 0, done.stderr
     assert done.stdout == "(4, 1)\n"
 

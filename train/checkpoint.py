@@ -7,14 +7,16 @@ layout that it was saved in.
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from jaxpipe import Checkpoints
-from jaxpipe.checkpoint import Found
+from jaxpipe.checkpoint import DamagedError, Found, reading
 from train import tasks
 from train.config import Config, upgraded
-from train.errors import Failure
+from train.errors import ConfigError, Failure
 from train.step import TrainState
 
 PyTree = Any
@@ -65,14 +67,33 @@ def restore(checkpoints: Checkpoints, step: int, shapes: PyTree) -> tuple[PyTree
     Returns:
       What was saved, and the position in the data. Arrays by name may be fewer than asked for:
       older versions saved fewer of a pipeline in mid-flight.
+
+    Raises:
+      ConfigError: it is not what was saved.
     """
-    if isinstance(shapes, dict):
-        held = checkpoints.shapes(step).keys()
-        return checkpoints.restore_arrays(
-            step, {name: shapes[name] for name in shapes if name in held}
-        )
-    state, data = checkpoints.restore_arrays(step, _as_dict(shapes))
-    return TrainState(**state), data
+    with readable(step):
+        if isinstance(shapes, dict):
+            held = checkpoints.shapes(step).keys()
+            return checkpoints.restore_arrays(
+                step, {name: shapes[name] for name in shapes if name in held}
+            )
+        state, data = checkpoints.restore_arrays(step, _as_dict(shapes))
+        return TrainState(**state), data
+
+
+@contextlib.contextmanager
+def readable(step: int) -> Iterator[None]:
+    """Makes one kind of error of all that a checkpoint raises whose files hold something else.
+
+    Raises:
+      ConfigError: something was raised.
+    """
+    try:
+        with reading(f"checkpoint {step}"):
+            yield
+    except DamagedError as error:
+        remedy = "Fetch it from a backup, or remove it to continue from an older one."
+        raise ConfigError([Failure(f"{error}. {remedy}", ("run_dir",))]) from error
 
 
 def none_whole(found: Found, *, run_dir: str) -> list[Failure]:
@@ -118,7 +139,7 @@ def require_drained(saved: dict[str, Any], step: int) -> None:
     """Raises ValueError for a pipeline in mid-flight, whose weights are of several steps.
 
     Args:
-      saved: from `in_todays_form`.
+      saved: from `description`.
       step: of the checkpoint.
     """
     if saved[IN_FLIGHT] is not None:
@@ -139,25 +160,29 @@ def describe(config: Config, *, data_sha256: str) -> dict[str, Any]:
     return {"config": config.model_dump(), "data_sha256": data_sha256}
 
 
-def in_todays_form(saved: dict[str, Any]) -> dict[str, Any]:
-    """Renames what an older version saved; see `train.config.upgraded`.
+def description(checkpoints: Checkpoints, step: int) -> dict[str, Any]:
+    """Reads what a checkpoint says about its run, in today's names: see `train.config.upgraded`.
 
-    Args:
-      saved: from `jaxpipe.Checkpoints.read_run`.
+    Raises:
+      ConfigError: it says nothing that this version understands.
     """
-    own = f"{saved['config']['task']}."
-    layout = {
-        f"model.{path.removeprefix(own)}" if path.startswith(own) else path: value
-        for path, value in (saved.get(IN_FLIGHT) or {}).items()
-    }
-    return saved | {"config": upgraded(saved["config"]), IN_FLIGHT: layout or None}
+    with readable(step):
+        saved = checkpoints.read_run(step)
+        own, config = f"{saved['config']['task']}.", upgraded(saved["config"])
+        Config(**config)
+        layout = {
+            f"model.{path.removeprefix(own)}" if path.startswith(own) else path: value
+            for path, value in (saved.get(IN_FLIGHT) or {}).items()
+        }
+        today = {"config": config, IN_FLIGHT: layout or None}
+        return saved | today | {"data_sha256": saved["data_sha256"]}  # which must be there
 
 
 def other_model(saved: dict[str, Any], config: Config, *, data_sha256: str) -> list[Failure]:
     """Says why a checkpoint cannot be continued with this configuration; empty if it can.
 
     Args:
-      saved: from `in_todays_form`.
+      saved: from `description`.
       config: of the run that wants to continue it.
       data_sha256: digest of the data that it would train on.
     """
@@ -209,7 +234,7 @@ def changes(saved: dict[str, Any], config: Config) -> list[str]:
     """Lists fields that affect the losses and differ from the checkpoint's: "train.seed 0 -> 1".
 
     Args:
-      saved: from `in_todays_form`.
+      saved: from `description`.
       config: of the run that continues it.
     """
     free = (
@@ -219,9 +244,9 @@ def changes(saved: dict[str, Any], config: Config) -> list[str]:
     )
     before, now = Config(**saved["config"]).flat(), config.flat()
     return [
-        f"{path} {before[path]} -> {now[path]}"
+        f"{path} {before.get(path)} -> {now[path]}"  # another task's model has other fields
         for path in now
-        if not path.startswith(free) and before[path] != now[path]
+        if not path.startswith(free) and before.get(path) != now[path]
     ]
 
 

@@ -14,6 +14,7 @@ from models.validation import nearest_divisors
 from train import (
     asynchronous_rules,
     configured,
+    distributed,
     errors,
     initial,
     mesh_rules,
@@ -32,6 +33,9 @@ Rule = Callable[[Config], Iterator[Failure]]
 
 _PATHS, _LONGEST = ("run_dir", "data.path", "init_from", "pipeline.schedule"), 255
 """Fields that name files, and the longest name of one."""
+
+_MOST_LAYERS = 10_000
+"""More are a mistake: `auto` looks at each."""
 
 
 def check(
@@ -83,7 +87,7 @@ def check(
         rules.append(lambda config: run_folder.failures(config, resume=resume))
     for rule in rules:
         failures += [failure for failure in rule(config) if not wrong.intersection(failure.fields)]
-    return failures
+    return [errors.in_short(failure, given.values()) for failure in failures]
 
 
 def without(failures: Iterable[Failure], broken: Iterable[Failure]) -> list[Failure]:
@@ -112,12 +116,6 @@ def device_failures(config: Config, *, num_devices: int, platform: str) -> list[
     sizes, needed = config.mesh.sizes(), config.mesh.num_devices
     if needed <= num_devices:
         return []
-    valid = [
-        f"{path}={num_devices * size // needed}"
-        for path, size in sizes.items()
-        if num_devices * size // needed
-    ]
-    valid = valid or [" with ".join(f"{path}=1" for path in sizes)]
     simulate = (
         f" XLA_FLAGS=--xla_force_host_platform_device_count={needed} simulates them."
         if platform == "cpu"
@@ -127,7 +125,8 @@ def device_failures(config: Config, *, num_devices: int, platform: str) -> list[
     return [
         Failure(
             f"{product} needs {needed} devices, but there "
-            f"are {num_devices} ({platform}). Nearest valid: {' or '.join(valid)}.{simulate}",
+            f"are {num_devices} ({platform}). Nearest valid: "
+            f"{distributed.nearest_meshes(config, num_devices)}.{simulate}",
             tuple(sizes),
         )
     ]
@@ -143,9 +142,16 @@ def _with_a_model(config: Config) -> tuple[Config, list[Failure]]:
 
 def _model(config: Config) -> Iterator[Failure]:
     try:
-        tasks.make(config)
+        layers = config.num_layers
     except ValueError as error:
         yield from errors.of_model(error)
+        return
+    if layers > _MOST_LAYERS:
+        given = " and ".join(f"{path}={config.flat()[path]}" for path in _depth(config))
+        yield Failure(
+            f"{given} makes {layers} layers. Nearest valid: at most {_MOST_LAYERS} layers.",
+            tuple(_depth(config)),
+        )
 
 
 def _text(config: Config) -> Iterator[Failure]:
@@ -157,7 +163,7 @@ def _text(config: Config) -> Iterator[Failure]:
             yield Failure(f"{path}={value!r} has {bad!r}, which is no character.", (path,))
         elif path in _PATHS and any(len(part.encode()) > _LONGEST for part in value.split("/")):
             rule = f"has a name of more than {_LONGEST} bytes, which no folder can have"
-            yield Failure(f"{path}={value[:20]}... {rule}.", (path,))
+            yield Failure(f"{path}={value} {rule}.", (path,))
 
 
 def _schedule(config: Config) -> Iterator[Failure]:

@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from jaxpipe.files import read_json
 from jaxpipe.schedule import Schedule, from_json, is_users, lower, to_json
 from train import configured
 from train.config import Config
@@ -21,10 +22,10 @@ from train.config import Config
 
 @dataclasses.dataclass(frozen=True)
 class Choice:
-    """A schedule with its slices, and the partition.
+    """A schedule and the partition.
 
     Args:
-      schedule: the order of every stage, with slices if actions are cut.
+      schedule: the order of every stage.
       layer_counts: layers of every virtual stage.
       layer_costs: the costs that the partition balances, one number per layer.
     """
@@ -91,7 +92,7 @@ def read(path: Path, config: Config) -> Choice | None:
     if not path.exists():
         return None
     try:
-        record = json.loads(path.read_text(encoding="utf-8"))
+        record = read_json(path)
         before = dict(record["settings"])
     except (KeyError, TypeError, ValueError) as error:
         raise ValueError(f"it is not a record: {_in_one_line(error)}") from None

@@ -12,6 +12,8 @@ import copy
 import dataclasses
 import difflib
 import re
+import sys
+from collections import Counter
 from collections.abc import Hashable, Sequence
 from pathlib import Path
 from typing import Any
@@ -20,6 +22,7 @@ import pydantic
 import tyro
 import yaml
 
+from jaxpipe.errors import shortened, shown
 from train import tasks
 from train.config import Config, remove, upgraded
 from train.errors import ConfigError, Failure
@@ -68,7 +71,7 @@ def parse(arguments: Sequence[str]) -> Invocation:
 
     Raises:
       ConfigError: the file is missing, unreadable or not YAML, there is no such task, or an option
-        has the name that it had in older versions.
+        is one of older versions.
       SystemExit: tyro printed help (status 0) or refused an option (status 2).
 
     Example:
@@ -76,19 +79,29 @@ def parse(arguments: Sequence[str]) -> Invocation:
       2
     """
     older = [a for a in arguments if a.startswith(tuple(f"--{name}." for name in tasks.names()))]
-    if older:
-        raise ConfigError(
-            [
-                Failure(f"{option} has another name now: --model.{option.partition('.')[2]}.")
-                for option in older
-            ]
-        )
+    renamed = [
+        Failure(f"{option} has another name now: --model.{option.partition('.')[2]}.")
+        for option in older
+    ]
+    gone = ("--pipeline.slices", "--pipeline.no-slices")
+    removed = [
+        Failure(f"{option} is no option any more: actions always run whole. Leave it out.")
+        for option in arguments
+        if option.startswith(gone)
+    ]
+    if renamed or removed:
+        raise ConfigError(renamed + removed)
     finder = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     finder.add_argument("--config")
     finder.add_argument("--task")
     finder.add_argument("--init-from")
     given = finder.parse_known_args([a for a in arguments if a not in ("-h", "--help")])[0]
     raw = {} if given.config is None else load_yaml(Path(given.config))
+    if isinstance(pipeline := raw.get("pipeline"), dict) and "slices" in pipeline:
+        print(
+            f"warning: pipeline.slices in {given.config} is ignored: actions always run whole",
+            file=sys.stderr,
+        )
     if init_from := given.init_from or raw.get("init_from"):
         from train import initial
 
@@ -123,7 +136,11 @@ def load_yaml(path: Path) -> dict[str, Any]:
       ConfigError: the file is missing, unreadable, not YAML, or names a key twice.
     """
     try:
-        raw = yaml.load(path.read_text(encoding="utf-8"), Loader=_Loader)
+        with path.open(encoding="utf-8") as file:
+            text = file.read(_LONGEST + 1)
+        if len(text) > _LONGEST:
+            raise yaml.YAMLError(_TOO_LONG)
+        raw = yaml.load(text, Loader=_Loader)
     except FileNotFoundError as error:
         near = sorted(path.parent.glob("*.yaml")) if path.parent.is_dir() else []
         listed = ", ".join(map(str, near)) or "none in its folder"
@@ -134,10 +151,12 @@ def load_yaml(path: Path) -> dict[str, Any]:
         deep = f"--config={path} cannot be read as YAML: it nests too deeply."
         raise ConfigError([Failure(deep)]) from None
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        if isinstance(error, yaml.MarkedYAMLError):
+            error.problem = shortened(error.problem or "")
         raise ConfigError([Failure(f"--config={path} cannot be read as YAML: {error}")]) from error
     if raw is not None and not isinstance(raw, dict):
         raise ConfigError(
-            [Failure(f"--config={path} must hold sections such as 'mesh:', not {raw!r}.")]
+            [Failure(f"--config={path} must hold sections such as 'mesh:', not {shown(raw)}.")]
         )
     return raw or {}
 
@@ -189,10 +208,10 @@ _RULES = {
 
 
 def _explain(problem: Any, place: tuple[int | str, ...], config: Config, source: str) -> Failure:
-    path = ".".join(map(str, place))
+    path, value = ".".join(shortened(str(key)) for key in place), shown(problem["input"])
     if place != problem["loc"]:
         rule = "must be a number, text, true, false or null"
-        return Failure(f"{path}={problem['input']!r} in {source}: {rule}.", (path,))
+        return Failure(f"{path}={value} in {source}: {rule}.", (path,))
     if problem["type"] == "extra_forbidden":
         known = [*Config.model_fields, *config.flat()]
         # The whole path is compared, so that a field in the wrong section is found as well.
@@ -202,30 +221,66 @@ def _explain(problem: Any, place: tuple[int | str, ...], config: Config, source:
         nearest = f" Nearest valid: {', '.join(near)}." if near else ""
         return Failure(f"{path} in {source} is not a field.{nearest}", (path,))
     rule = _RULES.get(problem["type"], problem["msg"][:1].lower() + problem["msg"][1:])
-    value = problem["input"]
     if problem["type"] == "literal_error":
         rule = f"must be one of {problem['ctx']['expected']}"
         words = re.findall(r"'([^']+)'", rule)
-        near = difflib.get_close_matches(str(value), words, n=1, cutoff=0.0)
+        near = difflib.get_close_matches(value, words, n=1, cutoff=0.0)
         rule += f". Nearest valid: {near[0]}" if near else ""
-    return Failure(f"{path}={value!r} in {source}: {rule}.", (path,))
+    return Failure(f"{path}={value} in {source}: {rule}.", (path,))
 
 
 def _sections(config: Config) -> dict[str, Any]:
     return {name: getattr(config, name) for name in Config.model_fields}
 
 
+_LONGEST = 100_000
+"""Characters of a configuration with all that its aliases stand for: more are a mistake."""
+_TOO_LONG = f"it has more than {_LONGEST} characters, with all that its aliases stand for."
+
+
+def _size(node: Any, sizes: dict[int, int]) -> int:
+    """Counts the characters of a node's scalars, as often as aliases repeat them."""
+    if isinstance(node, tuple):  # a key and its value
+        return sum(_size(part, sizes) for part in node)
+    if id(node) not in sizes:
+        is_scalar = isinstance(node, yaml.ScalarNode)
+        own = len(node.value) if is_scalar else sum(_size(part, sizes) for part in node.value)
+        sizes[id(node)] = 1 + own
+    return sizes[id(node)]
+
+
 class _Loader(yaml.SafeLoader):
-    """Reads numbers such as 3e-4 as YAML 1.2 does (YAML 1.1 reads text); refuses repeated keys."""
+    """Reads numbers as YAML 1.2 does; refuses repeated keys and aliases that multiply."""
+
+    def construct_document(self, node: yaml.Node) -> Any:
+        if _size(node, {}) > _LONGEST:
+            raise yaml.YAMLError(_TOO_LONG)
+        return super().construct_document(node)
+
+    def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
+        try:
+            value = super().construct_object(node, deep)
+            if isinstance(value, int):
+                str(value)  # Python does not print numbers of thousands of digits
+            return value
+        # The constructors of scalars raise whatever Python raises: ValueError, KeyError, ...
+        except (yaml.YAMLError, RecursionError):
+            raise
+        except Exception as error:
+            kind = node.tag.rpartition(":")[2]
+            raise yaml.constructor.ConstructorError(
+                None, None, f"{shown(node.value)} is no {kind}", node.start_mark
+            ) from error
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
-        for key, _ in node.value:
-            if key.tag not in ("tag:yaml.org,2002:str", "tag:yaml.org,2002:merge"):
+        keys = [key for key, _ in node.value] if isinstance(node, yaml.MappingNode) else []
+        for key in keys:
+            is_text = key.tag in ("tag:yaml.org,2002:str", "tag:yaml.org,2002:merge")
+            if not (is_text and isinstance(key, yaml.ScalarNode)):
                 raise yaml.constructor.ConstructorError(
                     None, None, "a key must be text, such as 'mesh'", key.start_mark
                 )
-        names = [key.value for key, _ in node.value]
-        twice = sorted({name for name in names if names.count(name) > 1})
+        twice = sorted(k for k, count in Counter(key.value for key in keys).items() if count > 1)
         if twice:
             raise yaml.constructor.ConstructorError(
                 None, None, f"{', '.join(twice)} is given twice", node.start_mark
@@ -233,8 +288,17 @@ class _Loader(yaml.SafeLoader):
         return super().construct_mapping(node, deep)
 
 
-_Loader.add_implicit_resolver(
-    "tag:yaml.org,2002:float",
-    re.compile(r"^[-+]?\d+(?:\.\d*)?[eE][-+]?\d+$"),
-    list("-+0123456789"),
-)
+# In YAML 1.1, 3e-4 is text, 1:30 is 90, 010 is 8, and 2026-11-30 is a date.
+_NUMBERS = {
+    "int": r"[-+]?(?:0|[1-9][\d_]*|0x[\da-fA-F_]+|0b[01_]+)",
+    "float": r"[-+]?(?:\d[\d_]*\.[\d_]*|\.\d[\d_]*|\d+(?=[eE]))(?:[eE][-+]?\d+)?"
+    r"|[-+]?\.(?:inf|Inf|INF)|\.(?:nan|NaN|NAN)",
+}
+_OTHERS = tuple(f"tag:yaml.org,2002:{name}" for name in ("bool", "null", "merge"))
+_Loader.yaml_implicit_resolvers = {
+    first: [(tag, form) for tag, form in forms if tag in _OTHERS]
+    for first, forms in yaml.SafeLoader.yaml_implicit_resolvers.items()
+}
+for _name, _form in _NUMBERS.items():
+    _tag, _pattern = f"tag:yaml.org,2002:{_name}", re.compile(f"^(?:{_form})$")
+    _Loader.add_implicit_resolver(_tag, _pattern, list("-+.0123456789"))

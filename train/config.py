@@ -17,7 +17,7 @@ import pydantic_core
 import yaml
 
 from train import tasks
-from train.fields import Beta, Count, Natural, NonNegative, Positive, Range
+from train.fields import Beta, Count, Natural, NonNegative, Positive, Range, Weight
 
 Number = bool | int | float | str | None
 """An argument of a function of optax; text names a dtype, for example."""
@@ -40,7 +40,7 @@ class DataConfig(Section):
     prepare: str | None = None
     """Arguments that ``python -m train.prepare`` writes it with, such as "images --source mnist";
     ``python -m train.prepare --config FILE`` reads them here."""
-    mix: dict[str, Positive] = {}
+    mix: dict[str, Weight] = {}
     """More folders with the same tokenizer, and how often their rows are drawn, where those of path
     count 1, such as {data/code: 2.5}. The held-out rows are those of path alone."""
     documents: Literal["joined", "apart"] = "joined"
@@ -107,8 +107,10 @@ class PipelineConfig(Section):
     counts such as "3,2,2,3"."""
     stage_memory: Annotated[float | None, Range(0, above=True)] = None
     """Gigabytes of parameters, optimizer state and activations per stage at most; None for any."""
-    slices: bool = True
-    """Cut actions into ranges of layers, so that ticks wait less for their slowest stage."""
+    vocabulary: Literal["split", "ends"] = "split"
+    """Who computes embedding and head: all stages together, each with a part of the tables, or the
+    stages of the first and the last layer alone, whose time the partition then counts. Ends wait
+    for no other stage, but every stage keeps whole tables."""
     remat: Literal["none", "dots", "full"] = "none"
     """What the backward recomputes: nothing, everything but matmuls, or everything."""
     zero: Annotated[int, Range(0, 3)] = 3
@@ -350,13 +352,16 @@ def upgraded(raw: dict[str, Any]) -> dict[str, Any]:
     """Brings the content of an older file or checkpoint into today's form.
 
     Every family except the GPT used to have a section with its own name, and a file held those of
-    all families. Now the section of the task is ``model``. The others never had an effect.
+    all families. Now the section of the task is ``model``. The others never had an effect. There
+    used to be ``pipeline.slices`` as well, which changed how long a step took.
 
     Example:
       >>> upgraded({"task": "resnet", "model": {"width": 8}, "resnet": {"depth": 20}, "bert": {}})
       {'task': 'resnet', 'model': {'depth': 20}}
     """
     kept = {name: value for name, value in raw.items() if name not in tasks.names()}
+    if isinstance(pipeline := kept.get("pipeline"), dict):
+        kept["pipeline"] = {name: value for name, value in pipeline.items() if name != "slices"}
     task = raw.get("task", "gpt")
     own = raw.get(task) if task in tasks.names() else None
     return kept if own is None else kept | {"model": own}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import math
 from collections.abc import Sequence
@@ -16,7 +15,6 @@ from jaxpipe.schedule import (
     Schedule,
     SteadyState,
     simulated_only,
-    slice_ticks,
 )
 from train.config import Config
 
@@ -108,29 +106,24 @@ def techniques(config: Config) -> tuple[int | None, float | None]:
 
 
 @functools.cache
-def order(config: Config, *, platform: str = "cpu") -> Schedule:
+def order(config: Config) -> Schedule:
     """Builds the schedule by its name; for asynchronous training, the one that it warms up with.
 
     Args:
       config: only the number of layers, ``mesh.stage``, ``pipeline.*`` and ``costs.*`` are read.
-      platform: of the devices, whose clock `auto` plans for.
 
     Raises:
       ValueError: as in `jaxpipe.schedules.build`, or it can only be simulated.
     """
-    found = _order(config, platform)
+    found = _order(config)
     refuse(simulated_only(found))
     return found
 
 
-def _order(config: Config, platform: str) -> Schedule:
+def _order(config: Config) -> Schedule:
     pipeline, name = config.pipeline, config.pipeline.schedule
     if chooses_placement(config):
-        return searched(config, [1.0] * config.num_layers, platform=platform)
-    # Schedules that read the layers have two chunks per stage.
-    layers_per_chunk = max(1, -(-config.num_layers // (2 * config.mesh.stage)))
-    if not pipeline.slices:
-        layers_per_chunk = 1
+        return searched(config, [1.0] * config.num_layers)
     return schedules.build(
         _SYNCHRONOUS if is_asynchronous(config) else name,
         stages=config.mesh.stage,
@@ -139,8 +132,6 @@ def _order(config: Config, platform: str) -> Schedule:
         group=pipeline.group,
         memory_limit=pipeline.memory_limit,
         costs=costs(config),
-        layers_per_chunk=layers_per_chunk,
-        clock=_clock(platform),
     )
 
 
@@ -148,20 +139,15 @@ def chooses_placement(config: Config) -> bool:
     """Whether ``auto`` also chooses how layers are cut into chunks, and where these lie."""
     pipeline = config.pipeline
     free = pipeline.chunks is None and pipeline.partition in _RULES
-    return pipeline.schedule == "auto" and pipeline.slices and free
+    return pipeline.schedule == "auto" and free
 
 
-def _clock(platform: str) -> str:
-    return "lock-step" if platform == "cpu" else "neighbor"
-
-
-def searched(config: Config, layer_costs: Sequence[float], *, platform: str) -> Schedule:
+def searched(config: Config, layer_costs: Sequence[float]) -> Schedule:
     """Searches schedule, placement and number of chunks for a model (``pipeline.schedule: auto``).
 
     Args:
       config: as for `order`; ``costs.*`` are of half a stage.
       layer_costs: of every layer, in any unit.
-      platform: as for `order`.
 
     Raises:
       ValueError: the memory limit is too small, or there are fewer layers than stages.
@@ -179,31 +165,7 @@ def searched(config: Config, layer_costs: Sequence[float], *, platform: str) -> 
         microbatches=config.pipeline.microbatches,
         memory_limit=config.pipeline.memory_limit,
         layer_costs=layers,
-        clock=_clock(platform),
     )
-
-
-def build(
-    config: Config,
-    layer_counts: Sequence[int],
-    schedule: Schedule | None = None,
-    *,
-    platform: str = "cpu",
-) -> Schedule:
-    """Builds the schedule and cuts it into slices of the model's layers if that is configured.
-
-    Args:
-      config: a checked configuration.
-      layer_counts: layers of every virtual stage.
-      schedule: to cut; None for `order`.
-      platform: of the devices, on whose clock slices have to end before whole actions.
-    """
-    schedule = schedule or order(config, platform=platform)
-    if not config.pipeline.slices:
-        return dataclasses.replace(schedule, slices=None)
-    if schedule.layer_counts != tuple(layer_counts):
-        return slice_ticks(schedule, costs(config), layer_counts, clock=_clock(platform))
-    return schedule
 
 
 def own_counts(config: Config) -> tuple[int, ...] | None:

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from jaxpipe import cpu_threads
+from jaxpipe.errors import in_python, shown
 from train import rendezvous
 from train.config import Config
 from train.errors import ConfigError, Failure
@@ -18,8 +19,9 @@ from train.errors import ConfigError, Failure
 _HEARTBEAT_SECONDS = 24 * 3600
 """`train.watchdog` is faster, and names who is missing."""
 
-MAX_SIMULATED_DEVICES = 512
-"""More simulated devices than this are taken for a mistake: each needs threads and memory."""
+MAX_DEVICES = 512
+"""More devices of a process are taken for a mistake: no host has so many accelerators, and each
+simulated one needs threads and memory."""
 
 # Slurm and Open MPI set these for every process they start. Slurm's are those of a job step, since
 # the batch script itself runs as one process of a larger job.
@@ -56,7 +58,7 @@ def find_processes(config: Config, environment: Mapping[str, str] | None = None)
 
     Raises:
       ConfigError: there is a coordinator but no number of processes, or the devices cannot be
-        shared evenly between them.
+        shared evenly between them, or are more than they may have.
 
     Example:
       >>> find_processes(Config(), {"SLURM_STEP_NUM_TASKS": "2", "SLURM_PROCID": "1"}).number
@@ -70,10 +72,11 @@ def find_processes(config: Config, environment: Mapping[str, str] | None = None)
             count = _number(environment, count_name) if count is None else count
             number = _number(environment, number_name) if number is None else number
     if settings.coordinator is not None and (count is None or number is None):
+        given = in_python("distributed.coordinator", settings.coordinator)
         raise ConfigError(
             [
                 Failure(
-                    f"distributed.coordinator={settings.coordinator} needs distributed."
+                    f"{given} needs distributed."
                     f"num_processes (now {count}) and distributed.process_id (now {number}), or a "
                     "launcher that sets them (srun, mpirun).",
                     ("distributed.num_processes", "distributed.process_id"),
@@ -95,14 +98,35 @@ def find_processes(config: Config, environment: Mapping[str, str] | None = None)
                 )
             ]
         )
+    most = MAX_DEVICES * processes.count
+    if num_devices > most and cpu_threads.COUNT_FLAG not in environment.get("XLA_FLAGS", ""):
+        raise ConfigError(
+            [
+                Failure(
+                    f"{' x '.join(f'{path}={size}' for path, size in sizes.items())} = "
+                    f"{num_devices} devices are more than {MAX_DEVICES} for each of "
+                    f"distributed.num_processes={processes.count}. Nearest "
+                    f"valid: {nearest_meshes(config, most)}.",
+                    (*sizes, "distributed.num_processes"),
+                )
+            ]
+        )
     return processes
+
+
+def nearest_meshes(config: Config, num_devices: int) -> str:
+    """Returns the meshes that differ in one size and need no more than some devices, in words."""
+    sizes, needed = config.mesh.sizes(), config.mesh.num_devices
+    fitting = {path: num_devices * size // needed for path, size in sizes.items()}
+    valid = [f"{path}={size}" for path, size in fitting.items() if size]
+    return " or ".join(valid or [" with ".join(f"{path}=1" for path in sizes)])
 
 
 def _number(environment: Mapping[str, str], name: str) -> int:
     value = environment[name]
     if not value.isdecimal():
         rule = "must be a number, as a launcher sets it; unset it to start a process by itself"
-        raise ConfigError([Failure(f"The variable {name}={value!r} {rule}.")])
+        raise ConfigError([Failure(f"The variable {name}={shown(value)} {rule}.")])
     return int(value)
 
 
@@ -115,8 +139,7 @@ def simulate_devices(config: Config, processes: Processes) -> None:
     if cpu_threads.COUNT_FLAG in flags:
         return
     count = config.mesh.num_devices // processes.count
-    asked = f"{cpu_threads.COUNT_FLAG}={min(count, MAX_SIMULATED_DEVICES)}"
-    os.environ["XLA_FLAGS"] = f"{flags} {asked}".strip()
+    os.environ["XLA_FLAGS"] = f"{flags} {cpu_threads.COUNT_FLAG}={count}".strip()
     cpu_threads.suffice()
 
 

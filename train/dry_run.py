@@ -7,7 +7,7 @@ from rich.console import Console
 
 from jaxpipe import axes_across_hosts
 from jaxpipe.measure import predicted_bytes
-from jaxpipe.schedule import draw, lock_step, neighbor_clock, simulate, steady_text
+from jaxpipe.schedule import draw, simulate, steady_text
 from train import configured, memory_report
 from train.config import Config
 from train.metrics import announced, say
@@ -58,10 +58,7 @@ def _show_mesh(console: Console, setup: Setup) -> None:
 
 
 def _show_timeline(console: Console, setup: Setup) -> None:
-    costs = setup.chunk_costs
-    free = simulate(setup.schedule, costs)
-    ticked = neighbor_clock(setup.schedule, costs), lock_step(setup.schedule, costs)
-    runs = setup.timeline
+    runs, free = setup.timeline, simulate(setup.schedule, setup.chunk_costs)
     try:
         drawing = f"{draw.caption(runs)}\n{draw.text(runs, width=console.width)}"
         if len(drawing.splitlines()) > _MOST_LINES:
@@ -71,9 +68,7 @@ def _show_timeline(console: Console, setup: Setup) -> None:
         drawing = str(error)
     peaks = simulate(setup.schedule, configured.costs(setup.config)).peak_in_flight
     flight = f"microbatches in flight at most, stage by stage: {' '.join(map(str, peaks))}"
-    lines = [drawing, flight, *(draw.caption(clock) for clock in (free, *ticked))]
-    if ticked[-1].makespan < free.makespan:
-        lines.insert(2, "lock-step is shorter, as it is cut into slices, and W fills other gaps")
+    lines = [drawing, flight, draw.caption(free), draw.caption(runs)]
     say(console, "\n".join(lines), wraps=True)
 
 

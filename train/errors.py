@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
 
-from jaxpipe.errors import ArgumentError, Problem, in_python
+from jaxpipe.errors import ArgumentError, Problem, in_python, printable, shortened
 
 _FIELDS = {
     "name": "pipeline.schedule",
@@ -30,6 +31,16 @@ class Failure:
 
     message: str
     fields: tuple[str, ...] = ()
+
+
+def in_short(failure: Failure, values: Iterable[Any]) -> Failure:
+    """Shortens long values of a configuration where a message shows them."""
+    message = failure.message
+    for value in values:
+        parts = (*value, *value.values()) if isinstance(value, Mapping) else ()
+        for whole in (spell(part) for part in (value, *parts) for spell in (repr, str)):
+            message = message.replace(whole, shortened(whole))
+    return dataclasses.replace(failure, message=message)
 
 
 def of_schedule(error: ValueError, name: str) -> Iterator[Failure]:
@@ -89,8 +100,10 @@ class ConfigError(ValueError):
 
     def __init__(self, failures: Sequence[Failure]) -> None:
         assert failures
-        self.failures = tuple(failures)
-        super().__init__("\n".join(failure.message for failure in failures))
+        self.failures = tuple(
+            dataclasses.replace(failure, message=printable(failure.message)) for failure in failures
+        )
+        super().__init__("\n".join(failure.message for failure in self.failures))
 
 
 class MissingProcessError(RuntimeError):

@@ -32,7 +32,8 @@ def run(config: Config) -> None:
     num_batches, size = config.train.eval_batches, config.train.batch_size
     found = recorded(means(setup, state, heldout, num_batches))
     metrics = "".join(f", {text}" for text in shown(found.get("metrics")))
-    loss = "not finite" if found["loss"] is None else f"{found['loss']:.4f} nats"
+    unit = setup.task.loss_unit
+    loss = "not finite" if found["loss"] is None else f"{found['loss']:.4f} {unit}".rstrip()
     say(console, f"held-out loss {loss}{metrics} over {num_batches} batches of {size}")
 
 

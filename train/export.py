@@ -16,6 +16,7 @@ from typing import Annotated, Any
 import jax
 import tyro
 
+from jaxpipe.errors import printable
 from models import hugging_face
 from models.hugging_face_fields import TokenIds
 from train import checkpoint, initial, run_folder, tasks
@@ -45,7 +46,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         print(export(options))
     except (ValueError, ConfigError) as error:
-        print("\n".join(f"error: {line}" for line in str(error).split("\n")), file=sys.stderr)
+        lines = printable(str(error)).split("\n")
+        print("\n".join(f"error: {line}" for line in lines), file=sys.stderr)
         return 2
     except OSError as error:
         print(f"error: --out={options.out}: {error.strerror or error}.", file=sys.stderr)
@@ -65,7 +67,7 @@ def export(options: Options) -> str:
         raise ValueError(f"{source.folder} is no run: it holds no {run_folder.CHECKPOINTS}.")
     checkpoints = checkpoint.checkpoints_in(source.folder / run_folder.CHECKPOINTS, read_only=True)
     step = source.find(checkpoints)
-    saved = checkpoint.in_todays_form(checkpoints.read_run(step))
+    saved = checkpoint.description(checkpoints, step)
     checkpoint.require_drained(saved, step)
     config = Config(**saved["config"])
     folder = Path(config.data.path) if options.data_path is None else options.data_path

@@ -220,7 +220,7 @@ def _from_run(setup: Setup, source: Source, console: Console) -> tuple[PyTree, P
     config = setup.config
     checkpoints = checkpoint.checkpoints_in(source.folder / run_folder.CHECKPOINTS, read_only=True)
     step = source.find(checkpoints)
-    saved = checkpoint.in_todays_form(checkpoints.read_run(step))
+    saved = checkpoint.description(checkpoints, step)
     then = Config(**saved["config"])
     checkpoint.require_drained(saved, step)
     found = list(_other_model(config, then.task, then.model.model_dump()))

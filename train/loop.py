@@ -152,7 +152,8 @@ class Trainer:
             return
         kept = self.modes.asynchronous if start.in_flight else self.modes.synchronous
         saved, position = checkpoint.restore(self.checkpoints, start.step, kept.saved_shapes)
-        self.stream.set_state(position)
+        with checkpoint.readable(start.step):
+            stream.continue_at(self.stream, position)
         carried = kept.from_saved(saved, start.step)
         if start.in_flight:
             self._enter(lambda _: carried)
@@ -260,7 +261,8 @@ class Trainer:
         task = self.setup.task
         baseline = task.baseline(self.examples, self.heldout)
         metrics = "".join(f", {text}" for text in shown(evaluated.get("eval_metrics")))
-        say(self.console, f"held-out loss {evaluated['eval_loss']:.4f} nats{metrics}; {baseline}")
+        loss = f"{evaluated['eval_loss']:.4f} {task.loss_unit}".rstrip()
+        say(self.console, f"held-out loss {loss}{metrics}; {baseline}")
         text, score = task.report(params, layers, self.heldout)
         say(self.console, text)
         return score

@@ -16,6 +16,7 @@ from typing import Any, TextIO
 import numpy as np
 from rich.console import Console
 
+from jaxpipe.errors import printable
 from train import run_folder
 from train.config import Config
 from train.speed import Speed
@@ -31,8 +32,7 @@ class Line:
     Args:
       step: optimizer steps done.
       num_steps: of the whole run.
-      loss: training loss, in nats per token (per image for classes); None while an asynchronous
-        pipeline fills.
+      loss: training loss, in the unit of the task; None while an asynchronous pipeline fills.
       grad_norm: before clipping; None likewise.
       learning_rate: of this step.
       speed: that of the steps since the last line.
@@ -106,7 +106,7 @@ def shown(metrics: Mapping[str, Any] | None) -> list[str]:
 
 def say(console: Console, text: str, *, wraps: bool = False) -> None:
     """Prints lines, broken at the console's width only if asked; nothing in them is markup."""
-    console.print(text, soft_wrap=not wraps, markup=False, highlight=False)
+    console.print(printable(text), soft_wrap=not wraps, markup=False, highlight=False)
 
 
 @contextlib.contextmanager

@@ -17,7 +17,6 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxpipe import AsyncPipeline
-from jaxpipe.schedule import lock_step
 from train import configured
 from train.config import Config
 from train.step import Setup, TrainState, named, with_sharding
@@ -125,12 +124,8 @@ class Synchronous(Mode):
     def from_saved(self, saved, step):
         return self.begin(self.setup.from_canonical(saved), step)
 
-    @cached_property
-    def _bubble(self) -> float:
-        return lock_step(self.setup.schedule, self.setup.chunk_costs).bubble_ratio
-
     def bubble(self, step):
-        return self._bubble
+        return self.setup.timeline.bubble_ratio
 
 
 class Asynchronous(Mode):

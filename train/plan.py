@@ -259,7 +259,6 @@ def _chosen(plan: Plan) -> dict[str, Any]:
         "group": None,
         "memory_limit": None,
         "remat": plan.remat,
-        "slices": plan.slices,
     }
 
 

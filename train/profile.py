@@ -55,7 +55,7 @@ def write_timeline(setup: Setup, state: TrainState, batch: Any, rng: Any) -> Non
     page and as a trace."""
     measured = measure.timeline(setup.pipe, state.params, batch, rng, states=state.layers)
     clocks = timelines(measured.schedule, measured.costs, measured=measured)
-    predicted = clocks.on("lock-step" if setup.is_simulated else "neighbor")
+    predicted = clocks.on("device")
     folder = Path(setup.config.run_dir)
     written = trace(predicted, measured, unit_seconds=1.0)
     (folder / run_folder.TIMELINE_TRACE).write_text(json.dumps(written), encoding="utf-8")

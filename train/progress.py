@@ -12,6 +12,9 @@ import os
 from pathlib import Path
 from typing import Any
 
+import pydantic
+
+from jaxpipe.files import read_bytes
 from train import checkpoint, run_folder
 from train.config import Config
 from train.errors import Failure, NonFiniteLossError
@@ -43,11 +46,14 @@ class Progress:
     failed_because: str = ""
 
 
+_FORM = pydantic.TypeAdapter(Progress)
+
+
 def read(folder: Path) -> Progress:
     """The record of a run folder; an empty one if there is none, or none that can be read."""
     try:
-        return Progress(**json.loads((folder / run_folder.PROGRESS_FILE).read_bytes()))
-    except (OSError, ValueError, TypeError, RecursionError):
+        return _FORM.validate_json(read_bytes(folder / run_folder.PROGRESS_FILE), strict=True)
+    except (OSError, ValueError):
         return Progress()
 
 
@@ -99,7 +105,10 @@ def would_fail_again(folder: Path, config: Config, *, step: int) -> list[Failure
     found = read(folder)
     if found.failed_step is None or found.failed_config is None or step >= found.failed_step:
         return []
-    changed = checkpoint.changes({"config": found.failed_config}, config)
+    try:
+        changed = checkpoint.changes({"config": found.failed_config}, config)
+    except (TypeError, ValueError):  # it is not of this version
+        return []
     if any(not change.startswith(_HARMLESS) for change in changed):
         return []
     return [

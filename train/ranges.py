@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterator
+from typing import get_args
 
+from jaxpipe.errors import shortened, shown
 from train.config import Config, Section
 from train.errors import Failure
 from train.fields import Range
 
 _MAX_PASSES = 100_000
 """Forward passes of the largest schedule: building that of zb-v takes about 10 seconds."""
+
+_LARGEST = 2**63 - 1
+_INTEGERS = Range(-_LARGEST - 1, _LARGEST)
+"""The range of an integer that has none of its own."""
 
 
 def in_range(config: Config) -> tuple[Config, list[Failure]]:
@@ -30,38 +37,46 @@ def in_range(config: Config) -> tuple[Config, list[Failure]]:
 
 
 def limits(section: Section, prefix: str = "") -> Iterator[tuple[str, Range]]:
-    """Yields the path of every field that has a range, with the range."""
+    """Yields the path of every field that has a range, or whose values have one, with the range."""
     for name, field in type(section).model_fields.items():
         value = getattr(section, name)
         if isinstance(value, Section):
             yield from limits(value, f"{prefix}{name}.")
-        for note in field.metadata:
+        of_values = (getattr(kind, "__metadata__", ()) for kind in get_args(field.annotation))
+        for note in itertools.chain(field.metadata, *of_values):
             if isinstance(note, Range):
                 yield f"{prefix}{name}", note
 
 
 def _ranges(config: Config) -> Iterator[Failure]:
-    values = config.flat()
-    for path, range_ in limits(config):
-        value = values[path]
-        if value is None:
-            continue
-        low = value > range_.low if range_.above else value >= range_.low
-        high = range_.high is None or (
-            value < range_.high if range_.below else value <= range_.high
-        )
-        if low and high and value != math.inf:
-            continue
-        rule = f"{'above' if range_.above else 'at least'} {range_.low}"
-        if value == math.inf:
-            yield Failure(f"{path}={value} must be {rule} and finite.", (path,))
-            continue
-        if range_.high is not None:
-            rule += f" and {'below' if range_.below else 'at most'} {range_.high}"
-        is_open = range_.above if not low else range_.below
-        bound = range_.low if not low else range_.high
-        nearest = "" if is_open else f" Nearest valid: {bound}."
-        yield Failure(f"{path}={value} must be {rule}.{nearest}", (path,))
+    ranges = dict(limits(config))
+    for path, value in config.flat().items():
+        parts = value if isinstance(value, dict) else {None: value}
+        for key, number in parts.items():
+            range_ = ranges.get(path, _INTEGERS if type(number) is int else None)
+            if range_ is None or number is None:
+                continue
+            if rule := _broken(number, range_):
+                name = path if key is None else f"{path}.{shortened(key)}"
+                yield Failure(f"{name}={shown(number)} must be {rule}", (path,))
+
+
+def _broken(number: float, range_: Range) -> str:
+    """The rule that a number breaks, with the nearest legal number; empty if it breaks none."""
+    high, below = range_.high, range_.below
+    if high is None:
+        high, below = (_LARGEST, False) if isinstance(number, int) else (math.inf, True)
+    fits_low = number > range_.low if range_.above else number >= range_.low
+    fits_high = number < high if below else number <= high
+    if fits_low and fits_high:
+        return ""
+    rule = f"{'above' if range_.above else 'at least'} {range_.low}"
+    if high == math.inf:
+        rule += " and finite" * (number == math.inf)
+    elif range_.high is not None or not fits_high:
+        rule += f" and {'below' if below else 'at most'} {high}"
+    bound, is_open = (high, below) if fits_low else (range_.low, range_.above)
+    return f"{rule}." if is_open else f"{rule}. Nearest valid: {bound}."
 
 
 def _size(config: Config) -> Iterator[Failure]:

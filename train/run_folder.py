@@ -31,16 +31,21 @@ FILES = (
 
 def failures(config: Config, *, resume: bool) -> Iterator[Failure]:
     """Says why the run folder cannot be used: it holds a run, or cannot be written."""
-    yield from _no_folders(config) if resume else _existing_run(config)
+    found = [*misplaced(config)] or ([] if resume else [*_existing_run(config)])
+    yield from found
     yield from _writable(config)
+
+
+def _names(config: Config) -> list[str]:
+    """What a run of any task leaves."""
+    reports = {tasks.find(task).report_file for task in (*tasks.names(), config.task)}
+    return [*FILES, *sorted(filter(None, reports))]
 
 
 def _existing_run(config: Config) -> Iterator[Failure]:
     folder = Path(config.run_dir)
     with contextlib.suppress(OSError):
-        reports = {tasks.find(task).report_file for task in (*tasks.names(), config.task)}
-        names = [*FILES, *sorted(filter(None, reports))]
-        found = [name for name in names if (folder / name).exists()]
+        found = [name for name in _names(config) if (folder / name).exists()]
         if found:
             who = run_lock.holder(folder)
             used = "" if who is None else f" and is in use by {who}: wait until that run has ended"
@@ -51,13 +56,16 @@ def _existing_run(config: Config) -> Iterator[Failure]:
             )
 
 
-def _no_folders(config: Config) -> Iterator[Failure]:
-    """A run's folders that are something else."""
-    for path in (Path(config.run_dir) / name for name in (CHECKPOINTS, TENSORBOARD)):
+def misplaced(config: Config) -> Iterator[Failure]:
+    """Says what stands in the place of a run's files and folders and is something else."""
+    for path in (Path(config.run_dir) / name for name in (run_lock.LOCK_FILE, *_names(config))):
+        wanted = "a folder" if path.name in (CHECKPOINTS, TENSORBOARD) else "a file"
         with contextlib.suppress(OSError):
-            if path.exists() and not path.is_dir():
+            found = "a folder" if path.is_dir() else "something else, such as a broken link"
+            found = "a file" if path.is_file() else found
+            if os.path.lexists(path) and found != wanted:
                 yield Failure(
-                    f"{path} must be a folder, and is a file. Move it away, or name another "
+                    f"{path} must be {wanted}, and is {found}. Move it away, or name another "
                     "--run-dir.",
                     ("run_dir",),
                 )
@@ -70,7 +78,8 @@ def _writable(config: Config) -> Iterator[Failure]:
         missing = run_lock.missing_folders(folder)
         folder.mkdir(parents=True, exist_ok=True)
         try:
-            with tempfile.NamedTemporaryFile(dir=folder, prefix=".probe-") as probe:
+            # It has no name, so that a killed process leaves nothing.
+            with tempfile.TemporaryFile(dir=folder) as probe:
                 probe.write(bytes(1 << 16))
                 probe.flush()
                 os.fsync(probe.fileno())

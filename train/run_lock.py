@@ -30,6 +30,8 @@ PATIENCE_SECONDS = 60.0
 """A lock of another machine without a sign of life for this long is stale."""
 
 _NO_FLOCK = frozenset({errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOTSUP, errno.ENOLCK, errno.EINVAL})
+_MOST_BYTES = 1 << 16
+"""A lock file is far shorter."""
 _RETRY_SECONDS = 0.5
 """A process that removes a stale lock holds its flock for less than this."""
 
@@ -289,11 +291,11 @@ def _read(path: Path) -> _Reading | None:
     """Opens a lock file anew, as network file systems require; None if there is none."""
     try:
         with path.open("rb") as file:
-            state, text = os.fstat(file.fileno()), file.read()
+            state, text = os.fstat(file.fileno()), file.read(_MOST_BYTES)
     except FileNotFoundError:
         return None
     owner = None
-    with contextlib.suppress(ValueError, TypeError):
+    with contextlib.suppress(ValueError, TypeError, RecursionError):
         owner = Owner(**json.loads(text))
     return _Reading(state.st_ino, state.st_mtime_ns, owner)
 

@@ -27,6 +27,8 @@ _CHECKPOINTS_AT_ONCE = 2
 
 def take_folder(lock: RunLock, config: Config, *, resume: bool) -> None:
     """Locks the run folder before anything in it is read or written."""
+    if failures := list(run_folder.misplaced(config)):
+        raise ConfigError(failures)
     try:
         lock.acquire()
     except OSError as error:
@@ -76,7 +78,7 @@ def find(
     start = Start()
     step = checkpoints.latest if resume else None
     if step is not None:
-        saved = checkpoint.in_todays_form(checkpoints.read_run(step))
+        saved = checkpoint.description(checkpoints, step)
         failures += checkpoint.other_model(saved, config, data_sha256=data_sha256)
         layout = saved.get(checkpoint.IN_FLIGHT)
         if layout is not None:

@@ -14,15 +14,14 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxpipe import Pipeline, make_mesh, on_host
-from jaxpipe.measure import layer_bytes, layer_costs
+from jaxpipe.measure import end_costs, layer_bytes, layer_costs
 from jaxpipe.schedule import (
     Costs,
     Memory,
     Schedule,
     Timeline,
     chunk_costs,
-    lock_step,
-    neighbor_clock,
+    device_clock,
     partition,
     simulate,
 )
@@ -101,30 +100,32 @@ class Setup:
 
     def _choose(self) -> Choice:
         order, costs, counts = self._partition()
-        built = configured.build(self.config, counts, order, platform=self._platform)
-        return Choice(built, counts, tuple(costs))
+        return Choice(order, counts, tuple(costs))
 
     def _partition(self) -> tuple[Schedule, list[float], tuple[int, ...]]:
         """Returns the order, the cost of every layer, and the number of layers of every chunk."""
         settings = self.config.pipeline
-        order = configured.order(self.config, platform=self._platform)
+        order = configured.order(self.config)
         rule, alike = settings.partition, not isinstance(self.shapes["layers"], tuple)
         even = [1.0] * self.task.num_layers
         counts = configured.own_counts(self.config) or partition(even, order.placement)
-        limit = settings.stage_memory
-        if limit is None and alike:
+        limit, ends = settings.stage_memory, self._ends_compute
+        if limit is None and alike and not ends:
             return order, even, counts
         # Any partition serves to inspect the layers.
-        probe = self._pipeline(dataclasses.replace(order, slices=None), counts)
+        probe = self._pipeline(order, counts)
         batch, rng = self._batch_shapes(probe), jax.eval_shape(lambda: self.rng(0))
         parts = layer_costs(probe, batch, rng, measure=rule == "measured")
         costs = [part.f + part.b + part.w for part in parts]
+        if ends:
+            embed, head = end_costs(probe, batch, rng, measure=rule == "measured")
+            costs[0], costs[-1] = costs[0] + embed, costs[-1] + head
         if configured.own_counts(self.config) is not None:
             return order, costs, counts
         memory = None if limit is None else self._memory(probe, batch, rng, limit)
         weights = even if rule == "equal" else costs
         if configured.chooses_placement(self.config) and limit is None:
-            order = configured.searched(self.config, weights, platform=self._platform)
+            order = configured.searched(self.config, weights)
         try:
             return order, costs, partition(weights, order.placement, memory=memory)
         except errors.ArgumentError as error:
@@ -134,11 +135,6 @@ class Setup:
     def _platform(self) -> str:
         return self.mesh.devices.flat[0].platform
 
-    @property
-    def is_simulated(self) -> bool:
-        """Whether devices are parts of a CPU, which all wait for each other."""
-        return self._platform == "cpu"
-
     @cached_property
     def chunk_costs(self) -> list[Costs]:
         """The costs of every virtual stage, by its layers; ``costs.*`` are their average."""
@@ -146,9 +142,15 @@ class Setup:
 
     @cached_property
     def timeline(self) -> Timeline:
-        """The schedule on the clock of these devices."""
-        clock = lock_step if self.is_simulated else neighbor_clock
-        return clock(self.schedule, self.chunk_costs)
+        """The schedule on the device clock."""
+        return device_clock(self.schedule, self.chunk_costs, together=not self._ends_compute)
+
+    @cached_property
+    def _ends_compute(self) -> bool:
+        """Whether the ends of the pipeline alone compute embedding and head."""
+        if configured.is_asynchronous(self.config):  # it updates them while it runs, on all stages
+            return False
+        return self.task.model(train=True).stage_split is None
 
     def _memory(self, probe: Pipeline, batch: PyTree, rng, limit: float) -> Memory:
         """What layers keep: weights, gradients, what the optimizer keeps, and residuals."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import select
 import signal
@@ -63,7 +64,8 @@ class StopRequest:
             if self._seen:
                 return
             message = f"error: a request to stop has been blocked for {grace:.0f} s\n"
-            os.write(2, message.encode())
+            with contextlib.suppress(OSError):  # nobody may be reading
+                os.write(2, message.encode())
         os._exit(128 + number)
 
     def after(self, step: int) -> bool:

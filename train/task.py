@@ -43,6 +43,7 @@ class Task(abc.ABC):
         them.
       depth: fields that decide the number of layers.
       unit: what a row holds, in the plural, such as "tokens".
+      loss_unit: what the loss counts, such as "nats"; empty for a number without a unit.
       data_options: fields of the section ``data``, beside ``path``, that the family reads.
       data_kind: one of `train.data.folder.KINDS`; None if ``data.path`` is not read.
       report_file: the file that `report` writes to the run folder; None if it writes none.
@@ -59,6 +60,7 @@ class Task(abc.ABC):
     free: ClassVar[tuple[str, ...]] = ("dropout",)
     depth: ClassVar[tuple[str, ...]] = ("num_layers",)
     unit: ClassVar[str]
+    loss_unit: ClassVar[str] = ""
     data_options: ClassVar[tuple[str, ...]] = ()
     data_kind: ClassVar[str | None] = None
     report_file: ClassVar[str | None] = None
@@ -105,7 +107,8 @@ class Task(abc.ABC):
           axis: as of `model`.
         """
         shared = {} if axis is None else self.config.mesh.shared_axes()
-        return {"vocabulary_axis": axis} | {f"{name}_axis": name for name in shared}
+        vocabulary = axis if self.config.pipeline.vocabulary == "split" else None
+        return {"vocabulary_axis": vocabulary} | {f"{name}_axis": name for name in shared}
 
     def shared(self, axis: str) -> dict[str, int]:
         """Returns the counts that devices along an axis of ``mesh`` share, by the shape's fields.

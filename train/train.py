@@ -1,17 +1,19 @@
 """Trains a model through a pipeline: ``python train/train.py --config configs/gpt-tiny.yaml``.
 
 Ends with 0 when it is done or was asked to stop, 1 when the loss is not finite, 2 when the input or
-the disk is at fault, 75 when another process is missing and all can be started again, 130 when it
-was interrupted before training.
+the disk is at fault, 70 after any other error, 75 when another process is missing and all can be
+started again, 130 when it was interrupted before training.
 """
 
 from __future__ import annotations
 
 import errno
+import io
 import logging
 import os
 import signal
 import sys
+import traceback
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
@@ -22,6 +24,10 @@ if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 _DISK = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EACCES, errno.EPERM, errno.EROFS})
+
+_FAILED = 70
+"""The exit status after an error that nothing explains: EX_SOFTWARE of sysexits.h. Python's own is
+1, that of a loss that is not finite."""
 
 _INTERRUPTED = 128 + signal.SIGINT
 
@@ -41,6 +47,9 @@ def main(arguments: Sequence[str]) -> int:
         # Training itself saves before it stops.
         print("error: interrupted while no training step ran; nothing was saved", file=sys.stderr)
         return _INTERRUPTED
+    except Exception:
+        traceback.print_exc()
+        return _FAILED
 
 
 def _main(arguments: Sequence[str]) -> int:
@@ -181,5 +190,33 @@ def _refuse(error) -> int:
     return 2
 
 
+class _Lasting(io.FileIO):
+    """A pipe or terminal that takes what is written also when its reader has gone."""
+
+    def write(self, content: Any, /) -> int:
+        try:
+            return super().write(content)
+        except OSError as error:
+            if error.errno not in (errno.EPIPE, errno.EIO):
+                raise
+            return len(content)
+
+
+def lasting(stream: Any) -> Any:
+    """Returns a stream that outlives its reader: a closed pipe or terminal must not end a run."""
+    if stream is None:  # the launcher has closed it
+        return None
+    raw = _Lasting(stream.fileno(), "wb", closefd=False)
+    buffer: Any = raw if stream.write_through else io.BufferedWriter(raw)
+    return io.TextIOWrapper(
+        buffer,
+        stream.encoding,
+        stream.errors,
+        line_buffering=stream.line_buffering,
+        write_through=stream.write_through,
+    )
+
+
 if __name__ == "__main__":
+    sys.stdout, sys.stderr = lasting(sys.stdout), lasting(sys.stderr)
     sys.exit(main(sys.argv[1:]))

@@ -174,7 +174,8 @@ class Watchdog:
             f"error: process {self._own} has waited {waited:.0f} s at {self._doing} ({reason}) and "
             f"ends with status {RESTART}: start all processes again with --resume to continue."
         )
-        os.write(2, "".join(f"{line}\n" for line in lines).encode())
+        with contextlib.suppress(OSError):  # nobody may be reading
+            os.write(2, "".join(f"{line}\n" for line in lines).encode())
 
     def _described(self, process: int, alive: bool) -> str:
         where = self.stages.get(process)

@@ -133,8 +133,8 @@ def picture(rows: Sequence[dict[str, Any]], labels: Sequence[str], p: int) -> An
         limits = [row["limit"] for row in rows]
         axes.plot(limits, [row[label] for row in rows], ".-", label="searched")
         axes.plot([p], [rows[0][f"1F1B, {label}"]], "s", label="1F1B")
-        axes.axvline((p + 4) // 3, color="#999999", linewidth=0.8, linestyle=":")
-        axes.axvline((p + 2) // 2, color="#999999", linewidth=0.8, linestyle=":")
+        for name, limit, line in (("V-Min", (p + 4) // 3, ":"), ("V-Half", (p + 2) // 2, "--")):
+            axes.axvline(limit, color="#999999", linewidth=0.8, linestyle=line, label=name)
         axes.set_title(f"{p} stages, {label}", fontsize=9)
         axes.set_xlabel("memory limit, microbatches of a stage", fontsize=8)
         axes.set_ylim(bottom=0)

@@ -198,6 +198,9 @@ def picture(rows: Sequence[dict[str, Any]]) -> Any:
         for number, method in enumerate(METHODS):
             places = [place + 0.16 * (number - 2) for place in range(len(some))]
             axes.bar(places, [row[method] for row in some], width=0.15, label=method)
+            for place, row in zip(places, some, strict=True):
+                if not row[method]:
+                    axes.text(place, 0, " does not fit", rotation=90, ha="center", fontsize=5)
         axes.set_xticks(range(len(some)), [str(row["devices"]) for row in some])
         axes.set_title(f"{name}\n{scaling} scaling", fontsize=8)
         axes.set_xlabel("devices", fontsize=8)

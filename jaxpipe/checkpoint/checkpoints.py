@@ -8,11 +8,14 @@ takes the newest one that is still whole. Damaged ones are moved aside, never de
 from __future__ import annotations
 
 import dataclasses
+import difflib
 import functools
 import json
+import logging
 import math
 import numbers
 import os
+import threading
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -29,6 +32,8 @@ from jaxpipe.checkpoint.recovery import CHECKSUMS, DATA, RUN, STATE, Found, Olde
 from jaxpipe.runtime.pipeline import Pipeline
 from jaxpipe.runtime.types import OptimizerState, Placed, Shapes, States, Tree
 from jaxpipe.schedule.problems import below_one, refuse
+
+_LOG = logging.getLogger(__name__)
 
 
 class Restored(NamedTuple):
@@ -51,6 +56,7 @@ class Restored(NamedTuple):
 
 class Checkpoints:
     """The checkpoints of one run. Use it as a context manager: leaving waits for pending writes.
+    Without, call `wait`; a program that ends also waits, but only prints what went wrong.
 
     Entering it or saving moves damaged checkpoints aside and removes half-written ones of a killed
     run. Until then nothing is changed. With several processes, each must make the same calls on a
@@ -100,8 +106,8 @@ class Checkpoints:
 
     def __exit__(self, *_: object) -> None:
         if self._manager is not None:
-            self._manager.close()
             self._left = True
+            self._manager.close()
 
     # What is there.
 
@@ -133,10 +139,11 @@ class Checkpoints:
 
     def shapes(self, step: int) -> Shapes:
         """Shapes and dtypes of what was saved, in dictionaries and lists."""
-        handler = ocp.PyTreeCheckpointHandler()
-        saved = handler.metadata(self._folder / str(step) / STATE).tree
-        handler.close()
-        return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), saved)
+        folder, handler = self._folder / str(step), ocp.PyTreeCheckpointHandler()
+        with recovery.reading(f"the checkpoint {folder}"):
+            saved = _object(handler.metadata(folder / STATE).tree)
+            handler.close()
+            return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), saved)
 
     # Training runs.
 
@@ -168,10 +175,10 @@ class Checkpoints:
           loss: held-out loss at this step; the checkpoint with the lowest is kept, too.
 
         Raises:
-          ValueError: trees unlike those of the pipeline, or not placed.
+          ValueError: trees unlike those of the pipeline, or not placed; a step that is saved.
           TypeError: data that JSON cannot hold.
         """
-        json.dumps(data)
+        _require_json("data", data or {})
         arrays = contents(pipe, optimizer, params, state, states)
         self.save_arrays(step, arrays, data=data or {}, loss=loss)
 
@@ -193,11 +200,12 @@ class Checkpoints:
           step: one of `steps`; the newest whole one by default.
 
         Returns:
-          What was saved; None if the folder holds no checkpoint.
+          What was saved; None if the folder holds no checkpoint, with a warning in the log if a
+          folder of a similar name holds some.
 
         Raises:
           ValueError: all checkpoints are damaged, or that of ``step`` is; a checkpoint of another
-            model or optimizer.
+            model or optimizer; no such folder, with ``read_only``.
         """
         self.wait()
         step = self._newest() if step is None else self.whole(step)
@@ -213,12 +221,23 @@ class Checkpoints:
 
     def _newest(self) -> int | None:
         """The newest whole checkpoint; raises ValueError if there are only damaged ones."""
-        if self.latest is None and self.found.damaged:
+        if self.latest is not None:
+            return self.latest
+        name, parent = f"folder={str(self._folder)!r}", self._folder.parent
+        if self.found.damaged:
             raise ValueError(
-                f"folder={str(self._folder)!r} holds no whole checkpoint ({self.found.reasons}). "
+                f"{name} holds no whole checkpoint ({self.found.reasons}). "
                 "Fetch one from a backup, or begin in another folder."
             )
-        return self.latest
+        siblings = [path.name for path in parent.glob("*") if any(path.glob("[0-9]*"))]
+        near = difflib.get_close_matches(self._folder.name, siblings)
+        listed = ", ".join(str(parent / sibling) for sibling in near)
+        hint = f" Nearest with checkpoints: {listed}." if near else ""
+        if self._read_only and not self._folder.is_dir():
+            refuse([f"{name} does not exist, and read_only=True makes none.{hint}"])
+        if near and jax.process_index() == 0:
+            _LOG.warning("%s holds no checkpoint to restore.%s", name, hint)
+        return None
 
     def whole(self, step: int) -> int:
         """Returns the step if its checkpoint is whole; every process must ask.
@@ -268,11 +287,17 @@ class Checkpoints:
         if not isinstance(step, numbers.Integral) or step < 0:
             refuse([f"step={step!r} must be a whole number, the optimizer steps done."])
         loss = None if loss is None else float(loss)  # JSON holds no array
+        described = {**(run or {}), CHECKSUMS: checksums.FILE}
+        _require_json("data", data)
+        _require_json("run", described)
         manager = self._manager or self._open()
         # The checksums of the step before must be written first.
         manager.wait_until_finished()
-        self._writing = step
-        described = {**(run or {}), CHECKSUMS: checksums.FILE}
+        self._writing = int(step)  # JSON holds no numbers of numpy
+        if self._writing in manager.all_steps():
+            here = f"step={step} is saved in folder={str(self._folder)!r} already"
+            rule = "checkpoints are never replaced. Save each step once, or name another folder"
+            refuse([f"{here}, and {rule}."])
         items = {
             STATE: ocp.args.StandardSave(arrays),
             DATA: ocp.args.JsonSave(dict(data)),
@@ -324,10 +349,16 @@ class Checkpoints:
         if self._manager is not None:
             self._manager.wait_until_finished()
 
+    def _finish(self) -> None:
+        if not self._left:
+            self.wait()
+
     def _open(self) -> ocp.CheckpointManager:
         """Makes the folder ready to be written to."""
         if self._read_only:
             raise ValueError(f"folder={str(self._folder)!r} was opened with read_only=True.")
+        # Before the threads that write take no more work, for which `atexit` is too late.
+        threading._register_atexit(self._finish)  # type: ignore[attr-defined]
         self._left, damaged = False, self.found.damaged
         from_first(lambda: recovery.move_aside(self._folder, damaged))
         self._manager = ocp.CheckpointManager(
@@ -353,11 +384,32 @@ class Checkpoints:
 
     def _write_checksums(self) -> None:
         (written,) = self._folder.glob(f"{self._writing}{ocp.utils.TMP_DIR_SUFFIX}*")
-        checksums.write(written)
+        checksums.write(written, self._writing)
 
 
-def _restore(folder: Path, **items: ocp.args.CheckpointArgs) -> Mapping[str, Any]:
-    restored: Mapping[str, Any]
-    with ocp.Checkpointer(ocp.CompositeCheckpointHandler()) as reader:
+def _require_json(argument: str, fields: Mapping[str, Any]) -> None:
+    for name, value in fields.items():
+        try:
+            json.dumps({name: value})
+        except (TypeError, ValueError, RecursionError) as error:
+            raise TypeError(
+                f"{argument}[{name!r}] must be what JSON can hold ({error}). Numbers go in as "
+                "float(x) or int(x), small arrays as x.tolist(), a random key as "
+                "jax.random.key_data(key).tolist(); `save_arrays` saves trees of large arrays."
+            ) from error
+
+
+def _restore(folder: Path, **items: ocp.args.CheckpointArgs) -> dict[str, Any]:
+    with (
+        recovery.reading(f"the checkpoint {folder}"),
+        ocp.Checkpointer(ocp.CompositeCheckpointHandler()) as reader,
+    ):
         restored = reader.restore(folder, args=ocp.args.Composite(**items))
-    return restored
+        return {name: _object(restored[name]) for name in items}
+
+
+def _object(saved: Any) -> dict[str, Any]:
+    """Returns what every item of a checkpoint is; raises TypeError for anything else."""
+    if isinstance(saved, dict):
+        return saved
+    raise TypeError(f"a {type(saved).__name__} in place of a dictionary")

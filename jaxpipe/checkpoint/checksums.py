@@ -10,30 +10,39 @@ import zlib
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
+
+from jaxpipe.files import num_bytes, read_json
+from jaxpipe.schedule.problems import printable
 
 FILE = "checksums.json"
+_STEP, _FILES = "step", "files"
 
 _READ_BYTES = 1 << 22
 _STEP_METADATA = "_CHECKPOINT_METADATA"
 """Orbax goes on writing this file until it renames the folder, and nothing reads it to restore."""
 
 
-class DamagedError(Exception):
+class DamagedError(ValueError):
     """A checkpoint is not as it was saved; the message says which file, and what is wrong."""
 
+    def __init__(self, message: str) -> None:
+        super().__init__(printable(message))
 
-def write(folder: Path) -> None:
-    """Writes the checksum of every file in a folder to a file in it.
+
+def write(folder: Path, step: int) -> None:
+    """Writes the step, and the checksum and size of every file in a folder, to a file in it.
 
     Args:
-      folder: of one step; nothing in it changes any more but orbax's metadata of the step.
+      folder: of the step; nothing in it changes any more but orbax's metadata of the step.
+      step: by which the folder will be named.
     """
     files = [path for path in folder.rglob("*") if path.is_file() and path.name != _STEP_METADATA]
     names = sorted(str(path.relative_to(folder)) for path in files)
     with ThreadPoolExecutor() as pool:
-        sums = pool.map(lambda name: _checksum(folder / name), names)
-        text = json.dumps(dict(zip(names, sums, strict=True)), indent=1)
-    (folder / FILE).write_text(text, encoding="utf-8")
+        sums = pool.map(lambda name: [_checksum(folder / name), num_bytes(folder / name)], names)
+        record = {_STEP: step, _FILES: dict(zip(names, sums, strict=True))}
+    (folder / FILE).write_text(json.dumps(record, indent=1), encoding="utf-8")
 
 
 def verify(folder: Path, names: Sequence[str] | None = None) -> None:
@@ -41,19 +50,23 @@ def verify(folder: Path, names: Sequence[str] | None = None) -> None:
     of the step must be as it writes them.
 
     Args:
-      folder: `write` has been called for it.
+      folder: `write` has been called for it; its name is the step.
       names: relative paths of the files to read; all by default.
 
     Raises:
-      DamagedError: a file is missing, unreadable or different.
+      DamagedError: a file is missing, unreadable or different, or all are of another step.
     """
     try:
-        sums = json.loads((folder / FILE).read_bytes())
+        record = read_json(folder / FILE)
+        # Older versions wrote checksums alone, without the step and sizes.
+        step, sums = record.get(_STEP), record.get(_FILES, record)
         expected = {name: sums[name] for name in (sums if names is None else names)}
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise DamagedError(f"{FILE} cannot be read ({error})") from error
     if not expected:
         raise DamagedError(f"{FILE} lists no file")
+    if step is not None and str(step) != folder.name:
+        raise DamagedError(f"its files are those of step {step}, under another name")
     if names is None:
         _verify_step_metadata(folder, {name.partition("/")[0] for name in expected if "/" in name})
     with ThreadPoolExecutor() as pool:
@@ -65,16 +78,19 @@ def verify(folder: Path, names: Sequence[str] | None = None) -> None:
 def _verify_step_metadata(folder: Path, items: set[str]) -> None:
     """Looks whether orbax's metadata name the items of the step, one folder each."""
     try:
-        found = set(json.loads((folder / _STEP_METADATA).read_bytes())["item_handlers"])
+        found = set(read_json(folder / _STEP_METADATA)["item_handlers"])
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise DamagedError(f"{_STEP_METADATA} cannot be read ({error})") from error
     if found != items:
         raise DamagedError(f"{_STEP_METADATA} names {sorted(found)}, and there are {sorted(items)}")
 
 
-def _problem(folder: Path, name: str, expected: int) -> str | None:
+def _problem(folder: Path, name: str, expected: Any) -> str | None:
+    checksum, size = expected if isinstance(expected, list) else (expected, None)
     try:
-        if _checksum(folder / name) == expected:
+        # Another size is enough to tell, and a device has no end to be read to.
+        found = num_bytes(folder / name)
+        if size in (None, found) and _checksum(folder / name) == checksum:
             return None
     except FileNotFoundError:
         return f"{name} is missing"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -11,6 +10,7 @@ from orbax.checkpoint import checkpoint_managers
 
 from jaxpipe.checkpoint import checksums
 from jaxpipe.checkpoint.checksums import DamagedError
+from jaxpipe.files import read_json
 
 _EVAL_LOSS = "eval_loss"
 _METRICS_FILE = "metrics/metrics"
@@ -64,7 +64,7 @@ def read_loss(folder: Path, metrics: Mapping[str, float] | None = None) -> float
     """
     try:
         if metrics is None:
-            metrics = json.loads((folder / _METRICS_FILE).read_bytes())
+            metrics = read_json(folder / _METRICS_FILE)
             if (folder / checksums.FILE).exists():
                 checksums.verify(folder, [_METRICS_FILE])
         return loss if math.isfinite(loss := held_out(metrics)) else math.inf

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import itertools
-import json
 import os
 import re
 import textwrap
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -18,6 +18,7 @@ import orbax.checkpoint as ocp
 
 from jaxpipe.checkpoint import checksums
 from jaxpipe.checkpoint.checksums import DamagedError
+from jaxpipe.files import read_json
 
 STATE, DATA, RUN = "state", "data", "run"
 """The items of a checkpoint: arrays, the position in the data, the description of the run."""
@@ -140,7 +141,7 @@ def verify(folder: Path, older: Older | None) -> bool:
     Raises:
       DamagedError: it is not whole.
     """
-    try:
+    with reading("it"):
         if not folder.is_dir():
             raise DamagedError("it is not a folder")
         names = {path.name for path in folder.iterdir()}
@@ -149,18 +150,28 @@ def verify(folder: Path, older: Older | None) -> bool:
         if checksums.FILE in names:
             checksums.verify(folder)
             return True
-        run = json.loads((folder / RUN / _JSON_FILE).read_bytes())
+        run = read_json(folder / RUN / _JSON_FILE)
         if older is None or CHECKSUMS in run:
             raise DamagedError(f"{checksums.FILE} is missing")
         older(run)
         _read_all(folder)
-    except DamagedError:
-        raise
-    # Orbax and tensorstore raise many kinds of errors for damaged files.
-    except Exception as error:
-        what = textwrap.shorten(str(error), _REASON_WIDTH, placeholder=" ...")
-        raise DamagedError(f"it cannot be read ({type(error).__name__}: {what})") from error
     return False
+
+
+@contextlib.contextmanager
+def reading(what: str) -> Iterator[None]:
+    """Makes one kind of error of the many that orbax and tensorstore raise for damaged files.
+
+    Args:
+      what: is read, for the message.
+    """
+    try:
+        yield
+    except (DamagedError, MemoryError, jax.errors.JaxRuntimeError):
+        raise
+    except Exception as error:
+        why = textwrap.shorten(str(error), _REASON_WIDTH, placeholder=" ...")
+        raise DamagedError(f"{what} cannot be read ({type(error).__name__}: {why})") from error
 
 
 def _read_all(folder: Path) -> None:
@@ -168,7 +179,7 @@ def _read_all(folder: Path) -> None:
     alone = ocp.options.MultiprocessingOptions(
         primary_host=jax.process_index(), active_processes={jax.process_index()}
     )
-    json.loads((folder / DATA / _JSON_FILE).read_bytes())
+    read_json(folder / DATA / _JSON_FILE)
     state = folder / STATE
     handler = ocp.PyTreeCheckpointHandler(multiprocessing_options=alone)
     tree = handler.metadata(state).tree

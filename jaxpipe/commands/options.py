@@ -3,20 +3,29 @@
 from __future__ import annotations
 
 import dataclasses
+import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from jaxpipe.schedule import catalog
 from jaxpipe.schedule.actions import Schedule
+from jaxpipe.schedule.check.validate import peak_in_flight
 from jaxpipe.schedule.formats import user
-from jaxpipe.schedule.problems import ArgumentError, Problem, below_one, refuse, shown
-from jaxpipe.schedule.simulate import Costs
+from jaxpipe.schedule.problems import ArgumentError, Problem, below_one, refuse, shortened, shown
+from jaxpipe.schedule.simulate import Costs, ticks
 
 DEFAULT_COSTS = "1,1,1"
 _MAX_PASSES = 5_000_000
 """Forward passes of the largest schedule the command builds, about 5 GB: more is a typo."""
 _MAX_VIRTUAL_STAGES = 4096
 """Of the longest pipeline: beyond every machine, and some generators take quadratic time."""
+_MAX_LAYERS = 10_000
+"""Layers of a model at most: more is a typo."""
+_MAX_CELLS = 10_000_000
+"""Ticks times stages of the largest schedule that is timed and drawn, which takes a minute."""
+_MAX_SLOTS = 250_000_000
+"""Ticks times what one stage keeps in flight: a table of 1 GB."""
 
 
 def spell(argument: str, value: Any) -> str:
@@ -24,7 +33,7 @@ def spell(argument: str, value: Any) -> str:
     if argument in ("name", "method", "schedule"):
         return shown(value)
     option = "--" + argument.removeprefix("num_").replace("_", "-")
-    return option if value is None else f"{option} {value}"
+    return option if value is None else f"{option} {shortened(str(value))}"
 
 
 def message(error: Exception) -> str:
@@ -39,6 +48,11 @@ def _of_options(problem: Problem | str) -> Problem | str:
     if isinstance(problem, str) or (problem.argument, problem.value) != ("layer_costs", None):
         return problem
     return dataclasses.replace(problem, argument="layers") if problem.schedule else problem
+
+
+def say_written(path: Path) -> None:
+    """Says where the result is, beside it: standard output may go to another program."""
+    print(f"{path} is written", file=sys.stderr)
 
 
 def parse_costs(text: str, *, option: str = "costs") -> Costs:
@@ -91,6 +105,8 @@ def layers_of_model(
     elif layer_costs is not None and layers is None:
         rule = "needs $layers, the layers of the whole model"
         problems.append(Problem("layer_costs", layer_costs, rule, (), {"layers": None}))
+    if layers is not None and layers > _MAX_LAYERS:
+        problems.append(Problem("layers", layers, "is more than any model has", (_MAX_LAYERS,)))
     if layers is not None and 0 < layers < stages:
         rule = "is too few for $num_stages: each needs a layer"
         problems.append(Problem("layers", layers, rule, (stages,), {"num_stages": stages}))
@@ -122,34 +138,42 @@ def check_size(stages: int, microbatches: int, chunks: int, *, minibatches: int 
             )
 
 
+def check_table(schedule: Schedule) -> None:
+    """Refuses schedules whose clocks and pictures would take all memory, or hours."""
+    num_ticks, stages = 1 + max(row[-1] for row in ticks(schedule)), schedule.num_stages
+    peak = max(peak_in_flight(schedule))
+    for count, limit, what in (
+        (stages, _MAX_CELLS, "stages"),
+        (peak, _MAX_SLOTS, "microbatches of a chunk in flight"),
+    ):
+        if num_ticks * count > limit:
+            raise ValueError(
+                f"Schedule {schedule.name!r} has {num_ticks} ticks and {count} {what}, a product "
+                f"beyond {limit}: its clocks do not fit in memory.\nNearest valid: {limit}."
+            )
+
+
 def build(
     name: str,
     *,
     stages: int | None,
     microbatches: int | None,
     costs: Costs | None = None,
-    layers_per_chunk: int | None = None,
     layer_costs: Sequence[Costs] | None = None,
-    clock: str | None = None,
     **options: Any,
 ) -> Schedule:
     """Builds a schedule, or loads a user's own, with the given options.
 
-    Costs and layers are also used by the clocks.
+    Costs are also used by the clocks.
     """
     given = {option: value for option, value in options.items() if value is not None}
-    measures = {
-        "costs": costs,
-        "layers_per_chunk": layers_per_chunk,
-        "layer_costs": layer_costs,
-        "clock": clock,
-    }
+    measures = {"costs": costs, "layer_costs": layer_costs}
     timing: dict[str, Any] = {name: value for name, value in measures.items() if value is not None}
     if user.is_users(name):
         if "chunks" in given:
             given["num_chunks"] = given.pop("chunks")
         shape = {"num_stages": stages, "num_microbatches": microbatches}
-        refuse(catalog.range_problems(**shape, layers_per_chunk=layers_per_chunk, **given))
+        refuse(catalog.range_problems(**shape, **given))
         if stages is not None and microbatches is not None:
             check_size(stages, microbatches, given.get("num_chunks", 1))
         return user.load(name, **shape, clock=timing, **given)

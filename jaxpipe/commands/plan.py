@@ -174,9 +174,10 @@ def _unmeasurable(measure: int | None, device: str, config: Path | None) -> list
 
 
 def progress_bar() -> Progress:
-    """On stderr, and gone at the end."""
+    """On stderr if that is a terminal, and gone at the end."""
     columns = TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn()
-    return Progress(*columns, console=Console(stderr=True), transient=True)
+    console = Console(stderr=True)
+    return Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
 
 
 def _title(model: ModelSizes, one: Cluster) -> str:
@@ -258,7 +259,8 @@ def figure(result: Result, title: str) -> Figure:
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    drawn = Figure(figsize=(7.5, 4.5), layout="constrained")
+    height = max(4.5, 0.16 * len(result.front))
+    drawn = Figure(figsize=(9.5, height), layout="constrained")
     FigureCanvasAgg(drawn)
     axes = drawn.subplots()
     best = [one for one in result.best if one not in result.front]
@@ -271,11 +273,23 @@ def figure(result: Result, title: str) -> Figure:
             [one.step_seconds for one in rows],
         )
         axes.plot(gigabytes, seconds, linestyle=line, marker="o", color=color, label=label)
-    for one in result.front:
+    # In a column of their own, from slow to fast as the points lie, names never overlap.
+    for n, one in enumerate(sorted(result.front, key=lambda one: -one.step_seconds)):
         p = one.plan
-        name = f"{p.schedule} {p.stage}x{p.data}x{p.sharing}, {p.remat}, ZeRO-{p.zero}"
-        place = one.device_bytes / 1e9, one.step_seconds
-        axes.annotate(name, place, fontsize=6, xytext=(4, 3), textcoords="offset points")
+        axes.annotate(
+            f"{p.schedule} {p.stage}x{p.data}x{p.sharing}, {p.remat}, ZeRO-{p.zero}",
+            (one.device_bytes / 1e9, one.step_seconds),
+            xytext=(1.04, 1 - (n + 0.5) / len(result.front)),
+            textcoords="axes fraction",
+            arrowprops={
+                "arrowstyle": "-",
+                "color": "#bbbbbb",
+                "linewidth": 0.5,
+                "relpos": (0, 0.5),
+            },
+            fontsize=6,
+            va="center",
+        )
     axes.set_xlabel("GB of a device", fontsize=8)
     axes.set_ylabel("seconds of a step", fontsize=8)
     axes.spines[["top", "right"]].set_visible(False)

@@ -17,16 +17,20 @@ from jaxpipe.commands.options import (
     DEFAULT_COSTS,
     build,
     check_size,
+    check_table,
     layers_of_model,
     parse_costs,
+    say_written,
 )
 from jaxpipe.schedule.actions import Schedule
+from jaxpipe.schedule.device_clock import device_clock
 from jaxpipe.schedule.formats import user
 from jaxpipe.schedule.formats.csv_format import read_csv, write_csv
 from jaxpipe.schedule.generators import pipemare
 from jaxpipe.schedule.lowering.steady_rows import shown_minibatches, steady_schedule
 from jaxpipe.schedule.partition import cut_layers
-from jaxpipe.schedule.problems import ArgumentError, Problem, below_one, refuse
+from jaxpipe.schedule.problems import ArgumentError, Problem, refuse
+from jaxpipe.schedule.search.auto import gain_of_memory
 from jaxpipe.schedule.search.bounds import gap
 from jaxpipe.schedule.show import draw
 from jaxpipe.schedule.show.page import page
@@ -50,10 +54,12 @@ _NOT_ASYNCHRONOUS = {
         DEFAULT_COSTS,
         "its picture counts ticks, each with a forward and a backward on every stage",
     ),
-    "layers_per_chunk": (None, "its ticks run whole actions"),
     "memory_limit": (None, "it always keeps 2(p-d) microbatches in flight on stage d"),
 }
 """What `show` of an asynchronous method takes of such an option, and why nothing else."""
+
+_WORTH_SAYING = 0.01
+"""The least share of the time for which `auto` tells of a little more memory."""
 
 _Format = Literal["text", "svg", "png", "trace", "csv", "json", "html"]
 
@@ -67,19 +73,18 @@ def show(
     chunks: int | None = None,
     group: int | None = None,
     costs: str = DEFAULT_COSTS,
-    layers_per_chunk: int | None = None,
     layers: int | None = None,
     layer_costs: str | None = None,
     memory_limit: float | None = None,
     recompute_segment: int | None = None,
-    clock: Clock = "lock-step",
+    clock: Clock | None = None,
     format: _Format | None = None,
     out: Path | None = None,
 ) -> None:
     """Draw the ticks of one schedule, or write them as a picture, a page, a trace, CSV or JSON.
 
-    A timeline shows slices of actions, messages and which of them are received a tick late, chunks
-    gathered and reduced over data (under ZeRO-3, with one slot of each), and idle time.
+    A timeline shows actions, messages and which of them are received a tick late, chunks gathered
+    and reduced over data (under ZeRO-3, with one slot of each), and idle time.
 
     Args:
       name: the schedule; `jaxpipe schedules` lists them. Or your own: FILE.csv, module:function. Or
@@ -91,15 +96,14 @@ def show(
       group: microbatches that interleaved and breadth-first schedules take together.
       costs: time of F,B,W of one chunk, and optionally of one message: 1,1,1 or 1,1.2,0.8,0.1; then
         what an overlapped pair of forward and backward saves of the shorter: 1,1.2,0.8,0.1,0.5.
-      layers_per_chunk: cut lock-step ticks into slices at the granularity of this many layers.
-      layers: of the whole model, with --layer-costs in place of the two options before: slices are
-        cut from them, and `auto` chooses how many chunks they form, and where these lie.
+        For `auto`, which holds one chunk or two on a stage, of half a stage.
+      layers: of the whole model, with --layer-costs in place of --costs: `auto` then chooses among
+        all numbers of chunks that they can form.
       layer_costs: time of F,B,W of one of these layers, and optionally of one message.
       memory_limit: peak in flight per stage, in microbatches of a full stage, for a search.
       recompute_segment: for an asynchronous method, stages that run forward again together.
-      clock: lock-step, as on simulated devices: all stages wait for each other in every tick;
-        neighbor, as on GPUs: both ends of a message wait; free, as papers draw: only for inputs.
-        `auto` plans for it; for lock-step if it is free. A page has all three.
+      clock: device, that of the program on GPUs; free, as papers draw: stages wait for inputs
+        alone. Without it device, where the schedule can be executed. A page has both.
       format: what to write; by default the format of --out's ending, or else text. html is a page
         to look into with a browser: zoom, what is where, tick by tick, memory.
       out: the file to write; svg and png need one, the others go to standard output without it.
@@ -108,76 +112,74 @@ def show(
     options: dict[str, Any] = {
         "chunks": chunks,
         "group": group,
-        "layers_per_chunk": layers_per_chunk,
         "memory_limit": memory_limit,
-        # Nothing runs on the free-running clock, so nothing is planned for it.
-        "clock": None if clock == "free" else clock,
     }
     parsed = parse_costs(costs)
     if name in pipemare.ASYNCHRONOUS_METHODS:
         given = options | {"costs": costs}
-        del given["clock"]
         steady = _steady_state(name, stages, microbatches, recompute_segment, written, given)
         if written == "text":
             _write(steady_text(steady), out)
             return
-        _output(_Model(steady_schedule(steady), parsed, None), clock, written, out)
+        _output(_Model(steady_schedule(steady), parsed), clock, written, out)
         return
     if recompute_segment is not None:
         methods = ", ".join(pipemare.ASYNCHRONOUS_METHODS)
         rule = f"does not fit $name: segments are for {methods}"
         others = {"name": name}
         refuse([Problem("recompute_segment", recompute_segment, rule, (None,), others)])
-    if layers is None and layer_costs is None:
-        schedule = build(name, stages=stages, microbatches=microbatches, costs=parsed, **options)
-        model = _of_chunks(schedule, parsed, layers_per_chunk)
-    else:
-        refuse(_said_twice(costs, layers_per_chunk))
+    priced = None
+    if layers is not None or layer_costs is not None:
+        refuse(_said_twice(costs))
         priced = layers_of_model(stages or 1, layers=layers, layer_costs=layer_costs)
-        schedule = build(
-            name, stages=stages, microbatches=microbatches, layer_costs=priced, **options
-        )
-        counts, by_chunk = cut_layers(priced, schedule.placement)
-        model = _Model(schedule, by_chunk, _to_cut(schedule, counts))
-    _output(model, clock, written, out)
+    elif name == "auto" and stages is not None:
+        check_size(stages, microbatches or 1, 2)
+        priced = [parsed] * (2 * stages)
+    if priced is None:
+        schedule = build(name, stages=stages, microbatches=microbatches, costs=parsed, **options)
+        _output(_Model(schedule, parsed), clock, written, out)
+        return
+    schedule = build(name, stages=stages, microbatches=microbatches, layer_costs=priced, **options)
+    _, by_chunk = cut_layers(priced, schedule.placement)
+    hints = _hints(schedule, priced, memory_limit) if written == "text" else ()
+    _output(_Model(schedule, by_chunk, tuple(hints)), clock, written, out)
 
 
 class _Model(NamedTuple):
-    """A schedule with the costs of its virtual stages, and their layers if ticks are cut."""
+    """A schedule with the costs of its virtual stages, and what else is worth knowing."""
 
     schedule: Schedule
     costs: Costs | Sequence[Costs]
-    layer_counts: Sequence[int] | None
+    hints: tuple[str, ...] = ()
 
 
-def _of_chunks(schedule: Schedule, costs: Costs, layers_per_chunk: int | None) -> _Model:
-    count = schedule.placement.num_virtual_stages
-    layers = None if layers_per_chunk is None else [layers_per_chunk] * count
-    return _Model(schedule, costs, _to_cut(schedule, layers))
+def _hints(
+    schedule: Schedule, layer_costs: Sequence[Costs], memory_limit: float | None
+) -> Iterator[str]:
+    """Says how good a searched schedule is, and if a little more memory would be worth it."""
+    if schedule.name != "auto":
+        return
+    yield gap(device_clock(schedule, cut_layers(layer_costs, schedule.placement)[1]))
+    better, gain = gain_of_memory(schedule, layer_costs=layer_costs, memory_limit=memory_limit)
+    if gain >= _WORTH_SAYING:
+        more = (schedule.num_stages if memory_limit is None else memory_limit) + 0.5
+        yield f"half a microbatch more, --memory-limit {more:g}: {gain:.1%} sooner ({better.name})"
 
 
-def _to_cut(schedule: Schedule, layers: Sequence[int] | None) -> Sequence[int] | None:
-    """`auto` has decided itself whether to cut its actions."""
-    return schedule.layer_counts if schedule.name == "auto" else layers
+def _said_twice(costs: str) -> Iterator[Problem]:
+    if costs != DEFAULT_COSTS:
+        rule = "is of a chunk: $layers and $layer_costs say it of the model"
+        yield Problem("costs", costs, rule, (None,), {"layers": None, "layer_costs": None})
 
 
-def _said_twice(costs: str, layers_per_chunk: int | None) -> Iterator[Problem]:
-    given = {
-        "costs": None if costs == DEFAULT_COSTS else costs,
-        "layers_per_chunk": layers_per_chunk,
-    }
-    for option, value in given.items():
-        if value is not None:
-            rule = "is of a chunk: $layers and $layer_costs say it of the model"
-            others = {"layers": None, "layer_costs": None}
-            yield Problem(option, value, rule, (None,), others)
-
-
-def _output(model: _Model, clock: Clock, format: str, out: Path | None) -> None:
+def _output(model: _Model, clock: Clock | None, format: str, out: Path | None) -> None:
+    if format != "csv":
+        check_table(model.schedule)
     if format in draw.FORMATS:
         assert out is not None
-        clocks = timelines(model.schedule, model.costs, layer_counts=model.layer_counts)
+        clocks = timelines(model.schedule, model.costs)
         draw.save(draw.figure(clocks.on(clock)), out)
+        say_written(out)
     else:
         _write(_in_format(model, clock, format, out is None), out)
 
@@ -187,8 +189,7 @@ def validate(
     /,
     *,
     costs: str = DEFAULT_COSTS,
-    layers_per_chunk: int | None = None,
-    clock: Clock = "lock-step",
+    clock: Clock | None = None,
     format: Literal["text", "json"] = "text",
 ) -> None:
     """Check a schedule in PyTorch's CSV of actions, and report it as `show` does.
@@ -196,13 +197,12 @@ def validate(
     Args:
       file: one row per stage, cells such as 0F3, 1I2 (backward for the input), 2W0, 1B2 (both).
       costs: time of F,B,W of one chunk, and optionally of one message: 1,1,1 or 1,1.2,0.8,0.1.
-      layers_per_chunk: cut lock-step ticks into slices at the granularity of this many layers.
       clock: as for `show`.
       format: what to write.
     """
     parsed = parse_costs(costs)
-    refuse(below_one(layers_per_chunk=layers_per_chunk))
-    model = _of_chunks(read_csv(file), parsed, layers_per_chunk)
+    model = _Model(read_csv(file), parsed)
+    check_table(model.schedule)
     _write(_in_format(model, clock, format, True, must_draw=False), None)
 
 
@@ -256,20 +256,20 @@ def _steady_state(
 
 def _in_format(
     model: _Model,
-    clock: Clock,
+    clock: Clock | None,
     format: str,
     printed: bool,
     *,
     must_draw: bool = True,
 ) -> str:
     """The schedule in any of the formats that are text."""
-    schedule, costs, counts = model
+    schedule, costs, hints = model
     if format == "csv":
         return write_csv(schedule)
     if format == "json":
-        shown = report(schedule, costs, clock=clock, layer_counts=counts)
+        shown = report(schedule, costs, clock=clock)
         return json.dumps(shown, indent=2) + "\n"
-    clocks = timelines(schedule, costs, layer_counts=counts)
+    clocks = timelines(schedule, costs)
     drawn = clocks.on(clock)
     if format == "trace":
         return json.dumps(trace(drawn)) + "\n"
@@ -291,7 +291,7 @@ def _in_format(
         *(draw.caption(drawn), drawing, *others),
         f"idle, per stage: {idle}",
         f"peak in flight, per stage: {peaks}",
-        *([gap(clocks.lock_step)] if schedule.name == "auto" else []),
+        *hints,
     ]
     if width is not None:
         lines = [wrapped for line in lines for wrapped in _wrapped(line, width)]
@@ -308,3 +308,4 @@ def _write(text: str, out: Path | None) -> None:
         print(text, end="")
     else:
         out.write_text(text, encoding="utf-8")
+        say_written(out)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -17,9 +18,12 @@ from rich.table import Table
 from jaxpipe.commands.options import (
     DEFAULT_COSTS,
     check_size,
+    check_table,
     layers_of_model,
     message,
+    say_written,
 )
+from jaxpipe.commands.plan import progress_bar
 from jaxpipe.commands.predictions import OnDevices, of_schedules, parts_table
 from jaxpipe.planning.candidates import SCHEDULES
 from jaxpipe.planning.found import Found
@@ -44,9 +48,8 @@ _CAPTION = (
 _COMPARED = (
     "All are of one model: chunks share the work of a stage. v: chunks per stage. peak: in flight "
     "on the stage that keeps the most, in microbatches of a full stage. Bubbles, by clock: free "
-    "waits for inputs alone; neighbor, as on GPUs, for the stages at both ends of a message; "
-    "lock-step, as on simulated devices, for all stages in every tick. time: in lock-step. GB: "
-    "memory of the stage that needs the most."
+    "waits for inputs alone, as papers draw; device is that of the program on GPUs, and time is on "
+    "it. GB: memory of the stage that needs the most."
 )
 _ENDINGS = ".svg", ".png", ".html"
 """Of the files that `compare` writes."""
@@ -104,7 +107,7 @@ def compare(
       stage_costs: time of F,B,W of a full stage, and optionally of one message: 1,1.2,0.8,0.1. It
         is shared by the stage's chunks. 1,1,1 if neither these nor a layer's costs are given.
       layer_costs: instead, time of F,B,W of one of the model's layers.
-      layers: of the whole model; lock-step ticks are then cut into slices of layers.
+      layers: of the whole model; two per stage without it.
       devices: a traced model on devices, in place of costs.
       weight_bytes: of a full stage's weights, gradients and optimizer state, of one copy; with
         --activation-bytes, the memory of a stage is shown, with as many copies as it holds.
@@ -130,19 +133,23 @@ def compare(
     model = layers_of_model(stages, layers=layers, stage_costs=stage_costs, layer_costs=layer_costs)
     assert model is not None
     compared, reasons = [], {}
-    for name in names or (entry.name for entry in catalog.entries()):
-        try:
-            schedule = catalog.build(
-                name, stages=stages, microbatches=microbatches, layer_costs=model
-            )
-            counts, priced = cut_layers(model, schedule.placement)
-        except ValueError as error:
-            if names:
-                raise
-            reasons[name] = message(error)
-            continue
-        sliced = None if layers is None else counts
-        compared.append(timelines(schedule, priced, layer_counts=sliced))
+    wanted = names or tuple(entry.name for entry in catalog.entries())
+    with progress_bar() as bar:
+        done = bar.add_task("", total=len(wanted))
+        for number, name in enumerate(wanted):
+            bar.update(done, description=name, completed=number)
+            try:
+                schedule = catalog.build(
+                    name, stages=stages, microbatches=microbatches, layer_costs=model
+                )
+                _, priced = cut_layers(model, schedule.placement)
+            except ValueError as error:
+                if names:
+                    raise
+                reasons[name] = message(error)
+                continue
+            check_table(schedule)
+            compared.append(timelines(schedule, priced))
     if not compared:
         raise ValueError("\n".join(dict.fromkeys(reasons.values())))
     rows = [comparison.row(clocks, sizes) for clocks in compared]
@@ -155,6 +162,8 @@ def compare(
     console = _console()
     _print_rows(console, rows)
     _say(console, _COMPARED)
+    if out is not None:
+        say_written(out)
     for name, reason in reasons.items():
         _say(console, f"{name} does not fit: {reason}")
 
@@ -199,7 +208,7 @@ def _sizes(weight_bytes: float | None, activation_bytes: float | None) -> compar
 
 
 def _print_rows(console: Console, rows: Sequence[comparison.Summary]) -> None:
-    columns = ["schedule", "v", "peak", "free", "neighbor", "lock-step", "time"]
+    columns = ["schedule", "v", "peak", "free", "device", "time"]
     columns += ["GB"] * (rows[0].stage_bytes is not None)
     # Without lines between columns a terminal of 80 has room for the longest names.
     table = _table((row.name for row in rows), *columns)
@@ -207,11 +216,12 @@ def _print_rows(console: Console, rows: Sequence[comparison.Summary]) -> None:
     table.padding = 0, 1, 0, 0
     cells = []
     for row in rows:
-        ratios = row.free_running, row.neighbor, row.lock_step
+        ratios = row.free_running, row.device
         shown = ("-" if ratio is None else f"{ratio:.1%}" for ratio in ratios)
         peak = f"{row.peak_in_flight:g}"
+        time = "-" if row.makespan is None else f"{row.makespan:.4g}"
         in_gb = [] if row.stage_bytes is None else [f"{row.stage_bytes / 1e9:.4g}"]
-        one = row.name, str(row.num_chunks), peak, *shown, f"{row.makespan:.4g}", *in_gb
+        one = row.name, str(row.num_chunks), peak, *shown, time, *in_gb
         cells.append(one)
         table.add_row(*one)
     wide = console.options.update(width=_TABLE_WIDTH)
@@ -243,4 +253,5 @@ def _table(names: Iterable[str], name: str, *columns: str, caption: str | None =
 
 
 def _console() -> Console:
-    return Console(width=None if sys.stdout.isatty() else _PIPE_WIDTH, markup=False)
+    fits = sys.stdout.isatty() or "COLUMNS" in os.environ
+    return Console(width=None if fits else _PIPE_WIDTH, markup=False)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -12,10 +13,13 @@ import numpy as np
 from flax import nnx
 
 from jaxpipe.nnx.functions import OTHER, axis_split, checked, stateful, streams, view
+from jaxpipe.runtime.filters import OVERWRITE, OVERWRITE_RULE
 from jaxpipe.runtime.layers.model import Model
 from jaxpipe.runtime.trees import is_sequence, mismatches, shapes_of
 from jaxpipe.runtime.types import Activation, Batch, Key, LayerParams, Params, States, Tree
 from jaxpipe.schedule.problems import refuse
+
+_LOG = logging.getLogger(__name__)
 
 
 class Converted(NamedTuple):
@@ -84,6 +88,8 @@ def model(
     is_stateful = bool(jax.tree.leaves(split.states))
     functions = _layer_functions(layers, layer, train, is_stateful)
     alike = len(set(functions)) == 1 and _same(split.params) and _same(split.states)
+    if not alike and _same(split.params) and _same(split.states):
+        _tell_difference(layers)
     call = _caller(module, split, train)
     own: dict[str, Any] = {} if output is None else {"output": _of_last(call, output)}
     of_layers = _stacked(split.params) if alike else tuple(split.params)
@@ -180,6 +186,9 @@ def _split(module: Any, layers: Sequence[Any]) -> _Split:
             if not isinstance(leaf, nnx.RngState) and id(leaf) in owned:
                 problems.append(f"layers[{n}]{path} is a parameter of another layer, too")
             owned[id(leaf)] = leaf
+        for keys, leaf in nnx.to_flat_state(nnx.state(part, OTHER)):
+            if type(leaf).__name__ == OVERWRITE:  # a type that flax makes of linen's collection
+                problems.append(f"layers[{n}].{'.'.join(map(str, keys))} {OVERWRITE_RULE}")
     for path, leaf in _leaves(module, without=layers):
         if isinstance(leaf, nnx.Param | nnx.RngState):
             if isinstance(leaf, nnx.Param) and id(leaf) in owned:
@@ -240,6 +249,29 @@ def _layer_functions(
             kinds.append((graph, function))
         functions.append(function)
     return functions
+
+
+def _tell_difference(layers: Sequence[Any]) -> None:
+    """Warns of layers that could be stacked but for attributes that are no arrays."""
+    graphs = [dict(_constants(part)) for part in layers]
+    paths = [path for path in graphs[0] if any(g.get(path) != graphs[0][path] for g in graphs)]
+    if paths:
+        _LOG.warning(
+            "The layers have arrays alike and differ in %s, so that each is compiled by itself. If "
+            "nothing depends on it, give it the same value in all layers before they are "
+            "converted, such as `layer%s = None`; then they are stacked, and compiled once.",
+            ", ".join(path[1:] for path in paths),
+            paths[0],
+        )
+
+
+def _constants(node: Any, path: str = "") -> Iterator[tuple[str, str]]:
+    """Attributes of a module and of its parts that are no variables, in words, by path."""
+    for name, value in vars(node).items():
+        if isinstance(value, nnx.Module) and not isinstance(value, nnx.List):
+            yield from _constants(value, f"{path}.{name}")
+        elif isinstance(value, bool | int | float | str | None):
+            yield f"{path}.{name}", repr(value)
 
 
 def _layer_function(

@@ -151,7 +151,7 @@ def find(device: str) -> str | Device:
     try:
         data = json.loads(Path(device).read_text(encoding="utf-8"))["device"]
         found = _device(data)
-    except (KeyError, TypeError, ValueError) as error:
+    except (KeyError, TypeError, ValueError, RecursionError) as error:
         rule = f"holds no measured device ({type(error).__name__}: {error})"
         note = "jaxpipe measure --config FILE --out FILE writes them."
         refuse([Problem("device", device, rule, tuple(DEVICES), note=note)])

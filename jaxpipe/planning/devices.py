@@ -67,7 +67,6 @@ class Device:
       dollars_per_hour: of one device; an assumption.
       source: where the peaks stand.
       efficiency: shares of the peaks.
-      clock: by which its stages wait for each other, "neighbor" or "lock-step".
       passes: what layers take beyond that.
       latency: seconds of a message or a collective, however small.
     """
@@ -81,7 +80,6 @@ class Device:
     dollars_per_hour: float
     source: str
     efficiency: Efficiency = Efficiency()
-    clock: str = "neighbor"
     passes: Passes = Passes()
     latency: float = 0.0
 
@@ -101,7 +99,7 @@ DEVICES = {
         Device("h100", 989e12, 80e9, 3.35e12, 450e9, 64e9, 6.0, "H100 SXM data sheet"),
         Device("h200", 989e12, 141e9, 4.8e12, 450e9, 64e9, 7.0, "H200 SXM data sheet"),
         Device("b200", 2250e12, 180e9, 8.0e12, 900e9, 64e9, 10.0, "DGX B200 data sheet, 1/8"),
-        Device("cpu", 5e10, 4e9, 1e10, 1e10, 1e10, 0.05, "assumed: a core", clock="lock-step"),
+        Device("cpu", 5e10, 4e9, 1e10, 1e10, 1e10, 0.05, "assumed: a core"),
     )
 }
 

@@ -168,10 +168,10 @@ def _slots_of_order(program: Program) -> Mapping[str, float]:
     def slots(name: str) -> float:
         return grown(program, lambda one: lowering_of(one).num_slots[name])
 
-    late = {channel.kind for channel in lowered.channels if channel.late}
     found = {name: slots(name) for name in lowered.num_slots}
-    arriving = sum(channel.late for channel in lowered.channels)
-    return found | {"late": len(late) + arriving, "fused": Kind.BW in lowered.kinds}
+    # What is sent late, by kind, and what arrives, by channel.
+    late = [channel.kind for channel in lowered.channels if channel.late_edges]
+    return found | {"late": len(set(late)) + len(late), "fused": Kind.BW in lowered.kinds}
 
 
 def _least_slots(plan: Plan) -> Mapping[str, float]:

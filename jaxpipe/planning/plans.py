@@ -46,7 +46,6 @@ class Plan:
       zero: level.
       weight_slots: chunks of gathered weights, or of gradient sums, at once.
       weights: "stacked" or "unrolled".
-      slices: whether actions are cut into time slices.
       on_host: what lies in the memory of the host.
       expert: data shards, next to each other, that have some of a layer's experts each.
     """
@@ -64,7 +63,6 @@ class Plan:
     zero: int
     weight_slots: int
     weights: str
-    slices: bool = False
     on_host: OnHost = NOTHING
     expert: int = 1
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 from functools import lru_cache
-from typing import Literal
 
 from jaxpipe.schedule import catalog
 from jaxpipe.schedule.actions import Schedule
@@ -18,7 +17,6 @@ from jaxpipe.schedule.lowering.lower import Lowering, lowering
 from jaxpipe.schedule.lowering.table import TickTable
 from jaxpipe.schedule.lowering.transfers import Moving
 from jaxpipe.schedule.partition import partition
-from jaxpipe.schedule.search.slices import slice_ticks
 from jaxpipe.schedule.simulate import Costs
 
 _PERIODS = 4
@@ -39,10 +37,8 @@ class Program:
       stages, chunks, microbatches: its shape.
       layers: of the model.
       costs: of a chunk, relative, for which orders are made; None for the published order.
-      weight_slots, own_slots, shares, sums_in_slots: how the pipeline lowers it; no shares where
-        chunks move as a whole.
-      cut: into slices: not at all; "quick", with a tenth of the search; or as the trainer does it.
-      clock: of its devices, on which it is timed and slices have to pay.
+      weight_slots, own_slots, shares, sums_in_slots, together: how the pipeline lowers it; no
+        shares where chunks move as a whole.
     """
 
     schedule: str
@@ -55,27 +51,17 @@ class Program:
     own_slots: bool
     shares: int
     sums_in_slots: bool
-    cut: Literal["whole", "quick", "sliced"] = "whole"
-    clock: str = "neighbor"
+    together: bool = False
 
     def lowering(self) -> Lowering:
         """What programs share that differ in how chunks move over data: see `lowering_of`.
 
-        A search lowers many published orders; for these, GPUs have the earliest ticks here,
-        for ticks in which stages meet less take three times as long to find.
-
         Raises:
           ArgumentError: the schedule does not fit the shape.
         """
-        order = order_of(
-            self.schedule, self.stages, self.chunks, self.microbatches, self.layers, self.costs
-        )
+        order = order_of(self.schedule, self.stages, self.chunks, self.microbatches, self.costs)
         counts = partition([1.0] * self.layers, order.placement)
-        if self.cut != "whole":
-            assert self.costs is not None
-            quick = self.cut == "quick"
-            order = slice_ticks(order, self.costs, counts, quick=quick, clock=self.clock)
-        return lowering(order, counts, clock="lock-step" if self.costs is None else self.clock)
+        return lowering(order, counts, together=self.together)
 
     def table(self) -> TickTable:
         """Lowers it, as `jaxpipe.Pipeline` does.
@@ -134,21 +120,14 @@ def table_of(program: Program) -> TickTable:
 
 @lru_cache(maxsize=512)
 def order_of(
-    name: str, stages: int, chunks: int, microbatches: int, layers: int, costs: Costs | None
+    name: str, stages: int, chunks: int, microbatches: int, costs: Costs | None
 ) -> Schedule:
-    """The order of a program in whole actions, as the trainer makes it.
+    """The order of a program, as the trainer makes it.
 
     Raises:
       ArgumentError: the schedule does not fit the shape.
     """
-    return catalog.build(
-        name,
-        stages=stages,
-        microbatches=microbatches,
-        chunks=chunks,
-        costs=costs,
-        layers_per_chunk=max(1, layers // (stages * chunks)),
-    )
+    return catalog.build(name, stages=stages, microbatches=microbatches, chunks=chunks, costs=costs)
 
 
 def relative(costs: Costs) -> Costs:

@@ -219,7 +219,7 @@ class ModelSizes:
                 for one in data.pop("variants")
             }
             return cls(**data, variants=variants)
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
+        except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
             rule = f"holds no sizes of a model ({type(error).__name__}: {error})"
             note = "train.py writes them: jaxpipe plan --config FILE --write-sizes FILE."
             refuse([Problem("sizes", source, rule, note=note)])

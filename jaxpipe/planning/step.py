@@ -3,7 +3,7 @@
 =========================  ========================================================================
 what                       what hides it
 =========================  ========================================================================
-messages between stages    late ones: the tick's layers; others nothing (`neighbors.replay`)
+messages between stages    late ones: the tick's layers; others nothing (`device_clock.replay`)
 gathers, ZeRO-3            with two weight slots the layers of the ticks in which pieces move, but
                            for the first chunk; with one slot, or where windows are short, nothing
 reductions of gradients    likewise, but for the last chunk
@@ -27,8 +27,7 @@ from jaxpipe.planning.memory import KEPT, residual_bytes
 from jaxpipe.planning.plans import MASTER_BYTES, Links, Placed
 from jaxpipe.planning.programs import Program, grown, lowering_of, relative, table_of
 from jaxpipe.planning.sizes import PASSES, ModelSizes, Pass, Variant
-from jaxpipe.schedule.makespan import makespan
-from jaxpipe.schedule.neighbors import replay, work_of
+from jaxpipe.schedule.device_clock import replay, work_of
 from jaxpipe.schedule.simulate import Costs
 
 PARTS = ("layers", "head", "waits", "transfers", "update")
@@ -147,12 +146,11 @@ def chunk_costs(placed: Placed) -> Costs:
     return relative(Costs(share * layer.f, share * layer.b, share * layer.w, layer.message))
 
 
-def program_of(placed: Placed, *, published: bool = False, quick: bool = False) -> Program:
+def program_of(placed: Placed, *, published: bool = False) -> Program:
     """The program of a plan.
 
     Args:
-      published: that of the published order in whole actions, which is made faster.
-      quick: search little for slices, if the plan has any.
+      published: that of the published order, which is made faster.
     """
     plan = placed.plan
     shares = placed.shares if plan.weight_slots > 1 else 0
@@ -167,21 +165,15 @@ def program_of(placed: Placed, *, published: bool = False, quick: bool = False) 
         own_slots=plan.weights == "unrolled",
         shares=shares,
         sums_in_slots=plan.zero >= 2,
-        cut="whole" if published or not plan.slices else "quick" if quick else "sliced",
-        clock=placed.cluster.device.clock,
+        together=placed.sizes.outer_split > 0,
     )
 
 
 def step_seconds(placed: Placed, program: Program) -> dict[str, float]:
-    """Seconds of a step by part (`PARTS`).
-
-    A published order is timed on the free-running clock: its slices come near to it, and its whole
-    actions on the clock of GPUs would be too slow.
-    """
+    """Seconds of a step by part (`PARTS`)."""
     plan, layer = placed.plan, layer_costs(placed)
     of_microbatch = placed.model.num_layers / plan.stage * (layer.f + layer.b + layer.w)
-    timed = _free_running if program.costs is None else replayed
-    waited = grown(program, lambda one: timed(one, layer)) - plan.microbatches * of_microbatch
+    waited = grown(program, lambda one: replayed(one, layer)) - plan.microbatches * of_microbatch
     return {
         "layers": plan.microbatches * of_microbatch,
         "head": plan.microbatches * _head(placed),
@@ -211,18 +203,6 @@ def _chunk_costs(layer: Costs, program: Program) -> list[Costs]:
     return [Costs(n * layer.f, n * layer.b, n * layer.w, layer.message) for n in counts]
 
 
-def _free_running(program: Program, layer: Costs) -> float:
-    """What the clock of GPUs comes near to; and the messages for which all stages stop."""
-    stops = int(lowering_of(program).meets.sum()) * layer.message if program.stages > 1 else 0.0
-    alone = dataclasses.replace(layer, message=0.0)
-    return _without_messages(program.unmoved, alone) + stops
-
-
-@lru_cache(maxsize=4096)
-def _without_messages(program: Program, layer: Costs) -> float:
-    return makespan(lowering_of(program).schedule, _chunk_costs(layer, program))
-
-
 def _exposed(program: Program, layer: Costs, moved: Transfer) -> float:
     """Seconds of the transfers over data that nothing hides.
 
@@ -243,7 +223,7 @@ def _exposed(program: Program, layer: Costs, moved: Transfer) -> float:
 
 
 def replayed(program: Program, layer: Costs, moved: Transfer = _NOTHING) -> float:
-    """The table on its devices' clock, with transfers in its ticks and at its edges."""
+    """The table on the device clock, with transfers in its ticks and at its edges."""
     table, costs = table_of(program), _chunk_costs(layer, program)
     work = np.sum(list(work_of(table, costs).values()), axis=0)
     seconds, under = 0.0, np.zeros(table.num_ticks)
@@ -258,7 +238,7 @@ def replayed(program: Program, layer: Costs, moved: Transfer = _NOTHING) -> floa
     # All stages take part, and a tick ends with the later of its layers and its transfers.
     work = np.maximum(work, under[:, None])
     message = layer.message if program.stages > 1 else 0.0
-    return seconds + float(replay(table, work, message=message, clock=program.clock)[-1].max())
+    return seconds + float(replay(table, work, message=message)[-1].max())
 
 
 def _head(placed: Placed) -> float:

@@ -198,7 +198,5 @@ def _is_leaf(leaf: Any) -> bool:
 
 def _split_elements(outer: Shapes, split: Any) -> int:
     """Elements of the parameters that stages split."""
-    if split is None:
-        return 0
-    sizes = jax.tree.map(lambda leaf, dim: 0 if dim is None else leaf.size, outer, split)
-    return sum(jax.tree.leaves(sizes))
+    dims = dict(jax.tree.leaves_with_path(split))
+    return sum(leaf.size for path, leaf in jax.tree.leaves_with_path(outer) if path in dims)

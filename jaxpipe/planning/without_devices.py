@@ -20,6 +20,7 @@ from jax.experimental import topologies
 from jax.extend.mlir import ir
 
 from jaxpipe import gpu_flags
+from jaxpipe.runtime.measure.memory import bytes_beside_arguments
 from jaxpipe.schedule.problems import Problem, refuse
 
 _TARGET = Path(__file__).parent / "h100.txtpb"
@@ -107,5 +108,4 @@ def device_bytes(program: jax.stages.Compiled) -> int:
     """What a compiled program takes of each device while it runs, its arguments included."""
     memory = program.memory_analysis()
     assert memory is not None  # every backend of jax has one
-    kept = memory.argument_size_in_bytes + memory.output_size_in_bytes
-    return kept + memory.temp_size_in_bytes - memory.alias_size_in_bytes
+    return memory.argument_size_in_bytes + bytes_beside_arguments(program)

@@ -133,7 +133,7 @@ def _parameters(
             found = " ".join([f"the keys {list(params)}.", *_keys(params)])
         yield f'params must be {{"embed": ..., "layers": ..., "head": ...}}; found {found}'
         return
-    if others := [*_not_arrays("params", params), *filters.untrainable(trainable, params)]:
+    if others := [*not_arrays("params", params), *filters.untrainable(trainable, params)]:
         yield from others
     elif is_sequence(params["layers"]) or not model.layers_are_alike:
         yield from _separate(model, params["layers"], weights)
@@ -155,7 +155,8 @@ def _keys(params: Params) -> Iterator[str]:
         )
 
 
-def _not_arrays(name: str, tree: Tree) -> Iterator[str]:
+def not_arrays(name: str, tree: Tree) -> Iterator[str]:
+    """Names the leaves that are no arrays."""
     for path, leaf in jax.tree.leaves_with_path(tree):
         if shape_of(leaf) is None:
             yield f"{name}{jax.tree_util.keystr(path)} is {describe_leaf(leaf)}."
@@ -220,7 +221,7 @@ def _order(schedule: Schedule) -> Iterator[str]:
 
 def _states(states: States) -> list[str]:
     """What is wrong with the states a pipeline is built from."""
-    problems = list(_not_arrays("states", states))
+    problems = [*not_arrays("states", states), *filters.overwritten("states", states)]
     if problems or is_sequence(states):
         return problems
     return list(_stacked("states", states))

@@ -18,6 +18,15 @@ Filter: TypeAlias = str | Sequence[str] | Callable[[str, jax.ShapeDtypeStruct], 
 the dimension of layers."""
 
 
+OVERWRITE = "_overwrite_with_gradient"
+"""Flax's collection of state whose gradient is its new value: scales and histories of the largest
+values, for matmuls in 8-bit floats."""
+OVERWRITE_RULE = (
+    "is overwritten with its gradient by flax, and a pipeline sums gradients over microbatches and "
+    "data shards"
+)
+
+
 def choose(params: Params, chosen: Filter) -> Params:
     """The parameters that a filter chooses, None in place of the others.
 
@@ -81,7 +90,9 @@ def untrainable(trainable: Filter | None, params: Params) -> Iterator[str]:
         yield from wrong
         if wrong:
             return
-    leaves = jax.tree.leaves_with_path(partition(params, trainable)[0])
+    trained = partition(params, trainable)[0]
+    yield from overwritten("params", trained)
+    leaves = jax.tree.leaves_with_path(trained)
     if not leaves and jax.tree.leaves(params):
         yield f"trainable={trainable!r} chooses none of the parameters."
     for path, leaf in leaves:
@@ -92,6 +103,18 @@ def untrainable(trainable: Filter | None, params: Params) -> Iterator[str]:
                 "trained must be floating point. Choose the others with `trainable`, or let the "
                 "model's functions close over constants."
             )
+
+
+def overwritten(name: str, tree: Params) -> Iterator[str]:
+    """Says that a tree has leaves whose gradient is their new value."""
+    paths = [jax.tree_util.keystr(path) for path, _ in jax.tree.leaves_with_path(tree)]
+    found = [path for path in paths if OVERWRITE in path or "amax_history" in path]
+    if found:
+        others = f" ({len(found)} such arrays)" if len(found) > 1 else ""
+        yield (
+            f"{name}{found[0]} {OVERWRITE_RULE}{others}. Keep it constant, as a parameter that "
+            "`trainable` leaves out, or use matmuls without such state."
+        )
 
 
 def name_of(path: Any) -> str:

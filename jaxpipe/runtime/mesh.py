@@ -4,10 +4,12 @@ that a model uses itself."""
 from __future__ import annotations
 
 import dataclasses
+import functools
+import inspect
 import logging
 import math
-from collections.abc import Collection, Iterable, Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from typing import Any, ParamSpec
 
 import jax
 import numpy as np
@@ -18,6 +20,7 @@ from jaxpipe import cpu_threads
 from jaxpipe.schedule.problems import Problem, below_one, refuse
 
 _LOG = logging.getLogger(__name__)
+_Given = ParamSpec("_Given")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -146,6 +149,26 @@ def _size(mesh: Mesh, axes: str | tuple[str, ...]) -> int:
     return math.prod(mesh.shape[name] for name in _names(axes))
 
 
+def _by_known_names(make: Callable[_Given, Mesh]) -> Callable[_Given, Mesh]:
+    """Refuses arguments that the function does not have, and says which it has."""
+    known = tuple(inspect.signature(make).parameters)
+
+    @functools.wraps(make)
+    def checked(*args: _Given.args, **kwargs: _Given.kwargs) -> Mesh:
+        unknown = [*map(repr, args), *(name for name in kwargs if name not in known)]
+        if unknown or "stage" not in kwargs:
+            found = f"has no {', '.join(unknown)}" if unknown else "needs the number of stages"
+            raise TypeError(
+                f"make_mesh {found}. It takes by name: {', '.join(known)}; such as "
+                "make_mesh(stage=2, data=2). A mesh of other axes is jax.sharding.Mesh's: "
+                "Pipeline(stage_axis=..., data_axes=...) names them."
+            )
+        return make(*args, **kwargs)
+
+    return checked
+
+
+@_by_known_names
 def make_mesh(
     *,
     stage: int,
@@ -197,8 +220,8 @@ def make_mesh(
         product = " x ".join(f"{name}={size}" for name, size in sizes.items())
         raise ValueError(
             f"{product} needs {needed} devices, but there are "
-            f"{len(available)} ({available[0].platform}). On CPU, simulate them with "
-            f"XLA_FLAGS=--xla_force_host_platform_device_count={needed}."
+            f"{len(available)} ({available[0].platform}). On CPU, simulate them: "
+            f"jaxpipe.testing.simulate_devices({needed}) before the first array."
         )
     sizes["data"] //= replica * (expert or 1)
     if expert is not None:
@@ -282,9 +305,9 @@ def explicit_context() -> Iterator[str]:
         )
 
 
-def clock_of(mesh: Mesh) -> str:
-    """For whom stages wait: simulated devices for all, "lock-step"; others for their neighbors."""
-    return "lock-step" if mesh.devices.flat[0].platform == "cpu" else "neighbor"
+def transfers_overlap(mesh: Mesh) -> bool:
+    """Whether messages travel while layers run: XLA for CPUs runs one after the other."""
+    return bool(mesh.devices.flat[0].platform != "cpu")
 
 
 def leave_compilation_cache(mesh: Mesh) -> None:

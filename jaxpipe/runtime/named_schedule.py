@@ -6,7 +6,7 @@ from typing import Any
 
 from jax.sharding import Mesh
 
-from jaxpipe.runtime.mesh import Axes, clock_of
+from jaxpipe.runtime.mesh import Axes
 from jaxpipe.schedule import catalog
 from jaxpipe.schedule.actions import Schedule
 from jaxpipe.schedule.problems import ArgumentError, Problem, in_python
@@ -47,9 +47,7 @@ def named_schedule(
     if microbatches is None:
         microbatches = MICROBATCHES_PER_STAGE * num_stages
     try:
-        built = catalog.build(
-            schedule, stages=num_stages, microbatches=microbatches, clock=clock_of(mesh)
-        )
+        built = catalog.build(schedule, stages=num_stages, microbatches=microbatches)
         return built, []
     except ArgumentError as error:
         return None, [error.text(_spell)]

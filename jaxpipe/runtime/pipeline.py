@@ -24,7 +24,7 @@ from jaxpipe.runtime.mesh import Axes, leave_compilation_cache, with_auto_axes
 from jaxpipe.runtime.named_schedule import named_schedule
 from jaxpipe.runtime.tables import Tables
 from jaxpipe.runtime.tick.fixed import Setup
-from jaxpipe.runtime.trees import shapes_of
+from jaxpipe.runtime.trees import elsewhere, shapes_of
 from jaxpipe.runtime.types import (
     Batch,
     Gradients,
@@ -149,7 +149,15 @@ class Pipeline:
             layer_counts = partition([1] * checks.num_layers(params["layers"]), built.placement)
         parts = filters.partition(params, trainable)
         split = model.stage_split, read_splits(model.axis_split, params, mesh, axes)
-        self._tables = Tables.of(params["layers"], split[1], mesh, weights, weight_slots, self.zero)
+        self._tables = Tables.of(
+            params["layers"],
+            split[1],
+            weights=weights,
+            weight_slots=weight_slots,
+            zero=self.zero,
+            together=model.stage_split is not None,
+            mesh=mesh,
+        )
         self.table = self._tables.of_step(built, layer_counts)
         self.layout, self.frozen = make_layouts(*parts, *split, mesh, axes, self.table, weights)
         self.compute_dtype, self.full_precision = precision
@@ -160,6 +168,8 @@ class Pipeline:
             self.params_placing = place(WithFrozen(self.layout, self.frozen))
         make = partial(PlacedOptimizer, params=self.layout, zero=self.zero)
         self.placed_optimizer = lru_cache(maxsize=8, typed=True)(make)
+        step = partial(training_step.train_step, self)
+        self._train_step = lru_cache(maxsize=8, typed=True)(step)  # `OnHost` equals what it wraps
         self.program = lru_cache(maxsize=8)(partial(programs.make, self))
         self.state_layout, self.states_placing = None, None
         if states is not None:
@@ -281,7 +291,7 @@ class Pipeline:
         """A whole training step, jitted: ``step(params, state, batch, rng=None, states=None)``.
 
         It donates parameters, optimizer state and states, compiles once and leaves everything
-        sharded as it was.
+        sharded as it was. For the same optimizer and ``update`` it is the same function.
 
         Args:
           optimizer: an optax transformation.
@@ -302,7 +312,7 @@ class Pipeline:
         Source of "chunk": Lamy-Poirier, "Layered gradient accumulation and modular pipeline
         parallelism", arXiv 2106.02679, section 3.
         """
-        return training_step.train_step(self, optimizer, update)
+        return self._train_step(optimizer, update)
 
     # Running.
 
@@ -319,11 +329,12 @@ class Pipeline:
           states: placed states, for a stateful model.
 
         Returns:
-          The loss, a float32 scalar, and gradients like ``placed``. The loss is the mean, weighted
-          or not, of what `Model.head_loss` returns for the microbatches of all data shards, plus
-          the mean of what layers add. With metrics, or states, ``(loss, aux)`` takes its place, as
-          in `jax.value_and_grad` with ``has_aux``: aux is the metrics, the states after the last
-          microbatch, averaged over data shards, or ``(metrics, states)``.
+          The loss, a float32 scalar, and gradients like ``placed``, which are summed in float32 and
+          rounded to the dtypes of the parameters where these are narrower. The loss is the mean,
+          weighted or not, of what `Model.head_loss` returns for the microbatches of all data
+          shards, plus the mean of what layers add. With metrics, or states, ``(loss, aux)`` takes
+          its place, as in `jax.value_and_grad` with ``has_aux``: aux is the metrics, the states
+          after the last microbatch, averaged over data shards, or ``(metrics, states)``.
 
         Raises:
           ValueError: arguments that do not fit the pipeline, layers that do not fit each other, or
@@ -381,6 +392,7 @@ class Pipeline:
     ) -> None:
         """Raises ValueError for arguments of a step that do not fit, and for problems of others."""
         rest = [*checks.batch(batch, self), *checks.given_states(states, self.states_placing)]
+        rest = rest or list(elsewhere(self.mesh, batch=batch))
         refuse([*self.params_placing.problems(name, placed), *others, *rest])
 
     @property

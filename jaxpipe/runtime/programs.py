@@ -27,6 +27,10 @@ _FIRST_ORDER = (
     "The gradients of a pipeline were differentiated; a pipeline has only first derivatives, "
     "because a schedule holds one backward."
 )
+_FORWARD_MODE = (
+    "Pipeline.loss was differentiated in forward mode, as by jax.jvp; a schedule holds a backward "
+    "alone. Use jax.grad, jax.value_and_grad or jax.vjp."
+)
 _STATES = (
     "Pipeline.loss was differentiated with respect to the states of its layers; these have no "
     "gradient."
@@ -88,7 +92,12 @@ def loss(pipe: Pipeline, *args: Tree) -> Tree:
         return of_params | constant, of_batch, None, None
 
     evaluate.defvjp(forward, backward, symbolic_zeros=True)
-    return evaluate(*args)
+    try:
+        return evaluate(*args)
+    except TypeError as error:
+        if "custom_vjp" not in str(error):
+            raise
+        raise ValueError(_FORWARD_MODE) from error
 
 
 def make(

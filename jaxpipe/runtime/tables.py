@@ -11,7 +11,7 @@ from jax.tree_util import DictKey
 from jaxpipe.runtime.layout.layer_layout import LayerLayout
 from jaxpipe.runtime.layout.splits import Splits
 from jaxpipe.runtime.layout.whole_model import layer_layout
-from jaxpipe.runtime.mesh import clock_of
+from jaxpipe.runtime.mesh import transfers_overlap
 from jaxpipe.runtime.types import Params
 from jaxpipe.schedule.actions import Schedule
 from jaxpipe.schedule.lowering.lower import lower
@@ -27,23 +27,32 @@ class Tables:
       shares: the most shares in which a layer may move over data.
       weight_slots: as for `jaxpipe.Pipeline`.
       zero: ZeRO level; until 2, the gradients of all chunks have room.
-      clock: of the devices, as for `lower`.
+      together, overlaps: as for `lower`.
     """
 
     layout: type[LayerLayout]
     shares: int
     weight_slots: int
     zero: int
-    clock: str
+    together: bool
+    overlaps: bool
 
     @classmethod
     def of(
-        cls, layers: Params, splits: Splits, mesh: Mesh, weights: str, weight_slots: int, zero: int
+        cls,
+        layers: Params,
+        splits: Splits,
+        *,
+        weights: str,
+        weight_slots: int,
+        zero: int,
+        together: bool,
+        mesh: Mesh,
     ) -> Tables:
         """Those of canonical layers; ``weights`` is the layout of layers that are alike."""
         layout = layer_layout(layers, weights)
         shares = layout.most_shares(layers, splits.part(DictKey("layers")))
-        return cls(layout, shares, weight_slots, zero, clock_of(mesh))
+        return cls(layout, shares, weight_slots, zero, together, transfers_overlap(mesh))
 
     def of_step(self, schedule: Schedule, layer_counts: Sequence[int]) -> TickTable:
         """Gradients are summed, and used when the step has ended."""
@@ -56,7 +65,8 @@ class Tables:
             own_slots=self.layout.own_arrays,
             pieces=pieces if slots > 1 else 0,
             shares=self.shares,
-            clock=self.clock,
+            together=self.together,
+            overlaps=self.overlaps,
         )
 
     def of_chunks(self, schedule: Schedule, layer_counts: Sequence[int]) -> TickTable:
@@ -66,5 +76,6 @@ class Tables:
             layer_counts,
             weight_slots=self.weight_slots,
             own_slots=self.layout.own_arrays,
-            clock=self.clock,
+            together=self.together,
+            overlaps=self.overlaps,
         )

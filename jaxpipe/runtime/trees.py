@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import Mesh
 
 from jaxpipe.runtime.types import Shapes, Tree
 
@@ -69,6 +70,25 @@ def combine(tree: Tree, others: Tree) -> Tree:
     )
 
 
+def sum_dtype(dtype: Any) -> Any:
+    """The dtype in which gradients of this dtype are summed: float32 for narrower floats.
+
+    A sum in bfloat16 no longer grows by a gradient below a 256th of it.
+    """
+    narrow = jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize < 4
+    return jnp.dtype(jnp.float32) if narrow else dtype
+
+
+def widened(tree: Tree) -> Tree:
+    """The arrays in the dtypes in which their gradients are summed."""
+    return jax.tree.map(lambda w: w.astype(sum_dtype(w.dtype)), tree)
+
+
+def rounded(tree: Tree, like: Tree) -> Tree:
+    """The arrays in the dtypes of another tree's leaves; undoes `widened`."""
+    return jax.tree.map(lambda leaf, w: w.astype(leaf.dtype), like, tree)
+
+
 def _is_none(node: Any) -> bool:
     return node is None
 
@@ -81,7 +101,12 @@ def describe(tree: Tree) -> str:
 def describe_leaf(leaf: Any) -> str:
     """A leaf in words, whether it is an array or not."""
     shape = shape_of(leaf)
-    return f"a {type(leaf).__name__}, not an array" if shape is None else describe(shape)
+    if shape is not None:
+        return describe(shape)
+    found = f"a {type(leaf).__name__}, not an array"
+    if hasattr(leaf, "__dlpack__"):  # a tensor of PyTorch, for example
+        found += " of JAX or NumPy: convert it with `numpy.asarray`"
+    return found
 
 
 def strongly_typed(tree: Tree) -> Tree:
@@ -129,6 +154,41 @@ def leaf_mismatches(
     for path in [path for path in have if path not in want]:
         at = name + jax.tree_util.keystr(path)
         yield f"{at} is {describe_leaf(have[path])}; nothing is expected there."
+
+
+def deleted(**trees: Tree) -> Iterator[str]:
+    """Names the trees that hold an array which has been donated or deleted."""
+    for name, tree in trees.items():
+        for path, leaf in jax.tree.leaves_with_path(tree):
+            is_array = isinstance(leaf, jax.Array) and not isinstance(leaf, jax.core.Tracer)
+            if is_array and leaf.is_deleted():
+                yield (
+                    f"{name}{jax.tree_util.keystr(path)} has been deleted: a training step donates "
+                    "its arguments and reuses their memory. Go on with what it has returned: "
+                    "`loss, params, state = step(params, state, batch)`."
+                )
+                break
+
+
+def elsewhere(mesh: Mesh, **trees: Tree) -> Iterator[str]:
+    """Names what a program for the devices of a mesh cannot take: arrays that have been put on
+    others, and objects that are no arrays."""
+    devices = set(mesh.devices.flat)
+    for name, tree in trees.items():
+        for path, leaf in jax.tree.leaves_with_path(tree):
+            at = f"{name}{jax.tree_util.keystr(path)}"
+            if hasattr(leaf, "__dlpack__") and shape_of(leaf) is None:
+                yield f"{at} is {describe_leaf(leaf)}."
+            elif isinstance(leaf, jax.core.Tracer) or not isinstance(leaf, jax.Array):
+                continue
+            elif leaf.committed and leaf.sharding.device_set != devices:
+                found: Any = leaf.sharding.device_set
+                numbers = sorted(device.id for device in found)
+                yield (
+                    f"{at} has been put on the devices {numbers}, and not on all {len(devices)} of "
+                    "the mesh. Leave it in numpy, or put a batch where it belongs: "
+                    "`jax.device_put(batch, pipe.batch_sharding)`."
+                )
 
 
 class _Text(str):

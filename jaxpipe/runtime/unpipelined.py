@@ -14,7 +14,7 @@ from jaxpipe.runtime.layers import losses
 from jaxpipe.runtime.layers.keys import embed_layer, head_layer, layer_key
 from jaxpipe.runtime.layers.model import Model
 from jaxpipe.runtime.layout.whole_model import SHARED, outer_of
-from jaxpipe.runtime.trees import combine
+from jaxpipe.runtime.trees import combine, rounded, widened
 from jaxpipe.runtime.types import (
     Activation,
     Batch,
@@ -145,6 +145,8 @@ def _run(
       What is collected, leaves ``[data shards, microbatches, ...]``, and the states, or None.
     """
     num_microbatches, data_shards = shape
+    params = jax.tree.map(jnp.asarray, params)
+    wide = widened(params)
 
     # Loops over layers, microbatches and shards, so that a layer is compiled once.
     def one(shard: Index, states: tuple[States, ...], of_microbatch: tuple[Index, Batch]) -> Any:
@@ -153,7 +155,7 @@ def _run(
         def key(layer: Index) -> Key:
             return layer_key(rng, microbatch=microbatch, shard=shard, layer=layer)
 
-        result, of_layers, renewed = _microbatch(model, head, params, rows, key, states)
+        result, of_layers, renewed = _microbatch(model, head, wide, params, rows, key, states)
         return renewed, collect(result, of_layers)
 
     def of_shard(shard_rows: tuple[Index, Batch]) -> tuple[tuple[States, ...], Any]:
@@ -175,19 +177,25 @@ def _microbatch(
     model: Model,
     head: Callable[..., Tree],
     params: Params,
+    like: Params,
     rows: Batch,
     key: Callable[[Index], Key],
     states: tuple[States, ...],
 ) -> tuple[Tree, _OfLayers, tuple[States, ...]]:
-    """What the head returns for a microbatch, its layers' losses, and new states."""
-    outer, layers = outer_of(params), params["layers"]
+    """What the head returns for a microbatch, its layers' losses, and new states.
+
+    Parameters are `widened` so that their gradients are summed wide; each function reads them
+    rounded to the dtypes of ``like``.
+    """
+    outer, layers, own = outer_of(params), params["layers"], like["layers"]
     shared = outer.get(SHARED)
     depth = jax.tree.leaves(layers)[0].shape[0] if model.layers_are_alike else len(layers)
 
     def run(function: Callable[..., Any], n: Index, x: Activation, *args: Tree) -> Any:
         """A layer's output, its loss and metrics if it has any, and its new state."""
         params, *state = args
-        params = params if shared is None else (params, shared)
+        params = rounded(params, own if model.layers_are_alike else own[n])
+        params = params if shared is None else (params, rounded(shared, like[SHARED]))
         result = function(params, x, rows, key(n), *state)
         x, *state = result if state else (result,)
         if isinstance(x, losses.WithLoss):
@@ -197,7 +205,8 @@ def _microbatch(
     def numbered(x: Activation, layer: tuple[Index, LayerParams]) -> tuple[Activation, Tree]:
         return run(model.layer_function(0), layer[0], x, layer[1])
 
-    x, found, renewed = model.embed(outer, rows, key(embed_layer(depth))), [], []
+    x = model.embed(rounded(outer, outer_of(like)), rows, key(embed_layer(depth)))
+    found, renewed = [], []
     if model.layers_are_alike and not states:
         x, of_layers = jax.lax.scan(numbered, x, (jnp.arange(depth), layers))
         num_losses = depth
@@ -209,7 +218,7 @@ def _microbatch(
         of_layers = jax.tree.map(lambda *w: jnp.stack(w), *found) if found else None
         num_losses = len(found)
     of_layers = jax.tree.map(lambda w: w.sum(0), of_layers)
-    result = head(outer, x, rows, key(head_layer(depth)))
+    result = head(rounded(outer, outer_of(like)), x, rows, key(head_layer(depth)))
     return result, (of_layers, jnp.asarray(num_losses)), tuple(renewed)
 
 

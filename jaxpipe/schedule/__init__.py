@@ -3,19 +3,19 @@
 A schedule is a function of the numbers of stages and microbatches; `validate` proves that what it
 returns can run, `simulate` tells how long it takes, and `register` gives it a name for `build`, the
 command line and the trainer. That is all that its author needs. Programs that train choose with
-`partition` which layers make a chunk, cut actions with `slice_ticks`, picture the result with
-`draw`, and keep it with `to_json`; `SteadyState` has the rules of a pipeline that never drains.
+`partition` which layers make a chunk, picture the result with `draw`, and keep it with
+`to_json`; `SteadyState` has the rules of a pipeline that never drains.
 
 =========================  =========================================================================
 `actions`, `placement`     what a schedule is
 `catalog`, `built_in`      every schedule by name: `catalog.build`
 `problems`                 what is wrong with an argument, as data
 `generators`               one file per family; `events` is the machine on which orders are made
-`search`                   orders and slices that are searched for, and the disk cache of searches
+`search`                   orders that are searched for, and the disk cache of searches
 `check`                    proof that a schedule can run, or an error with the grid
-`simulate`, `partition`    the free-running and the lock-step clock; which layers make a chunk
+`simulate`, `partition`    the free-running clock; which layers make a chunk
 `lowering`                 the tick table that is executed, and its buffers
-`neighbors`                how long that table takes on GPUs
+`device_clock`             how long that table takes on GPUs
 `show`                     reports, text, pictures and traces
 `formats`                  PyTorch's CSV, JSON, and a user's own schedule
 =========================  =========================================================================
@@ -44,21 +44,20 @@ Example:
 from jaxpipe.schedule.actions import Action, Kind, Schedule
 from jaxpipe.schedule.catalog import build, register
 from jaxpipe.schedule.check.validate import ScheduleError, simulated_only, validate
+from jaxpipe.schedule.device_clock import device_clock
 from jaxpipe.schedule.formats.json_format import from_json, to_json
 from jaxpipe.schedule.formats.user import is_users
 from jaxpipe.schedule.generators.pipemare import ASYNCHRONOUS_METHODS, SteadyState
 from jaxpipe.schedule.lowering.lower import lower
-from jaxpipe.schedule.neighbors import neighbor_clock
 from jaxpipe.schedule.partition import Memory, chunk_costs, chunk_shares, partition
 from jaxpipe.schedule.placement import Placement, linear, looped, wave
 from jaxpipe.schedule.search.cache import cache_folder
-from jaxpipe.schedule.search.slices import slice_ticks
 from jaxpipe.schedule.show import draw
 from jaxpipe.schedule.show.page import page
 from jaxpipe.schedule.show.pipemare_draw import steady_text
 from jaxpipe.schedule.show.report import Timelines, timelines
 from jaxpipe.schedule.show.trace import trace
-from jaxpipe.schedule.simulate import Costs, Timeline, lock_step, simulate
+from jaxpipe.schedule.simulate import Costs, Timeline, simulate
 
 __all__ = [
     "ASYNCHRONOUS_METHODS",
@@ -76,20 +75,18 @@ __all__ = [
     "cache_folder",
     "chunk_costs",
     "chunk_shares",
+    "device_clock",
     "draw",
     "from_json",
     "is_users",
     "linear",
-    "lock_step",
     "looped",
     "lower",
-    "neighbor_clock",
     "page",
     "partition",
     "register",
     "simulate",
     "simulated_only",
-    "slice_ticks",
     "steady_text",
     "timelines",
     "to_json",

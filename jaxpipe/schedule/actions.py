@@ -70,23 +70,6 @@ class Action:
         return cls(int(match[1]), Kind(match[2]), int(match[3]))
 
 
-@dataclasses.dataclass(frozen=True, slots=True, order=True)
-class Slice:
-    """A range of layers of an action, run in one tick.
-
-    Args:
-      tick: from 0.
-      action: which action.
-      lo: the first layer, counted within the chunk.
-      hi: one past the last.
-    """
-
-    tick: int
-    action: Action
-    lo: int
-    hi: int
-
-
 @dataclasses.dataclass(frozen=True)
 class Minibatches:
     """What a schedule of several minibatches says beside its order.
@@ -119,12 +102,9 @@ class Schedule:
       peak_in_flight: the schedule's own promise, per stage: the most chunk activations that stage
         keeps from F to the action that frees them (W, or the fused backward). The validator checks
         it.
-      slices: how the actions are cut into ticks for the lock-step clock: ``slices[d]`` is what
-        stage ``d`` runs, in order (`jaxpipe.schedule.search.slices`). None for one whole action per
-        tick.
       overlapped: F that each run together with the backward of another microbatch that follows them
         on their stage (FB): the pair starts when both have their inputs, and both results are there
-        when it ends. For whole actions only; in any order.
+        when it ends. In any order.
     """
 
     name: str
@@ -132,24 +112,12 @@ class Schedule:
     num_microbatches: int
     orders: tuple[tuple[Action, ...], ...]
     peak_in_flight: tuple[int, ...] | None = None
-    slices: tuple[tuple[Slice, ...], ...] | None = None
     overlapped: tuple[Action, ...] = ()
 
     @property
     def batch_microbatches(self) -> int:
         """The m of the batch: the sum over all copies of the model."""
         return self.num_microbatches * self.placement.num_copies
-
-    @property
-    def layer_counts(self) -> tuple[int, ...] | None:
-        """The layers of every virtual stage, as the slices have them; None without slices."""
-        if self.slices is None:
-            return None
-        counts = [0] * self.placement.num_virtual_stages
-        for part in (part for row in self.slices for part in row):
-            s = part.action.virtual_stage
-            counts[s] = max(counts[s], part.hi)
-        return tuple(counts)
 
     @property
     def minibatches(self) -> Minibatches | None:
@@ -209,7 +177,7 @@ def split_backwards(schedule: Schedule) -> Schedule:
         tuple(part for action in order for part in split_action(action))
         for order in schedule.orders
     )
-    return dataclasses.replace(schedule, orders=orders, slices=None, overlapped=())
+    return dataclasses.replace(schedule, orders=orders, overlapped=())
 
 
 def split_action(action: Action) -> list[Action]:
@@ -225,9 +193,12 @@ class MinibatchSchedule(Schedule):
 
     Args:
       several: what it says of them.
+      ticks: ``ticks[d][k]`` is the tick in which stage ``d`` runs its action ``k``; a tick may hold
+        one action of each kind.
     """
 
     several: Minibatches | None = None
+    ticks: tuple[tuple[int, ...], ...] = ()
 
     @property
     def minibatches(self) -> Minibatches | None:

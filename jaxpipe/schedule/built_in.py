@@ -18,13 +18,13 @@ from jaxpipe.schedule.generators.interleaved import interleaved
 from jaxpipe.schedule.generators.one_f_one_b import one_f_one_b
 from jaxpipe.schedule.generators.v_schedules import one_f_one_b_v, v_half, v_min, v_zb, zb_v
 from jaxpipe.schedule.generators.zero_bubble import interleaved_zb, zb_h1, zb_h2
-from jaxpipe.schedule.search.auto_placed import planned
+from jaxpipe.schedule.search.auto import auto
 from jaxpipe.schedule.search.cache import cached
 from jaxpipe.schedule.search.controllable_memory import controllable_memory
 
 Generate = Callable[..., Schedule]
 
-MEASURES = ("costs", "layers_per_chunk", "layer_costs", "clock")
+MEASURES = ("costs", "layer_costs")
 """Options that describe the machine and the model, whatever the schedule."""
 PUBLISHED = "-published"
 """What ends the name under which a reordered schedule keeps its own order, whatever the costs."""
@@ -89,7 +89,7 @@ _GROUPS = "p >= 1, m >= 1 (best: p divides m), v >= 1"
 _LAYERS = "p >= 1, m >= 1, v = layers of a stage"
 _WAVES = "p >= 1, m >= 1, v even"
 _V = "p >= 1, m >= 1 (best from 2p), v = 2"
-_AUTO = "p >= 1, m >= 1; v = 2, or chosen where layers are given"
+_AUTO = "p >= 1, m >= 1; v chosen: 1 or 2, or any where layers are given"
 _COPIES = "p >= 1, m even, v = 1; simulation only"
 
 
@@ -222,9 +222,9 @@ BUILT_IN = (
         chunks=2,
     ),
     Entry(
-        *("auto", cached(planned), "Order and slices searched for the clock they run on"),
+        *("auto", cached(auto), "Placement and order searched for devices"),
         *("searched", "memory_limit, p by default", _AUTO, "jaxpipe"),
-        chunks=2,
+        chunks=None,
     ),
     *_with_fused(
         Entry(

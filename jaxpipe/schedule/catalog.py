@@ -24,7 +24,6 @@ from jaxpipe.schedule.formats import user
 from jaxpipe.schedule.generators.eager import in_time
 from jaxpipe.schedule.generators.pipemare import ASYNCHRONOUS_METHODS
 from jaxpipe.schedule.problems import ArgumentError, Problem, below_one, in_python, refuse
-from jaxpipe.schedule.search.slices import CLOCKS
 from jaxpipe.schedule.simulate import UNIT, Costs
 
 _entries = {entry.name: entry for entry in BUILT_IN}
@@ -114,9 +113,7 @@ def build(
     group: int | None = None,
     memory_limit: float | None = None,
     costs: Costs | None = None,
-    layers_per_chunk: int | None = None,
     layer_costs: Sequence[Costs] | None = None,
-    clock: str | None = None,
 ) -> Schedule:
     """Builds a schedule by name.
 
@@ -131,12 +128,10 @@ def build(
       group: microbatches that stay together, at least 1.
       memory_limit: peak in flight per stage, in microbatches of a full stage, above 0.
       costs: of one chunk, for schedules that are searched or reordered with them; others ignore
-        it. A published order is for equal costs and free messages.
-      layers_per_chunk: at least 1, for schedules that cut actions into slices; others ignore it.
-      layer_costs: instead of these two, the costs of every layer of the model, in order. Schedules
-        then are of equal models, whatever their chunks; `auto` chooses placement and chunks, too.
-      clock: what `auto` plans for: "lock-step", its default, as on simulated devices, or
-        "neighbor", as on GPUs; others ignore it.
+        it. A published order is for equal costs and free messages. For `auto`, which chooses how
+        many chunks a stage holds, of half a stage.
+      layer_costs: instead, the costs of every layer of the model, in order. Schedules then are of
+        equal models, whatever their chunks.
 
     Raises:
       ArgumentError: the name is unknown or a number does not fit it; all failures in one message.
@@ -153,7 +148,6 @@ def build(
         "num_microbatches": microbatches,
         "num_chunks": chunks,
         "group": group,
-        "layers_per_chunk": layers_per_chunk,
         "memory_limit": memory_limit,
     }
     known = {entry.name: entry for entry in entries()}
@@ -162,9 +156,7 @@ def build(
     found, is_own = known.get(plain if as_published else name), user.is_users(name)
     problems = [] if found or is_own else [_unknown(name)]
     problems += range_problems(**numbers)
-    if clock not in (None, *CLOCKS):
-        problems.append(Problem("clock", clock, "is none to plan for", (*CLOCKS,)))
-    options = numbers | {"costs": costs, "layer_costs": layer_costs, "clock": clock}
+    options = numbers | {"costs": costs, "layer_costs": layer_costs}
     given = {option: value for option, value in options.items() if value is not None}
     if found is not None:
         problems += _misfits(found, given)
@@ -179,8 +171,8 @@ def build(
 def _built(name: str, entry: Entry | None, given: dict[str, Any], *, published: bool) -> Schedule:
     """A schedule by its entry, or one of the user's own, from the arguments that were given."""
     if entry is None:
-        clock = {option: given.pop(option) for option in MEASURES if option in given}
-        return user.fitted(name, **given, clock=clock)
+        measures = {option: given.pop(option) for option in MEASURES if option in given}
+        return user.fitted(name, **given, clock=measures)
     if (layer_costs := given.get("layer_costs")) and "layer_costs" not in entry.defaults:
         given = given | _of_average_chunk(entry, layer_costs, given)
     if published:
@@ -206,9 +198,7 @@ def _of_average_chunk(
         refuse([Problem("layer_costs", None, rule, schedule=entry.name, note=near)])
     f, b, w = (math.fsum(getattr(c, kind) for c in layer_costs) / chunks for kind in "fbw")
     message = max(cost.message for cost in layer_costs)
-    layers = len(layer_costs) // chunks
-    costs = dataclasses.replace(layer_costs[0], f=f, b=b, w=w, message=message)
-    return {"costs": costs, "layers_per_chunk": layers}
+    return {"costs": dataclasses.replace(layer_costs[0], f=f, b=b, w=w, message=message)}
 
 
 def _named(name: str, problem: Problem | str) -> Problem | str:

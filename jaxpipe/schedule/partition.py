@@ -129,7 +129,7 @@ def chunk_shares(
 def chunk_costs(
     costs: Costs, layer_costs: Sequence[float], layer_counts: Sequence[int]
 ) -> list[Costs]:
-    """Computes the cost of every chunk of a partition, for `simulate` and `lock_step`.
+    """Computes the cost of every chunk of a partition, for `simulate` and `device_clock`.
 
     Each gets its layers' share of all F, B and W, from ``costs`` of an average chunk; messages stay
     as they are.

@@ -14,10 +14,29 @@ from typing import Any
 Spell = Callable[[str, Any], str]
 """How a surface writes an argument with its value; only its name if the value is None."""
 
+_LONGEST = 200
+"""Characters of a value that messages show."""
+
+
+def shortened(text: str) -> str:
+    """Leaves out the middle of a long text."""
+    return text if len(text) <= _LONGEST else f"{text[: _LONGEST - 50]}...{text[-47:]}"
+
 
 def shown(value: Any) -> str:
-    """Writes a value: text in quotes, anything else as it prints."""
-    return repr(value) if isinstance(value, str) else str(value)
+    """Writes a value: text in quotes, anything else as it prints; long ones shortened."""
+    return shortened(repr(value) if isinstance(value, str) else str(value))
+
+
+def printable(text: str) -> str:
+    """Escapes control characters: what comes from a file may hold codes for the terminal.
+
+    Example:
+      >>> print(printable("layers." + chr(27) + "[31m"))
+      layers.\\x1b[31m
+    """
+    escaped = (c if c.isprintable() or c in "\n\t" else ascii(c)[1:-1] for c in text)
+    return "".join(escaped)
 
 
 def in_python(argument: str, value: Any) -> str:
@@ -86,7 +105,7 @@ class ArgumentError(ValueError):
     def text(self, spell: Spell) -> str:
         """The whole message in a surface's names."""
         lines = ([p] if isinstance(p, str) else p.lines(spell) for p in self.problems)
-        return "\n".join(line for problem in lines for line in problem)
+        return printable("\n".join(line for problem in lines for line in problem))
 
 
 def refuse(problems: Iterable[Problem | str]) -> None:

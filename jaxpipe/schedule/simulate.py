@@ -1,21 +1,17 @@
-"""Time: how long a schedule takes on three clocks that must not be mixed up.
+"""Time on the free-running clock: each stage waits only for its inputs, as the papers draw it.
 
-*Free-running*: each stage waits only for its inputs, as the papers draw it. *Lock-step*: one SPMD
-program whose stages all meet in every tick, which lasts as long as its slowest stage, as on
-simulated devices. Between them lies *neighbor* (`jaxpipe.schedule.neighbors`): the same
-program on GPUs, where only the ends of a message meet.
+How long the program takes that runs on devices says `jaxpipe.schedule.device_clock`. The two must
+not be mixed up.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from functools import cached_property
 
-from jaxpipe.schedule.actions import Action, Kind, Schedule, Slice
-from jaxpipe.schedule.check.slice_rules import chunk_layers
+from jaxpipe.schedule.actions import Action, Kind, Schedule
 from jaxpipe.schedule.check.validate import chunks_in_flight, peak_in_flight, validate
 from jaxpipe.schedule.check.walk import Results, Walk, walk
 from jaxpipe.schedule.placement import Placement
@@ -31,7 +27,7 @@ class Costs:
       w: backward for the weights, as f.
       message: one message between two stages, 0 to 1e100.
       overlap: how much an overlapped pair of a forward and a backward saves, as a share of the
-        shorter of both, 0 to 1. On the free-running clock alone: the other clocks are those of
+        shorter of both, 0 to 1. On the free-running clock alone: the device clock is that of
         jaxpipe's program, which runs one after the other.
 
     Raises:
@@ -96,17 +92,15 @@ def unit_durations(unit: Sequence[Action], costs: Sequence[Costs]) -> list[float
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class TimedAction:
-    """An action, or a slice of it, with its start and end in the unit of the costs.
+    """An action with its start and end in the unit of the costs.
 
     Args:
-      layers: (lo, hi) if these are only some of the action's layers, None if they are all.
-      tick: in which it ends; None on the free-running clock.
+      tick: in which it runs; None on the free-running clock.
     """
 
     action: Action
     start: float
     end: float
-    layers: tuple[int, int] | None = None
     tick: int | None = None
 
 
@@ -116,8 +110,8 @@ class Timeline:
 
     Args:
       costs: of every virtual stage.
-      clock: "free-running", "neighbor" or "lock-step"; or "measured", in seconds.
-      parts: ``parts[d]`` is what stage ``d`` runs, in time: whole actions, or slices of them.
+      clock: "free-running" or "device"; or "measured", in seconds.
+      rows: ``rows[d]`` lists what stage ``d`` runs, in time.
       makespan: from the first start to the end of everything.
       ticks: ``ticks[t][d]`` is when stage ``d`` starts its layers in tick ``t``; the last row is
         when the stages are done. Empty on the free-running clock, and where time was measured.
@@ -126,26 +120,9 @@ class Timeline:
     schedule: Schedule
     costs: tuple[Costs, ...]
     clock: str
-    parts: tuple[tuple[TimedAction, ...], ...]
+    rows: tuple[tuple[TimedAction, ...], ...]
     makespan: float
     ticks: tuple[tuple[float, ...], ...] = ()
-
-    @cached_property
-    def rows(self) -> tuple[tuple[TimedAction, ...], ...]:
-        """``rows[d]`` lists the actions of stage ``d``, in order. One that is cut lasts from the
-        start of its first slice to the end of its last; others may run in between."""
-        if self.schedule.slices is None:
-            return self.parts
-        rows = []
-        for order, parts in zip(self.schedule.orders, self.parts, strict=True):
-            starts: dict[Action, float] = {}
-            lasts: dict[Action, TimedAction] = {}
-            for part in parts:
-                starts.setdefault(part.action, part.start)
-                lasts[part.action] = part
-            ends = ((a, starts[a], lasts[a].end, lasts[a].tick) for a in order)
-            rows.append(tuple(TimedAction(a, start, end, None, t) for a, start, end, t in ends))
-        return tuple(rows)
 
     @cached_property
     def stage_bubble_ratios(self) -> tuple[float, ...]:
@@ -167,12 +144,12 @@ class Timeline:
     @cached_property
     def bubble_ratio(self) -> float:
         """The share of all stages' time in which they do not compute."""
-        return math.fsum(self.stage_bubble_ratios) / len(self.parts)
+        return math.fsum(self.stage_bubble_ratios) / len(self.rows)
 
     @cached_property
     def stage_spans(self) -> tuple[float, ...]:
         """Per stage, from the start of its first action to the end of its last."""
-        return tuple(row[-1].end - row[0].start for row in self.parts)
+        return tuple(row[-1].end - row[0].start for row in self.rows)
 
     @cached_property
     def peak_in_flight(self) -> tuple[int, ...]:
@@ -277,73 +254,6 @@ def simulate(schedule: Schedule, costs: Costs | Sequence[Costs]) -> Timeline:
             if action.kind is not Kind.W:
                 ends[results.number(action)] = end
     return Timeline(schedule, costs, "free-running", tuple(map(tuple, rows)), max(free))
-
-
-def lock_step(schedule: Schedule, costs: Costs | Sequence[Costs]) -> Timeline:
-    """Runs a schedule tick by tick: every tick lasts as long as its slowest stage.
-
-    This is how one SPMD program runs on simulated devices. A tick holds one whole action or
-    overlapped pair per stage, or the slices of `Schedule.slices`. With more than one stage, every
-    tick ends with an exchange of messages, as long as the longest.
-
-    Args:
-      costs: as for `simulate`.
-
-    Returns:
-      The timeline; stages start a tick together.
-
-    Raises:
-      ScheduleError: the schedule cannot run.
-      ValueError: there is not one cost for every virtual stage.
-
-    Example:
-      >>> from jaxpipe.schedule.generators.one_f_one_b import one_f_one_b
-      >>> lock_step(one_f_one_b(4, 8, fused=True), Costs(1, 1, 1)).makespan
-      40.0
-    """
-    costs = of_virtual_stages(schedule.placement, costs)
-    duration = kind_durations(costs)
-    table = schedule.slices or _whole_actions(schedule)
-    layers = chunk_layers(table)
-    durations = [0.0] * (1 + max(row[-1].tick for row in table))
-    # By stage, every slice with its start and end within its tick.
-    cells: list[list[tuple[Slice, float, float]]] = []
-    for row in table:
-        cells.append([])
-        tick, end = -1, 0.0
-        for part in row:
-            start = end if part.tick == tick else 0.0
-            s, kind = part.action.virtual_stage, part.action.kind
-            share = (part.hi - part.lo) / layers[s]
-            tick, end = part.tick, start + share * duration[s][kind]
-            cells[-1].append((part, start, end))
-            durations[tick] = max(durations[tick], end)
-    exchange = max(cost.message for cost in costs) if schedule.num_stages > 1 else 0
-    starts = list(itertools.accumulate((d + exchange for d in durations), initial=0.0))
-    parts = tuple(tuple(itertools.starmap(_timed(layers, starts), row)) for row in cells)
-    ticks = tuple((start,) * schedule.num_stages for start in starts)
-    return Timeline(schedule, costs, "lock-step", parts, starts[-1], ticks)
-
-
-def _timed(
-    layers: Mapping[int, int], starts: Sequence[float]
-) -> Callable[[Slice, float, float], TimedAction]:
-    """Puts slices, given with start and end within their ticks, into the ticks of a schedule."""
-
-    def timed(part: Slice, start: float, end: float) -> TimedAction:
-        tick, action, lo, hi = part.tick, part.action, part.lo, part.hi
-        some = None if hi - lo == layers[action.virtual_stage] else (lo, hi)
-        return TimedAction(action, starts[tick] + start, starts[tick] + end, some, tick)
-
-    return timed
-
-
-def _whole_actions(schedule: Schedule) -> tuple[tuple[Slice, ...], ...]:
-    """One action per tick, of one layer: layers only matter if actions are cut."""
-    return tuple(
-        tuple(Slice(tick, action, 0, 1) for tick, action in zip(row, order, strict=True))
-        for row, order in zip(ticks(schedule), schedule.orders, strict=True)
-    )
 
 
 def of_virtual_stages(placement: Placement, costs: Costs | Sequence[Costs]) -> tuple[Costs, ...]:

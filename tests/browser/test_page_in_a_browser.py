@@ -10,7 +10,6 @@ import pytest
 from playwright.sync_api import sync_playwright
 
 from jaxpipe.schedule.catalog import build
-from jaxpipe.schedule.search.slices import slice_ticks
 from jaxpipe.schedule.show.looks import fill
 from jaxpipe.schedule.show.page import page as write_page
 from jaxpipe.schedule.show.report import timelines
@@ -59,8 +58,7 @@ def look(browser, tmp_path):
 
 def clocks_of(name: str, *, p: int = 4, m: int = 8):
     schedule = build(name, stages=p, microbatches=m)
-    counts = [4] * schedule.placement.num_virtual_stages
-    return timelines(slice_ticks(schedule, COSTS, counts), COSTS)
+    return timelines(schedule, COSTS)
 
 
 def place(page, panel: int, stage: int, time: float) -> tuple[float, float]:
@@ -100,7 +98,7 @@ def test_every_clock_has_a_panel_and_names_are_only_text(look):
     page = look(type(clocks)(*named))
     assert [text.partition(", ")[0] for text in page.locator("h2").all_text_contents()] == [
         EVIL
-    ] * 3
+    ] * 2
     page.keyboard.press("ArrowRight")
     assert EVIL in page.locator("#now").inner_text()
     assert page.evaluate("window.broken") is None
@@ -110,7 +108,7 @@ def test_the_pointer_finds_what_the_simulator_put_there_in_the_pictures_color(lo
     clocks = clocks_of("zb-v")
     page = look(clocks)
     for panel, clock in enumerate(filter(None, clocks)):
-        for stage, row in enumerate(clock.parts):
+        for stage, row in enumerate(clock.rows):
             for part in row[3::9]:
                 # Away from lines of messages, which start at the ends of boxes.
                 middle = part.start + 0.4 * (part.end - part.start)
@@ -139,23 +137,21 @@ def test_keys_and_buttons_step_through_the_ticks(look):
     page.click("#forward")
     page.keyboard.press("ArrowLeft")
     shown = page.locator("#now tr").nth(1).locator("td").all_text_contents()[1:]
-    for cell, row in zip(shown, clocks.lock_step.parts, strict=True):
+    for cell, row in zip(shown, clocks.device.rows, strict=True):
         parts = [part for part in row if part.tick == 6]
-        names = [
-            str(p.action) + (f"[{p.layers[0]}:{p.layers[1]}]" if p.layers else "") for p in parts
-        ]
+        names = [str(part.action) for part in parts]
         assert cell == (" ".join(names) or "idle")
     # The last tick is the end, and it comes into view however far one has zoomed in.
     for _ in range(4):
         page.keyboard.press("+")
     page.keyboard.press("0")
     page.keyboard.press("+")
-    last = len(clocks.lock_step.ticks) - 2
+    last = len(clocks.device.ticks) - 2
     for _ in range(last + 3):
         page.keyboard.press("ArrowRight")
     assert page.locator("#tick").inner_text() == f"{last} of 0 to {last}"
     first, end = span(page)
-    assert first <= clocks.neighbor.ticks[last][0] <= end
+    assert first <= clocks.device.ticks[last][0] <= end
 
 
 def test_zoom_and_pan_keep_the_time_under_the_pointer(look):
@@ -169,7 +165,7 @@ def test_zoom_and_pan_keep_the_time_under_the_pointer(look):
     page.mouse.wheel(0, -400)
     page.keyboard.up("Control")
     page.wait_for_function("view.end - view.first < longest / 3.9")
-    assert place(page, 2, 1, 5.0)[0] == pytest.approx(x, abs=1)
+    assert place(page, 1, 1, 5.0)[0] == pytest.approx(x, abs=1)
     page.mouse.down()
     page.mouse.move(x - 100, y, steps=4)
     page.mouse.up()
@@ -187,13 +183,13 @@ def test_two_schedules_lie_one_above_the_other_and_can_be_hidden(look):
     both = clocks_of("zb-v"), clocks_of("1f1b")
     page = look(*both)
     titles = page.locator("h2").all_text_contents()
-    assert [title.partition(",")[0] for title in titles] == ["zb-v", "1f1b"] * 3
-    page.get_by_label("neighbor").uncheck()
+    assert [title.partition(",")[0] for title in titles] == ["zb-v", "1f1b"] * 2
+    page.get_by_label("device").uncheck()
     page.get_by_label("1f1b").uncheck()
     shown = [title for title in page.locator("h2").all() if title.is_visible()]
-    assert ["zb-v" in title.inner_text() for title in shown] == [True, True]
+    assert ["zb-v" in title.inner_text() for title in shown] == [True]
     page.get_by_label("1f1b").check()
-    assert sum(title.is_visible() for title in page.locator("h2").all()) == 4
+    assert sum(title.is_visible() for title in page.locator("h2").all()) == 2
 
 
 def test_pairs_have_a_frame_and_the_pointer_says_so(look):
@@ -201,7 +197,7 @@ def test_pairs_have_a_frame_and_the_pointer_says_so(look):
     clocks = timelines(schedule, Costs(1, 1, 1, overlap=0.5))
     page = look(clocks)
     assert "forward and backward together" in page.locator("#legend").inner_text()
-    parts = clocks.free_running.parts[0]
+    parts = clocks.free_running.rows[0]
     forward = next(part for part in parts if part.action in schedule.overlapped)
     page.mouse.move(*place(page, 0, 0, (forward.start + forward.end) / 2))
     assert "in an overlapped pair, " in page.locator("#tip").inner_text()
@@ -227,34 +223,34 @@ def test_what_was_measured_has_a_panel_on_the_same_time_axis(look):
             dataclasses.replace(part, start=part.start + 1, end=part.end + 1, tick=None)
             for part in row
         ]
-        for row in clocks.lock_step.parts
+        for row in clocks.device.rows
     ]
     ran = dataclasses.replace(
-        clocks.lock_step,
+        clocks.device,
         clock="measured",
-        parts=tuple(map(tuple, late)),
-        makespan=clocks.lock_step.makespan + 1,
+        rows=tuple(map(tuple, late)),
+        makespan=clocks.device.makespan + 1,
         ticks=(),
     )
     page = look(clocks._replace(measured=ran))
-    assert "measured: makespan" in page.locator("h2").nth(3).inner_text()
+    assert "measured: makespan" in page.locator("h2").nth(2).inner_text()
     assert span(page) == [0, max(ran.makespan, *(clock.makespan for clock in clocks if clock))]
-    part = ran.parts[2][5]
-    page.mouse.move(*place(page, 3, 2, (part.start + part.end) / 2))
+    part = ran.rows[2][5]
+    page.mouse.move(*place(page, 2, 2, (part.start + part.end) / 2))
     assert page.locator("#tip").inner_text().startswith(f"{part.action}, ")
-    # The tick that is stepped through is that of the lock-step clock.
+    # The tick that is stepped through is that of the device clock.
     page.keyboard.press("ArrowRight")
     assert page.locator("#now td").nth(ran.schedule.num_stages + 2).inner_text() == "0F0"
     page.get_by_label("measured").uncheck()
-    assert not page.locator("h2").nth(3).is_visible()
+    assert not page.locator("h2").nth(2).is_visible()
 
 
 def test_a_large_schedule_can_be_used(look):
     clocks = clocks_of("zb-v", p=16, m=128)
     page = look(clocks)
-    part = clocks.lock_step.parts[9][500]
+    part = clocks.device.rows[9][500]
     for _ in range(6):
         page.keyboard.press("+")
     page.evaluate(f"pan({part.start} - view.first)")
-    page.mouse.move(*place(page, 2, 9, (part.start + part.end) / 2))
+    page.mouse.move(*place(page, 1, 9, (part.start + part.end) / 2))
     assert page.locator("#tip").inner_text().startswith(f"{part.action}, ")

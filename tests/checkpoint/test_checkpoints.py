@@ -4,8 +4,12 @@ before them."""
 from __future__ import annotations
 
 import functools
+import re
 import shutil
+import subprocess
+import sys
 import threading
+from pathlib import Path
 
 import adapted
 import chex
@@ -227,7 +231,17 @@ def test_what_is_written_is_not_torn_by_steps_that_follow(tmp_path):
         assert int(found.state[0].count) == n
 
 
+def documented(name):
+    """A function that docs/checkpoints.md shows."""
+    page = Path(__file__).parents[2] / "docs" / "checkpoints.md"
+    (code,) = re.findall(rf"```python\n(def {name}.*?)```", page.read_text(), re.DOTALL)
+    names = {"jax": jax, "jnp": jnp, "optax": optax}
+    exec(code, names)
+    return names[name]
+
+
 OPTIMIZERS = {
+    "averaged": optax.chain(optax.adam(1e-2), documented("averaged")(0.9)),
     "masked": optax.masked(
         optax.adam(1e-2), lambda params: jax.tree.map(lambda w: w.ndim > 1, params)
     ),
@@ -247,11 +261,13 @@ OPTIMIZERS = {
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_every_state_comes_back_in_its_own_structure(name, tmp_path):
     pipe, optimizer = small(), OPTIMIZERS[name]
-    _, params, state = filled(pipe, 0, optimizer)
+    start, params, state = filled(pipe, 0, optimizer)
     with jaxpipe.Checkpoints(tmp_path / "run") as checkpoints:
         checkpoints.save(1, pipe, optimizer, params, state)
         found = checkpoints.restore(pipe, optimizer)
     chex.assert_trees_all_equal((found.params, found.state), (params, state))
+    if name == "averaged":
+        chex.assert_trees_all_equal(pipe.optimizer_placing(optimizer).unplace(state)[-1], start)
     assert jax.tree.structure(found.state) == jax.tree.structure(state)
     shardings = jax.tree.map(lambda w: w.sharding, (params, state))
     assert jax.tree.map(lambda w: w.sharding, (found.params, found.state)) == shardings
@@ -317,9 +333,19 @@ def test_states_of_layers_that_are_not_there(two, tmp_path):
 
 def test_a_folder_without_checkpoints(two, tmp_path):
     _, pipe = two
-    for folder in (tmp_path, tmp_path / "new"):
-        assert jaxpipe.Checkpoints(folder, read_only=True).restore(pipe, OPTIMIZER) is None
+    assert jaxpipe.Checkpoints(tmp_path, read_only=True).restore(pipe, OPTIMIZER) is None
+    assert jaxpipe.Checkpoints(tmp_path / "new").restore(pipe, OPTIMIZER) is None
     assert not (tmp_path / "new").exists()
+
+
+def test_a_mistyped_folder_is_said_to_be_one(two, caplog):
+    whole, pipe = two
+    mistyped = whole.with_name("rnu")
+    with pytest.raises(ValueError, match=rf"rnu' does not exist.* checkpoints: {whole}\."):
+        jaxpipe.Checkpoints(mistyped, read_only=True).restore(pipe, OPTIMIZER)
+    # Where a run may begin, None is an answer.
+    assert jaxpipe.Checkpoints(mistyped).restore(pipe, OPTIMIZER) is None
+    assert f"holds no checkpoint to restore. Nearest with checkpoints: {whole}." in caplog.text
 
 
 def test_a_file_is_no_folder(tmp_path):
@@ -345,7 +371,7 @@ def test_what_cannot_be_saved(two, tmp_path):
     checkpoints = jaxpipe.Checkpoints(tmp_path / "run")
     with pytest.raises(ValueError, match="in canonical order, not placed"):
         checkpoints.save(1, pipe, OPTIMIZER, start, state)
-    with pytest.raises(TypeError, match="not JSON serializable"):
+    with pytest.raises(TypeError, match=r"data\['rng'\] must be .* small arrays as x.tolist\(\)"):
         checkpoints.save(1, pipe, OPTIMIZER, params, state, data={"rng": jax.random.key(0)})
     with pytest.raises(ValueError, match="read_only=True"):
         jaxpipe.Checkpoints(tmp_path, read_only=True).save(1, pipe, OPTIMIZER, params, state)
@@ -360,9 +386,24 @@ def test_what_would_be_lost_later_is_refused_or_written(tmp_path):
             with pytest.raises(ValueError, match="must be a whole number"):
                 checkpoints.save(step, pipe, OPTIMIZER, params, state)
         checkpoints.save(1, pipe, OPTIMIZER, params, state, loss=jnp.float32(2))
+        with pytest.raises(ValueError, match=r"step=1 is saved in .* already.* another folder\."):
+            checkpoints.save(np.int32(1), pipe, OPTIMIZER, params, state)
+        with pytest.raises(TypeError, match=r"run\['seeds'\] must be what JSON can hold"):
+            checkpoints.save_arrays(2, {"w": params}, data={}, run={"seeds": np.ones(2)})
     assert checkpoints.steps == [1]
     with pytest.raises(ValueError, match="was left: save inside"):
         checkpoints.save(2, pipe, OPTIMIZER, params, state)
+
+
+def test_a_save_as_the_last_line_of_a_script_is_finished(tmp_path):
+    script = """
+import sys, jax.numpy as jnp, jaxpipe
+jaxpipe.Checkpoints(sys.argv[1]).save_arrays(1, {"w": jnp.ones(3)}, data={})
+"""
+    command = [sys.executable, "-c", script, str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert done.stderr == ""
+    assert jaxpipe.Checkpoints(tmp_path, read_only=True).latest == 1
 
 
 def test_a_folder_that_cannot_be_made_leaves_no_thread_that_keeps_the_program_alive(tmp_path):

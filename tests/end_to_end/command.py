@@ -15,10 +15,9 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import limits
 
 TOP = Path(__file__).resolve().parents[2]
-SECONDS = 300
-"""A command that takes longer hangs; one usually takes 5, or 150 on a machine with other work."""
 NUM_STEPS = 10
 CHECKPOINT_EVERY = 3
 
@@ -105,8 +104,7 @@ class Trainer:
         }
         environment |= {
             "JAX_PLATFORMS": "cpu",
-            # A hang at a collective becomes a failure.
-            "XLA_FLAGS": f"--xla_cpu_collective_call_terminate_timeout_seconds=60 {QUICK_COMPILE}",
+            "XLA_FLAGS": f"{limits.collectives()} {QUICK_COMPILE}",
             "PYTHONWARNINGS": "error",
             "PYTHONPATH": str(TOP / "tests" / "train"),  # where toy_family is
             **variables,
@@ -160,7 +158,7 @@ def finish(process: subprocess.Popen[str]) -> Finished:
     """Waits for a command; one that hangs is killed."""
     with process:  # leaves no pipe open, whose warning would fail another test
         try:
-            out, err = process.communicate(timeout=SECONDS)
+            out, err = process.communicate(timeout=limits.hang())
         finally:
             process.kill()
     return Finished(process.returncode, out, err)
@@ -178,7 +176,7 @@ def kill_when(
     Returns:
       Whether it was sent before the command ended.
     """
-    until = time.monotonic() + SECONDS
+    until = time.monotonic() + limits.hang()
     while process.poll() is None and time.monotonic() < until:
         if ready():
             time.sleep(delay_seconds)

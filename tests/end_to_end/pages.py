@@ -8,7 +8,8 @@ import subprocess
 import sys
 from pathlib import Path
 
-from command import QUICK_COMPILE, SECONDS, TOP
+import limits
+from command import QUICK_COMPILE, TOP
 
 
 def blocks(name: str, language: str) -> list[str]:
@@ -49,7 +50,7 @@ def run(folder: Path, commands: str, *, status: int = 0) -> subprocess.Completed
         env=environment,
         capture_output=True,
         text=True,
-        timeout=SECONDS,
+        timeout=limits.hang(),
         check=False,
     )
     assert done.returncode == status, f"{commands}\n{done.stdout}\n{done.stderr}"

@@ -40,7 +40,7 @@ def test_another_optimizer_a_profile_and_checkpoints_by_time(toy_trainer, tmp_pa
         finished = toy_trainer.run("--run-dir", run, "--evaluate", "--config", config, *source)
         loss = records[-1]["eval_loss"]
         assert f"weights of {run}, step {NUM_STEPS}\n" in finished.out
-        assert f"held-out loss {loss:.4f} nats, largest_error" in finished.out
+        assert f"held-out loss {loss:.4f}, largest_error" in finished.out
     assert {path: path.stat().st_mtime_ns for path in run.rglob("*")} == before
 
 

@@ -6,6 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import limits
 import pytest
 
 ROOT = Path(__file__).parents[2]
@@ -36,7 +37,7 @@ def test_the_training_step_of_the_readme_trains():
         cwd=ROOT,
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=limits.hang(),
         check=False,
     )
     assert done.returncode == 0, done.stderr

@@ -10,12 +10,12 @@ import signal
 import subprocess
 import time
 
+import limits
 import pytest
 import yaml
 from command import (
     CHECKPOINT_EVERY,
     NUM_STEPS,
-    SECONDS,
     assert_same_run,
     back_to,
     finish,
@@ -221,7 +221,7 @@ def test_a_run_folder_that_is_removed_ends_the_run_in_an_error(toy_trainer, tmp_
     run = tmp_path / "run"
     options = ("--config", toy_trainer.config, "--run-dir", run, "--train.steps", 2000)
     process = toy_trainer.start(*options)
-    until = time.monotonic() + SECONDS
+    until = time.monotonic() + limits.hang()
     while num_lines(run) < 4 and time.monotonic() < until:
         time.sleep(0.01)
     run.joinpath(what).rename(tmp_path / "aside")
@@ -379,7 +379,7 @@ def test_data_cut_short_during_a_run_keeps_its_checkpoint(trainer, tmp_path):
     run, data = tmp_path / "run", shutil.copytree(trainer.folder / "data", tmp_path / "data")
     options = ("--run-dir", run, "--data.path", data)
     process = trainer.start("--config", trainer.config, *options, "--train.steps", 2000)
-    until = time.monotonic() + SECONDS
+    until = time.monotonic() + limits.hang()
     while not (run.is_dir() and saved(run)) and time.monotonic() < until:
         time.sleep(0.01)
     os.truncate(data / "train.tokens", 30)

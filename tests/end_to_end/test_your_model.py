@@ -6,6 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import limits
 import pytest
 from command import QUICK_COMPILE
 
@@ -28,7 +29,7 @@ def test_a_section_runs(section):
         env=os.environ | variables,
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=limits.hang(),
         check=False,
     )
     assert done.returncode == 0, done.stderr

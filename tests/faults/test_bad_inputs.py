@@ -9,11 +9,11 @@ import pytest
 from train import checks, command_line, distributed, errors, ranges, tasks
 from train.config import Config
 
-SECONDS = 30
+CPU_SECONDS = 30
 VALUES = (
-    *(-1, 0, 1, 3, 10**9 + 7, 10**12, 2**63, -(2**70), True, False),
+    *(-1, 0, 1, 3, 10**9 + 7, 10**12, 2**63, -(2**70), 10**4000, True, False),
     *(-1.0, 0.5, 1e-300, 1e308, math.inf, -math.inf, math.nan),
-    *("", "x", "a" * 5000, "\ud800", "\0", "../..", "1,2,3", "none", "\n"),
+    *("", "x", "a" * 5000, "1 " * 5000, "\ud800", "\0", "../..", "1,2,3", "none", "\n"),
     *(None, [], [1], {}, {"a": 1}, {"a": {"b": [None]}}),
 )
 
@@ -48,7 +48,7 @@ def _messages(tmp_path, task, path, value):
 def _try(tmp_path, cases):
     slow, raised = [], []
     for task, path, value in cases:
-        began = time.monotonic()
+        began = time.process_time()
         try:
             messages = _messages(tmp_path, task, path, value)
         except errors.ConfigError:
@@ -56,9 +56,9 @@ def _try(tmp_path, cases):
         except Exception as error:
             raised.append((task, path, str(value)[:50], repr(error)[:300]))
             continue
-        if time.monotonic() - began > SECONDS:
+        if time.process_time() - began > CPU_SECONDS:
             slow.append((task, path, str(value)[:50]))
-        assert all(isinstance(message, str) and message for message in messages)
+        assert all(0 < len(message) < 1500 for message in messages), (task, path, messages)
     assert not raised, f"{len(raised)} tracebacks:\n" + "\n".join(map(str, raised[:20]))
     assert not slow
     assert not (tmp_path / "run").exists()

@@ -4,6 +4,8 @@ And the tokens with a meaning, which the library would otherwise make up.
 """
 
 import json
+import math
+import os
 import pathlib
 import struct
 
@@ -24,7 +26,8 @@ CONFIGS = {"gpt2": GPT2, "bert": BERT, "resnet": RESNET, **DECODERS}
 UNREAD = {"architectures", "dtype", "label2id", "rope_theta", "rope_local_base_freq"}
 UNREAD |= {"embd_pdrop", "attn_pdrop", "attention_probs_dropout_prob"}
 """Fields of ``config.json`` that nothing here reads, or that stand twice."""
-MAY_BE_ANYTHING = {"rope_parameters", "id2label", "bos_token_id", "eos_token_id", "pad_token_id"}
+IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
+MAY_BE_ANYTHING = {"rope_parameters", "id2label"}
 MAY_BE_NULL = {"n_inner", "num_key_value_heads", "head_dim", "rope_scaling", "layer_types"}
 MAY_BE_NULL |= {"attn_logit_softcapping", "final_logit_softcapping", "use_bidirectional_attention"}
 MAY_BE_NULL |= {"mlp_only_layers", "sliding_window"}
@@ -43,8 +46,10 @@ def test_every_field_of_a_config_is_checked(tmp_path, family):
     right = file.read_text()
     fields = json.loads(right)
     for name in fields.keys() - UNREAD - MAY_BE_ANYTHING:
-        for value in ("x", None, {"x": 1}, 10**30, -1):
+        for value in ("x", None, {"x": 1}, 10**30, -1, math.nan, math.inf, [1.5]):
+            # An id outside the vocabulary is none.
             is_allowed = value is None and name in MAY_BE_NULL
+            is_allowed |= name in IDS and (value is None or type(value) is int)
             if is_allowed or (isinstance(fields[name], float | None) and value == 10**30):
                 continue
             file.write_text(right)
@@ -87,6 +92,45 @@ def test_a_folder_in_the_place_of_a_file(tmp_path, name):
     (tmp_path / name).mkdir()
     with pytest.raises(ValueError, match=name):
         hugging_face.load(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["config.json", INDEX])
+def test_a_file_without_end_is_not_read(tmp_path, name):
+    hugging_face.save(tmp_path, LLAMA, drawn(LLAMA)[0])
+    shard(tmp_path)
+    os.truncate(tmp_path / name, 1 << 40)
+    with pytest.raises(ValueError, match=f"{name} cannot be read: it has more than 64 MiB"):
+        hugging_face.load(tmp_path)
+    (tmp_path / name).unlink()
+    (tmp_path / name).symlink_to("/dev/zero")
+    with pytest.raises(ValueError, match=f"{name} cannot be read: it is no regular file"):
+        hugging_face.load(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["x" * 5000, "é" * 200, "\ud800", "", 3, None])
+def test_an_index_names_what_can_be_a_file(tmp_path, name):
+    hugging_face.save(tmp_path, LLAMA, drawn(LLAMA)[0])
+    shard(tmp_path)
+    (tmp_path / INDEX).write_text(json.dumps({"weight_map": {"x": name}}))
+    with pytest.raises(ValueError, match="must have a weight_map from tensors to file names"):
+        hugging_face.load(tmp_path)
+
+
+def test_no_name_in_a_file_commands_the_terminal(tmp_path):
+    red = "\x1b[31mred\x07"
+    hugging_face.save(tmp_path, LLAMA, drawn(LLAMA)[0])
+    tensors = safetensors.numpy.load_file(tmp_path / WEIGHTS)
+    safetensors.numpy.save_file(tensors | {red: np.zeros(1, "f4")}, tmp_path / WEIGHTS)
+    with pytest.raises(ValueError, match="of no use") as of_tensor:
+        hugging_face.load(tmp_path)
+    shard(tmp_path)
+    files = json.loads((tmp_path / INDEX).read_text())["weight_map"]
+    edit(tmp_path / INDEX, weight_map=files | {"x" + red: next(iter(files.values()))})
+    with pytest.raises(ValueError, match="lacks x") as of_index:
+        hugging_face.load(tmp_path)
+    for error in of_tensor, of_index:
+        assert r"\x1b[31mred\x07" in str(error.value)
+        assert str(error.value).isprintable()
 
 
 def test_json_that_is_nested_too_deep(tmp_path):
@@ -156,8 +200,6 @@ def test_parameters_that_are_not_the_configs_are_not_written(tmp_path, family):
 
 
 # Tokens with a meaning.
-
-IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 
 @pytest.mark.parametrize("config", [GPT2, LLAMA, BERT])

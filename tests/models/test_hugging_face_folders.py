@@ -11,7 +11,7 @@ import jax
 import numpy as np
 import pytest
 import safetensors.numpy
-from hugging_face_help import BERT, GPT2, LLAMA, RESNET, drawn
+from hugging_face_help import BERT, DECODERS, GPT2, LLAMA, RESNET, drawn
 
 from models import hugging_face
 
@@ -342,3 +342,23 @@ def test_everything_that_is_wrong_is_said_at_once(tmp_path):
     text = "\n".join(failures(tmp_path))
     for part in ("lacks tensors: h.1.ln_2.bias", "of no use: h.1.ln_3.bias", "wpe.weight gives"):
         assert part in text
+
+
+def test_round_trips_of_gemmas_norm_scales_are_as_exact_as_note_028_says(tmp_path):
+    gemma = DECODERS["gemma2"]
+    hugging_face.save(tmp_path, gemma, drawn(gemma)[0])
+    name, width = "model.norm.weight", gemma.width
+    stored = np.random.default_rng(0).uniform(-0.5, 1, width).astype("f4")
+    stored[:4] = 2**-16 * 1.9921875, -(2**-16), 1e-9, 2**-20 * 1.4
+    rewrite(tmp_path, lambda tensors: tensors | {name: stored})
+    params = hugging_face.load(tmp_path).params
+    hugging_face.save(tmp_path, gemma, params)
+    again = safetensors.numpy.load_file(tmp_path / WEIGHTS)[name]
+    np.testing.assert_array_equal(again[:3], [*stored[:2], 0])
+    assert 0 < np.abs(again - stored).max() <= 2**-24
+    # From our scales and back, nothing is lost.
+    scales = np.random.default_rng(1).uniform(0.5, 100, width).astype("f4")
+    params["head"]["norm"]["scale"] = scales
+    hugging_face.save(tmp_path, gemma, params)
+    loaded = hugging_face.load(tmp_path).params["head"]["norm"]["scale"]
+    np.testing.assert_array_equal(loaded, scales)

@@ -6,12 +6,13 @@ import signal
 import socket
 import time
 
+import limits
 import pytest
 from command import finish, num_lines, saved, steps
 
 pytestmark = pytest.mark.end_to_end
 
-PATIENCE = 6
+PATIENCE = limits.scaled(6)
 RESTART = 75
 # Two processes hold the stages 0, 1 and 2, 3.
 _LAYOUT = ("--mesh.stage=4", "--mesh.data=1", "--train.checkpoint-every=1")
@@ -42,7 +43,7 @@ def _started(toy_trainer, count, *options):
 
 
 def _wait_for(run, step):
-    until = time.monotonic() + 200
+    until = time.monotonic() + limits.hang()
     while num_lines(run) < step:
         assert time.monotonic() < until
         time.sleep(0.02)
@@ -56,7 +57,7 @@ def _strike(toy_trainer, run, number, *, at, victim, count=2):
         processes[victim].send_signal(number)
         struck = time.monotonic()
         others = [finish(one) for n, one in enumerate(processes) if n != victim]
-    assert time.monotonic() - struck < PATIENCE + 15
+    assert time.monotonic() - struck < PATIENCE + limits.scaled(15)
     for other in others:
         assert other.status == RESTART, str(other)
         assert "Traceback" not in other.err

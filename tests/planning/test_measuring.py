@@ -141,7 +141,10 @@ def test_too_many_devices_are_not_simulated(trainers_reader, tmp_path, capsys):
     assert "--devices 64 is too many to simulate" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("text", ["no JSON", "[]", "{}", '{"device": {"name": "x"}}'])
+@pytest.mark.parametrize(
+    "text",
+    ["no JSON", "[]", "{}", '{"device": {"name": "x"}}', pytest.param("[" * 100_000, id="deep")],
+)
 def test_files_of_something_else_are_refused(text, tmp_path):
     path = tmp_path / "m.json"
     path.write_text(text)

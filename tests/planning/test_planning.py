@@ -14,9 +14,10 @@ from jaxpipe.errors import ArgumentError
 from jaxpipe.planning import devices, memory, sizes, step, traced, without_devices
 from jaxpipe.planning.plans import Placed, Plan
 from jaxpipe.planning.programs import grown
+from jaxpipe.runtime import tables
 from jaxpipe.runtime.measure.memory import tree_bytes
 from jaxpipe.runtime.measure.traced import buffers
-from jaxpipe.schedule import neighbor_clock
+from jaxpipe.schedule import device_clock
 from models import gpt
 
 SMALL = gpt.GPTConfig(
@@ -124,7 +125,10 @@ CASES = [
 
 
 @pytest.mark.parametrize(("schedule", "chunks", "weights", "slots", "zero", "remat"), CASES)
-def test_bytes_are_those_of_the_tick_loops_buffers(schedule, chunks, weights, slots, zero, remat):
+def test_bytes_are_those_of_the_tick_loops_buffers(
+    schedule, chunks, weights, slots, zero, remat, monkeypatch
+):
+    monkeypatch.setattr(tables, "transfers_overlap", lambda mesh: True)  # as on GPUs
     plan = dataclasses.replace(
         PLAN, schedule=schedule, chunks=chunks, weights=weights, weight_slots=slots, zero=zero,
         remat=remat,
@@ -156,9 +160,9 @@ def test_bytes_are_those_of_the_tick_loops_buffers(schedule, chunks, weights, sl
     bodies, _ = pipe.table.runs(gathers=zero == 3, reduces=True)
     at_once = last or any(body.gather and body.reduce for body in bodies)
     moving = gathered + sums - parts if at_once else max(gathered, sums)
-    arriving = sum(channel.late for channel in pipe.table.channels) * one.sizes.message.at(
-        plan.rows
-    )
+    arriving = sum(
+        bool(channel.late_edges) for channel in pipe.table.channels
+    ) * one.sizes.message.at(plan.rows)
     assert found["residuals"] == kept["until_b"] + kept["until_w"]
     assert found["crossing"] == kept["crossing"]
     assert found["inboxes"] == kept["x"] + kept["dy"] + kept.get("sent", 0) + arriving
@@ -181,7 +185,8 @@ def test_long_steps_lie_on_the_line_of_shorter_ones(schedule):
     assert len(program.shorter()) == 2
     layer = step.layer_costs(one)
     costs = dataclasses.replace(layer, **{n: 8 // 4 // chunks * getattr(layer, n) for n in "fbw"})
-    whole = neighbor_clock(program.table().schedule, costs).makespan
+    schedule = program.table().schedule
+    whole = device_clock(schedule, costs, together=program.together).makespan
     assert grown(program, lambda short: step.replayed(short, layer)) == pytest.approx(whole)
     slots = program.table().num_slots
     residuals = memory.device_bytes(one, program)["residuals"]
@@ -201,7 +206,7 @@ def test_layers_take_what_the_roofline_of_compiled_programs_says(remat, millisec
     assert 1e3 * (costs.f + costs.b + costs.w) == pytest.approx(milliseconds, rel=0.1)
 
 
-@pytest.mark.parametrize(("microbatches", "milliseconds"), [(8, 1467), (32, 5307)])
+@pytest.mark.parametrize(("microbatches", "milliseconds"), [(8, 1360), (32, 4869)])
 def test_a_large_model_takes_what_its_compiled_program_does(microbatches, milliseconds):
     """gpt-52b on 64 H100s in docs/benchmarks.md, shards within hosts, within 6%."""
     plan = Plan(
@@ -218,8 +223,9 @@ def test_sizes_survive_a_file():
     found = placed(SMALL, PLAN, counted(SMALL)).model
     read = sizes.ModelSizes.from_json(found.to_json(), source="sizes.json")
     assert dataclasses.asdict(read) == dataclasses.asdict(found)
-    with pytest.raises(ArgumentError, match="holds no sizes of a model"):
-        sizes.ModelSizes.from_json('{"name": 3}', source="sizes.json")
+    for text in ('{"name": 3}', "[" * 100_000):
+        with pytest.raises(ArgumentError, match="holds no sizes of a model"):
+            sizes.ModelSizes.from_json(text, source="sizes.json")
 
 
 def test_clusters_by_name():

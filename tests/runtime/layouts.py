@@ -6,6 +6,7 @@ import toy
 import uneven
 
 import jaxpipe
+from jaxpipe.runtime.tables import Tables
 
 LAYOUTS = ("stacked", "unrolled", "tuple")
 
@@ -23,3 +24,10 @@ def pipeline(schedule: str, layers: str, zero: int, **options) -> jaxpipe.Pipeli
     weights = "unrolled" if layers == "unrolled" else "stacked"
     given = {"schedule": schedule, "zero": zero, "weights": weights, "poison": True, **options}
     return jaxpipe.Pipeline(model, params(layers), **given)
+
+
+def compute_together(monkeypatch) -> None:
+    """Has all stages compute embedding and head together, as if stages split their parameters."""
+    of = Tables.of
+    together = {"together": True}
+    monkeypatch.setattr(Tables, "of", lambda *args, **given: of(*args, **(given | together)))

@@ -22,9 +22,10 @@ LAYERS = {
 }
 
 
-def model(*, split: bool, differ: int = 0) -> jaxpipe.Model:
-    """The toy on its mesh, or whole on one device; ``differ`` layers of their own, if any."""
-    over = {"axis": "stage", "sequence_axis": "tensor"} if split else {}
+def model(*, split: bool, differ: int = 0, ends: bool = False) -> jaxpipe.Model:
+    """The toy on its mesh, or whole on one device; ``differ`` layers of their own, if any; tables
+    at the ends of the pipeline, or split over stages, too."""
+    over = {"axis": None if ends else "stage", "sequence_axis": "tensor"} if split else {}
 
     def part(x, dim):
         """This device's part of what every device along the axis has whole."""
@@ -61,7 +62,7 @@ def model(*, split: bool, differ: int = 0) -> jaxpipe.Model:
         (layer,) * differ if differ else layer,
         head_loss,
         stage_split={"embed": {"positions": None, "table": 0}, "head": {"table": 0}}
-        if split
+        if split and not ends
         else None,
         axes=("tensor",) if split else (),
         axis_split={

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -13,8 +14,11 @@ from compilations import AS_USED
 
 import jaxpipe
 from benchmarks.hlo import HloProgram, Instruction, pass_of
+from benchmarks.roofline import device_groups
+from jaxpipe.runtime import tables
 from jaxpipe.runtime.measure import memory
 from jaxpipe.runtime.measure.traced import buffers
+from jaxpipe.schedule.lowering.table import Edges
 from models import gpt
 
 pytestmark = pytest.mark.pipeline
@@ -112,16 +116,41 @@ def test_idle_ticks_run_no_matmul_and_no_collective_but_the_messages(case, confi
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_messages_leave_when_all_layers_of_the_tick_have_run(case):
-    """Sent before W, a message would make a stage that only runs W wait for the others' B."""
-    compiled, messages = program(*case, UNEVEN), 0
-    for body in compiled.tick_bodies().values():
+def test_messages_connect_the_pairs_of_the_table_when_all_layers_of_the_tick_have_run(case):
+    """Sent before W, a message would make a stage that only runs W wait for the others' B. Messages
+    alone pass through a choice of pairs: XLA copies whatever does."""
+    compiled, table = program(*case, UNEVEN), make_pipeline(*case, config=UNEVEN).table
+    of_ticks = {parts.name: parts for parts in table.parts(gathers=case[2] == 3, reduces=True)}
+    in_choices = 0
+    for name, body in compiled.tick_bodies().items():
         passes = sum(pass_of(loop) is not None for loop in compiled.loops(body))
-        sent = [i for i in compiled.computations[body] if i.opcode == "collective-permute"]
-        assert [layer_loops(compiled, body, message) for message in sent] == [passes] * len(sent)
-        messages += len(sent)
-    assert messages == 2
+        (choice,) = (i for i in compiled.computations[body] if i.opcode == "conditional")
+        assert layer_loops(compiled, body, choice) == passes
+        (_, *given) = compiled.operands(body, choice)
+        size = ROWS * CONFIG.sequence_length * CONFIG.width
+        assert {shape for one in given for shape in one.shapes} == {(size,)}
+        assert set(choice.shapes) == {(size,), (1,)}  # and the zero that is computed beside them
+        found = [permutes(compiled, branch) for branch in choice.calls.values()]
+        in_choices += sum(map(len, found))
+        kinds = [of_ticks[name].has(channel.kind) for channel in table.channels]
+        distinct = {tuple(itertools.compress(pairs, kinds)) for pairs in table.exchanges}
+        expected = [sorted(map(over_data, filter(None, pairs))) for pairs in distinct]
+        assert sorted(found) == sorted(expected)
+    assert in_choices == sum(len(permutes(compiled, name)) for name in compiled.computations)
     assert len(compiled.layer_loops()) == (2 if "fused" in case[0] else 3)
+
+
+def permutes(compiled: HloProgram, computation: str) -> list[list[list[int]]]:
+    """The pairs of devices that each message of a computation connects."""
+    rows = compiled.computations[computation]
+    sent = [row for row in rows if row.opcode.startswith("collective-permute")]
+    return sorted(sorted(device_groups(row.text)) for row in sent)
+
+
+def over_data(edges: Edges) -> list[list[int]]:
+    """Pairs of devices, from pairs of stages."""
+    pairs = ([STAGES * shard + end for end in edge] for edge in edges for shard in range(DATA))
+    return sorted(pairs)
 
 
 def layer_loops(compiled: HloProgram, body: str, last: Instruction) -> int:
@@ -133,24 +162,17 @@ def layer_loops(compiled: HloProgram, body: str, last: Instruction) -> int:
     )
 
 
-def test_late_messages_travel_while_the_layers_run_and_the_others_leave_after():
+def test_late_messages_travel_while_the_layers_run_and_the_others_leave_after(monkeypatch):
+    monkeypatch.setattr(tables, "transfers_overlap", lambda mesh: True)
     pipe = make_pipeline("zb-v", "full", 0, microbatches=16)
     compiled = HloProgram(memory.compiled(pipe, batch(16), options=AS_USED).as_text())
     body = compiled.tick_loop()
     rows = compiled.computations[body]
     late = [i for i in rows if i.opcode == "collective-permute"]
-    assert len(late) == sum(channel.late for channel in pipe.table.channels) > 0
+    assert len(late) == sum(bool(channel.late_edges) for channel in pipe.table.channels) > 0
     assert all(layer_loops(compiled, body, message) == 0 for message in late)
-    (meeting,) = [
-        loop
-        for loop in rows
-        if loop.opcode == "while"
-        and any(
-            i.opcode == "collective-permute"
-            for i in compiled.reached(loop.calls["body"], into_loops=True)
-        )
-    ]
-    assert layer_loops(compiled, body, meeting) == 3
+    (choice,) = (i for i in rows if i.opcode == "conditional")
+    assert layer_loops(compiled, body, choice) == 3
 
 
 @pytest.fixture

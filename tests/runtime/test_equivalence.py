@@ -31,11 +31,22 @@ def reference(tied):
 
 
 def check(
-    schedule, stages, data, zero, remat, tied, microbatches, *, num_layers=6, rng=None, **options
+    schedule,
+    stages,
+    data,
+    zero,
+    remat,
+    tied,
+    microbatches,
+    *,
+    num_layers=6,
+    rng=None,
+    axis="stage",
+    **options,
 ):
     """Compares losses and gradients; returns the pipeline."""
     (pipe,) = assert_matches_unpipelined(
-        toy.model(tied=tied, axis="stage"),
+        toy.model(tied=tied, axis=axis),
         toy.params(tied=tied, num_layers=num_layers),
         toy.batch(2 * data * microbatches),
         schedules=[schedule],
@@ -60,6 +71,24 @@ def test_gradients_equal_the_unpipelined_model(case):
 @pytest.mark.parametrize("case", FULL, ids=lambda case: "-".join(map(str, case)))
 def test_gradients_equal_the_unpipelined_model_everywhere(case):
     check(*case)
+
+
+@pytest.mark.pipeline
+@pytest.mark.parametrize(
+    "case",
+    [
+        *(("1f1b", 4, 2, 3, "none", True, 3), ("1f1b-fused", 1, 2, 2, "full", True, 3)),
+        *(("zb-v", 4, 1, 0, "full", False, 8), ("interleaved", 2, 2, 1, "dots", True, 4)),
+        *(
+            ("breadth-first", 4, 2, 3, "none", False, 3),
+            ("breadth-first", 2, 1, 0, "full", True, 8),
+        ),
+    ],
+    ids=lambda case: "-".join(map(str, case)),
+)
+def test_gradients_of_tables_at_the_ends_equal_the_unpipelined_model(case):
+    pipe = check(*case, num_layers=9, rng=jax.random.key(7), axis=None)
+    assert not pipe.table.together
 
 
 @pytest.mark.pipeline

@@ -73,7 +73,7 @@ def test_a_transfer_is_hidden_by_the_layer_loops_before_its_end(sync, hidden_by)
     program = HloProgram(PROGRAM.replace("CONFIG", f'backend_config={{"is_sync":{sync}}}'))
     (found,) = gpu_compile.collectives(program)
     assert found == gpu_compile.Collective(
-        "collective-permute", bytes=256, in_loop=False, hidden_by=hidden_by
+        "collective-permute", bytes=256, place="tick", hidden_by=hidden_by, tick="tick_forward"
     )
 
 
@@ -102,5 +102,7 @@ def test_what_a_layer_writes_of_its_weights(scope, passes):
     assert found == [gpu_compile.WeightTraffic(copied=0, cast=128)] * passes
 
 
-def test_only_loops_outside_cuda_graphs_wait_for_the_host():
-    assert gpu_compile.host_loops(THUNKS) == 1
+def test_only_what_is_outside_cuda_graphs_waits_for_the_host():
+    assert gpu_compile.host_waits(THUNKS) == (1, 0)
+    choice = "    062: kConditional [source | sink]\n      branch_0:\n        063: kWhile [sink]\n"
+    assert gpu_compile.host_waits(THUNKS + choice) == (1, 1)

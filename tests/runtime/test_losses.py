@@ -14,14 +14,13 @@ import numpy as np
 import optax
 import pytest
 import uneven
+from layouts import compute_together
 
 import jaxpipe
 from jaxpipe import Sum, Weighted, WithLoss, testing
 from jaxpipe.runtime.layers import losses
 from jaxpipe.runtime.layers.remat import REMAT_POLICIES
 from jaxpipe.runtime.layers.split import split_layer
-from jaxpipe.schedule.search.slices import slice_ticks
-from jaxpipe.schedule.simulate import Costs
 
 pytestmark = pytest.mark.pipeline
 
@@ -40,23 +39,13 @@ def unpipelined(head, microbatches: int, data: int):
     return batch, *step(mixture.params(), batch)
 
 
-def build(name, stages, microbatches, sliced=False):
-    schedule = jaxpipe.schedules.build(name, stages=stages, microbatches=microbatches)
-    if not sliced:
-        return schedule
-    counts = [len(mixture.DIFFERENT) // stages] * stages
-    schedule = slice_ticks(schedule, Costs(1, 1.2, 0.8), counts)
-    assert schedule.slices is not None
-    return schedule
-
-
 def pipeline(
     schedule, stages, data, zero, *, head=mixture.head_loss, microbatches=3
 ) -> jaxpipe.Pipeline:
     return jaxpipe.Pipeline(
         mixture.model(head),
         mixture.params(),
-        schedule=build(schedule, stages, microbatches),
+        schedule=jaxpipe.schedules.build(schedule, stages=stages, microbatches=microbatches),
         mesh=jaxpipe.make_mesh(stage=stages, data=data),
         zero=zero,
         poison=True,
@@ -80,27 +69,28 @@ def assert_close(got, expected):
     ("schedule", "stages", "data", "zero", "remat", "options"),
     [
         ("1f1b", 2, 2, 0, "none", {}),
-        ("1f1b-fused", 3, 2, 2, "full", {"keyed": True}),
+        ("1f1b-fused", 3, 2, 2, "full", {"keyed": True, "together": True}),
         ("gpipe", 4, 2, 3, "dots", {"weights": "unrolled"}),
         ("zb-v", 2, 2, 1, "full", {"differ": True}),
-        ("breadth-first", 2, 1, 0, "none", {"differ": True, "stateful": True}),
-        ("1f1b", 2, 2, 3, "dots", {"differ": True, "stateful": True, "sliced": True}),
+        ("breadth-first", 2, 1, 0, "none", {"differ": True, "stateful": True, "together": True}),
+        ("1f1b", 2, 2, 3, "dots", {"differ": True, "stateful": True}),
         ("1f1b", 1, 2, 2, "none", {"head": mixture.mean_loss}),
         ("1f1b", 2, 1, 0, "full", {"head": mixture.mean_loss, "keyed": True}),
     ],
 )
 def test_losses_metrics_and_gradients_are_those_of_the_unpipelined_model(
-    schedule, stages, data, zero, remat, options
+    schedule, stages, data, zero, remat, options, monkeypatch
 ):
     options = dict(options)
-    keyed, sliced, differ, stateful = (
-        options.pop(name, False) for name in ("keyed", "sliced", "differ", "stateful")
-    )
+    if options.pop("together", False):
+        compute_together(monkeypatch)
+    keyed, differ, stateful = (options.pop(name, False) for name in ("keyed", "differ", "stateful"))
     testing.assert_matches_unpipelined(
         mixture.model(options.pop("head", mixture.head_loss), differ=differ, stateful=stateful),
         mixture.params(differ=differ),
         mixture.batch(2 * 3 * data),
-        schedules=[build(schedule, stages, 3, sliced)],
+        schedules=[schedule],
+        microbatches=3,
         meshes=[jaxpipe.make_mesh(stage=stages, data=data)],
         rng=jax.random.key(5) if keyed else None,
         states=mixture.states() if stateful else None,
@@ -187,7 +177,10 @@ def test_calls_outside_jit_compile_their_program_once():
     assert_close(pipe.unplace(grads), gradients)
 
 
-def test_jax_grad_by_what_the_embedding_and_the_head_read_of_the_batch():
+@pytest.mark.parametrize("together", [False, True])
+def test_jax_grad_by_what_the_embedding_and_the_head_read_of_the_batch(together, monkeypatch):
+    if together:
+        compute_together(monkeypatch)
     pipe = uneven_pipeline()
     start, batch = uneven.params(), uneven.batch(12)
     read = {name: batch[name] for name in ("x", "y")}

@@ -92,9 +92,39 @@ def drops(w, x, batch, rng):
 class Linen(linen.Module):
     """A module of the older interface."""
 
+    operation: type | None = None
+
     @linen.compact
     def __call__(self, x):
-        return linen.Dense(4)(x)
+        return linen.Dense(4, dot_general_cls=self.operation)(x)
+
+
+FLOAT8 = Linen(linen.Fp8DirectDotGeneralOp)
+LINEN = jax.eval_shape(lambda: FLOAT8.init(jax.random.key(0), jnp.ones((2, 4))))
+SCALES = LINEN["_overwrite_with_gradient"]
+
+
+ON_ONE = jax.device_put(jax.tree.map(lambda w: np.ones(w.shape, w.dtype), BATCH), jax.devices()[0])
+
+
+class Tensor:
+    """As of PyTorch: with a shape and a dtype, which JAX does not know."""
+
+    shape, dtype = (8, 3), "torch.float32"
+
+    def __dlpack__(self):
+        raise AssertionError
+
+
+def float8_module():
+    module = nnx.bridge.ToNNX(FLOAT8, rngs=nnx.Rngs(0))
+    return nnx.bridge.lazy_init(module, jnp.ones((2, 4)))
+
+
+def nnx_model(layers, **options):
+    """A model of these layers, with a loss of nothing but their output."""
+    functions = {"embed": lambda module, batch: batch["x"], "loss": mean}
+    return jaxpipe.nnx.model({}, layers=layers, **functions, **options)
 
 
 KEY = jax.eval_shape(lambda: jax.random.key(0))
@@ -199,6 +229,29 @@ MISTAKES = {
             "close over constants",
         ],
     ),
+    "scales that flax overwrites with their gradients": (
+        lambda: build(params=PARAMS | {"head": LINEN}),
+        [
+            "params['head']['_overwrite_with_gradient']['Dense_0']['Fp8DirectDotGeneralOp_0']"
+            "['input_amax_history'] is overwritten with its gradient by flax, and a pipeline sums "
+            "gradients over microbatches and data shards (6 such arrays).",
+            "a parameter that `trainable` leaves out",
+        ],
+    ),
+    "such scales by another name": (
+        lambda: build(params=PARAMS | {"head": SCALES}),
+        ["params['head']['Dense_0']['Fp8DirectDotGeneralOp_0']['input_amax_history'] is overwr"],
+    ),
+    "such scales as states": (
+        lambda: jaxpipe.Pipeline(
+            MODEL, PARAMS, schedule="1f1b", mesh=jaxpipe.make_mesh(stage=2), states=[SCALES] * 4
+        ),
+        ["states[0]['Dense_0']['Fp8DirectDotGeneralOp_0']['input_amax_history'] is overwritten"],
+    ),
+    "such scales in a module": (
+        lambda: nnx_model([nnx.eval_shape(float8_module)]),
+        ["layers[0].Dense_0.Fp8DirectDotGeneralOp_0.input_scale is overwritten with its gradient"],
+    ),
     "a missing and an extra part": (
         lambda: build(params={"embed": {}, "layers": PARAMS["layers"], "norm": PARAMS["head"]}),
         [
@@ -230,7 +283,44 @@ MISTAKES = {
         lambda: place(jax.eval_shape(optax.adam(0.1).init, PARAMS)),
         ["params['head'] is missing", "placed by `pipe.optimizer_placing(optimizer).place`."],
     ),
+    "layers' parameters that stages split": (
+        lambda: build(stage_split={"embed": {"kernel": "a"}, "shared": {"w": 0}}),
+        [
+            "Model.stage_split['embed']['kernel'] is 'a', and params['embed']['kernel'] is float32",
+            "Model.stage_split['shared']['w'] is 0, and splits no array of params['embed'] or",
+        ],
+    ),
+    # Optimizers.
+    "a line search": (
+        lambda: jax.eval_shape(
+            lambda w: build().update(
+                optax.lbfgs(), w, build().optimizer_placing(optax.lbfgs()).placed, w
+            ),
+            build().placed_params,
+        ),
+        ["This optimizer needs further arguments: ", "a line search, as of optax.lbfgs"],
+    ),
+    "a function as an argument of an optimizer": (
+        lambda: build().update(optax.sgd(0.1), None, None, build().placed_params, value_fn=mean),
+        ["extra['value_fn'] is a function, not an array."],
+    ),
     # Batches.
+    "a tensor of another library": (
+        lambda: build().value_and_grad(build().placed_params, BATCH | {"x": Tensor()}),
+        ["batch['x'] is a Tensor, not an array of JAX or NumPy: convert it with `numpy.asarray`"],
+    ),
+    "a batch on one device": (
+        lambda: build().value_and_grad(build().placed_params, ON_ONE),
+        ["batch['x'] has been put on the devices [0]", "`jax.device_put(batch, pipe.batch_shar"],
+    ),
+    "such a batch for a training step": (
+        lambda: build().train_step(optax.sgd(0.1))(build().placed_params, (), ON_ONE),
+        ["batch['y'] has been put on the devices [0]"],
+    ),
+    "a tensor for a training step": (
+        lambda: build().train_step(optax.sgd(0.1))(build().placed_params, (), {"x": Tensor()}),
+        ["batch['x'] is a Tensor, not an array of JAX or NumPy"],
+    ),
     "a scalar in the batch": (
         lambda: step(batch=BATCH | {"temperature": 2.0}),
         ["batch['temperature'] is float32[]; expected an array whose first dimension is rows."],
@@ -307,6 +397,19 @@ def test_a_mistake_is_refused_with_its_remedy(mistake):
         assert text in found
 
 
+@pytest.mark.parametrize(
+    ("call", "found"),
+    [
+        (lambda: jaxpipe.make_mesh(stages=2), "make_mesh has no stages. It takes by name: stage,"),
+        (lambda: jaxpipe.make_mesh(2), "make_mesh has no 2. It takes by name"),
+        (lambda: jaxpipe.make_mesh(data=2), "make_mesh needs the number of stages. It takes"),
+    ],
+)
+def test_a_mesh_says_which_axes_it_has(call, found):
+    with pytest.raises(TypeError, match=found):
+        call()
+
+
 def values(tree):
     """Arrays for the shapes of a tree."""
     keys = iter(jax.random.split(jax.random.key(0), len(jax.tree.leaves(tree))))
@@ -319,6 +422,13 @@ def gradients(params, model=MODEL, **options):
     )
     loss, grads = jax.jit(pipe.value_and_grad)(pipe.place(params), values(BATCH))
     return pipe, loss, pipe.unplace(grads)
+
+
+def test_forward_mode_is_refused():
+    pipe, batch = build(), values(BATCH)
+    placed = pipe.place(values(PARAMS))
+    with pytest.raises(ValueError, match=r"differentiated in forward mode, as by jax\.jvp"):
+        jax.jvp(lambda w: pipe.loss(w, batch), (placed,), (placed,))
 
 
 def test_layers_in_a_list_are_those_in_a_tuple():

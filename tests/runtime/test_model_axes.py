@@ -74,6 +74,26 @@ def test_gradients_equal_the_unpipelined_model(case):
     )
 
 
+@pytest.mark.pipeline
+@pytest.mark.parametrize(("schedule", "data", "zero"), [("zb-v", 2, 3), ("1f1b-fused", 1, 0)])
+def test_gradients_of_tables_at_the_ends_equal_the_unpipelined_model(schedule, data, zero):
+    params = split_toy.params(4)
+    for part in (params["embed"], params["head"]):
+        part["table"] = jnp.pad(part["table"], ((0, 1), (0, 0)))  # an odd number does not divide
+    (pipe,) = assert_matches_unpipelined(
+        split_toy.model(split=True, ends=True),
+        params,
+        split_toy.batch(8),
+        schedules=[schedule],
+        meshes=[jaxpipe.make_mesh(stage=2, data=data, tensor=2)],
+        microbatches=4,
+        rng=jax.random.key(3),
+        reference=reference(0),
+        zero=zero,
+    )
+    assert not pipe.table.together
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("case", EVERY, ids=lambda case: "-".join(map(str, case)))
 def test_gradients_equal_the_unpipelined_model_everywhere(case):
@@ -97,6 +117,75 @@ def test_optimizers_see_whole_parameters(layout, zero, update):
             _, placed, state = step(placed, state, split_toy.batch(8))
         found.append((pipe.unplace(placed), pipe.optimizer_placing(optimizer).unplace(state)))
     chex.assert_trees_all_close(*found, rtol=2e-5, atol=1e-6)
+
+
+def ring(x, axis="tensor"):
+    return jax.lax.ppermute(x, axis, [(0, 1), (1, 0)])
+
+
+@jax.custom_vjp
+def ring_backwards(x):
+    return x
+
+
+ring_backwards.defvjp(lambda x: (x, None), lambda _, dx: (ring(dx),))
+
+
+def nested(x):
+    def either(x, _):
+        return jax.lax.cond(x.sum() > 0, ring, jnp.negative, x), None
+
+    return jax.jit(lambda x: jax.lax.scan(either, x, length=2)[0])(x)
+
+
+def traced(**changes):
+    """Traces a step of the model with other functions."""
+    model, params, _ = options("stacked")
+    pipe = jaxpipe.Pipeline(
+        dataclasses.replace(model, **changes),
+        params,
+        schedule="1f1b",
+        mesh=jaxpipe.make_mesh(stage=2, tensor=2),
+    )
+    return jax.eval_shape(pipe.value_and_grad, pipe.placed_params, split_toy.batch(8))
+
+
+@pytest.mark.parametrize(
+    ("function", "message"),
+    [
+        (lambda x: jax.lax.psum(x, "stage"), r"Layer 0 calls psum along 'stage' \(.*\)\."),
+        (lambda x: jax.lax.pmean(x, ("stage", "tensor")), "psum along 'stage', 'tensor'"),
+        (ring, r"ppermute along 'tensor' \(.*test_model_axes\.py:\d+.*\(ring\)\)"),
+        (ring_backwards, "ppermute along 'tensor'"),
+        (nested, r"ppermute along 'tensor' \(.*, within <lambda> / scan / cond\)"),
+        (jax.checkpoint(lambda x: ring(x, "data")), "ppermute along 'data'"),
+    ],
+)
+def test_layers_may_not_wait_for_other_stages(function, message):
+    with pytest.raises(ValueError, match=message):
+        traced(layer=lambda w, x, batch, rng: x + function(x))
+
+
+def test_embedding_and_head_may_where_all_stages_compute_them():
+    model, *_ = options("stacked")
+    traced(
+        embed=lambda *args: ring(ring(model.embed(*args)), "stage"),
+        head_loss=lambda outer, x, *args: model.head_loss(outer, ring(ring(x), "stage"), *args),
+    )
+
+
+def test_embedding_and_head_may_not_at_the_ends():
+    whole, at_ends = split_toy.model(split=False), {"embed": None, "layers": split_toy.LAYERS}
+    alone = {"stage_split": None, "axis_split": at_ends | {"head": None}, "embed": whole.embed}
+    for changes, message in (
+        ({"embed": options("stacked")[0].embed}, r"Model\.embed calls psum along 'stage' \("),
+        (
+            {"head_loss": lambda outer, x, *_: ring(x).mean()},
+            r"Model\.head_loss calls ppermute along 'tensor' .* if `Model.stage_split` is given",
+        ),
+    ):
+        with pytest.raises(ValueError, match=message):
+            traced(**(alone | changes))
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -266,9 +355,9 @@ def refused(mesh=None, **changes):
 
 
 def test_what_does_not_fit_is_refused():
-    with pytest.raises(
-        ValueError, match=r"data=2 x stage=2 x tensor=4 needs 16 devices, but there"
-    ):
+    needs = r"data=2 x stage=2 x tensor=4 needs 16 devices, but there"
+    remedy = r"simulate them: jaxpipe.testing.simulate_devices\(16\)"
+    with pytest.raises(ValueError, match=f"{needs}.*{remedy}"):
         jaxpipe.make_mesh(stage=2, data=2, tensor=4)
     mesh = jaxpipe.make_mesh(stage=2, tensor=3)
     text = refused(mesh)

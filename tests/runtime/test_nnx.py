@@ -51,6 +51,23 @@ class Net(nnx.Module):
         return self.table.attend(self.norm(x))
 
 
+def test_layers_that_differ_in_an_attribute_alone_say_so(caplog):
+    layers = [Block(rngs=nnx.Rngs(n)) for n in range(2)]
+    for n, layer in enumerate(layers):
+        layer.up.layer_idx = n
+    functions = {"embed": lambda net, batch: batch["x"], "loss": lambda net, x, batch: x.mean()}
+    converted = jaxpipe.nnx.model({}, layers=layers, **functions)
+    assert isinstance(converted.params["layers"], tuple)
+    assert "differ in up.layer_idx, so that" in caplog.text
+    assert "`layer.up.layer_idx = None`" in caplog.text
+    caplog.clear()
+    for layer in layers:
+        layer.up.layer_idx = None
+    converted = jaxpipe.nnx.model({}, layers=layers, **functions)
+    assert isinstance(converted.params["layers"], dict)
+    assert not caplog.text
+
+
 def embed(net, batch):
     return net.dropout(net.scales * net.table(batch["tokens"])) + net.shift
 

@@ -20,12 +20,14 @@ pytestmark = pytest.mark.pipeline
 
 
 def logits(outer, x, batch, rng, *, axis=None):
-    """Logits of every token, gathered where the table is split; and which rows they are of."""
+    """Logits of every token, gathered where the table is split; and which rows they are of, also as
+    booleans."""
     del rng
     z = (x * outer["head"]["scale"]) @ outer["head"]["table"].T
     if axis is not None:
         z = lax.all_gather(z, axis, axis=-1, tiled=True)
-    return {"logits": z[..., : toy.VOCAB], "first": batch["tokens"][:, 0]}
+    first = batch["tokens"][:, 0]
+    return {"logits": z[..., : toy.VOCAB], "first": first, "even": first % 2 == 0}
 
 
 def model(axis):
@@ -65,6 +67,7 @@ def test_outputs_are_those_of_the_unpipelined_model_row_by_row(schedule, stages,
     placed = pipe.place(toy.params(tied=False, num_layers=5))
     got = jax.jit(pipe.outputs)(placed, batch, jax.random.key(3))
     np.testing.assert_array_equal(got["first"], batch["tokens"][:, 0])
+    chex.assert_trees_all_equal_dtypes(got, expected)
     chex.assert_trees_all_close(got, expected, rtol=1e-5, atol=1e-5)
     for leaf in jax.tree.leaves(got):
         assert leaf.sharding.is_equivalent_to(pipe.batch_sharding, leaf.ndim)

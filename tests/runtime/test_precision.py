@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 
 import chex
@@ -9,6 +10,7 @@ import compilations
 import jax
 import jax.numpy as jnp
 import layouts
+import numpy as np
 import optax
 import pytest
 import toy
@@ -103,6 +105,93 @@ def test_weights_are_gathered_in_the_dtype_that_layers_compute_in(compute_dtype)
     wide = 2 * toy.WIDTH
     found = re.findall(rf"all_gather.*-> tensor<(?:\d+x)*(?:{wide}x)+(?:\d+x)*(\w+)>", step)
     assert set(found) == {"f32" if compute_dtype is None else "bf16"}
+
+
+SMALL = 2.0**-9
+SUMMANDS = np.asarray([1, SMALL, SMALL / 2, SMALL / 2, 0, SMALL, SMALL / 2, SMALL / 2])
+"""Gradients of eight microbatches, or of two data shards' four, that bfloat16 sums to 1."""
+TOTAL = 1 + 2.0**-7
+
+
+def summing(layers: str) -> tuple[jaxpipe.Model, dict]:
+    """A model whose parameters all have these gradients, what is shared once for each layer."""
+
+    def layer(w, x, batch, rng):
+        own, shared = w
+        return x + (own + shared) * batch
+
+    def head_loss(outer, x, batch, rng):
+        return len(SUMMANDS) * (x + outer["head"] * batch).sum(dtype=jnp.float32)
+
+    of_layers = jnp.zeros((4, 2), jnp.bfloat16)
+    differ = layers == "tuple"
+    model = jaxpipe.Model(
+        lambda outer, batch, rng: outer["embed"] * batch,
+        (layer,) * 4 if differ else layer,
+        head_loss,
+    )
+    outer = dict.fromkeys(("embed", "head", "shared"), of_layers[0])
+    return model, outer | {"layers": tuple(of_layers) if differ else of_layers}
+
+
+def summed(params: dict) -> dict:
+    """What one step of SGD, at a rate of 1, makes of the parameters."""
+    exact = jax.tree.map(lambda w: jnp.full_like(w, -TOTAL), params)
+    return exact | ({"shared": 4 * exact["shared"]} if "shared" in params else {})
+
+
+@pytest.mark.parametrize(
+    ("layers", "zero", "update"),
+    [
+        *(("stacked", 0, "step"), ("unrolled", 1, "step"), ("tuple", 2, "step")),
+        *(("stacked", 3, "step"), ("stacked", 3, "chunk"), ("tuple", 0, "chunk")),
+    ],
+)
+def test_gradients_of_narrow_parameters_are_summed_in_float32(layers, zero, update):
+    model, params = summing(layers)
+    data, batch = 2 if zero else 1, jnp.asarray(SUMMANDS[:, None], jnp.bfloat16)
+    pipe = jaxpipe.Pipeline(
+        model,
+        params,
+        schedule="1f1b",
+        mesh=jaxpipe.make_mesh(stage=2, data=data),
+        microbatches=len(SUMMANDS) // data,
+        zero=zero,
+        weights="unrolled" if layers == "unrolled" else "stacked",
+    )
+    optimizer, placed = optax.sgd(1.0), pipe.place(params)
+    step = pipe.train_step(optimizer, update=update)
+    _, new, _ = step(placed, pipe.init(optimizer, placed), batch)
+    chex.assert_trees_all_equal(pipe.unplace(new), summed(params))
+    sums = jax.tree.leaves(buffers(pipe, batch)["gradients"])
+    assert {str(leaf.dtype) for leaf in sums} == {"float32"}  # as memory is predicted
+    _, gradients = jaxpipe.unpipelined.value_and_grad(
+        model, params, batch, num_microbatches=len(SUMMANDS) // data, data_shards=data
+    )
+    chex.assert_trees_all_equal(jax.tree.map(jnp.negative, gradients), summed(params))
+
+
+@pytest.mark.parametrize("zero", [0, 2])
+def test_asynchronous_sums_are_float32(zero):
+    model, params = summing("stacked")
+    del params["shared"]
+    model = dataclasses.replace(model, layer=lambda w, x, batch, rng: x + w * batch)
+    data, batch = 2 if zero else 1, jnp.asarray(SUMMANDS[:, None], jnp.bfloat16)
+    pipe = jaxpipe.Pipeline(
+        model,
+        params,
+        schedule="1f1b",
+        mesh=jaxpipe.make_mesh(stage=2, data=data),
+        microbatches=len(SUMMANDS) // data,
+        zero=zero,
+    )
+    training = jaxpipe.AsyncPipeline(pipe, optax.sgd(1.0), method="pipedream")
+    placed = pipe.place(params)
+    state = training.init(placed, training.optimizer.init(placed), batch)
+    state, _ = jax.jit(training.step)(state, batch)
+    state, _ = jax.jit(training.drain)(state)
+    new, _ = training.finish(state)
+    chex.assert_trees_all_equal(pipe.unplace(new), summed(params))
 
 
 @pytest.mark.parametrize(

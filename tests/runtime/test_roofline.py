@@ -12,8 +12,6 @@ from benchmarks.roofline import LAUNCH, PEAKS, WAIT, Roofline, device_groups
 from jaxpipe.planning.without_devices import attention_of_gpus
 from jaxpipe.schedule import catalog
 from jaxpipe.schedule.lowering.lower import lower
-from jaxpipe.schedule.search.slices import slice_ticks
-from jaxpipe.schedule.simulate import Costs
 from models import gpt
 
 WEIGHTS = {(64, 256)}
@@ -55,6 +53,10 @@ PROGRAM = f"""HloModule step, is_scheduled=true
   ROOT %out = (bf16[32,64], bf16[64,256]) tuple(%a, %w)
 }}
 
+%nothing (p: bf16[8192]) -> bf16[8192] {{
+  ROOT %p = bf16[8192]{{0}} parameter(0)
+}}
+
 %meeting (p: bf16[8192]) -> bf16[8192] {{
   %p = bf16[8192]{{0}} parameter(0)
   ROOT %got = bf16[8192]{{0}} collective-permute(%p), source_target_pairs={{{{0,1}},{{1,2}}}}
@@ -77,7 +79,7 @@ ENTRY %main (a: bf16[32,64], w: bf16[64,256], stack: f32[4,64,256]) -> f32[] {{
   %gradient = f32[64,256]{{1,0}} custom-call(%a)
   %summed = f32[64,256]{{1,0}} fusion(%gradient, %gradient), kind=kLoop, calls=%sum
   %message = bf16[8192]{{0}} bitcast(%product)
-  %met = bf16[8192]{{0}} while(%message), body=%meeting, {SCOPE % "meet"}
+  %met = bf16[8192]{{0}} while(%message), body=%meeting, {SCOPE % "leave"}
   ROOT %loss = f32[] constant(0)
 }}
 """
@@ -186,6 +188,17 @@ def test_the_host_waits_for_loops_that_communicate():
     assert once[Use.TRANSFERS] - without == pytest.approx(message)
 
 
+def test_of_messages_that_the_table_chooses_from_the_longest_counts():
+    loop = next(line for line in PROGRAM.splitlines() if "%met =" in line)
+    choice = "conditional(%at, %message, %message), branch_computations={%nothing, %meeting}"
+    program = HloProgram(PROGRAM.replace(loop.split("} ")[1], choice))
+    spent = Roofline(program, WEIGHTS).run("main", lambda row: 5)
+    assert spent[Use.WAITS] == pytest.approx(WAIT.value)
+    once = seconds(layers=5, met=1)
+    for use in (Use.TRANSFERS, Use.LAUNCHES):
+        assert spent[use] == pytest.approx(once[use] - (use is Use.LAUNCHES) * LAUNCH.value)
+
+
 @pytest.mark.parametrize(
     ("text", "groups"),
     [
@@ -209,7 +222,7 @@ def loop(scope: str):
 def test_the_loops_of_all_ticks_run_every_layer_of_every_action_once(name, unrolled):
     schedule = catalog.build(name, stages=4, microbatches=8)
     counts = [3] * schedule.placement.num_virtual_stages
-    table = lower(slice_ticks(schedule, Costs(1, 1.2, 0.8), counts), counts, own_slots=True)
+    table = lower(schedule, counts, own_slots=True)
     places = [f"/chunk{c}_layer{n}" for c in range(schedule.num_chunks) for n in range(3)]
     for kind in table.passes:
         loops = [loop(f"{kind}{place}") for place in (places if unrolled else [""])]
@@ -231,7 +244,6 @@ def test_loops_over_chunks_and_the_vocabulary_run_as_the_table_says():
         return sum(modelled_steps.Trips(table, *place)(loop(scope)) for place in places)
 
     assert runs("enter") == runs("leave") == runs("embed_gradient") == 2 * 4
-    assert runs("meet") == 2 * table.meets.sum()
     assert runs("gather/chunk0") + runs("gather/chunk1") == sum(table.gathers.counts)
     assert runs("reduce") == 2 * sum(table.reduces.counts)
 

@@ -19,10 +19,9 @@ from jaxpipe.runtime.tick.stamps import Stamps
 from jaxpipe.schedule import (
     Costs,
     build,
-    lock_step,
+    device_clock,
     page,
     simulate,
-    slice_ticks,
     timelines,
     trace,
 )
@@ -33,11 +32,9 @@ SECONDS = Costs(0.004, 0.006, 0.003)
 
 
 def sleeping(name: str, *, p: int, m: int, layers: int, data: int = 1):
-    """A pipeline of sleeping layers in slices, and its timeline."""
+    """A pipeline of sleeping layers, and its timeline."""
     schedule = build(name, stages=p, microbatches=m)
     counts = [layers] * schedule.placement.num_virtual_stages
-    if layers > 1:
-        schedule = slice_ticks(schedule, SECONDS, counts)
     model, params = sleeping_model([SECONDS] * sum(counts))
     mesh = jaxpipe.make_mesh(stage=p, data=data)
     pipe = jaxpipe.Pipeline(model, params, schedule=schedule, mesh=mesh, zero=3)
@@ -53,11 +50,9 @@ def test_every_cell_is_there_in_order_and_no_sooner_than_it_can_be(name, p, m, l
     pipe, measured = sleeping(name, p=p, m=m, layers=layers, data=data)
     schedule, placement = measured.schedule, measured.schedule.placement
     chunk = Costs(*(layers * getattr(SECONDS, kind) for kind in "fbw"))
-    expected = lock_step(schedule, chunk)
-    for row, planned in zip(measured.parts, expected.parts, strict=True):
-        assert [(part.action, part.layers) for part in row] == [
-            (part.action, part.layers) for part in planned
-        ]
+    expected = device_clock(schedule, chunk)
+    for row, planned in zip(measured.rows, expected.rows, strict=True):
+        assert [timed.action for timed in row] == [timed.action for timed in planned]
         for part, like in zip(row, planned, strict=True):
             assert part.end - part.start >= like.end - like.start - 1e-6
         assert all(a.end <= b.start for a, b in itertools.pairwise(row))
@@ -66,7 +61,7 @@ def test_every_cell_is_there_in_order_and_no_sooner_than_it_can_be(name, p, m, l
     assert all(message.sent <= message.read for message in found.messages)
     assert measured.makespan >= simulate(schedule, chunk).makespan - 1e-6
     # Idle time and work make up the whole.
-    busy = [sum(part.end - part.start for part in row) for row in measured.parts]
+    busy = [sum(part.end - part.start for part in row) for row in measured.rows]
     for ratio, time in zip(measured.stage_bubble_ratios, busy, strict=True):
         assert ratio == pytest.approx(1 - time / measured.makespan)
     assert len(measured.costs) == placement.num_virtual_stages
@@ -76,7 +71,7 @@ def test_every_cell_is_there_in_order_and_no_sooner_than_it_can_be(name, p, m, l
 def test_a_measured_step_gives_the_loss_and_gradients_of_any_other():
     params = toy.params(tied=False, num_layers=4)
     mesh, model = jaxpipe.make_mesh(stage=2, data=2), toy.model(tied=False, axis="stage")
-    schedule = slice_ticks(build("zb-v", stages=2, microbatches=4), Costs(1, 1, 1), [1] * 4)
+    schedule = build("zb-v", stages=2, microbatches=4)
     pipe = jaxpipe.Pipeline(model, params, schedule=schedule, mesh=mesh, zero=2)
     placed, batch = pipe.place(params), toy.batch(8)
     stamps = Stamps()
@@ -95,9 +90,9 @@ def test_a_measured_step_gives_the_loss_and_gradients_of_any_other():
 def test_predicted_and_measured_are_drawn_beside_each_other():
     _, measured = sleeping("1f1b", p=2, m=2, layers=1)
     clocks = timelines(measured.schedule, measured.costs, measured=measured)
-    events = trace(clocks.lock_step, measured, unit_seconds=1.0)["traceEvents"]
+    events = trace(clocks.device, measured, unit_seconds=1.0)["traceEvents"]
     names = {e["pid"]: e["args"]["name"] for e in events if e["name"] == "process_name"}
-    assert names == {0: "1f1b, lock-step", 1: "1f1b, measured"}
+    assert names == {0: "1f1b, device", 1: "1f1b, measured"}
     predicted, ran = (
         [(e["tid"], e["name"], e["args"]) for e in events if e["ph"] == "X" and e["pid"] == process]
         for process in names
@@ -109,7 +104,7 @@ def test_predicted_and_measured_are_drawn_beside_each_other():
     assert len({number for number, _ in arrows}) == len(arrows) == 2 * 2 * 2
     (shown,) = json.loads(page([clocks]).split('id="data">')[1].split("</script>")[0])["schedules"]
     drawn = [timeline["clock"] for timeline in shown["timelines"]]
-    assert drawn == ["free-running", "neighbor", "lock-step", "measured"]
+    assert drawn == ["free-running", "device", "measured"]
 
 
 def test_devices_of_other_processes_are_refused(monkeypatch):

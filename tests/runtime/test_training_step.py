@@ -117,6 +117,32 @@ def test_updating_gives_what_the_optimizer_gives():
     chex.assert_trees_all_close(got, wanted, rtol=1e-6, atol=1e-7)
 
 
+def test_a_step_is_made_once_for_an_optimizer_and_knows_deleted_arrays():
+    params, optimizer, batch = toy.params(tied=True, num_layers=2), optax.adam(1e-2), toy.batch(8)
+    pipe = jaxpipe.Pipeline(
+        toy.model(tied=True, axis=None),
+        params,
+        schedule="1f1b",
+        mesh=jaxpipe.make_mesh(stage=2),
+        microbatches=2,
+    )
+    placed = pipe.place(params)
+    old = now = placed, pipe.init(optimizer, placed)
+    with testing.compilations() as compiled:
+        for _ in range(2):
+            _, *now = pipe.train_step(optimizer)(*now, batch)
+    assert compiled.count("jit(step)") == 1
+    assert pipe.train_step(optimizer) is pipe.train_step(optimizer, update="step")
+    assert pipe.train_step(optimizer, update="chunk") is not pipe.train_step(optimizer)
+    jax.eval_shape(pipe.train_step(optimizer), *now, batch)  # tracers are never deleted
+    for run in (
+        lambda: pipe.train_step(optimizer)(*old, batch),
+        lambda: pipe.value_and_grad(old[0], batch),
+    ):
+        with pytest.raises(ValueError, match=r"\['positions'\] has been deleted: a training step"):
+            run()
+
+
 def test_weak_types_are_left_behind_when_parameters_are_placed():
     start = {"embed": {}, "layers": jnp.full((2, 3, 3), 0.1), "head": {"scale": 1.0}}
     model = jaxpipe.Model(

@@ -20,7 +20,7 @@ def counted_rows(table: TickTable) -> Row:
     minibatches = table.schedule.minibatches
     size, stage = minibatches.size, np.arange(table.schedule.num_stages)
     ends = table.passes[Kind.BW if Kind.BW in table.passes else Kind.W]
-    layers = _update(np.where(ends.lo < ends.hi, ends.microbatch, NONE), size)
+    layers = _update(np.where(ends.layers > 0, ends.microbatch, NONE), size)
     [back] = table.embed_gradient.T  # slices go through the embedding one by one
     embed, head = _update(back, size), _update(table.head, size)
     found = _found_by_forward(table.passes[Kind.F], layers)
@@ -63,8 +63,8 @@ def counted_rows(table: TickTable) -> Row:
 
 def _found_by_forward(forward: Cell, layers: Update) -> np.ndarray:
     """The newest version in the tick of each F, ``[stages, microbatches]``."""
-    tick, stage = np.nonzero(forward.lo < forward.hi)
-    found = np.zeros((forward.lo.shape[1], 1 + int(forward.microbatch.max())), np.int32)
+    tick, stage = np.nonzero(forward.layers > 0)
+    found = np.zeros((forward.layers.shape[1], 1 + int(forward.microbatch.max())), np.int32)
     found[stage, forward.microbatch[tick, stage]] = layers.version[tick, stage]
     return found
 

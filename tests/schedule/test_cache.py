@@ -92,7 +92,18 @@ def test_the_signature_stays():
 
 @pytest.mark.parametrize(
     "damage",
-    ["", "[]", "{}", "[[0, 9]]", '[["F"]]', "[[4, 4], [4, 4]]", '{"orders": 1}', "\udcff", "0F0"],
+    [
+        "",
+        "[]",
+        pytest.param("[" * 100_000, id="deep"),
+        "{}",
+        "[[0, 9]]",
+        '[["F"]]',
+        "[[4, 4], [4, 4]]",
+        '{"orders": 1}',
+        "\udcff",
+        "0F0",
+    ],
 )
 def test_damaged_cache_files_are_replaced(damage, files):
     first = search(2, 4, 4)
@@ -109,6 +120,17 @@ def test_a_stored_schedule_that_cannot_run_is_replaced(files):
     written = file.read_text()
     assert "0F0 " in written
     file.write_text(written.replace("0F0 ", "", 1))
+    assert search(2, 4, 4) == first
+    assert file.read_text() == written
+
+
+def test_a_stored_schedule_of_another_shape_is_replaced(files):
+    search(2, 3, 4)
+    (other,) = files.iterdir()
+    first = search(2, 4, 4)
+    (file,) = set(files.iterdir()) - {other}
+    written = file.read_text()
+    file.write_text(other.read_text())
     assert search(2, 4, 4) == first
     assert file.read_text() == written
 

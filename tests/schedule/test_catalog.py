@@ -153,7 +153,7 @@ def test_installed_schedules_come_by_entry_point(monkeypatch):
 
 
 EXPLAINED = {
-    *("actions", "check.slice_rules", "formats.csv_format", "formats.user"),
+    *("actions", "formats.csv_format", "formats.user"),
     *(
         "generators.block_orders",
         "generators.blocks",
@@ -161,7 +161,7 @@ EXPLAINED = {
         "lowering.lower",
         "lowering.slots",
     ),
-    *("search.auto", "search.controllable_memory", "search.slices", "show.comparison"),
+    *("search.auto", "search.controllable_memory", "show.comparison"),
     *("show.report", "show.trace", "simulate"),
 }
 MODULES = [

@@ -32,8 +32,7 @@ from jaxpipe.schedule.partition import Memory, partition
 from jaxpipe.schedule.placement import linear, looped, wave
 from jaxpipe.schedule.search.auto import auto
 from jaxpipe.schedule.search.controllable_memory import controllable_memory
-from jaxpipe.schedule.search.slices import slice_ticks
-from jaxpipe.schedule.simulate import Costs, lock_step, simulate
+from jaxpipe.schedule.simulate import Costs
 
 DIGESTS = Path(__file__).with_name("digests.json")
 
@@ -42,16 +41,6 @@ DECIMALS, TENTHS, MESSAGES = Costs(1, 1.2, 0.8), Costs(0.1, 0.7, 0.3), Costs(1.7
 
 SHAPES = ((2, 3, 2), (3, 8, 4), (4, 6, 2), (8, 20, 4))
 """p, m and, where a schedule lets one choose, v."""
-
-SLICES = (
-    *(("1f1b", 4, 6, [3] * 4, DECIMALS), ("1f1b", 3, 5, [3, 5, 8], TENTHS)),
-    *(("1f1b-fused", 3, 5, [5] * 3, MESSAGES), ("zb-h1", 3, 4, [8] * 3, DECIMALS)),
-    *(("gpipe", 3, 4, [8] * 3, TENTHS), ("zb-v", 3, 6, [8] * 6, DECIMALS)),
-    *(("zb-v", 2, 6, [5] * 4, MESSAGES), ("v-half", 3, 4, [3, 2, 5, 1, 4, 3], DECIMALS)),
-    *(("interleaved", 3, 6, [3] * 6, TENTHS), ("hanayo", 2, 4, [8] * 4, MESSAGES)),
-    *(("dualpipe-v", 2, 4, [5] * 4, TENTHS), ("interleaved-zb", 2, 4, [7, 3, 6, 4], MESSAGES)),
-)
-"""Name, p, m, layers of every virtual stage, and costs."""
 
 AUTO = ((2, 5, None, TENTHS), (3, 4, 2, DECIMALS), (2, 6, 1.5, MESSAGES))
 CONTROLLABLE_MEMORY = ((2, 5, 2, TENTHS), (3, 4, 2.5, DECIMALS), (4, 6, None, MESSAGES))
@@ -67,11 +56,8 @@ def cases() -> Iterator[tuple[str, Callable[[], Any]]]:
             chunks = {"chunks": v} if "num_chunks" in entry.defaults else {}
             make = partial(catalog.build, entry.name, stages=p, microbatches=m, **chunks)
             yield f"{entry.name} p={p} m={m} {chunks or ''}".rstrip(), partial(built, make)
-    for name, p, m, layers, costs in SLICES:
-        case = f"p={p} m={m} layers={layers} {costs}"
-        yield f"slices of {name} {case}", partial(sliced, name, p, m, layers, costs)
     for p, m, limit, costs in AUTO:
-        make = partial(auto, p, m, memory_limit=limit, costs=costs, layers_per_chunk=3)
+        make = partial(auto, p, m, memory_limit=limit, costs=costs)
         yield f"auto p={p} m={m} memory_limit={limit} {costs}", partial(built, make, layers=3)
     for p, m, limit, costs in CONTROLLABLE_MEMORY:
         make = partial(controllable_memory, p, m, memory_limit=limit, costs=costs)
@@ -89,15 +75,6 @@ def built(make: Callable[[], Schedule], *, layers: int = 4) -> Any:
     """A schedule and its tables."""
     schedule = make()
     return schedule, tables(schedule, [layers] * schedule.placement.num_virtual_stages)
-
-
-def sliced(name: str, p: int, m: int, layers: Sequence[int], costs: Costs) -> Any:
-    """A schedule cut into slices, its tables, and when it ends on either clock."""
-    whole = catalog.build(name, stages=p, microbatches=m)
-    schedule = slice_ticks(whole, costs, layers)
-    assert schedule.slices is not None
-    ends = [clock(schedule, costs).makespan for clock in (simulate, lock_step)]
-    return schedule, tables(schedule, layers), ends
 
 
 def tables(schedule: Schedule, layers: Sequence[int]) -> Any:

@@ -10,11 +10,12 @@ from matplotlib.collections import LineCollection, PolyCollection
 
 from jaxpipe.schedule.actions import Action, Schedule
 from jaxpipe.schedule.catalog import build
+from jaxpipe.schedule.device_clock import device_clock
 from jaxpipe.schedule.placement import Placement
-from jaxpipe.schedule.search.slices import slice_ticks
 from jaxpipe.schedule.show import draw
 from jaxpipe.schedule.show.exchanges import exchanges
-from jaxpipe.schedule.simulate import Costs, lock_step, simulate
+from jaxpipe.schedule.show.looks import LOOKS
+from jaxpipe.schedule.simulate import Costs, simulate
 
 
 def timeline(name: str = "1f1b", *, p: int = 3, m: int = 4, costs: Costs | None = None):
@@ -26,11 +27,11 @@ def stage_lines(text: str) -> list[str]:
 
 
 @pytest.fixture(scope="module")
-def sliced():
-    """Late messages, slices and gathers."""
+def ticked():
+    """Late messages and gathers."""
     costs = Costs(1, 1.2, 0.8)
     schedule = build("zb-v", stages=3, microbatches=6, costs=costs)
-    return lock_step(slice_ticks(schedule, costs, [4] * 6), costs)
+    return device_clock(schedule, costs)
 
 
 @pytest.mark.parametrize("overlap", [0.0, 0.4, 1.0])
@@ -38,7 +39,7 @@ def test_text_of_pairs_names_both_and_marks_the_forward(overlap):
     schedule = build("dualpipe-v-published", stages=3, microbatches=14)
     drawn = simulate(schedule, Costs(1, 0.8, 0.3, 0.2, overlap))
     together = set(schedule.overlapped)
-    for line, row in zip(stage_lines(draw.text(drawn)), drawn.parts, strict=True):
+    for line, row in zip(stage_lines(draw.text(drawn)), drawn.rows, strict=True):
         labels = [f"{part.action}" + "+" * (part.action in together) for part in row]
         assert re.findall(r"\d+[FBW]+\d+\+?", line) == labels
 
@@ -57,7 +58,7 @@ def test_text_of_a_small_schedule():
     ]
 
 
-@pytest.mark.parametrize("clock", [simulate, lock_step])
+@pytest.mark.parametrize("clock", [simulate, device_clock])
 @pytest.mark.parametrize("costs", [Costs(1, 1, 1), Costs(1, 1.2, 0.8), Costs(3, 7.1, 2.6, 0.5)])
 @pytest.mark.parametrize("name", ["gpipe", "1f1b", "gpipe-fused", "1f1b-fused"])
 def test_text_shows_every_action_in_order_and_rows_end_together(name, costs, clock):
@@ -81,11 +82,11 @@ def test_colour_only_where_asked():
     assert re.sub(r"\x1b\[[\d;]*m", "", coloured) == plain
 
 
-def test_text_of_slices_names_every_action_once_and_marks_every_exchange(sliced):
-    text = draw.text(sliced)
-    for line, row in zip(stage_lines(text), sliced.rows, strict=True):
+def test_text_names_every_action_once_and_marks_every_exchange(ticked):
+    text = draw.text(ticked)
+    for line, row in zip(stage_lines(text), ticked.rows, strict=True):
         assert sorted(re.findall(r"\d+[FBW]\d+", line)) == sorted(str(t.action) for t in row)
-    found = exchanges(sliced)
+    found = exchanges(ticked)
     marks = "".join(line for line in text.splitlines() if line.startswith("        |"))
     late = sum(message.late for message in found.messages)
     assert late
@@ -96,25 +97,25 @@ def test_text_of_slices_names_every_action_once_and_marks_every_exchange(sliced)
 
 
 @pytest.mark.parametrize("width", [40, 80, 133])
-def test_text_breaks_rows_at_a_terminals_width_but_never_a_name(sliced, width):
+def test_text_breaks_rows_at_a_terminals_width_but_never_a_name(ticked, width):
     whole, pages = (
-        [[line.split("|")[1] for line in draw.text(sliced, width=w).splitlines() if "|" in line]]
+        [[line.split("|")[1] for line in draw.text(ticked, width=w).splitlines() if "|" in line]]
         for w in (None, width)
     )
-    assert max(map(len, draw.text(sliced, width=width).splitlines())) <= width
+    assert max(map(len, draw.text(ticked, width=width).splitlines())) <= width
     rows = len(whole[0])
     assert ["".join(pages[0][row::rows]) for row in range(rows)] == whole[0]
-    broken = draw.text(sliced, width=width)
+    broken = draw.text(ticked, width=width)
     names = re.findall(r"\d+[FBW]\d+", "\n".join(stage_lines(broken)))
-    assert sorted(names) == sorted(str(t.action) for row in sliced.rows for t in row)
+    assert sorted(names) == sorted(str(t.action) for row in ticked.rows for t in row)
 
 
-def test_figure_of_slices_has_a_box_for_every_part_and_a_line_for_every_message(sliced):
-    axes = draw.figure(sliced).axes[::2]
-    assert sum(len(one.texts) for one in axes) == sum(map(len, sliced.rows))
-    assert sum(len(boxes_of(one)) for one in axes) >= sum(map(len, sliced.parts))
+def test_a_figure_has_a_box_for_every_part_and_a_line_for_every_message(ticked):
+    axes = draw.figure(ticked).axes[::2]
+    assert sum(len(one.texts) for one in axes) == sum(map(len, ticked.rows))
+    assert sum(len(boxes_of(one)) for one in axes) >= sum(map(len, ticked.rows))
     lines = [c for one in axes for c in one.collections if isinstance(c, LineCollection)]
-    found = exchanges(sliced)
+    found = exchanges(ticked)
     drawn = {tuple(map(tuple, line)) for one in lines for line in one.get_segments()}
     assert {(m.sent, m.arrives) for m in found.messages} <= {(a[0], b[0]) for a, b in drawn}
 
@@ -142,6 +143,11 @@ def test_figure_has_a_box_and_a_number_for_every_action():
     for line, peak in zip(memory.lines, drawn.peak_in_flight, strict=True):
         assert max(line.get_ydata()) == peak
         assert line.get_ydata()[-1] == 0
+
+
+def test_every_kind_has_a_look_of_its_own():
+    for part in ("light", "dark", "shades", "meaning"):
+        assert len({getattr(look, part) for look in LOOKS.values()}) == len(LOOKS)
 
 
 def test_figure_tells_chunks_apart(v_shape):

@@ -20,11 +20,13 @@ from jaxpipe.schedule.actions import (
     split_backwards,
 )
 from jaxpipe.schedule.check.validate import ScheduleError, validate
+from jaxpipe.schedule.device_clock import device_clock
 from jaxpipe.schedule.generators.chimera import chimera
 from jaxpipe.schedule.generators.hanayo import hanayo
 from jaxpipe.schedule.makespan import makespan
 from jaxpipe.schedule.show.exchanges import exchanges
-from jaxpipe.schedule.simulate import Costs, lock_step, simulate, ticks
+from jaxpipe.schedule.show.report import timelines
+from jaxpipe.schedule.simulate import Costs, simulate, ticks
 
 # No test may depend on how fast the machine is.
 settings.register_profile("jaxpipe", deadline=None)
@@ -110,7 +112,7 @@ def test_one_inbox_slot_is_enough_on_a_linear_placement(schedule):
 def test_times_respect_dependencies_and_exclude_each_other(schedule, costs, message):
     costs = Costs(costs.f, costs.b, costs.w, message)
     placement = schedule.placement
-    for timeline in (simulate(schedule, costs), lock_step(schedule, costs)):
+    for timeline in filter(None, timelines(schedule, costs)):
         ends = {timed.action: timed.end for row in timeline.rows for timed in row}
         # A fused backward gives what its B would.
         ends |= {split_action(action)[0]: end for action, end in ends.items()}
@@ -136,8 +138,9 @@ def test_the_makespan_alone_is_that_of_the_timeline(schedule, costs, message, gr
 
 
 @given(built(), costs)
-def test_lock_step_is_never_faster_than_free_running(schedule, costs):
-    assert lock_step(schedule, costs).makespan >= simulate(schedule, costs).makespan
+def test_devices_are_never_faster_than_free_running(schedule, costs):
+    free, device, _ = timelines(schedule, costs)
+    assert device is None or device.makespan >= free.makespan
 
 
 @given(built())
@@ -278,17 +281,15 @@ def test_both_clocks_agree_where_all_actions_cost_the_same(p, m, cost):
     same = Costs(cost, cost, cost)
     for name in ("gpipe", "1f1b"):
         schedule = catalog.build(name, stages=p, microbatches=m)
-        assert lock_step(schedule, same).makespan == simulate(schedule, same).makespan
+        assert device_clock(schedule, same).makespan == simulate(schedule, same).makespan
 
 
-def test_lock_step_ticks_last_as_long_as_their_slowest_stage_and_the_exchange():
+def test_ticks_by_hand():
     schedule = catalog.build("1f1b-fused", stages=2, microbatches=2)
-    # By hand: F0 | F1, F0 | BW0 | BW0, F1 | BW1 | BW1, with F=2, BW=3+4 and an exchange a tick.
     assert [[str(action) for action in order] for order in schedule.orders] == [
         ["0F0", "0F1", "0BW0", "0BW1"], ["1F0", "1BW0", "1F1", "1BW1"],
     ]  # fmt: skip
     assert ticks(schedule) == [[0, 1, 3, 5], [1, 2, 3, 4]]
-    assert lock_step(schedule, Costs(2, 3, 4, 1)).makespan == 2 + 2 + 7 + 7 + 7 + 7 + 6
 
 
 def test_spans_leave_out_the_wait_for_the_first_and_after_the_last_action():
@@ -316,7 +317,7 @@ def test_schedules_that_cannot_run_are_refused_by_both_clocks():
         2,
         (schedule.orders[0][::-1], schedule.orders[1]),
     )
-    for clock in (simulate, lock_step):
+    for clock in (simulate, device_clock):
         with pytest.raises(ScheduleError, match="Deadlock"):
             clock(stuck, Costs(1, 1, 1))
 

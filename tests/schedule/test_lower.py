@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 
 import numpy as np
@@ -11,13 +10,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jaxpipe.schedule import catalog
-from jaxpipe.schedule.actions import Action, Kind, Schedule, Slice
+from jaxpipe.schedule.actions import Action, Kind, Schedule
 from jaxpipe.schedule.check.validate import validate
 from jaxpipe.schedule.lowering.lower import colour_intervals, lower
-from jaxpipe.schedule.lowering.table import NONE, Parts
+from jaxpipe.schedule.lowering.table import NONE, Parts, TickTable
 from jaxpipe.schedule.placement import linear
-from jaxpipe.schedule.search.slices import slice_ticks
-from jaxpipe.schedule.simulate import Costs
 
 
 @given(st.lists(st.tuples(st.integers(0, 20), st.integers(0, 6)), max_size=30))
@@ -32,19 +29,15 @@ def test_intervals_that_overlap_have_different_slots_and_no_slot_is_wasted(spans
     assert set(slots) == set(range(max(together)))
 
 
-def test_two_kinds_of_backward_become_one_and_their_slices_are_simulated_only():
+def test_two_kinds_of_backward_become_one():
     split, fused = (Kind.F, Kind.B, Kind.W), (Kind.F, Kind.BW)
     order = [Action(0, kind, i) for i, kinds in enumerate((split, fused)) for kind in kinds]
     schedule = Schedule("mine", linear(1), 2, (tuple(order),))
     validate(schedule)
     table = lower(schedule, [1])
-    ticks = {kind.value: cell.hi[:, 0].nonzero()[0].tolist() for kind, cell in table.passes.items()}
+    passes = table.passes.items()
+    ticks = {kind.value: cell.layers[:, 0].nonzero()[0].tolist() for kind, cell in passes}
     assert ticks == {"F": [0, 3], "B": [1, 4], "W": [2, 4]}
-    slices = tuple(Slice(tick, action, 0, 1) for tick, action in enumerate(order))
-    schedule = dataclasses.replace(schedule, slices=(slices,))
-    validate(schedule)
-    with pytest.raises(ValueError, match="simulated: it has slices of both B and BW"):
-        lower(schedule, [1])
 
 
 def cycles(edges: tuple[tuple[int, int], ...]) -> int:
@@ -73,15 +66,14 @@ def test_no_message_s_permutation_has_two_cycles(name):
             assert cycles(channel.edges) <= 1
 
 
-@pytest.mark.parametrize("sliced", [False, True])
 @pytest.mark.parametrize("name", ["gpipe", "breadth-first", "modular-fused", "1f1b", "zb-v"])
-def test_a_tick_has_the_parts_that_its_actions_and_messages_need(name, sliced):
+def test_a_tick_has_the_parts_that_its_actions_and_messages_need(name):
     schedule = catalog.build(name, stages=4, microbatches=16)
     counts = [4] * schedule.placement.num_virtual_stages
-    table = lower(slice_ticks(schedule, Costs(1, 1.2, 0.8), counts) if sliced else schedule, counts)
+    table = lower(schedule, counts)
     parts = table.parts(gathers=True, reduces=True)
     for tick, one in enumerate(parts):
-        needed = {kind for kind, cell in table.passes.items() if (cell.lo < cell.hi)[tick].any()}
+        needed = {kind for kind, cell in table.passes.items() if cell.layers[tick].any()}
         for channel in table.channels:
             if (channel.slot[tick] != NONE).any() or (channel.late_slot[tick] != NONE).any():
                 needed.add(channel.kind)
@@ -100,3 +92,72 @@ def test_whole_phases_are_two_runs_of_ticks_in_one_direction(name):
     assert found == (Parts(backward=False), Parts(forward=False))
     forwards = 8 * schedule.num_chunks + 4 - 1  # the last stage starts p - 1 ticks after the first
     assert rounds.tolist() == [[forwards, table.num_ticks - forwards]]
+
+
+@pytest.mark.parametrize(("overlaps", "together"), [(True, False), (False, False), (True, True)])
+@pytest.mark.parametrize("name", [entry.name for entry in catalog.executable()])
+def test_every_message_is_there_when_it_is_read_and_connects_its_two_ends_alone(
+    name, overlaps, together
+):
+    for stages, microbatches in ((1, 2), (2, 4), (4, 8), (4, 16)):
+        schedule = catalog.build(name, stages=stages, microbatches=microbatches)
+        counts = [1] * schedule.placement.num_virtual_stages
+        table = lower(schedule, counts, overlaps=overlaps, together=together)
+        replay(table, overlaps=overlaps)
+        assert len(set(table.exchanges)) == len(table.exchanges) == 1 + table.exchange.max()
+        for tick, number in enumerate(table.exchange):
+            for channel, pairs in zip(table.channels, table.exchanges[number], strict=True):
+                received = np.flatnonzero(channel.slot[tick] != NONE)
+                assert {receiver for _, receiver in pairs} == set(() if channel.local else received)
+                assert set(pairs) <= set(channel.edges)
+
+
+def replay(table: TickTable, *, overlaps: bool) -> None:
+    """Follows the inputs of all virtual stages through the slots of inboxes: who sends them, when,
+    and whether they are late."""
+    stages, held = table.schedule.placement.stages, table.schedule.placement.virtual_stages
+    first, last, V = stages[0], stages[-1], len(stages)
+    slots, before, ran = {}, {}, 0
+
+    def put(kind: Kind, stage: int, slot: int, *message: int) -> None:
+        assert slots.setdefault((kind, stage, int(slot)), message) is message  # it was free
+
+    for tick in range(table.num_ticks):
+        outputs = {}
+        if (i := table.embed[tick]) != NONE:
+            put(Kind.F, first, table.embed_slot[tick], 0, i, tick - 1, False)
+        for kind, cell in table.passes.items():
+            if kind is Kind.W:
+                continue
+            way, step = (Kind.F, 1) if kind is Kind.F else (Kind.B, -1)
+            for stage in np.flatnonzero(cell.layers[tick]).tolist():
+                s, i = held[stage][cell.chunk[tick, stage]], cell.microbatch[tick, stage]
+                target, number, sent, late = slots.pop((way, stage, int(cell.inbox[tick, stage])))
+                assert (target, number) == (s, i)
+                moved = 0 <= s - step < V and stages[s - step] != stage
+                assert late == (overlaps and moved and tick > sent + 1)
+                assert tick > sent
+                outputs[way, stage] = s + step, i, tick
+                ran += 1
+        for channel in table.channels:
+            arrivals = (channel.slot, outputs, False), (channel.late_slot, before, True)
+            for (sender, receiver), (slot, source, late) in itertools.product(
+                channel.edges, arrivals
+            ):
+                if slot[tick, receiver] != NONE:
+                    s, *message = source[channel.kind, sender]
+                    assert s == NONE or stages[s] == receiver
+                    put(channel.kind, receiver, slot[tick, receiver], s, *message, late)
+        for i, slot in zip(
+            table.embed_gradient[tick], table.embed_gradient_slot[tick], strict=True
+        ):
+            if i != NONE:
+                waits = slot != NONE
+                found = slots.pop((Kind.B, first, int(slot))) if waits else outputs[Kind.B, first]
+                assert found[:2] == (NONE, i)
+        if (i := table.head[tick]) != NONE:
+            assert outputs[Kind.F, last] == (V, i, tick)
+            put(Kind.B, last, table.head_slot[tick], V - 1, i, tick, False)
+        before = outputs
+    assert ran == 2 * V * table.schedule.num_microbatches
+    assert not slots

@@ -14,14 +14,13 @@ import pytest
 from jaxpipe.schedule import catalog
 from jaxpipe.schedule.actions import Action, Kind, Schedule, split_backwards
 from jaxpipe.schedule.check.validate import ScheduleError, peak_in_flight, validate
+from jaxpipe.schedule.device_clock import device_clock
 from jaxpipe.schedule.formats.csv_format import parse_csv, write_csv
 from jaxpipe.schedule.formats.json_format import from_json, to_json
 from jaxpipe.schedule.lowering.lower import forward_only, lower
-from jaxpipe.schedule.neighbors import neighbor_clock
 from jaxpipe.schedule.placement import linear
-from jaxpipe.schedule.search.slices import slice_ticks
 from jaxpipe.schedule.show import draw
-from jaxpipe.schedule.simulate import UNIT, Costs, lock_step, simulate
+from jaxpipe.schedule.simulate import UNIT, Costs, simulate
 
 PYTORCH = Path(__file__).with_name("dualpipe_v.json")
 """What PyTorch's ScheduleDualPipeV gives: `write_pytorch`."""
@@ -82,8 +81,8 @@ def test_a_pair_takes_as_long_as_both_less_what_overlap_saves(overlap, makespan)
     timeline = simulate(schedule, Costs(1, 1, 1, overlap=overlap))
     assert timeline.makespan == makespan
     assert timeline.bubble_ratio == pytest.approx(0)
-    # The other clocks are those of a program that runs one after the other.
-    assert lock_step(schedule, Costs(1, 1, 1, overlap=overlap)).makespan == 6
+    # The device clock is that of a program that runs one after the other.
+    assert device_clock(schedule, Costs(1, 1, 1, overlap=overlap)).makespan == 6
 
 
 def test_a_pair_waits_for_both_inputs_and_gives_both_results_at_its_end():
@@ -98,16 +97,11 @@ def test_a_pair_waits_for_both_inputs_and_gives_both_results_at_its_end():
 def test_both_run_in_one_tick_and_the_rest_as_always():
     schedule = published(3, 8)
     table = lower(schedule, [2] * 6)
-    together = (table.passes[Kind.F].hi > 0) & (table.passes[Kind.B].hi > 0)
+    together = (table.passes[Kind.F].layers > 0) & (table.passes[Kind.B].layers > 0)
     assert together.sum() == len(schedule.overlapped)
     # B and BW become one kind: the program runs B, and W in the same tick where it was BW.
     assert table.passes.keys() == {Kind.F, Kind.B, Kind.W}
-    assert neighbor_clock(schedule, UNIT).makespan == lock_step(schedule, UNIT).makespan
     lower(forward_only(schedule), [2] * 6)
-    sliced = slice_ticks(schedule, Costs(1, 1.2, 0.8), [2] * 6)
-    assert sliced.slices is not None
-    assert not sliced.overlapped
-    validate(sliced)
 
 
 @pytest.mark.parametrize("p", [1, 2, 5])
@@ -151,9 +145,6 @@ def test_what_a_schedule_may_say_of_pairs():
     ):
         with pytest.raises(ScheduleError, match=expected):
             validate(dataclasses.replace(good, overlapped=overlapped))
-    sliced = slice_ticks(catalog.build("1f1b", stages=2, microbatches=4), Costs(1, 2, 1), [2, 2])
-    with pytest.raises(ScheduleError, match="slices, which say what runs together"):
-        validate(dataclasses.replace(sliced, overlapped=(Action(0, Kind.F, 1),)))
     mixed = dataclasses.replace(good, placement=linear(1))
     assert mixed.mixes_backwards
 

@@ -11,12 +11,11 @@ import pytest
 
 from jaxpipe.cli import main
 from jaxpipe.schedule.catalog import build
-from jaxpipe.schedule.neighbors import neighbor_clock
-from jaxpipe.schedule.search.slices import slice_ticks
+from jaxpipe.schedule.device_clock import device_clock
 from jaxpipe.schedule.show.exchanges import exchanges
 from jaxpipe.schedule.show.page import page
 from jaxpipe.schedule.show.report import timelines
-from jaxpipe.schedule.simulate import Costs, in_flight, lock_step, simulate
+from jaxpipe.schedule.simulate import Costs, in_flight, simulate
 
 COSTS = Costs(1, 1.2, 0.8, 0.1)
 EVIL = '</script><img src="x" onerror="alert(1)"><!-- \' \\ {{page.js}} {{data}} é'
@@ -43,18 +42,13 @@ def data_of(text: str):
     return json.loads(_Elements(text).scripts[0])
 
 
-@pytest.mark.parametrize(
-    ("name", "layers"),
-    [("1f1b", None), ("zb-v", 4), ("interleaved-fused", None), ("chimera", None)],
-)
-def test_the_page_holds_every_action_once_at_the_times_of_every_clock(name, layers):
+@pytest.mark.parametrize("name", ["1f1b", "zb-v", "interleaved-fused", "chimera"])
+def test_the_page_holds_every_action_once_at_the_times_of_every_clock(name):
     schedule = build(name, stages=4, microbatches=8)
-    counts = None if layers is None else [layers] * schedule.placement.num_virtual_stages
-    (shown,) = data_of(page([timelines(schedule, COSTS, layer_counts=counts)]))["schedules"]
-    ticked = schedule if counts is None else slice_ticks(schedule, COSTS, counts)
-    expected = {"free-running": simulate(schedule, COSTS), "lock-step": lock_step(ticked, COSTS)}
+    (shown,) = data_of(page([timelines(schedule, COSTS)]))["schedules"]
+    expected = {"free-running": simulate(schedule, COSTS)}
     if name != "chimera":
-        expected["neighbor"] = neighbor_clock(ticked, COSTS)
+        expected["device"] = device_clock(schedule, COSTS)
     assert {timeline["clock"] for timeline in shown["timelines"]} == set(expected)
     for timeline in shown["timelines"]:
         clock = expected[timeline["clock"]]
@@ -64,12 +58,10 @@ def test_the_page_holds_every_action_once_at_the_times_of_every_clock(name, laye
             len(moments) for moments in exchanges(clock)
         ]
         for d, (row, order) in enumerate(zip(timeline["parts"], schedule.orders, strict=True)):
-            assert sorted({part[0] for part in row}) == sorted(map(str, order))
-            if layers is None or timeline["clock"] == "free-running":
-                assert [part[0] for part in row] == list(map(str, order))
-            times = [(p.start, p.end, p.tick, p.layers and list(p.layers)) for p in clock.parts[d]]
+            assert [part[0] for part in row] == list(map(str, order))
+            times = [(timed.start, timed.end, timed.tick) for timed in clock.rows[d]]
             assert [tuple(part[5:]) for part in row] == times
-            places = [(p.action.kind, p.action.virtual_stage) for p in clock.parts[d]]
+            places = [(p.action.kind, p.action.virtual_stage) for p in clock.rows[d]]
             assert [(part[1], part[2]) for part in row] == places
             held = [[t, count / schedule.num_chunks] for t, count in in_flight(clock.rows[d])]
             assert timeline["memory"][d] == held

@@ -9,10 +9,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jaxpipe.schedule import catalog
+from jaxpipe.schedule.device_clock import device_clock
 from jaxpipe.schedule.partition import Memory, chunk_shares, partition
 from jaxpipe.schedule.placement import linear, looped, mirrored, wave
-from jaxpipe.schedule.search.slices import slice_ticks
-from jaxpipe.schedule.simulate import Costs, lock_step, simulate
+from jaxpipe.schedule.simulate import Costs, simulate
 
 PLACEMENTS = [linear(1), linear(3), linear(4), looped(2, num_chunks=2), wave(2), wave(3)]
 PLACEMENTS += [looped(1, num_chunks=3), wave(2, num_waves=2)]
@@ -106,7 +106,7 @@ def test_a_balanced_partition_beats_equal_counts_in_simulated_time(name, stages,
     schedule = catalog.build(name, stages=stages, microbatches=4 * stages, chunks=chunks)
     balanced = partition(layer_costs, schedule.placement)
     equal = partition([1] * len(layer_costs), schedule.placement)
-    for clock in (simulate, lock_step):
+    for clock in (simulate, device_clock):
         times = []
         for counts in (balanced, equal):
             of_chunks = [Costs(x, 1.2 * x, 0.8 * x) for x in loads(layer_costs, counts)]
@@ -153,19 +153,7 @@ def test_costs_of_each_virtual_stage_give_the_times_one_would_count():
     # Stage 1 runs F0 from 1, B0, W0, F1 and B1 until 15; then stage 0, after a message, B1 and W1.
     assert simulate(schedule, costs).makespan == 1 + (3 + 2 + 4 + 3 + 2) + 5 + (1 + 1)
     same = [Costs(2, 3, 1, 0.5)] * 2
-    for clock in (simulate, lock_step):
+    for clock in (simulate, device_clock):
         assert clock(schedule, same).rows == clock(schedule, same[0]).rows
     with pytest.raises(ValueError, match="There are 1 costs for 2 virtual stages"):
         simulate(schedule, same[:1])
-
-
-def test_slices_share_out_the_cost_of_their_own_chunk():
-    schedule = catalog.build("1f1b", stages=2, microbatches=4)
-    sliced = slice_ticks(schedule, Costs(1, 1.2, 0.8), [4, 4])
-    assert sliced.slices is not None
-    light, heavy = Costs(1, 1, 1), Costs(2, 2, 2)
-    for d, costs in ((0, [heavy, light]), (1, [light, heavy])):
-        assert (
-            lock_step(sliced, costs).stage_bubble_ratios[d]
-            < lock_step(sliced, [light, light]).stage_bubble_ratios[d]
-        )

@@ -84,6 +84,16 @@ def test_zb_h2_never_ends_after_zb_h1(p, m):
     assert makespan(second) <= makespan(first)
 
 
+@shapes
+@pytest.mark.parametrize("v", [1, 2, 4])
+def test_fused_interleaved_ends_as_early_as_with_pytorchs_groups(p, m, v):
+    rounds = max(1, m // p)
+    if m % rounds == 0 and m >= p:
+        shape = {"stages": p, "microbatches": m, "chunks": v}
+        pytorch = catalog.build("interleaved-fused", **shape, group=m // rounds)
+        assert makespan(catalog.build("interleaved-fused", **shape)) <= makespan(pytorch)
+
+
 def test_groups_smaller_than_the_pipeline():
     # The published group schedule of the controllable-memory paper's authors.
     schedule = catalog.build("interleaved", stages=4, microbatches=8, chunks=2, group=2)
@@ -97,9 +107,34 @@ def test_every_group_of_at_least_half_of_the_stages_runs(p):
             validate(catalog.build(name, stages=p, microbatches=m, chunks=v, group=group))
 
 
-def test_1f1b_v_ends_as_early_as_its_authors():
-    schedule = catalog.build("1f1b-v", stages=4, microbatches=8)
-    assert (makespan(schedule), max(peak_in_flight(schedule))) == (63, 6)
+@pytest.mark.parametrize(
+    ("p", "m", "costs", "authors", "peak"),
+    [
+        *((4, 8, UNIT, 63, 6), (5, 11, UNIT, 84, 8), (9, 14, UNIT, 120, 14)),
+        *((2, 13, Costs(1.3, 0.9, 1.1, 0.25), 90.8, 4), (8, 11, Costs(3, 4, 2, 1), 347, 12)),
+        (6, 13, Costs(1.3, 0.9, 1.1, 0.25), 121.2, 10),
+    ],
+)
+def test_1f1b_v_ends_as_early_as_its_authors(p, m, costs, authors, peak):
+    # What the controllable-memory paper's authors' published code gives.
+    schedule = catalog.build("1f1b-v", stages=p, microbatches=m, costs=costs)
+    validate(schedule)
+    assert makespan(schedule, costs) <= authors + 1e-9
+    assert max(peak_in_flight(schedule)) <= peak
+
+
+@pytest.mark.parametrize(
+    ("p", "m", "costs", "authors"),
+    [
+        *((3, 9, Costs(1, 1, 1, 0.1), 56.8), (4, 6, Costs(1, 1, 1, 0.1), 40.3)),
+        *((4, 9, Costs(1, 1, 1, 0.1), 58.3), (8, 16, Costs(1, 1, 1, 0.1), 106.3)),
+    ],
+)
+def test_zb_v_ends_as_early_as_its_authors_where_messages_take_time(p, m, costs, authors):
+    schedule = catalog.build("zb-v", stages=p, microbatches=m, costs=costs)
+    validate(schedule)
+    assert makespan(schedule, costs) <= authors
+    assert max(peak_in_flight(schedule)) <= 2 * p
 
 
 @pytest.mark.parametrize("m", range(1, 12))
@@ -143,7 +178,7 @@ def test_orders_for_real_costs_are_never_behind_the_published_ones(p, m, costs):
     # p=8, m=32, messages of .1 of a full stage's F; fused 1F1B takes 123.8 and ZB-H1 105.8.
     [
         *(("hanayo-fused", 2, 117.2, 114.0), ("hanayo-fused", 4, 124.5, 113.45)),
-        *(("hanayo", 2, 113.5, 103.2), ("hanayo", 4, 125.1, 103.1)),
+        *(("hanayo", 2, 113.5, 102.8), ("hanayo", 4, 125.1, 103.1)),
         ("hanayo-fused", 8, 139.3, 122.95),
     ],
 )
@@ -161,7 +196,7 @@ def test_waves_take_the_time_of_messages_into_account(name, chunks, published, r
         # At the same memory the search over all blocks finds 61.1, 67.7 and 44.5.
         *(("v-half", 8, 16, 0.1, 62.7, 61.1), ("v-min", 8, 16, 0.1, 71.9, 67.3)),
         *(("v-half", 6, 12, 0.1, 45.9, 44.5), ("v-min", 5, 10, 0.2, 48.7, 40.6)),
-        *(("v-min", 2, 6, 0.2, 19.5, 19.1), ("zb-v", 5, 10, 0.1, 34.0, 33.8)),
+        *(("v-min", 2, 6, 0.2, 19.5, 19.1), ("zb-v", 5, 10, 0.1, 34.0, 33.6)),
     ],
 )
 def test_v_blocks_take_the_time_of_messages_into_account(name, p, m, message, published, reordered):

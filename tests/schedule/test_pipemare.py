@@ -151,7 +151,6 @@ SMALL = ["--stages", "2", "--microbatches", "2"]
         (["pipemare", *SMALL, "--chunks", "2"], "--chunks 2 does not fit 'pipemare': each of its"),
         (["pipemare", *SMALL, "--group", "2"], "--group 2 does not fit"),
         (["pipemare", *SMALL, "--costs", "1,2,1"], "--costs 1,2,1 does not fit"),
-        (["pipemare", *SMALL, "--layers-per-chunk", "2"], "--layers-per-chunk 2 does not fit"),
         (["pipemare", *SMALL, "--memory-limit", "2"], "--memory-limit 2.0 does not fit"),
         (["1f1b", *SMALL, "--recompute-segment", "2"], "does not fit '1f1b': segments are for"),
         (
@@ -189,7 +188,7 @@ def test_the_other_formats_show_a_few_minibatches_like_any_schedule(
     shown = json.loads(capsys.readouterr().out)
     # Four minibatches: the pipeline is full from the 4th of their 12 microbatches on.
     assert (shown["schedule"], shown["microbatches"]) == (name, 12)
-    assert shown["lock_step"]["bubble_ratio"] > 0
+    assert shown["device"]["bubble_ratio"] > 0
     assert len(shown["actions"][0]) == 12 * (4 if segment else 3)
 
 
@@ -259,7 +258,7 @@ def costs_of(*shares: float, message: float = 0.0) -> list[Costs]:
     return [Costs(share, 1.2 * share, 0.8 * share, message) for share in shares]
 
 
-def lock_step_share(steady: SteadyState, costs: list[Costs], ticks: range) -> float:
+def share_by_hand(steady: SteadyState, costs: list[Costs], ticks: range) -> float:
     """What a program does that exchanges messages after every tick, played tick by tick."""
     busy = elapsed = 0.0
     for tick in ticks:
@@ -292,7 +291,7 @@ def test_a_full_pipeline_works_as_much_as_its_slowest_stage_lets_it(costs, segme
     segment = segment and min(segment, len(costs))
     steady = SteadyState(len(costs), 3, recompute_segment=segment)
     full = range(steady.drain_ticks, steady.drain_ticks + 6)
-    expected = lock_step_share(steady, costs, full)
+    expected = share_by_hand(steady, costs, full)
     assert steady.full_utilization(costs) == pytest.approx(expected, rel=1e-12)
     # A run of k minibatches takes 2P-1 ticks more than they have.
     assert steady.utilization(5, costs) == pytest.approx(expected * 15 / (15 + full.start))

@@ -11,15 +11,15 @@ from counted_updates import counted_rows
 
 from jaxpipe.schedule.actions import Action, Kind, Schedule
 from jaxpipe.schedule.check.validate import ScheduleError, validate
+from jaxpipe.schedule.device_clock import device_clock
 from jaxpipe.schedule.formats.csv_format import write_csv
 from jaxpipe.schedule.formats.json_format import from_json, to_json
 from jaxpipe.schedule.generators.pipemare import ASYNCHRONOUS_METHODS, SteadyState
 from jaxpipe.schedule.lowering.lower import lower
 from jaxpipe.schedule.lowering.steady_rows import SteadyRows, steady_schedule
 from jaxpipe.schedule.lowering.table import NONE, Row
-from jaxpipe.schedule.search.slices import slice_ticks
 from jaxpipe.schedule.show import draw
-from jaxpipe.schedule.simulate import Costs, lock_step, simulate
+from jaxpipe.schedule.simulate import Costs, simulate
 
 CASES = [
     (P, N, method, segment, fused)
@@ -35,8 +35,7 @@ MINIBATCHES = 9
 
 def build(P, N, method, segment, fused) -> tuple[SteadyState, Schedule]:
     steady = SteadyState(P, N, method, segment)
-    counts = [1 + d % 3 for d in range(P)]
-    return steady, steady_schedule(steady, MINIBATCHES, layer_counts=counts, fused=fused)
+    return steady, steady_schedule(steady, MINIBATCHES, fused=fused)
 
 
 def rows_of(steady: SteadyState, schedule: Schedule, num_ticks: int, *, fused: bool) -> Row:
@@ -61,9 +60,9 @@ def test_the_source_of_rows_is_the_lowered_table_tick_by_tick(P, N, method, segm
     assert found.cells.keys() == expected.cells.keys()
     for kind, cell in expected.cells.items():
         own = found.cells[kind]
-        equal(own.hi, cell.hi)
-        runs = cell.lo < cell.hi
-        for name in ("lo", "pauses", "chunk", "microbatch", "inbox", "weights", "fresh"):
+        equal(own.layers, cell.layers)
+        runs = cell.layers > 0
+        for name in ("chunk", "microbatch", "inbox", "weights", "fresh"):
             value = np.broadcast_to(getattr(own, name), runs.shape)
             np.testing.assert_array_equal(value[runs], getattr(cell, name)[runs], err_msg=name)
     assert len(found.arrivals) == len(expected.arrivals)
@@ -95,8 +94,8 @@ def stays(cells: dict, columns: dict, stage: int) -> dict[int, tuple[int, int, s
     found: dict[int, tuple[list[int], set[int]]] = {}
     for kind, column in columns.items():
         cell = cells[kind]
-        for t in np.flatnonzero((cell.lo < cell.hi)[:, stage]):
-            slot = np.broadcast_to(column, cell.hi.shape)[t, stage]
+        for t in np.flatnonzero((cell.layers > 0)[:, stage]):
+            slot = np.broadcast_to(column, cell.layers.shape)[t, stage]
             ticks, slots = found.setdefault(int(cell.microbatch[t, stage]), ([], set()))
             ticks.append(int(t))
             slots.add(int(slot))
@@ -135,7 +134,7 @@ def test_the_steady_state_is_validated_simulated_and_drawn(P, N, method, segment
     validate(schedule)
     costs = Costs(1, 1.5, 0.5)
     tick = costs.b + costs.w + costs.f * (1 if segment is None else 2)
-    timeline = lock_step(schedule, costs)
+    timeline = device_clock(schedule, costs)
     work = tick * MINIBATCHES * N
     assert timeline.bubble_ratio == pytest.approx(1 - work / timeline.makespan)
     # Ticks in which the pipeline fills or drains are at most as long as the others.
@@ -150,21 +149,27 @@ def test_a_broken_steady_state_is_refused():
     late = [action for action in schedule.orders[1] if action.kind is not Kind.R]
     orders = (schedule.orders[0], tuple(late), schedule.orders[2])
     with pytest.raises(ScheduleError, match="1R0 is missing from stage 1"):
-        validate(dataclasses.replace(schedule, orders=orders, slices=None))
+        validate(dataclasses.replace(schedule, orders=orders))
     own = list(schedule.orders[1])
     again, back = own.index(Action(1, Kind.R, 0)), own.index(Action(1, Kind.B, 0))
     own[again], own[back] = own[back], own[again]
     swapped = (schedule.orders[0], tuple(own), schedule.orders[2])
     with pytest.raises(ScheduleError, match="1B0 on stage 1 comes before its own R"):
-        validate(dataclasses.replace(schedule, orders=swapped, slices=None))
+        validate(dataclasses.replace(schedule, orders=swapped))
     with pytest.raises(ScheduleError, match="no segments"):
         validate(dataclasses.replace(schedule, several=None))
 
 
-def test_a_schedule_of_minibatches_survives_json_and_is_not_cut_or_written_as_csv():
+def test_a_schedule_of_minibatches_survives_json_and_is_not_written_as_csv():
     _, schedule = build(3, 2, "pipedream", 2, True)
     assert from_json(to_json(schedule)) == schedule
-    with pytest.raises(ValueError, match="ticks of its own"):
-        slice_ticks(schedule, Costs(1, 1, 1), [1, 2, 3])
+    rows = zip(schedule.ticks, schedule.orders, strict=True)
+    former = [" ".join(f"{t}:{a}[0:1]" for t, a in zip(*row, strict=True)) for row in rows]
+    data = to_json(schedule) | {"slices": former}
+    del data["ticks"]
+    assert from_json(data) == schedule
+    early = (schedule.ticks[0][:-1] + schedule.ticks[0][-2:-1], *schedule.ticks[1:])
+    with pytest.raises(ScheduleError, match="runs too early, in tick"):
+        validate(dataclasses.replace(schedule, ticks=early))
     with pytest.raises(ValueError, match="recomputes, which PyTorch's CSV cannot say"):
         write_csv(schedule)

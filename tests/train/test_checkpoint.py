@@ -99,3 +99,4 @@ def test_changes_are_said():
     found = checkpoint.changes(saved, other)
     assert found == ["mesh.stage 4 -> 2", "train.seed 0 -> 1"]
     assert checkpoint.changes(saved, Config()) == []
+    assert "task gpt -> bert" in checkpoint.changes(saved, Config(task="bert"))

@@ -47,6 +47,10 @@ RULES = [
         "model.num_layers=1 cannot fill mesh.stage=2 x pipeline.chunks=1: each of the 2 chunks "
         "needs a layer. Nearest valid: model.num_layers=2 or mesh.stage=1.",
     ),
+    (
+        {"model.num_layers": 10**9, "pipeline.schedule": "auto"},
+        "model.num_layers=1000000000 makes 1000000000 layers. Nearest valid: at most 10000 layers.",
+    ),
     ({"model.num_heads": 3}, "model.num_heads=3 must divide model.width=128. Nearest valid: 2, 4"),
     ({"model.dropout": 1.0}, "model.dropout=1.0"),
     (
@@ -250,6 +254,15 @@ RULES = [
     ),
     ({"optimizer.peak_lr": 0.0}, "optimizer.peak_lr=0.0 must be above 0."),
     ({"optimizer.peak_lr": float("nan")}, "optimizer.peak_lr=nan must be above 0."),
+    (
+        {"data.mix": {"data/code": math.nan}},
+        "data.mix.data/code=nan must be at least 1e-06 and at most 1000000.0. Nearest valid: 1e-06",
+    ),
+    ({"data.mix": {"a": math.inf}}, "data.mix.a=inf must be at least 1e-06 and at most 1000000.0"),
+    ({"data.mix": {"a": 0.0}}, "data.mix.a=0.0 must be at least 1e-06"),
+    ({"data.mix": {"a": -1.0}}, "data.mix.a=-1.0 must be at least 1e-06"),
+    ({"data.mix": {"a": 1e300}}, "data.mix.a=1e+300 must be at least 1e-06"),
+    ({"train.steps": 10**4000}, "and at most 9223372036854775807. Nearest valid: 9223372036854775"),
     ({"optimizer.beta2": 1.0}, "optimizer.beta2=1.0 must be at least 0 and below 1."),
 ]
 

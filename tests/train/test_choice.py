@@ -12,9 +12,10 @@ import pytest
 from rich.console import Console
 from tiny_tasks import TINY
 
+from jaxpipe.schedule.device_clock import device_clock
 from jaxpipe.schedule.formats.json_format import to_json
 from jaxpipe.schedule.partition import chunk_costs
-from jaxpipe.schedule.simulate import Costs, lock_step
+from jaxpipe.schedule.simulate import Costs
 from train import choice, configured, distributed, start, step
 from train.choice import Choice
 from train.command_line import load_yaml
@@ -48,7 +49,7 @@ def _choice(config):
     chunks = configured.order(config).placement.num_virtual_stages
     layers = config.model.num_layers
     counts = (layers // chunks,) * chunks
-    return Choice(configured.build(config, counts), counts, (1.0,) * sum(counts))
+    return Choice(configured.order(config), counts, (1.0,) * sum(counts))
 
 
 @pytest.fixture
@@ -66,9 +67,9 @@ def recorded(path):
 def test_the_first_command_trains_with_little_bubble():
     config = Config(**load_yaml(Path("configs/gpt-tiny.yaml")))
     schedule = configured.order(config)
-    timeline = lock_step(schedule, chunk_costs(configured.costs(config), [1.0] * 8, [2] * 4))
-    assert schedule.layer_counts == (2, 2, 2, 2)
-    assert timeline.bubble_ratio <= 0.12
+    chunks = schedule.placement.num_virtual_stages
+    costs = chunk_costs(configured.costs(config), [1.0] * 8, [8 // chunks] * chunks)
+    assert device_clock(schedule, costs).bubble_ratio <= 0.12
 
 
 def test_auto_places_a_models_layers_unless_they_are_placed():
@@ -79,7 +80,6 @@ def test_auto_places_a_models_layers_unless_they_are_placed():
 
 
 def test_a_choice_is_read_as_it_was_written(path, recorded):
-    assert recorded.schedule.slices is not None
     assert choice.read(path, _config()) == recorded
     assert [each.name for each in path.parent.iterdir()] == [path.name]
 
@@ -111,7 +111,6 @@ def test_a_setting_that_does_not_decide_may_change(path, recorded, other):
         {"pipeline__memory_limit": 1.0},
         {"pipeline__partition": "flops"},
         {"pipeline__stage_memory": 1.0},
-        {"pipeline__slices": False},
         {"pipeline__remat": "full"},
         {"costs__b": 2.0},
         {"costs__message": 0.5},
@@ -144,7 +143,9 @@ def test_a_run_from_before_has_no_record(path):
     assert choice.read(path, _config()) is None
 
 
-@pytest.mark.parametrize("kind", ["missing", "whole", "damaged", "of other settings", "a folder"])
+@pytest.mark.parametrize(
+    "kind", ["missing", "whole", "damaged", "nested", "of other settings", "a folder"]
+)
 def test_a_resume_says_what_it_does_with_the_record(path, recorded, kind):
     if kind == "damaged":
         path.write_text(path.read_text()[:-100])
@@ -154,13 +155,17 @@ def test_a_resume_says_what_it_does_with_the_record(path, recorded, kind):
         choice.write(path, _config(costs__b=2.0), recorded)
     if kind == "a folder":
         path.mkdir()
+    if kind == "nested":
+        path.write_text("[" * 10**5)
     said = io.StringIO()
     found = start.recorded_choice(path, _config(), Console(file=said))
     assert found == (recorded if kind == "whole" else None)
+    anew = f"{path} cannot be used, and the schedule is chosen anew: "
     lines = {
         "whole": f"schedule and partition as recorded in {path}\n",
-        "damaged": f"{path} cannot be used, and the schedule is chosen anew: it is not a record: ",
-        "a folder": f"{path} cannot be used, and the schedule is chosen anew: [Errno 21] Is a dir",
+        "damaged": f"{anew}it is not a record: ",
+        "nested": f"{anew}it is not a record: it nests too deeply",
+        "a folder": f"{anew}[Errno 22] it is no regular file",
     }
     assert said.getvalue().startswith(lines.get(kind, ""))
     assert said.getvalue().count("\n") == (kind in lines)
@@ -233,17 +238,17 @@ def test_an_edited_schedule_of_a_users_own_is_read_anew(path, tmp_path):
 def test_a_program_keeps_what_was_recorded(monkeypatch):
     """Whatever a newer version would find or measure."""
     config = _config(pipeline__partition="1,1,1,1")
-    sliced = _choice(config)
-    other = Choice(configured.order(_config(pipeline__schedule="zb-v")), (1, 1, 1, 1), (1.0,) * 4)
-    assert other.schedule.orders != sliced.schedule.orders
+    found = _choice(config)
+    other = Choice(configured.order(_config(pipeline__schedule="v-min")), (1, 1, 1, 1), (1.0,) * 4)
+    assert other.schedule.orders != found.schedule.orders
 
     def fail(*args, **options):
         raise AssertionError("searched again")
 
-    monkeypatch.setattr(configured, "build", fail)
     monkeypatch.setattr(configured, "order", fail)
     monkeypatch.setattr(step, "layer_costs", fail)
-    for kept in (sliced, other):
+    monkeypatch.setattr(step, "end_costs", fail)
+    for kept in (found, other):
         setup = Setup(config, kept)
         assert setup.choice == kept
         assert setup.pipe.table.schedule == kept.schedule
@@ -264,6 +269,7 @@ def test_a_measured_partition_is_not_measured_again(monkeypatch, path):
         return [Costs(cost, cost, cost) for cost in costs]
 
     monkeypatch.setattr(step, "layer_costs", measure)
+    monkeypatch.setattr(step, "end_costs", lambda *_, measure: (0.0, 0.0))
     first = Setup(config)
     assert first.layer_counts == (1, 3)
     assert first.layer_costs == (27.0, 3.0, 3.0, 3.0)
@@ -274,8 +280,7 @@ def test_a_measured_partition_is_not_measured_again(monkeypatch, path):
 
 
 def test_all_processes_use_the_choice_of_the_first(monkeypatch):
-    config = _config(pipeline__slices=False)
-    first = _choice(_config(pipeline__schedule="zb-v", pipeline__slices=False))
+    config, first = _config(), _choice(_config(pipeline__schedule="zb-v"))
     monkeypatch.setattr(distributed, "from_first", lambda make: first.to_json())
     assert Setup(config).schedule == first.schedule
 

@@ -1,5 +1,6 @@
 """The configuration: strict names and types, all failures at once, the command line wins."""
 
+import contextlib
 import doctest
 import re
 from pathlib import Path
@@ -10,6 +11,14 @@ import yaml
 from train import command_line, config, errors, tasks
 
 TOP = Path(__file__).resolve().parents[2]
+
+TAGS = [name for name in yaml.SafeLoader.yaml_constructors if name is not None]
+
+
+def _aliases(content):
+    """A bomb: every entry holds the one before it several times."""
+    entries = (f"e{n}: &e{n} {content.format(f'*e{n - 1}, ' * 9)}\n" for n in range(1, 9))
+    return "".join(["e0: &e0 {a: 1}\n", *entries])
 
 
 def _write(tmp_path, text):
@@ -81,6 +90,9 @@ def test_numbers_as_people_write_them(tmp_path, number):
         ("mesh: {data: two}", "mesh.data='two' in {path}: must be an integer."),
         ("train: {steps: 1.5}", "train.steps=1.5 in {path}: must be an integer."),
         ("train: {steps: true}", "train.steps=True in {path}: must be an integer."),
+        ("train: {steps: 1:30}", "train.steps='1:30' in {path}: must be an integer."),
+        ("train: {steps: 010}", "train.steps='010' in {path}: must be an integer."),
+        ("optimizer: {peak_lr: 1:30.5}", "optimizer.peak_lr='1:30.5' in {path}: must be a number."),
         ("optimizer: {peak_lr: fast}", "optimizer.peak_lr='fast' in {path}: must be a number."),
         ("model: {tied: 1}", "model.tied=1 in {path}: must be true or false."),
         ("run_dir: 5", "run_dir=5 in {path}: must be text."),
@@ -118,13 +130,36 @@ def test_all_failures_of_a_file_at_once(tmp_path):
         ("? [a, b]\n: 3", "cannot be read as YAML"),
         ("~: 2", "a key must be text, such as 'mesh'"),
         ("mesh: {1: 2}", "a key must be text, such as 'mesh'"),
+        (_aliases("[{}]"), "has more than 100000 characters, with all that its aliases stand for."),
+        (_aliases("{{<<: [{}]}}"), "has more than 100000 characters"),
+        (f"run_dir: a  # {'#' * 100_000}", "has more than 100000 characters"),
+        ("mesh: &a {data: *a}", "cannot be read as YAML: it nests too deeply."),
+        (f"train: {{steps: {'9' * 5000}}}", r"'9+\.\.\.9+' is no int"),
+        (f"train: {{steps: 0x{'f' * 5000}}}", r"'0xf+\.\.\.f+' is no int"),
+        (f"run_dir: *{'a' * 5000}", r"undefined alias 'a+\.\.\.a+'"),
         ("[" * 3000 + "]" * 3000, "cannot be read as YAML: it nests too deeply."),
     ],
 )
 def test_files_that_are_not_a_configuration(tmp_path, text, expected):
     path = _write(tmp_path, text)
-    with pytest.raises(errors.ConfigError, match=f"(?s)--config={path} .*{expected}"):
+    with pytest.raises(errors.ConfigError, match=f"(?s)--config={path} .*{expected}") as error:
         command_line.parse(["--config", str(path)])
+    assert len(str(error.value)) < 1000
+
+
+@pytest.mark.parametrize("tag", [name.rpartition(":")[2] for name in TAGS])
+def test_no_tag_ends_in_a_traceback(tmp_path, tag):
+    contents = ("abc", "", "1:9", "2026-11-31", "0x", "_", "\u00e9", "[a]", "{a: 1}", "{? [a] : 1}")
+    for content in contents:
+        for form in ("run_dir: !!{} {}", "data: {{mix: {{a: !!{} {} }}}}", "? !!{} {}\n: 1"):
+            path = _write(tmp_path, form.format(tag, content))
+            with contextlib.suppress(errors.ConfigError):
+                command_line.validate(command_line.load_yaml(path), source="a")
+
+
+def test_a_date_is_text(tmp_path):
+    path = _write(tmp_path, "run_dir: 2026-11-31")
+    assert command_line.parse(["--config", str(path)]).config.run_dir == "2026-11-31"
 
 
 def test_sections_may_be_merged(tmp_path):
@@ -202,13 +237,16 @@ OLDER = {
         ({"task": "gpt", "model": {"width": 8}}, {"task": "gpt", "model": {"width": 8}}),
         ({"model": {"width": 8}, "bert": {"width": 9}}, {"model": {"width": 8}}),
         ({"task": "resnet", "model": {"depth": 14}}, {"task": "resnet", "model": {"depth": 14}}),
+        # When actions could be cut into slices.
+        ({"pipeline": {"slices": True, "chunks": 2}}, {"pipeline": {"chunks": 2}}),
     ],
 )
-def test_files_of_older_versions_with_a_section_per_family(tmp_path, raw, expected):
+def test_files_of_older_versions(tmp_path, capsys, raw, expected):
     assert config.upgraded(raw) == expected
     found = command_line.parse(["--config", str(_write(tmp_path, yaml.safe_dump(raw)))])
     assert found.failures == ()
     assert found.config == config.Config(**expected)
+    assert ("pipeline.slices" in capsys.readouterr().err) == ("slices" in raw.get("pipeline", {}))
 
 
 def test_wrong_names_in_the_section_of_an_older_file(tmp_path):
@@ -219,11 +257,13 @@ def test_wrong_names_in_the_section_of_an_older_file(tmp_path):
 
 def test_options_of_older_versions_are_refused_with_their_new_names():
     options = ["--task", "resnet", "--resnet.num-classes", "3", "--resnet.depth=8"]
+    options += ["--pipeline.no-slices"]
     with pytest.raises(errors.ConfigError) as error:
         command_line.parse(options)
     assert str(error.value).splitlines() == [
         "--resnet.num-classes has another name now: --model.num-classes.",
         "--resnet.depth=8 has another name now: --model.depth=8.",
+        "--pipeline.no-slices is no option any more: actions always run whole. Leave it out.",
     ]
 
 

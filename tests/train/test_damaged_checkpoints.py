@@ -1,6 +1,7 @@
 """Damaged checkpoints: all damage is found, nothing is deleted, and the run goes on."""
 
 import json
+import os
 import random
 import shutil
 
@@ -11,6 +12,9 @@ import pytest
 from jaxpipe.checkpoint import checksums
 from train import checkpoint
 from train.checkpoint import checkpoints_in, none_whole
+from train.data import stream
+from train.data.text import Windows
+from train.errors import ConfigError
 from train.step import TrainState
 
 LOSSES = {1: 2.0, 2: 3.0}
@@ -87,6 +91,8 @@ DAMAGE = {
     "missing": lambda path: path.unlink(),
     "a folder": lambda path: (path.unlink(), path.mkdir()),
     "a link to itself": lambda path: (path.unlink(), path.symlink_to(path)),
+    "a device": lambda path: (path.unlink(), path.symlink_to("/dev/zero")),
+    "without end": lambda path: os.truncate(path, 1 << 40),
 }
 damages = pytest.mark.parametrize("damage", DAMAGE.values(), ids=DAMAGE.keys())
 
@@ -212,6 +218,76 @@ def test_what_is_no_checkpoint_is_skipped(folder, make, reason):
         _save(checkpoints, 3)
     assert (folder / "3.damaged").exists()
     _assert_restores(folder, 3)
+
+
+def test_a_copy_of_another_step_is_skipped(folder):
+    shutil.rmtree(folder / "2")
+    shutil.copytree(folder / "1", folder / "2")
+    with checkpoints_in(folder, keep=1) as checkpoints:
+        assert checkpoints.latest == 1
+        (note,) = checkpoints.found.notes()
+    assert note.startswith("skipping checkpoint 2: its files are those of step 1, under another")
+    assert (folder / "2.damaged").is_dir()
+
+
+def test_no_name_in_a_checkpoint_commands_the_terminal(folder):
+    path = folder / "2" / checksums.FILE
+    record = json.loads(path.read_text())
+    record["files"]["data/\x1b[31mred"] = [0, 0]
+    path.write_text(json.dumps(record))
+    (note,) = checkpoints_in(folder, read_only=True).found.notes()
+    assert r"data/\x1b[31mred is missing" in note
+    assert note.isprintable()
+
+
+def test_checksums_without_step_and_sizes_are_of_an_older_version(folder):
+    path = folder / "2" / checksums.FILE
+    sums = {name: value[0] for name, value in json.loads(path.read_text())["files"].items()}
+    path.write_text(json.dumps(sums))
+    _assert_restores(folder, 2)
+    assert _latest(folder) == 2
+    _flip(folder / "2" / "data" / "metadata", 9)
+    assert _latest(folder) == 1
+
+
+_RUN = {"config": {"task": "gpt"}, "data_sha256": "a"}
+_CONFIGS = 3, {}, {"task": "gpt", "mesh": 3}
+FOREIGN = [
+    *((name, text) for name in ("run", "data") for text in ("null", "3", "[]", "[" * 10**5)),
+    *(("run", json.dumps(_RUN | {"config": config})) for config in _CONFIGS),
+    ("run", json.dumps(_RUN | {"in_flight": 3})),
+    ("run", json.dumps({"config": _RUN["config"]})),
+    *(("data", json.dumps({"next_index": n})) for n in (1.5, "2", -1, True, None, 10**30)),
+    ("data", "{}"),
+    *(("state", text) for text in ("null", "{}", '{"tree_metadata": {"x": 3}}')),
+]
+
+
+def _resume(folder, item, text):
+    """Continues checkpoint 2 with another text in one of its files, and the right checksums."""
+    (folder / "2" / "run" / "metadata").write_text(json.dumps(_RUN))
+    (folder / "2" / item / ("_METADATA" if item == "state" else "metadata")).write_text(text)
+    (folder / "2" / checksums.FILE).unlink()
+    checksums.write(folder / "2", 2)
+    checkpoints = checkpoints_in(folder, read_only=True)
+    assert checkpoints.latest == 2
+    checkpoint.description(checkpoints, 2)
+    _, position = checkpoint.restore(checkpoints, 2, _state(0))
+    batches = stream.batches(Windows(np.arange(90), 4), batch_size=2, seed=0)
+    with checkpoint.readable(2):
+        stream.continue_at(batches, position)
+
+
+@pytest.mark.parametrize(("item", "text"), FOREIGN, ids=[f"{a}-{b[:30]}" for a, b in FOREIGN])
+def test_what_no_run_has_written_is_one_line_whatever_its_checksum(folder, item, text):
+    (folder / "2" / "data" / "metadata").write_text('{"next_index": 2}')
+    with pytest.raises(ConfigError, match=r"checkpoint \S*2 cannot be read .* backup") as caught:
+        _resume(folder, item, text)
+    assert "\n" not in str(caught.value)
+
+
+def test_what_a_run_has_written_is_read(folder):
+    _resume(folder, "data", '{"next_index": 7}')
 
 
 def test_a_link_to_nowhere_is_not_replaced(folder):

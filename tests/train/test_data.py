@@ -124,6 +124,17 @@ def test_resume_is_exact_and_survives_json():
     np.testing.assert_array_equal(_take(part, 9), [batch[[2]] for batch in expected])
 
 
+@pytest.mark.parametrize("number", [1.5, -1, "1", True, None, [1]])
+def test_a_position_that_is_no_number_of_batches_is_refused(number):
+    batches = stream.batches(text.Windows(np.arange(100), 4), batch_size=2, seed=0)
+    (name,) = batches.get_state()
+    for position in ({name: number}, {name: 1, "other": 2}, {}, [], None):
+        with pytest.raises(ValueError, match=r"the position in the data is"):
+            stream.continue_at(batches, position)
+    stream.continue_at(batches, {name: 3})
+    assert batches.get_state() == {name: 3}
+
+
 def test_resume_reads_nothing_before_its_position():
     class Counting(np.ndarray):
         reads = 0

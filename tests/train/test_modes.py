@@ -22,7 +22,7 @@ def config(task: str, *, asynchronous: dict, schedule: str = "pipemare", **model
         task=task,
         model=(GPT if task == "gpt" else TINY[task]) | model,
         mesh={"stage": 2, "data": 2},
-        pipeline={"schedule": schedule, "microbatches": 2, "slices": False},
+        pipeline={"schedule": schedule, "microbatches": 2},
         # So loose that it does not matter which norms a stage knows.
         optimizer={"clip_norm": 1e9, "warmup_steps": 0, "weight_decay": 0.5},
         asynchronous=asynchronous,

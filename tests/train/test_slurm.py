@@ -11,7 +11,15 @@ SCRIPT = Path(__file__).resolve().parents[2] / "configs" / "slurm.sh"
 
 @pytest.mark.parametrize(
     ("status", "restarts", "is_queued"),
-    [(0, 0, False), (75, 0, True), (137, 3, True), (75, 10, False), (1, 1, False), (2, 0, False)],
+    [
+        (0, 0, False),
+        (75, 0, True),
+        (70, 0, True),
+        (137, 3, True),
+        (75, 10, False),
+        (1, 1, False),
+        (2, 0, False),
+    ],
 )
 def test_what_follows_a_status(tmp_path, status, restarts, is_queued):
     for name in ("srun", "scontrol"):

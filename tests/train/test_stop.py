@@ -6,10 +6,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+import limits
 import pytest
 
 ROOT = Path(__file__).parents[2]
-SECONDS = 60
 
 # As XLA does where other devices never come, it waits for a lock and lets no handler run.
 BLOCKED = """
@@ -70,7 +70,7 @@ def _start(code: str, line: str) -> subprocess.Popen[str]:
 
 def _finish(process: subprocess.Popen[str]) -> tuple[str, str]:
     try:
-        return process.communicate(timeout=SECONDS)
+        return process.communicate(timeout=limits.hang())
     except subprocess.TimeoutExpired:
         process.kill()
         process.communicate()
@@ -86,8 +86,17 @@ def test_a_blocked_process_ends_after_the_grace_time(number):
     assert "error: a request to stop has been blocked for 0 s" in error
 
 
+def test_a_blocked_process_ends_also_if_nobody_reads_its_errors():
+    process = _start(BLOCKED.format(grace=0.2), "blocked")
+    process.stderr.close()
+    process.send_signal(signal.SIGTERM)
+    process.stderr = None
+    _finish(process)
+    assert process.returncode == 128 + signal.SIGTERM
+
+
 def test_a_second_signal_ends_a_blocked_process_at_once():
-    process = _start(BLOCKED.format(grace=10 * SECONDS), "blocked")
+    process = _start(BLOCKED.format(grace=10 * limits.hang()), "blocked")
     # Two of the same kind may arrive as one.
     process.send_signal(signal.SIGTERM)
     process.send_signal(signal.SIGINT)

@@ -1,27 +1,67 @@
 """What a run finds around it: its folder, processes, devices and records of earlier parts."""
 
 import errno
+import io
 import json
 import os
 
 import jax
 import pytest
+from rich.console import Console
 
-from train import checks, command_line, distributed, errors, run_folder, train
-from train.metrics import truncate
+from train import checks, command_line, distributed, errors, progress, run_folder, train
+from train.metrics import say, truncate
+from train.run_lock import LOCK_FILE
 
 
 def _messages(config, **options):
     return [failure.message for failure in checks.check(config, **options)]
 
 
-@pytest.mark.parametrize("name", [run_folder.CHECKPOINTS, run_folder.TENSORBOARD])
-def test_a_file_in_place_of_a_folder_ends_no_resume_in_a_traceback(make, tmp_path, name):
-    run = tmp_path / "run"
+FOLDERS = run_folder.CHECKPOINTS, run_folder.TENSORBOARD
+MISPLACED = {
+    "a file": lambda path: path.touch(),
+    "a folder": lambda path: path.mkdir(),
+    "something else, such as a broken link": lambda path: path.symlink_to("nowhere"),
+    "something else": lambda path: path.symlink_to("/dev/zero"),
+}
+
+
+@pytest.mark.parametrize("kind", MISPLACED)
+@pytest.mark.parametrize("name", [*run_folder.FILES, LOCK_FILE, "sample.txt"])
+def test_what_stands_in_the_place_of_a_file_or_folder_is_said(make, tmp_path, name, kind):
+    run, wanted = tmp_path / "run", "a folder" if name in FOLDERS else "a file"
     run.mkdir()
-    (run / name).touch()
-    (failure,) = checks.check(make(), resume=True)
-    assert f"{run / name} must be a folder, and is a file." in failure.message
+    MISPLACED[kind](run / name)
+    for resume in (True, False) if kind != wanted else ():
+        (failure,) = checks.check(make(), resume=resume)
+        assert f"{run / name} must be {wanted}, and is {kind}" in failure.message
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        *("null", "[]", "[" * 10**5, '{"saved": "3"}', '{"saved": [1]}', '{"saved": 1.5}'),
+        '{"failed_step": "9", "failed_config": {}}',
+        '{"failed_step": 9, "failed_config": 3}',
+        '{"failed_step": 9, "failed_config": {"mesh": 3}}',
+        '{"failed_step": 9, "failed_config": {}, "failed_because": {}}',
+    ],
+)
+def test_progress_that_no_run_has_written_says_nothing(make, tmp_path, text):
+    (tmp_path / run_folder.PROGRESS_FILE).write_text(text)
+    assert progress.lost(tmp_path) == []
+    assert progress.would_fail_again(tmp_path, make(), step=3) == []
+    progress.note_saved(tmp_path, 7)
+    assert progress.read(tmp_path).saved == 7
+
+
+def test_nothing_that_is_said_commands_the_terminal():
+    file = io.StringIO()
+    say(Console(file=file), "in use by \x1b]0;title\x07\nnode")
+    error = errors.ConfigError([errors.Failure("\x1b[2Jx")])
+    assert [one.message for one in error.failures] == [str(error)] == [r"\x1b[2Jx"]
+    assert file.getvalue() == "in use by \\x1b]0;title\\x07\nnode\n"
 
 
 def test_a_launchers_variable_that_is_no_number_is_named(make):
@@ -37,6 +77,27 @@ def test_ctrl_c_before_training_ends_in_one_line(monkeypatch, capsys):
     monkeypatch.setattr(command_line, "parse", interrupt)
     assert train.main([]) == 130
     assert capsys.readouterr().err.count("\n") == 1
+
+
+def test_an_error_that_nothing_explains_has_a_status_of_its_own(monkeypatch, capsys):
+    def fail(arguments):
+        raise RuntimeError("a bug")
+
+    monkeypatch.setattr(command_line, "parse", fail)
+    assert train.main([]) == 70
+    assert capsys.readouterr().err.endswith("RuntimeError: a bug\n")
+
+
+@pytest.mark.parametrize("pair", [os.pipe, os.openpty])
+@pytest.mark.parametrize("buffering", [-1, 1])
+def test_a_reader_that_goes_away_ends_nothing(pair, buffering):
+    reader, writer = pair()
+    with open(writer, "w", buffering=buffering) as file, train.lasting(file) as stream:
+        print("first", file=stream, flush=True)
+        assert os.read(reader, 5) == b"first"
+        os.close(reader)
+        for text in ("second", "third" * 10_000):
+            print(text, file=stream, flush=True)
 
 
 @pytest.mark.parametrize("name", [*run_folder.FILES, "sample.txt", "translations.tsv"])
@@ -63,6 +124,7 @@ def test_a_run_folder_that_cannot_be_written(make, tmp_path):
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EROFS, errno.EDQUOT])
 def test_a_full_disk_is_noticed_by_trying(make, tmp_path, monkeypatch, number):
     def refuse(file):
+        assert os.listdir(tmp_path / "run") == []  # a killed process leaves nothing
         raise OSError(number, os.strerror(number))
 
     monkeypatch.setattr(run_folder.os, "fsync", refuse)
@@ -122,6 +184,19 @@ def test_devices_are_shared_evenly(make):
     slurm = {"SLURM_STEP_NUM_TASKS": "3", "SLURM_PROCID": "0"}
     with pytest.raises(errors.ConfigError, match=r"4 devices cannot .* Nearest valid: 3 or 6"):
         distributed.find_processes(make(), slurm)
+
+
+def test_more_devices_than_processes_may_have_are_refused_before_jax_starts(make):
+    config = make({"mesh.stage": 4, "mesh.data": 1000})
+    slurm = {"SLURM_STEP_NUM_TASKS": "4", "SLURM_PROCID": "0"}
+    with pytest.raises(errors.ConfigError) as error:
+        distributed.find_processes(config, slurm)
+    assert str(error.value) == (
+        "mesh.stage=4 x mesh.data=1000 = 4000 devices are more than 512 for each of "
+        "distributed.num_processes=4. Nearest valid: mesh.stage=2 or mesh.data=512."
+    )
+    flags = {"XLA_FLAGS": "--xla_force_host_platform_device_count=1000"}
+    assert distributed.find_processes(config, slurm | flags).count == 4
 
 
 def test_a_launcher_without_an_address(monkeypatch):

@@ -25,7 +25,7 @@ def config(task: str, **sections) -> Config:
         task=task,
         model=TINY[task],
         mesh={"stage": 2, "data": 2},
-        pipeline={"schedule": "1f1b", "microbatches": 2, "slices": False},
+        pipeline={"schedule": "1f1b", "microbatches": 2},
         optimizer={"clip_norm": 0.05, "warmup_steps": 0, "weight_decay": 0.5},
         train={"batch_size": 8, "steps": 20, "eval_batches": 1},
         **sections,

@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 import grain
 import numpy as np
 
+from jaxpipe.errors import shown
+
 Batch = dict[str, np.ndarray]
 Rows = Sequence[int] | np.ndarray | None
+
+_MOST_BATCHES = 2**53
+"""More than any run draws; grain overflows a little above."""
 
 
 class Examples(Protocol):
@@ -116,6 +121,20 @@ def batches(
     # Reads from memory are far faster than a training step: no reader threads.
     options = grain.ReadOptions(num_threads=0, prefetch_buffer_size=0)
     return iter(numbers.map_with_index(read).to_iter_dataset(options))
+
+
+def continue_at(stream: grain.DatasetIterator[Batch], position: dict[str, Any]) -> None:
+    """Continues batches from what their ``get_state`` returned, which was kept as JSON.
+
+    Raises:
+      ValueError: it is something else.
+    """
+    names = position.keys() if isinstance(position, dict) else None
+    if names != stream.get_state().keys() or not all(
+        type(n) is int and 0 <= n <= _MOST_BATCHES for n in position.values()
+    ):
+        raise ValueError(f"the position in the data is {shown(position)}")
+    stream.set_state(position)
 
 
 def heldout_batches(

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 from tokenizers import Tokenizer
 
+from jaxpipe.files import read_json
 from train.data import folder as prepared
 from train.data import text
 
@@ -139,9 +140,9 @@ def _config_ids(folder: Path) -> dict[str, Any]:
 
 def _json(path: Path) -> dict[str, Any]:
     try:
-        fields = json.loads(path.read_bytes())
+        fields = read_json(path)
     except FileNotFoundError:
         return {}
-    except (OSError, ValueError, RecursionError) as error:
+    except (OSError, ValueError) as error:
         raise ValueError(f"{path} cannot be read: {error}.") from error
     return fields if isinstance(fields, dict) else {}

@@ -15,6 +15,7 @@ from typing import Any
 
 import tyro
 
+from jaxpipe.errors import printable
 from train.command_line import load_yaml, validate
 from train.config import DataConfig
 from train.data.folder import KINDS
@@ -58,7 +59,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         prepare(options)
     except ValueError as error:
-        print(f"error: {error}", file=sys.stderr)
+        print(f"error: {printable(str(error))}", file=sys.stderr)
         return 2
     except OSError as error:
         print(

@@ -16,6 +16,7 @@ from typing import Any, Protocol, TypeVar
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
+from jaxpipe.errors import printable
 from train.data.folder import META_FILE
 
 
@@ -158,7 +159,7 @@ def write_bytes(path: Path, content: bytes) -> None:
 
 def say(console: Console, text: str) -> None:
     """Prints a line as it is, without line breaks inside; brackets are not colours."""
-    console.print(text, soft_wrap=True, markup=False, highlight=False)
+    console.print(printable(text), soft_wrap=True, markup=False, highlight=False)
 
 
 def progress_bar(console: Console) -> Progress:

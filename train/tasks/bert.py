@@ -22,6 +22,7 @@ class BERT(Task):
     )
     fixed = ("num_segments",)
     unit = "tokens"
+    loss_unit = "nats"
     data_kind = "text"
 
     def __init__(self, config: Config) -> None:

@@ -25,6 +25,7 @@ class GPT(Task):
         vocab_size=2048, sequence_length=128, num_layers=8, width=128, num_heads=4
     )
     unit = "tokens"
+    loss_unit = "nats"
     data_options = ("mix", "documents")
     data_kind = "text"
     report_file = "sample.txt"

@@ -37,6 +37,7 @@ class ResNet(Task):
     default = Shape(depth=20, num_classes=10, channels=1)
     depth = ("depth",)
     unit = "images"
+    loss_unit = "nats"
     data_kind = "images"
     units_per_row = 1
 

@@ -27,6 +27,7 @@ class Transformer(Task):
     free = ("dropout", "label_smoothing")
     depth = ("num_encoder_layers", "num_decoder_layers")
     unit = "tokens"
+    loss_unit = "nats"
     data_kind = "translation"
     report_file = "translations.tsv"
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Sequence
-from typing import Any, TypeAlias
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.extend import core
+from jax.extend import core, source_info_util
 
 Env: TypeAlias = dict[Any, Any]
 """Values of a program's variables."""
@@ -159,6 +159,27 @@ def multiplies(eqn: Any) -> bool:
 def gathers(eqn: Any) -> bool:
     """Whether an equation makes an array of the parts that devices have."""
     return eqn.primitive.name == "all_gather"
+
+
+class Collective(NamedTuple):
+    """A collective in a program: its primitive, its mesh axes and where it stands."""
+
+    name: str
+    axes: tuple[str, ...]
+    place: str
+
+
+def collectives(jaxpr: Any, path: tuple[str, ...] = ()) -> Iterator[Collective]:
+    """The collectives of a program, those within its loops, branches and calls included."""
+    for eqn in jaxpr.eqns:
+        name, params = eqn.primitive.name, eqn.params
+        axes = params.get("axes", params.get("axis_name")) or ()
+        axes = (axes,) if isinstance(axes, str) else tuple(a for a in axes if isinstance(a, str))
+        if axes and name not in ("axis_index", "pvary"):
+            within = f", within {' / '.join(path)}" if path else ""
+            yield Collective(name, axes, source_info_util.summarize(eqn.source_info) + within)
+        for inner in core.jaxprs_in_params(params):
+            yield from collectives(inner, (*path, params.get("name", name)))
 
 
 def _is_program(param: Any) -> bool:

@@ -7,18 +7,20 @@ are alike has one kind and pays nothing for the others.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from jaxpipe.runtime.layers.calls import output_shapes
+from jaxpipe.runtime.layers.jaxprs import Collective
 from jaxpipe.runtime.layers.losses import WithLoss, check_layer_loss
 from jaxpipe.runtime.layers.model import Model
 from jaxpipe.runtime.layers.split import Split, split_layer
 from jaxpipe.runtime.trees import describe
 from jaxpipe.runtime.types import Activation, LayerParams, Shapes, States, Tree
+from jaxpipe.schedule.problems import refuse
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,15 +73,18 @@ def sort_layers(
     remat: str = "none",
     loss_scale: float = 1.0,
     early: bool = True,
+    stage_axis: str = "stage",
 ) -> Layers:
     """Follows the activations through all layers and splits each kind once.
 
     Parameters, activation, context (the microbatch's rows and the key) and states are shapes;
-    ``frozen``, a tree for each layer, ``loss_scale`` and ``early`` are as of `split_layer`.
+    ``frozen``, a tree for each layer, ``loss_scale`` and ``early`` are as of `split_layer`;
+    ``stage_axis`` is the mesh's axis of stages.
 
     Raises:
       ValueError: a layer that cannot take what the layer before it returns, or returns what is not
-        floating point; both layers are named, with shapes and dtypes.
+        floating point; both layers are named, with shapes and dtypes. A layer with a collective
+        that must not stand in it.
     """
     seen: dict[Any, int] = {}
     kinds: list[LayerKind] = []
@@ -115,6 +120,7 @@ def sort_layers(
                 loss_scale=loss_scale,
                 early=early,
             )
+            refuse(barred(f"Layer {n}", split.traced.collectives, stage_axis))
             seen[key] = len(kinds)
             kinds.append(LayerKind(len(kinds), n, function, here, number(y, n), split))
         kind_of.append(seen[key])
@@ -144,6 +150,26 @@ def _output(
             "a state must keep its structure, shapes and dtypes."
         )
     return _handed_on(y, n)
+
+
+def barred(name: str, found: Iterable[Collective], stage_axis: str) -> Iterator[str]:
+    """Names the first collective of a function that would wait for devices of other stages.
+
+    Args:
+      name: of the function.
+      found: its collectives.
+    """
+    for collective, axes, place in found:
+        if stage_axis in axes or collective == "ppermute":
+            along = ", ".join(map(repr, axes))
+            yield (
+                f"{name} calls {collective} along {along} ({place}). All stages would have to take "
+                "part in it, and they do not run it at the same time. It may call psum, pmax, "
+                "pmin, all_gather, psum_scatter and all_to_all along axes other than "
+                f"{stage_axis!r}; `Model.embed` and `Model.head_loss` may call any collective if "
+                "`Model.stage_split` is given."
+            )
+            return
 
 
 def _handed_on(y: Any, n: int) -> Activation:

@@ -26,9 +26,20 @@ class Model:
     An activation ``x`` is an array or a tree of arrays, all floating point. A layer returns what it
     does not touch as it came: in this way an encoder's output travels past every decoder layer.
 
+    Stages run layers at different times. With ``stage_split`` they all compute embed, head and
+    output together; without, the stages of the first and the last layer compute them alone, and no
+    stage waits for others. So these functions may call
+
+    | collectives | in layers, or without ``stage_split`` | elsewhere |
+    |---|---|---|
+    | psum, pmax, pmin, all_gather, psum_scatter, all_to_all along model and data axes | yes | yes |
+    | any along the axis of stages | no | yes |
+    | ppermute along any axis | no | yes |
+
     Args:
-      embed: ``embed(outer, microbatch, rng) -> x``, the input of the first layer. All stages
-        compute it together, so expensive first layers (a convolution) belong among the layers.
+      embed: ``embed(outer, microbatch, rng) -> x``, the input of the first layer. Its time is not
+        counted when layers are cut into stages, so expensive first layers (a convolution) belong
+        among the layers.
       layer: ``layer(layer_params, x, microbatch, rng) -> x``. If all layers are alike, one
         function; ``params["layers"]`` then stacks ``layer_params`` on a leading layer dimension,
         and x stays the same in structure, shape and dtype. If they differ, a tuple or list of
@@ -45,11 +56,12 @@ class Model:
       stage_split: a tree like ``outer`` whose leaves are the dimension of that parameter that is
         split over the ``stage`` axis, or None where it is replicated. Functions that use a split
         leaf receive the stage's own slice and communicate by name (see
-        `jaxpipe.runtime.vocabulary`). None splits nothing.
+        `jaxpipe.runtime.vocabulary`). None splits nothing, and leaves embedding and head to the
+        ends of the pipeline.
       axes: the mesh's model axes, such as "tensor": those beside stages and data shards along which
         devices share the work of a microbatch, as these functions say with collectives of these
-        names. Every device along them returns a loss, of which the step's is the mean, and its
-        activation, whole or a part. Keys are equal along them.
+        names; the table above says which. Every device along them returns a loss, of which the
+        step's is the mean, and its activation, whole or a part. Keys are equal along them.
       axis_split: which of these axes, or of the data axes, split which parameters: a tree like
         params, or a prefix of it, whose leaves are None or a `jax.sharding.PartitionSpec`, for
         layers that are alike that of one layer, or `jaxpipe.Joined` of it. Functions see a device's

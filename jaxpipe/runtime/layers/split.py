@@ -62,6 +62,7 @@ class _Traced:
     x: Any
     y: Any  # with the layer's loss and the new state, if there are any
     loss: Shapes  # of the layer's own loss and metrics, or None
+    collectives: tuple[jaxprs.Collective, ...]
 
     @cached_property
     def known(self) -> list[Any]:
@@ -299,7 +300,7 @@ def _trace(
         return (y if state is None else (y, new_state)), leaves
 
     args = (params, context, x, state)
-    forward_jaxpr = jaxprs.flatten(jax.make_jaxpr(forward)(*args))
+    forward_jaxpr = jax.make_jaxpr(forward)(*args)
     outputs, residuals = jax.eval_shape(forward, *args)
     y = outputs if state is None else outputs[0]
     dy, loss = (y.x, y.loss) if isinstance(y, WithLoss) else (y, None)
@@ -311,9 +312,11 @@ def _trace(
         dparams, dx = jax.tree.unflatten(structure[0], residuals)(cotangent)
         return dx, dparams
 
+    backward_jaxpr = jax.make_jaxpr(backward)(residuals, dy)
+    both = forward_jaxpr.jaxpr, backward_jaxpr.jaxpr
     return _Traced(
-        forward=forward_jaxpr,
-        backward=jaxprs.flatten(jax.make_jaxpr(backward)(residuals, dy)),
+        forward=jaxprs.flatten(forward_jaxpr),
+        backward=jaxprs.flatten(backward_jaxpr),
         num_known=len(jax.tree.leaves((params, context))),
         num_x=len(jax.tree.leaves(x)),
         params=jax.tree.structure(params),
@@ -321,6 +324,7 @@ def _trace(
         x=jax.tree.structure(x),
         y=jax.tree.structure(outputs),
         loss=loss,
+        collectives=tuple(found for jaxpr in both for found in jaxprs.collectives(jaxpr)),
     )
 
 

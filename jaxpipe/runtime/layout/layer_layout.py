@@ -28,6 +28,7 @@ from jaxpipe.runtime.layout.parts import Cut
 from jaxpipe.runtime.layout.shares import Share
 from jaxpipe.runtime.layout.splits import Splits
 from jaxpipe.runtime.mesh import Axes
+from jaxpipe.runtime.trees import widened
 from jaxpipe.runtime.types import (
     Arrays,
     At,
@@ -98,6 +99,10 @@ class LayerLayout(abc.ABC):
     @abc.abstractmethod
     def slot_shapes(self, count: int) -> Shapes:
         """Shapes of arrays with room for ``count`` whole chunks."""
+
+    def sum_shapes(self, count: int) -> Shapes:
+        """Shapes of arrays with room for the gradient sums of ``count`` whole chunks."""
+        return jax.eval_shape(widened, self.slot_shapes(count))
 
     @property
     def local(self) -> Self:

@@ -9,6 +9,7 @@ import jax
 
 from jaxpipe.runtime.layout.parts import Slices, Split
 from jaxpipe.runtime.mesh import Axes, alone
+from jaxpipe.runtime.trees import sum_dtype
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,6 +44,11 @@ class Leaf:
         for split in self.splits:
             shape[split.dim] = -(-shape[split.dim] // split.size)
         return dataclasses.replace(self, shape=tuple(shape), splits=())
+
+    @property
+    def summed(self) -> Leaf:
+        """The leaf of sums of the array's gradients."""
+        return dataclasses.replace(self, dtype=sum_dtype(self.dtype))
 
     def behind(self, *lead: int) -> Leaf:
         """The leaf with leading dimensions, which nothing splits."""

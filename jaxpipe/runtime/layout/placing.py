@@ -14,7 +14,7 @@ from jaxpipe.runtime import checks, host
 from jaxpipe.runtime.layout.tree_layout import TreeLayout
 from jaxpipe.runtime.layout.whole_model import Layout, StateLayout, WithFrozen
 from jaxpipe.runtime.mesh import explicit_context
-from jaxpipe.runtime.trees import strongly_typed
+from jaxpipe.runtime.trees import deleted, strongly_typed
 from jaxpipe.runtime.types import Shapes, Shardings, Tree
 from jaxpipe.schedule.problems import refuse
 
@@ -122,7 +122,7 @@ class Placing:
         shapes = self.placed, self.canonical
         method = METHODS[self._name]
         wrong = checks.placed(name, tree, *shapes, method=method, dtypes=dtypes)
-        return [*explicit_context(), *wrong]
+        return [*explicit_context(), *deleted(**{name: tree}), *wrong]
 
 
 def _lie(shapes: Shapes, shardings: Shardings) -> Shapes:

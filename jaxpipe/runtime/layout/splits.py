@@ -8,6 +8,7 @@ from collections.abc import Collection, Iterator, Mapping
 from typing import Any, TypeAlias
 
 import jax
+import numpy as np
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
@@ -15,7 +16,7 @@ from jaxpipe.runtime.layers.model import Model
 from jaxpipe.runtime.layout.leaf import Leaf
 from jaxpipe.runtime.layout.parts import Split
 from jaxpipe.runtime.mesh import Axes
-from jaxpipe.runtime.trees import is_sequence
+from jaxpipe.runtime.trees import describe_leaf, is_sequence
 from jaxpipe.runtime.types import Params, Tree
 
 Path: TypeAlias = tuple[Any, ...]
@@ -109,12 +110,31 @@ def problems(model: Model, params: Params, mesh: Mesh, axes: Axes) -> Iterator[s
         )
         return
     of_stages = dict(jax.tree.leaves_with_path(model.stage_split))
+    yield from _misplaced(of_stages, params)
     for path, array in jax.tree.leaves_with_path(params):
         if path in specs:
             at = f"Model.axis_split: params{jax.tree_util.keystr(path)}"
             stacked = path[0].key == "layers" and not is_sequence(params["layers"])
             shape = array.shape[1:] if stacked else array.shape
             yield from _misfits(at, specs[path], shape, of_stages.get(path), mesh, axes)
+
+
+def _misplaced(of_stages: Mapping[Path, Any], params: Params) -> Iterator[str]:
+    """Names what is wrong with `Model.stage_split`, by path."""
+    outer = {part: params[part] for part in ("embed", "head")}
+    arrays = dict(jax.tree.leaves_with_path(outer))
+    for path, dim in of_stages.items():
+        at = jax.tree_util.keystr(path)
+        if path not in arrays:
+            yield (
+                f"Model.stage_split{at} is {dim!r}, and splits no array of params['embed'] or "
+                "params['head']; stages can split no others. Leave it out, or make it None."
+            )
+        elif not isinstance(dim, int) or not 0 <= dim < len(np.shape(arrays[path])):
+            yield (
+                f"Model.stage_split{at} is {dim!r}, and params{at} is "
+                f"{describe_leaf(arrays[path])}; give the number of one of its dimensions, or None."
+            )
 
 
 def _misfits(

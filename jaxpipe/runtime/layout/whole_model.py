@@ -281,15 +281,11 @@ def make_layouts(
 
     The two trees have None where the other has an array; ``weights`` is for layers that are alike.
     """
-    rows, whole = layer_rows(table), outer_of(combine(trained, frozen))
-    leaves, tree = jax.tree.flatten_with_path(whole)
-    dims = [None] * len(leaves)
-    if stage_split is not None:  # what layers share is not split
-        dims = jax.tree.leaves(stage_split, is_leaf=lambda dim: dim is None)
-        dims += [None] * len(jax.tree.leaves(whole.get(SHARED)))
-    pairs = zip(leaves, dims, strict=True)
-    found = [splits.leaf(path, w, stage_dim=dim) for (path, w), dim in pairs]
-    outer = jax.tree.unflatten(tree, found)
+    rows, dims = layer_rows(table), dict(jax.tree.leaves_with_path(stage_split))
+    outer = jax.tree.map_with_path(
+        lambda path, w: splits.leaf(path, w, stage_dim=dims.get(path)),
+        outer_of(combine(trained, frozen)),
+    )
 
     def layout(params: Params) -> Layout:
         of_layers = splits.part(DictKey("layers"))

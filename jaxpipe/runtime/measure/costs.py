@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -10,10 +11,13 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
+from jaxpipe.runtime.layers import losses
 from jaxpipe.runtime.layers.kinds import LayerKind
+from jaxpipe.runtime.layout.leaf import Leaf
 from jaxpipe.runtime.measure import traced
 from jaxpipe.runtime.measure.memory import tree_bytes
 from jaxpipe.runtime.pipeline import Pipeline
+from jaxpipe.runtime.trees import combine
 from jaxpipe.runtime.types import Activation, Batch, Key, Shapes
 from jaxpipe.schedule.simulate import Costs
 
@@ -58,6 +62,43 @@ def layer_costs(
         for parts in (_parts(pipe, kind, layers.activations, context) for kind in layers.kinds)
     ]
     return [by_kind[number] for number in layers.kind_of]
+
+
+def end_costs(
+    pipe: Pipeline, batch: Batch, rng: Key = None, *, measure: bool = False
+) -> tuple[float, float]:
+    """Embedding and head of one microbatch, each with its gradient, in the unit of `layer_costs`.
+
+    Without ``Model.stage_split`` the stages of the first and the last layer compute them beside
+    their layers, and `jaxpipe.schedule.partition` should count them there.
+
+    Args:
+      pipe: of a model without ``stage_split``; this and the rest as for `layer_costs`.
+    """
+    layers, (rows, key) = traced.layers(pipe, batch, rng)
+    outers = [
+        jax.tree.map(Leaf.struct, one.local.outer)
+        for one in (pipe.layout, pipe.frozen)
+        if one is not None
+    ]
+    outer, model = functools.reduce(combine, outers), pipe.model
+    x, y = layers.activations[layers.first], layers.activations[layers.last]
+
+    def embed(outer: Shapes, dx: Activation, rows: Batch, key: Key) -> Any:
+        value, vjp = jax.vjp(lambda outer: model.embed(outer, rows, key), outer)
+        return value, vjp(dx)
+
+    def head(outer: Shapes, y: Activation, rows: Batch, key: Key) -> Any:
+        def loss(outer: Shapes, y: Activation) -> jax.Array:
+            return losses.differentiated(model.head_loss(outer, y, rows, key))
+
+        return jax.value_and_grad(loss, (0, 1))(outer, y)
+
+    def cost(part: Callable[..., Any], *args: Shapes) -> float:
+        on_devices = pipe.shard_map(part, P(), P()) if model.uses_axes else part
+        return _seconds(on_devices, args) if measure else _flops(on_devices, args)
+
+    return cost(embed, outer, x, rows, key), cost(head, outer, y, rows, key)
 
 
 class LayerBytes(NamedTuple):

@@ -72,8 +72,17 @@ def compiled_bytes(
 
     Arguments as for `predicted_bytes`.
     """
-    updates = (optax.sgd(1.0), "step") if by_chunk is None else (by_chunk, "chunk")
-    analysis = compiled(pipe, batch, rng, updates=updates).memory_analysis()
+    updates = PLAIN_UPDATES if by_chunk is None else (by_chunk, "chunk")
+    return bytes_beside_arguments(compiled(pipe, batch, rng, updates=updates))
+
+
+PLAIN_UPDATES = optax.sgd(1.0), "step"
+"""Arguments of `Pipeline.train_step` for updates that need nothing beside the gradients."""
+
+
+def bytes_beside_arguments(program: jax.stages.Compiled) -> int:
+    """Bytes that a compiled program takes on each device beside its arguments."""
+    analysis = program.memory_analysis()
     assert analysis is not None  # every backend of jax has one
     returned = analysis.output_size_in_bytes - analysis.alias_size_in_bytes
     return analysis.temp_size_in_bytes + returned
@@ -120,7 +129,7 @@ def _free(pipe: Pipeline, found: dict[str, int]) -> int:
     reduces, reduced = pipe.table.reduces, found.get("reduced", 0)
     if reduced and pipe.table.reduces_last(gathers=pipe.zero == 3):
         layers = pipe.layout.local.layers
-        parts = [leaf.struct(sharded=True) for leaf in jax.tree.leaves(layers.piece)]
+        parts = [leaf.summed.struct(sharded=True) for leaf in jax.tree.leaves(layers.piece)]
         return reduced + tree_bytes(parts) * reduces.group // reduces.shares
     return 0 if reduces.whole or reduces.shared.any() else reduced
 
@@ -134,7 +143,8 @@ def _smallest(pipe: Pipeline) -> Pipeline:
     layer fit depends on which of them are larger than the arrays of all. They lie in as many chunks
     where these are reduced from slots while layers run: one chunk would have all of them in a slot.
     Where chunks of the pipeline have one layer, so have these: then the gradient of a layer is that
-    of its chunk, and not a copy beside it.
+    of its chunk, and not a copy beside it. Where ticks go one way, so do these: then messages of
+    one direction are there at once.
     """
     stages, chunks, layers = pipe.schedule.num_stages, 1, 2
     params = dict(pipe.canonical_params)
@@ -152,7 +162,10 @@ def _smallest(pipe: Pipeline) -> Pipeline:
         )
     fused = Kind.BW in pipe.table.passes
     schedule = one_f_one_b(stages, 2, fused=fused)
-    if chunks > 1:
+    both_ways = any(
+        one.forward and one.backward for one in pipe.table.parts(gathers=False, reduces=False)
+    )
+    if chunks > 1 or not both_ways:
         schedule = breadth_first(stages, 2, num_chunks=chunks, fused=fused)
     if pipe.table.num_slots["crossing"] > 1:
         # Where there is but one slot for a layer, what B leaves for W is written into it at once.

@@ -56,7 +56,7 @@ def timeline(
       >>> params = {"embed": {}, "layers": jnp.ones((1, 3, 3)), "head": {}}
       >>> pipe = Pipeline(model, params, schedule="1f1b", microbatches=2, mesh=make_mesh(stage=1))
       >>> measured = timeline(pipe, pipe.place(params), jnp.ones((4, 3)))
-      >>> [str(part.action) for part in measured.parts[0]]
+      >>> [str(part.action) for part in measured.rows[0]]
       ['0F0', '0B0', '0W0', '0F1', '0B1', '0W1']
     """
     own = jax.process_index()
@@ -75,7 +75,7 @@ def timeline(
 
 def from_stamps(taken: Sequence[Stamp], table: TickTable) -> Timeline:
     """The timeline of a table that ran from the first of these stamps on."""
-    schedule, counts = table.schedule, table.layer_counts
+    schedule = table.schedule
     if schedule.mixes_backwards:
         schedule = split_backwards(schedule)  # as lowering does
     placement = schedule.placement
@@ -90,11 +90,12 @@ def from_stamps(taken: Sequence[Stamp], table: TickTable) -> Timeline:
         for first, last in zip(own[::2], own[1::2], strict=True):
             s, seconds = virtual_stages[stage, first.chunk], last.seconds - first.seconds
             spent[s, first.kind] += seconds
-            some = None if first.hi - first.lo == counts[s] else (first.lo, first.hi)
             action = Action(s, first.kind, first.microbatch)
             start = first.seconds - begin
-            parts[-1].append(TimedAction(action, start, start + seconds, some))
-    costs = tuple(_costs(spent, s, schedule.num_microbatches) for s in range(len(counts)))
+            parts[-1].append(TimedAction(action, start, start + seconds))
+    costs = tuple(
+        _costs(spent, s, schedule.num_microbatches) for s in range(placement.num_virtual_stages)
+    )
     makespan = max(row[-1].end for row in parts)
     return Timeline(schedule, costs, MEASURED, tuple(map(tuple, parts)), makespan)
 

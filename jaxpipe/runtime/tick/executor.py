@@ -35,7 +35,7 @@ from jaxpipe.runtime.tick.layer_passes import run_cells
 from jaxpipe.runtime.tick.messages import exchange, send_late
 from jaxpipe.runtime.tick.microbatches import Microbatches, StepMicrobatches
 from jaxpipe.runtime.tick.weights import Gathered, Held, Resident
-from jaxpipe.runtime.trees import select
+from jaxpipe.runtime.trees import select, widened
 from jaxpipe.runtime.types import Batch, Gradients, Index, Key, Placed, Shapes, States, Tree
 from jaxpipe.schedule.actions import Kind
 from jaxpipe.schedule.lowering.table import NONE, Parts, Row, TickTable, Transfer
@@ -74,7 +74,9 @@ def run(setup: Setup, placed: Placed, rows: Batch, rng: Key, states: States) -> 
     value, carried, states = run_ticks(fixed, batch, carried)
     gradients = None if sink is None else sink.result(fixed, carried)
     by_row = [w.reshape(-1, *w.shape[2:]) for w in carried.input_gradients]
-    by_row = lax.psum(by_row, setup.layout.axes.model)  # each device along them reads the same rows
+    axes = fixed.axes
+    # Devices along the model's axes read the same rows, and each stage reads some of them.
+    by_row = lax.psum(by_row, axes.model if setup.table.together else (axes.stage, *axes.model))
     return Step(value, gradients, states, by_row)
 
 
@@ -122,7 +124,7 @@ def start(fixed: Fixed, held: Tree, outer: Gradients, states: States) -> Carried
         for name, shape in shapes.items()
         if name not in residuals
     }
-    sink, sums = fixed.gradients, jax.tree.map(jnp.zeros_like, outer)
+    sink, sums = fixed.gradients, jax.tree.map(jnp.zeros_like, widened(outer))
     return Carried(
         weights=fixed.weights.with_buffers(held, found),
         inboxes={name: found[name] for name in ("x", "dy") if name in found},
@@ -147,7 +149,7 @@ def buffer_shapes(fixed: Fixed) -> dict[str, Shapes]:
     """Shapes of every buffer that the tick loop carries, by name; they follow from the schedule."""
     slots = fixed.table.num_slots
     shapes: dict[str, Shapes] = {"x": fixed.messages.shapes(slots["x"])}
-    if late := {channel.kind for channel in fixed.table.channels if channel.late}:
+    if late := {channel.kind for channel in fixed.table.channels if channel.late_edges}:
         shapes["sent"] = {kind: fixed.message_shape() for kind in late}
     shapes |= fixed.weights.shapes(fixed)
     if fixed.gradients is None:
@@ -184,7 +186,11 @@ def run_ticks(
     if sink is not None and sink.reduces(fixed):
         carried = _at_edge(table.reduces.edge, fixed.stage, partial(sink.chunk, fixed), carried)
     layer_losses = jax.tree.map(lambda w: w[0], carried.layer_losses)
-    value = fixed.collector.result(carried.collected, layer_losses)
+    collected = carried.collected
+    if not table.together:  # only the last stage has collected any
+        # A sum of booleans has integers.
+        collected = jax.tree.map(lambda w: lax.psum(w, fixed.axes.stage).astype(w.dtype), collected)
+    value = fixed.collector.result(collected, layer_losses)
     return value, carried, jax.tree.map(lambda w: w[None], average(carried.states, fixed.axes))
 
 

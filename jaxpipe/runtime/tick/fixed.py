@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 import jax
@@ -13,8 +13,9 @@ from jax import lax
 
 from jaxpipe.runtime.layers import losses
 from jaxpipe.runtime.layers.calls import output_shapes
+from jaxpipe.runtime.layers.jaxprs import collectives
 from jaxpipe.runtime.layers.keys import embed_layer, head_layer, layer_key
-from jaxpipe.runtime.layers.kinds import Layers, sort_layers
+from jaxpipe.runtime.layers.kinds import Layers, barred, sort_layers
 from jaxpipe.runtime.layers.model import Model
 from jaxpipe.runtime.layout.buffers import SharedBuffers
 from jaxpipe.runtime.layout.layer_layout import LayerLayout
@@ -257,12 +258,15 @@ def fix(
         remat=setup.remat,
         loss_scale=_mean_scale(setup),
         early=setup.early,
+        stage_axis=axes.stage,
     )
     refuse(read_by_layers(layers, rows_of_one, setup.inputs))
     kind_of = np.where(rows < 0, -1, np.asarray(layers.kind_of, np.int32)[rows])
     leaves = [jax.tree.leaves(x) for x in layers.activations]
     y = layers.activations[layers.last]
     collector, weight = _leaving(setup, layers, outer, y, rows_of_one, rng)
+    if not setup.table.together:
+        refuse(_barred_at_ends(setup, layers, outer, rows_of_one, rng))
     return Fixed(
         setup,
         weights,
@@ -284,6 +288,17 @@ def fix(
         collector=collector,
         weight=weight,
     )
+
+
+def _barred_at_ends(
+    setup: Setup, layers: Layers, outer: OuterParams, rows: Batch, rng: Key
+) -> Iterator[str]:
+    """Names collectives of embedding and head for which stages that do not run them would wait."""
+    model, stage_axis = setup.model, setup.layout.axes.stage
+    name, y = "output" if setup.outputs else "head_loss", layers.activations[layers.last]
+    for function, given in (("embed", ()), (name, (y,))):
+        traced = jax.make_jaxpr(getattr(model, function))(outer, *given, rows, rng)
+        yield from barred(f"Model.{function}", collectives(traced.jaxpr), stage_axis)
 
 
 def layer_shapes(layout: Layout, layer: int) -> Shapes:

@@ -11,13 +11,13 @@ from jax import lax
 
 from jaxpipe.runtime.barriers import tie
 from jaxpipe.runtime.layout.data_axis import reduce_gradients
-from jaxpipe.runtime.layout.leaf import Leaf
 from jaxpipe.runtime.layout.shares import Share, share_of
 from jaxpipe.runtime.layout.whole_model import SHARED
 from jaxpipe.runtime.tick.carried import Carried
 from jaxpipe.runtime.tick.fixed import Fixed
 from jaxpipe.runtime.tick.pieces import pieces_of
 from jaxpipe.runtime.tick.work import LayerWork
+from jaxpipe.runtime.trees import rounded, widened
 from jaxpipe.runtime.types import Arrays, Gradients, Index, Shapes, Stored, Tree
 from jaxpipe.schedule.lowering.table import Outer, Row, Transfer
 
@@ -50,11 +50,11 @@ class GradientSink(abc.ABC):
         def total(old: jax.Array, new: jax.Array) -> jax.Array:
             return jnp.where(fresh == 1, new, old + new)
 
-        return work.fixed.params.update(sums, place, stored, total)
+        return work.fixed.params.update(sums, place, widened(stored), total)
 
     def add_outer(self, sums: Gradients, new: Gradients, phase: str, row: Outer) -> Gradients:
         """The sums of embedding and head with a microbatch's share of a phase."""
-        return jax.tree.map(jnp.add, sums, new)
+        return jax.tree.map(jnp.add, sums, widened(new))
 
     def chunk(self, fixed: Fixed, carried: Carried, transfer: Transfer) -> Carried:
         """What the layers' part of a tick ends with: the chunk whose sums leave their slot."""
@@ -85,7 +85,8 @@ class Summed(GradientSink):
     """A chunk's gradients are summed over microbatches, and then over data (a step's ZeRO level).
 
     The sums of all chunks have room until ZeRO-2, from there on those in slots. What they are
-    reduced to takes their place (ZeRO-0), or is this data shard's part.
+    reduced to takes their place (ZeRO-0), or is this data shard's part. Sums of gradients in narrow
+    dtypes are float32, over microbatches and over data, and rounded once, when all are complete.
     """
 
     def __init__(self, zero: int) -> None:
@@ -93,12 +94,12 @@ class Summed(GradientSink):
 
     def shapes(self, fixed: Fixed) -> dict[str, Shapes]:
         params = fixed.params
-        sums = jax.tree.map(Leaf.struct, params.placed)
+        sums = jax.tree.map(lambda leaf: leaf.summed.struct(), params.placed)
         if self._in_slots:
-            sums = params.slot_shapes(fixed.table.reduces.num_slots)
+            sums = params.sum_shapes(fixed.table.reduces.num_slots)
         if self._in_place:
             return {"gradients": sums}
-        reduced = jax.tree.map(lambda leaf: leaf.struct(sharded=True), params.placed)
+        reduced = jax.tree.map(lambda leaf: leaf.summed.struct(sharded=True), params.placed)
         return {"gradients": sums, "reduced": reduced}
 
     def reduces(self, fixed: Fixed) -> bool:
@@ -107,7 +108,7 @@ class Summed(GradientSink):
     def add(self, work: LayerWork, sums: Arrays, stored: Stored) -> Arrays:
         if self._in_slots:
             return super().add(work, sums, stored)
-        return work.fixed.params.update(sums, work.place(), stored)
+        return work.fixed.params.update(sums, work.place(), widened(stored))
 
     @jax.named_scope("reduce")
     def chunk(self, fixed: Fixed, carried: Carried, transfer: Transfer) -> Carried:
@@ -129,7 +130,7 @@ class Summed(GradientSink):
         reduces = fixed.table.reduces
         pieces = [
             jax.tree.map(
-                lambda leaf, part=part: leaf.struct(sharded=part),
+                lambda leaf, part=part: leaf.summed.struct(sharded=part),
                 share_of(fixed.params.piece, reduces.shares),
             )
             for part in ((False,) if self._in_place else (False, True))
@@ -141,7 +142,7 @@ class Summed(GradientSink):
         params, sums, pieces = fixed.params, carried.gradients, []
         reduces = fixed.table.reduces
         leaves = share_of(params.piece, reduces.shares)
-        empty = jax.tree.map(lambda leaf: jnp.zeros_like(leaf.struct()), leaves)
+        empty = jax.tree.map(lambda leaf: jnp.zeros_like(leaf.summed.struct()), leaves)
         for span, share in pieces_of(reduces, transfer):
 
             def read(
@@ -208,14 +209,17 @@ class Summed(GradientSink):
     def result(self, fixed: Fixed, carried: Carried) -> Gradients:
         """The finished gradients of this device, shaped like its placed parameters."""
         layers = carried.gradients if self._in_place else carried.finished
-        of_layers = {"layers": jax.tree.map(lambda w: w[None], layers)}
-        return of_layers | reduced_outer(fixed, carried)
+        layers = jax.tree.map(lambda w: w[None], rounded(layers, fixed.params.placed))
+        return {"layers": layers} | reduced_outer(fixed, carried)
 
 
 def reduced_outer(fixed: Fixed, carried: Carried) -> Gradients:
     """The finished gradients of what belongs to no single layer."""
-    outer, setup = carried.outer_gradients, fixed.setup
+    outer, setup, stage = carried.outer_gradients, fixed.setup, fixed.axes.stage
+    if not fixed.table.together:  # each stage has its own share of them
+        outer = lax.psum(outer, stage)
     if setup.shares:
-        of_layers = lax.psum(carried.shared_gradients, fixed.axes.stage)
+        of_layers = lax.psum(carried.shared_gradients, stage)
         outer = outer | {SHARED: jax.tree.map(jnp.add, outer[SHARED], of_layers)}
-    return reduce_gradients(outer, setup.layout.outer, fixed.axes, zero=setup.zero)
+    outer = reduce_gradients(outer, setup.layout.outer, fixed.axes, zero=setup.zero)
+    return rounded(outer, setup.layout.outer)

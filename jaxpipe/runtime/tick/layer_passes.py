@@ -1,7 +1,7 @@
 """What a tick does with layers: F, B, BW and W of its cells.
 
-A tick runs up to four loops over layers, each from ``lo`` to ``hi`` of its cell, so that an idle
-stage runs none. Everything here sees one device's part, as in `jaxpipe.runtime.tick.executor`,
+A tick runs up to four loops over layers, each over those of its cell, so that an idle stage runs
+none. Everything here sees one device's part, as in `jaxpipe.runtime.tick.executor`,
 which runs the ticks and moves what comes out of these loops.
 
 Rules that keep it fast and correct:
@@ -31,6 +31,7 @@ from jaxpipe.runtime.tick.messages import INBOX
 from jaxpipe.runtime.tick.microbatches import Microbatches
 from jaxpipe.runtime.tick.stamps import behind
 from jaxpipe.runtime.tick.work import LayerWork, Work
+from jaxpipe.runtime.trees import widened
 from jaxpipe.runtime.types import Arrays, Index, LayerParams, Message, Tree
 from jaxpipe.schedule.actions import Kind
 from jaxpipe.schedule.lowering.table import NONE, Parts, Row
@@ -41,9 +42,10 @@ class Through(NamedTuple):
 
     Args:
       message: the activation or cotangent that layers hand on; nothing in W.
-      carried: what the tick carries, without weights and finished gradients. Where every layer has
-        arrays of its own for gradient sums, those of one layer alone. Inboxes are a part of it
-        because XLA copies those that do not pass through the loops where they are written.
+      carried: what the tick carries, without weights, finished gradients and messages on their
+        way. Where every layer has arrays of its own for gradient sums, those of one layer alone.
+        Inboxes are a part of it because XLA copies those that do not pass through the loops where
+        they are written.
     """
 
     carried: Carried
@@ -71,8 +73,8 @@ def run_cells(
         carried = _recompute(fixed, batch, carried, row, arriving)
     outputs: dict[Kind, Message] = {}
     replay = row.replay or {}
-    through = Through(carried.but(weights=None, finished=None), [])
-    for action, columns in fixed.table.passes.items():
+    through = Through(carried.but(weights=None, sent={}, finished=None), [])
+    for action in fixed.table.passes:
         if action is Kind.R or not parts.has(action):
             continue
         cell = row.cells[action]
@@ -80,20 +82,15 @@ def run_cells(
         if action is Kind.W:
             through, outputs = _run_layers(work, through._replace(message=[]), outputs)
             continue
-        name, inboxes = INBOX[action], through.carried.inboxes
-        through = through._replace(message=at_slot(inboxes[name], cell.inbox))
+        inbox = through.carried.inboxes[INBOX[action]]
+        through = through._replace(message=at_slot(inbox, cell.inbox))
         through, outputs = _run_layers(work, through, outputs)
         message = through.message
-        if columns.pauses.any():
-            slot = jnp.where(cell.pauses == 1, cell.inbox, NONE)
-            inboxes = through.carried.inboxes
-            inbox = put_slot(inboxes[name], slot, message)
-            through = through.but(inboxes=inboxes | {name: inbox})
         if fixed.setup.poison:
-            ends = (cell.lo < cell.hi) & (cell.pauses == 0)
-            message = [jnp.where(ends, w, jnp.nan) for w in message]
+            message = [jnp.where(cell.layers > 0, w, jnp.nan) for w in message]
         outputs = outputs | {Kind.F if action is Kind.F else Kind.B: message}
-    return through.carried.but(weights=carried.weights, finished=carried.finished), outputs
+    passed = {"weights": carried.weights, "sent": carried.sent, "finished": carried.finished}
+    return through.carried.but(**passed), outputs
 
 
 def _recompute(
@@ -117,7 +114,7 @@ def _recompute(
     through, _ = _run_layers(work, through, {})
     forward = row.cells[Kind.F]
     keeps = jnp.asarray(begins)[fixed.stage]
-    slot = jnp.where(keeps & (forward.lo < forward.hi), row.replay[Kind.F], NONE)
+    slot = jnp.where(keeps & (forward.layers > 0), row.replay[Kind.F], NONE)
     inputs = put_slot(kept, slot, at_slot(through.carried.inboxes["x"], forward.inbox))
     return through.carried.but(
         weights=carried.weights,
@@ -142,10 +139,10 @@ def _run_layers(
         through, outputs = tie(through, outputs)
         return through.carried.gradients, (through.but(gradients=None), outputs)
 
-    lo, stamps = work.cell.lo, work.fixed.setup.stamps
+    lo, stamps = jnp.int32(0), work.fixed.setup.stamps
     if stamps is not None:
         lo = lo + stamps.take(work, (through.message, outputs, work.held))
-    span = work.cell.chunk, lo, work.cell.hi
+    span = work.cell.chunk, lo, work.cell.layers
     sums, rest = through.carried.gradients, (through.but(gradients=None), outputs)
     down = work.action in (Kind.B, Kind.BW)
     with jax.named_scope(work.action.name):
@@ -238,7 +235,7 @@ def _add_gradient(work: LayerWork, through: Through, dparams: LayerParams) -> Th
     assert fixed.gradients is not None
     if fixed.setup.shares:
         dparams, of_shared = dparams
-        shared = jax.tree.map(jnp.add, through.carried.shared_gradients, of_shared)
+        shared = jax.tree.map(jnp.add, through.carried.shared_gradients, widened(of_shared))
         through = through.but(shared_gradients=shared)
     stored = fixed.params.pack(dparams, example)
     sums = fixed.gradients.add(work, through.carried.gradients, stored)

@@ -1,4 +1,9 @@
-"""Embedding and head: the parts of a tick that all stages compute together."""
+"""Embedding and head of a tick: all stages compute them together, or the ends of the pipeline do.
+
+Together, they need sums over all stages, in which every stage waits for the slowest. Otherwise the
+stage of the first virtual stage embeds, and that of the last one computes the head, from what lies
+on them.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +26,8 @@ from jaxpipe.schedule.lowering.table import NONE, Outer
 @jax.named_scope("enter")
 def enter(fixed: Fixed, batch: Microbatches, carried: Carried, row: Outer) -> Carried:
     """Embeds the microbatch that enters, into the first stage's inbox."""
-    here = jnp.where(fixed.stage == _stage_of(fixed, 0), row.embed_slot, NONE)
+    is_first = _is_at(fixed, 0)
+    here = jnp.where(is_first, row.embed_slot, NONE)
 
     def body(inbox: Message) -> Message:
         i, inbox = tie(row.embed, inbox)
@@ -29,7 +35,8 @@ def enter(fixed: Fixed, batch: Microbatches, carried: Carried, row: Outer) -> Ca
         x = fixed.embed(batch, outer, i)
         return put_slot(inbox, here, fixed.message(fixed.empty_message(), fixed.layers.first, x))
 
-    x = run_if(row.embed != NONE, body, carried.inboxes["x"])
+    runs = _runs(fixed, row.embed != NONE, is_first)
+    x = run_if(runs, body, carried.inboxes["x"])
     return carried.but(inboxes=carried.inboxes | {"x": x})
 
 
@@ -45,7 +52,8 @@ def evaluate(
         outer, x = fixed.weights.outer(fixed, carried.weights, "leave", row, x)
         return fixed.collector.add(collected, fixed.head(batch, outer, x, row.head), row.head)
 
-    return carried.but(collected=run_if(row.head != NONE, body, carried.collected))
+    runs = _runs(fixed, row.head != NONE, _is_at(fixed, -1))
+    return carried.but(collected=run_if(runs, body, carried.collected))
 
 
 @jax.named_scope("leave")
@@ -53,7 +61,8 @@ def leave(fixed: Fixed, batch: Microbatches, carried: Carried, row: Outer, y: Me
     """The loss of the microbatch that leaves, its cotangent, and the gradient of the head."""
     assert fixed.gradients is not None
     sink, inputs = fixed.gradients, fixed.setup.inputs
-    here = jnp.where(fixed.stage == _stage_of(fixed, -1), row.head_slot, NONE)
+    is_last = _is_at(fixed, -1)
+    here = jnp.where(is_last, row.head_slot, NONE)
 
     def body(through: Tree) -> Tree:
         mine, (collected, inbox, gradients, of_inputs) = tie(y, through)
@@ -80,7 +89,8 @@ def leave(fixed: Fixed, batch: Microbatches, carried: Carried, row: Outer, y: Me
 
     sums = carried.outer_gradients, carried.input_gradients
     through = carried.collected, carried.inboxes["dy"], *sums
-    collected, dy, gradients, of_inputs = run_if(row.head != NONE, body, through)
+    runs = _runs(fixed, row.head != NONE, is_last)
+    collected, dy, gradients, of_inputs = run_if(runs, body, through)
     return carried.but(
         collected=collected,
         inboxes=carried.inboxes | {"dy": dy},
@@ -122,17 +132,24 @@ def embed_gradient(
 
     through = carried.outer_gradients, carried.input_gradients
     count = (row.embed_gradient != NONE).sum(dtype=jnp.int32)
+    count = count * _runs(fixed, count > 0, _is_at(fixed, 0))
     gradients, of_inputs = lax.fori_loop(0, count, one, through)
     return carried.but(outer_gradients=gradients, input_gradients=of_inputs)
 
 
-def _stage_of(fixed: Fixed, virtual_stage: int) -> int:
-    return fixed.table.schedule.placement.stages[virtual_stage]
+def _is_at(fixed: Fixed, virtual_stage: int) -> Index:
+    """Whether this device's stage holds a virtual stage."""
+    return fixed.stage == fixed.table.schedule.placement.stages[virtual_stage]
+
+
+def _runs(fixed: Fixed, due: Index, is_mine: Index) -> Index:
+    """Whether this stage computes what is due."""
+    return due if fixed.table.together else due & is_mine
 
 
 def _from_stage(fixed: Fixed, message: Message, virtual_stage: int, number: int) -> Activation:
-    """The activation in one stage's message, on every stage."""
-    has = fixed.stage == _stage_of(fixed, virtual_stage)
-    return fixed.activation(
-        [lax.psum(jnp.where(has, w, 0), fixed.axes.stage) for w in message], number
-    )
+    """The activation in one stage's message: on every stage, if all compute with it."""
+    if fixed.table.together:
+        has = _is_at(fixed, virtual_stage)
+        message = [lax.psum(jnp.where(has, w, 0), fixed.axes.stage) for w in message]
+    return fixed.activation(message, number)

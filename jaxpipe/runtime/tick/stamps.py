@@ -24,14 +24,12 @@ from jaxpipe.schedule.actions import Kind
 
 
 class Stamp(NamedTuple):
-    """What one stage begins or ends: layers ``lo`` to before ``hi`` of a chunk's action."""
+    """What one stage begins or ends: a chunk's action."""
 
     stage: int
     kind: Kind
     chunk: int
     microbatch: int
-    lo: int
-    hi: int
     seconds: float
 
 
@@ -47,13 +45,13 @@ class Stamps:
     def take(self, work: Work, ready: Tree) -> Index:
         """Stamps a cell once ``ready`` is there, and returns 0 after that; 0 if it is empty."""
         cell, first = work.cell, lax.axis_index(work.fixed.axes.peers) == 0
-        place = work.fixed.stage, cell.chunk, cell.microbatch, cell.lo, cell.hi
+        place = work.fixed.stage, cell.chunk, cell.microbatch
 
         def note(told: np.ndarray) -> np.int32:
             seconds = time.perf_counter()
-            is_first, stage, chunk, microbatch, lo, hi, _ = np.asarray(told).tolist()
+            is_first, stage, chunk, microbatch, _ = np.asarray(told).tolist()
             if is_first:
-                self.taken.append(Stamp(stage, work.action, chunk, microbatch, lo, hi, seconds))
+                self.taken.append(Stamp(stage, work.action, chunk, microbatch, seconds))
             return np.int32(0)
 
         def call(_: Index) -> Index:
@@ -62,7 +60,7 @@ class Stamps:
             came: Index = io_callback(note, jax.ShapeDtypeStruct((), jnp.int32), told)
             return came
 
-        return run_if(cell.lo < cell.hi, call, jnp.zeros((), jnp.int32))
+        return run_if(cell.layers > 0, call, jnp.zeros((), jnp.int32))
 
 
 def behind(came: Index, then: Tree) -> Tree:

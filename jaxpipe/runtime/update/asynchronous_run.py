@@ -202,7 +202,7 @@ def _average_states(
         return states, states
 
     cell = row.cells[Kind.F]
-    ends = (cell.lo < cell.hi) & steady.updates(cell.microbatch)
+    ends = (cell.layers > 0) & steady.updates(cell.microbatch)
     states, averaged = run_if(ends, body, (carried.states, averaged))
     return carried.but(states=states), averaged
 

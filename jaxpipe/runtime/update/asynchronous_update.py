@@ -22,6 +22,7 @@ from jaxpipe.runtime.tick.carried import Carried
 from jaxpipe.runtime.tick.fixed import Fixed
 from jaxpipe.runtime.tick.gradients import GradientSink
 from jaxpipe.runtime.tick.work import LayerWork
+from jaxpipe.runtime.trees import rounded, widened
 from jaxpipe.runtime.types import Arrays, Gradients, Index, Leaves, Shapes, Stored, Tree
 from jaxpipe.runtime.update.asynchronous_weights import Versions
 from jaxpipe.runtime.update.optimizer import PARTS, PlacedOptimizer
@@ -88,17 +89,18 @@ class Updated(GradientSink):
 
     def shapes(self, fixed: Fixed) -> dict[str, Shapes]:
         placed, sharded = fixed.params.placed, fixed.setup.zero >= 2
-        return {"gradients": jax.tree.map(lambda leaf: leaf.struct(sharded=sharded), placed)}
+        sums = jax.tree.map(lambda leaf: leaf.summed.struct(sharded=sharded), placed)
+        return {"gradients": sums}
 
     def add(self, work: LayerWork, sums: Arrays, stored: Stored) -> Arrays:
         zero = work.fixed.setup.zero
         if zero >= 2:  # sums are split, and never at rest: one reduction per microbatch
-            stored = reduce_gradients(stored, work.leaves, work.fixed.axes, zero=zero)
+            stored = reduce_gradients(widened(stored), work.leaves, work.fixed.axes, zero=zero)
         return super().add(work, sums, stored)
 
     def add_outer(self, sums: Gradients, new: Gradients, phase: str, row: Outer) -> Gradients:
         i = row.head if phase == "leave" else row.embed_gradient
-        N = self.steady.num_microbatches
+        N, new = self.steady.num_microbatches, widened(new)
         slot, starts = i // N % self.num_sums, i % N == 0
 
         def embed(total: jax.Array, value: jax.Array, fresh: Index) -> jax.Array:
@@ -147,9 +149,10 @@ class Updated(GradientSink):
 
     def _finished(self, fixed: Fixed, sums: Gradients, name: str) -> Gradients:
         """A part's gradient, reduced over data; split over it from ZeRO-1 on."""
-        if name == "layers" and fixed.setup.zero >= 2:
-            return sums
-        return reduce_gradients(sums, _placed(fixed, name), fixed.axes, zero=fixed.setup.zero)
+        leaves, zero = _placed(fixed, name), fixed.setup.zero
+        if name != "layers" or zero < 2:
+            sums = reduce_gradients(sums, leaves, fixed.axes, zero=zero)
+        return rounded(sums, leaves)
 
     def _update(self, fixed: Fixed, carried: Carried, name: str, update: Update) -> Carried:
         """The optimizer's step of one part, if its minibatch is complete."""

@@ -17,6 +17,7 @@ from jaxpipe.runtime.layout.whole_model import outer_of
 from jaxpipe.runtime.tick.carried import Carried
 from jaxpipe.runtime.tick.fixed import Fixed
 from jaxpipe.runtime.tick.gradients import GradientSink, reduced_outer
+from jaxpipe.runtime.trees import rounded
 from jaxpipe.runtime.types import (
     Arrays,
     Index,
@@ -59,7 +60,7 @@ class Applied(GradientSink):
         return Updating(layers, list(map(outer_of, components)), rest, outer_of(placed))
 
     def shapes(self, fixed: Fixed) -> dict[str, Shapes]:
-        return {"gradients": fixed.params.slot_shapes(fixed.table.reduces.num_slots)}
+        return {"gradients": fixed.params.sum_shapes(fixed.table.reduces.num_slots)}
 
     def reduces(self, fixed: Fixed) -> bool:
         return True
@@ -76,7 +77,8 @@ class Applied(GradientSink):
             def gradient(component: int, example: int) -> Stored:
                 place = params.layer_at(at, example, slot=transfer.slot)
                 leaves = params.leaves_of(example)
-                return reduce_gradients(params.read(sums, place), leaves, fixed.axes, zero=zero)
+                total = params.read(sums, place)
+                return rounded(reduce_gradients(total, leaves, fixed.axes, zero=zero), leaves)
 
             return sums, step.layer(at, gradient, kept, shared)
 

@@ -218,6 +218,12 @@ def _explained(make: Callable[[], PerUnit]) -> PerUnit:
             "of all data shards: leave collectives to the pipeline."
         ) from error
     except (AttributeError, KeyError, TypeError, ValueError) as error:
+        if "required keyword-only argument" in str(error):
+            raise ValueError(
+                f"This optimizer needs further arguments: {error}. Give them to `pipe.update`, "
+                "such as value=loss. They must be arrays: a line search, as of optax.lbfgs, which "
+                "evaluates the loss itself, cannot run in a pipeline."
+            ) from error
         raise ValueError(
             f"The optimizer cannot be used: {error}\nMasks and labels must fit parameters whose "
             "'layers' are a tuple of one tree per layer; a function of the parameters fits any."

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import jax
 import optax
+from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from jaxpipe.runtime import checks, host
@@ -14,7 +16,7 @@ from jaxpipe.runtime.layers.losses import with_aux
 from jaxpipe.runtime.layout.whole_model import frozen_part, trained_part
 from jaxpipe.runtime.tick import executor
 from jaxpipe.runtime.tick.microbatches import StepMicrobatches, split_rows
-from jaxpipe.runtime.trees import shapes_of
+from jaxpipe.runtime.trees import deleted, elsewhere, shapes_of
 from jaxpipe.runtime.types import Batch, Gradients, Key, OptimizerState, Placed, States, Tree
 from jaxpipe.runtime.update.layered import Applied
 from jaxpipe.runtime.update.optimizer import PlacedOptimizer
@@ -44,6 +46,7 @@ def update(
     """As `Pipeline.update`."""
     placed = pipe.placed_optimizer(optimizer)
     if extra:
+        refuse(checks.not_arrays("extra", extra))
         shapes = shapes_of(extra)
         placed = PlacedOptimizer(optimizer, pipe.layout, zero=pipe.zero, extra=shapes)
     grads = trained_part(grads)  # those of `jax.grad` are 0 for what is not trained
@@ -153,4 +156,28 @@ def train_step(pipe: Pipeline, optimizer: optax.GradientTransformation, update: 
         pipe.check("params", params, batch, states, others)
         return run(params, state, batch, rng, states)
 
-    return jax.jit(step, donate_argnames=("params", "state", "states"))
+    return _Checked(jax.jit(step, donate_argnames=("params", "state", "states")), pipe.mesh)
+
+
+class _Checked:
+    """A jitted step that refuses what is not on its devices: with deleted arrays, XLA for several
+    CPU devices crashes."""
+
+    def __init__(self, jitted: Any, mesh: Mesh) -> None:
+        self._jitted, self._mesh = jitted, mesh
+        functools.update_wrapper(self, jitted)
+
+    def __call__(
+        self,
+        params: Placed,
+        state: OptimizerState,
+        batch: Batch,
+        rng: Key = None,
+        states: States = None,
+    ) -> Any:
+        gone = deleted(params=params, state=state, states=states)
+        refuse([*gone, *elsewhere(self._mesh, batch=batch, rng=rng)])
+        return self._jitted(params, state, batch, rng, states)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._jitted, name)

@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from jaxpipe.schedule.actions import Action, Kind, Schedule, Slice
+from jaxpipe.schedule.actions import Action, Kind, MinibatchSchedule, Schedule
 from jaxpipe.schedule.placement import Placement
 
 
@@ -42,9 +42,8 @@ def _values(schedule: Schedule) -> Iterator[_Value]:
     yield from _in_rows("orders", schedule.orders, _is_action, "an Action (int, Kind, int)")
     overlapped = schedule.overlapped
     yield "overlapped", overlapped, _is_row(overlapped, Action), "a tuple of nothing but Action"
-    if schedule.slices is not None:
-        expected = "a Slice (int, Action, int, int)"
-        yield from _in_rows("slices", schedule.slices, _is_slice, expected)
+    if isinstance(schedule, MinibatchSchedule):
+        yield from _in_rows("ticks", schedule.ticks, _is_int, "int")
 
 
 def _in_rows(name: str, rows: Any, fits: Callable[[Any], bool], expected: str) -> Iterator[_Value]:
@@ -68,9 +67,5 @@ def _is_action(value: Any) -> bool:
     )
 
 
-def _is_slice(value: Any) -> bool:
-    return (
-        isinstance(value, Slice)
-        and _is_action(value.action)
-        and all(isinstance(number, int) for number in (value.tick, value.lo, value.hi))
-    )
+def _is_int(value: Any) -> bool:
+    return isinstance(value, int)

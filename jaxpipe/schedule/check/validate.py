@@ -8,11 +8,10 @@ import itertools
 import string
 from collections.abc import Callable, Iterator, Sequence
 
-from jaxpipe.schedule.actions import Action, Kind, Schedule
+from jaxpipe.schedule.actions import Action, Kind, MinibatchSchedule, Schedule
 from jaxpipe.schedule.check.grid import MAX_MISSING, SHOWN_PROBLEMS, Fault, message
 from jaxpipe.schedule.check.schedule_types import wrong_types
-from jaxpipe.schedule.check.slice_rules import slice_faults
-from jaxpipe.schedule.check.walk import Walk, walk
+from jaxpipe.schedule.check.walk import Results, Walk, walk
 from jaxpipe.schedule.problems import Problem, below_one, refuse
 
 
@@ -41,7 +40,7 @@ def validate(
 ) -> None:
     """Checks that a schedule is complete, in order, free of deadlock and within its promise.
 
-    Slices, if there are any, must follow the rules of `jaxpipe.schedule.check.slice_rules`.
+    In a schedule of several minibatches, results have to be there in the tick after.
 
     Args:
       inbox_slots: at least 1: messages of one kind (activations or gradients) from one stage that a
@@ -70,8 +69,8 @@ def validate(
     walked = walk(schedule, inbox_slots=None if problems else inbox_slots)
     if not problems:
         problems = [*checks.deadlocks(walked, inbox_slots), *checks.broken_promises()]
-    if not problems and schedule.slices is not None:
-        problems = list(slice_faults(schedule))
+    if not problems and isinstance(schedule, MinibatchSchedule):
+        problems = list(checks.early(schedule.ticks))
     if problems:
         raise ScheduleError(message(schedule, problems, walked.ticks, spell))
 
@@ -82,13 +81,10 @@ def simulated_only(schedule: Schedule) -> Iterator[Problem]:
     if copies > 1:
         rule = f"{why} needs {copies} copies of the model's weights, and the runtime keeps one"
         yield Problem("schedule", schedule.name, rule, ("hanayo", "dualpipe-v"))
-    if schedule.slices is not None and schedule.mixes_backwards:
-        rule = (
-            f"{why} has slices of both B and BW, and the program runs one kind of backward in "
-            "slices: B and W, or BW, for every microbatch"
-        )
-        yield Problem("schedule", schedule.name, rule)
 
+
+_TURN = {Kind.R: 0, Kind.F: 1, Kind.B: 2, Kind.BW: 2, Kind.W: 3}
+"""The order of the kinds in a tick."""
 
 # The kinds one virtual stage has run for one microbatch, as bits.
 _BIT = {Kind.F: 1, Kind.B: 2, Kind.W: 4, Kind.BW: 8, Kind.R: 16}
@@ -172,8 +168,6 @@ class _Checks:
             for d, order in enumerate(schedule.orders)
             for k, action in enumerate(order if schedule.overlapped else ())
         }
-        if schedule.overlapped and schedule.slices is not None:
-            yield Fault("It has slices, which say what runs together, and overlapped pairs.")
         for action in schedule.overlapped:
             d, k, after = places.get(action, (None, None, None))
             text = f"{self.spell(action)} is overlapped, and must be an F of the schedule"
@@ -231,6 +225,31 @@ class _Checks:
             else:
                 others.append(Fault(f"{text}the result of {self.spell(blocker)}.", d, k))
         return alone + others
+
+    def early(self, ticks: Sequence[Sequence[int]]) -> Iterator[Fault]:
+        """The actions that run before their inputs, or out of turn, in the schedule's own ticks."""
+        schedule, results = self.schedule, Results(self.schedule)
+        if [*map(len, ticks)] != [*map(len, schedule.orders)]:
+            yield Fault("Its ticks are not one for every action of every stage.", 0)
+            return
+        rows = [[*zip(*both, strict=True)] for both in zip(ticks, schedule.orders, strict=True)]
+        ends = {
+            results.number(action): (tick, action.kind is Kind.R)
+            for tick, action in itertools.chain(*rows)
+            if action.kind is not Kind.W
+        }
+        for d, row in enumerate(rows):
+            before = (-1, 0)
+            for k, (tick, action) in enumerate(row):
+                turn = tick, _TURN[action.kind]
+                # W may follow its B, and B its R, within a tick.
+                waits = (ends[needed] for needed in results.inputs(action))
+                first = max((end + 1 - (turn[1] > 2 - again) for end, again in waits), default=0)
+                if tick < first or turn <= before:
+                    text = f"{self.spell(action)} on stage {d} runs too early, in tick {tick}."
+                    yield Fault(text, d, k)
+                    break
+                before = turn
 
     def broken_promises(self) -> Iterator[Fault]:
         for d, promised in enumerate(self.schedule.peak_in_flight or ()):

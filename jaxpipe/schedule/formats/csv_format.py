@@ -26,6 +26,8 @@ _KINDS = {letter: kind for kind, letter in _LETTERS.items()}
 # Nine digits: more than any schedule needs, and quick to convert.
 _CELL = re.compile(r"([0-9]{1,9})([FIWB])([0-9]{1,9})")
 _PAIR = re.compile(r"\(([^;]*);([^;]*)\)OVERLAP_F_B")
+_MAX_BYTES = 20_000_000
+"""Of a file: about three million actions, more than any program could run."""
 _COMMUNICATION = re.compile(r"[0-9]+(UNSHARD|RESHARD|REDUCE_GRAD|(SEND|RECV)_[FB])[0-9]*")
 
 
@@ -69,12 +71,19 @@ def read_csv(path: str | Path) -> Schedule:
     """Reads a schedule from a file, whose name it gets without the ending: see `parse_csv`.
 
     Raises:
-      ScheduleError: as `parse_csv`, or the file is not text in UTF-8.
+      ScheduleError: as `parse_csv`, or the file is not text in UTF-8, or is too large.
       OSError: the file cannot be read.
     """
     path = Path(path)
+    with path.open("rb") as file:
+        content = file.read(_MAX_BYTES + 1)
+    if len(content) > _MAX_BYTES:
+        limit = f"{_MAX_BYTES // 10**6} MB"
+        raise ScheduleError(
+            f"{path} is larger than {limit}, and no schedule is.\nNearest valid: {limit}."
+        )
     try:
-        text = path.read_text(encoding="utf-8-sig")
+        text = content.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         raise ScheduleError(f"{path} is not text in UTF-8: {error.reason}.") from None
     return parse_csv(text, name=path.stem, source=str(path))

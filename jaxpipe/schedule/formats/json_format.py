@@ -1,33 +1,28 @@
-"""A whole schedule as JSON, in both directions, with placement, slices and promised peak.
-
-PyTorch's CSV (`jaxpipe.schedule.formats.csv_format`) has no room for slices, which decide the
-ticks.
-"""
+"""A whole schedule as JSON, in both directions, with placement and promised peak."""
 
 from __future__ import annotations
 
 import dataclasses
-import re
+import warnings
 from typing import Any
 
-from jaxpipe.schedule.actions import Action, Minibatches, MinibatchSchedule, Schedule, Slice
+from jaxpipe.schedule.actions import Action, Minibatches, MinibatchSchedule, Schedule
 from jaxpipe.schedule.check.validate import ScheduleError, validate
 from jaxpipe.schedule.placement import Placement
-
-_SLICE = re.compile(r"([0-9]+):([0-9]+[A-Z]+[0-9]+)\[([0-9]+):([0-9]+)\]")
 
 
 def to_json(schedule: Schedule) -> dict[str, Any]:
     """Writes the fields of a schedule as an object that JSON can hold.
 
-    An order is one text for each stage, and a slice is ``tick:action[lo:hi]``.
+    An order is one text for each stage.
 
     Example:
       >>> from jaxpipe.schedule.generators.gpipe import gpipe
       >>> to_json(gpipe(2, 1))["orders"]
       ['0F0 0B0 0W0', '1F0 1B0 1W0']
     """
-    slices, minibatches, overlapped = schedule.slices, schedule.minibatches, schedule.overlapped
+    minibatches, overlapped = schedule.minibatches, schedule.overlapped
+    ticks = schedule.ticks if isinstance(schedule, MinibatchSchedule) else None
     return {
         "name": schedule.name,
         "stages": list(schedule.placement.stages),
@@ -35,7 +30,7 @@ def to_json(schedule: Schedule) -> dict[str, Any]:
         "num_microbatches": schedule.num_microbatches,
         "peak_in_flight": schedule.peak_in_flight and list(schedule.peak_in_flight),
         "orders": [" ".join(map(str, order)) for order in schedule.orders],
-        "slices": slices and [" ".join(map(_written, row)) for row in slices],
+        **({} if ticks is None else {"ticks": [*map(list, ticks)]}),
         **({} if minibatches is None else {"minibatches": dataclasses.asdict(minibatches)}),
         **({"overlapped": " ".join(map(str, overlapped))} if overlapped else {}),
     }
@@ -43,6 +38,8 @@ def to_json(schedule: Schedule) -> dict[str, Any]:
 
 def from_json(data: Any) -> Schedule:
     """Reads what `to_json` wrote, and validates it.
+
+    Earlier versions also wrote time slices; of these, only the order that they follow is read.
 
     Raises:
       ScheduleError: a field is missing or of another form, or the schedule cannot run.
@@ -53,9 +50,17 @@ def from_json(data: Any) -> Schedule:
       True
     """
     try:
-        peak, slices = data["peak_in_flight"], data["slices"]
-        minibatches = data.get("minibatches")
-        several = {} if minibatches is None else {"several": Minibatches(**minibatches)}
+        peak, minibatches = data["peak_in_flight"], data.get("minibatches")
+        several: dict[str, Any] = {}
+        if minibatches is not None:
+            several["several"] = Minibatches(**minibatches)
+            several["ticks"] = tuple(map(tuple, data.get("ticks") or _former_ticks(data)))
+        elif data.get("slices"):
+            warnings.warn(
+                f"The time slices of schedule {data['name']!r} are left out: stages run whole "
+                "actions, in the order of the file.",
+                stacklevel=2,
+            )
         make = Schedule if minibatches is None else MinibatchSchedule
         schedule = make(
             name=str(data["name"]),
@@ -63,7 +68,6 @@ def from_json(data: Any) -> Schedule:
             num_microbatches=data["num_microbatches"],
             orders=tuple(tuple(map(Action.parse, row.split())) for row in data["orders"]),
             peak_in_flight=None if peak is None else tuple(peak),
-            slices=None if slices is None else tuple(map(_read_row, slices)),
             overlapped=tuple(map(Action.parse, data.get("overlapped", "").split())),
             **several,
         )
@@ -75,18 +79,6 @@ def from_json(data: Any) -> Schedule:
     return schedule
 
 
-def _written(part: Slice) -> str:
-    return f"{part.tick}:{part.action}[{part.lo}:{part.hi}]"
-
-
-def _read_row(row: str) -> tuple[Slice, ...]:
-    return tuple(map(_read, row.split()))
-
-
-def _read(text: str) -> Slice:
-    match = _SLICE.fullmatch(text)
-    if match is None:
-        raise ValueError(
-            f"{text!r} is not a slice: write tick:action[lo:hi], such as '3:0F1[0:2]'."
-        )
-    return Slice(int(match[1]), Action.parse(match[2]), int(match[3]), int(match[4]))
+def _former_ticks(data: Any) -> list[list[int]]:
+    """Ticks as they were written with time slices, such as ``3:0F1[0:2]``."""
+    return [[int(part.partition(":")[0]) for part in row.split()] for row in data["slices"] or ()]

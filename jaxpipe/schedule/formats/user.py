@@ -52,7 +52,7 @@ def load(
         `jaxpipe.schedule.catalog`.
       num_stages: p; None for a file, which has its own.
       num_microbatches: m; None for a file, which has its own.
-      clock: the costs and layers_per_chunk of the later timing: passed to a function that has
+      clock: the costs of the later timing: passed to a function that has
         parameters of these names.
       options: num_chunks, group, memory_limit, for the function; a file takes none.
 

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Sequence
 
 from jaxpipe.schedule.actions import Kind, Schedule
 from jaxpipe.schedule.check.validate import peak_in_flight
 from jaxpipe.schedule.generators import events
-from jaxpipe.schedule.generators.earliest import HELD, earliest
+from jaxpipe.schedule.generators.earliest import HELD, ROUNDING, earliest
 from jaxpipe.schedule.makespan import makespan
-from jaxpipe.schedule.simulate import Costs
+from jaxpipe.schedule.simulate import Costs, simulate
 
 _PATIENCE = (0.0, 0.25, 0.5, 0.75)
 """Each of them ends first on some shapes."""
@@ -22,11 +23,12 @@ def in_time(schedule: Schedule, costs: Costs) -> Schedule:
     """Orders a schedule anew for real costs and messages, within its own peaks in flight.
 
     Tries every stage's order run eagerly, with more and less patience, and the gaps of each filled
-    by `earliest`. Ends no later than the schedule itself, which wins if nothing ends sooner.
+    by `earliest`; in the best of them W then fills waits. Ends no later than the schedule itself,
+    which wins if nothing ends sooner.
     """
     eager = (_eager(schedule, costs, patience) for patience in _PATIENCE)
     candidates = [schedule, *(earliest(order, costs) for order in (schedule, *eager))]
-    return min(candidates, key=lambda candidate: makespan(candidate, costs))
+    return _w_in_waits(min(candidates, key=lambda order: makespan(order, costs)), costs)
 
 
 def soonest(orders: Sequence[Schedule], costs: Costs) -> Schedule:
@@ -41,6 +43,36 @@ def soonest(orders: Sequence[Schedule], costs: Costs) -> Schedule:
     if sum(map(len, orders[0].orders)) > _LONG:
         orders = [min(orders, key=lambda order: ends(earliest(order, costs)))]
     return min((in_time(order, costs) for order in orders), key=ends)
+
+
+def _w_in_waits(schedule: Schedule, costs: Costs) -> Schedule:
+    """Moves W into waits of the stage that ends last, also into shorter ones than a W.
+
+    The delay of other stages costs nothing as long as these end no later. Every move must make the
+    schedule end sooner.
+    """
+    ends = makespan(schedule, costs)
+    while (sooner := _one_w_in_a_wait(schedule, costs, ends)) is not None:
+        schedule, ends = sooner, makespan(sooner, costs)
+    return schedule
+
+
+def _one_w_in_a_wait(schedule: Schedule, costs: Costs, ends: float) -> Schedule | None:
+    """The first move of a W that ends before this; None if no move does."""
+    rows, orders = simulate(schedule, costs).rows, list(schedule.orders)
+    d = max(range(len(rows)), key=lambda stage: rows[stage][-1].end)
+    row, order = rows[d], orders[d]
+    for k, (before, after) in enumerate(itertools.pairwise(row), start=1):
+        if after.start <= before.end:
+            continue
+        later = next((j for j in range(k, len(row)) if order[j].kind is Kind.W), k)
+        if later == k or dataclasses.replace(order[later], kind=Kind.B) not in order[:k]:
+            continue
+        orders[d] = (*order[:k], order[later], *order[k:later], *order[later + 1 :])
+        moved = dataclasses.replace(schedule, orders=tuple(orders))
+        if makespan(moved, costs) < ends * (1 - ROUNDING):
+            return moved
+    return None
 
 
 def _eager(schedule: Schedule, costs: Costs, patience: float) -> Schedule:

@@ -11,7 +11,7 @@ from jaxpipe.schedule.simulate import Costs, simulate
 
 HELD = {Kind.F: 1, Kind.B: 0, Kind.W: -1, Kind.BW: -1}
 """What an action adds to the chunks in flight."""
-_ROUNDING = 1e-9
+ROUNDING = 1e-9
 """The share of an action by which a gap may be too short: sums of decimals are not exact."""
 
 
@@ -70,7 +70,7 @@ class _Row:
             if action.kind is Kind.F and in_flight >= self.cap:
                 break
             begin = max(ready, self.ends[later - 1] if later else 0.0)
-            if begin + duration * (1 - _ROUNDING) <= self.starts[later]:
+            if begin + duration * (1 - ROUNDING) <= self.starts[later]:
                 position, start = later, begin
         self.order.insert(position, action)
         self.starts.insert(position, start)

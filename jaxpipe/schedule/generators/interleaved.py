@@ -8,8 +8,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from jaxpipe.schedule.actions import Action, Kind, Schedule
+from jaxpipe.schedule.makespan import makespan
 from jaxpipe.schedule.placement import Placement, looped
 from jaxpipe.schedule.problems import Problem, refuse
+from jaxpipe.schedule.simulate import UNIT
 
 
 def interleaved(
@@ -39,8 +41,9 @@ def interleaved(
     Args:
       num_microbatches: m, at least 1. If it is not a multiple of the group, the schedule is that of
         the next multiple without the surplus microbatches.
-      group: microbatches that go through a chunk before the next chunk's turn, at least p/2; p by
-        default.
+      group: microbatches that go through a chunk before the next chunk's turn, at least p/2. By
+        default p; of fused backwards a larger one, up to 2p-1, if p does not divide m and that one
+        ends sooner, where gaps that a last, short group leaves have no W to fill them.
 
     Raises:
       ValueError: the group is smaller than half of the number of stages.
@@ -49,7 +52,8 @@ def interleaved(
       >>> interleaved(4, 8, fused=True).peak_in_flight
       (11, 9, 7, 5)
     """
-    group = num_stages if group is None else group
+    if group is None:
+        group = _fused_group(num_stages, num_microbatches, num_chunks) if fused else num_stages
     if 2 * group < num_stages:
         rule, others = "it must be at least half of $num_stages", {"num_stages": num_stages}
         nearest = (-(-num_stages // 2),)
@@ -63,6 +67,24 @@ def interleaved(
         warm_ups=warm_up_forwards(num_stages, num_chunks, group, hops=hops),
         delays=None if fused else (0,) * num_stages,
     )
+
+
+def _fused_group(num_stages: int, num_microbatches: int, num_chunks: int) -> int:
+    """The group that ends first at F=B=W: p, or one that shares m among as many turns or one
+    fewer."""
+
+    def ends(group: int) -> float:
+        return makespan(
+            interleaved(
+                num_stages, num_microbatches, num_chunks=num_chunks, group=group, fused=True
+            ),
+            UNIT,
+        )
+
+    turns = num_microbatches // num_stages
+    equal = (-(-num_microbatches // n) for n in (turns, turns - 1) if n > 0)
+    groups = [g for g in equal if num_stages < g < 2 * num_stages]
+    return min([num_stages, *groups], key=ends) if num_microbatches % num_stages else num_stages
 
 
 def warm_up_forwards(num_stages: int, num_chunks: int, group: int, *, hops: int) -> tuple[int, ...]:

@@ -110,13 +110,13 @@ def one_f_one_b_v(num_stages: int, num_microbatches: int) -> Schedule:
 
     Example:
       >>> one_f_one_b_v(4, 8).peak_in_flight
-      (6, 6, 5, 6)
+      (6, 6, 6, 6)
     """
     block = one_f_one_b_v_block(num_stages)
     orders = block_orders.repeated(block, num_microbatches)
-    whole = block_orders.to_schedule(
-        "1f1b-v", block.placement, orders, num_microbatches, block.peaks
-    )
+    # Every stage may keep as much as the one that keeps the most, which fills more of its gaps.
+    caps = (max(block.peaks),) * num_stages
+    whole = block_orders.to_schedule("1f1b-v", block.placement, orders, num_microbatches, caps)
     return earliest(whole, UNIT)
 
 

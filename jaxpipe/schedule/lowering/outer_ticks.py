@@ -3,8 +3,7 @@
 Both are sums over all stages, in which every stage waits for the slowest. The head's sum is one
 that cannot be moved: its cotangent is wanted in the next tick. Beside it, in the same wait, the
 other two cost nothing. So a microbatch is embedded right after a head, ahead of its use, and its
-cotangent waits for the next head, or with others for the end of the step. Slices need none of this:
-they keep stages in step.
+cotangent waits for the next head, or with others for the end of the step.
 """
 
 from __future__ import annotations
@@ -12,26 +11,25 @@ from __future__ import annotations
 import numpy as np
 
 
-def embed_ticks(first: np.ndarray, last: np.ndarray, heads: np.ndarray) -> np.ndarray:
+def embed_ticks(first: np.ndarray, heads: np.ndarray) -> np.ndarray:
     """The tick at whose beginning each microbatch is embedded.
 
     It is the latest one that follows a head, if the microbatch before has been read by then, so
     that no more than one waits; otherwise that of its own first use.
 
     Args:
-      first, last: ticks in which the first virtual stage begins and ends F, int64
-        ``[microbatches]``.
+      first: ticks in which the first virtual stage runs F, int64 ``[microbatches]``.
       heads: ticks that end with a head.
 
     Example:
-      >>> embed_ticks(np.array([0, 4, 6]), np.array([0, 4, 6]), np.array([2, 3, 7])).tolist()
+      >>> embed_ticks(np.array([0, 4, 6]), np.array([2, 3, 7])).tolist()
       [0, 4, 6]
-      >>> embed_ticks(np.array([0, 5, 6]), np.array([0, 5, 6]), np.array([2, 3, 7])).tolist()
+      >>> embed_ticks(np.array([0, 5, 6]), np.array([2, 3, 7])).tolist()
       [0, 4, 6]
     """
     order, after = np.argsort(first), np.sort(heads) + 1
     first = first[order]
-    read = np.concatenate([[0], last[order][:-1] + 1])
+    read = np.concatenate([[0], first[:-1] + 1])
     beside = np.concatenate([[-1], after])[np.searchsorted(after, first, side="right")]
     ticks = np.empty_like(first)
     ticks[order] = np.where(beside >= read, beside, first)

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxpipe.schedule.actions import Action, Kind, Minibatches, MinibatchSchedule, Slice
+from jaxpipe.schedule.actions import Action, Kind, Minibatches, MinibatchSchedule
 from jaxpipe.schedule.generators.pipemare import Part, SteadyState
 from jaxpipe.schedule.lowering import table
 from jaxpipe.schedule.lowering.lower import lower
@@ -34,7 +34,7 @@ class SteadyRows:
       >>> import numpy as np
       >>> rows = SteadyRows(SteadyState(2, 2), entered=8, xp=np)
       >>> cell = rows.row(np.arange(4), 1, layers=3).cells[Kind.F]
-      >>> cell.hi.tolist(), cell.microbatch.tolist()
+      >>> cell.layers.tolist(), cell.microbatch.tolist()
       ([0, 3, 3, 3], [-1, 0, 1, 2])
     """
 
@@ -63,7 +63,7 @@ class SteadyRows:
             gather=nothing,
             reduce=nothing,
             outer=self._outer(tick),
-            meets=1,
+            exchange=0,
             updates=self._updates(part, tick),
             replay=self._replay(part, tick),
         )
@@ -83,9 +83,7 @@ class SteadyRows:
         g = tick - started
         slot, zero = g % steady.residual_slots, 0 * g
         return table.Cell(
-            lo=zero,
-            hi=self.xp.where(self._runs(g), layers, 0),
-            pauses=zero,
+            layers=self.xp.where(self._runs(g), layers, 0),
             chunk=zero,
             microbatch=g,
             inbox=zero,
@@ -168,18 +166,13 @@ def shown_minibatches(num_stages: int, num_microbatches: int) -> int:
 
 
 def steady_schedule(
-    steady: SteadyState,
-    minibatches: int | None = None,
-    *,
-    layer_counts: Sequence[int] | None = None,
-    fused: bool = False,
+    steady: SteadyState, minibatches: int | None = None, *, fused: bool = False
 ) -> MinibatchSchedule:
     """Several minibatches, from an empty pipeline to an empty one, as a schedule like any other.
 
     Args:
       minibatches: K, at least 1; microbatches are numbered through all of them. None for
         `shown_minibatches`.
-      layer_counts: layers of every stage; one by default.
       fused: whether backwards are BW, or B and W.
 
     Example:
@@ -189,31 +182,30 @@ def steady_schedule(
     """
     P, N = steady.num_stages, steady.num_microbatches
     total = N * (shown_minibatches(P, N) if minibatches is None else minibatches)
-    counts = layer_counts or [1] * P
     rows = SteadyRows(steady, entered=total, fused=fused, xp=np)
     tick = np.arange(total + steady.drain_ticks)
-    slices = []
-    for d, count in enumerate(counts):
-        cells = rows.row(tick, d, layers=count).cells
-        slices.append(
-            tuple(
-                Slice(t, Action(d, kind, int(cells[kind].microbatch[t])), 0, count)
+    in_ticks = []
+    for d in range(P):
+        cells = rows.row(tick, d, layers=1).cells
+        in_ticks.append(
+            [
+                (t, Action(d, kind, int(cells[kind].microbatch[t])))
                 for t in tick.tolist()
                 for kind in rows.kinds
-                if cells[kind].hi[t]
-            )
+                if cells[kind].layers[t]
+            ]
         )
     return MinibatchSchedule(
         name=steady.method,
         placement=linear(P),
         num_microbatches=total,
-        orders=tuple(tuple(part.action for part in row) for row in slices),
+        orders=tuple(tuple(action for _, action in row) for row in in_ticks),
         peak_in_flight=tuple(
             part.backward - (part.forward if part.recompute is None else part.recompute) + 1
             for part in map(steady.stage, range(P))
         ),
-        slices=tuple(slices),
         several=Minibatches(N, steady.method, steady.num_versions, steady.recompute_segment),
+        ticks=tuple(tuple(t for t, _ in row) for row in in_ticks),
     )
 
 
@@ -222,9 +214,19 @@ def steady_table(
 ) -> table.TickTable:
     """The table of a few minibatches: kinds, channels and slots of a pipeline that never drains.
 
-    Arguments as for `steady_schedule`.
+    While it is full, all messages of a tick are read in the next one.
+
+    Args:
+      layer_counts: layers of every stage.
+      fused: as for `steady_schedule`.
     """
-    schedule = steady_schedule(steady, layer_counts=layer_counts, fused=fused)
-    lowered = lower(schedule, layer_counts)
-    # A state has a slot for what goes from B to W whether its backward is split or not.
-    return dataclasses.replace(lowered, num_slots=lowered.num_slots | {"crossing": 1})
+    lowered = lower(steady_schedule(steady, fused=fused), layer_counts)
+    everything = tuple(() if c.kind is Kind.R else c.edges for c in lowered.channels)
+    return dataclasses.replace(
+        lowered,
+        exchanges=(everything,),
+        exchange=np.zeros_like(lowered.exchange),
+        together=True,
+        # A state has a slot for what goes from B to W whether its backward is split or not.
+        num_slots=lowered.num_slots | {"crossing": 1},
+    )

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 
@@ -24,15 +24,12 @@ direction: each body takes time to compile. By schedule: docs/design/034."""
 
 @dataclasses.dataclass(frozen=True)
 class Cell:
-    """What one stage runs of one kind of action in one tick; nothing where ``lo == hi``.
+    """The action of one kind that one stage runs in one tick; none where ``layers`` is 0.
 
     In a table, every field is a column, int32 ``[ticks, stages]``.
 
     Args:
-      lo: first layer to run, counted within the chunk.
-      hi: one past the last.
-      pauses: 1 where layers of the action remain for later ticks: what it has computed so far
-        goes back to its inbox slot, and is read from there.
+      layers: of the chunk.
       chunk: which of the stage's chunks.
       microbatch: which microbatch.
       inbox: slot of the input (x for F, the cotangent for B and BW).
@@ -44,9 +41,7 @@ class Cell:
       fresh: 1 where the gradient slot holds another chunk's sum, to be overwritten.
     """
 
-    lo: Any
-    hi: Any
-    pauses: Any
+    layers: Any
     chunk: Any
     microbatch: Any
     inbox: Any
@@ -112,7 +107,7 @@ class Reads(NamedTuple):
 
 
 class Outer(NamedTuple):
-    """What all stages compute together in one tick: see `TickTable`.
+    """The embedding and the head of one tick: see `TickTable`.
 
     ``embed_gradient`` and its slot are ``[most in a tick]``, `NONE` behind those that there are.
     Where weights are kept in versions, ``reads`` has those of each phase: enter, leave and
@@ -157,8 +152,8 @@ class Row(NamedTuple):
       cells: what a stage runs, by kind of action.
       arrivals: the messages it receives, in the order of `TickTable.channels`.
       gather, reduce: its transfers over data.
-      outer: what all stages compute together, for embedding and head.
-      meets: 1 if stages exchange messages at the tick's end, each waiting for the others.
+      outer: what embedding and head compute.
+      exchange: number of its `TickTable.exchanges`.
       updates: what is updated; None where weights stay as they are.
       replay: slots of what F keeps for R, for both; None where nothing is recomputed.
     """
@@ -168,16 +163,22 @@ class Row(NamedTuple):
     gather: Transfer
     reduce: Transfer
     outer: Outer
-    meets: Any
+    exchange: Any
     updates: Updates | None = None
     replay: dict[Kind, Any] | None = None
+
+
+Edges: TypeAlias = tuple[tuple[int, int], ...]
+"""Pairs of a sender and a receiver."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Channel:
     """Messages of one kind between stages at one distance; at most one per stage and tick.
 
-    A message is received at the end of the tick that sends it, or, late, at the end of the next.
+    A message that the next tick reads is received at the end of the tick that sends it. Any other
+    is late: it leaves when the next tick begins, travels under its layers, and is received at its
+    end.
 
     Args:
       kind: F (activations, sent on) or B (cotangents, sent back).
@@ -188,7 +189,7 @@ class Channel:
     """
 
     kind: Kind
-    edges: tuple[tuple[int, int], ...]
+    edges: Edges
     slot: np.ndarray
     late_slot: np.ndarray
 
@@ -198,9 +199,14 @@ class Channel:
         return self.edges[0][0] == self.edges[0][1]
 
     @property
-    def late(self) -> bool:
-        """Whether any message is received late."""
-        return bool((self.late_slot != NONE).any())
+    def late_edges(self) -> Edges:
+        """The pairs that any message travels late between."""
+        receives = (self.late_slot != NONE).any(axis=0)
+        return tuple(edge for edge in self.edges if receives[edge[1]])
+
+    def edges_at(self, tick: int) -> Edges:
+        """The pairs that a message of this tick connects at its end."""
+        return tuple(edge for edge in self.edges if self.slot[tick, edge[1]] != NONE)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -268,8 +274,11 @@ class TickTable:
       gathers, reduces: data-axis transfers.
       num_slots: size of each buffer, by name: x, dy, until_b, until_w, crossing; replay, if
         anything is recomputed.
-      meets: bool ``[ticks]``: whether stages exchange messages at the tick's end, each waiting for
-        the others; late messages travel without.
+      exchanges: the distinct sets of messages between stages that end a tick, each as the pairs
+        that it connects on every channel.
+      exchange: int32 ``[ticks]``: number of the tick's.
+      together: whether all stages compute embedding and head together, or those of the first and
+        the last virtual stage alone.
     """
 
     schedule: Schedule
@@ -285,7 +294,9 @@ class TickTable:
     gathers: Transfers
     reduces: Transfers
     num_slots: dict[str, int]
-    meets: np.ndarray
+    exchanges: tuple[tuple[Edges, ...], ...]
+    exchange: np.ndarray
+    together: bool
 
     @property
     def num_ticks(self) -> int:
@@ -298,8 +309,8 @@ class TickTable:
 
     @property
     def rows(self) -> Row:
-        """All rows as one: int32 ``[ticks, stages]``; in `Row.outer` and `Row.meets`, which are the
-        same for all stages, without them."""
+        """All rows as one: int32 ``[ticks, stages]``; in `Row.outer` and `Row.exchange`, which are
+        the same for all stages, without them."""
         return Row(
             cells=self.passes,
             arrivals=tuple(Arrival(c.slot, c.late_slot) for c in self.channels),
@@ -313,7 +324,7 @@ class TickTable:
                 embed_gradient=self.embed_gradient,
                 embed_gradient_slot=self.embed_gradient_slot,
             ),
-            meets=self.meets.astype(np.int32),
+            exchange=self.exchange,
         )
 
     def parts(self, *, gathers: bool, reduces: bool) -> list[Parts]:
@@ -353,7 +364,7 @@ class TickTable:
         """bool ``[ticks]``, twice: which ticks have a body with what belongs to forwards, and which
         with what belongs to backwards."""
         used = [
-            *((kind, (cell.lo < cell.hi).any(axis=1)) for kind, cell in self.passes.items()),
+            *((kind, (cell.layers > 0).any(axis=1)) for kind, cell in self.passes.items()),
             *(
                 (c.kind, ((c.slot != NONE) | (c.late_slot != NONE)).any(axis=1))
                 for c in self.channels

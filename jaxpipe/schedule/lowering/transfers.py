@@ -29,12 +29,12 @@ class Moving(NamedTuple):
 
 
 class Held(NamedTuple):
-    """Transfers, and what they mean for the slices.
+    """Transfers, and what they mean for the actions.
 
     Args:
       transfers: one per stage and tick at most.
-      slots: int64 ``[slices]``: the slot of each slice's chunk.
-      fresh: bool ``[slices]``: whether a slice belongs to the first action of its chunk's stay.
+      slots: int64 ``[actions]``: the slot of each action's chunk.
+      fresh: bool ``[actions]``: whether an action is the first of its chunk's stay.
     """
 
     transfers: Transfers
@@ -55,7 +55,7 @@ def held_chunks(
     """Plans the gathers (load) or reductions (unload) of the chunks that some kinds of action use.
 
     Args:
-      columns: the schedule's slices.
+      columns: the schedule's actions.
       moving: how chunks move.
       num_slots: per stage, at least 1; raised until no tick needs more slots or two transfers.
       kinds: that need the chunk in a slot.
@@ -92,7 +92,6 @@ def _with_slots(
     all_stays: list[list[Stay]] = [[] for _ in range(schedule.num_stages)]
     wanted = columns.of(*kinds)
     chunks = np.asarray(schedule.placement.chunks)[columns.virtual_stage]
-    actions = columns.kind, columns.virtual_stage, columns.microbatch
     # One cache of all slots, or slots of their own: a cache of one slot each.
     caches, size = (num_slots, 1) if own_slots else (1, num_slots)
     for stage, cache in itertools.product(range(schedule.num_stages), range(caches)):
@@ -114,8 +113,7 @@ def _with_slots(
         chunk[ticks, stage], slot[ticks, stage] = [stay.item for stay in stays], held_in
         slots_of[used] = held_in[stay_of]
         _, firsts = np.unique(stay_of, return_index=True)
-        beginner = used[firsts[stay_of]]
-        fresh[used] = np.logical_and.reduce([own[used] == own[beginner] for own in actions])
+        fresh[used[firsts]] = True
     nothing = Transfer(*(np.full((0, schedule.num_stages), NONE, np.int32) for _ in range(3)))
     whole = Transfers(
         chunk, slot, np.zeros_like(slot), num_slots, group=0, shares=1, parts=1, edge=nothing

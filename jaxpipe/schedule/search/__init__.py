@@ -1,1 +1,1 @@
-"""Searches: schedules and slices that are found rather than written down."""
+"""Searches: schedules that are found rather than written down."""

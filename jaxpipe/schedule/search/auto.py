@@ -1,29 +1,29 @@
-"""The schedule for the clock it runs on: order and slices built together, under a memory limit."""
+"""The schedule that ends first on devices, under a memory limit."""
 
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Iterable, Sequence
+from typing import NamedTuple
 
-from jaxpipe.schedule.actions import Kind, Schedule, split_backwards
+from jaxpipe.schedule.actions import Schedule, split_backwards
 from jaxpipe.schedule.check.validate import peak_in_flight
-from jaxpipe.schedule.placement import Placement, wave
+from jaxpipe.schedule.device_clock import device_clock
+from jaxpipe.schedule.makespan import makespan
+from jaxpipe.schedule.partition import cut_layers
+from jaxpipe.schedule.placement import Placement, linear, looped, wave
 from jaxpipe.schedule.problems import Problem, refuse
 from jaxpipe.schedule.search.bounds import lower_bound
-from jaxpipe.schedule.search.candidates import named, reordered
-from jaxpipe.schedule.search.contest import Contest
-from jaxpipe.schedule.search.cuts import Cut
+from jaxpipe.schedule.search.candidates import published, reordered
 from jaxpipe.schedule.search.order_search import search_orders
-from jaxpipe.schedule.search.slices import CLOCKS, check_layer_counts, with_slices
-from jaxpipe.schedule.search.tick_engine import Work
-from jaxpipe.schedule.search.tick_search import TickSearch
-from jaxpipe.schedule.search.tick_settings import Settings
 from jaxpipe.schedule.simulate import UNIT, Costs, of_virtual_stages
 
-_TRIALS = tuple(
-    Settings(by_rank=False, by_urgency=True, shortest=0.4, eagerness=1.0, first=first)
-    for first in (Kind.F, Kind.B)
-)
+_FEW_CHUNKS, _NUM_PROMISING = 4, 6
+"""Published schedules are tried where chunks are few, and on the placements of the least bounds."""
+_SEARCHED_CHUNKS, _SEARCHED_ACTIONS = 2, 24_000
+"""Orders are searched on placements of so few chunks, and on the best one so far, as long as the
+schedules have no more actions together; on one in any case."""
 
 
 def auto(
@@ -31,149 +31,187 @@ def auto(
     num_microbatches: int,
     *,
     costs: Costs | Sequence[Costs] = UNIT,
+    layer_costs: Sequence[Costs] | None = None,
     memory_limit: float | None = None,
-    layers_per_chunk: int = 4,
-    layer_counts: Sequence[int] | None = None,
     placement: Placement | None = None,
-    candidates: Iterable[Schedule] | None = None,
-    clock: str = "lock-step",
 ) -> Schedule:
-    """Searches for the schedule that ends first under a memory limit, in lock-step by default.
+    """Finds the schedule that ends first on the device clock under a memory limit.
 
-    The most promising of the named schedules that fit, and of `search_orders`, are cut into slices.
-    Another order is made tick by tick: what is ready runs, under a cap on chunks in flight.
+    Candidates are the schedules of this package that fit, as published and in another order for the
+    costs, and the orders of a search, on every placement that the model allows.
 
     ============  =====================================================================
-    bubble        V placement, (F,B,W) = (1,1.2,.8), m = 4p, lock-step bubble ratio at 8 / 4 / 2
-                  layers per chunk: p=4 .039 / .044 / .042, p=8 .049 / .061 / .054
+    bubble        searched; `jaxpipe.schedule.search.bounds.lower_bound` says what is left
     in flight     at most memory_limit microbatches of a full stage
-    constraints   p >= 1, m >= 1, any placement; memory_limit at least 1
+    constraints   p >= 1, m >= 1; memory_limit at least 1
     source        jaxpipe
     ============  =====================================================================
 
     Args:
-      costs: of one chunk; or, if chunks differ, of every virtual stage.
+      costs: of half a stage. A stage holds two such chunks, on the V or in a loop, or one that
+        takes twice as long. With ``placement``, of one of its chunks; as a sequence, of every
+        virtual stage of ``placement``, or of the V without one.
+      layer_costs: instead of ``costs``, of every layer, in model order; at least p. Then the number
+        of chunks is chosen as well; a placement's chunks are those of
+        `jaxpipe.schedule.partition.cut_layers`.
       memory_limit: peak in flight per stage, in microbatches of a full stage; None for p.
-      layers_per_chunk: layers of every virtual stage, at least 1, without ``layer_counts``.
-      placement: None for the V: two chunks per stage.
-      candidates: to slice, on this placement, as far as they fit; None for this package's.
-      clock: on which it has to end first: "lock-step", as on simulated devices; or "neighbor", as
-        on GPUs, where whole actions are candidates, too.
+      placement: the only one to try.
 
     Raises:
-      ValueError: the memory limit is too small, or an argument does not fit the placement.
+      ValueError: the memory limit is too small, there are fewer layers than stages, or an argument
+        does not fit the placement.
 
     Example:
-      >>> from jaxpipe.schedule.simulate import lock_step
-      >>> schedule = auto(2, 4, costs=Costs(1, 1.2, 0.8), layers_per_chunk=2)
-      >>> round(lock_step(schedule, Costs(1, 1.2, 0.8)).bubble_ratio, 3)
-      0.048
+      >>> costs = Costs(1, 1.2, 0.8)
+      >>> schedule = auto(2, 4, costs=costs)
+      >>> schedule.num_chunks, round(device_clock(schedule, costs).makespan, 1)
+      (2, 25.2)
     """
-    placement = placement or wave(num_stages)
     limit = num_stages if memory_limit is None else memory_limit
-    check(num_stages, placement, limit)
-    counts = tuple(layer_counts or [layers_per_chunk] * placement.num_virtual_stages)
-    check_layer_counts(placement, counts)
-    cut = Cut(placement, counts, of_virtual_stages(placement, costs))
-    contest = Contest(clock)
-    if candidates is None:
-        found = named_for(cut, num_microbatches, limit)
-        enter_named(contest, cut, found, num_microbatches, limit)
-        return search_best(contest, [(cut, found)], num_microbatches, limit)
-    cap = cut.cap(num_microbatches, limit)
-    fitting = [s for s in candidates if max(peak_in_flight(s)) <= cap]
-    if any(s.placement != placement for s in fitting):
-        raise ValueError("The candidates of schedule 'auto' are not all on its placement.")
-    contest.enter(cut, fitting, named=True)
-    return _finished(contest, [cut], num_microbatches, limit)
+    models = _models(num_stages, costs, layer_costs, placement, limit)
+    first = _First()
+    known = _offer_known(first, models, num_microbatches, limit)
+    few = (m for m in models if m.placement.num_chunks <= _SEARCHED_CHUNKS)
+    actions = 0
+    for model in dict.fromkeys([first.model, *few]):
+        actions += 3 * model.placement.num_virtual_stages * num_microbatches
+        promises = model.bound(num_microbatches, limit) < first.makespan
+        if promises and (model == first.model or actions <= _SEARCHED_ACTIONS):
+            seeds = known.get(model) or _published(model, num_microbatches, limit)
+            first.offer(model, _searched(model, num_microbatches, limit, seeds))
+    return dataclasses.replace(
+        first.schedule, name="auto", peak_in_flight=peak_in_flight(first.schedule)
+    )
 
 
-def named_for(cut: Cut, num_microbatches: int, memory_limit: float) -> list[Schedule]:
-    """The schedules of this package on a placement that fit the limit."""
-    cap = cut.cap(num_microbatches, memory_limit)
-    return named(cut.placement, num_microbatches, cap=cap, costs=_of_chunk(cut))
+def gain_of_memory(
+    schedule: Schedule,
+    *,
+    costs: Costs | Sequence[Costs] = UNIT,
+    layer_costs: Sequence[Costs] | None = None,
+    memory_limit: float | None = None,
+) -> tuple[Schedule, float]:
+    """Finds what half a microbatch more would be worth, as far as known schedules tell.
+
+    Args:
+      schedule: of `auto`, with the same other arguments.
+
+    Returns:
+      The known schedule that ends first with that memory, and the share of the time that it saves.
+    """
+    p, m = schedule.num_stages, schedule.num_microbatches
+    limit = (p if memory_limit is None else memory_limit) + 0.5
+    models, found, more = _models(p, costs, layer_costs, None, limit), _First(), _First()
+    found.offer(next(m for m in models if m.placement == schedule.placement), [schedule])
+    _offer_known(more, models, m, limit)
+    return more.schedule, 1 - more.makespan / found.makespan
 
 
-def enter_named(
-    contest: Contest, cut: Cut, found: Iterable[Schedule], num_microbatches: int, limit: float
-) -> None:
-    """Enters schedules of this package on a placement, and those that users get in another order
-    for its costs."""
-    contest.enter(cut, found, named=True)
-    cap = cut.cap(num_microbatches, limit)
-    others = reordered(cut.placement, num_microbatches, cap=cap, costs=_of_chunk(cut))
-    contest.enter(cut, others, named=True)
+class _Model(NamedTuple):
+    """A model on a placement, with the costs of its virtual stages."""
+
+    placement: Placement
+    costs: tuple[Costs, ...]
+
+    def cap(self, num_microbatches: int, memory_limit: float) -> int:
+        """Chunks in flight that a limit in microbatches of a full stage allows."""
+        chunks = self.placement.num_chunks
+        return max(chunks, int(min(memory_limit, num_microbatches) * chunks))
+
+    def bound(self, num_microbatches: int, memory_limit: float) -> float:
+        """Before this no schedule ends."""
+        cap = self.cap(num_microbatches, memory_limit)
+        return lower_bound(self.placement, num_microbatches, self.costs, cap=cap)
 
 
-def _of_chunk(cut: Cut) -> Costs:
-    """What every chunk costs, or the unit if they differ."""
-    return cut.costs[0] if len(set(cut.costs)) == 1 else UNIT
+class _First:
+    """The schedule that ends first on the device clock, of those that are offered."""
 
+    schedule: Schedule
+    model: _Model
+    makespan = math.inf
 
-def search_best(
-    contest: Contest,
-    known: Sequence[tuple[Cut, list[Schedule]]],
-    num_microbatches: int,
-    memory_limit: float,
-) -> Schedule:
-    """Searches orders on some placements, from schedules that are known there; the best of all
-    that have entered the contest wins."""
-    for cut, schedules in known:
-        contest.enter(cut, schedules, named=True)
-        cap = cut.cap(num_microbatches, memory_limit)
-        found = search_orders(
-            cut.placement,
-            num_microbatches,
-            costs=cut.costs,
-            cap=cap,
-            seeds=map(split_backwards, schedules),
-            bound=lower_bound(cut.placement, num_microbatches, cut.costs, cap=cap),
+    def offer(self, model: _Model, schedules: Iterable[Schedule]) -> None:
+        """Takes schedules of one placement."""
+        # None ends sooner on devices than free-running, which is quickly told.
+        timed = sorted(
+            ((makespan(schedule, model.costs), schedule) for schedule in schedules),
+            key=lambda pair: pair[0],
         )
-        contest.enter(cut, found, named=False)
-    return _finished(contest, [cut for cut, _ in known], num_microbatches, memory_limit)
+        for least, schedule in timed:
+            if least >= self.makespan:
+                break
+            end = device_clock(schedule, model.costs).makespan
+            if end < self.makespan:
+                self.schedule, self.model, self.makespan = schedule, model, end
 
 
-def _finished(
-    contest: Contest, cuts: Sequence[Cut], num_microbatches: int, memory_limit: float
-) -> Schedule:
-    """The winner, once schedules that are built tick by tick have had their turn, too."""
-    contest.compare()
-    for cut in cuts:
-        unordered = Schedule("auto", cut.placement, num_microbatches, ())
-        work = _work(unordered, cut, cut.cap(num_microbatches, memory_limit))
-        [rows] = TickSearch([work], _TRIALS).best([contest.ahead])
-        if rows is not None:
-            runs = CLOCKS[contest.clock]
-            contest.offer(cut, runs(with_slices(unordered, rows), cut.costs))
-    best = contest.best
-    assert best is not None, "every stage finds room for the microbatch that is farthest"
-    return dataclasses.replace(best, name="auto", peak_in_flight=peak_in_flight(best))
+def _models(
+    num_stages: int,
+    costs: Costs | Sequence[Costs],
+    layer_costs: Sequence[Costs] | None,
+    placement: Placement | None,
+    memory_limit: float,
+) -> list[_Model]:
+    """The model on every placement that it allows; refuses what no search can be made for."""
+    _check(num_stages, layer_costs, placement, memory_limit)
+    layers = layer_costs
+    if layers is None:
+        if placement is not None or not isinstance(costs, Costs):
+            only = placement or wave(num_stages)
+            return [_Model(only, of_virtual_stages(only, costs))]
+        layers = [costs] * (2 * num_stages)
+    places = [linear(num_stages)] if placement is None else [placement]
+    for chunks in range(2, len(layers) // num_stages + 1 if placement is None else 0):
+        if chunks % 2 == 0:
+            places.append(wave(num_stages, num_waves=chunks // 2))
+        places.append(looped(num_stages, num_chunks=chunks))
+    return [_Model(place, cut_layers(layers, place)[1]) for place in places]
 
 
-def check(num_stages: int, placement: Placement, memory_limit: float) -> None:
-    """Refuses what no search can be made for."""
-    problems = []
-    if placement.num_stages != num_stages or placement.num_copies != 1:
+def _check(
+    num_stages: int,
+    layer_costs: Sequence[Costs] | None,
+    placement: Placement | None,
+    memory_limit: float,
+) -> None:
+    problems, others = [], {"num_stages": num_stages}
+    if placement is not None and (placement.num_stages, placement.num_copies) != (num_stages, 1):
         rule = "it must be of one copy of the model on $num_stages"
-        others = {"num_stages": num_stages}
         problems.append(Problem("placement", placement, rule, (), others, "auto"))
+    if layer_costs is not None and len(layer_costs) < num_stages:
+        rule = f"{len(layer_costs)} layers cannot fill $num_stages: each needs a layer"
+        problems.append(Problem("layer_costs", None, rule, (), others, "auto"))
     if not memory_limit >= 1:
         rule = "a stage keeps all chunks of a microbatch at once"
         problems.append(Problem("memory_limit", memory_limit, rule, (1,), schedule="auto"))
     refuse(problems)
 
 
-def _work(schedule: Schedule, cut: Cut, cap: int) -> Work:
-    """Queues by virtual stage: any order that the cap allows."""
-    placement = cut.placement
-    queues = [[schedule.passes(s) for s in held] for held in placement.virtual_stages]
-    return Work(
-        schedule=schedule,
-        layer_counts=cut.layer_counts,
-        costs=cut.costs,
-        # The microbatch that is farthest goes first, and always finds room.
-        forwards=[row[::-1] for row in queues],
-        backwards=queues,
-        weights=None,
-        limits=[[cap - chunk for chunk in range(placement.num_chunks)]] * placement.num_stages,
-    )
+def _offer_known(
+    first: _First, models: Sequence[_Model], m: int, limit: float
+) -> dict[_Model, list[Schedule]]:
+    """Offers the schedules of this package, from the placements of the least bounds on; returns the
+    published ones."""
+    bounds = {model: model.bound(m, limit) for model in models}
+    ranked = sorted(bounds, key=bounds.__getitem__)
+    few = [model for model in ranked if model.placement.num_chunks <= _FEW_CHUNKS]
+    known = {}
+    for model in dict.fromkeys([*few, *ranked[:_NUM_PROMISING]]):
+        if bounds[model] < first.makespan:
+            known[model] = _published(model, m, limit)
+            first.offer(model, known[model])
+            cap = model.cap(m, limit)
+            first.offer(model, reordered(model.placement, m, cap=cap, costs=model.costs))
+    return known
+
+
+def _published(model: _Model, m: int, limit: float) -> list[Schedule]:
+    return published(model.placement, m, cap=model.cap(m, limit), costs=model.costs)
+
+
+def _searched(model: _Model, m: int, limit: float, seeds: Sequence[Schedule]) -> list[Schedule]:
+    """The orders that a search finds from some schedules on, and from rules."""
+    place, apart = model.placement, map(split_backwards, seeds)
+    cap, bound = model.cap(m, limit), model.bound(m, limit)
+    return search_orders(place, m, costs=model.costs, cap=cap, seeds=apart, bound=bound)

@@ -18,7 +18,7 @@ def lower_bound(
     Each stage has to wait for the first microbatch, do its work, and wait while the last gradient
     goes on to the first layers; of its W it may put off at most as many as its memory holds.
     Memory holds every chunk from F until the gradient has come back: what it holds in all, shared
-    out over the chunks that fit, takes as long. Slices and lock-step change none of this.
+    out over the chunks that fit, takes as long.
 
     Args:
       costs: of every virtual stage.

@@ -22,7 +22,7 @@ from typing import Any
 from jaxpipe.schedule.actions import Schedule
 from jaxpipe.schedule.formats.json_format import from_json, to_json
 
-_CACHE_VERSION = 11
+_CACHE_VERSION = 12
 """To be raised when a search finds other schedules."""
 
 
@@ -37,10 +37,10 @@ def cached(search: Callable[..., Schedule]) -> Callable[..., Schedule]:
         key = json.dumps(inputs, default=dataclasses.asdict, sort_keys=True)
         digest = hashlib.sha256(key.encode()).hexdigest()
         path = cache_folder() / f"{search.__name__}-{digest[:32]}.json"
-        schedule = _load(path)
+        schedule = _load(path, key)
         if schedule is None:
             schedule = search(*numbers, **options)
-            _store(path, schedule)
+            _store(path, key, schedule)
         return schedule
 
     return found
@@ -56,19 +56,20 @@ def cache_folder() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "jaxpipe"
 
 
-def _load(path: Path) -> Schedule | None:
-    """Reads a stored schedule; None if there is none, or none that can run."""
+def _load(path: Path, key: str) -> Schedule | None:
+    """Reads a stored schedule; None if there is none of these inputs, or none that can run."""
     try:
-        return from_json(json.loads(path.read_text(encoding="utf-8")))
-    except (OSError, ValueError):
+        data = json.loads(path.read_text(encoding="utf-8"))
+        return from_json(data) if data["key"] == key else None
+    except (OSError, ValueError, TypeError, KeyError, RecursionError):
         return None
 
 
-def _store(path: Path, schedule: Schedule) -> None:
+def _store(path: Path, key: str, schedule: Schedule) -> None:
     """Writes a schedule in one step, so that nobody reads half a file."""
     # A cache that cannot be written costs time but never changes the result.
     with contextlib.suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False) as file:
-            json.dump(to_json(schedule), file)
+            json.dump({"key": key, **to_json(schedule)}, file)
         os.replace(file.name, path)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from jaxpipe.schedule.actions import Schedule
 from jaxpipe.schedule.check.validate import peak_in_flight
@@ -18,36 +18,51 @@ from jaxpipe.schedule.generators.zero_bubble import interleaved_zb, zb_h1, zb_h2
 from jaxpipe.schedule.makespan import makespan
 from jaxpipe.schedule.placement import Placement, linear, looped, wave
 from jaxpipe.schedule.search.controllable_memory import controllable_memory
+from jaxpipe.schedule.search.dispatch import Rule, dispatch
 from jaxpipe.schedule.simulate import UNIT, Costs
 
 _NUM_ADAPTED = 1
 """How many of the published orders are worth the time to adapt them to costs."""
+_RULE = Rule(pace=1.0, lead=2.0, patience=0.5, frees=True, reserves=True)
 _MOST_ACTIONS = 6_000
 """Longer ones are not adapted: it takes seconds."""
 
 
-def named(
-    placement: Placement, num_microbatches: int, *, cap: int, costs: Costs = UNIT
+def published(
+    placement: Placement, num_microbatches: int, *, cap: int, costs: Sequence[Costs]
 ) -> list[Schedule]:
-    """Builds the schedules of this package on a placement that keep at most ``cap`` chunks.
+    """Builds the schedules of this package on a placement that keep at most ``cap`` chunks, and one
+    by a rule, which always does.
 
-    The `_NUM_ADAPTED` that end first also come in a second form, ordered anew for the costs.
+    The `_NUM_ADAPTED` that end first also come in a second form, ordered anew for the costs. Fused
+    variants are left out: those with B and W end no later.
+
+    Args:
+      costs: of every virtual stage.
     """
-    found = _fitting(_on(placement, num_microbatches, cap, costs), cap)
-    if not _adapts(placement, num_microbatches, costs):
-        return found
-    found.sort(key=lambda schedule: makespan(schedule, costs))
-    return found + [in_time(schedule, costs) for schedule in found[:_NUM_ADAPTED]]
+    m, chunk = num_microbatches, _of_chunk(costs)
+    found = _fitting(_on(placement, m, cap, chunk), cap)
+    if _adapts(placement, m, chunk):
+        found.sort(key=lambda schedule: makespan(schedule, chunk))
+        found += [in_time(schedule, chunk) for schedule in found[:_NUM_ADAPTED]]
+    by_rule = Schedule("auto", placement, m, dispatch(placement, m, costs, cap, _RULE))
+    return [*found, by_rule]
 
 
 def reordered(
-    placement: Placement, num_microbatches: int, *, cap: int, costs: Costs
+    placement: Placement, num_microbatches: int, *, cap: int, costs: Sequence[Costs]
 ) -> list[Schedule]:
     """Builds those schedules that `jaxpipe.schedule.catalog.build` orders anew for given costs, as
-    it does."""
-    if not _adapts(placement, num_microbatches, costs):
+    it does; arguments as for `published`."""
+    chunk = _of_chunk(costs)
+    if not _adapts(placement, num_microbatches, chunk):
         return []
-    return _fitting(_reordered(placement, num_microbatches, cap, costs), cap)
+    return _fitting(_reordered(placement, num_microbatches, cap, chunk), cap)
+
+
+def _of_chunk(costs: Sequence[Costs]) -> Costs:
+    """What every chunk costs, or the unit if they differ."""
+    return costs[0] if len(set(costs)) == 1 else UNIT
 
 
 def _adapts(placement: Placement, num_microbatches: int, costs: Costs) -> bool:

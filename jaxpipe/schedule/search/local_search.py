@@ -194,7 +194,7 @@ def improve(
     rows = [[work.number(action) for action in order] for order in schedule.orders]
     rows = _Search(work, rows).best(moves, bound)
     orders = tuple(tuple(work.actions[number] for number in row) for row in rows)
-    return dataclasses.replace(schedule, orders=orders, peak_in_flight=None, slices=None)
+    return dataclasses.replace(schedule, orders=orders, peak_in_flight=None)
 
 
 class _Search:

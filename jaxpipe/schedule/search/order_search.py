@@ -49,7 +49,7 @@ def search_orders(
       bound: no schedule ends before this.
 
     Returns:
-      Schedules without slices, the one that ends first in front.
+      Schedules, the one that ends first in front.
     """
     found = [*seeds, *_by_rules(placement, num_microbatches, costs, cap)]
     timed = sorted(((makespan(s, costs), k) for k, s in enumerate(found)))

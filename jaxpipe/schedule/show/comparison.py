@@ -1,4 +1,4 @@
-"""Schedules side by side at one shape: bubble on every clock against peak in flight."""
+"""Schedules side by side at one shape: bubble on both clocks against peak in flight."""
 
 from __future__ import annotations
 
@@ -12,29 +12,27 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 _BARS = {
-    "free_running": ("#9dbdf0", -0.27),
-    "neighbor": ("#5c86c9", 0.0),
-    "lock_step": ("#27518f", 0.27),
+    "free_running": ("#9dbdf0", -0.2),
+    "device": ("#27518f", 0.2),
 }
 """Colour and place of the bars, by clock."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Summary:
-    """One schedule of a comparison: its bubble ratios by clock, its makespan in lock-step, and the
+    """One schedule of a comparison: its bubble ratios by clock, its makespan on devices, and the
     peak in flight of the stage that keeps the most, in microbatches of a full stage.
 
-    ``neighbor`` is None for a schedule that can only be simulated; ``stage_bytes``, of the stage
-    that needs the most, without the sizes that it follows from.
+    ``device`` and ``makespan`` are None for a schedule that can only be simulated; so is
+    ``stage_bytes``, of the stage that needs the most, without the sizes that it follows from.
     """
 
     name: str
     num_chunks: int
     peak_in_flight: float
     free_running: float
-    neighbor: float | None
-    lock_step: float
-    makespan: float
+    device: float | None
+    makespan: float | None
     stage_bytes: float | None = None
 
 
@@ -48,7 +46,7 @@ class Sizes(NamedTuple):
 
 def row(clocks: Timelines, sizes: Sizes | None = None) -> Summary:
     """Makes a schedule's row from its timelines."""
-    free, neighbor, locked, _ = clocks
+    free, device, _ = clocks
     schedule = free.schedule
     needed = None if sizes is None else max(free.stage_bytes(**sizes._asdict()))
     return Summary(
@@ -56,9 +54,8 @@ def row(clocks: Timelines, sizes: Sizes | None = None) -> Summary:
         schedule.num_chunks,
         free.in_full_stages(max(free.peak_in_flight)),
         free.bubble_ratio,
-        None if neighbor is None else neighbor.bubble_ratio,
-        locked.bubble_ratio,
-        locked.makespan,
+        None if device is None else device.bubble_ratio,
+        None if device is None else device.makespan,
         needed,
     )
 
@@ -67,7 +64,7 @@ def figure(rows: Sequence[Summary], title: str) -> Figure:
     """Draws schedules, from top to bottom, as bars: bubble ratios left, peak in flight right.
 
     Example:
-      >>> figure([Summary("1f1b", 1, 4, 0.2, 0.25, 0.3, 10)], "p=4, m=8").axes[0].get_xlabel()
+      >>> figure([Summary("1f1b", 1, 4, 0.2, 0.25, 10)], "p=4, m=8").axes[0].get_xlabel()
       'bubble ratio, %'
     """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -84,7 +81,7 @@ def figure(rows: Sequence[Summary], title: str) -> Figure:
         bars = bubbles.barh(
             [place + shift for place, _ in known],
             [ratio for _, ratio in known],
-            height=0.26,
+            height=0.38,
             color=colour,
             label=clock.replace("_", "-"),
         )

@@ -14,12 +14,11 @@ from jaxpipe.schedule.show.looks import (
     MESSAGE,
     MOVE,
     PAIR,
-    Labelled,
     caption,
     chunk_of,
     fill,
-    labelled,
     pairs,
+    shortest,
     stage_colors,
 )
 from jaxpipe.schedule.show.text_draw import TooWideError, text
@@ -54,11 +53,9 @@ def figure(timeline: Timeline) -> Figure:
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    chosen = labelled(timeline)
-    height = min(max(0.32 * len(timeline.parts), 1.0), _MAX_HEIGHT - 3)
-    # Slices may be much shorter than actions; their numbers are then smaller.
-    whole = min(min(cost.f, cost.b, cost.w) for cost in timeline.costs)
-    wanted = 0.24 * timeline.makespan / max(chosen.shortest, 0.4 * whole)
+    least = shortest(timeline)
+    height = min(max(0.32 * len(timeline.rows), 1.0), _MAX_HEIGHT - 3)
+    wanted = 0.24 * timeline.makespan / least
     most = max(1, int(_MAX_HEIGHT / (height + _MEMORY_HEIGHT + _ROW_GAP)))
     num_rows = min(math.ceil(wanted / _MAX_WIDTH), most)
     width = min(max(wanted / num_rows, 6.0), _MAX_WIDTH)
@@ -68,10 +65,10 @@ def figure(timeline: Timeline) -> Figure:
     ratios = (height, _MEMORY_HEIGHT) * num_rows
     axes = drawn.subplots(2 * num_rows, height_ratios=ratios)
     found, span = exchanges(timeline), timeline.makespan / num_rows
-    points = _points(width, span, timeline, chosen)
+    points = _points(width, span, timeline, least)
     for row in range(num_rows):
         boxes, memory = axes[2 * row : 2 * row + 2]
-        _draw_boxes(boxes, timeline, chosen, points, row * span, (row + 1) * span)
+        _draw_boxes(boxes, timeline, points, row * span, (row + 1) * span)
         _draw_exchanges(boxes, timeline, found, row * span, (row + 1) * span)
         _draw_memory(memory, timeline, named=row == 0)
         boxes.tick_params(labelbottom=False)
@@ -86,24 +83,19 @@ def figure(timeline: Timeline) -> Figure:
 
 def _has_details(timeline: Timeline) -> bool:
     """Whether numbers, messages and transfers are drawn."""
-    return sum(map(len, timeline.parts)) <= _NUMBERED_ACTIONS
+    return sum(map(len, timeline.rows)) <= _NUMBERED_ACTIONS
 
 
-def _draw_boxes(
-    axes: Axes, timeline: Timeline, chosen: Labelled, points: float, first: float, end: float
-) -> None:
+def _draw_boxes(axes: Axes, timeline: Timeline, points: float, first: float, end: float) -> None:
     """Boxes from one time to another, with numbers of this font size unless there are too many."""
     numbered = _has_details(timeline)
     num_chunks = timeline.schedule.num_chunks
-    if timeline.clock == "lock-step":
-        lines = [tick[0] for tick in timeline.ticks if first < tick[0] < end]
-        axes.vlines(lines, -0.5, len(timeline.parts) - 0.5, color="#cccccc", linewidth=0.5)
-    for d, row in enumerate(timeline.parts):
-        shown = [(k, part) for k, part in enumerate(row) if part.start < end and part.end > first]
+    for d, row in enumerate(timeline.rows):
+        shown = [timed for timed in row if timed.start < end and timed.end > first]
         axes.broken_barh(
-            [(part.start, part.end - part.start) for _, part in shown],
+            [(timed.start, timed.end - timed.start) for timed in shown],
             (d - 0.45, 0.9),
-            facecolors=[fill(part.action, timeline) for _, part in shown],
+            facecolors=[fill(timed.action, timeline) for timed in shown],
             edgecolors="white",
             linewidth=0.8,
             zorder=2,
@@ -116,22 +108,22 @@ def _draw_boxes(
             linewidth=1.0,
             zorder=3,
         )
-        for k, part in shown if numbered else ():
-            middle = (part.start + part.end) / 2
-            if not chosen.parts[d][k] or not first <= middle < end:
+        for timed in shown if numbered else ():
+            middle = (timed.start + timed.end) / 2
+            if not first <= middle < end:
                 continue
             axes.text(
                 middle,
                 d,
-                str(part.action.microbatch),
+                str(timed.action.microbatch),
                 ha="center",
                 va="center",
                 fontsize=points,
                 # Only the darker half of the shades needs white numbers.
-                color="white" if 2 * chunk_of(part.action, timeline) >= num_chunks else "black",
+                color="white" if 2 * chunk_of(timed.action, timeline) >= num_chunks else "black",
                 clip_on=True,
             )
-    num_stages = len(timeline.parts)
+    num_stages = len(timeline.rows)
     axes.set_yticks(range(num_stages), [f"stage {d}" for d in range(num_stages)])
     axes.set_ylim(num_stages - 0.5, -0.5)
 
@@ -166,10 +158,10 @@ def _draw_exchanges(
         )
 
 
-def _points(width: float, span: float, timeline: Timeline, chosen: Labelled) -> float:
-    """A font size at which the longest microbatch number fits the shortest box that has one."""
+def _points(width: float, span: float, timeline: Timeline, least: float) -> float:
+    """A font size at which the longest microbatch number fits the shortest box."""
     digits = len(str(timeline.schedule.num_microbatches - 1))
-    box_points = 72 * 0.85 * width * chosen.shortest / span
+    box_points = 72 * 0.85 * width * least / span
     # A digit of matplotlib's default font is about 0.65 of the font size wide.
     return max(min(8.0, box_points / (0.65 * digits)), 1.0)
 
@@ -203,7 +195,7 @@ def _handles(timeline: Timeline, found: Exchanges) -> Iterator[Any]:
     from matplotlib.lines import Line2D
     from matplotlib.patches import Patch
 
-    used = {timed.action.kind for row in timeline.parts for timed in row}
+    used = {timed.action.kind for row in timeline.rows for timed in row}
     for kind, look in LOOKS.items():
         if kind in used:
             yield Patch(color=look.light, label=look.meaning)
@@ -217,7 +209,9 @@ def _handles(timeline: Timeline, found: Exchanges) -> Iterator[Any]:
         (True, LATE, "message received a tick late"),
     ):
         if late in lates:
-            yield Line2D([], [], color=colour, linewidth=0.7, label=meaning)
+            yield Line2D(
+                [], [], color=colour, linewidth=0.7, marker=".", markersize=3, label=meaning
+            )
     for marker, meaning in ((">", "weights gathered"), ("<", "gradients reduced")):
         if found.moves:
             yield Line2D([], [], color=MOVE, marker=marker, ls="", markersize=3, label=meaning)

@@ -8,7 +8,6 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from jaxpipe.schedule.actions import Action, Kind
-from jaxpipe.schedule.check.slice_rules import chunk_layers
 from jaxpipe.schedule.check.validate import simulated_only
 from jaxpipe.schedule.check.walk import Results
 from jaxpipe.schedule.lowering.lower import lower
@@ -64,8 +63,9 @@ def exchanges(timeline: Timeline) -> Exchanges:
 
     Example:
       >>> from jaxpipe.schedule.generators.gpipe import gpipe
-      >>> from jaxpipe.schedule.simulate import Costs, lock_step
-      >>> found = exchanges(lock_step(gpipe(2, 1), Costs(1, 1, 1)))
+      >>> from jaxpipe.schedule.device_clock import device_clock
+      >>> from jaxpipe.schedule.simulate import Costs
+      >>> found = exchanges(device_clock(gpipe(2, 1), Costs(1, 1, 1)))
       >>> [(str(message.action), message.arrives) for message in found.messages]
       [('0F0', 1.0), ('1B0', 3.0)]
       >>> [(move.what, move.stage, move.time) for move in found.moves]
@@ -73,22 +73,13 @@ def exchanges(timeline: Timeline) -> Exchanges:
     """
     schedule, table = timeline.schedule, None
     if timeline.ticks and not any(simulated_only(schedule)):
-        layers = chunk_layers(schedule.slices or ())
-        counts = [layers.get(s, 1) for s in range(len(timeline.costs))]
-        table = lower(schedule, counts, clock=timeline.clock)
-    late = set() if table is None else _late_ticks(table)
-    messages = sorted(_messages(timeline, late), key=lambda message: message.arrives)
+        table = lower(schedule, [1] * len(timeline.costs))
+    messages = sorted(_messages(timeline), key=lambda message: message.arrives)
     moves = [] if table is None else [*_moves(timeline, table)]
     return Exchanges(tuple(messages), tuple(sorted(moves, key=lambda move: move.time)))
 
 
-def _late_ticks(table: TickTable) -> set[int]:
-    """The ticks whose messages are received in the next one."""
-    sent = (c.late_slot for c in table.channels if c.kind is not Kind.R and not c.local)
-    return {int(tick) - 1 for slots in sent for tick in (slots != NONE).any(axis=1).nonzero()[0]}
-
-
-def _messages(timeline: Timeline, late_ticks: set[int]) -> Iterator[Message]:
+def _messages(timeline: Timeline) -> Iterator[Message]:
     results = Results(timeline.schedule)
     done = {
         results.number(timed.action): timed
@@ -109,11 +100,11 @@ def _messages(timeline: Timeline, late_ticks: set[int]) -> Iterator[Message]:
                 if (sender := results.stage(needed)) == stage:
                     continue
                 source = done[needed]
-                late = source.tick in late_ticks
-                if source.tick is None:
-                    cost = timeline.costs[source.action.virtual_stage]
+                if source.tick is None or timed.tick is None:
+                    cost, late = timeline.costs[source.action.virtual_stage], False
                     arrives = source.end + cost.message
                 else:
+                    late = timed.tick > source.tick + 1
                     arrives = timeline.ticks[source.tick + 1 + late][stage]
                 yield Message(
                     results.action(needed),
@@ -130,7 +121,7 @@ def _messages(timeline: Timeline, late_ticks: set[int]) -> Iterator[Message]:
 
 def _moves(timeline: Timeline, table: TickTable) -> Iterator[Move]:
     spans: dict[tuple[int, int | None], tuple[float, float]] = {}
-    for stage, row in enumerate(timeline.parts):
+    for stage, row in enumerate(timeline.rows):
         for part in row:
             start, _ = spans.get((stage, part.tick), (part.start, part.end))
             spans[stage, part.tick] = start, part.end

@@ -5,8 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from jaxpipe.schedule.actions import Action, Kind
-from jaxpipe.schedule.check.slice_rules import chunk_layers
-from jaxpipe.schedule.simulate import TimedAction, Timeline, kind_durations, unit_durations
+from jaxpipe.schedule.simulate import Timeline, kind_durations, unit_durations
 
 
 class Look(NamedTuple):
@@ -23,7 +22,7 @@ LOOKS = {
     Kind.F: Look("#9dbdf0", "#27518f", (111, 68), "forward"),
     Kind.B: Look("#8fdcd2", "#1b7468", (116, 73), "backward, input"),
     Kind.W: Look("#c3e2ad", "#4f7f30", (150, 107), "backward, weights"),
-    Kind.BW: Look("#8fdcd2", "#1b7468", (116, 73), "backward (B and W)"),
+    Kind.BW: Look("#f2d38a", "#8f6414", (222, 179), "backward (B and W)"),
     Kind.R: Look("#d6c3f0", "#6b4c9a", (183, 140), "recomputed"),
 }
 
@@ -54,7 +53,7 @@ def shade_of(kind: Kind, depth: float) -> str:
 def pairs(timeline: Timeline, stage: int) -> list[tuple[float, float]]:
     """Start and end of the overlapped pairs of a stage: a forward, and the part that follows it, or
     all of its tick, where our program runs a full backward as B and W."""
-    together, row = frozenset(timeline.schedule.overlapped), timeline.parts[stage]
+    together, row = frozenset(timeline.schedule.overlapped), timeline.rows[stage]
     found = []
     for k, forward in enumerate(row):
         if forward.action not in together:
@@ -75,43 +74,12 @@ def stage_colors(num_stages: int) -> list[str]:
     return [to_hex(shades(d)) for d in range(num_stages)]
 
 
-class Labelled(NamedTuple):
-    """Which parts of a timeline carry the name of their action: of each action the longest, or
-    the first of those.
-
-    Args:
-      parts: by stage, whether each of its parts does.
-      shortest: how long the shortest of these takes.
-    """
-
-    parts: tuple[tuple[bool, ...], ...]
-    shortest: float
-
-
-def labelled(timeline: Timeline) -> Labelled:
-    """Chooses the parts of a timeline that carry a name."""
-    durations = kind_durations(timeline.costs)
-    layers = chunk_layers(timeline.schedule.slices or ())
-    shorter = _shorter(timeline)
-
-    def length(part: TimedAction) -> float:
-        # Late in a long timeline a part's end minus its start may round to nothing.
-        whole = durations[part.action.virtual_stage][part.action.kind]
-        if part.layers is None:
-            return shorter.get(part.action, whole)
-        lo, hi = part.layers
-        return whole * (hi - lo) / layers[part.action.virtual_stage]
-
-    chosen, shortest = [], float("inf")
-    for row in timeline.parts:
-        longest: dict[Action, tuple[float, int]] = {}
-        for place, part in enumerate(row):
-            if length(part) > longest.get(part.action, (0.0, 0))[0]:
-                longest[part.action] = length(part), place
-        places = {place for _, place in longest.values()}
-        chosen.append(tuple(place in places for place in range(len(row))))
-        shortest = min([shortest, *(time for time, _ in longest.values())])
-    return Labelled(tuple(chosen), shortest)
+def shortest(timeline: Timeline) -> float:
+    """How long the shortest action of a timeline takes."""
+    # Late in a long timeline an action's end minus its start may round to nothing.
+    durations, shorter = kind_durations(timeline.costs), _shorter(timeline)
+    actions = (timed.action for row in timeline.rows for timed in row)
+    return min(shorter.get(a, durations[a.virtual_stage][a.kind]) for a in actions)
 
 
 def _shorter(timeline: Timeline) -> dict[Action, float]:

@@ -3,18 +3,18 @@
 
 const data = JSON.parse(document.getElementById("data").textContent);
 const LEFT = 64, RIGHT = 8, AXIS = 16, MEMORY = 64, GAP = 8;
-const [NAME, KIND, VIRTUAL_STAGE, CHUNK, MICROBATCH, START, END, TICK, LAYERS] = Array(9).keys();
+const [NAME, KIND, VIRTUAL_STAGE, CHUNK, MICROBATCH, START, END, TICK] = Array(8).keys();
 
 const element = (id) => document.getElementById(id);
 const number = (value) => String(Number(value.toPrecision(6)));
 
 // Free-running of every schedule, then the other clocks: what is compared lies together.
-const clocks = ["free-running", "neighbor", "lock-step", "measured"];
+const clocks = ["free-running", "device", "measured"];
 const panels = clocks.flatMap((clock) => data.schedules.flatMap((schedule) =>
   schedule.timelines.filter((timeline) => timeline.clock === clock)
     .map((timeline) => makePanel(schedule, timeline))));
 const longest = Math.max(...panels.map((panel) => panel.timeline.makespan));
-const lastTick = Math.max(...panels.map((panel) => panel.timeline.ticks.length - 2));
+const lastTick = Math.max(0, ...panels.map((panel) => panel.timeline.ticks.length - 2));
 // What is looked at: a span of time, a tick or null, and {panel, stage, time, part or null} or null.
 const view = { first: 0, end: longest, tick: null, hover: null };
 
@@ -64,13 +64,15 @@ function memoryAt(panel, stage, time) {
   return next ? steps[next - 1][1] : 0;
 }
 
-function lockStep(schedule) {
-  return schedule.timelines.find((timeline) => timeline.clock === "lock-step");
+function ticked(schedule) {
+  // On the device clock, which a schedule that can only be simulated lacks.
+  return schedule.timelines.find((timeline) => timeline.clock === "device");
 }
 
 function partsInTick(schedule, tick) {
-  // By stage, from the lock-step clock, which every schedule has.
-  return lockStep(schedule).parts.map((row) => row.filter((part) => part[TICK] === tick));
+  // By stage.
+  const rows = ticked(schedule)?.parts ?? Array(schedule.stages).fill([]);
+  return rows.map((row) => row.filter((part) => part[TICK] === tick));
 }
 
 function draw() {
@@ -104,7 +106,6 @@ function describe({ panel, stage, time, part }) {
     `time ${number(part[START])} to ${number(part[END])}`,
   ];
   if (part[TICK] !== null) lines[3] += `, tick ${part[TICK]}`;
-  if (part[LAYERS]) lines.push(`layers ${part[LAYERS][0]} to ${part[LAYERS][1]}`);
   const pair = panel.timeline.pairs[stage].find(([start, end]) =>
     start <= part[START] && part[END] <= end);
   if (pair) lines.push(`in an overlapped pair, ${number(pair[0])} to ${number(pair[1])}`);
@@ -165,11 +166,11 @@ function showTick() {
   for (const text of [`tick ${view.tick}`, ...Array(most).keys()])
     header.insertCell().textContent = typeof text === "number" ? `stage ${text}` : text;
   for (const schedule of data.schedules) {
-    const row = table.insertRow(), last = lockStep(schedule).ticks.length - 2;
+    const row = table.insertRow(), last = (ticked(schedule)?.ticks.length ?? 0) - 2;
     row.insertCell().textContent = schedule.name;
     for (const parts of partsInTick(schedule, view.tick))
-      row.insertCell().textContent = parts.map((part) =>
-        part[NAME] + (part[LAYERS] ? `[${part[LAYERS].join(":")}]` : "")).join(" ") || (view.tick > last ? "done" : "idle");
+      row.insertCell().textContent =
+        parts.map((part) => part[NAME]).join(" ") || (view.tick > last ? "done" : "idle");
   }
   element("now").replaceChildren(table);
 }

@@ -52,10 +52,10 @@ def _resource(name: str) -> str:
 
 
 def _schedule(clocks: Timelines) -> dict[str, Any]:
-    schedule = clocks.lock_step.schedule
-    actions = {part.action for row in clocks.lock_step.parts for part in row}
+    free, schedule = clocks.free_running, clocks.free_running.schedule
+    actions = {timed.action for row in free.rows for timed in row}
     colors = {
-        f"{action.kind.value}{chunk_of(action, clocks.lock_step)}": fill(action, clocks.lock_step)
+        f"{action.kind.value}{chunk_of(action, free)}": fill(action, free)
         for action in sorted(actions, key=str)
     }
     return {
@@ -79,8 +79,8 @@ def _timeline(timeline: Timeline) -> dict[str, Any]:
         "clock": timeline.clock,
         "caption": caption(timeline),
         "makespan": timeline.makespan,
-        "parts": [[_part(part, timeline) for part in row] for row in timeline.parts],
-        "pairs": [pairs(timeline, stage) for stage in range(len(timeline.parts))],
+        "parts": [[_part(part, timeline) for part in row] for row in timeline.rows],
+        "pairs": [pairs(timeline, stage) for stage in range(len(timeline.rows))],
         "ticks": timeline.ticks,
         "memory": memory,
         "messages": [
@@ -94,4 +94,4 @@ def _timeline(timeline: Timeline) -> dict[str, Any]:
 def _part(part: TimedAction, timeline: Timeline) -> tuple[Any, ...]:
     action, kind = part.action, part.action.kind.value
     place = action.virtual_stage, chunk_of(action, timeline), action.microbatch
-    return str(action), kind, *place, part.start, part.end, part.tick, part.layers
+    return str(action), kind, *place, part.start, part.end, part.tick

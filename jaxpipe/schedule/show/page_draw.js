@@ -63,10 +63,6 @@ function drawTicks(pen, panel) {
       pen.fillRect(x, stage * panel.row, end - x, panel.row);
     });
   }
-  const apart = ticks.length * (view.end - view.first) / panel.timeline.makespan;
-  if (panel.timeline.clock !== "lock-step" || apart > plotWidth(panel) / 6) return;
-  pen.strokeStyle = "#ccc";
-  for (const [start] of ticks) line(pen, placeOf(panel, start), 0, placeOf(panel, start), panel.boxes);
 }
 
 function markedParts(panel) {

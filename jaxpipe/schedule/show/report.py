@@ -6,18 +6,17 @@ import dataclasses
 import itertools
 import math
 from collections.abc import Collection, Sequence
-from typing import Any, Literal, NamedTuple, cast
+from typing import Any, Literal, NamedTuple
 
 from jaxpipe.schedule.actions import Action, Kind, Schedule
 from jaxpipe.schedule.check.validate import simulated_only
+from jaxpipe.schedule.device_clock import device_clock
 from jaxpipe.schedule.lowering.slots import cached_slots
-from jaxpipe.schedule.neighbors import neighbor_clock
 from jaxpipe.schedule.problems import Problem, refuse
-from jaxpipe.schedule.search.slices import slice_ticks
 from jaxpipe.schedule.show.exchanges import Message, exchanges
-from jaxpipe.schedule.simulate import Costs, TimedAction, Timeline, lock_step, simulate
+from jaxpipe.schedule.simulate import Costs, TimedAction, Timeline, simulate
 
-Clock = Literal["free", "neighbor", "lock-step"]
+Clock = Literal["free", "device"]
 """How the command names the clocks; the first is the free-running one."""
 
 
@@ -25,18 +24,15 @@ def report(
     schedule: Schedule,
     costs: Costs | Sequence[Costs],
     *,
-    clock: Clock = "lock-step",
-    layer_counts: Sequence[int] | None = None,
+    clock: Clock | None = None,
     weight_slots: int = 1,
     activation_bytes: int | None = None,
 ) -> dict[str, Any]:
-    """Reports times on all clocks, memory, messages and data-axis transfers of a schedule.
+    """Reports times on both clocks, memory, messages and data-axis transfers of a schedule.
 
     Args:
       costs: of one chunk; or, if chunks differ, of every virtual stage.
-      clock: of the actions and messages.
-      layer_counts: of every virtual stage, to cut ticks into time slices at their granularity;
-        None for one whole action per tick, or for a schedule that has slices.
+      clock: of the actions and messages; None as for `Timelines.on`.
       weight_slots: gathered chunks a stage keeps at once under ZeRO-3, at least 1.
       activation_bytes: kept by one microbatch from F to W on one chunk; None if unknown.
 
@@ -44,14 +40,14 @@ def report(
       A tree of plain values:
       - ``schedule, stages, chunks, microbatches, costs, clock``: the request; of costs that
         differ by virtual stage, the list;
-      - ``free_running, neighbor, lock_step``: ``makespan``, ``bubble_ratio``, and per stage
-        ``stage_spans``, ``stage_bubble_ratios``; no neighbor if it can only be simulated;
+      - ``free_running, device``: ``makespan``, ``bubble_ratio``, and per stage ``stage_spans``,
+        ``stage_bubble_ratios``; no device if it can only be simulated;
       - ``peak_in_flight``: per stage, in microbatches of a full stage;
       - ``peak_in_flight_bytes``: the same in bytes, only where ``activation_bytes`` is given;
       - ``ticks``: by tick, when each stage starts its layers; at the end, when it is done; empty
         on the free-running clock;
-      - ``actions``: per stage; a fused backward is its B, then its W; with ``layers`` (lo, hi) if
-        it is a slice, and with ``tick`` if there are ticks;
+      - ``actions``: per stage; a fused backward is its B, then its W; with ``tick`` if there are
+        ticks;
       - ``overlapped``: only if there are any, the F that run together with the backward after them;
       - ``messages``: ``total``; how many are received a tick ``late``; by edge ``count`` and
         ``load``, the share of the makespan in which the link is busy; ``sent``: all of them;
@@ -68,7 +64,7 @@ def report(
       >>> shown["peak_in_flight"], shown["messages"]["total"], shown["gathers"]
       ([2.0, 1.0], 8, [1, 1])
     """
-    clocks = timelines(schedule, costs, layer_counts=layer_counts)
+    clocks = timelines(schedule, costs)
     shown = clocks.on(clock)
     peak = shown.peak_in_flight
     in_bytes = {}
@@ -82,16 +78,13 @@ def report(
         "chunks": schedule.num_chunks,
         "microbatches": schedule.batch_microbatches,
         "costs": priced[0] if len(set(shown.costs)) == 1 else priced,
-        "clock": clock,
+        "clock": "free" if shown is clocks.free_running else "device",
         "free_running": _clock(clocks.free_running),
-        "neighbor": None if clocks.neighbor is None else _clock(clocks.neighbor),
-        "lock_step": _clock(clocks.lock_step),
+        "device": None if clocks.device is None else _clock(clocks.device),
         "peak_in_flight": [shown.in_full_stages(count) for count in peak],
         **in_bytes,
         "ticks": [list(tick) for tick in shown.ticks],
-        "actions": [
-            [part for timed in row for part in _parts(timed, shown)] for row in shown.parts
-        ],
+        "actions": [[part for timed in row for part in _parts(timed, shown)] for row in shown.rows],
         **({"overlapped": [*map(str, schedule.overlapped)]} if schedule.overlapped else {}),
         "messages": _messages(found.messages, shown),
         "moves": [move._asdict() for move in found.moves],
@@ -125,46 +118,37 @@ def _messages(messages: Sequence[Message], timeline: Timeline) -> dict[str, Any]
 
 
 class Timelines(NamedTuple):
-    """A schedule on every clock; ``neighbor`` is None if it can only be simulated, ``measured`` if
-    it has not run."""
+    """A schedule on both clocks; ``device`` is None if it can only be simulated, ``measured`` if it
+    has not run."""
 
     free_running: Timeline
-    neighbor: Timeline | None
-    lock_step: Timeline
+    device: Timeline | None
     measured: Timeline | None = None
 
-    def on(self, clock: Clock) -> Timeline:
-        """The timeline of one clock.
+    def on(self, clock: Clock | None = None) -> Timeline:
+        """The timeline of one clock; without one, of devices if the schedule can be executed.
 
         Raises:
-          ArgumentError: the schedule can only be simulated, and has no neighbor clock.
+          ArgumentError: the schedule can only be simulated, and has no device clock.
         """
-        if clock == "neighbor" and self.neighbor is None:
+        if clock == "device" and self.device is None:
             rule = "is for schedules that can be executed, and $name can only be simulated"
-            others = {"name": self.lock_step.schedule.name}
-            refuse([Problem("clock", clock, rule, {"clock": "lock-step"}, others)])
-        found = {"free": self.free_running, "neighbor": self.neighbor, "lock-step": self.lock_step}
-        return cast(Timeline, found[clock])
+            others = {"name": self.free_running.schedule.name}
+            refuse([Problem("clock", clock, rule, {"clock": "free"}, others)])
+        return self.free_running if clock == "free" or self.device is None else self.device
 
 
 def timelines(
-    schedule: Schedule,
-    costs: Costs | Sequence[Costs],
-    *,
-    layer_counts: Sequence[int] | None = None,
-    measured: Timeline | None = None,
+    schedule: Schedule, costs: Costs | Sequence[Costs], *, measured: Timeline | None = None
 ) -> Timelines:
-    """Runs a schedule on every clock; arguments as for `report`.
+    """Runs a schedule on both clocks; arguments as for `report`.
 
     Args:
       measured: when a step ran it (`jaxpipe.measure.timeline`), to be shown beside the others;
         ``measured.costs`` are the mean times of its actions.
     """
-    ticked = schedule
-    if layer_counts is not None and schedule.slices is None:
-        ticked = slice_ticks(schedule, costs, layer_counts)
-    executed = None if any(simulated_only(schedule)) else neighbor_clock(ticked, costs)
-    return Timelines(simulate(schedule, costs), executed, lock_step(ticked, costs), measured)
+    executed = None if any(simulated_only(schedule)) else device_clock(schedule, costs)
+    return Timelines(simulate(schedule, costs), executed, measured)
 
 
 def transfers(schedule: Schedule, *, kinds: Collection[Kind], num_slots: int) -> list[int]:
@@ -215,8 +199,6 @@ def _parts(timed: TimedAction, timeline: Timeline) -> list[dict[str, Any]]:
         middle = timed.start + (timed.end - timed.start) * cost.b / (cost.b + cost.w)
         parts = [(Kind.B, timed.start, middle), (Kind.W, middle, timed.end)]
     place: dict[str, Any] = {**place_of(action, timeline.schedule)}
-    if timed.layers is not None:
-        place["layers"] = list(timed.layers)
     if timed.tick is not None:
         place["tick"] = timed.tick
     return [{"kind": kind.value, **place, "start": start, "end": end} for kind, start, end in parts]

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from jaxpipe.schedule.actions import Action
 from jaxpipe.schedule.show.exchanges import exchanges
-from jaxpipe.schedule.show.looks import LOOKS, chunk_of, labelled
+from jaxpipe.schedule.show.looks import LOOKS, chunk_of, shortest
 from jaxpipe.schedule.simulate import Timeline
 
 _MAX_COLUMNS = 200_000
@@ -53,10 +53,9 @@ def text(timeline: Timeline, *, colour: bool = False, width: int | None = None) 
     """Draws a timeline as text: one row per stage, time to the right, "." where a stage waits.
 
     A cell is as wide as its action is long; the shortest is just wide enough for its label. With
-    several chunks per stage the label is the action's own name, such as "2F0". An action that is
-    cut into slices is named in its longest one; the others show its kind in lower case.
+    several chunks per stage the label is the action's own name, such as "2F0".
 
-    On the clocks that have ticks, a row of marks under each stage shows at the end of every tick
+    On the device clock, a row of marks under each stage shows at the end of every tick
     what the stage sends, gathers and reduces; a line at the end says what they mean.
 
     Args:
@@ -71,34 +70,31 @@ def text(timeline: Timeline, *, colour: bool = False, width: int | None = None) 
 
     Example:
       >>> from jaxpipe.schedule.generators.gpipe import gpipe
-      >>> from jaxpipe.schedule.simulate import Costs, lock_step, simulate
+      >>> from jaxpipe.schedule.device_clock import device_clock
+      >>> from jaxpipe.schedule.simulate import Costs, simulate
       >>> print(text(simulate(gpipe(2, 2, fused=True), Costs(1, 1, 1))))
       stage 0 |F0- F1- ............BW0---- BW1---- |
       stage 1 |....F0- F1- BW0---- BW1---- ........|
-      >>> print("\\n".join(text(lock_step(gpipe(2, 1), Costs(1, 1, 1))).splitlines()[:5]))
-      tick    |0  1  2  3  4  |
+      >>> print("\\n".join(text(device_clock(gpipe(2, 1), Costs(1, 1, 1))).splitlines()[:4]))
       stage 0 |F0 ......B0 W0 |
               | G>           R|
       stage 1 |...F0 B0 W0 ...|
               |     G  <  R   |
     """
-    chosen = labelled(timeline)
-    names = max(len(_label(part.action, timeline)) for row in timeline.parts for part in row)
+    names = max(len(_label(timed.action, timeline)) for row in timeline.rows for timed in row)
     # Behind a pair's forward stands a mark, and rounding may take one column.
     room = names + (2 if timeline.schedule.overlapped else 1)
-    scale = room / chosen.shortest
+    scale = room / shortest(timeline)
     remedy = (
         "draw a picture (jaxpipe show --format svg), or use fewer microbatches or more even costs"
     )
     check_width(timeline.makespan * scale, remedy)
     columns = round(timeline.makespan * scale)
-    heads = [f"stage {d}" for d in range(len(timeline.parts))]
+    heads = [f"stage {d}" for d in range(len(timeline.rows))]
     rows: list[tuple[str, list[_Cell]]] = []
-    if timeline.clock == "lock-step":
-        rows.append(("tick", [*_numbers([round(tick[0] * scale) for tick in timeline.ticks])]))
     marks = _marks(timeline)
     for d, head in enumerate(heads):
-        rows.append((head, [*_cells(timeline, d, chosen.parts[d], scale)]))
+        rows.append((head, [*_cells(timeline, d, scale)]))
         if timeline.ticks:
             ends = [round(tick[d] * scale) for tick in timeline.ticks[1:]]
             rows.append(("", _under(ends, marks[d])))
@@ -124,34 +120,22 @@ def _label(action: Action, timeline: Timeline) -> str:
     return f"{action.kind}{action.microbatch}"
 
 
-def _cells(
-    timeline: Timeline, stage: int, is_labelled: Sequence[bool], scale: float
-) -> Iterator[_Cell]:
+def _cells(timeline: Timeline, stage: int, scale: float) -> Iterator[_Cell]:
     together = frozenset(timeline.schedule.overlapped)
-    for part, named in zip(timeline.parts[stage], is_labelled, strict=True):
-        start, end = round(part.start * scale), round(part.end * scale)
-        label = _label(part.action, timeline) if named else part.action.kind.lower()
+    for timed in timeline.rows[stage]:
+        start, end = round(timed.start * scale), round(timed.end * scale)
+        label = _label(timed.action, timeline)
         # Rounding both ends may cost a cell its last column, never a letter of its label.
-        apart = end - start > len(label) and part.action not in together
+        apart = end - start > len(label) and timed.action not in together
         room = end - start - apart
         body = label[:room].ljust(room, "-" if apart else "+")
-        shade = LOOKS[part.action.kind].shades[min(chunk_of(part.action, timeline), 1)]
-        yield _Cell(start, end, body.ljust(end - start), len(label) if named else 1, shade)
-
-
-def _numbers(starts: Sequence[int]) -> Iterator[_Cell]:
-    """The numbers of the ticks, where they have room."""
-    free = 0
-    for tick, (start, end) in enumerate(itertools.pairwise(starts)):
-        number = str(tick)
-        if start >= free and end > start:
-            free = start + len(number) + 1
-            yield _Cell(start, free - 1, number, len(number), None)
+        shade = LOOKS[timed.action.kind].shades[min(chunk_of(timed.action, timeline), 1)]
+        yield _Cell(start, end, body.ljust(end - start), len(label), shade)
 
 
 def _marks(timeline: Timeline) -> list[dict[int, str]]:
     """By stage and tick, one letter for each thing that it sends and moves."""
-    found: list[dict[int, str]] = [collections.defaultdict(str) for _ in timeline.parts]
+    found: list[dict[int, str]] = [collections.defaultdict(str) for _ in timeline.rows]
     if timeline.ticks:
         messages, moves = exchanges(timeline)
         for move in moves:

@@ -50,7 +50,7 @@ def _process(
     """The events of one timeline, with a unit of so many microseconds; arrows take numbers."""
     name = f"{timeline.schedule.name}, {timeline.clock}"
     yield {"ph": "M", "name": "process_name", "pid": process, "args": {"name": name}}
-    for d, parts in enumerate(timeline.parts):
+    for d, parts in enumerate(timeline.rows):
         thread = {"pid": process, "tid": d}
         yield {"ph": "M", "name": "thread_name", **thread, "args": {"name": f"stage {d}"}}
         for part in parts:
@@ -81,9 +81,6 @@ def _process(
 def _complete(
     part: TimedAction, timeline: Timeline, thread: dict[str, int], unit: float
 ) -> dict[str, Any]:
-    place: dict[str, Any] = {**place_of(part.action, timeline.schedule)}
-    if part.layers is not None:
-        place["layers"] = "{} to {}".format(*part.layers)
     return {
         "ph": "X",
         "name": str(part.action),
@@ -92,7 +89,7 @@ def _complete(
         **thread,
         "ts": part.start * unit,
         "dur": (part.end - part.start) * unit,
-        "args": place,
+        "args": place_of(part.action, timeline.schedule),
     }
 
 
@@ -100,8 +97,8 @@ def _arrows(
     messages: Sequence[Message], timeline: Timeline, unit: float, numbers: Iterator[int]
 ) -> Iterator[dict[str, Any]]:
     """Both ends of every arrow: viewers look for the event of the thread that they lie in."""
-    ends = {(d, part.end): part for d, row in enumerate(timeline.parts) for part in row}
-    starts = {(d, part.start): part for d, row in enumerate(timeline.parts) for part in row}
+    ends = {(d, part.end): part for d, row in enumerate(timeline.rows) for part in row}
+    starts = {(d, part.start): part for d, row in enumerate(timeline.rows) for part in row}
     for message, number in zip(messages, numbers, strict=False):
         what = "late message" if message.late else "message"
         sends, reads = ends[message.sender, message.sent], starts[message.receiver, message.read]

@@ -1,0 +1,127 @@
+"""The device clock: how long the tick table of a schedule takes on devices that wait for messages.
+
+A stage waits for the messages that its tick receives, and for nothing else: a prompt one is awaited
+at the end of the tick that sends it, a late one at the end of the next (see
+`jaxpipe.schedule.lowering.lower`). Its sender goes on. So has NCCL it while a message fits into its
+buffers (``NCCL_BUFFSIZE``); senders of larger ones wait for their receivers, too. Late messages
+travel in every tick between all pairs that ever have one, so that these stay within a tick of each
+other. Where all stages compute embedding and head together, their sums wait for everybody.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import TypeAlias, cast
+
+import numpy as np
+
+from jaxpipe.schedule.actions import Action, Kind, Schedule
+from jaxpipe.schedule.lowering.lower import lower
+from jaxpipe.schedule.lowering.table import NONE, TickTable
+from jaxpipe.schedule.simulate import (
+    Costs,
+    TimedAction,
+    Timeline,
+    kind_durations,
+    of_virtual_stages,
+)
+
+_Ends: TypeAlias = tuple[np.ndarray, np.ndarray]
+
+
+def device_clock(
+    schedule: Schedule, costs: Costs | Sequence[Costs], *, together: bool = False
+) -> Timeline:
+    """Runs a schedule's tick table with the waits that it has on devices.
+
+    Embedding and head take no time here.
+
+    Args:
+      costs: of one chunk; or, if chunks differ, of every virtual stage.
+      together: whether all stages compute embedding and head together.
+
+    Raises:
+      ScheduleError: the schedule cannot run.
+      ValueError: it can only be simulated, or there is not one cost for every virtual stage.
+
+    Example:
+      >>> from jaxpipe.schedule.generators.v_schedules import zb_v
+      >>> round(device_clock(zb_v(4, 16), Costs(1, 1.2, 0.8)).bubble_ratio, 3)
+      0.036
+    """
+    costs = of_virtual_stages(schedule.placement, costs)
+    table = lower(schedule, [1] * len(costs), together=together)
+    work = work_of(table, costs)
+    message = max(cost.message for cost in costs) if schedule.num_stages > 1 else 0.0
+    starts = replay(table, np.sum(list(work.values()), axis=0), message=message)
+    parts: list[list[TimedAction]] = [[] for _ in schedule.orders]
+    held, begins = schedule.placement.virtual_stages, starts[:-1]
+    for kind, cell in table.passes.items():
+        ends = begins + work[kind]
+        for tick, stage in np.argwhere(cell.layers > 0).tolist():
+            at = tick, stage
+            action = Action(held[stage][cell.chunk[at]], kind, int(cell.microbatch[at]))
+            parts[stage].append(TimedAction(action, float(begins[at]), float(ends[at]), tick=tick))
+        begins = ends
+    # Within a tick, kinds stand in the order in which they run.
+    rows = tuple(tuple(sorted(row, key=lambda part: cast(int, part.tick))) for row in parts)
+    ticks = tuple(map(tuple, starts.tolist()))
+    return Timeline(schedule, costs, "device", rows, float(starts[-1].max()), ticks)
+
+
+def replay(table: TickTable, work: np.ndarray, *, message: float = 0.0) -> np.ndarray:
+    """When each stage starts its layers in each tick.
+
+    Args:
+      work: how long these take, ``[ticks, stages]``.
+      message: how long a message takes.
+
+    Returns:
+      ``[ticks + 1, stages]``; the last row is when the stages are done.
+    """
+    late = _ends(edge for channel in table.channels for edge in channel.late_edges)
+    prompt = [_ends(edge for edges in pairs for edge in edges) for pairs in table.exchanges]
+    enters = table.together & (table.embed != NONE)
+    leaves = table.together & ((table.head != NONE) | (table.embed_gradient != NONE).any(axis=1))
+    now, starts = np.zeros(work.shape[1]), np.zeros((table.num_ticks + 1, work.shape[1]))
+    for tick in range(table.num_ticks):
+        if enters[tick]:
+            now[:] = now.max()
+        starts[tick] = now
+        ends = now + work[tick]
+        ends = _received(ends, late, now + message)
+        now = _received(ends, prompt[table.exchange[tick]], ends + message)
+        if leaves[tick]:
+            now[:] = now.max()
+    starts[-1] = now
+    return starts
+
+
+def _received(times: np.ndarray, ends: _Ends, arrivals: np.ndarray) -> np.ndarray:
+    """When stages are done that wait for what arrives from their senders."""
+    senders, receivers = ends
+    latest = times.copy()
+    np.maximum.at(latest, receivers, arrivals[senders])
+    return latest
+
+
+def _ends(edges: Iterable[tuple[int, int]]) -> _Ends:
+    """Senders and receivers."""
+    pairs = np.asarray(list(edges), np.int64).reshape(-1, 2)
+    return pairs[:, 0], pairs[:, 1]
+
+
+def work_of(table: TickTable, costs: Sequence[Costs]) -> dict[Kind, np.ndarray]:
+    """How long the layers of each kind of action take, ``[ticks, stages]``.
+
+    Args:
+      costs: of every virtual stage.
+    """
+    held = np.asarray(table.schedule.placement.virtual_stages)
+    of_chunk = kind_durations(costs)
+    stages = np.arange(len(held))
+    return {
+        kind: (cell.layers > 0)
+        * np.asarray([durations[kind] for durations in of_chunk])[held[stages, cell.chunk]]
+        for kind, cell in table.passes.items()
+    }
