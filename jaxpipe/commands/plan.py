@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
-from rich.table import Table
 
-from jaxpipe.commands.predictions import parts_table, read_sizes
+from jaxpipe.commands.predictions import print_parts, read_sizes
+from jaxpipe.commands.printing import output_console, print_table
 from jaxpipe.planning import configurations, step
 from jaxpipe.planning.calibration import find
 from jaxpipe.planning.configurations import COMPILED_FOR, Configured
@@ -24,8 +23,6 @@ from jaxpipe.schedule.problems import Problem, below_one, refuse
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-_WIDTH = 160
-"""Columns of the tables without a terminal."""
 _DAY = 86400
 
 
@@ -102,7 +99,7 @@ def plan(
         if measure is not None:
             assert configured is not None
             result = _compiled(result, configured, measure, kind, goal, bar)
-    console = Console(width=None if sys.stdout.isatty() else _WIDTH, markup=False)
+    console = output_console()
     _report(console, model, clusters, goal, result)
     if out is not None:
         assert configured is not None
@@ -207,12 +204,12 @@ def _report(
             f"what kernels at these rates take, an update {passes.update:.2f} times, and each "
             f"message {kind.latency * 1e6:.0f} us more."
         )
-    console.print(_table("best plans", result.best[:5], goal))
+    _print_plans(console, "best plans", result.best[:5], goal)
     front = sorted(result.front, key=lambda found: found.device_bytes)
-    console.print(_table("no other plan is better in time, memory and cost", front, goal))
+    _print_plans(console, "no other plan is better in time, memory and cost", front, goal)
     best = [(str(number), one) for number, one in enumerate(result.best[:5], start=1)]
-    console.print(parts_table("milliseconds of a step", "plan", best, "seconds", 1e3))
-    console.print(parts_table("GB of a device", "plan", best, "bytes", 1e-9))
+    print_parts(console, "milliseconds of a step", "plan", best, "seconds", 1e3)
+    print_parts(console, "GB of a device", "plan", best, "bytes", 1e-9)
     out = result.excluded.total()
     console.print(f"{result.considered} plans were looked at; {out} are out:")
     for reason, count in result.excluded.most_common():
@@ -220,27 +217,17 @@ def _report(
             console.print(f"  {count} {reason}: {REASONS[reason]}")
 
 
-def _table(title: str, found: Sequence[Found], goal: Goal) -> Table:
+def _print_plans(console: Console, title: str, found: Sequence[Found], goal: Goal) -> None:
     training = goal.tokens is not None
     experts = any(one.placed.variant.expert > 1 for one in found)
-    table = Table(title=title)
-    for name in (
-        "devices",
-        "stage x data x context x tensor",
-        *(["expert"] * experts),
-        "schedule",
-        "v",
-        "m x rows",
-        "remat",
-    ):
-        table.add_column(name, no_wrap=name != "stage x data x context x tensor")
-    for name in ("ZeRO", "replicas", "weights, slots", "on the host"):
-        table.add_column(name, no_wrap=True)
-    for name in ("step, s", "model FLOPs", "GB", *(("days", "$") if training else ())):
-        table.add_column(name, justify="right")
-    for one in found:
+    columns = ["plan", "devices", "stage x data x context x tensor", *(["expert"] * experts)]
+    columns += ["schedule", "v", "m x rows", "remat", "ZeRO", "replicas", "weights, slots"]
+    columns += ["on the host", "step, s", "model FLOPs", "GB", *(["days", "$"] * training)]
+    rows = []
+    for number, one in enumerate(found, start=1):
         p = one.plan
-        shown = [str(one.placed.cluster.count), f"{p.stage} x {p.data} x {p.context} x {p.tensor}"]
+        shown = [str(number), str(one.placed.cluster.count)]
+        shown.append(f"{p.stage} x {p.data} x {p.context} x {p.tensor}")
         shown += [str(p.expert)] * experts
         shown.append(p.schedule)
         shown += [str(p.chunks), f"{p.microbatches} x {p.rows}", p.remat]
@@ -250,8 +237,8 @@ def _table(title: str, found: Sequence[Found], goal: Goal) -> Table:
         shown.append(f"{one.device_bytes / 1e9:.3g}")
         if training:
             shown += [f"{one.train_seconds / _DAY:.2f}", f"{one.dollars:,.0f}"]
-        table.add_row(*shown)
-    return table
+        rows.append(shown)
+    print_table(console, columns, rows, title=title)
 
 
 def figure(result: Result, title: str) -> Figure:

@@ -7,9 +7,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from rich.table import Table
+from rich.console import Console
 
 from jaxpipe.commands.options import message
+from jaxpipe.commands.printing import print_table
 from jaxpipe.planning import step
 from jaxpipe.planning.calibration import find
 from jaxpipe.planning.devices import cluster
@@ -152,29 +153,34 @@ def of_schedules(
     return found, reasons
 
 
-def parts_table(
-    title: str, label: str, found: Sequence[tuple[str, Found]], which: str, scale: float
-) -> Table:
-    """Seconds or bytes by part, and all of them.
+def print_parts(
+    console: Console,
+    title: str,
+    label: str,
+    found: Sequence[tuple[str, Found]],
+    which: str,
+    scale: float,
+) -> None:
+    """Prints seconds or bytes by part, and all of them.
 
     Args:
+      console: to print on.
       title: of the table.
       label: what the first column names.
       found: by name.
       which: "seconds" or "bytes".
       scale: of the unit that is shown.
     """
-    table = Table(label, *getattr(found[0][1], which), "all", title=title)
+    columns = [label, *getattr(found[0][1], which), "all"]
     compiles = which == "bytes" and any(one.compiled_bytes is not None for _, one in found)
-    if compiles:
-        table.add_column("compiled")
+    columns += ["compiled"] * compiles
+    rows = []
     for name, one in found:
         parts = getattr(one, which)
         values = [*parts.values(), step.total(parts)]
-        if compiles:
-            values.append(one.compiled_bytes)
-        table.add_row(name, *(_shown(scale * value) for value in values))
-    return table
+        values += [one.compiled_bytes] * compiles
+        rows.append((name, *(_shown(scale * value) for value in values)))
+    print_table(console, columns, rows, title=title)
 
 
 def _shown(value: float) -> str:

@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 import math
-import os
-import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
 import tyro
-from rich import box
 from rich.console import Console
-from rich.measure import Measurement
 from rich.table import Table
 
 from jaxpipe.commands.options import (
@@ -24,7 +20,8 @@ from jaxpipe.commands.options import (
     say_written,
 )
 from jaxpipe.commands.plan import progress_bar
-from jaxpipe.commands.predictions import OnDevices, of_schedules, parts_table
+from jaxpipe.commands.predictions import OnDevices, of_schedules, print_parts
+from jaxpipe.commands.printing import output_console, print_list, print_table, say
 from jaxpipe.planning.candidates import SCHEDULES
 from jaxpipe.planning.found import Found
 from jaxpipe.schedule import catalog
@@ -36,8 +33,6 @@ from jaxpipe.schedule.show.page import page
 from jaxpipe.schedule.show.report import timelines
 
 _NO_DEVICES = OnDevices()
-_PIPE_WIDTH = 240
-"""Columns of a table that goes to a file or another program, which have no terminal width."""
 _TABLE_WIDTH = 150
 """Of a terminal in which the table of schedules is readable."""
 _CAPTION = (
@@ -58,21 +53,23 @@ _ENDINGS = ".svg", ".png", ".html"
 def schedules() -> None:
     """List the schedules, with bubble, peak in flight, constraints and source."""
     columns = "name", "what it does", "bubble", "peak in flight", "constraints", "source"
-    console = _console()
-    names = [entry.name for entry in catalog.entries()]
-    table = _table(names, *columns, caption=_CAPTION)
+    console = output_console()
     rows = [
         (e.name, e.summary, e.bubble, e.peak, e.constraints, e.source) for e in catalog.entries()
     ]
     if console.width >= _TABLE_WIDTH:
+        table = Table(caption=_CAPTION)
+        table.add_column(columns[0], no_wrap=True)
+        for column in columns[1:]:
+            table.add_column(column, overflow="fold")
         for row in rows:
             table.add_row(*row)
         console.print(table)
     else:
-        _list(console, columns, rows)
-        _say(console, _CAPTION)
+        print_list(console, columns, rows)
+        say(console, _CAPTION)
     methods = list(ASYNCHRONOUS_METHODS)
-    _say(
+    say(
         console,
         f"Asynchronous: {', '.join(methods[:-1])} and {methods[-1]}. They never drain the pipeline "
         "and have no bubble if all stages cost the same; "
@@ -159,20 +156,21 @@ def compare(
         of, given = ("layer", layer_costs) if layer_costs else ("stage", stage_costs)
         title = f"p={stages}, m={microbatches}, costs of one {of} {given}"
         draw.save(comparison.figure(rows, title), out)
-    console = _console()
+    console = output_console()
     _print_rows(console, rows)
-    _say(console, _COMPARED)
+    say(console, _COMPARED)
     if out is not None:
         say_written(out)
     for name, reason in reasons.items():
-        _say(console, f"{name} does not fit: {reason}")
+        say(console, f"{name} does not fit: {reason}")
 
 
 def _print_predictions(found: Mapping[str, Found], reasons: Mapping[str, str]) -> None:
     rows = sorted(found.items(), key=lambda item: item[1].step_seconds)
     parts = ("ms of a step", "seconds", 1e3), ("GB of a device", "bytes", 1e-9)
+    console = output_console()
     for title, which, scale in parts if rows else ():
-        _console().print(parts_table(title, "schedule", rows, which, scale))
+        print_parts(console, title, "schedule", rows, which, scale)
     print("transfers: over data, those that nothing hides. waits: for other stages and messages.")
     for name, one in rows:
         limit = one.placed.cluster.memory_bytes
@@ -210,10 +208,6 @@ def _sizes(weight_bytes: float | None, activation_bytes: float | None) -> compar
 def _print_rows(console: Console, rows: Sequence[comparison.Summary]) -> None:
     columns = ["schedule", "v", "peak", "free", "device", "time"]
     columns += ["GB"] * (rows[0].stage_bytes is not None)
-    # Without lines between columns a terminal of 80 has room for the longest names.
-    table = _table((row.name for row in rows), *columns)
-    table.box, table.show_edge, table.pad_edge = box.SIMPLE_HEAD, False, False
-    table.padding = 0, 1, 0, 0
     cells = []
     for row in rows:
         ratios = row.free_running, row.device
@@ -221,37 +215,5 @@ def _print_rows(console: Console, rows: Sequence[comparison.Summary]) -> None:
         peak = f"{row.peak_in_flight:g}"
         time = "-" if row.makespan is None else f"{row.makespan:.4g}"
         in_gb = [] if row.stage_bytes is None else [f"{row.stage_bytes / 1e9:.4g}"]
-        one = row.name, str(row.num_chunks), peak, *shown, time, *in_gb
-        cells.append(one)
-        table.add_row(*one)
-    wide = console.options.update(width=_TABLE_WIDTH)
-    if Measurement.get(console, wide, table).minimum <= console.width:
-        console.print(table)
-    else:
-        _list(console, columns, cells)
-
-
-def _list(console: Console, columns: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
-    """What a table says, where its columns would have a few letters each."""
-    for name, *cells in rows:
-        lines = (f"  {what}: {cell}" for what, cell in zip(columns[1:], cells, strict=True))
-        _say(console, "\n".join([name, *lines]))
-
-
-def _say(console: Console, text: str) -> None:
-    """Prints text in lines of the terminal."""
-    console.print(text, overflow="fold", highlight=False)
-
-
-def _table(names: Iterable[str], name: str, *columns: str, caption: str | None = None) -> Table:
-    """A table that never cuts a cell short, nor breaks a name, which come first."""
-    table = Table(caption=caption)
-    table.add_column(name, no_wrap=True, min_width=max(map(len, names)))
-    for column in columns:
-        table.add_column(column, overflow="fold")
-    return table
-
-
-def _console() -> Console:
-    fits = sys.stdout.isatty() or "COLUMNS" in os.environ
-    return Console(width=None if fits else _PIPE_WIDTH, markup=False)
+        cells.append((row.name, str(row.num_chunks), peak, *shown, time, *in_gb))
+    print_table(console, columns, cells)

@@ -1,0 +1,60 @@
+"""Tables on a terminal of any width: no cell is cut short, and no name is broken."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+
+from rich import box
+from rich.console import Console
+from rich.measure import Measurement
+from rich.table import Table
+
+_PIPE_WIDTH = 240
+"""Columns of a table that goes to a file or another program, which have no terminal width."""
+
+
+def output_console() -> Console:
+    """Standard output, as wide as its terminal or COLUMNS."""
+    fits = sys.stdout.isatty() or "COLUMNS" in os.environ
+    return Console(width=None if fits else _PIPE_WIDTH, markup=False)
+
+
+def say(console: Console, text: str) -> None:
+    """Prints text in lines of the terminal."""
+    console.print(text, overflow="fold", highlight=False)
+
+
+def print_table(
+    console: Console, columns: Sequence[str], rows: Sequence[Sequence[str]], *, title: str = ""
+) -> None:
+    """Prints rows as a table, or one below the other if the terminal has no room for the columns.
+
+    Args:
+      console: to print on.
+      columns: their headings; the first column names the rows.
+      rows: as many cells each.
+      title: above the table.
+    """
+    # Without lines between columns a terminal of 80 has room for the longest names.
+    table = Table(title=title or None, box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False)
+    table.padding = 0, 1, 0, 0
+    for column in columns:
+        table.add_column(column, no_wrap=True)
+    for cells in rows:
+        table.add_row(*cells)
+    unlimited = console.options.update(width=_PIPE_WIDTH)
+    if Measurement.get(console, unlimited, table).minimum <= console.width:
+        console.print(table)
+        return
+    if title:
+        say(console, title)
+    print_list(console, columns, rows)
+
+
+def print_list(console: Console, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+    """Prints rows one below the other, each cell with its column's heading."""
+    for name, *cells in rows:
+        lines = (f"  {what}: {cell}" for what, cell in zip(columns[1:], cells, strict=True))
+        say(console, "\n".join([name, *lines]))
