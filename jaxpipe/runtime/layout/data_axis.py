@@ -1,4 +1,4 @@
-"""The data axes: gathering, reducing and sharding arrays that they may split; sums over model axes.
+"""Gathering, reducing and sharding arrays over data shards or stages; sums over model axes.
 
 Every function runs inside `jax.shard_map` and takes arrays together with the `Leaf` of each.
 """
@@ -23,6 +23,26 @@ def gather(shards: Stored, leaves: Leaves, axes: Axes) -> Stored:
         return _gather(shard, axes.sharding(leaf.apart), leaf.data_dim)
 
     return jax.tree.map(whole, leaves, shards)
+
+
+def gather_over_stages(parts: Stored, leaves: Leaves, axes: Axes) -> Stored:
+    """Whole arrays of every stage's part."""
+
+    def whole(leaf: Leaf, part: jax.Array) -> jax.Array:
+        return part if leaf.stage_dim is None else _gather(part, (axes.stage,), leaf.stage_dim)
+
+    return jax.tree.map(whole, leaves, parts)
+
+
+def reduce_over_stages(values: Gradients, leaves: Leaves, axes: Axes) -> Gradients:
+    """Sums over stages; each keeps its own part of what they share."""
+
+    def reduce(leaf: Leaf, value: jax.Array) -> jax.Array:
+        if leaf.stage_dim is None:
+            return lax.psum(value, axes.stage)
+        return _scatter(value, (axes.stage,), leaf.stage_dim)
+
+    return jax.tree.map(reduce, leaves, values)
 
 
 def _gather(shard: jax.Array, names: tuple[str, ...], dim: int) -> jax.Array:

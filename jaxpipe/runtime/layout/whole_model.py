@@ -117,6 +117,12 @@ class Layout:
         return {"layers": layers, **outer}
 
     @property
+    def whole_outer(self) -> Layout:
+        """The layout with all of embedding and head on every stage."""
+        whole = partial(dataclasses.replace, stage_dim=None)
+        return dataclasses.replace(self, outer=jax.tree.map(whole, self.outer))
+
+    @property
     def local(self) -> Layout:
         """The layout of what a device has of arrays that model axes split."""
         outer = jax.tree.map(lambda leaf: leaf.local, self.outer)
@@ -280,12 +286,19 @@ def make_layouts(
     """Decides the layout of every parameter: of those that are trained, and of the others, if any.
 
     The two trees have None where the other has an array; ``weights`` is for layers that are alike.
+    Stages have the parts of embedding and head that ``stage_split`` names, if they compute these
+    together. If the ends compute them, stages keep a part of every matrix between steps.
     """
     rows, dims = layer_rows(table), dict(jax.tree.leaves_with_path(stage_split))
-    outer = jax.tree.map_with_path(
-        lambda path, w: splits.leaf(path, w, stage_dim=dims.get(path)),
-        outer_of(combine(trained, frozen)),
-    )
+    stages = axes.num_stages(mesh)
+
+    def leaf(path: Any, w: Any) -> Leaf:
+        leaf = splits.leaf(path, w, stage_dim=dims.get(path))
+        if table.together or w.ndim < 2 or stages == 1:
+            return leaf
+        return dataclasses.replace(leaf, stage_dim=leaf.spread(stages).stage_dim)
+
+    outer = jax.tree.map_with_path(leaf, outer_of(combine(trained, frozen)))
 
     def layout(params: Params) -> Layout:
         of_layers = splits.part(DictKey("layers"))

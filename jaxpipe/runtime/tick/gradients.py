@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxpipe.runtime.barriers import tie
-from jaxpipe.runtime.layout.data_axis import reduce_gradients
+from jaxpipe.runtime.layout.data_axis import reduce_gradients, reduce_over_stages
 from jaxpipe.runtime.layout.shares import Share, share_of
 from jaxpipe.runtime.layout.whole_model import SHARED
 from jaxpipe.runtime.tick.carried import Carried
@@ -215,11 +215,14 @@ class Summed(GradientSink):
 
 def reduced_outer(fixed: Fixed, carried: Carried) -> Gradients:
     """The finished gradients of what belongs to no single layer."""
-    outer, setup, stage = carried.outer_gradients, fixed.setup, fixed.axes.stage
-    if not fixed.table.together:  # each stage has its own share of them
-        outer = lax.psum(outer, stage)
+    outer, setup, axes = carried.outer_gradients, fixed.setup, fixed.axes
+    leaves, together = setup.layout.outer, fixed.table.together
     if setup.shares:
-        of_layers = lax.psum(carried.shared_gradients, stage)
+        of_layers = carried.shared_gradients
+        if together:
+            of_layers = lax.psum(of_layers, axes.stage)
         outer = outer | {SHARED: jax.tree.map(jnp.add, outer[SHARED], of_layers)}
-    outer = reduce_gradients(outer, setup.layout.outer, fixed.axes, zero=setup.zero)
-    return rounded(outer, setup.layout.outer)
+    if not together:  # stages have summed some each
+        outer = reduce_over_stages(outer, leaves, axes)
+    outer = reduce_gradients(outer, leaves, axes, zero=setup.zero)
+    return rounded(outer, leaves)

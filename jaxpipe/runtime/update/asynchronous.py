@@ -136,7 +136,9 @@ class AsyncPipeline:
         self.pipe, self.optimizer = pipe, optimizer
         self.steady = Steady(stages, microbatches, method, recompute_segment)
         scaled = rescheduling_steps is not None
-        parts = PlacedOptimizer(optimizer, pipe.layout, zero=pipe.zero, scaled=scaled)
+        # Embedding and head are updated in some ticks, and read in all: every stage has them.
+        self._layout = pipe.layout if pipe.table.together else pipe.layout.whole_outer
+        parts = PlacedOptimizer(optimizer, self._layout, zero=pipe.zero, scaled=scaled)
         parts.check_parts()
         self._rules = Rules(
             self.steady,
@@ -147,7 +149,8 @@ class AsyncPipeline:
         )
         fused = Kind.BW in pipe.table.passes
         table = steady_table(self.steady, pipe.table.layer_counts, fused=fused)
-        self._setup = dataclasses.replace(pipe.setup(table), early=False)
+        layout = self._layout.local
+        self._setup = dataclasses.replace(pipe.setup(table), layout=layout, early=False)
 
     @property
     def delays(self) -> np.ndarray:
@@ -290,7 +293,7 @@ class AsyncPipeline:
             weights = asynchronous_run.newest_weights(self._setup, self._rules, state)
             return weights | {"layers": jax.tree.map(lambda w: w[None], weights["layers"])}
 
-        out_specs = self.pipe.layout.specs(sharded=self.pipe.zero == 3)
+        out_specs = self._layout.specs(sharded=self.pipe.zero == 3)
         return jax.jit(self.pipe.shard_map(newest, (self._specs,), out_specs))
 
     def discrepancy(self, state: AsyncState) -> jax.Array:
@@ -322,7 +325,14 @@ class AsyncPipeline:
         params = self.params(state)
         optimizer = self._rules.optimizer
         components = optimizer.components(state["owned"])
-        return params, optimizer.state.join(components, state["rest"]["embed"])
+        return self._placed(params, optimizer.state.join(components, state["rest"]["embed"]))
+
+    @cached_property
+    def _placed(self) -> Callable[..., tuple[Placed, OptimizerState]]:
+        """Puts parameters and optimizer state where the synchronous pipeline has them."""
+        shapes = self.pipe.placed_params, self.pipe.optimizer_placing(self.optimizer).placed
+        shardings = jax.tree.map(lambda leaf: leaf.sharding, shapes)
+        return jax.jit(lambda *trees: trees, out_shardings=shardings)
 
     # Running.
 
@@ -383,7 +393,7 @@ class AsyncPipeline:
     def _specs(self) -> dict[str, Any]:
         """How every part of the state is split over the mesh."""
 
-        layout, zero, axes = self.pipe.layout, self.pipe.zero, self.pipe.axes
+        layout, zero, axes = self._layout, self.pipe.zero, self.pipe.axes
         weights = layout.specs(sharded=zero == 3)
         states = self._rules.optimizer.state.components
         versions = jax.tree.map(lambda spec: P(None, *spec), outer_of(weights))
