@@ -28,16 +28,23 @@ class Choice:
       schedule: the order of every stage.
       layer_counts: layers of every virtual stage.
       layer_costs: the costs that the partition balances, one number per layer.
+      vocabulary: "split" or "ends", as of ``pipeline.vocabulary``.
     """
 
     schedule: Schedule
     layer_counts: tuple[int, ...]
     layer_costs: tuple[float, ...]
+    vocabulary: str
 
     def to_json(self) -> dict[str, Any]:
         """Returns an object that JSON can hold."""
         counts, costs = list(self.layer_counts), list(self.layer_costs)
-        return {"schedule": to_json(self.schedule), "layer_counts": counts, "layer_costs": costs}
+        return {
+            "schedule": to_json(self.schedule),
+            "layer_counts": counts,
+            "layer_costs": costs,
+            "vocabulary": self.vocabulary,
+        }
 
     @classmethod
     def from_json(cls, data: Any) -> Choice:
@@ -48,11 +55,15 @@ class Choice:
         """
         try:
             counts, costs = tuple(data["layer_counts"]), tuple(data["layer_costs"])
-            choice = cls(from_json(data["schedule"]), counts, costs)
-        except (KeyError, TypeError) as error:
+            # Earlier runs have split it where they say nothing.
+            vocabulary = data.get("vocabulary", "split")
+            choice = cls(from_json(data["schedule"]), counts, costs, vocabulary)
+        except (AttributeError, KeyError, TypeError) as error:
             raise ValueError(f"it has no choice of a schedule and a partition: {error}") from None
         if not _are_all(int, counts) or not _are_all((int, float), costs):
             raise ValueError("layer_counts and layer_costs must be lists of numbers")
+        if vocabulary not in ("split", "ends"):
+            raise ValueError('vocabulary must be "split" or "ends"')
         needed = choice.schedule.placement.num_virtual_stages
         if len(counts) != needed or min(counts) < 1:
             raise ValueError(f"layer_counts must be {needed} numbers of at least 1")

@@ -107,10 +107,11 @@ class PipelineConfig(Section):
     counts such as "3,2,2,3"."""
     stage_memory: Annotated[float | None, Range(0, above=True)] = None
     """Gigabytes of parameters, optimizer state and activations per stage at most; None for any."""
-    vocabulary: Literal["split", "ends"] = "split"
-    """Who computes embedding and head: all stages together, each with a part of the tables, or the
-    stages of the first and the last layer alone, whose time the partition then counts. Ends wait
-    for no other stage, but every stage keeps whole tables."""
+    vocabulary: Literal["auto", "split", "ends"] = "auto"
+    """Who computes embedding and head: "split", all stages together, each with a part of the
+    tables; "ends", the stages of the first and the last layer alone, whose time the partition then
+    counts. Ends wait for no other stage, but every stage has whole tables during a step. "auto" is
+    what takes less time on the device clock."""
     remat: Literal["none", "dots", "full"] = "none"
     """What the backward recomputes: nothing, everything but matmuls, or everything."""
     zero: Annotated[int, Range(0, 3)] = 3

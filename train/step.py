@@ -29,6 +29,7 @@ from train import configured, distributed, errors, tasks
 from train.choice import Choice
 from train.config import Config
 from train.optimizers import learning_rate, make_optimizer
+from train.task import Task
 
 PyTree = Any
 
@@ -85,6 +86,7 @@ class Setup:
         # Measurements differ between processes.
         chosen = distributed.from_first(lambda: (choice or self._choose()).to_json())
         self.choice = Choice.from_json(chosen)
+        self.task = self._task(self.choice.vocabulary)
         self.schedule = self.choice.schedule
         self.layer_costs, self.layer_counts = self.choice.layer_costs, self.choice.layer_counts
         self.pipe = self._pipeline(self.schedule, self.layer_counts)
@@ -98,9 +100,45 @@ class Setup:
             raise errors.ConfigError([failure]) from error
         self._updating_step = self._chunk_by_chunk()
 
+    def _task(self, vocabulary: str) -> Task:
+        pipeline = self.config.pipeline.model_copy(update={"vocabulary": vocabulary})
+        return tasks.make(self.config.model_copy(update={"pipeline": pipeline}))
+
     def _choose(self) -> Choice:
+        vocabulary = self.config.pipeline.vocabulary
+        if vocabulary == "auto":
+            vocabulary = self._vocabulary()
+        self.task = self._task(vocabulary)
         order, costs, counts = self._partition()
-        return Choice(order, counts, tuple(costs))
+        return Choice(order, counts, tuple(costs), vocabulary)
+
+    def _vocabulary(self) -> str:
+        """Returns who computes embedding and head sooner on the device clock.
+
+        Split, they take every stage its share of their time.
+        """
+        stages = self.config.mesh.stage
+        if stages == 1 or configured.is_asynchronous(self.config) or self._ends_compute:
+            return "split"
+        order = configured.order(self.config)
+        given, even = configured.own_counts(self.config), [1.0] * self.task.num_layers
+        self.task = self._task("ends")
+        probe = self._pipeline(order, given or partition(even, order.placement))
+        batch, rng = self._batch_shapes(probe), jax.eval_shape(lambda: self.rng(0))
+        layers = [part.f + part.b + part.w for part in layer_costs(probe, batch, rng)]
+        embed, head = end_costs(probe, batch, rng)
+        costs = configured.costs(self.config)
+        unit = (costs.f + costs.b + costs.w) * order.placement.num_virtual_stages / sum(layers)
+
+        def makespan(loads: list[float], **options: Any) -> float:
+            more = sum(loads) / sum(layers)
+            scaled = Costs(more * costs.f, more * costs.b, more * costs.w, costs.message)
+            counts = given or partition(loads, order.placement)
+            return device_clock(order, chunk_costs(scaled, loads, counts), **options).makespan
+
+        split = makespan(layers, together=True, head=(embed + head) * unit / stages)
+        layers_and_ends = [embed + layers[0], *layers[1:-1], layers[-1] + head]
+        return "ends" if makespan(layers_and_ends) < split else "split"
 
     def _partition(self) -> tuple[Schedule, list[float], tuple[int, ...]]:
         """Returns the order, the cost of every layer, and the number of layers of every chunk."""
@@ -145,7 +183,7 @@ class Setup:
         """The schedule on the device clock."""
         return device_clock(self.schedule, self.chunk_costs, together=not self._ends_compute)
 
-    @cached_property
+    @property
     def _ends_compute(self) -> bool:
         """Whether the ends of the pipeline alone compute embedding and head."""
         if configured.is_asynchronous(self.config):  # it updates them while it runs, on all stages

@@ -107,7 +107,7 @@ class Task(abc.ABC):
           axis: as of `model`.
         """
         shared = {} if axis is None else self.config.mesh.shared_axes()
-        vocabulary = axis if self.config.pipeline.vocabulary == "split" else None
+        vocabulary = None if self.config.pipeline.vocabulary == "ends" else axis
         return {"vocabulary_axis": vocabulary} | {f"{name}_axis": name for name in shared}
 
     def shared(self, axis: str) -> dict[str, int]:

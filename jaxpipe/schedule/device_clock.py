@@ -30,15 +30,19 @@ _Ends: TypeAlias = tuple[np.ndarray, np.ndarray]
 
 
 def device_clock(
-    schedule: Schedule, costs: Costs | Sequence[Costs], *, together: bool = False
+    schedule: Schedule,
+    costs: Costs | Sequence[Costs],
+    *,
+    together: bool = False,
+    head: float = 0.0,
 ) -> Timeline:
     """Runs a schedule's tick table with the waits that it has on devices.
 
-    Embedding and head take no time here.
-
     Args:
-      costs: of one chunk; or, if chunks differ, of every virtual stage.
+      costs: of one chunk; or, if chunks differ, of every virtual stage. What the first and the last
+        virtual stage compute of embedding and head is part of theirs.
       together: whether all stages compute embedding and head together.
+      head: how long a microbatch's embedding and head then take each of them.
 
     Raises:
       ScheduleError: the schedule cannot run.
@@ -53,7 +57,7 @@ def device_clock(
     table = lower(schedule, [1] * len(costs), together=together)
     work = work_of(table, costs)
     message = max(cost.message for cost in costs) if schedule.num_stages > 1 else 0.0
-    starts = replay(table, np.sum(list(work.values()), axis=0), message=message)
+    starts = replay(table, np.sum(list(work.values()), axis=0), message=message, head=head)
     parts: list[list[TimedAction]] = [[] for _ in schedule.orders]
     held, begins = schedule.placement.virtual_stages, starts[:-1]
     for kind, cell in table.passes.items():
@@ -69,12 +73,15 @@ def device_clock(
     return Timeline(schedule, costs, "device", rows, float(starts[-1].max()), ticks)
 
 
-def replay(table: TickTable, work: np.ndarray, *, message: float = 0.0) -> np.ndarray:
+def replay(
+    table: TickTable, work: np.ndarray, *, message: float = 0.0, head: float = 0.0
+) -> np.ndarray:
     """When each stage starts its layers in each tick.
 
     Args:
       work: how long these take, ``[ticks, stages]``.
       message: how long a message takes.
+      head: as of `device_clock`.
 
     Returns:
       ``[ticks + 1, stages]``; the last row is when the stages are done.
@@ -92,7 +99,7 @@ def replay(table: TickTable, work: np.ndarray, *, message: float = 0.0) -> np.nd
         ends = _received(ends, late, now + message)
         now = _received(ends, prompt[table.exchange[tick]], ends + message)
         if leaves[tick]:
-            now[:] = now.max()
+            now[:] = now.max() + head * (table.head[tick] != NONE)
     starts[-1] = now
     return starts
 

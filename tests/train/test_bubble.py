@@ -43,15 +43,17 @@ def make(task: str, *, stages: int, microbatches: int = 4, asynchronous=None, mo
 
 
 def costs_of_chunks(setup: Setup) -> np.ndarray:
-    """Of every virtual stage: its layers' FLOPs, or their number where layers are alike."""
+    """Of every virtual stage: the FLOPs of its layers, and of what the ends compute beside them;
+    the number of its layers where these are alike and all."""
     costs = np.ones(setup.task.num_layers)
-    if isinstance(setup.shapes["layers"], tuple):
+    at_ends = not setup.pipe.table.together and not configured.is_asynchronous(setup.config)
+    if isinstance(setup.shapes["layers"], tuple) or at_ends:
         rng = jax.eval_shape(lambda: setup.rng(0))
         parts = layer_costs(setup.pipe, setup.batch_shapes, rng)
         costs = np.array([part.f + part.b + part.w for part in parts])
-        if setup.pipe.model.stage_split is None and not configured.is_asynchronous(setup.config):
-            embed, head = end_costs(setup.pipe, setup.batch_shapes, rng)
-            costs[0], costs[-1] = costs[0] + embed, costs[-1] + head
+    if at_ends:
+        embed, head = end_costs(setup.pipe, setup.batch_shapes, rng)
+        costs[0], costs[-1] = costs[0] + embed, costs[-1] + head
     ends = np.cumsum(setup.layer_counts)
     return np.array([part.sum() for part in np.split(costs, ends[:-1])])
 
@@ -79,7 +81,8 @@ SYNCHRONOUS = [
     ("resnet", 2, {"schedule": "1f1b", "partition": "3,1"}),
     ("resnet", 2, {"schedule": "1f1b", "partition": "equal"}),
     ("transformer", 2, {"schedule": "gpipe-fused", "partition": "1,3"}),
-    ("gpt", 4, {"schedule": "1f1b"}),
+    ("gpt", 4, {"schedule": "1f1b", "vocabulary": "split"}),
+    ("gpt", 4, {"schedule": "1f1b", "vocabulary": "ends"}),
     ("gpt", 4, {"schedule": "gpipe", "partition": "1,1,7,1"}),
     ("gpt", 2, {"schedule": "zb-v", "partition": "4,3,2,1"}),
     ("gpt", 2, {"schedule": "interleaved-fused"}),

@@ -49,7 +49,7 @@ def _choice(config):
     chunks = configured.order(config).placement.num_virtual_stages
     layers = config.model.num_layers
     counts = (layers // chunks,) * chunks
-    return Choice(configured.order(config), counts, (1.0,) * sum(counts))
+    return Choice(configured.order(config), counts, (1.0,) * sum(counts), "split")
 
 
 @pytest.fixture
@@ -239,7 +239,8 @@ def test_a_program_keeps_what_was_recorded(monkeypatch):
     """Whatever a newer version would find or measure."""
     config = _config(pipeline__partition="1,1,1,1")
     found = _choice(config)
-    other = Choice(configured.order(_config(pipeline__schedule="v-min")), (1, 1, 1, 1), (1.0,) * 4)
+    order = configured.order(_config(pipeline__schedule="v-min"))
+    other = Choice(order, (1, 1, 1, 1), (1.0,) * 4, "split")
     assert other.schedule.orders != found.schedule.orders
 
     def fail(*args, **options):

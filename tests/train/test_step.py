@@ -43,6 +43,8 @@ def by_chunk(update: str, *, stage: int, **pipeline) -> Setup:
     sections = {name: dict(section) for name, section in CONFIG.items()}
     sections["mesh"] = {"stage": stage, "data": 2}
     sections["pipeline"] |= {"schedule": "modular", "chunks": 2, "update": update} | pipeline
+    microbatches = sections["pipeline"]["microbatches"]
+    sections["train"]["batch_size"] = 2 * microbatches
     sections["optimizer"] = {"clip_norm": 0.0, "warmup_steps": 0, "weight_decay": 0.5}
     return Setup(Config(**sections))
 
@@ -70,6 +72,27 @@ def test_updates_by_chunk_train_like_updates_by_step_and_resume_each_other(stage
             ends.append(losses(setup, setup.from_canonical(canonical), range(2, 4))[1])
     for end in ends[1:]:
         np.testing.assert_allclose(ends[0], end, rtol=1e-5)
+
+
+def test_embedding_and_head_are_computed_where_that_takes_less_time():
+    """A large vocabulary would make the last of few layers late; beside many layers, every sum over
+    the stages does."""
+    found = {}
+    for vocab_size, num_layers in ((5000, 4), (50, 16)):
+        model = CONFIG["model"] | {"vocab_size": vocab_size, "num_layers": num_layers}
+        pipeline = {"schedule": "1f1b", "microbatches": 8}
+        for vocabulary in ("auto", "split", "ends"):
+            config = Config(
+                model=model,
+                mesh={"stage": 4},
+                pipeline=pipeline | {"vocabulary": vocabulary},
+                train={"batch_size": 16},
+            )
+            found[num_layers, vocabulary] = Setup(config)
+    for num_layers, wanted in ((4, "split"), (16, "ends")):
+        chosen = found[num_layers, "auto"]
+        assert chosen.choice == found[num_layers, wanted].choice
+        assert chosen.pipe.table.together == (wanted == "split")
 
 
 def test_too_little_memory_is_refused_in_gigabytes():

@@ -84,6 +84,19 @@ class Leaf:
         stage = self.stage_dim if self.stage_dim in fits else next(iter(fits), None)
         return dataclasses.replace(leaf, stage_dim=stage)
 
+    def kept_by(self, num_stages: int) -> Leaf:
+        """The leaf with a dimension that stages split evenly, if there is one.
+
+        It is another one than data shards split, if there is another.
+        """
+        if num_stages == 1:
+            return self
+        stage_dim, dim = self.spread(num_stages).stage_dim, self.data_dim
+        if stage_dim is None and dim is not None:
+            among = num_stages * self.data_parts * self._parts(dim)
+            stage_dim = None if self.shape[dim] % among else dim
+        return dataclasses.replace(self, stage_dim=stage_dim)
+
     def _parts(self, dim: int) -> int:
         """The devices along the model axes that split a dimension."""
         parts = 1

@@ -294,9 +294,7 @@ def make_layouts(
 
     def leaf(path: Any, w: Any) -> Leaf:
         leaf = splits.leaf(path, w, stage_dim=dims.get(path))
-        if table.together or w.ndim < 2 or stages == 1:
-            return leaf
-        return dataclasses.replace(leaf, stage_dim=leaf.spread(stages).stage_dim)
+        return leaf if table.together or w.ndim < 2 else leaf.kept_by(stages)
 
     outer = jax.tree.map_with_path(leaf, outer_of(combine(trained, frozen)))
 

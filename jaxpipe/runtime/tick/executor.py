@@ -24,7 +24,7 @@ import numpy as np
 from jax import lax
 
 from jaxpipe.runtime.barriers import after, tie
-from jaxpipe.runtime.layout.data_axis import average, gather_over_stages
+from jaxpipe.runtime.layout.data_axis import average
 from jaxpipe.runtime.layout.whole_model import SHARED, frozen_part, outer_of
 from jaxpipe.runtime.tick import outer_phases
 from jaxpipe.runtime.tick.carried import Carried
@@ -92,13 +92,7 @@ def begin(
     weights = Gathered() if setup.zero == 3 else Resident()
     parts = [placed, *frozen_part(placed).values()]
     layers = [jax.tree.map(lambda w: w[0], part["layers"]) for part in parts]
-    outers = [outer_of(part) for part in parts]
-    if not setup.table.together:
-        outers = [
-            gather_over_stages(outer, layout.outer, layout.axes)
-            for outer, layout in zip(outers, setup.layouts, strict=True)
-        ]
-    held = weights.hold(setup, layers, outers)
+    held = weights.hold(setup, layers, [outer_of(part) for part in parts])
     return fix(setup, batch, held.outer, weights=weights, gradients=sink), held
 
 

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxpipe.runtime.barriers import tie
-from jaxpipe.runtime.layout.data_axis import gather
+from jaxpipe.runtime.layout.data_axis import gather, gather_over_stages
 from jaxpipe.runtime.layout.leaf import Leaf
 from jaxpipe.runtime.layout.shares import Share, share_of
 from jaxpipe.runtime.tick.fixed import Fixed, Setup
@@ -95,7 +95,7 @@ class Resident(WeightSource):
     def hold(self, setup: Setup, layers: list[Arrays], outers: list[OuterParams]) -> Held:
         """What is held when a step begins, without its buffers."""
         copies = () if setup.compute is None else _cast(setup, layers)
-        return Held(layers, functools.reduce(combine, outers), copies)
+        return Held(layers, _joined(setup, outers), copies)
 
     def shapes(self, fixed: Fixed) -> dict[str, Shapes]:
         if fixed.setup.compute is None:
@@ -118,7 +118,7 @@ class Gathered(WeightSource):
             gather(outer, layout.outer, layout.axes)
             for outer, layout in zip(outers, setup.layouts, strict=True)
         ]
-        return Held(layers, functools.reduce(combine, whole))
+        return Held(layers, _joined(setup, whole))
 
     def shapes(self, fixed: Fixed) -> dict[str, Shapes]:
         count = fixed.table.gathers.num_slots
@@ -222,6 +222,16 @@ class Gathered(WeightSource):
 
     def layer(self, work: LayerWork) -> list[Stored]:
         return work.read(work.held.copies, slot=work.cell.weights)
+
+
+def _joined(setup: Setup, outers: list[OuterParams]) -> OuterParams:
+    """What belongs to no single layer, as stages compute with it."""
+    if not setup.table.together:
+        outers = [
+            gather_over_stages(outer, layout.outer, layout.axes)
+            for outer, layout in zip(outers, setup.layouts, strict=True)
+        ]
+    return functools.reduce(combine, outers)
 
 
 def _cast(setup: Setup, arrays: Sequence[Arrays]) -> list[Arrays]:
