@@ -105,9 +105,8 @@ class Setup:
         return tasks.make(self.config.model_copy(update={"pipeline": pipeline}))
 
     def _choose(self) -> Choice:
-        vocabulary = self.config.pipeline.vocabulary
-        if vocabulary == "auto":
-            vocabulary = self._vocabulary()
+        given = self.config.pipeline.vocabulary
+        vocabulary = self._vocabulary() if given == "auto" else given
         self.task = self._task(vocabulary)
         order, costs, counts = self._partition()
         return Choice(order, counts, tuple(costs), vocabulary)
