@@ -122,6 +122,7 @@ class Planned:
             "weight_slots": plan.weight_slots,
             "residuals": "host" if plan.on_host.residuals else "device",
             "update": "step",
+            "vocabulary": "ends" if plan.ends else "split",
         }
         if self._compute_bytes == 2:
             pipeline["compute_dtype"] = "bfloat16"

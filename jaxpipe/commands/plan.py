@@ -221,7 +221,7 @@ def _print_plans(console: Console, title: str, found: Sequence[Found], goal: Goa
     training = goal.tokens is not None
     experts = any(one.placed.variant.expert > 1 for one in found)
     columns = ["plan", "devices", "stage x data x context x tensor", *(["expert"] * experts)]
-    columns += ["schedule", "v", "m x rows", "remat", "ZeRO", "replicas", "weights, slots"]
+    columns += ["schedule", "v", "m x rows", "remat", "head", "ZeRO", "replicas", "weights, slots"]
     columns += ["on the host", "step, s", "model FLOPs", "GB", *(["days", "$"] * training)]
     rows = []
     for number, one in enumerate(found, start=1):
@@ -231,6 +231,7 @@ def _print_plans(console: Console, title: str, found: Sequence[Found], goal: Goa
         shown += [str(p.expert)] * experts
         shown.append(p.schedule)
         shown += [str(p.chunks), f"{p.microbatches} x {p.rows}", p.remat]
+        shown.append("ends" if p.ends else "split")
         shown += [str(p.zero), str(p.replica), f"{p.weights}, {p.weight_slots}"]
         shown.append(str(p.on_host))
         shown += [f"{one.step_seconds:.3f}", f"{one.model_flops_share:.1%}"]

@@ -16,7 +16,7 @@ from jaxpipe.planning.calibration import find
 from jaxpipe.planning.devices import cluster
 from jaxpipe.planning.found import Found
 from jaxpipe.planning.plans import UNROLLED_LAYERS, OnHost, Placed, Plan
-from jaxpipe.planning.search import exact
+from jaxpipe.planning.search import exact_best
 from jaxpipe.planning.sizes import ModelSizes, Variant
 from jaxpipe.schedule import catalog
 from jaxpipe.schedule.problems import ArgumentError, Problem, below_one, refuse
@@ -147,7 +147,7 @@ def of_schedules(
             reasons[name] = f"{stages * chunks} chunks need as many layers"
             continue
         try:
-            found[name] = exact(Found(Placed(plan, model, devices), {}, {}, 1.0, exact=False))
+            found[name] = exact_best(Placed(plan, model, devices))
         except ArgumentError as error:
             reasons[name] = message(error)
     return found, reasons

@@ -51,11 +51,14 @@ def _bytes(placed: Placed, slots: Mapping[str, float]) -> Mapping[str, float]:
     chunk = layers * placed.layer_parameters
     size = model.parameter_bytes
     found = dict.fromkeys(PARTS, 0.0)
-    found["parameters"] = size * (placed.held_parameters if plan.zero == 3 else stage + outer)
+    kept = placed.held_parameters if plan.zero == 3 else stage + placed.outer_kept
+    found["parameters"] = size * kept
     if plan.zero == 3:
-        found["copies"] = slots["gathers"] * chunk * model.compute_bytes + outer * size
+        found["copies"] = slots["gathers"] * chunk * model.compute_bytes
     elif model.compute_bytes != size:
         found["copies"] = stage * model.compute_bytes
+    if plan.zero == 3 or plan.ends:
+        found["copies"] += outer * size
     found["optimizer"] = placed.optimizer_bytes
     sums = slots["reduces"] * chunk if plan.zero >= 2 else stage
     # What is reduced after the last tick takes the room of activations that are gone by then, but
@@ -107,7 +110,8 @@ def _at_work(placed: Placed, slots: Mapping[str, float], reduced: float) -> tupl
     head += (1 + (plan.stage > 1)) * sizes.message.at(plan.rows)
     head += reducing if slots["reduced beside the head"] else 0.0
     if slots["apart"]:  # backwards need no gathered embedding and head
-        layer -= outer * placed.model.parameter_bytes if plan.zero == 3 else 0.0
+        gathered = plan.zero == 3 or plan.ends
+        layer -= outer * placed.model.parameter_bytes if gathered else 0.0
         head -= reduced if plan.microbatches == 1 else 0.0  # it is made after the one head
     # Chunks that move whole do so before or after layers.
     alone = max(head, whole, _moving_alone(placed, slots))

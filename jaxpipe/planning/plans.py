@@ -29,6 +29,8 @@ class OnHost(NamedTuple):
 
 
 NOTHING = OnHost()
+_DIGITS = 2
+"""Of the number of layers that a head takes as long as."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,6 +50,7 @@ class Plan:
       weights: "stacked" or "unrolled".
       on_host: what lies in the memory of the host.
       expert: data shards, next to each other, that have some of a layer's experts each.
+      ends: whether the stages of the first and the last layer compute embedding and head, or all.
     """
 
     stage: int
@@ -65,6 +68,7 @@ class Plan:
     weights: str
     on_host: OnHost = NOTHING
     expert: int = 1
+    ends: bool = False
 
     @property
     def sharing(self) -> int:
@@ -122,7 +126,17 @@ class Placed:
     @cached_property
     def layers_per_chunk(self) -> int:
         """Of the largest chunk, which decides the room of all."""
-        return -(-self.model.num_layers // (self.plan.stage * self.plan.chunks))
+        return math.ceil((self.model.num_layers + self.head_layers) / self.plan.num_chunks)
+
+    @cached_property
+    def head_layers(self) -> float:
+        """How many layers have the FLOPs of the head, if the last stage computes it; else 0."""
+        if not self.plan.ends:
+            return 0.0
+        rows, sizes = self.plan.rows, self.sizes
+        layers = (sizes.layers[kind] for kind in sizes.kind_of)
+        flops = sum(one.flops(rows) for layer in layers for one in (layer.f, layer.b, layer.w))
+        return round(sizes.head.flops(rows) * self.model.num_layers / flops, _DIGITS)
 
     @cached_property
     def layer_parameters(self) -> float:
@@ -153,9 +167,14 @@ class Placed:
 
     @cached_property
     def outer_parameters(self) -> float:
-        """Of embedding and head on a device, not sharded over data."""
-        split = self.sizes.outer_split
+        """Of embedding and head on a device during a step, not sharded over data."""
+        split = 0 if self.plan.ends else self.sizes.outer_split
         return self.sizes.outer_parameters - split + split / self.plan.stage
+
+    @cached_property
+    def outer_kept(self) -> float:
+        """Of those, what a device has between steps."""
+        return self.outer_parameters / (self.plan.stage if self.plan.ends else 1)
 
     @cached_property
     def shares(self) -> int:
@@ -195,8 +214,8 @@ class Placed:
     def held_parameters(self) -> float:
         """Of all that a device updates: parts with ZeRO."""
         if self.plan.zero:
-            return self.stage_part + self.outer_parameters / self.plan.parts
-        return self.stage_parameters + self.outer_parameters
+            return self.stage_part + self.outer_kept / self.plan.parts
+        return self.stage_parameters + self.outer_kept
 
     @cached_property
     def optimizer_bytes(self) -> float:

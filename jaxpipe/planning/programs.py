@@ -39,6 +39,7 @@ class Program:
       costs: of a chunk, relative, for which orders are made; None for the published order.
       weight_slots, own_slots, shares, sums_in_slots, together: how the pipeline lowers it; no
         shares where chunks move as a whole.
+      head_layers: how many layers the last stage's head stands for in the partition.
     """
 
     schedule: str
@@ -52,6 +53,7 @@ class Program:
     shares: int
     sums_in_slots: bool
     together: bool = False
+    head_layers: float = 0.0
 
     def lowering(self) -> Lowering:
         """What programs share that differ in how chunks move over data: see `lowering_of`.
@@ -60,7 +62,9 @@ class Program:
           ArgumentError: the schedule does not fit the shape.
         """
         order = order_of(self.schedule, self.stages, self.chunks, self.microbatches, self.costs)
-        counts = partition([1.0] * self.layers, order.placement)
+        loads = [1.0] * self.layers
+        loads[-1] += self.head_layers
+        counts = partition(loads, order.placement)
         return lowering(order, counts, together=self.together)
 
     def table(self) -> TickTable:

@@ -84,7 +84,7 @@ def search(
     """
     excluded: Counter[str] = Counter()
     placed = [
-        Placed(plan, model, cluster)
+        placements(Placed(plan, model, cluster))[0]
         for cluster in clusters
         for plan in plans(
             model,
@@ -151,7 +151,7 @@ def _screened(
         if bounds[one] > worst:
             closed = n
             break
-        if (plan := evaluated(one, goal, excluded)) is not None:
+        if (plan := _better_placed(one, goal, excluded)) is not None:
             found.append(plan)
             values[_kind(plan)] = min(objective(plan), values.get(_kind(plan), math.inf))
             worst = sorted([*values.values(), *[math.inf] * finalists])[finalists - 1]
@@ -177,7 +177,7 @@ def _lean(
         most = [(1 + _NEAR) * least for least in (seconds, needed, dollars)]
         if any(a <= most[0] and b <= most[1] and c <= most[2] for a, b, c in near):
             excluded["slower"] += 1
-        elif (plan := evaluated(one, goal, excluded)) is not None:
+        elif (plan := _better_placed(one, goal, excluded)) is not None:
             more.append(plan)
             near.append(_measures(plan))
     return more
@@ -202,8 +202,21 @@ def _least_seconds(placed: Placed, goal: Goal) -> float:
     return steps * step.least_seconds(placed)
 
 
+def placements(placed: Placed) -> list[Placed]:
+    """Lists a plan with its embedding and head split over the stages and at the ends.
+
+    One stage has no ends, and a model without a split vocabulary has nothing to split.
+    """
+    several = placed.plan.stage > 1
+    choices = (False, True) if several and placed.sizes.outer_split > 0 else (several,)
+    return [
+        dataclasses.replace(placed, plan=dataclasses.replace(placed.plan, ends=ends))
+        for ends in choices
+    ]
+
+
 def evaluated(placed: Placed, goal: Goal, excluded: Counter[str]) -> Found | None:
-    """A plan with its published order; None, and the reason counted, if it is out."""
+    """Times a plan with its published order; None, with the reason counted, if it is out."""
     program, limit = step.program_of(placed, published=True), _room(placed)
     try:
         fits = memory.least_bytes(placed, program) <= limit
@@ -217,12 +230,28 @@ def evaluated(placed: Placed, goal: Goal, excluded: Counter[str]) -> Found | Non
     return Found(placed, step.step_seconds(placed, program), parts, steps, exact=False)
 
 
+def _better_placed(placed: Placed, goal: Goal, excluded: Counter[str]) -> Found | None:
+    """Times a plan with embedding and head where that is better, or counts why it is out."""
+    reasons: Counter[str] = Counter()
+    evaluations = [evaluated(choice, goal, reasons) for choice in placements(placed)]
+    fitting = [plan for plan in evaluations if plan is not None]
+    if not fitting:
+        excluded[next(iter(reasons))] += 1
+    return min(fitting, key=OBJECTIVES[goal.objective], default=None)
+
+
 def exact(found: Found) -> Found:
     """A plan as it would run, its order made for its costs."""
     placed = found.placed
     program = step.program_of(placed)
     seconds = step.step_seconds(placed, program)
     return found._replace(seconds=seconds, bytes=memory.device_bytes(placed, program), exact=True)
+
+
+def exact_best(placed: Placed) -> Found:
+    """Times a plan as it would run, with embedding and head where that is faster and fits."""
+    timed = [exact(Found(choice, {}, {}, 1.0, exact=False)) for choice in placements(placed)]
+    return min(timed, key=lambda plan: (not _fits(plan), plan.step_seconds))
 
 
 def compiled(

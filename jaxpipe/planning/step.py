@@ -28,6 +28,7 @@ from jaxpipe.planning.plans import MASTER_BYTES, Links, Placed
 from jaxpipe.planning.programs import Program, grown, lowering_of, relative, table_of
 from jaxpipe.planning.sizes import PASSES, ModelSizes, Pass, Variant
 from jaxpipe.schedule.device_clock import replay, work_of
+from jaxpipe.schedule.lowering.table import NONE
 from jaxpipe.schedule.simulate import Costs
 
 PARTS = ("layers", "head", "waits", "transfers", "update")
@@ -165,7 +166,8 @@ def program_of(placed: Placed, *, published: bool = False) -> Program:
         own_slots=plan.weights == "unrolled",
         shares=shares,
         sums_in_slots=plan.zero >= 2,
-        together=placed.sizes.outer_split > 0,
+        together=not plan.ends,
+        head_layers=placed.head_layers,
     )
 
 
@@ -173,10 +175,15 @@ def step_seconds(placed: Placed, program: Program) -> dict[str, float]:
     """Seconds of a step by part (`PARTS`)."""
     plan, layer = placed.plan, layer_costs(placed)
     of_microbatch = placed.model.num_layers / plan.stage * (layer.f + layer.b + layer.w)
-    waited = grown(program, lambda one: replayed(one, layer)) - plan.microbatches * of_microbatch
+    layers, head = plan.microbatches * of_microbatch, plan.microbatches * _head(placed)
+    if plan.ends:
+        at_end = plan.stage * _head(placed)
+        waited = grown(program, lambda one: replayed(one, layer, head=at_end)) - layers - head
+    else:
+        waited = grown(program, lambda one: replayed(one, layer)) - layers
     return {
-        "layers": plan.microbatches * of_microbatch,
-        "head": plan.microbatches * _head(placed),
+        "layers": layers,
+        "head": head,
         "waits": max(0.0, waited),
         "transfers": _exposed(program, layer, transfer(placed))
         + _outer_transfer(placed)
@@ -194,8 +201,11 @@ def least_seconds(placed: Placed) -> float:
     back = layer.b + layer.w if plan.schedule.endswith("-fused") else 0.0
     chunk = placed.model.num_layers / plan.num_chunks
     fill = (plan.stage - 1) * (chunk * (layer.f + back) + layer.message)
+    head = _whole_head(
+        placed.model, placed.variant, plan.rows, placed.cluster, placed.sharing_links
+    )
     rest = _outer_transfer(placed) + _update(placed)
-    return work + fill + plan.microbatches * _head(placed) + rest
+    return work + fill + plan.microbatches * head / plan.stage + rest
 
 
 def _chunk_costs(layer: Costs, program: Program) -> list[Costs]:
@@ -222,10 +232,16 @@ def _exposed(program: Program, layer: Costs, moved: Transfer) -> float:
     return max(0.0, grown(program, extra))
 
 
-def replayed(program: Program, layer: Costs, moved: Transfer = _NOTHING) -> float:
-    """The table on the device clock, with transfers in its ticks and at its edges."""
+def replayed(
+    program: Program, layer: Costs, moved: Transfer = _NOTHING, *, head: float = 0.0
+) -> float:
+    """The table on the device clock, with transfers in its ticks and at its edges.
+
+    ``head`` is how long the last stage's head takes a microbatch.
+    """
     table, costs = table_of(program), _chunk_costs(layer, program)
     work = np.sum(list(work_of(table, costs).values()), axis=0)
+    work[table.head != NONE, table.schedule.placement.stages[-1]] += head
     seconds, under = 0.0, np.zeros(table.num_ticks)
     for moves, each in ((table.gathers, moved.gather), (table.reduces, moved.reduce)):
         if not each:
@@ -242,12 +258,13 @@ def replayed(program: Program, layer: Costs, moved: Transfer = _NOTHING) -> floa
 
 
 def _head(placed: Placed) -> float:
-    """Embedding and head of one microbatch: all stages compute them together."""
+    """Embedding and head of one microbatch: a stage's part of their time, and sums over stages if
+    all compute them together."""
     plan, sizes = placed.plan, placed.sizes
     case = placed.variant, plan.rows, placed.cluster, placed.sharing_links
     whole = _whole_head(placed.model, *case)
-    if plan.stage == 1:
-        return whole
+    if plan.stage == 1 or plan.ends:
+        return whole / plan.stage
     launches = LAUNCH_SECONDS * len(sizes.head.kernels)
     share = placed.outer_parameters / sizes.outer_parameters if sizes.outer_parameters else 1.0
     over_stages = 2 * (plan.stage - 1) / plan.stage * sizes.message.at(plan.rows)
@@ -269,12 +286,15 @@ def _slots_to_host(placed: Placed, program: Program) -> float:
 
 
 def _outer_transfer(placed: Placed) -> float:
-    """Embedding and head over data: gathered before the step (ZeRO-3), reduced after it."""
-    plan, size = placed.plan, placed.outer_parameters
-    part = size / plan.parts
-    gathered = placed.model.parameter_bytes * (size - part) if plan.zero == 3 else 0.0
-    reduced = (1 if plan.zero else 2) * MASTER_BYTES * (size - part)
-    return (gathered + reduced) / placed.data_link + _among_copies(placed, size, part)
+    """Embedding and head over data and, at the ends, over stages: gathered before the step (over
+    data with ZeRO-3), reduced after it."""
+    plan, size, kept = placed.plan, placed.model.parameter_bytes, placed.outer_kept
+    part = kept / plan.parts
+    gathered = size * (kept - part) if plan.zero == 3 else 0.0
+    reduced = (1 if plan.zero else 2) * MASTER_BYTES * (kept - part)
+    over_stages = (size + MASTER_BYTES) * (placed.outer_parameters - kept) / placed.stage_link
+    over_data = (gathered + reduced) / placed.data_link
+    return over_data + over_stages + _among_copies(placed, kept, part)
 
 
 def _update(placed: Placed) -> float:
@@ -289,7 +309,7 @@ def _update(placed: Placed) -> float:
         cast = placed.stage_parameters * (model.parameter_bytes + model.compute_bytes)
         seconds += cast / placed.cluster.bandwidth
     if plan.zero in (1, 2):
-        whole = placed.stage_parameters + placed.outer_parameters
+        whole = placed.stage_parameters + placed.outer_kept
         seconds += model.parameter_bytes * (whole - held) / placed.data_link
     return seconds
 

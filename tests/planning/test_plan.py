@@ -14,7 +14,7 @@ from jaxpipe import cli
 from jaxpipe.commands import plan as plan_command
 from jaxpipe.errors import ArgumentError
 from jaxpipe.planning import candidates, configurations, devices, memory, search
-from jaxpipe.planning.found import OBJECTIVES, Found, Goal
+from jaxpipe.planning.found import OBJECTIVES, Goal
 from jaxpipe.planning.plans import OnHost, Placed, Plan
 from jaxpipe.planning.sizes import Kernel, LayerSizes, Linear, ModelSizes, Pass, Sizes, Variant
 from train import checks, configured, plan
@@ -197,7 +197,7 @@ def test_a_compared_mesh_has_every_axis_and_may_use_the_host(
     assert cli.main(["compare", "1f1b", "--layer-model", str(path), *mesh, *options]) == 0
     printed = capsys.readouterr().out
     cluster = devices.cluster("h100", 8 * one.context)
-    exact = search.exact(Found(Placed(one, model, cluster), {}, {}, 1.0, exact=False))
+    exact = search.exact_best(Placed(one, model, cluster))
     assert f"{1e3 * exact.step_seconds:.4g}" in printed
     assert f"{1e-9 * exact.device_bytes:.4g}" in printed
 
@@ -211,7 +211,7 @@ def test_schedules_are_compared_on_a_mesh(model, tmp_path, capsys):
     printed = capsys.readouterr().out
     plan_of_it = Plan(2, 2, 1, 1, 1, "1f1b", 1, 4, 4, "none", 3, 1, "unrolled")
     one = Placed(plan_of_it, model, devices.cluster("h100", 4))
-    exact = search.exact(Found(one, {}, {}, 1.0, exact=False))
+    exact = search.exact_best(one)
     whole = f"{1e3 * exact.step_seconds:.4g}"
     (row,) = [line for line in printed.splitlines() if "1f1b " in line and whole in line]
     assert f"{1e3 * exact.seconds['transfers']:.4g}" in row
