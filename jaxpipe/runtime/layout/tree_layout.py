@@ -7,6 +7,7 @@ be absent. What belongs to no parameter, such as a count, is replicated.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -132,10 +133,12 @@ def _layout(component: Shapes, params: Layout) -> Layout:
     """Where a component lies: as the parameters do, as far as its layers are like them."""
     whole, outer = outer_of(component), outer_of(params.outer)
     splits = _splits(whole, outer, params)
-    dims = {path: leaf.stage_dim for path, leaf in _alike(whole, outer)}
+    alike = dict(_alike(whole, outer))
 
     def leaf(path: Any, shape: jax.ShapeDtypeStruct) -> Leaf:
-        return splits.leaf(path, shape, stage_dim=dims.get(path))
+        if path in alike:
+            return dataclasses.replace(alike[path], dtype=shape.dtype)
+        return splits.leaf(path, shape)
 
     layers = _layers(component["layers"], params)
     found = jax.tree.map_with_path(leaf, whole)
