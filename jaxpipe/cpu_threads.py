@@ -3,7 +3,7 @@
 Where devices meet, a program holds one of XLA's threads for each device. The next program that is
 handed over holds one more for each while 32 programs wait on a device. XLA starts only one thread
 per device, so a loop that never waits for a result could stop for good
-(docs/design/002-executor.md).
+(docs/design/001-executor.md).
 """
 
 from __future__ import annotations

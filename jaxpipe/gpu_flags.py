@@ -23,7 +23,7 @@ FLAGS = {
     # synchronous.
     "--xla_gpu_experimental_parallel_collective_overlap_limit": "16",
 }
-"""Flag to value. What each does to the compiled program: docs/design/007-gpu.md."""
+"""Flag to value. What each does to the compiled program: docs/design/001-executor.md."""
 
 _PROBE = "from jaxlib import xla_client; xla_client.make_cpu_client()"
 _PROBE_SECONDS = 60.0

@@ -32,7 +32,7 @@ class LayerKind(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class GPTConfig(validation.Validated):
-    """The shape of a GPT. Options of several families compose; `docs/design/028-families.md`.
+    """The shape of a GPT. Options of several families compose; `docs/fine-tuning.md`.
 
     Args:
       vocab_size: rows of the embedding table.

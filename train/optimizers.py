@@ -1,7 +1,7 @@
 """The optimizer of a run: AdamW, or any of optax by its name and arguments.
 
 `jaxpipe.Pipeline` runs a transformation as if every layer were a tree of its own, whatever the
-layout (``docs/design/017-optimizers.md``), so that those that look at the shape of a parameter,
+layout (``docs/design/004-optimizers.md``), so that those that look at the shape of a parameter,
 such as muon and adafactor, are right.
 """
 

@@ -1,6 +1,6 @@
 """One run per folder: a lock that says who holds it and that no dead run can keep.
 
-Why it works this way: ``docs/design/013-run-folder.md``.
+Why it works this way: ``docs/design/010-checkpoints.md``.
 """
 
 from __future__ import annotations

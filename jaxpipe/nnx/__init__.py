@@ -1,6 +1,6 @@
 """Flax nnx modules in a pipeline: whole models, and single functions.
 
-`docs/design/021-nnx-and-testing.md` gives the reasons.
+`docs/design/005-losses-and-outputs.md` gives the reasons.
 """
 
 from jaxpipe.nnx.functions import axis_split as axis_split

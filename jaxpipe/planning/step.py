@@ -112,7 +112,7 @@ def _of_weights(placed: Placed) -> tuple[float, float]:
     """Seconds to cut a layer's weights out of their stack, for F and for B, and to add a gradient.
 
     Unrolled weights are read where they lie, and their gradients added within the matmul, unless
-    they lie in slots (docs/design/012-unrolled-weights.md)."""
+    they lie in slots (docs/design/001-executor.md)."""
     plan, bandwidth = placed.plan, placed.cluster.bandwidth
     size, read = placed.layer_parameters, placed.model.compute_bytes
     if plan.weights == "unrolled":

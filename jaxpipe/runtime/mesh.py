@@ -315,7 +315,7 @@ def leave_compilation_cache(mesh: Mesh) -> None:
 
     A CPU program that XLA loads from the cache has lost the order between the collectives inside a
     loop and those beside it. Its devices may then wait for each other forever
-    (docs/design/002-executor.md). This works whatever jax has compiled before; a line in the log
+    (docs/design/001-executor.md). This works whatever jax has compiled before; a line in the log
     says so if a cache was configured.
 
     Args:

@@ -1,6 +1,6 @@
 """Partition: which layers make up each virtual stage, balanced by their cost.
 
-Why this objective: ``docs/design/008-partition.md``.
+Why this objective: ``docs/design/003-schedules.md``.
 """
 
 from __future__ import annotations

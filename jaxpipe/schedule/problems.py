@@ -1,7 +1,7 @@
 """What is wrong with an argument, as data: every surface renders it in its own names.
 
 The same number is ``num_microbatches`` in Python, ``--microbatches`` on the command line and
-``pipeline.microbatches`` in a configuration (``docs/design/015-errors-as-data.md``).
+``pipeline.microbatches`` in a configuration (``docs/design/010-checkpoints.md``).
 """
 
 from __future__ import annotations

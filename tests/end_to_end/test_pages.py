@@ -1,4 +1,4 @@
-"""The pages "Your own schedule" and "Your own model in the trainer", followed literally."""
+"""The pages "Schedules" and "Your own model in the trainer", followed literally."""
 
 import re
 
@@ -8,7 +8,7 @@ from pages import blocks, run, write_files
 
 pytestmark = pytest.mark.end_to_end
 
-SCHEDULE, MODEL = "your-schedule.md", "your-model-in-the-trainer.md"
+SCHEDULE, MODEL = "schedules.md", "your-model-in-the-trainer.md"
 
 
 @pytest.fixture(scope="module")

@@ -204,11 +204,11 @@ def test_compare_says_why_a_schedule_does_not_fit(capsys, monkeypatch):
     assert capsys.readouterr().err == "mesh.stage=4 is a number it does not like.\n"
 
 
-def test_the_readmes_schedules_are_drawn_and_checked(tmp_path, monkeypatch):
+def test_the_schedules_of_the_documentation_are_drawn_and_checked(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    readme = (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")
+    page = (Path(__file__).parents[2] / "docs" / "schedules.md").read_text(encoding="utf-8")
     # `auto` has tests of its own, and takes seconds.
-    for line in re.findall("^    jaxpipe ((?:show (?!auto)|validate).*)", readme, re.MULTILINE):
+    for line in re.findall("^    jaxpipe ((?:show (?!auto)|validate).*)", page, re.MULTILINE):
         assert main(line.split()) == 0
 
 

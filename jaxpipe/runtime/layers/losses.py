@@ -1,6 +1,6 @@
 """What a model's functions say about losses and metrics, and how these are combined.
 
-`docs/design/018-losses-and-outputs.md` gives the reasons.
+`docs/design/005-losses-and-outputs.md` gives the reasons.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Asynchronous training: a pipeline that never drains, as PipeMare, PipeDream or PipeDream-2BW.
 
-`docs/design/009-asynchronous.md` explains it; the rules of ticks, delays and versions are
+`docs/design/008-asynchronous.md` explains it; the rules of ticks, delays and versions are
 `jaxpipe.schedule.generators.pipemare`, one call's program is
 `jaxpipe.runtime.update.asynchronous_run`.
 """

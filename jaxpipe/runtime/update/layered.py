@@ -3,7 +3,7 @@
 Where a schedule finishes all microbatches of a chunk before it goes on to the next one, the chunk's
 gradient is complete while other chunks still run backward. It is reduced and updates the chunk's
 weights at once, so that only the gradients of chunks in work are kept: one, or one per slot.
-`docs/design/011-layered-update.md` says when this pays.
+`docs/design/004-optimizers.md` says when this pays.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 A *unit* is the embedding, the head, what layers share, or one layer. What a function computes for a
 unit may read that unit's arrays and what all units have in common: counts and rates, and scalars
 computed from several units, such as a global norm. These take a *pass* more: every unit gives its
-scalars, then every unit goes on with what has become of them. `docs/design/017-optimizers.md`
+scalars, then every unit goes on with what has become of them. `docs/design/004-optimizers.md`
 explains it.
 """
 

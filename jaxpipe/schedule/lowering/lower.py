@@ -11,7 +11,7 @@ each buffer exactly the schedule's peak and no more.
 
 A message that is first read in the next tick is exchanged at the end of its own, and connects its
 two ends alone. Any other is late: it leaves at the beginning of the next tick and travels while
-that tick's layers run (docs/design/007).
+that tick's layers run (docs/design/001-executor.md).
 
 Where chunks move over data in pieces under layers (`jaxpipe.schedule.lowering.under_layers`), a
 tick's pieces are on their way from its beginning to its end. In which ticks stages embed together

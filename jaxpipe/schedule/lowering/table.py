@@ -19,7 +19,7 @@ NONE = -1
 
 _MIXED = 0.25
 """Most ticks, of all, that may go both forward and backward where other ticks have bodies for one
-direction: each body takes time to compile. By schedule: docs/design/034."""
+direction: each body takes time to compile. By schedule: docs/design/001-executor.md."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""What the README's table of schedules says of bubbles and peaks is so, row by row."""
+"""What the table in docs/schedules.md says of bubbles and peaks is so, row by row."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ import pytest
 from jaxpipe.schedule import Costs, build, simulate
 from jaxpipe.schedule.built_in import BUILT_IN
 
-README = (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")
+PAGE = (Path(__file__).parents[2] / "docs" / "schedules.md").read_text(encoding="utf-8")
 TABLE = [
     (name, *cells[1:])
-    for cells in re.findall(r"^\| (`.*?) \| (.*?) \|(.*?)\| (.*?) \| (.*?) \|$", README, re.M)
+    for cells in re.findall(r"^\| (`.*?) \| (.*?) \|(.*?)\| (.*?) \| (.*?) \|$", PAGE, re.M)
     for name in re.findall("`(.*?)`", cells[0])
 ]
 SEARCHED = {"auto", "controllable-memory"}
@@ -24,7 +24,7 @@ COSTS = [(1, 1, 1), (3, 2, 1), (1.5, 2.5, 1.25)]
 
 
 def python(text: str) -> str:
-    """A formula or a condition, as the README writes it, as an expression of Python."""
+    """A formula or a condition, as the page writes it, as an expression of Python."""
     for said, meant in (
         ("always", "True"),
         ("equal costs", "F == B == W"),
