@@ -190,7 +190,7 @@ def figure(columns: int = 2, height: float = 3.4) -> tuple[Figure, list[Axes]]:
 
 
 def publish(name: str, tables: Mapping[str, Sequence[Mapping[str, Any]]], drawn: Figure) -> None:
-    """Writes the results, prints their tables as the page has them, and draws its picture.
+    """Writes the results, prints their tables, which the page sums up, and draws its picture.
 
     Args:
       name: of the study, as in its page's file.
