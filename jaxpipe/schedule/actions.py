@@ -1,4 +1,4 @@
-"""What a schedule is: for every stage, an ordered list of actions.
+"""Schedules as data: for every stage, an ordered list of actions.
 
 Legend used throughout the package: p stages, v chunks per stage, s virtual stage, m microbatches,
   i microbatch.
@@ -16,7 +16,7 @@ from jaxpipe.schedule.placement import Placement
 
 
 class Kind(enum.StrEnum):
-    """What an action computes for one microbatch on one virtual stage."""
+    """Part of the computation that an action runs for one microbatch on one virtual stage."""
 
     # Enum hashes names in Python; actions are hashed by the hundred thousand.
     __hash__ = str.__hash__
@@ -30,11 +30,11 @@ class Kind(enum.StrEnum):
     BW = "BW"
     """Fused backward: B and W of a layer together, layer by layer."""
     R = "R"
-    """Recomputation: F again, of a segment of which F has kept the input alone."""
+    """Recomputation: F again, in a segment of which only the input was kept."""
 
     @property
     def is_forward(self) -> bool:
-        """Whether the next virtual stage waits for its result, and not the one before."""
+        """Whether the next virtual stage, not the previous one, waits for the result."""
         return self in (Kind.F, Kind.R)
 
 
@@ -72,14 +72,14 @@ class Action:
 
 @dataclasses.dataclass(frozen=True)
 class Minibatches:
-    """What a schedule of several minibatches says beside its order.
+    """Minibatches of a schedule that runs several of them, beside its order.
 
     Every stage updates its layers when it has run the last W of a minibatch, and goes on.
 
     Args:
       size: N, the microbatches of each.
-      method: which weights are read, a name in `jaxpipe.schedule.ASYNCHRONOUS_METHODS`.
-      num_versions: of the weights that a stage keeps.
+      method: rule for which weights are read, a name in `jaxpipe.schedule.ASYNCHRONOUS_METHODS`.
+      num_versions: versions of the weights that a stage keeps.
       segment: stages of a segment that R recomputes; None if there is no R.
     """
 
@@ -102,9 +102,9 @@ class Schedule:
       peak_in_flight: the schedule's own promise, per stage: the most chunk activations that stage
         keeps from F to the action that frees them (W, or the fused backward). The validator checks
         it.
-      overlapped: F that each run together with the backward of another microbatch that follows them
-        on their stage (FB): the pair starts when both have their inputs, and both results are there
-        when it ends. In any order.
+      overlapped: forwards, in any order, that each run together with the backward of another
+        microbatch that follows on their stage (FB): the pair starts when both have their inputs,
+        and both results are there when it ends.
     """
 
     name: str
@@ -121,7 +121,7 @@ class Schedule:
 
     @property
     def minibatches(self) -> Minibatches | None:
-        """Of a schedule that updates weights as it runs; None for one step."""
+        """Minibatches of a schedule that updates weights as it runs; None for one step."""
         return None
 
     @property
@@ -140,7 +140,7 @@ class Schedule:
         return {Kind.B, Kind.BW} <= {action.kind for order in self.orders for action in order}
 
     def units(self, stage: int) -> Iterator[tuple[Action, ...]]:
-        """What a stage runs, in order: single actions, and overlapped pairs."""
+        """Yields what a stage runs, in order: single actions, and overlapped pairs."""
         together, order = frozenset(self.overlapped), iter(self.orders[stage])
         for action in order:
             yield (action, *itertools.islice(order, action in together))
@@ -172,7 +172,7 @@ class Schedule:
 
 
 def split_backwards(schedule: Schedule) -> Schedule:
-    """The same order with W directly after its B where they were one BW, and nothing overlapped."""
+    """Replaces every BW by its B, directly followed by its W, and overlaps nothing."""
     orders = tuple(
         tuple(part for action in order for part in split_action(action))
         for order in schedule.orders
@@ -181,7 +181,7 @@ def split_backwards(schedule: Schedule) -> Schedule:
 
 
 def split_action(action: Action) -> list[Action]:
-    """B and W of a BW; any other action itself."""
+    """Splits a BW into B and W; returns any other action as it is."""
     if action.kind is not Kind.BW:
         return [action]
     return [dataclasses.replace(action, kind=kind) for kind in (Kind.B, Kind.W)]
@@ -192,7 +192,7 @@ class MinibatchSchedule(Schedule):
     """A schedule of several minibatches; microbatches are numbered through all of them.
 
     Args:
-      several: what it says of them.
+      several: size, method and weight versions of the minibatches.
       ticks: ``ticks[d][k]`` is the tick in which stage ``d`` runs its action ``k``; a tick may hold
         one action of each kind.
     """

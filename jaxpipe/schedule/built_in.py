@@ -27,9 +27,9 @@ Generate = Callable[..., Schedule]
 MEASURES = ("costs", "layer_costs")
 """Options that describe the machine and the model, whatever the schedule."""
 PUBLISHED = "-published"
-"""What ends the name under which a reordered schedule keeps its own order, whatever the costs."""
+"""Suffix of the name under which a reordered schedule keeps its own order, whatever the costs."""
 OPTIONS = ("num_chunks", "group", "memory_limit", *MEASURES)
-"""What a schedule can be told beyond stages and microbatches."""
+"""Options of schedules beyond stages and microbatches."""
 
 
 @dataclasses.dataclass(frozen=True)

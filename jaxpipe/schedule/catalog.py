@@ -36,7 +36,7 @@ def entries() -> tuple[Entry, ...]:
 
 
 def executable() -> tuple[Entry, ...]:
-    """Returns those of `entries` that the runtime can execute."""
+    """Returns the entries that the runtime can execute."""
     return tuple(entry for entry in entries() if entry.executable)
 
 
@@ -127,11 +127,11 @@ def build(
         schedule's own default; a schedule that does not read one refuses it.
       group: microbatches that stay together, at least 1.
       memory_limit: peak in flight per stage, in microbatches of a full stage, above 0.
-      costs: of one chunk, for schedules that are searched or reordered with them; others ignore
-        it. A published order is for equal costs and free messages. For `auto`, which chooses how
-        many chunks a stage holds, of half a stage.
-      layer_costs: instead, the costs of every layer of the model, in order. Schedules then are of
-        equal models, whatever their chunks.
+      costs: of one chunk; for `auto`, which chooses how many chunks a stage holds, of half a
+        stage. Schedules that are searched or reordered use them, and others ignore them: a
+        published order is for equal costs and free messages.
+      layer_costs: the costs of every layer of the model, in order, instead of ``costs``. All
+        schedules are then of the same model, whatever their chunks.
 
     Raises:
       ArgumentError: the name is unknown or a number does not fit it; all failures in one message.
@@ -153,23 +153,23 @@ def build(
     known = {entry.name: entry for entry in entries()}
     plain = name.removesuffix(PUBLISHED)
     as_published = name not in known and plain in known and known[plain].reordered
-    found, is_own = known.get(plain if as_published else name), user.is_users(name)
-    problems = [] if found or is_own else [_unknown(name)]
+    chosen, is_own = known.get(plain if as_published else name), user.is_users(name)
+    problems = [] if chosen or is_own else [_unknown(name)]
     problems += range_problems(**numbers)
     options = numbers | {"costs": costs, "layer_costs": layer_costs}
     given = {option: value for option, value in options.items() if value is not None}
-    if found is not None:
-        problems += _misfits(found, given)
+    if chosen is not None:
+        problems += _misfits(chosen, given)
     try:
         refuse(problems)
-        return _built(name, found, given, published=as_published)
+        return _built(name, chosen, given, published=as_published)
     except ArgumentError as error:
         # A generator knows its own name, not that of the variant that the user asked for.
         raise ArgumentError([_named(name, problem) for problem in error.problems], _spell) from None
 
 
 def _built(name: str, entry: Entry | None, given: dict[str, Any], *, published: bool) -> Schedule:
-    """A schedule by its entry, or one of the user's own, from the arguments that were given."""
+    """Builds a schedule of the registry, or the user's own, from the arguments that were given."""
     if entry is None:
         measures = {option: given.pop(option) for option in MEASURES if option in given}
         return user.fitted(name, **given, clock=measures)
@@ -190,7 +190,7 @@ def _built(name: str, entry: Entry | None, given: dict[str, Any], *, published: 
 def _of_average_chunk(
     entry: Entry, layer_costs: Sequence[Costs], given: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """What schedules with a fixed number of chunks are told of a model's layers."""
+    """Averages a model's layers for a schedule with a fixed number of chunks."""
     chunks = given["num_stages"] * given.get("num_chunks", entry.default_chunks)
     if len(layer_costs) < chunks:
         rule = f"{len(layer_costs)} layers cannot fill {chunks} chunks: each needs a layer"
@@ -208,12 +208,12 @@ def _named(name: str, problem: Problem | str) -> Problem | str:
 
 
 def _spell(argument: str, value: Any) -> str:
-    """`build` names counts without the ``num_`` of the functions that it calls."""
+    """Writes an argument as `build` names it, without the ``num_`` of functions that it calls."""
     return in_python(argument.removeprefix("num_"), value)
 
 
 def range_problems(*, memory_limit: float | None = None, **counts: int | None) -> list[Problem]:
-    """Lists the numbers that are out of range for every schedule; None is not given."""
+    """Lists the numbers that are out of range for every schedule; None stands for no number."""
     problems = below_one(**counts)
     if memory_limit is not None and not memory_limit > 0:
         problems.append(Problem("memory_limit", memory_limit, "must be above 0"))
@@ -221,7 +221,7 @@ def range_problems(*, memory_limit: float | None = None, **counts: int | None) -
 
 
 def _misfits(entry: Entry, given: Mapping[str, Any]) -> list[Problem]:
-    """What this schedule refuses, beyond what every schedule refuses."""
+    """Lists what this schedule refuses, beyond what every schedule refuses."""
     problems = [
         Problem(option, None, f"is missing: schedule {entry.name!r} needs it")
         for option, default in entry.defaults.items()
@@ -257,7 +257,7 @@ def _unknown(name: str) -> Problem:
 
 
 def _nearest(name: str, names: Sequence[str]) -> list[str]:
-    """Known names that may be meant, at most three: by their letters, or by words of a summary."""
+    """Finds known names that may be meant, at most three, by letters or by words of a summary."""
     letters = {re.sub("[^a-z0-9]", "", known): known for known in names}
     asked = re.sub("[^a-z0-9]", "", name.lower())
     plain = re.sub("(fused|published)$", "", asked)

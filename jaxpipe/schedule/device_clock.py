@@ -2,10 +2,10 @@
 
 A stage waits for the messages that its tick receives, and for nothing else: a prompt one is awaited
 at the end of the tick that sends it, a late one at the end of the next (see
-`jaxpipe.schedule.lowering.lower`). Its sender goes on. So has NCCL it while a message fits into its
-buffers (``NCCL_BUFFSIZE``); senders of larger ones wait for their receivers, too. Late messages
-travel in every tick between all pairs that ever have one, so that these stay within a tick of each
-other. Where all stages compute embedding and head together, their sums wait for everybody.
+`jaxpipe.schedule.lowering.lower`). Its sender goes on. NCCL works like this while a message fits
+into its buffers (``NCCL_BUFFSIZE``); senders of larger ones wait for their receivers, too. Late
+messages travel in every tick between all pairs that ever have one, so that these stay within a tick
+of each other. Where all stages compute embedding and head together, their sums wait for all stages.
 """
 
 from __future__ import annotations
@@ -39,10 +39,10 @@ def device_clock(
     """Runs a schedule's tick table with the waits that it has on devices.
 
     Args:
-      costs: of one chunk; or, if chunks differ, of every virtual stage. What the first and the last
-        virtual stage compute of embedding and head is part of theirs.
+      costs: of one chunk; or, if chunks differ, of every virtual stage. The embedding and the head
+        that the first and the last virtual stage compute are part of their costs.
       together: whether all stages compute embedding and head together.
-      head: how long a microbatch's embedding and head then take each of them.
+      head: time that a microbatch's embedding and head then take on each stage.
 
     Raises:
       ScheduleError: the schedule cannot run.
@@ -59,12 +59,12 @@ def device_clock(
     message = max(cost.message for cost in costs) if schedule.num_stages > 1 else 0.0
     starts = replay(table, np.sum(list(work.values()), axis=0), message=message, head=head)
     parts: list[list[TimedAction]] = [[] for _ in schedule.orders]
-    held, begins = schedule.placement.virtual_stages, starts[:-1]
+    virtual_stages, begins = schedule.placement.virtual_stages, starts[:-1]
     for kind, cell in table.passes.items():
         ends = begins + work[kind]
         for tick, stage in np.argwhere(cell.layers > 0).tolist():
             at = tick, stage
-            action = Action(held[stage][cell.chunk[at]], kind, int(cell.microbatch[at]))
+            action = Action(virtual_stages[stage][cell.chunk[at]], kind, int(cell.microbatch[at]))
             parts[stage].append(TimedAction(action, float(begins[at]), float(ends[at]), tick=tick))
         begins = ends
     # Within a tick, kinds stand in the order in which they run.
@@ -76,12 +76,12 @@ def device_clock(
 def replay(
     table: TickTable, work: np.ndarray, *, message: float = 0.0, head: float = 0.0
 ) -> np.ndarray:
-    """When each stage starts its layers in each tick.
+    """Computes when each stage starts its layers in each tick.
 
     Args:
-      work: how long these take, ``[ticks, stages]``.
-      message: how long a message takes.
-      head: as of `device_clock`.
+      work: time that these layers take, ``[ticks, stages]``.
+      message: time that a message takes.
+      head: as for `device_clock`.
 
     Returns:
       ``[ticks + 1, stages]``; the last row is when the stages are done.
@@ -105,7 +105,7 @@ def replay(
 
 
 def _received(times: np.ndarray, ends: _Ends, arrivals: np.ndarray) -> np.ndarray:
-    """When stages are done that wait for what arrives from their senders."""
+    """Computes when stages are done that also wait for what their senders send."""
     senders, receivers = ends
     latest = times.copy()
     np.maximum.at(latest, receivers, arrivals[senders])
@@ -113,22 +113,24 @@ def _received(times: np.ndarray, ends: _Ends, arrivals: np.ndarray) -> np.ndarra
 
 
 def _ends(edges: Iterable[tuple[int, int]]) -> _Ends:
-    """Senders and receivers."""
+    """Splits edges into senders and receivers."""
     pairs = np.asarray(list(edges), np.int64).reshape(-1, 2)
     return pairs[:, 0], pairs[:, 1]
 
 
 def work_of(table: TickTable, costs: Sequence[Costs]) -> dict[Kind, np.ndarray]:
-    """How long the layers of each kind of action take, ``[ticks, stages]``.
+    """Computes the time that the layers of each kind of action take, ``[ticks, stages]``.
 
     Args:
       costs: of every virtual stage.
     """
-    held = np.asarray(table.schedule.placement.virtual_stages)
+    virtual_stages = np.asarray(table.schedule.placement.virtual_stages)
     of_chunk = kind_durations(costs)
-    stages = np.arange(len(held))
+    stages = np.arange(len(virtual_stages))
     return {
         kind: (cell.layers > 0)
-        * np.asarray([durations[kind] for durations in of_chunk])[held[stages, cell.chunk]]
+        * np.asarray([durations[kind] for durations in of_chunk])[
+            virtual_stages[stages, cell.chunk]
+        ]
         for kind, cell in table.passes.items()
     }

@@ -1,4 +1,4 @@
-"""When a schedule ends on the free-running clock, for searches that compare thousands."""
+"""The end of a schedule on the free-running clock, for searches that compare thousands."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def makespan(schedule: Schedule, costs: Costs | Sequence[Costs]) -> float:
     results = Results(schedule)
 
     def needs(action: Action) -> tuple[int, list[tuple[int, float]], float]:
-        """For microbatch 0: the number of the result, the inputs with their messages; the time."""
+        """Returns microbatch 0's result by number, its inputs with message times, its duration."""
         number, inputs = results.first(action)
         own, cost = stages[action.virtual_stage], prices[action.virtual_stage]
         senders = [results.action(needed).virtual_stage for needed in inputs]
@@ -48,9 +48,9 @@ def makespan(schedule: Schedule, costs: Costs | Sequence[Costs]) -> float:
         action, end, awaited = heads[stage], free[stage], None
         while action is not None and awaited is None:
             place, i = (action.kind, action.virtual_stage), action.microbatch
-            if (found := known.get(place)) is None:
-                found = known[place] = needs(action)
-            number, inputs, duration = found
+            if (needed_by_kind := known.get(place)) is None:
+                needed_by_kind = known[place] = needs(action)
+            number, inputs, duration = needed_by_kind
             start = end
             for needed, lag in inputs:
                 if (arrival := ends.get(needed + i)) is None:
@@ -66,6 +66,6 @@ def makespan(schedule: Schedule, costs: Costs | Sequence[Costs]) -> float:
                     ready += waiting.pop(number + i, ())
         heads[stage], free[stage] = action, end
     if any(heads):
-        # It says why stages wait for each other.
+        # `simulate` says why stages wait for each other.
         return simulate(schedule, costs).makespan
     return max(free)

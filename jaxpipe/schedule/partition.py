@@ -1,6 +1,6 @@
 """Partition: which layers make up each virtual stage, balanced by their cost.
 
-Why this objective: ``docs/design/003-schedules.md``.
+``docs/design/003-schedules.md`` gives the reasons for this objective.
 """
 
 from __future__ import annotations
@@ -138,13 +138,13 @@ def chunk_costs(
       >>> [cost.f for cost in chunk_costs(Costs(1, 1, 1), [1] * 10, [3, 3, 2, 2])]
       [1.2, 1.2, 0.8, 0.8]
     """
-    total, first, found = math.fsum(layer_costs), 0, []
+    total, first, chunks = math.fsum(layer_costs), 0, []
     for count in layer_counts:
         own = math.fsum(layer_costs[first : first + count]) * len(layer_counts)
         f, b, w = (cost * own / total for cost in (costs.f, costs.b, costs.w))
-        found.append(dataclasses.replace(costs, f=f, b=b, w=w))
+        chunks.append(dataclasses.replace(costs, f=f, b=b, w=w))
         first += count
-    return found
+    return chunks
 
 
 def cut_layers(
@@ -166,13 +166,13 @@ def cut_layers(
       >>> counts, costs[0]
       ((2, 1), Costs(f=2.0, b=2.0, w=2.0, message=0.0, overlap=0.0))
     """
-    one = Placement(placement.stages[: placement.depth])
-    counts = partition([cost.f + cost.b + cost.w for cost in layer_costs], one)
+    single_copy = Placement(placement.stages[: placement.depth])
+    counts = partition([cost.f + cost.b + cost.w for cost in layer_costs], single_copy)
     layers, chunks = iter(layer_costs), []
     for count in counts:
-        held = list(itertools.islice(layers, count))
-        f, b, w = (math.fsum(getattr(cost, kind) for cost in held) for kind in "fbw")
-        chunks.append(dataclasses.replace(held[-1], f=f, b=b, w=w))
+        chunk_layers = list(itertools.islice(layers, count))
+        f, b, w = (math.fsum(getattr(cost, kind) for cost in chunk_layers) for kind in "fbw")
+        chunks.append(dataclasses.replace(chunk_layers[-1], f=f, b=b, w=w))
     return counts * placement.num_copies, tuple(chunks) * placement.num_copies
 
 
@@ -228,7 +228,7 @@ def _room(memory: Memory, num_chunks: int) -> np.ndarray:
 
 
 def _spans(values: np.ndarray) -> np.ndarray:
-    """``[k, l]``: the sum of values k to l - 1; meaningless where l < k."""
+    """Sums values k to l - 1 at ``[k, l]``; meaningless where l < k."""
     upto = np.concatenate([[0], np.cumsum(values)])
     spans: np.ndarray = upto[None, :] - upto[:, None]
     return spans
@@ -240,17 +240,18 @@ def _best_ends(costs: np.ndarray, num_parts: int, combine: np.ufunc) -> tuple[fl
     Elements k to l - 1 as one part cost ``costs[k, l]``, and costs combine by np.add or np.maximum.
     Returns the least cost, and where each part ends; among equals, earlier parts are longest.
     """
-    rest = np.full(len(costs), _NEVER, costs.dtype)  # [k]: of elements k on, in the parts so far
-    rest[-1] = 0
+    # [k]: the least cost of elements k on, in the parts so far.
+    least = np.full(len(costs), _NEVER, costs.dtype)
+    least[-1] = 0
     choices = []
     for _ in range(num_parts):
-        totals = np.minimum(combine(costs, rest), _NEVER)
-        rest = totals.min(axis=1)
-        choices.append(len(rest) - 1 - totals[:, ::-1].argmin(axis=1))
+        totals = np.minimum(combine(costs, least), _NEVER)
+        least = totals.min(axis=1)
+        choices.append(len(least) - 1 - totals[:, ::-1].argmin(axis=1))
     ends = [0]
     for choice in reversed(choices):
         ends.append(choice[ends[-1]])
-    return rest[0], np.asarray(ends[1:])
+    return least[0], np.asarray(ends[1:])
 
 
 def _relieve(ends: np.ndarray, loads: np.ndarray, fits: np.ndarray, placement: Placement) -> None:

@@ -63,24 +63,24 @@ class Placement:
     @cached_property
     def virtual_stages(self) -> tuple[tuple[int, ...], ...]:
         """``virtual_stages[d][c]`` is the virtual stage that stage ``d`` holds as chunk ``c``."""
-        held: list[list[int]] = [[] for _ in range(self.num_stages)]
+        rows: list[list[int]] = [[] for _ in range(self.num_stages)]
         for virtual_stage, stage in enumerate(self.stages):
-            held[stage].append(virtual_stage)
-        return tuple(tuple(row) for row in held)
+            rows[stage].append(virtual_stage)
+        return tuple(tuple(row) for row in rows)
 
 
 def linear(num_stages: int) -> Placement:
-    """One chunk per stage, in order."""
+    """Places one chunk on each stage, in order."""
     return Placement(tuple(range(num_stages)))
 
 
 def looped(num_stages: int, *, num_chunks: int) -> Placement:
-    """Virtual stage ``s`` on stage ``s mod p`` (interleaved and breadth-first pipelines)."""
+    """Places virtual stage ``s`` on stage ``s mod p``, as interleaved and breadth-first do."""
     return Placement(tuple(s % num_stages for s in range(num_stages * num_chunks)))
 
 
 def wave(num_stages: int, *, num_waves: int = 1) -> Placement:
-    """Down the stages and up again, ``num_waves`` times; both turns stay on one stage.
+    """Goes down the stages and up again, ``num_waves`` times; both turns stay on one stage.
 
     With one wave this is the V placement.
 
@@ -93,7 +93,7 @@ def wave(num_stages: int, *, num_waves: int = 1) -> Placement:
 
 
 def mirrored(num_stages: int) -> Placement:
-    """Two copies of the model, one in each direction (bidirectional pipelines).
+    """Places two copies of the model, one in each direction (bidirectional pipelines).
 
     Example:
       >>> mirrored(3)

@@ -1,4 +1,4 @@
-"""What is wrong with an argument, as data: every surface renders it in its own names.
+"""Problems with arguments, as data: every surface renders them in its own names.
 
 The same number is ``num_microbatches`` in Python, ``--microbatches`` on the command line and
 ``pipeline.microbatches`` in a configuration (``docs/design/010-checkpoints.md``).
@@ -12,7 +12,7 @@ from string import Template
 from typing import Any
 
 Spell = Callable[[str, Any], str]
-"""How a surface writes an argument with its value; only its name if the value is None."""
+"""Writes an argument with its value as a surface does; only its name if the value is None."""
 
 _LONGEST = 200
 """Characters of a value that messages show."""
@@ -54,7 +54,7 @@ class Problem:
       rule: what must hold, as the rest of the sentence; ``$name`` stands for another argument.
       nearest: the nearest valid values, None for leaving it out; or values of arguments by name.
       others: what else the rule reads, by name.
-      schedule: the name of the schedule whose rule it is, if it is one's own.
+      schedule: the name of the schedule, if the rule belongs to one.
       note: a sentence that helps further.
 
     Example:
@@ -74,7 +74,7 @@ class Problem:
     note: str = ""
 
     def lines(self, spell: Spell = in_python) -> list[str]:
-        """The problem in a surface's names, then the nearest valid values, if there are any."""
+        """Renders the problem in a surface's names, then the nearest valid values, if any."""
         others = {name: spell(name, value) for name, value in self.others.items()}
         fits = "" if self.schedule is None else f"does not fit schedule {self.schedule!r}: "
         rule = Template(self.rule).safe_substitute(others)
@@ -110,11 +110,11 @@ class ArgumentError(ValueError):
 
 def refuse(problems: Iterable[Problem | str]) -> None:
     """Raises one `ArgumentError` with all problems, if there are any."""
-    if found := tuple(problems):
-        raise ArgumentError(found)
+    if refused := tuple(problems):
+        raise ArgumentError(refused)
 
 
 def below_one(**counts: int | None) -> list[Problem]:
-    """The counts that are not at least 1; None is not given."""
+    """Lists the counts that are below 1; None stands for no count."""
     wrong = {name: count for name, count in counts.items() if count is not None and count < 1}
     return [Problem(name, count, "must be at least 1", (1,)) for name, count in wrong.items()]

@@ -1,7 +1,7 @@
 """Time on the free-running clock: each stage waits only for its inputs, as the papers draw it.
 
-How long the program takes that runs on devices says `jaxpipe.schedule.device_clock`. The two must
-not be mixed up.
+`jaxpipe.schedule.device_clock` says how long the program takes that runs on devices. The two clocks
+must not be mixed up.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from jaxpipe.schedule.placement import Placement
 
 @dataclasses.dataclass(frozen=True)
 class Costs:
-    """How long one microbatch takes on one chunk, in any one unit; a fused backward takes b + w.
+    """Times of one microbatch on one chunk, in any one unit; a fused backward takes b + w.
 
     Args:
       f: forward, 1e-100 to 1e100, so that no sum or ratio of times is infinite or undefined.
@@ -27,7 +27,7 @@ class Costs:
       w: backward for the weights, as f.
       message: one message between two stages, 0 to 1e100.
       overlap: how much an overlapped pair of a forward and a backward saves, as a share of the
-        shorter of both, 0 to 1. On the free-running clock alone: the device clock is that of
+        shorter of both, 0 to 1. Only the free-running clock reads it: the device clock is that of
         jaxpipe's program, which runs one after the other.
 
     Raises:
@@ -69,13 +69,13 @@ UNIT = Costs(1, 1, 1)
 
 
 def kind_durations(costs: Sequence[Costs]) -> list[dict[Kind, float]]:
-    """Of every kind of action, by virtual stage."""
+    """Durations of every kind of action, by virtual stage."""
     return [{kind: cost.of(kind) for kind in Kind} for cost in costs]
 
 
 def unit_durations(unit: Sequence[Action], costs: Sequence[Costs]) -> list[float]:
-    """How long the actions of a unit (`Schedule.units`) take, free-running: a pair shares what its
-    overlap saves.
+    """Computes how long the actions of a unit (`Schedule.units`) take, free-running: a pair shares
+    what its overlap saves.
 
     Example:
       >>> pair = Action.parse("0F1"), Action.parse("0BW0")
@@ -126,7 +126,7 @@ class Timeline:
 
     @cached_property
     def stage_bubble_ratios(self) -> tuple[float, ...]:
-        """Per stage, the share of the makespan in which it does not compute."""
+        """Share of the makespan in which each stage does not compute."""
         durations = kind_durations(self.costs)
         busy = [
             math.fsum(durations[action.virtual_stage][action.kind] for action in order)
@@ -148,12 +148,12 @@ class Timeline:
 
     @cached_property
     def stage_spans(self) -> tuple[float, ...]:
-        """Per stage, from the start of its first action to the end of its last."""
+        """Time of each stage from the start of its first action to the end of its last."""
         return tuple(row[-1].end - row[0].start for row in self.rows)
 
     @cached_property
     def peak_in_flight(self) -> tuple[int, ...]:
-        """Per stage, the most chunk activations kept from F to the action that frees them."""
+        """The most chunk activations that each stage keeps from F to the action that frees them."""
         return peak_in_flight(self.schedule)
 
     def in_full_stages(self, chunks: int) -> float:
@@ -161,7 +161,7 @@ class Timeline:
         return chunks / self.schedule.num_chunks
 
     def stage_bytes(self, *, weight_bytes: float, activation_bytes: float) -> tuple[float, ...]:
-        """Per stage, the bytes of all copies of its weights and of its activations at their peak.
+        """Adds up the bytes of each stage's copies of the weights and its activations at the peak.
 
         Args:
           weight_bytes: of one copy of a full stage: weights, gradients and optimizer state.
@@ -173,7 +173,7 @@ class Timeline:
 
 
 def in_flight(row: Sequence[TimedAction]) -> list[tuple[float, int]]:
-    """The chunk activations that one stage keeps over time: (time, how many from then on).
+    """Counts the chunk activations that one stage keeps: (time, how many from then on).
 
     There is one more from the start of each F, one less from the end of the W or BW that frees it.
 
@@ -257,7 +257,7 @@ def simulate(schedule: Schedule, costs: Costs | Sequence[Costs]) -> Timeline:
 
 
 def of_virtual_stages(placement: Placement, costs: Costs | Sequence[Costs]) -> tuple[Costs, ...]:
-    """The costs of every virtual stage, from those or from one for all.
+    """Returns the costs of every virtual stage, given them or one for all.
 
     Raises:
       ValueError: there is not one cost for every virtual stage.

@@ -1,1 +1,1 @@
-"""Checks: what makes a schedule one that can run."""
+"""Checks that prove whether a schedule can run."""

@@ -9,7 +9,7 @@ from jaxpipe.schedule.actions import Action, Schedule
 
 SHOWN_PROBLEMS = 8
 MAX_MISSING = 1000
-"""Missing actions are not counted beyond this: m may be any number."""
+"""Number beyond which missing actions are not counted, as m may be any number."""
 _GRID_TICKS = 12
 """Ticks of the grid: enough to see a pattern, narrow enough for a terminal."""
 _GRID_STAGES = 10
@@ -17,7 +17,7 @@ _GRID_STAGES = 10
 
 @dataclasses.dataclass
 class Fault:
-    """What is wrong with a schedule, and at which position in the order of which stage.
+    """A fault of a schedule, and its position in the order of a stage.
 
     The stage is None for the whole schedule, the position for an action that is ``absent``.
     """
@@ -69,6 +69,6 @@ def message(
     width = max((len(cell) for row in shown for cell in row), default=3)
     header = "tick".ljust(9) + "".join(f" {t}".ljust(width) for t in columns)
     lines.append(header.rstrip())
-    for d, found in enumerate(shown, start=top):
-        lines.append((f"stage {d}".ljust(9) + "".join(c.ljust(width) for c in found)).rstrip())
+    for d, line in enumerate(shown, start=top):
+        lines.append((f"stage {d}".ljust(9) + "".join(c.ljust(width) for c in line)).rstrip())
     return "\n".join(lines)

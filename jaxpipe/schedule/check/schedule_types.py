@@ -11,7 +11,7 @@ from jaxpipe.schedule.placement import Placement
 
 
 def wrong_types(schedule: Schedule) -> Iterator[str]:
-    """Finds the values in a schedule that have the wrong type, of every row the first.
+    """Finds the values in a schedule that have the wrong type; in every row, only the first.
 
     Example:
       >>> from jaxpipe.schedule.placement import linear
@@ -26,7 +26,7 @@ def wrong_types(schedule: Schedule) -> Iterator[str]:
 
 
 _Value = tuple[str, Any, bool, str]
-"""What it is, itself, whether it fits, and what would fit."""
+"""Name of a value, the value, whether its type fits, and the type that would fit."""
 
 
 def _values(schedule: Schedule) -> Iterator[_Value]:

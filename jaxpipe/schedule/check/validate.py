@@ -40,7 +40,8 @@ def validate(
 ) -> None:
     """Checks that a schedule is complete, in order, free of deadlock and within its promise.
 
-    In a schedule of several minibatches, results have to be there in the tick after.
+    In a schedule of several minibatches, every action must follow its inputs in the schedule's own
+    ticks: a result can be read from the next tick on.
 
     Args:
       inbox_slots: at least 1: messages of one kind (activations or gradients) from one stage that a
@@ -100,40 +101,45 @@ class _Checks:
 
     def shape(self) -> Iterator[Fault]:
         schedule, placement = self.schedule, self.schedule.placement
-        held = collections.Counter(placement.stages)
-        stages = range(max(len(schedule.orders), len(held)))
+        chunks_of = collections.Counter(placement.stages)
+        stages = range(max(len(schedule.orders), len(chunks_of)))
         uneven = "The placement does not give every stage the same number of virtual stages"
-        if not held:
+        if not chunks_of:
             yield Fault(f"{uneven}: it is empty.")
-        elif set(held) - set(stages) or len({held[d] for d in stages}) > 1:
-            least, most = min(stages, key=held.__getitem__), max(held, key=held.__getitem__)
-            counts = f"stage {least} holds {held[least]}, stage {most} holds {held[most]}"
+        elif set(chunks_of) - set(stages) or len({chunks_of[d] for d in stages}) > 1:
+            least, most = (
+                min(stages, key=chunks_of.__getitem__),
+                max(chunks_of, key=chunks_of.__getitem__),
+            )
+            counts = f"stage {least} holds {chunks_of[least]}, stage {most} holds {chunks_of[most]}"
             yield Fault(f"{uneven}: {counts}.")
-        elif placement.num_copies < 1 or held[0] % placement.num_copies:
+        elif placement.num_copies < 1 or chunks_of[0] % placement.num_copies:
             yield Fault(
-                f"{held[0]} virtual stages on every stage are not those of num_copies="
+                f"{chunks_of[0]} virtual stages on every stage are not those of num_copies="
                 f"{placement.num_copies} copies of a model."
             )
         else:
             m, orders, promise = schedule.num_microbatches, schedule.orders, schedule.peak_in_flight
             if m < 1:
                 yield Fault(f"num_microbatches={m} is below 1.")
-            if len(orders) != len(held):
-                yield Fault(f"There are {len(orders)} orders for {len(held)} stages.")
-            if promise is not None and len(promise) != len(held):
-                yield Fault(f"peak_in_flight has {len(promise)} values for {len(held)} stages.")
+            if len(orders) != len(chunks_of):
+                yield Fault(f"There are {len(orders)} orders for {len(chunks_of)} stages.")
+            if promise is not None and len(promise) != len(chunks_of):
+                yield Fault(
+                    f"peak_in_flight has {len(promise)} values for {len(chunks_of)} stages."
+                )
 
     def actions(self) -> tuple[list[Fault], list[Fault]]:
-        """The actions out of range; and those on the wrong stage, repeated, mixed or missing."""
+        """Finds actions out of range; and those on the wrong stage, repeated, mixed or missing."""
         stages, m = self.schedule.placement.stages, self.schedule.num_microbatches
         num_virtual_stages, recomputes = len(stages), self.schedule.segment is not None
         seen: dict[int, int] = {}
         outside: list[Fault] = []
-        others: list[Fault] = []
+        misplaced: list[Fault] = []
 
-        def fault(found: list[Fault], d: int, k: int, text: str) -> None:
+        def fault(faults: list[Fault], d: int, k: int, text: str) -> None:
             action = self.schedule.orders[d][k]
-            found.append(Fault(f"{self.spell(action)} on stage {d} {text}", d, k))
+            faults.append(Fault(f"{self.spell(action)} on stage {d} {text}", d, k))
 
         for d, order in enumerate(self.schedule.orders):
             for k, action in enumerate(order):
@@ -146,22 +152,22 @@ class _Checks:
                         fault(outside, d, k, f"has no {what}: they run from 0 to {count - 1}.")
                 elif action.kind is Kind.R and not recomputes:
                     no_segments = "the schedule has no segments (Minibatches.segment)"
-                    fault(others, d, k, f"recomputes, and {no_segments}.")
+                    fault(misplaced, d, k, f"recomputes, and {no_segments}.")
                 elif stages[s] != d:
-                    held = f"virtual stage {s} is held by stage {stages[s]}"
-                    fault(others, d, k, f"is on the wrong stage: {held}.")
+                    owner = f"virtual stage {s} is held by stage {stages[s]}"
+                    fault(misplaced, d, k, f"is on the wrong stage: {owner}.")
                 else:
                     before = seen.get(s * m + i, 0)
                     after = seen[s * m + i] = before | bit
                     if before & bit:
-                        fault(others, d, k, "runs a second time.")
+                        fault(misplaced, d, k, "runs a second time.")
                     elif after & _SPLIT and after & _FUSED:
                         both = "split and fused backward for one virtual stage and microbatch"
-                        fault(others, d, k, f"mixes {both}.")
-        return outside, others + list(itertools.islice(self._missing(seen), MAX_MISSING))
+                        fault(misplaced, d, k, f"mixes {both}.")
+        return outside, misplaced + list(itertools.islice(self._missing(seen), MAX_MISSING))
 
     def pairs(self) -> Iterator[Fault]:
-        """The overlapped F that cannot run together with what follows them."""
+        """Finds the overlapped F that cannot run together with what follows them."""
         schedule = self.schedule
         places = {
             action: (d, k, order[k + 1] if k + 1 < len(order) else None)
@@ -201,15 +207,15 @@ class _Checks:
                         yield Fault(f"{text}.", stage, absent=absent)
 
     def deadlocks(self, walked: Walk, inbox_slots: int | None) -> list[Fault]:
-        """The problem of every stage that stops; first those that stop by themselves."""
-        alone, others = [], []
+        """Says why stages stop; those that stop by themselves come first."""
+        alone, dependent = [], []
         for d, blocker in sorted(walked.blockers.items()):
             k = len(walked.ticks[d])
             stuck = self.schedule.orders[d][k]
             text = f"Deadlock: stage {d} stops for good at {self.spell(stuck)}, which waits for "
             if isinstance(blocker, int):
                 text += f"one of the {inbox_slots} inbox slots of stage {blocker}."
-                others.append(Fault(text, d, k))
+                dependent.append(Fault(text, d, k))
                 continue
             s, i = blocker.virtual_stage, blocker.microbatch
             fused = Action(s, Kind.BW, i)
@@ -223,11 +229,11 @@ class _Checks:
                 own = f"comes before its own {kind}, {self.spell(blocker)}."
                 alone.append(Fault(f"{self.spell(stuck)} on stage {d} {own}", d, k))
             else:
-                others.append(Fault(f"{text}the result of {self.spell(blocker)}.", d, k))
-        return alone + others
+                dependent.append(Fault(f"{text}the result of {self.spell(blocker)}.", d, k))
+        return alone + dependent
 
     def early(self, ticks: Sequence[Sequence[int]]) -> Iterator[Fault]:
-        """The actions that run before their inputs, or out of turn, in the schedule's own ticks."""
+        """Finds actions that run before their inputs, or out of turn, in the schedule's ticks."""
         schedule, results = self.schedule, Results(self.schedule)
         if [*map(len, ticks)] != [*map(len, schedule.orders)]:
             yield Fault("Its ticks are not one for every action of every stage.", 0)

@@ -1,4 +1,4 @@
-"""How far stages get when each runs its order: the base of the validator and of both clocks."""
+"""The walk of stages through their orders, on which the validator and both clocks are built."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from jaxpipe.schedule.actions import Action, Kind, Schedule, dependencies
 
 @dataclasses.dataclass(frozen=True)
 class Walk:
-    """How far the stages get when each runs its order as its inputs arrive.
+    """Progress of the stages when each runs its order as its inputs arrive.
 
     Args:
       order: the stages that run their next action, or overlapped pair (`Schedule.units`), in an
@@ -30,8 +30,8 @@ class Walk:
 class Results:
     """Numbers the results of actions, so that looking one up needs no hashing of actions.
 
-    That of F is `Schedule.number`; that of B, split or fused, is larger by the number of passes,
-    and that of R by as much again. W has no reader and no number.
+    The result of F has the number `Schedule.number`; that of B, split or fused, is larger by the
+    number of passes, and that of R by as much again. W has no reader and no number.
 
     Example:
       >>> from jaxpipe.schedule.generators.gpipe import gpipe
@@ -49,18 +49,18 @@ class Results:
         self._firsts: dict[tuple[Kind, int], tuple[int, list[int]]] = {}
 
     def first(self, action: Action) -> tuple[int, list[int]]:
-        """As `number` and `inputs`, for microbatch 0: others' are larger by their own number."""
+        """Returns `number` and `inputs` for microbatch 0; for microbatch i they are i larger."""
         place = action.kind, action.virtual_stage
-        if (found := self._firsts.get(place)) is None:
+        if (numbers := self._firsts.get(place)) is None:
             needed = dependencies(
                 dataclasses.replace(action, microbatch=0),
                 num_virtual_stages=self._schedule.placement.depth,
                 split=True,
                 segment=self._schedule.segment,
             )
-            found = self._first(*place), [self._first(n.kind, n.virtual_stage) for n in needed]
-            self._firsts[place] = found
-        return found
+            numbers = self._first(*place), [self._first(n.kind, n.virtual_stage) for n in needed]
+            self._firsts[place] = numbers
+        return numbers
 
     def _first(self, kind: Kind, virtual_stage: int) -> int:
         block = {Kind.F: 0, Kind.R: 2}.get(kind, 1)
@@ -87,7 +87,7 @@ class Results:
         return self._schedule.placement.stages[self._schedule.place(number % self._passes)[0]]
 
     def action(self, number: int) -> Action:
-        """The action that computes a result; a fused backward reads B."""
+        """The action that computes a result; B if that is a fused backward."""
         kind, place = divmod(number, self._passes)
         s, i = self._schedule.place(place)
         return Action(s, (Kind.F, Kind.B, Kind.R)[min(kind, 2)], i)
@@ -100,7 +100,7 @@ def walk(schedule: Schedule, *, inbox_slots: int | None = None) -> Walk:
     The result does not depend on which stage goes first: each stage has one fixed order and each
     inbox one sender and one receiver. A stage that stops here therefore stops in every execution.
 
-    It ends for any schedule, after one visit of every action and every wait.
+    The walk ends for any schedule, after one visit of every action and every wait.
 
     Args:
       inbox_slots: messages of one kind from one stage that a stage can hold before it uses them;
@@ -155,9 +155,10 @@ def walk(schedule: Schedule, *, inbox_slots: int | None = None) -> Walk:
 
 
 def _frees(schedule: Schedule, results: Results, inbox_slots: int) -> dict[int, int]:
-    """By result that is sent, the one whose action frees the slot that it needs.
+    """Maps results that are sent to the result whose action frees the slot that they need.
 
-    The n-th message of a kind from one stage to another needs n - inbox_slots to have been read.
+    The n-th message of a kind from one stage to another can be sent once message n - inbox_slots
+    has been read.
     """
     sent, read = collections.defaultdict(list), collections.defaultdict(list)
     for stage, order in enumerate(schedule.orders):

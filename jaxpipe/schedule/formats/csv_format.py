@@ -27,7 +27,7 @@ _KINDS = {letter: kind for kind, letter in _LETTERS.items()}
 _CELL = re.compile(r"([0-9]{1,9})([FIWB])([0-9]{1,9})")
 _PAIR = re.compile(r"\(([^;]*);([^;]*)\)OVERLAP_F_B")
 _MAX_BYTES = 20_000_000
-"""Of a file: about three million actions, more than any program could run."""
+"""Largest size of a file: about three million actions, more than any program could run."""
 _COMMUNICATION = re.compile(r"[0-9]+(UNSHARD|RESHARD|REDUCE_GRAD|(SEND|RECV)_[FB])[0-9]*")
 
 
@@ -114,17 +114,17 @@ def parse_csv(text: str, *, name: str = "csv", source: str = "csv") -> Schedule:
     orders = tuple(tuple(itertools.chain.from_iterable(row)) for row in rows)
     if not any(orders):
         raise ScheduleError(f"{source} has no action.\nNearest valid: a row '0F0,0B0'.")
-    held: dict[int, collections.Counter[int]] = collections.defaultdict(collections.Counter)
+    row_counts: dict[int, collections.Counter[int]] = collections.defaultdict(collections.Counter)
     for d, order in enumerate(orders):
         for action in order:
-            held[action.virtual_stage][d] += 1
+            row_counts[action.virtual_stage][d] += 1
     # No more than there are actions, so that no size depends on an index in the file.
-    num_virtual_stages = _first_absent(held)
+    num_virtual_stages = _first_absent(row_counts)
     microbatches = {action.microbatch for order in orders for action in order}
     schedule = Schedule(
         name=name,
         placement=Placement(
-            tuple(held[s].most_common(1)[0][0] for s in range(num_virtual_stages)) or (0,)
+            tuple(row_counts[s].most_common(1)[0][0] for s in range(num_virtual_stages)) or (0,)
         ),
         num_microbatches=_first_absent(microbatches) or 1,
         orders=orders,
@@ -142,7 +142,7 @@ def _first_absent(indices: Collection[int]) -> int:
 
 
 def _rows(text: str, source: str) -> tuple[tuple[tuple[Action, ...], ...], ...]:
-    """By row, the actions of every cell: one, or an overlapped pair."""
+    """Reads the actions of every cell, by row: one, or an overlapped pair."""
     # A trailing blank line is not a stage; one in between is a stage that does nothing.
     rows = csv.reader(text.rstrip().splitlines())
     try:

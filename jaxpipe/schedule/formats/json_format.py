@@ -80,5 +80,5 @@ def from_json(data: Any) -> Schedule:
 
 
 def _former_ticks(data: Any) -> list[list[int]]:
-    """Ticks as they were written with time slices, such as ``3:0F1[0:2]``."""
+    """Reads ticks as they were written with time slices, such as ``3:0F1[0:2]``."""
     return [[int(part.partition(":")[0]) for part in row.split()] for row in data["slices"] or ()]

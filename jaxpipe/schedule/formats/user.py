@@ -93,7 +93,7 @@ def fitted(
     clock: Mapping[str, Any] | None = None,
     **options: Any,
 ) -> Schedule:
-    """Loads a user's schedule for these stages and microbatches, which those of a file must be.
+    """Loads a user's schedule for these stages and microbatches; a file must be made for them.
 
     Arguments as for `load`.
 
@@ -161,7 +161,7 @@ def _function(name: str) -> Callable[..., Any]:
         sys.path.insert(0, os.getcwd())
     try:
         module = importlib.import_module(module_name)
-    except Exception as error:  # so may a module, when it is imported
+    except Exception as error:  # a module may raise anything when it is imported
         missing = error.name if isinstance(error, ModuleNotFoundError) else None
         if missing and f"{module_name}.".startswith(f"{missing}."):
             raise _no_function(name, str(error)) from None
@@ -181,7 +181,7 @@ def _no_function(name: str, reason: str) -> ArgumentError:
 
 
 def _raised(error: Exception) -> str:
-    """The error and its place: the file that cannot be read, or the deepest line not our own."""
+    """Describes an error and its place: the unreadable file, or the deepest line of others."""
     frames = traceback.extract_tb(error.__traceback__)
     theirs = [f for f in frames if not f.filename.startswith(("<", _LIBRARY))]
     place = f"{(theirs or frames)[-1].filename}:{(theirs or frames)[-1].lineno}"

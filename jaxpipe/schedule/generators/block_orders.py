@@ -26,7 +26,8 @@ from jaxpipe.schedule.simulate import UNIT, Costs
 class TimedOrders:
     """The passes of every stage, in order, from the first start to the end of everything.
 
-    ``longest_span`` is of a stage, from the start of its first pass to the end of its last.
+    ``longest_span`` is the longest time of any stage from the start of its first pass to the end of
+    its last.
     """
 
     orders: tuple[tuple[int, ...], ...]
@@ -85,8 +86,8 @@ class Plan(NamedTuple):
     reserve: bool = False
 
     def orders(self, num_microbatches: int, costs: Costs) -> TimedOrders | None:
-        """The orders, timed with other costs than those that they are made for; None if a stage
-        stops for good."""
+        """Makes the orders and times them with costs that may differ from those that they are made
+        for; None if a stage stops for good."""
         timed = eager(
             self.block, num_microbatches, caps=self.caps, costs=self.costs, reserve=self.reserve
         )
@@ -95,7 +96,7 @@ class Plan(NamedTuple):
         return squeeze(timed, self.block.placement, num_microbatches, costs=costs)
 
     def makespan(self, num_microbatches: int, costs: Costs) -> float:
-        """When the orders end; never if a stage stops for good."""
+        """Time at which the orders end; infinite if a stage stops for good."""
         timed = self.orders(num_microbatches, costs)
         return math.inf if timed is None else timed.makespan
 
@@ -135,11 +136,11 @@ def to_schedule(
 
 
 def _passes(d: int, placement: Placement, *, fused: bool) -> list[events.Pass]:
-    """F of a stage's chunks, backwards from the last to the first and, if they are split, W."""
-    held = placement.virtual_stages[d]
+    """Lists F of a stage's chunks, backwards from the last to the first and, if split, W."""
+    own_stages = placement.virtual_stages[d]
     backward = Kind.BW if fused else Kind.B
-    passes = [(Kind.F, s) for s in held] + [(backward, s) for s in reversed(held)]
-    return passes if fused else [*passes, (Kind.W, held[0])]
+    passes = [(Kind.F, s) for s in own_stages] + [(backward, s) for s in reversed(own_stages)]
+    return passes if fused else [*passes, (Kind.W, own_stages[0])]
 
 
 def _run(

@@ -24,7 +24,7 @@ WORK = 3
 
 
 class Lifespan(NamedTuple):
-    """From the start of a microbatch's F on a virtual stage to the end of its W."""
+    """Time from the start of a microbatch's F on a virtual stage to the end of its W."""
 
     virtual_stage: int
     start: int
@@ -76,20 +76,20 @@ class Block:
         return WORK * self.num_chunks
 
     def enters(self, microbatch: int) -> int:
-        """How much later than microbatch 0 another one starts."""
+        """Delay with which a microbatch starts after microbatch 0."""
         turn, place = divmod(microbatch, self.group)
         return turn * self.group * self.period + place * WORK
 
     @cached_property
     def lifespans(self) -> tuple[Lifespan, ...]:
-        """How long microbatch 0 is kept, by virtual stage."""
-        chunks, found = self.num_chunks, []
+        """Lifespan of microbatch 0 on every virtual stage."""
+        chunks, spans = self.num_chunks, []
         for s, (stage, chunk) in enumerate(
             zip(self.placement.stages, self.placement.chunks, strict=True)
         ):
             row = self.starts[stage]
-            found.append(Lifespan(s, row[chunk], row[3 * chunks - 1 - chunk] + 1))
-        return tuple(found)
+            spans.append(Lifespan(s, row[chunk], row[3 * chunks - 1 - chunk] + 1))
+        return tuple(spans)
 
     @cached_property
     def peaks(self) -> tuple[int, ...]:
@@ -110,7 +110,7 @@ class Block:
         )
 
     def faults(self) -> Iterator[str]:
-        """Why the block cannot be repeated: passes of a stage that meet, or start too early."""
+        """Says why the block cannot be repeated: passes of a stage meet, or start too early."""
         cycle = self.group * self.period
         for stage, row in enumerate(self.starts):
             slots = [(start + self.enters(i)) % cycle for start in row for i in range(self.group)]
@@ -122,7 +122,7 @@ class Block:
                 yield f"{reader} of virtual stage {t} starts before {kind} of {s} has ended."
 
     def _chain(self) -> Iterator[tuple[tuple[Kind, int, int], tuple[Kind, int, int]]]:
-        """Every pass that another one waits for, and that one, with their starts."""
+        """Yields every pass that another pass waits for, and its reader, with their starts."""
         stages, chunks, v = self.placement.stages, self.placement.chunks, self.num_chunks
         places = list(enumerate(zip(stages, chunks, strict=True)))
         forward = [(Kind.F, s, self.starts[d][c]) for s, (d, c) in places]
@@ -135,7 +135,7 @@ class Block:
     def sequence(self, stage: int, num_microbatches: int) -> list[int]:
         """The passes of a stage when the block is repeated for every microbatch, in order.
 
-        A pass is called by its number in ``starts``, and every W alike.
+        A pass is called by its number in ``starts``; every W has the same number.
         """
         last = 2 * self.num_chunks
         passes = self.starts[stage][: last if self.fused else None]
@@ -181,7 +181,7 @@ def split_block(strides: Sequence[int], gaps: Sequence[int]) -> Block | None:
 
 
 def _starts_of_w(row: Sequence[int], period: int) -> list[int]:
-    """The first free times after each B."""
+    """Finds the first free time after each B."""
     free = set(range(period)) - {start % period for start in row}
     starts = []
     for b in row[len(row) // 2 :]:
@@ -197,7 +197,8 @@ def closest_block(
     """Builds the block whose passes follow each other as closely as they can, on any placement.
 
     Each pass of the microbatch, in the order in which it goes through them, starts at the first
-    time at which its stage has a slot left. Of fused backwards on a V it is the block of 1F1B-V.
+    time at which its stage has a slot left. With fused backwards on a V this is the block of
+    1F1B-V.
 
     Args:
       travel: units that a forward's and a backward's message take between two stages.
@@ -215,10 +216,10 @@ def closest_block(
         arrival += travel[number >= depth] * (stage != before)
         pairs = min(chunks, 2 * chunks - 1 - len(rows[stage])) if fused else 0
         times = (range(time, time + length) for time in itertools.count(arrival))
-        found = next(units for units in times if _fits(units, taken[stage], WORK * chunks, pairs))
-        rows[stage].append(found.start)
-        taken[stage].update(unit % (WORK * chunks) for unit in found)
-        arrival, before = found.stop, stage
+        chosen = next(units for units in times if _fits(units, taken[stage], WORK * chunks, pairs))
+        rows[stage].append(chosen.start)
+        taken[stage].update(unit % (WORK * chunks) for unit in chosen)
+        arrival, before = chosen.stop, stage
     ends = ([start + 1 for start in row[chunks:]] for row in rows)
     w = ends if fused else (_starts_of_w(row, WORK * chunks) for row in rows)
     starts = (tuple(row + last) for row, last in zip(rows, w, strict=True))
@@ -226,18 +227,18 @@ def closest_block(
 
 
 def _fits(units: range, taken: set[int], period: int, pairs: int) -> bool:
-    """Whether a pass of these units meets none, and leaves as many pairs of units free."""
+    """Whether a pass can take these units: they are free, and enough pairs of units remain free."""
     slots = {unit % period for unit in units}
     if slots & taken:
         return False
     # Runs of free slots, counted from a slot that is not free.
-    first, found = units[0], 0
+    first, free_pairs = units[0], 0
     runs = itertools.groupby(
         (first + unit) % period in slots | taken for unit in range(1, period + 1)
     )
     for is_taken, run in runs:
-        found += 0 if is_taken else len(list(run)) // 2
-    return found >= pairs
+        free_pairs += 0 if is_taken else len(list(run)) // 2
+    return free_pairs >= pairs
 
 
 def looped_block(

@@ -46,9 +46,11 @@ def breadth_first(
     for first in range(0, num_microbatches, group):
         microbatches = range(num_microbatches)[first : first + group]
         returning = microbatches[::-1] if descending else microbatches
-        for order, held in zip(orders, placement.virtual_stages, strict=True):
-            order += [Action(s, Kind.F, i) for s in held for i in microbatches]
-            order += [Action(s, k, i) for s in held[::-1] for i in returning for k in backward]
+        for order, own_stages in zip(orders, placement.virtual_stages, strict=True):
+            order += [Action(s, Kind.F, i) for s in own_stages for i in microbatches]
+            order += [
+                Action(s, k, i) for s in own_stages[::-1] for i in returning for k in backward
+            ]
     return Schedule(
         name="breadth-first" + "-descending" * descending + "-fused" * fused,
         placement=placement,

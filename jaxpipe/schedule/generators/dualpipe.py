@@ -73,7 +73,7 @@ def dualpipe_v_published(num_stages: int, num_microbatches: int) -> Schedule:
 
 
 def _units(stage: int, num_stages: int, num_microbatches: int) -> list[tuple[Action, ...]]:
-    """The eight phases, of lengths that depend on the stages before and behind this one."""
+    """Lists the units of eight phases, as long as the stages before and behind require."""
     behind, upto = num_stages - stage - 1, stage + 1
     virtual_stages = (stage, 2 * num_stages - stage - 1)
     done: collections.Counter[tuple[bool, int]] = collections.Counter()
@@ -86,7 +86,7 @@ def _units(stage: int, num_stages: int, num_microbatches: int) -> list[tuple[Act
         return Action(virtual_stages[chunk], kind, done[counter] - 1)
 
     def run(*passes: tuple[Kind, int]) -> None:
-        units.append(tuple(action(*one) for one in passes))
+        units.append(tuple(action(kind, chunk) for kind, chunk in passes))
         last = units[-1][-1]
         if last.kind is Kind.B:
             waiting.append(Action(last.virtual_stage, Kind.W, last.microbatch))

@@ -14,9 +14,9 @@ from jaxpipe.schedule.makespan import makespan
 from jaxpipe.schedule.simulate import Costs, simulate
 
 _PATIENCE = (0.0, 0.25, 0.5, 0.75)
-"""Each of them ends first on some shapes."""
+"""Values of patience to try; each of them ends first on some shapes."""
 _LONG = 6_000
-"""Actions of a schedule for which one order is adapted, not several."""
+"""Number of actions beyond which one order of a schedule is adapted, not several."""
 
 
 def in_time(schedule: Schedule, costs: Costs) -> Schedule:
@@ -34,7 +34,8 @@ def in_time(schedule: Schedule, costs: Costs) -> Schedule:
 def soonest(orders: Sequence[Schedule], costs: Costs) -> Schedule:
     """Orders several schedules anew for real costs (`in_time`); returns the one that ends first.
 
-    Of long ones only that which `earliest` promises most of: each takes seconds.
+    Of long schedules, each of which takes seconds, only the one that ends first after `earliest` is
+    ordered anew.
     """
 
     def ends(order: Schedule) -> float:
@@ -46,7 +47,7 @@ def soonest(orders: Sequence[Schedule], costs: Costs) -> Schedule:
 
 
 def _w_in_waits(schedule: Schedule, costs: Costs) -> Schedule:
-    """Moves W into waits of the stage that ends last, also into shorter ones than a W.
+    """Moves W into waits of the stage that ends last, even into waits shorter than a W.
 
     The delay of other stages costs nothing as long as these end no later. Every move must make the
     schedule end sooner.
@@ -58,7 +59,7 @@ def _w_in_waits(schedule: Schedule, costs: Costs) -> Schedule:
 
 
 def _one_w_in_a_wait(schedule: Schedule, costs: Costs, ends: float) -> Schedule | None:
-    """The first move of a W that ends before this; None if no move does."""
+    """Finds the first move of a W with which the schedule ends before this; None if none does."""
     rows, orders = simulate(schedule, costs).rows, list(schedule.orders)
     d = max(range(len(rows)), key=lambda stage: rows[stage][-1].end)
     row, order = rows[d], orders[d]
@@ -79,14 +80,14 @@ def _eager(schedule: Schedule, costs: Costs, patience: float) -> Schedule:
     caps = schedule.peak_in_flight or peak_in_flight(schedule)
     fused = any(action.kind is Kind.BW for action in schedule.orders[0])
     stages = []
-    for held, order, cap in zip(
+    for virtual_stages, order, cap in zip(
         schedule.placement.virtual_stages, schedule.orders, caps, strict=True
     ):
         kinds = (Kind.F, Kind.BW) if fused else (Kind.F, Kind.B)
-        passes = [(kind, s) for kind in kinds for s in held]
+        passes = [(kind, s) for kind in kinds for s in virtual_stages]
         numbers = {place: number for number, place in enumerate(passes)}
-        numbers |= {(Kind.W, s): len(passes) for s in held}
-        passes += [] if fused else [(Kind.W, held[0])]
+        numbers |= {(Kind.W, s): len(passes) for s in virtual_stages}
+        passes += [] if fused else [(Kind.W, virtual_stages[0])]
         sequence = [numbers[action.kind, action.virtual_stage] for action in order]
         stages.append(EagerStage(passes, sequence, costs, cap, patience))
     events.run(stages, schedule.placement, schedule.num_microbatches, message=costs.message)
@@ -96,7 +97,7 @@ def _eager(schedule: Schedule, costs: Costs, patience: float) -> Schedule:
 
 
 class EagerStage(events.Stage):
-    """A stage that runs its passes in a given order, except that one may go before earlier ones.
+    """A stage that runs its passes in a given order, in which a pass may overtake earlier ones.
 
     A stage that would wait runs instead the first later pass of its sequence that is ready and
     cannot raise the peak: a forward may move forward only if no point that it passes is at the cap.
@@ -148,7 +149,7 @@ class EagerStage(events.Stage):
         return done < len(arrivals) and now < arrivals[done] <= latest
 
     def _overtaking(self, now: float) -> int | None:
-        """Where in the sequence the pass is that runs now; None to wait."""
+        """Finds the position in the sequence of the pass that runs now; None to wait."""
         ready = {number for number in range(len(self.passes)) if self.is_ready(number, now)}
         in_flight = peak = self.in_flight
         deferred_w = None

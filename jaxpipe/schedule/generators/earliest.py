@@ -10,7 +10,7 @@ from jaxpipe.schedule.check.walk import Results, walk
 from jaxpipe.schedule.simulate import Costs, simulate
 
 HELD = {Kind.F: 1, Kind.B: 0, Kind.W: -1, Kind.BW: -1}
-"""What an action adds to the chunks in flight."""
+"""Number of chunks in flight that an action of each kind adds."""
 ROUNDING = 1e-9
 """The share of an action by which a gap may be too short: sums of decimals are not exact."""
 
@@ -30,14 +30,14 @@ def earliest(schedule: Schedule, costs: Costs) -> Schedule:
     timeline, results = simulate(schedule, costs), Results(schedule)
     rows = [_Row(cap) for cap in schedule.peak_in_flight or peak_in_flight(schedule)]
     ends: dict[int, float] = {}
-    # By tick where the shortest actions are lost in the sum of the longest.
+    # Ticks decide where the shortest actions are lost in the sum of the longest.
     in_time = sorted(
         (
             (timed.start, tick, d, timed.action)
             for d, (row, ticks) in enumerate(zip(timeline.rows, walk(schedule).ticks, strict=True))
             for timed, tick in zip(row, ticks, strict=True)
         ),
-        key=lambda found: found[:3],
+        key=lambda start: start[:3],
     )
     for *_, d, action in in_time:
         ready = 0.0
@@ -51,7 +51,7 @@ def earliest(schedule: Schedule, costs: Costs) -> Schedule:
 
 
 class _Row:
-    """What one stage runs so far, with starts and ends, in order."""
+    """The actions that one stage runs so far, in order, with starts and ends."""
 
     def __init__(self, cap: int) -> None:
         self.cap, self.in_flight = cap, 0

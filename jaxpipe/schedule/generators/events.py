@@ -16,7 +16,7 @@ from jaxpipe.schedule.actions import Action, Kind
 from jaxpipe.schedule.placement import Placement
 
 Pass = tuple[Kind, int]
-"""A kind of action and its virtual stage. Of W a stage has one, for all its virtual stages: weight
+"""A kind of action and its virtual stage. A stage has one W for all its virtual stages: weight
 gradients are computed first-in first-out."""
 
 
@@ -93,7 +93,7 @@ def run(
 
 
 def _readers(stages: Sequence[Stage], placement: Placement) -> list[list[list[tuple[int, int]]]]:
-    """Per stage and pass, the stages and passes that read its result."""
+    """Finds the stages and passes that read the result of every stage's passes."""
     places = {
         (Kind.F if kind is Kind.F else Kind.B, s): (d, number)
         for d, stage in enumerate(stages)
@@ -110,11 +110,13 @@ def _readers(stages: Sequence[Stage], placement: Placement) -> list[list[list[tu
             if kind is Kind.B:
                 yield d, len(stage.passes) - 1
 
-    return [[[*of(d, stage, *each)] for each in stage.passes] for d, stage in enumerate(stages)]
+    return [
+        [[*of(d, stage, kind, s)] for kind, s in stage.passes] for d, stage in enumerate(stages)
+    ]
 
 
 def actions(passes: Sequence[Pass], order: Iterable[int]) -> Iterator[Action]:
-    """The actions of a stage, from the numbers of its passes in order (`Stage.order`)."""
+    """Yields the actions of a stage from the numbers of its passes in order (`Stage.order`)."""
     microbatches = [0] * len(passes)
     pending: collections.deque[tuple[int, int]] = collections.deque()
     for number in order:

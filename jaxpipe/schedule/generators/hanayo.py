@@ -33,9 +33,9 @@ def hanayo(
     """Sends every microbatch down and up the stages W times; turns cost no message.
 
     The paper repeats units of p microbatches; here the wave continues across units, under a cap on
-    the chunks in flight. The split form puts W in the gaps and leaves few of them. For other costs
-    and messages that take time the order is adapted (`in_time`), or that of a building block in
-    which they travel (`closest_block`).
+    the chunks in flight. The split form puts W in the gaps and leaves few of them. For other costs,
+    and for messages that take time, the order is adapted (`in_time`), or replaced by that of a
+    building block which leaves time for messages (`closest_block`).
 
     ============  =====================================================================
     bubble        in full-stage units at F=B=W, without a lower ``memory_limit``: at m = p split
@@ -89,14 +89,14 @@ def hanayo(
 
 
 def _of_blocks(schedule: Schedule, costs: Costs, fused: bool) -> list[Schedule]:
-    """The same schedule in the order of the building block that ends first; none if none fits."""
+    """Orders a schedule as the building block that ends first; the list is empty if none fits."""
     placement, m = schedule.placement, schedule.num_microbatches
     most = min(_MOST_TRAVEL, math.ceil(costs.message / costs.f) + 1)
-    found = []
+    ordered = []
     for travel in itertools.product(range(most + 1), range(most + 1)):
         block = closest_block(placement, fused=fused, travel=travel)
         whole = to_schedule(schedule.name, placement, repeated(block, m), m, block.peaks)
         if max(peak_in_flight(whole)) <= max(peak_in_flight(schedule)):
-            found.append(dataclasses.replace(whole, peak_in_flight=schedule.peak_in_flight))
-    found.sort(key=lambda order: makespan(order, costs))
-    return found[:1]
+            ordered.append(dataclasses.replace(whole, peak_in_flight=schedule.peak_in_flight))
+    ordered.sort(key=lambda order: makespan(order, costs))
+    return ordered[:1]

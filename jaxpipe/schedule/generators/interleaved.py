@@ -1,6 +1,6 @@
 """Depth-first interleaving: 1F1B over several chunks per stage, microbatches in small groups.
 
-`depth_first` is the family's one algorithm: 1F1B and the zero-bubble schedules are its as well.
+`depth_first` is the family's one algorithm: it makes 1F1B and the zero-bubble schedules as well.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ def interleaved(
       num_microbatches: m, at least 1. If it is not a multiple of the group, the schedule is that of
         the next multiple without the surplus microbatches.
       group: microbatches that go through a chunk before the next chunk's turn, at least p/2. By
-        default p; of fused backwards a larger one, up to 2p-1, if p does not divide m and that one
-        ends sooner, where gaps that a last, short group leaves have no W to fill them.
+        default p; with fused backwards a larger one, up to 2p-1, if p does not divide m and that
+        one ends sooner, as there is no W to fill the gaps that a short last group leaves.
 
     Raises:
       ValueError: the group is smaller than half of the number of stages.
@@ -70,8 +70,8 @@ def interleaved(
 
 
 def _fused_group(num_stages: int, num_microbatches: int, num_chunks: int) -> int:
-    """The group that ends first at F=B=W: p, or one that shares m among as many turns or one
-    fewer."""
+    """Chooses the group that ends first at F=B=W: p, or one that divides m evenly over as many
+    turns or one fewer."""
 
     def ends(group: int) -> float:
         return makespan(
@@ -127,11 +127,14 @@ def depth_first(
         for i in range(first, first + group)
     ]
     orders, peaks = [], []
-    for d, (held, warm_up) in enumerate(zip(placement.virtual_stages, warm_ups, strict=True)):
+    for d, (own_stages, warm_up) in enumerate(zip(placement.virtual_stages, warm_ups, strict=True)):
         last = warm_up if delays is None else warm_up + delays[d]
         backwards = [(Kind.BW, last)] if delays is None else [(Kind.B, warm_up), (Kind.W, last)]
         # The kinds that the stage alternates between, with virtual stages by chunk, and delay.
-        turns = [(Kind.F, held, 0), *((kind, held[::-1], delay) for kind, delay in backwards)]
+        turns = [
+            (Kind.F, own_stages, 0),
+            *((kind, own_stages[::-1], delay) for kind, delay in backwards),
+        ]
         order = []
         for k in range(len(cells) + last):
             for kind, virtual_stages, delay in turns:

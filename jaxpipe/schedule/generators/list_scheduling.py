@@ -1,6 +1,6 @@
 """List scheduling: every stage always starts the most urgent pass that is ready.
 
-It is for placements on which several passes meet on a stage in ways no short formula describes.
+Placements on which passes meet on a stage in ways that no short formula describes are ordered so.
 """
 
 from __future__ import annotations
@@ -31,7 +31,10 @@ def list_schedule(
         of a stage, so that the farthest microbatch always finds room and nothing stops.
       fused: run B and W of a microbatch as one action.
     """
-    stages = [_UrgentStage(held, limits, placement, fused) for held in placement.virtual_stages]
+    stages = [
+        _UrgentStage(own_stages, limits, placement, fused)
+        for own_stages in placement.virtual_stages
+    ]
     events.run(stages, placement, num_microbatches)
     return tuple(tuple(events.actions(stage.passes, stage.order)) for stage in stages)
 
@@ -40,22 +43,22 @@ class _UrgentStage(events.Stage):
     """A stage that starts the pass due first, and W if nothing else is ready; F takes 1."""
 
     def __init__(
-        self, held: Sequence[int], limits: Sequence[int], placement: Placement, fused: bool
+        self, own_stages: Sequence[int], limits: Sequence[int], placement: Placement, fused: bool
     ) -> None:
         backward = Kind.BW if fused else Kind.B
         # B first: it wins where a forward is due at the same time.
-        passes = [(kind, s) for kind in (backward, Kind.F) for s in held]
+        passes = [(kind, s) for kind in (backward, Kind.F) for s in own_stages]
         depth = placement.depth
         self.due = [
             s % depth if kind is Kind.F else depth + UNIT.of(kind) * (depth - 1 - s % depth)
             for kind, s in passes
         ]
-        self.pace = 3 * len(held) / placement.num_copies / 2
+        self.pace = 3 * len(own_stages) / placement.num_copies / 2
         self.limits = [limits[s] if kind is Kind.F else math.inf for kind, s in passes]
         self.copy_of = [s // depth for _, s in passes]
         self.in_flight = [0] * placement.num_copies
         self.pending: collections.deque[int] = collections.deque()  # copies whose W is next
-        passes += [] if fused else [(Kind.W, held[0])]
+        passes += [] if fused else [(Kind.W, own_stages[0])]
         super().__init__(passes, [UNIT.of(kind) for kind, _ in passes])
 
     def choose(self, now: float) -> int | None:

@@ -1,4 +1,4 @@
-"""Asynchronous pipelines: what runs in every tick of a pipeline that never drains.
+"""Asynchronous pipelines: the actions of every tick in a pipeline that never drains.
 
 Minibatches of N microbatches follow each other without a gap; g counts microbatches through all of
 them, and one enters every tick. A *part* is a group of parameters that is read and updated
@@ -24,7 +24,7 @@ ASYNCHRONOUS_METHODS: dict[str, str] = {
     "pipedream": "the backward reads the version that its forward read (weight stashing)",
     "2bw": "minibatch k reads version k-1 everywhere (two versions)",
 }
-"""Which weights are read, by the method's name."""
+"""Rules for which weights are read, by the method's name."""
 
 Integers = Any
 """An integer, an array of them, or a traced one."""
@@ -32,7 +32,7 @@ Integers = Any
 
 @dataclasses.dataclass(frozen=True)
 class Part:
-    """When a part works on microbatch g: forward in tick g + forward, gradient in g + backward.
+    """Ticks of a part's work on microbatch g: forward in g + forward, gradient in g + backward.
 
     If it recomputes, it runs forward again in tick g + recompute, and its segment starts from the
     input kept in tick g + forward.
@@ -122,7 +122,7 @@ class SteadyState:
 
     @property
     def recompute_edges(self) -> tuple[tuple[int, int], ...]:
-        """From each stage to the next of its segment, if it recomputes."""
+        """Pairs of each stage and the next of its segment, if the pipeline recomputes."""
         stages = () if self.recompute_segment is None else range(1, self.num_stages)
         return tuple((d - 1, d) for d in stages if not self.begins_segment(d))
 
@@ -221,13 +221,13 @@ class SteadyState:
 
     @property
     def loss_lag(self) -> int:
-        """Minibatches that enter after one before the last of its losses is known."""
+        """Number of minibatches that enter after a minibatch before all its losses are known."""
         lag: int = -(-self.head.forward // self.num_microbatches)
         return lag
 
     def delay(self, part: Part, j: Integers) -> Integers:
-        """How many of the updates before its own minibatch's the forward of a minibatch's
-        microbatch j misses, with a full pipeline."""
+        """Number of earlier minibatches whose updates the forward of a minibatch's microbatch j
+        misses when the pipeline is full."""
         if self.method == "2bw":
             return 1 + 0 * j
         return -((j - (part.backward - part.forward)) // self.num_microbatches)

@@ -145,7 +145,7 @@ def _uniform(num_stages: int, stride: int, gaps: Sequence[int]) -> Block:
 
 
 def _named(name: str, block: Block, num_microbatches: int, costs: Costs) -> Schedule:
-    """The schedule of a block, for other costs than those of the paper perhaps in another order."""
+    """Builds the schedule of a block; with other costs than the paper's, maybe in another order."""
 
     # Two rounds of the pipeline show what comes before the steady state, and after it.
     trial = min(num_microbatches, 2 * len(block.peaks))
@@ -153,28 +153,28 @@ def _named(name: str, block: Block, num_microbatches: int, costs: Costs) -> Sche
     for blocks in () if costs == UNIT else ([block, *_turned(block)], [*_stretched(block)]):
         ways = [*_plans(blocks, max(block.peaks), costs)]
         plans += sorted(ways, key=lambda plan: plan.makespan(trial, costs))[:1]
-    found = [
+    schedules = [
         block_orders.to_schedule(name, block.placement, timed.orders, num_microbatches, plan.caps)
         for plan in plans
-        # One that ran so far may still stop with more microbatches; the paper's never do.
+        # A plan that ran so far may still stop with more microbatches; the paper's never do.
         if (timed := plan.orders(num_microbatches, plan.costs)) is not None
     ]
-    return found[0] if costs == UNIT else soonest(found, costs)
+    return schedules[0] if costs == UNIT else soonest(schedules, costs)
 
 
 def _plans(blocks: Iterable[Block], cap: int, costs: Costs) -> Iterator[Plan]:
-    """Ways to order blocks for other costs."""
-    for one, reserve, planned in itertools.product(blocks, (False, True), (UNIT, costs)):
-        yield Plan(one, (cap,) * len(one.peaks), planned, reserve)
+    """Yields ways to order blocks for other costs."""
+    for block, reserve, planned in itertools.product(blocks, (False, True), (UNIT, costs)):
+        yield Plan(block, (cap,) * len(block.peaks), planned, reserve)
 
 
 def _turned(block: Block) -> Iterator[Block]:
-    """Blocks with other turns that keep no more."""
+    """Yields blocks with other turns that keep no more in flight."""
     return _kin(block, _strides(block))
 
 
 def _stretched(block: Block) -> Iterator[Block]:
-    """Blocks with other turns and a first or last hop twice as long that keep no more."""
+    """Yields blocks with other turns and a first or last hop twice as long that keep no more."""
     strides = _strides(block)
     if len(strides) > 1:
         yield from _kin(block, (2 * strides[0], *strides[1:]))

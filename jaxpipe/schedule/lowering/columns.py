@@ -25,15 +25,15 @@ class Columns:
     microbatch: np.ndarray
 
     def of(self, *kinds: Kind) -> np.ndarray:
-        """Which actions are of these kinds, bool ``[actions]``."""
-        found: np.ndarray = np.logical_or.reduce([self.kind == KINDS.index(k) for k in kinds])
-        return found
+        """Marks the actions of these kinds, bool ``[actions]``."""
+        marked: np.ndarray = np.logical_or.reduce([self.kind == KINDS.index(k) for k in kinds])
+        return marked
 
 
 def columns_of(schedule: Schedule) -> Columns:
     """Puts every action, or overlapped pair, into its earliest tick, or the schedule's own.
 
-    Where some backwards are B and W, and others BW, these are B and W in the same tick.
+    Where some backwards are B and W, and others BW, a BW becomes B and W in the same tick.
     """
     code = {kind: k for k, kind in enumerate(KINDS)}
     rows = schedule.ticks if isinstance(schedule, MinibatchSchedule) else ticks(schedule)

@@ -14,8 +14,8 @@ two ends alone. Any other is late: it leaves at the beginning of the next tick a
 that tick's layers run (docs/design/001-executor.md).
 
 Where chunks move over data in pieces under layers (`jaxpipe.schedule.lowering.under_layers`), a
-tick's pieces are on their way from its beginning to its end. In which ticks stages embed together
-is up to `jaxpipe.schedule.lowering.outer_ticks`.
+tick's pieces are on their way from its beginning to its end.
+`jaxpipe.schedule.lowering.outer_ticks` chooses the ticks in which stages embed together.
 """
 
 from __future__ import annotations
@@ -74,9 +74,9 @@ def lower(
         chunk may be reduced when the step ends.
       own_slots: a chunk always lies in slot ``chunk % k`` of k, for programs that must know where
         weights are; this may take more slots and gather more often.
-      pieces: of a chunk, to move under layers of other chunks where there is a slot more; by
-        default chunks move as a whole.
-      shares: the most equal parts in which a piece may move, a power of two.
+      pieces: number of pieces in which a chunk moves under layers of other chunks, where there is
+        one more slot; by default chunks move as a whole.
+      shares: largest number of equal parts in which a piece may move, a power of two.
       together: whether all stages compute embedding and head together, or those of the first and
         the last virtual stage alone.
       overlaps: whether messages travel while layers run, as on GPUs. XLA for CPUs runs one after
@@ -104,33 +104,34 @@ def lowering(
     together: bool = False,
     overlaps: bool = True,
 ) -> Lowering:
-    """The part of `lower` that is the same however chunks move over data; arguments are its own."""
+    """Does the part of `lower` that does not depend on how chunks move over data."""
     refuse(simulated_only(schedule))
     columns, counts = columns_of(schedule), tuple(layer_counts)
     return Lowering(schedule, columns, counts, together=together, overlaps=overlaps)
 
 
 def forward_only(schedule: Schedule) -> Schedule:
-    """The schedule's forwards alone, for evaluation."""
+    """Keeps only the forwards of a schedule, for evaluation."""
     orders = tuple(tuple(a for a in row if a.kind is Kind.F) for row in schedule.orders)
     return dataclasses.replace(schedule, orders=orders, peak_in_flight=None, overlapped=())
 
 
 def _at(ticks: np.ndarray, phase: Phase) -> np.ndarray:
-    """Times within the step."""
+    """Converts ticks to times of a phase within the step."""
     return ticks * len(Phase) + phase
 
 
 class Lowering:
-    """A schedule in its ticks, with the slots of what its actions keep: all that its tick tables
-    have in common, which differ in how chunks move over data.
+    """A schedule in its ticks, with the slots of what its actions keep.
+
+    Its tick tables have this in common; they differ in how chunks move over data.
 
     Arrays of all actions of a kind are ``[virtual stages, microbatches]``.
 
     Attributes:
-      kinds: of its actions.
-      ticks: of all actions, by kind.
-      channels, exchanges, exchange, num_slots: as of `TickTable`.
+      kinds: kinds of its actions.
+      ticks: ticks of all actions, by kind.
+      channels, exchanges, exchange, num_slots: as in `TickTable`.
     """
 
     def __init__(
@@ -167,7 +168,7 @@ class Lowering:
         }
 
     def table(self, *, weight_slots: int, gradient_slots: int | None, moving: Moving) -> TickTable:
-        """The tick table of chunks that move so; the slots are those of `lower`."""
+        """Builds the tick table for one way of moving chunks; slots are as for `lower`."""
         slots, most = self._slots, self.schedule.num_chunks
         hold = functools.partial(held_chunks, self.schedule, self.columns, moving)
         waits, kept = moving.pieces > 0, gradient_slots is not None
@@ -197,16 +198,16 @@ class Lowering:
         )
 
     def _ticks(self, kind: Kind) -> np.ndarray:
-        mine = self.columns.of(kind)
+        selected = self.columns.of(kind)
         ticks = np.full(self.shape, self.num_ticks)
-        ticks[self.columns.virtual_stage[mine], self.columns.microbatch[mine]] = self.columns.tick[
-            mine
-        ]
+        ticks[self.columns.virtual_stage[selected], self.columns.microbatch[selected]] = (
+            self.columns.tick[selected]
+        )
         return ticks
 
     def _messages(self) -> Iterator[tuple[Kind, int, int, np.ndarray, np.ndarray]]:
-        """Kind (F, backward or R), source, target, and per microbatch the ticks in which the source
-        sends and the target reads."""
+        """Yields the kind (F, backward or R), source and target of messages, and per microbatch
+        the ticks in which the source sends and the target reads."""
         steps = ((Kind.F, 1), (self.backward, -1), (Kind.R, 1))
         for kind, step in steps[: 1 + self.trains + self.recomputes]:
             for source, sent in enumerate(self.ticks[kind]):
@@ -216,19 +217,19 @@ class Lowering:
                     yield kind, source, target, sent, self.ticks[kind][target]
 
     def _arrivals(self, sent: np.ndarray, read: np.ndarray) -> np.ndarray:
-        """Ticks in which messages between neighboring virtual stages are received, from those in
-        which they are sent and read, ``[virtual stages - 1, microbatches]``."""
+        """Computes the ticks in which messages between neighboring virtual stages are received from
+        those in which they are sent and read, ``[virtual stages - 1, microbatches]``."""
         moved = self.stage_of[1:] != self.stage_of[:-1]
         arrivals: np.ndarray = sent + (self._is_late(sent, read) & moved[:, None])
         return arrivals
 
     def _is_late(self, sent: np.ndarray, read: np.ndarray) -> np.ndarray:
-        """Which messages between stages are received in the tick after that which sends them."""
+        """Marks the messages between stages that are received in the tick after they are sent."""
         late: np.ndarray = (read > sent + 1) & self.overlaps
         return late
 
     def _lives(self) -> dict[str, tuple[np.ndarray, np.ndarray]]:
-        """The times of first write and last read of what each buffer keeps."""
+        """Computes the times of first write and last read of what each buffer keeps."""
         runs = self.ticks[Kind.F]
         received = _at(self._arrivals(runs[:-1], runs[1:]), Phase.EXCHANGE)
         enters = _at(runs[:1], Phase.EMBED)
@@ -250,18 +251,21 @@ class Lowering:
         return lives
 
     def _colour(self, start: np.ndarray, end: np.ndarray) -> np.ndarray:
-        """Slots of one buffer, as few on every stage as possible."""
+        """Assigns the slots of one buffer, as few on every stage as possible."""
         slots = np.zeros(self.shape, np.int64)
-        for held in map(list, self.schedule.placement.virtual_stages):
-            found = colour_intervals(start[held].reshape(-1), end[held].reshape(-1))
-            slots[held] = found.reshape(len(held), -1)
+        for own_stages in map(list, self.schedule.placement.virtual_stages):
+            colours = colour_intervals(start[own_stages].reshape(-1), end[own_stages].reshape(-1))
+            slots[own_stages] = colours.reshape(len(own_stages), -1)
         return slots
 
     def _enter(
         self, start: np.ndarray, end: np.ndarray, slots: np.ndarray
     ) -> tuple[np.ndarray, np.ndarray]:
-        """When each microbatch is embedded, and the slots of all inputs. All stages together do it
-        beside heads if that takes no slot more. Arguments are those of embedding each in time."""
+        """Chooses when each microbatch is embedded, and the slots of all inputs.
+
+        Stages that embed together do it beside heads if that takes no further slot. The arguments
+        describe inputs that are embedded in the tick of their use.
+        """
         runs = self.ticks[Kind.F]
         if not self.together:
             return runs[0], slots
@@ -272,30 +276,33 @@ class Lowering:
     def _leave(
         self, lives: tuple[np.ndarray, np.ndarray] | None, slots: np.ndarray
     ) -> tuple[tuple[np.ndarray, np.ndarray], np.ndarray]:
-        """When each cotangent goes through the embedding, and the slot in which it waits; and those
-        of all cotangents. All stages together take as many at once as take no slot more. Arguments
-        as for `_enter`."""
+        """Chooses when each cotangent goes through the embedding and the slot in which it waits,
+        and the slots of all cotangents.
+
+        Stages that embed together take as many cotangents at once as need no further slot.
+        Arguments as for `_enter`.
+        """
         if lives is None:
             return (np.zeros(0, np.int64), np.zeros(0, np.int64)), slots
         done, most = self.ticks[self.backward][0], int(slots.max())
-        held = list(self.schedule.placement.virtual_stages[self.stage_of[0]])
+        own_stages = list(self.schedule.placement.virtual_stages[self.stage_of[0]])
         while self.together and most > 0:
             ticks = embed_gradient_ticks(done, self.ticks[Kind.F][-1], self.num_ticks, most)
             waits, waiting = ticks > done, np.full_like(done, NONE)
-            start = np.append(lives[0][held], _at(done[waits], Phase.EXCHANGE))
-            end = np.append(lives[1][held], _at(ticks[waits], Phase.EMBED_GRADIENT))
-            found = colour_intervals(start, end)
-            if found.max() <= slots.max():
-                own, waiting[waits] = np.split(found, [done.size * len(held)])
-                slots[held] = own.reshape(len(held), -1)
+            start = np.append(lives[0][own_stages], _at(done[waits], Phase.EXCHANGE))
+            end = np.append(lives[1][own_stages], _at(ticks[waits], Phase.EMBED_GRADIENT))
+            colours = colour_intervals(start, end)
+            if colours.max() <= slots.max():
+                own, waiting[waits] = np.split(colours, [done.size * len(own_stages)])
+                slots[own_stages] = own.reshape(len(own_stages), -1)
                 return (ticks, waiting), slots
             most //= 2
         return (done, np.full_like(done, NONE)), slots
 
     def _pass(self, kind: Kind, weights: Held, gradients: Held) -> Cell:
         columns, slots = self.columns, self._slots
-        mine = np.flatnonzero(columns.of(kind))
-        place = columns.virtual_stage[mine], columns.microbatch[mine]
+        selected = np.flatnonzero(columns.of(kind))
+        place = columns.virtual_stage[selected], columns.microbatch[selected]
         values = {
             "layers": np.asarray(self.layer_counts)[place[0]],
             "chunk": self.chunk_of[place[0]],
@@ -304,19 +311,19 @@ class Lowering:
             "until_b": slots["until_b"][place],
             "until_w": slots["until_w"][place],
             "crossing": slots["crossing"][place],
-            "weights": weights.slots[mine],
-            "gradient": gradients.slots[mine],
-            "fresh": gradients.fresh[mine],
+            "weights": weights.slots[selected],
+            "gradient": gradients.slots[selected],
+            "fresh": gradients.fresh[selected],
         }
-        found = {}
+        fields = {}
         for name, value in values.items():
-            found[name] = np.zeros((self.num_ticks, self.schedule.num_stages), np.int32)
-            found[name][columns.tick[mine], columns.stage[mine]] = value
-        return Cell(**found)
+            fields[name] = np.zeros((self.num_ticks, self.schedule.num_stages), np.int32)
+            fields[name][columns.tick[selected], columns.stage[selected]] = value
+        return Cell(**fields)
 
     def _uniform(self, ticks: np.ndarray, slots: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Columns of a phase that runs in these ticks, one microbatch in each, and the slot it is
-        in."""
+        """Fills the columns of a phase that runs in these ticks: one microbatch in each, and its
+        slot."""
         microbatch = np.full(self.num_ticks, NONE, np.int32)
         slot = np.zeros(self.num_ticks, np.int32)
         microbatch[ticks] = np.arange(len(ticks))
@@ -324,7 +331,7 @@ class Lowering:
         return microbatch, slot
 
     def _together(self, ticks: np.ndarray, slots: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """The same where a tick may have several microbatches, ``[ticks, most in a tick]``."""
+        """Does as `_uniform` where several microbatches may share a tick: ``[ticks, most]``."""
         order = np.argsort(ticks, kind="stable")
         sorted_ticks = ticks[order]
         place = np.arange(len(ticks)) - np.searchsorted(sorted_ticks, sorted_ticks)
@@ -334,8 +341,8 @@ class Lowering:
         return microbatch, slot
 
     def _channels(self) -> Iterable[Channel]:
-        """Groups messages by kind and distance, so that each group is one permutation. What waits
-        for the embedding is a message of the first stage to itself."""
+        """Groups messages by kind and distance, so that each group is one permutation. A cotangent
+        that waits for the embedding is a message of the first stage to itself."""
         slots, waiting = self._slots, self._returned[1]
         _Group = tuple[set[tuple[int, int]], np.ndarray, np.ndarray]
         groups: dict[tuple[Kind, int], _Group] = {}
@@ -364,10 +371,10 @@ class Lowering:
             yield Channel(kind, tuple(sorted(edges)), slot, late_slot)
 
     def _exchanges(self) -> tuple[tuple[tuple[Edges, ...], ...], np.ndarray]:
-        """As of `TickTable`: a message to the stage itself connects nothing."""
+        """Computes the exchanges of `TickTable`; a message to the stage itself connects nothing."""
         of_tick = [
             tuple(() if channel.local else channel.edges_at(tick) for channel in self.channels)
             for tick in range(self.num_ticks)
         ]
-        found = {pairs: number for number, pairs in enumerate(dict.fromkeys(of_tick))}
-        return tuple(found), np.asarray([found[pairs] for pairs in of_tick], np.int32)
+        numbers = {pairs: number for number, pairs in enumerate(dict.fromkeys(of_tick))}
+        return tuple(numbers), np.asarray([numbers[pairs] for pairs in of_tick], np.int32)

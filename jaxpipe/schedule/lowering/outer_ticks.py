@@ -14,8 +14,8 @@ import numpy as np
 def embed_ticks(first: np.ndarray, heads: np.ndarray) -> np.ndarray:
     """The tick at whose beginning each microbatch is embedded.
 
-    It is the latest one that follows a head, if the microbatch before has been read by then, so
-    that no more than one waits; otherwise that of its own first use.
+    This is the latest tick that follows a head, if the microbatch before has been read by then, so
+    that no more than one waits; otherwise the tick of its own first use.
 
     Args:
       first: ticks in which the first virtual stage runs F, int64 ``[microbatches]``.
@@ -41,8 +41,8 @@ def embed_gradient_ticks(
 ) -> np.ndarray:
     """The tick at whose end each microbatch's cotangent goes through the embedding.
 
-    It is the first one with a head, or the last of all. Where more than ``most`` would wait for
-    that, those that do and the next one go together when this is there.
+    This is the first tick with a head, or the last tick of all. Where more than ``most`` cotangents
+    would wait for it, the waiting ones go together with the next one, as soon as that is there.
 
     Args:
       done: the ticks in which cotangents are there, int64 ``[microbatches]``.

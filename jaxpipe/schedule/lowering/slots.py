@@ -1,4 +1,4 @@
-"""Which chunk is in which slot, when a stage holds fewer slots than chunks.
+"""Slots for chunks, where a stage has fewer slots than chunks.
 
 Weights sharded over the data axis are gathered into slots before use; sharded gradients are summed
 in slots and reduced when a slot is given up. Both follow from the order alone, by the same rule.
@@ -29,7 +29,7 @@ def cached_slots(
     """Assigns slots to items, evicting the one whose next use is farthest (Belady's rule).
 
     The number of stays, and hence of transfers, is the least possible. An item stays until the tick
-    of its use is over. Of items that are not used again, the one that has waited longest goes.
+    of its use is over. Among items that are not used again, the one that has waited longest goes.
 
     Args:
       ticks: when each use is, in order.
@@ -44,28 +44,28 @@ def cached_slots(
       ([(0, 0, 0), (1, 1, 1), (0, 2, 2)], [0, 1, 2])
     """
     next_use = _next_uses(items)
-    held: dict[int, int] = {}  # item -> index of its stay
+    current: dict[int, int] = {}  # item -> index of its stay
     farthest: dict[int, float] = {}
     stays: list[Stay] = []
     of_use: list[int] = []
     for index, (tick, item) in enumerate(zip(ticks, items, strict=True)):
-        if item not in held:
-            slot = len(held)
+        if item not in current:
+            slot = len(current)
             if slot == num_slots:
-                used = {other: stays[stay].unloaded for other, stay in held.items()}
-                idle = (other for other in held if used[other] < tick)
+                used = {other: stays[stay].unloaded for other, stay in current.items()}
+                idle = (other for other in current if used[other] < tick)
                 farthest_idle = max(idle, key=lambda other: (farthest[other], -used[other]))
-                slot = stays[held.pop(farthest_idle)].slot
-            held[item] = len(stays)
+                slot = stays[current.pop(farthest_idle)].slot
+            current[item] = len(stays)
             stays.append(Stay(item, slot, tick, tick))
-        stays[held[item]].unloaded = tick
+        stays[current[item]].unloaded = tick
         farthest[item] = next_use[index]
-        of_use.append(held[item])
+        of_use.append(current[item])
     return stays, of_use
 
 
 def _next_uses(items: Sequence[int]) -> list[float]:
-    """For every use, the index of the same item's next one."""
+    """Finds, for every use, the index of the same item's next use."""
     upcoming: dict[int, int] = {}
     result = [math.inf] * len(items)
     for index in range(len(items) - 1, -1, -1):

@@ -22,11 +22,11 @@ from jaxpipe.schedule.placement import linear
 
 
 class SteadyRows:
-    """A source of rows.
+    """Source of the rows of an asynchronous pipeline.
 
     Args:
-      entered: microbatches that have entered since it was last empty.
-      first: the version of the weights that it was filled with.
+      entered: microbatches that have entered since the pipeline was last empty.
+      first: version of the weights with which the pipeline was filled.
       fused: whether backwards are BW, or B and W.
       xp: the namespace of the arrays that come in: numpy or `jax.numpy`.
 
@@ -49,7 +49,7 @@ class SteadyRows:
         )
 
     def row(self, tick: Any, stage: Any, *, layers: Any) -> table.Row:
-        """What one stage does in one tick.
+        """Computes what one stage does in one tick.
 
         Args:
           tick: counted since the pipeline was last empty; an integer or an array of them.
@@ -102,7 +102,7 @@ class SteadyRows:
         return {Kind.F: (tick - part.forward) % size, Kind.R: (tick - part.recompute) % size}
 
     def _arrivals(self, tick: Any, stage: Any) -> tuple[Arrival, ...]:
-        """In the order of channels: cotangents, activations, recomputed activations."""
+        """Arrivals in the order of channels: cotangents, activations, recomputed activations."""
         steady = self.steady
         if steady.num_stages == 1:
             return ()
@@ -161,14 +161,14 @@ class SteadyRows:
 
 
 def shown_minibatches(num_stages: int, num_microbatches: int) -> int:
-    """How many minibatches show the pipeline full, through at least one of them."""
+    """Number of minibatches that keep the pipeline full throughout at least one of them."""
     return 1 + -(-4 * num_stages // num_microbatches)
 
 
 def steady_schedule(
     steady: SteadyState, minibatches: int | None = None, *, fused: bool = False
 ) -> MinibatchSchedule:
-    """Several minibatches, from an empty pipeline to an empty one, as a schedule like any other.
+    """Builds the schedule of several minibatches, from an empty pipeline to an empty one.
 
     Args:
       minibatches: K, at least 1; microbatches are numbered through all of them. None for
@@ -212,9 +212,10 @@ def steady_schedule(
 def steady_table(
     steady: SteadyState, layer_counts: Sequence[int], *, fused: bool
 ) -> table.TickTable:
-    """The table of a few minibatches: kinds, channels and slots of a pipeline that never drains.
+    """Builds the table of a few minibatches, with the kinds, channels and slots of a pipeline that
+    never drains.
 
-    While it is full, all messages of a tick are read in the next one.
+    While the pipeline is full, all messages of a tick are read in the next one.
 
     Args:
       layer_counts: layers of every stage.

@@ -1,7 +1,7 @@
 """The tick table: what every stage does in every tick, as arrays of integers.
 
-A `Row` is one tick, a `Cell` what it holds of one kind of action. The executor sees rows alone,
-with one integer per field: its own stage's. A table holds the same rows as columns.
+A `Row` is one tick, and a `Cell` is its action of one kind. The executor only sees rows, with one
+integer per field: that of its own stage. A table holds the same rows as columns.
 """
 
 from __future__ import annotations
@@ -18,8 +18,9 @@ NONE = -1
 """Marks an empty cell of a table: no action, no message, no slot."""
 
 _MIXED = 0.25
-"""Most ticks, of all, that may go both forward and backward where other ticks have bodies for one
-direction: each body takes time to compile. By schedule: docs/design/001-executor.md."""
+"""Largest share of ticks that go both forward and backward with which other ticks have bodies for
+one direction: each body takes time to compile. Shares by schedule are in
+docs/design/001-executor.md."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,20 +55,20 @@ class Cell:
 
 
 class Arrival(NamedTuple):
-    """Where a stage puts what a channel brings, `NONE` for nothing: see `Channel`."""
+    """Slots for what a channel brings to a stage, `NONE` for nothing: see `Channel`."""
 
     slot: Any
     late_slot: Any
 
 
 class Transfer(NamedTuple):
-    """What to gather or reduce over data; chunk `NONE` for nothing.
+    """A chunk to gather or reduce over data; `NONE` for nothing.
 
     Args:
-      chunk: which.
-      slot: where it lies.
-      piece: the first of its pieces to move, where it moves in pieces; or, where these move in
-        shares, which share, counted within the chunk.
+      chunk: number of the chunk.
+      slot: slot in which it lies.
+      piece: number of the first piece to move, where chunks move in pieces; or, where pieces move
+        in shares, of the share, counted within the chunk.
     """
 
     chunk: Any
@@ -76,7 +77,7 @@ class Transfer(NamedTuple):
 
 
 class Parts(NamedTuple):
-    """What the program has for a tick: it has a body for every combination that occurs.
+    """Parts of a tick's body; the program has a body for every combination that occurs.
 
     Args:
       forward: embedding, forwards, their messages and the head.
@@ -91,7 +92,7 @@ class Parts(NamedTuple):
 
     @property
     def name(self) -> str:
-        """Such as "tick_forward_gather"."""
+        """Name of the body, such as "tick_forward_gather"."""
         return "_".join(["tick", *(name for name, has in self._asdict().items() if has)])
 
     def has(self, kind: Kind) -> bool:
@@ -109,9 +110,8 @@ class Reads(NamedTuple):
 class Outer(NamedTuple):
     """The embedding and the head of one tick: see `TickTable`.
 
-    ``embed_gradient`` and its slot are ``[most in a tick]``, `NONE` behind those that there are.
-    Where weights are kept in versions, ``reads`` has those of each phase: enter, leave and
-    embed_gradient.
+    ``embed_gradient`` and its slot are ``[most in a tick]``, padded with `NONE`. Where weights are
+    kept in versions, ``reads`` has those that each phase reads: enter, leave and embed_gradient.
     """
 
     embed: Any
@@ -127,9 +127,9 @@ class Update(NamedTuple):
     """An update that ends a tick.
 
     Args:
-      minibatch: whose gradients are complete, counted since the pipeline was last empty; `NONE` if
-        there is no update.
-      version: of the weights before it.
+      minibatch: minibatch whose gradients are complete, counted since the pipeline was last empty;
+        `NONE` if there is no update.
+      version: version of the weights before the update.
     """
 
     minibatch: Any
@@ -153,9 +153,9 @@ class Row(NamedTuple):
       arrivals: the messages it receives, in the order of `TickTable.channels`.
       gather, reduce: its transfers over data.
       outer: what embedding and head compute.
-      exchange: number of its `TickTable.exchanges`.
+      exchange: index of its messages in `TickTable.exchanges`.
       updates: what is updated; None where weights stay as they are.
-      replay: slots of what F keeps for R, for both; None where nothing is recomputed.
+      replay: slots of what F keeps for R, by F and R; None where nothing is recomputed.
     """
 
     cells: dict[Kind, Cell]
@@ -185,7 +185,7 @@ class Channel:
       edges: (sender, receiver) pairs; a stage that sends to itself writes its own inbox.
       slot: int32 ``[ticks, stages]``, the inbox slot of what a stage receives in the tick that
         sends it, or `NONE`.
-      late_slot: the same for what the tick before has sent.
+      late_slot: the same for what was sent in the tick before.
     """
 
     kind: Kind
@@ -200,7 +200,7 @@ class Channel:
 
     @property
     def late_edges(self) -> Edges:
-        """The pairs that any message travels late between."""
+        """The pairs between which any message travels late."""
         receives = (self.late_slot != NONE).any(axis=0)
         return tuple(edge for edge in self.edges if receives[edge[1]])
 
@@ -214,16 +214,16 @@ class Transfers:
     """Gathers or reductions over data.
 
     A chunk moves as a whole in the tick of its first use, or of its last, and layers wait for it.
-    Or, if there is a slot more, it moves under layers of other chunks, at equal ticks on all
-    stages: in every tick a group of pieces, or a share of a piece.
+    Or, if there is one more slot, it moves under layers of other chunks, in the same ticks on all
+    stages: one group of pieces, or one share of a piece, per tick.
 
     Args:
       chunk, slot, piece: int32 ``[ticks, stages]``, see `Transfer`.
       num_slots: per stage.
       group: pieces, or shares, that move in one tick under its layers; 0 where chunks move as a
         whole.
-      shares: of a piece.
-      parts: ticks in which a chunk moves.
+      shares: number of shares of a piece.
+      parts: number of ticks in which a chunk moves.
       edge: whole chunks that move before the first tick (gathers) or after the last (reductions),
         int32 ``[moves, stages]``.
     """
@@ -239,7 +239,7 @@ class Transfers:
 
     @property
     def counts(self) -> tuple[int, ...]:
-        """How many chunks each stage moves in one step."""
+        """Number of chunks that each stage moves in one step."""
         pieces, edge = (self.chunk != NONE).sum(axis=0), (self.edge.chunk != NONE).sum(axis=0)
         return tuple((pieces // self.parts + edge).tolist())
 
@@ -250,7 +250,7 @@ class Transfers:
 
     @property
     def shared(self) -> np.ndarray:
-        """bool ``[ticks]``: in which all stages move pieces under their layers."""
+        """Ticks in which all stages move pieces under their layers, bool ``[ticks]``."""
         moves: np.ndarray = (self.chunk != NONE).any(axis=1) & (self.group > 0)
         return moves
 
@@ -309,8 +309,8 @@ class TickTable:
 
     @property
     def rows(self) -> Row:
-        """All rows as one: int32 ``[ticks, stages]``; in `Row.outer` and `Row.exchange`, which are
-        the same for all stages, without them."""
+        """All rows as one, int32 ``[ticks, stages]``; `Row.outer` and `Row.exchange`, which are the
+        same for all stages, have no dimension of stages."""
         return Row(
             cells=self.passes,
             arrivals=tuple(Arrival(c.slot, c.late_slot) for c in self.channels),
@@ -328,7 +328,7 @@ class TickTable:
         )
 
     def parts(self, *, gathers: bool, reduces: bool) -> list[Parts]:
-        """What the program has for every tick.
+        """Lists the parts of every tick's body.
 
         Arguments as for `runs`.
         """
@@ -336,7 +336,7 @@ class TickTable:
         return [Parts(*map(bool, tick)) for tick in zip(*self._directions(), *moves, strict=True)]
 
     def runs(self, *, gathers: bool, reduces: bool) -> tuple[tuple[Parts, ...], np.ndarray]:
-        """Ticks in a row that have equal parts.
+        """Groups ticks in a row that have equal parts.
 
         Args:
           gathers, reduces: whether the program gathers, and reduces, as the table says.
@@ -346,23 +346,23 @@ class TickTable:
           other in every round.
         """
         of_tick = self.parts(gathers=gathers, reduces=reduces)
-        found, rounds = list(dict.fromkeys(of_tick)), list[list[int]]()
-        for number, ticks in itertools.groupby(map(found.index, of_tick)):
+        distinct, rounds = list(dict.fromkeys(of_tick)), list[list[int]]()
+        for number, ticks in itertools.groupby(map(distinct.index, of_tick)):
             if not rounds or any(rounds[-1][number:]):
-                rounds.append([0] * len(found))
+                rounds.append([0] * len(distinct))
             rounds[-1][number] = len(list(ticks))
-        return tuple(found), np.asarray(rounds, np.int32)
+        return tuple(distinct), np.asarray(rounds, np.int32)
 
     def reduces_last(self, *, gathers: bool) -> bool:
-        """Whether of all ticks only the last reduces, in a body that runs once: XLA leaves out such
-        a loop, and makes what it is reduced to when layers are done."""
+        """Whether only the last tick reduces, in a body that runs once: XLA leaves out such a loop,
+        and allocates the result of the reduction when layers are done."""
         _, rounds = self.runs(gathers=gathers, reduces=True)
         reducing = self.reduces.shared
         return len(rounds) == 1 and bool(reducing[-1]) and not reducing[:-1].any()
 
     def _directions(self) -> tuple[np.ndarray, np.ndarray]:
-        """bool ``[ticks]``, twice: which ticks have a body with what belongs to forwards, and which
-        with what belongs to backwards."""
+        """Marks the ticks whose bodies have what belongs to forwards, and those whose bodies have
+        what belongs to backwards, bool ``[ticks]`` each."""
         used = [
             *((kind, (cell.layers > 0).any(axis=1)) for kind, cell in self.passes.items()),
             *(

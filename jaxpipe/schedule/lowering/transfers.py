@@ -1,4 +1,4 @@
-"""When chunks move over the data axis: gathers of weights before use, reductions after it."""
+"""Moves of chunks over the data axis: gathers of weights before use, reductions after it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from jaxpipe.schedule.lowering.under_layers import under_layers
 
 
 class Moving(NamedTuple):
-    """How chunks move over data.
+    """Options for how chunks move over data.
 
     Args:
       own_slots: a chunk always lies in slot ``chunk % k`` of k.
@@ -29,10 +29,10 @@ class Moving(NamedTuple):
 
 
 class Held(NamedTuple):
-    """Transfers, and what they mean for the actions.
+    """Transfers, and the slots in which actions find their chunks.
 
     Args:
-      transfers: one per stage and tick at most.
+      transfers: at most one per stage and tick.
       slots: int64 ``[actions]``: the slot of each action's chunk.
       fresh: bool ``[actions]``: whether an action is the first of its chunk's stay.
     """
@@ -58,20 +58,20 @@ def held_chunks(
       columns: the schedule's actions.
       moving: how chunks move.
       num_slots: per stage, at least 1; raised until no tick needs more slots or two transfers.
-      kinds: that need the chunk in a slot.
+      kinds: kinds of action that need the chunk in a slot.
       load: whether chunks move before their first use, or after their last.
-      waits: whether they may move at other times than when they are used.
+      waits: whether chunks may move at other times than when they are used.
     """
     while (
-        found := _with_slots(schedule, columns, num_slots, moving.own_slots, kinds, load)
+        planned := _with_slots(schedule, columns, num_slots, moving.own_slots, kinds, load)
     ) is None:
         num_slots += 1
-    held, stays = found
+    whole, stays = planned
     if not waits:
-        return held
-    ticks = len(held.transfers.chunk)
+        return whole
+    ticks = len(whole.transfers.chunk)
     spread = under_layers(stays, ticks, num_slots, moving.pieces, moving.shares, load=load)
-    return held if spread is None else held._replace(transfers=spread)
+    return whole if spread is None else whole._replace(transfers=spread)
 
 
 def _with_slots(
@@ -82,9 +82,10 @@ def _with_slots(
     kinds: Sequence[Kind],
     load: bool,
 ) -> tuple[Held, list[list[Stay]]] | None:
-    """Chunks that move as a whole, and their stays by stage.
+    """Plans the transfers of chunks that move as a whole, and lists their stays by stage.
 
-    None where a tick needs more slots or more than one transfer."""
+    Returns None where a tick needs more slots or more than one transfer.
+    """
     shape = (1 + int(columns.tick.max()), schedule.num_stages)
     chunk, slot = np.full(shape, NONE, np.int32), np.zeros(shape, np.int32)
     slots_of = np.zeros(len(columns.tick), np.int64)
@@ -96,8 +97,8 @@ def _with_slots(
     caches, size = (num_slots, 1) if own_slots else (1, num_slots)
     for stage, cache in itertools.product(range(schedule.num_stages), range(caches)):
         first, end = np.searchsorted(columns.stage, (stage, stage + 1))
-        mine = wanted[first:end] & (chunks[first:end] % caches == cache)
-        used = first + np.flatnonzero(mine)
+        selected = wanted[first:end] & (chunks[first:end] % caches == cache)
+        used = first + np.flatnonzero(selected)
         uses, items = columns.tick[used], chunks[used]
         if _most_together(uses, items) > size:
             return None
@@ -109,9 +110,9 @@ def _with_slots(
         for stay in stays:
             stay.slot += cache * size
         all_stays[stage] += stays
-        held_in = np.asarray([stay.slot for stay in stays], np.int64)
-        chunk[ticks, stage], slot[ticks, stage] = [stay.item for stay in stays], held_in
-        slots_of[used] = held_in[stay_of]
+        slot_of_stay = np.asarray([stay.slot for stay in stays], np.int64)
+        chunk[ticks, stage], slot[ticks, stage] = [stay.item for stay in stays], slot_of_stay
+        slots_of[used] = slot_of_stay[stay_of]
         _, firsts = np.unique(stay_of, return_index=True)
         fresh[used[firsts]] = True
     nothing = Transfer(*(np.full((0, schedule.num_stages), NONE, np.int32) for _ in range(3)))
@@ -122,6 +123,6 @@ def _with_slots(
 
 
 def _most_together(ticks: np.ndarray, items: np.ndarray) -> int:
-    """The most different items used in one tick."""
+    """Counts the most different items used in one tick."""
     pairs = np.unique(np.stack([ticks, items]), axis=1)
     return int(np.unique(pairs[0], return_counts=True)[1].max(initial=0))

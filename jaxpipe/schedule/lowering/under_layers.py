@@ -20,7 +20,7 @@ SMALLEST_SHARE = 1 << 27
 """Bytes of parameters below which no part of a layer moves over data by itself: a collective of a
 few megabytes does not reach the bandwidth of its links."""
 _WASTE = 0.05
-"""Bytes that may move in vain, as a part of a layer's: arrays that do not divide."""
+"""Share of a layer's bytes that may move in vain, because arrays do not divide."""
 
 
 class _Job(NamedTuple):
@@ -45,20 +45,23 @@ def under_layers(
 ) -> Transfers | None:
     """Spreads the pieces of chunks over ticks, as few at once as possible.
 
-    The first chunk that a stage uses is gathered as a whole before the first tick, the last one
-    reduced after the last, as is what else has no time within the step but may wait for its edge.
+    The first chunk that a stage uses is gathered as a whole before the first tick, and the last one
+    is reduced after the last tick. So is any other chunk that has no time within the step but may
+    move at its edge.
 
     Args:
       stays: by stage.
       num_slots: per stage.
-      pieces: of a chunk; 0 if nothing is to move under layers, but only at the edges of the step.
-      most_shares: in which a piece may move, a power of two.
+      pieces: pieces of a chunk; 0 if chunks move only at the edges of the step, not under layers.
+      most_shares: the most shares in which a piece may move, a power of two.
       load: whether chunks are gathered, or reduced.
 
     Returns:
       The transfers; None where a chunk has too short a window, and cannot wait for an edge.
     """
-    jobs = [job for n, mine in enumerate(stays) for job in _jobs(n, mine, num_ticks, load)]
+    jobs = [
+        job for n, own_stays in enumerate(stays) for job in _jobs(n, own_stays, num_ticks, load)
+    ]
     ticks: list[np.ndarray | None] = [None] * len(jobs)
     group, shares = 0, 1
     for group, shares in _sizes(pieces, most_shares):
@@ -92,7 +95,7 @@ def dividing_shares(arrays: Sequence[tuple[float, int]], smallest: float = SMALL
     """`most_shares` of a layer, or fewer if too much of it does not divide into them.
 
     Args:
-      arrays: bytes of each, and how long a data shard's part of it is; 0 where shards split none.
+      arrays: bytes of each, and the length of a data shard's part of it; 0 if it is not split.
 
     Example:
       >>> dividing_shares([(8.0, 6), (8.0, 4)], smallest=1.0), dividing_shares([(16.0, 1)], 1.0)
@@ -111,7 +114,7 @@ def dividing_shares(arrays: Sequence[tuple[float, int]], smallest: float = SMALL
 
 
 def _sizes(pieces: int, most_shares: int) -> Iterator[tuple[int, int]]:
-    """What may move in a tick, the least first: one share of a piece, or a group of pieces."""
+    """Yields amounts that may move in a tick, the least first: one share, or a group of pieces."""
     shares = most_shares
     while pieces and shares > 1:
         yield 1, shares
@@ -120,15 +123,15 @@ def _sizes(pieces: int, most_shares: int) -> Iterator[tuple[int, int]]:
 
 
 def _jobs(stage: int, stays: Sequence[Stay], num_ticks: int, load: bool) -> Iterator[_Job]:
-    """The chunks to move on a stage, each while its slot holds it and no layer uses it."""
+    """Yields the chunks to move on a stage, each while its slot holds it and no layer uses it."""
     for stay in stays:
-        others = [other for other in stays if other.slot == stay.slot]
+        same_slot = [other for other in stays if other.slot == stay.slot]
         if load:
-            before = [other.unloaded for other in others if other.unloaded < stay.loaded]
+            before = [other.unloaded for other in same_slot if other.unloaded < stay.loaded]
             start, end, at_edge = 1 + max(before, default=-1), stay.loaded, not before
             alone = stay.loaded == min(other.loaded for other in stays)
         else:
-            after = [other.loaded for other in others if other.loaded > stay.unloaded]
+            after = [other.loaded for other in same_slot if other.loaded > stay.unloaded]
             start, end, at_edge = stay.unloaded + 1, min(after, default=num_ticks), not after
             alone = stay.unloaded == max(other.unloaded for other in stays)
         # The first chunk, or the last: no other chunk's layers run then.
@@ -138,28 +141,28 @@ def _jobs(stage: int, stays: Sequence[Stay], num_ticks: int, load: bool) -> Iter
 def _choose(
     jobs: Sequence[_Job], num_ticks: int, num_stages: int, parts: int
 ) -> list[np.ndarray | None]:
-    """For every job ``parts`` ticks within its window, in few ticks in all; None where it is short.
+    """Chooses ``parts`` ticks within each job's window, few in all; None where a window is short.
 
     Every job takes the earliest ticks that another stage's takes as well, and then the earliest.
     The jobs that start last choose first, as they can share only what starts as late.
     """
     moves, taken = np.zeros(num_ticks, bool), np.zeros((num_ticks, num_stages), bool)
-    found: list[np.ndarray | None] = [None] * len(jobs)
+    ticks: list[np.ndarray | None] = [None] * len(jobs)
     for number in sorted(range(len(jobs)), key=lambda n: jobs[n].start, reverse=True):
         start, end, stage, *_ = jobs[number]
         free = start + np.flatnonzero(~taken[start:end, stage])
-        mine = np.sort(free[np.argsort(~moves[free], kind="stable")][:parts])
-        if len(mine) == parts:
-            moves[mine] = taken[mine, stage] = True
-            found[number] = mine
-    return found
+        chosen = np.sort(free[np.argsort(~moves[free], kind="stable")][:parts])
+        if len(chosen) == parts:
+            moves[chosen] = taken[chosen, stage] = True
+            ticks[number] = chosen
+    return ticks
 
 
 def _at_edge(stays: Sequence[Sequence[Stay]]) -> Transfer:
-    """Chunks that stages move one after the other, int32 ``[moves, stages]``."""
+    """Lists the chunks that stages move one after the other, int32 ``[moves, stages]``."""
     moves = max(map(len, stays), default=0)
     chunk, slot = (np.full((moves, len(stays)), v, np.int32) for v in (NONE, 0))
-    for stage, mine in enumerate(stays):
-        for move, stay in enumerate(mine):
+    for stage, own_stays in enumerate(stays):
+        for move, stay in enumerate(own_stays):
             chunk[move, stage], slot[move, stage] = stay.item, stay.slot
     return Transfer(chunk, slot, np.zeros_like(slot))

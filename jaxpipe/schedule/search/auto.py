@@ -1,4 +1,4 @@
-"""The schedule that ends first on devices, under a memory limit."""
+"""The search for the schedule that ends first on devices, under a memory limit."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from jaxpipe.schedule.search.order_search import search_orders
 from jaxpipe.schedule.simulate import UNIT, Costs, of_virtual_stages
 
 _FEW_CHUNKS, _NUM_PROMISING = 4, 6
-"""Published schedules are tried where chunks are few, and on the placements of the least bounds."""
+"""Published schedules are tried where chunks are few, and on so many placements of least bounds."""
 _SEARCHED_CHUNKS, _SEARCHED_ACTIONS = 2, 24_000
-"""Orders are searched on placements of so few chunks, and on the best one so far, as long as the
-schedules have no more actions together; on one in any case."""
+"""Orders are searched on the best placement so far, and on those of at most so many chunks as long
+as all searched schedules together have at most so many actions."""
 
 
 def auto(
@@ -101,10 +101,10 @@ def gain_of_memory(
     """
     p, m = schedule.num_stages, schedule.num_microbatches
     limit = (p if memory_limit is None else memory_limit) + 0.5
-    models, found, more = _models(p, costs, layer_costs, None, limit), _First(), _First()
-    found.offer(next(m for m in models if m.placement == schedule.placement), [schedule])
-    _offer_known(more, models, m, limit)
-    return more.schedule, 1 - more.makespan / found.makespan
+    models, current, larger = _models(p, costs, layer_costs, None, limit), _First(), _First()
+    current.offer(next(m for m in models if m.placement == schedule.placement), [schedule])
+    _offer_known(larger, models, m, limit)
+    return larger.schedule, 1 - larger.makespan / current.makespan
 
 
 class _Model(NamedTuple):
@@ -119,13 +119,13 @@ class _Model(NamedTuple):
         return max(chunks, int(min(memory_limit, num_microbatches) * chunks))
 
     def bound(self, num_microbatches: int, memory_limit: float) -> float:
-        """Before this no schedule ends."""
+        """Time before which no schedule ends."""
         cap = self.cap(num_microbatches, memory_limit)
         return lower_bound(self.placement, num_microbatches, self.costs, cap=cap)
 
 
 class _First:
-    """The schedule that ends first on the device clock, of those that are offered."""
+    """The schedule that ends first on the device clock, among those that are offered."""
 
     schedule: Schedule
     model: _Model
@@ -133,7 +133,7 @@ class _First:
 
     def offer(self, model: _Model, schedules: Iterable[Schedule]) -> None:
         """Takes schedules of one placement."""
-        # None ends sooner on devices than free-running, which is quickly told.
+        # No schedule ends sooner on devices than free-running, and that time is quick to compute.
         timed = sorted(
             ((makespan(schedule, model.costs), schedule) for schedule in schedules),
             key=lambda pair: pair[0],
@@ -153,7 +153,7 @@ def _models(
     placement: Placement | None,
     memory_limit: float,
 ) -> list[_Model]:
-    """The model on every placement that it allows; refuses what no search can be made for."""
+    """Lists the model on every placement that it allows; refuses what cannot be searched for."""
     _check(num_stages, layer_costs, placement, memory_limit)
     layers = layer_costs
     if layers is None:
@@ -211,7 +211,7 @@ def _published(model: _Model, m: int, limit: float) -> list[Schedule]:
 
 
 def _searched(model: _Model, m: int, limit: float, seeds: Sequence[Schedule]) -> list[Schedule]:
-    """The orders that a search finds from some schedules on, and from rules."""
+    """Searches for orders, starting from some schedules and from rules."""
     place, apart = model.placement, map(split_backwards, seeds)
     cap, bound = model.cap(m, limit), model.bound(m, limit)
     return search_orders(place, m, costs=model.costs, cap=cap, seeds=apart, bound=bound)

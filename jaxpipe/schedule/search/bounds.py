@@ -1,4 +1,4 @@
-"""A lower bound: what no schedule can beat, on either clock, under a memory limit."""
+"""A lower bound on the time of any schedule, on either clock, under a memory limit."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ def lower_bound(
     """A time before which no schedule of a placement ends.
 
     Each stage has to wait for the first microbatch, do its work, and wait while the last gradient
-    goes on to the first layers; of its W it may put off at most as many as its memory holds.
-    Memory holds every chunk from F until the gradient has come back: what it holds in all, shared
-    out over the chunks that fit, takes as long.
+    goes on to the first layers; it may defer at most as many W as its memory holds. Memory also
+    holds every chunk from F until its gradient has come back: the sum of these times, divided by
+    the number of chunks that fit, is another bound.
 
     Args:
       costs: of every virtual stage.
@@ -31,18 +31,18 @@ def lower_bound(
     """
     down, up = _ways(placement, costs)
     m, ends = num_microbatches, [down[-1] + up[0] + costs[-1].f + costs[0].b + costs[0].w]
-    for held in placement.virtual_stages:
-        critical = m * math.fsum(costs[s].f + costs[s].b for s in held)
-        weights = m * math.fsum(costs[s].w for s in held)
-        reaches = down[held[0]]
-        # What follows the last B of the stage: the way of its gradient, or W that were put off.
-        leaves = min(up[0] - up[s] + costs[0].b - costs[s].b for s in held) + costs[0].w
-        put_off = min(weights, cap * max(costs[s].w for s in held))
-        ends.append(reaches + critical + weights - put_off + leaves)
+    for own_stages in placement.virtual_stages:
+        critical = m * math.fsum(costs[s].f + costs[s].b for s in own_stages)
+        weights = m * math.fsum(costs[s].w for s in own_stages)
+        reaches = down[own_stages[0]]
+        # The last B of the stage is followed by the way of its gradient, or by deferred W.
+        leaves = min(up[0] - up[s] + costs[0].b - costs[s].b for s in own_stages) + costs[0].w
+        deferred = min(weights, cap * max(costs[s].w for s in own_stages))
+        ends.append(reaches + critical + weights - deferred + leaves)
         ends.append(reaches + critical + weights)
         # From the start of F to the end of W: one microbatch on its way to the loss and back.
         lives = math.fsum(
-            down[-1] + costs[-1].f + up[s] + costs[s].b + costs[s].w - down[s] for s in held
+            down[-1] + costs[-1].f + up[s] + costs[s].b + costs[s].w - down[s] for s in own_stages
         )
         ends.append(reaches + m * lives / cap)
     return max(ends)
@@ -72,8 +72,8 @@ def gap(timeline: Timeline) -> str:
 
 
 def _ways(placement: Placement, costs: Sequence[Costs]) -> tuple[list[float], list[float]]:
-    """By virtual stage, when the first microbatch's F can start; and how long after the end of that
-    microbatch's last F its B can."""
+    """Computes, by virtual stage, when the first microbatch's F can start, and how long after the
+    end of that microbatch's last F its B can start."""
     crosses = [a != b for a, b in itertools.pairwise(placement.stages)]
     hops = [c.f + (c.message if cross else 0) for c, cross in zip(costs, crosses, strict=False)]
     backs = [c.b + (c.message if cross else 0) for c, cross in zip(costs[1:], crosses, strict=True)]

@@ -23,7 +23,7 @@ from jaxpipe.schedule.actions import Schedule
 from jaxpipe.schedule.formats.json_format import from_json, to_json
 
 _CACHE_VERSION = 12
-"""To be raised when a search finds other schedules."""
+"""Version of the searches, to be raised when one finds other schedules."""
 
 
 def cached(search: Callable[..., Schedule]) -> Callable[..., Schedule]:
@@ -47,7 +47,7 @@ def cached(search: Callable[..., Schedule]) -> Callable[..., Schedule]:
 
 
 def cache_folder() -> Path:
-    """Where the files are: ``$XDG_CACHE_HOME/jaxpipe``, or ``~/.cache/jaxpipe``.
+    """Folder of the files: ``$XDG_CACHE_HOME/jaxpipe``, or ``~/.cache/jaxpipe``.
 
     Example:
       >>> cache_folder().name

@@ -22,10 +22,10 @@ from jaxpipe.schedule.search.dispatch import Rule, dispatch
 from jaxpipe.schedule.simulate import UNIT, Costs
 
 _NUM_ADAPTED = 1
-"""How many of the published orders are worth the time to adapt them to costs."""
+"""Number of published orders that are worth the time to adapt them to costs."""
 _RULE = Rule(pace=1.0, lead=2.0, patience=0.5, frees=True, reserves=True)
 _MOST_ACTIONS = 6_000
-"""Longer ones are not adapted: it takes seconds."""
+"""Actions of the longest schedule that is adapted: longer ones would take seconds."""
 
 
 def published(
@@ -41,19 +41,19 @@ def published(
       costs: of every virtual stage.
     """
     m, chunk = num_microbatches, _of_chunk(costs)
-    found = _fitting(_on(placement, m, cap, chunk), cap)
+    schedules = _fitting(_on(placement, m, cap, chunk), cap)
     if _adapts(placement, m, chunk):
-        found.sort(key=lambda schedule: makespan(schedule, chunk))
-        found += [in_time(schedule, chunk) for schedule in found[:_NUM_ADAPTED]]
+        schedules.sort(key=lambda schedule: makespan(schedule, chunk))
+        schedules += [in_time(schedule, chunk) for schedule in schedules[:_NUM_ADAPTED]]
     by_rule = Schedule("auto", placement, m, dispatch(placement, m, costs, cap, _RULE))
-    return [*found, by_rule]
+    return [*schedules, by_rule]
 
 
 def reordered(
     placement: Placement, num_microbatches: int, *, cap: int, costs: Sequence[Costs]
 ) -> list[Schedule]:
-    """Builds those schedules that `jaxpipe.schedule.catalog.build` orders anew for given costs, as
-    it does; arguments as for `published`."""
+    """Builds the schedules that `jaxpipe.schedule.catalog.build` orders anew for given costs, in
+    the same order; arguments as for `published`."""
     chunk = _of_chunk(costs)
     if not _adapts(placement, num_microbatches, chunk):
         return []
@@ -61,7 +61,7 @@ def reordered(
 
 
 def _of_chunk(costs: Sequence[Costs]) -> Costs:
-    """What every chunk costs, or the unit if they differ."""
+    """Costs of every chunk, or the unit if they differ."""
     return costs[0] if len(set(costs)) == 1 else UNIT
 
 

@@ -22,11 +22,11 @@ _STRIDES = range(2, 7)
 _MAX_GAP = 9
 """At p=4, 6, 8 longer turns find nothing better; fewer miss the frontier at some limits."""
 _SPREAD = 8
-"""How far, in units held, a block may be from the one expected to fill the memory."""
+"""Largest distance, in units held, of a block from the one expected to fill the memory."""
 _MAX_BLOCKS = 100
 """At p=4, 6, 8 the winner is among the first 10 with equal costs, mostly among 60 with others."""
 _TRIAL_ACTIONS = 200_000
-"""How many actions the search may simulate: about a second."""
+"""Number of actions that the search may simulate: about a second."""
 _MAX_FINALISTS = 8
 
 
@@ -119,12 +119,12 @@ def _quality(timed: TimedOrders) -> tuple[float, float]:
 
 
 def _blocks(num_stages: int, limit: int) -> Iterator[Block]:
-    """Blocks within a limit, starting with those expected to fill it best.
+    """Yields blocks within a limit, starting with those expected to fill it best.
 
     A stage holds its chunks for 2 (sum of strides) + g0 + 2 g1 + g2 units in all, plus the time
     that its W wait; the winners are nearly always the blocks for which this is 6 limit - 8.
     """
-    found = []
+    candidates = []
     lengths = range(1, _MAX_GAP + 1)
     gaps = list(itertools.product(lengths, lengths, lengths))
     for strides in _stride_lists(num_stages):
@@ -132,16 +132,16 @@ def _blocks(num_stages: int, limit: int) -> Iterator[Block]:
         for gap in gaps:
             distance = abs(turns - gap[0] - 2 * gap[1] - gap[2])
             if distance <= _SPREAD:
-                found.append((distance, strides, gap))
-    found.sort(key=lambda candidate: candidate[0])
-    for _, strides, gap in found:
+                candidates.append((distance, strides, gap))
+    candidates.sort(key=lambda candidate: candidate[0])
+    for _, strides, gap in candidates:
         block = split_block(strides, gap)
         if block is not None and max(block.peaks) <= limit:
             yield block
 
 
 def _stride_lists(num_stages: int) -> Iterator[tuple[int, ...]]:
-    """One stride for all hops, or two with one switch."""
+    """Yields the strides of all hops: all equal, or two different ones with one switch."""
     hops = num_stages - 1
     for stride in _STRIDES:
         yield (stride,) * hops

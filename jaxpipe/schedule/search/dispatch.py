@@ -19,7 +19,7 @@ from jaxpipe.schedule.simulate import Costs
 
 
 class Rule(NamedTuple):
-    """When passes are due, and what waits.
+    """Numbers that say when passes are due, and which of them wait.
 
     Args:
       pace: time from one microbatch to the next, in a stage's work per microbatch. The slower, the
@@ -48,7 +48,10 @@ def dispatch(
       cap: the most chunks in flight on a stage, at least those of one microbatch.
     """
     due = _due(placement, costs, rule)
-    stages = [_Stage(placement, held, costs, cap, rule, due) for held in placement.virtual_stages]
+    stages = [
+        _Stage(placement, own_stages, costs, cap, rule, due)
+        for own_stages in placement.virtual_stages
+    ]
     message = max(cost.message for cost in costs)
     events.run(stages, placement, num_microbatches, message=message)
     done = all(sum(stage.done) == 3 * placement.num_chunks * num_microbatches for stage in stages)
@@ -57,7 +60,7 @@ def dispatch(
 
 
 def _due(placement: Placement, costs: Sequence[Costs], rule: Rule) -> dict[events.Pass, float]:
-    """When the first microbatch's passes are due: when they would start if none waited."""
+    """Computes when the first microbatch's passes are due: their starts if none waited."""
     time, due = 0.0, {}
     stages = placement.stages
     crosses = [a != b for a, b in itertools.pairwise(stages)]
@@ -77,23 +80,25 @@ class _Stage(events.Stage):
     def __init__(
         self,
         placement: Placement,
-        held: Sequence[int],
+        own_stages: Sequence[int],
         costs: Sequence[Costs],
         cap: int,
         rule: Rule,
         due: dict[events.Pass, float],
     ) -> None:
         # B first: it wins where a forward is due at the same time.
-        passes = [(kind, s) for kind in (Kind.B, Kind.F) for s in held] + [(Kind.W, held[0])]
-        # That of W is set when it starts: chunks may differ.
+        passes = [(kind, s) for kind in (Kind.B, Kind.F) for s in own_stages] + [
+            (Kind.W, own_stages[0])
+        ]
+        # The duration of W is set when it starts: chunks may differ.
         self.durations: list[float]
         super().__init__(passes, [costs[s].of(kind) for kind, s in passes])
-        self.num_chunks, self.cap, self.rule = len(held), cap, rule
-        self.due = [due[each] for each in passes[:-1]]
+        self.num_chunks, self.cap, self.rule = len(own_stages), cap, rule
+        self.due = [due[place] for place in passes[:-1]]
         self.waits = [rule.patience * duration for duration in self.durations]
         work = [costs[s].f + costs[s].b + costs[s].w for s in range(len(costs))]
         self.pace = rule.pace * math.fsum(work) / placement.num_stages
-        self.weights = [costs[s].w for s in held]
+        self.weights = [costs[s].w for s in own_stages]
         self.pending: collections.deque[int] = collections.deque()  # chunks whose W is next
         self.in_flight = 0
 
@@ -138,8 +143,8 @@ class _Stage(events.Stage):
         return True
 
     def _more_urgent(self, number: int) -> int:
-        """How many forwards, of earlier microbatches on their way back to this stage, are due
-        before the next start of a forward."""
+        """Counts the forwards, of earlier microbatches on their way back to this stage, that are
+        due before the next start of a forward."""
         v, done = self.num_chunks, self.done
         due = self.due[number] + self.pace * done[number]
         return sum(

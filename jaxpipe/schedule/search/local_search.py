@@ -26,12 +26,12 @@ _KINDS = (Kind.F, Kind.B, Kind.W)
 _NONE = -1
 """No action."""
 _ROUNDING = 1e-9
-"""Of the work of a microbatch: smaller differences count as none."""
+"""Share of the work of a microbatch; smaller differences count as none."""
 _TENURE, _SPREAD = 8, 12
-"""A swap is not undone for so many moves, and up to so many more."""
+"""Number of moves for which a swap is not undone, and up to how many more."""
 _STALLED, _KICKS = 100, 8
-"""After so many moves without a better schedule the search goes back to the best one, and makes up
-to so many random swaps there."""
+"""Number of moves without a better schedule after which the search goes back to the best one, and
+the number of random swaps that it may make there."""
 
 
 class Work:
@@ -132,8 +132,8 @@ class _Orders:
         self.in_flight[first], self.in_flight[second] = both, both - held[first]
 
     def starts(self) -> tuple[list[float], list[int]]:
-        """When every action starts, and an order in which none waits for a later one; it is short
-        if the stages wait for each other."""
+        """Computes when every action starts, and an order in which none waits for a later one; the
+        order is shorter if stages wait for each other."""
         work, after = self.work, self.after
         durations, readers = work.durations, work.readers
         starts = [0.0] * len(durations)
@@ -163,7 +163,7 @@ class _Orders:
         return starts, order
 
     def tails(self, order: Sequence[int]) -> list[float]:
-        """The time from every action's start to the end of all that waits for it."""
+        """Computes the time from every action's start to the end of all that waits for it."""
         durations, readers, after = self.work.durations, self.work.readers, self.after
         tails = [0.0] * len(durations)
         for number in reversed(order):
@@ -223,12 +223,12 @@ class _Search:
                 self.rows = [row[:] for row in self.orders.rows]
                 if makespan <= bound + work.rounding:
                     break
-            found = self._best_move(starts, tails, makespan, earliest, move)
-            if found is None or move - since > _STALLED:
+            swap = self._best_move(starts, tails, makespan, earliest, move)
+            if swap is None or move - since > _STALLED:
                 since = move
                 self._go_back(kicks=2 + self._below(_KICKS))
                 continue
-            first, second = found
+            first, second = swap
             self.barred[first, second] = move + _TENURE + self._below(_SPREAD)
             self.orders.swap(first, second)
         return self.rows
@@ -251,25 +251,25 @@ class _Search:
     def _best_move(
         self, starts: list[float], tails: list[float], makespan: float, earliest: float, move: int
     ) -> tuple[int, int] | None:
-        """The swap on the longest chain after which this chain is shortest; any of those if there
-        are several, None if there is none."""
+        """Finds the swap on the longest chain after which this chain is shortest; a random one if
+        there are several, None if there is none."""
         best = math.inf
-        found: list[tuple[int, int]] = []
+        swaps: list[tuple[int, int]] = []
         rounding = self.work.rounding
         for first, second in self._critical(starts, tails, makespan):
             estimate = self._estimate(first, second, starts, tails)
             if self.barred.get((second, first), -1) >= move and estimate >= earliest - rounding:
                 continue
             if estimate < best - rounding:
-                best, found = estimate, []
+                best, swaps = estimate, []
             if estimate <= best + rounding:
-                found.append((first, second))
-        return found[self._below(len(found))] if found else None
+                swaps.append((first, second))
+        return swaps[self._below(len(swaps))] if swaps else None
 
     def _critical(
         self, starts: list[float], tails: list[float], makespan: float
     ) -> Iterator[tuple[int, int]]:
-        """The neighbors that follow each other on a longest chain and may change places."""
+        """Yields neighbors that follow each other on a longest chain and may change places."""
         work, late = self.work, makespan - self.work.rounding
         for row in self.orders.rows:
             critical = [starts[number] + tails[number] >= late for number in row]

@@ -16,16 +16,16 @@ _PACES = (0.0, 0.3, 0.5, 0.75, 1.0, 1.3)
 _LEADS = (0.0, 1.0, 2.0, 4.0, 8.0)
 _PATIENCE = (0.0, 0.5, 0.99)
 _STRIDE = 7
-"""Rules are tried in steps of so many, so that the first ones are unlike each other."""
+"""Step in which rules are tried, so that the first ones are unlike each other."""
 _RULE_ACTIONS = 200_000
-"""How many actions the rules may order: less than a second."""
+"""Number of actions that the rules may order: less than a second."""
 _FINAL_ACTIONS = 50_000
-"""How many actions the best of them may order once all microbatches are there."""
+"""Number of actions that the best of them may order once all microbatches are there."""
 _MOVED_ACTIONS = 800_000
-"""How many actions local search may time: about a second."""
+"""Number of actions that local search may time: about a second."""
 _FEWEST_MOVES, _MOST_MOVES = 30, 3_000
 _NUM_STARTS = 8
-"""How many orders local search starts from; more moves from fewer find less."""
+"""Number of orders from which local search starts; more moves from fewer find less."""
 
 
 def search_orders(
@@ -51,9 +51,9 @@ def search_orders(
     Returns:
       Schedules, the one that ends first in front.
     """
-    found = [*seeds, *_by_rules(placement, num_microbatches, costs, cap)]
-    timed = sorted(((makespan(s, costs), k) for k, s in enumerate(found)))
-    distinct = {found[k].orders: (time, found[k]) for time, k in reversed(timed)}
+    schedules = [*seeds, *_by_rules(placement, num_microbatches, costs, cap)]
+    timed = sorted(((makespan(s, costs), k) for k, s in enumerate(schedules)))
+    distinct = {schedules[k].orders: (time, schedules[k]) for time, k in reversed(timed)}
     best = sorted(distinct.values(), key=lambda item: item[0])[:_NUM_STARTS]
     size = 3 * placement.num_virtual_stages * num_microbatches
     moves = min(_MOST_MOVES, _MOVED_ACTIONS // size // _NUM_STARTS)
@@ -74,7 +74,7 @@ def search_orders(
 def _by_rules(
     placement: Placement, num_microbatches: int, costs: Sequence[Costs], cap: int
 ) -> Iterator[Schedule]:
-    """The best schedules by rules; three rounds of the pipeline show how good a rule is."""
+    """Yields the best schedules by rules; three rounds of the pipeline show how good a rule is."""
     trial = min(num_microbatches, 3 * placement.num_stages)
     size = 3 * placement.num_virtual_stages * trial
 

@@ -23,8 +23,8 @@ class Summary:
     """One schedule of a comparison: its bubble ratios by clock, its makespan on devices, and the
     peak in flight of the stage that keeps the most, in microbatches of a full stage.
 
-    ``device`` and ``makespan`` are None for a schedule that can only be simulated; so is
-    ``stage_bytes``, of the stage that needs the most, without the sizes that it follows from.
+    ``device`` and ``makespan`` are None for a schedule that can only be simulated. ``stage_bytes``
+    is that of the stage that needs the most; it is None without the sizes of a stage.
     """
 
     name: str
@@ -37,8 +37,8 @@ class Summary:
 
 
 class Sizes(NamedTuple):
-    """Of a full stage, in bytes: its weights with gradients and optimizer state, of one copy, and
-    what one microbatch keeps."""
+    """Bytes of a full stage: one copy of its weights with gradients and optimizer state, and what
+    one microbatch keeps."""
 
     weight_bytes: float
     activation_bytes: float

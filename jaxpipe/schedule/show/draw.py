@@ -33,11 +33,11 @@ __all__ = ["FORMATS", "TooWideError", "caption", "figure", "save", "text"]
 FORMATS = ("svg", "png")
 """The file formats `save` writes."""
 _NUMBERED_ACTIONS = 6000
-"""Beyond this many boxes nobody can read the numbers, and writing them takes seconds."""
+"""Number of boxes beyond which nobody can read the numbers, and writing them takes seconds."""
 _NAMED_CURVES = 16
-"""With more stages than this a list of their names is taller than the curves."""
+"""Number of stages beyond which a list of their names is taller than the curves."""
 _MAX_WIDTH, _MAX_HEIGHT = 14.0, 30.0
-"""Of a picture, in inches. Longer timelines continue in further rows, then shrink."""
+"""Size of a picture in inches. Longer timelines continue in further rows, then shrink."""
 _MEMORY_HEIGHT, _ROW_GAP = 1.2, 0.6
 
 
@@ -64,20 +64,20 @@ def figure(timeline: Timeline) -> Figure:
     FigureCanvasAgg(drawn)
     ratios = (height, _MEMORY_HEIGHT) * num_rows
     axes = drawn.subplots(2 * num_rows, height_ratios=ratios)
-    found, span = exchanges(timeline), timeline.makespan / num_rows
+    exchanged, span = exchanges(timeline), timeline.makespan / num_rows
     points = _points(width, span, timeline, least)
     for row in range(num_rows):
         boxes, memory = axes[2 * row : 2 * row + 2]
         _draw_boxes(boxes, timeline, points, row * span, (row + 1) * span)
-        _draw_exchanges(boxes, timeline, found, row * span, (row + 1) * span)
+        _draw_exchanges(boxes, timeline, exchanged, row * span, (row + 1) * span)
         _draw_memory(memory, timeline, named=row == 0)
         boxes.tick_params(labelbottom=False)
-        for one in (boxes, memory):
-            one.set_xlim(row * span, (row + 1) * span)
-            one.spines[["top", "right"]].set_visible(False)
+        for panel in (boxes, memory):
+            panel.set_xlim(row * span, (row + 1) * span)
+            panel.spines[["top", "right"]].set_visible(False)
     axes[0].set_title(caption(timeline), fontsize=9, loc="left")
     axes[-1].set_xlabel("time, in the unit of the costs")
-    _add_legend(drawn, timeline, found)
+    _add_legend(drawn, timeline, exchanged)
     return drawn
 
 
@@ -87,7 +87,7 @@ def _has_details(timeline: Timeline) -> bool:
 
 
 def _draw_boxes(axes: Axes, timeline: Timeline, points: float, first: float, end: float) -> None:
-    """Boxes from one time to another, with numbers of this font size unless there are too many."""
+    """Draws boxes between two times, with numbers of this font size unless there are too many."""
     numbered = _has_details(timeline)
     num_chunks = timeline.schedule.num_chunks
     for d, row in enumerate(timeline.rows):
@@ -131,7 +131,7 @@ def _draw_boxes(axes: Axes, timeline: Timeline, points: float, first: float, end
 def _draw_exchanges(
     axes: Axes, timeline: Timeline, found: Exchanges, first: float, end: float
 ) -> None:
-    """Messages as lines, and transfers over data as triangles, unless there are too many."""
+    """Draws messages as lines, and transfers over data as triangles, unless there are too many."""
     from matplotlib.collections import LineCollection
 
     if not _has_details(timeline):

@@ -1,4 +1,4 @@
-"""What a timeline's stages send each other, and what they move over the data axis, and when."""
+"""Messages between the stages of a timeline, and their transfers over the data axis, in time."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Message(NamedTuple):
     """A result on its way from one stage to another.
 
     Args:
-      action: whose result it is; a fused backward reads B.
+      action: the action whose result it is; B if that is a fused backward.
       reader: the action that it is for.
       sender, receiver: stages.
       sent: when the action ends.
@@ -52,7 +52,7 @@ class Move(NamedTuple):
 
 
 class Exchanges(NamedTuple):
-    """Messages by time of arrival, and moves; there are none of these without ticks."""
+    """Messages by time of arrival, and moves; without ticks there are no moves."""
 
     messages: tuple[Message, ...]
     moves: tuple[Move, ...]
@@ -126,12 +126,12 @@ def _moves(timeline: Timeline, table: TickTable) -> Iterator[Move]:
             start, _ = spans.get((stage, part.tick), (part.start, part.end))
             spans[stage, part.tick] = start, part.end
 
-    def found(what: str, transfers: Transfers) -> Iterator[Move]:
+    def moves_of(what: str, transfers: Transfers) -> Iterator[Move]:
         for tick, stage in itertools.product(*map(range, transfers.chunk.shape)):
             if (chunk := int(transfers.chunk[tick, stage])) == NONE:
                 continue
             start, end = spans[stage, tick]
             yield Move(what, stage, chunk, tick, start if what == "gather" else end)
 
-    yield from found("gather", table.gathers)
-    yield from found("reduce", table.reduces)
+    yield from moves_of("gather", table.gathers)
+    yield from moves_of("reduce", table.reduces)

@@ -44,7 +44,7 @@ BLOCKS: dict[str, Callable[[int], Block]] = {
     "1f1b-v": one_f_one_b_v_block,
     "two waves": lambda p: closest_block(wave(p, num_waves=2)),
 }
-"""How the block of p stages is made, by the name of its schedule; the last has none."""
+"""Makers of the block of p stages, by the name of its schedule; the last has no schedule."""
 
 
 def figure(num_stages: int = 4) -> Figure:
@@ -62,10 +62,10 @@ def figure(num_stages: int = 4) -> Figure:
     drawn = Figure(figsize=(12, 0.6 + 1.5 * rows), layout="constrained")
     FigureCanvasAgg(drawn)
     axes = drawn.subplots(rows, columns, squeeze=False).ravel()
-    for one, (name, make) in zip(axes, BLOCKS.items(), strict=False):
-        _draw(one, name, make(num_stages))
-    for one in axes[len(BLOCKS) :]:
-        one.set_axis_off()
+    for panel, (name, make) in zip(axes, BLOCKS.items(), strict=False):
+        _draw(panel, name, make(num_stages))
+    for panel in axes[len(BLOCKS) :]:
+        panel.set_axis_off()
     drawn.legend(
         handles=[Patch(color=LOOKS[kind].light, label=LOOKS[kind].meaning) for kind in _KINDS],
         loc="outside lower center",

@@ -1,4 +1,4 @@
-"""How actions look, in text and in pictures."""
+"""Looks of actions, in text and in pictures."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from jaxpipe.schedule.simulate import Timeline, kind_durations, unit_durations
 
 
 class Look(NamedTuple):
-    """How a kind is drawn: its colour on a stage's first chunk and on its last, backgrounds of the
-    256-colour palette for first and other chunks, dark text on both, and what it means."""
+    """Look of a kind of action: its colour on a stage's first chunk and on its last, backgrounds of
+    the 256-colour palette for first and other chunks, both with dark text, and its meaning."""
 
     light: str
     dark: str
@@ -31,7 +31,7 @@ MESSAGE, LATE, MOVE, PAIR = "#555555", "#d1661b", "#a02c6d", "#222222"
 
 
 def chunk_of(action: Action, timeline: Timeline) -> int:
-    """Which of its stage's chunks an action runs."""
+    """Number of the chunk, on its stage, that an action runs."""
     return timeline.schedule.placement.chunks[action.virtual_stage]
 
 
@@ -51,18 +51,18 @@ def shade_of(kind: Kind, depth: float) -> str:
 
 
 def pairs(timeline: Timeline, stage: int) -> list[tuple[float, float]]:
-    """Start and end of the overlapped pairs of a stage: a forward, and the part that follows it, or
-    all of its tick, where our program runs a full backward as B and W."""
+    """Finds start and end of a stage's overlapped pairs: a forward, and the part that follows it,
+    or all of its tick, where our program runs a full backward as B and W."""
     together, row = frozenset(timeline.schedule.overlapped), timeline.rows[stage]
-    found = []
+    spans = []
     for k, forward in enumerate(row):
         if forward.action not in together:
             continue
         last, tick = k + 1, forward.tick
         while tick is not None and last + 1 < len(row) and row[last + 1].tick == tick:
             last += 1
-        found.append((forward.start, row[last].end))
-    return found
+        spans.append((forward.start, row[last].end))
+    return spans
 
 
 def stage_colors(num_stages: int) -> list[str]:
@@ -75,7 +75,7 @@ def stage_colors(num_stages: int) -> list[str]:
 
 
 def shortest(timeline: Timeline) -> float:
-    """How long the shortest action of a timeline takes."""
+    """Duration of the shortest action of a timeline."""
     # Late in a long timeline an action's end minus its start may round to nothing.
     durations, shorter = kind_durations(timeline.costs), _shorter(timeline)
     actions = (timed.action for row in timeline.rows for timed in row)
@@ -83,7 +83,7 @@ def shortest(timeline: Timeline) -> float:
 
 
 def _shorter(timeline: Timeline) -> dict[Action, float]:
-    """How long the actions of overlapped pairs take, where they save something."""
+    """Durations of the actions of overlapped pairs, where these save time."""
     schedule = timeline.schedule
     if not schedule.overlapped or timeline.clock != "free-running":
         return {}

@@ -69,7 +69,7 @@ def _schedule(clocks: Timelines) -> dict[str, Any]:
 
 
 def _timeline(timeline: Timeline) -> dict[str, Any]:
-    """Rows of plain values: a page may hold some 100,000 parts, and a name each is too long."""
+    """Writes rows of plain values: for some 100,000 parts of a page, names would be too long."""
     messages, moves = exchanges(timeline)
     memory = [
         [(time, timeline.in_full_stages(count)) for time, count in in_flight(row)]

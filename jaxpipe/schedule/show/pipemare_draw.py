@@ -29,7 +29,7 @@ def steady_text(steady: SteadyState) -> str:
     N = steady.num_microbatches
     cell = "F@0 B@0   " if steady.recompute_segment is None else "F@0 R@0 B@0   "
     check_width(N * (len(cell) + cell.count("@") * len(str(N - 1))), "draw fewer microbatches")
-    # The first minibatch in whose period the pipeline is full and its filling has no effect left.
+    # In the period of this minibatch the pipeline is first full and free of effects of its filling.
     minibatch = 2 * math.ceil(steady.num_slots / N)
     start = minibatch * N
     base = steady.newest(steady.stage(0), start)

@@ -17,7 +17,7 @@ from jaxpipe.schedule.show.exchanges import Message, exchanges
 from jaxpipe.schedule.simulate import Costs, TimedAction, Timeline, simulate
 
 Clock = Literal["free", "device"]
-"""How the command names the clocks; the first is the free-running one."""
+"""Names of the clocks on the command line; the first is the free-running one."""
 
 
 def report(
@@ -71,7 +71,7 @@ def report(
     if activation_bytes is not None:
         in_bytes["peak_in_flight_bytes"] = [count * activation_bytes for count in peak]
     priced = [dataclasses.asdict(cost) for cost in shown.costs]
-    found = exchanges(shown)
+    exchanged = exchanges(shown)
     return {
         "schedule": schedule.name,
         "stages": schedule.num_stages,
@@ -86,8 +86,8 @@ def report(
         "ticks": [list(tick) for tick in shown.ticks],
         "actions": [[part for timed in row for part in _parts(timed, shown)] for row in shown.rows],
         **({"overlapped": [*map(str, schedule.overlapped)]} if schedule.overlapped else {}),
-        "messages": _messages(found.messages, shown),
-        "moves": [move._asdict() for move in found.moves],
+        "messages": _messages(exchanged.messages, shown),
+        "moves": [move._asdict() for move in exchanged.moves],
         "gathers": transfers(schedule, kinds=tuple(Kind), num_slots=weight_slots),
         "reductions": transfers(schedule, kinds=(Kind.W, Kind.BW), num_slots=weight_slots),
     }
@@ -144,7 +144,7 @@ def timelines(
     """Runs a schedule on both clocks; arguments as for `report`.
 
     Args:
-      measured: when a step ran it (`jaxpipe.measure.timeline`), to be shown beside the others;
+      measured: a step that ran it (`jaxpipe.measure.timeline`), to be shown beside the others;
         ``measured.costs`` are the mean times of its actions.
     """
     executed = None if any(simulated_only(schedule)) else device_clock(schedule, costs)
@@ -185,7 +185,7 @@ def _clock(timeline: Timeline) -> dict[str, Any]:
 
 
 def place_of(action: Action, schedule: Schedule) -> dict[str, int]:
-    """What an action works on, as plain values."""
+    """Chunk, virtual stage and microbatch of an action, as plain values."""
     chunk = schedule.placement.chunks[action.virtual_stage] % schedule.num_chunks
     own = {"virtual_stage": action.virtual_stage, "microbatch": action.microbatch}
     return {"chunk": chunk, **own}

@@ -14,7 +14,7 @@ from jaxpipe.schedule.show.looks import LOOKS, chunk_of, shortest
 from jaxpipe.schedule.simulate import Timeline
 
 _MAX_COLUMNS = 200_000
-"""A longer row of text would show nothing; with very different costs it could be any length."""
+"""Longest row of text that shows anything; with very different costs it could be any length."""
 _LEGEND_WIDTH = 100
 _MARKS = {
     ">": "> sends to a later stage",
@@ -82,7 +82,7 @@ def text(timeline: Timeline, *, colour: bool = False, width: int | None = None) 
               |     G  <  R   |
     """
     names = max(len(_label(timed.action, timeline)) for row in timeline.rows for timed in row)
-    # Behind a pair's forward stands a mark, and rounding may take one column.
+    # A mark stands behind a pair's forward, and rounding may take one column.
     room = names + (2 if timeline.schedule.overlapped else 1)
     scale = room / shortest(timeline)
     remedy = (
@@ -134,25 +134,25 @@ def _cells(timeline: Timeline, stage: int, scale: float) -> Iterator[_Cell]:
 
 
 def _marks(timeline: Timeline) -> list[dict[int, str]]:
-    """By stage and tick, one letter for each thing that it sends and moves."""
-    found: list[dict[int, str]] = [collections.defaultdict(str) for _ in timeline.rows]
+    """Writes one letter for each thing that a stage sends or moves, by stage and tick."""
+    letters: list[dict[int, str]] = [collections.defaultdict(str) for _ in timeline.rows]
     if timeline.ticks:
         messages, moves = exchanges(timeline)
         for move in moves:
             if move.what == "gather":
-                found[move.stage][move.tick] += "G"
+                letters[move.stage][move.tick] += "G"
         for message in messages:
             marks = "}{" if message.late else "><"
             assert message.tick is not None
-            found[message.sender][message.tick] += marks[message.sender > message.receiver]
+            letters[message.sender][message.tick] += marks[message.sender > message.receiver]
         for move in moves:
             if move.what == "reduce":
-                found[move.stage][move.tick] += "R"
-    return found
+                letters[move.stage][move.tick] += "R"
+    return letters
 
 
 def _under(ends: Sequence[int], marks: dict[int, str]) -> list[_Cell]:
-    """Marks at the ends of their ticks; further to the left where the next tick's take the room."""
+    """Places marks at the ends of ticks, further left where the next tick's marks take the room."""
     cells, free = [], ends[-1]
     for tick in sorted(marks, reverse=True):
         end = min(ends[tick], free)
@@ -162,7 +162,7 @@ def _under(ends: Sequence[int], marks: dict[int, str]) -> list[_Cell]:
 
 
 def _page_ends(rows: list[tuple[str, list[_Cell]]], columns: int, room: int) -> list[int]:
-    """The columns at which lines end, from 0: never within a label."""
+    """Chooses the columns at which lines end, from 0: never within a label."""
     inside = {
         column
         for _, cells in rows
@@ -177,7 +177,7 @@ def _page_ends(rows: list[tuple[str, list[_Cell]]], columns: int, room: int) -> 
 
 
 def _between(cells: Sequence[_Cell], first: int, end: int, filler: str, colour: bool) -> str:
-    """Columns ``first`` to before ``end`` of a row."""
+    """Writes columns ``first`` to before ``end`` of a row."""
     parts, column = [], first
     for cell in cells:
         start, stop = max(cell.start, first), min(cell.end, end)

@@ -23,7 +23,7 @@ def trace(*timelines: Timeline, unit_seconds: float = 1e-3) -> dict[str, Any]:
 
     Args:
       timelines: such as one that was predicted and one that was measured, in the same unit.
-      unit_seconds: how long one unit of the costs shows as; 1 for what was measured.
+      unit_seconds: seconds as which one unit of the costs is shown; 1 for what was measured.
 
     Returns:
       A tree of plain values for `json.dump`: complete events ("X") with the action's parts as
@@ -47,7 +47,7 @@ def trace(*timelines: Timeline, unit_seconds: float = 1e-3) -> dict[str, Any]:
 def _process(
     timeline: Timeline, process: int, unit: float, numbers: Iterator[int]
 ) -> Iterator[dict[str, Any]]:
-    """The events of one timeline, with a unit of so many microseconds; arrows take numbers."""
+    """Yields the events of one timeline, with a unit in microseconds; arrows take numbers."""
     name = f"{timeline.schedule.name}, {timeline.clock}"
     yield {"ph": "M", "name": "process_name", "pid": process, "args": {"name": name}}
     for d, parts in enumerate(timeline.rows):
@@ -96,7 +96,7 @@ def _complete(
 def _arrows(
     messages: Sequence[Message], timeline: Timeline, unit: float, numbers: Iterator[int]
 ) -> Iterator[dict[str, Any]]:
-    """Both ends of every arrow: viewers look for the event of the thread that they lie in."""
+    """Yields both ends of every arrow, in the middle of the actions that viewers attach them to."""
     ends = {(d, part.end): part for d, row in enumerate(timeline.rows) for part in row}
     starts = {(d, part.start): part for d, row in enumerate(timeline.rows) for part in row}
     for message, number in zip(messages, numbers, strict=False):
