@@ -1,4 +1,4 @@
-"""``jaxpipe measure``: what devices attain, and what a model's layers take on them."""
+"""``jaxpipe measure``: the rates that devices attain, and the time of a model's layers on them."""
 
 from __future__ import annotations
 
@@ -37,9 +37,9 @@ def measure(
     Args:
       config: a configuration of the trainer, whose model and optimizer are meant.
       out: the .json file to write.
-      devices: how many, at least 2; all GPUs without it. Without GPUs as many CPU devices, up to 8,
-        are simulated, 2 without it; they share the cores of the machine.
-      rows: of a microbatch on one device; more numbers take longer and average over them.
+      devices: number of devices, at least 2; by default all GPUs. Without GPUs, this many CPU
+        devices are simulated, up to 8 and 2 by default; they share the cores of the machine.
+      rows: rows of a microbatch on one device; several numbers take longer and are averaged over.
       remat: policies of rematerialization that are timed and averaged over.
     """
     refuse(_problems(out, devices, rows))
@@ -47,31 +47,31 @@ def measure(
     with progress_bar() as bar:
         measuring = bar.add_task("measuring", total=1.0)
         configured = configurations.read(config)
-        found = configured.measured(
+        calibration = configured.measured(
             rows=rows,
             remats=remat,
             devices=_available(devices),
             progress=lambda share: bar.update(measuring, completed=share),
         )
-    out.write_text(found.to_json(), encoding="utf-8")
+    out.write_text(calibration.to_json(), encoding="utf-8")
     console = Console(width=None if sys.stdout.isatty() else 120, markup=False)
-    _report(console, found)
+    _report(console, calibration)
     console.print(f"{out} is written: jaxpipe plan --config {config} --devices N --device {out}")
 
 
 def _problems(out: Path, devices: int | None, rows: Sequence[int]) -> list[Problem]:
-    found = []
+    problems = []
     if out.suffix != ".json":
         rule = "must end in .json, by which `plan` and `compare` know it"
-        found.append(Problem("out", str(out), rule, (str(out.with_suffix(".json")),)))
+        problems.append(Problem("out", str(out), rule, (str(out.with_suffix(".json")),)))
     if devices is not None and devices < 2:
         rule = "must be at least 2: a message needs two"
-        found.append(Problem("devices", devices, rule, (2,)))
-    return found + [problem for count in rows for problem in below_one(rows=count)]
+        problems.append(Problem("devices", devices, rule, (2,)))
+    return problems + [problem for count in rows for problem in below_one(rows=count)]
 
 
 def _available(devices: int | None) -> int:
-    """How many devices to use; simulates them where jax expects no accelerator."""
+    """Number of devices to use; simulates them where jax expects no accelerator."""
     import jax
 
     from jaxpipe.testing import simulate_devices
@@ -92,8 +92,8 @@ def _available(devices: int | None) -> int:
     return number
 
 
-def _report(console: Console, found: Calibration) -> None:
-    device, peaks = found.device, found.peaks
+def _report(console: Console, calibration: Calibration) -> None:
+    device, peaks = calibration.device, calibration.peaks
     console.print(
         f"{device.source}: {peaks.flops / 1e12:.3g} TFLOP/s of matmuls "
         f"({device.efficiency.flops:.0%} of the peak), {peaks.bandwidth / 1e9:.4g} GB/s of memory "
@@ -102,10 +102,10 @@ def _report(console: Console, found: Calibration) -> None:
         f"({device.efficiency.link:.0%}), and {peaks.latency * 1e6:.3g} us of each"
     )
     table = Table("pass", "remat", "rows", "layers", "ms", "ms of its kernels", "times")
-    for one in found.timed:
-        times = f"{one.seconds / one.expected:.2f}"
-        shown = [one.name, one.remat, str(one.rows or "-"), str(one.count)]
-        table.add_row(*shown, f"{one.seconds * 1e3:.4g}", f"{one.expected * 1e3:.4g}", times)
+    for timed in calibration.timed:
+        times = f"{timed.seconds / timed.expected:.2f}"
+        shown = [timed.name, timed.remat, str(timed.rows or "-"), str(timed.count)]
+        table.add_row(*shown, f"{timed.seconds * 1e3:.4g}", f"{timed.expected * 1e3:.4g}", times)
     console.print(table)
     factors = ", ".join(f"{name} {getattr(device.passes, name):.2f}" for name in PASSES)
     console.print(f"together, in multiples of what kernels at these rates take: {factors}")

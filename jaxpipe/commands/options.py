@@ -1,4 +1,4 @@
-"""From the command's options to a schedule, and its errors in the names of these options."""
+"""Builds a schedule from the command's options, and writes errors in the names of these options."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ DEFAULT_COSTS = "1,1,1"
 _MAX_PASSES = 5_000_000
 """Forward passes of the largest schedule the command builds, about 5 GB: more is a typo."""
 _MAX_VIRTUAL_STAGES = 4096
-"""Of the longest pipeline: beyond every machine, and some generators take quadratic time."""
+"""Virtual stages of the longest pipeline: more than any machine has, and some generators take
+quadratic time."""
 _MAX_LAYERS = 10_000
 """Layers of a model at most: more is a typo."""
 _MAX_CELLS = 10_000_000
@@ -37,21 +38,21 @@ def spell(argument: str, value: Any) -> str:
 
 
 def message(error: Exception) -> str:
-    """What the user is told."""
+    """Writes an error for the user, in the names of the command's options."""
     if not isinstance(error, ArgumentError):
         return str(error)
     return ArgumentError(map(_of_options, error.problems)).text(spell)
 
 
 def _of_options(problem: Problem | str) -> Problem | str:
-    """A schedule is built from one cost per layer; the user has said how many layers there are."""
+    """Names the number of layers, which the user gave, in place of the layers' costs."""
     if isinstance(problem, str) or (problem.argument, problem.value) != ("layer_costs", None):
         return problem
     return dataclasses.replace(problem, argument="layers") if problem.schedule else problem
 
 
 def say_written(path: Path) -> None:
-    """Says where the result is, beside it: standard output may go to another program."""
+    """Says on standard error which file was written: the output may go to another program."""
     print(f"{path} is written", file=sys.stderr)
 
 
@@ -85,14 +86,14 @@ def layers_of_model(
     layer_costs: str | None,
     stage_costs: str | None = None,
 ) -> list[Costs]:
-    """The costs of every layer of a model.
+    """Lists the costs of every layer of a model.
 
     Args:
-      layers: of the whole model; None for two per stage, if the costs are of a stage.
+      layers: layers of the whole model; None for two per stage, if the costs are of a stage.
 
     Raises:
-      ArgumentError: there are no costs or two, a layer's without the number of layers, or too few
-        layers.
+      ArgumentError: no costs are given or both, a layer's costs come without the number of layers,
+        or there are too few layers.
     """
     problems = below_one(layers=layers)
     both = {"stage_costs": stage_costs, "layer_costs": layer_costs}

@@ -50,26 +50,26 @@ def plan(
     transfers from the tick table that would run. Nothing is run, and only --measure compiles.
 
     Args:
-      devices: how many there are; several numbers are compared.
+      devices: number of devices; several numbers are compared.
       device: v100, a100, h100, h200, b200; cpu for devices that jax simulates; or a .json file that
         `jaxpipe measure` wrote.
       config: a configuration of the trainer, whose model and batch are meant.
-      sizes: instead, a file that --write-sizes wrote.
-      link: within hosts and between them: nvlink or pcie with the devices of a host, ib or eth
-        with the Gb/s of each device's port.
+      sizes: a file that --write-sizes wrote, in place of a configuration.
+      link: links within hosts and between them: nvlink or pcie with the devices of a host, ib or
+        eth with the Gb/s of each device's port.
       context: most devices that may share a sequence; each number of them takes seconds to count.
-      memory: bytes of a device that a plan may take; 92% of what it has without it.
-      tokens: to train on, for time and cost of the training; of one step without it.
-      batch: rows of a step; several numbers are compared. That of the configuration without it.
+      memory: bytes of a device that a plan may take; by default 92% of what it has.
+      tokens: tokens to train on, for time and cost of the training; by default those of one step.
+      batch: rows of a step; several numbers are compared. By default that of the configuration.
       critical_batch: tokens of the critical batch, by which larger batches need fewer steps; the
         noise scale that a run prints is an estimate.
-      objective: what the best plan has the least of.
-      out: where to write the best plan as a configuration.
-      measure: how many of the best plans to compile without devices, half a minute to minutes each.
+      objective: the quantity that the best plan minimises.
+      out: file to write the best plan to, as a configuration.
+      measure: number of the best plans to compile without devices, half a minute to minutes each.
         Their memory is then the compiler's, and plans beyond the limit are out; times stay those
         that were predicted. For h100 and h200 it needs jax's CUDA plugin, for cpu nothing.
-      picture: where to draw the Pareto front, .svg or .png.
-      write_sizes: where to write what the model computes and keeps, for --sizes.
+      picture: file to draw the Pareto front in, .svg or .png.
+      write_sizes: file to write what the model computes and keeps to, for --sizes.
     """
     refuse(_problems(config, sizes, devices, context, batch, tokens, critical_batch, out))
     found = find(device)
@@ -118,7 +118,7 @@ def plan(
 def _compiled(
     result: Result, configured: Configured, count: int, device: str, goal: Goal, bar: Progress
 ) -> Result:
-    """The result with the best plans compiled, without their devices."""
+    """Compiles the best plans of a result, without their devices."""
     compiling = bar.add_task("compiling", total=min(count, len(result.best)))
 
     def taken(found: Found) -> int:
@@ -140,61 +140,63 @@ def _problems(
     critical_batch: float | None,
     out: Path | None,
 ) -> list[Problem]:
-    found = []
+    problems = []
     if (config is None) == (sizes is None):
         rule = "or $sizes must be given, and not both"
-        found.append(Problem("config", config, rule, (), {"sizes": None}))
+        problems.append(Problem("config", config, rule, (), {"sizes": None}))
     if out is not None and config is None:
-        found.append(Problem("out", out, "needs $config, which it changes", (), {"config": None}))
-    found += below_one(context=context)
-    found += [Problem("devices", n, "must be at least 1", (1,)) for n in devices if n < 1]
-    found += [Problem("batch", n, "must be at least 1", (1,)) for n in batch or () if n < 1]
+        problems.append(
+            Problem("out", out, "needs $config, which it changes", (), {"config": None})
+        )
+    problems += below_one(context=context)
+    problems += [Problem("devices", n, "must be at least 1", (1,)) for n in devices if n < 1]
+    problems += [Problem("batch", n, "must be at least 1", (1,)) for n in batch or () if n < 1]
     for name, number in (("tokens", tokens), ("critical_batch", critical_batch)):
         if number is not None and not number > 0:
-            found.append(Problem(name, number, "must be a number of tokens above 0"))
+            problems.append(Problem(name, number, "must be a number of tokens above 0"))
     if critical_batch is not None and tokens is None:
         rule = "decides how many steps $tokens take, which are not given"
-        found.append(Problem("critical_batch", critical_batch, rule, (None,), {"tokens": None}))
-    return found
+        problems.append(Problem("critical_batch", critical_batch, rule, (None,), {"tokens": None}))
+    return problems
 
 
 def _unmeasurable(measure: int | None, device: str, config: Path | None) -> list[Problem]:
     if measure is None:
         return []
-    found = below_one(measure=measure)
+    problems = below_one(measure=measure)
     if config is None:
-        found.append(Problem("measure", measure, "needs $config", (None,), {"config": None}))
+        problems.append(Problem("measure", measure, "needs $config", (None,), {"config": None}))
     if device not in COMPILED_FOR:
         rule = f"compiles for {', '.join(COMPILED_FOR)}, and $device is none of them"
-        found.append(Problem("measure", measure, rule, (None,), {"device": device}))
-    return found
+        problems.append(Problem("measure", measure, rule, (None,), {"device": device}))
+    return problems
 
 
 def progress_bar() -> Progress:
-    """On stderr if that is a terminal, and gone at the end."""
+    """Makes a progress bar on stderr, if that is a terminal; it disappears at the end."""
     columns = TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn()
     console = Console(stderr=True)
     return Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
 
 
-def _title(model: ModelSizes, one: Cluster) -> str:
-    return f"{model.name}, {model.num_parameters / 1e9:.3g}B parameters, {one.device.name}"
+def _title(model: ModelSizes, devices: Cluster) -> str:
+    return f"{model.name}, {model.num_parameters / 1e9:.3g}B parameters, {devices.device.name}"
 
 
 def _report(
     console: Console, model: ModelSizes, clusters: Sequence[Cluster], goal: Goal, result: Result
 ) -> None:
-    one = clusters[0]
-    counts = ", ".join(str(each.count) for each in clusters)
-    kind, passes = one.device, one.device.passes
+    devices = clusters[0]
+    counts = ", ".join(str(cluster.count) for cluster in clusters)
+    kind, passes = devices.device, devices.device.passes
     basis = "assumed" if passes == Passes() else "measured"
     console.print(
-        f"{_title(model, one)} x {counts}: {basis} are {one.flops / 1e12:.0f} TFLOP/s of matmuls "
-        f"({kind.efficiency.flops:.0%} of the peak), {one.bandwidth / 1e12:.2f} TB/s of "
-        f"memory ({kind.efficiency.memory:.0%}), {one.within / 1e9:.0f} GB/s within hosts of "
-        f"{one.per_host} ({kind.efficiency.link:.0%}), "
-        f"{one.across / 1e9:.0f} GB/s between them, {LAUNCH_SECONDS * 1e6:.0f} us per kernel, "
-        f"{one.memory_bytes / 1e9:.3g} GB of memory (of a device's, {USABLE_MEMORY:.0%} unless "
+        f"{_title(model, devices)} x {counts}: {basis} are {devices.flops / 1e12:.0f} TFLOP/s of "
+        f"matmuls ({kind.efficiency.flops:.0%} of the peak), {devices.bandwidth / 1e12:.2f} TB/s "
+        f"of memory ({kind.efficiency.memory:.0%}), {devices.within / 1e9:.0f} GB/s within hosts "
+        f"of {devices.per_host} ({kind.efficiency.link:.0%}), "
+        f"{devices.across / 1e9:.0f} GB/s between them, {LAUNCH_SECONDS * 1e6:.0f} us per kernel, "
+        f"{devices.memory_bytes / 1e9:.3g} GB of memory (of a device's, {USABLE_MEMORY:.0%} unless "
         f"--memory says more), ${kind.dollars_per_hour:g} per device and hour; peaks from: "
         f"{kind.source}"
     )
@@ -207,7 +209,7 @@ def _report(
     _print_plans(console, "best plans", result.best[:5], goal)
     front = sorted(result.front, key=lambda found: found.device_bytes)
     _print_plans(console, "no other plan is better in time, memory and cost", front, goal)
-    best = [(str(number), one) for number, one in enumerate(result.best[:5], start=1)]
+    best = [(str(number), plan) for number, plan in enumerate(result.best[:5], start=1)]
     print_parts(console, "milliseconds of a step", "plan", best, "seconds", 1e3)
     print_parts(console, "GB of a device", "plan", best, "bytes", 1e-9)
     out = result.excluded.total()
@@ -217,16 +219,16 @@ def _report(
             console.print(f"  {count} {reason}: {REASONS[reason]}")
 
 
-def _print_plans(console: Console, title: str, found: Sequence[Found], goal: Goal) -> None:
+def _print_plans(console: Console, title: str, plans: Sequence[Found], goal: Goal) -> None:
     training = goal.tokens is not None
-    experts = any(one.placed.variant.expert > 1 for one in found)
+    experts = any(candidate.placed.variant.expert > 1 for candidate in plans)
     columns = ["plan", "devices", "stage x data x context x tensor", *(["expert"] * experts)]
     columns += ["schedule", "v", "m x rows", "remat", "head", "ZeRO", "replicas", "weights, slots"]
     columns += ["on the host", "step, s", "model FLOPs", "GB", *(["days", "$"] * training)]
     rows = []
-    for number, one in enumerate(found, start=1):
-        p = one.plan
-        shown = [str(number), str(one.placed.cluster.count)]
+    for number, candidate in enumerate(plans, start=1):
+        p = candidate.plan
+        shown = [str(number), str(candidate.placed.cluster.count)]
         shown.append(f"{p.stage} x {p.data} x {p.context} x {p.tensor}")
         shown += [str(p.expert)] * experts
         shown.append(p.schedule)
@@ -234,10 +236,10 @@ def _print_plans(console: Console, title: str, found: Sequence[Found], goal: Goa
         shown.append("ends" if p.ends else "split")
         shown += [str(p.zero), str(p.replica), f"{p.weights}, {p.weight_slots}"]
         shown.append(str(p.on_host))
-        shown += [f"{one.step_seconds:.3f}", f"{one.model_flops_share:.1%}"]
-        shown.append(f"{one.device_bytes / 1e9:.3g}")
+        shown += [f"{candidate.step_seconds:.3f}", f"{candidate.model_flops_share:.1%}"]
+        shown.append(f"{candidate.device_bytes / 1e9:.3g}")
         if training:
-            shown += [f"{one.train_seconds / _DAY:.2f}", f"{one.dollars:,.0f}"]
+            shown += [f"{candidate.train_seconds / _DAY:.2f}", f"{candidate.dollars:,.0f}"]
         rows.append(shown)
     print_table(console, columns, rows, title=title)
 
@@ -251,22 +253,22 @@ def figure(result: Result, title: str) -> Figure:
     drawn = Figure(figsize=(9.5, height), layout="constrained")
     FigureCanvasAgg(drawn)
     axes = drawn.subplots()
-    best = [one for one in result.best if one not in result.front]
+    best = [point for point in result.best if point not in result.front]
     for rows, line, color, label in (
         (best, "", "#9dbdf0", "other best plans"),
         (result.front, "-", "#27518f", "Pareto front"),
     ):
         gigabytes, seconds = (
-            [one.device_bytes / 1e9 for one in rows],
-            [one.step_seconds for one in rows],
+            [point.device_bytes / 1e9 for point in rows],
+            [point.step_seconds for point in rows],
         )
         axes.plot(gigabytes, seconds, linestyle=line, marker="o", color=color, label=label)
     # In a column of their own, from slow to fast as the points lie, names never overlap.
-    for n, one in enumerate(sorted(result.front, key=lambda one: -one.step_seconds)):
-        p = one.plan
+    for n, point in enumerate(sorted(result.front, key=lambda point: -point.step_seconds)):
+        p = point.plan
         axes.annotate(
             f"{p.schedule} {p.stage}x{p.data}x{p.sharing}, {p.remat}, ZeRO-{p.zero}",
-            (one.device_bytes / 1e9, one.step_seconds),
+            (point.device_bytes / 1e9, point.step_seconds),
             xytext=(1.04, 1 - (n + 0.5) / len(result.front)),
             textcoords="axes fraction",
             arrowprops={

@@ -37,8 +37,8 @@ class OnDevices:
     """A model on devices.
 
     Args:
-      layer_model: what `jaxpipe plan --write-sizes` wrote of a model; the others are for it.
-      batch: rows of a step; the configuration's without it.
+      layer_model: file that `jaxpipe plan --write-sizes` wrote of a model; the others need it.
+      batch: rows of a step; by default those of the configuration.
       data: data shards.
       replica: groups of data shards that hold the same parts.
       expert: data shards that have some of a layer's experts each.
@@ -48,8 +48,8 @@ class OnDevices:
       remat: none, dots or full.
       on_host: what lies in the host's memory: state (the optimizer's), residuals, or
         state,residuals.
-      device: v100, a100, h100, h200, b200, cpu, or what `jaxpipe measure` wrote.
-      link: within hosts and between them, as for `plan`.
+      device: v100, a100, h100, h200, b200, cpu, or a file that `jaxpipe measure` wrote.
+      link: links within hosts and between them, as for `plan`.
     """
 
     layer_model: Path | None = None
@@ -66,26 +66,26 @@ class OnDevices:
     link: str = "nvlink:8,ib:400"
 
     def problems(self, model: ModelSizes, rows: int, microbatches: int) -> list[Problem]:
-        """What does not fit the model, or the microbatches of so many rows."""
+        """Lists what does not fit the model, or the microbatches of so many rows."""
         axes = {"replica": self.replica, "expert": self.expert}
-        if found := below_one(data=self.data, context=self.context, tensor=self.tensor, **axes):
-            return found
+        if problems := below_one(data=self.data, context=self.context, tensor=self.tensor, **axes):
+            return problems
         least = microbatches * self.data
         if rows < 1 or rows % least:
             rule = f"must be rows for $microbatches on $data shards, a multiple of {least}"
             others: dict[str, object] = {"microbatches": microbatches, "data": self.data}
             nearest = (max(1, rows // least) * least,)
-            found.append(Problem("batch", rows, rule, nearest, others))
+            problems.append(Problem("batch", rows, rule, nearest, others))
         if self.data % (self.replica * self.expert):
             rule = "and $expert must divide $data shards together"
             others = {"expert": self.expert, "data": self.data}
-            found.append(Problem("replica", self.replica, rule, (1,), others))
+            problems.append(Problem("replica", self.replica, rule, (1,), others))
         if unknown := [name for name in self.host_names if name not in OnHost._fields]:
             rule = f"has {', '.join(unknown)}, which cannot lie there"
             places = (*OnHost._fields, ",".join(OnHost._fields))
-            found.append(Problem("on_host", self.on_host, rule, places))
+            problems.append(Problem("on_host", self.on_host, rule, places))
         if self.zero not in range(4):
-            found.append(Problem("zero", self.zero, "is no level of ZeRO", (0, 1, 2, 3)))
+            problems.append(Problem("zero", self.zero, "is no level of ZeRO", (0, 1, 2, 3)))
         if self.variant not in model.variants:
             known = "; ".join(
                 f"--{name} {', '.join(map(str, dict.fromkeys(values)))}"
@@ -95,29 +95,29 @@ class OnDevices:
             )
             rule = f"with $context, $expert and $remat was not counted; the file knows {known}"
             others = {"context": self.context, "expert": self.expert, "remat": self.remat}
-            found.append(Problem("tensor", self.tensor, rule, (), others))
-        return found
+            problems.append(Problem("tensor", self.tensor, rule, (), others))
+        return problems
 
     @property
     def variant(self) -> Variant:
-        """What decides the sizes of the model's layers."""
+        """The options that decide the sizes of the model's layers."""
         return Variant(self.context, self.tensor, self.remat, self.expert)
 
     @property
     def host_names(self) -> list[str]:
-        """What lies on the host, one by one."""
+        """The names of what lies on the host."""
         return self.on_host.split(",") if self.on_host else []
 
 
 def of_schedules(
     names: Sequence[str], on: OnDevices, *, stages: int, microbatches: int
 ) -> tuple[dict[str, Found], dict[str, str]]:
-    """What each of the schedules takes on one mesh, as it would run, and why others do not fit it.
+    """Predicts what each schedule takes on one mesh, and says why the others do not fit it.
 
     Args:
-      names: of schedules, with their own default of chunks.
-      on: a model, and the rest of the mesh.
-      stages, microbatches: of the schedules.
+      names: names of schedules, which have their own default of chunks.
+      on: a model, and the other axes of the mesh.
+      stages, microbatches: shape of the schedules.
 
     Raises:
       ArgumentError: the options do not fit each other.
@@ -136,7 +136,7 @@ def of_schedules(
         "microbatches": microbatches, "rows": rows // (microbatches * on.data), "remat": on.remat,
         "zero": on.zero if on.data > 1 else 0, "weights": "unrolled" if few else "stacked",
     }  # fmt: skip
-    found: dict[str, Found] = {}
+    predictions: dict[str, Found] = {}
     reasons: dict[str, str] = {}
     entries = {entry.name: entry for entry in catalog.entries()}
     for name in names:
@@ -147,10 +147,10 @@ def of_schedules(
             reasons[name] = f"{stages * chunks} chunks need as many layers"
             continue
         try:
-            found[name] = exact_best(Placed(plan, model, devices))
+            predictions[name] = exact_best(Placed(plan, model, devices))
         except ArgumentError as error:
             reasons[name] = message(error)
-    return found, reasons
+    return predictions, reasons
 
 
 def print_parts(
@@ -164,12 +164,12 @@ def print_parts(
     """Prints seconds or bytes by part, and all of them.
 
     Args:
-      console: to print on.
-      title: of the table.
-      label: what the first column names.
-      found: by name.
+      console: console to print on.
+      title: title of the table.
+      label: heading of the first column.
+      found: plans by name.
       which: "seconds" or "bytes".
-      scale: of the unit that is shown.
+      scale: factor to the unit that is shown.
     """
     columns = [label, *getattr(found[0][1], which), "all"]
     compiles = which == "bytes" and any(one.compiled_bytes is not None for _, one in found)
@@ -184,5 +184,5 @@ def print_parts(
 
 
 def _shown(value: float) -> str:
-    """Four digits or all before the point: 15910, and not 1.591e+04."""
+    """Writes four digits, or all before the point: 15910, and not 1.591e+04."""
     return f"{value:.0f}" if value >= 1e4 else f"{value:.4g}"

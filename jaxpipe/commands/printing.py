@@ -33,9 +33,9 @@ def print_table(
 
     Args:
       console: to print on.
-      columns: their headings; the first column names the rows.
-      rows: as many cells each.
-      title: above the table.
+      columns: headings of the columns; the first column names the rows.
+      rows: cells of the rows, one per column.
+      title: text above the table.
     """
     # Without lines between columns a terminal of 80 has room for the longest names.
     table = Table(title=title or None, box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False)

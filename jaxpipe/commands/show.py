@@ -56,7 +56,7 @@ _NOT_ASYNCHRONOUS = {
     ),
     "memory_limit": (None, "it always keeps 2(p-d) microbatches in flight on stage d"),
 }
-"""What `show` of an asynchronous method takes of such an option, and why nothing else."""
+"""The only value of an option that `show` takes with an asynchronous method, and the reason."""
 
 _WORTH_SAYING = 0.01
 """The least share of the time for which `auto` tells of a little more memory."""
@@ -92,18 +92,19 @@ def show(
         other formats a few minibatches, from an empty pipeline to an empty one.
       stages: p, pipeline stages; every schedule but a file needs it.
       microbatches: m, microbatches per batch; every schedule but a file needs it.
-      chunks: v, chunks per stage; the schedule's own default without it.
+      chunks: v, chunks per stage; by default the schedule's own.
       group: microbatches that interleaved and breadth-first schedules take together.
-      costs: time of F,B,W of one chunk, and optionally of one message: 1,1,1 or 1,1.2,0.8,0.1; then
-        what an overlapped pair of forward and backward saves of the shorter: 1,1.2,0.8,0.1,0.5.
-        For `auto`, which holds one chunk or two on a stage, of half a stage.
-      layers: of the whole model, with --layer-costs in place of --costs: `auto` then chooses among
-        all numbers of chunks that they can form.
+      costs: time of F,B,W of one chunk, and optionally of one message: 1,1,1 or 1,1.2,0.8,0.1. A
+        fifth number is the share of the shorter that an overlapped pair of forward and backward
+        saves: 1,1.2,0.8,0.1,0.5. For `auto`, which holds one or two chunks per stage, half a
+        stage's.
+      layers: layers of the whole model, with --layer-costs in place of --costs: `auto` then chooses
+        among all numbers of chunks that they can form.
       layer_costs: time of F,B,W of one of these layers, and optionally of one message.
       memory_limit: peak in flight per stage, in microbatches of a full stage, for a search.
       recompute_segment: for an asynchronous method, stages that run forward again together.
-      clock: device, that of the program on GPUs; free, as papers draw: stages wait for inputs
-        alone. Without it device, where the schedule can be executed. A page has both.
+      clock: device, the clock of the program on GPUs; or free, as papers draw it, on which stages
+        wait only for inputs. By default device if the schedule can be executed. A page has both.
       format: what to write; by default the format of --out's ending, or else text. html is a page
         to look into with a browser: zoom, what is where, tick by tick, memory.
       out: the file to write; svg and png need one, the others go to standard output without it.
@@ -207,7 +208,7 @@ def validate(
 
 
 def _chosen_format(format: _Format | None, out: Path | None, name: str) -> str:
-    """The requested format, or that of the file's ending."""
+    """Chooses the requested format, or that of the file's ending."""
     fits = _ENDINGS.get(out.suffix.lower()) if out is not None else None
     if format is None:
         if out is not None and fits is None and out.suffix.lower() not in ("", ".txt"):
@@ -235,7 +236,7 @@ def _steady_state(
     format: str,
     options: Mapping[str, Any],
 ) -> pipemare.SteadyState:
-    """The rules of an asynchronous pipeline, as far as a format can say them."""
+    """Makes the rules of an asynchronous pipeline; refuses what the format cannot show."""
     others = {"name": name}
     refuse(
         Problem(option, options[option], f"does not fit $name: {why}", (None,), others)
@@ -262,7 +263,7 @@ def _in_format(
     *,
     must_draw: bool = True,
 ) -> str:
-    """The schedule in any of the formats that are text."""
+    """Writes the schedule in any of the formats that are text."""
     schedule, costs, hints = model
     if format == "csv":
         return write_csv(schedule)
@@ -299,7 +300,7 @@ def _in_format(
 
 
 def _wrapped(text: str, width: int) -> list[str]:
-    """A caption in lines of a terminal; a drawing, which has its own, as it is."""
+    """Wraps a caption for the terminal; a drawing has its own lines and stays as it is."""
     return [text] if "\n" in text else textwrap.wrap(text, width, break_long_words=False)
 
 

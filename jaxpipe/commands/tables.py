@@ -34,7 +34,7 @@ from jaxpipe.schedule.show.report import timelines
 
 _NO_DEVICES = OnDevices()
 _TABLE_WIDTH = 150
-"""Of a terminal in which the table of schedules is readable."""
+"""Columns of a terminal in which the table of schedules is readable."""
 _CAPTION = (
     "Bubble: added to m(F+B+W) of work of a full stage, free-running; at F=B=W=1 if no cost is "
     "named. Peak: on stage d, in microbatches of a full stage."
@@ -47,7 +47,7 @@ _COMPARED = (
     "it. GB: memory of the stage that needs the most."
 )
 _ENDINGS = ".svg", ".png", ".html"
-"""Of the files that `compare` writes."""
+"""Endings of the files that `compare` writes."""
 
 
 def schedules() -> None:
@@ -98,19 +98,19 @@ def compare(
     and memory of a device by part, with the transfers that nothing hides.
 
     Args:
-      names: the schedules, as for `show`; all of the catalog that fit without them.
+      names: the schedules, as for `show`; by default all of the catalog that fit.
       stages: p, pipeline stages.
       microbatches: m, microbatches per batch.
-      stage_costs: time of F,B,W of a full stage, and optionally of one message: 1,1.2,0.8,0.1. It
-        is shared by the stage's chunks. 1,1,1 if neither these nor a layer's costs are given.
-      layer_costs: instead, time of F,B,W of one of the model's layers.
-      layers: of the whole model; two per stage without it.
+      stage_costs: time of F,B,W of a full stage, and optionally of one message: 1,1.2,0.8,0.1. The
+        stage's chunks share it. By default 1,1,1 if no costs of a layer are given either.
+      layer_costs: time of F,B,W of one of the model's layers, in place of a stage's.
+      layers: layers of the whole model; by default two per stage.
       devices: a traced model on devices, in place of costs.
-      weight_bytes: of a full stage's weights, gradients and optimizer state, of one copy; with
+      weight_bytes: bytes of one copy of a full stage's weights, gradients and optimizer state; with
         --activation-bytes, the memory of a stage is shown, with as many copies as it holds.
-      activation_bytes: that one microbatch keeps on a full stage.
-      out: a picture of the comparison to write, .svg or .png; or .html, a page to look into the
-        schedules with a browser, one above the other, as `show` writes of one.
+      activation_bytes: bytes that one microbatch keeps on a full stage.
+      out: a picture of the comparison to write, .svg or .png; or .html, a page on which a browser
+        shows the schedules one above the other, each as `show` does.
     """
     refuse(below_one(stages=stages, microbatches=microbatches))
     check_size(stages, microbatches, 1)
@@ -165,8 +165,8 @@ def compare(
         say(console, f"{name} does not fit: {reason}")
 
 
-def _print_predictions(found: Mapping[str, Found], reasons: Mapping[str, str]) -> None:
-    rows = sorted(found.items(), key=lambda item: item[1].step_seconds)
+def _print_predictions(predictions: Mapping[str, Found], reasons: Mapping[str, str]) -> None:
+    rows = sorted(predictions.items(), key=lambda item: item[1].step_seconds)
     parts = ("ms of a step", "seconds", 1e3), ("GB of a device", "bytes", 1e-9)
     console = output_console()
     for title, which, scale in parts if rows else ():
@@ -181,7 +181,7 @@ def _print_predictions(found: Mapping[str, Found], reasons: Mapping[str, str]) -
 
 
 def _instead(**given: Any) -> list[Problem]:
-    """What --layer-model says already, or cannot have."""
+    """Lists the options that --layer-model replaces, or does not go with."""
     others = {"layer_model": None}
     return [
         Problem(name, value, "does not go with $layer_model", (None,), others)
