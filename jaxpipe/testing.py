@@ -1,4 +1,4 @@
-"""For tests of your own models and schedules, on simulated devices."""
+"""Tools for tests of your own models and schedules, on simulated devices."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from jaxpipe.schedule.lowering.lower import forward_only
 from jaxpipe.schedule.problems import below_one, refuse
 
 _HANG = "--xla_cpu_collective_call_terminate_timeout_seconds"
-"""After so long XLA ends a process whose devices wait for each other at a collective."""
+"""Seconds after which XLA ends a process whose devices wait for each other at a collective."""
 _COLLECTIVES = (
     "all-gather",
     "all-reduce",
@@ -42,7 +42,7 @@ _COLLECTIVES = (
 
 
 def simulate_devices(num_devices: int = 8) -> None:
-    """Makes jax see so many CPU devices, on any machine, for all of this process.
+    """Makes jax see this many CPU devices, on any machine, in the whole process.
 
     Call it before the first array, such as at the top of ``conftest.py``. Devices may be more than
     cores; XLA gets two threads for each (``PJRT_NPROC``). jax's persistent compilation cache is
@@ -63,12 +63,12 @@ def simulate_devices(num_devices: int = 8) -> None:
     try:
         config.update("jax_num_cpu_devices", num_devices)
     except RuntimeError as error:
-        found = jax.devices()
-        if found[0].platform == "cpu" and len(found) >= num_devices:
+        devices = jax.devices()
+        if devices[0].platform == "cpu" and len(devices) >= num_devices:
             return
         raise RuntimeError(
-            f"simulate_devices({num_devices}) comes too late: jax has begun to use {len(found)} "
-            f"devices ({found[0].platform}), and keeps them. Call it before anything makes an "
+            f"simulate_devices({num_devices}) comes too late: jax has begun to use {len(devices)} "
+            f"devices ({devices[0].platform}), and keeps them. Call it before anything makes an "
             "array or asks for devices: right after `import jax`, or at the top of conftest.py."
         ) from error
     config.update("jax_platforms", "cpu")
@@ -140,23 +140,24 @@ def assert_matches_unpipelined(
 ) -> list[Pipeline]:
     """Runs every schedule on every mesh and compares all results with the model's own.
 
-    Compared are loss, metrics, new states and every gradient of a step, and loss and metrics of an
-    evaluation. Bubbles are filled with NaN, so that nothing may leak from them.
+    The comparison covers loss, metrics, new states and every gradient of a step, and loss and
+    metrics of an evaluation. Bubbles are filled with NaN, so that nothing can leak from them.
 
     Args:
-      model: as of `Pipeline`.
+      model: as for `Pipeline`.
       params: canonical parameters.
       batch: leaves ``[rows, ...]``; rows must divide into microbatches and data shards everywhere.
       schedules: schedules or their names.
       meshes: meshes; by default 2 stages on one data shard and on two.
       rng: the step's key, or None.
       states: the layers' states, for a stateful model.
-      reference: what to compare with: a function with the arguments of `unpipelined.loss` after
-        the model, the default, for functions that use a mesh axis, or a loss that is not `Model`'s.
+      reference: function to compare with, which takes the arguments of `unpipelined.loss` after the
+        model. By default it is that function; give another for a model that uses a mesh axis, or a
+        loss that is not the `Model`'s.
       tolerance: the largest difference of an element, relative to the largest absolute value of
         its array in the reference.
-      floor: the smallest such value that an array is taken to have; for gradients that cancel to
-        nothing but rounding, such as that of the bias of an attention's keys.
+      floor: a lower limit for this largest value, for gradients that cancel to nothing but
+        rounding, such as that of the bias of an attention's keys.
       options: further arguments of `Pipeline`, such as ``zero=3`` or ``remat="full"``.
 
     Returns:
@@ -181,9 +182,9 @@ def assert_matches_unpipelined(
     ]
     evaluations: dict[Any, Any] = {}
     args = evaluations, params, batch, rng, states, reference
-    found = [array for pipe in pipes for array in _compared_by_name(pipe, floor, *args)]
-    if max(array.relative for array in found) > tolerance:
-        raise AssertionError(_report(found, tolerance))
+    compared = [array for pipe in pipes for array in _compared_by_name(pipe, floor, *args)]
+    if max(array.relative for array in compared) > tolerance:
+        raise AssertionError(_report(compared, tolerance))
     return pipes
 
 
@@ -205,7 +206,7 @@ def _own_reference(model: Model) -> Callable[..., Any]:
 
 
 def _compared_by_name(pipe: Pipeline, floor: float, *args: Any) -> Iterator[_Compared]:
-    """All arrays of a pipeline's results beside those of the reference."""
+    """Compares all arrays of a pipeline's results with those of the reference."""
     case = f"schedule {pipe.schedule.name!r} on {dict(pipe.mesh.shape)}"
     got, want = _results(pipe, *args)
     for name in want:
@@ -227,7 +228,7 @@ def _reference(
     num_microbatches: int,
     data_shards: int,
 ) -> tuple[Any, Tree]:
-    """Value and gradients without a pipeline; calls with the same reference share a program."""
+    """Computes value and gradients without a pipeline, in one program for equal references."""
 
     def loss(trained: Params) -> Any:
         shape = {"num_microbatches": num_microbatches, "data_shards": data_shards}
@@ -246,7 +247,7 @@ def _results(
     states: States,
     reference: Callable[..., Any],
 ) -> tuple[dict[str, Tree], dict[str, Tree]]:
-    """What the pipeline computes and what the reference does, by the same names."""
+    """Computes the results of the pipeline and of the reference, by the same names."""
     placed, placed_states = pipe.place(params), None
     if states is not None:
         placed_states = pipe.place_states(states)
@@ -282,7 +283,7 @@ def _results(
 
 
 def _named(value: Any, has: dict[str, bool]) -> dict[str, Tree]:
-    """Loss, metrics and states from what a step returns beside the gradients."""
+    """Names loss, metrics and states in what a step returns beside the gradients."""
     names = [name for name, there in has.items() if there]
     if not names:
         return {"loss": value}
@@ -292,11 +293,11 @@ def _named(value: Any, has: dict[str, bool]) -> dict[str, Tree]:
 
 @dataclasses.dataclass(frozen=True)
 class _Compared:
-    """How far an array of one configuration is from the reference.
+    """The distance of an array of one configuration from the reference.
 
     Args:
       case: the configuration.
-      path: of the array.
+      path: path of the array.
       relative: the largest difference, relative to the array's scale.
       scale: the largest absolute value in the reference.
       text: the difference in words.
@@ -329,13 +330,14 @@ def _compared(case: str, name: str, got: Tree, want: Tree, floor: float) -> Iter
         yield _Compared(case, name + jax.tree_util.keystr(path), relative, scale, text)
 
 
-def _report(found: list[_Compared], tolerance: float) -> str:
-    """What differs, the worst array first."""
-    cases = list(dict.fromkeys(array.case for array in found))
+def _report(compared: list[_Compared], tolerance: float) -> str:
+    """Writes what differs, the worst array first."""
+    cases = list(dict.fromkeys(array.case for array in compared))
     worst = {
-        case: max((a for a in found if a.case == case), key=lambda a: a.relative) for case in cases
+        case: max((a for a in compared if a.case == case), key=lambda a: a.relative)
+        for case in cases
     }
-    wrong = [array for array in found if array.relative > tolerance]
+    wrong = [array for array in compared if array.relative > tolerance]
     first = max(wrong, key=lambda array: array.relative)
     lines = [
         f"{len({array.case for array in wrong})} of {len(cases)} configurations differ from the "
@@ -344,10 +346,10 @@ def _report(found: list[_Compared], tolerance: float) -> str:
         "The worst array of each configuration:",
         *(f"  {case}: {array.path} {array.relative:.1e}" for case, array in worst.items()),
     ]
-    others = sorted((a for a in wrong if a.case == first.case), key=lambda a: -a.relative)
+    same_case = sorted((a for a in wrong if a.case == first.case), key=lambda a: -a.relative)
     lines += [f"All that differ with {first.case}:"]
-    lines += [f"  {array.path}: {array.relative:.1e}" for array in others]
-    largest = max(array.scale for array in found if array.path.startswith("gradients"))
+    lines += [f"  {array.path}: {array.relative:.1e}" for array in same_case]
+    largest = max(array.scale for array in compared if array.path.startswith("gradients"))
     if first.path.startswith("gradients") and first.scale < 1e-5 * largest:
         lines.append(
             f"{first.path} is less than 1e-5 of the largest gradient, {largest:.1e}. If it is "

@@ -66,8 +66,8 @@ class Checkpoints:
       folder: absolute or relative path; made when first needed.
       keep: how many of the latest checkpoints to keep, at least 1.
       read_only: never write.
-      older: accepts checkpoints without checksums, which versions of the trainer wrote before there
-        were any: it takes what `save_arrays` was given as ``run``, and raises if it makes no sense.
+      older: accepts checkpoints without checksums, which earlier versions of the trainer wrote: it
+        takes what `save_arrays` was given as ``run``, and raises if that makes no sense.
 
     Raises:
       ValueError: a folder that is a file, or nothing to keep.
@@ -109,16 +109,17 @@ class Checkpoints:
             self._left = True
             self._manager.close()
 
-    # What is there.
+    # Checkpoints in the folder.
 
     @functools.cached_property
     def found(self) -> Found:
-        """What the folder held at first. Every process must ask; process 0 reads the newest files.
+        """The checkpoints that the folder held at first. Every process must ask for them; process 0
+        reads the newest files.
 
         Process 0 alone decides what is damaged, so that all processes resume from the same step.
         """
-        found = from_first(lambda: dataclasses.asdict(recovery.find(self._folder, self._older)))
-        return Found.from_dict(found)
+        fields = from_first(lambda: dataclasses.asdict(recovery.find(self._folder, self._older)))
+        return Found.from_dict(fields)
 
     @property
     def latest(self) -> int | None:
@@ -311,7 +312,7 @@ class Checkpoints:
 
         Args:
           step: one of `steps`.
-          shapes: of what was saved, with shardings.
+          shapes: shapes of the arrays that were saved, with shardings.
 
         Returns:
           The arrays and the data.
@@ -325,7 +326,7 @@ class Checkpoints:
 
         Args:
           step: one of `steps`.
-          shapes: of those to read, with shardings, in the dictionary that holds them all.
+          shapes: shapes of the arrays to read, with shardings, in the dictionary of all arrays.
         """
         like = ocp.checkpoint_utils.construct_restore_args(shapes)
         args = ocp.args.PyTreeRestore(shapes, restore_args=like, partial_restore=True)
@@ -357,7 +358,7 @@ class Checkpoints:
         """Makes the folder ready to be written to."""
         if self._read_only:
             raise ValueError(f"folder={str(self._folder)!r} was opened with read_only=True.")
-        # Before the threads that write take no more work, for which `atexit` is too late.
+        # This runs while the threads that write still take work; `atexit` would be too late.
         threading._register_atexit(self._finish)  # type: ignore[attr-defined]
         self._left, damaged = False, self.found.damaged
         from_first(lambda: recovery.move_aside(self._folder, damaged))
@@ -365,7 +366,7 @@ class Checkpoints:
             self._folder,
             options=ocp.CheckpointManagerOptions(
                 preservation_policy=keeping.LatestAndBest(self._folder, self._keep),
-                # Without it the losses are not saved, and a run that resumes would not know them.
+                # Without this the losses are not saved, and a run that resumes does not know them.
                 best_fn=keeping.held_out,
                 best_mode="min",
                 cleanup_tmp_directories=True,
@@ -409,7 +410,7 @@ def _restore(folder: Path, **items: ocp.args.CheckpointArgs) -> dict[str, Any]:
 
 
 def _object(saved: Any) -> dict[str, Any]:
-    """Returns what every item of a checkpoint is; raises TypeError for anything else."""
+    """Returns an item of a checkpoint if it is a dictionary, as all are; else raises TypeError."""
     if isinstance(saved, dict):
         return saved
     raise TypeError(f"a {type(saved).__name__} in place of a dictionary")

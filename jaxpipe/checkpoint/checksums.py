@@ -34,8 +34,8 @@ def write(folder: Path, step: int) -> None:
     """Writes the step, and the checksum and size of every file in a folder, to a file in it.
 
     Args:
-      folder: of the step; nothing in it changes any more but orbax's metadata of the step.
-      step: by which the folder will be named.
+      folder: folder of the step; only orbax's metadata of the step still changes in it.
+      step: step by which the folder will be named.
     """
     files = [path for path in folder.rglob("*") if path.is_file() and path.name != _STEP_METADATA]
     names = sorted(str(path.relative_to(folder)) for path in files)
@@ -76,7 +76,7 @@ def verify(folder: Path, names: Sequence[str] | None = None) -> None:
 
 
 def _verify_step_metadata(folder: Path, items: set[str]) -> None:
-    """Looks whether orbax's metadata name the items of the step, one folder each."""
+    """Checks that orbax's metadata names the items of the step, one folder each."""
     try:
         found = set(read_json(folder / _STEP_METADATA)["item_handlers"])
     except (OSError, ValueError, KeyError, TypeError) as error:
@@ -89,8 +89,8 @@ def _problem(folder: Path, name: str, expected: Any) -> str | None:
     checksum, size = expected if isinstance(expected, list) else (expected, None)
     try:
         # Another size is enough to tell, and a device has no end to be read to.
-        found = num_bytes(folder / name)
-        if size in (None, found) and _checksum(folder / name) == checksum:
+        actual = num_bytes(folder / name)
+        if size in (None, actual) and _checksum(folder / name) == checksum:
             return None
     except FileNotFoundError:
         return f"{name} is missing"

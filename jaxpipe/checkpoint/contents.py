@@ -1,4 +1,4 @@
-"""What a checkpoint of a training run holds, in canonical order."""
+"""Contents of a checkpoint of a training run, in canonical order."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from jaxpipe.runtime.trees import leaf_mismatches
 from jaxpipe.runtime.types import OptimizerState, Placed, Shapes, States, Tree
 
 PARAMS, OPTIMIZER, STATES = "params", "optimizer", "layers"
-"""The parts; the states of the layers are there if the model keeps some."""
+"""Parts of the contents; the states of the layers are there if the model keeps some."""
 
 _BELONG_TO = {
     PARAMS: "another model",
@@ -33,7 +33,7 @@ def contents(
     state: OptimizerState,
     states: States,
 ) -> dict[str, Tree]:
-    """Arrays to save, by part: copies, which later steps do not change, in the host's memory."""
+    """Copies the arrays to save to the host's memory, by part; later steps do not change them."""
     if states is None and pipe.placed_states is not None:
         raise ValueError("states=None, but this model's layers keep states: save them, too.")
     placing = pipe.optimizer_placing(optimizer)
@@ -46,7 +46,7 @@ def contents(
 
 
 def shapes(pipe: Pipeline, optimizer: optax.GradientTransformation) -> dict[str, Shapes]:
-    """Shapes and shardings of what `contents` returns."""
+    """Shapes and shardings of the arrays that `contents` returns."""
     placing = pipe.optimizer_placing(optimizer)
     of_states = {} if pipe.canonical_states is None else {STATES: pipe.canonical_states}
     return {PARAMS: pipe.canonical_params, OPTIMIZER: placing.canonical, **of_states}
@@ -56,9 +56,9 @@ def differences(path: Path, saved: Shapes, expected: dict[str, Shapes]) -> Itera
     """Says why a checkpoint is not of this model and optimizer; nothing if it is.
 
     Args:
-      path: of the checkpoint.
+      path: path of the checkpoint.
       saved: shapes of its arrays, in dictionaries and lists.
-      expected: from `shapes`.
+      expected: shapes and shardings from `shapes`.
     """
     for part in _BELONG_TO:
         wanted = ocp.tree.serialize_tree(expected.get(part), keep_empty_nodes=True)
@@ -71,7 +71,7 @@ def differences(path: Path, saved: Shapes, expected: dict[str, Shapes]) -> Itera
 
 
 def _raw_keys(shapes: Tree) -> Shapes:
-    """The shapes, with those of random keys as they are written."""
+    """Replaces the shapes of random keys by those of the data that is written of them."""
 
     def raw(leaf: Any) -> jax.ShapeDtypeStruct:
         if jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key):

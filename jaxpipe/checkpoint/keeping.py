@@ -1,4 +1,4 @@
-"""Which checkpoints stay: the latest few, and the one with the lowest held-out loss."""
+"""The choice of checkpoints to keep: the latest few, and the one with the lowest held-out loss."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ _METRICS_FILE = "metrics/metrics"
 
 
 def metrics(loss: float | None) -> dict[str, float]:
-    """What is saved of a held-out loss."""
+    """Makes the metrics to save of a held-out loss."""
     return {_EVAL_LOSS: math.inf if loss is None else loss}
 
 
 def held_out(metrics: Mapping[str, float]) -> float:
-    """The held-out loss that was saved."""
+    """Reads the held-out loss from saved metrics."""
     return metrics[_EVAL_LOSS]
 
 
@@ -30,8 +30,8 @@ class LatestAndBest:
     """Keeps the latest few, and the one with the lowest held-out loss.
 
     Args:
-      folder: holds the checkpoints.
-      num_latest: how many of the latest.
+      folder: folder of the checkpoints.
+      num_latest: number of the latest checkpoints to keep.
     """
 
     def __init__(self, folder: Path, num_latest: int) -> None:
@@ -56,11 +56,11 @@ class LatestAndBest:
 
 
 def read_loss(folder: Path, metrics: Mapping[str, float] | None = None) -> float:
-    """The held-out loss of a checkpoint; infinite if it was not evaluated or cannot be read.
+    """Reads the held-out loss of a checkpoint; infinite if not evaluated, or not readable.
 
     Args:
-      folder: of the checkpoint.
-      metrics: what was saved of it; None to read it.
+      folder: folder of the checkpoint.
+      metrics: the metrics that were saved; None to read them.
     """
     try:
         if metrics is None:

@@ -1,4 +1,4 @@
-"""Several processes that must agree: one decides, all go on with its answer."""
+"""Agreement among several processes: one decides, and all go on with its answer."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import orbax.checkpoint as ocp
 from jax.experimental import multihost_utils
 
 _PATIENCE_SECONDS = 3600
-"""How long the other processes wait for work that process 0 does alone."""
+"""Time that the other processes wait for work that process 0 does alone."""
 
 
 def from_first(make: Callable[[], Any]) -> Any:

@@ -26,12 +26,11 @@ CHECKSUMS = "checksums"
 """The entry of the description that says that the checkpoint has checksums."""
 
 Older: TypeAlias = Callable[[Any], object]
-"""Takes the description of a checkpoint without checksums, and raises if none could be continued.
-"""
+"""Takes the description of a checkpoint without checksums; raises if no run could continue it."""
 
 _JSON_FILE = "metadata"
 _REASON_WIDTH = 300
-"""Error messages of tensorstore are long."""
+"""Characters of a reason that are shown: error messages of tensorstore are long."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,7 +38,7 @@ class Damaged:
     """A checkpoint that cannot be resumed from.
 
     Args:
-      step: of the checkpoint.
+      step: step of the checkpoint.
       reason: what is wrong with it.
       aside: the name that it gets as soon as a run writes to the folder.
     """
@@ -51,11 +50,11 @@ class Damaged:
 
 @dataclasses.dataclass(frozen=True)
 class Found:
-    """What a folder of checkpoints holds.
+    """The checkpoints that a folder holds.
 
     Args:
       latest: the newest step whose checkpoint is whole, or None.
-      has_checksums: whether it was written with checksums; older versions wrote none.
+      has_checksums: whether that checkpoint has checksums; older versions wrote none.
       damaged: newer checkpoints that are not whole, newest first.
     """
 
@@ -66,19 +65,19 @@ class Found:
     @classmethod
     def from_dict(cls, fields: Mapping[str, Any]) -> Found:
         """Undoes `dataclasses.asdict`, also after a round trip through JSON."""
-        damaged = tuple(Damaged(**one) for one in fields["damaged"])
+        damaged = tuple(Damaged(**checkpoint) for checkpoint in fields["damaged"])
         return cls(fields["latest"], fields["has_checksums"], damaged)
 
     @property
     def reasons(self) -> str:
-        """What is wrong with each of the damaged ones, in one line."""
-        return "; ".join(f"checkpoint {one.step}: {one.reason}" for one in self.damaged)
+        """The reasons why checkpoints are damaged, in one line."""
+        return "; ".join(f"checkpoint {bad.step}: {bad.reason}" for bad in self.damaged)
 
     def notes(self) -> list[str]:
         """Returns one line for every checkpoint that is skipped or cannot be verified."""
         lines = [
-            f"skipping checkpoint {one.step}: {one.reason}; it is kept as {one.aside}"
-            for one in self.damaged
+            f"skipping checkpoint {bad.step}: {bad.reason}; it is kept as {bad.aside}"
+            for bad in self.damaged
         ]
         if self.latest is not None and not self.has_checksums:
             lines.append(
@@ -100,8 +99,8 @@ def find(folder: Path, older: Older | None = None) -> Found:
     """Verifies checkpoints, newest first, until one is whole; changes nothing.
 
     Args:
-      folder: holds the checkpoints; it need not exist.
-      older: accepts checkpoints without checksums; None for a folder that never had such.
+      folder: folder of the checkpoints; it need not exist.
+      older: accepts checkpoints without checksums; None for a folder that never had any.
     """
     damaged: list[Damaged] = []
     for step in reversed(steps(folder)):
@@ -124,22 +123,22 @@ def move_aside(folder: Path, damaged: Sequence[Damaged]) -> None:
     """Renames damaged checkpoints, so that their steps can be saved again.
 
     Args:
-      folder: holds the checkpoints.
-      damaged: from `find`.
+      folder: folder of the checkpoints.
+      damaged: damaged checkpoints, from `find`.
     """
-    for one in damaged:
-        (folder / str(one.step)).rename(folder / one.aside)
+    for checkpoint in damaged:
+        (folder / str(checkpoint.step)).rename(folder / checkpoint.aside)
 
 
 def verify(folder: Path, older: Older | None) -> bool:
     """Reads every file of a checkpoint; returns whether it has checksums.
 
     Args:
-      folder: of one step.
-      older: as of `find`.
+      folder: folder of one step.
+      older: as for `find`.
 
     Raises:
-      DamagedError: it is not whole.
+      DamagedError: the checkpoint is not whole.
     """
     with reading("it"):
         if not folder.is_dir():
@@ -160,10 +159,10 @@ def verify(folder: Path, older: Older | None) -> bool:
 
 @contextlib.contextmanager
 def reading(what: str) -> Iterator[None]:
-    """Makes one kind of error of the many that orbax and tensorstore raise for damaged files.
+    """Turns the many errors that orbax and tensorstore raise for damaged files into one kind.
 
     Args:
-      what: is read, for the message.
+      what: name of what is read, for the message.
     """
     try:
         yield

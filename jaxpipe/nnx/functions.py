@@ -107,7 +107,7 @@ def stateful(
 
 
 def axis_split(module: nnx.Module) -> Tree:
-    """Which mesh axes split a module's parameters, as its own metadata says.
+    """Reads from a module's own metadata which mesh axes split its parameters.
 
     Args:
       module: as for `functional`. Its parameters are made with ``out_sharding``, in
@@ -162,7 +162,7 @@ def stack(
 
 
 def checked(module: nnx.Module) -> nnx.Module:
-    """The module; raises ValueError if it is none of nnx."""
+    """Returns the module; raises ValueError if it is no nnx module."""
     if isinstance(module, nnx.Module):
         return module
     if isinstance(module, type):
@@ -178,7 +178,7 @@ def checked(module: nnx.Module) -> nnx.Module:
 
 
 def view(module: Any, train: bool, deterministic: bool) -> Any:
-    """The module in training or evaluation, with or without dropout; it shares its variables."""
+    """Views a module in training or evaluation, with or without dropout; variables are shared."""
     return nnx.view(
         module,
         use_running_average=not train,
@@ -188,9 +188,9 @@ def view(module: Any, train: bool, deterministic: bool) -> Any:
 
 
 def streams(state: Any, rng: Key) -> Any:
-    """The random streams of ``state``: each its own key, folded from ``rng``, and count 0.
+    """Gives each random stream of ``state`` its own key, folded from ``rng``, and count 0.
 
-    Without a key the module is deterministic, and any will do.
+    Without a key the module is deterministic, and any key will do.
     """
     if rng is None:
         rng = jax.random.key(0)

@@ -1,4 +1,4 @@
-"""A whole model of nnx modules: into what `Pipeline` takes, and back."""
+"""Conversion of a whole model of nnx modules to what `Pipeline` takes, and back."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ _LOG = logging.getLogger(__name__)
 
 
 class Converted(NamedTuple):
-    """What `model` makes of modules.
+    """A model that `model` made of modules.
 
     Args:
-      model: for `Pipeline`.
+      model: the model for `Pipeline`.
       params: canonical parameters: those of the layers in ``params["layers"]``, stacked if all
         layers are alike, and all others in ``params["embed"]``.
       states: a tree for each layer, or None if no layer keeps a state.
@@ -110,7 +110,7 @@ def model(
 
 
 def _of_last(call: Callable[..., Any], function: Callable[..., Any]) -> Callable[..., Any]:
-    """A function of the last layer's x, as `Model` has it."""
+    """Makes a function of the last layer's x, as `Model` has it."""
     return lambda outer, x, batch, rng: call(function, outer, rng, x, batch)
 
 
@@ -161,7 +161,7 @@ class _Split:
     """The state of modules, by who owns it.
 
     Args:
-      params: of each layer, plain dictionaries.
+      params: parameters of each layer, in plain dictionaries.
       states: what else each layer keeps.
       in_layer: whether a leaf of the module belongs to a layer: a filter of `nnx.split`.
       outer: the parameters of the module that belong to no layer.
@@ -174,7 +174,7 @@ class _Split:
 
 
 def _split(module: Any, layers: Sequence[Any]) -> _Split:
-    """Says who owns what; raises ValueError for what several own, or what must not be there."""
+    """Sorts state by its owner; raises ValueError for what is shared or must not be there."""
     if isinstance(layers, nnx.Module) and not isinstance(layers, nnx.List):
         raise ValueError(f"layers is a {type(layers).__name__}; give a sequence of modules.")
     if not layers:
@@ -216,7 +216,7 @@ def _split(module: Any, layers: Sequence[Any]) -> _Split:
 def _leaves(
     node: Any, path: str = "", *, without: Sequence[Any] = (), seen: set[int] | None = None
 ) -> Iterator[tuple[str, Any]]:
-    """Variables and arrays that are reached from a module other than through some of its parts."""
+    """Yields variables and arrays that a module reaches other than through some of its parts."""
     seen = {id(part) for part in without} if seen is None else seen
     if id(node) in seen:
         return
@@ -238,7 +238,7 @@ def _leaves(
 def _layer_functions(
     layers: Sequence[Any], method: Callable[..., Any], train: bool, is_stateful: bool
 ) -> list[Callable[..., Any]]:
-    """For each layer a function as of `Model`; layers alike but for their arrays share one."""
+    """Makes a function for each layer, as for `Model`; layers unlike only in arrays share one."""
     kinds: list[tuple[Any, Callable[..., Any]]] = []
     functions = []
     for part in layers:
@@ -266,7 +266,7 @@ def _tell_difference(layers: Sequence[Any]) -> None:
 
 
 def _constants(node: Any, path: str = "") -> Iterator[tuple[str, str]]:
-    """Attributes of a module and of its parts that are no variables, in words, by path."""
+    """Yields attributes of a module and its parts that are no variables, in words, by path."""
     for name, value in vars(node).items():
         if isinstance(value, nnx.Module) and not isinstance(value, nnx.List):
             yield from _constants(value, f"{path}.{name}")
@@ -289,14 +289,14 @@ def _layer_function(
 
 
 def _caller(module: Any, split: _Split, train: bool) -> Callable[..., Any]:
-    """``call(method, outer, rng, *args)`` runs ``method(module, *args)``.
+    """Makes ``call(method, outer, rng, *args)``, which runs ``method(module, *args)``.
 
-    The layers' arrays, which it does not have, are shapes in the module.
+    It does not have the layers' arrays: these are shapes in the module.
     """
     graphs = {d: nnx.split(view(module, train, d))[0] for d in (True, False)}
     _, *parts = nnx.split(module, split.in_layer, nnx.Param, nnx.RngState, ...)
     of_layers, params, rngs, constants = parts
-    # Whoever calls has the arrays.
+    # The caller has the arrays.
     of_layers, params = shapes_of(of_layers), jax.tree.structure(params)
 
     def call(method: Callable[..., Any], outer: Tree, rng: Key, *args: Tree) -> Any:
@@ -315,7 +315,7 @@ def _same(trees: Sequence[Tree]) -> bool:
 
 
 def _stacked(trees: Sequence[Tree]) -> Tree:
-    """The trees' leaves on a leading dimension: arrays, or their shapes."""
+    """Stacks the trees' leaves on a leading dimension: arrays, or their shapes."""
 
     def stack(trees: Sequence[Tree]) -> Tree:
         return jax.tree.map(lambda *w: jnp.stack(w), *trees)
@@ -325,5 +325,5 @@ def _stacked(trees: Sequence[Tree]) -> Tree:
 
 
 def _like(state: Any, tree: Tree) -> Any:
-    """A state with the arrays of a plain dictionary."""
+    """Makes a state with the arrays of a plain dictionary."""
     return jax.tree.unflatten(jax.tree.structure(state), jax.tree.leaves(tree))
