@@ -1,1 +1,1 @@
-"""What a user hands over, and what one layer becomes: F, B and W."""
+"""The model that a user gives, and the split of its layers into F, B and W."""

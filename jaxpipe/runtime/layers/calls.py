@@ -1,4 +1,4 @@
-"""How the functions of a model are called, and why one of them cannot be called so."""
+"""Calls of a model's functions, and errors that say why one of them cannot be called."""
 
 from __future__ import annotations
 
@@ -42,10 +42,10 @@ def misfits(model: Model) -> Iterator[str]:
 def output_shapes(
     name: str, function: Callable[..., Any], *, giver: str | None = None, **arguments: Shapes
 ) -> Shapes:
-    """Shapes of what a function of the model returns.
+    """Computes the shapes of what a function of the model returns.
 
     Args:
-      name: what errors call the function.
+      name: name of the function in errors.
       function: takes the arguments by position, in their order.
       giver: what returned the argument ``x``, for errors.
       arguments: shapes, by the names of the documentation.

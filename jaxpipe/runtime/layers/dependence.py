@@ -1,4 +1,4 @@
-"""What the results of a function depend on, read from its traced program."""
+"""The arguments that the results of a function depend on, read from its traced program."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from jaxpipe.runtime.types import Tree
 
 
 def read_leaves(function: Callable[..., Any], *args: Tree) -> list[bool]:
-    """Which leaves of the arguments the function's result depends on.
+    """Marks the leaves of the arguments on which the function's result depends.
 
     Example:
       >>> read_leaves(lambda tree: tree["a"] + 0 * len(tree), {"a": 1.0, "b": 2.0})

@@ -28,7 +28,7 @@ _FORMS = {
 
 
 def flatten(closed: core.ClosedJaxpr, *, selects: bool = False) -> core.ClosedJaxpr:
-    """The same program with calls inlined, as one list of equations.
+    """Inlines the calls of a program, so that it is one list of equations.
 
     ``selects`` turns conditionals into selections: every branch runs, and one result is taken.
     """
@@ -64,7 +64,7 @@ def _inline(jaxpr: Any, consts: Iterable[Any], args: Iterable[Any], selects: boo
 
 
 def _choose(which: jax.Array, results: Sequence[jax.Array]) -> jax.Array:
-    """The result with that number."""
+    """Selects a result by its number."""
     chosen = results[0]
     for number, result in enumerate(results[1:], start=1):
         chosen = lax.select(which == number, result, chosen)
@@ -80,7 +80,7 @@ def run(eqns: Eqns, env: Env) -> Env:
 
 
 def bind(eqn: Any, operands: Sequence[Any]) -> list[Any]:
-    """The results of an equation."""
+    """Computes the results of an equation."""
     outs = eqn.primitive.bind(*operands, **eqn.primitive.get_bind_params(eqn.params))
     return list(outs) if eqn.primitive.multiple_results else [outs]
 
@@ -90,7 +90,7 @@ def is_var(atom: Any) -> bool:
 
 
 def values(atoms: Iterable[Any], env: Env) -> list[jax.Array]:
-    """What variables and literals stand for."""
+    """Looks up the values of variables and literals."""
     return [env[v] if is_var(v) else jnp.asarray(v.val, v.aval.dtype) for v in atoms]
 
 
@@ -99,7 +99,7 @@ def consts(closed: core.ClosedJaxpr) -> Env:
 
 
 def reachable(eqns: Eqns, start: Vars) -> Vars:
-    """Variables that depend on any of ``start``."""
+    """Finds the variables that depend on any of ``start``."""
     reached = set(start)
     for eqn in eqns:
         if any(is_var(v) and v in reached for v in eqn.invars):
@@ -108,7 +108,7 @@ def reachable(eqns: Eqns, start: Vars) -> Vars:
 
 
 def needed(eqns: Eqns, outputs: Iterable[Any], given: Collection[Any] = ()) -> list[Any]:
-    """The equations that ``outputs`` depend on where ``given`` is known, in program order."""
+    """Finds the equations that ``outputs`` need where ``given`` is known, in program order."""
     wanted = {v for v in outputs if is_var(v)}.difference(given)
     kept = []
     for eqn in reversed(eqns):
@@ -119,13 +119,13 @@ def needed(eqns: Eqns, outputs: Iterable[Any], given: Collection[Any] = ()) -> l
 
 
 def reads(eqns: Eqns, outputs: Iterable[Any]) -> Vars:
-    """Variables read by the equations or returned, whoever made them."""
+    """Finds the variables that the equations read or that are returned, made here or not."""
     reads = {v for eqn in eqns for v in eqn.invars if is_var(v)}
     return reads | {v for v in outputs if is_var(v)}
 
 
 def order(jaxpr: Any) -> Callable[[Any], int]:
-    """Sort key: the place in the program where a variable is made."""
+    """Makes a sort key: the place in the program where a variable is made."""
     made = [*jaxpr.invars, *(v for eqn in jaxpr.eqns for v in eqn.outvars)]
     position = {v: i for i, v in enumerate(made)}
     return position.__getitem__
@@ -146,8 +146,8 @@ def num_bytes(variables: Iterable[Any]) -> int:
 def multiplies(eqn: Any) -> bool:
     """Whether an equation is a matmul of weights, a convolution, or a program of its own.
 
-    A matmul with batch dimensions, as in attention, is none: its operands may be much larger than
-    its result.
+    A matmul with batch dimensions, as in attention, does not count: its operands may be much larger
+    than its result.
     """
     if eqn.primitive.name == "dot_general":
         _, (batch_dims, _) = eqn.params["dimension_numbers"]
@@ -170,7 +170,7 @@ class Collective(NamedTuple):
 
 
 def collectives(jaxpr: Any, path: tuple[str, ...] = ()) -> Iterator[Collective]:
-    """The collectives of a program, those within its loops, branches and calls included."""
+    """Yields the collectives of a program, also those within its loops, branches and calls."""
     for eqn in jaxpr.eqns:
         name, params = eqn.primitive.name, eqn.params
         axes = params.get("axes", params.get("axis_name")) or ()
@@ -189,12 +189,12 @@ def _is_program(param: Any) -> bool:
 
 
 def gathered_parts(eqns: Eqns, var: Any, own: Vars) -> list[Any]:
-    """What a device gathers with others to make a value; the value itself if it is not so made.
+    """Finds the parts that a device gathers with others to make a value; else the value itself.
 
     Args:
       eqns: a program.
       var: a value that it computes.
-      own: values of which a device has its own.
+      own: values that differ between devices.
     """
     sources = {v: eqn.invars[0] for eqn in eqns if gathers(eqn) for v in eqn.outvars}
     after = needed(eqns, [var], sources)

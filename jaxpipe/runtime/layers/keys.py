@@ -11,7 +11,7 @@ from jaxpipe.runtime.types import Index, Key
 
 
 def layer_key(rng: Key, *, microbatch: Index, shard: Index, layer: Index) -> Key:
-    """The key that a layer gets for a microbatch, or None; ``shard`` is the data shard's number."""
+    """Makes a layer's key for a microbatch, or None; ``shard`` is the data shard's number."""
     if rng is None:
         return None
     for value in (microbatch, shard, layer):

@@ -25,13 +25,13 @@ from jaxpipe.schedule.problems import refuse
 
 @dataclasses.dataclass(frozen=True)
 class LayerKind:
-    """What layers of one kind have in common.
+    """A kind of layer.
 
     Args:
-      number: of the kind.
+      number: number of the kind.
       example: canonical number of the first layer of this kind.
       function: `Model.layer` of these layers.
-      x: number of its input among `Layers.activations`.
+      x: number of the layer's input among `Layers.activations`.
       y: number of its output among them.
       split: its F, B and W.
     """
@@ -131,7 +131,7 @@ def sort_layers(
 def _output(
     function: Callable[..., Any], args: tuple[Shapes, ...], state: States, n: int
 ) -> Activation:
-    """Shape of what a layer hands on."""
+    """Computes the shape of the activation that a layer passes on."""
     layer_params, x, microbatch, rng = args
     given = {"layer_params": layer_params, "x": x, "microbatch": microbatch, "rng": rng}
     name, giver = f"Layer {n}", "the embedding" if n == 0 else f"layer {n - 1}"
@@ -156,7 +156,7 @@ def barred(name: str, found: Iterable[Collective], stage_axis: str) -> Iterator[
     """Names the first collective of a function that would wait for devices of other stages.
 
     Args:
-      name: of the function.
+      name: name of the function.
       found: its collectives.
     """
     for collective, axes, place in found:
@@ -173,7 +173,7 @@ def barred(name: str, found: Iterable[Collective], stage_axis: str) -> Iterator[
 
 
 def _handed_on(y: Any, n: int) -> Activation:
-    """What a layer returns, without a loss of its own."""
+    """Takes the activation out of what a layer returns, and checks the layer's own loss."""
     if not isinstance(y, WithLoss):
         return y
     check_layer_loss(y.loss, n)
@@ -192,7 +192,7 @@ def _check_activation(tree: Activation, layer: int) -> None:
 
 
 def _key(tree: Tree) -> tuple[Any, ...]:
-    """What two trees of the same structure, shapes and dtypes share."""
+    """Makes a key that is equal for trees of the same structure, shapes and dtypes."""
     leaves, structure = jax.tree.flatten(tree)
     return structure, tuple((leaf.shape, str(leaf.dtype)) for leaf in leaves)
 

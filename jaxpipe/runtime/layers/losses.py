@@ -1,4 +1,4 @@
-"""What a model's functions say about losses and metrics, and how these are combined.
+"""Losses and metrics that a model's functions return, and how they are combined.
 
 `docs/design/005-losses-and-outputs.md` gives the reasons.
 """
@@ -25,8 +25,8 @@ class Weighted:
 
     The batch's value is the sum of ``total`` over all microbatches and data shards, divided by that
     of ``weight``; 0 if the weights are all 0. As a loss, ``weight`` must follow from the microbatch
-    and its key alone: it is computed before the step, because every gradient needs the whole. A
-    mean that is there already, as from `jaxpipe.vocabulary.cross_entropy`, times its weight is a
+    and its key alone: it is computed before the step, because every gradient needs the sum of all
+    weights. An existing mean, as from `jaxpipe.vocabulary.cross_entropy`, times its weight is a
     total.
 
     Args:
@@ -61,8 +61,8 @@ class Weighted:
 class Sum:
     """A metric that is summed over microbatches and data shards, not averaged.
 
-    Devices along a model axis all return the same value, of all of them: where each has a part of
-    the tokens, the sum of its own is summed up with `jax.lax.psum` first.
+    Devices along a model axis all return the same value, for all of them together: where each has a
+    part of the tokens, sum the devices' values with `jax.lax.psum` first.
 
     Args:
       value: an array of one microbatch; integers stay integers.
@@ -78,7 +78,7 @@ class Sum:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class WithLoss:
-    """What a layer returns that has a loss of its own.
+    """Result of a layer that has a loss of its own.
 
     Args:
       x: the layer's output.
@@ -100,18 +100,18 @@ class WithLoss:
 
 
 def parts(result: Tree) -> tuple[Tree, Tree]:
-    """Loss and metrics of what `Model.head_loss` returns; None for no metrics."""
+    """Splits what `Model.head_loss` returns into loss and metrics; None for no metrics."""
     return result if isinstance(result, tuple) else (result, None)
 
 
 def differentiated(result: Tree) -> jax.Array:
-    """What the gradients of a microbatch are those of, but for a scale: its loss, or its total."""
+    """The value whose gradients, but for a scale, are a microbatch's: its loss, or its total."""
     loss, _ = parts(result)
     return loss.total if isinstance(loss, Weighted) else loss
 
 
 def with_aux(result: Tree, states: Tree) -> Any:
-    """A loss as `jax.value_and_grad` returns it with ``has_aux``: ``(loss, aux)``.
+    """Arranges a loss as `jax.value_and_grad` returns it with ``has_aux``: ``(loss, aux)``.
 
     ``aux`` is the metrics, the states, or both in a tuple; without any, the loss alone.
     """
@@ -123,7 +123,7 @@ def with_aux(result: Tree, states: Tree) -> Any:
 
 
 def without_metric_gradients(y: Any) -> Any:
-    """What a layer returns; no gradient passes through metrics."""
+    """Stops gradients through the metrics of what a layer returns."""
     if not isinstance(y, WithLoss):
         return y
     loss, metrics = parts(y.loss)
@@ -147,7 +147,7 @@ def _tangent_dtype(leaf: Any) -> Any:
 
 
 def with_metrics(result: Tree, loss: jax.Array, metrics: Tree) -> Tree:
-    """A head's loss and metrics with those of layers, if there are any."""
+    """Adds the loss and metrics of layers, if there are any, to those of a head."""
     own, own_metrics = parts(result)
     if metrics is None:
         metrics = own_metrics
@@ -157,7 +157,7 @@ def with_metrics(result: Tree, loss: jax.Array, metrics: Tree) -> Tree:
 
 
 def addable(result: Tree) -> Tree:
-    """The arrays of a microbatch's result in dtypes that can be added up without loss."""
+    """Converts a microbatch's result to dtypes that can be added up without loss."""
 
     def wide(node: Tree) -> Tree:
         if isinstance(node, Sum):  # integers stay integers
@@ -175,12 +175,12 @@ def combined(
     total: Callable[[Tree], Tree],
     copies: int = 1,
 ) -> Tree:
-    """Loss and metrics of a batch.
+    """Combines sums over microbatches into the loss and metrics of a batch.
 
     Args:
-      sums: the sums over ``count`` microbatches of what `addable` has made of each.
-      mean, total: the mean and the sum over data shards, and the devices along model axes.
-      copies: how many of these devices each return what is summed over data shards alone.
+      sums: sums over ``count`` microbatches of the results of `addable`.
+      mean, total: mean and sum over data shards, and over the devices along model axes.
+      copies: number of these devices that return the same value, to be summed over data only.
     """
 
     def combine(node: Tree) -> Tree:
@@ -199,7 +199,7 @@ def _divided(w: jax.Array, count: int) -> jax.Array:
 
 
 def divisor(weight: jax.Array) -> jax.Array:
-    """The sum of all weights; 1 if it is 0, for then everything that is weighted is 0."""
+    """Returns the sum of all weights; 1 if it is 0, for then all weighted values are 0."""
     return jnp.where(weight == 0, 1, weight)
 
 
@@ -217,7 +217,7 @@ def _at_least_float32(w: jax.Array) -> jax.Array:
 
 
 def check_head_loss(result: Tree) -> None:
-    """Raises ValueError if shapes are not those of what `Model.head_loss` may return."""
+    """Raises ValueError if these are not shapes that `Model.head_loss` may return."""
     if isinstance(result, tuple) and not (len(result) == 2 and isinstance(result[1], dict)):
         raise ValueError(
             f"Model.head_loss returns {describe(result)}; beside the loss it may only return a "
@@ -240,7 +240,7 @@ def check_head_loss(result: Tree) -> None:
 
 
 def check_layer_loss(result: Tree, layer: int) -> None:
-    """Raises ValueError if shapes are not those of a loss that a layer may return."""
+    """Raises ValueError if these are not shapes of a loss that a layer may return."""
     if isinstance(result, tuple) and not (len(result) == 2 and isinstance(result[1], dict)):
         raise ValueError(
             f"Layer {layer} returns WithLoss with the loss {describe(result)}; beside it there may "
@@ -256,20 +256,20 @@ def check_layer_loss(result: Tree, layer: int) -> None:
 
 
 def check_metrics_of_layers(found: Collection[Tree], of_head: Tree) -> None:
-    """Raises ValueError if layers that have losses differ in their metrics, or the head has some of
-    the same name.
+    """Raises ValueError if layers that have losses differ in their metrics, or share names with the
+    head's.
 
     Args:
-      found: shapes of the losses and metrics of layers, without those that have none.
+      found: shapes of the losses and metrics of all layers that have a loss.
       of_head: shapes of what the head returns.
     """
-    kinds = {jax.tree.structure(one): one for one in found}
+    kinds = {jax.tree.structure(result): result for result in found}
     if len(kinds) > 1:
         raise ValueError(
             f"Layers return WithLoss with {' and with '.join(map(describe, kinds.values()))}; "
             "layers that have losses must all have the same metrics."
         )
-    of_layers, (_, own) = [parts(one)[1] or {} for one in found], parts(of_head)
+    of_layers, (_, own) = [parts(result)[1] or {} for result in found], parts(of_head)
     if same := sorted({name for names in of_layers for name in names} & set(own or {})):
         raise ValueError(
             f"Layers and Model.head_loss both return a metric named {', '.join(map(repr, same))}. "
@@ -292,7 +292,7 @@ def weight_of(
     context: Tree,
     wanted: Collection[int] = (),
 ) -> Callable[[Tree], jax.Array]:
-    """The weight of a microbatch's loss as a function of its context, cut out of ``head_loss``.
+    """Cuts the weight of a microbatch's loss out of ``head_loss``, as a function of its context.
 
     Args:
       head_loss: ``head_loss(outer, x, *context)``, which returns a weighted loss.

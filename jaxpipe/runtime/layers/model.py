@@ -1,4 +1,4 @@
-"""What a user hands to the pipeline: three pure functions."""
+"""The model that a user gives to the pipeline: three pure functions."""
 
 from __future__ import annotations
 
@@ -62,17 +62,17 @@ class Model:
         devices share the work of a microbatch, as these functions say with collectives of these
         names; the table above says which. Every device along them returns a loss, of which the
         step's is the mean, and its activation, whole or a part. Keys are equal along them.
-      axis_split: which of these axes, or of the data axes, split which parameters: a tree like
-        params, or a prefix of it, whose leaves are None or a `jax.sharding.PartitionSpec`, for
-        layers that are alike that of one layer, or `jaxpipe.Joined` of it. Functions see a device's
-        own part. A dimension that stages also split need not divide. None splits nothing.
+      axis_split: the parameters that these axes, or the data axes, split: a tree like params, or a
+        prefix of it, whose leaves are None, a `jax.sharding.PartitionSpec` (of one layer, if layers
+        are alike), or a `jaxpipe.Joined` of one. Functions see a device's own part. A dimension
+        that stages also split need not divide. None splits nothing.
       stateful: layers also take a state and return a new one, ``layer(layer_params, x, microbatch,
         rng, state) -> (x, state)``: running statistics, which are not differentiated. `Pipeline`
         then takes and returns a tuple of states, one tree per layer. Devices along ``axes`` cannot
         share such layers.
       output: ``output(outer, x, microbatch, rng)``, arrays ``[rows, ...]`` such as logits, for
-        `Pipeline.outputs`; by default the last layer's x. The same on every stage and along every
-        model axis: it gathers what these split.
+        `Pipeline.outputs`; by default the last layer's x. It must be the same on every stage and
+        along every model axis, so it gathers what these split.
 
     Example:
       >>> import jax.numpy as jnp
@@ -104,7 +104,7 @@ class Model:
 
     @property
     def layers_are_alike(self) -> bool:
-        """Whether one function is every layer's."""
+        """Whether all layers have the same function."""
         return not isinstance(self.layer, tuple)
 
     def layer_function(self, number: int) -> Callable[..., Any]:

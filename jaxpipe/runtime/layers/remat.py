@@ -1,4 +1,4 @@
-"""Rematerialization by name: what a layer keeps from F until its backward."""
+"""Policies of rematerialization by name, which say what a layer keeps from F until its backward."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ import jax
 from jaxpipe.schedule.problems import Problem
 
 _COMMUNICATES = ("psum", "reduce_scatter", "all_to_all")
-"""Primitives to repeat which is to communicate again, and whose results are no larger than what
-they are computed from."""
+"""Primitives that would communicate again if they were repeated, and whose results are no larger
+than their operands."""
 
 
 def _dots(primitive: Any, *args: Any, **params: Any) -> Any:
-    """Keeps the outputs of weight matmuls; where devices sum these up, the sum in their place; and
-    what devices exchange."""
+    """Keeps the outputs of weight matmuls, or their sum where devices sum them up, and the values
+    that devices exchange."""
     if primitive.name in _COMMUNICATES:
         return True
     return jax.checkpoint_policies.dots_with_no_batch_dims_saveable(primitive, *args, **params)

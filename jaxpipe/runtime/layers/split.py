@@ -6,11 +6,11 @@ are flattened (``jit`` and ``checkpoint`` equations inlined), then cut:
 
 - residuals that do not depend on x (parameters, casts of them, and what depends on the context
   only, such as dropout masks) are recomputed where they are used; the others are saved, once each;
-- B is what dx needs, W is the rest of what dparams needs, and what W reads of B's values *crosses*;
-- what F gathers over devices for B alone is kept in parts, and B gathers it again;
-- what B gathers over devices crosses in parts, and W gathers it again;
-- what B can sum up or multiply so that less crosses is a part of B (the gradient of a norm's scale,
-  the input of a matmul).
+- B is what dx needs, W is what dparams needs beside it, and values of B that W reads *cross*;
+- values that F gathers over devices only for B are kept in parts, and B gathers them again;
+- values that B gathers over devices cross in parts, and W gathers them again;
+- sums and products that make fewer bytes cross belong to B (the gradient of a norm's scale, the
+  input of a matmul).
 
 The cotangent of a layer's own loss (`WithLoss`) is the same for every microbatch: a constant of the
 backward.
@@ -66,7 +66,7 @@ class _Traced:
 
     @cached_property
     def known(self) -> list[Any]:
-        """Inputs of the forward that are parameters and context."""
+        """The inputs of the forward that are parameters and context."""
         return self.forward.jaxpr.invars[: self.num_known]
 
     @cached_property
@@ -76,7 +76,7 @@ class _Traced:
 
     @cached_property
     def outputs(self) -> list[Any]:
-        """Outputs of the forward that are no residuals: y, its loss, the new state."""
+        """The outputs of the forward that are no residuals: y, its loss, the new state."""
         return self.forward.jaxpr.outvars[: self.y.num_leaves]
 
     @cached_property
@@ -103,13 +103,13 @@ class Split:
     """F, B and W of one layer.
 
     Args:
-      traced: the programs that it cuts.
+      traced: the programs that are cut.
       b, w: equations of B, and of W alone.
-      again: equations of B that W repeats, which gather over devices what crosses in parts.
+      again: equations of B that W repeats: they gather over devices what crosses in parts.
       read_by_b, read_by_w: variables of the backward that B and W read.
       kept_until_b: the forward's values that only B reads.
-      kept_until_w: those that W reads (B may read them too).
-      crosses: what B computes and W reads.
+      kept_until_w: the forward's values that W reads (B may read them, too).
+      crosses: values that B computes and W reads.
       reads_state: whether y or a residual depends on the state; False if only the new state does.
     """
 
@@ -149,13 +149,13 @@ class Split:
 
     @property
     def crossing(self) -> tuple[jax.ShapeDtypeStruct, ...]:
-        """Shapes of what goes from B to W."""
+        """Shapes of the values that go from B to W."""
         return jaxprs.shapes(self.crosses)
 
     def forward(
         self, params: LayerParams, x: Activation, *context: Tree, state: States = None
     ) -> tuple[Activation, Values, Values]:
-        """What the layer returns, and the residuals until B and until W."""
+        """Runs F: returns what the layer returns, and the residuals until B and until W."""
         traced, kept = self.traced, [*self.kept_until_b, *self.kept_until_w]
         env = self._known(params, context)
         env |= dict(zip(traced.own, jax.tree.leaves((x, state)), strict=True))
@@ -166,14 +166,14 @@ class Split:
     def backward_input(
         self, params: LayerParams, until_b: Values, until_w: Values, dy: Activation, *context: Tree
     ) -> tuple[Activation, Values]:
-        """dx, and what crosses to W."""
+        """Runs B: returns dx, and the values that cross to W."""
         env = self._run_b(params, until_b, until_w, dy, context, self.read_by_b)
         return self._dx(env), [env[v] for v in self.crosses]
 
     def backward_weights(
         self, params: LayerParams, until_w: Values, crossing: Values, *context: Tree
     ) -> Gradients:
-        """dparams."""
+        """Runs W: returns dparams."""
         kept = dict(zip(self.kept_until_w, until_w, strict=True))
         env = jaxprs.consts(self.traced.backward) | dict(zip(self.crosses, crossing, strict=True))
         env |= self._residuals(self.read_by_w, params, context, kept)
@@ -182,7 +182,7 @@ class Split:
     def backward_fused(
         self, params: LayerParams, until_b: Values, until_w: Values, dy: Activation, *context: Tree
     ) -> tuple[Activation, Gradients]:
-        """dx and dparams."""
+        """Runs B and W at once: returns dx and dparams."""
         read = self.read_by_b | self.read_by_w
         env = jaxprs.run(self.w, self._run_b(params, until_b, until_w, dy, context, read))
         return self._dx(env), self._dparams(env)
@@ -203,7 +203,7 @@ class Split:
         return jaxprs.run(self.b, env | self._residuals(read, params, context, kept))
 
     def _residuals(self, read: set[Any], params: LayerParams, context: Tree, kept: Env) -> Env:
-        """Values of the backward's inputs: kept, or recomputed from parameters and context."""
+        """Finds the backward's inputs: kept, or recomputed from parameters and context."""
         source = self.traced.source
         wanted = [v for v in source if v in read]
         behind = [source[v] for v in wanted]
@@ -243,12 +243,12 @@ def split_layer(
       x: the layer's input, a tree of arrays or shapes; y may be another tree.
       *context: what F, B and W all read and what is not differentiated (the microbatch's rows, a
         key): trees of arrays or shapes, or None.
-      frozen: the parameters of which no gradient is taken, None in place of the others; None for
-        none. These may be integers.
+      frozen: the parameters of which no gradient is taken, with None in place of the others; they
+        may be integers. None if all are trained.
       state: what the layer reads and renews in F, such as running statistics; None if it has none.
       remat: a name in `REMAT_POLICIES`; a layer that uses `jax.checkpoint` itself composes with it.
       loss_scale: the cotangent of the layer's own loss, if it has one.
-      early: whether B also does what belongs to W where less then crosses.
+      early: whether B also runs equations of W where fewer bytes then cross.
 
     Returns:
       The split.
@@ -278,10 +278,10 @@ def _trace(
     loss_scale: float,
 ) -> _Traced:
     def differentiate(params: LayerParams, context: Tree, x: Activation, state: States) -> Any:
-        trained, others = (params, None) if frozen is None else divide(params, frozen)
+        trained, fixed = (params, None) if frozen is None else divide(params, frozen)
 
         def of_trained_and_x(trained: LayerParams, x: Activation) -> tuple[Activation, States]:
-            params = trained if frozen is None else combine(trained, others)
+            params = trained if frozen is None else combine(trained, fixed)
             if state is None:
                 return without_metric_gradients(layer(params, x, *context)), None
             y, new_state = layer(params, x, *context, state)
@@ -324,7 +324,7 @@ def _trace(
         x=jax.tree.structure(x),
         y=jax.tree.structure(outputs),
         loss=loss,
-        collectives=tuple(found for jaxpr in both for found in jaxprs.collectives(jaxpr)),
+        collectives=tuple(call for jaxpr in both for call in jaxprs.collectives(jaxpr)),
     )
 
 
@@ -351,7 +351,7 @@ def _cut(traced: _Traced, early: bool) -> Split:
     read_by_w -= {v for eqn in again for v in eqn.outvars}
 
     def saved(read: set[Any]) -> list[Any]:
-        """The forward values behind ``read`` that must be kept, once each, in a fixed order."""
+        """Lists the forward's values behind ``read`` that must be kept, in a fixed order."""
         kept = (source[v] for v in source if v in read)
         return list(dict.fromkeys(r for r in kept if jaxprs.is_var(r) and r in from_x))
 
@@ -369,15 +369,15 @@ def _cut(traced: _Traced, early: bool) -> Split:
 
 
 def _early(w: list[Any], dparams: list[Any], made: set[Any], kept: dict[Any, Any]) -> set[int]:
-    """The equations of W, by id, that B should run because less is then left for W to read.
+    """Chooses equations of W, by id, that B should run because W then has less to read.
 
-    Matmuls stay in W. What crosses is written and read, what is kept since F is only read.
+    Matmuls stay in W. Values that cross are written and read, values kept since F are only read.
 
     Args:
       w: the equations, in order.
       dparams: their results.
-      made: what B computes of values that are kept.
-      kept: the forward's values behind those that are kept.
+      made: values that B computes from those that are kept.
+      kept: kept inputs of the backward, and the forward's values behind them.
     """
 
     def moved_bytes(early: set[int]) -> int:
@@ -390,7 +390,7 @@ def _early(w: list[Any], dparams: list[Any], made: set[Any], kept: dict[Any, Any
     cheap = [set(map(id, chain)) for chain in chains if not any(map(jaxprs.multiplies, chain))]
     early: set[int] = set()
     best, before = moved_bytes(early), None
-    # Again, since what one chain makes of a value may pay only once no other chain reads it in W.
+    # Repeated, since moving a chain may only pay once no other chain reads its value in W.
     while best != before:
         before = best
         for chain in cheap:

@@ -1,1 +1,1 @@
-"""Where arrays lie: parameters, slots, and their parts on data shards."""
+"""Layouts of arrays: parameters, slots, and their parts on data shards."""

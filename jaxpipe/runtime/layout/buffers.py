@@ -1,4 +1,4 @@
-"""Buffers for what layers leave behind and pass on: residuals, activations, cotangents.
+"""Buffers for values that layers keep and pass on: residuals, activations, cotangents.
 
 A buffer has slots; a slot holds the values of all layers of a chunk. If all layers are of one kind,
 every value has a buffer, ``[slots * layers, size]``. Layers of several kinds share one flat buffer
@@ -24,7 +24,7 @@ from jaxpipe.schedule.lowering.table import NONE
 
 
 class _Value(NamedTuple):
-    """Where one value of a kind lies: which buffer, how far from the layer's start, its shape."""
+    """Place of one value of a kind: its buffer, offset from the layer's start, and shape."""
 
     buffer: int
     offset: int
@@ -32,7 +32,7 @@ class _Value(NamedTuple):
 
 
 class SharedBuffers:
-    """How the values of layers of several kinds share buffers.
+    """Buffers that the values of layers of several kinds share.
 
     Args:
       kinds: for every kind, the shapes of its values.
@@ -72,17 +72,17 @@ class SharedBuffers:
         self._rows, self._sizes = 1, table.sum(axis=2).max(axis=(0, 1)).tolist()
 
     def shapes(self, slots: int) -> list[jax.ShapeDtypeStruct]:
-        """The buffers, each ``[slots * layers, size]``."""
+        """Shapes of the buffers, each ``[slots * layers, size]``."""
         return [
             jax.ShapeDtypeStruct((slots * self._rows, size), dtype)
             for size, dtype in zip(self._sizes, self._dtypes, strict=True)
         ]
 
     def filled(self, slots: int, fill: Callable[[jax.ShapeDtypeStruct], jax.Array]) -> Arrays:
-        """The buffers, with what ``fill`` makes of a shape in them.
+        """Makes the buffers, filled with what ``fill`` makes of a shape.
 
-        Those of the host are written row by row: XLA for GPUs would make one that is written at
-        once on the device first.
+        Buffers of the host are written row by row: XLA for GPUs would first make one that is
+        written at once on the device.
         """
         if not self.on_host:
             return [fill(shape) for shape in self.shapes(slots)]
@@ -94,18 +94,18 @@ class SharedBuffers:
         return [rows(shape) for shape in self.shapes(slots)]
 
     def read(self, buffers: list[jax.Array], kind: int, slot: Index, at: At) -> list[jax.Array]:
-        """The values of the layer ``at`` (stage, chunk, layer), of a kind."""
-        found = []
+        """Reads the values of the layer ``at`` (stage, chunk, layer), which is of this kind."""
+        values = []
         for value in self._values[kind]:
             start, size = self._index(value, slot, at), (1, math.prod(value.shape))
             row = lax.dynamic_slice(buffers[value.buffer], start, size)
-            found.append((to_devices(row) if self.on_host else row).reshape(value.shape))
-        return found
+            values.append((to_devices(row) if self.on_host else row).reshape(value.shape))
+        return values
 
     def write(
         self, buffers: list[jax.Array], kind: int, slot: Index, at: At, values: Sequence[jax.Array]
     ) -> list[jax.Array]:
-        """The buffers with a layer's values in their slot, written in place."""
+        """Writes a layer's values into their slot, in place, and returns the buffers."""
         buffers = list(buffers)
         for where, value in zip(self._values[kind], values, strict=True):
             row = value.reshape(1, -1)
@@ -125,7 +125,7 @@ class SharedBuffers:
 
 
 def at_slot(inbox: Message, slot: Index) -> Message:
-    """The message in a slot."""
+    """Reads the message in a slot."""
     return [lax.dynamic_index_in_dim(w, slot, keepdims=False) for w in inbox]
 
 

@@ -15,7 +15,7 @@ from jaxpipe.runtime.types import Gradients, Leaves, Stored, Tree
 
 
 def gather(shards: Stored, leaves: Leaves, axes: Axes) -> Stored:
-    """Whole arrays of every data shard's part."""
+    """Gathers the parts of all data shards into whole arrays."""
 
     def whole(leaf: Leaf, shard: jax.Array) -> jax.Array:
         if leaf.data_dim is None:
@@ -26,7 +26,7 @@ def gather(shards: Stored, leaves: Leaves, axes: Axes) -> Stored:
 
 
 def gather_over_stages(parts: Stored, leaves: Leaves, axes: Axes) -> Stored:
-    """Whole arrays of every stage's part."""
+    """Gathers the parts of all stages into whole arrays."""
 
     def whole(leaf: Leaf, part: jax.Array) -> jax.Array:
         return part if leaf.stage_dim is None else _gather(part, (axes.stage,), leaf.stage_dim)
@@ -35,7 +35,7 @@ def gather_over_stages(parts: Stored, leaves: Leaves, axes: Axes) -> Stored:
 
 
 def reduce_over_stages(values: Gradients, leaves: Leaves, axes: Axes) -> Gradients:
-    """Sums over stages; each keeps its own part of what they share."""
+    """Sums over stages; each keeps its own part of arrays that stages split."""
 
     def reduce(leaf: Leaf, value: jax.Array) -> jax.Array:
         if leaf.stage_dim is None:
@@ -46,11 +46,11 @@ def reduce_over_stages(values: Gradients, leaves: Leaves, axes: Axes) -> Gradien
 
 
 def _gather(shard: jax.Array, names: tuple[str, ...], dim: int) -> jax.Array:
-    """Shards joined in a dimension.
+    """Joins shards in a dimension.
 
-    Along any but the first, XLA for GPUs would lay out what is gathered in another order, and copy
-    into that, before the first tick, all that may be gathered. So parts are gathered one behind the
-    other, and put in order where they are written.
+    Along any dimension but the first, XLA for GPUs would lay out the gathered array in another
+    order, and copy everything that may be gathered into that order before the first tick. So parts
+    are gathered one behind the other, and put in order where they are written.
     """
     if dim == 0:
         return lax.all_gather(shard, names, axis=0, tiled=True)
@@ -60,7 +60,7 @@ def _gather(shard: jax.Array, names: tuple[str, ...], dim: int) -> jax.Array:
 
 
 def _scatter(value: jax.Array, names: tuple[str, ...], dim: int) -> jax.Array:
-    """This device's part, in a dimension, of the sum of all devices' values; as `_gather`."""
+    """Sums all devices' values and keeps this device's part in a dimension; see `_gather`."""
     if dim == 0:
         return lax.psum_scatter(value, names, scatter_dimension=0, tiled=True)
     shape = (*value.shape[:dim], lax.axis_size(names), -1, *value.shape[dim + 1 :])
@@ -79,16 +79,16 @@ def reduce_gradients(values: Gradients, leaves: Leaves, axes: Axes, *, zero: int
         if zero and leaf.data_dim is not None:
             scattered = axes.sharding(leaf.apart)
             value = _scatter(value, scattered, leaf.data_dim)
-        others = [n for n in axes.peers if n not in (*scattered, *leaf.apart)]
+        names = [n for n in axes.peers if n not in (*scattered, *leaf.apart)]
         # A sum over one device would still copy on some backends.
-        several = tuple(n for n in others if lax.axis_size(n) > 1)
+        several = tuple(n for n in names if lax.axis_size(n) > 1)
         return lax.psum(value, several) if several else value
 
     return jax.tree.map(reduce, leaves, values)
 
 
 def own_shard(whole: Stored, leaves: Leaves, axes: Axes) -> Stored:
-    """The part of weights whose gradient and optimizer state this data shard holds."""
+    """Takes the part of weights whose gradient and optimizer state this data shard holds."""
 
     def shard(leaf: Leaf, w: jax.Array) -> jax.Array:
         if leaf.data_dim is None:
@@ -101,7 +101,7 @@ def own_shard(whole: Stored, leaves: Leaves, axes: Axes) -> Stored:
 
 
 def average(values: Tree, axes: Axes) -> Tree:
-    """The mean over data shards and the devices along model axes, in each array's own dtype;
+    """Averages over data shards and the devices along model axes, in each array's own dtype;
     integers are rounded down."""
     if lax.axis_size(axes.peers) == 1:
         return values

@@ -1,7 +1,8 @@
 """Arrays in which several are joined, such as queries, keys and values, each split by itself.
 
 A canonical array is split in equal runs of its own order, so that it lies like any other; a placed
-one in parts of each array that is joined in it. Inside `jax.shard_map`, one layer at a time.
+one is split into parts of each array that is joined in it. The functions run inside
+`jax.shard_map`, on one layer at a time.
 """
 
 from __future__ import annotations
@@ -16,11 +17,11 @@ from jaxpipe.runtime.mesh import Axes
 
 
 def to_parts(w: jax.Array, leaf: Leaf, axes: Axes, *, sharded: bool) -> jax.Array:
-    """A device's part of a placed array, from its part of the canonical one.
+    """Makes a device's part of a placed array from its part of the canonical one.
 
     Args:
       w: the part.
-      leaf: of the whole array.
+      leaf: leaf of the whole array.
       axes: the mesh axes by their use.
       sharded: whether data shards split it.
     """
@@ -37,7 +38,7 @@ def from_parts(w: jax.Array, leaf: Leaf, axes: Axes, *, sharded: bool) -> jax.Ar
 
 
 def _cuts(leaf: Leaf, axes: Axes, *, sharded: bool) -> Iterator[tuple[Slices, Slices]]:
-    """How devices share each dimension in which arrays are joined, canonical and placed."""
+    """Yields the canonical and the placed cut of each dimension in which arrays are joined."""
     names = leaf.names(axes, sharded=sharded)
     for split in leaf.splits:
         if split.joined:

@@ -1,10 +1,10 @@
-"""What the executor asks of the layout of layers: `LayerLayout`.
+"""The layout of layers as the executor uses it: `LayerLayout`.
 
 A layer's parameters are *stored* as a tree of leaves that the data axis may split; `pack` and
 `unpack` turn the user's tree into it and back. A *place* says where something stored lies: among
 the stage's own layers, or in one of a few slots that hold a chunk each, as gathered weights and
-gradient sums do. Which places a program can name decides how it runs a cell: `loop` is one loop
-over layers, or one per row that runs once or never.
+gradient sums do. The places that a program can name decide how it runs a cell: `loop` is one loop
+over layers, or one loop per row that runs once or never.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ from jaxpipe.schedule.lowering.table import NONE
 
 Carry = TypeVar("Carry")
 Body: TypeAlias = Callable[..., Any]
-"""What a loop runs: it takes a chunk, a number within it and the carry, and returns the carry."""
+"""Body of a loop: it takes a chunk, a number within it and the carry, and returns the carry."""
 
 Combine: TypeAlias = Callable[[jax.Array, jax.Array], jax.Array]
 Parts: TypeAlias = Sequence[jax.Array]
@@ -53,18 +53,18 @@ Parts: TypeAlias = Sequence[jax.Array]
 
 
 class LayerLayout(abc.ABC):
-    """Where what every layer has lies on a device.
+    """Layout on a device of arrays that every layer has.
 
     Unless a layout overrides it, a layer is stored as it is and cells run one loop.
 
     Attributes:
       canonical: the user's tree, every array a `Leaf`.
       placed: the arrays of one stage, every one a `Leaf`.
-      piece: what is gathered or reduced at once, every array a `Leaf`.
-      num_chunks: chunks of a stage.
-      num_pieces: pieces of a chunk.
+      piece: the arrays that are gathered or reduced at once, every one a `Leaf`.
+      num_chunks: number of chunks of a stage.
+      num_pieces: number of pieces of a chunk.
       own_arrays: whether every row has arrays of its own.
-      slot_dim: dimension of a stage's arrays along which slots follow each other, if not.
+      slot_dim: if not, the dimension of a stage's arrays along which slots follow each other.
     """
 
     own_arrays: ClassVar[bool] = False
@@ -80,20 +80,20 @@ class LayerLayout(abc.ABC):
         """Lays out layers.
 
         Args:
-          layers: canonical, of arrays or shapes.
+          layers: canonical layers, of arrays or shapes.
           rows: canonical layer of every row of every stage, ``[stages, chunks, layers]``, -1 where
             a chunk has fewer layers than the largest.
-          splits: what may split the arrays; paths are those of a layer, or of a sequence of them.
+          splits: splits of the arrays, by path in a layer, or in a sequence of layers.
         """
 
     @classmethod
     def pieces_of(cls, layers: int) -> int:
-        """The pieces of a chunk with room for so many layers."""
+        """Number of pieces of a chunk with room for so many layers."""
         return layers
 
     @classmethod
     def most_shares(cls, layers: Params, splits: Splits) -> int:
-        """The most shares in which a piece may move."""
+        """Largest number of shares in which a piece may move."""
         return shares.most(alike(layers, splits)[0])
 
     @abc.abstractmethod
@@ -106,7 +106,7 @@ class LayerLayout(abc.ABC):
 
     @property
     def local(self) -> Self:
-        """The layout of what a device has of arrays that model axes split."""
+        """The layout of a device's parts of arrays that model axes split."""
         own = copy.copy(self)
         for name in ("canonical", "placed", "piece"):
             setattr(own, name, jax.tree.map(lambda leaf: leaf.local, getattr(self, name)))
@@ -123,7 +123,7 @@ class LayerLayout(abc.ABC):
         return jax.tree.map(Leaf.struct, self.canonical_of(layer))
 
     def shard_shape_of(self, layer: int) -> Shapes:
-        """Shapes of what a data shard has of them."""
+        """Shapes of a data shard's part of one layer's parameters."""
         return jax.tree.map(lambda leaf: leaf.struct(sharded=True), self.canonical_of(layer))
 
     def leaves_of(self, example: int) -> Leaves:
@@ -131,7 +131,7 @@ class LayerLayout(abc.ABC):
         return self.piece
 
     def pack(self, params: LayerParams, example: int) -> Stored:
-        """A layer's parameters in the form they are stored in."""
+        """Brings a layer's parameters into the form in which they are stored."""
         return params
 
     def unpack(self, stored: Stored, example: int) -> LayerParams:
@@ -141,55 +141,55 @@ class LayerLayout(abc.ABC):
     # A stored layer, array by array; ``sharded`` says whether data shards split them.
 
     def cuts(self, example: int, axes: Axes, *, sharded: bool) -> Sequence[Cut]:
-        """How devices share the arrays of a layer's tree."""
+        """Cuts by which devices share the arrays of a layer's tree."""
         leaves = jax.tree.leaves(self.leaves_of(example))
         return [leaf.cut(axes, sharded=sharded) for leaf in leaves]
 
     def parts(self, stored: Stored, example: int, axes: Axes, *, sharded: bool) -> list[jax.Array]:
-        """This device's parts of the arrays."""
+        """Lists this device's parts of the arrays."""
         return jax.tree.leaves(stored)
 
     def of_parts(
         self, parts: Parts, stored: Stored, example: int, axes: Axes, *, sharded: bool
     ) -> Stored:
-        """The layer with other parts."""
+        """Replaces the parts of a layer."""
         return jax.tree.unflatten(jax.tree.structure(stored), parts)
 
     # Copies of weights in the dtypes that layers compute in, trees like a piece.
 
     def compute_dtypes(self, dtype_of: Callable[[str, Any], Any]) -> Tree:
-        """The dtypes, from ``dtype_of(path, shape)`` of canonical parameters."""
+        """Finds the dtypes by ``dtype_of(path, shape)`` of canonical parameters."""
         return jax.tree.map_with_path(
             lambda path, leaf: dtype_of(name_of((DictKey("layers"), *path)), leaf.struct()),
             self.canonical,
         )
 
     def cast(self, arrays: Arrays, dtypes: Tree) -> Arrays:
-        """A stage's arrays, or those of slots, in other dtypes."""
+        """Converts a stage's arrays, or those of slots, to other dtypes."""
         return jax.tree.map(lambda w, dtype: w.astype(dtype), arrays, dtypes)
 
     # Places.
 
     @abc.abstractmethod
     def layer_at(self, at: At, example: int, *, slot: Index = None) -> Any:
-        """The place of a layer: among the stage's own, or of the chunk that lies in ``slot``."""
+        """The place of a layer: among the stage's own layers, or in the chunk of a ``slot``."""
 
     @abc.abstractmethod
     def piece_at(self, at: At, *, slot: Index = None, share: Share | None = None) -> Any:
-        """The place of a chunk's piece, likewise, or of a share of it."""
+        """The place of a chunk's piece, or of a share of it, as for `layer_at`."""
 
     @abc.abstractmethod
     def read(self, arrays: Arrays, place: Any) -> Stored:
-        """What is stored at a place."""
+        """Reads what is stored at a place."""
 
     @abc.abstractmethod
     def write(self, arrays: Arrays, place: Any, values: Stored) -> Arrays:
-        """The arrays with other values stored at a place."""
+        """Stores other values at a place, and returns the arrays."""
 
     def update(
         self, arrays: Arrays, place: Any, values: Stored, combine: Combine = jnp.add
     ) -> Arrays:
-        """The arrays with what is stored at a place combined, element by element, with values."""
+        """Combines the values stored at a place with others, element by element."""
         return self.write(arrays, place, jax.tree.map(combine, self.read(arrays, place), values))
 
     # Loops.
@@ -222,12 +222,12 @@ class LayerLayout(abc.ABC):
 
 
 def alike(layers: Params, splits: Splits) -> tuple[Leaves, Leaves]:
-    """One layer and all layers of a model whose layers are alike, every array a `Leaf`."""
+    """Makes one layer, and all layers, of a model whose layers are alike; every array a `Leaf`."""
 
-    def one(path: Any, w: Any) -> Leaf:
+    def leaf_of(path: Any, w: Any) -> Leaf:
         return splits.leaf(path, jax.ShapeDtypeStruct(w.shape[1:], w.dtype))
 
-    piece = jax.tree.map_with_path(one, layers)
+    piece = jax.tree.map_with_path(leaf_of, layers)
     depth = jax.tree.leaves(layers)[0].shape[0] if jax.tree.leaves(layers) else 0
     return piece, jax.tree.map(
         lambda leaf: dataclasses.replace(leaf.behind(depth), stage_dim=0), piece

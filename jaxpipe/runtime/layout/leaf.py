@@ -1,4 +1,4 @@
-"""How one array is split over the mesh."""
+"""The split of one array over the mesh."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from jaxpipe.runtime.trees import sum_dtype
 
 @dataclasses.dataclass(frozen=True)
 class Leaf:
-    """How one array is laid out.
+    """Layout of one array.
 
     Where several axes split one dimension, model axes are the outermost, then stages, then data
-    shards: what a device has of an array that model axes split is laid out like any other.
+    shards: a device's part of an array that model axes split is laid out like any other array.
 
     Args:
-      shape: its shape.
-      dtype: its dtype.
+      shape: shape of the array.
+      dtype: dtype of the array.
       stage_dim: dimension split over stages, or None.
-      data_dim: dimension split over data shards when sharded, or None where none divides.
-      data_parts: the parts into which that is split.
-      splits: the dimensions that model axes split, none in what a device has of it.
+      data_dim: dimension split over data shards when sharded, or None if none divides.
+      data_parts: number of parts into which ``data_dim`` is split.
+      splits: the dimensions that model axes split; none in the leaf of a device's part.
       apart: the axes along which devices hold different arrays, because of these splits.
     """
 
@@ -39,7 +39,7 @@ class Leaf:
 
     @property
     def local(self) -> Leaf:
-        """The leaf of what a device has of the array, but for stages and data shards."""
+        """The leaf of a device's part of the array, before stages and data shards split it."""
         shape = list(self.shape)
         for split in self.splits:
             shape[split.dim] = -(-shape[split.dim] // split.size)
@@ -47,11 +47,11 @@ class Leaf:
 
     @property
     def summed(self) -> Leaf:
-        """The leaf of sums of the array's gradients."""
+        """The leaf of the array's gradient sums."""
         return dataclasses.replace(self, dtype=sum_dtype(self.dtype))
 
     def behind(self, *lead: int) -> Leaf:
-        """The leaf with leading dimensions, which nothing splits."""
+        """Puts leading dimensions, which nothing splits, before those of the leaf."""
         shift = len(lead)
         return dataclasses.replace(
             self,
@@ -62,7 +62,7 @@ class Leaf:
         )
 
     def padded(self, num_stages: int) -> Leaf:
-        """The leaf with room for equal slices of its dimension that stages split."""
+        """Pads the dimension that stages split, so that their slices are equal."""
         if self.stage_dim is None:
             return self
         shape = list(self.shape)
@@ -70,7 +70,7 @@ class Leaf:
         return dataclasses.replace(self, shape=tuple(shape))
 
     def spread(self, num_stages: int) -> Leaf:
-        """How the canonical array lies: split by every axis that divides a dimension.
+        """The leaf of the canonical array: split by every axis that divides a dimension.
 
         Stages split ``stage_dim`` where it divides, or another, so that few devices hold all of it.
         """
@@ -85,9 +85,9 @@ class Leaf:
         return dataclasses.replace(leaf, stage_dim=stage)
 
     def kept_by(self, num_stages: int) -> Leaf:
-        """The leaf with a dimension that stages split evenly, if there is one.
+        """Lets stages split a dimension evenly, if there is one that divides.
 
-        It is another one than data shards split, if there is another.
+        Another dimension than that of the data shards is preferred.
         """
         if num_stages == 1:
             return self
@@ -98,7 +98,7 @@ class Leaf:
         return dataclasses.replace(self, stage_dim=stage_dim)
 
     def _parts(self, dim: int) -> int:
-        """The devices along the model axes that split a dimension."""
+        """Number of devices along the model axes that split a dimension."""
         parts = 1
         for split in self.splits:
             parts *= split.size if split.dim == dim else 1
@@ -113,19 +113,19 @@ class Leaf:
             pairs.append((self.stage_dim, (axes.stage,)))
         if sharded and self.data_dim is not None:
             pairs.append((self.data_dim, axes.sharding(self.apart)))
-        found: dict[int, tuple[str, ...]] = {}
+        axes_of: dict[int, tuple[str, ...]] = {}
         for dim, names in pairs:
-            found[dim] = (*found.get(dim, ()), *names)
-        return {dim: alone(names) for dim, names in found.items()}
+            axes_of[dim] = (*axes_of.get(dim, ()), *names)
+        return {dim: alone(names) for dim, names in axes_of.items()}
 
     def cut(self, axes: Axes, *, sharded: bool) -> Slices:
-        """How devices share it; ``sharded`` says whether data shards split it."""
+        """The cut by which devices share the array; ``sharded``: whether data shards split it."""
         names = self.names(axes, sharded=sharded)
         dims = tuple((axis, dim) for dim, axis in names.items())
         return Slices(self.shape, dims, tuple(split for split in self.splits if split.joined))
 
     def struct(self, *, sharded: bool = False) -> jax.ShapeDtypeStruct:
-        """Its shape and dtype, or those of a data shard's part."""
+        """Shape and dtype of the array, or of a data shard's part."""
         shape = list(self.shape)
         if sharded and self.data_dim is not None:
             shape[self.data_dim] //= self.data_parts

@@ -1,4 +1,4 @@
-"""Layers on their way between canonical and placed arrays: one at a time.
+"""Moves of layers between canonical and placed arrays, one layer at a time.
 
 A device never holds more than its part of both, and one layer. A program that sorts whole arrays
 would leave it to XLA, which gathers all of them on every device.
@@ -33,11 +33,11 @@ class Moving:
     """Moves layers between canonical and placed arrays.
 
     Args:
-      layers: where the layers lie.
+      layers: layout of the layers.
       rows: canonical layer of every row, ``[stages, chunks, layers]``, -1 where there is none.
       mesh: the mesh.
-      axes: what it calls its axes.
-      whole: where whole arrays lie, if `layers` is of a device's parts.
+      axes: names of its axes.
+      whole: layout of whole arrays, if `layers` is the layout of a device's parts.
     """
 
     layers: LayerLayout
@@ -47,7 +47,7 @@ class Moving:
     whole: LayerLayout | None = None
 
     def place(self, canonical: Params) -> Placed:
-        """Placed layers, split over data."""
+        """Places layers, split over data."""
         return _inverse(self._place, self._unplace)(canonical)
 
     def unplace(self, placed: Placed) -> Params:
@@ -97,30 +97,30 @@ class Moving:
     def _num_stages(self) -> int:
         return len(self.rows)
 
-    # What follows runs on every device, with its part of the arrays.
+    # All methods below run on every device, with its part of the arrays.
 
     @property
     def _local(self) -> Moving:
-        """What moves a device's part of arrays that model axes split: it stays along those axes."""
+        """The same for a device's part of arrays that model axes split: it stays along these."""
         return dataclasses.replace(self, layers=self.layers.local, whole=self.layers)
 
     def _rearranged(
         self, function: Callable[..., jax.Array], n: int, layer: LayerParams, *, sharded: bool
     ) -> LayerParams:
-        """Layer n in the order of placed or of canonical arrays; see `layout.joined`."""
+        """Brings layer n into the order of placed or canonical arrays; see `layout.joined`."""
         assert self.whole is not None
         move = partial(function, axes=self.axes, sharded=sharded)
         return jax.tree.map(lambda leaf, w: move(w, leaf), self.whole.canonical_of(n), layer)
 
     def _of_stage(self, stage: Index, value: jax.Array) -> jax.Array:
-        """What one stage has, on all stages."""
-        mine = stage == self._stage
+        """Sends the value of one stage to all stages."""
+        is_here = stage == self._stage
         if not jnp.issubdtype(value.dtype, jnp.floating):
-            return communicate(lax.psum, jnp.where(mine, value, 0), self.axes.stage)
-        # A sum of numbers would lose the sign of a zero, and what is too small.
+            return communicate(lax.psum, jnp.where(is_here, value, 0), self.axes.stage)
+        # A sum of numbers would lose the sign of a zero, and numbers that are too small.
         bits = lax.bitcast_convert_type(value, f"uint{8 * value.dtype.itemsize}")
-        found = lax.psum(jnp.where(mine, bits, 0), self.axes.stage)
-        return lax.bitcast_convert_type(found, value.dtype)
+        summed = lax.psum(jnp.where(is_here, bits, 0), self.axes.stage)
+        return lax.bitcast_convert_type(summed, value.dtype)
 
     @property
     def _stage(self) -> Index:
@@ -191,7 +191,7 @@ class Moving:
         )
 
     def _read(self, n: Index, leaf: Leaf, w: jax.Array) -> jax.Array:
-        """Layer n of a canonical array, on all stages."""
+        """Reads layer n of a canonical array, on all stages."""
         dim = leaf.spread(self._num_stages).stage_dim
         row = lax.dynamic_index_in_dim(w, n % len(w), keepdims=False)
         if dim == 0:
@@ -201,7 +201,7 @@ class Moving:
         )
 
     def _write(self, n: Index, leaf: Leaf, w: jax.Array, layer: jax.Array) -> jax.Array:
-        """A canonical array with another layer n; none is written if it is negative."""
+        """Writes layer n of a canonical array; if n is negative, the array stays as it is."""
         dim = leaf.spread(self._num_stages).stage_dim
         mine, at = n >= 0, jnp.maximum(n, 0) % len(w)
         if dim == 0:
@@ -248,10 +248,10 @@ class Moving:
                     return cut.whole(self._of_stage(at[0], own))
 
                 layer = jax.tree.map(whole, self.layers.leaves_of(n), stored)
+                params = self.layers.unpack(layer, n)
+                params = self._rearranged(from_parts, n, params, sharded=False)
                 # Arrays that a loop does not change would not make the next one wait for it.
-                found = self.layers.unpack(layer, n)
-                found = self._rearranged(from_parts, n, found, sharded=False)
-                return tie(arrays, self._each(Slices.own, n, found))
+                return tie(arrays, self._each(Slices.own, n, params))
 
             nothing = jax.tree.map(
                 lambda leaf: jnp.zeros(self._own_shape(leaf), dtypes[Packed.group_of(leaf)]),
@@ -262,19 +262,19 @@ class Moving:
         return type(self.layers.canonical)(layers)
 
     def _in_turn(self, body: Callable[[Carry], Carry], carry: Carry) -> Carry:
-        """``body(carry)`` in a loop, which XLA neither inlines nor runs beside others of its kind.
+        """Runs ``body(carry)`` in a loop, which XLA neither inlines nor runs beside another one.
 
         A device's index is never negative, but XLA does not know that.
         """
         return run_if(lax.axis_index(self.axes.names) >= 0, body, carry)
 
     def _layers_in_order(self) -> list[tuple[int, tuple[int, int, int]]]:
-        """Every layer's number and place."""
-        held = {int(n): at for at, n in np.ndenumerate(self.rows) if n >= 0}
-        return sorted(held.items())
+        """Lists every layer's number and place."""
+        places = {int(n): at for at, n in np.ndenumerate(self.rows) if n >= 0}
+        return sorted(places.items())
 
     def _each(self, fn: Any, n: int, layer: LayerParams) -> LayerParams:
-        """What a `Slices` does with each of a layer's canonical arrays."""
+        """Applies a method of `Slices` to each of a layer's canonical arrays."""
 
         def apply(leaf: Leaf, w: jax.Array) -> jax.Array:
             return fn(leaf.spread(self._num_stages).cut(self.axes, sharded=True), w)
@@ -282,14 +282,14 @@ class Moving:
         return jax.tree.map(apply, self.layers.canonical[n], layer)
 
     def _own_shape(self, leaf: Leaf) -> tuple[int, ...]:
-        """Shape of a device's part of a canonical array."""
+        """Computes the shape of a device's part of a canonical array."""
         spec = canonical_spec(leaf, axes=self.axes, num_stages=self._num_stages)
         return NamedSharding(self.mesh, spec).shard_shape(leaf.shape)
 
 
 def _inverse(forward: Callable[[Tree], Tree], backward: Callable[[Tree], Tree]) -> Any:
-    """``forward``, which only moves numbers, with ``backward`` as its derivative, since JAX cannot
-    reverse its loops. Integers have none."""
+    """Gives ``forward``, which only moves numbers, ``backward`` as its derivative, since JAX cannot
+    reverse its loops. Integers have no derivative."""
 
     def run(tree: Tree) -> Tree:
         if not all(jnp.issubdtype(w.dtype, jnp.inexact) for w in jax.tree.leaves(tree)):

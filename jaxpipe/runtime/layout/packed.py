@@ -35,7 +35,7 @@ from jaxpipe.runtime.types import (
 
 
 class _Columns(NamedTuple):
-    """A place in packed arrays, by group: first column, how many, how many of them count."""
+    """A place in packed arrays, by group: first column, number of columns, and of valid columns."""
 
     start: dict[str, Any]
     width: dict[str, int]
@@ -47,7 +47,7 @@ class Packed(LayerLayout):
 
     A layer's parameters of one group are stored as ``[data, columns]``, flat and padded to a
     multiple of the data shards; a stage's array is ``[data, all columns]``. Devices along a model
-    axis each pack what they have.
+    axis each pack their own part.
     """
 
     slot_dim = 1
@@ -132,7 +132,7 @@ class Packed(LayerLayout):
     def write(self, arrays: Arrays, place: _Columns, values: Stored) -> Arrays:
         def write(g: str, new: jax.Array) -> jax.Array:
             if place.valid[g] is not place.width[g]:
-                # What lies behind a narrower chunk belongs to the next one.
+                # Columns behind a narrower chunk belong to the next one.
                 counts = jnp.arange(place.width[g]) < place.valid[g]
                 new = jnp.where(counts, new, self.read(arrays, place)[g])
             return lax.dynamic_update_slice_in_dim(arrays[g], new, place.start[g], axis=1)
@@ -149,7 +149,7 @@ class Packed(LayerLayout):
         return [leaf.cut(axes, sharded=False) for leaf in leaves]
 
     def _windows(self, example: int, axes: Axes) -> Iterator[tuple[str, Window]]:
-        """The group of each of a layer's arrays, and its place there."""
+        """Yields the group of each of a layer's arrays, and its place there."""
         taken = dict.fromkeys(self._groups, 0)
         for leaf in jax.tree.leaves(self.canonical[example]):
             g, own = self.group_of(leaf), leaf.cut(axes, sharded=False)
@@ -203,8 +203,8 @@ class Packed(LayerLayout):
 
 
 def _columns(group: Leaf, width: int) -> Leaf:
-    """Arrays of a group with so many columns on every device, given one array of the group."""
-    data, splits = group.data_parts, [Split(one.axes, 1, one.size) for one in group.splits]
+    """The leaf of a group's arrays with so many columns on every device, from one of its arrays."""
+    data, splits = group.data_parts, [Split(split.axes, 1, split.size) for split in group.splits]
     total = width * math.prod(split.size for split in splits)
     dim = 0 if data > 1 else None
     return Leaf((data, total), group.dtype, None, dim, data, tuple(splits), group.apart)

@@ -1,4 +1,4 @@
-"""Arrays of which every device holds a part, and how a part is made, completed and reduced.
+"""Arrays of which every device holds a part; and how a part is made, completed and reduced.
 
 Every method runs inside `jax.shard_map`. The data axis and model axes may split parameters and what
 belongs to them; the stage axis may split those of embedding and head.
@@ -43,16 +43,16 @@ def can_reduce(name: str, dtype: Any) -> bool:
 
 
 def communicate(collective: Callable[..., Any], array: jax.Array, axes: Axis) -> jax.Array:
-    """A collective's result over mesh axes; also of booleans, which collectives do not take."""
+    """Runs a collective over mesh axes; also on booleans, which collectives do not take."""
     number = array.astype(jnp.int32) if array.dtype == jnp.bool_ else array
     return collective(number, axes).astype(array.dtype)
 
 
 class Cut(abc.ABC):
-    """How devices share an array.
+    """The way in which devices share an array.
 
     Attributes:
-      shape: of the whole array.
+      shape: shape of the whole array.
     """
 
     shape: tuple[int, ...]
@@ -64,18 +64,18 @@ class Cut(abc.ABC):
 
     @abc.abstractmethod
     def own(self, whole: jax.Array) -> jax.Array:
-        """This device's part of an array that every device has."""
+        """Takes this device's part of an array that every device has."""
 
     @abc.abstractmethod
     def whole(self, part: jax.Array) -> jax.Array:
-        """The array, from all devices' parts."""
+        """Makes the array from all devices' parts."""
 
     @abc.abstractmethod
     def counts(self) -> jax.Array | None:
-        """Which elements of a part belong to the array; None if all do."""
+        """Marks the elements of a part that belong to the array; None if all do."""
 
     def reduce(self, part: jax.Array, name: str) -> jax.Array:
-        """The reduction of the whole array to a scalar, by the name of its primitive."""
+        """Reduces the whole array to a scalar, by the name of the reduction's primitive."""
         local, across, nothing = _REDUCTIONS[name]
         counts = self.counts()
         total = local(part if counts is None else jnp.where(counts, part, nothing))
@@ -106,16 +106,16 @@ class Split(NamedTuple):
     joined: tuple[int, ...] = ()
 
     def own(self, number: int, total: int) -> list[slice]:
-        """Where what a device has lies in the whole dimension."""
+        """Finds a device's part of the whole dimension, as slices."""
         starts = itertools.accumulate(self.joined, initial=0)
-        found = []
+        slices = []
         for start, length in zip(starts, self.joined or (total,), strict=False):
             part = length // self.size
-            found.append(slice(start + number * part, start + (number + 1) * part))
-        return found
+            slices.append(slice(start + number * part, start + (number + 1) * part))
+        return slices
 
     def in_parts(self, whole: jax.Array) -> jax.Array:
-        """The whole array in the order in which devices have its parts."""
+        """Brings the whole array into the order in which devices have its parts."""
         return self._of_runs(whole, self._parts(whole.shape[self.dim]))
 
     def in_order(self, parts: jax.Array) -> jax.Array:
@@ -136,10 +136,10 @@ class Split(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Slices(Cut):
-    """Some dimensions are split over a mesh axis each; the last part may be padded.
+    """A cut in which some dimensions are split over a mesh axis each; the last part may be padded.
 
     Args:
-      shape: of the whole array.
+      shape: shape of the whole array.
       dims: the dimension that each axis splits.
       joined: the splits of dimensions in which several arrays are joined.
     """
@@ -186,21 +186,21 @@ class Slices(Cut):
         return math.prod(masks[1:], start=masks[0]) if masks else None
 
     def with_padding(self, part: jax.Array) -> jax.Array:
-        """The part with zeros in what pads the last one."""
+        """Sets the elements that only pad a part to zero."""
         counts = self.counts()
         return part if counts is None else jnp.where(counts, part, jnp.zeros((), part.dtype))
 
 
 @dataclasses.dataclass(frozen=True)
 class Window(Cut):
-    """Data shards hold rows of ``columns`` elements, of which the flat array is a section.
+    """A cut in which the flat array is a section of rows that data shards hold.
 
-    A part is as long as a row can hold of the array; a shard that holds less, or nothing, of the
-    array holds other elements in the rest of it.
+    A part is as long as the largest piece of the array in a row; where a shard holds less of the
+    array, or nothing, its part has other elements beside.
 
     Args:
-      local: how model axes split the whole array; rows hold what a device has of it, flat.
-      own_shape: of what a device has of it.
+      local: split of the whole array over model axes; rows hold a device's part of it, flat.
+      own_shape: shape of a device's part.
       start: place of its first element among those of all rows.
       columns: length of a row.
       data: the axis of the data shards.
@@ -215,7 +215,7 @@ class Window(Cut):
     # Other cuts are given their shape; mypy has no read-only attributes to say so.
     @property
     def shape(self) -> tuple[int, ...]:  # type: ignore[override]
-        """That of the whole array."""
+        """Shape of the whole array."""
         return self.local.shape
 
     @property
@@ -224,20 +224,20 @@ class Window(Cut):
 
     @property
     def size(self) -> int:
-        """Elements that a device has, its rows' and other shards'."""
+        """Number of elements of a device's part, in its own row and those of other shards."""
         return math.prod(self.own_shape)
 
     @property
     def length(self) -> int:
-        """Elements of a part."""
+        """Number of elements of a data shard's part."""
         return min(self.columns, self.size)
 
     def read(self, row: jax.Array) -> jax.Array:
-        """This shard's part, of its row ``[1, columns]``."""
+        """Reads this shard's part from its row ``[1, columns]``."""
         return lax.dynamic_slice_in_dim(row[0], self._first(), self.length)
 
     def write(self, row: jax.Array, part: jax.Array) -> jax.Array:
-        """The row with another part; what does not belong to the array stays."""
+        """Writes a part into the row; elements that do not belong to the array stay."""
         new = jnp.where(self.counts(), part.astype(row.dtype), self.read(row))
         return lax.dynamic_update_slice_in_dim(row, new[None], self._first(), axis=1)
 
@@ -247,11 +247,11 @@ class Window(Cut):
         return jnp.clip(begin, 0, self.columns - self.length)
 
     def _offset(self) -> jax.Array:
-        """Number, within the array, of the part's first element; it may lie before or behind it."""
+        """Place, within the array, of the part's first element; it may lie before or behind it."""
         return lax.axis_index(self.data) * self.columns + self._first() - self.start
 
     def own(self, whole: jax.Array) -> jax.Array:
-        # Where no element counts, the start may be out of range, and what is read is of no matter.
+        # If no element belongs to the array, the start may be out of range; values do not matter.
         flat = jnp.pad(self.local.own(whole).reshape(-1), self.length)
         return lax.dynamic_slice_in_dim(flat, self._offset() + self.length, self.length)
 
@@ -259,8 +259,8 @@ class Window(Cut):
         counted = jnp.where(self.counts(), part, jnp.zeros((), part.dtype))
         room = jnp.zeros(self.size + 2 * self.length, part.dtype)
         start = self._offset() + self.length
-        mine = lax.dynamic_update_slice_in_dim(room, counted, start, 0)
-        rows = communicate(lax.psum, mine, self.data)
+        placed = lax.dynamic_update_slice_in_dim(room, counted, start, 0)
+        rows = communicate(lax.psum, placed, self.data)
         own = rows[self.length : self.length + self.size].reshape(self.own_shape)
         return self.local.whole(own)
 

@@ -1,4 +1,4 @@
-"""Turning trees from canonical to placed and back, checked."""
+"""Conversion of trees from canonical to placed and back, with checks."""
 
 from __future__ import annotations
 
@@ -19,29 +19,29 @@ from jaxpipe.runtime.types import Shapes, Shardings, Tree
 from jaxpipe.schedule.problems import refuse
 
 PARTS = 8
-"""In which a tree goes to the host, or a few more where single leaves are larger."""
+"""Number of parts in which a tree goes to the host; a few more where single leaves are larger."""
 METHODS = {
     "params": "pipe.place",
     "states": "pipe.place_states",
     "state": "pipe.optimizer_placing(optimizer).place",
 }
-"""What places a tree, by its name."""
+"""Methods that place a tree, by the tree's name."""
 
 
 class Placing:
     """Places and unplaces trees of one kind: parameters, states, or an optimizer's.
 
     Args:
-      layout: where such a tree lies.
+      layout: layout of such a tree.
       sharded: whether data shards split it.
-      name: of such a tree, for errors: "params", "states" or "state".
-      on_host: whether both kinds of trees lie on the host.
+      name: name of such a tree, for errors: "params", "states" or "state".
+      on_host: whether both placed and canonical trees lie on the host.
 
     Attributes:
       placed: shapes and shardings of a placed tree.
-      canonical: the same of one that is not placed.
+      canonical: shapes and shardings of a canonical tree.
       specs: partition specs of a placed tree.
-      shardings, canonical_shardings: of both.
+      shardings, canonical_shardings: shardings of both.
     """
 
     def __init__(
@@ -80,7 +80,7 @@ class Placing:
         self._undo = unplace
 
     def place(self, tree: Tree, *, dtypes: bool = True) -> Tree:
-        """A canonical tree, placed; ``dtypes`` says whether dtypes must agree, too."""
+        """Places a canonical tree; ``dtypes`` says whether dtypes must agree, too."""
         shapes = self.canonical, self.placed
         problems = checks.canonical(self._name, tree, *shapes, dtypes=dtypes)
         refuse([*explicit_context(), *problems])
@@ -92,8 +92,8 @@ class Placing:
         return self._unplace(tree)
 
     def to_host(self, tree: Tree, *, dtypes: bool = True) -> Tree:
-        """`unplace` into the memory of the host, if devices have some, part by part: beside the
-        placed tree they hold one part of the other at a time (`PARTS`)."""
+        """Unplaces a tree into the memory of the host, if devices have some, part by part: beside
+        the placed tree they hold one part of the canonical tree at a time (`PARTS`)."""
         refuse(self.problems("placed", tree, dtypes=dtypes))
         leaves: list[jax.Array] = []
         for part in self.parts:
@@ -102,7 +102,7 @@ class Placing:
 
     @cached_property
     def parts(self) -> list[jax.stages.Wrapped]:
-        """Programs that each unplace some leaves, one after the other all of them."""
+        """Programs that each unplace some leaves, and together all of them."""
         shardings = jax.tree.leaves(host.shardings_if_any(self.canonical, self.canonical_shardings))
         sizes = [leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(self.canonical)]
         ends = np.cumsum(sizes) * PARTS / max(sum(sizes), 1)
@@ -118,7 +118,7 @@ class Placing:
         return [taking(first, last) for first, last in itertools.pairwise(cuts)]
 
     def problems(self, name: str, tree: Tree, *, dtypes: bool = True) -> list[str]:
-        """What is wrong with a placed tree, or with the place where it is used."""
+        """Lists what is wrong with a placed tree, or with the place where it is used."""
         shapes = self.placed, self.canonical
         method = METHODS[self._name]
         wrong = checks.placed(name, tree, *shapes, method=method, dtypes=dtypes)
@@ -126,7 +126,7 @@ class Placing:
 
 
 def _lie(shapes: Shapes, shardings: Shardings) -> Shapes:
-    """The shapes with shardings."""
+    """Adds shardings to shapes."""
     return jax.tree.map(
         lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
         shapes,
@@ -135,7 +135,7 @@ def _lie(shapes: Shapes, shardings: Shardings) -> Shapes:
 
 
 def _spread(tree: Tree, shardings: Shardings) -> Tree:
-    """The tree with every array split as its sharding says, before a program needs it whole."""
+    """Splits every array of a tree as its sharding says, before a program needs it whole."""
 
     def spread(leaf: Any, sharding: Sharding) -> jax.Array:
         if isinstance(leaf, jax.core.Tracer):
@@ -148,5 +148,5 @@ def _spread(tree: Tree, shardings: Shardings) -> Tree:
         leaf = np.asarray(leaf, jax.dtypes.canonicalize_dtype(np.asarray(leaf).dtype))
         return jax.make_array_from_callback(leaf.shape, sharding, leaf.__getitem__)
 
-    found = map(spread, jax.tree.leaves(tree), jax.tree.leaves(shardings))
-    return jax.tree.unflatten(jax.tree.structure(shardings), found)
+    arrays = map(spread, jax.tree.leaves(tree), jax.tree.leaves(shardings))
+    return jax.tree.unflatten(jax.tree.structure(shardings), arrays)

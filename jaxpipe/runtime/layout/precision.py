@@ -22,11 +22,11 @@ EXAMPLES = ("bfloat16", "float16")
 def compute_dtypes(
     layouts: Sequence[Layout | None], dtype: DTypeLike | None, full_precision: Filter
 ) -> list[Tree] | None:
-    """The dtypes of all layers' weights when they are read, as `LayerLayout.compute_dtypes` for
+    """Finds the dtypes in which layers read their weights, as `LayerLayout.compute_dtypes` for
     every layout; None for those of the parameters.
 
     Args:
-      layouts: where the parameters lie; None where there are none.
+      layouts: layouts of the parameters; None where there are none.
       dtype: the narrower dtype, or None.
       full_precision: chooses the parameters that are not rounded.
     """
@@ -50,7 +50,7 @@ def is_wider(leaf: jax.ShapeDtypeStruct, narrow: Any) -> bool:
 def problems(
     params: Params, dtype: DTypeLike | None, full_precision: Filter
 ) -> Iterator[Problem | str]:
-    """What is wrong with these arguments of `Pipeline`."""
+    """Yields what is wrong with these arguments of `Pipeline`."""
     if dtype is None:
         if full_precision != ():
             yield "full_precision needs compute_dtype, from which it excepts parameters."

@@ -1,8 +1,8 @@
 """Shares: equal parts of a layer, which may move over data one at a time.
 
-Data shards each have a part of an array; a share is an equal part of every one of those. Of the
-whole array it is a row of ``[data shards, shares, rest]``, strided, and a gather or reduction of it
-is one of the same dimension. An array that does not divide goes with the first share.
+Data shards each have a part of an array; a share is an equal part of every one of those. With the
+whole array seen as ``[data shards, shares, rest]``, it is a strided row, and is gathered or reduced
+in the same dimension as the array. An array that does not divide goes with the first share.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class Share(NamedTuple):
 
 
 def most(layer: Leaves, smallest: float = SMALLEST_SHARE) -> int:
-    """The most shares in which a layer may move (`dividing_shares`)."""
+    """Largest number of shares in which a layer may move (`dividing_shares`)."""
     leaves = [leaf.local for leaf in jax.tree.leaves(layer)]
     return dividing_shares([(_bytes(leaf), _length(leaf)) for leaf in leaves], smallest)
 
@@ -48,11 +48,11 @@ def share_of(layer: Leaves, of: int) -> Leaves:
 
 
 def read(leaf: Leaf, array: jax.Array, lead: Sequence[Index], share: Share) -> jax.Array:
-    """The share of what lies behind the leading dimensions at ``lead``."""
+    """Reads the share of the array that lies at ``lead`` in the leading dimensions."""
     rows, shape = len(lead), list(array.shape[len(lead) :])
     if not _divides(leaf, share.of):
-        found = lax.dynamic_slice(array, (*lead, *[0] * len(shape)), (*[1] * rows, *shape))
-        return found.reshape(shape)
+        part = lax.dynamic_slice(array, (*lead, *[0] * len(shape)), (*[1] * rows, *shape))
+        return part.reshape(shape)
     view, start, size = _view(leaf, array, lead, share)
     shape[leaf.data_dim or 0] //= share.of
     return lax.dynamic_slice(view, start, size).reshape(shape)
@@ -61,7 +61,7 @@ def read(leaf: Leaf, array: jax.Array, lead: Sequence[Index], share: Share) -> j
 def write(
     leaf: Leaf, array: jax.Array, lead: Sequence[Index], share: Share, value: jax.Array
 ) -> jax.Array:
-    """The array with another share there."""
+    """Writes the share that `read` reads, and returns the array."""
     value = value.astype(array.dtype)
     if not _divides(leaf, share.of):
         value = jnp.where(share.number == 0, value, read(leaf, array, lead, share))
@@ -76,7 +76,7 @@ def write(
 def _view(
     leaf: Leaf, array: jax.Array, lead: Sequence[Index], share: Share
 ) -> tuple[jax.Array, tuple[Index, ...], tuple[int, ...]]:
-    """The array with a dimension for shares, where the share begins in it, and its size."""
+    """Views the array with a dimension for shares; returns the share's start and size, too."""
     rows, shape, dim = len(lead), array.shape[len(lead) :], leaf.data_dim or 0
     shards = leaf.data_parts if shape[dim] == leaf.shape[dim] else 1
     rest = shape[dim] // (shards * share.of)
@@ -87,13 +87,13 @@ def _view(
 
 
 def _divides(leaf: Leaf, of: int) -> bool:
-    """Whether data shards split the array, and shares what each of them has."""
+    """Whether data shards split the array, and shares divide each shard's part."""
     length = _length(leaf)
     return length > 0 and length % of == 0
 
 
 def _length(leaf: Leaf) -> int:
-    """How long a data shard's part of an array is in the dimension that shards split; or 0."""
+    """Length of a data shard's part of an array in the dimension that shards split; or 0."""
     return 0 if leaf.data_dim is None else leaf.shape[leaf.data_dim] // leaf.data_parts
 
 

@@ -1,4 +1,4 @@
-"""Which axes may split the arrays of a tree: the data shards', and the model's as it says."""
+"""Axes that may split the arrays of a tree: the data shards', and those that the model names."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ Path: TypeAlias = tuple[Any, ...]
 
 @dataclasses.dataclass(frozen=True)
 class Joined:
-    """How an array is split in which several are joined, such as queries, keys and values.
+    """Split of an array in which several are joined, such as queries, keys and values.
 
     Args:
-      spec: which axis splits the dimension in which they are joined; it splits no other.
+      spec: the axis that splits the dimension in which they are joined; it splits no other.
       lengths: their lengths in this dimension. Each is split by itself, and a device has its part
         of each.
 
@@ -42,10 +42,10 @@ class Joined:
 
 @dataclasses.dataclass(frozen=True)
 class Splits:
-    """What may split the arrays of a tree.
+    """The splits of the arrays of a tree.
 
     Args:
-      data: devices along each axis over which data shards split arrays.
+      data: number of devices along each axis over which data shards split arrays.
       model: the splits of those arrays that model axes split, by path.
     """
 
@@ -53,44 +53,44 @@ class Splits:
     model: Mapping[Path, tuple[Split, ...]] = dataclasses.field(default_factory=dict)
 
     def part(self, *start: Any) -> Splits:
-        """Those of a part of the tree, at the path ``start``."""
+        """The splits of a part of the tree, at the path ``start``."""
         count = len(start)
         model = {path[count:]: s for path, s in self.model.items() if path[:count] == start}
         return dataclasses.replace(self, model=model)
 
     def data_parts(self, apart: Collection[str]) -> int:
-        """The parts into which data shards split an array that these axes split already."""
+        """Number of parts into which data shards split an array that these axes already split."""
         return math.prod(size for name, size in self.data.items() if name not in apart)
 
     def leaf(self, path: Path, array: Any, *, stage_dim: int | None = None) -> Leaf:
-        """The leaf of an array; data shards split the first dimension that divides."""
+        """Makes the leaf of an array; data shards split the first dimension that divides."""
         splits = self.model.get(path, ())
         apart = tuple(sorted({name for split in splits for name in split.axes}))
         parts = self.data_parts(apart)
         whole = Leaf(tuple(array.shape), array.dtype, stage_dim, None, parts, splits, apart)
         sizes = enumerate(whole.local.shape)
         dims = [d for d, n in sizes if d != stage_dim and n % parts == 0 and n > 0]
-        # The first one: gathered along any other, XLA transposes whole weight buffers on GPUs.
+        # Along any other than the first, XLA for GPUs transposes whole weight buffers.
         return dataclasses.replace(whole, data_dim=dims[0] if dims and parts > 1 else None)
 
 
 def read_splits(axis_split: Tree, params: Params, mesh: Mesh, axes: Axes) -> Splits:
-    """What splits canonical parameters; paths of layers that are alike are those of one layer."""
-    found = {}
+    """Reads the splits of canonical parameters; paths of layers that are alike are one layer's."""
+    splits = {}
     for path, spec in _specs(axis_split, params):
         lengths = spec.lengths if isinstance(spec, Joined) else ()
-        found[path] = tuple(
+        splits[path] = tuple(
             Split(
                 _names(entry), dim, math.prod(mesh.shape[name] for name in _names(entry)), lengths
             )
             for dim, entry in enumerate(_spec(spec))
             if _names(entry)
         )
-    return Splits({name: mesh.shape[name] for name in axes.split_names}, found)
+    return Splits({name: mesh.shape[name] for name in axes.split_names}, splits)
 
 
 def problems(model: Model, params: Params, mesh: Mesh, axes: Axes) -> Iterator[str]:
-    """What is wrong with `Model.axis_split`, or with states along `Model.axes`."""
+    """Yields what is wrong with `Model.axis_split`, or with states along `Model.axes`."""
     for name in model.axes if model.stateful else ():
         # Each device would renew a state from its own part.
         if mesh.shape[name] > 1:
@@ -120,7 +120,7 @@ def problems(model: Model, params: Params, mesh: Mesh, axes: Axes) -> Iterator[s
 
 
 def _misplaced(of_stages: Mapping[Path, Any], params: Params) -> Iterator[str]:
-    """Names what is wrong with `Model.stage_split`, by path."""
+    """Yields what is wrong with `Model.stage_split`, by path."""
     outer = {part: params[part] for part in ("embed", "head")}
     arrays = dict(jax.tree.leaves_with_path(outer))
     for path, dim in of_stages.items():
@@ -140,7 +140,7 @@ def _misplaced(of_stages: Mapping[Path, Any], params: Params) -> Iterator[str]:
 def _misfits(
     at: str, spec: P | Joined, shape: tuple[int, ...], padded: int | None, mesh: Mesh, axes: Axes
 ) -> Iterator[str]:
-    """Why an array cannot be split so; the dimension ``padded`` has room for equal parts."""
+    """Says why an array cannot be split so; the dimension ``padded`` may be padded."""
     allowed = (*axes.model, *axes.split_names)
     for dim, entry in enumerate(_spec(spec)):
         for name in _names(entry):
@@ -168,7 +168,7 @@ def _misfits(
 
 
 def _specs(axis_split: Tree, params: Params) -> Iterator[tuple[Path, P | Joined]]:
-    """The specs of arrays, by path."""
+    """Yields the specs of arrays, by path."""
     for part, prefix in (axis_split or {}).items():
         spread = jax.tree.map(
             lambda spec, tree: jax.tree.map(lambda _: spec, tree),

@@ -1,8 +1,8 @@
-"""Where a tree lies that holds something for every parameter, such as an optimizer's state.
+"""Layout of a tree that holds something for every parameter, such as an optimizer's state.
 
 A *component* of such a tree is shaped like the parameters that are trained, with one tree per
 layer. Its leaves may have other shapes and dtypes than the parameters they belong to, or
-be absent. What belongs to no parameter, such as a count, is replicated.
+be absent. Leaves that belong to no parameter, such as a count, are replicated.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ def layer_by_layer(params: Layout) -> Shapes:
 
 
 class TreeLayout:
-    """Where a tree of components lies.
+    """Layout of a tree of components.
 
     Args:
-      shapes: of the tree, with one tree per layer in each component.
-      params: where the parameters lie.
+      shapes: shapes of the tree, with one tree per layer in each component.
+      params: layout of the parameters.
 
     Attributes:
-      components: where each component lies, in the order of the tree.
+      components: layout of each component, in the order of the tree.
       rest: shapes of the leaves that belong to no parameter.
     """
 
@@ -53,10 +53,10 @@ class TreeLayout:
         self.rest = [node for node in self._nodes if not isinstance(node, Layout)]
 
     def split(self, tree: Tree) -> tuple[list[Tree], list[Any]]:
-        """A tree's components, and its other leaves."""
+        """Splits a tree into its components and its other leaves."""
         nodes = list(zip(self._nodes, self._tree.flatten_up_to(tree), strict=True))
-        components = [found for node, found in nodes if isinstance(node, Layout)]
-        return components, [found for node, found in nodes if not isinstance(node, Layout)]
+        components = [part for node, part in nodes if isinstance(node, Layout)]
+        return components, [part for node, part in nodes if not isinstance(node, Layout)]
 
     def join(self, components: Sequence[Tree], rest: Sequence[Any]) -> Tree:
         """Undoes `split`."""
@@ -68,7 +68,7 @@ class TreeLayout:
         return self.join([fn(*args) for args in zip(self.components, *trees, strict=True)], rest)
 
     def place(self, tree: Tree) -> Tree:
-        """A canonical tree in placed order."""
+        """Brings a canonical tree into placed order."""
         components, rest = self.split(tree)
         return self._each(Layout.place, rest, components)
 
@@ -91,19 +91,19 @@ class TreeLayout:
         return self._each(lambda layout: layout.specs(sharded=sharded), [P()] * len(self.rest))
 
     def shardings(self, *, sharded: bool) -> Shardings:
-        """What `specs` says as shardings."""
+        """Shardings of the placed tree, for `specs`."""
         rest = [compiled_sharding(self._mesh, P())] * len(self.rest)
         return self._each(lambda layout: layout.shardings(sharded=sharded), rest)
 
     def canonical_shardings(self) -> Shardings:
-        """Shardings of the canonical tree: over all devices, as far as the sizes divide."""
+        """Shardings of the canonical tree, over all devices as far as the sizes divide."""
         rest = [compiled_sharding(self._mesh, P())] * len(self.rest)
         return self._each(Layout.canonical_shardings, rest)
 
 
 def units_of(tree: Shapes, params: Layout) -> list[str | int | None]:
-    """For every leaf of a tree of components, what it belongs to: the number of a layer, the name
-    of another part, such as "embed", or None."""
+    """Finds what each leaf of a tree of components belongs to: the number of a layer, the name of
+    another part, such as "embed", or None."""
     is_component = _component_test(params)
     units: list[str | int | None] = []
     for node in jax.tree.leaves(tree, is_leaf=is_component):
@@ -130,7 +130,7 @@ def _component_test(params: Layout) -> Callable[[Tree], bool]:
 
 
 def _layout(component: Shapes, params: Layout) -> Layout:
-    """Where a component lies: as the parameters do, as far as its layers are like them."""
+    """Makes the layout of a component: that of the parameters, as far as its shapes are theirs."""
     whole, outer = outer_of(component), outer_of(params.outer)
     splits = _splits(whole, outer, params)
     alike = dict(_alike(whole, outer))
@@ -141,8 +141,8 @@ def _layout(component: Shapes, params: Layout) -> Layout:
         return splits.leaf(path, shape)
 
     layers = _layers(component["layers"], params)
-    found = jax.tree.map_with_path(leaf, whole)
-    return Layout(layers, found, params.mesh, params.axes, params.rows)
+    leaves = jax.tree.map_with_path(leaf, whole)
+    return Layout(layers, leaves, params.mesh, params.axes, params.rows)
 
 
 def _layers(layers: Shapes, params: Layout) -> LayerLayout:
@@ -161,15 +161,15 @@ def _layers(layers: Shapes, params: Layout) -> LayerLayout:
 
 
 def _alike(shapes: Shapes, own: Leaves) -> Iterator[tuple[Any, Leaf]]:
-    """The parameters whose shape an array of the component has, by path."""
-    found = {path: w.shape for path, w in jax.tree.leaves_with_path(shapes)}
+    """Yields the parameters that have the shape of the component's array, by path."""
+    shape_of = {path: w.shape for path, w in jax.tree.leaves_with_path(shapes)}
     for path, leaf in jax.tree.leaves_with_path(own):
-        if found.get(path) == leaf.shape:
+        if shape_of.get(path) == leaf.shape:
             yield path, leaf
 
 
 def _splits(shapes: Shapes, own: Leaves, params: Layout) -> Splits:
-    """What splits arrays of a component, which model axes do as they split the parameters."""
+    """Makes the splits of a component's arrays; model axes split them like the parameters."""
     data = {name: params.mesh.shape[name] for name in params.axes.split_names}
     return Splits(data, {path: leaf.splits for path, leaf in _alike(shapes, own)})
 

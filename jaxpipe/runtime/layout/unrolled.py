@@ -1,4 +1,4 @@
-"""Layers that are alike, unrolled: every row an array of its own, multiplied with where it lies."""
+"""Layers that are alike, unrolled: every row has arrays of its own, which are read in place."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ class _Place(NamedTuple):
 class Unrolled(LayerLayout):
     """Parameters of layers that are alike, every row of a stage in arrays of its own.
 
-    A stage's arrays are a dictionary: row ``chunk * layers + layer`` to the layer's tree. k slots
-    are the rows of k chunks, and chunk c lies in those of chunk ``c % k``. The program must know a
-    row's number, so that it reads an array and not a part of one: a GPU copies a part before it
-    multiplies with it.
+    A stage's arrays are a dictionary from row ``chunk * layers + layer`` to the layer's tree. k
+    slots are the rows of k chunks, and chunk c lies in those of chunk ``c % k``. The program must
+    know a row's number, so that it reads an array and not a part of one: a GPU copies a part before
+    it multiplies with it.
     """
 
     own_arrays = True
@@ -76,13 +76,13 @@ class Unrolled(LayerLayout):
     def loop(
         self, span: Span, body: Body, arrays: Arrays, carry: Carry, *, down: bool = False
     ) -> tuple[Arrays, Carry]:
-        """One loop per row, which runs if the row is one of these layers."""
+        """Runs one loop per row, which runs if the row is one of these layers."""
         chunk, lo, hi = span
         rows = list(itertools.product(range(self.num_chunks), range(self.num_pieces)))
         for c, layer in reversed(rows) if down else rows:
             runs = (chunk == c) & (lo <= layer) & (layer < hi)
-            # Only its own row goes through the loop, the others as None, for places count them all;
-            # an evaluation has no sums.
+            # Only the loop's own row goes through it; the others are None, since places count all
+            # rows. An evaluation has no sums.
             number = (c * self.num_pieces + layer) % max(len(arrays), 1)
             own = {n: row if n == number else None for n, row in arrays.items()}
 
@@ -95,7 +95,7 @@ class Unrolled(LayerLayout):
         return arrays, carry
 
     def loop_pieces(self, chunk: Index, body: Body, carry: Carry) -> Carry:
-        """One loop per chunk, since on GPUs the host waits for each."""
+        """Runs one loop per chunk, since on GPUs the host waits for each loop."""
 
         def pieces(carry: Carry, c: int) -> Carry:
             for number in range(self.num_pieces):
@@ -108,7 +108,7 @@ class Unrolled(LayerLayout):
         return carry
 
     def every_layer(self, count: int, body: Body, carry: Carry) -> Carry:
-        """No loop: every layer has arrays of its own."""
+        """Runs every layer without a loop: each has arrays of its own."""
         for place in itertools.product(range(self.num_chunks), range(count)):
             carry = body(*place, carry)
         return carry

@@ -1,4 +1,4 @@
-"""Where all parameters live: canonical layer order outside, placed order on the devices.
+"""Layout of all parameters: canonical layer order outside, placed order on the devices.
 
 A placed layer array has shape ``[stages, ...]``, with a stage's part as a `LayerLayout` describes
 it. A placed leaf of embedding or head is padded so that its split dimension divides by the number
@@ -31,11 +31,11 @@ from jaxpipe.runtime.types import Leaves, OuterParams, Params, Placed, Shapes, S
 from jaxpipe.schedule.lowering.table import TickTable
 
 LAYOUTS: dict[str, type[LayerLayout]] = {"stacked": Stacked, "unrolled": Unrolled}
-"""How layers that are alike may lie, by name."""
+"""Layouts of layers that are alike, by name."""
 
 
 def layer_layout(layers: Params, weights: str) -> type[LayerLayout]:
-    """The kind of layout of canonical layers: packed for a sequence of trees, else by name."""
+    """Chooses the layout of canonical layers: packed for a sequence of trees, else by name."""
     return Packed if is_sequence(layers) else LAYOUTS[weights]
 
 
@@ -46,12 +46,12 @@ FROZEN = "frozen"
 
 
 def outer_of(params: Params) -> OuterParams:
-    """The part of a tree that belongs to no single layer: embedding, head, what layers share."""
+    """Takes the part of a tree that belongs to no one layer: embedding, head, shared parameters."""
     return {name: tree for name, tree in params.items() if name not in ("layers", FROZEN)}
 
 
 def trained_part(placed: Placed) -> Placed:
-    """Placed parameters without those that are not trained."""
+    """Leaves out the placed parameters that are not trained."""
     return {name: tree for name, tree in placed.items() if name != FROZEN}
 
 
@@ -65,11 +65,11 @@ class Layout:
     """The layout of every parameter of a model on a mesh.
 
     Args:
-      layers: where the layers lie.
-      outer: embedding, head and what layers share, every array a `Leaf`.
+      layers: layout of the layers.
+      outer: embedding, head and the parameters that layers share, every array a `Leaf`.
       mesh: the mesh.
-      axes: what it calls its axes.
-      rows: canonical layer of every row, as of `layer_rows`.
+      axes: names of its axes.
+      rows: canonical layer of every row, from `layer_rows`.
     """
 
     layers: LayerLayout
@@ -87,7 +87,7 @@ class Layout:
         return self.axes.num_stages(self.mesh)
 
     def place(self, params: Params) -> Placed:
-        """Canonical parameters, or anything shaped like them, in placed order."""
+        """Brings canonical parameters, or anything shaped like them, into placed order."""
 
         def pad(w: jax.Array, leaf: Leaf) -> jax.Array:
             if leaf.stage_dim is None:
@@ -124,7 +124,7 @@ class Layout:
 
     @property
     def local(self) -> Layout:
-        """The layout of what a device has of arrays that model axes split."""
+        """The layout of a device's parts of arrays that model axes split."""
         outer = jax.tree.map(lambda leaf: leaf.local, self.outer)
         return dataclasses.replace(self, layers=self.layers.local, outer=outer)
 
@@ -148,7 +148,7 @@ class Layout:
         return {"layers": layers, **jax.tree.map(spec, self.outer)}
 
     def shardings(self, *, sharded: bool) -> Tree:
-        """What `specs` says as shardings."""
+        """Shardings of the placed parameters, for `specs`."""
         return _shardings(self.mesh, self.specs(sharded=sharded))
 
     def canonical_shardings(self) -> Tree:
@@ -159,11 +159,11 @@ class Layout:
 
 @dataclasses.dataclass(frozen=True)
 class WithFrozen:
-    """The layout of all parameters where some are not trained; methods as of `Layout`.
+    """The layout of all parameters where some are not trained; its methods are those of `Layout`.
 
     Args:
-      trained: of those that are.
-      frozen: of the others. They lie in an entry of their own.
+      trained: layout of the parameters that are trained.
+      frozen: layout of the others, which lie in an entry of their own.
     """
 
     trained: Layout
@@ -197,7 +197,7 @@ class WithFrozen:
 
 @dataclasses.dataclass(frozen=True)
 class StateLayout:
-    """The layout of the states of a model's layers; methods as of `Layout`."""
+    """The layout of the states of a model's layers; its methods are those of `Layout`."""
 
     layers: LayerLayout
     mesh: Mesh
@@ -206,7 +206,7 @@ class StateLayout:
 
     @classmethod
     def of(cls, states: States, params: Layout) -> StateLayout:
-        """That of the states of a model's layers, whose parameters lie so."""
+        """Makes the layout of the layers' states from the layout of the parameters."""
         layers = layer_layout(states, weights="stacked")(states, params.rows, Splits())
         return cls(layers, params.mesh, params.axes, params.rows)
 
@@ -233,7 +233,7 @@ class StateLayout:
         return jax.tree.map(lambda _: P(self.axes.stage), self.layers.placed)
 
     def shardings(self, *, sharded: bool) -> Tree:
-        """What `specs` says as shardings."""
+        """Shardings of the placed states, for `specs`."""
         return _shardings(self.mesh, self.specs(sharded=sharded))
 
     def canonical_shardings(self) -> Tree:
@@ -246,7 +246,7 @@ def _shardings(mesh: Mesh, specs: Tree) -> Tree:
 
 
 def compiled_sharding(mesh: Mesh, spec: P) -> NamedSharding:
-    """A sharding as compiled programs return it: without axes of one device and final Nones.
+    """Makes a sharding as compiled programs return it: without axes of one device and final Nones.
 
     `jax.jit` takes an array whose sharding is only written differently for a new kind of argument.
     """
@@ -263,14 +263,14 @@ def compiled_sharding(mesh: Mesh, spec: P) -> NamedSharding:
 
 
 def layer_rows(table: TickTable) -> np.ndarray:
-    """Canonical number of every layer of every chunk, int32 ``[stages, chunks, layers]``; -1 where
-    a chunk has fewer layers than the largest.
+    """Computes the canonical number of every layer of every chunk, int32
+    ``[stages, chunks, layers]``; -1 where a chunk has fewer layers than the largest.
     """
-    held = table.schedule.placement.virtual_stages
+    virtual_stages = np.asarray(table.schedule.placement.virtual_stages)
     counts = np.asarray(table.layer_counts)
-    first = (np.cumsum(counts) - counts)[np.asarray(held)][..., None]
+    first = (np.cumsum(counts) - counts)[virtual_stages][..., None]
     layer = np.arange(table.layers_per_chunk)
-    return np.where(layer < counts[np.asarray(held)][..., None], first + layer, -1).astype(np.int32)
+    return np.where(layer < counts[virtual_stages][..., None], first + layer, -1).astype(np.int32)
 
 
 def make_layouts(
@@ -283,11 +283,11 @@ def make_layouts(
     table: TickTable,
     weights: str,
 ) -> tuple[Layout, Layout | None]:
-    """Decides the layout of every parameter: of those that are trained, and of the others, if any.
+    """Makes the layouts of the parameters that are trained, and of the others, if there are any.
 
     The two trees have None where the other has an array; ``weights`` is for layers that are alike.
-    Stages have the parts of embedding and head that ``stage_split`` names, if they compute these
-    together. If the ends compute them, stages keep a part of every matrix between steps.
+    If stages compute embedding and head together, they have the parts that ``stage_split`` names.
+    If the ends compute them, stages keep a part of every matrix between steps.
     """
     rows, dims = layer_rows(table), dict(jax.tree.leaves_with_path(stage_split))
     stages = axes.num_stages(mesh)

@@ -1,1 +1,1 @@
-"""What a program takes: memory, time per layer, its HLO, and the flags of its compiler."""
+"""Measurements of a program: memory, time per layer, its HLO, and the flags of its compiler."""

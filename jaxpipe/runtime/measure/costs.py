@@ -1,4 +1,4 @@
-"""What each layer costs, for `jaxpipe.schedule.partition`: counted from the trace, or timed."""
+"""Costs of layers, for `jaxpipe.schedule.partition`: counted from the trace, or timed."""
 
 from __future__ import annotations
 
@@ -34,12 +34,12 @@ def layer_costs(
     measure: bool = False,
     together: bool = False,
 ) -> list[Costs]:
-    """F, B and W of every layer for one microbatch on one data shard, without messages.
+    """Costs of F, B and W of every layer for one microbatch on one data shard, without messages.
 
     Layers of one kind are traced, or timed, once. Floating-point operations are those XLA counts in
     the program before it optimises; recomputation that ``remat`` asks for is among them. Where
-    devices share a layer, along model axes, they are one device's part, and a time is that of all
-    of them together.
+    devices along model axes share a layer, operations are those of one device's part, and a time is
+    that of all devices together.
 
     Args:
       pipe: any pipeline of the model; it is not run, and its partition does not matter.
@@ -67,19 +67,19 @@ def layer_costs(
 def end_costs(
     pipe: Pipeline, batch: Batch, rng: Key = None, *, measure: bool = False
 ) -> tuple[float, float]:
-    """Embedding and head of one microbatch, each with its gradient, in the unit of `layer_costs`.
+    """Costs of embedding and head for one microbatch, each with its gradient, as in `layer_costs`.
 
     Without ``Model.stage_split`` the stages of the first and the last layer compute them beside
     their layers, and `jaxpipe.schedule.partition` should count them there.
 
     Args:
-      pipe: of a model without ``stage_split``; this and the rest as for `layer_costs`.
+      pipe: pipeline of a model without ``stage_split``; all arguments as for `layer_costs`.
     """
     layers, (rows, key) = traced.layers(pipe, batch, rng)
     outers = [
-        jax.tree.map(Leaf.struct, one.local.outer)
-        for one in (pipe.layout, pipe.frozen)
-        if one is not None
+        jax.tree.map(Leaf.struct, layout.local.outer)
+        for layout in (pipe.layout, pipe.frozen)
+        if layout is not None
     ]
     outer, model = functools.reduce(combine, outers), pipe.model
     x, y = layers.activations[layers.first], layers.activations[layers.last]
@@ -105,9 +105,10 @@ class LayerBytes(NamedTuple):
     """Bytes of every layer on a device.
 
     Args:
-      parameters: its part where model axes or an axis of experts split them, else all.
-      sharded: what it has of these where data shards have a part each.
-      residuals: what F keeps of one microbatch.
+      parameters: parameters of the layer; the device's part where model axes or an axis of experts
+        split them.
+      sharded: a data shard's part of these, where data shards split them.
+      residuals: residuals that F keeps of one microbatch.
     """
 
     parameters: list[int]
@@ -116,7 +117,7 @@ class LayerBytes(NamedTuple):
 
 
 def layer_bytes(pipe: Pipeline, batch: Batch, rng: Key = None) -> LayerBytes:
-    """Bytes of every layer on a device; arguments as for `layer_costs`."""
+    """Counts the bytes of every layer on a device; arguments as for `layer_costs`."""
     layers, _ = traced.layers(pipe, batch, rng)
     kinds = [layers.kinds[number] for number in layers.kind_of]
     own, numbers = pipe.layout.layers.local, range(len(kinds))
@@ -130,7 +131,7 @@ def layer_bytes(pipe: Pipeline, batch: Batch, rng: Key = None) -> LayerBytes:
 def _parts(
     pipe: Pipeline, kind: LayerKind, activations: Sequence[Activation], context: Shapes
 ) -> dict[str, tuple[Callable[..., Any], tuple[Shapes, ...]]]:
-    """F, B and W of a kind of layer, each with the shapes of its arguments."""
+    """Makes F, B and W of a kind of layer, each with the shapes of its arguments."""
     split, params = kind.split, pipe.layout.layers.local.shape_of(kind.example)
     states = pipe.state_layout
     state = None if states is None else states.shape_of(kind.example)
@@ -163,10 +164,10 @@ def _seconds(part: Callable[..., Any], args: Sequence[Shapes]) -> float:
 
 
 def run_seconds(program: jax.stages.Wrapped, *args: Shapes) -> float:
-    """Seconds of a run of a jitted function of arrays of zeros.
+    """Measures the seconds of a run of a jitted function on arrays of zeros.
 
     Args:
-      program: is compiled; it must keep arguments that it does not read.
+      program: the function to compile; it must keep arguments that it does not read.
       *args: shapes of its arguments.
     """
     compiled = program.lower(*args).compile()

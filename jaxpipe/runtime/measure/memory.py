@@ -1,4 +1,4 @@
-"""Memory: what a training step takes on each device, predicted from the schedule and compiled.
+"""Memory of a training step on each device, predicted from the schedule and compiled.
 
 The tick loop's buffers follow from the schedule: slots x layers x sizes; the gradients that a step
 returns are among them. Beside them the compiler keeps the values of the one layer it is running,
@@ -29,15 +29,15 @@ def predicted_bytes(
     *,
     by_chunk: optax.GradientTransformation | None = None,
 ) -> dict[str, int]:
-    """Predicts what a training step takes on each device beside its arguments.
+    """Predicts the bytes that a training step takes on each device beside its arguments.
 
     Args:
       pipe: the pipeline; it is not run.
       batch: a batch, or its shapes.
       rng: as for `Pipeline.value_and_grad`.
       by_chunk: the optimizer of ``pipe.train_step(by_chunk, update="chunk")``, for the memory of
-        that step; None for that of a step that updates after the backward. What its optimizer
-        needs beside the gradients is not counted.
+        that step; None for a step that updates after the backward, whose optimizer's own memory
+        beside the gradients is not counted.
 
     Returns:
       Bytes by buffer, as `jaxpipe.runtime.measure.traced.buffers` names them, and "working_set".
@@ -48,13 +48,13 @@ def predicted_bytes(
         lambda leaf: jax.ShapeDtypeStruct((int(leaf.shape[0] * rows), *leaf.shape[1:]), leaf.dtype),
         batch,
     )
-    found, of_small = (
+    bytes_by_buffer, of_small = (
         {name: tree_bytes(tree) for name, tree in buffers(*args, rng, by_chunk=by_chunk).items()}
         for args in ((pipe, batch), (small, small_batch))
     )
     beside = compiled_bytes(small, small_batch, rng, by_chunk=by_chunk) - sum(of_small.values())
-    working_set = beside + _free(small, of_small) - _free(pipe, found)
-    return found | {"working_set": max(working_set, 0)}
+    working_set = beside + _free(small, of_small) - _free(pipe, bytes_by_buffer)
+    return bytes_by_buffer | {"working_set": max(working_set, 0)}
 
 
 def compiled_bytes(
@@ -64,11 +64,11 @@ def compiled_bytes(
     *,
     by_chunk: optax.GradientTransformation | None = None,
 ) -> int:
-    """Compiles that step, with plain SGD if it updates after the backward, and returns the bytes
+    """Compiles the step, with plain SGD if it updates after the backward, and returns the bytes
     that it takes on each device beside its arguments.
 
-    The update is part of it: gradients that a program returns have arrays of their own, in whose
-    room the compiler puts what happens to fit.
+    The update is part of the program: gradients that a program returns have arrays of their own, in
+    whose room the compiler puts whatever happens to fit.
 
     Arguments as for `predicted_bytes`.
     """
@@ -120,13 +120,13 @@ def tree_bytes(shapes: Shapes) -> int:
     return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(shapes))
 
 
-def _free(pipe: Pipeline, found: dict[str, int]) -> int:
-    """Bytes of buffers that nothing uses while layers run: their room is for the working set.
+def _free(pipe: Pipeline, bytes_by_buffer: dict[str, int]) -> int:
+    """Counts the bytes of buffers that are unused while layers run; the working set may lie there.
 
     The finished gradients are written after the last tick if nothing is reduced before. If only the
-    last tick reduces, they are as well, and so is what its pieces are reduced to.
+    last tick reduces, they are written then as well, and so are the results of that reduction.
     """
-    reduces, reduced = pipe.table.reduces, found.get("reduced", 0)
+    reduces, reduced = pipe.table.reduces, bytes_by_buffer.get("reduced", 0)
     if reduced and pipe.table.reduces_last(gathers=pipe.zero == 3):
         layers = pipe.layout.local.layers
         parts = [leaf.summed.struct(sharded=True) for leaf in jax.tree.leaves(layers.piece)]
@@ -135,16 +135,17 @@ def _free(pipe: Pipeline, found: dict[str, int]) -> int:
 
 
 def _smallest(pipe: Pipeline) -> Pipeline:
-    """The same model, mesh and options with two microbatches and, in general, a chunk per stage.
+    """Makes a pipeline of the same model, mesh and options that is fast to compile.
 
-    Two, because the compiler simplifies where it knows that there is one; also two layers that are
-    alike if each has a loop body or an array of its own. Stacked layers stay as many as they are,
-    for the compiler packs its values into memory in the order of their sizes: how well those of a
-    layer fit depends on which of them are larger than the arrays of all. They lie in as many chunks
-    where these are reduced from slots while layers run: one chunk would have all of them in a slot.
-    Where chunks of the pipeline have one layer, so have these: then the gradient of a layer is that
-    of its chunk, and not a copy beside it. Where ticks go one way, so do these: then messages of
-    one direction are there at once.
+    It has two microbatches, because the compiler simplifies where it knows that there is one, and
+    in general one chunk per stage. It has two layers if layers are alike and each has a loop body
+    or an array of its own. Stacked layers keep their number, for the compiler packs its values into
+    memory in the order of their sizes: how well those of a layer fit depends on which of them are
+    larger than the arrays of all layers. Stacked layers also keep their chunks if these are reduced
+    from slots while layers run: a single chunk would have all layers in one slot. Chunks have one
+    layer if those of the pipeline do: then the gradient of a layer is that of its chunk, and not a
+    copy beside it. Ticks go one way if those of the pipeline do: then only messages of one
+    direction exist at once.
     """
     stages, chunks, layers = pipe.schedule.num_stages, 1, 2
     params = dict(pipe.canonical_params)
@@ -156,19 +157,19 @@ def _smallest(pipe: Pipeline) -> Pipeline:
             chunks, layers = pipe.schedule.num_chunks, largest
         elif pipe.weights == "stacked":
             layers = largest * pipe.schedule.num_chunks
-        held = layers * chunks * stages
+        num_layers = layers * chunks * stages
         params["layers"] = jax.tree.map(
-            lambda w: jax.ShapeDtypeStruct((held, *w.shape[1:]), w.dtype), params["layers"]
+            lambda w: jax.ShapeDtypeStruct((num_layers, *w.shape[1:]), w.dtype), params["layers"]
         )
     fused = Kind.BW in pipe.table.passes
     schedule = one_f_one_b(stages, 2, fused=fused)
     both_ways = any(
-        one.forward and one.backward for one in pipe.table.parts(gathers=False, reduces=False)
+        tick.forward and tick.backward for tick in pipe.table.parts(gathers=False, reduces=False)
     )
     if chunks > 1 or not both_ways:
         schedule = breadth_first(stages, 2, num_chunks=chunks, fused=fused)
     if pipe.table.num_slots["crossing"] > 1:
-        # Where there is but one slot for a layer, what B leaves for W is written into it at once.
+        # With only one slot for a layer, the values that B leaves for W are written in place.
         orders = (tuple(sorted(row, key=lambda a: a.kind is Kind.W)) for row in schedule.orders)
         schedule = dataclasses.replace(schedule, orders=tuple(orders), peak_in_flight=None)
     return Pipeline(

@@ -1,4 +1,4 @@
-"""When the stages of a step run what, measured: a timeline like those of the simulator."""
+"""The measured timeline of a step: what its stages run, and when, like those of the simulator."""
 
 from __future__ import annotations
 
@@ -17,29 +17,28 @@ from jaxpipe.schedule.problems import Problem, refuse
 from jaxpipe.schedule.simulate import MEASURED, Costs, TimedAction, Timeline
 
 _LEAST_SECONDS = 1e-9
-"""Of a cost: a clock's two readings may be equal."""
+"""Smallest cost: two readings of a clock may be equal."""
 
 
 def timeline(
     pipe: Pipeline, placed: Placed, batch: Batch, rng: Key = None, *, states: States = None
 ) -> Timeline:
-    """Runs forward and backward of a batch twice, and measures when stages ran what, the second
-    time.
+    """Runs forward and backward of a batch twice, and measures the second run of every stage.
 
-    The program is the pipeline's own with calls to the host at both ends of every cell's layers:
-    what lies between two cells of a stage is exchange of messages, embedding and loss, transfers
-    over data, and these calls. They cost some 0.15 ms each on CPUs, and keep a GPU from launching a
-    cell's kernels before the one before has ended: a step takes longer than one that is not
-    measured.
+    The program is the pipeline's own, with calls to the host at both ends of every cell's layers:
+    the time between two cells of a stage goes to the exchange of messages, embedding and loss,
+    transfers over data, and these calls. A call costs some 0.15 ms on CPUs, and keeps a GPU from
+    launching a cell's kernels before the previous cell has ended: a step takes longer than one that
+    is not measured.
 
     Args:
-      pipe: any pipeline whose devices are all in this process; of those that share a stage the
-        first is measured.
-      placed: placed parameters; these and the rest as for `Pipeline.value_and_grad`.
+      pipe: any pipeline whose devices are all in this process; if several devices share a stage,
+        the first is measured.
+      placed: placed parameters; these and the other arguments as for `Pipeline.value_and_grad`.
 
     Returns:
-      What every stage has run, in seconds from the first layer on, with the mean times of F, B and
-      W of every virtual stage as its costs. A fused backward counts half as B and half as W.
+      The timeline of all stages, in seconds from the first layer on, with the mean times of F, B
+      and W of every virtual stage as its costs. A fused backward counts half as B and half as W.
 
     Raises:
       ValueError: arguments that do not fit the pipeline, or devices of other processes.
@@ -74,7 +73,7 @@ def timeline(
 
 
 def from_stamps(taken: Sequence[Stamp], table: TickTable) -> Timeline:
-    """The timeline of a table that ran from the first of these stamps on."""
+    """Makes the timeline of a table that ran from the first of these stamps on."""
     schedule = table.schedule
     if schedule.mixes_backwards:
         schedule = split_backwards(schedule)  # as lowering does
@@ -101,7 +100,7 @@ def from_stamps(taken: Sequence[Stamp], table: TickTable) -> Timeline:
 
 
 def _costs(spent: Mapping[tuple[int, Kind], float], s: int, microbatches: int) -> Costs:
-    """The mean times of a virtual stage."""
+    """Computes the mean times of a virtual stage."""
     f, b, w, both = (
         spent.get((s, kind), 0.0) / microbatches for kind in (Kind.F, Kind.B, Kind.W, Kind.BW)
     )

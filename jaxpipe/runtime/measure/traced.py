@@ -1,4 +1,4 @@
-"""What a trace of a pipeline's program says, without compiling it."""
+"""Facts about a pipeline's program from its trace, without compiling it."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def buffers(
     *,
     by_chunk: optax.GradientTransformation | None = None,
 ) -> dict[str, Shapes]:
-    """What the tick loop keeps on each device; it follows from the schedule and the model.
+    """Finds the buffers of the tick loop on each device, which schedule and model determine.
 
     Pieces of chunks that are gathered or reduced while layers run are "moving".
 
@@ -60,14 +60,14 @@ def buffers(
 
 
 def layers(pipe: Pipeline, batch: Batch, rng: Key = None) -> tuple[Layers, Shapes]:
-    """The layers by kind, each with F, B and W; and shapes of a layer's microbatch and key.
+    """Traces the layers by kind, each with F, B and W; also returns shapes of microbatch and key.
 
     Arguments as for `buffers`.
     """
 
     def read(fixed: Fixed, batch: StepMicrobatches) -> tuple[Layers, Shapes]:
         context = jax.eval_shape(lambda: fixed.context(batch, 0, 0))
-        # Without the mesh that they are traced in.
+        # The shapes are returned without the mesh in which they were traced.
         shapes = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), context)
         return fixed.layers, shapes
 
@@ -77,20 +77,20 @@ def layers(pipe: Pipeline, batch: Batch, rng: Key = None) -> tuple[Layers, Shape
 def within(
     pipe: Pipeline, batch: Batch, rng: Key, read: Callable[[Fixed, StepMicrobatches], Read]
 ) -> Read:
-    """What ``read`` returns where a step's program is traced, inside `jax.shard_map`.
+    """Calls ``read`` where a step's program is traced, inside `jax.shard_map`; returns its result.
 
     Other arguments as for `buffers`.
     """
     refuse(checks.batch(batch, pipe))
-    found: list[Read] = []
+    results: list[Read] = []
 
     def body(placed: Any, batch: Batch, rng: Key, states: Any) -> jax.Array:
         rows = split_rows(batch, pipe.schedule.num_microbatches)
         microbatches, setup = StepMicrobatches(rows, rng), pipe.setup(pipe.table)
         fixed, _ = executor.begin(setup, placed, microbatches, executor.sink_of(setup))
-        found.append(read(fixed, microbatches))
+        results.append(read(fixed, microbatches))
         return jnp.zeros(())
 
     arguments = pipe.placed_params, batch, rng, pipe.placed_states
     jax.eval_shape(pipe.shard_map(body, pipe.in_specs, P()), *arguments)
-    return found[0]
+    return results[0]
