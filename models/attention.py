@@ -82,12 +82,12 @@ def causal_attention(
 
     Args:
       q_BTNH, k_BSKH, v_BSKH: queries, keys and values; K divides N.
-      positions_T: where the queries stand among the keys; None if both are of the same tokens.
-      scale: by which scores are multiplied.
-      window: how many tokens a position sees, its own included; None for all before it.
-      soft_cap: of the scores, as `soft_capped`. It rules out flash attention.
-      documents_BS: the number of each token's document, of which alone it sees tokens, at least of
-        all that have keys; None for one document per row.
+      positions_T: positions of the queries among the keys; None if both are of the same tokens.
+      scale: factor by which scores are multiplied.
+      window: number of tokens that a position sees, its own included; None for all before it.
+      soft_cap: cap of the scores, as in `soft_capped`. It rules out flash attention.
+      documents_BS: number of the document of each token that has a key; a token sees only its own
+        document. None for one document per row.
     """
     _, num_keys, num_kv_heads, head_width = k_BSKH.shape
     same_tokens = positions_T is None
@@ -118,9 +118,10 @@ def visible(
     window: int | None = None,
     documents_BS: jax.Array | None = None,
 ) -> jax.Array:
-    """Which of the first tokens of a sequence its tokens at ``positions_T`` see, bool [B, 1, T, S].
+    """Marks the tokens of a sequence that its tokens at ``positions_T`` see, bool [B, 1, T, S].
 
-    B is 1 without documents. The other arguments are those of `causal_attention`.
+    B is 1 without documents. The other arguments are those of `causal_attention`; S is
+    ``num_keys``.
     """
     distance = positions_T[:, None] - jnp.arange(num_keys)
     seen = (distance >= 0) & (distance < (window or num_keys))

@@ -167,7 +167,7 @@ def init(config: BERTConfig, rng: jax.Array) -> PyTree:
 def model(
     config: BERTConfig, *, vocabulary_axis: str | None = None, tensor_axis: str | None = None
 ) -> Model:
-    """The BERT as the three functions a pipeline runs.
+    """Makes the BERT as the three functions that a pipeline runs.
 
     A microbatch is a dict of integers:
 
@@ -317,7 +317,7 @@ def _next_sentence(config, outer, x_BE):
 
 
 def _table_split(config, of_table):
-    """``of_table`` for table and bias, None for the rest of embedding and head."""
+    """Makes a tree with ``of_table`` for table and bias, None for all else of the ends."""
     shapes = _shapes(config)
     split = jax.tree.map(lambda _: None, {"embed": shapes["embed"], "head": shapes["head"]})
     split["embed"]["table"] = split["head"]["bias"] = of_table

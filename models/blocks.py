@@ -36,10 +36,10 @@ class Linear(nnx.Module):
 
     Args:
       in_width: size of the last dimension of x.
-      out_width: of the result.
-      bias: whether there is one; it starts at zero.
-      stddev: of the initial kernel; None for sqrt(2 / (in_width + out_width)) (Glorot and Bengio
-        2010, equation 12).
+      out_width: size of the last dimension of the result.
+      bias: whether there is a bias; it starts at zero.
+      stddev: standard deviation of the initial kernel; None for sqrt(2 / (in_width + out_width))
+        (Glorot and Bengio 2010, equation 12).
       rngs: draws the kernel from its ``params`` stream.
     """
 
@@ -59,7 +59,7 @@ class Linear(nnx.Module):
         self.bias = nnx.Param(jnp.zeros(out_width)) if bias else nnx.data(None)
 
     def __call__(self, x, total: Callable[[jax.Array], jax.Array] = lambda y: y):
-        """The map of x; ``total`` sums up over devices that have some of the kernel's rows each."""
+        """Maps x; ``total`` sums up over devices that have some of the kernel's rows each."""
         y = total(matmul(x, self.kernel[...]))
         return y if self.bias is None else y + self.bias[...].astype(x.dtype)
 
@@ -70,7 +70,7 @@ class Attention(nnx.Module):
     Args:
       width: size of both sequences' vectors, a multiple of ``num_heads``.
       num_heads: heads.
-      stddev: of the initial kernels, as in `Linear`.
+      stddev: standard deviation of the initial kernels, as in `Linear`.
       tensor: the devices that have some of the heads each.
       rngs: draws the kernels.
     """
@@ -92,17 +92,17 @@ class Attention(nnx.Module):
     def __call__(self, x_BSE, memory_BME, *, mask=None, is_causal=False):
         """Mixes the values of ``memory`` for every position of x; both are whole sequences.
 
-        ``mask`` is bool, true where a position may be seen: [B, M], or None. Of what is returned,
-        each device has its part of the sequence.
+        ``mask`` is bool, true where a position may be seen: [B, M], or None. Each device returns
+        its part of the sequence.
         """
         return self.attend(x_BSE, *self.keys_values(memory_BME), mask=mask, is_causal=is_causal)
 
     def keys_values(self, memory_BME):
-        """Keys and values, [B, M, N, H] each; a decoder keeps them from token to token."""
+        """Computes keys and values, [B, M, N, H]; a decoder keeps them from token to token."""
         return self._heads(self.key(memory_BME)), self._heads(self.value(memory_BME))
 
     def attend(self, x_BSE, key_BMNH, value_BMNH, *, mask=None, is_causal=False):
-        """Attention of x to given keys and values."""
+        """Lets x attend to given keys and values."""
         query_BSNH = self._heads(self.query(x_BSE))
         mixed_BSNH = jax.nn.dot_product_attention(
             query_BSNH,
@@ -129,11 +129,11 @@ class EncoderLayer(nnx.Module):
       width: size of the residual stream.
       num_heads: heads.
       hidden: hidden size of the MLP.
-      activation: of the MLP.
+      activation: activation function of the MLP.
       dropout: probability.
-      epsilon: of the norms.
+      epsilon: number that the norms add to the variance.
       dtype: the output dtype of the norms.
-      stddev: of the initial kernels, as in `Linear`.
+      stddev: standard deviation of the initial kernels, as in `Linear`.
       sharing: the devices that share the layer.
       rngs: draws the parameters.
     """
@@ -221,7 +221,7 @@ def soft_capped(x: jax.Array, cap: float | None) -> jax.Array:
 
 
 def attention_kernel(q_BSNH: jax.Array) -> Literal["cudnn"] | None:
-    """cuDNN's flash attention needs a GPU, 16 bits and heads of at most 128 in steps of 8.
+    """Chooses cuDNN's flash attention on GPUs, for bfloat16 and heads of 8, 16, ..., 128.
 
     A single query, as in decoding, has no large matrix of scores to save.
     """
@@ -249,7 +249,7 @@ def einsum(spec: str, x: jax.Array, kernel: jax.Array) -> jax.Array:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _with_kernel_gradient(spec, y, x, kernel):
-    """``y``, a product of x and kernel; its backward adds the gradient for the kernel alone.
+    """Returns ``y``, a product of x and kernel; its backward adds only the kernel's gradient.
 
     That gradient is ``jnp.einsum(spec, x, dy)``.
     """

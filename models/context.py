@@ -1,9 +1,9 @@
-"""Context parallelism: devices that share a sequence, and what its tokens see of each other.
+"""Context parallelism: devices share a sequence, and attention gathers what their tokens see.
 
-A causal token sees the tokens before it, so that late ones see more. Of 2 c equal parts of the
-sequence, device i of c has an early one, i, and a late one, 2 c - 1 - i; these see equally much on
-every device. Layers see nothing of this but attention: queries are a device's own, keys and values
-are gathered (Llama Team 2024, section 3.3.2).
+A causal token sees the tokens before it, so that late tokens see more. The sequence has 2 c equal
+parts, and device i of c has an early one, i, and a late one, 2 c - 1 - i; on every device these two
+together see equally many tokens. Only attention knows of this: queries are a device's own, keys and
+values are gathered (Llama Team 2024, section 3.3.2).
 
 Dimension suffixes: B rows, S the whole sequence, T a device's part of it, N heads, H head width.
 """
@@ -30,11 +30,11 @@ class Context:
 
     @property
     def size(self) -> int:
-        """How many devices."""
+        """Number of devices."""
         return 1 if self.axis is None else lax.axis_size(self.axis)
 
     def own(self, x: jax.Array, dim: int) -> jax.Array:
-        """This device's two parts of what all have whole."""
+        """Takes this device's two parts of an array that all devices have whole."""
         if self.axis is None:
             return x
         number, length = lax.axis_index(self.axis), self._part(x.shape[dim])
@@ -43,14 +43,14 @@ class Context:
         return jnp.concatenate(parts, dim)
 
     def gather(self, x_BT: jax.Array) -> jax.Array:
-        """The whole sequence [B, S, ...], in order."""
+        """Gathers the whole sequence [B, S, ...], in order."""
         if self.axis is None:
             return x_BT
-        num_rows, length, *others = x_BT.shape
-        parts = x_BT.reshape(num_rows, 2, length // 2, *others)
-        found = lax.all_gather(parts, self.axis, axis=1)
-        in_order = jnp.concatenate((found[:, :, 0], found[:, ::-1, 1]), axis=1)
-        return in_order.reshape(num_rows, length * self.size, *others)
+        num_rows, length, *dims = x_BT.shape
+        parts = x_BT.reshape(num_rows, 2, length // 2, *dims)
+        gathered = lax.all_gather(parts, self.axis, axis=1)
+        in_order = jnp.concatenate((gathered[:, :, 0], gathered[:, ::-1, 1]), axis=1)
+        return in_order.reshape(num_rows, length * self.size, *dims)
 
     def attend(
         self,
@@ -59,12 +59,12 @@ class Context:
         k_BTNH: jax.Array,
         v_BTNH: jax.Array,
     ) -> jax.Array:
-        """Causal attention of a device's queries.
+        """Runs causal attention for a device's queries.
 
         Args:
           attention: ``attention(q, k, v, positions)``, where queries stand at ``positions`` of the
             sequence, and keys and values at its first ones; None where both are the same tokens.
-          q_BTNH, k_BTNH, v_BTNH: of this device's tokens.
+          q_BTNH, k_BTNH, v_BTNH: queries, keys and values of this device's tokens.
         """
         if self.axis is None:
             return attention(q_BTNH, k_BTNH, v_BTNH, None)

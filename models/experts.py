@@ -4,12 +4,12 @@
     y = sum over chosen experts of score * expert(x)   [+ shared(x)]
 
 Shapes do not depend on the routing. Without a capacity, every expert computes every token, and
-those that were not chosen have the weight 0. With one, an expert has room for so many tokens, and
-what finds no room is dropped. Devices along a mesh axis may hold some of the experts each, in the
-first dimension of the kernels, and then exchange tokens.
+experts that were not chosen have the weight 0. With a capacity, an expert has room for so many
+tokens, and tokens that find no room are dropped. Devices along a mesh axis may hold some of the
+experts each, in the first dimension of the kernels, and then exchange tokens.
 
 Dimension suffixes: T tokens of a device, D tokens of all devices that exchange them, X experts, Y
-those of a device, K chosen experts, C room of an expert for tokens of a device, E width, F hidden
+experts of a device, K chosen experts, C room of an expert for tokens of a device, E width, F hidden
 width of an expert.
 """
 
@@ -29,12 +29,12 @@ from models.sharing import Sharing
 
 
 class Routing(NamedTuple):
-    """What the router decides for a group of tokens.
+    """The router's decisions for a group of tokens.
 
     Args:
       chosen: int32 [tokens, chosen experts], the best first.
-      scores: float32 of the same shape, by which the outputs of these experts are multiplied.
-      loss: of the layer, float32; None if the config asks for none.
+      scores: float32 of the same shape: factors by which these experts' outputs are multiplied.
+      loss: loss of the layer, float32; None if the config asks for none.
     """
 
     chosen: jax.Array
@@ -77,21 +77,23 @@ class Router(nnx.Module):
 
 
 def balance_loss(share_X: jax.Array, use_X: jax.Array) -> jax.Array:
-    """Experts times the sum of the products of mean share and mean use (Fedus et al. 2022, eq. 4).
+    """Multiplies mean share by mean use, summed, times the experts (Fedus et al. 2022, eq. 4).
 
-    If all experts are used alike, it is the number of experts per token.
+    If all experts are used alike, the loss is the number of experts per token.
     """
     return len(share_X) * jnp.sum(share_X * use_X)
 
 
 class Room(NamedTuple):
-    """Which chosen expert of which token has which place among those that experts have room for.
+    """The places that experts have for tokens, and the tokens that take them.
+
+    Token t's choice k has the number t K + k, and place c of expert x the number x C + c.
 
     Args:
-      pairs: int32 [experts, capacity], the number of token and choice, which is the token's times
-        the choices of a token plus the choice's; one behind the last where a place is empty.
-      places: int32 [tokens, chosen experts], the number of the place, which is the expert's times
-        the capacity plus the place's; one behind the last where the token is dropped.
+      pairs: int32 [experts, capacity], the number of the token's choice in each place; the number
+        behind the last one where a place is empty.
+      places: int32 [tokens, chosen experts], the number of each choice's place; the number behind
+        the last one where the token is dropped.
     """
 
     pairs: jax.Array
@@ -119,7 +121,7 @@ def room(chosen_TK: jax.Array, num_experts: int, capacity: int) -> Room:
 
 
 def _take(rows, numbers):
-    """Rows by their numbers, 0 for one behind the last."""
+    """Takes rows by their numbers; the number behind the last one gives zeros."""
     return jnp.take(rows, numbers, axis=0, mode="fill", fill_value=0)
 
 
@@ -153,17 +155,17 @@ class Experts(nnx.Module):
         self.down = _ExpertLinear(count, (hidden, width), config.residual_stddev, rngs=rngs)
 
     def __call__(self, x_TE, routing: Routing) -> tuple[jax.Array, jax.Array | None]:
-        """The sum of the experts' outputs by their scores, and the share of choices that find no
-        room; None without a capacity."""
+        """Sums the experts' outputs by their scores; also returns the share of choices that find no
+        room, or None without a capacity."""
         if self.config.capacity_factor is None:
             return self._of_every_token(x_TE, routing), None
         capacity = self.config.expert_capacity(len(x_TE))
-        found = room(routing.chosen, self.count, capacity)
-        dropped = jnp.mean(found.places == found.pairs.size, dtype=jnp.float32)
-        return self._of_chosen_tokens(x_TE, routing, found), dropped
+        places = room(routing.chosen, self.count, capacity)
+        dropped = jnp.mean(places.places == places.pairs.size, dtype=jnp.float32)
+        return self._of_chosen_tokens(x_TE, routing, places), dropped
 
     def _of_every_token(self, x_TE, routing):
-        """Devices compute the tokens of all of them, and each gets the sums of its own."""
+        """Computes the tokens of all devices with this one's experts; each gets its own sums."""
         is_chosen_TKX = jax.nn.one_hot(routing.chosen, self.count)
         weights_TX = jnp.einsum("tk,tkx->tx", routing.scores, is_chosen_TKX)
         x_DE, weights_DY = x_TE, weights_TX
@@ -179,7 +181,7 @@ class Experts(nnx.Module):
         return lax.psum_scatter(y_DE, self.axis, tiled=True)
 
     def _of_chosen_tokens(self, x_TE, routing, places: Room):
-        """Devices compute the tokens that chose their experts, and send the outputs back."""
+        """Computes the tokens that chose this device's experts, and sends the outputs back."""
         pairs_XC, places_TK = places
         x_XCE = _take(x_TE, pairs_XC // routing.chosen.shape[1])
         weights_XC = _take(routing.scores.reshape(-1), pairs_XC)
@@ -192,14 +194,14 @@ class Experts(nnx.Module):
         return _take(y_XCE.reshape(-1, x_TE.shape[1]), places_TK).sum(axis=1)
 
     def _hidden(self, times: Callable[[jax.Array], jax.Array]):
-        """The hidden values, from how tokens are multiplied by a kernel."""
+        """Computes the hidden values; ``times`` multiplies the tokens by a kernel."""
         up = times(self.up.kernel[...])
         if self.gate is None:
             return self.activation(up)
         return self.activation(times(self.gate.kernel[...])) * up
 
     def _exchange(self, parts, split: int, joined: int):
-        """Of every device its part for this one: split in one dimension, joined in another."""
+        """Sends each device its part and joins those received: split and joined dimensions."""
         if self.axis is None:
             return parts
         return lax.all_to_all(parts, self.axis, split, joined, tiled=True)
@@ -210,7 +212,7 @@ class Mixture(nnx.Module):
 
     Args:
       config: the model's shape.
-      shared: that MLP, or None.
+      shared: the MLP that sees every token, or None.
       sharing: the devices that share the layer.
       rngs: draws the parameters.
     """
@@ -228,7 +230,7 @@ class Mixture(nnx.Module):
         )
 
     def __call__(self, x_BSE) -> tuple[jax.Array, Any]:
-        """The output, and the loss of the layer or None, with what a capacity drops as a metric."""
+        """Returns the output, and the layer's loss or None; dropped choices are its metric."""
         x_TE = x_BSE.reshape(-1, x_BSE.shape[-1])
         routing = self.router(x_TE)
         y_TE, dropped = self.experts(x_TE, routing)

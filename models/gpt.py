@@ -109,11 +109,11 @@ def model(
     context_axis: str | None = None,
     expert_axis: str | None = None,
 ) -> Model:
-    """The GPT as the three functions a pipeline runs.
+    """Makes the GPT as the three functions that a pipeline runs.
 
     A microbatch is ``{"tokens": int32 [rows, S + 1]}``: inputs are ``tokens[:, :-1]``, targets
     ``tokens[:, 1:]``, S at most ``sequence_length``. With ``documents``, int32 [rows, S], a token
-    sees those of its own document alone, and learned positions begin anew with each.
+    only sees tokens of its own document, and learned positions begin anew with each document.
 
     Args:
       config: the model's shape.
@@ -181,7 +181,7 @@ def logits(config: GPTConfig, params: PyTree, tokens: jax.Array) -> jax.Array:
     Returns:
       float32 [rows, S, vocab_size]: scores of the token after each position.
     """
-    # Where experts have a capacity, what a token is given may depend on those behind it.
+    # With a capacity, a token's experts may depend on the tokens behind it.
     config = dataclasses.replace(config.without_layer_losses(), capacity_factor=None)
     layer = model(config).layer
     x = _embed(config, params, tokens, None, WHOLE, {})
@@ -213,10 +213,10 @@ def flops_per_token(config: GPTConfig) -> int:
     """Floating-point operations of one training step per token, forward and backward.
 
     6 N + 12 A S for each layer (Chowdhery et al. 2022, appendix B): N counts the parameters that
-    take part in a matmul, hence no position tables, no input table that is only looked up, and of
-    the experts as many as a token is sent to, also where all of them compute it. The
-    second term is the attention scores and their use, with A the width of all heads and S the
-    tokens that a position sees, not halved for causality. Recomputation is not counted.
+    take part in a matmul, hence no position tables, no input table that is only looked up, and only
+    as many experts as a token is sent to, even where all of them compute it. The second term is the
+    attention scores and their use, with A the width of all heads and S the tokens that a position
+    sees, not halved for causality. Recomputation is not counted.
     """
     num_multiplied = num_parameters(config)
     if config.positions == "learned":
@@ -279,7 +279,7 @@ def _block(config, rngs, kind, sharing=WHOLE):
 
 
 def _layer(config, kind, sharing=WHOLE):
-    """The function of a layer, as a pipeline calls it."""
+    """Makes the function of a layer, as a pipeline calls it."""
     apply = function_of(functools.partial(_block, kind=kind, sharing=sharing), config)
 
     def layer(params, x, microbatch, rng):

@@ -19,11 +19,11 @@ _EXPERT_COUNTS = (
 
 
 class LayerKind(NamedTuple):
-    """What may differ between the layers of a GPT.
+    """The kind of a layer of a GPT.
 
     Args:
-      is_local: it sees a window of tokens only.
-      has_experts: it has a mixture of experts in place of its MLP.
+      is_local: whether the layer only sees a window of tokens.
+      has_experts: whether the layer has a mixture of experts in place of its MLP.
     """
 
     is_local: bool
@@ -60,29 +60,30 @@ class GPTConfig(validation.Validated):
       query_scalar: attention scores are divided by its square root; None means the width of a head.
       attention_soft_cap: scores s become ``cap * tanh(s / cap)`` (Gemma 2); None means none.
       logit_soft_cap: likewise the logits.
-      window: how many tokens a local layer sees, its own included; None if all layers are global.
+      window: tokens that a local layer sees, its own included; None if all layers are global.
       global_every: layer n is global if this divides n, counted from 1, and local otherwise (Gemma
         2: 2, Gemma 3: 6); None with a window means that all layers are local.
       rope_theta: base of the rotary wavelengths.
-      local_rope_theta: that of local layers (Gemma 3); None means ``rope_theta``.
-      rope_factor: by which rotary wavelengths of global layers are stretched.
+      local_rope_theta: base of the wavelengths of local layers (Gemma 3); None means
+        ``rope_theta``.
+      rope_factor: factor by which rotary wavelengths of global layers are stretched.
       rope_original_length: stretch only wavelengths that do not fit often enough into so many
         tokens (Llama 3); None stretches all of them (Gemma 3).
       rope_low_freq_factor: wavelengths that fit less often than this are stretched in full.
-      rope_high_freq_factor: those that fit more often than this are kept; in between, both are
-        mixed.
+      rope_high_freq_factor: wavelengths that fit more often than this are kept; in between, both
+        are mixed.
       norm_epsilon: added to the variance.
       num_experts: experts of a layer, each an MLP without biases; None for one MLP.
-      experts_per_token: how many of them a token is sent to.
+      experts_per_token: number of experts that a token is sent to.
       expert_width: hidden size of an expert; None means that of the MLP.
       expert_every: layer n has experts if this divides n, counted from 1, and an MLP otherwise.
       shared_width: hidden size of an MLP that sees every token beside the experts; None for none.
-      shared_gate: multiply its output by a sigmoid of the token (Qwen2-MoE).
-      router: how scores follow from the router's logits: "softmax" over all experts, or "sigmoid".
+      shared_gate: multiply the shared MLP's output by a sigmoid of the token (Qwen2-MoE).
+      router: function from the router's logits to scores: "softmax" over all experts, or "sigmoid".
       normalized_scores: the scores of the chosen experts are divided by their sum.
-      capacity_factor: an expert computes so many times the tokens that it would be sent if all were
-        used alike, rounded up, for the tokens of each device; the rest are dropped, those of first
-        choices last. None drops nothing: every expert computes every token.
+      capacity_factor: the most tokens of a device that an expert computes, as a multiple of the
+        number it would be sent if all experts were used alike, rounded up. Further tokens are
+        dropped, first choices last. None drops nothing: every expert computes every token.
       balance_loss: coefficient of the loss that balances the use of experts (Fedus et al. 2022).
       z_loss: coefficient of the router's squared log-sum-exp (Zoph et al. 2022).
 
@@ -212,7 +213,7 @@ class GPTConfig(validation.Validated):
         return self.hidden_width if self.expert_width is None else self.expert_width
 
     def expert_capacity(self, num_tokens: int) -> int:
-        """The tokens, of so many, that an expert computes."""
+        """Number of tokens, of this many, that an expert computes at most."""
         assert self.num_experts is not None
         assert self.capacity_factor is not None
         wanted = self.capacity_factor * num_tokens * self.experts_per_token / self.num_experts
@@ -220,7 +221,7 @@ class GPTConfig(validation.Validated):
 
     @property
     def residual_stddev(self) -> float:
-        """Two branches per layer add to the residual stream (Radford et al. 2019, section 2.3)."""
+        """Deviation for two branches per layer that are summed (Radford et al. 2019, sec. 2.3)."""
         return INIT_STDDEV / math.sqrt(2 * self.num_layers)
 
     @property
@@ -228,7 +229,7 @@ class GPTConfig(validation.Validated):
         return self.balance_loss > 0 or self.z_loss > 0
 
     def without_layer_losses(self) -> GPTConfig:
-        """The model as it is evaluated: its loss is that of the tokens alone."""
+        """Makes the model as it is evaluated: its loss is only that of the tokens."""
         return dataclasses.replace(self, balance_loss=0.0, z_loss=0.0)
 
     @property
@@ -237,7 +238,7 @@ class GPTConfig(validation.Validated):
 
     @property
     def layer_kinds(self) -> tuple[LayerKind, ...]:
-        """What may differ between layers, for every layer."""
+        """The kind of every layer."""
         numbers = range(1, self.num_layers + 1)
         return tuple(LayerKind(self._is_local(n), self._has_experts(n)) for n in numbers)
 

@@ -1,4 +1,4 @@
-"""Which arrays of a GPT are split over which mesh axes."""
+"""Splits of a GPT's arrays over mesh axes."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ PyTree = Any
 
 
 def of_tables(outer: PyTree, split: Any) -> PyTree:
-    """``split`` for every vocabulary table, None for the rest of embedding and head."""
+    """Makes a tree with ``split`` for every vocabulary table, None for all else of the ends."""
     return jax.tree_util.tree_map_with_path(
         lambda path, _: split if path[-1].key == "table" else None, outer
     )
@@ -25,13 +25,13 @@ def of_tables(outer: PyTree, split: Any) -> PyTree:
 def of_parameters(
     config: GPTConfig, outer: PyTree, layers: Sequence[PyTree], sharing: Sharing
 ) -> PyTree:
-    """What the axes along which devices share layers split, as `jaxpipe.Model.axis_split`.
+    """Makes the splits over axes along which devices share layers, as `jaxpipe.Model.axis_split`.
 
     Args:
       config: the model's shape.
       outer: shapes of embedding and head.
       layers: shapes of every layer.
-      sharing: these devices.
+      sharing: the devices that share layers.
 
     Returns:
       None if these axes split no array.
@@ -53,6 +53,6 @@ def of_parameters(
             split["mlp"]["experts"] = jax.tree.map(lambda _: of_experts, layer["mlp"]["experts"])
         return split
 
-    found = tuple(map(of_layer, layers))
-    of_layers = {"layers": found[0] if config.layers_are_alike else found}
+    splits = tuple(map(of_layer, layers))
+    of_layers = {"layers": splits[0] if config.layers_are_alike else splits}
     return of_layers if axis is None else of_layers | of_tables(outer, P(axis))

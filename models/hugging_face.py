@@ -2,7 +2,7 @@
 
 A folder holds ``config.json`` and the weights, in ``model.safetensors`` or in several files that
 ``model.safetensors.index.json`` lists; where it has both, the library reads the one file, and so
-does `load`. `models.hugging_face_families` says which of their modules is which of ours; a module's
+does `load`. `models.hugging_face_families` maps their modules to ours; a module's
 parameters follow from that. Parameters are canonical in and out, so any pipeline layout follows
 from `jaxpipe.Pipeline.place` and ``unplace``.
 """
@@ -67,7 +67,7 @@ class Checkpoint(NamedTuple):
 
 
 class Folder:
-    """A model in a folder, of which a part is read when it is asked for.
+    """A model in a folder, whose parts are read when they are asked for.
 
     ``jaxpipe.load_params(pipe, folder.read)`` reads it layer by layer into its place.
 
@@ -94,8 +94,8 @@ class Folder:
                 "read."
             )
         family = self._family = FAMILIES[name]
-        found = find_tensors(folder)
-        self._tensors = {_current_name(tensor.name, family): tensor for tensor in found}
+        tensors = find_tensors(folder)
+        self._tensors = {_current_name(tensor.name, family): tensor for tensor in tensors}
         try:
             self.config = family.read(fields, set(self._tensors))
         except ArgumentError as error:
@@ -110,10 +110,10 @@ class Folder:
 
     def read(self, part: str, *number: int) -> PyTree:
         """Reads canonical parameters, float32 numpy arrays: those of a part, or of one layer."""
-        found = self._leaves["params"][part]
-        if number and isinstance(found, tuple):
-            found, number = found[number[0]], ()
-        return jax.tree.map(lambda leaf: leaf(*number), found)
+        leaves = self._leaves["params"][part]
+        if number and isinstance(leaves, tuple):
+            leaves, number = leaves[number[0]], ()
+        return jax.tree.map(lambda leaf: leaf(*number), leaves)
 
     def read_params(self) -> PyTree:
         """Reads all canonical parameters."""
@@ -121,8 +121,8 @@ class Folder:
 
     def read_state(self) -> PyTree:
         """Reads the running statistics of a ResNet; None for the others."""
-        found = self._leaves.get("state", {}).get("layers")
-        return jax.tree.map(lambda leaf: leaf(), found)
+        leaves = self._leaves.get("state", {}).get("layers")
+        return jax.tree.map(lambda leaf: leaf(), leaves)
 
     def _leaf(self, path: Any, *number: int) -> np.ndarray:
         names = self._names[_path(path)]
@@ -140,9 +140,9 @@ def load(folder: str | Path) -> Checkpoint:
     Raises:
       ValueError: as `Folder`.
     """
-    found = Folder(folder)
-    params, state = found.read_params(), found.read_state()
-    return Checkpoint(found.config, params, state, found.token_ids)
+    model = Folder(folder)
+    params, state = model.read_params(), model.read_state()
+    return Checkpoint(model.config, params, state, model.token_ids)
 
 
 def save(
@@ -164,18 +164,18 @@ def save(
         must have style "imagenet" and norm "batch".
       params: canonical parameters.
       state: a ResNet's running statistics.
-      token_ids: those of the tokenizer, or of the model that was loaded. None writes that there are
-        none; the library would otherwise take those of the models that it is named after.
+      token_ids: token ids of the tokenizer, or of the model that was loaded. None writes that there
+        are none; the library would otherwise take those of the family's original model.
 
     Raises:
       ValueError: a config that no family of the library has, parameters that are not the config's,
         a ResNet without state, token ids outside the vocabulary, or a folder that holds an adapter,
         with which the library would read another model.
     """
-    found = [(name, family) for name, family in FAMILIES.items() if family.holds(config)]
-    if not found:
+    fitting = [(name, family) for name, family in FAMILIES.items() if family.holds(config)]
+    if not fitting:
         raise ValueError(f"{config} is none of {', '.join(FAMILIES)} in the transformers library.")
-    ((model_type, family),) = found
+    ((model_type, family),) = fitting
     if family.init_state is not None and state is None:
         raise ValueError(f"A {model_type} has running statistics: pass state.")
     folder = Path(folder)
@@ -199,7 +199,7 @@ def save(
 
 
 def _tensors(family: Family, config: Config, trees: PyTree) -> dict[str, np.ndarray]:
-    """The model's arrays under the library's names."""
+    """Lists the model's arrays under the library's names."""
     names, tensors = _names(family, config), dict[str, np.ndarray]()
     for path, value in jax.tree_util.tree_leaves_with_path(trees):
         theirs, array = names[_path(path)], np.asarray(value)
@@ -226,14 +226,14 @@ class _Names(NamedTuple):
 
     layers: list[tuple[str, ...]]
     shapes: list[tuple[int, ...]]
-    """Of the tensors of a layer, in the order of their names."""
+    """Shapes of the tensors of a layer, in the order of their names."""
     stacked: bool
     experts: bool
-    """The tensors of a layer are those of its experts; else they are joined over the outputs."""
+    """Whether a layer's tensors are those of its experts; else they are joined over outputs."""
 
 
 def _names(family: Family, config: Config) -> dict[str, _Names]:
-    """Their names of every leaf of ours."""
+    """Finds the library's names for every leaf of ours."""
     modules = family.modules(config)
     names = {}
     for path, shape in jax.tree_util.tree_leaves_with_path(_shapes(family, config)):
@@ -264,7 +264,7 @@ def _names(family: Family, config: Config) -> dict[str, _Names]:
 def _find(
     modules: dict[str, str | tuple[str, ...]], keys: list[str]
 ) -> tuple[tuple[str, ...], str] | None:
-    """Their names of a table or of a leaf's module, and the end of the tensor's name."""
+    """Finds the library's names for a table or a leaf's module, and the tensor name's ending."""
     for module, suffix in (("/".join(keys), "weight"), ("/".join(keys[:-1]), LEAVES.get(keys[-1]))):
         if module in modules and suffix is not None:
             theirs = modules[module]
@@ -282,12 +282,12 @@ def _shapes(family: Family, config: Config) -> dict[str, PyTree]:
 
 
 def _path(path) -> str:
-    """A leaf's place as words: "params/layers/attention/qkv/kernel"."""
+    """Writes a leaf's path in words: "params/layers/attention/qkv/kernel"."""
     return "/".join(str(getattr(key, "key", getattr(key, "idx", None))) for key in path)
 
 
 def _join(family: Family, path, tensors: list[np.ndarray], experts: bool) -> np.ndarray:
-    """One leaf of ours from theirs: [out, in, *window] to [*window, in, out], joined over out."""
+    """Makes a leaf of ours from theirs: [out, in, *window] to [*window, in, out], joined by out."""
     if path[-1].key == "kernel" and not family.kernels_as_ours:
         tensors = [np.transpose(tensor, (*range(2, tensor.ndim), 1, 0)) for tensor in tensors]
     if experts:
@@ -371,7 +371,7 @@ def _check_trees(trees: PyTree, wanted: PyTree) -> None:
 
 
 def _current_name(name: str, family: Family) -> str:
-    """Without the head's prefix; LayerNorms of early BERT files have gamma and beta."""
+    """Removes the head's prefix, and renames gamma and beta of LayerNorms in early BERT files."""
     name = name.removeprefix(family.prefix)
     for old, new in ((".gamma", ".weight"), (".beta", ".bias")):
         if name.endswith(old):

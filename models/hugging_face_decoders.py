@@ -1,7 +1,7 @@
-"""Decoders with rotary positions, as the transformers library names them: Llama and what followed.
+"""Decoders with rotary positions, as the transformers library names them: Llama and later ones.
 
-A family says which fields of ``config.json`` are which of `GPTConfig`'s, and which fields of
-`GPTConfig` it fixes; everything else must be as `GPTConfig` has it by default.
+A family maps fields of ``config.json`` to fields of `GPTConfig`, and fixes others of these; all
+further fields must have `GPTConfig`'s default values.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _ROPE = (
     "rope_high_freq_factor",
 )  # fmt: skip
 _RESOLVED = {"num_kv_heads": "kv_heads", "head_size": "head_width", "mlp_width": "hidden_width"}
-"""Properties that say what None stands for."""
+"""Properties with the values that None stands for."""
 _OF_TRAINING = {"dropout", "dtype", "z_loss"}
 """Fields that ``config.json`` does not keep."""
 
@@ -43,15 +43,15 @@ class _Decoder:
     """One architecture.
 
     Args:
-      name: of the library's class.
+      name: name of the library's class.
       fixed: fields of `GPTConfig` that all its models share, if they are not the default.
-      fields: further fields of ours to theirs, beside `_COMMON`. Of several, all say the same.
-      needed: those of them that must not be None.
-      required: their fields that must have one of some values; the first is written.
-      defaults: what the library assumes where ``config.json`` is silent.
-      alternates: every so many layers is a global one, if ``config.json`` does not say which; None
-        without local and global layers.
-      two_thetas: local layers have rotary wavelengths of their own.
+      fields: further fields of ours with theirs, beside `_COMMON`; several of theirs must agree.
+      needed: fields of ours that must not be None.
+      required: fields of theirs that must have one of some values; the first is written.
+      defaults: values that the library assumes for fields that ``config.json`` lacks.
+      alternates: number of layers from one global layer to the next, if ``config.json`` does not
+        say; None without local and global layers.
+      two_thetas: whether local layers have rotary wavelengths of their own.
     """
 
     name: str
@@ -77,7 +77,7 @@ class _Decoder:
         )
 
     def read(self, fields: Fields, names: set[str]) -> GPTConfig:
-        """Our config from theirs."""
+        """Makes our config from theirs."""
         del names
         fields = fields.completed(**self.defaults)
         if "num_experts" in self.fields:  # some versions write this name for all families
@@ -87,30 +87,30 @@ class _Decoder:
             **self.required, rope_type=("default", "linear", "llama3")
         )
         kinds = typing.get_type_hints(GPTConfig)
-        found = {
+        values = {
             ours: _value(fields, theirs, kinds[ours], needed=ours in (*self.needed, "mlp_width"))
             for ours, theirs in {**_COMMON, **self.fields}.items()
         }
-        if found["head_size"] == found["width"] // found["num_heads"]:
-            found["head_size"] = None
+        if values["head_size"] == values["width"] // values["num_heads"]:
+            values["head_size"] = None
         if self.alternates:
-            found["global_every"] = _global_every(fields, found["num_layers"], self.alternates)
+            values["global_every"] = _global_every(fields, values["num_layers"], self.alternates)
         if self.two_thetas:
             local = fields.part("rope_parameters").part("sliding_attention")
-            found["local_rope_theta"] = local.number(
+            values["local_rope_theta"] = local.number(
                 "rope_theta", fields.number("rope_local_base_freq")
             )
-        found["rope_theta"] = rope.number("rope_theta", fields.number("rope_theta", 10_000.0))
+        values["rope_theta"] = rope.number("rope_theta", fields.number("rope_theta", 10_000.0))
         if kind != "default":
-            found["rope_factor"] = scaling.number("factor")
+            values["rope_factor"] = scaling.number("factor")
         if kind == "llama3":
-            found["rope_original_length"] = scaling.size("original_max_position_embeddings")
+            values["rope_original_length"] = scaling.size("original_max_position_embeddings")
             for name in ("low_freq_factor", "high_freq_factor"):
-                found[f"rope_{name}"] = scaling.number(name)
-        return GPTConfig(**found, **self.fixed)
+                values[f"rope_{name}"] = scaling.number(name)
+        return GPTConfig(**values, **self.fixed)
 
     def write(self, config: GPTConfig) -> dict[str, Any]:
-        """Their fields from our config."""
+        """Makes their fields from our config."""
         written = {
             name: getattr(config, _RESOLVED.get(ours, ours))
             for ours, theirs in {**_COMMON, **self.fields}.items()
@@ -122,7 +122,7 @@ class _Decoder:
         return {"architectures": [self.name], **written, **required, **self._rope(config)}
 
     def _rope(self, config: GPTConfig) -> dict[str, Any]:
-        """Rotary fields, as versions before and since 5 read them."""
+        """Makes rotary fields, as versions before and since 5 read them."""
         scaling: dict[str, Any] = {"rope_type": "default"}
         if config.rope_factor != 1:
             scaling = {"rope_type": "linear", "factor": config.rope_factor}
@@ -153,10 +153,10 @@ def _names(theirs: str | tuple[str, ...]) -> tuple[str, ...]:
 
 
 def _value(fields: Fields, theirs: str | tuple[str, ...], kind: Any, *, needed: bool) -> Any:
-    """A field of ``config.json``, of the type that ours has."""
-    name, *others = _names(theirs)
-    for other in others:
-        fields.require(**{name: (fields.flag(other),)})
+    """Reads a field of ``config.json``, with the type of ours."""
+    name, *copies = _names(theirs)
+    for copy in copies:
+        fields.require(**{name: (fields.flag(copy),)})
     if name == "num_hidden_layers":
         return fields.layers(name)
     if kind is bool:
@@ -168,7 +168,7 @@ def _value(fields: Fields, theirs: str | tuple[str, ...], kind: Any, *, needed: 
 
 
 def _rope_parts(fields: Fields) -> tuple[Fields, Fields, Any]:
-    """Rotary fields of global layers, those of the stretching, and its kind."""
+    """Finds the rotary fields of global layers, those of the stretching, and its kind."""
     rope = fields.part("rope_parameters")
     if rope.get("full_attention", None) is not None:
         rope = rope.part("full_attention")
@@ -179,7 +179,7 @@ def _rope_parts(fields: Fields) -> tuple[Fields, Fields, Any]:
 
 
 def _global_every(fields: Fields, num_layers: int, default: int) -> int | None:
-    """How often a layer is global."""
+    """Finds the number of layers from one global layer to the next."""
     types = fields.get("layer_types", None)
     if types is None:
         return fields.completed(sliding_window_pattern=default).size("sliding_window_pattern")

@@ -1,4 +1,4 @@
-"""What `models.hugging_face` knows of one architecture."""
+"""The description of one architecture for `models.hugging_face`."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ class Family:
 
     Args:
       holds: whether a config of ours is of this family.
-      read: our config from the fields of ``config.json`` and the names of all tensors.
-      write: the fields of ``config.json`` from our config.
-      modules: our module (or table) to theirs, by path; "{}" stands for the number of the layer,
+      read: makes our config from the fields of ``config.json`` and the names of all tensors.
+      write: makes the fields of ``config.json`` from our config.
+      modules: their module (or table) by the path of ours; "{}" stands for the number of the layer,
         and a second one for that of the expert. A tuple of theirs is joined along the output
         dimension, experts along a new first one. Layers that differ but are named alike need no
         number in our path.
       init: makes parameters, from which their shapes are taken.
       init_state: makes running statistics, for the same purpose; None without any.
-      prefix: before their names, in files that hold a head beside the bare model.
-      kernels_as_ours: kernels are stored as [in, out] there as well.
-      norms_from_zero: scales of norms are stored as what they exceed 1 by.
-      unread: ends of further names that files may hold: buffers, and copies of tied tables.
-      token_ids: those of the library where ``config.json`` has none; None for a model of no tokens.
+      prefix: prefix of their names, in files that hold a head beside the bare model.
+      kernels_as_ours: whether kernels are stored as [in, out] there as well.
+      norms_from_zero: whether scales of norms are stored as their difference from 1.
+      unread: endings of further names that files may hold: buffers, and copies of tied tables.
+      token_ids: ids of the library where ``config.json`` has none; None for a model without tokens.
     """
 
     holds: Callable[[Any], bool]

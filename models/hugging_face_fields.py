@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 _LARGEST = 10**7
-"""A larger size is a mistake, and would take long to refuse by its tensors."""
+"""Largest size: a larger one is a mistake, and would take long to refuse by its tensors."""
 _MOST_LAYERS = 10**4
 _MISSING = object()
 
@@ -24,57 +24,57 @@ class TokenIds(NamedTuple):
 
 
 class Fields:
-    """What ``config.json`` holds, or a part of it.
+    """Fields of ``config.json``, or of a part of it.
 
     Args:
-      file: where it was read, for messages.
-      values: by name.
+      file: the file from which they were read, for messages.
+      values: values by name.
     """
 
     def __init__(self, file: Path, values: Mapping[str, Any]) -> None:
         self._file, self._values = file, values
 
     def get(self, name: str, default: Any = _MISSING) -> Any:
-        """The value as it is; raises ValueError if it is missing and has no default."""
+        """Returns the value as it is; raises ValueError if it is missing and has no default."""
         value = self._values.get(name, default)
         if value is _MISSING:
             raise ValueError(f"{self._file} lacks {name!r}.")
         return value
 
     def part(self, name: str) -> Fields:
-        """An object among the values; an empty one if it is missing or null."""
+        """Returns an object among the values; an empty one if it is missing or null."""
         value = self.get(name, None)
         if value is not None and not isinstance(value, dict):
             raise self._wrong(name, value, "an object")
         return Fields(self._file, value or {})
 
     def extended(self, **values: Any) -> Fields:
-        """These fields with others, which lie deeper in the file."""
+        """Adds further fields, which lie deeper in the file."""
         return Fields(self._file, {**self._values, **values})
 
     def completed(self, **values: Any) -> Fields:
-        """These fields, with others where they are missing."""
+        """Adds values for fields that are missing."""
         return Fields(self._file, {**values, **self._values})
 
     @property
     def count(self) -> int:
-        """How many there are."""
+        """Number of fields."""
         return len(self._values)
 
     def layers(self, name: str) -> int:
-        """A number of layers."""
+        """Reads a number of layers."""
         return self._whole(name, self.get(name), most=_MOST_LAYERS)
 
     def size(self, name: str) -> int:
-        """A size that must be there."""
+        """Reads a size that must be there."""
         return self._whole(name, self.get(name), most=_LARGEST)
 
     def size_or_none(self, name: str) -> int | None:
-        """A size that may be missing or null."""
+        """Reads a size that may be missing or null."""
         return None if self.get(name, None) is None else self.size(name)
 
     def number(self, name: str, default: Any = _MISSING) -> float:
-        """A finite number, whole or not."""
+        """Reads a finite number, whole or not."""
         value = self.get(name, default)
         if isinstance(value, bool) or not isinstance(value, int | float):
             raise self._wrong(name, value, "a number")
@@ -83,7 +83,7 @@ class Fields:
         return value
 
     def flag(self, name: str) -> bool:
-        """True or false; false if it is missing."""
+        """Reads true or false; false if the field is missing."""
         value = self.get(name, False)
         if not isinstance(value, bool):
             raise self._wrong(name, value, "true or false")
@@ -104,16 +104,16 @@ class Fields:
         """Reads the tokens with a meaning; an id outside the vocabulary means none.
 
         Args:
-          defaults: those of the library for fields that are missing.
+          defaults: the library's ids for fields that are missing.
         """
         vocab_size = self.size("vocab_size")
         fields = {f"{name}_token_id": ids for name, ids in defaults._asdict().items()}
-        found = {name: self.get(name, ids) for name, ids in fields.items()}
-        for name, ids in found.items():
+        ids_of = {name: self.get(name, ids) for name, ids in fields.items()}
+        for name, ids in ids_of.items():
             numbers = ids if isinstance(ids, list) else [] if ids is None else [ids]
             if not all(type(number) is int for number in numbers):
                 raise self._wrong(name, ids, "a whole number, a list of them, or null")
-        return TokenIds(*(_within(ids, vocab_size) for ids in found.values()))
+        return TokenIds(*(_within(ids, vocab_size) for ids in ids_of.values()))
 
     def _whole(self, name: str, value: Any, *, most: int) -> int:
         if type(value) is not int or not 1 <= value <= most:
@@ -126,12 +126,12 @@ class Fields:
 
 def _within(ids: Any, vocab_size: int) -> Id:
     if isinstance(ids, list):
-        return [one for one in ids if _within(one, vocab_size) is not None] or None
+        return [token for token in ids if _within(token, vocab_size) is not None] or None
     return ids if type(ids) is int and 0 <= ids < vocab_size else None
 
 
 def token_id_fields(ids: TokenIds, vocab_size: int) -> dict[str, Id]:
-    """The fields to write; null where there is none, for which the library has ids of its own.
+    """Makes the fields to write; null where there is no id, as the library has its own defaults.
 
     Raises:
       ValueError: an id outside the vocabulary.

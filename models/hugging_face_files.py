@@ -41,7 +41,7 @@ _DTYPES = {
 
 
 class Tensor(NamedTuple):
-    """A tensor of a file, under its name there; its numbers are read when they are asked for."""
+    """A tensor of a file, under its name there; its numbers are only read when asked for."""
 
     file: Path
     name: str
@@ -56,7 +56,7 @@ class Tensor(NamedTuple):
 
 
 def find_tensors(folder: Path) -> list[Tensor]:
-    """All tensors of a folder, none of which is read."""
+    """Lists all tensors of a folder, without reading any."""
     # As in the library, one file comes before an index.
     sharded = (folder / INDEX).exists() and not (folder / WEIGHTS).exists()
     tensors = []
@@ -80,32 +80,32 @@ def find_tensors(folder: Path) -> list[Tensor]:
 
 
 def _check_listed(folder: Path, tensors: list[Tensor]) -> None:
-    """Raises ValueError unless every tensor is where the index says, and only there."""
-    held: dict[str, list[Path]] = {}
+    """Raises ValueError unless every tensor is in the file that the index says, and only there."""
+    files_of: dict[str, list[Path]] = {}
     for tensor in tensors:
-        held.setdefault(tensor.name, []).append(tensor.file)
+        files_of.setdefault(tensor.name, []).append(tensor.file)
     failures = [
         f"{folder / file} lacks {name}, which {INDEX} says it holds."
         for name, file in read_json(folder / INDEX)["weight_map"].items()
-        if folder / file not in held.get(name, [])
+        if folder / file not in files_of.get(name, [])
     ]
     failures += [
         f"{' and '.join(map(str, files))} both hold {name}."
-        for name, files in held.items()
+        for name, files in files_of.items()
         if len(files) > 1
     ]
     refuse(failures)
 
 
 def _listed(folder: Path) -> list[str]:
-    """The files that an index lists, of which none may lie outside the folder."""
+    """Lists the files in an index; raises ValueError if one of them lies outside the folder."""
     weight_map = read_json(folder / INDEX).get("weight_map")
-    found: list[Any] = list(weight_map.values()) if isinstance(weight_map, dict) else [None]
-    if not all(map(_is_name, found)):
+    values: list[Any] = list(weight_map.values()) if isinstance(weight_map, dict) else [None]
+    if not all(map(_is_name, values)):
         raise ValueError(
             f"{folder / INDEX} is damaged: it must have a weight_map from tensors to file names."
         )
-    names = sorted(set(found))
+    names = sorted(set(values))
     root = folder.resolve()
     inside = [root]
     if root.parent.name == "snapshots":  # the Hub's cache, whose snapshots are links to its blobs
@@ -150,7 +150,7 @@ def replace_model(folder: Path, partial: Path) -> None:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """The object in a file; raises ValueError if there is none."""
+    """Reads the object in a file; raises ValueError if there is none."""
     if not path.exists():
         raise ValueError(f"{path.parent} holds no {path.name}; give a Hugging Face model folder.")
     try:

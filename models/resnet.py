@@ -148,23 +148,23 @@ class Kind:
 
 
 def kinds(config: ResNetConfig) -> tuple[Kind, ...]:
-    """The kind of every layer, in model order.
+    """Lists the kind of every layer, in model order.
 
     Example:
       >>> [kind.stride for kind in kinds(ResNetConfig(depth=14, num_classes=10))]
       [1, 1, 1, 2, 1, 2, 1]
     """
     stem_stride = 1 if config.style == "cifar" else 2
-    found = [Kind(Stem, config.channels, config.first_width, stem_stride)]
+    layers = [Kind(Stem, config.channels, config.first_width, stem_stride)]
     block = Bottleneck if config.bottleneck else Basic
     in_channels = config.first_width
     for group, num_blocks in enumerate(config.blocks):
         channels = config.first_width * 2**group
         for i in range(num_blocks):
             stride = 2 if group > 0 and i == 0 else 1
-            found.append(Kind(block, in_channels, channels, stride))
+            layers.append(Kind(block, in_channels, channels, stride))
             in_channels = block.expansion * channels
-    return tuple(found)
+    return tuple(layers)
 
 
 def init(config: ResNetConfig, rng: jax.Array) -> PyTree:
@@ -201,7 +201,7 @@ def init_state(config: ResNetConfig) -> tuple[PyTree, ...]:
 
 
 def model(config: ResNetConfig, *, train: bool = True, metrics: bool = False) -> Model:
-    """The ResNet as the functions a pipeline runs.
+    """Makes the ResNet as the functions that a pipeline runs.
 
     A microbatch is ``{"images": [rows, height, width, channels], "labels": int32 [rows]}``; images
     of any size and any float dtype, already normalised. With ``norm="batch"`` the model is stateful

@@ -109,7 +109,7 @@ class Shortcut(nnx.Module):
 
 
 def _chain(convs, x):
-    """The convolutions one after the other, a ReLU between each two."""
+    """Runs the convolutions one after the other, with a ReLU between each two."""
     for conv in convs[:-1]:
         x = nnx.relu(conv(x))
     return convs[-1](x)

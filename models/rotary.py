@@ -14,25 +14,25 @@ from models.gpt_config import GPTConfig
 
 
 def frequencies(config: GPTConfig, *, is_local: bool = False) -> jax.Array:
-    """Radians per token of each pair of a head's numbers, float32 [head width / 2].
+    """Computes the radians per token of each pair of a head's numbers, float32 [head width / 2].
 
-    Global layers stretch wavelengths by ``rope_factor``: all of them, or as Llama 3 those that fit
-    only a few times into ``rope_original_length``, with a linear transition in how often they fit.
+    Global layers stretch wavelengths by ``rope_factor``: all of them, or, as in Llama 3, only those
+    that fit a few times into ``rope_original_length``, with a linear transition by that number.
     """
     theta = config.rope_theta
     if is_local and config.local_rope_theta is not None:
         theta = config.local_rope_theta
     half = config.head_width // 2
-    found = theta ** -(jnp.arange(half, dtype=jnp.float32) / half)
+    plain = theta ** -(jnp.arange(half, dtype=jnp.float32) / half)
     if is_local or config.rope_factor == 1:
-        return found
-    stretched = found / config.rope_factor
+        return plain
+    stretched = plain / config.rope_factor
     if config.rope_original_length is None:
         return stretched
     low, high = config.rope_low_freq_factor, config.rope_high_freq_factor
-    fits = config.rope_original_length * found / (2 * math.pi)
+    fits = config.rope_original_length * plain / (2 * math.pi)
     kept = jnp.clip((fits - low) / (high - low), 0, 1)
-    return (1 - kept) * stretched + kept * found
+    return (1 - kept) * stretched + kept * plain
 
 
 def rotate(x_BTNH: jax.Array, frequencies_H: jax.Array, positions_T: jax.Array) -> jax.Array:

@@ -33,7 +33,7 @@ def sample(
       params: canonical parameters.
       prompt_ids: integers [rows, length], length at least 1; if a prompt is longer than the window,
         only its end is seen.
-      num_tokens: how many tokens to add, at least 1.
+      num_tokens: number of tokens to add, at least 1.
       temperature: divides the logits; 0 takes the likeliest token.
       top_k: sample among the k likeliest tokens only; None among all, as does a k above the
         vocabulary's size.
@@ -87,7 +87,7 @@ def _sample(config, num_tokens, top_k, params, prompt, temperature, rng):
 
 
 def _draw(key, scores, temperature, top_k):
-    """One token per row from [rows, vocab] scores."""
+    """Draws one token per row from [rows, vocab] scores."""
     if top_k is not None and top_k < scores.shape[-1]:
         smallest = jax.lax.top_k(scores, top_k)[0][:, -1:]
         scores = jnp.where(scores < smallest, -jnp.inf, scores)

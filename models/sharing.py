@@ -1,4 +1,4 @@
-"""How devices share a layer: along a tensor axis, a context axis, or both, and its experts.
+"""Sharing of a layer by devices: along a tensor axis, a context axis, or both, and of its experts.
 
 The sequence is split over the context axis first, and each device's part of it over the tensor
 axis. Dimension suffixes: B rows, T a device's part of the sequence, E width.
@@ -22,9 +22,9 @@ class Sharing:
     """The devices that share a layer.
 
     Args:
-      tensor: those that share its matmuls.
-      context: those that share the sequence.
-      expert_axis: that of data shards which have some of the experts each; None if all have all.
+      tensor: devices that share its matmuls.
+      context: devices that share the sequence.
+      expert_axis: axis of data shards that have some of the experts each; None if all have all.
     """
 
     tensor: Tensor
@@ -33,23 +33,23 @@ class Sharing:
 
     @property
     def axes(self) -> tuple[str, ...]:
-        """The axes along which they share a microbatch."""
+        """The axes along which devices share a microbatch."""
         return tuple(name for name in (self.tensor.axis, self.context.axis) if name is not None)
 
     def mean(self, x: jax.Array) -> jax.Array:
-        """The mean over the devices that share a microbatch."""
+        """Averages over the devices that share a microbatch."""
         return lax.pmean(x, self.axes) if self.axes else x
 
     def own(self, x: jax.Array, dim: int) -> jax.Array:
-        """This device's part of what all have whole: the sequence."""
+        """Takes this device's part of an array that all devices have whole: the sequence."""
         return self.tensor.own(self.context.own(x, dim), dim)
 
     def whole(self, x_BTE: jax.Array) -> jax.Array:
-        """The whole sequence, of all devices' parts."""
+        """Gathers the whole sequence from all devices' parts."""
         return self.context.gather(self.tensor.gather(x_BTE))
 
     def dropout(self, drop: Callable[[jax.Array], jax.Array], x_BTE: jax.Array) -> jax.Array:
-        """``drop``, with this device's part of the mask that it would draw for the whole."""
+        """Applies ``drop`` with this device's part of the mask for the whole sequence."""
         if not self.axes:
             return drop(x_BTE)
         num_rows, length, width = x_BTE.shape
@@ -59,4 +59,4 @@ class Sharing:
 
 
 WHOLE = Sharing(Tensor(), Context())
-"""For layers that no devices share."""
+"""Sharing of layers that no devices share."""

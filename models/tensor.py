@@ -1,4 +1,4 @@
-"""Tensor parallelism with sequence parallelism: what a layer does beside its own matmuls.
+"""Tensor parallelism with sequence parallelism: the communication of a layer beside its matmuls.
 
 Devices along the axis have some heads and some hidden units each. Between their matmuls, norms,
 dropout and the residual stream belong to tokens alone, so that each device keeps its part of the
@@ -38,23 +38,23 @@ class Tensor:
 
     @property
     def size(self) -> int:
-        """How many devices."""
+        """Number of devices."""
         return 1 if self.axis is None else lax.axis_size(self.axis)
 
     def gather(self, x_BTE: jax.Array) -> jax.Array:
-        """The whole sequence [B, S, E]."""
+        """Gathers the whole sequence [B, S, E]."""
         if self.axis is None:
             return x_BTE
         return lax.all_gather(x_BTE, self.axis, axis=1, tiled=True)
 
     def scatter(self, y_BSE: jax.Array) -> jax.Array:
-        """The sum over devices, this one's part of the sequence [B, T, E]."""
+        """Sums over devices, and keeps this one's part of the sequence [B, T, E]."""
         if self.axis is None:
             return y_BSE
         return lax.psum_scatter(y_BSE, self.axis, scatter_dimension=1, tiled=True)
 
     def part(self, count: int, what: str) -> int:
-        """A device's part of a count, which is called ``what`` where it does not divide."""
+        """Divides a count by the devices; the error calls it ``what`` if it does not divide."""
         if count % self.size:
             below = count - count % self.size
             valid = ", ".join(str(n) for n in (below, below + self.size) if n)
@@ -65,10 +65,10 @@ class Tensor:
         return count // self.size
 
     def heads(self, columns_BTC: jax.Array, queries: int, width: int) -> list[jax.Array]:
-        """Query, key and value heads [B, T, heads, width] of this device's columns.
+        """Makes query, key and value heads [B, T, heads, width] from this device's columns.
 
-        Where devices have a part of a key head each, all that share it gather it; what flows back
-        to a part is the sum over them.
+        Where devices have a part of a key head each, all that share it gather it; the gradient of a
+        part is the sum over them.
         """
         keys = (columns_BTC.shape[-1] - queries * width) // 2
         if keys % width == 0:  # cut between heads: cut between columns, gradients are copied
@@ -78,7 +78,7 @@ class Tensor:
         return [self._gathered(part, width) for part in jnp.split(columns_BTC, cuts, axis=2)]
 
     def _gathered(self, x_BTC: jax.Array, width: int) -> jax.Array:
-        """Whole heads, of columns that are parts of them."""
+        """Makes whole heads from columns that are parts of them."""
         columns = x_BTC.shape[-1]
         count = columns * self.size // width
         if not divides_heads(count, width, self.size):
@@ -96,7 +96,7 @@ class Tensor:
         return x_BTC.reshape(*x_BTC.shape[:2], -1, width)
 
     def own(self, x: jax.Array, dim: int) -> jax.Array:
-        """This device's part of what all have whole: the sequence."""
+        """Takes this device's part of an array that all devices have whole: the sequence."""
         if self.axis is None:
             return x
         size = self.part(x.shape[dim], "sequence length")
@@ -113,7 +113,7 @@ _COLUMNS, _ROWS = ("qkv", "query", "key", "value", "up", "gate"), ("out", "down"
 
 
 def axis_split(layer: PyTree, axis: str, qkv: tuple[int, ...] = ()) -> PyTree:
-    """How the axis splits a layer's linear maps, by their names: as `jaxpipe.Model.axis_split`.
+    """Splits a layer's linear maps over the axis, by their names: as `jaxpipe.Model.axis_split`.
 
     Args:
       layer: parameters of one layer or of all, or their shapes.

@@ -154,7 +154,7 @@ class DecoderLayer(nnx.Module):
         return self._rest(target_BTE, attended_BTE, source, source_mask_BS)
 
     def step(self, target_B1E, position, past, source, source_mask_BS):
-        """The layer for one position, given keys and values of earlier ones and of the source.
+        """Runs the layer for one position, given keys and values of earlier ones and the source.
 
         Returns its output and ``past`` with this position's keys and values written into it.
         """
@@ -188,8 +188,8 @@ def init(config: TransformerConfig, rng: jax.Array) -> PyTree:
       the decoder's.
     """
     table_rng, *keys = jax.random.split(rng, config.num_layers + 1)
-    # Multiplied by sqrt(width) where it embeds (section 3.4), so that embeddings begin with
-    # variance 1 and logits too.
+    # Embedding multiplies by sqrt(width) (section 3.4), so that embeddings begin with variance 1,
+    # and logits too.
     shape = (config.vocab_size, config.width)
     table = jax.random.normal(table_rng, shape) / math.sqrt(config.width)
     layers = tuple(
@@ -205,7 +205,7 @@ def model(
     vocabulary_axis: str | None = None,
     tensor_axis: str | None = None,
 ) -> Model:
-    """The Transformer as the functions a pipeline runs.
+    """Makes the Transformer as the functions that a pipeline runs.
 
     A microbatch is ``{"source": int32 [rows, S], "target": int32 [rows, T + 1]}``, both filled up
     with ``pad_id`` at the end; targets are ``begin_id``, tokens, ``end_id``. The decoder reads
@@ -354,7 +354,7 @@ def positions(length: int, width: int) -> jax.Array:
 
 
 def _layer_modules(config):
-    """The function that makes each layer's module, in model order."""
+    """Lists the functions that make each layer's module, in model order."""
     encoder, decoder = config.num_encoder_layers, config.num_decoder_layers
     return (_encoder_layer,) * encoder + (DecoderLayer,) * decoder
 

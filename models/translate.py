@@ -66,8 +66,9 @@ def beam_search(
     """Translates by keeping the ``num_beams`` best hypotheses at every length.
 
     A hypothesis is worth ``log p / ((5 + length) / 6) ** length_penalty`` (Wu et al. 2016, equation
-    14). Finished ones stay among the others for as long as they are worth enough, and the search
-    ends when all the remaining ones are finished or ``max_length`` is reached. Width 1 is `greedy`.
+    14). Finished hypotheses stay among the others for as long as they are worth enough, and the
+    search ends when all that remain are finished or ``max_length`` is reached. One beam is
+    `greedy`.
 
     Args:
       config: the model's shape.
@@ -175,7 +176,7 @@ def _beam_search(config, max_length, num_beams, params, source_BS, length_penalt
 
 
 def _start(config, params, source_BS, max_length):
-    """The source encoded, as a function that decodes one position, and its empty cache.
+    """Encodes the source; returns a function that decodes one position, and its empty cache.
 
     ``step(tokens [B], position, cache)`` returns log-probabilities [B, vocab_size] and the cache.
     """

@@ -10,7 +10,7 @@ from typing import Any, Literal
 from jaxpipe.errors import Problem, below_one, refuse
 
 _LARGEST_TRIED = 10**6
-"""A number beyond its square is a mistake, which must not take long to refuse."""
+"""Largest divisor to try: a number beyond its square is a mistake, to be refused quickly."""
 
 
 class Validated:
@@ -20,17 +20,17 @@ class Validated:
         refuse(self.problems())
 
     def problems(self) -> Iterator[Problem]:
-        """What is wrong, by field."""
+        """Yields what is wrong, by field."""
         raise NotImplementedError
 
 
 def small_counts(config: Any, *names: str) -> list[Problem]:
-    """The fields among ``names`` that are below 1; None stands for a default and passes."""
+    """Lists the fields among ``names`` that are below 1; None stands for a default and passes."""
     return below_one(**{name: getattr(config, name) for name in names})
 
 
 def wrong_choices(config: Any) -> Iterator[Problem]:
-    """The fields whose value is not one of the literals that their type allows."""
+    """Yields the fields whose value is not one of the literals that their type allows."""
     for name, kind in typing.get_type_hints(type(config)).items():
         allowed = typing.get_args(kind)
         if typing.get_origin(kind) is Literal and (value := getattr(config, name)) not in allowed:
@@ -38,14 +38,14 @@ def wrong_choices(config: Any) -> Iterator[Problem]:
 
 
 def not_positive(config: Any, *names: str) -> Iterator[Problem]:
-    """The fields among ``names`` that are not above 0; None stands for a default and passes."""
+    """Yields the fields among ``names`` that are not above 0; None is a default and passes."""
     for name in names:
         if (value := getattr(config, name)) is not None and value <= 0:
             yield Problem(name, value, "must be above 0")
 
 
 def without_effect(config: Any, needed: str, *names: str) -> Iterator[Problem]:
-    """The fields among ``names`` that are set, although ``needed`` is None and they do nothing."""
+    """Yields the fields among ``names`` that are set, but do nothing as ``needed`` is None."""
     if getattr(config, needed) is not None:
         return
     for name in names:
@@ -54,14 +54,14 @@ def without_effect(config: Any, needed: str, *names: str) -> Iterator[Problem]:
 
 
 def negative(config: Any, *names: str) -> Iterator[Problem]:
-    """The fields among ``names`` that are below 0."""
+    """Yields the fields among ``names`` that are below 0."""
     for name in names:
         if (value := getattr(config, name)) < 0:
             yield Problem(name, value, "must not be negative", (0,))
 
 
 def wrong_probability(config: Any, name: str) -> Iterator[Problem]:
-    """The field's value, if it is not in [0, 1)."""
+    """Yields the field's value, if it is not in [0, 1)."""
     value = getattr(config, name)
     if not 0 <= value < 1:
         yield Problem(name, value, "must be at least 0 and below 1", (0 if value < 0 else 0.9,))
@@ -73,7 +73,7 @@ def not_a_divisor(name: str, value: int, of: str, whole: int) -> Problem:
 
 
 def nearest_divisors(whole: int, value: int) -> list[int]:
-    """The divisors of a number next to a value that is none, below and above it.
+    """Finds the divisors of a number next to a value that is none, below and above it.
 
     Example:
       >>> nearest_divisors(12, 5)
