@@ -1,4 +1,4 @@
-"""What goes with asynchronous training, and what does not."""
+"""Rules of asynchronous training: the settings that go with it, and those that do not."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ _REFUSED = (
         "has no effect: {schedule} updates every stage as soon as its gradient is complete",
     ),
 )
-"""Fields of ``pipeline``, what they must be, and why."""
+"""Fields of ``pipeline``, the value that each must have, and the reason."""
 
 
 def problems(config: Config) -> Iterator[Failure]:
-    """Settings of asynchronous training without it, or with too few steps; and what it refuses."""
+    """Finds settings without effect, with too few steps, or that asynchronous training refuses."""
     settings, name = config.asynchronous, config.pipeline.schedule
     if not configured.is_asynchronous(config):
         if name not in {entry.name for entry in schedules.entries()} and not is_users(name):

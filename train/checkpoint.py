@@ -1,4 +1,4 @@
-"""What a run's checkpoints hold, and whether a run may continue one.
+"""The contents of a run's checkpoints, and the rules by which a run may continue one.
 
 The state of training is saved in canonical order, and restores onto any mesh, schedule and ZeRO
 level. A pipeline in mid-flight is the exception: its arrays are saved as they are, and fit only the
@@ -26,7 +26,7 @@ IN_FLIGHT = "in_flight"
 
 
 def checkpoints_in(folder: Path, *, keep: int = 1, read_only: bool = False) -> Checkpoints:
-    """The checkpoints of a run, also those that older versions wrote without checksums."""
+    """Opens the checkpoints of a run, also those that older versions wrote without checksums."""
     return Checkpoints(folder, keep=keep, read_only=read_only, older=_check_description)
 
 
@@ -46,7 +46,7 @@ def save(
     """Starts to save; returns as soon as the state may change again.
 
     Args:
-      checkpoints: where to.
+      checkpoints: where to save.
       step: optimizer steps done.
       state: in canonical order; or the arrays of a pipeline in mid-flight, by name.
       data: position in the data, for JSON.
@@ -60,22 +60,22 @@ def restore(checkpoints: Checkpoints, step: int, shapes: PyTree) -> tuple[PyTree
     """Reads a checkpoint.
 
     Args:
-      checkpoints: where from.
+      checkpoints: where to read.
       step: one of its steps.
-      shapes: of what was saved, with shardings.
+      shapes: shapes of what was saved, with shardings.
 
     Returns:
       What was saved, and the position in the data. Arrays by name may be fewer than asked for:
       older versions saved fewer of a pipeline in mid-flight.
 
     Raises:
-      ConfigError: it is not what was saved.
+      ConfigError: the files hold something else than what was saved.
     """
     with readable(step):
         if isinstance(shapes, dict):
-            held = checkpoints.shapes(step).keys()
+            saved = checkpoints.shapes(step).keys()
             return checkpoints.restore_arrays(
-                step, {name: shapes[name] for name in shapes if name in held}
+                step, {name: shapes[name] for name in shapes if name in saved}
             )
         state, data = checkpoints.restore_arrays(step, _as_dict(shapes))
         return TrainState(**state), data
@@ -83,7 +83,7 @@ def restore(checkpoints: Checkpoints, step: int, shapes: PyTree) -> tuple[PyTree
 
 @contextlib.contextmanager
 def readable(step: int) -> Iterator[None]:
-    """Makes one kind of error of all that a checkpoint raises whose files hold something else.
+    """Turns all errors of a checkpoint whose files hold something else into one kind.
 
     Raises:
       ConfigError: something was raised.
@@ -118,9 +118,9 @@ def other_layout(layout: dict[str, Any], now: dict[str, Any], *, step: int) -> l
     """Says why a pipeline in mid-flight cannot be continued; empty if it can.
 
     Args:
-      layout: that of the saved pipeline, values by path.
-      now: that of the run that wants to continue.
-      step: of the checkpoint.
+      layout: layout of the saved pipeline, values by path.
+      now: layout of the run that wants to continue.
+      step: step of the checkpoint.
     """
     return [
         Failure(
@@ -140,7 +140,7 @@ def require_drained(saved: dict[str, Any], step: int) -> None:
 
     Args:
       saved: from `description`.
-      step: of the checkpoint.
+      step: step of the checkpoint.
     """
     if saved[IN_FLIGHT] is not None:
         raise ValueError(
@@ -154,7 +154,7 @@ def describe(config: Config, *, data_sha256: str) -> dict[str, Any]:
     """Describes a run for its checkpoints: the whole configuration and a digest of its data.
 
     Args:
-      config: of the run.
+      config: configuration of the run.
       data_sha256: digest of the tokenizer, or of the data if it has no tokenizer.
     """
     return {"config": config.model_dump(), "data_sha256": data_sha256}
@@ -183,7 +183,7 @@ def other_model(saved: dict[str, Any], config: Config, *, data_sha256: str) -> l
 
     Args:
       saved: from `description`.
-      config: of the run that wants to continue it.
+      config: configuration of the run that wants to continue it.
       data_sha256: digest of the data that it would train on.
     """
     before = Config(**saved["config"])
@@ -235,7 +235,7 @@ def changes(saved: dict[str, Any], config: Config) -> list[str]:
 
     Args:
       saved: from `description`.
-      config: of the run that continues it.
+      config: configuration of the run that continues it.
     """
     free = (
         *("run_dir", "init_from", "data.prepare", "sample", "distributed", "wandb"),

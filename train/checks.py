@@ -35,7 +35,7 @@ _PATHS, _LONGEST = ("run_dir", "data.path", "init_from", "pipeline.schedule"), 2
 """Fields that name files, and the longest name of one."""
 
 _MOST_LAYERS = 10_000
-"""More are a mistake: `auto` looks at each."""
+"""Most layers of a model: more are a mistake, as `auto` looks at each."""
 
 
 def check(
@@ -50,7 +50,7 @@ def check(
       reads: the data will be read. If not, it need not exist, but must fit if it does.
 
     Returns:
-      What is wrong; empty if nothing is.
+      The failures; empty if there are none.
     """
     given = config.flat()
     config, failures = in_range(config)
@@ -110,7 +110,7 @@ def device_failures(config: Config, *, num_devices: int, platform: str) -> list[
 
     Args:
       config: the configuration.
-      num_devices: how many devices there are.
+      num_devices: number of devices that there are.
       platform: such as "cpu" or "gpu".
     """
     sizes, needed = config.mesh.sizes(), config.mesh.num_devices

@@ -55,7 +55,7 @@ class Choice:
         """
         try:
             counts, costs = tuple(data["layer_counts"]), tuple(data["layer_costs"])
-            # Earlier runs have split it where they say nothing.
+            # Earlier runs, which do not record it, have split the vocabulary.
             vocabulary = data.get("vocabulary", "split")
             choice = cls(from_json(data["schedule"]), counts, costs, vocabulary)
         except (AttributeError, KeyError, TypeError) as error:
@@ -77,8 +77,8 @@ def write(path: Path, config: Config, choice: Choice) -> None:
 
     Args:
       path: the file.
-      config: of the run.
-      choice: what was chosen.
+      config: configuration of the run.
+      choice: the choice.
     """
     partial = path.with_name(f"{path.name}.partial")
     record = {"settings": _settings(config), **choice.to_json()}
@@ -91,7 +91,7 @@ def read(path: Path, config: Config) -> Choice | None:
 
     Args:
       path: the file; it may be missing.
-      config: of the run that continues.
+      config: configuration of the run that continues.
 
     Returns:
       The choice; None if there is no file, or if a setting that decides it has changed.
@@ -127,26 +127,26 @@ def _settings(config: Config) -> dict[str, Any]:
     if config.pipeline.stage_memory is not None:  # these decide how much memory is needed
         sections |= {"mesh", "asynchronous"}
         paths.add("train.batch_size")
-    found = {
+    settings = {
         path: value
         for path, value in config.flat().items()
         if path in paths or path.split(".")[0] in sections
     }
-    found["num_layers"] = config.num_layers
+    settings["num_layers"] = config.num_layers
     if is_users(name):
         # Users who edit their own schedule want the new version.
         order = json.dumps(to_json(configured.order(config)))
-        found["order_sha256"] = hashlib.sha256(order.encode()).hexdigest()
-    return found
+        settings["order_sha256"] = hashlib.sha256(order.encode()).hexdigest()
+    return settings
 
 
 def _check_fits(choice: Choice, config: Config) -> None:
-    found = choice.schedule
-    have = found.num_stages, found.num_microbatches, sum(choice.layer_counts)
+    schedule = choice.schedule
+    have = schedule.num_stages, schedule.num_microbatches, sum(choice.layer_counts)
     want = config.mesh.stage, config.pipeline.microbatches, config.num_layers
     if have != want:
         raise ValueError(f"(stages, microbatches, layers) is {have}, and must be {want}")
-    lower(found, choice.layer_counts)
+    lower(schedule, choice.layer_counts)
 
 
 def _are_all(kinds: type | tuple[type, ...], values: Sequence[Any]) -> bool:

@@ -114,7 +114,7 @@ def parse(arguments: Sequence[str]) -> Invocation:
         if base.task != given.task:
             raise ConfigError([failure for failure in failures if failure.fields == ("task",)])
     model: Any = type(base.model)
-    choices = f"What to train: {', '.join(tasks.names())}, or module:Class of your own."
+    choices = f"Task to train: {', '.join(tasks.names())}, or module:Class of your own."
     task: Any = (str, pydantic.Field(base.task, description=choices))
     command = tyro.cli(
         pydantic.create_model("Command", __base__=Command, task=task, model=(model, base.model)),
@@ -189,7 +189,7 @@ def validate(raw: dict[str, Any], *, source: str) -> tuple[Config, tuple[Failure
 
 
 def _place(raw: Any, keys: tuple[int | str, ...]) -> tuple[int | str, ...]:
-    """As much of a path as there is; what follows names one of several types."""
+    """Cuts a path to the part that exists; the keys behind it name one of several types."""
     for depth, key in enumerate(keys):
         if not isinstance(raw, dict) or key not in raw:
             return keys[:depth]
@@ -234,7 +234,7 @@ def _sections(config: Config) -> dict[str, Any]:
 
 
 _LONGEST = 100_000
-"""Characters of a configuration with all that its aliases stand for: more are a mistake."""
+"""Most characters of a configuration, with all that its aliases stand for."""
 _TOO_LONG = f"it has more than {_LONGEST} characters, with all that its aliases stand for."
 
 

@@ -1,7 +1,7 @@
-"""Compiles the training step of a configuration without its devices, and says what it takes.
+"""Compiles the training step of a configuration without its devices, and prints what it takes.
 
-``jaxpipe plan --measure`` starts it in a process of its own for every plan, because XLA reads its
-flags, and jax counts its devices, but once.
+``jaxpipe plan --measure`` starts this program in a process of its own for every plan, because XLA
+reads its flags, and jax counts its devices, only once.
 
     python -m train.compiled --config plan.yaml --device h100
 """
@@ -56,7 +56,7 @@ def main(config: str, device: str) -> None:
 
 
 def _moments(setup: Setup) -> list[int]:
-    """Numbers of the arguments of a step that are arrays of its optimizer's state."""
+    """Lists, by number, the arguments of a step that are arrays of its optimizer's state."""
     state = setup.state_shapes
     first = len(jax.tree.leaves(state.params))
     leaves = jax.tree.leaves(state.optimizer)

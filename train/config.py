@@ -33,7 +33,7 @@ class Section(pydantic.BaseModel):
 
 
 class DataConfig(Section):
-    """What to train on."""
+    """The data to train on."""
 
     path: str = "data/stdlib"
     """Folder that ``python -m train.prepare`` wrote."""
@@ -41,8 +41,8 @@ class DataConfig(Section):
     """Arguments that ``python -m train.prepare`` writes it with, such as "images --source mnist";
     ``python -m train.prepare --config FILE`` reads them here."""
     mix: dict[str, Weight] = {}
-    """More folders with the same tokenizer, and how often their rows are drawn, where those of path
-    count 1, such as {data/code: 2.5}. The held-out rows are those of path alone."""
+    """More folders with the same tokenizer, each with the weight by which its rows are drawn, such
+    as {data/code: 2.5}; path has the weight 1. All held-out rows are from path."""
     documents: Literal["joined", "apart"] = "joined"
     """Whether a GPT's tokens see the documents before theirs in a row, or only their own."""
 
@@ -57,9 +57,9 @@ class MeshConfig(Section):
     replica: Count = 1
     """Groups of data shards, such as hosts, that hold the same parts of what pipeline.zero shards:
     each splits it over data / replica devices. Weights are gathered within a group, and gradients
-    cross between groups in parts."""
+    are summed between groups in parts."""
     expert: Count = 1
-    """How many data shards, next to each other, have some of a layer's experts each, and exchange
+    """Number of neighboring data shards that have some of a layer's experts each, and exchange
     tokens; a divisor of data / replica."""
     context: Count = 1
     """Devices that share the sequence of every microbatch: each has an early and a late part of it,
@@ -70,8 +70,8 @@ class MeshConfig(Section):
 
     def sizes(self) -> dict[str, int]:
         """Returns the sizes whose product is the number of devices, by path."""
-        found = {"mesh.stage": self.stage, "mesh.data": self.data}
-        return found | {f"mesh.{name}": size for name, size in self.model_axes().items()}
+        sizes = {"mesh.stage": self.stage, "mesh.data": self.data}
+        return sizes | {f"mesh.{name}": size for name, size in self.model_axes().items()}
 
     def model_axes(self) -> dict[str, int]:
         """Returns the sizes of the axes along which devices share layers, by name."""
@@ -79,7 +79,7 @@ class MeshConfig(Section):
         return {name: size for name, size in sizes.items() if size > 1}
 
     def shared_axes(self) -> dict[str, int]:
-        """Returns these and that of experts, which is a part of data."""
+        """Returns the sizes of `model_axes`, and that of experts, which is a part of data."""
         return self.model_axes() | ({"expert": self.expert} if self.expert > 1 else {})
 
     @property
@@ -88,7 +88,7 @@ class MeshConfig(Section):
 
 
 class PipelineConfig(Section):
-    """How a batch passes through the stages."""
+    """The way of a batch through the stages."""
 
     schedule: str = "auto"
     """Name of the schedule; ``jaxpipe schedules`` lists them. Asynchronous: pipemare, pipedream,
@@ -103,19 +103,19 @@ class PipelineConfig(Section):
     memory_limit: Annotated[float | None, Range(0, above=True)] = None
     """Peak in flight per stage, in microbatches of a full stage, for schedules that read it."""
     partition: str = "flops"
-    """How layers are split into chunks: "equal", by their "flops", as "measured" on a device, or
+    """Rule that splits layers into chunks: "equal", by their "flops", as "measured" on a device, or
     counts such as "3,2,2,3"."""
     stage_memory: Annotated[float | None, Range(0, above=True)] = None
     """Gigabytes of parameters, optimizer state and activations per stage at most; None for any."""
     vocabulary: Literal["auto", "split", "ends"] = "auto"
-    """Who computes embedding and head: "split", all stages together, each with a part of the
-    tables; "ends", the stages of the first and the last layer alone, whose time the partition then
-    counts. Ends wait for no other stage, but every stage has whole tables during a step. "auto" is
-    what takes less time on the device clock."""
+    """Stages that compute embedding and head: "split", all stages together, each with a part of the
+    tables; "ends", only the stages of the first and the last layer, whose time the partition then
+    counts. Ends wait for no other stage, but every stage has whole tables during a step. "auto"
+    chooses the one that takes less time on the device clock."""
     remat: Literal["none", "dots", "full"] = "none"
-    """What the backward recomputes: nothing, everything but matmuls, or everything."""
+    """Values that the backward recomputes: none, all but matmuls ("dots"), or all ("full")."""
     zero: Annotated[int, Range(0, 3)] = 3
-    """What is sharded over data: 0 nothing, 1 optimizer state, 2 also gradients, 3 also weights."""
+    """Sharding over data: 0 nothing, 1 optimizer state, 2 also gradients, 3 also weights."""
     weights: Literal["auto", "stacked", "unrolled"] = "auto"
     """Whether the weights of a stage's layers are one array per parameter, or one per layer, which
     saves copies of them on GPUs but takes longer to compile. "auto" is unrolled on GPUs, up to 8
@@ -129,14 +129,14 @@ class PipelineConfig(Section):
     """XLA's flags for GPUs that the launcher sets: all that a pipeline needs, all but the one that
     puts loops into CUDA graphs, or none. What XLA_FLAGS holds already wins, flag by flag."""
     residuals: Literal["device", "host"] = "device"
-    """Where what F keeps waits for its backward: on the device, or in the memory of its host, which
-    takes most with remat=none and least with remat=full."""
+    """Memory in which residuals wait for their backward: the device's, or that of its host, to
+    which most is moved with remat=none and least with remat=full."""
     update: Literal["step", "chunk"] = "step"
-    """When the optimizer runs: after the "step", with the gradients of all layers; or for every
-    "chunk" as soon as its gradient is complete, which keeps only the gradients of chunks in work.
-    "chunk" needs optimizer.clip_norm 0 and a schedule that finishes one chunk before it goes on to
-    the next, such as modular or breadth-first, and reports no gradient norm; --dry-run shows the
-    memory that it saves."""
+    """Time at which the optimizer runs: after the "step", with the gradients of all layers; or for
+    every "chunk" as soon as its gradient is complete, which keeps only the gradients of chunks in
+    work. "chunk" needs optimizer.clip_norm 0 and a schedule that finishes one chunk before it goes
+    on to the next, such as modular or breadth-first, and reports no gradient norm; --dry-run shows
+    the memory that it saves."""
     weight_slots: Annotated[int | None, Range(1)] = None
     """Chunks of gathered weights (zero 3) and of gradient sums (zero 2 and 3) that a stage keeps at
     once. With 2 or more, chunks are gathered and reduced under the layers of other chunks, which
@@ -162,10 +162,10 @@ class AsynchronousConfig(Section):
 
 
 class CostsConfig(Section):
-    """What a microbatch costs on a chunk, in any unit; schedules and ticks are made for it.
+    """Costs of a microbatch on a chunk, in any unit; schedules and ticks are made for them.
 
-    If chunks differ, this is their mean; the printed bubble counts what each of them costs. Of
-    ``auto``, which chooses the chunks, it is half a stage.
+    If chunks differ, these are their means; the printed bubble counts the costs of each chunk. For
+    ``auto``, which chooses the chunks, they are the costs of half a stage.
     """
 
     f: Positive = 1.0
@@ -182,7 +182,7 @@ class OptimizerConfig(Section):
     """AdamW with a linear warm-up and a cosine decay of the learning rate, or what optax has."""
 
     name: str = "adamw"
-    """AdamW, or any of optax or optax.contrib by its name there, such as muon or lion."""
+    """AdamW, or any optimizer of optax or optax.contrib by its name there, such as muon or lion."""
     arguments: dict[str, Number] = {}
     """Arguments of an optimizer of optax, such as {weight_decay: 0.1}; AdamW has fields of its own.
     """
@@ -202,7 +202,7 @@ class OptimizerConfig(Section):
     beta1: Beta = 0.9
     """Decay of the running mean of gradients."""
     beta2: Beta = 0.95
-    """Decay of the running mean of their squares."""
+    """Decay of the running mean of squared gradients."""
     clip_norm: NonNegative = 1.0
     """Largest norm of the whole gradient; in asynchronous training, of the newest gradient of every
     part together. 0 is off."""
@@ -212,11 +212,12 @@ class OptimizerConfig(Section):
     skip_above: NonNegative = 0.0
     """Also skip steps whose gradient has a larger norm, before clipping; 0 is off."""
     offload: bool = False
-    """Keep its state in the memory of the host, and fetch it for the update of every step."""
+    """Keep the optimizer's state in the host's memory, and fetch it for the update of every step.
+    """
 
 
 class TrainConfig(Section):
-    """How long to train, and how often to print, evaluate and save."""
+    """The length of training, and the intervals of printing, evaluating and saving."""
 
     steps: Count = 300
     """Optimizer steps."""
@@ -235,22 +236,22 @@ class TrainConfig(Section):
     checkpoint_minutes: Annotated[float | None, Range(0, above=True)] = None
     """Also save at the first printed line that is so many minutes after the last checkpoint."""
     keep: Count = 2
-    """How many of the latest checkpoints to keep; the best one is kept as well."""
+    """Number of the latest checkpoints to keep; the best one is kept as well."""
     noise_every: Natural = 0
     """Steps from one estimate of the noise scale to the next, at a step's time each; 0 is off."""
     profile_from: Annotated[int | None, Range(1)] = None
     """First step of a profile by jax.profiler, written to the folder "profile" of the run."""
     profile_to: Annotated[int | None, Range(1)] = None
-    """Last step of the profile; None for the first alone."""
+    """Last step of the profile; None for the first step only."""
     timeline_at: Annotated[int | None, Range(1)] = None
-    """Before this step, measure when stages run what: timeline.html and .json in the run folder."""
+    """Step before which a timeline of the stages is measured: timeline.html and .json."""
 
 
 class SampleConfig(Section):
     """The text that the trained GPT writes."""
 
     prompt: str = "def "
-    """What it continues."""
+    """Text that the GPT continues."""
     num_tokens: Natural = 200
     """Tokens to write; 0 for none."""
     temperature: NonNegative = 0.8
@@ -265,12 +266,12 @@ class DistributedConfig(Section):
     coordinator: str | None = None
     """HOST:PORT of process 0."""
     num_processes: Annotated[int | None, Range(1)] = None
-    """How many processes; needs distributed.coordinator."""
+    """Number of processes; needs distributed.coordinator."""
     process_id: Annotated[int | None, Range(0)] = None
-    """The number of this one; needs distributed.coordinator."""
+    """Number of this process, from 0; needs distributed.coordinator."""
     patience_seconds: Positive = 60.0
-    """How long the others wait for a process that says nothing, and how much longer than the
-    longest step so far a step may take. Then they name it and end with status 75."""
+    """Time for which the others wait for a silent process, and by which a step may take longer than
+    the longest one so far. Then they name the process and end with status 75."""
 
 
 class WandbConfig(Section):
@@ -286,7 +287,7 @@ class Config(Section):
     run_dir: str = "runs/gpt"
     """Folder of the run: resolved configuration, metrics, checkpoints, picture of the schedule."""
     task: str = "gpt"
-    """What to train: the name of a file in train/tasks, or module:Class of your own."""
+    """Task to train: the name of a file in train/tasks, or module:Class of your own."""
     init_from: str | None = None
     """The weights to begin with: a Hugging Face folder; or the folder of a run, whose latest
     checkpoint is meant, or FOLDER@best or FOLDER@STEP. They decide the model's fields that are not

@@ -22,10 +22,10 @@ _SYNCHRONOUS = "1f1b"
 """The schedule that asynchronous training warms up and evaluates with."""
 
 _RULES = ("equal", "flops", "measured")
-"""What ``pipeline.partition`` may say beside the layers of every chunk."""
+"""Rules that ``pipeline.partition`` may name, beside lists of the layers of every chunk."""
 
 PLAN = "plan"
-"""What ``pipeline.schedule`` says where schedule, chunks, microbatches and remat are chosen."""
+"""Value of ``pipeline.schedule`` with which schedule, chunks, microbatches and remat are chosen."""
 
 _WARMUPS = 5
 """T1's steps, in learning-rate warm-ups, as for PipeMare's Transformers (arXiv 1910.05124)."""
@@ -35,18 +35,17 @@ _DECAY = 0.135
 
 
 _EXCHANGE = 0.02
-"""What a tick takes beside its layers, of a microbatch's time on half a stage, unless
-``costs.message`` says it: without it `auto` would cut a model into as many chunks as it has layers.
-"""
+"""Time of a tick beside its layers, as a share of a microbatch's time on half a stage, unless
+``costs.message`` sets it: without it `auto` would cut a model into as many chunks as layers."""
 
 
 def weights(config: Config, *, platform: str, alike: bool, counts: Sequence[int]) -> str:
-    """How the weights of a stage's layers lie: "stacked" or "unrolled".
+    """Chooses the layout of the weights of a stage's layers: "stacked" or "unrolled".
 
     Args:
       config: a configuration.
-      platform: of the devices, such as "cpu" or "gpu".
-      alike: whether all layers are.
+      platform: platform of the devices, such as "cpu" or "gpu".
+      alike: whether all layers are alike.
       counts: layers of every virtual stage.
     """
     if config.pipeline.weights != "auto":
@@ -57,11 +56,11 @@ def weights(config: Config, *, platform: str, alike: bool, counts: Sequence[int]
 
 
 def weight_slots(config: Config, *, platform: str) -> int:
-    """Chunks of weights and of gradient sums that a stage keeps at once.
+    """Chooses how many chunks of weights and of gradient sums a stage keeps at once.
 
     Args:
       config: a configuration.
-      platform: of the devices, such as "cpu" or "gpu".
+      platform: platform of the devices, such as "cpu" or "gpu".
     """
     wanted = config.pipeline.weight_slots
     if wanted is None:
@@ -70,7 +69,7 @@ def weight_slots(config: Config, *, platform: str) -> int:
 
 
 def without_choice(config: Config) -> Config:
-    """A configuration whose schedule is chosen later, with one that fits whatever can be chosen."""
+    """Gives a configuration whose schedule is chosen later one that fits like all choices."""
     # The noise scale needs two microbatches.
     fewest = 2 if config.train.noise_every else 1
     default: dict[str, object] = {"schedule": _SYNCHRONOUS, "chunks": None, "microbatches": fewest}
@@ -115,9 +114,9 @@ def order(config: Config) -> Schedule:
     Raises:
       ValueError: as in `jaxpipe.schedules.build`, or it can only be simulated.
     """
-    found = _order(config)
-    refuse(simulated_only(found))
-    return found
+    schedule = _order(config)
+    refuse(simulated_only(schedule))
+    return schedule
 
 
 def _order(config: Config) -> Schedule:

@@ -1,4 +1,4 @@
-"""Several processes: how many there are, and which rows of a batch each of them feeds."""
+"""Several processes: their number, and the rows of a batch that each of them feeds."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from train.config import Config
 from train.errors import ConfigError, Failure
 
 _HEARTBEAT_SECONDS = 24 * 3600
-"""`train.watchdog` is faster, and names who is missing."""
+"""Time after which jax itself ends a run: `train.watchdog` is faster, and names who is missing."""
 
 MAX_DEVICES = 512
-"""More devices of a process are taken for a mistake: no host has so many accelerators, and each
-simulated one needs threads and memory."""
+"""Most devices of a process; more are taken for a mistake: no host has so many accelerators, and
+each simulated one needs threads and memory."""
 
 # Slurm and Open MPI set these for every process they start. Slurm's are those of a job step, since
 # the batch script itself runs as one process of a larger job.
@@ -36,8 +36,8 @@ class Processes:
     """The processes of a run.
 
     Args:
-      count: how many.
-      number: the number of this one.
+      count: number of processes.
+      number: number of this process.
       coordinator: HOST:PORT of process 0; None lets jax find it in the launcher's environment.
     """
 
@@ -148,7 +148,7 @@ def start(processes: Processes, *, patience_seconds: float) -> None:
 
     Args:
       processes: from `find_processes`.
-      patience_seconds: how long to wait for all to come.
+      patience_seconds: time to wait for all to come.
 
     Raises:
       MissingProcessError: some have not come.
@@ -204,12 +204,12 @@ def from_first(make: Callable[[], Any]) -> Any:
         except ConfigError as error:
             return {"failures": [dataclasses.astuple(failure) for failure in error.failures]}
 
-    found = from_first(answer)
-    if "failures" in found:
+    answered = from_first(answer)
+    if "failures" in answered:
         raise ConfigError(
-            [Failure(message, tuple(fields)) for message, fields in found["failures"]]
+            [Failure(message, tuple(fields)) for message, fields in answered["failures"]]
         )
-    return found["value"]
+    return answered["value"]
 
 
 def local_rows(sharding, num_rows: int) -> np.ndarray:
@@ -222,10 +222,10 @@ def local_rows(sharding, num_rows: int) -> np.ndarray:
     Returns:
       Their numbers in ascending order, int64.
     """
-    held = np.zeros(num_rows, bool)
+    is_local = np.zeros(num_rows, bool)
     for (rows,) in sharding.addressable_devices_indices_map((num_rows,)).values():
-        held[rows] = True
-    return np.flatnonzero(held)
+        is_local[rows] = True
+    return np.flatnonzero(is_local)
 
 
 def global_batch(batch: dict[str, np.ndarray], sharding, rows: np.ndarray, num_rows: int):
@@ -233,7 +233,7 @@ def global_batch(batch: dict[str, np.ndarray], sharding, rows: np.ndarray, num_r
 
     Args:
       batch: leaves ``[len(rows), ...]``, this process's rows.
-      sharding: of the leaves ``[num_rows, ...]``.
+      sharding: sharding of the leaves ``[num_rows, ...]``.
       rows: from `local_rows`.
       num_rows: rows of the whole batch.
 

@@ -17,7 +17,7 @@ from train.step import Setup
 _WIDTH = 120
 """Columns of a line without a terminal."""
 _MOST_LINES = 100
-"""Of a schedule in text; nobody reads more."""
+"""Lines of the longest schedule that is shown as text; nobody reads more."""
 
 
 def run(config: Config) -> None:
@@ -89,7 +89,7 @@ def _show_steady_state(console: Console, setup: Setup, mode: Asynchronous) -> No
 
 
 def _show_updates(console: Console, setup: Setup) -> None:
-    """Shows what updates chunk by chunk save."""
+    """Shows the memory that updates chunk by chunk save."""
     rng = jax.eval_shape(lambda: setup.rng(0))
     after = sum(predicted_bytes(setup.pipe, setup.batch_shapes, rng).values())
     say(

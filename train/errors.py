@@ -17,7 +17,7 @@ _FIELDS = {
     "memory.limit_bytes": "pipeline.stage_memory",
     "recompute_segment": "asynchronous.recompute_segment",
 }
-"""Paths of the fields that set a schedule's arguments; of others, the name in ``pipeline``."""
+"""Paths of the fields that set a schedule's arguments; others have their name in ``pipeline``."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,11 +44,11 @@ def in_short(failure: Failure, values: Iterable[Any]) -> Failure:
 
 
 def of_schedule(error: ValueError, name: str) -> Iterator[Failure]:
-    """What a schedule refuses, in the names of the configuration's fields.
+    """Yields what a schedule refuses, in the names of the configuration's fields.
 
     Args:
       error: what the library raised.
-      name: of the schedule that was asked for, even if another was built to warm up with.
+      name: name of the schedule that was asked for, even if another was built to warm up with.
     """
     for problem in _problems(error):
         if isinstance(problem, Problem) and problem.schedule is not None:
@@ -57,14 +57,14 @@ def of_schedule(error: ValueError, name: str) -> Iterator[Failure]:
 
 
 def of_model(error: ValueError) -> Iterator[Failure]:
-    """What the shape of a model refuses, each as the failure of one field."""
+    """Yields what the shape of a model refuses, each as the failure of one field."""
     for problem in _problems(error):
         failure = _failure(problem, "model.{}".format, "model")
         yield Failure(failure.message, failure.fields[:1])
 
 
 def of_partition(error: ArgumentError, stage_memory: float | None) -> Iterator[Failure]:
-    """What a partition refuses; of its memory, in gigabytes as the field has it."""
+    """Yields what a partition refuses; memory is in gigabytes, as the field has it."""
     for problem in error.problems:
         if isinstance(problem, Problem) and problem.argument == "memory.limit_bytes":
             near = [math.ceil(float(least) / 1e6) / 1e3 for least in problem.nearest]
@@ -77,7 +77,7 @@ def _problems(error: ValueError) -> Sequence[Problem | str]:
 
 
 def _failure(problem: Problem | str, field: Callable[[str], str], whole: str) -> Failure:
-    """A problem as a failure of fields, or a text as one of the ``whole``."""
+    """Makes the failure of a problem's fields, or of ``whole`` for a text."""
     if isinstance(problem, str):
         return Failure(problem, (whole,))
     lines = problem.lines(lambda argument, value: in_python(field(argument), value))
@@ -85,7 +85,7 @@ def _failure(problem: Problem | str, field: Callable[[str], str], whole: str) ->
 
 
 def _field(argument: str) -> str:
-    """The path of the field that sets an argument of a schedule."""
+    """Finds the path of the field that sets an argument of a schedule."""
     return _FIELDS.get(argument, f"pipeline.{argument.removeprefix('num_')}")
 
 
@@ -95,7 +95,7 @@ class ConfigError(ValueError):
     Before training it has written nothing.
 
     Args:
-      failures: at least one.
+      failures: the failures, at least one.
     """
 
     def __init__(self, failures: Sequence[Failure]) -> None:
@@ -111,7 +111,7 @@ class MissingProcessError(RuntimeError):
 
     Args:
       missing: their numbers.
-      seconds: how long the others have waited.
+      seconds: time that the others have waited.
     """
 
     def __init__(self, missing: Sequence[int], seconds: float) -> None:
@@ -125,7 +125,7 @@ class MissingProcessError(RuntimeError):
 
 
 def named_values(values: Mapping[str, float | None]) -> str:
-    """Numbers of a step in words.
+    """Writes the numbers of a step in words.
 
     Example:
       >>> named_values({"loss": 0.5, "gradient norm": None})
@@ -141,7 +141,7 @@ class NonFiniteLossError(RuntimeError):
       step: the first step with such a value.
       values: the values of that step, by name.
       kept: the step of the last checkpoint, or None.
-      skipped: how many steps before it were skipped.
+      skipped: number of steps before it that were skipped.
     """
 
     def __init__(

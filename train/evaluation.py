@@ -1,4 +1,4 @@
-"""The held-out loss and metrics: of a run, or with ``--evaluate`` of weights that exist."""
+"""The held-out loss and metrics of a run, or with ``--evaluate`` of existing weights."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ def run(config: Config) -> None:
     state = initial.state(setup, console)
     _, heldout = setup.task.load()
     num_batches, size = config.train.eval_batches, config.train.batch_size
-    found = recorded(means(setup, state, heldout, num_batches))
-    metrics = "".join(f", {text}" for text in shown(found.get("metrics")))
+    values = recorded(means(setup, state, heldout, num_batches))
+    metrics = "".join(f", {text}" for text in shown(values.get("metrics")))
     unit = setup.task.loss_unit
-    loss = "not finite" if found["loss"] is None else f"{found['loss']:.4f} {unit}".rstrip()
+    loss = "not finite" if values["loss"] is None else f"{values['loss']:.4f} {unit}".rstrip()
     say(console, f"held-out loss {loss}{metrics} over {num_batches} batches of {size}")
 
 
@@ -41,10 +41,10 @@ def means(setup: Setup, state: TrainState, heldout: Examples, num_batches: int) 
     """Evaluates held-out batches; every process must call it.
 
     Args:
-      setup: of the run.
-      state: whose weights are evaluated.
+      setup: setup of the run.
+      state: state whose weights are evaluated.
       heldout: the examples.
-      num_batches: how many batches, spread over all examples.
+      num_batches: number of batches, spread over all examples.
 
     Returns:
       Loss and metrics: the means over the batches, in float64.

@@ -84,12 +84,14 @@ def export(options: Options) -> str:
     hugging_face.save(options.out, task.shape, params, layers, token_ids=ids)
     if tokenizer is not None:
         _write(options.out, tokenizer)
-    held = "weights and configuration" if tokenizer is None else "weights, configuration, tokenizer"
-    return f"{options.out}: {held} of {source.folder}, step {step}"
+    parts = "weights and configuration"
+    if tokenizer is not None:
+        parts = "weights, configuration, tokenizer"
+    return f"{options.out}: {parts} of {source.folder}, step {step}"
 
 
 def _shapes(task: Any) -> dict[str, PyTree]:
-    """What is read, on the host."""
+    """Shapes of the arrays to read, on the host."""
     here = jax.sharding.SingleDeviceSharding(jax.local_devices(backend="cpu")[0])
     shapes = {"params": jax.eval_shape(task.init, jax.random.key(0))}
     if (states := task.init_states()) is not None:

@@ -32,11 +32,11 @@ LATEST, BEST = "latest", "best"
 
 @dataclasses.dataclass(frozen=True)
 class Source:
-    """Where weights come from.
+    """The source of weights.
 
     Args:
       folder: a Hugging Face folder or that of a run.
-      which: of the run's checkpoints: `LATEST`, `BEST`, or a step.
+      which: one of the run's checkpoints: `LATEST`, `BEST`, or a step.
     """
 
     folder: Path
@@ -102,7 +102,7 @@ def described(source: Source) -> tuple[str, dict[str, Any]]:
 
 
 def completed(raw: dict[str, Any], init_from: str, *, task: str | None) -> dict[str, Any]:
-    """Adds to a configuration what ``init_from`` says about the model, where the file is silent.
+    """Adds what ``init_from`` says about the model to a configuration, where the file is silent.
 
     Args:
       raw: the file's content.
@@ -120,7 +120,7 @@ def completed(raw: dict[str, Any], init_from: str, *, task: str | None) -> dict[
 
 
 def failures(config: Config, *, resume: bool) -> Iterator[Failure]:
-    """Says why a run cannot begin with these weights; nothing if it does not begin any more."""
+    """Says why a run cannot begin with these weights; nothing if it has already begun."""
     if config.init_from is None or (resume and _has_begun(config)):
         return
     source, what = parse(config.init_from), f"init_from={config.init_from}"
@@ -141,7 +141,7 @@ def _has_begun(config: Config) -> bool:
 
 
 def _other_model(config: Config, name: str, model: Mapping[str, Any]) -> Iterator[Failure]:
-    """Says which fields of the model differ from that of the weights."""
+    """Says which fields of the model differ from those of the weights' model."""
     what = f"init_from={config.init_from}"
     if name != config.task:
         yield Failure(
@@ -209,26 +209,26 @@ def state(setup: Setup, console: Console) -> TrainState:
 
 
 def _from_hugging_face(setup: Setup, path: Path, console: Console) -> tuple[PyTree, PyTree]:
-    """Placed parameters, read layer by layer, and canonical states."""
+    """Reads placed parameters, layer by layer, and canonical states."""
     folder = hugging_face.Folder(path)
     say(console, f"weights of {path}")
     return load_params(setup.pipe, folder.read), folder.read_state()
 
 
 def _from_run(setup: Setup, source: Source, console: Console) -> tuple[PyTree, PyTree]:
-    """Placed parameters and canonical states of another run."""
+    """Reads placed parameters and canonical states of another run."""
     config = setup.config
     checkpoints = checkpoint.checkpoints_in(source.folder / run_folder.CHECKPOINTS, read_only=True)
     step = source.find(checkpoints)
     saved = checkpoint.description(checkpoints, step)
     then = Config(**saved["config"])
     checkpoint.require_drained(saved, step)
-    found = list(_other_model(config, then.task, then.model.model_dump()))
+    failures = list(_other_model(config, then.task, then.model.model_dump()))
     kind, digest = setup.task.data_kind, setup.task.data_digest()
     if kind not in (None, "images") and saved["data_sha256"] != digest:
-        found.append(_tokenizer_failure(config, then.data.path))
-    if found:
-        raise ConfigError(found)
+        failures.append(_tokenizer_failure(config, then.data.path))
+    if failures:
+        raise ConfigError(failures)
     say(console, f"weights of {source.folder}, step {step}")
     shapes = setup.canonical_shapes
     wanted = {"params": shapes.params} | (

@@ -65,23 +65,23 @@ def _run(config: Config, console: Console, watchdog: Watchdog, *, resume: bool) 
     digest = setup.task.data_digest()
     modes = Modes(setup)
     checkpoints = checkpoint.checkpoints_in(folder / run_folder.CHECKPOINTS, keep=config.train.keep)
-    found = start.find(setup, modes, checkpoints, resume=resume, data_sha256=digest)
+    begin = start.find(setup, modes, checkpoints, resume=resume, data_sha256=digest)
     say(console, start.headline(setup))
     if resume:
         for note in checkpoints.found.notes():
             say(console, note)
-        say(console, f"resuming {folder} at step {found.step}")
-        for change in found.changes:
+        say(console, f"resuming {folder} at step {begin.step}")
+        for change in begin.changes:
             say(console, f"changed since: {change}")
     if is_writer:
         start.prepare_folder(setup)
     describe = checkpoint.describe(config, data_sha256=digest)
     trainer = None
     try:
-        with checkpoints, Metrics(config, last_step=found.step, is_writer=is_writer) as metrics:
+        with checkpoints, Metrics(config, last_step=begin.step, is_writer=is_writer) as metrics:
             trainer = Trainer(setup, modes, checkpoints, metrics, console, describe, watchdog)
             with watchdog.explained():
-                trainer.begin(found)
+                trainer.begin(begin)
                 score = trainer.finish() if trainer.train() else None
     except NonFiniteLossError as error:
         if is_writer:
@@ -105,9 +105,9 @@ class Trainer:
       setup: what to run.
       modes: the modes of the run.
       checkpoints: where to save.
-      metrics: where numbers go.
-      console: where lines go; quiet on all processes but the first.
-      describe: what a checkpoint says about the run.
+      metrics: where numbers are written.
+      console: where lines are printed; quiet on all processes but the first.
+      describe: the description of the run in its checkpoints.
       watchdog: watches the other processes.
     """
 
@@ -145,7 +145,7 @@ class Trainer:
         self.compiled: Any
 
     def begin(self, start: Start) -> None:
-        """Compiles, and makes what the first step starts from: initial, or restored."""
+        """Compiles, and makes the state that the first step starts from: initial, or restored."""
         self.step = start.step
         if start.step == 0:
             self._enter(lambda mode: mode.begin(initial.state(self.setup, self.console), 0))
@@ -275,8 +275,8 @@ class Trainer:
         """Starts to save this step, if its weights give a finite loss.
 
         The loss of a step is that of the weights before it, so the new weights are evaluated, which
-        also tells which checkpoint is the best. One that is saved in haste, on request, may take
-        fewer batches than an evaluation, and is then never the best.
+        also tells which checkpoint is the best. A checkpoint saved in haste, on request, may
+        take fewer batches than an evaluation, and is then never the best.
         """
         evaluated = self.evaluated or self._heldout(num_batches)
         self.watchdog.at(f"saving step {self.step}")
@@ -383,6 +383,6 @@ class Trainer:
             TimeRemainingColumn(),
             console=self.console,
             transient=True,
-            # Without a terminal, the printed lines alone are the log.
+            # Without a terminal, only the printed lines are the log.
             disable=not self.console.is_terminal,
         )

@@ -1,4 +1,4 @@
-"""What a run needs: parameters, bytes per device by part, and whether the devices have them."""
+"""The needs of a run: parameters, bytes per device by part, and whether the devices have them."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _PARTS = {
     "moving": "pieces of chunks on their way over data",
     "working_set": "values of the layer at work",
 }
-"""What `jaxpipe.measure.predicted_bytes` names, in words."""
+"""Parts that `jaxpipe.measure.predicted_bytes` names, in words."""
 
 
 def show_parameters(console: Console, setup: Setup) -> None:
@@ -75,7 +75,7 @@ def show_step(console: Console, setup: Setup) -> None:
     state, rng = setup.state_shapes, jax.eval_shape(lambda: setup.rng(0))
     by_chunk = setup.optimizer if setup.config.pipeline.update == "chunk" else None
     with announced(console, "its smallest form, for the layer at work"):
-        found = predicted_bytes(setup.pipe, setup.batch_shapes, rng, by_chunk=by_chunk)
+        predicted = predicted_bytes(setup.pipe, setup.batch_shapes, rng, by_chunk=by_chunk)
     fetched = ", during the update only" if setup.config.optimizer.offload else ""
     parts = {
         "parameters": device_bytes(state.params),
@@ -83,7 +83,7 @@ def show_step(console: Console, setup: Setup) -> None:
         "states of layers": device_bytes(state.layers),
         "batch": device_bytes(setup.batch_shapes),
     }
-    parts |= {_PARTS[name]: size for name, size in found.items()}
+    parts |= {_PARTS[name]: size for name, size in predicted.items()}
     show_memory(console, setup, parts, compiled)
 
 
@@ -96,8 +96,8 @@ def show_memory(
     """Shows bytes per device and whether they fit.
 
     Args:
-      console: where to.
-      setup: of the run.
+      console: where to print.
+      setup: setup of the run.
       parts: predicted bytes by part, in words.
       compiled: what the compiler says of the step.
     """
@@ -123,13 +123,13 @@ def verdict(setup: Setup, total: int) -> str:
     """Says whether a step fits into the memory of the devices.
 
     Args:
-      setup: of the run.
+      setup: setup of the run.
       total: bytes of the compiled step on each device.
     """
     device, count = setup.mesh.devices.flat[0], setup.mesh.devices.size
     if device.platform == "cpu":
         # Simulated devices share the memory of this host.
-        here = sum(one.process_index == device.process_index for one in setup.mesh.devices.flat)
+        here = sum(d.process_index == device.process_index for d in setup.mesh.devices.flat)
         limit, needed = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"), here * total
         what = f"{here} simulated devices of {total / _GB:.3g} GB each need"
     else:

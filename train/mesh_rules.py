@@ -1,4 +1,4 @@
-"""Which meshes a configuration may ask for."""
+"""Rules for the meshes that a configuration may ask for."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _FAMILIES = {
 
 
 def replicas(config: Config) -> Iterator[Failure]:
-    """Replicas are groups of data shards; parts of such a group share experts."""
+    """Checks that replicas divide data shards, and that experts divide a replica's shards."""
     data, replica, expert = config.mesh.data, config.mesh.replica, config.mesh.expert
     if data % replica:
         yield Failure(
@@ -35,7 +35,7 @@ def replicas(config: Config) -> Iterator[Failure]:
 
 
 def shared_axes(config: Config) -> Iterator[Failure]:
-    """Devices that share a layer have equal parts of it."""
+    """Checks that devices that share a layer have equal parts of it."""
     for axis, devices in config.mesh.shared_axes().items():
         field = f"mesh.{axis}"
         if configured.is_asynchronous(config):
@@ -57,7 +57,7 @@ def shared_axes(config: Config) -> Iterator[Failure]:
 
 
 def _shared(config: Config, axis: str, field: str, count: int) -> Iterator[Failure]:
-    """``count`` divides into the parts of devices; those of a context have two of a sequence."""
+    """Checks that ``count`` divides over devices; those of a context have two parts each."""
     devices = config.mesh.shared_axes()[axis]
     parts, rule, fields = devices, f"mesh.{axis}={devices}, whose devices share it", [field]
     if axis == "context":

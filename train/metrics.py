@@ -1,4 +1,4 @@
-"""Where numbers go: metrics.jsonl, TensorBoard, Weights & Biases, and the printed lines."""
+"""Output of numbers: metrics.jsonl, TensorBoard, Weights & Biases, and the printed lines."""
 
 from __future__ import annotations
 
@@ -22,25 +22,25 @@ from train.config import Config
 from train.speed import Speed
 
 _FLUSH_SECONDS = 10
-"""TensorBoard sees new numbers this often."""
+"""Time after which TensorBoard sees new numbers."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Line:
-    """What one logged step prints.
+    """The printed line of one logged step.
 
     Args:
       step: optimizer steps done.
-      num_steps: of the whole run.
+      num_steps: optimizer steps of the whole run.
       loss: training loss, in the unit of the task; None while an asynchronous pipeline fills.
-      grad_norm: before clipping; None likewise.
-      learning_rate: of this step.
-      speed: that of the steps since the last line.
+      grad_norm: norm of the gradient before clipping; None likewise.
+      learning_rate: learning rate of this step.
+      speed: speed of the steps since the last line.
       bubble: predicted share of idle time.
-      noise_scale: of the gradient, in units of the speed; None if it is not known.
+      noise_scale: noise scale of the gradient, in units of the speed; None if it is not known.
       eval_loss: held-out loss, if evaluated.
-      metrics: those of the task's loss, as recorded; None if it has none.
-      eval_metrics: the same of the held-out batches, if evaluated.
+      metrics: metrics of the task's loss, as recorded; None if it has none.
+      eval_metrics: metrics of the held-out batches, if evaluated.
     """
 
     step: int
@@ -222,8 +222,8 @@ class Metrics:
 
         Args:
           step: optimizer steps done.
-          values: by name; None is left out, and each number of a list or of a mapping is a curve of
-            its own.
+          values: values by name; None is left out, and each number of a list or of a mapping is a
+            curve of its own.
         """
         if self._file is None or self._board is None:
             return

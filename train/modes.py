@@ -57,7 +57,7 @@ class Mode(abc.ABC):
 
     @abc.abstractmethod
     def begin(self, state: TrainState, step: int) -> PyTree:
-        """Returns what the steps after this one carry."""
+        """Makes the carried state of the steps after this one."""
 
     @abc.abstractmethod
     def compile(self) -> jax.stages.Compiled:
@@ -73,11 +73,11 @@ class Mode(abc.ABC):
     @property
     @abc.abstractmethod
     def saved_shapes(self) -> PyTree:
-        """Shapes and shardings of what `to_saved` returns."""
+        """Shapes and shardings of the arrays that `to_saved` returns."""
 
     @abc.abstractmethod
     def to_saved(self, carried: PyTree) -> PyTree:
-        """Returns what a checkpoint holds."""
+        """Makes the arrays that a checkpoint holds."""
 
     @abc.abstractmethod
     def from_saved(self, saved: PyTree, step: int) -> PyTree:
@@ -96,7 +96,7 @@ class Mode(abc.ABC):
         """Predicts the share of idle time in a step from the schedule and the stages' costs."""
 
     def metrics(self, step: int, values: dict[str, jax.Array]) -> dict[str, Any]:
-        """Returns what is recorded of a step in addition to loss and gradient norm."""
+        """Returns the numbers to record of a step in addition to loss and gradient norm."""
         del step, values
         return {}
 
@@ -161,7 +161,7 @@ class Asynchronous(Mode):
 
     @cached_property
     def shapes(self) -> PyTree:
-        """Shapes and shardings of what is carried."""
+        """Shapes and shardings of the carried state."""
         rng = jax.eval_shape(lambda: self.setup.rng(0))
         shapes = jax.eval_shape(self._fill, self.setup.state_shapes, rng, 0)
 
@@ -309,14 +309,14 @@ def layout_of(setup: Setup) -> dict[str, Any]:
         *("pipeline.remat", "pipeline.zero", "train.batch_size", "asynchronous.warmup_steps"),
     ]
     flat = config.flat()
-    found = {path: flat[path] for path in fields}
-    found["pipeline.partition"] = ",".join(map(str, setup.layer_counts))
+    layout = {path: flat[path] for path in fields}
+    layout["pipeline.partition"] = ",".join(map(str, setup.layer_counts))
     if configured.is_asynchronous(config):
-        found["asynchronous.discrepancy_decay"] = configured.techniques(config)[1] or 0.0
-        found["asynchronous.recompute_segment"] = flat["asynchronous.recompute_segment"]
+        layout["asynchronous.discrepancy_decay"] = configured.techniques(config)[1] or 0.0
+        layout["asynchronous.recompute_segment"] = flat["asynchronous.recompute_segment"]
     if "model.dropout" in flat:
-        found["model.dropout"] = flat["model.dropout"]
-    return found
+        layout["model.dropout"] = flat["model.dropout"]
+    return layout
 
 
 def device_bytes(shapes: PyTree) -> int:

@@ -30,17 +30,17 @@ RECORD = "noise"
 """The entry of a record in metrics.jsonl."""
 _NORM = "microbatch_norm"
 _AVERAGED = 10
-"""Estimates over which the running means go: one alone varies too much (appendix A.1)."""
+"""Estimates over which the running means go: a single one varies too much (appendix A.1)."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Noise:
-    """Running means of both estimates. Each is unbiased; their ratio is so for many of them.
+    """Running means of both estimates. Each is unbiased; their ratio is so for many estimates.
 
     Args:
       gradient: |G|^2, of the true gradient.
       variance: tr(S), of the gradient of one row.
-      estimates: how many there were.
+      estimates: number of estimates.
     """
 
     gradient: float = 0.0
@@ -48,10 +48,10 @@ class Noise:
     estimates: int = 0
 
     def after(self, norms: dict[int, float]) -> Noise:
-        """The means with one estimate more.
+        """Adds one more estimate to the means.
 
         Args:
-          norms: of the gradients of two batches, by their rows.
+          norms: norms of the gradients of two batches, by their number of rows.
         """
         (few, of_few), (many, of_many) = ((rows, norms[rows] ** 2) for rows in sorted(norms))
         gradient = (many * of_many - few * of_few) / (many - few)
@@ -76,48 +76,48 @@ class Gauge:
     """Estimates the noise scale every few steps of a run, if that is configured.
 
     Args:
-      setup: of the run.
-      path: metrics.jsonl, with whose last means a resumed run goes on.
+      setup: setup of the run.
+      path: metrics.jsonl; a resumed run continues with the last means in it.
     """
 
     def __init__(self, setup: Setup, path: Path) -> None:
         self._setup, self._every = setup, setup.config.train.noise_every
-        self._found = _last(path) if self._every else Noise()
+        self._noise = _last(path) if self._every else Noise()
         self._norm: jax.stages.Compiled | None = None
 
     def compile(self) -> None:
-        """Compiles what it runs, once."""
+        """Compiles the gauge's program, once."""
         if self._every and self._norm is None:
             self._norm = microbatch_norm(self._setup)
 
     def before(self, step: int, carried: Any, batch: Any, rng: Any) -> dict[str, Any]:
-        """Runs a microbatch of a step; what it finds belongs to the step's values."""
+        """Runs a microbatch of a step; the norm that it returns belongs to the step's values."""
         if self._norm is None or step % self._every:
             return {}
         return {_NORM: self._norm(carried, batch, rng)}
 
     def after(self, values: Mapping[str, Any]) -> dict[str, Any]:
-        """The entry of a step's record, from the step's values."""
+        """Makes the entry of a step's record from the step's values."""
         if _NORM not in values:
             return {}
         rows = self._setup.config.train.batch_size
         few = rows // self._setup.schedule.num_microbatches
         norms = {few: float(values[_NORM]), rows: float(values["grad_norm"])}
-        self._found = self._found.after(norms)
-        means = dataclasses.asdict(self._found)
+        self._noise = self._noise.after(norms)
+        means = dataclasses.asdict(self._noise)
         return {RECORD: {f"scale_{self._setup.task.unit}": self.scale, **means}}
 
     @property
     def scale(self) -> float | None:
-        """In tokens, or what else a row has."""
-        rows = self._found.rows
+        """The noise scale in tokens, or in whatever unit a row has."""
+        rows = self._noise.rows
         return None if rows is None else rows * self._setup.task.units_per_row
 
 
 def microbatch_norm(setup: Setup) -> jax.stages.Compiled:
     """Compiles ``(state, batch, rng) -> norm``, of the gradient of a step's first microbatch.
 
-    Every microbatch is that one, so that the pipeline runs as it does in a step.
+    All microbatches are copies of the first, so that the pipeline runs as it does in a step.
     """
     number = setup.schedule.num_microbatches
 
@@ -137,18 +137,18 @@ def microbatch_norm(setup: Setup) -> jax.stages.Compiled:
 
 
 def _last(path: Path) -> Noise:
-    """The means that metrics.jsonl ends with."""
-    found = Noise()
+    """Reads the last means in metrics.jsonl."""
+    means = Noise()
     with contextlib.suppress(FileNotFoundError), path.open(encoding="utf-8") as file:
         for record in map(json.loads, file):
             if RECORD in record:
                 kept = record[RECORD]
-                found = Noise(kept["gradient"], kept["variance"], kept["estimates"])
-    return found
+                means = Noise(kept["gradient"], kept["variance"], kept["estimates"])
+    return means
 
 
 def failures(config: Config) -> Iterator[Failure]:
-    """Why the noise scale cannot be estimated, if it is asked for."""
+    """Says why the noise scale cannot be estimated, if it is asked for."""
     every, pipeline = config.train.noise_every, config.pipeline
     if not every:
         return

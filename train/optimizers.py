@@ -1,8 +1,8 @@
-"""The optimizer of a run: AdamW, or any of optax by its name and arguments.
+"""The optimizer of a run: AdamW, or any optimizer of optax by its name and arguments.
 
 `jaxpipe.Pipeline` runs a transformation as if every layer were a tree of its own, whatever the
-layout (``docs/design/004-optimizers.md``), so that those that look at the shape of a parameter,
-such as muon and adafactor, are right.
+layout (``docs/design/004-optimizers.md``), so that optimizers that look at the shape of a
+parameter, such as muon and adafactor, are right.
 """
 
 from __future__ import annotations
@@ -32,24 +32,23 @@ _OF_WARMUP_COSINE = ("peak_lr", "warmup_steps", "min_lr_ratio")
 
 
 def named() -> dict[str, Callable[..., optax.GradientTransformation]]:
-    """The optimizers of optax by name; each takes a learning rate."""
-    found: dict[str, Callable[..., optax.GradientTransformation]] = {}
+    """Lists the optimizers of optax by name; each takes a learning rate."""
+    optimizers: dict[str, Callable[..., optax.GradientTransformation]] = {}
     for module in (optax.contrib, optax):
         for name, function in vars(module).items():
             fits = name not in _UNFIT and not name.startswith("scale_by_")
             if fits and name.islower() and inspect.isfunction(function):
                 parameters = inspect.signature(function).parameters
                 if "learning_rate" in parameters and "base_optimizer" not in parameters:
-                    found[name] = function
-    return found
+                    optimizers[name] = function
+    return optimizers
 
 
 def named_schedules() -> dict[str, Callable[..., optax.Schedule]]:
-    """The schedules of optax by name."""
-    found = vars(optax.schedules).items()
+    """Lists the schedules of optax by name."""
     return {
         name: function
-        for name, function in found
+        for name, function in vars(optax.schedules).items()
         if name.endswith(("_schedule", "_decay")) and inspect.isfunction(function)
     }
 
@@ -185,7 +184,7 @@ def make_optimizer(
 ) -> optax.GradientTransformation:
     """Makes the optimizer, after clipping by the norm of the whole gradient.
 
-    Of AdamW, only matrices and kernels decay.
+    With AdamW, only matrices and kernels decay.
 
     Args:
       config: its name and numbers.

@@ -1,4 +1,4 @@
-"""What ``jaxpipe plan`` needs of a configuration: the model's sizes, and a YAML for a plan.
+"""The trainer's part of ``jaxpipe plan``: the sizes of a configuration's model, and plans as YAML.
 
 The library finds `read` by an entry point (``jaxpipe.configurations`` in pyproject.toml).
 """
@@ -40,9 +40,9 @@ from train.optimizers import learning_rate, make_optimizer
 
 _REMATS = ("none", "dots", "full")
 _TAKEN_FOR = "cpu"
-"""What devices are taken for that are not in the table, such as simulated ones."""
+"""Device that stands for those that are not in the table, such as simulated ones."""
 _MOST_SHARING = 8
-"""Devices that share a layer: no more than a host has."""
+"""Most devices that share a layer: no more than a host has."""
 _MICROBATCHES = 2
 
 
@@ -51,7 +51,7 @@ class Planned:
 
     Args:
       config: a checked configuration.
-      name: of its file.
+      name: name of its file.
     """
 
     def __init__(self, config: Config, name: str) -> None:
@@ -111,7 +111,7 @@ class Planned:
         )
 
     def write(self, plan: Plan, costs: Costs, steps: int | None) -> str:
-        """The configuration with a plan's mesh, pipeline, costs and batch."""
+        """Writes the configuration with a plan's mesh, pipeline, costs and batch."""
         config = self.config
         axes = ("stage", "data", "replica", "expert", "context", "tensor")
         mesh = {name: getattr(plan, name) for name in axes}
@@ -150,12 +150,12 @@ class Planned:
         return int(json.loads(done.stdout.splitlines()[-1])["bytes"])
 
     def choice(self, limit_bytes: float | None, device: str) -> tuple[Config, str]:
-        """The configuration with the schedule, chunks, microbatches and policy that are predicted
-        to be fastest on its own mesh, and why.
+        """Chooses the schedule, chunks, microbatches and policy that are predicted to be fastest on
+        the configuration's own mesh, and says why.
 
         Args:
-          limit_bytes: of a device; None for what such a device has.
-          device: what the devices are taken for, a name in `jaxpipe.planning.devices`.
+          limit_bytes: limit of a device's memory; None for what such a device has.
+          device: kind of device to predict for, a name in `jaxpipe.planning.devices`.
 
         Raises:
           ArgumentError: nothing fits.
@@ -163,9 +163,9 @@ class Planned:
         config, shape = self.config, self.config.mesh
         own = shape.stage, shape.data, shape.replica, shape.context, shape.tensor, shape.expert
         slots = configured.weight_slots(config, platform="gpu")
-        found = cluster(device, shape.num_devices, memory=limit_bytes)
+        devices = cluster(device, shape.num_devices, memory=limit_bytes)
         on_host = NOTHING
-        if found.has_host_memory:
+        if devices.has_host_memory:
             on_host = OnHost(config.optimizer.offload, config.pipeline.residuals == "host")
 
         def allowed(plan: Plan) -> bool:
@@ -179,11 +179,11 @@ class Planned:
         cases = [Variant(*sharing, remat, shape.expert) for remat in _REMATS]
         model = self._sizes(cases, lambda share: None)
         goal = Goal(None, (model.batch_rows,))
-        result = search(model, [found], goal, on_host=on_host, allowed=allowed)
+        result = search(model, [devices], goal, on_host=on_host, allowed=allowed)
         best = result.best[0]
         changed = {"pipeline": _chosen(best.plan), "costs": _of_chunk(chunk_costs(best.placed))}
         words = [f"pipeline.schedule=plan on {device}s: {_in_words(best)}"]
-        words += [f"then {_in_words(one)}" for one in result.best[1:3]]
+        words += [f"then {_in_words(other)}" for other in result.best[1:3]]
         return _changed(config, changed), "; ".join(words)
 
     @property
@@ -192,11 +192,11 @@ class Planned:
 
     @property
     def _compute_bytes(self) -> int:
-        """Of a weight where layers read it: they cast to the model's dtype."""
+        """Bytes of a weight when layers read it: they cast to the model's dtype."""
         return 4 if self.task.dtype is None else jnp.dtype(self.task.dtype).itemsize
 
     def _sharing(self, context: int, tensor: int, expert: int) -> Config:
-        """The configuration on the devices of one layer."""
+        """Makes the configuration on the devices of one layer."""
         shape = {"stage": 1, "data": expert, "replica": 1, "expert": expert}
         shape |= {"context": context, "tensor": tensor}
         mesh = self.config.mesh.model_copy(update=shape)
@@ -219,7 +219,7 @@ class Planned:
         return jax.tree.map(lambda row: jax.ShapeDtypeStruct((rows, *row.shape), row.dtype), shapes)
 
     def _pipeline(self, config: Config, remat: str, **axes: Any) -> Pipeline:
-        """One stage on as many devices as the axes have."""
+        """Makes a pipeline of one stage on as many devices as the axes have."""
         task = tasks.make(config)
         return Pipeline(
             task.model(train=True),
@@ -237,14 +237,14 @@ class Planned:
         return make_optimizer(settings, rate)
 
     def _num_moments(self) -> int:
-        """How many numbers the optimizer keeps for each parameter: two of Adam."""
+        """Counts the numbers that the optimizer keeps for each parameter: two for Adam."""
         state = jax.eval_shape(self._optimizer.init, self._params)
         kept, own = (sum(leaf.size for leaf in jax.tree.leaves(t)) for t in (state, self._params))
         return round(kept / own)
 
 
 def _changed(config: Config, sections: dict[str, dict[str, Any]]) -> Config:
-    """A configuration with other values in some fields of its sections."""
+    """Changes some fields in the sections of a configuration."""
     changed = {
         name: getattr(config, name).model_copy(update=update) for name, update in sections.items()
     }
@@ -252,7 +252,7 @@ def _changed(config: Config, sections: dict[str, dict[str, Any]]) -> Config:
 
 
 def _chosen(plan: Plan) -> dict[str, Any]:
-    """What decides the order of a pipeline, and what its layers keep."""
+    """Takes the fields that decide the order of a pipeline, and what its layers keep."""
     return {
         "schedule": plan.schedule,
         "chunks": plan.chunks,
@@ -293,13 +293,13 @@ def choose(config: Config) -> tuple[Config, str]:
     limit = (device.memory_stats() or {}).get("bytes_limit")
     try:
         taken_for = _TAKEN_FOR if named is None else named.name
-        found = Planned(config, config.run_dir).choice(limit, taken_for)
+        chosen = Planned(config, config.run_dir).choice(limit, taken_for)
     except ArgumentError as error:
         failure = errors.Failure(
             f"pipeline.schedule={configured.PLAN}: {error}", ("pipeline.schedule",)
         )
         raise errors.ConfigError([failure]) from error
-    return found
+    return chosen
 
 
 def read(path: Path) -> Planned:
@@ -309,13 +309,13 @@ def read(path: Path) -> Planned:
       ArgumentError: it cannot be read, or something in it is wrong.
     """
     try:
-        found = command_line.parse(["--config", str(path)])
+        parsed = command_line.parse(["--config", str(path)])
     except errors.ConfigError as error:
         raise ArgumentError([failure.message for failure in error.failures]) from error
-    # Planning chooses anew what says how the model lies on devices.
-    config = found.config.reset(["mesh", "pipeline", "costs", "asynchronous"])
+    # Planning chooses anew the sections that say how the model lies on devices.
+    config = parsed.config.reset(["mesh", "pipeline", "costs", "asynchronous"])
     wrong = checks.check(config, writes=False, reads=False)
-    messages = [failure.message for failure in (*found.failures, *wrong) if _matters(failure)]
+    messages = [failure.message for failure in (*parsed.failures, *wrong) if _matters(failure)]
     refuse(messages)
     return Planned(config, path.stem)
 

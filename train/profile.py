@@ -1,4 +1,4 @@
-"""What is recorded of some steps: a profile by ``jax.profiler``, and when stages run what."""
+"""Records of some steps: a profile by ``jax.profiler``, and a timeline of the stages."""
 
 from __future__ import annotations
 
@@ -51,8 +51,8 @@ def check_processes(config: Config) -> None:
 
 
 def write_timeline(setup: Setup, state: TrainState, batch: Any, rng: Any) -> None:
-    """Measures forward and backward of a batch, and writes them beside what the clocks say, as a
-    page and as a trace."""
+    """Measures forward and backward of a batch, and writes them beside the predicted timelines, as
+    a page and as a trace."""
     measured = measure.timeline(setup.pipe, state.params, batch, rng, states=state.layers)
     clocks = timelines(measured.schedule, measured.costs, measured=measured)
     predicted = clocks.on("device")
@@ -67,7 +67,7 @@ class Profile:
     manager around the loop.
 
     Args:
-      config: of the run.
+      config: configuration of the run.
     """
 
     def __init__(self, config: Config) -> None:

@@ -1,4 +1,4 @@
-"""What a run has come to, beside its checkpoints: so that no progress is lost unnoticed.
+"""The progress of a run, recorded beside its checkpoints so that none is lost unnoticed.
 
 ``progress.json`` in the run folder holds the step of the last checkpoint that was written whole,
 and the step that ended the run if its numbers were not finite.
@@ -36,8 +36,8 @@ class Progress:
     Args:
       saved: step of a checkpoint that was whole; 0 before there was any.
       failed_step: the step whose numbers were not finite; None if all were.
-      failed_config: the configuration that it failed with.
-      failed_because: what was said.
+      failed_config: the configuration with which it failed.
+      failed_because: the numbers of that step, in words.
     """
 
     saved: int = 0
@@ -50,7 +50,7 @@ _FORM = pydantic.TypeAdapter(Progress)
 
 
 def read(folder: Path) -> Progress:
-    """The record of a run folder; an empty one if there is none, or none that can be read."""
+    """Reads the record of a run folder; an empty one if there is none, or none is readable."""
     try:
         return _FORM.validate_json(read_bytes(folder / run_folder.PROGRESS_FILE), strict=True)
     except (OSError, ValueError):
@@ -64,8 +64,8 @@ def note_saved(folder: Path, step: int) -> None:
 
 def note_failure(folder: Path, error: NonFiniteLossError, config: dict[str, Any]) -> None:
     """Records the step that ended a run, and the configuration that it failed with."""
-    found = dataclasses.replace(read(folder), failed_step=error.step, failed_because=error.seen)
-    _write(folder, dataclasses.replace(found, failed_config=config))
+    progress = dataclasses.replace(read(folder), failed_step=error.step, failed_because=error.seen)
+    _write(folder, dataclasses.replace(progress, failed_config=config))
 
 
 def _write(folder: Path, progress: Progress) -> None:
@@ -98,9 +98,9 @@ def would_fail_again(folder: Path, config: Config, *, step: int) -> list[Failure
     """Says that a run ended with numbers that are not finite, and that nothing has changed since.
 
     Args:
-      folder: of the run.
-      config: that it would continue with.
-      step: that it would continue from.
+      folder: folder of the run.
+      config: configuration that it would continue with.
+      step: step that it would continue from.
     """
     found = read(folder)
     if found.failed_step is None or found.failed_config is None or step >= found.failed_step:

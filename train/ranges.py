@@ -17,7 +17,7 @@ _MAX_PASSES = 100_000
 
 _LARGEST = 2**63 - 1
 _INTEGERS = Range(-_LARGEST - 1, _LARGEST)
-"""The range of an integer that has none of its own."""
+"""The range of an integer field without a range of its own."""
 
 
 def in_range(config: Config) -> tuple[Config, list[Failure]]:
@@ -37,7 +37,7 @@ def in_range(config: Config) -> tuple[Config, list[Failure]]:
 
 
 def limits(section: Section, prefix: str = "") -> Iterator[tuple[str, Range]]:
-    """Yields the path of every field that has a range, or whose values have one, with the range."""
+    """Yields the path and the range of every field that has a range, or whose values have one."""
     for name, field in type(section).model_fields.items():
         value = getattr(section, name)
         if isinstance(value, Section):
@@ -62,7 +62,7 @@ def _ranges(config: Config) -> Iterator[Failure]:
 
 
 def _broken(number: float, range_: Range) -> str:
-    """The rule that a number breaks, with the nearest legal number; empty if it breaks none."""
+    """Writes the rule that a number breaks, and the nearest legal number; empty if it is legal."""
     high, below = range_.high, range_.below
     if high is None:
         high, below = (_LARGEST, False) if isinstance(number, int) else (math.inf, True)

@@ -1,4 +1,4 @@
-"""The start of several processes: all of them have come, or it is said which have not."""
+"""The meeting of several processes at the start, which names those that have not come."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ def meet(coordinator: str, *, count: int, number: int, seconds: float) -> None:
 
     Args:
       coordinator: HOST:PORT of process 0.
-      count: how many processes there are.
-      number: of this one.
-      seconds: how long to wait.
+      count: number of processes.
+      number: number of this process.
+      seconds: time to wait.
 
     Raises:
       MissingProcessError: some have not come.

@@ -26,18 +26,18 @@ FILES = (
     *(CONFIG_FILE, METRICS_FILE, CHECKPOINTS, CHOICE_FILE, PROGRESS_FILE),
     *(*_PICTURES, TENSORBOARD),
 )
-"""What every run leaves; a task's report may add a file."""
+"""Files that every run leaves; a task's report may add one."""
 
 
 def failures(config: Config, *, resume: bool) -> Iterator[Failure]:
     """Says why the run folder cannot be used: it holds a run, or cannot be written."""
-    found = [*misplaced(config)] or ([] if resume else [*_existing_run(config)])
-    yield from found
+    problems = [*misplaced(config)] or ([] if resume else [*_existing_run(config)])
+    yield from problems
     yield from _writable(config)
 
 
 def _names(config: Config) -> list[str]:
-    """What a run of any task leaves."""
+    """Lists the files that a run of any task may leave."""
     reports = {tasks.find(task).report_file for task in (*tasks.names(), config.task)}
     return [*FILES, *sorted(filter(None, reports))]
 
@@ -45,27 +45,27 @@ def _names(config: Config) -> list[str]:
 def _existing_run(config: Config) -> Iterator[Failure]:
     folder = Path(config.run_dir)
     with contextlib.suppress(OSError):
-        found = [name for name in _names(config) if (folder / name).exists()]
-        if found:
+        existing = [name for name in _names(config) if (folder / name).exists()]
+        if existing:
             who = run_lock.holder(folder)
             used = "" if who is None else f" and is in use by {who}: wait until that run has ended"
             yield Failure(
-                f"run_dir={folder} already holds a run ({', '.join(found)}){used}. Continue it "
+                f"run_dir={folder} already holds a run ({', '.join(existing)}){used}. Continue it "
                 "with --resume, or name another --run-dir.",
                 ("run_dir",),
             )
 
 
 def misplaced(config: Config) -> Iterator[Failure]:
-    """Says what stands in the place of a run's files and folders and is something else."""
+    """Says which files and folders of a run have something else in their place."""
     for path in (Path(config.run_dir) / name for name in (run_lock.LOCK_FILE, *_names(config))):
         wanted = "a folder" if path.name in (CHECKPOINTS, TENSORBOARD) else "a file"
         with contextlib.suppress(OSError):
-            found = "a folder" if path.is_dir() else "something else, such as a broken link"
-            found = "a file" if path.is_file() else found
-            if os.path.lexists(path) and found != wanted:
+            actual = "a folder" if path.is_dir() else "something else, such as a broken link"
+            actual = "a file" if path.is_file() else actual
+            if os.path.lexists(path) and actual != wanted:
                 yield Failure(
-                    f"{path} must be {wanted}, and is {found}. Move it away, or name another "
+                    f"{path} must be {wanted}, and is {actual}. Move it away, or name another "
                     "--run-dir.",
                     ("run_dir",),
                 )
@@ -93,7 +93,7 @@ class Held:
     """The files that a run writes, which nothing else may remove or replace meanwhile.
 
     Args:
-      config: names the run folder; what it holds is there.
+      config: configuration that names the run folder; its files are there.
     """
 
     def __init__(self, config: Config) -> None:
@@ -101,7 +101,7 @@ class Held:
         self._config, self._held = config, {path: path.stat() for path in paths}
 
     def check(self) -> None:
-        """Raises ConfigError if one is no longer there, or another in its place."""
+        """Raises ConfigError if a file is gone, or another one is in its place."""
         for path, held in self._held.items():
             try:
                 is_there = os.path.samestat(path.stat(), held)

@@ -1,6 +1,6 @@
 """One run per folder: a lock that says who holds it and that no dead run can keep.
 
-Why it works this way: ``docs/design/010-checkpoints.md``.
+``docs/design/010-checkpoints.md`` gives the reasons for its design.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ PATIENCE_SECONDS = 60.0
 
 _NO_FLOCK = frozenset({errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOTSUP, errno.ENOLCK, errno.EINVAL})
 _MOST_BYTES = 1 << 16
-"""A lock file is far shorter."""
+"""Bytes that are read of a lock file, which is far shorter."""
 _RETRY_SECONDS = 0.5
-"""A process that removes a stale lock holds its flock for less than this."""
+"""Time before another try: a process that removes a stale lock holds its flock for less."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,7 +43,7 @@ class Owner:
     Args:
       host: name of its machine.
       pid: its process.
-      since: when it took the lock, in ISO 8601.
+      since: time at which it took the lock, in ISO 8601.
       slurm_job: the job's number, or None.
       kernel: identifies its running kernel.
       has_flock: whether it also holds the kernel's lock on the file.
@@ -70,7 +70,7 @@ class RunLock:
       folder: the run folder; made if it is missing, and removed again if it stays empty.
       say: shows a line to the user.
       heartbeat_seconds: the time between two signs of life.
-      patience_seconds: how long to watch the lock of another machine for a sign of life.
+      patience_seconds: time to watch the lock of another machine for a sign of life.
 
     Example:
       >>> lock = RunLock(Path("runs/gpt"), say=print)  # doctest: +SKIP

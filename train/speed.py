@@ -1,4 +1,4 @@
-"""How fast a run is, as printed and as recorded."""
+"""The speed of a run, as printed and as recorded."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _PEAK_FLOPS = {
 
 
 def peak_flops(device_kind: str, dtype: str | None) -> float | None:
-    """The device's dense peak in FLOP/s, or None where it is not known.
+    """Looks up the device's dense peak in FLOP/s; None if it is not known.
 
     Args:
       device_kind: as jax names it.
@@ -41,8 +41,8 @@ def peak_flops(device_kind: str, dtype: str | None) -> float | None:
     """
     if dtype != "bfloat16":
         return None
-    found = [name for name in _PEAK_FLOPS if device_kind.startswith(name)]
-    return _PEAK_FLOPS[max(found, key=len)] if found else None
+    matching = [name for name in _PEAK_FLOPS if device_kind.startswith(name)]
+    return _PEAK_FLOPS[max(matching, key=len)] if matching else None
 
 
 def memory_bytes() -> int:
@@ -61,8 +61,8 @@ class Speed:
 
     Args:
       step_seconds: mean time of a step; evaluating and saving are not counted.
-      units_per_second: tokens or images over all devices.
-      unit: what they are, such as "tokens".
+      units_per_second: tokens or images per second, over all devices.
+      unit: name of the unit, such as "tokens".
       mfu: share of the devices' peak; None where that or the model's operations are not known.
       memory_bytes: peak memory of the first device, or of this process if that is unknown.
     """
@@ -75,13 +75,13 @@ class Speed:
 
     def recorded(self) -> dict[str, Any]:
         """Returns the entry ``speed`` of a record in metrics.jsonl."""
-        found = {
+        values = {
             "step_seconds": self.step_seconds,
             f"{self.unit}_per_second": self.units_per_second,
             "mfu": self.mfu,
             "memory_bytes": self.memory_bytes,
         }
-        return {name: value for name, value in found.items() if value is not None}
+        return {name: value for name, value in values.items() if value is not None}
 
 
 class Clock:

@@ -41,23 +41,23 @@ def take_folder(lock: RunLock, config: Config, *, resume: bool) -> None:
 def recorded_choice(path: Path, config: Config, console: Console) -> Choice | None:
     """Returns what the run chose before, unless the settings that decide it have changed."""
     try:
-        found = choice.read(path, config)
+        recorded = choice.read(path, config)
     except (OSError, ValueError) as error:
         say(console, f"{path} cannot be used, and the schedule is chosen anew: {error}")
         return None
-    if found is not None:
+    if recorded is not None:
         say(console, f"schedule and partition as recorded in {path}")
-    return found
+    return recorded
 
 
 @dataclasses.dataclass(frozen=True)
 class Start:
-    """Where a run begins.
+    """The start of a run.
 
     Args:
       step: optimizer steps already done.
       changes: settings that differ from the checkpoint's.
-      in_flight: the checkpoint holds a pipeline that was not drained.
+      in_flight: whether the checkpoint holds a pipeline that was not drained.
     """
 
     step: int = 0

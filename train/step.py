@@ -1,4 +1,4 @@
-"""What a run compiles: the model in its pipeline, the optimizer, and one training step."""
+"""The programs of a run: the model in its pipeline, the optimizer, and one training step."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ PyTree = Any
 
 @dataclasses.dataclass(frozen=True)
 class TrainState:
-    """What a training step changes.
+    """The state that a training step changes.
 
     Args:
       params: placed parameters.
@@ -61,7 +61,7 @@ class Setup:
       config: a checked configuration; the devices it needs are there.
       choice: the schedule and the partition to keep; None to choose them. Every process takes those
         of process 0.
-      devices: to compile for, in place of those that jax has.
+      devices: devices to compile for, in place of those that jax has.
 
     Example:
       >>> setup = Setup(config)  # doctest: +SKIP
@@ -112,9 +112,9 @@ class Setup:
         return Choice(order, counts, tuple(costs), vocabulary)
 
     def _vocabulary(self) -> str:
-        """Returns who computes embedding and head sooner on the device clock.
+        """Chooses the stages that compute embedding and head in less time on the device clock.
 
-        Split, they take every stage its share of their time.
+        If embedding and head are split, they take each stage its share of their time.
         """
         stages = self.config.mesh.stage
         if stages == 1 or configured.is_asynchronous(self.config) or self._ends_compute:
@@ -184,17 +184,17 @@ class Setup:
 
     @property
     def _ends_compute(self) -> bool:
-        """Whether the ends of the pipeline alone compute embedding and head."""
+        """Whether only the ends of the pipeline compute embedding and head."""
         if configured.is_asynchronous(self.config):  # it updates them while it runs, on all stages
             return False
         return self.task.model(train=True).stage_split is None
 
     def _memory(self, probe: Pipeline, batch: PyTree, rng, limit: float) -> Memory:
-        """What layers keep: weights, gradients, what the optimizer keeps, and residuals."""
-        found = layer_bytes(probe, batch, rng)
+        """Counts what layers keep: weights, gradients, the optimizer's state, and residuals."""
+        layer_sizes = layer_bytes(probe, batch, rng)
         levels, peak, slots = [3, 2, *[1] * self._num_moments()], 0, 0.0
         if self.config.pipeline.update == "chunk":
-            # Gradients of chunks in work, whole, in place of all.
+            # Whole gradients of the chunks in work take the place of all gradients.
             levels.remove(2)
             chunks = probe.schedule.num_chunks
             slots = min(probe.weight_slots, chunks) / chunks
@@ -205,13 +205,13 @@ class Setup:
             peak = steady.residual_slots
         sharded = sum(probe.zero >= z for z in levels)
         whole = len(levels) - sharded + slots
-        pairs = zip(found.parameters, found.sharded, strict=True)
+        pairs = zip(layer_sizes.parameters, layer_sizes.sharded, strict=True)
         parameters = [whole * n + sharded * part for n, part in pairs]
         peak = max(peak, *simulate(probe.schedule, configured.costs(self.config)).peak_in_flight)
-        return Memory(parameters, found.residuals, peak, limit * 1e9)
+        return Memory(parameters, layer_sizes.residuals, peak, limit * 1e9)
 
     def _num_moments(self) -> int:
-        """How many numbers the optimizer keeps for each parameter: two of Adam."""
+        """Counts the numbers that the optimizer keeps for each parameter: two for Adam."""
         state = jax.eval_shape(self.make_optimizer().init, self.shapes)
         kept, own = (sum(leaf.size for leaf in jax.tree.leaves(t)) for t in (state, self.shapes))
         return round(kept / own)
@@ -238,7 +238,7 @@ class Setup:
         )
 
     def _chunk_by_chunk(self) -> Callable[..., Any] | None:
-        """The step that updates every chunk by itself; None if it is not wanted.
+        """Makes the step that updates every chunk by itself; None if it is not wanted.
 
         Raises:
           ConfigError: the schedule or the optimizer does not allow it.
@@ -248,11 +248,11 @@ class Setup:
         try:
             return self.pipe.train_step(self.optimizer, update=self.config.pipeline.update)
         except ValueError as error:
-            found = errors.of_schedule(error, self.config.pipeline.schedule)
-            raise errors.ConfigError(list(found)) from error
+            failures = errors.of_schedule(error, self.config.pipeline.schedule)
+            raise errors.ConfigError(list(failures)) from error
 
     def make_optimizer(self, *, clips: bool = True) -> optax.GradientTransformation:
-        """The run's optimizer; see `make_optimizer`."""
+        """Makes the run's optimizer; see `make_optimizer`."""
         settings = self.config.optimizer
         made = make_optimizer(settings, self.learning_rate, clips=clips)
         return on_host(made) if settings.offload else made
@@ -273,7 +273,7 @@ class Setup:
 
     @property
     def state_shardings(self) -> TrainState:
-        """How the state is sharded."""
+        """Shardings of the state."""
         return jax.tree.map(lambda leaf: leaf.sharding, self.state_shapes)
 
     @cached_property
@@ -284,7 +284,7 @@ class Setup:
 
     @cached_property
     def canonical_shapes(self) -> TrainState:
-        """The same in canonical order, as a checkpoint holds it."""
+        """Shapes, dtypes and shardings in canonical order, as a checkpoint holds the state."""
         params = self.pipe.canonical_params
         optimizer, states = self._optimizer_placing.canonical, self.pipe.canonical_states
         return TrainState(params, optimizer, states)
@@ -342,7 +342,7 @@ class Setup:
 
     @cached_property
     def train_step(self):
-        """``(state, batch, rng) -> (state, values)``, jitted; donates the state.
+        """The jitted step ``(state, batch, rng) -> (state, values)``, which donates the state.
 
         Values are "loss", "grad_norm", and "metrics" if the task's loss has any; there is no
         "grad_norm" if every chunk is updated by itself.
@@ -362,7 +362,7 @@ class Setup:
         return jax.jit(step, donate_argnums=0, out_shardings=shardings)
 
     def _without_skipped(self, old, new, values):
-        """The new state, or the old one of a step that is skipped, and which of them it is."""
+        """Keeps the new state, or the old one if the step is skipped, and says which it is."""
         settings = self.config.optimizer
         if not settings.max_skipped:
             return new, values
@@ -370,11 +370,11 @@ class Setup:
         is_good = jnp.isfinite(loss) & jnp.isfinite(norm)
         if settings.skip_above:
             is_good &= norm <= settings.skip_above
-        kept = jax.tree.map(lambda one, other: jnp.where(is_good, one, other), new, old)
+        kept = jax.tree.map(lambda after, before: jnp.where(is_good, after, before), new, old)
         return kept, values | {"skipped": ~is_good}
 
     def _step_with_norm(self, params, optimizer, batch, rng, layers):
-        """As a step from `Pipeline.train_step`, and the norm of the gradient before clipping."""
+        """Runs a step as `Pipeline.train_step` does; also returns the norm before clipping."""
         value, grads = self.pipe.value_and_grad(params, batch, rng, states=layers)
         new = self.pipe.update(self.optimizer, grads, optimizer, params)
         return value, *new, optax.tree.norm(grads)
@@ -390,7 +390,7 @@ class Setup:
 
     @cached_property
     def evaluate(self):
-        """``(state, batch) -> values``, jitted: the same pipeline, forward only, no dropout.
+        """The jitted ``(state, batch) -> values``: the same pipeline, forward only, no dropout.
 
         Values are "loss", and "metrics" if the task's loss has any.
         """
@@ -403,7 +403,7 @@ class Setup:
 
 
 def named(value: PyTree, layers: PyTree) -> tuple[dict[str, PyTree], PyTree]:
-    """What a step returns as its loss, taken apart.
+    """Takes apart what a step returns as its loss.
 
     Args:
       value: a loss, or ``(loss, aux)`` with metrics, the layers' states, or both.
@@ -416,8 +416,8 @@ def named(value: PyTree, layers: PyTree) -> tuple[dict[str, PyTree], PyTree]:
     values, metrics = {"loss": loss}, aux
     if layers is not None:
         # Metrics and states in a tuple, or states alone.
-        found: Any = jax.tree.structure(aux)
-        metrics, layers = (None, aux) if found == jax.tree.structure(layers) else aux
+        structure: Any = jax.tree.structure(aux)
+        metrics, layers = (None, aux) if structure == jax.tree.structure(layers) else aux
     return values if metrics is None else values | {"metrics": metrics}, layers
 
 

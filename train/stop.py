@@ -13,8 +13,8 @@ import jax
 from jax.experimental import multihost_utils
 
 GRACE_SECONDS = 30.0
-"""How long a signal waits for a blocked main thread, beyond the time of the longest step so far.
-Slurm and Kubernetes kill a process 30 s after SIGTERM, by default."""
+"""Time that a signal waits for a blocked main thread, beyond that of the longest step so far. Slurm
+and Kubernetes kill a process 30 s after SIGTERM, by default."""
 
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
@@ -48,7 +48,7 @@ class StopRequest:
     def _notice(self, number: int, frame: object) -> None:
         del frame
         self._seen = True
-        # A second one ends the process at once.
+        # A second signal ends the process at once.
         signal.signal(number, signal.SIG_DFL)
 
     def _pass_on(self, number: int, frame: object) -> None:
@@ -80,7 +80,7 @@ class StopRequest:
 
 
 def _next_signal(arrivals: int, seconds: float | None) -> int:
-    """The number of the next signal to stop; 0 if there is none in time."""
+    """Waits for the next signal to stop, and returns its number; 0 if none comes in time."""
     until = None if seconds is None else time.monotonic() + seconds
     while True:
         left = None if until is None else max(until - time.monotonic(), 0.0)

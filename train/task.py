@@ -26,7 +26,7 @@ PyTree = Any
 
 
 class Task(abc.ABC):
-    """A model family with its data: all that the trainer knows about it.
+    """A model family with its data, as far as the trainer knows it.
 
     The shape of the model is a frozen dataclass with ``num_layers``. If its numbers do not fit
     together, it raises ArgumentError with one `Problem` per field. The section ``model``
@@ -34,7 +34,7 @@ class Task(abc.ABC):
     help from its docstring's ``Args:``.
 
     Args:
-      config: of the run.
+      config: configuration of the run.
 
     Attributes:
       default: the shape if the configuration sets no field of it.
@@ -42,17 +42,17 @@ class Task(abc.ABC):
       free: fields of the shape that may change when a run is resumed, because no weight depends on
         them.
       depth: fields that decide the number of layers.
-      unit: what a row holds, in the plural, such as "tokens".
-      loss_unit: what the loss counts, such as "nats"; empty for a number without a unit.
+      unit: unit of which a row holds several, in the plural, such as "tokens".
+      loss_unit: unit of the loss, such as "nats"; empty for a number without a unit.
       data_options: fields of the section ``data``, beside ``path``, that the family reads.
       data_kind: one of `train.data.folder.KINDS`; None if ``data.path`` is not read.
       report_file: the file that `report` writes to the run folder; None if it writes none.
-      shape: that of the model.
-      units_per_row: how many units a row holds.
+      shape: shape of the model.
+      units_per_row: number of units in a row.
       num_layers: layers of the pipeline.
       dropout: whether a step needs a random key.
-      dtype: what the model computes in, for the share of the devices' peak; None if the shape does
-        not say.
+      dtype: dtype in which the model computes, for the share of the devices' peak; None if the
+        shape does not say.
     """
 
     default: ClassVar[Any]
@@ -101,10 +101,10 @@ class Task(abc.ABC):
         """
 
     def named_axes(self, axis: str | None) -> dict[str, str | None]:
-        """Returns what a family's model is given to name the mesh's axes.
+        """Returns the arguments that name the mesh's axes to a family's model.
 
         Args:
-          axis: as of `model`.
+          axis: as for `model`.
         """
         shared = {} if axis is None else self.config.mesh.shared_axes()
         vocabulary = None if self.config.pipeline.vocabulary == "ends" else axis
@@ -113,7 +113,7 @@ class Task(abc.ABC):
     def shared(self, axis: str) -> dict[str, int]:
         """Returns the counts that devices along an axis of ``mesh`` share, by the shape's fields.
 
-        Empty for a family whose layers are not shared along it.
+        The result is empty for a family whose layers are not shared along this axis.
         """
         del axis
         return {}
@@ -175,13 +175,13 @@ class Task(abc.ABC):
         """Returns a digest of the tokenizer or the data, which must not change during a run."""
 
     def exported_tokenizer(self, folder: Path) -> Exported | None:
-        """Returns what `train.export` writes beside the weights; None without a tokenizer.
+        """Returns the tokenizer that `train.export` writes beside the weights; None without one.
 
         Args:
           folder: the prepared data.
 
         Raises:
-          ValueError: it is not there or damaged.
+          ValueError: the data is not there or damaged.
         """
         del folder
         return None
@@ -199,8 +199,8 @@ class Task(abc.ABC):
         """Measures the trained model at the end of a run; may write to ``run_dir``.
 
         Args:
-          params: canonical, on the host.
-          states: those of the layers, likewise, or None.
+          params: canonical parameters, on the host.
+          states: states of the layers, likewise, or None.
           heldout: the held-out examples.
 
         Returns:
@@ -221,7 +221,7 @@ class Task(abc.ABC):
 
 
 def shared_counts(shape: Any) -> dict[str, int]:
-    """What devices along ``mesh.tensor`` share of a shape's layers with attention and an MLP."""
+    """Lists the counts devices along ``mesh.tensor`` share in layers with attention and MLP."""
     return {
         "sequence_length": shape.sequence_length,
         "num_heads": shape.num_heads,
@@ -230,10 +230,10 @@ def shared_counts(shape: Any) -> dict[str, int]:
 
 
 def _descriptions(shape: type) -> dict[str, str]:
-    """Returns the ``Args:`` of a dataclass's docstring and of those that it extends, by name."""
-    found = {}
+    """Returns the ``Args:`` in the docstrings of a dataclass and of those that it extends."""
+    descriptions = {}
     for extended in filter(dataclasses.is_dataclass, reversed(shape.__mro__)):
         for argument in docstring_parser.parse(extended.__doc__ or "").params:
             text = " ".join((argument.description or "").split())
-            found[argument.arg_name] = text[:1].upper() + text[1:]
-    return found
+            descriptions[argument.arg_name] = text[:1].upper() + text[1:]
+    return descriptions

@@ -1,4 +1,4 @@
-"""The byte-level BPE tokenizer: learn it from documents, and encode them with it."""
+"""The byte-level BPE tokenizer: learns from documents, and encodes them."""
 
 from __future__ import annotations
 
@@ -56,7 +56,8 @@ def encode(
     """Encodes documents one after the other, each followed by the token that ends it.
 
     Args:
-      tokenizer: from ``train_tokenizer``, or one that may add special tokens to every document.
+      tokenizer: a tokenizer from ``train_tokenizer``, or one that may add special tokens to every
+        document.
       texts: documents to encode.
       end: the token after every document, unless the tokenizer adds it.
       progress: gets a bar over the documents.

@@ -26,8 +26,8 @@ if __name__ == "__main__":
 _DISK = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EACCES, errno.EPERM, errno.EROFS})
 
 _FAILED = 70
-"""The exit status after an error that nothing explains: EX_SOFTWARE of sysexits.h. Python's own is
-1, that of a loss that is not finite."""
+"""The exit status after an unexplained error: EX_SOFTWARE of sysexits.h. Python's own status, 1, is
+that of a loss that is not finite."""
 
 _INTERRUPTED = 128 + signal.SIGINT
 
@@ -36,7 +36,7 @@ def main(arguments: Sequence[str]) -> int:
     """Runs the command line.
 
     Args:
-      arguments: without the program's name; ``--help`` lists them.
+      arguments: arguments without the program's name; ``--help`` lists them.
 
     Returns:
       The exit status.
@@ -69,12 +69,12 @@ def _main(arguments: Sequence[str]) -> int:
     except errors.NonFiniteLossError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
-    # The checkpoint's writer raises kinds of its own for what the disk says; others are bugs.
+    # The checkpoint's writer has errors of its own for those of the disk; others are bugs.
     except Exception as error:
         cause = _disk_error(error)
         if cause is None:
             raise
-        # The checkpoint's writer leaves the files it did not come to.
+        # The checkpoint's writer never awaits the files that it had not begun.
         warnings.filterwarnings("ignore", "coroutine .* was never awaited", RuntimeWarning)
         # TensorBoard's file cannot be flushed any more, and so not closed.
         warnings.filterwarnings("ignore", "unclosed file", ResourceWarning)
@@ -96,7 +96,7 @@ def _run(invocation) -> None:
         processes = distributed.find_processes(config)
     except errors.ConfigError as error:
         failures += checks.without(error.failures, broken)
-    # Of several processes the first one looks at the run folder, once it can tell the others.
+    # With several processes, the first looks at the run folder once it can tell the others.
     writes = not (invocation.dry_run or invocation.evaluate)
     writes = writes and (processes is None or processes.count == 1)
     resume = invocation.resume and not invocation.evaluate
@@ -159,7 +159,7 @@ def _quieten_checkpoints() -> None:
     show = sys.unraisablehook
 
     def hook(unraisable) -> None:
-        # Tensorstore prints one for every write that was under way when the first one failed.
+        # Tensorstore prints an error for every write that was under way when the first one failed.
         if str(unraisable.exc_value) != "Event loop is closed":
             show(unraisable)
 
@@ -167,14 +167,14 @@ def _quieten_checkpoints() -> None:
 
 
 def _show_library_log(*, is_writer: bool) -> None:
-    # What the library decides belongs to the run's account; errors alone go to stderr.
+    # Messages of the library belong to the run's account; errors alone go to stderr.
     log = logging.getLogger("jaxpipe")
     log.addHandler(logging.StreamHandler(sys.stdout) if is_writer else logging.NullHandler())
     log.propagate = False
 
 
 def _disk_error(error: Exception) -> OSError | None:
-    """What the operating system said, if the disk is at fault."""
+    """Finds the error of the operating system, if the disk is at fault."""
     if isinstance(error, OSError):
         return error if error.errno in _DISK else None
     # The checkpoint's writer has exceptions of its own.
@@ -191,7 +191,7 @@ def _refuse(error) -> int:
 
 
 class _Lasting(io.FileIO):
-    """A pipe or terminal that takes what is written also when its reader has gone."""
+    """A pipe or terminal that can be written to even when its reader has gone."""
 
     def write(self, content: Any, /) -> int:
         try:

@@ -1,4 +1,4 @@
-"""Several processes: who is missing when a run stands still, and an end that can be restarted.
+"""The watch over several processes, which names a missing one and ends a run for a restart.
 
 Every process tells process 0 once a second what it is doing, from a thread that XLA does not block.
 When a process makes no progress, another thread looks at what the others say: one that says nothing
@@ -28,19 +28,19 @@ RESTART = 75
 
 _BEAT_SECONDS = 1.0
 _GONE_SECONDS = 4 * _BEAT_SECONDS
-"""After an error, a process that is silent for this long is the cause of it."""
+"""Time of silence after which a process counts as the cause of an error."""
 _FAREWELL_SECONDS = _GONE_SECONDS + 2 * _BEAT_SECONDS
-"""Process 0 says for this long who is missing before it ends: as long as the others take to ask."""
+"""Time for which process 0 says who is missing before it ends: the others need it to ask."""
 _KEY = "jaxpipe/watchdog/"
 _MOST_AT_ONCE = 64
-"""Processes that may ask process 0 about all others every second."""
+"""Number of processes that may ask process 0 about all others every second."""
 
 _ABORT_SECONDS = 30
-"""A handler of SIGABRT that takes longer is ended by SIGALRM."""
+"""Time after which SIGALRM ends a handler of SIGABRT."""
 
 
 class _Heard(NamedTuple):
-    """What a process said last, and when that was new."""
+    """The last message of a process, and the time at which it was new."""
 
     beat: dict[str, Any]
     at: float
@@ -52,8 +52,8 @@ class Watchdog:
     Use it as a context manager around all that the processes do together.
 
     Args:
-      patience_seconds: how long a process may be silent, and how much longer than the longest step
-        so far a step may take.
+      patience_seconds: time for which a process may be silent, and by which a step may take longer
+        than the longest step so far.
     """
 
     def __init__(self, patience_seconds: float) -> None:
@@ -95,7 +95,7 @@ class Watchdog:
 
     @contextlib.contextmanager
     def explained(self) -> Iterator[None]:
-        """Ends the process if what is done inside fails because another process is gone."""
+        """Ends the process if the block fails because another process is gone."""
         try:
             yield
         # Orbax, gloo and jax's barriers raise many kinds of errors when a process is gone.
@@ -107,7 +107,7 @@ class Watchdog:
                     self._end(gone, reason=type(error).__name__)
             raise
 
-    # What the processes say.
+    # Messages of the processes.
 
     def _say(self) -> None:
         number = 0
@@ -120,22 +120,22 @@ class Watchdog:
                 self._client.key_value_set(
                     f"{_KEY}{self._own}", json.dumps(beat), allow_overwrite=True
                 )
-                found = self._client.key_value_dir_get(_KEY) if listens else []
+                messages = self._client.key_value_dir_get(_KEY) if listens else []
             except jax.errors.JaxRuntimeError:
                 continue  # process 0 is gone, or ending
             now = self._answered = time.monotonic()
-            for key, text in found:
+            for key, text in messages:
                 process, heard = int(key.rpartition("/")[2]), json.loads(text)
                 if heard != self._heard[process].beat:
                     self._heard[process] = _Heard(heard, now)
-            # Nobody is silent who has not been asked.
+            # A process that has not been asked is not silent.
             if not (self._asks or self._is_late(_GONE_SECONDS)):
                 self._heard = {n: last._replace(at=now) for n, last in self._heard.items()}
 
     def _is_late(self, seconds: float) -> bool:
         return time.monotonic() > self._since + seconds
 
-    # What follows from it.
+    # Conclusions from the messages.
 
     def _watch(self) -> None:
         while not self._ended.wait(_BEAT_SECONDS):
@@ -152,7 +152,7 @@ class Watchdog:
                 self._end(behind, reason="no progress", alive=True)
 
     def _silent(self, seconds: float) -> list[int]:
-        """The processes that have not been heard of; process 0 alone if it does not answer."""
+        """Lists the processes that were not heard of; only process 0 if it does not answer."""
         now = time.monotonic()
         if now > self._answered + seconds:
             return [0]
@@ -163,7 +163,7 @@ class Watchdog:
             self._missing = [] if alive else missing
             self._explain(missing, reason, alive)
         if self._own == 0:
-            # Without it the others would find out nothing more, and take it for the missing one.
+            # Without process 0 the others would learn nothing more and take it for the missing one.
             time.sleep(_FAREWELL_SECONDS)
         os._exit(RESTART)
 
@@ -179,18 +179,18 @@ class Watchdog:
 
     def _described(self, process: int, alive: bool) -> str:
         where = self.stages.get(process)
-        held = "" if where is None else f" ({where})"
+        stages = "" if where is None else f" ({where})"
         beat, at = self._heard[process]
         if alive:
-            return f"process {process}{held} is alive, but does not get beyond {beat['doing']}."
+            return f"process {process}{stages} is alive, but does not get beyond {beat['doing']}."
         silent = time.monotonic() - at
         return (
-            f"process {process}{held} is missing: it was last heard of {silent:.0f} s ago, at "
+            f"process {process}{stages} is missing: it was last heard of {silent:.0f} s ago, at "
             f"{beat['doing']}."
         )
 
     def _aborted(self) -> NoReturn:
-        """What follows when XLA ends the process: most often it has lost process 0."""
+        """Ends a process that XLA aborts: most often it has lost process 0."""
         host, _, port = _address().rpartition(":")
         try:
             socket.create_connection((host.strip("[]"), int(port)), timeout=_GONE_SECONDS).close()
@@ -203,13 +203,13 @@ class Watchdog:
 
 def stages_by_process(mesh: jax.sharding.Mesh) -> dict[int, str]:
     """Returns the stages that each process has devices of, in words."""
-    held: dict[int, set[int]] = {}
+    stages_of: dict[int, set[int]] = {}
     axis = mesh.axis_names.index("stage")
     for index, device in np.ndenumerate(mesh.devices):
-        held.setdefault(device.process_index, set()).add(index[axis])
+        stages_of.setdefault(device.process_index, set()).add(index[axis])
     return {
-        n: f"stage{'s' * (len(found) > 1)} {', '.join(map(str, sorted(found)))}"
-        for n, found in held.items()
+        n: f"stage{'s' * (len(stages) > 1)} {', '.join(map(str, sorted(stages)))}"
+        for n, stages in stages_of.items()
     }
 
 
@@ -245,4 +245,4 @@ def _on_abort(handle: Any) -> None:
 
 
 _handlers: list[Any] = []
-"""Keeps what C calls alive."""
+"""Handlers that C calls, kept alive here."""

@@ -39,17 +39,17 @@ def read_fields(folder: str | Path, kind: str) -> dict[str, Any]:
     text = read_file(folder, META_FILE, kind)
     try:
         fields = json.loads(text)
-        found = fields.pop("kind", _TEXT)
+        actual = fields.pop("kind", _TEXT)
     except (ValueError, AttributeError, TypeError) as error:
         raise damaged(folder, kind, error) from error
-    if found != kind:
-        other = prepare_hint(Path("FOLDER"), kind)
-        raise ValueError(f"data.path={folder} holds {found}, not {kind}. {other}")
+    if actual != kind:
+        hint = prepare_hint(Path("FOLDER"), kind)
+        raise ValueError(f"data.path={folder} holds {actual}, not {kind}. {hint}")
     return fields
 
 
 def damaged(folder: Path, kind: str, error: Exception) -> ValueError:
-    """The message about a ``meta.json`` that this program did not write."""
+    """Makes the error for a ``meta.json`` that this program did not write."""
     return ValueError(
         f"data.path={folder}: {META_FILE} is damaged or foreign ({error}). "
         f"{prepare_hint(folder, kind)}"
@@ -86,7 +86,7 @@ def open_tokenizer(folder: Path) -> Tokenizer:
     """Opens ``tokenizer.json``; a special token written inside a text is ordinary text.
 
     Raises:
-      ValueError: it is none.
+      ValueError: the file is no tokenizer.
     """
     try:
         tokenizer = Tokenizer.from_file(str(folder / TOKENIZER_FILE))

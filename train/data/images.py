@@ -27,8 +27,8 @@ class ImageMeta:
     Args:
       classes: name of each label.
       shape: height, width and channels of every image.
-      mean: of the training images, per channel, with 0 and 255 as 0 and 1.
-      deviation: likewise.
+      mean: mean of the training images, per channel, with 0 and 255 as 0 and 1.
+      deviation: their deviation, likewise.
       train: number of images to train on.
       heldout: number of images held out for evaluation.
       images_sha256: hex digest of all images and labels.
@@ -52,8 +52,8 @@ class Images:
     Args:
       pixels: uint8 ``[num_images, height, width, channels]``.
       labels: int32 ``[num_images]``.
-      mean: subtracted, ``[channels]``, where 0 and 255 are 0 and 1.
-      deviation: divided by afterwards, ``[channels]``.
+      mean: number to subtract, ``[channels]``, where 0 and 255 are 0 and 1.
+      deviation: number to divide by afterwards, ``[channels]``.
 
     Example:
       >>> pixels = np.full((2, 4, 4, 1), 255, np.uint8)

@@ -16,7 +16,7 @@ from tokenizers import Tokenizer
 from train.data import text, token_file
 from train.data.stream import Batch
 
-# Section 3.1, task 1: the rest of the tokens to predict stay as they are.
+# Section 3.1, task 1: further tokens to predict stay as they are.
 MASKED_SHARE = 0.15
 _HIDDEN, _HIDDEN_OR_RANDOM = 0.8, 0.9
 _NO_TARGET = -1

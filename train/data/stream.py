@@ -15,18 +15,18 @@ Batch = dict[str, np.ndarray]
 Rows = Sequence[int] | np.ndarray | None
 
 _MOST_BATCHES = 2**53
-"""More than any run draws; grain overflows a little above."""
+"""Largest position: more batches than any run draws; grain overflows a little above."""
 
 
 class Examples(Protocol):
     """Numbered examples of one side of the data, read a batch at a time."""
 
     def __len__(self) -> int:
-        """How many there are."""
+        """Number of examples."""
         ...
 
     def read(self, numbers: np.ndarray, keys: np.ndarray) -> Batch:
-        """Reads some of them.
+        """Reads some examples.
 
         Args:
           numbers: int64 ``[rows]``, each below ``len(self)``.
@@ -44,7 +44,7 @@ class Mixture:
 
     Args:
       parts: at least one, none of them empty.
-      weights: how often an example is drawn from each, in any unit.
+      weights: rates at which examples are drawn from each part, in any unit.
 
     Example:
       >>> from train.data.text import Windows
@@ -63,15 +63,15 @@ class Mixture:
     def read(self, numbers: np.ndarray, keys: np.ndarray) -> Batch:
         """Reads each example from the part that it lies in."""
         within = np.searchsorted(self._starts, numbers, side="right") - 1
-        found: Batch = {}
+        batch: Batch = {}
         for part, (examples, start) in enumerate(zip(self._parts, self._starts, strict=False)):
             here = within == part
             for name, leaf in examples.read(numbers[here] - start, keys[here]).items():
-                whole = found.setdefault(
+                whole = batch.setdefault(
                     name, np.empty((len(numbers), *leaf.shape[1:]), leaf.dtype)
                 )
                 whole[here] = leaf
-        return found
+        return batch
 
     def drawn(self, seed: int) -> grain.MapDataset[int]:
         """Returns endless numbers: each part's in a new order in every epoch of its own."""
@@ -85,7 +85,7 @@ def batches(
 ) -> grain.DatasetIterator[Batch]:
     """Yields shuffled batches endlessly.
 
-    Each epoch visits all examples in a new order, which depends only on ``seed`` and the epoch. Of
+    Each epoch visits all examples in a new order, which depends only on ``seed`` and the epoch. In
     a `Mixture`, each part has epochs of its own.
 
     Args:
@@ -127,7 +127,7 @@ def continue_at(stream: grain.DatasetIterator[Batch], position: dict[str, Any]) 
     """Continues batches from what their ``get_state`` returned, which was kept as JSON.
 
     Raises:
-      ValueError: it is something else.
+      ValueError: the position is something else.
     """
     names = position.keys() if isinstance(position, dict) else None
     if names != stream.get_state().keys() or not all(

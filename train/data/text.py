@@ -197,8 +197,8 @@ def end_of_text(folder: str | Path) -> int:
 
 def token_ids(folder: str | Path) -> dict[str, Any]:
     """Returns the tokens that begin, end and fill up a text: ``bos``, ``eos`` and ``pad``."""
-    found = read_meta(folder).token_ids
-    return found or {"bos": end_of_text(folder), "eos": end_of_text(folder), "pad": None}
+    ids = read_meta(folder).token_ids
+    return ids or {"bos": end_of_text(folder), "eos": end_of_text(folder), "pad": None}
 
 
 class Windows:
@@ -233,7 +233,7 @@ class Windows:
 
         Returns:
           ``tokens`` int32 ``[rows, sequence_length + 1]`` and, with ``end_of_text``, ``documents``
-          int32 ``[rows, sequence_length]``: how many documents have ended before a token.
+          int32 ``[rows, sequence_length]``: number of documents that have ended before a token.
         """
         del keys
         out = np.empty((len(numbers), self._sequence_length + 1), np.int32)

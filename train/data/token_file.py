@@ -26,9 +26,9 @@ class TokenFile:
     The file stays open, so that one that is deleted meanwhile can still be read.
 
     Args:
-      path: of the file.
-      dtype: of a token.
-      offset: bytes before the first.
+      path: path of the file.
+      dtype: dtype of a token.
+      offset: bytes before the first token.
       count: number of tokens.
 
     Raises:
@@ -59,21 +59,21 @@ class TokenFile:
 
     def _read(self, size: int, position: int) -> bytes:
         try:
-            found = os.pread(self._file.fileno(), size, position)
+            content = os.pread(self._file.fileno(), size, position)
             reason = "it has been cut short"
         except OSError as error:
-            found, reason = b"", str(error.strerror)
-        if not found:
+            content, reason = b"", str(error.strerror)
+        if not content:
             text = (
                 f"data.path={self._path.parent}: {self._path.name} can no longer be read: {reason} "
                 "since the run began. Put the data back as it was and continue with --resume."
             )
             raise ConfigError([Failure(text, ("data.path",))])
-        return found
+        return content
 
 
 def record_of(name: str) -> str:
-    """The file beside a token file that says that it was checked."""
+    """Names the file beside a token file that records its check."""
     return f".{name}.checked"
 
 

@@ -1,4 +1,4 @@
-"""A tokenizer that exists already: that of a Hugging Face folder, or of other prepared data."""
+"""Existing tokenizers: those of a Hugging Face folder, or of other prepared data."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ FILES = (
     "special_tokens_map.json",
     "chat_template.jinja",
 )
-"""The tokenizer, and what the transformers library keeps beside it."""
+"""Files of the tokenizer, and of what the transformers library keeps beside it."""
 
 _NAMES = ("bos", "eos", "pad")
 
@@ -27,7 +27,7 @@ class Known(NamedTuple):
     """A tokenizer, and the meaning of its tokens.
 
     Attributes:
-      tokenizer: encodes whole texts: it neither cuts nor fills them.
+      tokenizer: a tokenizer that encodes whole texts: it neither cuts nor fills them.
       end_of_text: the token that ends a document.
       token_ids: ``bos``, ``eos`` and ``pad``, each a token, several, or None.
     """
@@ -41,11 +41,12 @@ def read(folder: Path) -> Known:
     """Reads the tokenizer of a folder.
 
     Args:
-      folder: holds ``tokenizer.json``, and says in ``meta.json``, ``tokenizer_config.json``,
-        ``special_tokens_map.json`` or ``config.json`` which token ends a text.
+      folder: folder that holds ``tokenizer.json``, and says in ``meta.json``,
+        ``tokenizer_config.json``, ``special_tokens_map.json`` or ``config.json`` which token ends a
+        text.
 
     Raises:
-      ValueError: it holds none, one that cannot be read, or no end of a text.
+      ValueError: there is no tokenizer, it cannot be read, or no token ends a text.
     """
     where = f"--tokenizer={folder}"
     if not (folder / prepared.TOKENIZER_FILE).is_file():
@@ -79,7 +80,7 @@ class Exported(NamedTuple):
 
     Attributes:
       files: contents by name.
-      token_ids: as of `Known`.
+      token_ids: as in `Known`.
       sha256: digest of the text's own tokenizer, which a run records.
     """
 
@@ -92,8 +93,8 @@ def export(folder: Path, *, sequence_length: int) -> Exported:
     """Returns the tokenizer of prepared text as the transformers library reads it.
 
     Args:
-      folder: written by ``train.prepare``.
-      sequence_length: of the model, written if the tokenizer came without a configuration.
+      folder: folder that ``train.prepare`` wrote.
+      sequence_length: length for the model, written if the tokenizer came without a configuration.
 
     Raises:
       ValueError: the folder is no prepared text.
@@ -120,7 +121,7 @@ def _whole_texts(folder: Path) -> Tokenizer:
 
 
 def _names(folder: Path) -> dict[str, str]:
-    """The special tokens, each written as text or as an object with its content."""
+    """Reads the special tokens, each written as text or as an object with its content."""
     names = {}
     for file in ("special_tokens_map.json", "tokenizer_config.json"):
         fields = _json(folder / file)
@@ -133,7 +134,7 @@ def _names(folder: Path) -> dict[str, str]:
 
 
 def _config_ids(folder: Path) -> dict[str, Any]:
-    """The tokens that the model beside the tokenizer begins, ends and fills a text with."""
+    """Reads the tokens with which the model beside the tokenizer begins, ends and fills a text."""
     fields = _json(folder / "config.json")
     return {name: fields.get(f"{name}_token_id") for name in _NAMES}
 

@@ -39,7 +39,7 @@ class Pair:
 
     Args:
       locale: language of the target, such as "de" or "pt_BR".
-      source: in English.
+      source: sentence in English.
       target: its translation.
     """
 
@@ -130,7 +130,7 @@ def encode_sources(
 
     Args:
       tokenizer: as `Pairs` takes it.
-      texts: in English.
+      texts: texts in English.
       locales: the language to translate each text to.
 
     Returns:
@@ -217,17 +217,17 @@ def load(
 
 
 def bleu(hypotheses: Sequence[str], pairs: Sequence[Pair]) -> dict[str, float]:
-    """BLEU of translations by locale, as sacrebleu computes it (Post 2018).
+    """Computes the BLEU of translations by locale, as sacrebleu does (Post 2018).
 
     A placeholder such as ``{0}`` counts as one word; with its braces it would count as three, and
     copying it would look like knowing a phrase.
 
     Args:
       hypotheses: a translation of each pair's source.
-      pairs: with the translations to compare with.
+      pairs: pairs with the translations to compare with.
 
     Returns:
-      From 0 to 100 for each locale.
+      A number from 0 to 100 for each locale.
 
     Raises:
       ValueError: sacrebleu is not installed, or there is not one hypothesis per pair.

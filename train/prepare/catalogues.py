@@ -17,10 +17,10 @@ from typing import Any
 from train.data.folder import require
 from train.data.translation import Pair
 
-# A number of things that every language of the catalogues speaks of in the plural.
+# A number for which every language of the catalogues uses the plural.
 _MANY = 5
 _STATEMENT = re.compile(r'(msgctxt|msgid|msgid_plural|msgstr(?:\[\d+\])?)?\s*"(?:[^"\\]|\\.)*"\s*')
-# %% is none, and matched so that its second sign begins none.
+# %% is no placeholder, and is matched so that its second sign does not begin one.
 _PLACEHOLDER = re.compile(
     r"%%|%\(\w+\)[#0 +-]*[\d.]*[a-zA-Z]|%[#0+-]*[\d.]*[srdiuxXfFgGeEc]|\{\w*\}"
 )
@@ -149,7 +149,7 @@ def _forms(path: Path, catalogue: Any, entry: Any) -> Iterator[tuple[str, str]]:
 
 
 def _problem(source: str, target: str) -> str | None:
-    """The reason why a pair teaches nothing, if there is one."""
+    """Finds the reason why a pair teaches nothing, if there is one."""
     if not target.strip():
         return "not translated"
     if not any(character.isalpha() for character in _PLACEHOLDER.sub("", source)):
@@ -160,8 +160,8 @@ def _problem(source: str, target: str) -> str | None:
 
 
 def _named(text: str) -> list[str]:
-    """The placeholders of a text; those without a name are distinguished by their position."""
-    found: list[str] = []
+    """Lists the placeholders of a text; position distinguishes those without a name."""
+    names: list[str] = []
     unnamed: Counter[str] = Counter()
     for placeholder in _PLACEHOLDER.findall(text):
         if placeholder == "%%":
@@ -169,5 +169,5 @@ def _named(text: str) -> list[str]:
         if not placeholder.startswith(("%(", "{")) or placeholder == "{}":
             unnamed[placeholder] += 1
             placeholder += f" number {unnamed[placeholder]}"
-        found.append(placeholder)
-    return found
+        names.append(placeholder)
+    return names

@@ -272,7 +272,7 @@ def _open(root: Path, path: Path, image_size: int | None) -> Image.Image:
 
 
 def _statistics(pixels: np.ndarray) -> tuple[list[float], list[float]]:
-    """Mean and deviation of each channel; a channel that never changes keeps its scale."""
+    """Computes mean and deviation of each channel; one that never changes keeps its scale."""
     counts = np.stack([np.bincount(channel.ravel(), minlength=256) for channel in pixels.T])
     shares = counts / counts.sum(1, keepdims=True)
     values = np.arange(256) / 255

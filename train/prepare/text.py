@@ -40,7 +40,7 @@ from train.tokenizer import MIN_VOCAB_SIZE, encode, train_tokenizer
 _VOCAB_SIZE = 2048
 _FILES = frozenset({TRAIN_FILE, HELDOUT_FILE, TOKENIZER_FILE, META_FILE})
 _BESIDE = frozenset([*map(record_of, (TRAIN_FILE, HELDOUT_FILE)), *tokenizer_files.FILES])
-"""What a run, or a tokenizer that existed before, keeps beside them."""
+"""Files that a run, or an existing tokenizer, keeps beside them."""
 # Installed packages, tests, and programs that some distributions leave out.
 _STDLIB_SKIPPED = frozenset(
     {"site-packages", "dist-packages", "test", "tests", "idlelib", "lib2to3", "ensurepip"}
@@ -160,7 +160,7 @@ def prepare(options: PrepareOptions, *, console: Console | None = None) -> DataM
 def _tokenizer(
     options: PrepareOptions, texts: Sequence[str], progress: Progress
 ) -> tuple[dict[str, bytes], Known]:
-    """The tokenizer's files by name, and what they hold: learned from texts, or as it was."""
+    """Makes the tokenizer's files by name, and the tokenizer: learned from texts, or existing."""
     folder = options.tokenizer
     if folder is not None:
         paths = (folder / name for name in tokenizer_files.FILES)

@@ -1,4 +1,4 @@
-"""Tasks, one per file: each a model family with its data and its score.
+"""Tasks, one per file: model families with their data and score.
 
 A file defines one subclass of `train.task.Task`. `find` looks it up by the name of the file, and
 nothing else names it, so that a new family is one new file. A class of your own in another place is
@@ -22,7 +22,7 @@ class UnknownTaskError(ValueError):
     """No family has this name.
 
     Args:
-      expected: what would be valid, in words.
+      expected: the valid names, in words.
     """
 
     def __init__(self, expected: str) -> None:
@@ -50,11 +50,11 @@ def find(name: str) -> type[Task]:
     if class_name:
         return _own(module_name, class_name)
     if name not in names():
-        *others, last = map(repr, names())
-        raise UnknownTaskError(f"{', '.join(others)} or {last}, or module:Class of your own")
+        *first, last = map(repr, names())
+        raise UnknownTaskError(f"{', '.join(first)} or {last}, or module:Class of your own")
     module = importlib.import_module(f"{__name__}.{name}")
-    (found,) = _tasks(module).values()
-    return found
+    (family,) = _tasks(module).values()
+    return family
 
 
 def make(config: Config) -> Task:
@@ -81,7 +81,7 @@ def _own(module_name: str, class_name: str) -> type[Task]:
 
 
 def _tasks(module: types.ModuleType) -> dict[str, type[Task]]:
-    """The families that a module defines, by the names of their classes."""
+    """Lists the families that a module defines, by the names of their classes."""
     from train.task import Task
 
     return {

@@ -73,8 +73,8 @@ class GPT(Task):
 
         train = windows(settings.path, text.TRAIN_FILE)
         if settings.mix:
-            others = [windows(folder, text.TRAIN_FILE) for folder in settings.mix]
-            train = Mixture([train, *others], [1.0, *settings.mix.values()])
+            mixed = [windows(folder, text.TRAIN_FILE) for folder in settings.mix]
+            train = Mixture([train, *mixed], [1.0, *settings.mix.values()])
         return train, windows(settings.path, text.HELDOUT_FILE)
 
     def data_failures(self):
