@@ -32,7 +32,7 @@ def print_table(
     """Prints rows as a table, or one below the other if the terminal has no room for the columns.
 
     Args:
-      console: to print on.
+      console: console to print on.
       columns: headings of the columns; the first column names the rows.
       rows: cells of the rows, one per column.
       title: text above the table.

@@ -43,8 +43,8 @@ class Entry:
       summary: one line.
       bubble: what the schedule adds to m(F+B+W) of work, free-running; F, B, W of a full stage. A
         formula without them is for F=B=W=1. Conditions follow a semicolon.
-      peak: in flight on stage d, in microbatches of a full stage; for m large enough.
-      constraints: on p, m and v.
+      peak: activations in flight on stage d, in microbatches of a full stage; for m large enough.
+      constraints: limits on p, m and v.
       source: the paper.
       chunks: v if the schedule does not read ``num_chunks``; None if only the schedule knows it.
       multiples: numbers that must be multiples of another, by parameter.

@@ -127,7 +127,7 @@ def build(
         schedule's own default; a schedule that does not read one refuses it.
       group: microbatches that stay together, at least 1.
       memory_limit: peak in flight per stage, in microbatches of a full stage, above 0.
-      costs: of one chunk; for `auto`, which chooses how many chunks a stage holds, of half a
+      costs: costs of one chunk; for `auto`, which chooses how many chunks a stage holds, of half a
         stage. Schedules that are searched or reordered use them, and others ignore them: a
         published order is for equal costs and free messages.
       layer_costs: the costs of every layer of the model, in order, instead of ``costs``. All

@@ -39,8 +39,8 @@ def device_clock(
     """Runs a schedule's tick table with the waits that it has on devices.
 
     Args:
-      costs: of one chunk; or, if chunks differ, of every virtual stage. The embedding and the head
-        that the first and the last virtual stage compute are part of their costs.
+      costs: costs of one chunk; or, if chunks differ, of every virtual stage. The embedding and the
+        head that the first and the last virtual stage compute are part of their costs.
       together: whether all stages compute embedding and head together.
       head: time that a microbatch's embedding and head then take on each stage.
 
@@ -122,7 +122,7 @@ def work_of(table: TickTable, costs: Sequence[Costs]) -> dict[Kind, np.ndarray]:
     """Computes the time that the layers of each kind of action take, ``[ticks, stages]``.
 
     Args:
-      costs: of every virtual stage.
+      costs: costs of every virtual stage.
     """
     virtual_stages = np.asarray(table.schedule.placement.virtual_stages)
     of_chunk = kind_durations(costs)

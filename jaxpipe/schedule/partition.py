@@ -31,10 +31,11 @@ class Memory:
     chunk fits if ``num_chunks`` times its parameters plus ``in_flight`` times its residuals do.
 
     Args:
-      parameter_bytes: per layer: parameters, gradients and optimizer state, as sharded over data.
-      residual_bytes: per layer: the residuals that F keeps for one microbatch.
+      parameter_bytes: bytes of each layer's parameters, gradients and optimizer state, as
+        sharded over data.
+      residual_bytes: bytes of the residuals that F of each layer keeps for one microbatch.
       in_flight: the schedule's peak, in chunk activations (`Timeline.peak_in_flight`).
-      limit_bytes: of one stage.
+      limit_bytes: memory that one stage may take.
     """
 
     parameter_bytes: Sequence[float]
@@ -58,7 +59,7 @@ def partition(
     Args:
       layer_costs: F + B + W of every layer, in any one unit, above 0. ``[1] * num_layers`` for
         layers that are all alike.
-      placement: of one copy of the model.
+      placement: placement of one copy of the model.
       memory: no chunk takes more; None for no limit.
 
     Returns:
@@ -153,8 +154,8 @@ def cut_layers(
     """Cuts a model into the chunks of a placement by its layers' F+B+W.
 
     Args:
-      layer_costs: of every layer, in model order; at least one per virtual stage.
-      placement: of one copy of the model, or of several, which are cut alike.
+      layer_costs: costs of every layer, in model order; at least one per virtual stage.
+      placement: placement of one copy of the model, or of several, which are cut alike.
 
     Returns:
       The layers and the costs of every virtual stage; a chunk's message is that of its last layer,

@@ -91,7 +91,7 @@ class ArgumentError(ValueError):
     """Arguments that do not fit, all in one message.
 
     Args:
-      problems: at least one; a text is the same on every surface.
+      problems: the problems, at least one; a text is the same on every surface.
       spell: the names that ``str(error)`` uses.
     """
 

@@ -95,7 +95,7 @@ class TimedAction:
     """An action with its start and end in the unit of the costs.
 
     Args:
-      tick: in which it runs; None on the free-running clock.
+      tick: tick in which it runs; None on the free-running clock.
     """
 
     action: Action
@@ -109,10 +109,10 @@ class Timeline:
     """A schedule in time.
 
     Args:
-      costs: of every virtual stage.
+      costs: costs of every virtual stage.
       clock: "free-running" or "device"; or "measured", in seconds.
       rows: ``rows[d]`` lists what stage ``d`` runs, in time.
-      makespan: from the first start to the end of everything.
+      makespan: time from the first start to the end of everything.
       ticks: ``ticks[t][d]`` is when stage ``d`` starts its layers in tick ``t``; the last row is
         when the stages are done. Empty on the free-running clock, and where time was measured.
     """
@@ -164,7 +164,7 @@ class Timeline:
         """Adds up the bytes of each stage's copies of the weights and its activations at the peak.
 
         Args:
-          weight_bytes: of one copy of a full stage: weights, gradients and optimizer state.
+          weight_bytes: bytes of one copy of a full stage: weights, gradients and optimizer state.
           activation_bytes: kept by one microbatch on a full stage.
         """
         weights = self.schedule.placement.num_copies * weight_bytes
@@ -178,7 +178,7 @@ def in_flight(row: Sequence[TimedAction]) -> list[tuple[float, int]]:
     There is one more from the start of each F, one less from the end of the W or BW that frees it.
 
     Args:
-      row: of `Timeline.rows`.
+      row: row of `Timeline.rows`.
 
     Example:
       >>> from jaxpipe.schedule.generators.gpipe import gpipe
@@ -220,7 +220,7 @@ def simulate(schedule: Schedule, costs: Costs | Sequence[Costs]) -> Timeline:
     time proportional to the number of actions.
 
     Args:
-      costs: of one chunk; or, if chunks differ, of every virtual stage.
+      costs: costs of one chunk; or, if chunks differ, of every virtual stage.
 
     Raises:
       ScheduleError: the schedule cannot run.

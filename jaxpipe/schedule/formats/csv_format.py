@@ -99,7 +99,7 @@ def parse_csv(text: str, *, name: str = "csv", source: str = "csv") -> Schedule:
 
     Args:
       text: the CSV.
-      name: of the schedule.
+      name: name of the schedule.
       source: the name of the text in errors.
 
     Raises:

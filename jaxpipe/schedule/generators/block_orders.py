@@ -60,9 +60,9 @@ def eager(
     reordered, squeezed and filled in one pass (`EagerStage`).
 
     Args:
-      block: of split backwards, on any placement.
+      block: block of split backwards, on any placement.
       caps: per stage, the most chunk activations in flight; at least the block's own peak.
-      costs: of one chunk; they decide what is ready when.
+      costs: costs of one chunk; they decide what is ready when.
       reserve: before its first backward a stage keeps room for later chunks: it starts F of its
         first only as long as min(d+1, half the cap) places remain.
 

@@ -30,8 +30,8 @@ class Stage(abc.ABC):
       durations: how long each pass takes.
 
     Attributes:
-      arrivals: per pass, when the input of its n-th start arrives, rising.
-      done: per pass, how often it has started.
+      arrivals: for each pass, when the input of its n-th start arrives, rising.
+      done: for each pass, how often it has started.
       order: the passes in the order in which they have started.
       started_at: when the first pass started; infinite before.
       free_at: when the latest pass ends.

@@ -53,7 +53,7 @@ def hanayo(
       num_chunks: v = 2W, even.
       memory_limit: peak in flight per stage, in microbatches of a full stage, at least 1; p by
         default, which is what 1F1B keeps on its first stage.
-      costs: of one chunk.
+      costs: costs of one chunk.
 
     Raises:
       ValueError: v is odd, or the memory limit does not hold one microbatch.

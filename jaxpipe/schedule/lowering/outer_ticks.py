@@ -1,4 +1,4 @@
-"""The ticks in which all stages embed together, or take the embedding's gradient.
+"""Finds the ticks in which all stages embed together, or take the embedding's gradient.
 
 Both are sums over all stages, in which every stage waits for the slowest. The head's sum is one
 that cannot be moved: its cotangent is wanted in the next tick. Beside it, in the same wait, the
@@ -12,7 +12,7 @@ import numpy as np
 
 
 def embed_ticks(first: np.ndarray, heads: np.ndarray) -> np.ndarray:
-    """The tick at whose beginning each microbatch is embedded.
+    """Finds the tick at whose beginning each microbatch is embedded.
 
     This is the latest tick that follows a head, if the microbatch before has been read by then, so
     that no more than one waits; otherwise the tick of its own first use.
@@ -39,7 +39,7 @@ def embed_ticks(first: np.ndarray, heads: np.ndarray) -> np.ndarray:
 def embed_gradient_ticks(
     done: np.ndarray, heads: np.ndarray, num_ticks: int, most: int
 ) -> np.ndarray:
-    """The tick at whose end each microbatch's cotangent goes through the embedding.
+    """Finds the tick at whose end each microbatch's cotangent goes through the embedding.
 
     This is the first tick with a head, or the last tick of all. Where more than ``most`` cotangents
     would wait for it, the waiting ones go together with the next one, as soon as that is there.
@@ -47,7 +47,7 @@ def embed_gradient_ticks(
     Args:
       done: the ticks in which cotangents are there, int64 ``[microbatches]``.
       heads: ticks that end with a head.
-      num_ticks: of the table.
+      num_ticks: number of ticks of the table.
       most: cotangents that may wait at once.
 
     Example:

@@ -53,7 +53,7 @@ class SteadyRows:
 
         Args:
           tick: counted since the pipeline was last empty; an integer or an array of them.
-          stage: from 0, likewise.
+          stage: number of the stage, from 0.
           layers: how many the stage has.
         """
         part, nothing = self.steady.stage(stage), table.Transfer(NONE, NONE)

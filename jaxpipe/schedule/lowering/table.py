@@ -30,7 +30,7 @@ class Cell:
     In a table, every field is a column, int32 ``[ticks, stages]``.
 
     Args:
-      layers: of the chunk.
+      layers: number of layers of the chunk.
       chunk: which of the stage's chunks.
       microbatch: which microbatch.
       inbox: slot of the input (x for F, the cotangent for B and BW).
@@ -219,7 +219,7 @@ class Transfers:
 
     Args:
       chunk, slot, piece: int32 ``[ticks, stages]``, see `Transfer`.
-      num_slots: per stage.
+      num_slots: number of slots of each stage.
       group: pieces, or shares, that move in one tick under its layers; 0 where chunks move as a
         whole.
       shares: number of shares of a piece.

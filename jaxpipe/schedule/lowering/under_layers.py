@@ -50,8 +50,8 @@ def under_layers(
     move at its edge.
 
     Args:
-      stays: by stage.
-      num_slots: per stage.
+      stays: stays of each stage.
+      num_slots: number of slots of each stage.
       pieces: pieces of a chunk; 0 if chunks move only at the edges of the step, not under layers.
       most_shares: the most shares in which a piece may move, a power of two.
       load: whether chunks are gathered, or reduced.

@@ -48,11 +48,11 @@ def auto(
     ============  =====================================================================
 
     Args:
-      costs: of half a stage. A stage holds two such chunks, on the V or in a loop, or one that
-        takes twice as long. With ``placement``, of one of its chunks; as a sequence, of every
-        virtual stage of ``placement``, or of the V without one.
-      layer_costs: instead of ``costs``, of every layer, in model order; at least p. Then the number
-        of chunks is chosen as well; a placement's chunks are those of
+      costs: costs of half a stage. A stage holds two such chunks, on the V or in a loop, or one
+        that takes twice as long. With ``placement``, costs of one of its chunks; as a sequence,
+        those of every virtual stage of ``placement``, or of the V without one.
+      layer_costs: costs of every layer, instead of ``costs``, in model order; at least p. Then the
+        number of chunks is chosen as well; a placement's chunks are those of
         `jaxpipe.schedule.partition.cut_layers`.
       memory_limit: peak in flight per stage, in microbatches of a full stage; None for p.
       placement: the only one to try.
@@ -94,7 +94,7 @@ def gain_of_memory(
     """Finds what half a microbatch more would be worth, as far as known schedules tell.
 
     Args:
-      schedule: of `auto`, with the same other arguments.
+      schedule: schedule of `auto`, with the same other arguments.
 
     Returns:
       The known schedule that ends first with that memory, and the share of the time that it saves.

@@ -21,7 +21,7 @@ def lower_bound(
     the number of chunks that fit, is another bound.
 
     Args:
-      costs: of every virtual stage.
+      costs: costs of every virtual stage.
       cap: the most chunks in flight on a stage.
 
     Example:

@@ -38,7 +38,7 @@ def published(
     variants are left out: those with B and W end no later.
 
     Args:
-      costs: of every virtual stage.
+      costs: costs of every virtual stage.
     """
     m, chunk = num_microbatches, _of_chunk(costs)
     schedules = _fitting(_on(placement, m, cap, chunk), cap)

@@ -55,7 +55,7 @@ def controllable_memory(
     Args:
       memory_limit: peak in flight per stage, in microbatches of a full stage; halves count.
         None for 1F1B's, which is p.
-      costs: of one chunk; the search minimises the free-running makespan with them.
+      costs: costs of one chunk; the search minimises the free-running makespan with them.
 
     Raises:
       ValueError: no building block fits the limit.

@@ -44,7 +44,7 @@ def dispatch(
     """Runs the pipeline event by event and records what each stage does.
 
     Args:
-      costs: of every virtual stage.
+      costs: costs of every virtual stage.
       cap: the most chunks in flight on a stage, at least those of one microbatch.
     """
     due = _due(placement, costs, rule)

@@ -185,7 +185,7 @@ def improve(
 
     Args:
       schedule: split, synchronous, of one copy of the model.
-      costs: of every virtual stage.
+      costs: costs of every virtual stage.
       cap: the most chunks in flight on a stage.
       moves: how many swaps to make.
       bound: no schedule ends before this.

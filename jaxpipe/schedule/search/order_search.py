@@ -43,7 +43,7 @@ def search_orders(
     improves the best of both step by step (`improve`). Deterministic.
 
     Args:
-      costs: of every virtual stage.
+      costs: costs of every virtual stage.
       cap: the most chunks in flight on a stage, at least those of one microbatch.
       seeds: split schedules on this placement, within the cap.
       bound: no schedule ends before this.

@@ -25,7 +25,7 @@ class Message(NamedTuple):
       sent: when the action ends.
       arrives: when the receiver may read it: on the clocks that have ticks, at the start of one.
       read: when its reader starts.
-      tick: in which it is sent; None on the free-running clock.
+      tick: tick in which it is sent; None on the free-running clock.
       late: whether it travels under the layers of the tick after the one that sends it.
     """
 

@@ -31,8 +31,8 @@ def report(
     """Reports times on both clocks, memory, messages and data-axis transfers of a schedule.
 
     Args:
-      costs: of one chunk; or, if chunks differ, of every virtual stage.
-      clock: of the actions and messages; None as for `Timelines.on`.
+      costs: costs of one chunk; or, if chunks differ, of every virtual stage.
+      clock: clock of the actions and messages; None as for `Timelines.on`.
       weight_slots: gathered chunks a stage keeps at once under ZeRO-3, at least 1.
       activation_bytes: kept by one microbatch from F to W on one chunk; None if unknown.
 

@@ -59,7 +59,7 @@ def text(timeline: Timeline, *, colour: bool = False, width: int | None = None) 
     what the stage sends, gathers and reduces; a line at the end says what they mean.
 
     Args:
-      colour: in ANSI colours, for a terminal.
+      colour: whether to draw in ANSI colours, for a terminal.
       width: break rows that are longer than so many columns; None for rows of any length.
 
     Returns:
