@@ -2,12 +2,16 @@
 
 A device never holds more than its part of both, and one layer. A program that sorts whole arrays
 would leave it to XLA, which gathers all of them on every device.
+
+Some arrays join several, such as queries, keys and values. A canonical array is
+split in equal runs of its own order, so that it lies like any other; a placed one is split into
+parts of each array that is joined in it.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
@@ -19,7 +23,6 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxpipe.runtime.barriers import run_if, tie
-from jaxpipe.runtime.layout.joined import from_parts, to_parts
 from jaxpipe.runtime.layout.layer_layout import Carry, LayerLayout
 from jaxpipe.runtime.layout.leaf import Leaf
 from jaxpipe.runtime.layout.packed import Packed
@@ -107,7 +110,7 @@ class Moving:
     def _rearranged(
         self, function: Callable[..., jax.Array], n: int, layer: LayerParams, *, sharded: bool
     ) -> LayerParams:
-        """Brings layer n into the order of placed or canonical arrays; see `layout.joined`."""
+        """Brings layer n, with its joined arrays, into the order of placed or canonical ones."""
         assert self.whole is not None
         move = partial(function, axes=self.axes, sharded=sharded)
         return jax.tree.map(lambda leaf, w: move(w, leaf), self.whole.canonical_of(n), layer)
@@ -142,7 +145,7 @@ class Moving:
             else:
                 of_stage = partial(receive, chunk, number)
                 values = lax.fori_loop(0, self._num_stages, of_stage, nothing)
-            values = self._rearranged(to_parts, 0, values, sharded=True)
+            values = self._rearranged(_to_parts, 0, values, sharded=True)
             return self.layers.write(arrays, self._place_of(chunk, number), values)
 
         def receive(chunk: Index, number: Index, stage: Index, values: Stored) -> Stored:
@@ -158,7 +161,7 @@ class Moving:
     def _unplace_alike(self, arrays: Arrays) -> Params:
         def row(chunk: Index, number: Index, canonical: Params) -> Params:
             values = self.layers.read(arrays, self._place_of(chunk, number))
-            values = self._rearranged(from_parts, 0, values, sharded=True)
+            values = self._rearranged(_from_parts, 0, values, sharded=True)
             if self._in_order:
                 n = chunk * self.rows.shape[2] + number
                 return jax.tree.map(
@@ -220,7 +223,7 @@ class Moving:
             def put(arrays: Arrays, n: int = n, at: Any = at) -> Arrays:
                 parts, arrays = tie(canonical[n], arrays)
                 layer = self._each(Slices.whole, n, parts)
-                layer = self._rearranged(to_parts, n, layer, sharded=False)
+                layer = self._rearranged(_to_parts, n, layer, sharded=False)
                 stored = self.layers.pack(layer, n)
                 place, leaves = self.layers.layer_at(at, n), self.layers.leaves_of(n)
 
@@ -249,7 +252,7 @@ class Moving:
 
                 layer = jax.tree.map(whole, self.layers.leaves_of(n), stored)
                 params = self.layers.unpack(layer, n)
-                params = self._rearranged(from_parts, n, params, sharded=False)
+                params = self._rearranged(_from_parts, n, params, sharded=False)
                 # Arrays that a loop does not change would not make the next one wait for it.
                 return tie(arrays, self._each(Slices.own, n, params))
 
@@ -285,6 +288,36 @@ class Moving:
         """Computes the shape of a device's part of a canonical array."""
         spec = canonical_spec(leaf, axes=self.axes, num_stages=self._num_stages)
         return NamedSharding(self.mesh, spec).shard_shape(leaf.shape)
+
+
+def _to_parts(w: jax.Array, leaf: Leaf, axes: Axes, *, sharded: bool) -> jax.Array:
+    """Makes a device's part of a placed array from its part of the canonical one.
+
+    Args:
+      w: the part.
+      leaf: leaf of the whole array.
+      axes: the mesh axes by their use.
+      sharded: whether data shards split it.
+    """
+    for canonical, placed in _joined_cuts(leaf, axes, sharded=sharded):
+        w = placed.own(canonical.whole(w))
+    return w
+
+
+def _from_parts(w: jax.Array, leaf: Leaf, axes: Axes, *, sharded: bool) -> jax.Array:
+    """Undoes `_to_parts`."""
+    for canonical, placed in _joined_cuts(leaf, axes, sharded=sharded):
+        w = canonical.own(placed.whole(w))
+    return w
+
+
+def _joined_cuts(leaf: Leaf, axes: Axes, *, sharded: bool) -> Iterator[tuple[Slices, Slices]]:
+    """Yields the canonical and the placed cut of each dimension in which arrays are joined."""
+    names = leaf.names(axes, sharded=sharded)
+    for split in leaf.splits:
+        if split.joined:
+            dims = ((names[split.dim], split.dim),)
+            yield Slices(leaf.shape, dims), Slices(leaf.shape, dims, (split,))
 
 
 def _inverse(forward: Callable[[Tree], Tree], backward: Callable[[Tree], Tree]) -> Any:
