@@ -306,7 +306,6 @@ class Lowering:
             "crossing": slots["crossing"][place],
             "weights": weights.slots[mine],
             "gradient": gradients.slots[mine],
-            "fresh": gradients.fresh[mine],
         }
         found = {}
         for name, value in values.items():

@@ -38,7 +38,6 @@ class Cell:
       crossing: slot of the values that go from B to W.
       weights: weight slot (sharded weights only).
       gradient: gradient slot (sharded gradients only).
-      fresh: 1 where the gradient slot holds another chunk's sum, to be overwritten.
     """
 
     layers: Any
@@ -50,7 +49,6 @@ class Cell:
     crossing: Any
     weights: Any
     gradient: Any
-    fresh: Any
 
 
 class Arrival(NamedTuple):
