@@ -112,8 +112,10 @@ class PipelineConfig(Section):
     tables; "ends", the stages of the first and the last layer alone, whose time the partition then
     counts. Ends wait for no other stage, but every stage has whole tables during a step. "auto" is
     what takes less time on the device clock."""
-    remat: Literal["none", "dots", "full"] = "none"
-    """What the backward recomputes: nothing, everything but matmuls, or everything."""
+    remat: Literal["auto", "none", "dots", "full"] = "auto"
+    """What the backward recomputes: nothing, everything but matmuls, or everything. "auto" is dots
+    on GPUs, where that takes less time and memory than none, and else none; none for asynchronous
+    schedules, whose checkpoints hold what is kept."""
     zero: Annotated[int, Range(0, 3)] = 3
     """What is sharded over data: 0 nothing, 1 optimizer state, 2 also gradients, 3 also weights."""
     weights: Literal["auto", "stacked", "unrolled"] = "auto"
