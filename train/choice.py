@@ -132,6 +132,8 @@ def _settings(config: Config) -> dict[str, Any]:
         for path, value in config.flat().items()
         if path in paths or path.split(".")[0] in sections
     }
+    if config.pipeline.remat == "auto":
+        settings["pipeline.remat"] = "none"  # the default of earlier runs, whose choices go on
     settings["num_layers"] = config.num_layers
     if is_users(name):
         # Users who edit their own schedule want the new version.

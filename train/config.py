@@ -112,8 +112,10 @@ class PipelineConfig(Section):
     tables; "ends", only the stages of the first and the last layer, whose time the partition then
     counts. Ends wait for no other stage, but every stage has whole tables during a step. "auto"
     chooses the one that takes less time on the device clock."""
-    remat: Literal["none", "dots", "full"] = "none"
-    """Values that the backward recomputes: none, all but matmuls ("dots"), or all ("full")."""
+    remat: Literal["auto", "none", "dots", "full"] = "auto"
+    """Values that the backward recomputes: none, all but matmuls ("dots"), or all ("full"). "auto"
+    is "dots" on GPUs, where it takes less time and memory than "none"; elsewhere, and for
+    asynchronous schedules, whose checkpoints hold the residuals, it is "none"."""
     zero: Annotated[int, Range(0, 3)] = 3
     """Sharding over data: 0 nothing, 1 optimizer state, 2 also gradients, 3 also weights."""
     weights: Literal["auto", "stacked", "unrolled"] = "auto"

@@ -55,6 +55,12 @@ def weights(config: Config, *, platform: str, alike: bool, counts: Sequence[int]
     return "unrolled" if platform == "gpu" and possible and few else "stacked"
 
 
+def remat(config: Config) -> str:
+    """What layers keep, as `jaxpipe.Pipeline` takes it."""
+    wanted = config.pipeline.remat
+    return "none" if wanted == "auto" and is_asynchronous(config) else wanted
+
+
 def weight_slots(config: Config, *, platform: str) -> int:
     """Chooses how many chunks of weights and of gradient sums a stage keeps at once.
 

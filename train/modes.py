@@ -306,10 +306,11 @@ def layout_of(setup: Setup) -> dict[str, Any]:
     config: Config = setup.config
     fields = [
         *("mesh.stage", "mesh.data", "mesh.replica", "pipeline.schedule", "pipeline.microbatches"),
-        *("pipeline.remat", "pipeline.zero", "train.batch_size", "asynchronous.warmup_steps"),
+        *("pipeline.zero", "train.batch_size", "asynchronous.warmup_steps"),
     ]
     flat = config.flat()
     layout = {path: flat[path] for path in fields}
+    layout["pipeline.remat"] = setup.pipe.remat
     layout["pipeline.partition"] = ",".join(map(str, setup.layer_counts))
     if configured.is_asynchronous(config):
         layout["asynchronous.discrepancy_decay"] = configured.techniques(config)[1] or 0.0

@@ -224,7 +224,7 @@ class Setup:
             layer_counts=counts,
             mesh=self.mesh,
             compute_dtype=self.config.pipeline.compute_dtype,
-            remat=self.config.pipeline.remat,
+            remat=configured.remat(self.config),
             zero=self.config.pipeline.zero,
             weights=configured.weights(
                 self.config,

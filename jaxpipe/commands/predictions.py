@@ -45,7 +45,7 @@ class OnDevices:
       context: devices that share a layer's sequence.
       tensor: devices that share a layer's weights.
       zero: level at which parameters, gradients and optimizer state are sharded over data.
-      remat: none, dots or full.
+      remat: none, dots (the default of training on GPUs) or full.
       on_host: what lies in the host's memory: state (the optimizer's), residuals, or
         state,residuals.
       device: v100, a100, h100, h200, b200, cpu, or a file that `jaxpipe measure` wrote.
@@ -60,7 +60,7 @@ class OnDevices:
     context: int = 1
     tensor: int = 1
     zero: int = 0
-    remat: str = "none"
+    remat: str = "dots"
     on_host: str = ""
     device: str = "h100"
     link: str = "nvlink:8,ib:400"

@@ -16,6 +16,7 @@ from jaxpipe.runtime import checks, filters, programs
 from jaxpipe.runtime.filters import Filter
 from jaxpipe.runtime.layers.losses import with_aux
 from jaxpipe.runtime.layers.model import Model
+from jaxpipe.runtime.layers.remat import chosen_remat
 from jaxpipe.runtime.layout.placing import Placing
 from jaxpipe.runtime.layout.precision import compute_dtypes
 from jaxpipe.runtime.layout.splits import read_splits
@@ -73,7 +74,9 @@ class Pipeline:
         dtype, which gradients and updates keep.
       full_precision: parameters of layers that are not rounded, chosen as by ``trainable``, such as
         "*norm*"; for layers that are alike.
-      remat: keeps every residual ("none"), weight matmuls' outputs ("dots") or inputs ("full").
+      remat: keeps every residual ("none"), weight matmuls' outputs ("dots") or inputs ("full");
+        "auto" is "dots" on GPUs, which recompute the rest in less time than they move it, and else
+        "none".
       zero: what is sharded over the ``data`` axis: 0 nothing, 1 optimizer state, 2 also gradients,
         3 also weights.
       weights: how the weights of layers that are alike lie on a stage: "stacked" in one array per
@@ -122,7 +125,7 @@ class Pipeline:
         trainable: Filter | None = None,
         compute_dtype: DTypeLike | None = None,
         full_precision: Filter = (),
-        remat: str = "none",
+        remat: str = "auto",
         zero: int = 0,
         weights: str = "stacked",
         weight_slots: int = 1,
@@ -134,6 +137,7 @@ class Pipeline:
         axes = Axes.of(mesh, stage_axis, data_axes, replica_axes, getattr(model, "axes", ()))
         built, unknown = named_schedule(schedule, mesh, axes, microbatches)
         precision = compute_dtype, full_precision
+        remat = chosen_remat(remat, mesh.devices.flat[0].platform)
         options = trainable, *precision, remat, zero, weights, weight_slots, residuals, layer_counts
         refuse([*unknown, *checks.arguments(model, params, states, built, mesh, axes, *options)])
         assert built is not None

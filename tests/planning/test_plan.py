@@ -193,7 +193,7 @@ def test_a_compared_mesh_has_every_axis_and_may_use_the_host(
     model = dataclasses.replace(model, variants={variant: model.variants[Variant(1, 1, "none")]})
     path = tmp_path / "sizes.json"
     path.write_text(model.to_json())
-    mesh = ["--stages", "2", "--microbatches", "4", "--data", "4", "--zero", "3"]
+    mesh = ["--stages", "2", "--microbatches", "4", "--data", "4", "--zero", "3", "--remat", "none"]
     assert cli.main(["compare", "1f1b", "--layer-model", str(path), *mesh, *options]) == 0
     printed = capsys.readouterr().out
     cluster = devices.cluster("h100", 8 * one.context)
@@ -205,7 +205,7 @@ def test_a_compared_mesh_has_every_axis_and_may_use_the_host(
 def test_schedules_are_compared_on_a_mesh(model, tmp_path, capsys):
     path = tmp_path / "sizes.json"
     path.write_text(model.to_json())
-    mesh = ["--stages", "2", "--microbatches", "4", "--data", "2", "--zero", "3"]
+    mesh = ["--stages", "2", "--microbatches", "4", "--data", "2", "--zero", "3", "--remat", "none"]
     arguments = ["compare", "1f1b", "zb-v", "1f1b-v", "--layer-model", str(path), *mesh]
     assert cli.main(arguments) == 0
     printed = capsys.readouterr().out

@@ -41,7 +41,6 @@ def counted_rows(table: TickTable) -> Row:
         kind: dataclasses.replace(
             cell,
             weights=version(cell.microbatch, layers.version, found[stage, cell.microbatch]),
-            fresh=(cell.microbatch % size == 0).astype(np.int32),
         )
         for kind, cell in table.passes.items()
     }

@@ -62,7 +62,7 @@ def test_the_source_of_rows_is_the_lowered_table_tick_by_tick(P, N, method, segm
         own = found.cells[kind]
         equal(own.layers, cell.layers)
         runs = cell.layers > 0
-        for name in ("chunk", "microbatch", "inbox", "weights", "fresh"):
+        for name in ("chunk", "microbatch", "inbox", "weights"):
             value = np.broadcast_to(getattr(own, name), runs.shape)
             np.testing.assert_array_equal(value[runs], getattr(cell, name)[runs], err_msg=name)
     assert len(found.arrivals) == len(expected.arrivals)

@@ -99,4 +99,5 @@ def test_changes_are_said():
     found = checkpoint.changes(saved, other)
     assert found == ["mesh.stage 4 -> 2", "train.seed 0 -> 1"]
     assert checkpoint.changes(saved, Config()) == []
+    assert checkpoint.changes(saved, Config(pipeline={"remat": "none"})) == []
     assert "task gpt -> bert" in checkpoint.changes(saved, Config(task="bert"))

@@ -12,6 +12,7 @@ import pytest
 from rich.console import Console
 from tiny_tasks import TINY
 
+from jaxpipe.runtime.layers.remat import chosen_remat
 from jaxpipe.schedule.device_clock import device_clock
 from jaxpipe.schedule.formats.json_format import to_json
 from jaxpipe.schedule.partition import chunk_costs
@@ -128,6 +129,12 @@ def test_with_a_memory_limit_what_takes_memory_decides(path):
     assert choice.read(path, config) is not None
     assert choice.read(path, _config(pipeline__stage_memory=1.0, mesh__data=2)) is None
     assert choice.read(path, _config(pipeline__stage_memory=1.0, train__batch_size=16)) is None
+
+
+def test_a_choice_of_an_earlier_default_goes_on(path, recorded):
+    record = json.loads(path.read_text())
+    assert record["settings"]["pipeline.remat"] == "none"  # as before there was "auto"
+    assert choice.read(path, _config(pipeline__remat="none")) == recorded
 
 
 def test_a_field_of_a_newer_version_counts_as_its_default(path, recorded):
@@ -335,3 +342,17 @@ def test_weights_are_unrolled_on_gpus_where_it_pays(options, platform, alike, la
 )
 def test_chunks_move_under_layers_on_gpus(options, platform, expected):
     assert configured.weight_slots(Config(pipeline=options), platform=platform) == expected
+
+
+@pytest.mark.parametrize(
+    ("options", "platform", "expected"),
+    [
+        ({}, "gpu", "dots"),
+        ({}, "cpu", "none"),
+        ({"remat": "none"}, "gpu", "none"),
+        ({"remat": "full"}, "cpu", "full"),
+        ({"schedule": "pipemare"}, "gpu", "none"),
+    ],
+)
+def test_gpus_recompute_all_but_matmuls(options, platform, expected):
+    assert chosen_remat(configured.remat(Config(pipeline=options)), platform) == expected

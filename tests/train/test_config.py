@@ -102,7 +102,10 @@ def test_numbers_as_people_write_them(tmp_path, number):
         ("task: resnet\nmodel: 3", "model=3 in {path}: must be a section with fields."),
         ("pipeline: 1f1b", "pipeline='1f1b' in {path}: must be a section with fields."),
         ("mesh:", "mesh=None in {path}: must be a section with fields."),
-        ("pipeline: {remat: ful}", "must be one of 'none', 'dots' or 'full'. Nearest valid: full."),
+        (
+            "pipeline: {remat: ful}",
+            "must be one of 'auto', 'none', 'dots' or 'full'. Nearest valid: full.",
+        ),
     ],
 )
 def test_wrong_names_and_types_name_the_field(tmp_path, text, expected):

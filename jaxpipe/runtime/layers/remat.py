@@ -31,6 +31,16 @@ REMAT_POLICIES: dict[str, Any] = {
 the rest; keep only the layer's input and recompute the layer."""
 
 
+def chosen_remat(remat: str, platform: str) -> str:
+    """The policy that a name stands for on a platform: "auto" is "dots" on GPUs, and else "none".
+
+    GPUs recompute what stands between weight matmuls in less time than they write it and read it.
+    """
+    if remat != "auto":
+        return remat
+    return "dots" if platform == "gpu" else "none"
+
+
 def unknown_remat(remat: str) -> Iterator[Problem]:
     """Says that a name is not in `REMAT_POLICIES`."""
     if remat not in REMAT_POLICIES:

@@ -277,7 +277,7 @@ def tick(
         carried = carried.but(weights=weights.gather(fixed, carried.weights, row.gather))
     if parts.reduce:
         assert sink is not None
-        sums = sink.read(fixed, carried, row.reduce)
+        carried, sums = sink.take(fixed, carried, row.reduce)
         reduced = sink.start(fixed, sums)
         # Layers come after what reads the sums that they write, or XLA copies the sums.
         row = row._replace(cells=after(sums, row.cells, device))

@@ -41,16 +41,9 @@ class GradientSink(abc.ABC):
         return buffers.get("reduced")
 
     def add(self, work: LayerWork, sums: Arrays, stored: Stored) -> Arrays:
-        """The sums of the chunk in a slot with the gradient of a layer, for one microbatch.
-
-        The first one of a stay overwrites: clearing a slot after its reduction would copy it.
-        """
-        place, fresh = work.place(work.cell.gradient), work.cell.fresh
-
-        def total(old: jax.Array, new: jax.Array) -> jax.Array:
-            return jnp.where(fresh == 1, new, old + new)
-
-        return work.fixed.params.update(sums, place, widened(stored), total)
+        """The sums of the chunk in a slot with the gradient of a layer, for one microbatch."""
+        place = work.place(work.cell.gradient)
+        return work.fixed.params.update(sums, place, widened(stored))
 
     def add_outer(self, sums: Gradients, new: Gradients, phase: str, row: Outer) -> Gradients:
         """The sums of embedding and head with a microbatch's share of a phase."""
@@ -64,8 +57,8 @@ class GradientSink(abc.ABC):
         """Shapes of what is on its way while layers run, and of what it is made from."""
         return []
 
-    def read(self, fixed: Fixed, carried: Carried, transfer: Transfer) -> Pieces:
-        """The sums of the pieces that a tick reduces while its layers run."""
+    def take(self, fixed: Fixed, carried: Carried, transfer: Transfer) -> tuple[Carried, Pieces]:
+        """Takes the sums of the pieces that a tick reduces while its layers run."""
         raise NotImplementedError
 
     def start(self, fixed: Fixed, sums: Pieces) -> Pieces:
@@ -114,7 +107,7 @@ class Summed(GradientSink):
     def chunk(self, fixed: Fixed, carried: Carried, transfer: Transfer) -> Carried:
         def body(chunk: Index, number: Index, sums_and_reduced: Any) -> Any:
             sums, reduced = sums_and_reduced
-            total = fixed.params.read(sums, self._place(fixed, chunk, number, transfer, None))
+            sums, total = self._taken(fixed, (chunk, number), transfer, None, sums)
             if not self._in_place:
                 total, reduced = tie(total, reduced)
             shards = self._reduced(fixed, total, 1)
@@ -138,7 +131,7 @@ class Summed(GradientSink):
         return pieces * reduces.group if self.reduces(fixed) and reduces.shared.any() else []
 
     @jax.named_scope("reduce")
-    def read(self, fixed: Fixed, carried: Carried, transfer: Transfer) -> Pieces:
+    def take(self, fixed: Fixed, carried: Carried, transfer: Transfer) -> tuple[Carried, Pieces]:
         params, sums, pieces = fixed.params, carried.gradients, []
         reduces = fixed.table.reduces
         leaves = share_of(params.piece, reduces.shares)
@@ -148,10 +141,11 @@ class Summed(GradientSink):
             def read(
                 chunk: Index, number: Index, sums: Arrays, _: Stored, share: Share | None = share
             ) -> Any:
-                return sums, params.read(sums, self._place(fixed, chunk, number, transfer, share))
+                return self._taken(fixed, (chunk, number), transfer, share, sums)
 
-            pieces.append(params.loop(span, read, sums, empty)[1])
-        return pieces
+            sums, piece = params.loop(span, read, sums, empty)
+            pieces.append(piece)
+        return carried.but(gradients=sums), pieces
 
     @jax.named_scope("reduce")
     def start(self, fixed: Fixed, sums: Pieces) -> Pieces:
@@ -177,17 +171,25 @@ class Summed(GradientSink):
             arrays, _ = fixed.params.loop(span, put, arrays, shards)
         return carried.but(**{name: arrays})
 
-    def _place(
+    def _taken(
         self,
         fixed: Fixed,
-        chunk: Index,
-        number: Index,
+        piece: tuple[Index, Index],
         transfer: Transfer,
         share: Share | None,
-    ) -> Any:
-        """Where the sums of a piece lie, or of a share of it."""
-        slot = transfer.slot if self._in_slots else None
-        return fixed.params.piece_at((fixed.stage, chunk, number), slot=slot, share=share)
+        sums: Arrays,
+    ) -> tuple[Arrays, Stored]:
+        """The sums without those of a piece, or of a share of it, and these.
+
+        A slot is cleared for the next chunk there: on GPUs, a matmul adds its product to a sum
+        without writing it first, but only where nothing chooses between the two.
+        """
+        params, slot = fixed.params, transfer.slot if self._in_slots else None
+        place = params.piece_at((fixed.stage, *piece), slot=slot, share=share)
+        total = params.read(sums, place)
+        if self._in_slots:
+            sums = params.write(sums, place, jax.tree.map(jnp.zeros_like, total))
+        return sums, total
 
     def _reduced(self, fixed: Fixed, total: Stored, shares: int) -> Stored:
         leaves = share_of(fixed.params.piece, shares)

@@ -93,15 +93,18 @@ class Updated(GradientSink):
         return {"gradients": sums}
 
     def add(self, work: LayerWork, sums: Arrays, stored: Stored) -> Arrays:
-        zero = work.fixed.setup.zero
+        zero, starts = work.fixed.setup.zero, self._starts(work.cell.microbatch)
+        stored = widened(stored)
         if zero >= 2:  # sums are split, and never at rest: one reduction per microbatch
-            stored = reduce_gradients(widened(stored), work.leaves, work.fixed.axes, zero=zero)
-        return super().add(work, sums, stored)
+            stored = reduce_gradients(stored, work.leaves, work.fixed.axes, zero=zero)
+        return work.fixed.params.update(
+            sums, work.place(), stored, lambda old, new: jnp.where(starts, new, old + new)
+        )
 
     def add_outer(self, sums: Gradients, new: Gradients, phase: str, row: Outer) -> Gradients:
         i = row.head if phase == "leave" else row.embed_gradient
-        N, new = self.steady.num_microbatches, widened(new)
-        slot, starts = i // N % self.num_sums, i % N == 0
+        slot, starts = i // self.steady.num_microbatches % self.num_sums, self._starts(i)
+        new = widened(new)
 
         def embed(total: jax.Array, value: jax.Array, fresh: Index) -> jax.Array:
             old = lax.dynamic_index_in_dim(total, slot, keepdims=False)
@@ -118,6 +121,10 @@ class Updated(GradientSink):
             fresh = False if self.tied else starts
         table = jax.tree.map(lambda t, v: embed(t, v, fresh), sums["embed"], new["embed"])
         return sums | {"embed": table}
+
+    def _starts(self, microbatch: Index) -> Index:
+        """Whether a microbatch is the first of its minibatch, whose sums replace those before."""
+        return microbatch % self.steady.num_microbatches == 0
 
     def tick(self, fixed: Fixed, carried: Carried, row: Row) -> Carried:
         """Measures the finished gradients, then updates their parts."""

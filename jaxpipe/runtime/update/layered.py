@@ -10,8 +10,10 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 
+from jaxpipe.runtime.barriers import after
 from jaxpipe.runtime.layout.data_axis import reduce_gradients
 from jaxpipe.runtime.layout.whole_model import outer_of
 from jaxpipe.runtime.tick.carried import Carried
@@ -85,10 +87,19 @@ class Applied(GradientSink):
         last = jnp.where(transfer.chunk == NONE, 0, fixed.table.layers_per_chunk)
         (trained, *frozen), layers = carried.weights.layers, updating.layers
         kept = [trained, *layers]
-        _, (weights, *layers) = params.loop(
+        sums, (weights, *layers) = params.loop(
             (transfer.chunk, 0, last), body, carried.gradients, kept
         )
+
+        # The sums are cleared after what reads them, or XLA copies them.
+        transfer = after((weights, *layers), transfer, fixed.stage)
+
+        def clear(chunk: Index, number: Index, sums: Arrays) -> Arrays:
+            place = params.piece_at((fixed.stage, chunk, number), slot=transfer.slot)
+            return params.write(sums, place, jax.tree.map(jnp.zeros_like, params.read(sums, place)))
+
         return carried.but(
+            gradients=params.loop_pieces(transfer.chunk, clear, sums),
             weights=carried.weights._replace(layers=[weights, *frozen]),
             finished=updating._replace(layers=layers),
         )

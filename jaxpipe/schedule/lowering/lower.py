@@ -313,7 +313,6 @@ class Lowering:
             "crossing": slots["crossing"][place],
             "weights": weights.slots[selected],
             "gradient": gradients.slots[selected],
-            "fresh": gradients.fresh[selected],
         }
         fields = {}
         for name, value in values.items():

@@ -92,7 +92,6 @@ class SteadyRows:
             crossing=zero,
             weights=version(part, g, self.first) % steady.num_versions,
             gradient=zero,
-            fresh=1 * (g % steady.num_microbatches == 0),
         )
 
     def _replay(self, part: Part, tick: Any) -> dict[Kind, Any] | None:

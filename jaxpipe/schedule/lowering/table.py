@@ -39,7 +39,6 @@ class Cell:
       crossing: slot of the values that go from B to W.
       weights: weight slot (sharded weights only).
       gradient: gradient slot (sharded gradients only).
-      fresh: 1 where the gradient slot holds another chunk's sum, to be overwritten.
     """
 
     layers: Any
@@ -51,7 +50,6 @@ class Cell:
     crossing: Any
     weights: Any
     gradient: Any
-    fresh: Any
 
 
 class Arrival(NamedTuple):

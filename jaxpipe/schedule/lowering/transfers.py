@@ -34,12 +34,10 @@ class Held(NamedTuple):
     Args:
       transfers: at most one per stage and tick.
       slots: int64 ``[actions]``: the slot of each action's chunk.
-      fresh: bool ``[actions]``: whether an action is the first of its chunk's stay.
     """
 
     transfers: Transfers
     slots: np.ndarray
-    fresh: np.ndarray
 
 
 def held_chunks(
@@ -89,7 +87,6 @@ def _with_slots(
     shape = (1 + int(columns.tick.max()), schedule.num_stages)
     chunk, slot = np.full(shape, NONE, np.int32), np.zeros(shape, np.int32)
     slots_of = np.zeros(len(columns.tick), np.int64)
-    fresh = np.zeros(len(columns.tick), bool)
     all_stays: list[list[Stay]] = [[] for _ in range(schedule.num_stages)]
     wanted = columns.of(*kinds)
     chunks = np.asarray(schedule.placement.chunks)[columns.virtual_stage]
@@ -103,7 +100,6 @@ def _with_slots(
         if _most_together(uses, items) > size:
             return None
         stays, of_use = cached_slots(uses.tolist(), items.tolist(), num_slots=size)
-        stay_of = np.asarray(of_use, np.int64)
         ticks = [stay.loaded if load else stay.unloaded for stay in stays]
         if len(set(ticks)) < len(ticks) or (chunk[ticks, stage] != NONE).any():
             return None
@@ -112,14 +108,12 @@ def _with_slots(
         all_stays[stage] += stays
         slot_of_stay = np.asarray([stay.slot for stay in stays], np.int64)
         chunk[ticks, stage], slot[ticks, stage] = [stay.item for stay in stays], slot_of_stay
-        slots_of[used] = slot_of_stay[stay_of]
-        _, firsts = np.unique(stay_of, return_index=True)
-        fresh[used[firsts]] = True
+        slots_of[used] = slot_of_stay[np.asarray(of_use, np.int64)]
     nothing = Transfer(*(np.full((0, schedule.num_stages), NONE, np.int32) for _ in range(3)))
     whole = Transfers(
         chunk, slot, np.zeros_like(slot), num_slots, group=0, shares=1, parts=1, edge=nothing
     )
-    return Held(whole, slots_of, fresh), all_stays
+    return Held(whole, slots_of), all_stays
 
 
 def _most_together(ticks: np.ndarray, items: np.ndarray) -> int:

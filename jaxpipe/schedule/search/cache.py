@@ -22,7 +22,7 @@ from typing import Any
 from jaxpipe.schedule.actions import Schedule
 from jaxpipe.schedule.formats.json_format import from_json, to_json
 
-_CACHE_VERSION = 12
+_CACHE_VERSION = 13
 """Version of the searches, to be raised when one finds other schedules."""
 
 
