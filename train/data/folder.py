@@ -40,7 +40,7 @@ def read_fields(folder: str | Path, kind: str) -> dict[str, Any]:
     try:
         fields = json.loads(text)
         found = fields.pop("kind", _TEXT)
-    except (ValueError, AttributeError, TypeError) as error:
+    except (ValueError, AttributeError, TypeError, RecursionError) as error:
         raise damaged(folder, kind, error) from error
     if found != kind:
         other = prepare_hint(Path("FOLDER"), kind)
