@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxpipe.errors import ArgumentError, refuse
+from jaxpipe.errors import ArgumentError, refuse, shown
 from models.hugging_face_families import FAMILIES, Config
 from models.hugging_face_family import Family
 from models.hugging_face_fields import Fields, TokenIds, token_id_fields
@@ -90,8 +90,8 @@ class Folder:
         fields = Fields(folder / CONFIG, read_json(folder / CONFIG))
         if (name := str(fields.get("model_type", None))) not in FAMILIES:
             raise ValueError(
-                f"{folder}/config.json has model_type={name!r}; only {', '.join(FAMILIES)} can be "
-                "read."
+                f"{folder}/config.json has model_type={shown(name)}; only {', '.join(FAMILIES)} "
+                "can be read."
             )
         family = self._family = FAMILIES[name]
         tensors = find_tensors(folder)

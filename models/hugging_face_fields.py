@@ -7,6 +7,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from jaxpipe.errors import shown
+
 _LARGEST = 10**7
 """Largest size: a larger one is a mistake, and would take long to refuse by its tensors."""
 _MOST_LAYERS = 10**4
@@ -92,7 +94,7 @@ class Fields:
     def require(self, **allowed: tuple[Any, ...]) -> None:
         """Raises ValueError unless every field has an allowed value, the first by default."""
         failures = [
-            f"{self._file} has {name}={self._values[name]!r}; it can only be read with "
+            f"{self._file} has {name}={shown(self._values[name])}; it can only be read with "
             f"{' or '.join(map(repr, values))}."
             for name, values in allowed.items()
             if self._values.get(name, values[0]) not in values
@@ -121,7 +123,7 @@ class Fields:
         return value
 
     def _wrong(self, name: str, value: Any, rule: str) -> ValueError:
-        return ValueError(f"{self._file} has {name}={value!r}; it must be {rule}.")
+        return ValueError(f"{self._file} has {name}={shown(value)}; it must be {rule}.")
 
 
 def _within(ids: Any, vocab_size: int) -> Id:

@@ -117,7 +117,7 @@ def device_failures(config: Config, *, num_devices: int, platform: str) -> list[
     if needed <= num_devices:
         return []
     simulate = (
-        f" XLA_FLAGS=--xla_force_host_platform_device_count={needed} simulates them."
+        " Leave --xla_force_host_platform_device_count out of XLA_FLAGS, and they are simulated."
         if platform == "cpu"
         else " JAX_PLATFORMS=cpu simulates them."
     )

@@ -202,7 +202,7 @@ class Checkpoints:
 
         Returns:
           What was saved; None if the folder holds no checkpoint, with a warning in the log if a
-          folder of a similar name holds some.
+          folder of a similar name, in it or around it holds some.
 
         Raises:
           ValueError: all checkpoints are damaged, or that of ``step`` is; a checkpoint of another
@@ -230,9 +230,11 @@ class Checkpoints:
                 f"{name} holds no whole checkpoint ({self.found.reasons}). "
                 "Fetch one from a backup, or begin in another folder."
             )
-        siblings = [path.name for path in parent.glob("*") if any(path.glob("[0-9]*"))]
-        near = difflib.get_close_matches(self._folder.name, siblings)
-        listed = ", ".join(str(parent / sibling) for sibling in near)
+        siblings = [path.name for path in parent.glob("*") if recovery.steps(path)]
+        near = [parent / name for name in difflib.get_close_matches(self._folder.name, siblings)]
+        # A run's folder in place of that of its checkpoints, or the folder of one step.
+        near += [path for path in (*self._folder.glob("*"), parent) if recovery.steps(path)]
+        listed = ", ".join(map(str, near))
         hint = f" Nearest with checkpoints: {listed}." if near else ""
         if self._read_only and not self._folder.is_dir():
             refuse([f"{name} does not exist, and read_only=True makes none.{hint}"])

@@ -12,7 +12,15 @@ from jaxpipe.schedule import catalog
 from jaxpipe.schedule.actions import Schedule
 from jaxpipe.schedule.check.validate import peak_in_flight
 from jaxpipe.schedule.formats import user
-from jaxpipe.schedule.problems import ArgumentError, Problem, below_one, refuse, shortened, shown
+from jaxpipe.schedule.problems import (
+    ArgumentError,
+    Problem,
+    below_one,
+    printable,
+    refuse,
+    shortened,
+    shown,
+)
 from jaxpipe.schedule.simulate import Costs, ticks
 
 DEFAULT_COSTS = "1,1,1"
@@ -39,6 +47,8 @@ def spell(argument: str, value: Any) -> str:
 
 def message(error: Exception) -> str:
     """Writes an error for the user, in the names of the command's options."""
+    if isinstance(error, OSError) and error.filename is not None:
+        return printable(f"{error.filename} cannot be used: {error.strerror}.")
     if not isinstance(error, ArgumentError):
         return str(error)
     return ArgumentError(map(_of_options, error.problems)).text(spell)

@@ -11,6 +11,7 @@ from rich.console import Console
 
 from jaxpipe.commands.options import message
 from jaxpipe.commands.printing import print_table
+from jaxpipe.files import read_bytes
 from jaxpipe.planning import step
 from jaxpipe.planning.calibration import find
 from jaxpipe.planning.devices import cluster
@@ -25,7 +26,7 @@ from jaxpipe.schedule.problems import ArgumentError, Problem, below_one, refuse
 def read_sizes(path: Path, *, option: str) -> ModelSizes:
     """Reads a file that ``jaxpipe plan --write-sizes`` wrote, the value of an option."""
     try:
-        text = path.read_text(encoding="utf-8")
+        text = read_bytes(path).decode("utf-8")
     except UnicodeDecodeError as error:
         refuse([Problem(option, str(path), f"is not text: {error}")])
         raise AssertionError from error  # refused

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
@@ -251,27 +252,36 @@ def _layer_functions(
     return functions
 
 
+_MISSING = object()
+
+
 def _tell_difference(layers: Sequence[Any]) -> None:
     """Warns of layers that could be stacked but for attributes that are no arrays."""
-    graphs = [dict(_constants(part)) for part in layers]
-    paths = [path for path in graphs[0] if any(g.get(path) != graphs[0][path] for g in graphs)]
-    if paths:
+    parts = [dict(_attributes(part)) for part in layers]
+    differ = [
+        path
+        for path in dict.fromkeys(itertools.chain(*parts))
+        if any(part.get(path, _MISSING) != parts[0].get(path, _MISSING) for part in parts)
+    ]
+    if differ:
         _LOG.warning(
             "The layers have arrays alike and differ in %s, so that each is compiled by itself. If "
             "nothing depends on it, give it the same value in all layers before they are "
             "converted, such as `layer%s = None`; then they are stacked, and compiled once.",
-            ", ".join(path[1:] for path in paths),
-            paths[0],
+            ", ".join(path.removeprefix(".") for path in differ),
+            differ[0],
         )
 
 
-def _constants(node: Any, path: str = "") -> Iterator[tuple[str, str]]:
-    """Yields attributes of a module and its parts that are no variables, in words, by path."""
-    for name, value in vars(node).items():
-        if isinstance(value, nnx.Module) and not isinstance(value, nnx.List):
-            yield from _constants(value, f"{path}.{name}")
-        elif isinstance(value, bool | int | float | str | None):
-            yield f"{path}.{name}", repr(value)
+def _attributes(node: Any, path: str = "") -> Iterator[tuple[str, Any]]:
+    """Yields by path what a module holds beside arrays, in its parts too, with their metadata."""
+    values = node.get_metadata() if isinstance(node, nnx.Variable) else vars(node)
+    for name, value in values.items():
+        place = f"{path}[{name}]" if name.isdigit() else f"{path}.{name}"
+        if isinstance(value, nnx.Pytree | nnx.Variable):
+            yield from _attributes(value, place)
+        elif not name.startswith("_pytree__") and not isinstance(value, jax.Array | np.ndarray):
+            yield place, value
 
 
 def _layer_function(

@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from jaxpipe.files import read_json
 from jaxpipe.planning.devices import DEVICES, Device, Efficiency, Passes
 from jaxpipe.schedule.problems import Problem, refuse
 
@@ -149,9 +150,8 @@ def find(device: str) -> str | Device:
     if not device.endswith(".json"):
         return device
     try:
-        data = json.loads(Path(device).read_text(encoding="utf-8"))["device"]
-        found = _device(data)
-    except (KeyError, TypeError, ValueError, RecursionError) as error:
+        found = _device(read_json(Path(device))["device"])
+    except (KeyError, TypeError, ValueError) as error:
         rule = f"holds no measured device ({type(error).__name__}: {error})"
         note = "jaxpipe measure --config FILE --out FILE writes them."
         refuse([Problem("device", device, rule, tuple(DEVICES), note=note)])

@@ -346,6 +346,10 @@ def test_a_mistyped_folder_is_said_to_be_one(two, caplog):
     # Where a run may begin, None is an answer.
     assert jaxpipe.Checkpoints(mistyped).restore(pipe, OPTIMIZER) is None
     assert f"holds no checkpoint to restore. Nearest with checkpoints: {whole}." in caplog.text
+    for other in (whole.parent, next(whole.glob("[0-9]*"))):
+        caplog.clear()
+        assert jaxpipe.Checkpoints(other).restore(pipe, OPTIMIZER) is None
+        assert f"Nearest with checkpoints: {whole}." in caplog.text
 
 
 def test_a_file_is_no_folder(tmp_path):

@@ -70,6 +70,8 @@ def test_every_field_of_a_config_is_checked(tmp_path, family):
         ("llama", "tie_word_embeddings", 0, "has tie_word_embeddings=0; it must be true or false."),
         ("bert", "num_attention_heads", 3, "describes no model of ours: num_heads=3 must divide"),
         ("resnet", "layer_type", "x", "can only be read with 'bottleneck' or 'basic'."),
+        pytest.param("gpt2", "n_layer", "x" * 10**4, "x...x", id="long"),
+        pytest.param("gpt2", "model_type", "x" * 10**4, "x...x", id="long-type"),
     ],
 )
 def test_a_wrong_field_is_named(tmp_path, family, field, value, message):
@@ -81,6 +83,7 @@ def test_a_wrong_field_is_named(tmp_path, family, field, value, message):
         hugging_face.load(tmp_path)
     assert str(error.value).startswith(f"{file} ")
     assert message in str(error.value)
+    assert len(str(error.value)) < 1000
 
 
 @pytest.mark.parametrize("name", ["config.json", WEIGHTS, INDEX])

@@ -177,11 +177,23 @@ def test_embedding_and_head_may_where_all_stages_compute_them():
 def test_embedding_and_head_may_not_at_the_ends():
     whole, at_ends = split_toy.model(split=False), {"embed": None, "layers": split_toy.LAYERS}
     alone = {"stage_split": None, "axis_split": at_ends | {"head": None}, "embed": whole.embed}
+
+    def mean(outer, x, *_):
+        return x.mean()
+
     for changes, message in (
         ({"embed": options("stacked")[0].embed}, r"Model\.embed calls psum along 'stage' \("),
         (
             {"head_loss": lambda outer, x, *_: ring(x).mean()},
             r"Model\.head_loss calls ppermute along 'tensor' .* if `Model.stage_split` is given",
+        ),
+        (
+            {"embed": lambda *args: ring_backwards(whole.embed(*args)), "head_loss": mean},
+            r"Model\.embed calls ppermute along 'tensor'",
+        ),
+        (
+            {"head_loss": lambda outer, x, *_: ring_backwards(x).mean()},
+            r"Model\.head_loss calls ppermute along 'tensor'",
         ),
     ):
         with pytest.raises(ValueError, match=message):

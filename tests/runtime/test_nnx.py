@@ -51,21 +51,40 @@ class Net(nnx.Module):
         return self.table.attend(self.norm(x))
 
 
-def test_layers_that_differ_in_an_attribute_alone_say_so(caplog):
+@pytest.mark.parametrize(
+    ("name", "values"),
+    [
+        ("layer_idx", [0, 1]),
+        ("window", [(1, 2), (2, 2)]),
+        ("activation", [nnx.relu, nnx.gelu]),
+        ("dtype", [jnp.float32, jnp.bfloat16]),
+        ("parts", [nnx.List([nnx.Dict(rate=rate)]) for rate in (0.0, 0.1)]),
+    ],
+)
+def test_layers_that_differ_in_an_attribute_alone_say_so(name, values, caplog):
     layers = [Block(rngs=nnx.Rngs(n)) for n in range(2)]
-    for n, layer in enumerate(layers):
-        layer.up.layer_idx = n
+    for layer, value in zip(layers, values, strict=True):
+        setattr(layer.up, name, value)
     functions = {"embed": lambda net, batch: batch["x"], "loss": lambda net, x, batch: x.mean()}
     converted = jaxpipe.nnx.model({}, layers=layers, **functions)
     assert isinstance(converted.params["layers"], tuple)
-    assert "differ in up.layer_idx, so that" in caplog.text
-    assert "`layer.up.layer_idx = None`" in caplog.text
+    path = f"up.{name}" + "[0].rate" * (name == "parts")
+    assert f"differ in {path}, so that" in caplog.text
+    assert f"`layer.{path} = None`" in caplog.text
     caplog.clear()
     for layer in layers:
-        layer.up.layer_idx = None
+        setattr(layer.up, name, None)
     converted = jaxpipe.nnx.model({}, layers=layers, **functions)
     assert isinstance(converted.params["layers"], dict)
     assert not caplog.text
+
+
+def test_an_attribute_that_only_some_layers_have_is_named(caplog):
+    layers = [Block(rngs=nnx.Rngs(n)) for n in range(2)]
+    layers[1].up.layer_idx = 1
+    functions = {"embed": lambda net, batch: batch["x"], "loss": lambda net, x, batch: x.mean()}
+    jaxpipe.nnx.model({}, layers=layers, **functions)
+    assert "differ in up.layer_idx, so that" in caplog.text
 
 
 def embed(net, batch):

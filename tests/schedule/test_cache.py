@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import inspect
+import json
 
 import pytest
 
 from jaxpipe.schedule import catalog
 from jaxpipe.schedule.actions import Schedule
+from jaxpipe.schedule.formats.json_format import to_json
 from jaxpipe.schedule.generators.gpipe import gpipe
 from jaxpipe.schedule.search.auto import auto
 from jaxpipe.schedule.search.cache import cache_folder, cached
@@ -130,9 +132,19 @@ def test_a_stored_schedule_of_another_shape_is_replaced(files):
     first = search(2, 4, 4)
     (file,) = set(files.iterdir()) - {other}
     written = file.read_text()
-    file.write_text(other.read_text())
+    for text in (other.read_text(), json.dumps(json.loads(written) | to_json(gpipe(2, 3)))):
+        file.write_text(text)
+        assert search(2, 4, 4) == first
+        assert file.read_text() == written
+
+
+def test_a_link_to_a_device_is_replaced(files):
+    first = search(2, 4, 4)
+    (file,) = files.iterdir()
+    file.unlink()
+    file.symlink_to("/dev/zero")
     assert search(2, 4, 4) == first
-    assert file.read_text() == written
+    assert file.is_file()
 
 
 def test_cache_keys_hold_every_input(files):

@@ -429,6 +429,11 @@ def test_bad_csv_gets_status_2_and_one_message(tmp_path, capsys, content, expect
         (["show", "gpipe", *SHAPE, "--format", "svg", "--out", "a.txt"], "--out a.svg"),
         (["show", "gpipe", *SHAPE, "--format", "svg", "--out", "a.png"], "--out a.svg"),
         (["show", "gpipe", *SHAPE, "--out", "/no/such/folder/a.txt"], "/no/such/folder/a.txt"),
+        (["validate", "no.csv"], "no.csv cannot be used: No such file or directory."),
+        (
+            ["plan", "--sizes", "/dev/zero", "--devices", "2", "--device", "h100"],
+            "/dev/zero cannot be used: it is no regular file.",
+        ),
     ],
 )
 def test_mistakes_go_to_stderr_with_status_2(capsys, arguments, expected):

@@ -181,6 +181,12 @@ def test_bubble_shrinks_with_the_chunks_of_looped_schedules(name, p, k, v, costs
         assert excess(schedule, costs) == pytest.approx(bubble)
 
 
+@pytest.mark.parametrize("name", ["interleaved", "interleaved-fused"])
+def test_a_group_of_more_than_all_microbatches_is_one_of_all(name):
+    found = [catalog.build(name, stages=4, microbatches=6, group=group) for group in (6, 10**9)]
+    assert found[0] == found[1]
+
+
 @given(stages, st.integers(1, 3), st.integers(0, 4), st.integers(1, 4))
 def test_a_larger_group_of_interleaved_has_the_same_bubble(p, k, extra, v):
     g = p + extra

@@ -234,7 +234,10 @@ def test_a_folder_of_another_kind_is_refused(folders, read, kind):
                 read(path)
 
 
-@pytest.mark.parametrize("content", ["", "[]", "{}", '{"kind": "KIND", "train": 3}'])
+@pytest.mark.parametrize(
+    "content",
+    ["", "[]", "{}", '{"kind": "KIND", "train": 3}', pytest.param("[" * 10**5, id="deep")],
+)
 @pytest.mark.parametrize(("read", "kind"), READERS)
 def test_a_damaged_description_is_refused(tmp_path, read, kind, content):
     with pytest.raises(ValueError, match=f"there is no meta.json.*--out {tmp_path}"):

@@ -40,7 +40,7 @@ def read_fields(folder: str | Path, kind: str) -> dict[str, Any]:
     try:
         fields = json.loads(text)
         actual = fields.pop("kind", _TEXT)
-    except (ValueError, AttributeError, TypeError) as error:
+    except (ValueError, AttributeError, TypeError, RecursionError) as error:
         raise damaged(folder, kind, error) from error
     if actual != kind:
         hint = prepare_hint(Path("FOLDER"), kind)

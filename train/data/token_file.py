@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from jaxpipe.files import read_json
 from train.errors import ConfigError, Failure
 
 # Tokens read at a time, so that memory stays flat however long the file is.
@@ -88,7 +89,7 @@ def check(path: Path, tokens: TokenFile, *, vocab_size: int) -> None:
     identity = {"bytes": status.st_size, "changed_ns": status.st_mtime_ns}
     largest = None
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
-        kept = json.loads(record.read_bytes())
+        kept = read_json(record)
         if {name: kept[name] for name in identity} == identity:
             largest = int(kept["largest"])
     if largest is None:

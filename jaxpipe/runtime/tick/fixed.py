@@ -265,9 +265,7 @@ def fix(
     leaves = [jax.tree.leaves(x) for x in layers.activations]
     y = layers.activations[layers.last]
     collector, weight = _leaving(setup, layers, outer, y, rows_of_one, rng)
-    if not setup.table.together:
-        refuse(_barred_at_ends(setup, layers, outer, rows_of_one, rng))
-    return Fixed(
+    fixed = Fixed(
         setup,
         weights,
         gradients,
@@ -288,17 +286,39 @@ def fix(
         collector=collector,
         weight=weight,
     )
+    if not setup.table.together:
+        refuse(_barred_at_ends(fixed, outer, rows_of_one, rng))
+    return fixed
 
 
-def _barred_at_ends(
-    setup: Setup, layers: Layers, outer: OuterParams, rows: Batch, rng: Key
-) -> Iterator[str]:
-    """Names collectives of embedding and head for which stages that do not run them would wait."""
-    model, stage_axis = setup.model, setup.layout.axes.stage
-    name, y = "output" if setup.outputs else "head_loss", layers.activations[layers.last]
-    for function, given in (("embed", ()), (name, (y,))):
-        traced = jax.make_jaxpr(getattr(model, function))(outer, *given, rows, rng)
-        yield from barred(f"Model.{function}", collectives(traced.jaxpr), stage_axis)
+def _barred_at_ends(fixed: Fixed, outer: OuterParams, rows: Batch, rng: Key) -> Iterator[str]:
+    """Names collectives of embedding and head, and of their backwards, for which stages that do not
+    run them would wait."""
+    setup, y = fixed.setup, fixed.layers.activations[fixed.layers.last]
+    head = "output" if setup.outputs else "head_loss"
+    for name, given in (("embed", ()), (head, (y,))):
+        function = getattr(setup.model, name)
+
+        def passes(
+            outer: OuterParams,
+            given: tuple[Activation, ...],
+            rows: Batch,
+            rng: Key,
+            function: Callable[..., Tree] = function,
+        ) -> Tree:
+            if not setup.trains:
+                return function(outer, *given, rows, rng)
+            trained, constant = fixed.divided(outer)
+
+            def run(trained: OuterParams, given: tuple[Activation, ...]) -> Activation:
+                result = function(combine(trained, constant), *given, rows, rng)
+                return losses.differentiated(result) if given else result
+
+            result, backward = jax.vjp(run, trained, given)
+            return backward(jax.tree.map(jnp.ones_like, result))
+
+        traced = jax.make_jaxpr(passes)(outer, given, rows, rng)
+        yield from barred(f"Model.{name}", collectives(traced.jaxpr), fixed.axes.stage)
 
 
 def layer_shapes(layout: Layout, layer: int) -> Shapes:

@@ -58,6 +58,8 @@ def interleaved(
         rule, others = "it must be at least half of $num_stages", {"num_stages": num_stages}
         nearest = (-(-num_stages // 2),)
         refuse([Problem("group", group, rule, nearest, others, "interleaved")])
+    # A larger group gives the same order, and would take time and memory to plan.
+    group = min(group, max(num_stages, num_microbatches))
     hops = 2 if group >= num_stages else 1
     return depth_first(
         "interleaved-fused" if fused else "interleaved",

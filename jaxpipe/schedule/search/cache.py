@@ -19,6 +19,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from jaxpipe.files import read_json
 from jaxpipe.schedule.actions import Schedule
 from jaxpipe.schedule.formats.json_format import from_json, to_json
 
@@ -37,7 +38,7 @@ def cached(search: Callable[..., Schedule]) -> Callable[..., Schedule]:
         key = json.dumps(inputs, default=dataclasses.asdict, sort_keys=True)
         digest = hashlib.sha256(key.encode()).hexdigest()
         path = cache_folder() / f"{search.__name__}-{digest[:32]}.json"
-        schedule = _load(path, key)
+        schedule = _load(path, key, numbers)
         if schedule is None:
             schedule = search(*numbers, **options)
             _store(path, key, schedule)
@@ -56,13 +57,15 @@ def cache_folder() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "jaxpipe"
 
 
-def _load(path: Path, key: str) -> Schedule | None:
+def _load(path: Path, key: str, numbers: tuple[int, ...]) -> Schedule | None:
     """Reads a stored schedule; None if there is none of these inputs, or none that can run."""
     try:
-        data = json.loads(path.read_text(encoding="utf-8"))
-        return from_json(data) if data["key"] == key else None
-    except (OSError, ValueError, TypeError, KeyError, RecursionError):
+        data = read_json(path)
+        schedule = from_json(data) if data["key"] == key else None
+    except (OSError, ValueError, TypeError, KeyError):
         return None
+    shape = schedule and (schedule.num_stages, schedule.num_microbatches)
+    return schedule if shape == numbers else None
 
 
 def _store(path: Path, key: str, schedule: Schedule) -> None:
