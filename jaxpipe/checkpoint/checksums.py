@@ -78,11 +78,11 @@ def verify(folder: Path, names: Sequence[str] | None = None) -> None:
 def _verify_step_metadata(folder: Path, items: set[str]) -> None:
     """Checks that orbax's metadata names the items of the step, one folder each."""
     try:
-        found = set(read_json(folder / _STEP_METADATA)["item_handlers"])
+        named = set(read_json(folder / _STEP_METADATA)["item_handlers"])
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise DamagedError(f"{_STEP_METADATA} cannot be read ({error})") from error
-    if found != items:
-        raise DamagedError(f"{_STEP_METADATA} names {sorted(found)}, and there are {sorted(items)}")
+    if named != items:
+        raise DamagedError(f"{_STEP_METADATA} names {sorted(named)}, and there are {sorted(items)}")
 
 
 def _problem(folder: Path, name: str, expected: Any) -> str | None:

@@ -121,9 +121,9 @@ def _compiled(
     """Compiles the best plans of a result, without their devices."""
     compiling = bar.add_task("compiling", total=min(count, len(result.best)))
 
-    def taken(found: Found) -> int:
-        costs = step.chunk_costs(found.placed)
-        size = configured.compiled_bytes(found.plan, costs, device)
+    def taken(candidate: Found) -> int:
+        costs = step.chunk_costs(candidate.placed)
+        size = configured.compiled_bytes(candidate.plan, costs, device)
         bar.advance(compiling)
         return size
 
@@ -207,7 +207,7 @@ def _report(
             f"message {kind.latency * 1e6:.0f} us more."
         )
     _print_plans(console, "best plans", result.best[:5], goal)
-    front = sorted(result.front, key=lambda found: found.device_bytes)
+    front = sorted(result.front, key=lambda candidate: candidate.device_bytes)
     _print_plans(console, "no other plan is better in time, memory and cost", front, goal)
     best = [(str(number), plan) for number, plan in enumerate(result.best[:5], start=1)]
     print_parts(console, "milliseconds of a step", "plan", best, "seconds", 1e3)

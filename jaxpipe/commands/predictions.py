@@ -158,7 +158,7 @@ def print_parts(
     console: Console,
     title: str,
     label: str,
-    found: Sequence[tuple[str, Found]],
+    plans: Sequence[tuple[str, Found]],
     which: str,
     scale: float,
 ) -> None:
@@ -168,18 +168,18 @@ def print_parts(
       console: console to print on.
       title: title of the table.
       label: heading of the first column.
-      found: plans by name.
+      plans: name and plan of each row.
       which: "seconds" or "bytes".
       scale: factor to the unit that is shown.
     """
-    columns = [label, *getattr(found[0][1], which), "all"]
-    compiles = which == "bytes" and any(one.compiled_bytes is not None for _, one in found)
+    columns = [label, *getattr(plans[0][1], which), "all"]
+    compiles = which == "bytes" and any(plan.compiled_bytes is not None for _, plan in plans)
     columns += ["compiled"] * compiles
     rows = []
-    for name, one in found:
-        parts = getattr(one, which)
+    for name, plan in plans:
+        parts = getattr(plan, which)
         values = [*parts.values(), step.total(parts)]
-        values += [one.compiled_bytes] * compiles
+        values += [plan.compiled_bytes] * compiles
         rows.append((name, *(_shown(scale * value) for value in values)))
     print_table(console, columns, rows, title=title)
 

@@ -285,11 +285,11 @@ def _in_format(
         if must_draw:
             raise
         drawing = f"Valid, but not drawn. {error}"
-    others = (f"also {draw.caption(c)}" for c in clocks if c is not None and c is not drawn)
+    other_captions = (f"also {draw.caption(c)}" for c in clocks if c is not None and c is not drawn)
     peaks = ", ".join(f"{drawn.in_full_stages(count):g}" for count in drawn.peak_in_flight)
     idle = ", ".join(f"{ratio:.1%}" for ratio in drawn.stage_bubble_ratios)
     lines = [
-        *(draw.caption(drawn), drawing, *others),
+        *(draw.caption(drawn), drawing, *other_captions),
         f"idle, per stage: {idle}",
         f"peak in flight, per stage: {peaks}",
         *hints,

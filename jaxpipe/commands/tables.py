@@ -172,9 +172,9 @@ def _print_predictions(predictions: Mapping[str, Found], reasons: Mapping[str, s
     for title, which, scale in parts if rows else ():
         print_parts(console, title, "schedule", rows, which, scale)
     print("transfers: over data, those that nothing hides. waits: for other stages and messages.")
-    for name, one in rows:
-        limit = one.placed.cluster.memory_bytes
-        if one.device_bytes > limit:
+    for name, prediction in rows:
+        limit = prediction.placed.cluster.memory_bytes
+        if prediction.device_bytes > limit:
             print(f"{name} takes more than the {limit / 1e9:.3g} GB that a plan may use")
     for name, reason in reasons.items():
         print(f"{name} does not fit: {reason}")

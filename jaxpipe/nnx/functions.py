@@ -45,9 +45,9 @@ def functional(
     """
     flat = nnx.to_flat_state(nnx.state(checked(module), OTHER))
     if flat:
-        found = ", ".join(f"{'.'.join(map(str, path))} ({type(v).__name__})" for path, v in flat)
+        kept = ", ".join(f"{'.'.join(map(str, path))} ({type(v).__name__})" for path, v in flat)
         raise ValueError(
-            f"{type(module).__name__} keeps state besides its parameters: {found}. A pipelined "
+            f"{type(module).__name__} keeps state besides its parameters: {kept}. A pipelined "
             "layer must be a pure function of parameters, input and key; use one without running "
             "state (for example GroupNorm instead of BatchNorm), or convert it with "
             "jaxpipe.nnx.stateful."

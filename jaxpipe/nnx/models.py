@@ -320,8 +320,8 @@ def _caller(module: Any, split: _Split, train: bool) -> Callable[..., Any]:
 
 def _same(trees: Sequence[Tree]) -> bool:
     """Whether all have the same structure, shapes and dtypes."""
-    first, *others = map(shapes_of, trees)
-    return all(tree == first for tree in others)
+    first, *further = map(shapes_of, trees)
+    return all(tree == first for tree in further)
 
 
 def _stacked(trees: Sequence[Tree]) -> Tree:

@@ -232,8 +232,8 @@ def _misfits(entry: Entry, given: Mapping[str, Any]) -> list[Problem]:
             continue
         rule, nearest = "it does not read it", None
         if option == "num_chunks" and entry.chunks is not None:
-            held = "1 chunk" if entry.chunks == 1 else f"{entry.chunks} chunks"
-            rule, nearest = f"each of its stages holds {held}", entry.chunks
+            count_in_words = "1 chunk" if entry.chunks == 1 else f"{entry.chunks} chunks"
+            rule, nearest = f"each of its stages holds {count_in_words}", entry.chunks
         if given[option] != nearest:
             problems.append(Problem(option, given[option], rule, (nearest,), schedule=entry.name))
     for name, factor in entry.multiples.items():

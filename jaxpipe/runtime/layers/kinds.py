@@ -152,14 +152,14 @@ def _output(
     return _handed_on(y, n)
 
 
-def barred(name: str, found: Iterable[Collective], stage_axis: str) -> Iterator[str]:
+def barred(name: str, collectives: Iterable[Collective], stage_axis: str) -> Iterator[str]:
     """Names the first collective of a function that would wait for devices of other stages.
 
     Args:
       name: name of the function.
-      found: its collectives.
+      collectives: its collectives.
     """
-    for collective, axes, place in found:
+    for collective, axes, place in collectives:
         if stage_axis in axes or collective == "ppermute":
             along = ", ".join(map(repr, axes))
             yield (

@@ -255,21 +255,21 @@ def check_layer_loss(result: Tree, layer: int) -> None:
         )
 
 
-def check_metrics_of_layers(found: Collection[Tree], of_head: Tree) -> None:
+def check_metrics_of_layers(results: Collection[Tree], of_head: Tree) -> None:
     """Raises ValueError if layers that have losses differ in their metrics, or share names with the
     head's.
 
     Args:
-      found: shapes of the losses and metrics of all layers that have a loss.
+      results: shapes of the losses and metrics of all layers that have a loss.
       of_head: shapes of what the head returns.
     """
-    kinds = {jax.tree.structure(result): result for result in found}
+    kinds = {jax.tree.structure(result): result for result in results}
     if len(kinds) > 1:
         raise ValueError(
             f"Layers return WithLoss with {' and with '.join(map(describe, kinds.values()))}; "
             "layers that have losses must all have the same metrics."
         )
-    of_layers, (_, own) = [parts(result)[1] or {} for result in found], parts(of_head)
+    of_layers, (_, own) = [parts(result)[1] or {} for result in results], parts(of_head)
     if same := sorted({name for names in of_layers for name in names} & set(own or {})):
         raise ValueError(
             f"Layers and Model.head_loss both return a metric named {', '.join(map(repr, same))}. "

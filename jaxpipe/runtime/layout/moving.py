@@ -150,10 +150,10 @@ class Moving:
 
         def receive(chunk: Index, number: Index, stage: Index, values: Stored) -> Stored:
             n = jnp.asarray(self.rows)[stage, chunk, number]
-            mine = (stage == self._stage) & (n >= 0)
+            is_here = (stage == self._stage) & (n >= 0)
             read = partial(self._read, jnp.maximum(n, 0))
             layer = jax.tree.map(read, self.layers.canonical, canonical)
-            return jax.tree.map(partial(jnp.where, mine), layer, values)
+            return jax.tree.map(partial(jnp.where, is_here), layer, values)
 
         nothing, arrays = map(self._zeros, (self.layers.piece, self.layers.placed))
         return self.layers.every_layer(self.rows.shape[2], row, arrays)
@@ -206,13 +206,13 @@ class Moving:
     def _write(self, n: Index, leaf: Leaf, w: jax.Array, layer: jax.Array) -> jax.Array:
         """Writes layer n of a canonical array; if n is negative, the array stays as it is."""
         dim = leaf.spread(self._num_stages).stage_dim
-        mine, at = n >= 0, jnp.maximum(n, 0) % len(w)
+        is_here, at = n >= 0, jnp.maximum(n, 0) % len(w)
         if dim == 0:
-            mine &= n // len(w) == self._stage
+            is_here &= n // len(w) == self._stage
         elif dim is not None:
             layer = Slices(layer.shape, ((self.axes.stage, dim - 1),)).own(layer)
         old = lax.dynamic_index_in_dim(w, at, keepdims=False)
-        return lax.dynamic_update_index_in_dim(w, jnp.where(mine, layer, old), at, 0)
+        return lax.dynamic_update_index_in_dim(w, jnp.where(is_here, layer, old), at, 0)
 
     # Layers that differ: whole on every device, one after the other.
 

@@ -79,11 +79,11 @@ def _view(
     """Views the array with a dimension for shares; returns the share's start and size, too."""
     rows, shape, dim = len(lead), array.shape[len(lead) :], leaf.data_dim or 0
     shards = leaf.data_parts if shape[dim] == leaf.shape[dim] else 1
-    rest = shape[dim] // (shards * share.of)
+    length = shape[dim] // (shards * share.of)
     before, behind = shape[:dim], shape[dim + 1 :]
-    view = array.reshape(*array.shape[:rows], *before, shards, share.of, rest, *behind)
+    view = array.reshape(*array.shape[:rows], *before, shards, share.of, length, *behind)
     start = (*lead, *[0] * len(before), 0, share.number, 0, *[0] * len(behind))
-    return view, start, (*[1] * rows, *before, shards, 1, rest, *behind)
+    return view, start, (*[1] * rows, *before, shards, 1, length, *behind)
 
 
 def _divides(leaf: Leaf, of: int) -> bool:

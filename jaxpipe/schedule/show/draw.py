@@ -129,14 +129,14 @@ def _draw_boxes(axes: Axes, timeline: Timeline, points: float, first: float, end
 
 
 def _draw_exchanges(
-    axes: Axes, timeline: Timeline, found: Exchanges, first: float, end: float
+    axes: Axes, timeline: Timeline, exchanges: Exchanges, first: float, end: float
 ) -> None:
     """Draws messages as lines, and transfers over data as triangles, unless there are too many."""
     from matplotlib.collections import LineCollection
 
     if not _has_details(timeline):
         return
-    shown = [m for m in found.messages if m.sent <= end and m.arrives >= first]
+    shown = [m for m in exchanges.messages if m.sent <= end and m.arrives >= first]
     towards = [0.45 if message.receiver > message.sender else -0.45 for message in shown]
     lines = [
         ((message.sent, message.sender + toward), (message.arrives, message.receiver - toward))
@@ -147,7 +147,7 @@ def _draw_exchanges(
     times, stages = [line[1][0] for line in lines], [line[1][1] for line in lines]
     axes.scatter(times, stages, s=2, c=colours, zorder=3)
     for what, marker in (("gather", ">"), ("reduce", "<")):
-        moves = [m for m in found.moves if m.what == what and first <= m.time <= end]
+        moves = [m for m in exchanges.moves if m.what == what and first <= m.time <= end]
         axes.scatter(
             [move.time for move in moves],
             [move.stage + 0.36 for move in moves],
@@ -171,17 +171,19 @@ def _draw_memory(axes: Axes, timeline: Timeline, *, named: bool) -> None:
     colours = stage_colors(num_stages)
     for d, row in enumerate(timeline.rows):
         times, counts = zip((0.0, 0), *in_flight(row), (timeline.makespan, 0), strict=True)
-        held = [timeline.in_full_stages(count) for count in counts]
-        axes.step(times, held, where="post", color=colours[d], linewidth=1, label=f"stage {d}")
+        full_stages = [timeline.in_full_stages(count) for count in counts]
+        axes.step(
+            times, full_stages, where="post", color=colours[d], linewidth=1, label=f"stage {d}"
+        )
     axes.set_ylim(0, None)
     axes.set_ylabel("in flight", fontsize=8)
     if named and num_stages <= _NAMED_CURVES:
         axes.legend(loc="upper left", bbox_to_anchor=(1, 1), frameon=False, fontsize=6)
 
 
-def _add_legend(drawn: Figure, timeline: Timeline, found: Exchanges) -> None:
+def _add_legend(drawn: Figure, timeline: Timeline, exchanges: Exchanges) -> None:
     drawn.legend(
-        handles=[*_handles(timeline, found)],
+        handles=[*_handles(timeline, exchanges)],
         title="later chunks are darker" if timeline.schedule.num_chunks > 1 else None,
         title_fontsize=8,
         loc="outside lower center",
@@ -191,7 +193,7 @@ def _add_legend(drawn: Figure, timeline: Timeline, found: Exchanges) -> None:
     )
 
 
-def _handles(timeline: Timeline, found: Exchanges) -> Iterator[Any]:
+def _handles(timeline: Timeline, exchanges: Exchanges) -> Iterator[Any]:
     from matplotlib.lines import Line2D
     from matplotlib.patches import Patch
 
@@ -203,7 +205,7 @@ def _handles(timeline: Timeline, found: Exchanges) -> Iterator[Any]:
         yield Patch(facecolor="none", edgecolor=PAIR, label="overlapped pair")
     if not _has_details(timeline):
         return
-    lates = {message.late for message in found.messages}
+    lates = {message.late for message in exchanges.messages}
     for late, colour, meaning in (
         (False, MESSAGE, "message"),
         (True, LATE, "message received a tick late"),
@@ -213,7 +215,7 @@ def _handles(timeline: Timeline, found: Exchanges) -> Iterator[Any]:
                 [], [], color=colour, linewidth=0.7, marker=".", markersize=3, label=meaning
             )
     for marker, meaning in ((">", "weights gathered"), ("<", "gradients reduced")):
-        if found.moves:
+        if exchanges.moves:
             yield Line2D([], [], color=MOVE, marker=marker, ls="", markersize=3, label=meaning)
 
 

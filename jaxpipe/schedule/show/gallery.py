@@ -86,8 +86,8 @@ def _draw(axes: Axes, name: str, block: Block) -> None:
             turn, place = divmod(number, chunks)
             chunk = place if turn == 0 else chunks - 1 - place
             colour = shade_of(_KINDS[turn], chunk / max(chunks - 1, 1))
-            others = {start + block.enters(i) for i in around} - {start}
-            times = [(time, 1) for time in sorted(others) if first <= time < last]
+            repeats = {start + block.enters(i) for i in around} - {start}
+            times = [(time, 1) for time in sorted(repeats) if first <= time < last]
             for spans, alpha in ((times, 0.25), ([(start, 1)], 1.0)):
                 axes.broken_barh(
                     spans,
