@@ -239,19 +239,19 @@ def _names(family: Family, config: Config) -> dict[str, _Names]:
     for path, shape in jax.tree_util.tree_leaves_with_path(_shapes(family, config)):
         _, *keys = _path(path).split("/")
         numbers: list[int] | None = None
-        if (found := _find(modules, keys)) is None:  # a layer of several kinds, all named alike
+        if (match := _find(modules, keys)) is None:  # a layer of several kinds, all named alike
             part, number, *rest = keys
-            found, numbers = _find(modules, [part, *rest]), [int(number)]
-        assert found is not None
-        theirs, suffix = found
+            match, numbers = _find(modules, [part, *rest]), [int(number)]
+        assert match is not None
+        theirs, suffix = match
         stacked, experts = numbers is None and "{}" in theirs[0], theirs[0].count("{}") > 1
-        one = shape.shape[1:] if stacked else shape.shape
+        layer_shape = shape.shape[1:] if stacked else shape.shape
         if experts:  # the number of the layer is filled in below
-            theirs = tuple(theirs[0].format("{}", n) for n in range(one[0]))
+            theirs = tuple(theirs[0].format("{}", n) for n in range(layer_shape[0]))
         if numbers is None:
             numbers = list(range(shape.shape[0] if stacked else 1))
         # A broadcast number has a shape, and takes no memory.
-        layer = np.broadcast_to(np.float32(0), one)
+        layer = np.broadcast_to(np.float32(0), layer_shape)
         names[_path(path)] = _Names(
             [tuple(f"{name.format(number)}.{suffix}" for name in theirs) for number in numbers],
             [part.shape for part in _split(family, config, path, layer, len(theirs), experts)],
@@ -351,12 +351,12 @@ def _check_tensors(
 
 def _check_trees(trees: PyTree, wanted: PyTree) -> None:
     """Raises ValueError with every leaf to be saved that is not the config's."""
-    found, shapes = (
+    leaves, shapes = (
         {_path(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(tree)}
         for tree in (trees, wanted)
     )
-    failures = [f"{path} is missing." for path in shapes if path not in found]
-    for path, leaf in found.items():
+    failures = [f"{path} is missing." for path in shapes if path not in leaves]
+    for path, leaf in leaves.items():
         if path not in shapes:
             failures.append(f"{path} is no part of the model.")
         elif np.shape(leaf) != shapes[path].shape:

@@ -96,18 +96,18 @@ def readable(step: int) -> Iterator[None]:
         raise ConfigError([Failure(f"{error}. {remedy}", ("run_dir",))]) from error
 
 
-def none_whole(found: Found, *, run_dir: str) -> list[Failure]:
+def none_whole(search: Found, *, run_dir: str) -> list[Failure]:
     """Says why no checkpoint can be continued although some exist; empty if none exists.
 
     Args:
-      found: holds no whole checkpoint.
+      search: result of a search that found no whole checkpoint.
       run_dir: the folder of the run to continue.
     """
-    if not found.damaged:
+    if not search.damaged:
         return []
     return [
         Failure(
-            f"run_dir={run_dir} has no whole checkpoint to resume from ({found.reasons}). Nearest "
+            f"run_dir={run_dir} has no whole checkpoint to resume from ({search.reasons}). Nearest "
             "valid: one of these from a backup, or another --run-dir to start from step 0.",
             ("run_dir",),
         )

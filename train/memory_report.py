@@ -41,14 +41,14 @@ def show_parameters(console: Console, setup: Setup) -> None:
     """Shows how many parameters there are, which chunk has which layers, and at what cost."""
     counts = _layer_parameters(setup)
     outer = setup.task.num_parameters() - sum(counts)
-    held = sum(
+    per_device = sum(
         math.prod(leaf.sharding.shard_shape(leaf.shape))
         for leaf in jax.tree.leaves(setup.state_shapes.params)
     )
     say(
         console,
         f"{sum(counts) + outer:,} parameters: {sum(counts):,} in {len(counts)} layers, {outer:,} "
-        f"in embedding and head. Each device holds {held:,} between steps.",
+        f"in embedding and head. Each device holds {per_device:,} between steps.",
         wraps=True,
     )
     columns = ("stage", "chunk", "layers", "parameters", "share of cost")

@@ -267,12 +267,12 @@ def _of_chunk(costs: Costs) -> dict[str, float]:
     return {name: getattr(costs, name) for name in ("f", "b", "w", "message")}
 
 
-def _in_words(found: Found) -> str:
-    plan, waits = found.plan, found.seconds["waits"] / found.step_seconds
+def _in_words(candidate: Found) -> str:
+    plan, waits = candidate.plan, candidate.seconds["waits"] / candidate.step_seconds
     return (
         f"{plan.schedule}, {plan.chunks} chunks per stage, {plan.microbatches} microbatches, remat "
-        f"{plan.remat}: {1e3 * found.step_seconds:.3g} ms per step predicted, {waits:.0%} of it "
-        f"waiting for other stages, {found.device_bytes / 1e9:.3g} GB"
+        f"{plan.remat}: {1e3 * candidate.step_seconds:.3g} ms per step predicted, {waits:.0%} of "
+        f"it waiting for other stages, {candidate.device_bytes / 1e9:.3g} GB"
     )
 
 

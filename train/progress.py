@@ -102,18 +102,18 @@ def would_fail_again(folder: Path, config: Config, *, step: int) -> list[Failure
       config: configuration that it would continue with.
       step: step that it would continue from.
     """
-    found = read(folder)
-    if found.failed_step is None or found.failed_config is None or step >= found.failed_step:
+    last = read(folder)
+    if last.failed_step is None or last.failed_config is None or step >= last.failed_step:
         return []
     try:
-        changed = checkpoint.changes({"config": found.failed_config}, config)
+        changed = checkpoint.changes({"config": last.failed_config}, config)
     except (TypeError, ValueError):  # it is not of this version
         return []
     if any(not change.startswith(_HARMLESS) for change in changed):
         return []
     return [
         Failure(
-            f"run_dir={folder} was stopped at step {found.failed_step} ({found.failed_because}), "
+            f"run_dir={folder} was stopped at step {last.failed_step} ({last.failed_because}), "
             f"and would be again: from step {step} it repeats the same numbers. Change "
             "optimizer.peak_lr, optimizer.warmup_steps, optimizer.clip_norm, optimizer.max_skipped "
             "or train.seed; or "

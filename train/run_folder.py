@@ -102,9 +102,9 @@ class Held:
 
     def check(self) -> None:
         """Raises ConfigError if a file is gone, or another one is in its place."""
-        for path, held in self._held.items():
+        for path, opened in self._held.items():
             try:
-                is_there = os.path.samestat(path.stat(), held)
+                is_there = os.path.samestat(path.stat(), opened)
             except FileNotFoundError:
                 is_there = False
             if not is_there:

@@ -100,8 +100,8 @@ def _run(invocation) -> None:
     writes = not (invocation.dry_run or invocation.evaluate)
     writes = writes and (processes is None or processes.count == 1)
     resume = invocation.resume and not invocation.evaluate
-    found = checks.check(config, resume=resume, writes=writes, reads=not invocation.dry_run)
-    failures += checks.without(found, broken)
+    wrong = checks.check(config, resume=resume, writes=writes, reads=not invocation.dry_run)
+    failures += checks.without(wrong, broken)
     # Processes that cannot start would only wait for each other.
     if processes is None or (failures and processes.count > 1):
         raise errors.ConfigError(failures)

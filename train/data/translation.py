@@ -258,7 +258,7 @@ def copy_bleu(pairs: Sequence[Pair]) -> dict[str, float]:
 
 def _one_word(text: str) -> str:
     """Replaces placeholders by characters that no language uses and every tokenizer keeps whole."""
-    return re.sub(r"\{(\d+)\}", lambda found: chr(_PRIVATE_USE + int(found[1])), text)
+    return re.sub(r"\{(\d+)\}", lambda match: chr(_PRIVATE_USE + int(match[1])), text)
 
 
 def _read_pairs(path: Path) -> list[Pair]:

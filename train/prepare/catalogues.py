@@ -82,7 +82,7 @@ def replace_placeholders(source: str, target: str) -> tuple[str, str]:
     def replace(text: str) -> str:
         names = iter(_named(text))
         numbered = _PLACEHOLDER.sub(
-            lambda found: "%" if found[0] == "%%" else f"{{{order.index(next(names))}}}", text
+            lambda match: "%" if match[0] == "%%" else f"{{{order.index(next(names))}}}", text
         )
         return " ".join(numbered.split())
 
@@ -136,16 +136,16 @@ def _forms(path: Path, catalogue: Any, entry: Any) -> Iterator[tuple[str, str]]:
         raise ValueError(
             f"{path} has plurals, but Plural-Forms={header!r} in its header is malformed: {error}."
         ) from error
-    one, many = form(1), form(_MANY)
-    lacking = sorted({one, many} - set(entry.msgstr_plural))
+    singular, plural = form(1), form(_MANY)
+    lacking = sorted({singular, plural} - set(entry.msgstr_plural))
     if lacking:
         raise ValueError(
             f"{path} is malformed at line {entry.linenum}: the rule in its header asks for "
             f"msgstr[{lacking[0]}], which {entry.msgid[:40]!r} does not have."
         )
-    if one != many:  # else the language has no singular
-        yield entry.msgid, entry.msgstr_plural[one]
-    yield entry.msgid_plural, entry.msgstr_plural[many]
+    if singular != plural:  # else the language has no singular
+        yield entry.msgid, entry.msgstr_plural[singular]
+    yield entry.msgid_plural, entry.msgstr_plural[plural]
 
 
 def _problem(source: str, target: str) -> str | None:

@@ -221,10 +221,12 @@ def _read_folder(root: Path, image_size: int | None) -> LabelledImages:
         )
     empty = [name for name, paths in classes.items() if not paths]
     if len(classes) < 2 or empty:
-        found = f"{', '.join(empty[:3])} without images" if empty else f"{len(classes)} subfolders"
+        content = (
+            f"{', '.join(empty[:3])} without images" if empty else f"{len(classes)} subfolders"
+        )
         raise ValueError(
             f"--source={root} must hold at least two subfolders, one per class, each with images; "
-            f"found {found}."
+            f"found {content}."
         )
     paths = [path for files in classes.values() for path in files]
     images = [_open(root, path, image_size) for path in paths]

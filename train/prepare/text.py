@@ -233,12 +233,12 @@ def collect_documents(options: PrepareOptions) -> tuple[list[Document], Counter[
         used += size
         documents.append(Document(name, text))
     if not documents:
-        found = "; ".join(
+        reasons = "; ".join(
             f"{count} left out: {reason}" for reason, count in sorted(skipped.items())
         )
         raise ValueError(
-            f"--text={root}: no text files found ({found or 'the folder holds no files'}). Name a "
-            f"folder with UTF-8 text files, or raise --max-megabytes={options.max_megabytes:g}."
+            f"--text={root}: no text files found ({reasons or 'the folder holds no files'}). Name "
+            f"a folder with UTF-8 text files, or raise --max-megabytes={options.max_megabytes:g}."
         )
     return sorted(documents, key=lambda document: document.name), skipped
 

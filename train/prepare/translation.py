@@ -149,14 +149,14 @@ def collect_pairs(options: TranslationOptions) -> tuple[list[Pair], Counter[str]
         django = require("django", extra="translation", needed_by="Translating Django's messages")
         root = Path(django.__file__).parent
     paths = {locale: catalogues.find(root, locale) for locale in options.locales}
-    missing = [locale for locale, found in paths.items() if not found]
+    missing = [locale for locale, files in paths.items() if not files]
     if missing:
         raise ValueError(_no_catalogue(root, missing))
     skipped: Counter[str] = Counter()
     pairs = [
         pair
-        for locale, found in paths.items()
-        for path in found
+        for locale, files in paths.items()
+        for path in files
         for pair in catalogues.read(path, locale, skipped)
     ]
     return catalogues.most_frequent(pairs, skipped), skipped

@@ -65,8 +65,8 @@ class ResNet(Task):
     def load(self):
         meta = images.read_meta(self.config.data.path)
         wanted = {"classes": self.shape.num_classes, "image": self.image}
-        found = {"classes": len(meta.classes), "image": tuple(meta.shape)}
-        if wanted != found:
+        actual = {"classes": len(meta.classes), "image": tuple(meta.shape)}
+        if wanted != actual:
             raise ValueError(
                 f"data.path={self.config.data.path} holds images of {list(meta.shape)} in "
                 f"{len(meta.classes)} classes, not {list(self.image)} in {self.shape.num_classes}. "
