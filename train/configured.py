@@ -56,7 +56,7 @@ def weights(config: Config, *, platform: str, alike: bool, counts: Sequence[int]
 
 
 def remat(config: Config) -> str:
-    """What layers keep, as `jaxpipe.Pipeline` takes it."""
+    """Names what layers keep, as `jaxpipe.Pipeline` takes it."""
     wanted = config.pipeline.remat
     return "none" if wanted == "auto" and is_asynchronous(config) else wanted
 
