@@ -43,10 +43,11 @@ def weight_shapes(num_layers: int, config: gpt.GPTConfig = CONFIG) -> set[tuple[
 
 @functools.cache
 def plain_layer(num_layers: int, remat: str) -> dict[str, Spent]:
-    """One layer and microbatch of a plain step of one GPU: its loops, and its gradient's sum."""
+    """One layer and microbatch of a plain step that scans over stacked weights: its loops, and its
+    gradient's sum."""
     config = dataclasses.replace(CONFIG, num_layers=num_layers)
     tokens = (16, ROWS, CONFIG.sequence_length + 1)  # the microbatches are a loop
-    step = plain_steps.plain_step(config, remat, h100s(1)[0], tokens)
+    step = plain_steps.plain_step(config, remat, h100s(1)[0], tokens, stacked=True)
     program = HloProgram(step.as_text())
     roofline = Roofline(program, weight_shapes(num_layers))
     (loop,) = program.loops(program.entry)
@@ -57,6 +58,24 @@ def plain_layer(num_layers: int, remat: str) -> dict[str, Spent]:
     # the stacks of residuals and of gradients for every microbatch.
     sums = roofline.run(body, lambda row: 0)[Use.SUMS] / num_layers
     return {"F": forward, "BW": backward + Counter({Use.SUMS: sums})}
+
+
+@functools.cache
+def plain_layer_of_arrays(num_layers: int, remat: str) -> Spent:
+    """One layer and microbatch of a plain step whose layers are a Python loop over arrays of their
+    own: what a microbatch takes more with twice the layers."""
+
+    def microbatch(layers: int) -> Spent:
+        config = dataclasses.replace(CONFIG, num_layers=layers)
+        tokens = (16, ROWS, CONFIG.sequence_length + 1)
+        step = plain_steps.plain_step(config, remat, h100s(1)[0], tokens, stacked=False)
+        roofline = Roofline(HloProgram(step.as_text()), weight_shapes(layers))
+        (loop,) = roofline.program.loops(roofline.program.entry)
+        return roofline.body(loop.calls["body"])
+
+    more = microbatch(2 * num_layers)
+    more.subtract(microbatch(num_layers))
+    return scaled(more, 1 / num_layers)
 
 
 @functools.cache

@@ -1,7 +1,9 @@
 """The GPT's training step without a pipeline: on one GPU, and with data shards alone (FSDP).
 
-A loop over microbatches of `jax.value_and_grad` of a loop over layers, as one writes it in plain
-JAX. Layers cast their float32 weights to bfloat16 themselves.
+A loop over microbatches of `jax.value_and_grad`, as one writes it in plain JAX, in two forms. The
+shorter one scans over layers whose float32 weights are stacked, and layers cast them to bfloat16
+themselves. The other one is a Python loop over layers with arrays of their own, which the step
+casts once: nothing is cut out of a stack, and matmuls add their gradients to the sums.
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxpipe.runtime.layers.remat import REMAT_POLICIES
+from jaxpipe.runtime.trees import widened
 from models import gpt
 
 DATA = "data"
@@ -24,15 +27,30 @@ _GATHERED = "gathered"
 
 
 def plain_step(
-    config: gpt.GPTConfig, remat: str, device: Any, tokens: tuple[int, ...]
+    config: gpt.GPTConfig, remat: str, device: Any, tokens: tuple[int, ...], *, stacked: bool
 ) -> jax.stages.Compiled:
-    """The step of one GPU, compiled for tokens ``[microbatches, rows, sequence + 1]``."""
+    """The step of one GPU, compiled for tokens ``[microbatches, rows, sequence + 1]``.
+
+    Args:
+      stacked: whether layers are a scan over stacked weights, or a Python loop over arrays of their
+        own.
+    """
     mesh = _mesh([device])
 
     def layer(model: Any, params: Any, x: jax.Array) -> jax.Array:
         return model.layer(params, x, None, None)
 
-    return _compiled(functools.partial(_step, config, remat, layer), config, mesh, P(), tokens)
+    def step(params: Any, tokens: jax.Array) -> Any:
+        if not stacked:
+            cast = jax.tree.map(lambda w: w.astype(jnp.bfloat16), params["layers"])
+            params = params | {"layers": cast}
+        return _step(config, remat, layer, params, tokens)
+
+    shapes = _shapes(config)
+    if not stacked:
+        one = jax.tree.map(lambda w: jax.ShapeDtypeStruct(w.shape[1:], w.dtype), shapes["layers"])
+        shapes = shapes | {"layers": [one] * config.num_layers}
+    return _compiled(step, shapes, mesh, P(), tokens)
 
 
 def sharded_step(
@@ -60,16 +78,18 @@ def sharded_step(
     sharded = jax.shard_map(
         step, mesh=mesh, in_specs=(specs, P(None, DATA)), out_specs=(P(), specs), check_vma=False
     )
-    return _compiled(sharded, config, mesh, specs, tokens)
+    return _compiled(sharded, _shapes(config), mesh, specs, tokens)
 
 
 def _mesh(devices: Any) -> jax.sharding.Mesh:
     return jax.make_mesh((len(devices),), (DATA,), devices=devices, axis_types=(AxisType.Auto,))
 
 
-def _compiled(step: Any, config: gpt.GPTConfig, mesh: Any, specs: Any, tokens: Any) -> Any:
-    shapes = jax.eval_shape(lambda: gpt.init(config, jax.random.key(0)))
+def _shapes(config: gpt.GPTConfig) -> Any:
+    return jax.eval_shape(lambda: gpt.init(config, jax.random.key(0)))
 
+
+def _compiled(step: Any, shapes: Any, mesh: Any, specs: Any, tokens: Any) -> Any:
     def placed(tree: Any, spec: P) -> Any:
         sharding = NamedSharding(mesh, spec)
         return jax.tree.map(
@@ -84,23 +104,30 @@ def _compiled(step: Any, config: gpt.GPTConfig, mesh: Any, specs: Any, tokens: A
 
 def _step(config: gpt.GPTConfig, remat: str, layer: Any, params: Any, tokens: jax.Array) -> Any:
     """Loss and gradients, summed over microbatches."""
-    model = gpt.model(config)
-    policy = REMAT_POLICIES[remat]
+    model, in_python = gpt.model(config), isinstance(params["layers"], list)
+    run, policy = functools.partial(layer, model), REMAT_POLICIES[remat]
     if remat == "none":
         policy = jax.checkpoint_policies.save_anything_except_these_names(_GATHERED)
-    # In a loop nothing is computed twice, so that no barrier is needed against it.
-    run = jax.checkpoint(functools.partial(layer, model), policy=policy, prevent_cse=False)
+    if remat != "none" or not in_python:
+        # In a scan nothing is computed twice, so that no barrier is needed against it.
+        run = jax.checkpoint(run, policy=policy, prevent_cse=in_python)
 
     def loss(params: Any, tokens: jax.Array) -> jax.Array:
         microbatch = {"tokens": tokens}
         x = model.embed(params, microbatch, None)
-        x, _ = lax.scan(lambda x, weights: (run(weights, x), None), x, params["layers"])
+        if in_python:
+            for weights in params["layers"]:
+                x = run(weights, x)
+        else:
+            x, _ = lax.scan(lambda x, weights: (run(weights, x), None), x, params["layers"])
         return model.head_loss(params, x, microbatch, None)
 
     def add(sums: Any, tokens: jax.Array) -> Any:
-        return jax.tree.map(jnp.add, sums, jax.value_and_grad(loss)(params, tokens)), None
+        # Layers see weights that are bfloat16 as float32, and so are their gradients.
+        gradients = jax.value_and_grad(loss)(widened(params), tokens)
+        return jax.tree.map(jnp.add, sums, gradients), None
 
-    zeros = jnp.zeros(()), jax.tree.map(jnp.zeros_like, params)
+    zeros = jnp.zeros(()), jax.tree.map(jnp.zeros_like, jax.eval_shape(widened, params))
     return lax.scan(add, zeros, tokens)[0]
 
 

@@ -111,13 +111,12 @@ def _mean_passes(
 def _of_weights(placed: Placed) -> tuple[float, float]:
     """Seconds to cut a layer's weights out of their stack, for F and for B, and to add a gradient.
 
-    Unrolled weights are read where they lie, and their gradients added within the matmul, unless
-    they lie in slots (docs/design/001-executor.md)."""
+    Unrolled weights are read where they lie, and their gradients added within the matmul
+    (docs/design/001-executor.md)."""
     plan, bandwidth = placed.plan, placed.cluster.bandwidth
     size, read = placed.layer_parameters, placed.model.compute_bytes
     if plan.weights == "unrolled":
-        added = 3 if plan.zero >= 2 else 1
-        return 0.0, added * MASTER_BYTES * size / bandwidth
+        return 0.0, MASTER_BYTES * size / bandwidth
     return 2 * read * size / bandwidth, 5 * MASTER_BYTES * size / bandwidth
 
 
