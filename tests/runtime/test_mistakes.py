@@ -410,6 +410,12 @@ def test_a_mesh_says_which_axes_it_has(call, found):
         call()
 
 
+@pytest.mark.parametrize("size", ["2", 2.0, np.ones(2)])
+def test_sizes_of_a_mesh_are_whole_numbers(size):
+    with pytest.raises(ValueError, match=r"data=.* must be a whole number of at least 1\."):
+        jaxpipe.make_mesh(stage=2, data=size)
+
+
 def values(tree):
     """Arrays for the shapes of a tree."""
     keys = iter(jax.random.split(jax.random.key(0), len(jax.tree.leaves(tree))))
