@@ -242,6 +242,16 @@ MISTAKES = {
         lambda: build(params=PARAMS | {"head": SCALES}),
         ["params['head']['Dense_0']['Fp8DirectDotGeneralOp_0']['input_amax_history'] is overwr"],
     ),
+    "one of such scales that is trained": (
+        lambda: jaxpipe.Pipeline(
+            MODEL,
+            PARAMS | {"head": SCALES},
+            schedule="1f1b",
+            mesh=jaxpipe.make_mesh(stage=2),
+            trainable=["layers/*", "*/input_scale"],
+        ),
+        ["params['head']['Dense_0']['Fp8DirectDotGeneralOp_0']['input_scale'] is overwritten"],
+    ),
     "such scales as states": (
         lambda: jaxpipe.Pipeline(
             MODEL, PARAMS, schedule="1f1b", mesh=jaxpipe.make_mesh(stage=2), states=[SCALES] * 4
