@@ -73,7 +73,8 @@ def arguments(
     yield from malformed_mesh
     if schedule is not None:
         yield from _schedule(schedule, mesh, None if malformed_mesh else axes)
-    yield from unknown_remat(remat)
+    if remat != "auto":
+        yield from unknown_remat(remat)
     if zero not in (0, 1, 2, 3):
         nearest = (min(max(zero, 0), 3),) if isinstance(zero, int) else (0, 1, 2, 3)
         yield Problem("zero", zero, "is not a level", nearest)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fnmatch
+import re
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeAlias
 
@@ -21,6 +22,8 @@ the dimension of layers."""
 OVERWRITE = "_overwrite_with_gradient"
 """Flax's collection of state whose gradient is its new value: scales and histories of the largest
 values, for matmuls in 8-bit floats."""
+_OVERWRITTEN = re.compile(OVERWRITE + r"|amax_history|Fp8\w*DotGeneralOp_\d")
+"""Paths of such state: its collection, or what flax names in it."""
 OVERWRITE_RULE = (
     "is overwritten with its gradient by flax, and a pipeline sums gradients over microbatches and "
     "data shards"
@@ -108,7 +111,7 @@ def untrainable(trainable: Filter | None, params: Params) -> Iterator[str]:
 def overwritten(name: str, tree: Params) -> Iterator[str]:
     """Says that a tree has leaves whose gradient is their new value."""
     paths = [jax.tree_util.keystr(path) for path, _ in jax.tree.leaves_with_path(tree)]
-    found = [path for path in paths if OVERWRITE in path or "amax_history" in path]
+    found = [path for path in paths if _OVERWRITTEN.search(path)]
     if found:
         others = f" ({len(found)} such arrays)" if len(found) > 1 else ""
         yield (

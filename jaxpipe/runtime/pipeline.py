@@ -137,11 +137,11 @@ class Pipeline:
         axes = Axes.of(mesh, stage_axis, data_axes, replica_axes, getattr(model, "axes", ()))
         built, unknown = named_schedule(schedule, mesh, axes, microbatches)
         precision = compute_dtype, full_precision
-        remat = chosen_remat(remat, mesh.devices.flat[0].platform)
         options = trainable, *precision, remat, zero, weights, weight_slots, residuals, layer_counts
         refuse([*unknown, *checks.arguments(model, params, states, built, mesh, axes, *options)])
         assert built is not None
         validate(built)
+        remat = chosen_remat(remat, mesh.devices.flat[0].platform)
         mesh = with_auto_axes(mesh)
         leave_compilation_cache(mesh)
         params, states = shapes_of(params), shapes_of(states)

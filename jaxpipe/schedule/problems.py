@@ -7,6 +7,7 @@ The same number is ``num_microbatches`` in Python, ``--microbatches`` on the com
 from __future__ import annotations
 
 import dataclasses
+import numbers
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from string import Template
 from typing import Any
@@ -115,6 +116,11 @@ def refuse(problems: Iterable[Problem | str]) -> None:
 
 
 def below_one(**counts: int | None) -> list[Problem]:
-    """Lists the counts that are below 1; None stands for no count."""
-    wrong = {name: count for name, count in counts.items() if count is not None and count < 1}
-    return [Problem(name, count, "must be at least 1", (1,)) for name, count in wrong.items()]
+    """Lists the counts that are not whole numbers of at least 1; None stands for no count."""
+    problems = []
+    for name, count in counts.items():
+        if count is not None and not isinstance(count, numbers.Integral):
+            problems.append(Problem(name, count, "must be a whole number of at least 1", (1,)))
+        elif count is not None and count < 1:
+            problems.append(Problem(name, count, "must be at least 1", (1,)))
+    return problems

@@ -242,6 +242,16 @@ MISTAKES = {
         lambda: build(params=PARAMS | {"head": SCALES}),
         ["params['head']['Dense_0']['Fp8DirectDotGeneralOp_0']['input_amax_history'] is overwr"],
     ),
+    "one of such scales that is trained": (
+        lambda: jaxpipe.Pipeline(
+            MODEL,
+            PARAMS | {"head": SCALES},
+            schedule="1f1b",
+            mesh=jaxpipe.make_mesh(stage=2),
+            trainable=["layers/*", "*/input_scale"],
+        ),
+        ["params['head']['Dense_0']['Fp8DirectDotGeneralOp_0']['input_scale'] is overwritten"],
+    ),
     "such scales as states": (
         lambda: jaxpipe.Pipeline(
             MODEL, PARAMS, schedule="1f1b", mesh=jaxpipe.make_mesh(stage=2), states=[SCALES] * 4
@@ -408,6 +418,12 @@ def test_a_mistake_is_refused_with_its_remedy(mistake):
 def test_a_mesh_says_which_axes_it_has(call, found):
     with pytest.raises(TypeError, match=found):
         call()
+
+
+@pytest.mark.parametrize("size", ["2", 2.0, np.ones(2)])
+def test_sizes_of_a_mesh_are_whole_numbers(size):
+    with pytest.raises(ValueError, match=r"data=.* must be a whole number of at least 1\."):
+        jaxpipe.make_mesh(stage=2, data=size)
 
 
 def values(tree):

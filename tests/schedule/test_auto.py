@@ -159,6 +159,10 @@ def test_no_named_schedule_of_the_same_model_in_the_same_memory_ends_before(
     assert fitting
 
 
+def test_no_placement_of_more_virtual_stages_than_are_searched_is_tried():
+    assert auto(2, 2, layer_costs=[Costs(1, 1, 1)] * 2000).num_chunks <= 128
+
+
 def test_costs_alone_leave_the_placement_open_and_memory_that_would_pay_is_told(capsys):
     """The V alone once took 171.3, ZB-H2 of the same model 158.4."""
     shape, half = ["--stages", "4", "--microbatches", "10"], Costs(1.75, 2.7, 2.01, 0.5)

@@ -21,6 +21,9 @@ from jaxpipe.schedule.simulate import UNIT, Costs, of_virtual_stages
 
 _FEW_CHUNKS, _NUM_PROMISING = 4, 6
 """Published schedules are tried where chunks are few, and on so many placements of least bounds."""
+_MOST_VIRTUAL_STAGES = 256
+"""Placements of more are left out, unless their chunks are few: the time to order actions on them
+grows faster than the square of this number."""
 _SEARCHED_CHUNKS, _SEARCHED_ACTIONS = 2, 24_000
 """Orders are searched on the best placement so far, and on those of at most so many chunks as long
 as all searched schedules together have at most so many actions."""
@@ -38,7 +41,8 @@ def auto(
     """Finds the schedule that ends first on the device clock under a memory limit.
 
     Candidates are the schedules of this package that fit, as published and in another order for the
-    costs, and the orders of a search, on every placement that the model allows.
+    costs, and the orders of a search, on every placement that the model allows, of up to 256
+    virtual stages or 4 chunks.
 
     ============  =====================================================================
     bubble        searched; `jaxpipe.schedule.search.bounds.lower_bound` says what is left
@@ -162,7 +166,8 @@ def _models(
             return [_Model(only, of_virtual_stages(only, costs))]
         layers = [costs] * (2 * num_stages)
     places = [linear(num_stages)] if placement is None else [placement]
-    for chunks in range(2, len(layers) // num_stages + 1 if placement is None else 0):
+    most = max(_FEW_CHUNKS, _MOST_VIRTUAL_STAGES // num_stages) if placement is None else 0
+    for chunks in range(2, min(most, len(layers) // num_stages) + 1):
         if chunks % 2 == 0:
             places.append(wave(num_stages, num_waves=chunks // 2))
         places.append(looped(num_stages, num_chunks=chunks))
