@@ -14,7 +14,7 @@ from typing import Any
 
 from jaxpipe import Checkpoints
 from jaxpipe.checkpoint import DamagedError, Found, reading
-from train import tasks
+from train import configured, tasks
 from train.config import Config, upgraded
 from train.errors import ConfigError, Failure
 from train.step import TrainState
@@ -240,9 +240,9 @@ def changes(saved: dict[str, Any], config: Config) -> list[str]:
     free = (
         *("run_dir", "init_from", "data.prepare", "sample", "distributed", "wandb"),
         *("pipeline.weights", "pipeline.weight_slots", "pipeline.residuals", "pipeline.gpu_flags"),
-        *("pipeline.remat", "optimizer.offload"),
+        "optimizer.offload",
     )
-    before, now = Config(**saved["config"]).flat(), config.flat()
+    before, now = map(configured.recorded, (Config(**saved["config"]), config))
     return [
         f"{path} {before.get(path)} -> {now[path]}"  # another task's model has other fields
         for path in now

@@ -129,11 +129,9 @@ def _settings(config: Config) -> dict[str, Any]:
         paths.add("train.batch_size")
     settings = {
         path: value
-        for path, value in config.flat().items()
+        for path, value in configured.recorded(config).items()
         if path in paths or path.split(".")[0] in sections
     }
-    if config.pipeline.remat == "auto":
-        settings["pipeline.remat"] = "none"  # the default of earlier runs, whose choices go on
     settings["num_layers"] = config.num_layers
     if is_users(name):
         # Users who edit their own schedule want the new version.

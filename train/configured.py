@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Sequence
+from typing import Any
 
 from jaxpipe import schedules
 from jaxpipe.errors import refuse
@@ -53,6 +54,17 @@ def weights(config: Config, *, platform: str, alike: bool, counts: Sequence[int]
     possible = alike and not is_asynchronous(config) and config.pipeline.update == "step"
     few = sum(counts) <= UNROLLED_LAYERS * config.mesh.stage
     return "unrolled" if platform == "gpu" and possible and few else "stacked"
+
+
+def recorded(config: Config) -> dict[str, Any]:
+    """Lists the fields by path as runs record and compare them.
+
+    The default policy of rematerialization has been "none", and earlier runs have recorded that.
+    """
+    fields = config.flat()
+    if fields["pipeline.remat"] == "auto":
+        fields["pipeline.remat"] = "none"
+    return fields
 
 
 def remat(config: Config) -> str:
