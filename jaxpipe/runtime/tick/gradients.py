@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxpipe.runtime.barriers import tie
+from jaxpipe.runtime.barriers import after, tie
 from jaxpipe.runtime.layout.data_axis import reduce_gradients, reduce_over_stages
 from jaxpipe.runtime.layout.shares import Share, share_of
 from jaxpipe.runtime.layout.whole_model import SHARED
@@ -107,12 +107,13 @@ class Summed(GradientSink):
     def chunk(self, fixed: Fixed, carried: Carried, transfer: Transfer) -> Carried:
         def body(chunk: Index, number: Index, sums_and_reduced: Any) -> Any:
             sums, reduced = sums_and_reduced
-            sums, total = self._taken(fixed, (chunk, number), transfer, None, sums)
+            total = self._read(fixed, (chunk, number), transfer.slot, None, sums)
             if not self._in_place:
                 total, reduced = tie(total, reduced)
             shards = self._reduced(fixed, total, 1)
             if self._in_place:
                 return self._put(fixed, chunk, number, None, sums, shards), reduced
+            sums = self._cleared(fixed, (chunk, number), transfer.slot, None, sums, shards)
             return sums, self._put(fixed, chunk, number, None, reduced, shards)
 
         through = carried.gradients, carried.finished
@@ -141,7 +142,9 @@ class Summed(GradientSink):
             def read(
                 chunk: Index, number: Index, sums: Arrays, _: Stored, share: Share | None = share
             ) -> Any:
-                return self._taken(fixed, (chunk, number), transfer, share, sums)
+                piece = chunk, number
+                total = self._read(fixed, piece, transfer.slot, share, sums)
+                return self._cleared(fixed, piece, transfer.slot, share, sums, total), total
 
             sums, piece = params.loop(span, read, sums, empty)
             pieces.append(piece)
@@ -171,25 +174,42 @@ class Summed(GradientSink):
             arrays, _ = fixed.params.loop(span, put, arrays, shards)
         return carried.but(**{name: arrays})
 
-    def _taken(
+    def _read(
         self,
         fixed: Fixed,
         piece: tuple[Index, Index],
-        transfer: Transfer,
+        slot: Index,
         share: Share | None,
         sums: Arrays,
-    ) -> tuple[Arrays, Stored]:
-        """The sums without those of a piece, or of a share of it, and these.
+    ) -> Stored:
+        """The sums of a piece, or of a share of it."""
+        return fixed.params.read(sums, self._place(fixed, piece, slot, share))
 
-        A slot is cleared for the next chunk there: on GPUs, a matmul adds its product to a sum
-        without writing it first, but only where nothing chooses between the two.
+    def _cleared(
+        self,
+        fixed: Fixed,
+        piece: tuple[Index, Index],
+        slot: Index,
+        share: Share | None,
+        sums: Arrays,
+        taken: Stored,
+    ) -> Arrays:
+        """The sums with a slot cleared for the next chunk there, once a piece is ``taken``.
+
+        On GPUs, a matmul adds its product to a sum without writing it first, but only where nothing
+        chooses between overwriting and adding.
         """
-        params, slot = fixed.params, transfer.slot if self._in_slots else None
-        place = params.piece_at((fixed.stage, *piece), slot=slot, share=share)
-        total = params.read(sums, place)
-        if self._in_slots:
-            sums = params.write(sums, place, jax.tree.map(jnp.zeros_like, total))
-        return sums, total
+        if not self._in_slots:
+            return sums
+        place = self._place(fixed, piece, after(taken, slot, fixed.stage), share)
+        zeros = jax.tree.map(jnp.zeros_like, fixed.params.read(sums, place))
+        return fixed.params.write(sums, place, zeros)
+
+    def _place(
+        self, fixed: Fixed, piece: tuple[Index, Index], slot: Index, share: Share | None
+    ) -> Any:
+        own = slot if self._in_slots else None
+        return fixed.params.piece_at((fixed.stage, *piece), slot=own, share=share)
 
     def _reduced(self, fixed: Fixed, total: Stored, shares: int) -> Stored:
         leaves = share_of(fixed.params.piece, shares)
