@@ -128,13 +128,15 @@ def cases() -> list[Case]:
     recomputing = [
         change(case, schedule=name, zero=2, remat="dots") for name in ("1f1b-fused", "1f1b")
     ]
-    return plain + sharded + recomputing
+    at_ends = [change(case, schedule="1f1b-fused", remat="dots", vocabulary="ends")]
+    return plain + sharded + recomputing + at_ends
 
 
 def label(case: Case) -> str:
     zero = f", ZeRO-{case.zero}" if case.zero else ""
     remat = f", {case.remat}" if case.remat != "none" else ""
-    return f"{case.hosts}x8 {case.schedule}{zero}, {case.weights}{remat}"
+    ends = "" if case.vocabulary == "split" else f", vocabulary at the {case.vocabulary}"
+    return f"{case.hosts}x8 {case.schedule}{zero}, {case.weights}{remat}{ends}"
 
 
 def table_of(title: str, *columns: str) -> Table:
