@@ -30,7 +30,7 @@ class OnHost(NamedTuple):
 
 NOTHING = OnHost()
 _DIGITS = 2
-"""Of the number of layers that a head takes as long as."""
+"""Decimals of the number of layers that take as long as a head."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -167,13 +167,13 @@ class Placed:
 
     @cached_property
     def outer_parameters(self) -> float:
-        """Of embedding and head on a device during a step, not sharded over data."""
+        """Parameters of embedding and head on a device during a step, not sharded over data."""
         split = 0 if self.plan.ends else self.sizes.outer_split
         return self.sizes.outer_parameters - split + split / self.plan.stage
 
     @cached_property
     def outer_kept(self) -> float:
-        """Of those, what a device has between steps."""
+        """Parameters of embedding and head that a device keeps between steps."""
         return self.outer_parameters / (self.plan.stage if self.plan.ends else 1)
 
     @cached_property

@@ -1,4 +1,4 @@
-"""What the table in docs/schedules.md says of bubbles and peaks is so, row by row."""
+"""Bubbles and peaks in the table of docs/schedules.md are true, row by row."""
 
 from __future__ import annotations
 
