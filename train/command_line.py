@@ -235,6 +235,8 @@ def _sections(config: Config) -> dict[str, Any]:
 
 _LONGEST = 100_000
 """Most characters of a configuration, with all that its aliases stand for."""
+_DEEPEST = 100
+"""Most levels of a configuration."""
 _TOO_LONG = f"it has more than {_LONGEST} characters, with all that its aliases stand for."
 
 
@@ -250,7 +252,20 @@ def _size(node: Any, sizes: dict[int, int]) -> int:
 
 
 class _Loader(yaml.SafeLoader):
-    """Reads numbers as YAML 1.2 does; refuses repeated keys and aliases that multiply."""
+    """Reads numbers as YAML 1.2 does; refuses repeated keys, aliases that multiply and deep nests.
+
+    How deep Python itself goes depends on the interpreter and on what else runs in it.
+    """
+
+    _depth = 0
+
+    def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
+        if self._depth >= _DEEPEST:
+            raise RecursionError
+        self._depth += 1
+        node = super().compose_node(parent, index)
+        self._depth -= 1
+        return node
 
     def construct_document(self, node: yaml.Node) -> Any:
         if _size(node, {}) > _LONGEST:
