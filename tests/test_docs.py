@@ -25,7 +25,7 @@ def test_a_newcomer_finds_ten_places():
 
 
 def test_every_path_and_dotted_name_in_the_documentation_exists():
-    pages = [TOP / "README.md", TOP / "CONTRIBUTING.md", *(TOP / "docs").rglob("*.md")]
+    pages = [TOP / "README.md", TOP / "CONTRIBUTING.md", *_pages()]
     for page in pages:
         text = page.read_text(encoding="utf-8")
         for path in re.findall(r"`((?:jaxpipe|models|train|tests)/[\w/]*(?:\.py|/))`", text):
@@ -39,7 +39,7 @@ def test_every_path_and_dotted_name_in_the_documentation_exists():
 
 
 def test_every_link_leads_to_a_file_and_a_section():
-    pages = [*TOP.glob("*.md"), *(TOP / "docs").rglob("*.md")]
+    pages = [*TOP.glob("*.md"), *_pages()]
     links = {
         (page, link)
         for page in pages
@@ -74,6 +74,10 @@ def test_the_reference_names_all_that_is_public_and_only_what_exists():
     assert {f"jaxpipe.{name}" for name in jaxpipe.__all__} <= set(names)
     for name in names:
         assert pkgutil.resolve_name(name) is not None
+
+
+def _pages() -> list[Path]:
+    return [*(TOP / "docs").rglob("*.md"), *(TOP / "benchmarks" / "studies").glob("*.md")]
 
 
 def _code_left_out(page: Path) -> str:

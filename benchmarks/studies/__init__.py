@@ -1,1 +1,1 @@
-"""The comparisons of the papers, made again: docs/studies, one file each."""
+"""The comparisons of the papers, made again: one page beside each."""

@@ -29,7 +29,7 @@ from jaxpipe.schedule.show.draw import save
 from jaxpipe.schedule.simulate import Costs, simulate
 from models import gpt
 
-IMAGES = Path(__file__).parents[2] / "docs" / "images"
+IMAGES = Path(__file__).parent / "images"
 ONE_STEP = Goal(None, (1,))
 MOST_SHARING = 8
 """Devices that share a layer, at most: those of a host."""

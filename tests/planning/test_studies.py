@@ -1,4 +1,4 @@
-"""The studies of docs/studies on tiny grids: they run, and theory decides who is ahead."""
+"""The studies of benchmarks/studies on tiny grids: they run, and theory decides who is ahead."""
 
 from __future__ import annotations
 
