@@ -20,7 +20,7 @@ from jaxpipe.schedule import catalog
 from jaxpipe.schedule.check.validate import simulated_only
 
 TOP = Path(__file__).parents[1]
-HEAVY = ("jax", "jaxlib", "flax", "optax", "orbax")
+HEAVY = ("jax", "jaxlib", "flax", "optax", "orbax", "chex")
 
 
 @pytest.mark.parametrize(
@@ -38,10 +38,10 @@ def test_schedules_and_the_command_load_no_jax(code):
     assert done.stdout.splitlines()[-1] == "[]"
 
 
-def test_a_pipeline_loads_no_orbax():
-    check = "from jaxpipe import Pipeline; import sys; print('orbax' in sys.modules)"
+def test_a_pipeline_loads_no_orbax_and_its_tests_no_chex_before_they_compare():
+    check = "import jaxpipe.testing, sys; print({'orbax', 'chex', 'flax'} & {*sys.modules})"
     done = subprocess.run([sys.executable, "-c", check], capture_output=True, text=True, check=True)
-    assert done.stdout == "False\n"
+    assert done.stdout == "set()\n"
 
 
 def test_every_public_name_is_there():
@@ -74,8 +74,11 @@ def test_the_wheel_ships_the_library_alone_and_requires_what_it_imports():
     modules += [node.module for node in nodes if isinstance(node, ast.ImportFrom)]
     imported = {module.partition(".")[0] for module in modules} - {"jaxpipe"}
     required = {re.match(r"[\w-]+", text)[0] for text in settings["project"]["dependencies"]}
-    provided = {name for name, by in packages_distributions().items() if required & set(by)}
-    assert {"jax", "numpy", "orbax"} <= imported - sys.stdlib_module_names <= provided
+    providers = packages_distributions()
+    used = {name for module in imported for name in providers.get(module, [])}
+    assert imported - sys.stdlib_module_names <= providers.keys()
+    assert used & required == required
+    assert all(required & set(providers[name]) for name in imported & providers.keys())
 
 
 def test_the_command_prints_its_version(capsys):

@@ -20,24 +20,24 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax import lax
+from jax import Array, lax
 from jax.typing import DTypeLike
-from jaxtyping import Array, Float, Int
 
 
 def lookup(
-    table: Float[Array, "vocab width"],
-    ids: Int[Array, "*batch"],
+    table: Array,
+    ids: Array,
     *,
     axis: str | None = None,
     sequence_axis: str | None = None,
     dtype: DTypeLike | None = None,
-) -> Float[Array, "*own_batch width"]:
+) -> Array:
     """Returns rows of an embedding table that may be split over a mesh axis.
 
     Args:
-      table: with ``axis`` the local slice [vocab / p, width], slices in axis order.
-      ids: each in [0, vocab), the same on every device of the axis.
+      table: float [vocab, width]; with ``axis`` the local slice [vocab / p, width], slices in axis
+        order.
+      ids: int [...], each in [0, vocab), the same on every device of the axis.
       axis: name of the mesh axis the table is split over, inside `jax.shard_map`; None for a whole
         table.
       sequence_axis: a model axis that also splits the table, as the outer of the two, and the last
@@ -45,9 +45,9 @@ def lookup(
       dtype: of the rows; None for the table's. Devices exchange rows of this dtype.
 
     Returns:
-      Rows, the same on every device of the axis, with ``sequence_axis`` the
-      device's own part of the sequence. The backward expects the complete cotangent on every
-      device of the axis.
+      Rows [..., width], the same on every device of the axis, with ``sequence_axis`` the device's
+      own part of the sequence. The backward expects the complete cotangent on every device of the
+      axis.
 
     Example:
       >>> lookup(jnp.arange(6.0).reshape(3, 2), jnp.array([2, 0])).tolist()
@@ -68,18 +68,18 @@ def lookup(
 
 
 def cross_entropy(
-    x: Float[Array, "*own_batch width"],
-    table: Float[Array, "vocab width"],
-    targets: Int[Array, "*batch"],
+    x: Array,
+    table: Array,
+    targets: Array,
     *,
     vocab_size: int,
-    bias: Float[Array, " vocab"] | None = None,
-    weights: Float[Array, "*batch"] | None = None,
+    bias: Array | None = None,
+    weights: Array | None = None,
     label_smoothing: float = 0.0,
     soft_cap: float | None = None,
     axis: str | None = None,
     sequence_axis: str | None = None,
-) -> Float[Array, ""]:
+) -> Array:
     """Mean cross-entropy of ``softmax(x @ table.T + bias)``, the table possibly split over an axis.
 
     The loss of one token is ``logsumexp(z) - sum(q * z)`` with ``z = table @ x + bias`` and ``q``
@@ -90,14 +90,15 @@ def cross_entropy(
     summed over devices in its dtype.
 
     Args:
-      x: the same on every device of the axis; its dtype is the matmuls' input dtype.
+      x: float [..., width], the same on every device of the axis; its dtype is the matmuls' input
+        dtype.
       table: as of `lookup`. Rows from ``vocab_size`` on are padding: they get no probability and no
         gradient.
-      targets: each in [0, vocab_size); where the weight is 0 they may be anything.
+      targets: int [...], each in [0, vocab_size); where the weight is 0 they may be anything.
       vocab_size: the number of real rows of the whole table.
-      bias: with ``axis`` the local slice, or None.
-      weights: the weight of each token in the mean; no gradient flows to them. None for equal ones.
-        If they sum to 0, the loss is 0.
+      bias: float [vocab], with ``axis`` the local slice; or None.
+      weights: float [...], the weight of each token in the mean; no gradient flows to them. None
+        for equal ones. If they sum to 0, the loss is 0.
       label_smoothing: s, in [0, 1).
       soft_cap: c; logits z then become ``c tanh(z / c)``. None leaves them as they are.
       axis: name of the mesh axis the table is split over, inside `jax.shard_map`; None for a whole
