@@ -36,7 +36,7 @@ def folders(tmp_path_factory):
         out=top / "text", vocab_size=400, max_megabytes=0.2, heldout_fraction=0.2
     )
     translation_options = prepare_translation.TranslationOptions(
-        out=top / "translation", locales=("de", "nl"), vocab_size=600
+        out=top / "translation", locales=("de", "ja"), vocab_size=600
     )
     return {
         "text": _quiet(prepare_text.prepare, text_options),
@@ -186,7 +186,7 @@ def test_preparing_again_leaves_whole_data_alone_and_repairs_damaged(folders, ki
     chosen = {
         "text": ["--vocab-size", "400", "--max-megabytes", "0.2", "--heldout-fraction", "0.2"],
         "images": [],
-        "translation": ["--locales", "de", "nl", "--vocab-size", "600"],
+        "translation": ["--locales", "de", "ja", "--vocab-size", "600"],
     }[kind]
     out = tmp_path / "out"
     command = [kind, "--out", str(out), *chosen]

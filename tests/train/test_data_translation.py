@@ -34,18 +34,18 @@ msgstr ""
 
 @pytest.fixture
 def catalogue(tmp_path):
-    path = tmp_path / "app" / "locale" / "xx" / "LC_MESSAGES" / "django.po"
+    path = tmp_path / "app" / "locale" / "xx" / "LC_MESSAGES" / "app.po"
     path.parent.mkdir(parents=True)
     path.write_text(HEADER, encoding="utf-8")
     return path
 
 
 @pytest.fixture(scope="module")
-def django(tmp_path_factory):
-    """Django's messages in three languages, and what was reported."""
+def prepared(tmp_path_factory):
+    """JupyterLab's messages in three languages, and what was reported."""
     out = tmp_path_factory.mktemp("pairs") / "out"
     report = io.StringIO()
-    options = TranslationOptions(out=out, locales=("de", "ja", "pl"), vocab_size=1500)
+    options = TranslationOptions(out=out, locales=("de", "ja", "zh"), vocab_size=600)
     return prepare(options, console=Console(file=report)), out, report.getvalue()
 
 
@@ -121,6 +121,7 @@ def test_singular_and_plural_are_two_pairs_with_the_forms_of_the_rule(catalogue)
         ("100%% of %d", "%d, 100%%", ("100% of {0}", "{0}, 100%")),
         ("%%s is %.2f", "%%s ist %.2f", ("%s is {0}", "%s ist {0}")),
         ("50% off", "50% weg", ("50% off", "50% weg")),
+        ("%1 by %2", "%2: %1", ("{0} by {1}", "{1}: {0}")),
     ],
 )
 def test_placeholders_are_numbered_by_the_source(source, target, expected):
@@ -157,10 +158,29 @@ def test_a_malformed_catalogue_names_the_file_and_the_line(catalogue, content, m
     assert not options.out.exists()
 
 
+def test_a_compiled_catalogue_is_read_where_its_source_is_not_there(tmp_path):
+    polib = pytest.importorskip("polib")
+    body = 'msgid "one file"\nmsgid_plural "%(n)d files"\nmsgstr[0] "eins"\nmsgstr[1] "%(n)d"\n'
+    path = tmp_path / "xx_YY" / "LC_MESSAGES" / "app.po"
+    path.parent.mkdir(parents=True)
+    path.write_text(HEADER + body + 'msgstr[2] "%(n)d viele"\n', encoding="utf-8")
+    compiled = path.with_suffix(".mo")
+    polib.pofile(str(path)).save_as_mofile(str(compiled))
+    options = TranslationOptions(out=tmp_path / "out", catalogues=tmp_path, locales=("xx",))
+    pairs, _ = collect_pairs(options)
+    assert [pair.target for pair in pairs] == ["eins", "{0} viele"]
+    path.unlink()
+    assert collect_pairs(options)[0] == pairs
+    compiled.write_bytes(compiled.read_bytes()[:-9])
+    with pytest.raises(ValueError, match=r"app\.mo cannot be read: .*corrupt"):
+        collect_pairs(options)
+
+
 def test_missing_locales_and_folders_name_the_nearest(catalogue, tmp_path):
     out = tmp_path / "out"
-    with pytest.raises(ValueError, match=r"--locales=pt_BRR: .*Nearest valid: pt_BR"):
-        prepare(TranslationOptions(out=out, locales=("pt_BRR", "de")))
+    message = r"--locales=ko_KO: .*Nearest valid: ko_KR\. Or install one: pip"
+    with pytest.raises(ValueError, match=message):
+        prepare(TranslationOptions(out=out, locales=("ko_KO", "de")))
     with pytest.raises(ValueError, match=r"Nearest valid: xx\."):
         prepare(TranslationOptions(out=out, catalogues=tmp_path, locales=("qq",)))
     catalogue.unlink()
@@ -190,12 +210,12 @@ def test_no_side_may_be_empty(catalogue, tmp_path):
         prepare(options)
 
 
-def test_no_source_is_on_both_sides(django):
-    _, out, _ = django
+def test_no_source_is_on_both_sides(prepared):
+    _, out, _ = prepared
     train, heldout = translation.load(out)
     keys = [{source_key(pair.source) for pair in side.pairs} for side in (train, heldout)]
     assert not keys[0] & keys[1]
-    assert {pair.locale for pair in heldout.pairs} == {"de", "ja", "pl"}
+    assert {pair.locale for pair in heldout.pairs} == {"de", "ja", "zh"}
     share = len(heldout) / (len(train) + len(heldout))
     assert share == pytest.approx(0.1, abs=0.04)
 
@@ -208,9 +228,9 @@ def test_near_copies_of_a_source_share_a_side():
         assert len(side) % 2 == 0
 
 
-def test_everything_is_used_or_counted(django):
-    meta, out, report = django
-    options = TranslationOptions(out=out, locales=("de", "ja", "pl"), vocab_size=1500)
+def test_everything_is_used_or_counted(prepared):
+    meta, out, report = prepared
+    options = TranslationOptions(out=out, locales=("de", "ja", "zh"), vocab_size=600)
     pairs, skipped = collect_pairs(options)
     train, heldout = translation.load(out)
     too_long = len(pairs) - len(train) - len(heldout)
@@ -221,8 +241,8 @@ def test_everything_is_used_or_counted(django):
     assert [meta.train, meta.heldout] == [len(train), len(heldout)]
 
 
-def test_batches_are_padded_and_decode_to_the_pairs(django):
-    meta, out, _ = django
+def test_batches_are_padded_and_decode_to_the_pairs(prepared):
+    meta, out, _ = prepared
     tokenizer = translation.load_tokenizer(out)
     _, heldout = translation.load(out)
     batch = heldout.read(np.arange(len(heldout)), np.zeros((len(heldout), 3)))
@@ -242,8 +262,8 @@ def test_batches_are_padded_and_decode_to_the_pairs(django):
         assert translation.decode(tokenizer, source) == pair.source
 
 
-def test_lengths_can_be_longer_but_not_shorter(django):
-    meta, out, _ = django
+def test_lengths_can_be_longer_but_not_shorter(prepared):
+    meta, out, _ = prepared
     longer = meta.source_length + 9
     train, _ = translation.load(out, source_length=longer)
     assert train.read(np.array([0]), np.zeros((1, 3)))["source"].shape == (1, longer)
@@ -257,8 +277,8 @@ def test_lengths_can_be_longer_but_not_shorter(django):
         translation.load(out, target_length=5)
 
 
-def test_special_tokens_inside_a_text_are_text(django):
-    tokenizer = translation.load_tokenizer(django[1])
+def test_special_tokens_inside_a_text_are_text(prepared):
+    tokenizer = translation.load_tokenizer(prepared[1])
     (source,) = translation.encode_sources(tokenizer, ["<pad></s><2de>"], locales=["ja"])
     assert translation.PAD not in source
     assert source.index(translation.END) == len(source) - 1
@@ -292,8 +312,8 @@ def test_tokenizer_learns_nothing_from_heldout_pairs(catalogue, tmp_path):
     assert first.messages_sha256 != second.messages_sha256
 
 
-def test_changed_pairs_are_noticed(django, tmp_path):
-    _, out, _ = django
+def test_changed_pairs_are_noticed(prepared, tmp_path):
+    _, out, _ = prepared
     for path in out.iterdir():
         (tmp_path / path.name).write_bytes(path.read_bytes())
     path = tmp_path / "heldout.jsonl"
@@ -344,17 +364,16 @@ def test_copying_placeholders_is_no_phrase():
     assert translation.copy_bleu(braces)["de"] > 70
 
 
-def test_copying_the_source_is_a_low_bar(django):
-    _, heldout = translation.load(django[1])
+def test_copying_the_source_is_a_low_bar(prepared):
+    _, heldout = translation.load(prepared[1])
     scores = translation.copy_bleu(heldout.pairs)
-    assert scores.keys() == {"de", "ja", "pl"}
+    assert scores.keys() == {"de", "ja", "zh"}
     assert all(0 <= score < 40 for score in scores.values())
 
 
 @pytest.mark.parametrize(
     ("module", "call"),
     [
-        ("django", lambda: collect_pairs(TranslationOptions(out=Path("unused")))),
         ("polib", lambda: collect_pairs(TranslationOptions(out=Path("unused")))),
         ("sacrebleu", lambda: translation.bleu(["a"], [Pair("de", "a", "b")])),
     ],
@@ -373,6 +392,6 @@ def test_examples_in_docstrings_run(module):
     assert result.failed == 0
 
 
-def test_pairs_are_readable_lines(django):
-    lines = (django[1] / "train.jsonl").read_text("utf-8").split("\n")
+def test_pairs_are_readable_lines(prepared):
+    lines = (prepared[1] / "train.jsonl").read_text("utf-8").split("\n")
     assert json.loads(lines[0]).keys() == {"locale", "source", "target"}

@@ -199,7 +199,7 @@ def load(
       ValueError: a file is missing or damaged, or a length is too small.
 
     Example:
-      >>> train, heldout = load("data/django-de")  # doctest: +SKIP
+      >>> train, heldout = load("data/jupyterlab-de")  # doctest: +SKIP
     """
     folder = Path(folder)
     meta = read_meta(folder)
@@ -245,7 +245,7 @@ def bleu(hypotheses: Sequence[str], pairs: Sequence[Pair]) -> dict[str, float]:
             if pair.locale == locale
         ]
         system, references = map(list, zip(*chosen, strict=True))
-        # Only the language matters: zh_Hans and zh_Hant are cut alike.
+        # Only the language matters: zh_CN and zh_TW are cut alike.
         tokenizer = _BLEU_TOKENIZERS.get(locale.split("_")[0], "13a")
         scores[locale] = sacrebleu.corpus_bleu(system, [references], tokenize=tokenizer).score
     return scores

@@ -1,4 +1,4 @@
-"""Sentence pairs from gettext catalogues (``.po`` files), cleaned.
+"""Sentence pairs from gettext catalogues (``.po`` files, or ``.mo`` without them), cleaned.
 
 A catalogue is a list of English messages with their translations, some of them in singular and
 plural, with placeholders for values. polib reads it; this module refuses errors that polib would
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import gettext
 import re
+import struct
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -22,26 +23,27 @@ _MANY = 5
 _STATEMENT = re.compile(r'(msgctxt|msgid|msgid_plural|msgstr(?:\[\d+\])?)?\s*"(?:[^"\\]|\\.)*"\s*')
 # %% is no placeholder, and is matched so that its second sign does not begin one.
 _PLACEHOLDER = re.compile(
-    r"%%|%\(\w+\)[#0 +-]*[\d.]*[a-zA-Z]|%[#0+-]*[\d.]*[srdiuxXfFgGeEc]|\{\w*\}"
+    r"%%|%\(\w+\)[#0 +-]*[\d.]*[a-zA-Z]|%[#0+-]*[\d.]*[srdiuxXfFgGeEc]|%\d+|\{\w*\}"
 )
+_NAMED = re.compile(r"%\(|%\d+$|\{\w")
 _PLURAL_RULE = re.compile(r"plural\s*=\s*([^;]+)")
 
 
-def find(root: Path, locale: str) -> list[Path]:
-    """Returns the catalogues of a locale below a folder, by name."""
-    return sorted(root.glob(f"**/{locale}/LC_MESSAGES/*.po"))
-
-
-def locales(root: Path) -> Counter[str]:
-    """Returns how many catalogues each locale has below a folder."""
-    return Counter(path.parent.parent.name for path in root.glob("**/LC_MESSAGES/*.po"))
+def by_locale(folders: Iterable[Path]) -> dict[str, list[Path]]:
+    """Finds the catalogues ``LOCALE/LC_MESSAGES/*`` at any depth of some folders."""
+    catalogues: dict[str, list[Path]] = {}
+    for folder in folders:
+        for path in sorted(folder.glob("**/LC_MESSAGES/*.[mp]o")):
+            if path.suffix == ".po" or not path.with_suffix(".po").exists():
+                catalogues.setdefault(path.parent.parent.name, []).append(path)
+    return catalogues
 
 
 def read(path: Path, locale: str, skipped: Counter[str]) -> Iterator[Pair]:
     """Reads the usable pairs of a catalogue, placeholders replaced.
 
     Args:
-      path: a ``.po`` file.
+      path: a ``.po`` or ``.mo`` file.
       locale: language of its translations.
       skipped: counts the messages left out, by reason.
 
@@ -53,14 +55,19 @@ def read(path: Path, locale: str, skipped: Counter[str]) -> Iterator[Pair]:
     """
     polib = require("polib", extra="translation", needed_by="Reading message catalogues")
     try:
-        _check_statements(path, path.read_text("utf-8"))
-        catalogue = polib.pofile(str(path), encoding="utf-8")
+        if path.suffix == ".po":
+            _check_statements(path, path.read_text("utf-8"))
+            catalogue = polib.pofile(str(path), encoding="utf-8")
+        else:
+            with path.open("rb") as file:
+                gettext.GNUTranslations(file)  # polib does not notice that a file was cut short
+            catalogue = polib.mofile(str(path), encoding="utf-8")
     except UnicodeDecodeError as error:
         raise ValueError(f"{path} is no catalogue in UTF-8: {error}.") from error
-    except OSError as error:  # includes polib's own errors, with the line
-        raise ValueError(f"{path} cannot be read: {error.strerror or error}.") from error
+    except (OSError, struct.error) as error:  # includes polib's own errors, with the line
+        raise ValueError(f"{path} cannot be read: {error}.") from error
     for entry in catalogue:
-        if entry.obsolete or entry.fuzzy:
+        if entry.obsolete or "fuzzy" in entry.flags:
             skipped["obsolete" if entry.obsolete else "fuzzy"] += 1
             continue
         for source, target in _forms(path, catalogue, entry):
@@ -166,7 +173,7 @@ def _named(text: str) -> list[str]:
     for placeholder in _PLACEHOLDER.findall(text):
         if placeholder == "%%":
             continue
-        if not placeholder.startswith(("%(", "{")) or placeholder == "{}":
+        if not _NAMED.match(placeholder):
             unnamed[placeholder] += 1
             placeholder += f" number {unnamed[placeholder]}"
         names.append(placeholder)

@@ -1,7 +1,8 @@
-"""Sentence pairs to translate: ``python -m train.prepare translation --out data/django-de``.
+"""Sentence pairs to translate: ``python -m train.prepare translation --out data/jupyterlab-de``.
 
-The pairs are the messages of Django's user interface, whose catalogues ship with its package, or of
-any folder of catalogues. The result depends only on the catalogues and the options.
+The pairs are the messages of JupyterLab's user interface, whose language packs hold catalogues and
+nothing else, or those of any folder of catalogues. The result depends only on the catalogues and
+the options.
 """
 
 from __future__ import annotations
@@ -12,14 +13,15 @@ import hashlib
 import json
 import re
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
+from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 from tokenizers import Tokenizer
 
-from train.data.folder import META_FILE, TOKENIZER_FILE, require
+from train.data.folder import META_FILE, TOKENIZER_FILE
 from train.data.translation import (
     HELDOUT_FILE,
     KIND,
@@ -37,6 +39,8 @@ from train.tokenizer import train_tokenizer
 
 _FILES = frozenset({TRAIN_FILE, HELDOUT_FILE, TOKENIZER_FILE, META_FILE})
 _NUM_BYTES = 256
+_PACKS = "jupyterlab.languagepack"
+"""The entry points of the language packs of JupyterLab."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,9 +50,10 @@ class TranslationOptions:
     out: Path
     """Folder to write."""
     locales: tuple[str, ...] = ("de",)
-    """Languages to translate to, as the catalogues' folders are named."""
+    """Languages to translate to, as the catalogues' folders are named; de also finds de_DE."""
     catalogues: Path | None = None
-    """Folder with LOCALE/LC_MESSAGES/*.po somewhere below it; by default that of Django."""
+    """Folder with LOCALE/LC_MESSAGES/*.po (or *.mo) somewhere below it; by default those of the
+    installed language packs of JupyterLab."""
     vocab_size: int = 2048
     """Tokens the tokenizer may learn, at least 259 plus one per locale."""
     max_length: int = 64
@@ -60,8 +65,9 @@ class TranslationOptions:
 
     def settings(self) -> dict[str, Any]:
         """Returns the options that decide the content, as ``meta.json`` stores them."""
+        folder = self.catalogues
         return {
-            "catalogues": "django" if self.catalogues is None else str(self.catalogues.resolve()),
+            "catalogues": "jupyterlab" if folder is None else str(folder.resolve()),
             "locales": list(self.locales),
             "vocab_size": self.vocab_size,
             "max_length": self.max_length,
@@ -144,19 +150,19 @@ def collect_pairs(options: TranslationOptions) -> tuple[list[Pair], Counter[str]
     Raises:
       ValueError: a locale has no catalogue, a catalogue is malformed, or a package is missing.
     """
-    root = options.catalogues
-    if root is None:
-        django = require("django", extra="translation", needed_by="Translating Django's messages")
-        root = Path(django.__file__).parent
-    paths = {locale: catalogues.find(root, locale) for locale in options.locales}
-    missing = [locale for locale, files in paths.items() if not files]
-    if missing:
-        raise ValueError(_no_catalogue(root, missing))
+    if options.catalogues is None:
+        roots = [Path(pack.load().__file__).parent for pack in entry_points(group=_PACKS)]
+    else:
+        roots = [options.catalogues]
+    known = catalogues.by_locale(roots)
+    names = {locale: _folder_name(locale, known) for locale in options.locales}
+    if missing := [locale for locale, name in names.items() if name not in known]:
+        raise ValueError(_no_catalogue(options, missing, known))
     skipped: Counter[str] = Counter()
     pairs = [
         pair
-        for locale, files in paths.items()
-        for path in files
+        for locale, name in names.items()
+        for path in known[name]
         for pair in catalogues.read(path, locale, skipped)
     ]
     return catalogues.most_frequent(pairs, skipped), skipped
@@ -275,17 +281,24 @@ def _check_options(options: TranslationOptions) -> None:
         raise ValueError("\n".join(problems))
 
 
-def _no_catalogue(root: Path, missing: Sequence[str]) -> str:
-    known = catalogues.locales(root)
-    if not known:
-        return f"--catalogues={root} holds no LOCALE/LC_MESSAGES/*.po at any depth."
-    near = {
-        name: None
-        for locale in missing
-        for name in difflib.get_close_matches(locale, known, n=2, cutoff=0.5)
-    }
-    nearest = ", ".join(near or [name for name, _ in known.most_common(8)])
+def _folder_name(locale: str, known: Collection[str]) -> str:
+    """Names the folder of a locale: its own, or that of its only territory, as de_DE of de."""
+    territories = [name for name in known if name.startswith(f"{locale}_")]
+    return territories[0] if locale not in known and len(territories) == 1 else locale
+
+
+def _no_catalogue(
+    options: TranslationOptions, missing: Sequence[str], known: Mapping[str, Sequence[Path]]
+) -> str:
+    where, remedy = f"below {options.catalogues}", ""
+    if options.catalogues is None:
+        where = "in JupyterLab's installed language packs"
+        remedy = " Or install one: pip install jupyterlab-language-pack-LANGUAGE-TERRITORY."
+    elif not known:
+        return f"--catalogues={options.catalogues} holds no LOCALE/LC_MESSAGES/*.po at any depth."
+    near = [name for lacking in missing for name in difflib.get_close_matches(lacking, known, n=2)]
+    nearest = near or sorted(known, key=lambda name: -len(known[name]))[:8]
     return (
-        f"--locales={' '.join(missing)}: there is no catalogue of it below {root}. "
-        f"Nearest valid: {nearest}."
+        f"--locales={' '.join(missing)}: there is no catalogue of it {where}. "
+        f"Nearest valid: {', '.join(dict.fromkeys(nearest)) or 'none'}.{remedy}"
     )
