@@ -6,8 +6,9 @@ import json
 import numpy as np
 import pytest
 
-from train import data
 from train.config import Config
+from train.data.folder import META_FILE, TOKENIZER_FILE
+from train.data.text import write_tokens
 
 VOCAB_SIZE = 300
 
@@ -18,11 +19,11 @@ def folder(tmp_path):
     folder = tmp_path / "data"
     folder.mkdir()
     tokenizer = b"{}"
-    (folder / data.TOKENIZER_FILE).write_bytes(tokenizer)
+    (folder / TOKENIZER_FILE).write_bytes(tokenizer)
     sizes = {}
     for name, count in (("train", 2000), ("heldout", 1025)):
         tokens = np.arange(count) % VOCAB_SIZE
-        data.write_tokens(folder / f"{name}.tokens", tokens, vocab_size=VOCAB_SIZE)
+        write_tokens(folder / f"{name}.tokens", tokens, vocab_size=VOCAB_SIZE)
         sizes[name] = {"documents": 1, "bytes": count, "tokens": count}
     meta = {
         "vocab_size": VOCAB_SIZE,
@@ -31,7 +32,7 @@ def folder(tmp_path):
         "settings": {},
         **sizes,
     }
-    (folder / data.META_FILE).write_text(json.dumps(meta))
+    (folder / META_FILE).write_text(json.dumps(meta))
     return folder
 
 

@@ -10,7 +10,9 @@ import pytest
 
 from jaxpipe.schedule import catalog
 from jaxpipe.schedule.formats.csv_format import write_csv
-from train import checks, configured, data, errors
+from train import checks, configured, errors
+from train.data.folder import META_FILE, TOKENIZER_FILE
+from train.data.text import HELDOUT_FILE, TRAIN_FILE, write_tokens
 
 
 def _messages(config, **options):
@@ -344,7 +346,7 @@ def test_missing_data_names_the_command(make, tmp_path):
     assert f"python -m train.prepare --out {missing}" in message
 
 
-@pytest.mark.parametrize("name", [data.TRAIN_FILE, data.HELDOUT_FILE])
+@pytest.mark.parametrize("name", [TRAIN_FILE, HELDOUT_FILE])
 def test_missing_and_truncated_token_files(make, folder, name):
     whole = (folder / name).read_bytes()
     (folder / name).write_bytes(whole[:-1])
@@ -357,13 +359,13 @@ def test_missing_and_truncated_token_files(make, folder, name):
 
 
 def test_token_files_of_another_preparation(make, folder):
-    shutil.copy(folder / data.HELDOUT_FILE, folder / data.TRAIN_FILE)
+    shutil.copy(folder / HELDOUT_FILE, folder / TRAIN_FILE)
     (message,) = _messages(make())
     assert "train.tokens holds 1025 tokens, but meta.json says 2000" in message
 
 
 def test_another_tokenizer(make, folder):
-    (folder / data.TOKENIZER_FILE).write_bytes(b"{ }")
+    (folder / TOKENIZER_FILE).write_bytes(b"{ }")
     (message,) = _messages(make())
     assert "tokenizer.json is not the tokenizer these tokens were made with" in message
 
@@ -402,11 +404,11 @@ def test_other_texts_of_a_mixture_must_fit(make, folder, tmp_path):
         shutil.copytree(folder, tmp_path / name) for name in ("same", "short", "other")
     )
     missing = tmp_path / "missing"
-    data.write_tokens(short / "train.tokens", np.arange(9), vocab_size=300)
-    meta = json.loads((other / data.META_FILE).read_text())
-    (other / data.TOKENIZER_FILE).write_bytes(b"{ }")
+    write_tokens(short / "train.tokens", np.arange(9), vocab_size=300)
+    meta = json.loads((other / META_FILE).read_text())
+    (other / TOKENIZER_FILE).write_bytes(b"{ }")
     meta["tokenizer_sha256"] = hashlib.sha256(b"{ }").hexdigest()
-    (other / data.META_FILE).write_text(json.dumps(meta))
+    (other / META_FILE).write_text(json.dumps(meta))
     assert _messages(make({"data.mix": {str(same): 2.0}})) == []
     found = _messages(make({"data.mix": {str(f): 1.0 for f in (missing, same, other, short)}}))
     assert [message.split(" ")[0].rstrip(":") for message in found] == [

@@ -8,7 +8,6 @@ import struct
 import numpy as np
 import pytest
 
-from train import data
 from train.data import stream, text
 
 SEQUENCE_LENGTH = 5
@@ -21,7 +20,16 @@ def _tokens(num_tokens=NUM_TOKENS):
 
 def _stream(**changes):
     options = {"sequence_length": SEQUENCE_LENGTH, "batch_size": 4, "seed": 7} | changes
-    return data.batches(_tokens(), **options)
+    return _batches(_tokens(), **options)
+
+
+def _batches(tokens, *, sequence_length, **options):
+    return stream.batches(text.Windows(tokens, sequence_length), **options)
+
+
+def _heldout(tokens, **options):
+    windows = text.Windows(tokens, SEQUENCE_LENGTH)
+    return stream.heldout_batches(windows, **options)
 
 
 def _take(stream, count):
@@ -34,8 +42,8 @@ def _take(stream, count):
 def test_tokens_come_back_as_written(tmp_path, vocab_size, dtype):
     path = tmp_path / "train.tokens"
     tokens = np.array([0, 5, vocab_size - 1])
-    data.write_tokens(path, tokens, vocab_size=vocab_size)
-    read = data.read_tokens(path)[:]
+    text.write_tokens(path, tokens, vocab_size=vocab_size)
+    read = text.read_tokens(path)[:]
     assert read.dtype == dtype
     np.testing.assert_array_equal(read, tokens)
     assert not read.flags.writeable
@@ -43,39 +51,39 @@ def test_tokens_come_back_as_written(tmp_path, vocab_size, dtype):
 
 def test_truncated_token_file_names_both_sizes(tmp_path):
     path = tmp_path / "train.tokens"
-    data.write_tokens(path, _tokens(10), vocab_size=300)
+    text.write_tokens(path, _tokens(10), vocab_size=300)
     whole = path.read_bytes()
     path.write_bytes(whole[:-3])
     with pytest.raises(
         ValueError, match=r"data\.path=.*truncated: expected 44 bytes .*found 41 bytes"
     ):
-        data.read_tokens(path)
+        text.read_tokens(path)
     path.write_bytes(whole + b"\0")
     with pytest.raises(ValueError, match="longer than it says: expected 44 bytes"):
-        data.read_tokens(path)
+        text.read_tokens(path)
     path.write_bytes(whole[:9])
     with pytest.raises(ValueError, match="truncated: expected at least the 24 bytes"):
-        data.read_tokens(path)
+        text.read_tokens(path)
 
 
 def test_missing_token_file_names_the_command(tmp_path):
     with pytest.raises(ValueError, match=f"python -m train.prepare --out {tmp_path}"):
-        data.read_tokens(tmp_path / "train.tokens")
+        text.read_tokens(tmp_path / "train.tokens")
 
 
 def test_foreign_token_files_are_refused(tmp_path):
     path = tmp_path / "train.tokens"
     path.write_bytes(b"x" * 100)
     with pytest.raises(ValueError, match=r"not a jaxpipe token file: .*JPTOKENS"):
-        data.read_tokens(path)
+        text.read_tokens(path)
     path.write_bytes(struct.pack("<8sIIQ", b"JPTOKENS", 9, 2, 0))
     with pytest.raises(ValueError, match="format version 9"):
-        data.read_tokens(path)
-    data.write_tokens(path, np.array([], np.int64), vocab_size=300)
+        text.read_tokens(path)
+    text.write_tokens(path, np.array([], np.int64), vocab_size=300)
     with pytest.raises(ValueError, match="holds no tokens"):
-        data.read_tokens(path)
+        text.read_tokens(path)
     with pytest.raises(ValueError, match="cannot read"):
-        data.read_tokens(tmp_path)
+        text.read_tokens(tmp_path)
 
 
 def test_every_window_comes_once_an_epoch_in_another_order():
@@ -98,7 +106,7 @@ def test_order_depends_on_the_seed_only():
 
 
 def test_a_batch_may_be_larger_than_the_text():
-    stream = data.batches(_tokens(), sequence_length=50, batch_size=6, seed=0)
+    stream = _batches(_tokens(), sequence_length=50, batch_size=6, seed=0)
     starts = np.sort(next(stream)["tokens"][:, 0])
     np.testing.assert_array_equal(starts, [0, 0, 0, 50, 50, 50])
 
@@ -143,7 +151,7 @@ def test_resume_reads_nothing_before_its_position():
             Counting.reads += 1
             return super().__getitem__(key)
 
-    stream = data.batches(
+    stream = _batches(
         _tokens().view(Counting), sequence_length=SEQUENCE_LENGTH, batch_size=4, seed=7
     )
     state = stream.get_state()
@@ -181,32 +189,32 @@ def test_windows_number_the_documents_in_them():
 
 
 def test_heldout_windows_are_fixed_distinct_and_spread():
-    options = {"sequence_length": SEQUENCE_LENGTH, "batch_size": 3, "num_batches": 2}
-    first = _take(data.heldout_batches(_tokens(), **options), 99)
-    np.testing.assert_array_equal(first, _take(data.heldout_batches(_tokens(), **options), 99))
+    options = {"batch_size": 3, "num_batches": 2}
+    first = _take(_heldout(_tokens(), **options), 99)
+    np.testing.assert_array_equal(first, _take(_heldout(_tokens(), **options), 99))
     starts = np.concatenate(first)[:, 0]
     assert starts.tolist() == [0, 15, 30, 50, 65, 80]
-    part = _take(data.heldout_batches(_tokens(), **options, rows=[2, 0]), 99)
+    part = _take(_heldout(_tokens(), **options, rows=[2, 0]), 99)
     np.testing.assert_array_equal(part, [batch[[2, 0]] for batch in first])
     assert first[0].dtype == np.int32
 
 
-def test_short_text_names_the_nearest_valid_values():
-    with pytest.raises(ValueError, match=r"data\.sequence_length=103 .*Nearest valid: 102\."):
+def test_a_text_without_enough_rows_is_refused():
+    with pytest.raises(ValueError, match="no examples to train on"):
         _stream(sequence_length=103)
-    with pytest.raises(ValueError, match="Nearest valid: 6 batches or sequence_length=4"):
-        data.heldout_batches(_tokens(), sequence_length=5, batch_size=3, num_batches=8)
-    with pytest.raises(ValueError, match=r"its 0 tokens give 0\. Or prepare more"):
-        data.heldout_batches(_tokens(0), sequence_length=5, batch_size=3, num_batches=8)
+    with pytest.raises(ValueError, match=r"need 24, there are 20\. Nearest .*eval_batches=6\."):
+        _heldout(_tokens(), batch_size=3, num_batches=8)
 
 
 def test_sizes_and_rows_out_of_range_are_refused():
-    with pytest.raises(ValueError, match="sequence_length=0, batch_size=-1: must be at least 1"):
-        _stream(sequence_length=0, batch_size=-1)
+    with pytest.raises(ValueError, match="sequence_length=0: must be at least 1"):
+        _stream(sequence_length=0)
+    with pytest.raises(ValueError, match="batch_size=-1: must be at least 1"):
+        _stream(batch_size=-1)
     with pytest.raises(ValueError, match=r"train\.seed=-1: must be at least 0"):
         _stream(seed=-1)
     with pytest.raises(ValueError, match="num_batches=0"):
-        data.heldout_batches(_tokens(), sequence_length=5, batch_size=3, num_batches=0)
+        _heldout(_tokens(), batch_size=3, num_batches=0)
     with pytest.raises(ValueError, match=r"rows=\[4, -1\] .*Valid: 0 to 3"):
         _stream(rows=[0, 4, -1])
 
@@ -216,16 +224,16 @@ def test_unigram_loss_is_the_smoothed_cross_entropy(monkeypatch):
     train, heldout = rng.integers(0, 6, 50).astype(np.uint16), rng.integers(0, 8, 30)
     probabilities = [(np.sum(train == token) + 1) / (50 + 8) for token in range(8)]
     expected = -np.mean([np.log(probabilities[token]) for token in heldout])
-    assert data.unigram_loss(train, heldout, 8) == pytest.approx(expected, rel=1e-12)
+    assert text.unigram_loss(train, heldout, 8) == pytest.approx(expected, rel=1e-12)
     monkeypatch.setattr(text, "BLOCK", 7)
-    assert data.unigram_loss(train, heldout, 8) == pytest.approx(expected, rel=1e-12)
+    assert text.unigram_loss(train, heldout, 8) == pytest.approx(expected, rel=1e-12)
 
 
 def test_unigram_loss_refuses_foreign_tokens():
     with pytest.raises(ValueError, match="train_tokens holds token 9, but vocab_size=9"):
-        data.unigram_loss(np.arange(10), np.arange(3), 9)
+        text.unigram_loss(np.arange(10), np.arange(3), 9)
     with pytest.raises(ValueError, match="heldout_tokens is empty"):
-        data.unigram_loss(np.arange(3), np.arange(0), 9)
+        text.unigram_loss(np.arange(3), np.arange(0), 9)
 
 
 def test_examples_in_docstrings_run():

@@ -137,11 +137,7 @@ def test_lengths_that_do_not_fit_name_the_nearest():
 
 def test_the_folder_of_a_language_model_serves(tmp_path):
     options = PrepareOptions(out=tmp_path, vocab_size=400, max_megabytes=0.1, heldout_fraction=0.3)
-    meta = prepare(options, console=Console(file=io.StringIO()))
-    tokenizer = masked_lm.load_tokenizer(tmp_path)
-    special = masked_lm.special_tokens(meta.vocab_size)
-    assert [tokenizer.token_to_id(name) for name in ("[CLS]", "[SEP]", "[MASK]")] == [*special]
-    assert tokenizer.encode("a[MASK]b").ids[1] == special.mask
+    prepare(options, console=Console(file=io.StringIO()))
     sides = masked_lm.load(tmp_path, sequence_length=LENGTH)
     for side, name in zip(sides, (text.TRAIN_FILE, text.HELDOUT_FILE), strict=True):
         tokens = text.read_tokens(tmp_path / name)[:]

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from train.data import load_tokenizer, read_meta, read_tokens
+from train.data.text import load_tokenizer, read_meta, read_tokens
 from train.prepare import folders
 from train.prepare import text as prepare_module
 from train.prepare.__main__ import main

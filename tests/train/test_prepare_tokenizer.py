@@ -7,8 +7,8 @@ import pytest
 from byte_tokenizer import byte_tokenizer
 from rich.console import Console
 
-from train.data import load_tokenizer, read_meta, read_tokens
 from train.data import text as texts
+from train.data.text import load_tokenizer, read_meta, read_tokens
 from train.prepare.__main__ import main
 from train.prepare.text import PrepareOptions, prepare
 

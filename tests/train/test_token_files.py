@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
-from train import checks, data
-from train.data import stream, text, token_file
+from train import checks
+from train.data import stream, text
 from train.errors import ConfigError
 
 
@@ -12,42 +12,42 @@ def _messages(config):
     return [failure.message for failure in checks.check(config, writes=False)]
 
 
-@pytest.mark.parametrize("name", [data.TRAIN_FILE, data.HELDOUT_FILE])
+@pytest.mark.parametrize("name", [text.TRAIN_FILE, text.HELDOUT_FILE])
 def test_tokens_beyond_the_vocabulary_are_found_before_training(make, folder, name):
     config = make({"train.eval_batches": 1})
     assert _messages(config) == []
-    tokens = data.read_tokens(folder / name)[:].copy()
+    tokens = text.read_tokens(folder / name)[:].copy()
     tokens[len(tokens) // 2] = 5000
-    data.write_tokens(folder / name, tokens, vocab_size=1 << 16)
+    text.write_tokens(folder / name, tokens, vocab_size=1 << 16)
     (message,) = _messages(config)
     assert f"data.path={folder}: {name} holds token 5000" in message
     assert "its tokenizer knows 300 tokens, 0 to 299" in message
 
 
 def test_a_file_is_read_once_unless_it_changes(folder, monkeypatch):
-    path = folder / data.TRAIN_FILE
-    tokens = data.read_tokens(path)
-    token_file.check(path, tokens, vocab_size=300)
+    path = folder / text.TRAIN_FILE
+    tokens = text.read_tokens(path)
+    text.check_tokens(path, tokens, vocab_size=300)
 
     def refuse(self, part):
         raise AssertionError("read again")
 
     with monkeypatch.context() as patch:
-        patch.setattr(token_file.TokenFile, "__getitem__", refuse)
-        token_file.check(path, tokens, vocab_size=300)
+        patch.setattr(text.TokenFile, "__getitem__", refuse)
+        text.check_tokens(path, tokens, vocab_size=300)
         with pytest.raises(ValueError, match="holds token 299, but its tokenizer knows 200"):
-            token_file.check(path, tokens, vocab_size=200)
-    data.write_tokens(path, np.full(3000, 300), vocab_size=301)
+            text.check_tokens(path, tokens, vocab_size=200)
+    text.write_tokens(path, np.full(3000, 300), vocab_size=301)
     with pytest.raises(ValueError, match="holds token 300"):
-        token_file.check(path, data.read_tokens(path), vocab_size=300)
-    (folder / f".{data.TRAIN_FILE}.checked").write_bytes(b"\xff")
+        text.check_tokens(path, text.read_tokens(path), vocab_size=300)
+    (folder / f".{text.TRAIN_FILE}.checked").write_bytes(b"\xff")
     with pytest.raises(ValueError, match="holds token 300"):
-        token_file.check(path, data.read_tokens(path), vocab_size=300)
+        text.check_tokens(path, text.read_tokens(path), vocab_size=300)
 
 
 def test_a_file_cut_short_during_a_run_ends_in_one_line(folder):
-    path = folder / data.TRAIN_FILE
-    windows = text.Windows(data.read_tokens(path), 16)
+    path = folder / text.TRAIN_FILE
+    windows = text.Windows(text.read_tokens(path), 16)
     batches = stream.batches(windows, batch_size=8, seed=0)
     next(batches)
     with path.open("r+b") as file:
@@ -60,8 +60,8 @@ def test_a_file_cut_short_during_a_run_ends_in_one_line(folder):
 
 
 def test_a_file_deleted_during_a_run_is_read_to_the_end(folder):
-    path = folder / data.TRAIN_FILE
-    tokens = data.read_tokens(path)
+    path = folder / text.TRAIN_FILE
+    tokens = text.read_tokens(path)
     before = tokens[:]
     path.unlink()
     np.testing.assert_array_equal(tokens[:], before)

@@ -11,16 +11,14 @@ from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
-from tokenizers import Tokenizer
 
-from train.data import text, token_file
+from train.data import text
 from train.data.stream import Batch
 
 # Section 3.1, task 1: further tokens to predict stay as they are.
 MASKED_SHARE = 0.15
 _HIDDEN, _HIDDEN_OR_RANDOM = 0.8, 0.9
 _NO_TARGET = -1
-_NAMES = ("[CLS]", "[SEP]", "[MASK]")
 
 
 class SpecialTokens(NamedTuple):
@@ -38,7 +36,7 @@ def special_tokens(text_vocab_size: int) -> SpecialTokens:
       >>> special_tokens(2048)
       SpecialTokens(cls=2048, sep=2049, mask=2050)
     """
-    return SpecialTokens(*range(text_vocab_size, text_vocab_size + len(_NAMES)))
+    return SpecialTokens(*range(text_vocab_size, text_vocab_size + 3))
 
 
 class MaskedWindows:
@@ -193,23 +191,8 @@ def load(
 
 def _checked(path: Path, vocab_size: int) -> text.Tokens:
     tokens = text.read_tokens(path)
-    token_file.check(path, tokens, vocab_size=vocab_size)
+    text.check_tokens(path, tokens, vocab_size=vocab_size)
     return tokens
-
-
-def load_tokenizer(folder: str | Path) -> Tokenizer:
-    """Loads the text's tokenizer with ``[CLS]``, ``[SEP]`` and ``[MASK]`` read as special tokens.
-
-    Args:
-      folder: a folder written by ``python -m train.prepare``.
-
-    Raises:
-      ValueError: as `text.read_meta`.
-    """
-    tokenizer = text.load_tokenizer(folder)
-    tokenizer.add_special_tokens(list(_NAMES))
-    tokenizer.encode_special_tokens = False
-    return tokenizer
 
 
 def masked_accuracy(predictions: np.ndarray, targets: np.ndarray) -> float:

@@ -2,29 +2,30 @@
 
 A data folder holds ``tokenizer.json``, ``train.tokens``, ``heldout.tokens`` and ``meta.json``. A
 token file is a 24-byte header (magic, version, bytes per token, number of tokens) and the tokens,
-all little-endian, so a truncated copy is noticed before training starts.
+all little-endian, so a truncated copy is noticed before training starts. Token files are read by
+calls and not mapped into memory: where a mapped file is cut short, the operating system ends the
+process without a word.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import json
 import os
 import struct
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import grain
 import numpy as np
 from tokenizers import Tokenizer
 
+from jaxpipe.files import read_json
 from train.data import folder as prepared
 from train.data import stream
 from train.data.folder import TOKENIZER_FILE, prepare_hint
-from train.data.stream import Batch, Rows
-from train.data.token_file import BLOCK, TokenFile
-
-Tokens = np.ndarray | TokenFile
+from train.data.stream import Batch
+from train.errors import ConfigError, Failure
 
 KIND = "text"
 TRAIN_FILE = "train.tokens"
@@ -35,6 +36,8 @@ _HEADER = struct.Struct("<8sIIQ")  # magic, version, bytes per token, number of 
 _MAGIC = b"JPTOKENS"
 _VERSION = 1
 _DTYPES: dict[int, np.dtype[Any]] = {2: np.dtype("<u2"), 4: np.dtype("<u4")}
+# Tokens read at a time, so that memory stays flat however long the file is.
+BLOCK = 1 << 22
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,6 +73,61 @@ class DataMeta:
     settings: dict[str, Any]
     end_of_text: str = END_OF_TEXT
     token_ids: dict[str, Any] | None = None
+
+
+class TokenFile:
+    """Integers ``[num_tokens]`` in a file, of which slices can be read.
+
+    The file stays open, so that one that is deleted meanwhile can still be read.
+
+    Args:
+      path: path of the file.
+      dtype: dtype of a token.
+      offset: bytes before the first token.
+      count: number of tokens.
+
+    Raises:
+      ConfigError: on reading, the file has been cut short.
+    """
+
+    def __init__(self, path: Path, *, dtype: np.dtype[Any], offset: int, count: int) -> None:
+        self._path, self.dtype, self._offset, self._count = path, dtype, offset, count
+        self._file = path.open("rb", buffering=0)
+
+    def __del__(self) -> None:
+        if hasattr(self, "_file"):
+            self._file.close()
+
+    def __len__(self) -> int:
+        return self._count
+
+    def __getitem__(self, part: slice) -> np.ndarray:
+        start, stop, step = part.indices(self._count)
+        assert step == 1
+        size = max(stop - start, 0) * self.dtype.itemsize
+        parts, position = [], self._offset + start * self.dtype.itemsize
+        while size:
+            read = self._read(size, position)
+            parts.append(read)
+            position, size = position + len(read), size - len(read)
+        return np.frombuffer(b"".join(parts), self.dtype)
+
+    def _read(self, size: int, position: int) -> bytes:
+        try:
+            content = os.pread(self._file.fileno(), size, position)
+            reason = "it has been cut short"
+        except OSError as error:
+            content, reason = b"", str(error.strerror)
+        if not content:
+            text = (
+                f"data.path={self._path.parent}: {self._path.name} can no longer be read: {reason} "
+                "since the run began. Put the data back as it was and continue with --resume."
+            )
+            raise ConfigError([Failure(text, ("data.path",))])
+        return content
+
+
+Tokens = np.ndarray | TokenFile
 
 
 def write_tokens(path: Path, tokens: np.ndarray, *, vocab_size: int) -> None:
@@ -142,6 +200,41 @@ def read_tokens(path: str | Path) -> TokenFile:
     if count == 0:
         raise ValueError(f"{where}: {path.name} holds no tokens. {hint}")
     return TokenFile(path, dtype=_DTYPES[itemsize], offset=_HEADER.size, count=count)
+
+
+def record_of(name: str) -> str:
+    """Names the file beside a token file that records its check."""
+    return f".{name}.checked"
+
+
+def check_tokens(path: Path, tokens: TokenFile, *, vocab_size: int) -> None:
+    """Raises ValueError if a token is not below ``vocab_size``.
+
+    The file is read once: its largest token is kept beside it, with the size and the time of
+    change by which a later run knows that it is the same file.
+    """
+    record = path.with_name(record_of(path.name))
+    status = path.stat()
+    identity = {"bytes": status.st_size, "changed_ns": status.st_mtime_ns}
+    largest = None
+    with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+        kept = read_json(record)
+        if {name: kept[name] for name in identity} == identity:
+            largest = int(kept["largest"])
+    if largest is None:
+        blocks = range(0, len(tokens), BLOCK)
+        largest = max(int(tokens[start : start + BLOCK].max()) for start in blocks)
+        # A folder that cannot be written is checked by every run.
+        with contextlib.suppress(OSError):
+            partial = record.with_name(f"{record.name}.{os.getpid()}")
+            partial.write_text(json.dumps({**identity, "largest": largest}) + "\n")
+            os.replace(partial, record)
+    if largest >= vocab_size:
+        raise ValueError(
+            f"data.path={path.parent}: {path.name} holds token {largest}, but its tokenizer knows "
+            f"{vocab_size} tokens, 0 to {vocab_size - 1}: the files are not from one preparation. "
+            "Prepare the folder again."
+        )
 
 
 def read_meta(folder: str | Path) -> DataMeta:
@@ -243,88 +336,6 @@ class Windows:
             return {"tokens": out}
         ends = (out[:, :-1] == self._end_of_text).astype(np.int32)
         return {"tokens": out, "documents": np.cumsum(ends, axis=1, dtype=np.int32) - ends}
-
-
-def batches(
-    tokens: Tokens, *, sequence_length: int, batch_size: int, seed: int, rows: Rows = None
-) -> grain.DatasetIterator[Batch]:
-    """Yields shuffled `Windows` of the text endlessly.
-
-    Args:
-      tokens: integers ``[num_tokens]``.
-      sequence_length: number of predictions a window holds, at least 1.
-      batch_size: windows in the whole batch, over all processes, at least 1.
-      seed: determines the order, at least 0.
-      rows: rows of the whole batch that this process wants; all by default.
-
-    Returns:
-      An iterator of ``{"tokens": int32 [len(rows), sequence_length + 1]}`` as `stream.batches`
-      describes it.
-
-    Raises:
-      ValueError: the text is shorter than one window, or a row or size is out of range.
-
-    Example:
-      >>> windows = batches(np.arange(100), sequence_length=8, batch_size=4, seed=0)
-      >>> next(windows)["tokens"].shape
-      (4, 9)
-    """
-    stream.check_sizes(sequence_length=sequence_length, batch_size=batch_size)
-    windows = Windows(tokens, sequence_length)
-    if not len(windows):
-        raise ValueError(
-            f"data.sequence_length={sequence_length} does not fit the training text of "
-            f"{len(tokens)} tokens: one window needs sequence_length + 1 of them. "
-            f"Nearest valid: {max(len(tokens) - 1, 0)}."
-        )
-    return stream.batches(windows, batch_size=batch_size, seed=seed, rows=rows)
-
-
-def heldout_batches(
-    tokens: Tokens,
-    *,
-    sequence_length: int,
-    batch_size: int,
-    num_batches: int,
-    rows: Rows = None,
-) -> Iterator[Batch]:
-    """Yields the same windows, spread evenly over the held-out text, each time it is called.
-
-    Args:
-      tokens: integers ``[num_tokens]``.
-      sequence_length: number of predictions a window holds, at least 1.
-      batch_size: windows in the whole batch, over all processes, at least 1.
-      num_batches: batches to yield, at least 1.
-      rows: rows of the whole batch that this process wants; all by default.
-
-    Returns:
-      An iterator of ``num_batches`` times ``{"tokens": int32 [len(rows), sequence_length + 1]}``;
-      no window occurs twice.
-
-    Raises:
-      ValueError: the text holds fewer windows than asked for, or a row or size is out of range.
-    """
-    stream.check_sizes(
-        sequence_length=sequence_length, batch_size=batch_size, num_batches=num_batches
-    )
-    windows = Windows(tokens, sequence_length)
-    needed = num_batches * batch_size
-    if len(windows) < needed:
-        nearest = []
-        if len(windows) >= batch_size:
-            nearest.append(f"{len(windows) // batch_size} batches")
-        if len(tokens) > needed:
-            nearest.append(f"sequence_length={(len(tokens) - 1) // needed}")
-        remedy = f"Nearest valid: {' or '.join(nearest)}. " if nearest else ""
-        raise ValueError(
-            f"The held-out text is too short: {num_batches} batches x {batch_size} rows need "
-            f"{needed} windows of data.sequence_length={sequence_length} + 1 tokens, its "
-            f"{len(tokens)} tokens give {len(windows)}. "
-            f"{remedy}Or prepare more held-out text with a larger --heldout-fraction."
-        )
-    return stream.heldout_batches(
-        windows, batch_size=batch_size, num_batches=num_batches, rows=rows
-    )
 
 
 def unigram_loss(train_tokens: Tokens, heldout_tokens: Tokens, vocab_size: int) -> float:

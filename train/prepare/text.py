@@ -30,9 +30,9 @@ from train.data.text import (
     SplitMeta,
     read_meta,
     read_tokens,
+    record_of,
     write_tokens,
 )
-from train.data.token_file import record_of
 from train.data.tokenizer_files import Known
 from train.prepare import folders
 from train.tokenizer import MIN_VOCAB_SIZE, encode, train_tokenizer

@@ -13,7 +13,7 @@ from models import gpt
 from models.sample import sample
 from models.tensor import divides_heads
 from train.config import Config
-from train.data import text, token_file, tokenizer_files
+from train.data import text, tokenizer_files
 from train.data.folder import META_FILE
 from train.data.stream import Examples, Mixture
 from train.errors import Failure
@@ -90,7 +90,7 @@ class GPT(Task):
     def _check_mixed(self, folder: Path) -> None:
         """Raises ValueError unless the rows of another folder can be drawn beside those of path."""
         meta, tokens = text.read_meta(folder), text.read_tokens(folder / text.TRAIN_FILE)
-        token_file.check(folder / text.TRAIN_FILE, tokens, vocab_size=meta.vocab_size)
+        text.check_tokens(folder / text.TRAIN_FILE, tokens, vocab_size=meta.vocab_size)
         if meta.tokenizer_sha256 != self.data_digest():
             raise ValueError(
                 f"data.mix={folder} was prepared with another tokenizer than data.path="
@@ -128,7 +128,7 @@ class GPT(Task):
             try:
                 tokens = text.read_tokens(folder / name)
                 if meta is not None:
-                    token_file.check(folder / name, tokens, vocab_size=meta.vocab_size)
+                    text.check_tokens(folder / name, tokens, vocab_size=meta.vocab_size)
             except ValueError as error:
                 yield Failure(str(error), ("data.path",))
                 continue
