@@ -18,7 +18,7 @@ from pathlib import Path
 import limits
 import pytest
 
-from train import run_folder, run_lock, start
+from train import loop, run_folder, run_lock
 from train.config import Config
 from train.errors import ConfigError
 from train.run_lock import LOCK_FILE, RunLock
@@ -282,7 +282,7 @@ def test_a_folder_that_cannot_be_made_is_one_line(tmp_path):
     config = Config(run_dir=str(tmp_path / "file" / "run"))
     lock = RunLock(Path(config.run_dir), say=lambda _: None)
     with pytest.raises(ConfigError, match=r"run_dir=\S+ cannot be written: Not a dir.*") as caught:
-        start.take_folder(lock, config, resume=False)
+        loop.take_folder(lock, config, resume=False)
     assert "\n" not in str(caught.value)
 
 
@@ -292,7 +292,7 @@ def test_what_is_no_lock_is_not_waited_for_for_ever(make, folder, make_it):
     make_it(folder / LOCK_FILE)
     for resume in (False, True):
         with pytest.raises(ConfigError, match=r"\.lock must be a file, and is .*Move it away"):
-            start.take_folder(make(), Config(run_dir=str(folder)), resume=resume)
+            loop.take_folder(make(), Config(run_dir=str(folder)), resume=resume)
 
 
 def test_a_full_disk_leaves_no_lock(make, folder, tmp_path, monkeypatch):
@@ -303,7 +303,7 @@ def test_a_full_disk_leaves_no_lock(make, folder, tmp_path, monkeypatch):
     with monkeypatch.context() as patched:
         patched.setattr(os, "fsync", fail)
         with pytest.raises(ConfigError, match="cannot be written: No space left on device"):
-            start.take_folder(lock, Config(run_dir=str(folder)), resume=False)
+            loop.take_folder(lock, Config(run_dir=str(folder)), resume=False)
     lock.release()
     assert os.listdir(tmp_path) == []
 
@@ -313,10 +313,10 @@ def test_a_run_that_ended_before_the_lock_was_free_is_not_written_over(make, fol
     folder.mkdir(parents=True)
     (folder / run_folder.CONFIG_FILE).touch()
     with pytest.raises(ConfigError, match=r"already holds a run \(config.yaml\). Continue it"):
-        start.take_folder(lock := make(), config, resume=False)
+        loop.take_folder(lock := make(), config, resume=False)
     lock.release()
     assert os.listdir(folder) == [run_folder.CONFIG_FILE]
-    start.take_folder(make(), config, resume=True)
+    loop.take_folder(make(), config, resume=True)
     assert sorted(os.listdir(folder)) == [LOCK_FILE, run_folder.CONFIG_FILE]
 
 
