@@ -141,31 +141,28 @@ def test_a_folder_with_files_stays(make, folder):
     assert os.listdir(folder) == ["metrics.jsonl"]
 
 
-def test_the_lock_of_a_killed_process_is_taken_at_once(make, folder, other):
+def test_a_stopped_process_keeps_its_lock_and_that_of_a_killed_one_is_taken(make, folder, other):
+    (folder / run_folder.CONFIG_FILE).touch()
+    other.send_signal(signal.SIGSTOP)
+    time.sleep(0.5)  # long enough for the silence of another machine
     assert f"process {other.pid} on {socket.gethostname()}" in _refused(make())
+    (failure,) = run_folder.failures(Config(run_dir=str(folder)), resume=False)
+    assert f"a run (config.yaml) and is in use by process {other.pid} on " in failure.message
     other.kill()
     other.wait()
+    (failure,) = run_folder.failures(Config(run_dir=str(folder)), resume=False)
+    assert "in use" not in failure.message
+    record = json.loads((folder / LOCK_FILE).read_text())
     said = []
     lock = make(say=said.append)
     lock.acquire()
     (line,) = said
     assert re.fullmatch(rf"removed the lock of process {other.pid} on .*, which has ended", line)
     assert f"process {os.getpid()} " in _refused(make())
-
-
-def test_a_process_id_that_is_used_again_means_nothing(make, folder, other):
-    other.kill()
-    other.wait()
-    record = json.loads((folder / LOCK_FILE).read_text())
+    lock.release()
+    # A process id that is used again means nothing.
     _forge(folder, json.dumps(record | {"pid": os.getpid()}))
     make().acquire()
-
-
-def test_a_stopped_process_of_this_machine_keeps_its_lock(make, other):
-    other.send_signal(signal.SIGSTOP)
-    # Long enough for the silence of another machine.
-    time.sleep(0.5)
-    assert f"process {other.pid} " in _refused(make())
 
 
 @pytest.mark.parametrize(
@@ -320,18 +317,8 @@ def test_a_run_that_ended_before_the_lock_was_free_is_not_written_over(make, fol
     assert sorted(os.listdir(folder)) == [LOCK_FILE, run_folder.CONFIG_FILE]
 
 
-def test_a_run_folder_in_use_is_said_to_be(folder, other):
-    (folder / run_folder.CONFIG_FILE).touch()
-    (failure,) = run_folder.failures(Config(run_dir=str(folder)), resume=False)
-    assert f"a run (config.yaml) and is in use by process {other.pid} on " in failure.message
-    other.kill()
-    other.wait()
-    (failure,) = run_folder.failures(Config(run_dir=str(folder)), resume=False)
-    assert "in use" not in failure.message
+def test_the_forged_record_is_of_the_right_form(folder):
     _forge(folder, json.dumps(_ELSEWHERE))
     assert run_lock.holder(folder).startswith("process 4711 on node7 ")
-
-
-def test_the_forged_record_is_of_the_right_form():
     assert str(run_lock.Owner(**_ELSEWHERE)).startswith("process 4711 on node7")
     assert set(_ELSEWHERE) == {field.name for field in dataclasses.fields(run_lock.Owner)}
