@@ -105,7 +105,7 @@ def without_choice(config: Config) -> Config:
 
 
 def is_asynchronous(config: Config) -> bool:
-    """Whether ``pipeline.schedule`` names a method that never drains the pipeline."""
+    """Says whether ``pipeline.schedule`` names a method that never drains the pipeline."""
     return config.pipeline.schedule in ASYNCHRONOUS_METHODS
 
 
@@ -162,7 +162,7 @@ def _order(config: Config) -> Schedule:
 
 
 def chooses_placement(config: Config) -> bool:
-    """Whether ``auto`` also chooses how layers are cut into chunks, and where these lie."""
+    """Says whether ``auto`` also chooses how layers are cut into chunks, and where these lie."""
     pipeline = config.pipeline
     free = pipeline.chunks is None and pipeline.partition in _RULES
     return pipeline.schedule == "auto" and free

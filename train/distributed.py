@@ -214,29 +214,18 @@ def local_rows(sharding, num_rows: int) -> np.ndarray:
     return np.flatnonzero(is_local)
 
 
-def global_batch(batch: dict[str, np.ndarray], sharding, rows: np.ndarray, num_rows: int):
+def global_batch(batch: dict[str, np.ndarray], sharding, num_rows: int):
     """Joins every process's rows into one batch of global arrays.
 
     Args:
-      batch: leaves ``[len(rows), ...]``, this process's rows.
+      batch: leaves ``[rows, ...]``, this process's rows, in the order of `local_rows`.
       sharding: sharding of the leaves ``[num_rows, ...]``.
-      rows: from `local_rows`.
       num_rows: rows of the whole batch.
-
-    Returns:
-      Leaves ``[num_rows, ...]``.
     """
     import jax
 
-    def join(leaf: np.ndarray):
-        def read(index):
-            start, stop, _ = index[0].indices(num_rows)
-            first = int(np.searchsorted(rows, start))
-            return leaf[first : first + stop - start][(slice(None), *index[1:])]
-
-        return jax.make_array_from_callback((num_rows, *leaf.shape[1:]), sharding, read)
-
-    return {name: join(leaf) for name, leaf in batch.items()}
+    shapes = {name: (num_rows, *leaf.shape[1:]) for name, leaf in batch.items()}
+    return jax.make_array_from_process_local_data(sharding, batch, shapes)
 
 
 def meet(coordinator: str, *, count: int, number: int, seconds: float) -> None:

@@ -258,15 +258,15 @@ class Trainer:
         self.setup, self.modes, self.config = setup, modes, setup.config
         self.checkpoints, self.metrics = checkpoints, metrics
         self.console, self.describe = console, describe
-        self.held = run_folder.Held(self.config) if jax.process_index() == 0 else None
+        self.files = run_folder.WrittenFiles(self.config) if jax.process_index() == 0 else None
         self.stop = StopRequest()
         self.examples, self.heldout = setup.task.load()
-        self.rows = distributed.local_rows(setup.pipe.batch_sharding, self.config.train.batch_size)
+        size = self.config.train.batch_size
         self.stream = stream.batches(
             self.examples,
-            batch_size=self.config.train.batch_size,
+            batch_size=size,
             seed=self.config.train.seed,
-            rows=self.rows,
+            rows=distributed.local_rows(setup.pipe.batch_sharding, size),
         )
         self.step, self.skipped, self.saved_at = 0, 0, time.monotonic()
         self.evaluated: dict[str, Any] = {}
@@ -361,7 +361,7 @@ class Trainer:
                 speed = clock.stop(self.setup)
                 if self.step == last:
                     numbers |= self._end()
-                self.evaluated = self.evaluate() if evaluates else {}
+                self.evaluated = self._heldout(config.eval_batches) if evaluates else {}
                 entries = numbers | self.evaluated | {"speed": speed.recorded()}
                 self._write(self.step, entries)
                 self.check_folder()
@@ -382,7 +382,7 @@ class Trainer:
 
     def finish(self) -> float | None:
         """Reports how good the model is, and returns its score."""
-        evaluated = self.evaluated or self.evaluate()
+        evaluated = self.evaluated or self._heldout(self.config.train.eval_batches)
         # Every process takes part in gathering the weights; the first one alone reports and writes.
         state, _ = self.mode.settle(self.carried)
         weights = self.setup.to_canonical_weights(state)
@@ -397,10 +397,6 @@ class Trainer:
         text, score = task.report(params, layers, self.heldout)
         say(self.console, text)
         return score
-
-    def evaluate(self) -> dict[str, Any]:
-        """Returns loss and metrics, as they are recorded, of the held-out batches: their means."""
-        return self._heldout(self.config.train.eval_batches)
 
     def save(self, *, num_batches: int) -> None:
         """Starts to save this step, if its weights give a finite loss.
@@ -426,8 +422,8 @@ class Trainer:
 
     def check_folder(self) -> None:
         """Raises ConfigError if the run folder that this process writes is gone."""
-        if self.held is not None:
-            self.held.check()
+        if self.files is not None:
+            self.files.check()
 
     def note_saved(self) -> None:
         """Records that the last checkpoint is whole; raises ConfigError if it is gone."""
@@ -438,11 +434,11 @@ class Trainer:
         run_folder.note_saved(folder, self.step)
 
     def _global(self, batch: stream.Batch) -> Any:
-        return distributed.global_batch(
-            batch, self.setup.pipe.batch_sharding, self.rows, self.config.train.batch_size
-        )
+        sharding, size = self.setup.pipe.batch_sharding, self.config.train.batch_size
+        return distributed.global_batch(batch, sharding, size)
 
     def _heldout(self, num_batches: int) -> dict[str, Any]:
+        """Evaluates held-out batches; returns their means of loss and metrics, as recorded."""
         self.watchdog.at(f"evaluating step {self.step}")
         state, _ = self.mode.settle(self.carried)
         means = evaluation.means(self.setup, state, self.heldout, num_batches)
@@ -499,7 +495,7 @@ class Trainer:
         )
 
     def _is_time_to_save(self) -> bool:
-        """Whether the last checkpoint is old; process 0 decides, as clocks differ."""
+        """Says whether the last checkpoint is old; process 0 decides, as clocks differ."""
         minutes = self.config.train.checkpoint_minutes
         if minutes is None:
             return False

@@ -313,6 +313,6 @@ def read(path: Path) -> Planned:
 
 
 def _matters(failure: errors.Failure) -> bool:
-    """Whether a failure is of something that a plan keeps."""
+    """Says whether a failure is of something that a plan keeps."""
     chosen = ("mesh", "pipeline", "costs", "asynchronous", "run_dir", "data")
     return not any(field.split(".")[0] in chosen for field in failure.fields)

@@ -107,7 +107,7 @@ def _writable(config: Config) -> Iterator[Failure]:
         yield unwritable(config, error)
 
 
-class Held:
+class WrittenFiles:
     """The files that a run writes, which nothing else may remove or replace meanwhile.
 
     Args:
@@ -116,11 +116,11 @@ class Held:
 
     def __init__(self, config: Config) -> None:
         paths = (Path(config.run_dir) / name for name in (METRICS_FILE, CHECKPOINTS))
-        self._config, self._held = config, {path: path.stat() for path in paths}
+        self._config, self._opened = config, {path: path.stat() for path in paths}
 
     def check(self) -> None:
         """Raises ConfigError if a file is gone, or another one is in its place."""
-        for path, opened in self._held.items():
+        for path, opened in self._opened.items():
             try:
                 is_there = os.path.samestat(path.stat(), opened)
             except FileNotFoundError:

@@ -183,7 +183,7 @@ class Setup:
 
     @property
     def _ends_compute(self) -> bool:
-        """Whether only the ends of the pipeline compute embedding and head."""
+        """Says whether only the ends of the pipeline compute embedding and head."""
         if configured.is_asynchronous(self.config):  # it updates them while it runs, on all stages
             return False
         return self.task.model(train=True).stage_split is None

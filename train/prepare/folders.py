@@ -115,7 +115,7 @@ def name_hash(purpose: str, name: str) -> int:
 
 
 def is_heldout(name: str, fraction: float) -> bool:
-    """Whether a name belongs to the held-out side, whatever the other names are."""
+    """Says whether a name belongs to the held-out side, whatever the other names are."""
     return name_hash("split", name) < fraction * 2**64
 
 

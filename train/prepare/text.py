@@ -150,8 +150,8 @@ def prepare(options: PrepareOptions, *, console: Console | None = None) -> DataM
         write_tokens(folder / TRAIN_FILE, train_tokens, vocab_size=meta.vocab_size)
         write_tokens(folder / HELDOUT_FILE, heldout_tokens, vocab_size=meta.vocab_size)
         folders.write_meta(folder, KIND, meta)
-    known = options.tokenizer is not None or meta.vocab_size == options.learned_size
-    fewer = "" if known else " (too little text for more)"
+    is_full = options.tokenizer is not None or meta.vocab_size == options.learned_size
+    fewer = "" if is_full else " (too little text for more)"
     folders.say(
         console,
         f"{options.out}: {meta.train.tokens} train and {meta.heldout.tokens} held-out tokens, "
