@@ -1,9 +1,10 @@
-"""Reading files that others may have damaged or replaced: no device, and nothing without end."""
+"""Files that others may have damaged or replaced: no device, and nothing without end."""
 
 from __future__ import annotations
 
 import errno
 import json
+import os
 import stat
 from pathlib import Path
 from typing import Any
@@ -46,3 +47,10 @@ def read_json(path: Path) -> Any:
         return json.loads(read_bytes(path))
     except RecursionError:
         raise ValueError("it nests too deeply") from None
+
+
+def write_whole(path: Path, content: bytes) -> None:
+    """Writes a file that nobody finds half-written: it has its old content or the new."""
+    partial = path.with_name(f"{path.name}.partial")
+    partial.write_bytes(content)
+    os.replace(partial, path)

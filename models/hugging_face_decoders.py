@@ -64,7 +64,7 @@ class _Decoder:
     two_thetas: bool = False
 
     def holds(self, config: Any) -> bool:
-        """Whether a config of ours is of this family."""
+        """Says whether a config of ours is of this family."""
         if not isinstance(config, GPTConfig):
             return False
         free = {*_COMMON, *_ROPE, *self.fields, *_OF_TRAINING}

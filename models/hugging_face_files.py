@@ -128,7 +128,7 @@ def _listed(folder: Path) -> list[str]:
 
 
 def _is_name(name: Any) -> bool:
-    """Whether a file can have this name; file systems take at most 255 bytes."""
+    """Says whether a file can have this name; file systems take at most 255 bytes."""
     try:
         return 1 <= len(os.fsencode(name)) <= 255 and "\0" not in name
     except (TypeError, UnicodeEncodeError):

@@ -104,7 +104,7 @@ class Tensor:
 
 
 def divides_heads(count: int, width: int, devices: int) -> bool:
-    """Whether devices can share so many heads: each has whole ones, or an equal part of one."""
+    """Says whether devices can share so many heads: each has whole ones, or equal parts of one."""
     columns, left = divmod(count * width, devices)
     return not left and (columns % width == 0 or width % columns == 0)
 

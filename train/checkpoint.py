@@ -16,7 +16,7 @@ from jaxpipe import Checkpoints
 from jaxpipe.checkpoint import DamagedError, Found, reading
 from train import configured, tasks
 from train.config import Config, upgraded
-from train.errors import ConfigError, Failure
+from train.errors import Failure, refused
 from train.step import TrainState
 
 PyTree = Any
@@ -93,7 +93,7 @@ def readable(step: int) -> Iterator[None]:
             yield
     except DamagedError as error:
         remedy = "Fetch it from a backup, or remove it to continue from an older one."
-        raise ConfigError([Failure(f"{error}. {remedy}", ("run_dir",))]) from error
+        raise refused(f"{error}. {remedy}", "run_dir") from error
 
 
 def none_whole(search: Found, *, run_dir: str) -> list[Failure]:

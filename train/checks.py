@@ -7,27 +7,30 @@ usable value is left out, so that each mistake is reported once.
 from __future__ import annotations
 
 import importlib.util
+import itertools
+import math
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
+from typing import get_args
 
+from jaxpipe import schedules
+from jaxpipe.errors import shortened, shown
+from jaxpipe.schedule import is_users
 from models.validation import nearest_divisors
 from train import (
-    asynchronous_rules,
     configured,
     distributed,
     errors,
     initial,
-    mesh_rules,
     noise,
     optimizers,
     profile,
     run_folder,
     tasks,
 )
-from train.config import Config
+from train.config import AsynchronousConfig, Config, Range, Section
 from train.data.folder import prepare_hint
 from train.errors import Failure
-from train.ranges import in_range
 
 Rule = Callable[[Config], Iterator[Failure]]
 
@@ -36,6 +39,35 @@ _PATHS, _LONGEST = ("run_dir", "data.path", "init_from", "pipeline.schedule"), 2
 
 _MOST_LAYERS = 10_000
 """Most layers of a model: more are a mistake, as `auto` looks at each."""
+
+_MAX_PASSES = 100_000
+"""Forward passes of the largest schedule: building that of zb-v takes about 10 seconds."""
+
+_LARGEST = 2**63 - 1
+_INTEGERS = Range(-_LARGEST - 1, _LARGEST)
+"""The range of an integer field without a range of its own."""
+
+_FAMILIES = {
+    "tensor": "gpt, bert and transformer",
+    "context": "gpt",
+    "expert": "gpt with model.num_experts",
+}
+
+_REFUSED = (
+    ("weights", "stacked", "has no room for the versions of weights that {schedule} keeps"),
+    ("compute_dtype", None, "has no place beside the versions of weights that {schedule} keeps"),
+    (
+        "residuals",
+        "device",
+        "would leave the host: {schedule} keeps them from step to step",
+    ),
+    (
+        "update",
+        "step",
+        "has no effect: {schedule} updates every stage as soon as its gradient is complete",
+    ),
+)
+"""Fields of ``pipeline``, the value that each must have, and the reason."""
 
 
 def check(
@@ -62,10 +94,10 @@ def check(
     wrong = {field for failure in failures for field in failure.fields}
     wrong |= {field for field, value in config.flat().items() if value != given[field]}
     rules: list[Rule] = [
-        mesh_rules.replicas,
-        mesh_rules.shared_axes,
+        replicas,
+        shared_axes,
         _schedule,
-        asynchronous_rules.problems,
+        _asynchronous,
         _weights,
         _compute_dtype,
         _update,
@@ -345,3 +377,185 @@ def _wandb(config: Config) -> Iterator[Failure]:
             "pip install wandb, or leave wandb.project out.",
             ("wandb.project",),
         )
+
+
+def in_range(config: Config) -> tuple[Config, list[Failure]]:
+    """Applies the ranges of single fields, so that later rules may divide by a count.
+
+    Args:
+      config: its names and types are right.
+
+    Returns:
+      The configuration with defaults in fields that are out of range, and what is wrong.
+    """
+    failures = list(_ranges(config))
+    config = config.reset(field for failure in failures for field in failure.fields)
+    too_large = list(_size(config))
+    failures += too_large
+    return config.reset(field for failure in too_large for field in failure.fields), failures
+
+
+def limits(section: Section, prefix: str = "") -> Iterator[tuple[str, Range]]:
+    """Yields the path and the range of every field that has a range, or whose values have one."""
+    for name, field in type(section).model_fields.items():
+        value = getattr(section, name)
+        if isinstance(value, Section):
+            yield from limits(value, f"{prefix}{name}.")
+        of_values = (getattr(kind, "__metadata__", ()) for kind in get_args(field.annotation))
+        for note in itertools.chain(field.metadata, *of_values):
+            if isinstance(note, Range):
+                yield f"{prefix}{name}", note
+
+
+def _ranges(config: Config) -> Iterator[Failure]:
+    ranges = dict(limits(config))
+    for path, value in config.flat().items():
+        parts = value if isinstance(value, dict) else {None: value}
+        for key, number in parts.items():
+            range_ = ranges.get(path, _INTEGERS if type(number) is int else None)
+            if range_ is None or number is None:
+                continue
+            if rule := _broken(number, range_):
+                name = path if key is None else f"{path}.{shortened(key)}"
+                yield Failure(f"{name}={shown(number)} must be {rule}", (path,))
+
+
+def _broken(number: float, range_: Range) -> str:
+    """Writes the rule that a number breaks, and the nearest legal number; empty if it is legal."""
+    high, below = range_.high, range_.below
+    if high is None:
+        high, below = (_LARGEST, False) if isinstance(number, int) else (math.inf, True)
+    fits_low = number > range_.low if range_.above else number >= range_.low
+    fits_high = number < high if below else number <= high
+    if fits_low and fits_high:
+        return ""
+    rule = f"{'above' if range_.above else 'at least'} {range_.low}"
+    if high == math.inf:
+        rule += " and finite" * (number == math.inf)
+    elif range_.high is not None or not fits_high:
+        rule += f" and {'below' if below else 'at most'} {high}"
+    bound, is_open = (high, below) if fits_low else (range_.low, range_.above)
+    return f"{rule}." if is_open else f"{rule}. Nearest valid: {bound}."
+
+
+def _size(config: Config) -> Iterator[Failure]:
+    """Refuses schedules that would take minutes to build, and more to compile."""
+    pipeline, stages = config.pipeline, config.mesh.stage
+    if stages * (pipeline.chunks or 1) * pipeline.microbatches > _MAX_PASSES:
+        chunks = "" if pipeline.chunks is None else f" x pipeline.chunks={pipeline.chunks}"
+        yield Failure(
+            f"mesh.stage={stages}{chunks} x pipeline.microbatches={pipeline.microbatches} is more "
+            f"than a schedule can hold. Nearest valid: a product of at most {_MAX_PASSES}.",
+            ("mesh.stage", "pipeline.chunks", "pipeline.microbatches"),
+        )
+
+
+def replicas(config: Config) -> Iterator[Failure]:
+    """Checks that replicas divide data shards, and that experts divide a replica's shards."""
+    data, replica, expert = config.mesh.data, config.mesh.replica, config.mesh.expert
+    if data % replica:
+        yield Failure(
+            f"mesh.replica={replica} does not divide mesh.data={data}. Nearest valid: "
+            f"mesh.replica={_divisors(data, replica)}.",
+            ("mesh.replica", "mesh.data"),
+        )
+    elif data // replica % expert:
+        yield Failure(
+            f"mesh.expert={expert} does not divide mesh.data={data} / mesh.replica={replica}. "
+            f"Nearest valid: mesh.expert={_divisors(data // replica, expert)}.",
+            ("mesh.expert", "mesh.data", "mesh.replica"),
+        )
+
+
+def shared_axes(config: Config) -> Iterator[Failure]:
+    """Checks that devices that share a layer have equal parts of it."""
+    for axis, devices in config.mesh.shared_axes().items():
+        field = f"mesh.{axis}"
+        if configured.is_asynchronous(config):
+            yield Failure(
+                f"{field}={devices} has no place in pipeline.schedule="
+                f"{config.pipeline.schedule}, which splits no layer over devices. Nearest valid: "
+                f"{field}=1, or pipeline.schedule=1f1b.",
+                (field, "pipeline.schedule"),
+            )
+        counts = tasks.make(config).shared(axis)
+        if not counts:
+            yield Failure(
+                f"{field}={devices}: layers of task={config.task} are not split over devices so; "
+                f"those of task={_FAMILIES[axis]} are. Nearest valid: {field}=1.",
+                (field, "task"),
+            )
+        for name, count in counts.items():
+            yield from _shared(config, axis, f"model.{name}", count)
+
+
+def _shared(config: Config, axis: str, field: str, count: int) -> Iterator[Failure]:
+    """Checks that ``count`` divides over devices; those of a context have two parts each."""
+    devices = config.mesh.shared_axes()[axis]
+    parts, rule, fields = devices, f"mesh.{axis}={devices}, whose devices share it", [field]
+    if axis == "context":
+        parts = devices * math.lcm(2, config.mesh.tensor)
+        rule = f"{parts}: each of mesh.context={devices} devices has an early and a late part of it"
+        if config.mesh.tensor > 1:
+            rule += f", which mesh.tensor={config.mesh.tensor} devices share"
+            fields.append("mesh.tensor")
+    elif field == "model.sequence_length" and config.mesh.context > 1:
+        return  # the rule of context is the stricter one
+    if count % parts == 0:
+        return
+    valid = [f"{field}={_multiples(count, parts)}"]
+    per_device = parts // devices
+    if count % per_device == 0:
+        valid.append(f"mesh.{axis}={_divisors(count // per_device, devices)}")
+    yield Failure(
+        f"{field}={count} is not divisible by {rule}. Nearest valid: {', or '.join(valid)}.",
+        (*fields, f"mesh.{axis}"),
+    )
+
+
+def _asynchronous(config: Config) -> Iterator[Failure]:
+    """Finds settings without effect, with too few steps, or that asynchronous training refuses."""
+    settings, name = config.asynchronous, config.pipeline.schedule
+    if not configured.is_asynchronous(config):
+        if name not in {entry.name for entry in schedules.entries()} and not is_users(name):
+            return  # another rule says so
+        for field, default in AsynchronousConfig().model_dump().items():
+            if getattr(settings, field) != default:
+                yield Failure(
+                    f"asynchronous.{field}={getattr(settings, field)} has no effect: "
+                    f"pipeline.schedule={name} drains the pipeline in every step, so no weights "
+                    f"are late. Nearest valid: {default}, or pipeline.schedule=pipemare.",
+                    (f"asynchronous.{field}", "pipeline.schedule"),
+                )
+        return
+    yield from _refused(config)
+    try:
+        configured.steady_state(config)
+    except ValueError as error:
+        yield from errors.of_schedule(error, name)
+    if settings.discrepancy_decay and name != "pipemare":
+        yield Failure(
+            f"asynchronous.discrepancy_decay={settings.discrepancy_decay} corrects what the "
+            f"backward of pipeline.schedule=pipemare reads; with {name} it reads the weights of "
+            "its forward. Nearest valid: 0.",
+            ("asynchronous.discrepancy_decay", "pipeline.schedule"),
+        )
+    if settings.warmup_steps >= config.train.steps:
+        yield Failure(
+            f"asynchronous.warmup_steps={settings.warmup_steps} leaves none of train.steps="
+            f"{config.train.steps} for pipeline.schedule={name}. Nearest valid: "
+            f"{config.train.steps - 1}, or pipeline.schedule=1f1b.",
+            ("asynchronous.warmup_steps", "train.steps"),
+        )
+
+
+def _refused(config: Config) -> Iterator[Failure]:
+    for name, needed, why in _REFUSED:
+        value = getattr(config.pipeline, name)
+        if value not in (needed, "auto"):
+            path, schedule = f"pipeline.{name}", f"pipeline.schedule={config.pipeline.schedule}"
+            yield Failure(
+                f"{path}={value} {why.format(schedule=schedule)}. Nearest valid: "
+                f"{'none' if needed is None else needed}.",
+                (path, "pipeline.schedule"),
+            )

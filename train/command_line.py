@@ -25,7 +25,7 @@ import yaml
 from jaxpipe.errors import shortened, shown
 from train import tasks
 from train.config import Config, remove, upgraded
-from train.errors import ConfigError, Failure
+from train.errors import ConfigError, Failure, refused
 
 
 class Command(Config):
@@ -144,20 +144,15 @@ def load_yaml(path: Path) -> dict[str, Any]:
     except FileNotFoundError as error:
         near = sorted(path.parent.glob("*.yaml")) if path.parent.is_dir() else []
         listed = ", ".join(map(str, near)) or "none in its folder"
-        raise ConfigError(
-            [Failure(f"--config={path} does not exist. Files there: {listed}.")]
-        ) from error
+        raise refused(f"--config={path} does not exist. Files there: {listed}.") from error
     except RecursionError:
-        deep = f"--config={path} cannot be read as YAML: it nests too deeply."
-        raise ConfigError([Failure(deep)]) from None
+        raise refused(f"--config={path} cannot be read as YAML: it nests too deeply.") from None
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         if isinstance(error, yaml.MarkedYAMLError):
             error.problem = shortened(error.problem or "")
-        raise ConfigError([Failure(f"--config={path} cannot be read as YAML: {error}")]) from error
+        raise refused(f"--config={path} cannot be read as YAML: {error}") from error
     if raw is not None and not isinstance(raw, dict):
-        raise ConfigError(
-            [Failure(f"--config={path} must hold sections such as 'mesh:', not {shown(raw)}.")]
-        )
+        raise refused(f"--config={path} must hold sections such as 'mesh:', not {shown(raw)}.")
     return raw or {}
 
 

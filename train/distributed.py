@@ -1,10 +1,14 @@
-"""Several processes: their number, and the rows of a batch that each of them feeds."""
+"""Several processes: how they meet, and the rows of a batch that each of them feeds."""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
+import json
 import os
+import socket
+import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -12,9 +16,8 @@ import numpy as np
 
 from jaxpipe import cpu_threads
 from jaxpipe.errors import in_python, shown
-from train import rendezvous
 from train.config import Config
-from train.errors import ConfigError, Failure
+from train.errors import ConfigError, Failure, MissingProcessError, refused
 
 _HEARTBEAT_SECONDS = 24 * 3600
 """Time after which jax itself ends a run: `train.watchdog` is faster, and names who is missing."""
@@ -29,6 +32,8 @@ _LAUNCHERS = (
     ("SLURM_STEP_NUM_TASKS", "SLURM_PROCID"),
     ("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK"),
 )
+_RETRY_SECONDS = 0.2
+_REPLY_SECONDS = 5.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,43 +78,29 @@ def find_processes(config: Config, environment: Mapping[str, str] | None = None)
             number = _number(environment, number_name) if number is None else number
     if settings.coordinator is not None and (count is None or number is None):
         given = in_python("distributed.coordinator", settings.coordinator)
-        raise ConfigError(
-            [
-                Failure(
-                    f"{given} needs distributed."
-                    f"num_processes (now {count}) and distributed.process_id (now {number}), or a "
-                    "launcher that sets them (srun, mpirun).",
-                    ("distributed.num_processes", "distributed.process_id"),
-                )
-            ]
+        raise refused(
+            f"{given} needs distributed.num_processes (now {count}) and distributed.process_id "
+            f"(now {number}), or a launcher that sets them (srun, mpirun).",
+            *("distributed.num_processes", "distributed.process_id"),
         )
     processes = Processes(count or 1, number or 0, settings.coordinator)
     num_devices, sizes = config.mesh.num_devices, config.mesh.sizes()
+    product = " x ".join(f"{path}={size}" for path, size in sizes.items())
+    devices = f"{product} = {num_devices} devices"
     if num_devices % processes.count:
         below, above = (num_devices // processes.count + n for n in (0, 1))
         near = " or ".join(str(n * processes.count) for n in (below, above) if n)
-        raise ConfigError(
-            [
-                Failure(
-                    f"{' x '.join(f'{path}={size}' for path, size in sizes.items())} = "
-                    f"{num_devices} devices cannot be shared evenly by {processes.count} processes "
-                    f"(distributed.num_processes). Nearest valid: {near} devices.",
-                    (*sizes, "distributed.num_processes"),
-                )
-            ]
+        raise refused(
+            f"{devices} cannot be shared evenly by {processes.count} processes "
+            f"(distributed.num_processes). Nearest valid: {near} devices.",
+            *(*sizes, "distributed.num_processes"),
         )
     most = MAX_DEVICES * processes.count
     if num_devices > most and cpu_threads.COUNT_FLAG not in environment.get("XLA_FLAGS", ""):
-        raise ConfigError(
-            [
-                Failure(
-                    f"{' x '.join(f'{path}={size}' for path, size in sizes.items())} = "
-                    f"{num_devices} devices are more than {MAX_DEVICES} for each of "
-                    f"distributed.num_processes={processes.count}. Nearest "
-                    f"valid: {nearest_meshes(config, most)}.",
-                    (*sizes, "distributed.num_processes"),
-                )
-            ]
+        raise refused(
+            f"{devices} are more than {MAX_DEVICES} for each of distributed.num_processes="
+            f"{processes.count}. Nearest valid: {nearest_meshes(config, most)}.",
+            *(*sizes, "distributed.num_processes"),
         )
     return processes
 
@@ -126,7 +117,7 @@ def _number(environment: Mapping[str, str], name: str) -> int:
     value = environment[name]
     if not value.isdecimal():
         rule = "must be a number, as a launcher sets it; unset it to start a process by itself"
-        raise ConfigError([Failure(f"The variable {name}={shown(value)} {rule}.")])
+        raise refused(f"The variable {name}={shown(value)} {rule}.")
     return int(value)
 
 
@@ -167,19 +158,14 @@ def start(processes: Processes, *, patience_seconds: float) -> None:
             connect()
         except ValueError as error:
             # Open MPI 5, for example, gives no address.
-            raise ConfigError(
-                [
-                    Failure(
-                        f"distributed.coordinator=None, and the launcher of {processes.count} "
-                        "processes does not say where process 0 is. Pass "
-                        "--distributed.coordinator HOST:PORT.",
-                        ("distributed.coordinator",),
-                    )
-                ]
+            raise refused(
+                f"distributed.coordinator=None, and the launcher of {processes.count} processes "
+                "does not say where process 0 is. Pass --distributed.coordinator HOST:PORT.",
+                "distributed.coordinator",
             ) from error
     else:
         count, number = processes.count, processes.number
-        rendezvous.meet(processes.coordinator, count=count, number=number, seconds=patience_seconds)
+        meet(processes.coordinator, count=count, number=number, seconds=patience_seconds)
         connect(processes.coordinator, num_processes=count, process_id=number)
 
 
@@ -228,26 +214,80 @@ def local_rows(sharding, num_rows: int) -> np.ndarray:
     return np.flatnonzero(is_local)
 
 
-def global_batch(batch: dict[str, np.ndarray], sharding, rows: np.ndarray, num_rows: int):
+def global_batch(batch: dict[str, np.ndarray], sharding, num_rows: int):
     """Joins every process's rows into one batch of global arrays.
 
     Args:
-      batch: leaves ``[len(rows), ...]``, this process's rows.
+      batch: leaves ``[rows, ...]``, this process's rows, in the order of `local_rows`.
       sharding: sharding of the leaves ``[num_rows, ...]``.
-      rows: from `local_rows`.
       num_rows: rows of the whole batch.
-
-    Returns:
-      Leaves ``[num_rows, ...]``.
     """
     import jax
 
-    def join(leaf: np.ndarray):
-        def read(index):
-            start, stop, _ = index[0].indices(num_rows)
-            first = int(np.searchsorted(rows, start))
-            return leaf[first : first + stop - start][(slice(None), *index[1:])]
+    shapes = {name: (num_rows, *leaf.shape[1:]) for name, leaf in batch.items()}
+    return jax.make_array_from_process_local_data(sharding, batch, shapes)
 
-        return jax.make_array_from_callback((num_rows, *leaf.shape[1:]), sharding, read)
 
-    return {name: join(leaf) for name, leaf in batch.items()}
+def meet(coordinator: str, *, count: int, number: int, seconds: float) -> None:
+    """Waits until all processes have come; jax, which does not say who is missing, starts next.
+
+    Process 0 listens at the coordinator's address until all others have given their numbers.
+
+    Args:
+      coordinator: HOST:PORT of process 0.
+      count: number of processes.
+      number: number of this process.
+      seconds: time to wait.
+
+    Raises:
+      MissingProcessError: some have not come.
+      OSError: process 0 cannot listen there.
+    """
+    host, _, port = coordinator.rpartition(":")
+    address, until = (host.strip("[]"), int(port)), time.monotonic() + seconds
+    if number == 0:
+        _gather(address[1], count, until, seconds)
+    else:
+        _report(address, number, until, seconds)
+
+
+def _gather(port: int, count: int, until: float, seconds: float) -> None:
+    waiting: dict[int, socket.socket] = {}
+    with contextlib.ExitStack() as stack:
+        server = stack.enter_context(socket.create_server(("", port)))
+        while len(waiting) < count - 1:
+            server.settimeout(max(until - time.monotonic(), 0.01))
+            try:
+                connection = stack.enter_context(server.accept()[0])
+                connection.settimeout(_REPLY_SECONDS)
+                waiting[int(connection.recv(16))] = connection
+            except TimeoutError:
+                if time.monotonic() < until:
+                    continue
+                missing = sorted({*range(1, count)} - waiting.keys())
+                for other in waiting.values():
+                    _answer(other, missing)
+                raise MissingProcessError(missing, seconds) from None
+            except (OSError, ValueError):
+                continue  # it ended, or is none of ours
+        for other in waiting.values():
+            _answer(other, [])
+
+
+def _answer(connection: socket.socket, missing: list[int]) -> None:
+    with contextlib.suppress(OSError):
+        connection.sendall(json.dumps(missing).encode())
+
+
+def _report(address: tuple[str, int], number: int, until: float, seconds: float) -> None:
+    while (left := until - time.monotonic()) > 0:
+        try:
+            with socket.create_connection(address, timeout=left) as connection:
+                connection.sendall(str(number).encode())
+                connection.settimeout(until - time.monotonic() + _REPLY_SECONDS)
+                if missing := json.loads(connection.recv(1 << 16)):
+                    raise MissingProcessError(missing, seconds)
+                return
+        except (OSError, ValueError):
+            time.sleep(_RETRY_SECONDS)  # process 0 is not there yet
+    raise MissingProcessError([0], seconds)

@@ -106,6 +106,11 @@ class ConfigError(ValueError):
         super().__init__("\n".join(failure.message for failure in self.failures))
 
 
+def refused(message: str, *fields: str) -> ConfigError:
+    """Makes the error of a single failure."""
+    return ConfigError([Failure(message, fields)])
+
+
 class MissingProcessError(RuntimeError):
     """Processes of a run have not come; all others end, so that they can be started again.
 

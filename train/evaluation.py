@@ -53,7 +53,6 @@ def means(setup: Setup, state: TrainState, heldout: Examples, num_batches: int) 
     rows = distributed.local_rows(sharding, size)
     batches = heldout_batches(heldout, batch_size=size, num_batches=num_batches, rows=rows)
     values = [
-        setup.evaluate(state, distributed.global_batch(batch, sharding, rows, size))
-        for batch in batches
+        setup.evaluate(state, distributed.global_batch(batch, sharding, size)) for batch in batches
     ]
     return jax.tree.map(lambda *all_: np.mean(np.asarray(all_, np.float64), axis=0), *values)

@@ -21,7 +21,7 @@ from train import checkpoint, run_folder, tasks
 from train.command_line import load_yaml
 from train.config import Config, upgraded
 from train.data.folder import TOKENIZER_FILE
-from train.errors import ConfigError, Failure
+from train.errors import ConfigError, Failure, refused
 from train.metrics import say
 from train.step import Setup, TrainState
 
@@ -197,8 +197,7 @@ def state(setup: Setup, console: Console) -> TrainState:
     except ConfigError:
         raise
     except ValueError as error:
-        message = f"init_from={config.init_from}: {error}"
-        raise ConfigError([Failure(message, ("init_from",))]) from error
+        raise refused(f"init_from={config.init_from}: {error}", "init_from") from error
 
     def begin(params: PyTree, layers: PyTree) -> TrainState:
         states = None if layers is None else setup.pipe.place_states(layers)

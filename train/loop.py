@@ -1,8 +1,10 @@
-"""A training run: lock its folder, train, evaluate, save, and report a score at the end."""
+"""A training run: lock its folder, begin or resume, train, evaluate, save, and report a score."""
 
 from __future__ import annotations
 
+import dataclasses
 import math
+import shutil
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -14,19 +16,148 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from jaxpipe import Checkpoints
-from train import checkpoint, distributed, evaluation, initial, noise, progress, run_folder, start
+from jaxpipe.files import write_whole
+from jaxpipe.schedule import draw, steady_text
+from train import checkpoint, configured, distributed, evaluation, initial, noise, run_folder
 from train.config import Config
+from train.configured import Choice
 from train.data import stream
-from train.errors import ConfigError, NonFiniteLossError, named_values
-from train.metrics import Line, Metrics, announced, recorded, say, shown
-from train.modes import Mode, Modes
+from train.errors import ConfigError, Failure, NonFiniteLossError, named_values
+from train.metrics import Clock, Line, Metrics, Speed, announced, recorded, say, shown
+from train.modes import Mode, Modes, layout_of
 from train.profile import Profile, check_processes, write_timeline
 from train.run_lock import RunLock
-from train.speed import Clock, Speed
-from train.start import Start
 from train.step import Setup
 from train.stop import StopRequest
 from train.watchdog import Watchdog, stages_by_process
+
+# A new checkpoint is written before an old one is removed.
+_CHECKPOINTS_AT_ONCE = 2
+
+
+def take_folder(lock: RunLock, config: Config, *, resume: bool) -> None:
+    """Locks the run folder before anything in it is read or written."""
+    if failures := list(run_folder.misplaced(config)):
+        raise ConfigError(failures)
+    try:
+        lock.acquire()
+    except OSError as error:
+        raise ConfigError([run_folder.unwritable(config, error)]) from error
+    # A run that ended since the check has left its files.
+    if failures := list(run_folder.failures(config, resume=resume)):
+        raise ConfigError(failures)
+
+
+def recorded_choice(path: Path, config: Config, console: Console) -> Choice | None:
+    """Returns what the run chose before, unless the settings that decide it have changed."""
+    try:
+        recorded = configured.read_choice(path, config)
+    except (OSError, ValueError) as error:
+        say(console, f"{path} cannot be used, and the schedule is chosen anew: {error}")
+        return None
+    if recorded is not None:
+        say(console, f"schedule and partition as recorded in {path}")
+    return recorded
+
+
+@dataclasses.dataclass(frozen=True)
+class Start:
+    """The start of a run.
+
+    Args:
+      step: optimizer steps already done.
+      changes: settings that differ from the checkpoint's.
+      in_flight: whether the checkpoint holds a pipeline that was not drained.
+    """
+
+    step: int = 0
+    changes: tuple[str, ...] = ()
+    in_flight: bool = False
+
+
+def find_start(
+    setup: Setup, modes: Modes, checkpoints: Checkpoints, *, resume: bool, data_sha256: str
+) -> Start:
+    """Finds the checkpoint to continue; writes nothing.
+
+    Raises:
+      ConfigError: it cannot be continued, or the disk is too small.
+    """
+    config = setup.config
+    failures = _disk_failures(config, modes)
+    start = Start()
+    step = checkpoints.latest if resume else None
+    if step is not None:
+        saved = checkpoint.description(checkpoints, step)
+        failures += checkpoint.other_model(saved, config, data_sha256=data_sha256)
+        layout = saved.get(checkpoint.IN_FLIGHT)
+        if layout is not None:
+            now = layout_of(setup)
+            failures += checkpoint.other_layout(layout, now, step=step)
+        start = Start(step, tuple(checkpoint.changes(saved, config)), layout is not None)
+    elif resume:
+        failures += checkpoint.none_whole(checkpoints.found, run_dir=config.run_dir)
+        failures += run_folder.lost_checkpoints(Path(config.run_dir)) if not failures else []
+    if resume:
+        failures += run_folder.would_fail_again(Path(config.run_dir), config, step=start.step)
+    if start.step > config.train.steps:
+        failures.append(
+            Failure(
+                f"train.steps={config.train.steps} is less than the {start.step} steps that "
+                f"run_dir={config.run_dir} has done. Nearest valid: {start.step}.",
+                ("train.steps",),
+            )
+        )
+    if failures:
+        raise ConfigError(failures)
+    return start
+
+
+def _disk_failures(config: Config, modes: Modes) -> list[Failure]:
+    saved = [modes.after(step).saved_shapes for step in (0, config.train.steps)]
+    needed = _CHECKPOINTS_AT_ONCE * max(
+        sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree)) for tree in saved
+    )
+    folder = Path(config.run_dir).absolute()
+    existing = next(path for path in (folder, *folder.parents) if path.exists())
+    free = shutil.disk_usage(existing).free
+    if free >= needed:
+        return []
+    return [
+        Failure(
+            f"run_dir={config.run_dir} has {free / 1e6:.1f} MB free, but {_CHECKPOINTS_AT_ONCE} "
+            f"checkpoints need {needed / 1e6:.1f} MB. Free some space or name another --run-dir.",
+            ("run_dir",),
+        )
+    ]
+
+
+def prepare_folder(setup: Setup) -> None:
+    """Writes the resolved configuration, the schedule that was chosen, and its picture."""
+    config = setup.config
+    folder = Path(config.run_dir)
+    folder.mkdir(parents=True, exist_ok=True)
+    configured.write_choice(folder / run_folder.CHOICE_FILE, config, setup.choice)
+    if configured.is_asynchronous(config):
+        text = steady_text(configured.steady_state(config))
+        (folder / run_folder.STEADY_STATE_FILE).write_text(text, encoding="utf-8")
+    else:
+        draw.save(draw.figure(setup.timeline), folder / run_folder.SCHEDULE_FILE)
+    write_whole(folder / run_folder.CONFIG_FILE, config.to_yaml().encode())
+
+
+def headline(setup: Setup) -> str:
+    config, device = setup.config, setup.mesh.devices.flat[0]
+    replicas = f" in {config.mesh.replica} replicas" if config.mesh.replica > 1 else ""
+    shared = "".join(f" x {n} {name} devices" for name, n in config.mesh.model_axes().items())
+    expert = f" ({config.mesh.expert} share experts)" if config.mesh.expert > 1 else ""
+    return (
+        f"{setup.task.num_parameters():,} parameters on {config.mesh.stage} stages x "
+        f"{config.mesh.data} data shards{replicas}{expert}{shared} ({device.device_kind}, "
+        f"{jax.process_count()} processes); "
+        f"schedule {config.pipeline.schedule}, {config.pipeline.microbatches} microbatches, "
+        f"remat {setup.pipe.remat}, ZeRO-{config.pipeline.zero}"
+    )
 
 
 def run(config: Config, watchdog: Watchdog, *, resume: bool) -> float | None:
@@ -49,7 +180,7 @@ def run(config: Config, watchdog: Watchdog, *, resume: bool) -> float | None:
     console = Console(quiet=jax.process_index() != 0)
     lock = RunLock(Path(config.run_dir), say=lambda text: say(console, text))
     try:
-        distributed.from_first(lambda: start.take_folder(lock, config, resume=resume))
+        distributed.from_first(lambda: take_folder(lock, config, resume=resume))
         return _run(config, console, watchdog, resume=resume)
     finally:
         lock.release()
@@ -60,13 +191,13 @@ def _run(config: Config, console: Console, watchdog: Watchdog, *, resume: bool) 
     folder = Path(config.run_dir)
     recorded = None
     if resume:
-        recorded = start.recorded_choice(folder / run_folder.CHOICE_FILE, config, console)
+        recorded = recorded_choice(folder / run_folder.CHOICE_FILE, config, console)
     setup = Setup(config, recorded)
     digest = setup.task.data_digest()
     modes = Modes(setup)
     checkpoints = checkpoint.checkpoints_in(folder / run_folder.CHECKPOINTS, keep=config.train.keep)
-    begin = start.find(setup, modes, checkpoints, resume=resume, data_sha256=digest)
-    say(console, start.headline(setup))
+    begin = find_start(setup, modes, checkpoints, resume=resume, data_sha256=digest)
+    say(console, headline(setup))
     if resume:
         for note in checkpoints.found.notes():
             say(console, note)
@@ -74,7 +205,7 @@ def _run(config: Config, console: Console, watchdog: Watchdog, *, resume: bool) 
         for change in begin.changes:
             say(console, f"changed since: {change}")
     if is_writer:
-        start.prepare_folder(setup)
+        prepare_folder(setup)
     describe = checkpoint.describe(config, data_sha256=digest)
     trainer = None
     try:
@@ -85,7 +216,7 @@ def _run(config: Config, console: Console, watchdog: Watchdog, *, resume: bool) 
                 score = trainer.finish() if trainer.train() else None
     except NonFiniteLossError as error:
         if is_writer:
-            progress.note_failure(folder, error, describe["config"])
+            run_folder.note_failure(folder, error, describe["config"])
         raise
     # In a folder that is gone, orbax, tensorstore and TensorBoard raise many kinds of errors.
     except Exception:
@@ -127,15 +258,15 @@ class Trainer:
         self.setup, self.modes, self.config = setup, modes, setup.config
         self.checkpoints, self.metrics = checkpoints, metrics
         self.console, self.describe = console, describe
-        self.held = run_folder.Held(self.config) if jax.process_index() == 0 else None
+        self.files = run_folder.WrittenFiles(self.config) if jax.process_index() == 0 else None
         self.stop = StopRequest()
         self.examples, self.heldout = setup.task.load()
-        self.rows = distributed.local_rows(setup.pipe.batch_sharding, self.config.train.batch_size)
+        size = self.config.train.batch_size
         self.stream = stream.batches(
             self.examples,
-            batch_size=self.config.train.batch_size,
+            batch_size=size,
             seed=self.config.train.seed,
-            rows=self.rows,
+            rows=distributed.local_rows(setup.pipe.batch_sharding, size),
         )
         self.step, self.skipped, self.saved_at = 0, 0, time.monotonic()
         self.evaluated: dict[str, Any] = {}
@@ -230,7 +361,7 @@ class Trainer:
                 speed = clock.stop(self.setup)
                 if self.step == last:
                     numbers |= self._end()
-                self.evaluated = self.evaluate() if evaluates else {}
+                self.evaluated = self._heldout(config.eval_batches) if evaluates else {}
                 entries = numbers | self.evaluated | {"speed": speed.recorded()}
                 self._write(self.step, entries)
                 self.check_folder()
@@ -251,7 +382,7 @@ class Trainer:
 
     def finish(self) -> float | None:
         """Reports how good the model is, and returns its score."""
-        evaluated = self.evaluated or self.evaluate()
+        evaluated = self.evaluated or self._heldout(self.config.train.eval_batches)
         # Every process takes part in gathering the weights; the first one alone reports and writes.
         state, _ = self.mode.settle(self.carried)
         weights = self.setup.to_canonical_weights(state)
@@ -266,10 +397,6 @@ class Trainer:
         text, score = task.report(params, layers, self.heldout)
         say(self.console, text)
         return score
-
-    def evaluate(self) -> dict[str, Any]:
-        """Returns loss and metrics, as they are recorded, of the held-out batches: their means."""
-        return self._heldout(self.config.train.eval_batches)
 
     def save(self, *, num_batches: int) -> None:
         """Starts to save this step, if its weights give a finite loss.
@@ -291,12 +418,12 @@ class Trainer:
         )
         self.saved_at = time.monotonic()
         if jax.process_index() == 0 and (whole := self.checkpoints.steps):
-            progress.note_saved(Path(self.config.run_dir), max(whole))
+            run_folder.note_saved(Path(self.config.run_dir), max(whole))
 
     def check_folder(self) -> None:
         """Raises ConfigError if the run folder that this process writes is gone."""
-        if self.held is not None:
-            self.held.check()
+        if self.files is not None:
+            self.files.check()
 
     def note_saved(self) -> None:
         """Records that the last checkpoint is whole; raises ConfigError if it is gone."""
@@ -304,14 +431,14 @@ class Trainer:
         if self.step not in self.checkpoints.steps:
             path = folder / run_folder.CHECKPOINTS / str(self.step)
             raise ConfigError([run_folder.removed(self.config, path)])
-        progress.note_saved(folder, self.step)
+        run_folder.note_saved(folder, self.step)
 
     def _global(self, batch: stream.Batch) -> Any:
-        return distributed.global_batch(
-            batch, self.setup.pipe.batch_sharding, self.rows, self.config.train.batch_size
-        )
+        sharding, size = self.setup.pipe.batch_sharding, self.config.train.batch_size
+        return distributed.global_batch(batch, sharding, size)
 
     def _heldout(self, num_batches: int) -> dict[str, Any]:
+        """Evaluates held-out batches; returns their means of loss and metrics, as recorded."""
         self.watchdog.at(f"evaluating step {self.step}")
         state, _ = self.mode.settle(self.carried)
         means = evaluation.means(self.setup, state, self.heldout, num_batches)
@@ -368,7 +495,7 @@ class Trainer:
         )
 
     def _is_time_to_save(self) -> bool:
-        """Whether the last checkpoint is old; process 0 decides, as clocks differ."""
+        """Says whether the last checkpoint is old; process 0 decides, as clocks differ."""
         minutes = self.config.train.checkpoint_minutes
         if minutes is None:
             return False

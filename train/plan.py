@@ -34,9 +34,9 @@ from jaxpipe.planning.traced import sizes
 from jaxpipe.planning.without_devices import attention_of_gpus
 from jaxpipe.schedule import Costs
 from jaxpipe.testing import simulate_devices
-from train import checks, command_line, configured, errors, mesh_rules, tasks
+from train import checks, command_line, configured, errors, tasks
 from train.config import Config
-from train.optimizers import learning_rate, make_optimizer
+from train.optimizers import learning_rate, make_optimizer, num_moments
 
 _REMATS = ("none", "dots", "full")
 _TAKEN_FOR = "cpu"
@@ -82,7 +82,7 @@ class Planned:
             tokens_per_row=self.task.units_per_row,
             parameter_bytes=max(leaf.dtype.itemsize for leaf in params),
             compute_bytes=self._compute_bytes,
-            moments=self._num_moments(),
+            moments=num_moments(self._optimizer, self._params),
             batch_rows=self.config.train.batch_size,
             row_bytes=sum(leaf.size * leaf.dtype.itemsize for leaf in row),
             variants=variants,
@@ -204,7 +204,7 @@ class Planned:
 
     def _may_share(self, context: int, tensor: int, expert: int) -> bool:
         fits = context * tensor * expert <= _MOST_SHARING
-        return fits and not any(mesh_rules.shared_axes(self._sharing(context, tensor, expert)))
+        return fits and not any(checks.shared_axes(self._sharing(context, tensor, expert)))
 
     def _traced(self, case: Variant) -> Sizes:
         config = self._sharing(*case.mesh)
@@ -235,12 +235,6 @@ class Planned:
         settings = self.config.optimizer
         rate = learning_rate(settings, num_steps=self.config.train.steps)
         return make_optimizer(settings, rate)
-
-    def _num_moments(self) -> int:
-        """Counts the numbers that the optimizer keeps for each parameter: two for Adam."""
-        state = jax.eval_shape(self._optimizer.init, self._params)
-        kept, own = (sum(leaf.size for leaf in jax.tree.leaves(t)) for t in (state, self._params))
-        return round(kept / own)
 
 
 def _changed(config: Config, sections: dict[str, dict[str, Any]]) -> Config:
@@ -295,10 +289,8 @@ def choose(config: Config) -> tuple[Config, str]:
         taken_for = _TAKEN_FOR if named is None else named.name
         chosen = Planned(config, config.run_dir).choice(limit, taken_for)
     except ArgumentError as error:
-        failure = errors.Failure(
-            f"pipeline.schedule={configured.PLAN}: {error}", ("pipeline.schedule",)
-        )
-        raise errors.ConfigError([failure]) from error
+        text = f"pipeline.schedule={configured.PLAN}: {error}"
+        raise errors.refused(text, "pipeline.schedule") from error
     return chosen
 
 
@@ -321,6 +313,6 @@ def read(path: Path) -> Planned:
 
 
 def _matters(failure: errors.Failure) -> bool:
-    """Whether a failure is of something that a plan keeps."""
+    """Says whether a failure is of something that a plan keeps."""
     chosen = ("mesh", "pipeline", "costs", "asynchronous", "run_dir", "data")
     return not any(field.split(".")[0] in chosen for field in failure.fields)

@@ -13,7 +13,7 @@ from jaxpipe import measure
 from jaxpipe.schedule import page, timelines, trace
 from train import configured, run_folder
 from train.config import Config
-from train.errors import ConfigError, Failure
+from train.errors import Failure, refused
 from train.step import Setup, TrainState
 
 
@@ -44,10 +44,11 @@ def check_processes(config: Config) -> None:
     """
     at, count = config.train.timeline_at, jax.process_count()
     if at is not None and count > 1:
-        text = (
-            f"train.timeline_at={at} needs one process, and there are {count}, with a clock each."
+        raise refused(
+            f"train.timeline_at={at} needs one process, and there are {count}, with a clock each. "
+            "Nearest valid: leave it out.",
+            "train.timeline_at",
         )
-        raise ConfigError([Failure(f"{text} Nearest valid: leave it out.", ("train.timeline_at",))])
 
 
 def write_timeline(setup: Setup, state: TrainState, batch: Any, rng: Any) -> None:

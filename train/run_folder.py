@@ -1,16 +1,26 @@
-"""The run folder: the names of its files, and whether a run may use it."""
+"""The run folder: the names of its files, whether a run may use it, and how far the run has come.
+
+``progress.json`` holds the step of the last checkpoint that was written whole, and the step that
+ended the run if its numbers were not finite, so that no lost checkpoint goes unnoticed.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
+import json
 import os
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
-from train import run_lock, tasks
+import pydantic
+
+from jaxpipe.files import read_bytes, write_whole
+from train import checkpoint, run_lock, tasks
 from train.config import Config
-from train.errors import ConfigError, Failure
+from train.errors import ConfigError, Failure, NonFiniteLossError
 
 CONFIG_FILE = "config.yaml"
 METRICS_FILE = "metrics.jsonl"
@@ -27,6 +37,14 @@ FILES = (
     *(*_PICTURES, TENSORBOARD),
 )
 """Files that every run leaves; a task's report may add one."""
+_HARMLESS = (
+    "train.log_every",
+    "train.keep",
+    "train.checkpoint_",
+    "train.profile_",
+    "train.timeline_at",
+)
+"""Settings that the numbers of a step do not depend on."""
 
 
 def failures(config: Config, *, resume: bool) -> Iterator[Failure]:
@@ -89,7 +107,7 @@ def _writable(config: Config) -> Iterator[Failure]:
         yield unwritable(config, error)
 
 
-class Held:
+class WrittenFiles:
     """The files that a run writes, which nothing else may remove or replace meanwhile.
 
     Args:
@@ -98,11 +116,11 @@ class Held:
 
     def __init__(self, config: Config) -> None:
         paths = (Path(config.run_dir) / name for name in (METRICS_FILE, CHECKPOINTS))
-        self._config, self._held = config, {path: path.stat() for path in paths}
+        self._config, self._opened = config, {path: path.stat() for path in paths}
 
     def check(self) -> None:
         """Raises ConfigError if a file is gone, or another one is in its place."""
-        for path, opened in self._held.items():
+        for path, opened in self._opened.items():
             try:
                 is_there = os.path.samestat(path.stat(), opened)
             except FileNotFoundError:
@@ -128,3 +146,97 @@ def unwritable(config: Config, error: OSError) -> Failure:
         "space or name another --run-dir.",
         ("run_dir",),
     )
+
+
+@dataclasses.dataclass(frozen=True)
+class Progress:
+    """The record of a run.
+
+    Args:
+      saved: step of a checkpoint that was whole; 0 before there was any.
+      failed_step: the step whose numbers were not finite; None if all were.
+      failed_config: the configuration with which it failed.
+      failed_because: the numbers of that step, in words.
+    """
+
+    saved: int = 0
+    failed_step: int | None = None
+    failed_config: dict[str, Any] | None = None
+    failed_because: str = ""
+
+
+_FORM = pydantic.TypeAdapter(Progress)
+
+
+def read_progress(folder: Path) -> Progress:
+    """Reads the record of a run folder; an empty one if there is none, or none is readable."""
+    try:
+        return _FORM.validate_json(read_bytes(folder / PROGRESS_FILE), strict=True)
+    except (OSError, ValueError):
+        return Progress()
+
+
+def note_saved(folder: Path, step: int) -> None:
+    """Records that the checkpoint of a step is whole."""
+    _write_progress(folder, dataclasses.replace(read_progress(folder), saved=step))
+
+
+def note_failure(folder: Path, error: NonFiniteLossError, config: dict[str, Any]) -> None:
+    """Records the step that ended a run, and the configuration that it failed with."""
+    progress = dataclasses.replace(
+        read_progress(folder), failed_step=error.step, failed_because=error.seen
+    )
+    _write_progress(folder, dataclasses.replace(progress, failed_config=config))
+
+
+def _write_progress(folder: Path, progress: Progress) -> None:
+    content = f"{json.dumps(dataclasses.asdict(progress))}\n"
+    write_whole(folder / PROGRESS_FILE, content.encode())
+
+
+def lost_checkpoints(folder: Path) -> list[Failure]:
+    """Says that a run without checkpoints has had some; empty if it never had."""
+    done, checkpoints = read_progress(folder).saved, folder / CHECKPOINTS
+    metrics = folder / METRICS_FILE
+    # The folder of checkpoints is made before the first step is recorded.
+    if not done and not checkpoints.exists() and metrics.is_file():
+        done = metrics.read_bytes().count(b"\n")
+    if not done:
+        return []
+    return [
+        Failure(
+            f"run_dir={folder} has done at least {done} steps, but {checkpoints} holds no "
+            "checkpoint to resume from. Put its checkpoints back, or name another --run-dir to "
+            "start from step 0.",
+            ("run_dir",),
+        )
+    ]
+
+
+def would_fail_again(folder: Path, config: Config, *, step: int) -> list[Failure]:
+    """Says that a run ended with numbers that are not finite, and that nothing has changed since.
+
+    Args:
+      folder: folder of the run.
+      config: configuration that it would continue with.
+      step: step that it would continue from.
+    """
+    last = read_progress(folder)
+    if last.failed_step is None or last.failed_config is None or step >= last.failed_step:
+        return []
+    try:
+        changed = checkpoint.changes({"config": last.failed_config}, config)
+    except (TypeError, ValueError):  # it is not of this version
+        return []
+    if any(not change.startswith(_HARMLESS) for change in changed):
+        return []
+    return [
+        Failure(
+            f"run_dir={folder} was stopped at step {last.failed_step} ({last.failed_because}), "
+            f"and would be again: from step {step} it repeats the same numbers. Change "
+            "optimizer.peak_lr, optimizer.warmup_steps, optimizer.clip_norm, optimizer.max_skipped "
+            "or train.seed; or "
+            f"remove {folder / PROGRESS_FILE} to try the same settings again.",
+            ("run_dir",),
+        )
+    ]

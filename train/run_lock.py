@@ -112,7 +112,7 @@ class RunLock:
             # Another process that watched the same silent lock may have removed this one
             # instead. A heartbeat later, the process that came last has the lock.
             time.sleep(self._heartbeat_seconds)
-            if self._is_mine():
+            if self._is_own():
                 break
             self._close()
         self._thread.start()
@@ -125,7 +125,7 @@ class RunLock:
                 self._thread.join()
             # A lock that cannot be removed is stale once this process has ended.
             with contextlib.suppress(OSError):
-                if self._is_mine():
+                if self._is_own():
                     self._path.unlink()
             self._close()
         remove_folders(self._missing)
@@ -210,7 +210,7 @@ class RunLock:
         self._path.unlink(missing_ok=True)
         self._say(f"removed the lock of {seen.who}, which showed no sign of life")
 
-    def _is_mine(self) -> bool:
+    def _is_own(self) -> bool:
         now = _read(self._path)
         return now is not None and now.owner == self._owner
 

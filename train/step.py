@@ -26,9 +26,9 @@ from jaxpipe.schedule import (
     simulate,
 )
 from train import configured, distributed, errors, tasks
-from train.choice import Choice
 from train.config import Config
-from train.optimizers import learning_rate, make_optimizer
+from train.configured import Choice
+from train.optimizers import learning_rate, make_optimizer, num_moments
 from train.task import Task
 
 PyTree = Any
@@ -96,8 +96,7 @@ class Setup:
         except ValueError as error:
             given = f"optimizer.name={config.optimizer.name}"
             given += ", optimizer.offload=True" if config.optimizer.offload else ""
-            failure = errors.Failure(f"{given}: {error}")
-            raise errors.ConfigError([failure]) from error
+            raise errors.refused(f"{given}: {error}") from error
         self._updating_step = self._chunk_by_chunk()
 
     def _task(self, vocabulary: str) -> Task:
@@ -184,7 +183,7 @@ class Setup:
 
     @property
     def _ends_compute(self) -> bool:
-        """Whether only the ends of the pipeline compute embedding and head."""
+        """Says whether only the ends of the pipeline compute embedding and head."""
         if configured.is_asynchronous(self.config):  # it updates them while it runs, on all stages
             return False
         return self.task.model(train=True).stage_split is None
@@ -192,7 +191,7 @@ class Setup:
     def _memory(self, probe: Pipeline, batch: PyTree, rng, limit: float) -> Memory:
         """Counts what layers keep: weights, gradients, the optimizer's state, and residuals."""
         layer_sizes = layer_bytes(probe, batch, rng)
-        levels, peak, slots = [3, 2, *[1] * self._num_moments()], 0, 0.0
+        levels, peak, slots = [3, 2, *[1] * num_moments(self.make_optimizer(), self.shapes)], 0, 0.0
         if self.config.pipeline.update == "chunk":
             # Whole gradients of the chunks in work take the place of all gradients.
             levels.remove(2)
@@ -209,12 +208,6 @@ class Setup:
         parameters = [whole * n + sharded * part for n, part in pairs]
         peak = max(peak, *simulate(probe.schedule, configured.costs(self.config)).peak_in_flight)
         return Memory(parameters, layer_sizes.residuals, peak, limit * 1e9)
-
-    def _num_moments(self) -> int:
-        """Counts the numbers that the optimizer keeps for each parameter: two for Adam."""
-        state = jax.eval_shape(self.make_optimizer().init, self.shapes)
-        kept, own = (sum(leaf.size for leaf in jax.tree.leaves(t)) for t in (state, self.shapes))
-        return round(kept / own)
 
     def _pipeline(self, order: Schedule, counts: Sequence[int], *, train: bool = True) -> Pipeline:
         return Pipeline(

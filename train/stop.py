@@ -69,7 +69,7 @@ class StopRequest:
         os._exit(128 + number)
 
     def after(self, step: int) -> bool:
-        """Whether to stop now that a step is done; every process must ask after every step."""
+        """Says whether to stop now that a step is done; every process must ask after every step."""
         if not self._is_alone:
             return multihost_utils.reached_preemption_sync_point(step)
         now = time.monotonic()

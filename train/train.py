@@ -84,9 +84,9 @@ def _main(arguments: Sequence[str]) -> int:
 
 def _run(invocation) -> None:
     from jaxpipe import gpu_flags
-    from train import checks, configured, distributed, errors, ranges
+    from train import checks, configured, distributed, errors
 
-    config, out_of_range = ranges.in_range(invocation.config)
+    config, out_of_range = checks.in_range(invocation.config)
     chooses = config.pipeline.schedule == configured.PLAN
     if chooses:  # until there are devices, any schedule will do to check the rest
         config = configured.without_choice(config)

@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from train import checks, command_line, distributed, errors, ranges, tasks
+from train import checks, command_line, distributed, errors, tasks
 from train.config import Config
 
 CPU_SECONDS = 30
@@ -35,7 +35,7 @@ def _messages(tmp_path, task, path, value):
         target = target.setdefault(section, {})
     target[name] = value
     config, broken = command_line.validate(raw, source="a.yaml")
-    config, out_of_range = ranges.in_range(config)
+    config, out_of_range = checks.in_range(config)
     found = [*broken, *out_of_range]
     try:
         distributed.find_processes(config, {})

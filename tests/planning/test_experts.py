@@ -20,7 +20,7 @@ from jaxpipe.runtime.measure.memory import tree_bytes
 from jaxpipe.runtime.measure.traced import buffers
 from jaxpipe.schedule import Costs
 from models import gpt
-from train import mesh_rules
+from train import checks
 from train.config import Config
 from train.plan import Planned
 
@@ -154,7 +154,7 @@ def test_plans_have_meshes_that_the_trainer_accepts():
     for plan in meshes.values():
         written = yaml.safe_load(planned.write(plan, Costs(1, 1, 1), None))
         config = Config(model=small, mesh=written["mesh"])
-        assert not [*mesh_rules.replicas(config), *mesh_rules.shared_axes(config)]
+        assert not [*checks.replicas(config), *checks.shared_axes(config)]
         assert config.mesh.expert == plan.expert
 
 

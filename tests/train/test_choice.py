@@ -17,10 +17,10 @@ from jaxpipe.schedule.device_clock import device_clock
 from jaxpipe.schedule.formats.json_format import to_json
 from jaxpipe.schedule.partition import chunk_costs
 from jaxpipe.schedule.simulate import Costs
-from train import choice, configured, distributed, start, step
-from train.choice import Choice
+from train import configured, distributed, loop, step
 from train.command_line import load_yaml
 from train.config import Config
+from train.configured import Choice
 from train.errors import ConfigError, Failure
 from train.step import Setup
 
@@ -61,7 +61,7 @@ def path(tmp_path):
 @pytest.fixture
 def recorded(path):
     found = _choice(_config())
-    choice.write(path, _config(), found)
+    configured.write_choice(path, _config(), found)
     return found
 
 
@@ -81,7 +81,7 @@ def test_auto_places_a_models_layers_unless_they_are_placed():
 
 
 def test_a_choice_is_read_as_it_was_written(path, recorded):
-    assert choice.read(path, _config()) == recorded
+    assert configured.read_choice(path, _config()) == recorded
     assert [each.name for each in path.parent.iterdir()] == [path.name]
 
 
@@ -98,7 +98,7 @@ def test_a_choice_is_read_as_it_was_written(path, recorded):
     ids=lambda other: next(iter(other)),
 )
 def test_a_setting_that_does_not_decide_may_change(path, recorded, other):
-    assert choice.read(path, _config(**other)) == recorded
+    assert configured.read_choice(path, _config(**other)) == recorded
 
 
 @pytest.mark.parametrize(
@@ -120,21 +120,24 @@ def test_a_setting_that_does_not_decide_may_change(path, recorded, other):
     ids=lambda other: next(iter(other)),
 )
 def test_a_setting_that_decides_has_the_schedule_chosen_anew(path, recorded, other):
-    assert choice.read(path, _config(**other)) is None
+    assert configured.read_choice(path, _config(**other)) is None
 
 
 def test_with_a_memory_limit_what_takes_memory_decides(path):
     config = _config(pipeline__stage_memory=1.0)
-    choice.write(path, config, _choice(config))
-    assert choice.read(path, config) is not None
-    assert choice.read(path, _config(pipeline__stage_memory=1.0, mesh__data=2)) is None
-    assert choice.read(path, _config(pipeline__stage_memory=1.0, train__batch_size=16)) is None
+    configured.write_choice(path, config, _choice(config))
+    assert configured.read_choice(path, config) is not None
+    assert configured.read_choice(path, _config(pipeline__stage_memory=1.0, mesh__data=2)) is None
+    assert (
+        configured.read_choice(path, _config(pipeline__stage_memory=1.0, train__batch_size=16))
+        is None
+    )
 
 
 def test_a_choice_of_an_earlier_default_goes_on(path, recorded):
     record = json.loads(path.read_text())
     assert record["settings"]["pipeline.remat"] == "none"  # as before there was "auto"
-    assert choice.read(path, _config(pipeline__remat="none")) == recorded
+    assert configured.read_choice(path, _config(pipeline__remat="none")) == recorded
 
 
 def test_a_field_of_a_newer_version_counts_as_its_default(path, recorded):
@@ -142,12 +145,12 @@ def test_a_field_of_a_newer_version_counts_as_its_default(path, recorded):
     del record["settings"]["pipeline.weight_slots"]
     record["settings"]["pipeline.forgotten"] = 3
     path.write_text(json.dumps(record))
-    assert choice.read(path, _config()) == recorded
-    assert choice.read(path, _config(pipeline__weight_slots=2)) is None
+    assert configured.read_choice(path, _config()) == recorded
+    assert configured.read_choice(path, _config(pipeline__weight_slots=2)) is None
 
 
 def test_a_run_from_before_has_no_record(path):
-    assert choice.read(path, _config()) is None
+    assert configured.read_choice(path, _config()) is None
 
 
 @pytest.mark.parametrize(
@@ -159,13 +162,13 @@ def test_a_resume_says_what_it_does_with_the_record(path, recorded, kind):
     elif kind != "whole":
         path.unlink()
     if kind == "of other settings":
-        choice.write(path, _config(costs__b=2.0), recorded)
+        configured.write_choice(path, _config(costs__b=2.0), recorded)
     if kind == "a folder":
         path.mkdir()
     if kind == "nested":
         path.write_text("[" * 10**5)
     said = io.StringIO()
-    found = start.recorded_choice(path, _config(), Console(file=said))
+    found = loop.recorded_choice(path, _config(), Console(file=said))
     assert found == (recorded if kind == "whole" else None)
     anew = f"{path} cannot be used, and the schedule is chosen anew: "
     lines = {
@@ -212,7 +215,7 @@ _WHOLE = to_json(_choice(_config()).schedule)
 def test_a_damaged_record_is_refused_in_one_line(path, recorded, field, value):
     _edited(path, field, value)
     with pytest.raises(ValueError) as caught:  # noqa: PT011, each is damaged in its own way
-        choice.read(path, _config())
+        configured.read_choice(path, _config())
     assert len(str(caught.value).splitlines()) == 1
 
 
@@ -225,7 +228,7 @@ def test_no_damage_of_the_bytes_does_more_than_refuse(path, recorded):
         path.write_bytes(data)
         found = None
         with contextlib.suppress(ValueError):
-            found = choice.read(path, _config())
+            found = configured.read_choice(path, _config())
         # A name or a cost that still fits may be another.
         assert found is None or found.schedule.orders == recorded.schedule.orders
 
@@ -235,11 +238,11 @@ def test_an_edited_schedule_of_a_users_own_is_read_anew(path, tmp_path):
     own.write_text("0F0,0B0,0F1,0B1\n,1F0,1B0,1F1,1B1\n")
     fields = {"pipeline__schedule": str(own), "pipeline__microbatches": 2}
     config = _config(**fields)
-    choice.write(path, config, _choice(config))
-    assert choice.read(path, config) is not None
+    configured.write_choice(path, config, _choice(config))
+    assert configured.read_choice(path, config) is not None
     configured.order.cache_clear()
     own.write_text("0F0,0F1,0B0,0B1\n,1F0,1F1,1B0,1B1\n")
-    assert choice.read(path, config) is None
+    assert configured.read_choice(path, config) is None
 
 
 def test_a_program_keeps_what_was_recorded(monkeypatch):
@@ -281,10 +284,10 @@ def test_a_measured_partition_is_not_measured_again(monkeypatch, path):
     first = Setup(config)
     assert first.layer_counts == (1, 3)
     assert first.layer_costs == (27.0, 3.0, 3.0, 3.0)
-    choice.write(path, config, first.choice)
+    configured.write_choice(path, config, first.choice)
     costs.reverse()
     assert Setup(config).layer_counts == (3, 1)
-    assert Setup(config, choice.read(path, config)).layer_counts == (1, 3)
+    assert Setup(config, configured.read_choice(path, config)).layer_counts == (1, 3)
 
 
 def test_all_processes_use_the_choice_of_the_first(monkeypatch):

@@ -13,7 +13,6 @@ from rich.console import Console
 
 from train.data import translation
 from train.data.translation import Pair
-from train.prepare import catalogues
 from train.prepare import translation as prepare_translation
 from train.prepare.translation import (
     TranslationOptions,
@@ -49,10 +48,15 @@ def prepared(tmp_path_factory):
     return prepare(options, console=Console(file=report)), out, report.getvalue()
 
 
+@pytest.fixture(scope="module")
+def sides(prepared):
+    return translation.load(prepared[1])
+
+
 def _read(path, body):
     path.write_text(HEADER + body, encoding="utf-8")
     skipped = Counter()
-    pairs = list(catalogues.read(path, "xx", skipped))
+    pairs = list(prepare_translation.read_catalogue(path, "xx", skipped))
     return [(pair.source, pair.target) for pair in pairs], skipped
 
 
@@ -109,7 +113,7 @@ def test_singular_and_plural_are_two_pairs_with_the_forms_of_the_rule(catalogue)
         _read(catalogue, body + forms[: forms.index("msgstr[2]")])
     catalogue.write_text(HEADER.replace("(n==1", "(n=") + body + forms)
     with pytest.raises(ValueError, match=r"Plural-Forms=.* is malformed"):
-        list(catalogues.read(catalogue, "xx", Counter()))
+        list(prepare_translation.read_catalogue(catalogue, "xx", Counter()))
 
 
 @pytest.mark.parametrize(
@@ -125,14 +129,14 @@ def test_singular_and_plural_are_two_pairs_with_the_forms_of_the_rule(catalogue)
     ],
 )
 def test_placeholders_are_numbered_by_the_source(source, target, expected):
-    assert catalogues.replace_placeholders(source, target) == expected
+    assert prepare_translation.replace_placeholders(source, target) == expected
 
 
 def test_a_source_keeps_its_most_frequent_translation():
     targets = [("May", "Mai"), ("May", "darf"), ("May", "darf"), ("Go", "Los"), ("Go", "Geh")]
     pairs = [Pair("de", *pair) for pair in targets] + [Pair("nl", "May", "mei")]
     skipped = Counter()
-    kept = catalogues.most_frequent(pairs, skipped)
+    kept = prepare_translation.most_frequent(pairs, skipped)
     assert kept == [Pair("de", "May", "darf"), Pair("de", "Go", "Los"), Pair("nl", "May", "mei")]
     assert skipped == {"the same pair again": 1, "another translation of the same source": 2}
 
@@ -210,9 +214,8 @@ def test_no_side_may_be_empty(catalogue, tmp_path):
         prepare(options)
 
 
-def test_no_source_is_on_both_sides(prepared):
-    _, out, _ = prepared
-    train, heldout = translation.load(out)
+def test_no_source_is_on_both_sides(sides):
+    train, heldout = sides
     keys = [{source_key(pair.source) for pair in side.pairs} for side in (train, heldout)]
     assert not keys[0] & keys[1]
     assert {pair.locale for pair in heldout.pairs} == {"de", "ja", "zh"}
@@ -228,11 +231,11 @@ def test_near_copies_of_a_source_share_a_side():
         assert len(side) % 2 == 0
 
 
-def test_everything_is_used_or_counted(prepared):
+def test_everything_is_used_or_counted(prepared, sides):
     meta, out, report = prepared
     options = TranslationOptions(out=out, locales=("de", "ja", "zh"), vocab_size=600)
     pairs, skipped = collect_pairs(options)
-    train, heldout = translation.load(out)
+    train, heldout = sides
     too_long = len(pairs) - len(train) - len(heldout)
     assert set(train.pairs) | set(heldout.pairs) <= set(pairs)
     assert f"(longer than --max-length): {too_long}" in report
@@ -241,10 +244,10 @@ def test_everything_is_used_or_counted(prepared):
     assert [meta.train, meta.heldout] == [len(train), len(heldout)]
 
 
-def test_batches_are_padded_and_decode_to_the_pairs(prepared):
+def test_batches_are_padded_and_decode_to_the_pairs(prepared, sides):
     meta, out, _ = prepared
     tokenizer = translation.load_tokenizer(out)
-    _, heldout = translation.load(out)
+    _, heldout = sides
     batch = heldout.read(np.arange(len(heldout)), np.zeros((len(heldout), 3)))
     assert batch["source"].shape == (len(heldout), meta.source_length)
     assert batch["target"].shape == (len(heldout), meta.target_length + 1)
@@ -262,16 +265,13 @@ def test_batches_are_padded_and_decode_to_the_pairs(prepared):
         assert translation.decode(tokenizer, source) == pair.source
 
 
-def test_lengths_can_be_longer_but_not_shorter(prepared):
+def test_lengths_can_be_longer_but_not_shorter(prepared, sides):
     meta, out, _ = prepared
     longer = meta.source_length + 9
     train, _ = translation.load(out, source_length=longer)
     assert train.read(np.array([0]), np.zeros((1, 3)))["source"].shape == (1, longer)
-    sources = [
-        translation.load(out)[side].read(np.arange(n), np.zeros((n, 3)))
-        for side, n in enumerate([meta.train, meta.heldout])
-    ]
-    needed = max(int((batch["target"] != 0).sum(axis=1).max()) for batch in sources) - 1
+    batches = [side.read(np.arange(len(side)), np.zeros((len(side), 3))) for side in sides]
+    needed = max(int((batch["target"] != 0).sum(axis=1).max()) for batch in batches) - 1
     assert needed == meta.target_length
     with pytest.raises(ValueError, match=r"target_length=5 is too short: the longest needs \d+"):
         translation.load(out, target_length=5)
@@ -364,9 +364,8 @@ def test_copying_placeholders_is_no_phrase():
     assert translation.copy_bleu(braces)["de"] > 70
 
 
-def test_copying_the_source_is_a_low_bar(prepared):
-    _, heldout = translation.load(prepared[1])
-    scores = translation.copy_bleu(heldout.pairs)
+def test_copying_the_source_is_a_low_bar(sides):
+    scores = translation.copy_bleu(sides[1].pairs)
     assert scores.keys() == {"de", "ja", "zh"}
     assert all(0 <= score < 40 for score in scores.values())
 
@@ -385,9 +384,8 @@ def test_a_missing_package_is_named(monkeypatch, module, call):
         call()
 
 
-@pytest.mark.parametrize("module", [catalogues, prepare_translation])
-def test_examples_in_docstrings_run(module):
-    result = doctest.testmod(module)
+def test_examples_in_docstrings_run():
+    result = doctest.testmod(prepare_translation)
     assert result.attempted > 0
     assert result.failed == 0
 

@@ -8,9 +8,9 @@ import pytest
 from rich.console import Console
 
 from models import gpt
-from train import memory_report
+from train import dry_run
 from train.config import Config
-from train.start import headline
+from train.loop import headline
 from train.step import Setup
 
 pytestmark = pytest.mark.pipeline
@@ -48,7 +48,7 @@ def _shown(show, *arguments, width=200):
 
 
 def test_parameters_are_counted_by_chunk_and_device(setup):
-    shown = _shown(memory_report.show_parameters, setup)
+    shown = _shown(dry_run.show_parameters, setup)
     layers = jax.eval_shape(setup.task.init, jax.random.key(0))["layers"]
     layer = sum(leaf.size for leaf in jax.tree.leaves(layers)) // 5
     whole = gpt.num_parameters(setup.task.shape)
@@ -65,7 +65,7 @@ def test_every_part_of_the_memory_has_words(setup):
 
     rng = jax.eval_shape(lambda: setup.rng(0))
     found = predicted_bytes(setup.pipe, setup.batch_shapes, rng)
-    assert found.keys() <= memory_report._PARTS.keys()
+    assert found.keys() <= dry_run._PARTS.keys()
 
 
 @pytest.mark.parametrize(
@@ -85,8 +85,8 @@ def test_the_verdict_compares_with_the_devices(setup, kind, limit, total, said):
     there = types.SimpleNamespace(
         mesh=types.SimpleNamespace(devices=np.array([device] * 4, dtype=object))
     )
-    assert said in memory_report.verdict(there, int(total))
-    assert "4 simulated devices of 1e-09 GB each need" in memory_report.verdict(setup, 1)
+    assert said in dry_run.verdict(there, int(total))
+    assert "4 simulated devices of 1e-09 GB each need" in dry_run.verdict(setup, 1)
 
 
 def test_no_line_is_wider_than_the_terminal(setup):
@@ -94,9 +94,9 @@ def test_no_line_is_wider_than_the_terminal(setup):
         argument_size_in_bytes=10**6, temp_size_in_bytes=0, output_size_in_bytes=9,
         alias_size_in_bytes=9,
     )  # fmt: skip
-    parts = dict.fromkeys(memory_report._PARTS.values(), 10**9)
-    shown = _shown(memory_report.show_memory, setup, parts, stats, width=60)
-    shown += _shown(memory_report.show_parameters, setup, width=60)
+    parts = dict.fromkeys(dry_run._PARTS.values(), 10**9)
+    shown = _shown(dry_run.show_memory, setup, parts, stats, width=60)
+    shown += _shown(dry_run.show_parameters, setup, width=60)
     assert max(map(len, shown.splitlines())) <= 60
     assert "all, compiled" in shown
     assert "1.00" in shown

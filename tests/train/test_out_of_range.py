@@ -2,7 +2,7 @@
 
 import pytest
 
-from train import distributed, errors, ranges, tasks, train
+from train import checks, distributed, errors, tasks, train
 from train.command_line import Invocation
 from train.config import Config, Section
 
@@ -16,7 +16,7 @@ def _integers(section, prefix=""):
             yield f"{prefix}{name}"
 
 
-COUNTS = [path for path, found in ranges.limits(Config()) if found.low == 1]
+COUNTS = [path for path, found in checks.limits(Config()) if found.low == 1]
 
 
 @pytest.fixture

@@ -102,7 +102,7 @@ def test_complete_data_is_left_alone(options, text):
     assert "already prepared" in _run(options)
     (text / "0.txt").write_text("changed")
     report = _run(options)
-    assert "The text has changed since; --force prepares it again." in report
+    assert "The documents have changed since; --force prepares them again." in report
     assert before == {path: path.stat().st_mtime_ns for path in options.out.iterdir()}
 
 
@@ -222,7 +222,7 @@ def test_a_limit_keeps_an_even_sample_in_name_order(options):
 def test_prepared_data_inside_the_text_folder_is_not_text(options, text):
     inside = dataclasses.replace(options, out=text / "data")
     prepare(inside)
-    assert "The text has changed" not in _run(inside)
+    assert "The documents have changed" not in _run(inside)
 
 
 def test_a_document_keeps_its_side_when_others_come():

@@ -5,7 +5,7 @@ import socket
 
 import pytest
 
-from train import rendezvous
+from train import distributed
 from train.errors import MissingProcessError
 
 
@@ -20,7 +20,7 @@ def _meet(coordinator, numbers, *, count, seconds):
     """What each of these processes finds."""
 
     def one(number):
-        rendezvous.meet(coordinator, count=count, number=number, seconds=seconds)
+        distributed.meet(coordinator, count=count, number=number, seconds=seconds)
 
     with concurrent.futures.ThreadPoolExecutor() as pool:
         return [future.exception() for future in [pool.submit(one, n) for n in numbers]]
@@ -30,7 +30,7 @@ def test_all_have_come(coordinator):
     """Also if what happens to connect first is no process of the run."""
     assert _meet(coordinator, [2, 1, 3, 0], count=4, seconds=20) == [None] * 4
     with concurrent.futures.ThreadPoolExecutor() as pool:
-        first = pool.submit(rendezvous.meet, coordinator, count=2, number=0, seconds=20)
+        first = pool.submit(distributed.meet, coordinator, count=2, number=0, seconds=20)
         host, port = coordinator.split(":")
         while not first.done():
             try:
@@ -39,7 +39,7 @@ def test_all_have_come(coordinator):
                 break
             except ConnectionRefusedError:
                 continue
-        rendezvous.meet(coordinator, count=2, number=1, seconds=20)
+        distributed.meet(coordinator, count=2, number=1, seconds=20)
         assert first.result() is None
 
 

@@ -18,7 +18,7 @@ from pathlib import Path
 import limits
 import pytest
 
-from train import run_folder, run_lock, start
+from train import loop, run_folder, run_lock
 from train.config import Config
 from train.errors import ConfigError
 from train.run_lock import LOCK_FILE, RunLock
@@ -141,31 +141,28 @@ def test_a_folder_with_files_stays(make, folder):
     assert os.listdir(folder) == ["metrics.jsonl"]
 
 
-def test_the_lock_of_a_killed_process_is_taken_at_once(make, folder, other):
+def test_a_stopped_process_keeps_its_lock_and_that_of_a_killed_one_is_taken(make, folder, other):
+    (folder / run_folder.CONFIG_FILE).touch()
+    other.send_signal(signal.SIGSTOP)
+    time.sleep(0.5)  # long enough for the silence of another machine
     assert f"process {other.pid} on {socket.gethostname()}" in _refused(make())
+    (failure,) = run_folder.failures(Config(run_dir=str(folder)), resume=False)
+    assert f"a run (config.yaml) and is in use by process {other.pid} on " in failure.message
     other.kill()
     other.wait()
+    (failure,) = run_folder.failures(Config(run_dir=str(folder)), resume=False)
+    assert "in use" not in failure.message
+    record = json.loads((folder / LOCK_FILE).read_text())
     said = []
     lock = make(say=said.append)
     lock.acquire()
     (line,) = said
     assert re.fullmatch(rf"removed the lock of process {other.pid} on .*, which has ended", line)
     assert f"process {os.getpid()} " in _refused(make())
-
-
-def test_a_process_id_that_is_used_again_means_nothing(make, folder, other):
-    other.kill()
-    other.wait()
-    record = json.loads((folder / LOCK_FILE).read_text())
+    lock.release()
+    # A process id that is used again means nothing.
     _forge(folder, json.dumps(record | {"pid": os.getpid()}))
     make().acquire()
-
-
-def test_a_stopped_process_of_this_machine_keeps_its_lock(make, other):
-    other.send_signal(signal.SIGSTOP)
-    # Long enough for the silence of another machine.
-    time.sleep(0.5)
-    assert f"process {other.pid} " in _refused(make())
 
 
 @pytest.mark.parametrize(
@@ -282,7 +279,7 @@ def test_a_folder_that_cannot_be_made_is_one_line(tmp_path):
     config = Config(run_dir=str(tmp_path / "file" / "run"))
     lock = RunLock(Path(config.run_dir), say=lambda _: None)
     with pytest.raises(ConfigError, match=r"run_dir=\S+ cannot be written: Not a dir.*") as caught:
-        start.take_folder(lock, config, resume=False)
+        loop.take_folder(lock, config, resume=False)
     assert "\n" not in str(caught.value)
 
 
@@ -292,7 +289,7 @@ def test_what_is_no_lock_is_not_waited_for_for_ever(make, folder, make_it):
     make_it(folder / LOCK_FILE)
     for resume in (False, True):
         with pytest.raises(ConfigError, match=r"\.lock must be a file, and is .*Move it away"):
-            start.take_folder(make(), Config(run_dir=str(folder)), resume=resume)
+            loop.take_folder(make(), Config(run_dir=str(folder)), resume=resume)
 
 
 def test_a_full_disk_leaves_no_lock(make, folder, tmp_path, monkeypatch):
@@ -303,7 +300,7 @@ def test_a_full_disk_leaves_no_lock(make, folder, tmp_path, monkeypatch):
     with monkeypatch.context() as patched:
         patched.setattr(os, "fsync", fail)
         with pytest.raises(ConfigError, match="cannot be written: No space left on device"):
-            start.take_folder(lock, Config(run_dir=str(folder)), resume=False)
+            loop.take_folder(lock, Config(run_dir=str(folder)), resume=False)
     lock.release()
     assert os.listdir(tmp_path) == []
 
@@ -313,25 +310,15 @@ def test_a_run_that_ended_before_the_lock_was_free_is_not_written_over(make, fol
     folder.mkdir(parents=True)
     (folder / run_folder.CONFIG_FILE).touch()
     with pytest.raises(ConfigError, match=r"already holds a run \(config.yaml\). Continue it"):
-        start.take_folder(lock := make(), config, resume=False)
+        loop.take_folder(lock := make(), config, resume=False)
     lock.release()
     assert os.listdir(folder) == [run_folder.CONFIG_FILE]
-    start.take_folder(make(), config, resume=True)
+    loop.take_folder(make(), config, resume=True)
     assert sorted(os.listdir(folder)) == [LOCK_FILE, run_folder.CONFIG_FILE]
 
 
-def test_a_run_folder_in_use_is_said_to_be(folder, other):
-    (folder / run_folder.CONFIG_FILE).touch()
-    (failure,) = run_folder.failures(Config(run_dir=str(folder)), resume=False)
-    assert f"a run (config.yaml) and is in use by process {other.pid} on " in failure.message
-    other.kill()
-    other.wait()
-    (failure,) = run_folder.failures(Config(run_dir=str(folder)), resume=False)
-    assert "in use" not in failure.message
+def test_the_forged_record_is_of_the_right_form(folder):
     _forge(folder, json.dumps(_ELSEWHERE))
     assert run_lock.holder(folder).startswith("process 4711 on node7 ")
-
-
-def test_the_forged_record_is_of_the_right_form():
     assert str(run_lock.Owner(**_ELSEWHERE)).startswith("process 4711 on node7")
     assert set(_ELSEWHERE) == {field.name for field in dataclasses.fields(run_lock.Owner)}

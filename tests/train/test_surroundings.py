@@ -9,7 +9,7 @@ import jax
 import pytest
 from rich.console import Console
 
-from train import checks, command_line, distributed, errors, progress, run_folder, train
+from train import checks, command_line, distributed, errors, run_folder, train
 from train.metrics import say, truncate
 from train.run_lock import LOCK_FILE
 
@@ -50,10 +50,10 @@ def test_what_stands_in_the_place_of_a_file_or_folder_is_said(make, tmp_path, na
 )
 def test_progress_that_no_run_has_written_says_nothing(make, tmp_path, text):
     (tmp_path / run_folder.PROGRESS_FILE).write_text(text)
-    assert progress.lost(tmp_path) == []
-    assert progress.would_fail_again(tmp_path, make(), step=3) == []
-    progress.note_saved(tmp_path, 7)
-    assert progress.read(tmp_path).saved == 7
+    assert run_folder.lost_checkpoints(tmp_path) == []
+    assert run_folder.would_fail_again(tmp_path, make(), step=3) == []
+    run_folder.note_saved(tmp_path, 7)
+    assert run_folder.read_progress(tmp_path).saved == 7
 
 
 def test_nothing_that_is_said_commands_the_terminal():

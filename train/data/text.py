@@ -25,7 +25,7 @@ from train.data import folder as prepared
 from train.data import stream
 from train.data.folder import TOKENIZER_FILE, prepare_hint
 from train.data.stream import Batch
-from train.errors import ConfigError, Failure
+from train.errors import refused
 
 KIND = "text"
 TRAIN_FILE = "train.tokens"
@@ -119,11 +119,11 @@ class TokenFile:
         except OSError as error:
             content, reason = b"", str(error.strerror)
         if not content:
-            text = (
+            raise refused(
                 f"data.path={self._path.parent}: {self._path.name} can no longer be read: {reason} "
-                "since the run began. Put the data back as it was and continue with --resume."
+                "since the run began. Put the data back as it was and continue with --resume.",
+                "data.path",
             )
-            raise ConfigError([Failure(text, ("data.path",))])
         return content
 
 

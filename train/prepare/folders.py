@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import abc
 import contextlib
 import dataclasses
 import fcntl
@@ -11,7 +12,7 @@ import os
 import shutil
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
@@ -20,35 +21,31 @@ from jaxpipe.errors import printable
 from train.data.folder import META_FILE
 
 
-class Options(Protocol):
-    """The options that every kind has."""
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Options(abc.ABC):
+    """The options that every kind of data has."""
 
-    @property
-    def out(self) -> Path:
-        """Folder to write."""
-        ...
+    out: Path
+    """Folder to write."""
+    heldout_fraction: float = 0.05
+    """Share of the examples that is held out for evaluation, between 0 and 1."""
+    force: bool = False
+    """Replace data that was prepared with other settings."""
 
-    @property
-    def force(self) -> bool:
-        """Replace data that was prepared with other settings."""
-        ...
-
+    @abc.abstractmethod
     def settings(self) -> dict[str, Any]:
-        """Returns the options that determine the content, as ``meta.json`` stores them."""
-        ...
+        """Returns the options that decide the content, as ``meta.json`` stores them."""
 
-
-class Meta(Protocol):
-    """The fields that the ``meta.json`` of every kind has."""
-
-    @property
-    def settings(self) -> dict[str, Any]:
-        """The options it was prepared with."""
-        ...
+    def problems(self) -> list[str]:
+        """Says which options are out of range; empty if none is."""
+        if 0 < self.heldout_fraction < 1:
+            return []
+        given = f"--heldout-fraction={self.heldout_fraction:g}"
+        return [f"{given} must lie between 0 and 1, for example 0.05."]
 
 
 OptionsT = TypeVar("OptionsT", bound=Options)
-MetaT = TypeVar("MetaT", bound=Meta)
+MetaT = TypeVar("MetaT")
 
 
 def existing(
@@ -85,30 +82,30 @@ def existing(
     if options.force or not any(out.iterdir()):
         return None
     try:
-        meta = read_meta(out)
+        meta: Any = read_meta(out)
         # Before the other files are checked: damaged data of other settings is not replaced.
-        problem = _other_settings(options, meta)
-        if not problem:
+        different = [
+            f"{key} is {meta.settings.get(key)!r} there and {value!r} here"
+            for key, value in options.settings().items()
+            if meta.settings.get(key) != value
+        ]
+        if not different:
             check_whole(options, meta)
             return meta
     except ValueError as error:
         say(console, f"{out} is not whole and is prepared again: {error}")
         return None
-    raise ValueError(problem)
-
-
-def _other_settings(options: Options, meta: Meta) -> str:
-    different = [
-        f"{key} is {meta.settings.get(key)!r} there and {value!r} here"
-        for key, value in options.settings().items()
-        if meta.settings.get(key) != value
-    ]
-    if not different:
-        return ""
-    return (
-        f"--out={options.out} was prepared with other settings ({'; '.join(different)}). "
-        f"Use the same ones, another --out, or --force to replace it."
+    raise ValueError(
+        f"--out={out} was prepared with other settings ({'; '.join(different)}). Use the same "
+        "ones, another --out, or --force to replace it."
     )
+
+
+def say_prepared(console: Console, out: Path, content: str, has_changed: bool) -> None:
+    """Says that a folder stays, and whether its content would now be another one."""
+    say(console, f"{out} is already prepared with these settings.")
+    if has_changed:
+        say(console, f"The {content} have changed since; --force prepares them again.")
 
 
 def name_hash(purpose: str, name: str) -> int:
@@ -118,15 +115,8 @@ def name_hash(purpose: str, name: str) -> int:
 
 
 def is_heldout(name: str, fraction: float) -> bool:
-    """Whether a name belongs to the held-out side, whatever the other names are."""
+    """Says whether a name belongs to the held-out side, whatever the other names are."""
     return name_hash("split", name) < fraction * 2**64
-
-
-def heldout_problem(fraction: float) -> list[str]:
-    """Says what is wrong with ``--heldout-fraction``; an empty list if nothing is."""
-    if 0 < fraction < 1:
-        return []
-    return [f"--heldout-fraction={fraction:g} must lie between 0 and 1, for example 0.05."]
 
 
 def digest(parts: Iterable[str | bytes]) -> str:

@@ -26,20 +26,16 @@ _FILES = frozenset({META_FILE, *(name for side in SIDES for name in file_names(s
 _GRAY_MODES = ("1", "L")
 
 
-@dataclasses.dataclass(frozen=True)
-class ImageOptions:
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ImageOptions(folders.Options):
     """Turns labelled images into arrays to train on."""
 
-    out: Path
-    """Folder to write."""
     source: str = "digits"
     """digits, mnist, or a folder with one subfolder of images per class."""
     image_size: int | None = None
     """Height and width to resize the images of a folder to; by default they must be alike."""
     heldout_fraction: float = 0.2
     """Share of the images that is held out for evaluation, between 0 and 1."""
-    force: bool = False
-    """Replace data that was prepared with other settings."""
 
     def settings(self) -> dict[str, Any]:
         """Returns the options that decide the content, as ``meta.json`` stores them."""
@@ -96,9 +92,7 @@ def prepare(options: ImageOptions, *, console: Console | None = None) -> ImageMe
     images = collect_images(options)
     digest = folders.digest([images.pixels.tobytes(), images.labels.tobytes(), *images.classes])
     if existing is not None:
-        folders.say(console, f"{options.out} is already prepared with these settings.")
-        if existing.images_sha256 != digest:
-            folders.say(console, "The images have changed since; --force prepares them again.")
+        folders.say_prepared(console, options.out, "images", existing.images_sha256 != digest)
         return existing
     heldout = split_images(images, heldout_fraction=options.heldout_fraction)
     mean, deviation = _statistics(images.pixels[~heldout])
@@ -166,7 +160,7 @@ def split_images(images: LabelledImages, *, heldout_fraction: float) -> np.ndarr
 
 
 def _check_options(options: ImageOptions) -> None:
-    problems = folders.heldout_problem(options.heldout_fraction)
+    problems = options.problems()
     if options.image_size is not None and options.image_size < 1:
         problems.append(f"--image-size={options.image_size} must be at least 1. Nearest valid: 1.")
     if options.image_size is not None and options.source in _PACKAGES:

@@ -47,12 +47,10 @@ _STDLIB_SKIPPED = frozenset(
 )
 
 
-@dataclasses.dataclass(frozen=True)
-class PrepareOptions:
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PrepareOptions(folders.Options):
     """Turns a folder of text into a tokenizer and token files."""
 
-    out: Path
-    """Folder to write."""
     text: Path | None = None
     """Folder of UTF-8 text files; by default the sources of Python's standard library."""
     vocab_size: int | None = None
@@ -60,12 +58,8 @@ class PrepareOptions:
     tokenizer: Path | None = None
     """Folder whose tokenizer to use as it is: a Hugging Face folder or other prepared text; by
     default one is learned from the text."""
-    heldout_fraction: float = 0.05
-    """Share of the documents that is held out for evaluation, between 0 and 1."""
     max_megabytes: float = 12.0
     """Most text to use, in 10^6 bytes; files left out are reported."""
-    force: bool = False
-    """Replace data that was prepared with other settings."""
 
     @property
     def learned_size(self) -> int:
@@ -126,10 +120,13 @@ def prepare(options: PrepareOptions, *, console: Console | None = None) -> DataM
     documents, skipped = collect_documents(options)
     digest = folders.digest(part for d in documents for part in (d.name, d.text))
     if existing is not None:
-        _say_prepared(console, options, is_same=existing.documents_sha256 == digest)
+        folders.say_prepared(console, options.out, "documents", existing.documents_sha256 != digest)
         return existing
     train, heldout = split_documents(documents, heldout_fraction=options.heldout_fraction)
-    _say_documents(console, documents, skipped)
+    megabytes = _num_bytes(documents) / 1e6
+    folders.say(console, f"{len(documents)} documents, {megabytes:.2f} MB of text")
+    for reason, count in sorted(skipped.items()):
+        folders.say(console, f"files left out ({reason}): {count}")
     sides = [d.text for d in train], [d.text for d in heldout]
     with folders.progress_bar(console) as progress:
         files, known = _tokenizer(options, sides[0], progress)
@@ -153,7 +150,13 @@ def prepare(options: PrepareOptions, *, console: Console | None = None) -> DataM
         write_tokens(folder / TRAIN_FILE, train_tokens, vocab_size=meta.vocab_size)
         write_tokens(folder / HELDOUT_FILE, heldout_tokens, vocab_size=meta.vocab_size)
         folders.write_meta(folder, KIND, meta)
-    _say_written(console, options, meta)
+    is_full = options.tokenizer is not None or meta.vocab_size == options.learned_size
+    fewer = "" if is_full else " (too little text for more)"
+    folders.say(
+        console,
+        f"{options.out}: {meta.train.tokens} train and {meta.heldout.tokens} held-out tokens, "
+        f"vocabulary {meta.vocab_size}{fewer}",
+    )
     return meta
 
 
@@ -169,30 +172,6 @@ def _tokenizer(
     end = learned.token_to_id(END_OF_TEXT)
     known = Known(learned, END_OF_TEXT, {"bos": end, "eos": end, "pad": None})
     return {TOKENIZER_FILE: learned.to_str().encode()}, known
-
-
-def _say_documents(console: Console, documents: Sequence[Document], skipped: Counter[str]) -> None:
-    folders.say(
-        console, f"{len(documents)} documents, {_num_bytes(documents) / 1e6:.2f} MB of text"
-    )
-    for reason, count in sorted(skipped.items()):
-        folders.say(console, f"files left out ({reason}): {count}")
-
-
-def _say_prepared(console: Console, options: PrepareOptions, *, is_same: bool) -> None:
-    folders.say(console, f"{options.out} is already prepared with these settings.")
-    if not is_same:
-        folders.say(console, "The text has changed since; --force prepares it again.")
-
-
-def _say_written(console: Console, options: PrepareOptions, meta: DataMeta) -> None:
-    known = options.tokenizer is not None or meta.vocab_size == options.learned_size
-    fewer = "" if known else " (too little text for more)"
-    folders.say(
-        console,
-        f"{options.out}: {meta.train.tokens} train and {meta.heldout.tokens} held-out tokens, "
-        f"vocabulary {meta.vocab_size}{fewer}",
-    )
 
 
 def collect_documents(options: PrepareOptions) -> tuple[list[Document], Counter[str]]:
@@ -215,7 +194,9 @@ def collect_documents(options: PrepareOptions) -> tuple[list[Document], Counter[
     skipped: Counter[str] = Counter()
     documents: list[Document] = []
     used = 0
-    for name in sorted(_file_names(root, options), key=_order_key):
+    for name in sorted(
+        _file_names(root, options), key=lambda name: folders.name_hash("order", name)
+    ):
         try:
             size = (root / name).stat().st_size
             if used + size > limit:
@@ -273,7 +254,7 @@ def split_documents(
 
 
 def _check_options(options: PrepareOptions) -> None:
-    problems = []
+    problems = options.problems()
     if options.tokenizer is not None and options.vocab_size is not None:
         problems.append(
             f"--vocab-size={options.vocab_size} has no effect with --tokenizer="
@@ -289,7 +270,6 @@ def _check_options(options: PrepareOptions) -> None:
             tokenizer_files.read(options.tokenizer)
         except ValueError as error:
             problems.append(str(error))
-    problems += folders.heldout_problem(options.heldout_fraction)
     if not options.max_megabytes > 0:
         problems.append(
             f"--max-megabytes={options.max_megabytes:g} must be positive, for example 12."
@@ -328,10 +308,6 @@ def _file_names(root: Path, options: PrepareOptions) -> Iterator[str]:
             wanted = name.endswith(".py") if only_stdlib else not name.startswith(".")
             if wanted and path.is_file():  # no sockets, pipes, dangling links
                 yield path.relative_to(root).as_posix()
-
-
-def _order_key(name: str) -> int:
-    return folders.name_hash("order", name)
 
 
 def _cut(document: Document, heldout_fraction: float) -> tuple[list[Document], list[Document]]:

@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import gettext
 import hashlib
 import json
 import re
+import struct
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
@@ -21,7 +23,7 @@ from typing import Any
 from rich.console import Console
 from tokenizers import Tokenizer
 
-from train.data.folder import META_FILE, TOKENIZER_FILE
+from train.data.folder import META_FILE, TOKENIZER_FILE, require
 from train.data.translation import (
     HELDOUT_FILE,
     KIND,
@@ -34,21 +36,28 @@ from train.data.translation import (
     language_token,
     read_meta,
 )
-from train.prepare import catalogues, folders
+from train.prepare import folders
 from train.tokenizer import train_tokenizer
 
 _FILES = frozenset({TRAIN_FILE, HELDOUT_FILE, TOKENIZER_FILE, META_FILE})
 _NUM_BYTES = 256
 _PACKS = "jupyterlab.languagepack"
 """The entry points of the language packs of JupyterLab."""
+# A number for which every language of the catalogues uses the plural.
+_MANY = 5
+_STATEMENT = re.compile(r'(msgctxt|msgid|msgid_plural|msgstr(?:\[\d+\])?)?\s*"(?:[^"\\]|\\.)*"\s*')
+# %% is no placeholder, and is matched so that its second sign does not begin one.
+_PLACEHOLDER = re.compile(
+    r"%%|%\(\w+\)[#0 +-]*[\d.]*[a-zA-Z]|%[#0+-]*[\d.]*[srdiuxXfFgGeEc]|%\d+|\{\w*\}"
+)
+_NAMED = re.compile(r"%\(|%\d+$|\{\w")
+_PLURAL_RULE = re.compile(r"plural\s*=\s*([^;]+)")
 
 
-@dataclasses.dataclass(frozen=True)
-class TranslationOptions:
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TranslationOptions(folders.Options):
     """Turns message catalogues into sentence pairs and a tokenizer that both languages share."""
 
-    out: Path
-    """Folder to write."""
     locales: tuple[str, ...] = ("de",)
     """Languages to translate to, as the catalogues' folders are named; de also finds de_DE."""
     catalogues: Path | None = None
@@ -60,8 +69,6 @@ class TranslationOptions:
     """Most tokens of a source and of a target, special ones included; longer ones are left out."""
     heldout_fraction: float = 0.1
     """Share of the sources that is held out for evaluation, between 0 and 1."""
-    force: bool = False
-    """Replace data that was prepared with other settings."""
 
     def settings(self) -> dict[str, Any]:
         """Returns the options that decide the content, as ``meta.json`` stores them."""
@@ -102,9 +109,7 @@ def prepare(options: TranslationOptions, *, console: Console | None = None) -> T
     pairs, skipped = collect_pairs(options)
     digest = folders.digest(map(str, map(dataclasses.astuple, pairs)))
     if existing is not None:
-        folders.say(console, f"{options.out} is already prepared with these settings.")
-        if existing.messages_sha256 != digest:
-            folders.say(console, "The messages have changed since; --force prepares them again.")
+        folders.say_prepared(console, options.out, "messages", existing.messages_sha256 != digest)
         return existing
     train, heldout = split_pairs(pairs, heldout_fraction=options.heldout_fraction)
     with folders.progress_bar(console) as progress:
@@ -154,7 +159,7 @@ def collect_pairs(options: TranslationOptions) -> tuple[list[Pair], Counter[str]
         roots = [Path(pack.load().__file__).parent for pack in entry_points(group=_PACKS)]
     else:
         roots = [options.catalogues]
-    known = catalogues.by_locale(roots)
+    known = by_locale(roots)
     names = {locale: _folder_name(locale, known) for locale in options.locales}
     if missing := [locale for locale, name in names.items() if name not in known]:
         raise ValueError(_no_catalogue(options, missing, known))
@@ -163,9 +168,9 @@ def collect_pairs(options: TranslationOptions) -> tuple[list[Pair], Counter[str]
         pair
         for locale, name in names.items()
         for path in known[name]
-        for pair in catalogues.read(path, locale, skipped)
+        for pair in read_catalogue(path, locale, skipped)
     ]
-    return catalogues.most_frequent(pairs, skipped), skipped
+    return most_frequent(pairs, skipped), skipped
 
 
 def split_pairs(pairs: Sequence[Pair], *, heldout_fraction: float) -> tuple[list[Pair], list[Pair]]:
@@ -258,7 +263,7 @@ def _lines(pairs: Sequence[Pair]) -> str:
 
 
 def _check_options(options: TranslationOptions) -> None:
-    problems = folders.heldout_problem(options.heldout_fraction)
+    problems = options.problems()
     smallest = _NUM_BYTES + len(SPECIAL_TOKENS) + len(options.locales)
     if options.vocab_size < smallest:
         problems.append(
@@ -302,3 +307,154 @@ def _no_catalogue(
         f"--locales={' '.join(missing)}: there is no catalogue of it {where}. "
         f"Nearest valid: {', '.join(dict.fromkeys(nearest)) or 'none'}.{remedy}"
     )
+
+
+def by_locale(folders: Iterable[Path]) -> dict[str, list[Path]]:
+    """Finds the catalogues ``LOCALE/LC_MESSAGES/*`` at any depth of some folders."""
+    catalogues: dict[str, list[Path]] = {}
+    for folder in folders:
+        for path in sorted(folder.glob("**/LC_MESSAGES/*.[mp]o")):
+            if path.suffix == ".po" or not path.with_suffix(".po").exists():
+                catalogues.setdefault(path.parent.parent.name, []).append(path)
+    return catalogues
+
+
+def read_catalogue(path: Path, locale: str, skipped: Counter[str]) -> Iterator[Pair]:
+    """Reads the usable pairs of a catalogue, placeholders replaced.
+
+    Args:
+      path: a ``.po`` or ``.mo`` file.
+      locale: language of its translations.
+      skipped: counts the messages left out, by reason.
+
+    Returns:
+      Pairs in the order of the file. Singular and plural of a message are two pairs.
+
+    Raises:
+      ValueError: the file cannot be read or is malformed, or polib is not installed.
+    """
+    polib = require("polib", extra="translation", needed_by="Reading message catalogues")
+    try:
+        if path.suffix == ".po":
+            _check_statements(path, path.read_text("utf-8"))
+            catalogue = polib.pofile(str(path), encoding="utf-8")
+        else:
+            with path.open("rb") as file:
+                gettext.GNUTranslations(file)  # polib does not notice that a file was cut short
+            catalogue = polib.mofile(str(path), encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path} is no catalogue in UTF-8: {error}.") from error
+    except (OSError, struct.error) as error:  # includes polib's own errors, with the line
+        raise ValueError(f"{path} cannot be read: {error}.") from error
+    for entry in catalogue:
+        if entry.obsolete or "fuzzy" in entry.flags:
+            skipped["obsolete" if entry.obsolete else "fuzzy"] += 1
+            continue
+        for source, target in _forms(path, catalogue, entry):
+            if reason := _problem(source, target):
+                skipped[reason] += 1
+                continue
+            yield Pair(locale, *replace_placeholders(source, target))
+
+
+def replace_placeholders(source: str, target: str) -> tuple[str, str]:
+    """Replaces placeholders by ``{0}``, ``{1}``, ... in the order of the source.
+
+    Example:
+      >>> replace_placeholders("%(n)d of %(all)s", "von %(all)s\\n%(n)d, 100 %%")
+      ('{0} of {1}', 'von {1} {0}, 100 %')
+    """
+    order = list(dict.fromkeys(_named(source)))
+
+    def replace(text: str) -> str:
+        names = iter(_named(text))
+        numbered = _PLACEHOLDER.sub(
+            lambda match: "%" if match[0] == "%%" else f"{{{order.index(next(names))}}}", text
+        )
+        return " ".join(numbered.split())
+
+    return replace(source), replace(target)
+
+
+def most_frequent(pairs: Iterable[Pair], skipped: Counter[str]) -> list[Pair]:
+    """Keeps one translation of a source per locale: the most frequent, among equals the first."""
+    translations: dict[tuple[str, str], Counter[str]] = {}
+    for pair in pairs:
+        translations.setdefault((pair.locale, pair.source), Counter())[pair.target] += 1
+    kept = []
+    for (locale, source), targets in translations.items():
+        kept.append(Pair(locale, source, targets.most_common(1)[0][0]))
+        skipped["the same pair again"] += targets.total() - len(targets)
+        skipped["another translation of the same source"] += len(targets) - 1
+    return kept
+
+
+def _check_statements(path: Path, text: str) -> None:
+    """Refuses lines that are not a statement, and a file that ends inside a message."""
+    keyword = "msgstr"
+    number = 0
+    for number, line in enumerate(text.split("\n"), start=1):
+        line = line.strip().removeprefix("\ufeff")
+        if not line or line.startswith("#"):
+            continue
+        statement = _STATEMENT.fullmatch(line)
+        if statement is None:
+            raise ValueError(
+                f"{path} is malformed at line {number}: expected msgid, msgstr or a text in "
+                f"quotes, found {line[:60]!r}."
+            )
+        keyword = statement[1] or keyword
+    if not keyword.startswith("msgstr"):
+        raise ValueError(f"{path} is malformed at line {number}: it ends after {keyword}.")
+
+
+def _forms(path: Path, catalogue: Any, entry: Any) -> Iterator[tuple[str, str]]:
+    """Yields an entry's texts for one thing and for many."""
+    if not entry.msgid_plural:
+        yield entry.msgid, entry.msgstr
+        return
+    header = catalogue.metadata.get("Plural-Forms", "")
+    rule = _PLURAL_RULE.search(header)
+    try:
+        if rule is None:
+            raise ValueError("expected plural=EXPRESSION")
+        form = gettext.c2py(rule[1])
+    except ValueError as error:
+        raise ValueError(
+            f"{path} has plurals, but Plural-Forms={header!r} in its header is malformed: {error}."
+        ) from error
+    singular, plural = form(1), form(_MANY)
+    lacking = sorted({singular, plural} - set(entry.msgstr_plural))
+    if lacking:
+        raise ValueError(
+            f"{path} is malformed at line {entry.linenum}: the rule in its header asks for "
+            f"msgstr[{lacking[0]}], which {entry.msgid[:40]!r} does not have."
+        )
+    if singular != plural:  # else the language has no singular
+        yield entry.msgid, entry.msgstr_plural[singular]
+    yield entry.msgid_plural, entry.msgstr_plural[plural]
+
+
+def _problem(source: str, target: str) -> str | None:
+    """Finds the reason why a pair teaches nothing, if there is one."""
+    if not target.strip():
+        return "not translated"
+    if not any(character.isalpha() for character in _PLACEHOLDER.sub("", source)):
+        return "no letters"
+    if sorted(_named(source)) != sorted(_named(target)):
+        return "other placeholders in the translation"
+    return None
+
+
+def _named(text: str) -> list[str]:
+    """Lists the placeholders of a text; position distinguishes those without a name."""
+    names: list[str] = []
+    unnamed: Counter[str] = Counter()
+    for placeholder in _PLACEHOLDER.findall(text):
+        if placeholder == "%%":
+            continue
+        if not _NAMED.match(placeholder):
+            unnamed[placeholder] += 1
+            placeholder += f" number {unnamed[placeholder]}"
+        names.append(placeholder)
+    return names
