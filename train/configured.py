@@ -8,15 +8,10 @@ from collections.abc import Sequence
 from typing import Any
 
 from jaxpipe import schedules
+from jaxpipe.asynchronous import ASYNCHRONOUS_METHODS, SteadyState
 from jaxpipe.errors import refuse
 from jaxpipe.planning.plans import UNROLLED_LAYERS
-from jaxpipe.schedule import (
-    ASYNCHRONOUS_METHODS,
-    Costs,
-    Schedule,
-    SteadyState,
-    simulated_only,
-)
+from jaxpipe.schedule import Costs, Schedule, simulated_only
 from train.config import Config
 
 _SYNCHRONOUS = "1f1b"

@@ -6,8 +6,9 @@ import jax
 from rich.console import Console
 
 from jaxpipe import axes_across_hosts
+from jaxpipe.asynchronous import steady_text
 from jaxpipe.measure import predicted_bytes
-from jaxpipe.schedule import draw, simulate, steady_text
+from jaxpipe.schedule import draw, simulate
 from train import configured, memory_report
 from train.config import Config
 from train.metrics import announced, say

@@ -11,7 +11,8 @@ import jax
 from rich.console import Console
 
 from jaxpipe import Checkpoints
-from jaxpipe.schedule import draw, steady_text
+from jaxpipe.asynchronous import steady_text
+from jaxpipe.schedule import draw
 from train import checkpoint, choice, configured, progress, run_folder
 from train.choice import Choice
 from train.config import Config

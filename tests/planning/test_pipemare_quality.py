@@ -10,7 +10,7 @@ import pytest
 
 import jaxpipe
 from benchmarks.studies import delayed, pipemare_quality
-from jaxpipe.schedule.generators.pipemare import SteadyState
+from jaxpipe.asynchronous import SteadyState
 
 P, N, ROWS, STEPS, WIDTH = 4, 2, 4, 12, 5
 RATE = 0.05

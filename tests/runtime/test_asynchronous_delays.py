@@ -16,7 +16,7 @@ import pytest
 from covering import some
 
 import jaxpipe
-from jaxpipe.runtime.update.asynchronous import AsyncPipeline
+from jaxpipe import AsyncPipeline
 
 pytestmark = pytest.mark.pipeline
 
@@ -55,7 +55,7 @@ def expected_delay(P: int, N: int, i: int, j: int) -> int:
     return max(math.ceil((2 * (P - i) + 1 - j) / N), 0)
 
 
-@pytest.mark.parametrize(("P", "N"), some([(4, 1), (4, 2), (4, 3), (3, 8), (2, 3)], (4, 3), (3, 8)))
+@pytest.mark.parametrize(("P", "N"), some([(4, 1), (4, 2), (4, 3), (3, 8), (2, 3)], (4, 3)))
 def test_forwards_read_weights_as_old_as_the_table_says(P, N):
     """Each minibatch probes one stage with one microbatch: its loss is the version read there."""
 
@@ -96,8 +96,7 @@ def test_forwards_read_weights_as_old_as_the_table_says(P, N):
     ("P", "N", "method"),
     some(
         [(P, N, m) for P, N in [(3, 2), (3, 1), (2, 4)] for m in ("pipemare", "pipedream")],
-        (3, 2, "pipemare"),
-        (2, 4, "pipedream"),
+        (3, 2, "pipedream"),
     ),
 )
 def test_backwards_read_the_newest_weights_or_the_stashed(P, N, method):
@@ -128,6 +127,7 @@ def test_backwards_read_the_newest_weights_or_the_stashed(P, N, method):
         assert probes[i - 1] == pytest.approx(np.mean(behind), rel=1e-6)
 
 
+@pytest.mark.slow
 def test_stable_below_the_theoretical_rate_and_diverging_above():
     """With N = 1 every stage is a quadratic of its own, delayed by 2(P-i)+1."""
     P, steps = 4, 400

@@ -37,7 +37,6 @@ CALLS = 1, 3, 1, 2
             (Settings(2, 3, "2bw", "adam", recompute_segment=1), 2, 3, True),
             (Settings(2, 1, remat="dots"), 2, 2, False),
         ],
-        (Settings(3, 2, "pipemare", "momentum"), 2, 1, False),
         (Settings(2, 2, "pipedream", "adam", recompute_segment=2), 2, 0, False),
         (Settings(3, 2, discrepancy_decay=0.3, recompute_segment=2), 1, 0, True),
     ),

@@ -9,7 +9,7 @@ import math
 import pytest
 
 from jaxpipe import cli
-from jaxpipe.schedule.generators.pipemare import ASYNCHRONOUS_METHODS, SteadyState
+from jaxpipe.asynchronous import ASYNCHRONOUS_METHODS, SteadyState
 from jaxpipe.schedule.simulate import Costs
 
 SHAPES = list(itertools.product((1, 2, 3, 4, 8), (1, 2, 3, 5, 8, 16)))

@@ -16,6 +16,7 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
+from jaxpipe.schedule.actions import Kind
 from jaxpipe.schedule.problems import Problem, below_one, refuse
 from jaxpipe.schedule.simulate import UNIT, Costs
 
@@ -41,6 +42,10 @@ class Part:
     forward: Integers
     backward: Integers
     recompute: Integers = None
+
+    def start(self, kind: Kind) -> Integers:
+        """Ticks from a microbatch's entry to an action."""
+        return {Kind.F: self.forward, Kind.R: self.recompute}.get(kind, self.backward)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -104,6 +109,12 @@ class SteadyState:
             problems.append(Problem("method", self.method, rule, nearest, counts))
         refuse(problems)
 
+    def kinds(self, *, fused: bool) -> tuple[Kind, ...]:
+        """The kinds of action, in their order within a tick; ``fused`` says whether B and W are
+        BW."""
+        again = () if self.recompute_segment is None else (Kind.R,)
+        return (*again, Kind.F, *((Kind.BW,) if fused else (Kind.B, Kind.W)))
+
     def stage(self, d: Integers) -> Part:
         """The layers of stage d, from 0."""
         backward = 2 * self.num_stages - 1 - d
@@ -135,6 +146,10 @@ class SteadyState:
     def head(self) -> Part:
         """The head: forward and backward at once, after the last stage's forward."""
         return Part(self.num_stages - 1, self.num_stages - 1)
+
+    def parts(self, d: Integers) -> dict[str, Part]:
+        """What stage d has of the model; embedding and head are all stages'."""
+        return {"layers": self.stage(d), "embed": self.embed, "head": self.head}
 
     @property
     def num_slots(self) -> int:
@@ -224,6 +239,10 @@ class SteadyState:
         """Number of minibatches that enter after a minibatch before all its losses are known."""
         lag: int = -(-self.head.forward // self.num_microbatches)
         return lag
+
+    def loss_slot(self, g: Integers) -> Integers:
+        """The place of microbatch g's minibatch among the losses that are not yet known."""
+        return g // self.num_microbatches % (1 + self.loss_lag)
 
     def delay(self, part: Part, j: Integers) -> Integers:
         """Number of earlier minibatches whose updates the forward of a minibatch's microbatch j
