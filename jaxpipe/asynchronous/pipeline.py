@@ -58,9 +58,8 @@ _OTHER_MINIBATCH = (
 )
 
 
-@jax.tree_util.register_static
-class Steady(SteadyState):
-    """The rules of a pipeline: a part of its state without arrays."""
+# The rules of a pipeline are a part of its state without arrays.
+jax.tree_util.register_static(SteadyState)
 
 
 class AsyncPipeline:
@@ -142,7 +141,7 @@ class AsyncPipeline:
         _check_arguments(pipe, method, rescheduling_steps, discrepancy_decay, clip_norm)
         stages, microbatches = pipe.schedule.num_stages, pipe.schedule.num_microbatches
         self.pipe, self.optimizer = pipe, optimizer
-        self.steady = Steady(stages, microbatches, method, recompute_segment)
+        self.steady = SteadyState(stages, microbatches, method, recompute_segment)
         scaled = rescheduling_steps is not None
         # Embedding and head are updated in some ticks, and read in all: every stage has them.
         self._layout = pipe.layout if pipe.table.together else pipe.layout.whole_outer

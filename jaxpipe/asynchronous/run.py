@@ -30,6 +30,7 @@ from jaxpipe.runtime.tick.carried import Carried
 from jaxpipe.runtime.tick.fixed import RESIDUALS, Fixed, Setup, fix
 from jaxpipe.runtime.tick.microbatches import StepMicrobatches
 from jaxpipe.runtime.types import Arrays, Batch, Index, Key, OuterParams, States, Tree
+from jaxpipe.runtime.update.optimizer import with_stages, without_stages
 from jaxpipe.schedule.actions import Kind
 from jaxpipe.schedule.lowering.table import NONE, Row
 
@@ -38,7 +39,7 @@ AsyncState: TypeAlias = dict[str, Any]
 optimizer, "states" of stateful layers after the last whole minibatch, "recent" rows and keys,
 "clock", the rules "steady", and "flight": what is in flight."""
 
-_INBOXES = ("x", "dy")
+_BY_PART = ("weights", "delta", "rest")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -130,7 +131,12 @@ def call(
         recent, carried, averaged = through
         now = clock["tick"] + offset
         if minibatch is not None:
-            recent = _admit(steady, recent, minibatch, offset, now)
+            slot, (new, key, _) = now % steady.num_slots, minibatch.at(offset)
+            recent = jax.tree.map(
+                lambda kept, new: lax.dynamic_update_index_in_dim(kept, new, slot, 0),
+                recent,
+                {"rows": new, "rng": key, "scale": minibatch.scale},
+            )
         row = source.at(now, fixed.stage, layers=layers)
         batch = Recent(**recent, steady=steady)
         carried = executor.tick(_at(fixed, rules, row, tied=tied), batch, carried, row.row)
@@ -144,7 +150,10 @@ def call(
     (recent, carried, averaged), left = lax.scan(tick, through, jnp.arange(num_ticks))
     last_ones = _last_ones(steady, num_ticks, drains=drains)
     value = fixed.collector.result(*jax.tree.map(lambda w: w[last_ones], left))
-    scale = recent.pop("scale")
+    scale, later = recent.pop("scale"), clock | {"tick": clock["tick"] + num_ticks}
+    if drains:  # it begins again
+        first = clock["first"] + clock["entered"] // steady.num_microbatches
+        later = {"tick": jnp.int32(0), "entered": jnp.int32(0), "first": first}
     own |= {
         "weights": carried.weights.weights,
         "delta": carried.weights.delta,
@@ -152,37 +161,10 @@ def call(
         "rest": carried.finished.rest,
         "states": jax.tree.map(lambda w: w[None], averaged),
         "recent": recent,
-        "clock": _later(steady, clock, num_ticks, drains=drains),
+        "clock": later,
         "flight": _in_flight(carried, scale),
     }
     return _behind(own), value
-
-
-def _later(
-    steady: SteadyState, clock: dict[str, Any], num_ticks: int, *, drains: bool
-) -> dict[str, Any]:
-    """The clock after some ticks; a pipeline that has drained begins again."""
-    if not drains:
-        return clock | {"tick": clock["tick"] + num_ticks}
-    first = clock["first"] + clock["entered"] // steady.num_microbatches
-    return {"tick": jnp.int32(0), "entered": jnp.int32(0), "first": first}
-
-
-def _admit(
-    steady: SteadyState,
-    recent: dict[str, Any],
-    minibatch: StepMicrobatches,
-    offset: Index,
-    now: Index,
-) -> dict[str, Any]:
-    """Keeps an entering microbatch's rows, key and scale until its last gradient."""
-    slot = now % steady.num_slots
-    row, rng, _ = minibatch.at(offset)
-    return jax.tree.map(
-        lambda kept, new: lax.dynamic_update_index_in_dim(kept, new, slot, 0),
-        recent,
-        {"rows": row, "rng": rng, "scale": minibatch.scale},
-    )
 
 
 def _average_states(
@@ -281,7 +263,7 @@ def _carried(rules: Rules, own: AsyncState) -> Carried:
     )
     return Carried(
         weights=_held(own),
-        inboxes={name: flight[name] for name in _INBOXES},
+        inboxes={name: flight[name] for name in ("x", "dy")},
         residuals={name: flight[name] for name in RESIDUALS},
         sent={},
         gradients=flight["gradients"],
@@ -314,22 +296,13 @@ def _in_flight(carried: Carried, scale: jax.Array | None) -> dict[str, Any]:
 
 def _own(state: AsyncState) -> AsyncState:
     """A device's part of the state, without its leading dimensions of 1."""
-    part = _of_layers(state, lambda w: w[0])
+    own = {name: without_stages(state[name]) if state[name] else {} for name in _BY_PART}
     if "flight" in state:
-        part["flight"] = jax.tree.map(lambda w: w[0, 0], state["flight"])
-    return part
+        own["flight"] = jax.tree.map(lambda w: w[0, 0], state["flight"])
+    return state | own
 
 
 def _behind(own: AsyncState) -> AsyncState:
     """Undoes `_own`."""
-    state = _of_layers(own, lambda w: w[None])
-    return state | {"flight": jax.tree.map(lambda w: w[None, None], own["flight"])}
-
-
-def _of_layers(state: AsyncState, fn: Callable[[jax.Array], jax.Array]) -> AsyncState:
-    """The state with ``fn`` applied to what has a dimension for the stages."""
-    names = [name for name in ("weights", "delta", "rest") if "layers" in state[name]]
-    changed = {
-        name: state[name] | {"layers": jax.tree.map(fn, state[name]["layers"])} for name in names
-    }
-    return state | changed
+    state = {name: with_stages(own[name]) if own[name] else {} for name in _BY_PART}
+    return own | state | {"flight": jax.tree.map(lambda w: w[None, None], own["flight"])}

@@ -28,7 +28,7 @@ CASES = [
     for segment in (None, 1, 2, P)
     if (method != "2bw" or N >= 2 * P - 1) and (segment is None or segment <= P)
 ]
-MINIBATCHES = 9
+MINIBATCHES, FIRST = 9, 5
 
 
 class Weights:
@@ -36,11 +36,11 @@ class Weights:
 
     def __init__(self, steady: SteadyState) -> None:
         self.method, self.size = steady.method, steady.num_microbatches
-        self.newest, self.slots = 0, {0: 0}
+        self.newest, self.slots = FIRST, dict.fromkeys(range(steady.num_versions), FIRST)
         self.count, self.read_by_forward = steady.num_versions, {}
 
     def check(self, g: int, slot: int, *, forward: bool) -> None:
-        rule = {"pipemare": self.newest, "2bw": max(g // self.size - 1, 0)}
+        rule = {"pipemare": self.newest, "2bw": FIRST + max(g // self.size - 1, 0)}
         if forward:
             self.read_by_forward[g] = rule.get(self.method, self.newest)
         assert self.slots[slot] == rule.get(self.method, self.read_by_forward[g])
@@ -61,7 +61,7 @@ class Weights:
 def test_every_action_finds_its_input_its_residuals_and_its_weights(steady, fused):
     P, total = steady.num_stages, MINIBATCHES * steady.num_microbatches
     ticks = total + steady.drain_ticks
-    source = SteadyRows(steady, entered=total, fused=fused, xp=np)
+    source = SteadyRows(steady, entered=total, first=FIRST, fused=fused, xp=np)
     stages = [source.at(np.arange(ticks), d, layers=1 + d) for d in range(P)]
     weights, embed, head = [Weights(steady) for _ in range(P)], Weights(steady), Weights(steady)
     x, dy, again = [None] * P, [None] * P, [None] * P
@@ -114,7 +114,7 @@ def test_every_action_finds_its_input_its_residuals_and_its_weights(steady, fuse
             head.check(left, reads["leave"]["head"][t], forward=True)
             newest = embed.newest
             if steady.method == "2bw":
-                newest = max(left // steady.num_microbatches - 1, 0)
+                newest = FIRST + max(left // steady.num_microbatches - 1, 0)
             assert embed.slots[reads["leave"]["embed"][t]] == newest
         if back != NONE:
             embed.check(back, reads["embed_gradient"]["embed"][t], forward=False)
@@ -125,7 +125,7 @@ def test_every_action_finds_its_input_its_residuals_and_its_weights(steady, fuse
         due.append(embed.update(stages[0].updates["embed"], t, backward[0]))
         due.append(head.update(stages[0].updates["head"], t, None if left == NONE else left))
         assert stages[0].any_update[t] == any(due)
-    assert {part.newest for part in (*weights, embed, head)} == {MINIBATCHES}
+    assert {part.newest for part in (*weights, embed, head)} == {FIRST + MINIBATCHES}
     assert counts == dict.fromkeys(source.kinds, P * total)
     slots = {name: {len(stage[name]) for stage in kept} for name in ("x", "residuals")}
     assert max(slots["x"]) == min(steady.input_slots, total)
