@@ -70,7 +70,7 @@ def executed(method, techniques, params, rows, numbers):
     ("method", "techniques"),
     [
         ("pipemare", {"rescheduling_steps": 8, "discrepancy_decay": 0.3}),
-        ("pipedream", {}),
+        pytest.param("pipedream", {}, marks=pytest.mark.slow),
     ],
 )
 def test_it_trains_as_the_pipeline_does(method, techniques):

@@ -35,26 +35,19 @@ FEW = {
         Settings(4, 3, "pipemare", "sgd", clip_norm=0.3, drains=(6,)), tied=False, layers=5
     ),
     "T1 and T2, a minibatch of one": Case(
-        Settings(3, 1, "pipemare", "momentum", **T1, **T2, remat="full"), layers=7, fused=True
+        Settings(3, 1, "pipemare", "momentum", **T1, **T2, remat="full"), layers=5, fused=True
     ),
-    "T2, clipped, ZeRO-3, layers that differ": Case(
-        Settings(2, 2, "pipemare", "adam", **T2, clip_norm=0.3), data=2, zero=3, differ=True
+    "T1 and T2, recomputing, clipped, ZeRO-3, layers that differ": Case(
+        Settings(3, 2, "pipemare", "adam", **T1, **T2, clip_norm=0.3, recompute_segment=2),
+        data=2,
+        zero=3,
+        differ=True,
     ),
-    "recomputing, after a warm-up": Case(
-        Settings(
-            *(5, 2, "pipemare", "adamw"), **T1, **T2, warm_up=3, remat="dots", recompute_segment=2
-        ),
-        tied=False,
-        layers=7,
+    "PipeDream after a warm-up, ZeRO-1": Case(
+        Settings(2, 2, "pipedream", "adamw", **T1, warm_up=3), layers=3, data=2, zero=1
     ),
-    "recomputing, ZeRO-3": Case(
-        Settings(3, 2, "pipemare", "adam", 5, 0.135, recompute_segment=2), layers=4, data=2, zero=3
-    ),
-    "PipeDream, ZeRO-1": Case(
-        Settings(3, 2, "pipedream", "adamw", **T1, drains=(4, 7)), layers=4, data=2, zero=1
-    ),
-    "2BW, more microbatches than stages": Case(
-        Settings(3, 5, "2bw", "adam", recompute_segment=2), tied=False
+    "2BW, recomputing, more microbatches than stages": Case(
+        Settings(3, 5, "2bw", "adam", recompute_segment=2, remat="dots"), tied=False
     ),
 }
 MANY = [
@@ -74,6 +67,7 @@ MANY = [
             (4, 4, 1, T2),
             (2, 3, 2, {"warm_up": 3, "drains": (6,), **T2}),
             (2, 3, 2, {"method": "pipedream"}),
+            (2, 5, 2, {"warm_up": 3, "remat": "dots", **T1, **T2}),
         )
     ),
     *(

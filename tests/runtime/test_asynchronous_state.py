@@ -107,7 +107,7 @@ def test_residuals_hold_rows_of_activations_and_no_weights(remat, segment, slots
     [
         pytest.param("pipemare", 0, None, 3, marks=pytest.mark.slow),
         pytest.param("pipemare", 3, None, 7, marks=pytest.mark.slow),
-        ("pipedream", 1, None, 7),
+        pytest.param("pipedream", 1, None, 7, marks=pytest.mark.slow),
         ("pipemare", 1, 2, 7),
     ],
 )
