@@ -34,7 +34,7 @@ def counters() -> optax.GradientTransformation:
     return optax.GradientTransformation(lambda params: optax.EmptyState(), update)
 
 
-def build(layer, loss, P: int, N: int, optimizer, layers: dict, method="pipemare"):
+def build(layer, loss, P: int, N: int, layers: dict, method="pipemare"):
     model = jaxpipe.Model(
         embed=lambda outer, batch, rng: batch["x"],
         layer=layer,
@@ -47,7 +47,7 @@ def build(layer, loss, P: int, N: int, optimizer, layers: dict, method="pipemare
         schedule=jaxpipe.schedules.build("1f1b", stages=P, microbatches=N),
         mesh=jaxpipe.make_mesh(stage=P),
     )
-    training = AsyncPipeline(pipe, optimizer, method=method)
+    training = AsyncPipeline(pipe, counters(), method=method)
     return training, pipe.place(params)
 
 
@@ -64,7 +64,7 @@ def test_forwards_read_weights_as_old_as_the_table_says(P, N):
         return jnp.concatenate([value, x[:, 2:], x[:, :1]], axis=1)
 
     layers = {"version": jnp.zeros(P), "probe": jnp.zeros(P)}
-    training, params = build(layer, lambda x, batch: x[:, 0].mean(), P, N, counters(), layers)
+    training, params = build(layer, lambda x, batch: x[:, 0].mean(), P, N, layers)
     np.testing.assert_array_equal(
         training.delays,
         [[expected_delay(P, N, i, j) for j in range(N)] for i in range(1, P + 1)],
@@ -106,9 +106,7 @@ def test_backwards_read_the_newest_weights_or_the_stashed(P, N, method):
         return x * w["version"] + w["probe"] - jax.lax.stop_gradient(w["probe"])
 
     layers = {"version": jnp.ones(P), "probe": jnp.zeros(P)}
-    training, params = build(
-        layer, lambda x, batch: x.mean(), P, N, counters(), layers, method=method
-    )
+    training, params = build(layer, lambda x, batch: x.mean(), P, N, layers, method=method)
     batch = {"x": np.ones((N, 1), np.float32)}
     state = training.init(params, training.optimizer.init(params), batch)
     step = jax.jit(training.step, donate_argnums=0)

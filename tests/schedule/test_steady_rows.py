@@ -9,13 +9,13 @@ import itertools
 import numpy as np
 import pytest
 
-from jaxpipe.asynchronous import ASYNCHRONOUS_METHODS, SteadyState, from_json, steady_schedule
+from jaxpipe.asynchronous import ASYNCHRONOUS_METHODS, SteadyState, steady_schedule
 from jaxpipe.asynchronous.rows import SteadyRows
 from jaxpipe.schedule.actions import GUESTS, Action, Kind
 from jaxpipe.schedule.check.validate import ScheduleError, validate
 from jaxpipe.schedule.device_clock import device_clock
-from jaxpipe.schedule.formats import json_format
 from jaxpipe.schedule.formats.csv_format import write_csv
+from jaxpipe.schedule.formats.json_format import from_json, to_json
 from jaxpipe.schedule.lowering.table import NONE
 from jaxpipe.schedule.show import draw
 from jaxpipe.schedule.simulate import Costs, simulate
@@ -176,12 +176,12 @@ def test_a_broken_steady_state_is_refused():
 def test_a_schedule_of_minibatches_survives_json_and_is_not_written_as_csv():
     assert GUESTS.keys() == ASYNCHRONOUS_METHODS.keys()
     schedule = steady_schedule(SteadyState(3, 2, "pipedream", 2), MINIBATCHES, fused=True)
-    data = json_format.to_json(schedule)
-    assert json_format.from_json(data) == schedule
+    data = to_json(schedule)
+    assert from_json(data) == schedule
     # As it was written with time slices.
     assert from_json({name: value for name, value in data.items() if name != "ticks"}) == schedule
     early = [[*data["ticks"][0][:-1], data["ticks"][0][-2]], *data["ticks"][1:]]
     with pytest.raises(ScheduleError, match="its orders or ticks are not those of SteadyState"):
-        json_format.from_json(data | {"ticks": early})
+        from_json(data | {"ticks": early})
     with pytest.raises(ValueError, match="runs R, which PyTorch's CSV cannot say"):
         write_csv(schedule)
