@@ -319,7 +319,7 @@ class AsyncPipeline:
         return jax.jit(self.pipe.shard_map(newest, (self._specs,), out_specs))
 
     def discrepancy(self, state: AsyncState) -> jax.Array:
-        """How far T2 corrects layers: the norm of tau * delta over the weights', float32
+        """Share by which T2 corrects layers: the norm of tau * delta over the weights', float32
         ``[stages]``; 0 without T2."""
         state = self._checked(state)
         stages = self.steady.num_stages
@@ -413,7 +413,7 @@ class AsyncPipeline:
 
     @cached_property
     def _specs(self) -> dict[str, Any]:
-        """How every part of the state is split over the mesh."""
+        """Partition specs of the state's parts."""
 
         layout, zero, axes = self._layout, self.pipe.zero, self.pipe.axes
         weights = layout.specs(sharded=zero == 3)

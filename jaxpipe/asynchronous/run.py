@@ -35,7 +35,7 @@ from jaxpipe.schedule.actions import Kind
 from jaxpipe.schedule.lowering.table import NONE, Row
 
 AsyncState: TypeAlias = dict[str, Any]
-"""What a run carries from call to call: "weights" and "delta" by part, "owned" and "rest" of the
+"""State of a run from call to call: "weights" and "delta" by part, "owned" and "rest" of the
 optimizer, "states" of stateful layers after the last whole minibatch, "recent" rows and keys,
 "clock", the rules "steady", and "flight": what is in flight."""
 
@@ -59,7 +59,7 @@ class Recent:
     steady: SteadyState
 
     def at(self, i: Index) -> tuple[Batch, Key, Index]:
-        """As of `jaxpipe.runtime.tick.microbatches.Microbatches`."""
+        """See `jaxpipe.runtime.tick.microbatches.Microbatches`."""
         slot = i % self.steady.num_slots
         rows, rng = jax.tree.map(
             lambda w: lax.dynamic_index_in_dim(w, slot, keepdims=False), (self.rows, self.rng)
@@ -67,12 +67,12 @@ class Recent:
         return rows, rng, i % self.steady.num_microbatches
 
     def scale_of(self, i: Index) -> jax.Array | None:
-        """As of `jaxpipe.runtime.tick.microbatches.Microbatches`."""
+        """See `jaxpipe.runtime.tick.microbatches.Microbatches`."""
         return None if self.scale is None else self.scale[i % self.steady.num_slots]
 
 
 def empty_flight(setup: Setup, rules: Rules, state: AsyncState) -> dict[str, Any]:
-    """What is in flight in a pipeline that is empty; arguments as for `call`."""
+    """Makes what is in flight in a pipeline that is empty; arguments as for `call`."""
     own, steady = _own(state), rules.steady
     fixed, tied = _fix(setup, rules, own)
     idle = SteadyRows(steady, entered=0, xp=jnp).at(0, fixed.stage, layers=0)
@@ -183,8 +183,8 @@ def _average_states(
 
 
 def _left(steady: SteadyState, carried: Carried, row: Row) -> tuple[Carried, tuple[Tree, Tree]]:
-    """What is collected of the minibatch whose last microbatch has left in this tick, and the sums
-    of its layers' losses and metrics; NaN, or 0 for integers, if there is none."""
+    """Takes out what is collected of the minibatch whose last microbatch has left in this tick, and
+    the sums of its layers' losses and metrics; NaN, or 0 for integers, if there is none."""
     ends = (row.outer.head != NONE) & steady.updates(row.outer.head)
     slot, sums = steady.loss_slot(row.outer.head), carried.finished.layer_losses
 
@@ -232,7 +232,7 @@ def _fix(setup: Setup, rules: Rules, own: AsyncState) -> tuple[Fixed, bool]:
 
 
 def _at(fixed: Fixed, rules: Rules, row: SteadyRow, *, tied: bool) -> Fixed:
-    """What a tick is given."""
+    """Adds the weights and the gradient sink of one tick."""
     weights = Versioned(rules.steady, rules.discrepancy_decay is not None, row.reads)
     return dataclasses.replace(fixed, weights=weights, gradients=Updated(rules, row, tied))
 
@@ -251,7 +251,7 @@ def _held(own: AsyncState) -> Versions:
 
 
 def _carried(rules: Rules, own: AsyncState) -> Carried:
-    """What the first tick of a call is handed."""
+    """Makes the carry of the first tick of a call."""
     flight = own["flight"]
     losses = flight.get("layer_losses")
     extra = Extra(

@@ -128,7 +128,7 @@ class SteadyState:
         return -_at_least(-last, -(d // segment * segment + segment - 1))
 
     def begins_segment(self, d: Integers) -> Any:
-        """Whether the input of stage d is kept, for its segment to be recomputed from."""
+        """Says whether stage d keeps its input, from which its segment is recomputed."""
         return d % (self.recompute_segment or 1) == 0
 
     @property
@@ -148,7 +148,7 @@ class SteadyState:
         return Part(self.num_stages - 1, self.num_stages - 1)
 
     def parts(self, d: Integers) -> dict[str, Part]:
-        """What stage d has of the model; embedding and head are all stages'."""
+        """The parts of the model by name, with the layers of stage d."""
         return {"layers": self.stage(d), "embed": self.embed, "head": self.head}
 
     @property
@@ -290,7 +290,7 @@ class SteadyState:
         return self.forward_version(part, g, first)
 
     def updates(self, g: Integers) -> Any:
-        """Whether an update follows the gradient of microbatch g: it ends its minibatch."""
+        """Says whether an update follows the gradient of microbatch g, as it ends its minibatch."""
         return g % self.num_microbatches == self.num_microbatches - 1
 
 

@@ -43,7 +43,7 @@ Norms: TypeAlias = dict[str, jax.Array]
 
 @dataclasses.dataclass(frozen=True)
 class Rules:
-    """How an asynchronous run trains.
+    """Rules by which an asynchronous run trains.
 
     Args:
       steady: ticks, delays and versions.
@@ -63,7 +63,7 @@ class Rules:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Extra:
-    """What is carried beside weights and what the executor knows.
+    """State that is carried beside weights and what the executor knows.
 
     Args:
       states: the components of the optimizer's state, by part.
@@ -154,7 +154,7 @@ class Updated(GradientSink):
         return sums | {"embed": table}
 
     def _starts(self, microbatch: Index) -> Index:
-        """Whether a microbatch is the first of its minibatch, whose sums replace those before."""
+        """Says whether a microbatch begins a minibatch, whose sums replace those before."""
         return microbatch % self.steady.num_microbatches == 0
 
     def before_layers(

@@ -107,25 +107,6 @@ class Schedule:
         """The m of the batch: the sum over all copies of the model."""
         return self.num_microbatches * self.placement.num_copies
 
-    # What a schedule of `GUESTS` has of its own.
-
-    @property
-    def kinds(self) -> tuple[Kind, ...]:
-        """The kinds of action that it may run."""
-        return Kind.F, Kind.B, Kind.W, Kind.BW
-
-    def inputs(self, action: Action) -> list[Action]:
-        """`dependencies` of an action; a fused backward counts as its B."""
-        return dependencies(action, num_virtual_stages=self.placement.depth, split=True)
-
-    def table(self, layer_counts: Sequence[int]) -> TickTable | None:
-        """The tick table of a schedule with ticks of its own; None for one that is lowered."""
-        return None
-
-    def own_json(self) -> dict[str, Any]:
-        """What it is made from, for JSON."""
-        return {}
-
     @property
     def mixes_backwards(self) -> bool:
         """Whether some backwards are B and W, and others BW."""
@@ -161,6 +142,25 @@ class Schedule:
     @property
     def num_chunks(self) -> int:
         return self.placement.num_chunks
+
+    # Schedules of `GUESTS` override these.
+
+    @property
+    def kinds(self) -> tuple[Kind, ...]:
+        """The kinds of action that it may run."""
+        return Kind.F, Kind.B, Kind.W, Kind.BW
+
+    def inputs(self, action: Action) -> list[Action]:
+        """`dependencies` of an action; a fused backward counts as its B."""
+        return dependencies(action, num_virtual_stages=self.placement.depth, split=True)
+
+    def table(self, layer_counts: Sequence[int]) -> TickTable | None:
+        """The tick table of a schedule with ticks of its own; None for one that is lowered."""
+        return None
+
+    def own_json(self) -> dict[str, Any]:
+        """Further fields for JSON."""
+        return {}
 
 
 def split_backwards(schedule: Schedule) -> Schedule:

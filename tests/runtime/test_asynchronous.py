@@ -16,7 +16,7 @@ pytestmark = pytest.mark.pipeline
 
 @dataclasses.dataclass
 class Case:
-    """What to train, with what; ``differ`` for layers of two kinds."""
+    """A run to compare; its layers are of two kinds if they ``differ``."""
 
     settings: Settings
     tied: bool = True

@@ -46,7 +46,7 @@ class Weights:
         assert self.slots[slot] == rule.get(self.method, self.read_by_forward[g])
 
     def update(self, update, t: int, g: int | None) -> bool:
-        """Whether a part is updated whose gradient of a microbatch is there, if of any."""
+        """Checks the update after a microbatch's gradient, if any, and says whether one is due."""
         minibatch, version = update
         if g is None or g % self.size != self.size - 1:
             assert minibatch[t] == NONE

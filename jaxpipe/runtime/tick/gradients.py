@@ -53,7 +53,7 @@ class GradientSink(abc.ABC):
     def before_layers(
         self, fixed: Fixed, batch: Microbatches, carried: Carried, row: Row
     ) -> Carried:
-        """What the layers' part of a tick begins with."""
+        """Prepares what is carried for the layers of a tick."""
         return carried
 
     def chunk(self, fixed: Fixed, carried: Carried, transfer: Transfer) -> Carried:
