@@ -40,7 +40,7 @@ from jaxpipe.runtime.types import (
     States,
     Tree,
 )
-from jaxpipe.runtime.update.optimizer import PlacedOptimizer
+from jaxpipe.runtime.update.optimizer import PlacedOptimizer, with_stages
 from jaxpipe.schedule.actions import Kind
 from jaxpipe.schedule.lowering.table import TickTable
 from jaxpipe.schedule.placement import linear
@@ -216,13 +216,10 @@ class AsyncPipeline:
         def init(
             params: Placed, optimizer_state: OptimizerState, rng: Key, states: States, step: Index
         ) -> AsyncState:
-            return self._empty(params, optimizer_state, shapes_of(batch), rng, states, step)
+            state = self._at_rest(params, optimizer_state, shapes_of(batch), rng, states, step)
+            return state | {"flight": self._flight(state), "steady": self.steady}
 
         return init(params, optimizer_state, rng, states, step)
-
-    def _empty(self, *given: Any) -> AsyncState:
-        state = self._at_rest(*given)
-        return state | {"flight": self._flight(state), "steady": self.steady}
 
     def _at_rest(self, *given: Any) -> AsyncState:
         """The state without what is in flight."""
@@ -312,8 +309,7 @@ class AsyncPipeline:
     @cached_property
     def _newest(self) -> Callable[[AsyncState], Placed]:
         def newest(state: AsyncState) -> Placed:
-            weights = run.newest_weights(self._setup, self._rules, state)
-            return weights | {"layers": jax.tree.map(lambda w: w[None], weights["layers"])}
+            return with_stages(run.newest_weights(self._setup, self._rules, state))
 
         out_specs = self._layout.specs(sharded=self.pipe.zero == 3)
         return jax.jit(self.pipe.shard_map(newest, (self._specs,), out_specs))
