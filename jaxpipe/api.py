@@ -1,6 +1,7 @@
 """The public names that need jax; `jaxpipe` itself imports this file when one of them is used."""
 
 from jaxpipe import cpu_threads
+from jaxpipe.asynchronous.pipeline import AsyncPipeline as AsyncPipeline
 from jaxpipe.runtime import unpipelined as unpipelined
 from jaxpipe.runtime import vocabulary as vocabulary
 from jaxpipe.runtime.host import on_host as on_host
@@ -14,7 +15,6 @@ from jaxpipe.runtime.load_params import load_params as load_params
 from jaxpipe.runtime.mesh import axes_across_hosts as axes_across_hosts
 from jaxpipe.runtime.mesh import make_mesh as make_mesh
 from jaxpipe.runtime.pipeline import Pipeline as Pipeline
-from jaxpipe.runtime.update.asynchronous import AsyncPipeline as AsyncPipeline
 
 # XLA's threads start with the first array, which may come before a mesh.
 cpu_threads.suffice()

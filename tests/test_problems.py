@@ -11,13 +11,13 @@ import jax.numpy as jnp
 import pytest
 
 import jaxpipe
+from jaxpipe.asynchronous import SteadyState
 from jaxpipe.commands import options
 from jaxpipe.runtime.layers.split import split_layer
 from jaxpipe.schedule import catalog
 from jaxpipe.schedule.formats import user
 from jaxpipe.schedule.generators.hanayo import hanayo
 from jaxpipe.schedule.generators.interleaved import interleaved
-from jaxpipe.schedule.generators.pipemare import SteadyState
 from jaxpipe.schedule.lowering.lower import lower
 from jaxpipe.schedule.partition import Memory, partition
 from jaxpipe.schedule.placement import linear, mirrored

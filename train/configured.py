@@ -12,14 +12,13 @@ from pathlib import Path
 from typing import Any
 
 from jaxpipe import schedules
+from jaxpipe.asynchronous import ASYNCHRONOUS_METHODS, SteadyState
 from jaxpipe.errors import refuse
 from jaxpipe.files import read_json, write_whole
 from jaxpipe.planning.plans import UNROLLED_LAYERS
 from jaxpipe.schedule import (
-    ASYNCHRONOUS_METHODS,
     Costs,
     Schedule,
-    SteadyState,
     from_json,
     is_users,
     lower,

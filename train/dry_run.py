@@ -12,8 +12,9 @@ from rich.console import Console
 from rich.table import Table
 
 from jaxpipe import axes_across_hosts
+from jaxpipe.asynchronous import steady_text
 from jaxpipe.measure import predicted_bytes
-from jaxpipe.schedule import chunk_shares, draw, simulate, steady_text
+from jaxpipe.schedule import chunk_shares, draw, simulate
 from train import configured
 from train.config import Config
 from train.metrics import announced, say

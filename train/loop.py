@@ -16,8 +16,9 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from jaxpipe import Checkpoints
+from jaxpipe.asynchronous import steady_text
 from jaxpipe.files import write_whole
-from jaxpipe.schedule import draw, steady_text
+from jaxpipe.schedule import draw
 from train import checkpoint, configured, distributed, evaluation, initial, noise, run_folder
 from train.config import Config
 from train.configured import Choice

@@ -20,8 +20,8 @@ import optax
 from jax import lax
 
 from jaxpipe import Model
+from jaxpipe.asynchronous import SteadyState
 from jaxpipe.runtime.layers.split import split_layer
-from jaxpipe.schedule.generators.pipemare import SteadyState
 
 Tree = Any
 

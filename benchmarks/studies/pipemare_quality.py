@@ -25,7 +25,7 @@ from sklearn.datasets import load_digits
 
 from benchmarks import harness
 from benchmarks.studies import common, delayed
-from jaxpipe.schedule.generators.pipemare import SteadyState
+from jaxpipe.asynchronous import SteadyState
 from models import resnet
 from train import configured
 from train.command_line import parse

@@ -13,6 +13,13 @@ from typing import Any, Literal, NamedTuple
 
 import tyro
 
+from jaxpipe.asynchronous import (
+    ASYNCHRONOUS_METHODS,
+    SteadyState,
+    shown_minibatches,
+    steady_schedule,
+    steady_text,
+)
 from jaxpipe.commands.options import (
     DEFAULT_COSTS,
     build,
@@ -26,15 +33,12 @@ from jaxpipe.schedule.actions import Schedule
 from jaxpipe.schedule.device_clock import device_clock
 from jaxpipe.schedule.formats import user
 from jaxpipe.schedule.formats.csv_format import read_csv, write_csv
-from jaxpipe.schedule.generators import pipemare
-from jaxpipe.schedule.lowering.steady_rows import shown_minibatches, steady_schedule
 from jaxpipe.schedule.partition import cut_layers
 from jaxpipe.schedule.problems import ArgumentError, Problem, refuse
 from jaxpipe.schedule.search.auto import gain_of_memory
 from jaxpipe.schedule.search.bounds import gap
 from jaxpipe.schedule.show import draw
 from jaxpipe.schedule.show.page import page
-from jaxpipe.schedule.show.pipemare_draw import steady_text
 from jaxpipe.schedule.show.report import Clock, report, timelines
 from jaxpipe.schedule.show.trace import trace
 from jaxpipe.schedule.simulate import Costs
@@ -116,7 +120,7 @@ def show(
         "memory_limit": memory_limit,
     }
     parsed = parse_costs(costs)
-    if name in pipemare.ASYNCHRONOUS_METHODS:
+    if name in ASYNCHRONOUS_METHODS:
         given = options | {"costs": costs}
         steady = _steady_state(name, stages, microbatches, recompute_segment, written, given)
         if written == "text":
@@ -125,7 +129,7 @@ def show(
         _output(_Model(steady_schedule(steady), parsed), clock, written, out)
         return
     if recompute_segment is not None:
-        methods = ", ".join(pipemare.ASYNCHRONOUS_METHODS)
+        methods = ", ".join(ASYNCHRONOUS_METHODS)
         rule = f"does not fit $name: segments are for {methods}"
         others = {"name": name}
         refuse([Problem("recompute_segment", recompute_segment, rule, (None,), others)])
@@ -235,7 +239,7 @@ def _steady_state(
     recompute_segment: int | None,
     format: str,
     options: Mapping[str, Any],
-) -> pipemare.SteadyState:
+) -> SteadyState:
     """Makes the rules of an asynchronous pipeline; refuses what the format cannot show."""
     others = {"name": name}
     refuse(
@@ -249,7 +253,7 @@ def _steady_state(
     if format == "csv":
         rule = "is for schedules that end; $name never drains"
         refuse([Problem("format", format, rule, {"format": "text"}, others)])
-    steady = pipemare.SteadyState(stages, microbatches, name, recompute_segment)
+    steady = SteadyState(stages, microbatches, name, recompute_segment)
     minibatches = 1 if format == "text" else shown_minibatches(stages, microbatches)
     check_size(stages, microbatches, 1, minibatches=minibatches)
     return steady

@@ -11,6 +11,7 @@ import tyro
 from rich.console import Console
 from rich.table import Table
 
+from jaxpipe.asynchronous import ASYNCHRONOUS_METHODS
 from jaxpipe.commands.options import (
     DEFAULT_COSTS,
     check_size,
@@ -25,7 +26,6 @@ from jaxpipe.commands.printing import output_console, print_list, print_table, s
 from jaxpipe.planning.candidates import SCHEDULES
 from jaxpipe.planning.found import Found
 from jaxpipe.schedule import catalog
-from jaxpipe.schedule.generators.pipemare import ASYNCHRONOUS_METHODS
 from jaxpipe.schedule.partition import cut_layers
 from jaxpipe.schedule.problems import Problem, below_one, refuse
 from jaxpipe.schedule.show import comparison, draw

@@ -31,7 +31,7 @@ from jaxpipe.runtime.trees import (
     shapes_of,
 )
 from jaxpipe.runtime.types import Key, Params, Shapes, States, Tree
-from jaxpipe.schedule.actions import Kind, Schedule
+from jaxpipe.schedule.actions import GUESTS, Kind, Schedule
 from jaxpipe.schedule.check.validate import simulated_only
 from jaxpipe.schedule.problems import Problem
 
@@ -113,11 +113,8 @@ def _schedule(schedule: Schedule, mesh: Mesh, axes: Axes | None) -> Iterator[Pro
         nearest = {axes.stage: schedule.num_stages}
         yield Problem("mesh", dict(mesh.shape), rule, nearest, schedule=schedule.name)
     yield from simulated_only(schedule)
-    if schedule.minibatches is not None:
-        rule = (
-            "updates weights as it runs: AsyncPipeline executes it, made from a Pipeline of one "
-            "step"
-        )
+    if schedule.name in GUESTS:
+        rule = "is no order of one step: AsyncPipeline executes it, made from a Pipeline of one"
         yield Problem("schedule", schedule.name, rule, ("1f1b",))
 
 

@@ -4,7 +4,7 @@ A schedule is a function of the numbers of stages and microbatches; `validate` p
 returns can run, `simulate` tells how long it takes, and `register` gives it a name for `build`, the
 command line and the trainer. That is all that its author needs. Programs that train choose with
 `partition` which layers make a chunk, picture the result with `draw`, and keep it with
-`to_json`; `SteadyState` has the rules of a pipeline that never drains.
+`to_json`.
 
 =========================  =========================================================================
 `actions`, `placement`     what a schedule is
@@ -41,26 +41,26 @@ Example:
   24.0
 """
 
-from jaxpipe.schedule.actions import Action, Kind, Schedule
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from jaxpipe.schedule.actions import GUESTS, Action, Kind, Schedule
 from jaxpipe.schedule.catalog import build, register
 from jaxpipe.schedule.check.validate import ScheduleError, simulated_only, validate
 from jaxpipe.schedule.device_clock import device_clock
 from jaxpipe.schedule.formats.json_format import from_json, to_json
 from jaxpipe.schedule.formats.user import is_users
-from jaxpipe.schedule.generators.pipemare import ASYNCHRONOUS_METHODS, SteadyState
 from jaxpipe.schedule.lowering.lower import lower
 from jaxpipe.schedule.partition import Memory, chunk_costs, chunk_shares, partition
 from jaxpipe.schedule.placement import Placement, linear, looped, wave
 from jaxpipe.schedule.search.cache import cache_folder
 from jaxpipe.schedule.show import draw
 from jaxpipe.schedule.show.page import page
-from jaxpipe.schedule.show.pipemare_draw import steady_text
 from jaxpipe.schedule.show.report import Timelines, timelines
 from jaxpipe.schedule.show.trace import trace
 from jaxpipe.schedule.simulate import Costs, Timeline, simulate
 
 __all__ = [
-    "ASYNCHRONOUS_METHODS",
     "Action",
     "Costs",
     "Kind",
@@ -68,7 +68,6 @@ __all__ = [
     "Placement",
     "Schedule",
     "ScheduleError",
-    "SteadyState",
     "Timeline",
     "Timelines",
     "build",
@@ -87,10 +86,17 @@ __all__ = [
     "register",
     "simulate",
     "simulated_only",
-    "steady_text",
     "timelines",
     "to_json",
     "trace",
     "validate",
     "wave",
 ]
+
+if not TYPE_CHECKING:  # to a type checker such a function has every name
+
+    def __getattr__(name: str) -> Any:
+        """Names that were here before they had a package of their own."""
+        if name not in ("ASYNCHRONOUS_METHODS", "SteadyState", "steady_text"):
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        return getattr(importlib.import_module(GUESTS["pipemare"]), name)

@@ -10,9 +10,16 @@ import dataclasses
 import enum
 import itertools
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any
 
 from jaxpipe.schedule.placement import Placement
+
+if TYPE_CHECKING:
+    from jaxpipe.schedule.lowering.table import TickTable
+
+GUESTS = dict.fromkeys(("pipemare", "pipedream", "2bw"), "jaxpipe.asynchronous")
+"""Names of the schedules that have an executor of their own, and its package."""
 
 
 class Kind(enum.StrEnum):
@@ -30,7 +37,7 @@ class Kind(enum.StrEnum):
     BW = "BW"
     """Fused backward: B and W of a layer together, layer by layer."""
     R = "R"
-    """Recomputation: F again, in a segment of which only the input was kept."""
+    """F again, for its residuals; schedules of `GUESTS` alone have it."""
 
     @property
     def is_forward(self) -> bool:
@@ -71,25 +78,6 @@ class Action:
 
 
 @dataclasses.dataclass(frozen=True)
-class Minibatches:
-    """Minibatches of a schedule that runs several of them, beside its order.
-
-    Every stage updates its layers when it has run the last W of a minibatch, and goes on.
-
-    Args:
-      size: N, the microbatches of each.
-      method: rule for which weights are read, a name in `jaxpipe.schedule.ASYNCHRONOUS_METHODS`.
-      num_versions: versions of the weights that a stage keeps.
-      segment: stages of a segment that R recomputes; None if there is no R.
-    """
-
-    size: int
-    method: str
-    num_versions: int
-    segment: int | None = None
-
-
-@dataclasses.dataclass(frozen=True)
 class Schedule:
     """The order in which every stage runs its actions, without times, which come from costs.
 
@@ -118,21 +106,6 @@ class Schedule:
     def batch_microbatches(self) -> int:
         """The m of the batch: the sum over all copies of the model."""
         return self.num_microbatches * self.placement.num_copies
-
-    @property
-    def minibatches(self) -> Minibatches | None:
-        """Minibatches of a schedule that updates weights as it runs; None for one step."""
-        return None
-
-    @property
-    def step_microbatches(self) -> int:
-        """The microbatches over which a loss and a gradient are means."""
-        return self.num_microbatches if self.minibatches is None else self.minibatches.size
-
-    @property
-    def segment(self) -> int | None:
-        """Stages of a segment that is recomputed, or None."""
-        return None if self.minibatches is None else self.minibatches.segment
 
     @property
     def mixes_backwards(self) -> bool:
@@ -170,6 +143,25 @@ class Schedule:
     def num_chunks(self) -> int:
         return self.placement.num_chunks
 
+    # Schedules of `GUESTS` override these.
+
+    @property
+    def kinds(self) -> tuple[Kind, ...]:
+        """The kinds of action that it may run."""
+        return Kind.F, Kind.B, Kind.W, Kind.BW
+
+    def inputs(self, action: Action) -> list[Action]:
+        """`dependencies` of an action; a fused backward counts as its B."""
+        return dependencies(action, num_virtual_stages=self.placement.depth, split=True)
+
+    def table(self, layer_counts: Sequence[int]) -> TickTable | None:
+        """The tick table of a schedule with ticks of its own; None for one that is lowered."""
+        return None
+
+    def own_json(self) -> dict[str, Any]:
+        """Further fields for JSON."""
+        return {}
+
 
 def split_backwards(schedule: Schedule) -> Schedule:
     """Replaces every BW by its B, directly followed by its W, and overlaps nothing."""
@@ -187,39 +179,17 @@ def split_action(action: Action) -> list[Action]:
     return [dataclasses.replace(action, kind=kind) for kind in (Kind.B, Kind.W)]
 
 
-@dataclasses.dataclass(frozen=True)
-class MinibatchSchedule(Schedule):
-    """A schedule of several minibatches; microbatches are numbered through all of them.
-
-    Args:
-      several: size, method and weight versions of the minibatches.
-      ticks: ``ticks[d][k]`` is the tick in which stage ``d`` runs its action ``k``; a tick may hold
-        one action of each kind.
-    """
-
-    several: Minibatches | None = None
-    ticks: tuple[tuple[int, ...], ...] = ()
-
-    @property
-    def minibatches(self) -> Minibatches | None:
-        return self.several
-
-
-def dependencies(
-    action: Action, *, num_virtual_stages: int, split: bool, segment: int | None = None
-) -> list[Action]:
+def dependencies(action: Action, *, num_virtual_stages: int, split: bool) -> list[Action]:
     """The actions, of the same or another stage, whose results ``action`` reads.
 
     F waits for F of the previous virtual stage; B (or BW) for its own F and for B of the next
-    virtual stage; W for its own B. With segments R waits for its own F, and within a segment for R
-    of the previous virtual stage; B also waits for its own R.
+    virtual stage; W for its own B.
 
     Args:
       action: the action that waits.
       num_virtual_stages: length of the model in virtual stages; if a placement has several copies
         of it, the length of one.
       split: whether backwards in this schedule are B and W (True) or BW (False).
-      segment: virtual stages of a segment that R recomputes, or None.
     """
     s, i = action.virtual_stage, action.microbatch
     if action.kind is Kind.F:
@@ -227,10 +197,6 @@ def dependencies(
     if action.kind is Kind.W:
         return [Action(s, Kind.B, i)]
     waits = [Action(s, Kind.F, i)]
-    if action.kind is Kind.R:
-        return [*waits, Action(s - 1, Kind.R, i)] if s % (segment or 1) else waits
-    if segment is not None:
-        waits.append(Action(s, Kind.R, i))
     if (s + 1) % num_virtual_stages:
         waits.append(Action(s + 1, Kind.B if split else Kind.BW, i))
     return waits

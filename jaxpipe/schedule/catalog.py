@@ -18,11 +18,10 @@ from functools import cache, wraps
 from importlib.metadata import entry_points
 from typing import Any
 
-from jaxpipe.schedule.actions import Schedule
+from jaxpipe.schedule.actions import GUESTS, Schedule
 from jaxpipe.schedule.built_in import BUILT_IN, MEASURES, OPTIONS, PUBLISHED, Entry, Generate
 from jaxpipe.schedule.formats import user
 from jaxpipe.schedule.generators.eager import in_time
-from jaxpipe.schedule.generators.pipemare import ASYNCHRONOUS_METHODS
 from jaxpipe.schedule.problems import ArgumentError, Problem, below_one, in_python, refuse
 from jaxpipe.schedule.simulate import UNIT, Costs
 
@@ -68,7 +67,7 @@ def register(name: str) -> Callable[[Generate], Generate]:
     free = re.sub(r"\.csv$", "", name, flags=re.IGNORECASE).replace(":", "-") or "mine"
     for wrong, rule, nearest in (
         (not name, "is empty: a schedule needs a name", free),
-        (name in ASYNCHRONOUS_METHODS, "belongs to an asynchronous method", f"my-{name}"),
+        (name in GUESTS, "belongs to an asynchronous method", f"my-{name}"),
         (name in {e.name for e in BUILT_IN}, "belongs to a built-in schedule", f"my-{name}"),
         (":" in name, "looks like a function", free),
         (user.is_file(name), "looks like a file", free),
@@ -247,11 +246,11 @@ def _misfits(entry: Entry, given: Mapping[str, Any]) -> list[Problem]:
 
 
 def _unknown(name: str) -> Problem:
-    if name in ASYNCHRONOUS_METHODS:
+    if name in GUESTS:
         why = "never drains the pipeline, so no order of actions describes it"
         rule = f"{why}: AsyncPipeline and train.py train with it"
         return Problem("name", name, rule, ("1f1b",))
-    names = [*(entry.name for entry in entries()), *ASYNCHRONOUS_METHODS]
+    names = [*(entry.name for entry in entries()), *GUESTS]
     near = _nearest(name, names)
     return Problem("name", name, "is not a known schedule", near, note=f"All: {', '.join(names)}.")
 

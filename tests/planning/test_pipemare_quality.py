@@ -10,7 +10,7 @@ import pytest
 
 import jaxpipe
 from benchmarks.studies import delayed, pipemare_quality
-from jaxpipe.schedule.generators.pipemare import SteadyState
+from jaxpipe.asynchronous import SteadyState
 
 P, N, ROWS, STEPS, WIDTH = 4, 2, 4, 12, 5
 RATE = 0.05
@@ -70,7 +70,7 @@ def executed(method, techniques, params, rows, numbers):
     ("method", "techniques"),
     [
         ("pipemare", {"rescheduling_steps": 8, "discrepancy_decay": 0.3}),
-        ("pipedream", {}),
+        pytest.param("pipedream", {}, marks=pytest.mark.slow),
     ],
 )
 def test_it_trains_as_the_pipeline_does(method, techniques):

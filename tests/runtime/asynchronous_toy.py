@@ -11,7 +11,7 @@ import optax
 from asynchronous_reference import Settings
 
 import jaxpipe
-from jaxpipe.runtime.update.asynchronous import AsyncPipeline
+from jaxpipe import AsyncPipeline
 
 WIDTH = 4
 

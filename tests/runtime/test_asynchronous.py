@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
 
 import chex
 import numpy as np
@@ -11,151 +10,105 @@ import pytest
 from asynchronous_reference import Settings
 from asynchronous_reference import losses as reference
 from asynchronous_toy import minibatches, packed, params, pipeline, train
-from covering import some
 
 pytestmark = pytest.mark.pipeline
 
 
-def check(
-    settings: Settings, *, tied=True, layers=None, data=1, zero=0, fused=False, steps=10, start=None
-):
-    start = start or params(layers=layers or settings.stages, tied=tied)
-    batches = minibatches(steps, 2 * data * settings.microbatches)
-    training = pipeline(settings, start, data=data, zero=zero, fused=fused)
+@dataclasses.dataclass
+class Case:
+    """A run to compare; its layers are of two kinds if they ``differ``."""
+
+    settings: Settings
+    tied: bool = True
+    layers: int | None = None
+    data: int = 1
+    zero: int = 0
+    fused: bool = False
+    differ: bool = False
+
+
+T1, T2 = {"rescheduling_steps": 6}, {"discrepancy_decay": 0.135}
+FEW = {
+    # More stages than microbatches. With few of them later stages are minibatches ahead, and their
+    # norms with them.
+    "naive, clipped, drained": Case(
+        Settings(4, 3, "pipemare", "sgd", clip_norm=0.3, drains=(6,)), tied=False, layers=5
+    ),
+    "T1 and T2, a minibatch of one": Case(
+        Settings(3, 1, "pipemare", "momentum", **T1, **T2, remat="full"), layers=5, fused=True
+    ),
+    "T1 and T2, recomputing, clipped, ZeRO-3, layers that differ": Case(
+        Settings(3, 2, "pipemare", "adam", **T1, **T2, clip_norm=0.3, recompute_segment=2),
+        data=2,
+        zero=3,
+        differ=True,
+    ),
+    "PipeDream after a warm-up, ZeRO-1": Case(
+        Settings(2, 2, "pipedream", "adamw", **T1, warm_up=3), layers=3, data=2, zero=1
+    ),
+    "2BW, recomputing, more microbatches than stages": Case(
+        Settings(3, 5, "2bw", "adam", recompute_segment=2, remat="dots"), tied=False
+    ),
+}
+MANY = [
+    *(Case(Settings(4, 3, optimizer=optimizer)) for optimizer in ("momentum", "adam", "adamw")),
+    *(Case(Settings(2, 5, optimizer=optimizer, **T1)) for optimizer in ("sgd", "adamw")),
+    *(Case(Settings(2, 5, "pipedream", optimizer, **T1)) for optimizer in ("momentum", "adamw")),
+    *(
+        Case(Settings(3, 2, optimizer="momentum", **T2, remat=remat), layers=7, fused=fused)
+        for remat in ("none", "dots", "full")
+        for fused in (False, True)
+    ),
+    *(
+        Case(Settings(P, N, optimizer="adamw", recompute_segment=segment, **options), layers=P + 2)
+        for segment, P, N, options in (
+            (1, 4, 2, {}),
+            (3, 4, 8, {"discrepancy_decay": 0.3, "rescheduling_steps": 6, "clip_norm": 0.5}),
+            (4, 4, 1, T2),
+            (2, 3, 2, {"warm_up": 3, "drains": (6,), **T2}),
+            (2, 3, 2, {"method": "pipedream"}),
+            (2, 5, 2, {"warm_up": 3, "remat": "dots", **T1, **T2}),
+        )
+    ),
+    *(
+        Case(Settings(3, 2, "pipemare", "adam", 5, 0.135, recompute_segment=2), **options)
+        for options in ({"differ": True}, {"data": 2, "zero": 1, "layers": 4})
+    ),
+    *(
+        Case(Settings(2, 2, method, "adam", warm_up=1, drains=(4,)), layers=3, data=2, zero=zero)
+        for method in ("pipemare", "pipedream")
+        for zero in range(4)
+    ),
+    *(
+        Case(
+            Settings(P, N, optimizer="momentum", clip_norm=0.3, drains=(6,)),
+            layers=5,
+            tied=tied,
+            data=data,
+            zero=data - 1,
+        )
+        for P, N, data in ((3, 4, 1), (3, 4, 2), (4, 1, 1), (4, 2, 1), (4, 3, 1))
+        for tied in (True, False)
+    ),
+    Case(Settings(2, 3, "2bw", "sgd", 7, warm_up=1, drains=(4, 7))),
+    Case(Settings(2, 2, "pipedream", "adam"), data=2, zero=3, differ=True),
+]
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        *(pytest.param(case, id=name) for name, case in FEW.items()),
+        *(pytest.param(case, marks=pytest.mark.slow) for case in MANY),
+    ],
+)
+def test_it_trains_as_the_reference(case):
+    settings, layers = case.settings, case.layers or case.settings.stages
+    start = packed(5) if case.differ else params(layers=layers, tied=case.tied)
+    batches = minibatches(10, 2 * case.data * settings.microbatches)
+    training = pipeline(settings, start, data=case.data, zero=case.zero, fused=case.fused)
     got, end, _ = train(settings, training, start, batches)
-    want, want_end = reference(dataclasses.replace(settings, shards=data), start, batches)
+    want, want_end = reference(dataclasses.replace(settings, shards=case.data), start, batches)
     np.testing.assert_allclose(got, want, rtol=1e-4)
     assert np.ptp(want) > 0.01 * abs(np.mean(want))
     chex.assert_trees_all_close(end, want_end, rtol=1e-3, atol=1e-4)
-
-
-OPTIMIZERS = ["sgd", "momentum", "adam", "adamw"]
-TECHNIQUES = {
-    "naive": {},
-    "T1": {"rescheduling_steps": 6},
-    "T2": {"discrepancy_decay": 0.135},
-    "T1+T2": {"rescheduling_steps": 6, "discrepancy_decay": 0.3},
-}
-
-
-@pytest.mark.parametrize(
-    ("techniques", "optimizer"),
-    some(
-        itertools.product(TECHNIQUES, OPTIMIZERS),
-        *zip(TECHNIQUES, ["sgd", "momentum", "adam", "adamw"], strict=True),
-    ),
-)
-def test_pipemare_trains_as_the_reference(techniques, optimizer):
-    # More stages than microbatches, a minibatch of one, more microbatches than stages.
-    P, N = [(4, 3), (3, 1), (2, 5), (4, 2)][OPTIMIZERS.index(optimizer)]
-    settings = Settings(P, N, optimizer=optimizer, **TECHNIQUES[techniques])
-    check(settings, tied=techniques != "naive")
-
-
-@pytest.mark.parametrize(
-    ("P", "N", "optimizer"),
-    some(
-        [(4, 2, "adamw"), (2, 5, "adamw"), (4, 2, "momentum"), (2, 5, "momentum")], (4, 2, "adamw")
-    ),
-)
-def test_pipedream_trains_as_the_reference(P, N, optimizer):
-    check(Settings(P, N, "pipedream", optimizer, rescheduling_steps=5), tied=optimizer == "adamw")
-
-
-@pytest.mark.parametrize("optimizer", some([("sgd",), ("adam",)], ("adam",)))
-def test_2bw_trains_as_the_reference(optimizer):
-    check(Settings(3, 5, "2bw", optimizer), tied=optimizer == "adam")
-
-
-@pytest.mark.parametrize(
-    ("remat", "fused"),
-    some(
-        itertools.product(["none", "dots", "full"], [False, True]), ("dots", False), ("full", True)
-    ),
-)
-def test_every_remat_policy_reads_the_corrected_weights(remat, fused):
-    settings = Settings(3, 2, "pipemare", "momentum", None, 0.135, remat)
-    check(settings, layers=7, fused=fused)
-
-
-@pytest.mark.parametrize(
-    ("segment", "P", "N", "options"),
-    some(
-        [
-            (1, 4, 2, {}),
-            (2, 4, 3, {"discrepancy_decay": 0.135}),
-            (2, 5, 2, {"discrepancy_decay": 0.135, "remat": "full"}),
-            (3, 4, 8, {"discrepancy_decay": 0.3, "rescheduling_steps": 6, "clip_norm": 0.5}),
-            (4, 4, 1, {"discrepancy_decay": 0.135}),
-            (2, 3, 2, {"warm_up": 3, "drains": (6,), "discrepancy_decay": 0.135}),
-            (2, 3, 2, {"method": "pipedream"}),
-        ],
-        (2, 5, 2, {"discrepancy_decay": 0.135, "remat": "full"}),
-        (2, 3, 2, {"warm_up": 3, "drains": (6,), "discrepancy_decay": 0.135}),
-    ),
-)
-def test_segments_are_recomputed_with_weights_of_their_own(segment, P, N, options):
-    settings = Settings(P, N, optimizer="adamw", recompute_segment=segment, **options)
-    check(settings, layers=P + 2)
-
-
-@pytest.mark.parametrize(
-    ("data", "zero", "differ"),
-    some([(2, 3, False), (1, 0, True), (2, 1, True)], (2, 3, False), (1, 0, True)),
-)
-def test_segments_with_data_shards_and_layers_that_differ(data, zero, differ):
-    settings = Settings(3, 2, "pipemare", "adam", 5, 0.135, recompute_segment=2)
-    check(settings, layers=4, data=data, zero=zero, start=packed(5) if differ else None)
-
-
-@pytest.mark.parametrize("zero", some([(0,), (1,), (2,), (3,)], (1,), (3,)))
-def test_data_shards_and_zero(zero):
-    settings = Settings(2, 2, "pipemare", "adamw", 5, 0.135, clip_norm=None)
-    check(settings, layers=3, data=2, zero=zero)
-
-
-@pytest.mark.parametrize("zero", some([(0,), (1,), (3,)], (1,)))
-def test_data_shards_and_weight_versions(zero):
-    check(Settings(2, 2, "pipedream", "adam"), layers=3, data=2, zero=zero)
-
-
-@pytest.mark.parametrize(
-    ("P", "N", "data", "zero", "tied"),
-    some(
-        [
-            *((3, 4, data, data - 1, tied) for data in (1, 2) for tied in (True, False)),
-            *((4, N, 1, 0, tied) for N in (1, 2, 3) for tied in (True, False)),
-        ],
-        (3, 4, 2, 1, True),
-        (4, 1, 1, 0, False),
-    ),
-)
-def test_clipping_uses_the_newest_finished_gradient_of_each_part(P, N, data, zero, tied):
-    """With few microbatches later stages are minibatches ahead, and their norms with them."""
-    settings = Settings(P, N, "pipemare", "momentum", clip_norm=0.3, drains=(6,))
-    check(settings, layers=5, tied=tied, data=data, zero=zero)
-
-
-def test_a_synchronous_warm_up_hands_over_weights_and_moments():
-    check(Settings(3, 2, "pipemare", "adamw", 4, 0.135, warm_up=4), tied=False)
-
-
-@pytest.mark.parametrize("method", some([("pipemare",), ("pipedream",), ("2bw",)], ("pipemare",)))
-def test_training_goes_on_after_draining(method):
-    check(Settings(2, 3, method, "adam", 7, warm_up=1, drains=(4, 7)))
-
-
-@pytest.mark.parametrize(
-    ("method", "data", "zero"),
-    some(
-        [("pipemare", 1, 0), ("pipemare", 2, 1), ("pipemare", 2, 3), ("pipedream", 2, 3)],
-        ("pipemare", 2, 3),
-    ),
-)
-def test_layers_that_differ(method, data, zero):
-    corrects = method == "pipemare"
-    settings = Settings(
-        *(2, 2, method, "adam", 5 if corrects else None, 0.135 if corrects else None),
-        clip_norm=None,
-    )
-    check(settings, start=packed(5), data=data, zero=zero)

@@ -16,7 +16,7 @@ import pytest
 from covering import some
 
 import jaxpipe
-from jaxpipe.runtime.update.asynchronous import AsyncPipeline
+from jaxpipe import AsyncPipeline
 
 pytestmark = pytest.mark.pipeline
 
@@ -34,7 +34,7 @@ def counters() -> optax.GradientTransformation:
     return optax.GradientTransformation(lambda params: optax.EmptyState(), update)
 
 
-def build(layer, loss, P: int, N: int, optimizer, layers: dict, method="pipemare"):
+def build(layer, loss, P: int, N: int, layers: dict, method="pipemare"):
     model = jaxpipe.Model(
         embed=lambda outer, batch, rng: batch["x"],
         layer=layer,
@@ -47,7 +47,7 @@ def build(layer, loss, P: int, N: int, optimizer, layers: dict, method="pipemare
         schedule=jaxpipe.schedules.build("1f1b", stages=P, microbatches=N),
         mesh=jaxpipe.make_mesh(stage=P),
     )
-    training = AsyncPipeline(pipe, optimizer, method=method)
+    training = AsyncPipeline(pipe, counters(), method=method)
     return training, pipe.place(params)
 
 
@@ -55,7 +55,7 @@ def expected_delay(P: int, N: int, i: int, j: int) -> int:
     return max(math.ceil((2 * (P - i) + 1 - j) / N), 0)
 
 
-@pytest.mark.parametrize(("P", "N"), some([(4, 1), (4, 2), (4, 3), (3, 8), (2, 3)], (4, 3), (3, 8)))
+@pytest.mark.parametrize(("P", "N"), some([(4, 1), (4, 2), (4, 3), (3, 8), (2, 3)], (4, 3)))
 def test_forwards_read_weights_as_old_as_the_table_says(P, N):
     """Each minibatch probes one stage with one microbatch: its loss is the version read there."""
 
@@ -64,7 +64,7 @@ def test_forwards_read_weights_as_old_as_the_table_says(P, N):
         return jnp.concatenate([value, x[:, 2:], x[:, :1]], axis=1)
 
     layers = {"version": jnp.zeros(P), "probe": jnp.zeros(P)}
-    training, params = build(layer, lambda x, batch: x[:, 0].mean(), P, N, counters(), layers)
+    training, params = build(layer, lambda x, batch: x[:, 0].mean(), P, N, layers)
     np.testing.assert_array_equal(
         training.delays,
         [[expected_delay(P, N, i, j) for j in range(N)] for i in range(1, P + 1)],
@@ -96,8 +96,7 @@ def test_forwards_read_weights_as_old_as_the_table_says(P, N):
     ("P", "N", "method"),
     some(
         [(P, N, m) for P, N in [(3, 2), (3, 1), (2, 4)] for m in ("pipemare", "pipedream")],
-        (3, 2, "pipemare"),
-        (2, 4, "pipedream"),
+        (3, 2, "pipedream"),
     ),
 )
 def test_backwards_read_the_newest_weights_or_the_stashed(P, N, method):
@@ -107,9 +106,7 @@ def test_backwards_read_the_newest_weights_or_the_stashed(P, N, method):
         return x * w["version"] + w["probe"] - jax.lax.stop_gradient(w["probe"])
 
     layers = {"version": jnp.ones(P), "probe": jnp.zeros(P)}
-    training, params = build(
-        layer, lambda x, batch: x.mean(), P, N, counters(), layers, method=method
-    )
+    training, params = build(layer, lambda x, batch: x.mean(), P, N, layers, method=method)
     batch = {"x": np.ones((N, 1), np.float32)}
     state = training.init(params, training.optimizer.init(params), batch)
     step = jax.jit(training.step, donate_argnums=0)
@@ -126,41 +123,3 @@ def test_backwards_read_the_newest_weights_or_the_stashed(P, N, method):
     for i in range(1, P + 1):
         behind = [math.prod(version(k, j) for k in range(i + 1, P + 1)) for j in range(N)]
         assert probes[i - 1] == pytest.approx(np.mean(behind), rel=1e-6)
-
-
-def test_stable_below_the_theoretical_rate_and_diverging_above():
-    """With N = 1 every stage is a quadratic of its own, delayed by 2(P-i)+1."""
-    P, steps = 4, 400
-    taus = [2 * (P - i) + 1 for i in range(1, P + 1)]
-    theory = np.asarray([2 * math.sin(math.pi / (4 * tau + 2)) for tau in taus], np.float32)
-
-    def layer(w, x, batch, rng):
-        return jnp.roll(x.at[:, 0].add(w), -1, axis=1)
-
-    def loss(x, batch):
-        return 0.5 * jnp.sum(batch["curvature"] * x**2)
-
-    training, params = build(layer, loss, P, 1, optax.sgd(1.0), jnp.ones(P))
-    step, drain = jax.jit(training.step, donate_argnums=0), jax.jit(training.drain)
-
-    def end(margin: float) -> np.ndarray:
-        curvature = margin * theory
-        batch = {"x": np.zeros((1, P), np.float32), "curvature": curvature[None]}
-        state = training.init(params, training.optimizer.init(params), batch)
-        for _ in range(steps):
-            state, _ = step(state, batch)
-        return np.abs(training.pipe.unplace(training.params(drain(state)[0]))["layers"])
-
-    def simulated(margin: float) -> list[float]:
-        ends = []
-        for tau, rate in zip(taus, margin * theory, strict=True):
-            history = [1.0] * (tau + 1)
-            for _ in range(steps):
-                history.append(history[-1] - float(rate) * history[-1 - tau])
-            ends.append(abs(history[-1]))
-        return ends
-
-    stable, diverging = end(0.9), end(1.1)
-    assert (stable < 0.1).all()
-    assert (diverging > 5).all()
-    np.testing.assert_allclose(diverging, simulated(1.1), rtol=1e-2)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 
 import chex
@@ -11,14 +12,13 @@ import numpy as np
 import optax
 import pytest
 import toy
-import uneven
 from asynchronous_reference import Settings
 from asynchronous_toy import WIDTH, minibatches, model, params, pipeline
 from compilations import AS_USED
 
 import jaxpipe
 from benchmarks.hlo import HloProgram
-from jaxpipe.runtime.update.asynchronous import AsyncPipeline
+from jaxpipe import AsyncPipeline
 
 
 def saved(state):
@@ -81,38 +81,10 @@ def test_a_run_cut_in_mid_flight_goes_on_bit_by_bit():
     assert int(training.finish(want[0])[1][0].count) == len(keys)  # no minibatch lost or repeated
 
 
-@pytest.mark.slow
-@pytest.mark.pipeline
-@pytest.mark.parametrize("segment", [None, 2])
-def test_states_of_layers_see_every_microbatch_once_in_order(segment):
-    """Weights that do not move make asynchronous and synchronous states the same."""
-    start = uneven.params()
-    pipe = jaxpipe.Pipeline(
-        uneven.model(stateful=True),
-        start,
-        schedule=jaxpipe.schedules.build("1f1b-fused", stages=2, microbatches=2),
-        mesh=jaxpipe.make_mesh(stage=2, data=2),
-        states=uneven.states(),
-    )
-    training = AsyncPipeline(pipe, optax.sgd(0.0), recompute_segment=segment)
-    placed, want, batch = pipe.place(start), pipe.place_states(uneven.states()), uneven.batch(8)
-    state = training.init(placed, training.optimizer.init(placed), batch, states=want)
-    step = jax.jit(training.step)
-    synchronous = jax.jit(lambda s, batch: pipe.value_and_grad(placed, batch, states=s)[0][1])
-    for k in range(3):
-        rows = jax.tree.map(lambda w, k=k: w + k, batch)
-        state, _ = step(state, rows)
-        want = synchronous(want, rows)
-    state, _ = jax.jit(training.drain)(state)
-    jax.tree.map(
-        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), state["states"], want
-    )
-
-
 @pytest.mark.pipeline
 @pytest.mark.parametrize(
     ("remat", "segment", "slots"),
-    [("none", None, 4), ("dots", None, 4), ("full", None, 4), ("none", 1, 1), ("dots", 2, 3)],
+    [("none", None, 4), ("full", 1, 1), ("dots", 2, 3)],
 )
 def test_residuals_hold_rows_of_activations_and_no_weights(remat, segment, slots):
     settings = Settings(2, 2, "pipemare", "sgd", remat=remat, recompute_segment=segment)
@@ -133,9 +105,9 @@ def test_residuals_hold_rows_of_activations_and_no_weights(remat, segment, slots
 @pytest.mark.parametrize(
     ("method", "zero", "segment", "layers"),
     [
-        ("pipemare", 0, None, 3),
-        ("pipedream", 1, None, 7),
-        ("pipemare", 3, None, 7),
+        pytest.param("pipemare", 0, None, 3, marks=pytest.mark.slow),
+        pytest.param("pipemare", 3, None, 7, marks=pytest.mark.slow),
+        pytest.param("pipedream", 1, None, 7, marks=pytest.mark.slow),
         ("pipemare", 1, 2, 7),
     ],
 )
@@ -167,6 +139,10 @@ def test_idle_ticks_compute_nothing_and_no_residual_is_copied(method, zero, segm
     assert memory.temp_size_in_bytes < per_device
 
 
+SGD = optax.sgd(0.1)
+
+
+@functools.cache
 def make(schedule="1f1b", *, stages=2, microbatches=2, optimizer=None, **options) -> AsyncPipeline:
     start = params(layers=4, tied=True)
     pipe = jaxpipe.Pipeline(
@@ -175,7 +151,7 @@ def make(schedule="1f1b", *, stages=2, microbatches=2, optimizer=None, **options
         schedule=jaxpipe.schedules.build(schedule, stages=stages, microbatches=microbatches),
         mesh=jaxpipe.make_mesh(stage=stages),
     )
-    return AsyncPipeline(pipe, optimizer or optax.sgd(0.1), **options)
+    return AsyncPipeline(pipe, optimizer or SGD, **options)
 
 
 @pytest.mark.parametrize(
@@ -221,15 +197,14 @@ ROWS = {"inputs": jnp.zeros((8, 3)), "targets": jnp.zeros((8, 3))}
         (tuple(ROWS.values()), [r"batch\['inputs'\] is missing", r"batch\[0\] is float32"]),
     ],
 )
-@pytest.mark.parametrize("jit", [True, False])
-def test_a_minibatch_unlike_that_of_init_is_refused(batch, messages, jit):
+def test_a_minibatch_unlike_that_of_init_is_refused(batch, messages):
     training = make()
-    step = jax.jit(training.step) if jit else training.step
     state = carried(training, ROWS)
-    with pytest.raises(ValueError, match="call `init` with what `finish` returns") as error:
-        jax.eval_shape(step, state, batch)
-    for message in messages:
-        assert re.search(message, str(error.value))
+    for step in (training.step, jax.jit(training.step)):
+        with pytest.raises(ValueError, match="call `init` with what `finish` returns") as error:
+            jax.eval_shape(step, state, batch)
+        for message in messages:
+            assert re.search(message, str(error.value))
 
 
 @pytest.mark.parametrize(
@@ -274,15 +249,12 @@ def test_a_restored_state_knows_what_its_init_was_given():
         ({"microbatches": 4}, r"num_microbatches=4, .*; expected .*num_microbatches=2, "),
     ],
 )
-@pytest.mark.parametrize("use", ["step", "drain", "finish", "params", "discrepancy", "grad_norm"])
-def test_the_state_of_another_pipeline_is_refused(other, message, use):
-    training, optimizer = make(), other.get("optimizer", optax.sgd(0.1))
-    options = {name: value for name, value in other.items() if name != "optimizer"}
-    theirs = make(**options, optimizer=optimizer)
-    state = carried(theirs, ROWS)
-    arguments = (ROWS,) if use == "step" else ()
-    with pytest.raises(ValueError, match=message):
-        jax.eval_shape(getattr(training, use), state, *arguments)
+def test_the_state_of_another_pipeline_is_refused(other, message):
+    training, state = make(), carried(make(**other), ROWS)
+    for use in ("step", "drain", "finish", "params", "discrepancy", "grad_norm"):
+        arguments = (ROWS,) if use == "step" else ()
+        with pytest.raises(ValueError, match=message):
+            jax.eval_shape(getattr(training, use), state, *arguments)
 
 
 @pytest.mark.parametrize("state", [None, {}, ({}, 0.0), {"recent": {}}])

@@ -1,151 +1,164 @@
-"""The steady state is a schedule like any other, and its rows are those of its lowered table."""
+"""Rows of a pipeline that never drains, played tick by tick, and the schedule that shows them."""
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import itertools
 
 import numpy as np
 import pytest
-from counted_updates import counted_rows
 
-from jaxpipe.schedule.actions import Action, Kind, Schedule
+from jaxpipe.asynchronous import ASYNCHRONOUS_METHODS, SteadyState, steady_schedule
+from jaxpipe.asynchronous.rows import SteadyRows
+from jaxpipe.schedule.actions import GUESTS, Action, Kind
 from jaxpipe.schedule.check.validate import ScheduleError, validate
 from jaxpipe.schedule.device_clock import device_clock
 from jaxpipe.schedule.formats.csv_format import write_csv
 from jaxpipe.schedule.formats.json_format import from_json, to_json
-from jaxpipe.schedule.generators.pipemare import ASYNCHRONOUS_METHODS, SteadyState
-from jaxpipe.schedule.lowering.lower import lower
-from jaxpipe.schedule.lowering.steady_rows import SteadyRows, steady_schedule
-from jaxpipe.schedule.lowering.table import NONE, Row
+from jaxpipe.schedule.lowering.table import NONE
 from jaxpipe.schedule.show import draw
 from jaxpipe.schedule.simulate import Costs, simulate
 
 CASES = [
-    (P, N, method, segment, fused)
+    (SteadyState(P, N, method, segment), fused)
     for (P, N), method, fused in itertools.product(
         [(1, 1), (2, 1), (3, 2), (4, 7), (5, 3)], ASYNCHRONOUS_METHODS, (False, True)
     )
     for segment in (None, 1, 2, P)
     if (method != "2bw" or N >= 2 * P - 1) and (segment is None or segment <= P)
 ]
-each_case = pytest.mark.parametrize(("P", "N", "method", "segment", "fused"), CASES)
-MINIBATCHES = 9
+MINIBATCHES, FIRST = 9, 5
 
 
-def build(P, N, method, segment, fused) -> tuple[SteadyState, Schedule]:
-    steady = SteadyState(P, N, method, segment)
-    return steady, steady_schedule(steady, MINIBATCHES, fused=fused)
+class Weights:
+    """Versions of a part in their slots; which of them actions read, by the method's rule."""
+
+    def __init__(self, steady: SteadyState) -> None:
+        self.method, self.size = steady.method, steady.num_microbatches
+        self.newest, self.slots = FIRST, dict.fromkeys(range(steady.num_versions), FIRST)
+        self.count, self.read_by_forward = steady.num_versions, {}
+
+    def check(self, g: int, slot: int, *, forward: bool) -> None:
+        rule = {"pipemare": self.newest, "2bw": FIRST + max(g // self.size - 1, 0)}
+        if forward:
+            self.read_by_forward[g] = rule.get(self.method, self.newest)
+        assert self.slots[slot] == rule.get(self.method, self.read_by_forward[g])
+
+    def update(self, update, t: int, g: int | None) -> bool:
+        """Checks the update after a microbatch's gradient, if any, and says whether one is due."""
+        minibatch, version = update
+        if g is None or g % self.size != self.size - 1:
+            assert minibatch[t] == NONE
+            return False
+        assert (minibatch[t], version[t]) == (g // self.size, self.newest)
+        self.newest += 1
+        self.slots[self.newest % self.count] = self.newest
+        return True
 
 
-def rows_of(steady: SteadyState, schedule: Schedule, num_ticks: int, *, fused: bool) -> Row:
-    """All rows of the source, as columns."""
-    source = SteadyRows(steady, entered=schedule.num_microbatches, fused=fused, xp=np)
-    stage = np.arange(steady.num_stages)
-    return source.row(np.arange(num_ticks)[:, None], stage, layers=1 + stage % 3)
+@pytest.mark.parametrize(("steady", "fused"), CASES)
+def test_every_action_finds_its_input_its_residuals_and_its_weights(steady, fused):
+    P, total = steady.num_stages, MINIBATCHES * steady.num_microbatches
+    ticks = total + steady.drain_ticks
+    source = SteadyRows(steady, entered=total, first=FIRST, fused=fused, xp=np)
+    stages = [source.at(np.arange(ticks), d, layers=1 + d) for d in range(P)]
+    weights, embed, head = [Weights(steady) for _ in range(P)], Weights(steady), Weights(steady)
+    x, dy, again = [None] * P, [None] * P, [None] * P
+    kept = [collections.defaultdict(dict) for _ in range(P)]
+    counts = collections.Counter()
+    for t in range(ticks):
+        outer, reads = stages[0].row.outer, stages[0].reads
+        ran: list[dict[Kind, int]] = [{} for _ in range(P)]
+        if (g := outer.embed[t]) != NONE:
+            assert g == t
+            x[0] = g
+            embed.check(g, reads["enter"]["embed"][t], forward=True)
+        before = again.copy()
+        for d, stage in enumerate(stages):
+            for kind, cell in stage.row.cells.items():
+                if not cell.layers[t]:
+                    continue
+                assert cell.layers[t] == 1 + d
+                g = ran[d][kind] = int(cell.microbatch[t])
+                residual, version = cell.until_w[t], cell.weights[t]
+                if kind is Kind.R:
+                    # The order within a tick: R has read its input before F keeps another.
+                    begins = steady.begins_segment(d)
+                    assert (kept[d]["x"][stage.inputs[kind][t]] if begins else before[d - 1]) == g
+                    again[d] = g
+                elif kind is Kind.F:
+                    assert x[d] == g
+                    if stage.inputs:
+                        kept[d]["x"][stage.inputs[kind][t]] = g
+                else:
+                    assert dy[d] == g == kept[d]["residuals"][residual]
+                if kind is (Kind.F if steady.recompute_segment is None else Kind.R):
+                    kept[d]["residuals"][residual] = g
+                if kind is not Kind.R or steady.method != "pipemare":
+                    weights[d].check(g, version, forward=kind is Kind.F)
+                counts[kind] += 1
+        for d, stage in enumerate(stages if P > 1 else ()):
+            back, forth = (np.broadcast_to(a.slot, ticks)[t] for a in stage.row.arrivals)
+            messages = (dy, back, d + 1, Kind.BW if fused else Kind.B), (x, forth, d - 1, Kind.F)
+            for inbox, slot, sender, kind in messages:
+                sent = ran[sender].get(kind) if 0 <= sender < P else None
+                assert (slot == NONE) == (sent is None)
+                inbox[d] = inbox[d] if sent is None else sent
+        backward = [cells.get(Kind.BW if fused else Kind.W) for cells in ran]
+        (back,), left = outer.embed_gradient[t], outer.head[t]
+        assert (back == NONE) == (backward[0] is None)
+        assert (left == NONE) == (ran[-1].get(Kind.F) is None)
+        if left != NONE:
+            dy[-1] = ran[-1][Kind.F]
+            head.check(left, reads["leave"]["head"][t], forward=True)
+            newest = embed.newest
+            if steady.method == "2bw":
+                newest = FIRST + max(left // steady.num_microbatches - 1, 0)
+            assert embed.slots[reads["leave"]["embed"][t]] == newest
+        if back != NONE:
+            embed.check(back, reads["embed_gradient"]["embed"][t], forward=False)
+        updates = [stage.updates["layers"] for stage in stages]
+        due = [
+            w.update(*args) for w, *args in zip(weights, updates, [t] * P, backward, strict=True)
+        ]
+        due.append(embed.update(stages[0].updates["embed"], t, backward[0]))
+        due.append(head.update(stages[0].updates["head"], t, None if left == NONE else left))
+        assert stages[0].any_update[t] == any(due)
+    assert {part.newest for part in (*weights, embed, head)} == {FIRST + MINIBATCHES}
+    assert counts == dict.fromkeys(source.kinds, P * total)
+    slots = {name: {len(stage[name]) for stage in kept} for name in ("x", "residuals")}
+    assert max(slots["x"]) == min(steady.input_slots, total)
+    assert max(slots["residuals"]) == steady.residual_slots
 
 
-def equal(found, expected) -> None:
-    """Columns that may leave out a dimension along which they do not change."""
-    expected = np.asarray(expected)
-    found = np.broadcast_to(found, expected.shape) if expected.ndim > 1 else np.ravel(found)
-    np.testing.assert_array_equal(np.broadcast_to(found, expected.shape), expected)
-
-
-@each_case
-def test_the_source_of_rows_is_the_lowered_table_tick_by_tick(P, N, method, segment, fused):
-    steady, schedule = build(P, N, method, segment, fused)
-    table = lower(schedule, [1 + d % 3 for d in range(P)])
-    found, expected = rows_of(steady, schedule, table.num_ticks, fused=fused), counted_rows(table)
-    assert found.cells.keys() == expected.cells.keys()
-    for kind, cell in expected.cells.items():
-        own = found.cells[kind]
-        equal(own.layers, cell.layers)
-        runs = cell.layers > 0
-        for name in ("chunk", "microbatch", "inbox", "weights"):
-            value = np.broadcast_to(getattr(own, name), runs.shape)
-            np.testing.assert_array_equal(value[runs], getattr(cell, name)[runs], err_msg=name)
-    assert len(found.arrivals) == len(expected.arrivals)
-    for own, arrival in zip(found.arrivals, expected.arrivals, strict=True):
-        equal(own.slot, arrival.slot)
-        equal(own.late_slot, arrival.late_slot)
-    for name in ("embed", "embed_slot", "head", "head_slot", "embed_gradient"):
-        equal(getattr(found.outer, name), np.ravel(getattr(expected.outer, name)))
-    phases = {"enter": "embed", "leave": "head", "embed_gradient": "embed_gradient"}
-    for phase, column in phases.items():
-        runs = np.ravel(getattr(expected.outer, column)) != NONE
-        for own, read in zip(found.outer.reads[phase], expected.outer.reads[phase], strict=True):
-            equal(np.where(runs, np.ravel(own), 0), np.where(runs, read, 0))
-    for part in ("layers", "embed", "head"):
-        own, update = getattr(found.updates, part), getattr(expected.updates, part)
-        equal(own.minibatch, update.minibatch)
-        due = update.minibatch != NONE
-        version = np.asarray(own.version).reshape(len(due), -1)
-        np.testing.assert_array_equal(
-            np.broadcast_to(version, due.reshape(len(due), -1).shape)[due.reshape(len(due), -1)],
-            update.version[due],
-        )
-    equal(found.updates.any_stage, expected.updates.any_stage)
-
-
-def stays(cells: dict, columns: dict, stage: int) -> dict[int, tuple[int, int, set[int]]]:
-    """A stage's microbatches, with the ticks from their first cell to their last, and all slots
-    that these cells name."""
-    found: dict[int, tuple[list[int], set[int]]] = {}
-    for kind, column in columns.items():
-        cell = cells[kind]
-        for t in np.flatnonzero((cell.layers > 0)[:, stage]):
-            slot = np.broadcast_to(column, cell.layers.shape)[t, stage]
-            ticks, slots = found.setdefault(int(cell.microbatch[t, stage]), ([], set()))
-            ticks.append(int(t))
-            slots.add(int(slot))
-    return {i: (min(ticks), max(ticks), slots) for i, (ticks, slots) in found.items()}
-
-
-@each_case
-def test_slots_are_as_many_as_lowering_needs_and_none_is_overwritten(P, N, method, segment, fused):
-    steady, schedule = build(P, N, method, segment, fused)
-    table = lower(schedule, [1 + d % 3 for d in range(P)])
-    assert table.num_slots["until_w"] == steady.residual_slots
-    assert table.num_slots.get("replay", 0) == steady.input_slots
-    assert table.num_slots["x"] == 1
-    rows = rows_of(steady, schedule, table.num_ticks, fused=fused)
-    writer = Kind.F if segment is None else Kind.R
-    readers = [kind for kind in rows.cells if kind not in (Kind.F, Kind.R)]
-    kept = {kind: rows.cells[kind].until_w for kind in (writer, *readers)}
-    used = [(kept, steady.residual_slots, 0)]
-    if rows.replay is not None:
-        # R has read before F writes, in one tick.
-        used.append((rows.replay, steady.input_slots, 1))
-    for (columns, size, shared), stage in itertools.product(used, range(P)):
-        by_slot: dict[int, list[tuple[int, int]]] = {}
-        for first, last, slots in stays(rows.cells, columns, stage).values():
-            assert len(slots) == 1
-            by_slot.setdefault(slots.pop(), []).append((first, last))
-        assert max(by_slot) < size
-        for spans in by_slot.values():
-            spans.sort()
-            assert all(b[0] + shared > a[1] for a, b in itertools.pairwise(spans))
-
-
-@each_case
-def test_the_steady_state_is_validated_simulated_and_drawn(P, N, method, segment, fused):
-    steady, schedule = build(P, N, method, segment, fused)
+@pytest.mark.parametrize(("steady", "fused"), CASES)
+def test_the_schedule_is_validated_simulated_and_drawn_in_the_ticks_of_the_rows(steady, fused):
+    schedule = steady_schedule(steady, MINIBATCHES, fused=fused)
     validate(schedule)
-    costs = Costs(1, 1.5, 0.5)
-    tick = costs.b + costs.w + costs.f * (1 if segment is None else 2)
+    costs, turns = Costs(1, 1.5, 0.5), {kind: n for n, kind in enumerate(schedule.kinds)}
+    tick = costs.b + costs.w + costs.f * (1 if steady.recompute_segment is None else 2)
     timeline = device_clock(schedule, costs)
-    work = tick * MINIBATCHES * N
+    own = [[*zip(*row, strict=True)] for row in zip(schedule.ticks, schedule.orders, strict=True)]
+    assert [[(part.tick, part.action) for part in row] for row in timeline.rows] == own
+    at = {action: (t, turns[action.kind]) for row in own for t, action in row}
+    for action, (t, turn) in at.items():
+        for needed in schedule.inputs(action):
+            if fused and needed.kind is Kind.B:
+                needed = dataclasses.replace(needed, kind=Kind.BW)
+            within = {action.kind, needed.kind} & {Kind.W, Kind.R} and needed.kind != action.kind
+            assert at[needed] < ((t, turn) if within and needed.kind is not Kind.F else (t,))
+    work = tick * MINIBATCHES * steady.num_microbatches
     assert timeline.bubble_ratio == pytest.approx(1 - work / timeline.makespan)
     # Ticks in which the pipeline fills or drains are at most as long as the others.
     assert timeline.bubble_ratio <= 1 - steady.utilization(MINIBATCHES) + 1e-9
     assert timeline.peak_in_flight == schedule.peak_in_flight
     text = draw.text(simulate(schedule, costs))
-    assert ("R0" in text) == (segment is not None)
+    assert ("R0" in text) == (steady.recompute_segment is not None)
 
 
 def test_a_broken_steady_state_is_refused():
-    _, schedule = build(3, 2, "pipemare", 2, False)
+    schedule = steady_schedule(SteadyState(3, 2, "pipemare", 2), MINIBATCHES)
     late = [action for action in schedule.orders[1] if action.kind is not Kind.R]
     orders = (schedule.orders[0], tuple(late), schedule.orders[2])
     with pytest.raises(ScheduleError, match="1R0 is missing from stage 1"):
@@ -156,20 +169,19 @@ def test_a_broken_steady_state_is_refused():
     swapped = (schedule.orders[0], tuple(own), schedule.orders[2])
     with pytest.raises(ScheduleError, match="1B0 on stage 1 comes before its own R"):
         validate(dataclasses.replace(schedule, orders=swapped))
-    with pytest.raises(ScheduleError, match="no segments"):
-        validate(dataclasses.replace(schedule, several=None))
+    with pytest.raises(ScheduleError, match="0R0 on stage 0 is none of F, B, W"):
+        validate(dataclasses.replace(schedule, steady=SteadyState(3, 2)))
 
 
 def test_a_schedule_of_minibatches_survives_json_and_is_not_written_as_csv():
-    _, schedule = build(3, 2, "pipedream", 2, True)
-    assert from_json(to_json(schedule)) == schedule
-    rows = zip(schedule.ticks, schedule.orders, strict=True)
-    former = [" ".join(f"{t}:{a}[0:1]" for t, a in zip(*row, strict=True)) for row in rows]
-    data = to_json(schedule) | {"slices": former}
-    del data["ticks"]
+    assert GUESTS.keys() == ASYNCHRONOUS_METHODS.keys()
+    schedule = steady_schedule(SteadyState(3, 2, "pipedream", 2), MINIBATCHES, fused=True)
+    data = to_json(schedule)
     assert from_json(data) == schedule
-    early = (schedule.ticks[0][:-1] + schedule.ticks[0][-2:-1], *schedule.ticks[1:])
-    with pytest.raises(ScheduleError, match="runs too early, in tick"):
-        validate(dataclasses.replace(schedule, ticks=early))
-    with pytest.raises(ValueError, match="recomputes, which PyTorch's CSV cannot say"):
+    # As it was written with time slices.
+    assert from_json({name: value for name, value in data.items() if name != "ticks"}) == schedule
+    early = [[*data["ticks"][0][:-1], data["ticks"][0][-2]], *data["ticks"][1:]]
+    with pytest.raises(ScheduleError, match="its orders or ticks are not those of SteadyState"):
+        from_json(data | {"ticks": early})
+    with pytest.raises(ValueError, match="runs R, which PyTorch's CSV cannot say"):
         write_csv(schedule)

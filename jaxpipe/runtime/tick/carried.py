@@ -24,15 +24,13 @@ class Carried:
       inboxes: messages that wait for their reader, by name: x for F, dy for the backward.
       residuals: what layers leave behind, by name: until_b, until_w, crossing.
       sent: messages that the last tick has produced and that travel in the next, by kind.
-      replay: what F keeps for its recomputation, by name: inputs of segments, and the states that
-        layers have read.
       gradients: the gradient sums of layers; nothing in an evaluation.
       outer_gradients: those of embedding and head, which all stages compute alike.
       shared_gradients: this stage's share of those of what its layers share; None for nothing.
-      finished: what finished gradients have become.
+      finished: what finished gradients have become, or what else their sink carries.
       collected: what the head has returned: sums of loss and metrics, or outputs.
-      layer_losses: the sums of the losses and metrics of this stage's layers, one per minibatch in
-        flight; None if no layer has a loss.
+      layer_losses: the sums of the losses and metrics of this stage's layers; None if no layer has
+        a loss.
       states: the layers' states.
       input_gradients: of the batch's arrays whose gradients are wanted, ``[rows, m, ...]``.
     """
@@ -41,7 +39,6 @@ class Carried:
     inboxes: dict[str, Message]
     residuals: dict[str, list[jax.Array]]
     sent: dict[Kind, Message]
-    replay: dict[str, Tree]
     gradients: Arrays
     outer_gradients: Gradients
     shared_gradients: Gradients

@@ -130,16 +130,13 @@ def start(fixed: Fixed, held: Tree, outer: Gradients, states: States) -> Carried
         inboxes={name: found[name] for name in ("x", "dy") if name in found},
         residuals=residuals,
         sent=found.get("sent", {}),
-        replay={name: found[name] for name in ("inputs", "read_states") if name in found},
         # An evaluation has no gradients; its loops over layers carry their place all the same.
         gradients=found.get("gradients", {}),
         outer_gradients=None if sink is None else sums,
         shared_gradients=None if sink is None else sums.get(SHARED),
         finished=None if sink is None else sink.finished(found),
         collected=fixed.collector.empty(),
-        layer_losses=jax.tree.map(
-            lambda leaf: jnp.zeros((1, *leaf.shape), leaf.dtype), fixed.layer_losses
-        ),
+        layer_losses=jax.tree.map(jnp.zeros_like, fixed.layer_losses),
         states=jax.tree.map(lambda w: w[0], states),
         input_gradients=[],
     )
@@ -156,11 +153,6 @@ def buffer_shapes(fixed: Fixed) -> dict[str, Shapes]:
         return shapes
     shapes["dy"] = fixed.messages.shapes(slots["dy"])
     shapes |= {name: kept.shapes(slots[name]) for name, kept in fixed.residuals.items()}
-    if fixed.recomputes:
-        shapes["inputs"] = fixed.messages.shapes(slots["replay"])
-    if fixed.rereads_states:
-        assert fixed.setup.states is not None
-        shapes["read_states"] = fixed.setup.states.slot_shapes(slots["replay"])
     return shapes | fixed.gradients.shapes(fixed)
 
 
@@ -185,12 +177,11 @@ def run_ticks(
     carried = _run_rows(fixed, batch, carried.but(weights=held))
     if sink is not None and sink.reduces(fixed):
         carried = _at_edge(table.reduces.edge, fixed.stage, partial(sink.chunk, fixed), carried)
-    layer_losses = jax.tree.map(lambda w: w[0], carried.layer_losses)
     collected = carried.collected
     if not table.together:  # only the last stage has collected any
         # A sum of booleans has integers.
         collected = jax.tree.map(lambda w: lax.psum(w, fixed.axes.stage).astype(w.dtype), collected)
-    value = fixed.collector.result(collected, layer_losses)
+    value = fixed.collector.result(collected, carried.layer_losses)
     return value, carried, jax.tree.map(lambda w: w[None], average(carried.states, fixed.axes))
 
 
@@ -283,7 +274,9 @@ def tick(
         row = row._replace(cells=after(sums, row.cells, device))
     if parts.forward:
         carried = outer_phases.enter(fixed, batch, carried, row.outer)
-    carried, outputs = run_cells(fixed, batch, carried, row, parts, arriving)
+    if sink is not None:
+        carried = sink.before_layers(fixed, batch, carried, row)
+    carried, outputs = run_cells(fixed, batch, carried, row, parts)
     # The pieces are there when the layers are done.
     (gathered, reduced), outputs = tie((gathered, reduced), outputs)
     if parts.gather:

@@ -67,8 +67,8 @@ class Setup:
       poison: fill buffers and idle messages with NaN, to prove that nothing from a bubble is used.
       outputs: collect what `Model.output` returns, not the loss; forward only.
       inputs: numbers of the batch's arrays whose gradients are wanted.
-      early: whether B does what belongs to W where less then crosses; not where W follows at once,
-        as in pipelines that never drain.
+      early: whether B does what belongs to W where less then crosses; not where W follows at once.
+      leaves: the kind of forward that leaves residuals.
       residuals: where those of F wait, "device" or "host".
       stamps: where the host notes when cells begin and end; None for a step that is not measured.
     """
@@ -85,6 +85,7 @@ class Setup:
     outputs: bool = False
     inputs: tuple[int, ...] = ()
     early: bool = True
+    leaves: Kind = Kind.F
     residuals: str = "device"
     stamps: Stamps | None = None
 
@@ -158,15 +159,6 @@ class Fixed:
     def num_layers(self) -> int:
         return sum(self.table.layer_counts)
 
-    @property
-    def recomputes(self) -> bool:
-        return Kind.R in self.table.passes
-
-    @property
-    def rereads_states(self) -> bool:
-        """Whether recomputed layers need the states that their F has read."""
-        return self.recomputes and any(kind.split.reads_state for kind in self.layers.kinds)
-
     def context(self, batch: Microbatches, i: Index, layer: Index) -> tuple[Batch, Key]:
         """What every function of a layer is given beside its parameters and values."""
         return _context(batch, i, layer, self.shard)
@@ -211,7 +203,7 @@ class Fixed:
         layer = head_layer(self.num_layers)
         weights = lax.map(
             lambda i: weight(self.context(batch, i, layer)),
-            jnp.arange(self.table.schedule.step_microbatches),
+            jnp.arange(self.table.schedule.num_microbatches),
         )
         return batch._replace(scale=1 / losses.divisor(lax.psum(weights.sum(), self.axes.peers)))
 
@@ -336,7 +328,7 @@ def _context(batch: Microbatches, i: Index, layer: Index, shard: Index) -> tuple
 
 def _mean_scale(setup: Setup) -> float:
     """The cotangent of what is averaged over microbatches and the devices of a stage."""
-    return 1 / (setup.table.schedule.step_microbatches * lax.axis_size(setup.layout.axes.peers))
+    return 1 / (setup.table.schedule.num_microbatches * lax.axis_size(setup.layout.axes.peers))
 
 
 def _layer_losses(layers: Layers) -> list[Shapes]:
@@ -350,7 +342,7 @@ def _leaving(
 ) -> tuple[Collector, Callable[[Tree], jax.Array] | None]:
     """`Fixed.collector` and `Fixed.weight`; raises ValueError for what head and layers may not
     return."""
-    microbatches, model = setup.table.schedule.step_microbatches, setup.model
+    microbatches, model = setup.table.schedule.num_microbatches, setup.model
     name = "output" if setup.outputs else "head_loss"
     result = output_shapes(
         f"Model.{name}",

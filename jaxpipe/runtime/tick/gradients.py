@@ -15,11 +15,12 @@ from jaxpipe.runtime.layout.shares import Share, share_of
 from jaxpipe.runtime.layout.whole_model import SHARED
 from jaxpipe.runtime.tick.carried import Carried
 from jaxpipe.runtime.tick.fixed import Fixed
+from jaxpipe.runtime.tick.microbatches import Microbatches
 from jaxpipe.runtime.tick.pieces import pieces_of
 from jaxpipe.runtime.tick.work import LayerWork
 from jaxpipe.runtime.trees import rounded, widened
 from jaxpipe.runtime.types import Arrays, Gradients, Index, Shapes, Stored, Tree
-from jaxpipe.schedule.lowering.table import Outer, Row, Transfer
+from jaxpipe.schedule.lowering.table import Row, Transfer
 
 Pieces: TypeAlias = list[Stored]
 """Pieces of a chunk: their sums, or what they are reduced to, this data shard's part."""
@@ -45,9 +46,15 @@ class GradientSink(abc.ABC):
         place = work.place(work.cell.gradient)
         return work.fixed.params.update(sums, place, widened(stored))
 
-    def add_outer(self, sums: Gradients, new: Gradients, phase: str, row: Outer) -> Gradients:
+    def add_outer(self, sums: Gradients, new: Gradients, phase: str) -> Gradients:
         """The sums of embedding and head with a microbatch's share of a phase."""
         return jax.tree.map(jnp.add, sums, widened(new))
+
+    def before_layers(
+        self, fixed: Fixed, batch: Microbatches, carried: Carried, row: Row
+    ) -> Carried:
+        """Prepares what is carried for the layers of a tick."""
+        return carried
 
     def chunk(self, fixed: Fixed, carried: Carried, transfer: Transfer) -> Carried:
         """What the layers' part of a tick ends with: the chunk whose sums leave their slot."""

@@ -20,11 +20,10 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from jaxpipe.runtime.barriers import run_if, tie, tie_to_smallest
 from jaxpipe.runtime.layers.losses import WithLoss, addable
-from jaxpipe.runtime.layout.buffers import at_slot, put_slot
+from jaxpipe.runtime.layout.buffers import at_slot
 from jaxpipe.runtime.tick.carried import Carried
 from jaxpipe.runtime.tick.fixed import Fixed
 from jaxpipe.runtime.tick.messages import INBOX
@@ -34,7 +33,7 @@ from jaxpipe.runtime.tick.work import LayerWork, Work
 from jaxpipe.runtime.trees import widened
 from jaxpipe.runtime.types import Arrays, Index, LayerParams, Message, Tree
 from jaxpipe.schedule.actions import Kind
-from jaxpipe.schedule.lowering.table import NONE, Parts, Row
+from jaxpipe.schedule.lowering.table import Parts, Row
 
 
 class Through(NamedTuple):
@@ -62,29 +61,22 @@ def run_cells(
     carried: Carried,
     row: Row,
     parts: Parts,
-    arriving: list[Message | None],
 ) -> tuple[Carried, dict[Kind, Message]]:
     """Runs the cells of a tick's parts; also returns what F and the backward have produced, to be
-    sent.
-
-    ``arriving`` are the messages that were sent when the tick began, by channel.
-    """
-    if fixed.recomputes:
-        carried = _recompute(fixed, batch, carried, row, arriving)
+    sent."""
     outputs: dict[Kind, Message] = {}
-    replay = row.replay or {}
     through = Through(carried.but(weights=None, sent={}, finished=None), [])
     for action in fixed.table.passes:
-        if action is Kind.R or not parts.has(action):
+        if not parts.has(action):
             continue
         cell = row.cells[action]
-        work = Work(fixed, batch, carried.weights, action, cell, replay.get(action))
+        work = Work(fixed, batch, carried.weights, action, cell)
         if action is Kind.W:
-            through, outputs = _run_layers(work, through._replace(message=[]), outputs)
+            through, outputs = run_layers(work, through._replace(message=[]), outputs)
             continue
         inbox = through.carried.inboxes[INBOX[action]]
         through = through._replace(message=at_slot(inbox, cell.inbox))
-        through, outputs = _run_layers(work, through, outputs)
+        through, outputs = run_layers(work, through, outputs)
         message = through.message
         if fixed.setup.poison:
             message = [jnp.where(cell.layers > 0, w, jnp.nan) for w in message]
@@ -93,38 +85,7 @@ def run_cells(
     return through.carried.but(**passed), outputs
 
 
-def _recompute(
-    fixed: Fixed, batch: Microbatches, carried: Carried, row: Row, arriving: list[Message | None]
-) -> Carried:
-    """Runs R, each stage of a segment one tick after the stage before it; keeps the input of F.
-
-    The first stage of a segment begins with the input that it has kept, the others with what R of
-    the stage before has produced.
-    """
-    assert row.replay is not None
-    cell, slot, kept = row.cells[Kind.R], row.replay[Kind.R], carried.replay["inputs"]
-    begins, message = np.ones(fixed.table.schedule.num_stages, bool), at_slot(kept, slot)
-    for channel, sent in zip(fixed.table.channels, arriving, strict=True):
-        if channel.kind is Kind.R and sent is not None:
-            begins[[receiver for _, receiver in channel.edges]] = False
-            first = jnp.asarray(begins)[fixed.stage]
-            message = [jnp.where(first, m, w) for m, w in zip(message, sent, strict=True)]
-    through = Through(carried.but(weights=None, finished=None), message)
-    work = Work(fixed, batch, carried.weights, Kind.R, cell, slot)
-    through, _ = _run_layers(work, through, {})
-    forward = row.cells[Kind.F]
-    keeps = jnp.asarray(begins)[fixed.stage]
-    slot = jnp.where(keeps & (forward.layers > 0), row.replay[Kind.F], NONE)
-    inputs = put_slot(kept, slot, at_slot(through.carried.inboxes["x"], forward.inbox))
-    return through.carried.but(
-        weights=carried.weights,
-        finished=carried.finished,
-        replay=through.carried.replay | {"inputs": inputs},
-        sent=carried.sent | ({Kind.R: through.message} if Kind.R in carried.sent else {}),
-    )
-
-
-def _run_layers(
+def run_layers(
     work: Work, through: Through, outputs: dict[Kind, Message]
 ) -> tuple[Through, dict[Kind, Message]]:
     """Runs the layers of a cell, last first if it is a backward.
@@ -168,22 +129,21 @@ def _run_layer(work: Work, chunk: Index, layer: Index, through: Through) -> Thro
 
 
 def _forward(work: LayerWork, through: Through) -> Through:
-    """F, and R. If layers are recomputed, R leaves the residuals; F alone renews the state and adds
-    the layer's loss."""
+    """F, and R, which neither renews the state nor adds the layer's loss."""
     fixed, kind = work.fixed, work.kind
     weights, message = tie(work.weights(), through.message)
     args = work.params(weights), fixed.activation(message, kind.x), *work.context()
     state = _layer_state(work, through)
-    if fixed.setup.trains and fixed.recomputes == (work.action is Kind.R):
+    if fixed.setup.trains and work.action is fixed.setup.leaves:
         y, until_b, until_w = kind.split.forward(*args, state=state)
         through = _save(work, through, until_b=until_b, until_w=until_w)
     else:
         y = kind.function(*args) if state is None else kind.function(*args, state)
     if state is not None:
         y, new = y
-        through = through if work.action is Kind.R else _renew(work, through, state, new)
+        through = _renew(work, through, new) if work.action is Kind.F else through
     if isinstance(y, WithLoss):
-        through = through if work.action is Kind.R else _add_loss(work, through, y.loss)
+        through = _add_loss(through, y.loss) if work.action is Kind.F else through
         y = y.x
     return through._replace(message=fixed.message(message, kind.y, y))
 
@@ -242,43 +202,27 @@ def _add_gradient(work: LayerWork, through: Through, dparams: LayerParams) -> Th
     return through.but(gradients=sums)
 
 
-def _add_loss(work: LayerWork, through: Through, loss: Tree) -> Through:
-    """Adds a layer's loss and metrics to the sums of its minibatch."""
+def _add_loss(through: Through, loss: Tree) -> Through:
+    """Adds a layer's loss and metrics to the sums."""
     sums = through.carried.layer_losses
     if sums is None:  # only outputs are wanted
         return through
-    minibatch = work.cell.microbatch // work.fixed.table.schedule.step_microbatches
-
-    def add(kept: jax.Array, new: jax.Array) -> jax.Array:
-        mine = jnp.arange(len(kept)) == minibatch % len(kept)
-        return kept + jnp.where(mine.reshape(-1, *[1] * new.ndim), new, 0)
-
-    return through.but(layer_losses=jax.tree.map(add, sums, addable(loss)))
+    return through.but(layer_losses=jax.tree.map(jnp.add, sums, addable(loss)))
 
 
 def _layer_state(work: LayerWork, through: Through) -> Tree:
-    """A layer's running statistics; for R those that F has read, where they matter to it.
-
-    None for a model without.
-    """
+    """A layer's running statistics; None for a model without."""
     layout, example = work.fixed.setup.states, work.kind.example
     if layout is None:
         return None
-    if work.action is Kind.R and work.fixed.rereads_states:
-        place = layout.layer_at(work.at, example, slot=work.replay)
-        return layout.unpack(layout.read(through.carried.replay["read_states"], place), example)
     place = layout.layer_at(work.at, example)
     return layout.unpack(layout.read(through.carried.states, place), example)
 
 
-def _renew(work: LayerWork, through: Through, old: Tree, new: Tree) -> Through:
-    """Writes a layer's new state; keeps the old one where R will read it."""
+def _renew(work: LayerWork, through: Through, new: Tree) -> Through:
+    """Writes a layer's new state."""
     layout, example = work.fixed.setup.states, work.kind.example
     assert layout is not None
-    if work.fixed.rereads_states:
-        replay, place = through.carried.replay, layout.layer_at(work.at, example, slot=work.replay)
-        kept = layout.write(replay["read_states"], place, layout.pack(old, example))
-        through = through.but(replay=replay | {"read_states": kept})
     place = layout.layer_at(work.at, example)
     states = layout.write(through.carried.states, place, layout.pack(new, example))
     return through.but(states=states)

@@ -37,10 +37,7 @@ def send(message: Message, edges: Edges, axes: Axes) -> Message:
 def send_late(
     table: TickTable, parts: Parts, sent: dict[Kind, Message], axes: Axes
 ) -> list[Message | None]:
-    """Sends what the last tick has produced: it travels while this tick's layers run.
-
-    What R has produced is read by this tick's R, which waits for it.
-    """
+    """Sends what the last tick has produced: it travels while this tick's layers run."""
     return [
         send(sent[c.kind], c.late_edges, axes) if c.late_edges and parts.has(c.kind) else None
         for c in table.channels

@@ -31,7 +31,7 @@ def enter(fixed: Fixed, batch: Microbatches, carried: Carried, row: Outer) -> Ca
 
     def body(inbox: Message) -> Message:
         i, inbox = tie(row.embed, inbox)
-        outer, i = fixed.weights.outer(fixed, carried.weights, "enter", row, i)
+        outer, i = fixed.weights.outer(fixed, carried.weights, "enter", i)
         x = fixed.embed(batch, outer, i)
         return put_slot(inbox, here, fixed.message(fixed.empty_message(), fixed.layers.first, x))
 
@@ -49,7 +49,7 @@ def evaluate(
     def body(collected: Tree) -> Tree:
         mine, collected = tie(y, collected)
         x = _from_stage(fixed, mine, -1, fixed.layers.last)
-        outer, x = fixed.weights.outer(fixed, carried.weights, "leave", row, x)
+        outer, x = fixed.weights.outer(fixed, carried.weights, "leave", x)
         return fixed.collector.add(collected, fixed.head(batch, outer, x, row.head), row.head)
 
     runs = _runs(fixed, row.head != NONE, _is_at(fixed, -1))
@@ -67,7 +67,7 @@ def leave(fixed: Fixed, batch: Microbatches, carried: Carried, row: Outer, y: Me
     def body(through: Tree) -> Tree:
         mine, (collected, inbox, gradients, of_inputs) = tie(y, through)
         x = _from_stage(fixed, mine, -1, fixed.layers.last)
-        outer, x = fixed.weights.outer(fixed, carried.weights, "leave", row, x)
+        outer, x = fixed.weights.outer(fixed, carried.weights, "leave", x)
 
         outer, constant = fixed.divided(outer)
 
@@ -81,7 +81,7 @@ def leave(fixed: Fixed, batch: Microbatches, carried: Carried, row: Outer, y: Me
         values = inputs_of(batch, inputs, row.head)
         value, vjp, result = jax.vjp(loss, outer, x, values, has_aux=True)
         douter, dx, new = vjp(jnp.asarray(fixed.loss_scale(batch, row.head), value.dtype))
-        gradients = sink.add_outer(gradients, douter, "leave", row)
+        gradients = sink.add_outer(gradients, douter, "leave")
         of_inputs = add_gradients(of_inputs, new, row.head)
         message = fixed.message(fixed.empty_message(), fixed.layers.last, dx)
         collected = fixed.collector.add(collected, result, row.head)
@@ -115,10 +115,7 @@ def embed_gradient(
             kept = at_slot(inbox, jnp.maximum(slot, 0))
             mine = [jnp.where(slot == NONE, *pair) for pair in zip(mine, kept, strict=True)]
         cotangent = _from_stage(fixed, mine, 0, fixed.layers.first)
-        own = row._replace(embed_gradient=i)
-        outer, cotangent = fixed.weights.outer(
-            fixed, carried.weights, "embed_gradient", own, cotangent
-        )
+        outer, cotangent = fixed.weights.outer(fixed, carried.weights, "embed_gradient", cotangent)
 
         outer, constant = fixed.divided(outer)
 
@@ -127,7 +124,7 @@ def embed_gradient(
 
         _, vjp = jax.vjp(embed, outer, inputs_of(batch, inputs, i))
         douter, new = vjp(cotangent)
-        gradients = sink.add_outer(gradients, douter, "embed_gradient", own)
+        gradients = sink.add_outer(gradients, douter, "embed_gradient")
         return gradients, add_gradients(of_inputs, new, i)
 
     through = carried.outer_gradients, carried.input_gradients

@@ -20,7 +20,7 @@ from jaxpipe.runtime.tick.pieces import pieces_of
 from jaxpipe.runtime.tick.work import LayerWork
 from jaxpipe.runtime.trees import combine
 from jaxpipe.runtime.types import Arrays, At, Index, OuterParams, Shapes, Stored, Tree
-from jaxpipe.schedule.lowering.table import Outer, Transfer
+from jaxpipe.schedule.lowering.table import Transfer
 
 Carry = TypeVar("Carry")
 
@@ -80,9 +80,7 @@ class WeightSource(abc.ABC):
     def layer(self, work: LayerWork) -> list[Stored]:
         """A layer's weights as they are stored: those that are trained, then the others, if any."""
 
-    def outer(
-        self, fixed: Fixed, held: Any, phase: str, row: Outer, value: Tree
-    ) -> tuple[OuterParams, Tree]:
+    def outer(self, fixed: Fixed, held: Any, phase: str, value: Tree) -> tuple[OuterParams, Tree]:
         """What a phase ("enter", "leave", "embed_gradient") reads of embedding and head.
 
         It comes with a value of the phase's loop, tied to it where a read must not be hoisted."""

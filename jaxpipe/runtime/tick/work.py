@@ -36,7 +36,6 @@ class Work:
 
     Args:
       held: the weights.
-      replay: the slot of what F keeps for R; None if nothing is recomputed.
     """
 
     fixed: Fixed
@@ -44,13 +43,11 @@ class Work:
     held: Any
     action: Kind
     cell: Cell
-    replay: Index
 
     def of_layer(self, chunk: Index, layer: Index, kind: LayerKind) -> LayerWork:
         """The part of a layer of this kind, counted within its chunk."""
         cell = dataclasses.replace(self.cell, chunk=chunk)
-        shared = self.fixed, self.batch, self.held, self.action, cell, self.replay
-        return LayerWork(*shared, layer, kind)
+        return LayerWork(self.fixed, self.batch, self.held, self.action, cell, layer, kind)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,1 +1,1 @@
-"""Updates within the step, and asynchronous training."""
+"""Optimizers on placed parameters, and updates within the step."""

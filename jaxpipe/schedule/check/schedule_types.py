@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from jaxpipe.schedule.actions import Action, Kind, MinibatchSchedule, Schedule
+from jaxpipe.schedule.actions import Action, Kind, Schedule
 from jaxpipe.schedule.placement import Placement
 
 
@@ -42,8 +42,6 @@ def _values(schedule: Schedule) -> Iterator[_Value]:
     yield from _in_rows("orders", schedule.orders, _is_action, "an Action (int, Kind, int)")
     overlapped = schedule.overlapped
     yield "overlapped", overlapped, _is_row(overlapped, Action), "a tuple of nothing but Action"
-    if isinstance(schedule, MinibatchSchedule):
-        yield from _in_rows("ticks", schedule.ticks, _is_int, "int")
 
 
 def _in_rows(name: str, rows: Any, fits: Callable[[Any], bool], expected: str) -> Iterator[_Value]:
@@ -65,7 +63,3 @@ def _is_action(value: Any) -> bool:
         and isinstance(value.virtual_stage, int)
         and isinstance(value.microbatch, int)
     )
-
-
-def _is_int(value: Any) -> bool:
-    return isinstance(value, int)

@@ -8,10 +8,10 @@ import itertools
 import string
 from collections.abc import Callable, Iterator, Sequence
 
-from jaxpipe.schedule.actions import Action, Kind, MinibatchSchedule, Schedule
+from jaxpipe.schedule.actions import Action, Kind, Schedule
 from jaxpipe.schedule.check.grid import MAX_MISSING, SHOWN_PROBLEMS, Fault, message
 from jaxpipe.schedule.check.schedule_types import wrong_types
-from jaxpipe.schedule.check.walk import Results, Walk, walk
+from jaxpipe.schedule.check.walk import Walk, walk
 from jaxpipe.schedule.problems import Problem, below_one, refuse
 
 
@@ -40,9 +40,6 @@ def validate(
 ) -> None:
     """Checks that a schedule is complete, in order, free of deadlock and within its promise.
 
-    In a schedule of several minibatches, every action must follow its inputs in the schedule's own
-    ticks: a result can be read from the next tick on.
-
     Args:
       inbox_slots: at least 1: messages of one kind (activations or gradients) from one stage that a
         stage can hold before it uses them. None for no limit.
@@ -70,8 +67,6 @@ def validate(
     walked = walk(schedule, inbox_slots=None if problems else inbox_slots)
     if not problems:
         problems = [*checks.deadlocks(walked, inbox_slots), *checks.broken_promises()]
-    if not problems and isinstance(schedule, MinibatchSchedule):
-        problems = list(checks.early(schedule.ticks))
     if problems:
         raise ScheduleError(message(schedule, problems, walked.ticks, spell))
 
@@ -83,9 +78,6 @@ def simulated_only(schedule: Schedule) -> Iterator[Problem]:
         rule = f"{why} needs {copies} copies of the model's weights, and the runtime keeps one"
         yield Problem("schedule", schedule.name, rule, ("hanayo", "dualpipe-v"))
 
-
-_TURN = {Kind.R: 0, Kind.F: 1, Kind.B: 2, Kind.BW: 2, Kind.W: 3}
-"""The order of the kinds in a tick."""
 
 # The kinds one virtual stage has run for one microbatch, as bits.
 _BIT = {Kind.F: 1, Kind.B: 2, Kind.W: 4, Kind.BW: 8, Kind.R: 16}
@@ -132,7 +124,7 @@ class _Checks:
     def actions(self) -> tuple[list[Fault], list[Fault]]:
         """Finds actions out of range; and those on the wrong stage, repeated, mixed or missing."""
         stages, m = self.schedule.placement.stages, self.schedule.num_microbatches
-        num_virtual_stages, recomputes = len(stages), self.schedule.segment is not None
+        num_virtual_stages, kinds = len(stages), self.schedule.kinds
         seen: dict[int, int] = {}
         outside: list[Fault] = []
         misplaced: list[Fault] = []
@@ -150,9 +142,8 @@ class _Checks:
                     # If there is none at all, that alone is the problem.
                     if count > 0:
                         fault(outside, d, k, f"has no {what}: they run from 0 to {count - 1}.")
-                elif action.kind is Kind.R and not recomputes:
-                    no_segments = "the schedule has no segments (Minibatches.segment)"
-                    fault(misplaced, d, k, f"recomputes, and {no_segments}.")
+                elif action.kind not in kinds:
+                    fault(misplaced, d, k, f"is none of {', '.join(kinds)}.")
                 elif stages[s] != d:
                     owner = f"virtual stage {s} is held by stage {stages[s]}"
                     fault(misplaced, d, k, f"is on the wrong stage: {owner}.")
@@ -193,7 +184,7 @@ class _Checks:
         kinds = {action.kind for order in schedule.orders for action in order}
         # If no action of a backward is left, assume the form that all others have.
         fused = Kind.BW in kinds and not kinds & {Kind.B, Kind.W}
-        again = () if schedule.segment is None and Kind.R not in kinds else (Kind.R,)
+        again = (Kind.R,) if Kind.R in schedule.kinds else ()
         whole = (Kind.F, *again, *((Kind.BW,) if fused else (Kind.B, Kind.W)))
         for s, stage in enumerate(schedule.placement.stages):
             for i in range(m):
@@ -231,31 +222,6 @@ class _Checks:
             else:
                 dependent.append(Fault(f"{text}the result of {self.spell(blocker)}.", d, k))
         return alone + dependent
-
-    def early(self, ticks: Sequence[Sequence[int]]) -> Iterator[Fault]:
-        """Finds actions that run before their inputs, or out of turn, in the schedule's ticks."""
-        schedule, results = self.schedule, Results(self.schedule)
-        if [*map(len, ticks)] != [*map(len, schedule.orders)]:
-            yield Fault("Its ticks are not one for every action of every stage.", 0)
-            return
-        rows = [[*zip(*both, strict=True)] for both in zip(ticks, schedule.orders, strict=True)]
-        ends = {
-            results.number(action): (tick, action.kind is Kind.R)
-            for tick, action in itertools.chain(*rows)
-            if action.kind is not Kind.W
-        }
-        for d, row in enumerate(rows):
-            before = (-1, 0)
-            for k, (tick, action) in enumerate(row):
-                turn = tick, _TURN[action.kind]
-                # W may follow its B, and B its R, within a tick.
-                waits = (ends[needed] for needed in results.inputs(action))
-                first = max((end + 1 - (turn[1] > 2 - again) for end, again in waits), default=0)
-                if tick < first or turn <= before:
-                    text = f"{self.spell(action)} on stage {d} runs too early, in tick {tick}."
-                    yield Fault(text, d, k)
-                    break
-                before = turn
 
     def broken_promises(self) -> Iterator[Fault]:
         for d, promised in enumerate(self.schedule.peak_in_flight or ()):

@@ -6,7 +6,7 @@ import collections
 import dataclasses
 from collections.abc import Sequence
 
-from jaxpipe.schedule.actions import Action, Kind, Schedule, dependencies
+from jaxpipe.schedule.actions import Action, Kind, Schedule
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,12 +52,7 @@ class Results:
         """Returns `number` and `inputs` for microbatch 0; for microbatch i they are i larger."""
         place = action.kind, action.virtual_stage
         if (numbers := self._firsts.get(place)) is None:
-            needed = dependencies(
-                dataclasses.replace(action, microbatch=0),
-                num_virtual_stages=self._schedule.placement.depth,
-                split=True,
-                segment=self._schedule.segment,
-            )
+            needed = self._schedule.inputs(dataclasses.replace(action, microbatch=0))
             numbers = self._first(*place), [self._first(n.kind, n.virtual_stage) for n in needed]
             self._firsts[place] = numbers
         return numbers
@@ -71,7 +66,7 @@ class Results:
         return self.first(action)[0] + action.microbatch
 
     def inputs(self, action: Action) -> list[int]:
-        """The results that an action reads: `actions.dependencies` in numbers."""
+        """The results that an action reads: `Schedule.inputs` in numbers."""
         return [*map(action.microbatch.__add__, self.first(action)[1])]
 
     def receiver(self, action: Action) -> int:

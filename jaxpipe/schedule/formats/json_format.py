@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import dataclasses
+import importlib
 import warnings
 from typing import Any
 
-from jaxpipe.schedule.actions import Action, Minibatches, MinibatchSchedule, Schedule
+from jaxpipe.schedule.actions import GUESTS, Action, Schedule
 from jaxpipe.schedule.check.validate import ScheduleError, validate
 from jaxpipe.schedule.placement import Placement
 
@@ -21,8 +21,7 @@ def to_json(schedule: Schedule) -> dict[str, Any]:
       >>> to_json(gpipe(2, 1))["orders"]
       ['0F0 0B0 0W0', '1F0 1B0 1W0']
     """
-    minibatches, overlapped = schedule.minibatches, schedule.overlapped
-    ticks = schedule.ticks if isinstance(schedule, MinibatchSchedule) else None
+    overlapped = schedule.overlapped
     return {
         "name": schedule.name,
         "stages": list(schedule.placement.stages),
@@ -30,8 +29,7 @@ def to_json(schedule: Schedule) -> dict[str, Any]:
         "num_microbatches": schedule.num_microbatches,
         "peak_in_flight": schedule.peak_in_flight and list(schedule.peak_in_flight),
         "orders": [" ".join(map(str, order)) for order in schedule.orders],
-        **({} if ticks is None else {"ticks": [*map(list, ticks)]}),
-        **({} if minibatches is None else {"minibatches": dataclasses.asdict(minibatches)}),
+        **schedule.own_json(),
         **({"overlapped": " ".join(map(str, overlapped))} if overlapped else {}),
     }
 
@@ -50,26 +48,24 @@ def from_json(data: Any) -> Schedule:
       True
     """
     try:
-        peak, minibatches = data["peak_in_flight"], data.get("minibatches")
-        several: dict[str, Any] = {}
-        if minibatches is not None:
-            several["several"] = Minibatches(**minibatches)
-            several["ticks"] = tuple(map(tuple, data.get("ticks") or _former_ticks(data)))
-        elif data.get("slices"):
+        if data["name"] in GUESTS:
+            guest = importlib.import_module(GUESTS[data["name"]])
+            schedule: Schedule = guest.from_json(data)
+            return schedule
+        peak = data["peak_in_flight"]
+        if data.get("slices"):
             warnings.warn(
                 f"The time slices of schedule {data['name']!r} are left out: stages run whole "
                 "actions, in the order of the file.",
                 stacklevel=2,
             )
-        make = Schedule if minibatches is None else MinibatchSchedule
-        schedule = make(
+        schedule = Schedule(
             name=str(data["name"]),
             placement=Placement(tuple(data["stages"]), data["num_copies"]),
             num_microbatches=data["num_microbatches"],
             orders=tuple(tuple(map(Action.parse, row.split())) for row in data["orders"]),
             peak_in_flight=None if peak is None else tuple(peak),
             overlapped=tuple(map(Action.parse, data.get("overlapped", "").split())),
-            **several,
         )
     except KeyError as error:
         raise ScheduleError(f"A schedule in JSON needs {error}.") from None
@@ -77,8 +73,3 @@ def from_json(data: Any) -> Schedule:
         raise ScheduleError(f"This is no schedule in JSON: {error}") from None
     validate(schedule)
     return schedule
-
-
-def _former_ticks(data: Any) -> list[list[int]]:
-    """Reads ticks as they were written with time slices, such as ``3:0F1[0:2]``."""
-    return [[int(part.partition(":")[0]) for part in row.split()] for row in data["slices"] or ()]

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 
 import numpy as np
 
-from jaxpipe.schedule.actions import Kind, MinibatchSchedule, Schedule, split_action
+from jaxpipe.schedule.actions import Kind, Schedule, split_action
 from jaxpipe.schedule.simulate import ticks
 
 KINDS = tuple(Kind)
@@ -31,14 +31,13 @@ class Columns:
 
 
 def columns_of(schedule: Schedule) -> Columns:
-    """Puts every action, or overlapped pair, into its earliest tick, or the schedule's own.
+    """Puts every action, or overlapped pair, into its earliest tick.
 
     Where some backwards are B and W, and others BW, a BW becomes B and W in the same tick.
     """
     code = {kind: k for k, kind in enumerate(KINDS)}
-    rows = schedule.ticks if isinstance(schedule, MinibatchSchedule) else ticks(schedule)
     actions = [action for order in schedule.orders for action in order]
-    when = [tick for row in rows for tick in row]
+    when = [tick for row in ticks(schedule) for tick in row]
     if schedule.mixes_backwards:
         pairs = zip(when, map(split_action, actions), strict=True)
         when, actions = map(list, zip(*((t, a) for t, parts in pairs for a in parts), strict=True))

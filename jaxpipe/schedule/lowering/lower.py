@@ -2,7 +2,7 @@
 
 Every tick is one row. Within a tick the phases come in this order, and slots are coloured by it:
 
-    gather weights | embed | R | F | B, BW | W | reduce gradients | exchange messages
+    gather weights | embed | F | B, BW | W | reduce gradients | exchange messages
     | embed gradient | head
 
 Everything a stage keeps lives in a numbered slot: a message that has arrived and waits (inbox),
@@ -41,13 +41,12 @@ class Phase(enum.IntEnum):
     """Order of the parts of one tick that write or free a slot."""
 
     EMBED = 0
-    RECOMPUTE = 1
-    FORWARD = 2
-    BACKWARD = 3
-    WEIGHTS = 4
-    EXCHANGE = 5
-    EMBED_GRADIENT = 6
-    HEAD = 7
+    FORWARD = 1
+    BACKWARD = 2
+    WEIGHTS = 3
+    EXCHANGE = 4
+    EMBED_GRADIENT = 5
+    HEAD = 6
 
 
 def lower(
@@ -90,6 +89,8 @@ def lower(
       >>> lower(one_f_one_b(4, 8), [2] * 4).num_slots["until_w"]
       4
     """
+    if (table := schedule.table(layer_counts)) is not None:
+        return dataclasses.replace(table, together=together)
     return lowering(schedule, layer_counts, together=together, overlaps=overlaps).table(
         weight_slots=weight_slots,
         gradient_slots=gradient_slots,
@@ -152,7 +153,6 @@ class Lowering:
         self.kinds = [kind for kind in Kind if self.columns.of(kind).any()]
         self.backward = Kind.BW if Kind.BW in self.kinds else Kind.B
         self.trains = self.backward in self.kinds
-        self.recomputes = Kind.R in self.kinds
         self.ticks = {kind: self._ticks(kind) for kind in self.kinds}
 
         lives = self._lives()
@@ -206,14 +206,12 @@ class Lowering:
         return ticks
 
     def _messages(self) -> Iterator[tuple[Kind, int, int, np.ndarray, np.ndarray]]:
-        """Yields the kind (F, backward or R), source and target of messages, and per microbatch
-        the ticks in which the source sends and the target reads."""
-        steps = ((Kind.F, 1), (self.backward, -1), (Kind.R, 1))
-        for kind, step in steps[: 1 + self.trains + self.recomputes]:
+        """Yields the kind (F or backward), source and target of messages, and per microbatch the
+        ticks in which the source sends and the target reads."""
+        for kind, step in ((Kind.F, 1), (self.backward, -1))[: 1 + self.trains]:
             for source, sent in enumerate(self.ticks[kind]):
                 target = source + step
-                begins = kind is Kind.R and target % (self.schedule.segment or 1) == 0
-                if 0 <= target < len(self.stage_of) and not begins:
+                if 0 <= target < len(self.stage_of):
                     yield kind, source, target, sent, self.ticks[kind][target]
 
     def _arrivals(self, sent: np.ndarray, read: np.ndarray) -> np.ndarray:
@@ -241,11 +239,8 @@ class Lowering:
             caused = [returned, _at(runs[-1:], Phase.HEAD)]
             done = _at(back, Phase.BACKWARD)
             frees = done if self.backward is Kind.BW else _at(self.ticks[Kind.W], Phase.WEIGHTS)
-            kept = _at(self.ticks[Kind.R], Phase.RECOMPUTE) if self.recomputes else forward
             lives |= {"dy": (np.concatenate(caused), done)}
-            lives |= {"until_b": (kept, done), "until_w": (kept, frees)}
-        if self.recomputes:
-            lives["replay"] = (forward, _at(self.ticks[Kind.R], Phase.RECOMPUTE))
+            lives |= {"until_b": (forward, done), "until_w": (forward, frees)}
         if self.trains and self.backward is Kind.B:
             lives["crossing"] = (_at(self.ticks[Kind.B], Phase.BACKWARD), frees)
         return lives
@@ -362,8 +357,7 @@ class Lowering:
             sender, receiver = int(self.stage_of[source]), int(self.stage_of[target])
             slot, late_slot = group_of(kind, sender, receiver)
             inbox = slots["dy" if kind is self.backward else "x"]
-            # R reads what R of the tick before has put out, on its way.
-            late = (self._is_late(sent, read) & (sender != receiver)) | (kind is Kind.R)
+            late = self._is_late(sent, read) & (sender != receiver)
             slot[sent[~late], receiver] = inbox[target, ~late]
             late_slot[sent[late] + 1, receiver] = inbox[target, late]
         for (kind, _), (edges, slot, late_slot) in sorted(groups.items(), key=lambda item: item[0]):

@@ -98,18 +98,10 @@ class Parts(NamedTuple):
         return self.forward if kind.is_forward else self.backward
 
 
-class Reads(NamedTuple):
-    """Slots of the weight versions of embedding and head that a phase reads."""
-
-    embed: Any
-    head: Any
-
-
 class Outer(NamedTuple):
     """The embedding and the head of one tick: see `TickTable`.
 
-    ``embed_gradient`` and its slot are ``[most in a tick]``, padded with `NONE`. Where weights are
-    kept in versions, ``reads`` has those that each phase reads: enter, leave and embed_gradient.
+    ``embed_gradient`` and its slot are ``[most in a tick]``, padded with `NONE`.
     """
 
     embed: Any
@@ -118,29 +110,6 @@ class Outer(NamedTuple):
     head_slot: Any
     embed_gradient: Any
     embed_gradient_slot: Any = NONE
-    reads: dict[str, Reads] | None = None
-
-
-class Update(NamedTuple):
-    """An update that ends a tick.
-
-    Args:
-      minibatch: minibatch whose gradients are complete, counted since the pipeline was last empty;
-        `NONE` if there is no update.
-      version: version of the weights before the update.
-    """
-
-    minibatch: Any
-    version: Any
-
-
-class Updates(NamedTuple):
-    """The updates that end a tick, by part; ``any_stage`` is 1 if any part of any stage has one."""
-
-    layers: Update
-    embed: Update
-    head: Update
-    any_stage: Any
 
 
 class Row(NamedTuple):
@@ -152,8 +121,6 @@ class Row(NamedTuple):
       gather, reduce: its transfers over data.
       outer: what embedding and head compute.
       exchange: index of its messages in `TickTable.exchanges`.
-      updates: what is updated; None where weights stay as they are.
-      replay: slots of what F keeps for R, by F and R; None where nothing is recomputed.
     """
 
     cells: dict[Kind, Cell]
@@ -162,8 +129,6 @@ class Row(NamedTuple):
     reduce: Transfer
     outer: Outer
     exchange: Any
-    updates: Updates | None = None
-    replay: dict[Kind, Any] | None = None
 
 
 Edges: TypeAlias = tuple[tuple[int, int], ...]
@@ -270,8 +235,7 @@ class TickTable:
         cotangents reach the embedding, and the slots in which they wait on the first stage; `NONE`
         for this tick's.
       gathers, reduces: data-axis transfers.
-      num_slots: size of each buffer, by name: x, dy, until_b, until_w, crossing; replay, if
-        anything is recomputed.
+      num_slots: size of each buffer, by name: x, dy, until_b, until_w, crossing.
       exchanges: the distinct sets of messages between stages that end a tick, each as the pairs
         that it connects on every channel.
       exchange: int32 ``[ticks]``: number of the tick's.

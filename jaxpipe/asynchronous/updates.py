@@ -1,7 +1,7 @@
-"""The end of an asynchronous tick: the parts whose minibatch is complete are updated.
+"""An asynchronous tick beside the executor's: R before its layers, updates at its end.
 
-A part's optimizer runs in a loop of one trip or none, so that ticks without an update touch
-nothing.
+A part whose minibatch is complete is updated. Its optimizer runs in a loop of one trip or none, so
+that ticks without an update touch nothing.
 """
 
 from __future__ import annotations
@@ -14,20 +14,28 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jaxpipe.asynchronous.rows import SteadyRow, Update
+from jaxpipe.asynchronous.steady import SteadyState
+from jaxpipe.asynchronous.weights import Versions, read_slot, write_slot
 from jaxpipe.runtime.barriers import run_if, tie
 from jaxpipe.runtime.layers.jaxprs import Env
+from jaxpipe.runtime.layout.buffers import at_slot, put_slot
 from jaxpipe.runtime.layout.data_axis import reduce_gradients
 from jaxpipe.runtime.layout.leaf import Leaf
 from jaxpipe.runtime.tick.carried import Carried
 from jaxpipe.runtime.tick.fixed import Fixed
 from jaxpipe.runtime.tick.gradients import GradientSink
-from jaxpipe.runtime.tick.work import LayerWork
+from jaxpipe.runtime.tick.layer_passes import Through, run_layers
+from jaxpipe.runtime.tick.messages import send
+from jaxpipe.runtime.tick.microbatches import Microbatches
+from jaxpipe.runtime.tick.work import LayerWork, Work
 from jaxpipe.runtime.trees import rounded, widened
 from jaxpipe.runtime.types import Arrays, Gradients, Index, Leaves, Shapes, Stored, Tree
-from jaxpipe.runtime.update.asynchronous_weights import Versions
 from jaxpipe.runtime.update.optimizer import PARTS, PlacedOptimizer
-from jaxpipe.schedule.generators.pipemare import Part, SteadyState
-from jaxpipe.schedule.lowering.table import NONE, Outer, Row, Update, Updates
+from jaxpipe.schedule.actions import Kind
+from jaxpipe.schedule.lowering.table import NONE, Row
+
+KEPT = ("inputs", "read_states", "recomputed")
 
 Norms: TypeAlias = dict[str, jax.Array]
 """Squares of norms by part, and their "total"."""
@@ -35,7 +43,7 @@ Norms: TypeAlias = dict[str, jax.Array]
 
 @dataclasses.dataclass(frozen=True)
 class Rules:
-    """How an asynchronous run trains.
+    """Rules by which an asynchronous run trains.
 
     Args:
       steady: ticks, delays and versions.
@@ -54,29 +62,39 @@ class Rules:
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class Optimized:
-    """What is carried for the updates beside weights.
+class Extra:
+    """State that is carried beside weights and what the executor knows.
 
     Args:
       states: the components of the optimizer's state, by part.
       rest: its leaves that belong to no parameter, by part.
       norms: of the newest finished gradients.
+      kept: what R reads, by name: "inputs" of segments and the "read_states" of layers, in slots,
+        and what the stage before has "recomputed".
+      layer_losses: sums of the losses and metrics of layers, of each minibatch in flight; None if
+        no layer has a loss.
     """
 
     states: dict[str, list[Tree]]
     rest: dict[str, list[jax.Array]]
     norms: Norms
+    kept: dict[str, Tree]
+    layer_losses: Tree = None
 
 
 @dataclasses.dataclass(frozen=True)
 class Updated(GradientSink):
     """A part whose minibatch is complete is updated at the end of the tick.
 
-    ``tied`` says whether the head reads the embedding's parameters.
+    Args:
+      rules: how to train.
+      row: the tick.
+      tied: whether the head reads the embedding's parameters.
     """
 
     rules: Rules
-    tied: bool
+    row: SteadyRow
+    tied: bool = False
 
     @property
     def steady(self) -> SteadyState:
@@ -90,7 +108,19 @@ class Updated(GradientSink):
     def shapes(self, fixed: Fixed) -> dict[str, Shapes]:
         placed, sharded = fixed.params.placed, fixed.setup.zero >= 2
         sums = jax.tree.map(lambda leaf: leaf.summed.struct(sharded=sharded), placed)
-        return {"gradients": sums}
+        shapes, slots = {"gradients": sums}, self.steady.input_slots
+        if slots:
+            shapes["inputs"] = fixed.messages.shapes(slots)
+        if slots and any(kind.split.reads_state for kind in fixed.layers.kinds):
+            assert fixed.setup.states is not None
+            shapes["read_states"] = fixed.setup.states.slot_shapes(slots)
+        if self.steady.recompute_edges:
+            shapes["recomputed"] = fixed.message_shape()
+        return shapes
+
+    def finished(self, buffers: dict[str, Arrays]) -> Extra:
+        norms = dict.fromkeys((*PARTS, "total"), jnp.zeros((), jnp.float32))
+        return Extra({}, {}, norms, {name: buffers[name] for name in KEPT if name in buffers})
 
     def add(self, work: LayerWork, sums: Arrays, stored: Stored) -> Arrays:
         zero, starts = work.fixed.setup.zero, self._starts(work.cell.microbatch)
@@ -101,8 +131,9 @@ class Updated(GradientSink):
             sums, work.place(), stored, lambda old, new: jnp.where(starts, new, old + new)
         )
 
-    def add_outer(self, sums: Gradients, new: Gradients, phase: str, row: Outer) -> Gradients:
-        i = row.head if phase == "leave" else row.embed_gradient
+    def add_outer(self, sums: Gradients, new: Gradients, phase: str) -> Gradients:
+        outer = self.row.row.outer
+        i = outer.head if phase == "leave" else outer.embed_gradient[0]
         slot, starts = i // self.steady.num_microbatches % self.num_sums, self._starts(i)
         new = widened(new)
 
@@ -123,26 +154,67 @@ class Updated(GradientSink):
         return sums | {"embed": table}
 
     def _starts(self, microbatch: Index) -> Index:
-        """Whether a microbatch is the first of its minibatch, whose sums replace those before."""
+        """Says whether a microbatch begins a minibatch, whose sums replace those before."""
         return microbatch % self.steady.num_microbatches == 0
+
+    def before_layers(
+        self, fixed: Fixed, batch: Microbatches, carried: Carried, row: Row
+    ) -> Carried:
+        """Runs R; layers then add their losses to those of their minibatch."""
+        if Kind.R in row.cells:
+            carried = self._recompute(fixed, batch, carried)
+        slot = self.steady.loss_slot(row.cells[Kind.F].microbatch)
+        losses = jax.tree.map(lambda w: w[slot], carried.finished.layer_losses)
+        return carried.but(layer_losses=losses)
+
+    def _recompute(self, fixed: Fixed, batch: Microbatches, carried: Carried) -> Carried:
+        """Runs R, each stage of a segment one tick after the stage before it; keeps what F reads.
+
+        The first stage of a segment begins with the input that it has kept, the others with what R
+        of the stage before has produced.
+        """
+        cells, slots, kept = self.row.row.cells, self.row.inputs, carried.finished.kept
+        begins = self.steady.begins_segment(fixed.stage)
+        message, states = at_slot(kept["inputs"], slots[Kind.R]), carried.states
+        if "recomputed" in kept:
+            sent = send(kept["recomputed"], self.steady.recompute_edges, fixed.axes)
+            message = [jnp.where(begins, m, w) for m, w in zip(message, sent, strict=True)]
+        if "read_states" in kept:
+            assert fixed.setup.states is not None
+            count, slot_dim = self.steady.input_slots, fixed.setup.states.slot_dim
+            states = read_slot(kept["read_states"], slots[Kind.R], count, slot_dim)
+        given = carried.but(weights=None, finished=None, states=states)
+        work = Work(fixed, batch, carried.weights, Kind.R, cells[Kind.R])
+        through, _ = run_layers(work, Through(given, message), {})
+        runs = cells[Kind.F].layers > 0
+        slot = jnp.where(begins & runs, slots[Kind.F], NONE)
+        inbox = at_slot(through.carried.inboxes["x"], cells[Kind.F].inbox)
+        new = {"inputs": put_slot(kept["inputs"], slot, inbox), "recomputed": through.message}
+        if "read_states" in kept:
+            new["read_states"] = run_if(
+                runs,
+                lambda old: write_slot(old, slots[Kind.F], carried.states, slot_dim),
+                kept["read_states"],
+            )
+        extra = dataclasses.replace(carried.finished, kept={name: new[name] for name in kept})
+        return through.carried.but(weights=carried.weights, finished=extra, states=carried.states)
 
     def tick(self, fixed: Fixed, carried: Carried, row: Row) -> Carried:
         """Measures the finished gradients, then updates their parts."""
-        assert row.updates is not None
-        updates = row.updates
+        slot, extra = self.steady.loss_slot(row.cells[Kind.F].microbatch), carried.finished
+        losses = jax.tree.map(
+            lambda w, new: w.at[slot].set(new), extra.layer_losses, carried.layer_losses
+        )
+        carried = carried.but(finished=dataclasses.replace(extra, layer_losses=losses))
         if self.rules.clip_norm is not None:
-            carried = self._measure(fixed, carried, updates)
-        for name in PARTS:
-            carried = self._update(fixed, carried, name, getattr(updates, name))
+            carried = self._measure(fixed, carried)
+        for name, update in self.row.updates.items():
+            carried = self._update(fixed, carried, name, update)
         return carried
 
-    def _part(self, fixed: Fixed, name: str) -> Part:
-        if name == "layers":
-            return self.steady.stage(fixed.stage)
-        return self.steady.embed if name == "embed" else self.steady.head
-
     def _tau(self, fixed: Fixed, name: str) -> jax.Array:
-        return jnp.asarray(self.steady.mean_delay(self._part(fixed, name)), jnp.float32)
+        part = self.steady.parts(fixed.stage)[name]
+        return jnp.asarray(self.steady.mean_delay(part), jnp.float32)
 
     def _sums(self, carried: Carried, name: str, minibatch: Index) -> Gradients:
         """A part's gradient as this data shard has summed it."""
@@ -171,14 +243,15 @@ class Updated(GradientSink):
             gradients = self._finished(fixed, sums, name)
             if self.rules.clip_norm is not None:
                 gradients = self._clipped(carried, gradients)
-            old = held.at(fixed.params, update.version, versions)[name]
+            old = held.at(name, update.version % versions, versions, fixed.params.slot_dim)
             shared = step.share([*rest, *self._scale(fixed, name, update.version)])
             given = [gradients, *states, old]
             if name == "layers":
                 new, *states = self._step_layers(fixed, given, shared)
             else:
                 new, *states = step.outer(name, [{name: part} for part in given], shared)
-            weights = held.written(fixed.params, name, (update.version + 1) % versions, new)
+            slot = (update.version + 1) % versions
+            weights = held.written(name, slot, new, fixed.params.slot_dim)
             delta = self._moved(fixed, held.delta, name, old, new)
             return Versions(weights, delta), states, step.rest(shared)
 
@@ -232,13 +305,12 @@ class Updated(GradientSink):
 
     # Clipping.
 
-    def _measure(self, fixed: Fixed, carried: Carried, updates: Updates) -> Carried:
+    def _measure(self, fixed: Fixed, carried: Carried) -> Carried:
         """Renews the norms of the parts that finish a gradient in this tick, before any is updated;
         the others keep the norm of their newest one."""
 
         def body(norms: Norms) -> Norms:
-            for name in PARTS:
-                update: Update = getattr(updates, name)
+            for name, update in self.row.updates.items():
 
                 def square(norms: Norms, name: str = name, update: Update = update) -> Norms:
                     sums, norms = tie(self._sums(carried, name, update.minibatch), norms)
@@ -249,7 +321,7 @@ class Updated(GradientSink):
             layers = lax.psum(norms["layers"], fixed.axes.stage)
             return norms | {"total": layers + norms["embed"] + norms["head"]}
 
-        norms = run_if(updates.any_stage, body, carried.finished.norms)
+        norms = run_if(self.row.any_update, body, carried.finished.norms)
         return carried.but(finished=dataclasses.replace(carried.finished, norms=norms))
 
     def _squared_norm(self, fixed: Fixed, gradients: Gradients, name: str) -> jax.Array:

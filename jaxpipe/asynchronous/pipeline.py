@@ -1,13 +1,13 @@
 """Asynchronous training: a pipeline that never drains, as PipeMare, PipeDream or PipeDream-2BW.
 
 `docs/design/008-asynchronous.md` explains it; the rules of ticks, delays and versions are
-`jaxpipe.schedule.generators.pipemare`, one call's program is
-`jaxpipe.runtime.update.asynchronous_run`.
+`jaxpipe.asynchronous.steady`, one call's program is `jaxpipe.asynchronous.run`.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable
 from functools import cached_property, partial
 from typing import Any
@@ -19,8 +19,13 @@ import optax
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from jaxpipe.asynchronous import run
+from jaxpipe.asynchronous.run import AsyncState
+from jaxpipe.asynchronous.schedule import steady_schedule
+from jaxpipe.asynchronous.steady import SteadyState
+from jaxpipe.asynchronous.updates import Rules
 from jaxpipe.runtime import checks
-from jaxpipe.runtime.layout.whole_model import outer_of
+from jaxpipe.runtime.layout.whole_model import SHARED, outer_of
 from jaxpipe.runtime.pipeline import Pipeline
 from jaxpipe.runtime.tick.microbatches import split_rows
 from jaxpipe.runtime.trees import mismatches, shapes_of
@@ -30,29 +35,31 @@ from jaxpipe.runtime.types import (
     Key,
     OptimizerState,
     Placed,
+    Shapes,
     Shardings,
     States,
     Tree,
 )
-from jaxpipe.runtime.update import asynchronous_run
-from jaxpipe.runtime.update.asynchronous_checks import (
-    OTHER_MINIBATCH,
-    OTHER_STATE,
-    check_arguments,
-    entering,
-)
-from jaxpipe.runtime.update.asynchronous_run import AsyncState
-from jaxpipe.runtime.update.asynchronous_update import Rules
-from jaxpipe.runtime.update.optimizer import PlacedOptimizer
+from jaxpipe.runtime.update.optimizer import PlacedOptimizer, with_stages
 from jaxpipe.schedule.actions import Kind
-from jaxpipe.schedule.generators.pipemare import SteadyState
-from jaxpipe.schedule.lowering.steady_rows import steady_table
-from jaxpipe.schedule.problems import refuse
+from jaxpipe.schedule.lowering.table import TickTable
+from jaxpipe.schedule.placement import linear
+from jaxpipe.schedule.problems import Problem, below_one, refuse
+
+_OTHER_STATE = (
+    "The state of an asynchronous pipeline comes from its own `init`, `step` or `drain`, or from a "
+    "checkpoint of one of these."
+)
+_OTHER_MINIBATCH = (
+    "Every minibatch must be like the one that `AsyncPipeline.init` was given: what is in flight "
+    "lies in buffers of these shapes. If `init` was given a key, pass every `step` one of its own, "
+    "such as rng=jax.random.fold_in(key, number); if it was not, pass none. To change them, "
+    "`drain` the state and call `init` with what `finish` returns."
+)
 
 
-@jax.tree_util.register_static
-class Steady(SteadyState):
-    """The rules of a pipeline: a part of its state without arrays."""
+# The rules of a pipeline are a part of its state without arrays.
+jax.tree_util.register_static(SteadyState)
 
 
 class AsyncPipeline:
@@ -131,10 +138,10 @@ class AsyncPipeline:
         recompute_segment: int | None = None,
         clip_norm: float | None = None,
     ) -> None:
-        check_arguments(pipe, method, rescheduling_steps, discrepancy_decay, clip_norm)
+        _check_arguments(pipe, method, rescheduling_steps, discrepancy_decay, clip_norm)
         stages, microbatches = pipe.schedule.num_stages, pipe.schedule.num_microbatches
         self.pipe, self.optimizer = pipe, optimizer
-        self.steady = Steady(stages, microbatches, method, recompute_segment)
+        self.steady = SteadyState(stages, microbatches, method, recompute_segment)
         scaled = rescheduling_steps is not None
         # Embedding and head are updated in some ticks, and read in all: every stage has them.
         self._layout = pipe.layout if pipe.table.together else pipe.layout.whole_outer
@@ -147,10 +154,25 @@ class AsyncPipeline:
             discrepancy_decay,
             clip_norm,
         )
-        fused = Kind.BW in pipe.table.passes
-        table = steady_table(self.steady, pipe.table.layer_counts, fused=fused)
-        layout = self._layout.local
-        self._setup = dataclasses.replace(pipe.setup(table), layout=layout, early=False)
+        leaves = Kind.F if recompute_segment is None else Kind.R
+        setup, layout = pipe.setup(self._table()), self._layout.local
+        self._setup = dataclasses.replace(setup, layout=layout, early=False, leaves=leaves)
+
+    def _table(self) -> TickTable:
+        """Kinds, channels and slots of the ticks of a full pipeline, which the executor runs.
+
+        R and its messages are `jaxpipe.asynchronous.updates`'.
+        """
+        pipe, fused = self.pipe, Kind.BW in self.pipe.table.passes
+        table = steady_schedule(self.steady, 1, fused=fused).table(pipe.table.layer_counts)
+        channels = tuple(c for c in table.channels if c.kind is not Kind.R)
+        return dataclasses.replace(
+            table,
+            schedule=pipe.schedule,
+            passes={kind: cell for kind, cell in table.passes.items() if kind is not Kind.R},
+            channels=channels,
+            exchanges=(tuple(channel.edges for channel in channels),),
+        )
 
     @property
     def delays(self) -> np.ndarray:
@@ -194,13 +216,10 @@ class AsyncPipeline:
         def init(
             params: Placed, optimizer_state: OptimizerState, rng: Key, states: States, step: Index
         ) -> AsyncState:
-            return self._empty(params, optimizer_state, shapes_of(batch), rng, states, step)
+            state = self._at_rest(params, optimizer_state, shapes_of(batch), rng, states, step)
+            return state | {"flight": self._flight(state), "steady": self.steady}
 
         return init(params, optimizer_state, rng, states, step)
-
-    def _empty(self, *given: Any) -> AsyncState:
-        state = self._at_rest(*given)
-        return state | {"flight": self._flight(state), "steady": self.steady}
 
     def _at_rest(self, *given: Any) -> AsyncState:
         """The state without what is in flight."""
@@ -236,7 +255,7 @@ class AsyncPipeline:
         """Makes what is in flight of an empty pipeline, from the rest of its state."""
 
         def empty(state: AsyncState) -> Tree:
-            flight = asynchronous_run.empty_flight(self._setup, self._rules, state)
+            flight = run.empty_flight(self._setup, self._rules, state)
             return jax.tree.map(lambda w: w[None, None], flight)
 
         specs = {k: spec for k, spec in self._specs.items() if k not in ("flight", "steady")}
@@ -247,7 +266,7 @@ class AsyncPipeline:
 
         It may lack "steady", if a checkpoint held only arrays.
         """
-        batch, rng = entering(state, self.steady.num_microbatches)
+        batch, rng = _entering(state, self.steady.num_microbatches)
         placed = self.pipe.layout.placed_shapes()
         shapes = placed, self._rules.optimizer.placing.placed, batch, rng, self.pipe.placed_states
         at_rest = jax.eval_shape(self._at_rest, *shapes, 0)
@@ -259,10 +278,10 @@ class AsyncPipeline:
             refuse(checks.batch(batch, self.pipe))
             expected = jax.eval_shape(self._flight, at_rest)
             problems = mismatches("state['flight']", state.get("flight"), expected)
-        problems += [OTHER_STATE] if problems else []
+        problems += [_OTHER_STATE] if problems else []
         given = {"batch": batch, "rng": rng}
         others = [line for k, v in minibatch.items() for line in mismatches(k, v, given[k])]
-        problems += [*others, OTHER_MINIBATCH] if others else []
+        problems += [*others, _OTHER_MINIBATCH] if others else []
         refuse(problems)
         return state | {"steady": self.steady}
 
@@ -290,14 +309,13 @@ class AsyncPipeline:
     @cached_property
     def _newest(self) -> Callable[[AsyncState], Placed]:
         def newest(state: AsyncState) -> Placed:
-            weights = asynchronous_run.newest_weights(self._setup, self._rules, state)
-            return weights | {"layers": jax.tree.map(lambda w: w[None], weights["layers"])}
+            return with_stages(run.newest_weights(self._setup, self._rules, state))
 
         out_specs = self._layout.specs(sharded=self.pipe.zero == 3)
         return jax.jit(self.pipe.shard_map(newest, (self._specs,), out_specs))
 
     def discrepancy(self, state: AsyncState) -> jax.Array:
-        """How far T2 corrects layers: the norm of tau * delta over the weights', float32
+        """Share by which T2 corrects layers: the norm of tau * delta over the weights', float32
         ``[stages]``; 0 without T2."""
         state = self._checked(state)
         stages = self.steady.num_stages
@@ -358,7 +376,7 @@ class AsyncPipeline:
 
         def body(state: AsyncState, batch: Batch, rng: Key) -> tuple[AsyncState, Tree]:
             rows = split_rows(batch, self.pipe.schedule.num_microbatches)
-            return asynchronous_run.call(self._setup, self._rules, state, rows, rng)
+            return run.call(self._setup, self._rules, state, rows, rng)
 
         in_specs = self._specs, P(self.pipe.axes.data), P()
         step = self.pipe.shard_map(body, in_specs, (self._specs, P()))
@@ -385,13 +403,13 @@ class AsyncPipeline:
         state = self._checked(state)
 
         def body(state: AsyncState) -> tuple[AsyncState, Tree]:
-            return asynchronous_run.call(self._setup, self._rules, state, None, None)
+            return run.call(self._setup, self._rules, state, None, None)
 
         return self.pipe.shard_map(body, (self._specs,), (self._specs, P()))(state)
 
     @cached_property
     def _specs(self) -> dict[str, Any]:
-        """How every part of the state is split over the mesh."""
+        """Partition specs of the state's parts."""
 
         layout, zero, axes = self._layout, self.pipe.zero, self.pipe.axes
         weights = layout.specs(sharded=zero == 3)
@@ -408,3 +426,87 @@ class AsyncPipeline:
             "flight": P(axes.data, axes.stage),
             "steady": P(),  # of no array
         }
+
+
+# Checks, before anything is compiled.
+
+
+def _entering(state: Tree, microbatches: int) -> tuple[Shapes, Shapes]:
+    """Shapes of the batch and the key that `AsyncPipeline.init` was given, read from a state.
+
+    Raises:
+      ValueError: what keeps no rows and keys, and thus cannot be a state.
+    """
+    recent = state.get("recent") if isinstance(state, dict) else None
+    if not isinstance(recent, dict) or recent.keys() != {"rows", "rng"}:
+        found = f"a {type(state).__name__}"
+        if isinstance(state, dict):
+            found = f"a dictionary of {list(state)}"
+        raise ValueError(
+            f"state is {found}; expected a dictionary in which 'recent' holds 'rows' and 'rng'.\n"
+            f"{_OTHER_STATE}"
+        )
+
+    def batch(kept: Shapes) -> jax.ShapeDtypeStruct:
+        rows = microbatches * math.prod(kept.shape[1:2])
+        return jax.ShapeDtypeStruct((rows, *kept.shape[2:]), kept.dtype)
+
+    def key(kept: Shapes) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(kept.shape[1:], kept.dtype)
+
+    recent = shapes_of(recent)
+    return jax.tree.map(batch, recent["rows"]), jax.tree.map(key, recent["rng"])
+
+
+def _check_arguments(
+    pipe: Pipeline,
+    method: str,
+    rescheduling_steps: int | None,
+    discrepancy_decay: float | None,
+    clip_norm: float | None,
+) -> None:
+    """Raises one error with everything that does not fit."""
+    problems: list[Problem | str] = []
+    if pipe.schedule.placement != linear(pipe.schedule.num_stages):
+        problems.append(
+            f"Schedule {pipe.schedule.name!r} has {pipe.schedule.num_chunks} chunks per stage; an "
+            "asynchronous pipeline is made from one with a single chunk a stage, in model order.\n"
+            "Nearest valid: '1f1b'."
+        )
+    if pipe.layout.layers.own_arrays:
+        rule = "has no room for versions of weights, which lie in one stacked array per parameter"
+        problems.append(Problem("weights", pipe.weights, rule, {"weights": "stacked"}))
+    if pipe.model.uses_axes:
+        problems.append(
+            "An asynchronous pipeline splits no layer over devices, as Model.axes and "
+            "Model.axis_split ask: give these devices to stages or data shards."
+        )
+    if pipe.frozen is not None:
+        problems.append(
+            "An asynchronous pipeline trains all parameters: make its Pipeline without `trainable`."
+        )
+    if pipe.compute_dtype is not None:
+        rule = "has no place in an asynchronous pipeline, which keeps weights in versions"
+        problems.append(Problem("compute_dtype", str(pipe.compute_dtype), rule, (None,)))
+    if pipe.residuals == "host":
+        rule = "would leave the host between calls: what is in flight is a part of the state"
+        problems.append(Problem("residuals", pipe.residuals, rule, ("device",)))
+    if SHARED in pipe.layout.outer:
+        problems.append(
+            "params['shared'] has no place in an asynchronous pipeline, whose stages update their "
+            "weights at different times; give every layer its own."
+        )
+    problems += below_one(rescheduling_steps=rescheduling_steps)
+    if discrepancy_decay is not None and not 0 < discrepancy_decay < 1:
+        rule = "must lie between 0 and 1"
+        problems.append(Problem("discrepancy_decay", discrepancy_decay, rule, (0.135,)))
+    if discrepancy_decay is not None and method != "pipemare":
+        rule = (
+            "corrects what the backward of method='pipemare' reads; the one of $method reads what "
+            "its forward has read"
+        )
+        problem = Problem("discrepancy_decay", discrepancy_decay, rule, (None,), {"method": method})
+        problems.append(problem)
+    if clip_norm is not None and clip_norm <= 0:
+        problems.append(Problem("clip_norm", clip_norm, "must be positive, or None"))
+    refuse(problems)

@@ -7,23 +7,20 @@ slot an action reads. T2 corrects what a backward reads.
 from __future__ import annotations
 
 import dataclasses
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jaxpipe.asynchronous.steady import SteadyState
 from jaxpipe.runtime.barriers import tie
 from jaxpipe.runtime.layout.data_axis import gather
-from jaxpipe.runtime.layout.layer_layout import LayerLayout
 from jaxpipe.runtime.tick.fixed import Fixed
 from jaxpipe.runtime.tick.weights import WeightSource
 from jaxpipe.runtime.tick.work import LayerWork
 from jaxpipe.runtime.types import Arrays, Index, OuterParams, Stored, Tree
-from jaxpipe.runtime.update.optimizer import PARTS
 from jaxpipe.schedule.actions import Kind
-from jaxpipe.schedule.generators.pipemare import SteadyState
-from jaxpipe.schedule.lowering.table import Outer
 
 
 class Versions(NamedTuple):
@@ -38,56 +35,51 @@ class Versions(NamedTuple):
     weights: dict[str, Arrays]
     delta: dict[str, Arrays]
 
-    def layers_at(self, params: LayerLayout, slot: Index, num_versions: int) -> Arrays:
-        """One version of the layers, laid out as one chunk is."""
-
-        def read(w: jax.Array) -> jax.Array:
-            size = w.shape[params.slot_dim] // num_versions
-            return lax.dynamic_slice_in_dim(w, slot * size, size, params.slot_dim)
-
-        return jax.tree.map(read, self.weights["layers"])
-
-    def outer_at(self, name: str, slot: Index) -> Tree:
-        """One version of embedding or head."""
+    def at(self, name: str, slot: Index, num_versions: int, slot_dim: int) -> Tree:
+        """One version of a part; layers are laid out as one chunk is."""
+        if name == "layers":
+            return read_slot(self.weights[name], slot, num_versions, slot_dim)
         return jax.tree.map(
             lambda w: lax.dynamic_index_in_dim(w, slot, keepdims=False), self.weights[name]
         )
 
-    def at(self, params: LayerLayout, version: Index, num_versions: int) -> dict[str, Arrays]:
-        """One version of every part."""
-        slot = version % num_versions
-        return {
-            name: self.layers_at(params, slot, num_versions)
-            if name == "layers"
-            else self.outer_at(name, slot)
-            for name in PARTS
-        }
-
-    def written(
-        self, params: LayerLayout, name: str, slot: Index, new: Arrays
-    ) -> dict[str, Arrays]:
+    def written(self, name: str, slot: Index, new: Arrays, slot_dim: int) -> dict[str, Arrays]:
         """The weights of all parts with another version of one in a slot."""
+        if name != "layers":
+            slot_dim, new = 0, jax.tree.map(lambda w: w[None], new)
+        return self.weights | {name: write_slot(self.weights[name], slot, new, slot_dim)}
 
-        def layers(w: jax.Array, n: jax.Array) -> jax.Array:
-            start = slot * n.shape[params.slot_dim]
-            return lax.dynamic_update_slice_in_dim(w, n, start, params.slot_dim)
 
-        def outer(w: jax.Array, n: jax.Array) -> jax.Array:
-            return lax.dynamic_update_index_in_dim(w, n, slot, 0)
+def read_slot(arrays: Arrays, slot: Index, count: int, slot_dim: int) -> Arrays:
+    """One slot of ``count`` that follow each other along a dimension."""
 
-        write = layers if name == "layers" else outer
-        return self.weights | {name: jax.tree.map(write, self.weights[name], new)}
+    def read(w: jax.Array) -> jax.Array:
+        size = w.shape[slot_dim] // count
+        return lax.dynamic_slice_in_dim(w, slot * size, size, slot_dim)
+
+    return jax.tree.map(read, arrays)
+
+
+def write_slot(arrays: Arrays, slot: Index, new: Arrays, slot_dim: int) -> Arrays:
+    """The arrays with another slot; `read_slot` reads it."""
+
+    def write(w: jax.Array, n: jax.Array) -> jax.Array:
+        return lax.dynamic_update_slice_in_dim(w, n, slot * n.shape[slot_dim], slot_dim)
+
+    return jax.tree.map(write, arrays, new)
 
 
 @dataclasses.dataclass(frozen=True)
 class Versioned(WeightSource):
     """Weights in the versions that the rows say; gathered layer by layer under ZeRO-3.
 
-    ``corrects`` says whether T2 corrects what a backward reads.
+    ``corrects`` says whether T2 corrects what a backward reads, ``reads`` which versions the phases
+    of a tick read.
     """
 
     steady: SteadyState
     corrects: bool
+    reads: dict[str, dict[str, Any]] = dataclasses.field(default_factory=dict)
 
     def layer(self, work: LayerWork) -> list[Stored]:
         params, held = work.fixed.params, work.held
@@ -103,11 +95,10 @@ class Versioned(WeightSource):
         return [weights]
 
     def outer(
-        self, fixed: Fixed, held: Versions, phase: str, row: Outer, value: Tree
+        self, fixed: Fixed, held: Versions, phase: str, value: Tree
     ) -> tuple[OuterParams, Tree]:
-        assert row.reads is not None
-        slots = row.reads[phase]._asdict()
-        outer = {name: held.outer_at(name, slot) for name, slot in slots.items()}
+        slots, count = self.reads[phase], self.steady.num_versions
+        outer = {name: held.at(name, slot, count, 0) for name, slot in slots.items()}
         if self.corrects and phase == "embed_gradient":
             (embed, delta), value = tie((outer["embed"], held.delta["embed"]), value)
             tau = self.steady.mean_delay(self.steady.embed)

@@ -16,6 +16,7 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
+from jaxpipe.schedule.actions import Kind
 from jaxpipe.schedule.problems import Problem, below_one, refuse
 from jaxpipe.schedule.simulate import UNIT, Costs
 
@@ -41,6 +42,10 @@ class Part:
     forward: Integers
     backward: Integers
     recompute: Integers = None
+
+    def start(self, kind: Kind) -> Integers:
+        """Ticks from a microbatch's entry to an action."""
+        return {Kind.F: self.forward, Kind.R: self.recompute}.get(kind, self.backward)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -104,6 +109,12 @@ class SteadyState:
             problems.append(Problem("method", self.method, rule, nearest, counts))
         refuse(problems)
 
+    def kinds(self, *, fused: bool) -> tuple[Kind, ...]:
+        """The kinds of action, in their order within a tick; ``fused`` says whether B and W are
+        BW."""
+        again = () if self.recompute_segment is None else (Kind.R,)
+        return (*again, Kind.F, *((Kind.BW,) if fused else (Kind.B, Kind.W)))
+
     def stage(self, d: Integers) -> Part:
         """The layers of stage d, from 0."""
         backward = 2 * self.num_stages - 1 - d
@@ -117,7 +128,7 @@ class SteadyState:
         return -_at_least(-last, -(d // segment * segment + segment - 1))
 
     def begins_segment(self, d: Integers) -> Any:
-        """Whether the input of stage d is kept, for its segment to be recomputed from."""
+        """Says whether stage d keeps its input, from which its segment is recomputed."""
         return d % (self.recompute_segment or 1) == 0
 
     @property
@@ -135,6 +146,10 @@ class SteadyState:
     def head(self) -> Part:
         """The head: forward and backward at once, after the last stage's forward."""
         return Part(self.num_stages - 1, self.num_stages - 1)
+
+    def parts(self, d: Integers) -> dict[str, Part]:
+        """The parts of the model by name, with the layers of stage d."""
+        return {"layers": self.stage(d), "embed": self.embed, "head": self.head}
 
     @property
     def num_slots(self) -> int:
@@ -225,6 +240,10 @@ class SteadyState:
         lag: int = -(-self.head.forward // self.num_microbatches)
         return lag
 
+    def loss_slot(self, g: Integers) -> Integers:
+        """The place of microbatch g's minibatch among the losses that are not yet known."""
+        return g // self.num_microbatches % (1 + self.loss_lag)
+
     def delay(self, part: Part, j: Integers) -> Integers:
         """Number of earlier minibatches whose updates the forward of a minibatch's microbatch j
         misses when the pipeline is full."""
@@ -271,7 +290,7 @@ class SteadyState:
         return self.forward_version(part, g, first)
 
     def updates(self, g: Integers) -> Any:
-        """Whether an update follows the gradient of microbatch g: it ends its minibatch."""
+        """Says whether an update follows the gradient of microbatch g, as it ends its minibatch."""
         return g % self.num_microbatches == self.num_microbatches - 1
 
 

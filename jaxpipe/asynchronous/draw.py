@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from jaxpipe.schedule.generators.pipemare import Part, SteadyState
+from jaxpipe.asynchronous.steady import Part, SteadyState
 from jaxpipe.schedule.show.text_draw import check_width
 
 

@@ -1,0 +1,228 @@
+"""The rows of an asynchronous pipeline, computed from the tick's number.
+
+Slots rotate with the microbatches in flight, minibatches with N, weight versions with V: a table of
+one period of all of them would have lcm(2P, N, V) rows. So a row is integer arithmetic in the tick
+and the stage, the same for numpy's arrays and traced ones.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from jaxpipe.asynchronous.steady import Part, SteadyState
+from jaxpipe.schedule.actions import Kind, Schedule
+from jaxpipe.schedule.lowering import table
+from jaxpipe.schedule.lowering.table import NONE, Arrival, Channel, TickTable, Transfer, Transfers
+
+
+class Update(NamedTuple):
+    """An update that ends a tick.
+
+    Args:
+      minibatch: minibatch whose gradients are complete, counted since the pipeline was last empty;
+        `NONE` if there is no update.
+      version: version of the weights before the update.
+    """
+
+    minibatch: Any
+    version: Any
+
+
+class SteadyRow(NamedTuple):
+    """One tick.
+
+    Args:
+      row: what the executor runs, and R among its cells, if anything is recomputed.
+      inputs: slots of the inputs that F keeps and R reads, by their kinds; empty without R.
+      reads: slots of the versions of embedding and head, by phase: enter, leave, embed_gradient.
+      updates: what is updated at the end, by part.
+      any_update: 1 if any part of any stage is.
+    """
+
+    row: table.Row
+    inputs: dict[Kind, Any]
+    reads: dict[str, dict[str, Any]]
+    updates: dict[str, Update]
+    any_update: Any
+
+
+class SteadyRows:
+    """Source of the rows of an asynchronous pipeline.
+
+    Args:
+      entered: microbatches that have entered since the pipeline was last empty.
+      first: version of the weights with which the pipeline was filled.
+      fused: whether backwards are BW, or B and W.
+      xp: the namespace of the arrays that come in: numpy or `jax.numpy`.
+
+    Example:
+      >>> import numpy as np
+      >>> rows = SteadyRows(SteadyState(2, 2), entered=8, xp=np)
+      >>> cell = rows.at(np.arange(4), 1, layers=3).row.cells[Kind.F]
+      >>> cell.layers.tolist(), cell.microbatch.tolist()
+      ([0, 3, 3, 3], [-1, 0, 1, 2])
+    """
+
+    def __init__(
+        self, steady: SteadyState, *, entered: Any, first: Any = 0, fused: bool = False, xp: Any
+    ) -> None:
+        self.steady, self.entered, self.first, self.xp = steady, entered, first, xp
+        self.kinds = steady.kinds(fused=fused)
+
+    def at(self, tick: Any, stage: Any, *, layers: Any) -> SteadyRow:
+        """Computes what one stage does in one tick.
+
+        Args:
+          tick: counted since the pipeline was last empty; an integer or an array of them.
+          stage: number of the stage, from 0.
+          layers: how many the stage has.
+        """
+        steady, part, nothing = self.steady, self.steady.stage(stage), Transfer(NONE, NONE)
+        row = table.Row(
+            cells={kind: self._cell(kind, part, tick, layers) for kind in self.kinds},
+            arrivals=self._arrivals(tick, stage),
+            gather=nothing,
+            reduce=nothing,
+            outer=self._outer(tick),
+            exchange=0,
+        )
+        inputs = {}
+        if Kind.R in self.kinds:
+            slots = {kind: (tick - part.start(kind)) for kind in (Kind.F, Kind.R)}
+            inputs = {kind: slot % steady.input_slots for kind, slot in slots.items()}
+        any_update = 0 * tick
+        for other in (*map(steady.stage, range(steady.num_stages)), steady.head):
+            any_update = any_update | 1 * self._is_due(tick - other.backward)
+        updates = {name: self._update(part, tick) for name, part in steady.parts(stage).items()}
+        return SteadyRow(row, inputs, self._reads(tick), updates, any_update)
+
+    def _runs(self, g: Any) -> Any:
+        return (g >= 0) & (g < self.entered)
+
+    def _if_runs(self, g: Any, value: Any) -> Any:
+        return self.xp.where(self._runs(g), value, NONE)
+
+    def _cell(self, kind: Kind, part: Part, tick: Any, layers: Any) -> table.Cell:
+        steady = self.steady
+        versions = {Kind.F: steady.forward_version, Kind.R: steady.recompute_version}
+        version, g = versions.get(kind, steady.backward_version), tick - part.start(kind)
+        slot, zero = g % steady.residual_slots, 0 * g
+        return table.Cell(
+            layers=self.xp.where(self._runs(g), layers, 0),
+            chunk=zero,
+            microbatch=g,
+            inbox=zero,
+            until_b=slot,
+            until_w=slot,
+            crossing=zero,
+            weights=version(part, g, self.first) % steady.num_versions,
+            gradient=zero,
+        )
+
+    def _arrivals(self, tick: Any, stage: Any) -> tuple[Arrival, ...]:
+        """Arrivals of cotangents and activations."""
+        last = self.steady.num_stages - 1
+        before, behind = (self.steady.stage(stage + shift) for shift in (-1, 1))
+        back, forth = (
+            self._if_runs(tick - start, 0) for start in (behind.backward, before.forward)
+        )
+        edges = (stage == last, back), (stage == 0, forth)
+        arrivals = [Arrival(self.xp.where(ends, NONE, slot), NONE) for ends, slot in edges]
+        return tuple(arrivals) if last else ()
+
+    def _outer(self, tick: Any) -> table.Outer:
+        embed, head = self.steady.embed, self.steady.head
+        enters, leaves, ends = tick - embed.forward, tick - head.forward, tick - embed.backward
+        return table.Outer(
+            embed=self._if_runs(enters, enters),
+            embed_slot=0,
+            head=self._if_runs(leaves, leaves),
+            head_slot=0,
+            embed_gradient=self.xp.expand_dims(self._if_runs(ends, ends), -1),
+            embed_gradient_slot=self.xp.full((1,), NONE),
+        )
+
+    def _reads(self, tick: Any) -> dict[str, dict[str, Any]]:
+        steady, first, count = self.steady, self.first, self.steady.num_versions
+        embed, head = steady.embed, steady.head
+        enter = steady.forward_version(embed, tick - embed.forward, first)
+        back = steady.backward_version(embed, tick - embed.backward, first)
+        leave = [steady.newest(part, tick, first) for part in (embed, head)]
+        if steady.method == "2bw":
+            leave = [steady.forward_version(head, tick - head.forward, first)] * 2
+        reads = {"enter": (enter, enter), "leave": leave, "embed_gradient": (back, back)}
+        return {k: {"embed": e % count, "head": h % count} for k, (e, h) in reads.items()}
+
+    def _is_due(self, g: Any) -> Any:
+        return self._runs(g) & self.steady.updates(g)
+
+    def _update(self, part: Part, tick: Any) -> Update:
+        g = tick - part.backward
+        minibatch = g // self.steady.num_microbatches
+        due = self.xp.where(self._is_due(g), minibatch, NONE)
+        return Update(due, self.first + minibatch)
+
+
+def steady_table(
+    schedule: Schedule, steady: SteadyState, layer_counts: Sequence[int], *, fused: bool
+) -> TickTable:
+    """Builds the table of a schedule of whole minibatches, from empty to empty.
+
+    Args:
+      schedule: the minibatches.
+      steady: their rules.
+      layer_counts: layers of every stage.
+      fused: whether backwards are BW, or B and W.
+    """
+    P, total = steady.num_stages, schedule.num_microbatches
+    tick, stage = np.arange(total + steady.drain_ticks)[:, None], np.arange(P)
+    rows = SteadyRows(steady, entered=total, fused=fused, xp=np)
+    row = rows.at(tick, stage, layers=np.asarray(layer_counts)).row
+
+    def column(value: Any) -> np.ndarray:
+        return np.broadcast_to(np.asarray(value, np.int32), (len(tick), P))
+
+    def transfers(tick_of_chunk: Any) -> Transfers:
+        chunk = column(np.where(tick == tick_of_chunk, 0, NONE))
+        edge = Transfer(*(np.zeros((0, P), np.int32) for _ in Transfer._fields))
+        return Transfers(chunk, column(0), column(0), 1, group=0, shares=1, parts=1, edge=edge)
+
+    forth = tuple((d - 1, d) for d in range(1, P))
+    edges = {Kind.B: tuple((d, s) for s, d in forth), Kind.F: forth}
+    channels = [
+        Channel(kind, pairs, column(arrival.slot), column(arrival.late_slot))
+        for (kind, pairs), arrival in zip(edges.items(), row.arrivals, strict=False)
+    ]
+    if again := steady.recompute_edges:
+        # R reads what R of the tick before has put out, on its way.
+        idle = (row.cells[Kind.R].layers == 0) | steady.begins_segment(stage)
+        channels.append(Channel(Kind.R, again, column(NONE), column(np.where(idle, NONE, 0))))
+    of_tick = [tuple(c.edges_at(t) for c in channels) for t in range(len(tick))]
+    exchanges, outer = tuple(dict.fromkeys(of_tick)), row.outer
+    return TickTable(
+        schedule=schedule,
+        layer_counts=tuple(layer_counts),
+        passes={
+            kind: table.Cell(**{k: column(v) for k, v in dataclasses.asdict(cell).items()})
+            for kind, cell in row.cells.items()
+        },
+        channels=tuple(channels),
+        embed=outer.embed[:, 0],
+        embed_slot=column(0)[:, 0],
+        head=outer.head[:, 0],
+        head_slot=column(0)[:, 0],
+        embed_gradient=outer.embed_gradient[:, 0],
+        embed_gradient_slot=column(NONE)[:, :1],
+        # As with one slot of each: a stage has one chunk, from its first F to its last backward.
+        gathers=transfers(stage),
+        reduces=transfers(total - 1 + steady.stage(stage).backward),
+        num_slots={"x": 1, "dy": 1, "crossing": 1}
+        | dict.fromkeys(("until_b", "until_w"), steady.residual_slots),
+        exchanges=exchanges,
+        exchange=np.asarray([exchanges.index(pairs) for pairs in of_tick], np.int32),
+        together=True,
+    )
