@@ -173,7 +173,7 @@ class Updated(GradientSink):
                 gradients = self._clipped(carried, gradients)
             old = held.at(fixed.params, update.version, versions)[name]
             shared = step.share([*rest, *self._scale(fixed, name, update.version)])
-            given = [gradients, *states, old]
+            given = [gradients, old, *states]
             if name == "layers":
                 new, *states = self._step_layers(fixed, given, shared)
             else:
@@ -194,13 +194,13 @@ class Updated(GradientSink):
 
     def _step_layers(self, fixed: Fixed, given: Sequence[Arrays], shared: Env) -> list[Arrays]:
         """The layers' new weights and states, of their gradients, states and weights."""
-        gradients, *states, weights = given
+        gradients, weights, *states = given
         params, step = fixed.params, self.rules.optimizer.step
 
         def body(chunk: Index, row: Index, new: list[Arrays]) -> list[Arrays]:
             at = fixed.stage, chunk, row
 
-            def gradient(component: int, example: int) -> Stored:
+            def gradient(example: int) -> Stored:
                 return params.read(gradients, params.layer_at(at, example))
 
             return step.layer(at, gradient, new, shared)
