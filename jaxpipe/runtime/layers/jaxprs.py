@@ -98,6 +98,11 @@ def consts(closed: core.ClosedJaxpr) -> Env:
     return dict(zip(closed.jaxpr.constvars, closed.consts, strict=True))
 
 
+def signature(eqns: Eqns, given: Sequence[Any], results: Sequence[Any]) -> str:
+    """Prints a program with its variables numbered: equal programs compute the same."""
+    return str(core.Jaxpr((), given, results, eqns))
+
+
 def reachable(eqns: Eqns, start: Vars) -> Vars:
     """Finds the variables that depend on any of ``start``."""
     reached = set(start)

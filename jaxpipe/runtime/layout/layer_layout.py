@@ -24,7 +24,7 @@ from jax.tree_util import DictKey
 from jaxpipe.runtime.filters import name_of
 from jaxpipe.runtime.layout import shares
 from jaxpipe.runtime.layout.leaf import Leaf
-from jaxpipe.runtime.layout.parts import Cut, Slices
+from jaxpipe.runtime.layout.parts import Part, Slices
 from jaxpipe.runtime.layout.shares import Share
 from jaxpipe.runtime.layout.splits import Splits
 from jaxpipe.runtime.mesh import Axes
@@ -55,8 +55,6 @@ Parts: TypeAlias = Sequence[jax.Array]
 class Piece:
     """Arrays that are stored together, of a layer or of the embedding, as devices share them.
 
-    ``example`` is a layer of their kind; ``sharded`` says whether data shards split them.
-
     Args:
       piece: the arrays, every one a `Leaf`.
     """
@@ -65,24 +63,24 @@ class Piece:
         self.piece = piece
 
     def leaves_of(self, example: int) -> Leaves:
-        """What is stored, every array a `Leaf`."""
+        """What is stored, every array a `Leaf`; ``example`` is a layer of its kind."""
         return self.piece
 
-    def cuts(self, example: int, axes: Axes, *, sharded: bool) -> Sequence[Cut]:
-        """Cuts by which devices share the arrays of the user's tree."""
-        return [leaf.cut(axes, sharded=sharded) for leaf in jax.tree.leaves(self.piece)]
-
-    def parts(self, stored: Stored, example: int, axes: Axes, *, sharded: bool) -> list[jax.Array]:
-        """Lists this device's parts of the arrays."""
-        return jax.tree.leaves(stored)
+    def parts(self, stored: Stored, example: int, axes: Axes, *, sharded: bool) -> list[Part]:
+        """Lists this device's parts of the arrays of the user's tree; ``sharded`` says whether data
+        shards split them."""
+        leaves = jax.tree.leaves(self.piece)
+        values = jax.tree.leaves(stored)
+        cuts = [leaf.cut(axes, sharded=sharded) for leaf in leaves]
+        return list(map(Part, values, cuts))
 
     def of_parts(
         self, parts: Parts, stored: Stored, example: int, axes: Axes, *, sharded: bool
     ) -> Stored:
-        """Replaces the parts; what only pads an array is 0."""
-        leaves, tree = jax.tree.flatten(self.piece)
-        cuts = [leaf.cut(axes, sharded=sharded) for leaf in leaves]
-        return jax.tree.unflatten(tree, map(Slices.with_padding, cuts, parts))
+        """Replaces the parts; elements that only pad an array become 0."""
+        cuts = [leaf.cut(axes, sharded=sharded) for leaf in jax.tree.leaves(self.piece)]
+        padded = map(Slices.with_padding, cuts, parts)
+        return jax.tree.unflatten(jax.tree.structure(stored), padded)
 
 
 class LayerLayout(Piece, abc.ABC):

@@ -7,7 +7,6 @@ nothing.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
 from typing import Any, TypeAlias, cast
 
 import jax
@@ -15,7 +14,6 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxpipe.runtime.barriers import run_if, tie
-from jaxpipe.runtime.layers.jaxprs import Env
 from jaxpipe.runtime.layout.data_axis import reduce_gradients
 from jaxpipe.runtime.layout.leaf import Leaf
 from jaxpipe.runtime.tick.carried import Carried
@@ -175,7 +173,7 @@ class Updated(GradientSink):
             shared = step.share([*rest, *self._scale(fixed, name, update.version)])
             given = [gradients, old, *states]
             if name == "layers":
-                new, *states = self._step_layers(fixed, given, shared)
+                new, *states = step.layers(fixed.stage, given, shared)
             else:
                 new, *states = step.outer(name, [{name: part} for part in given], shared)
             weights = held.written(fixed.params, name, (update.version + 1) % versions, new)
@@ -191,22 +189,6 @@ class Updated(GradientSink):
             rest=finished.rest | {name: rest},
         )
         return carried.but(weights=held, finished=new)
-
-    def _step_layers(self, fixed: Fixed, given: Sequence[Arrays], shared: Env) -> list[Arrays]:
-        """The layers' new weights and states, of their gradients, states and weights."""
-        gradients, weights, *states = given
-        params, step = fixed.params, self.rules.optimizer.step
-
-        def body(chunk: Index, row: Index, new: list[Arrays]) -> list[Arrays]:
-            at = fixed.stage, chunk, row
-
-            def gradient(example: int) -> Stored:
-                return params.read(gradients, params.layer_at(at, example))
-
-            return step.layer(at, gradient, new, shared)
-
-        count = fixed.table.layers_per_chunk
-        return params.every_layer(count, body, [weights, *states])
 
     def _scale(self, fixed: Fixed, name: str, version: Index) -> list[jax.Array]:
         """T1: divides the rate by max(tau, 1)^p, where p falls from 1 to 0 over K updates."""

@@ -2,11 +2,12 @@
 
 Each stage runs its own layers, and all stages run the embedding and the head. A device may hold
 only a part of an array: the stages may split embedding and head, the data shards and model axes may
-split all.
+split all. Nothing is gathered that an equation can do without: `run_parts`.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Collection, Iterable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
@@ -31,49 +32,48 @@ from jaxpipe.runtime.update.units import Slice, Units
 
 
 class _Kind(NamedTuple):
-    """Layers that compute the same in one round.
+    """Units that compute the same in one round: layers, or the embedding.
 
     Args:
-      layers: their canonical numbers.
-      slices: the slice of each.
-      numbers: for every row, the layer's number within the kind; -1 if it is of another kind.
+      pieces: what is stored for a unit, of every component.
+      slices: the program of every unit; the first one's is run.
+      example: the first layer, if they are layers.
+      numbers: for every row, its layer's number within the kind; -1 if it is none of these.
     """
 
-    layers: list[int]
-    slices: list[Slice]
-    numbers: np.ndarray
-
-    @property
-    def example(self) -> int:
-        return self.layers[0]
+    pieces: Sequence[Piece]
+    slices: Sequence[Slice]
+    example: int = 0
+    numbers: np.ndarray = np.zeros(())
 
     def number_at(self, at: At) -> jax.Array:
         return jnp.asarray(self.numbers)[at]
 
     def env(self, number: Index, env: Env) -> Env:
-        """What a layer shares, by the variables of the example's slice."""
-        columns = list(zip(*(one.shared for one in self.slices), strict=True))
+        """The environment of a layer, whose variables may be others than the first one's."""
+        columns = zip(*(each.shared for each in self.slices), strict=True)
         differ = [column for column in columns if len(set(column)) > 1]
         return env | {column[0]: jnp.stack([env[v] for v in column])[number] for column in differ}
 
 
-def _kinds(slices: Sequence[Slice], rows: np.ndarray) -> list[_Kind]:
-    members: dict[Any, list[int]] = {}
-    for n, one in enumerate(slices):
-        members.setdefault(one.signature(), []).append(n)
+def _kinds(pieces: Sequence[Piece], slices: Sequence[Slice], rows: np.ndarray) -> list[_Kind]:
+    """Sorts layers by what they compute."""
+    layers_of: dict[str, list[int]] = {}
+    for n, program in enumerate(slices):
+        layers_of.setdefault(program.signature(), []).append(n)
     kinds = []
-    for layers in members.values():
+    for layers in layers_of.values():
         numbers = np.full(len(slices) + 1, -1, np.int32)  # the last is of rows without a layer
         numbers[layers] = range(len(layers))
-        kinds.append(_Kind(layers, [slices[n] for n in layers], numbers[rows]))
+        kinds.append(_Kind(pieces, [slices[n] for n in layers], layers[0], numbers[rows]))
     return kinds
 
 
 class PerUnit:
     """A function of trees of components, run unit by unit.
 
-    The results' components take the places of the arguments' but the first: both lie alike. In the
-    methods, a *component* is this device's part of one, and ``env`` is what units share.
+    The components of the result replace those of the arguments but the first. In the methods, a
+    *component* is this device's part of one, and ``env`` is what units share.
 
     Args:
       function: of trees of arrays, whose components have one tree per layer.
@@ -102,19 +102,24 @@ class PerUnit:
     ) -> None:
         self._units = units = Units(function, args, lambda tree: units_of(tree, params))
         self.result_shapes, self.mixes = units.result, units.mixes
-        trees = [TreeLayout(arg, params) for arg in args.values()]
-        self._layouts = layouts = [layout for tree in trees for layout in tree.components]
-        self._layers = [layout.layers for layout in layouts]
-        self._outer = {
-            name: [Piece(layout.outer[name]) for layout in layouts] for name in params.outer
-        }
-        self._sharded, self._whole = sharded, whole
         self._params, self._axes = params, params.axes
-        self._outer_slices = {name: units.slices(name) for name in params.outer}
-        slices = [units.slices(n) for n in range(params.num_layers)]
-        self._kinds = [_kinds(of_round, params.rows) for of_round in zip(*slices, strict=True)]
-        every = [*self._outer_slices.values(), *slices]
-        self._of_all = units.of_all(v for unit in every for one in unit for v in one.shared)
+        self._sharded, self._whole = sharded, whole
+        trees = [TreeLayout(arg, params) for arg in args.values()]
+        self._components = [layout for tree in trees for layout in tree.components]
+        self._layouts = [component.layers for component in self._components]
+        layers = [units.slices(n) for n in range(params.num_layers)]
+        outer = {name: units.slices(name) for name in params.outer}
+        # By round.
+        self._layers = [
+            _kinds(self._layouts, slices, params.rows) for slices in zip(*layers, strict=True)
+        ]
+        pieces = {name: [Piece(c.outer[name]) for c in self._components] for name in outer}
+        self._outer = [
+            {name: _Kind(pieces[name], [slices[n]]) for name, slices in outer.items()}
+            for n in range(units.rounds + 1)
+        ]
+        slices = itertools.chain(*layers, *outer.values())
+        self._of_all = units.of_all(v for program in slices for v in program.shared)
 
     # What units share.
 
@@ -128,66 +133,60 @@ class PerUnit:
         """The leaves of the result that belong to no parameter."""
         return jaxprs.values(self._units.results, env)
 
-    # One unit: what is stored of each component goes in, and comes out of all but the first.
+    # One unit, of what is stored for it of every component.
 
-    def _run(
-        self,
-        program: Slice,
-        pieces: Sequence[Piece],
-        stored: Sequence[Stored],
-        example: int,
-        env: Env,
-    ) -> list[Any]:
-        """The targets of a slice, whole or parts."""
-        parts: list[Part] = []
-        for c, piece in enumerate(pieces):
-            values = self._own(c, stored[c], piece, example)
-            values = piece.parts(values, example, self._axes, sharded=self._sharded)
-            parts += map(Part, values, piece.cuts(example, self._axes, sharded=self._sharded))
-        env = run_parts(program.eqns, env | dict(zip(program.inputs, parts, strict=True)))
-        return [env[v] if jaxprs.is_var(v) else jnp.asarray(v.val) for v in program.targets]
-
-    def _renew(
-        self,
-        program: Slice,
-        pieces: Sequence[Piece],
-        stored: Sequence[Stored],
-        example: int,
-        env: Env,
-    ) -> list[Stored]:
-        """What is stored when the slice has run."""
-        found, results = iter(self._run(program, pieces, stored, example, env)), []
-        for c, piece in list(enumerate(pieces))[1:]:
-            old = self._own(c, stored[c], piece, example)
-            cuts = piece.cuts(example, self._axes, sharded=self._sharded)
-            parts = [own(next(found), cut) for cut in cuts]
-            new = piece.of_parts(parts, old, example, self._axes, sharded=self._sharded)
-            new = jax.tree.map(lambda w, like: w.astype(like.dtype), new, old)
-            if c in self._whole:
-                new = gather(new, piece.leaves_of(example), self._axes)
-            results.append(new)
-        return results
-
-    def _own(self, component: int, stored: Stored, piece: Piece, example: int) -> Stored:
+    def _own(self, kind: _Kind, stored: Sequence[Stored]) -> list[Stored]:
         """This data shard's part, of what it may have whole."""
-        if component not in self._whole:
-            return stored
-        return own_shard(stored, piece.leaves_of(example), self._axes)
+        return [
+            own_shard(arrays, piece.leaves_of(kind.example), self._axes)
+            if c in self._whole
+            else arrays
+            for c, (piece, arrays) in enumerate(zip(kind.pieces, stored, strict=True))
+        ]
+
+    def _run_unit(
+        self, kind: _Kind, owned: Sequence[Stored], env: Env
+    ) -> tuple[list[list[Part]], list[Any]]:
+        """This device's parts of all arrays, and what the unit computes, whole or in parts."""
+        program = kind.slices[0]
+        parts = [
+            piece.parts(arrays, kind.example, self._axes, sharded=self._sharded)
+            for piece, arrays in zip(kind.pieces, owned, strict=True)
+        ]
+        inputs = zip(program.inputs, itertools.chain(*parts), strict=True)
+        env = run_parts(program.eqns, env | dict(inputs))
+        return parts, jaxprs.values(program.targets, env)
+
+    def _scalars(self, kind: _Kind, stored: Sequence[Stored], env: Env) -> list[jax.Array]:
+        """What the unit gives to all others."""
+        return list(map(whole, self._run_unit(kind, self._own(kind, stored), env)[1]))
+
+    def _renew(self, kind: _Kind, stored: Sequence[Stored], env: Env) -> list[Stored]:
+        """What is stored of every component but the first after the unit has run."""
+        owned, results = self._own(kind, stored), []
+        parts, targets = self._run_unit(kind, owned, env)
+        values = iter(targets)
+        for c, piece in list(enumerate(kind.pieces))[1:]:
+            new = [own(next(values), old.cut).astype(old.value.dtype) for old in parts[c]]
+            arrays = piece.of_parts(new, owned[c], kind.example, self._axes, sharded=self._sharded)
+            if c in self._whole:
+                arrays = gather(arrays, piece.leaves_of(kind.example), self._axes)
+            results.append(arrays)
+        return results
 
     # Embedding, head, and what layers share.
 
     def outer(self, name: str, components: Sequence[Tree], env: Env) -> list[Tree]:
         """What the result's components have for one of these."""
-        stored = [component[name] for component in components]
-        return self._renew(self._outer_slices[name][-1], self._outer[name], stored, 0, env)
+        return self._renew(self._outer[-1][name], [c[name] for c in components], env)
 
     def with_outer(
         self, layers: Sequence[Arrays], components: Sequence[Tree], env: Env
     ) -> list[Tree]:
         """The result's components, of their layers and of what else the function computes."""
-        outer = {name: self.outer(name, components, env) for name in self._outer}
-        found = zip(layers, *outer.values(), strict=True)
-        return [dict(zip(("layers", *outer), one, strict=True)) for one in found]
+        outer = {name: self.outer(name, components, env) for name in self._params.outer}
+        renewed = zip(layers, *outer.values(), strict=True)
+        return [dict(zip(("layers", *outer), trees, strict=True)) for trees in renewed]
 
     # Layers.
 
@@ -206,39 +205,48 @@ class PerUnit:
         Returns:
           The results, with those of the layer written.
         """
-        results = list(results)
-        alone = len(self._kinds[-1]) == 1 or self._params.layers.own_arrays
-        for kind in self._kinds[-1]:
-            step = partial(self._layer_of, kind, at, read, env)
-            results = step(results) if alone else run_if(kind.number_at(at) >= 0, step, results)
-        return results
+        kinds, layouts, renewed = self._layers[-1], self._layouts[1:], list(results)
 
-    def _layer_of(
-        self,
-        kind: _Kind,
-        at: At,
-        read: Callable[[int], Stored],
-        env: Env,
-        results: list[Arrays],
-    ) -> list[Arrays]:
-        number, layouts = kind.number_at(at), self._layers[1:]
-        places = [layout.layer_at(at, kind.example) for layout in layouts]
-        found = list(zip(layouts, results, places, strict=True))
+        def run(kind: _Kind, number: Index, results: list[Arrays]) -> list[Arrays]:
+            def renew(stored: list[Stored]) -> list[Stored]:
+                first, stored = tie(read(kind.example), stored)
+                return self._renew(kind, [first, *stored], kind.env(number, env))
 
-        def compute(stored: list[Stored]) -> list[Stored]:
-            first, stored = tie(read(kind.example), stored)
-            env_of_layer = kind.env(number, env)
-            given = [first, *stored]
-            return self._renew(kind.slices[0], self._layers, given, kind.example, env_of_layer)
+            places = [layout.layer_at(at, kind.example) for layout in layouts]
+            among = list(zip(layouts, results, places, strict=True))
+            stored = [layout.read(arrays, place) for layout, arrays, place in among]
+            # Written outside the loop: XLA would compute the result again from what it overwrites.
+            # A stage is never negative; XLA does not know that, or it would leave out the loop.
+            stored = run_if((number >= 0) & (at[0] >= 0), renew, stored)
+            return [
+                layout.write(arrays, place, new)
+                for (layout, arrays, place), new in zip(among, stored, strict=True)
+            ]
 
-        # Written outside the loop: XLA would compute the result again from what it overwrites. A
-        # stage is never negative, but XLA does not know that: it would leave out the loop.
-        stored = [layout.read(arrays, place) for layout, arrays, place in found]
-        stored = run_if((number >= 0) & (at[0] >= 0), compute, stored)
-        return [
-            layout.write(arrays, place, new)
-            for (layout, arrays, place), new in zip(found, stored, strict=True)
-        ]
+        for kind in kinds:
+            number = kind.number_at(at)
+            step = partial(run, kind, number)
+            alone = len(kinds) == 1 or self._params.layers.own_arrays
+            renewed = step(renewed) if alone else run_if(number >= 0, step, renewed)
+        return renewed
+
+    def layers(self, stage: Index, layers: Sequence[Arrays], env: Env) -> list[Arrays]:
+        """The layers of the result's components, from those of all components."""
+        first, *results = layers
+
+        def body(chunk: Index, row: Index, results: list[Arrays]) -> list[Arrays]:
+            at = stage, chunk, row
+            return self.layer(at, partial(self._read, 0, first, at), results, env)
+
+        return self._each_layer(body, results)
+
+    def _each_layer(self, body: Callable[..., Any], carry: Any) -> Any:
+        return self._params.layers.every_layer(self._params.rows.shape[2], body, carry)
+
+    def _read(self, component: int, arrays: Arrays, at: At, example: int) -> Stored:
+        """What is stored for a layer of a component; ``example`` is a layer of its kind."""
+        layout = self._layouts[component]
+        return layout.read(arrays, layout.layer_at(at, example))
 
     # All units.
 
@@ -254,12 +262,12 @@ class PerUnit:
         Returns:
           The result's components, and its other leaves.
         """
-        sharded = [self._sharded and c not in self._whole for c in range(len(components))]
         specs = [
-            layout.specs(sharded=of) for layout, of in zip(self._layouts, sharded, strict=True)
+            component.specs(sharded=self._sharded and c not in self._whole)
+            for c, component in enumerate(self._components)
         ]
         run = jax.shard_map(
-            self._run_all,
+            self._run,
             mesh=self._params.mesh,
             in_specs=(specs, P()),
             out_specs=(specs[1:], P()),
@@ -267,7 +275,7 @@ class PerUnit:
         )
         return run(list(components), list(rest))
 
-    def _run_all(
+    def _run(
         self, placed: Sequence[Placed], rest: Sequence[jax.Array]
     ) -> tuple[list[Placed], list[jax.Array]]:
         components = list(map(without_stages, placed))
@@ -275,69 +283,49 @@ class PerUnit:
         for number in range(self._units.rounds):
             env |= self._give(number, stage, components, env)
             env = jaxprs.run(self._of_all[number + 1], env)
-        first, *results = [component["layers"] for component in components]
-
-        def body(chunk: Index, row: Index, results: list[Arrays]) -> list[Arrays]:
-            at = stage, chunk, row
-            return self.layer(at, partial(self._read, 0, first, at), results, env)
-
-        layers, device = self._each_layer(body, results), lax.axis_index(self._axes.names)
-        components = [
-            component | {name: after(layers, component[name], device) for name in self._outer}
-            for component in components
-        ]
+        layers = self.layers(stage, [c["layers"] for c in components], env)
+        device = lax.axis_index(self._axes.names)
+        components = [c | after(layers, outer_of(c), device) for c in components]
         new = self.with_outer(layers, components, env)
         return list(map(with_stages, new)), self.rest(env)
 
-    def _each_layer(self, body: Callable[..., Any], carry: Any) -> Any:
-        return self._params.layers.every_layer(self._params.rows.shape[2], body, carry)
-
-    def _read(self, component: int, arrays: Arrays, at: At, example: int) -> Stored:
-        """What is stored for a layer of a component; ``example`` is a layer of its kind."""
-        layout = self._layers[component]
-        return layout.read(arrays, layout.layer_at(at, example))
-
-    def _give(self, number: int, stage: jax.Array, components: Sequence[Tree], env: Env) -> Env:
+    def _give(self, number: int, stage: Index, components: Sequence[Tree], env: Env) -> Env:
         """The scalars that units give to all others in a round."""
         given: Env = {}
-        for name, slices in self._outer_slices.items():
-            stored = [component[name] for component in components]
-            values = self._run(slices[number], self._outer[name], stored, 0, env)
-            given |= zip(slices[number].targets, map(whole, values), strict=True)
-        kinds = self._kinds[number]
+        for name, unit in self._outer[number].items():
+            values = self._scalars(unit, [c[name] for c in components], env)
+            given |= zip(unit.slices[0].targets, values, strict=True)
+        kinds = self._layers[number]
 
-        def body(chunk: Index, row: Index, found: list[Any]) -> list[Any]:
+        def body(chunk: Index, row: Index, scalars: list[Any]) -> list[Any]:
             at = stage, chunk, row
 
-            def compute(kind: _Kind, scalars: list[jax.Array]) -> list[jax.Array]:
+            def run(kind: _Kind, scalars: list[jax.Array]) -> list[jax.Array]:
                 n = kind.number_at(at)
                 stored = [
                     self._read(c, component["layers"], at, kind.example)
                     for c, component in enumerate(components)
                 ]
-                env_of_layer = kind.env(n, env)
-                values = self._run(kind.slices[0], self._layers, stored, kind.example, env_of_layer)
-                return [
-                    w.at[n].set(whole(v).reshape(())) for w, v in zip(scalars, values, strict=True)
-                ]
+                values = zip(scalars, self._scalars(kind, stored, kind.env(n, env)), strict=True)
+                return [of_kind.at[n].set(value.reshape(())) for of_kind, value in values]
 
             return [
-                run_if(kind.number_at(at) >= 0, partial(compute, kind), scalars)
-                for kind, scalars in zip(kinds, found, strict=True)
+                run_if(kind.number_at(at) >= 0, partial(run, kind), of_kind)
+                for kind, of_kind in zip(kinds, scalars, strict=True)
             ]
 
-        empty = [
-            [jnp.zeros(len(kind.layers), v.aval.dtype) for v in kind.slices[0].targets]
+        scalars = [
+            [jnp.zeros(len(kind.slices), v.aval.dtype) for v in kind.slices[0].targets]
             for kind in kinds
         ]
-        empty = after(list(given.values()), empty, lax.axis_index(self._axes.names))
+        scalars = after(list(given.values()), scalars, lax.axis_index(self._axes.names))
         # Every stage has those of its own layers, and zeros.
         stage_sum = partial(communicate, lax.psum, axes=self._axes.stage)
-        found = jax.tree.map(stage_sum, self._each_layer(body, empty))
-        for kind, values in zip(kinds, found, strict=True):
-            for n, one in enumerate(kind.slices):
-                pairs = zip(one.targets, values, strict=True)
-                given |= {v: w[n].reshape(v.aval.shape) for v, w in pairs}
+        scalars = jax.tree.map(stage_sum, self._each_layer(body, scalars))
+        for kind, of_kind in zip(kinds, scalars, strict=True):
+            for n, program in enumerate(kind.slices):
+                pairs = zip(program.targets, of_kind, strict=True)
+                given |= {v: values[n].reshape(v.aval.shape) for v, values in pairs}
         return given
 
 

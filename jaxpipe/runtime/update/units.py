@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 import jax
-import numpy as np
 
 from jaxpipe.runtime.layers import jaxprs
 from jaxpipe.runtime.types import Shapes, Tree
@@ -44,24 +43,9 @@ class Slice(NamedTuple):
     shared: Sequence[Any]
     targets: Sequence[Any]
 
-    def signature(self) -> tuple[Any, ...]:
-        """Describes the slice up to the names of variables: equal slices can run as one."""
-        numbers: dict[Any, int] = {}
-
-        def atoms(values: Iterable[Any]) -> tuple[Any, ...]:
-            return tuple(
-                numbers.setdefault(v, len(numbers))
-                if jaxprs.is_var(v)
-                else (v.aval.dtype, np.asarray(v.val).tobytes())
-                for v in values
-            )
-
-        body = [
-            (eqn.primitive, str(sorted(eqn.params.items())), atoms(eqn.invars), atoms(eqn.outvars))
-            for eqn in self.eqns
-        ]
-        given = [*self.inputs, *self.shared]
-        return *body, atoms(given), tuple(str(v.aval) for v in given), atoms(self.targets)
+    def signature(self) -> str:
+        """Describes the program: those with equal signatures compute the same."""
+        return jaxprs.signature(self.eqns, [*self.inputs, *self.shared], self.targets)
 
 
 class Units:
@@ -118,7 +102,7 @@ class Units:
         """Decides which unit computes an equation, or None: all of them, each for itself."""
         read = [v for v in eqn.invars if jaxprs.is_var(v)]
         owned = [v for v in read if self._unit[v] is not None]
-        arrays: dict[Unit, Any] = {}
+        arrays: dict[Unit | None, Any] = {}
         for v in owned:
             if v.aval.size > 1:
                 arrays.setdefault(self._unit[v], v)
@@ -127,7 +111,7 @@ class Units:
             raise UnitsMeetError(f"This optimizer's {eqn.primitive.name} reads {names} {_SCALARS}")
         # A sum of one scalar per unit takes one round: what is summed already belongs to no unit.
         met = any(self._round[v] > 0 for v in read if v not in owned)
-        units = set(arrays) or {self._unit[v] for v in owned if not met}
+        units = set(arrays or [self._unit[v] for v in owned if not met])
         unit = units.pop() if len(units) == 1 else None
         if unit is None and owned and self.mixes is None:
             names = " and ".join(list(dict.fromkeys(self._path[v] for v in owned))[:2])
