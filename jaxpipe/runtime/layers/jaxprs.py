@@ -100,7 +100,8 @@ def consts(closed: core.ClosedJaxpr) -> Env:
 
 def signature(eqns: Eqns, given: Sequence[Any], results: Sequence[Any]) -> str:
     """Prints a program with its variables numbered: equal programs compute the same."""
-    return str(core.Jaxpr((), given, results, eqns))
+    source = core.DebugInfo("signature", "", None, None)
+    return str(core.Jaxpr((), given, results, eqns, debug_info=source))
 
 
 def reachable(eqns: Eqns, start: Vars) -> Vars:
