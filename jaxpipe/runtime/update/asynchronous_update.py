@@ -172,10 +172,7 @@ class Updated(GradientSink):
             old = held.at(fixed.params, update.version, versions)[name]
             shared = step.share([*rest, *self._scale(fixed, name, update.version)])
             given = [gradients, old, *states]
-            if name == "layers":
-                new, *states = step.layers(fixed.stage, given, shared)
-            else:
-                new, *states = step.outer(name, [{name: part} for part in given], shared)
+            new, *states = step.part(name, given, shared)
             weights = held.written(fixed.params, name, (update.version + 1) % versions, new)
             delta = self._moved(fixed, held.delta, name, old, new)
             return Versions(weights, delta), states, step.rest(shared)

@@ -24,7 +24,7 @@ from jaxpipe.runtime.layers.jaxprs import Env
 from jaxpipe.runtime.layout.data_axis import gather, own_shard
 from jaxpipe.runtime.layout.layer_layout import Piece
 from jaxpipe.runtime.layout.parts import Part, communicate
-from jaxpipe.runtime.layout.tree_layout import TreeLayout, units_of
+from jaxpipe.runtime.layout.tree_layout import TreeLayout
 from jaxpipe.runtime.layout.whole_model import Layout, outer_of
 from jaxpipe.runtime.types import Arrays, At, Index, Placed, Shapes, Stored, Tree
 from jaxpipe.runtime.update.run_parts import own, run_parts, whole
@@ -45,6 +45,10 @@ class _Kind(NamedTuple):
     slices: Sequence[Slice]
     example: int = 0
     numbers: np.ndarray = np.zeros(())
+
+    @property
+    def program(self) -> Slice:
+        return self.slices[0]
 
     def number_at(self, at: At) -> jax.Array:
         return jnp.asarray(self.numbers)[at]
@@ -100,7 +104,7 @@ class PerUnit:
         sharded: bool,
         whole: Collection[int] = (),
     ) -> None:
-        self._units = units = Units(function, args, lambda tree: units_of(tree, params))
+        self._units = units = Units(function, args, lambda tree: TreeLayout(tree, params).units)
         self.result_shapes, self.mixes = units.result, units.mixes
         self._params, self._axes = params, params.axes
         self._sharded, self._whole = sharded, whole
@@ -148,7 +152,7 @@ class PerUnit:
         self, kind: _Kind, owned: Sequence[Stored], env: Env
     ) -> tuple[list[list[Part]], list[Any]]:
         """This device's parts of all arrays, and what the unit computes, whole or in parts."""
-        program = kind.slices[0]
+        program = kind.program
         parts = [
             piece.parts(arrays, kind.example, self._axes, sharded=self._sharded)
             for piece, arrays in zip(kind.pieces, owned, strict=True)
@@ -174,19 +178,27 @@ class PerUnit:
             results.append(arrays)
         return results
 
-    # Embedding, head, and what layers share.
+    # Parts: the layers, the embedding, the head, and what layers share.
 
-    def outer(self, name: str, components: Sequence[Tree], env: Env) -> list[Tree]:
-        """What the result's components have for one of these."""
-        return self._renew(self._outer[-1][name], [c[name] for c in components], env)
+    def part(self, name: str, given: Sequence[Tree], env: Env) -> list[Tree]:
+        """A part of the result's components, from that of all components."""
+        if name != "layers":
+            return self._renew(self._outer[-1][name], given, env)
+        first, *results = given
+
+        def body(at: At, results: list[Arrays]) -> list[Arrays]:
+            return self.layer(at, partial(self._read, 0, first, at), results, env)
+
+        return self._each_layer(body, results)
 
     def with_outer(
         self, layers: Sequence[Arrays], components: Sequence[Tree], env: Env
     ) -> list[Tree]:
         """The result's components, of their layers and of what else the function computes."""
-        outer = {name: self.outer(name, components, env) for name in self._params.outer}
-        renewed = zip(layers, *outer.values(), strict=True)
-        return [dict(zip(("layers", *outer), trees, strict=True)) for trees in renewed]
+        parts = {"layers": layers}
+        for name in self._params.outer:
+            parts[name] = self.part(name, [c[name] for c in components], env)
+        return [dict(zip(parts, trees, strict=True)) for trees in zip(*parts.values(), strict=True)]
 
     # Layers.
 
@@ -230,18 +242,12 @@ class PerUnit:
             renewed = step(renewed) if alone else run_if(number >= 0, step, renewed)
         return renewed
 
-    def layers(self, stage: Index, layers: Sequence[Arrays], env: Env) -> list[Arrays]:
-        """The layers of the result's components, from those of all components."""
-        first, *results = layers
-
-        def body(chunk: Index, row: Index, results: list[Arrays]) -> list[Arrays]:
-            at = stage, chunk, row
-            return self.layer(at, partial(self._read, 0, first, at), results, env)
-
-        return self._each_layer(body, results)
-
     def _each_layer(self, body: Callable[..., Any], carry: Any) -> Any:
-        return self._params.layers.every_layer(self._params.rows.shape[2], body, carry)
+        """Runs ``body(at, carry)`` for every row of this stage."""
+        stage, count = lax.axis_index(self._axes.stage), self._params.rows.shape[2]
+        return self._params.layers.every_layer(
+            count, lambda chunk, row, carry: body((stage, chunk, row), carry), carry
+        )
 
     def _read(self, component: int, arrays: Arrays, at: At, example: int) -> Stored:
         """What is stored for a layer of a component; ``example`` is a layer of its kind."""
@@ -278,28 +284,24 @@ class PerUnit:
     def _run(
         self, placed: Sequence[Placed], rest: Sequence[jax.Array]
     ) -> tuple[list[Placed], list[jax.Array]]:
-        components = list(map(without_stages, placed))
-        stage, env = lax.axis_index(self._axes.stage), self.share(rest)
-        for number in range(self._units.rounds):
-            env |= self._give(number, stage, components, env)
-            env = jaxprs.run(self._of_all[number + 1], env)
-        layers = self.layers(stage, [c["layers"] for c in components], env)
+        components, env = list(map(without_stages, placed)), self.share(rest)
+        for number, equations in enumerate(self._of_all[1:]):
+            env = jaxprs.run(equations, env | self._give(number, components, env))
+        layers = self.part("layers", [c["layers"] for c in components], env)
         device = lax.axis_index(self._axes.names)
         components = [c | after(layers, outer_of(c), device) for c in components]
         new = self.with_outer(layers, components, env)
         return list(map(with_stages, new)), self.rest(env)
 
-    def _give(self, number: int, stage: Index, components: Sequence[Tree], env: Env) -> Env:
+    def _give(self, number: int, components: Sequence[Tree], env: Env) -> Env:
         """The scalars that units give to all others in a round."""
         given: Env = {}
         for name, unit in self._outer[number].items():
             values = self._scalars(unit, [c[name] for c in components], env)
-            given |= zip(unit.slices[0].targets, values, strict=True)
+            given |= zip(unit.program.targets, values, strict=True)
         kinds = self._layers[number]
 
-        def body(chunk: Index, row: Index, scalars: list[Any]) -> list[Any]:
-            at = stage, chunk, row
-
+        def body(at: At, scalars: list[Any]) -> list[Any]:
             def run(kind: _Kind, scalars: list[jax.Array]) -> list[jax.Array]:
                 n = kind.number_at(at)
                 stored = [
@@ -315,7 +317,7 @@ class PerUnit:
             ]
 
         scalars = [
-            [jnp.zeros(len(kind.slices), v.aval.dtype) for v in kind.slices[0].targets]
+            [jnp.zeros(len(kind.slices), v.aval.dtype) for v in kind.program.targets]
             for kind in kinds
         ]
         scalars = after(list(given.values()), scalars, lax.axis_index(self._axes.names))

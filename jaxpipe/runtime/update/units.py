@@ -10,15 +10,12 @@ explains it.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple
 
 import jax
 
 from jaxpipe.runtime.layers import jaxprs
-from jaxpipe.runtime.types import Shapes, Tree
-
-Unit: TypeAlias = str | int
-"""``"embed"``, ``"head"``, ``"shared"``, or the canonical number of a layer."""
+from jaxpipe.runtime.types import Shapes, Tree, Unit
 
 _LARGEST_SHARED = 1024
 """Elements of an array that is computed once for all units; a larger one where it is read."""
@@ -90,10 +87,8 @@ class Units:
         self.mixes: str | None = None
         for eqn in self._eqns:
             self._place(eqn)
-        self._inputs, self._results = (
-            _by_unit(variables, owners),
-            _by_unit(outputs, unit_of(self.result)),
-        )
+        self._inputs = _by_unit(variables, owners)
+        self._results = _by_unit(outputs, unit_of(self.result))
         self.inputs, self.results = self._inputs.get(None, []), self._results.get(None, [])
         read = [self._read(v, unit) for unit, found in self._results.items() for v in found]
         self.rounds = max(read, default=0)
