@@ -40,7 +40,8 @@ from jaxpipe.runtime.types import (
     States,
     Tree,
 )
-from jaxpipe.runtime.update.optimizer import PlacedOptimizer, with_stages
+from jaxpipe.runtime.update.optimizer import PlacedOptimizer
+from jaxpipe.runtime.update.per_unit import with_stages
 from jaxpipe.schedule.actions import Kind
 from jaxpipe.schedule.lowering.table import TickTable
 from jaxpipe.schedule.placement import linear

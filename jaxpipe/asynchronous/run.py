@@ -30,7 +30,7 @@ from jaxpipe.runtime.tick.carried import Carried
 from jaxpipe.runtime.tick.fixed import RESIDUALS, Fixed, Setup, fix
 from jaxpipe.runtime.tick.microbatches import StepMicrobatches
 from jaxpipe.runtime.types import Arrays, Batch, Index, Key, OuterParams, States, Tree
-from jaxpipe.runtime.update.optimizer import with_stages, without_stages
+from jaxpipe.runtime.update.per_unit import with_stages, without_stages
 from jaxpipe.schedule.actions import Kind
 from jaxpipe.schedule.lowering.table import NONE, Row
 

@@ -7,7 +7,6 @@ that ticks without an update touch nothing.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
 from typing import Any, TypeAlias, cast
 
 import jax
@@ -18,7 +17,6 @@ from jaxpipe.asynchronous.rows import SteadyRow, Update
 from jaxpipe.asynchronous.steady import SteadyState
 from jaxpipe.asynchronous.weights import Versions, read_slot, write_slot
 from jaxpipe.runtime.barriers import run_if, tie
-from jaxpipe.runtime.layers.jaxprs import Env
 from jaxpipe.runtime.layout.buffers import at_slot, put_slot
 from jaxpipe.runtime.layout.data_axis import reduce_gradients
 from jaxpipe.runtime.layout.leaf import Leaf
@@ -245,11 +243,8 @@ class Updated(GradientSink):
                 gradients = self._clipped(carried, gradients)
             old = held.at(name, update.version % versions, versions, fixed.params.slot_dim)
             shared = step.share([*rest, *self._scale(fixed, name, update.version)])
-            given = [gradients, *states, old]
-            if name == "layers":
-                new, *states = self._step_layers(fixed, given, shared)
-            else:
-                new, *states = step.outer(name, [{name: part} for part in given], shared)
+            given = [gradients, old, *states]
+            new, *states = step.part(name, given, shared)
             slot = (update.version + 1) % versions
             weights = held.written(name, slot, new, fixed.params.slot_dim)
             delta = self._moved(fixed, held.delta, name, old, new)
@@ -264,22 +259,6 @@ class Updated(GradientSink):
             rest=finished.rest | {name: rest},
         )
         return carried.but(weights=held, finished=new)
-
-    def _step_layers(self, fixed: Fixed, given: Sequence[Arrays], shared: Env) -> list[Arrays]:
-        """The layers' new weights and states, of their gradients, states and weights."""
-        gradients, *states, weights = given
-        params, step = fixed.params, self.rules.optimizer.step
-
-        def body(chunk: Index, row: Index, new: list[Arrays]) -> list[Arrays]:
-            at = fixed.stage, chunk, row
-
-            def gradient(component: int, example: int) -> Stored:
-                return params.read(gradients, params.layer_at(at, example))
-
-            return step.layer(at, gradient, new, shared)
-
-        count = fixed.table.layers_per_chunk
-        return params.every_layer(count, body, [weights, *states])
 
     def _scale(self, fixed: Fixed, name: str, version: Index) -> list[jax.Array]:
         """T1: divides the rate by max(tau, 1)^p, where p falls from 1 to 0 over K updates."""

@@ -50,3 +50,5 @@ At: TypeAlias = tuple[Index, Index, Index]
 """A layer or a piece: its stage, its chunk there, its number within the chunk."""
 Span: TypeAlias = tuple[Index, Index, Index]
 """Layers of a chunk: the chunk, the first one, one past the last."""
+Unit: TypeAlias = str | int
+"""``"embed"``, ``"head"``, ``"shared"``, or the canonical number of a layer."""

@@ -98,6 +98,12 @@ def consts(closed: core.ClosedJaxpr) -> Env:
     return dict(zip(closed.jaxpr.constvars, closed.consts, strict=True))
 
 
+def signature(eqns: Eqns, given: Sequence[Any], results: Sequence[Any]) -> str:
+    """Prints a program with its variables numbered: equal programs compute the same."""
+    source = core.DebugInfo("signature", "", None, None)
+    return str(core.Jaxpr((), given, results, eqns, debug_info=source))
+
+
 def reachable(eqns: Eqns, start: Vars) -> Vars:
     """Finds the variables that depend on any of ``start``."""
     reached = set(start)

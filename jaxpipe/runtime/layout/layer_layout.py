@@ -24,7 +24,7 @@ from jax.tree_util import DictKey
 from jaxpipe.runtime.filters import name_of
 from jaxpipe.runtime.layout import shares
 from jaxpipe.runtime.layout.leaf import Leaf
-from jaxpipe.runtime.layout.parts import Cut
+from jaxpipe.runtime.layout.parts import Part, Slices
 from jaxpipe.runtime.layout.shares import Share
 from jaxpipe.runtime.layout.splits import Splits
 from jaxpipe.runtime.mesh import Axes
@@ -52,7 +52,38 @@ Parts: TypeAlias = Sequence[jax.Array]
 """A device's parts of a layer's arrays, in the order of its tree."""
 
 
-class LayerLayout(abc.ABC):
+class Piece:
+    """Arrays that are stored together, of a layer or of the embedding, as devices share them.
+
+    Args:
+      piece: the arrays, every one a `Leaf`.
+    """
+
+    def __init__(self, piece: Leaves) -> None:
+        self.piece = piece
+
+    def leaves_of(self, example: int) -> Leaves:
+        """What is stored, every array a `Leaf`; ``example`` is a layer of its kind."""
+        return self.piece
+
+    def parts(self, stored: Stored, example: int, axes: Axes, *, sharded: bool) -> list[Part]:
+        """Lists this device's parts of the arrays of the user's tree; ``sharded`` says whether data
+        shards split them."""
+        leaves = jax.tree.leaves(self.piece)
+        values = jax.tree.leaves(stored)
+        cuts = [leaf.cut(axes, sharded=sharded) for leaf in leaves]
+        return list(map(Part, values, cuts))
+
+    def of_parts(
+        self, parts: Parts, stored: Stored, example: int, axes: Axes, *, sharded: bool
+    ) -> Stored:
+        """Replaces the parts; elements that only pad an array become 0."""
+        cuts = [leaf.cut(axes, sharded=sharded) for leaf in jax.tree.leaves(self.piece)]
+        padded = map(Slices.with_padding, cuts, parts)
+        return jax.tree.unflatten(jax.tree.structure(stored), padded)
+
+
+class LayerLayout(Piece, abc.ABC):
     """Layout on a device of arrays that every layer has.
 
     Unless a layout overrides it, a layer is stored as it is and cells run one loop.
@@ -71,7 +102,6 @@ class LayerLayout(abc.ABC):
     slot_dim: ClassVar[int] = 0
     canonical: Leaves
     placed: Leaves
-    piece: Leaves
     num_chunks: int
     num_pieces: int
 
@@ -126,10 +156,6 @@ class LayerLayout(abc.ABC):
         """Shapes of a data shard's part of one layer's parameters."""
         return jax.tree.map(lambda leaf: leaf.struct(sharded=True), self.canonical_of(layer))
 
-    def leaves_of(self, example: int) -> Leaves:
-        """A stored layer, every array a `Leaf`; ``example`` is a layer of its kind."""
-        return self.piece
-
     def pack(self, params: LayerParams, example: int) -> Stored:
         """Brings a layer's parameters into the form in which they are stored."""
         return params
@@ -137,23 +163,6 @@ class LayerLayout(abc.ABC):
     def unpack(self, stored: Stored, example: int) -> LayerParams:
         """Undoes `pack`."""
         return stored
-
-    # A stored layer, array by array; ``sharded`` says whether data shards split them.
-
-    def cuts(self, example: int, axes: Axes, *, sharded: bool) -> Sequence[Cut]:
-        """Cuts by which devices share the arrays of a layer's tree."""
-        leaves = jax.tree.leaves(self.leaves_of(example))
-        return [leaf.cut(axes, sharded=sharded) for leaf in leaves]
-
-    def parts(self, stored: Stored, example: int, axes: Axes, *, sharded: bool) -> list[jax.Array]:
-        """Lists this device's parts of the arrays."""
-        return jax.tree.leaves(stored)
-
-    def of_parts(
-        self, parts: Parts, stored: Stored, example: int, axes: Axes, *, sharded: bool
-    ) -> Stored:
-        """Replaces the parts of a layer."""
-        return jax.tree.unflatten(jax.tree.structure(stored), parts)
 
     # Copies of weights in the dtypes that layers compute in, trees like a piece.
 

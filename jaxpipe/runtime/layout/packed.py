@@ -17,7 +17,7 @@ from jax import lax
 
 from jaxpipe.runtime.layout.layer_layout import LayerLayout, Parts
 from jaxpipe.runtime.layout.leaf import Leaf
-from jaxpipe.runtime.layout.parts import Cut, Split, Window
+from jaxpipe.runtime.layout.parts import Part, Split, Window
 from jaxpipe.runtime.layout.shares import Share
 from jaxpipe.runtime.layout.splits import Splits
 from jaxpipe.runtime.mesh import Axes
@@ -142,12 +142,6 @@ class Packed(LayerLayout):
     def compute_dtypes(self, dtype_of: Callable[[str, Any], Any]) -> Tree:
         return {g: dtype_of("layers", leaf.struct()) for g, leaf in self.piece.items()}
 
-    def cuts(self, example: int, axes: Axes, *, sharded: bool) -> Sequence[Cut]:
-        if sharded:
-            return [window for _, window in self._windows(example, axes)]
-        leaves = jax.tree.leaves(self.canonical[example])
-        return [leaf.cut(axes, sharded=False) for leaf in leaves]
-
     def _windows(self, example: int, axes: Axes) -> Iterator[tuple[str, Window]]:
         """Yields the group of each of a layer's arrays, and its place there."""
         taken = dict.fromkeys(self._groups, 0)
@@ -159,10 +153,12 @@ class Packed(LayerLayout):
             yield g, window
             taken[g] += window.size
 
-    def parts(self, stored: Stored, example: int, axes: Axes, *, sharded: bool) -> list[jax.Array]:
-        if not sharded:
-            return jax.tree.leaves(self.unpack(stored, example))
-        return [window.read(stored[g]) for g, window in self._windows(example, axes)]
+    def parts(self, stored: Stored, example: int, axes: Axes, *, sharded: bool) -> list[Part]:
+        if sharded:
+            return [Part(w.read(stored[g]), w) for g, w in self._windows(example, axes)]
+        values = jax.tree.leaves(self.unpack(stored, example))
+        leaves = jax.tree.leaves(self.canonical[example])
+        return list(map(Part, values, [leaf.cut(axes, sharded=False) for leaf in leaves]))
 
     def of_parts(
         self, parts: Parts, stored: Stored, example: int, axes: Axes, *, sharded: bool

@@ -8,6 +8,7 @@ be absent. Leaves that belong to no parameter, such as a count, are replicated.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -22,7 +23,7 @@ from jaxpipe.runtime.layout.packed import Packed
 from jaxpipe.runtime.layout.splits import Splits
 from jaxpipe.runtime.layout.stacked import Stacked
 from jaxpipe.runtime.layout.whole_model import Layout, compiled_sharding, outer_of
-from jaxpipe.runtime.types import Leaves, Shapes, Shardings, Tree
+from jaxpipe.runtime.types import Leaves, Shapes, Shardings, Tree, Unit
 
 
 def layer_by_layer(params: Layout) -> Shapes:
@@ -41,6 +42,8 @@ class TreeLayout:
     Attributes:
       components: layout of each component, in the order of the tree.
       rest: shapes of the leaves that belong to no parameter.
+      units: what each leaf belongs to: the number of a layer, the name of another part, such as
+        "embed", or None.
     """
 
     def __init__(self, shapes: Shapes, params: Layout) -> None:
@@ -51,6 +54,8 @@ class TreeLayout:
         self._nodes = [_layout(node, params) if is_component(node) else node for node in nodes]
         self.components = [node for node in self._nodes if isinstance(node, Layout)]
         self.rest = [node for node in self._nodes if not isinstance(node, Layout)]
+        units = [_units(node) if is_component(node) else [None] for node in nodes]
+        self.units = list(itertools.chain(*units))
 
     def split(self, tree: Tree) -> tuple[list[Tree], list[Any]]:
         """Splits a tree into its components and its other leaves."""
@@ -101,20 +106,6 @@ class TreeLayout:
         return self._each(Layout.canonical_shardings, rest)
 
 
-def units_of(tree: Shapes, params: Layout) -> list[str | int | None]:
-    """Finds what each leaf of a tree of components belongs to: the number of a layer, the name of
-    another part, such as "embed", or None."""
-    is_component = _component_test(params)
-    units: list[str | int | None] = []
-    for node in jax.tree.leaves(tree, is_leaf=is_component):
-        if not is_component(node):
-            units.append(None)
-            continue
-        for path, _ in jax.tree.leaves_with_path(node):
-            units.append(path[1].idx if path[0].key == "layers" else path[0].key)
-    return units
-
-
 def _component_test(params: Layout) -> Callable[[Tree], bool]:
     names = {*params.outer, "layers"}
 
@@ -127,6 +118,11 @@ def _component_test(params: Layout) -> Callable[[Tree], bool]:
         )
 
     return is_component
+
+
+def _units(component: Shapes) -> list[Unit | None]:
+    paths = [path for path, _ in jax.tree.leaves_with_path(component)]
+    return [path[1].idx if path[0].key == "layers" else path[0].key for path in paths]
 
 
 def _layout(component: Shapes, params: Layout) -> Layout:

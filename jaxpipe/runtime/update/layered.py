@@ -29,7 +29,8 @@ from jaxpipe.runtime.types import (
     Shapes,
     Stored,
 )
-from jaxpipe.runtime.update.optimizer import PlacedOptimizer, with_stages, without_stages
+from jaxpipe.runtime.update.optimizer import PlacedOptimizer
+from jaxpipe.runtime.update.per_unit import with_stages, without_stages
 from jaxpipe.schedule.lowering.table import NONE, Transfer
 
 
@@ -76,7 +77,7 @@ class Applied(GradientSink):
         def body(chunk: Index, layer: Index, sums: Arrays, kept: list[Arrays]) -> tuple[Any, Any]:
             at = fixed.stage, chunk, layer
 
-            def gradient(component: int, example: int) -> Stored:
+            def gradient(example: int) -> Stored:
                 place = params.layer_at(at, example, slot=transfer.slot)
                 leaves = params.leaves_of(example)
                 total = params.read(sums, place)
@@ -108,7 +109,7 @@ class Applied(GradientSink):
         """This device's part of the new parameters and optimizer state."""
         updating, step = carried.finished, self._optimizer.step
         shared = step.share(updating.rest)
-        given = [reduced_outer(fixed, carried), *updating.others, updating.outer]
+        given = [reduced_outer(fixed, carried), updating.outer, *updating.others]
         layers = [carried.weights.layers[0], *updating.layers]
         new = list(map(with_stages, step.with_outer(layers, given, shared)))
         return new[0], self._optimizer.state.join(new[1:], step.rest(shared))

@@ -6,18 +6,19 @@ numbers of dimensions are those of a layer's own parameters, however layers lie 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from functools import cached_property, partial
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from functools import cached_property
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import optax
-from jax.sharding import PartitionSpec as P
 
 from jaxpipe.runtime import host
 from jaxpipe.runtime.layout.placing import Placing
-from jaxpipe.runtime.layout.tree_layout import layer_by_layer
-from jaxpipe.runtime.layout.whole_model import Layout, outer_of
+from jaxpipe.runtime.layout.tree_layout import TreeLayout, layer_by_layer
+from jaxpipe.runtime.layout.whole_model import Layout
 from jaxpipe.runtime.trees import mismatches, strongly_typed
 from jaxpipe.runtime.types import (
     Gradients,
@@ -28,7 +29,7 @@ from jaxpipe.runtime.types import (
     Shardings,
     Tree,
 )
-from jaxpipe.runtime.update.per_unit import PerUnit
+from jaxpipe.runtime.update.per_unit import PerUnit, with_stages, without_stages
 from jaxpipe.runtime.update.units import UnitsMeetError
 from jaxpipe.schedule.problems import refuse
 
@@ -73,22 +74,22 @@ class PlacedOptimizer:
         if self.on_host:
             refuse(host.problems("optimizer", "on_host", params.mesh))
         self._params, self._shapes = params, layer_by_layer(params)
-        # Data shards have whole the weights that they update in part.
-        self._whole = zero in (1, 2)
-        self._cut = partial(PerUnit, params=params, sharded=zero >= 1)
-        self._init = _explained(
-            lambda: self._cut(
-                optimizer.init, {"params": self._shapes}, whole=[0] if self._whole else []
-            )
-        )
-        self.state = self._init.result
+        with _explained():
+            self._state_shapes = jax.eval_shape(optimizer.init, self._shapes)
+            self.state = TreeLayout(self._state_shapes, params)
+
+    def _cut(self, function: Callable[..., Tree], args: dict[str, Shapes]) -> PerUnit:
+        # From ZeRO-1 to 2 data shards have whole the weights that they update in part.
+        whole = [list(args).index("params")] if self._zero in (1, 2) else []
+        with _explained():
+            return PerUnit(function, args, self._params, sharded=self._zero >= 1, whole=whole)
 
     @cached_property
     def step(self) -> PerUnit:
-        """``(grads, state, params, scale, extra) -> (params, state)``, unit by unit."""
+        """``(grads, params, state, scale, extra) -> (params, state)``, unit by unit."""
 
         def step(
-            grads: Gradients, state: OptimizerState, params: Params, scale: Any, extra: Any
+            grads: Gradients, params: Params, state: OptimizerState, scale: Any, extra: Any
         ) -> tuple[Params, OptimizerState]:
             updates, state = self._optimizer.update(grads, state, params, **(extra or {}))
             if scale is not None:
@@ -97,16 +98,12 @@ class PlacedOptimizer:
 
         args = {
             "grads": self._shapes,
-            "state": self._init.result_shapes,
             "params": self._shapes,
+            "state": self._state_shapes,
             "scale": jax.ShapeDtypeStruct((), "float32") if self._scaled else None,
             "extra": self._extra,
         }
-        # The arguments' components are the gradients, those of the state, and the parameters.
-        count = len(self.state.components)
-        replaces = {0: 1 + count} | {1 + c: 1 + c for c in range(count)}
-        whole = [1 + count] if self._whole else []
-        made = _explained(lambda: self._cut(step, args, replaces=replaces, whole=whole))
+        made = self._cut(step, args)
         if changed := mismatches("state", made.result_shapes[1], args["state"], dtypes=False):
             raise ValueError("\n".join(["This optimizer changes its state's shapes:", *changed]))
         return made
@@ -124,41 +121,33 @@ class PlacedOptimizer:
 
     @cached_property
     def program(self) -> Callable[..., Any]:
-        """`update` on all devices, ``(grads, state, params, extra) -> (params, state)``; jitted, as
-        `jaxpipe.runtime.programs.make` says."""
-        states = self.placing.specs
-        gradients = self._params.specs(sharded=self._zero >= 1)
-        weights = self._params.specs(sharded=self._zero == 3)
-        update = jax.shard_map(
-            partial(self.update, self.step),
-            mesh=self._params.mesh,
-            in_specs=(gradients, states, weights, P()),
-            out_specs=(weights, states),
-            check_vma=False,
-        )
-        return jax.jit(update, inline=True)
+        """`update`, jitted as `jaxpipe.runtime.programs.make` says."""
+        return jax.jit(self._update, inline=True)
 
-    # What follows runs inside `jax.shard_map`, on this device's part of placed trees.
+    # On placed trees.
 
     def init(self, params: Placed) -> OptimizerState:
         """The state of parameters."""
-        components, rest = self._init.run([without_stages(params)], [])
-        return strongly_typed(self.state.join([with_stages(c) for c in components], rest))
+        shapes, _ = self.state.split(self._state_shapes)
 
-    def update(
-        self,
-        step: PerUnit,
-        grads: Gradients,
-        state: OptimizerState,
-        params: Placed,
-        extra: Tree,
+        def init(params: Params, components: list[Tree]) -> OptimizerState:
+            return self._optimizer.init(params)
+
+        made = self._cut(init, {"params": self._shapes, "components": shapes})
+        empty = [
+            jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), layout.placed_shapes())
+            for layout in self.state.components
+        ]
+        return strongly_typed(self.state.join(*made.run([params, *empty], [])))
+
+    def _update(
+        self, grads: Gradients, state: OptimizerState, params: Placed, extra: Tree
     ) -> tuple[Placed, OptimizerState]:
-        """The parameters and the state after a step; ``step`` was traced outside."""
+        """The parameters and the state after a step."""
         components, rest = self.state.split(state)
-        given = [without_stages(tree) for tree in (grads, *components, params)]
-        (new, *components), rest = step.run(given, [*rest, *jax.tree.leaves(extra)])
-        state = self.state.join([with_stages(c) for c in components], rest)
-        return strongly_typed((with_stages(new), state))
+        given = [grads, params, *components], [*rest, *jax.tree.leaves(extra)]
+        (new, *components), rest = self.step.run(*given)
+        return strongly_typed((new, self.state.join(components, rest)))
 
     # The state part by part, as an asynchronous pipeline carries it.
 
@@ -195,21 +184,11 @@ class PlacedOptimizer:
             )
 
 
-def without_stages(placed: Placed) -> Tree:
-    """A device's part of a placed tree, without the dimension of stages."""
-    return {"layers": jax.tree.map(lambda w: w[0], placed["layers"]), **outer_of(placed)}
-
-
-def with_stages(component: Tree) -> Placed:
-    """Undoes `without_stages`."""
-    layers = jax.tree.map(lambda w: w[None], component["layers"])
-    return {"layers": layers, **outer_of(component)}
-
-
-def _explained(make: Callable[[], PerUnit]) -> PerUnit:
-    """What ``make`` traces; says what masks and labels see, if it cannot."""
+@contextlib.contextmanager
+def _explained() -> Iterator[None]:
+    """Says what masks and labels see, if a transformation cannot be traced."""
     try:
-        return make()
+        yield
     except UnitsMeetError:
         raise
     except NameError as error:  # of an axis that is not bound

@@ -30,9 +30,7 @@ def init(pipe: Pipeline, optimizer: optax.GradientTransformation, params: Placed
     """As `Pipeline.init`."""
     refuse(pipe.params_placing.problems("params", params))
     placed = pipe.placed_optimizer(optimizer)
-    specs = placed.placing.specs
-    run = pipe.shard_map(placed.init, (pipe.trained_placing.specs,), specs)
-    return jax.jit(run, out_shardings=placed.placing.shardings)(trained_part(params))
+    return jax.jit(placed.init, out_shardings=placed.placing.shardings)(trained_part(params))
 
 
 def update(
