@@ -10,14 +10,13 @@ from typing import NamedTuple
 from jaxpipe.schedule.actions import Schedule, split_backwards
 from jaxpipe.schedule.check.validate import peak_in_flight
 from jaxpipe.schedule.device_clock import device_clock
-from jaxpipe.schedule.makespan import makespan
 from jaxpipe.schedule.partition import cut_layers
 from jaxpipe.schedule.placement import Placement, linear, looped, wave
 from jaxpipe.schedule.problems import Problem, refuse
 from jaxpipe.schedule.search.bounds import lower_bound
 from jaxpipe.schedule.search.candidates import published, reordered
 from jaxpipe.schedule.search.order_search import search_orders
-from jaxpipe.schedule.simulate import UNIT, Costs, of_virtual_stages
+from jaxpipe.schedule.simulate import UNIT, Costs, makespan, of_virtual_stages
 
 _FEW_CHUNKS, _NUM_PROMISING = 4, 6
 """Published schedules are tried where chunks are few, and on so many placements of least bounds."""

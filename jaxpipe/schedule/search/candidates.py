@@ -15,11 +15,10 @@ from jaxpipe.schedule.generators.interleaved import interleaved
 from jaxpipe.schedule.generators.one_f_one_b import one_f_one_b
 from jaxpipe.schedule.generators.v_schedules import one_f_one_b_v, v_half, v_min, zb_v
 from jaxpipe.schedule.generators.zero_bubble import interleaved_zb, zb_h1, zb_h2
-from jaxpipe.schedule.makespan import makespan
 from jaxpipe.schedule.placement import Placement, linear, looped, wave
 from jaxpipe.schedule.search.controllable_memory import controllable_memory
 from jaxpipe.schedule.search.dispatch import Rule, dispatch
-from jaxpipe.schedule.simulate import UNIT, Costs
+from jaxpipe.schedule.simulate import UNIT, Costs, makespan
 
 _NUM_ADAPTED = 1
 """Number of published orders that are worth the time to adapt them to costs."""

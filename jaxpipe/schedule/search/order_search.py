@@ -6,11 +6,10 @@ import itertools
 from collections.abc import Iterable, Iterator, Sequence
 
 from jaxpipe.schedule.actions import Schedule
-from jaxpipe.schedule.makespan import makespan
 from jaxpipe.schedule.placement import Placement
 from jaxpipe.schedule.search.dispatch import Rule, dispatch
 from jaxpipe.schedule.search.local_search import improve
-from jaxpipe.schedule.simulate import Costs
+from jaxpipe.schedule.simulate import Costs, makespan
 
 _PACES = (0.0, 0.3, 0.5, 0.75, 1.0, 1.3)
 _LEADS = (0.0, 1.0, 2.0, 4.0, 8.0)
