@@ -75,8 +75,8 @@ def figure(timeline: Timeline) -> str:
     Example:
       >>> from jaxpipe.schedule.generators.gpipe import gpipe
       >>> from jaxpipe.schedule.simulate import Costs, simulate
-      >>> figure(simulate(gpipe(2, 4), Costs(1, 1, 1))).count("<rect")
-      28
+      >>> figure(simulate(gpipe(2, 4), Costs(1, 1, 1))).count('stroke="white"')
+      24
     """
     least, num_stages = shortest(timeline), len(timeline.rows)
     height = min(_BOX * num_stages, _MAX_HEIGHT - 3 * _MEMORY)
