@@ -123,7 +123,6 @@ figures: setup
 	$(BIN)/jaxpipe compare --stages 8 --microbatches 32 --stage-costs 1,1.2,0.8 --layers 64 --out docs/images/compare.svg
 	$(BIN)/jaxpipe show auto --stages 4 --microbatches 8 --costs 1,1.2,0.8 --format svg --out docs/images/auto.svg
 	$(BIN)/jaxpipe compare zb-v 1f1b --stages 4 --microbatches 8 --stage-costs 1,1.2,0.8 --layers 16 --out docs/images/zb-v-and-1f1b.html
-	$(BIN)/python -m jaxpipe.schedule.show.gallery docs/images/blocks.svg
 
 docs: setup
 	$(BIN)/python -m pip install --quiet --editable '.[docs]'

@@ -11,13 +11,13 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import matplotlib
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from rich.console import Console
 from rich.table import Table
 
 from jaxpipe.schedule import catalog
-from jaxpipe.schedule.show.draw import save
 
 RESULTS = Path(__file__).parent / "results"
 _COLOURS = ("#9dbdf0", "#27518f", "#1b7468", "#4f7f30")
@@ -46,6 +46,14 @@ def chosen(names: Sequence[str]) -> Sequence[str]:
 def note(text: str) -> None:
     """Reports progress to the waiting user."""
     print(f"[{time.strftime('%H:%M:%S')}] {text}", file=sys.stderr, flush=True)
+
+
+def save(drawn: Figure, path: Path) -> Path:
+    """Writes a figure as SVG and returns the path; the same figure gives the same bytes."""
+    # Without a fixed salt and date every SVG would differ.
+    with matplotlib.rc_context({"svg.hashsalt": "jaxpipe"}):
+        drawn.savefig(path, metadata={"Date": None})
+    return path
 
 
 def seconds(run: Callable[[], Any]) -> tuple[float, float]:

@@ -25,7 +25,6 @@ from jaxpipe.planning.plans import Placed, Plan
 from jaxpipe.planning.programs import Program, grown, table_of
 from jaxpipe.planning.search import evaluated
 from jaxpipe.planning.sizes import ModelSizes, Variant
-from jaxpipe.schedule.show.draw import save
 from jaxpipe.schedule.simulate import Costs, simulate
 from models import gpt
 
@@ -200,7 +199,7 @@ def publish(name: str, tables: Mapping[str, Sequence[Mapping[str, Any]]], drawn:
     for number, (title, rows) in enumerate(tables.items()):
         harness.write(f"study-{name}-{number}", rows, title=title, figure=drawn)
         print(f"\n{title}\n\n{markdown(rows)}\n")
-    print(f"picture: {save(drawn, IMAGES / f'study-{name}.svg')}")
+    print(f"picture: {harness.save(drawn, IMAGES / f'study-{name}.svg')}")
 
 
 def markdown(rows: Sequence[Mapping[str, Any]]) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
@@ -19,9 +19,7 @@ from jaxpipe.planning.found import Found, Goal
 from jaxpipe.planning.search import FINALISTS, REASONS, Result, compiled, search
 from jaxpipe.planning.sizes import ModelSizes
 from jaxpipe.schedule.problems import Problem, below_one, refuse
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
+from jaxpipe.schedule.show import svg
 
 _DAY = 86400
 
@@ -68,7 +66,7 @@ def plan(
       measure: number of the best plans to compile without devices, half a minute to minutes each.
         Their memory is then the compiler's, and plans beyond the limit are out; times stay those
         that were predicted. For h100 and h200 it needs jax's CUDA plugin, for cpu nothing.
-      picture: file to draw the Pareto front in, .svg or .png.
+      picture: file to draw the Pareto front in, .svg.
       write_sizes: file to write what the model computes and keeps to, for --sizes.
     """
     refuse(_problems(config, sizes, devices, context, batch, tokens, critical_batch, out))
@@ -109,9 +107,7 @@ def plan(
         out.write_text(text, encoding="utf-8")
         console.print(f"the first plan is written to {out}")
     if picture is not None:
-        from jaxpipe.schedule.show import draw
-
-        draw.save(figure(result, _title(model, clusters[0])), picture)
+        svg.save(figure(result, _title(model, clusters[0])), picture)
         console.print(f"the Pareto front is drawn in {picture}")
 
 
@@ -244,45 +240,43 @@ def _print_plans(console: Console, title: str, plans: Sequence[Found], goal: Goa
     print_table(console, columns, rows, title=title)
 
 
-def figure(result: Result, title: str) -> Figure:
-    """Draws time against memory of the Pareto front, and of the best plans."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
+def figure(result: Result, title: str) -> str:
+    """Draws time against memory of the Pareto front, and of the best plans, as SVG."""
+    left, width, height = 60.0, 440.0, max(300.0, 12.0 * len(result.front))
+    best = [candidate for candidate in result.best if candidate not in result.front]
+    candidates = [*best, *result.front]
+    gigabytes = [candidate.device_bytes / 1e9 for candidate in candidates]
+    seconds = [candidate.step_seconds for candidate in candidates]
 
-    height = max(4.5, 0.16 * len(result.front))
-    drawn = Figure(figsize=(9.5, height), layout="constrained")
-    FigureCanvasAgg(drawn)
-    axes = drawn.subplots()
-    best = [point for point in result.best if point not in result.front]
-    for rows, line, color, label in (
-        (best, "", "#9dbdf0", "other best plans"),
-        (result.front, "-", "#27518f", "Pareto front"),
-    ):
-        gigabytes, seconds = (
-            [point.device_bytes / 1e9 for point in rows],
-            [point.step_seconds for point in rows],
-        )
-        axes.plot(gigabytes, seconds, linestyle=line, marker="o", color=color, label=label)
+    def place(candidate: Found) -> tuple[float, float]:
+        x, y = candidate.device_bytes / 1e9, candidate.step_seconds
+        right = (x - min(gigabytes)) / (max(gigabytes) - min(gigabytes) or 1)
+        down = (max(seconds) - y) / (max(seconds) - min(seconds) or 1)
+        return left + width * (0.03 + 0.94 * right), 30 + height * (0.03 + 0.94 * down)
+
+    drawn, front = [svg.text(left, 12, title, size=10)], [*map(place, result.front)]
+    drawn.append(svg.line(sorted(front), "#27518f", 1.2))
     # In a column of their own, from slow to fast as the points lie, names never overlap.
-    for n, point in enumerate(sorted(result.front, key=lambda point: -point.step_seconds)):
-        p = point.plan
-        axes.annotate(
-            f"{p.schedule} {p.stage}x{p.data}x{p.sharing}, {p.remat}, ZeRO-{p.zero}",
-            (point.device_bytes / 1e9, point.step_seconds),
-            xytext=(1.04, 1 - (n + 0.5) / len(result.front)),
-            textcoords="axes fraction",
-            arrowprops={
-                "arrowstyle": "-",
-                "color": "#bbbbbb",
-                "linewidth": 0.5,
-                "relpos": (0, 0.5),
-            },
-            fontsize=6,
-            va="center",
-        )
-    axes.set_xlabel("GB of a device", fontsize=8)
-    axes.set_ylabel("seconds of a step", fontsize=8)
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.legend(frameon=False, fontsize=8)
-    drawn.suptitle(title, fontsize=9)
-    return drawn
+    for n, candidate in enumerate(sorted(result.front, key=lambda c: -c.step_seconds)):
+        p, y = candidate.plan, 30 + height * (n + 0.5) / len(result.front)
+        drawn.append(svg.line([place(candidate), (left + width + 16, y)], "#bbbbbb", 0.5))
+        name = f"{p.schedule} {p.stage}x{p.data}x{p.sharing}, {p.remat}, ZeRO-{p.zero}"
+        drawn.append(svg.text(left + width + 18, y, name, size=7))
+    for places, colour in ((map(place, best), "#9dbdf0"), (front, "#27518f")):
+        drawn += [svg.element("circle", cx=x, cy=y, r=3, fill=colour) for x, y in places]
+    bottom = 30 + height
+    drawn.append(svg.line([(left, 30), (left, bottom), (left + width, bottom)], svg.GREY))
+    for x, value in ((0.03, min(gigabytes)), (0.97, max(gigabytes))):
+        drawn.append(svg.text(left + width * x, bottom + 10, f"{value:.3g}", anchor="middle"))
+    for y, value in ((0.97, min(seconds)), (0.03, max(seconds))):
+        drawn.append(svg.text(left - 4, 30 + height * y, f"{value:.3g}", anchor="end"))
+    middle = left + width / 2
+    drawn.append(svg.text(middle, bottom + 10, "GB of a device", anchor="middle"))
+    drawn.append(svg.text(left, 24, "seconds of a step", size=7))
+    for x, colour, meaning in (
+        (left, "#27518f", "Pareto front"),
+        (left + 100, "#9dbdf0", "other best plans"),
+    ):
+        drawn.append(svg.element("circle", cx=x, cy=bottom + 26, r=3, fill=colour))
+        drawn.append(svg.text(x + 8, bottom + 26, meaning))
+    return svg.document(left + width + 220, bottom + 36, drawn)

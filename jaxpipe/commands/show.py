@@ -45,7 +45,6 @@ from jaxpipe.schedule.simulate import Costs
 
 _ENDINGS = {
     ".svg": ("svg",),
-    ".png": ("png",),
     ".csv": ("csv",),
     ".html": ("html",),
     ".json": ("json", "trace"),
@@ -65,7 +64,7 @@ _NOT_ASYNCHRONOUS = {
 _WORTH_SAYING = 0.01
 """The least share of the time for which `auto` tells of a little more memory."""
 
-_Format = Literal["text", "svg", "png", "trace", "csv", "json", "html"]
+_Format = Literal["text", "svg", "trace", "csv", "json", "html"]
 
 
 def show(
@@ -111,9 +110,9 @@ def show(
         wait only for inputs. By default device if the schedule can be executed. A page has both.
       format: what to write; by default the format of --out's ending, or else text. html is a page
         to look into with a browser: zoom, what is where, tick by tick, memory.
-      out: the file to write; svg and png need one, the others go to standard output without it.
+      out: the file to write; without it, the schedule goes to standard output.
     """
-    written = _chosen_format(format, out, name)
+    written = _chosen_format(format, out)
     options: dict[str, Any] = {
         "chunks": chunks,
         "group": group,
@@ -180,13 +179,7 @@ def _said_twice(costs: str) -> Iterator[Problem]:
 def _output(model: _Model, clock: Clock | None, format: str, out: Path | None) -> None:
     if format != "csv":
         check_table(model.schedule)
-    if format in draw.FORMATS:
-        assert out is not None
-        clocks = timelines(model.schedule, model.costs)
-        draw.save(draw.figure(clocks.on(clock)), out)
-        say_written(out)
-    else:
-        _write(_in_format(model, clock, format, out is None), out)
+    _write(_in_format(model, clock, format, out is None), out)
 
 
 def validate(
@@ -211,7 +204,7 @@ def validate(
     _write(_in_format(model, clock, format, True, must_draw=False), None)
 
 
-def _chosen_format(format: _Format | None, out: Path | None, name: str) -> str:
+def _chosen_format(format: _Format | None, out: Path | None) -> str:
     """Chooses the requested format, or that of the file's ending."""
     fits = _ENDINGS.get(out.suffix.lower()) if out is not None else None
     if format is None:
@@ -222,13 +215,12 @@ def _chosen_format(format: _Format | None, out: Path | None, name: str) -> str:
                 f"Nearest valid: --out {out.with_suffix('.svg')}, or --format text."
             )
         return fits[0] if fits else "text"
-    if format in fits if fits else format not in draw.FORMATS:
+    if out is None or (format in fits if fits else format != "svg"):
         return format
     ending = {"text": ".txt", "trace": ".json"}.get(format, f".{format}")
-    seen = "there is no --out" if out is None else f"--out is {out}"
     raise ValueError(
-        f"--format {format} needs a file that ends in {ending}, and {seen}.\n"
-        f"Nearest valid: --out {(out or Path(name)).with_suffix(ending)}"
+        f"--format {format} needs a file that ends in {ending}, and --out is {out}.\n"
+        f"Nearest valid: --out {out.with_suffix(ending)}"
     )
 
 
@@ -280,6 +272,8 @@ def _in_format(
         return json.dumps(trace(drawn)) + "\n"
     if format == "html":
         return page([clocks])
+    if format == "svg":
+        return draw.figure(drawn)
     at_terminal = printed and sys.stdout.isatty()
     width = shutil.get_terminal_size().columns if at_terminal else None
     try:

@@ -46,7 +46,7 @@ _COMPARED = (
     "waits for inputs alone, as papers draw; device is that of the program on GPUs, and time is on "
     "it. GB: memory of the stage that needs the most."
 )
-_ENDINGS = ".svg", ".png", ".html"
+_ENDINGS = ".svg", ".html"
 """Endings of the files that `compare` writes."""
 
 

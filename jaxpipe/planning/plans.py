@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from jaxpipe.planning.devices import Cluster
 from jaxpipe.planning.sizes import ModelSizes, Sizes, Variant
-from jaxpipe.schedule.lowering.under_layers import dividing_shares
+from jaxpipe.schedule.lowering.transfers import dividing_shares
 
 MASTER_BYTES = 4
 """Of a gradient sum and of a moment of the optimizer: float32."""

@@ -13,7 +13,7 @@ from functools import cached_property
 
 from jaxpipe.schedule.actions import Action, Kind, Schedule
 from jaxpipe.schedule.check.validate import chunks_in_flight, peak_in_flight, validate
-from jaxpipe.schedule.check.walk import Results, Walk, walk
+from jaxpipe.schedule.check.walk import Walk, walk
 from jaxpipe.schedule.placement import Placement
 
 
@@ -231,29 +231,24 @@ def simulate(schedule: Schedule, costs: Costs | Sequence[Costs]) -> Timeline:
       >>> simulate(one_f_one_b(4, 8, fused=True), Costs(1, 1, 1)).makespan
       33.0
     """
-    results = Results(schedule)
-    rows: list[list[TimedAction]] = [[] for _ in schedule.orders]
-    ends: dict[int, float] = {}
-    free = [0.0] * len(schedule.orders)
     costs = of_virtual_stages(schedule.placement, costs)
-    latest = max(cost.message for cost in costs)
-    remaining = [*map(schedule.units, range(len(rows)))]
-    for stage in _walk(schedule).order:
-        unit = next(remaining[stage])
-        end = free[stage]
-        for needed in (needed for action in unit for needed in results.inputs(action)):
-            arrival = ends[needed]
-            if latest and results.stage(needed) != stage:
-                arrival += costs[results.action(needed).virtual_stage].message
-            end = max(end, arrival)
-        for action, duration in zip(unit, unit_durations(unit, costs), strict=True):
-            start, end = end, end + duration
-            rows[stage].append(TimedAction(action, start, end))
-        free[stage] = end
-        for action in unit:
-            if action.kind is not Kind.W:
-                ends[results.number(action)] = end
-    return Timeline(schedule, costs, "free-running", tuple(map(tuple, rows)), max(free))
+    walked = _walk(schedule, costs)
+    rows = tuple(
+        tuple(map(TimedAction, *row))
+        for row in zip(schedule.orders, walked.starts, walked.ends, strict=True)
+    )
+    return Timeline(schedule, costs, "free-running", rows, _last(walked))
+
+
+def makespan(schedule: Schedule, costs: Costs | Sequence[Costs]) -> float:
+    """The makespan of `simulate`, for searches that compare thousands.
+
+    Example:
+      >>> from jaxpipe.schedule.generators.one_f_one_b import one_f_one_b
+      >>> makespan(one_f_one_b(4, 8, fused=True), Costs(1, 1, 1))
+      33.0
+    """
+    return _last(_walk(schedule, of_virtual_stages(schedule.placement, costs)))
 
 
 def of_virtual_stages(placement: Placement, costs: Costs | Sequence[Costs]) -> tuple[Costs, ...]:
@@ -273,9 +268,19 @@ def of_virtual_stages(placement: Placement, costs: Costs | Sequence[Costs]) -> t
     return tuple(costs)
 
 
-def _walk(schedule: Schedule) -> Walk:
-    walked = walk(schedule)
+def _walk(schedule: Schedule, costs: Sequence[Costs] | None = None) -> Walk:
+    """Runs a schedule with these costs, or in ticks."""
+    if costs is None:
+        walked = walk(schedule)
+    else:
+        prices = costs
+        messages = [cost.message for cost in costs] if any(c.message for c in costs) else ()
+        walked = walk(schedule, durations=lambda u: unit_durations(u, prices), messages=messages)
     # Only `validate` knows how to explain a schedule that stops; pay for it only then.
     if walked.blockers or not all(schedule.orders):
         validate(schedule)
     return walked
+
+
+def _last(walked: Walk) -> float:
+    return max(row[-1] for row in walked.ends)

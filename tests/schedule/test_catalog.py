@@ -159,7 +159,7 @@ EXPLAINED = {
         "generators.blocks",
         "generators.v_schedules",
         "lowering.lower",
-        "lowering.slots",
+        "lowering.transfers",
     ),
     *("search.auto", "search.controllable_memory", "show.comparison"),
     *("show.report", "show.trace", "simulate"),

@@ -23,10 +23,9 @@ from jaxpipe.schedule.check.validate import ScheduleError, validate
 from jaxpipe.schedule.device_clock import device_clock
 from jaxpipe.schedule.generators.chimera import chimera
 from jaxpipe.schedule.generators.hanayo import hanayo
-from jaxpipe.schedule.makespan import makespan
 from jaxpipe.schedule.show.exchanges import exchanges
 from jaxpipe.schedule.show.report import timelines
-from jaxpipe.schedule.simulate import Costs, simulate, ticks
+from jaxpipe.schedule.simulate import Costs, makespan, simulate, ticks
 
 # No test may depend on how fast the machine is.
 settings.register_profile("jaxpipe", deadline=None)

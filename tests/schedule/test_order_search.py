@@ -13,11 +13,10 @@ from hypothesis import strategies as st
 from jaxpipe.schedule.actions import Schedule, split_backwards
 from jaxpipe.schedule.check.validate import peak_in_flight, validate
 from jaxpipe.schedule.placement import Placement, linear, looped, wave
+from jaxpipe.schedule.search.auto import PlacedModel, published_schedules
 from jaxpipe.schedule.search.bounds import lower_bound
-from jaxpipe.schedule.search.candidates import published
-from jaxpipe.schedule.search.dispatch import Rule, dispatch
 from jaxpipe.schedule.search.local_search import improve
-from jaxpipe.schedule.search.order_search import search_orders
+from jaxpipe.schedule.search.order_search import Rule, dispatch, search_orders
 from jaxpipe.schedule.simulate import Costs, simulate
 
 settings.register_profile("jaxpipe", deadline=None)
@@ -36,7 +35,8 @@ def known(record: dict) -> tuple[Placement, int, int, list[Costs]]:
 def excess(record: dict) -> float:
     """How far what is found is above the optimum, relative to it."""
     placement, m, cap, costs = known(record)
-    seeds = [split_backwards(s) for s in published(placement, m, cap=cap, costs=costs)]
+    model = PlacedModel(placement, m, tuple(costs), cap, bound=0)
+    seeds = map(split_backwards, published_schedules(model))
     found, *_ = search_orders(placement, m, costs=costs, cap=cap, seeds=seeds)
     validate(found)
     assert max(peak_in_flight(found)) <= cap

@@ -123,10 +123,9 @@ def test_the_other_formats_show_a_few_minibatches_like_any_schedule(
     tmp_path, capsys, name, segment
 ):
     asked = ["show", name, "--stages", "2", "--microbatches", "3", *segment, "--costs", "1,2,1"]
-    for kind in ("svg", "png"):
-        out = tmp_path / f"picture.{kind}"
-        assert cli.main([*asked, "--out", str(out)]) == 0
-        assert out.stat().st_size > 1000
+    out = tmp_path / "picture.svg"
+    assert cli.main([*asked, "--out", str(out)]) == 0
+    assert out.stat().st_size > 1000
     assert cli.main([*asked, "--format", "trace"]) == 0
     events = json.loads(capsys.readouterr().out)["traceEvents"]
     assert ("0R11" in {event["name"] for event in events}) == bool(segment)

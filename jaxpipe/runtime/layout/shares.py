@@ -18,7 +18,7 @@ from jax import lax
 
 from jaxpipe.runtime.layout.leaf import Leaf
 from jaxpipe.runtime.types import Index, Leaves
-from jaxpipe.schedule.lowering.under_layers import SMALLEST_SHARE, dividing_shares
+from jaxpipe.schedule.lowering.transfers import SMALLEST_SHARE, dividing_shares
 
 
 class Share(NamedTuple):

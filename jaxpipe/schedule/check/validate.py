@@ -7,12 +7,19 @@ import dataclasses
 import itertools
 import string
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 from jaxpipe.schedule.actions import Action, Kind, Schedule
-from jaxpipe.schedule.check.grid import MAX_MISSING, SHOWN_PROBLEMS, Fault, message
-from jaxpipe.schedule.check.schedule_types import wrong_types
 from jaxpipe.schedule.check.walk import Walk, walk
+from jaxpipe.schedule.placement import Placement
 from jaxpipe.schedule.problems import Problem, below_one, refuse
+
+_SHOWN_PROBLEMS = 8
+_MAX_MISSING = 1000
+"""Number beyond which missing actions are not counted, as m may be any number."""
+_GRID_TICKS = 12
+"""Ticks of the grid: enough to see a pattern, narrow enough for a terminal."""
+_GRID_STAGES = 10
 
 
 class ScheduleError(ValueError):
@@ -55,7 +62,7 @@ def validate(
       >>> validate(gpipe(2, 4), inbox_slots=1)
     """
     refuse(below_one(inbox_slots=inbox_slots))
-    wrong = list(itertools.islice(wrong_types(schedule), SHOWN_PROBLEMS))
+    wrong = list(itertools.islice(wrong_types(schedule), _SHOWN_PROBLEMS))
     if wrong:
         raise ScheduleError("\n  ".join([f"Schedule {schedule.name!r} cannot run:", *wrong]))
     checks = _Checks(schedule, spell)
@@ -68,7 +75,7 @@ def validate(
     if not problems:
         problems = [*checks.deadlocks(walked, inbox_slots), *checks.broken_promises()]
     if problems:
-        raise ScheduleError(message(schedule, problems, walked.ticks, spell))
+        raise ScheduleError(_message(schedule, problems, walked.ticks, spell))
 
 
 def simulated_only(schedule: Schedule) -> Iterator[Problem]:
@@ -84,6 +91,19 @@ _BIT = {Kind.F: 1, Kind.B: 2, Kind.W: 4, Kind.BW: 8, Kind.R: 16}
 _SPLIT, _FUSED = _BIT[Kind.B] | _BIT[Kind.W], _BIT[Kind.BW]
 
 
+@dataclasses.dataclass
+class _Fault:
+    """A fault of a schedule, and its position in the order of a stage.
+
+    The stage is None for the whole schedule, the position for an action that is ``absent``.
+    """
+
+    text: str
+    stage: int | None = None
+    position: int | None = None
+    absent: Action | None = None
+
+
 @dataclasses.dataclass(frozen=True)
 class _Checks:
     """The checks of `validate`, which find faults."""
@@ -91,47 +111,47 @@ class _Checks:
     schedule: Schedule
     spell: Callable[[Action], str]
 
-    def shape(self) -> Iterator[Fault]:
+    def shape(self) -> Iterator[_Fault]:
         schedule, placement = self.schedule, self.schedule.placement
         chunks_of = collections.Counter(placement.stages)
         stages = range(max(len(schedule.orders), len(chunks_of)))
         uneven = "The placement does not give every stage the same number of virtual stages"
         if not chunks_of:
-            yield Fault(f"{uneven}: it is empty.")
+            yield _Fault(f"{uneven}: it is empty.")
         elif set(chunks_of) - set(stages) or len({chunks_of[d] for d in stages}) > 1:
             least, most = (
                 min(stages, key=chunks_of.__getitem__),
                 max(chunks_of, key=chunks_of.__getitem__),
             )
             counts = f"stage {least} holds {chunks_of[least]}, stage {most} holds {chunks_of[most]}"
-            yield Fault(f"{uneven}: {counts}.")
+            yield _Fault(f"{uneven}: {counts}.")
         elif placement.num_copies < 1 or chunks_of[0] % placement.num_copies:
-            yield Fault(
+            yield _Fault(
                 f"{chunks_of[0]} virtual stages on every stage are not those of num_copies="
                 f"{placement.num_copies} copies of a model."
             )
         else:
             m, orders, promise = schedule.num_microbatches, schedule.orders, schedule.peak_in_flight
             if m < 1:
-                yield Fault(f"num_microbatches={m} is below 1.")
+                yield _Fault(f"num_microbatches={m} is below 1.")
             if len(orders) != len(chunks_of):
-                yield Fault(f"There are {len(orders)} orders for {len(chunks_of)} stages.")
+                yield _Fault(f"There are {len(orders)} orders for {len(chunks_of)} stages.")
             if promise is not None and len(promise) != len(chunks_of):
-                yield Fault(
+                yield _Fault(
                     f"peak_in_flight has {len(promise)} values for {len(chunks_of)} stages."
                 )
 
-    def actions(self) -> tuple[list[Fault], list[Fault]]:
+    def actions(self) -> tuple[list[_Fault], list[_Fault]]:
         """Finds actions out of range; and those on the wrong stage, repeated, mixed or missing."""
         stages, m = self.schedule.placement.stages, self.schedule.num_microbatches
         num_virtual_stages, kinds = len(stages), self.schedule.kinds
         seen: dict[int, int] = {}
-        outside: list[Fault] = []
-        misplaced: list[Fault] = []
+        outside: list[_Fault] = []
+        misplaced: list[_Fault] = []
 
-        def fault(faults: list[Fault], d: int, k: int, text: str) -> None:
+        def fault(faults: list[_Fault], d: int, k: int, text: str) -> None:
             action = self.schedule.orders[d][k]
-            faults.append(Fault(f"{self.spell(action)} on stage {d} {text}", d, k))
+            faults.append(_Fault(f"{self.spell(action)} on stage {d} {text}", d, k))
 
         for d, order in enumerate(self.schedule.orders):
             for k, action in enumerate(order):
@@ -155,9 +175,9 @@ class _Checks:
                     elif after & _SPLIT and after & _FUSED:
                         both = "split and fused backward for one virtual stage and microbatch"
                         fault(misplaced, d, k, f"mixes {both}.")
-        return outside, misplaced + list(itertools.islice(self._missing(seen), MAX_MISSING))
+        return outside, misplaced + list(itertools.islice(self._missing(seen), _MAX_MISSING))
 
-    def pairs(self) -> Iterator[Fault]:
+    def pairs(self) -> Iterator[_Fault]:
         """Finds the overlapped F that cannot run together with what follows them."""
         schedule = self.schedule
         places = {
@@ -169,7 +189,7 @@ class _Checks:
             d, k, after = places.get(action, (None, None, None))
             text = f"{self.spell(action)} is overlapped, and must be an F of the schedule"
             if action.kind is not Kind.F or d is None:
-                yield Fault(f"{text}.")
+                yield _Fault(f"{text}.")
             elif (
                 after is None
                 or after.kind not in (Kind.B, Kind.BW)
@@ -177,9 +197,9 @@ class _Checks:
             ):
                 shown = "nothing" if after is None else self.spell(after)
                 rule = "directly followed by a backward of another microbatch on its stage"
-                yield Fault(f"{text}, {rule}: {shown} follows.", d, k)
+                yield _Fault(f"{text}, {rule}: {shown} follows.", d, k)
 
-    def _missing(self, seen: dict[int, int]) -> Iterator[Fault]:
+    def _missing(self, seen: dict[int, int]) -> Iterator[_Fault]:
         schedule, m = self.schedule, self.schedule.num_microbatches
         kinds = {action.kind for order in schedule.orders for action in order}
         # If no action of a backward is left, assume the form that all others have.
@@ -195,9 +215,9 @@ class _Checks:
                         text = f"{self.spell(absent)} is missing from stage {stage}"
                         if kind is Kind.B and not ran & _SPLIT:
                             text += f" (and so is {self.spell(Action(s, Kind.BW, i))})"
-                        yield Fault(f"{text}.", stage, absent=absent)
+                        yield _Fault(f"{text}.", stage, absent=absent)
 
-    def deadlocks(self, walked: Walk, inbox_slots: int | None) -> list[Fault]:
+    def deadlocks(self, walked: Walk, inbox_slots: int | None) -> list[_Fault]:
         """Says why stages stop; those that stop by themselves come first."""
         alone, dependent = [], []
         for d, blocker in sorted(walked.blockers.items()):
@@ -206,7 +226,7 @@ class _Checks:
             text = f"Deadlock: stage {d} stops for good at {self.spell(stuck)}, which waits for "
             if isinstance(blocker, int):
                 text += f"one of the {inbox_slots} inbox slots of stage {blocker}."
-                dependent.append(Fault(text, d, k))
+                dependent.append(_Fault(text, d, k))
                 continue
             s, i = blocker.virtual_stage, blocker.microbatch
             fused = Action(s, Kind.BW, i)
@@ -218,12 +238,12 @@ class _Checks:
             if (s, i) == (stuck.virtual_stage, stuck.microbatch):
                 kind = self.spell(blocker).strip(string.digits)
                 own = f"comes before its own {kind}, {self.spell(blocker)}."
-                alone.append(Fault(f"{self.spell(stuck)} on stage {d} {own}", d, k))
+                alone.append(_Fault(f"{self.spell(stuck)} on stage {d} {own}", d, k))
             else:
-                dependent.append(Fault(f"{text}the result of {self.spell(blocker)}.", d, k))
+                dependent.append(_Fault(f"{text}the result of {self.spell(blocker)}.", d, k))
         return alone + dependent
 
-    def broken_promises(self) -> Iterator[Fault]:
+    def broken_promises(self) -> Iterator[_Fault]:
         for d, promised in enumerate(self.schedule.peak_in_flight or ()):
             counts = chunks_in_flight(self.schedule.orders[d])
             k = next((k for k, count in enumerate(counts) if count > promised), None)
@@ -232,4 +252,105 @@ class _Checks:
                     f"{self.spell(self.schedule.orders[d][k])} on stage {d} exceeds the promised "
                     f"peak in flight: {max(counts)} chunks against {promised}."
                 )
-                yield Fault(text, d, k)
+                yield _Fault(text, d, k)
+
+
+def _message(
+    schedule: Schedule,
+    problems: list[_Fault],
+    ticks: list[list[int]],
+    spell: Callable[[Action], str],
+) -> str:
+    """Writes the problems, at least one, and the stage x tick grid around the first with a place.
+
+    In the grid ``>2F0<`` offends and ``>2F0?`` is missing; ``ticks`` says how far each stage gets
+    (`Walk`).
+    """
+    p, m = len(set(schedule.placement.stages)), schedule.num_microbatches
+    lines = [f"Schedule {schedule.name!r} ({p} stages, {m} microbatches) cannot run:"]
+    lines += [f"  {problem.text}" for problem in problems[:_SHOWN_PROBLEMS]]
+    if len(problems) > _SHOWN_PROBLEMS:
+        least = "at least " if len(problems) >= _MAX_MISSING else ""
+        lines.append(f"  ... and {least}{len(problems) - _SHOWN_PROBLEMS} more.")
+    marks = {(q.stage, q.position) for q in problems}
+    cells: list[dict[int, str]] = []
+    places: dict[tuple[int | None, int | None], int] = {}
+    for d, order in enumerate(schedule.orders):
+        row, tick = {}, -1
+        for k, action in enumerate(order):
+            # Once a stage stops there is no true tick: show the rest in its order.
+            tick = ticks[d][k] if k < len(ticks[d]) else tick + 1
+            row[tick] = f">{spell(action)}<" if (d, k) in marks else f" {spell(action)} "
+            places[d, k] = tick
+        places[d, None] = tick + 1
+        absent = [q.absent for q in problems if q.stage == d and q.absent is not None]
+        row |= {tick + 1 + j: f">{spell(action)}?" for j, action in enumerate(absent)}
+        cells.append(row)
+    first = next((problem for problem in problems if problem.stage is not None), problems[0])
+    stage = first.stage or 0
+    tick = places.get((first.stage, first.position), 0)
+    top = max(0, min(stage - _GRID_STAGES // 2, len(cells) - _GRID_STAGES))
+    left = max(0, tick - _GRID_TICKS // 2)
+    columns = range(left, left + _GRID_TICKS)
+    shown = [[row.get(t, " . ") for t in columns] for row in cells[top : top + _GRID_STAGES]]
+    width = max((len(cell) for row in shown for cell in row), default=3)
+    header = "tick".ljust(9) + "".join(f" {t}".ljust(width) for t in columns)
+    lines.append(header.rstrip())
+    for d, line in enumerate(shown, start=top):
+        lines.append((f"stage {d}".ljust(9) + "".join(c.ljust(width) for c in line)).rstrip())
+    return "\n".join(lines)
+
+
+def wrong_types(schedule: Schedule) -> Iterator[str]:
+    """Finds the values in a schedule that have the wrong type; in every row, only the first.
+
+    Example:
+      >>> from jaxpipe.schedule.placement import linear
+      >>> for text in wrong_types(Schedule("mine", linear(1), 2.0, (("0F0",),))):
+      ...     print(text)
+      num_microbatches=2.0 is float, and must be int.
+      '0F0' on stage 0 is str, and must be an Action (int, Kind, int).
+    """
+    for what, value, fits, expected in _values(schedule):
+        if not fits:
+            yield f"{what} is {type(value).__name__}, and must be {expected}."
+
+
+_Value = tuple[str, Any, bool, str]
+"""Name of a value, the value, whether its type fits, and the type that would fit."""
+
+
+def _values(schedule: Schedule) -> Iterator[_Value]:
+    placement, m, peak = schedule.placement, schedule.num_microbatches, schedule.peak_in_flight
+    integers = "a tuple of nothing but int"
+    yield "placement", placement, isinstance(placement, Placement), "a Placement"
+    if isinstance(placement, Placement):
+        stages, copies = placement.stages, placement.num_copies
+        yield "placement.stages", stages, _is_row(stages, int), integers
+        yield f"num_copies={copies!r}", copies, isinstance(copies, int), "int"
+    yield f"num_microbatches={m!r}", m, isinstance(m, int), "int"
+    yield "peak_in_flight", peak, peak is None or _is_row(peak, (int, float)), integers
+    yield from _in_rows("orders", schedule.orders, _is_action, "an Action (int, Kind, int)")
+    overlapped = schedule.overlapped
+    yield "overlapped", overlapped, _is_row(overlapped, Action), "a tuple of nothing but Action"
+
+
+def _in_rows(name: str, rows: Any, fits: Callable[[Any], bool], expected: str) -> Iterator[_Value]:
+    are_rows = _is_row(rows, (tuple, list))
+    yield name, rows, are_rows, "a tuple of one tuple for every stage"
+    for d, row in enumerate(rows if are_rows else ()):
+        for wrong in itertools.islice((item for item in row if not fits(item)), 1):
+            yield f"{wrong!r} on stage {d}", wrong, False, expected
+
+
+def _is_row(value: Any, kinds: type | tuple[type, ...]) -> bool:
+    return isinstance(value, (tuple, list)) and all(isinstance(item, kinds) for item in value)
+
+
+def _is_action(value: Any) -> bool:
+    return (
+        isinstance(value, Action)
+        and isinstance(value.kind, Kind)
+        and isinstance(value.virtual_stage, int)
+        and isinstance(value.microbatch, int)
+    )

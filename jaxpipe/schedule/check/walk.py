@@ -1,10 +1,10 @@
-"""The walk of stages through their orders, on which the validator and both clocks are built."""
+"""The walk of stages through their orders: the clock of `simulate`, and the proof of `validate`."""
 
 from __future__ import annotations
 
 import collections
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from jaxpipe.schedule.actions import Action, Kind, Schedule
 
@@ -14,17 +14,20 @@ class Walk:
     """Progress of the stages when each runs its order as its inputs arrive.
 
     Args:
-      order: the stages that run their next action, or overlapped pair (`Schedule.units`), in an
-        order that respects every dependency.
-      ticks: ``ticks[d][k]`` is the earliest tick of stage ``d``'s action ``k``; shorter than the
-        stage's order where the stage stops for good.
+      starts, ends: ``ends[d][k]`` is when stage ``d``'s action ``k`` ends; shorter than the stage's
+        order where the stage stops for good.
       blockers: for every stage that stops, the thing its next action waits for: a result (a fused
         backward counts as its B), or one of the inbox slots of a stage.
     """
 
-    order: list[int]
-    ticks: list[list[int]]
+    starts: list[list[float]]
+    ends: list[list[float]]
     blockers: dict[int, Action | int]
+
+    @property
+    def ticks(self) -> list[list[int]]:
+        """Ticks of the actions, if every unit took one."""
+        return [[int(end) - 1 for end in row] for row in self.ends]
 
 
 class Results:
@@ -88,9 +91,15 @@ class Results:
         return Action(s, (Kind.F, Kind.B, Kind.R)[min(kind, 2)], i)
 
 
-def walk(schedule: Schedule, *, inbox_slots: int | None = None) -> Walk:
-    """Runs the orders greedily: one action, or overlapped pair, per stage and tick; a message
-    arrives one tick later.
+def walk(
+    schedule: Schedule,
+    *,
+    durations: Callable[[Sequence[Action]], Sequence[float]] | None = None,
+    messages: Sequence[float] = (),
+    inbox_slots: int | None = None,
+) -> Walk:
+    """Runs the orders greedily: a unit (`Schedule.units`) starts when its stage is free and its
+    inputs are there, and gives its results when it ends.
 
     The result does not depend on which stage goes first: each stage has one fixed order and each
     inbox one sender and one receiver. A stage that stops here therefore stops in every execution.
@@ -98,54 +107,74 @@ def walk(schedule: Schedule, *, inbox_slots: int | None = None) -> Walk:
     The walk ends for any schedule, after one visit of every action and every wait.
 
     Args:
+      durations: computes how long each action of a unit takes; None for one tick per unit.
+      messages: how long a result travels to another stage, by virtual stage; none for no time.
+        Virtual stages must then be in range.
       inbox_slots: messages of one kind from one stage that a stage can hold before it uses them;
         the sender waits for a free slot. None for no limit. Virtual stages and microbatches must
         then be in range.
     """
     results, together = Results(schedule), frozenset(schedule.overlapped)
     frees = {} if inbox_slots is None else _frees(schedule, results, inbox_slots)
-    walked = Walk([], [[] for _ in schedule.orders], {})
-    done: dict[int, int] = {}  # result -> tick
-    waiting: dict[int, list[int]] = collections.defaultdict(list)  # result -> stages
-    ready = collections.deque(range(len(schedule.orders)))
+    stages, begin = schedule.placement.stages, 0 if durations is None else 0.0
+    walked = Walk([[] for _ in schedule.orders], [[] for _ in schedule.orders], {})
+    done: dict[int, float] = {}  # result -> end
+    # By result: the stages that wait for it, and the stage of whose inbox they need a slot.
+    waiting: dict[int, list[tuple[int, int | None]]] = collections.defaultdict(list)
+    known: dict[tuple[Kind, int], tuple[int, list[tuple[int, float]], Sequence[float]]] = {}
+    ready = [*range(len(schedule.orders))]
 
-    def advance(stage: int) -> int | None:
-        """Runs a stage until it waits for a result, which is returned, or has run everything."""
-        order, ticks = schedule.orders[stage], walked.ticks[stage]
-        walked.blockers.pop(stage, None)
-        tick = ticks[-1] if ticks else -1
-        while len(ticks) < len(order):
-            action = order[len(ticks)]
-            unit: Sequence[Action] = (action,)
-            if together and action in together:
-                unit = order[len(ticks) : len(ticks) + 2]
+    def take(unit: Sequence[Action]) -> Sequence[float]:
+        return [1, 0][: len(unit)] if durations is None else durations(unit)
+
+    def facts_of(action: Action) -> tuple[int, list[tuple[int, float]], Sequence[float]]:
+        """Numbers of microbatch 0's result and inputs, with travel times, and its duration."""
+        number, inputs = results.first(action)
+        senders = [results.action(needed).virtual_stage for needed in inputs] if messages else ()
+        own = stages[action.virtual_stage] if messages else 0
+        lags = [messages[s] if stages[s] != own else 0 for s in senders] or [0] * len(inputs)
+        return number, [*zip(inputs, lags, strict=True)], take((action,))
+
+    def advance(stage: int) -> None:
+        """Runs a stage until it waits for a result or has run everything."""
+        order, starts, ends = schedule.orders[stage], walked.starts[stage], walked.ends[stage]
+        free, position = ends[-1] if ends else begin, len(ends)
+        while position < len(order):
+            unit: Sequence[Action] = order[position : position + 1]
+            if together and unit[0] in together:
+                unit = order[position : position + 2]
+            results_of_unit = []
             for action in unit:
-                number, inputs = results.first(action)
-                number += action.microbatch
-                for needed in inputs:
-                    needed += action.microbatch
-                    if needed not in done:
-                        walked.blockers[stage] = results.action(needed)
-                        return needed
-                    if done[needed] > tick:
-                        tick = done[needed]
-                if number in frees and frees[number] not in done:
-                    walked.blockers[stage] = results.receiver(action)
-                    return frees[number]
-            tick += 1
-            walked.order.append(stage)
-            for action in unit:
-                ticks.append(tick)
+                place, i = (action.kind, action.virtual_stage), action.microbatch
+                if (facts := known.get(place)) is None:
+                    facts = known[place] = facts_of(action)
+                number, inputs, times = facts
+                for needed, lag in inputs:
+                    if (end := done.get(needed + i)) is None:
+                        waiting[needed + i].append((stage, None))
+                        return
+                    if end + lag > free:
+                        free = end + lag
+                if frees and number + i in frees and frees[number + i] not in done:
+                    waiting[frees[number + i]].append((stage, results.receiver(action)))
+                    return
                 if action.kind is not Kind.W:
-                    number = results.number(action)
-                    done.setdefault(number, tick)
-                    ready.extend(waiting.pop(number, ()))
-        return None
+                    results_of_unit.append(number + i)
+            for time in times if len(unit) == 1 else take(unit):
+                starts.append(free)
+                free += time
+                ends.append(free)
+            position += len(unit)
+            for number in results_of_unit:
+                done.setdefault(number, free)
+                if number in waiting:
+                    ready.extend(stage for stage, _ in waiting.pop(number))
 
     while ready:
-        stage = ready.popleft()
-        if (awaited := advance(stage)) is not None:
-            waiting[awaited].append(stage)
+        advance(ready.pop())
+    for number, stopped in waiting.items():
+        for stage, inbox in stopped:
+            walked.blockers[stage] = results.action(number) if inbox is None else inbox
     return walked
 
 

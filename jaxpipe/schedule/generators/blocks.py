@@ -17,7 +17,7 @@ from functools import cached_property
 from typing import NamedTuple
 
 from jaxpipe.schedule.actions import Kind
-from jaxpipe.schedule.placement import Placement, looped, wave
+from jaxpipe.schedule.placement import Placement, wave
 
 WORK = 3
 """Units of work that one microbatch takes on one chunk: F, B and W."""
@@ -41,22 +41,20 @@ class Block:
         B of each, from the last chunk to the first; then W in the order of B. All stages are on one
         clock.
       fused: whether each W directly follows its B, as one action of two units.
-      group: how many microbatches follow each other every `WORK` units; the next group follows
-        when all chunks have had their turn. With one the block is repeated every `period`.
 
     Raises:
       ValueError: a stage does not start F, B and W of each of its chunks once.
 
     Example:
-      >>> block = looped_block(4, strides=(1, 2), fused=True)
+      >>> from jaxpipe.schedule.placement import linear
+      >>> block = Block(linear(2), ((0, 4, 5), (1, 2, 3)), fused=True)
       >>> block.peaks, block.period, list(block.faults())
-      ((4, 3, 2, 1), 3, [])
+      ((2, 1), 3, [])
     """
 
     placement: Placement
     starts: tuple[tuple[int, ...], ...]
     fused: bool = False
-    group: int = 1
 
     def __post_init__(self) -> None:
         lengths = [len(row) for row in self.starts]
@@ -75,11 +73,6 @@ class Block:
         """T, the work that one microbatch takes on a stage."""
         return WORK * self.num_chunks
 
-    def enters(self, microbatch: int) -> int:
-        """Delay with which a microbatch starts after microbatch 0."""
-        turn, place = divmod(microbatch, self.group)
-        return turn * self.group * self.period + place * WORK
-
     @cached_property
     def lifespans(self) -> tuple[Lifespan, ...]:
         """Lifespan of microbatch 0 on every virtual stage."""
@@ -97,26 +90,22 @@ class Block:
         return tuple(map(self._peak, self.starts))
 
     def _peak(self, row: Sequence[int]) -> int:
-        cycle, chunks = self.group * self.period, self.num_chunks
-        entered = [self.enters(i) for i in range(self.group)]
-        begun = [start + late for start in row[:chunks] for late in entered]
+        chunks, steady = self.num_chunks, max(row) + self.period
         # An activation is still held while its W runs.
-        freed = [start + 1 + late for start in row[2 * chunks :] for late in entered]
-        steady = max(*row) + cycle
+        freed = [start + 1 for start in row[2 * chunks :]]
         return max(
-            sum((time - start) // cycle + 1 for start in begun)
-            - sum((time - end) // cycle + 1 for end in freed)
-            for time in range(steady, steady + cycle)
+            sum((time - start) // self.period + 1 for start in row[:chunks])
+            - sum((time - end) // self.period + 1 for end in freed)
+            for time in range(steady, steady + self.period)
         )
 
     def faults(self) -> Iterator[str]:
         """Says why the block cannot be repeated: passes of a stage meet, or start too early."""
-        cycle = self.group * self.period
         for stage, row in enumerate(self.starts):
-            slots = [(start + self.enters(i)) % cycle for start in row for i in range(self.group)]
+            slots = [start % self.period for start in row]
             if len(set(slots)) < len(slots):
                 slot = next(slot for slot in slots if slots.count(slot) > 1)
-                yield f"Passes of stage {stage} meet in slot {slot} of {cycle}."
+                yield f"Passes of stage {stage} meet in slot {slot} of {self.period}."
         for (kind, s, start), (reader, t, read) in self._chain():
             if read < start + (2 if self.fused and kind is Kind.B else 1):
                 yield f"{reader} of virtual stage {t} starts before {kind} of {s} has ended."
@@ -140,7 +129,7 @@ class Block:
         last = 2 * self.num_chunks
         passes = self.starts[stage][: last if self.fused else None]
         timed = (
-            (start + self.enters(i), min(number, last))
+            (start + i * self.period, min(number, last))
             for number, start in enumerate(passes)
             for i in range(num_microbatches)
         )
@@ -239,39 +228,3 @@ def _fits(units: range, taken: set[int], period: int, pairs: int) -> bool:
     for is_taken, run in runs:
         free_pairs += 0 if is_taken else len(list(run)) // 2
     return free_pairs >= pairs
-
-
-def looped_block(
-    num_stages: int,
-    *,
-    num_chunks: int = 1,
-    strides: tuple[int, int],
-    delay: int = 0,
-    wait: int = 0,
-    fused: bool = False,
-) -> Block:
-    """Builds a block of the depth-first family: 1F1B, interleaved and zero-bubble schedules, GPipe.
-
-    With several chunks, groups of p microbatches go through one chunk after the other.
-
-    Args:
-      strides: units per hop of a forward and of a backward; their sum, a multiple of `WORK`, is
-        what keeps passes from meeting. (1, 2) is the shortest, (3, 3) fills the warm-up.
-      delay: microbatches by which W follows its B later on each stage than on the one before.
-      wait: microbatches for which the last stage waits between F and B; m-1 gives GPipe.
-
-    Example:
-      >>> looped_block(2, strides=(1, 2), fused=True).starts
-      ((0, 4, 5), (1, 2, 3))
-    """
-    (down, up), turn = strides, WORK * num_stages
-    first_b = down * (num_stages - 1) + turn * (num_chunks - 1) + 1 + WORK * wait
-    rows = []
-    for d in range(num_stages):
-        forwards = [down * d + turn * chunk for chunk in range(num_chunks)]
-        arrives = first_b + up * (num_stages - 1 - d)
-        backwards = [arrives + turn * chunk for chunk in range(num_chunks)]
-        weights = [start + 1 + WORK * delay * d for start in backwards]
-        rows.append((*forwards, *backwards, *weights))
-    group = num_stages if num_chunks > 1 else 1
-    return Block(looped(num_stages, num_chunks=num_chunks), tuple(rows), fused, group)

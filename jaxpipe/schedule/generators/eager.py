@@ -10,8 +10,7 @@ from jaxpipe.schedule.actions import Kind, Schedule
 from jaxpipe.schedule.check.validate import peak_in_flight
 from jaxpipe.schedule.generators import events
 from jaxpipe.schedule.generators.earliest import HELD, ROUNDING, earliest
-from jaxpipe.schedule.makespan import makespan
-from jaxpipe.schedule.simulate import Costs, simulate
+from jaxpipe.schedule.simulate import Costs, makespan, simulate
 
 _PATIENCE = (0.0, 0.25, 0.5, 0.75)
 """Values of patience to try; each of them ends first on some shapes."""

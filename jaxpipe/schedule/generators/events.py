@@ -9,7 +9,6 @@ from __future__ import annotations
 import abc
 import collections
 import heapq
-import math
 from collections.abc import Iterable, Iterator, Sequence
 
 from jaxpipe.schedule.actions import Action, Kind
@@ -33,7 +32,6 @@ class Stage(abc.ABC):
       arrivals: for each pass, when the input of its n-th start arrives, rising.
       done: for each pass, how often it has started.
       order: the passes in the order in which they have started.
-      started_at: when the first pass started; infinite before.
       free_at: when the latest pass ends.
     """
 
@@ -42,7 +40,7 @@ class Stage(abc.ABC):
         self.arrivals: list[list[float]] = [[] for _ in passes]
         self.done = [0] * len(passes)
         self.order: list[int] = []
-        self.started_at, self.free_at = math.inf, 0.0
+        self.free_at = 0.0
 
     @abc.abstractmethod
     def choose(self, now: float) -> int | None:
@@ -55,8 +53,6 @@ class Stage(abc.ABC):
 
     def start(self, number: int, now: float) -> None:
         """Starts a pass."""
-        if not self.order:
-            self.started_at = now
         self.order.append(number)
         self.done[number] += 1
         self.free_at = now + self.durations[number]

@@ -12,10 +12,9 @@ from jaxpipe.schedule.generators.block_orders import repeated, to_schedule
 from jaxpipe.schedule.generators.blocks import closest_block
 from jaxpipe.schedule.generators.eager import soonest
 from jaxpipe.schedule.generators.list_scheduling import list_schedule
-from jaxpipe.schedule.makespan import makespan
 from jaxpipe.schedule.placement import wave
 from jaxpipe.schedule.problems import Problem, refuse
-from jaxpipe.schedule.simulate import UNIT, Costs
+from jaxpipe.schedule.simulate import UNIT, Costs, makespan
 
 _MOST_TRAVEL = 3
 """Units of a message in a block: longer ones leave no room within the peak for p microbatches."""

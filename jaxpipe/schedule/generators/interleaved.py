@@ -8,10 +8,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from jaxpipe.schedule.actions import Action, Kind, Schedule
-from jaxpipe.schedule.makespan import makespan
 from jaxpipe.schedule.placement import Placement, looped
 from jaxpipe.schedule.problems import Problem, refuse
-from jaxpipe.schedule.simulate import UNIT
+from jaxpipe.schedule.simulate import UNIT, makespan
 
 
 def interleaved(

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import math
 from collections.abc import Iterable, Iterator, Sequence
 
 from jaxpipe.schedule.actions import Schedule
@@ -19,7 +20,7 @@ from jaxpipe.schedule.generators.blocks import Block, closest_block, split_block
 from jaxpipe.schedule.generators.eager import soonest
 from jaxpipe.schedule.generators.earliest import earliest
 from jaxpipe.schedule.placement import wave
-from jaxpipe.schedule.simulate import UNIT, Costs
+from jaxpipe.schedule.simulate import UNIT, Costs, makespan
 
 _GAPS = range(1, 7)
 """Units at the turns of the blocks that are tried for other costs than those of the paper."""
@@ -146,19 +147,18 @@ def _uniform(num_stages: int, stride: int, gaps: Sequence[int]) -> Block:
 
 def _named(name: str, block: Block, num_microbatches: int, costs: Costs) -> Schedule:
     """Builds the schedule of a block; with other costs than the paper's, maybe in another order."""
-
     # Two rounds of the pipeline show what comes before the steady state, and after it.
     trial = min(num_microbatches, 2 * len(block.peaks))
+
+    def ends(plan: Plan) -> float:
+        schedule = plan.schedule(name, trial)
+        return math.inf if schedule is None else makespan(schedule, costs)
+
     plans = [Plan(block, block.peaks)]
     for blocks in () if costs == UNIT else ([block, *_turned(block)], [*_stretched(block)]):
-        ways = [*_plans(blocks, max(block.peaks), costs)]
-        plans += sorted(ways, key=lambda plan: plan.makespan(trial, costs))[:1]
-    schedules = [
-        block_orders.to_schedule(name, block.placement, timed.orders, num_microbatches, plan.caps)
-        for plan in plans
-        # A plan that ran so far may still stop with more microbatches; the paper's never do.
-        if (timed := plan.orders(num_microbatches, plan.costs)) is not None
-    ]
+        plans += sorted(_plans(blocks, max(block.peaks), costs), key=ends)[:1]
+    # A plan that ran so far may still stop with more microbatches; the paper's never do.
+    schedules = [*filter(None, (plan.schedule(name, num_microbatches) for plan in plans))]
     return schedules[0] if costs == UNIT else soonest(schedules, costs)
 
 

@@ -13,9 +13,14 @@ A message that is first read in the next tick is exchanged at the end of its own
 two ends alone. Any other is late: it leaves at the beginning of the next tick and travels while
 that tick's layers run (docs/design/001-executor.md).
 
-Where chunks move over data in pieces under layers (`jaxpipe.schedule.lowering.under_layers`), a
+Where chunks move over data in pieces under layers (`jaxpipe.schedule.lowering.transfers`), a
 tick's pieces are on their way from its beginning to its end.
-`jaxpipe.schedule.lowering.outer_ticks` chooses the ticks in which stages embed together.
+
+Where all stages embed together, each embedding is a sum in which every stage waits for the slowest,
+and so is its gradient. The head's sum is one that cannot be moved: its cotangent is wanted in the
+next tick. Beside it, in the same wait, the other two cost nothing. So a microbatch is embedded
+right after a head, ahead of its use, and its cotangent waits for the next head, or with others for
+the end of the step (`embed_ticks`, `embed_gradient_ticks`).
 """
 
 from __future__ import annotations
@@ -29,11 +34,8 @@ import numpy as np
 
 from jaxpipe.schedule.actions import Kind, Schedule
 from jaxpipe.schedule.check.validate import simulated_only
-from jaxpipe.schedule.lowering.columns import Columns, columns_of
-from jaxpipe.schedule.lowering.outer_ticks import embed_gradient_ticks, embed_ticks
-from jaxpipe.schedule.lowering.slots import colour_intervals
 from jaxpipe.schedule.lowering.table import NONE, Cell, Channel, Edges, TickTable
-from jaxpipe.schedule.lowering.transfers import Held, Moving, held_chunks
+from jaxpipe.schedule.lowering.transfers import Columns, Held, Moving, columns_of, held_chunks
 from jaxpipe.schedule.problems import refuse
 
 
@@ -371,3 +373,86 @@ class Lowering:
         ]
         numbers = {pairs: number for number, pairs in enumerate(dict.fromkeys(of_tick))}
         return tuple(numbers), np.asarray([numbers[pairs] for pairs in of_tick], np.int32)
+
+
+def embed_ticks(first: np.ndarray, heads: np.ndarray) -> np.ndarray:
+    """Finds the tick at whose beginning each microbatch is embedded.
+
+    This is the latest tick that follows a head, if the microbatch before has been read by then, so
+    that no more than one waits; otherwise the tick of its own first use.
+
+    Args:
+      first: ticks in which the first virtual stage runs F, int64 ``[microbatches]``.
+      heads: ticks that end with a head.
+
+    Example:
+      >>> embed_ticks(np.array([0, 4, 6]), np.array([2, 3, 7])).tolist()
+      [0, 4, 6]
+      >>> embed_ticks(np.array([0, 5, 6]), np.array([2, 3, 7])).tolist()
+      [0, 4, 6]
+    """
+    order, after = np.argsort(first), np.sort(heads) + 1
+    first = first[order]
+    read = np.concatenate([[0], first[:-1] + 1])
+    beside = np.concatenate([[-1], after])[np.searchsorted(after, first, side="right")]
+    ticks = np.empty_like(first)
+    ticks[order] = np.where(beside >= read, beside, first)
+    return ticks
+
+
+def embed_gradient_ticks(
+    done: np.ndarray, heads: np.ndarray, num_ticks: int, most: int
+) -> np.ndarray:
+    """Finds the tick at whose end each microbatch's cotangent goes through the embedding.
+
+    This is the first tick with a head, or the last tick of all. Where more than ``most`` cotangents
+    would wait for it, the waiting ones go together with the next one, as soon as that is there.
+
+    Args:
+      done: the ticks in which cotangents are there, int64 ``[microbatches]``.
+      heads: ticks that end with a head.
+      num_ticks: number of ticks of the table.
+      most: cotangents that may wait at once.
+
+    Example:
+      >>> done, heads = np.array([3, 6, 7, 8]), np.array([2, 5])
+      >>> embed_gradient_ticks(done, heads, 10, 1).tolist()
+      [5, 7, 7, 9]
+      >>> embed_gradient_ticks(done, heads, 10, 0).tolist()
+      [3, 6, 7, 8]
+    """
+    order, meetings = np.argsort(done), np.append(np.sort(heads), num_ticks - 1)
+    together = meetings[np.searchsorted(meetings, done)]
+    ticks, waiting = np.empty_like(done), list[int]()
+    for microbatch in order.tolist():
+        if waiting and together[waiting[0]] < done[microbatch]:
+            waiting = []  # a head has come
+        waiting.append(microbatch)
+        ticks[microbatch] = together[microbatch]
+        if done[microbatch] < together[microbatch] and len(waiting) > most:
+            ticks[waiting] = done[microbatch]
+            waiting = []
+    return ticks
+
+
+def colour_intervals(starts: np.ndarray, ends: np.ndarray) -> np.ndarray:
+    """Gives every interval a slot so that overlapping intervals differ, using as few as possible.
+
+    Args:
+      starts: time of the first write of each, int64 ``[intervals]``.
+      ends: time of its last read, not before its start; a slot read last at a time is free for a
+        write strictly after it.
+
+    Example:
+      >>> colour_intervals(np.array([0, 1, 3]), np.array([2, 3, 4]))
+      array([0, 1, 0])
+    """
+    by_start, by_end = np.argsort(starts, kind="stable"), np.argsort(ends, kind="stable")
+    ended = np.searchsorted(ends[by_end], starts[by_start])
+    num_slots = int((1 + np.arange(len(starts)) - ended).max(initial=0))
+    # The first intervals take new slots; each later one takes the slot that was freed first.
+    slots = np.empty(len(starts), np.int64)
+    slots[by_start[:num_slots]] = np.arange(num_slots)
+    for later, earlier in zip(by_start[num_slots:].tolist(), by_end.tolist(), strict=False):
+        slots[later] = slots[earlier]
+    return slots

@@ -1,32 +1,51 @@
-"""The search for the schedule that ends first on devices, under a memory limit."""
+"""`auto`: the schedule that ends first on devices, under a memory limit.
+
+Candidates are all schedules of this package that fit a placement, as published and reordered for
+the costs, and the orders of a search (`jaxpipe.schedule.search.order_search`). The one that ends
+first on the device clock wins; `jaxpipe.schedule.search.bounds` says how far it is from the best.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 from jaxpipe.schedule.actions import Schedule, split_backwards
 from jaxpipe.schedule.check.validate import peak_in_flight
 from jaxpipe.schedule.device_clock import device_clock
-from jaxpipe.schedule.makespan import makespan
+from jaxpipe.schedule.generators.breadth_first import breadth_first
+from jaxpipe.schedule.generators.dualpipe import dualpipe_v
+from jaxpipe.schedule.generators.eager import in_time
+from jaxpipe.schedule.generators.gpipe import gpipe
+from jaxpipe.schedule.generators.hanayo import hanayo
+from jaxpipe.schedule.generators.interleaved import interleaved
+from jaxpipe.schedule.generators.one_f_one_b import one_f_one_b
+from jaxpipe.schedule.generators.v_schedules import one_f_one_b_v, v_half, v_min, zb_v
+from jaxpipe.schedule.generators.zero_bubble import interleaved_zb, zb_h1, zb_h2
 from jaxpipe.schedule.partition import cut_layers
 from jaxpipe.schedule.placement import Placement, linear, looped, wave
 from jaxpipe.schedule.problems import Problem, refuse
 from jaxpipe.schedule.search.bounds import lower_bound
-from jaxpipe.schedule.search.candidates import published, reordered
-from jaxpipe.schedule.search.order_search import search_orders
-from jaxpipe.schedule.simulate import UNIT, Costs, of_virtual_stages
+from jaxpipe.schedule.search.controllable_memory import controllable_memory
+from jaxpipe.schedule.search.order_search import Rule, dispatch, search_orders
+from jaxpipe.schedule.simulate import UNIT, Costs, makespan, of_virtual_stages
 
 _FEW_CHUNKS, _NUM_PROMISING = 4, 6
-"""Published schedules are tried where chunks are few, and on so many placements of least bounds."""
+"""Named schedules are tried where chunks are few, and on so many placements of least bounds."""
 _MOST_VIRTUAL_STAGES = 256
 """Placements of more are left out, unless their chunks are few: the time to order actions on them
 grows faster than the square of this number."""
 _SEARCHED_CHUNKS, _SEARCHED_ACTIONS = 2, 24_000
 """Orders are searched on the best placement so far, and on those of at most so many chunks as long
 as all searched schedules together have at most so many actions."""
+_REORDERED_ACTIONS = 6_000
+"""Actions of the longest schedule that is reordered: longer ones would take seconds."""
+_REORDERED = ("zb-h1", "zb-h2", "interleaved-zb", "1f1b-v")
+"""Schedules that are reordered by `in_time`; waves and V schedules read the costs themselves."""
+_RULE = Rule(pace=1.0, lead=2.0, patience=0.5, frees=True, reserves=True)
+"""The rule by which there always is a schedule."""
 
 
 def auto(
@@ -72,70 +91,72 @@ def auto(
       (2, 25.2)
     """
     limit = num_stages if memory_limit is None else memory_limit
-    models = _models(num_stages, costs, layer_costs, placement, limit)
+    models = _models(num_stages, num_microbatches, costs, layer_costs, placement, limit)
     first = _First()
-    known = _offer_known(first, models, num_microbatches, limit)
-    few = (m for m in models if m.placement.num_chunks <= _SEARCHED_CHUNKS)
+    published = _offer_named(first, models)
+    few = (model for model in models if model.placement.num_chunks <= _SEARCHED_CHUNKS)
     actions = 0
     for model in dict.fromkeys([first.model, *few]):
-        actions += 3 * model.placement.num_virtual_stages * num_microbatches
-        promises = model.bound(num_microbatches, limit) < first.makespan
-        if promises and (model == first.model or actions <= _SEARCHED_ACTIONS):
-            seeds = known.get(model) or _published(model, num_microbatches, limit)
-            first.offer(model, _searched(model, num_microbatches, limit, seeds))
+        actions += model.num_actions
+        if model.bound < first.makespan and (model == first.model or actions <= _SEARCHED_ACTIONS):
+            seeds = published.get(model) or [*published_schedules(model)]
+            first.offer(model, _searched(model, seeds))
     return dataclasses.replace(
         first.schedule, name="auto", peak_in_flight=peak_in_flight(first.schedule)
     )
 
 
 def gain_of_memory(
-    schedule: Schedule,
-    *,
-    costs: Costs | Sequence[Costs] = UNIT,
-    layer_costs: Sequence[Costs] | None = None,
-    memory_limit: float | None = None,
+    schedule: Schedule, *, layer_costs: Sequence[Costs], memory_limit: float | None = None
 ) -> tuple[Schedule, float]:
-    """Finds what half a microbatch more would be worth, as far as known schedules tell.
+    """Finds what half a microbatch more would be worth, as far as named schedules tell.
 
     Args:
       schedule: schedule of `auto`, with the same other arguments.
 
     Returns:
-      The known schedule that ends first with that memory, and the share of the time that it saves.
+      The named schedule that ends first with that memory, and the share of the time that it saves.
     """
     p, m = schedule.num_stages, schedule.num_microbatches
     limit = (p if memory_limit is None else memory_limit) + 0.5
-    models, current, larger = _models(p, costs, layer_costs, None, limit), _First(), _First()
+    models, current, larger = _models(p, m, UNIT, layer_costs, None, limit), _First(), _First()
     current.offer(next(m for m in models if m.placement == schedule.placement), [schedule])
-    _offer_known(larger, models, m, limit)
+    _offer_named(larger, models)
     return larger.schedule, 1 - larger.makespan / current.makespan
 
 
-class _Model(NamedTuple):
-    """A model on a placement, with the costs of its virtual stages."""
+class PlacedModel(NamedTuple):
+    """A model on a placement, with the costs of its virtual stages.
+
+    Args:
+      cap: the most chunks in flight on a stage.
+      bound: time before which no schedule ends.
+    """
 
     placement: Placement
+    num_microbatches: int
     costs: tuple[Costs, ...]
+    cap: int
+    bound: float
 
-    def cap(self, num_microbatches: int, memory_limit: float) -> int:
-        """Chunks in flight that a limit in microbatches of a full stage allows."""
-        chunks = self.placement.num_chunks
-        return max(chunks, int(min(memory_limit, num_microbatches) * chunks))
+    @property
+    def num_actions(self) -> int:
+        return 3 * self.placement.num_virtual_stages * self.num_microbatches
 
-    def bound(self, num_microbatches: int, memory_limit: float) -> float:
-        """Time before which no schedule ends."""
-        cap = self.cap(num_microbatches, memory_limit)
-        return lower_bound(self.placement, num_microbatches, self.costs, cap=cap)
+    @property
+    def chunk(self) -> Costs:
+        """Costs of every chunk, or the unit if they differ."""
+        return self.costs[0] if len(set(self.costs)) == 1 else UNIT
 
 
 class _First:
     """The schedule that ends first on the device clock, among those that are offered."""
 
     schedule: Schedule
-    model: _Model
+    model: PlacedModel
     makespan = math.inf
 
-    def offer(self, model: _Model, schedules: Iterable[Schedule]) -> None:
+    def offer(self, model: PlacedModel, schedules: Iterable[Schedule]) -> None:
         """Takes schedules of one placement."""
         # No schedule ends sooner on devices than free-running, and that time is quick to compute.
         timed = sorted(
@@ -152,34 +173,13 @@ class _First:
 
 def _models(
     num_stages: int,
+    num_microbatches: int,
     costs: Costs | Sequence[Costs],
     layer_costs: Sequence[Costs] | None,
     placement: Placement | None,
     memory_limit: float,
-) -> list[_Model]:
+) -> list[PlacedModel]:
     """Lists the model on every placement that it allows; refuses what cannot be searched for."""
-    _check(num_stages, layer_costs, placement, memory_limit)
-    layers = layer_costs
-    if layers is None:
-        if placement is not None or not isinstance(costs, Costs):
-            only = placement or wave(num_stages)
-            return [_Model(only, of_virtual_stages(only, costs))]
-        layers = [costs] * (2 * num_stages)
-    places = [linear(num_stages)] if placement is None else [placement]
-    most = max(_FEW_CHUNKS, _MOST_VIRTUAL_STAGES // num_stages) if placement is None else 0
-    for chunks in range(2, min(most, len(layers) // num_stages) + 1):
-        if chunks % 2 == 0:
-            places.append(wave(num_stages, num_waves=chunks // 2))
-        places.append(looped(num_stages, num_chunks=chunks))
-    return [_Model(place, cut_layers(layers, place)[1]) for place in places]
-
-
-def _check(
-    num_stages: int,
-    layer_costs: Sequence[Costs] | None,
-    placement: Placement | None,
-    memory_limit: float,
-) -> None:
     problems, others = [], {"num_stages": num_stages}
     if placement is not None and (placement.num_stages, placement.num_copies) != (num_stages, 1):
         rule = "it must be of one copy of the model on $num_stages"
@@ -192,31 +192,97 @@ def _check(
         problems.append(Problem("memory_limit", memory_limit, rule, (1,), schedule="auto"))
     refuse(problems)
 
+    def model(place: Placement, prices: tuple[Costs, ...]) -> PlacedModel:
+        chunks, m = place.num_chunks, num_microbatches
+        cap = max(chunks, int(min(memory_limit, m) * chunks))
+        return PlacedModel(place, m, prices, cap, lower_bound(place, m, prices, cap=cap))
 
-def _offer_known(
-    first: _First, models: Sequence[_Model], m: int, limit: float
-) -> dict[_Model, list[Schedule]]:
+    if layer_costs is None:
+        if placement is not None or not isinstance(costs, Costs):
+            only = placement or wave(num_stages)
+            return [model(only, of_virtual_stages(only, costs))]
+        layer_costs = [costs] * (2 * num_stages)
+    places = [linear(num_stages)] if placement is None else [placement]
+    most = max(_FEW_CHUNKS, _MOST_VIRTUAL_STAGES // num_stages) if placement is None else 0
+    for chunks in range(2, min(most, len(layer_costs) // num_stages) + 1):
+        if chunks % 2 == 0:
+            places.append(wave(num_stages, num_waves=chunks // 2))
+        places.append(looped(num_stages, num_chunks=chunks))
+    return [model(place, cut_layers(layer_costs, place)[1]) for place in places]
+
+
+def _offer_named(first: _First, models: Sequence[PlacedModel]) -> dict[PlacedModel, list[Schedule]]:
     """Offers the schedules of this package, from the placements of the least bounds on; returns the
     published ones."""
-    bounds = {model: model.bound(m, limit) for model in models}
-    ranked = sorted(bounds, key=bounds.__getitem__)
+    ranked = sorted(models, key=lambda model: model.bound)
     few = [model for model in ranked if model.placement.num_chunks <= _FEW_CHUNKS]
-    known = {}
+    published = {}
     for model in dict.fromkeys([*few, *ranked[:_NUM_PROMISING]]):
-        if bounds[model] < first.makespan:
-            known[model] = _published(model, m, limit)
-            first.offer(model, known[model])
-            cap = model.cap(m, limit)
-            first.offer(model, reordered(model.placement, m, cap=cap, costs=model.costs))
-    return known
+        if model.bound < first.makespan:
+            published[model] = [*published_schedules(model)]
+            first.offer(model, published[model])
+            if _reorders(model):
+                first.offer(model, _fitting(model, _named(model, reordered=True)))
+    return published
 
 
-def _published(model: _Model, m: int, limit: float) -> list[Schedule]:
-    return published(model.placement, m, cap=model.cap(m, limit), costs=model.costs)
+def published_schedules(model: PlacedModel) -> Iterator[Schedule]:
+    """Yields the published schedules that fit, the first of them to end in another order for the
+    costs, and one by a rule, which always fits."""
+    schedules = _fitting(model, _named(model))
+    if _reorders(model):
+        schedules.sort(key=lambda schedule: makespan(schedule, model.chunk))
+        schedules += [in_time(schedule, model.chunk) for schedule in schedules[:1]]
+    yield from schedules
+    place, m = model.placement, model.num_microbatches
+    yield Schedule("auto", place, m, dispatch(place, m, model.costs, model.cap, _RULE))
 
 
-def _searched(model: _Model, m: int, limit: float, seeds: Sequence[Schedule]) -> list[Schedule]:
+def _reorders(model: PlacedModel) -> bool:
+    return model.chunk != UNIT and model.num_actions <= _REORDERED_ACTIONS
+
+
+def _fitting(model: PlacedModel, schedules: Iterable[Schedule]) -> list[Schedule]:
+    return [schedule for schedule in schedules if max(peak_in_flight(schedule)) <= model.cap]
+
+
+def _named(model: PlacedModel, *, reordered: bool = False) -> Iterator[Schedule]:
+    """Yields the schedules of this package on a placement, as published, or as
+    `jaxpipe.schedule.catalog.build` orders them anew for the costs.
+
+    Fused variants are left out: those with B and W end no later.
+    """
+    p, m, v = model.placement.num_stages, model.num_microbatches, model.placement.num_chunks
+    schedules = []
+    if v == 1 and model.placement == linear(p):
+        schedules = [gpipe(p, m), one_f_one_b(p, m), zb_h1(p, m), zb_h2(p, m)]
+    elif model.placement == looped(p, num_chunks=v):
+        schedules = [interleaved(p, m, num_chunks=v), interleaved_zb(p, m, num_chunks=v)]
+        schedules.append(breadth_first(p, m, num_chunks=v))
+        groups = range(-(-p // 2), p)
+        schedules += [interleaved(p, m, num_chunks=v, group=group) for group in groups]
+    elif v % 2 == 0 and model.placement == wave(p, num_waves=v // 2):
+        costs = model.chunk if reordered else UNIT
+        yield hanayo(p, m, num_chunks=v, memory_limit=model.cap / v, costs=costs)
+        if v == 2:
+            yield from (make(p, m, costs=costs) for make in (zb_v, v_half, v_min))
+            schedules = [dualpipe_v(p, m), one_f_one_b_v(p, m)]
+            least = min(max(v_min(p, m).peak_in_flight or ()), 2 * m)
+            if least <= model.cap < 2 * p and not reordered:
+                limit, costs = model.cap / 2, model.chunk
+                schedules.append(controllable_memory(p, m, memory_limit=limit, costs=costs))
+    if reordered:
+        schedules = [in_time(s, model.chunk) for s in schedules if s.name in _REORDERED]
+    yield from schedules
+
+
+def _searched(model: PlacedModel, seeds: Sequence[Schedule]) -> list[Schedule]:
     """Searches for orders, starting from some schedules and from rules."""
-    place, apart = model.placement, map(split_backwards, seeds)
-    cap, bound = model.cap(m, limit), model.bound(m, limit)
-    return search_orders(place, m, costs=model.costs, cap=cap, seeds=apart, bound=bound)
+    return search_orders(
+        model.placement,
+        model.num_microbatches,
+        costs=model.costs,
+        cap=model.cap,
+        seeds=map(split_backwards, seeds),
+        bound=model.bound,
+    )

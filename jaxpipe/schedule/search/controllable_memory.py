@@ -5,17 +5,16 @@ Source: Qi et al., "Pipeline Parallelism with Controllable Memory", arXiv 2405.1
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from jaxpipe.schedule.actions import Schedule
-from jaxpipe.schedule.generators import block_orders
-from jaxpipe.schedule.generators.block_orders import Plan, TimedOrders
+from jaxpipe.schedule.generators.block_orders import Plan
 from jaxpipe.schedule.generators.blocks import WORK, Block, split_block
 from jaxpipe.schedule.generators.v_schedules import v_half_block, v_min_block, v_zb_block
-from jaxpipe.schedule.placement import wave
 from jaxpipe.schedule.problems import Problem, refuse
-from jaxpipe.schedule.simulate import UNIT, Costs
+from jaxpipe.schedule.simulate import UNIT, Costs, simulate
 
 _PERIOD = 2 * WORK
 _STRIDES = range(2, 7)
@@ -77,14 +76,12 @@ def controllable_memory(
         refuse([Problem("memory_limit", memory_limit, rule, (least,), others, name)])
     # At most all microbatches are in flight.
     limit = int(min(2 * memory_limit, 2 * num_microbatches))
-    timed = _search(num_stages, num_microbatches, limit, costs)
-    caps = (limit,) * num_stages
-    return block_orders.to_schedule(
-        "controllable-memory", wave(num_stages), timed.orders, num_microbatches, caps
-    )
+    found = _search(num_stages, num_microbatches, limit, costs)
+    # The search may find one of the paper's blocks, which promises less.
+    return dataclasses.replace(found, peak_in_flight=(limit,) * num_stages)
 
 
-def _search(num_stages: int, num_microbatches: int, limit: int, costs: Costs) -> TimedOrders:
+def _search(num_stages: int, num_microbatches: int, limit: int, costs: Costs) -> Schedule:
     # Three rounds of the pipeline show warm-up, steady state and cool-down.
     trial_microbatches = min(num_microbatches, 3 * num_stages)
     num_trials = _TRIAL_ACTIONS // (_PERIOD * num_stages * trial_microbatches)
@@ -99,23 +96,19 @@ def _search(num_stages: int, num_microbatches: int, limit: int, costs: Costs) ->
         for reserve in (False, True)
         for planned in dict.fromkeys((costs, UNIT))
     )
-    trials = (
-        (candidate, candidate.orders(trial_microbatches, costs))
-        for candidate in itertools.islice(candidates, num_trials)
-    )
-    ranked = sorted(
-        ((_quality(timed), candidate) for candidate, timed in trials if timed is not None),
-        key=lambda trial: trial[0],
-    )
-    finalists = [candidate for _, candidate in ranked[: min(num_finalists, _MAX_FINALISTS)]]
+
+    def made(plans: Iterable[Plan], m: int) -> Iterator[tuple[tuple[float, float], Plan, Schedule]]:
+        for plan in plans:
+            if (schedule := plan.schedule("controllable-memory", m)) is not None:
+                timeline = simulate(schedule, costs)
+                yield (timeline.makespan, max(timeline.stage_spans)), plan, schedule
+
+    trials = made(itertools.islice(candidates, num_trials), trial_microbatches)
+    ranked = sorted(trials, key=lambda trial: trial[0])
+    finalists = [plan for _, plan, _ in ranked[: min(num_finalists, _MAX_FINALISTS)]]
     named = (v_min_block(num_stages), v_half_block(num_stages), v_zb_block(num_stages))
     finalists += [Plan(block, block.peaks) for block in named if max(block.peaks) <= block_limit]
-    orders = (candidate.orders(num_microbatches, costs) for candidate in finalists)
-    return min((timed for timed in orders if timed is not None), key=_quality)
-
-
-def _quality(timed: TimedOrders) -> tuple[float, float]:
-    return timed.makespan, timed.longest_span
+    return min(made(finalists, num_microbatches), key=lambda trial: trial[0])[2]
 
 
 def _blocks(num_stages: int, limit: int) -> Iterator[Block]:

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from jaxpipe.schedule.show.report import Timelines
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
+from jaxpipe.schedule.show.svg import GREY, document, line, rectangle, text
 
 _BARS = {
     "free_running": ("#9dbdf0", -0.2),
@@ -60,42 +58,37 @@ def row(clocks: Timelines, sizes: Sizes | None = None) -> Summary:
     )
 
 
-def figure(rows: Sequence[Summary], title: str) -> Figure:
+def figure(rows: Sequence[Summary], title: str) -> str:
     """Draws schedules, from top to bottom, as bars: bubble ratios left, peak in flight right.
 
     Example:
-      >>> figure([Summary("1f1b", 1, 4, 0.2, 0.25, 10)], "p=4, m=8").axes[0].get_xlabel()
-      'bubble ratio, %'
+      >>> figure([Summary("1f1b", 1, 4, 0.2, 0.25, 10)], "p=4, m=8").count("<rect")
+      6
     """
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    drawn = Figure(figsize=(8.5, 1.4 + 0.4 * len(rows)), layout="constrained")
-    FigureCanvasAgg(drawn)
-    bubbles, peaks = drawn.subplots(1, 2, sharey=True, width_ratios=(3, 2))
-    places = range(len(rows))
-    for clock, (colour, shift) in _BARS.items():
-        known = [
-            (n, 100 * ratio) for n, r in enumerate(rows) if (ratio := getattr(r, clock)) is not None
-        ]
-        bars = bubbles.barh(
-            [place + shift for place, _ in known],
-            [ratio for _, ratio in known],
-            height=0.38,
-            color=colour,
-            label=clock.replace("_", "-"),
-        )
-        bubbles.bar_label(bars, fmt="%.1f", fontsize=5, padding=2)
-    bars = peaks.barh(places, [r.peak_in_flight for r in rows], height=0.6, color="#4f7f30")
-    peaks.bar_label(bars, fmt="%g", fontsize=6, padding=2)
-    bubbles.set_yticks(places, [f"{r.name}, v={r.num_chunks}" for r in rows], fontsize=8)
-    bubbles.set_ylim(len(rows) - 0.5, -0.5)
-    bubbles.set_xlabel("bubble ratio, %", fontsize=8)
-    peaks.set_xlabel("peak in flight, microbatches of a full stage", fontsize=8)
-    for axes in (bubbles, peaks):
-        axes.margins(x=0.12)
-        axes.spines[["top", "right"]].set_visible(False)
-        axes.tick_params(axis="x", labelsize=8)
-    drawn.suptitle(title, fontsize=9)
-    drawn.legend(loc="outside lower center", ncols=3, frameon=False, fontsize=8)
-    return drawn
+    margin, bubbles, peaks, height = 190.0, 340.0, 200.0, 30.0
+    bottom, right = 30 + height * len(rows), margin + bubbles + 60
+    ratios = [r.device for r in rows if r.device is not None] + [r.free_running for r in rows]
+    wide, tall = max(*ratios, 1e-9), max(row.peak_in_flight for row in rows)
+    drawn = [text(margin, 12, title, size=10)]
+    for n, row in enumerate(rows):
+        middle = 30 + (n + 0.5) * height
+        drawn.append(text(margin - 6, middle, f"{row.name}, v={row.num_chunks}", anchor="end"))
+        for clock, (colour, shift) in _BARS.items():
+            if (ratio := getattr(row, clock)) is not None:
+                y, width = middle + shift * height, bubbles * ratio / wide
+                drawn.append(rectangle(margin, y - 0.19 * height, width, 0.38 * height, colour))
+                drawn.append(text(margin + width + 3, y, f"{100 * ratio:.1f}", size=6))
+        width = peaks * row.peak_in_flight / tall
+        drawn.append(rectangle(right, middle - 0.3 * height, width, 0.6 * height, "#4f7f30"))
+        drawn.append(text(right + width + 3, middle, f"{row.peak_in_flight:g}", size=7))
+    for x, width, meaning in (
+        (margin, bubbles, "bubble ratio, %"),
+        (right, peaks, "peak in flight, microbatches of a full stage"),
+    ):
+        drawn.append(line([(x, 30), (x, bottom), (x + width, bottom)], GREY))
+        drawn.append(text(x + width / 2, bottom + 12, meaning, anchor="middle"))
+    for n, (clock, (colour, _)) in enumerate(_BARS.items()):
+        x = margin + 100 * n
+        drawn.append(rectangle(x, bottom + 26, 12, 8, colour))
+        drawn.append(text(x + 16, bottom + 30, clock.replace("_", "-")))
+    return document(right + peaks + 40, bottom + 44, drawn)

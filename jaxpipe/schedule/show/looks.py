@@ -38,16 +38,14 @@ def chunk_of(action: Action, timeline: Timeline) -> int:
 def fill(action: Action, timeline: Timeline) -> str:
     """The color of an action in hexadecimal, from light on the first chunk to dark on the last."""
     depth = chunk_of(action, timeline) / max(timeline.schedule.num_chunks - 1, 1)
-    return shade_of(action.kind, depth)
+    return _mixed(LOOKS[action.kind].light, LOOKS[action.kind].dark, depth)
 
 
-def shade_of(kind: Kind, depth: float) -> str:
-    """A kind's color in hexadecimal, from light at 0 to dark at 1."""
-    from matplotlib.colors import to_hex, to_rgb
-
-    light, dark = (to_rgb(colour) for colour in LOOKS[kind][:2])
-    red, green, blue = (x + depth * (y - x) for x, y in zip(light, dark, strict=True))
-    return to_hex((red, green, blue))
+def _mixed(light: str, dark: str, depth: float) -> str:
+    channels = (
+        [int(colour[place : place + 2], 16) for colour in (light, dark)] for place in (1, 3, 5)
+    )
+    return "#" + "".join(f"{round(x + depth * (y - x)):02x}" for x, y in channels)
 
 
 def pairs(timeline: Timeline, stage: int) -> list[tuple[float, float]]:
@@ -66,12 +64,10 @@ def pairs(timeline: Timeline, stage: int) -> list[tuple[float, float]]:
 
 
 def stage_colors(num_stages: int) -> list[str]:
-    """The colors of the stages' curves of memory."""
-    from matplotlib import colormaps
-    from matplotlib.colors import to_hex
-
-    shades = colormaps["viridis"].resampled(num_stages + 1)
-    return [to_hex(shades(d)) for d in range(num_stages)]
+    """The colors of the stages' curves of memory, from violet over green to ochre."""
+    low, middle, high = "#46327e", "#1fa187", "#d0b400"
+    places = (2 * d / num_stages for d in range(num_stages))
+    return [_mixed(low, middle, x) if x < 1 else _mixed(middle, high, x - 1) for x in places]
 
 
 def shortest(timeline: Timeline) -> float:

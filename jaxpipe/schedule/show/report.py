@@ -11,7 +11,7 @@ from typing import Any, Literal, NamedTuple
 from jaxpipe.schedule.actions import Action, Kind, Schedule
 from jaxpipe.schedule.check.validate import simulated_only
 from jaxpipe.schedule.device_clock import device_clock
-from jaxpipe.schedule.lowering.slots import cached_slots
+from jaxpipe.schedule.lowering.transfers import cached_slots
 from jaxpipe.schedule.problems import Problem, refuse
 from jaxpipe.schedule.show.exchanges import Message, exchanges
 from jaxpipe.schedule.simulate import Costs, TimedAction, Timeline, simulate
