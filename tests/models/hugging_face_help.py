@@ -2,14 +2,18 @@
 
 import dataclasses
 import functools
+import json
 
 import jax
 import numpy as np
+import safetensors.numpy
 
 from models import bert, gpt, resnet
 from models.bert import BERTConfig
 from models.gpt import GPTConfig
 from models.resnet import ResNetConfig
+
+WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 
 GPT2 = GPTConfig(
     vocab_size=37, sequence_length=12, num_layers=2, width=16, num_heads=4, positions="learned",
@@ -102,3 +106,23 @@ def assert_equal_logits(ours, theirs):
     """float32 on both sides: a few units in the last place of the largest logit."""
     theirs = theirs.detach().numpy()
     np.testing.assert_allclose(ours, theirs, rtol=1e-4, atol=2e-6 * np.abs(theirs).max())
+
+
+def shard(folder, names=("model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors")):
+    """Splits the weights of a folder into two files with an index, as the library does."""
+    tensors = safetensors.numpy.load_file(folder / WEIGHTS)
+    (folder / WEIGHTS).unlink()
+    weight_map = {}
+    for i, name in enumerate(names):
+        (folder / name).parent.mkdir(exist_ok=True)
+        held = sorted(tensors)[i::2]
+        safetensors.numpy.save_file({tensor: tensors[tensor] for tensor in held}, folder / name)
+        weight_map |= dict.fromkeys(held, name)
+    (folder / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+
+
+def rewrite(folder, change):
+    """Replaces the tensors of a folder by ``change(tensors)``; returns what they were."""
+    tensors = safetensors.numpy.load_file(folder / WEIGHTS)
+    safetensors.numpy.save_file(change(dict(tensors)), folder / WEIGHTS)
+    return {name: x for name, x in tensors.items() if not name.endswith("num_batches_tracked")}

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+import toys
 
 import jaxpipe
 from jaxpipe.measure import layer_costs
@@ -34,10 +35,7 @@ MESHES = {
     "2 and tensor": {"data": 2, "expert": 2, "tensor": 2},
     "2 and context": {"data": 2, "expert": 2, "context": 2},
 }
-FEW = [
-    ("zb-v", "2 of 4", 3, "none", "stacked", BETWEEN),
-    ("1f1b-fused", "2 and tensor", 2, "full", "unrolled", DROPLESS),
-]
+FEW = [("1f1b-fused", "2 of 4", 3, "none", "stacked", {"capacity_factor": 0.5})]
 MANY = [
     (entry.name, list(MESHES)[n % 6], n % 4, ("none", "dots", "full")[n // 2 % 3], layout, shape)
     for n, entry in enumerate(catalog.executable())
@@ -57,16 +55,17 @@ def model_of(config, mesh):
 @pytest.mark.parametrize("case", FEW, ids=lambda case: "-".join(map(str, case[:5])))
 def test_loss_and_gradients_equal_the_whole_model(case):
     schedule, sizes, zero, remat, weights, options = case
-    config = dataclasses.replace(CONFIG, num_layers=4 if schedule == "zb-v" else 2, **options)
+    config = dataclasses.replace(CONFIG, **options)
     check(config, schedule, sizes, zero, remat, weights)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", MANY, ids=lambda case: "-".join(map(str, case[:5])))
-def test_loss_and_gradients_equal_the_whole_model_everywhere(case):
-    schedule, sizes, zero, remat, weights, options = case
-    config = dataclasses.replace(CONFIG, num_layers=8, **options)
-    check(config, schedule, sizes, zero, remat, weights)
+@pytest.mark.parametrize("sizes", MESHES)
+def test_loss_and_gradients_equal_the_whole_model_everywhere(sizes):
+    for schedule, mesh, zero, remat, weights, options in MANY:
+        if mesh == sizes:
+            config = dataclasses.replace(CONFIG, num_layers=8, **options)
+            check(config, schedule, sizes, zero, remat, weights)
 
 
 def check(config, schedule, sizes, zero, remat, weights):
@@ -94,28 +93,19 @@ def pipeline(config, expert, **options):
     return jaxpipe.Pipeline(model_of(config, mesh), params, **given | options), params
 
 
-@pytest.mark.pipeline
 def test_optimizers_see_whole_experts_and_states_move_to_another_split():
     optimizer = optax.chain(optax.clip_by_global_norm(0.1), optax.adam(1e-2))
-    batch = {"tokens": jax.random.randint(jax.random.key(1), (8, 9), 0, 13)}
-    pipes = [pipeline(CONFIG, expert)[0] for expert in (1, 4)]
-    steps = [pipe.train_step(optimizer) for pipe in pipes]
-    _, params = pipeline(CONFIG, 1)
-
-    def canonical(pipe, placed, state):
-        return pipe.unplace(placed), pipe.optimizer_placing(optimizer).unplace(state)
-
-    found = []
-    for order in ((0, 0, 1), (1, 1, 0)):
-        placed = pipes[order[0]].place(params)
-        there = canonical(pipes[order[0]], placed, pipes[order[0]].init(optimizer, placed))
-        for number in order:
-            pipe = pipes[number]
-            state = pipe.optimizer_placing(optimizer).place(there[1])
-            _, placed, state = steps[number](pipe.place(there[0]), state, batch)
-            there = canonical(pipe, placed, state)
-        found.append(there)
-    chex.assert_trees_all_close(*found, rtol=1e-4, atol=1e-6)
+    params = jax.jit(functools.partial(gpt.init, CONFIG))(jax.random.key(0))
+    gradients = jax.tree.map(lambda w: w**2 - 0.1, params)
+    there = params, optimizer.init(params)
+    for expert in (1, 4):
+        pipe, _ = pipeline(CONFIG, expert)
+        placed, placing = pipe.place(there[0]), pipe.optimizer_placing(optimizer)
+        state = placing.place(there[1])
+        placed, state = pipe.update(optimizer, pipe.place(gradients), state, placed)
+        there = pipe.unplace(placed), placing.unplace(state)
+    expected = toys.expected_update(optimizer, params, gradients)
+    chex.assert_trees_all_close(there[0], expected, rtol=1e-4, atol=1e-6)
 
 
 @pytest.mark.pipeline
@@ -125,10 +115,7 @@ def test_experts_are_neither_gathered_nor_reduced_over_the_axis_that_splits_them
     pipe, params = pipeline(config, 4)
     placed = pipe.place(params)
 
-    def read(name, n=None):
-        return params[name] if n is None else jax.tree.map(lambda w: w[n], params[name])
-
-    chex.assert_trees_all_equal(jaxpipe.load_params(pipe, read), placed)
+    chex.assert_trees_all_equal(jaxpipe.load_params(pipe, toys.reader(params)), placed)
     up = placed["layers"]["mlp"]["experts"]["up"]["kernel"]
     assert up.addressable_shards[0].data.size == up.size // 8
     batch = {"tokens": jax.ShapeDtypeStruct((8, 9), "int32")}

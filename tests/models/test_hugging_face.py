@@ -11,8 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import safetensors.numpy
-from hugging_face_help import assert_equal_logits, drawn, randomise
+from hugging_face_help import assert_equal_logits, drawn, randomise, rewrite, shard
 
 import jaxpipe
 from models import bert, gpt, hugging_face, resnet
@@ -68,26 +67,6 @@ def test_gpt2_logits(transformers, tokens, tmp_path):
     theirs.save_pretrained(tmp_path)
     config, params, *_ = hugging_face.load(tmp_path)
     assert config == dataclasses.replace(GPT2, dropout=0.1)
-    assert_equal_logits(gpt.logits(config, params, tokens), theirs(torch.tensor(tokens)).logits)
-
-
-@pytest.mark.parametrize("tied", [False, True])
-def test_llama_logits(transformers, tokens, tmp_path, tied):
-    import torch
-
-    theirs = randomise(
-        transformers.LlamaForCausalLM(
-            transformers.LlamaConfig(
-                vocab_size=37, max_position_embeddings=12, hidden_size=32, num_hidden_layers=3,
-                num_attention_heads=4, num_key_value_heads=2, intermediate_size=48,
-                rope_parameters={"rope_type": "default", "rope_theta": 500.0},
-                tie_word_embeddings=tied,
-            )
-        )
-    )  # fmt: skip
-    theirs.save_pretrained(tmp_path)
-    config, params, *_ = hugging_face.load(tmp_path)
-    assert config == dataclasses.replace(LLAMA, tied=tied)
     assert_equal_logits(gpt.logits(config, params, tokens), theirs(torch.tensor(tokens)).logits)
 
 
@@ -155,12 +134,11 @@ def test_resnet_logits(transformers, tmp_path, config):
     ("config", "model"),
     [
         (GPT2, "GPT2LMHeadModel"),
-        (LLAMA, "LlamaForCausalLM"),
         (BERT, "BertForPreTraining"),
         (dataclasses.replace(BERT, next_sentence=False), "BertForMaskedLM"),
         (SMALL_RESNET, "ResNetForImageClassification"),
     ],
-    ids=["gpt2", "llama", "bert", "masked-lm", "resnet"],
+    ids=["gpt2", "bert", "masked-lm", "resnet"],
 )
 def test_what_is_written_the_library_reads(transformers, tokens, tmp_path, config, model):
     import torch
@@ -203,29 +181,14 @@ def test_round_trip_is_exact(tmp_path, config):
     jax.tree.map(np.testing.assert_array_equal, (read.params, read.state), (params, state))
 
 
-@every_family
-def test_reading_and_writing_again_gives_the_same_file(tmp_path, config):
-    hugging_face.save(tmp_path / "first", config, *drawn(config))
-    *model, token_ids = hugging_face.load(tmp_path / "first")
-    hugging_face.save(tmp_path / "second", *model, token_ids=token_ids)
-    first, second = (
-        safetensors.numpy.load_file(tmp_path / name / "model.safetensors")
-        for name in ("first", "second")
-    )
-    assert set(first) == set(second)
-    for name, tensor in first.items():
-        np.testing.assert_array_equal(tensor, second[name])
-
-
-@pytest.mark.parametrize("schedule", ["1f1b", "interleaved", "zb-v"])
-def test_weights_pass_through_any_pipeline_layout(tmp_path, schedule):
+def test_weights_pass_through_a_pipeline_byte_for_byte(tmp_path):
     config = dataclasses.replace(LLAMA, num_layers=8)
     hugging_face.save(tmp_path / "first", config, *drawn(config))
     _, params, *_ = hugging_face.load(tmp_path / "first")
     pipe = jaxpipe.Pipeline(
         gpt.model(config, vocabulary_axis="stage"),
         params,
-        schedule=jaxpipe.schedules.build(schedule, stages=4, microbatches=4),
+        schedule="zb-v",
         mesh=jaxpipe.make_mesh(stage=4, data=2),
         zero=3,
     )
@@ -241,22 +204,9 @@ def test_files_in_several_parts_and_in_16_bits(tmp_path):
     params, _ = drawn(GPT2)
     params = jax.tree.map(lambda x: x.astype(jnp.bfloat16).astype(np.float32), params)
     hugging_face.save(tmp_path, GPT2, params)
-    whole = tmp_path / "model.safetensors"
-    tensors = safetensors.numpy.load_file(whole)
-    whole.unlink()
-    parts = {f"part-{i}.safetensors": sorted(tensors)[i::2] for i in range(2)}
-    for file, names in parts.items():
-        sixteen = {name: tensors[name].astype(jnp.bfloat16) for name in names}
-        safetensors.numpy.save_file(sixteen, tmp_path / file)
-    index = {"weight_map": {name: file for file, names in parts.items() for name in names}}
-    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    rewrite(tmp_path, lambda tensors: {k: x.astype(jnp.bfloat16) for k, x in tensors.items()})
+    shard(tmp_path)
     jax.tree.map(np.testing.assert_array_equal, hugging_face.load(tmp_path).params, params)
-
-
-def rewrite(folder, change):
-    """Replaces the tensors of a folder by ``change(tensors)``."""
-    file = folder / "model.safetensors"
-    safetensors.numpy.save_file(change(safetensors.numpy.load_file(file)), file)
 
 
 def test_names_of_bare_and_of_early_files(tmp_path):
@@ -284,17 +234,6 @@ def test_names_of_bare_and_of_early_files(tmp_path):
     jax.tree.map(np.testing.assert_array_equal, hugging_face.load(tmp_path / "bert").params, params)
 
 
-def test_missing_and_unexpected_tensors_are_named_together(tmp_path):
-    hugging_face.save(tmp_path, GPT2, drawn(GPT2)[0])
-    rewrite(
-        tmp_path,
-        lambda t: {k.replace("h.1.ln_2.bias", "h.1.ln_3.bias"): v for k, v in t.items()},
-    )
-    with pytest.raises(ValueError, match=r"lacks tensors: h\.1\.ln_2\.bias\.") as error:
-        hugging_face.load(tmp_path)
-    assert "has tensors of no use: h.1.ln_3.bias." in str(error.value)
-
-
 def test_features_that_the_models_lack_are_refused(tmp_path):
     hugging_face.save(tmp_path, LLAMA, drawn(LLAMA)[0])
     file = tmp_path / "config.json"
@@ -304,13 +243,6 @@ def test_features_that_the_models_lack_are_refused(tmp_path):
     with pytest.raises(ValueError, match="hidden_act='gelu'; it can only be read with 'silu'") as e:
         hugging_face.load(tmp_path)
     assert "rope_type='yarn'" in str(e.value)
-
-
-def test_other_shapes_than_the_config_says_are_refused(tmp_path):
-    hugging_face.save(tmp_path, GPT2, drawn(GPT2)[0])
-    rewrite(tmp_path, lambda t: t | {"transformer.wpe.weight": t["transformer.wpe.weight"][:5]})
-    with pytest.raises(ValueError, match=r"wpe\.weight gives .*\[5, 32\].*asks for \[12, 32\]"):
-        hugging_face.load(tmp_path)
 
 
 def test_folders_without_a_model_are_refused(tmp_path):

@@ -1,123 +1,107 @@
-"""Every schedule, mesh, ZeRO level and policy gives the unpipelined model's loss and gradients."""
+"""Every schedule, mesh, option and kind of layers gives the unpipelined loss and gradients.
+
+Of the schedules, eight of different structure are compiled; the tables of all are replayed in
+`test_schedules`. Every option meets two or three of them, and every pair of values in a slow test.
+"""
 
 from __future__ import annotations
 
 import itertools
 import math
-from functools import cache, partial
 
 import jax
 import optax
 import pytest
-import toy
+import toys
 from covering import covering
 
-import jaxpipe
-from jaxpipe.testing import assert_matches_unpipelined
+from jaxpipe.schedule import catalog
 
-SCHEDULES = ("gpipe", "gpipe-fused", "1f1b", "1f1b-fused")
 STAGES, DATA, ZERO = (1, 2, 4), (1, 2), (0, 1, 2, 3)
-REMAT, TIED, MICROBATCHES = ("none", "dots", "full"), (True, False), (1, 3, 8)
-FULL = [
-    case
-    for case in itertools.product(SCHEDULES, STAGES, DATA, ZERO, REMAT, TIED, MICROBATCHES)
-    if case[2] > 1 or case[3] == 0  # one data shard has nothing to shard
+REMAT, MICROBATCHES = ("none", "dots", "full"), (1, 3, 8)
+REPLICAS = {"stage": 2, "data": 4, "replica": 2}
+
+# fmt: off
+CASES = [
+    ("tied", "1f1b", {"stage": 4, "data": 2},
+     {"zero": 3, "microbatches": 3, "keyed": True}),
+    ("untied", "1f1b-fused", {"stage": 1}, {"remat": "dots", "microbatches": 1}),
+    ("tied", "1f1b-fused", REPLICAS,
+     {"zero": 1, "remat": "full", "weights": "unrolled", "residuals": "host"}),
+    ("tied", "zb-v", {"stage": 2, "data": 2},
+     {"zero": 2, "remat": "dots", "weights": "unrolled", "num_layers": 4, "weight_slots": 2}),
+    ("untied", "dualpipe-v", {"stage": 2, "data": 2}, {"zero": 3, "remat": "full"}),
+    ("untied", "hanayo", {"stage": 2, "data": 2}, {"zero": 1, "residuals": "host"}),
+    ("ends", "interleaved", {"stage": 2, "data": 2},
+     {"zero": 2, "remat": "dots", "weights": "unrolled"}),
+    ("ends", "breadth-first", {"stage": 4, "data": 2},
+     {"zero": 3, "microbatches": 3, "keyed": True}),
+    ("uneven", "1f1b", {"stage": 4, "data": 2},
+     {"zero": 3, "layer_counts": (1, 4, 2, 1), "keyed": True, "residuals": "host"}),
+    ("stateful", "zb-v", REPLICAS, {"zero": 3, "remat": "full"}),
+    ("adapted", "zb-v", {"stage": 2, "data": 2}, {"zero": 1, "remat": "dots"}),
+    ("adapted tuple", "1f1b-fused", {"stage": 2, "data": 2},
+     {"zero": 3, "remat": "full", "keyed": True}),
+    ("mixture", "gpipe", {"stage": 4, "data": 2},
+     {"zero": 3, "remat": "dots", "microbatches": 3}),
+    ("mixture stateful", "breadth-first-fused", {"stage": 2},
+     {"microbatches": 3, "together": True}),
+    ("split", "zb-v", {"stage": 2, "data": 2}, {"zero": 3, "weights": "unrolled"}),
+    ("split tuple", "1f1b", {"stage": 2, "data": 2}, {"zero": 2, "remat": "full", "keyed": True}),
+    ("split ends", "1f1b-fused", {"stage": 2}, {}),
 ]
-COVERING = covering(FULL)
-
-
-@cache
-def reference(tied):
-    """The toy with whole tables; many cases share one program."""
-    return partial(jaxpipe.unpipelined.loss, toy.model(tied=tied, axis=None))
-
-
-def check(
-    schedule,
-    stages,
-    data,
-    zero,
-    remat,
-    tied,
-    microbatches,
-    *,
-    num_layers=6,
-    rng=None,
-    axis="stage",
-    **options,
-):
-    """Compares losses and gradients; returns the pipeline."""
-    (pipe,) = assert_matches_unpipelined(
-        toy.model(tied=tied, axis=axis),
-        toy.params(tied=tied, num_layers=num_layers),
-        toy.batch(2 * data * microbatches),
-        schedules=[schedule],
-        meshes=[jaxpipe.make_mesh(stage=stages, data=data)],
-        microbatches=microbatches,
-        rng=rng,
-        reference=reference(tied),
-        remat=remat,
-        zero=zero,
-        **options,
-    )
-    return pipe
-
-
-@pytest.mark.pipeline
-@pytest.mark.parametrize("case", COVERING, ids=lambda case: "-".join(map(str, case)))
-def test_gradients_equal_the_unpipelined_model(case):
-    check(*case)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("case", FULL, ids=lambda case: "-".join(map(str, case)))
-def test_gradients_equal_the_unpipelined_model_everywhere(case):
-    check(*case)
+# fmt: on
 
 
 @pytest.mark.pipeline
 @pytest.mark.parametrize(
-    "case",
-    [
-        *(("1f1b", 4, 2, 3, "none", True, 3), ("1f1b-fused", 1, 2, 2, "full", True, 3)),
-        *(("zb-v", 4, 1, 0, "full", False, 8), ("interleaved", 2, 2, 1, "dots", True, 4)),
-        *(
-            ("breadth-first", 4, 2, 3, "none", False, 3),
-            ("breadth-first", 2, 1, 0, "full", True, 8),
-        ),
-    ],
-    ids=lambda case: "-".join(map(str, case)),
+    ("name", "schedule", "sizes", "options"),
+    [pytest.param(*case, id=f"{case[0]}-{case[1]}") for case in CASES],
 )
-def test_gradients_of_tables_at_the_ends_equal_the_unpipelined_model(case):
-    pipe = check(*case, num_layers=9, rng=jax.random.key(7), axis=None)
-    assert not pipe.table.together
-    # No stage keeps a whole table, nor its moments, between steps.
+def test_results_equal_those_of_the_unpipelined_model(name, schedule, sizes, options, monkeypatch):
+    options = dict(options)
+    if options.pop("together", False):
+        toys.compute_together(monkeypatch)
+    pipe = toys.check(name, schedule, sizes, **options)
+    assert pipe.table.together == (name in ("tied", "untied", "split", "split tuple")) or (
+        name == "mixture stateful"
+    )
+    if name == "ends":
+        no_stage_keeps_a_whole_table(pipe)
+
+
+def no_stage_keeps_a_whole_table(pipe) -> None:
+    """Nor its moments, between steps."""
     state = pipe.optimizer_placing(optax.adam(1e-3)).placed
     for tree in (pipe.placed_params, state[0].mu, state[0].nu):
         for w in jax.tree.leaves({name: tree[name] for name in ("embed", "head")}):
             kept = math.prod(w.sharding.shard_shape(w.shape))
-            divides = any(n % (case[1] * case[2]) == 0 for n in w.shape)
-            assert not divides or w.ndim < 2 or kept * case[1] <= w.size
+            divides = any(n % pipe.mesh.size == 0 for n in w.shape)
+            assert not divides or w.ndim < 2 or kept * pipe.mesh.shape["stage"] <= w.size
 
 
-@pytest.mark.pipeline
-@pytest.mark.parametrize("remat", REMAT)
-@pytest.mark.parametrize("schedule", ["1f1b", "1f1b-fused"])
-def test_randomness_depends_on_microbatch_and_layer_only(schedule, remat):
-    rng = jax.random.key(7)
-    check(schedule, 4, 2, 3, remat, True, 3, rng=rng)
+@pytest.mark.slow
+@pytest.mark.parametrize("schedule", ["gpipe", "gpipe-fused", "1f1b", "1f1b-fused"])
+def test_the_toy_everywhere(schedule):
+    grid = itertools.product(("tied", "untied"), STAGES, DATA, ZERO, REMAT, MICROBATCHES)
+    for name, stages, data, zero, remat, microbatches in grid:
+        if data > 1 or zero == 0:  # one data shard has nothing to shard
+            sizes = {"stage": stages, "data": data}
+            options = {"remat": remat, "microbatches": microbatches, "num_layers": 6}
+            toys.check(name, schedule, sizes, zero=zero, **options)
 
 
-PIPELINE = pytest.mark.pipeline
-
-
-@pytest.mark.parametrize(
-    "num_layers", [pytest.param(4, marks=PIPELINE), 5, pytest.param(7, marks=PIPELINE)]
-)
-def test_uneven_chunks_drop_nothing(num_layers):
-    check("1f1b", 4, 2, 3, "none", False, 3, num_layers=num_layers)
-
-
-def test_a_schedule_with_two_copies_of_the_weights_is_only_simulated():
-    with pytest.raises(ValueError, match=r"'chimera' can only be simulated: it needs 2 copies"):
-        check("chimera", 2, 1, 0, "none", True, 2)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", toys.NAMES)
+def test_every_pair_of_values(name):
+    """All schedules, on meshes that eight devices make."""
+    stages, shards = (2,) if name.startswith("split") else (2, 4), ((1, 1), (2, 1), (2, 2))
+    one_tree = toys.named(name).model.layers_are_alike
+    weights = ("stacked", "unrolled") if one_tree else ("stacked",)
+    schedules = [entry.name for entry in catalog.executable()]
+    grid = itertools.product(schedules, stages, shards, ZERO, REMAT, weights, (False, True))
+    cases = [case for case in grid if case[2] != (1, 1) or case[3] == 0]
+    for schedule, stage, (data, replica), zero, remat, layout, keyed in covering(cases):
+        sizes = {"stage": stage, "data": data, "replica": replica}
+        options = {"zero": zero, "remat": remat, "weights": layout, "keyed": keyed}
+        toys.check(name, schedule, sizes, **options)

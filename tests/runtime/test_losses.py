@@ -14,7 +14,7 @@ import numpy as np
 import optax
 import pytest
 import uneven
-from layouts import compute_together
+from toys import compute_together
 
 import jaxpipe
 from jaxpipe import Sum, Weighted, WithLoss, testing
@@ -39,13 +39,12 @@ def unpipelined(head, microbatches: int, data: int):
     return batch, *step(mixture.params(), batch)
 
 
-def pipeline(
-    schedule, stages, data, zero, *, head=mixture.head_loss, microbatches=3
-) -> jaxpipe.Pipeline:
+def pipeline(schedule, stages, data, zero, *, head=mixture.head_loss) -> jaxpipe.Pipeline:
     return jaxpipe.Pipeline(
         mixture.model(head),
         mixture.params(),
-        schedule=jaxpipe.schedules.build(schedule, stages=stages, microbatches=microbatches),
+        schedule=schedule,
+        microbatches=3,
         mesh=jaxpipe.make_mesh(stage=stages, data=data),
         zero=zero,
         poison=True,
@@ -65,43 +64,7 @@ def assert_close(got, expected):
         )
 
 
-@pytest.mark.parametrize(
-    ("schedule", "stages", "data", "zero", "remat", "options"),
-    [
-        ("1f1b", 2, 2, 0, "none", {}),
-        ("1f1b-fused", 3, 2, 2, "full", {"keyed": True, "together": True}),
-        ("gpipe", 4, 2, 3, "dots", {"weights": "unrolled"}),
-        ("zb-v", 2, 2, 1, "full", {"differ": True}),
-        ("breadth-first", 2, 1, 0, "none", {"differ": True, "stateful": True, "together": True}),
-        ("1f1b", 2, 2, 3, "dots", {"differ": True, "stateful": True}),
-        ("1f1b", 1, 2, 2, "none", {"head": mixture.mean_loss}),
-        ("1f1b", 2, 1, 0, "full", {"head": mixture.mean_loss, "keyed": True}),
-    ],
-)
-def test_losses_metrics_and_gradients_are_those_of_the_unpipelined_model(
-    schedule, stages, data, zero, remat, options, monkeypatch
-):
-    options = dict(options)
-    if options.pop("together", False):
-        compute_together(monkeypatch)
-    keyed, differ, stateful = (options.pop(name, False) for name in ("keyed", "differ", "stateful"))
-    testing.assert_matches_unpipelined(
-        mixture.model(options.pop("head", mixture.head_loss), differ=differ, stateful=stateful),
-        mixture.params(differ=differ),
-        mixture.batch(2 * 3 * data),
-        schedules=[schedule],
-        microbatches=3,
-        meshes=[jaxpipe.make_mesh(stage=stages, data=data)],
-        rng=jax.random.key(5) if keyed else None,
-        states=mixture.states() if stateful else None,
-        zero=zero,
-        remat=remat,
-        **options,
-    )
-
-
-@pytest.mark.parametrize(("microbatches", "data"), [(3, 2), (1, 1)])
-def test_a_weighted_loss_is_the_mean_over_all_tokens_of_the_batch(microbatches, data):
+def test_a_weighted_loss_is_the_mean_over_all_tokens_of_the_batch():
     """Computed at once from all rows, without a word of microbatches."""
     start, batch = mixture.params(), mixture.batch(12)
 
@@ -117,9 +80,7 @@ def test_a_weighted_loss_is_the_mean_over_all_tokens_of_the_batch(microbatches, 
         return jnp.sum(jnp.where(valid, losses, 0)) / valid.sum(), (right & valid).sum()
 
     model = dataclasses.replace(mixture.model(), layer=layer)
-    loss = functools.partial(
-        jaxpipe.unpipelined.loss, model, num_microbatches=microbatches, data_shards=data
-    )
+    loss = functools.partial(jaxpipe.unpipelined.loss, model, num_microbatches=3, data_shards=2)
     (got, metrics), grads = jax.jit(jax.value_and_grad(loss, has_aux=True))(start, batch)
     (value, right), gradients = jax.jit(jax.value_and_grad(expected, has_aux=True))(start)
     assert_close((got, grads), (value, gradients))
@@ -130,54 +91,48 @@ def test_a_weighted_loss_is_the_mean_over_all_tokens_of_the_batch(microbatches, 
     np.testing.assert_allclose(metrics["cross entropy"], value, rtol=1e-6)
 
 
-def test_a_batch_without_a_token_has_no_loss_but_that_of_its_layers():
-    pipe = pipeline("1f1b", 2, 2, 0)
-    batch = mixture.batch(12)
-    placed = pipe.place(mixture.params())
+@pytest.fixture(scope="module")
+def pipe():
+    return pipeline("1f1b", 2, 2, 1)
+
+
+def test_a_batch_without_a_token_has_no_loss_but_that_of_its_layers(pipe):
+    """Calls outside jit compile their program once; other calls of this file share it."""
+    batch, placed = mixture.batch(12), pipe.place(mixture.params())
     batch |= {"mask": jnp.zeros_like(batch["mask"])}
-    (loss, metrics), grads = jax.jit(pipe.value_and_grad)(placed, batch)
+    (loss, metrics), grads = pipe.value_and_grad(placed, batch)
     assert metrics["cross entropy"] == 0
     assert loss > 0
     assert not jnp.any(grads["head"]["table"])
     assert all(jnp.isfinite(leaf).all() for leaf in jax.tree.leaves(grads))
 
 
-def test_jax_grad_of_the_loss_runs_the_schedule():
-    pipe = pipeline("1f1b", 2, 2, 0)
+def test_jax_grad_of_the_loss_runs_the_schedule_and_calls_compile_once(pipe):
+    optimizer = optax.sgd(0.1)
     batch, (value, metrics), gradients = unpipelined(mixture.head_loss, 3, 2)
     placed = pipe.place(mixture.params())
+    state = pipe.init(optimizer, placed)
 
-    @jax.jit
     def doubled(placed):
-        loss, metrics = jax.jit(pipe.loss)(placed, batch)
+        loss, metrics = pipe.loss(placed, batch)
         return 2 * loss, metrics
 
-    got, grads = jax.jit(jax.value_and_grad(doubled, has_aux=True))(placed)
-    assert_close(got, (2 * value, metrics))
-    assert_close(pipe.unplace(grads), jax.tree.map(lambda g: 2 * g, gradients))
+    def step():
+        got, grads = pipe.value_and_grad(placed, batch)
+        return got, pipe.update(optimizer, grads, state, placed), grads
 
-
-def test_calls_outside_jit_compile_their_program_once():
-    pipe, optimizer = pipeline("1f1b", 2, 2, 1), optax.sgd(0.1)
-    batch, (value, _), gradients = unpipelined(mixture.head_loss, 3, 2)
-    placed = pipe.place(mixture.params())
-    state = pipe.init(optimizer, placed)
-    loss_and_grads = jax.value_and_grad(pipe.loss, has_aux=True)
-
-    def step(placed, state):
-        _, grads = pipe.value_and_grad(placed, batch)
-        return pipe.loss(placed, batch), pipe.update(optimizer, grads, state, placed)
-
-    loss_and_grads(placed, batch), step(placed, state)
+    loss_and_grads = jax.value_and_grad(doubled, has_aux=True)
+    loss_and_grads(placed), step()
     with testing.compilations() as compiled:
-        (got, _), grads = loss_and_grads(placed, batch)
-        (again, _), _ = step(placed, state)
+        got, grads = loss_and_grads(placed)
+        again, _, same = step()
     assert not compiled
-    assert_close((got, again), (value, value))
-    assert_close(pipe.unplace(grads), gradients)
+    assert_close((got, again), ((2 * value, metrics), (value, metrics)))
+    doubled_grads = jax.tree.map(lambda g: 2 * g, gradients)
+    assert_close((pipe.unplace(grads), pipe.unplace(same)), (doubled_grads, gradients))
 
 
-@pytest.mark.parametrize("together", [False, True])
+@pytest.mark.parametrize("together", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_jax_grad_by_what_the_embedding_and_the_head_read_of_the_batch(together, monkeypatch):
     if together:
         compute_together(monkeypatch)
@@ -258,7 +213,7 @@ def test_metrics_are_added_up_without_loss():
 
 
 def test_updates_within_the_step_see_the_whole_weight():
-    pipe, optimizer = pipeline("1f1b", 2, 2, 2, head=mixture.head_loss), optax.sgd(0.1)
+    pipe, optimizer = pipeline("1f1b-fused", 2, 2, 2), optax.sgd(0.1)
     batch, value, gradients = unpipelined(mixture.head_loss, 3, 2)
     start = mixture.params()
     placed = pipe.place(start)
@@ -291,8 +246,8 @@ def linear_model() -> jaxpipe.Model:
 @pytest.mark.parametrize(
     ("microbatches", "zero", "options"),
     [
-        (2, 0, {}),
-        (1, 2, {"recompute_segment": 2}),
+        (2, 2, {"recompute_segment": 2}),
+        pytest.param(1, 0, {}, marks=pytest.mark.slow),
         pytest.param(5, 3, {"method": "2bw"}, marks=pytest.mark.slow),
     ],
 )

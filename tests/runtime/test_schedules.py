@@ -1,59 +1,195 @@
-"""Every registered schedule, executed, gives the unpipelined model's loss and gradients."""
+"""The table of every schedule, replayed without jax; a few are executed in `test_equivalence`."""
 
 from __future__ import annotations
 
+import collections
 import itertools
 
 import asynchronous_toy
 import jax
 import pytest
+import toys
 from asynchronous_reference import Settings
 from asynchronous_toy import minibatches
-from test_equivalence import check
 
 from jaxpipe.runtime import tables
 from jaxpipe.schedule import catalog
+from jaxpipe.schedule.actions import Kind
+from jaxpipe.schedule.lowering.lower import lower
+from jaxpipe.schedule.lowering.table import NONE, TickTable
 
-pytestmark = pytest.mark.pipeline
 NAMES = [entry.name for entry in catalog.executable()]
-CASES = [
-    case
-    for case in itertools.product(NAMES, (2, 4), (1, 4, 7), ((1, 0), (2, 3)))
-    if case[1:] != (4, 7, (2, 3))
+MOVING = [
+    {"weight_slots": slots, "own_slots": own, "gradient_slots": sums} | parts
+    for slots, own, sums, parts in (
+        *(
+            (1, False, None, {}),
+            (1, True, 2, {}),
+            (2, True, None, {}),
+            (2, False, 2, {"pieces": 1}),
+        ),
+        *((2, False, None, {"pieces": 2}), (3, False, None, {"pieces": 3, "shares": 4})),
+    )
 ]
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_executes_with_sharded_weights_and_uneven_chunks(name):
-    check(name, 4, 2, 3, "none", True, 7, num_layers=9)
+DEEP = {"chunks": 4}
+"""Chunks that do not all fit into the slots, so that they move under layers."""
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        *((name, {}) for name in NAMES),
+        *((name, DEEP) for name in ("interleaved-zb", "breadth-first", "breadth-first-fused")),
+        *((name, DEEP) for name in ("interleaved", "modular", "modular-fused", "hanayo-fused")),
+    ],
+)
+def test_every_action_finds_its_layers_residuals_and_weights_and_every_gradient_is_reduced(
+    name, options
+):
+    """`test_lower` follows the messages."""
+    for (stages, microbatches), moving in itertools.product(((1, 2), (2, 4), (4, 7)), MOVING):
+        if options:
+            microbatches = 2 * stages  # not every schedule of many chunks takes any number
+        schedule = catalog.build(name, stages=stages, microbatches=microbatches, **options)
+        virtual = schedule.placement.num_virtual_stages
+        table = lower(schedule, [1 + s % 3 for s in range(virtual)], **moving)
+        for stage in range(stages):
+            replay_residuals(table, stage)
+            replay_weights(table, stage)
+            replay_gradients(table, stage)
+
+
+def actions(table: TickTable, stage: int):
+    """The cells of a stage in the order of their execution: tick, kind, work, and slots."""
+    for tick, (kind, cell) in itertools.product(range(table.num_ticks), table.passes.items()):
+        if cell.layers[tick, stage]:
+            slots = {name: int(getattr(cell, name)[tick, stage]) for name in cell.__annotations__}
+            yield tick, kind, (slots.pop("chunk"), slots.pop("microbatch")), slots
+
+
+def replay_residuals(table: TickTable, stage: int) -> None:
+    """F fills slots, B reads some of them and fills others, and W reads and frees the last."""
+    kept, ran = {}, collections.defaultdict(list)
+    fills = {Kind.F: ("until_b", "until_w"), Kind.B: ("crossing",)}
+    reads = {Kind.B: ("until_b",), Kind.W: ("until_w", "crossing"), Kind.BW: fills[Kind.F]}
+    for _, kind, work, slots in actions(table, stage):
+        virtual = table.schedule.placement.virtual_stages[stage][work[0]]
+        assert slots["layers"] == table.layer_counts[virtual]
+        ran[work].append(kind)
+        for name in reads.get(kind, ()):
+            assert kept.pop((name, slots[name])) == work
+        for name in fills.get(kind, ()):
+            assert slots[name] < table.num_slots[name]
+            assert kept.setdefault((name, slots[name]), work) is work  # it was free
+    assert not kept
+    assert ran.keys() == all_work(table)
+    assert all(kinds in ([Kind.F, Kind.BW], [Kind.F, Kind.B, Kind.W]) for kinds in ran.values())
+
+
+def all_work(table: TickTable) -> set[tuple[int, int]]:
+    """Chunk and microbatch of everything that a stage runs."""
+    counts = table.schedule.num_chunks, table.schedule.num_microbatches
+    return set(itertools.product(*map(range, counts)))
+
+
+def moves(transfers, tick: int, stage: int):
+    chunk = int(transfers.chunk[tick, stage])
+    return [] if chunk == NONE else [(int(transfers.slot[tick, stage]), chunk)]
+
+
+def edge_moves(transfers, stage: int):
+    moved = zip(transfers.edge.chunk[:, stage], transfers.edge.slot[:, stage], strict=True)
+    return [(int(slot), int(chunk)) for chunk, slot in moved if chunk != NONE]
+
+
+def replay_weights(table: TickTable, stage: int) -> None:
+    """A chunk is whole in the slot that an action reads, and has been before its tick begins if it
+    moves in parts."""
+    gathers = table.gathers
+    slots = {slot: (chunk, gathers.parts) for slot, chunk in edge_moves(gathers, stage)}
+    reads = collections.defaultdict(list)
+    for tick, _, (chunk, _), cell in actions(table, stage):
+        reads[tick].append((cell["weights"], chunk))
+    for tick in range(table.num_ticks):
+        moved = moves(gathers, tick, stage)
+        for slot, chunk in moved:
+            before = slots.pop(slot, None)
+            assert slot < gathers.num_slots
+            if gathers.whole:
+                slots[slot] = chunk, gathers.parts
+            else:
+                going = before is not None and before[0] == chunk and before[1] < gathers.parts
+                slots[slot] = chunk, 1 + (before[1] if going else 0)
+                assert slot not in {slot for slot, _ in reads[tick]}
+        for slot, chunk in reads[tick]:
+            assert slots[slot] == (chunk, gathers.parts)
+
+
+def replay_gradients(table: TickTable, stage: int) -> None:
+    """A slot sums gradients of one chunk, which are reduced once."""
+    reduces, sums, reduced = table.reduces, {}, collections.Counter()
+    moved_parts = collections.Counter()
+    adds = collections.defaultdict(list)
+    for tick, kind, work, cell in actions(table, stage):
+        if kind in (Kind.W, Kind.BW):
+            adds[tick].append((cell["gradient"], work))
+
+    def leave(slot: int, chunk: int) -> None:
+        works = sums.pop(slot)
+        assert {work[0] for work in works} == {chunk}
+        reduced.update(works)
+
+    for tick in range(table.num_ticks):
+        if reduces.group:
+            for slot, chunk in moves(reduces, tick, stage):
+                assert slot not in {slot for slot, _ in adds[tick]}
+                moved_parts[slot] += 1
+                if moved_parts[slot] == reduces.parts:
+                    leave(slot, chunk)
+                    moved_parts[slot] = 0
+        for slot, work in adds[tick]:
+            assert slot < reduces.num_slots
+            assert not moved_parts[slot]
+            assert {other[0] for other in sums.setdefault(slot, [])} <= {work[0]}
+            sums[slot].append(work)
+        if not reduces.group:
+            for slot, chunk in moves(reduces, tick, stage):
+                leave(slot, chunk)
+    for slot, chunk in edge_moves(reduces, stage):
+        leave(slot, chunk)
+    assert not sums
+    assert reduced == collections.Counter(all_work(table))
+
+
+@pytest.mark.pipeline
+def test_executes_with_late_messages_as_on_gpus(monkeypatch):
+    """And with two slots, in which chunks stay or move as a whole."""
+    monkeypatch.setattr(tables, "transfers_overlap", lambda mesh: True)
+    options = {"zero": 3, "microbatches": 16, "weight_slots": 2}
+    pipe = toys.check("tied", "zb-v", {"stage": 4, "data": 2}, **options)
+    assert any(channel.late_edges for channel in pipe.table.channels)
+    assert pipe.table.gathers.counts == pipe.table.reduces.counts == (2,) * 4
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "stages", "microbatches", "sharding"), CASES)
-def test_executes_everywhere(name, stages, microbatches, sharding):
-    check(name, stages, *sharding, "full", False, microbatches, num_layers=9)
-
-
-@pytest.mark.parametrize(("zero", "weights"), [(2, "stacked"), (3, "unrolled")])
-def test_a_slot_for_every_chunk_moves_each_once(zero, weights):
-    options = {"weights": weights, "weight_slots": 2}
-    pipe = check("zb-v", 4, 2, zero, "none", True, 6, num_layers=9, **options)
-    assert pipe.table.gathers.counts == pipe.table.reduces.counts == (2,) * 4
+@pytest.mark.parametrize("name", NAMES)
+def test_executes_everywhere(name):
+    grid = itertools.product((2, 4), (1, 4, 7), ((1, 0), (2, 3)))
+    for stages, microbatches, (data, zero) in grid:
+        sizes = {"stage": stages, "data": data}
+        toys.check("untied", name, sizes, zero=zero, remat="full", microbatches=microbatches)
 
 
 def test_no_slot_is_refused():
     with pytest.raises(ValueError, match=r"weight_slots=0 holds no chunk.\nNearest valid: 1"):
-        check("zb-v", 4, 2, 3, "none", True, 6, num_layers=9, weight_slots=0)
+        toys.check("tied", "zb-v", {"stage": 4, "data": 2}, zero=3, weight_slots=0)
 
 
-@pytest.mark.parametrize(
-    ("name", "zero", "axis"), [("zb-v", 3, "stage"), ("interleaved", 2, None), ("1f1b", 0, None)]
-)
-def test_executes_with_late_messages_as_on_gpus(name, zero, axis, monkeypatch):
-    monkeypatch.setattr(tables, "transfers_overlap", lambda mesh: True)
-    options = {"num_layers": 9, "weight_slots": 2, "axis": axis}
-    pipe = check(name, 4, 1 + zero // 2, zero, "none", True, 16, **options)
-    assert any(channel.late_edges for channel in pipe.table.channels)
+def test_a_schedule_with_two_copies_of_the_weights_is_only_simulated():
+    with pytest.raises(ValueError, match=r"'chimera' can only be simulated: it needs 2 copies"):
+        toys.check("tied", "chimera", {"stage": 2}, microbatches=2)
 
 
 def test_messages_of_an_asynchronous_pipeline_are_never_late(monkeypatch):
